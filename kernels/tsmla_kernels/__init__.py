@@ -1,0 +1,1 @@
+"""The CuTe DSL kernels of tsmla_jax and the contract both front ends share. Imports neither jax nor torch."""

@@ -1,0 +1,1 @@
+"""Device helpers that more than one kernel uses."""
