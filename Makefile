@@ -1,0 +1,64 @@
+# The commands of this tree. Each makes what it needs: a fresh clone wants only Python 3.11, pip, make and a compiler.
+#   make demo      write a small checkpoint in the Hugging Face format, if there is none, and generate from it
+#   make test      the test suite          make test-slow  the slow tests
+#   make lint      ruff and mypy           make figures    the benchmark figures and the README's table
+#   make wheel     build the wheel, install it in an empty environment and use it outside the tree
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+# The newest that the tests were run with. Installed by itself and first: on a machine with a CPU build of it, pip takes
+# that one, while a plain "torch" pulled in by another package would bring gigabytes of CUDA libraries.
+TORCH ?= torch==2.13.0
+CHECKPOINT ?= demo-checkpoint
+# Two workers: the suite is sized for a machine of two cores.
+PYTEST_ARGS ?= -n 2 -q
+
+BIN := $(VENV)/bin
+SRC := tsmla_jax kernels bridge tests examples benchmarks
+
+.PHONY: help demo test test-slow lint format figures wheel clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "no python3.11 on the PATH: name one with make PYTHON=/path/to/python" >&2; exit 2; }
+	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else f"Python 3.11 to 3.13 is needed, {sys.executable} is {v[0]}.{v[1]}")'
+	$(PYTHON) -m venv $(VENV)
+
+# Two layers in one environment, so that the demo does not wait for torch and the DSL. Each is made again when
+# pyproject.toml changes.
+$(VENV)/.demo: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[flax,hf]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.demo
+	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+$(CHECKPOINT)/config.json: | $(VENV)/.demo
+	$(BIN)/python examples/make_checkpoint.py $(CHECKPOINT)
+
+demo: $(VENV)/.demo $(CHECKPOINT)/config.json
+	$(BIN)/tsmla generate --checkpoint $(CHECKPOINT) --prompt-file $(CHECKPOINT)/prompts.txt --max-new-tokens 32
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -m slow
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check $(SRC)
+	$(BIN)/mypy
+
+figures: $(VENV)/.dev
+	$(BIN)/python benchmarks/figures.py
+
+wheel: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -m slow tests/test_packaging.py
+
+clean:
+	rm -rf $(VENV) $(CHECKPOINT) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,31 @@
+"""What every test shares: eight simulated CPU devices, repeatable property tests, and the gpu marker's skip."""
+
+import functools
+import os
+
+import hypothesis
+import jax
+import pytest
+
+# Before the first backend starts: shard_map tests need several devices, and one CPU can pretend to be eight.
+jax.config.update("jax_num_cpu_devices", 8)
+
+# Timings on shared CI machines say nothing, and a failure must come back on the next run.
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+@functools.cache
+def _why_no_gpu() -> str | None:
+    """None where jax has an NVIDIA GPU, else the reason that a gpu test is skipped with."""
+    try:
+        devices = jax.devices("cuda")
+    except RuntimeError as error:
+        return f"needs an NVIDIA GPU that jax can use: {str(error).splitlines()[0]}"
+    return None if devices else "needs an NVIDIA GPU that jax can use: there is none"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and (reason := _why_no_gpu()):
+        pytest.skip(reason)
