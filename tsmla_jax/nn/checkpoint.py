@@ -1,0 +1,280 @@
+"""A Hugging Face checkpoint directory of safetensors files: names, shapes, tensors, fp8 blocks dequantised.
+
+Generic: nothing here knows about attention. Tensors are read one at a time out of a memory map, so opening a checkpoint
+of hundreds of gigabytes costs its headers only. Values are numpy arrays (bf16 and fp8 as ml_dtypes), ready for
+`jnp.asarray` or `jax.device_put` with a sharding.
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+DEFAULT_BLOCK = (128, 128)
+
+# Tensor types of the safetensors format that checkpoints use.
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+_FP8 = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
+
+
+class CheckpointError(ValueError):
+    """Something is missing, misshapen or broken in a checkpoint; the text names the file and, if any, the tensor."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor lies.
+
+    Attributes:
+        file: the safetensors file.
+        dtype: stored element type.
+        shape: stored shape.
+        start, stop: byte range in the file.
+    """
+
+    file: Path
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class Checkpoint:
+    """A checkpoint directory, opened for reading.
+
+    Looks for `model.safetensors.index.json` (sharded), then `model.safetensors`, then a lone `*.safetensors`. Shards
+    are opened when a tensor of theirs is first asked for.
+
+    Args:
+        directory: the checkpoint's folder.
+
+    Raises:
+        CheckpointError: no such directory, no safetensors file, a shard or the index missing, an index that isn't one.
+        ImportError: the package safetensors is not installed (`pip install 'tsmla-jax[hf]'`).
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        _require_safetensors()
+        self.directory = Path(directory)
+        if not self.directory.is_dir():
+            raise CheckpointError(f"{self.directory}: no such checkpoint directory")
+        self._headers: dict[Path, dict[str, TensorInfo]] = {}
+        self._maps: dict[Path, np.memmap[Any, Any]] = {}
+        self._files = self._locate()
+        self.block = self._block_size()
+
+    def names(self) -> tuple[str, ...]:
+        """Every tensor's name, sorted."""
+        return tuple(sorted(self._files))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
+
+    def info(self, name: str) -> TensorInfo:
+        """Dtype, shape and place of a tensor, without reading it.
+
+        Raises:
+            CheckpointError: the checkpoint has no such tensor, or its file is broken.
+        """
+        file = self._files.get(name)
+        if file is None:
+            raise CheckpointError(f"{self.directory}: tensor {name!r} is missing")
+        header = self._header(file)
+        if name not in header:
+            raise CheckpointError(f"{file}: tensor {name!r} is missing, though {INDEX_NAME} places it there")
+        return header[name]
+
+    def read(
+        self, name: str, *, shape: Sequence[int] | None = None, dtype: npt.DTypeLike | None = None
+    ) -> np.ndarray[Any, Any]:
+        """One tensor's values.
+
+        An fp8 tensor with a `<name>_scale_inv` beside it (one f32 scale per 128 x 128 block, the last block of a row
+        or column possibly smaller; DeepSeek-V3's format) comes dequantised.
+
+        Args:
+            name: the tensor's name in the checkpoint.
+            shape: the shape it must have; not checked if None.
+            dtype: what to convert to; None keeps the stored dtype, and makes a dequantised tensor bfloat16.
+
+        Returns:
+            an array that owns its memory.
+
+        Raises:
+            CheckpointError: a missing tensor, another shape, an fp8 tensor without scales, misshapen scales, or a file
+                that is truncated or not safetensors. The text names the file and the tensor.
+        """
+        info = self.info(name)
+        if shape is not None and info.shape != tuple(shape):
+            raise CheckpointError(f"{info.file}: tensor {name!r} must have shape {tuple(shape)}, got {info.shape}")
+        raw = self._raw(info)
+        if info.dtype in _FP8:
+            scales = self._scales(name, info)
+            return dequantise_blocks(raw, scales, block=self.block, dtype=ml_dtypes.bfloat16 if dtype is None else dtype)
+        return np.array(raw, dtype=info.dtype if dtype is None else np.dtype(dtype))
+
+    def _scales(self, name: str, info: TensorInfo) -> np.ndarray[Any, Any]:
+        scale_name = f"{name}_scale_inv"
+        if scale_name not in self:
+            raise CheckpointError(
+                f"{info.file}: tensor {name!r} is {info.dtype.name} but its block scales {scale_name!r} are missing"
+            )
+        if len(info.shape) != 2:
+            raise CheckpointError(f"{info.file}: fp8 tensor {name!r} must have 2 axes, got shape {info.shape}")
+        scale_info = self.info(scale_name)
+        legal = tuple(-(-size // block) for size, block in zip(info.shape, self.block, strict=True))
+        if scale_info.shape != legal:
+            raise CheckpointError(
+                f"{scale_info.file}: tensor {scale_name!r} must have shape {legal} (one scale per "
+                f"{self.block[0]} x {self.block[1]} block of {info.shape}), got {scale_info.shape}"
+            )
+        return self._raw(scale_info).astype(np.float32)
+
+    def _raw(self, info: TensorInfo) -> np.ndarray[Any, Any]:
+        """A view of the stored values in the memory map."""
+        if info.file not in self._maps:
+            self._maps[info.file] = np.memmap(info.file, dtype=np.uint8, mode="r")
+        return np.asarray(self._maps[info.file][info.start : info.stop]).view(info.dtype).reshape(info.shape)
+
+    def _locate(self) -> dict[str, Path]:
+        """Which file holds each tensor."""
+        index = self.directory / INDEX_NAME
+        if index.is_file():
+            return self._read_index(index)
+        single = self.directory / SINGLE_NAME
+        if single.is_file():
+            return dict.fromkeys(self._header(single), single)
+        files = sorted(self.directory.glob("*.safetensors"))
+        if not files:
+            raise CheckpointError(f"{self.directory}: holds neither {INDEX_NAME} nor {SINGLE_NAME}")
+        if len(files) > 1:
+            raise CheckpointError(
+                f"{index}: the index is missing; without it {len(files)} shards ({files[0].name}, ...) can't be read"
+            )
+        return dict.fromkeys(self._header(files[0]), files[0])
+
+    def _read_index(self, index: Path) -> dict[str, Path]:
+        try:
+            content = json.loads(index.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{index}: not a readable JSON index: {error}") from None
+        weight_map = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise CheckpointError(f"{index}: must hold an object 'weight_map' from tensor names to file names")
+        for file in sorted(set(weight_map.values())):
+            # A shard is a file of this directory: an index must not make us read elsewhere.
+            if Path(file).name != file:
+                raise CheckpointError(f"{index}: shard {file!r} must be a plain file name")
+            if not (self.directory / file).is_file():
+                raise CheckpointError(f"{self.directory / file}: the shard is missing, though {INDEX_NAME} names it")
+        return {name: self.directory / file for name, file in weight_map.items()}
+
+    def _header(self, file: Path) -> dict[str, TensorInfo]:
+        if file not in self._headers:
+            self._headers[file] = _read_header(file)
+        return self._headers[file]
+
+    def _block_size(self) -> tuple[int, int]:
+        """The block of fp8 scales, from config.json's quantization_config when it says so."""
+        try:
+            config = json.loads((self.directory / "config.json").read_text(encoding="utf-8"))
+            block = config["quantization_config"]["weight_block_size"]
+        except (OSError, ValueError, KeyError, TypeError):
+            # Whether config.json is there and sound is for its own reader to say; the block has a known default.
+            return DEFAULT_BLOCK
+        if (
+            not isinstance(block, list)
+            or len(block) != 2
+            or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in block)
+        ):
+            raise CheckpointError(
+                f"{self.directory / 'config.json'}: field 'weight_block_size' must be two positive integers, got {block!r}"
+            )
+        return block[0], block[1]
+
+
+def dequantise_blocks(
+    weight: np.ndarray[Any, Any],
+    scales: np.ndarray[Any, Any],
+    *,
+    block: tuple[int, int] = DEFAULT_BLOCK,
+    dtype: npt.DTypeLike = np.float32,
+) -> np.ndarray[Any, Any]:
+    """weight[i, j] * scales[i // block[0], j // block[1]], multiplied in f32.
+
+    Args:
+        weight: fp8 [M, N].
+        scales: f32 [ceil(M / block[0]), ceil(N / block[1])].
+        dtype: of the result.
+
+    Raises:
+        ValueError: scales of another shape.
+    """
+    rows, columns = weight.shape
+    legal = (-(-rows // block[0]), -(-columns // block[1]))
+    if scales.shape != legal:
+        raise ValueError(f"{scales.shape=} must be {legal} for {weight.shape=} and {block=}")
+    # ml_dtypes converts fp8 one element at a time; a table of the 256 values is an order of magnitude faster.
+    table = np.arange(256, dtype=np.uint8).view(weight.dtype).astype(np.float32)
+    codes = weight.view(np.uint8)
+    result = np.empty(weight.shape, dtype=np.dtype(dtype))
+    for block_row in range(legal[0]):
+        band = slice(block_row * block[0], (block_row + 1) * block[0])
+        result[band] = table[codes[band]] * np.repeat(scales[block_row], block[1])[:columns]
+    return result
+
+
+def _read_header(file: Path) -> dict[str, TensorInfo]:
+    """Every tensor of a safetensors file.
+
+    The package safetensors validates the file (lengths, offsets, overlaps); the byte ranges are then taken from the
+    header itself, because its numpy reader doesn't know the fp8 types.
+    """
+    safe_open, safetensor_error = _require_safetensors()
+    try:
+        with safe_open(file, framework="np"), file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(length))
+    except safetensor_error as error:
+        raise CheckpointError(f"{file}: truncated, or not a safetensors file: {error}") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}") from None
+    tensors = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        if entry["dtype"] not in _DTYPES:
+            raise CheckpointError(f"{file}: tensor {name!r} has dtype {entry['dtype']}; legal are {', '.join(_DTYPES)}")
+        start, stop = (8 + length + offset for offset in entry["data_offsets"])
+        tensors[name] = TensorInfo(file, _DTYPES[entry["dtype"]], tuple(entry["shape"]), start, stop)
+    return tensors
+
+
+def _require_safetensors() -> tuple[Any, type[Exception]]:
+    """safetensors' opener and its error type; imported late, because only checkpoints need the package."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise ImportError("reading a checkpoint needs the package safetensors: pip install 'tsmla-jax[hf]'") from None
+    return safe_open, SafetensorError
