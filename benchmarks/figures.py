@@ -1,0 +1,254 @@
+"""Draw the decode figures and write the README's tables from the recorded results (`make figures`).
+
+Every number shown comes from `benchmarks/results/<device>/decode_<dtype>.json`: a list of objects, one a point and
+peer, with b, s, h, keys, varlen, page, dtype, peer (ours is "tsmla"), us, floor_us, rel_err, device, commit, date and
+versions. Each file gives two PNGs and a full table under `benchmarks/figures/`, and the README's short table between
+the comments `<!-- decode_<dtype> -->` and `<!-- /decode_<dtype> -->`.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+OURS = "tsmla"
+PEER_NAMES = {OURS: "tsmla", "flashmla": "FlashMLA", "fa3": "FA3", "fa4": "FA4 SM90"}
+# The README shows these; the full table is beside the figures.
+SHORT_TABLE_HEADS = (16, 128)
+SHORT_TABLE_TOKENS = (1, 4)
+
+LATENT, ROPE = 512, 64
+# Measured on an H200: the reads of a large copy, and a plain matrix product on random data.
+BYTES_PER_S = 4.35e12
+FLOPS_PER_S = {"bf16": 798e12, "fp8": 1596e12}
+BYTES_PER_KEY = {"bf16": 2 * (LATENT + ROPE), "fp8": LATENT + ROPE}
+
+Row = dict[str, object]
+
+
+@dataclass(frozen=True, order=True)
+class Case:
+    """One point of the grid: requests, query tokens a request, heads, keys a request, ragged lengths, page size."""
+
+    h: int
+    s: int
+    b: int
+    keys: int
+    varlen: bool
+    page: int
+
+
+@dataclass(frozen=True)
+class Point:
+    """A case with what was measured: microseconds by peer, and the floor."""
+
+    case: Case
+    floor_us: float
+    us: dict[str, float]
+
+    def best_peer_us(self) -> float | None:
+        """The fastest of the others, or None where only we were measured."""
+        others = [us for peer, us in self.us.items() if peer in PEER_NAMES and peer != OURS]
+        return min(others) if others else None
+
+    def ratio(self) -> float | None:
+        """Our time over the best peer's; under 1 is faster. None where either is missing."""
+        best = self.best_peer_us()
+        return self.us[OURS] / best if OURS in self.us and best else None
+
+
+def load(path: Path) -> tuple[list[Point], list[Row]]:
+    """Read a results file into its points, sorted, and its rows.
+
+    Raises:
+      ValueError: the file is no list of rows with the fields that this module reads, or a row's time is not positive.
+    """
+    rows = json.loads(path.read_text())
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{path}: a list of objects was expected")
+    points: dict[Case, Point] = {}
+    # A point measured again replaces the older one.
+    for row in sorted(rows, key=lambda row: str(row.get("date"))):
+        try:
+            case = Case(row["h"], row["s"], row["b"], row["keys"], bool(row["varlen"]), row["page"])
+            peer, us, floor_us = str(row["peer"]), float(row["us"]), float(row["floor_us"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {row}: {type(error).__name__} {error}") from error
+        if not (us > 0 and floor_us > 0):
+            raise ValueError(f"{path}: {row}: us and floor_us must be positive")
+        points.setdefault(case, Point(case, floor_us, {})).us[peer] = us
+    return [points[case] for case in sorted(points)], rows
+
+
+def summary(points: Sequence[Point], rows: Sequence[Row]) -> str:
+    """One paragraph: how many points, our times relative to the best peer's, and what was measured on what and when."""
+    ratios = [ratio for point in points if (ratio := point.ratio()) is not None]
+    said = f"{len(points)} points"
+    if ratios:
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+        said += (
+            f"; tsmla's time over the best peer's: geometric mean {mean:.2f}, best {min(ratios):.2f}, "
+            f"worst {max(ratios):.2f}, ahead at {sum(ratio < 1 for ratio in ratios)} of {len(ratios)}"
+        )
+
+    def distinct(field: str) -> str:
+        return ", ".join(sorted({str(row[field]) for row in rows if field in row})) or "unrecorded"
+
+    return f"{said}. Device: {distinct('device')}; commit {distinct('commit')}; {distinct('date')}."
+
+
+def table(points: Sequence[Point]) -> str:
+    """A Markdown table, a row a point; times in microseconds."""
+    peers = [peer for peer in PEER_NAMES if peer != OURS and any(peer in point.us for point in points)]
+    heads = ["B, S, H, keys", "floor", *(PEER_NAMES[peer] for peer in peers), "**tsmla**", "/ best peer", "of floor"]
+    lines = ["| " + " | ".join(heads) + " |", "|---" + "|---:" * (len(heads) - 1) + "|"]
+    for point in points:
+        case, ours, ratio = point.case, point.us.get(OURS), point.ratio()
+        name = f"{case.b}, {case.s}, {case.h}, {case.keys}" + (", ragged" if case.varlen else "")
+        cells = [
+            name,
+            f"{point.floor_us:.1f}",
+            *(f"{point.us[peer]:.1f}" if peer in point.us else "-" for peer in peers),
+            f"**{ours:.1f}**" if ours else "-",
+            f"{ratio:.2f}" if ratio else "-",
+            f"{point.floor_us / ours:.0%}" if ours else "-",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def short(points: Sequence[Point]) -> list[Point]:
+    """The points that the README shows; all of them where the usual choice would leave none."""
+    chosen = [
+        point
+        for point in points
+        if point.case.h in SHORT_TABLE_HEADS and point.case.s in SHORT_TABLE_TOKENS and not point.case.varlen
+    ]
+    return chosen or list(points)
+
+
+def between_markers(text: str, name: str, body: str) -> str:
+    """`text` with what stands between `<!-- name -->` and `<!-- /name -->` replaced.
+
+    Raises:
+      ValueError: the two comments are not there once each, in this order.
+    """
+    opening, closing = f"<!-- {name} -->", f"<!-- /{name} -->"
+    if text.count(opening) != 1 or text.count(closing) != 1 or text.index(opening) > text.index(closing):
+        raise ValueError(f"the README must hold {opening} and {closing} once each, in this order")
+    head, _, rest = text.partition(opening)
+    return f"{head}{opening}\n{body}\n{closing}{rest.partition(closing)[2]}"
+
+
+def draw_roofline(points: Sequence[Point], dtype: str, path: Path) -> None:
+    """Attained arithmetic rate over arithmetic intensity, ours and the best peer's, under the device's roof.
+
+    The rate is that of the floor times floor / time, so that ragged points stand by their real work.
+    """
+    from matplotlib import pyplot
+
+    def roof(intensity: float) -> float:
+        return min(intensity * BYTES_PER_S, FLOPS_PER_S[dtype]) / 1e12
+
+    def intensity(case: Case) -> float:
+        return 2 * case.s * case.h * (LATENT + ROPE + LATENT) / BYTES_PER_KEY[dtype]
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    xs = sorted({intensity(point.case) for point in points})
+    corner = FLOPS_PER_S[dtype] / BYTES_PER_S
+    line = sorted({xs[0] / 1.3, corner, xs[-1] * 1.3})
+    axes.plot(line, [roof(x) for x in line], color="0.4", linewidth=1, label="floor: bandwidth, matrix rate")
+    series = [("best peer", "tab:orange", -1, [(point, point.best_peer_us()) for point in points])]
+    series.append(("tsmla", "tab:blue", 1, [(point, point.us.get(OURS)) for point in points]))
+    for label, colour, side, times in series:
+        # Set apart a little: both have the same intensities.
+        at = [(intensity(point.case) * 1.04**side, point, us) for point, us in times if us]
+        ys = [roof(intensity(point.case)) * point.floor_us / us for _, point, us in at]
+        axes.scatter([x for x, _, _ in at], ys, s=14, alpha=0.6, color=colour, linewidths=0, label=label)
+    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte of cache", ylabel="TFLOP/s")
+    axes.set_title(f"MLA decode, {dtype}", fontsize=10)
+    axes.grid(True, which="major", alpha=0.3)
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def draw_relative(points: Sequence[Point], dtype: str, path: Path) -> None:
+    """Our time over the best peer's, a panel for each number of heads, a dot a point; under the line is faster."""
+    from matplotlib import pyplot
+
+    heads = sorted({point.case.h for point in points})
+    figure, panels = pyplot.subplots(1, len(heads), figsize=(2 + 2.2 * len(heads), 4.2), sharey=True, squeeze=False,
+                                     layout="constrained")  # fmt: skip
+    sizes = sorted({(point.case.b, point.case.keys) for point in points}, key=lambda size: (size[0] * size[1], size))
+    tokens = sorted({point.case.s for point in points})
+    for axes, h in zip(panels[0], heads, strict=True):
+        for i, s in enumerate(tokens):
+            at = [point for point in points if point.case.h == h and point.case.s == s and point.ratio()]
+            xs = [sizes.index((p.case.b, p.case.keys)) + 0.16 * (i - (len(tokens) - 1) / 2) for p in at]
+            axes.scatter(xs, [point.ratio() for point in at], s=14, linewidths=0, label=f"S = {s}")
+        axes.axhline(1, color="0.4", linewidth=1)
+        axes.set_title(f"H = {h}", fontsize=10)
+        axes.set_xticks(range(len(sizes)), [f"{b} x {keys}" for b, keys in sizes], rotation=90, fontsize=7)
+        axes.grid(True, axis="y", alpha=0.3)
+    panels[0][0].set_ylabel(f"time / best peer's, {dtype}")
+    panels[0][0].set_ylim(bottom=0)
+    panels[0][-1].legend(frameon=False, fontsize=8)
+    figure.supxlabel("B x keys", fontsize=9)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def write(results: Path, figures: Path, readme: Path) -> str:
+    """Write the figures, the full table and the README's table of one results file; return its summary."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    points, rows = load(results)
+    if not points:
+        raise ValueError(f"{results}: no rows")
+    name = results.stem
+    dtype = name.removeprefix("decode_")
+    if dtype not in FLOPS_PER_S:
+        raise ValueError(f"{results}: named decode_{dtype}.json; known: {', '.join(FLOPS_PER_S)}")
+    figures.mkdir(parents=True, exist_ok=True)
+    draw_roofline(points, dtype, figures / f"{name}_roofline.png")
+    draw_relative(points, dtype, figures / f"{name}_relative.png")
+    said = summary(points, rows)
+    unit = f"Microseconds, medians, {dtype}, page {', '.join(sorted({str(point.case.page) for point in points}))}."
+    (figures / f"{name}.md").write_text(f"# MLA decode, {dtype}\n\n{unit} {said}\n\n{table(points)}\n")
+    folder = figures.relative_to(readme.parent).as_posix()
+    shown = short(points)
+    body = [f"{unit} {said}"]
+    if len(shown) < len(points):
+        body.append(f"Shown: S 1 and 4, H 16 and 128, uniform lengths. All of them: [{name}.md]({folder}/{name}.md).")
+    images = "\n".join(f"![{kind} of decode, {dtype}]({folder}/{name}_{kind}.png)" for kind in ("relative", "roofline"))
+    readme.write_text(between_markers(readme.read_text(), name, "\n\n".join(["\n".join(body), table(shown), images])))
+    return said
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do it for every recorded file; 0 when each was written, 2 with one line when one can't be read."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "h200")
+    parser.add_argument("--figures", type=Path, default=ROOT / "benchmarks" / "figures")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    arguments = parser.parse_args(argv)
+    files = sorted(arguments.results.glob("decode_*.json"))
+    if not files:
+        print(f"nothing recorded under {arguments.results}")
+    for path in files:
+        try:
+            print(f"{path.name}: {write(path, arguments.figures.resolve(), arguments.readme.resolve())}")
+        except (ValueError, OSError) as error:
+            print(f"figures: error: {error}", file=sys.stderr)
+            return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

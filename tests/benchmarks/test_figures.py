@@ -1,0 +1,104 @@
+"""`make figures` on made-up results: what it writes, and that nothing is shown that the file does not hold."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def figures() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("figures", ROOT / "benchmarks" / "figures.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["figures"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def row(peer: str, us: float, **changes: object) -> dict[str, object]:
+    """A result of B 4, S 1, H 16, 4096 keys, unless changed."""
+    base: dict[str, object] = dict(b=4, s=1, h=16, keys=4096, varlen=False, page=64, dtype="bf16", peer=peer, us=us)
+    base |= dict(floor_us=5.0, rel_err=2e-3, device="NVIDIA H200", commit="abc1234", date="2026-11-21", versions={})
+    return base | changes
+
+
+def place(folder: Path, rows: object) -> list[str]:
+    """Write `rows` and a README with markers into `folder`; return main's arguments."""
+    (folder / "decode_bf16.json").write_text(json.dumps(rows))
+    (folder / "README.md").write_text("before\n<!-- decode_bf16 -->\nold\n<!-- /decode_bf16 -->\nafter\n")
+    return [f"--results={folder}", f"--figures={folder / 'figures'}", f"--readme={folder / 'README.md'}"]
+
+
+def test_readme_table_and_figures_come_from_the_file(figures: ModuleType, tmp_path: Path) -> None:
+    rows = [row("tsmla", 10.0), row("flashmla", 40.0), row("fa4", 20.0)]
+    rows += [row("tsmla", 9.0, h=128, varlen=True), row("fa3", 6.0, h=128, varlen=True)]
+    arguments = place(tmp_path, rows)
+    assert figures.main(arguments) == 0
+    readme = (tmp_path / "README.md").read_text()
+    assert readme.startswith("before\n<!-- decode_bf16 -->\n") and readme.endswith("<!-- /decode_bf16 -->\nafter\n")
+    assert "old" not in readme
+    assert "| B, S, H, keys | floor | FlashMLA | FA4 SM90 | **tsmla** | / best peer | of floor |" in readme
+    assert "| 4, 1, 16, 4096 | 5.0 | 40.0 | 20.0 | **10.0** | 0.50 | 50% |" in readme
+    assert "ragged" not in readme  # the short table leaves it out, the full one has it
+    assert (
+        "| 4, 1, 128, 4096, ragged | 5.0 | - | 6.0 | - | **9.0** | 1.50 | 56% |"
+        in (tmp_path / "figures" / "decode_bf16.md").read_text()
+    )
+    assert "2 points; tsmla's time over the best peer's: geometric mean 0.87" in readme  # sqrt(0.5 * 1.5)
+    assert "worst 1.50, ahead at 1 of 2" in readme
+    assert "NVIDIA H200; commit abc1234; 2026-11-21" in readme
+    for kind in ("relative", "roofline"):
+        assert f"(figures/decode_bf16_{kind}.png)" in readme
+        png = (tmp_path / "figures" / f"decode_bf16_{kind}.png").read_bytes()
+        assert png.startswith(b"\x89PNG") and 2_000 < len(png) < 300_000
+    assert figures.main(arguments) == 0
+    assert (tmp_path / "README.md").read_text() == readme
+
+
+def test_a_point_measured_again_replaces_the_older(figures: ModuleType, tmp_path: Path) -> None:
+    place(tmp_path, [row("tsmla", 7.0, date="2026-11-22"), row("tsmla", 10.0), row("fa3", 14.0)])
+    points, _ = figures.load(tmp_path / "decode_bf16.json")
+    assert [point.us for point in points] == [{"tsmla": 7.0, "fa3": 14.0}]
+    assert points[0].ratio() == 0.5
+
+
+def test_only_ours_measured_shows_no_comparison(figures: ModuleType, tmp_path: Path) -> None:
+    assert figures.main(place(tmp_path, [row("tsmla", 10.0)])) == 0
+    readme = (tmp_path / "README.md").read_text()
+    assert "geometric mean" not in readme
+    assert "| 4, 1, 16, 4096 | 5.0 | **10.0** | - | 50% |" in readme
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ({"a": 1}, "a list of objects"),
+        ([], "no rows"),
+        ([{"b": 1}], "KeyError 'h'"),
+        ([row("tsmla", 0.0)], "must be positive"),
+    ],
+)
+def test_bad_results_are_refused(
+    figures: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: object, said: str
+) -> None:
+    assert figures.main(place(tmp_path, rows)) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_missing_markers_are_refused(figures: ModuleType) -> None:
+    with pytest.raises(ValueError, match="once each"):
+        figures.between_markers("<!-- /decode_bf16 --> <!-- decode_bf16 -->", "decode_bf16", "x")
+
+
+def test_nothing_recorded_changes_nothing(figures: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("as it was")
+    arguments = [f"--results={tmp_path}", f"--figures={tmp_path / 'figures'}", f"--readme={tmp_path / 'README.md'}"]
+    assert figures.main(arguments) == 0
+    assert (tmp_path / "README.md").read_text() == "as it was"
