@@ -131,7 +131,9 @@ class Checkpoint:
         raw = self._raw(info)
         if info.dtype in _FP8:
             scales = self._scales(name, info)
-            return dequantise_blocks(raw, scales, block=self.block, dtype=ml_dtypes.bfloat16 if dtype is None else dtype)
+            return dequantise_blocks(
+                raw, scales, block=self.block, dtype=ml_dtypes.bfloat16 if dtype is None else dtype
+            )
         return np.array(raw, dtype=info.dtype if dtype is None else np.dtype(dtype))
 
     def _scales(self, name: str, info: TensorInfo) -> np.ndarray[Any, Any]:
@@ -208,8 +210,9 @@ class Checkpoint:
             or len(block) != 2
             or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in block)
         ):
+            config_file = self.directory / "config.json"
             raise CheckpointError(
-                f"{self.directory / 'config.json'}: field 'weight_block_size' must be two positive integers, got {block!r}"
+                f"{config_file}: field 'weight_block_size' must be two positive integers, got {block!r}"
             )
         return block[0], block[1]
 

@@ -138,9 +138,7 @@ class MLAConfig:
         return yarn_mscale(factor, self.yarn.mscale) / yarn_mscale(factor, self.yarn.mscale_all_dim)
 
     @classmethod
-    def from_hf(
-        cls, source: Mapping[str, Any] | str | Path, *, rope_layout: RopeLayout | None = None
-    ) -> "MLAConfig":
+    def from_hf(cls, source: Mapping[str, Any] | str | Path, *, rope_layout: RopeLayout | None = None) -> "MLAConfig":
         """Reads the attention's fields of a Hugging Face config.
 
         Args:
@@ -245,9 +243,7 @@ def _rope_fields(fields: Mapping[str, Any], where: str) -> tuple[float, YarnConf
         if value is None:
             return
         if key in merged and merged[key] != value:
-            raise ValueError(
-                f"{where}: fields {origin[key]!r} and {source!r} disagree: {merged[key]!r} and {value!r}"
-            )
+            raise ValueError(f"{where}: fields {origin[key]!r} and {source!r} disagree: {merged[key]!r} and {value!r}")
         merged[key], origin[key] = value, source
 
     take("rope_theta", "rope_theta", fields.get("rope_theta"))

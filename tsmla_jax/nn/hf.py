@@ -35,7 +35,9 @@ def hf_attention_shapes(config: MLAConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def params_from_hf(config: MLAConfig, tensors: Mapping[str, Any], dtype: npt.DTypeLike | None = None) -> dict[str, jax.Array]:
+def params_from_hf(
+    config: MLAConfig, tensors: Mapping[str, Any], dtype: npt.DTypeLike | None = None
+) -> dict[str, jax.Array]:
     """Parameters from the arrays of one attention layer.
 
     Args:

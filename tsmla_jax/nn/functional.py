@@ -1,0 +1,423 @@
+"""The MLA layer as functions of a plain parameter pytree: what engines and non-Flax users call.
+
+Axes: B requests, S new tokens a request, T new tokens in all (ragged, packed one request after the other), E hidden
+width, H heads, N / R / V the nope, rope and value widths of a head, L latent width, D = L + R, P pages, Z page size,
+M pages a request at most.
+
+Parameters are a dict of arrays with an axis for heads of its own (`param_shapes`), so that sharding over heads is a
+matter of one axis: the number of heads is always taken from the arrays, never from the config, and under `shard_map`
+over heads the result is the partial sum over local heads, to be summed by the caller (`jax.lax.psum`). Under `jax.jit`
+with `param_specs` XLA adds that sum itself.
+
+Every function has static shapes and works under `jax.jit` (config, max_q_len, context_chunk and implementation are
+static) and `jax.eval_shape`; `prefill` has a gradient.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import PartitionSpec
+
+import tsmla_jax
+from tsmla_jax.nn.config import MLAConfig
+from tsmla_jax.nn.rope import apply_rope, rope_cos_sin
+
+Params = Mapping[str, jax.Array]
+
+
+def param_shapes(config: MLAConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every parameter.
+
+    q_proj [E, H, N + R], or q_a_proj [E, rank], q_a_layernorm [rank] and q_b_proj [rank, H, N + R];
+    kv_a_proj_with_mqa [E, L + R] (latent first, rope last); kv_a_layernorm [L]; w_uk [H, N, L] and w_uv [H, V, L] (the
+    two parts of Hugging Face's kv_b_proj); o_proj [H, V, E]; with attention_bias also q_a_proj_bias,
+    kv_a_proj_with_mqa_bias and o_proj_bias.
+    """
+    heads, hidden, rank = config.num_attention_heads, config.hidden_size, config.q_lora_rank
+    shapes: dict[str, tuple[int, ...]] = {}
+    if rank is None:
+        shapes["q_proj"] = (hidden, heads, config.qk_head_dim)
+    else:
+        shapes["q_a_proj"] = (hidden, rank)
+        shapes["q_a_layernorm"] = (rank,)
+        shapes["q_b_proj"] = (rank, heads, config.qk_head_dim)
+    shapes["kv_a_proj_with_mqa"] = (hidden, config.cache_dim)
+    shapes["kv_a_layernorm"] = (config.kv_lora_rank,)
+    shapes["w_uk"] = (heads, config.qk_nope_head_dim, config.kv_lora_rank)
+    shapes["w_uv"] = (heads, config.v_head_dim, config.kv_lora_rank)
+    shapes["o_proj"] = (heads, config.v_head_dim, hidden)
+    if config.attention_bias:
+        if rank is not None:
+            shapes["q_a_proj_bias"] = (rank,)
+        shapes["kv_a_proj_with_mqa_bias"] = (config.cache_dim,)
+        shapes["o_proj_bias"] = (hidden,)
+    return shapes
+
+
+def param_specs(config: MLAConfig, heads_axis: str | None) -> dict[str, PartitionSpec]:
+    """How to split the parameters over the heads (tensor parallelism): `heads_axis` names the mesh axis.
+
+    The projections to and from the latent have no heads and are replicated, as the latent cache is.
+    """
+    per_head = {
+        "q_proj": PartitionSpec(None, heads_axis, None),
+        "q_b_proj": PartitionSpec(None, heads_axis, None),
+        "w_uk": PartitionSpec(heads_axis, None, None),
+        "w_uv": PartitionSpec(heads_axis, None, None),
+        "o_proj": PartitionSpec(heads_axis, None, None),
+    }
+    return {name: per_head.get(name, PartitionSpec()) for name in param_shapes(config)}
+
+
+def init_params(key: jax.Array, config: MLAConfig, dtype: npt.DTypeLike = jnp.float32) -> dict[str, jax.Array]:
+    """Random parameters: normal with variance 1 / fan-in, norms 1, biases 0. For training from scratch and tests."""
+    shapes = param_shapes(config)
+    params: dict[str, jax.Array] = {}
+    for name, subkey in zip(shapes, jax.random.split(key, len(shapes)), strict=True):
+        shape = shapes[name]
+        if name.endswith("_layernorm"):
+            params[name] = jnp.ones(shape, dtype)
+        elif name.endswith("_bias"):
+            params[name] = jnp.zeros(shape, dtype)
+        else:
+            fan_in = {"w_uk": shape[-1], "w_uv": shape[-1], "o_proj": shape[0] * shape[1]}.get(name, shape[0])
+            params[name] = (jax.random.normal(subkey, shape, jnp.float32) * fan_in**-0.5).astype(dtype)
+    return params
+
+
+def check_params(params: Params, config: MLAConfig) -> None:
+    """ValueError naming the parameter, if one is missing, unknown or not as `param_shapes` says."""
+    shapes = param_shapes(config)
+    for name, shape in shapes.items():
+        if name not in params:
+            raise ValueError(f"params: {name!r} is missing; legal: {', '.join(shapes)}")
+        if params[name].shape != shape:
+            raise ValueError(f"params: {name!r} must have shape {shape}, got {params[name].shape}")
+    for name in params:
+        if name not in shapes:
+            raise ValueError(f"params: {name!r} is unknown; legal: {', '.join(shapes)}")
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis; statistics in fp32, result in x's dtype."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return normed.astype(x.dtype) * weight.astype(x.dtype)
+
+
+def project_q(
+    params: Params, config: MLAConfig, x: jax.Array, cos: jax.Array, sin: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Queries of tokens x [..., E], with rope applied: q_nope [..., H, N] and q_rope [..., H, R].
+
+    cos and sin are f32 [..., R / 2] (`rope_cos_sin`); one pair serves a whole model's layers.
+    """
+    if config.q_lora_rank is None:
+        q = jnp.einsum("...e,ehd->...hd", x, params["q_proj"])
+    else:
+        low = x @ params["q_a_proj"]
+        if config.attention_bias:
+            low = low + params["q_a_proj_bias"]
+        low = rms_norm(low, params["q_a_layernorm"], config.a_layernorm_eps)
+        q = jnp.einsum("...r,rhd->...hd", low, params["q_b_proj"])
+    q_nope, q_rope = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
+    return q_nope, apply_rope(config, q_rope, cos[..., None, :], sin[..., None, :])
+
+
+def project_latent(
+    params: Params, config: MLAConfig, x: jax.Array, cos: jax.Array, sin: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """What the cache holds of tokens x [..., E]: the normed latent [..., L] and the rotated k_rope [..., R]."""
+    joint = x @ params["kv_a_proj_with_mqa"]
+    if config.attention_bias:
+        joint = joint + params["kv_a_proj_with_mqa_bias"]
+    latent, k_rope = jnp.split(joint, [config.kv_lora_rank], axis=-1)
+    return rms_norm(latent, params["kv_a_layernorm"], config.a_layernorm_eps), apply_rope(config, k_rope, cos, sin)
+
+
+def expand_kv(params: Params, latent: jax.Array, k_rope: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys and values per head from the cached form: k [T, H, N + R] and v [T, H, V]."""
+    k_nope = jnp.einsum("tl,hnl->thn", latent, params["w_uk"])
+    shared = jnp.broadcast_to(k_rope[:, None, :], (*k_nope.shape[:2], k_rope.shape[-1]))
+    return jnp.concatenate([k_nope, shared], axis=-1), jnp.einsum("tl,hvl->thv", latent, params["w_uv"])
+
+
+def absorb_q(params: Params, q_nope: jax.Array, q_rope: jax.Array) -> jax.Array:
+    """Queries against the latent itself, [..., H, L + R]: q_nope W_UK, then q_rope."""
+    return jnp.concatenate([jnp.einsum("...hn,hnl->...hl", q_nope, params["w_uk"]), q_rope], axis=-1)
+
+
+def project_out(params: Params, config: MLAConfig, heads: jax.Array) -> jax.Array:
+    """From head outputs [..., H, V] back to [..., E]; the partial sum of local heads under `shard_map`."""
+    y = jnp.einsum("...hv,hve->...e", heads, params["o_proj"])
+    return y + params["o_proj_bias"] if config.attention_bias else y
+
+
+def ragged_positions(cu_seqlens_q: jax.Array, starts: jax.Array, total: int) -> tuple[jax.Array, jax.Array]:
+    """Which request each packed token belongs to, and its position there.
+
+    Args:
+        cu_seqlens_q: [B + 1] i32.
+        starts: [B] i32, position of each request's first new token (how many tokens are cached before it).
+        total: T, static; tokens from cu_seqlens_q[B] on are padding.
+
+    Returns:
+        request ids [T] i32 and positions [T] i32; padding has the last request's id and position -1.
+    """
+    token = jnp.arange(total, dtype=jnp.int32)
+    request = jnp.searchsorted(cu_seqlens_q, token, side="right").astype(jnp.int32) - 1
+    request = jnp.clip(request, 0, starts.shape[0] - 1)
+    position = starts[request] + token - cu_seqlens_q[request]
+    return request, jnp.where(token < cu_seqlens_q[-1], position, -1).astype(jnp.int32)
+
+
+def slots_of(block_tables: jax.Array, requests: jax.Array, positions: jax.Array, *, page_size: int) -> jax.Array:
+    """The slot_mapping of tokens: page * Z + offset.
+
+    Args:
+        block_tables: [B, M] i32.
+        requests, positions: i32 of one shape; the row of `block_tables` and the position of each token.
+        page_size: Z, static.
+
+    Returns:
+        i32 of the same shape; -1 (skipped by `write_kv_cache`) where the position is negative or past the table.
+    """
+    page_index = positions // page_size
+    inside = (positions >= 0) & (page_index < block_tables.shape[1])
+    pages = block_tables[requests, jnp.clip(page_index, 0, block_tables.shape[1] - 1)]
+    return jnp.where(inside, pages * page_size + positions % page_size, -1).astype(jnp.int32)
+
+
+def prefill(
+    params: Params,
+    config: MLAConfig,
+    x: jax.Array,
+    *,
+    cu_seqlens_q: jax.Array,
+    max_q_len: int,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Causal attention of whole prompts in the expanded form; no cache is read or written. Differentiable.
+
+    Args:
+        params: see `param_shapes`.
+        x: [T, E], requests packed one after the other.
+        cu_seqlens_q: [B + 1] i32, where each starts; tokens from cu_seqlens_q[B] on are padding.
+        max_q_len: static bound of a request's length.
+        implementation: of `tsmla_jax.mla_prefill`.
+
+    Returns:
+        y [T, E], and latent [T, L] and k_rope [T, R] for `tsmla_jax.write_kv_cache`. Rows of padding mean nothing.
+
+    Raises:
+        ValueError: x or cu_seqlens_q has the wrong rank or width.
+    """
+    _check_tokens("x", x, config, ranks=(2,))
+    _check_vector("cu_seqlens_q", cu_seqlens_q)
+    starts = jnp.zeros(cu_seqlens_q.shape[0] - 1, jnp.int32)
+    _, positions = ragged_positions(cu_seqlens_q, starts, x.shape[0])
+    cos, sin = rope_cos_sin(config, positions)
+    q = jnp.concatenate(project_q(params, config, x, cos, sin), axis=-1)
+    latent, k_rope = project_latent(params, config, x, cos, sin)
+    k, v = expand_kv(params, latent, k_rope)
+    out = tsmla_jax.mla_prefill(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_q,
+        max_q_len=max_q_len,
+        max_kv_len=max_q_len,
+        softmax_scale=config.softmax_scale,
+        implementation=implementation,
+    )
+    return project_out(params, config, out), latent, k_rope
+
+
+def prefill_with_context(
+    params: Params,
+    config: MLAConfig,
+    x: jax.Array,
+    kv_cache: jax.Array,
+    *,
+    cu_seqlens_q: jax.Array,
+    max_q_len: int,
+    block_tables: jax.Array,
+    context_lens: jax.Array,
+    slot_mapping: jax.Array,
+    context_chunk: int,
+    kv_scale: float | jax.Array | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """New tokens that also attend to what the cache already holds: chunked prefill, or a shared prefix.
+
+    The new tokens' causal part runs in the expanded form. The cached context is taken `context_chunk` tokens of every
+    request at a time: gathered, dequantised, expanded by W_UK and W_UV, attended to without a mask, and merged by lse.
+    So the memory beyond the cache is bounded by the chunk, whatever the context; the number of passes follows the
+    longest context, on the device. New tokens see each other unquantised even if the cache is fp8.
+
+    Args:
+        x: [T, E] new tokens, requests packed one after the other.
+        kv_cache: [P, Z, D].
+        cu_seqlens_q: [B + 1] i32; tokens from cu_seqlens_q[B] on are padding.
+        max_q_len: static bound of the new tokens of a request.
+        block_tables: [B, M] i32.
+        context_lens: [B] i32, tokens of each request in the cache already; 0 is legal.
+        slot_mapping: [T] i32, where the new tokens go (`slots_of`); -1 is not written.
+        context_chunk: static, tokens of each request's context in one pass.
+        kv_scale: of an fp8 cache.
+        implementation: of `tsmla_jax.mla_prefill`.
+
+    Returns:
+        y [T, E] and the cache with the new tokens written (in place if it is donated).
+
+    Raises:
+        ValueError: a wrong rank or width, or context_chunk < 1.
+    """
+    _check_tokens("x", x, config, ranks=(2,))
+    _check_vector("cu_seqlens_q", cu_seqlens_q)
+    _check_vector("context_lens", context_lens)
+    if context_chunk < 1:
+        raise ValueError(f"{context_chunk=} must be >= 1")
+    requests = context_lens.shape[0]
+    _, positions = ragged_positions(cu_seqlens_q, context_lens, x.shape[0])
+    cos, sin = rope_cos_sin(config, positions)
+    q = jnp.concatenate(project_q(params, config, x, cos, sin), axis=-1)
+    latent, k_rope = project_latent(params, config, x, cos, sin)
+
+    def attend(
+        k: jax.Array, v: jax.Array, cu_seqlens_kv: jax.Array, max_kv_len: int, causal: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        out, lse = tsmla_jax.mla_prefill(
+            q,
+            k,
+            v,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_kv,
+            max_q_len=max_q_len,
+            max_kv_len=max_kv_len,
+            softmax_scale=config.softmax_scale,
+            causal=causal,
+            return_lse=True,
+            implementation=implementation,
+        )
+        # Partial results are merged once per chunk: at least in fp32, so that rounding doesn't grow with the context.
+        return out.astype(jnp.promote_types(out.dtype, jnp.float32)), lse
+
+    def add_chunk(index: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        starts = jnp.minimum(index * context_chunk, context_lens)
+        lens = jnp.minimum(context_lens - starts, context_chunk)
+        rows = tsmla_jax.gather_kv_cache(
+            kv_cache,
+            block_tables,
+            starts,
+            lens,
+            total_len=requests * context_chunk,
+            kv_scale=kv_scale,
+            out_dtype=latent.dtype,
+        )
+        k, v = expand_kv(params, *jnp.split(rows, [config.kv_lora_rank], axis=-1))
+        cu_seqlens_kv = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lens, dtype=jnp.int32)])
+        out, lse = attend(k, v, cu_seqlens_kv, context_chunk, causal=False)
+        return tsmla_jax.merge_attention_states([state[0], out], [state[1], lse])
+
+    k, v = expand_kv(params, latent, k_rope)
+    chunks = (jnp.max(context_lens) + context_chunk - 1) // context_chunk
+    out, _ = jax.lax.fori_loop(0, chunks, add_chunk, attend(k, v, cu_seqlens_q, max_q_len, causal=True))
+    kv_cache = tsmla_jax.write_kv_cache(kv_cache, latent, k_rope, slot_mapping, kv_scale=kv_scale)
+    return project_out(params, config, out.astype(q.dtype)), kv_cache
+
+
+def decode(
+    params: Params,
+    config: MLAConfig,
+    x: jax.Array,
+    kv_cache: jax.Array,
+    *,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    slot_mapping: jax.Array,
+    cu_seqlens_q: jax.Array | None = None,
+    max_q_len: int | None = None,
+    kv_scale: float | jax.Array | None = None,
+    q_scale: float | jax.Array | None = None,
+    batch_invariant: bool = False,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """A decode step in the absorbed form: writes the new tokens' latents, then attends over the latent cache.
+
+    One new token a request, several (MTP, speculative verify), or a different number for each (ragged).
+
+    Args:
+        x: [B, S, E], or ragged [T, E] with cu_seqlens_q and max_q_len.
+        kv_cache: [P, Z, D].
+        block_tables: [B, M] i32.
+        seq_lens: [B] i32, the new tokens included. New token i of S has position seq_lens - S + i.
+        slot_mapping: [B, S] or [T] i32, where the new tokens go (`slots_of`); -1 is not written.
+        cu_seqlens_q: [B + 1] i32 for ragged x; tokens from cu_seqlens_q[B] on are padding.
+        max_q_len: static bound of the new tokens of a request, for ragged x.
+        kv_scale: of an fp8 cache.
+        q_scale: quantises the absorbed queries to float8_e4m3fn (q / q_scale); None leaves them in x's dtype.
+        batch_invariant, implementation: of `tsmla_jax.mla_decode`.
+
+    Returns:
+        y in x's shape, and the cache with the new tokens written (in place if it is donated).
+
+    Raises:
+        ValueError: a wrong rank or width, or only one of cu_seqlens_q and max_q_len with ragged x.
+    """
+    _check_tokens("x", x, config, ranks=(2, 3))
+    _check_vector("seq_lens", seq_lens)
+    if x.ndim == 3:
+        if cu_seqlens_q is not None or max_q_len is not None:
+            raise ValueError("cu_seqlens_q and max_q_len go with ragged x [T, E]; x [B, S, E] must have neither")
+        new = x.shape[1]
+        positions = seq_lens[:, None] - new + jnp.arange(new, dtype=jnp.int32)
+    else:
+        if cu_seqlens_q is None or max_q_len is None:
+            raise ValueError("ragged x [T, E] needs cu_seqlens_q and max_q_len")
+        _check_vector("cu_seqlens_q", cu_seqlens_q)
+        _, positions = ragged_positions(cu_seqlens_q, seq_lens - jnp.diff(cu_seqlens_q), x.shape[0])
+    cos, sin = rope_cos_sin(config, positions)
+    latent, k_rope = project_latent(params, config, x, cos, sin)
+    kv_cache = tsmla_jax.write_kv_cache(
+        kv_cache,
+        latent.reshape(-1, latent.shape[-1]),
+        k_rope.reshape(-1, k_rope.shape[-1]),
+        slot_mapping.reshape(-1),
+        kv_scale=kv_scale,
+    )
+    q = absorb_q(params, *project_q(params, config, x, cos, sin))
+    if q_scale is not None:
+        limit = float(jnp.finfo(jnp.float8_e4m3fn).max)
+        q = jnp.clip(q.astype(jnp.float32) / q_scale, -limit, limit).astype(jnp.float8_e4m3fn)
+    out = tsmla_jax.mla_decode(
+        q,
+        kv_cache,
+        block_tables,
+        seq_lens,
+        softmax_scale=config.softmax_scale,
+        latent_dim=config.kv_lora_rank,
+        cu_seqlens_q=cu_seqlens_q,
+        max_q_len=max_q_len,
+        q_scale=q_scale,
+        kv_scale=kv_scale,
+        batch_invariant=batch_invariant,
+        implementation=implementation,
+    )
+    heads = jnp.einsum("...hl,hvl->...hv", out.astype(latent.dtype), params["w_uv"])
+    return project_out(params, config, heads), kv_cache
+
+
+def _check_tokens(name: str, x: jax.Array, config: MLAConfig, ranks: tuple[int, ...]) -> None:
+    if x.ndim not in ranks or x.shape[-1] != config.hidden_size:
+        legal = " or ".join({2: "[T, E]", 3: "[B, S, E]"}[rank] for rank in ranks)
+        raise ValueError(f"{name}.shape={x.shape} must be {legal} with E = {config.hidden_size} (config.hidden_size)")
+
+
+def _check_vector(name: str, x: jax.Array) -> None:
+    if x.ndim != 1 or not np.issubdtype(x.dtype, np.integer):
+        raise ValueError(f"{name} must be a vector of integers, got shape {x.shape} and dtype {x.dtype}")
