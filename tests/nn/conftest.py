@@ -1,4 +1,4 @@
-"""An oracle for the MLA layer: transformers' own DeepSeek attention, eager, in float64, decoding with a DynamicCache."""
+"""An oracle for the MLA layer: transformers' own attention, eager, in float64, decoding with a DynamicCache."""
 
 import dataclasses
 import functools

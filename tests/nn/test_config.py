@@ -117,7 +117,10 @@ def test_reads_a_file_or_its_folder(tmp_path: Path) -> None:
         ({"rope_theta": None}, "field 'rope_theta' is missing"),
         ({"rope_theta": "1e4"}, "field 'rope_theta' must be float"),
         ({"rope_scaling": "yarn"}, "field 'rope_scaling' must be dict"),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, "'rope_scaling.type' must be 'default' or 'yarn', got 'lin"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            "'rope_scaling.type' must be 'default' or 'yarn', got 'lin",
+        ),
         ({"rope_scaling": {"type": "yarn"}}, "rope_scaling: field 'factor' is missing"),
         ({"rope_scaling": {"type": "yarn", "factor": 2}}, "field 'original_max_position_embeddings' is missing"),
         ({"rope_scaling": {**V2_SCALING, "factor": 0.5}}, "self.factor=0.5 must be >= 1"),
@@ -164,7 +167,7 @@ def test_bad_direct_values() -> None:
 
 
 def test_yarn_frequencies_of_v3() -> None:
-    """d ln(4096 / (32 * 2 pi)) / (2 ln 1e4) = 10.47 and for one rotation 22.51: kept up to 10, divided by 40 from 23."""
+    """64 ln(4096 / (32 * 2 pi)) / (2 ln 1e4) = 10.47, and for one rotation 22.51: kept up to 10, over 40 from 23."""
     config = MLAConfig.from_hf(V3)
     base = 10000.0 ** (-np.arange(32) / 32)
     ratio = inverse_frequencies(config) / base
