@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from absl import app, logging
+from absl import app, flags, logging
 from absl.flags import argparse_flags
 
 from tsmla_kernels import __version__
@@ -96,16 +96,22 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         # Only what the command line names is imported, so that `tsmla --help` doesn't wait for all of them.
         if name in argv[1:]:
             _function(command, command.add)(subparser)
-    parsed: argparse.Namespace = parser.parse_args(list(argv[1:]))
+    try:
+        parsed: argparse.Namespace = parser.parse_args(list(argv[1:]))
+    except flags.Error as error:  # absl's own flags say so by raising
+        parser.error(str(error))
     return parsed
 
 
 def _one_line(error: BaseException) -> str:
-    """The error's message in one line; a missing package says how to get it."""
+    """The error's message in one line. A missing package's says how to get it; a missing module of ours is no user's
+    error and is raised again."""
     line = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, ModuleNotFoundError):
         from tsmla_jax import doctor
 
+        if (error.name or "").startswith("tsmla_"):
+            raise error
         line += doctor.install_hint(error.name)
     return line
 

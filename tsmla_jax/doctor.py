@@ -1,0 +1,278 @@
+"""`tsmla doctor`: what this machine can run, and what to install for what it can't.
+
+Imports jax alone: the other packages are looked up by their metadata, so that a broken one can't break the report.
+"""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tsmla_kernels import __version__
+
+
+@dataclasses.dataclass(frozen=True)
+class Package:
+    """A distribution that something here uses: the module it brings, what for, and the extra of ours that installs it
+    (None for what is always there)."""
+
+    distribution: str
+    module: str
+    purpose: str
+    extra: str | None = None
+
+
+PACKAGES = (
+    Package("jax", "jax", "everything"),
+    Package("jaxlib", "jaxlib", "everything"),
+    Package("jax-cuda13-plugin", "jax_cuda13_plugin", "NVIDIA GPUs, driver 580 or newer", "cuda13"),
+    Package("jax-cuda12-plugin", "jax_cuda12_plugin", "NVIDIA GPUs, older drivers", "cuda12"),
+    Package("nvidia-cutlass-dsl", "cutlass", 'compiling the kernels, implementation="cute"', "cuda13"),
+    Package("flax", "flax", "tsmla_jax.nn.MLAttention", "flax"),
+    Package("safetensors", "safetensors", "reading checkpoints", "hf"),
+    Package("tokenizers", "tokenizers", "text prompts in tsmla generate", "hf"),
+    Package("torch", "torch", "the PyTorch front end, tsmla_bridge", "torch"),
+    Package("tokenspeed-mla", "tokenspeed_mla", "Blackwell kernels", "blackwell"),
+    Package("matplotlib", "matplotlib", "make figures", "bench"),
+)
+
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+_CUDA13_DRIVER = 580
+
+
+def install_command(extra: str) -> str:
+    """The command that installs an extra of this package."""
+    return f'pip install "tsmla-jax[{extra}]"'
+
+
+def install_hint(module: str | None) -> str:
+    """What to add to "No module named ...": the command that installs it, or nothing where no extra of ours has it."""
+    root = (module or "").partition(".")[0]
+    extra = next((package.extra for package in PACKAGES if package.module == root and package.extra), None)
+    return f": {install_command(extra)}" if extra else ""
+
+
+def version_of(distribution: str) -> str | None:
+    """The installed version, or None."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """One of jax's devices; `arch` is "sm_90" and the like for NVIDIA GPUs."""
+
+    id: int
+    platform: str
+    kind: str
+    arch: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """What `explain` says of one usual call: the implementation that runs, and for the others why they can't."""
+
+    op: str
+    call: str
+    chosen: str | None
+    reasons: dict[str, tuple[str, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """All that the doctor found. `advice` is in the order in which it matters."""
+
+    version: str
+    python: str
+    system: str
+    packages: dict[str, str | None]
+    driver: str | None
+    backend: str | None
+    devices: tuple[Device, ...]
+    operations: tuple[Operation, ...]
+    architectures: dict[str, str]
+    advice: tuple[str, ...]
+
+
+def _usual_calls() -> list[tuple[str, str, Callable[[], Any]]]:
+    """(operation, what is special about the call, its explanation) at DeepSeek-V3's sizes; nothing is allocated."""
+    import jax
+    import jax.numpy as jnp
+
+    import tsmla_jax
+
+    def of(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    bf16, fp8, i32, f32 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.int32, jnp.float32
+    tables, lens, starts = of((8, 64), i32), of((8,), i32), of((9,), i32)
+
+    def decode(q: Any, cache: Any) -> Any:
+        arrays = of((8, 1, 128, 576), q), of((512, 64, 576), cache), tables, lens
+        return tsmla_jax.explain("mla_decode", *arrays, softmax_scale=0.135)
+
+    def prefill() -> Any:
+        return tsmla_jax.explain(
+            "mla_prefill", of((4096, 128, 192), bf16), of((4096, 128, 192), bf16), of((4096, 128, 128), bf16),
+            cu_seqlens_q=starts, cu_seqlens_kv=starts, max_q_len=1024, max_kv_len=1024, softmax_scale=0.135,
+        )  # fmt: skip
+
+    def write(cache: Any) -> Any:
+        new = of((128, 512), bf16), of((128, 64), bf16), of((128,), i32)
+        return tsmla_jax.explain("write_kv_cache", of((512, 64, 576), cache), *new)
+
+    def gather() -> Any:
+        return tsmla_jax.explain("gather_kv_cache", of((512, 64, 576), bf16), tables, lens, lens, total_len=4096)
+
+    def merge() -> Any:
+        outs, lses = [of((64, 128, 512), bf16)] * 2, [of((64, 128), f32)] * 2
+        return tsmla_jax.explain("merge_attention_states", outs, lses)
+
+    return [
+        ("mla_decode", "bf16", lambda: decode(bf16, bf16)),
+        ("mla_decode", "bf16 queries, fp8 cache", lambda: decode(bf16, fp8)),
+        ("mla_decode", "fp8", lambda: decode(fp8, fp8)),
+        ("mla_prefill", "bf16", prefill),
+        ("write_kv_cache", "bf16", lambda: write(bf16)),
+        ("write_kv_cache", "fp8 cache", lambda: write(fp8)),
+        ("gather_kv_cache", "bf16", gather),
+        ("merge_attention_states", "bf16", merge),
+    ]
+
+
+def _operations() -> tuple[Operation, ...]:
+    found = []
+    for op, call, explain in _usual_calls():
+        explanation = explain()
+        found.append(Operation(op, call, explanation.chosen, dict(explanation.reasons)))
+    return tuple(found)
+
+
+def _devices() -> tuple[str | None, tuple[Device, ...], str | None]:
+    """jax's backend and devices; when no backend starts, none and why."""
+    # The report needs no memory, and other programs may be using the GPU.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    import jax
+
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        return None, (), str(error).splitlines()[0]
+    return jax.default_backend(), tuple(map(_device, devices)), None
+
+
+def _device(device: Any) -> Device:
+    capability = getattr(device, "compute_capability", None) if device.platform == "gpu" else None
+    arch = f"sm_{str(capability).replace('.', '')}" if capability else None
+    return Device(device.id, device.platform, device.device_kind, arch)
+
+
+def _driver() -> str | None:
+    """The NVIDIA kernel driver's version, such as "580.65.06", or None without one."""
+    if not _DRIVER_FILE.exists():
+        return None
+    words = _DRIVER_FILE.read_text().split()
+    return next((word for word in words if word.count(".") >= 1 and word.replace(".", "").isdigit()), "unknown")
+
+
+def _architectures() -> dict[str, str]:
+    """What there is for each family of GPUs in this tree."""
+
+    def there(module: str) -> bool:
+        return importlib.util.find_spec(module) is not None
+
+    ops = Path(__file__).parent / "ops"
+    kernels = sorted(path.parent.name for path in ops.glob("*/cute.py"))
+    hopper = f"kernels for {', '.join(kernels)}; the other operations run as xla" if kernels else "no kernel yet: xla"
+    blackwell = "no kernel yet: the operations run as xla; not run on one by us"
+    if there("tsmla_kernels.sm100"):
+        blackwell = "TokenSpeed's kernels (extra blackwell), compiled without a GPU of that kind; not run on one by us"
+    return {"Hopper (SM90)": hopper, "Blackwell (SM100, SM103, SM107)": blackwell}
+
+
+def advise(
+    packages: Mapping[str, str | None], driver: str | None, devices: tuple[Device, ...], failure: str | None
+) -> tuple[str, ...]:
+    """What to do, the most important first; empty where nothing is missing."""
+    advice = []
+    if failure:
+        advice.append(f"jax starts no backend: {failure}")
+    on_gpu = any(device.platform == "gpu" for device in devices)
+    if driver is None:
+        advice.append("No NVIDIA driver here: the kernels need a Hopper GPU; xla and reference run on this machine.")
+    elif not on_gpu:
+        major = driver.partition(".")[0]
+        extra = "cuda12" if major.isdigit() and int(major) < _CUDA13_DRIVER else "cuda13"
+        if packages[f"jax-{extra}-plugin"] is None:
+            advice.append(f"There is an NVIDIA driver ({driver}), but jax can't use it: {install_command(extra)}")
+        else:
+            advice.append(f"There is an NVIDIA driver ({driver}) and jax-{extra}-plugin, but jax uses no GPU: "
+                          "see JAX_PLATFORMS and CUDA_VISIBLE_DEVICES")  # fmt: skip
+    for package in PACKAGES:
+        plugin = package.distribution.endswith("-plugin")
+        if package.extra and not plugin and packages[package.distribution] is None:
+            advice.append(f"{package.distribution} ({package.purpose}): {install_command(package.extra)}")
+    return tuple(advice)
+
+
+def examine() -> Report:
+    """Look at this machine. Starts jax's backend; allocates nothing on a GPU."""
+    packages = {package.distribution: version_of(package.distribution) for package in PACKAGES}
+    driver = _driver()
+    backend, devices, failure = _devices()
+    return Report(
+        version=__version__,
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.machine()}",
+        packages=packages,
+        driver=driver,
+        backend=backend,
+        devices=devices,
+        operations=_operations() if devices else (),
+        architectures=_architectures(),
+        advice=advise(packages, driver, devices, failure),
+    )
+
+
+def render(report: Report) -> str:
+    """The report as text for a terminal."""
+    lines = [f"tsmla {report.version}, Python {report.python}, {report.system}", ""]
+    lines.append(f"Devices (jax backend: {report.backend or 'none'}; NVIDIA driver: {report.driver or 'none'})")
+    for device in report.devices:
+        lines.append(f"  {device.platform}:{device.id}  {device.kind}" + (f"  {device.arch}" if device.arch else ""))
+    lines += ["", "Packages"]
+    width = max(map(len, report.packages))
+    for package in PACKAGES:
+        version = report.packages[package.distribution] or "not installed"
+        lines.append(f"  {package.distribution:{width}}  {version:14}  {package.purpose}")
+    lines += ["", "Operations, and the implementation that runs the usual calls of DeepSeek-V3"]
+    for operation in report.operations:
+        lines.append(f"  {operation.op}, {operation.call}: {operation.chosen or 'nothing can run it'}")
+        for name, reasons in operation.reasons.items():
+            if reasons:
+                lines.append(f"    not {name}: {'; '.join(reasons)}")
+    lines += ["", "Kernels by architecture"]
+    lines += [f"  {name}: {there}" for name, there in report.architectures.items()]
+    if report.advice:
+        lines += ["", "What is missing, and how to get it", *(f"  {line}" for line in report.advice)]
+    return "\n".join(lines)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `tsmla doctor`."""
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the report; 0, also where something is missing."""
+    report = examine()
+    print(json.dumps(dataclasses.asdict(report), indent=2) if arguments.json else render(report))
+    return 0
