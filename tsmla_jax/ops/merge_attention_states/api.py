@@ -1,0 +1,58 @@
+"""merge_attention_states: one attention result from partial results over disjoint keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from tsmla_kernels import contract
+
+from tsmla_jax.ops import dispatch
+from tsmla_jax.ops.arrays import describe
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+
+def merge_attention_states(
+    outs: Sequence[Float[Array, "*rows L"]] | Float[Array, "N *rows L"],
+    lses: Sequence[Float[Array, "*rows"]] | Float[Array, "N *rows"],
+    *,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "*rows L"], Float[Array, "*rows"]]:
+    """The exact merge of attention over disjoint sets of keys: weights exp(lse_i - logsumexp(lse)).
+
+    As merge_attn_states in vLLM and FlashInfer's cascade; used for chunked context, split keys and context parallelism.
+
+    Args:
+      outs: N partial results [..., H, L], a sequence or one array with N in front; float16 to float64.
+      lses: their logsumexps [..., H], natural logarithm; float32 or float64. A part with lse -inf saw no key: its out is
+        ignored whatever it holds, NaN included.
+      implementation: "xla", "reference", or None for the best that can run; see `explain`.
+
+    Returns:
+      out [..., H, L] in outs' dtype and lse [..., H]; a row that no part saw is 0 with lse -inf. Computed in float32
+      (float64 for float64). Differentiable in outs and lses.
+
+    Raises:
+      TypeError, ValueError: an argument is not legal; NotImplementedError: the named implementation can't run this call.
+    """
+    described = spec(outs, lses)
+    run = dispatch.select("merge_attention_states", described, implementation)
+    return run(tuple(map(jnp.asarray, outs)), tuple(map(jnp.asarray, lses)), spec=described)
+
+
+def spec(outs: Sequence[jax.Array] | jax.Array, lses: Sequence[jax.Array] | jax.Array) -> contract.MergeSpec:
+    """The contract's spec of a call of merge_attention_states; raises as merge_attention_states does."""
+    return contract.merge_spec(outs=_parts("outs", outs), lses=_parts("lses", lses))
+
+
+def _parts(name: str, parts: Sequence[jax.Array] | jax.Array) -> list[contract.Array]:
+    if isinstance(parts, list | tuple):
+        return [describe(f"{name}[{i}]", part) for i, part in enumerate(parts)]
+    stacked = describe(name, parts)
+    if not stacked.shape or not isinstance(stacked.shape[0], int):
+        raise ValueError(f"{name}: got an array of shape {stacked.shape}; its first axis, the parts, must be a static int")
+    return [contract.Array(stacked.shape[1:], stacked.dtype)] * stacked.shape[0]

@@ -1,0 +1,132 @@
+"""mla_decode: absorbed multi-head latent attention over a paged cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from tsmla_kernels import contract
+
+from tsmla_jax.ops import checks, dispatch
+from tsmla_jax.ops.arrays import Scale, describe, describe_optional, describe_scale
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32
+
+
+def mla_decode(
+    q: Float[Array, "*tokens H D"],
+    kv_cache: Float[Array, "P Z D"],
+    block_tables: Int32[Array, "B M"],
+    seq_lens: Int32[Array, " B"],
+    *,
+    softmax_scale: Scale,
+    latent_dim: int = 512,
+    cu_seqlens_q: Int32[Array, " B+1"] | None = None,
+    max_q_len: int | None = None,
+    causal: bool = True,
+    q_scale: Scale | None = None,
+    kv_scale: Scale | None = None,
+    return_lse: bool = False,
+    batch_invariant: bool = False,
+    implementation: str | None = None,
+) -> Float[Array, "*tokens H L"] | tuple[Float[Array, "*tokens H L"], Float[Array, "*tokens H"]]:
+    """Attention of the last query tokens of each request over its latent cache (absorbed MLA, one key head).
+
+    out = softmax(softmax_scale * q . kv) latent, with q the absorbed query [q_nope W_UK | q_rope]; apply W_UV afterwards.
+    The formulation is DeepSeek-V2's (arXiv:2405.04434); the masks are those of the decode step in vLLM and SGLang.
+
+    Axes: B requests, S query tokens a request, T query tokens over all requests, H query heads, L latent width, R rope
+    width, D = L + R, P pages, Z tokens a page, M pages a request at most.
+
+    Args:
+      q: [B, S, H, D], or ragged [T, H, D] with cu_seqlens_q and max_q_len; float16, bfloat16, float8_e4m3fn, or
+        float32 / float64 (not in the kernels). Latent columns first, rope last. Rows past cu_seqlens_q[B] are padding.
+      kv_cache: [P, Z, D], latent first, rope last; q's dtype or float8_e4m3fn (any dtype with a float32 q).
+      block_tables: [B, M] int32, the pages of each request in order; entries past its last page are never used.
+      seq_lens: [B] int32, keys of each request, its new tokens included; 0 is legal.
+      softmax_scale: factor of the logits, float or float32 scalar array, may be traced; DeepSeek's is (128 + 64)^-0.5
+        times the square of yarn's mscale, never D^-0.5.
+      latent_dim: L; the first L columns of a cache row are also its value. R = 0 (L = D) is legal.
+      cu_seqlens_q: [B + 1] int32, row where each request's query tokens start, and their end; with ragged q only.
+      max_q_len: static bound on the query tokens of one request; required with cu_seqlens_q. Rows past it give 0, -inf.
+      causal: query i of S sees key j iff j < seq_len - (S - 1) + i; otherwise iff j < seq_len.
+      q_scale, kv_scale: q holds query / q_scale and kv_cache holds kv / kv_scale (fp8 usually); None is 1. Float or
+        float32 scalar array; always operands of the compiled program, never constants kept from an earlier call.
+      return_lse: also return the logsumexp of the scaled logits.
+      batch_invariant: a request's rows are bitwise the same whatever else is in the batch.
+      implementation: "cute", "xla", "reference", or None for the best that can run; see `explain`.
+
+    Returns:
+      out [B, S, H, L] (or [T, H, L]) in q's dtype, bfloat16 when q is fp8; with return_lse also lse [B, S, H] (or [T, H]),
+      float32, natural logarithm. A row that sees no key gives out 0 and lse -inf.
+
+    Derivatives: implementation="reference" can be differentiated; "xla" and "cute" raise NotImplementedError (train through
+    mla_prefill). vmap, jit, eval_shape, jax.export and shard_map over heads or batch work with both "xla" and "reference".
+
+    Raises:
+      TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
+      NotImplementedError: the named implementation can't run this call, with every reason.
+    """
+    described = spec(
+        q,
+        kv_cache,
+        block_tables,
+        seq_lens,
+        softmax_scale=softmax_scale,
+        latent_dim=latent_dim,
+        cu_seqlens_q=cu_seqlens_q,
+        max_q_len=max_q_len,
+        causal=causal,
+        q_scale=q_scale,
+        kv_scale=kv_scale,
+        return_lse=return_lse,
+        batch_invariant=batch_invariant,
+    )
+    run = dispatch.select("mla_decode", described, implementation)
+    q, kv_cache, block_tables, seq_lens = map(jnp.asarray, (q, kv_cache, block_tables, seq_lens))
+    cu_seqlens_q = None if cu_seqlens_q is None else jnp.asarray(cu_seqlens_q)
+    seq_lens = checks.decode(described, seq_lens, block_tables, cu_seqlens_q)
+    if 0 in (described.batch, described.total_q_len, described.max_pages, described.num_pages):  # nobody, or no key
+        out = jnp.zeros((*q.shape[:-1], latent_dim), described.out_dtype)
+        lse = jnp.full(q.shape[:-1], -jnp.inf, described.lse_dtype)
+    else:
+        out, lse = run(
+            q,
+            kv_cache,
+            block_tables,
+            seq_lens,
+            spec=described,
+            softmax_scale=softmax_scale,
+            cu_seqlens_q=cu_seqlens_q,
+            q_scale=q_scale,
+            kv_scale=kv_scale,
+        )
+    return (out, lse) if return_lse else out
+
+
+def spec(
+    q: jax.Array,
+    kv_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    softmax_scale: Scale,
+    cu_seqlens_q: jax.Array | None = None,
+    q_scale: Scale | None = None,
+    kv_scale: Scale | None = None,
+    **static: Any,
+) -> contract.DecodeSpec:
+    """The contract's spec of a call of mla_decode (arrays or ShapeDtypeStructs); raises as mla_decode does."""
+    return contract.decode_spec(
+        q=describe("q", q),
+        kv_cache=describe("kv_cache", kv_cache),
+        block_tables=describe("block_tables", block_tables),
+        seq_lens=describe("seq_lens", seq_lens),
+        softmax_scale=describe_scale("softmax_scale", softmax_scale),
+        cu_seqlens_q=describe_optional("cu_seqlens_q", cu_seqlens_q),
+        q_scale=describe_scale("q_scale", q_scale),
+        kv_scale=describe_scale("kv_scale", kv_scale),
+        **static,
+    )

@@ -1,0 +1,63 @@
+"""The definition of mla_decode: gather every key, score them all, softmax in float32."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from tsmla_kernels.contract import DecodeSpec
+
+from tsmla_jax.ops.arrays import accumulation_dtype, as_scale
+from tsmla_jax.ops.ragged import to_packed, to_padded
+
+
+def mla_decode(
+    q: jax.Array,
+    kv_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    spec: DecodeSpec,
+    softmax_scale: float | jax.Array,
+    cu_seqlens_q: jax.Array | None,
+    q_scale: float | jax.Array | None,
+    kv_scale: float | jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """out and lse as the public mla_decode documents them; both are always returned. Differentiable."""
+    dtype = accumulation_dtype(spec.q_dtype)
+    q_len = jnp.full((spec.batch,), spec.max_q_len, jnp.int32)
+    if cu_seqlens_q is not None:
+        q_len = cu_seqlens_q[1:] - cu_seqlens_q[:-1]
+        q = to_padded(q, cu_seqlens_q, spec.max_q_len)
+    q = q.astype(dtype) * as_scale(q_scale, dtype)
+
+    num_keys = spec.max_pages * spec.page_size
+    position = jnp.arange(num_keys)
+    seq_lens = jnp.clip(seq_lens, 0, num_keys)
+    used = position < seq_lens[:, None]
+    page_used = jnp.arange(spec.max_pages) * spec.page_size < seq_lens[:, None]
+    pages = jnp.where(page_used, jnp.clip(block_tables, 0, spec.num_pages - 1), 0)
+    kv = kv_cache[pages].reshape(spec.batch, num_keys, spec.head_dim).astype(dtype) * as_scale(kv_scale, dtype)
+    kv = jnp.where(used[..., None], kv, 0)  # an unused slot may hold NaN, and 0 * NaN is NaN
+
+    scores = jnp.einsum("bshd,bkd->bshk", q, kv, precision="highest") * as_scale(softmax_scale, dtype)
+    visible = used[:, None, :]
+    if spec.causal:
+        query = jnp.arange(spec.max_q_len)[None, :]
+        end = seq_lens[:, None] - (q_len[:, None] - 1) + query
+        visible = visible & (position < end[..., None])
+    visible = visible[:, :, None, :]
+    any_visible = visible.any(-1)
+    scores = jnp.where(visible, scores, -jnp.inf)
+    # A row that sees nothing has no maximum; 0 stands in for it, so that no inf - inf arises.
+    maximum = jax.lax.stop_gradient(jnp.where(any_visible, scores.max(-1), 0))
+    weights = jnp.exp(scores - maximum[..., None])
+    total = weights.sum(-1)
+    out = jnp.einsum("bshk,bkl->bshl", weights, kv[..., : spec.latent_dim], precision="highest")
+    out = out / jnp.where(any_visible, total, 1)[..., None]
+    lse = jnp.where(any_visible, maximum + jnp.log(jnp.where(any_visible, total, 1)), -jnp.inf)
+
+    out, lse = out.astype(spec.out_dtype), lse.astype(spec.lse_dtype)
+    if cu_seqlens_q is not None:
+        out = to_packed(out, cu_seqlens_q, spec.total_q_len, 0.0)
+        lse = to_packed(lse, cu_seqlens_q, spec.total_q_len, -jnp.inf)
+    return out, lse

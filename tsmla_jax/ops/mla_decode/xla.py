@@ -1,0 +1,146 @@
+"""mla_decode in portable XLA: blocks of pages with an online softmax.
+
+Peak memory beyond the operands is one block of keys per request in float32 (BLOCK_KEYS * D * 4 bytes); neither the gathered
+cache nor the scores of all keys exist at any time. Blocks past the longest request of the batch are never visited.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from tsmla_kernels import contract
+from tsmla_kernels.contract import DecodeSpec
+
+from tsmla_jax.ops.arrays import accumulation_dtype, as_scale
+from tsmla_jax.ops.loops import carry
+from tsmla_jax.ops.ragged import to_packed, to_padded
+
+BLOCK_KEYS = 512
+"""Keys a step: enough to fill a matrix product, few enough that a float32 block stays in a core's cache."""
+
+
+def mla_decode(
+    q: jax.Array,
+    kv_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    spec: DecodeSpec,
+    softmax_scale: float | jax.Array,
+    cu_seqlens_q: jax.Array | None,
+    q_scale: float | jax.Array | None,
+    kv_scale: float | jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """out and lse as the public mla_decode documents them; both are always returned. Not differentiable."""
+    dtype = accumulation_dtype(spec.q_dtype)
+    q_lens = jnp.full((spec.batch,), spec.max_q_len, jnp.int32)
+    if cu_seqlens_q is not None:
+        q_lens = cu_seqlens_q[1:] - cu_seqlens_q[:-1]
+        q = to_padded(q, cu_seqlens_q, spec.max_q_len)
+    logit_scale = as_scale(softmax_scale, dtype) * as_scale(q_scale, dtype) * as_scale(kv_scale, dtype)
+    out, lse = _decode_padded(
+        spec, q, kv_cache, block_tables, seq_lens, q_lens, logit_scale, as_scale(kv_scale, dtype)
+    )
+    if cu_seqlens_q is not None:
+        out = to_packed(out, cu_seqlens_q, spec.total_q_len, 0.0)
+        lse = to_packed(lse, cu_seqlens_q, spec.total_q_len, -jnp.inf)
+    return out, lse
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _decode_padded(
+    spec: DecodeSpec,
+    q: jax.Array,
+    kv_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    q_lens: jax.Array,
+    logit_scale: jax.Array,
+    out_scale: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """q is [B, S, H, D] with q_lens [B] real tokens each."""
+    pages_per_block = max(1, BLOCK_KEYS // spec.page_size)
+    block_keys = pages_per_block * spec.page_size
+    seq_lens = jnp.clip(seq_lens, 0, spec.max_pages * spec.page_size)
+    num_blocks = (seq_lens + (block_keys - 1)) // block_keys
+
+    def one(
+        q: jax.Array, table: jax.Array, seq_len: jax.Array, q_len: jax.Array, blocks: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        return _attend_one(
+            spec, q, kv_cache, table, seq_len, q_len, blocks, logit_scale, out_scale, pages_per_block=pages_per_block
+        )
+
+    if spec.batch_invariant:
+        # One request at a time: neither its block count nor the shape of its products depends on the others.
+        return lax.map(lambda args: one(*args), (q, block_tables, seq_lens, q_lens, num_blocks))
+    # One block count for all, so that the loop's condition isn't batched and its body needs no select.
+    return jax.vmap(one, in_axes=(0, 0, 0, 0, None))(q, block_tables, seq_lens, q_lens, num_blocks.max())
+
+
+@_decode_padded.defjvp
+def _decode_jvp(spec: DecodeSpec, primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> None:
+    raise contract.not_differentiable(
+        "mla_decode", "train through mla_prefill (expanded attention), or use implementation='reference'"
+    )
+
+
+def _attend_one(
+    spec: DecodeSpec,
+    q: jax.Array,
+    kv_cache: jax.Array,
+    table: jax.Array,
+    seq_len: jax.Array,
+    q_len: jax.Array,
+    num_blocks: jax.Array,
+    logit_scale: jax.Array,
+    out_scale: jax.Array,
+    *,
+    pages_per_block: int,
+) -> tuple[jax.Array, jax.Array]:
+    """One request: q [S, H, D] and table [M] -> out [S, H, L], lse [S, H]."""
+    dtype = accumulation_dtype(spec.q_dtype)
+    wide = {spec.q_dtype, spec.kv_dtype} & {"float32", "float64"}
+    # 16-bit inputs are exact in tf32 and in bf16 products, so the fast product of a GPU or TPU loses nothing on them.
+    precision = lax.Precision.HIGHEST if wide else lax.Precision.DEFAULT
+    page_size, latent_dim = spec.page_size, spec.latent_dim
+    block_keys = pages_per_block * page_size
+    rows = q.shape[0] * q.shape[1]
+    query = q.astype(dtype).reshape(rows, spec.head_dim)
+    token = jnp.repeat(jnp.arange(q.shape[0], dtype=jnp.int32), q.shape[1], total_repeat_length=rows)
+    end = jnp.minimum(seq_len, seq_len - (q_len - 1) + token) if spec.causal else jnp.full_like(token, seq_len)
+
+    def step(i: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        maximum, total, out = state
+        entry = i * pages_per_block + jnp.arange(pages_per_block, dtype=jnp.int32)
+        page = jnp.clip(table[jnp.minimum(entry, spec.max_pages - 1)], 0, spec.num_pages - 1)
+        page = jnp.where(entry * page_size < seq_len, page, 0)  # an unused entry may hold anything
+        position = i * block_keys + jnp.arange(block_keys, dtype=jnp.int32)
+        kv = kv_cache[page].reshape(block_keys, spec.head_dim).astype(dtype)
+        kv = jnp.where((position < seq_len)[:, None], kv, 0)  # an unused slot may hold NaN, and 0 * NaN is NaN
+        scores = lax.dot_general(query, kv, (((1,), (1,)), ((), ())), precision=precision) * logit_scale
+        scores = jnp.where(position < end[:, None], scores, -jnp.inf)
+        new_maximum = jnp.maximum(maximum, scores.max(-1))
+        # While a row has seen nothing its maximum is -inf; 0 stands in for it, so that no inf - inf arises.
+        shift = jnp.where(new_maximum == -jnp.inf, 0, new_maximum)
+        weights = jnp.exp(scores - shift[:, None])
+        decay = jnp.exp(maximum - shift)
+        total = total * decay + weights.sum(-1)
+        values = lax.dot(weights, kv[:, :latent_dim], precision=precision)
+        return new_maximum, total, out * decay[:, None] + values
+
+    start = (
+        jnp.full((rows,), -jnp.inf, dtype),
+        jnp.zeros((rows,), dtype),
+        jnp.zeros((rows, latent_dim), dtype),
+    )
+    operands = (q, kv_cache, table, seq_len, q_len, num_blocks, logit_scale)
+    maximum, total, out = lax.fori_loop(0, num_blocks, step, tuple(carry(x, *operands) for x in start))
+    seen = maximum != -jnp.inf
+    out = jnp.where(seen[:, None], out / jnp.where(seen, total, 1)[:, None] * out_scale, 0)
+    lse = jnp.where(seen, maximum + jnp.log(jnp.where(seen, total, 1)), -jnp.inf)
+    shape = q.shape[:2]
+    return out.reshape(*shape, latent_dim).astype(spec.out_dtype), lse.reshape(shape).astype(spec.lse_dtype)

@@ -1,0 +1,129 @@
+"""mla_prefill: expanded multi-head attention with unequal head dims over packed sequences."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from tsmla_kernels import contract
+
+from tsmla_jax.ops import checks, dispatch
+from tsmla_jax.ops.arrays import Scale, describe, describe_scale
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32
+
+
+def mla_prefill(
+    q: Float[Array, "Tq H K"],
+    k: Float[Array, "Tk H K"],
+    v: Float[Array, "Tk H V"],
+    *,
+    cu_seqlens_q: Int32[Array, " B+1"],
+    cu_seqlens_kv: Int32[Array, " B+1"],
+    max_q_len: int,
+    max_kv_len: int,
+    softmax_scale: Scale,
+    causal: bool = True,
+    q_scale: Scale | None = None,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> Float[Array, "Tq H V"] | tuple[Float[Array, "Tq H V"], Float[Array, "Tq H"]]:
+    """Attention of packed requests with their own packed keys (expanded MLA: 192 wide keys, 128 wide values).
+
+    The varlen attention of DeepSeek-V2's prefill (arXiv:2405.04434), with the masks of FlashAttention.
+
+    Axes: B requests, Tq / Tk query / key tokens over all requests, H heads, K and V head dims (192 and 128 in DeepSeek;
+    any are legal).
+
+    Args:
+      q: [Tq, H, K]; float16, bfloat16, float8_e4m3fn, or float32 / float64 (not in the kernels).
+      k, v: [Tk, H, K] and [Tk, H, V] in q's dtype.
+      cu_seqlens_q, cu_seqlens_kv: [B + 1] int32, row where each request starts, and the end. Lengths of 0 are legal, and
+        rows past the end are padding: their outputs are 0 with lse -inf.
+      max_q_len, max_kv_len: static bounds on one request's tokens.
+      softmax_scale: factor of the logits, float or float32 scalar array, may be traced; K^-0.5 times the square of yarn's
+        mscale for DeepSeek.
+      causal: bottom-right aligned: query i of n sees key j of m iff j <= i + m - n. Otherwise it sees all of its request.
+      q_scale, k_scale, v_scale: the arrays hold values / scale (fp8 usually); None is 1. Float or float32 scalar array.
+      return_lse: also return the logsumexp of the scaled logits.
+      implementation: "cute", "xla", "reference", or None for the best that can run; see `explain`.
+
+    Returns:
+      out [Tq, H, V] in q's dtype, bfloat16 when q is fp8; with return_lse also lse [Tq, H], float32, natural logarithm.
+      A row that sees no key gives out 0 and lse -inf.
+
+    Derivatives: reverse mode in q, k, v and the scales, in memory linear in Tq + Tk ("xla"; from the saved lse, as
+    FlashAttention's backward); "reference" differentiates in every mode.
+
+    Raises:
+      TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
+      NotImplementedError: the named implementation can't run this call, with every reason.
+    """
+    described = spec(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_kv,
+        max_q_len=max_q_len,
+        max_kv_len=max_kv_len,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        return_lse=return_lse,
+    )
+    run = dispatch.select("mla_prefill", described, implementation)
+    q, k, v, cu_seqlens_q, cu_seqlens_kv = map(jnp.asarray, (q, k, v, cu_seqlens_q, cu_seqlens_kv))
+    cu_seqlens_q = checks.prefill(described, cu_seqlens_q, cu_seqlens_kv)
+    empty = (described.batch, described.total_q_len, described.total_kv_len, described.max_q_len, described.max_kv_len)
+    if 0 in empty:
+        out = jnp.zeros((*q.shape[:-1], described.v_head_dim), described.out_dtype)
+        lse = jnp.full(q.shape[:-1], -jnp.inf, described.lse_dtype)
+    else:
+        out, lse = run(
+            q,
+            k,
+            v,
+            spec=described,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_kv,
+            softmax_scale=softmax_scale,
+            q_scale=q_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+    return (out, lse) if return_lse else out
+
+
+def spec(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    cu_seqlens_q: jax.Array,
+    cu_seqlens_kv: jax.Array,
+    softmax_scale: Scale,
+    q_scale: Scale | None = None,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
+    **static: Any,
+) -> contract.PrefillSpec:
+    """The contract's spec of a call of mla_prefill; raises as mla_prefill does."""
+    return contract.prefill_spec(
+        q=describe("q", q),
+        k=describe("k", k),
+        v=describe("v", v),
+        cu_seqlens_q=describe("cu_seqlens_q", cu_seqlens_q),
+        cu_seqlens_kv=describe("cu_seqlens_kv", cu_seqlens_kv),
+        softmax_scale=describe_scale("softmax_scale", softmax_scale),
+        q_scale=describe_scale("q_scale", q_scale),
+        k_scale=describe_scale("k_scale", k_scale),
+        v_scale=describe_scale("v_scale", v_scale),
+        **static,
+    )

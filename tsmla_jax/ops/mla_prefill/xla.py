@@ -1,0 +1,240 @@
+"""mla_prefill in portable XLA: tiles of queries against blocks of keys with an online softmax.
+
+A tile belongs to one request, so a ragged batch costs the work of its own lengths and no more; keys that a causal tile can't
+see are never visited. The backward pass recomputes the weights from the saved lse (Dao et al., arXiv:2205.14135), so memory
+is linear in the number of tokens in both directions.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from tsmla_kernels.contract import PrefillSpec
+
+from tsmla_jax.ops.arrays import accumulation_dtype, as_scale
+from tsmla_jax.ops.loops import carry
+
+Q_TILE = 128
+KV_BLOCK = 256
+
+Operands = tuple[jax.Array, ...]
+
+
+class _Tile(NamedTuple):
+    """Q_TILE packed rows from `row` on, of which those that are `valid` belong to the tile's request."""
+
+    row: jax.Array
+    valid: jax.Array
+    last_visible: jax.Array  # per row: the last packed key row it sees
+    kv_start: jax.Array
+    kv_end: jax.Array
+    num_blocks: jax.Array
+
+
+def mla_prefill(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    spec: PrefillSpec,
+    cu_seqlens_q: jax.Array,
+    cu_seqlens_kv: jax.Array,
+    softmax_scale: float | jax.Array,
+    q_scale: float | jax.Array | None,
+    k_scale: float | jax.Array | None,
+    v_scale: float | jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """out and lse as the public mla_prefill documents them; both are always returned. Reverse-mode differentiable."""
+    dtype = accumulation_dtype(spec.q_dtype)
+    logit_scale = as_scale(softmax_scale, dtype) * as_scale(q_scale, dtype) * as_scale(k_scale, dtype)
+    operands = (q, k, v, logit_scale, as_scale(v_scale, dtype), cu_seqlens_q, cu_seqlens_kv)
+    # Typed alike before the custom derivative, so that shard_map sums a replicated operand's cotangent by itself.
+    return _attend(spec, *(carry(x, *operands) for x in operands))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
+    spec: PrefillSpec,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    logit_scale: jax.Array,
+    v_scale: jax.Array,
+    cu_seqlens_q: jax.Array,
+    cu_seqlens_kv: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    dtype = accumulation_dtype(spec.q_dtype)
+    operands = (q, k, v, logit_scale, v_scale, cu_seqlens_q, cu_seqlens_kv)
+    padded_q, padded_k, padded_v = _at_least(q, Q_TILE), _at_least(k, KV_BLOCK), _at_least(v, KV_BLOCK)
+    heads, v_dim = spec.num_heads, spec.v_head_dim
+    num_tiles, tile_of = _tiling(spec, cu_seqlens_q, cu_seqlens_kv, padded_q.shape[0])
+
+    def step(t: jax.Array, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        outs, lses = results
+        tile = tile_of(t)
+        query = _rows(padded_q, tile.row, Q_TILE).astype(dtype)
+
+        def block(i: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+            maximum, total, out = state
+            row, key, value, visible = _block(tile, i, padded_k, padded_v, dtype)
+            scores = _dot("qhd,khd->hqk", query, key, spec) * logit_scale
+            scores = jnp.where(visible, scores, -jnp.inf)
+            new_maximum = jnp.maximum(maximum, scores.max(-1))
+            # While a row has seen nothing its maximum is -inf; 0 stands in for it, so that no inf - inf arises.
+            shift = jnp.where(new_maximum == -jnp.inf, 0, new_maximum)
+            weights = jnp.exp(scores - shift[..., None])
+            decay = jnp.exp(maximum - shift)
+            total = total * decay + weights.sum(-1)
+            return new_maximum, total, out * decay[..., None] + _dot("hqk,khv->hqv", weights, value, spec)
+
+        start = (
+            jnp.full((heads, Q_TILE), -jnp.inf, dtype),
+            jnp.zeros((heads, Q_TILE), dtype),
+            jnp.zeros((heads, Q_TILE, v_dim), dtype),
+        )
+        maximum, total, out = lax.fori_loop(0, tile.num_blocks, block, tuple(carry(x, *operands) for x in start))
+        seen = maximum != -jnp.inf
+        out = jnp.where(seen[..., None], out / jnp.where(seen, total, 1)[..., None] * v_scale, 0)
+        lse = jnp.where(seen, maximum + jnp.log(jnp.where(seen, total, 1)), -jnp.inf)
+        outs = _replace(outs, out.swapaxes(0, 1).astype(spec.out_dtype), tile)
+        return outs, _replace(lses, lse.swapaxes(0, 1).astype(spec.lse_dtype), tile)
+
+    results = (
+        jnp.zeros((padded_q.shape[0], heads, v_dim), spec.out_dtype),
+        jnp.full((padded_q.shape[0], heads), -jnp.inf, spec.lse_dtype),
+    )
+    out, lse = lax.fori_loop(0, num_tiles, step, tuple(carry(x, *operands) for x in results))
+    return out[: spec.total_q_len], lse[: spec.total_q_len]
+
+
+def _forward(spec: PrefillSpec, *operands: jax.Array) -> tuple[tuple[jax.Array, jax.Array], tuple[Operands, ...]]:
+    result = _attend(spec, *operands)
+    return result, (operands, result)
+
+
+def _backward(
+    spec: PrefillSpec, saved: tuple[Operands, tuple[jax.Array, jax.Array]], cotangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array | None, ...]:
+    (q, k, v, logit_scale, v_scale, cu_seqlens_q, cu_seqlens_kv), (out, lse) = saved
+    d_out, d_lse = cotangents
+    operands = (q, k, v, logit_scale, v_scale, cu_seqlens_q, cu_seqlens_kv, d_out, d_lse)
+    dtype = accumulation_dtype(spec.q_dtype)
+    # d scores = weights * (d weights - shift): the softmax's own term, and lse's direct one.
+    shift = (d_out.astype(dtype) * out.astype(dtype)).sum(-1) - d_lse.astype(dtype)
+    padded_q, padded_k, padded_v = _at_least(q, Q_TILE), _at_least(k, KV_BLOCK), _at_least(v, KV_BLOCK)
+    padded_d_out, padded_shift, padded_lse = (_at_least(x, Q_TILE) for x in (d_out, shift, lse))
+    num_tiles, tile_of = _tiling(spec, cu_seqlens_q, cu_seqlens_kv, padded_q.shape[0])
+
+    def step(t: jax.Array, totals: Operands) -> Operands:
+        d_q, *of_keys = totals
+        tile = tile_of(t)
+        valid = tile.valid[:, None, None]
+        query = jnp.where(valid, _rows(padded_q, tile.row, Q_TILE).astype(dtype), 0)
+        d_tile = jnp.where(valid, _rows(padded_d_out, tile.row, Q_TILE).astype(dtype), 0)
+        tile_shift = _rows(padded_shift, tile.row, Q_TILE).swapaxes(0, 1)[..., None]
+        tile_lse = _rows(padded_lse, tile.row, Q_TILE).astype(dtype).swapaxes(0, 1)[..., None]
+
+        def block(i: jax.Array, state: Operands) -> Operands:
+            d_query, d_k, d_v, d_logit_scale, d_v_scale = state
+            row, key, value, visible = _block(tile, i, padded_k, padded_v, dtype)
+            scores = _dot("qhd,khd->hqk", query, key, spec)
+            visible = visible & (tile_lse != -jnp.inf)
+            weights = jnp.where(visible, jnp.exp(jnp.where(visible, scores * logit_scale - tile_lse, 0)), 0)
+            d_weights = _dot("qhv,khv->hqk", d_tile, value, spec)
+            d_scores = jnp.where(visible, weights * (d_weights * v_scale - tile_shift), 0)
+            d_query += _dot("hqk,khd->qhd", d_scores, key, spec) * logit_scale
+            d_k = _add(d_k, _dot("hqk,qhd->khd", d_scores, query, spec) * logit_scale, row)
+            d_v = _add(d_v, _dot("hqk,qhv->khv", weights, d_tile, spec) * v_scale, row)
+            return d_query, d_k, d_v, d_logit_scale + (d_scores * scores).sum(), d_v_scale + (weights * d_weights).sum()
+
+        d_query = carry(jnp.zeros(query.shape, dtype), *operands)
+        d_query, *of_keys = lax.fori_loop(0, tile.num_blocks, block, (d_query, *of_keys))
+        return _replace(d_q, d_query.astype(q.dtype), tile), *of_keys
+
+    totals = (
+        jnp.zeros(padded_q.shape, q.dtype),
+        jnp.zeros(padded_k.shape, dtype),
+        jnp.zeros(padded_v.shape, dtype),
+        jnp.zeros((), dtype),
+        jnp.zeros((), dtype),
+    )
+    d_q, d_k, d_v, d_logit_scale, d_v_scale = lax.fori_loop(
+        0, num_tiles, step, tuple(carry(x, *operands) for x in totals)
+    )
+    d_q, d_k, d_v = d_q[: spec.total_q_len], d_k[: spec.total_kv_len], d_v[: spec.total_kv_len]
+    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), d_logit_scale, d_v_scale, None, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _tiling(spec: PrefillSpec, cu_seqlens_q: jax.Array, cu_seqlens_kv: jax.Array, num_rows: int):
+    """How many tiles of queries there are, and the function from a tile's number to the tile."""
+    q_lens = jnp.clip(cu_seqlens_q[1:] - cu_seqlens_q[:-1], 0, spec.max_q_len)
+    kv_lens = jnp.clip(cu_seqlens_kv[1:] - cu_seqlens_kv[:-1], 0, spec.max_kv_len)
+    tiles = (q_lens + (Q_TILE - 1)) // Q_TILE
+    ends = jnp.cumsum(tiles, dtype=jnp.int32)
+
+    def tile_of(t: jax.Array) -> _Tile:
+        request = jnp.minimum(jnp.searchsorted(ends, t, side="right", method="compare_all"), spec.batch - 1)
+        q_start, q_len = cu_seqlens_q[request], q_lens[request]
+        kv_start, kv_len = cu_seqlens_kv[request], kv_lens[request]
+        first = q_start + (t - (ends[request] - tiles[request])) * Q_TILE
+        # The last tile of all may reach past the array: it then starts earlier, and `valid` skips what came before.
+        row = jnp.clip(first, 0, num_rows - Q_TILE)
+        rows = row + jnp.arange(Q_TILE, dtype=jnp.int32)
+        valid = (rows >= first) & (rows < q_start + q_len)
+        last_visible = jnp.full_like(rows, kv_start + kv_len - 1)
+        if spec.causal:
+            last_visible = jnp.minimum(last_visible, kv_start + (rows - q_start) + kv_len - q_len)
+        end = jnp.where(valid, last_visible, kv_start - 1).max() + 1
+        num_blocks = jnp.maximum(end - kv_start + (KV_BLOCK - 1), 0) // KV_BLOCK
+        return _Tile(row, valid, last_visible, kv_start, kv_start + kv_len, num_blocks)
+
+    return ends[-1], tile_of
+
+
+def _block(
+    tile: _Tile, i: jax.Array, k: jax.Array, v: jax.Array, dtype: jnp.dtype
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The tile's i-th block of keys: its first row, keys, values, and which [Q_TILE, KV_BLOCK] pairs are visible."""
+    first = tile.kv_start + i * KV_BLOCK
+    row = jnp.clip(first, 0, k.shape[0] - KV_BLOCK)
+    rows = row + jnp.arange(KV_BLOCK, dtype=jnp.int32)
+    used = (rows >= first) & (rows < tile.kv_end)
+    # What lies past a request's end may be NaN, and 0 * NaN is NaN.
+    key = jnp.where(used[:, None, None], _rows(k, row, KV_BLOCK).astype(dtype), 0)
+    value = jnp.where(used[:, None, None], _rows(v, row, KV_BLOCK).astype(dtype), 0)
+    visible = tile.valid[:, None] & used & (rows <= tile.last_visible[:, None])
+    return row, key, value, visible
+
+
+def _dot(equation: str, a: jax.Array, b: jax.Array, spec: PrefillSpec) -> jax.Array:
+    # 16-bit inputs are exact in tf32 and in bf16 products, so the fast product of a GPU or TPU loses nothing on them.
+    wide = spec.q_dtype in ("float32", "float64")
+    return jnp.einsum(equation, a, b, precision=lax.Precision.HIGHEST if wide else lax.Precision.DEFAULT)
+
+
+def _at_least(x: jax.Array, rows: int) -> jax.Array:
+    """x with at least `rows` rows, so that a slice of that many fits; a symbolic length always gets that many more."""
+    length = x.shape[0]
+    missing = max(0, rows - length) if isinstance(length, int) else rows
+    return jnp.pad(x, ((0, missing), *[(0, 0)] * (x.ndim - 1))) if missing else x
+
+
+def _rows(x: jax.Array, row: jax.Array, size: int) -> jax.Array:
+    return lax.dynamic_slice_in_dim(x, row, size)
+
+
+def _replace(x: jax.Array, new: jax.Array, tile: _Tile) -> jax.Array:
+    old = _rows(x, tile.row, Q_TILE)
+    valid = tile.valid.reshape(-1, *[1] * (x.ndim - 1))
+    return lax.dynamic_update_slice_in_dim(x, jnp.where(valid, new, old), tile.row, 0)
+
+
+def _add(x: jax.Array, new: jax.Array, row: jax.Array) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(x, _rows(x, row, KV_BLOCK) + new, row, 0)

@@ -1,0 +1,20 @@
+"""Conversion of values to a cache's dtype, with the one rounding and saturation rule of the project."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from tsmla_kernels.contract import FP8, FP8_MAX
+
+from tsmla_jax.ops.arrays import Scale, accumulation_dtype, as_scale
+
+
+def to_cache_dtype(x: jax.Array, scale: Scale | None, dtype: str) -> jax.Array:
+    """x / scale in float32 (float64 for float64), rounded to nearest even into `dtype`; fp8 saturates at +-448."""
+    if scale is not None:
+        wide = accumulation_dtype(x.dtype.name)
+        x = x.astype(wide) / as_scale(scale, wide)
+    if dtype == FP8:
+        # The conversion itself turns what is out of range into NaN.
+        x = jnp.clip(x.astype(accumulation_dtype(x.dtype.name)), -FP8_MAX, FP8_MAX)
+    return x.astype(dtype)

@@ -1,0 +1,34 @@
+"""Packed ("ragged") tokens: which request a row belongs to, and going between [T, ...] and [B, S, ...]."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def row_owner(cu_seqlens: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """For each of num_rows packed rows: its request, its position in that request, and whether any request owns it.
+
+    cu_seqlens is [B + 1]; rows before cu_seqlens[0] or from cu_seqlens[B] on belong to none (request and position are
+    then in bounds and meaningless)."""
+    rows = jnp.arange(num_rows, dtype=jnp.int32)
+    last = cu_seqlens.shape[0] - 2
+    # side="right" steps over requests of length 0, whose start equals their successor's.
+    request = jnp.searchsorted(cu_seqlens, rows, side="right", method="compare_all").astype(jnp.int32) - 1
+    owned = (rows >= cu_seqlens[0]) & (rows < cu_seqlens[-1])
+    request = jnp.clip(request, 0, last)
+    return request, jnp.maximum(rows - cu_seqlens[request], 0), owned
+
+
+def to_padded(packed: jax.Array, cu_seqlens: jax.Array, max_len: int) -> jax.Array:
+    """[T, ...] -> [B, max_len, ...]; what lies past a request's end is another row, never out of bounds."""
+    index = cu_seqlens[:-1, None] + jnp.arange(max_len, dtype=jnp.int32)
+    return packed[jnp.clip(index, 0, packed.shape[0] - 1)]
+
+
+def to_packed(padded: jax.Array, cu_seqlens: jax.Array, num_rows: int, fill: float) -> jax.Array:
+    """[B, S, ...] -> [num_rows, ...]; rows of no request, or past its S-th token, are `fill`."""
+    request, position, owned = row_owner(cu_seqlens, num_rows)
+    owned &= position < padded.shape[1]
+    packed = padded[request, jnp.minimum(position, padded.shape[1] - 1)]
+    return jnp.where(owned.reshape(-1, *[1] * (packed.ndim - 1)), packed, jnp.asarray(fill, packed.dtype))

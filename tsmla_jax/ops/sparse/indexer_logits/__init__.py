@@ -1,0 +1,1 @@
+"""The operation indexer_logits (its public function is in tsmla_jax.ops.sparse.indexer): reference and xla."""

@@ -1,0 +1,17 @@
+"""The definition of select_topk: sort every row, stably."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def select_topk(logits: jax.Array, seq_lens: jax.Array, *, k: int) -> jax.Array:
+    """positions [T, k] as the public select_topk documents them."""
+    num_tokens, num_keys = logits.shape
+    in_row = jnp.arange(num_keys) < seq_lens[:, None]
+    value = jnp.where(in_row & ~jnp.isnan(logits), logits, -jnp.inf)
+    # The last key of lexsort decides first; what is past the row's length goes behind everything.
+    order = jnp.lexsort((-value, ~in_row), axis=-1).astype(jnp.int32)
+    order = jnp.pad(order[:, :k], ((0, 0), (0, max(0, k - num_keys))))
+    return jnp.where(jnp.arange(k) < seq_lens[:, None], order, -1)

@@ -1,0 +1,72 @@
+"""write_kv_cache: new latents and rope keys into the slots of the paged cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from tsmla_kernels import contract
+
+from tsmla_jax.ops import checks, dispatch
+from tsmla_jax.ops.arrays import Scale, describe, describe_optional, describe_scale
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32
+
+
+def write_kv_cache(
+    kv_cache: Float[Array, "P Z D"],
+    latent: Float[Array, "T L"],
+    k_rope: Float[Array, "T R"] | None,
+    slot_mapping: Int32[Array, " T"],
+    *,
+    kv_scale: Scale | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "P Z D"]:
+    """The cache with [latent | k_rope] / kv_scale written to the given slots (slot mapping as in vLLM).
+
+    In place when the cache is donated to jit: the compiled program aliases it and makes no copy.
+
+    Args:
+      kv_cache: [P, Z, D] with D = L + R; float16, bfloat16, float8_e4m3fn, float32 or float64.
+      latent: [T, L], the normalised latents; float16, bfloat16, float32 or float64.
+      k_rope: [T, R] in latent's dtype, already rotated; None when D = L.
+      slot_mapping: [T] int32, slot = page * Z + offset; -1 skips the token. Slots must differ; of two tokens with one
+        slot either may stay.
+      kv_scale: divisor before the conversion; float or float32 scalar array, may be traced; None is 1.
+      implementation: "xla", "reference", or None for the best that can run; see `explain`.
+
+    Returns:
+      [P, Z, D] in the cache's dtype. The division is in float32 and the conversion rounds to nearest even; an fp8 cache
+      saturates at +-448 (infinities too), so only a NaN input gives a NaN.
+
+    Raises:
+      TypeError, ValueError: an argument is not legal; NotImplementedError: the named implementation can't run this call.
+    """
+    described = spec(kv_cache, latent, k_rope, slot_mapping, kv_scale=kv_scale)
+    run = dispatch.select("write_kv_cache", described, implementation)
+    kv_cache, latent, slot_mapping = map(jnp.asarray, (kv_cache, latent, slot_mapping))
+    k_rope = jnp.zeros((*latent.shape[:1], 0), latent.dtype) if k_rope is None else jnp.asarray(k_rope)
+    slot_mapping = checks.cache_write(described, slot_mapping)
+    if 0 in (described.num_tokens, described.num_pages):
+        return kv_cache
+    return run(kv_cache, latent, k_rope, slot_mapping, spec=described, kv_scale=kv_scale)
+
+
+def spec(
+    kv_cache: jax.Array,
+    latent: jax.Array,
+    k_rope: jax.Array | None,
+    slot_mapping: jax.Array,
+    *,
+    kv_scale: Any = None,
+) -> contract.CacheWriteSpec:
+    """The contract's spec of a call of write_kv_cache; raises as write_kv_cache does."""
+    return contract.cache_write_spec(
+        kv_cache=describe("kv_cache", kv_cache),
+        latent=describe("latent", latent),
+        k_rope=describe_optional("k_rope", k_rope),
+        slot_mapping=describe("slot_mapping", slot_mapping),
+        kv_scale=describe_scale("kv_scale", kv_scale),
+    )
