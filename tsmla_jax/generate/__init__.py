@@ -1,0 +1,11 @@
+"""Whole DeepSeek-V2/V3 models on top of the attention: load a checkpoint, generate.
+
+The library is the attention; this is its main job end to end. `tsmla generate` is `command.py`.
+"""
+
+from tsmla_jax.generate.config import ModelConfig, MoEConfig
+from tsmla_jax.generate.engine import Engine, Figures, Generation
+from tsmla_jax.generate.loading import load_model
+from tsmla_jax.generate.plan import EngineOptions
+
+__all__ = ["Engine", "EngineOptions", "Figures", "Generation", "MoEConfig", "ModelConfig", "load_model"]

@@ -1,0 +1,289 @@
+"""`tsmla generate`: prompts in, tokens out, and a table of what it took."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+CACHE_DTYPES = {**DTYPES, "fp8": "float8_e4m3fn"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `tsmla generate`."""
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="Hugging Face checkpoint directory")
+    prompts = parser.add_mutually_exclusive_group(required=True)
+    prompts.add_argument("--prompt-file", metavar="F", help="one prompt a line; needs the package tokenizers")
+    prompts.add_argument("--prompt-ids", metavar="FILE", help="prompts as token ids: a JSON list of lists")
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="at most N a prompt (default 64)")
+    parser.add_argument("--json", metavar="FILE", help='write {"tokens": [[...]], figures...} there')
+    parser.add_argument(
+        "--speculative",
+        type=int,
+        default=0,
+        metavar="K",
+        help="draft up to K tokens a step from the text's own n-grams",
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+    parser.add_argument("--top-p", type=float, default=1.0, help="sample from the most likely tokens of this mass")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling")
+    parser.add_argument(
+        "--page-size", type=int, default=64, metavar="Z", help="tokens a page of the cache (default 64)"
+    )
+    cache = parser.add_mutually_exclusive_group()
+    cache.add_argument("--cache-pages", type=int, metavar="P", help="pages of the cache (default: as the prompts need)")
+    cache.add_argument("--cache-tokens", type=int, metavar="N", help="the same in tokens, rounded up to pages")
+    parser.add_argument(
+        "--max-batch", type=int, default=32, metavar="B", help="texts that decode together (default 32)"
+    )
+    parser.add_argument(
+        "--chunk", type=int, default=512, metavar="T", help="prompt tokens a prefill step (default 512)"
+    )
+    parser.add_argument(
+        "--implementation", metavar="NAME", help="cute, xla or reference (default: the best that can run)"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="of weights and activations (default: the checkpoint's)")
+    parser.add_argument("--cache-dtype", choices=CACHE_DTYPES, help="of the cache (default: as --dtype)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs `tsmla generate`. Returns 0, or 2 after one line on stderr when the input is at fault."""
+    try:
+        _generate(args)
+    except (ValueError, NotImplementedError, ImportError, OSError) as error:
+        return _fail(error)
+    except Exception as error:
+        # Loading jax only to name its error would delay every refusal; its class is told by name.
+        if type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError") and "RESOURCE_EXHAUSTED" in str(error):
+            return _fail(error)
+        raise
+    return 0
+
+
+def _fail(error: Exception) -> int:
+    print("tsmla generate: " + " ".join(str(error).split()), file=sys.stderr)
+    return 2
+
+
+def _generate(args: argparse.Namespace) -> None:
+    from tsmla_jax.generate.config import ModelConfig
+    from tsmla_jax.generate.engine import Engine
+    from tsmla_jax.generate.loading import load_model
+    from tsmla_jax.generate.pages import pages_for
+    from tsmla_jax.generate.plan import EngineOptions, make_plan
+
+    checkpoint = Path(args.checkpoint)
+    if not checkpoint.is_dir():
+        raise ValueError(f"--checkpoint {checkpoint}: there is no such directory")
+    if args.page_size < 1:
+        raise ValueError(f"--page-size {args.page_size}; legal: at least 1")
+    if args.cache_tokens is not None and args.cache_tokens < 1:
+        raise ValueError(f"--cache-tokens {args.cache_tokens}; legal: at least 1")
+    num_pages = args.cache_pages
+    if args.cache_tokens is not None:
+        num_pages = pages_for(args.cache_tokens, args.page_size)
+    options = EngineOptions(
+        page_size=args.page_size,
+        num_pages=num_pages,
+        max_batch=args.max_batch,
+        chunk=args.chunk,
+        speculative=args.speculative,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        seed=args.seed,
+        cache_dtype=CACHE_DTYPES.get(args.cache_dtype),
+        implementation=args.implementation,
+    )
+    config = ModelConfig.from_hf(checkpoint)
+    tokenizer = _load_tokenizer(checkpoint) if args.prompt_file else None
+    if tokenizer:
+        lines, prompts = _read_prompts(Path(args.prompt_file), tokenizer)
+    else:
+        lines, prompts = [], read_prompt_ids(Path(args.prompt_ids))
+    if args.json and not Path(args.json).absolute().parent.is_dir():
+        raise ValueError(f"--json {args.json}: there is no such directory")
+    # Everything about the prompts is checked before the weights are read, which may take minutes.
+    plan = make_plan(config, options, prompts, args.max_new_tokens, DTYPES.get(args.dtype, config.dtype))
+
+    begin = time.perf_counter()
+    params = load_model(checkpoint, config, dtype=plan.dtype, progress=True)
+    load_seconds = time.perf_counter() - begin
+    stream = Stream(sys.stdout, lines, tokenizer, len(prompts))
+    result = Engine(params, config, options).generate(prompts, args.max_new_tokens, stream)
+    record = {
+        "tokens": result.tokens,
+        **dataclasses.asdict(result.figures),
+        "prefill_tokens_per_second": result.figures.prefill_tokens_per_second,
+        "decode_tokens_per_second": result.figures.decode_tokens_per_second,
+        "acceptance": result.figures.acceptance,
+        "load_seconds": load_seconds,
+        "implementation": {choice.op: choice.implementation for choice in result.choices},
+        "why": {choice.op: choice.why for choice in result.choices},
+        "dtype": plan.dtype,
+        "cache_dtype": plan.cache_dtype,
+    }
+    print("\n" + table(record), flush=True)
+    if args.json:
+        Path(args.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def read_prompt_ids(path: Path) -> list[list[int]]:
+    """Prompts from a JSON list of lists of token ids.
+
+    Raises:
+      ValueError: the file is not that; the text names it and the first entry at fault.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"--prompt-ids {path}: there is no such file") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--prompt-ids {path}: not readable as JSON: {error}") from None
+    if not isinstance(value, list) or not value:
+        raise ValueError(
+            f"--prompt-ids {path}: holds a JSON {type(value).__name__}; legal: a list of lists of token ids"
+        )
+    for index, prompt in enumerate(value):
+        if not isinstance(prompt, list):
+            raise ValueError(f"--prompt-ids {path}: prompt {index} = {prompt!r:.60}; legal: a list of token ids")
+        for token in prompt:
+            if not isinstance(token, int) or isinstance(token, bool):
+                raise ValueError(f"--prompt-ids {path}: prompt {index} holds {token!r:.60}; legal: integers")
+    return value
+
+
+def _read_prompts(path: Path, tokenizer: Tokenizer) -> tuple[list[str], list[list[int]]]:
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except FileNotFoundError:
+        raise ValueError(f"--prompt-file {path}: there is no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--prompt-file {path}: not readable as UTF-8 text: {error}") from None
+    if not lines:
+        raise ValueError(f"--prompt-file {path}: holds no prompt; legal: one a line")
+    return lines, [tokenizer.encode(line) for line in lines]
+
+
+class Tokenizer:
+    """A checkpoint's `tokenizer.json`, with the beginning-of-text token that `tokenizer_config.json` may ask for."""
+
+    def __init__(self, tokenizer: Any, bos: int | None) -> None:
+        self._tokenizer, self._bos = tokenizer, bos
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, special tokens as the model expects them."""
+        ids = list(self._tokenizer.encode(text).ids)
+        return ids if self._bos is None or ids[:1] == [self._bos] else [self._bos, *ids]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids; special tokens are left out."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+def _load_tokenizer(checkpoint: Path) -> Tokenizer:
+    path = checkpoint / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(f"{path}: there is no such file; --prompt-file needs it, --prompt-ids does not")
+    try:
+        from tokenizers import Tokenizer as Backend
+    except ImportError:
+        raise ImportError(
+            "--prompt-file needs the package tokenizers: pip install 'tsmla-jax[hf]'; --prompt-ids does not"
+        ) from None
+    try:
+        backend = Backend.from_file(str(path))
+    except Exception as error:
+        # The package raises plain Exception for whatever it can't read.
+        raise ValueError(f"{path}: not a tokenizer: {error}") from None
+    bos = None
+    config_path = checkpoint / "tokenizer_config.json"
+    if config_path.is_file():
+        try:
+            config = json.loads(config_path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{config_path}: not readable as JSON: {error}") from None
+        token = config.get("bos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if config.get("add_bos_token") and token is not None:
+            bos = backend.token_to_id(token)
+    return Tokenizer(backend, bos)
+
+
+class Stream:
+    """Writes texts as they grow. Several texts grow at once and a terminal has one cursor: the first unfinished one is
+    written live, those behind it as soon as it is done."""
+
+    def __init__(self, out: TextIO, lines: Sequence[str], tokenizer: Tokenizer | None, count: int) -> None:
+        """
+        Args:
+          out: where to.
+          lines: the prompts as text, or none.
+          tokenizer: for text; None writes ids.
+          count: number of prompts.
+        """
+        self._out, self._lines, self._tokenizer = out, lines, tokenizer
+        self._tokens: list[list[int]] = [[] for _ in range(count)]
+        self._done = [False] * count
+        self._current, self._written = 0, -1
+
+    def __call__(self, index: int, tokens: list[int], done: bool) -> None:
+        """Takes new tokens of prompt `index`."""
+        self._tokens[index] += tokens
+        self._done[index] |= done
+        while self._current < len(self._tokens) and (index == self._current or self._done[self._current]):
+            self._write(self._current, self._done[self._current])
+            if not self._done[self._current]:
+                return
+            self._current, self._written = self._current + 1, -1
+            index = self._current
+        self._out.flush()
+
+    def _write(self, index: int, done: bool) -> None:
+        if self._written < 0:
+            self._out.write(
+                f"[{index}] {self._lines[index] if self._lines else ''}".rstrip(" ") + ("" if self._lines else " ")
+            )
+            self._written = 0
+        text = self._text(self._tokens[index])
+        # A character of several bytes may still lack some: they decode to U+FFFD until the rest has come.
+        ready = text if done else text.rstrip("\ufffd")
+        self._out.write(ready[self._written :] + ("\n" if done else ""))
+        self._written = max(self._written, len(ready))
+        self._out.flush()
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        if self._tokenizer:
+            return self._tokenizer.decode(tokens)
+        return "".join(f"{token} " for token in tokens)
+
+
+def table(record: dict[str, Any]) -> str:
+    """The closing table of a run."""
+
+    def rate(tokens: int, seconds: float, per_second: float) -> str:
+        return f"{tokens} tokens in {seconds:.2f} s = {per_second:.1f} tokens/s"
+
+    rows = [
+        ("prefill", rate(record["prompt_tokens"], record["prefill_seconds"], record["prefill_tokens_per_second"])),
+        ("decode", rate(record["decoded_tokens"], record["decode_seconds"], record["decode_tokens_per_second"])),
+        ("setup", f"load {record['load_seconds']:.2f} s, compile {record['compile_seconds']:.2f} s"),
+        (
+            "cache",
+            f"{record['cache_bytes_per_token']} bytes/token ({record['cache_dtype']}), "
+            f"{record['cache_bytes'] / 1e6:.1f} MB in {record['cache_pages']} pages of {record['page_size']}, "
+            f"at most {record['peak_pages']} in use",
+        ),
+    ]
+    if record["acceptance"] is not None:
+        accepted, drafted = record["accepted_tokens"], record["drafted_tokens"]
+        rows.append(("speculative", f"{accepted} of {drafted} drafted tokens accepted = {record['acceptance']:.1%}"))
+    for op, implementation in record["implementation"].items():
+        rows.append((op, f"{implementation} ({record['why'][op]})"))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

@@ -1,0 +1,85 @@
+"""Who owns which page of the cache. Host-side bookkeeping: plain integers, no arrays on a device."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def pages_for(tokens: int, page_size: int) -> int:
+    """Pages that `tokens` tokens fill."""
+    return -(-tokens // page_size)
+
+
+class PageAllocator:
+    """Hands out the pages of one cache.
+
+    A request reserves the most pages it may ever need when it is admitted and takes them one by one as it grows: a text
+    that stops early never touched the rest, and no request finds the cache full half way.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        """Args: num_pages: pages in the cache. Raises ValueError below 1."""
+        if num_pages < 1:
+            raise ValueError(f"num_pages = {num_pages}; legal: at least 1")
+        self.num_pages = num_pages
+        self.peak = 0
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._reserved = 0
+
+    @property
+    def available(self) -> int:
+        """Pages that are neither taken nor reserved."""
+        return len(self._free) - self._reserved
+
+    def reserve(self, pages: int) -> bool:
+        """Sets `pages` pages aside for one request; False, and nothing changes, when fewer are available."""
+        if pages > self.available:
+            return False
+        self._reserved += pages
+        return True
+
+    def take(self) -> int:
+        """One page out of a reservation."""
+        if self._reserved == 0:
+            raise ValueError("take() without a reservation: reserve() first")
+        self._reserved -= 1
+        page = self._free.pop()
+        self.peak = max(self.peak, self.num_pages - len(self._free))
+        return page
+
+    def release(self, pages: list[int], unused: int) -> None:
+        """Gives back the pages of a finished request, and `unused` that it had reserved and never took."""
+        if unused > self._reserved:
+            raise ValueError(f"unused = {unused}; legal: at most the {self._reserved} pages still reserved")
+        self._reserved -= unused
+        self._free.extend(reversed(pages))
+
+
+class PageTable:
+    """The pages of one request, in the order of its tokens."""
+
+    def __init__(self, allocator: PageAllocator, page_size: int, reserved: int) -> None:
+        """Args: reserved: the pages that `allocator.reserve` has already set aside for this request."""
+        self.pages: list[int] = []
+        self._allocator = allocator
+        self._page_size = page_size
+        self._unused = reserved
+
+    def grow(self, tokens: int) -> None:
+        """Takes pages until `tokens` tokens fit."""
+        while len(self.pages) * self._page_size < tokens:
+            if self._unused == 0:
+                raise ValueError(f"tokens = {tokens}; legal: at most {len(self.pages) * self._page_size}, as reserved")
+            self.pages.append(self._allocator.take())
+            self._unused -= 1
+
+    def slots(self, start: int, stop: int) -> np.ndarray:
+        """The cache slots (page * Z + offset) of tokens [start, stop), i32; their pages must have been taken."""
+        positions = np.arange(start, stop)
+        pages = np.asarray(self.pages, dtype=np.int64)[positions // self._page_size]
+        return (pages * self._page_size + positions % self._page_size).astype(np.int32)
+
+    def release(self) -> None:
+        """Gives everything back; the table is empty after."""
+        self._allocator.release(self.pages, self._unused)
+        self.pages, self._unused = [], 0

@@ -1,0 +1,55 @@
+"""From logits to tokens: greedy, or temperature and top-p sampling, on the device."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def select_tokens(
+    logits: jax.Array,
+    requests: jax.Array,
+    positions: jax.Array,
+    seed: jax.Array,
+    temperature: jax.Array,
+    top_p: jax.Array,
+    *,
+    greedy: bool,
+) -> jax.Array:
+    """Chooses one token a row.
+
+    A row's random bits depend on (seed, request, position) alone. So neither the batch a token is sampled in nor
+    speculation changes it: a draft is accepted where it equals the token sampled there, which for drafts that are not
+    random themselves is exact rejection sampling (Leviathan et al., arXiv:2211.17192, with q a point mass).
+
+    Args:
+      logits: [N, V].
+      requests, positions: [N] i32, the request of each row and the position the chosen token will have.
+      seed: u32 scalar.
+      temperature: f32 scalar, above 0; unused when greedy.
+      top_p: f32 scalar in (0, 1]; the smallest set of most likely tokens whose probability reaches it is kept.
+      greedy: take the most likely token; the lowest id among equals.
+
+    Returns:
+      [N] i32.
+    """
+    logits = logits.astype(jnp.float32)
+    if greedy:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def sample(row: jax.Array, request: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), request), position)
+        return jax.random.categorical(key, row)
+
+    return jax.vmap(sample)(_keep_top_p(logits / temperature, top_p), requests, positions).astype(jnp.int32)
+
+
+def _keep_top_p(logits: jax.Array, top_p: jax.Array) -> jax.Array:
+    """Logits [N, V] with -inf outside each row's nucleus (Holtzman et al., arXiv:1904.09751)."""
+    order = jnp.argsort(-logits, axis=-1, stable=True)
+    probabilities = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1), axis=-1)
+    # Mass before a token: the most likely token always has 0 and stays, however small top_p is.
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    kept_sorted = (before < top_p) | (top_p >= 1)
+    kept = jnp.put_along_axis(jnp.zeros_like(kept_sorted), order, kept_sorted, axis=-1, inplace=False)
+    return jnp.where(kept, logits, -jnp.inf)
