@@ -325,7 +325,7 @@ def prefill_with_context(
         return tsmla_jax.merge_attention_states([state[0], out], [state[1], lse])
 
     k, v = expand_kv(params, latent, k_rope)
-    chunks = (jnp.max(context_lens) + context_chunk - 1) // context_chunk
+    chunks = (jnp.max(context_lens, initial=0) + context_chunk - 1) // context_chunk
     out, _ = jax.lax.fori_loop(0, chunks, add_chunk, attend(k, v, cu_seqlens_q, max_q_len, causal=True))
     kv_cache = tsmla_jax.write_kv_cache(kv_cache, latent, k_rope, slot_mapping, kv_scale=kv_scale)
     return project_out(params, config, out.astype(q.dtype)), kv_cache

@@ -1,0 +1,238 @@
+"""The layer against transformers' DeepSeek attention: every path, both portable implementations, both model families.
+
+transformers runs in float64 and decodes with its DynamicCache; the layer runs in float32 over a paged cache whose
+unused slots hold NaN and whose unused table entries hold 2^31 - 1.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tsmla_jax
+from tsmla_jax.nn import MLAConfig, functional, params_from_hf
+
+TOLERANCE = 1e-5
+PAGE = 4
+MODELS = [
+    pytest.param(family, yarn, rank, id=f"{family}-{'yarn' if yarn else 'plain'}-{'q_lora' if rank else 'q'}")
+    for family in ("v2", "v3")
+    for yarn in (False, True)
+    for rank in (None, 48)
+]
+each_model = pytest.mark.parametrize(("family", "yarn", "q_lora_rank"), MODELS)
+each_implementation = pytest.mark.parametrize("implementation", ["reference", "xla"])
+
+
+@dataclasses.dataclass
+class Paged:
+    """A paged cache, the table of its requests' pages, and how many tokens of each are in it."""
+
+    cache: jax.Array
+    tables: jax.Array
+    lens: np.ndarray[Any, Any]
+
+
+def ragged(parts: Sequence[np.ndarray[Any, Any]], padding: int = 2) -> tuple[jax.Array, jax.Array]:
+    """Requests packed with some NaN rows of padding behind them, and cu_seqlens."""
+    lens = [len(part) for part in parts]
+    packed = np.concatenate([*parts, np.full((padding, parts[0].shape[1]), np.nan)])
+    return jnp.asarray(packed, jnp.float32), jnp.asarray(np.cumsum([0, *lens]), jnp.int32)
+
+
+def assert_close(y: jax.Array, parts: Sequence[np.ndarray[Any, Any]]) -> None:
+    expected = np.concatenate(parts)
+    got = np.asarray(y, np.float64).reshape(-1, expected.shape[1])[: len(expected)]
+    np.testing.assert_allclose(got, expected, rtol=0, atol=TOLERANCE)
+
+
+def empty_cache(config: MLAConfig, final_lens: Sequence[int], dtype: Any = jnp.float32) -> Paged:
+    """NaN everywhere, pages of the requests scattered over the pool, unused entries out of any bounds."""
+    pages = [-(-length // PAGE) for length in final_lens]
+    pool = np.random.default_rng(5).permutation(sum(pages) + 3)
+    tables = np.full((len(final_lens), max(pages) + 1), 2**31 - 1, np.int32)
+    taken = 0
+    for request, count in enumerate(pages):
+        tables[request, :count] = pool[taken : taken + count]
+        taken += count
+    cache = jnp.full((len(pool), PAGE, config.cache_dim), jnp.nan, dtype)
+    return Paged(cache, jnp.asarray(tables), np.zeros(len(final_lens), np.int32))
+
+
+@functools.cache
+def jitted(function: Callable[..., Any]) -> Callable[..., Any]:
+    names = inspect.signature(function).parameters
+    static = [name for name in ("config", "max_q_len", "context_chunk", "implementation") if name in names]
+    return jax.jit(function, static_argnames=static)
+
+
+def slots(state: Paged, cu_seqlens: jax.Array, total: int) -> jax.Array:
+    requests, positions = functional.ragged_positions(cu_seqlens, jnp.asarray(state.lens), total)
+    return functional.slots_of(state.tables, requests, positions, page_size=PAGE)
+
+
+def fill(params: Any, config: MLAConfig, state: Paged, parts: Sequence[np.ndarray[Any, Any]]) -> None:
+    """Puts the first tokens of every request into the cache by the expanded prefill."""
+    x, cu_seqlens = ragged(parts)
+    longest = max(map(len, parts))
+    _, latent, k_rope = jitted(functional.prefill)(
+        params, config, x, cu_seqlens_q=cu_seqlens, max_q_len=longest, implementation="reference"
+    )
+    state.cache = tsmla_jax.write_kv_cache(state.cache, latent, k_rope, slots(state, cu_seqlens, x.shape[0]))
+    state.lens = state.lens + np.asarray([len(part) for part in parts], np.int32)
+
+
+def step(
+    params: Any, config: MLAConfig, state: Paged, parts: Sequence[np.ndarray[Any, Any]], **kwargs: Any
+) -> jax.Array:
+    """One ragged decode step with these new tokens."""
+    x, cu_seqlens = ragged(parts)
+    mapping = slots(state, cu_seqlens, x.shape[0])
+    state.lens = state.lens + np.asarray([len(part) for part in parts], np.int32)
+    y, state.cache = jitted(functional.decode)(
+        params,
+        config,
+        x,
+        state.cache,
+        block_tables=state.tables,
+        seq_lens=jnp.asarray(state.lens),
+        slot_mapping=mapping,
+        cu_seqlens_q=cu_seqlens,
+        max_q_len=max(map(len, parts)) + 1,
+        **kwargs,
+    )
+    return y
+
+
+@each_implementation
+@each_model
+def test_expanded_prefill(oracle: Any, family: str, yarn: bool, q_lora_rank: int | None, implementation: str) -> None:
+    run = oracle(family, yarn, q_lora_rank)
+    config = MLAConfig.from_hf(run.config)
+    params = params_from_hf(config, run.tensors, jnp.float32)
+    x, cu_seqlens = ragged(run.x)
+    y, _, _ = jitted(functional.prefill)(
+        params, config, x, cu_seqlens_q=cu_seqlens, max_q_len=16, implementation=implementation
+    )
+    assert_close(y, run.y)
+
+
+@each_implementation
+@each_model
+def test_absorbed_decode(oracle: Any, family: str, yarn: bool, q_lora_rank: int | None, implementation: str) -> None:
+    """One token a request, from the first decoded token to the last, in x [B, 1, E]."""
+    run = oracle(family, yarn, q_lora_rank)
+    config = MLAConfig.from_hf(run.config)
+    params = params_from_hf(config, run.tensors, jnp.float32)
+    state = empty_cache(config, [len(x) for x in run.x])
+    fill(params, config, state, [x[:n] for x, n in zip(run.x, run.prompt_lens, strict=True)])
+    for i in range(len(run.x[0]) - run.prompt_lens[0]):
+        new = [x[n + i : n + i + 1] for x, n in zip(run.x, run.prompt_lens, strict=True)]
+        requests = jnp.arange(len(new), dtype=jnp.int32)
+        mapping = functional.slots_of(state.tables, requests, jnp.asarray(state.lens), page_size=PAGE)
+        state.lens = state.lens + 1
+        y, state.cache = jitted(functional.decode)(
+            params,
+            config,
+            jnp.asarray(np.stack(new), jnp.float32),
+            state.cache,
+            block_tables=state.tables,
+            seq_lens=jnp.asarray(state.lens),
+            slot_mapping=mapping[:, None],
+            implementation=implementation,
+        )
+        assert_close(y, [y[n + i : n + i + 1] for y, n in zip(run.y, run.prompt_lens, strict=True)])
+
+
+@each_implementation
+@each_model
+def test_ragged_decode(oracle: Any, family: str, yarn: bool, q_lora_rank: int | None, implementation: str) -> None:
+    """Two steps whose requests bring 3, 1 and 0, then 1, 3 and 4 new tokens."""
+    run = oracle(family, yarn, q_lora_rank)
+    config = MLAConfig.from_hf(run.config)
+    params = params_from_hf(config, run.tensors, jnp.float32)
+    state = empty_cache(config, [len(x) for x in run.x])
+    fill(params, config, state, [x[:n] for x, n in zip(run.x, run.prompt_lens, strict=True)])
+    for counts in ((3, 1, 0), (1, 3, 4)):
+        begin = state.lens
+        spans = [slice(a, a + count) for a, count in zip(begin, counts, strict=True)]
+        y = step(
+            params,
+            config,
+            state,
+            [x[span] for x, span in zip(run.x, spans, strict=True)],
+            implementation=implementation,
+        )
+        assert_close(y, [y[span] for y, span in zip(run.y, spans, strict=True)])
+
+
+@each_implementation
+@each_model
+def test_chunked_context(oracle: Any, family: str, yarn: bool, q_lora_rank: int | None, implementation: str) -> None:
+    """New tokens on top of 0 to 12 cached ones, taken 5 at a time; in two calls, the first without any context."""
+    run = oracle(family, yarn, q_lora_rank)
+    config = MLAConfig.from_hf(run.config)
+    params = params_from_hf(config, run.tensors, jnp.float32)
+    state = empty_cache(config, [len(x) for x in run.x])
+    for stops in ((6, 0, 12), (len(run.x[0]), len(run.x[1]), len(run.x[2]))):
+        spans = [slice(a, b) for a, b in zip(state.lens, stops, strict=True)]
+        x, cu_seqlens = ragged([x[span] for x, span in zip(run.x, spans, strict=True)])
+        y, state.cache = jitted(functional.prefill_with_context)(
+            params,
+            config,
+            x,
+            state.cache,
+            cu_seqlens_q=cu_seqlens,
+            max_q_len=12,
+            block_tables=state.tables,
+            context_lens=jnp.asarray(state.lens),
+            slot_mapping=slots(state, cu_seqlens, x.shape[0]),
+            context_chunk=5,
+            implementation=implementation,
+        )
+        state.lens = np.asarray(stops, np.int32)
+        assert_close(y, [y[span] for y, span in zip(run.y, spans, strict=True)])
+
+
+@pytest.mark.parametrize("q_lora_rank", [None, 48])
+@pytest.mark.parametrize("family", ["v2", "v3"])
+def test_biases_and_the_other_rope_layout(oracle: Any, family: str, q_lora_rank: int | None) -> None:
+    """attention_bias in every projection that has one; results don't depend on how the cache stores rope."""
+    run = oracle(family, True, q_lora_rank, True)
+    pairs = MLAConfig.from_hf(run.config)
+    halves = MLAConfig.from_hf(run.config, rope_layout="halves")
+    assert pairs.attention_bias
+    params = params_from_hf(pairs, run.tensors, jnp.float32)
+    caches = []
+    for config in (pairs, halves):
+        state = empty_cache(config, [len(x) for x in run.x])
+        fill(params, config, state, [x[:n] for x, n in zip(run.x, run.prompt_lens, strict=True)])
+        new = [x[n:] for x, n in zip(run.x, run.prompt_lens, strict=True)]
+        y = step(params, config, state, new, implementation="xla")
+        assert_close(y, [y[n:] for y, n in zip(run.y, run.prompt_lens, strict=True)])
+        caches.append(np.asarray(state.cache))
+    rope = np.s_[..., pairs.kv_lora_rank :]
+    assert not np.array_equal(caches[0][rope], caches[1][rope], equal_nan=True)
+    first, second = caches[1][rope][..., :8], caches[1][rope][..., 8:]
+    np.testing.assert_array_equal(caches[0][rope], np.stack([first, second], -1).reshape(caches[0][rope].shape))
+
+
+def test_transformers_with_rope_columns_in_halves(oracle: Any) -> None:
+    """A checkpoint with rope_interleave false: its columns permuted, the same attention."""
+    run = oracle("v3", True, 48)
+    config = MLAConfig.from_hf({**run.config, "rope_interleave": False})
+    order = np.concatenate([np.arange(0, 16, 2), np.arange(1, 16, 2)])
+    params = dict(params_from_hf(config, run.tensors, jnp.float32))
+    rope_of_q = params["q_b_proj"][..., config.qk_nope_head_dim :][..., order]
+    params["q_b_proj"] = params["q_b_proj"].at[..., config.qk_nope_head_dim :].set(rope_of_q)
+    rope_of_k = params["kv_a_proj_with_mqa"][:, config.kv_lora_rank :][:, order]
+    params["kv_a_proj_with_mqa"] = params["kv_a_proj_with_mqa"].at[:, config.kv_lora_rank :].set(rope_of_k)
+    x, cu_seqlens = ragged(run.x)
+    y, _, _ = jitted(functional.prefill)(params, config, x, cu_seqlens_q=cu_seqlens, max_q_len=16)
+    assert_close(y, run.y)
