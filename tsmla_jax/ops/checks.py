@@ -27,26 +27,26 @@ def decode(
 ) -> jax.Array:
     """seq_lens, behind the check that lengths fit the table, used pages exist and cu_seqlens_q is sound."""
     if cu_seqlens_q is None:
-        return _behind(partial(_check_decode, spec), seq_lens, block_tables)
-    return _behind(partial(_check_decode, spec), seq_lens, block_tables, cu_seqlens_q)
+        return behind(partial(_check_decode, spec), seq_lens, block_tables)
+    return behind(partial(_check_decode, spec), seq_lens, block_tables, cu_seqlens_q)
 
 
 def prefill(spec: PrefillSpec, cu_seqlens_q: jax.Array, cu_seqlens_kv: jax.Array) -> jax.Array:
     """cu_seqlens_q, behind the check of both arrays of offsets."""
-    return _behind(partial(_check_prefill, spec), cu_seqlens_q, cu_seqlens_kv)
+    return behind(partial(_check_prefill, spec), cu_seqlens_q, cu_seqlens_kv)
 
 
 def cache_write(spec: CacheWriteSpec, slot_mapping: jax.Array) -> jax.Array:
     """slot_mapping, behind the check that every slot is -1 or in the cache and none is written twice."""
-    return _behind(partial(_check_cache_write, spec), slot_mapping)
+    return behind(partial(_check_cache_write, spec), slot_mapping)
 
 
 def cache_gather(spec: CacheGatherSpec, lens: jax.Array, starts: jax.Array, block_tables: jax.Array) -> jax.Array:
     """lens, behind the check that each range lies in its request's table, used pages exist and the rows fit."""
-    return _behind(partial(_check_cache_gather, spec), lens, starts, block_tables)
+    return behind(partial(_check_cache_gather, spec), lens, starts, block_tables)
 
 
-def _behind(check: Callable[..., None], first: jax.Array, *others: jax.Array) -> jax.Array:
+def behind(check: Callable[..., None], first: jax.Array, *others: jax.Array) -> jax.Array:
     """`first`, unless `check` (of numpy arrays) objects."""
     if not enabled():
         return first

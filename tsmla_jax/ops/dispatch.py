@@ -65,7 +65,7 @@ def select(op: str, spec: Any, implementation: str | None) -> Callable[..., Any]
     for name in IMPLEMENTATIONS if implementation is None else (implementation,):
         reasons = why_not(op, name, spec)
         if not reasons:
-            return getattr(_module(op, name), op)
+            return getattr(_module(op, name), op.rpartition(".")[2])
         refused += reasons if implementation else [f"{name}: {'; '.join(reasons)}"]
     raise contract.not_runnable(op, implementation or "None", refused)
 

@@ -32,10 +32,27 @@ def over_token_blocks(
 
     def step(i: jax.Array, results: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         start = jnp.minimum(i * block, num_rows - block)
-        parts = body(*(lax.dynamic_slice_in_dim(x, start, block, axis=0) for x in operands))
+        rows = (fetch(x, start, lambda x, at: lax.dynamic_slice_in_dim(x, at, block, axis=0)) for x in operands)
+        parts = body(*rows)
         return tuple(
             lax.dynamic_update_slice_in_dim(x, part, start, axis=0) for x, part in zip(results, parts, strict=True)
         )
 
     start = tuple(carry(jnp.zeros(out.shape, out.dtype), *operands, *varying_with) for out in outs)
     return lax.fori_loop(0, -(-num_rows // block), step, start)
+
+
+def fetch(
+    x: jax.Array, where: jax.Array, take: Callable[[jax.Array, jax.Array], jax.Array]
+) -> jax.Array:
+    """take(x, where), a slice or a gather of few elements, moved as bits where x is a float of 8 or 16 bits.
+
+    A backend without arithmetic in such a type widens first and gathers afterwards, and does the widening ahead of the
+    loop around: a float32 copy of the whole cache to fetch a few rows of it. The barrier ties x to an index that changes
+    from one iteration to the next, so that nothing on the way to the gather can be moved out of the loop.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > 2:
+        return take(x, where)
+    x, where = lax.optimization_barrier((x, where))
+    bits = lax.bitcast_convert_type(x, jnp.uint8 if x.dtype.itemsize == 1 else jnp.uint16)
+    return lax.bitcast_convert_type(take(bits, where), x.dtype)

@@ -74,8 +74,8 @@ def write_indexer_cache(
     sparse_contract.check_rank("k", described, "T Di")
     sparse_contract.check_dtype("k", described, FLOATS)
     sparse_contract.check_size("k", described, 1, spec.head_dim, "Di, k_cache's key width")
+    slots = masked_slots(slot_mapping, described, spec.as_plain())
     num_slots = spec.num_pages * spec.page_size
-    slots = masked_slots(slot_mapping, described, num_slots)
     k_cache, k = jnp.asarray(k_cache), jnp.asarray(k)
     if not spec.packed:
         flat = k_cache.reshape(num_slots, spec.head_dim)

@@ -17,6 +17,7 @@ from tsmla_kernels.sparse_contract import V4_PACKED, V32_PACKED
 
 from tsmla_jax.ops.arrays import describe
 from tsmla_jax.ops.sparse import checks, numerics
+from tsmla_jax.ops.sparse.blocks import fetch
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, UInt8
@@ -98,7 +99,7 @@ def write_packed_kv_cache(
     spec = sparse_contract.cache_spec("kv_cache", describe("kv_cache", kv_cache))
     if spec.layout != "v32":
         raise ValueError(f"kv_cache: got the {spec.layout} layout; legal: uint8 [P, Z, {V32_PACKED.row_bytes}]")
-    slots = masked_slots(slot_mapping, describe("latent", latent), spec.num_slots)
+    slots = masked_slots(slot_mapping, describe("latent", latent), spec)
     rows = pack_v32_rows(latent, k_rope)
     kv_cache = jnp.asarray(kv_cache)
     flat = kv_cache.reshape(spec.num_slots, V32_PACKED.row_bytes)
@@ -135,7 +136,7 @@ def write_v4_cache(
         raise ValueError("kv_cache: got V3.2 rows of 656 bytes; write them with write_packed_kv_cache")
     if kv_scale is not None and spec.dtype != "float8_e4m3fn":
         raise ValueError(f"kv_scale: got a scale with a cache of {spec.dtype}; legal with float8_e4m3fn only")
-    slots = masked_slots(slot_mapping, described, spec.num_slots)
+    slots = masked_slots(slot_mapping, described, spec)
     kv_cache, kv = jnp.asarray(kv_cache), jnp.asarray(kv)
     if spec.layout == "plain":
         if spec.dtype == "float8_e4m3fn":
@@ -156,7 +157,8 @@ def gather_rows(
 ) -> jax.Array:
     """[..., D] rows of a cache in `dtype`, unscaled for a per-tensor fp8 cache. Slots must lie inside the cache."""
     if spec.layout == "plain":
-        return cache.reshape(spec.num_slots, spec.head_dim)[slots].astype(dtype)
+        rows = cache.reshape(spec.num_slots, spec.head_dim)
+        return fetch(rows, slots, lambda rows, at: rows[at]).astype(dtype)
     if spec.layout == "v32":
         latent, rope = unpack_v32_rows(cache.reshape(spec.num_slots, V32_PACKED.row_bytes)[slots])
         return jnp.concatenate([latent.astype(dtype), rope.astype(dtype)], axis=-1)
@@ -167,14 +169,22 @@ def gather_rows(
     return unpack_v4_rows(data, scales).astype(dtype)
 
 
-def masked_slots(slot_mapping: Array, rows: sparse_contract.Array, num_slots: int) -> jax.Array:
+def valid_slots(slots: jax.Array, spec: sparse_contract.CacheSpec) -> jax.Array:
+    """Which slots name a row of the cache: inside it, and not in the gap behind a page strided wider than its rows."""
+    inside = (slots >= 0) & (slots < spec.num_slots)
+    return inside if spec.span == spec.page_size else inside & (slots % spec.span < spec.page_size)
+
+
+def masked_slots(
+    slot_mapping: Array, rows: sparse_contract.Array, spec: sparse_contract.CacheSpec
+) -> jax.Array:
     """Slots with the skipped ones past the end, where a dropping scatter ignores them (-1 would wrap round)."""
     described = describe("slot_mapping", slot_mapping)
     sparse_contract.check_ints("slot_mapping", described, "T")
     sparse_contract.check_rank("rows to write", rows, "T D")
     sparse_contract.check_size("slot_mapping", described, 0, rows.shape[0], "T, the rows to write")
-    slots = checks.slot_mapping(jnp.asarray(slot_mapping), num_slots)
-    return jnp.where((slots >= 0) & (slots < num_slots), slots, num_slots)
+    slots = checks.slot_mapping(jnp.asarray(slot_mapping), spec.num_slots)
+    return jnp.where(valid_slots(slots, spec), slots, spec.num_slots)
 
 
 def _check_width(name: str, array: sparse_contract.Array, width: int) -> None:

@@ -1,0 +1,1 @@
+"""The operation sparse_mla: api, reference and xla."""
