@@ -2,9 +2,9 @@
 
     python examples/make_checkpoint.py DIR [--dtype bfloat16|float32] [--fp8] [--tied] [--seed N]
 
-config.json, sharded safetensors with their index, a byte-level tokenizer.json, generation_config.json. The attention
-has DeepSeek's own head dimensions (128 + 64 and 128 over a latent of 512) and the experts V3's routing; the rest is
-small enough for a laptop. It needs numpy and ml_dtypes alone, which jax brings.
+config.json, sharded safetensors with their index, a byte-level tokenizer.json, generation_config.json; and prompts.txt,
+something to say to it. The attention has DeepSeek's own head dimensions (128 + 64 and 128 over a latent of 512) and the
+experts V3's routing; the rest is small enough for a laptop. It needs numpy and ml_dtypes alone, which jax brings.
 
 The model knows nothing. Only whole words have rows in its output projection, so that what it says can at least be read.
 """
@@ -29,6 +29,13 @@ hidden runs reads writes sees keeps finds turns falls grows waits holds moves si
 opens we you they he she who what when where why how then now here there again always never soon still . , ; :
 ! ?
 """.split()  # noqa: SIM905 (a list of 140 quoted words reads worse)
+
+PROMPTS = """\
+the river runs to the
+when the moon is high the wolf sings and the wind holds
+one token at a time the model reads the cache, one page at a time the kernel reads the table, and
+attention
+"""
 
 BOS, EOS = "<|begin_of_sentence|>", "<|end_of_sentence|>"
 FP8_BLOCK = 128
@@ -285,6 +292,7 @@ def make_checkpoint(
     write_json(directory / "tokenizer_config.json", {**tokenizer_config, "add_bos_token": True})
     ids = {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"]}
     write_json(directory / "generation_config.json", ids)
+    (directory / "prompts.txt").write_text(PROMPTS, encoding="utf-8")
     # Last: a directory that has a config.json is complete.
     write_json(directory / "config.json", config)
     return total

@@ -56,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
     """Runs `tsmla generate`. Returns 0, or 2 after one line on stderr when the input is at fault."""
     try:
         _generate(args)
+    except BrokenPipeError:
+        raise
     except (ValueError, NotImplementedError, ImportError, OSError) as error:
         return _fail(error)
     except Exception as error:
@@ -67,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _fail(error: Exception) -> int:
-    print("tsmla generate: " + " ".join(str(error).split()), file=sys.stderr)
+    print("tsmla generate: error: " + " ".join(str(error).split()), file=sys.stderr)
     return 2
 
 

@@ -111,6 +111,18 @@ class _Piece:
     tokens: list[int]
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Packed:
+    """A step on the device: its batch; and of each row of logits the token it comes after, the request and the position
+    that it predicts, all i32 [N]."""
+
+    batch: Batch
+    rows: jax.Array
+    requests: jax.Array
+    positions: jax.Array
+
+
 OnTokens = Callable[[int, list[int], bool], None]
 
 
@@ -177,7 +189,7 @@ class _Run:
         active: list[_Text] = []
         texts: list[_Text] = []
         while waiting or active:
-            arrived = []
+            arrived: list[_Text] = []
             while waiting and len(active) + len(arrived) < self.plan.batch and self.allocator.reserve(waiting[0][2]):
                 index, prompt, need = waiting.popleft()
                 table = PageTable(self.allocator, self.options.page_size, need)
@@ -276,18 +288,17 @@ class _Run:
         self, pieces: Sequence[_Piece], num_tokens: int, rows: int, options: StepOptions, *, last_only: bool
     ) -> np.ndarray:
         """Runs pieces through the model; returns the token chosen after each of their tokens, or after the last."""
-        batch, logit_rows, requests, positions = self._pack(pieces, num_tokens, rows, last_only)
+        packed = self._pack(pieces, num_tokens, rows, last_only)
         shapes = (num_tokens, rows, self.plan.num_pages, self.plan.max_pages, self.plan.cache_dtype)
         key = (options, last_only, *shapes)
         if key not in self.engine._seen:
             # Compile on a step of padding alone, so that its time is no step's. No slot is written by it.
             self.engine._seen.add(key)
             begin = time.perf_counter()
-            empty, *rest = self._pack([], num_tokens, rows, last_only)
-            jax.block_until_ready(self._compute(empty, *rest, options))
+            jax.block_until_ready(self._compute(self._pack([], num_tokens, rows, last_only), options))
             self.figures.compile_seconds += time.perf_counter() - begin
         begin = time.perf_counter()
-        selected = np.asarray(self._compute(batch, logit_rows, requests, positions, options))
+        selected = np.asarray(self._compute(packed, options))
         seconds = time.perf_counter() - begin
         if options.phase == "prefill":
             self.figures.prefill_seconds += seconds
@@ -295,22 +306,19 @@ class _Run:
             self.figures.decode_seconds += seconds
         return selected
 
-    def _compute(
-        self, batch: Batch, rows: np.ndarray, requests: np.ndarray, positions: np.ndarray, options: StepOptions
-    ) -> jax.Array:
-        engine = self.engine
+    def _compute(self, packed: _Packed, options: StepOptions) -> jax.Array:
+        engine, batch = self.engine, packed.batch
         x = engine._embed(engine._head, batch.tokens)
         for index, layer in enumerate(engine._params["layers"]):
             x, self.caches[index] = engine._layer(
                 layer, self.config, x, self.caches[index], batch, self.kv_scale, options
             )
+        rows = (packed.rows, packed.requests, packed.positions)
         sampling = (np.uint32(self.options.seed), np.float32(self.options.temperature), np.float32(self.options.top_p))
-        return engine._select(engine._head, self.config, x, rows, requests, positions, *sampling)
+        return engine._select(engine._head, self.config, x, *rows, *sampling)
 
-    def _pack(
-        self, pieces: Sequence[_Piece], num_tokens: int, rows: int, last_only: bool
-    ) -> tuple[Batch, np.ndarray, np.ndarray, np.ndarray]:
-        """A step's arrays: the batch, and of each row of logits its token, its request and the position it predicts."""
+    def _pack(self, pieces: Sequence[_Piece], num_tokens: int, rows: int, last_only: bool) -> _Packed:
+        """A step's arrays, out of pieces that fit num_tokens and rows."""
         tokens = np.zeros(num_tokens, np.int32)
         slots = np.full(num_tokens, -1, np.int32)
         cu_seqlens = np.zeros(rows + 1, np.int32)
@@ -333,8 +341,10 @@ class _Run:
             cu_seqlens[row + 1 :] = stop
             start = stop
         logit_rows = last if last_only else np.arange(num_tokens, dtype=np.int32)
-        batch = Batch(*jax.device_put((tokens, cu_seqlens, context_lens, tables, slots)))
-        return batch, logit_rows, owners[logit_rows], positions[logit_rows]
+        batch = (tokens, cu_seqlens, context_lens, tables, slots)
+        step = (logit_rows, owners[logit_rows], positions[logit_rows])
+        batch, step = jax.device_put((batch, step))
+        return _Packed(Batch(*batch), *step)
 
     @property
     def _prefill_rows(self) -> int:

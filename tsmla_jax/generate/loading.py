@@ -6,6 +6,7 @@ weights come dequantised to the dtype asked for.
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -36,11 +37,13 @@ class ProgressBar:
         self._plain = enabled and sys.stderr.isatty()
         self._tqdm: Any = None
         try:
-            from tqdm import tqdm
+            tqdm = importlib.import_module("tqdm")
         except ImportError:
             return
         self._plain = False
-        self._tqdm = tqdm(total=total, desc=label, unit="tensor", file=sys.stderr, disable=None if enabled else True)
+        self._tqdm = tqdm.tqdm(
+            total=total, desc=label, unit="tensor", file=sys.stderr, disable=None if enabled else True
+        )
 
     def step(self) -> None:
         """One more is done."""

@@ -25,7 +25,7 @@ Phase = Literal["prefill", "decode"]
 
 # {"embed": [V, C], "layers": [layer, ...], "norm": [C], "lm_head": [V, C] unless tied}; a layer is
 # {"attention_norm": [C], "attention": as in tsmla_jax.nn.functional.param_shapes, "mlp_norm": [C], "mlp": ...};
-# "mlp" is {"gate_up": [2 I, C], "down": [C, I]} in a dense layer, as moe.mixture_of_experts wants it in one with experts.
+# "mlp" is {"gate_up": [2 I, C], "down": [C, I]} in a dense layer, else as moe.mixture_of_experts takes it.
 Params = Mapping[str, Any]
 
 
