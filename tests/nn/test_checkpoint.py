@@ -13,7 +13,7 @@ import pytest
 
 from tsmla_jax.nn import Checkpoint, CheckpointError, MLAConfig, hf_attention_shapes, load_hf_attention
 from tsmla_jax.nn.checkpoint import INDEX_NAME, SINGLE_NAME, dequantise_blocks
-from tsmla_jax.nn.functional import param_shapes
+from tsmla_jax.nn.params import param_shapes
 
 safetensors_numpy = pytest.importorskip("safetensors.numpy", reason="needs safetensors: pip install 'tsmla-jax[hf]'")
 

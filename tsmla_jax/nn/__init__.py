@@ -5,9 +5,11 @@ Flax is imported only when `MLAttention` is first used, safetensors only when a 
 
 from typing import TYPE_CHECKING, Any
 
+from tsmla_jax.nn import functional
 from tsmla_jax.nn.checkpoint import Checkpoint, CheckpointError
 from tsmla_jax.nn.config import MLAConfig, YarnConfig
 from tsmla_jax.nn.hf import hf_attention_shapes, load_hf_attention, params_from_hf
+from tsmla_jax.nn.params import Params, init_params, param_shapes, param_specs
 
 if TYPE_CHECKING:
     from tsmla_jax.nn.layer import MLAttention
@@ -17,9 +19,14 @@ __all__ = [
     "CheckpointError",
     "MLAConfig",
     "MLAttention",
+    "Params",
     "YarnConfig",
+    "functional",
     "hf_attention_shapes",
+    "init_params",
     "load_hf_attention",
+    "param_shapes",
+    "param_specs",
     "params_from_hf",
 ]
 

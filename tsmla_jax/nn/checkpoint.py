@@ -13,7 +13,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
+from jax.typing import DTypeLike
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -106,7 +106,7 @@ class Checkpoint:
         return header[name]
 
     def read(
-        self, name: str, *, shape: Sequence[int] | None = None, dtype: npt.DTypeLike | None = None
+        self, name: str, *, shape: Sequence[int] | None = None, dtype: DTypeLike | None = None
     ) -> np.ndarray[Any, Any]:
         """One tensor's values.
 
@@ -222,7 +222,7 @@ def dequantise_blocks(
     scales: np.ndarray[Any, Any],
     *,
     block: tuple[int, int] = DEFAULT_BLOCK,
-    dtype: npt.DTypeLike = np.float32,
+    dtype: DTypeLike = np.float32,
 ) -> np.ndarray[Any, Any]:
     """weight[i, j] * scales[i // block[0], j // block[1]], multiplied in f32.
 

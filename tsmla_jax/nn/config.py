@@ -217,14 +217,14 @@ def hf_field(
     Raises:
         ValueError: naming `where` and the field.
     """
-    value = fields.get(name, _ABSENT)
+    value: Any = fields.get(name, _ABSENT)
     if value is None and nullable:
         return None
     if value is _ABSENT or (value is None and default is not _ABSENT):
         if default is _ABSENT:
             raise ValueError(f"{where}: field {name!r} is missing")
         return default
-    legal: tuple[type, ...] = (int, float) if kind is float else (kind,)
+    legal: Any = (int, float) if kind is float else kind
     if not isinstance(value, legal) or (isinstance(value, bool) and kind is not bool):
         raise ValueError(f"{where}: field {name!r} must be {kind.__name__}, got {value!r}")
     return float(value) if kind is float else value

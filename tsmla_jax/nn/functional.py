@@ -4,101 +4,24 @@ Axes: B requests, S new tokens a request, T new tokens in all (ragged, packed on
 width, H heads, N / R / V the nope, rope and value widths of a head, L latent width, D = L + R, P pages, Z page size,
 M pages a request at most.
 
-Parameters are a dict of arrays with an axis for heads of its own (`param_shapes`), so that sharding over heads is a
-matter of one axis: the number of heads is always taken from the arrays, never from the config, and under `shard_map`
-over heads the result is the partial sum over local heads, to be summed by the caller (`jax.lax.psum`). Under `jax.jit`
-with `param_specs` XLA adds that sum itself.
+Parameters are the pytree of `tsmla_jax.nn.params.param_shapes`. The number of heads is always taken from the arrays,
+never from the config: under `shard_map` over heads the result is the partial sum over the local heads, for the caller
+to `jax.lax.psum`; under `jax.jit` with parameters placed by `param_specs`, XLA adds that sum itself.
 
 Every function has static shapes and works under `jax.jit` (config, max_q_len, context_chunk and implementation are
 static) and `jax.eval_shape`; `prefill` has a gradient.
 """
 
-from collections.abc import Mapping
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
-from jax.sharding import PartitionSpec
 
 import tsmla_jax
 from tsmla_jax.nn.config import MLAConfig
+from tsmla_jax.nn.params import Params
 from tsmla_jax.nn.rope import apply_rope, rope_cos_sin
-
-Params = Mapping[str, jax.Array]
-
-
-def param_shapes(config: MLAConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter.
-
-    q_proj [E, H, N + R], or q_a_proj [E, rank], q_a_layernorm [rank] and q_b_proj [rank, H, N + R];
-    kv_a_proj_with_mqa [E, L + R] (latent first, rope last); kv_a_layernorm [L]; w_uk [H, N, L] and w_uv [H, V, L] (the
-    two parts of Hugging Face's kv_b_proj); o_proj [H, V, E]; with attention_bias also q_a_proj_bias,
-    kv_a_proj_with_mqa_bias and o_proj_bias.
-    """
-    heads, hidden, rank = config.num_attention_heads, config.hidden_size, config.q_lora_rank
-    shapes: dict[str, tuple[int, ...]] = {}
-    if rank is None:
-        shapes["q_proj"] = (hidden, heads, config.qk_head_dim)
-    else:
-        shapes["q_a_proj"] = (hidden, rank)
-        shapes["q_a_layernorm"] = (rank,)
-        shapes["q_b_proj"] = (rank, heads, config.qk_head_dim)
-    shapes["kv_a_proj_with_mqa"] = (hidden, config.cache_dim)
-    shapes["kv_a_layernorm"] = (config.kv_lora_rank,)
-    shapes["w_uk"] = (heads, config.qk_nope_head_dim, config.kv_lora_rank)
-    shapes["w_uv"] = (heads, config.v_head_dim, config.kv_lora_rank)
-    shapes["o_proj"] = (heads, config.v_head_dim, hidden)
-    if config.attention_bias:
-        if rank is not None:
-            shapes["q_a_proj_bias"] = (rank,)
-        shapes["kv_a_proj_with_mqa_bias"] = (config.cache_dim,)
-        shapes["o_proj_bias"] = (hidden,)
-    return shapes
-
-
-def param_specs(config: MLAConfig, heads_axis: str | None) -> dict[str, PartitionSpec]:
-    """How to split the parameters over the heads (tensor parallelism): `heads_axis` names the mesh axis.
-
-    The projections to and from the latent have no heads and are replicated, as the latent cache is.
-    """
-    per_head = {
-        "q_proj": PartitionSpec(None, heads_axis, None),
-        "q_b_proj": PartitionSpec(None, heads_axis, None),
-        "w_uk": PartitionSpec(heads_axis, None, None),
-        "w_uv": PartitionSpec(heads_axis, None, None),
-        "o_proj": PartitionSpec(heads_axis, None, None),
-    }
-    return {name: per_head.get(name, PartitionSpec()) for name in param_shapes(config)}
-
-
-def init_params(key: jax.Array, config: MLAConfig, dtype: npt.DTypeLike = jnp.float32) -> dict[str, jax.Array]:
-    """Random parameters: normal with variance 1 / fan-in, norms 1, biases 0. For training from scratch and tests."""
-    shapes = param_shapes(config)
-    params: dict[str, jax.Array] = {}
-    for name, subkey in zip(shapes, jax.random.split(key, len(shapes)), strict=True):
-        shape = shapes[name]
-        if name.endswith("_layernorm"):
-            params[name] = jnp.ones(shape, dtype)
-        elif name.endswith("_bias"):
-            params[name] = jnp.zeros(shape, dtype)
-        else:
-            fan_in = {"w_uk": shape[-1], "w_uv": shape[-1], "o_proj": shape[0] * shape[1]}.get(name, shape[0])
-            params[name] = (jax.random.normal(subkey, shape, jnp.float32) * fan_in**-0.5).astype(dtype)
-    return params
-
-
-def check_params(params: Params, config: MLAConfig) -> None:
-    """ValueError naming the parameter, if one is missing, unknown or not as `param_shapes` says."""
-    shapes = param_shapes(config)
-    for name, shape in shapes.items():
-        if name not in params:
-            raise ValueError(f"params: {name!r} is missing; legal: {', '.join(shapes)}")
-        if params[name].shape != shape:
-            raise ValueError(f"params: {name!r} must have shape {shape}, got {params[name].shape}")
-    for name in params:
-        if name not in shapes:
-            raise ValueError(f"params: {name!r} is unknown; legal: {', '.join(shapes)}")
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -203,7 +126,7 @@ def prefill(
     """Causal attention of whole prompts in the expanded form; no cache is read or written. Differentiable.
 
     Args:
-        params: see `param_shapes`.
+        params: see `tsmla_jax.nn.params.param_shapes`.
         x: [T, E], requests packed one after the other.
         cu_seqlens_q: [B + 1] i32, where each starts; tokens from cu_seqlens_q[B] on are padding.
         max_q_len: static bound of a request's length.
@@ -223,7 +146,7 @@ def prefill(
     q = jnp.concatenate(project_q(params, config, x, cos, sin), axis=-1)
     latent, k_rope = project_latent(params, config, x, cos, sin)
     k, v = expand_kv(params, latent, k_rope)
-    out = tsmla_jax.mla_prefill(
+    out = tsmla_jax.mla_prefill(  # an array, as no lse is asked for
         q,
         k,
         v,
@@ -234,7 +157,7 @@ def prefill(
         softmax_scale=config.softmax_scale,
         implementation=implementation,
     )
-    return project_out(params, config, out), latent, k_rope
+    return project_out(params, config, cast(jax.Array, out)), latent, k_rope
 
 
 def prefill_with_context(
@@ -408,7 +331,7 @@ def decode(
         batch_invariant=batch_invariant,
         implementation=implementation,
     )
-    heads = jnp.einsum("...hl,hvl->...hv", out.astype(latent.dtype), params["w_uv"])
+    heads = jnp.einsum("...hl,hvl->...hv", cast(jax.Array, out).astype(latent.dtype), params["w_uv"])
     return project_out(params, config, heads), kv_cache
 
 

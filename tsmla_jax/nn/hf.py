@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
+from jax.typing import DTypeLike
 
 from tsmla_jax.nn.checkpoint import Checkpoint
 from tsmla_jax.nn.config import MLAConfig
@@ -36,7 +36,7 @@ def hf_attention_shapes(config: MLAConfig) -> dict[str, tuple[int, ...]]:
 
 
 def params_from_hf(
-    config: MLAConfig, tensors: Mapping[str, Any], dtype: npt.DTypeLike | None = None
+    config: MLAConfig, tensors: Mapping[str, Any], dtype: DTypeLike | None = None
 ) -> dict[str, jax.Array]:
     """Parameters from the arrays of one attention layer.
 
@@ -46,7 +46,7 @@ def params_from_hf(
         dtype: of the parameters; None keeps each array's own.
 
     Returns:
-        the pytree described at `tsmla_jax.nn.functional.param_shapes`.
+        the pytree described at `tsmla_jax.nn.params.param_shapes`.
 
     Raises:
         ValueError: a tensor is missing or has another shape; names it.
@@ -82,7 +82,7 @@ def load_hf_attention(
     layer: int,
     *,
     config: MLAConfig | None = None,
-    dtype: npt.DTypeLike | None = None,
+    dtype: DTypeLike | None = None,
     prefix: str = "model.layers.{layer}.self_attn.",
 ) -> dict[str, jax.Array]:
     """The parameters of one attention layer, from safetensors under the Hugging Face names.
@@ -96,7 +96,7 @@ def load_hf_attention(
         prefix: what comes before `q_proj.weight` and the others; `{layer}` stands for the index.
 
     Returns:
-        the pytree described at `tsmla_jax.nn.functional.param_shapes`.
+        the pytree described at `tsmla_jax.nn.params.param_shapes`.
 
     Raises:
         ValueError: the config or a tensor is missing or misshapen, a file is truncated, or layer is negative; the text

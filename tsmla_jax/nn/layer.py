@@ -8,13 +8,14 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy.typing as npt
 from flax import nnx
+from jax.typing import DTypeLike
 
 from tsmla_jax.nn import functional
 from tsmla_jax.nn.checkpoint import Checkpoint
 from tsmla_jax.nn.config import MLAConfig
 from tsmla_jax.nn.hf import load_hf_attention
+from tsmla_jax.nn.params import Params, check_params, init_params, param_shapes
 
 
 class MLAttention(nnx.Module):
@@ -22,7 +23,7 @@ class MLAttention(nnx.Module):
 
     Args:
         config: its shape.
-        params: the pytree of `functional.param_shapes`, as `load_hf_attention` returns it; None draws random ones.
+        params: the pytree of `param_shapes`, as `load_hf_attention` returns it; None draws random ones.
         dtype: of random parameters.
         rngs: source of random parameters; not needed with params.
 
@@ -34,22 +35,22 @@ class MLAttention(nnx.Module):
         self,
         config: MLAConfig,
         *,
-        params: functional.Params | None = None,
-        dtype: npt.DTypeLike = jnp.float32,
+        params: Params | None = None,
+        dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs | None = None,
     ) -> None:
         self.config = config
         if params is None:
             if rngs is None:
                 raise ValueError("MLAttention needs params, or rngs to draw them")
-            params = functional.init_params(rngs.params(), config, dtype)
-        functional.check_params(params, config)
+            params = init_params(rngs.params(), config, dtype)
+        check_params(params, config)
         for name, value in params.items():
             setattr(self, name, nnx.Param(value))
 
     @classmethod
     def from_hf(
-        cls, checkpoint_dir: str | Path | Checkpoint, layer: int, *, dtype: npt.DTypeLike | None = None
+        cls, checkpoint_dir: str | Path | Checkpoint, layer: int, *, dtype: DTypeLike | None = None
     ) -> "MLAttention":
         """The layer `layer` of a Hugging Face checkpoint; arguments and errors of `load_hf_attention`."""
         checkpoint = checkpoint_dir if isinstance(checkpoint_dir, Checkpoint) else Checkpoint(checkpoint_dir)
@@ -59,7 +60,7 @@ class MLAttention(nnx.Module):
     @property
     def params(self) -> dict[str, jax.Array]:
         """The parameters as the plain pytree that `tsmla_jax.nn.functional` takes."""
-        return {name: getattr(self, name)[...] for name in functional.param_shapes(self.config)}
+        return {name: getattr(self, name)[...] for name in param_shapes(self.config)}
 
     def __call__(
         self,
