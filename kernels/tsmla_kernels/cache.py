@@ -1,0 +1,365 @@
+"""Compiled objects on disk: each is compiled once, by whichever process asks first, and loaded by all later ones.
+
+An entry is one file, named by what its bytes depend on: the package's version, the kernel's sources, the architecture, the
+host, the config, the DSL's version. It carries a description of itself and a checksum; one that is damaged is never loaded
+but reported and built again. Files are written beside their place and renamed into it, so a reader sees all or nothing.
+With a warm cache nothing of the DSL is imported, and a machine that has only the DSL's runtime can use entries that were
+compiled elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import struct
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tsmla_kernels import __version__
+from tsmla_kernels.catalog import Config, Kernel
+from tsmla_kernels.compile import CompiledObject, check_arch, compile_kernel
+
+_MAGIC = b"TSMLAOB1"
+_DIGEST_SIZE = 32
+_SUFFIX = ".obj"
+_LOCK_SUFFIX = ".lock"
+_TEMPORARY_PREFIX = ".writing-"
+# Read by the DSL when it generates code. CUTE_DSL_ARCH is not among them: the architecture is an argument here.
+_CODE_VARIABLES = tuple(
+    f"CUTE_DSL_{name}"
+    for name in (
+        "DEBUG",
+        "LINEINFO",
+        "COMPILER_OPT",
+        "COMPILER_BACKEND",
+        "ENABLE_ASSERTIONS",
+        "ENABLE_PYIR",
+        "ENABLE_TVM_FFI",
+        "AUTO_M2S",
+        "LOC_TRACEBACKS",
+        "DRYRUN",
+    )
+)
+_OWN_SOURCES = ("tsmla_kernels.catalog", "tsmla_kernels.compile", "tsmla_kernels.host_entry")
+
+_lock = threading.RLock()
+_loaded: dict[str, CompiledObject] = {}
+
+
+class DamagedEntry(Exception):
+    """A file in the cache is not what was written: truncated, changed, or of another program."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One file of the cache.
+
+    Attributes:
+      path: where it is. size: its bytes.
+      description: what it says of itself: kernel, config (JSON), arch, host, package, dsl, sources, seconds, created.
+      problem: why it will not be loaded, None if it would be by a process that asks for it.
+    """
+
+    path: Path
+    size: int
+    description: dict[str, Any]
+    problem: str | None
+
+
+def directory() -> Path:
+    """TSMLA_CACHE_DIR, else tsmla in the XDG cache directory, else ~/.cache/tsmla. It need not exist."""
+    if named := os.environ.get("TSMLA_CACHE_DIR"):
+        return Path(named).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    # The XDG specification: a path that is not absolute is ignored.
+    return (Path(base) if base and os.path.isabs(base) else Path.home() / ".cache") / "tsmla"
+
+
+def load_or_compile(kernel: Kernel, config: Config, arch: str) -> CompiledObject:
+    """The object of `kernel` for `config` and `arch`: from this process, from disk, or compiled and stored.
+
+    Of several processes that want the same object one compiles and the others wait for it. A cache that can't be written
+    costs a warning and the compilation, not the call.
+
+    Raises:
+      ValueError: the kernel isn't written for `arch`.
+      ModuleNotFoundError: it must be compiled and the CuTe DSL isn't installed.
+      RuntimeError: it doesn't compile.
+    """
+    check_arch(kernel, arch)
+    identity = _identity(kernel, config, arch)
+    path = _path(identity)
+    with _lock:
+        if (found := _loaded.get(str(path))) is None:
+            found = _read_usable(path, identity) or _compile_once(kernel, config, arch, path, identity)
+            _loaded[str(path)] = found
+        return found
+
+
+def is_stored(kernel: Kernel, config: Config, arch: str) -> bool:
+    """Whether a sound entry is on disk already."""
+    check_arch(kernel, arch)
+    identity = _identity(kernel, config, arch)
+    return _read_usable(_path(identity), identity) is not None
+
+
+def load(path: Path, *, arch: str | None = None) -> CompiledObject:
+    """The object in a file of the cache.
+
+    Raises:
+      DamagedEntry: the file is truncated or changed.
+      ValueError: it was compiled for another architecture than `arch`, or another kind of host than this one.
+    """
+    description, module = _unpack(path)
+    if arch is not None and description["arch"] != arch:
+        raise ValueError(f"arch: got {arch!r}; {path.name} was compiled for {description['arch']}")
+    if description["host"] != _host():
+        raise ValueError(f"{path.name}: compiled for a {description['host']} host; this one is {_host()}")
+    return CompiledObject(
+        kernel=description["kernel"],
+        config=description["config"],
+        arch=description["arch"],
+        module=module,
+        dsl=description["dsl"],
+        seconds=description["seconds"],
+        log=description["log"],
+    )
+
+
+def entries() -> list[Entry]:
+    """Every entry of the cache, damaged ones included, by path."""
+    found = []
+    for path in sorted(_files(_SUFFIX)):
+        try:
+            size = path.stat().st_size
+            description, _ = _unpack(path)
+            problem = _staleness(description)
+        except FileNotFoundError:
+            continue  # another process pruned it meanwhile
+        except (DamagedEntry, OSError) as e:
+            description, problem = {}, str(e)
+        found.append(Entry(path, size, description, problem))
+    return found
+
+
+def prune(*, everything: bool = False, older_than_days: float | None = None) -> list[Entry]:
+    """Remove what will not be loaded any more, or is older than so many days, or everything; returns what was removed.
+
+    Entries of another version of the package, its kernels or the DSL go too: an installation that still has that version
+    compiles them again."""
+    removed = []
+    for entry in entries():
+        age = time.time() - entry.description.get("created", 0)
+        old = older_than_days is not None and age > older_than_days * 86400
+        if everything or old or entry.problem:
+            entry.path.unlink(missing_ok=True)
+            removed.append(entry)
+    # What a process that was killed left behind. A live one holds its files for minutes at most.
+    for suffix in (_LOCK_SUFFIX, _SUFFIX + ".tmp"):
+        for path in _files(suffix):
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime > 3600:
+                    path.unlink()
+    return removed
+
+
+# ---- what an entry depends on
+
+
+def _identity(kernel: Kernel, config: Config, arch: str) -> dict[str, Any]:
+    return {
+        "kernel": kernel.name,
+        "config": kernel.config_json(config),
+        "arch": arch,
+        "host": _host(),
+        "package": __version__,
+        "sources": sources_digest(kernel.sources),
+        "environment": {name: os.environ[name] for name in _CODE_VARIABLES if name in os.environ},
+    }
+
+
+def _path(identity: dict[str, Any]) -> Path:
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
+    # The DSL's version is in the name, not in the digest, so that a machine without the DSL finds the entry.
+    stem = f"{identity['kernel']}-{identity['arch']}-{digest}"
+    version = dsl_version()
+    if version is None:
+        there = sorted(directory().glob(f"{stem}-dsl*{_SUFFIX}"), key=_natural)
+        return there[-1] if there else directory() / f"{stem}-dsl-none{_SUFFIX}"
+    return directory() / f"{stem}-dsl{version}{_SUFFIX}"
+
+
+def _natural(path: Path) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", path.name.rpartition("-dsl")[2])]
+
+
+@functools.cache
+def dsl_version() -> str | None:
+    """The installed CuTe DSL's version, without importing it; None if it isn't installed."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("nvidia-cutlass-dsl")
+    # Unpacked without its metadata: the package itself says its version.
+    spec = importlib.util.find_spec("cutlass")
+    if spec is None or spec.origin is None:
+        return None
+    text = Path(spec.origin).read_text()
+    found = re.search(r'^__version__ = "([^"]+)"', text, re.MULTILINE)
+    return found.group(1) if found else None
+
+
+@functools.cache
+def _host() -> str:
+    libc = platform.libc_ver()[0] or "unknown libc"
+    return f"{platform.system()} {platform.machine()} {libc}".lower()
+
+
+@functools.cache
+def sources_digest(modules: tuple[str, ...]) -> str:
+    """A hash of the source files of modules and packages (without importing them), and of what compiles them."""
+    digest = hashlib.sha256()
+    for module in (*modules, *_OWN_SOURCES):
+        spec = importlib.util.find_spec(module)
+        if spec is None or spec.origin is None:
+            raise ModuleNotFoundError(f"No module named {module!r}, which a kernel is made of", name=module)
+        folders = spec.submodule_search_locations
+        files = sorted(p for f in folders for p in Path(f).rglob("*.py")) if folders else [Path(spec.origin)]
+        for file in files:
+            digest.update(f"{module} {file.name} {file.stat().st_size}\n".encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _staleness(description: dict[str, Any]) -> str | None:
+    """Why this installation will not ask for the entry, None if it may."""
+    from tsmla_kernels.catalog import KERNELS
+
+    if description["host"] != _host():
+        return f"for a {description['host']} host; this one is {_host()}"
+    if description["package"] != __version__:
+        return f"of version {description['package']}; this is {__version__}"
+    if dsl_version() not in (None, description["dsl"]):
+        return f"made by CuTe DSL {description['dsl']}; installed is {dsl_version()}"
+    kernel = KERNELS.get(description["kernel"])
+    if kernel is not None and description["sources"] != sources_digest(kernel.sources):
+        return "its kernel's sources have changed"
+    return None
+
+
+# ---- files
+
+
+def _compile_once(kernel: Kernel, config: Config, arch: str, path: Path, identity: dict[str, Any]) -> CompiledObject:
+    with _only_process(path):
+        # Whoever held the lock before has probably stored it.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = _read_usable(path, identity)
+        if found is None:
+            found = compile_kernel(kernel, config, arch)
+            # The DSL's own word for its version, wherever it was found.
+            path = path.with_name(f"{path.name.rpartition('-dsl')[0]}-dsl{found.dsl}{_SUFFIX}")
+            _store(path, identity, found)
+    return found
+
+
+def _store(path: Path, identity: dict[str, Any], compiled: CompiledObject) -> None:
+    description = {
+        **identity,
+        "dsl": compiled.dsl,
+        "seconds": round(compiled.seconds, 3),
+        "created": time.time(),
+        "log": compiled.log,
+    }
+    header = json.dumps(description).encode()
+    content = b"".join((_MAGIC, struct.pack("<Q", len(header)), header, compiled.module))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor, temporary = tempfile.mkstemp(prefix=_TEMPORARY_PREFIX, suffix=_SUFFIX + ".tmp", dir=path.parent)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+                file.write(hashlib.sha256(content).digest())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as e:
+        warnings.warn(
+            f"tsmla: the compiled {compiled.kernel} can't be stored in {path.parent} ({e}): every process will compile"
+            " it again; TSMLA_CACHE_DIR names another directory",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _read_usable(path: Path, identity: dict[str, Any]) -> CompiledObject | None:
+    """The object at `path`, None (and a warning if something is there) if it can't be used."""
+    try:
+        description, _ = _unpack(path)
+        if different := [name for name, value in identity.items() if description.get(name) != value]:
+            raise DamagedEntry(f"{path.name} describes another object: {', '.join(different)}")
+        return load(path, arch=identity["arch"])
+    except FileNotFoundError:
+        return None
+    except (DamagedEntry, OSError) as e:
+        warnings.warn(
+            f"tsmla: ignoring a cached kernel and compiling it again: {e} (in {path.parent})",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return None
+
+
+def _unpack(path: Path) -> tuple[dict[str, Any], bytes]:
+    content = path.read_bytes()
+    start = len(_MAGIC) + 8
+    if len(content) < start + _DIGEST_SIZE or not content.startswith(_MAGIC):
+        raise DamagedEntry(f"{path.name} is not a compiled kernel, or only its beginning ({len(content)} bytes)")
+    body, digest = content[:-_DIGEST_SIZE], content[-_DIGEST_SIZE:]
+    if hashlib.sha256(body).digest() != digest:
+        raise DamagedEntry(f"{path.name} does not match its checksum: it is damaged or incomplete")
+    (length,) = struct.unpack_from("<Q", body, len(_MAGIC))
+    return json.loads(body[start : start + length]), body[start + length :]
+
+
+def _files(suffix: str) -> list[Path]:
+    return list(directory().glob(f"*{suffix}"))
+
+
+@contextlib.contextmanager
+def _only_process(path: Path) -> Iterator[None]:
+    """Hold the lock beside `path`. Where there are no locks (some network file systems) several processes may compile the
+    same object: each stores a right one, and the last stays."""
+    import fcntl
+
+    lock = path.with_name(path.name + _LOCK_SUFFIX)
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file = open(lock, "ab")  # noqa: SIM115: closed below, after the lock's work
+    except OSError:
+        yield
+        return
+    with file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            # The entry is there, so a process that comes now does not need the lock; one that waits holds the file open.
+            with contextlib.suppress(OSError):
+                os.unlink(lock)

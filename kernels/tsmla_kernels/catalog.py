@@ -1,0 +1,187 @@
+"""The kernels there are: how each is made and which arrays it takes. Imports no cutlass, jax or torch.
+
+A kernel is a class whose instances are `@cute.jit` launchers, built from a frozen config. This module says where that
+class is, and which operands the launcher takes in which order for a config; compile.py, cache.py and both front ends
+need nothing else about it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tsmla_kernels import contract
+from tsmla_kernels.sm90 import choose as sm90
+
+Config = Any  # a frozen dataclass of ints, bools and strings; each kernel has its own
+
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One array of a kernel's launcher, row-major and dense.
+
+    Attributes:
+      name: the launcher's parameter.
+      dtype: the dtype's name, a key of ITEMSIZE.
+      shape: the sizes compiled in, None where the size is read from the array at the launch.
+      output: whether the kernel writes it; outputs follow the inputs.
+      wide: keep the first axis' stride a 64-bit run-time value, although it may be known: a product of a page number and
+        a static stride is computed in 32 bits and wraps beyond 2^31 elements.
+      align: bytes that the array's address is a multiple of.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | None, ...]
+    output: bool = False
+    wide: bool = False
+    align: int = 16
+
+    def check(self, shape: tuple[Any, ...], dtype: str) -> None:
+        """ValueError unless an array of this shape and dtype may be passed; symbolic sizes pass for dynamic ones."""
+        fits = len(shape) == len(self.shape) and all(
+            want is None or want == got for want, got in zip(self.shape, shape, strict=True)
+        )
+        if not fits or dtype != self.dtype:
+            legal = ", ".join("any" if size is None else str(size) for size in self.shape)
+            got = ", ".join(map(str, shape))
+            raise ValueError(f"{self.name}: got {dtype}[{got}]; the kernel takes {self.dtype}[{legal}]")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """How one kernel is made.
+
+    Attributes:
+      name: unique among all kernels of all architectures.
+      archs: the architectures it can be compiled for, as in CUTE_DSL_ARCH.
+      launcher: "module:Class"; Class(config) is the `@cute.jit` callable (stream, *operands).
+      config: the config's dataclass.
+      operands: the launcher's operands for a config.
+      sources: modules and packages whose files the compiled code depends on.
+      configs: for the command line, configs by preset name and options; None if it can't be named there.
+    """
+
+    name: str
+    archs: tuple[str, ...]
+    launcher: str
+    config: type
+    operands: Callable[[Any], tuple[Operand, ...]]
+    sources: tuple[str, ...]
+    from_options: Callable[[Mapping[str, str]], Config] | None = None
+
+    def config_json(self, config: Config) -> str:
+        """The config as a line of JSON, the same for equal configs."""
+        return json.dumps(dataclasses.asdict(config), sort_keys=True)
+
+    def config_from_json(self, line: str) -> Config:
+        """The inverse of `config_json`."""
+        return self.config(**json.loads(line))
+
+
+def mla_decode_operands(config: sm90.DecodeConfig) -> tuple[Operand, ...]:
+    """N = T * H query rows; `parts` and `slots` as in choose.workspace_shapes."""
+    head_dim = config.latent_dim + config.rope_dim
+    # The workspaces' static sizes don't depend on the number of multiprocessors, the batch or the table.
+    workspaces = sm90.workspace_shapes(config, 1, 1, 1)
+    return (
+        Operand("q", config.dtype, (None, head_dim)),
+        Operand("kv_cache", config.dtype, (None, config.page_size, head_dim), wide=True),
+        Operand("block_tables", "int32", (None, None), align=4),
+        Operand("seq_lens", "int32", (None,), align=4),
+        Operand("cu_seqlens_q", "int32", (None,), align=4),
+        Operand("scales", "float32", (2,), align=4),
+        Operand("out", config.dtype, (None, config.latent_dim), output=True),
+        Operand("lse", "float32", (None,), output=True),
+        *(
+            Operand(name, dtype, (None, *shape[1:]), output=True, wide=True)
+            for name, (shape, dtype) in workspaces.items()
+        ),
+    )
+
+
+DECODE_PRESETS = {
+    "deepseek-v2-lite": {"num_heads": "16"},
+    "deepseek-v2": {"num_heads": "128"},
+    "deepseek-v3": {"num_heads": "128"},
+    "kimi-k2": {"num_heads": "64"},
+}
+"""Query heads of public models before tensor parallelism; all have L = 512, R = 64."""
+
+_DECODE_DEFAULTS = {
+    "dtype": "bfloat16",
+    "max_q_len": "1",
+    "latent_dim": "512",
+    "rope_dim": "64",
+    "page_size": "64",
+    "ragged": "false",
+    "causal": "true",
+    "batch_invariant": "false",
+}
+
+
+def mla_decode_config(options: Mapping[str, str]) -> sm90.DecodeConfig:
+    """The config that a call with these options is given by choose.decode_config: one way to it, so that what is compiled
+    ahead is what runs. `options` are a DecodeSpec's static fields, as text. ValueError names the option."""
+    values = {**_DECODE_DEFAULTS, **options}
+    known = {*_DECODE_DEFAULTS, "num_heads"}
+    if unknown := sorted(set(values) - known):
+        raise ValueError(f"--config: got option {unknown[0]!r}; legal: {', '.join(sorted(known))}")
+    if "num_heads" not in values:
+        raise ValueError("--config: num_heads is needed, or a preset that has it")
+    latent_dim, rope_dim = _integer(values, "latent_dim"), _integer(values, "rope_dim")
+    max_q_len = _integer(values, "max_q_len")
+    spec = contract.DecodeSpec(
+        batch=1,
+        total_q_len=max_q_len,
+        max_q_len=max_q_len,
+        num_heads=_integer(values, "num_heads"),
+        latent_dim=latent_dim,
+        rope_dim=rope_dim,
+        head_dim=latent_dim + rope_dim,
+        num_pages=1,
+        page_size=_integer(values, "page_size"),
+        max_pages=1,
+        q_dtype=values["dtype"],
+        kv_dtype=values["dtype"],
+        out_dtype=contract.attention_out_dtype(values["dtype"]),
+        lse_dtype="float32",
+        ragged=_boolean(values, "ragged"),
+        causal=_boolean(values, "causal"),
+        return_lse=True,
+        batch_invariant=_boolean(values, "batch_invariant"),
+    )
+    if reasons := sm90.decode_reasons(spec):
+        raise ValueError(f"--config: no kernel for it: {'; '.join(reasons)}")
+    return sm90.decode_config(spec)
+
+
+MLA_DECODE = Kernel(
+    name="mla_decode",
+    archs=("sm_90a",),
+    launcher="tsmla_kernels.sm90.mla_decode:MlaDecode",
+    config=sm90.DecodeConfig,
+    operands=mla_decode_operands,
+    sources=("tsmla_kernels.sm90", "tsmla_kernels.common"),
+    from_options=mla_decode_config,
+)
+
+KERNELS = {kernel.name: kernel for kernel in (MLA_DECODE,)}
+
+
+def _integer(values: Mapping[str, str], name: str) -> int:
+    minimum = 0 if name == "rope_dim" else 1
+    if not values[name].isdecimal() or int(values[name]) < minimum:
+        raise ValueError(f"--config: got {name}={values[name]}; legal: an int >= {minimum}")
+    return int(values[name])
+
+
+def _boolean(values: Mapping[str, str], name: str) -> bool:
+    if values[name] not in ("true", "false"):
+        raise ValueError(f"--config: got {name}={values[name]}; legal: true or false")
+    return values[name] == "true"

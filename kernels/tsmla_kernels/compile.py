@@ -1,0 +1,137 @@
+"""Compiling a kernel to the bytes that both front ends launch, for any architecture and without a GPU.
+
+The bytes are a host object with the cubin inside, in the form that the DSL runtime's custom call takes as `module`; the
+sizes that an operand leaves open are read at the launch, so one object serves every batch, page count and length. cutlass
+is imported inside the function: with a warm cache nothing of it is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import platform
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from tsmla_kernels.catalog import Config, Kernel
+
+ENTRY_PREFIX = "cutlass_call"  # the name under which the runtime's custom call looks for the entry
+# What the processor that launches must have. By default the DSL compiles the entry for the processor at hand, and an
+# object made on a machine with AVX-512 would crash one without.
+_HOST_TARGETS = {
+    "x86_64": "llvm -mtriple=x86_64-unknown-linux-gnu -mcpu=x86-64-v2",
+    "aarch64": "llvm -mtriple=aarch64-unknown-linux-gnu",
+}
+# The assembler's words: registers, spills, serialised WGMMA.
+_REMARKS = "remarks{ptx}"
+
+# Tracing changes state of the whole process.
+_lock = threading.RLock()
+
+
+@dataclass(frozen=True)
+class CompiledObject:
+    """A kernel compiled for one config and architecture.
+
+    Attributes:
+      kernel: its name in the catalog. config: its config as JSON. arch: e.g. "sm_90a".
+      module: what the runtime loads.
+      dsl: the version of the CuTe DSL that made it.
+      seconds: how long that took.
+      log: what the compiler and the assembler said.
+    """
+
+    kernel: str
+    config: str
+    arch: str
+    module: bytes
+    dsl: str
+    seconds: float
+    log: str
+
+
+def compile_kernel(kernel: Kernel, config: Config, arch: str) -> CompiledObject:
+    """Compile `kernel` for `config` and `arch`. Takes seconds, on one core, and no GPU.
+
+    Raises:
+      ValueError: the kernel isn't written for `arch`.
+      ModuleNotFoundError: the CuTe DSL (nvidia-cutlass-dsl) isn't installed.
+      RuntimeError: it doesn't compile; the message carries what the compiler said.
+    """
+    check_arch(kernel, arch)
+    host_target = _HOST_TARGETS.get(platform.machine())
+    if host_target is None:
+        raise ValueError(f"{kernel.name}: got a {platform.machine()} host; legal: {', '.join(_HOST_TARGETS)}")
+    operands = kernel.operands(config)
+    with _lock:
+        start = time.perf_counter()
+        # Read once when the DSL is imported; without it the DSL asks for the GPU at hand, which may be none.
+        os.environ.setdefault("CUTE_DSL_ARCH", arch)
+        try:
+            import cuda.bindings.driver as cuda
+            import cutlass
+            import cutlass.cute as cute
+        except ModuleNotFoundError as e:
+            raise ModuleNotFoundError(
+                f"{kernel.name} isn't in the cache for {config} on {arch}, and compiling it needs the CuTe DSL: {e};"
+                " install nvidia-cutlass-dsl, or bring a cache that `tsmla compile` filled elsewhere",
+                name=e.name,
+            ) from e
+
+        from tsmla_kernels import host_entry
+
+        launcher = resolve(kernel.launcher)(config)
+        log = io.StringIO()
+        try:
+            with _architecture(arch), contextlib.redirect_stderr(log), contextlib.redirect_stdout(log):
+                compiled = cute.compile(
+                    host_entry.entry,
+                    cuda.CUstream(0),
+                    *host_entry.placeholders(operands),
+                    launcher=launcher,
+                    operands=operands,
+                    options=f"--host-target '{host_target}' {_REMARKS}",
+                )
+                module = compiled.dump_to_object(ENTRY_PREFIX)
+        except Exception as e:
+            said = f"\n{log.getvalue()}" if log.getvalue() else ""
+            raise RuntimeError(f"{kernel.name}: {config} doesn't compile for {arch}: {e}{said}") from e
+        return CompiledObject(
+            kernel=kernel.name,
+            config=kernel.config_json(config),
+            arch=arch,
+            module=bytes(module),
+            dsl=cutlass.__version__,
+            seconds=time.perf_counter() - start,
+            log=log.getvalue(),
+        )
+
+
+def check_arch(kernel: Kernel, arch: str) -> None:
+    """ValueError unless the kernel is written for `arch`."""
+    if arch not in kernel.archs:
+        raise ValueError(f"arch: got {arch!r}; {kernel.name} is written for {', '.join(kernel.archs)}")
+
+
+def resolve(name: str) -> Any:
+    """The object that "module:attribute" names."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+@contextlib.contextmanager
+def _architecture(arch: str) -> Any:
+    """Compile for `arch` meanwhile, whatever the environment said when the DSL was imported."""
+    from cutlass.cutlass_dsl.cutlass import CuTeDSL
+
+    environment = CuTeDSL._get_dsl().envar
+    previous = environment.arch
+    environment.arch = arch
+    try:
+        yield
+    finally:
+        environment.arch = previous

@@ -1,0 +1,77 @@
+"""The host function that every compiled object enters by. Imports cutlass: only compile.py imports this.
+
+XLA's custom call hands over each array as a pointer to a descriptor {address, pointer to its sizes as int64}, after the
+stream; the runtime's own handler (cutlass.jax's) calls the entry so, and any other caller can as well. Reading the
+descriptors here, and not through cutlass.jax, lets sizes that a kernel is specialised for be constants while the others
+stay dynamic, and needs no jax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import AddressSpace, Int32, Int64
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import llvm
+
+from tsmla_kernels.catalog import Operand
+
+DTYPES = {
+    "bfloat16": cutlass.BFloat16,
+    "float16": cutlass.Float16,
+    "float32": cutlass.Float32,
+    "int32": cutlass.Int32,
+    "int8": cutlass.Int8,
+    "uint8": cutlass.Uint8,
+    "float8_e4m3fn": cutlass.Float8E4M3FN,
+}
+DESCRIPTOR_ALIGN = 8
+
+
+@cute.jit
+def entry(
+    stream: cuda.CUstream, *descriptors: cute.Pointer, launcher: cutlass.Constexpr, operands: cutlass.Constexpr
+) -> None:
+    tensors = [tensor_of(descriptor, operand) for descriptor, operand in zip(descriptors, operands, strict=True)]
+    launcher(stream, *tensors)
+
+
+def placeholders(operands: tuple[Operand, ...]) -> list[Any]:
+    """Stand-ins for the descriptors, for cute.compile."""
+    null: Callable[..., Any] = cute.runtime.nullptr
+    return [null(cutlass.Int8, AddressSpace.generic, assumed_align=DESCRIPTOR_ALIGN) for _ in operands]
+
+
+def tensor_of(descriptor: Any, operand: Operand) -> Any:
+    """The cute.Tensor that a descriptor describes; called while the entry is traced."""
+    generic = llvm.PointerType.get(int(AddressSpace.generic))
+    int64 = ir.IntegerType.get_signless(64)
+    loaded = llvm.load(llvm.StructType.get_literal([generic, generic]), descriptor.to_llvm_ptr())
+    address = llvm.addrspacecast(
+        llvm.PointerType.get(int(AddressSpace.gmem)), llvm.extractvalue(generic, loaded, [0])
+    )
+    sizes_at = llvm.extractvalue(generic, loaded, [1])
+
+    sizes: list[Any] = []
+    for axis, size in enumerate(operand.shape):
+        if size is None:
+            index = ir.DenseI32ArrayAttr.get([axis])
+            at = llvm.getelementptr(
+                generic, sizes_at, [], no_wrap_flags=0, raw_constant_indices=index, elem_type=int64
+            )
+            size = Int64(llvm.load(int64, at))
+        sizes.append(size)
+    strides: list[Any] = []
+    stride: Any = 1
+    for size in reversed(sizes):
+        strides.insert(0, stride)
+        stride = size * stride
+    if operand.wide and isinstance(strides[0], int) and strides[0] > 1:
+        strides[0] = cute.assume(Int64(strides[0]), divby=strides[0])
+    shape = tuple(size if isinstance(size, int) else Int32(size) for size in sizes)
+    pointer = cute.make_ptr(DTYPES[operand.dtype], address, AddressSpace.gmem, assumed_align=operand.align)
+    return cute.make_tensor(pointer, cute.make_layout(shape, stride=tuple(strides)))

@@ -1,0 +1,76 @@
+"""What the decode kernel computes, on a CPU: the kernel's own operands, as the wrapper passes them, through the reference.
+
+With it registered as the primitive's lowering for CPUs, everything around the kernel runs here: flattening, folding,
+partitioning. Rows that the kernel doesn't write stay NaN, so that a test sees who relies on them.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import mlir
+from tsmla_kernels import contract
+from tsmla_kernels.catalog import Kernel
+from tsmla_kernels.sm90.choose import DecodeConfig
+
+from tsmla_jax.ops.cute_call import cute_call_p
+from tsmla_jax.ops.mla_decode import reference
+
+
+def emulate(
+    q: jax.Array,
+    kv_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    cu_seqlens_q: jax.Array,
+    scales: jax.Array,
+    *,
+    kernel: Kernel,
+    config: DecodeConfig,
+    arch: str,
+    result_shapes: tuple[tuple[int, ...], ...],
+) -> list[jax.Array]:
+    tokens = q.shape[0] // config.num_heads
+    spec = contract.DecodeSpec(
+        batch=block_tables.shape[0],
+        total_q_len=tokens,
+        max_q_len=config.max_q_len,
+        num_heads=config.num_heads,
+        latent_dim=config.latent_dim,
+        rope_dim=config.rope_dim,
+        head_dim=config.head_dim,
+        num_pages=kv_cache.shape[0],
+        page_size=config.page_size,
+        max_pages=block_tables.shape[1],
+        q_dtype=config.dtype,
+        kv_dtype=config.dtype,
+        out_dtype=config.dtype,
+        lse_dtype="float32",
+        ragged=config.ragged,
+        causal=config.causal,
+        return_lse=True,
+        batch_invariant=config.batch_invariant,
+    )
+    shape = (tokens,) if config.ragged else (spec.batch, config.max_q_len)
+    out, lse = reference.mla_decode(
+        q.reshape(*shape, config.num_heads, config.head_dim),
+        kv_cache,
+        block_tables,
+        seq_lens,
+        spec=spec,
+        softmax_scale=scales[0],
+        cu_seqlens_q=cu_seqlens_q if config.ragged else None,
+        q_scale=None,
+        kv_scale=None,
+    )
+    out = (out * scales[1]).astype(config.dtype)
+    operands = [operand for operand in kernel.operands(config) if operand.output]
+    workspaces: list[Any] = [
+        jnp.full(shape, 123, operand.dtype) for operand, shape in zip(operands[2:], result_shapes[2:], strict=True)
+    ]
+    return [out.reshape(result_shapes[0]), lse.reshape(result_shapes[1]), *workspaces]
+
+
+def register() -> None:
+    """Give the primitive a lowering for CPUs in this process."""
+    mlir.register_lowering(cute_call_p, mlir.lower_fun(emulate, multiple_results=True), platform="cpu")
