@@ -13,16 +13,71 @@ from tsmla_jax.ops.gather_kv_cache.api import gather_kv_cache
 from tsmla_jax.ops.merge_attention_states.api import merge_attention_states
 from tsmla_jax.ops.mla_decode.api import mla_decode
 from tsmla_jax.ops.mla_prefill.api import mla_prefill
+from tsmla_jax.ops.sparse.compress_kv.api import CompressorState, compress_kv, init_compressor_state
+from tsmla_jax.ops.sparse.indexer import indexer_quantize, write_indexer_cache
+from tsmla_jax.ops.sparse.indexer_logits.api import indexer_logits
+from tsmla_jax.ops.sparse.layouts import (
+    pack_v4_rows,
+    pack_v32_rows,
+    unpack_v4_rows,
+    unpack_v32_rows,
+    write_packed_kv_cache,
+    write_v4_cache,
+)
+from tsmla_jax.ops.sparse.metadata import (
+    expand_decode_metadata,
+    localize_context_lens,
+    positions_to_slots,
+    remap_slots,
+)
+from tsmla_jax.ops.sparse.select_topk.api import select_topk
+from tsmla_jax.ops.sparse.sparse_mla.api import sparse_mla
+from tsmla_jax.ops.sparse.v4 import (
+    apply_rope,
+    build_mixed_sparse_indices,
+    compressed_slots,
+    init_v4_cache,
+    norm_rope,
+    resolve_cache_dtype,
+    rope_table,
+    window_slots,
+)
 from tsmla_jax.ops.write_kv_cache.api import write_kv_cache
 
 __all__ = [
+    "CompressorState",
+    "apply_rope",
+    "build_mixed_sparse_indices",
+    "compress_kv",
+    "compressed_slots",
+    "expand_decode_metadata",
     "explain",
     "gather_kv_cache",
+    "indexer_logits",
+    "indexer_quantize",
+    "init_compressor_state",
+    "init_v4_cache",
+    "localize_context_lens",
     "merge_attention_states",
     "mla_decode",
     "mla_prefill",
     "nn",
+    "norm_rope",
+    "pack_v4_rows",
+    "pack_v32_rows",
+    "positions_to_slots",
+    "remap_slots",
+    "resolve_cache_dtype",
+    "rope_table",
+    "select_topk",
+    "sparse_mla",
+    "unpack_v4_rows",
+    "unpack_v32_rows",
+    "window_slots",
+    "write_indexer_cache",
     "write_kv_cache",
+    "write_packed_kv_cache",
+    "write_v4_cache",
 ]
 
 

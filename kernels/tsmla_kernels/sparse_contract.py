@@ -181,6 +181,7 @@ def cache_spec(name: str, cache: Array, *, page_size: int | None = None, page_sp
             f"[P, page_bytes] (V4 pages)"
         )
     num_pages, stride, width = cache.shape
+    _check_pages(name, cache)
     # A plain cache strided wider than its pages is the array [P, span, D] of which page_size rows are used.
     size = stride if page_size is None else static_int("page_size", page_size, minimum=1)
     if check_page_span("page_span", stride if page_span is None else page_span, size) != stride:
@@ -194,6 +195,7 @@ def cache_spec(name: str, cache: Array, *, page_size: int | None = None, page_sp
 def _v4_cache_spec(name: str, cache: Array, page_size: int | None, page_span: int | None) -> CacheSpec:
     size = static_int("page_size", V4_PACKED.page_size if page_size is None else page_size, minimum=1)
     num_pages, page_bytes = cache.shape
+    _check_pages(name, cache)
     if page_bytes < size * V4_PACKED.row_bytes:
         raise ValueError(
             f"{name}: got pages of {page_bytes} bytes; {size} rows of {V4_PACKED.row_bytes} need at least "
@@ -206,6 +208,11 @@ def _v4_cache_spec(name: str, cache: Array, page_size: int | None, page_span: in
         )
     span = check_page_span("page_span", size if page_span is None else page_span, size)
     return CacheSpec("v4", num_pages, size, span, V4_PACKED.head_dim, cache.dtype)
+
+
+def _check_pages(name: str, cache: Array) -> None:
+    if min(cache.shape) < 1:
+        raise ValueError(f"{name}: got shape {_show(cache.shape)}; every axis must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -337,6 +344,7 @@ def indexer_cache_spec(k_cache: Array) -> IndexerCacheSpec:
     packed = k_cache.dtype == "uint8"
     check_rank("k_cache", k_cache, "P Z Di+4" if packed else "P Z Di")
     num_pages, page_size, width = k_cache.shape
+    _check_pages("k_cache", k_cache)
     if not packed:
         return IndexerCacheSpec(num_pages, page_size, width, False)
     head_dim = width - INDEXER.scale_bytes
@@ -380,6 +388,24 @@ def indexer_logits_spec(
     if cache.packed and q.dtype != FP8:
         raise ValueError(f"q: got dtype {q.dtype}; with a packed k_cache legal: {FP8} (see indexer_quantize)")
     return IndexerLogitsSpec(num_tokens, num_heads, head_dim, block_tables.shape[1], cache)
+
+
+@dataclass(frozen=True)
+class TopKSpec:
+    """The static facts of one select_topk call."""
+
+    num_tokens: int
+    num_columns: int
+    k: int
+
+
+def topk_spec(*, logits: Array, seq_lens: Array, k: int) -> TopKSpec:
+    """The spec of select_topk, or ValueError / TypeError naming the argument that is not legal."""
+    check_rank("logits", logits, "T N")
+    check_dtype("logits", logits, FLOATS)
+    check_ints("seq_lens", seq_lens, "T")
+    check_size("seq_lens", seq_lens, 0, logits.shape[0], "T, the rows of logits")
+    return TopKSpec(logits.shape[0], logits.shape[1], static_int("k", k, minimum=1))
 
 
 @dataclass(frozen=True)

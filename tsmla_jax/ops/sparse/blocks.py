@@ -18,16 +18,18 @@ def over_token_blocks(
     *,
     block: int,
     varying_with: tuple[jax.Array, ...] = (),
+    num_used: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
     """The results of `body` on blocks of `block` rows of every operand, put together again.
 
     outs are the shapes of the whole results, rows first. The last block is moved back to end at the last row and
     recomputes what it shares with the one before: nothing is padded or copied. varying_with are further arrays that the
-    body reads, for shard_map's types.
+    body reads, for shard_map's types. num_used, traced, is how many rows matter: blocks behind them are not visited and
+    their results are 0.
     """
     num_rows = outs[0].shape[0]
     block = min(block, num_rows)
-    if block == num_rows:
+    if block == num_rows and num_used is None:
         return body(*operands)
 
     def step(i: jax.Array, results: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -39,17 +41,16 @@ def over_token_blocks(
         )
 
     start = tuple(carry(jnp.zeros(out.shape, out.dtype), *operands, *varying_with) for out in outs)
-    return lax.fori_loop(0, -(-num_rows // block), step, start)
+    blocks = -(-num_rows // block) if num_used is None else (num_used + (block - 1)) // block
+    return lax.fori_loop(0, blocks, step, start)
 
 
-def fetch(
-    x: jax.Array, where: jax.Array, take: Callable[[jax.Array, jax.Array], jax.Array]
-) -> jax.Array:
+def fetch(x: jax.Array, where: jax.Array, take: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
     """take(x, where), a slice or a gather of few elements, moved as bits where x is a float of 8 or 16 bits.
 
     A backend without arithmetic in such a type widens first and gathers afterwards, and does the widening ahead of the
-    loop around: a float32 copy of the whole cache to fetch a few rows of it. The barrier ties x to an index that changes
-    from one iteration to the next, so that nothing on the way to the gather can be moved out of the loop.
+    loop around: a float32 copy of the whole cache to fetch a few rows of it. The barrier ties x to an index that
+    changes from one iteration to the next, so that nothing on the way to the gather can be moved out of the loop.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > 2:
         return take(x, where)

@@ -9,9 +9,9 @@ from functools import partial
 
 import jax
 import numpy as np
-from tsmla_kernels.sparse_contract import CompressSpec, IndexerLogitsSpec, SparseMLASpec
 
 from tsmla_jax.ops.checks import behind
+from tsmla_kernels.sparse_contract import CompressSpec, IndexerLogitsSpec, SparseMLASpec
 
 
 def decode_lens(lens: jax.Array, total_tokens: int) -> jax.Array:
@@ -52,9 +52,9 @@ def compress(
     return behind(partial(_check_compress, spec), seq_lens, cu_seqlens_q, state_slots, ring_positions)
 
 
-def mixed_counts(name: str, counts: jax.Array, capacity: int) -> jax.Array:
+def counts(name: str, array: jax.Array, capacity: int) -> jax.Array:
     """Counts of active slots: 0 to the number of columns that hold them."""
-    return behind(partial(_check_counts, name, capacity), counts)
+    return behind(partial(_check_counts, name, capacity), array)
 
 
 def _check_decode_lens(total_tokens: int, lens: np.ndarray) -> None:
@@ -115,8 +115,8 @@ def _check_sparse_mla(spec: SparseMLASpec, indices: np.ndarray, lengths: np.ndar
     if where.size:
         token, column = where[0].tolist()
         raise ValueError(
-            f"indices: token {token} selects slot {indices[token, column]} in column {column}, which is active; legal: 0 "
-            f"to {limit[column] - 1}"
+            f"indices: token {token} selects slot {indices[token, column]} in column {column}, which is active; "
+            f"legal: 0 to {limit[column] - 1}"
         )
 
 
@@ -156,15 +156,26 @@ def _check_compress(
     for request, (end, length, slot) in enumerate(
         zip(seq_lens.tolist(), lens.tolist(), state_slots.tolist(), strict=True)
     ):
-        if length == 0 or slot == -1:
+        if length == 0:
+            continue
+        if slot == -1 and length < end:
+            raise ValueError(
+                f"state_slots: request {request} has no state (-1) and continues at position {end - length}; legal: "
+                f"-1 for new tokens from position 0 on"
+            )
+        if slot == -1:
             continue
         if not 0 <= slot < spec.num_states:
-            raise ValueError(f"state_slots: request {request} has state {slot}; legal: -1, or 0 to {spec.num_states - 1}")
+            raise ValueError(
+                f"state_slots: request {request} has state {slot}; legal: -1, or 0 to {spec.num_states - 1}"
+            )
         if slot in owner:
             raise ValueError(f"state_slots: requests {owner[slot]} and {request} both have state {slot}")
         owner[slot] = request
         if length > end:
-            raise ValueError(f"seq_lens: request {request} has length {end} and {length} new tokens; legal: at least those")
+            raise ValueError(
+                f"seq_lens: request {request} has length {end} and {length} new tokens; legal: at least those"
+            )
         start = end - length
         # The next entry to complete pools the tokens of its window that came before this call, out of the ring.
         first = (start // spec.ratio - (spec.overlap - 1)) * spec.ratio

@@ -1,4 +1,4 @@
-"""The V3.2 indexer around its logits: quantising queries and keys, the 132-byte key cache, and the exact top-k.
+"""The V3.2 indexer before its logits: quantising queries and keys, and the 132-byte key cache.
 
 Source: DeepSeek-V3.2-Exp's lightning indexer, with the cache layout of vLLM and SGLang.
 """
@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-from tsmla_kernels import contract, sparse_contract
+
+from tsmla_jax.ops.arrays import describe
+from tsmla_jax.ops.sparse import numerics
+from tsmla_jax.ops.sparse.layouts import masked_slots
+from tsmla_kernels import sparse_contract
 from tsmla_kernels.contract import FLOATS
 from tsmla_kernels.sparse_contract import INDEXER
-
-from tsmla_jax.ops import dispatch
-from tsmla_jax.ops.arrays import describe
-from tsmla_jax.ops.sparse import checks, numerics
-from tsmla_jax.ops.sparse.layouts import masked_slots
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, UInt8
@@ -103,73 +102,3 @@ def read_indexer_pages(
     keys = numerics.from_bytes(raw[..., :scales_at], numerics.E4M3)
     scales = numerics.from_bytes(raw[..., scales_at:], jnp.float32)
     return keys.reshape(*pages.shape, spec.page_size, spec.head_dim), scales
-
-
-def indexer_logits(
-    q: Float[Array, "T Hi Di"],
-    weights: Float[Array, "T Hi"],
-    k_cache: Array,
-    block_tables: Int32[Array, "T M"],
-    seq_lens: Int32[Array, " T"],
-    *,
-    implementation: str | None = None,
-) -> Float[Array, "T M*Z"]:
-    """The indexer's score of every cached key for every query token.
-
-    logits[t, s] = kscale[s] * sum over h of weights[t, h] * relu(q[t, h] . k[s]), float32.
-
-    Args:
-      q: [T, Hi, Di]; float8_e4m3fn with a packed cache (see indexer_quantize), any float with a plain one.
-      weights: [T, Hi] float32, scales and constants folded in.
-      k_cache: uint8 [P, Z, Di + 4] (see write_indexer_cache) or plain floats [P, Z, Di].
-      block_tables: [T, M] int32, one row a token (see expand_decode_metadata); entries past a row's last page are
-        never used.
-      seq_lens: [T] int32, keys token t sees; 0 is legal.
-      implementation: "xla" (blocks of keys), "reference", or None for the best that can run.
-
-    Returns:
-      [T, M * Z] float32, column s the key at position s of the token's sequence, -inf from seq_lens[t] on.
-
-    Raises:
-      TypeError, ValueError: an argument is not legal; under TSMLA_CHECK=1 also a length past the table or a page out of
-      range. NotImplementedError: the named implementation can't run this call.
-    """
-    spec = sparse_contract.indexer_logits_spec(
-        q=describe("q", q),
-        weights=describe("weights", weights),
-        k_cache=describe("k_cache", k_cache),
-        block_tables=describe("block_tables", block_tables),
-        seq_lens=describe("seq_lens", seq_lens),
-    )
-    run = dispatch.select("sparse.indexer_logits", spec, implementation)
-    seq_lens = checks.indexer_logits(spec, jnp.asarray(seq_lens), jnp.asarray(block_tables))
-    return run(*map(jnp.asarray, (q, weights, k_cache, block_tables)), seq_lens, spec=spec)
-
-
-def select_topk(
-    logits: Float[Array, "T N"], seq_lens: Int32[Array, " T"], k: int, *, implementation: str | None = None
-) -> Int32[Array, "T k"]:
-    """The positions of the k largest of the first seq_lens[t] logits of each row, exact.
-
-    Args:
-      logits: [T, N]; columns from seq_lens[t] on are never looked at, whatever they hold.
-      seq_lens: [T] int32, 0 to N.
-      k: static, at least 1 (2048 in V3.2).
-      implementation: "xla", "reference", or None for the best that can run.
-
-    Returns:
-      [T, k] int32: largest first, ties by the lower position (0.0 and -0.0 tie), a NaN below every number; -1 after the
-      min(k, seq_lens[t]) positions there are.
-
-    Raises:
-      TypeError, ValueError: an argument is not legal; under TSMLA_CHECK=1 also a length outside of 0 to N.
-    """
-    described = describe("logits", logits), describe("seq_lens", seq_lens)
-    sparse_contract.check_rank("logits", described[0], "T N")
-    sparse_contract.check_dtype("logits", described[0], FLOATS)
-    sparse_contract.check_ints("seq_lens", described[1], "T")
-    sparse_contract.check_size("seq_lens", described[1], 0, described[0].shape[0], "T, the rows of logits")
-    k = contract.static_int("k", k, minimum=1)
-    run = dispatch.select("sparse.select_topk", None, implementation)
-    seq_lens = checks.topk_lens(jnp.asarray(seq_lens), described[0].shape[1])
-    return run(jnp.asarray(logits), seq_lens, k=k)

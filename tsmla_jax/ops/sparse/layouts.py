@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-from tsmla_kernels import sparse_contract
-from tsmla_kernels.contract import FLOATS
-from tsmla_kernels.sparse_contract import V4_PACKED, V32_PACKED
 
 from tsmla_jax.ops.arrays import describe
 from tsmla_jax.ops.sparse import checks, numerics
 from tsmla_jax.ops.sparse.blocks import fetch
+from tsmla_kernels import sparse_contract
+from tsmla_kernels.contract import FLOATS
+from tsmla_kernels.sparse_contract import V4_PACKED, V32_PACKED
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, UInt8
@@ -33,7 +33,9 @@ def pack_v32_rows(latent: Float[Array, "*N 512"], k_rope: Float[Array, "*N 64"])
     _check_width("latent", described[0], V32_PACKED.latent_dim)
     _check_width("k_rope", described[1], V32_PACKED.rope_dim)
     if described[0].shape[:-1] != described[1].shape[:-1]:
-        raise ValueError(f"k_rope: got rows {list(described[1].shape[:-1])}; latent has {list(described[0].shape[:-1])}")
+        raise ValueError(
+            f"k_rope: got rows {list(described[1].shape[:-1])}; latent has {list(described[0].shape[:-1])}"
+        )
     latent, k_rope = jnp.asarray(latent), jnp.asarray(k_rope)
     groups = latent.reshape(*latent.shape[:-1], V32_PACKED.num_scales, V32_PACKED.group)
     values, scales, _ = numerics.quantize_pow2(groups, V32_PACKED.floor)
@@ -129,7 +131,9 @@ def write_v4_cache(
       ValueError: a layout, width, dtype, page size or scale that is not legal.
       Under TSMLA_CHECK=1: ValueError for a slot outside the cache or given twice.
     """
-    spec = sparse_contract.cache_spec("kv_cache", describe("kv_cache", kv_cache), page_size=page_size, page_span=page_span)
+    spec = sparse_contract.cache_spec(
+        "kv_cache", describe("kv_cache", kv_cache), page_size=page_size, page_span=page_span
+    )
     described = describe("kv", kv)
     _check_width("kv", described, spec.head_dim)
     if spec.layout == "v32":
@@ -152,9 +156,7 @@ def write_v4_cache(
     return numerics.scatter_bytes(kv_cache, page, scales_at + offset * V4_PACKED.scale_row_bytes, scales)
 
 
-def gather_rows(
-    cache: jax.Array, slots: jax.Array, spec: sparse_contract.CacheSpec, dtype: jnp.dtype
-) -> jax.Array:
+def gather_rows(cache: jax.Array, slots: jax.Array, spec: sparse_contract.CacheSpec, dtype: jnp.dtype) -> jax.Array:
     """[..., D] rows of a cache in `dtype`, unscaled for a per-tensor fp8 cache. Slots must lie inside the cache."""
     if spec.layout == "plain":
         rows = cache.reshape(spec.num_slots, spec.head_dim)
@@ -165,7 +167,9 @@ def gather_rows(
     page, offset = slots // spec.span, slots % spec.span
     scales_at = spec.page_size * V4_PACKED.data_row_bytes
     data = numerics.gather_bytes(cache, page, offset * V4_PACKED.data_row_bytes, V4_PACKED.data_row_bytes)
-    scales = numerics.gather_bytes(cache, page, scales_at + offset * V4_PACKED.scale_row_bytes, V4_PACKED.scale_row_bytes)
+    scales = numerics.gather_bytes(
+        cache, page, scales_at + offset * V4_PACKED.scale_row_bytes, V4_PACKED.scale_row_bytes
+    )
     return unpack_v4_rows(data, scales).astype(dtype)
 
 
@@ -175,9 +179,7 @@ def valid_slots(slots: jax.Array, spec: sparse_contract.CacheSpec) -> jax.Array:
     return inside if spec.span == spec.page_size else inside & (slots % spec.span < spec.page_size)
 
 
-def masked_slots(
-    slot_mapping: Array, rows: sparse_contract.Array, spec: sparse_contract.CacheSpec
-) -> jax.Array:
+def masked_slots(slot_mapping: Array, rows: sparse_contract.Array, spec: sparse_contract.CacheSpec) -> jax.Array:
     """Slots with the skipped ones past the end, where a dropping scatter ignores them (-1 would wrap round)."""
     described = describe("slot_mapping", slot_mapping)
     sparse_contract.check_ints("slot_mapping", described, "T")

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from tsmla_kernels import contract, sparse_contract
 
 from tsmla_jax.ops.arrays import describe
 from tsmla_jax.ops.ragged import row_owner
 from tsmla_jax.ops.sparse import checks
+from tsmla_kernels import contract, sparse_contract
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int32

@@ -90,18 +90,22 @@ def rotate_pairs(x: Array, cos: Array, sin: Array, *, inverse: bool = False) -> 
     return jnp.stack([a - b, c + d], axis=-1).reshape(x.shape)
 
 
-def tree_sum(x: Array) -> Array:
-    """Sum over the last axis in one fixed order (halves added pairwise), whatever the other axes are.
+def tree_sum(x: Array, axis: int = -1) -> Array:
+    """Sum over `axis` in one fixed order (the second half added to the first, again and again), whatever the shape is.
 
     A plain reduction is free to vectorise differently for each shape, and then rounds differently.
     """
-    while x.shape[-1] > 1:
-        half = x.shape[-1] // 2
-        rest = x[..., 2 * half :]
-        x = x[..., :half] + x[..., half : 2 * half]
-        if rest.shape[-1]:
-            x = jnp.concatenate([x, rest], axis=-1)
-    return x[..., 0]
+    axis = axis % x.ndim
+    while (size := x.shape[axis]) > 1:
+        half = size // 2
+        first, second, rest = (
+            lax.slice_in_dim(x, start, stop, axis=axis)
+            for start, stop in ((0, half), (half, 2 * half), (2 * half, size))
+        )
+        x = first + second
+        if size % 2:
+            x = jnp.concatenate([x, rest], axis=axis)
+    return lax.squeeze(x, (axis,))
 
 
 def rms_norm(x: Array, weight: Array | None, eps: float) -> Array:
@@ -114,9 +118,7 @@ def rms_norm(x: Array, weight: Array | None, eps: float) -> Array:
 
 def gather_bytes(cache: Array, page: Array, start: Array, width: int) -> Array:
     """[..., width] bytes of cache [P, page_bytes] from (page, start)."""
-    numbers = lax.GatherDimensionNumbers(
-        offset_dims=(page.ndim,), collapsed_slice_dims=(0,), start_index_map=(0, 1)
-    )
+    numbers = lax.GatherDimensionNumbers(offset_dims=(page.ndim,), collapsed_slice_dims=(0,), start_index_map=(0, 1))
     index = jnp.stack([page, start], axis=-1)
     return lax.gather(cache, index, numbers, slice_sizes=(1, width), mode=lax.GatherScatterMode.CLIP)
 

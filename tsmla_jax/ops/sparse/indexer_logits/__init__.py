@@ -1,1 +1,1 @@
-"""The operation indexer_logits (its public function is in tsmla_jax.ops.sparse.indexer): reference and xla."""
+"""The operation indexer_logits: api, reference and xla."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from tsmla_kernels.sparse_contract import IndexerLogitsSpec
 
 from tsmla_jax.ops.sparse.indexer import read_indexer_pages
+from tsmla_kernels.sparse_contract import IndexerLogitsSpec
 
 
 def indexer_logits(

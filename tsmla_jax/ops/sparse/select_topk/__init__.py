@@ -1,1 +1,1 @@
-"""The operation select_topk (its public function is in tsmla_jax.ops.sparse.indexer): reference and xla."""
+"""The operation select_topk: api, reference and xla."""

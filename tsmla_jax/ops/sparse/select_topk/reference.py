@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 def select_topk(logits: jax.Array, seq_lens: jax.Array, *, k: int) -> jax.Array:
     """positions [T, k] as the public select_topk documents them."""
-    num_tokens, num_keys = logits.shape
+    num_keys = logits.shape[1]
     in_row = jnp.arange(num_keys) < seq_lens[:, None]
     value = jnp.where(in_row & ~jnp.isnan(logits), logits, -jnp.inf)
     # The last key of lexsort decides first; what is past the row's length goes behind everything.

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
-from tsmla_kernels import sparse_contract
 
 from tsmla_jax.ops import dispatch
 from tsmla_jax.ops.arrays import Scale, describe, describe_scale
 from tsmla_jax.ops.sparse import checks
+from tsmla_kernels import contract, sparse_contract
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
@@ -75,37 +76,72 @@ def sparse_mla(
         before the end of a row (the end of a row's window may be filled with -1).
       NotImplementedError: the named implementation can't run this call.
     """
-    spec = sparse_contract.sparse_mla_spec(
-        q=describe("q", q),
-        kv_cache=describe("kv_cache", kv_cache),
-        indices=describe("indices", indices),
-        lengths=None if lengths is None else describe("lengths", lengths),
-        sinks=None if sinks is None else describe("sinks", sinks),
-        compressed_kv_cache=None if compressed_kv_cache is None else describe("compressed_kv_cache", compressed_kv_cache),
-        window=window,
+    described = spec(
+        q,
+        kv_cache,
+        indices,
+        lengths,
+        softmax_scale=softmax_scale,
         latent_dim=latent_dim,
+        sinks=sinks,
+        compressed_kv_cache=compressed_kv_cache,
+        window=window,
         page_size=page_size,
         page_span=page_span,
         compressed_page_size=compressed_page_size,
         compressed_page_span=compressed_page_span,
-        softmax_scale=describe_scale("softmax_scale", softmax_scale),
-        q_scale=describe_scale("q_scale", q_scale),
-        kv_scale=describe_scale("kv_scale", kv_scale),
-        compressed_kv_scale=describe_scale("compressed_kv_scale", compressed_kv_scale),
+        q_scale=q_scale,
+        kv_scale=kv_scale,
+        compressed_kv_scale=compressed_kv_scale,
+        return_lse=return_lse,
     )
-    run = dispatch.select("sparse.sparse_mla", spec, implementation)
+    run = dispatch.select("sparse.sparse_mla", described, implementation)
     lengths = None if lengths is None else jnp.asarray(lengths)
     out, lse = run(
         jnp.asarray(q),
         jnp.asarray(kv_cache),
-        checks.sparse_mla(spec, jnp.asarray(indices), lengths),
+        checks.sparse_mla(described, jnp.asarray(indices), lengths),
         lengths,
         None if compressed_kv_cache is None else jnp.asarray(compressed_kv_cache),
         None if sinks is None else jnp.asarray(sinks),
-        spec=spec,
+        spec=described,
         softmax_scale=softmax_scale,
         q_scale=q_scale,
         kv_scale=kv_scale,
         compressed_kv_scale=compressed_kv_scale,
     )
     return (out, lse) if return_lse else out
+
+
+def spec(
+    q: jax.Array,
+    kv_cache: jax.Array,
+    indices: jax.Array,
+    lengths: jax.Array | None = None,
+    *,
+    softmax_scale: Scale,
+    sinks: jax.Array | None = None,
+    compressed_kv_cache: jax.Array | None = None,
+    q_scale: Scale | None = None,
+    kv_scale: Scale | None = None,
+    compressed_kv_scale: Scale | None = None,
+    return_lse: bool = False,
+    **static: Any,
+) -> sparse_contract.SparseMLASpec:
+    """The contract's spec of a call of sparse_mla (arrays or ShapeDtypeStructs); raises as sparse_mla does."""
+    contract.static_bool("return_lse", return_lse)
+    return sparse_contract.sparse_mla_spec(
+        q=describe("q", q),
+        kv_cache=describe("kv_cache", kv_cache),
+        indices=describe("indices", indices),
+        lengths=None if lengths is None else describe("lengths", lengths),
+        sinks=None if sinks is None else describe("sinks", sinks),
+        compressed_kv_cache=(
+            None if compressed_kv_cache is None else describe("compressed_kv_cache", compressed_kv_cache)
+        ),
+        softmax_scale=describe_scale("softmax_scale", softmax_scale),
+        q_scale=describe_scale("q_scale", q_scale),
+        kv_scale=describe_scale("kv_scale", kv_scale),
+        compressed_kv_scale=describe_scale("compressed_kv_scale", compressed_kv_scale),
+        **static,
+    )

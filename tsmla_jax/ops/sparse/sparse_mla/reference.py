@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from tsmla_kernels.sparse_contract import SparseMLASpec
 
 from tsmla_jax.ops.arrays import Scale, accumulation_dtype, as_scale
 from tsmla_jax.ops.sparse.layouts import gather_rows, valid_slots
+from tsmla_kernels.sparse_contract import SparseMLASpec
 
 
 def sparse_mla(

@@ -1,8 +1,8 @@
 """sparse_mla in portable XLA: blocks of tokens, and for each of them blocks of slots with an online softmax.
 
 Beyond the operands and the results there is one gathered block at a time (BLOCK_BYTES, in a few forms): neither the
-gathered rows of a token nor the scores of all slots ever exist. Blocks of slots past the longest row of a block of tokens
-are not visited.
+gathered rows of a token nor the scores of all slots ever exist. Blocks of slots past the longest row of a block of
+tokens are not visited.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from tsmla_kernels import contract
-from tsmla_kernels.sparse_contract import CacheSpec, SparseMLASpec
 
 from tsmla_jax.ops.arrays import Scale, accumulation_dtype, as_scale
 from tsmla_jax.ops.loops import carry
 from tsmla_jax.ops.sparse.blocks import over_token_blocks
 from tsmla_jax.ops.sparse.layouts import gather_rows, valid_slots
+from tsmla_kernels import contract
+from tsmla_kernels.sparse_contract import CacheSpec, SparseMLASpec
 
 BLOCK_KEYS = 256
 """Slots a step: enough to fill a matrix product, few enough that a token's float32 block stays in a core's cache."""
@@ -173,9 +173,7 @@ def _accumulate(
         shift = jnp.where(new_maximum == -jnp.inf, 0, new_maximum)
         weights = jnp.exp(scores - shift[..., None])
         decay = jnp.exp(maximum - shift)
-        values = lax.dot_general(
-            weights, kv[..., : spec.latent_dim], (((2,), (1,)), ((0,), (0,))), precision=precision
-        )
+        values = lax.dot_general(weights, kv[..., : spec.latent_dim], (((2,), (1,)), ((0,), (0,))), precision=precision)
         return new_maximum, total * decay + weights.sum(-1), out * decay[..., None] + values
 
     blocks = (active.max() + (block_keys - 1)) // block_keys

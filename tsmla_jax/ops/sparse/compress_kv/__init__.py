@@ -1,0 +1,1 @@
+"""The operation compress_kv: api, reference and xla."""
