@@ -90,8 +90,9 @@ def ragged_positions(cu_seqlens_q: jax.Array, starts: jax.Array, total: int) -> 
     Returns:
         request ids [T] i32 and positions [T] i32; padding has the last request's id and position -1.
     """
+    cu_seqlens_q, starts = jnp.asarray(cu_seqlens_q), jnp.asarray(starts)
     token = jnp.arange(total, dtype=jnp.int32)
-    request = jnp.searchsorted(cu_seqlens_q, token, side="right").astype(jnp.int32) - 1
+    request = jnp.searchsorted(cu_seqlens_q, token, side="right", method="compare_all").astype(jnp.int32) - 1
     request = jnp.clip(request, 0, starts.shape[0] - 1)
     position = starts[request] + token - cu_seqlens_q[request]
     return request, jnp.where(token < cu_seqlens_q[-1], position, -1).astype(jnp.int32)
@@ -108,6 +109,7 @@ def slots_of(block_tables: jax.Array, requests: jax.Array, positions: jax.Array,
     Returns:
         i32 of the same shape; -1 (skipped by `write_kv_cache`) where the position is negative or past the table.
     """
+    block_tables = jnp.asarray(block_tables)
     page_index = positions // page_size
     inside = (positions >= 0) & (page_index < block_tables.shape[1])
     pages = block_tables[requests, jnp.clip(page_index, 0, block_tables.shape[1] - 1)]
@@ -139,7 +141,7 @@ def prefill(
         ValueError: x or cu_seqlens_q has the wrong rank or width.
     """
     _check_tokens("x", x, config, ranks=(2,))
-    _check_vector("cu_seqlens_q", cu_seqlens_q)
+    cu_seqlens_q = _vector("cu_seqlens_q", cu_seqlens_q)
     starts = jnp.zeros(cu_seqlens_q.shape[0] - 1, jnp.int32)
     _, positions = ragged_positions(cu_seqlens_q, starts, x.shape[0])
     cos, sin = rope_cos_sin(config, positions)
@@ -201,8 +203,8 @@ def prefill_with_context(
         ValueError: a wrong rank or width, or context_chunk < 1.
     """
     _check_tokens("x", x, config, ranks=(2,))
-    _check_vector("cu_seqlens_q", cu_seqlens_q)
-    _check_vector("context_lens", context_lens)
+    cu_seqlens_q = _vector("cu_seqlens_q", cu_seqlens_q)
+    context_lens = _vector("context_lens", context_lens)
     if context_chunk < 1:
         raise ValueError(f"{context_chunk=} must be >= 1")
     requests = context_lens.shape[0]
@@ -293,7 +295,7 @@ def decode(
         ValueError: a wrong rank or width, or only one of cu_seqlens_q and max_q_len with ragged x.
     """
     _check_tokens("x", x, config, ranks=(2, 3))
-    _check_vector("seq_lens", seq_lens)
+    seq_lens = _vector("seq_lens", seq_lens)
     if x.ndim == 3:
         if cu_seqlens_q is not None or max_q_len is not None:
             raise ValueError("cu_seqlens_q and max_q_len go with ragged x [T, E]; x [B, S, E] must have neither")
@@ -302,7 +304,7 @@ def decode(
     else:
         if cu_seqlens_q is None or max_q_len is None:
             raise ValueError("ragged x [T, E] needs cu_seqlens_q and max_q_len")
-        _check_vector("cu_seqlens_q", cu_seqlens_q)
+        cu_seqlens_q = _vector("cu_seqlens_q", cu_seqlens_q)
         _, positions = ragged_positions(cu_seqlens_q, seq_lens - jnp.diff(cu_seqlens_q), x.shape[0])
     cos, sin = rope_cos_sin(config, positions)
     latent, k_rope = project_latent(params, config, x, cos, sin)
@@ -341,6 +343,10 @@ def _check_tokens(name: str, x: jax.Array, config: MLAConfig, ranks: tuple[int, 
         raise ValueError(f"{name}.shape={x.shape} must be {legal} with E = {config.hidden_size} (config.hidden_size)")
 
 
-def _check_vector(name: str, x: jax.Array) -> None:
-    if x.ndim != 1 or not np.issubdtype(x.dtype, np.integer):
-        raise ValueError(f"{name} must be a vector of integers, got shape {x.shape} and dtype {x.dtype}")
+def _vector(name: str, x: jax.Array) -> jax.Array:
+    """x as a jax array, if it is an int32 vector: another width is refused, not narrowed."""
+    if x.ndim != 1:
+        raise ValueError(f"{name}: got shape {x.shape}; legal: a vector")
+    if x.dtype != np.int32:
+        raise ValueError(f"{name}: got dtype {x.dtype}; legal: int32")
+    return jnp.asarray(x)
