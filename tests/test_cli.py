@@ -163,7 +163,7 @@ def test_doctor_advises_nothing_where_all_is_there() -> None:
         (None, "580.65.06", (CPU,), None, "see JAX_PLATFORMS"),
         (None, None, (CPU,), None, "need a Hopper GPU"),
         (None, "580.65.06", (), "no such backend", "jax starts no backend: no such backend"),
-        ("torch", "580.65.06", (GPU,), None, 'tsmla_bridge): pip install "tsmla-jax[torch]"'),
+        ("flax", "580.65.06", (GPU,), None, 'MLAttention): pip install "tsmla-jax[flax]"'),
     ],
 )
 def test_doctor_advises_what_is_missing(

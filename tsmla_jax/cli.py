@@ -22,7 +22,7 @@ EXIT_BROKEN_PIPE = 141
 
 # What a wrong argument, a bad file or a missing package raises in this library: the message says it all, so the user
 # gets one line. Anything else is a fault of ours and keeps its traceback.
-_USER_ERRORS = (ValueError, NotImplementedError, OSError, ModuleNotFoundError)
+_USER_ERRORS = (ValueError, NotImplementedError, OSError, ImportError)
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parsed: argparse.Namespace = parser.parse_args(list(argv[1:]))
     except flags.Error as error:  # absl's own flags say so by raising
         parser.error(str(error))
+    if flags.FLAGS["verbosity"].using_default_value:
+        # Else app.run turns INFO on, and jax tells about every backend that it doesn't find.
+        logging.set_verbosity(logging.WARNING)
     return parsed
 
 
@@ -107,7 +110,7 @@ def _one_line(error: BaseException) -> str:
     """The error's message in one line. A missing package's says how to get it; a missing module of ours is no user's
     error and is raised again."""
     line = " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, ModuleNotFoundError):
+    if isinstance(error, ImportError):
         from tsmla_jax import doctor
 
         if (error.name or "").startswith("tsmla_"):
@@ -144,7 +147,7 @@ def main() -> NoReturn:
     """The entry point of the `tsmla` script."""
     try:
         app.run(run, flags_parser=parse)
-    except ModuleNotFoundError as error:  # a subcommand's module wants a package that isn't there
+    except ImportError as error:  # a subcommand's module wants a package that isn't there
         print(f"tsmla: error: {_one_line(error)}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
     raise AssertionError("app.run exits")

@@ -17,15 +17,24 @@ from typing import Any
 from tsmla_kernels import __version__
 
 
+def _is_there(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+HAS_BLACKWELL = _is_there("tsmla_kernels.sm100")
+HAS_BRIDGE = _is_there("tsmla_bridge.tokenspeed_mla")
+
+
 @dataclasses.dataclass(frozen=True)
 class Package:
-    """A distribution that something here uses: the module it brings, what for, and the extra of ours that installs it
-    (None for what is always there)."""
+    """A distribution that something here uses: the module it brings, what for, the extra of ours that installs it (None
+    for what is always there), and whether this version uses it already."""
 
     distribution: str
     module: str
     purpose: str
     extra: str | None = None
+    used: bool = True
 
 
 PACKAGES = (
@@ -37,8 +46,8 @@ PACKAGES = (
     Package("flax", "flax", "tsmla_jax.nn.MLAttention", "flax"),
     Package("safetensors", "safetensors", "reading checkpoints", "hf"),
     Package("tokenizers", "tokenizers", "text prompts in tsmla generate", "hf"),
-    Package("torch", "torch", "the PyTorch front end, tsmla_bridge", "torch"),
-    Package("tokenspeed-mla", "tokenspeed_mla", "Blackwell kernels", "blackwell"),
+    Package("torch", "torch", "the PyTorch front end, tsmla_bridge", "torch", HAS_BRIDGE),
+    Package("tokenspeed-mla", "tokenspeed_mla", "Blackwell kernels", "blackwell", HAS_BLACKWELL),
     Package("matplotlib", "matplotlib", "make figures", "bench"),
 )
 
@@ -186,14 +195,11 @@ def _driver() -> str | None:
 def _architectures() -> dict[str, str]:
     """What there is for each family of GPUs in this tree."""
 
-    def there(module: str) -> bool:
-        return importlib.util.find_spec(module) is not None
-
     ops = Path(__file__).parent / "ops"
     kernels = sorted(path.parent.name for path in ops.glob("*/cute.py"))
     hopper = f"kernels for {', '.join(kernels)}; the other operations run as xla" if kernels else "no kernel yet: xla"
     blackwell = "no kernel yet: the operations run as xla; not run on one by us"
-    if there("tsmla_kernels.sm100"):
+    if HAS_BLACKWELL:
         blackwell = "TokenSpeed's kernels (extra blackwell), compiled without a GPU of that kind; not run on one by us"
     return {"Hopper (SM90)": hopper, "Blackwell (SM100, SM103, SM107)": blackwell}
 
@@ -218,7 +224,7 @@ def advise(
                           "see JAX_PLATFORMS and CUDA_VISIBLE_DEVICES")  # fmt: skip
     for package in PACKAGES:
         plugin = package.distribution.endswith("-plugin")
-        if package.extra and not plugin and packages[package.distribution] is None:
+        if package.extra and package.used and not plugin and packages[package.distribution] is None:
             advice.append(f"{package.distribution} ({package.purpose}): {install_command(package.extra)}")
     return tuple(advice)
 
@@ -252,7 +258,8 @@ def render(report: Report) -> str:
     width = max(map(len, report.packages))
     for package in PACKAGES:
         version = report.packages[package.distribution] or "not installed"
-        lines.append(f"  {package.distribution:{width}}  {version:14}  {package.purpose}")
+        purpose = package.purpose + ("" if package.used else " (which this version doesn't have yet)")
+        lines.append(f"  {package.distribution:{width}}  {version:14}  {purpose}")
     lines += ["", "Operations, and the implementation that runs the usual calls of DeepSeek-V3"]
     for operation in report.operations:
         lines.append(f"  {operation.op}, {operation.call}: {operation.chosen or 'nothing can run it'}")
