@@ -1,14 +1,15 @@
 """Compiled objects on disk: each is compiled once, by whichever process asks first, and loaded by all later ones.
 
-An entry is one file, named by what its bytes depend on: the package's version, the kernel's sources, the architecture, the
-host, the config, the DSL's version. It carries a description of itself and a checksum; one that is damaged is never loaded
-but reported and built again. Files are written beside their place and renamed into it, so a reader sees all or nothing.
-With a warm cache nothing of the DSL is imported, and a machine that has only the DSL's runtime can use entries that were
-compiled elsewhere.
+An entry is one file, named by what its bytes depend on: the package's version, the kernel's sources, the architecture,
+the host, the config, the DSL's version. It carries a description of itself and a checksum; one that is damaged is
+never loaded but reported and built again. Files are written beside their place and renamed into it, so a reader sees
+all or nothing. With a warm cache nothing of the DSL is imported, and a machine that has only the DSL's runtime can use
+entries that were compiled elsewhere.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import hashlib
@@ -91,8 +92,8 @@ def directory() -> Path:
 def load_or_compile(kernel: Kernel, config: Config, arch: str) -> CompiledObject:
     """The object of `kernel` for `config` and `arch`: from this process, from disk, or compiled and stored.
 
-    Of several processes that want the same object one compiles and the others wait for it. A cache that can't be written
-    costs a warning and the compilation, not the call.
+    Of several processes that want the same object one compiles and the others wait for it. A cache that can't be
+    written costs a warning and the compilation, not the call.
 
     Raises:
       ValueError: the kernel isn't written for `arch`.
@@ -158,8 +159,8 @@ def entries() -> list[Entry]:
 def prune(*, everything: bool = False, older_than_days: float | None = None) -> list[Entry]:
     """Remove what will not be loaded any more, or is older than so many days, or everything; returns what was removed.
 
-    Entries of another version of the package, its kernels or the DSL go too: an installation that still has that version
-    compiles them again."""
+    Entries of another version of the package, its kernels or the DSL go too: an installation that still has that
+    version compiles them again."""
     removed = []
     for entry in entries():
         age = time.time() - entry.description.get("created", 0)
@@ -186,7 +187,7 @@ def _identity(kernel: Kernel, config: Config, arch: str) -> dict[str, Any]:
         "arch": arch,
         "host": _host(),
         "package": __version__,
-        "sources": sources_digest(kernel.sources),
+        "sources": sources_digest(kernel.launcher.partition(":")[0]),
         "environment": {name: os.environ[name] for name in _CODE_VARIABLES if name in os.environ},
     }
 
@@ -227,19 +228,46 @@ def _host() -> str:
 
 
 @functools.cache
-def sources_digest(modules: tuple[str, ...]) -> str:
-    """A hash of the source files of modules and packages (without importing them), and of what compiles them."""
-    digest = hashlib.sha256()
-    for module in (*modules, *_OWN_SOURCES):
-        spec = importlib.util.find_spec(module)
-        if spec is None or spec.origin is None:
+def sources_digest(module: str) -> str:
+    """A hash of a module's source, of what it imports from its own package, and of what compiles it; imports none of
+    them."""
+    pending, files = [module], {}
+    while pending:
+        name = pending.pop()
+        spec = _find_spec(name)
+        if spec is None and name == module:
             raise ModuleNotFoundError(f"No module named {module!r}, which a kernel is made of", name=module)
-        folders = spec.submodule_search_locations
-        files = sorted(p for f in folders for p in Path(f).rglob("*.py")) if folders else [Path(spec.origin)]
-        for file in files:
-            digest.update(f"{module} {file.name} {file.stat().st_size}\n".encode())
-            digest.update(file.read_bytes())
+        if name not in files and spec is not None and spec.origin is not None:
+            files[name] = Path(spec.origin).read_bytes()
+            pending += _imports(files[name], module.partition(".")[0])
+    # These import the choice among kernels, but what it chose is the config, and that is part of the identity.
+    for name in _OWN_SOURCES:
+        if (spec := _find_spec(name)) is not None and spec.origin is not None:
+            files[name] = Path(spec.origin).read_bytes()
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        digest.update(f"{name} {len(files[name])}\n".encode())
+        digest.update(files[name])
     return digest.hexdigest()
+
+
+def _imports(source: bytes, package: str) -> list[str]:
+    """Modules of `package` that a source imports at its top level (under TYPE_CHECKING no code comes of it); some of the
+    names may be attributes and not modules."""
+    found = []
+    for statement in ast.parse(source).body:
+        if isinstance(statement, ast.Import):
+            found += [alias.name for alias in statement.names]
+        elif isinstance(statement, ast.ImportFrom) and statement.module:
+            found += [statement.module, *(f"{statement.module}.{alias.name}" for alias in statement.names)]
+    return [name for name in found if name.partition(".")[0] == package]
+
+
+def _find_spec(name: str) -> Any:
+    try:
+        return importlib.util.find_spec(name)
+    except ModuleNotFoundError:  # an attribute of a module, which can hold no module
+        return None
 
 
 def _staleness(description: dict[str, Any]) -> str | None:
@@ -253,7 +281,7 @@ def _staleness(description: dict[str, Any]) -> str | None:
     if dsl_version() not in (None, description["dsl"]):
         return f"made by CuTe DSL {description['dsl']}; installed is {dsl_version()}"
     kernel = KERNELS.get(description["kernel"])
-    if kernel is not None and description["sources"] != sources_digest(kernel.sources):
+    if kernel is not None and description["sources"] != sources_digest(kernel.launcher.partition(":")[0]):
         return "its kernel's sources have changed"
     return None
 
@@ -343,23 +371,21 @@ def _files(suffix: str) -> list[Path]:
 
 @contextlib.contextmanager
 def _only_process(path: Path) -> Iterator[None]:
-    """Hold the lock beside `path`. Where there are no locks (some network file systems) several processes may compile the
-    same object: each stores a right one, and the last stays."""
+    """Hold the lock beside `path`. Where there are no locks (some network file systems) several processes may compile
+    the same object: each stores a right one, and the last stays."""
     import fcntl
 
     lock = path.with_name(path.name + _LOCK_SUFFIX)
-    try:
-        lock.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        file = open(lock, "ab")  # noqa: SIM115: closed below, after the lock's work
-    except OSError:
-        yield
-        return
-    with file:
-        with contextlib.suppress(OSError):
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # a directory that can't be written has nothing to protect
+            lock.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            file = stack.enter_context(open(lock, "ab"))
+            stack.callback(_unlink, lock)
             fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            # The entry is there, so a process that comes now does not need the lock; one that waits holds the file open.
-            with contextlib.suppress(OSError):
-                os.unlink(lock)
+        yield
+
+
+def _unlink(lock: Path) -> None:
+    """Whoever comes now finds the entry and needs no lock; whoever waits for it holds the file open."""
+    with contextlib.suppress(OSError):
+        lock.unlink()

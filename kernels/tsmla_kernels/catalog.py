@@ -30,8 +30,8 @@ class Operand:
       dtype: the dtype's name, a key of ITEMSIZE.
       shape: the sizes compiled in, None where the size is read from the array at the launch.
       output: whether the kernel writes it; outputs follow the inputs.
-      wide: keep the first axis' stride a 64-bit run-time value, although it may be known: a product of a page number and
-        a static stride is computed in 32 bits and wraps beyond 2^31 elements.
+      wide: keep the first axis' stride a 64-bit run-time value, although it may be known: a product of a page number
+        and a static stride is computed in 32 bits and wraps beyond 2^31 elements.
       align: bytes that the array's address is a multiple of.
     """
 
@@ -63,8 +63,8 @@ class Kernel:
       launcher: "module:Class"; Class(config) is the `@cute.jit` callable (stream, *operands).
       config: the config's dataclass.
       operands: the launcher's operands for a config.
-      sources: modules and packages whose files the compiled code depends on.
-      configs: for the command line, configs by preset name and options; None if it can't be named there.
+      from_options: the config that options of the command line name; ValueError says what is wrong with them.
+      presets: options by the name of a model.
     """
 
     name: str
@@ -72,8 +72,8 @@ class Kernel:
     launcher: str
     config: type
     operands: Callable[[Any], tuple[Operand, ...]]
-    sources: tuple[str, ...]
     from_options: Callable[[Mapping[str, str]], Config] | None = None
+    presets: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = ()
 
     def config_json(self, config: Config) -> str:
         """The config as a line of JSON, the same for equal configs."""
@@ -105,15 +105,16 @@ def mla_decode_operands(config: sm90.DecodeConfig) -> tuple[Operand, ...]:
     )
 
 
-DECODE_PRESETS = {
-    "deepseek-v2-lite": {"num_heads": "16"},
-    "deepseek-v2": {"num_heads": "128"},
-    "deepseek-v3": {"num_heads": "128"},
-    "kimi-k2": {"num_heads": "64"},
-}
-"""Query heads of public models before tensor parallelism; all have L = 512, R = 64."""
+DECODE_PRESETS = (
+    ("deepseek-v2", (("num_heads", "128"),)),
+    ("deepseek-v2-lite", (("num_heads", "16"),)),
+    ("deepseek-v3", (("num_heads", "128"),)),
+    ("kimi-k2", (("num_heads", "64"),)),
+)
+"""Query heads of public models, all with L = 512 and R = 64; tensor_parallel divides them."""
 
 _DECODE_DEFAULTS = {
+    "tensor_parallel": "1",
     "dtype": "bfloat16",
     "max_q_len": "1",
     "latent_dim": "512",
@@ -126,8 +127,9 @@ _DECODE_DEFAULTS = {
 
 
 def mla_decode_config(options: Mapping[str, str]) -> sm90.DecodeConfig:
-    """The config that a call with these options is given by choose.decode_config: one way to it, so that what is compiled
-    ahead is what runs. `options` are a DecodeSpec's static fields, as text. ValueError names the option."""
+    """The config that a call with these options is given by choose.decode_config: one way to it, so that what is
+    compiled ahead is what runs. `options` are a DecodeSpec's static fields, as text, and tensor_parallel, the number
+    of devices that share the heads. ValueError names the option."""
     values = {**_DECODE_DEFAULTS, **options}
     known = {*_DECODE_DEFAULTS, "num_heads"}
     if unknown := sorted(set(values) - known):
@@ -135,12 +137,14 @@ def mla_decode_config(options: Mapping[str, str]) -> sm90.DecodeConfig:
     if "num_heads" not in values:
         raise ValueError("--config: num_heads is needed, or a preset that has it")
     latent_dim, rope_dim = _integer(values, "latent_dim"), _integer(values, "rope_dim")
-    max_q_len = _integer(values, "max_q_len")
+    max_q_len, heads, devices = (_integer(values, name) for name in ("max_q_len", "num_heads", "tensor_parallel"))
+    if heads % devices:
+        raise ValueError(f"--config: got tensor_parallel={devices}; it must divide num_heads={heads}")
     spec = contract.DecodeSpec(
         batch=1,
         total_q_len=max_q_len,
         max_q_len=max_q_len,
-        num_heads=_integer(values, "num_heads"),
+        num_heads=heads // devices,
         latent_dim=latent_dim,
         rope_dim=rope_dim,
         head_dim=latent_dim + rope_dim,
@@ -167,8 +171,8 @@ MLA_DECODE = Kernel(
     launcher="tsmla_kernels.sm90.mla_decode:MlaDecode",
     config=sm90.DecodeConfig,
     operands=mla_decode_operands,
-    sources=("tsmla_kernels.sm90", "tsmla_kernels.common"),
     from_options=mla_decode_config,
+    presets=DECODE_PRESETS,
 )
 
 KERNELS = {kernel.name: kernel for kernel in (MLA_DECODE,)}

@@ -1,8 +1,8 @@
 """Compiling a kernel to the bytes that both front ends launch, for any architecture and without a GPU.
 
 The bytes are a host object with the cubin inside, in the form that the DSL runtime's custom call takes as `module`; the
-sizes that an operand leaves open are read at the launch, so one object serves every batch, page count and length. cutlass
-is imported inside the function: with a warm cache nothing of it is needed.
+sizes that an operand leaves open are read at the launch, so one object serves every batch, page count and length.
+cutlass is imported inside the function: with a warm cache nothing of it is needed.
 """
 
 from __future__ import annotations

@@ -51,18 +51,14 @@ def tensor_of(descriptor: Any, operand: Operand) -> Any:
     generic = llvm.PointerType.get(int(AddressSpace.generic))
     int64 = ir.IntegerType.get_signless(64)
     loaded = llvm.load(llvm.StructType.get_literal([generic, generic]), descriptor.to_llvm_ptr())
-    address = llvm.addrspacecast(
-        llvm.PointerType.get(int(AddressSpace.gmem)), llvm.extractvalue(generic, loaded, [0])
-    )
+    address = llvm.addrspacecast(llvm.PointerType.get(int(AddressSpace.gmem)), llvm.extractvalue(generic, loaded, [0]))
     sizes_at = llvm.extractvalue(generic, loaded, [1])
 
     sizes: list[Any] = []
     for axis, size in enumerate(operand.shape):
         if size is None:
             index = ir.DenseI32ArrayAttr.get([axis])
-            at = llvm.getelementptr(
-                generic, sizes_at, [], no_wrap_flags=0, raw_constant_indices=index, elem_type=int64
-            )
+            at = llvm.getelementptr(generic, sizes_at, [], no_wrap_flags=0, raw_constant_indices=index, elem_type=int64)
             size = Int64(llvm.load(int64, at))
         sizes.append(size)
     strides: list[Any] = []

@@ -1,8 +1,8 @@
 """What a compiled object's kernels take of the machine, read from the cubin inside it: no GPU, no CUDA tools.
 
-A cubin is an ELF file of machine EM_CUDA; registers, stack and so on are attributes in its .nv.info sections (their layout
-is as printed by `cuobjdump -elf`). What the assembler only says in words, the serialisation of WGMMA, is read from the log
-that the compilation left in the object.
+A cubin is an ELF file of machine EM_CUDA; registers, stack and so on are attributes in its .nv.info sections (their
+layout is as printed by `cuobjdump -elf`). What the assembler only says in words, the serialisation of WGMMA, is read
+from the log that the compilation left in the object.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _SERIALISED = re.compile(r"\(C75\d\d\) .*?wgmma.*?(?= ptxas (?:info|warning)|$)"
 
 @dataclass(frozen=True)
 class KernelResources:
-    """One device function. Bytes of stack are bytes of local memory a thread: spilled registers and arrays indexed at run
-    time; both are 0 in a kernel that keeps everything in registers."""
+    """One device function. Bytes of stack are bytes of local memory a thread: spilled registers and arrays indexed at
+    run time; both are 0 in a kernel that keeps everything in registers."""
 
     name: str
     registers: int
@@ -101,9 +101,7 @@ def _sections(elf: bytes) -> Iterator[_Section]:
 
 def _symbols(elf: bytes, section: _Section, strings: _Section) -> list[str]:
     _, offset, size = section
-    return [
-        _string(elf, strings[1] + struct.unpack_from("<I", elf, offset + at)[0]) for at in range(0, size, 24)
-    ]
+    return [_string(elf, strings[1] + struct.unpack_from("<I", elf, offset + at)[0]) for at in range(0, size, 24)]
 
 
 def _attributes(elf: bytes, section: _Section) -> Iterator[tuple[int, bytes]]:

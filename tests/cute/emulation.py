@@ -1,4 +1,5 @@
-"""What the decode kernel computes, on a CPU: the kernel's own operands, as the wrapper passes them, through the reference.
+"""What the decode kernel computes, on a CPU: the kernel's own operands, as the wrapper passes them, through the
+reference.
 
 With it registered as the primitive's lowering for CPUs, everything around the kernel runs here: flattening, folding,
 partitioning. Rows that the kernel doesn't write stay NaN, so that a test sees who relies on them.
@@ -9,12 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.interpreters import mlir
-from tsmla_kernels import contract
-from tsmla_kernels.catalog import Kernel
-from tsmla_kernels.sm90.choose import DecodeConfig
 
 from tsmla_jax.ops.cute_call import cute_call_p
 from tsmla_jax.ops.mla_decode import reference
+from tsmla_kernels import contract
+from tsmla_kernels.catalog import Kernel
+from tsmla_kernels.sm90.choose import DecodeConfig
 
 
 def emulate(

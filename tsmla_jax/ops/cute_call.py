@@ -1,9 +1,9 @@
 """Launching compiled CuTe DSL kernels from jax: one primitive for all of them.
 
 The primitive carries which kernel and which config, not its code; the object is looked up (in the cache on disk, else
-compiled) when a program is lowered for CUDA. What is lowered is the DSL runtime's own custom call with the object inside,
-so an exported program needs nothing of this package to run but `register()`. With a warm cache nothing of cutlass is
-imported.
+compiled) when a program is lowered for CUDA. What is lowered is the DSL runtime's own custom call with the object
+inside, so an exported program needs nothing of this package to run but `register()`. With a warm cache nothing of
+cutlass is imported.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 from jax.interpreters import mlir
+
 from tsmla_kernels import cache
 from tsmla_kernels.catalog import Config, Kernel
 
@@ -81,9 +82,9 @@ def why_not(kernel: Kernel) -> list[str]:
 
 def why_not_by_default() -> list[str]:
     """Why a kernel that could be named is not what an ordinary call should run."""
-    if jax.default_backend() != "gpu":
-        return [f"jax's default backend is {jax.default_backend()}"]
-    return []
+    device = getattr(jax.config, "jax_default_device", None)
+    platform = jax.default_backend() if device is None else getattr(device, "platform", device)
+    return [] if platform in ("gpu", "cuda") else [f"jax's default device is a {platform}"]
 
 
 # ---- the runtime library
@@ -91,7 +92,8 @@ def why_not_by_default() -> list[str]:
 
 @functools.cache
 def runtime_library() -> Path | None:
-    """The DSL's runtime: named in CUTE_DSL_LIBS, or inside nvidia_cutlass_dsl, of jax's CUDA version if both are there."""
+    """The DSL's runtime: named in CUTE_DSL_LIBS, or inside nvidia_cutlass_dsl, of jax's CUDA version if both are
+    there."""
     for named in os.environ.get("CUTE_DSL_LIBS", "").split(os.pathsep):
         if named.endswith(_LIBRARY) and Path(named).is_file():
             return Path(named)
@@ -106,8 +108,8 @@ def runtime_library() -> Path | None:
 
 
 def register() -> None:
-    """Make the runtime's custom call known to XLA; once per process. Lowering on a machine with a GPU does it, so only a
-    process that runs a deserialized export without tracing anything has to call this.
+    """Make the runtime's custom call known to XLA; once per process. Lowering on a machine with a GPU does it, so only
+    a process that runs a deserialized export without tracing anything has to call this.
 
     Raises FileNotFoundError if the runtime isn't installed."""
     global _registered
@@ -139,8 +141,8 @@ def register() -> None:
 
 
 def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
-    """What jax.export.export(..., disabled_checks=) needs for programs with kernels: jax guarantees for its own custom calls
-    that they stay as they are, and this one is not its own."""
+    """What jax.export.export(..., disabled_checks=) needs for programs with kernels: jax guarantees for its own custom
+    calls that they stay as they are, and this one is not its own."""
     return [jax.export.DisabledSafetyCheck.custom_call(TARGET)]
 
 

@@ -1,8 +1,9 @@
 """Which implementation of an operation runs a call, and why the others can't.
 
-An operation is a folder tsmla_jax/ops/<op>/ with one module an implementation. Each module has a function named like the
-operation; one that can't run everything also has `why_not(spec) -> list[str]`, the reasons against this call, empty when it
-can. Modules are imported at the first call that considers them.
+An operation is a folder tsmla_jax/ops/<op>/ with one module an implementation. Each module has a function named like
+the operation; one that can't run everything also has `why_not(spec) -> list[str]`, the reasons against this call,
+empty when it can, and one that can be named where it should not be chosen (a kernel lowered for a GPU that isn't
+there) has `why_not_by_default(spec)`. Modules are imported at the first call that considers them.
 """
 
 from __future__ import annotations
@@ -38,19 +39,24 @@ class Explanation:
         return "\n".join(lines)
 
 
-def why_not(op: str, implementation: str, spec: Any) -> list[str]:
-    """The reasons why `implementation` can't run this call of `op`; empty if it can."""
+def why_not(op: str, implementation: str, spec: Any, *, named: bool = True) -> list[str]:
+    """The reasons why `implementation` can't run this call of `op`, or (not named) why None doesn't choose it; empty if
+    there are none."""
     module = _module(op, implementation)
     if module is None:
         return [NO_KERNEL]
-    reasons: Callable[[Any], list[str]] | None = getattr(module, "why_not", None)
-    return list(reasons(spec)) if reasons else []
+    found: list[str] = []
+    for name in ("why_not",) if named else ("why_not", "why_not_by_default"):
+        reasons: Callable[[Any], list[str]] | None = getattr(module, name, None)
+        found += [reason for reason in (reasons(spec) if reasons else []) if reason not in found]
+    return found
 
 
 def explain_spec(op: str, spec: Any, implementation: str | None) -> Explanation:
     """The explanation of a call whose arguments gave `spec`."""
     _check_name(implementation)
-    reasons = {name: tuple(why_not(op, name, spec)) for name in IMPLEMENTATIONS}
+    named = implementation is not None
+    reasons = {name: tuple(why_not(op, name, spec, named=named)) for name in IMPLEMENTATIONS}
     candidates = IMPLEMENTATIONS if implementation is None else (implementation,)
     chosen = next((name for name in candidates if not reasons[name]), None)
     return Explanation(op, spec, chosen, reasons)
@@ -63,7 +69,7 @@ def select(op: str, spec: Any, implementation: str | None) -> Callable[..., Any]
     _check_name(implementation)
     refused: list[str] = []
     for name in IMPLEMENTATIONS if implementation is None else (implementation,):
-        reasons = why_not(op, name, spec)
+        reasons = why_not(op, name, spec, named=implementation is not None)
         if not reasons:
             return getattr(_module(op, name), op.rpartition(".")[2])
         refused += reasons if implementation else [f"{name}: {'; '.join(reasons)}"]

@@ -1,7 +1,8 @@
 """mla_decode by the CuTe DSL kernels: their operands, and what jax's transformations make of a call.
 
-From the outside in: derivatives are refused (custom_jvp), vmap folds its axis into the batch (custom_vmap), partitioning
-splits heads and batch (custom_partitioning), and what remains is one custom call on the shapes of one device.
+From the outside in: derivatives are refused (custom_jvp), vmap folds its axis into the batch (custom_vmap),
+partitioning splits heads and batch (custom_partitioning), and what remains is one custom call on the shapes of one
+device.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from tsmla_jax.ops import cute_call
+from tsmla_jax.ops.arrays import as_scale
 from tsmla_kernels import contract
 from tsmla_kernels.catalog import MLA_DECODE
 from tsmla_kernels.contract import DecodeSpec
 from tsmla_kernels.sm90 import choose
-
-from tsmla_jax.ops import cute_call
-from tsmla_jax.ops.arrays import as_scale
 
 Results = tuple[jax.Array, jax.Array]
 
@@ -130,7 +131,7 @@ def _transformable(call: _Call) -> Callable[..., Results]:
     return jax.jit(refusing)
 
 
-def _refuse_derivative(primals: Any, tangents: Any) -> None:
+def _refuse_derivative(primals: Any, tangents: Any) -> tuple[Any, Any]:
     raise contract.not_differentiable(
         "mla_decode",
         "train through mla_prefill (expanded attention), or use implementation='reference' ('xla' has none either)",
@@ -198,7 +199,9 @@ def _fold_vmap(
     """vmap's axis V, leading where an array has it, becomes V * B requests of one call."""
     if in_batched[-1]:
         # One call has one pair of scales, so calls that differ in them can't be one.
-        whole = [a if b else jnp.broadcast_to(a, (axis_size, *a.shape)) for a, b in zip(arrays, in_batched, strict=True)]
+        whole = [
+            a if b else jnp.broadcast_to(a, (axis_size, *a.shape)) for a, b in zip(arrays, in_batched, strict=True)
+        ]
         return lax.map(lambda each: _transformable(call)(*each), tuple(whole)), (True, True)
     q, kv_cache, block_tables, seq_lens = (
         array if batched or i == 1 else jnp.broadcast_to(array, (axis_size, *array.shape))
@@ -211,9 +214,7 @@ def _fold_vmap(
         block_tables = block_tables + (jnp.arange(axis_size, dtype=jnp.int32) * pages)[:, None, None]
     ragged: tuple[jax.Array, ...] = ()
     if call.ragged:
-        offsets = arrays[4]
-        if not in_batched[4]:
-            offsets = jnp.broadcast_to(offsets, (axis_size, *offsets.shape))
+        offsets = _broadcast(arrays[4], in_batched[4], axis_size)
         offsets, fillers = _fold_offsets(offsets, q.shape[1], call.max_q_len or 1)
         ragged = (offsets,)
         block_tables = jnp.pad(block_tables, ((0, 0), (0, fillers), (0, 0)))
@@ -229,6 +230,10 @@ def _fold_vmap(
     )
     split = (axis_size, q.shape[1])
     return (out.reshape(*split, *out.shape[1:]), lse.reshape(*split, *lse.shape[1:])), (True, True)
+
+
+def _broadcast(array: jax.Array, batched: bool, axis_size: int) -> jax.Array:
+    return array if batched else jnp.broadcast_to(array, (axis_size, *array.shape))
 
 
 def _fold_offsets(offsets: jax.Array, total: int, max_q_len: int) -> tuple[jax.Array, int]:
@@ -267,13 +272,15 @@ def _shardings(call: _Call, mesh: Any, shapes: Sequence[Any]) -> tuple[tuple[Any
     heads_axis = 1 if call.ragged else 2
     heads = spec[heads_axis]
     batch = None if call.ragged else spec[0] or _spec_of(shapes[2])[0] or _spec_of(shapes[3])[0]
+    operands: tuple[P, ...]
     if call.ragged:
         operands = (P(None, heads, None), P(None, None, None), P(None, None), P(None), P(None), P(None))
         results = (P(None, heads, None), P(None, heads))
     else:
         operands = (P(batch, None, heads, None), P(None, None, None), P(batch, None), P(batch), P(None))
         results = (P(batch, None, heads, None), P(batch, None, heads))
-    return tuple(NamedSharding(mesh, s) for s in operands), tuple(NamedSharding(mesh, s) for s in results)  # type: ignore[return-value]
+    named = functools.partial(NamedSharding, mesh)
+    return tuple(map(named, operands)), (named(results[0]), named(results[1]))
 
 
 def _spec_of(shape: Any) -> tuple[Any, ...]:
