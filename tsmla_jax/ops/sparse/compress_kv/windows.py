@@ -18,7 +18,7 @@ class Entries(NamedTuple):
     token: jax.Array
     request: jax.Array
     position: jax.Array
-    count: jax.Array
+    total: jax.Array
 
 
 def completed_entries(spec: CompressSpec, seq_lens: jax.Array, cu_seqlens_q: jax.Array) -> Entries:
@@ -33,7 +33,7 @@ def completed_entries(spec: CompressSpec, seq_lens: jax.Array, cu_seqlens_q: jax
         token=empty.at[place].set(rows, mode="drop"),
         request=empty.at[place].set(request, mode="drop"),
         position=(empty - 1).at[place].set(position, mode="drop"),
-        count=completes.sum(dtype=jnp.int32),
+        total=completes.sum(dtype=jnp.int32),
     )
 
 

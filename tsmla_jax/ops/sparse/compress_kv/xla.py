@@ -49,7 +49,7 @@ def compress_kv(
         (jax.ShapeDtypeStruct((spec.num_entries, spec.channels), jnp.float32),),
         block=max(1, BLOCK_BYTES // (spec.window * spec.channels * 4)),
         varying_with=(kv_score, ape, state[0], seq_lens, cu_seqlens_q),
-        num_used=entry.count,
+        num_used=entry.total,
     )
     new_state = updated_state(spec, kv_score, ape, state, state_slots, seq_lens, cu_seqlens_q)
     return (

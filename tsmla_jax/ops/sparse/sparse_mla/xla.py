@@ -8,6 +8,7 @@ tokens are not visited.
 from __future__ import annotations
 
 from functools import partial
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +97,7 @@ def _sparse_mla(
 
 
 @_sparse_mla.defjvp
-def _sparse_mla_jvp(spec: SparseMLASpec, primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> None:
+def _sparse_mla_jvp(spec: SparseMLASpec, primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> NoReturn:
     raise contract.not_differentiable("sparse_mla", "use implementation='reference'")
 
 
