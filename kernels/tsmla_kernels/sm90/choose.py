@@ -1,0 +1,135 @@
+"""Which Hopper decode kernel serves a call: the static configuration and its workspaces. Imports no cutlass.
+
+Everything here is a pure function of static shapes and the number of multiprocessors (SMs), so that one compiled
+object serves every batch, page count, table width and length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tsmla_kernels.contract import DecodeSpec
+
+ROWS = 64  # query rows (tokens x heads) of one CTA: the M of one warpgroup's WGMMA
+BLOCK = 32  # keys of one pipeline stage
+SMEM_BYTES = 232_448  # shared memory that one CTA may have on sm_90
+INVARIANT_CHUNKS = 32  # most pieces a request is cut into when batch_invariant
+INVARIANT_MIN_BLOCKS = 16  # fewest key blocks of such a piece (512 keys)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """What a decode object is compiled for. All else is dynamic.
+
+    Attributes:
+      dtype: "bfloat16" or "float16", of q, cache and out.
+      num_heads: H.
+      max_q_len: S, or the longest query of a ragged batch.
+      latent_dim: L. rope_dim: R. page_size: Z.
+      ragged: whether query rows are found through cu_seqlens_q.
+      causal: whether query i of S sees only keys j < seq_len - (S - 1) + i.
+      batch_invariant: cut requests at fixed keys, so that a row's bits do not depend on the rest of the batch.
+      cluster: CTAs (1 or 2) that walk the same keys with different rows; each loads half and multicasts it.
+    """
+
+    dtype: str
+    num_heads: int
+    max_q_len: int
+    latent_dim: int = 512
+    rope_dim: int = 64
+    page_size: int = 64
+    ragged: bool = False
+    causal: bool = True
+    batch_invariant: bool = False
+    cluster: int = 1
+
+    @property
+    def head_dim(self) -> int:
+        return self.latent_dim + self.rope_dim
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of one stage: BLOCK keys, and P where the rope columns cannot hold it."""
+        return BLOCK * self.head_dim * 2 + (0 if self.rope_dim else ROWS * BLOCK * 2)
+
+    @property
+    def stages(self) -> int:
+        return min(8, (SMEM_BYTES - 4096) // self.stage_bytes)
+
+    @property
+    def tile_rows(self) -> int:
+        """Query rows that a cluster handles at once."""
+        return ROWS * self.cluster
+
+    @property
+    def max_tiles(self) -> int:
+        """Row tiles of the longest query."""
+        return -(-self.max_q_len * self.num_heads // self.tile_rows)
+
+
+def decode_reasons(spec: DecodeSpec) -> list[str]:
+    """Why the Hopper decode kernel cannot run this call; empty if it can."""
+    reasons = []
+    if spec.q_dtype not in ("bfloat16", "float16"):
+        reasons.append(f"q.dtype is {spec.q_dtype}; the sm_90 decode kernel takes bfloat16 or float16")
+    if spec.kv_dtype != spec.q_dtype:
+        reasons.append(f"kv_cache.dtype is {spec.kv_dtype}; the sm_90 decode kernel takes q's dtype, {spec.q_dtype}")
+    if spec.page_size not in (16, 32, 64, 128):
+        reasons.append(f"page size is {spec.page_size}; the sm_90 decode kernel takes 16, 32, 64 or 128")
+    if spec.latent_dim not in (256, 512):
+        reasons.append(f"latent_dim is {spec.latent_dim}; the sm_90 decode kernel takes 256 or 512")
+    if spec.rope_dim not in (0, 64):
+        reasons.append(f"the rope width is {spec.rope_dim}; the sm_90 decode kernel takes 0 or 64")
+    return reasons
+
+
+def decode_config(spec: DecodeSpec) -> DecodeConfig:
+    """The configuration that serves `spec`.
+
+    One CTA holds 64 rows. With more rows than that a request's keys are needed by several CTAs: two of them form a
+    cluster and multicast, which halves the reads of the L2 cache.
+    """
+    return DecodeConfig(
+        dtype=spec.q_dtype,
+        num_heads=spec.num_heads,
+        max_q_len=spec.max_q_len,
+        latent_dim=spec.latent_dim,
+        rope_dim=spec.rope_dim,
+        page_size=spec.page_size,
+        ragged=spec.ragged,
+        causal=spec.causal and spec.max_q_len > 1,
+        batch_invariant=spec.batch_invariant,
+        cluster=2 if spec.max_q_len * spec.num_heads > ROWS else 1,
+    )
+
+
+def invariant_chunk(max_pages: int, page_size: int) -> int:
+    """Key blocks of one piece of a request when batch_invariant: depends on the table's width alone."""
+    blocks = -(-max_pages * page_size // BLOCK)
+    return max(INVARIANT_MIN_BLOCKS, -(-blocks // INVARIANT_CHUNKS))
+
+
+def workspace_shapes(
+    config: DecodeConfig, num_sms: int, batch: int, max_pages: int
+) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shapes and dtypes of the kernel's workspaces, in the order of its operands.
+
+    `split_info` has one entry for each cluster of the grid, whose size the kernel takes from it; when batch_invariant
+    entries for each row tile of each request follow. A cluster leaves at most two pieces of requests that other
+    clusters share: the end of one and the start of another.
+    """
+    parts = max(1, num_sms // config.cluster)
+    if config.batch_invariant:
+        units = batch * config.max_tiles
+        blocks = -(-max_pages * config.page_size // BLOCK)
+        slots = units * -(-blocks // invariant_chunk(max_pages, config.page_size))
+        entries = parts + units
+    else:
+        slots, entries = 2 * parts, parts
+    return {
+        "partial_out": ((slots, config.tile_rows, config.latent_dim), "float32"),
+        "partial_lse": ((slots, config.tile_rows), "float32"),
+        "split_info": ((entries, 4), "int32"),
+    }

@@ -1,0 +1,1162 @@
+"""Absorbed MLA decode over a paged latent cache, bf16 and f16, for Hopper. MLA_DECODE.md beside this says why it is so.
+
+Three warpgroups of a CTA share 64 query rows (token * H + head) and a ring of 32-key stages:
+
+  warpgroup 0   scores: keeps Q in registers, S = Q K^T (WGMMA, A from registers), softmax, P into shared memory
+  1 and 2       values: O[:, half] += P V[:, half] (WGMMA from shared memory), rescale, epilogue
+                first warp of 1: the copies (Q and keys go through the same ring); first warp of 2: the schedule
+
+A second, small kernel merges the requests that several CTAs (or clusters) shared; it is launched with programmatic
+dependent launch behind the first.
+"""
+
+from __future__ import annotations
+
+import math
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils as utils
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKind
+
+from tsmla_kernels.sm90.choose import BLOCK, ROWS, SMEM_BYTES, DecodeConfig
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
+OVERHEAD = 8  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
+RESCALE_BITS = 8.0  # the running maximum moves only when it would grow by more than this, so P stays below 2^8
+DESCRIPTORS = 8  # ring of piece descriptors, filled LOOKAHEAD pieces before the slowest reader
+LOOKAHEAD = 4
+DESCRIPTOR_WORDS = 12
+EARLY_STEPS = 8  # 16-column steps of Q K^T that may still run when the values' warpgroups are let loose
+TABLE_AHEAD = 32  # block-table entries read at once
+COMBINE_THREADS = 256
+COMBINE_CTAS_PER_PART = 4
+COMBINE_COLUMNS = 128  # columns of one combine task: a warp's float4
+
+
+class MlaDecode:
+    """One compiled decode: `config` is static, all shapes but H, L, R and Z are dynamic.
+
+    Operands of the launcher: q [N, D] (N = T * H rows), kv_cache [P, Z, D], block_tables [B, M] i32, seq_lens [B] i32,
+    cu_seqlens_q [B + 1] i32 (read only when ragged: pass seq_lens otherwise), scales [2] f32 (logits' scale, output's
+    scale), out [N, L], lse [N] f32 (natural log), and the workspaces of `choose.workspace_shapes`.
+    """
+
+    def __init__(self, config: DecodeConfig) -> None:
+        self.config = config
+        self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[config.dtype]
+        self.heads, self.max_q_len = config.num_heads, config.max_q_len
+        self.latent, self.rope, self.depth = config.latent_dim, config.rope_dim, config.head_dim
+        self.page_size, self.ragged, self.causal = config.page_size, config.ragged, config.causal
+        self.invariant, self.cluster = config.batch_invariant, config.cluster
+        self.stages, self.tile_rows, self.max_tiles = config.stages, config.tile_rows, config.max_tiles
+        self.stage_elements = config.stage_bytes // 2
+        self.column_tiles = self.depth // 64
+        self.box = min(BLOCK, self.page_size)  # keys of one TMA copy: a page may be shorter than a stage
+        self.half = self.latent // 2
+        # Q's 16-column steps that stay in shared memory, for want of registers: the rope's, where L is 512.
+        self.shared_steps = 4 if self.depth > 512 else 0
+        self.threads = 384
+        self.registers = (184, 160)  # scores, values: 184 + 2 x 160 is what 384 threads start with
+        if self.stages < 4:
+            raise ValueError(f"{config} leaves {self.stages} stages of shared memory; 4 are needed")
+
+    @cute.jit
+    def __call__(
+        self,
+        stream: cuda.CUstream,
+        q: cute.Tensor,
+        kv_cache: cute.Tensor,
+        block_tables: cute.Tensor,
+        seq_lens: cute.Tensor,
+        cu_seqlens_q: cute.Tensor,
+        scales: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        partial_out: cute.Tensor,
+        partial_lse: cute.Tensor,
+        split_info: cute.Tensor,
+    ):
+        dtype = self.dtype
+        atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, dtype)
+        box_layout = cute.tile_to_shape(atom, (self.box, 64), (0, 1))
+        q_layout = cute.tile_to_shape(atom, (BLOCK, 64), (0, 1))
+        keys = cute.make_tensor(kv_cache.iterator, cute.select(kv_cache.layout, mode=[1, 2, 0]))
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        load_keys = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.cluster > 1 else load
+        tma_q, tma_q_tensor = cpasync.make_tiled_tma_atom(load, q, q_layout, (BLOCK, 64))
+        tma_k, tma_k_tensor = cpasync.make_tiled_tma_atom(load_keys, keys, box_layout, (self.box, 64))
+        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+        mma_qk = sm90.make_trivial_tiled_mma(
+            dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (ROWS, BLOCK), OperandSource.RMEM
+        )
+        mma_qk_shared = sm90.make_trivial_tiled_mma(
+            dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (ROWS, BLOCK)
+        )
+        mma_pv = sm90.make_trivial_tiled_mma(dtype, dtype, k_major, mn_major, Float32, (1, 1, 1), (ROWS, self.half))
+
+        @cute.struct
+        class Storage:
+            full: cute.struct.MemRange[Int64, self.stages]
+            empty: cute.struct.MemRange[Int64, self.stages]
+            ready: cute.struct.MemRange[Int64, self.stages]
+            descriptor: cute.struct.MemRange[Int32, DESCRIPTORS * DESCRIPTOR_WORDS]
+            rescale: cute.struct.MemRange[Float32, self.stages * ROWS]
+            inverse: cute.struct.MemRange[Float32, 2 * ROWS]
+            walk: cute.struct.MemRange[Int32, 8]
+            fill: cute.struct.MemRange[Int32, 8]
+            pages: cute.struct.MemRange[Int32, TABLE_AHEAD]
+            q_rope: cute.struct.Align[cute.struct.MemRange[dtype, max(ROWS * 16 * self.shared_steps, 8)], 1024]
+            ring: cute.struct.Align[cute.struct.MemRange[dtype, self.stages * self.stage_elements], 1024]
+
+        self.storage = Storage
+        if const_expr(Storage.size_in_bytes() > SMEM_BYTES):
+            raise ValueError(f"{self.config} takes {Storage.size_in_bytes()} bytes of shared memory of {SMEM_BYTES}")
+
+        batch = seq_lens.shape[0]
+        parts = split_info.shape[0] - (batch * self.max_tiles if self.invariant else 0)
+        self.attend(
+            tma_q, tma_q_tensor, tma_k, tma_k_tensor, block_tables, seq_lens, cu_seqlens_q, scales, out, lse,
+            partial_out, partial_lse, split_info, mma_qk, mma_qk_shared, mma_pv, Int32(parts),
+        ).launch(
+            grid=[parts * self.cluster, 1, 1],
+            block=[self.threads, 1, 1],
+            cluster=[self.cluster, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )  # fmt: skip
+        self.combine(partial_out, partial_lse, split_info, out, lse, Int32(parts)).launch(
+            grid=[parts * self.cluster * COMBINE_CTAS_PER_PART, 1, 1],
+            block=[COMBINE_THREADS, 1, 1],
+            stream=stream,
+            use_pdl=True,
+        )
+
+    # ------------------------------------------------------------------ the attention kernel
+
+    @cute.kernel
+    def attend(
+        self,
+        tma_q: cute.CopyAtom,
+        tma_q_tensor: cute.Tensor,
+        tma_k: cute.CopyAtom,
+        tma_k_tensor: cute.Tensor,
+        block_tables: cute.Tensor,
+        seq_lens: cute.Tensor,
+        cu_seqlens_q: cute.Tensor,
+        scales: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        partial_out: cute.Tensor,
+        partial_lse: cute.Tensor,
+        split_info: cute.Tensor,
+        mma_qk: cute.TiledMma,
+        mma_qk_shared: cute.TiledMma,
+        mma_pv: cute.TiledMma,
+        parts: Int32,
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        block_idx, _, _ = cute.arch.block_idx()
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cute.arch.make_warp_uniform(tidx // 128)
+        rank = cute.arch.make_warp_uniform(block_idx % self.cluster)
+        part = cute.arch.make_warp_uniform(block_idx // self.cluster)
+
+        smem = utils.SmemAllocator()
+        storage = smem.allocate(self.storage)
+        full, empty, ready = storage.full.data_ptr(), storage.empty.data_ptr(), storage.ready.data_ptr()
+        descriptor = storage.descriptor.get_tensor(
+            cute.make_layout((DESCRIPTOR_WORDS, DESCRIPTORS), stride=(1, DESCRIPTOR_WORDS))
+        )
+        rescale = storage.rescale.get_tensor(cute.make_layout((ROWS, self.stages), stride=(1, ROWS)))
+        inverse = storage.inverse.get_tensor(cute.make_layout((ROWS, 2), stride=(1, ROWS)))
+        ring = storage.ring.data_ptr()
+
+        atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, self.dtype)
+        stage_layout = cute.tile_to_shape(atom, (BLOCK, self.depth), (0, 1))
+        outer = stage_layout.outer
+        key_layout = cute.make_layout(
+            (*outer.shape, self.stages), stride=(*outer.stride, self.stage_elements)
+        )
+        s_k = cute.make_tensor(cute.recast_ptr(ring, stage_layout.inner, dtype=self.dtype), key_layout)
+        p_atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW64, self.dtype)
+        p_tile = cute.tile_to_shape(p_atom, (ROWS, BLOCK), (0, 1))
+        p_layout = cute.make_layout(
+            (*p_tile.outer.shape, self.stages), stride=(*p_tile.outer.stride, self.stage_elements)
+        )
+        # P takes the place of its own keys' rope columns, which nothing reads once S is there.
+        s_p = cute.make_tensor(
+            cute.recast_ptr(ring + BLOCK * self.latent, p_tile.inner, dtype=self.dtype), p_layout
+        )
+
+        if warp_idx == 0:
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(self.stages):
+                    cute.arch.mbarrier_init(full + i, 1)
+                    cute.arch.mbarrier_init(empty + i, 8 * self.cluster)
+                    cute.arch.mbarrier_init(ready + i, 4)
+        cute.arch.mbarrier_init_fence()
+        if const_expr(self.cluster > 1):
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+        q_atom = cute.tile_to_shape(atom, (ROWS, 64), (0, 1))
+        s_q_rope = storage.q_rope.get_tensor(q_atom.outer, swizzle=q_atom.inner)
+        walk = storage.walk.get_tensor(cute.make_layout(8))
+        fill = storage.fill.get_tensor(cute.make_layout(8))
+        pages = storage.pages.get_tensor(cute.make_layout(TABLE_AHEAD))
+        schedule = (block_tables, seq_lens, cu_seqlens_q, partial_lse, split_info, descriptor, walk, parts, part, rank)
+        copies = (tma_q, tma_q_tensor, tma_k, tma_k_tensor, block_tables, s_k, descriptor, fill, pages, full, empty, rank)
+        if warp_idx == 8:
+            self.begin_schedule(*schedule)
+            for i in cutlass.range(LOOKAHEAD, unroll=1):
+                self.next_piece(i, *schedule)
+        cute.arch.sync_threads()
+        if group == 0:
+            cute.arch.setmaxregister_increase(self.registers[0])
+            self.score(
+                scales, lse, partial_lse, s_k, s_p, descriptor, rescale, inverse, full, ready, mma_qk, mma_qk_shared,
+                s_q_rope, rank,
+            )  # fmt: skip
+        else:
+            cute.arch.setmaxregister_decrease(self.registers[1])
+            self.accumulate(
+                out, partial_out, s_k, s_p, descriptor, rescale, inverse, empty, ready, mma_pv, group - 1, rank,
+                warp_idx, schedule, copies,
+            )  # fmt: skip
+        cute.arch.griddepcontrol_launch_dependents()
+        if const_expr(self.cluster > 1):
+            # A CTA whose shared memory is still written or signalled by its peer must not leave.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    # ---- the schedule (one warp)
+
+    @cute.jit
+    def request(self, r: Int32, seq_lens: cute.Tensor, cu_seqlens_q: cute.Tensor):
+        """(keys, first row, query rows, row tiles, key blocks) of request r."""
+        keys = cutlass.max(seq_lens[r], 0)
+        blocks = cutlass.max((keys + BLOCK - 1) // BLOCK, 1)
+        first = r * (self.max_q_len * self.heads)
+        rows = Int32(self.max_q_len * self.heads)
+        tiles = Int32(self.max_tiles)
+        if const_expr(self.ragged):
+            first = cu_seqlens_q[r] * self.heads
+            rows = cutlass.max(cu_seqlens_q[r + 1] * self.heads - first, 0)
+            tiles = (rows + self.tile_rows - 1) // self.tile_rows
+        return keys, first, rows, tiles, blocks
+
+    @cute.jit
+    def chunk_blocks(self, block_tables: cute.Tensor, seq_lens: cute.Tensor, partial_lse: cute.Tensor):
+        """(key blocks of a piece, slots of a row tile) when batch_invariant."""
+        slots = partial_lse.shape[0] // (seq_lens.shape[0] * self.max_tiles)
+        table_blocks = (block_tables.shape[1] * self.page_size + BLOCK - 1) // BLOCK
+        return cutlass.max((table_blocks + slots - 1) // slots, 1), slots
+
+    @cute.jit
+    def span(self, blocks: Int32, chunk: Int32, whole: Int32):
+        """Length of a row tile on the schedule's line."""
+        length = blocks + OVERHEAD
+        if const_expr(self.invariant):
+            length = blocks + OVERHEAD * ((blocks + chunk - 1) // chunk)
+        if whole == 1:
+            length = Int32(1)
+        return length
+
+    @cute.jit
+    def begin_schedule(
+        self,
+        block_tables: cute.Tensor,
+        seq_lens: cute.Tensor,
+        cu_seqlens_q: cute.Tensor,
+        partial_lse: cute.Tensor,
+        split_info: cute.Tensor,
+        descriptor: cute.Tensor,
+        walk: cute.Tensor,
+        parts: Int32,
+        part: Int32,
+        rank: Int32,
+    ):
+        """Find this cluster's share of the batch.
+
+        The batch is laid out as a line of row tiles, request by request, each OVERHEAD + its key blocks long; every
+        cluster takes an equal interval of it. Where whole tiles balance as well, each cluster takes whole tiles.
+        """
+        lane = cute.arch.lane_idx()
+        batch = seq_lens.shape[0]
+        chunk = Int32(1)
+        if const_expr(self.invariant):
+            chunk, _ = self.chunk_blocks(block_tables, seq_lens, partial_lse)
+
+        total, units, longest = Int32(0), Int32(0), Int32(0)
+        for base in cutlass.range(0, batch, 32, unroll=1):
+            cost, tiles, blocks = Int32(0), Int32(0), Int32(0)
+            if base + lane < batch:
+                _, _, _, tiles, blocks = self.request(base + lane, seq_lens, cu_seqlens_q)
+                cost = tiles * self.span(blocks, chunk, Int32(0))
+            total += cute.arch.warp_redux_sync(cost, "add")
+            units += cute.arch.warp_redux_sync(tiles, "add")
+            longest = cutlass.max(longest, cute.arch.warp_redux_sync(blocks, "max"))
+        payload = (total + parts - 1) // parts
+        whole = Int32(0)
+        if const_expr(not self.invariant):
+            share = (units + parts - 1) // parts
+            if share * (longest + OVERHEAD) <= payload + OVERHEAD:
+                whole = Int32(1)
+                payload = share
+        begin = part * payload
+
+        # The row tile in which the interval begins.
+        r, start = batch, Int32(0)
+        searching = Int32(1)
+        base = Int32(0)
+        while searching == 1 and base < batch:
+            cost, unit = Int32(0), Int32(1)
+            if base + lane < batch:
+                _, _, _, tiles, blocks = self.request(base + lane, seq_lens, cu_seqlens_q)
+                unit = self.span(blocks, chunk, whole)
+                cost = tiles * unit
+            prefix = cost
+            for step in cutlass.range_constexpr(5):
+                other = cute.arch.shuffle_sync_up(prefix, offset=1 << step, mask_and_clamp=0)
+                if lane >= (1 << step):
+                    prefix += other
+            before = cute.arch.popc(cute.arch.vote_ballot_sync(start + prefix <= begin))
+            if before < 32:
+                searching = Int32(0)
+                r = base + before
+                start += cute.arch.shuffle_sync(prefix - cost, before)
+                unit = cute.arch.shuffle_sync(unit, before)
+            else:
+                start += cute.arch.shuffle_sync(prefix, 31)
+                base += 32
+        tile = Int32(0)
+        if r < batch:
+            _, _, _, _, blocks = self.request(r, seq_lens, cu_seqlens_q)
+            unit = self.span(blocks, chunk, whole)
+            tile = (begin - start) // unit
+            start += tile * unit
+        if lane == 0:
+            walk[0] = r
+            walk[1] = tile
+            walk[2] = start
+            walk[3] = begin
+            walk[4] = begin + payload
+            walk[5] = whole
+            walk[6] = Int32(-1)  # next chunk of the row tile; -1: not begun
+            if rank == 0:
+                if const_expr(not self.invariant):
+                    split_info[part, 3] = 0
+        if const_expr(self.invariant and self.ragged):
+            # Row tiles that a short query does not have: nobody else writes their entries.
+            for at in cutlass.range(part * 32 + lane, batch, parts * 32, unroll=1):
+                _, _, _, tiles_there, _ = self.request(at, seq_lens, cu_seqlens_q)
+                for t in cutlass.range(tiles_there, self.max_tiles, unroll=1):
+                    split_info[parts + at * self.max_tiles + t, 3] = 0
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def next_piece(
+        self,
+        piece: Int32,
+        block_tables: cute.Tensor,
+        seq_lens: cute.Tensor,
+        cu_seqlens_q: cute.Tensor,
+        partial_lse: cute.Tensor,
+        split_info: cute.Tensor,
+        descriptor: cute.Tensor,
+        walk: cute.Tensor,
+        parts: Int32,
+        part: Int32,
+        rank: Int32,
+    ):
+        """Describe this cluster's next piece of work: some key blocks of one row tile, or none: the end."""
+        lane = cute.arch.lane_idx()
+        batch = seq_lens.shape[0]
+        cute.arch.sync_warp()
+        r, tile, start, begin, end, whole, k = walk[0], walk[1], walk[2], walk[3], walk[4], walk[5], walk[6]
+        cute.arch.sync_warp()
+        chunk, slots = Int32(1), Int32(1)
+        if const_expr(self.invariant):
+            chunk, slots = self.chunk_blocks(block_tables, seq_lens, partial_lse)
+        lead = OVERHEAD - whole * OVERHEAD
+        if const_expr(self.invariant):
+            lead = Int32(0)
+        at = piece % DESCRIPTORS
+        found = Int32(0)
+        while found == 0 and r < batch and start + lead < end:
+            keys, first, rows, tiles, blocks = self.request(r, seq_lens, cu_seqlens_q)
+            unit = self.span(blocks, chunk, whole)
+            b_begin, b_end = Int32(0), blocks
+            slot = Int32(-1)
+            row_base = first + tile * self.tile_rows
+            rows_here = cutlass.min(rows - tile * self.tile_rows, self.tile_rows)
+            leave = Int32(1)
+            if tile < tiles:
+                if const_expr(self.invariant):
+                    chunks = (blocks + chunk - 1) // chunk
+                    step = chunk + OVERHEAD
+                    if k < 0:
+                        k = (cutlass.max(begin - start, 0) + step - 1) // step
+                    if k < chunks and start + k * step < end:
+                        found = Int32(1)
+                        leave = Int32(0)
+                        b_begin = k * chunk
+                        b_end = cutlass.min(b_begin + chunk, blocks)
+                        first_slot = (r * self.max_tiles + tile) * slots
+                        if chunks > 1:
+                            slot = first_slot + k
+                        if k == 0 and rank == 0 and lane == 0:
+                            entry = parts + r * self.max_tiles + tile
+                            count = chunks
+                            if chunks == 1:
+                                count = Int32(0)
+                            split_info[entry, 0] = row_base
+                            split_info[entry, 1] = rows_here
+                            split_info[entry, 2] = first_slot
+                            split_info[entry, 3] = count
+                        k += 1
+                else:
+                    if whole == 0:
+                        b_begin = cutlass.max(begin - start - OVERHEAD, 0)
+                        b_end = cutlass.min(end - start - OVERHEAD, blocks)
+                    if b_begin < b_end:
+                        found = Int32(1)
+                        if b_begin > 0:
+                            slot = 2 * part
+                        elif b_end < blocks:
+                            slot = 2 * part + 1
+                            if rank == 0 and lane == 0:
+                                split_info[part, 0] = row_base
+                                split_info[part, 1] = rows_here
+                                split_info[part, 2] = slot
+                                split_info[part, 3] = (start + OVERHEAD + blocks - 1) // (end - begin) - part + 1
+            if found == 1:
+                if lane == 0:
+                    descriptor[0, at] = b_begin
+                    descriptor[1, at] = b_end
+                    descriptor[2, at] = keys
+                    descriptor[3, at] = keys + 1 - rows // self.heads  # keys that the first query token sees
+                    descriptor[4, at] = tile * self.tile_rows + rank * ROWS  # first row in its request
+                    descriptor[5, at] = row_base + rank * ROWS  # first row of q and out
+                    descriptor[6, at] = cutlass.min(rows_here - rank * ROWS, ROWS)  # rows that count
+                    descriptor[7, at] = slot
+                    descriptor[8, at] = r
+                    descriptor[9, at] = 1 + cutlass.min(rows_here - 1, BLOCK) // BLOCK  # stages that Q takes
+            if leave == 1:
+                start += unit
+                tile += 1
+                k = Int32(-1)
+                if tile >= tiles:
+                    start -= (tile - tiles) * unit  # a request without queries has no length
+                    tile = Int32(0)
+                    r += 1
+        if lane == 0:
+            if found == 0:
+                descriptor[0, at] = 0
+                descriptor[1, at] = 0
+            walk[0] = r
+            walk[1] = tile
+            walk[2] = start
+            walk[6] = k
+        cute.arch.sync_warp()
+
+    # ---- copies (one warp)
+
+    @cute.jit
+    def produce(
+        self,
+        index: Int32,
+        tma_q: cute.CopyAtom,
+        tma_q_tensor: cute.Tensor,
+        tma_k: cute.CopyAtom,
+        tma_k_tensor: cute.Tensor,
+        block_tables: cute.Tensor,
+        s_k: cute.Tensor,
+        descriptor: cute.Tensor,
+        fill: cute.Tensor,
+        pages: cute.Tensor,
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        rank: Int32,
+    ):
+        """Fill the free stage `index` with what comes next: 32 rows of Q, a block of keys, or the end.
+
+        Its state lies in shared memory: the registers of this warp are taken by O.
+        """
+        lane = cute.arch.lane_idx()
+        cute.arch.sync_warp()
+        piece, b, q_part, done = fill[0], fill[1], fill[2], fill[3]
+        at = piece % DESCRIPTORS
+        cute.arch.sync_warp()
+        if done == 0:
+            b_end, r, keys, q_stages = descriptor[1, at], descriptor[8, at], descriptor[2, at], descriptor[9, at]
+            stage_bytes = BLOCK * self.depth * 2
+            if b_end == 0:
+                # The end. The consumers read the same descriptor.
+                if lane == 0:
+                    fill[3] = 1
+                    cute.arch.mbarrier_arrive(full + index)
+            elif q_part < q_stages:
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full + index, stage_bytes)
+                s_q = cute.flat_divide(s_k, (BLOCK, 64))
+                g_q = cute.local_tile(
+                    cute.domain_offset((descriptor[5, at] + q_part * BLOCK, 0), tma_q_tensor), (BLOCK, 64), (0, None)
+                )
+                t_qs, t_qg = cpasync.tma_partition(
+                    tma_q, 0, cute.make_layout(1), cute.group_modes(s_q, 0, 2), cute.group_modes(g_q, 0, 2)
+                )
+                for c in cutlass.range_constexpr(self.column_tiles):
+                    cute.copy(tma_q, t_qg[None, c], t_qs[None, 0, c, index], tma_bar_ptr=full + index)
+                if q_part == 0:
+                    first = (descriptor[0, at] * BLOCK) // self.page_size
+                    pages[lane] = self.table_entry(block_tables, r, first + lane, keys)
+                    if lane == 0:
+                        fill[1] = descriptor[0, at]
+                        fill[4] = first
+                if lane == 0:
+                    fill[2] = q_part + 1
+            else:
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full + index, stage_bytes)
+                s_tiles = cute.flat_divide(s_k, (self.box, 64))  # (box, 64, boxes, column tiles, stages)
+                g_k = cute.local_tile(tma_k_tensor, (self.box, 64), (None, None, None))  # (.., box, column, page)
+                t_ks, t_kg = cpasync.tma_partition(
+                    tma_k, 0, cute.make_layout(1), cute.group_modes(s_tiles, 0, 2), cute.group_modes(g_k, 0, 2)
+                )
+                first = fill[4]
+                last = (b * BLOCK + BLOCK - 1) // self.page_size
+                if last >= first + TABLE_AHEAD:
+                    first = (b * BLOCK) // self.page_size
+                    cute.arch.sync_warp()
+                    pages[lane] = self.table_entry(block_tables, r, first + lane, keys)
+                    if lane == 0:
+                        fill[4] = first
+                    cute.arch.sync_warp()
+                for h in cutlass.range_constexpr(BLOCK // self.box):
+                    key = b * BLOCK + h * self.box
+                    page = pages[key // self.page_size - first]
+                    box = (key % self.page_size) // self.box
+                    for c in cutlass.range_constexpr(self.column_tiles):
+                        if const_expr(self.cluster == 1):
+                            cute.copy(
+                                tma_k, t_kg[None, box, c, page], t_ks[None, h, c, index], tma_bar_ptr=full + index
+                            )
+                        else:
+                            if (b + c) % 2 == rank:
+                                cute.copy(
+                                    tma_k, t_kg[None, box, c, page], t_ks[None, h, c, index],
+                                    tma_bar_ptr=full + index, mcast_mask=cutlass.Int16((1 << self.cluster) - 1),
+                                )  # fmt: skip
+                if lane == 0:
+                    fill[1] = b + 1
+                    if b + 1 == b_end:
+                        fill[0] = piece + 1
+                        fill[2] = 0
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def advance(self, index: Int32, phase: Int32):
+        index += 1
+        if index == self.stages:
+            index = Int32(0)
+            phase ^= 1
+        return index, phase
+
+    @cute.jit
+    def table_entry(self, block_tables: cute.Tensor, r: Int32, position: Int32, keys: Int32):
+        """The page at a position of request r's table; 0 past its last page, where the table may hold anything."""
+        page = Int32(0)
+        if position < block_tables.shape[1] and position * self.page_size < keys:
+            page = block_tables[r, position]
+        return page
+
+    # ---- scores and softmax
+
+    @cute.jit
+    def score(
+        self,
+        scales: cute.Tensor,
+        lse: cute.Tensor,
+        partial_lse: cute.Tensor,
+        s_k: cute.Tensor,
+        s_p: cute.Tensor,
+        descriptor: cute.Tensor,
+        rescale: cute.Tensor,
+        inverse: cute.Tensor,
+        full: cute.Pointer,
+        ready: cute.Pointer,
+        mma_qk: cute.TiledMma,
+        mma_qk_shared: cute.TiledMma,
+        s_q_rope: cute.Tensor,
+        rank: Int32,
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        t = tidx % 128
+        lane = t % 32
+        warp_here = cute.arch.make_warp_uniform(t // 32)
+        scale = scales[0] * LOG2_E
+        out_scale = scales[1]
+
+        thr_qk = mma_qk.get_slice(t)
+        t_k = mma_qk.make_fragment_B(thr_qk.partition_B(s_k))
+        register_columns = self.depth - 16 * self.shared_steps
+        r_q = cute.make_rmem_tensor(thr_qk.partition_shape_A((ROWS, register_columns)), self.dtype)
+        t_q_rope = mma_qk_shared.make_fragment_A(mma_qk_shared.get_slice(t).partition_A(s_q_rope))
+        acc = cute.make_rmem_tensor(thr_qk.partition_shape_C((ROWS, BLOCK)), Float32)
+        s = cute.make_tensor(acc.iterator, cute.make_layout((2, (2, BLOCK // 8)), stride=(2, (1, 4))))
+        steps = self.depth // 16
+
+        # Q's rows lie in two stages of 32: a warp reads the one that holds its 16 rows, as if it were the first.
+        load_q = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), mma_qk)
+        thr_load_q = load_q.get_slice(t % 64)
+        tile_layout = cute.tile_to_shape(
+            warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, self.dtype), (BLOCK, register_columns), (0, 1)
+        ).outer
+        # 64 rows for the copy's tile, of which slices 0 to 63 touch the first 32 alone.
+        q_shape = ((*tile_layout.shape[0], 2), tile_layout.shape[1])
+        q_stride = ((*tile_layout.stride[0], 0), tile_layout.stride[1])
+        q_tile_layout = cute.make_layout(q_shape, stride=q_stride)
+
+        store_p = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma_qk)
+        thr_store_p = store_p.get_slice(t)
+        t_ps = thr_store_p.partition_D(s_p)
+        r_p = cute.make_rmem_tensor(acc.layout, self.dtype)
+
+        # Rows of Q's rope as 16-byte words, in a stage and where they stay: the same bytes in the same order.
+        words = cute.make_layout((4, 128, 2), stride=(1, 4, 512))
+        rope_there = cute.make_tensor(
+            cute.recast_ptr(s_q_rope.iterator, cute.make_swizzle(0, 4, 3), dtype=Float32),
+            cute.make_layout((4, 128, 2, 2), stride=(1, 4, 512, 1024)),
+        )
+        rope_word = cute.make_rmem_tensor((4,), Float32)
+        zero_words = cute.make_tensor(
+            cute.recast_ptr(s_k.iterator, cute.make_swizzle(0, 4, 3), dtype=Float32),
+            cute.make_layout(
+                (32, BLOCK, self.latent // 64, self.stages), stride=(1, 32, 32 * BLOCK, self.stage_elements // 2)
+            ),
+        )
+
+        row_low = warp_here * 16 + lane // 4
+        m = cute.make_rmem_tensor((2,), Float32)
+        l = cute.make_rmem_tensor((2,), Float32)
+        index, phase, piece = Int32(0), Int32(0), Int32(0)
+        running = Int32(1)
+        while running == 1:
+            cute.arch.mbarrier_wait(full + index, phase)
+            at = piece % DESCRIPTORS
+            b_begin, b_end = descriptor[0, at], descriptor[1, at]
+            if b_begin == b_end:
+                running = Int32(0)
+                if lane == 0:
+                    cute.arch.mbarrier_arrive(ready + index)
+            else:
+                # Q into registers. Its rows 32 and up are in the next stage, if the row tile has as many.
+                first_index = index
+                q_index = index
+                index, phase = self.advance(index, phase)
+                if descriptor[9, at] == 2:
+                    cute.arch.mbarrier_wait(full + index, phase)
+                    if warp_here >= 2:
+                        q_index = index
+                q_stage = s_k[None, None, q_index]
+                q_tile = cute.make_tensor(q_stage.iterator, q_tile_layout)
+                cute.copy(load_q, thr_load_q.partition_S(q_tile), thr_load_q.retile(r_q))
+                if const_expr(self.shared_steps > 0):
+                    for h in cutlass.range(descriptor[9, at], unroll=1):
+                        stage_of = first_index
+                        if h == 1:
+                            stage_of = index
+                        rope_here = cute.make_tensor(
+                            cute.recast_ptr(
+                                s_k[None, None, stage_of].iterator + BLOCK * self.latent, cute.make_swizzle(0, 4, 3),
+                                dtype=Float32,
+                            ),
+                            words,
+                        )  # fmt: skip
+                        for i in cutlass.range_constexpr(2):
+                            cute.autovec_copy(rope_here[None, t, i], rope_word)
+                            cute.autovec_copy(rope_word, rope_there[None, t, i, h])
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                    cute.arch.barrier(barrier_id=1, number_of_threads=128)
+                cute.arch.sync_warp()
+                if lane == 0:
+                    cute.arch.mbarrier_arrive(ready + first_index)
+                if descriptor[9, at] == 2:
+                    if lane == 0:
+                        cute.arch.mbarrier_arrive(ready + index)
+                    index, phase = self.advance(index, phase)
+
+                for i in cutlass.range_constexpr(2):
+                    m[i] = -Float32.inf
+                    l[i] = Float32(0.0)
+                previous = index
+                for b in cutlass.range(b_begin, b_end, unroll=1):
+                    cute.arch.mbarrier_wait(full + index, phase)
+                    warpgroup.fence()
+                    mma_qk.set(Field.ACCUMULATE, False)
+                    mma_qk_shared.set(Field.ACCUMULATE, True)
+                    for k in cutlass.range_constexpr(steps):
+                        if const_expr(k < steps - self.shared_steps):
+                            cute.gemm(mma_qk, acc, r_q[None, None, k], t_k[None, None, k, index], acc)
+                        else:
+                            q_step = t_q_rope[None, None, k - steps + self.shared_steps]
+                            cute.gemm(mma_qk_shared, acc, q_step, t_k[None, None, k, index], acc)
+                        mma_qk.set(Field.ACCUMULATE, True)
+                        if const_expr(k == steps - EARLY_STEPS - 1):
+                            warpgroup.commit_group()
+                    warpgroup.commit_group()
+                    # The tensor cores take turns: P V of the block before runs during this block's softmax. It is let
+                    # loose when this block's scores are nearly there, so that it neither delays them nor comes late.
+                    warpgroup.wait_group(1)
+                    if b > b_begin:
+                        self.signal(ready, previous, lane)
+                    warpgroup.wait_group(0)
+                    acc.store(acc.load() * scale)
+                    self.mask(s, b, descriptor, at, row_low, lane)
+                    self.softmax(s, m, l, rescale, row_low, lane, index)
+                    r_p.store(acc.load().to(self.dtype))
+                    # All four warps have read these keys' rope columns: P may overwrite them.
+                    cute.arch.barrier(barrier_id=1, number_of_threads=128)
+                    cute.copy(store_p, thr_store_p.retile(r_p), t_ps[None, None, None, index])
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                    previous = index
+                    index, phase = self.advance(index, phase)
+                # P is 0 past the end, but unused slots may hold NaN: 0 * NaN must not reach O.
+                for row in cutlass.range(
+                    cutlass.max(descriptor[2, at] - (b_end - 1) * BLOCK, 0), BLOCK, unroll=1
+                ):
+                    for c in cutlass.range_constexpr(self.latent // 256):
+                        zero_words[lane, row, warp_here + 4 * c, previous] = Float32(0.0)
+                self.finish(l, m, inverse, lse, partial_lse, out_scale, row_low, lane, descriptor, at, rank, piece)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                self.signal(ready, previous, lane)
+                piece += 1
+
+    @cute.jit
+    def signal(self, ready: cute.Pointer, index: Int32, lane: Int32):
+        """One warp's part of a stage's P is in shared memory (and fenced), for WGMMA to read."""
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(ready + index)
+
+    @cute.jit
+    def mask(self, s: cute.Tensor, b: Int32, descriptor: cute.Tensor, at: Int32, row_low: Int32, lane: Int32):
+        """Keys that a row does not see, in the blocks where there are any."""
+        keys = descriptor[2, at]
+        lowest = keys
+        if const_expr(self.causal):
+            lowest = cutlass.min(keys, descriptor[3, at] + descriptor[4, at] // self.heads)
+        if (b + 1) * BLOCK > lowest:
+            for i in cutlass.range_constexpr(2):
+                limit = keys
+                if const_expr(self.causal):
+                    token = (descriptor[4, at] + row_low + 8 * i) // self.heads
+                    limit = cutlass.min(keys, descriptor[3, at] + token)
+                for c in cutlass.range_constexpr(BLOCK // 4):
+                    column = b * BLOCK + (c // 2) * 8 + (lane % 4) * 2 + c % 2
+                    if column >= limit:
+                        s[i, c] = -Float32.inf
+
+    @cute.jit
+    def softmax(
+        self,
+        s: cute.Tensor,
+        m: cute.Tensor,
+        l: cute.Tensor,
+        rescale: cute.Tensor,
+        row_low: Int32,
+        lane: Int32,
+        index: Int32,
+    ):
+        """S (scaled, base 2) to P in place, against the running maximum m; row sums to l, O's factor to `rescale`."""
+        for i in cutlass.range_constexpr(2):
+            high = s[i, 0]
+            for c in cutlass.range_constexpr(1, BLOCK // 4):
+                high = cute.arch.fmax(high, s[i, c])
+            high = cute.arch.fmax(high, cute.arch.shuffle_sync_bfly(high, offset=1))
+            high = cute.arch.fmax(high, cute.arch.shuffle_sync_bfly(high, offset=2))
+            old = m[i]
+            new = old
+            if high > old + RESCALE_BITS:
+                new = high
+            factor = Float32(1.0)
+            if old > -Float32.inf:
+                factor = cute.math.exp2(old - new, fastmath=True)
+            m[i] = new
+            shift = new
+            if new == -Float32.inf:
+                shift = Float32(0.0)
+            total = Float32(0.0)
+            for c in cutlass.range_constexpr(BLOCK // 4):
+                p = cute.math.exp2(s[i, c] - shift, fastmath=True)
+                s[i, c] = p
+                total += p
+            l[i] = l[i] * factor + total
+            if lane % 4 == 0:
+                rescale[row_low + 8 * i, index] = factor
+
+    @cute.jit
+    def finish(
+        self,
+        l: cute.Tensor,
+        m: cute.Tensor,
+        inverse: cute.Tensor,
+        lse: cute.Tensor,
+        partial_lse: cute.Tensor,
+        out_scale: Float32,
+        row_low: Int32,
+        lane: Int32,
+        descriptor: cute.Tensor,
+        at: Int32,
+        rank: Int32,
+        piece: Int32,
+    ):
+        """Row sums over the quad, 1 / sum for the epilogue, and the row's log-sum-exp."""
+        for i in cutlass.range_constexpr(2):
+            total = l[i]
+            total += cute.arch.shuffle_sync_bfly(total, offset=1)
+            total += cute.arch.shuffle_sync_bfly(total, offset=2)
+            row = row_low + 8 * i
+            if lane % 4 == 0:
+                factor = Float32(0.0)
+                value = -Float32.inf
+                if total > 0.0 or total != total:
+                    factor = out_scale / total
+                    value = m[i] + cute.math.log2(total, fastmath=True)
+                inverse[row, piece % 2] = factor
+                if row < descriptor[6, at]:
+                    slot = descriptor[7, at]
+                    if slot < 0:
+                        lse[descriptor[5, at] + row] = value * LN_2
+                    else:
+                        partial_lse[slot, rank * ROWS + row] = value
+
+    # ---- values
+
+    @cute.jit
+    def accumulate(
+        self,
+        out: cute.Tensor,
+        partial_out: cute.Tensor,
+        s_k: cute.Tensor,
+        s_p: cute.Tensor,
+        descriptor: cute.Tensor,
+        rescale: cute.Tensor,
+        inverse: cute.Tensor,
+        empty: cute.Pointer,
+        ready: cute.Pointer,
+        mma_pv: cute.TiledMma,
+        half: Int32,
+        rank: Int32,
+        warp_idx: Int32,
+        schedule: cutlass.Constexpr,
+        copies: cutlass.Constexpr,
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        t = tidx % 128
+        lane = t % 32
+        row_low = (t // 32) * 16 + lane // 4
+        thr = mma_pv.get_slice(t)
+        s_v = cute.make_tensor(s_k.iterator, cute.select(s_k.layout, mode=[1, 0, 2]))
+        s_v_half = cute.local_tile(s_v, (self.half, BLOCK), (half, 0, None))
+        t_v = mma_pv.make_fragment_B(thr.partition_B(s_v_half))
+        t_p = mma_pv.make_fragment_A(thr.partition_A(s_p))
+        acc = cute.make_rmem_tensor(thr.partition_shape_C((ROWS, self.half)), Float32)
+        groups = self.half // 8
+        mma_pv.set(Field.ACCUMULATE, True)
+        o = cute.make_tensor(acc.iterator, cute.make_layout((2, (2, groups)), stride=(2, (1, 4))))
+
+        index, phase, piece = Int32(0), Int32(0), Int32(0)
+        if warp_idx == 4:
+            fill = copies[7]
+            if lane < 8:
+                fill[lane] = Int32(0)
+            for i in cutlass.range(self.stages, unroll=1):
+                self.produce(i, *copies)
+        running = Int32(1)
+        while running == 1:
+            # Every use of a stage, Q's too, goes full -> ready -> empty, so that the three barriers stay in step.
+            cute.arch.mbarrier_wait(ready + index, phase)
+            at = piece % DESCRIPTORS
+            b_begin, b_end = descriptor[0, at], descriptor[1, at]
+            if b_begin == b_end:
+                running = Int32(0)
+            else:
+                q_stages = descriptor[9, at]
+                index, phase = self.recycle(index, phase, empty, warp_idx, copies)
+                if q_stages == 2:
+                    cute.arch.mbarrier_wait(ready + index, phase)
+                    index, phase = self.recycle(index, phase, empty, warp_idx, copies)
+                acc.fill(0.0)
+                for b in cutlass.range(b_begin, b_end - 1, unroll=1):
+                    self.add(acc, o, rescale, ready, mma_pv, t_p, t_v, row_low, index, phase)
+                    index, phase = self.recycle(index, phase, empty, warp_idx, copies)
+                self.add(acc, o, rescale, ready, mma_pv, t_p, t_v, row_low, index, phase)
+                inverse_low, inverse_high = inverse[row_low, piece % 2], inverse[row_low + 8, piece % 2]
+                index, phase = self.recycle(index, phase, empty, warp_idx, copies)
+                self.store(out, partial_out, o, inverse_low, inverse_high, row_low, lane, half, descriptor, at, rank)
+                if warp_idx == 8:
+                    self.next_piece(piece + LOOKAHEAD, *schedule)
+                piece += 1
+
+    @cute.jit
+    def add(
+        self,
+        acc: cute.Tensor,
+        o: cute.Tensor,
+        rescale: cute.Tensor,
+        ready: cute.Pointer,
+        mma_pv: cute.TiledMma,
+        t_p: cute.Tensor,
+        t_v: cute.Tensor,
+        row_low: Int32,
+        index: Int32,
+        phase: Int32,
+    ):
+        """O = O * factor + P V for the block in stage `index`, when its P is there."""
+        cute.arch.mbarrier_wait(ready + index, phase)
+        low, high = rescale[row_low, index], rescale[row_low + 8, index]
+        if cute.arch.vote_any_sync(low != 1.0 or high != 1.0):
+            for c in cutlass.range_constexpr(self.half // 4):
+                o[0, c] = o[0, c] * low
+                o[1, c] = o[1, c] * high
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(BLOCK // 16):
+            cute.gemm(mma_pv, acc, t_p[None, None, k, index], t_v[None, None, k, index], acc)
+        warpgroup.commit_group()
+        warpgroup.wait_group(0)
+
+    @cute.jit
+    def recycle(self, index: Int32, phase: Int32, empty: cute.Pointer, warp_idx: Int32, copies: cutlass.Constexpr):
+        """Leave a stage; the copying warp waits for the others to leave it too and fills it anew."""
+        with cute.arch.elect_one():
+            for peer in cutlass.range_constexpr(self.cluster):
+                if const_expr(self.cluster == 1):
+                    cute.arch.mbarrier_arrive(empty + index)
+                else:
+                    cute.arch.mbarrier_arrive(empty + index, peer)
+        if warp_idx == 4:
+            cute.arch.mbarrier_wait(empty + index, phase)
+            self.produce(index, *copies)
+        index, phase = self.advance(index, phase)
+        return index, phase
+
+    @cute.jit
+    def store(
+        self,
+        out: cute.Tensor,
+        partial_out: cute.Tensor,
+        o: cute.Tensor,
+        inverse_low: Float32,
+        inverse_high: Float32,
+        row_low: Int32,
+        lane: Int32,
+        half: Int32,
+        descriptor: cute.Tensor,
+        at: Int32,
+        rank: Int32,
+    ):
+        """O / row sum to `out`, or in fp32 to the piece's slot of partial_out."""
+        column = half * self.half + (lane % 4) * 2
+        groups = self.half // 8
+        out_row, valid_rows, slot = descriptor[5, at], descriptor[6, at], descriptor[7, at]
+        for i in cutlass.range_constexpr(2):
+            row = row_low + 8 * i
+            factor = inverse_low if const_expr(i == 0) else inverse_high
+            if row < valid_rows:
+                if slot < 0:
+                    line = cute.make_tensor(
+                        out.iterator + (Int64(out_row + row) * self.latent + column),
+                        cute.make_layout((2, groups), stride=(1, 8)),
+                    )
+                    pair = cute.make_rmem_tensor((2,), self.dtype)
+                    for g in cutlass.range_constexpr(groups):
+                        pair[0] = (o[i, 2 * g] * factor).to(self.dtype)
+                        pair[1] = (o[i, 2 * g + 1] * factor).to(self.dtype)
+                        cute.autovec_copy(pair, line[None, g])
+                else:
+                    line = cute.make_tensor(
+                        partial_out.iterator
+                        + ((Int64(slot) * self.tile_rows + rank * ROWS + row) * self.latent + column),
+                        cute.make_layout((2, groups), stride=(1, 8)),
+                    )
+                    wide = cute.make_rmem_tensor((2,), Float32)
+                    for g in cutlass.range_constexpr(groups):
+                        wide[0] = o[i, 2 * g] * factor
+                        wide[1] = o[i, 2 * g + 1] * factor
+                        cute.autovec_copy(wide, line[None, g])
+
+    # ------------------------------------------------------------------ the combine kernel
+
+    @cute.kernel
+    def combine(
+        self,
+        partial_out: cute.Tensor,
+        partial_lse: cute.Tensor,
+        split_info: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        parts: Int32,
+    ):
+        """Merge the pieces of every row tile that was cut.
+
+        A task is 128 columns of one row: of all warps of the CTA where there are many pieces, of one warp otherwise.
+        Tasks are counted over the entries of split_info and dealt to the CTAs in turn.
+        """
+        tidx, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        lane = cute.arch.lane_idx()
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        warps = COMBINE_THREADS // 32
+        chunks = self.latent // COMBINE_COLUMNS
+
+        @cute.struct
+        class Storage:
+            entry: cute.struct.MemRange[Int32, 4 * COMBINE_THREADS]
+            sums: cute.struct.MemRange[Float32, warps * COMBINE_COLUMNS]
+
+        smem = utils.SmemAllocator()
+        storage = smem.allocate(Storage)
+        entry = storage.entry.get_tensor(cute.make_layout((4, COMBINE_THREADS), stride=(1, 4)))
+        sums = storage.sums.get_tensor(cute.make_layout((COMBINE_COLUMNS, warps), stride=(1, COMBINE_COLUMNS)))
+
+        first_entry = parts if const_expr(self.invariant) else Int32(0)
+        entries = split_info.shape[0]
+        cute.arch.griddepcontrol_wait()
+        task_base = Int32(0)
+        for block in cutlass.range(first_entry, entries, COMBINE_THREADS, unroll=1):
+            for i in cutlass.range_constexpr(4):
+                value = Int32(0)
+                if block + tidx < entries:
+                    value = split_info[block + tidx, i]
+                entry[i, tidx] = value
+            cute.arch.sync_threads()
+            here = cutlass.min(entries - block, COMBINE_THREADS)
+            for base in cutlass.range(0, here, 32, unroll=1):
+                pieces = entry[3, base + lane]
+                tasks = entry[1, base + lane] * chunks
+                if pieces <= warps:
+                    tasks = (tasks + warps - 1) // warps
+                if pieces == 0:
+                    tasks = Int32(0)
+                prefix = tasks
+                for step in cutlass.range_constexpr(5):
+                    other = cute.arch.shuffle_sync_up(prefix, offset=1 << step, mask_and_clamp=0)
+                    if lane >= (1 << step):
+                        prefix += other
+                total = cute.arch.shuffle_sync(prefix, 31)
+                # The first task of this group of entries that is dealt to this CTA.
+                task = (cta - task_base % ctas + ctas) % ctas
+                while task < total:
+                    at = cute.arch.popc(cute.arch.vote_ballot_sync(prefix <= task))
+                    within = task - cute.arch.shuffle_sync(prefix - tasks, at)
+                    row_base, rows = entry[0, base + at], entry[1, base + at]
+                    first, count = entry[2, base + at], entry[3, base + at]
+                    together = count > warps
+                    item = within
+                    if not together:
+                        item = within * warps + warp_idx
+                    if item < rows * chunks:
+                        self.merge(
+                            partial_out, partial_lse, out, lse, sums, item // chunks, item % chunks, row_base, first,
+                            count, together, lane, warp_idx,
+                        )  # fmt: skip
+                    task += ctas
+                task_base += total
+            cute.arch.sync_threads()
+
+    @cute.jit
+    def slot(self, first: Int32, i: Int32):
+        """Where piece i of an entry lies: a cluster's slots are (the end of a tile, the start of one)."""
+        slot = first + i
+        if const_expr(not self.invariant):
+            slot = first + 2 * i - 1
+            if i == 0:
+                slot = first
+        return slot
+
+    @cute.jit
+    def merge(
+        self,
+        partial_out: cute.Tensor,
+        partial_lse: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        sums: cute.Tensor,
+        row: Int32,
+        chunk: Int32,
+        row_base: Int32,
+        first: Int32,
+        count: Int32,
+        together: cutlass.Boolean,
+        lane: Int32,
+        warp_idx: Int32,
+    ):
+        warps = COMBINE_THREADS // 32
+        highest = -Float32.inf
+        for i in cutlass.range(lane, count, 32, unroll=1):
+            highest = cute.arch.fmax(highest, partial_lse[self.slot(first, i), row])
+        for step in cutlass.range_constexpr(5):
+            highest = cute.arch.fmax(highest, cute.arch.shuffle_sync_bfly(highest, offset=1 << step))
+        shift = highest
+        if highest == -Float32.inf:
+            shift = Float32(0.0)
+        weight = Float32(0.0)
+        for i in cutlass.range(lane, count, 32, unroll=1):
+            weight += cute.math.exp2(partial_lse[self.slot(first, i), row] - shift, fastmath=True)
+        for step in cutlass.range_constexpr(5):
+            weight += cute.arch.shuffle_sync_bfly(weight, offset=1 << step)
+
+        acc = cute.make_rmem_tensor((4,), Float32)
+        acc.fill(0.0)
+        part = cute.make_rmem_tensor((4,), Float32)
+        begin, step_by = Int32(0), Int32(1)
+        if together:
+            begin, step_by = warp_idx, Int32(warps)
+        for i in cutlass.range(begin, count, step_by, unroll=4):
+            slot = self.slot(first, i)
+            w = cute.math.exp2(partial_lse[slot, row] - shift, fastmath=True)
+            line = cute.make_tensor(
+                partial_out.iterator
+                + ((Int64(slot) * self.tile_rows + row) * self.latent + chunk * COMBINE_COLUMNS + lane * 4),
+                cute.make_layout(4),
+            )
+            cute.autovec_copy(line, part)
+            for c in cutlass.range_constexpr(4):
+                acc[c] += w * part[c]
+        if together:
+            for c in cutlass.range_constexpr(4):
+                sums[lane * 4 + c, warp_idx] = acc[c]
+            cute.arch.sync_threads()
+            for c in cutlass.range_constexpr(4):
+                value = Float32(0.0)
+                for i in cutlass.range_constexpr(warps):
+                    value += sums[lane * 4 + c, i]
+                acc[c] = value
+            cute.arch.sync_threads()
+        if not together or warp_idx == 0:
+            factor = Float32(0.0)
+            value = -Float32.inf
+            if weight > 0.0 or weight != weight:
+                factor = 1.0 / weight
+                value = (highest + cute.math.log2(weight, fastmath=True)) * LN_2
+            narrow = cute.make_rmem_tensor((4,), self.dtype)
+            for c in cutlass.range_constexpr(4):
+                narrow[c] = (acc[c] * factor).to(self.dtype)
+            line = cute.make_tensor(
+                out.iterator + (Int64(row_base + row) * self.latent + chunk * COMBINE_COLUMNS + lane * 4),
+                cute.make_layout(4),
+            )
+            cute.autovec_copy(narrow, line)
+            if chunk == 0 and lane == 0:
+                lse[row_base + row] = value
