@@ -13,8 +13,9 @@ def row_owner(cu_seqlens: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Arra
     then in bounds and meaningless)."""
     rows = jnp.arange(num_rows, dtype=jnp.int32)
     last = cu_seqlens.shape[0] - 2
-    # side="right" steps over requests of length 0, whose start equals their successor's.
-    request = jnp.searchsorted(cu_seqlens, rows, side="right", method="compare_all").astype(jnp.int32) - 1
+    # The last request that starts at or before the row: this steps over requests of length 0. (Not jnp.searchsorted: that
+    # one refuses symbolic sizes.)
+    request = (cu_seqlens <= rows[:, None]).sum(-1, dtype=jnp.int32) - 1
     owned = (rows >= cu_seqlens[0]) & (rows < cu_seqlens[-1])
     request = jnp.clip(request, 0, last)
     return request, jnp.maximum(rows - cu_seqlens[request], 0), owned

@@ -180,7 +180,7 @@ def _tiling(spec: PrefillSpec, cu_seqlens_q: jax.Array, cu_seqlens_kv: jax.Array
     ends = jnp.cumsum(tiles, dtype=jnp.int32)
 
     def tile_of(t: jax.Array) -> _Tile:
-        request = jnp.minimum(jnp.searchsorted(ends, t, side="right", method="compare_all"), spec.batch - 1)
+        request = jnp.minimum((ends <= t).sum(dtype=jnp.int32), spec.batch - 1)
         q_start, q_len = cu_seqlens_q[request], q_lens[request]
         kv_start, kv_len = cu_seqlens_kv[request], kv_lens[request]
         first = q_start + (t - (ends[request] - tiles[request])) * Q_TILE

@@ -1,11 +1,17 @@
-"""write_kv_cache in portable XLA: one scatter of rows, in place when the cache is donated."""
+"""write_kv_cache in portable XLA, in place when the cache is donated.
+
+A scatter of rows, except on CPUs: XLA's CPU backend converts the whole of a 16-bit or fp8 cache to float32 and back around a
+scatter, and doesn't around a loop of slice updates.
+"""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from tsmla_kernels.contract import CacheWriteSpec
 
+from tsmla_jax.ops.loops import carry
 from tsmla_jax.ops.quantize import to_cache_dtype
 
 
@@ -20,6 +26,25 @@ def write_kv_cache(
 ) -> jax.Array:
     """The new cache, as the public write_kv_cache documents it."""
     rows = to_cache_dtype(jnp.concatenate([latent, k_rope], axis=-1), kv_scale, spec.kv_dtype)
-    # A negative index would count from the end: what must not be written goes past the end, where "drop" drops it.
-    page = jnp.where(slot_mapping < 0, spec.num_pages, slot_mapping // spec.page_size)
-    return kv_cache.at[page, slot_mapping % spec.page_size].set(rows, mode="drop")
+    page, offset = slot_mapping // spec.page_size, slot_mapping % spec.page_size
+    legal = (slot_mapping >= 0) & (page < spec.num_pages)
+    kv_cache = carry(kv_cache, rows, slot_mapping)
+    return lax.platform_dependent(kv_cache, rows, page, offset, legal, cpu=_slice_by_slice, default=_scatter)
+
+
+def _scatter(kv_cache: jax.Array, rows: jax.Array, page: jax.Array, offset: jax.Array, legal: jax.Array) -> jax.Array:
+    # What must not be written goes past the end, where "drop" drops it.
+    return kv_cache.at[jnp.where(legal, page, kv_cache.shape[0]), offset].set(rows, mode="drop")
+
+
+def _slice_by_slice(
+    kv_cache: jax.Array, rows: jax.Array, page: jax.Array, offset: jax.Array, legal: jax.Array
+) -> jax.Array:
+    # The tokens to write come first and the loop ends after them: to skip one inside it would mean to read the cache back.
+    order = jnp.argsort(~legal, stable=True)
+
+    def write(i: jax.Array, cache: jax.Array) -> jax.Array:
+        token = order[i]
+        return lax.dynamic_update_slice(cache, rows[token][None, None], (page[token], offset[token], 0))
+
+    return lax.fori_loop(0, legal.sum(dtype=jnp.int32), write, kv_cache)
