@@ -6,9 +6,10 @@ of compiled shapes. A step is a `Batch`: its tokens, packed, and where they belo
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,6 +29,29 @@ from tsmla_jax.generate.sampling import select_tokens
 
 MAX_PREFILL_REQUESTS = 4
 """Prompts that share one prefill step; the portable attention pads each of them to the step's length."""
+
+
+_embed = jax.jit(model.embed)
+# Donating x and the cache lets a layer write where its input lay.
+_decoder_layer = jax.jit(model.decoder_layer, static_argnames=("config", "options"), donate_argnames=("x", "kv_cache"))
+
+
+@partial(jax.jit, static_argnames=("config", "greedy"))
+def _choose(
+    params: Params,
+    config: ModelConfig,
+    x: jax.Array,
+    rows: jax.Array,
+    requests: jax.Array,
+    positions: jax.Array,
+    seed: jax.Array,
+    temperature: jax.Array,
+    top_p: jax.Array,
+    *,
+    greedy: bool,
+) -> jax.Array:
+    scores = model.logits(params, config, x, rows)
+    return select_tokens(scores, requests, positions, seed, temperature, top_p, greedy=greedy)
 
 
 @dataclass
@@ -141,10 +165,6 @@ class Engine:
         self._params = params
         self._dtype = params["embed"].dtype
         self._seen: set[tuple[Any, ...]] = set()
-        self._embed = jax.jit(model.embed)
-        # Donating x and the cache lets a layer write where its input lay.
-        self._layer = jax.jit(model.decoder_layer, static_argnums=(1, 6), donate_argnums=(2, 3))
-        self._select = jax.jit(partial(_logits_to_tokens, greedy=self.options.temperature == 0), static_argnums=1)
         # The layers' parameters are passed alone: flattening all of them for every layer would cost more than the call.
         self._head = {name: value for name, value in params.items() if name != "layers"}
 
@@ -196,10 +216,12 @@ class _Run:
                 drafter = NgramDrafter(prompt) if self.options.speculative else None
                 arrived.append(_Text(index, list(prompt), limit, table, drafter))
             texts += arrived
-            self._prefill(arrived)
+            with self._timed("prefill_seconds"):
+                self._prefill(arrived)
             active = [text for text in active + arrived if not text.done]
             if active:
-                self._decode(active)
+                with self._timed("decode_seconds"):
+                    self._decode(active)
                 active = [text for text in active if not text.done]
         self.figures.peak_pages = self.allocator.peak
         self.figures.prompt_tokens = sum(len(text.prompt) for text in texts)
@@ -207,7 +229,14 @@ class _Run:
         tokens = [text.generated for text in sorted(texts, key=lambda text: text.index)]
         return Generation(tokens, self.figures, self.plan.choices)
 
-    # Steps.
+    @contextlib.contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        """Adds the wall time of what is inside, less compilation, to the figure of that name."""
+        figures = self.figures
+        compiled, begin = figures.compile_seconds, time.perf_counter()
+        yield
+        elapsed = time.perf_counter() - begin - (figures.compile_seconds - compiled)
+        setattr(figures, name, getattr(figures, name) + elapsed)
 
     def _prefill(self, texts: Sequence[_Text]) -> None:
         """Brings prompts into the cache, `chunk` tokens a step, and generates the first token of each."""
@@ -228,29 +257,22 @@ class _Run:
             options = StepOptions("prefill", bucket, self.options.chunk, self.options.implementation)
             # Only a prompt's last token is followed by one that was not given.
             selected = self._step(pieces, bucket, self._prefill_rows, options, last_only=True)
-            begin = time.perf_counter()
             for row, piece in enumerate(pieces):
                 piece.text.cached += len(piece.tokens)
                 if piece.text.cached == len(piece.text.prompt):
                     self._append(piece.text, [int(selected[row])])
-            self.figures.prefill_seconds += time.perf_counter() - begin
 
     def _decode(self, texts: Sequence[_Text]) -> None:
         """One step of every text: its last token, and the drafts that may follow it."""
-        begin = time.perf_counter()
         pieces = []
         for text in texts:
             # A draft past the limit could not be used, and its slot was not reserved.
             room = min(self.options.speculative, text.limit - len(text.generated) - 1)
             drafts = text.drafter.draft(room) if text.drafter else []
             pieces.append(_Piece(text, [text.token_at(text.cached), *drafts]))
-        self.figures.decode_seconds += time.perf_counter() - begin
-
         most = self.options.speculative + 1 if any(len(piece.tokens) > 1 for piece in pieces) else 1
         options = StepOptions("decode", most, self.options.chunk, self.options.implementation)
         selected = self._step(pieces, self.plan.batch * most, self.plan.batch, options, last_only=False)
-
-        begin = time.perf_counter()
         row = 0
         for piece in pieces:
             drafts = piece.tokens[1:]
@@ -266,7 +288,6 @@ class _Run:
             self.figures.drafted_tokens += len(drafts)
             self.figures.accepted_tokens += accepted
         self.figures.decode_steps += 1
-        self.figures.decode_seconds += time.perf_counter() - begin
 
     def _append(self, text: _Text, tokens: list[int]) -> None:
         """Adds generated tokens up to the end of the text, and lets its pages go when that is reached."""
@@ -297,25 +318,18 @@ class _Run:
             begin = time.perf_counter()
             jax.block_until_ready(self._compute(self._pack([], num_tokens, rows, last_only), options))
             self.figures.compile_seconds += time.perf_counter() - begin
-        begin = time.perf_counter()
-        selected = np.asarray(self._compute(packed, options))
-        seconds = time.perf_counter() - begin
-        if options.phase == "prefill":
-            self.figures.prefill_seconds += seconds
-        else:
-            self.figures.decode_seconds += seconds
-        return selected
+        return np.asarray(self._compute(packed, options))
 
     def _compute(self, packed: _Packed, options: StepOptions) -> jax.Array:
         engine, batch = self.engine, packed.batch
-        x = engine._embed(engine._head, batch.tokens)
+        x = _embed(engine._head, batch.tokens)
         for index, layer in enumerate(engine._params["layers"]):
-            x, self.caches[index] = engine._layer(
+            x, self.caches[index] = _decoder_layer(
                 layer, self.config, x, self.caches[index], batch, self.kv_scale, options
             )
         rows = (packed.rows, packed.requests, packed.positions)
         sampling = (np.uint32(self.options.seed), np.float32(self.options.temperature), np.float32(self.options.top_p))
-        return engine._select(engine._head, self.config, x, *rows, *sampling)
+        return _choose(engine._head, self.config, x, *rows, *sampling, greedy=self.options.temperature == 0)
 
     def _pack(self, pieces: Sequence[_Piece], num_tokens: int, rows: int, last_only: bool) -> _Packed:
         """A step's arrays, out of pieces that fit num_tokens and rows."""
@@ -354,20 +368,3 @@ class _Run:
     def _prefill_buckets(self) -> list[int]:
         """Lengths that a prefill step is padded to: the chunk, and a quarter and a sixteenth of it."""
         return sorted({max(1, self.options.chunk // 16), max(1, self.options.chunk // 4), self.options.chunk})
-
-
-def _logits_to_tokens(
-    params: Params,
-    config: ModelConfig,
-    x: jax.Array,
-    rows: jax.Array,
-    requests: jax.Array,
-    positions: jax.Array,
-    seed: jax.Array,
-    temperature: jax.Array,
-    top_p: jax.Array,
-    *,
-    greedy: bool,
-) -> jax.Array:
-    scores = model.logits(params, config, x, rows)
-    return select_tokens(scores, requests, positions, seed, temperature, top_p, greedy=greedy)
