@@ -252,8 +252,8 @@ def sources_digest(module: str) -> str:
 
 
 def _imports(source: bytes, package: str) -> list[str]:
-    """Modules of `package` that a source imports at its top level (under TYPE_CHECKING no code comes of it); some of the
-    names may be attributes and not modules."""
+    """Modules of `package` that a source imports at its top level (under TYPE_CHECKING no code comes of it); some
+    of the names may be attributes and not modules."""
     found = []
     for statement in ast.parse(source).body:
         if isinstance(statement, ast.Import):
@@ -342,7 +342,7 @@ def _read_usable(path: Path, identity: dict[str, Any]) -> CompiledObject | None:
         if different := [name for name, value in identity.items() if description.get(name) != value]:
             raise DamagedEntry(f"{path.name} describes another object: {', '.join(different)}")
         return load(path, arch=identity["arch"])
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (DamagedEntry, OSError) as e:
         warnings.warn(

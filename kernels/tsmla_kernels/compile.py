@@ -84,7 +84,6 @@ def compile_kernel(kernel: Kernel, config: Config, arch: str) -> CompiledObject:
 
         from tsmla_kernels import host_entry
 
-        launcher = resolve(kernel.launcher)(config)
         log = io.StringIO()
         try:
             with _architecture(arch), contextlib.redirect_stderr(log), contextlib.redirect_stdout(log):
@@ -92,7 +91,7 @@ def compile_kernel(kernel: Kernel, config: Config, arch: str) -> CompiledObject:
                     host_entry.entry,
                     cuda.CUstream(0),
                     *host_entry.placeholders(operands),
-                    launcher=launcher,
+                    launcher=resolve(kernel.launcher)(config),
                     operands=operands,
                     options=f"--host-target '{host_target}' {_REMARKS}",
                 )

@@ -5,13 +5,14 @@ With it registered as the primitive's lowering for CPUs, everything around the k
 partitioning. Rows that the kernel doesn't write stay NaN, so that a test sees who relies on them.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.interpreters import mlir
 
-from tsmla_jax.ops.cute_call import cute_call_p
+from tsmla_jax.ops.cute_call import _elsewhere, cute_call_p
 from tsmla_jax.ops.mla_decode import reference
 from tsmla_kernels import contract
 from tsmla_kernels.catalog import Kernel
@@ -72,6 +73,21 @@ def emulate(
     return [out.reshape(result_shapes[0]), lse.reshape(result_shapes[1]), *workspaces]
 
 
+_enabled = False
+
+
+def _lowering(*arrays: jax.Array, **params: Any) -> Sequence[jax.Array]:
+    return (emulate if _enabled else _elsewhere)(*arrays, **params)
+
+
 def register() -> None:
-    """Give the primitive a lowering for CPUs in this process."""
-    mlir.register_lowering(cute_call_p, mlir.lower_fun(emulate, multiple_results=True), platform="cpu")
+    """Give the primitive a lowering for CPUs in this process, until `unregister`."""
+    global _enabled
+    _enabled = True
+    mlir.register_lowering(cute_call_p, mlir.lower_fun(_lowering, multiple_results=True), platform="cpu")
+
+
+def unregister() -> None:
+    """Refuse CPUs again, as without this module."""
+    global _enabled
+    _enabled = False
