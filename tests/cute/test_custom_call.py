@@ -50,12 +50,8 @@ def specs(
 
 def lower(function: Callable[..., Any], *args: Struct, **kwargs: Struct) -> str:
     # A function of its own each time: jax remembers what it lowered for the same one.
-    return (
-        jax.jit(lambda *args, **kwargs: function(*args, **kwargs))
-        .trace(*args, **kwargs)
-        .lower(lowering_platforms=("cuda",))
-        .as_text()
-    )
+    jitted = jax.jit(lambda *args, **kwargs: function(*args, **kwargs))
+    return jitted.trace(*args, **kwargs).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def operands_of_call(text: str) -> str:
@@ -168,7 +164,8 @@ text = jax.jit(attend).trace(*args).lower(lowering_platforms=("cuda",)).as_text(
 seconds = time.perf_counter() - start
 import json
 names = {name.partition(".")[0] for name in sys.modules}
-print(json.dumps({"seconds": seconds, "size": len(text), "imported": sorted(names & {"cutlass", "cuda", "torch", "flax"})}))
+imported = sorted(names & {"cutlass", "cuda", "torch", "flax"})
+print(json.dumps({"seconds": seconds, "size": len(text), "imported": imported}))
 """
 
 

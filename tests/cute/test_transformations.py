@@ -150,7 +150,7 @@ def test_derivatives_are_refused_with_the_alternative(transform: Callable[..., A
     def loss(q: jax.Array) -> jax.Array:
         return attend("cute")(q, kv, tables, lens)[0].astype(jnp.float32).sum()
 
-    with pytest.raises(NotImplementedError, match="mla_decode has no derivative .* implementation='reference'"):
+    with pytest.raises(NotImplementedError, match=r"mla_decode has no derivative .* implementation='reference'"):
         transform(loss)(q) if transform is jax.grad else transform(loss)((q,), (q,))
 
 
