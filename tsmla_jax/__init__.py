@@ -43,9 +43,11 @@ from tsmla_jax.ops.sparse.v4 import (
     window_slots,
 )
 from tsmla_jax.ops.write_kv_cache.api import write_kv_cache
+from tsmla_kernels import __version__
 
 __all__ = [
     "CompressorState",
+    "__version__",
     "apply_rope",
     "build_mixed_sparse_indices",
     "compress_kv",

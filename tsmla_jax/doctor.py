@@ -112,7 +112,7 @@ class Report:
 
 
 def _usual_calls() -> list[tuple[str, str, Callable[[], Any]]]:
-    """(operation, what is special about the call, its explanation) at DeepSeek-V3's sizes; nothing is allocated."""
+    """(operation, what is special about the call, its explanation) at DeepSeek's sizes; nothing is allocated."""
     import jax
     import jax.numpy as jnp
 
@@ -145,6 +145,23 @@ def _usual_calls() -> list[tuple[str, str, Callable[[], Any]]]:
         outs, lses = [of((64, 128, 512), bf16)] * 2, [of((64, 128), f32)] * 2
         return tsmla_jax.explain("merge_attention_states", outs, lses)
 
+    def sparse() -> Any:
+        arrays = of((64, 128, 576), bf16), of((512, 64, 656), jnp.uint8), of((64, 2048), i32), of((64,), i32)
+        return tsmla_jax.explain("sparse_mla", *arrays, softmax_scale=0.135)
+
+    def index() -> Any:
+        arrays = of((64, 64, 128), fp8), of((64, 64), f32), of((512, 64, 132), jnp.uint8)
+        return tsmla_jax.explain("indexer_logits", *arrays, of((64, 64), i32), of((64,), i32))
+
+    def topk() -> Any:
+        return tsmla_jax.explain("select_topk", of((64, 4096), f32), of((64,), i32), 2048)
+
+    def compress() -> Any:
+        state = tsmla_jax.CompressorState(of((8, 8, 2, 1024), f32), of((8, 8), i32))
+        lengths = {"state_slots": lens, "seq_lens": lens, "cu_seqlens_q": starts}
+        arrays = of((512, 2, 1024), f32), of((4, 1024), f32), state
+        return tsmla_jax.explain("compress_kv", *arrays, **lengths, ratio=4, overlap=True)
+
     return [
         ("mla_decode", "bf16", lambda: decode(bf16, bf16)),
         ("mla_decode", "bf16 queries, fp8 cache", lambda: decode(bf16, fp8)),
@@ -154,6 +171,10 @@ def _usual_calls() -> list[tuple[str, str, Callable[[], Any]]]:
         ("write_kv_cache", "fp8 cache", lambda: write(fp8)),
         ("gather_kv_cache", "bf16", gather),
         ("merge_attention_states", "bf16", merge),
+        ("sparse_mla", "packed V3.2 cache", sparse),
+        ("indexer_logits", "V3.2", index),
+        ("select_topk", "V3.2", topk),
+        ("compress_kv", "V4, ratio 4", compress),
     ]
 
 
@@ -196,7 +217,7 @@ def _architectures() -> dict[str, str]:
     """What there is for each family of GPUs in this tree."""
 
     ops = Path(__file__).parent / "ops"
-    kernels = sorted(path.parent.name for path in ops.glob("*/cute.py"))
+    kernels = sorted(path.parent.name for path in ops.rglob("cute.py"))
     hopper = f"kernels for {', '.join(kernels)}; the other operations run as xla" if kernels else "no kernel yet: xla"
     blackwell = "no kernel yet: the operations run as xla; not run on one by us"
     if HAS_BLACKWELL:
@@ -260,7 +281,7 @@ def render(report: Report) -> str:
         version = report.packages[package.distribution] or "not installed"
         purpose = package.purpose + ("" if package.used else " (which this version doesn't have yet)")
         lines.append(f"  {package.distribution:{width}}  {version:14}  {purpose}")
-    lines += ["", "Operations, and the implementation that runs the usual calls of DeepSeek-V3"]
+    lines += ["", "Operations, and the implementation that runs the usual calls of DeepSeek's models"]
     for operation in report.operations:
         lines.append(f"  {operation.op}, {operation.call}: {operation.chosen or 'nothing can run it'}")
         for name, reasons in operation.reasons.items():
