@@ -10,6 +10,7 @@ VENV ?= .venv
 # that one, while a plain "torch" pulled in by another package would bring gigabytes of CUDA libraries.
 TORCH ?= torch==2.13.0
 CHECKPOINT ?= demo-checkpoint
+PROMPTS ?= $(CHECKPOINT)/prompts.txt
 # Two workers: the suite is sized for a machine of two cores.
 PYTEST_ARGS ?= -n 2 -q
 
@@ -25,7 +26,7 @@ help:
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "no python3.11 on the PATH: name one with make PYTHON=/path/to/python" >&2; exit 2; }
 	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else f"Python 3.11 to 3.13 is needed, {sys.executable} is {v[0]}.{v[1]}")'
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 # Two layers in one environment, so that the demo does not wait for torch and the DSL. Each is made again when
 # pyproject.toml changes.
@@ -42,7 +43,7 @@ $(CHECKPOINT)/config.json: | $(VENV)/.demo
 	$(BIN)/python examples/make_checkpoint.py $(CHECKPOINT)
 
 demo: $(VENV)/.demo $(CHECKPOINT)/config.json
-	$(BIN)/tsmla generate --checkpoint $(CHECKPOINT) --prompt-file $(CHECKPOINT)/prompts.txt --max-new-tokens 32
+	$(BIN)/tsmla generate --checkpoint $(CHECKPOINT) --prompt-file $(PROMPTS) --max-new-tokens 32
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
