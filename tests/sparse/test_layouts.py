@@ -95,7 +95,9 @@ def test_v4_pages_of_64_rows_have_the_known_sizes() -> None:
 
 def test_indexer_pages_are_the_bytes_of_the_definition() -> None:
     keys = values(3, 8, 128)
-    cache = jax.jit(tsmla_jax.write_indexer_cache)(jnp.zeros((3, 4, 132), jnp.uint8), keys, ints([4, 5, 6, 7, 11, 10, 9, 8]))
+    cache = jax.jit(tsmla_jax.write_indexer_cache)(
+        jnp.zeros((3, 4, 132), jnp.uint8), keys, ints([4, 5, 6, 7, 11, 10, 9, 8])
+    )
     got = np.asarray(cache)
     assert got[0].max() == 0
     assert got[1].tobytes() == oracle.indexer_page(keys[:4])
@@ -141,7 +143,9 @@ def test_skipped_slots_and_plain_writes() -> None:
     assert np.array_equal(np.asarray(cache).reshape(4, 16)[[0, 1, 3]], np.ones((3, 16)))
     packed = jnp.full((2, 4, 656), 7, jnp.uint8)
     got = WRITE_V32(packed, values(0, 2, 512), values(1, 2, 64), ints([-1, 6]))
-    assert np.asarray(got).reshape(8, 656)[6].tolist() == list(oracle.v32_row(values(0, 2, 512)[1], values(1, 2, 64)[1]))
+    assert np.asarray(got).reshape(8, 656)[6].tolist() == list(
+        oracle.v32_row(values(0, 2, 512)[1], values(1, 2, 64)[1])
+    )
     assert (np.delete(np.asarray(got).reshape(8, 656), 6, 0) == 7).all()
 
 
@@ -177,11 +181,17 @@ def test_cache_dtypes() -> None:
         (lambda: write_v4(jnp.zeros((1, 37375), jnp.uint8)), "need at least 37376: the stride is narrower"),
         (lambda: write_v4(jnp.zeros((1, 37441), jnp.uint8)), "multiple of 576, 37440 for 64 rows"),
         (lambda: write_v4(jnp.zeros((1, 37440), jnp.uint8), page_span=63), "page_span: got 63"),
-        (lambda: write_v4(jnp.zeros((1, 37440), jnp.uint8), kv_scale=2.0), "kv_scale: got a scale with a cache of uint8"),
+        (
+            lambda: write_v4(jnp.zeros((1, 37440), jnp.uint8), kv_scale=2.0),
+            "kv_scale: got a scale with a cache of uint8",
+        ),
         (lambda: write_v4(jnp.zeros((1, 4, 656), jnp.uint8)), "kv: got shape|656 bytes"),
         (lambda: write_v4(jnp.zeros((1, 4, 512), jnp.int8)), "kv_cache: got dtype int8"),
         (lambda: write_v4(jnp.zeros((0, 4, 512), jnp.bfloat16)), "kv_cache: got shape.*at least 1"),
-        (lambda: tsmla_jax.write_indexer_cache(jnp.zeros((1, 3, 7), jnp.uint8), np.zeros((1, 3)), ints([0])), "k_cache"),
+        (
+            lambda: tsmla_jax.write_indexer_cache(jnp.zeros((1, 3, 7), jnp.uint8), np.zeros((1, 3)), ints([0])),
+            "k_cache",
+        ),
         (
             lambda: tsmla_jax.write_packed_kv_cache(
                 jnp.zeros((1, 4, 576), jnp.bfloat16), np.zeros((1, 512)), np.zeros((1, 64)), ints([0])

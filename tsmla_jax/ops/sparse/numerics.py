@@ -6,6 +6,8 @@ shape anew, so every function here either has one correctly rounded result or pi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -95,6 +97,16 @@ def tree_sum(x: Array, axis: int = -1) -> Array:
 
     A plain reduction is free to vectorise differently for each shape, and then rounds differently.
     """
+    return _tree(jnp.add, x, axis)
+
+
+def tree_max(x: Array, axis: int = -1) -> Array:
+    """Maximum over `axis`, by halves. A plain reduction's result would be the same, but it makes XLA's CPU backend hand
+    large shapes, with what follows the reduction, to a library whose exponential rounds differently."""
+    return _tree(jnp.maximum, x, axis)
+
+
+def _tree(combine: Callable[[Array, Array], Array], x: Array, axis: int) -> Array:
     axis = axis % x.ndim
     while (size := x.shape[axis]) > 1:
         half = size // 2
@@ -102,7 +114,7 @@ def tree_sum(x: Array, axis: int = -1) -> Array:
             lax.slice_in_dim(x, start, stop, axis=axis)
             for start, stop in ((0, half), (half, 2 * half), (2 * half, size))
         )
-        x = first + second
+        x = combine(first, second)
         if size % 2:
             x = jnp.concatenate([x, rest], axis=axis)
     return lax.squeeze(x, (axis,))
@@ -112,8 +124,9 @@ def rms_norm(x: Array, weight: Array | None, eps: float) -> Array:
     """RMS norm in f32 with a fixed order of summation; `weight` None multiplies by nothing."""
     x = x.astype(jnp.float32)
     mean = tree_sum(lax.optimization_barrier(x * x)) * jnp.float32(1.0 / x.shape[-1])
-    normed = x * lax.rsqrt(mean + jnp.float32(eps))[..., None]
-    return normed if weight is None else normed * weight.astype(jnp.float32)
+    factor = lax.optimization_barrier(lax.rsqrt(lax.optimization_barrier(mean) + jnp.float32(eps)))
+    normed = x * factor[..., None]
+    return normed if weight is None else lax.optimization_barrier(normed) * weight.astype(jnp.float32)
 
 
 def gather_bytes(cache: Array, page: Array, start: Array, width: int) -> Array:

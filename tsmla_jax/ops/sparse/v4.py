@@ -5,7 +5,9 @@ Source: DeepSeek-V4, section 2.3, with the index rows of the engines' sparse MLA
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +23,14 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
 
 
-class MixedIndices(NamedTuple):
+@partial(jax.tree_util.register_dataclass, data_fields=["indices", "lengths"], meta_fields=["window"])
+@dataclass(frozen=True)
+class MixedIndices:
     """Index rows for sparse_mla with two caches.
 
     indices  [T, K] int32: `window` window slots (-1 behind the last), then compressed slots, then -1; K % 4 == 0
     lengths  [T] int32: window + the row's compressed slots: its active columns
-    window   int: how many leading columns are window slots
+    window   int, static: how many leading columns are window slots
     """
 
     indices: jax.Array

@@ -12,7 +12,7 @@ from jax import lax
 
 from tsmla_jax.ops.sparse.blocks import over_token_blocks
 from tsmla_jax.ops.sparse.compress_kv.windows import completed_entries, updated_state, window_rows
-from tsmla_jax.ops.sparse.numerics import tree_sum
+from tsmla_jax.ops.sparse.numerics import tree_max, tree_sum
 from tsmla_kernels.sparse_contract import CompressSpec
 
 BLOCK_BYTES = 2 << 20
@@ -36,11 +36,13 @@ def compress_kv(
 
     def block(token: jax.Array, position: jax.Array, start: jax.Array, slot: jax.Array) -> tuple[jax.Array]:
         kv, score = window_rows(spec, token, jnp.maximum(position, 0), start, slot, kv_score, ape, state[0])
-        # Every value below is rounded on its own and summed in one order, or a compiler's choice for this shape would
-        # show: the barriers keep products from being fused into sums.
-        weight = lax.optimization_barrier(jnp.exp(score - score.max(axis=1, keepdims=True)))
+        # Every value below is rounded on its own and in one order, or a compiler's choice for this shape would show: no
+        # plain reduction, and barriers where a product could be fused into a sum.
+        shifted = lax.optimization_barrier(score - tree_max(score, axis=1)[:, None])
+        weight = lax.optimization_barrier(jnp.exp(shifted))
         product = lax.optimization_barrier(weight * kv)
-        pooled = tree_sum(product, axis=1) / tree_sum(weight, axis=1)
+        pooled, total = lax.optimization_barrier((tree_sum(product, axis=1), tree_sum(weight, axis=1)))
+        pooled = pooled / total
         return (jnp.where((position >= 0)[:, None], pooled, 0),)
 
     (pooled,) = over_token_blocks(
