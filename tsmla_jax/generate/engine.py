@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -190,6 +190,8 @@ class _Run:
 
     def __init__(self, engine: Engine, plan: Plan, on_tokens: OnTokens | None) -> None:
         self.engine, self.options, self.config = engine, engine.options, engine.config
+        # What ends a text is no concern of the compiled programs: without it models that differ there share them.
+        self.compiled_config = replace(engine.config, eos_token_ids=())
         self.plan, self.on_tokens = plan, on_tokens
         self.allocator = PageAllocator(plan.num_pages)
         width, dtype = self.config.attention.cache_dim, jnp.dtype(plan.cache_dtype)
@@ -271,7 +273,7 @@ class _Run:
             drafts = text.drafter.draft(room) if text.drafter else []
             pieces.append(_Piece(text, [text.token_at(text.cached), *drafts]))
         most = self.options.speculative + 1 if any(len(piece.tokens) > 1 for piece in pieces) else 1
-        options = StepOptions("decode", most, self.options.chunk, self.options.implementation)
+        options = StepOptions("decode", most, implementation=self.options.implementation)
         selected = self._step(pieces, self.plan.batch * most, self.plan.batch, options, last_only=False)
         row = 0
         for piece in pieces:
@@ -325,11 +327,11 @@ class _Run:
         x = _embed(engine._head, batch.tokens)
         for index, layer in enumerate(engine._params["layers"]):
             x, self.caches[index] = _decoder_layer(
-                layer, self.config, x, self.caches[index], batch, self.kv_scale, options
+                layer, self.compiled_config, x, self.caches[index], batch, self.kv_scale, options
             )
         rows = (packed.rows, packed.requests, packed.positions)
         sampling = (np.uint32(self.options.seed), np.float32(self.options.temperature), np.float32(self.options.top_p))
-        return _choose(engine._head, self.config, x, *rows, *sampling, greedy=self.options.temperature == 0)
+        return _choose(engine._head, self.compiled_config, x, *rows, *sampling, greedy=self.options.temperature == 0)
 
     def _pack(self, pieces: Sequence[_Piece], num_tokens: int, rows: int, last_only: bool) -> _Packed:
         """A step's arrays, out of pieces that fit num_tokens and rows."""

@@ -1,0 +1,111 @@
+"""Routing against the papers' formulas written token by token, and the experts' blocks against a plain sum."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tsmla_jax.generate import moe
+from tsmla_jax.generate.config import MoEConfig, Routing
+
+WIDTH, EXPERTS = 12, 8
+
+
+def config(routing: Routing, **overrides: object) -> MoEConfig:
+    values = {
+        "num_experts": EXPERTS, "top_k": 3, "intermediate_size": 5, "num_shared": 0, "routing": routing, "n_group": 4,
+        "topk_group": 2, "norm_topk_prob": False, "routed_scaling_factor": 1.0,
+    }  # fmt: skip
+    return MoEConfig(**{**values, **overrides})  # type: ignore[arg-type]
+
+
+def plain_route(x: np.ndarray, router: np.ndarray, bias: np.ndarray, c: MoEConfig) -> dict[int, float]:
+    """One token's experts and weights, in float64 Python."""
+    logits = router.astype(np.float64) @ x.astype(np.float64)
+    if c.routing == "noaux_tc":
+        scores = 1 / (1 + np.exp(-logits))
+        choice = scores + bias
+    else:
+        scores = choice = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+    allowed = range(c.num_experts)
+    if c.routing != "greedy":
+        size = c.num_experts // c.n_group
+        groups = [range(g * size, (g + 1) * size) for g in range(c.n_group)]
+        best = {"noaux_tc": 2, "group_limited_greedy": 1}[c.routing]
+        rank = sorted(groups, key=lambda g: -sum(sorted((choice[e] for e in g), reverse=True)[:best]))
+        allowed = [e for g in rank[: c.topk_group] for e in g]
+    chosen = sorted(allowed, key=lambda e: -choice[e])[: c.top_k]
+    total = sum(scores[e] for e in chosen) if c.norm_topk_prob else 1.0
+    return {e: scores[e] / total * c.routed_scaling_factor for e in chosen}
+
+
+@pytest.mark.parametrize(
+    ("routing", "overrides"),
+    [
+        ("greedy", {}),
+        ("greedy", {"norm_topk_prob": True, "routed_scaling_factor": 16.0}),
+        ("group_limited_greedy", {"routed_scaling_factor": 16.0}),
+        ("group_limited_greedy", {"topk_group": 3, "n_group": 8}),
+        ("noaux_tc", {"norm_topk_prob": True, "routed_scaling_factor": 2.5}),
+        ("noaux_tc", {"n_group": 2, "topk_group": 1}),
+        ("noaux_tc", {"n_group": 1, "topk_group": 1}),
+    ],
+)
+def test_route(routing: Routing, overrides: dict[str, object]) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((40, WIDTH), np.float32)
+    router = rng.standard_normal((EXPERTS, WIDTH), np.float32)
+    bias = rng.standard_normal(EXPERTS).astype(np.float32)
+    c = config(routing, **overrides)
+    experts, weights = jax.jit(moe.route, static_argnums=3)(x, router, bias if routing == "noaux_tc" else None, c)
+    for token in range(len(x)):
+        expected = plain_route(x[token], router, bias, c)
+        got = dict(zip(experts[token].tolist(), weights[token].tolist(), strict=True))
+        assert got == pytest.approx(expected, rel=1e-5)
+
+
+def test_noaux_tc_needs_its_bias() -> None:
+    with pytest.raises(ValueError, match="correction_bias"):
+        moe.route(jnp.zeros((1, WIDTH)), jnp.zeros((EXPERTS, WIDTH)), None, config("noaux_tc"))
+
+
+@pytest.mark.parametrize(
+    ("routing", "overrides", "named"),
+    [
+        ("softmax", {}, "topk_method"),
+        ("greedy", {"top_k": 9}, "num_experts_per_tok"),
+        ("noaux_tc", {"n_group": 3}, "n_group"),
+        ("noaux_tc", {"topk_group": 5}, "topk_group"),
+        ("noaux_tc", {"topk_group": 1}, "num_experts_per_tok"),
+        ("noaux_tc", {"n_group": 8, "topk_group": 3}, "n_group"),
+    ],
+)
+def test_impossible_routings_are_named(routing: Routing, overrides: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=f"^{named} = .*legal"):
+        config(routing, **overrides)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 200])
+@pytest.mark.parametrize("spread", ["even", "one expert", "random"])
+def test_experts_equal_the_plain_sum(tokens: int, spread: str) -> None:
+    rng = np.random.default_rng(tokens)
+    top_k = 2
+    experts = {
+        "even": np.arange(tokens * top_k).reshape(tokens, top_k) % EXPERTS,
+        "one expert": np.full((tokens, top_k), 5),
+        "random": rng.integers(0, EXPERTS, (tokens, top_k)),
+    }[spread]
+    weights = rng.random((tokens, top_k)).astype(np.float32)
+    valid = rng.random(tokens) < 0.8
+    x = rng.standard_normal((tokens, WIDTH), np.float32)
+    x[~valid] = np.nan
+    gate_up = rng.standard_normal((EXPERTS, 10, WIDTH), np.float32)
+    down = rng.standard_normal((EXPERTS, WIDTH, 5), np.float32)
+    out = jax.jit(moe.apply_experts)(x, experts.astype(np.int32), weights, valid, gate_up, down)
+
+    expected = np.zeros((tokens, WIDTH))
+    for token in np.flatnonzero(valid):
+        for expert, weight in zip(experts[token], weights[token], strict=True):
+            gate, up = np.split(gate_up[expert].astype(np.float64) @ x[token], 2)
+            expected[token] += weight * (down[expert] @ (gate / (1 + np.exp(-gate)) * up))
+    np.testing.assert_allclose(out, expected, atol=2e-4, rtol=2e-4)
