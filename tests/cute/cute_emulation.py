@@ -14,6 +14,7 @@ from jax.interpreters import mlir
 
 from tsmla_jax.ops.cute_call import _elsewhere, cute_call_p
 from tsmla_jax.ops.mla_decode import reference
+from tsmla_jax.ops.ragged import row_owner
 from tsmla_kernels import contract
 from tsmla_kernels.catalog import Kernel
 from tsmla_kernels.sm90.choose import DecodeConfig
@@ -66,6 +67,11 @@ def emulate(
         kv_scale=None,
     )
     out = (out * scales[1]).astype(config.dtype)
+    if config.ragged:
+        _, position, owned = row_owner(cu_seqlens_q, tokens)
+        written = owned & (position < config.max_q_len)
+        out = jnp.where(written[:, None, None], out, jnp.nan)
+        lse = jnp.where(written[:, None], lse, jnp.nan)
     operands = [operand for operand in kernel.operands(config) if operand.output]
     workspaces: list[Any] = [
         jnp.full(shape, 123, operand.dtype) for operand, shape in zip(operands[2:], result_shapes[2:], strict=True)

@@ -72,10 +72,12 @@ def test_scales() -> None:
     assert_same(attend("cute", **kwargs)(*arrays()), attend("reference", **kwargs)(*arrays()))
 
 
-def test_ragged() -> None:
-    kwargs = {"cu_seqlens_q": jnp.asarray(CU_SEQLENS_Q, jnp.int32), "max_q_len": 2}
+@pytest.mark.parametrize("max_q_len", [2, 5])
+def test_ragged(max_q_len: int) -> None:
+    kwargs = {"cu_seqlens_q": jnp.asarray(CU_SEQLENS_Q, jnp.int32), "max_q_len": max_q_len}
     got = attend("cute", **kwargs)(*arrays(ragged=True))
     assert_same(got, attend("reference", **kwargs)(*arrays(ragged=True)))
+    assert np.all(np.asarray(got[1])[CU_SEQLENS_Q[-1] :] == -np.inf)  # padding
 
 
 def stacked(array: jax.Array, axis: int = 0) -> jax.Array:

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from tsmla_jax.ops import cute_call
 from tsmla_jax.ops.arrays import as_scale
+from tsmla_jax.ops.ragged import row_owner
 from tsmla_kernels import contract
 from tsmla_kernels.catalog import MLA_DECODE
 from tsmla_kernels.contract import DecodeSpec
@@ -187,7 +188,14 @@ def _on_one_device(
         ((rows, call.latent_dim), (rows,), *(shape for shape, _ in workspaces.values())),
         arch=call.arch,
     )
-    return out.reshape(*tokens, num_heads, call.latent_dim), lse.reshape(*tokens, num_heads)
+    out, lse = out.reshape(*tokens, num_heads, call.latent_dim), lse.reshape(*tokens, num_heads)
+    if cu_seqlens_q is not None:
+        # The kernel walks requests: it doesn't write rows of none, and max_q_len is only its bound.
+        _, position, owned = row_owner(cu_seqlens_q, total_q_len)
+        kept = owned & (position < spec.max_q_len)
+        out = jnp.where(kept[:, None, None], out, jnp.zeros((), out.dtype))
+        lse = jnp.where(kept[:, None], lse, -jnp.inf)
+    return out, lse
 
 
 # ---- vmap
