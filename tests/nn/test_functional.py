@@ -45,7 +45,7 @@ jitted_prefill_with_context = jax.jit(
 
 @functools.partial(jax.jit, static_argnames=("implementation",))
 def prefill(params: Any, x: jax.Array, cu: Any = CU, implementation: str | None = "xla") -> Any:
-    return functional.prefill(params, CONFIG, x, cu_seqlens_q=cu, max_q_len=5, implementation=implementation)
+    return functional.prefill(params, CONFIG, x, cu_seqlens_q=cu, max_q_len=9, implementation=implementation)
 
 
 @jax.jit
@@ -182,20 +182,39 @@ def test_sharded_over_heads_by_jit(path: str) -> None:
     np.testing.assert_allclose(run(placed), run(params), atol=1e-5)
 
 
-def test_shard_map_over_heads_gives_partial_sums() -> None:
+@pytest.mark.parametrize("path", ["decode", "context"])
+def test_shard_map_over_heads_gives_partial_sums(path: str) -> None:
     """What an engine writes: each device holds some heads, attends, and the outputs are summed."""
     if jax.device_count() < 2:
         pytest.skip("needs two devices: XLA_FLAGS=--xla_force_host_platform_device_count=2")
     params, _ = inputs()
     mesh = Mesh(np.asarray(jax.devices()[:2]), ("heads",))
     arguments = decode_arguments()
+    seq_lens = arguments["seq_lens"]
 
-    def local(params: Any, arguments: Any) -> jax.Array:
-        y, _ = functional.decode(params, CONFIG, implementation="xla", **arguments)
-        return jax.lax.psum(y, "heads")
+    def run(params: Any, arguments: Any) -> jax.Array:
+        if path == "decode":
+            return functional.decode(params, CONFIG, implementation="xla", **arguments)[0]
+        y, _ = functional.prefill_with_context(
+            params,
+            CONFIG,
+            arguments["x"].reshape(4, CONFIG.hidden_size),
+            arguments["kv_cache"],
+            cu_seqlens_q=jnp.asarray([0, 2, 4], jnp.int32),
+            max_q_len=2,
+            block_tables=arguments["block_tables"],
+            context_lens=seq_lens - 2,
+            slot_mapping=arguments["slot_mapping"].reshape(-1),
+            context_chunk=3,
+            implementation="xla",
+        )
+        return y.reshape(arguments["x"].shape)
 
     sharded = jax.shard_map(
-        local, mesh=mesh, in_specs=(param_specs(CONFIG, "heads"), PartitionSpec()), out_specs=PartitionSpec()
+        lambda params, arguments: jax.lax.psum(run(params, arguments), "heads"),
+        mesh=mesh,
+        in_specs=(param_specs(CONFIG, "heads"), PartitionSpec()),
+        out_specs=PartitionSpec(),
     )
     expected, _ = jitted_decode(params, implementation="xla", **arguments)
     np.testing.assert_allclose(jax.jit(sharded)(params, arguments), expected, atol=1e-5)
@@ -229,16 +248,17 @@ def test_decode_equals_prefill_through_the_cache() -> None:
 
 def test_bfloat16_stays_near_float32() -> None:
     params, x = inputs()
-    low = {name: value.astype(jnp.bfloat16) for name, value in params.items()}
-    exact = {name: value.astype(jnp.float32) for name, value in low.items()}
-    x_low = x.astype(jnp.bfloat16)
-    y, latent, k_rope = prefill(low, x_low)
+    low = {name: jnp.asarray(np.asarray(value).astype(jnp.bfloat16)) for name, value in params.items()}
+    exact = {name: jnp.asarray(np.asarray(value).astype(np.float32)) for name, value in low.items()}
+    x_low = x[:8].astype(jnp.bfloat16)
+    cu = jnp.asarray([0, 8], jnp.int32)
+    y, latent, k_rope = prefill(low, x_low, cu=cu)
     assert y.dtype == latent.dtype == k_rope.dtype == jnp.bfloat16
-    expected = prefill(exact, x_low.astype(jnp.float32))[0]
+    expected = np.asarray(dense(exact, x_low.astype(jnp.float32)))
     # Plain bf16 arithmetic over the same weights, as the yardstick.
-    plain = jnp.concatenate([dense(low, x_low[:5]), dense(low, x_low[5:8])]).astype(jnp.float32)
-    error = np.abs(y[:8].astype(jnp.float32) - expected[:8]).max()
-    assert error <= 2 * np.abs(plain - expected[:8]).max() + 1e-3
+    plain = np.asarray(dense(low, x_low)).astype(np.float32)
+    error = np.abs(np.asarray(y).astype(np.float32) - expected).max()
+    assert error <= 2 * np.abs(plain - expected).max() + 1e-3
     arguments = decode_arguments(jnp.bfloat16)
     wide = {**arguments, "x": arguments["x"].astype(jnp.float32), "kv_cache": arguments["kv_cache"].astype(jnp.float32)}
     got, _ = jitted_decode(low, **arguments)

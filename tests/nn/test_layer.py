@@ -43,21 +43,26 @@ def test_layer_is_the_functional_form() -> None:
     x = jax.random.normal(jax.random.key(1), (2, 5, 48))
     flat = x.reshape(10, 48)
     cu = jnp.asarray([0, 5, 10], jnp.int32)
-    run = jax.jit(lambda p: functional.prefill(p, CONFIG, flat, cu_seqlens_q=cu, max_q_len=5))
-    y, latent, _ = run(layer.params)
-    np.testing.assert_allclose(nnx.jit(MLAttention.__call__)(layer, x).reshape(10, 48), y, atol=1e-6)
-    ragged = nnx.jit(MLAttention.__call__, static_argnames=("max_q_len",))
-    np.testing.assert_allclose(ragged(layer, flat, cu_seqlens_q=cu, max_q_len=5), y, atol=1e-6)
-    np.testing.assert_allclose(
-        nnx.jit(MLAttention.prefill, static_argnames=("max_q_len",))(layer, flat, cu_seqlens_q=cu, max_q_len=5)[1],
-        latent,
-        atol=1e-6,
-    )
     arguments = paged_arguments()
-    expected = jax.jit(lambda p: functional.decode(p, CONFIG, x[:, :2], **arguments))(layer.params)
-    got = nnx.jit(MLAttention.decode)(layer, x[:, :2], **arguments)
-    np.testing.assert_allclose(got[0], expected[0], atol=1e-6)
-    np.testing.assert_array_equal(got[1], expected[1])
+
+    @jax.jit
+    def functions(params: Any) -> Any:
+        prefilled = functional.prefill(params, CONFIG, flat, cu_seqlens_q=cu, max_q_len=5, implementation="reference")
+        return prefilled, functional.decode(params, CONFIG, x[:, :2], implementation="reference", **arguments)
+
+    @nnx.jit
+    def methods(layer: MLAttention) -> Any:
+        ragged = {"cu_seqlens_q": cu, "max_q_len": 5, "implementation": "reference"}
+        prefilled = layer.prefill(flat, **ragged)
+        decoded = layer.decode(x[:, :2], implementation="reference", **arguments)
+        return prefilled, decoded, layer(x, implementation="reference"), layer(flat, **ragged)
+
+    prefilled, decoded = functions(layer.params)
+    got_prefilled, got_decoded, called, called_ragged = methods(layer)
+    for got, expected in zip((*got_prefilled, *got_decoded), (*prefilled, *decoded), strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-6)
+    np.testing.assert_allclose(called.reshape(10, 48), prefilled[0], atol=1e-6)
+    np.testing.assert_allclose(called_ragged, prefilled[0], atol=1e-6)
 
 
 def test_context_path_of_the_layer() -> None:

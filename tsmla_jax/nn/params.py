@@ -4,6 +4,8 @@ Each weight has an axis for heads of its own, so that tensor parallelism is a ma
 the two parts that are used apart, W_UK and W_UV.
 """
 
+import functools
+import math
 from collections.abc import Mapping
 
 import jax
@@ -60,19 +62,25 @@ def param_specs(config: MLAConfig, heads_axis: str | None) -> dict[str, Partitio
     return {name: per_head.get(name, PartitionSpec()) for name in param_shapes(config)}
 
 
+@functools.partial(jax.jit, static_argnames=("config", "dtype"))
 def init_params(key: jax.Array, config: MLAConfig, dtype: DTypeLike = jnp.float32) -> dict[str, jax.Array]:
     """Random parameters: normal with variance 1 / fan-in, norms 1, biases 0. For training from scratch and tests."""
     shapes = param_shapes(config)
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    # One draw cut into pieces: a generator for each shape takes seconds to compile.
+    values = jax.random.normal(key, (sum(sizes.values()),), jnp.float32)
     params: dict[str, jax.Array] = {}
-    for name, subkey in zip(shapes, jax.random.split(key, len(shapes)), strict=True):
-        shape = shapes[name]
+    begin = 0
+    for name, shape in shapes.items():
+        piece = values[begin : begin + sizes[name]].reshape(shape)
+        begin += sizes[name]
         if name.endswith("_layernorm"):
             params[name] = jnp.ones(shape, dtype)
         elif name.endswith("_bias"):
             params[name] = jnp.zeros(shape, dtype)
         else:
             fan_in = {"w_uk": shape[-1], "w_uv": shape[-1], "o_proj": shape[0] * shape[1]}.get(name, shape[0])
-            params[name] = (jax.random.normal(subkey, shape, jnp.float32) * fan_in**-0.5).astype(dtype)
+            params[name] = (piece * fan_in**-0.5).astype(dtype)
     return params
 
 
