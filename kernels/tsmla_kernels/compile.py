@@ -14,6 +14,7 @@ import os
 import platform
 import threading
 import time
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +87,12 @@ def compile_kernel(kernel: Kernel, config: Config, arch: str) -> CompiledObject:
 
         log = io.StringIO()
         try:
-            with _architecture(arch), contextlib.redirect_stderr(log), contextlib.redirect_stdout(log):
+            with (
+                _architecture(arch),
+                contextlib.redirect_stderr(log),
+                contextlib.redirect_stdout(log),
+                warnings.catch_warnings(record=True) as warned,
+            ):
                 compiled = cute.compile(
                     host_entry.entry,
                     cuda.CUstream(0),
@@ -96,6 +102,8 @@ def compile_kernel(kernel: Kernel, config: Config, arch: str) -> CompiledObject:
                     options=f"--host-target '{host_target}' {_REMARKS}",
                 )
                 module = compiled.dump_to_object(ENTRY_PREFIX)
+            # The DSL's advice is for who writes the kernel, not for who calls it.
+            log.writelines(f"{warning.category.__name__}: {warning.message}\n" for warning in warned)
         except Exception as e:
             said = f"\n{log.getvalue()}" if log.getvalue() else ""
             raise RuntimeError(f"{kernel.name}: {config} doesn't compile for {arch}: {e}{said}") from e

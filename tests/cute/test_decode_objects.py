@@ -1,0 +1,56 @@
+"""The decode kernel as it is compiled: nothing spilled, nothing in local memory, no serialised WGMMA. Needs no GPU."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tsmla_kernels import cache
+from tsmla_kernels.catalog import MLA_DECODE, mla_decode_config
+from tsmla_kernels.compile import CompiledObject
+from tsmla_kernels.resources import resource_report
+
+ARCH = "sm_90a"
+
+CONFIGS = {
+    "16 heads": {"num_heads": "16"},
+    "128 heads in a cluster": {"num_heads": "128"},
+    "ragged, batch invariant": {"num_heads": "16", "max_q_len": "4", "ragged": "true", "batch_invariant": "true"},
+    "L 256 without rope, pages of 16, f16": {
+        "num_heads": "9",
+        "latent_dim": "256",
+        "rope_dim": "0",
+        "page_size": "16",
+        "dtype": "float16",
+    },
+    "pages of 128, not causal": {"num_heads": "64", "max_q_len": "2", "page_size": "128", "causal": "false"},
+}
+FAST = ("16 heads", "128 heads in a cluster")
+"""Compiled in every run of the tests; each takes ten to twenty seconds. The others are slow tests."""
+
+
+@pytest.fixture(scope="module")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield tmp_path_factory.mktemp("decode-objects")
+
+
+@pytest.fixture(params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CONFIGS])
+def compiled(request: pytest.FixtureRequest, shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> CompiledObject:
+    monkeypatch.setenv("TSMLA_CACHE_DIR", str(shared_cache))
+    return cache.load_or_compile(MLA_DECODE, mla_decode_config(CONFIGS[request.param]), ARCH)
+
+
+def test_everything_stays_in_registers(compiled: CompiledObject) -> None:
+    report = resource_report(compiled)
+    assert len(report.kernels) == 2  # attention and combine
+    for kernel in report.kernels:
+        assert kernel.stack_bytes == 0, f"{kernel.name}: {kernel.stack_bytes} bytes of local memory a thread"
+        assert kernel.registers <= 255
+    assert report.serialised == ()
+    assert "Used" in compiled.log and "registers" in compiled.log  # the assembler did speak
+    assert " spill stores" not in compiled.log.replace(" 0 bytes spill stores", "")
+
+
+def test_object_is_small_enough_to_embed(compiled: CompiledObject) -> None:
+    # It travels in every program that calls it.
+    assert len(compiled.module) < 1 << 20

@@ -1,0 +1,306 @@
+"""The decode kernel inside jax on a GPU: right, compiled once, transformed, captured, exported, started cold."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import tsmla_jax
+from tsmla_jax.ops import cute_call
+from tsmla_kernels import cache
+
+pytestmark = pytest.mark.gpu
+
+SCALE = 192**-0.5
+Results = tuple[jax.Array, jax.Array]
+
+
+@pytest.fixture(scope="module")
+def compiled_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gpu-objects")
+
+
+@pytest.fixture(autouse=True)
+def shared_cache(compiled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One cache for the module: each object takes ten to twenty seconds to compile."""
+    if reasons := tsmla_jax.explain("mla_decode", *arrays(1, 1, 16, 1), softmax_scale=SCALE).reasons["cute"]:
+        pytest.skip("; ".join(reasons))
+    monkeypatch.setenv("TSMLA_CACHE_DIR", str(compiled_cache))
+
+
+def arrays(
+    batch: int,
+    q_len: int,
+    heads: int,
+    max_pages: int,
+    *,
+    dtype: Any = jnp.bfloat16,
+    page: int = 64,
+    dim: int = 576,
+    seed: int = 0,
+) -> list[jax.Array]:
+    rng = np.random.default_rng(seed)
+    pages = batch * max_pages + 1
+    keys = rng.integers(0, max_pages * page + 1, batch)
+    keys[0] = max_pages * page
+    cache_ = rng.normal(size=(pages, page, dim)) / 3
+    tables = rng.permutation(pages - 1).reshape(batch, max_pages)
+    for request, length in enumerate(keys):
+        used, rest = divmod(int(length), page)
+        if rest:
+            cache_[tables[request, used], rest:] = np.nan
+        tables[request, used + bool(rest) :] = 2**31 - 1  # entries past the end may hold anything
+    return [
+        jnp.asarray(rng.normal(size=(batch, q_len, heads, dim)), dtype),
+        jnp.asarray(cache_, dtype),
+        jnp.asarray(tables, jnp.int32),
+        jnp.asarray(keys, jnp.int32),
+    ]
+
+
+def attend(implementation: str | None, **kwargs: Any) -> Callable[..., Results]:
+    return partial(
+        tsmla_jax.mla_decode, **{"softmax_scale": SCALE, "return_lse": True, "implementation": implementation, **kwargs}
+    )
+
+
+def assert_right(got: Results, *args: jax.Array, **kwargs: Any) -> None:
+    """FlashMLA's tolerances for out, against the reference in float32 on the same inputs."""
+    want_out, want_lse = attend("reference", **kwargs)(args[0].astype(jnp.float32), *args[1:])
+    out, want = np.float64(got[0]), np.float64(want_out)
+    np.testing.assert_allclose(out, want, atol=8e-4, rtol=2.01 / 128)
+    if (norm := np.sum(want**2) + np.sum(out**2)) > 0:
+        assert 1 - 2 * np.sum(out * want) / norm < 5e-6
+    np.testing.assert_allclose(np.asarray(got[1]), np.asarray(want_lse), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("batch", "q_len", "heads", "max_pages"), [(1, 1, 16, 64), (5, 1, 128, 20), (3, 4, 16, 9), (64, 2, 9, 3)]
+)
+def test_right(batch: int, q_len: int, heads: int, max_pages: int) -> None:
+    args = arrays(batch, q_len, heads, max_pages)
+    assert_right(jax.jit(attend("cute"))(*args), *args)
+
+
+def test_none_chooses_the_kernel() -> None:
+    args = arrays(2, 1, 16, 4)
+    assert tsmla_jax.explain("mla_decode", *args, softmax_scale=SCALE).chosen == "cute"
+    np.testing.assert_array_equal(attend(None)(*args)[0], attend("cute")(*args)[0])
+
+
+@pytest.mark.parametrize("page", [16, 32, 128])
+def test_other_pages_and_dtypes(page: int) -> None:
+    args = arrays(4, 1, 16, 256 // page, page=page, dtype=jnp.float16, dim=320)
+    assert_right(attend("cute", latent_dim=256)(*args), *args, latent_dim=256)
+
+
+def test_ragged_with_padding() -> None:
+    q, *others = arrays(4, 3, 16, 6)
+    offsets = jnp.asarray([0, 3, 3, 4, 6], jnp.int32)
+    ragged = q.reshape(12, 16, 576)[:9]
+    kwargs = {"cu_seqlens_q": offsets, "max_q_len": 3}
+    got = jax.jit(attend("cute", max_q_len=3))(ragged, *others, cu_seqlens_q=offsets)
+    assert_right(got, ragged, *others, **kwargs)
+    assert np.all(np.asarray(got[1])[6:] == -np.inf) and np.all(np.float32(got[0])[6:] == 0)
+
+
+def test_scales_are_read_at_every_call() -> None:
+    args = arrays(2, 1, 16, 4)
+    run = jax.jit(lambda scale, kv_scale: attend("cute", softmax_scale=scale, kv_scale=kv_scale)(*args))
+    for scale, kv_scale in ((0.05, 1.0), (0.1, 0.5), (0.2, 2.0)):
+        scale, kv_scale = jnp.float32(scale), jnp.float32(kv_scale)
+        assert_right(run(scale, kv_scale), *args, softmax_scale=scale, kv_scale=kv_scale)
+
+
+def test_new_sizes_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend("cute")(*arrays(2, 1, 16, 4))
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(cache, "compile_kernel", refuse)
+    cache._loaded.clear()
+    cute_call._module.cache_clear()
+    for batch, max_pages in ((3, 4), (2, 7), (17, 1), (1, 200)):
+        args = arrays(batch, 1, 16, max_pages)
+        assert_right(jax.jit(attend("cute"))(*args), *args)
+
+
+def test_vmap() -> None:
+    q, kv, tables, lens = arrays(3, 1, 16, 4)
+    qs = jnp.stack([q, -q])
+    got = jax.vmap(attend("cute"), (0, None, None, None))(qs, kv, tables, lens)
+    for i in range(2):
+        assert_right((got[0][i], got[1][i]), qs[i], kv, tables, lens)
+
+
+def test_batch_invariant_rows_are_bitwise_the_same() -> None:
+    q, kv, tables, lens = arrays(8, 1, 16, 40)
+    run = jax.jit(attend("cute", batch_invariant=True))
+    together = run(q, kv, tables, lens)
+    for i in (0, 3, 7):
+        alone = run(q[i : i + 1], kv, tables[i : i + 1], lens[i : i + 1])
+        for a, b in zip(alone, together, strict=True):
+            np.testing.assert_array_equal(np.asarray(a[0]), np.asarray(b[i]))
+
+
+def test_repeated_calls_are_bitwise_the_same() -> None:
+    args = arrays(5, 2, 16, 30)
+    run = jax.jit(attend("cute"))
+    first = np.asarray(run(*args)[0])
+    for _ in range(20):
+        np.testing.assert_array_equal(np.asarray(run(*args)[0]), first)
+
+
+def test_inside_a_loop_with_a_donated_cache() -> None:
+    # Many launches in one program: XLA records them into a CUDA graph, and the cache is written in place.
+    q, kv, tables, lens = arrays(2, 1, 16, 4)
+    kv, lens = jnp.nan_to_num(kv), jnp.full_like(lens, 100)
+    tables = jnp.arange(8, dtype=jnp.int32).reshape(2, 4)
+    values = jnp.asarray(np.random.default_rng(3).normal(size=(32, 576)) / 3, jnp.bfloat16)
+
+    def step(implementation: str, kv: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        kv = kv.at[tables[0, 0], i].set(values[i])
+        return kv, attend(implementation)(q, kv, tables, lens)[0]
+
+    def run(implementation: str) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
+        return lambda kv: jax.lax.scan(partial(step, implementation), kv, jnp.arange(32))
+
+    want_kv, want = jax.jit(run("reference"))(kv)
+    got_kv, got = jax.jit(run("cute"), donate_argnums=0)(kv)
+    np.testing.assert_array_equal(np.asarray(got_kv), np.asarray(want_kv))
+    np.testing.assert_allclose(np.float32(got), np.float32(want), atol=2e-3, rtol=2e-2)
+
+
+def test_derivative_is_refused() -> None:
+    q, *others = arrays(2, 1, 16, 2)
+    with pytest.raises(NotImplementedError, match="no derivative"):
+        jax.grad(lambda q: attend("cute")(q, *others)[0].astype(jnp.float32).sum())(q)
+
+
+def test_another_architecture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_100a")
+    with pytest.raises(NotImplementedError, match="CUTE_DSL_ARCH is sm_100a, but the GPU here is"):
+        attend("cute")(*arrays(1, 1, 16, 1))
+
+
+def test_several_gpus_share_heads_and_batch() -> None:
+    devices = jax.devices()
+    if len(devices) < 2:
+        pytest.skip("needs two GPUs")
+    mesh = Mesh(np.array(devices[:2]), ("x",))
+    args = arrays(4, 1, 32, 4)
+    for specs in ((P(None, None, "x"), P(), P(), P()), (P("x"), P(), P("x"), P("x"))):
+        sharded = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, specs, strict=True)]
+        compiled = jax.jit(attend("cute")).lower(*sharded).compile()
+        assert "all-gather" not in compiled.as_text()
+        assert_right(compiled(*sharded), *args)
+
+
+# ---- other processes
+
+CHILD = """
+import json, os, sys, time
+import numpy as np
+import jax, jax.numpy as jnp
+jax.block_until_ready(jnp.zeros(8) + 1)
+arrays = [jnp.asarray(np.load(f"{sys.argv[1]}/{i}.npy")) for i in range(4)]
+arrays[:2] = [a.astype(jnp.bfloat16) for a in arrays[:2]]
+jax.block_until_ready(arrays)
+start = time.perf_counter()
+import tsmla_jax
+attend = jax.jit(lambda *a: tsmla_jax.mla_decode(*a, softmax_scale=192**-0.5, implementation="cute"))
+out = np.float32(jax.block_until_ready(attend(*arrays)))
+first = time.perf_counter() - start
+start = time.perf_counter()
+jax.block_until_ready(attend(*arrays))
+second = time.perf_counter() - start
+np.save(sys.argv[2], out)
+imported = sorted({name.partition(".")[0] for name in sys.modules} & {"cutlass", "torch", "flax"})
+print(json.dumps({"first": first, "second": second, "imported": imported}))
+"""
+
+
+def children(tmp_path: Path, count: int, environment: dict[str, str]) -> list[tuple[dict[str, Any], np.ndarray]]:
+    """Run CHILD in `count` processes at once; what each said and its output."""
+    for i, array in enumerate(arrays(3, 1, 16, 5)):
+        np.save(tmp_path / f"{i}.npy", np.asarray(array.astype(jnp.float32) if i < 2 else array))
+    environment = {**environment, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    environment.pop("JAX_PLATFORMS", None)
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(tmp_path), str(tmp_path / f"out{i}.npy")],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(count)
+    ]
+    said = [child.communicate(timeout=300)[0] for child in started]
+    assert [child.returncode for child in started] == [0] * count
+    return [(json.loads(text), np.load(tmp_path / f"out{i}.npy")) for i, text in enumerate(said)]
+
+
+def test_warm_process_starts_at_once(tmp_path: Path, child_environment: dict[str, str]) -> None:
+    args = arrays(3, 1, 16, 5)
+    want = np.float32(attend("cute")(*args)[0])
+    ((said, got),) = children(tmp_path, 1, child_environment)
+    np.testing.assert_array_equal(got, want)
+    assert said["imported"] == [] and said["first"] < 1.0, said
+
+
+def test_four_processes_with_an_empty_cache_are_all_right(tmp_path: Path, child_environment: dict[str, str]) -> None:
+    want = np.float32(attend("cute")(*arrays(3, 1, 16, 5))[0])
+    environment = {**child_environment, "TSMLA_CACHE_DIR": str(tmp_path / "empty")}
+    for _, got in children(tmp_path, 4, environment):
+        np.testing.assert_array_equal(got, want)
+    assert len(list((tmp_path / "empty").glob("*.obj"))) == 1
+
+
+EXPORTED = """
+import sys
+import numpy as np
+import jax, jax.numpy as jnp
+from jax import export
+from tsmla_jax.ops import cute_call
+cute_call.register()
+call = jax.jit(export.deserialize(bytearray(open(sys.argv[1], "rb").read())).call)
+arrays = [jnp.asarray(np.load(f"{sys.argv[2]}/{i}.npy")) for i in range(4)]
+arrays[:2] = [a.astype(jnp.bfloat16) for a in arrays[:2]]
+np.save(sys.argv[3], np.float32(call(*arrays)))
+"""
+
+
+def test_export_runs_in_another_process(tmp_path: Path, child_environment: dict[str, str]) -> None:
+    b, p, m = export.symbolic_shape("b, p, m")
+    struct = jax.ShapeDtypeStruct
+    exported = export.export(
+        jax.jit(attend("cute", return_lse=False)),
+        platforms=["cuda"],
+        disabled_checks=cute_call.export_disabled_checks(),
+    )(
+        struct((b, 1, 16, 576), jnp.bfloat16),
+        struct((p, 64, 576), jnp.bfloat16),
+        struct((b, m), jnp.int32),
+        struct((b,), jnp.int32),
+    )
+    (tmp_path / "blob").write_bytes(exported.serialize())
+    args = arrays(3, 1, 16, 5)
+    for i, array in enumerate(args):
+        np.save(tmp_path / f"{i}.npy", np.asarray(array.astype(jnp.float32) if i < 2 else array))
+    environment = {**child_environment, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    environment.pop("JAX_PLATFORMS", None)
+    arguments = [str(tmp_path / "blob"), str(tmp_path), str(tmp_path / "out.npy")]
+    subprocess.run([sys.executable, "-c", EXPORTED, *arguments], env=environment, check=True, timeout=300)
+    np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), np.float32(attend("cute")(*args)[0]))
