@@ -10,6 +10,8 @@ import jax.numpy as jnp
 
 import tsmla_jax
 from tsmla_jax.nn import MLAConfig
+from tsmla_jax.ops.dispatch import Explanation
+from tsmla_kernels import contract
 
 
 @dataclass(frozen=True)
@@ -18,12 +20,12 @@ class Choice:
 
     Attributes:
       op: the operation's name.
-      implementation: what runs it; None when nothing can.
+      implementation: what runs it.
       why: what was asked for, or why each implementation that is tried before it can't run.
     """
 
     op: str
-    implementation: str | None
+    implementation: str
     why: str
 
 
@@ -47,6 +49,10 @@ def explain_step(
       batch, max_pages: of the decode step.
       chunk, max_q_len: tokens of a prefill step, tokens of one request in a decode step.
       implementation: what the step asks for.
+
+    Raises:
+      ValueError: no implementation has that name.
+      NotImplementedError: it can't run this, with every reason.
     """
 
     def array(*shape: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
@@ -86,7 +92,12 @@ def explain_step(
     return [_choice(explanation, implementation) for explanation in (prefill, decode)]
 
 
-def _choice(explanation: Any, implementation: str | None) -> Choice:
+def _choice(explanation: Explanation, implementation: str | None) -> Choice:
+    if explanation.chosen is None:
+        reasons: list[str] = [f"{name}: {'; '.join(why)}" for name, why in explanation.reasons.items()]
+        if implementation is not None:
+            reasons = [*explanation.reasons[implementation]]
+        raise contract.not_runnable(explanation.op, str(implementation), reasons)
     if implementation is not None:
         return Choice(explanation.op, explanation.chosen, "as asked for")
     refused = []
