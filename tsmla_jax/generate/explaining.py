@@ -101,8 +101,8 @@ def _choice(explanation: Explanation, implementation: str | None) -> Choice:
     if implementation is not None:
         return Choice(explanation.op, explanation.chosen, "as asked for")
     refused = []
-    for name, reasons in explanation.reasons.items():
+    for name, why in explanation.reasons.items():
         if name == explanation.chosen:
             break
-        refused.append(f"not {name}: {'; '.join(reasons)}")
+        refused.append(f"not {name}: {'; '.join(why)}")
     return Choice(explanation.op, explanation.chosen, "; ".join(refused) or "the best there is")
