@@ -10,10 +10,13 @@ from tsmla_jax.ops.arrays import Scale, accumulation_dtype, as_scale
 
 
 def to_cache_dtype(x: jax.Array, scale: Scale | None, dtype: str) -> jax.Array:
-    """x / scale in float32 (float64 for float64), rounded to nearest even into `dtype`; fp8 saturates at +-448."""
+    """x * (1 / scale) in float32 (float64 for float64), rounded to nearest even into `dtype`; fp8 saturates at +-448.
+
+    The reciprocal is taken once: XLA makes this of a division by a scalar anyway, but only under jit, and a kernel would too.
+    """
     if scale is not None:
         wide = accumulation_dtype(x.dtype.name)
-        x = x.astype(wide) / as_scale(scale, wide)
+        x = x.astype(wide) * (1 / as_scale(scale, wide))
     if dtype == FP8:
         # The conversion itself turns what is out of range into NaN.
         x = jnp.clip(x.astype(accumulation_dtype(x.dtype.name)), -FP8_MAX, FP8_MAX)

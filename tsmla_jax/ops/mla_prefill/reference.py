@@ -36,8 +36,8 @@ def mla_prefill(
         visible &= kv_position <= last_visible[:, None]
     visible = visible[:, None, :]
 
-    q = q.astype(dtype) * as_scale(q_scale, dtype)
     # Padding rows may hold NaN, and 0 * NaN is NaN.
+    q = jnp.where(q_owned[:, None, None], q.astype(dtype), 0) * as_scale(q_scale, dtype)
     k = jnp.where(kv_owned[:, None, None], k.astype(dtype), 0) * as_scale(k_scale, dtype)
     v = jnp.where(kv_owned[:, None, None], v.astype(dtype), 0) * as_scale(v_scale, dtype)
     scores = jnp.einsum("qhd,khd->qhk", q, k, precision="highest") * as_scale(softmax_scale, dtype)

@@ -38,7 +38,7 @@ def write_kv_cache(
       implementation: "xla", "reference", or None for the best that can run; see `explain`.
 
     Returns:
-      [P, Z, D] in the cache's dtype. The division is in float32 and the conversion rounds to nearest even; an fp8 cache
+      [P, Z, D] in the cache's dtype. Rows are multiplied by 1 / kv_scale in float32 and rounded to nearest even; an fp8 cache
       saturates at +-448 (infinities too), so only a NaN input gives a NaN.
 
     Raises:
