@@ -26,10 +26,8 @@ def describe_optional(name: str, value: Any) -> contract.Array | None:
 
 
 def describe_scale(name: str, value: Any) -> Any:
-    """A scale for the contract: numbers and None as they are, arrays by shape and dtype."""
-    if value is None or isinstance(value, float | int):
-        return value
-    return describe(name, value)
+    """A scale for the contract: arrays by shape and dtype; the rest as it is, for the contract to judge."""
+    return describe(name, value) if hasattr(value, "shape") and hasattr(value, "dtype") else value
 
 
 def as_scale(value: Scale | None, dtype: Any) -> jax.Array:

@@ -1,0 +1,246 @@
+"""Every argument that is not legal gets an error that names it, what it got and what is legal."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tsmla_jax
+from tsmla_kernels import contract
+
+F32, I32 = jnp.float32, jnp.int32
+
+
+def zeros(*shape: int, dtype: Any = F32) -> jax.Array:
+    return jnp.zeros(shape, dtype)
+
+
+DECODE: dict[str, Any] = {
+    "q": zeros(2, 1, 4, 48),
+    "kv_cache": zeros(6, 16, 48),
+    "block_tables": zeros(2, 3, dtype=I32),
+    "seq_lens": zeros(2, dtype=I32),
+    "softmax_scale": 0.1,
+    "latent_dim": 32,
+}
+RAGGED = DECODE | {"q": zeros(5, 4, 48), "cu_seqlens_q": zeros(3, dtype=I32), "max_q_len": 2}
+PREFILL: dict[str, Any] = {
+    "q": zeros(5, 4, 24),
+    "k": zeros(7, 4, 24),
+    "v": zeros(7, 4, 16),
+    "cu_seqlens_q": zeros(3, dtype=I32),
+    "cu_seqlens_kv": zeros(3, dtype=I32),
+    "max_q_len": 5,
+    "max_kv_len": 7,
+    "softmax_scale": 0.1,
+}
+WRITE: dict[str, Any] = {
+    "kv_cache": zeros(6, 16, 48),
+    "latent": zeros(3, 32),
+    "k_rope": zeros(3, 16),
+    "slot_mapping": zeros(3, dtype=I32),
+}
+GATHER: dict[str, Any] = {
+    "kv_cache": zeros(6, 16, 48),
+    "block_tables": zeros(2, 3, dtype=I32),
+    "starts": zeros(2, dtype=I32),
+    "lens": zeros(2, dtype=I32),
+    "total_len": 9,
+}
+MERGE: dict[str, Any] = {"outs": [zeros(3, 4, 8)] * 2, "lses": [zeros(3, 4)] * 2}
+BASES = {
+    "mla_decode": DECODE,
+    "mla_prefill": PREFILL,
+    "write_kv_cache": WRITE,
+    "gather_kv_cache": GATHER,
+    "merge_attention_states": MERGE,
+}
+
+
+class Case:
+    """One call that is legal but for one argument."""
+
+    def __init__(self, op: str, argument: str, value: Any, message: str, *, error: Any = ValueError, base: Any = None):
+        self.op, self.error = op, error
+        self.arguments = (base or BASES[op]) | {argument: value}
+        self.message = rf"{argument}.*{message}"
+
+
+CASES = [
+    Case("mla_decode", "q", zeros(2, 4, 48), r"\[2, 4, 48\] of rank 3; legal: \[B, S, H, D\]"),
+    Case("mla_decode", "q", zeros(2, 1, 4, 40), r"last axis must equal kv_cache's D = 48"),
+    Case("mla_decode", "q", zeros(3, 1, 4, 48), r"B = 3 must equal block_tables' B = 2"),
+    Case("mla_decode", "q", zeros(2, 1, 0, 48), r"H must be at least 1"),
+    Case("mla_decode", "q", zeros(2, 1, 4, 48, dtype=I32), r"got dtype int32; legal: float16, bfloat16"),
+    Case("mla_decode", "q", [[1.0]], r"got list; legal: an array", error=TypeError),
+    Case("mla_decode", "q", zeros(2, 1, 4, 48), r"of rank 4; legal: \[T, H, D\]", base=RAGGED),
+    Case("mla_decode", "kv_cache", zeros(6, 1, 16, 48), r"of rank 4; legal: \[P, Z, D\]"),
+    Case("mla_decode", "kv_cache", zeros(6, 0, 48), r"Z must be at least 1"),
+    Case("mla_decode", "kv_cache", zeros(6, 16, 48, dtype=jnp.int8), r"got dtype int8"),
+    Case(
+        "mla_decode",
+        "kv_cache",
+        zeros(6, 16, 48, dtype=jnp.float16),
+        r"with q of bfloat16 legal: bfloat16, float8_e4m3fn",
+        base=DECODE | {"q": zeros(2, 1, 4, 48, dtype=jnp.bfloat16)},
+    ),
+    Case("mla_decode", "block_tables", np.zeros((2, 3), np.int64), r"got dtype int64; legal: int32"),
+    Case("mla_decode", "block_tables", zeros(6, dtype=I32), r"rank 1; legal: \[B, M\]"),
+    Case("mla_decode", "seq_lens", np.zeros(2, np.int64), r"got dtype int64; legal: int32"),
+    Case("mla_decode", "seq_lens", zeros(3, dtype=I32), r"\[3\]; legal: \[B\] = \[2\]"),
+    Case("mla_decode", "seq_lens", [3, 4], r"got list; legal: an array", error=TypeError),
+    Case("mla_decode", "latent_dim", 49, r"at most kv_cache's last axis D = 48"),
+    Case("mla_decode", "latent_dim", 0, r"an int >= 1"),
+    Case("mla_decode", "latent_dim", 32.0, r"got float; legal: a static int", error=TypeError),
+    Case("mla_decode", "max_q_len", 3, r"None or S = 1"),
+    Case("mla_decode", "max_q_len", None, r"got None; ragged queries", base=RAGGED),
+    Case("mla_decode", "max_q_len", 0, r"an int >= 1", base=RAGGED),
+    Case("mla_decode", "cu_seqlens_q", zeros(2, dtype=I32), r"legal: \[B \+ 1\] = \[3\]", base=RAGGED),
+    Case("mla_decode", "cu_seqlens_q", np.zeros(3, np.int64), r"got dtype int64; legal: int32", base=RAGGED),
+    Case("mla_decode", "causal", 1, r"got int; legal: True or False", error=TypeError),
+    Case("mla_decode", "return_lse", None, r"got NoneType; legal: True or False", error=TypeError),
+    Case("mla_decode", "batch_invariant", "yes", r"got str; legal: True or False", error=TypeError),
+    Case("mla_decode", "softmax_scale", None, r"got NoneType; legal: a float", error=TypeError),
+    Case("mla_decode", "softmax_scale", zeros(1), r"shape \[1\]; legal: a float or a float32 scalar"),
+    Case("mla_decode", "q_scale", "1", r"got str; legal: a float", error=TypeError),
+    Case("mla_decode", "q_scale", zeros(dtype=jnp.bfloat16), r"dtype bfloat16; legal: a float or a float32 scalar"),
+    Case("mla_decode", "kv_scale", zeros(4), r"shape \[4\]"),
+    Case("mla_decode", "implementation", "cuda", r"got 'cuda'; legal: None, 'cute', 'xla', 'reference'"),
+    Case("mla_prefill", "q", zeros(5, 96), r"rank 2; legal: \[Tq, H, head_dim\]"),
+    Case("mla_prefill", "q", zeros(5, 0, 24), r"H must be at least 1", base=PREFILL | {"k": zeros(7, 0, 24)}),
+    Case("mla_prefill", "k", zeros(7, 4, 16), r"heads and head_dim must equal q's, \[Tk, 4, 24\]"),
+    Case("mla_prefill", "k", zeros(7, 2, 24), r"heads and head_dim must equal q's"),
+    Case("mla_prefill", "k", zeros(7, 4, 24, dtype=jnp.bfloat16), r"one dtype, and q has float32"),
+    Case("mla_prefill", "v", zeros(6, 4, 16), r"tokens and heads must equal k's, \[7, 4, head_dim\]"),
+    Case("mla_prefill", "v", zeros(7, 4, 0), r"last axis must be a static int >= 1"),
+    Case("mla_prefill", "v", zeros(7, 4, 16, dtype=I32), r"got dtype int32"),
+    Case("mla_prefill", "cu_seqlens_q", zeros(0, dtype=I32), r"B \+ 1 must be at least 1"),
+    Case("mla_prefill", "cu_seqlens_q", zeros(3), r"got dtype float32; legal: int32"),
+    Case("mla_prefill", "cu_seqlens_kv", zeros(4, dtype=I32), r"legal: \[B \+ 1\] = \[3\]"),
+    Case("mla_prefill", "cu_seqlens_kv", np.zeros(3, np.int64), r"got dtype int64; legal: int32"),
+    Case("mla_prefill", "max_q_len", -1, r"an int >= 0"),
+    Case("mla_prefill", "max_kv_len", 2.5, r"got float; legal: a static int", error=TypeError),
+    Case("mla_prefill", "softmax_scale", True, r"got bool; legal: a float", error=TypeError),
+    Case("mla_prefill", "k_scale", zeros(2), r"shape \[2\]"),
+    Case("mla_prefill", "v_scale", zeros(dtype=I32), r"dtype int32"),
+    Case("mla_prefill", "causal", zeros(), r"True or False", error=TypeError),
+    Case("mla_prefill", "implementation", "flash", r"legal: None, 'cute', 'xla', 'reference'"),
+    Case("write_kv_cache", "kv_cache", zeros(96, 48), r"rank 2; legal: \[P, Z, D\]"),
+    Case("write_kv_cache", "latent", zeros(3, 1, 32), r"rank 3; legal: \[T, L\]"),
+    Case("write_kv_cache", "latent", zeros(3, 64), r"between 1 and kv_cache's D = 48"),
+    Case("write_kv_cache", "latent", zeros(3, 32, dtype=jnp.float8_e4m3fn), r"got dtype float8_e4m3fn; legal: float16"),
+    Case("write_kv_cache", "k_rope", zeros(3, 8), r"legal: \[T, R\] = \[3, 16\]"),
+    Case("write_kv_cache", "k_rope", zeros(2, 16), r"legal: \[T, R\] = \[3, 16\]"),
+    Case("write_kv_cache", "k_rope", None, r"leaves 16 columns after latent's L = 32"),
+    Case("write_kv_cache", "k_rope", zeros(3, 16, dtype=jnp.bfloat16), r"must be latent's, float32"),
+    Case("write_kv_cache", "slot_mapping", zeros(4, dtype=I32), r"legal: \[T\] = \[3\]"),
+    Case("write_kv_cache", "slot_mapping", np.zeros(3, np.int64), r"got dtype int64; legal: int32"),
+    Case("write_kv_cache", "kv_scale", zeros(1), r"shape \[1\]"),
+    Case("gather_kv_cache", "kv_cache", zeros(6, 16, 48, dtype=I32), r"got dtype int32"),
+    Case("gather_kv_cache", "block_tables", zeros(2, 3), r"got dtype float32; legal: int32"),
+    Case("gather_kv_cache", "starts", zeros(3, dtype=I32), r"legal: \[B\] = \[2\]"),
+    Case("gather_kv_cache", "lens", np.zeros(2, np.int64), r"got dtype int64; legal: int32"),
+    Case("gather_kv_cache", "total_len", -1, r"an int >= 0"),
+    Case("gather_kv_cache", "total_len", 3.0, r"got float; legal: a static int", error=TypeError),
+    Case("gather_kv_cache", "total_len", None, r"got NoneType; legal: a static int", error=TypeError),
+    Case("gather_kv_cache", "out_dtype", jnp.int8, r"got int8; legal: float16, bfloat16"),
+    Case("merge_attention_states", "outs", [], r"got no partial result"),
+    Case("merge_attention_states", "outs", [zeros(3, 4, 8), zeros(3, 4, 9)], r"must be as outs\[0\]"),
+    Case("merge_attention_states", "outs", [zeros(3, 4, 8, dtype=I32)] * 2, r"got dtype int32"),
+    Case("merge_attention_states", "outs", [[1.0]] * 2, r"got list; legal: an array", error=TypeError),
+    Case("merge_attention_states", "lses", [zeros(3, 4)], r"got 1 partial results; outs has 2"),
+    Case("merge_attention_states", "lses", [zeros(3, 4), zeros(4, 3)], r"without the last axis, \[3, 4\]"),
+    Case("merge_attention_states", "lses", [zeros(3, 4, dtype=jnp.bfloat16)] * 2, r"got dtype bfloat16"),
+]
+
+
+def call(op: str, arguments: dict[str, Any]) -> Any:
+    return getattr(tsmla_jax, op)(**arguments)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op}-{case.message[:30]}")
+def test_the_error_names_the_argument(case: Case) -> None:
+    with pytest.raises(case.error, match=case.message):
+        call(case.op, case.arguments)
+    if "implementation" not in case.arguments:
+        with pytest.raises(case.error, match=case.message):  # explain refuses what the operation refuses
+            tsmla_jax.explain(case.op, **case.arguments)
+
+
+def test_the_bases_are_legal() -> None:
+    for op, arguments in [*BASES.items(), ("mla_decode", RAGGED)]:
+        jax.eval_shape(functools.partial(call, op, arguments))
+
+
+@pytest.mark.parametrize(
+    ("op", "argument", "base"),
+    [
+        ("mla_decode", "max_q_len", RAGGED),
+        ("mla_decode", "latent_dim", DECODE),
+        ("mla_prefill", "max_q_len", PREFILL),
+        ("mla_prefill", "max_kv_len", PREFILL),
+        ("gather_kv_cache", "total_len", GATHER),
+    ],
+)
+def test_a_traced_size_is_refused_under_jit(op: str, argument: str, base: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=rf"{argument}: got .*Tracer; legal: a static int.*static_argnames"):
+        jax.jit(lambda size: call(op, base | {argument: size}))(2)
+
+
+def test_a_traced_flag_is_refused_under_jit() -> None:
+    with pytest.raises(TypeError, match=r"causal: got .*Tracer; legal: True or False"):
+        jax.jit(lambda causal: call("mla_decode", DECODE | {"causal": causal}))(True)
+
+
+@pytest.mark.parametrize("op", ["write_kv_cache", "gather_kv_cache", "merge_attention_states"])
+def test_a_named_implementation_that_cannot_run_gives_every_reason(op: str) -> None:
+    reasons = tsmla_jax.explain(op, **BASES[op]).reasons["cute"]
+    assert reasons
+    with pytest.raises(NotImplementedError, match=f"{op}: implementation='cute' can't run this call") as caught:
+        call(op, BASES[op] | {"implementation": "cute"})
+    assert all(reason in str(caught.value) for reason in reasons)
+
+
+def test_a_refused_decode_carries_every_reason() -> None:
+    reasons = tsmla_jax.explain("mla_decode", **DECODE).reasons["cute"]
+    with pytest.raises(NotImplementedError) as caught:
+        call("mla_decode", DECODE | {"implementation": "cute"})
+    named = tsmla_jax.explain("mla_decode", **DECODE, implementation="cute")
+    assert named.chosen is None
+    assert all(reason in str(caught.value) for reason in named.reasons["cute"])
+    assert set(named.reasons["cute"]) <= set(reasons)
+
+
+def test_explain_says_what_none_picks() -> None:
+    shapes = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) if hasattr(a, "shape") else a for name, a in DECODE.items()}
+    explanation = tsmla_jax.explain("mla_decode", **shapes)
+    assert explanation.chosen == "xla"
+    assert explanation.reasons["xla"] == explanation.reasons["reference"] == ()
+    assert explanation.spec == tsmla_jax.explain(tsmla_jax.mla_decode, **DECODE).spec
+    assert "xla: can run" in str(explanation)
+    with pytest.raises(ValueError, match=r"op: got 'attention'; legal: .*mla_decode"):
+        tsmla_jax.explain("attention")
+
+
+def test_dtype_pairs_of_query_and_cache() -> None:
+    wide = ("float32", "float64")
+    for q, kv in itertools.product(contract.VALUES, contract.VALUES):
+        legal = kv == contract.FP8 if q == contract.FP8 else kv in (q, contract.FP8) or q in wide
+        arrays = {
+            "q": contract.Array((2, 1, 4, 48), q),
+            "kv_cache": contract.Array((6, 16, 48), kv),
+            "block_tables": contract.Array((2, 3), "int32"),
+            "seq_lens": contract.Array((2,), "int32"),
+        }
+        if legal:
+            spec = contract.decode_spec(**arrays, softmax_scale=1.0, latent_dim=32)
+            assert spec.out_dtype == ("bfloat16" if q == contract.FP8 else q)
+        else:
+            with pytest.raises(ValueError, match="kv_cache: got dtype"):
+                contract.decode_spec(**arrays, softmax_scale=1.0, latent_dim=32)
