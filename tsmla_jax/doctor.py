@@ -118,7 +118,7 @@ def _usual_calls() -> list[tuple[str, str, Callable[[], Any]]]:
 
     import tsmla_jax
 
-    def of(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    def of(shape: tuple[int, ...], dtype: Any) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     bf16, fp8, i32, f32 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.int32, jnp.float32
