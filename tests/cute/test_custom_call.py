@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import pytest
 from cute_standin import DECODE
 from jax import export
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import tsmla_jax
 from tsmla_jax.ops import cute_call
@@ -120,6 +122,24 @@ def test_ragged_queries() -> None:
     assert operands_of_call(text).startswith(
         "(tensor<144x576xbf16>, tensor<32x64x576xbf16>, tensor<4x8xi32>, tensor<4xi32>, tensor<5xi32>, tensor<2xf32>)"
     )
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_of_heads_and_batch(check_vma: bool) -> None:
+    # The cache is whole on every device while the rest differs between them: a custom call wants them declared alike.
+    if len(jax.devices()) < 4:
+        pytest.skip("needs four devices")
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
+    rows = P("data", None, "model")
+    mapped = jax.shard_map(
+        attend, mesh=mesh, in_specs=(rows, P(), P("data"), P("data")), out_specs=rows, check_vma=check_vma
+    )
+    text = lower(mapped, *specs(4, heads=32))
+    assert operands_of_call(text).startswith("(tensor<32x576xbf16>, tensor<32x64x576xbf16>, tensor<2x8xi32>")
+    if check_vma:  # and the results are known to differ along both axes, so that nobody takes them for replicated
+        claimed = jax.shard_map(attend, mesh=mesh, in_specs=(rows, P(), P("data"), P("data")), out_specs=P("data"))
+        with pytest.raises(ValueError, match="model"):
+            lower(claimed, *specs(4, heads=32))
 
 
 def test_donated_cache_stays_donated() -> None:

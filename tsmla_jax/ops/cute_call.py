@@ -183,7 +183,10 @@ def cute_call(
 
 
 def _varying(array: jax.Array) -> frozenset[str]:
-    return getattr(jax.typeof(array), "vma", frozenset())
+    """The mesh axes along which shard_map's check_vma takes the array to differ."""
+    aval = jax.typeof(array)
+    kind = getattr(aval, "mat", None)  # jax before 0.10 has it on the type itself
+    return getattr(aval, "vma", frozenset()) if kind is None else kind.varying
 
 
 def _vary_over(array: jax.Array, axes: frozenset[str]) -> jax.Array:
