@@ -13,7 +13,12 @@ from tsmla_jax.ops.gather_kv_cache.api import gather_kv_cache
 from tsmla_jax.ops.merge_attention_states.api import merge_attention_states
 from tsmla_jax.ops.mla_decode.api import mla_decode
 from tsmla_jax.ops.mla_prefill.api import mla_prefill
-from tsmla_jax.ops.sparse.compress_kv.api import CompressorState, compress_kv, init_compressor_state
+from tsmla_jax.ops.sparse.compress_kv.api import (
+    CompressedEntries,
+    CompressorState,
+    compress_kv,
+    init_compressor_state,
+)
 from tsmla_jax.ops.sparse.indexer import indexer_quantize, write_indexer_cache
 from tsmla_jax.ops.sparse.indexer_logits.api import indexer_logits
 from tsmla_jax.ops.sparse.layouts import (
@@ -33,6 +38,7 @@ from tsmla_jax.ops.sparse.metadata import (
 from tsmla_jax.ops.sparse.select_topk.api import select_topk
 from tsmla_jax.ops.sparse.sparse_mla.api import sparse_mla
 from tsmla_jax.ops.sparse.v4 import (
+    MixedIndices,
     apply_rope,
     build_mixed_sparse_indices,
     compressed_slots,
@@ -46,7 +52,9 @@ from tsmla_jax.ops.write_kv_cache.api import write_kv_cache
 from tsmla_kernels import __version__
 
 __all__ = [
+    "CompressedEntries",
     "CompressorState",
+    "MixedIndices",
     "__version__",
     "apply_rope",
     "build_mixed_sparse_indices",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-import os
 import platform
 import threading
 import time
@@ -70,8 +69,6 @@ def compile_kernel(kernel: Kernel, config: Config, arch: str) -> CompiledObject:
     operands = kernel.operands(config)
     with _lock:
         start = time.perf_counter()
-        # Read once when the DSL is imported; without it the DSL asks for the GPU at hand, which may be none.
-        os.environ.setdefault("CUTE_DSL_ARCH", arch)
         try:
             import cuda.bindings.driver as cuda
             import cutlass
@@ -132,7 +129,7 @@ def resolve(name: str) -> Any:
 
 @contextlib.contextmanager
 def _architecture(arch: str) -> Any:
-    """Compile for `arch` meanwhile, whatever the environment said when the DSL was imported."""
+    """Compile for `arch` meanwhile, whatever CUTE_DSL_ARCH said when the DSL was imported and whatever GPU is here."""
     from cutlass.cutlass_dsl.cutlass import CuTeDSL
 
     environment = CuTeDSL._get_dsl().envar

@@ -1,14 +1,14 @@
 """What every MLA operation accepts and returns: frozen specs, shape and dtype rules, and the error texts.
 
 Both front ends describe their arrays as `Array(shape, dtype)` with the dtype's name ("bfloat16") and call one function
-per operation here, so a wrong argument reads the same from jax and from torch. This module imports neither. A shape holds
-ints or the symbolic dimensions of `jax.export`; only the last axis (and the page size) must be ints.
+per operation here, so a wrong argument reads the same from jax and from torch. This module imports neither. A shape
+holds ints or the symbolic dimensions of `jax.export`; only the last axis (and the page size) must be ints.
 
 Axes: B requests, S query tokens a request, T tokens over all requests, H query heads, L latent width, R rope width,
 D = L + R, P pages, Z page size (tokens a page), M block-table width (pages a request at most).
 
-Errors: TypeError for an argument that isn't an array or isn't static, ValueError for a shape, dtype or value that is not
-legal. What a particular implementation can't run is that implementation's NotImplementedError, not decided here.
+Errors: TypeError for an argument that isn't an array or isn't static, ValueError for a shape, dtype or value that is
+not legal. What a particular implementation can't run is that implementation's NotImplementedError, not decided here.
 """
 
 import operator
@@ -168,7 +168,8 @@ def decode_spec(
         max_q_len, total_q_len = q_len, q_batch * q_len
     if q_dim != head_dim:
         raise ValueError(
-            f"q: got shape {_show(q.shape)}; its last axis must equal kv_cache's D = {head_dim} (latent first, rope last)"
+            f"q: got shape {_show(q.shape)}; its last axis must equal kv_cache's D = {head_dim}"
+            " (latent first, rope last)"
         )
     _at_least_one("q", q.shape, -2, "H")
     _check_kv_dtype(q.dtype, kv_cache.dtype)
@@ -231,7 +232,8 @@ def prefill_spec(
         )
     if v.shape[:2] != k.shape[:2]:
         raise ValueError(
-            f"v: got shape {_show(v.shape)}; its tokens and heads must equal k's, [{total_kv_len}, {num_heads}, head_dim]"
+            f"v: got shape {_show(v.shape)}; its tokens and heads must equal k's,"
+            f" [{total_kv_len}, {num_heads}, head_dim]"
         )
     for name, array in (("k", k), ("v", v)):
         if array.dtype != q.dtype:

@@ -19,16 +19,16 @@ TINY: dict[str, Any] = {
     "qk_nope_head_dim": 24,
     "qk_rope_head_dim": 16,
     "v_head_dim": 20,
-    "max_position_embeddings": 640,
+    "max_position_embeddings": 40960,
     "rope_theta": 10000.0,
     # Not what the two a-layernorms use, and far from it.
     "rms_norm_eps": 1e-3,
 }
-# The original context is short enough that the ramp lies among the 8 frequencies.
+# The ramp goes from the second to the sixth of the 8 frequencies.
 YARN: dict[str, Any] = {
     "type": "yarn",
     "factor": 40,
-    "original_max_position_embeddings": 160,
+    "original_max_position_embeddings": 1024,
     "beta_fast": 32,
     "beta_slow": 1,
     "mscale": 1.0,

@@ -46,7 +46,7 @@ KIMI_K2 = {
     **V3,
     "num_attention_heads": 64,
     "rope_theta": 50000.0,
-    "rope_scaling": {**V3["rope_scaling"], "factor": 32.0},
+    "rope_scaling": {**V3["rope_scaling"], "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0},
 }
 
 
@@ -175,6 +175,13 @@ def test_yarn_frequencies_of_v3() -> None:
     np.testing.assert_allclose(ratio[23:], 1 / 40, rtol=1e-6)
     np.testing.assert_allclose(ratio[16], 1 + 6 / 13 * (1 / 40 - 1), rtol=1e-6)
     assert inverse_frequencies(config).dtype == np.float32
+
+
+def test_yarn_frequencies_of_kimi_k2() -> None:
+    """Both boundaries are one rotation, 64 ln(4096 / (2 pi)) / (2 ln 5e4) = 19.16: a step between pairs 19 and 20."""
+    config = MLAConfig.from_hf(KIMI_K2)
+    ratio = inverse_frequencies(config) * 50000.0 ** (np.arange(32) / 32)
+    np.testing.assert_allclose(ratio, np.where(np.arange(32) < 20, 1.0, 1 / 32), rtol=1e-6)
 
 
 def test_layouts_hold_the_same_values() -> None:

@@ -15,15 +15,19 @@ def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> tuple[n
     return weights @ v / weights.sum(), maximum + np.log(weights.sum())
 
 
-def decode(q, kv_cache, block_tables, seq_lens, *, scale, latent_dim, q_lens=None, causal=True, q_scale=1.0, kv_scale=1.0):
+def decode(
+    q, kv_cache, block_tables, seq_lens, *, scale, latent_dim, q_lens=None, causal=True, q_scale=1.0, kv_scale=1.0
+):
     """q is a list of [S_b, H, D]; returns lists of out [S_b, H, L] and lse [S_b, H]."""
     outs, lses = [], []
     page_size = kv_cache.shape[1]
     for b, query in enumerate(q):
         n = int(seq_lens[b])
-        keys = np.stack(
-            [kv_cache[block_tables[b, j // page_size], j % page_size] for j in range(n)]
-        ) if n else np.zeros((0, kv_cache.shape[2]))
+        keys = (
+            np.stack([kv_cache[block_tables[b, j // page_size], j % page_size] for j in range(n)])
+            if n
+            else np.zeros((0, kv_cache.shape[2]))
+        )
         keys = keys.astype(np.float64) * kv_scale
         query = query.astype(np.float64) * q_scale
         count, heads, _ = query.shape

@@ -148,7 +148,8 @@ def test_gather_packs_and_dequantises(name: str, dtype: str) -> None:
     np.testing.assert_array_equal(got, want.astype(ml_dtypes.bfloat16))
     wide = jitted("gather_kv_cache", name, total_len=40, out_dtype=jnp.float32)
     np.testing.assert_array_equal(
-        wide(cache, tables, np.int32(starts), np.int32(lens)), gathered(cache.astype(np.float32), tables, starts, lens, 40)
+        wide(cache, tables, np.int32(starts), np.int32(lens)),
+        gathered(cache.astype(np.float32), tables, starts, lens, 40),
     )
 
 

@@ -69,7 +69,9 @@ def ints(arguments: tuple[Any, ...]) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize(("call", "arguments", "message"), WRONG)
-def test_wrong_data_is_named(call: Any, arguments: tuple[Any, ...], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_data_is_named(
+    call: Any, arguments: tuple[Any, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     call(*ints(arguments))  # unchecked, it reads inside the cache and says nothing
     monkeypatch.setenv("TSMLA_CHECK", "1")
     with pytest.raises(ValueError, match=message):

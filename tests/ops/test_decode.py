@@ -19,9 +19,7 @@ IMPLEMENTATIONS = ("reference", "xla")
 KEYS = [0, 1, 63, 64, 65, 4096]
 STATIC = ("latent_dim", "max_q_len", "causal", "batch_invariant")
 RUN = {
-    name: jax.jit(
-        functools.partial(tsmla_jax.mla_decode, return_lse=True, implementation=name), static_argnames=STATIC
-    )
+    name: jax.jit(functools.partial(tsmla_jax.mla_decode, return_lse=True, implementation=name), static_argnames=STATIC)
     for name in IMPLEMENTATIONS
 }
 
@@ -65,7 +63,8 @@ def test_equals_the_oracle(name: str, causal: bool, q_lens: list[int] | None) ->
     assert_same_lse(lse, want_lse, 2e-6)
 
 
-# B x S x H x Z, each value of each axis, ragged and uniform; every batch of 3 or more has all lengths in KEYS, twice over.
+# B x S x H x Z, each value of each axis, ragged and uniform; every batch of 3 or more has all lengths in KEYS, twice
+# over.
 GRID = [
     # batch, s, heads, page, ragged
     (1, 1, 1, 64, False),
@@ -124,7 +123,9 @@ def plain_decode(
 
 @pytest.mark.parametrize(("heads", "page", "lens"), [(16, 64, [4096, 65, 64]), (3, 128, [63, 1, 4096])])
 def test_bf16_error_is_at_most_twice_that_of_plain_bf16(heads: int, page: int, lens: list[int]) -> None:
-    inputs = paged(lens, heads=heads, page_size=page, q_dtype="bfloat16", kv_dtype="bfloat16", latent_dim=512, rope_dim=64)
+    inputs = paged(
+        lens, heads=heads, page_size=page, q_dtype="bfloat16", kv_dtype="bfloat16", latent_dim=512, rope_dim=64
+    )
     exact, exact_lse = oracle.decode(
         inputs.per_request(),
         inputs.kv_cache,
@@ -137,7 +138,12 @@ def test_bf16_error_is_at_most_twice_that_of_plain_bf16(heads: int, page: int, l
     assert out.dtype == jnp.bfloat16
     assert lse.dtype == np.float32
     plain = plain_decode(
-        inputs.q, inputs.kv_cache, inputs.block_tables, inputs.seq_lens, scale=inputs.scale, latent_dim=inputs.latent_dim
+        inputs.q,
+        inputs.kv_cache,
+        inputs.block_tables,
+        inputs.seq_lens,
+        scale=inputs.scale,
+        latent_dim=inputs.latent_dim,
     )
     error = np.abs(out.astype(np.float64) - np.stack(exact)).max()
     assert error <= 2 * np.abs(np.asarray(plain, np.float64) - np.stack(exact)).max()
@@ -281,13 +287,38 @@ def test_pages_out_of_range_stay_inside_the_cache(name: str, bad: int) -> None:
     np.testing.assert_array_equal(out, want)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
+def test_memory_is_that_of_a_block_however_many_keys(dtype: str) -> None:
+    def memory(max_pages: int) -> tuple[int, int]:
+        """Bytes of arguments and results, and of temporaries, for 8 requests of max_pages * 64 keys."""
+        struct = jax.ShapeDtypeStruct
+        shapes = (
+            struct((8, 1, 16, 576), jnp.bfloat16 if dtype == "float8_e4m3fn" else dtype),
+            struct((8 * max_pages, 64, 576), dtype),
+            struct((8, max_pages), jnp.int32),
+            struct((8,), jnp.int32),
+        )
+        decode = functools.partial(tsmla_jax.mla_decode, softmax_scale=0.1, implementation="xla")
+        analysis = jax.jit(decode).lower(*shapes).compile().memory_analysis()
+        return analysis.argument_size_in_bytes + analysis.output_size_in_bytes, analysis.temp_size_in_bytes
+
+    needed, temporaries = memory(512)
+    assert needed + temporaries <= 1.3 * needed
+    assert abs(temporaries - memory(64)[1]) < 100_000
+
+
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_empty_shapes(name: str) -> None:
-    decode = functools.partial(tsmla_jax.mla_decode, softmax_scale=0.1, latent_dim=32, return_lse=True, implementation=name)
+    decode = functools.partial(
+        tsmla_jax.mla_decode, softmax_scale=0.1, latent_dim=32, return_lse=True, implementation=name
+    )
     cache = jnp.ones((4, 16, 48))
     for batch, width, pages in [(0, 2, 4), (2, 0, 4), (2, 2, 0)]:
         out, lse = decode(
-            jnp.ones((batch, 1, 2, 48)), cache[:pages], jnp.zeros((batch, width), jnp.int32), jnp.zeros((batch,), jnp.int32)
+            jnp.ones((batch, 1, 2, 48)),
+            cache[:pages],
+            jnp.zeros((batch, width), jnp.int32),
+            jnp.zeros((batch,), jnp.int32),
         )
         assert out.shape == (batch, 1, 2, 32)
         assert (np.asarray(out) == 0).all()

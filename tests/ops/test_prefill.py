@@ -93,9 +93,7 @@ def test_equals_the_oracle(name: str, causal: bool) -> None:
     [([300, 1], [300, 600], 3, 192, 128), ([64], [64], 1, 128, 128), ([1] * 5, [513, 2, 256, 257, 1], 16, 32, 48)],
 )
 @pytest.mark.parametrize("causal", [True, False])
-def test_xla_equals_reference(
-    q_lens: list[int], kv_lens: list[int], heads: int, qk: int, v: int, causal: bool
-) -> None:
+def test_xla_equals_reference(q_lens: list[int], kv_lens: list[int], heads: int, qk: int, v: int, causal: bool) -> None:
     x = packed(q_lens, kv_lens, heads=heads, qk=qk, v=v, seed=2)
     out, lse = run("xla", x, causal=causal, scale=qk**-0.5)
     want, want_lse = run("reference", x, causal=causal, scale=qk**-0.5)
@@ -186,7 +184,12 @@ def test_memory_of_the_gradient_is_linear_in_the_tokens() -> None:
             return out.sum()
 
         row = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-        shapes = (row((tokens, 4, 64)), row((tokens, 4, 64)), row((tokens, 4, 64)), jax.ShapeDtypeStruct((2,), jnp.int32))
+        shapes = (
+            row((tokens, 4, 64)),
+            row((tokens, 4, 64)),
+            row((tokens, 4, 64)),
+            jax.ShapeDtypeStruct((2,), jnp.int32),
+        )
         compiled = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(*shapes).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 

@@ -1,4 +1,4 @@
-"""The operations under jax's transformations: vmap, eval_shape, jax.export with symbolic sizes, shard_map, derivatives."""
+"""The operations under jax's transformations: vmap, eval_shape, symbolic jax.export, shard_map, derivatives."""
 
 from __future__ import annotations
 
@@ -73,9 +73,7 @@ def gather_call(name: str) -> tuple[Callable[..., Any], Arrays]:
     cache = np.random.default_rng(5).standard_normal((5, PAGE, WIDTH), np.float32)
 
     def function(cache: Any, tables: Any, starts: Any, lens: Any, rows: Any) -> Any:
-        return tsmla_jax.gather_kv_cache(
-            cache, tables, starts, lens, total_len=rows.shape[0], implementation=name
-        )
+        return tsmla_jax.gather_kv_cache(cache, tables, starts, lens, total_len=rows.shape[0], implementation=name)
 
     return function, (cache, np.int32([[1, 0], [3, 4]]), np.int32([5, 0]), np.int32([20, 9]), np.zeros(31, np.int32))
 
@@ -171,9 +169,7 @@ def test_prefill_and_its_gradient_under_shard_map() -> None:
     function, arrays = prefill_call("xla")
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
     heads = P(None, "x")
-    mapped = jax.shard_map(
-        function, mesh=mesh, in_specs=(heads, heads, heads, P(), P()), out_specs=(heads, heads)
-    )
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=(heads, heads, heads, P(), P()), out_specs=(heads, heads))
     assert_close(jax.jit(mapped)(*arrays), function(*arrays))
 
     def loss(function: Callable[..., Any], q: Any, k: Any, v: Any) -> jax.Array:
@@ -236,7 +232,9 @@ def test_a_derivative_of_decode_names_the_alternatives() -> None:
 
 def test_the_reference_of_decode_differentiates() -> None:
     function, (q, cache, *rest) = decode_call("reference")
-    d_q, d_cache = jax.grad(lambda q, c: function(q, c, *rest)[0].sum(), argnums=(0, 1))(jnp.asarray(q), jnp.asarray(cache))
+    d_q, d_cache = jax.grad(lambda q, c: function(q, c, *rest)[0].sum(), argnums=(0, 1))(
+        jnp.asarray(q), jnp.asarray(cache)
+    )
     assert np.isfinite(d_q).all()
     assert np.isfinite(d_cache).all()
     assert np.abs(d_q).max() > 0

@@ -117,7 +117,7 @@ def _generate(args: argparse.Namespace) -> None:
     params = load_model(checkpoint, config, dtype=plan.dtype, progress=True)
     load_seconds = time.perf_counter() - begin
     stream = Stream(sys.stdout, lines, tokenizer, len(prompts))
-    result = Engine(params, config, options).generate(prompts, args.max_new_tokens, stream)
+    result = Engine(params, config, options).generate(prompts, args.max_new_tokens, stream, _say_compiling)
     record = {
         "tokens": result.tokens,
         **dataclasses.asdict(result.figures),
@@ -133,6 +133,12 @@ def _generate(args: argparse.Namespace) -> None:
     print("\n" + table(record), flush=True)
     if args.json:
         Path(args.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def _say_compiling(step: str) -> None:
+    """Tells a person why nothing happens for some seconds."""
+    if sys.stderr.isatty():
+        print(f"compiling: {step}", file=sys.stderr, flush=True)
 
 
 def read_prompt_ids(path: Path) -> list[list[int]]:

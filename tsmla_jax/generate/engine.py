@@ -148,6 +148,7 @@ class _Packed:
 
 
 OnTokens = Callable[[int, list[int], bool], None]
+OnCompile = Callable[[str], None]
 
 
 class Engine:
@@ -169,7 +170,11 @@ class Engine:
         self._head = {name: value for name, value in params.items() if name != "layers"}
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, on_tokens: OnTokens | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        on_tokens: OnTokens | None = None,
+        on_compile: OnCompile | None = None,
     ) -> Generation:
         """Continues every prompt by up to max_new_tokens tokens, or to the first end-of-text token.
 
@@ -177,22 +182,23 @@ class Engine:
           prompts: token ids; any number of prompts of any lengths. Those that don't fit the cache together take turns.
           max_new_tokens: at least 1.
           on_tokens: called with (prompt's index, new tokens, finished) as tokens come.
+          on_compile: called with the kind of step that is about to be compiled.
 
         Raises:
           ValueError, NotImplementedError: as `make_plan`.
         """
         plan = make_plan(self.config, self.options, prompts, max_new_tokens, self._dtype.name)
-        return _Run(self, plan, on_tokens).all(prompts, max_new_tokens)
+        return _Run(self, plan, on_tokens, on_compile).all(prompts, max_new_tokens)
 
 
 class _Run:
     """One call of `generate`: the cache, and the texts on their way through it."""
 
-    def __init__(self, engine: Engine, plan: Plan, on_tokens: OnTokens | None) -> None:
+    def __init__(self, engine: Engine, plan: Plan, on_tokens: OnTokens | None, on_compile: OnCompile | None) -> None:
         self.engine, self.options, self.config = engine, engine.options, engine.config
         # What ends a text is no concern of the compiled programs: without it models that differ there share them.
         self.compiled_config = replace(engine.config, eos_token_ids=())
-        self.plan, self.on_tokens = plan, on_tokens
+        self.plan, self.on_tokens, self.on_compile = plan, on_tokens, on_compile
         self.allocator = PageAllocator(plan.num_pages)
         width, dtype = self.config.attention.cache_dim, jnp.dtype(plan.cache_dtype)
         shape = (plan.num_pages, self.options.page_size, width)
@@ -317,6 +323,8 @@ class _Run:
         if key not in self.engine._seen:
             # Compile on a step of padding alone, so that its time is no step's. No slot is written by it.
             self.engine._seen.add(key)
+            if self.on_compile:
+                self.on_compile(f"{options.phase} of {num_tokens} tokens")
             begin = time.perf_counter()
             jax.block_until_ready(self._compute(self._pack([], num_tokens, rows, last_only), options))
             self.figures.compile_seconds += time.perf_counter() - begin

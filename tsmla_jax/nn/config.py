@@ -152,7 +152,7 @@ class MLAConfig:
         fields, where = read_hf_config(source)
         interleave = hf_field(fields, "rope_interleave", bool, where, default=True)
         q_lora_rank = hf_field(fields, "q_lora_rank", int, where, nullable=True)
-        theta, yarn = _rope_fields(fields, where)
+        theta, yarn = rope_fields(fields, where)
         sizes = {name: hf_field(fields, name, int, where) for name in _REQUIRED_SIZES}
         bias = hf_field(fields, "attention_bias", bool, where, default=False)
         try:
@@ -230,7 +230,7 @@ def hf_field(
     return float(value) if kind is float else value
 
 
-def _rope_fields(fields: Mapping[str, Any], where: str) -> tuple[float, YarnConfig | None]:
+def rope_fields(fields: Mapping[str, Any], where: str) -> tuple[float, YarnConfig | None]:
     """rope_theta and yarn, from the old spelling (rope_theta, rope_scaling), the new one (rope_parameters), or both.
 
     transformers 5 writes rope_parameters, sometimes next to the old fields. Where both are present they must agree: a

@@ -22,6 +22,7 @@ import tsmla_jax
 from tsmla_jax.nn.config import MLAConfig
 from tsmla_jax.nn.params import Params
 from tsmla_jax.nn.rope import apply_rope, rope_cos_sin
+from tsmla_jax.ops.ragged import row_owner
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -88,14 +89,11 @@ def ragged_positions(cu_seqlens_q: jax.Array, starts: jax.Array, total: int) -> 
         total: T, static; tokens from cu_seqlens_q[B] on are padding.
 
     Returns:
-        request ids [T] i32 and positions [T] i32; padding has the last request's id and position -1.
+        request ids [T] i32 and positions [T] i32; padding has some request's id and position -1.
     """
     cu_seqlens_q, starts = jnp.asarray(cu_seqlens_q), jnp.asarray(starts)
-    token = jnp.arange(total, dtype=jnp.int32)
-    request = jnp.searchsorted(cu_seqlens_q, token, side="right", method="compare_all").astype(jnp.int32) - 1
-    request = jnp.clip(request, 0, starts.shape[0] - 1)
-    position = starts[request] + token - cu_seqlens_q[request]
-    return request, jnp.where(token < cu_seqlens_q[-1], position, -1).astype(jnp.int32)
+    request, local, owned = row_owner(cu_seqlens_q, total)
+    return request, jnp.where(owned, starts[request] + local, -1).astype(jnp.int32)
 
 
 def slots_of(block_tables: jax.Array, requests: jax.Array, positions: jax.Array, *, page_size: int) -> jax.Array:
@@ -232,11 +230,17 @@ def prefill_with_context(
         # Partial results are merged once per chunk: at least in fp32, so that rounding doesn't grow with the context.
         return out.astype(jnp.promote_types(out.dtype, jnp.float32)), lse
 
-    def add_chunk(index: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    State = tuple[jax.Array, jax.Array, jax.Array]
+
+    def add_chunk(index: jax.Array, state: State) -> State:
+        out, lse, cache = state
         starts = jnp.minimum(index * context_chunk, context_lens)
         lens = jnp.minimum(context_lens - starts, context_chunk)
+        # Tied to this step: otherwise XLA's CPU backend widens the whole of a 16-bit cache ahead of the loop. What the
+        # barrier returned is also what goes on: two live values of one buffer would cost a copy of it.
+        cache, starts = jax.lax.optimization_barrier((cache, starts))
         rows = tsmla_jax.gather_kv_cache(
-            kv_cache,
+            cache,
             block_tables,
             starts,
             lens,
@@ -246,12 +250,14 @@ def prefill_with_context(
         )
         k, v = expand_kv(params, *jnp.split(rows, [config.kv_lora_rank], axis=-1))
         cu_seqlens_kv = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lens, dtype=jnp.int32)])
-        out, lse = attend(k, v, cu_seqlens_kv, context_chunk, causal=False)
-        return tsmla_jax.merge_attention_states([state[0], out], [state[1], lse])
+        part = attend(k, v, cu_seqlens_kv, context_chunk, causal=False)
+        return *tsmla_jax.merge_attention_states([out, part[0]], [lse, part[1]]), cache
 
     k, v = expand_kv(params, latent, k_rope)
     chunks = (jnp.max(context_lens, initial=0) + context_chunk - 1) // context_chunk
-    out, _ = jax.lax.fori_loop(0, chunks, add_chunk, attend(k, v, cu_seqlens_q, max_q_len, causal=True))
+    # The cache goes through the loop, so that the write after it finds the donated buffer and needs no copy.
+    initial = (*attend(k, v, cu_seqlens_q, max_q_len, causal=True), kv_cache)
+    out, _, kv_cache = jax.lax.fori_loop(0, chunks, add_chunk, initial)
     kv_cache = tsmla_jax.write_kv_cache(kv_cache, latent, k_rope, slot_mapping, kv_scale=kv_scale)
     return project_out(params, config, out.astype(q.dtype)), kv_cache
 

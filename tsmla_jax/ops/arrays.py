@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+
 from tsmla_kernels import contract
 
 Scale = float | jax.Array

@@ -1,8 +1,8 @@
 """What only the data can show, checked under TSMLA_CHECK=1.
 
-Outside of jit the check raises ValueError at the call. Under jit it runs on the host while the program runs, and surfaces as
-jax's runtime error carrying the same text; that is a synchronisation, and jax.export can't serialise it, hence the switch.
-Without it the implementations still read and write only inside the cache.
+Outside of jit the check raises ValueError at the call. Under jit it runs on the host while the program runs, and
+surfaces as jax's runtime error carrying the same text; that is a synchronisation, and jax.export can't serialise it,
+hence the switch. Without it the implementations still read and write only inside the cache.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+
 from tsmla_kernels.contract import CacheGatherSpec, CacheWriteSpec, DecodeSpec, PrefillSpec
 
 
@@ -22,9 +23,7 @@ def enabled() -> bool:
     return os.environ.get("TSMLA_CHECK", "0") not in ("", "0")
 
 
-def decode(
-    spec: DecodeSpec, seq_lens: jax.Array, block_tables: jax.Array, cu_seqlens_q: jax.Array | None
-) -> jax.Array:
+def decode(spec: DecodeSpec, seq_lens: jax.Array, block_tables: jax.Array, cu_seqlens_q: jax.Array | None) -> jax.Array:
     """seq_lens, behind the check that lengths fit the table, used pages exist and cu_seqlens_q is sound."""
     if cu_seqlens_q is None:
         return behind(partial(_check_decode, spec), seq_lens, block_tables)

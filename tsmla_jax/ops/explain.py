@@ -24,8 +24,8 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
 
     Args:
       op: an operation's name, or the public function itself.
-      *args, **kwargs: its arguments; arrays may be jax.ShapeDtypeStruct. With implementation=... the explanation is of that
-        one (chosen is None if it can't run).
+      *args, **kwargs: its arguments; arrays may be jax.ShapeDtypeStruct. With implementation=... the explanation is of
+        that one (chosen is None if it can't run).
 
     Returns:
       Explanation: op, spec (of tsmla_kernels.contract), chosen, and reasons by implementation; str() gives the text.

@@ -9,8 +9,8 @@ from jax import lax
 def carry(initial: jax.Array, *operands: jax.Array) -> jax.Array:
     """`initial` typed as differing between the devices of every mesh axis along which an operand does.
 
-    A loop's carry must have one type; a constant start is the same everywhere until the body mixes sharded data into it,
-    which shard_map would refuse."""
+    A loop's carry must have one type; a constant start is the same everywhere until the body mixes sharded data into
+    it, which shard_map would refuse."""
     axes = frozenset().union(*map(_varying_axes, operands)) - _varying_axes(initial)
     return lax.pcast(initial, tuple(axes), to="varying") if axes else initial
 

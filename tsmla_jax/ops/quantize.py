@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from tsmla_kernels.contract import FP8, FP8_MAX
 
 from tsmla_jax.ops.arrays import Scale, accumulation_dtype, as_scale
+from tsmla_kernels.contract import FP8, FP8_MAX
 
 
 def to_cache_dtype(x: jax.Array, scale: Scale | None, dtype: str) -> jax.Array:
     """x * (1 / scale) in float32 (float64 for float64), rounded to nearest even into `dtype`; fp8 saturates at +-448.
 
-    The reciprocal is taken once: XLA makes this of a division by a scalar anyway, but only under jit, and a kernel would too.
+    The reciprocal is taken once: XLA makes this of a division by a scalar anyway, but only under jit, and a kernel
+    would too.
     """
     if scale is not None:
         wide = accumulation_dtype(x.dtype.name)

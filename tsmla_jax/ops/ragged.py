@@ -13,8 +13,8 @@ def row_owner(cu_seqlens: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Arra
     then in bounds and meaningless)."""
     rows = jnp.arange(num_rows, dtype=jnp.int32)
     last = cu_seqlens.shape[0] - 2
-    # The last request that starts at or before the row: this steps over requests of length 0. (Not jnp.searchsorted: that
-    # one refuses symbolic sizes.)
+    # The last request that starts at or before the row: this steps over requests of length 0. (Not jnp.searchsorted:
+    # that one refuses symbolic sizes.)
     request = (cu_seqlens <= rows[:, None]).sum(-1, dtype=jnp.int32) - 1
     owned = (rows >= cu_seqlens[0]) & (rows < cu_seqlens[-1])
     request = jnp.clip(request, 0, last)

@@ -28,6 +28,7 @@ from tsmla_kernels.sm90.choose import BLOCK, ROWS, SMEM_BYTES, DecodeConfig
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 OVERHEAD = 8  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
+LOWEST = -1e30  # of the running maximum: finite, so that a row without keys needs no case of its own
 RESCALE_BITS = 8.0  # the running maximum moves only when it would grow by more than this, so P stays below 2^8
 DESCRIPTORS = 8  # ring of piece descriptors, filled LOOKAHEAD pieces before the slowest reader
 LOOKAHEAD = 4
@@ -84,13 +85,27 @@ class MlaDecode:
     ):
         dtype = self.dtype
         atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, dtype)
-        box_layout = cute.tile_to_shape(atom, (self.box, 64), (0, 1))
-        q_layout = cute.tile_to_shape(atom, (BLOCK, 64), (0, 1))
-        keys = cute.make_tensor(kv_cache.iterator, cute.select(kv_cache.layout, mode=[1, 2, 0]))
+        # One copy brings a block's keys with all their columns: (key, 64 columns, column tile, page) as four modes.
+        # Where pages are shorter than a block, a copy is one column tile, for a block is not one box.
+        tiles = self.column_tiles if self.box == BLOCK else 1
+        box_layout = cute.tile_to_shape(atom, (self.box, 64, tiles), (0, 1, 2))
+        q_layout = cute.tile_to_shape(atom, (BLOCK, 64, self.column_tiles), (0, 1, 2))
+        row, page = kv_cache.stride[1], kv_cache.stride[0]
+        keys = cute.make_tensor(
+            kv_cache.iterator,
+            cute.make_layout(
+                (self.page_size, 64, self.column_tiles, kv_cache.shape[0]), stride=(row, 1, 64, page)
+            ),
+        )
+        queries = cute.make_tensor(
+            q.iterator, cute.make_layout((q.shape[0], 64, self.column_tiles), stride=(q.stride[0], 1, 64))
+        )
         load = cpasync.CopyBulkTensorTileG2SOp()
         load_keys = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.cluster > 1 else load
-        tma_q, tma_q_tensor = cpasync.make_tiled_tma_atom(load, q, q_layout, (BLOCK, 64))
-        tma_k, tma_k_tensor = cpasync.make_tiled_tma_atom(load_keys, keys, box_layout, (self.box, 64))
+        tma_q, tma_q_tensor = cpasync.make_tiled_tma_atom(
+            load, queries, q_layout, (BLOCK, 64, self.column_tiles)
+        )
+        tma_k, tma_k_tensor = cpasync.make_tiled_tma_atom(load_keys, keys, box_layout, (self.box, 64, tiles))
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         mma_qk = sm90.make_trivial_tiled_mma(
             dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (ROWS, BLOCK), OperandSource.RMEM
@@ -107,6 +122,7 @@ class MlaDecode:
             ready: cute.struct.MemRange[Int64, self.stages]
             descriptor: cute.struct.MemRange[Int32, DESCRIPTORS * DESCRIPTOR_WORDS]
             rescale: cute.struct.MemRange[Float32, self.stages * ROWS]
+            moved: cute.struct.MemRange[Int32, self.stages * 4]
             inverse: cute.struct.MemRange[Float32, 2 * ROWS]
             walk: cute.struct.MemRange[Int32, 8]
             fill: cute.struct.MemRange[Int32, 8]
@@ -174,6 +190,7 @@ class MlaDecode:
             cute.make_layout((DESCRIPTOR_WORDS, DESCRIPTORS), stride=(1, DESCRIPTOR_WORDS))
         )
         rescale = storage.rescale.get_tensor(cute.make_layout((ROWS, self.stages), stride=(1, ROWS)))
+        moved = storage.moved.get_tensor(cute.make_layout((4, self.stages), stride=(1, 4)))
         inverse = storage.inverse.get_tensor(cute.make_layout((ROWS, 2), stride=(1, ROWS)))
         ring = storage.ring.data_ptr()
 
@@ -222,13 +239,13 @@ class MlaDecode:
         if group == 0:
             cute.arch.setmaxregister_increase(self.registers[0])
             self.score(
-                scales, lse, partial_lse, s_k, s_p, descriptor, rescale, inverse, full, ready, mma_qk, mma_qk_shared,
+                scales, lse, partial_lse, s_k, s_p, descriptor, rescale, moved, inverse, full, ready, mma_qk, mma_qk_shared,
                 s_q_rope, rank,
             )  # fmt: skip
         else:
             cute.arch.setmaxregister_decrease(self.registers[1])
             self.accumulate(
-                out, partial_out, s_k, s_p, descriptor, rescale, inverse, empty, ready, mma_pv, group - 1, rank,
+                out, partial_out, s_k, s_p, descriptor, rescale, moved, inverse, empty, ready, mma_pv, group - 1, rank,
                 warp_idx, schedule, copies,
             )  # fmt: skip
         cute.arch.griddepcontrol_launch_dependents()
@@ -492,76 +509,133 @@ class MlaDecode:
         Its state lies in shared memory: the registers of this warp are taken by O.
         """
         lane = cute.arch.lane_idx()
+        stage_bytes = BLOCK * self.depth * 2
         cute.arch.sync_warp()
-        piece, b, q_part, done = fill[0], fill[1], fill[2], fill[3]
-        at = piece % DESCRIPTORS
-        cute.arch.sync_warp()
-        if done == 0:
-            b_end, r, keys, q_stages = descriptor[1, at], descriptor[8, at], descriptor[2, at], descriptor[9, at]
-            stage_bytes = BLOCK * self.depth * 2
-            if b_end == 0:
+        b, b_end, first = fill[0], fill[1], fill[2]
+        if b < b_end:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full + index, stage_bytes)
+            if (b * BLOCK + BLOCK - 1) // self.page_size >= first + TABLE_AHEAD:
+                first = (b * BLOCK) // self.page_size
+                self.read_table(block_tables, descriptor, fill, pages, first, lane)
+            self.copy_keys(tma_k, tma_k_tensor, s_k, pages, full, index, b, first, rank)
+            cute.arch.sync_warp()
+            if lane == 0:
+                fill[0] = b + 1
+        elif fill[5] == 0:
+            # A piece begins: its Q, in one or two stages; or there is none.
+            piece, q_part = fill[3], fill[4]
+            at = piece % DESCRIPTORS
+            b_begin, b_end, q_stages = descriptor[0, at], descriptor[1, at], descriptor[9, at]
+            cute.arch.sync_warp()
+            if b_begin == b_end:
                 # The end. The consumers read the same descriptor.
                 if lane == 0:
-                    fill[3] = 1
+                    fill[5] = 1
                     cute.arch.mbarrier_arrive(full + index)
-            elif q_part < q_stages:
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full + index, stage_bytes)
-                s_q = cute.flat_divide(s_k, (BLOCK, 64))
-                g_q = cute.local_tile(
-                    cute.domain_offset((descriptor[5, at] + q_part * BLOCK, 0), tma_q_tensor), (BLOCK, 64), (0, None)
-                )
-                t_qs, t_qg = cpasync.tma_partition(
-                    tma_q, 0, cute.make_layout(1), cute.group_modes(s_q, 0, 2), cute.group_modes(g_q, 0, 2)
-                )
-                for c in cutlass.range_constexpr(self.column_tiles):
-                    cute.copy(tma_q, t_qg[None, c], t_qs[None, 0, c, index], tma_bar_ptr=full + index)
-                if q_part == 0:
-                    first = (descriptor[0, at] * BLOCK) // self.page_size
-                    pages[lane] = self.table_entry(block_tables, r, first + lane, keys)
-                    if lane == 0:
-                        fill[1] = descriptor[0, at]
-                        fill[4] = first
-                if lane == 0:
-                    fill[2] = q_part + 1
             else:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full + index, stage_bytes)
-                s_tiles = cute.flat_divide(s_k, (self.box, 64))  # (box, 64, boxes, column tiles, stages)
-                g_k = cute.local_tile(tma_k_tensor, (self.box, 64), (None, None, None))  # (.., box, column, page)
-                t_ks, t_kg = cpasync.tma_partition(
-                    tma_k, 0, cute.make_layout(1), cute.group_modes(s_tiles, 0, 2), cute.group_modes(g_k, 0, 2)
+                g_q = cute.local_tile(
+                    cute.domain_offset((descriptor[5, at] + q_part * BLOCK, 0, 0), tma_q_tensor),
+                    (BLOCK, 64, self.column_tiles),
+                    (0, 0, 0),
                 )
-                first = fill[4]
-                last = (b * BLOCK + BLOCK - 1) // self.page_size
-                if last >= first + TABLE_AHEAD:
-                    first = (b * BLOCK) // self.page_size
-                    cute.arch.sync_warp()
-                    pages[lane] = self.table_entry(block_tables, r, first + lane, keys)
-                    if lane == 0:
-                        fill[4] = first
-                    cute.arch.sync_warp()
-                for h in cutlass.range_constexpr(BLOCK // self.box):
-                    key = b * BLOCK + h * self.box
-                    page = pages[key // self.page_size - first]
-                    box = (key % self.page_size) // self.box
-                    for c in cutlass.range_constexpr(self.column_tiles):
-                        if const_expr(self.cluster == 1):
-                            cute.copy(
-                                tma_k, t_kg[None, box, c, page], t_ks[None, h, c, index], tma_bar_ptr=full + index
-                            )
-                        else:
-                            if (b + c) % 2 == rank:
-                                cute.copy(
-                                    tma_k, t_kg[None, box, c, page], t_ks[None, h, c, index],
-                                    tma_bar_ptr=full + index, mcast_mask=cutlass.Int16((1 << self.cluster) - 1),
-                                )  # fmt: skip
+                t_qs, t_qg = cpasync.tma_partition(
+                    tma_q,
+                    0,
+                    cute.make_layout(1),
+                    cute.group_modes(self.boxes(s_k, BLOCK, self.column_tiles), 0, 3),
+                    cute.group_modes(g_q, 0, 3),
+                )
+                cute.copy(tma_q, t_qg, t_qs[None, 0, 0, index], tma_bar_ptr=full + index)
                 if lane == 0:
-                    fill[1] = b + 1
-                    if b + 1 == b_end:
-                        fill[0] = piece + 1
-                        fill[2] = 0
+                    fill[4] = q_part + 1
+                if q_part + 1 == q_stages:
+                    self.read_table(
+                        block_tables, descriptor, fill, pages, (b_begin * BLOCK) // self.page_size, lane
+                    )
+                    if lane == 0:
+                        fill[0] = b_begin
+                        fill[1] = b_end
+                        fill[3] = piece + 1
+                        fill[4] = 0
         cute.arch.sync_warp()
+
+    @cute.jit
+    def boxes(self, s_k: cute.Tensor, keys: cutlass.Constexpr[int], tiles: cutlass.Constexpr[int]):
+        """The ring as TMA boxes: (keys, 64, tiles, box in block, box in columns, stage)."""
+        return cute.make_tensor(
+            s_k.iterator,
+            cute.make_layout(
+                ((8, keys // 8), 64, tiles, BLOCK // keys, self.column_tiles // tiles, self.stages),
+                stride=((64, 512), 1, 64 * BLOCK, 64 * keys, 64 * BLOCK * tiles, self.stage_elements),
+            ),
+        )
+
+    @cute.jit
+    def read_table(
+        self,
+        block_tables: cute.Tensor,
+        descriptor: cute.Tensor,
+        fill: cute.Tensor,
+        pages: cute.Tensor,
+        first: Int32,
+        lane: Int32,
+    ):
+        """The next TABLE_AHEAD pages of the request from position `first` of its table on, into shared memory.
+
+        0 past its last page, where the table may hold anything.
+        """
+        piece = fill[3]
+        if fill[0] < fill[1]:
+            piece -= 1  # its keys are under way already
+        at = piece % DESCRIPTORS
+        cute.arch.sync_warp()
+        position = first + lane
+        page = Int32(0)
+        if position < block_tables.shape[1] and position * self.page_size < descriptor[2, at]:
+            page = block_tables[descriptor[8, at], position]
+        pages[lane] = page
+        if lane == 0:
+            fill[2] = first
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def copy_keys(
+        self,
+        tma_k: cute.CopyAtom,
+        tma_k_tensor: cute.Tensor,
+        s_k: cute.Tensor,
+        pages: cute.Tensor,
+        full: cute.Pointer,
+        index: Int32,
+        b: Int32,
+        first: Int32,
+        rank: Int32,
+    ):
+        """Block b of the request into stage `index`; in a cluster each CTA copies every other block, for both."""
+        tiles = self.column_tiles if const_expr(self.box == BLOCK) else 1
+        g_k = cute.local_tile(tma_k_tensor, (self.box, 64, tiles), (None, 0, None, None))  # (.., box, columns, page)
+        t_ks, t_kg = cpasync.tma_partition(
+            tma_k,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(self.boxes(s_k, self.box, tiles), 0, 3),
+            cute.group_modes(g_k, 0, 3),
+        )
+        for h in cutlass.range_constexpr(BLOCK // self.box):
+            key = b * BLOCK + h * self.box
+            page = pages[key // self.page_size - first]
+            box = (key % self.page_size) // self.box
+            for c in cutlass.range(self.column_tiles // tiles, unroll=1):
+                if const_expr(self.cluster == 1):
+                    cute.copy(tma_k, t_kg[None, box, c, page], t_ks[None, h, c, index], tma_bar_ptr=full + index)
+                elif b % 2 == rank:
+                    cute.copy(
+                        tma_k, t_kg[None, box, c, page], t_ks[None, h, c, index], tma_bar_ptr=full + index,
+                        mcast_mask=cutlass.Int16((1 << self.cluster) - 1),
+                    )  # fmt: skip
 
     @cute.jit
     def advance(self, index: Int32, phase: Int32):
@@ -570,14 +644,6 @@ class MlaDecode:
             index = Int32(0)
             phase ^= 1
         return index, phase
-
-    @cute.jit
-    def table_entry(self, block_tables: cute.Tensor, r: Int32, position: Int32, keys: Int32):
-        """The page at a position of request r's table; 0 past its last page, where the table may hold anything."""
-        page = Int32(0)
-        if position < block_tables.shape[1] and position * self.page_size < keys:
-            page = block_tables[r, position]
-        return page
 
     # ---- scores and softmax
 
@@ -591,6 +657,7 @@ class MlaDecode:
         s_p: cute.Tensor,
         descriptor: cute.Tensor,
         rescale: cute.Tensor,
+        moved: cute.Tensor,
         inverse: cute.Tensor,
         full: cute.Pointer,
         ready: cute.Pointer,
@@ -696,10 +763,15 @@ class MlaDecode:
                     index, phase = self.advance(index, phase)
 
                 for i in cutlass.range_constexpr(2):
-                    m[i] = -Float32.inf
+                    m[i] = Float32(LOWEST)
                     l[i] = Float32(0.0)
+                seen_by_all = descriptor[2, at]
+                if const_expr(self.causal):
+                    seen_by_all = cutlass.min(seen_by_all, descriptor[3, at] + descriptor[4, at] // self.heads)
                 previous = index
                 for b in cutlass.range(b_begin, b_end, unroll=1):
+                    # Uniform, so that the descriptors are made in uniform registers: the loop is short of issue slots.
+                    index = cute.arch.make_warp_uniform(index)
                     cute.arch.mbarrier_wait(full + index, phase)
                     warpgroup.fence()
                     mma_qk.set(Field.ACCUMULATE, False)
@@ -720,9 +792,9 @@ class MlaDecode:
                     if b > b_begin:
                         self.signal(ready, previous, lane)
                     warpgroup.wait_group(0)
-                    acc.store(acc.load() * scale)
-                    self.mask(s, b, descriptor, at, row_low, lane)
-                    self.softmax(s, m, l, rescale, row_low, lane, index)
+                    if (b + 1) * BLOCK > seen_by_all:
+                        self.mask(s, b, descriptor, at, row_low, lane)
+                    self.softmax(s, m, l, scale, rescale, moved, row_low, lane, warp_here, index)
                     r_p.store(acc.load().to(self.dtype))
                     # All four warps have read these keys' rope columns: P may overwrite them.
                     cute.arch.barrier(barrier_id=1, number_of_threads=128)
@@ -750,21 +822,17 @@ class MlaDecode:
 
     @cute.jit
     def mask(self, s: cute.Tensor, b: Int32, descriptor: cute.Tensor, at: Int32, row_low: Int32, lane: Int32):
-        """Keys that a row does not see, in the blocks where there are any."""
+        """Scores of the keys that a row does not see."""
         keys = descriptor[2, at]
-        lowest = keys
-        if const_expr(self.causal):
-            lowest = cutlass.min(keys, descriptor[3, at] + descriptor[4, at] // self.heads)
-        if (b + 1) * BLOCK > lowest:
-            for i in cutlass.range_constexpr(2):
-                limit = keys
-                if const_expr(self.causal):
-                    token = (descriptor[4, at] + row_low + 8 * i) // self.heads
-                    limit = cutlass.min(keys, descriptor[3, at] + token)
-                for c in cutlass.range_constexpr(BLOCK // 4):
-                    column = b * BLOCK + (c // 2) * 8 + (lane % 4) * 2 + c % 2
-                    if column >= limit:
-                        s[i, c] = -Float32.inf
+        for i in cutlass.range_constexpr(2):
+            limit = keys
+            if const_expr(self.causal):
+                token = (descriptor[4, at] + row_low + 8 * i) // self.heads
+                limit = cutlass.min(keys, descriptor[3, at] + token)
+            for c in cutlass.range_constexpr(BLOCK // 4):
+                column = b * BLOCK + (c // 2) * 8 + (lane % 4) * 2 + c % 2
+                if column >= limit:
+                    s[i, c] = -Float32.inf
 
     @cute.jit
     def softmax(
@@ -772,37 +840,46 @@ class MlaDecode:
         s: cute.Tensor,
         m: cute.Tensor,
         l: cute.Tensor,
+        scale: Float32,
         rescale: cute.Tensor,
+        moved: cute.Tensor,
         row_low: Int32,
         lane: Int32,
+        warp_here: Int32,
         index: Int32,
     ):
-        """S (scaled, base 2) to P in place, against the running maximum m; row sums to l, O's factor to `rescale`."""
+        """S to P in place, against the running maximum m (base 2, scaled); row sums to l.
+
+        m follows the true maximum only when it lags by more than RESCALE_BITS, seldom after the first blocks; then
+        `moved` tells the values' warps of the same rows to multiply O by `rescale`.
+        """
+        high = cute.make_rmem_tensor((2,), Float32)
         for i in cutlass.range_constexpr(2):
-            high = s[i, 0]
+            high[i] = s[i, 0]
             for c in cutlass.range_constexpr(1, BLOCK // 4):
-                high = cute.arch.fmax(high, s[i, c])
-            high = cute.arch.fmax(high, cute.arch.shuffle_sync_bfly(high, offset=1))
-            high = cute.arch.fmax(high, cute.arch.shuffle_sync_bfly(high, offset=2))
-            old = m[i]
-            new = old
-            if high > old + RESCALE_BITS:
-                new = high
-            factor = Float32(1.0)
-            if old > -Float32.inf:
-                factor = cute.math.exp2(old - new, fastmath=True)
-            m[i] = new
-            shift = new
-            if new == -Float32.inf:
-                shift = Float32(0.0)
+                high[i] = cute.arch.fmax(high[i], s[i, c])
+        lags = high[0] * scale > m[0] + RESCALE_BITS or high[1] * scale > m[1] + RESCALE_BITS
+        any_lags = cute.arch.vote_any_sync(lags)
+        if any_lags:
+            for i in cutlass.range_constexpr(2):
+                top = high[i]
+                top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1))
+                top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=2))
+                new = cute.arch.fmax(m[i], top * scale)
+                factor = cute.math.exp2(m[i] - new, fastmath=True)
+                m[i] = new
+                l[i] = l[i] * factor
+                if lane % 4 == 0:
+                    rescale[row_low + 8 * i, index] = factor
+        if lane == 0:
+            moved[warp_here, index] = Int32(any_lags)
+        for i in cutlass.range_constexpr(2):
             total = Float32(0.0)
             for c in cutlass.range_constexpr(BLOCK // 4):
-                p = cute.math.exp2(s[i, c] - shift, fastmath=True)
+                p = cute.math.exp2(s[i, c] * scale - m[i], fastmath=True)
                 s[i, c] = p
                 total += p
-            l[i] = l[i] * factor + total
-            if lane % 4 == 0:
-                rescale[row_low + 8 * i, index] = factor
+            l[i] += total
 
     @cute.jit
     def finish(
@@ -851,6 +928,7 @@ class MlaDecode:
         s_p: cute.Tensor,
         descriptor: cute.Tensor,
         rescale: cute.Tensor,
+        moved: cute.Tensor,
         inverse: cute.Tensor,
         empty: cute.Pointer,
         ready: cute.Pointer,
@@ -882,6 +960,8 @@ class MlaDecode:
                 fill[lane] = Int32(0)
             for i in cutlass.range(self.stages, unroll=1):
                 self.produce(i, *copies)
+        pending, phase_of_pending = Int32(-1), Int32(0)
+        inverse_low, inverse_high = Float32(0.0), Float32(0.0)
         running = Int32(1)
         while running == 1:
             # Every use of a stage, Q's too, goes full -> ready -> empty, so that the three barriers stay in step.
@@ -892,63 +972,58 @@ class MlaDecode:
                 running = Int32(0)
             else:
                 q_stages = descriptor[9, at]
-                index, phase = self.recycle(index, phase, empty, warp_idx, copies)
+                self.refill(pending, phase_of_pending, empty, warp_idx, copies)
+                pending, phase_of_pending = index, phase
+                self.leave(index, empty)
+                index, phase = self.advance(index, phase)
                 if q_stages == 2:
                     cute.arch.mbarrier_wait(ready + index, phase)
-                    index, phase = self.recycle(index, phase, empty, warp_idx, copies)
+                    self.refill(pending, phase_of_pending, empty, warp_idx, copies)
+                    pending, phase_of_pending = index, phase
+                    self.leave(index, empty)
+                    index, phase = self.advance(index, phase)
                 acc.fill(0.0)
-                for b in cutlass.range(b_begin, b_end - 1, unroll=1):
-                    self.add(acc, o, rescale, ready, mma_pv, t_p, t_v, row_low, index, phase)
-                    index, phase = self.recycle(index, phase, empty, warp_idx, copies)
-                self.add(acc, o, rescale, ready, mma_pv, t_p, t_v, row_low, index, phase)
-                inverse_low, inverse_high = inverse[row_low, piece % 2], inverse[row_low + 8, piece % 2]
-                index, phase = self.recycle(index, phase, empty, warp_idx, copies)
+                for b in cutlass.range(b_begin, b_end, unroll=1):
+                    index = cute.arch.make_warp_uniform(index)
+                    cute.arch.mbarrier_wait(ready + index, phase)
+                    if moved[row_low // 16, index] != 0:
+                        low, high = rescale[row_low, index], rescale[row_low + 8, index]
+                        for c in cutlass.range_constexpr(self.half // 4):
+                            o[0, c] = o[0, c] * low
+                            o[1, c] = o[1, c] * high
+                    warpgroup.fence()
+                    for k in cutlass.range_constexpr(BLOCK // 16):
+                        cute.gemm(mma_pv, acc, t_p[None, None, k, index], t_v[None, None, k, index], acc)
+                    warpgroup.commit_group()
+                    # While that runs: fill the stage that was left before.
+                    self.refill(pending, phase_of_pending, empty, warp_idx, copies)
+                    warpgroup.wait_group(0)
+                    pending, phase_of_pending = index, phase
+                    if b + 1 == b_end:
+                        inverse_low, inverse_high = inverse[row_low, piece % 2], inverse[row_low + 8, piece % 2]
+                    self.leave(index, empty)
+                    index, phase = self.advance(index, phase)
                 self.store(out, partial_out, o, inverse_low, inverse_high, row_low, lane, half, descriptor, at, rank)
                 if warp_idx == 8:
                     self.next_piece(piece + LOOKAHEAD, *schedule)
                 piece += 1
 
     @cute.jit
-    def add(
-        self,
-        acc: cute.Tensor,
-        o: cute.Tensor,
-        rescale: cute.Tensor,
-        ready: cute.Pointer,
-        mma_pv: cute.TiledMma,
-        t_p: cute.Tensor,
-        t_v: cute.Tensor,
-        row_low: Int32,
-        index: Int32,
-        phase: Int32,
-    ):
-        """O = O * factor + P V for the block in stage `index`, when its P is there."""
-        cute.arch.mbarrier_wait(ready + index, phase)
-        low, high = rescale[row_low, index], rescale[row_low + 8, index]
-        if cute.arch.vote_any_sync(low != 1.0 or high != 1.0):
-            for c in cutlass.range_constexpr(self.half // 4):
-                o[0, c] = o[0, c] * low
-                o[1, c] = o[1, c] * high
-        warpgroup.fence()
-        for k in cutlass.range_constexpr(BLOCK // 16):
-            cute.gemm(mma_pv, acc, t_p[None, None, k, index], t_v[None, None, k, index], acc)
-        warpgroup.commit_group()
-        warpgroup.wait_group(0)
+    def leave(self, index: Int32, empty: cute.Pointer):
+        """One warp is done with a stage: told to every CTA that may write it."""
+        with cute.arch.elect_one():
+            if const_expr(self.cluster == 1):
+                cute.arch.mbarrier_arrive(empty + index)
+            else:
+                for peer in cutlass.range_constexpr(self.cluster):
+                    cute.arch.mbarrier_arrive(empty + index, peer)
 
     @cute.jit
-    def recycle(self, index: Int32, phase: Int32, empty: cute.Pointer, warp_idx: Int32, copies: cutlass.Constexpr):
-        """Leave a stage; the copying warp waits for the others to leave it too and fills it anew."""
-        with cute.arch.elect_one():
-            for peer in cutlass.range_constexpr(self.cluster):
-                if const_expr(self.cluster == 1):
-                    cute.arch.mbarrier_arrive(empty + index)
-                else:
-                    cute.arch.mbarrier_arrive(empty + index, peer)
-        if warp_idx == 4:
+    def refill(self, index: Int32, phase: Int32, empty: cute.Pointer, warp_idx: Int32, copies: cutlass.Constexpr):
+        """The copying warp fills a stage, when all have left it. index -1: there is none."""
+        if warp_idx == 4 and index >= 0:
             cute.arch.mbarrier_wait(empty + index, phase)
             self.produce(index, *copies)
-        index, phase = self.advance(index, phase)
-        return index, phase
 
     @cute.jit
     def store(

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from tsmla_kernels import contract
 
 from tsmla_jax.ops import checks, dispatch
 from tsmla_jax.ops.arrays import Scale, describe, describe_scale
+from tsmla_kernels import contract
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
@@ -42,11 +42,10 @@ def gather_kv_cache(
       [total_len, D] in out_dtype, latent columns first. The product with kv_scale is in float32.
 
     Raises:
-      TypeError, ValueError: an argument is not legal; NotImplementedError: the named implementation can't run this call.
+      TypeError, ValueError: an argument is not legal; NotImplementedError: the named implementation can't run this
+        call.
     """
-    described = spec(
-        kv_cache, block_tables, starts, lens, total_len=total_len, kv_scale=kv_scale, out_dtype=out_dtype
-    )
+    described = spec(kv_cache, block_tables, starts, lens, total_len=total_len, kv_scale=kv_scale, out_dtype=out_dtype)
     run = dispatch.select("gather_kv_cache", described, implementation)
     kv_cache, block_tables, starts, lens = map(jnp.asarray, (kv_cache, block_tables, starts, lens))
     lens = checks.cache_gather(described, lens, starts, block_tables)

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-from tsmla_kernels import contract
 
 from tsmla_jax.ops import dispatch
 from tsmla_jax.ops.arrays import describe
+from tsmla_kernels import contract
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 
 def merge_attention_states(
-    outs: Sequence[Float[Array, "*rows L"]] | Float[Array, "N *rows L"],
-    lses: Sequence[Float[Array, "*rows"]] | Float[Array, "N *rows"],
+    outs: Sequence[Float[Array, "*rows L"]] | Float[Array, "N ... L"],
+    lses: Sequence[Float[Array, "*rows"]] | Float[Array, "N ..."],
     *,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "*rows L"], Float[Array, "*rows"]]:
@@ -28,8 +28,8 @@ def merge_attention_states(
 
     Args:
       outs: N partial results [..., H, L], a sequence or one array with N in front; float16 to float64.
-      lses: their logsumexps [..., H], natural logarithm; float32 or float64. A part with lse -inf saw no key: its out is
-        ignored whatever it holds, NaN included.
+      lses: their logsumexps [..., H], natural logarithm; float32 or float64. A part with lse -inf saw no key: its out
+        is ignored whatever it holds, NaN included.
       implementation: "xla", "reference", or None for the best that can run; see `explain`.
 
     Returns:
@@ -37,7 +37,8 @@ def merge_attention_states(
       (float64 for float64). Differentiable in outs and lses.
 
     Raises:
-      TypeError, ValueError: an argument is not legal; NotImplementedError: the named implementation can't run this call.
+      TypeError, ValueError: an argument is not legal; NotImplementedError: the named implementation can't run this
+        call.
     """
     described = spec(outs, lses)
     run = dispatch.select("merge_attention_states", described, implementation)
@@ -54,5 +55,7 @@ def _parts(name: str, parts: Sequence[jax.Array] | jax.Array) -> list[contract.A
         return [describe(f"{name}[{i}]", part) for i, part in enumerate(parts)]
     stacked = describe(name, parts)
     if not stacked.shape or not isinstance(stacked.shape[0], int):
-        raise ValueError(f"{name}: got an array of shape {stacked.shape}; its first axis, the parts, must be a static int")
+        raise ValueError(
+            f"{name}: got an array of shape {stacked.shape}; its first axis, the parts, must be a static int"
+        )
     return [contract.Array(stacked.shape[1:], stacked.dtype)] * stacked.shape[0]

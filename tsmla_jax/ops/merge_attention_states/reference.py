@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from tsmla_kernels.contract import MergeSpec
 
 from tsmla_jax.ops.arrays import accumulation_dtype
+from tsmla_kernels.contract import MergeSpec
 
 
 def merge_attention_states(

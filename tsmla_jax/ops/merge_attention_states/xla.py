@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
-from tsmla_kernels.contract import MergeSpec
 
 from tsmla_jax.ops.arrays import accumulation_dtype
+from tsmla_kernels.contract import MergeSpec
 
 Parts = tuple[jax.Array, ...]
 State = tuple[jax.Array, jax.Array]
@@ -23,7 +24,7 @@ def merge_attention_states(outs: Parts, lses: Parts, *, spec: MergeSpec) -> Stat
 def _merge(spec: MergeSpec, outs: Parts, lses: Parts) -> State:
     dtype = accumulation_dtype(spec.out_dtype)
     weights, lse = _weights(lses, dtype)
-    merged = sum(_weighted(out, weight, dtype) for out, weight in zip(outs, weights, strict=True))
+    merged = reduce(operator.add, (_weighted(out, weight, dtype) for out, weight in zip(outs, weights, strict=True)))
     return merged.astype(spec.out_dtype), lse.astype(spec.lse_dtype)
 
 
@@ -35,7 +36,7 @@ def _weights(lses: Parts, dtype: jnp.dtype) -> tuple[list[jax.Array], jax.Array]
     maximum = jnp.where(nothing, 0, maximum)  # a row that no part saw has no maximum; 0 avoids inf - inf
     # Shares of the sum, not exp(part - lse): rounding lse would cost 1e-4 of a weight at |lse| = 3000.
     terms = [jnp.exp(lse - maximum) for lse in wide]
-    total = jnp.where(nothing, 1, sum(terms))
+    total = jnp.where(nothing, 1, reduce(operator.add, terms))
     return [term / total for term in terms], jnp.where(nothing, -jnp.inf, maximum + jnp.log(total))
 
 

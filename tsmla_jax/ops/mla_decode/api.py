@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from tsmla_kernels import contract
 
 from tsmla_jax.ops import checks, dispatch
 from tsmla_jax.ops.arrays import Scale, describe, describe_optional, describe_scale
+from tsmla_kernels import contract
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
@@ -34,7 +34,7 @@ def mla_decode(
 ) -> Float[Array, "*tokens H L"] | tuple[Float[Array, "*tokens H L"], Float[Array, "*tokens H"]]:
     """Attention of the last query tokens of each request over its latent cache (absorbed MLA, one key head).
 
-    out = softmax(softmax_scale * q . kv) latent, with q the absorbed query [q_nope W_UK | q_rope]; apply W_UV afterwards.
+    out = softmax(softmax_scale * q . kv) latent, with q the absorbed query [q_nope W_UK | q_rope]; apply W_UV after it.
     The formulation is DeepSeek-V2's (arXiv:2405.04434); the masks are those of the decode step in vLLM and SGLang.
 
     Axes: B requests, S query tokens a request, T query tokens over all requests, H query heads, L latent width, R rope
@@ -59,11 +59,12 @@ def mla_decode(
       implementation: "cute", "xla", "reference", or None for the best that can run; see `explain`.
 
     Returns:
-      out [B, S, H, L] (or [T, H, L]) in q's dtype, bfloat16 when q is fp8; with return_lse also lse [B, S, H] (or [T, H]),
-      float32, natural logarithm. A row that sees no key gives out 0 and lse -inf.
+      out [B, S, H, L] (or [T, H, L]) in q's dtype, bfloat16 when q is fp8; with return_lse also lse [B, S, H] (or [T,
+      H]), float32, natural logarithm. A row that sees no key gives out 0 and lse -inf.
 
-    Derivatives: implementation="reference" can be differentiated; "xla" and "cute" raise NotImplementedError (train through
-    mla_prefill). vmap, jit, eval_shape, jax.export and shard_map over heads or batch work with both "xla" and "reference".
+    Derivatives: implementation="reference" can be differentiated; "xla" and "cute" raise NotImplementedError (train
+    through mla_prefill). vmap, jit, eval_shape, jax.export and shard_map over heads or batch work with both "xla" and
+    "reference".
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.

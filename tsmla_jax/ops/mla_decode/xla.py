@@ -1,26 +1,28 @@
 """mla_decode in portable XLA: blocks of pages with an online softmax.
 
-Peak memory beyond the operands is one block of keys per request in float32 (BLOCK_KEYS * D * 4 bytes); neither the gathered
-cache nor the scores of all keys exist at any time. Blocks past the longest request of the batch are never visited.
+Peak memory beyond the operands is one block of keys per request in float32 (BLOCK_KEYS * D * 4 bytes); neither the
+gathered cache nor the scores of all keys exist at any time. Blocks past the longest request of the batch are never
+visited.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from tsmla_kernels import contract
-from tsmla_kernels.contract import DecodeSpec
 
 from tsmla_jax.ops.arrays import accumulation_dtype, as_scale
 from tsmla_jax.ops.loops import carry
 from tsmla_jax.ops.ragged import to_packed, to_padded
+from tsmla_kernels import contract
+from tsmla_kernels.contract import DecodeSpec
 
 BLOCK_KEYS = 256
-"""Keys a step: enough to fill a matrix product, few enough that a float32 block (590 kB) stays in a core's cache; on CPUs
-128 to 256 were fastest for a batch, and 512 a third slower."""
+"""Keys a step: enough to fill a matrix product, few enough that a float32 block (590 kB) stays in a core's cache; on
+CPUs 128 to 256 were fastest for a batch, and 512 a third slower."""
 
 
 def mla_decode(
@@ -42,9 +44,7 @@ def mla_decode(
         q_lens = cu_seqlens_q[1:] - cu_seqlens_q[:-1]
         q = to_padded(q, cu_seqlens_q, spec.max_q_len)
     logit_scale = as_scale(softmax_scale, dtype) * as_scale(q_scale, dtype) * as_scale(kv_scale, dtype)
-    out, lse = _decode_padded(
-        spec, q, kv_cache, block_tables, seq_lens, q_lens, logit_scale, as_scale(kv_scale, dtype)
-    )
+    out, lse = _decode_padded(spec, q, kv_cache, block_tables, seq_lens, q_lens, logit_scale, as_scale(kv_scale, dtype))
     if cu_seqlens_q is not None:
         out = to_packed(out, cu_seqlens_q, spec.total_q_len, 0.0)
         lse = to_packed(lse, cu_seqlens_q, spec.total_q_len, -jnp.inf)
@@ -83,7 +83,7 @@ def _decode_padded(
 
 
 @_decode_padded.defjvp
-def _decode_jvp(spec: DecodeSpec, primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> None:
+def _decode_jvp(spec: DecodeSpec, primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> NoReturn:
     raise contract.not_differentiable(
         "mla_decode", "train through mla_prefill (expanded attention), or use implementation='reference'"
     )

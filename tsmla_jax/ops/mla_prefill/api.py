@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from tsmla_kernels import contract
 
 from tsmla_jax.ops import checks, dispatch
 from tsmla_jax.ops.arrays import Scale, describe, describe_scale
+from tsmla_kernels import contract
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
@@ -42,12 +42,13 @@ def mla_prefill(
     Args:
       q: [Tq, H, K]; float16, bfloat16, float8_e4m3fn, or float32 / float64 (not in the kernels).
       k, v: [Tk, H, K] and [Tk, H, V] in q's dtype.
-      cu_seqlens_q, cu_seqlens_kv: [B + 1] int32, row where each request starts, and the end. Lengths of 0 are legal, and
-        rows past the end are padding: their outputs are 0 with lse -inf.
+      cu_seqlens_q, cu_seqlens_kv: [B + 1] int32, row where each request starts, and the end. Lengths of 0 are legal,
+        and rows past the end are padding: their outputs are 0 with lse -inf.
       max_q_len, max_kv_len: static bounds on one request's tokens.
-      softmax_scale: factor of the logits, float or float32 scalar array, may be traced; K^-0.5 times the square of yarn's
-        mscale for DeepSeek.
-      causal: bottom-right aligned: query i of n sees key j of m iff j <= i + m - n. Otherwise it sees all of its request.
+      softmax_scale: factor of the logits, float or float32 scalar array, may be traced; K^-0.5 times the square of
+        yarn's mscale for DeepSeek.
+      causal: bottom-right aligned: query i of n sees key j of m iff j <= i + m - n. Otherwise it sees all of its
+        request.
       q_scale, k_scale, v_scale: the arrays hold values / scale (fp8 usually); None is 1. Float or float32 scalar array.
       return_lse: also return the logsumexp of the scaled logits.
       implementation: "cute", "xla", "reference", or None for the best that can run; see `explain`.

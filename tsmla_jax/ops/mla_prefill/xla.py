@@ -1,22 +1,23 @@
 """mla_prefill in portable XLA: tiles of queries against blocks of keys with an online softmax.
 
-A tile belongs to one request, so a ragged batch costs the work of its own lengths and no more; keys that a causal tile can't
-see are never visited. The backward pass recomputes the weights from the saved lse (Dao et al., arXiv:2205.14135), so memory
-is linear in the number of tokens in both directions.
+A tile belongs to one request, so a ragged batch costs the work of its own lengths and no more; keys that a causal tile
+can't see are never visited. The backward pass recomputes the weights from the saved lse (Dao et al., arXiv:2205.14135),
+so memory is linear in the number of tokens in both directions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from tsmla_kernels.contract import PrefillSpec
 
 from tsmla_jax.ops.arrays import accumulation_dtype, as_scale
 from tsmla_jax.ops.loops import carry
+from tsmla_kernels.contract import PrefillSpec
 
 Q_TILE = 128
 KV_BLOCK = 256
@@ -80,7 +81,7 @@ def _attend(
 
         def block(i: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
             maximum, total, out = state
-            row, key, value, visible = _block(tile, i, padded_k, padded_v, dtype)
+            _, key, value, visible = _block(tile, i, padded_k, padded_v, dtype)
             scores = _dot("qhd,khd->hqk", query, key, spec) * logit_scale
             scores = jnp.where(visible, scores, -jnp.inf)
             new_maximum = jnp.maximum(maximum, scores.max(-1))
@@ -172,7 +173,9 @@ def _backward(
 _attend.defvjp(_forward, _backward)
 
 
-def _tiling(spec: PrefillSpec, cu_seqlens_q: jax.Array, cu_seqlens_kv: jax.Array, num_rows: int):
+def _tiling(
+    spec: PrefillSpec, cu_seqlens_q: jax.Array, cu_seqlens_kv: jax.Array, num_rows: int
+) -> tuple[jax.Array, Callable[[jax.Array], _Tile]]:
     """How many tiles of queries there are, and the function from a tile's number to the tile."""
     q_lens = jnp.clip(cu_seqlens_q[1:] - cu_seqlens_q[:-1], 0, spec.max_q_len)
     kv_lens = jnp.clip(cu_seqlens_kv[1:] - cu_seqlens_kv[:-1], 0, spec.max_kv_len)

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from tsmla_kernels import contract
 
 from tsmla_jax.ops import checks, dispatch
 from tsmla_jax.ops.arrays import Scale, describe, describe_optional, describe_scale
+from tsmla_kernels import contract
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
@@ -38,11 +38,12 @@ def write_kv_cache(
       implementation: "xla", "reference", or None for the best that can run; see `explain`.
 
     Returns:
-      [P, Z, D] in the cache's dtype. Rows are multiplied by 1 / kv_scale in float32 and rounded to nearest even; an fp8 cache
-      saturates at +-448 (infinities too), so only a NaN input gives a NaN.
+      [P, Z, D] in the cache's dtype. Rows are multiplied by 1 / kv_scale in float32 and rounded to nearest even; an fp8
+      cache saturates at +-448 (infinities too), so only a NaN input gives a NaN.
 
     Raises:
-      TypeError, ValueError: an argument is not legal; NotImplementedError: the named implementation can't run this call.
+      TypeError, ValueError: an argument is not legal; NotImplementedError: the named implementation can't run this
+        call.
     """
     described = spec(kv_cache, latent, k_rope, slot_mapping, kv_scale=kv_scale)
     run = dispatch.select("write_kv_cache", described, implementation)

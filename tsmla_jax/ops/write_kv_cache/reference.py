@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from tsmla_kernels.contract import CacheWriteSpec
 
 from tsmla_jax.ops.quantize import to_cache_dtype
+from tsmla_kernels.contract import CacheWriteSpec
 
 
 def write_kv_cache(

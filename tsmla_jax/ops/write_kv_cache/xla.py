@@ -1,7 +1,7 @@
 """write_kv_cache in portable XLA, in place when the cache is donated.
 
-A scatter of rows, except on CPUs: XLA's CPU backend converts the whole of a 16-bit or fp8 cache to float32 and back around a
-scatter, and doesn't around a loop of slice updates.
+A scatter of rows, except on CPUs: XLA's CPU backend converts the whole of a 16-bit or fp8 cache to float32 and back
+around a scatter, and doesn't around a loop of slice updates.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from tsmla_kernels.contract import CacheWriteSpec
 
 from tsmla_jax.ops.loops import carry
 from tsmla_jax.ops.quantize import to_cache_dtype
+from tsmla_kernels.contract import CacheWriteSpec
 
 
 def write_kv_cache(
@@ -40,7 +40,8 @@ def _scatter(kv_cache: jax.Array, rows: jax.Array, page: jax.Array, offset: jax.
 def _slice_by_slice(
     kv_cache: jax.Array, rows: jax.Array, page: jax.Array, offset: jax.Array, legal: jax.Array
 ) -> jax.Array:
-    # The tokens to write come first and the loop ends after them: to skip one inside it would mean to read the cache back.
+    # The tokens to write come first and the loop ends after them: to skip one inside it would mean to read the cache
+    # back.
     order = jnp.argsort(~legal, stable=True)
 
     def write(i: jax.Array, cache: jax.Array) -> jax.Array:
