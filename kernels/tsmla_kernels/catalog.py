@@ -97,7 +97,7 @@ def mla_decode_operands(config: sm90.DecodeConfig) -> tuple[Operand, ...]:
         Operand("cu_seqlens_q", "int32", (None,), align=4),
         Operand("scales", "float32", (2,), align=4),
         Operand("out", config.dtype, (None, config.latent_dim), output=True),
-        Operand("lse", "float32", (None,), output=True),
+        Operand("lse", "float32", (None,), output=True, align=4),  # XLA may have it written into the middle of another
         *(
             Operand(name, dtype, (None, *shape[1:]), output=True, wide=True)
             for name, (shape, dtype) in workspaces.items()

@@ -109,6 +109,13 @@ def test_scales_are_operands_and_not_part_of_the_kernel(builds: Path) -> None:
     assert "stablehlo.multiply" in traced and len(builds.read_text().splitlines()) == 1
 
 
+def test_the_call_is_all_that_runs_on_the_device() -> None:
+    # A launch of anything else would cost as much as a small batch's attention.
+    text = lower(partial(attend, return_lse=True, q_scale=0.5, kv_scale=2.0), *specs(q_len=2))
+    ran = set(re.findall(r"stablehlo\.(\w+)", text))
+    assert ran == {"custom_call", "reshape", "constant"}
+
+
 def test_ragged_queries() -> None:
     q, kv, tables, lens = specs()
     text = lower(
