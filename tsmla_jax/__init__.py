@@ -6,7 +6,7 @@ Importing this touches no device, compiles nothing and imports neither flax, tor
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from tsmla_jax.ops.explain import explain
 from tsmla_jax.ops.gather_kv_cache.api import gather_kv_cache
@@ -51,6 +51,9 @@ from tsmla_jax.ops.sparse.v4 import (
 from tsmla_jax.ops.write_kv_cache.api import write_kv_cache
 from tsmla_kernels import __version__
 
+if TYPE_CHECKING:
+    from tsmla_jax.ops.cute_call import export_disabled_checks, register_custom_calls
+
 __all__ = [
     "CompressedEntries",
     "CompressorState",
@@ -62,6 +65,7 @@ __all__ = [
     "compressed_slots",
     "expand_decode_metadata",
     "explain",
+    "export_disabled_checks",
     "gather_kv_cache",
     "indexer_logits",
     "indexer_quantize",
@@ -76,6 +80,7 @@ __all__ = [
     "pack_v4_rows",
     "pack_v32_rows",
     "positions_to_slots",
+    "register_custom_calls",
     "remap_slots",
     "resolve_cache_dtype",
     "rope_table",
@@ -91,7 +96,9 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:
     if name == "nn":  # imports flax, so only on demand
         return importlib.import_module("tsmla_jax.nn")
+    if name in ("export_disabled_checks", "register_custom_calls"):  # what launches kernels isn't needed without them
+        return getattr(importlib.import_module("tsmla_jax.ops.cute_call"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

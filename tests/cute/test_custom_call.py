@@ -84,7 +84,7 @@ def test_target_is_the_one_cutlass_would_call() -> None:
     ffi = pytest.importorskip("cutlass.jax.ffi")
     assert ffi.get_cutlass_call_ffi_version() == 2
     assert ffi.get_cutlass_call_ffi_name(True, 2) == cute_call.TARGET
-    assert {check for check in cute_call.export_disabled_checks()} <= set(ffi.get_export_disabled_safety_checks())
+    assert {check for check in tsmla_jax.export_disabled_checks()} <= set(ffi.get_export_disabled_safety_checks())
 
 
 def test_new_sizes_lower_without_compiling(builds: Path) -> None:
@@ -159,7 +159,7 @@ def test_donated_cache_stays_donated() -> None:
 
 def test_export_once_for_all_sizes(builds: Path) -> None:
     b, p, m = export.symbolic_shape("b, p, m")
-    exported = export.export(jax.jit(attend), platforms=["cuda"], disabled_checks=cute_call.export_disabled_checks())(
+    exported = export.export(jax.jit(attend), platforms=["cuda"], disabled_checks=tsmla_jax.export_disabled_checks())(
         *specs(b, p, m)
     )
     again = export.deserialize(exported.serialize())

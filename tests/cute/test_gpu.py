@@ -273,8 +273,8 @@ import sys
 import numpy as np
 import jax, jax.numpy as jnp
 from jax import export
-from tsmla_jax.ops import cute_call
-cute_call.register()
+import tsmla_jax
+tsmla_jax.register_custom_calls()
 call = jax.jit(export.deserialize(bytearray(open(sys.argv[1], "rb").read())).call)
 arrays = [jnp.asarray(np.load(f"{sys.argv[2]}/{i}.npy")) for i in range(4)]
 arrays[:2] = [a.astype(jnp.bfloat16) for a in arrays[:2]]
@@ -288,7 +288,7 @@ def test_export_runs_in_another_process(tmp_path: Path, child_environment: dict[
     exported = export.export(
         jax.jit(attend("cute", return_lse=False)),
         platforms=["cuda"],
-        disabled_checks=cute_call.export_disabled_checks(),
+        disabled_checks=tsmla_jax.export_disabled_checks(),
     )(
         struct((b, 1, 16, 576), jnp.bfloat16),
         struct((p, 64, 576), jnp.bfloat16),

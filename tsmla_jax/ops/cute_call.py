@@ -2,8 +2,8 @@
 
 The primitive carries which kernel and which config, not its code; the object is looked up (in the cache on disk, else
 compiled) when a program is lowered for CUDA. What is lowered is the DSL runtime's own custom call with the object
-inside, so an exported program needs nothing of this package to run but `register()`. With a warm cache nothing of
-cutlass is imported.
+inside, so an exported program needs nothing of this package to run but `register_custom_calls()`. With a warm cache
+nothing of cutlass is imported.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def runtime_library() -> Path | None:
     return None
 
 
-def register() -> None:
+def register_custom_calls() -> None:
     """Make the runtime's custom call known to XLA; once per process. Lowering on a machine with a GPU does it, so only
     a process that runs a deserialized export without tracing anything has to call this.
 
@@ -219,7 +219,7 @@ def _custom_call(
 ) -> Sequence[jax.Array]:
     module, key = _module(kernel, config, arch)
     if gpu() is not None:
-        register()
+        register_custom_calls()
     structs = [
         jax.ShapeDtypeStruct(shape, jnp.dtype(operand.dtype))
         for operand, shape in zip(_outputs(kernel, config), result_shapes, strict=True)
