@@ -1,0 +1,117 @@
+"""transformers' own sparse attention layers, eager, float32: configs, weights, inputs and what they compute."""
+
+import functools
+from typing import Any
+
+import numpy as np
+
+V4_LENGTH = 37 + 300
+V4_LAYERS = {"sliding": 0, "csa": 1, "hca": 2, "csa, few chosen": 3}
+V4_FIELDS: dict[str, Any] = {
+    "hidden_size": 48,
+    "num_attention_heads": 6,
+    "head_dim": 32,
+    "qk_rope_head_dim": 8,
+    "q_lora_rank": 24,
+    "sliding_window": 16,
+    "o_groups": 3,
+    "o_lora_rank": 10,
+    # So many heads that no key is refused by all of them: those all score 0, and torch breaks ties as it likes.
+    "index_n_heads": 16,
+    "index_head_dim": 16,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+    "max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
+    "compress_rope_theta": 40000.0,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 32,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 8,
+    "num_experts_per_tok": 2,
+}
+V4_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 32, "beta_slow": 1}
+
+
+@functools.cache
+def v4_layer(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """Config, weights, input [2, V4_LENGTH, E] and output of one layer of transformers, in one pass without a cache."""
+    import torch
+    from transformers import DeepseekV4Config
+    from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
+
+    index = V4_LAYERS[name] % 3 if name != "csa, few chosen" else 1
+    topk = 5 if "few" in name else 200
+    config = DeepseekV4Config(**V4_FIELDS, index_topk=topk, rope_scaling=dict(V4_YARN), attn_implementation="eager")
+    torch.manual_seed(3)
+    layer, rotary = modeling.DeepseekV4Attention(config, index), modeling.DeepseekV4RotaryEmbedding(config)
+    for key, parameter in layer.named_parameters():
+        scale, shift = (
+            (0.2, 1.0) if "norm" in key else (1.0 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5, 0.0)
+        )
+        if "position_bias" in key:
+            scale = 1.0
+        parameter.data = torch.randn_like(parameter) * scale + shift
+    x = torch.randn(2, V4_LENGTH, V4_FIELDS["hidden_size"])
+    positions = torch.arange(V4_LENGTH)[None].expand(2, -1)
+    distance = positions[0][:, None] - positions[0]
+    hidden = (distance < 0) | (distance >= V4_FIELDS["sliding_window"])
+    mask = torch.zeros(V4_LENGTH, V4_LENGTH).masked_fill(hidden, torch.finfo(torch.float32).min)[None, None]
+    embeddings = {label: rotary(x, position_ids=positions, layer_type=label) for label in ("main", "compress")}
+    with torch.no_grad():
+        y, _ = layer(
+            x, position_embeddings=embeddings, position_ids=positions, attention_mask=mask.expand(2, 1, -1, -1)
+        )
+    tensors = {key: value.detach().numpy() for key, value in layer.state_dict().items()}
+    return config.to_dict(), tensors, x.numpy(), y.numpy()
+
+
+V32_LENGTH = 21 + 300
+V32_FIELDS: dict[str, Any] = {
+    "hidden_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    # So many heads that no key is refused by all of them: those all score 0, and torch breaks ties as it likes.
+    "index_n_heads": 16,
+    "index_head_dim": 24,
+    "index_topk": 12,
+    "max_position_embeddings": 4096,
+    "num_hidden_layers": 1,
+}
+V32_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "original_max_position_embeddings": 160,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+
+
+@functools.cache
+def v32_layer() -> tuple[dict[str, Any], dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """Config, weights, input [2, V32_LENGTH, E] and output of transformers' layer, in one pass without a cache."""
+    import torch
+    from transformers import DeepseekV32Config
+    from transformers.models.deepseek_v32 import modeling_deepseek_v32 as modeling
+
+    config = DeepseekV32Config(**V32_FIELDS, rope_parameters=dict(V32_ROPE), attn_implementation="eager")
+    torch.manual_seed(5)
+    layer, rotary = modeling.DeepseekV32Attention(config, 0), modeling.DeepseekV32RotaryEmbedding(config)
+    for key, parameter in layer.named_parameters():
+        scale, shift = (0.2, 1.0) if "norm" in key else (parameter.shape[-1] ** -0.5, 0.0)
+        parameter.data = torch.randn_like(parameter) * scale + shift
+    x = torch.randn(2, V32_LENGTH, V32_FIELDS["hidden_size"])
+    positions = torch.arange(V32_LENGTH)[None].expand(2, -1)
+    future = positions[0][None, :] > positions[0][:, None]
+    mask = torch.zeros(V32_LENGTH, V32_LENGTH).masked_fill(future, torch.finfo(torch.float32).min)[None, None]
+    with torch.no_grad():
+        y, _ = layer(x, rotary(x, position_ids=positions), mask.expand(2, 1, -1, -1), position_ids=positions)
+    return config.to_dict(), {k: t.detach().numpy() for k, t in layer.state_dict().items()}, x.numpy(), y.numpy()
