@@ -242,6 +242,37 @@ def test_shard_map_over_heads_gives_partial_sums(path: str) -> None:
     np.testing.assert_allclose(jax.jit(sharded)(params, arguments), expected, atol=1e-5)
 
 
+def test_shard_map_over_the_batch() -> None:
+    """Each device serves one request: chunked context, whose loop is as long as that request's context."""
+    if jax.device_count() < 2:
+        pytest.skip("needs two devices: XLA_FLAGS=--xla_force_host_platform_device_count=2")
+    params, _ = inputs()
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("batch",))
+    arguments = decode_arguments()
+
+    def local(x: jax.Array, tables: jax.Array, context_lens: jax.Array, slots: jax.Array) -> jax.Array:
+        y, _ = functional.prefill_with_context(
+            params,
+            CONFIG,
+            x[0],
+            arguments["kv_cache"],
+            cu_seqlens_q=jnp.asarray([0, 2], jnp.int32),
+            max_q_len=2,
+            block_tables=tables,
+            context_lens=context_lens,
+            slot_mapping=slots[0],
+            context_chunk=3,
+            implementation="xla",
+        )
+        return y[None]
+
+    split = PartitionSpec("batch")
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(split,) * 4, out_specs=split))
+    got = run(arguments["x"], arguments["block_tables"], arguments["seq_lens"] - 2, arguments["slot_mapping"])
+    expected, _ = jitted_decode(params, implementation="xla", **arguments)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
 def test_decode_equals_prefill_through_the_cache() -> None:
     """Absorbed over the cache and expanded without it are one function of the tokens."""
     params, _ = inputs()

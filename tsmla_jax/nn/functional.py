@@ -22,6 +22,7 @@ import tsmla_jax
 from tsmla_jax.nn.config import MLAConfig
 from tsmla_jax.nn.params import Params
 from tsmla_jax.nn.rope import apply_rope, rope_cos_sin
+from tsmla_jax.ops.loops import carry
 from tsmla_jax.ops.ragged import row_owner
 
 
@@ -256,7 +257,9 @@ def prefill_with_context(
     k, v = expand_kv(params, latent, k_rope)
     chunks = (jnp.max(context_lens, initial=0) + context_chunk - 1) // context_chunk
     # The cache goes through the loop, so that the write after it finds the donated buffer and needs no copy.
-    initial = (*attend(k, v, cu_seqlens_q, max_q_len, causal=True), kv_cache)
+    where = (kv_cache, block_tables, context_lens)
+    out, lse = attend(k, v, cu_seqlens_q, max_q_len, causal=True)
+    initial = (carry(out, *where), carry(lse, *where), carry(kv_cache, *where))
     out, _, kv_cache = jax.lax.fori_loop(0, chunks, add_chunk, initial)
     kv_cache = tsmla_jax.write_kv_cache(kv_cache, latent, k_rope, slot_mapping, kv_scale=kv_scale)
     return project_out(params, config, out.astype(q.dtype)), kv_cache
