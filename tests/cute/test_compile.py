@@ -10,6 +10,7 @@ import pytest
 from cute_standin import DECODE, SCALE, ScaleConfig
 
 from tsmla_jax.ops import cute_call
+from tsmla_kernels import launch
 from tsmla_kernels.catalog import MLA_DECODE, Operand, mla_decode_config
 from tsmla_kernels.compile import CompiledObject, compile_kernel
 from tsmla_kernels.resources import cubin_of, resource_report
@@ -60,6 +61,23 @@ def test_runtime_accepts_the_object(scale: CompiledObject) -> None:
     loaded, found = load(scale.module)
     assert loaded == 0 and found in (0, RUNTIME_CUDA_ERROR)
     assert load(scale.module[: len(scale.module) // 2])[0] != 0
+
+
+def test_launcher_says_why_it_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "runtime_library", lambda: None)
+    launch._runtime.cache_clear()
+    with pytest.raises(
+        FileNotFoundError, match=r"libcute_dsl_runtime\.so was not found; it is part of nvidia-cutlass-dsl"
+    ):
+        launch.Launcher(SCALE, ScaleConfig(width=64), ARCH)
+    monkeypatch.undo()
+
+
+def test_launcher_needs_a_gpu() -> None:
+    if cute_call.gpu() is not None:
+        pytest.skip("there is a GPU")
+    with pytest.raises(RuntimeError, match="scale: the CuTe DSL runtime says CuteDSLRT_Error_CudaError"):
+        launch.Launcher(SCALE, ScaleConfig(width=64), ARCH)
 
 
 def test_host_code_needs_no_recent_processor(scale: CompiledObject, tmp_path: Path) -> None:

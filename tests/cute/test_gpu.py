@@ -19,6 +19,9 @@ from jax.sharding import PartitionSpec as P
 import tsmla_jax
 from tsmla_jax.ops import cute_call
 from tsmla_kernels import cache
+from tsmla_kernels.catalog import MLA_DECODE, mla_decode_config
+from tsmla_kernels.launch import ArrayView, Launcher
+from tsmla_kernels.sm90.choose import workspace_shapes
 
 pytestmark = pytest.mark.gpu
 
@@ -206,6 +209,46 @@ def test_several_gpus_share_heads_and_batch() -> None:
         compiled = jax.jit(attend("cute")).lower(*sharded).compile()
         assert "all-gather" not in compiled.as_text()
         assert_right(compiled(*sharded), *args)
+
+
+# ---- without jax
+
+
+def test_launcher_runs_the_same_object_on_torch_tensors() -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("needs torch with CUDA")
+    args = arrays(5, 1, 16, 9)
+    want = attend("cute")(*args)
+    config = mla_decode_config({"num_heads": "16"})
+    launcher = Launcher(MLA_DECODE, config, "sm_90a")
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    q, kv, tables, lens = (torch.from_numpy(np.array(np.float32(a) if i < 2 else a)).cuda() for i, a in enumerate(args))
+    q, kv = q.bfloat16().reshape(-1, 576), kv.bfloat16()
+    scales = torch.tensor([SCALE, 1.0], device="cuda")
+    out = torch.empty(q.shape[0], 512, dtype=torch.bfloat16, device="cuda")
+    lse = torch.empty(q.shape[0], device="cuda")
+    shapes = workspace_shapes(config, sms, tables.shape[0], tables.shape[1])
+    workspaces = [torch.empty(shape, dtype=getattr(torch, dtype), device="cuda") for shape, dtype in shapes.values()]
+    tensors = [q, kv, tables, lens, lens, scales, out, lse, *workspaces]
+    views = [ArrayView(t.data_ptr(), tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in tensors]
+
+    launcher(torch.cuda.current_stream().cuda_stream, views)
+    torch.cuda.synchronize()
+    np.testing.assert_array_equal(out.float().cpu().numpy(), np.float32(want[0]).reshape(-1, 512))
+
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    out.zero_()
+    with torch.cuda.graph(graph, stream=stream):
+        launcher(stream.cuda_stream, views)
+    graph.replay()
+    torch.cuda.synchronize()
+    np.testing.assert_array_equal(out.float().cpu().numpy(), np.float32(want[0]).reshape(-1, 512))
+
+    with pytest.raises(ValueError, match=r"scales: got float32\[3\]; the kernel takes float32\[2\]"):
+        launcher(0, [*views[:5], ArrayView(scales.data_ptr(), (3,), "float32"), *views[6:]])
+    with pytest.raises(ValueError, match=r"q: got address .*; it must be a multiple of 16"):
+        launcher(0, [views[0]._replace(address=views[0].address + 2), *views[1:]])
 
 
 # ---- other processes

@@ -205,6 +205,18 @@ def test_automatic_partitioning_of_ragged_queries(mesh: Mesh) -> None:
     assert_same(got, attend("reference", **kwargs)(*arrays(ragged=True)))
 
 
+@pytest.mark.parametrize("name", ["heads", "both"])
+def test_explicit_axes(name: str) -> None:
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Explicit))
+    shardings = [NamedSharding(mesh, spec) for spec in SPECS[name]]
+    args = [jax.device_put(a, sharding) for a, sharding in zip(arrays(), shardings, strict=True)]
+    compiled = jax.jit(attend("cute")).lower(*args).compile()
+    assert COLLECTIVES.findall(compiled.as_text()) == []
+    got = compiled(*args)
+    assert_same(got, attend("reference")(*arrays()))
+    assert got[0].sharding.spec[2] == "model"
+
+
 def test_axes_that_cannot_be_split_are_gathered_and_right(mesh: Mesh) -> None:
     specs = (P(None, None, None, "model"), P("data"), P(None, None), P())
     args = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays(), specs, strict=True)]

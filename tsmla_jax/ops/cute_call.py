@@ -23,7 +23,7 @@ import jax.extend
 import jax.numpy as jnp
 from jax.interpreters import mlir
 
-from tsmla_kernels import cache
+from tsmla_kernels import cache, launch
 from tsmla_kernels.catalog import Config, Kernel
 
 TARGET = "CuteDSLRT_NvJaxCutlassCall_v2"
@@ -32,7 +32,6 @@ TARGET = "CuteDSLRT_NvJaxCutlassCall_v2"
 NUM_SMS = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148}
 """Multiprocessors to plan for where there is no device to ask: H100 SXM, H200; B200; B300."""
 
-_LIBRARY = "libcute_dsl_runtime.so"
 _TYPE = "CuteDSLRT_NvJaxCutlassCallTypes_v2"
 _register_lock = threading.Lock()
 _registered = False
@@ -76,7 +75,7 @@ def why_not(kernel: Kernel) -> list[str]:
     if arch not in kernel.archs:
         return [f"the architecture is {arch}; {kernel.name} is written for {', '.join(kernel.archs)}"]
     if gpu() is not None and runtime_library() is None:
-        return [f"{_LIBRARY} was not found; it is part of nvidia-cutlass-dsl"]
+        return [f"{launch.LIBRARY} was not found; it is part of nvidia-cutlass-dsl"]
     return []
 
 
@@ -90,21 +89,9 @@ def why_not_by_default() -> list[str]:
 # ---- the runtime library
 
 
-@functools.cache
 def runtime_library() -> Path | None:
-    """The DSL's runtime: named in CUTE_DSL_LIBS, or inside nvidia_cutlass_dsl, of jax's CUDA version if both are
-    there."""
-    for named in os.environ.get("CUTE_DSL_LIBS", "").split(os.pathsep):
-        if named.endswith(_LIBRARY) and Path(named).is_file():
-            return Path(named)
-    spec = importlib.util.find_spec("nvidia_cutlass_dsl")
-    folders = list(spec.submodule_search_locations or ()) if spec else []
-    versions = ("cu12", "cu13") if importlib.util.find_spec("jax_cuda12_plugin") else ("cu13", "cu12")
-    for version in versions:
-        for folder in folders:
-            if (library := Path(folder, version, "lib", _LIBRARY)).is_file():
-                return library
-    return None
+    """The DSL's runtime, of jax's CUDA version if those of both are there; None if there is none."""
+    return launch.runtime_library("cu12" if importlib.util.find_spec("jax_cuda12_plugin") else "cu13")
 
 
 def register_custom_calls() -> None:
@@ -118,7 +105,7 @@ def register_custom_calls() -> None:
             return
         path = runtime_library()
         if path is None:
-            raise FileNotFoundError(f"{_LIBRARY} was not found; it is part of nvidia-cutlass-dsl")
+            raise FileNotFoundError(f"{launch.LIBRARY} was not found; it is part of nvidia-cutlass-dsl")
         library = ctypes.CDLL(str(path))
 
         def symbol(name: str) -> Any:
