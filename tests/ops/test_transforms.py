@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 import tsmla_jax
 from tests.ops.inputs import paged
 
-IMPLEMENTATIONS = ("reference", "xla")
 HEADS, LATENT, WIDTH, PAGE = 4, 32, 48, 16
 
 Arrays = tuple[Any, ...]
@@ -99,8 +98,7 @@ def assert_close(got: Any, want: Any, atol: float = 5e-6) -> None:
         np.testing.assert_allclose(a, b, atol=atol)
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(("call", "name"), [*((call, "xla") for call in CALLS), ("mla_decode-ragged", "reference")])
 def test_export_with_symbolic_sizes_and_eval_shape(call: str, name: str) -> None:
     make, shapes = CALLS[call]
     function, arrays = make(name)
@@ -219,6 +217,38 @@ def test_decode_partitions_automatically(split: str) -> None:
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     sharded = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, DECODE_SPECS[split][0], strict=True)]
     assert_close(jax.jit(function)(*sharded), function(*arrays))
+
+
+EXPLICIT = {
+    "mla_decode": (decode_call, (P("y", None, "x"), P(), P("y"), P("y")), P("y", None, "x", None)),
+    "mla_decode-ragged": (ragged_call, (P(None, "x"), P(), P(), P(), P()), P(None, "x", None)),
+    "mla_prefill": (prefill_call, (P(None, "x"), P(None, "x"), P(None, "x"), P(), P()), P(None, "x", None)),
+    "write_kv_cache": (write_call, (P(), P(), P(), P()), P(None, None, None)),
+    "gather_kv_cache": (gather_call, (P(), P("x"), P("x"), P("x"), P()), P(None, None)),
+    "merge_attention_states": (merge_call, (P(None, None, "x"), P(None, None, "x")), P(None, "x", None)),
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "jit"), [*((call, True) for call in EXPLICIT), ("mla_decode", False), ("merge_attention_states", False)]
+)
+def test_explicitly_sharded_operands(call: str, jit: bool) -> None:
+    make, specs, out_spec = EXPLICIT[call]
+    function, arrays = make("xla")
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    sharded = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)]
+    got = (jax.jit(function) if jit else function)(*sharded)
+    assert jax.typeof(jax.tree.leaves(got)[0]).sharding.spec == out_spec
+    assert_close(got, function(*arrays))
+
+
+def test_gradient_of_explicitly_sharded_prefill() -> None:
+    function, arrays = prefill_call("xla")
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
+    specs = EXPLICIT["mla_prefill"][1]
+    sharded = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)]
+    grad = jax.jit(jax.grad(lambda q, *rest: jnp.sin(function(q, *rest)[0]).sum()))
+    assert_close(grad(*sharded), grad(*arrays), atol=1e-5)
 
 
 def test_a_derivative_of_decode_names_the_alternatives() -> None:

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from tsmla_jax.ops import checks, dispatch
+from tsmla_jax.ops import checks, dispatch, explicit
 from tsmla_jax.ops.arrays import Scale, describe, describe_scale
 from tsmla_kernels import contract
 
@@ -51,7 +52,13 @@ def gather_kv_cache(
     lens = checks.cache_gather(described, lens, starts, block_tables)
     if 0 in (described.batch, described.total_len, described.max_pages, described.num_pages):
         return jnp.zeros((described.total_len, described.head_dim), described.out_dtype)
-    return run(kv_cache, block_tables, starts, lens, spec=described, kv_scale=kv_scale)
+    return explicit.call(
+        run,
+        (kv_cache, block_tables, starts, lens),
+        lambda: PartitionSpec(None, None),  # its rows come from requests that may lie on different devices
+        spec=described,
+        kv_scale=kv_scale,
+    )
 
 
 def spec(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops import dispatch
+from tsmla_jax.ops import dispatch, explicit
 from tsmla_jax.ops.arrays import describe
 from tsmla_kernels import contract
 
@@ -42,7 +42,9 @@ def merge_attention_states(
     """
     described = spec(outs, lses)
     run = dispatch.select("merge_attention_states", described, implementation)
-    return run(tuple(map(jnp.asarray, outs)), tuple(map(jnp.asarray, lses)), spec=described)
+    # By index: iterating over a sharded array loses its sharding.
+    arrays = tuple(tuple(jnp.asarray(parts[i]) for i in range(described.num_parts)) for parts in (outs, lses))
+    return explicit.call(run, arrays, lambda: explicit.row_specs(arrays[0][0]), spec=described)
 
 
 def spec(outs: Sequence[jax.Array] | jax.Array, lses: Sequence[jax.Array] | jax.Array) -> contract.MergeSpec:

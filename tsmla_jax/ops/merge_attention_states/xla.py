@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from tsmla_jax.ops.arrays import accumulation_dtype
+from tsmla_jax.ops.loops import carry
 from tsmla_kernels.contract import MergeSpec
 
 Parts = tuple[jax.Array, ...]
@@ -17,7 +18,8 @@ State = tuple[jax.Array, jax.Array]
 
 def merge_attention_states(outs: Parts, lses: Parts, *, spec: MergeSpec) -> State:
     """out and lse, as the public merge_attention_states documents them."""
-    return _merge(spec, outs, lses)
+    # Typed alike before the custom derivative, as its cotangents are.
+    return _merge(spec, *(tuple(carry(x, *outs, *lses) for x in parts) for parts in (outs, lses)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

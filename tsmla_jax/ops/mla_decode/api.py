@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops import checks, dispatch
+from tsmla_jax.ops import checks, dispatch, explicit
 from tsmla_jax.ops.arrays import Scale, describe, describe_optional, describe_scale
 from tsmla_kernels import contract
 
@@ -63,8 +63,9 @@ def mla_decode(
       H]), float32, natural logarithm. A row that sees no key gives out 0 and lse -inf.
 
     Derivatives: implementation="reference" can be differentiated; "xla" and "cute" raise NotImplementedError (train
-    through mla_prefill). vmap, jit, eval_shape, jax.export and shard_map over heads or batch work with both "xla" and
-    "reference".
+    through mla_prefill). vmap, jit, eval_shape, jax.export and shard_map over heads or batch work with all of them;
+    "cute" is also partitioned automatically over heads and batch, without moving the cache, and to be exported needs
+    disabled_checks=tsmla_jax.export_disabled_checks().
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
@@ -93,11 +94,10 @@ def mla_decode(
         out = jnp.zeros((*q.shape[:-1], latent_dim), described.out_dtype)
         lse = jnp.full(q.shape[:-1], -jnp.inf, described.lse_dtype)
     else:
-        out, lse = run(
-            q,
-            kv_cache,
-            block_tables,
-            seq_lens,
+        out, lse = explicit.call(
+            run,
+            (q, kv_cache, block_tables, seq_lens),
+            lambda: explicit.row_specs(q),
             spec=described,
             softmax_scale=softmax_scale,
             cu_seqlens_q=cu_seqlens_q,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops import checks, dispatch
+from tsmla_jax.ops import checks, dispatch, explicit
 from tsmla_jax.ops.arrays import Scale, describe, describe_scale
 from tsmla_kernels import contract
 
@@ -87,10 +87,10 @@ def mla_prefill(
         out = jnp.zeros((*q.shape[:-1], described.v_head_dim), described.out_dtype)
         lse = jnp.full(q.shape[:-1], -jnp.inf, described.lse_dtype)
     else:
-        out, lse = run(
-            q,
-            k,
-            v,
+        out, lse = explicit.call(
+            run,
+            (q, k, v),
+            lambda: explicit.row_specs(q),
             spec=described,
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_kv=cu_seqlens_kv,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops import checks, dispatch
+from tsmla_jax.ops import checks, dispatch, explicit
 from tsmla_jax.ops.arrays import Scale, describe, describe_optional, describe_scale
 from tsmla_kernels import contract
 
@@ -52,7 +52,13 @@ def write_kv_cache(
     slot_mapping = checks.cache_write(described, slot_mapping)
     if 0 in (described.num_tokens, described.num_pages):
         return kv_cache
-    return run(kv_cache, latent, k_rope, slot_mapping, spec=described, kv_scale=kv_scale)
+    return explicit.call(
+        run,
+        (kv_cache, latent, k_rope, slot_mapping),
+        lambda: explicit.same_spec(kv_cache),
+        spec=described,
+        kv_scale=kv_scale,
+    )
 
 
 def spec(
