@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import pytest
 from cute_standin import DECODE
 from jax import export
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tsmla_jax
@@ -168,6 +168,21 @@ def test_export_once_for_all_sizes(builds: Path) -> None:
     text = lower(again.call, *specs(7, 99, 3))
     assert time.perf_counter() - start < 0.5 and len(builds.read_text().splitlines()) == 1
     assert cute_call.TARGET in text
+
+
+def test_export_over_several_devices_through_shard_map() -> None:
+    if len(jax.devices()) < 4:
+        pytest.skip("needs four devices")
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
+    layout = (P("data", None, "model"), P(), P("data"), P("data"))
+    args = [
+        Struct(struct.shape, struct.dtype, sharding=NamedSharding(mesh, spec))
+        for struct, spec in zip(specs(4, heads=32), layout, strict=True)
+    ]
+    mapped = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=layout, out_specs=layout[0]))
+    checks = tsmla_jax.export_disabled_checks()
+    again = export.deserialize(export.export(mapped, platforms=["cuda"], disabled_checks=checks)(*args).serialize())
+    assert again.nr_devices == 4 and cute_call.TARGET in again.mlir_module()
 
 
 def test_export_without_the_checks_is_refused_by_jax() -> None:

@@ -3,6 +3,9 @@
 From the outside in: derivatives are refused (custom_jvp), vmap folds its axis into the batch (custom_vmap),
 partitioning splits heads and batch (custom_partitioning), and what remains is one custom call on the shapes of one
 device.
+
+A program over several devices is exported through shard_map: automatic partitioning calls back into this process, which
+jax can't serialise.
 """
 
 from __future__ import annotations
