@@ -11,26 +11,63 @@ Errors: TypeError for an argument that isn't an array or isn't static, ValueErro
 not legal. What a particular implementation can't run is that implementation's NotImplementedError, not decided here.
 """
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-FP8 = "float8_e4m3fn"
-FP8_MAX = 448.0
-FLOATS = ("float16", "bfloat16", "float32", "float64")
-VALUES = (*FLOATS, FP8)
-SCALES = ("float32", "float64")
+from tsmla_kernels.contract_rules import (
+    FLOATS,
+    FP8,
+    FP8_MAX,
+    SCALES,
+    VALUES,
+    Array,
+    Dim,
+    cache_shape,
+    check_at_least_one,
+    check_dtype,
+    check_integers,
+    check_rank,
+    check_scale,
+    check_static_last,
+    listed,
+    not_an_array,
+    not_differentiable,
+    not_runnable,
+    show,
+    static_bool,
+    static_dim,
+    static_int,
+    table_shape,
+    unknown_implementation,
+)
 
-Dim = Any  # an int or a symbolic dimension; the latter has no common base class to name without importing jax
-
-
-@dataclass(frozen=True)
-class Array:
-    """Shape and dtype name of one argument."""
-
-    shape: tuple[Dim, ...]
-    dtype: str
+__all__ = [
+    "FLOATS",
+    "FP8",
+    "FP8_MAX",
+    "SCALES",
+    "VALUES",
+    "Array",
+    "CacheGatherSpec",
+    "CacheWriteSpec",
+    "DecodeSpec",
+    "Dim",
+    "MergeSpec",
+    "PrefillSpec",
+    "attention_out_dtype",
+    "cache_gather_spec",
+    "cache_write_spec",
+    "decode_spec",
+    "merge_spec",
+    "not_an_array",
+    "not_differentiable",
+    "not_runnable",
+    "prefill_spec",
+    "static_bool",
+    "static_dim",
+    "static_int",
+    "unknown_implementation",
+]
 
 
 @dataclass(frozen=True)
@@ -138,26 +175,26 @@ def decode_spec(
     causal = static_bool("causal", causal)
     return_lse = static_bool("return_lse", return_lse)
     batch_invariant = static_bool("batch_invariant", batch_invariant)
-    num_pages, page_size, head_dim = _cache_shape(kv_cache)
+    num_pages, page_size, head_dim = cache_shape(kv_cache)
     if latent_dim > head_dim:
         raise ValueError(f"latent_dim: got {latent_dim}; it must be at most kv_cache's last axis D = {head_dim}")
-    batch, max_pages = _table_shape(block_tables)
-    _integers("seq_lens", seq_lens, (batch,), "[B]", "B from block_tables")
+    batch, max_pages = table_shape(block_tables)
+    check_integers("seq_lens", seq_lens, (batch,), "[B]", "B from block_tables")
 
     ragged = cu_seqlens_q is not None
-    _check_dtype("q", q, VALUES)
+    check_dtype("q", q, VALUES)
     if cu_seqlens_q is not None:
-        _check_rank("q", q, 3, "[T, H, D] (ragged, because cu_seqlens_q is given)")
+        check_rank("q", q, 3, "[T, H, D] (ragged, because cu_seqlens_q is given)")
         total_q_len, num_heads, q_dim = q.shape
-        _integers("cu_seqlens_q", cu_seqlens_q, (batch + 1,), "[B + 1]", "B from block_tables")
+        check_integers("cu_seqlens_q", cu_seqlens_q, (batch + 1,), "[B + 1]", "B from block_tables")
         if max_q_len is None:
             raise ValueError("max_q_len: got None; ragged queries (cu_seqlens_q is given) need it as a static int")
         max_q_len = static_int("max_q_len", max_q_len, minimum=1)
     else:
-        _check_rank("q", q, 4, "[B, S, H, D], or [T, H, D] with cu_seqlens_q")
+        check_rank("q", q, 4, "[B, S, H, D], or [T, H, D] with cu_seqlens_q")
         q_batch, q_len, num_heads, q_dim = q.shape
         if q_batch != batch:
-            raise ValueError(f"q: got shape {_show(q.shape)}; its B = {q_batch} must equal block_tables' B = {batch}")
+            raise ValueError(f"q: got shape {show(q.shape)}; its B = {q_batch} must equal block_tables' B = {batch}")
         if max_q_len is not None:
             max_q_len = static_int("max_q_len", max_q_len, minimum=1)
             if max_q_len != q_len:
@@ -168,14 +205,14 @@ def decode_spec(
         max_q_len, total_q_len = q_len, q_batch * q_len
     if q_dim != head_dim:
         raise ValueError(
-            f"q: got shape {_show(q.shape)}; its last axis must equal kv_cache's D = {head_dim}"
+            f"q: got shape {show(q.shape)}; its last axis must equal kv_cache's D = {head_dim}"
             " (latent first, rope last)"
         )
-    _at_least_one("q", q.shape, -2, "H")
+    check_at_least_one("q", q.shape, -2, "H")
     _check_kv_dtype(q.dtype, kv_cache.dtype)
-    _scale("softmax_scale", softmax_scale, optional=False)
-    _scale("q_scale", q_scale)
-    _scale("kv_scale", kv_scale)
+    check_scale("softmax_scale", softmax_scale, optional=False)
+    check_scale("q_scale", q_scale)
+    check_scale("kv_scale", kv_scale)
     return DecodeSpec(
         batch=batch,
         total_q_len=total_q_len,
@@ -220,33 +257,33 @@ def prefill_spec(
     max_q_len = static_int("max_q_len", max_q_len, minimum=0)
     max_kv_len = static_int("max_kv_len", max_kv_len, minimum=0)
     for name, array in (("q", q), ("k", k), ("v", v)):
-        _check_dtype(name, array, VALUES)
-        _check_rank(name, array, 3, "[Tq, H, head_dim]" if name == "q" else "[Tk, H, head_dim]")
-        _static_last(name, array)
+        check_dtype(name, array, VALUES)
+        check_rank(name, array, 3, "[Tq, H, head_dim]" if name == "q" else "[Tk, H, head_dim]")
+        check_static_last(name, array)
     total_q_len, num_heads, qk_head_dim = q.shape
     total_kv_len, _, _ = k.shape
-    _at_least_one("q", q.shape, 1, "H")
+    check_at_least_one("q", q.shape, 1, "H")
     if k.shape[1:] != q.shape[1:]:
         raise ValueError(
-            f"k: got shape {_show(k.shape)}; its heads and head_dim must equal q's, [Tk, {num_heads}, {qk_head_dim}]"
+            f"k: got shape {show(k.shape)}; its heads and head_dim must equal q's, [Tk, {num_heads}, {qk_head_dim}]"
         )
     if v.shape[:2] != k.shape[:2]:
         raise ValueError(
-            f"v: got shape {_show(v.shape)}; its tokens and heads must equal k's,"
+            f"v: got shape {show(v.shape)}; its tokens and heads must equal k's,"
             f" [{total_kv_len}, {num_heads}, head_dim]"
         )
     for name, array in (("k", k), ("v", v)):
         if array.dtype != q.dtype:
             raise ValueError(f"{name}: got dtype {array.dtype}; q, k and v must have one dtype, and q has {q.dtype}")
-    _check_rank("cu_seqlens_q", cu_seqlens_q, 1, "[B + 1]")
-    _at_least_one("cu_seqlens_q", cu_seqlens_q.shape, 0, "B + 1")
+    check_rank("cu_seqlens_q", cu_seqlens_q, 1, "[B + 1]")
+    check_at_least_one("cu_seqlens_q", cu_seqlens_q.shape, 0, "B + 1")
     batch = cu_seqlens_q.shape[0] - 1
-    _integers("cu_seqlens_q", cu_seqlens_q, (batch + 1,), "[B + 1]", "B from cu_seqlens_q")
-    _integers("cu_seqlens_kv", cu_seqlens_kv, (batch + 1,), "[B + 1]", "B from cu_seqlens_q")
-    _scale("softmax_scale", softmax_scale, optional=False)
-    _scale("q_scale", q_scale)
-    _scale("k_scale", k_scale)
-    _scale("v_scale", v_scale)
+    check_integers("cu_seqlens_q", cu_seqlens_q, (batch + 1,), "[B + 1]", "B from cu_seqlens_q")
+    check_integers("cu_seqlens_kv", cu_seqlens_kv, (batch + 1,), "[B + 1]", "B from cu_seqlens_q")
+    check_scale("softmax_scale", softmax_scale, optional=False)
+    check_scale("q_scale", q_scale)
+    check_scale("k_scale", k_scale)
+    check_scale("v_scale", v_scale)
     return PrefillSpec(
         batch=batch,
         total_q_len=total_q_len,
@@ -274,14 +311,14 @@ def cache_write_spec(
     kv_scale: Array | float | None = None,
 ) -> CacheWriteSpec:
     """The spec of write_kv_cache, or ValueError / TypeError naming the argument that is not legal."""
-    num_pages, page_size, head_dim = _cache_shape(kv_cache)
-    _check_dtype("latent", latent, FLOATS)
-    _check_rank("latent", latent, 2, "[T, L]")
-    _static_last("latent", latent)
+    num_pages, page_size, head_dim = cache_shape(kv_cache)
+    check_dtype("latent", latent, FLOATS)
+    check_rank("latent", latent, 2, "[T, L]")
+    check_static_last("latent", latent)
     num_tokens, latent_dim = latent.shape
     if not 1 <= latent_dim <= head_dim:
         raise ValueError(
-            f"latent: got shape {_show(latent.shape)}; its width L must be between 1 and kv_cache's D = {head_dim}"
+            f"latent: got shape {show(latent.shape)}; its width L must be between 1 and kv_cache's D = {head_dim}"
         )
     rope_dim = head_dim - latent_dim
     if k_rope is None:
@@ -290,16 +327,16 @@ def cache_write_spec(
                 f"k_rope: got None; kv_cache's D = {head_dim} leaves {rope_dim} columns after latent's L = {latent_dim}"
             )
     else:
-        _check_rank("k_rope", k_rope, 2, "[T, R]")
+        check_rank("k_rope", k_rope, 2, "[T, R]")
         if k_rope.shape[0] != num_tokens or k_rope.shape[1] != rope_dim:
             raise ValueError(
-                f"k_rope: got shape {_show(k_rope.shape)}; legal: [T, R] = [{num_tokens}, {rope_dim}],"
+                f"k_rope: got shape {show(k_rope.shape)}; legal: [T, R] = [{num_tokens}, {rope_dim}],"
                 f" T from latent and R = kv_cache's D {head_dim} - L {latent_dim}"
             )
         if k_rope.dtype != latent.dtype:
             raise ValueError(f"k_rope: got dtype {k_rope.dtype}; it must be latent's, {latent.dtype}")
-    _integers("slot_mapping", slot_mapping, (num_tokens,), "[T]", "T from latent")
-    _scale("kv_scale", kv_scale)
+    check_integers("slot_mapping", slot_mapping, (num_tokens,), "[T]", "T from latent")
+    check_scale("kv_scale", kv_scale)
     return CacheWriteSpec(
         num_tokens=num_tokens,
         latent_dim=latent_dim,
@@ -325,14 +362,14 @@ def cache_gather_spec(
     """The spec of gather_kv_cache, or ValueError / TypeError naming the argument that is not legal.
 
     out_dtype None means the cache's dtype, bfloat16 for an fp8 cache."""
-    num_pages, page_size, head_dim = _cache_shape(kv_cache)
-    batch, max_pages = _table_shape(block_tables)
-    _integers("starts", starts, (batch,), "[B]", "B from block_tables")
-    _integers("lens", lens, (batch,), "[B]", "B from block_tables")
+    num_pages, page_size, head_dim = cache_shape(kv_cache)
+    batch, max_pages = table_shape(block_tables)
+    check_integers("starts", starts, (batch,), "[B]", "B from block_tables")
+    check_integers("lens", lens, (batch,), "[B]", "B from block_tables")
     total_len = static_dim("total_len", total_len)
-    _scale("kv_scale", kv_scale)
+    check_scale("kv_scale", kv_scale)
     if out_dtype is not None and out_dtype not in FLOATS:
-        raise ValueError(f"out_dtype: got {out_dtype}; legal: {_list(FLOATS)}")
+        raise ValueError(f"out_dtype: got {out_dtype}; legal: {listed(FLOATS)}")
     return CacheGatherSpec(
         batch=batch,
         total_len=total_len,
@@ -353,19 +390,19 @@ def merge_spec(*, outs: Sequence[Array], lses: Sequence[Array]) -> MergeSpec:
         raise ValueError(f"lses: got {len(lses)} partial results; outs has {len(outs)}, and each needs its lse")
     first = outs[0]
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
-        _check_dtype(f"outs[{i}]", out, FLOATS)
+        check_dtype(f"outs[{i}]", out, FLOATS)
         if len(out.shape) < 1:
-            raise ValueError(f"outs[{i}]: got shape {_show(out.shape)}; legal: [..., H, L]")
+            raise ValueError(f"outs[{i}]: got shape {show(out.shape)}; legal: [..., H, L]")
         if out.shape != first.shape or out.dtype != first.dtype:
             raise ValueError(
-                f"outs[{i}]: got {out.dtype}{_show(out.shape)}; every part must be as outs[0],"
-                f" {first.dtype}{_show(first.shape)}"
+                f"outs[{i}]: got {out.dtype}{show(out.shape)}; every part must be as outs[0],"
+                f" {first.dtype}{show(first.shape)}"
             )
-        _check_dtype(f"lses[{i}]", lse, ("float32", "float64"))
+        check_dtype(f"lses[{i}]", lse, ("float32", "float64"))
         if lse.shape != out.shape[:-1]:
             raise ValueError(
-                f"lses[{i}]: got shape {_show(lse.shape)}; it must be outs[{i}]'s without the last axis,"
-                f" {_show(out.shape[:-1])}"
+                f"lses[{i}]: got shape {show(lse.shape)}; it must be outs[{i}]'s without the last axis,"
+                f" {show(out.shape[:-1])}"
             )
         if lse.dtype != lses[0].dtype:
             raise ValueError(f"lses[{i}]: got dtype {lse.dtype}; every part must be as lses[0], {lses[0].dtype}")
@@ -383,132 +420,11 @@ def attention_out_dtype(dtype: str) -> str:
     return "bfloat16" if dtype == FP8 else dtype
 
 
-def unknown_implementation(implementation: object, legal: Sequence[str]) -> ValueError:
-    """The error for an implementation that has no such name."""
-    return ValueError(f"implementation: got {implementation!r}; legal: None, {_list([repr(name) for name in legal])}")
-
-
-def not_runnable(op: str, implementation: str, reasons: Sequence[str]) -> NotImplementedError:
-    """The error for an implementation that was named and can't run this call: it carries every reason."""
-    return NotImplementedError(f"{op}: implementation={implementation!r} can't run this call: {'; '.join(reasons)}")
-
-
-def not_differentiable(op: str, alternative: str) -> NotImplementedError:
-    """The error for a derivative that an implementation doesn't have."""
-    return NotImplementedError(f"{op} has no derivative in this implementation; {alternative}")
-
-
-def not_an_array(name: str, value: object) -> TypeError:
-    """The error for an argument that should have been an array."""
-    return TypeError(f"{name}: got {type(value).__name__}; legal: an array")
-
-
-def static_int(name: str, value: object, minimum: int = 0) -> int:
-    """`value` as an int, or TypeError / ValueError: a traced or floating value is not a static int."""
-    if isinstance(value, bool):
-        raise TypeError(f"{name}: got {value}; legal: an int >= {minimum}")
-    try:
-        result = operator.index(value)  # type: ignore[arg-type]
-    except Exception as e:  # jax's tracers raise a class of their own, which this module can't name
-        raise TypeError(
-            f"{name}: got {type(value).__name__}; legal: a static int >= {minimum} (under jax.jit bind it with"
-            " functools.partial or static_argnames: it decides shapes, so it can't be traced)"
-        ) from e
-    if result < minimum:
-        raise ValueError(f"{name}: got {result}; legal: an int >= {minimum}")
-    return result
-
-
-def static_dim(name: str, value: Any) -> Dim:
-    """`value` as a size: an int, or a symbolic dimension of jax.export, which has neither dtype nor __index__."""
-    if hasattr(value, "dtype") or hasattr(value, "__index__") or value is None or isinstance(value, float | str):
-        return static_int(name, value)
-    return value
-
-
-def static_bool(name: str, value: object) -> bool:
-    """`value` if it is a bool, or TypeError: a traced flag can't choose code."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}: got {type(value).__name__}; legal: True or False, static")
-    return value
-
-
-def _cache_shape(kv_cache: Array) -> tuple[Dim, int, int]:
-    _check_dtype("kv_cache", kv_cache, VALUES)
-    _check_rank("kv_cache", kv_cache, 3, "[P, Z, D]")
-    num_pages, page_size, head_dim = kv_cache.shape
-    for axis, size in (("Z", page_size), ("D", head_dim)):
-        if not isinstance(size, int):
-            raise ValueError(f"kv_cache: got shape {_show(kv_cache.shape)}; {axis} must be a static int")
-        if size < 1:
-            raise ValueError(f"kv_cache: got shape {_show(kv_cache.shape)}; {axis} must be at least 1")
-    return num_pages, page_size, head_dim
-
-
-def _table_shape(block_tables: Array) -> tuple[Dim, Dim]:
-    _check_rank("block_tables", block_tables, 2, "[B, M]")
-    _check_int32("block_tables", block_tables)
-    return block_tables.shape[0], block_tables.shape[1]
-
-
 def _check_kv_dtype(q_dtype: str, kv_dtype: str) -> None:
     legal = [kv for kv in VALUES if kv == FP8 or (q_dtype != FP8 and (kv == q_dtype or q_dtype in SCALES))]
     if kv_dtype not in legal:
-        raise ValueError(f"kv_cache: got dtype {kv_dtype}; with q of {q_dtype} legal: {_list(legal)}")
+        raise ValueError(f"kv_cache: got dtype {kv_dtype}; with q of {q_dtype} legal: {listed(legal)}")
 
 
 def _lse_dtype(q_dtype: str) -> str:
     return "float64" if q_dtype == "float64" else "float32"
-
-
-def _check_rank(name: str, array: Array, rank: int, legal: str) -> None:
-    if len(array.shape) != rank:
-        raise ValueError(f"{name}: got shape {_show(array.shape)} of rank {len(array.shape)}; legal: {legal}")
-
-
-def _check_dtype(name: str, array: Array, legal: Sequence[str]) -> None:
-    if array.dtype not in legal:
-        raise ValueError(f"{name}: got dtype {array.dtype}; legal: {_list(legal)}")
-
-
-def _check_int32(name: str, array: Array) -> None:
-    _check_dtype(name, array, ("int32",))
-
-
-def _integers(name: str, array: Array, shape: tuple[Dim, ...], legal: str, where: str) -> None:
-    _check_rank(name, array, len(shape), legal)
-    if array.shape != shape:
-        raise ValueError(f"{name}: got shape {_show(array.shape)}; legal: {legal} = {_show(shape)} ({where})")
-    _check_int32(name, array)
-
-
-def _static_last(name: str, array: Array) -> None:
-    last = array.shape[-1]
-    if not isinstance(last, int) or last < 1:
-        raise ValueError(f"{name}: got shape {_show(array.shape)}; its last axis must be a static int >= 1")
-
-
-def _at_least_one(name: str, shape: tuple[Dim, ...], axis: int, letter: str) -> None:
-    if isinstance(shape[axis], int) and shape[axis] < 1:
-        raise ValueError(f"{name}: got shape {_show(shape)}; {letter} must be at least 1")
-
-
-def _scale(name: str, scale: Array | float | None, optional: bool = True) -> None:
-    legal = "a float or a float32 scalar array" + (", or None for 1" if optional else "")
-    if scale is None and optional:
-        return
-    if isinstance(scale, Array):
-        if scale.shape != ():
-            raise ValueError(f"{name}: got an array of shape {_show(scale.shape)}; legal: {legal}")
-        if scale.dtype not in SCALES:
-            raise ValueError(f"{name}: got an array of dtype {scale.dtype}; legal: {legal}")
-    elif isinstance(scale, bool) or not isinstance(scale, int | float):
-        raise TypeError(f"{name}: got {type(scale).__name__}; legal: {legal}")
-
-
-def _show(shape: tuple[Dim, ...]) -> str:
-    return "[" + ", ".join(str(d) for d in shape) + "]"
-
-
-def _list(names: Sequence[str]) -> str:
-    return ", ".join(names)

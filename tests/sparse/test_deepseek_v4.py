@@ -33,7 +33,8 @@ def build(name: str, dtype: Any = jnp.float32, indexer_dtype: Any = jnp.float32)
     )
     table = v4.v4_rope_table(config, LENGTH)
 
-    @functools.partial(jax.jit, donate_argnums=1)
+    # Not what is compiled but how fast: unoptimised code compiles in half the time.
+    @functools.partial(jax.jit, donate_argnums=1, compiler_options={"xla_backend_optimization_level": 0})
     def run(x: jax.Array, cache: v4.V4Cache, seq_lens: jax.Array, cu: jax.Array) -> tuple[jax.Array, v4.V4Cache]:
         step = v4.make_step(
             config,
@@ -54,7 +55,7 @@ def ints(x: object) -> jax.Array:
     return jnp.asarray(x, jnp.int32)
 
 
-@pytest.mark.parametrize("name", hf_layers.V4_LAYERS)
+@pytest.mark.parametrize("name", ["sliding", "csa, few chosen", "hca"])
 def test_prefill_and_300_decode_steps(name: str) -> None:
     _, run, cache, x, y = build(name)
     out, cache = run(np.concatenate(x[:, :PROMPT]), cache, ints([PROMPT, PROMPT]), ints([0, PROMPT, 2 * PROMPT]))
@@ -65,9 +66,8 @@ def test_prefill_and_300_decode_steps(name: str) -> None:
     np.testing.assert_allclose(np.concatenate(got, axis=1), y, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["csa, few chosen", "hca"])
-def test_ragged_chunks_with_padding(name: str) -> None:
-    _, run, cache, x, y = build(name)
+def test_ragged_chunks_with_padding() -> None:
+    _, run, cache, x, y = build("csa")
     done = [0, 0]
     for counts in [(50, 3), (1, 140), (199, 0), (0, 90)]:
         rows = [x[r, done[r] : done[r] + n] for r, n in enumerate(counts)]
@@ -133,19 +133,19 @@ def test_the_packed_cache_of_a_real_head() -> None:
     config = v4.V4Config(
         kind="hca", ratio=128, hidden_size=32, num_attention_heads=2, q_lora_rank=16, o_groups=1, o_lora_rank=8
     )
-    keys = jax.random.split(jax.random.key(0), 32)
+    rng = np.random.default_rng(0)
     params = {
-        name: jax.random.normal(key, shape) * (0.1 if len(shape) > 1 else 1)
-        for key, (name, shape) in zip(keys, v4.v4_param_shapes(config).items(), strict=False)
+        name: rng.standard_normal(shape).astype(np.float32) * (0.1 if len(shape) > 1 else 1)
+        for name, shape in v4.v4_param_shapes(config).items()
     }
-    x = jax.random.normal(keys[-1], (300, 32))
+    x = rng.standard_normal((300, 32)).astype(np.float32)
     results = []
     for dtype in (jnp.float32, jnp.uint8):
         cache = v4.init_v4_layer_cache(
             config, window_pages=5, compressed_pages=1, num_states=1, page_size=64, dtype=dtype
         )
 
-        @jax.jit
+        @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
         def run(x: jax.Array, cache: v4.V4Cache) -> jax.Array:
             step = v4.make_step(
                 config,

@@ -28,7 +28,7 @@ from tsmla_jax.generate.plan import EngineOptions, Plan, make_plan
 from tsmla_jax.generate.sampling import select_tokens
 
 MAX_PREFILL_REQUESTS = 4
-"""Prompts that share one prefill step; the portable attention pads each of them to the step's length."""
+"""Prompts that share one prefill step. Each pass over cached context expands a chunk for every row, used or not."""
 
 
 _embed = jax.jit(model.embed)
@@ -264,7 +264,9 @@ class _Run:
             bucket = next(size for size in self._prefill_buckets if size >= total)
             options = StepOptions("prefill", bucket, self.options.chunk, self.options.implementation)
             # Only a prompt's last token is followed by one that was not given.
-            selected = self._step(pieces, bucket, self._prefill_rows, options, last_only=True)
+            # Alone, a long prompt pays for no other row.
+            rows = 1 if len(pieces) == 1 else self._prefill_rows
+            selected = self._step(pieces, bucket, rows, options, last_only=True)
             for row, piece in enumerate(pieces):
                 piece.text.cached += len(piece.tokens)
                 if piece.text.cached == len(piece.text.prompt):

@@ -638,6 +638,34 @@ class MlaDecode:
                     )  # fmt: skip
 
     @cute.jit
+    def uniform(self, value: Int32):
+        """A value that all lanes hold, in a uniform register: what depends on it alone is computed once a warp."""
+        return cute.arch.warp_redux_sync(value, "max")
+
+    @cute.jit
+    def stage(self, s_k: cute.Tensor, s_p: cute.Tensor, index: Int32):
+        """The keys and the P of one stage, for WGMMA.
+
+        WGMMA takes its descriptors from uniform registers, and the compiler does not see that a stage's index is
+        uniform: it moved every descriptor there one by one, which took a fifth of the scores' time. So the address
+        goes through an instruction whose result is uniform.
+        """
+        address = self.uniform(s_k.iterator.toint() + index * (self.stage_elements * 2))
+        keys_ptr = cute.make_ptr(self.dtype, address, cute.AddressSpace.smem, assumed_align=1024)
+        p_ptr = cute.make_ptr(
+            self.dtype, address + BLOCK * self.latent * 2, cute.AddressSpace.smem, assumed_align=1024
+        )
+        keys_swizzle = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, self.dtype).inner
+        p_swizzle = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW64, self.dtype).inner
+        keys = cute.make_tensor(
+            cute.recast_ptr(keys_ptr, keys_swizzle, dtype=self.dtype), cute.slice_(s_k.layout, (None, None, 0))
+        )
+        p = cute.make_tensor(
+            cute.recast_ptr(p_ptr, p_swizzle, dtype=self.dtype), cute.slice_(s_p.layout, (None, None, 0))
+        )
+        return keys, p
+
+    @cute.jit
     def advance(self, index: Int32, phase: Int32):
         index += 1
         if index == self.stages:
@@ -674,7 +702,6 @@ class MlaDecode:
         out_scale = scales[1]
 
         thr_qk = mma_qk.get_slice(t)
-        t_k = mma_qk.make_fragment_B(thr_qk.partition_B(s_k))
         register_columns = self.depth - 16 * self.shared_steps
         r_q = cute.make_rmem_tensor(thr_qk.partition_shape_A((ROWS, register_columns)), self.dtype)
         t_q_rope = mma_qk_shared.make_fragment_A(mma_qk_shared.get_slice(t).partition_A(s_q_rope))
@@ -720,7 +747,7 @@ class MlaDecode:
         while running == 1:
             cute.arch.mbarrier_wait(full + index, phase)
             at = piece % DESCRIPTORS
-            b_begin, b_end = descriptor[0, at], descriptor[1, at]
+            b_begin, b_end = self.uniform(descriptor[0, at]), self.uniform(descriptor[1, at])
             if b_begin == b_end:
                 running = Int32(0)
                 if lane == 0:
@@ -730,7 +757,8 @@ class MlaDecode:
                 first_index = index
                 q_index = index
                 index, phase = self.advance(index, phase)
-                if descriptor[9, at] == 2:
+                q_stages = self.uniform(descriptor[9, at])
+                if q_stages == 2:
                     cute.arch.mbarrier_wait(full + index, phase)
                     if warp_here >= 2:
                         q_index = index
@@ -738,7 +766,7 @@ class MlaDecode:
                 q_tile = cute.make_tensor(q_stage.iterator, q_tile_layout)
                 cute.copy(load_q, thr_load_q.partition_S(q_tile), thr_load_q.retile(r_q))
                 if const_expr(self.shared_steps > 0):
-                    for h in cutlass.range(descriptor[9, at], unroll=1):
+                    for h in cutlass.range(q_stages, unroll=1):
                         stage_of = first_index
                         if h == 1:
                             stage_of = index
@@ -757,7 +785,7 @@ class MlaDecode:
                 cute.arch.sync_warp()
                 if lane == 0:
                     cute.arch.mbarrier_arrive(ready + first_index)
-                if descriptor[9, at] == 2:
+                if q_stages == 2:
                     if lane == 0:
                         cute.arch.mbarrier_arrive(ready + index)
                     index, phase = self.advance(index, phase)
@@ -765,23 +793,27 @@ class MlaDecode:
                 for i in cutlass.range_constexpr(2):
                     m[i] = Float32(LOWEST)
                     l[i] = Float32(0.0)
-                seen_by_all = descriptor[2, at]
+                seen_by_all = self.uniform(descriptor[2, at])
                 if const_expr(self.causal):
-                    seen_by_all = cutlass.min(seen_by_all, descriptor[3, at] + descriptor[4, at] // self.heads)
+                    seen_by_all = self.uniform(
+                        cutlass.min(seen_by_all, descriptor[3, at] + descriptor[4, at] // self.heads)
+                    )
                 previous = index
+                arrived = Int32(0)
                 for b in cutlass.range(b_begin, b_end, unroll=1):
-                    # Uniform, so that the descriptors are made in uniform registers: the loop is short of issue slots.
-                    index = cute.arch.make_warp_uniform(index)
-                    cute.arch.mbarrier_wait(full + index, phase)
+                    stage_keys, _ = self.stage(s_k, s_p, index)
+                    t_k = mma_qk.make_fragment_B(thr_qk.partition_B(stage_keys))
+                    if arrived == 0:
+                        cute.arch.mbarrier_wait(full + index, phase)
                     warpgroup.fence()
                     mma_qk.set(Field.ACCUMULATE, False)
                     mma_qk_shared.set(Field.ACCUMULATE, True)
                     for k in cutlass.range_constexpr(steps):
                         if const_expr(k < steps - self.shared_steps):
-                            cute.gemm(mma_qk, acc, r_q[None, None, k], t_k[None, None, k, index], acc)
+                            cute.gemm(mma_qk, acc, r_q[None, None, k], t_k[None, None, k], acc)
                         else:
                             q_step = t_q_rope[None, None, k - steps + self.shared_steps]
-                            cute.gemm(mma_qk_shared, acc, q_step, t_k[None, None, k, index], acc)
+                            cute.gemm(mma_qk_shared, acc, q_step, t_k[None, None, k], acc)
                         mma_qk.set(Field.ACCUMULATE, True)
                         if const_expr(k == steps - EARLY_STEPS - 1):
                             warpgroup.commit_group()
@@ -792,16 +824,18 @@ class MlaDecode:
                     if b > b_begin:
                         self.signal(ready, previous, lane)
                     warpgroup.wait_group(0)
+                    previous = index
+                    index, phase = self.advance(index, phase)
+                    # Asked now, read a block later: the answer takes its time.
+                    arrived = Int32(cute.arch.mbarrier_test_wait(full + index, phase))
                     if (b + 1) * BLOCK > seen_by_all:
                         self.mask(s, b, descriptor, at, row_low, lane)
-                    self.softmax(s, m, l, scale, rescale, moved, row_low, lane, warp_here, index)
+                    self.softmax(s, m, l, scale, rescale, moved, row_low, lane, warp_here, previous)
                     r_p.store(acc.load().to(self.dtype))
                     # All four warps have read these keys' rope columns: P may overwrite them.
                     cute.arch.barrier(barrier_id=1, number_of_threads=128)
-                    cute.copy(store_p, thr_store_p.retile(r_p), t_ps[None, None, None, index])
+                    cute.copy(store_p, thr_store_p.retile(r_p), t_ps[None, None, None, previous])
                     cute.arch.fence_proxy("async.shared", space="cta")
-                    previous = index
-                    index, phase = self.advance(index, phase)
                 # P is 0 past the end, but unused slots may hold NaN: 0 * NaN must not reach O.
                 for row in cutlass.range(
                     cutlass.max(descriptor[2, at] - (b_end - 1) * BLOCK, 0), BLOCK, unroll=1
@@ -944,10 +978,6 @@ class MlaDecode:
         lane = t % 32
         row_low = (t // 32) * 16 + lane // 4
         thr = mma_pv.get_slice(t)
-        s_v = cute.make_tensor(s_k.iterator, cute.select(s_k.layout, mode=[1, 0, 2]))
-        s_v_half = cute.local_tile(s_v, (self.half, BLOCK), (half, 0, None))
-        t_v = mma_pv.make_fragment_B(thr.partition_B(s_v_half))
-        t_p = mma_pv.make_fragment_A(thr.partition_A(s_p))
         acc = cute.make_rmem_tensor(thr.partition_shape_C((ROWS, self.half)), Float32)
         groups = self.half // 8
         mma_pv.set(Field.ACCUMULATE, True)
@@ -967,11 +997,11 @@ class MlaDecode:
             # Every use of a stage, Q's too, goes full -> ready -> empty, so that the three barriers stay in step.
             cute.arch.mbarrier_wait(ready + index, phase)
             at = piece % DESCRIPTORS
-            b_begin, b_end = descriptor[0, at], descriptor[1, at]
+            b_begin, b_end = self.uniform(descriptor[0, at]), self.uniform(descriptor[1, at])
             if b_begin == b_end:
                 running = Int32(0)
             else:
-                q_stages = descriptor[9, at]
+                q_stages = self.uniform(descriptor[9, at])
                 self.refill(pending, phase_of_pending, empty, warp_idx, copies)
                 pending, phase_of_pending = index, phase
                 self.leave(index, empty)
@@ -984,7 +1014,10 @@ class MlaDecode:
                     index, phase = self.advance(index, phase)
                 acc.fill(0.0)
                 for b in cutlass.range(b_begin, b_end, unroll=1):
-                    index = cute.arch.make_warp_uniform(index)
+                    stage_keys, stage_p = self.stage(s_k, s_p, index)
+                    values = cute.make_tensor(stage_keys.iterator, cute.select(stage_keys.layout, mode=[1, 0]))
+                    t_v = mma_pv.make_fragment_B(thr.partition_B(cute.local_tile(values, (self.half, BLOCK), (half, 0))))
+                    t_p = mma_pv.make_fragment_A(thr.partition_A(stage_p))
                     cute.arch.mbarrier_wait(ready + index, phase)
                     if moved[row_low // 16, index] != 0:
                         low, high = rescale[row_low, index], rescale[row_low + 8, index]
@@ -993,7 +1026,7 @@ class MlaDecode:
                             o[1, c] = o[1, c] * high
                     warpgroup.fence()
                     for k in cutlass.range_constexpr(BLOCK // 16):
-                        cute.gemm(mma_pv, acc, t_p[None, None, k, index], t_v[None, None, k, index], acc)
+                        cute.gemm(mma_pv, acc, t_p[None, None, k], t_v[None, None, k], acc)
                     warpgroup.commit_group()
                     # While that runs: fill the stage that was left before.
                     self.refill(pending, phase_of_pending, empty, warp_idx, copies)
