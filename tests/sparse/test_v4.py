@@ -39,7 +39,7 @@ def test_norm_and_rope() -> None:
     got = jax.jit(lambda *a: tsmla_jax.norm_rope(*a, eps=1e-3))(x, weight, ints(positions), table)
     want = [oracle.norm_rope(row, weight, p, INV_FREQ, 1e-3) for row, p in zip(x, positions, strict=True)]
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-5)
-    plain = tsmla_jax.norm_rope(x, None, ints(positions), table, eps=1e-3)
+    plain = jax.jit(lambda x, *a: tsmla_jax.norm_rope(x, None, *a, eps=1e-3))(x, ints(positions), table)
     want = [oracle.norm_rope(row, np.ones(32), p, INV_FREQ, 1e-3) for row, p in zip(x, positions, strict=True)]
     np.testing.assert_allclose(plain, want, rtol=2e-5, atol=1e-5)
 
