@@ -326,7 +326,7 @@ class _Run:
             # Compile on a step of padding alone, so that its time is no step's. No slot is written by it.
             self.engine._seen.add(key)
             if self.on_compile:
-                self.on_compile(f"{options.phase} of {num_tokens} tokens")
+                self.on_compile(f"{options.phase} of {num_tokens} tokens, up to {rows} texts")
             begin = time.perf_counter()
             jax.block_until_ready(self._compute(self._pack([], num_tokens, rows, last_only), options))
             self.figures.compile_seconds += time.perf_counter() - begin
