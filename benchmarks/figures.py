@@ -3,7 +3,8 @@
 Every number shown comes from `benchmarks/results/<device>/decode_<dtype>.json`: a list of objects, one a point and
 peer, with b, s, h, keys, varlen, page, dtype, peer (ours is "tsmla"), us, floor_us, rel_err, device, commit, date and
 versions. Each file gives two PNGs and a full table under `benchmarks/figures/`, and the README's short table between
-the comments `<!-- decode_<dtype> -->` and `<!-- /decode_<dtype> -->`.
+the comments `<!-- decode_<dtype> -->` and `<!-- /decode_<dtype> -->`. What `decode_cpu.py` recorded gives the sentence
+between `<!-- decode_cpu -->` and `<!-- /decode_cpu -->`.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -231,19 +233,45 @@ def write(results: Path, figures: Path, readme: Path) -> str:
     return said
 
 
+def write_cpu(results: Path, readme: Path) -> str:
+    """Write what `decode_cpu.py` recorded into the README; return it."""
+    record = json.loads(results.read_text())
+    try:
+        xla, gather = record["xla"], record["gather"]
+        said = (
+            f"On a CPU ({record['machine']}; commit {record['commit'][:7]}, {record['date'][:10]}), {record['dtype']} "
+            f"decode of B {record['b']}, S {record['s']}, H {record['h']} over {record['keys']} keys: xla takes "
+            f"{xla['ms']:.0f} ms, the version that gathers the cache first {gather['ms']:.0f} ms (medians); compiled "
+            f"peak memory, as a multiple of cache, inputs and outputs, is {xla['compiled_peak_ratio']:.2f} against "
+            f"{gather['compiled_peak_ratio']:.2f}."
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{results}: {type(error).__name__} {error}") from error
+    readme.write_text(between_markers(readme.read_text(), "decode_cpu", said))
+    return said
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Do it for every recorded file; 0 when each was written, 2 with one line when one can't be read."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "h200")
+    parser.add_argument(
+        "--cpu-results", type=Path, default=ROOT / "benchmarks" / "results" / "cpu" / "decode_xla.json", metavar="FILE"
+    )
     parser.add_argument("--figures", type=Path, default=ROOT / "benchmarks" / "figures")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
     arguments = parser.parse_args(argv)
-    files = sorted(arguments.results.glob("decode_*.json"))
-    if not files:
+    readme = arguments.readme.resolve()
+    written = [
+        (path, partial(write, path, arguments.figures.resolve())) for path in arguments.results.glob("decode_*.json")
+    ]
+    if arguments.cpu_results.exists():
+        written.append((arguments.cpu_results, partial(write_cpu, arguments.cpu_results)))
+    if not written:
         print(f"nothing recorded under {arguments.results}")
-    for path in files:
+    for path, function in sorted(written, key=lambda each: each[0]):
         try:
-            print(f"{path.name}: {write(path, arguments.figures.resolve(), arguments.readme.resolve())}")
+            print(f"{path.name}: {function(readme)}")
         except (ValueError, OSError) as error:
             print(f"figures: error: {error}", file=sys.stderr)
             return 2

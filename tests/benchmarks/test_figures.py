@@ -32,14 +32,19 @@ def place(folder: Path, rows: object) -> list[str]:
     """Write `rows` and a README with markers into `folder`; return main's arguments."""
     (folder / "decode_bf16.json").write_text(json.dumps(rows))
     (folder / "README.md").write_text("before\n<!-- decode_bf16 -->\nold\n<!-- /decode_bf16 -->\nafter\n")
-    return [f"--results={folder}", f"--figures={folder / 'figures'}", f"--readme={folder / 'README.md'}"]
+    return arguments(folder)
+
+
+def arguments(folder: Path) -> list[str]:
+    paths = {"results": ".", "figures": "figures", "readme": "README.md", "cpu-results": "cpu.json"}
+    return [f"--{name}={folder / path}" for name, path in paths.items()]
 
 
 def test_readme_table_and_figures_come_from_the_file(figures: ModuleType, tmp_path: Path) -> None:
     rows = [row("tsmla", 10.0), row("flashmla", 40.0), row("fa4", 20.0)]
     rows += [row("tsmla", 9.0, h=128, varlen=True), row("fa3", 6.0, h=128, varlen=True)]
-    arguments = place(tmp_path, rows)
-    assert figures.main(arguments) == 0
+    given = place(tmp_path, rows)
+    assert figures.main(given) == 0
     readme = (tmp_path / "README.md").read_text()
     assert readme.startswith("before\n<!-- decode_bf16 -->\n") and readme.endswith("<!-- /decode_bf16 -->\nafter\n")
     assert "old" not in readme
@@ -57,7 +62,7 @@ def test_readme_table_and_figures_come_from_the_file(figures: ModuleType, tmp_pa
         assert f"(figures/decode_bf16_{kind}.png)" in readme
         png = (tmp_path / "figures" / f"decode_bf16_{kind}.png").read_bytes()
         assert png.startswith(b"\x89PNG") and 2_000 < len(png) < 300_000
-    assert figures.main(arguments) == 0
+    assert figures.main(given) == 0
     assert (tmp_path / "README.md").read_text() == readme
 
 
@@ -99,6 +104,24 @@ def test_missing_markers_are_refused(figures: ModuleType) -> None:
 
 def test_nothing_recorded_changes_nothing(figures: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("as it was")
-    arguments = [f"--results={tmp_path}", f"--figures={tmp_path / 'figures'}", f"--readme={tmp_path / 'README.md'}"]
-    assert figures.main(arguments) == 0
+    assert figures.main(arguments(tmp_path)) == 0
     assert (tmp_path / "README.md").read_text() == "as it was"
+
+
+def test_the_cpu_sentence_comes_from_its_file(
+    figures: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = {"xla": {"ms": 407.5, "compiled_peak_ratio": 1.039}, "gather": {"ms": 1456.0, "compiled_peak_ratio": 3.831}}
+    call = dict(
+        machine="a CPU, 2 cores", commit="0123456789", date="2026-11-21T02:50", dtype="bfloat16", b=8, s=1, h=16
+    )
+    (tmp_path / "cpu.json").write_text(json.dumps({**times, **call, "keys": 32768}))
+    (tmp_path / "README.md").write_text("<!-- decode_cpu -->\n<!-- /decode_cpu -->")
+    assert figures.main(arguments(tmp_path)) == 0
+    readme = (tmp_path / "README.md").read_text()
+    assert "(a CPU, 2 cores; commit 0123456, 2026-11-21)" in readme
+    assert "xla takes 408 ms, the version that gathers the cache first 1456 ms" in readme
+    assert "is 1.04 against 3.83." in readme
+    (tmp_path / "cpu.json").write_text(json.dumps({**times, **call}))
+    assert figures.main(arguments(tmp_path)) == 2
+    assert "KeyError 'keys'" in capsys.readouterr().err
