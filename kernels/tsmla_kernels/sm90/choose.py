@@ -108,7 +108,7 @@ def decode_config(spec: DecodeSpec) -> DecodeConfig:
 def invariant_chunk(max_pages: int, page_size: int) -> int:
     """Key blocks of one piece of a request when batch_invariant: depends on the table's width alone."""
     blocks = -(-max_pages * page_size // BLOCK)
-    return max(INVARIANT_MIN_BLOCKS, -(-blocks // INVARIANT_CHUNKS))
+    return INVARIANT_MIN_BLOCKS - 1 - (-blocks // INVARIANT_CHUNKS)
 
 
 def workspace_shapes(

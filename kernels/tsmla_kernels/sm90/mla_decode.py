@@ -28,6 +28,7 @@ from tsmla_kernels.sm90.choose import BLOCK, ROWS, SMEM_BYTES, DecodeConfig
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 OVERHEAD = 8  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
+LEAST_PAYLOAD = 4  # key blocks worth a cluster's while: each piece more is one more partial result to merge
 LOWEST = -1e30  # of the running maximum: finite, so that a row without keys needs no case of its own
 RESCALE_BITS = 8.0  # the running maximum moves only when it would grow by more than this, so P stays below 2^8
 DESCRIPTORS = 8  # ring of piece descriptors, filled LOOKAHEAD pieces before the slowest reader
@@ -37,7 +38,9 @@ EARLY_STEPS = 8  # 16-column steps of Q K^T that may still run when the values' 
 TABLE_AHEAD = 32  # block-table entries read at once
 COMBINE_THREADS = 256
 COMBINE_CTAS_PER_PART = 4
+COMBINE_UNROLL = 8  # pieces that a warp reads at once
 COMBINE_COLUMNS = 128  # columns of one combine task: a warp's float4
+COMBINE_PITCH = COMBINE_COLUMNS + 4  # of a warp's partial row in shared memory: its sums and, behind them, its weight
 
 
 class MlaDecode:
@@ -211,6 +214,9 @@ class MlaDecode:
             cute.recast_ptr(ring + BLOCK * self.latent, p_tile.inner, dtype=self.dtype), p_layout
         )
 
+        if warp_idx == 4:
+            cpasync.prefetch_descriptor(tma_q)
+            cpasync.prefetch_descriptor(tma_k)
         if warp_idx == 0:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(self.stages):
@@ -233,8 +239,7 @@ class MlaDecode:
         copies = (tma_q, tma_q_tensor, tma_k, tma_k_tensor, block_tables, s_k, descriptor, fill, pages, full, empty, rank)
         if warp_idx == 8:
             self.begin_schedule(*schedule)
-            for i in cutlass.range(LOOKAHEAD, unroll=1):
-                self.next_piece(i, *schedule)
+            self.next_piece(Int32(0), *schedule)
         cute.arch.sync_threads()
         if group == 0:
             cute.arch.setmaxregister_increase(self.registers[0])
@@ -257,16 +262,17 @@ class MlaDecode:
     # ---- the schedule (one warp)
 
     @cute.jit
-    def request(self, r: Int32, seq_lens: cute.Tensor, cu_seqlens_q: cute.Tensor):
+    def request(self, r: Int32, seq_lens: cute.Tensor, cu_seqlens_q: cute.Tensor, width: Int32):
         """(keys, first row, query rows, row tiles, key blocks) of request r."""
-        keys = cutlass.max(seq_lens[r], 0)
+        # Clamped to what the table and the row tiles can hold: a wrong length must not lead outside the cache.
+        keys = cutlass.min(cutlass.max(seq_lens[r], 0), width * self.page_size)
         blocks = cutlass.max((keys + BLOCK - 1) // BLOCK, 1)
         first = r * (self.max_q_len * self.heads)
         rows = Int32(self.max_q_len * self.heads)
         tiles = Int32(self.max_tiles)
         if const_expr(self.ragged):
             first = cu_seqlens_q[r] * self.heads
-            rows = cutlass.max(cu_seqlens_q[r + 1] * self.heads - first, 0)
+            rows = cutlass.min(cutlass.max(cu_seqlens_q[r + 1] * self.heads - first, 0), rows)
             tiles = (rows + self.tile_rows - 1) // self.tile_rows
         return keys, first, rows, tiles, blocks
 
@@ -307,21 +313,24 @@ class MlaDecode:
         cluster takes an equal interval of it. Where whole tiles balance as well, each cluster takes whole tiles.
         """
         lane = cute.arch.lane_idx()
-        batch = seq_lens.shape[0]
+        batch, width = seq_lens.shape[0], block_tables.shape[1]
         chunk = Int32(1)
         if const_expr(self.invariant):
             chunk, _ = self.chunk_blocks(block_tables, seq_lens, partial_lse)
 
         total, units, longest = Int32(0), Int32(0), Int32(0)
-        for base in cutlass.range(0, batch, 32, unroll=1):
-            cost, tiles, blocks = Int32(0), Int32(0), Int32(0)
+        for base in cutlass.range(0, batch, 32, unroll=4):
+            # Loads without a branch, so that several are under way at once.
+            _, _, _, tiles, blocks = self.request(cutlass.min(base + lane, batch - 1), seq_lens, cu_seqlens_q, width)
+            cost = tiles * self.span(blocks, chunk, Int32(0))
             if base + lane < batch:
-                _, _, _, tiles, blocks = self.request(base + lane, seq_lens, cu_seqlens_q)
-                cost = tiles * self.span(blocks, chunk, Int32(0))
-            total += cute.arch.warp_redux_sync(cost, "add")
-            units += cute.arch.warp_redux_sync(tiles, "add")
-            longest = cutlass.max(longest, cute.arch.warp_redux_sync(blocks, "max"))
-        payload = (total + parts - 1) // parts
+                total += cost
+                units += tiles
+                longest = cutlass.max(longest, blocks)
+        total = cute.arch.warp_redux_sync(total, "add")
+        units = cute.arch.warp_redux_sync(units, "add")
+        longest = cute.arch.warp_redux_sync(longest, "max")
+        payload = cutlass.max((total + parts - 1) // parts, LEAST_PAYLOAD)
         whole = Int32(0)
         if const_expr(not self.invariant):
             share = (units + parts - 1) // parts
@@ -337,7 +346,7 @@ class MlaDecode:
         while searching == 1 and base < batch:
             cost, unit = Int32(0), Int32(1)
             if base + lane < batch:
-                _, _, _, tiles, blocks = self.request(base + lane, seq_lens, cu_seqlens_q)
+                _, _, _, tiles, blocks = self.request(base + lane, seq_lens, cu_seqlens_q, width)
                 unit = self.span(blocks, chunk, whole)
                 cost = tiles * unit
             prefix = cost
@@ -356,7 +365,7 @@ class MlaDecode:
                 base += 32
         tile = Int32(0)
         if r < batch:
-            _, _, _, _, blocks = self.request(r, seq_lens, cu_seqlens_q)
+            _, _, _, _, blocks = self.request(r, seq_lens, cu_seqlens_q, width)
             unit = self.span(blocks, chunk, whole)
             tile = (begin - start) // unit
             start += tile * unit
@@ -374,7 +383,7 @@ class MlaDecode:
         if const_expr(self.invariant and self.ragged):
             # Row tiles that a short query does not have: nobody else writes their entries.
             for at in cutlass.range(part * 32 + lane, batch, parts * 32, unroll=1):
-                _, _, _, tiles_there, _ = self.request(at, seq_lens, cu_seqlens_q)
+                _, _, _, tiles_there, _ = self.request(at, seq_lens, cu_seqlens_q, width)
                 for t in cutlass.range(tiles_there, self.max_tiles, unroll=1):
                     split_info[parts + at * self.max_tiles + t, 3] = 0
         cute.arch.sync_warp()
@@ -396,7 +405,7 @@ class MlaDecode:
     ):
         """Describe this cluster's next piece of work: some key blocks of one row tile, or none: the end."""
         lane = cute.arch.lane_idx()
-        batch = seq_lens.shape[0]
+        batch, width = seq_lens.shape[0], block_tables.shape[1]
         cute.arch.sync_warp()
         r, tile, start, begin, end, whole, k = walk[0], walk[1], walk[2], walk[3], walk[4], walk[5], walk[6]
         cute.arch.sync_warp()
@@ -409,7 +418,7 @@ class MlaDecode:
         at = piece % DESCRIPTORS
         found = Int32(0)
         while found == 0 and r < batch and start + lead < end:
-            keys, first, rows, tiles, blocks = self.request(r, seq_lens, cu_seqlens_q)
+            keys, first, rows, tiles, blocks = self.request(r, seq_lens, cu_seqlens_q, width)
             unit = self.span(blocks, chunk, whole)
             b_begin, b_end = Int32(0), blocks
             slot = Int32(-1)
@@ -988,8 +997,20 @@ class MlaDecode:
             fill = copies[7]
             if lane < 8:
                 fill[lane] = Int32(0)
+            cute.arch.sync_warp()
+            behind = Int32(1)
             for i in cutlass.range(self.stages, unroll=1):
+                if behind == 1 and fill[3] == 1 and fill[0] == fill[1]:
+                    behind = Int32(0)
+                    cute.arch.barrier(barrier_id=2, number_of_threads=64)
                 self.produce(i, *copies)
+            if behind == 1:
+                cute.arch.barrier(barrier_id=2, number_of_threads=64)
+        if warp_idx == 8:
+            # The first copies do not wait for these.
+            for i in cutlass.range(1, LOOKAHEAD, unroll=1):
+                self.next_piece(i, *schedule)
+            cute.arch.barrier(barrier_id=2, number_of_threads=64)
         pending, phase_of_pending = Int32(-1), Int32(0)
         inverse_low, inverse_high = Float32(0.0), Float32(0.0)
         running = Int32(1)
@@ -1074,34 +1095,72 @@ class MlaDecode:
         rank: Int32,
     ):
         """O / row sum to `out`, or in fp32 to the piece's slot of partial_out."""
-        column = half * self.half + (lane % 4) * 2
-        groups = self.half // 8
         out_row, valid_rows, slot = descriptor[5, at], descriptor[6, at], descriptor[7, at]
+        quad = lane % 4
+        groups = self.half // 8
         for i in cutlass.range_constexpr(2):
             row = row_low + 8 * i
             factor = inverse_low if const_expr(i == 0) else inverse_high
-            if row < valid_rows:
-                if slot < 0:
-                    line = cute.make_tensor(
-                        out.iterator + (Int64(out_row + row) * self.latent + column),
-                        cute.make_layout((2, groups), stride=(1, 8)),
-                    )
-                    pair = cute.make_rmem_tensor((2,), self.dtype)
-                    for g in cutlass.range_constexpr(groups):
-                        pair[0] = (o[i, 2 * g] * factor).to(self.dtype)
-                        pair[1] = (o[i, 2 * g + 1] * factor).to(self.dtype)
-                        cute.autovec_copy(pair, line[None, g])
-                else:
-                    line = cute.make_tensor(
-                        partial_out.iterator
-                        + ((Int64(slot) * self.tile_rows + rank * ROWS + row) * self.latent + column),
-                        cute.make_layout((2, groups), stride=(1, 8)),
-                    )
-                    wide = cute.make_rmem_tensor((2,), Float32)
-                    for g in cutlass.range_constexpr(groups):
-                        wide[0] = o[i, 2 * g] * factor
-                        wide[1] = o[i, 2 * g + 1] * factor
-                        cute.autovec_copy(wide, line[None, g])
+            if slot < 0:
+                # A lane holds 2 columns of each group of 8. The four lanes of a row swap so that each has the 8 columns
+                # of one group in four, 16 bytes, and a row's stores fill whole sectors.
+                line = cute.make_tensor(
+                    out.iterator + (Int64(out_row + row) * self.latent + half * self.half + quad * 8),
+                    cute.make_layout((8, groups // 4), stride=(1, 32)),
+                )
+                pairs = cute.make_rmem_tensor((8,), self.dtype)
+                words = cute.recast_tensor(pairs, Int32)
+                for g in cutlass.range_constexpr(groups // 4):
+                    for j in cutlass.range_constexpr(4):
+                        pairs[2 * j] = (o[i, 8 * g + 2 * j] * factor).to(self.dtype)
+                        pairs[2 * j + 1] = (o[i, 8 * g + 2 * j + 1] * factor).to(self.dtype)
+                    self.transpose_quad(words, quad)
+                    if row < valid_rows:
+                        cute.autovec_copy(pairs, line[None, g])
+            else:
+                # Two lanes swap, for 16 bytes of fp32 each.
+                odd = quad % 2
+                line = cute.make_tensor(
+                    partial_out.iterator
+                    + (
+                        (Int64(slot) * self.tile_rows + rank * ROWS + row) * self.latent
+                        + half * self.half + (quad // 2) * 4 + odd * 8
+                    ),
+                    cute.make_layout((4, groups // 2), stride=(1, 16)),
+                )  # fmt: skip
+                four = cute.make_rmem_tensor((4,), Float32)
+                for g in cutlass.range_constexpr(groups // 2):
+                    for e in cutlass.range_constexpr(2):
+                        first, second = o[i, 4 * g + e] * factor, o[i, 4 * g + 2 + e] * factor
+                        sent, kept = second, first
+                        if odd == 1:
+                            sent, kept = first, second
+                        received = cute.arch.shuffle_sync_bfly(sent, offset=1)
+                        low, high = kept, received
+                        if odd == 1:
+                            low, high = received, kept
+                        four[e], four[2 + e] = low, high
+                    if row < valid_rows:
+                        cute.autovec_copy(four, line[None, g])
+
+    @cute.jit
+    def transpose_quad(self, words: cute.Tensor, quad: Int32):
+        """4 x 4 transpose among the four lanes of a row: word j of lane q becomes word q of lane j."""
+        for step in cutlass.range_constexpr(2):
+            offset = 2 >> step
+            upper = (quad // offset) % 2
+            for j in cutlass.range_constexpr(4):
+                if const_expr((j // offset) % 2 == 0):
+                    a, b = words[j], words[j + offset]
+                    sent = b
+                    if upper == 1:
+                        sent = a
+                    received = cute.arch.shuffle_sync_bfly(sent, offset=offset)
+                    if upper == 1:
+                        a = received
+                    else:
+                        b = received
+                    words[j], words[j + offset] = a, b
 
     # ------------------------------------------------------------------ the combine kernel
 
@@ -1131,12 +1190,12 @@ class MlaDecode:
         @cute.struct
         class Storage:
             entry: cute.struct.MemRange[Int32, 4 * COMBINE_THREADS]
-            sums: cute.struct.MemRange[Float32, warps * COMBINE_COLUMNS]
+            sums: cute.struct.MemRange[Float32, warps * COMBINE_PITCH]
 
         smem = utils.SmemAllocator()
         storage = smem.allocate(Storage)
         entry = storage.entry.get_tensor(cute.make_layout((4, COMBINE_THREADS), stride=(1, 4)))
-        sums = storage.sums.get_tensor(cute.make_layout((COMBINE_COLUMNS, warps), stride=(1, COMBINE_COLUMNS)))
+        sums = storage.sums.get_tensor(cute.make_layout((COMBINE_PITCH, warps), stride=(1, COMBINE_PITCH)))
 
         first_entry = parts if const_expr(self.invariant) else Int32(0)
         entries = split_info.shape[0]
@@ -1211,46 +1270,54 @@ class MlaDecode:
         warp_idx: Int32,
     ):
         warps = COMBINE_THREADS // 32
+        # A lane keeps the lse of every 32nd piece; what is past the end weighs nothing.
         highest = -Float32.inf
-        for i in cutlass.range(lane, count, 32, unroll=1):
+        for base in cutlass.range(0, count, 32, unroll=4):
+            i = cutlass.min(base + lane, count - 1)
             highest = cute.arch.fmax(highest, partial_lse[self.slot(first, i), row])
         for step in cutlass.range_constexpr(5):
             highest = cute.arch.fmax(highest, cute.arch.shuffle_sync_bfly(highest, offset=1 << step))
-        shift = highest
-        if highest == -Float32.inf:
-            shift = Float32(0.0)
-        weight = Float32(0.0)
-        for i in cutlass.range(lane, count, 32, unroll=1):
-            weight += cute.math.exp2(partial_lse[self.slot(first, i), row] - shift, fastmath=True)
-        for step in cutlass.range_constexpr(5):
-            weight += cute.arch.shuffle_sync_bfly(weight, offset=1 << step)
+        shift = cute.arch.fmax(highest, Float32(LOWEST))
 
         acc = cute.make_rmem_tensor((4,), Float32)
         acc.fill(0.0)
-        part = cute.make_rmem_tensor((4,), Float32)
+        weight = Float32(0.0)
         begin, step_by = Int32(0), Int32(1)
         if together:
             begin, step_by = warp_idx, Int32(warps)
-        for i in cutlass.range(begin, count, step_by, unroll=4):
-            slot = self.slot(first, i)
-            w = cute.math.exp2(partial_lse[slot, row] - shift, fastmath=True)
-            line = cute.make_tensor(
-                partial_out.iterator
-                + ((Int64(slot) * self.tile_rows + row) * self.latent + chunk * COMBINE_COLUMNS + lane * 4),
-                cute.make_layout(4),
-            )
-            cute.autovec_copy(line, part)
-            for c in cutlass.range_constexpr(4):
-                acc[c] += w * part[c]
+        lines = cute.make_rmem_tensor((4, COMBINE_UNROLL), Float32)
+        weights = cute.make_rmem_tensor((COMBINE_UNROLL,), Float32)
+        for base in cutlass.range(begin, count, step_by * COMBINE_UNROLL, unroll=1):
+            for u in cutlass.range_constexpr(COMBINE_UNROLL):
+                i = base + u * step_by
+                slot = self.slot(first, cutlass.min(i, count - 1))
+                weights[u] = cute.math.exp2(partial_lse[slot, row] - shift, fastmath=True)
+                if i >= count:
+                    weights[u] = Float32(0.0)
+                line = cute.make_tensor(
+                    partial_out.iterator
+                    + ((Int64(slot) * self.tile_rows + row) * self.latent + chunk * COMBINE_COLUMNS + lane * 4),
+                    cute.make_layout(4),
+                )
+                cute.autovec_copy(line, lines[None, u])
+            for u in cutlass.range_constexpr(COMBINE_UNROLL):
+                weight += weights[u]
+                for c in cutlass.range_constexpr(4):
+                    acc[c] += weights[u] * lines[c, u]
         if together:
             for c in cutlass.range_constexpr(4):
                 sums[lane * 4 + c, warp_idx] = acc[c]
+            if lane == 0:
+                sums[COMBINE_COLUMNS, warp_idx] = weight
             cute.arch.sync_threads()
             for c in cutlass.range_constexpr(4):
                 value = Float32(0.0)
                 for i in cutlass.range_constexpr(warps):
                     value += sums[lane * 4 + c, i]
                 acc[c] = value
+            weight = Float32(0.0)
+            for i in cutlass.range_constexpr(warps):
+                weight += sums[COMBINE_COLUMNS, i]
             cute.arch.sync_threads()
         if not together or warp_idx == 0:
             factor = Float32(0.0)
