@@ -291,6 +291,11 @@ def sparse_mla_spec(
         window = static_int("window", window)
         if window > columns:
             raise ValueError(f"window: got {window}; it must be at most K = {columns}, the columns of indices")
+        if columns % INDEX_ROW_ALIGNMENT:
+            raise ValueError(
+                f"indices: got K = {columns} with compressed_kv_cache; legal: a multiple of "
+                f"{INDEX_ROW_ALIGNMENT}, rows of 16 bytes (as build_mixed_sparse_indices makes them)"
+            )
         compressed = cache_spec(
             "compressed_kv_cache",
             compressed_kv_cache,

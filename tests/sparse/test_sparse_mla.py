@@ -294,6 +294,10 @@ V4_CACHE = jnp.zeros((2, 37440), jnp.uint8)
         ({"window": 2}, "window: got 2 without compressed_kv_cache"),
         ({"compressed_kv_cache": jnp.zeros((3, 4, 576))}, "window: got None; compressed_kv_cache is given"),
         ({"compressed_kv_cache": jnp.zeros((3, 4, 576)), "window": 5}, "window: got 5; it must be at most K = 4"),
+        (
+            {"compressed_kv_cache": jnp.zeros((3, 4, 576)), "window": 2, "indices": ints([[0, 1, 2]] * 2)},
+            "indices: got K = 3 with compressed_kv_cache; legal: a multiple of 4",
+        ),
         ({"compressed_kv_cache": V4_CACHE, "window": 2}, "compressed_kv_cache: got keys of width 512"),
         ({"kv_cache": jnp.zeros((3, 4, 656), jnp.uint8), "kv_scale": 2.0}, "kv_scale: got a scale for packed rows"),
         ({"compressed_kv_scale": 2.0}, "compressed_kv_scale: got a scale for no cache"),

@@ -410,6 +410,7 @@ def attend(
     *,
     cos_sin: jax.Array,
     page_size: int,
+    kv_scale: float | jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, V4Cache]:
     """Attention of new tokens over their window and their requests' compressed entries.
@@ -421,6 +422,7 @@ def attend(
         step: of `make_step`, for this layer's kind.
         cos_sin: of `v4_rope_table`.
         page_size: Z, static.
+        kv_scale: of float8_e4m3fn window and compressed caches.
         implementation: of `tsmla_jax.sparse_mla`, `tsmla_jax.compress_kv` and `tsmla_jax.indexer_logits`.
 
     Returns:
@@ -435,13 +437,13 @@ def attend(
 
     kv = tsmla_jax.norm_rope(x @ params["kv_proj"], params["kv_norm"], step.positions, cos_sin, eps=eps)
     page = page_size if cache.window.dtype == jnp.uint8 else None
-    window = tsmla_jax.write_v4_cache(cache.window, kv, step.window_write, page_size=page)
+    window = tsmla_jax.write_v4_cache(cache.window, kv, step.window_write, kv_scale=kv_scale, page_size=page)
     cache = cache._replace(window=window)
     rows = step.rows
     if cache.compressed is not None and cache.compressor is not None:
         entries, state = _compress(params, config, "compressor", x, cache.compressor, step, cos_sin, implementation)
         slots = _entry_slots(entries, step, page_size)
-        compressed = tsmla_jax.write_v4_cache(cache.compressed, entries.kv, slots, page_size=page)
+        compressed = tsmla_jax.write_v4_cache(cache.compressed, entries.kv, slots, kv_scale=kv_scale, page_size=page)
         cache = cache._replace(compressed=compressed, compressor=state)
     if config.kind == "csa":
         rows, cache = _choose(params, config, x, low, cache, step, cos_sin, page_size, implementation)
@@ -459,6 +461,8 @@ def attend(
         window=None if cache.compressed is None else rows.window,
         page_size=page,
         compressed_page_size=None if cache.compressed is None else page,
+        kv_scale=kv_scale,
+        compressed_kv_scale=None if cache.compressed is None else kv_scale,
         implementation=implementation,
     )
     # Values carry their own positions' rope; turned back by the query's, what is left is the distance.

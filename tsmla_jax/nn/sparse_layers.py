@@ -163,6 +163,7 @@ class V4Attention(nnx.Module):
         *,
         cos_sin: jax.Array,
         page_size: int,
+        kv_scale: float | jax.Array | None = None,
         implementation: str | None = None,
     ) -> tuple[jax.Array, deepseek_v4.V4Cache]:
         """Prefill, chunks and decode alike; see `deepseek_v4.attend`. Returns y and the caches."""
@@ -174,5 +175,6 @@ class V4Attention(nnx.Module):
             step,
             cos_sin=cos_sin,
             page_size=page_size,
+            kv_scale=kv_scale,
             implementation=implementation,
         )

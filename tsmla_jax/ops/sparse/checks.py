@@ -24,6 +24,11 @@ def positions(array: jax.Array, capacity: int) -> jax.Array:
     return behind(partial(_check_positions, capacity), array)
 
 
+def rope_positions(array: jax.Array, num_positions: int) -> jax.Array:
+    """Positions of rows to rotate: in the table of cos and sin, or negative."""
+    return behind(partial(_check_rope_positions, num_positions), array)
+
+
 def slot_mapping(slots: jax.Array, num_slots: int) -> jax.Array:
     """Slots to write: -1 or in the cache, none twice."""
     return behind(partial(_check_slots, num_slots), slots)
@@ -73,6 +78,15 @@ def _check_positions(capacity: int, array: np.ndarray) -> None:
         raise ValueError(
             f"positions: row {row} asks for position {array[row, column]} in column {column}; legal: -1, or 0 to "
             f"{capacity - 1}, what its block table holds"
+        )
+
+
+def _check_rope_positions(num_positions: int, array: np.ndarray) -> None:
+    bad = np.flatnonzero(array >= num_positions)
+    if bad.size:
+        raise ValueError(
+            f"positions: row {bad[0]} has position {array[bad[0]]}; legal: at most {num_positions - 1}, "
+            f"the last of cos_sin"
         )
 
 

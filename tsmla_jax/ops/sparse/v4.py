@@ -65,7 +65,7 @@ def apply_rope(
       inverse: rotate back: after attention with K = V, the outputs at their queries' positions.
 
     Raises:
-      ValueError: shapes or dtypes that are not legal.
+      ValueError: shapes or dtypes that are not legal; under TSMLA_CHECK=1 also a position past the table.
     """
     described = describe("x", x), describe("positions", positions), describe("cos_sin", cos_sin)
     sparse_contract.check_dtype("x", described[0], FLOATS)
@@ -78,7 +78,8 @@ def apply_rope(
     if rope_dim % 2 or rope_dim > described[0].shape[-1]:
         raise ValueError(f"cos_sin: got width R = {rope_dim}; legal: even, at most x's D = {described[0].shape[-1]}")
     x, cos_sin = jnp.asarray(x), jnp.asarray(cos_sin)
-    rows = cos_sin[jnp.clip(jnp.asarray(positions), 0, num_positions - 1)]
+    positions = checks.rope_positions(jnp.asarray(positions), num_positions)
+    rows = cos_sin[jnp.clip(positions, 0, num_positions - 1)]
     rows = rows.reshape(rows.shape[0], *[1] * (x.ndim - 2), rope_dim)
     nope, rope = x[..., : x.shape[-1] - rope_dim], x[..., x.shape[-1] - rope_dim :]
     half = rope_dim // 2

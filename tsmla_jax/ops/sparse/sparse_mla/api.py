@@ -48,7 +48,8 @@ def sparse_mla(
       q: [T, H, D]; float16, bfloat16, float32, float64 or float8_e4m3fn.
       kv_cache: plain [P, Z, D] of floats or float8_e4m3fn; uint8 [P, Z, 656], V3.2 packed rows; or uint8
         [P, page_bytes], V4 packed pages.
-      indices: [T, K] int32 slots, page * Z + offset. -1 selects nothing. A slot given twice counts twice.
+      indices: [T, K] int32 slots, page * Z + offset. -1 selects nothing. A slot given twice counts twice. With two
+        caches K is a multiple of 4.
       lengths: [T] int32, the active columns of each row; what lies behind them is never used. None: all K.
       softmax_scale: factor of the logits, float or float32 scalar array, may be traced.
       latent_dim: L; the first L columns of a key are its value.
