@@ -127,8 +127,10 @@ def test_every_ue8m0_byte() -> None:
 
 
 def test_per_tensor_fp8_is_rounded_to_bf16_then_divided_then_clamped() -> None:
-    kv = np.concatenate([values(5, 60, 512), np.full((4, 512), 3e4, np.float32)])
-    scale = np.float32(0.0371)
+    # Every bf16 from 0.008 to 2 among them: divided by 7, some end between two e4m3, and a product with 1 / 7 beside it.
+    every = np.arange(0x3C00, 0x4000, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
+    kv = np.concatenate([every.reshape(2, 512), values(5, 58, 512), np.full((4, 512), 3e4, np.float32)])
+    scale = np.float32(7)
     write = jax.jit(lambda cache, kv, slots, scale: tsmla_jax.write_v4_cache(cache, kv, slots, kv_scale=scale))
     cache = write(jnp.zeros((2, 64, 512), jnp.float8_e4m3fn), kv, jnp.arange(64, dtype=jnp.int32), scale)
     want = oracle.e4m3(kv.astype(ml_dtypes.bfloat16).astype(np.float32) / scale)
