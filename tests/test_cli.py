@@ -18,10 +18,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PATHS = os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels", "bridge"))
 
 
-def tsmla(*arguments: str, **options: object) -> "subprocess.CompletedProcess[str]":
-    """Run the command in a process of its own."""
+def tsmla(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Run the command in a process of its own, on the CPU unless `variables` of the environment say otherwise."""
     command = [sys.executable, "-m", "tsmla_jax.cli", *arguments]
-    environment = os.environ | {"PYTHONPATH": PATHS, "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"PYTHONPATH": PATHS, "JAX_PLATFORMS": "cpu"} | variables
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd="/", timeout=120, check=False)
 
 
@@ -145,6 +145,13 @@ def test_doctor_report(capsys: pytest.CaptureFixture[str]) -> None:
         # What was chosen can run; without a GPU that is never a kernel, and it says why.
         assert operation["reasons"][operation["chosen"]] == []
         assert report["driver"] or (operation["chosen"] == "xla" and operation["reasons"]["cute"])
+
+
+def test_doctor_outlives_a_jax_that_starts_no_backend() -> None:
+    done = tsmla("doctor", JAX_PLATFORMS="cuda", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    assert "Devices (jax backend: none;" in done.stdout
+    assert "jax starts no backend: " in done.stdout and "(JAX_PLATFORMS=cuda)" in done.stdout
 
 
 GPU = doctor.Device(0, "gpu", "NVIDIA H200", "sm_90")

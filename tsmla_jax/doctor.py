@@ -194,8 +194,10 @@ def _devices() -> tuple[str | None, tuple[Device, ...], str | None]:
 
     try:
         devices = jax.devices()
-    except RuntimeError as error:
-        return None, (), str(error).splitlines()[0]
+    except (RuntimeError, AssertionError) as error:  # the latter where JAX_PLATFORMS names only what isn't there
+        said = (str(error).splitlines() or ["no platform that it may use is there"])[0]
+        asked = os.environ.get("JAX_PLATFORMS")
+        return None, (), f"{said} (JAX_PLATFORMS={asked})" if asked else said
     return jax.default_backend(), tuple(map(_device, devices)), None
 
 
