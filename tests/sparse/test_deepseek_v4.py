@@ -68,7 +68,8 @@ def test_prefill_and_300_decode_steps(name: str) -> None:
     np.testing.assert_allclose(np.concatenate(got, axis=1), y, rtol=1e-5, atol=1e-5)
 
 
-def test_ragged_chunks_with_padding() -> None:
+def test_ragged_chunks_with_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TSMLA_CHECK", "1")  # the layers pass their own checks
     _, run, cache, x, y = build("csa")
     done = [0, 0]
     for counts in [(50, 3), (1, 140), (199, 0), (0, 90)]:
@@ -132,9 +133,17 @@ def test_refuses_weights_and_steps() -> None:
     assert set(v4.v4_hf_shapes(config)) == {k for k in tensors if "rotary" not in k}
 
 
-def test_the_packed_cache_of_a_real_head() -> None:
+@pytest.mark.parametrize("kind", ["hca", "sliding"])
+def test_the_packed_cache_of_a_real_head(kind: v4.Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TSMLA_CHECK", "1")
     config = v4.V4Config(
-        kind="hca", ratio=128, hidden_size=32, num_attention_heads=2, q_lora_rank=16, o_groups=1, o_lora_rank=8
+        kind=kind,
+        ratio=128 if kind == "hca" else 0,
+        hidden_size=32,
+        num_attention_heads=2,
+        q_lora_rank=16,
+        o_groups=1,
+        o_lora_rank=8,
     )
     rng = np.random.default_rng(0)
     params = {

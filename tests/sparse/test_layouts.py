@@ -127,7 +127,7 @@ def test_every_ue8m0_byte() -> None:
 
 
 def test_per_tensor_fp8_is_rounded_to_bf16_then_divided_then_clamped() -> None:
-    # Every bf16 from 0.008 to 2 among them: divided by 7, some end between two e4m3, and a product with 1 / 7 beside it.
+    # Every bf16 from 0.008 to 2 among them: divided by 7, some end between two e4m3, and times 1 / 7 beside it.
     every = np.arange(0x3C00, 0x4000, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
     kv = np.concatenate([every.reshape(2, 512), values(5, 58, 512), np.full((4, 512), 3e4, np.float32)])
     scale = np.float32(7)

@@ -95,7 +95,7 @@ def test_slots_that_are_ready_equal_slots_from_tables() -> None:
 def test_a_layer_of_ratio_0() -> None:
     mixed = tsmla_jax.build_mixed_sparse_indices(ints([[3, 4, -1]]))
     assert mixed.indices.tolist() == [[3, 4, -1, -1]]
-    assert mixed.lengths.tolist() == [3]
+    assert mixed.lengths.tolist() == [2]
 
 
 @pytest.mark.parametrize(

@@ -241,6 +241,8 @@ class MlaDecode:
             self.begin_schedule(*schedule)
             self.next_piece(Int32(0), *schedule)
         cute.arch.sync_threads()
+        # All CTAs are resident at once; the combine's launch may run beside them, its wait is for their end.
+        cute.arch.griddepcontrol_launch_dependents()
         if group == 0:
             cute.arch.setmaxregister_increase(self.registers[0])
             self.score(
@@ -253,7 +255,6 @@ class MlaDecode:
                 out, partial_out, s_k, s_p, descriptor, rescale, moved, inverse, empty, ready, mma_pv, group - 1, rank,
                 warp_idx, schedule, copies,
             )  # fmt: skip
-        cute.arch.griddepcontrol_launch_dependents()
         if const_expr(self.cluster > 1):
             # A CTA whose shared memory is still written or signalled by its peer must not leave.
             cute.arch.cluster_arrive()
@@ -1105,7 +1106,7 @@ class MlaDecode:
                 # A lane holds 2 columns of each group of 8. The four lanes of a row swap so that each has the 8 columns
                 # of one group in four, 16 bytes, and a row's stores fill whole sectors.
                 line = cute.make_tensor(
-                    out.iterator + (Int64(out_row + row) * self.latent + half * self.half + quad * 8),
+                    (out.iterator + (Int64(out_row + row) * self.latent + half * self.half + quad * 8)).align(16),
                     cute.make_layout((8, groups // 4), stride=(1, 32)),
                 )
                 pairs = cute.make_rmem_tensor((8,), self.dtype)
@@ -1121,11 +1122,11 @@ class MlaDecode:
                 # Two lanes swap, for 16 bytes of fp32 each.
                 odd = quad % 2
                 line = cute.make_tensor(
-                    partial_out.iterator
-                    + (
-                        (Int64(slot) * self.tile_rows + rank * ROWS + row) * self.latent
-                        + half * self.half + (quad // 2) * 4 + odd * 8
-                    ),
+                    (
+                        partial_out.iterator
+                        + (Int64(slot) * self.tile_rows + rank * ROWS + row) * self.latent
+                        + (half * self.half + (quad // 2) * 4 + odd * 8)
+                    ).align(16),
                     cute.make_layout((4, groups // 2), stride=(1, 16)),
                 )  # fmt: skip
                 four = cute.make_rmem_tensor((4,), Float32)
@@ -1200,6 +1201,13 @@ class MlaDecode:
         first_entry = parts if const_expr(self.invariant) else Int32(0)
         entries = split_info.shape[0]
         cute.arch.griddepcontrol_wait()
+        # Rows to merge in all: few of them are shared out among all warps of a CTA, many go a warp each.
+        rows_in_all = Int32(0)
+        for at in cutlass.range(first_entry + lane, entries, 32, unroll=4):
+            if split_info[at, 3] > 0:
+                rows_in_all += split_info[at, 1]
+        rows_in_all = cute.arch.warp_redux_sync(rows_in_all, "add")
+        few = rows_in_all * chunks <= 2 * ctas
         task_base = Int32(0)
         for block in cutlass.range(first_entry, entries, COMBINE_THREADS, unroll=1):
             for i in cutlass.range_constexpr(4):
@@ -1212,7 +1220,7 @@ class MlaDecode:
             for base in cutlass.range(0, here, 32, unroll=1):
                 pieces = entry[3, base + lane]
                 tasks = entry[1, base + lane] * chunks
-                if pieces <= warps:
+                if pieces <= warps or not few:
                     tasks = (tasks + warps - 1) // warps
                 if pieces == 0:
                     tasks = Int32(0)
@@ -1229,7 +1237,7 @@ class MlaDecode:
                     within = task - cute.arch.shuffle_sync(prefix - tasks, at)
                     row_base, rows = entry[0, base + at], entry[1, base + at]
                     first, count = entry[2, base + at], entry[3, base + at]
-                    together = count > warps
+                    together = few and count > warps
                     item = within
                     if not together:
                         item = within * warps + warp_idx
@@ -1295,8 +1303,10 @@ class MlaDecode:
                 if i >= count:
                     weights[u] = Float32(0.0)
                 line = cute.make_tensor(
-                    partial_out.iterator
-                    + ((Int64(slot) * self.tile_rows + row) * self.latent + chunk * COMBINE_COLUMNS + lane * 4),
+                    (
+                        partial_out.iterator
+                        + ((Int64(slot) * self.tile_rows + row) * self.latent + chunk * COMBINE_COLUMNS + lane * 4)
+                    ).align(16),
                     cute.make_layout(4),
                 )
                 cute.autovec_copy(line, lines[None, u])
@@ -1329,7 +1339,7 @@ class MlaDecode:
             for c in cutlass.range_constexpr(4):
                 narrow[c] = (acc[c] * factor).to(self.dtype)
             line = cute.make_tensor(
-                out.iterator + (Int64(row_base + row) * self.latent + chunk * COMBINE_COLUMNS + lane * 4),
+                (out.iterator + (Int64(row_base + row) * self.latent + chunk * COMBINE_COLUMNS + lane * 4)).align(8),
                 cute.make_layout(4),
             )
             cute.autovec_copy(narrow, line)

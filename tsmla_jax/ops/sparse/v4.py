@@ -29,7 +29,7 @@ class MixedIndices:
     """Index rows for sparse_mla with two caches.
 
     indices  [T, K] int32: `window` window slots (-1 behind the last), then compressed slots, then -1; K % 4 == 0
-    lengths  [T] int32: window + the row's compressed slots: its active columns
+    lengths  [T] int32: active columns: window + the row's compressed slots; without compressed slots, its window slots
     window   int, static: how many leading columns are window slots
     """
 
@@ -198,7 +198,7 @@ def build_mixed_sparse_indices(
     if compressed_slots is None:
         if compressed_lens is not None or compressed_page is not None:
             raise ValueError("compressed_slots: got None, with compressed_lens or compressed_page given; legal: [T, E]")
-        rows, lengths = slots, jnp.full((num_tokens,), window, jnp.int32)
+        rows, lengths = slots, (slots >= 0).sum(axis=1, dtype=jnp.int32)
     else:
         described = describe("compressed_slots", compressed_slots)
         sparse_contract.check_ints("compressed_slots", described, "T E")
