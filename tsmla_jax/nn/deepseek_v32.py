@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 import tsmla_jax
@@ -23,7 +24,7 @@ from tsmla_jax.nn import functional
 from tsmla_jax.nn.checkpoint import Checkpoint
 from tsmla_jax.nn.config import MLAConfig, hf_field, read_hf_config
 from tsmla_jax.nn.hf import hf_attention_shapes, params_from_hf
-from tsmla_jax.nn.params import Params, param_shapes
+from tsmla_jax.nn.params import Params, param_shapes, param_specs
 from tsmla_jax.nn.rope import rope_cos_sin
 from tsmla_jax.ops.sparse.indexer import fold_weights
 
@@ -88,6 +89,13 @@ def v32_param_shapes(config: V32Config) -> dict[str, tuple[int, ...]]:
         "indexer_k_norm_bias": (width,),
         "indexer_weights_proj": (hidden, heads),
     }
+
+
+def v32_param_specs(config: V32Config, heads_axis: str | None) -> dict[str, PartitionSpec]:
+    """Those of `tsmla_jax.nn.params.param_specs`; the indexer is replicated, as its cache is: every device must choose
+    the same keys. Under `shard_map`, `attend` returns the partial sum over the local heads, for the caller to psum."""
+    specs = dict.fromkeys(v32_param_shapes(config), PartitionSpec())
+    return {**specs, **param_specs(config.mla, heads_axis)}
 
 
 def v32_hf_shapes(config: V32Config) -> dict[str, tuple[int, ...]]:

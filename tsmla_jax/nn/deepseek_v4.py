@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 import tsmla_jax
@@ -189,6 +190,21 @@ def v4_param_shapes(config: V4Config) -> dict[str, tuple[int, ...]]:
         shapes["indexer_q_b_proj"] = (rank, config.index_n_heads, config.index_head_dim)
         shapes["indexer_weights_proj"] = (hidden, config.index_n_heads)
     return shapes
+
+
+def v4_param_specs(config: V4Config, heads_axis: str | None) -> dict[str, PartitionSpec]:
+    """How to split the parameters over the heads: `heads_axis` names the mesh axis, whose size divides o_groups.
+
+    Heads, sinks and output groups are split; the shared latent, the compressors and the indexer are replicated, as the
+    caches are. Under `shard_map`, `attend` returns the partial sum over the local heads, for the caller to psum.
+    """
+    per_head = {
+        "q_b_proj": PartitionSpec(None, heads_axis, None),
+        "sinks": PartitionSpec(heads_axis),
+        "o_a_proj": PartitionSpec(heads_axis, None, None),
+        "o_b_proj": PartitionSpec(heads_axis, None),
+    }
+    return {name: per_head.get(name, PartitionSpec()) for name in v4_param_shapes(config)}
 
 
 def _compressors(config: V4Config) -> list[tuple[str, int]]:
@@ -467,7 +483,7 @@ def attend(
     )
     # Values carry their own positions' rope; turned back by the query's, what is left is the distance.
     out = tsmla_jax.apply_rope(cast(jax.Array, out), step.positions, cos_sin, inverse=True)
-    grouped = out.astype(x.dtype).reshape(x.shape[0], config.o_groups, -1)
+    grouped = out.astype(x.dtype).reshape(x.shape[0], params["o_a_proj"].shape[0], -1)
     mixed = jnp.einsum("tgi,gir->tgr", grouped, params["o_a_proj"])
     return mixed.reshape(x.shape[0], -1) @ params["o_b_proj"], cache
 
