@@ -151,6 +151,16 @@ def test_skipped_slots_and_plain_writes() -> None:
     assert (np.delete(np.asarray(got).reshape(8, 656), 6, 0) == 7).all()
 
 
+@pytest.mark.parametrize(
+    "cache", [((500, 64, 512), "bfloat16"), ((500, 64, 512), "float8_e4m3fn"), ((500, 37440), "uint8")]
+)
+def test_writing_a_few_rows_copies_no_cache(cache: tuple[tuple[int, ...], str]) -> None:
+    shape = jax.ShapeDtypeStruct
+    write = jax.jit(tsmla_jax.write_v4_cache, donate_argnums=0)
+    compiled = write.lower(shape(*cache), shape((4, 512), jnp.float32), shape((4,), jnp.int32)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 1 << 20
+
+
 def test_vmap_over_caches() -> None:
     kv = values(7, 6, 512).reshape(2, 3, 512)
     caches = jnp.zeros((2, 1, 5184), jnp.uint8)  # 8 rows a page

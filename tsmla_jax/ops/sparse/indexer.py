@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from tsmla_jax.ops.arrays import describe
 from tsmla_jax.ops.sparse import numerics
+from tsmla_jax.ops.sparse.blocks import fetch, put_rows
 from tsmla_jax.ops.sparse.layouts import masked_slots
 from tsmla_kernels import sparse_contract
 from tsmla_kernels.contract import FLOATS
@@ -74,11 +75,9 @@ def write_indexer_cache(
     sparse_contract.check_dtype("k", described, FLOATS)
     sparse_contract.check_size("k", described, 1, spec.head_dim, "Di, k_cache's key width")
     slots = masked_slots(slot_mapping, described, spec.as_plain())
-    num_slots = spec.num_pages * spec.page_size
     k_cache, k = jnp.asarray(k_cache), jnp.asarray(k)
     if not spec.packed:
-        flat = k_cache.reshape(num_slots, spec.head_dim)
-        return flat.at[slots].set(k.astype(k_cache.dtype), mode="drop").reshape(k_cache.shape)
+        return put_rows(k_cache, k.astype(k_cache.dtype), slots)
     values, scales, _ = numerics.quantize_pow2(k, INDEXER.key_floor)
     page, offset = slots // spec.page_size, slots % spec.page_size
     pages = k_cache.reshape(spec.num_pages, -1)
@@ -94,7 +93,7 @@ def read_indexer_pages(
     k_cache: jax.Array, pages: jax.Array, spec: sparse_contract.IndexerCacheSpec
 ) -> tuple[jax.Array, jax.Array | None]:
     """Keys [..., Z, Di] as stored, and their scales [..., Z] (None for a plain cache), of pages [...] in bounds."""
-    raw = k_cache[pages]
+    raw = fetch(k_cache, pages, lambda cache, at: cache[at])
     if not spec.packed:
         return raw, None
     raw = raw.reshape(*pages.shape, -1)

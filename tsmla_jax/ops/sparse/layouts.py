@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from tsmla_jax.ops.arrays import describe
 from tsmla_jax.ops.sparse import checks, numerics
-from tsmla_jax.ops.sparse.blocks import fetch
+from tsmla_jax.ops.sparse.blocks import fetch, put_rows
 from tsmla_kernels import sparse_contract
 from tsmla_kernels.contract import FLOATS
 from tsmla_kernels.sparse_contract import V4_PACKED, V32_PACKED
@@ -103,9 +103,7 @@ def write_packed_kv_cache(
         raise ValueError(f"kv_cache: got the {spec.layout} layout; legal: uint8 [P, Z, {V32_PACKED.row_bytes}]")
     slots = masked_slots(slot_mapping, describe("latent", latent), spec)
     rows = pack_v32_rows(latent, k_rope)
-    kv_cache = jnp.asarray(kv_cache)
-    flat = kv_cache.reshape(spec.num_slots, V32_PACKED.row_bytes)
-    return flat.at[slots].set(rows, mode="drop").reshape(kv_cache.shape)
+    return put_rows(jnp.asarray(kv_cache), rows, slots)
 
 
 def write_v4_cache(
@@ -147,8 +145,7 @@ def write_v4_cache(
             rows = numerics.quantize_per_tensor(kv, 1.0 if kv_scale is None else kv_scale)
         else:
             rows = kv.astype(kv_cache.dtype)
-        flat = kv_cache.reshape(spec.num_slots, spec.head_dim)
-        return flat.at[slots].set(rows, mode="drop").reshape(kv_cache.shape)
+        return put_rows(kv_cache, rows, slots)
     data, scales = pack_v4_rows(kv)
     page, offset = slots // spec.span, slots % spec.span  # a dropped slot's page is past the last one
     scales_at = spec.page_size * V4_PACKED.data_row_bytes
