@@ -14,9 +14,9 @@ from tsmla_jax.ops.arrays import describe
 from tsmla_jax.ops.sparse import numerics
 from tsmla_jax.ops.sparse.blocks import fetch, put_rows
 from tsmla_jax.ops.sparse.layouts import masked_slots
-from tsmla_kernels import sparse_contract
+from tsmla_kernels import sparse_layouts
 from tsmla_kernels.contract import FLOATS
-from tsmla_kernels.sparse_contract import INDEXER
+from tsmla_kernels.sparse_layouts import INDEXER
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, UInt8
@@ -39,12 +39,12 @@ def indexer_quantize(
       ValueError: shapes or dtypes that are not legal.
     """
     described = describe("q", q), describe("weights", weights)
-    sparse_contract.check_rank("q", described[0], "T Hi Di")
-    sparse_contract.check_dtype("q", described[0], FLOATS)
-    sparse_contract.check_rank("weights", described[1], "T Hi")
-    sparse_contract.check_dtype("weights", described[1], FLOATS)
-    sparse_contract.check_size("weights", described[1], 0, described[0].shape[0], "T, q's tokens")
-    sparse_contract.check_size("weights", described[1], 1, described[0].shape[1], "Hi, q's heads")
+    sparse_layouts.check_rank("q", described[0], "T Hi Di")
+    sparse_layouts.check_dtype("q", described[0], FLOATS)
+    sparse_layouts.check_rank("weights", described[1], "T Hi")
+    sparse_layouts.check_dtype("weights", described[1], FLOATS)
+    sparse_layouts.check_size("weights", described[1], 0, described[0].shape[0], "T, q's tokens")
+    sparse_layouts.check_size("weights", described[1], 1, described[0].shape[1], "Hi, q's heads")
     values, scales, _ = numerics.quantize_pow2(jnp.asarray(q), INDEXER.query_floor)
     return values, fold_weights(jnp.asarray(weights), described[0].shape[2]) * scales
 
@@ -69,11 +69,11 @@ def write_indexer_cache(
     Raises:
       ValueError: shapes or dtypes that are not legal. Under TSMLA_CHECK=1 also a slot outside the cache or given twice.
     """
-    spec = sparse_contract.indexer_cache_spec(describe("k_cache", k_cache))
+    spec = sparse_layouts.indexer_cache_spec(describe("k_cache", k_cache))
     described = describe("k", k)
-    sparse_contract.check_rank("k", described, "T Di")
-    sparse_contract.check_dtype("k", described, FLOATS)
-    sparse_contract.check_size("k", described, 1, spec.head_dim, "Di, k_cache's key width")
+    sparse_layouts.check_rank("k", described, "T Di")
+    sparse_layouts.check_dtype("k", described, FLOATS)
+    sparse_layouts.check_size("k", described, 1, spec.head_dim, "Di, k_cache's key width")
     slots = masked_slots(slot_mapping, described, spec.as_plain())
     k_cache, k = jnp.asarray(k_cache), jnp.asarray(k)
     if not spec.packed:
@@ -90,7 +90,7 @@ def write_indexer_cache(
 
 
 def read_indexer_pages(
-    k_cache: jax.Array, pages: jax.Array, spec: sparse_contract.IndexerCacheSpec
+    k_cache: jax.Array, pages: jax.Array, spec: sparse_layouts.IndexerCacheSpec
 ) -> tuple[jax.Array, jax.Array | None]:
     """Keys [..., Z, Di] as stored, and their scales [..., Z] (None for a plain cache), of pages [...] in bounds."""
     raw = fetch(k_cache, pages, lambda cache, at: cache[at])

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from tsmla_jax.ops.arrays import describe
 from tsmla_jax.ops.sparse import checks, numerics
 from tsmla_jax.ops.sparse.blocks import fetch, put_rows
-from tsmla_kernels import sparse_contract
+from tsmla_kernels import contract, sparse_layouts
 from tsmla_kernels.contract import FLOATS
-from tsmla_kernels.sparse_contract import V4_PACKED, V32_PACKED
+from tsmla_kernels.sparse_layouts import V4_PACKED, V32_PACKED
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, UInt8
@@ -98,7 +98,7 @@ def write_packed_kv_cache(
       ValueError: kv_cache isn't uint8 [P, Z, 656], or the tokens disagree.
       Under TSMLA_CHECK=1: ValueError for a slot outside the cache or given twice.
     """
-    spec = sparse_contract.cache_spec("kv_cache", describe("kv_cache", kv_cache))
+    spec = sparse_layouts.cache_spec("kv_cache", describe("kv_cache", kv_cache))
     if spec.layout != "v32":
         raise ValueError(f"kv_cache: got the {spec.layout} layout; legal: uint8 [P, Z, {V32_PACKED.row_bytes}]")
     slots = masked_slots(slot_mapping, describe("latent", latent), spec)
@@ -129,7 +129,7 @@ def write_v4_cache(
       ValueError: a layout, width, dtype, page size or scale that is not legal.
       Under TSMLA_CHECK=1: ValueError for a slot outside the cache or given twice.
     """
-    spec = sparse_contract.cache_spec(
+    spec = sparse_layouts.cache_spec(
         "kv_cache", describe("kv_cache", kv_cache), page_size=page_size, page_span=page_span
     )
     described = describe("kv", kv)
@@ -153,7 +153,7 @@ def write_v4_cache(
     return numerics.scatter_bytes(kv_cache, page, scales_at + offset * V4_PACKED.scale_row_bytes, scales)
 
 
-def gather_rows(cache: jax.Array, slots: jax.Array, spec: sparse_contract.CacheSpec, dtype: jnp.dtype) -> jax.Array:
+def gather_rows(cache: jax.Array, slots: jax.Array, spec: sparse_layouts.CacheSpec, dtype: jnp.dtype) -> jax.Array:
     """[..., D] rows of a cache in `dtype`, unscaled for a per-tensor fp8 cache. Slots must lie inside the cache."""
     if spec.layout == "plain":
         rows = cache.reshape(spec.num_slots, spec.head_dim)
@@ -170,29 +170,29 @@ def gather_rows(cache: jax.Array, slots: jax.Array, spec: sparse_contract.CacheS
     return unpack_v4_rows(data, scales).astype(dtype)
 
 
-def valid_slots(slots: jax.Array, spec: sparse_contract.CacheSpec) -> jax.Array:
+def valid_slots(slots: jax.Array, spec: sparse_layouts.CacheSpec) -> jax.Array:
     """Which slots name a row of the cache: inside it, and not in the gap behind a page strided wider than its rows."""
     inside = (slots >= 0) & (slots < spec.num_slots)
     return inside if spec.span == spec.page_size else inside & (slots % spec.span < spec.page_size)
 
 
-def masked_slots(slot_mapping: Array, rows: sparse_contract.Array, spec: sparse_contract.CacheSpec) -> jax.Array:
+def masked_slots(slot_mapping: Array, rows: contract.Array, spec: sparse_layouts.CacheSpec) -> jax.Array:
     """Slots with the skipped ones past the end, where a dropping scatter ignores them (-1 would wrap round)."""
     described = describe("slot_mapping", slot_mapping)
-    sparse_contract.check_ints("slot_mapping", described, "T")
-    sparse_contract.check_rank("rows to write", rows, "T D")
-    sparse_contract.check_size("slot_mapping", described, 0, rows.shape[0], "T, the rows to write")
+    sparse_layouts.check_ints("slot_mapping", described, "T")
+    sparse_layouts.check_rank("rows to write", rows, "T D")
+    sparse_layouts.check_size("slot_mapping", described, 0, rows.shape[0], "T, the rows to write")
     slots = checks.slot_mapping(jnp.asarray(slot_mapping), spec.num_slots)
     return jnp.where(valid_slots(slots, spec), slots, spec.num_slots)
 
 
-def _check_width(name: str, array: sparse_contract.Array, width: int) -> None:
-    sparse_contract.check_dtype(name, array, FLOATS)
+def _check_width(name: str, array: contract.Array, width: int) -> None:
+    sparse_layouts.check_dtype(name, array, FLOATS)
     if not array.shape or array.shape[-1] != width:
         raise ValueError(f"{name}: got shape {list(array.shape)}; its last axis must be {width}")
 
 
-def _check_bytes(name: str, array: sparse_contract.Array, width: int) -> None:
-    sparse_contract.check_dtype(name, array, ("uint8",))
+def _check_bytes(name: str, array: contract.Array, width: int) -> None:
+    sparse_layouts.check_dtype(name, array, ("uint8",))
     if not array.shape or array.shape[-1] != width:
         raise ValueError(f"{name}: got shape {list(array.shape)}; its last axis must be {width} bytes")

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from tsmla_jax.ops.arrays import describe
 from tsmla_jax.ops.ragged import row_owner
 from tsmla_jax.ops.sparse import checks
-from tsmla_kernels import contract, sparse_contract
+from tsmla_kernels import contract, sparse_layouts
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int32
@@ -58,10 +58,10 @@ def expand_decode_metadata(
       Under TSMLA_CHECK=1: ValueError when decode_lens are negative or sum past total_tokens.
     """
     described = describe("seq_lens", seq_lens), describe("block_tables", block_tables)
-    sparse_contract.check_ints("seq_lens", described[0], "B")
-    sparse_contract.check_ints("block_tables", described[1], "B M")
+    sparse_layouts.check_ints("seq_lens", described[0], "B")
+    sparse_layouts.check_ints("block_tables", described[1], "B M")
     num_requests, num_pages = described[1].shape
-    sparse_contract.check_size("block_tables", described[1], 0, described[0].shape[0], "B, seq_lens's requests")
+    sparse_layouts.check_size("block_tables", described[1], 0, described[0].shape[0], "B, seq_lens's requests")
     total_tokens = contract.static_int("total_tokens", total_tokens)
     seq_lens, block_tables = jnp.asarray(seq_lens), jnp.asarray(block_tables)
     if isinstance(decode_lens, int):
@@ -73,8 +73,8 @@ def expand_decode_metadata(
         lens = jnp.full((num_requests,), each, jnp.int32)
     else:
         described_lens = describe("decode_lens", decode_lens)
-        sparse_contract.check_ints("decode_lens", described_lens, "B")
-        sparse_contract.check_size("decode_lens", described_lens, 0, num_requests, "B, seq_lens's requests")
+        sparse_layouts.check_ints("decode_lens", described_lens, "B")
+        sparse_layouts.check_size("decode_lens", described_lens, 0, num_requests, "B, seq_lens's requests")
         lens = jnp.asarray(decode_lens)
         lens = checks.decode_lens(lens, total_tokens)
     ones = jnp.ones((total_tokens,), jnp.int32)
@@ -107,7 +107,7 @@ def localize_context_lens(
     Raises:
       ValueError: world or interleave not positive, rank outside [0, world), seq_lens not int32.
     """
-    sparse_contract.check_dtype("seq_lens", describe("seq_lens", seq_lens), ("int32",))
+    sparse_layouts.check_dtype("seq_lens", describe("seq_lens", seq_lens), ("int32",))
     world = contract.static_int("world", world, minimum=1)
     interleave = contract.static_int("interleave", interleave, minimum=1)
     if isinstance(rank, int) and not 0 <= rank < world:
@@ -138,11 +138,11 @@ def positions_to_slots(
       Under TSMLA_CHECK=1: ValueError when a position lies past the block table.
     """
     described = describe("positions", positions), describe("block_tables", block_tables)
-    sparse_contract.check_ints("positions", described[0], "N K")
-    sparse_contract.check_ints("block_tables", described[1], "N M")
-    sparse_contract.check_size("block_tables", described[1], 0, described[0].shape[0], "N, positions's rows")
+    sparse_layouts.check_ints("positions", described[0], "N K")
+    sparse_layouts.check_ints("block_tables", described[1], "N M")
+    sparse_layouts.check_size("block_tables", described[1], 0, described[0].shape[0], "N, positions's rows")
     page_size = contract.static_int("page_size", page_size, minimum=1)
-    span = sparse_contract.check_page_span("page_span", page_size if page_span is None else page_span, page_size)
+    span = sparse_layouts.check_page_span("page_span", page_size if page_span is None else page_span, page_size)
     capacity = described[1].shape[1] * page_size
     positions, block_tables = jnp.asarray(positions), jnp.asarray(block_tables)
     if capacity == 0:
@@ -160,6 +160,6 @@ def remap_slots(slots: Int32[Array, "*N"], page_size: int, page_span: int) -> In
     Raises ValueError for a span narrower than the page.
     """
     page_size = contract.static_int("page_size", page_size, minimum=1)
-    span = sparse_contract.check_page_span("page_span", page_span, page_size)
+    span = sparse_layouts.check_page_span("page_span", page_span, page_size)
     slots = jnp.asarray(slots)
     return jnp.where(slots >= 0, (slots // page_size) * span + slots % page_size, -1)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from tsmla_jax.ops.arrays import describe
 from tsmla_jax.ops.sparse import checks, numerics
 from tsmla_jax.ops.sparse.metadata import positions_to_slots, remap_slots
-from tsmla_kernels import contract, sparse_contract
+from tsmla_kernels import contract, sparse_layouts
 from tsmla_kernels.contract import FLOATS
 from tsmla_kernels.sparse_contract import INDEX_ROW_ALIGNMENT
 
@@ -68,12 +68,12 @@ def apply_rope(
       ValueError: shapes or dtypes that are not legal; under TSMLA_CHECK=1 also a position past the table.
     """
     described = describe("x", x), describe("positions", positions), describe("cos_sin", cos_sin)
-    sparse_contract.check_dtype("x", described[0], FLOATS)
-    sparse_contract.check_ints("positions", described[1], "T")
-    sparse_contract.check_rank("cos_sin", described[2], "N R")
+    sparse_layouts.check_dtype("x", described[0], FLOATS)
+    sparse_layouts.check_ints("positions", described[1], "T")
+    sparse_layouts.check_rank("cos_sin", described[2], "N R")
     if len(described[0].shape) < 2:
         raise ValueError(f"x: got shape {list(described[0].shape)}; legal: [T, D] or [T, H, D]")
-    sparse_contract.check_size("positions", described[1], 0, described[0].shape[0], "T, x's rows")
+    sparse_layouts.check_size("positions", described[1], 0, described[0].shape[0], "T, x's rows")
     num_positions, rope_dim = described[2].shape
     if rope_dim % 2 or rope_dim > described[0].shape[-1]:
         raise ValueError(f"cos_sin: got width R = {rope_dim}; legal: even, at most x's D = {described[0].shape[-1]}")
@@ -103,11 +103,11 @@ def norm_rope(
     Raises ValueError for shapes or dtypes that are not legal.
     """
     described = describe("kv", kv)
-    sparse_contract.check_rank("kv", described, "T D")
+    sparse_layouts.check_rank("kv", described, "T D")
     if norm_weight is not None:
         described_weight = describe("norm_weight", norm_weight)
-        sparse_contract.check_rank("norm_weight", described_weight, "D")
-        sparse_contract.check_size("norm_weight", described_weight, 0, described.shape[1], "D, kv's width")
+        sparse_layouts.check_rank("norm_weight", described_weight, "D")
+        sparse_layouts.check_size("norm_weight", described_weight, 0, described.shape[1], "D, kv's width")
         norm_weight = jnp.asarray(norm_weight)
     return apply_rope(numerics.rms_norm(jnp.asarray(kv), norm_weight, eps), positions, cos_sin)
 
@@ -126,7 +126,7 @@ def window_slots(
     not page_size. Raises ValueError as positions_to_slots does.
     """
     window = contract.static_int("window", window, minimum=1)
-    sparse_contract.check_ints("positions", describe("positions", positions), "T")
+    sparse_layouts.check_ints("positions", describe("positions", positions), "T")
     positions = jnp.asarray(positions)[:, None]
     at = jnp.maximum(positions - (window - 1), 0) + jnp.arange(window, dtype=jnp.int32)
     return positions_to_slots(jnp.where(at <= positions, at, -1), block_tables, page_size, page_span=page_span)
@@ -150,9 +150,9 @@ def compressed_slots(
     Raises ValueError as positions_to_slots does; under TSMLA_CHECK=1 also when a query sees more than max_entries.
     """
     ratio = contract.static_int("ratio", ratio, minimum=1)
-    sparse_contract.check_ints("positions", describe("positions", positions), "T")
+    sparse_layouts.check_ints("positions", describe("positions", positions), "T")
     described = describe("block_tables", block_tables)
-    sparse_contract.check_ints("block_tables", described, "T M")
+    sparse_layouts.check_ints("block_tables", described, "T M")
     capacity = described.shape[1] * contract.static_int("page_size", page_size, minimum=1)
     columns = capacity if max_entries is None else contract.static_int("max_entries", max_entries)
     visible = jnp.maximum(jnp.asarray(positions) + 1, 0) // ratio
@@ -190,7 +190,7 @@ def build_mixed_sparse_indices(
         Under TSMLA_CHECK=1 also a compressed length outside of 0 to E.
     """
     described = describe("window_slots", window_slots)
-    sparse_contract.check_ints("window_slots", described, "T W")
+    sparse_layouts.check_ints("window_slots", described, "T W")
     num_tokens, window = described.shape
     slots = jnp.asarray(window_slots)
     if window_page is not None:
@@ -201,16 +201,16 @@ def build_mixed_sparse_indices(
         rows, lengths = slots, (slots >= 0).sum(axis=1, dtype=jnp.int32)
     else:
         described = describe("compressed_slots", compressed_slots)
-        sparse_contract.check_ints("compressed_slots", described, "T E")
-        sparse_contract.check_size("compressed_slots", described, 0, num_tokens, "T, as in window_slots")
+        sparse_layouts.check_ints("compressed_slots", described, "T E")
+        sparse_layouts.check_size("compressed_slots", described, 0, num_tokens, "T, as in window_slots")
         chosen = jnp.asarray(compressed_slots)
         columns = described.shape[1]
         if compressed_lens is None:
             lens = (chosen >= 0).sum(axis=1, dtype=jnp.int32)
         else:
             described = describe("compressed_lens", compressed_lens)
-            sparse_contract.check_ints("compressed_lens", described, "T")
-            sparse_contract.check_size("compressed_lens", described, 0, num_tokens, "T, as in window_slots")
+            sparse_layouts.check_ints("compressed_lens", described, "T")
+            sparse_layouts.check_size("compressed_lens", described, 0, num_tokens, "T, as in window_slots")
             lens = jnp.clip(checks.counts("compressed_lens", jnp.asarray(compressed_lens), columns), 0, columns)
         if compressed_page is not None:
             chosen = remap_slots(chosen, *compressed_page)
@@ -223,7 +223,7 @@ def build_mixed_sparse_indices(
 def resolve_cache_dtype(layout: str, cache_dtype: str) -> jnp.dtype:
     """The storage dtype of a V4 cache: "packed" takes only fp8 names and becomes uint8; "plain" maps fp8 names to
     float8_e4m3fn and every other to bfloat16. Raises ValueError for anything else."""
-    return jnp.dtype(sparse_contract.resolve_cache_dtype(layout, cache_dtype))
+    return jnp.dtype(sparse_layouts.resolve_cache_dtype(layout, cache_dtype))
 
 
 def init_v4_cache(num_pages: int, *, layout: str, cache_dtype: str, page_size: int = 64, head_dim: int = 512) -> Array:
@@ -233,6 +233,6 @@ def init_v4_cache(num_pages: int, *, layout: str, cache_dtype: str, page_size: i
     page_size = contract.static_int("page_size", page_size, minimum=1)
     if layout == "plain":
         return jnp.zeros((num_pages, page_size, head_dim), dtype)
-    if head_dim != sparse_contract.V4_PACKED.head_dim:
-        raise ValueError(f"head_dim: got {head_dim}; the packed layout has {sparse_contract.V4_PACKED.head_dim}")
-    return jnp.zeros((num_pages, sparse_contract.V4_PACKED.page_bytes(page_size)), dtype)
+    if head_dim != sparse_layouts.V4_PACKED.head_dim:
+        raise ValueError(f"head_dim: got {head_dim}; the packed layout has {sparse_layouts.V4_PACKED.head_dim}")
+    return jnp.zeros((num_pages, sparse_layouts.V4_PACKED.page_bytes(page_size)), dtype)

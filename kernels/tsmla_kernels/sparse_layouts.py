@@ -1,0 +1,260 @@
+"""The sparse caches: their byte layouts, how shape and dtype say which one it is, and checks the sparse ops share.
+
+Imports neither jax nor torch; an argument is an `Array(shape, dtype name)` as in `contract`. Axes: P pages, Z page
+size, D key width, Di width of an indexer key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tsmla_kernels.contract import FLOATS, FP8, Array, static_int
+
+PLAIN_CACHE_DTYPES = (*FLOATS, FP8)
+
+
+@dataclass(frozen=True)
+class IndexerLayout:
+    """The V3.2 indexer's key page: all the e4m3 keys of the page, then one f32 scale a key."""
+
+    head_dim: int = 128
+    scale_bytes: int = 4
+    query_floor: float = 1e-10
+    key_floor: float = 1e-4
+
+    @property
+    def row_bytes(self) -> int:
+        return self.head_dim + self.scale_bytes
+
+    def head_dim_of(self, row_bytes: int) -> int:
+        return row_bytes - self.scale_bytes
+
+
+@dataclass(frozen=True)
+class V32Layout:
+    """The V3.2 packed row: `latent_dim` e4m3, one f32 scale a group of 128, then the rope part in bf16."""
+
+    latent_dim: int = 512
+    rope_dim: int = 64
+    group: int = 128
+    floor: float = 1e-4
+
+    @property
+    def num_scales(self) -> int:
+        return self.latent_dim // self.group
+
+    @property
+    def row_bytes(self) -> int:
+        return self.latent_dim + 4 * self.num_scales + 2 * self.rope_dim
+
+
+@dataclass(frozen=True)
+class V4Layout:
+    """The V4 packed page: rows of 448 e4m3 | 64 bf16, then 8 bytes of UE8M0 scales a row; the page padded to rows.
+
+    Seven of the eight scale bytes are used (one a group of 64 channels); the last is zero.
+    """
+
+    head_dim: int = 512
+    rope_dim: int = 64
+    group: int = 64
+    scale_row_bytes: int = 8
+    page_size: int = 64
+    floor: float = 1e-4
+
+    @property
+    def nope_dim(self) -> int:
+        return self.head_dim - self.rope_dim
+
+    @property
+    def num_scales(self) -> int:
+        return self.nope_dim // self.group
+
+    @property
+    def data_row_bytes(self) -> int:
+        return self.nope_dim + 2 * self.rope_dim
+
+    @property
+    def row_bytes(self) -> int:
+        return self.data_row_bytes + self.scale_row_bytes
+
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of a page of `page_size` rows, padded up to a multiple of the data row so that pages tile rows."""
+        need = page_size * self.row_bytes
+        return -(-need // self.data_row_bytes) * self.data_row_bytes
+
+
+INDEXER = IndexerLayout()
+V32_PACKED = V32Layout()
+V4_PACKED = V4Layout()
+
+
+def show(shape: Sequence[int]) -> str:
+    return "[" + ", ".join(str(n) for n in shape) + "]"
+
+
+def check_rank(name: str, array: Array, axes: str) -> None:
+    """Raise ValueError unless `array` has as many axes as the legend `axes` ("T K") names."""
+    if len(array.shape) != len(axes.split()):
+        legal = "[" + ", ".join(axes.split()) + "]"
+        raise ValueError(f"{name}: got shape {show(array.shape)} of rank {len(array.shape)}; legal: {legal}")
+
+
+def check_dtype(name: str, array: Array, legal: Sequence[str]) -> None:
+    """Raise ValueError unless the dtype of `array` is one of `legal`."""
+    if array.dtype not in legal:
+        raise ValueError(f"{name}: got dtype {array.dtype}; legal: {', '.join(legal)}")
+
+
+def check_ints(name: str, array: Array, axes: str) -> None:
+    """Raise ValueError unless `array` is int32 with the axes of the legend."""
+    check_rank(name, array, axes)
+    check_dtype(name, array, ("int32",))
+
+
+def check_size(name: str, array: Array, axis: int, want: int, what: str) -> None:
+    """Raise ValueError unless `axis` of `array` has size `want`, which is `what`."""
+    if array.shape[axis] != want:
+        raise ValueError(f"{name}: got shape {show(array.shape)}; axis {axis} must be {want} ({what})")
+
+
+def check_scale(name: str, scale: Array | float | None, *, optional: bool = True) -> None:
+    """Raise ValueError / TypeError unless `scale` is a float or a floating scalar array, or None where optional."""
+    legal = "a float or a float32 scalar array" + (", or None for 1" if optional else "")
+    if isinstance(scale, Array):
+        if scale.shape != () or scale.dtype not in ("float32", "float64"):
+            raise ValueError(f"{name}: got an array {scale.dtype}{show(scale.shape)}; legal: {legal}")
+    elif isinstance(scale, bool) or not (isinstance(scale, int | float) or (scale is None and optional)):
+        raise TypeError(f"{name}: got {type(scale).__name__}; legal: {legal}")
+
+
+def check_page_span(name: str, span: int, page_size: int) -> int:
+    """`span` as an int: a page's stride in rows may be wider than the page, never narrower, or pages would overlap."""
+    span = static_int(name, span, minimum=1)
+    if span < page_size:
+        raise ValueError(f"{name}: got {span}; legal: at least the page size {page_size}, or pages would overlap")
+    return span
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """How the rows of one sparse KV cache are stored, resolved from its shape and dtype.
+
+    `layout` is "plain" ([P, Z, D] of floats), "v32" ([P, Z, 656] u8) or "v4" ([P, page_bytes] u8). `span` is the
+    distance between two pages counted in slots: a slot is `page * span + offset`.
+    """
+
+    layout: str
+    num_pages: int
+    page_size: int
+    span: int
+    head_dim: int
+    dtype: str
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_pages * self.span
+
+
+def cache_spec(name: str, cache: Array, *, page_size: int | None = None, page_span: int | None = None) -> CacheSpec:
+    """Resolve a sparse KV cache's layout from its shape and dtype.
+
+    Raises ValueError for a shape or dtype no layout has, a page size the array can't hold, or a stride
+    narrower than the page.
+    """
+    if cache.dtype != "uint8":
+        check_dtype(name, cache, (*PLAIN_CACHE_DTYPES, "uint8"))
+        check_rank(name, cache, "P Z D")
+    elif len(cache.shape) == 2:
+        return _v4_cache_spec(name, cache, page_size, page_span)
+    elif len(cache.shape) != 3 or cache.shape[2] != V32_PACKED.row_bytes:
+        raise ValueError(
+            f"{name}: got shape {show(cache.shape)} of uint8; legal: [P, Z, {V32_PACKED.row_bytes}] (V3.2 rows) or "
+            f"[P, page_bytes] (V4 pages)"
+        )
+    num_pages, stride, width = cache.shape
+    check_pages(name, cache)
+    # A plain cache strided wider than its pages is the array [P, span, D] of which page_size rows are used.
+    size = stride if page_size is None else static_int("page_size", page_size, minimum=1)
+    if check_page_span("page_span", stride if page_span is None else page_span, size) != stride:
+        raise ValueError(f"page_span: got {page_span}; legal: {name}'s axis 1, {stride}")
+    if cache.dtype == "uint8":
+        head_dim = V32_PACKED.latent_dim + V32_PACKED.rope_dim
+        return CacheSpec("v32", num_pages, size, stride, head_dim, cache.dtype)
+    return CacheSpec("plain", num_pages, size, stride, width, cache.dtype)
+
+
+def _v4_cache_spec(name: str, cache: Array, page_size: int | None, page_span: int | None) -> CacheSpec:
+    size = static_int("page_size", V4_PACKED.page_size if page_size is None else page_size, minimum=1)
+    num_pages, page_bytes = cache.shape
+    check_pages(name, cache)
+    if page_bytes < size * V4_PACKED.row_bytes:
+        raise ValueError(
+            f"{name}: got pages of {page_bytes} bytes; {size} rows of {V4_PACKED.row_bytes} need at least "
+            f"{size * V4_PACKED.row_bytes}: the stride is narrower than the page"
+        )
+    if page_bytes % V4_PACKED.data_row_bytes:
+        raise ValueError(
+            f"{name}: got pages of {page_bytes} bytes; legal: a multiple of {V4_PACKED.data_row_bytes}, "
+            f"{V4_PACKED.page_bytes(size)} for {size} rows"
+        )
+    span = check_page_span("page_span", size if page_span is None else page_span, size)
+    return CacheSpec("v4", num_pages, size, span, V4_PACKED.head_dim, cache.dtype)
+
+
+def check_pages(name: str, cache: Array) -> None:
+    if min(cache.shape) < 1:
+        raise ValueError(f"{name}: got shape {show(cache.shape)}; every axis must be at least 1")
+
+
+@dataclass(frozen=True)
+class IndexerCacheSpec:
+    """An indexer key cache: u8 [P, Z, Di + 4] packed pages, or plain floats [P, Z, Di]."""
+
+    num_pages: int
+    page_size: int
+    head_dim: int
+    packed: bool
+
+    def as_plain(self) -> CacheSpec:
+        """The cache's slots, as those of a plain cache."""
+        return CacheSpec("plain", self.num_pages, self.page_size, self.page_size, self.head_dim, "")
+
+
+def indexer_cache_spec(k_cache: Array) -> IndexerCacheSpec:
+    """The layout of an indexer cache, or ValueError."""
+    check_dtype("k_cache", k_cache, ("uint8", *FLOATS))
+    packed = k_cache.dtype == "uint8"
+    check_rank("k_cache", k_cache, "P Z Di+4" if packed else "P Z Di")
+    num_pages, page_size, width = k_cache.shape
+    check_pages("k_cache", k_cache)
+    if not packed:
+        return IndexerCacheSpec(num_pages, page_size, width, False)
+    head_dim = width - INDEXER.scale_bytes
+    if head_dim < 1 or (page_size * head_dim) % INDEXER.scale_bytes:
+        raise ValueError(
+            f"k_cache: got shape {show(k_cache.shape)} of uint8; legal: [P, Z, Di + {INDEXER.scale_bytes}] with "
+            f"Z * Di a multiple of {INDEXER.scale_bytes}, as the f32 scales follow the keys of a page"
+        )
+    return IndexerCacheSpec(num_pages, page_size, head_dim, True)
+
+
+CACHE_LAYOUTS = ("plain", "packed")
+
+
+def resolve_cache_dtype(layout: str, cache_dtype: str) -> str:
+    """The storage dtype of a V4 cache, by name.
+
+    The packed layout takes only fp8 names and is stored as uint8; the plain layout maps every fp8 name to float8_e4m3fn
+    and everything else ("auto", "bfloat16", "float16", ...) to bfloat16.
+    Raises ValueError for an unknown layout, or for a packed layout asked to hold anything but fp8.
+    """
+    if layout not in CACHE_LAYOUTS:
+        raise ValueError(f"layout: got {layout!r}; legal: {', '.join(CACHE_LAYOUTS)}")
+    is_fp8 = cache_dtype.startswith(("fp8", "float8"))
+    if layout == "packed":
+        if not is_fp8:
+            raise ValueError(f"cache_dtype: got {cache_dtype!r}; the packed layout holds fp8 only")
+        return "uint8"
+    return FP8 if is_fp8 else "bfloat16"
