@@ -36,8 +36,8 @@ LOOKAHEAD = 4
 DESCRIPTOR_WORDS = 12
 EARLY_STEPS = 8  # 16-column steps of Q K^T that may still run when the values' warpgroups are let loose
 TABLE_AHEAD = 32  # block-table entries read at once
-COMBINE_THREADS = 256
-COMBINE_CTAS_PER_PART = 4
+COMBINE_THREADS = 1024
+COMBINE_SPARE_BYTES = 100 << 10
 COMBINE_UNROLL = 8  # pieces that a warp reads at once
 COMBINE_COLUMNS = 128  # columns of one combine task: a warp's float4
 COMBINE_PITCH = COMBINE_COLUMNS + 4  # of a warp's partial row in shared memory: its sums and, behind them, its weight
@@ -150,7 +150,7 @@ class MlaDecode:
             min_blocks_per_mp=1,
         )  # fmt: skip
         self.combine(partial_out, partial_lse, split_info, out, lse, Int32(parts)).launch(
-            grid=[parts * self.cluster * COMBINE_CTAS_PER_PART, 1, 1],
+            grid=[parts * self.cluster, 1, 1],
             block=[COMBINE_THREADS, 1, 1],
             stream=stream,
             use_pdl=True,
@@ -241,8 +241,6 @@ class MlaDecode:
             self.begin_schedule(*schedule)
             self.next_piece(Int32(0), *schedule)
         cute.arch.sync_threads()
-        # All CTAs are resident at once; the combine's launch may run beside them, its wait is for their end.
-        cute.arch.griddepcontrol_launch_dependents()
         if group == 0:
             cute.arch.setmaxregister_increase(self.registers[0])
             self.score(
@@ -255,6 +253,7 @@ class MlaDecode:
                 out, partial_out, s_k, s_p, descriptor, rescale, moved, inverse, empty, ready, mma_pv, group - 1, rank,
                 warp_idx, schedule, copies,
             )  # fmt: skip
+        cute.arch.griddepcontrol_launch_dependents()
         if const_expr(self.cluster > 1):
             # A CTA whose shared memory is still written or signalled by its peer must not leave.
             cute.arch.cluster_arrive()
@@ -1177,8 +1176,8 @@ class MlaDecode:
     ):
         """Merge the pieces of every row tile that was cut.
 
-        A task is 128 columns of one row: of all warps of the CTA where there are many pieces, of one warp otherwise.
-        Tasks are counted over the entries of split_info and dealt to the CTAs in turn.
+        A task is 128 columns of one row. As many warps share one as there are to spare, each with its part of the
+        pieces; a CTA's warps go from task to task in step.
         """
         tidx, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -1190,64 +1189,68 @@ class MlaDecode:
 
         @cute.struct
         class Storage:
-            entry: cute.struct.MemRange[Int32, 4 * COMBINE_THREADS]
+            entry: cute.struct.Align[cute.struct.MemRange[Int32, 4 * COMBINE_THREADS], 16]
+            prefix: cute.struct.MemRange[Int32, COMBINE_THREADS]
+            of_warp: cute.struct.MemRange[Int32, warps]
             sums: cute.struct.MemRange[Float32, warps * COMBINE_PITCH]
+            # So much that the multiprocessor keeps the division of its memory that `attend` had: changing it takes 2 us.
+            spare: cute.struct.MemRange[Int32, COMBINE_SPARE_BYTES // 4]
 
         smem = utils.SmemAllocator()
         storage = smem.allocate(Storage)
         entry = storage.entry.get_tensor(cute.make_layout((4, COMBINE_THREADS), stride=(1, 4)))
+        prefix = storage.prefix.get_tensor(cute.make_layout(COMBINE_THREADS))
+        of_warp = storage.of_warp.get_tensor(cute.make_layout(warps))
         sums = storage.sums.get_tensor(cute.make_layout((COMBINE_PITCH, warps), stride=(1, COMBINE_PITCH)))
 
         first_entry = parts if const_expr(self.invariant) else Int32(0)
         entries = split_info.shape[0]
         cute.arch.griddepcontrol_wait()
-        # Rows to merge in all: few of them are shared out among all warps of a CTA, many go a warp each.
-        rows_in_all = Int32(0)
-        for at in cutlass.range(first_entry + lane, entries, 32, unroll=4):
-            if split_info[at, 3] > 0:
-                rows_in_all += split_info[at, 1]
-        rows_in_all = cute.arch.warp_redux_sync(rows_in_all, "add")
-        few = rows_in_all * chunks <= 2 * ctas
-        task_base = Int32(0)
         for block in cutlass.range(first_entry, entries, COMBINE_THREADS, unroll=1):
-            for i in cutlass.range_constexpr(4):
-                value = Int32(0)
-                if block + tidx < entries:
-                    value = split_info[block + tidx, i]
-                entry[i, tidx] = value
+            words = cute.make_rmem_tensor((4,), Int32)
+            words.fill(0)
+            if block + tidx < entries:
+                cute.autovec_copy(split_info[block + tidx, None], words)
+            cute.autovec_copy(words, entry[None, tidx])
+            tasks = words[1] * chunks
+            if words[3] == 0:
+                tasks = Int32(0)
+            upto = tasks
+            for step in cutlass.range_constexpr(5):
+                other = cute.arch.shuffle_sync_up(upto, offset=1 << step, mask_and_clamp=0)
+                if lane >= (1 << step):
+                    upto += other
+            if lane == 31:
+                of_warp[warp_idx] = upto
             cute.arch.sync_threads()
-            here = cutlass.min(entries - block, COMBINE_THREADS)
-            for base in cutlass.range(0, here, 32, unroll=1):
-                pieces = entry[3, base + lane]
-                tasks = entry[1, base + lane] * chunks
-                if pieces <= warps or not few:
-                    tasks = (tasks + warps - 1) // warps
-                if pieces == 0:
-                    tasks = Int32(0)
-                prefix = tasks
-                for step in cutlass.range_constexpr(5):
-                    other = cute.arch.shuffle_sync_up(prefix, offset=1 << step, mask_and_clamp=0)
-                    if lane >= (1 << step):
-                        prefix += other
-                total = cute.arch.shuffle_sync(prefix, 31)
-                # The first task of this group of entries that is dealt to this CTA.
-                task = (cta - task_base % ctas + ctas) % ctas
-                while task < total:
-                    at = cute.arch.popc(cute.arch.vote_ballot_sync(prefix <= task))
-                    within = task - cute.arch.shuffle_sync(prefix - tasks, at)
-                    row_base, rows = entry[0, base + at], entry[1, base + at]
-                    first, count = entry[2, base + at], entry[3, base + at]
-                    together = few and count > warps
-                    item = within
-                    if not together:
-                        item = within * warps + warp_idx
-                    if item < rows * chunks:
-                        self.merge(
-                            partial_out, partial_lse, out, lse, sums, item // chunks, item % chunks, row_base, first,
-                            count, together, lane, warp_idx,
-                        )  # fmt: skip
-                    task += ctas
-                task_base += total
+            sum_of_warp = of_warp[lane]
+            before = sum_of_warp
+            if lane >= warp_idx:
+                before = Int32(0)
+            prefix[tidx] = upto + cute.arch.warp_redux_sync(before, "add")
+            total = cute.arch.warp_redux_sync(sum_of_warp, "add")
+            cute.arch.sync_threads()
+
+            share = Int32(1)
+            for step in cutlass.range_constexpr(1, 6):
+                if total << step <= ctas * warps:
+                    share = Int32(1 << step)
+            per_cta = warps // share
+            member = warp_idx % share
+            for round_base in cutlass.range(cta * per_cta, total, ctas * per_cta, unroll=1):
+                task = round_base + warp_idx // share
+                counts = task < total
+                task = cutlass.min(task, total - 1)
+                at = Int32(0)
+                for step in cutlass.range_constexpr(COMBINE_THREADS.bit_length() - 1):
+                    probe = at + (COMBINE_THREADS >> (step + 1))
+                    if prefix[probe - 1] <= task:
+                        at = probe
+                item = task - prefix[at] + entry[1, at] * chunks
+                self.merge(
+                    partial_out, partial_lse, out, lse, sums, item // chunks, item % chunks, entry[0, at], entry[2, at],
+                    entry[3, at], counts, share, member, lane, warp_idx,
+                )  # fmt: skip
             cute.arch.sync_threads()
 
     @cute.jit
@@ -1273,12 +1276,12 @@ class MlaDecode:
         row_base: Int32,
         first: Int32,
         count: Int32,
-        together: cutlass.Boolean,
+        counts: cutlass.Boolean,
+        share: Int32,
+        member: Int32,
         lane: Int32,
         warp_idx: Int32,
     ):
-        warps = COMBINE_THREADS // 32
-        # A lane keeps the lse of every 32nd piece; what is past the end weighs nothing.
         highest = -Float32.inf
         for base in cutlass.range(0, count, 32, unroll=4):
             i = cutlass.min(base + lane, count - 1)
@@ -1290,18 +1293,15 @@ class MlaDecode:
         acc = cute.make_rmem_tensor((4,), Float32)
         acc.fill(0.0)
         weight = Float32(0.0)
-        begin, step_by = Int32(0), Int32(1)
-        if together:
-            begin, step_by = warp_idx, Int32(warps)
         lines = cute.make_rmem_tensor((4, COMBINE_UNROLL), Float32)
         weights = cute.make_rmem_tensor((COMBINE_UNROLL,), Float32)
-        for base in cutlass.range(begin, count, step_by * COMBINE_UNROLL, unroll=1):
+        for base in cutlass.range(member, count, share * COMBINE_UNROLL, unroll=1):
             for u in cutlass.range_constexpr(COMBINE_UNROLL):
-                i = base + u * step_by
+                i = base + u * share
                 slot = self.slot(first, cutlass.min(i, count - 1))
-                weights[u] = cute.math.exp2(partial_lse[slot, row] - shift, fastmath=True)
+                weights[u] = partial_lse[slot, row]
                 if i >= count:
-                    weights[u] = Float32(0.0)
+                    weights[u] = -Float32.inf
                 line = cute.make_tensor(
                     (
                         partial_out.iterator
@@ -1310,26 +1310,25 @@ class MlaDecode:
                     cute.make_layout(4),
                 )
                 cute.autovec_copy(line, lines[None, u])
+            cute.arch.sync_warp()  # keeps the compiler from waiting for one load before it issues the next
             for u in cutlass.range_constexpr(COMBINE_UNROLL):
-                weight += weights[u]
+                w = cute.math.exp2(weights[u] - shift, fastmath=True)
+                weight += w
                 for c in cutlass.range_constexpr(4):
-                    acc[c] += weights[u] * lines[c, u]
-        if together:
+                    acc[c] += w * lines[c, u]
+        if share > 1:
             for c in cutlass.range_constexpr(4):
                 sums[lane * 4 + c, warp_idx] = acc[c]
             if lane == 0:
                 sums[COMBINE_COLUMNS, warp_idx] = weight
             cute.arch.sync_threads()
-            for c in cutlass.range_constexpr(4):
-                value = Float32(0.0)
-                for i in cutlass.range_constexpr(warps):
-                    value += sums[lane * 4 + c, i]
-                acc[c] = value
-            weight = Float32(0.0)
-            for i in cutlass.range_constexpr(warps):
-                weight += sums[COMBINE_COLUMNS, i]
+            if member == 0:
+                for other in cutlass.range(1, share, unroll=4):
+                    for c in cutlass.range_constexpr(4):
+                        acc[c] += sums[lane * 4 + c, warp_idx + other]
+                    weight += sums[COMBINE_COLUMNS, warp_idx + other]
             cute.arch.sync_threads()
-        if not together or warp_idx == 0:
+        if counts and member == 0:
             factor = Float32(0.0)
             value = -Float32.inf
             if weight > 0.0 or weight != weight:

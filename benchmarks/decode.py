@@ -1,0 +1,318 @@
+"""Time the Hopper decode kernel against every peer at hand, and against the floor, on one GPU in one run.
+
+    python3 benchmarks/decode.py --peers DIR --out FILE.json [--points 1,1,16,4096/...] [--seconds 500] [--jit]
+
+DIR holds a module `peers` with `load()`, `flashmla`, `fa3_mla`, `fa4_mla` and `time_all` (each peer takes q, cache,
+table, lengths and returns a function without arguments); without it ours runs alone. All functions of a point are timed
+interleaved, as CUDA-graph replays with the L2 cache flushed before each, medians; ours is the compiled object that
+jax launches, launched on torch's stream. With --jit ours is timed through jax.jit too ("tsmla_jit": the host's clock
+over a chain of calls inside one jitted function, L2 not flushed). Errors are against float64 over the same inputs, on
+two of the requests. A table goes to standard output as it is made; rows go to FILE.json, the schema figures.py reads.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import datetime
+import functools
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from absl import app, flags
+
+PEERS = flags.DEFINE_string("peers", None, "folder of the module `peers`")
+OUT = flags.DEFINE_string("out", None, "where the rows go")
+POINTS = flags.DEFINE_string("points", None, "b,s,h,keys/... instead of the whole grid")
+SECONDS = flags.DEFINE_float("seconds", 540.0, "stop starting points after this long")
+LENGTHS = flags.DEFINE_enum("lengths", "both", ["fixed", "varlen", "both"], "equal lengths, or uniform in [1/2, 3/2]")
+COMMIT = flags.DEFINE_string("commit", None, "recorded with the rows; git's by default")
+JIT = flags.DEFINE_bool("jit", False, "time ours through jax.jit too")
+
+ARCH, PAGE, LATENT, ROPE = "sm_90a", 64, 512, 64
+BYTES_PER_S, FLOPS_PER_S = 4.35e12, 798e12  # measured on an H200: a large copy, a plain bf16 matrix product
+HEADS, TOKENS = (16, 32, 64, 128), (1, 2, 4, 8)
+SIZES = ((1, 4096), (1, 32768), (4, 81920), (16, 8192), (64, 8192), (128, 4096), (32, 81920))
+Point = tuple[int, int, int, int]  # b, s, h, keys
+
+
+def config_of(s: int, h: int) -> Any:
+    from tsmla_kernels.contract import Array, decode_spec
+    from tsmla_kernels.sm90.choose import decode_config
+
+    spec = decode_spec(
+        q=Array((1, s, h, LATENT + ROPE), "bfloat16"),
+        kv_cache=Array((1, PAGE, LATENT + ROPE), "bfloat16"),
+        block_tables=Array((1, 1), "int32"),
+        seq_lens=Array((1,), "int32"),
+        softmax_scale=1.0,
+        latent_dim=LATENT,
+        causal=True,
+        return_lse=True,
+    )
+    return decode_config(spec)
+
+
+def compile_one(point: tuple[int, int]) -> None:
+    from tsmla_kernels import cache
+    from tsmla_kernels.catalog import MLA_DECODE
+
+    cache.load_or_compile(MLA_DECODE, config_of(*point), ARCH)
+
+
+def compile_all(points: list[Point]) -> None:
+    """Fill the object cache in parallel, so that the loop below measures and does not compile."""
+    needed = sorted({(s, h) for _, s, h, _ in points})
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(min(len(needed), os.cpu_count() or 1), mp_context=spawn) as pool:
+        list(pool.map(compile_one, needed))
+
+
+@functools.cache
+def launcher(s: int, h: int) -> Any:
+    from tsmla_kernels.catalog import MLA_DECODE
+    from tsmla_kernels.launch import Launcher
+
+    return Launcher(MLA_DECODE, config_of(s, h), ARCH)
+
+
+class Inputs:
+    """Random q and cache of a point, a shuffled block table, and the lengths."""
+
+    def __init__(self, point: Point, varlen: bool) -> None:
+        import torch
+
+        self.b, self.s, self.h, keys = point
+        generator = torch.Generator().manual_seed(int(time.time() * 1e3) % 2**31)
+        self.lens = torch.full((self.b,), keys, dtype=torch.int32)
+        if varlen:
+            self.lens = torch.randint(keys // 2, keys * 3 // 2 + 1, (self.b,), generator=generator, dtype=torch.int32)
+        pages_of = (self.lens + PAGE - 1) // PAGE
+        pages = int(pages_of.sum())
+        order = torch.randperm(pages, generator=generator, dtype=torch.int32)
+        table = torch.zeros((self.b, int(pages_of.max())), dtype=torch.int32)
+        for r, (begin, count) in enumerate(zip((pages_of.cumsum(0) - pages_of).tolist(), pages_of.tolist(), strict=True)):
+            table[r, :count] = order[begin : begin + count]
+        self.cache = torch.empty((pages, PAGE, LATENT + ROPE), dtype=torch.bfloat16, device="cuda")
+        for chunk in self.cache.split(4096):
+            chunk.copy_(torch.randn(chunk.shape, device="cuda"))
+        self.q = torch.randn((self.b, self.s, self.h, LATENT + ROPE), device="cuda").to(torch.bfloat16)
+        self.table, self.lens_gpu = table.cuda(), self.lens.cuda()
+        self.scale = (128 + ROPE) ** -0.5
+
+    @property
+    def total_keys(self) -> int:
+        return int(self.lens.sum())
+
+    def floor_us(self) -> float:
+        rows = self.s * self.h
+        flops = 2 * rows * self.total_keys * (2 * LATENT + ROPE)
+        moved = self.total_keys * (LATENT + ROPE) * 2 + self.b * rows * (2 * LATENT + ROPE) * 2
+        return max(flops / FLOPS_PER_S, moved / BYTES_PER_S) * 1e6
+
+    def ours(self) -> Callable[[], tuple[Any, Any]]:
+        import torch
+        from tsmla_kernels.launch import ArrayView
+        from tsmla_kernels.sm90.choose import workspace_shapes
+
+        launch = launcher(self.s, self.h)
+        rows = self.b * self.s * self.h
+        out = torch.empty((rows, LATENT), dtype=torch.bfloat16, device="cuda")
+        lse = torch.empty((rows,), dtype=torch.float32, device="cuda")
+        sms = torch.cuda.get_device_properties(0).multi_processor_count
+        shapes = workspace_shapes(config_of(self.s, self.h), sms, self.b, self.table.shape[1])
+        workspaces = [torch.empty(shape, dtype=getattr(torch, d), device="cuda") for shape, d in shapes.values()]
+        scales = torch.tensor([self.scale, 1.0], device="cuda")
+        tensors = [
+            self.q.view(rows, -1), self.cache, self.table, self.lens_gpu, self.lens_gpu, scales, out, lse, *workspaces
+        ]  # fmt: skip
+        views = [ArrayView(t.data_ptr(), tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in tensors]
+
+        def run() -> tuple[Any, Any]:
+            launch(torch.cuda.current_stream().cuda_stream, views)
+            return out.view(self.b, self.s, self.h, LATENT), lse.view(self.b, self.s, self.h)
+
+        run.keep = tensors  # type: ignore[attr-defined]
+        return run
+
+    def errors(self, run: Callable[[], tuple[Any, Any]], ours: bool) -> tuple[float, float]:
+        """Relative error of out (norm) and greatest error of lse, against float64, over two requests."""
+        import torch
+
+        out, lse = run()
+        torch.cuda.synchronize()
+        out = out.reshape(self.b, self.s, self.h, LATENT)
+        differs, norm, worst = 0.0, 0.0, 0.0
+        for r in sorted({0, self.b - 1}):
+            n = int(self.lens[r])
+            keys = self.cache[self.table[r, : (n + PAGE - 1) // PAGE].long()].reshape(-1, LATENT + ROPE)[:n].double()
+            visible = n - (self.s - 1) + torch.arange(self.s, device="cuda")
+            for token in range(self.s):
+                scores = (self.q[r, token].double() @ keys[: visible[token]].T) * self.scale
+                want = torch.softmax(scores, -1) @ keys[: visible[token], :LATENT]
+                differs += float((out[r, token].double() - want).square().sum())
+                norm += float(want.square().sum())
+                if ours:
+                    worst = max(worst, float((lse[r, token].double() - torch.logsumexp(scores, -1)).abs().max()))
+        return math.sqrt(differs / norm), worst
+
+
+def jit_us(inputs: Inputs) -> float:
+    """Microseconds a call inside one jitted chain of calls, each needing the one before."""
+    import jax
+    import jax.numpy as jnp
+    import tsmla_jax
+
+    q, cache, table, lens = (jnp.from_dlpack(t) for t in (inputs.q, inputs.cache, inputs.table, inputs.lens_gpu))
+    calls = 20
+
+    @jax.jit
+    def chain(q: Any, cache: Any, table: Any, lens: Any) -> Any:
+        def step(_: int, q: Any) -> Any:
+            out = tsmla_jax.mla_decode(q, cache, table, lens, softmax_scale=inputs.scale, implementation="cute")
+            return q.at[..., :LATENT].set(out)  # makes the next call wait for this one
+
+        return jax.lax.fori_loop(0, calls, step, q)
+
+    chain(q, cache, table, lens).block_until_ready()
+    best = math.inf
+    for _ in range(3):
+        begin = time.perf_counter()
+        chain(q, cache, table, lens).block_until_ready()
+        best = min(best, time.perf_counter() - begin)
+    return best / calls * 1e6
+
+
+def versions() -> dict[str, str]:
+    from importlib import metadata
+
+    found = {"python": platform.python_version()}
+    for name in ("torch", "jax", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl", "flash_attn"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def main(argv: list[str]) -> int:
+    del argv
+    import torch
+
+    begun = time.monotonic()
+    points = [tuple(map(int, p.split(","))) for p in POINTS.value.split("/")] if POINTS.value else [
+        (b, s, h, keys) for h, s, (b, keys) in itertools.product(HEADS, TOKENS, SIZES)
+    ]  # fmt: skip
+    compile_all(points)
+    peers, names = None, []
+    if PEERS.value:
+        sys.path.insert(0, PEERS.value)
+        import peers  # type: ignore[import-not-found,no-redef]
+
+        names = [n for n in ("flashmla", "fa3") if n in peers.load()]
+        try:
+            import flash_attn.cute.interface  # noqa: F401
+
+            names.append("fa4")
+        except ImportError:
+            pass
+    commit = COMMIT.value or subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
+    common = {
+        "dtype": "bf16",
+        "page": PAGE,
+        "device": torch.cuda.get_device_name(0),
+        "commit": commit,
+        "date": datetime.date.today().isoformat(),
+        "versions": versions(),
+        "command": "python3 " + " ".join(sys.argv),
+    }
+    rows: list[dict[str, Any]] = []
+    modes = {"fixed": [False], "varlen": [True], "both": [False, True]}[LENGTHS.value]
+    for varlen, point in itertools.product(modes, points):
+        if time.monotonic() - begun > SECONDS.value:
+            print(f"stopped after {SECONDS.value:.0f} s, before {point} {varlen=}")
+            break
+        b, s, h, keys = point
+        inputs = Inputs(point, varlen)
+        functions = {"tsmla": inputs.ours()}
+        cache4 = inputs.cache.view(-1, PAGE, 1, LATENT + ROPE)
+        for name in names:
+            make = getattr(peers, {"flashmla": "flashmla", "fa3": "fa3_mla", "fa4": "fa4_mla"}[name])
+            try:
+                run = make(inputs.q, cache4, inputs.table, inputs.lens_gpu, inputs.scale, True)
+                run()
+                functions[name] = run
+            except Exception as error:
+                print(f"{name} failed at {point}: {type(error).__name__}: {str(error)[:120]}")
+        torch.cuda.synchronize()
+        times = time_all(functions, 20 if inputs.floor_us() < 1000 else 10)
+        floor = inputs.floor_us()
+        for name, us in times.items():
+            rel_err, lse_err = inputs.errors(functions[name], name == "tsmla")
+            rows.append({
+                "b": b, "s": s, "h": h, "keys": keys, "varlen": varlen, "peer": name, "us": round(us, 2),
+                "floor_us": round(floor, 2), "rel_err": float(f"{rel_err:.3e}"),
+                **({"lse_err": float(f"{lse_err:.2e}")} if name == "tsmla" else {}), **common,
+            })  # fmt: skip
+        if JIT.value:
+            rows.append({
+                "b": b, "s": s, "h": h, "keys": keys, "varlen": varlen, "peer": "tsmla_jit",
+                "us": round(jit_us(inputs), 2), "floor_us": round(floor, 2), "rel_err": rows[-1]["rel_err"], **common,
+            })  # fmt: skip
+            times["tsmla_jit"] = rows[-1]["us"]
+        best = min((us for name, us in times.items() if not name.startswith("tsmla")), default=math.nan)
+        print(
+            f"{b:3d} {s} {h:3d} {keys:6d} {'var' if varlen else '   '} floor {floor:7.1f} "
+            + " ".join(f"{name} {us:7.1f}" for name, us in times.items())
+            + f"  {floor / times['tsmla']:4.0%}  x{times['tsmla'] / best:.2f}",
+            flush=True,
+        )
+        if OUT.value:
+            with open(OUT.value, "w") as file:
+                json.dump(rows, file, indent=0)
+        del inputs, functions, cache4
+        torch.cuda.empty_cache()
+    return 0
+
+
+def time_all(functions: dict[str, Callable[[], Any]], iterations: int) -> dict[str, float]:
+    """Median microseconds of each: CUDA-graph replays, interleaved, the L2 cache flushed before each."""
+    import torch
+
+    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    stream = torch.cuda.Stream()
+    graphs = {}
+    for name, function in functions.items():
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                function()
+        torch.cuda.synchronize()
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name], stream=stream):
+            function()
+        graphs[name].replay()
+    events: dict[str, list[Any]] = {name: [] for name in graphs}
+    for _ in range(iterations):
+        for name, graph in graphs.items():
+            flush.zero_()
+            start, stop = torch.cuda.Event(True), torch.cuda.Event(True)
+            start.record()
+            graph.replay()
+            stop.record()
+            events[name].append((start, stop))
+    torch.cuda.synchronize()
+    return {name: sorted(a.elapsed_time(b) for a, b in pairs)[iterations // 2] * 1e3 for name, pairs in events.items()}
+
+
+if __name__ == "__main__":
+    app.run(main)
