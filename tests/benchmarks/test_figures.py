@@ -73,6 +73,13 @@ def test_a_point_measured_again_replaces_the_older(figures: ModuleType, tmp_path
     assert points[0].ratio() == 0.5
 
 
+def test_ours_in_jit_is_shown_and_not_compared(figures: ModuleType, tmp_path: Path) -> None:
+    assert figures.main(place(tmp_path, [row("tsmla", 10.0), row("tsmla_jit", 12.0), row("fa3", 20.0)])) == 0
+    readme = (tmp_path / "README.md").read_text()
+    assert "| **tsmla** | / best peer | of floor | in jax.jit |" in readme
+    assert "| 4, 1, 16, 4096 | 5.0 | 20.0 | **10.0** | 0.50 | 50% | 12.0 |" in readme
+
+
 def test_only_ours_measured_shows_no_comparison(figures: ModuleType, tmp_path: Path) -> None:
     assert figures.main(place(tmp_path, [row("tsmla", 10.0)])) == 0
     readme = (tmp_path / "README.md").read_text()
