@@ -28,9 +28,9 @@ from tsmla_kernels.sm90.choose import BLOCK, ROWS, SMEM_BYTES, DecodeConfig
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 OVERHEAD = 8  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
-LEAST_PAYLOAD = 4  # key blocks worth a cluster's while: each piece more is one more partial result to merge
+LEAST_PAYLOAD = 2  # key blocks worth a cluster's while: each piece more is one more partial result to merge
 LOWEST = -1e30  # of the running maximum: finite, so that a row without keys needs no case of its own
-RESCALE_BITS = 8.0  # the running maximum moves only when it would grow by more than this, so P stays below 2^8
+RESCALE_BITS = 8.0  # how far the running maximum may lag (P stays below 2^8): moving it with every new one took 10 %
 DESCRIPTORS = 8  # ring of piece descriptors, filled LOOKAHEAD pieces before the slowest reader
 LOOKAHEAD = 4
 DESCRIPTOR_WORDS = 12
@@ -236,7 +236,9 @@ class MlaDecode:
         fill = storage.fill.get_tensor(cute.make_layout(8))
         pages = storage.pages.get_tensor(cute.make_layout(TABLE_AHEAD))
         schedule = (block_tables, seq_lens, cu_seqlens_q, partial_lse, split_info, descriptor, walk, parts, part, rank)
-        copies = (tma_q, tma_q_tensor, tma_k, tma_k_tensor, block_tables, s_k, descriptor, fill, pages, full, empty, rank)
+        copies = (
+            tma_q, tma_q_tensor, tma_k, tma_k_tensor, block_tables, s_k, descriptor, fill, pages, full, empty, rank
+        )  # fmt: skip
         if warp_idx == 8:
             self.begin_schedule(*schedule)
             self.next_piece(Int32(0), *schedule)
@@ -244,8 +246,8 @@ class MlaDecode:
         if group == 0:
             cute.arch.setmaxregister_increase(self.registers[0])
             self.score(
-                scales, lse, partial_lse, s_k, s_p, descriptor, rescale, moved, inverse, full, ready, mma_qk, mma_qk_shared,
-                s_q_rope, rank,
+                scales, lse, partial_lse, s_k, s_p, descriptor, rescale, moved, inverse, full, ready, mma_qk,
+                mma_qk_shared, s_q_rope, rank,
             )  # fmt: skip
         else:
             cute.arch.setmaxregister_decrease(self.registers[1])
@@ -284,13 +286,13 @@ class MlaDecode:
         return cutlass.max((table_blocks + slots - 1) // slots, 1), slots
 
     @cute.jit
-    def span(self, blocks: Int32, chunk: Int32, whole: Int32):
-        """Length of a row tile on the schedule's line."""
+    def span(self, blocks: Int32, chunk: Int32, fixed: Int32):
+        """Length of a row tile on the schedule's line; `fixed` where all tiles take the same, 0 otherwise."""
         length = blocks + OVERHEAD
         if const_expr(self.invariant):
             length = blocks + OVERHEAD * ((blocks + chunk - 1) // chunk)
-        if whole == 1:
-            length = Int32(1)
+        if fixed > 0:
+            length = fixed
         return length
 
     @cute.jit
@@ -310,7 +312,9 @@ class MlaDecode:
         """Find this cluster's share of the batch.
 
         The batch is laid out as a line of row tiles, request by request, each OVERHEAD + its key blocks long; every
-        cluster takes an equal interval of it. Where whole tiles balance as well, each cluster takes whole tiles.
+        cluster takes an equal interval of it. Where whole tiles balance as well, each cluster takes whole tiles; where
+        all tiles are of one length and fewer than the clusters, each is cut into as many equal pieces as there are
+        clusters for it, so that no piece is a sliver.
         """
         lane = cute.arch.lane_idx()
         batch, width = seq_lens.shape[0], block_tables.shape[1]
@@ -331,12 +335,16 @@ class MlaDecode:
         units = cute.arch.warp_redux_sync(units, "add")
         longest = cute.arch.warp_redux_sync(longest, "max")
         payload = cutlass.max((total + parts - 1) // parts, LEAST_PAYLOAD)
-        whole = Int32(0)
+        whole, fixed = Int32(0), Int32(0)
         if const_expr(not self.invariant):
             share = (units + parts - 1) // parts
             if share * (longest + OVERHEAD) <= payload + OVERHEAD:
-                whole = Int32(1)
+                whole, fixed = Int32(1), Int32(1)
                 payload = share
+            elif units > 0 and units < parts and total == units * (longest + OVERHEAD):
+                cuts = parts // units
+                payload = cutlass.max((longest + cuts - 1) // cuts, LEAST_PAYLOAD)
+                fixed = cuts * payload
         begin = part * payload
 
         # The row tile in which the interval begins.
@@ -347,7 +355,7 @@ class MlaDecode:
             cost, unit = Int32(0), Int32(1)
             if base + lane < batch:
                 _, _, _, tiles, blocks = self.request(base + lane, seq_lens, cu_seqlens_q, width)
-                unit = self.span(blocks, chunk, whole)
+                unit = self.span(blocks, chunk, fixed)
                 cost = tiles * unit
             prefix = cost
             for step in cutlass.range_constexpr(5):
@@ -366,7 +374,7 @@ class MlaDecode:
         tile = Int32(0)
         if r < batch:
             _, _, _, _, blocks = self.request(r, seq_lens, cu_seqlens_q, width)
-            unit = self.span(blocks, chunk, whole)
+            unit = self.span(blocks, chunk, fixed)
             tile = (begin - start) // unit
             start += tile * unit
         if lane == 0:
@@ -377,6 +385,7 @@ class MlaDecode:
             walk[4] = begin + payload
             walk[5] = whole
             walk[6] = Int32(-1)  # next chunk of the row tile; -1: not begun
+            walk[7] = fixed
             if rank == 0:
                 if const_expr(not self.invariant):
                     split_info[part, 3] = 0
@@ -408,18 +417,20 @@ class MlaDecode:
         batch, width = seq_lens.shape[0], block_tables.shape[1]
         cute.arch.sync_warp()
         r, tile, start, begin, end, whole, k = walk[0], walk[1], walk[2], walk[3], walk[4], walk[5], walk[6]
+        fixed = walk[7]
         cute.arch.sync_warp()
         chunk, slots = Int32(1), Int32(1)
         if const_expr(self.invariant):
             chunk, slots = self.chunk_blocks(block_tables, seq_lens, partial_lse)
-        lead = OVERHEAD - whole * OVERHEAD
-        if const_expr(self.invariant):
+        # The start-up costs come first in a tile's length, where they are counted in it.
+        lead = Int32(OVERHEAD)
+        if const_expr(self.invariant) or fixed > 0:
             lead = Int32(0)
         at = piece % DESCRIPTORS
         found = Int32(0)
         while found == 0 and r < batch and start + lead < end:
             keys, first, rows, tiles, blocks = self.request(r, seq_lens, cu_seqlens_q, width)
-            unit = self.span(blocks, chunk, whole)
+            unit = self.span(blocks, chunk, fixed)
             b_begin, b_end = Int32(0), blocks
             slot = Int32(-1)
             row_base = first + tile * self.tile_rows
@@ -451,8 +462,8 @@ class MlaDecode:
                         k += 1
                 else:
                     if whole == 0:
-                        b_begin = cutlass.max(begin - start - OVERHEAD, 0)
-                        b_end = cutlass.min(end - start - OVERHEAD, blocks)
+                        b_begin = cutlass.max(begin - start - lead, 0)
+                        b_end = cutlass.min(end - start - lead, blocks)
                     if b_begin < b_end:
                         found = Int32(1)
                         if b_begin > 0:
@@ -463,7 +474,7 @@ class MlaDecode:
                                 split_info[part, 0] = row_base
                                 split_info[part, 1] = rows_here
                                 split_info[part, 2] = slot
-                                split_info[part, 3] = (start + OVERHEAD + blocks - 1) // (end - begin) - part + 1
+                                split_info[part, 3] = (start + lead + blocks - 1) // (end - begin) - part + 1
             if found == 1:
                 if lane == 0:
                     descriptor[0, at] = b_begin
@@ -1037,7 +1048,8 @@ class MlaDecode:
                 for b in cutlass.range(b_begin, b_end, unroll=1):
                     stage_keys, stage_p = self.stage(s_k, s_p, index)
                     values = cute.make_tensor(stage_keys.iterator, cute.select(stage_keys.layout, mode=[1, 0]))
-                    t_v = mma_pv.make_fragment_B(thr.partition_B(cute.local_tile(values, (self.half, BLOCK), (half, 0))))
+                    values = cute.local_tile(values, (self.half, BLOCK), (half, 0))
+                    t_v = mma_pv.make_fragment_B(thr.partition_B(values))
                     t_p = mma_pv.make_fragment_A(thr.partition_A(stage_p))
                     cute.arch.mbarrier_wait(ready + index, phase)
                     if moved[row_low // 16, index] != 0:
@@ -1193,7 +1205,7 @@ class MlaDecode:
             prefix: cute.struct.MemRange[Int32, COMBINE_THREADS]
             of_warp: cute.struct.MemRange[Int32, warps]
             sums: cute.struct.MemRange[Float32, warps * COMBINE_PITCH]
-            # So much that the multiprocessor keeps the division of its memory that `attend` had: changing it takes 2 us.
+            # So much that the multiprocessor keeps the division of memory that `attend` had: changing it takes 2 us.
             spare: cute.struct.MemRange[Int32, COMBINE_SPARE_BYTES // 4]
 
         smem = utils.SmemAllocator()
@@ -1232,9 +1244,10 @@ class MlaDecode:
             cute.arch.sync_threads()
 
             share = Int32(1)
-            for step in cutlass.range_constexpr(1, 6):
-                if total << step <= ctas * warps:
-                    share = Int32(1 << step)
+            if const_expr(not self.invariant):  # the order of additions must not follow from what else there is
+                for step in cutlass.range_constexpr(1, 6):
+                    if total << step <= ctas * warps:
+                        share = Int32(1 << step)
             per_cta = warps // share
             member = warp_idx % share
             for round_base in cutlass.range(cta * per_cta, total, ctas * per_cta, unroll=1):
