@@ -1,1 +1,0 @@
-"""Device helpers that more than one kernel uses."""
