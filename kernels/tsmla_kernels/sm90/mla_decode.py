@@ -235,7 +235,10 @@ class MlaDecode:
         walk = storage.walk.get_tensor(cute.make_layout(8))
         fill = storage.fill.get_tensor(cute.make_layout(8))
         pages = storage.pages.get_tensor(cute.make_layout(TABLE_AHEAD))
-        schedule = (block_tables, seq_lens, cu_seqlens_q, partial_lse, split_info, descriptor, walk, parts, part, rank)
+        schedule = (
+            block_tables, seq_lens, cu_seqlens_q, partial_lse, split_info, descriptor, walk, parts, part, rank,
+            lse.shape[0],
+        )  # fmt: skip
         copies = (
             tma_q, tma_q_tensor, tma_k, tma_k_tensor, block_tables, s_k, descriptor, fill, pages, full, empty, rank
         )  # fmt: skip
@@ -264,17 +267,18 @@ class MlaDecode:
     # ---- the schedule (one warp)
 
     @cute.jit
-    def request(self, r: Int32, seq_lens: cute.Tensor, cu_seqlens_q: cute.Tensor, width: Int32):
+    def request(self, r: Int32, seq_lens: cute.Tensor, cu_seqlens_q: cute.Tensor, width: Int32, all_rows: Int32):
         """(keys, first row, query rows, row tiles, key blocks) of request r."""
-        # Clamped to what the table and the row tiles can hold: a wrong length must not lead outside the cache.
+        # Clamped to what the table, the row tiles and `out` hold: a wrong length must not lead outside of them.
         keys = cutlass.min(cutlass.max(seq_lens[r], 0), width * self.page_size)
         blocks = cutlass.max((keys + BLOCK - 1) // BLOCK, 1)
         first = r * (self.max_q_len * self.heads)
         rows = Int32(self.max_q_len * self.heads)
         tiles = Int32(self.max_tiles)
         if const_expr(self.ragged):
-            first = cu_seqlens_q[r] * self.heads
+            first = cutlass.min(cutlass.max(cu_seqlens_q[r] * self.heads, 0), all_rows)
             rows = cutlass.min(cutlass.max(cu_seqlens_q[r + 1] * self.heads - first, 0), rows)
+            rows = cutlass.min(rows, all_rows - first)
             tiles = (rows + self.tile_rows - 1) // self.tile_rows
         return keys, first, rows, tiles, blocks
 
@@ -308,6 +312,7 @@ class MlaDecode:
         parts: Int32,
         part: Int32,
         rank: Int32,
+        all_rows: Int32,
     ):
         """Find this cluster's share of the batch.
 
@@ -325,7 +330,7 @@ class MlaDecode:
         total, units, longest = Int32(0), Int32(0), Int32(0)
         for base in cutlass.range(0, batch, 32, unroll=4):
             # Loads without a branch, so that several are under way at once.
-            _, _, _, tiles, blocks = self.request(cutlass.min(base + lane, batch - 1), seq_lens, cu_seqlens_q, width)
+            _, _, _, tiles, blocks = self.request(cutlass.min(base + lane, batch - 1), seq_lens, cu_seqlens_q, width, all_rows)
             cost = tiles * self.span(blocks, chunk, Int32(0))
             if base + lane < batch:
                 total += cost
@@ -354,7 +359,7 @@ class MlaDecode:
         while searching == 1 and base < batch:
             cost, unit = Int32(0), Int32(1)
             if base + lane < batch:
-                _, _, _, tiles, blocks = self.request(base + lane, seq_lens, cu_seqlens_q, width)
+                _, _, _, tiles, blocks = self.request(base + lane, seq_lens, cu_seqlens_q, width, all_rows)
                 unit = self.span(blocks, chunk, fixed)
                 cost = tiles * unit
             prefix = cost
@@ -373,7 +378,7 @@ class MlaDecode:
                 base += 32
         tile = Int32(0)
         if r < batch:
-            _, _, _, _, blocks = self.request(r, seq_lens, cu_seqlens_q, width)
+            _, _, _, _, blocks = self.request(r, seq_lens, cu_seqlens_q, width, all_rows)
             unit = self.span(blocks, chunk, fixed)
             tile = (begin - start) // unit
             start += tile * unit
@@ -392,7 +397,7 @@ class MlaDecode:
         if const_expr(self.invariant and self.ragged):
             # Row tiles that a short query does not have: nobody else writes their entries.
             for at in cutlass.range(part * 32 + lane, batch, parts * 32, unroll=1):
-                _, _, _, tiles_there, _ = self.request(at, seq_lens, cu_seqlens_q, width)
+                _, _, _, tiles_there, _ = self.request(at, seq_lens, cu_seqlens_q, width, all_rows)
                 for t in cutlass.range(tiles_there, self.max_tiles, unroll=1):
                     split_info[parts + at * self.max_tiles + t, 3] = 0
         cute.arch.sync_warp()
@@ -411,6 +416,7 @@ class MlaDecode:
         parts: Int32,
         part: Int32,
         rank: Int32,
+        all_rows: Int32,
     ):
         """Describe this cluster's next piece of work: some key blocks of one row tile, or none: the end."""
         lane = cute.arch.lane_idx()
@@ -429,7 +435,7 @@ class MlaDecode:
         at = piece % DESCRIPTORS
         found = Int32(0)
         while found == 0 and r < batch and start + lead < end:
-            keys, first, rows, tiles, blocks = self.request(r, seq_lens, cu_seqlens_q, width)
+            keys, first, rows, tiles, blocks = self.request(r, seq_lens, cu_seqlens_q, width, all_rows)
             unit = self.span(blocks, chunk, fixed)
             b_begin, b_end = Int32(0), blocks
             slot = Int32(-1)
