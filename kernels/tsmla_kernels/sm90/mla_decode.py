@@ -330,7 +330,8 @@ class MlaDecode:
         total, units, longest = Int32(0), Int32(0), Int32(0)
         for base in cutlass.range(0, batch, 32, unroll=4):
             # Loads without a branch, so that several are under way at once.
-            _, _, _, tiles, blocks = self.request(cutlass.min(base + lane, batch - 1), seq_lens, cu_seqlens_q, width, all_rows)
+            r = cutlass.min(base + lane, batch - 1)
+            _, _, _, tiles, blocks = self.request(r, seq_lens, cu_seqlens_q, width, all_rows)
             cost = tiles * self.span(blocks, chunk, Int32(0))
             if base + lane < batch:
                 total += cost
