@@ -1,10 +1,11 @@
 """The decode kernel inside jax on a GPU: right, compiled once, transformed, captured, exported, started cold."""
 
+import itertools
 import json
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,25 @@ def assert_right(got: Results, *args: jax.Array, **kwargs: Any) -> None:
 def test_right(batch: int, q_len: int, heads: int, max_pages: int) -> None:
     args = arrays(batch, q_len, heads, max_pages)
     assert_right(jax.jit(attend("cute"))(*args), *args)
+
+
+@lru_cache(maxsize=12)
+def small_values(batch: int, keys: int) -> tuple[jax.Array, ...]:
+    """A cache of values around 0.1, as in FlashMLA's test, its table and lengths, of two or more the last 0."""
+    _, cache_, tables, lens = arrays(batch, 1, 1, -(-keys // 64))
+    lens = jnp.minimum(lens, keys)
+    return cache_ * 0.3, tables, lens.at[-1].set(0) if batch > 1 else lens
+
+
+@pytest.mark.parametrize("heads", [1, 3, 9, 63, 64, 126, 128])
+@pytest.mark.parametrize("q_len", [1, 2, 4])
+def test_grid_of_flashmla(q_len: int, heads: int) -> None:
+    """The sizes, the spread of the data and the tolerances of FlashMLA's own test."""
+    run = jax.jit(attend("cute"))
+    for batch, keys in itertools.product((1, 2, 6, 64), (20, 140, 4096)):
+        q = jax.random.normal(jax.random.key(heads * keys + batch), (batch, q_len, heads, 576)) / 10
+        args = (q.astype(jnp.bfloat16), *small_values(batch, keys))
+        assert_right(run(*args), *args)
 
 
 def test_none_chooses_the_kernel() -> None:
