@@ -179,6 +179,7 @@ class MlaDecode:
         mma_pv: cute.TiledMma,
         parts: Int32,
     ):
+        """One CTA: set up the barriers, find the first piece of work, then each warpgroup its role."""
         tidx, _, _ = cute.arch.thread_idx()
         block_idx, _, _ = cute.arch.block_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -721,6 +722,7 @@ class MlaDecode:
         s_q_rope: cute.Tensor,
         rank: Int32,
     ):
+        """Warpgroup 0: Q into registers once a piece, then for every block of keys Q K^T, softmax and P."""
         tidx, _, _ = cute.arch.thread_idx()
         t = tidx % 128
         lane = t % 32
@@ -1000,6 +1002,7 @@ class MlaDecode:
         schedule: cutlass.Constexpr,
         copies: cutlass.Constexpr,
     ):
+        """Warpgroups 1 and 2: O[:, half] += P V[:, half] and the epilogue; two of their warps copy and schedule."""
         tidx, _, _ = cute.arch.thread_idx()
         t = tidx % 128
         lane = t % 32
@@ -1302,6 +1305,10 @@ class MlaDecode:
         lane: Int32,
         warp_idx: Int32,
     ):
+        """128 columns of one row: the pieces' results, each weighted by exp2(its lse - the greatest), over the weights.
+
+        `share` warps take every share-th piece, beginning at `member`; the first of them adds up and writes.
+        """
         highest = -Float32.inf
         for base in cutlass.range(0, count, 32, unroll=4):
             i = cutlass.min(base + lane, count - 1)
