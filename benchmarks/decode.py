@@ -2,9 +2,9 @@
 
     python3 benchmarks/decode.py --peers DIR --out FILE.json [--points 1,1,16,4096/...] [--seconds 500] [--jit]
 
-DIR holds a module `peers` with `load()`, `flashmla`, `fa3_mla`, `fa4_mla` and `time_all` (each peer takes q, cache,
-table, lengths and returns a function without arguments); without it ours runs alone. All functions of a point are timed
-interleaved, as CUDA-graph replays with the L2 cache flushed before each, medians; ours is the compiled object that
+DIR holds a module `peers` with `load()`, `flashmla`, `fa3_mla` and `fa4_mla` (each takes q, cache, table, lengths,
+scale and causal, and returns a function without arguments); without it ours runs alone. All functions of a point are
+timed interleaved, as CUDA-graph replays with the L2 cache flushed before each, medians; ours is the compiled object that
 jax launches, launched on torch's stream. With --jit ours is timed through jax.jit too ("tsmla_jit": the host's clock
 over a chain of calls inside one jitted function, L2 not flushed). Errors are against float64 over the same inputs, on
 two of the requests. A table goes to standard output as it is made; rows go to FILE.json, the schema figures.py reads.
@@ -28,6 +28,7 @@ from collections.abc import Callable
 from typing import Any
 
 from absl import app, flags
+from figures import BYTES_PER_KEY, BYTES_PER_S, FLOPS_PER_S, LATENT, ROPE
 
 PEERS = flags.DEFINE_string("peers", None, "folder of the module `peers`")
 OUT = flags.DEFINE_string("out", None, "where the rows go")
@@ -37,28 +38,16 @@ LENGTHS = flags.DEFINE_enum("lengths", "both", ["fixed", "varlen", "both"], "equ
 COMMIT = flags.DEFINE_string("commit", None, "recorded with the rows; git's by default")
 JIT = flags.DEFINE_bool("jit", False, "time ours through jax.jit too")
 
-ARCH, PAGE, LATENT, ROPE = "sm_90a", 64, 512, 64
-BYTES_PER_S, FLOPS_PER_S = 4.35e12, 798e12  # measured on an H200: a large copy, a plain bf16 matrix product
+ARCH, PAGE, DTYPE = "sm_90a", 64, "bf16"
 HEADS, TOKENS = (16, 32, 64, 128), (1, 2, 4, 8)
 SIZES = ((1, 4096), (1, 32768), (4, 81920), (16, 8192), (64, 8192), (128, 4096), (32, 81920))
 Point = tuple[int, int, int, int]  # b, s, h, keys
 
 
 def config_of(s: int, h: int) -> Any:
-    from tsmla_kernels.contract import Array, decode_spec
-    from tsmla_kernels.sm90.choose import decode_config
+    from tsmla_kernels.catalog import mla_decode_config
 
-    spec = decode_spec(
-        q=Array((1, s, h, LATENT + ROPE), "bfloat16"),
-        kv_cache=Array((1, PAGE, LATENT + ROPE), "bfloat16"),
-        block_tables=Array((1, 1), "int32"),
-        seq_lens=Array((1,), "int32"),
-        softmax_scale=1.0,
-        latent_dim=LATENT,
-        causal=True,
-        return_lse=True,
-    )
-    return decode_config(spec)
+    return mla_decode_config({"num_heads": str(h), "max_q_len": str(s), "page_size": str(PAGE)})
 
 
 def compile_one(point: tuple[int, int]) -> None:
@@ -117,8 +106,8 @@ class Inputs:
     def floor_us(self) -> float:
         rows = self.s * self.h
         flops = 2 * rows * self.total_keys * (2 * LATENT + ROPE)
-        moved = self.total_keys * (LATENT + ROPE) * 2 + self.b * rows * (2 * LATENT + ROPE) * 2
-        return max(flops / FLOPS_PER_S, moved / BYTES_PER_S) * 1e6
+        moved = self.total_keys * BYTES_PER_KEY[DTYPE] + self.b * rows * (2 * LATENT + ROPE) * 2
+        return max(flops / FLOPS_PER_S[DTYPE], moved / BYTES_PER_S) * 1e6
 
     def ours(self) -> Callable[[], tuple[Any, Any]]:
         import torch
@@ -232,7 +221,7 @@ def main(argv: list[str]) -> int:
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
     ).stdout.strip()
     common = {
-        "dtype": "bf16",
+        "dtype": DTYPE,
         "page": PAGE,
         "device": torch.cuda.get_device_name(0),
         "commit": commit,

@@ -431,9 +431,10 @@ class MlaDecode:
         if const_expr(self.invariant):
             chunk, slots = self.chunk_blocks(block_tables, seq_lens, partial_lse)
         # The start-up costs come first in a tile's length, where they are counted in it.
-        lead = Int32(OVERHEAD)
-        if const_expr(self.invariant) or fixed > 0:
-            lead = Int32(0)
+        lead = Int32(0)
+        if const_expr(not self.invariant):
+            if fixed == 0:
+                lead = Int32(OVERHEAD)
         at = piece % DESCRIPTORS
         found = Int32(0)
         while found == 0 and r < batch and start + lead < end:
@@ -545,7 +546,9 @@ class MlaDecode:
                 cute.arch.mbarrier_arrive_and_expect_tx(full + index, stage_bytes)
             if (b * BLOCK + BLOCK - 1) // self.page_size >= first + TABLE_AHEAD:
                 first = (b * BLOCK) // self.page_size
-                self.read_table(block_tables, descriptor, fill, pages, first, lane)
+                under_way = (fill[3] - 1) % DESCRIPTORS  # fill[3] is the piece after this one
+                cute.arch.sync_warp()
+                self.read_table(block_tables, descriptor, under_way, fill, pages, first, lane)
             self.copy_keys(tma_k, tma_k_tensor, s_k, pages, full, index, b, first, rank)
             cute.arch.sync_warp()
             if lane == 0:
@@ -581,7 +584,7 @@ class MlaDecode:
                     fill[4] = q_part + 1
                 if q_part + 1 == q_stages:
                     self.read_table(
-                        block_tables, descriptor, fill, pages, (b_begin * BLOCK) // self.page_size, lane
+                        block_tables, descriptor, at, fill, pages, (b_begin * BLOCK) // self.page_size, lane
                     )
                     if lane == 0:
                         fill[0] = b_begin
@@ -606,20 +609,16 @@ class MlaDecode:
         self,
         block_tables: cute.Tensor,
         descriptor: cute.Tensor,
+        at: Int32,
         fill: cute.Tensor,
         pages: cute.Tensor,
         first: Int32,
         lane: Int32,
     ):
-        """The next TABLE_AHEAD pages of the request from position `first` of its table on, into shared memory.
+        """The next TABLE_AHEAD pages of piece `at`'s request, from position `first` of its table on, into `pages`.
 
         0 past its last page, where the table may hold anything.
         """
-        piece = fill[3]
-        if fill[0] < fill[1]:
-            piece -= 1  # its keys are under way already
-        at = piece % DESCRIPTORS
-        cute.arch.sync_warp()
         position = first + lane
         page = Int32(0)
         if position < block_tables.shape[1] and position * self.page_size < descriptor[2, at]:
@@ -811,12 +810,9 @@ class MlaDecode:
                             cute.autovec_copy(rope_word, rope_there[None, t, i, h])
                     cute.arch.fence_proxy("async.shared", space="cta")
                     cute.arch.barrier(barrier_id=1, number_of_threads=128)
-                cute.arch.sync_warp()
-                if lane == 0:
-                    cute.arch.mbarrier_arrive(ready + first_index)
+                self.signal(ready, first_index, lane)
                 if q_stages == 2:
-                    if lane == 0:
-                        cute.arch.mbarrier_arrive(ready + index)
+                    self.signal(ready, index, lane)
                     index, phase = self.advance(index, phase)
 
                 for i in cutlass.range_constexpr(2):
@@ -878,7 +874,7 @@ class MlaDecode:
 
     @cute.jit
     def signal(self, ready: cute.Pointer, index: Int32, lane: Int32):
-        """One warp's part of a stage's P is in shared memory (and fenced), for WGMMA to read."""
+        """One warp has done its part with a stage: Q's rows are in registers, or P is in shared memory, fenced."""
         cute.arch.sync_warp()
         if lane == 0:
             cute.arch.mbarrier_arrive(ready + index)
