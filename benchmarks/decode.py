@@ -4,10 +4,11 @@
 
 DIR holds a module `peers` with `load()`, `flashmla`, `fa3_mla` and `fa4_mla` (each takes q, cache, table, lengths,
 scale and causal, and returns a function without arguments); without it ours runs alone. All functions of a point are
-timed interleaved, as CUDA-graph replays with the L2 cache flushed before each, medians; ours is the compiled object that
-jax launches, launched on torch's stream. With --jit ours is timed through jax.jit too ("tsmla_jit": the host's clock
-over a chain of calls inside one jitted function, L2 not flushed). Errors are against float64 over the same inputs, on
-two of the requests. A table goes to standard output as it is made; rows go to FILE.json, the schema figures.py reads.
+timed interleaved, as CUDA-graph replays with the L2 cache flushed before each, medians; ours is the compiled object
+that jax launches, launched on torch's stream. With --jit ours is timed through jax.jit too ("tsmla_jit": the host's
+clock over a chain of calls inside one jitted function, L2 not flushed). Errors are against float64 over the same
+inputs, on two of the requests. A table goes to standard output as it is made; rows go to FILE.json, the schema
+figures.py reads.
 """
 
 from __future__ import annotations
