@@ -1,4 +1,4 @@
-"""Whole DeepSeek-V2/V3 models on top of the attention: load a checkpoint, generate.
+"""Whole DeepSeek models (V2, V3, V3.2, V4) on top of the attention: load a checkpoint, generate.
 
 The library is the attention; this is its main job end to end. `tsmla generate` is `command.py`.
 """

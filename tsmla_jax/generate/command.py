@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
-CACHE_DTYPES = {**DTYPES, "fp8": "float8_e4m3fn"}
+CACHE_DTYPES = {**DTYPES, "fp8": "float8_e4m3fn", "packed": "packed"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, default=1.0, help="sample from the most likely tokens of this mass")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling")
     parser.add_argument(
-        "--page-size", type=int, default=64, metavar="Z", help="tokens a page of the cache (default 64)"
+        "--page-size", type=int, metavar="Z", help="tokens a page of the cache (default 64; 256 for DeepSeek-V4)"
     )
     cache = parser.add_mutually_exclusive_group()
     cache.add_argument("--cache-pages", type=int, metavar="P", help="pages of the cache (default: as the prompts need)")
@@ -49,7 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--implementation", metavar="NAME", help="cute, xla or reference (default: the best that can run)"
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and activations (default: the checkpoint's)")
-    parser.add_argument("--cache-dtype", choices=CACHE_DTYPES, help="of the cache (default: as --dtype)")
+    parser.add_argument(
+        "--cache-dtype",
+        choices=CACHE_DTYPES,
+        help="of the cache (default: as --dtype); packed is the fp8 layout with scales of DeepSeek-V3.2 and V4",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,6 +78,7 @@ def _fail(error: Exception) -> int:
 
 
 def _generate(args: argparse.Namespace) -> None:
+    from tsmla_jax.generate.caches import default_page_size
     from tsmla_jax.generate.config import ModelConfig
     from tsmla_jax.generate.engine import Engine
     from tsmla_jax.generate.loading import load_model
@@ -83,13 +88,13 @@ def _generate(args: argparse.Namespace) -> None:
     checkpoint = Path(args.checkpoint)
     if not checkpoint.is_dir():
         raise ValueError(f"--checkpoint {checkpoint}: there is no such directory")
-    if args.page_size < 1:
-        raise ValueError(f"--page-size {args.page_size}; legal: at least 1")
-    if args.cache_tokens is not None and args.cache_tokens < 1:
-        raise ValueError(f"--cache-tokens {args.cache_tokens}; legal: at least 1")
+    for flag, value in (("--page-size", args.page_size), ("--cache-tokens", args.cache_tokens)):
+        if value is not None and value < 1:
+            raise ValueError(f"{flag} {value}; legal: at least 1")
+    config = ModelConfig.from_hf(checkpoint)
     num_pages = args.cache_pages
     if args.cache_tokens is not None:
-        num_pages = pages_for(args.cache_tokens, args.page_size)
+        num_pages = pages_for(args.cache_tokens, args.page_size or default_page_size(config))
     options = EngineOptions(
         page_size=args.page_size,
         num_pages=num_pages,
@@ -102,7 +107,6 @@ def _generate(args: argparse.Namespace) -> None:
         cache_dtype=CACHE_DTYPES.get(args.cache_dtype),
         implementation=args.implementation,
     )
-    config = ModelConfig.from_hf(checkpoint)
     tokenizer = _load_tokenizer(checkpoint) if args.prompt_file else None
     if tokenizer:
         lines, prompts = _read_prompts(Path(args.prompt_file), tokenizer)
@@ -128,7 +132,7 @@ def _generate(args: argparse.Namespace) -> None:
         "implementation": {choice.op: choice.implementation for choice in result.choices},
         "why": {choice.op: choice.why for choice in result.choices},
         "dtype": plan.dtype,
-        "cache_dtype": plan.cache_dtype,
+        "cache_dtype": plan.layout.dtype,
     }
     print("\n" + table(record), flush=True)
     if args.json:
@@ -277,13 +281,15 @@ def table(record: dict[str, Any]) -> str:
     def rate(tokens: int, seconds: float, per_second: float) -> str:
         return f"{tokens} tokens in {seconds:.2f} s = {per_second:.1f} tokens/s"
 
+    per_text = f" and {record['cache_bytes_per_text']} bytes/text" if record["cache_bytes_per_text"] else ""
     rows = [
         ("prefill", rate(record["prompt_tokens"], record["prefill_seconds"], record["prefill_tokens_per_second"])),
         ("decode", rate(record["decoded_tokens"], record["decode_seconds"], record["decode_tokens_per_second"])),
         ("setup", f"load {record['load_seconds']:.2f} s, compile {record['compile_seconds']:.2f} s"),
+        ("weights", f"{record['weight_bytes'] / 1e6:.1f} MB ({record['dtype']})"),
         (
             "cache",
-            f"{record['cache_bytes_per_token']} bytes/token ({record['cache_dtype']}), "
+            f"{record['cache_bytes_per_token']} bytes/token{per_text} ({record['cache_dtype']}), "
             f"{record['cache_bytes'] / 1e6:.1f} MB in {record['cache_pages']} pages of {record['page_size']}, "
             f"at most {record['peak_pages']} in use",
         ),

@@ -1,7 +1,7 @@
-"""The configuration of a whole DeepSeek-V2/V3 decoder, read from a Hugging Face `config.json`.
+"""The configuration of a whole DeepSeek decoder, read from a Hugging Face `config.json`.
 
-`tsmla_jax.nn.MLAConfig` describes the attention; this adds what the rest of the model needs: sizes, the experts'
-routing and the token ids that end a text.
+`tsmla_jax.nn` describes the attention (`MLAConfig`, `V32Config`, `V4Config`); this adds what the rest of the model
+needs: sizes, the experts' routing, the residual streams of V4 and the token ids that end a text.
 """
 
 from __future__ import annotations
@@ -12,13 +12,26 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tsmla_jax.nn.config import MLAConfig, hf_field, read_hf_config
+from tsmla_jax.nn.deepseek_v4_config import V4Config
+from tsmla_jax.nn.deepseek_v32 import V32Config
 
 Routing = Literal["greedy", "group_limited_greedy", "noaux_tc"]
 ROUTINGS: tuple[Routing, ...] = ("greedy", "group_limited_greedy", "noaux_tc")
+Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]
+SCORINGS: tuple[Scoring, ...] = ("softmax", "sigmoid", "sqrtsoftplus")
+MLPKind = Literal["dense", "moe", "hash_moe"]
+LayerAttention = MLAConfig | V32Config | V4Config
 
 # What a checkpoint without `topk_method` means: transformers writes none for V3, whose only routing is noaux_tc.
-_DEFAULT_ROUTING: dict[str, Routing] = {"deepseek_v2": "greedy", "deepseek_v3": "noaux_tc", "kimi_k2": "noaux_tc"}
-_SCORING: dict[Routing, str] = {"greedy": "softmax", "group_limited_greedy": "softmax", "noaux_tc": "sigmoid"}
+_DEFAULT_ROUTING: dict[str, Routing] = {
+    "deepseek_v2": "greedy",
+    "deepseek_v3": "noaux_tc",
+    "deepseek_v32": "noaux_tc",
+    "deepseek_v4": "noaux_tc",
+    "kimi_k2": "noaux_tc",
+}
+_SCORING: dict[Routing, Scoring] = {"greedy": "softmax", "group_limited_greedy": "softmax", "noaux_tc": "sigmoid"}
+_MLP_KINDS: dict[str, MLPKind] = {"dense": "dense", "sparse": "moe", "moe": "moe", "hash_moe": "hash_moe"}
 
 
 @dataclass(frozen=True)
@@ -30,11 +43,14 @@ class MoEConfig:
       top_k: experts K that each token visits.
       intermediate_size: width of one routed expert.
       num_shared: shared experts, fused into one MLP of width num_shared * intermediate_size; 0 for none.
-      routing: "greedy" (softmax, top-k), "group_limited_greedy" (softmax, top-k within the topk_group groups with the
-        best single expert) or "noaux_tc" (sigmoid; score + correction bias selects, groups by their best two).
+      routing: "greedy" (top-k), "group_limited_greedy" (top-k within the topk_group groups with the best single expert)
+        or "noaux_tc" (score + correction bias selects, groups by their best two).
       n_group, topk_group: number of expert groups, and how many of them a token may use.
       norm_topk_prob: the chosen weights are divided by their sum.
       routed_scaling_factor: multiplies the chosen weights, after the division.
+      scoring: from logits to scores: "softmax", "sigmoid" or "sqrtsoftplus"; None is the routing's own, sigmoid for
+        noaux_tc and softmax for the others.
+      swiglu_limit: the MLPs' gate is clipped from above and their other factor on both sides; None clips nothing.
     """
 
     num_experts: int
@@ -46,10 +62,18 @@ class MoEConfig:
     topk_group: int
     norm_topk_prob: bool
     routed_scaling_factor: float
+    scoring: Scoring | None = None
+    swiglu_limit: float | None = None
 
     def __post_init__(self) -> None:
         if self.routing not in ROUTINGS:
             raise ValueError(f"topk_method = {self.routing!r}; legal: {', '.join(ROUTINGS)}")
+        if self.scoring is None:
+            object.__setattr__(self, "scoring", _SCORING[self.routing])
+        if self.scoring not in SCORINGS:
+            raise ValueError(f"scoring_func = {self.scoring!r}; legal: {', '.join(SCORINGS)}")
+        if self.swiglu_limit is not None and not self.swiglu_limit > 0:
+            raise ValueError(f"swiglu_limit = {self.swiglu_limit}; legal: a positive number")
         if not 1 <= self.top_k <= self.num_experts:
             raise ValueError(f"num_experts_per_tok = {self.top_k}; legal: 1 to n_routed_experts = {self.num_experts}")
         if self.routing != "greedy":
@@ -67,15 +91,50 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """A decoder-only DeepSeek-V2/V3 model.
+class StreamsConfig:
+    """V4's residual: several parallel streams, mixed anew before and after every block (hyper-connections).
 
     Attributes:
-      attention: the attention of every layer.
+      count: number of streams N.
+      sinkhorn_iterations: rounds that make the mixing matrix doubly stochastic.
+      eps: what keeps its divisions from 0.
+      norm_eps: of the weightless norm before the projection that the weights of a mix come from.
+    """
+
+    count: int
+    sinkhorn_iterations: int
+    eps: float
+    norm_eps: float
+
+    def __post_init__(self) -> None:
+        for name, value in (("hc_mult", self.count), ("hc_sinkhorn_iters", self.sinkhorn_iterations)):
+            if value < 1:
+                raise ValueError(f"{name} = {value}; legal: at least 1")
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """What the program of one decoder layer depends on; layers of equal configs and parameter shapes share one.
+
+    Attributes: as in `ModelConfig`; attention is this layer's own.
+    """
+
+    attention: LayerAttention
+    moe: MoEConfig | None
+    streams: StreamsConfig | None
+    rms_norm_eps: float
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only DeepSeek-V2, V3, V3.2 or V4 model.
+
+    Attributes:
+      attention: of every layer (V2, V3, V3.2), or one config a layer (V4).
       moe: the experts, or None when every layer is dense.
+      streams: V4's residual streams, or None for a plain residual.
+      mlp_layers: of every layer "dense", "moe" (a router chooses the experts) or "hash_moe" (a table by token id does).
       vocab_size, hidden_size, intermediate_size, num_layers: as in `config.json`.
-      first_dense_layers: layers [0, first_dense_layers) have a dense MLP.
-      moe_layer_freq: from there on, layer i has experts when i % moe_layer_freq == 0.
       rms_norm_eps: of the layers' and the final norm (the attention's own norms have theirs in `attention`).
       tie_word_embeddings: the output projection is the embedding.
       max_position_embeddings: the longest text the model was made for, in tokens.
@@ -83,14 +142,14 @@ class ModelConfig:
       dtype: the checkpoint's own compute dtype, a numpy name ("bfloat16", "float16" or "float32").
     """
 
-    attention: MLAConfig
+    attention: MLAConfig | V32Config | tuple[V4Config, ...]
     moe: MoEConfig | None
+    streams: StreamsConfig | None
+    mlp_layers: tuple[MLPKind, ...]
     vocab_size: int
     hidden_size: int
     intermediate_size: int
     num_layers: int
-    first_dense_layers: int
-    moe_layer_freq: int
     rms_norm_eps: float
     tie_word_embeddings: bool
     max_position_embeddings: int
@@ -99,11 +158,16 @@ class ModelConfig:
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether layer `layer` (counted from 0) has experts."""
-        return self.moe is not None and layer >= self.first_dense_layers and layer % self.moe_layer_freq == 0
+        return self.mlp_layers[layer] != "dense"
+
+    def layer(self, layer: int) -> LayerConfig:
+        """What the program of layer `layer` depends on."""
+        attention = self.attention[layer] if isinstance(self.attention, tuple) else self.attention
+        return LayerConfig(attention, self.moe, self.streams, self.rms_norm_eps)
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | Path) -> ModelConfig:
-        """Reads a `config.json` of DeepSeek-V2, V2-Lite, V3, R1 or Kimi-K2.
+        """Reads a `config.json` of DeepSeek-V2, V2-Lite, V3, R1, V3.2, V4 or Kimi-K2.
 
         Args:
           source: the parsed file, its path, or the checkpoint directory. From a directory, `generation_config.json`
@@ -128,19 +192,32 @@ class ModelConfig:
                 raise ValueError(f"{where}: {name} = {value}; legal: a positive integer")
             return value
 
+        is_v4 = model_type == "deepseek_v4"
+        num_layers = positive("num_hidden_layers")
+        attention: MLAConfig | V32Config | tuple[V4Config, ...]
         try:
-            moe = _moe_from_hf(fields, _DEFAULT_ROUTING[model_type], where)
+            if is_v4:
+                _refuse_unlike_v4(fields, where)
+            moe = _moe_from_hf(fields, model_type, where)
+            streams = _streams_from_hf(fields, where) if is_v4 else None
+            mlp_layers = _mlp_layers_from_hf(fields, where, num_layers, moe is not None, is_v4)
         except ValueError as error:
             raise ValueError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
+        if is_v4:
+            attention = tuple(V4Config.from_hf(source, layer) for layer in range(num_layers))
+        else:
+            attention = (V32Config if model_type == "deepseek_v32" else MLAConfig).from_hf(source)
+        # V4 has no dense MLP; its experts' width is the only one.
+        width = "moe_intermediate_size" if is_v4 else "intermediate_size"
         return cls(
-            attention=MLAConfig.from_hf(source),
+            attention=attention,
             moe=moe,
+            streams=streams,
+            mlp_layers=mlp_layers,
             vocab_size=positive("vocab_size"),
             hidden_size=positive("hidden_size"),
-            intermediate_size=positive("intermediate_size"),
-            num_layers=positive("num_hidden_layers"),
-            first_dense_layers=hf_field(fields, "first_k_dense_replace", int, where, default=0),
-            moe_layer_freq=positive("moe_layer_freq", default=1),
+            intermediate_size=positive(width),
+            num_layers=num_layers,
             rms_norm_eps=hf_field(fields, "rms_norm_eps", float, where, default=1e-6),
             tie_word_embeddings=hf_field(fields, "tie_word_embeddings", bool, where, default=False),
             max_position_embeddings=positive("max_position_embeddings", default=2048),
@@ -163,21 +240,82 @@ def _eos_token_ids(source: Mapping[str, Any] | str | Path, fields: Mapping[str, 
     return tuple(ids)
 
 
-def _moe_from_hf(fields: Mapping[str, Any], default_routing: Routing, where: str) -> MoEConfig | None:
-    if fields.get("n_routed_experts") is None:
+def _moe_from_hf(fields: Mapping[str, Any], model_type: str, where: str) -> MoEConfig | None:
+    if fields.get("n_routed_experts") is None and model_type != "deepseek_v4":
         return None
-    routing = hf_field(fields, "topk_method", str, where, default=default_routing)
+    is_v4 = model_type == "deepseek_v4"
+    routing = hf_field(fields, "topk_method", str, where, default=_DEFAULT_ROUTING[model_type])
     scoring = fields.get("scoring_func")
-    if scoring is not None and scoring != _SCORING.get(routing, scoring):
+    if is_v4:
+        scoring = hf_field(fields, "scoring_func", str, where, default="sqrtsoftplus")
+    elif scoring is not None and scoring != _SCORING.get(routing, scoring):
         raise ValueError(f"scoring_func = {scoring!r}; legal with topk_method {routing!r}: {_SCORING[routing]!r}")
+    # transformers writes no norm_topk_prob for a V4 that has the default, and its code knows no other.
+    norm = hf_field(fields, "norm_topk_prob", bool, where, default=is_v4)
     return MoEConfig(
         num_experts=hf_field(fields, "n_routed_experts", int, where),
         top_k=hf_field(fields, "num_experts_per_tok", int, where),
         intermediate_size=hf_field(fields, "moe_intermediate_size", int, where),
-        num_shared=hf_field(fields, "n_shared_experts", int, where, default=0),
+        num_shared=hf_field(fields, "n_shared_experts", int, where, default=1 if is_v4 else 0),
         routing=routing,
         n_group=hf_field(fields, "n_group", int, where, default=1),
         topk_group=hf_field(fields, "topk_group", int, where, default=1),
-        norm_topk_prob=hf_field(fields, "norm_topk_prob", bool, where, default=False),
-        routed_scaling_factor=hf_field(fields, "routed_scaling_factor", float, where, default=1.0),
+        norm_topk_prob=norm,
+        routed_scaling_factor=hf_field(fields, "routed_scaling_factor", float, where, default=1.5 if is_v4 else 1.0),
+        scoring=scoring,
+        swiglu_limit=hf_field(fields, "swiglu_limit", float, where, default=10.0) if is_v4 else None,
+    )
+
+
+def _refuse_unlike_v4(fields: Mapping[str, Any], where: str) -> None:
+    """Fields of a V4 config that other models vary and whose other values would change what V4 computes."""
+    only = {
+        "norm_topk_prob": True,
+        "n_shared_experts": 1,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "num_key_value_heads": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+    }
+    for name, value in only.items():
+        if fields.get(name) not in (None, value):
+            raise ValueError(f"{where}: {name} = {fields[name]!r}; legal for deepseek_v4: {value!r}")
+    if fields.get("scoring_func") not in (None, "sqrtsoftplus", "sigmoid"):
+        raise ValueError(
+            f"{where}: scoring_func = {fields['scoring_func']!r}; legal for deepseek_v4: 'sqrtsoftplus', 'sigmoid'"
+        )
+
+
+def _streams_from_hf(fields: Mapping[str, Any], where: str) -> StreamsConfig:
+    return StreamsConfig(
+        count=hf_field(fields, "hc_mult", int, where, default=4),
+        sinkhorn_iterations=hf_field(fields, "hc_sinkhorn_iters", int, where, default=20),
+        eps=hf_field(fields, "hc_eps", float, where, default=1e-6),
+        norm_eps=hf_field(fields, "rms_norm_eps", float, where, default=1e-6),
+    )
+
+
+def _mlp_layers_from_hf(
+    fields: Mapping[str, Any], where: str, num_layers: int, has_experts: bool, is_v4: bool
+) -> tuple[MLPKind, ...]:
+    """The kind of every layer's MLP: listed one by one, or in the older fields that count the layers which differ."""
+    listed = fields.get("mlp_layer_types")
+    if listed is not None:
+        legal = ("hash_moe", "moe") if is_v4 else ("dense", "sparse")
+        if not isinstance(listed, list) or len(listed) < num_layers or any(kind not in legal for kind in listed):
+            raise ValueError(
+                f"{where}: mlp_layer_types = {listed!r:.80}; legal: a list of {num_layers} of {', '.join(legal)}"
+            )
+        return tuple(_MLP_KINDS[kind] for kind in listed[:num_layers])
+    if is_v4:
+        hashed = hf_field(fields, "num_hash_layers", int, where, default=3)
+        return tuple("hash_moe" if layer < hashed else "moe" for layer in range(num_layers))
+    first = hf_field(fields, "first_k_dense_replace", int, where, default=0)
+    every = hf_field(fields, "moe_layer_freq", int, where, default=1)
+    if every < 1:
+        raise ValueError(f"{where}: moe_layer_freq = {every}; legal: a positive integer")
+    return tuple(
+        "moe" if has_experts and layer >= first and layer % every == 0 else "dense" for layer in range(num_layers)
     )

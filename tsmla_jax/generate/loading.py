@@ -1,26 +1,31 @@
 """A Hugging Face checkpoint directory, turned into the parameters of `tsmla_jax.generate.model`.
 
 Tensors are read one at a time; on the host there is never more than one layer beside the memory map. Block-scaled fp8
-weights come dequantised to the dtype asked for.
+and fp4 weights come dequantised to the dtype asked for.
 """
 
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tsmla_jax.generate.config import ModelConfig
 from tsmla_jax.generate.model import Params
-from tsmla_jax.nn import Checkpoint, hf_attention_shapes, params_from_hf
+from tsmla_jax.nn import Checkpoint, CheckpointError, hf_attention_shapes, params_from_hf
+from tsmla_jax.nn.deepseek_v4_config import V4Config, v4_hf_shapes, v4_params_from_hf
+from tsmla_jax.nn.deepseek_v4_names import stored_names
+from tsmla_jax.nn.deepseek_v32 import V32Config, v32_hf_shapes, v32_params_from_hf
 
-Read = Callable[[str, Sequence[int]], np.ndarray[Any, Any]]
+Array = np.ndarray[Any, Any]
 
 
 class ProgressBar:
@@ -64,68 +69,156 @@ class ProgressBar:
             print(file=sys.stderr)
 
 
+class _Reader:
+    """Reads tensors by the names of transformers' modules, and remembers which of the checkpoint's were read."""
+
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, dtype: Any, bar: ProgressBar) -> None:
+        self.dtype = dtype
+        self._checkpoint, self._bar = checkpoint, bar
+        is_v4 = isinstance(config.attention, tuple)
+        self._stored = stored_names(checkpoint) if is_v4 else {name: name for name in checkpoint.names()}
+        self._read: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._stored
+
+    def __call__(self, name: str, shape: Sequence[int], dtype: Any = None) -> Array:
+        stored = self._stored.get(name, name)
+        value = self._checkpoint.read(stored, shape=shape, dtype=self.dtype if dtype is None else dtype)
+        self._read |= {stored, self._checkpoint.scale_name(stored) or stored}
+        self._bar.step()
+        return value
+
+    def put(self, name: str, shape: Sequence[int], dtype: Any = None) -> jax.Array:
+        """The same, on the device."""
+        return jnp.asarray(self(name, shape, dtype))
+
+    def refuse_others(self, config: ModelConfig) -> None:
+        """CheckpointError for tensors that no one asked for: a model that computes without them is another model."""
+        others = []
+        for name, stored in self._stored.items():
+            layer = re.match(r"model\.layers\.(\d+)\.", name)
+            drafting = stored.startswith(("mtp.", "model.mtp.")) or (layer and int(layer[1]) >= config.num_layers)
+            copied = config.tie_word_embeddings and name == "lm_head.weight"
+            computed = stored.endswith("rotary_emb.inv_freq")
+            if stored not in self._read and not (drafting or copied or computed):
+                others.append(stored)
+        if others:
+            some = ", ".join(map(repr, sorted(others)[:3])) + (", ..." if len(others) > 3 else "")
+            raise CheckpointError(
+                f"{self._checkpoint.directory}: config.json describes a model without {len(others)} of the tensors: "
+                f"{some}"
+            )
+
+
 def load_model(
     checkpoint_dir: str | Path, config: ModelConfig, *, dtype: Any | None = None, progress: bool = False
 ) -> Params:
-    """All parameters of a checkpoint; layers past `config.num_layers` (multi-token prediction) are left alone.
+    """All parameters of a checkpoint; what is for multi-token prediction (layers past `config.num_layers`) is left out.
 
     Args:
       checkpoint_dir: the directory, with one safetensors file or shards and their index.
       config: the model, as `ModelConfig.from_hf(checkpoint_dir)` reads it.
-      dtype: of the parameters; None takes the config's. The router and its bias stay f32, where routing happens.
+      dtype: of the parameters; None takes the config's. The router and its bias stay f32, where routing happens; so do
+        V4's norms, sinks, position biases and streams.
       progress: show a progress bar on stderr.
 
     Returns:
       the pytree described at `tsmla_jax.generate.model.Params`.
 
     Raises:
-      ValueError: a tensor is missing or misshapen or a file is truncated; the text names the file and the tensor.
+      ValueError: a tensor is missing, misshapen or not of this model, or a file is truncated; the text names the file
+        and the tensor.
       ImportError: the package safetensors is not installed (`pip install 'tsmla-jax[hf]'`).
     """
     dtype = jnp.dtype(config.dtype if dtype is None else dtype)
     checkpoint = Checkpoint(checkpoint_dir)
     bar = ProgressBar(_tensor_count(config), "loading", enabled=progress)
-
-    def read(name: str, shape: Sequence[int], dtype: Any = dtype) -> np.ndarray[Any, Any]:
-        value = checkpoint.read(name, shape=shape, dtype=dtype)
-        bar.step()
-        return value
-
+    read = _Reader(checkpoint, config, dtype, bar)
+    norm_dtype = _kept(config, dtype)
     hidden = (config.hidden_size,)
     try:
         params: dict[str, Any] = {
-            "embed": jnp.asarray(read("model.embed_tokens.weight", (config.vocab_size, *hidden))),
-            "norm": jnp.asarray(read("model.norm.weight", hidden)),
+            "embed": read.put("model.embed_tokens.weight", (config.vocab_size, *hidden)),
+            "norm": read.put("model.norm.weight", hidden, norm_dtype),
             "layers": [],
         }
         if not config.tie_word_embeddings:
-            params["lm_head"] = jnp.asarray(read("lm_head.weight", (config.vocab_size, *hidden)))
+            params["lm_head"] = read.put("lm_head.weight", (config.vocab_size, *hidden))
+        if config.streams is not None:
+            count = config.streams.count
+            params["streams"] = _read_streams(read, "model.hc_head.hc_", count, count * config.hidden_size, 1)
         for index in range(config.num_layers):
-            prefix = f"model.layers.{index}"
-            attention = {
-                name: read(f"{prefix}.self_attn.{name}", shape)
-                for name, shape in hf_attention_shapes(config.attention).items()
-            }
-            layer = {
-                "attention_norm": jnp.asarray(read(f"{prefix}.input_layernorm.weight", hidden)),
-                "attention": params_from_hf(config.attention, attention),
-                "mlp_norm": jnp.asarray(read(f"{prefix}.post_attention_layernorm.weight", hidden)),
-            }
-            if config.is_moe_layer(index):
-                layer["mlp"] = _read_moe(read, f"{prefix}.mlp", config, dtype)
-            else:
-                gate_up, down = _read_mlp(read, f"{prefix}.mlp", config.hidden_size, config.intermediate_size)
-                layer["mlp"] = {"gate_up": jnp.asarray(gate_up), "down": jnp.asarray(down)}
-            params["layers"].append(layer)
+            params["layers"].append(_read_layer(read, config, index, norm_dtype))
+        read.refuse_others(config)
     finally:
         bar.close()
     return params
 
 
+def _kept(config: ModelConfig, dtype: Any) -> Any:
+    """The dtype of what V4 computes with in f32 whatever the others' dtype is."""
+    return dtype if config.streams is None else jnp.dtype(jnp.float32)
+
+
+def _read_layer(read: _Reader, config: ModelConfig, index: int, norm_dtype: Any) -> dict[str, Any]:
+    prefix, hidden = f"model.layers.{index}", (config.hidden_size,)
+    layer = {
+        "attention_norm": read.put(f"{prefix}.input_layernorm.weight", hidden, norm_dtype),
+        "attention": _read_attention(read, f"{prefix}.self_attn", config, index, norm_dtype),
+        "mlp_norm": read.put(f"{prefix}.post_attention_layernorm.weight", hidden, norm_dtype),
+    }
+    if config.is_moe_layer(index):
+        layer["mlp"] = _read_moe(read, f"{prefix}.mlp", config, config.mlp_layers[index] == "hash_moe")
+    else:
+        gate_up, down = _read_mlp(read, f"{prefix}.mlp", config.hidden_size, config.intermediate_size)
+        layer["mlp"] = {"gate_up": jnp.asarray(gate_up), "down": jnp.asarray(down)}
+    if config.streams is not None:
+        count = config.streams.count
+        for name, block in (("attention_streams", "attn_hc"), ("mlp_streams", "ffn_hc")):
+            width = count * config.hidden_size
+            layer[name] = _read_streams(read, f"{prefix}.{block}.", (2 + count) * count, width, 3)
+    return layer
+
+
+def _read_attention(
+    read: _Reader, prefix: str, config: ModelConfig, index: int, norm_dtype: Any
+) -> dict[str, jax.Array]:
+    attention = config.layer(index).attention
+
+    def tensors(shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
+        kept = ("norm.weight", "sinks", "position_bias")
+        return {
+            name: read(f"{prefix}.{name}", shape, norm_dtype if name.endswith(kept) else None)
+            for name, shape in shapes.items()
+        }
+
+    if isinstance(attention, V4Config):
+        return v4_params_from_hf(attention, tensors(v4_hf_shapes(attention)))
+    if isinstance(attention, V32Config):
+        return v32_params_from_hf(attention, tensors(v32_hf_shapes(attention)))
+    return params_from_hf(attention, tensors(hf_attention_shapes(attention)))
+
+
+def _read_streams(read: _Reader, prefix: str, rows: int, width: int, scales: int) -> dict[str, jax.Array]:
+    shapes = {"fn": (rows, width), "base": (rows,), "scale": (scales,)}
+    return {name: read.put(f"{prefix}{name}", shape, np.float32) for name, shape in shapes.items()}
+
+
 def _tensor_count(config: ModelConfig) -> int:
     count = 2 + (not config.tie_word_embeddings)
+    streams = 3 if config.streams is not None else 0
+    count += streams
     for layer in range(config.num_layers):
-        count += 2 + len(hf_attention_shapes(config.attention))
+        attention = config.layer(layer).attention
+        shapes: dict[str, tuple[int, ...]]
+        if isinstance(attention, V4Config):
+            shapes = v4_hf_shapes(attention)
+        elif isinstance(attention, V32Config):
+            shapes = v32_hf_shapes(attention)
+        else:
+            shapes = hf_attention_shapes(attention)
+        count += 2 + len(shapes) + 2 * streams
         if config.is_moe_layer(layer):
             assert config.moe is not None
             count += (
@@ -136,28 +229,38 @@ def _tensor_count(config: ModelConfig) -> int:
     return count
 
 
-def _read_mlp(read: Read, prefix: str, hidden: int, width: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def _read_mlp(read: _Reader, prefix: str, hidden: int, width: int) -> tuple[Array, Array]:
     """gate and up in one array [2 I, C], and down [C, I]."""
     gate = read(f"{prefix}.gate_proj.weight", (width, hidden))
     up = read(f"{prefix}.up_proj.weight", (width, hidden))
     return np.concatenate([gate, up]), read(f"{prefix}.down_proj.weight", (hidden, width))
 
 
-def _read_moe(
-    read: Callable[..., np.ndarray[Any, Any]], prefix: str, config: ModelConfig, dtype: Any
-) -> dict[str, Any]:
+def _read_moe(read: _Reader, prefix: str, config: ModelConfig, by_token: bool) -> dict[str, Any]:
     moe = config.moe
     assert moe is not None
     hidden, width = config.hidden_size, moe.intermediate_size
-    params = {"router": jnp.asarray(read(f"{prefix}.gate.weight", (moe.num_experts, hidden), np.float32))}
-    if moe.routing == "noaux_tc":
-        bias = read(f"{prefix}.gate.e_score_correction_bias", (moe.num_experts,), np.float32)
-        params["correction_bias"] = jnp.asarray(bias)
-    gate_up = np.empty((moe.num_experts, 2 * width, hidden), dtype)
-    down = np.empty((moe.num_experts, hidden, width), dtype)
-    for expert in range(moe.num_experts):
-        gate_up[expert], down[expert] = _read_mlp(read, f"{prefix}.experts.{expert}", hidden, width)
-    params["gate_up"], params["down"] = jnp.asarray(gate_up), jnp.asarray(down)
+    params = {"router": read.put(f"{prefix}.gate.weight", (moe.num_experts, hidden), np.float32)}
+    if by_token:
+        name = f"{prefix}.gate.tid2eid"
+        table = read(name, (config.vocab_size, moe.top_k), np.int32)
+        if table.min() < 0 or table.max() >= moe.num_experts:
+            raise CheckpointError(
+                f"tensor {name!r} names experts {table.min()} to {table.max()}; legal: 0 to {moe.num_experts - 1}"
+            )
+        params["expert_table"] = jnp.asarray(table)
+    elif moe.routing == "noaux_tc":
+        params["correction_bias"] = read.put(f"{prefix}.gate.e_score_correction_bias", (moe.num_experts,), np.float32)
+    if f"{prefix}.experts.gate_up_proj" in read:
+        # All experts in one tensor, as transformers' modules hold them.
+        params["gate_up"] = read.put(f"{prefix}.experts.gate_up_proj", (moe.num_experts, 2 * width, hidden))
+        params["down"] = read.put(f"{prefix}.experts.down_proj", (moe.num_experts, hidden, width))
+    else:
+        gate_up = np.empty((moe.num_experts, 2 * width, hidden), read.dtype)
+        down = np.empty((moe.num_experts, hidden, width), read.dtype)
+        for expert in range(moe.num_experts):
+            gate_up[expert], down[expert] = _read_mlp(read, f"{prefix}.experts.{expert}", hidden, width)
+        params["gate_up"], params["down"] = jnp.asarray(gate_up), jnp.asarray(down)
     if moe.num_shared:
         shared = _read_mlp(read, f"{prefix}.shared_experts", hidden, width * moe.num_shared)
         params["shared_gate_up"], params["shared_down"] = (jnp.asarray(weight) for weight in shared)

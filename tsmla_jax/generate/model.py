@@ -1,11 +1,12 @@
-"""A DeepSeek-V2/V3 decoder as pure functions over a pytree of parameters.
+"""A DeepSeek decoder as pure functions over a pytree of parameters.
 
-Attention is `tsmla_jax.nn.functional`: chunks of prompts in the expanded form, decode in the absorbed form, both over a
-paged latent cache. Every function works under `jax.jit`; an engine compiles `decoder_layer` once for the dense and once
-for the expert layers, so that compilation takes the same time for 2 layers and for 61.
+Attention is `tsmla_jax.nn`, over paged caches: in V2 and V3 chunks of prompts in the expanded form and decode in the
+absorbed form; in V3.2 and V4 the sparse layers, which are one function for both. Every function works under `jax.jit`;
+an engine compiles `decoder_layer` once for each kind of layer, so that compilation takes the same time for 2 layers and
+for 61.
 
 Axes: T tokens of a step (ragged, requests packed one after the other), B requests, M pages a request at most, N rows
-whose logits are wanted, V vocabulary, C hidden width, P pages, Z page size, D width of a cached token.
+whose logits are wanted, V vocabulary, C hidden width, P pages, Z page size, D width of a cached token, S streams (V4).
 """
 
 from __future__ import annotations
@@ -17,15 +18,23 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.generate.config import ModelConfig
+from tsmla_jax.generate.caches import WINDOW_PAGE, entries_per_page
+from tsmla_jax.generate.config import LayerConfig, ModelConfig
 from tsmla_jax.generate.moe import gated_mlp, mixture_of_experts
-from tsmla_jax.nn import functional
+from tsmla_jax.generate.pages import pages_for
+from tsmla_jax.generate.streams import close_streams, open_streams, read_streams, write_streams
+from tsmla_jax.nn import deepseek_v4, deepseek_v32, functional
+from tsmla_jax.nn.config import MLAConfig
+from tsmla_jax.nn.deepseek_v32 import V32Config
+from tsmla_jax.ops.sparse import numerics
 
 Phase = Literal["prefill", "decode"]
 
 # {"embed": [V, C], "layers": [layer, ...], "norm": [C], "lm_head": [V, C] unless tied}; a layer is
-# {"attention_norm": [C], "attention": as in tsmla_jax.nn.functional.param_shapes, "mlp_norm": [C], "mlp": ...};
-# "mlp" is {"gate_up": [2 I, C], "down": [C, I]} in a dense layer, else as moe.mixture_of_experts takes it.
+# {"attention_norm": [C], "attention": ..., "mlp_norm": [C], "mlp": ...}; "attention" is as in
+# tsmla_jax.nn.functional.param_shapes, deepseek_v32.v32_param_shapes or deepseek_v4.v4_param_shapes; "mlp" is
+# {"gate_up": [2 I, C], "down": [C, I]} in a dense layer, else as moe.mixture_of_experts takes it. In V4 a layer has
+# "attention_streams" and "mlp_streams" too (streams.read_streams), and the model "streams" (streams.close_streams).
 Params = Mapping[str, Any]
 
 
@@ -39,7 +48,8 @@ class Batch:
       cu_seqlens_q: [B + 1], where each request's new tokens start.
       context_lens: [B], tokens of each request that are in the cache already.
       block_tables: [B, M], the pages of each request.
-      slot_mapping: [T], the cache slot of each new token; -1 for padding.
+      slot_mapping: [T], page * Z + offset of each new token; -1 for padding.
+      lanes: [B], where V4 keeps what it keeps of each request whatever its length; -1 for padding. None elsewhere.
     """
 
     tokens: jax.Array
@@ -47,6 +57,7 @@ class Batch:
     context_lens: jax.Array
     block_tables: jax.Array
     slot_mapping: jax.Array
+    lanes: jax.Array | None = None
 
 
 @dataclass(frozen=True)
@@ -54,52 +65,138 @@ class StepOptions:
     """What is static about a step.
 
     Attributes:
-      phase: "prefill" attends in the expanded form, "decode" in the absorbed one.
+      phase: of V2 and V3: "prefill" attends in the expanded form, "decode" in the absorbed one.
       max_q_len: bound of the new tokens of one request.
-      context_chunk: prefill alone: cached tokens of each request that one pass expands.
+      context_chunk: prefill of V2 and V3 alone: cached tokens of each request that one pass expands.
       implementation: of the operations; None is the best that can run.
+      page_size, window_rows: V4 alone, as in `CacheLayout`.
     """
 
     phase: Phase
     max_q_len: int
     context_chunk: int = 512
     implementation: str | None = None
+    page_size: int = 64
+    window_rows: int = 0
 
 
-def embed(params: Params, tokens: jax.Array) -> jax.Array:
-    """Embeddings of tokens [T]: [T, C]."""
-    return params["embed"][tokens]
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Shared:
+    """What V4's layers of one kind ("sliding", "csa" or "hca") share: the rows of indices of a step, and the table of
+    cos and sin. Both are empty for other models."""
+
+    steps: Mapping[str, deepseek_v4.V4Step]
+    ropes: Mapping[str, jax.Array]
+
+
+def embed(params: Params, config: ModelConfig, tokens: jax.Array) -> jax.Array:
+    """Embeddings of tokens [T]: [T, C], or [T, S, C] in V4."""
+    x = params["embed"][tokens]
+    return x if config.streams is None else open_streams(x, config.streams)
+
+
+def rope_tables(config: ModelConfig, num_positions: int) -> dict[str, jax.Array]:
+    """The tables of `Shared` for texts of up to num_positions tokens."""
+    layers = config.attention if isinstance(config.attention, tuple) else ()
+    return {layer.kind: deepseek_v4.v4_rope_table(layer, num_positions) for layer in dict.fromkeys(layers)}
+
+
+def shared_steps(config: ModelConfig, batch: Batch, options: StepOptions) -> dict[str, deepseek_v4.V4Step]:
+    """The rows of indices of `Shared`: built once a step, whatever the number of layers."""
+    if not isinstance(config.attention, tuple):
+        return {}
+    if batch.lanes is None:
+        raise ValueError("batch.lanes = None; legal for DeepSeek-V4: an array [B]")
+    # A lane's pages, over and over: the ring of the last tokens' latents.
+    lane_pages = options.window_rows // WINDOW_PAGE
+    columns = pages_for(batch.block_tables.shape[1] * options.page_size, WINDOW_PAGE)
+    ring = jnp.arange(columns, dtype=jnp.int32) % lane_pages
+    return {
+        layer.kind: deepseek_v4.make_step(
+            layer,
+            seq_lens=batch.context_lens + jnp.diff(batch.cu_seqlens_q),
+            cu_seqlens_q=batch.cu_seqlens_q,
+            total_tokens=batch.tokens.shape[0],
+            state_slots=batch.lanes,
+            window_tables=jnp.maximum(batch.lanes, 0)[:, None] * lane_pages + ring,
+            compressed_tables=batch.block_tables,
+            page_size=WINDOW_PAGE,
+            compressed_page_size=entries_per_page(layer, options.page_size),
+        )
+        for layer in dict.fromkeys(config.attention)
+    }
 
 
 def decoder_layer(
     layer: Params,
-    config: ModelConfig,
+    config: LayerConfig,
     x: jax.Array,
-    kv_cache: jax.Array,
+    cache: Any,
     batch: Batch,
     kv_scale: jax.Array | None,
     options: StepOptions,
-) -> tuple[jax.Array, jax.Array]:
+    shared: Shared,
+) -> tuple[jax.Array, Any]:
     """One layer: attention, then the MLP or the experts, each behind a norm and around a residual.
 
     Args:
       layer: its parameters; those of the MLP say whether it has experts.
       config, options: static.
-      x: [T, C].
-      kv_cache: [P, Z, D], this layer's.
+      x: [T, C], or [T, S, C] in V4.
+      cache: this layer's (`caches.init_cache`).
       batch: the step.
       kv_scale: of an fp8 cache, else None.
+      shared: of the step.
 
     Returns:
       x and the cache, with the new tokens written (in place if it is donated).
     """
-    normed = functional.rms_norm(x, layer["attention_norm"], config.rms_norm_eps)
-    if options.phase == "prefill":
-        attended, kv_cache = functional.prefill_with_context(
-            layer["attention"],
-            config.attention,
-            normed,
-            kv_cache,
+    # Rows of padding mean nothing after attention; what they hold must not reach the experts' blocks as NaN.
+    valid = batch.slot_mapping >= 0
+
+    def attention(x: jax.Array) -> jax.Array:
+        nonlocal cache
+        normed = _norm(x, layer["attention_norm"], config)
+        attended, cache = _attend(layer["attention"], config, normed, cache, batch, kv_scale, options, shared)
+        return jnp.where(valid[:, None], attended, 0)
+
+    def mlp(x: jax.Array) -> jax.Array:
+        normed = _norm(x, layer["mlp_norm"], config)
+        params = layer["mlp"]
+        if "router" not in params:
+            return gated_mlp(normed, params["gate_up"], params["down"])
+        assert config.moe is not None
+        return mixture_of_experts(params, normed, valid, config.moe, batch.tokens)
+
+    for name, block in (("attention_streams", attention), ("mlp_streams", mlp)):
+        if config.streams is None:
+            x = x + block(x)
+        else:
+            read, write, mix = read_streams(layer[name], x, config.streams)
+            x = write_streams(block(read), write, mix, x)
+    return x, cache
+
+
+def _attend(
+    params: Params,
+    config: LayerConfig,
+    x: jax.Array,
+    cache: Any,
+    batch: Batch,
+    kv_scale: jax.Array | None,
+    options: StepOptions,
+    shared: Shared,
+) -> tuple[jax.Array, Any]:
+    """The attention of one layer of any model: y [T, C] and the cache."""
+    attention = config.attention
+    seq_lens = batch.context_lens + jnp.diff(batch.cu_seqlens_q)
+    if isinstance(attention, MLAConfig) and options.phase == "prefill":
+        return functional.prefill_with_context(
+            params,
+            attention,
+            x,
+            cache,
             cu_seqlens_q=batch.cu_seqlens_q,
             max_q_len=options.max_q_len,
             block_tables=batch.block_tables,
@@ -109,34 +206,60 @@ def decoder_layer(
             kv_scale=kv_scale,
             implementation=options.implementation,
         )
-    else:
-        attended, kv_cache = functional.decode(
-            layer["attention"],
-            config.attention,
-            normed,
-            kv_cache,
+    if isinstance(attention, MLAConfig):
+        return functional.decode(
+            params,
+            attention,
+            x,
+            cache,
             block_tables=batch.block_tables,
-            seq_lens=batch.context_lens + jnp.diff(batch.cu_seqlens_q),
+            seq_lens=seq_lens,
             slot_mapping=batch.slot_mapping,
             cu_seqlens_q=batch.cu_seqlens_q,
             max_q_len=options.max_q_len,
             kv_scale=kv_scale,
             implementation=options.implementation,
         )
-    # Rows of padding mean nothing after attention; what they hold must not reach the experts' blocks as NaN.
-    valid = batch.slot_mapping >= 0
-    x = x + jnp.where(valid[:, None], attended, 0)
-    normed = functional.rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)
-    mlp = layer["mlp"]
-    if "router" in mlp:
-        assert config.moe is not None
-        return x + mixture_of_experts(mlp, normed, valid, config.moe), kv_cache
-    return x + gated_mlp(normed, mlp["gate_up"], mlp["down"]), kv_cache
+    if isinstance(attention, V32Config):
+        return deepseek_v32.attend(
+            params,
+            attention,
+            x,
+            cache,
+            block_tables=batch.block_tables,
+            seq_lens=seq_lens,
+            cu_seqlens_q=batch.cu_seqlens_q,
+            slot_mapping=batch.slot_mapping,
+            kv_scale=kv_scale,
+            implementation=options.implementation,
+        )
+    return deepseek_v4.attend(
+        params,
+        attention,
+        x,
+        cache,
+        shared.steps[attention.kind],
+        cos_sin=shared.ropes[attention.kind],
+        page_size=WINDOW_PAGE,
+        compressed_page_size=entries_per_page(attention, options.page_size),
+        kv_scale=kv_scale,
+        implementation=options.implementation,
+    )
+
+
+def _norm(x: jax.Array, weight: jax.Array, config: LayerConfig | ModelConfig) -> jax.Array:
+    """RMS norm; V4 multiplies by the weight, which it keeps in f32, before it rounds."""
+    if config.streams is None:
+        return functional.rms_norm(x, weight, config.rms_norm_eps)
+    return numerics.rms_norm(x, weight, config.rms_norm_eps).astype(x.dtype)
 
 
 def logits(params: Params, config: ModelConfig, x: jax.Array, rows: jax.Array) -> jax.Array:
-    """Logits after the tokens x[rows]: f32 [N, V] from x [T, C] and rows [N] i32."""
-    normed = functional.rms_norm(x[rows], params["norm"], config.rms_norm_eps)
+    """Logits after the tokens x[rows]: f32 [N, V] from x [T, C] (V4: [T, S, C]) and rows [N] i32."""
+    x = x[rows]
+    if config.streams is not None:
+        x = close_streams(params["streams"], x, config.streams)
+    normed = _norm(x, params["norm"], config)
     output = params["embed"] if config.tie_word_embeddings else params["lm_head"]
     return jnp.einsum("nc,vc->nv", normed, output, preferred_element_type=jnp.float32)
 
@@ -144,22 +267,24 @@ def logits(params: Params, config: ModelConfig, x: jax.Array, rows: jax.Array) -
 def forward(
     params: Params,
     config: ModelConfig,
-    kv_caches: Sequence[jax.Array],
+    caches: Sequence[Any],
     batch: Batch,
     rows: jax.Array,
     kv_scale: jax.Array | None,
     options: StepOptions,
-) -> tuple[jax.Array, list[jax.Array]]:
+) -> tuple[jax.Array, list[Any]]:
     """A whole step: the logits [N, V] after the tokens at `rows`, and the caches with the new tokens written.
 
     Args:
-      kv_caches: one [P, Z, D] a layer.
+      caches: one a layer.
       rows: [N] i32, indices into the step's tokens.
       others: as in `decoder_layer`.
     """
-    x = embed(params, batch.tokens)
-    caches = []
-    for layer, kv_cache in zip(params["layers"], kv_caches, strict=True):
-        x, kv_cache = decoder_layer(layer, config, x, kv_cache, batch, kv_scale, options)
-        caches.append(kv_cache)
-    return logits(params, config, x, rows), caches
+    num_positions = batch.block_tables.shape[1] * options.page_size
+    shared = Shared(shared_steps(config, batch, options), rope_tables(config, num_positions))
+    x = embed(params, config, batch.tokens)
+    written = []
+    for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
+        x, cache = decoder_layer(layer, config.layer(index), x, cache, batch, kv_scale, options, shared)
+        written.append(cache)
+    return logits(params, config, x, rows), written

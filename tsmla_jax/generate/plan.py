@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 
+from tsmla_jax.generate.caches import (
+    PACKED,
+    CacheLayout,
+    default_page_size,
+    packed_reasons,
+    page_multiple,
+    window_rows,
+)
 from tsmla_jax.generate.config import ModelConfig
 from tsmla_jax.generate.explaining import Choice, explain_step
 from tsmla_jax.generate.pages import pages_for
@@ -18,7 +25,7 @@ class EngineOptions:
     """How to generate.
 
     Attributes:
-      page_size: tokens a page, Z.
+      page_size: tokens a page, Z; None is `caches.default_page_size`. In V4 a multiple of its ratios, so of 128.
       num_pages: pages of the cache; None makes it hold max_batch of the given prompts at once.
       max_batch: texts that decode together.
       chunk: most prompt tokens of one prefill step.
@@ -26,12 +33,13 @@ class EngineOptions:
       temperature: 0 is greedy.
       top_p: the smallest set of most likely tokens whose probability reaches it is sampled from.
       seed: of the sampling.
-      cache_dtype: None takes the parameters' dtype; "float8_e4m3fn" halves a bf16 cache.
+      cache_dtype: None takes the parameters' dtype; "float8_e4m3fn" halves a bf16 cache; "packed" is the fp8 layout
+        with scales of V3.2 and V4.
       kv_scale: an fp8 cache holds values / kv_scale.
       implementation: of the operations; None is the best that can run.
     """
 
-    page_size: int = 64
+    page_size: int | None = None
     num_pages: int | None = None
     max_batch: int = 32
     chunk: int = 512
@@ -44,11 +52,13 @@ class EngineOptions:
     implementation: str | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("page_size", 1), ("max_batch", 1), ("chunk", 1), ("speculative", 0), ("seed", 0)):
+        for name, least in (("max_batch", 1), ("chunk", 1), ("speculative", 0), ("seed", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} = {getattr(self, name)}; legal: at least {least}")
-        if self.num_pages is not None and self.num_pages < 1:
-            raise ValueError(f"num_pages = {self.num_pages}; legal: at least 1, or None")
+        for name in ("page_size", "num_pages"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} = {value}; legal: at least 1, or None")
         if self.seed >= 2**32:
             raise ValueError(f"seed = {self.seed}; legal: below 2**32")
         if not 0 <= self.temperature < float("inf"):
@@ -67,17 +77,16 @@ class Plan:
       needs: pages that each prompt and its continuation may take.
       batch: texts that decode together.
       max_pages: width of the block tables.
-      num_pages: pages of the cache.
-      dtype, cache_dtype: names of the dtypes of the activations and the cache.
+      dtype: name of the dtype of the activations.
+      layout: of the caches.
       choices: which implementation runs each operation and why.
     """
 
     needs: tuple[int, ...]
     batch: int
     max_pages: int
-    num_pages: int
     dtype: str
-    cache_dtype: str
+    layout: CacheLayout
     choices: tuple[Choice, ...]
 
 
@@ -95,36 +104,60 @@ def make_plan(
 
     Raises:
       ValueError: no prompt or an empty one, an id outside the vocabulary, a text longer than the cache or the model, a
-        cache dtype that does not go with the parameters', an unknown implementation.
+        page size or cache dtype that does not go with the model or its parameters, an unknown implementation.
       NotImplementedError: the implementation that was asked for can't run this.
     """
     _check_prompts(config, prompts, max_new_tokens)
+    page_size = default_page_size(config) if options.page_size is None else options.page_size
+    if page_size % page_multiple(config):
+        raise ValueError(
+            f"page_size = {page_size}; legal for this model: a multiple of {page_multiple(config)}, of which a page "
+            f"holds whole compressed entries"
+        )
     # The last token that is generated never enters the cache.
-    needs = tuple(pages_for(len(prompt) + max_new_tokens - 1, options.page_size) for prompt in prompts)
+    lengths = [len(prompt) + max_new_tokens - 1 for prompt in prompts]
+    needs = tuple(pages_for(length, page_size) for length in lengths)
     batch = min(options.max_batch, len(prompts))
     num_pages = options.num_pages or sum(sorted(needs)[-batch:])
     for index, need in enumerate(needs):
         if need > num_pages:
             raise ValueError(
                 f"prompt {index}: {len(prompts[index])} tokens and {max_new_tokens} new ones need {need} pages of "
-                f"{options.page_size}; the cache has {num_pages}"
+                f"{page_size}; the cache has {num_pages}"
             )
-    cache_dtype = options.cache_dtype or dtype
-    legal = [dtype, "float8_e4m3fn", *(["bfloat16", "float16"] if dtype == "float32" else [])]
-    if cache_dtype not in legal:
-        raise ValueError(f"cache_dtype = {cache_dtype!r}; legal with parameters of {dtype}: {', '.join(legal)}")
-    max_pages = max(needs)
+    step_tokens = max(options.chunk, options.speculative + 1)
+    layout = CacheLayout(
+        num_pages=num_pages,
+        page_size=page_size,
+        lanes=batch,
+        window_rows=window_rows(config, step_tokens, max(lengths)),
+        spare=options.speculative,
+        dtype=_cache_dtype(config, options.cache_dtype or dtype, dtype),
+    )
     choices = explain_step(
-        config.attention,
+        config,
         dtype=jnp.dtype(dtype),
-        cache=jax.ShapeDtypeStruct((num_pages, options.page_size, config.attention.cache_dim), jnp.dtype(cache_dtype)),
+        layout=layout,
         batch=batch,
-        max_pages=max_pages,
+        max_pages=max(needs),
         chunk=options.chunk,
         max_q_len=options.speculative + 1,
         implementation=options.implementation,
     )
-    return Plan(needs, batch, max_pages, num_pages, dtype, cache_dtype, tuple(choices))
+    return Plan(needs, batch, max(needs), dtype, layout, tuple(choices))
+
+
+def _cache_dtype(config: ModelConfig, cache_dtype: str, dtype: str) -> str:
+    legal = [dtype, "float8_e4m3fn", *(["bfloat16", "float16"] if dtype == "float32" else [])]
+    reasons = packed_reasons(config)
+    if cache_dtype == PACKED and reasons:
+        raise ValueError(f"cache_dtype = 'packed': {'; '.join(reasons)}; legal here: {', '.join(legal)}")
+    if cache_dtype not in (*legal, PACKED):
+        raise ValueError(
+            f"cache_dtype = {cache_dtype!r}; legal with parameters of {dtype}: "
+            f"{', '.join(legal if reasons else [*legal, PACKED])}"
+        )
+    return cache_dtype
 
 
 def _check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:

@@ -36,6 +36,9 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
 }
 _FP8 = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
+_BYTES = (np.dtype(np.int8), np.dtype(np.uint8))
+FP4_BLOCK = (1, 32)
+_E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0], np.float32)
 
 
 class CheckpointError(ValueError):
@@ -110,8 +113,10 @@ class Checkpoint:
     ) -> np.ndarray[Any, Any]:
         """One tensor's values.
 
-        An fp8 tensor with a `<name>_scale_inv` beside it (one f32 scale per 128 x 128 block, the last block of a row
-        or column possibly smaller; DeepSeek-V3's format) comes dequantised.
+        An fp8 tensor with its scales beside it (one per 128 x 128 block, the last block of a row or column possibly
+        smaller) comes dequantised: `<name>_scale_inv` in f32 (DeepSeek-V3's format), or `<module>.scale` for
+        `<module>.weight` in powers of two (V4's). So does an fp4 tensor: bytes of two e2m1 values each, the lower four
+        bits first, with one such scale per 32 values of a row (V4's experts).
 
         Args:
             name: the tensor's name in the checkpoint.
@@ -126,32 +131,44 @@ class Checkpoint:
                 that is truncated or not safetensors. The text names the file and the tensor.
         """
         info = self.info(name)
-        if shape is not None and info.shape != tuple(shape):
-            raise CheckpointError(f"{info.file}: tensor {name!r} must have shape {tuple(shape)}, got {info.shape}")
+        fp4 = info.dtype in _BYTES and len(info.shape) == 2 and self.scale_name(name) is not None
+        stored_shape = (info.shape[0], 2 * info.shape[1]) if fp4 else info.shape
+        if shape is not None and stored_shape != tuple(shape):
+            raise CheckpointError(f"{info.file}: tensor {name!r} must have shape {tuple(shape)}, got {stored_shape}")
         raw = self._raw(info)
+        narrow = ml_dtypes.bfloat16 if dtype is None else dtype
+        if fp4:
+            return dequantise_fp4(raw, self._scales(name, info, stored_shape, FP4_BLOCK), dtype=narrow)
         if info.dtype in _FP8:
-            scales = self._scales(name, info)
-            return dequantise_blocks(
-                raw, scales, block=self.block, dtype=ml_dtypes.bfloat16 if dtype is None else dtype
-            )
+            scales = self._scales(name, info, stored_shape, self.block)
+            return dequantise_blocks(raw, scales, block=self.block, dtype=narrow)
         return np.array(raw, dtype=info.dtype if dtype is None else np.dtype(dtype))
 
-    def _scales(self, name: str, info: TensorInfo) -> np.ndarray[Any, Any]:
-        scale_name = f"{name}_scale_inv"
-        if scale_name not in self:
+    def scale_name(self, name: str) -> str | None:
+        """The tensor that holds a tensor's block scales, or None when it has none."""
+        names = (f"{name}_scale_inv", f"{name.removesuffix('.weight')}.scale")
+        return next((scale for scale in names[: 2 if name.endswith(".weight") else 1] if scale in self), None)
+
+    def _scales(
+        self, name: str, info: TensorInfo, shape: tuple[int, ...], block: tuple[int, int]
+    ) -> np.ndarray[Any, Any]:
+        scale_name = self.scale_name(name)
+        if scale_name is None:
             raise CheckpointError(
-                f"{info.file}: tensor {name!r} is {info.dtype.name} but its block scales {scale_name!r} are missing"
+                f"{info.file}: tensor {name!r} is {info.dtype.name} but its block scales '{name}_scale_inv' are missing"
             )
-        if len(info.shape) != 2:
-            raise CheckpointError(f"{info.file}: fp8 tensor {name!r} must have 2 axes, got shape {info.shape}")
+        if len(shape) != 2:
+            raise CheckpointError(f"{info.file}: fp8 tensor {name!r} must have 2 axes, got shape {shape}")
         scale_info = self.info(scale_name)
-        legal = tuple(-(-size // block) for size, block in zip(info.shape, self.block, strict=True))
+        legal = tuple(-(-size // step) for size, step in zip(shape, block, strict=True))
         if scale_info.shape != legal:
             raise CheckpointError(
                 f"{scale_info.file}: tensor {scale_name!r} must have shape {legal} (one scale per "
-                f"{self.block[0]} x {self.block[1]} block of {info.shape}), got {scale_info.shape}"
+                f"{block[0]} x {block[1]} block of {shape}), got {scale_info.shape}"
             )
-        return self._raw(scale_info).astype(np.float32)
+        raw = self._raw(scale_info)
+        # A lone byte is an exponent, whatever the file calls it.
+        return (raw.view(ml_dtypes.float8_e8m0fnu) if raw.dtype in _BYTES else raw).astype(np.float32)
 
     def _raw(self, info: TensorInfo) -> np.ndarray[Any, Any]:
         """A view of the stored values in the memory map."""
@@ -246,6 +263,28 @@ def dequantise_blocks(
         band = slice(block_row * block[0], (block_row + 1) * block[0])
         result[band] = table[codes[band]] * np.repeat(scales[block_row], block[1])[:columns]
     return result
+
+
+def dequantise_fp4(
+    packed: np.ndarray[Any, Any], scales: np.ndarray[Any, Any], *, dtype: DTypeLike = np.float32
+) -> np.ndarray[Any, Any]:
+    """e2m1 values, two a byte and the lower four bits first, times the scale of their 32 columns, multiplied in f32.
+
+    Args:
+        packed: bytes [M, N / 2].
+        scales: f32 [M, ceil(N / 32)].
+        dtype: of the result [M, N].
+
+    Raises:
+        ValueError: scales of another shape.
+    """
+    rows, columns = packed.shape[0], 2 * packed.shape[1]
+    legal = (rows, -(-columns // FP4_BLOCK[1]))
+    if scales.shape != legal:
+        raise ValueError(f"{scales.shape=} must be {legal} for {packed.shape=}")
+    codes = packed.view(np.uint8)
+    values = np.stack([_E2M1[codes & 15], _E2M1[codes >> 4]], axis=-1).reshape(rows, columns)
+    return (values * np.repeat(scales, FP4_BLOCK[1], axis=1)[:, :columns]).astype(dtype)
 
 
 def _read_header(file: Path) -> dict[str, TensorInfo]:

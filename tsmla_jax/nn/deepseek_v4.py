@@ -29,6 +29,7 @@ from tsmla_jax.nn.deepseek_v4_config import (
 )
 from tsmla_jax.nn.params import Params
 from tsmla_jax.nn.rope import inverse_frequencies
+from tsmla_jax.ops.sparse import numerics
 from tsmla_jax.ops.sparse.indexer import fold_weights
 
 __all__ = [
@@ -83,21 +84,24 @@ def init_v4_layer_cache(
     compressed_pages: int,
     num_states: int,
     page_size: int,
+    compressed_page_size: int | None = None,
     dtype: DTypeLike = jnp.bfloat16,
     indexer_dtype: DTypeLike = jnp.uint8,
     spare: int = 0,
 ) -> V4Cache:
     """Empty caches; dtype uint8 is the packed layout (head_dim 512), indexer_dtype uint8 fp8 keys with scales.
 
-    num_states: how many requests can be under way; spare: how many tokens a request may take back.
+    num_states: how many requests can be under way; spare: how many tokens a request may take back; page_size and
+    compressed_page_size: rows a page of the window and of the compressed caches, equal unless the latter is given.
     """
+    entries = page_size if compressed_page_size is None else compressed_page_size
 
-    def cache(pages: int) -> jax.Array:
+    def cache(pages: int, rows: int) -> jax.Array:
         if jnp.dtype(dtype) == jnp.uint8:
             return tsmla_jax.init_v4_cache(
-                pages, layout="packed", cache_dtype="fp8", page_size=page_size, head_dim=config.head_dim
+                pages, layout="packed", cache_dtype="fp8", page_size=rows, head_dim=config.head_dim
             )
-        return jnp.zeros((pages, page_size, config.head_dim), dtype)
+        return jnp.zeros((pages, rows, config.head_dim), dtype)
 
     states: list[tsmla_jax.CompressorState | None] = [
         tsmla_jax.init_compressor_state(
@@ -108,10 +112,10 @@ def init_v4_layer_cache(
     states += [None] * (2 - len(states))
     extra = 4 if jnp.dtype(indexer_dtype) == jnp.uint8 else 0
     return V4Cache(
-        window=cache(window_pages),
-        compressed=None if config.kind == "sliding" else cache(compressed_pages),
+        window=cache(window_pages, page_size),
+        compressed=None if config.kind == "sliding" else cache(compressed_pages, entries),
         indexer=(
-            jnp.zeros((compressed_pages, page_size, config.index_head_dim + extra), indexer_dtype)
+            jnp.zeros((compressed_pages, entries, config.index_head_dim + extra), indexer_dtype)
             if config.kind == "csa"
             else None
         ),
@@ -144,6 +148,7 @@ def make_step(
     window_tables: jax.Array,
     compressed_tables: jax.Array,
     page_size: int,
+    compressed_page_size: int | None = None,
 ) -> V4Step:
     """The index rows of one step, for all layers of the config's kind, ratio and window.
 
@@ -155,8 +160,10 @@ def make_step(
         state_slots: [B] i32, each request's compressor states.
         window_tables: [B, M] i32, pages of the window cache; entries of pages wholly before the window are not read.
         compressed_tables: [B, Mc] i32, pages of the compressed caches (not read for sliding layers).
-        page_size: Z of every cache, static.
+        page_size: Z of the window cache, static.
+        compressed_page_size: of the compressed caches; None is the same.
     """
+    entries = page_size if compressed_page_size is None else compressed_page_size
     requests, positions = functional.ragged_positions(cu_seqlens_q, seq_lens - jnp.diff(cu_seqlens_q), total_tokens)
     window = tsmla_jax.window_slots(
         positions, window_tables[requests], page_size=page_size, window=config.sliding_window
@@ -166,7 +173,7 @@ def make_step(
     if config.kind == "sliding":
         rows = tsmla_jax.build_mixed_sparse_indices(window)
     elif config.kind == "hca":
-        chosen, lens = tsmla_jax.compressed_slots(positions, token_tables, ratio=config.ratio, page_size=page_size)
+        chosen, lens = tsmla_jax.compressed_slots(positions, token_tables, ratio=config.ratio, page_size=entries)
         rows = tsmla_jax.build_mixed_sparse_indices(window, chosen, lens)
     return V4Step(
         positions=positions,
@@ -190,6 +197,7 @@ def attend(
     *,
     cos_sin: jax.Array,
     page_size: int,
+    compressed_page_size: int | None = None,
     kv_scale: float | jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, V4Cache]:
@@ -201,7 +209,8 @@ def attend(
         cache: holds the tokens before the new ones.
         step: of `make_step`, for this layer's kind.
         cos_sin: of `v4_rope_table`.
-        page_size: Z, static.
+        page_size: Z of the window cache, static.
+        compressed_page_size: of the compressed caches; None is the same.
         kv_scale: of float8_e4m3fn window and compressed caches.
         implementation: of `tsmla_jax.sparse_mla`, `tsmla_jax.compress_kv` and `tsmla_jax.indexer_logits`.
 
@@ -209,7 +218,8 @@ def attend(
         y [T, E] and the caches with the new tokens written (in place if donated). Rows of padding mean nothing.
     """
     eps = config.rms_norm_eps
-    low = functional.rms_norm(x @ params["q_a_proj"], params["q_a_norm"], eps)
+    entries_page = page_size if compressed_page_size is None else compressed_page_size
+    low = numerics.rms_norm(x @ params["q_a_proj"], params["q_a_norm"], eps).astype(x.dtype)
     q = jnp.einsum("tr,rhd->thd", low, params["q_b_proj"])
     wide = q.astype(jnp.float32)
     q = (wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + eps)).astype(q.dtype)
@@ -222,11 +232,13 @@ def attend(
     rows = step.rows
     if cache.compressed is not None and cache.compressor is not None:
         entries, state = _compress(params, config, "compressor", x, cache.compressor, step, cos_sin, implementation)
-        slots = _entry_slots(entries, step, page_size)
-        compressed = tsmla_jax.write_v4_cache(cache.compressed, entries.kv, slots, kv_scale=kv_scale, page_size=page)
+        slots = _entry_slots(entries, step, entries_page)
+        compressed = tsmla_jax.write_v4_cache(
+            cache.compressed, entries.kv, slots, kv_scale=kv_scale, page_size=None if page is None else entries_page
+        )
         cache = cache._replace(compressed=compressed, compressor=state)
     if config.kind == "csa":
-        rows, cache = _choose(params, config, x, low, cache, step, cos_sin, page_size, implementation)
+        rows, cache = _choose(params, config, x, low, cache, step, cos_sin, entries_page, implementation)
     if rows is None:
         raise ValueError(f"step: got one made for another kind of layer; this layer is {config.kind!r}")
     out = tsmla_jax.sparse_mla(
@@ -240,7 +252,7 @@ def attend(
         compressed_kv_cache=cache.compressed,
         window=None if cache.compressed is None else rows.window,
         page_size=page,
-        compressed_page_size=None if cache.compressed is None else page,
+        compressed_page_size=None if page is None or cache.compressed is None else entries_page,
         kv_scale=kv_scale,
         compressed_kv_scale=None if cache.compressed is None else kv_scale,
         implementation=implementation,

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 
 from tsmla_jax.nn.checkpoint import Checkpoint
 from tsmla_jax.nn.config import YarnConfig, hf_field, read_hf_config, rope_fields
+from tsmla_jax.nn.deepseek_v4_names import stored_names
 
 Kind = Literal["sliding", "csa", "hca"]
 _KINDS: dict[str, Kind] = {
@@ -264,13 +265,18 @@ def load_hf_v4_attention(
     dtype: DTypeLike | None = None,
     prefix: str = "model.layers.{layer}.self_attn.",
 ) -> dict[str, jax.Array]:
-    """The parameters of one V4 layer from safetensors; arguments and errors of `load_hf_attention`."""
+    """The parameters of one V4 layer from safetensors; arguments and errors of `load_hf_attention`.
+
+    Names may be spelled in any of the ways of `deepseek_v4_names`.
+    """
     if layer < 0:
         raise ValueError(f"{layer=} must be >= 0")
     checkpoint = checkpoint_dir if isinstance(checkpoint_dir, Checkpoint) else Checkpoint(checkpoint_dir)
     config = V4Config.from_hf(checkpoint.directory, layer) if config is None else config
     start = prefix.format(layer=layer)
+    stored = stored_names(checkpoint)
     tensors = {
-        name: checkpoint.read(start + name, shape=shape, dtype=dtype) for name, shape in v4_hf_shapes(config).items()
+        name: checkpoint.read(stored.get(start + name, start + name), shape=shape, dtype=dtype)
+        for name, shape in v4_hf_shapes(config).items()
     }
     return v4_params_from_hf(config, tensors)

@@ -163,6 +163,7 @@ class V4Attention(nnx.Module):
         *,
         cos_sin: jax.Array,
         page_size: int,
+        compressed_page_size: int | None = None,
         kv_scale: float | jax.Array | None = None,
         implementation: str | None = None,
     ) -> tuple[jax.Array, deepseek_v4.V4Cache]:
@@ -175,6 +176,7 @@ class V4Attention(nnx.Module):
             step,
             cos_sin=cos_sin,
             page_size=page_size,
+            compressed_page_size=compressed_page_size,
             kv_scale=kv_scale,
             implementation=implementation,
         )

@@ -1,0 +1,84 @@
+"""The residual streams of DeepSeek-V4: manifold-constrained hyper-connections, as pure functions.
+
+A token's residual is N vectors. A block reads one mix of them, and what it returns is spread over all N, which are
+themselves mixed by a matrix that is kept doubly stochastic, so that depth neither grows nor shrinks them. The weights
+of the mixes are computed from the streams, in f32. Source: DeepSeek-V4, section 2.2, and Xie et al., mHC.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from tsmla_jax.generate.config import StreamsConfig
+
+Params = Mapping[str, jax.Array]
+
+
+def open_streams(x: jax.Array, config: StreamsConfig) -> jax.Array:
+    """Every stream starts as the embedding: [T, N, C] from x [T, C]."""
+    return jnp.broadcast_to(x[:, None], (x.shape[0], config.count, x.shape[1]))
+
+
+def read_streams(params: Params, streams: jax.Array, config: StreamsConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What a block reads of the streams, and how its result goes back.
+
+    Args:
+      params: "fn" [(2 + N) N, N C], "base" [(2 + N) N] and "scale" [3]: first the N weights of the reading, then the N
+        of the writing, then the N x N of the mixing.
+      streams: [T, N, C].
+
+    Returns:
+      the block's input [T, C] in the streams' dtype; the f32 weights of the writing [T, N] and the mixing [T, N, N].
+    """
+    count = config.count
+    weights = _project(params["fn"], streams, config)
+    base, scale = params["base"].astype(jnp.float32), params["scale"].astype(jnp.float32)
+    read, write, mix = jnp.split(weights, [count, 2 * count], axis=-1)
+    read_base, write_base, mix_base = jnp.split(base, [count, 2 * count])
+    read = jax.nn.sigmoid(read * scale[0] + read_base) + config.eps
+    write = 2 * jax.nn.sigmoid(write * scale[1] + write_base)
+    mix = jax.nn.softmax((mix * scale[2] + mix_base).reshape(-1, count, count), axis=-1) + config.eps
+    return _collapse(read, streams), write, _doubly_stochastic(mix, config)
+
+
+def write_streams(out: jax.Array, write: jax.Array, mix: jax.Array, streams: jax.Array) -> jax.Array:
+    """The streams after a block: its result `out` [T, C] to every stream n by write[n], stream m to n by mix[m, n]."""
+    dtype = streams.dtype
+    mixed = jnp.einsum("tmn,tmc->tnc", mix.astype(dtype), streams)
+    return write.astype(dtype)[..., None] * out[:, None] + mixed
+
+
+def close_streams(params: Params, streams: jax.Array, config: StreamsConfig) -> jax.Array:
+    """The streams of the last layer as one vector: [T, C] from [T, N, C].
+
+    params: "fn" [N, N C], "base" [N] and "scale" [1].
+    """
+    weights = _project(params["fn"], streams, config) * params["scale"].astype(jnp.float32)
+    return _collapse(jax.nn.sigmoid(weights + params["base"].astype(jnp.float32)) + config.eps, streams)
+
+
+def _project(fn: jax.Array, streams: jax.Array, config: StreamsConfig) -> jax.Array:
+    """fn times all streams of a token, normed as one vector; f32."""
+    flat = streams.reshape(streams.shape[0], -1).astype(jnp.float32)
+    normed = flat * jax.lax.rsqrt((flat * flat).mean(axis=-1, keepdims=True) + config.norm_eps)
+    return jnp.einsum("ti,oi->to", normed, fn.astype(jnp.float32), precision="highest")
+
+
+def _collapse(weights: jax.Array, streams: jax.Array) -> jax.Array:
+    return (weights[..., None] * streams.astype(jnp.float32)).sum(axis=1).astype(streams.dtype)
+
+
+def _doubly_stochastic(mix: jax.Array, config: StreamsConfig) -> jax.Array:
+    """Sinkhorn and Knopp's rounds: columns and rows of [T, N, N] are divided by their sums in turn, columns first and
+    last."""
+
+    def columns(mix: jax.Array) -> jax.Array:
+        return mix / (mix.sum(axis=-2, keepdims=True) + config.eps)
+
+    def one_round(_: jax.Array, mix: jax.Array) -> jax.Array:
+        return columns(mix / (mix.sum(axis=-1, keepdims=True) + config.eps))
+
+    return jax.lax.fori_loop(0, config.sinkhorn_iterations - 1, one_round, columns(mix))
