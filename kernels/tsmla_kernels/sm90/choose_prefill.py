@@ -1,0 +1,80 @@
+"""Which Hopper prefill kernel serves a call: the static configuration and its workspace. Imports no cutlass.
+
+Everything here is a pure function of static shapes, so that one compiled object serves every number of heads, requests
+and tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tsmla_kernels.contract import PrefillSpec
+
+GROUP_ROWS = 64  # query rows of one warpgroup: the M of its WGMMA
+SMEM_BYTES = 232_448  # shared memory that one CTA may have on sm_90
+PLAN_WORDS = 8  # int32 of one row of the plan
+HEAD_DIMS = ((192, 128), (128, 128), (64, 64))
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillConfig:
+    """What a prefill object is compiled for. All else is dynamic.
+
+    Attributes:
+      dtype: "bfloat16" or "float16", of q, k, v and out.
+      qk_head_dim, v_head_dim: widths of q and k, and of v and out.
+      causal: whether query i of n sees only keys j <= i + m - n.
+      groups: warpgroups that compute, each with 64 query rows of a tile.
+      block: keys of one pipeline stage.
+      stages: stages of K, and of V.
+    """
+
+    dtype: str
+    qk_head_dim: int = 192
+    v_head_dim: int = 128
+    causal: bool = True
+    groups: int = 2
+    block: int = 128
+    stages: int = 2
+
+    @property
+    def tile_rows(self) -> int:
+        """Query rows that a CTA handles at once."""
+        return GROUP_ROWS * self.groups
+
+
+def prefill_reasons(spec: PrefillSpec) -> list[str]:
+    """Why the Hopper prefill kernel cannot run this call; empty if it can."""
+    reasons = []
+    if spec.q_dtype not in ("bfloat16", "float16"):
+        reasons.append(f"q.dtype is {spec.q_dtype}; the sm_90 prefill kernel takes bfloat16 or float16")
+    if (spec.qk_head_dim, spec.v_head_dim) not in HEAD_DIMS:
+        legal = ", ".join(f"{k} and {v}" for k, v in HEAD_DIMS)
+        reasons.append(
+            f"the head dims of k and v are {spec.qk_head_dim} and {spec.v_head_dim}; the sm_90 prefill kernel takes"
+            f" {legal}"
+        )
+    return reasons
+
+
+def prefill_config(spec: PrefillSpec) -> PrefillConfig:
+    """The configuration that serves `spec`."""
+    return PrefillConfig(
+        dtype=spec.q_dtype,
+        qk_head_dim=spec.qk_head_dim,
+        v_head_dim=spec.v_head_dim,
+        causal=spec.causal,
+    )
+
+
+def plan_rows(batch: int) -> int:
+    """Rows of the plan: one of totals, one for each request, and two for query rows of no request (before the first,
+    after the last)."""
+    return batch + 3
+
+
+def prefill_workspaces(batch: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shapes and dtypes of the kernel's workspaces, in the order of its operands."""
+    return {"plan": ((plan_rows(batch), PLAN_WORDS), "int32")}

@@ -1,0 +1,839 @@
+"""Expanded MLA prefill (keys wider than values) over ragged batches, bf16 and f16, for Hopper.
+
+MLA_PREFILL.md beside this says why it is so. A CTA walks tiles of 64 query rows a warpgroup without a break:
+
+  warpgroups 0 .. groups - 1   S = Q K^T, softmax, O += P V, each for its own 64 rows, taking turns at the tensor cores
+  the last warpgroup           one warp: claims tiles, and copies Q, K and V
+
+A small kernel before it turns the lengths into a plan: which tiles there are, the longest first.
+"""
+
+from __future__ import annotations
+
+import math
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils as utils
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKind
+
+from tsmla_kernels.sm90.choose_prefill import GROUP_ROWS, PLAN_WORDS, SMEM_BYTES, PrefillConfig
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
+LOWEST = -1e30  # of the running maximum: finite, so that a row without keys needs no case of its own
+SLOTS = 8  # ring of tile descriptors: the copies are at most three tiles ahead of an epilogue
+SLOT_WORDS = 8
+PLAN_THREADS = 256
+CLASSES = 128  # of key lengths, for the plan's order: four to each power of two
+SHORTEST_CLASS = 508  # of length 0: bits 21 and up of the float 1.0
+L2_BYTES = 32 << 20  # of keys and values that tiles at work at the same time should share
+FAR = 2**31 - 1
+
+
+class MlaPrefill:
+    """One compiled prefill: `config` is static; numbers of heads, requests and tokens are dynamic.
+
+    Operands of the launcher: q [Tq, H, K], k [Tk, H, K], v [Tk, H, V], cu_seqlens_q and cu_seqlens_kv [B + 1] i32,
+    scales [2] f32 (logits' scale, output's scale), out [Tq, H, V], lse [Tq, H] f32 (natural log), and the workspace
+    of `choose_prefill.prefill_workspaces`.
+    """
+
+    def __init__(self, config: PrefillConfig) -> None:
+        self.config = config
+        self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[config.dtype]
+        self.depth, self.width = config.qk_head_dim, config.v_head_dim
+        self.causal, self.groups = config.causal, config.groups
+        self.block, self.stages, self.tile_rows = config.block, config.stages, config.tile_rows
+        self.k_tiles, self.v_tiles = self.depth // 64, self.width // 64
+        self.k_elements, self.v_elements = self.block * self.depth, self.block * self.width
+        self.q_elements = GROUP_ROWS * self.depth
+        self.threads = 128 * (self.groups + 1)
+        self.registers = {2: (232, 40), 3: (160, 32)}[self.groups]  # a computing warpgroup's, the copying one's
+
+    @cute.jit
+    def __call__(
+        self,
+        stream: cuda.CUstream,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        cu_seqlens_q: cute.Tensor,
+        cu_seqlens_kv: cute.Tensor,
+        scales: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        plan: cute.Tensor,
+    ):
+        dtype = self.dtype
+        atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, dtype)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        tma_q, tma_q_tensor = cpasync.make_tiled_tma_atom(
+            load,
+            self.by_columns(q, self.depth),
+            cute.tile_to_shape(atom, (GROUP_ROWS, 64, self.k_tiles), (0, 1, 2)),
+            (GROUP_ROWS, 64, self.k_tiles),
+        )
+        tma_k, tma_k_tensor = cpasync.make_tiled_tma_atom(
+            load,
+            self.by_columns(k, self.depth),
+            cute.tile_to_shape(atom, (self.block, 64, self.k_tiles), (0, 1, 2)),
+            (self.block, 64, self.k_tiles),
+        )
+        tma_v, tma_v_tensor = cpasync.make_tiled_tma_atom(
+            load,
+            self.by_columns(v, self.width),
+            cute.tile_to_shape(atom, (self.block, 64, self.v_tiles), (0, 1, 2)),
+            (self.block, 64, self.v_tiles),
+        )
+        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+        mma_first, mma_qk = (
+            sm90.make_trivial_tiled_mma(
+                dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (GROUP_ROWS, self.block)
+            )
+            for _ in range(2)
+        )
+        mma_pv = sm90.make_trivial_tiled_mma(
+            dtype, dtype, k_major, mn_major, Float32, (1, 1, 1), (GROUP_ROWS, self.width), OperandSource.RMEM
+        )
+
+        @cute.struct
+        class Storage:
+            q_full: cute.struct.MemRange[Int64, self.groups]
+            q_empty: cute.struct.MemRange[Int64, self.groups]
+            k_full: cute.struct.MemRange[Int64, self.stages]
+            k_empty: cute.struct.MemRange[Int64, self.stages]
+            v_full: cute.struct.MemRange[Int64, self.stages]
+            v_empty: cute.struct.MemRange[Int64, self.stages]
+            slots: cute.struct.MemRange[Int32, SLOTS * SLOT_WORDS]
+            q: cute.struct.Align[cute.struct.MemRange[dtype, self.groups * self.q_elements], 1024]
+            k: cute.struct.Align[cute.struct.MemRange[dtype, self.stages * self.k_elements], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[dtype, self.stages * self.v_elements], 1024]
+
+        self.storage = Storage
+        if const_expr(Storage.size_in_bytes() > SMEM_BYTES):
+            raise ValueError(f"{self.config} takes {Storage.size_in_bytes()} bytes of shared memory of {SMEM_BYTES}")
+
+        ctas = Int32(132)
+        heads = Int32(q.shape[1])
+        self.make_plan(cu_seqlens_q, cu_seqlens_kv, plan, heads, Int32(q.shape[0]), Int32(k.shape[0]), ctas).launch(
+            grid=[1, 1, 1], block=[PLAN_THREADS, 1, 1], stream=stream
+        )
+        self.attend(
+            tma_q, tma_q_tensor, tma_k, tma_k_tensor, tma_v, tma_v_tensor, scales, out, lse, plan, mma_first, mma_qk, mma_pv,
+            heads,
+        ).launch(
+            grid=[ctas, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True
+        )  # fmt: skip
+
+    @cute.jit
+    def by_columns(self, x: cute.Tensor, width: cutlass.Constexpr[int]):
+        """[T, H, width] as (row, 64 columns, column tile, head), so that one copy brings all columns of some rows."""
+        row = cute.assume(x.stride[0], divby=64)
+        return cute.make_tensor(
+            x.iterator, cute.make_layout((x.shape[0], 64, width // 64, x.shape[1]), stride=(row, 1, 64, width))
+        )
+
+    # ------------------------------------------------------------------ the plan
+
+    @cute.jit
+    def entry(
+        self,
+        e: Int32,
+        batch: Int32,
+        cu_seqlens_q: cute.Tensor,
+        cu_seqlens_kv: cute.Tensor,
+        total_q: Int32,
+        total_kv: Int32,
+    ):
+        """(first row, rows, first key, keys) of request e; e = batch and batch + 1 are the rows before the first
+        request and after the last, which have no keys. Clamped to the arrays: wrong offsets must not lead outside."""
+        q_begin, q_end, kv_begin, kv_end = Int32(0), total_q, Int32(0), Int32(0)
+        if e < batch:
+            q_begin, q_end, kv_begin, kv_end = cu_seqlens_q[e], cu_seqlens_q[e + 1], cu_seqlens_kv[e], cu_seqlens_kv[e + 1]
+        elif e == batch:
+            q_end = cu_seqlens_q[0]
+        else:
+            q_begin = cu_seqlens_q[batch]
+        q_begin = cutlass.min(cutlass.max(q_begin, 0), total_q)
+        kv_begin = cutlass.min(cutlass.max(kv_begin, 0), total_kv)
+        q_len = cutlass.max(cutlass.min(q_end, total_q) - q_begin, 0)
+        kv_len = cutlass.max(cutlass.min(kv_end, total_kv) - kv_begin, 0)
+        return q_begin, q_len, kv_begin, kv_len
+
+    @cute.jit
+    def class_of(self, kv_len: Int32):
+        """A class of lengths, the longest first."""
+        bits = cute.arch.bitcast_f32_to_i32(Float32(kv_len + 1)) if const_expr(False) else self.float_bits(kv_len + 1)
+        return cutlass.max(CLASSES - 1 - ((bits >> 21) - SHORTEST_CLASS), 0)
+
+    @cute.jit
+    def float_bits(self, value: Int32):
+        pair = cute.make_rmem_tensor((1,), Float32)
+        pair[0] = Float32(value)
+        return cute.recast_tensor(pair, Int32)[0]
+
+    @cute.kernel
+    def make_plan(
+        self,
+        cu_seqlens_q: cute.Tensor,
+        cu_seqlens_kv: cute.Tensor,
+        plan: cute.Tensor,
+        heads: Int32,
+        total_q: Int32,
+        total_kv: Int32,
+        ctas: Int32,
+    ):
+        """One CTA: requests by class of key length, the longest first, and how many tiles they are up to each.
+
+        Row 0 of the plan: the next tile to claim, tiles in all. Row 1 + i: tiles up to and with the i-th request, its
+        first row, rows, first key, keys, tiles of one head, heads whose tiles are taken together.
+        """
+        tidx, _, _ = cute.arch.thread_idx()
+        lane, warp_idx = tidx % 32, tidx // 32
+        cute.arch.griddepcontrol_launch_dependents()
+
+        @cute.struct
+        class Storage:
+            place: cute.struct.MemRange[Int32, CLASSES]
+            of_warp: cute.struct.MemRange[Int32, PLAN_THREADS // 32]
+
+        smem = utils.SmemAllocator()
+        storage = smem.allocate(Storage)
+        place = storage.place.get_tensor(cute.make_layout(CLASSES))
+        of_warp = storage.of_warp.get_tensor(cute.make_layout(PLAN_THREADS // 32))
+        entries = plan.shape[0] - 1
+        batch = entries - 2
+
+        if tidx < CLASSES:
+            place[tidx] = Int32(0)
+        cute.arch.sync_threads()
+        for e in cutlass.range(tidx, entries, PLAN_THREADS, unroll=1):
+            _, _, _, kv_len = self.entry(e, batch, cu_seqlens_q, cu_seqlens_kv, total_q, total_kv)
+            cute.arch.atomic_add(place.iterator + self.class_of(kv_len), Int32(1), sem="relaxed", scope="cta")
+        cute.arch.sync_threads()
+        if warp_idx == 0:
+            counts = cute.make_rmem_tensor((CLASSES // 32,), Int32)
+            mine = Int32(0)
+            for i in cutlass.range_constexpr(CLASSES // 32):
+                counts[i] = place[lane * (CLASSES // 32) + i]
+                mine += counts[i]
+            before = self.scan(mine, lane) - mine
+            for i in cutlass.range_constexpr(CLASSES // 32):
+                place[lane * (CLASSES // 32) + i] = before
+                before += counts[i]
+        cute.arch.sync_threads()
+        for e in cutlass.range(tidx, entries, PLAN_THREADS, unroll=1):
+            q_begin, q_len, kv_begin, kv_len = self.entry(e, batch, cu_seqlens_q, cu_seqlens_kv, total_q, total_kv)
+            at = 1 + cute.arch.atomic_add(place.iterator + self.class_of(kv_len), Int32(1), sem="relaxed", scope="cta")
+            head_bytes = cutlass.max(kv_len, 1) * (2 * (self.depth + self.width))
+            words = (
+                0, q_begin, q_len, kv_begin, kv_len, (q_len + self.tile_rows - 1) // self.tile_rows,
+                cutlass.min(cutlass.max(L2_BYTES // head_bytes, 1), heads),
+            )  # fmt: skip
+            for i in cutlass.range_constexpr(1, 7):
+                plan[at, i] = words[i]
+        cute.arch.sync_threads()
+        carried = Int32(0)
+        for first in cutlass.range(0, entries, PLAN_THREADS, unroll=1):
+            e = first + tidx
+            tiles = Int32(0)
+            if e < entries:
+                tiles = plan[1 + e, 5] * heads
+            upto = self.scan(tiles, lane)
+            if lane == 31:
+                of_warp[warp_idx] = upto
+            cute.arch.sync_threads()
+            for w in cutlass.range_constexpr(PLAN_THREADS // 32):
+                count = of_warp[w]
+                if w < warp_idx:
+                    upto += count
+            if e < entries:
+                plan[1 + e, 0] = carried + upto
+            for w in cutlass.range_constexpr(PLAN_THREADS // 32):
+                carried += of_warp[w]
+            cute.arch.sync_threads()
+        if tidx == 0:
+            plan[0, 0] = ctas
+            plan[0, 1] = carried
+
+    @cute.jit
+    def scan(self, value: Int32, lane: Int32):
+        """Inclusive prefix sum over a warp's lanes."""
+        for step in cutlass.range_constexpr(5):
+            other = cute.arch.shuffle_sync_up(value, offset=1 << step, mask_and_clamp=0)
+            if lane >= (1 << step):
+                value += other
+        return value
+
+    # ------------------------------------------------------------------ the attention kernel
+
+    @cute.kernel
+    def attend(
+        self,
+        tma_q: cute.CopyAtom,
+        tma_q_tensor: cute.Tensor,
+        tma_k: cute.CopyAtom,
+        tma_k_tensor: cute.Tensor,
+        tma_v: cute.CopyAtom,
+        tma_v_tensor: cute.Tensor,
+        scales: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        plan: cute.Tensor,
+        mma_first: cute.TiledMma,
+        mma_qk: cute.TiledMma,
+        mma_pv: cute.TiledMma,
+        heads: Int32,
+    ):
+        """One CTA: set up the barriers, then each warpgroup its role."""
+        tidx, _, _ = cute.arch.thread_idx()
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cute.arch.make_warp_uniform(tidx // 128)
+
+        smem = utils.SmemAllocator()
+        storage = smem.allocate(self.storage)
+        barriers = (
+            storage.q_full.data_ptr(), storage.q_empty.data_ptr(), storage.k_full.data_ptr(),
+            storage.k_empty.data_ptr(), storage.v_full.data_ptr(), storage.v_empty.data_ptr(),
+        )  # fmt: skip
+        slots = storage.slots.get_tensor(cute.make_layout((SLOT_WORDS, SLOTS), stride=(1, SLOT_WORDS)))
+        s_q, s_k, s_v = storage.q.data_ptr(), storage.k.data_ptr(), storage.v.data_ptr()
+
+        if warp_idx == 4 * self.groups:
+            for tma in (tma_q, tma_k, tma_v):
+                cpasync.prefetch_descriptor(tma)
+        if warp_idx == 0:
+            q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(self.groups):
+                    cute.arch.mbarrier_init(q_full + i, 1)
+                    cute.arch.mbarrier_init(q_empty + i, 4)
+                for i in cutlass.range_constexpr(self.stages):
+                    cute.arch.mbarrier_init(k_full + i, 1)
+                    cute.arch.mbarrier_init(v_full + i, 1)
+                    cute.arch.mbarrier_init(k_empty + i, 4 * self.groups)
+                    cute.arch.mbarrier_init(v_empty + i, 4 * self.groups)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        if group == self.groups:
+            cute.arch.setmaxregister_decrease(self.registers[1])
+            if warp_idx == 4 * self.groups:
+                self.copy_tiles(
+                    tma_q, tma_q_tensor, tma_k, tma_k_tensor, tma_v, tma_v_tensor, plan, slots, s_q, s_k, s_v, barriers,
+                    heads,
+                )  # fmt: skip
+        else:
+            cute.arch.setmaxregister_increase(self.registers[0])
+            self.compute(scales, out, lse, slots, s_q, s_k, s_v, barriers, mma_first, mma_qk, mma_pv, group, heads)
+
+    # ---- tiles and copies (one warp)
+
+    @cute.jit
+    def claim(self, tile: Int32, base: Int32, tile_slot: Int32, plan: cute.Tensor, slots: cute.Tensor, heads: Int32):
+        """Describe tile number `tile` of the plan in a slot; returns where in the plan it was found.
+
+        A slot: key blocks (0: there are no more tiles), keys, keys that the tile's first row sees, first row, rows,
+        head, first key.
+        """
+        lane = cute.arch.lane_idx()
+        entries = plan.shape[0] - 1
+        words = cute.make_rmem_tensor((SLOT_WORDS,), Int32)
+        words.fill(0)
+        if tile < plan[0, 1]:
+            # Tiles are claimed in order, so the search goes on where the last one ended.
+            searching = Int32(1)
+            while searching == 1:
+                end = Int32(FAR)
+                if base + lane < entries:
+                    end = plan[1 + base + lane, 0]
+                passed = cute.arch.popc(cute.arch.vote_ballot_sync(end <= tile))
+                base += passed
+                if passed < 32:
+                    searching = Int32(0)
+            index = tile
+            if base > 0:
+                index = tile - plan[base, 0]
+            q_begin, q_len, kv_begin = plan[1 + base, 1], plan[1 + base, 2], plan[1 + base, 3]
+            kv_len, m_tiles, together = plan[1 + base, 4], plan[1 + base, 5], plan[1 + base, 6]
+            section = index // (together * m_tiles)
+            index -= section * together * m_tiles
+            heads_here = cutlass.min(together, heads - section * together)
+            m = m_tiles - 1 - index // heads_here  # the tiles with most keys first
+            row = m * self.tile_rows
+            rows = cutlass.min(q_len - row, self.tile_rows)
+            seen = kv_len
+            if const_expr(self.causal):
+                seen = cutlass.max(cutlass.min(kv_len, kv_len - q_len + row + rows), 0)
+            words[0] = cutlass.max((seen + self.block - 1) // self.block, 1)
+            words[1] = kv_len
+            words[2] = kv_len - q_len + row + 1
+            words[3] = q_begin + row
+            words[4] = rows
+            words[5] = section * together + index % heads_here
+            words[6] = kv_begin
+        if lane == 0:
+            for i in cutlass.range_constexpr(7):
+                slots[i, tile_slot] = words[i]
+        cute.arch.sync_warp()
+        return base
+
+    @cute.jit
+    def copy_tiles(
+        self,
+        tma_q: cute.CopyAtom,
+        tma_q_tensor: cute.Tensor,
+        tma_k: cute.CopyAtom,
+        tma_k_tensor: cute.Tensor,
+        tma_v: cute.CopyAtom,
+        tma_v_tensor: cute.Tensor,
+        plan: cute.Tensor,
+        slots: cute.Tensor,
+        s_q: cute.Pointer,
+        s_k: cute.Pointer,
+        s_v: cute.Pointer,
+        barriers: cutlass.Constexpr,
+        heads: Int32,
+    ):
+        """The copying warp: K of a block, then V of the block before, and Q once the tile before has left it."""
+        q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+        lane = cute.arch.lane_idx()
+        tile, _, _ = cute.arch.block_idx()
+        cute.arch.griddepcontrol_wait()
+        base = self.claim(tile, Int32(0), Int32(0), plan, slots, heads)
+
+        index, phase = Int32(0), Int32(1)  # of K; V is one block behind
+        v_index, v_phase, v_row, v_head = Int32(-1), Int32(1), Int32(0), Int32(0)
+        q_phase = Int32(1)
+        slot = Int32(0)
+        running = Int32(1)
+        while running == 1:
+            blocks, kv_begin, head = slots[0, slot], slots[6, slot], slots[5, slot]
+            row = slots[3, slot]
+            if blocks == 0:
+                running = Int32(0)
+            for b in cutlass.range(blocks, unroll=1):
+                kv_row = kv_begin + (blocks - 1 - b) * self.block
+                cute.arch.mbarrier_wait(k_empty + index, phase)
+                self.copy_rows(tma_k, tma_k_tensor, s_k, k_full, index, kv_row, head, self.block, self.k_tiles)
+                if v_index >= 0:
+                    cute.arch.mbarrier_wait(v_empty + v_index, v_phase)
+                    self.copy_rows(tma_v, tma_v_tensor, s_v, v_full, v_index, v_row, v_head, self.block, self.v_tiles)
+                v_index, v_phase, v_row, v_head = index, phase, kv_row, head
+                index, phase = self.advance(index, phase)
+                if b == 0:
+                    for g in cutlass.range(self.groups, unroll=1):
+                        cute.arch.mbarrier_wait(q_empty + g, q_phase)
+                        self.copy_rows(
+                            tma_q, tma_q_tensor, s_q, q_full, g, row + g * GROUP_ROWS, head, GROUP_ROWS, self.k_tiles
+                        )
+                    q_phase ^= 1
+                    # The next tile is looked up while this one's blocks are awaited.
+                    claimed = Int32(0)
+                    if lane == 0:
+                        claimed = cute.arch.atomic_add(plan.iterator, Int32(1), sem="relaxed", scope="gpu")
+                    tile = cute.arch.shuffle_sync(claimed, offset=0)
+                    base = self.claim(tile, base, (slot + 1) % SLOTS, plan, slots, heads)
+            slot = (slot + 1) % SLOTS
+        if v_index >= 0:
+            cute.arch.mbarrier_wait(v_empty + v_index, v_phase)
+            self.copy_rows(tma_v, tma_v_tensor, s_v, v_full, v_index, v_row, v_head, self.block, self.v_tiles)
+        for g in cutlass.range(self.groups, unroll=1):
+            cute.arch.mbarrier_wait(q_empty + g, q_phase)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(q_full + g)
+
+    @cute.jit
+    def copy_rows(
+        self,
+        tma: cute.CopyAtom,
+        tensor: cute.Tensor,
+        smem: cute.Pointer,
+        full: cute.Pointer,
+        index: Int32,
+        row: Int32,
+        head: Int32,
+        rows: cutlass.Constexpr[int],
+        tiles: cutlass.Constexpr[int],
+    ):
+        """`rows` rows of one head into buffer `index`, told to its barrier."""
+        elements = rows * tiles * 64
+        buffers = cute.make_tensor(
+            cute.recast_ptr(smem, self.swizzle(), dtype=self.dtype),
+            cute.make_layout(
+                ((8, rows // 8), 64, tiles, 8), stride=((64, 512), 1, 64 * rows, elements)
+            ),
+        )  # fmt: skip
+        source = cute.local_tile(
+            cute.domain_offset((row, 0, 0, 0), tensor), (rows, 64, tiles), (0, 0, 0, None)
+        )
+        to, of = cpasync.tma_partition(
+            tma, 0, cute.make_layout(1), cute.group_modes(buffers, 0, 3), cute.group_modes(source, 0, 3)
+        )
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full + index, elements * 2)
+        cute.copy(tma, of[None, head], to[None, index], tma_bar_ptr=full + index)
+
+    def swizzle(self):
+        return warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, self.dtype).inner
+
+    @cute.jit
+    def advance(self, index: Int32, phase: Int32):
+        index += 1
+        if index == self.stages:
+            index = Int32(0)
+            phase ^= 1
+        return index, phase
+
+    # ---- the computing warpgroups
+
+    @cute.jit
+    def uniform(self, value: Int32):
+        """A value that all lanes hold, in a uniform register: what depends on it alone is computed once a warp."""
+        return cute.arch.warp_redux_sync(value, "max")
+
+    @cute.jit
+    def buffer(
+        self, smem: cute.Pointer, index: Int32, rows: cutlass.Constexpr[int], columns: cutlass.Constexpr[int]
+    ):
+        """Buffer `index` for WGMMA, its address through an instruction whose result is uniform: WGMMA takes its
+        descriptors from uniform registers."""
+        address = self.uniform(smem.toint() + index * (rows * columns * 2))
+        atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, self.dtype)
+        layout = cute.tile_to_shape(atom, (rows, columns), (0, 1))
+        pointer = cute.make_ptr(self.dtype, address, cute.AddressSpace.smem, assumed_align=1024)
+        return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=self.dtype), layout.outer)
+
+    @cute.jit
+    def leave(self, barrier: cute.Pointer):
+        """One warp is done with a buffer."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(barrier)
+
+    @cute.jit
+    def compute(
+        self,
+        scales: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        slots: cute.Tensor,
+        s_q: cute.Pointer,
+        s_k: cute.Pointer,
+        s_v: cute.Pointer,
+        barriers: cutlass.Constexpr,
+        mma_first: cute.TiledMma,
+        mma_qk: cute.TiledMma,
+        mma_pv: cute.TiledMma,
+        group: Int32,
+        heads: Int32,
+    ):
+        """One warpgroup: its 64 rows of every tile, as one sequence of key blocks that tiles do not interrupt."""
+        q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+        tidx, _, _ = cute.arch.thread_idx()
+        t = tidx % 128
+        lane = t % 32
+        row_low = (t // 32) * 16 + lane // 4
+        scale = scales[0] * LOG2_E
+        out_scale = scales[1]
+
+        thr_qk, thr_pv = mma_qk.get_slice(t), mma_pv.get_slice(t)
+        t_q = mma_qk.make_fragment_A(thr_qk.partition_A(self.buffer(s_q, group, GROUP_ROWS, self.depth)))
+        acc_s = cute.make_rmem_tensor(thr_qk.partition_shape_C((GROUP_ROWS, self.block)), Float32)
+        s = cute.make_tensor(acc_s.iterator, cute.make_layout((2, (2, self.block // 8)), stride=(2, (1, 4))))
+        acc_o = cute.make_rmem_tensor(thr_pv.partition_shape_C((GROUP_ROWS, self.width)), Float32)
+        o = cute.make_tensor(acc_o.iterator, cute.make_layout((2, (2, self.width // 8)), stride=(2, (1, 4))))
+        r_p = cute.make_rmem_tensor(thr_pv.partition_shape_A((GROUP_ROWS, self.block)), self.dtype)
+        m = cute.make_rmem_tensor((2,), Float32)
+        l = cute.make_rmem_tensor((2,), Float32)
+        m_next = cute.make_rmem_tensor((2,), Float32)
+        l_next = cute.make_rmem_tensor((2,), Float32)
+        factor = cute.make_rmem_tensor((2,), Float32)
+        limit = cute.make_rmem_tensor((2,), Int32)
+        m.fill(LOWEST)
+        l.fill(0.0)
+        acc_o.fill(0.0)
+        mma_first.set(Field.ACCUMULATE, False)
+        mma_qk.set(Field.ACCUMULATE, True)
+        mma_pv.set(Field.ACCUMULATE, True)
+
+        tile, q_phase = Int32(0), Int32(0)
+        cute.arch.mbarrier_wait(q_full + group, q_phase)
+        blocks = self.uniform(slots[0, 0])
+        if blocks > 0:
+            # The first block of the first tile alone.
+            if group == self.groups - 1:
+                cute.arch.barrier_arrive(barrier_id=1, number_of_threads=256)
+            keys, unmasked = self.limits(slots, tile, group, row_low, limit)
+            cute.arch.mbarrier_wait(k_full, 0)
+            self.scores(mma_first, mma_qk, thr_qk, acc_s, t_q, s_k, Int32(0))
+            warpgroup.wait_group(0)
+            self.leave(k_empty)
+            n = blocks - 1
+            if (n + 1) * self.block > unmasked:
+                self.mask(s, limit, n, lane)
+            self.softmax(s, m, l, factor, scale)
+            self.narrow(acc_s, r_p)
+            v_keys = keys - n * self.block  # of V's block: the rows from here on are of no key of the request
+            v_index, v_phase = Int32(0), Int32(0)
+            index, phase = self.advance(Int32(0), Int32(0))
+
+            while blocks > 0:
+                for b in cutlass.range(blocks - 1, unroll=1):
+                    # P of the block before is there.
+                    n = blocks - 2 - b
+                    if v_keys < self.block:
+                        self.zero_rows(s_v, v_full, v_index, v_phase, v_keys, t, group)
+                    cute.arch.mbarrier_wait(k_full + index, phase)
+                    cute.arch.barrier(barrier_id=1 + group, number_of_threads=256)
+                    self.scores(mma_first, mma_qk, thr_qk, acc_s, t_q, s_k, index)
+                    cute.arch.mbarrier_wait(v_full + v_index, v_phase)
+                    self.values(mma_pv, thr_pv, acc_o, r_p, s_v, v_index)
+                    self.pass_turn(group)
+                    warpgroup.wait_group(1)
+                    self.leave(k_empty + index)
+                    if (n + 1) * self.block > unmasked:
+                        self.mask(s, limit, n, lane)
+                    self.softmax(s, m, l, factor, scale)
+                    # Long since so; but the assembler moves the wait that follows no further up than here, and without
+                    # this it does so beyond the softmax.
+                    cute.arch.mbarrier_wait(v_full + v_index, v_phase)
+                    warpgroup.wait_group(0)
+                    self.leave(v_empty + v_index)
+                    for c in cutlass.range_constexpr(self.width // 4):
+                        o[0, c] = o[0, c] * factor[0]
+                        o[1, c] = o[1, c] * factor[1]
+                    self.narrow(acc_s, r_p)
+                    v_keys = keys - n * self.block
+                    v_index, v_phase = index, phase
+                    index, phase = self.advance(index, phase)
+                # P of the tile's last block is there. Its scores are done, so Q may be replaced.
+                self.leave(q_empty + group)
+                q_phase ^= 1
+                cute.arch.mbarrier_wait(q_full + group, q_phase)
+                blocks = self.uniform(slots[0, (tile + 1) % SLOTS])
+                if v_keys < self.block:
+                    self.zero_rows(s_v, v_full, v_index, v_phase, v_keys, t, group)
+                if blocks > 0:
+                    # The next tile's first scores beside this tile's last values.
+                    n = blocks - 1
+                    keys, unmasked = self.limits(slots, (tile + 1) % SLOTS, group, row_low, limit)
+                    cute.arch.mbarrier_wait(k_full + index, phase)
+                    cute.arch.barrier(barrier_id=1 + group, number_of_threads=256)
+                    self.scores(mma_first, mma_qk, thr_qk, acc_s, t_q, s_k, index)
+                    cute.arch.mbarrier_wait(v_full + v_index, v_phase)
+                    self.values(mma_pv, thr_pv, acc_o, r_p, s_v, v_index)
+                    self.pass_turn(group)
+                    warpgroup.wait_group(1)
+                    self.leave(k_empty + index)
+                    if (n + 1) * self.block > unmasked:
+                        self.mask(s, limit, n, lane)
+                    m_next.fill(LOWEST)
+                    l_next.fill(0.0)
+                    self.softmax(s, m_next, l_next, factor, scale)
+                    cute.arch.mbarrier_wait(v_full + v_index, v_phase)
+                    warpgroup.wait_group(0)
+                    self.leave(v_empty + v_index)
+                    self.narrow(acc_s, r_p)
+                    self.store(out, lse, o, m, l, out_scale, slots, tile % SLOTS, group, row_low, lane, heads)
+                    acc_o.fill(0.0)
+                    for i in cutlass.range_constexpr(2):
+                        m[i], l[i] = m_next[i], l_next[i]
+                    v_keys = keys - n * self.block
+                    v_index, v_phase = index, phase
+                    index, phase = self.advance(index, phase)
+                    tile += 1
+            cute.arch.mbarrier_wait(v_full + v_index, v_phase)
+            cute.arch.barrier(barrier_id=1 + group, number_of_threads=256)
+            self.values(mma_pv, thr_pv, acc_o, r_p, s_v, v_index)
+            if group < self.groups - 1:
+                self.pass_turn(group)
+            warpgroup.wait_group(0)
+            self.store(out, lse, o, m, l, out_scale, slots, tile % SLOTS, group, row_low, lane, heads)
+
+    @cute.jit
+    def scores(
+        self,
+        mma_first: cute.TiledMma,
+        mma_qk: cute.TiledMma,
+        thr_qk: cute.core.ThrMma,
+        acc_s: cute.Tensor,
+        t_q: cute.Tensor,
+        s_k: cute.Pointer,
+        index: Int32,
+    ):
+        """S = Q K^T, issued."""
+        t_k = mma_qk.make_fragment_B(thr_qk.partition_B(self.buffer(s_k, index, self.block, self.depth)))
+        warpgroup.fence()
+        cute.gemm(mma_first, acc_s, t_q[None, None, 0], t_k[None, None, 0], acc_s)
+        for k in cutlass.range_constexpr(1, self.depth // 16):
+            cute.gemm(mma_qk, acc_s, t_q[None, None, k], t_k[None, None, k], acc_s)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def values(
+        self,
+        mma_pv: cute.TiledMma,
+        thr_pv: cute.core.ThrMma,
+        acc_o: cute.Tensor,
+        r_p: cute.Tensor,
+        s_v: cute.Pointer,
+        index: Int32,
+    ):
+        """O += P V, issued."""
+        stage = self.buffer(s_v, index, self.block, self.width)
+        t_v = mma_pv.make_fragment_B(
+            thr_pv.partition_B(cute.make_tensor(stage.iterator, cute.select(stage.layout, mode=[1, 0])))
+        )
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(self.block // 16):
+            cute.gemm(mma_pv, acc_o, r_p[None, None, k], t_v[None, None, k], acc_o)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def pass_turn(self, group: Int32):
+        """The next warpgroup may issue its products."""
+        following = group + 1
+        if following == self.groups:
+            following = Int32(0)
+        cute.arch.barrier_arrive(barrier_id=1 + following, number_of_threads=256)
+
+    @cute.jit
+    def narrow(self, acc_s: cute.Tensor, r_p: cute.Tensor):
+        """P in the operands' dtype, in the order in which WGMMA takes it from registers: that of the accumulator."""
+        cute.make_tensor(r_p.iterator, acc_s.layout).store(acc_s.load().to(self.dtype))
+
+    @cute.jit
+    def limits(self, slots: cute.Tensor, at: Int32, group: Int32, row_low: Int32, limit: cute.Tensor):
+        """(keys of the request, keys that all rows of this warpgroup see); `limit` gets those of this thread's rows."""
+        keys = self.uniform(slots[1, at])
+        unmasked = keys
+        if const_expr(self.causal):
+            first = self.uniform(slots[2, at]) + group * GROUP_ROWS
+            unmasked = cutlass.min(keys, first)
+            for i in cutlass.range_constexpr(2):
+                limit[i] = cutlass.min(keys, first + row_low + 8 * i)
+        else:
+            for i in cutlass.range_constexpr(2):
+                limit[i] = keys
+        return keys, unmasked
+
+    @cute.jit
+    def mask(self, s: cute.Tensor, limit: cute.Tensor, n: Int32, lane: Int32):
+        """Scores of the keys that a row does not see."""
+        for i in cutlass.range_constexpr(2):
+            seen = limit[i] - n * self.block - (lane % 4) * 2
+            for c in cutlass.range_constexpr(self.block // 4):
+                s[i, c] = cutlass.select_((c // 2) * 8 + c % 2 < seen, s[i, c], -Float32.inf)
+
+    @cute.jit
+    def softmax(self, s: cute.Tensor, m: cute.Tensor, l: cute.Tensor, factor: cute.Tensor, scale: Float32):
+        """S to P in place, against the running maximum m (base 2, scaled); row sums to l; `factor` is what O's rows
+        are to be multiplied by."""
+        for i in cutlass.range_constexpr(2):
+            # Four chains, for their latency.
+            highs = [s[i, c] for c in range(4)]
+            for c in cutlass.range_constexpr(4, self.block // 4):
+                highs[c % 4] = cute.arch.fmax(highs[c % 4], s[i, c])
+            high = cute.arch.fmax(cute.arch.fmax(highs[0], highs[1]), cute.arch.fmax(highs[2], highs[3]))
+            high = cute.arch.fmax(high, cute.arch.shuffle_sync_bfly(high, offset=1))
+            high = cute.arch.fmax(high, cute.arch.shuffle_sync_bfly(high, offset=2))
+            new = cute.arch.fmax(m[i], high * scale)
+            factor[i] = cute.math.exp2(m[i] - new, fastmath=True)
+            m[i] = new
+            sums = [l[i] * factor[i], Float32(0.0)]
+            for c in cutlass.range_constexpr(self.block // 4):
+                p = cute.math.exp2(s[i, c] * scale - new, fastmath=True)
+                s[i, c] = p
+                sums[c % 2] += p
+            l[i] = sums[0] + sums[1]
+
+    @cute.jit
+    def zero_rows(
+        self, s_v: cute.Pointer, v_full: cute.Pointer, index: Int32, phase: Int32, keys: Int32, t: Int32, group: Int32
+    ):
+        """P is 0 past a request's keys, but what lies there may be NaN: 0 * NaN must not reach O. Each warpgroup
+        writes the same zeros."""
+        words = cute.make_tensor(
+            cute.recast_ptr(s_v, cute.make_swizzle(0, 4, 3), dtype=Float32),
+            cute.make_layout(
+                (32, self.block, self.v_tiles, self.stages), stride=(1, 32, 32 * self.block, self.v_elements // 2)
+            ),
+        )
+        cute.arch.mbarrier_wait(v_full + index, phase)
+        for row in cutlass.range(cutlass.max(keys, 0) + t // 32, self.block, 4, unroll=1):
+            for c in cutlass.range_constexpr(self.v_tiles):
+                words[t % 32, row, c, index] = Float32(0.0)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=1 + self.groups + group, number_of_threads=128)
+
+    @cute.jit
+    def store(
+        self,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        o: cute.Tensor,
+        m: cute.Tensor,
+        l: cute.Tensor,
+        out_scale: Float32,
+        slots: cute.Tensor,
+        at: Int32,
+        group: Int32,
+        row_low: Int32,
+        lane: Int32,
+        heads: Int32,
+    ):
+        """O / row sum to `out`, and the rows' log-sum-exp."""
+        first, rows, head = slots[3, at] + group * GROUP_ROWS, slots[4, at] - group * GROUP_ROWS, slots[5, at]
+        quad = lane % 4
+        groups = self.width // 8
+        for i in cutlass.range_constexpr(2):
+            row = row_low + 8 * i
+            total = l[i]
+            total += cute.arch.shuffle_sync_bfly(total, offset=1)
+            total += cute.arch.shuffle_sync_bfly(total, offset=2)
+            factor, value = Float32(0.0), -Float32.inf
+            if total > 0.0 or total != total:
+                factor = out_scale / total
+                value = (m[i] + cute.math.log2(total, fastmath=True)) * LN_2
+            at_row = Int64(first + row) * heads + head
+            # A lane holds 2 columns of each group of 8. The four lanes of a row swap so that each has the 8 columns
+            # of one group in four, 16 bytes, and a row's stores fill whole sectors.
+            line = cute.make_tensor(
+                (out.iterator + (at_row * self.width + quad * 8)).align(16),
+                cute.make_layout((8, groups // 4), stride=(1, 32)),
+            )
+            pairs = cute.make_rmem_tensor((8,), self.dtype)
+            words = cute.recast_tensor(pairs, Int32)
+            for g in cutlass.range_constexpr(groups // 4):
+                for j in cutlass.range_constexpr(4):
+                    pairs[2 * j] = (o[i, 8 * g + 2 * j] * factor).to(self.dtype)
+                    pairs[2 * j + 1] = (o[i, 8 * g + 2 * j + 1] * factor).to(self.dtype)
+                self.transpose_quad(words, quad)
+                if row < rows:
+                    cute.autovec_copy(pairs, line[None, g])
+            if row < rows and quad == 0:
+                lse[first + row, head] = value
+
+    @cute.jit
+    def transpose_quad(self, words: cute.Tensor, quad: Int32):
+        """4 x 4 transpose among the four lanes of a row: word j of lane q becomes word q of lane j."""
+        for step in cutlass.range_constexpr(2):
+            offset = 2 >> step
+            upper = (quad // offset) % 2
+            for j in cutlass.range_constexpr(4):
+                if const_expr((j // offset) % 2 == 0):
+                    a, b = words[j], words[j + offset]
+                    sent = b
+                    if upper == 1:
+                        sent = a
+                    received = cute.arch.shuffle_sync_bfly(sent, offset=offset)
+                    if upper == 1:
+                        a = received
+                    else:
+                        b = received
+                    words[j], words[j + offset] = a, b
