@@ -12,13 +12,12 @@ import ctypes
 import functools
 import importlib.util
 import os
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tsmla_kernels import cache
-from tsmla_kernels.catalog import Config, Kernel
+from tsmla_kernels.catalog import Config, Kernel, Operand
 from tsmla_kernels.compile import ENTRY_PREFIX
 
 LIBRARY = "libcute_dsl_runtime.so"
@@ -56,7 +55,7 @@ class Launcher:
 
     def __init__(self, kernel: Kernel, config: Config, arch: str) -> None:
         self.operands = kernel.operands(config)
-        self._name = kernel.name
+        self.name = kernel.name
         module = cache.load_or_compile(kernel, config, arch).module
         self._runtime = _runtime()
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
@@ -65,22 +64,16 @@ class Launcher:
         self._check(create(ctypes.byref(self._module), module, size, None, none))
         prefix = ENTRY_PREFIX.encode()
         self._check(self._runtime.CuteDSLRT_Module_Get_Function(ctypes.byref(self._function), self._module, prefix))
+        self._bound: dict[tuple[tuple[int, ...], ...], Launch] = {}
 
-        # The entry's arguments are pointers to values: the stream, a pointer to each array's descriptor {address,
-        # pointer to its sizes}, and last where it puts CUDA's error. All stay where they are; a launch only fills them
-        # in.
-        count = len(self.operands)
-        self._stream, self._error = ctypes.c_void_p(), ctypes.c_int32()
-        self._sizes = [(ctypes.c_int64 * len(operand.shape))() for operand in self.operands]
-        self._descriptors = [(ctypes.c_void_p * 2)(None, ctypes.addressof(sizes)) for sizes in self._sizes]
-        self._pointers = (ctypes.c_void_p * count)(*map(ctypes.addressof, self._descriptors))
-        pointer_size = ctypes.sizeof(ctypes.c_void_p)
-        self._arguments = (ctypes.c_void_p * (count + 2))(
-            ctypes.addressof(self._stream),
-            *(ctypes.addressof(self._pointers) + pointer_size * i for i in range(count)),
-            ctypes.addressof(self._error),
-        )
-        self._lock = threading.Lock()
+    def bind(self, shapes: Sequence[tuple[int, ...]]) -> Launch:
+        """The launch on arrays of these shapes, one for each of self.operands, in order.
+
+        Raises ValueError if a shape isn't what its operand says; dtypes are the caller's to check.
+        """
+        for operand, shape in zip(self.operands, shapes, strict=True):
+            operand.check(shape, operand.dtype)
+        return Launch(self.name, self.operands, shapes, self._run)
 
     def __call__(self, stream: int, arrays: Sequence[ArrayView]) -> None:
         """Launch on `stream` (a cudaStream_t as an int) of the current device; returns at once.
@@ -92,31 +85,96 @@ class Launcher:
           ValueError: an array isn't what its operand says; the message names it.
           RuntimeError: CUDA refused the launch.
         """
-        with self._lock:
-            for operand, array, sizes, descriptor in zip(
-                self.operands, arrays, self._sizes, self._descriptors, strict=True
-            ):
-                operand.check(array.shape, array.dtype)
-                if array.address % operand.align:
-                    raise ValueError(
-                        f"{operand.name}: got address {array.address:#x}; it must be a multiple of {operand.align}"
-                    )
-                descriptor[0] = array.address
-                sizes[:] = list(array.shape)
-            self._stream.value = stream
-            self._error.value = 0
-            result = self._runtime.CuteDSLRT_Function_Run(
-                self._function, self._arguments, ctypes.c_size_t(len(self._arguments))
-            )
-            if self._error.value:
-                raise RuntimeError(f"{self._name}: the launch failed with CUDA error {self._error.value}")
-            self._check(result)
+        for operand, array in zip(self.operands, arrays, strict=True):
+            operand.check(array.shape, array.dtype)
+        shapes = tuple(array.shape for array in arrays)
+        if (launch := self._bound.get(shapes)) is None:
+            if len(self._bound) >= MAX_BOUND:
+                self._bound.clear()
+            launch = self._bound[shapes] = self.bind(shapes)
+        launch(stream, [array.address for array in arrays])
+
+    def _run(self, arguments: int, count: int) -> None:
+        self._check(self._runtime.CuteDSLRT_Function_Run(self._function, arguments, count))
 
     def _check(self, result: int) -> None:
         if result:
             name = self._runtime.CuteDSLRT_GetErrorName(result).decode()
             said = self._runtime.CuteDSLRT_GetErrorString(result).decode()
-            raise RuntimeError(f"{self._name}: the CuTe DSL runtime says {name}: {said}")
+            raise RuntimeError(f"{self.name}: the CuTe DSL runtime says {name}: {said}")
+
+
+class Launch:
+    """A launch whose sizes are settled, so that only the stream and the addresses are left: what is repeated at every
+    call costs a few microseconds. Any number of threads may use one at the same time."""
+
+    def __init__(
+        self,
+        name: str,
+        operands: Sequence[Operand],
+        shapes: Sequence[tuple[int, ...]],
+        run: Callable[[int, int], None],
+    ) -> None:
+        self._name, self._run = name, run
+        self._names = tuple(operand.name for operand in operands)
+        self._aligns = tuple(operand.align for operand in operands)
+        self._masks = tuple(operand.align - 1 for operand in operands)
+        self._sizes = [(ctypes.c_int64 * len(shape))(*shape) for shape in shapes]
+        self._count = len(self._names) + 2
+        # Blocks that no launch is using. A list's pop and append are atomic.
+        self._free: list[_Arguments] = []
+
+    def __call__(self, stream: int, addresses: Sequence[int]) -> None:
+        """Launch on `stream` of the current device, with the arrays at these addresses; returns at once.
+
+        Raises:
+          ValueError: an address isn't aligned as its operand needs it.
+          RuntimeError: CUDA refused the launch.
+        """
+        try:
+            block = self._free.pop()
+        except IndexError:
+            block = _Arguments(self._sizes)
+        words = block.words
+        words[STREAM_WORD] = stream
+        at = FIRST_DESCRIPTOR
+        for address, mask in zip(addresses, self._masks, strict=True):
+            if address & mask:
+                i = (at - FIRST_DESCRIPTOR) // 2
+                raise ValueError(
+                    f"{self._names[i]}: got address {address:#x}; it must be a multiple of {self._aligns[i]}"
+                )
+            words[at] = address
+            at += 2
+        self._run(block.arguments, self._count)
+        if words[ERROR_WORD]:
+            raise RuntimeError(f"{self._name}: the launch failed with CUDA error {words[ERROR_WORD]}")
+        self._free.append(block)
+
+
+STREAM_WORD, ERROR_WORD, FIRST_DESCRIPTOR = 0, 1, 2
+MAX_BOUND = 64  # launches that a Launcher keeps for its own __call__
+
+
+class _Arguments:
+    """What the compiled entry reads at one launch, all in words of 64 bits: the stream; where it puts CUDA's error; a
+    descriptor {address, pointer to its sizes} for each array; pointers to those; and pointers to all of these, which
+    are the entry's arguments. A launch fills in the stream and the addresses."""
+
+    def __init__(self, sizes: Sequence[ctypes.Array[ctypes.c_int64]]) -> None:
+        count = len(sizes)
+        pointers = FIRST_DESCRIPTOR + 2 * count
+        arguments = pointers + count
+        self.words = words = (ctypes.c_int64 * (arguments + count + 2))()
+        base, word = ctypes.addressof(words), ctypes.sizeof(ctypes.c_int64)
+        for i, size in enumerate(sizes):
+            descriptor = FIRST_DESCRIPTOR + 2 * i
+            words[descriptor + 1] = ctypes.addressof(size)
+            words[pointers + i] = base + word * descriptor
+            words[arguments + 1 + i] = base + word * (pointers + i)
+        words[arguments] = base + word * STREAM_WORD
+        words[arguments + count + 1] = base + word * ERROR_WORD
+        self.arguments = base + word * arguments
 
 
 @functools.cache
@@ -127,4 +185,5 @@ def _runtime() -> Any:
     library = ctypes.CDLL(str(path))
     for name in ("CuteDSLRT_GetErrorName", "CuteDSLRT_GetErrorString"):
         getattr(library, name).restype = ctypes.c_char_p
+    library.CuteDSLRT_Function_Run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     return library

@@ -1,0 +1,386 @@
+"""mla_decode: absorbed multi-head latent attention over a paged cache, on torch tensors.
+
+What a call's shapes, strides, dtypes and options decide is worked out once and kept as a plan: whether they are legal,
+which kernel runs, where its workspaces lie. A call then looks its plan up, allocates what it returns, and launches.
+Scales, lengths, tables and addresses belong to the call and are never part of a plan.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from tsmla_bridge import blackwell, checks, devices, kernels, ops, reference, scales, tensors
+from tsmla_bridge.scales import Pair
+from tsmla_bridge.tensors import DTYPES, Scale
+from tsmla_bridge.workspace import Workspace, decode_layout
+from tsmla_kernels import contract, data_checks
+from tsmla_kernels.catalog import MLA_DECODE
+from tsmla_kernels.contract import DecodeSpec
+from tsmla_kernels.sm90 import choose
+
+Results = tuple[torch.Tensor, torch.Tensor | None]
+
+OPERAND_ALIGN = max(operand.align for operand in MLA_DECODE.operands(choose.DecodeConfig("bfloat16", 1, 1)))
+MAX_PLANS = 4096
+"""Plans that are kept: one for each combination of shapes. Beyond that all are forgotten and made anew."""
+
+
+def mla_decode(
+    q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    softmax_scale: Scale,
+    latent_dim: int = 512,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_q_len: int | None = None,
+    causal: bool = True,
+    q_scale: Scale | None = None,
+    kv_scale: Scale | None = None,
+    return_lse: bool = False,
+    batch_invariant: bool = False,
+    implementation: str | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of the last query tokens of each request over its latent cache (absorbed MLA, one key head).
+
+    out = softmax(softmax_scale * q . kv) latent, with q the absorbed query [q_nope W_UK | q_rope]; apply W_UV after it.
+    The formulation is DeepSeek-V2's (arXiv:2405.04434); the masks are those of the decode step in vLLM and SGLang.
+
+    Axes: B requests, S query tokens a request, T query tokens over all requests, H query heads, L latent width, R rope
+    width, D = L + R, P pages, Z tokens a page, M pages a request at most.
+
+    Args:
+      q: [B, S, H, D], or ragged [T, H, D] with cu_seqlens_q and max_q_len; latent columns first, rope last. Also the
+        pair (q[..., :L], q[..., L:]) of such a tensor. float16 or bfloat16 on a GPU; float8_e4m3fn, float32 and float64
+        too on a CPU.
+      kv_cache: [P, Z, D] or [P, 1, Z, D], latent first, rope last, in q's dtype or float8_e4m3fn (any dtype with a
+        float32 q). Pages may lie a multiple of Z * D elements apart: one layer's slice of a pool.
+      block_tables: [B, M] int32, the pages of each request in order; entries past its last page are never used. May be
+        the first columns of a wider table.
+      seq_lens: [B] int32, keys of each request, its new tokens included; 0 is legal.
+      softmax_scale: factor of the logits, float or float32 scalar tensor on q's device; DeepSeek's is (128 + 64)^-0.5
+        times the square of yarn's mscale, never D^-0.5.
+      latent_dim: L; the first L columns of a cache row are also its value. R = 0 (L = D) is legal.
+      cu_seqlens_q: [B + 1] int32, row where each request's query tokens start, and their end; with ragged q only.
+      max_q_len: bound on the query tokens of one request; required with cu_seqlens_q. Rows past it give 0, -inf.
+      causal: query i of S sees key j iff j < seq_len - (S - 1) + i; otherwise iff j < seq_len.
+      q_scale, kv_scale: q holds query / q_scale and kv_cache holds kv / kv_scale (fp8 usually); None is 1. Float or
+        float32 scalar tensor; a tensor is read on the device at every call, and at every replay of a CUDA graph.
+      return_lse: also return the logsumexp of the scaled logits.
+      batch_invariant: a request's rows are bitwise the same whatever else is in the batch.
+      implementation: "cute" (the kernels), "reference" (the definition in torch operations), or None: the kernels for
+        GPU tensors, the reference for CPU tensors.
+      out, lse: where the results go, contiguous and of their shapes and dtypes; lse only with return_lse.
+      workspace: memory for intermediate results; torch's allocator gives it otherwise.
+
+    Returns:
+      out [B, S, H, L] (or [T, H, L]) in q's dtype, bfloat16 when q is fp8; with return_lse also lse [B, S, H] (or [T,
+      H]), float32, natural logarithm. A row that sees no key gives out 0 and lse -inf.
+
+    The kernels run on torch's current stream: nothing is copied and nothing waits for the device, so calls can be
+    captured into CUDA graphs once a call of the same static sizes has loaded its kernel. Calls from several threads and
+    on several streams are independent. torch.compile takes them as one operator. The kernels have no derivative; the
+    reference on a CPU can be differentiated.
+
+    Raises:
+      TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
+      NotImplementedError: the implementation can't run this call, with every reason.
+      RuntimeError: CUDA refused a launch, or a kernel would have to be loaded during a capture.
+    """
+    if torch.compiler.is_compiling() or ops.is_traced(q, kv_cache):
+        return ops.call_decode(
+            q,
+            kv_cache,
+            block_tables,
+            seq_lens,
+            cu_seqlens_q,
+            scales.product(softmax_scale, q_scale, kv_scale, kv_scale),
+            (latent_dim, max_q_len, causal, batch_invariant, implementation),
+            return_lse,
+            out,
+            lse,
+            workspace,
+        )
+    if not isinstance(q, torch.Tensor):
+        q = tensors.joined(q)
+    options = (latent_dim, max_q_len, causal, batch_invariant, implementation)
+    plan = plan_for(q, kv_cache, block_tables, seq_lens, cu_seqlens_q, options)
+    pair: Pair = (softmax_scale, 1.0)  # type: ignore[assignment]
+    if type(softmax_scale) is not float or q_scale is not None or kv_scale is not None:
+        scales.check("softmax_scale", softmax_scale, optional=False)
+        scales.check("q_scale", q_scale)
+        scales.check("kv_scale", kv_scale)
+        tensors.same_device("q", q, {"softmax_scale": softmax_scale, "q_scale": q_scale, "kv_scale": kv_scale})
+        pair = scales.product(softmax_scale, q_scale, kv_scale, kv_scale)
+    call = Call(q, kv_cache, block_tables, seq_lens, cu_seqlens_q, pair, return_lse, out, lse, workspace)
+    found, found_lse = plan.run(call)
+    return found if found_lse is None else (found, found_lse)
+
+
+class Call(NamedTuple):
+    """What belongs to one call and not to its plan."""
+
+    q: torch.Tensor
+    kv_cache: torch.Tensor
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor | None
+    pair: Pair
+    return_lse: bool
+    out: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+    workspace: Workspace | None = None
+
+
+Options = tuple[int, int | None, bool, bool, str | None]
+"""latent_dim, max_q_len, causal, batch_invariant, implementation."""
+
+_plans: dict[Any, Plan] = {}
+
+
+def plan_for(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    options: Options,
+) -> Plan:
+    """The plan of a call; raises as mla_decode does, but for the scales."""
+    try:
+        key = (
+            q.shape,
+            q.dtype,
+            q.get_device(),
+            q.is_contiguous(),
+            kv_cache.shape,
+            kv_cache.dtype,
+            kv_cache.get_device(),
+            kv_cache.is_contiguous() or kv_cache.stride(),
+            block_tables.shape,
+            block_tables.dtype,
+            block_tables.get_device(),
+            block_tables.is_contiguous() or block_tables.stride(),
+            seq_lens.shape,
+            seq_lens.dtype,
+            seq_lens.get_device(),
+            seq_lens.is_contiguous(),
+            options,
+            None
+            if cu_seqlens_q is None
+            else (cu_seqlens_q.shape, cu_seqlens_q.dtype, cu_seqlens_q.get_device(), cu_seqlens_q.is_contiguous()),
+        )
+        return _plans[key]
+    except (AttributeError, TypeError, KeyError):
+        plan = _make_plan(q, kv_cache, block_tables, seq_lens, cu_seqlens_q, options)
+    if len(_plans) >= MAX_PLANS:
+        _plans.clear()
+    _plans[key] = plan
+    return plan
+
+
+class Plan:
+    """What is settled about calls of the same shapes, strides, dtypes and options."""
+
+    def __init__(self, spec: DecodeSpec, q: torch.Tensor) -> None:
+        self.spec, self.device = spec, q.device
+        self.lse_shape = tuple(q.shape[:-1])
+        self.out_shape = (*self.lse_shape, spec.latent_dim)
+        self.out_dtype, self.lse_dtype = DTYPES[spec.out_dtype], DTYPES[spec.lse_dtype]
+
+    def run(self, call: Call) -> Results:
+        """out, and lse if it is asked for."""
+        raise NotImplementedError
+
+    def can_use(self, buffer: torch.Tensor) -> bool:
+        """Whether a call can have its intermediate results in this memory."""
+        return False
+
+    def places(self, call: Call) -> Results:
+        """Where the results go: the caller's tensors, once they are found legal, or new ones."""
+        return_lse, out, lse = call.return_lse, call.out, call.lse
+        if return_lse is not True and return_lse is not False:
+            contract.static_bool("return_lse", return_lse)
+        if out is None:
+            out = torch.empty(self.out_shape, dtype=self.out_dtype, device=self.device)
+        else:
+            tensors.check_output("out", out, self.out_shape, self.out_dtype, self.device)
+        if lse is not None:
+            if not return_lse:
+                raise ValueError("lse: got a tensor; it is written with return_lse=True alone")
+            tensors.check_output("lse", lse, self.lse_shape, self.lse_dtype, self.device)
+        elif return_lse:
+            lse = torch.empty(self.lse_shape, dtype=self.lse_dtype, device=self.device)
+        return out, lse
+
+    def placed(self, call: Call, out: torch.Tensor, lse: torch.Tensor) -> Results:
+        """Finished results, where the caller wants them. New ones stay as they are: they carry derivatives."""
+        if call.out is None and call.lse is None:
+            return out, lse if contract.static_bool("return_lse", call.return_lse) else None
+        to_out, to_lse = self.places(call)
+        return to_out.copy_(out), None if to_lse is None else to_lse.copy_(lse)
+
+
+class _EmptyPlan(Plan):
+    """No request, no query token, or no key."""
+
+    def run(self, call: Call) -> Results:
+        out, lse = self.places(call)
+        return out.zero_(), None if lse is None else lse.fill_(-math.inf)
+
+
+class _ReferencePlan(Plan):
+    """The definition, in torch operations."""
+
+    def run(self, call: Call) -> Results:
+        checks.values(data_checks.decode, self.spec, call.seq_lens, call.block_tables, call.cu_seqlens_q)
+        kv_cache = tensors.without_head_axis(call.kv_cache)
+        out, lse = reference.mla_decode(
+            self.spec, call.q, kv_cache, call.block_tables, call.seq_lens, call.cu_seqlens_q, *call.pair
+        )
+        return self.placed(call, out, lse)
+
+
+class _BlackwellPlan(Plan):
+    """The package tokenspeed_mla."""
+
+    def run(self, call: Call) -> Results:
+        checks.values(data_checks.decode, self.spec, call.seq_lens, call.block_tables, call.cu_seqlens_q)
+        kv_cache = tensors.without_head_axis(call.kv_cache)
+        out, lse = blackwell.mla_decode(
+            self.spec, call.q, kv_cache, call.block_tables, call.seq_lens, call.pair, call.workspace
+        )
+        return self.placed(call, out, lse)
+
+
+class _KernelPlan(Plan):
+    """A compiled kernel, launched on torch's current stream."""
+
+    def __init__(self, spec: DecodeSpec, q: torch.Tensor, kv_cache: torch.Tensor, block_tables: torch.Tensor) -> None:
+        super().__init__(spec, q)
+        self.index = index = q.get_device()
+        tensors.check_dense("q", q)
+        self.page_step = tensors.page_step(kv_cache)
+        self.table_is_slice = not block_tables.is_contiguous()
+        width = tensors.table_width(block_tables)
+        if spec.batch_invariant and width != spec.max_pages:
+            # Where its pieces begin depends on the table's width.
+            tensors.check_dense("block_tables", block_tables)
+        if self.page_step > 1:  # the table is rewritten, and dense
+            self.table_is_slice, width = False, spec.max_pages
+
+        config = choose.decode_config(spec)
+        sms, rows = devices.num_sms(index), spec.total_q_len * spec.num_heads
+        shapes = choose.workspace_shapes(config, sms, spec.batch, width)
+        launcher = kernels.launcher("mla_decode", MLA_DECODE, config, index)
+        names = ("q", "kv_cache", "block_tables", "seq_lens", "cu_seqlens_q", "scales", "out", "lse", *shapes)
+        kernels.check_operands(launcher, names)
+        self.launch = launcher.bind(
+            (
+                (rows, spec.head_dim),
+                ((spec.num_pages - 1) * self.page_step + 1, spec.page_size, spec.head_dim),
+                (spec.batch, width),
+                (spec.batch,),
+                (spec.batch + spec.ragged,),
+                (2,),
+                (rows, spec.latent_dim),
+                (rows,),
+                *(shape for shape, _ in shapes.values()),
+            )
+        )
+        layout = decode_layout(config, sms, spec.batch, width, rows)
+        self.size = layout.size
+        *self.offsets, self.lse_offset = layout.offsets.values()
+
+    def can_use(self, buffer: torch.Tensor) -> bool:
+        return (
+            buffer.numel() * buffer.element_size() >= self.size
+            and buffer.is_contiguous()
+            and buffer.get_device() == self.index
+            and buffer.data_ptr() % OPERAND_ALIGN == 0
+        )
+
+    def run(self, call: Call) -> Results:
+        if devices.current_device() != self.index:
+            with torch.cuda.device(self.index):
+                return self.run(call)
+        q, kv_cache, block_tables, seq_lens, cu_seqlens_q, pair, _, _, _, workspace = call
+        checks.values(data_checks.decode, self.spec, seq_lens, block_tables, cu_seqlens_q)
+        out, lse = self.places(call)
+        stream = devices.current_stream(self.index)
+        if workspace is None:
+            scratch = torch.empty(self.size, dtype=torch.uint8, device=self.device)
+            base = scratch.data_ptr()
+        else:
+            base = workspace.take("mla_decode", self.size, self.device, stream)
+        if self.page_step > 1:
+            block_tables = block_tables * self.page_step
+        elif self.table_is_slice:
+            tensors.table_width(block_tables)  # this one may end where the plan's did not
+        if cu_seqlens_q is None:
+            cu_seqlens_q = seq_lens  # the kernel's operand is there in both cases
+        else:
+            out.zero_()  # the kernel walks requests: it doesn't write rows of none
+            if lse is not None:
+                lse.fill_(-math.inf)
+        scales_there = scales.on_device(pair, self.index, stream)
+        self.launch(
+            stream,
+            (
+                q.data_ptr(),
+                kv_cache.data_ptr(),
+                block_tables.data_ptr(),
+                seq_lens.data_ptr(),
+                cu_seqlens_q.data_ptr(),
+                scales_there.data_ptr(),
+                out.data_ptr(),
+                base + self.lse_offset if lse is None else lse.data_ptr(),
+                *[base + offset for offset in self.offsets],
+            ),
+        )
+        return out, lse
+
+
+def _make_plan(q: Any, kv_cache: Any, block_tables: Any, seq_lens: Any, cu_seqlens_q: Any, options: Options) -> Plan:
+    latent_dim, max_q_len, causal, batch_invariant, implementation = options
+    kv_cache = tensors.without_head_axis(kv_cache)
+    spec = contract.decode_spec(
+        q=tensors.describe("q", q),
+        kv_cache=tensors.describe("kv_cache", kv_cache),
+        block_tables=tensors.describe("block_tables", block_tables),
+        seq_lens=tensors.describe("seq_lens", seq_lens),
+        softmax_scale=1.0,  # scales are no part of a plan; the caller checks them
+        latent_dim=latent_dim,
+        cu_seqlens_q=tensors.describe_optional("cu_seqlens_q", cu_seqlens_q),
+        max_q_len=max_q_len,
+        causal=causal,
+        return_lse=True,
+        batch_invariant=batch_invariant,
+    )
+    others = {"kv_cache": kv_cache, "block_tables": block_tables, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
+    tensors.same_device("q", q, others)
+    kernels.check_implementation(implementation)
+    empty = 0 in (spec.batch, spec.total_q_len, spec.max_pages, spec.num_pages)
+    if implementation == "reference" or (implementation is None and devices.kind(q.device) == "cpu"):
+        return _EmptyPlan(spec, q) if empty else _ReferencePlan(spec, q)
+    if blackwell.is_device(q.device):
+        reasons = blackwell.decode_reasons(spec)
+    else:
+        reasons = kernels.reasons(MLA_DECODE, q.device) + choose.decode_reasons(spec)
+    if reasons:
+        raise contract.not_runnable("mla_decode", "cute", reasons)
+    if empty:
+        return _EmptyPlan(spec, q)
+    if blackwell.is_device(q.device):
+        return _BlackwellPlan(spec, q)
+    for name, tensor in (("seq_lens", seq_lens), ("cu_seqlens_q", cu_seqlens_q)):
+        if tensor is not None:
+            tensors.check_dense(name, tensor)
+    return _KernelPlan(spec, q, kv_cache, block_tables)

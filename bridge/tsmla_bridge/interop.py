@@ -1,0 +1,75 @@
+"""JAX functions on torch tensors, and arrays of one as those of the other: by DLPack, without a copy.
+
+Both directions are ordered on the device: what was launched on torch's current stream before an array is handed over is
+done before jax reads it, and the other way round. The host never waits. jax is imported at the first use.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    import jax
+
+
+def to_jax(tensor: torch.Tensor) -> jax.Array:
+    """A torch tensor's memory as a jax array: same device, shape and dtype, float8_e4m3fn and bfloat16 included.
+
+    jax takes arrays as constant: until it has read this one, write to the tensor only in work that is ordered after it
+    (jax_function does that).
+
+    Raises:
+      ValueError: the tensor isn't contiguous, or jax would have to copy it. RuntimeError: jax has no such device.
+    """
+    import jax
+
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"tensor: got strides {list(tensor.stride())} of shape {list(tensor.shape)}; legal: a contiguous one"
+        )
+    array = jax.dlpack.from_dlpack(tensor.detach(), copy=False)
+    if tensor.numel() and array.unsafe_buffer_pointer() != tensor.data_ptr():
+        raise ValueError(f"tensor: got address {tensor.data_ptr():#x}, which jax would have to copy to align it")
+    return array
+
+
+def to_torch(array: jax.Array) -> torch.Tensor:
+    """A jax array's memory as a torch tensor, ready on torch's current stream. Not to be written to: jax takes its
+    arrays as constant.
+
+    Raises ValueError if the array lies on several devices."""
+    if len(array.devices()) != 1:
+        raise ValueError(f"array: got one on {len(array.devices())} devices; legal: on one")
+    return torch.from_dlpack(array)
+
+
+def jax_function(function: Callable[..., Any], **jit_options: Any) -> Callable[..., Any]:
+    """`function` of jax arrays as a function of torch tensors, compiled by jax.jit with `jit_options`.
+
+    Arguments and results may be any pytrees; tensors in the arguments become arrays and arrays in the results tensors,
+    without copies. Work on torch's current stream before the call is done before jax reads the tensors, and work after
+    the call begins when all results are there, so the tensors may be written to again at once.
+
+    No derivative passes through: a tensor that requires one raises ValueError, unless torch.no_grad() is in force.
+    """
+    import jax
+
+    compiled = jax.jit(function, **jit_options)
+
+    @functools.wraps(function)
+    def on_tensors(*args: Any, **kwargs: Any) -> Any:
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        if torch.is_grad_enabled() and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+            raise ValueError(
+                "got a tensor that requires a derivative; none passes through jax (torch.no_grad() allows it)"
+            )
+        arrays = [to_jax(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        args, kwargs = jax.tree.unflatten(structure, arrays)
+        results = compiled(*args, **kwargs)
+        return jax.tree.map(lambda leaf: to_torch(leaf) if isinstance(leaf, jax.Array) else leaf, results)
+
+    return on_tensors

@@ -1,0 +1,66 @@
+"""The compiled kernels that this process has loaded, and why a call can't have one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from tsmla_bridge import devices
+from tsmla_kernels import contract, launch
+from tsmla_kernels.catalog import Config, Kernel
+
+IMPLEMENTATIONS = ("cute", "reference")
+NO_KERNEL = "there is no kernel for this operation yet"
+
+_lock = threading.Lock()
+
+
+def check_implementation(implementation: object) -> None:
+    """ValueError unless None or an implementation's name."""
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise contract.unknown_implementation(implementation, IMPLEMENTATIONS)
+
+
+def check_operands(launcher: launch.Launcher, names: Sequence[str]) -> None:
+    """NotImplementedError unless these are the kernel's operands: a kernel of another version takes others."""
+    found = [operand.name for operand in launcher.operands]
+    if found != list(names):
+        raise NotImplementedError(f"{launcher.name}: takes {', '.join(found)}; this version passes {', '.join(names)}")
+
+
+def reasons(kernel: Kernel, device: torch.device) -> list[str]:
+    """Why `kernel` can't run on `device`; empty if it can."""
+    if devices.kind(device) != "cuda":
+        return [f"the tensors are on {device}; the kernels run on NVIDIA GPUs alone"]
+    arch = devices.arch(devices.index_of(device))
+    if arch not in kernel.archs:
+        return [f"the architecture is {arch}; {kernel.name} is written for {', '.join(kernel.archs)}"]
+    if launch.runtime_library() is None:
+        return [f"{launch.LIBRARY} was not found; it is part of nvidia-cutlass-dsl"]
+    return []
+
+
+def launcher(op: str, kernel: Kernel, config: Config, index: int) -> launch.Launcher:
+    """The kernel for `config` on device `index`: from this process, from the cache on disk, or compiled.
+
+    Raises, beside what Launcher raises, RuntimeError if it would have to be loaded while a CUDA graph is captured."""
+    with _lock:
+        found = _loaded.get((kernel.name, config, index))
+        if found is None:
+            if devices.is_capturing():
+                raise RuntimeError(
+                    f"{op}: the first call with these static sizes loads its kernel, which a CUDA graph can't capture;"
+                    " make one such call before the capture"
+                )
+            found = _loaded[kernel.name, config, index] = _load(kernel, config, index)
+        return found
+
+
+_loaded: dict[tuple[str, Config, int], launch.Launcher] = {}
+
+
+def _load(kernel: Kernel, config: Config, index: int) -> launch.Launcher:
+    with torch.cuda.device(index):
+        return launch.Launcher(kernel, config, devices.arch(index))

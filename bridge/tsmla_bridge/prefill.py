@@ -1,0 +1,250 @@
+"""mla_prefill: expanded multi-head attention with unequal head dims over packed sequences, on torch tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tsmla_bridge import checks, devices, kernels, ops, reference, scales, tensors
+from tsmla_bridge.scales import Pair
+from tsmla_bridge.tensors import DTYPES, Scale
+from tsmla_bridge.workspace import Layout
+from tsmla_kernels import contract, data_checks
+from tsmla_kernels.contract import PrefillSpec
+
+Results = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def mla_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    max_q_len: int,
+    max_kv_len: int,
+    softmax_scale: Scale,
+    causal: bool = True,
+    q_scale: Scale | None = None,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of packed requests with their own packed keys (expanded MLA: 192 wide keys, 128 wide values).
+
+    The varlen attention of DeepSeek-V2's prefill (arXiv:2405.04434), with the masks of FlashAttention.
+
+    Axes: B requests, Tq / Tk query / key tokens over all requests, H heads, K and V head dims (192 and 128 in
+    DeepSeek).
+
+    Args:
+      q: [Tq, H, K]; float16 or bfloat16 on a GPU, float8_e4m3fn, float32 and float64 too on a CPU.
+      k, v: [Tk, H, K] and [Tk, H, V] in q's dtype. All three without gaps on a GPU: a half of a wider tensor raises.
+      cu_seqlens_q, cu_seqlens_kv: [B + 1] int32, row where each request starts, and the end. Lengths of 0 are legal,
+        and rows past the end are padding: their outputs are 0 with lse -inf.
+      max_q_len, max_kv_len: bounds on one request's tokens.
+      softmax_scale: factor of the logits, float or float32 scalar tensor on q's device; K^-0.5 times the square of
+        yarn's mscale for DeepSeek.
+      causal: bottom-right aligned: query i of n sees key j of m iff j <= i + m - n. Otherwise it sees all of its
+        request.
+      q_scale, k_scale, v_scale: the tensors hold values / scale (fp8 usually); None is 1. Float or float32 scalar
+        tensor.
+      return_lse: also return the logsumexp of the scaled logits.
+      implementation: "cute" (the kernels), "reference" (the definition in torch operations), or None: the kernels for
+        GPU tensors, the reference for CPU tensors.
+      out, lse: where the results go, contiguous and of their shapes and dtypes; lse only with return_lse.
+
+    Returns:
+      out [Tq, H, V] in q's dtype, bfloat16 when q is fp8; with return_lse also lse [Tq, H], float32, natural logarithm.
+      A row that sees no key gives out 0 and lse -inf.
+
+    Streams, threads, CUDA graphs, torch.compile and derivatives are as mla_decode says.
+
+    Raises:
+      TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
+      NotImplementedError: the implementation can't run this call, with every reason.
+      RuntimeError: CUDA refused a launch, or a kernel would have to be loaded during a capture.
+    """
+    options = (max_q_len, max_kv_len, causal, implementation)
+    if torch.compiler.is_compiling() or ops.is_traced(q, k, v):
+        pair = scales.product(softmax_scale, q_scale, k_scale, v_scale)
+        return ops.call_prefill(q, k, v, (cu_seqlens_q, cu_seqlens_kv), pair, options, return_lse, out, lse)
+    given = {"softmax_scale": softmax_scale, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    spec = _spec(q, k, v, cu_seqlens_q, cu_seqlens_kv, options, given)
+    pair = scales.product(softmax_scale, q_scale, k_scale, v_scale)
+    found, found_lse = _run(spec, q, k, v, cu_seqlens_q, cu_seqlens_kv, pair, implementation, return_lse, out, lse)
+    return found if found_lse is None else (found, found_lse)
+
+
+def run(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    pair: Pair,
+    options: tuple[Any, ...],
+    return_lse: bool,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> Results:
+    """An eager call of mla_prefill whose scales are multiplied already; options are max_q_len, max_kv_len, causal and
+    implementation."""
+    spec = _spec(q, k, v, cu_seqlens_q, cu_seqlens_kv, options, {"softmax_scale": 1.0})
+    return _run(spec, q, k, v, cu_seqlens_q, cu_seqlens_kv, pair, options[3], return_lse, out, lse)
+
+
+def _spec(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    options: tuple[Any, ...],
+    given: dict[str, Any],
+) -> PrefillSpec:
+    max_q_len, max_kv_len, causal, implementation = options
+    spec = contract.prefill_spec(
+        q=tensors.describe("q", q),
+        k=tensors.describe("k", k),
+        v=tensors.describe("v", v),
+        cu_seqlens_q=tensors.describe("cu_seqlens_q", cu_seqlens_q),
+        cu_seqlens_kv=tensors.describe("cu_seqlens_kv", cu_seqlens_kv),
+        max_q_len=max_q_len,
+        max_kv_len=max_kv_len,
+        causal=causal,
+        **{name: tensors.describe_scale(name, scale) for name, scale in given.items()},
+    )
+    others = {"k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, **given}
+    tensors.same_device("q", q, others)
+    kernels.check_implementation(implementation)
+    return spec
+
+
+def _run(
+    spec: PrefillSpec,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    pair: Pair,
+    implementation: str | None,
+    return_lse: bool,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> Results:
+    contract.static_bool("return_lse", return_lse)
+    by_definition = implementation == "reference" or (implementation is None and devices.kind(q.device) == "cpu")
+    if not by_definition and (reasons := why_not(spec, q.device)):
+        raise contract.not_runnable("mla_prefill", "cute", reasons)
+    checks.values(data_checks.prefill, spec, cu_seqlens_q, cu_seqlens_kv)
+    sizes = (spec.batch, spec.total_q_len, spec.total_kv_len, spec.max_q_len, spec.max_kv_len)
+    attend: Callable[..., tuple[torch.Tensor, torch.Tensor]] = reference.mla_prefill
+    if 0 in sizes:
+        attend = _nothing
+    elif not by_definition:
+        place, place_lse = _places(spec, q, return_lse, out, lse)
+        _launch(spec, q, k, v, cu_seqlens_q, cu_seqlens_kv, pair, place, place_lse)
+        return place, place_lse
+    found, found_lse = attend(spec, q, k, v, cu_seqlens_q, cu_seqlens_kv, *pair)
+    if out is None and lse is None:
+        return found, found_lse if return_lse else None
+    place, place_lse = _places(spec, q, return_lse, out, lse)
+    return place.copy_(found), None if place_lse is None else place_lse.copy_(found_lse)
+
+
+def _nothing(spec: PrefillSpec, q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = q.shape[:2]
+    out = torch.zeros((*rows, spec.v_head_dim), dtype=DTYPES[spec.out_dtype], device=q.device)
+    return out, torch.full(rows, -math.inf, dtype=DTYPES[spec.lse_dtype], device=q.device)
+
+
+def _places(
+    spec: PrefillSpec, q: torch.Tensor, return_lse: bool, out: torch.Tensor | None, lse: torch.Tensor | None
+) -> Results:
+    """Where the results go: the caller's tensors, once they are found legal, or new ones."""
+    shape, dtype = (*q.shape[:2], spec.v_head_dim), DTYPES[spec.out_dtype]
+    lse_shape, lse_dtype = tuple(q.shape[:2]), DTYPES[spec.lse_dtype]
+    if out is None:
+        out = torch.empty(shape, dtype=dtype, device=q.device)
+    else:
+        tensors.check_output("out", out, shape, dtype, q.device)
+    if lse is not None:
+        if not return_lse:
+            raise ValueError("lse: got a tensor; it is written with return_lse=True alone")
+        tensors.check_output("lse", lse, lse_shape, lse_dtype, q.device)
+    elif return_lse:
+        lse = torch.empty(lse_shape, dtype=lse_dtype, device=q.device)
+    return out, lse
+
+
+# ---- the kernel
+
+
+def why_not(spec: PrefillSpec, device: torch.device) -> list[str]:
+    """Why no kernel can run this call; empty if one can."""
+    kernel, choose = _kernel()
+    if kernel is None:
+        return [kernels.NO_KERNEL]
+    return kernels.reasons(kernel, device) + choose.prefill_reasons(spec)
+
+
+def warm(spec: PrefillSpec, index: int) -> None:
+    """Load the kernel that serves `spec` on device `index`."""
+    kernel, choose = _kernel()
+    kernels.launcher("mla_prefill", kernel, choose.prefill_config(spec), index)
+
+
+def _kernel() -> tuple[Any, Any]:
+    """The catalog's kernel and the module that chooses its configuration; (None, None) without them."""
+    from tsmla_kernels.catalog import KERNELS
+
+    if (kernel := KERNELS.get("mla_prefill")) is None:
+        return None, None
+    from tsmla_kernels.sm90 import choose_prefill
+
+    return kernel, choose_prefill
+
+
+def _launch(
+    spec: PrefillSpec,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    pair: Pair,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    index = q.get_device()
+    if devices.current_device() != index:
+        with torch.cuda.device(index):
+            return _launch(spec, q, k, v, cu_seqlens_q, cu_seqlens_kv, pair, out, lse)
+    inputs = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
+    for name, tensor in inputs.items():
+        tensors.check_dense(name, tensor)
+    kernel, choose = _kernel()
+    launcher = kernels.launcher("mla_prefill", kernel, choose.prefill_config(spec), index)
+    shapes = dict(choose.prefill_workspaces(spec.batch))
+    layout = Layout({**shapes, "lse": (tuple(q.shape[:2]), "float32")})
+    scratch = torch.empty(layout.size, dtype=torch.uint8, device=q.device)
+    base, stream = scratch.data_ptr(), devices.current_stream(index)
+    arrays = {**inputs, "scales": scales.on_device(pair, index, stream), "out": out}
+    sizes = {name: tuple(tensor.shape) for name, tensor in arrays.items()}
+    addresses = {name: tensor.data_ptr() for name, tensor in arrays.items()}
+    sizes |= {"lse": tuple(q.shape[:2])} | {name: shape for name, (shape, _) in shapes.items()}
+    addresses |= {name: base + offset for name, offset in layout.offsets.items()}
+    if lse is not None:
+        addresses["lse"] = lse.data_ptr()
+    kernels.check_operands(launcher, tuple(sizes))
+    names = [operand.name for operand in launcher.operands]
+    launcher.bind([sizes[name] for name in names])(stream, [addresses[name] for name in names])

@@ -1,0 +1,112 @@
+"""The pair of scales that the attention kernels read from device memory: what logits and outputs are multiplied by.
+
+Scales given as tensors are multiplied on the device, at every call, so a CUDA graph reads them at every replay. Python
+numbers need a place on the device: each pair of values is written once for each stream and found again by value, never
+by which call it came from. It is only used on the stream that wrote it, or in the capture that did, so no ordering
+between streams is needed and nothing waits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+import torch
+
+from tsmla_bridge import devices
+from tsmla_bridge.tensors import Scale, describe_scale
+from tsmla_kernels.contract_rules import check_scale
+
+Pair = tuple[float, float] | torch.Tensor
+"""(logits' scale, outputs' scale) as numbers, or as a float32 tensor [2] (float64 on CPUs)."""
+
+MAX_PAIRS = 256
+"""Pairs kept for a stream: some for each kind of layer of a model. Beyond that all are forgotten and written anew."""
+
+GREATEST = torch.finfo(torch.float32).max
+
+_lock = threading.Lock()
+_of_stream: dict[tuple[int, int], dict[tuple[float, float], torch.Tensor]] = {}
+# In a capture memory belongs to the graph, so what it holds is of no use elsewhere: one capture a stream is remembered.
+_of_capture: dict[tuple[int, int], tuple[int, dict[tuple[float, float], torch.Tensor]]] = {}
+
+
+def check(name: str, scale: object, *, optional: bool = True) -> None:
+    """The contract's ValueError / TypeError unless a number or a float32 scalar tensor (or None, if optional)."""
+    check_scale(name, describe_scale(name, scale), optional)
+
+
+def product(softmax_scale: Scale, q_scale: Scale | None, k_scale: Scale | None, out_scale: Scale | None) -> Pair:
+    """The pair for a call's scales: softmax_scale * q_scale * k_scale, and out_scale; None is 1.
+
+    Numbers are multiplied as numbers and rounded to float32 at the end; where one is a tensor all are float32, and
+    multiplied in this order. The front end for jax does the same, so the results are bitwise the same."""
+    factors = [softmax_scale, 1.0 if q_scale is None else q_scale, 1.0 if k_scale is None else k_scale]
+    out: Scale = 1.0 if out_scale is None else out_scale
+    given = [scale for scale in (*factors, out) if isinstance(scale, torch.Tensor)]
+    if not given:
+        return factors[0] * factors[1] * factors[2], out  # type: ignore[return-value]
+    on_cpu = given[0].device.type == "cpu"
+    dtype = torch.float64 if on_cpu and any(scale.dtype == torch.float64 for scale in given) else torch.float32
+    like = (dtype, given[0].device)
+    softmax, query, key = factors
+    if isinstance(softmax, torch.Tensor) or isinstance(query, torch.Tensor) or torch.compiler.is_compiling():
+        logits = _tensor(softmax, like) * _tensor(query, like) * _tensor(key, like)
+    else:
+        # The product of two floats is exact as a double, and is rounded when it meets the tensor.
+        number = softmax * query if 1.0 in (softmax, query) else _float32(softmax) * _float32(query)
+        logits = _tensor(key, like) * number
+    return torch.stack((logits, _tensor(out, like)))
+
+
+def on_device(pair: Pair, index: int, stream: int) -> torch.Tensor:
+    """The pair as float32 [2] on device `index`, ready on `stream`, its current stream."""
+    if isinstance(pair, torch.Tensor):
+        return pair
+    if devices.is_capturing():
+        return _in_capture(pair, index, stream)
+    known = _of_stream.get((index, stream))
+    if known is not None and (found := known.get(pair)) is not None:
+        return found
+    written = _write(pair, index)
+    with _lock:
+        known = _of_stream.setdefault((index, stream), {})
+        if len(known) >= MAX_PAIRS:
+            known.clear()
+        known[pair] = written
+    return written
+
+
+def _in_capture(pair: tuple[float, float], index: int, stream: int) -> torch.Tensor:
+    capture = devices.capture_id(stream)
+    if capture is None:
+        return _write(pair, index)
+    with _lock:
+        before, known = _of_capture.get((index, stream), (None, {}))
+        if before != capture:
+            known = {}
+            _of_capture[index, stream] = (capture, known)
+        if (found := known.get(pair)) is None:
+            found = known[pair] = _write(pair, index)
+        return found
+
+
+def _write(pair: tuple[float, float], index: int) -> torch.Tensor:
+    """One small kernel that carries the values as its arguments: no copy from the host, which could not be captured."""
+    dtype, device = torch.float32, devices.torch_device(index)
+    first, second = (_float32(value) for value in pair)
+    if abs(second - first) <= GREATEST:  # linspace adds 0 times the difference
+        return torch.linspace(first, second, 2, dtype=dtype, device=device)
+    return torch.stack((_tensor(first, (dtype, device)), _tensor(second, (dtype, device))))
+
+
+def _tensor(scale: Scale, like: tuple[torch.dtype, torch.device]) -> torch.Tensor:
+    dtype, device = like
+    if isinstance(scale, torch.Tensor):
+        return scale.to(device, dtype)
+    return torch.full((), scale, dtype=dtype, device=device)
+
+
+def _float32(value: float) -> float:
+    """The nearest float32."""
+    return ctypes.c_float(value).value

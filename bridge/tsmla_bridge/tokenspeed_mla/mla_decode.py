@@ -1,0 +1,242 @@
+"""tokenspeed_mla_decode: absorbed attention over a paged latent cache, under that package's parameters."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from tsmla_bridge import blackwell, decode, devices, ops, reference, tensors
+from tsmla_bridge.workspace import Workspace
+from tsmla_kernels import contract
+from tsmla_kernels.contract_rules import show
+
+LOG2_E = math.log2(math.e)
+
+
+def tokenspeed_mla_decode(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    workspace_buffer: torch.Tensor,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    softmax_scale: float,
+    output_scale: float = 1.0,
+    out: torch.Tensor | None = None,
+    is_var_seq: bool = True,
+    causal_mask: bool = True,
+    window_left: int = -1,
+    enable_pdl: bool = False,
+    return_lse: bool = False,
+    causal_seqs: torch.Tensor | None = None,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    cp_interleave_size: int = 1,
+    *,
+    min_split_kv: int = 1,
+    local_visible_lens: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of the last S query tokens of each request over its latent cache.
+
+    Args:
+      query: [B, S, H, D] with D = kv_lora_rank + qk_rope_head_dim, latent columns first. One with gaps between tokens
+        is copied first; the cache never is.
+      kv_cache: [P, Z, D] or [P, 1, Z, D], in query's dtype.
+      workspace_buffer: int8, contiguous; used where it is large enough, and otherwise torch's allocator gives what is
+        missing, so that no size is too small. A buffer belongs to one stream.
+      block_tables: [B, M] int32, pages of each request in order. seq_lens: [B], keys of each request; 0 is legal.
+      max_seq_len: bound on seq_lens.
+      softmax_scale, output_scale: what logits and outputs are multiplied by: softmax's own scale times those of query
+        and cache, and that of the cache.
+      out: where the result goes, [B, S, H, kv_lora_rank].
+      is_var_seq, enable_pdl, min_split_kv: taken for compatibility: the schedule is made on the device.
+      causal_mask: query i of S sees keys j < seq_len - (S - 1) + i, else all j < seq_len.
+      window_left: query i sees no key before seq_len - S - window_left + i; -1 for none. At least S - 1.
+      return_lse: also return lse, in base 2.
+      causal_seqs, cp_world, cp_rank, cp_interleave_size: decode context parallelism. Keys are dealt to cp_world ranks
+        cp_interleave_size at a time, seq_lens counts this rank's, and causal_seqs [B] all of them: query i sees what
+        this rank holds of the first causal_seqs - (S - 1) + i keys (and of the window, if there is one).
+      local_visible_lens: [B, S] int32, how many keys each query token sees, instead of the masks above.
+
+    Returns:
+      out [B, S, H, kv_lora_rank] in query's dtype, bfloat16 when that is fp8; with return_lse also lse [B, S, H]
+      float32, the logarithm to base 2. Rows that see no key give 0 and -inf.
+
+    On Hopper masks that differ from token to token (context parallelism and local_visible_lens with S > 1) run as one
+    request for each query token: right, but the keys of a request are read S times.
+
+    Raises:
+      ValueError, TypeError: an argument is not legal. NotImplementedError: no kernel runs the call, with the reasons.
+    """
+    if blackwell.is_there("tokenspeed_mla_decode", query):
+        real: Any = blackwell.package()
+        return real.tokenspeed_mla_decode(
+            query, kv_cache, workspace_buffer, kv_lora_rank, qk_rope_head_dim, block_tables, seq_lens, max_seq_len,
+            softmax_scale, output_scale, out, is_var_seq, causal_mask, window_left, enable_pdl, return_lse, causal_seqs,
+            cp_world, cp_rank, cp_interleave_size, min_split_kv=min_split_kv, local_visible_lens=local_visible_lens,
+        )  # fmt: skip
+    ranks = (cp_world, cp_rank, cp_interleave_size)
+    _check(
+        query, kv_cache, workspace_buffer, kv_lora_rank + qk_rope_head_dim, max_seq_len, window_left, causal_seqs,
+        ranks, min_split_kv, local_visible_lens,
+    )  # fmt: skip
+    if seq_lens.dtype != torch.int32:
+        seq_lens = seq_lens.to(torch.int32)
+    if window_left >= max_seq_len - 1 and cp_world == 1:
+        window_left = -1  # nothing lies before such a window
+    pair = (float(softmax_scale), float(output_scale))
+    place = out if out is None or out.is_contiguous() else None
+    if cp_world == 1 and local_visible_lens is None and window_left < 0:
+        options = (kv_lora_rank, None, causal_mask, False, None)
+        found, lse = _attend(
+            query, kv_cache, block_tables, seq_lens, pair, options, return_lse, place, workspace_buffer
+        )
+    else:
+        starts, stops = _visible(
+            query.shape[1], seq_lens, causal_mask, window_left, causal_seqs, ranks, local_visible_lens
+        )
+        found, lse = _attend_masked(
+            query, kv_cache, block_tables, pair, kv_lora_rank, starts, stops, return_lse, place, workspace_buffer
+        )
+    if out is not None:
+        found = out.copy_(found) if place is None else out
+    return found if lse is None else (found, lse.mul_(LOG2_E))
+
+
+def _attend(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    pair: tuple[float, float],
+    options: decode.Options,
+    return_lse: bool,
+    out: torch.Tensor | None,
+    workspace_buffer: torch.Tensor,
+) -> decode.Results:
+    if not query.is_contiguous():
+        query = query.contiguous()
+    if torch.compiler.is_compiling() or ops.is_traced(query, kv_cache):
+        arguments = (query, kv_cache, block_tables, seq_lens, None, pair, options)
+        found = ops.call_decode(*arguments, return_lse, out, None, None)
+        return found if return_lse else (found, None)
+    plan = decode.plan_for(query, kv_cache, block_tables, seq_lens, None, options)
+    workspace = Workspace.of(workspace_buffer) if plan.can_use(workspace_buffer) else None
+    return plan.run(decode.Call(query, kv_cache, block_tables, seq_lens, None, pair, return_lse, out, None, workspace))
+
+
+def _attend_masked(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    pair: tuple[float, float],
+    latent_dim: int,
+    starts: torch.Tensor | None,
+    stops: torch.Tensor,
+    return_lse: bool,
+    out: torch.Tensor | None,
+    workspace_buffer: torch.Tensor,
+) -> decode.Results:
+    """Each query token sees its request's keys from starts (or 0) to stops, both [B, S]. A token is a request of its
+    own here, whose keys end where it sees no more."""
+    batch, q_len, heads, head_dim = query.shape
+    query = query.reshape(batch * q_len, 1, heads, head_dim)
+    if q_len > 1:
+        block_tables = block_tables.repeat_interleave(q_len, 0)
+    stops = stops.reshape(batch * q_len)
+    options = (latent_dim, None, False, False, None)
+    if starts is not None:
+        if devices.kind(query.device) != "cpu":
+            raise contract.not_runnable("tokenspeed_mla_decode", "cute", ["the decode kernel has no window_left"])
+        plan = decode.plan_for(query, kv_cache, block_tables, stops, None, options)
+        cache, starts = tensors.without_head_axis(kv_cache), starts.reshape(-1, 1)
+        given = (plan.spec, query, cache, block_tables, stops, None, *pair)
+        found, every_lse = reference.mla_decode(*given, visible_from=starts)
+        lse = every_lse if return_lse else None
+    else:
+        place = None if out is None else out.view(batch * q_len, 1, heads, latent_dim)
+        found, lse = _attend(query, kv_cache, block_tables, stops, pair, options, return_lse, place, workspace_buffer)
+    shape = (batch, q_len, heads)
+    return found.view(*shape, latent_dim), None if lse is None else lse.view(shape)
+
+
+def _visible(
+    q_len: int,
+    seq_lens: torch.Tensor,
+    causal: bool,
+    window_left: int,
+    causal_seqs: torch.Tensor | None,
+    ranks: tuple[int, int, int],
+    local_visible_lens: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """(starts or None, stops) [B, S] int32 in this rank's keys; `ranks` are cp_world, cp_rank and the interleave."""
+    keys = seq_lens[:, None]
+    if local_visible_lens is not None:
+        return None, torch.minimum(local_visible_lens, keys).clamp(min=0)
+    all_keys = keys if causal_seqs is None or ranks[0] == 1 else causal_seqs.to(torch.int32)[:, None]
+    token = torch.arange(q_len, dtype=torch.int32, device=seq_lens.device)
+    last = all_keys - (q_len - 1) + token if causal else all_keys + 0 * token
+    stops = torch.minimum(_held(last, *ranks), keys)
+    if window_left < 0:
+        return None, stops
+    return _held(all_keys - q_len - window_left + token, *ranks), stops
+
+
+def _held(count: torch.Tensor, world: int, rank: int, interleave: int) -> torch.Tensor:
+    """How many of the first `count` keys of a request the rank holds."""
+    count = count.clamp(min=0)
+    rounds = count.div(world * interleave, rounding_mode="floor")
+    rest = count - rounds * (world * interleave)
+    return rounds * interleave + (rest - rank * interleave).clamp(0, interleave)
+
+
+def _check(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    workspace_buffer: torch.Tensor,
+    head_dim: int,
+    max_seq_len: int,
+    window_left: int,
+    causal_seqs: torch.Tensor | None,
+    ranks: tuple[int, int, int],
+    min_split_kv: int,
+    local_visible_lens: torch.Tensor | None,
+) -> None:
+    """What that package refuses beside what the contract does."""
+    if query.dim() != 4 or query.shape[-1] != head_dim:
+        raise ValueError(
+            f"query: got shape {show(tuple(query.shape))}; legal: [B, S, H, D], D = kv_lora_rank + qk_rope_head_dim ="
+            f" {head_dim}"
+        )
+    if kv_cache.dtype != query.dtype:
+        raise ValueError(f"kv_cache: got dtype {kv_cache.dtype}; it must be query's, {query.dtype}")
+    if workspace_buffer.dtype != torch.int8:
+        raise ValueError(f"workspace_buffer: got dtype {workspace_buffer.dtype}; legal: torch.int8")
+    if max_seq_len <= 0:
+        raise ValueError(f"max_seq_len: got {max_seq_len}; legal: an int >= 1")
+    if type(min_split_kv) is not int or not 1 <= min_split_kv <= 256:
+        raise ValueError(f"min_split_kv: got {min_split_kv}; legal: an int from 1 to 256")
+    q_len = query.shape[1]
+    if window_left < -1 or 0 <= window_left < q_len - 1:
+        raise ValueError(f"window_left: got {window_left}; legal: -1, or at least S - 1 = {q_len - 1}")
+    world, rank, interleave = ranks
+    for name, value in (("cp_world", world), ("cp_interleave_size", interleave)):
+        if value < 1:
+            raise ValueError(f"{name}: got {value}; legal: an int >= 1")
+    if not 0 <= rank < world:
+        raise ValueError(f"cp_rank: got {rank}; legal: 0 to cp_world - 1 = {world - 1}")
+    if world > 1 and causal_seqs is None:
+        raise ValueError(f"causal_seqs: got None; with cp_world = {world} it must say how many keys all ranks hold")
+    if local_visible_lens is not None:
+        if window_left != -1 or world != 1 or causal_seqs is not None:
+            raise ValueError("local_visible_lens: can't go with window_left, cp_world or causal_seqs")
+        shape, got = tuple(query.shape[:2]), local_visible_lens
+        if tuple(got.shape) != shape or got.dtype != torch.int32 or got.device != query.device:
+            raise ValueError(
+                f"local_visible_lens: got {got.dtype}{show(tuple(got.shape))} on {got.device}; legal: [B, S] ="
+                f" torch.int32{show(shape)} on query's device, {query.device}"
+            )

@@ -1,0 +1,62 @@
+"""Decode inputs as torch tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from tests.ops import oracle
+from tests.ops.inputs import Paged, paged
+
+
+def tensor(array: Any) -> torch.Tensor:
+    """A tensor of a numpy (ml_dtypes too) or jax array, with memory of its own."""
+    return torch.from_dlpack(jnp.asarray(array)).clone()
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A call of mla_decode on torch tensors and what it must give, by the numpy oracle in float64."""
+
+    case: Paged
+    q: torch.Tensor
+    kv_cache: torch.Tensor
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    options: dict[str, Any]
+
+    @property
+    def arrays(self) -> tuple[torch.Tensor, ...]:
+        return self.q, self.kv_cache, self.block_tables, self.seq_lens
+
+    def want(self, **changed: Any) -> tuple[np.ndarray, np.ndarray]:
+        """out and lse, packed as q is; rows of no request 0 and -inf."""
+        case = self.case
+        outs, lses = oracle.decode(
+            case.per_request(), case.kv_cache, case.block_tables, case.seq_lens, latent_dim=case.latent_dim,
+            **({"scale": case.scale} | changed),
+        )  # fmt: skip
+        if case.cu_seqlens_q is None:
+            return np.stack(outs), np.stack(lses)
+        padding = self.q.shape[0] - int(case.cu_seqlens_q[-1])
+        outs.append(np.zeros((padding, *outs[0].shape[1:])))
+        lses.append(np.full((padding, *lses[0].shape[1:]), -np.inf))
+        return np.concatenate(outs), np.concatenate(lses)
+
+
+def inputs(seq_lens: list[int], **shape: Any) -> Inputs:
+    """As tests.ops.inputs.paged."""
+    case = paged(seq_lens, **shape)
+    options = case.options()
+    if case.cu_seqlens_q is not None:
+        options["cu_seqlens_q"] = tensor(case.cu_seqlens_q)
+    arrays = (case.q, case.kv_cache, case.block_tables, case.seq_lens)
+    return Inputs(case, *map(tensor, arrays), options)
+
+
+def assert_close(got: torch.Tensor, want: np.ndarray, tolerance: float) -> None:
+    np.testing.assert_allclose(got.double().numpy(), want, rtol=tolerance, atol=tolerance)

@@ -1,0 +1,136 @@
+"""What is not legal is refused with the words that jax's front end uses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+import tsmla_bridge
+import tsmla_jax
+from tests.bridge.conftest import Gpu
+from tests.bridge.inputs import inputs, tensor
+from tests.ops import test_bad_input, test_check
+
+OPERATIONS = ("mla_decode", "mla_prefill", "write_kv_cache", "gather_kv_cache", "merge_attention_states")
+
+
+def as_torch(value: Any) -> Any:
+    """Arrays as tensors and dtypes as torch's; a list of arrays as a list of tensors."""
+    if isinstance(value, jax.Array | np.ndarray):
+        return torch.from_numpy(value) if isinstance(value, np.ndarray) else tensor(value)
+    if isinstance(value, type) or hasattr(value, "dtype"):
+        return getattr(torch, np.dtype(value).name)
+    return [as_torch(part) for part in value] if isinstance(value, list) and value else value
+
+
+def said(error: type[Exception], function: Any, arguments: dict[str, Any]) -> str:
+    with pytest.raises(error) as caught:
+        function(**arguments)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("case", test_bad_input.CASES, ids=lambda case: f"{case.op}-{case.message[:30]}")
+def test_both_front_ends_say_the_same(case: test_bad_input.Case) -> None:
+    ours = getattr(tsmla_bridge, case.op)
+    arguments = {name: as_torch(value) for name, value in case.arguments.items()}
+    if case.arguments.get("kv_cache") is not None and case.arguments["kv_cache"].shape == (6, 1, 16, 48):
+        ours(**arguments)  # engines pass the cache with its one key head
+        return
+    got = said(case.error, ours, arguments)
+    want = said(case.error, getattr(tsmla_jax, case.op), case.arguments)
+    assert got == want.replace("ArrayImpl", "Tensor").replace(", 'xla'", "")
+
+
+def test_the_bases_are_legal() -> None:
+    for op, base in [*test_bad_input.BASES.items(), ("mla_decode", test_bad_input.RAGGED)]:
+        getattr(tsmla_bridge, op)(**{name: as_torch(value) for name, value in base.items()})
+
+
+@pytest.mark.parametrize(("op", "arguments", "message"), test_check.WRONG)
+def test_data_is_checked_when_asked(op: Any, arguments: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def call() -> None:
+        given = [torch.tensor(part, dtype=torch.int32) for part in arguments]
+        if op is test_check.decode:
+            lens, tables, *offsets = given
+            q = torch.ones((4, 2, 48) if offsets else (3, 1, 2, 48))
+            ragged = {"cu_seqlens_q": offsets[0], "max_q_len": 2} if offsets else {}
+            tsmla_bridge.mla_decode(q, torch.ones(6, 16, 48), tables, lens, softmax_scale=0.1, latent_dim=32, **ragged)
+        elif op is test_check.prefill:
+            x, (cu_q, cu_kv) = torch.ones(6, 2, 8), given
+            tsmla_bridge.mla_prefill(
+                x, x, x, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, max_q_len=4, max_kv_len=5, softmax_scale=0.1
+            )
+        elif op is test_check.write:
+            tsmla_bridge.write_kv_cache(torch.ones(6, 16, 8), torch.ones(3, 8), None, given[0])
+        else:
+            starts, lens, tables = given
+            tsmla_bridge.gather_kv_cache(torch.ones(6, 16, 8), tables, starts, lens, total_len=40)
+
+    call()
+    monkeypatch.setenv("TSMLA_CHECK", "1")
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(("op", "arguments"), test_check.RIGHT)
+def test_right_data_passes_the_check(op: Any, arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if op is not test_check.decode:
+        pytest.skip("the checks are shared; one operation shows that they are wired")
+    monkeypatch.setenv("TSMLA_CHECK", "1")
+    lens, tables, *offsets = (torch.tensor(part, dtype=torch.int32) for part in arguments)
+    ragged = {"cu_seqlens_q": offsets[0], "max_q_len": 2} if offsets else {}
+    q = torch.ones((4, 2, 48) if offsets else (3, 1, 2, 48))
+    tsmla_bridge.mla_decode(q, torch.ones(6, 16, 48), tables, lens, softmax_scale=0.1, latent_dim=32, **ragged)
+
+
+def test_a_kernel_named_for_a_cpu_gives_the_reason() -> None:
+    case = inputs([5])
+    with pytest.raises(
+        NotImplementedError, match=r"mla_decode: implementation='cute' can't run this call: the tensors"
+    ):
+        tsmla_bridge.mla_decode(*case.arrays, **case.options, implementation="cute")
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"q_dtype": "float32"}, r"q\.dtype is float32; the sm_90 decode kernel takes"),
+        ({"page_size": 8}, r"page size is 8; the sm_90 decode kernel takes 16, 32, 64 or 128"),
+        ({"latent_dim": 96}, r"latent_dim is 96; the sm_90 decode kernel takes 256 or 512"),
+        ({"rope_dim": 16}, r"the rope width is 16; the sm_90 decode kernel takes 0 or 64"),
+    ],
+)
+def test_what_no_kernel_serves_is_refused_on_a_gpu(gpu: Gpu, changed: dict[str, Any], reason: str) -> None:
+    legal = {"q_dtype": "bfloat16", "kv_dtype": "bfloat16", "latent_dim": 256, "rope_dim": 64}
+    changed = changed | {"kv_dtype": changed["q_dtype"]} if "q_dtype" in changed else changed
+    case = inputs([5], **(legal | changed))
+    with pytest.raises(
+        NotImplementedError, match=rf"mla_decode: implementation='cute' can't run this call: .*{reason}"
+    ):
+        tsmla_bridge.mla_decode(*case.arrays, **case.options)
+    assert not gpu.launches
+
+
+def test_another_architecture_is_refused(gpu: Gpu) -> None:
+    gpu.capability = (8, 0)
+    case = inputs([5], q_dtype="bfloat16", kv_dtype="bfloat16", latent_dim=256, rope_dim=64)
+    with pytest.raises(NotImplementedError, match="the architecture is sm_80a; mla_decode is written for sm_90a"):
+        tsmla_bridge.mla_decode(*case.arrays, **case.options)
+
+
+def test_prefill_on_a_gpu_has_a_kernel_or_a_reason(gpu: Gpu) -> None:
+    x, cu = torch.ones(6, 2, 8), torch.tensor([0, 6], dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="mla_prefill: implementation='cute' can't run this call"):
+        tsmla_bridge.mla_prefill(
+            x, x, x, cu_seqlens_q=cu, cu_seqlens_kv=cu, max_q_len=6, max_kv_len=6, softmax_scale=0.1
+        )
+
+
+def test_tensors_on_other_devices_are_refused() -> None:
+    case = inputs([5])
+    with pytest.raises(ValueError, match=r"seq_lens: got a tensor on meta; it must be on q's device, cpu"):
+        tsmla_bridge.mla_decode(*case.arrays[:3], case.seq_lens.to("meta"), **case.options)

@@ -1,0 +1,387 @@
+"""From torch tensors to a launch, on the stand-in for the GPU: which addresses and sizes the kernel is given."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tsmla_bridge
+from tests.bridge.conftest import NUM_SMS, Gpu, on_stream
+from tests.bridge.inputs import Inputs, assert_close, inputs
+from tsmla_bridge import Workspace, decode, scales
+from tsmla_kernels.catalog import MLA_DECODE, Operand
+from tsmla_kernels.launch import Launch
+
+BF16 = 2**-7  # bf16's own step, of results of size one
+KERNEL = {"q_dtype": "bfloat16", "kv_dtype": "bfloat16", "latent_dim": 256, "rope_dim": 64, "heads": 3}
+
+
+def served(seq_lens: list[int], **shape: Any) -> Inputs:
+    return inputs(seq_lens, **(KERNEL | shape))
+
+
+def assert_right(got: Any, case: Inputs, **changed: Any) -> None:
+    want_out, want_lse = case.want(**changed)
+    assert_close(got[0], want_out, BF16)
+    assert_close(got[1], want_lse, 1e-4)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"seq_lens": [5, 33, 0, 16]},
+        {"seq_lens": [5, 2, 0, 40], "s": 4},
+        {"seq_lens": [5, 20], "s": 24, "heads": 4},
+        {"seq_lens": [9, 3, 20], "q_lens": [2, 0, 3], "s": 3, "padding_rows": 2},
+        {"seq_lens": [40, 7], "page_size": 32, "q_dtype": "float16", "kv_dtype": "float16", "rope_dim": 0},
+    ],
+)
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_decode(gpu: Gpu, shape: dict[str, Any], batch_invariant: bool) -> None:
+    case = served(**shape)
+    options = case.options | {"batch_invariant": batch_invariant, "kv_scale": 2.0, "return_lse": True}
+    got = tsmla_bridge.mla_decode(*case.arrays, **options)
+    assert_right(got, case, kv_scale=2.0)
+    stream, operands = gpu.launches[-1]
+    assert stream == 0 and len(gpu.launches) == 1
+    assert list(operands) == [operand.name for operand in MLA_DECODE.operands(decode.choose.decode_config(_spec(case)))]
+
+
+def _spec(case: Inputs) -> Any:
+    offsets = case.options.get("cu_seqlens_q")
+    options = (case.case.latent_dim, case.case.max_q_len, True, False, None)
+    return decode.plan_for(*case.arrays, offsets, options).spec
+
+
+def test_nothing_is_copied(gpu: Gpu) -> None:
+    case = served([5, 33])
+    out = tsmla_bridge.mla_decode(*case.arrays, **case.options)
+    _, operands = gpu.launches[-1]
+    for name, tensor in zip(("q", "kv_cache", "block_tables", "seq_lens"), case.arrays, strict=True):
+        assert operands[name].data_ptr() == tensor.data_ptr(), name
+    assert operands["out"].data_ptr() == out.data_ptr()
+
+
+def test_a_plan_serves_all_calls_of_its_shapes(gpu: Gpu) -> None:
+    for seed in range(3):
+        case = served([5, 33], seed=seed)
+        assert_right(tsmla_bridge.mla_decode(*case.arrays, **case.options, return_lse=True), case)
+    assert len(decode._plans) == 1 and gpu.loads == 1
+    tsmla_bridge.mla_decode(*served([5, 33, 7]).arrays, **case.options)
+    assert len(decode._plans) == 2 and gpu.loads == 1  # another batch: the same kernel
+
+
+# ---- views
+
+
+def test_cache_with_its_head_axis(gpu: Gpu) -> None:
+    case = served([5, 33])
+    cache = case.kv_cache[:, None]
+    got = tsmla_bridge.mla_decode(case.q, cache, *case.arrays[2:], **case.options, return_lse=True)
+    assert_right(got, case)
+    assert gpu.launches[-1][1]["kv_cache"].data_ptr() == cache.data_ptr()
+
+
+def test_cache_that_is_one_layer_of_a_pool(gpu: Gpu) -> None:
+    case = served([5, 33, 0])
+    pool = torch.full((len(case.kv_cache), 3, *case.kv_cache.shape[1:]), torch.nan, dtype=case.kv_cache.dtype)
+    for layer in range(3):
+        pool[:, layer] = case.kv_cache
+        cache = pool[:, layer]
+        got = tsmla_bridge.mla_decode(case.q, cache, *case.arrays[2:], **case.options, return_lse=True)
+        assert_right(got, case)
+        operands = gpu.launches[-1][1]
+        assert operands["kv_cache"].data_ptr() == cache.data_ptr()
+        end = operands["kv_cache"].data_ptr() + operands["kv_cache"].numel() * 2
+        assert end <= pool.data_ptr() + pool.numel() * 2
+        pool[:, layer] = torch.nan
+
+
+def test_cache_that_is_a_range_of_pages(gpu: Gpu) -> None:
+    case = served([5, 33])
+    pool = torch.cat((torch.full_like(case.kv_cache, torch.nan), case.kv_cache))
+    cache = pool[len(case.kv_cache) :]
+    got = tsmla_bridge.mla_decode(case.q, cache, *case.arrays[2:], **case.options, return_lse=True)
+    assert_right(got, case)
+
+
+def test_query_as_its_two_halves(gpu: Gpu) -> None:
+    case = served([5, 33], s=2)
+    halves = case.q[..., :256], case.q[..., 256:]
+    got = tsmla_bridge.mla_decode(halves, *case.arrays[1:], **case.options, return_lse=True)
+    assert_right(got, case)
+    assert gpu.launches[-1][1]["q"].data_ptr() == case.q.data_ptr()
+    for latent, rope in ((halves[0], halves[1].clone()), (halves[0].clone(), halves[1]), (halves[1], halves[0])):
+        with pytest.raises(ValueError, match=r"q: got a pair .* torch\.cat\(q, -1\) makes one of them"):
+            tsmla_bridge.mla_decode((latent, rope), *case.arrays[1:], **case.options)
+    with pytest.raises(ValueError, match="q: got 3 tensors; legal: one, or the pair"):
+        tsmla_bridge.mla_decode((*halves, halves[0]), *case.arrays[1:], **case.options)
+
+
+@pytest.mark.parametrize("extra", [1, 5])
+def test_table_that_is_the_first_columns_of_a_wider_one(gpu: Gpu, extra: int) -> None:
+    case = served([5, 33, 0])
+    rows, width = case.block_tables.shape
+    wide = torch.full((rows + 1, width + extra), 2**31 - 1, dtype=torch.int32)
+    table = wide[:rows, :width]
+    table.copy_(case.block_tables)
+    got = tsmla_bridge.mla_decode(case.q, case.kv_cache, table, case.seq_lens, **case.options, return_lse=True)
+    assert_right(got, case)
+    assert gpu.launches[-1][1]["block_tables"].data_ptr() == table.data_ptr()
+
+
+def test_no_stride_is_ignored(gpu: Gpu) -> None:
+    case = served([5, 33], s=2)
+    q, cache, tables, lens = case.arrays
+    gapped = torch.cat((q, q), 1)[:, :2]
+    shifted = torch.cat((tables, tables), 1)[:, tables.shape[1] :]
+    for wrong, message in (
+        ({"q": gapped}, r"q: got shape .* with strides .*; the kernel takes row-major tensors without gaps"),
+        ({"q": q.transpose(1, 2).contiguous().transpose(1, 2)}, "q: got shape"),
+        ({"kv_cache": torch.cat((cache, cache), -1)[..., :320]}, r"kv_cache: got shape .* rows of D elements"),
+        ({"kv_cache": torch.cat((cache, cache[:, :3]), 1)[:, :16]}, "a multiple of Z \\* D = 5120 elements apart"),
+        ({"kv_cache": cache.transpose(1, 2).contiguous().transpose(1, 2)}, "kv_cache: got shape"),
+        ({"block_tables": tables.t().contiguous().t()}, "block_tables: got shape"),
+        ({"block_tables": shifted}, "block_tables: got shape"),  # its last row ends with the memory
+        ({"seq_lens": torch.stack((lens, lens), 1)[:, 0]}, "seq_lens: got shape"),
+    ):
+        given = {"q": q, "kv_cache": cache, "block_tables": tables, "seq_lens": lens} | wrong
+        with pytest.raises(ValueError, match=message):
+            tsmla_bridge.mla_decode(**given, **case.options)
+    with pytest.raises(ValueError, match=r"block_tables: got shape"):  # pieces are cut by the table's width
+        wide = torch.cat((tables, tables), 1)[:, : tables.shape[1]]
+        tsmla_bridge.mla_decode(q, cache, wide, lens, **case.options, batch_invariant=True)
+    assert not gpu.launches
+
+
+def test_a_table_slice_is_checked_at_every_call(gpu: Gpu) -> None:
+    case = served([5, 33])
+    rows, width = case.block_tables.shape
+    wide = torch.full((2 * rows, width + 1), -5, dtype=torch.int32)
+    wide[:rows, :width], wide[rows:, 1:] = case.block_tables, case.block_tables
+    tsmla_bridge.mla_decode(case.q, case.kv_cache, wide[:rows, :width], case.seq_lens, **case.options)
+    with pytest.raises(ValueError, match="block_tables: got shape"):  # the same shape and strides, but at the end
+        tsmla_bridge.mla_decode(case.q, case.kv_cache, wide[rows:, 1:], case.seq_lens, **case.options)
+
+
+def test_addresses_must_be_aligned(gpu: Gpu) -> None:
+    case = served([5, 33])
+    shifted = torch.cat((case.q.flatten(), case.q.flatten()))[1 : 1 + case.q.numel()].view(case.q.shape)
+    with pytest.raises(ValueError, match=r"q: got address .*; it must be a multiple of 16"):
+        tsmla_bridge.mla_decode(shifted, *case.arrays[1:], **case.options)
+
+
+# ---- memory
+
+
+def test_with_out_and_a_workspace_nothing_is_allocated(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = served([5, 33], s=2)
+    size = tsmla_bridge.decode_workspace_size(
+        max_batch=2, num_heads=3, max_q_len=2, page_size=16, latent_dim=256, device="cuda:0"
+    )
+    workspace = Workspace(size, "cpu")
+    options = case.options | {"return_lse": True, "workspace": workspace}
+    want = tsmla_bridge.mla_decode(*case.arrays, **options)
+    out, lse = torch.full_like(want[0], torch.nan), torch.full_like(want[1], torch.nan)
+    launched: list[Any] = []
+    monkeypatch.setattr(Launch, "__call__", lambda self, stream, addresses: launched.append(addresses))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("empty", "zeros", "full", "linspace", "stack"):
+            patch.setattr(torch, name, None)
+        tsmla_bridge.mla_decode(*case.arrays, **options, out=out, lse=lse)
+    (addresses,) = launched
+    inside = range(workspace.buffer.data_ptr(), workspace.buffer.data_ptr() + size)
+    assert all(address in inside for address in addresses[-3:])
+    assert addresses[6:8] == (out.data_ptr(), lse.data_ptr())
+
+
+def test_a_workspace_is_enough_for_what_it_is_sized_for(gpu: Gpu) -> None:
+    size = tsmla_bridge.decode_workspace_size(
+        max_batch=4, num_heads=3, max_q_len=3, page_size=16, latent_dim=256, max_pages=8, batch_invariant=True,
+        device="cuda:0",
+    )  # fmt: skip
+    workspace = Workspace(size, "cpu")
+    for lens, s in (([5, 33], 1), ([5, 33, 0, 9], 3), ([50] * 4, 2)):
+        case = served(lens, s=s)
+        options = case.options | {"workspace": workspace, "batch_invariant": True}
+        got = tsmla_bridge.mla_decode(*case.arrays, **options, return_lse=True)
+        assert_right(got, case)
+        tsmla_bridge.mla_decode(*case.arrays, **options)  # without lse it lies in the workspace too
+
+
+def test_a_workspace_says_when_it_does_not_do(gpu: Gpu) -> None:
+    case = served([5, 33])
+    with pytest.raises(ValueError, match=r"workspace: got 64 bytes; this call of mla_decode needs \d+"):
+        tsmla_bridge.mla_decode(*case.arrays, **case.options, workspace=Workspace(64, "cpu"))
+    with pytest.raises(ValueError, match="workspace: got one on meta; it must be on q's device, cpu"):
+        tsmla_bridge.mla_decode(*case.arrays, **case.options, workspace=Workspace(1 << 22, "meta"))
+    workspace = Workspace(1 << 22, "cpu")
+    with on_stream(gpu, 7):
+        tsmla_bridge.mla_decode(*case.arrays, **case.options, workspace=workspace)
+    with on_stream(gpu, 8):
+        with pytest.raises(ValueError, match=r"the one of stream 0x7 for a call on stream 0x8; each stream needs its"):
+            tsmla_bridge.mla_decode(*case.arrays, **case.options, workspace=workspace)
+        workspace.release()
+        tsmla_bridge.mla_decode(*case.arrays, **case.options, workspace=workspace)
+    with on_stream(gpu, 9, capture=1):  # a graph's own matter
+        tsmla_bridge.mla_decode(*case.arrays, **case.options, workspace=workspace)
+    with pytest.raises(NotImplementedError, match="latent_dim is 128"):
+        tsmla_bridge.decode_workspace_size(max_batch=1, num_heads=3, latent_dim=128, device="cuda:0")
+
+
+# ---- scales
+
+
+def test_scales_are_those_of_the_call(gpu: Gpu) -> None:
+    case = served([5, 33])
+    options = case.options | {"return_lse": True}
+    for scale, kv_scale in ((0.05, 1.0), (0.1, 0.5), (0.05, 1.0), (0.2, 2.0)):
+        options["softmax_scale"] = scale
+        assert_right(
+            tsmla_bridge.mla_decode(*case.arrays, **options, kv_scale=kv_scale), case, scale=scale, kv_scale=kv_scale
+        )
+    changing = torch.tensor(0.5)
+    for value in (0.5, 3.0):
+        changing.fill_(value)
+        got = tsmla_bridge.mla_decode(*case.arrays, **options, kv_scale=changing, q_scale=torch.tensor(2.0))
+        assert_right(got, case, scale=0.2, kv_scale=value, q_scale=2.0)
+
+
+def test_numbers_are_written_once_a_stream_and_once_a_capture(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = served([5, 33])
+    written: list[int] = []
+    write = scales._write
+    monkeypatch.setattr(scales, "_write", lambda pair, index: written.append(gpu.stream) or write(pair, index))
+
+    def call(scale: float = 0.1) -> int:
+        tsmla_bridge.mla_decode(*case.arrays, **(case.options | {"softmax_scale": scale}))
+        return gpu.launches[-1][1]["scales"].data_ptr()
+
+    places = {call(), call(), call()}
+    assert written == [0] and len(places) == 1
+    with on_stream(gpu, 7):
+        places.add(call())
+        places.add(call())
+    assert written == [0, 7] and len(places) == 2
+    for capture in (1, 2):  # what a graph reads, the graph has written
+        with on_stream(gpu, 7, capture):
+            inside = {call(), call()}
+            assert len(inside) == 1 and not inside & places
+            assert call(0.2) not in inside
+    assert written == [0, 7, 7, 7, 7, 7]
+    for i in range(2 * scales.MAX_PAIRS):
+        scales.on_device((1.0 + i, 1.0), -1, 0)
+    assert len(scales._of_stream[-1, 0]) <= scales.MAX_PAIRS
+
+
+@pytest.mark.parametrize("pair", [(0.1, 1.0), (1e-30, 3e38), (-3e38, 3e38), (np.inf, 1.0), (np.nan, 2.0), (0.0, -0.0)])
+def test_a_pair_is_written_to_the_bit(gpu: Gpu, pair: tuple[float, float]) -> None:
+    got = scales._write(pair, -1).numpy()
+    np.testing.assert_array_equal(got, np.asarray(pair, np.float32))
+
+
+def test_scales_are_multiplied_as_jax_does() -> None:
+    from tsmla_jax.ops.mla_decode import cute
+
+    rng = random.Random(0)
+    for _ in range(200):
+        numbers = [rng.uniform(1e-3, 3.0), rng.choice([None, rng.uniform(0.1, 9.0)]), rng.uniform(1e-3, 3.0)]
+        as_tensors = [None if x is None or rng.random() < 0.4 else torch.tensor(x) for x in numbers]
+        given = [x if t is None else t for x, t in zip(numbers, as_tensors, strict=True)]
+        pair = scales.product(given[0], given[1], given[2], given[2])
+        got = pair.numpy() if isinstance(pair, torch.Tensor) else np.asarray(pair, np.float32)
+        want = cute._scales(*(x.numpy() if isinstance(x, torch.Tensor) else x for x in given))
+        np.testing.assert_array_equal(got, np.asarray(want))
+
+
+# ---- threads, captures
+
+
+def test_threads_and_streams_do_not_meet(gpu: Gpu) -> None:
+    cases = [served([5 + i, 33 - i, i], s=1 + i % 3, seed=i) for i in range(6)]
+    wants = [case.want() for case in cases]
+    failures: list[BaseException] = []
+
+    def work(thread: int) -> None:
+        rng = random.Random(thread)
+        try:
+            gpu.stream = 100 + thread
+            for _ in range(20):
+                i = rng.randrange(len(cases))
+                scale = rng.choice([None, cases[i].case.scale * (1 + thread)])
+                options = cases[i].options | ({} if scale is None else {"softmax_scale": scale})
+                got = tsmla_bridge.mla_decode(*cases[i].arrays, **options, return_lse=True)
+                want = wants[i] if scale is None else cases[i].want(scale=scale)
+                assert_close(got[0], want[0], BF16)
+                assert_close(got[1], want[1], 1e-3)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+    assert gpu.loads == 3  # S is 1, 2 or 3
+
+
+def test_a_kernel_is_not_loaded_during_a_capture(gpu: Gpu) -> None:
+    case = served([5, 33])
+    message = "mla_decode: the first call with these static sizes loads its kernel"
+    with on_stream(gpu, 7, capture=1), pytest.raises(RuntimeError, match=message):
+        tsmla_bridge.mla_decode(*case.arrays, **case.options)
+    tsmla_bridge.mla_decode(*case.arrays, **case.options)
+    with on_stream(gpu, 7, capture=1):
+        tsmla_bridge.mla_decode(*served([5, 33, 1]).arrays, **case.options)
+
+
+def test_one_launch_serves_several_threads_at_once() -> None:
+    """Each takes its own block of arguments, although they are in the middle of a launch at the same time."""
+    operands = (Operand("x", "float32", (None, 4)), Operand("y", "float32", (None,), output=True))
+    barrier = threading.Barrier(4)
+    blocks: list[int] = []
+
+    def run(arguments: int, count: int) -> None:
+        blocks.append(arguments)
+        barrier.wait(timeout=30)
+
+    launch = Launch("k", operands, ((3, 4), (3,)), run)
+    threads = [threading.Thread(target=launch, args=(i, (16, 32))) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(blocks)) == 4
+
+
+def test_prefill_goes_to_the_catalogs_kernel(gpu: Gpu) -> None:
+    from tsmla_bridge import prefill
+
+    if prefill._kernel()[0] is None:
+        pytest.skip("the catalog has no prefill kernel")
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(7, 2, 192, generator=generator).bfloat16() for _ in range(2))
+    v = torch.randn(7, 2, 128, generator=generator).bfloat16()
+    cu = torch.tensor([0, 3, 7], dtype=torch.int32)
+    options = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu, "max_q_len": 4, "max_kv_len": 4, "softmax_scale": 0.1}
+    for return_lse in (False, True):
+        got = tsmla_bridge.mla_prefill(q, k, v, **options, v_scale=2.0, return_lse=return_lse)
+        want = tsmla_bridge.mla_prefill(
+            q, k, v, **options, v_scale=2.0, return_lse=return_lse, implementation="reference"
+        )
+        for a, b in zip(*((x if return_lse else (x,)) for x in (got, want)), strict=True):
+            assert torch.equal(a, b)
+    assert len(gpu.launches) == 2
+    wide = torch.cat((k, k), -1)[..., :192]
+    with pytest.raises(ValueError, match="k: got shape"):
+        tsmla_bridge.mla_prefill(q, wide, v, **options)
+
+
+def test_the_stand_in_has_some_multiprocessors() -> None:
+    assert NUM_SMS > 1  # one alone would have no pieces to combine
