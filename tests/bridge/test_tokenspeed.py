@@ -1,0 +1,480 @@
+"""tsmla_bridge.tokenspeed_mla: the package's surface, and what its functions mean, on CPU tensors and the stand-in."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import itertools
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tsmla_bridge
+from tests.bridge.conftest import Gpu
+from tests.bridge.inputs import Inputs, assert_close, inputs
+from tests.ops import oracle
+from tsmla_bridge import blackwell, decode, tokenspeed_mla
+from tsmla_bridge.tokenspeed_mla import (
+    get_num_sm,
+    mla_kv_pack_quantize_fp8,
+    tokenspeed_mla_decode,
+    tokenspeed_mla_prefill,
+    warmup_compile_prefill,
+)
+
+# name: (module, [(parameter, default)]); "" is no default, "*" begins those by keyword alone. Of the package's 2.0.4.
+SURFACE = {
+    "tokenspeed_mla_decode": (
+        "mla_decode",
+        "query kv_cache workspace_buffer kv_lora_rank qk_rope_head_dim block_tables seq_lens max_seq_len softmax_scale"
+        " output_scale=1.0 out=None is_var_seq=True causal_mask=True window_left=-1 enable_pdl=False return_lse=False"
+        " causal_seqs=None cp_world=1 cp_rank=0 cp_interleave_size=1 * min_split_kv=1 local_visible_lens=None",
+    ),
+    "tokenspeed_mla_prefill": (
+        "mla_prefill",
+        "query key value seq_lens cum_seq_lens max_seq_len batch_size softmax_scale is_causal=True return_lse=False"
+        " cum_seq_lens_q=None max_seq_len_q=None enable_pdl=False out=None",
+    ),
+    "warmup_compile_prefill": ("mla_prefill", "q_dtype=torch.float8_e4m3fn d_qk=192 d_v=128 enable_pdl=False"),
+    "_compile_prefill_kernel": (
+        "mla_prefill",
+        "q_dtype head_dim_qk head_dim_v is_causal return_lse use_pdl=False enable_ex2_emulation=True",
+    ),
+    "_enable_ex2_emulation": ("mla_prefill", ""),
+    "mla_kv_pack_quantize_fp8": (
+        "mla_kv_pack_quantize_fp8",
+        "k_nope k_pe v k_scale_inv=1.0 v_scale_inv=1.0 k_out=None v_out=None fp8_dtype=torch.float8_e4m3fn"
+        " enable_pdl=False",
+    ),
+    "get_num_sm": ("utils", "device"),
+}
+PUBLIC = {name for name in SURFACE if not name.startswith("_")}
+
+
+def signature(function: Any) -> str:
+    """The parameters as SURFACE writes them."""
+    written, by_keyword = [], False
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and not by_keyword:
+            written.append("*")
+            by_keyword = True
+        default = "" if parameter.default is parameter.empty else f"={parameter.default}"
+        written.append(parameter.name + default)
+    return " ".join(written)
+
+
+def signature_in_source(path: Path, name: str) -> str:
+    """The same, of a function in a file that need not be importable here."""
+    (found,) = (
+        node
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name == name
+    )
+    positional = found.args.args
+    defaults: list[Any] = [None] * (len(positional) - len(found.args.defaults)) + found.args.defaults
+    written = [a.arg + (f"={ast.unparse(d)}" if d else "") for a, d in zip(positional, defaults, strict=True)]
+    if found.args.kwonlyargs:
+        by_keyword = zip(found.args.kwonlyargs, found.args.kw_defaults, strict=True)
+        written += ["*", *(a.arg + (f"={ast.unparse(d)}" if d else "") for a, d in by_keyword)]
+    return " ".join(written)
+
+
+@pytest.mark.parametrize("name", SURFACE)
+def test_signatures(name: str) -> None:
+    module, parameters = SURFACE[name]
+    ours = importlib.import_module(f"tsmla_bridge.tokenspeed_mla.{module}")
+    assert signature(getattr(ours, name)) == parameters
+    if name in PUBLIC:
+        assert getattr(tokenspeed_mla, name) is getattr(ours, name)
+
+
+@pytest.mark.parametrize("name", SURFACE)
+def test_signatures_are_those_of_the_installed_package(name: str) -> None:
+    spec = importlib.util.find_spec("tokenspeed_mla")
+    if spec is None or spec.origin is None:
+        pytest.skip("needs the package tokenspeed-mla (its sources alone do)")
+    module, parameters = SURFACE[name]
+    package = Path(spec.origin).parent
+    assert signature_in_source(package / f"{module}.py", name) == parameters
+    (exported,) = (
+        ast.literal_eval(node.value)
+        for node in ast.parse(Path(spec.origin).read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    assert set(exported) == PUBLIC
+
+
+# ---- decode
+
+WORKSPACE = torch.empty(1 << 16, dtype=torch.int8)
+
+
+def run(case: Inputs, *, output_scale: float = 1.0, **options: Any) -> Any:
+    """A call with lse, as engines make it."""
+    return tokenspeed_mla_decode(
+        query=options.pop("query", case.q),
+        kv_cache=options.pop("kv_cache", case.kv_cache),
+        workspace_buffer=WORKSPACE,
+        kv_lora_rank=case.case.latent_dim,
+        qk_rope_head_dim=case.q.shape[-1] - case.case.latent_dim,
+        block_tables=options.pop("block_tables", case.block_tables),
+        seq_lens=options.pop("seq_lens", case.seq_lens),
+        max_seq_len=max(1, int(case.seq_lens.max())),
+        softmax_scale=case.case.scale,
+        output_scale=output_scale,
+        return_lse=True,
+        **options,
+    )
+
+
+def visible_keys(case: Inputs, ranges: Any) -> tuple[np.ndarray, np.ndarray]:
+    """out and lse (base 2) where query token i of request b sees the keys ranges(b, i), by the oracle."""
+    batch, q_len, heads, _ = case.q.shape
+    out, lse = np.zeros((batch, q_len, heads, case.case.latent_dim)), np.full((batch, q_len, heads), -np.inf)
+    page = case.kv_cache.shape[1]
+    for b, i in itertools.product(range(batch), range(q_len)):
+        at = [(case.case.block_tables[b, j // page], j % page) for j in ranges(b, i)]
+        keys = np.asarray([case.case.kv_cache[p, o] for p, o in at], np.float64).reshape(len(at), case.q.shape[-1])
+        for h in range(heads):
+            found = oracle.attend(
+                case.case.q[b, i, h].astype(np.float64), keys, keys[:, : case.case.latent_dim], case.case.scale
+            )
+            out[b, i, h], lse[b, i, h] = found[0], found[1] / math.log(2)
+    return out, lse
+
+
+def assert_right(got: Any, want: Any, tolerance: float = 2e-5) -> None:
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b, tolerance)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_decode(causal: bool) -> None:
+    case = inputs([5, 33, 0, 2], s=3)
+    out, lse = run(case, output_scale=2.0, causal_mask=causal, seq_lens=case.seq_lens.long())
+    want_out, want_lse = case.want(causal=causal)
+    assert_right((out, lse), (2 * want_out, want_lse / math.log(2)))
+
+
+def test_decode_in_fp8() -> None:
+    case = inputs([5, 33], q_dtype="float8_e4m3fn", kv_dtype="float8_e4m3fn")
+    out, lse = run(case, output_scale=0.5, kv_cache=case.kv_cache[:, None])
+    want_out, want_lse = case.want()
+    assert out.dtype == torch.bfloat16
+    assert_close(out, want_out / 2, 2**-7)
+    assert_close(lse, want_lse / math.log(2), 2e-5)
+
+
+@pytest.mark.parametrize("window", [2, 7, 100])
+def test_window(window: int) -> None:
+    case = inputs([5, 33, 0, 2], s=3)
+    lens = case.seq_lens.tolist()
+    want = visible_keys(case, lambda b, i: range(max(0, lens[b] - 3 - window + i), max(0, lens[b] - 2 + i)))
+    assert_right(run(case, window_left=window), want)
+
+
+def shards(case: Inputs, world: int, interleave: int) -> list[Inputs]:
+    """The keys of `case` dealt to ranks, each with a cache and tables of its own."""
+    page, (batch, _) = case.kv_cache.shape[1], case.block_tables.shape
+    dealt = []
+    for rank in range(world):
+        mine = [[j for j in range(int(n)) if j // interleave % world == rank] for n in case.seq_lens.tolist()]
+        shard = inputs([len(keys) for keys in mine], s=case.q.shape[1], seed=rank)
+        for b in range(batch):
+            for at, j in enumerate(mine[b]):
+                row = case.kv_cache[case.block_tables[b, j // page], j % page]
+                shard.kv_cache[shard.block_tables[b, at // page], at % page] = row
+        dealt.append(shard)
+    return dealt
+
+
+@pytest.mark.parametrize(("world", "interleave"), [(2, 1), (3, 4), (4, 16)])
+@pytest.mark.parametrize("options", [{}, {"window_left": 9}, {"causal_mask": False}])
+def test_ranks_merge_to_the_whole(world: int, interleave: int, options: dict[str, Any]) -> None:
+    case = inputs([37, 5, 0, 64], s=3)
+    want = run(case, **options)
+    parts = [
+        run(
+            shard, query=case.q, causal_seqs=case.seq_lens, cp_world=world, cp_rank=rank,
+            cp_interleave_size=interleave, **options,
+        )
+        for rank, shard in enumerate(shards(case, world, interleave))
+    ]  # fmt: skip
+    out, lse = tsmla_bridge.merge_attention_states([part for part, _ in parts], [lse * math.log(2) for _, lse in parts])
+    assert_right((out, lse / math.log(2)), [part.numpy() for part in want])
+    assert any((lse == -torch.inf).any() for _, lse in parts)  # some rank held nothing that was visible
+
+
+def test_lens_of_each_token() -> None:
+    case = inputs([5, 33, 0], s=3)
+    lens = torch.tensor([[0, 5, 2], [33, 1, 40], [3, 0, -1]], dtype=torch.int32)
+    limit = case.seq_lens.tolist()
+    want = visible_keys(case, lambda b, i: range(max(0, min(int(lens[b, i]), limit[b]))))
+    assert_right(run(case, local_visible_lens=lens), want)
+
+
+def test_query_and_out_with_gaps() -> None:
+    case = inputs([5, 33], s=2)
+    want = run(case)
+    buffer = torch.full((4, 5, *case.q.shape[2:]), torch.nan)
+    query = buffer[:2, :2]
+    query.copy_(case.q)
+    place = torch.full((2, 3, *want[0].shape[2:]), torch.nan)
+    out, lse = run(case, query=query, out=place[:, :2])
+    assert out.data_ptr() == place.data_ptr() and torch.all(place[:, 2].isnan())
+    assert torch.equal(out, want[0]) and torch.equal(lse, want[1])
+    dense = torch.empty_like(want[0])
+    assert run(case, out=dense)[0] is dense and torch.equal(dense, want[0])
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"min_split_kv": 0}, "min_split_kv: got 0; legal: an int from 1 to 256"),
+        ({"min_split_kv": 2.0}, "min_split_kv: got 2.0"),
+        ({"max_seq_len": 0}, "max_seq_len: got 0; legal: an int >= 1"),
+        ({"window_left": -2}, "window_left: got -2; legal: -1, or at least S - 1 = 2"),
+        ({"window_left": 1}, "window_left: got 1; legal: -1, or at least S - 1 = 2"),
+        ({"cp_world": 0}, "cp_world: got 0"),
+        ({"cp_interleave_size": 0}, "cp_interleave_size: got 0"),
+        ({"cp_rank": 1}, "cp_rank: got 1; legal: 0 to cp_world - 1 = 0"),
+        ({"cp_world": 2}, "causal_seqs: got None; with cp_world = 2"),
+        ({"workspace_buffer": torch.empty(8)}, "workspace_buffer: got dtype torch.float32; legal: torch.int8"),
+        ({"kv_lora_rank": 40}, "query: got shape .* D = kv_lora_rank"),
+        ({"kv_cache": torch.zeros(4, 16, 48).half()}, "kv_cache: got dtype torch.float16; it must be query's"),
+        ({"query": torch.zeros(2, 2, 48)}, "query: got shape"),
+        ({"local_visible_lens": torch.zeros(2, 3)}, "local_visible_lens: got torch.float32"),
+        (
+            {"local_visible_lens": torch.zeros(2, 3, dtype=torch.int32), "window_left": 4},
+            "local_visible_lens: can't go with window_left",
+        ),
+        ({"block_tables": torch.zeros(1, 3, dtype=torch.int32)}, "seq_lens: got shape"),  # uneven queries in an engine
+        ({"out": torch.zeros(2, 3, 2, 32).bfloat16()}, "out: got bfloat16"),
+    ],
+)
+def test_what_is_refused(changed: dict[str, Any], message: str) -> None:
+    case = inputs([5, 33], s=3)
+    legal = {
+        "query": case.q, "kv_cache": case.kv_cache, "workspace_buffer": WORKSPACE, "kv_lora_rank": 32,
+        "qk_rope_head_dim": 16, "block_tables": case.block_tables, "seq_lens": case.seq_lens, "max_seq_len": 33,
+        "softmax_scale": 0.1,
+    }  # fmt: skip
+    tokenspeed_mla_decode(**legal)
+    with pytest.raises(ValueError, match=message):
+        tokenspeed_mla_decode(**(legal | changed))
+
+
+def served(**shape: Any) -> Inputs:
+    return inputs([5, 33, 0], q_dtype="bfloat16", kv_dtype="bfloat16", latent_dim=256, rope_dim=64, **shape)
+
+
+def test_decode_by_the_kernel(gpu: Gpu) -> None:
+    case = served(s=2)
+    want_out, want_lse = case.want()
+    for buffer, inside in ((torch.empty(1 << 23, dtype=torch.int8), True), (torch.empty(16, dtype=torch.int8), False)):
+        out, lse = tokenspeed_mla_decode(
+            case.q, case.kv_cache[:, None], buffer, 256, 64, case.block_tables, case.seq_lens, 33, case.case.scale,
+            return_lse=True,
+        )  # fmt: skip
+        assert_close(out, want_out, 2**-7)
+        assert_close(lse, want_lse / math.log(2), 1e-4)
+        operands = gpu.launches[-1][1]
+        there = range(buffer.data_ptr(), buffer.data_ptr() + buffer.numel())
+        assert (operands["partial_out"].data_ptr() in there) == inside
+        assert operands["kv_cache"].data_ptr() == case.kv_cache.data_ptr()
+
+
+def test_masks_of_each_token_by_the_kernel(gpu: Gpu) -> None:
+    case = served(s=3)
+    lens = torch.tensor([[0, 5, 2], [33, 1, 40], [3, 0, -1]], dtype=torch.int32)
+    limit = case.seq_lens.tolist()
+    want = visible_keys(case, lambda b, i: range(max(0, min(int(lens[b, i]), limit[b]))))
+    place = torch.empty(3, 3, 2, 256, dtype=torch.bfloat16)
+    got = run(case, local_visible_lens=lens, out=place)
+    assert got[0].data_ptr() == place.data_ptr() == gpu.launches[-1][1]["out"].data_ptr()
+    assert_right(got, want, 2**-7)
+    with pytest.raises(NotImplementedError, match="the decode kernel has no window_left"):
+        run(case, window_left=5)
+    run(case, window_left=32)  # all keys lie in it
+
+
+# ---- prefill
+
+
+def packed(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    q, k, kv = (torch.randn(n, 2, w, generator=generator).to(dtype) for n, w in ((5, 24), (9, 24), (9, 40)))
+    return q, k, kv[..., 24:], torch.tensor([0, 4, 4, 9], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("causal", [True, False])
+def test_prefill(dtype: torch.dtype, causal: bool) -> None:
+    q, k, v, cu_kv = packed(dtype)
+    assert not v.is_contiguous()
+    cu_q = torch.tensor([0, 2, 3, 5])
+    arrays = [x.float().numpy() for x in (q, k, v)]
+    want = oracle.prefill(*arrays, cu_q.numpy(), cu_kv.numpy(), scale=0.2, causal=causal)
+    options = {"is_causal": causal, "return_lse": True, "cum_seq_lens_q": cu_q, "max_seq_len_q": 2}
+    out, lse = tokenspeed_mla_prefill(q, k, v, cu_kv, cu_kv, 5, 3, 0.2, **options)
+    assert out.dtype == torch.bfloat16
+    assert_close(out, want[0], 2**-6)
+    assert_close(lse, want[1], 2e-5)
+    place = torch.empty_like(out)
+    assert tokenspeed_mla_prefill(q, k, v, cu_kv, cu_kv, 5, 3, 0.2, out=place, **options)[0] is place
+    assert torch.equal(place, out)
+
+
+@pytest.mark.parametrize(
+    ("out", "error"),
+    [
+        (torch.empty(5, 2, 8, dtype=torch.bfloat16), ValueError),
+        (torch.empty(5, 2, 16), TypeError),
+        (torch.empty(5, 2, 16, dtype=torch.bfloat16, device="meta"), ValueError),
+        (torch.empty(2, 5, 16, dtype=torch.bfloat16).transpose(0, 1), ValueError),
+    ],
+)
+def test_prefill_refuses_a_wrong_out(out: torch.Tensor, error: type[Exception]) -> None:
+    q, k, v, cu = packed(torch.bfloat16)
+    cu_q = torch.tensor([0, 2, 3, 5], dtype=torch.int32)
+    with pytest.raises(error, match="out: got"):
+        tokenspeed_mla_prefill(q, k, v, cu, cu, 5, 3, 0.2, cum_seq_lens_q=cu_q, max_seq_len_q=2, out=out)
+
+
+def test_warming_up_costs_nothing_without_a_gpu() -> None:
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        warmup_compile_prefill(q_dtype=dtype, d_qk=192, d_v=128, enable_pdl=False)
+    warmup_compile_prefill()
+
+
+# ---- the rest
+
+
+@pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_pack_and_quantize(fp8: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(8)
+    kv = torch.randn(5, 3, 20, generator=generator).bfloat16() * 400
+    k_nope, v, k_pe = kv[..., :12], kv[..., 12:], torch.randn(5, 1, 4, generator=generator).bfloat16()
+    k, packed_v = mla_kv_pack_quantize_fp8(k_nope, k_pe, v, 0.5, 2.0, fp8_dtype=fp8)
+    greatest = torch.finfo(fp8).max
+    want = torch.cat((k_nope, k_pe.expand(-1, 3, -1)), -1).float() * 0.5
+    assert torch.equal(k.float(), want.clamp(-greatest, greatest).to(fp8).float())
+    assert torch.equal(packed_v.float(), (v.float() * 2).clamp(-greatest, greatest).to(fp8).float())
+    assert k.is_contiguous() and packed_v.is_contiguous() and k.dtype == packed_v.dtype == fp8
+    places = torch.empty(5, 3, 32, dtype=fp8)[..., :16], torch.empty_like(packed_v)
+    got = mla_kv_pack_quantize_fp8(k_nope, k_pe[:, 0], v, 0.5, 2.0, *places, fp8_dtype=fp8)
+    assert got[0] is places[0] and got[1] is places[1]
+    assert torch.equal(places[0].float(), k.float()) and torch.equal(places[1].float(), packed_v.float())
+
+
+def test_pack_and_quantize_refuses() -> None:
+    k, pe, v = torch.zeros(5, 3, 12), torch.zeros(5, 4), torch.zeros(5, 3, 8)
+    for arguments, options, message in (
+        ((k, pe, v), {"fp8_dtype": torch.bfloat16}, "fp8_dtype: got"),
+        ((k[0], pe, v), {}, "k_nope: got shape"),
+        ((k, pe[:3], v), {}, "k_pe: got shape"),
+        ((k, pe, v[:, :2]), {}, "v: got shape"),
+        ((k, pe, v), {"k_out": torch.zeros(5, 3, 16)}, "k_out: got torch.float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            mla_kv_pack_quantize_fp8(*arguments, **options)
+
+
+def test_multiprocessors() -> None:
+    assert get_num_sm(torch.device("cpu")) == 1
+
+
+INSTALLED = """
+import tsmla_bridge
+ours = tsmla_bridge.install_as_tokenspeed_mla()
+assert tsmla_bridge.install_as_tokenspeed_mla() is ours
+import importlib.util, tokenspeed_mla
+from tokenspeed_mla import tokenspeed_mla_decode, get_num_sm
+from tokenspeed_mla.mla_prefill import tokenspeed_mla_prefill, _compiled_kernels
+from tokenspeed_mla.mla_kv_pack_quantize_fp8 import mla_kv_pack_quantize_fp8
+from tokenspeed_mla.utils import get_num_sm as again
+assert tokenspeed_mla is ours and again is get_num_sm and importlib.util.find_spec("tokenspeed_mla") is not None
+assert tokenspeed_mla.mla_prefill._enable_ex2_emulation() is False
+assert ours.mla_kv_pack_quantize_fp8 is mla_kv_pack_quantize_fp8
+import sys
+assert not {"jax", "cutlass"} & set(sys.modules)
+"""
+TOO_LATE = """
+import sys, types
+sys.modules["tokenspeed_mla"] = types.ModuleType("tokenspeed_mla")
+import tsmla_bridge
+try:
+    tsmla_bridge.install_as_tokenspeed_mla()
+except RuntimeError as error:
+    assert "imported already" in str(error)
+else:
+    raise AssertionError
+"""
+
+
+@pytest.mark.parametrize("code", [INSTALLED, TOO_LATE])
+def test_installed_under_the_packages_name(code: str) -> None:
+    path = ":".join(entry for entry in sys.path if entry)
+    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# ---- Blackwell, where the real package runs the calls
+
+
+class RealPackage:
+    """Stands for the real package: what it was asked, answered by the reference but for what it gets wrong."""
+
+    __name__ = "tokenspeed_mla"
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+
+    def tokenspeed_mla_decode(self, **asked: Any) -> Any:
+        self.asked.append(asked)
+        assert asked["seq_lens"].min() > 0 and asked["block_tables"][asked["seq_lens"] == 1].max() < 2**31 - 1
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(blackwell, "is_device", lambda device: False)
+            patch.setattr(decode, "_plans", {})
+            patch.setattr(blackwell.devices, "kind", lambda device: "cpu")
+            out, lse = tokenspeed_mla_decode(**asked)
+        return torch.where(lse[..., None] == -torch.inf, torch.nan, out), lse.nan_to_num(neginf=-1e6)
+
+
+def test_on_blackwell_the_real_package_runs(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu.capability = (10, 0)
+    real = RealPackage()
+    monkeypatch.setitem(sys.modules, "tokenspeed_mla", real)
+    case = inputs(
+        [5, 33, 0, 2], s=3, q_dtype="bfloat16", kv_dtype="bfloat16", latent_dim=512, rope_dim=64, page_size=32
+    )
+    options = case.options | {"kv_scale": 2.0, "return_lse": True}
+    out, lse = tsmla_bridge.mla_decode(*case.arrays, **options)
+    want_out, want_lse = case.want(kv_scale=2.0)
+    assert_close(out, want_out, 2**-6)
+    assert_close(lse, want_lse, 1e-4)
+    (asked,) = real.asked
+    assert asked["softmax_scale"] == pytest.approx(2 * case.case.scale) and asked["output_scale"] == 2.0
+    with pytest.raises(NotImplementedError, match="takes numbers alone"):
+        tsmla_bridge.mla_decode(*case.arrays, **(options | {"kv_scale": torch.tensor(2.0)}))
+    with pytest.raises(NotImplementedError, match="tokenspeed_mla promises no such thing"):
+        tsmla_bridge.mla_decode(*case.arrays, **options, batch_invariant=True)
+
+
+def test_on_blackwell_without_the_package(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu.capability = (10, 3)
+    case = inputs([5], q_dtype="bfloat16", kv_dtype="bfloat16", latent_dim=512, rope_dim=64, page_size=32)
+    monkeypatch.setattr(blackwell.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(NotImplementedError, match="the package tokenspeed-mla runs the call, and it isn't installed"):
+        tsmla_bridge.mla_decode(*case.arrays, **case.options)
+    monkeypatch.setitem(sys.modules, "tokenspeed_mla", tokenspeed_mla)
+    with pytest.raises(NotImplementedError, match="was replaced by tsmla_bridge's module"):
+        run(case)
