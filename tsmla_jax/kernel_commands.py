@@ -26,7 +26,7 @@ _BAR_WIDTH = 24
 
 def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
     presets = sorted({name for kernel in KERNELS.values() for name, _ in kernel.presets})
-    archs = sorted({arch for kernel in KERNELS.values() for arch in kernel.archs})
+    archs = list(dict.fromkeys(arch for kernel in KERNELS.values() for arch in kernel.archs))
     parser.add_argument(
         "--arch",
         default=os.environ.get("CUTE_DSL_ARCH") or archs[0],
@@ -44,7 +44,8 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
         "--kernel",
         action="append",
         choices=sorted(KERNELS),
-        help="compile only this kernel (default: every one); may be repeated",
+        help="compile only this kernel (default: every one for the architecture that knows the options); may be"
+        " repeated",
     )
     parser.add_argument(
         "--jobs",
@@ -58,7 +59,9 @@ def run_compile(args: argparse.Namespace) -> int:
     """Compile what isn't in the cache yet; 1 if something doesn't compile. ValueError for a config that isn't legal."""
     if args.jobs < 1:
         raise ValueError(f"--jobs: got {args.jobs}; legal: an int >= 1")
-    kernels = [KERNELS[name] for name in args.kernel or KERNELS]
+    named = [KERNELS[name] for name in args.kernel or KERNELS]
+    # With no kernel for the architecture, compiling one says so.
+    kernels = [kernel for kernel in named if args.arch in kernel.archs] or named
     wanted = [(kernel, config) for text in args.config for kernel, config in configs(text, kernels)]
     wanted = list(dict.fromkeys(wanted))
     missing = [each for each in wanted if not cache.is_stored(*each, args.arch)]

@@ -70,7 +70,8 @@ class Entry:
 
     Attributes:
       path: where it is. size: its bytes.
-      description: what it says of itself: kernel, config (JSON), arch, host, package, dsl, sources, seconds, created.
+      description: what it says of itself: kernel, config (JSON), arch, host, package, dsl, sources, seconds, created,
+        and made_of where the kernel is made of another package.
       problem: why it will not be loaded, None if it would be by a process that asks for it.
     """
 
@@ -189,7 +190,14 @@ def _identity(kernel: Kernel, config: Config, arch: str) -> dict[str, Any]:
         "package": __version__,
         "sources": sources_digest(kernel.launcher.partition(":")[0]),
         "environment": {name: os.environ[name] for name in _CODE_VARIABLES if name in os.environ},
+        **_made_of(kernel),
     }
+
+
+def _made_of(kernel: Kernel) -> dict[str, str]:
+    """The version of the package whose code the objects hold, for kernels that are made of one."""
+    package = kernel.package
+    return {} if package is None else {"made_of": f"{package.distribution} {package.version}"}
 
 
 def _path(identity: dict[str, Any]) -> Path:
@@ -283,6 +291,8 @@ def _staleness(description: dict[str, Any]) -> str | None:
     kernel = KERNELS.get(description["kernel"])
     if kernel is not None and description["sources"] != sources_digest(kernel.launcher.partition(":")[0]):
         return "its kernel's sources have changed"
+    if kernel is not None and (made_of := _made_of(kernel)) and description["made_of"] != made_of["made_of"]:
+        return f"made of {description['made_of']}; this installation wants {made_of['made_of']}"
     return None
 
 

@@ -8,6 +8,7 @@ need nothing else about it.
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 
 from tsmla_kernels import contract
 from tsmla_kernels.sm90 import choose as sm90
+from tsmla_kernels.sm100 import choose as sm100
 
 Config = Any  # a frozen dataclass of ints, bools and strings; each kernel has its own
 
@@ -54,6 +56,29 @@ class Operand:
 
 
 @dataclass(frozen=True)
+class Package:
+    """Another package, of whose code kernels are made.
+
+    Attributes:
+      module: what it is imported as. distribution: what it is installed as, and `install` how.
+      checked: the version that the kernels were checked with, taken for that of objects where it isn't installed.
+    """
+
+    module: str
+    distribution: str
+    install: str
+    checked: str
+
+    @property
+    def version(self) -> str:
+        """That which is installed, found without importing it, else `checked`."""
+        try:
+            return importlib.metadata.version(self.distribution)
+        except importlib.metadata.PackageNotFoundError:
+            return self.checked
+
+
+@dataclass(frozen=True)
 class Kernel:
     """How one kernel is made.
 
@@ -65,6 +90,8 @@ class Kernel:
       operands: the launcher's operands for a config.
       from_options: the config that options of the command line name; ValueError says what is wrong with them.
       presets: options by the name of a model.
+      compiler_options: of the DSL, beside those that every kernel is compiled with.
+      package: whose code its objects hold, if not this one's.
     """
 
     name: str
@@ -74,6 +101,8 @@ class Kernel:
     operands: Callable[[Any], tuple[Operand, ...]]
     from_options: Callable[[Mapping[str, str]], Config] | None = None
     presets: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = ()
+    compiler_options: str = ""
+    package: Package | None = None
 
     def config_json(self, config: Config) -> str:
         """The config as a line of JSON, the same for equal configs."""
@@ -130,6 +159,13 @@ def mla_decode_config(options: Mapping[str, str]) -> sm90.DecodeConfig:
     """The config that a call with these options is given by choose.decode_config: one way to it, so that what is
     compiled ahead is what runs. `options` are a DecodeSpec's static fields, as text, and tensor_parallel, the number
     of devices that share the heads. ValueError names the option."""
+    spec = _decode_spec(options)
+    if reasons := sm90.decode_reasons(spec):
+        raise ValueError(f"--config: no kernel for it: {'; '.join(reasons)}")
+    return sm90.decode_config(spec)
+
+
+def _decode_spec(options: Mapping[str, str]) -> contract.DecodeSpec:
     values = {**_DECODE_DEFAULTS, **options}
     known = {*_DECODE_DEFAULTS, "num_heads"}
     if unknown := sorted(set(values) - known):
@@ -140,7 +176,7 @@ def mla_decode_config(options: Mapping[str, str]) -> sm90.DecodeConfig:
     max_q_len, heads, devices = (_integer(values, name) for name in ("max_q_len", "num_heads", "tensor_parallel"))
     if heads % devices:
         raise ValueError(f"--config: got tensor_parallel={devices}; it must divide num_heads={heads}")
-    spec = contract.DecodeSpec(
+    return contract.DecodeSpec(
         batch=1,
         total_q_len=max_q_len,
         max_q_len=max_q_len,
@@ -160,9 +196,6 @@ def mla_decode_config(options: Mapping[str, str]) -> sm90.DecodeConfig:
         return_lse=True,
         batch_invariant=_boolean(values, "batch_invariant"),
     )
-    if reasons := sm90.decode_reasons(spec):
-        raise ValueError(f"--config: no kernel for it: {'; '.join(reasons)}")
-    return sm90.decode_config(spec)
 
 
 MLA_DECODE = Kernel(
@@ -175,7 +208,89 @@ MLA_DECODE = Kernel(
     presets=DECODE_PRESETS,
 )
 
-KERNELS = {kernel.name: kernel for kernel in (MLA_DECODE,)}
+
+# ---- Blackwell: TokenSpeed's kernels
+
+
+def sm100_decode_operands(config: sm100.DecodeConfig) -> tuple[Operand, ...]:
+    """S and H are read at the launch, although they are known: the package's host code computes with them there."""
+    head_dim = sm100.LATENT_DIM + sm100.ROPE_DIM
+    return (
+        Operand("q", config.dtype, (None, None, None, head_dim), wide=True),
+        Operand("kv_cache", config.dtype, (None, config.page_size, head_dim), wide=True),
+        Operand("block_tables", "int32", (None, None), align=4),
+        Operand("seq_lens", "int32", (None,), align=4),
+        Operand("visible_lens", "int32", (None, None), align=4),
+        *_sm100_outputs(
+            config.traced_scales,
+            Operand(
+                "out", contract.attention_out_dtype(config.dtype), (None, None, None, sm100.LATENT_DIM), output=True
+            ),
+            Operand("lse", "float32", (None, None, None), output=True, align=4),
+            Operand("workspace", "int8", (None, None), output=True, align=32),
+        ),
+    )
+
+
+def sm100_prefill_operands(config: sm100.PrefillConfig) -> tuple[Operand, ...]:
+    """Everything is packed, as mla_prefill takes it."""
+    return (
+        Operand("q", config.dtype, (None, None, sm100.QK_HEAD_DIM)),
+        Operand("k", config.dtype, (None, None, sm100.QK_HEAD_DIM)),
+        Operand("v", config.dtype, (None, None, sm100.V_HEAD_DIM)),
+        Operand("cu_seqlens_q", "int32", (None,), align=4),
+        Operand("cu_seqlens_kv", "int32", (None,), align=4),
+        *_sm100_outputs(
+            config.traced_scales,
+            Operand("out", contract.attention_out_dtype(config.dtype), (None, None, sm100.V_HEAD_DIM), output=True),
+            Operand("lse", "float32", (None, None), output=True, align=4),
+            Operand("longest_q", "int8", (None,), output=True, align=1),
+        ),
+    )
+
+
+def _sm100_outputs(traced_scales: bool, *outputs: Operand) -> tuple[Operand, ...]:
+    """The outputs, after the scales where these are an array, else before the operands whose sizes say them."""
+    if traced_scales:
+        return (Operand("scales", "float32", (2,), align=4), *outputs)
+    return (*outputs, *(Operand(name, "int8", (None,), output=True, align=1) for name in sm100.SCALE_OPERANDS))
+
+
+def sm100_decode_config(options: Mapping[str, str]) -> sm100.DecodeConfig:
+    """As mla_decode_config; traced_scales=true is for calls whose scales are computed on the device."""
+    given = dict(options)
+    traced = _boolean({"traced_scales": given.pop("traced_scales", "false")}, "traced_scales")
+    spec = _decode_spec(given)
+    if reasons := sm100.decode_reasons(spec):
+        raise ValueError(f"--config: no kernel for it: {'; '.join(reasons)}")
+    return sm100.decode_config(spec, traced_scales=traced)
+
+
+TOKENSPEED = Package("tokenspeed_mla", "tokenspeed-mla", sm100.INSTALL, sm100.CHECKED_VERSION)
+
+MLA_DECODE_SM100 = Kernel(
+    name="mla_decode_sm100",
+    archs=sm100.ARCHS,
+    launcher="tsmla_kernels.sm100.mla_decode:MlaDecode",
+    config=sm100.DecodeConfig,
+    operands=sm100_decode_operands,
+    from_options=sm100_decode_config,
+    presets=DECODE_PRESETS,
+    compiler_options=sm100.COMPILER_OPTIONS,
+    package=TOKENSPEED,
+)
+
+MLA_PREFILL_SM100 = Kernel(
+    name="mla_prefill_sm100",
+    archs=sm100.ARCHS,
+    launcher="tsmla_kernels.sm100.mla_prefill:MlaPrefill",
+    config=sm100.PrefillConfig,
+    operands=sm100_prefill_operands,
+    compiler_options=sm100.COMPILER_OPTIONS,
+    package=TOKENSPEED,
+)
+
+KERNELS = {kernel.name: kernel for kernel in (MLA_DECODE, MLA_DECODE_SM100, MLA_PREFILL_SM100)}
 
 
 def _integer(values: Mapping[str, str], name: str) -> int:

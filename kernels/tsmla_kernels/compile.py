@@ -59,7 +59,7 @@ def compile_kernel(kernel: Kernel, config: Config, arch: str) -> CompiledObject:
 
     Raises:
       ValueError: the kernel isn't written for `arch`.
-      ModuleNotFoundError: the CuTe DSL (nvidia-cutlass-dsl) isn't installed.
+      ModuleNotFoundError: the CuTe DSL (nvidia-cutlass-dsl), or a package that the kernel is made of, isn't installed.
       RuntimeError: it doesn't compile; the message carries what the compiler said.
     """
     check_arch(kernel, arch)
@@ -96,11 +96,13 @@ def compile_kernel(kernel: Kernel, config: Config, arch: str) -> CompiledObject:
                     *host_entry.placeholders(operands),
                     launcher=resolve(kernel.launcher)(config),
                     operands=operands,
-                    options=f"--host-target '{host_target}' {_REMARKS}",
+                    options=f"--host-target '{host_target}' {_REMARKS} {kernel.compiler_options}",
                 )
                 module = compiled.dump_to_object(ENTRY_PREFIX)
             # The DSL's advice is for who writes the kernel, not for who calls it.
             log.writelines(f"{warning.category.__name__}: {warning.message}\n" for warning in warned)
+        except ModuleNotFoundError:  # a package that the kernel is made of
+            raise
         except Exception as e:
             said = f"\n{log.getvalue()}" if log.getvalue() else ""
             raise RuntimeError(f"{kernel.name}: {config} doesn't compile for {arch}: {e}{said}") from e

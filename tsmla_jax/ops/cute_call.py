@@ -29,8 +29,9 @@ from tsmla_kernels.catalog import Config, Kernel
 TARGET = "CuteDSLRT_NvJaxCutlassCall_v2"
 """The runtime's custom call that XLA may record into a CUDA graph (for jax from 0.9.1 on)."""
 
-NUM_SMS = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148}
-"""Multiprocessors to plan for where there is no device to ask: H100 SXM, H200; B200; B300."""
+NUM_SMS = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148, "sm_107a": 148}
+"""Multiprocessors to plan for where there is no device to ask: H100 SXM, H200; B200; B300; as B300, for want of a
+published number. It decides into how many pieces work is cut, not what comes out."""
 
 _TYPE = "CuteDSLRT_NvJaxCutlassCallTypes_v2"
 _register_lock = threading.Lock()
@@ -77,6 +78,16 @@ def why_not(kernel: Kernel) -> list[str]:
     if gpu() is not None and runtime_library() is None:
         return [f"{launch.LIBRARY} was not found; it is part of nvidia-cutlass-dsl"]
     return []
+
+
+def why_not_made(kernel: Kernel, config: Config) -> list[str]:
+    """Why `kernel` can't be had for `config`: the package of its code isn't installed, and no object is stored."""
+    package, arch = kernel.package, target_arch()
+    if package is None or arch is None or importlib.util.find_spec(package.module) is not None:
+        return []
+    if cache.is_stored(kernel, config, arch):
+        return []
+    return [f"{kernel.name} is made of {package.distribution}, which is not installed: {package.install}"]
 
 
 def why_not_by_default() -> list[str]:

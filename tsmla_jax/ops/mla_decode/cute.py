@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -26,21 +26,27 @@ from jax.sharding import PartitionSpec as P
 
 from tsmla_jax.ops import cute_call
 from tsmla_jax.ops.arrays import as_scale
+from tsmla_jax.ops.mla_decode import blackwell
 from tsmla_jax.ops.ragged import row_owner
 from tsmla_kernels import contract
-from tsmla_kernels.catalog import MLA_DECODE
+from tsmla_kernels.catalog import MLA_DECODE, MLA_DECODE_SM100
 from tsmla_kernels.contract import DecodeSpec
 from tsmla_kernels.sm90 import choose
+from tsmla_kernels.sm100 import choose as choose_sm100
 
 Results = tuple[jax.Array, jax.Array]
 
 
 def why_not(spec: DecodeSpec) -> list[str]:
     """The reasons why no kernel can run this call; empty if one can."""
-    reasons = cute_call.why_not(MLA_DECODE) + choose.decode_reasons(spec)
+    on_blackwell = cute_call.target_arch() in MLA_DECODE_SM100.archs
+    kernel, rules = (MLA_DECODE_SM100, choose_sm100) if on_blackwell else (MLA_DECODE, choose)
+    reasons = cute_call.why_not(kernel) + rules.decode_reasons(spec)
     for name in ("num_heads", "max_q_len"):
         if not isinstance(getattr(spec, name), int):
             reasons.append(f"{name} is {getattr(spec, name)}; the kernels are compiled for a number")
+    if on_blackwell and not reasons:
+        reasons += cute_call.why_not_made(kernel, choose_sm100.decode_config(spec))
     return reasons
 
 
@@ -75,6 +81,8 @@ def mla_decode(
     )
     ragged = () if cu_seqlens_q is None else (cu_seqlens_q,)
     scales = _scales(softmax_scale, q_scale, kv_scale)
+    if arch in MLA_DECODE_SM100.archs and isinstance(scales, np.ndarray):
+        call = replace(call, static_scales=(float(scales[0]), float(scales[1])))
     return _transformable(call)(q, kv_cache, block_tables, seq_lens, *ragged, scales)
 
 
@@ -92,7 +100,8 @@ def _scales(
 
 @dataclass(frozen=True)
 class _Call:
-    """What is static in a call beside its shapes. max_q_len is None where S is q's second axis."""
+    """What is static in a call beside its shapes. max_q_len is None where S is q's second axis; static_scales are the
+    scales where a kernel takes them by value."""
 
     max_q_len: int | None
     latent_dim: int
@@ -100,6 +109,7 @@ class _Call:
     batch_invariant: bool
     arch: str
     num_sms: int
+    static_scales: tuple[float, float] | None = None
 
     @property
     def ragged(self) -> bool:
@@ -180,6 +190,12 @@ def _on_one_device(
         return_lse=True,
         batch_invariant=call.batch_invariant,
     )
+    if call.arch in MLA_DECODE_SM100.archs:
+        arrays = (q, kv_cache, block_tables, seq_lens, cu_seqlens_q, scales)
+        static_scales = call.static_scales
+        return blackwell.on_one_device(
+            *arrays, spec=spec, static_scales=static_scales, arch=call.arch, num_sms=call.num_sms
+        )
     config = choose.decode_config(spec)
     rows = total_q_len * num_heads
     workspaces = choose.workspace_shapes(config, call.num_sms, batch, max_pages)

@@ -1,0 +1,253 @@
+"""How TokenSpeed's Blackwell kernels serve a call: static configurations, query tiles, splits and workspaces.
+
+The decisions are those of tokenspeed-mla 2.0 (its functions' names are in the docstrings; tests/blackwell compares them
+with these), made here from static shapes so that nothing of that package, of cutlass or of torch has to be imported to
+make them. What the package can't do is a reason here; that is where a call learns of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tsmla_kernels.contract import DecodeSpec, Dim, PrefillSpec
+
+ARCHS = ("sm_100a", "sm_103a", "sm_107a")
+CHECKED_VERSION = "2.0.4"  # of tokenspeed-mla: what this adapter was compiled with and compared to
+INSTALL = 'pip install "tsmla-jax[blackwell]"'
+
+LATENT_DIM, ROPE_DIM = 512, 64
+KEY_TILE = 128  # keys that a CTA pair handles at once
+PAGE_SIZES = (16, 32, 64, 128)
+MAX_HEADS = 128  # rows of the largest query tile; the heads of one token must fit one
+MAX_Q_LEN = 256  # the kernels hold one step of code for each query token
+MAX_ELEMENTS = 1 << 31  # of a result, which the kernels index in 32 bits
+LEAST_WORKSPACE = 16  # bytes: the operand is there when nothing is split, too
+
+QK_HEAD_DIM, V_HEAD_DIM = 192, 128
+PREFILL_ROWS = 256  # query rows of one CTA
+
+COMPILER_OPTIONS = "--opt-level 2"  # the package's: at the DSL's own 3 most of its kernels spill registers
+
+_CAPABILITIES = {"sm_100a": (10, 0), "sm_103a": (10, 3), "sm_107a": (10, 7)}
+_FP8 = "float8_e4m3fn"
+
+
+def capability(arch: str) -> tuple[int, int]:
+    """The compute capability, as the package wants it. ValueError for another architecture than these three."""
+    if arch not in _CAPABILITIES:
+        raise ValueError(f"arch: got {arch!r}; TokenSpeed's kernels are written for {', '.join(ARCHS)}")
+    return _CAPABILITIES[arch]
+
+
+# ---- decode
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """What a decode object is compiled for. All else is dynamic.
+
+    Attributes:
+      dtype: "float8_e4m3fn", "bfloat16" or "float16", of q and cache; out is bfloat16 for fp8.
+      num_heads: H. max_q_len: S, or the bound on a ragged request's queries. page_size: Z.
+      traced_scales: whether the scales are read from device memory. Otherwise the launch passes them by value, which
+        saves two registers; the object serves every value in both cases.
+    """
+
+    dtype: str
+    num_heads: int
+    max_q_len: int
+    page_size: int = 64
+    traced_scales: bool = False
+
+    @property
+    def fp8(self) -> bool:
+        return self.dtype == _FP8
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryTiles:
+    """How the S * H query rows of a request lie in the tiles of the matrix unit: row r of the request is query token
+    r // H, head r % H, and tile t holds `stride` rows from t * stride on.
+
+    Attributes:
+      rows: M of a tile. count: tiles of one request.
+      stride: query rows that a tile takes of them; the rest of the tile is padding.
+      fold: whole query tokens of a tile (the package's fold_sq_factor), 1 when packed.
+      packed: whether tiles are filled across query tokens (its pack_q).
+    """
+
+    rows: int
+    count: int
+    stride: int
+    fold: int
+    packed: bool
+
+
+def decode_reasons(spec: DecodeSpec) -> list[str]:
+    """Why TokenSpeed's decode kernels cannot run this call; empty if they can."""
+    reasons = []
+    if spec.q_dtype not in (_FP8, "bfloat16", "float16"):
+        reasons.append(f"q.dtype is {spec.q_dtype}; TokenSpeed's decode takes {_FP8}, bfloat16 or float16")
+    if spec.kv_dtype != spec.q_dtype:
+        reasons.append(f"kv_cache.dtype is {spec.kv_dtype}; TokenSpeed's decode takes q's dtype, {spec.q_dtype}")
+    if spec.page_size not in PAGE_SIZES:
+        why = " (rows of single-token pages are no legal TMA box)" if spec.page_size == 1 else ""
+        legal = ", ".join(map(str, PAGE_SIZES[:-1]))
+        reasons.append(f"page size is {spec.page_size}{why}; TokenSpeed's decode takes {legal} or {PAGE_SIZES[-1]}")
+    if spec.latent_dim != LATENT_DIM:
+        reasons.append(f"latent_dim is {spec.latent_dim}; TokenSpeed's decode takes {LATENT_DIM}")
+    if spec.rope_dim != ROPE_DIM:
+        reasons.append(f"the rope width is {spec.rope_dim}; TokenSpeed's decode takes {ROPE_DIM}")
+    if isinstance(spec.num_heads, int) and spec.num_heads > MAX_HEADS:
+        reasons.append(f"H is {spec.num_heads}; TokenSpeed's decode takes at most {MAX_HEADS}")
+    if isinstance(spec.max_q_len, int) and spec.max_q_len > MAX_Q_LEN:
+        name = "max_q_len" if spec.ragged else "S"
+        reasons.append(f"{name} is {spec.max_q_len}; TokenSpeed's decode takes at most {MAX_Q_LEN}")
+    if isinstance(spec.num_heads, int) and isinstance(spec.max_q_len, int):
+        reasons += _too_large("B", spec.batch, spec.max_q_len * spec.num_heads * LATENT_DIM)
+    return reasons
+
+
+def decode_config(spec: DecodeSpec, *, traced_scales: bool = False) -> DecodeConfig:
+    """The configuration that serves `spec`."""
+    return DecodeConfig(
+        dtype=spec.q_dtype,
+        num_heads=spec.num_heads,
+        max_q_len=spec.max_q_len,
+        page_size=spec.page_size,
+        traced_scales=traced_scales,
+    )
+
+
+def query_tiles(config: DecodeConfig, arch: str) -> QueryTiles:
+    """The package's choice of tile, fold and packing (select_mla_decode_tilers, get_mla_decode_fold_sq_factor and
+    tokenspeed_mla_decode itself)."""
+    heads, tokens = config.num_heads, config.max_q_len
+    rows = 64 if config.fp8 and arch == "sm_100a" and heads * tokens <= 64 else 128
+    most = min(tokens, rows // heads)
+    fold = next((fold for fold in range(most, 1, -1) if tokens % fold == 0), 1)
+    packed_count = -(-heads * tokens // rows)
+    if rows == 128 and packed_count < tokens // fold:
+        return QueryTiles(rows, packed_count, rows, fold=1, packed=True)
+    return QueryTiles(rows, tokens // fold, heads * fold, fold, packed=False)
+
+
+def reducer_splits(config: DecodeConfig, arch: str) -> int:
+    """Splits that the kernel which merges them can hold: as many as split_count ever gives, so that one object serves
+    every batch. (The package compiles one for each power of two.)"""
+    return 64 if query_tiles(config, arch).rows == 64 else 32
+
+
+def split_count(
+    config: DecodeConfig,
+    arch: str,
+    batch: Dim,
+    num_sms: int,
+    max_keys: Dim,
+    *,
+    minimum: Callable[[Any, Any], Any] = min,
+    maximum: Callable[[Any, Any], Any] = max,
+) -> Dim:
+    """Pieces that every request's keys are cut into (_get_split_kv_and_workspace_size); max_keys is what a row of the
+    block table can name. For symbolic sizes `minimum` and `maximum` are jax's."""
+    tiles = query_tiles(config, arch)
+    ctas = 1 if tiles.rows == 64 else 2
+    split = maximum(1, num_sms // batch // (tiles.count * ctas))
+    if not config.fp8:
+        return minimum(split, 32)
+    key_tiles = _ceil_div(max_keys, KEY_TILE)
+    if tiles.rows == 64:
+        split = minimum(key_tiles, split)
+        split = minimum(_ceil_div(key_tiles, _ceil_div(key_tiles, split)), 64)
+    else:
+        split = minimum(split, 32)
+    return _ceil_div(key_tiles, _ceil_div(key_tiles, split))
+
+
+def workspace_shape(
+    config: DecodeConfig,
+    arch: str,
+    batch: Dim,
+    splits: Dim,
+    *,
+    minimum: Callable[[Any, Any], Any] = min,
+    maximum: Callable[[Any, Any], Any] = max,
+) -> tuple[Dim, Dim]:
+    """The int8 workspace: [splits, bytes a split], of which the launcher takes the number of splits. In all it is the
+    package's get_workspace_size, whose 0 for a single split is LEAST_WORKSPACE here."""
+    tiles = query_tiles(config, arch)
+    size = batch * tiles.stride * tiles.count * (LATENT_DIM + 1) * 4
+    return splits, maximum(LEAST_WORKSPACE, size * (minimum(splits, 2) - 1))
+
+
+# ---- prefill
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillConfig:
+    """What a prefill object is compiled for. All else is dynamic, the number of heads too.
+
+    Attributes:
+      dtype: "float8_e4m3fn" or "bfloat16", of q, k and v; out is bfloat16.
+      causal: whether query i of n sees only keys j <= i + m - n of its request's m.
+      traced_scales: as in DecodeConfig.
+    """
+
+    dtype: str
+    causal: bool
+    traced_scales: bool = False
+
+
+def prefill_reasons(spec: PrefillSpec) -> list[str]:
+    """Why TokenSpeed's prefill kernel cannot run this call; empty if it can."""
+    reasons = []
+    if spec.q_dtype not in (_FP8, "bfloat16"):
+        reasons.append(f"q.dtype is {spec.q_dtype}; TokenSpeed's prefill takes {_FP8} or bfloat16")
+    if (spec.qk_head_dim, spec.v_head_dim) != (QK_HEAD_DIM, V_HEAD_DIM):
+        reasons.append(
+            f"the head dims are {spec.qk_head_dim} and {spec.v_head_dim}; TokenSpeed's prefill takes {QK_HEAD_DIM} and"
+            f" {V_HEAD_DIM}"
+        )
+    if isinstance(spec.num_heads, int):
+        reasons += _too_large("Tq", spec.total_q_len, spec.num_heads * V_HEAD_DIM)
+        reasons += _too_large("Tk", spec.total_kv_len, spec.num_heads * V_HEAD_DIM)
+    return reasons
+
+
+def prefill_config(spec: PrefillSpec, *, traced_scales: bool = False) -> PrefillConfig:
+    """The configuration that serves `spec`."""
+    return PrefillConfig(dtype=spec.q_dtype, causal=spec.causal, traced_scales=traced_scales)
+
+
+# ---- scales by value
+
+SCALE_OPERANDS = ("logit_scale_high", "logit_scale_low", "out_scale_high", "out_scale_low")
+
+
+def scale_sizes(logit_scale: float, out_scale: float) -> tuple[int, ...]:
+    """Sizes of the SCALE_OPERANDS, by which a launch passes two float32 values: an array's size is the only number that
+    XLA's custom call hands to a host function."""
+    bits = struct.unpack("<2I", struct.pack("<2f", logit_scale, out_scale))
+    return tuple(half + 1 for word in bits for half in (word >> 16, word & 0xFFFF))
+
+
+def _too_large(name: str, size: Dim, elements: int) -> list[str]:
+    """The reason against `size` rows of so many elements each, if they are too many or may be."""
+    most = (MAX_ELEMENTS - 1) // elements
+    try:
+        if size <= most:
+            return []
+    except Exception:  # jax's error for a comparison of symbolic sizes that it can't decide
+        return [
+            f"{name} is {size}, which may be too large: TokenSpeed's kernels index 2^31 elements, here {name} <= {most};"
+            f' a bound says it, jax.export.symbolic_shape("{size}", constraints=["{size} <= {min(most, 4096)}"])'
+        ]
+    return [f"{name} is {size}; TokenSpeed's kernels index 2^31 elements, here {name} <= {most}"]
+
+
+def _ceil_div(a: Dim, b: Dim) -> Dim:
+    return -(-a // b)

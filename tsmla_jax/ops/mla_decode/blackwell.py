@@ -1,0 +1,101 @@
+"""mla_decode on Blackwell: the operands of TokenSpeed's kernels for a call on one device, and what guards them.
+
+The kernels read whole tiles of 128 keys. So block tables are widened to whole tiles, and what a request doesn't use is
+given the number after the last page, which the copy engine reads as zeros: entries past a request's end can hold
+anything. Each query token's visible keys are counted here, lengths outside the table included. Ragged queries become
+[B, max_q_len, H, D], each request's tokens at the end of its row. The kernels' lse has base 2.
+
+One thing is not guarded: a slot beyond a request's length in the last page that it uses must hold a finite number,
+since the matrix product multiplies it by a weight of 0. So do caches that start as zeros and get finite tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tsmla_jax.ops import cute_call
+from tsmla_jax.ops.ragged import row_owner
+from tsmla_kernels.catalog import MLA_DECODE_SM100
+from tsmla_kernels.contract import DecodeSpec
+from tsmla_kernels.sm100 import choose
+
+LN_2 = math.log(2.0)
+
+
+def on_one_device(
+    q: jax.Array,
+    kv_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    cu_seqlens_q: jax.Array | None,
+    scales: jax.Array,
+    *,
+    spec: DecodeSpec,
+    static_scales: tuple[float, float] | None,
+    arch: str,
+    num_sms: int,
+) -> tuple[jax.Array, jax.Array]:
+    """out and lse of a call whose arrays lie on one device; spec describes those.
+
+    Args:
+      scales: [2] float32, what logits and what outputs are multiplied by. static_scales: the same as numbers where they
+        are known, so that the launch can pass them by value.
+    """
+    config = choose.decode_config(spec, traced_scales=static_scales is None)
+    tokens, num_keys = config.max_q_len, spec.max_pages * config.page_size
+    seq_lens = jnp.clip(seq_lens, 0, num_keys)
+    ends = seq_lens
+    if cu_seqlens_q is not None:
+        lengths = cu_seqlens_q[1:] - cu_seqlens_q[:-1]
+        q_lens = jnp.clip(lengths, 0, tokens)
+        # Of a request with more tokens than max_q_len only the first so many are computed.
+        ends = seq_lens - jnp.maximum(lengths - tokens, 0)
+        rows = (cu_seqlens_q[:-1] - (tokens - q_lens))[:, None] + jnp.arange(tokens, dtype=jnp.int32)
+        q = q[jnp.clip(rows, 0, spec.total_q_len - 1)]
+    visible_lens = jnp.broadcast_to(seq_lens[:, None], (spec.batch, tokens))
+    if spec.causal:
+        visible_lens = jnp.maximum(ends[:, None] - (tokens - 1) + jnp.arange(tokens, dtype=jnp.int32), 0)
+
+    bounds = _bounds(spec.batch, spec.max_pages)
+    splits = 1 if spec.batch_invariant else choose.split_count(config, arch, spec.batch, num_sms, num_keys, **bounds)
+    outputs = (
+        (spec.batch, tokens, config.num_heads, choose.LATENT_DIM),
+        (spec.batch, tokens, config.num_heads),
+        choose.workspace_shape(config, arch, spec.batch, splits, **bounds),
+    )
+    inputs = (q, kv_cache, whole_tiles(block_tables, seq_lens, spec), seq_lens, visible_lens)
+    out, lse, *_ = cute_call.cute_call(
+        MLA_DECODE_SM100,
+        config,
+        inputs if static_scales else (*inputs, scales),
+        outputs if static_scales is None else (*outputs, *((size,) for size in choose.scale_sizes(*static_scales))),
+        arch=arch,
+    )
+    seen = (visible_lens > 0)[:, :, None]
+    if cu_seqlens_q is not None:
+        request, position, owned = row_owner(cu_seqlens_q, spec.total_q_len)
+        slot = jnp.clip(position + (tokens - q_lens)[request], 0, tokens - 1)
+        out, lse = out[request, slot], lse[request, slot]
+        seen = (owned & (position < tokens))[:, None] & seen[request, slot]
+    return jnp.where(seen[..., None], out, jnp.zeros((), out.dtype)), jnp.where(seen, lse * LN_2, -jnp.inf)
+
+
+def whole_tiles(block_tables: jax.Array, seq_lens: jax.Array, spec: DecodeSpec) -> jax.Array:
+    """The table [B, M] widened to whole key tiles, and what a request doesn't use made a page that isn't there."""
+    pages_a_tile = choose.KEY_TILE // spec.page_size
+    width = -(-spec.max_pages // pages_a_tile) * pages_a_tile
+    table = jnp.concatenate([block_tables, jnp.zeros((spec.batch, width - spec.max_pages), jnp.int32)], axis=1)
+    used = jnp.arange(width, dtype=jnp.int32) * spec.page_size < seq_lens[:, None]
+    return jnp.where(used, table, jnp.asarray(spec.num_pages, jnp.int32))
+
+
+def _bounds(*sizes: Any) -> dict[str, Callable[[Any, Any], Any]]:
+    """min and max, or jax's own where a size is symbolic, whose expressions can't be compared."""
+    if all(isinstance(size, int) for size in sizes):
+        return {}
+    return {"minimum": jax.core.min_dim, "maximum": jax.core.max_dim}
