@@ -1,10 +1,11 @@
-"""Writes a small random DeepSeek-V3 checkpoint in the real Hugging Face format.
+"""Writes a small random DeepSeek checkpoint in the real Hugging Face format.
 
-    python examples/make_checkpoint.py DIR [--dtype bfloat16|float32] [--fp8] [--tied] [--seed N]
+    python examples/make_checkpoint.py DIR [--model v3|v3.2|v4] [--dtype bfloat16|float32] [--fp8] [--tied] [--seed N]
 
 config.json, sharded safetensors with their index, a byte-level tokenizer.json, generation_config.json; and prompts.txt,
-something to say to it. The attention has DeepSeek's own head dimensions (128 + 64 and 128 over a latent of 512) and the
-experts V3's routing; the rest is small enough for a laptop. It needs numpy and ml_dtypes alone, which jax brings.
+something to say to it. The attention has DeepSeek's own head dimensions (128 + 64 and 128 over a latent of 512, or V4's
+512), its indexers and compressors, and the experts their model's routing; the rest is small enough for a laptop. It
+needs numpy and ml_dtypes alone, which jax brings.
 
 The model knows nothing. Only whole words have rows in its output projection, so that what it says can at least be read.
 """
@@ -41,7 +42,10 @@ BOS, EOS = "<|begin_of_sentence|>", "<|end_of_sentence|>"
 FP8_BLOCK = 128
 SHARD_BYTES = 8 << 20
 
-_SAFETENSORS_NAMES = {"bfloat16": "BF16", "float32": "F32", "float8_e4m3fn": "F8_E4M3"}
+MODELS = ("v3", "v3.2", "v4")
+Tensors = Iterator[tuple[str, np.ndarray]]
+
+_SAFETENSORS_NAMES = {"bfloat16": "BF16", "float32": "F32", "float8_e4m3fn": "F8_E4M3", "int64": "I64"}
 
 
 def byte_alphabet() -> list[str]:
@@ -97,8 +101,10 @@ def make_tokenizer() -> tuple[dict, list[int]]:
     return tokenizer, words
 
 
-def make_config(vocab_size: int, dtype: str, tied: bool, fp8: bool) -> dict:
-    """A config.json with DeepSeek-V3's attention and routing, everything else small."""
+def make_config(vocab_size: int, dtype: str, tied: bool, fp8: bool, model: str = "v3") -> dict:
+    """A config.json with one model's attention and routing, everything else small."""
+    if model == "v4":
+        return make_v4_config(vocab_size, dtype, tied)
     config = {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
@@ -144,6 +150,9 @@ def make_config(vocab_size: int, dtype: str, tied: bool, fp8: bool) -> dict:
         "bos_token_id": vocab_size - 2,
         "eos_token_id": vocab_size - 1,
     }
+    if model == "v3.2":
+        indexer = {"index_n_heads": 16, "index_head_dim": 128, "index_topk": 64}
+        config |= {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", **indexer}
     if fp8:
         config["quantization_config"] = {
             "quant_method": "fp8",
@@ -154,17 +163,103 @@ def make_config(vocab_size: int, dtype: str, tied: bool, fp8: bool) -> dict:
     return config
 
 
-def weights(config: dict, words: list[int], seed: int) -> Iterator[tuple[str, np.ndarray]]:
-    """All tensors by their Hugging Face names, f32, in the order of the layers."""
-    rng = np.random.default_rng(seed)
+def make_v4_config(vocab_size: int, dtype: str, tied: bool) -> dict:
+    """A config.json with DeepSeek-V4's attention, residual streams and routing, everything else small."""
+    return {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "model_type": "deepseek_v4",
+        "vocab_size": vocab_size,
+        "hidden_size": 256,
+        "moe_intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 512,
+        "qk_rope_head_dim": 64,
+        "q_lora_rank": 192,
+        "o_groups": 2,
+        "o_lora_rank": 128,
+        "sliding_window": 128,
+        "compress_ratios": [0, 4, 128, 4],
+        "index_n_heads": 16,
+        "index_head_dim": 128,
+        "index_topk": 64,
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": 20,
+        "hc_eps": 1e-6,
+        "num_hash_layers": 1,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 1,
+        "scoring_func": "sqrtsoftplus",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "swiglu_limit": 10.0,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000,
+        "compress_rope_theta": 160000,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 16,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "original_max_position_embeddings": 65536,
+        },
+        "max_position_embeddings": 1048576,
+        "attention_bias": False,
+        "tie_word_embeddings": tied,
+        "torch_dtype": dtype,
+        "bos_token_id": vocab_size - 2,
+        "eos_token_id": vocab_size - 1,
+    }
 
-    def linear(out_features: int, in_features: int) -> np.ndarray:
-        return rng.standard_normal((out_features, in_features), dtype=np.float32) / np.float32(in_features**0.5)
 
-    def norm(features: int) -> np.ndarray:
-        return 1 + 0.1 * rng.standard_normal(features, dtype=np.float32)
+class Source:
+    """Random matrices, norms and whatever else a model is made of, f32, one after the other."""
 
-    def mlp(prefix: str, width: int) -> Iterator[tuple[str, np.ndarray]]:
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def linear(self, out_features: int, in_features: int) -> np.ndarray:
+        values = self.rng.standard_normal((out_features, in_features), dtype=np.float32)
+        return values / np.float32(in_features**0.5)
+
+    def norm(self, features: int) -> np.ndarray:
+        return 1 + 0.1 * self.small(features)
+
+    def small(self, *shape: int) -> np.ndarray:
+        return self.rng.standard_normal(shape, dtype=np.float32)
+
+    def embedding(self, config: dict, words: list[int]) -> np.ndarray:
+        embedding = self.small(config["vocab_size"], config["hidden_size"])
+        if config["tie_word_embeddings"]:
+            spoken = np.isin(np.arange(config["vocab_size"]), words)
+            embedding[~spoken] *= 0.05
+        return embedding
+
+    def head(self, config: dict, words: list[int]) -> np.ndarray:
+        """Only words have rows that are not 0."""
+        head = np.zeros((config["vocab_size"], config["hidden_size"]), dtype=np.float32)
+        head[words] = self.linear(len(words), config["hidden_size"]) * 4
+        return head
+
+
+def weights(config: dict, words: list[int], seed: int) -> Tensors:
+    """All tensors by their names in the checkpoints of the config's model, in the order of the layers."""
+    source = Source(seed)
+    return (
+        v4_weights(config, words, source)
+        if config["model_type"] == "deepseek_v4"
+        else v3_weights(config, words, source)
+    )
+
+
+def v3_weights(config: dict, words: list[int], source: Source) -> Tensors:
+    """V3's, under the names Hugging Face has for them; V3.2's are the same and an indexer's in every layer."""
+    linear, norm = source.linear, source.norm
+
+    def mlp(prefix: str, width: int) -> Tensors:
         yield f"{prefix}.gate_proj.weight", linear(width, hidden)
         yield f"{prefix}.up_proj.weight", linear(width, hidden)
         yield f"{prefix}.down_proj.weight", linear(hidden, width)
@@ -173,11 +268,7 @@ def weights(config: dict, words: list[int], seed: int) -> Iterator[tuple[str, np
     nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
     latent, q_lora = config["kv_lora_rank"], config["q_lora_rank"]
 
-    embedding = rng.standard_normal((config["vocab_size"], hidden), dtype=np.float32)
-    if config["tie_word_embeddings"]:
-        spoken = np.isin(np.arange(config["vocab_size"]), words)
-        embedding[~spoken] *= 0.05
-    yield "model.embed_tokens.weight", embedding
+    yield "model.embed_tokens.weight", source.embedding(config, words)
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
         yield f"{prefix}.input_layernorm.weight", norm(hidden)
@@ -188,21 +279,88 @@ def weights(config: dict, words: list[int], seed: int) -> Iterator[tuple[str, np
         yield f"{prefix}.self_attn.kv_a_layernorm.weight", norm(latent)
         yield f"{prefix}.self_attn.kv_b_proj.weight", linear(heads * (nope + value), latent)
         yield f"{prefix}.self_attn.o_proj.weight", linear(hidden, heads * value)
+        if config["model_type"] == "deepseek_v32":
+            index_heads, width = config["index_n_heads"], config["index_head_dim"]
+            yield f"{prefix}.self_attn.indexer.wq_b.weight", linear(index_heads * width, q_lora)
+            yield f"{prefix}.self_attn.indexer.wk.weight", linear(width, hidden)
+            yield f"{prefix}.self_attn.indexer.k_norm.weight", norm(width)
+            yield f"{prefix}.self_attn.indexer.k_norm.bias", 0.1 * source.small(width)
+            yield f"{prefix}.self_attn.indexer.weights_proj.weight", linear(index_heads, hidden)
         yield f"{prefix}.post_attention_layernorm.weight", norm(hidden)
         if layer < config["first_k_dense_replace"]:
             yield from mlp(f"{prefix}.mlp", config["intermediate_size"])
             continue
         experts = config["n_routed_experts"]
         yield f"{prefix}.mlp.gate.weight", linear(experts, hidden)
-        yield f"{prefix}.mlp.gate.e_score_correction_bias", 0.1 * rng.standard_normal(experts, dtype=np.float32)
+        yield f"{prefix}.mlp.gate.e_score_correction_bias", 0.1 * source.small(experts)
         for expert in range(experts):
             yield from mlp(f"{prefix}.mlp.experts.{expert}", config["moe_intermediate_size"])
         yield from mlp(f"{prefix}.mlp.shared_experts", config["moe_intermediate_size"] * config["n_shared_experts"])
     yield "model.norm.weight", norm(hidden)
     if not config["tie_word_embeddings"]:
-        head = np.zeros((config["vocab_size"], hidden), dtype=np.float32)
-        head[words] = linear(len(words), hidden) * 4
-        yield "lm_head.weight", head
+        yield "lm_head.weight", source.head(config, words)
+
+
+def v4_weights(config: dict, words: list[int], source: Source) -> Tensors:
+    """V4's, under the names DeepSeek's own checkpoints have for them."""
+    linear, norm, small = source.linear, source.norm, source.small
+    hidden, heads, width = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
+    q_lora, groups, o_lora = config["q_lora_rank"], config["o_groups"], config["o_lora_rank"]
+    experts, top_k, streams = config["n_routed_experts"], config["num_experts_per_tok"], config["hc_mult"]
+
+    def compressor(prefix: str, ratio: int, width: int) -> Tensors:
+        columns = 2 * width if ratio == 4 else width
+        yield f"{prefix}.wkv.weight", linear(columns, hidden)
+        yield f"{prefix}.wgate.weight", linear(columns, hidden)
+        yield f"{prefix}.ape", small(ratio, columns)
+        yield f"{prefix}.norm.weight", norm(width)
+
+    def mix(prefix: str, rows: int, scales: int) -> Tensors:
+        yield f"{prefix}_fn", linear(rows, streams * hidden)
+        yield f"{prefix}_base", 0.3 * small(rows)
+        yield f"{prefix}_scale", 1 + 0.1 * small(scales)
+
+    def mlp(prefix: str) -> Tensors:
+        inner = config["moe_intermediate_size"]
+        yield f"{prefix}.w1.weight", linear(inner, hidden)
+        yield f"{prefix}.w2.weight", linear(hidden, inner)
+        yield f"{prefix}.w3.weight", linear(inner, hidden)
+
+    yield "embed.weight", source.embedding(config, words)
+    for layer, ratio in enumerate(config["compress_ratios"][: config["num_hidden_layers"]]):
+        prefix = f"layers.{layer}"
+        yield f"{prefix}.attn_norm.weight", norm(hidden)
+        yield from mix(f"{prefix}.hc_attn", (2 + streams) * streams, 3)
+        yield f"{prefix}.attn.wq_a.weight", linear(q_lora, hidden)
+        yield f"{prefix}.attn.q_norm.weight", norm(q_lora)
+        yield f"{prefix}.attn.wq_b.weight", linear(heads * width, q_lora)
+        yield f"{prefix}.attn.wkv.weight", linear(width, hidden)
+        yield f"{prefix}.attn.kv_norm.weight", norm(width)
+        yield f"{prefix}.attn.attn_sink", small(heads)
+        yield f"{prefix}.attn.wo_a.weight", linear(groups * o_lora, heads * width // groups)
+        yield f"{prefix}.attn.wo_b.weight", linear(hidden, groups * o_lora)
+        if ratio:
+            yield from compressor(f"{prefix}.attn.compressor", ratio, width)
+        if ratio == 4:
+            index_heads, index_width = config["index_n_heads"], config["index_head_dim"]
+            yield from compressor(f"{prefix}.attn.indexer.compressor", ratio, index_width)
+            yield f"{prefix}.attn.indexer.wq_b.weight", linear(index_heads * index_width, q_lora)
+            yield f"{prefix}.attn.indexer.weights_proj.weight", linear(index_heads, hidden)
+        yield f"{prefix}.ffn_norm.weight", norm(hidden)
+        yield from mix(f"{prefix}.hc_ffn", (2 + streams) * streams, 3)
+        yield f"{prefix}.ffn.gate.weight", linear(experts, hidden)
+        if layer < config["num_hash_layers"]:
+            table = np.argsort(source.rng.random((config["vocab_size"], experts)), axis=1)[:, :top_k]
+            yield f"{prefix}.ffn.gate.tid2eid", table
+        else:
+            yield f"{prefix}.ffn.gate.bias", 0.1 * small(experts)
+        for expert in range(experts):
+            yield from mlp(f"{prefix}.ffn.experts.{expert}")
+        yield from mlp(f"{prefix}.ffn.shared_experts")
+    yield from mix("hc_head", streams, 1)
+    yield "norm.weight", norm(hidden)
+    if not config["tie_word_embeddings"]:
+        yield "head.weight", source.head(config, words)
 
 
 def quantize_blocks(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -216,10 +374,12 @@ def quantize_blocks(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return quantized.astype(ml_dtypes.float8_e4m3fn), scale.astype(np.float32)
 
 
-def stored(tensors: Iterator[tuple[str, np.ndarray]], dtype: str, fp8: bool) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors in the dtypes a checkpoint stores: the router's bias in f32, projections in e4m3 if wanted."""
+def stored(tensors: Tensors, dtype: str, fp8: bool) -> Tensors:
+    """The tensors in the dtypes a checkpoint stores: tables as they are, routers' biases and what V4 computes in f32 in
+    f32, projections in e4m3 if wanted."""
+    f32 = ("e_score_correction_bias", "gate.bias", "attn_sink", ".ape", "_fn", "_base", "_scale")
     for name, value in tensors:
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(f32) or value.dtype == np.int64:
             yield name, value
         elif fp8 and name.endswith(("_proj.weight", "_with_mqa.weight")):
             quantized, scale = quantize_blocks(value)
@@ -246,7 +406,7 @@ def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
             file.write(np.ascontiguousarray(value).tobytes())
 
 
-def write_shards(directory: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> int:
+def write_shards(directory: Path, tensors: Tensors) -> int:
     """Shards of about SHARD_BYTES and their index; returns the bytes of all tensors."""
     shards: list[dict[str, np.ndarray]] = [{}]
     sizes = [0]
@@ -271,21 +431,30 @@ def write_json(path: Path, value: object) -> None:
 
 
 def make_checkpoint(
-    directory: Path, *, dtype: str = "bfloat16", fp8: bool = False, tied: bool = False, seed: int = 0
+    directory: Path,
+    *,
+    model: str = "v3",
+    dtype: str = "bfloat16",
+    fp8: bool = False,
+    tied: bool = False,
+    seed: int = 0,
 ) -> int:
     """Writes the checkpoint; returns the bytes of its tensors.
 
     Args:
       directory: made if it is not there; files of the same names are replaced.
+      model: "v3", "v3.2" or "v4".
       dtype: "bfloat16" or "float32".
-      fp8: store the projections as e4m3 with one scale per 128 x 128 block.
+      fp8: store the projections as e4m3 with one scale per 128 x 128 block; not for v4.
       tied: no lm_head; the embedding is the output projection.
       seed: of all random weights.
     """
+    if fp8 and model == "v4":
+        raise ValueError("fp8 = True; legal for v4: False (its checkpoints have formats of their own)")
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer, words = make_tokenizer()
     vocab_size = len(tokenizer["model"]["vocab"]) + len(tokenizer["added_tokens"])
-    config = make_config(vocab_size, dtype, tied, fp8)
+    config = make_config(vocab_size, dtype, tied, fp8, model)
     total = write_shards(directory, stored(weights(config, words, seed), dtype, fp8))
     write_json(directory / "tokenizer.json", tokenizer)
     tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}
@@ -299,14 +468,18 @@ def make_checkpoint(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write a small random DeepSeek-V3 checkpoint.")
+    parser = argparse.ArgumentParser(description="Write a small random DeepSeek checkpoint.")
     parser.add_argument("directory", type=Path)
+    parser.add_argument("--model", choices=MODELS, default="v3")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--fp8", action="store_true", help="block-scaled e4m3 projections, as DeepSeek-V3 has them")
     parser.add_argument("--tied", action="store_true", help="the embedding is the output projection")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    total = make_checkpoint(args.directory, dtype=args.dtype, fp8=args.fp8, tied=args.tied, seed=args.seed)
+    if args.fp8 and args.model == "v4":
+        parser.error("--fp8 is not for --model v4")
+    options = {"dtype": args.dtype, "fp8": args.fp8, "tied": args.tied, "seed": args.seed}
+    total = make_checkpoint(args.directory, model=args.model, **options)
     print(f"{args.directory}: {total / 1e6:.1f} MB of random weights")
 
 

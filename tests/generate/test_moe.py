@@ -23,7 +23,7 @@ def plain_route(x: np.ndarray, router: np.ndarray, bias: np.ndarray, c: MoEConfi
     """One token's experts and weights, in float64 Python."""
     logits = router.astype(np.float64) @ x.astype(np.float64)
     if c.routing == "noaux_tc":
-        scores = 1 / (1 + np.exp(-logits))
+        scores = np.log1p(np.exp(logits)) ** 0.5 if c.scoring == "sqrtsoftplus" else 1 / (1 + np.exp(-logits))
         choice = scores + bias
     else:
         scores = choice = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
@@ -49,6 +49,7 @@ def plain_route(x: np.ndarray, router: np.ndarray, bias: np.ndarray, c: MoEConfi
         ("noaux_tc", {"norm_topk_prob": True, "routed_scaling_factor": 2.5}),
         ("noaux_tc", {"n_group": 2, "topk_group": 1}),
         ("noaux_tc", {"n_group": 1, "topk_group": 1}),
+        ("noaux_tc", {"n_group": 1, "topk_group": 1, "scoring": "sqrtsoftplus", "norm_topk_prob": True}),
     ],
 )
 def test_route(routing: Routing, overrides: dict[str, object]) -> None:
@@ -78,11 +79,34 @@ def test_noaux_tc_needs_its_bias() -> None:
         ("noaux_tc", {"topk_group": 5}, "topk_group"),
         ("noaux_tc", {"topk_group": 1}, "num_experts_per_tok"),
         ("noaux_tc", {"n_group": 8, "topk_group": 3}, "n_group"),
+        ("noaux_tc", {"scoring": "tanh"}, "scoring_func"),
+        ("noaux_tc", {"swiglu_limit": 0.0}, "swiglu_limit"),
     ],
 )
 def test_impossible_routings_are_named(routing: Routing, overrides: dict[str, object], named: str) -> None:
     with pytest.raises(ValueError, match=f"^{named} = .*legal"):
         config(routing, **overrides)
+
+
+def test_a_table_chooses_by_token_id_and_the_router_weighs() -> None:
+    rng = np.random.default_rng(0)
+    c = config("noaux_tc", n_group=1, topk_group=1, scoring="sqrtsoftplus", norm_topk_prob=True, swiglu_limit=0.7)
+    table = rng.integers(0, EXPERTS, (20, c.top_k)).astype(np.int32)  # an expert may be named twice
+    tokens, x = rng.integers(0, 20, 30), rng.standard_normal((30, WIDTH), np.float32)
+    shapes = {"router": (EXPERTS, WIDTH), "gate_up": (EXPERTS, 10, WIDTH), "down": (EXPERTS, WIDTH, 5)}
+    params = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    mixed = jax.jit(moe.mixture_of_experts, static_argnames="config")
+    out = mixed({**params, "expert_table": table}, x, np.ones(30, bool), c, tokens)
+
+    expected = np.zeros((30, WIDTH))
+    for row, token in enumerate(tokens):
+        scores = np.log1p(np.exp(params["router"].astype(np.float64) @ x[row])) ** 0.5
+        total = scores[table[token]].sum()
+        for expert in table[token]:
+            gate, up = np.split(params["gate_up"][expert].astype(np.float64) @ x[row], 2)
+            gate, up = np.minimum(gate, 0.7), np.clip(up, -0.7, 0.7)
+            expected[row] += scores[expert] / total * (params["down"][expert] @ (gate / (1 + np.exp(-gate)) * up))
+    np.testing.assert_allclose(out, expected, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 200])

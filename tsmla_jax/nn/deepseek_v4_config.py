@@ -124,12 +124,15 @@ def _layer_kind(fields: Mapping[str, Any], where: str, layer: int) -> Kind:
     types, ratios = fields.get("layer_types"), fields.get("compress_ratios")
     if not isinstance(types, list) and not isinstance(ratios, list):
         raise ValueError(f"{where}: field 'layer_types' (or 'compress_ratios') must be a list")
+    name = "layer_types" if isinstance(types, list) else "compress_ratios"
     entries: list[Any] = types if isinstance(types, list) else cast(list[Any], ratios)
     if not 0 <= layer < len(entries):
-        raise ValueError(f"layer: got {layer}; legal: 0 to {len(entries) - 1}")
+        raise ValueError(f"layer: got {layer}; legal: 0 to {len(entries) - 1}, the entries of {name!r} in {where}")
     known: dict[Any, Kind] = _KINDS if isinstance(types, list) else {ratio: kind for kind, ratio in _RATIOS.items()}
     if entries[layer] not in known:
-        raise ValueError(f"{where}: layer {layer} has type {entries[layer]!r}; legal: {', '.join(map(str, known))}")
+        raise ValueError(
+            f"{where}: field {name!r}: layer {layer} has type {entries[layer]!r}; legal: {', '.join(map(str, known))}"
+        )
     return known[entries[layer]]
 
 
