@@ -214,7 +214,6 @@ def prefill_reasons(spec: PrefillSpec) -> list[str]:
         )
     if isinstance(spec.num_heads, int):
         reasons += _too_large("Tq", spec.total_q_len, spec.num_heads * V_HEAD_DIM)
-        reasons += _too_large("Tk", spec.total_kv_len, spec.num_heads * V_HEAD_DIM)
     return reasons
 
 
@@ -243,10 +242,10 @@ def _too_large(name: str, size: Dim, elements: int) -> list[str]:
             return []
     except Exception:  # jax's error for a comparison of symbolic sizes that it can't decide
         return [
-            f"{name} is {size}, which may be too large: TokenSpeed's kernels index 2^31 elements, here {name} <= {most};"
-            f' a bound says it, jax.export.symbolic_shape("{size}", constraints=["{size} <= {min(most, 4096)}"])'
+            f"{name} is {size}, which may be too large: TokenSpeed's kernels index 2^31 elements, {name} <= {most};"
+            f' a bound says so, jax.export.symbolic_shape("{size}", constraints=["{size} <= {min(most, 4096)}"])'
         ]
-    return [f"{name} is {size}; TokenSpeed's kernels index 2^31 elements, here {name} <= {most}"]
+    return [f"{name} is {size}; TokenSpeed's kernels index 2^31 elements, {name} <= {most} here"]
 
 
 def _ceil_div(a: Dim, b: Dim) -> Dim:

@@ -2,7 +2,7 @@
 
 The device code is the package's. This launcher gives its host function the views that it expects, takes the number of
 splits from the workspace's size, and launches one kernel or, where keys are split, two: one object serves every batch.
-How many keys each query token sees is given as `local_visible_lens`, the package's way to say it token by token. Then it
+How many keys each query token sees is given as `local_visible_lens`, the package's way to say it token by token: so it
 masks with -inf (its other way, a score of -1e6, is not below every fp8 score), and a row that sees nothing gives 0 and
 -inf, whatever the lengths.
 """

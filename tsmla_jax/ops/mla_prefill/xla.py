@@ -117,9 +117,11 @@ def _forward(spec: PrefillSpec, *operands: jax.Array) -> tuple[tuple[jax.Array, 
     return result, (operands, result)
 
 
-def _backward(
+def backward(
     spec: PrefillSpec, saved: tuple[Operands, tuple[jax.Array, jax.Array]], cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array | None, ...]:
+    """The cotangents of the seven operands (of the offsets none), from those operands, the forward pass' out and lse,
+    and their cotangents; whichever implementation computed out and lse."""
     (q, k, v, logit_scale, v_scale, cu_seqlens_q, cu_seqlens_kv), (out, lse) = saved
     d_out, d_lse = cotangents
     operands = (q, k, v, logit_scale, v_scale, cu_seqlens_q, cu_seqlens_kv, d_out, d_lse)
@@ -170,7 +172,7 @@ def _backward(
     return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), d_logit_scale, d_v_scale, None, None
 
 
-_attend.defvjp(_forward, _backward)
+_attend.defvjp(_forward, backward)
 
 
 def _tiling(

@@ -1,0 +1,69 @@
+"""mla_prefill on Blackwell: the operands of TokenSpeed's kernel for a call on one device, and what guards them.
+
+The kernel's causal loop waits for ever at a tile of queries none of which sees a key, which a request with many more
+queries than keys has. Its queries that see nothing are therefore made a request of their own, without keys: those it
+handles. The rows of v behind the last request are read in a tile with that request's own, under a weight of 0, so they
+must not be NaN.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from tsmla_jax.ops import cute_call
+from tsmla_jax.ops.ragged import row_owner
+from tsmla_kernels.catalog import MLA_PREFILL_SM100
+from tsmla_kernels.contract import PrefillSpec
+from tsmla_kernels.sm100 import choose
+
+
+def on_one_device(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    scales: jax.Array,
+    cu_seqlens_q: jax.Array,
+    cu_seqlens_kv: jax.Array,
+    *,
+    spec: PrefillSpec,
+    static_scales: tuple[float, float] | None,
+    arch: str,
+) -> tuple[jax.Array, jax.Array]:
+    """out and lse of a call whose arrays lie on one device; spec describes those.
+
+    Args:
+      scales: [2] float32, what logits and what outputs are multiplied by. static_scales: the same as numbers where they
+        are known, so that the launch can pass them by value.
+    """
+    config = choose.prefill_config(spec, traced_scales=static_scales is None)
+    starts_q = jnp.clip(cu_seqlens_q, 0, spec.total_q_len)
+    starts_kv = jnp.clip(cu_seqlens_kv, 0, spec.total_kv_len)
+    q_lens, kv_lens = jnp.diff(starts_q), jnp.diff(starts_kv)
+    kernel_q, kernel_kv = starts_q, starts_kv
+    if config.causal and spec.max_q_len > choose.PREFILL_ROWS:
+        unseeing = jnp.clip(q_lens - kv_lens, 0, jnp.maximum(q_lens, 0))
+        kernel_q, kernel_kv = interleave(starts_q, starts_q[:-1] + unseeing), interleave(starts_kv, starts_kv[:-1])
+    else:  # A request's first tile has its last query, unless it is longer than was said: then nothing is computed.
+        starts_q = kernel_q = jnp.where((q_lens > spec.max_q_len).any(), 0, starts_q)
+
+    v = v.at[starts_kv[-1] + jnp.arange(choose.KEY_TILE, dtype=jnp.int32)].set(jnp.zeros((), v.dtype), mode="drop")
+    outputs = ((*q.shape[:2], choose.V_HEAD_DIM), q.shape[:2], (spec.max_q_len,))
+    inputs = (q, k, v, kernel_q, kernel_kv)
+    out, lse, *_ = cute_call.cute_call(
+        MLA_PREFILL_SM100,
+        config,
+        inputs if static_scales else (*inputs, scales),
+        outputs if static_scales is None else (*outputs, *((size,) for size in choose.scale_sizes(*static_scales))),
+        arch=arch,
+    )
+    request, position, owned = row_owner(starts_q, spec.total_q_len)
+    keys = kv_lens[request]
+    visible = jnp.minimum(keys, position + 1 + keys - q_lens[request]) if spec.causal else keys
+    seen = (owned & (position < spec.max_q_len) & (visible > 0))[:, None]
+    return jnp.where(seen[..., None], out, jnp.zeros((), out.dtype)), jnp.where(seen, lse, -jnp.inf)
+
+
+def interleave(starts: jax.Array, middles: jax.Array) -> jax.Array:
+    """Offsets [2 B + 1] that cut each request of `starts` [B + 1] in two, at `middles` [B]."""
+    return jnp.concatenate([jnp.stack([starts[:-1], middles], axis=1).reshape(-1), starts[-1:]])
