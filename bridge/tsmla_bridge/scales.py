@@ -41,20 +41,20 @@ def product(softmax_scale: Scale, q_scale: Scale | None, k_scale: Scale | None, 
 
     Numbers are multiplied as numbers and rounded to float32 at the end; where one is a tensor all are float32, and
     multiplied in this order. The front end for jax does the same, so the results are bitwise the same."""
-    factors = [softmax_scale, 1.0 if q_scale is None else q_scale, 1.0 if k_scale is None else k_scale]
+    query: Scale = 1.0 if q_scale is None else q_scale
+    key: Scale = 1.0 if k_scale is None else k_scale
     out: Scale = 1.0 if out_scale is None else out_scale
-    given = [scale for scale in (*factors, out) if isinstance(scale, torch.Tensor)]
+    given = [scale for scale in (softmax_scale, query, key, out) if isinstance(scale, torch.Tensor)]
     if not given:
-        return factors[0] * factors[1] * factors[2], out  # type: ignore[return-value]
+        return softmax_scale * query * key, out  # type: ignore[return-value]
     on_cpu = given[0].device.type == "cpu"
     dtype = torch.float64 if on_cpu and any(scale.dtype == torch.float64 for scale in given) else torch.float32
     like = (dtype, given[0].device)
-    softmax, query, key = factors
-    if isinstance(softmax, torch.Tensor) or isinstance(query, torch.Tensor) or torch.compiler.is_compiling():
-        logits = _tensor(softmax, like) * _tensor(query, like) * _tensor(key, like)
+    if isinstance(softmax_scale, torch.Tensor) or isinstance(query, torch.Tensor) or torch.compiler.is_compiling():
+        logits = _tensor(softmax_scale, like) * _tensor(query, like) * _tensor(key, like)
     else:
         # The product of two floats is exact as a double, and is rounded when it meets the tensor.
-        number = softmax * query if 1.0 in (softmax, query) else _float32(softmax) * _float32(query)
+        number = softmax_scale if query == 1.0 else _float32(softmax_scale) * _float32(query)
         logits = _tensor(key, like) * number
     return torch.stack((logits, _tensor(out, like)))
 

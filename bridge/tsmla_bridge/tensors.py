@@ -6,7 +6,6 @@ behind the caller's back, and no stride is ever ignored.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -141,11 +140,13 @@ def table_width(block_tables: torch.Tensor) -> int:
     )
 
 
-def check_output(name: str, tensor: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+def check_output(name: str, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     """ValueError / TypeError unless `tensor` can take a result."""
-    got = describe(name, tensor)
-    if got.shape != tuple(shape) or tensor.dtype != dtype:
-        raise ValueError(f"{name}: got {got.dtype}{show(got.shape)}; legal: {dtype_name(dtype)}{show(tuple(shape))}")
+    if not isinstance(tensor, torch.Tensor):
+        raise contract.not_an_array(name, tensor)
+    if tensor.shape != shape or tensor.dtype != dtype:
+        got = f"{dtype_name(tensor.dtype)}{show(tuple(tensor.shape))}"
+        raise ValueError(f"{name}: got {got}; legal: {dtype_name(dtype)}{show(shape)}")
     if tensor.device != device:
         raise ValueError(f"{name}: got a tensor on {tensor.device}; it must be on q's device, {device}")
     check_dense(name, tensor)
