@@ -127,7 +127,7 @@ def workspace_shapes(
         slots = units * -(-blocks // invariant_chunk(max_pages, config.page_size))
         entries = parts + units
     else:
-        slots, entries = 2 * parts, parts
+        slots = entries = 2 * parts
     return {
         "partial_out": ((slots, config.tile_rows, config.latent_dim), "float32"),
         "partial_lse": ((slots, config.tile_rows), "float32"),

@@ -38,9 +38,9 @@ EARLY_STEPS = 8  # 16-column steps of Q K^T that may still run when the values' 
 TABLE_AHEAD = 32  # block-table entries read at once
 COMBINE_THREADS = 1024
 COMBINE_SPARE_BYTES = 100 << 10
-COMBINE_UNROLL = 8  # pieces that a warp reads at once
-COMBINE_COLUMNS = 128  # columns of one combine task: a warp's float4
-COMBINE_PITCH = COMBINE_COLUMNS + 4  # of a warp's partial row in shared memory: its sums and, behind them, its weight
+COMBINE_GROUP = 512  # threads that merge one row tile together
+COMBINE_UNROLL = 4  # pieces that a thread reads at once
+COMBINE_SHARE = 4  # threads that share a quad when batch_invariant: the order of additions must not follow the batch
 
 
 class MlaDecode:
@@ -138,7 +138,7 @@ class MlaDecode:
             raise ValueError(f"{self.config} takes {Storage.size_in_bytes()} bytes of shared memory of {SMEM_BYTES}")
 
         batch = seq_lens.shape[0]
-        parts = split_info.shape[0] - (batch * self.max_tiles if self.invariant else 0)
+        parts = split_info.shape[0] - batch * self.max_tiles if self.invariant else split_info.shape[0] // 2
         self.attend(
             tma_q, tma_q_tensor, tma_k, tma_k_tensor, block_tables, seq_lens, cu_seqlens_q, scales, out, lse,
             partial_out, partial_lse, split_info, mma_qk, mma_qk_shared, mma_pv, Int32(parts),
@@ -265,6 +265,20 @@ class MlaDecode:
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
+    @cute.jit
+    def divide(self, a: Int32, b: Int32):
+        """a // b for a >= 0 and b > 0. The compiler's own takes four times the instructions, and in code that runs once
+        every instruction waits to be fetched."""
+        inverse = cute.arch.rcp_approx(Float32(b))
+        q = Int32(Float32(a) * inverse)
+        q += Int32(Float32(a - q * b) * inverse)
+        rest = a - q * b
+        if rest < 0:
+            q -= 1
+        if rest >= b:
+            q += 1
+        return q
+
     # ---- the schedule (one warp)
 
     @cute.jit
@@ -341,16 +355,16 @@ class MlaDecode:
         total = cute.arch.warp_redux_sync(total, "add")
         units = cute.arch.warp_redux_sync(units, "add")
         longest = cute.arch.warp_redux_sync(longest, "max")
-        payload = cutlass.max((total + parts - 1) // parts, LEAST_PAYLOAD)
+        payload = cutlass.max(self.divide(total + parts - 1, parts), LEAST_PAYLOAD)
         whole, fixed = Int32(0), Int32(0)
         if const_expr(not self.invariant):
-            share = (units + parts - 1) // parts
+            share = self.divide(units + parts - 1, parts)
             if share * (longest + OVERHEAD) <= payload + OVERHEAD:
                 whole, fixed = Int32(1), Int32(1)
                 payload = share
             elif units > 0 and units < parts and total == units * (longest + OVERHEAD):
-                cuts = parts // units
-                payload = cutlass.max((longest + cuts - 1) // cuts, LEAST_PAYLOAD)
+                cuts = self.divide(parts, units)
+                payload = cutlass.max(self.divide(longest + cuts - 1, cuts), LEAST_PAYLOAD)
                 fixed = cuts * payload
         begin = part * payload
 
@@ -382,7 +396,7 @@ class MlaDecode:
         if r < batch:
             _, _, _, _, blocks = self.request(r, seq_lens, cu_seqlens_q, width, all_rows)
             unit = self.span(blocks, chunk, fixed)
-            tile = (begin - start) // unit
+            tile = self.divide(begin - start, unit)
             start += tile * unit
         if lane == 0:
             walk[0] = r
@@ -395,7 +409,8 @@ class MlaDecode:
             walk[7] = fixed
             if rank == 0:
                 if const_expr(not self.invariant):
-                    split_info[part, 3] = 0
+                    split_info[2 * part, 3] = 0
+                    split_info[2 * part + 1, 3] = 0
         if const_expr(self.invariant and self.ragged):
             # Row tiles that a short query does not have: nobody else writes their entries.
             for at in cutlass.range(part * 32 + lane, batch, parts * 32, unroll=1):
@@ -479,11 +494,13 @@ class MlaDecode:
                             slot = 2 * part
                         elif b_end < blocks:
                             slot = 2 * part + 1
-                            if rank == 0 and lane == 0:
-                                split_info[part, 0] = row_base
-                                split_info[part, 1] = rows_here
-                                split_info[part, 2] = slot
-                                split_info[part, 3] = (start + lead + blocks - 1) // (end - begin) - part + 1
+                        if slot >= 0 and rank == 0 and lane == 0:
+                            # The clusters from `owner` on have one piece each.
+                            owner = self.divide(start + lead, end - begin)
+                            split_info[slot, 0] = row_base
+                            split_info[slot, 1] = rows_here
+                            split_info[slot, 2] = 2 * owner + 1
+                            split_info[slot, 3] = self.divide(start + lead + blocks - 1, end - begin) - owner + 1
             if found == 1:
                 if lane == 0:
                     descriptor[0, at] = b_begin
@@ -847,6 +864,7 @@ class MlaDecode:
                     # loose when this block's scores are nearly there, so that it neither delays them nor comes late.
                     warpgroup.wait_group(1)
                     if b > b_begin:
+                        cute.arch.fence_proxy("async.shared", space="cta")
                         self.signal(ready, previous, lane)
                     warpgroup.wait_group(0)
                     previous = index
@@ -860,7 +878,6 @@ class MlaDecode:
                     # All four warps have read these keys' rope columns: P may overwrite them.
                     cute.arch.barrier(barrier_id=1, number_of_threads=128)
                     cute.copy(store_p, thr_store_p.retile(r_p), t_ps[None, None, None, previous])
-                    cute.arch.fence_proxy("async.shared", space="cta")
                 # P is 0 past the end, but unused slots may hold NaN: 0 * NaN must not reach O.
                 for row in cutlass.range(
                     cutlass.max(descriptor[2, at] - (b_end - 1) * BLOCK, 0), BLOCK, unroll=1
@@ -914,9 +931,8 @@ class MlaDecode:
         """
         high = cute.make_rmem_tensor((2,), Float32)
         for i in cutlass.range_constexpr(2):
-            high[i] = s[i, 0]
-            for c in cutlass.range_constexpr(1, BLOCK // 4):
-                high[i] = cute.arch.fmax(high[i], s[i, c])
+            tops = [cute.arch.fmax(s[i, 2 * c], s[i, 2 * c + 1]) for c in range(BLOCK // 8)]
+            high[i] = cute.arch.fmax(cute.arch.fmax(tops[0], tops[1]), cute.arch.fmax(tops[2], tops[3]))
         lags = high[0] * scale > m[0] + RESCALE_BITS or high[1] * scale > m[1] + RESCALE_BITS
         any_lags = cute.arch.vote_any_sync(lags)
         if any_lags:
@@ -966,7 +982,7 @@ class MlaDecode:
                 factor = Float32(0.0)
                 value = -Float32.inf
                 if total > 0.0 or total != total:
-                    factor = out_scale / total
+                    factor = out_scale * cute.arch.rcp_approx(total)
                     value = m[i] + cute.math.log2(total, fastmath=True)
                 inverse[row, piece % 2] = factor
                 if row < descriptor[6, at]:
@@ -1136,30 +1152,47 @@ class MlaDecode:
                     if row < valid_rows:
                         cute.autovec_copy(pairs, line[None, g])
             else:
-                # Two lanes swap, for 16 bytes of fp32 each.
-                odd = quad % 2
-                line = cute.make_tensor(
-                    (
-                        partial_out.iterator
-                        + (Int64(slot) * self.tile_rows + rank * ROWS + row) * self.latent
-                        + (half * self.half + (quad // 2) * 4 + odd * 8)
-                    ).align(16),
-                    cute.make_layout((4, groups // 2), stride=(1, 16)),
-                )  # fmt: skip
-                four = cute.make_rmem_tensor((4,), Float32)
-                for g in cutlass.range_constexpr(groups // 2):
-                    for e in cutlass.range_constexpr(2):
-                        first, second = o[i, 4 * g + e] * factor, o[i, 4 * g + 2 + e] * factor
-                        sent, kept = second, first
-                        if odd == 1:
-                            sent, kept = first, second
-                        received = cute.arch.shuffle_sync_bfly(sent, offset=1)
-                        low, high = kept, received
-                        if odd == 1:
-                            low, high = received, kept
-                        four[e], four[2 + e] = low, high
+                if const_expr(self.cluster == 1):
+                    # Pairs as they lie: four lanes fill a sector. Few rows, and the fewest instructions.
+                    line = cute.make_tensor(
+                        (
+                            partial_out.iterator
+                            + (Int64(slot) * self.tile_rows + rank * ROWS + row) * self.latent
+                            + (half * self.half + quad * 2)
+                        ).align(8),
+                        cute.make_layout((2, groups), stride=(1, 8)),
+                    )  # fmt: skip
+                    two = cute.make_rmem_tensor((2,), Float32)
                     if row < valid_rows:
-                        cute.autovec_copy(four, line[None, g])
+                        for g in cutlass.range_constexpr(groups):
+                            two[0] = o[i, 2 * g] * factor
+                            two[1] = o[i, 2 * g + 1] * factor
+                            cute.autovec_copy(two, line[None, g])
+                else:
+                    # Two lanes swap, for 16 bytes of fp32 each.
+                    odd = quad % 2
+                    line = cute.make_tensor(
+                        (
+                            partial_out.iterator
+                            + (Int64(slot) * self.tile_rows + rank * ROWS + row) * self.latent
+                            + (half * self.half + (quad // 2) * 4 + odd * 8)
+                        ).align(16),
+                        cute.make_layout((4, groups // 2), stride=(1, 16)),
+                    )  # fmt: skip
+                    four = cute.make_rmem_tensor((4,), Float32)
+                    for g in cutlass.range_constexpr(groups // 2):
+                        for e in cutlass.range_constexpr(2):
+                            first, second = o[i, 4 * g + e] * factor, o[i, 4 * g + 2 + e] * factor
+                            sent, kept = second, first
+                            if odd == 1:
+                                sent, kept = first, second
+                            received = cute.arch.shuffle_sync_bfly(sent, offset=1)
+                            low, high = kept, received
+                            if odd == 1:
+                                low, high = received, kept
+                            four[e], four[2 + e] = low, high
+                        if row < valid_rows:
+                            cute.autovec_copy(four, line[None, g])
 
     @cute.jit
     def transpose_quad(self, words: cute.Tensor, quad: Int32):
@@ -1194,83 +1227,51 @@ class MlaDecode:
     ):
         """Merge the pieces of every row tile that was cut.
 
-        A task is 128 columns of one row. As many warps share one as there are to spare, each with its part of the
-        pieces; a CTA's warps go from task to task in step.
+        Each cluster of `attend` left word of the pieces that it made; here its CTAs merge an equal portion of those row
+        tiles' outputs, so that nothing has to be searched for or shared out. When batch_invariant a row tile's portions
+        go to one CTA, or to several where there are some to spare.
         """
-        tidx, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
-        lane = cute.arch.lane_idx()
-        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        warps = COMBINE_THREADS // 32
-        chunks = self.latent // COMBINE_COLUMNS
 
         @cute.struct
         class Storage:
-            entry: cute.struct.Align[cute.struct.MemRange[Int32, 4 * COMBINE_THREADS], 16]
-            prefix: cute.struct.MemRange[Int32, COMBINE_THREADS]
-            of_warp: cute.struct.MemRange[Int32, warps]
-            sums: cute.struct.MemRange[Float32, warps * COMBINE_PITCH]
             # So much that the multiprocessor keeps the division of memory that `attend` had: changing it takes 2 us.
             spare: cute.struct.MemRange[Int32, COMBINE_SPARE_BYTES // 4]
 
-        smem = utils.SmemAllocator()
-        storage = smem.allocate(Storage)
-        entry = storage.entry.get_tensor(cute.make_layout((4, COMBINE_THREADS), stride=(1, 4)))
-        prefix = storage.prefix.get_tensor(cute.make_layout(COMBINE_THREADS))
-        of_warp = storage.of_warp.get_tensor(cute.make_layout(warps))
-        sums = storage.sums.get_tensor(cute.make_layout((COMBINE_PITCH, warps), stride=(1, COMBINE_PITCH)))
-
-        first_entry = parts if const_expr(self.invariant) else Int32(0)
-        entries = split_info.shape[0]
+        utils.SmemAllocator().allocate(Storage)
+        tidx, _, _ = cute.arch.thread_idx()
+        group = cute.arch.make_warp_uniform(tidx // COMBINE_GROUP)
+        entry = cute.make_rmem_tensor((4,), Int32)
         cute.arch.griddepcontrol_wait()
-        for block in cutlass.range(first_entry, entries, COMBINE_THREADS, unroll=1):
-            words = cute.make_rmem_tensor((4,), Int32)
-            words.fill(0)
-            if block + tidx < entries:
-                cute.autovec_copy(split_info[block + tidx, None], words)
-            cute.autovec_copy(words, entry[None, tidx])
-            tasks = words[1] * chunks
-            if words[3] == 0:
-                tasks = Int32(0)
-            upto = tasks
-            for step in cutlass.range_constexpr(5):
-                other = cute.arch.shuffle_sync_up(upto, offset=1 << step, mask_and_clamp=0)
-                if lane >= (1 << step):
-                    upto += other
-            if lane == 31:
-                of_warp[warp_idx] = upto
-            cute.arch.sync_threads()
-            sum_of_warp = of_warp[lane]
-            before = sum_of_warp
-            if lane >= warp_idx:
-                before = Int32(0)
-            prefix[tidx] = upto + cute.arch.warp_redux_sync(before, "add")
-            total = cute.arch.warp_redux_sync(sum_of_warp, "add")
-            cute.arch.sync_threads()
-
-            share = Int32(1)
-            if const_expr(not self.invariant):  # the order of additions must not follow from what else there is
-                for step in cutlass.range_constexpr(1, 6):
-                    if total << step <= ctas * warps:
-                        share = Int32(1 << step)
-            per_cta = warps // share
-            member = warp_idx % share
-            for round_base in cutlass.range(cta * per_cta, total, ctas * per_cta, unroll=1):
-                task = round_base + warp_idx // share
-                counts = task < total
-                task = cutlass.min(task, total - 1)
-                at = Int32(0)
-                for step in cutlass.range_constexpr(COMBINE_THREADS.bit_length() - 1):
-                    probe = at + (COMBINE_THREADS >> (step + 1))
-                    if prefix[probe - 1] <= task:
-                        at = probe
-                item = task - prefix[at] + entry[1, at] * chunks
+        if const_expr(self.invariant):
+            groups = ctas * (COMBINE_THREADS // COMBINE_GROUP)
+            units = split_info.shape[0] - parts
+            portions = cutlass.max(groups // units, 1)
+            for item in cutlass.range(cta * (COMBINE_THREADS // COMBINE_GROUP) + group, units * portions, groups, unroll=1):
+                cute.autovec_copy(split_info[parts + item // portions, None], entry)
                 self.merge(
-                    partial_out, partial_lse, out, lse, sums, item // chunks, item % chunks, entry[0, at], entry[2, at],
-                    entry[3, at], counts, share, member, lane, warp_idx,
-                )  # fmt: skip
-            cute.arch.sync_threads()
+                    partial_out, partial_lse, out, lse, entry, Int32(0), entry[1], item % portions, portions, Int32(0), 1
+                )
+        else:
+            part, rank = cta // self.cluster, cta % self.cluster
+            # The piece that ends a row tile and the one that starts another: a group each, or both groups for the one.
+            start = cute.make_rmem_tensor((4,), Int32)
+            cute.autovec_copy(split_info[2 * part, None], entry)
+            cute.autovec_copy(split_info[2 * part + 1, None], start)
+            portion, portions = part - entry[2] // 2, entry[3]
+            if (entry[3] == 0) or (start[3] > 0 and group == 1):
+                portion, portions = Int32(0), start[3]
+            member, members = Int32(0), Int32(1)
+            if entry[3] == 0 or start[3] == 0:
+                member, members = group, Int32(2)
+            if (entry[3] == 0) or (start[3] > 0 and group == 1):
+                for i in cutlass.range_constexpr(4):
+                    entry[i] = start[i]
+            rows = cutlass.min(entry[1] - rank * ROWS, ROWS)
+            self.merge(
+                partial_out, partial_lse, out, lse, entry, rank * ROWS, rows, portion, portions, member, members
+            )
 
     @cute.jit
     def slot(self, first: Int32, i: Int32):
@@ -1289,81 +1290,106 @@ class MlaDecode:
         partial_lse: cute.Tensor,
         out: cute.Tensor,
         lse: cute.Tensor,
-        sums: cute.Tensor,
-        row: Int32,
-        chunk: Int32,
-        row_base: Int32,
-        first: Int32,
-        count: Int32,
-        counts: cutlass.Boolean,
-        share: Int32,
-        member: Int32,
-        lane: Int32,
-        warp_idx: Int32,
+        entry: cute.Tensor,
+        first_row: Int32,
+        rows: Int32,
+        portion: Int32,
+        portions: Int32,
+        part: Int32,
+        parts: Int32,
     ):
-        """128 columns of one row: the pieces' results, each weighted by exp2(its lse - the greatest), over the weights.
+        """Part `part` of `parts` of one portion of `rows` rows of a row tile: each piece's result weighted by exp2(its lse),
+        over the weights.
 
-        `share` warps take every share-th piece, beginning at `member`; the first of them adds up and writes.
+        A thread has a quad, 4 columns of a row; where there are threads to spare, several of a warp share one and take
+        every so many pieces. A running maximum keeps the weights at most 1.
         """
-        highest = -Float32.inf
-        for base in cutlass.range(0, count, 32, unroll=4):
-            i = cutlass.min(base + lane, count - 1)
-            highest = cute.arch.fmax(highest, partial_lse[self.slot(first, i), row])
-        for step in cutlass.range_constexpr(5):
-            highest = cute.arch.fmax(highest, cute.arch.shuffle_sync_bfly(highest, offset=1 << step))
-        shift = cute.arch.fmax(highest, Float32(LOWEST))
-
-        acc = cute.make_rmem_tensor((4,), Float32)
-        acc.fill(0.0)
-        weight = Float32(0.0)
-        lines = cute.make_rmem_tensor((4, COMBINE_UNROLL), Float32)
-        weights = cute.make_rmem_tensor((COMBINE_UNROLL,), Float32)
-        for base in cutlass.range(member, count, share * COMBINE_UNROLL, unroll=1):
-            for u in cutlass.range_constexpr(COMBINE_UNROLL):
-                i = base + u * share
-                slot = self.slot(first, cutlass.min(i, count - 1))
-                weights[u] = partial_lse[slot, row]
-                if i >= count:
-                    weights[u] = -Float32.inf
-                line = cute.make_tensor(
-                    (
-                        partial_out.iterator
-                        + ((Int64(slot) * self.tile_rows + row) * self.latent + chunk * COMBINE_COLUMNS + lane * 4)
-                    ).align(16),
-                    cute.make_layout(4),
+        row_base, first, count = entry[0], entry[2], entry[3]
+        quads_of_row = self.latent // 4
+        quads = rows * quads_of_row
+        here = Int32(0)
+        if count > 0:
+            here = (self.divide(quads - 1, portions) + 8) // 8 * 8  # in eights: 128 bytes of a line
+        begin = portion * here
+        here = cutlass.min(here, quads - begin)
+        if parts > 1:
+            half = (here + 15) // 16 * 8
+            begin += part * half
+            here = cutlass.min(here - part * half, half)
+        if here > 0:
+            tidx, _, _ = cute.arch.thread_idx()
+            t = tidx % COMBINE_GROUP
+            # Quads worked on at once: 2 ** bits, of which neighbouring lanes have two, a sector.
+            bits = Int32((COMBINE_GROUP // COMBINE_SHARE).bit_length() - 1)
+            if const_expr(not self.invariant):
+                bits = 32 - Int32(cute.arch.clz(here - 1))
+                bits = cutlass.min(
+                    cutlass.max(bits, (COMBINE_GROUP // 16).bit_length() - 1), COMBINE_GROUP.bit_length() - 1
                 )
-                cute.autovec_copy(line, lines[None, u])
-            cute.arch.sync_warp()  # keeps the compiler from waiting for one load before it issues the next
-            for u in cutlass.range_constexpr(COMBINE_UNROLL):
-                w = cute.math.exp2(weights[u] - shift, fastmath=True)
-                weight += w
-                for c in cutlass.range_constexpr(4):
-                    acc[c] += w * lines[c, u]
-        if share > 1:
-            for c in cutlass.range_constexpr(4):
-                sums[lane * 4 + c, warp_idx] = acc[c]
-            if lane == 0:
-                sums[COMBINE_COLUMNS, warp_idx] = weight
-            cute.arch.sync_threads()
-            if member == 0:
-                for other in cutlass.range(1, share, unroll=4):
+            spread, share = Int32(1) << bits, Int32(COMBINE_GROUP) >> bits
+            member = (t >> 1) & (share - 1)
+            own = (t & 1) | ((t >> (COMBINE_GROUP.bit_length() - bits)) << 1)
+            acc = cute.make_rmem_tensor((4,), Float32)
+            lines = cute.make_rmem_tensor((4, COMBINE_UNROLL), Float32)
+            weights = cute.make_rmem_tensor((COMBINE_UNROLL,), Float32)
+            for base in cutlass.range(0, here, spread, unroll=1):
+                quad = base + own
+                counts = quad < here
+                quad = begin + cutlass.min(quad, here - 1)
+                row, column = first_row + quad // quads_of_row, quad % quads_of_row * 4
+                acc.fill(0.0)
+                weight, highest = Float32(0.0), Float32(LOWEST)
+                for step in cutlass.range(0, count, COMBINE_UNROLL * share, unroll=1):
+                    for u in cutlass.range_constexpr(COMBINE_UNROLL):
+                        i = step + u * share + member
+                        slot = self.slot(first, cutlass.min(i, count - 1))
+                        weights[u] = partial_lse[slot, row]
+                        if i >= count:
+                            weights[u] = -Float32.inf
+                        line = cute.make_tensor(
+                            (
+                                partial_out.iterator + (Int64(slot) * self.tile_rows + row) * self.latent + column
+                            ).align(16),
+                            cute.make_layout(4),
+                        )
+                        cute.autovec_copy(line, lines[None, u])
+                    cute.arch.sync_warp()  # keeps the compiler from waiting for one load before it issues the next
+                    top = highest
+                    for u in cutlass.range_constexpr(COMBINE_UNROLL):
+                        top = cute.arch.fmax(top, weights[u])
+                    factor = cute.math.exp2(highest - top, fastmath=True)
+                    highest = top
+                    weight = weight * factor
                     for c in cutlass.range_constexpr(4):
-                        acc[c] += sums[lane * 4 + c, warp_idx + other]
-                    weight += sums[COMBINE_COLUMNS, warp_idx + other]
-            cute.arch.sync_threads()
-        if counts and member == 0:
-            factor = Float32(0.0)
-            value = -Float32.inf
-            if weight > 0.0 or weight != weight:
-                factor = 1.0 / weight
-                value = (highest + cute.math.log2(weight, fastmath=True)) * LN_2
-            narrow = cute.make_rmem_tensor((4,), self.dtype)
-            for c in cutlass.range_constexpr(4):
-                narrow[c] = (acc[c] * factor).to(self.dtype)
-            line = cute.make_tensor(
-                (out.iterator + (Int64(row_base + row) * self.latent + chunk * COMBINE_COLUMNS + lane * 4)).align(8),
-                cute.make_layout(4),
-            )
-            cute.autovec_copy(narrow, line)
-            if chunk == 0 and lane == 0:
-                lse[row_base + row] = value
+                        acc[c] = acc[c] * factor
+                    for u in cutlass.range_constexpr(COMBINE_UNROLL):
+                        w = cute.math.exp2(weights[u] - top, fastmath=True)
+                        weight += w
+                        for c in cutlass.range_constexpr(4):
+                            acc[c] += w * lines[c, u]
+                step = Int32(1)
+                while step < share:
+                    other = cute.arch.shuffle_sync_bfly(highest, offset=2 * step)
+                    top = cute.arch.fmax(highest, other)
+                    mine = cute.math.exp2(highest - top, fastmath=True)
+                    theirs = cute.math.exp2(other - top, fastmath=True)
+                    highest = top
+                    weight = weight * mine + cute.arch.shuffle_sync_bfly(weight, offset=2 * step) * theirs
+                    for c in cutlass.range_constexpr(4):
+                        acc[c] = acc[c] * mine + cute.arch.shuffle_sync_bfly(acc[c], offset=2 * step) * theirs
+                    step *= 2
+                if counts and member == 0:
+                    factor = Float32(0.0)
+                    value = -Float32.inf
+                    if weight > 0.0 or weight != weight:
+                        factor = cute.arch.rcp_approx(weight)
+                        value = (highest + cute.math.log2(weight, fastmath=True)) * LN_2
+                    narrow = cute.make_rmem_tensor((4,), self.dtype)
+                    for c in cutlass.range_constexpr(4):
+                        narrow[c] = (acc[c] * factor).to(self.dtype)
+                    target = cute.make_tensor(
+                        (out.iterator + (Int64(row_base + row) * self.latent + column)).align(8), cute.make_layout(4)
+                    )
+                    cute.autovec_copy(narrow, target)
+                    if column == 0:
+                        lse[row_base + row] = value
