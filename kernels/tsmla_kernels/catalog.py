@@ -16,6 +16,7 @@ from typing import Any
 
 from tsmla_kernels import contract
 from tsmla_kernels.sm90 import choose as sm90
+from tsmla_kernels.sm90 import choose_prefill as sm90_prefill
 from tsmla_kernels.sm100 import choose as sm100
 
 Config = Any  # a frozen dataclass of ints, bools and strings; each kernel has its own
@@ -209,6 +210,64 @@ MLA_DECODE = Kernel(
 )
 
 
+def mla_prefill_operands(config: sm90_prefill.PrefillConfig) -> tuple[Operand, ...]:
+    """q, k and v as mla_prefill takes them; the number of heads is read at the launch."""
+    workspaces = sm90_prefill.prefill_workspaces(1, 1)
+    return (
+        Operand("q", config.dtype, (None, None, config.qk_head_dim)),
+        Operand("k", config.dtype, (None, None, config.qk_head_dim)),
+        Operand("v", config.dtype, (None, None, config.v_head_dim)),
+        Operand("cu_seqlens_q", "int32", (None,), align=4),
+        Operand("cu_seqlens_kv", "int32", (None,), align=4),
+        Operand("scales", "float32", (2,), align=4),
+        Operand("out", config.dtype, (None, None, config.v_head_dim), output=True),
+        Operand("lse", "float32", (None, None), output=True, align=4),
+        *(Operand(name, dtype, (None, *shape[1:]), output=True) for name, (shape, dtype) in workspaces.items()),
+    )
+
+
+_PREFILL_DEFAULTS = {"dtype": "bfloat16", "qk_head_dim": "192", "v_head_dim": "128", "causal": "true"}
+
+
+def mla_prefill_config(options: Mapping[str, str]) -> sm90_prefill.PrefillConfig:
+    """As mla_decode_config, for choose_prefill.prefill_config. The options that only decode has make no difference
+    here: a model's preset names both kernels."""
+    values = {**_PREFILL_DEFAULTS, **options}
+    known = {*_PREFILL_DEFAULTS, *_DECODE_DEFAULTS, "num_heads"}
+    if unknown := sorted(set(values) - known):
+        raise ValueError(f"--config: got option {unknown[0]!r}; legal: {', '.join(sorted(known))}")
+    spec = contract.PrefillSpec(
+        batch=1,
+        total_q_len=1,
+        total_kv_len=1,
+        max_q_len=1,
+        max_kv_len=1,
+        num_heads=1,
+        qk_head_dim=_integer(values, "qk_head_dim"),
+        v_head_dim=_integer(values, "v_head_dim"),
+        q_dtype=values["dtype"],
+        kv_dtype=values["dtype"],
+        out_dtype=contract.attention_out_dtype(values["dtype"]),
+        lse_dtype="float32",
+        causal=_boolean(values, "causal"),
+        return_lse=True,
+    )
+    if reasons := sm90_prefill.prefill_reasons(spec):
+        raise ValueError(f"--config: no kernel for it: {'; '.join(reasons)}")
+    return sm90_prefill.prefill_config(spec)
+
+
+MLA_PREFILL = Kernel(
+    name="mla_prefill",
+    archs=("sm_90a",),
+    launcher="tsmla_kernels.sm90.mla_prefill:MlaPrefill",
+    config=sm90_prefill.PrefillConfig,
+    operands=mla_prefill_operands,
+    from_options=mla_prefill_config,
+    presets=DECODE_PRESETS,
+)
+
+
 # ---- Blackwell: TokenSpeed's kernels
 
 
@@ -290,7 +349,7 @@ MLA_PREFILL_SM100 = Kernel(
     package=TOKENSPEED,
 )
 
-KERNELS = {kernel.name: kernel for kernel in (MLA_DECODE, MLA_DECODE_SM100, MLA_PREFILL_SM100)}
+KERNELS = {kernel.name: kernel for kernel in (MLA_DECODE, MLA_PREFILL, MLA_DECODE_SM100, MLA_PREFILL_SM100)}
 
 
 def _integer(values: Mapping[str, str], name: str) -> int:

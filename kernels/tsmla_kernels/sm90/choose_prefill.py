@@ -7,7 +7,7 @@ and tokens.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tsmla_kernels.contract import PrefillSpec
@@ -69,12 +69,9 @@ def prefill_config(spec: PrefillSpec) -> PrefillConfig:
     )
 
 
-def plan_rows(batch: int) -> int:
-    """Rows of the plan: one of totals, one for each request, and two for query rows of no request (before the first,
-    after the last)."""
-    return batch + 3
+def prefill_workspaces(batch: Any, num_sms: int = 132) -> dict[str, tuple[tuple[Any, ...], str]]:
+    """Shapes and dtypes of the kernel's workspaces, in the order of its operands.
 
-
-def prefill_workspaces(batch: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shapes and dtypes of the kernel's workspaces, in the order of its operands."""
-    return {"plan": ((plan_rows(batch), PLAN_WORDS), "int32")}
+    The plan has a row for each request and two for the query rows of none, before the first request and after the
+    last. `progress` has as many words as the grid has CTAs: the kernel takes the grid's size from it."""
+    return {"plan": ((batch + 2, PLAN_WORDS), "int32"), "progress": ((num_sms,), "int32")}

@@ -21,7 +21,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKind
 
-from tsmla_kernels.sm90.choose_prefill import GROUP_ROWS, PLAN_WORDS, SMEM_BYTES, PrefillConfig
+from tsmla_kernels.sm90.choose_prefill import GROUP_ROWS, SMEM_BYTES, PrefillConfig
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
@@ -33,6 +33,7 @@ CLASSES = 128  # of key lengths, for the plan's order: four to each power of two
 SHORTEST_CLASS = 508  # of length 0: bits 21 and up of the float 1.0
 L2_BYTES = 32 << 20  # of keys and values that tiles at work at the same time should share
 FAR = 2**31 - 1
+EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000  # of the L2 cache: Q is read once, K and V often
 
 
 class MlaPrefill:
@@ -68,6 +69,7 @@ class MlaPrefill:
         out: cute.Tensor,
         lse: cute.Tensor,
         plan: cute.Tensor,
+        progress: cute.Tensor,
     ):
         dtype = self.dtype
         atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, dtype)
@@ -92,9 +94,7 @@ class MlaPrefill:
         )
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         mma_first, mma_qk = (
-            sm90.make_trivial_tiled_mma(
-                dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (GROUP_ROWS, self.block)
-            )
+            sm90.make_trivial_tiled_mma(dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (GROUP_ROWS, self.block))
             for _ in range(2)
         )
         mma_pv = sm90.make_trivial_tiled_mma(
@@ -118,16 +118,15 @@ class MlaPrefill:
         if const_expr(Storage.size_in_bytes() > SMEM_BYTES):
             raise ValueError(f"{self.config} takes {Storage.size_in_bytes()} bytes of shared memory of {SMEM_BYTES}")
 
-        ctas = Int32(132)
         heads = Int32(q.shape[1])
-        self.make_plan(cu_seqlens_q, cu_seqlens_kv, plan, heads, Int32(q.shape[0]), Int32(k.shape[0]), ctas).launch(
+        self.make_plan(cu_seqlens_q, cu_seqlens_kv, plan, progress, heads, Int32(q.shape[0]), Int32(k.shape[0])).launch(
             grid=[1, 1, 1], block=[PLAN_THREADS, 1, 1], stream=stream
         )
         self.attend(
-            tma_q, tma_q_tensor, tma_k, tma_k_tensor, tma_v, tma_v_tensor, scales, out, lse, plan, mma_first, mma_qk, mma_pv,
-            heads,
+            tma_q, tma_q_tensor, tma_k, tma_k_tensor, tma_v, tma_v_tensor, scales, out, lse, plan, progress, mma_first,
+            mma_qk, mma_pv, heads,
         ).launch(
-            grid=[ctas, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True
+            grid=[progress.shape[0], 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True
         )  # fmt: skip
 
     @cute.jit
@@ -154,7 +153,12 @@ class MlaPrefill:
         request and after the last, which have no keys. Clamped to the arrays: wrong offsets must not lead outside."""
         q_begin, q_end, kv_begin, kv_end = Int32(0), total_q, Int32(0), Int32(0)
         if e < batch:
-            q_begin, q_end, kv_begin, kv_end = cu_seqlens_q[e], cu_seqlens_q[e + 1], cu_seqlens_kv[e], cu_seqlens_kv[e + 1]
+            q_begin, q_end, kv_begin, kv_end = (
+                cu_seqlens_q[e],
+                cu_seqlens_q[e + 1],
+                cu_seqlens_kv[e],
+                cu_seqlens_kv[e + 1],
+            )
         elif e == batch:
             q_end = cu_seqlens_q[0]
         else:
@@ -168,14 +172,10 @@ class MlaPrefill:
     @cute.jit
     def class_of(self, kv_len: Int32):
         """A class of lengths, the longest first."""
-        bits = cute.arch.bitcast_f32_to_i32(Float32(kv_len + 1)) if const_expr(False) else self.float_bits(kv_len + 1)
+        as_float = cute.make_rmem_tensor((1,), Float32)
+        as_float[0] = Float32(kv_len + 1)
+        bits = cute.recast_tensor(as_float, Int32)[0]
         return cutlass.max(CLASSES - 1 - ((bits >> 21) - SHORTEST_CLASS), 0)
-
-    @cute.jit
-    def float_bits(self, value: Int32):
-        pair = cute.make_rmem_tensor((1,), Float32)
-        pair[0] = Float32(value)
-        return cute.recast_tensor(pair, Int32)[0]
 
     @cute.kernel
     def make_plan(
@@ -183,15 +183,15 @@ class MlaPrefill:
         cu_seqlens_q: cute.Tensor,
         cu_seqlens_kv: cute.Tensor,
         plan: cute.Tensor,
+        progress: cute.Tensor,
         heads: Int32,
         total_q: Int32,
         total_kv: Int32,
-        ctas: Int32,
     ):
         """One CTA: requests by class of key length, the longest first, and how many tiles they are up to each.
 
-        Row 0 of the plan: the next tile to claim, tiles in all. Row 1 + i: tiles up to and with the i-th request, its
-        first row, rows, first key, keys, tiles of one head, heads whose tiles are taken together.
+        Row i of the plan: tiles up to and with the i-th request, its first row, rows, first key, keys, tiles of one
+        head, heads whose tiles are taken together. `progress`, of one word a CTA: the next tile to claim, tiles in all.
         """
         tidx, _, _ = cute.arch.thread_idx()
         lane, warp_idx = tidx % 32, tidx // 32
@@ -206,7 +206,7 @@ class MlaPrefill:
         storage = smem.allocate(Storage)
         place = storage.place.get_tensor(cute.make_layout(CLASSES))
         of_warp = storage.of_warp.get_tensor(cute.make_layout(PLAN_THREADS // 32))
-        entries = plan.shape[0] - 1
+        entries = plan.shape[0]
         batch = entries - 2
 
         if tidx < CLASSES:
@@ -229,7 +229,7 @@ class MlaPrefill:
         cute.arch.sync_threads()
         for e in cutlass.range(tidx, entries, PLAN_THREADS, unroll=1):
             q_begin, q_len, kv_begin, kv_len = self.entry(e, batch, cu_seqlens_q, cu_seqlens_kv, total_q, total_kv)
-            at = 1 + cute.arch.atomic_add(place.iterator + self.class_of(kv_len), Int32(1), sem="relaxed", scope="cta")
+            at = cute.arch.atomic_add(place.iterator + self.class_of(kv_len), Int32(1), sem="relaxed", scope="cta")
             head_bytes = cutlass.max(kv_len, 1) * (2 * (self.depth + self.width))
             words = (
                 0, q_begin, q_len, kv_begin, kv_len, (q_len + self.tile_rows - 1) // self.tile_rows,
@@ -243,7 +243,7 @@ class MlaPrefill:
             e = first + tidx
             tiles = Int32(0)
             if e < entries:
-                tiles = plan[1 + e, 5] * heads
+                tiles = plan[e, 5] * heads
             upto = self.scan(tiles, lane)
             if lane == 31:
                 of_warp[warp_idx] = upto
@@ -253,13 +253,13 @@ class MlaPrefill:
                 if w < warp_idx:
                     upto += count
             if e < entries:
-                plan[1 + e, 0] = carried + upto
+                plan[e, 0] = carried + upto
             for w in cutlass.range_constexpr(PLAN_THREADS // 32):
                 carried += of_warp[w]
             cute.arch.sync_threads()
         if tidx == 0:
-            plan[0, 0] = ctas
-            plan[0, 1] = carried
+            progress[0] = Int32(progress.shape[0])  # each CTA's first tile is the one of its own number
+            progress[1] = carried
 
     @cute.jit
     def scan(self, value: Int32, lane: Int32):
@@ -285,6 +285,7 @@ class MlaPrefill:
         out: cute.Tensor,
         lse: cute.Tensor,
         plan: cute.Tensor,
+        progress: cute.Tensor,
         mma_first: cute.TiledMma,
         mma_qk: cute.TiledMma,
         mma_pv: cute.TiledMma,
@@ -325,8 +326,8 @@ class MlaPrefill:
             cute.arch.setmaxregister_decrease(self.registers[1])
             if warp_idx == 4 * self.groups:
                 self.copy_tiles(
-                    tma_q, tma_q_tensor, tma_k, tma_k_tensor, tma_v, tma_v_tensor, plan, slots, s_q, s_k, s_v, barriers,
-                    heads,
+                    tma_q, tma_q_tensor, tma_k, tma_k_tensor, tma_v, tma_v_tensor, plan, progress, slots, s_q, s_k, s_v,
+                    barriers, heads,
                 )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(self.registers[0])
@@ -335,32 +336,41 @@ class MlaPrefill:
     # ---- tiles and copies (one warp)
 
     @cute.jit
-    def claim(self, tile: Int32, base: Int32, tile_slot: Int32, plan: cute.Tensor, slots: cute.Tensor, heads: Int32):
+    def claim(
+        self,
+        tile: Int32,
+        base: Int32,
+        slot: Int32,
+        plan: cute.Tensor,
+        progress: cute.Tensor,
+        slots: cute.Tensor,
+        heads: Int32,
+    ):
         """Describe tile number `tile` of the plan in a slot; returns where in the plan it was found.
 
         A slot: key blocks (0: there are no more tiles), keys, keys that the tile's first row sees, first row, rows,
         head, first key.
         """
         lane = cute.arch.lane_idx()
-        entries = plan.shape[0] - 1
+        entries = plan.shape[0]
         words = cute.make_rmem_tensor((SLOT_WORDS,), Int32)
         words.fill(0)
-        if tile < plan[0, 1]:
+        if tile < progress[1]:
             # Tiles are claimed in order, so the search goes on where the last one ended.
             searching = Int32(1)
             while searching == 1:
                 end = Int32(FAR)
                 if base + lane < entries:
-                    end = plan[1 + base + lane, 0]
+                    end = plan[base + lane, 0]
                 passed = cute.arch.popc(cute.arch.vote_ballot_sync(end <= tile))
                 base += passed
                 if passed < 32:
                     searching = Int32(0)
             index = tile
             if base > 0:
-                index = tile - plan[base, 0]
-            q_begin, q_len, kv_begin = plan[1 + base, 1], plan[1 + base, 2], plan[1 + base, 3]
-            kv_len, m_tiles, together = plan[1 + base, 4], plan[1 + base, 5], plan[1 + base, 6]
+                index = tile - plan[base - 1, 0]
+            q_begin, q_len, kv_begin = plan[base, 1], plan[base, 2], plan[base, 3]
+            kv_len, m_tiles, together = plan[base, 4], plan[base, 5], plan[base, 6]
             section = index // (together * m_tiles)
             index -= section * together * m_tiles
             heads_here = cutlass.min(together, heads - section * together)
@@ -379,7 +389,7 @@ class MlaPrefill:
             words[6] = kv_begin
         if lane == 0:
             for i in cutlass.range_constexpr(7):
-                slots[i, tile_slot] = words[i]
+                slots[i, slot] = words[i]
         cute.arch.sync_warp()
         return base
 
@@ -393,6 +403,7 @@ class MlaPrefill:
         tma_v: cute.CopyAtom,
         tma_v_tensor: cute.Tensor,
         plan: cute.Tensor,
+        progress: cute.Tensor,
         slots: cute.Tensor,
         s_q: cute.Pointer,
         s_k: cute.Pointer,
@@ -405,7 +416,7 @@ class MlaPrefill:
         lane = cute.arch.lane_idx()
         tile, _, _ = cute.arch.block_idx()
         cute.arch.griddepcontrol_wait()
-        base = self.claim(tile, Int32(0), Int32(0), plan, slots, heads)
+        base = self.claim(tile, Int32(0), Int32(0), plan, progress, slots, heads)
 
         index, phase = Int32(0), Int32(1)  # of K; V is one block behind
         v_index, v_phase, v_row, v_head = Int32(-1), Int32(1), Int32(0), Int32(0)
@@ -436,9 +447,9 @@ class MlaPrefill:
                     # The next tile is looked up while this one's blocks are awaited.
                     claimed = Int32(0)
                     if lane == 0:
-                        claimed = cute.arch.atomic_add(plan.iterator, Int32(1), sem="relaxed", scope="gpu")
+                        claimed = cute.arch.atomic_add(progress.iterator, Int32(1), sem="relaxed", scope="gpu")
                     tile = cute.arch.shuffle_sync(claimed, offset=0)
-                    base = self.claim(tile, base, (slot + 1) % SLOTS, plan, slots, heads)
+                    base = self.claim(tile, base, (slot + 1) % SLOTS, plan, progress, slots, heads)
             slot = (slot + 1) % SLOTS
         if v_index >= 0:
             cute.arch.mbarrier_wait(v_empty + v_index, v_phase)
@@ -469,15 +480,14 @@ class MlaPrefill:
                 ((8, rows // 8), 64, tiles, 8), stride=((64, 512), 1, 64 * rows, elements)
             ),
         )  # fmt: skip
-        source = cute.local_tile(
-            cute.domain_offset((row, 0, 0, 0), tensor), (rows, 64, tiles), (0, 0, 0, None)
-        )
+        source = cute.local_tile(cute.domain_offset((row, 0, 0, 0), tensor), (rows, 64, tiles), (0, 0, 0, None))
         to, of = cpasync.tma_partition(
             tma, 0, cute.make_layout(1), cute.group_modes(buffers, 0, 3), cute.group_modes(source, 0, 3)
         )
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full + index, elements * 2)
-        cute.copy(tma, of[None, head], to[None, index], tma_bar_ptr=full + index)
+        policy = EVICT_FIRST if const_expr(rows == GROUP_ROWS) else EVICT_LAST
+        cute.copy(tma, of[None, head], to[None, index], tma_bar_ptr=full + index, cache_policy=Int64(policy))
 
     def swizzle(self):
         return warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, self.dtype).inner
@@ -498,9 +508,7 @@ class MlaPrefill:
         return cute.arch.warp_redux_sync(value, "max")
 
     @cute.jit
-    def buffer(
-        self, smem: cute.Pointer, index: Int32, rows: cutlass.Constexpr[int], columns: cutlass.Constexpr[int]
-    ):
+    def buffer(self, smem: cute.Pointer, index: Int32, rows: cutlass.Constexpr[int], columns: cutlass.Constexpr[int]):
         """Buffer `index` for WGMMA, its address through an instruction whose result is uniform: WGMMA takes its
         descriptors from uniform registers."""
         address = self.uniform(smem.toint() + index * (rows * columns * 2))
@@ -548,18 +556,20 @@ class MlaPrefill:
         acc_o = cute.make_rmem_tensor(thr_pv.partition_shape_C((GROUP_ROWS, self.width)), Float32)
         o = cute.make_tensor(acc_o.iterator, cute.make_layout((2, (2, self.width // 8)), stride=(2, (1, 4))))
         r_p = cute.make_rmem_tensor(thr_pv.partition_shape_A((GROUP_ROWS, self.block)), self.dtype)
+        # Of this thread's two rows: running maximum and sum, of the next tile too, and the keys they see.
         m = cute.make_rmem_tensor((2,), Float32)
         l = cute.make_rmem_tensor((2,), Float32)
         m_next = cute.make_rmem_tensor((2,), Float32)
         l_next = cute.make_rmem_tensor((2,), Float32)
-        factor = cute.make_rmem_tensor((2,), Float32)
         limit = cute.make_rmem_tensor((2,), Int32)
         m.fill(LOWEST)
         l.fill(0.0)
         acc_o.fill(0.0)
+        # Set here once: setting them between products that are in flight serialises these.
         mma_first.set(Field.ACCUMULATE, False)
         mma_qk.set(Field.ACCUMULATE, True)
         mma_pv.set(Field.ACCUMULATE, True)
+        products = (mma_first, mma_qk, thr_qk, acc_s, t_q, s_k, mma_pv, thr_pv, acc_o, r_p, s_v)
 
         tile, q_phase = Int32(0), Int32(0)
         cute.arch.mbarrier_wait(q_full + group, q_phase)
@@ -576,42 +586,37 @@ class MlaPrefill:
             n = blocks - 1
             if (n + 1) * self.block > unmasked:
                 self.mask(s, limit, n, lane)
-            self.softmax(s, m, l, factor, scale)
+            self.maxima(s, m, l, scale)
+            for i in cutlass.range_constexpr(2):
+                self.powers(s, i, m, l, scale)
             self.narrow(acc_s, r_p)
             v_keys = keys - n * self.block  # of V's block: the rows from here on are of no key of the request
             v_index, v_phase = Int32(0), Int32(0)
             index, phase = self.advance(Int32(0), Int32(0))
 
             while blocks > 0:
-                for b in cutlass.range(blocks - 1, unroll=1):
-                    # P of the block before is there.
+                # P of the tile's last block of keys is there; the others follow, at first those that need a mask.
+                masked = self.masked_blocks(blocks, unmasked, v_keys)
+                for b in cutlass.range(masked, unroll=1):
                     n = blocks - 2 - b
                     if v_keys < self.block:
                         self.zero_rows(s_v, v_full, v_index, v_phase, v_keys, t, group)
-                    cute.arch.mbarrier_wait(k_full + index, phase)
-                    cute.arch.barrier(barrier_id=1 + group, number_of_threads=256)
-                    self.scores(mma_first, mma_qk, thr_qk, acc_s, t_q, s_k, index)
-                    cute.arch.mbarrier_wait(v_full + v_index, v_phase)
-                    self.values(mma_pv, thr_pv, acc_o, r_p, s_v, v_index)
-                    self.pass_turn(group)
-                    warpgroup.wait_group(1)
+                    self.issue(products, barriers, index, phase, v_index, v_phase, group)
                     self.leave(k_empty + index)
-                    if (n + 1) * self.block > unmasked:
-                        self.mask(s, limit, n, lane)
-                    self.softmax(s, m, l, factor, scale)
-                    # Long since so; but the assembler moves the wait that follows no further up than here, and without
-                    # this it does so beyond the softmax.
-                    cute.arch.mbarrier_wait(v_full + v_index, v_phase)
-                    warpgroup.wait_group(0)
-                    self.leave(v_empty + v_index)
-                    for c in cutlass.range_constexpr(self.width // 4):
-                        o[0, c] = o[0, c] * factor[0]
-                        o[1, c] = o[1, c] * factor[1]
-                    self.narrow(acc_s, r_p)
+                    self.mask(s, limit, n, lane)
+                    self.finish(products, barriers, s, o, m, l, scale, v_index, v_phase)
                     v_keys = keys - n * self.block
                     v_index, v_phase = index, phase
                     index, phase = self.advance(index, phase)
-                # P of the tile's last block is there. Its scores are done, so Q may be replaced.
+                for _ in cutlass.range(masked, blocks - 1, unroll=1):
+                    self.issue(products, barriers, index, phase, v_index, v_phase, group)
+                    self.leave(k_empty + index)
+                    self.finish(products, barriers, s, o, m, l, scale, v_index, v_phase)
+                    v_index, v_phase = index, phase
+                    index, phase = self.advance(index, phase)
+                if blocks > 1:
+                    v_keys = keys
+                # P of the tile's first keys is there. Its scores are all done, so Q may be replaced.
                 self.leave(q_empty + group)
                 q_phase ^= 1
                 cute.arch.mbarrier_wait(q_full + group, q_phase)
@@ -622,20 +627,16 @@ class MlaPrefill:
                     # The next tile's first scores beside this tile's last values.
                     n = blocks - 1
                     keys, unmasked = self.limits(slots, (tile + 1) % SLOTS, group, row_low, limit)
-                    cute.arch.mbarrier_wait(k_full + index, phase)
-                    cute.arch.barrier(barrier_id=1 + group, number_of_threads=256)
-                    self.scores(mma_first, mma_qk, thr_qk, acc_s, t_q, s_k, index)
-                    cute.arch.mbarrier_wait(v_full + v_index, v_phase)
-                    self.values(mma_pv, thr_pv, acc_o, r_p, s_v, v_index)
-                    self.pass_turn(group)
-                    warpgroup.wait_group(1)
+                    self.issue(products, barriers, index, phase, v_index, v_phase, group)
                     self.leave(k_empty + index)
                     if (n + 1) * self.block > unmasked:
                         self.mask(s, limit, n, lane)
                     m_next.fill(LOWEST)
                     l_next.fill(0.0)
-                    self.softmax(s, m_next, l_next, factor, scale)
-                    cute.arch.mbarrier_wait(v_full + v_index, v_phase)
+                    self.maxima(s, m_next, l_next, scale)
+                    for i in cutlass.range_constexpr(2):
+                        self.powers(s, i, m_next, l_next, scale)
+                    cute.arch.mbarrier_wait(v_full + v_index, v_phase)  # as in `finish`
                     warpgroup.wait_group(0)
                     self.leave(v_empty + v_index)
                     self.narrow(acc_s, r_p)
@@ -648,12 +649,65 @@ class MlaPrefill:
                     index, phase = self.advance(index, phase)
                     tile += 1
             cute.arch.mbarrier_wait(v_full + v_index, v_phase)
-            cute.arch.barrier(barrier_id=1 + group, number_of_threads=256)
+            self.take_turn(group)
             self.values(mma_pv, thr_pv, acc_o, r_p, s_v, v_index)
             if group < self.groups - 1:
                 self.pass_turn(group)
             warpgroup.wait_group(0)
             self.store(out, lse, o, m, l, out_scale, slots, tile % SLOTS, group, row_low, lane, heads)
+
+    @cute.jit
+    def issue(
+        self,
+        products: cutlass.Constexpr,
+        barriers: cutlass.Constexpr,
+        index: Int32,
+        phase: Int32,
+        v_index: Int32,
+        v_phase: Int32,
+        group: Int32,
+    ):
+        """When it is this warpgroup's turn: S of a block, and O += P V of the one before. Returns when S is there."""
+        _, _, k_full, _, v_full, _ = barriers
+        mma_first, mma_qk, thr_qk, acc_s, t_q, s_k, mma_pv, thr_pv, acc_o, r_p, s_v = products
+        cute.arch.mbarrier_wait(k_full + index, phase)
+        self.take_turn(group)
+        self.scores(mma_first, mma_qk, thr_qk, acc_s, t_q, s_k, index)
+        cute.arch.mbarrier_wait(v_full + v_index, v_phase)
+        self.values(mma_pv, thr_pv, acc_o, r_p, s_v, v_index)
+        self.pass_turn(group)
+        warpgroup.wait_group(1)
+
+    @cute.jit
+    def finish(
+        self,
+        products: cutlass.Constexpr,
+        barriers: cutlass.Constexpr,
+        s: cute.Tensor,
+        o: cute.Tensor,
+        m: cute.Tensor,
+        l: cute.Tensor,
+        scale: Float32,
+        v_index: Int32,
+        v_phase: Int32,
+    ):
+        """S to P, and O to the new maximum."""
+        _, _, _, _, v_full, v_empty = barriers
+        _, _, _, acc_s, _, _, _, _, _, r_p, _ = products
+        factor = self.maxima(s, m, l, scale)
+        moved = cute.arch.vote_any_sync(factor[0] != 1.0 or factor[1] != 1.0)
+        self.powers(s, 0, m, l, scale)
+        # V has long been there, but this ends a basic block: the assembler moves the wait for O up to the start of its
+        # block. Here O is done, and the rest of the softmax hides what it takes to use it.
+        cute.arch.mbarrier_wait(v_full + v_index, v_phase)
+        warpgroup.wait_group(0)
+        self.leave(v_empty + v_index)
+        if moved:
+            for c in cutlass.range_constexpr(self.width // 4):
+                o[0, c] = o[0, c] * factor[0]
+                o[1, c] = o[1, c] * factor[1]
+        self.powers(s, 1, m, l, scale)
+        self.narrow(acc_s, r_p)
 
     @cute.jit
     def scores(
@@ -695,6 +749,19 @@ class MlaPrefill:
         warpgroup.commit_group()
 
     @cute.jit
+    def masked_blocks(self, blocks: Int32, unmasked: Int32, v_keys: Int32):
+        """Blocks of a tile after its first that need a mask, or whose predecessor's V needs zeros."""
+        masked = blocks - 1 - cutlass.max(unmasked, 0) // self.block
+        if v_keys < self.block:
+            masked = cutlass.max(masked, 1)
+        return cutlass.min(cutlass.max(masked, 0), blocks - 1)
+
+    @cute.jit
+    def take_turn(self, group: Int32):
+        """Wait until the warpgroup before has issued its products."""
+        cute.arch.barrier(barrier_id=1 + group, number_of_threads=256)
+
+    @cute.jit
     def pass_turn(self, group: Int32):
         """The next warpgroup may issue its products."""
         following = group + 1
@@ -731,9 +798,10 @@ class MlaPrefill:
                 s[i, c] = cutlass.select_((c // 2) * 8 + c % 2 < seen, s[i, c], -Float32.inf)
 
     @cute.jit
-    def softmax(self, s: cute.Tensor, m: cute.Tensor, l: cute.Tensor, factor: cute.Tensor, scale: Float32):
-        """S to P in place, against the running maximum m (base 2, scaled); row sums to l; `factor` is what O's rows
-        are to be multiplied by."""
+    def maxima(self, s: cute.Tensor, m: cute.Tensor, l: cute.Tensor, scale: Float32):
+        """The rows' running maximum m (base 2, scaled) with those of S; their sums l by what it changes. Returns what
+        the rows of O are to be multiplied by."""
+        factor = cute.make_rmem_tensor((2,), Float32)
         for i in cutlass.range_constexpr(2):
             # Four chains, for their latency.
             highs = [s[i, c] for c in range(4)]
@@ -745,12 +813,18 @@ class MlaPrefill:
             new = cute.arch.fmax(m[i], high * scale)
             factor[i] = cute.math.exp2(m[i] - new, fastmath=True)
             m[i] = new
-            sums = [l[i] * factor[i], Float32(0.0)]
-            for c in cutlass.range_constexpr(self.block // 4):
-                p = cute.math.exp2(s[i, c] * scale - new, fastmath=True)
-                s[i, c] = p
-                sums[c % 2] += p
-            l[i] = sums[0] + sums[1]
+            l[i] = l[i] * factor[i]
+        return factor
+
+    @cute.jit
+    def powers(self, s: cute.Tensor, i: cutlass.Constexpr[int], m: cute.Tensor, l: cute.Tensor, scale: Float32):
+        """One row of S to P in place; its sum to l."""
+        sums = [l[i], Float32(0.0)]
+        for c in cutlass.range_constexpr(self.block // 4):
+            p = cute.math.exp2(s[i, c] * scale - m[i], fastmath=True)
+            s[i, c] = p
+            sums[c % 2] += p
+        l[i] = sums[0] + sums[1]
 
     @cute.jit
     def zero_rows(
