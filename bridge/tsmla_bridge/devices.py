@@ -3,8 +3,10 @@ is asked once and kept."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -83,6 +85,11 @@ def _driver() -> Any:
 def torch_device(index: int) -> torch.device:
     """The CUDA device with this index."""
     return torch.device("cuda", index)
+
+
+def made_current(index: int) -> AbstractContextManager[Any]:
+    """A context in which the CUDA device with this index is the current one."""
+    return contextlib.nullcontext() if current_device() == index else torch.cuda.device(index)
 
 
 def index_of(device: torch.device) -> int:

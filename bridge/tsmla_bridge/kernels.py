@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from tsmla_bridge import devices
+from tsmla_bridge.tensors import dtype_name
 from tsmla_kernels import contract, launch
 from tsmla_kernels.catalog import Config, Kernel
 
@@ -56,6 +57,22 @@ def launcher(op: str, kernel: Kernel, config: Config, index: int) -> launch.Laun
                 )
             found = _loaded[kernel.name, config, index] = _load(kernel, config, index)
         return found
+
+
+def run(
+    op: str, kernel: Kernel, config: Config, index: int, stream: int, arrays: Mapping[str, launch.ArrayView]
+) -> None:
+    """Launch a kernel on `stream`, the current stream of device `index`, with its operands by name, in their order."""
+    loaded = launcher(op, kernel, config, index)
+    check_operands(loaded, tuple(arrays))
+    loaded(stream, list(arrays.values()))
+
+
+def view(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> launch.ArrayView:
+    """A tensor's memory as an operand; `shape` if the kernel has another for it."""
+    return launch.ArrayView(
+        tensor.data_ptr(), tuple(tensor.shape) if shape is None else shape, dtype_name(tensor.dtype)
+    )
 
 
 _loaded: dict[tuple[str, Config, int], launch.Launcher] = {}

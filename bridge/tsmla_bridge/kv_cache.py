@@ -1,20 +1,23 @@
 """write_kv_cache and gather_kv_cache on torch tensors: rows into and out of the paged cache.
 
-Plain torch operations for now, on CPUs and GPUs alike: they read no value on the host, so they can be captured into
-CUDA graphs.
+By the catalog's kernels where they serve the call, else in torch operations, on CPUs and GPUs alike: the same bits, and
+no value is read on the host, so that both can be captured into CUDA graphs.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tsmla_bridge import checks, ops, tensors
+from tsmla_bridge import checks, devices, kernels, ops, scales, tensors
 from tsmla_bridge.tensors import DTYPES, Scale, accumulation_dtype
 from tsmla_kernels import contract, data_checks
+from tsmla_kernels.catalog import KERNELS
 from tsmla_kernels.contract import FP8, FP8_MAX
+from tsmla_kernels.launch import ArrayView
 
 
 def write_kv_cache(
@@ -24,6 +27,7 @@ def write_kv_cache(
     slot_mapping: torch.Tensor,
     *,
     kv_scale: Scale | None = None,
+    implementation: str | None = None,
 ) -> torch.Tensor:
     """[latent | k_rope] / kv_scale written to the given slots of the cache, in place (slot mapping as in vLLM).
 
@@ -35,6 +39,7 @@ def write_kv_cache(
       slot_mapping: [T] int32, slot = page * Z + offset; -1 skips the token. Slots must differ; of two tokens with one
         slot either may stay.
       kv_scale: divisor before the conversion; float or float32 scalar tensor; None is 1.
+      implementation: "cute" (the kernel), "reference" (torch operations), or None: the kernel where it can run.
 
     Returns:
       kv_cache itself. Rows are multiplied by 1 / kv_scale in float32 and rounded to nearest even; an fp8 cache
@@ -42,11 +47,13 @@ def write_kv_cache(
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
+      NotImplementedError: the named implementation can't run this call, with every reason.
     """
     if torch.compiler.is_compiling() or ops.is_traced(kv_cache, latent):
-        torch.ops.tsmla.write_kv_cache(kv_cache, latent, k_rope, slot_mapping, *ops.scale_arguments(kv_scale))
+        scale = ops.scale_arguments(kv_scale)
+        torch.ops.tsmla.write_kv_cache(kv_cache, latent, k_rope, slot_mapping, *scale, implementation)
     else:
-        write(kv_cache, latent, k_rope, slot_mapping, kv_scale)
+        write(kv_cache, latent, k_rope, slot_mapping, kv_scale, implementation)
     return kv_cache
 
 
@@ -56,6 +63,7 @@ def write(
     k_rope: torch.Tensor | None,
     slot_mapping: torch.Tensor,
     kv_scale: Scale | None,
+    implementation: str | None,
 ) -> None:
     """An eager call of write_kv_cache."""
     kv_cache = tensors.without_head_axis(kv_cache)
@@ -68,8 +76,17 @@ def write(
     )
     others = {"latent": latent, "k_rope": k_rope, "slot_mapping": slot_mapping, "kv_scale": kv_scale}
     tensors.same_device("kv_cache", kv_cache, others)
+    given = {"kv_cache": kv_cache, "latent": latent, "k_rope": latent if k_rope is None else k_rope}
+    run = _kernel("write_kv_cache", spec, implementation, {**given, "slot_mapping": slot_mapping})
     checks.values(data_checks.cache_write, spec, slot_mapping)
     if 0 in (spec.num_tokens, spec.num_pages):
+        return
+    if run is not None:
+        pages = kernels.view(kv_cache)
+        # The kernel reads the first columns of rows that may be wider: the halves of a projection's output.
+        wide = {name: kernels.view(x, (x.shape[0], x.stride(0))) for name, x in given.items() if name != "kv_cache"}
+        inputs = {"kv_cache": pages, **wide, "slot_mapping": kernels.view(slot_mapping)}
+        run(kv_scale, inputs, {"new_kv_cache": pages})
         return
     rows = latent if k_rope is None else torch.cat((latent, k_rope), -1)
     rows = to_cache_dtype(rows.detach(), kv_scale, spec.kv_dtype)
@@ -97,6 +114,7 @@ def gather_kv_cache(
     total_len: int,
     kv_scale: Scale | None = None,
     out_dtype: torch.dtype | None = None,
+    implementation: str | None = None,
 ) -> torch.Tensor:
     """Tokens starts[b] to starts[b] + lens[b] of each request, packed one request after the other and multiplied by
     kv_scale: the context that chunked prefill expands (as vLLM's gather of the MLA cache, which this also dequantises).
@@ -108,17 +126,21 @@ def gather_kv_cache(
       total_len: number of rows of the result; rows past sum(lens) are 0.
       kv_scale: float or float32 scalar tensor; None is 1.
       out_dtype: float16, bfloat16, float32 or float64; None is the cache's dtype, bfloat16 for an fp8 cache.
+      implementation: "cute" (the kernel), "reference" (torch operations), or None: the kernel where it can run.
 
     Returns:
       [total_len, D] in out_dtype, latent columns first. The product with kv_scale is in float32.
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
+      NotImplementedError: the named implementation can't run this call, with every reason.
     """
     if torch.compiler.is_compiling() or ops.is_traced(kv_cache):
         scale = ops.scale_arguments(kv_scale)
-        return torch.ops.tsmla.gather_kv_cache(kv_cache, block_tables, starts, lens, total_len, *scale, out_dtype)
-    return gather(kv_cache, block_tables, starts, lens, total_len, kv_scale, out_dtype)
+        return torch.ops.tsmla.gather_kv_cache(
+            kv_cache, block_tables, starts, lens, total_len, *scale, out_dtype, implementation
+        )
+    return gather(kv_cache, block_tables, starts, lens, total_len, kv_scale, out_dtype, implementation)
 
 
 def gather(
@@ -129,6 +151,7 @@ def gather(
     total_len: int,
     kv_scale: Scale | None,
     out_dtype: torch.dtype | None,
+    implementation: str | None,
 ) -> torch.Tensor:
     """An eager call of gather_kv_cache."""
     kv_cache = tensors.without_head_axis(kv_cache)
@@ -143,10 +166,16 @@ def gather(
     )
     others = {"block_tables": block_tables, "starts": starts, "lens": lens, "kv_scale": kv_scale}
     tensors.same_device("kv_cache", kv_cache, others)
+    given = {"kv_cache": kv_cache, "block_tables": block_tables, "starts": starts, "lens": lens}
+    run = _kernel("gather_kv_cache", spec, implementation, given)
     checks.values(data_checks.cache_gather, spec, lens, starts, block_tables)
     dtype = DTYPES[spec.out_dtype]
     if 0 in (spec.batch, spec.total_len, spec.max_pages, spec.num_pages):
         return torch.zeros((spec.total_len, spec.head_dim), dtype=dtype, device=kv_cache.device)
+    if run is not None:
+        out = torch.empty((spec.total_len, spec.head_dim), dtype=dtype, device=kv_cache.device)
+        run(kv_scale, {name: kernels.view(tensor) for name, tensor in given.items()}, {"out": kernels.view(out)})
+        return out
     ends = lens.cumsum(0)
     row = torch.arange(spec.total_len, device=lens.device)
     request = torch.searchsorted(ends, row, right=True).clamp(max=spec.batch - 1)
@@ -165,6 +194,70 @@ def gather(
     return torch.where(owned[:, None], rows.to(dtype), 0)
 
 
+Views = dict[str, ArrayView]
+
+
+def _kernel(
+    op: str, spec: Any, implementation: str | None, given: dict[str, torch.Tensor]
+) -> Callable[[Scale | None, Views, Views], None] | None:
+    """A function (kv_scale, inputs, outputs) that launches the kernel; None if torch operations run the call.
+
+    NotImplementedError, with every reason, if the kernel was named and can't."""
+    kernels.check_implementation(implementation)
+    device = given["kv_cache"].device
+    if implementation == "reference" or (implementation is None and devices.kind(device) != "cuda"):
+        return None
+    kernel = KERNELS.get(op)
+    reasons = [kernels.NO_KERNEL] if kernel is None else kernels.reasons(kernel, device)
+    config: Any = None
+    if kernel is not None and not reasons:
+        from tsmla_kernels.common import choose_cache
+
+        writes = op == "write_kv_cache"
+        reasons = (choose_cache.write_reasons if writes else choose_cache.gather_reasons)(spec)
+        reasons += [reason for name, x in given.items() for reason in _layout_reasons(name, x)]
+        if not reasons and (implementation == "cute" or devices.arch(devices.index_of(device)) in PROVEN):
+            config = (choose_cache.write_config if writes else choose_cache.gather_config)(spec)
+    if kernel is None or config is None:
+        if implementation == "cute":
+            raise contract.not_runnable(op, "cute", reasons)
+        return None
+    index = devices.index_of(device)
+
+    def run(kv_scale: Scale | None, inputs: Views, outputs: Views) -> None:
+        with devices.made_current(index):
+            stream = devices.current_stream(index)
+            scale = _scale_operand(kv_scale, index, stream)
+            kernels.run(op, kernel, config, index, stream, {**inputs, "kv_scale": kernels.view(scale), **outputs})
+
+    return run
+
+
+def _layout_reasons(name: str, tensor: torch.Tensor) -> list[str]:
+    """Why the kernels can't read a tensor: they take rows of one stride, and the rest without gaps."""
+    rows = name in ("latent", "k_rope")
+    dense = tensor.stride(-1) == 1 if rows else tensor.is_contiguous()
+    aligned = tensor.dtype == torch.int32 or tensor.data_ptr() % ROW_ALIGN == 0
+    if rows:
+        aligned = aligned and tensor.stride(0) * tensor.element_size() % ROW_ALIGN == 0
+    if dense and aligned:
+        return []
+    return [
+        f"{name} has strides {list(tensor.stride())} at address {tensor.data_ptr():#x}, which the kernel can't read"
+    ]
+
+
+def _scale_operand(scale: Scale | None, index: int, stream: int) -> torch.Tensor:
+    """float32 [1] on the device."""
+    if isinstance(scale, torch.Tensor):
+        return scale.to(torch.float32).reshape(1)
+    return scales.on_device((1.0 if scale is None else float(scale), 1.0), index, stream)[:1]
+
+
+PROVEN = ("sm_90a",)
+"""Architectures on which the cache kernels have run; on others they must be named."""
+
+ROW_ALIGN = 16
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -201,13 +201,15 @@ def call_prefill(
     "tsmla::write_kv_cache",
     mutates_args=("kv_cache",),
     schema="(Tensor(a!) kv_cache, Tensor latent, Tensor? k_rope, Tensor slot_mapping, Tensor? kv_scale_tensor,"
-    " float? kv_scale) -> ()",
+    " float? kv_scale, str? implementation) -> ()",
 )
-def write_op(kv_cache: Any, latent: Any, k_rope: Any, slot_mapping: Any, tensor: Any, number: float | None) -> None:
+def write_op(
+    kv_cache: Any, latent: Any, k_rope: Any, slot_mapping: Any, tensor: Any, number: Any, implementation: str | None
+) -> None:
     """write_kv_cache, in place."""
     from tsmla_bridge import kv_cache as module
 
-    module.write(kv_cache, latent, k_rope, slot_mapping, number if tensor is None else tensor)
+    module.write(kv_cache, latent, k_rope, slot_mapping, number if tensor is None else tensor, implementation)
 
 
 @write_op.register_fake
@@ -219,20 +221,29 @@ def _(*arguments: Any) -> None:
     "tsmla::gather_kv_cache",
     mutates_args=(),
     schema="(Tensor kv_cache, Tensor block_tables, Tensor starts, Tensor lens, SymInt total_len,"
-    " Tensor? kv_scale_tensor, float? kv_scale, ScalarType? out_dtype) -> Tensor",
+    " Tensor? kv_scale_tensor, float? kv_scale, ScalarType? out_dtype, str? implementation) -> Tensor",
 )
 def gather_op(
-    kv_cache: Any, block_tables: Any, starts: Any, lens: Any, total_len: int, tensor: Any, number: Any, out_dtype: Any
+    kv_cache: Any,
+    block_tables: Any,
+    starts: Any,
+    lens: Any,
+    total_len: int,
+    tensor: Any,
+    number: Any,
+    out_dtype: Any,
+    implementation: str | None,
 ) -> torch.Tensor:
     """gather_kv_cache."""
     from tsmla_bridge import kv_cache as module
 
     scale = number if tensor is None else tensor
-    return module.gather(kv_cache, block_tables, starts, lens, total_len, scale, out_dtype)
+    return module.gather(kv_cache, block_tables, starts, lens, total_len, scale, out_dtype, implementation)
 
 
 @gather_op.register_fake
-def _(kv_cache: Any, block_tables: Any, starts: Any, lens: Any, total_len: Any, t: Any, n: Any, dtype: Any) -> Any:
+def _(kv_cache: Any, block_tables: Any, starts: Any, lens: Any, total_len: Any, *options: Any) -> Any:
+    dtype = options[2]
     return kv_cache.new_empty((total_len, kv_cache.shape[-1]), dtype=dtype or _out_dtype(kv_cache))
 
 

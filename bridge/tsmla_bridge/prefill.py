@@ -14,6 +14,7 @@ from tsmla_bridge.tensors import DTYPES, Scale
 from tsmla_bridge.workspace import Layout
 from tsmla_kernels import contract, data_checks
 from tsmla_kernels.contract import PrefillSpec
+from tsmla_kernels.launch import ArrayView
 
 Results = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -225,26 +226,22 @@ def _launch(
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
-    index = q.get_device()
-    if devices.current_device() != index:
-        with torch.cuda.device(index):
-            return _launch(spec, q, k, v, cu_seqlens_q, cu_seqlens_kv, pair, out, lse)
     inputs = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
     for name, tensor in inputs.items():
         tensors.check_dense(name, tensor)
+    index = q.get_device()
     kernel, choose = _kernel()
-    launcher = kernels.launcher("mla_prefill", kernel, choose.prefill_config(spec), index)
-    shapes = dict(choose.prefill_workspaces(spec.batch))
-    layout = Layout({**shapes, "lse": (tuple(q.shape[:2]), "float32")})
-    scratch = torch.empty(layout.size, dtype=torch.uint8, device=q.device)
-    base, stream = scratch.data_ptr(), devices.current_stream(index)
-    arrays = {**inputs, "scales": scales.on_device(pair, index, stream), "out": out}
-    sizes = {name: tuple(tensor.shape) for name, tensor in arrays.items()}
-    addresses = {name: tensor.data_ptr() for name, tensor in arrays.items()}
-    sizes |= {"lse": tuple(q.shape[:2])} | {name: shape for name, (shape, _) in shapes.items()}
-    addresses |= {name: base + offset for name, offset in layout.offsets.items()}
-    if lse is not None:
-        addresses["lse"] = lse.data_ptr()
-    kernels.check_operands(launcher, tuple(sizes))
-    names = [operand.name for operand in launcher.operands]
-    launcher.bind([sizes[name] for name in names])(stream, [addresses[name] for name in names])
+    shapes = dict(choose.prefill_workspaces(spec.batch, devices.num_sms(index)))
+    rows = tuple(q.shape[:2])
+    layout = Layout({**shapes, "lse": (rows, "float32")})
+    with devices.made_current(index):
+        stream = devices.current_stream(index)
+        scratch = torch.empty(layout.size, dtype=torch.uint8, device=q.device)
+        base = scratch.data_ptr()
+        arrays = {name: kernels.view(tensor) for name, tensor in inputs.items()}
+        arrays["scales"] = kernels.view(scales.on_device(pair, index, stream))
+        arrays["out"] = kernels.view(out)
+        arrays["lse"] = ArrayView(base + layout.offsets["lse"], rows, "float32") if lse is None else kernels.view(lse)
+        for name, (shape, dtype) in shapes.items():
+            arrays[name] = ArrayView(base + layout.offsets[name], shape, dtype)
+        kernels.run("mla_prefill", kernel, choose.prefill_config(spec), index, stream, arrays)

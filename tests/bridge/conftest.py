@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tsmla_bridge import decode, devices, kernels, reference, scales
+from tsmla_bridge import decode, devices, kernels, kv_cache, reference, scales
 from tsmla_bridge.tensors import DTYPES
 from tsmla_kernels import contract, launch
 from tsmla_kernels.catalog import Config, Kernel, Operand
@@ -77,8 +77,7 @@ class StandInLauncher(launch.Launcher):
         stream = ctypes.c_int64.from_address(pointers[0]).value
         found = {operand.name: self._operand(operand, pointers[1 + i]) for i, operand in enumerate(self.operands)}
         self.gpu.launches.append((stream, found))
-        run = {"mla_decode": self._decode, "mla_prefill": self._prefill}[self.name]
-        run(found)
+        getattr(self, f"_{self.name}")(found)
 
     def _operand(self, operand: Operand, pointer: int) -> torch.Tensor:
         descriptor = ctypes.c_int64.from_address(pointer).value
@@ -87,7 +86,7 @@ class StandInLauncher(launch.Launcher):
         assert address % operand.align == 0
         return over_memory(address, shape, operand.dtype)
 
-    def _decode(self, of: dict[str, torch.Tensor]) -> None:
+    def _mla_decode(self, of: dict[str, torch.Tensor]) -> None:
         config = self.config
         for name in ("partial_out", "partial_lse", "split_info"):
             of[name].view(torch.uint8).fill_(0xFF)  # what else lies there is spoilt
@@ -126,8 +125,9 @@ class StandInLauncher(launch.Launcher):
         of["out"].view(-1, config.num_heads, config.latent_dim)[written] = out[written]
         of["lse"].view(-1, config.num_heads)[written] = lse[written]
 
-    def _prefill(self, of: dict[str, torch.Tensor]) -> None:
-        of["plan"].view(torch.uint8).fill_(0xFF)
+    def _mla_prefill(self, of: dict[str, torch.Tensor]) -> None:
+        for name in ("plan", "progress"):
+            of[name].view(torch.uint8).fill_(0xFF)
         q, k, v = of["q"], of["k"], of["v"]
         longest = 1 << 20
         spec = contract.prefill_spec(
@@ -144,6 +144,18 @@ class StandInLauncher(launch.Launcher):
         out, lse = reference.mla_prefill(spec, q, k, v, of["cu_seqlens_q"], of["cu_seqlens_kv"], *of["scales"])
         of["out"].copy_(out)
         of["lse"].copy_(lse)
+
+    def _write_kv_cache(self, of: dict[str, torch.Tensor]) -> None:
+        config = self.config
+        assert of["new_kv_cache"].data_ptr() == of["kv_cache"].data_ptr()
+        k_rope = of["k_rope"][:, : config.rope_dim] if config.rope_dim else None
+        latent, slots = of["latent"][:, : config.latent_dim], of["slot_mapping"]
+        kv_cache.write(of["kv_cache"], latent, k_rope, slots, of["kv_scale"][0], "reference")
+
+    def _gather_kv_cache(self, of: dict[str, torch.Tensor]) -> None:
+        arrays = (of["kv_cache"], of["block_tables"], of["starts"], of["lens"])
+        dtype = of["out"].dtype
+        of["out"].copy_(kv_cache.gather(*arrays, len(of["out"]), of["kv_scale"][0], dtype, "reference"))
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import tsmla_bridge
 from tests.bridge.conftest import NUM_SMS, Gpu, on_stream
 from tests.bridge.inputs import Inputs, assert_close, inputs
 from tsmla_bridge import Workspace, decode, scales
-from tsmla_kernels.catalog import MLA_DECODE, Operand
+from tsmla_kernels.catalog import KERNELS, MLA_DECODE, Operand
 from tsmla_kernels.launch import Launch
 
 BF16 = 2**-7  # bf16's own step, of results of size one
@@ -381,6 +381,37 @@ def test_prefill_goes_to_the_catalogs_kernel(gpu: Gpu) -> None:
     wide = torch.cat((k, k), -1)[..., :192]
     with pytest.raises(ValueError, match="k: got shape"):
         tsmla_bridge.mla_prefill(q, wide, v, **options)
+
+
+def test_writes_and_gathers_go_to_the_catalogs_kernels(gpu: Gpu) -> None:
+    if "write_kv_cache" not in KERNELS:
+        pytest.skip("the catalog has no cache kernels")
+    generator = torch.Generator().manual_seed(0)
+    kv = torch.randn(5, 80, generator=generator).bfloat16()
+    latent, k_rope = kv[:, :64], kv[:, 64:]
+    slots = torch.tensor([3, -1, 70, 16, 99], dtype=torch.int32)
+    cache = torch.randn(5, 16, 80, generator=generator).to(torch.float8_e4m3fn)
+    wanted = cache.clone()
+    tsmla_bridge.write_kv_cache(wanted, latent, k_rope, slots, kv_scale=0.5, implementation="reference")
+    assert not gpu.launches
+    for given in (cache, cache.clone()[:, None]):
+        written = tsmla_bridge.write_kv_cache(given, latent, k_rope, slots, kv_scale=torch.tensor(0.5))
+        assert written is given and torch.equal(given.view(cache.shape).float(), wanted.float())
+        operands = gpu.launches[-1][1]
+        assert operands["kv_cache"].data_ptr() == given.data_ptr()
+        assert operands["latent"].data_ptr() == kv.data_ptr() and operands["latent"].shape == (5, 80)
+    tables = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32)
+    starts, lens = torch.tensor([2, 0], dtype=torch.int32), torch.tensor([20, 9], dtype=torch.int32)
+    arrays = (cache, tables, starts, lens)
+    want = tsmla_bridge.gather_kv_cache(*arrays, total_len=33, kv_scale=0.5, implementation="reference")
+    assert torch.equal(tsmla_bridge.gather_kv_cache(*arrays, total_len=33, kv_scale=0.5), want)
+    assert len(gpu.launches) == 3 and gpu.launches[-1][1]["kv_cache"].data_ptr() == cache.data_ptr()
+
+    pool = torch.zeros(5, 2, 16, 80, dtype=torch.bfloat16)[:, 0]  # its pages have gaps: torch operations
+    tsmla_bridge.write_kv_cache(pool, latent, k_rope, slots)
+    assert len(gpu.launches) == 3 and pool.any()
+    with pytest.raises(NotImplementedError, match=r"write_kv_cache: .* kv_cache has strides .* the kernel can't read"):
+        tsmla_bridge.write_kv_cache(pool, latent, k_rope, slots, implementation="cute")
 
 
 def test_the_stand_in_has_some_multiprocessors() -> None:

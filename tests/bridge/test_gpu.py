@@ -1,0 +1,453 @@
+"""The PyTorch front end on a GPU: right, the same bits as through jax, captured, threaded, compiled, and cheap."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import re
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import tsmla_bridge
+import tsmla_jax
+from tsmla_bridge import Workspace, decode, decode_workspace_size, kernels, prefill, tokenspeed_mla
+from tsmla_kernels.catalog import MLA_DECODE
+from tsmla_kernels.contract import DecodeSpec
+from tsmla_kernels.sm90 import choose
+
+pytestmark = pytest.mark.gpu
+
+SCALE = 192**-0.5
+MAX_HOST_US = 12.0  # of an eager mla_decode, median
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def compiled_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gpu-objects")
+
+
+@pytest.fixture(autouse=True)
+def shared_cache(compiled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One cache for the module: each object takes ten to twenty seconds to compile."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs torch with CUDA")
+    if reasons := kernels.reasons(MLA_DECODE, torch.device("cuda")):
+        pytest.skip("; ".join(reasons))
+    monkeypatch.setenv("TSMLA_CACHE_DIR", str(compiled_cache))
+
+
+@pytest.fixture(autouse=True)
+def forgetful() -> Iterator[None]:
+    """Loaded kernels stay from test to test: to load them again would compile nothing, but takes time."""
+    yield
+
+
+def arrays(
+    batch: int,
+    q_len: int,
+    heads: int,
+    max_pages: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    page: int = 64,
+    dim: int = 576,
+    seed: int = 0,
+) -> Tensors:
+    """q, cache, table and lengths, with NaN and impossible pages wherever nothing may be read."""
+    rng = np.random.default_rng(seed)
+    pages = batch * max_pages + 1
+    keys = rng.integers(0, max_pages * page + 1, batch)
+    keys[0] = max_pages * page
+    cache = rng.normal(size=(pages, page, dim)) / 3
+    tables = rng.permutation(pages - 1).reshape(batch, max_pages)
+    for request, length in enumerate(keys):
+        used, rest = divmod(int(length), page)
+        if rest:
+            cache[tables[request, used], rest:] = np.nan
+        tables[request, used + bool(rest) :] = 2**31 - 1
+    q = torch.from_numpy(rng.normal(size=(batch, q_len, heads, dim)))
+    table, lens = (torch.from_numpy(x).to("cuda", torch.int32) for x in (tables, keys))
+    return q.to("cuda", dtype), torch.from_numpy(cache).to("cuda", dtype), table, lens
+
+
+def attend(*args: torch.Tensor, **options: Any) -> Any:
+    return tsmla_bridge.mla_decode(*args, **({"softmax_scale": SCALE, "return_lse": True} | options))
+
+
+def assert_right(got: Any, *args: torch.Tensor, **options: Any) -> None:
+    """FlashMLA's tolerances for out, against the reference in float32 on the same values."""
+    wide = [args[0].float(), *args[1:]]
+    want, want_lse = (x.double().cpu() for x in attend(*wide, **options, implementation="reference"))
+    out, lse = (x.double().cpu() for x in got)
+    torch.testing.assert_close(out, want, atol=8e-4, rtol=2.01 / 128)
+    if (norm := float((want**2).sum() + (out**2).sum())) > 0:
+        assert 1 - 2 * float((out * want).sum()) / norm < 5e-6
+    torch.testing.assert_close(lse, want_lse, atol=1e-5, rtol=1e-5)
+
+
+def assert_same_bits(got: Any, want: Any) -> None:
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+# ---- results
+
+
+@pytest.mark.parametrize(
+    ("batch", "q_len", "heads", "max_pages"), [(1, 1, 16, 64), (5, 1, 128, 20), (3, 4, 16, 9), (64, 2, 9, 3)]
+)
+def test_right(batch: int, q_len: int, heads: int, max_pages: int) -> None:
+    args = arrays(batch, q_len, heads, max_pages)
+    assert_right(attend(*args), *args)
+
+
+@pytest.mark.parametrize(("page", "causal"), [(16, True), (32, False), (128, True)])
+def test_other_pages_and_dtypes(page: int, causal: bool) -> None:
+    args = arrays(4, 3, 16, 256 // page, page=page, dtype=torch.float16, dim=320)
+    assert_right(attend(*args, latent_dim=256, causal=causal), *args, latent_dim=256, causal=causal)
+
+
+def ragged() -> tuple[Tensors, dict[str, Any]]:
+    q, *others = arrays(4, 3, 16, 6)
+    offsets = torch.tensor([0, 3, 3, 4, 6], dtype=torch.int32, device="cuda")
+    rows = q.reshape(12, 16, 576)[:9].contiguous()
+    rows[6:] = torch.nan
+    return (rows, *others), {"cu_seqlens_q": offsets, "max_q_len": 3}  # type: ignore[return-value]
+
+
+def test_ragged_with_padding() -> None:
+    args, options = ragged()
+    out, lse = attend(*args, **options)
+    assert_right((out[:6], lse[:6]), args[0][:6].contiguous(), *args[1:], **options)
+    assert not out[6:].any() and torch.all(lse[6:] == -torch.inf)
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_invariant": True}, {"causal": False}, {"kv_scale": 0.7}])
+@pytest.mark.parametrize(("batch", "q_len", "heads", "max_pages"), [(1, 1, 16, 64), (7, 2, 128, 20), (33, 4, 16, 5)])
+def test_the_bits_are_those_of_jax(batch: int, q_len: int, heads: int, max_pages: int, options: dict[str, Any]) -> None:
+    args = arrays(batch, q_len, heads, max_pages)
+    through_jax = tsmla_bridge.jax_function(
+        lambda *given: tsmla_jax.mla_decode(
+            *given, softmax_scale=SCALE, return_lse=True, implementation="cute", **options
+        )
+    )
+    assert_same_bits(attend(*args, **options), through_jax(*args))
+
+
+def test_the_bits_are_those_of_jax_with_ragged_queries_and_tensor_scales() -> None:
+    args, options = ragged()
+    scales = {
+        "softmax_scale": torch.tensor(SCALE, device="cuda"),
+        "q_scale": 1.7,
+        "kv_scale": torch.tensor(0.3, device="cuda"),
+    }
+
+    def decode_in_jax(args: Any, offsets: Any, softmax_scale: Any, kv_scale: Any) -> Any:
+        return tsmla_jax.mla_decode(
+            *args, cu_seqlens_q=offsets, max_q_len=3, softmax_scale=softmax_scale, q_scale=1.7, kv_scale=kv_scale,
+            return_lse=True, implementation="cute",
+        )  # fmt: skip
+
+    want = tsmla_bridge.jax_function(decode_in_jax)(
+        args, options["cu_seqlens_q"], scales["softmax_scale"], scales["kv_scale"]
+    )
+    assert_same_bits(attend(*args, **options, **scales), want)
+
+
+def test_cache_operations_have_the_bits_of_jax() -> None:
+    generator = torch.Generator().manual_seed(0)
+    latent, rope = (torch.randn(40, n, generator=generator).bfloat16().cuda() for n in (512, 64))
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        cache = torch.randn(9, 16, 576, generator=generator).to(dtype).cuda()
+        slots = torch.randperm(144, generator=generator)[:40].to(torch.int32)
+        slots[5], slots[17] = -1, 144
+        slots = slots.cuda()
+        write = tsmla_bridge.jax_function(lambda *args: tsmla_jax.write_kv_cache(*args, kv_scale=0.7))
+        want = write(cache.clone(), latent, rope, slots)
+        got = tsmla_bridge.write_kv_cache(cache, latent, rope, slots, kv_scale=0.7)
+        assert_same_bits((got,), (want,))
+        tables = torch.randperm(9, generator=generator).to(torch.int32).view(3, 3).cuda()
+        starts = torch.tensor([3, 0, 20], dtype=torch.int32, device="cuda")
+        lens = torch.tensor([30, 0, 7], dtype=torch.int32, device="cuda")
+        gather = tsmla_bridge.jax_function(lambda *args: tsmla_jax.gather_kv_cache(*args, total_len=40, kv_scale=0.7))
+        want = gather(cache, tables, starts, lens)
+        got = tsmla_bridge.gather_kv_cache(cache, tables, starts, lens, total_len=40, kv_scale=0.7)
+        assert_same_bits((got,), (want,))
+
+
+def test_prefill() -> None:
+    """The catalog's kernel if there is one, else every reason why not."""
+    generator = torch.Generator().manual_seed(1)
+    q, k = (torch.randn(300, 4, 192, generator=generator).bfloat16().cuda() for _ in range(2))
+    v = torch.randn(300, 4, 128, generator=generator).bfloat16().cuda()
+    cu = torch.tensor([0, 130, 130, 290], dtype=torch.int32, device="cuda")
+    given = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu, "max_q_len": 160, "max_kv_len": 160, "softmax_scale": SCALE}
+    if prefill._kernel()[0] is None:
+        with pytest.raises(NotImplementedError, match="there is no kernel for this operation yet"):
+            tsmla_bridge.mla_prefill(q, k, v, **given)
+        return
+    for causal in (True, False):
+        out, lse = tsmla_bridge.mla_prefill(q, k, v, **given, causal=causal, return_lse=True)
+        wide = [x.float() for x in (q, k, v)]
+        want, want_lse = tsmla_bridge.mla_prefill(
+            *wide, **given, causal=causal, return_lse=True, implementation="reference"
+        )
+        torch.testing.assert_close(out.float(), want, atol=8e-4, rtol=2.01 / 128)
+        torch.testing.assert_close(lse, want_lse, atol=1e-5, rtol=1e-5)
+        through_jax = tsmla_bridge.jax_function(
+            lambda q, k, v, cu, causal=causal: tsmla_jax.mla_prefill(
+                q, k, v, **(given | {"cu_seqlens_q": cu, "cu_seqlens_kv": cu}), causal=causal, return_lse=True
+            )
+        )
+        chosen = tsmla_jax.explain(
+            "mla_prefill", *(jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in (q, k, v)),
+            **(given | dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), jax.ShapeDtypeStruct((4,), jnp.int32))),
+        ).chosen  # fmt: skip
+        if chosen == "cute":
+            assert_same_bits((out, lse), through_jax(q, k, v, cu))
+
+
+# ---- views
+
+
+def test_views_are_read_as_they_are() -> None:
+    q, cache, tables, lens = arrays(5, 2, 16, 9)
+    want = attend(q, cache, tables, lens)
+    pool = torch.full((len(cache), 3, *cache.shape[1:]), torch.nan, dtype=cache.dtype, device="cuda")
+    pool[:, 1] = cache
+    behind = torch.cat((torch.full_like(cache, torch.nan), cache))[len(cache) :]
+    wide = torch.full((6, 14), 2**31 - 1, dtype=torch.int32, device="cuda")
+    wide[:5, :9] = tables
+    for given in (
+        (q, cache[:, None], tables),
+        (q, pool[:, 1], tables),
+        (q, behind, tables),
+        ((q[..., :512], q[..., 512:]), cache, tables),
+        (q, cache, wide[:5, :9]),
+    ):
+        assert_same_bits(attend(*given, lens), want)
+
+
+# ---- streams, graphs, threads
+
+
+def test_the_current_stream_is_used() -> None:
+    """What is launched before on the same stream is seen, though it comes late."""
+    q, cache, tables, lens = arrays(5, 1, 16, 9)
+    want = attend(q, cache, tables, lens)
+    stream, late = torch.cuda.Stream(), torch.zeros_like(q)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        late.copy_(q)
+        got = attend(late, cache, tables, lens)
+    stream.synchronize()
+    assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("with_memory", [False, True])
+def test_a_graph_sees_new_lengths_and_scales(with_memory: bool) -> None:
+    q, cache, tables, lens = arrays(6, 1, 16, 9)
+    cache = cache.nan_to_num()
+    tables = torch.arange(54, dtype=torch.int32, device="cuda").view(6, 9)
+    scale = torch.tensor(1.0, device="cuda")
+    memory: dict[str, Any] = {}
+    if with_memory:
+        size = decode_workspace_size(max_batch=6, num_heads=16)
+        memory = {"out": torch.empty(6, 1, 16, 512, dtype=torch.bfloat16, device="cuda"),
+                  "lse": torch.empty(6, 1, 16, device="cuda"), "workspace": Workspace(size)}  # fmt: skip
+    attend(q, cache, tables, lens, kv_scale=scale, **memory)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        first = attend(q, cache, tables, lens, kv_scale=scale, **memory)
+        second = attend(q, cache, tables, lens)  # its scale is a number
+        third = attend(q, cache, tables, lens)
+    for round_, value in enumerate((1.0, 0.5, 3.0)):
+        lens.copy_(torch.randint(0, 577, (6,), generator=torch.Generator().manual_seed(round_)))
+        scale.fill_(value)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_same_bits(first, attend(q, cache, tables, lens, kv_scale=scale))
+        assert_same_bits(second, attend(q, cache, tables, lens))
+        assert_same_bits(third, second)
+
+
+def test_graphs_on_several_streams_keep_their_scales() -> None:
+    """Numbers that a capture wrote belong to its graph: they outlive eager calls and other captures."""
+    args = arrays(3, 1, 16, 5)
+    attend(*args)
+    graphs = []
+    for i in range(4):
+        graph, scale = torch.cuda.CUDAGraph(), 0.01 * (i + 1)
+        with torch.cuda.graph(graph):
+            out = attend(*args, softmax_scale=scale)
+        graphs.append((graph, scale, out))
+        torch.full((1 << 20,), torch.nan, device="cuda")
+    for graph, scale, out in graphs * 2:
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_same_bits(out, attend(*args, softmax_scale=scale))
+
+
+def test_threads_on_streams() -> None:
+    """8 threads x 8 streams x 200 calls of random shapes, each compared with the same call made alone."""
+    shapes = [(1, 1, 16, 40), (4, 2, 16, 9), (17, 1, 16, 3), (3, 4, 16, 12), (9, 1, 128, 6)]
+    inputs = [arrays(*shape, seed=i) for i, shape in enumerate(shapes)]
+    scales = (SCALE, 0.05, 0.1)
+    wants = {(i, scale): attend(*args, softmax_scale=scale) for i, args in enumerate(inputs) for scale in scales}
+    torch.cuda.synchronize()
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        rng, stream = random.Random(seed), torch.cuda.Stream()
+        sizes = {"max_batch": 17, "max_q_len": 4}
+        size = max(decode_workspace_size(num_heads=heads, **sizes) for heads in (16, 128))
+        try:
+            with torch.cuda.stream(stream):
+                workspace = Workspace(size)
+                for _ in range(200):
+                    i, scale = rng.randrange(len(inputs)), rng.choice(scales)
+                    options = {"workspace": workspace} if rng.random() < 0.5 else {}
+                    got = attend(*inputs[i], softmax_scale=scale, **options)
+                    stream.synchronize()
+                    assert_same_bits(got, wants[i, scale])
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures[0]
+
+
+def test_two_gpus() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    args = arrays(3, 1, 16, 5)
+    there = [x.to("cuda:1") for x in args]
+    got = attend(*there)  # the current device is the first
+    assert got[0].device.index == 1
+    assert_same_bits([x.to("cuda:0") for x in got], attend(*args))
+    with pytest.raises(ValueError, match=r"kv_cache: got a tensor on cuda:0; it must be on q's device, cuda:1"):
+        attend(there[0], *args[1:])
+
+
+# ---- torch.compile, and the drop-in
+
+
+def test_compiled() -> None:
+    pytest.importorskip("triton", reason="torch.compile makes Triton kernels")
+    args = arrays(4, 2, 16, 5)
+    cache = args[1].nan_to_num()
+    slots = torch.tensor([7, 9, -1], dtype=torch.int32, device="cuda")
+    row = torch.ones(3, 512, dtype=torch.bfloat16, device="cuda")
+
+    def step(q: torch.Tensor, cache: torch.Tensor, tables: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
+        tsmla_bridge.write_kv_cache(cache, row * 2, row[:, :64], slots)
+        return tsmla_bridge.mla_decode(q + 1, cache, tables, lens, softmax_scale=SCALE) * 2
+
+    mine, theirs = cache.clone(), cache.clone()
+    want = step(args[0], mine, *args[2:])
+    got = torch.compile(step, fullgraph=True)(args[0], theirs, *args[2:])
+    assert torch.equal(got, want) and torch.equal(mine, theirs)
+
+
+def test_opcheck() -> None:
+    from tsmla_bridge import ops
+
+    q, cache, tables, lens = arrays(4, 2, 16, 5)
+    arguments = (q, cache, tables, lens, None, None, SCALE, 1.0, 512, None, True, False, None)
+    torch.library.opcheck(ops.decode_op, arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_tokenspeed_decode(dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    q, cache, tables, lens = arrays(5, 2, 16, 9)
+    q, cache = q.to(dtype), cache.nan_to_num().to(dtype)
+    spec = DecodeSpec(
+        5, 10, 2, 16, 512, 64, 576, 46, 64, 9, name, name, "bfloat16", "float32", False, True, True, False
+    )
+
+    def call(**options: Any) -> Any:
+        return tokenspeed_mla.tokenspeed_mla_decode(
+            q, cache[:, None], workspace, 512, 64, tables, lens, 576, SCALE, 0.5, return_lse=True, enable_pdl=True,
+            **options,
+        )  # fmt: skip
+
+    sms = tokenspeed_mla.get_num_sm(torch.device("cuda"))
+    workspace = torch.empty(sms * 16 * 8 * 513 * 4, dtype=torch.int8, device="cuda")
+    if reasons := choose.decode_reasons(spec):
+        with pytest.raises(NotImplementedError, match=re.escape("; ".join(reasons))):
+            call()
+        pytest.skip("; ".join(reasons))
+    out, lse = call()
+    # Written at full size and scaled by the kernel: half of what mla_decode gives.
+    want, want_lse = attend(q.float(), cache.float(), tables, lens, implementation="reference")
+    torch.testing.assert_close(out.float() * 2, want, atol=8e-4, rtol=2.01 / 128)
+    torch.testing.assert_close(lse * np.log(2), want_lse, atol=1e-5, rtol=1e-5)
+    visible = lens[:, None] - 1 + torch.arange(2, dtype=torch.int32, device="cuda")
+    again = call(local_visible_lens=visible)
+    torch.testing.assert_close(again[0].float() * 2, want, atol=8e-4, rtol=2.01 / 128)
+
+
+# ---- what a call costs on the host
+
+
+def host_us(function: Callable[[], Any], calls: int = 200, rounds: int = 5) -> float:
+    """Median microseconds that a call takes the host, without waiting for the GPU."""
+    times = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        for _ in range(calls):
+            begin = time.perf_counter_ns()
+            function()
+            times.append((time.perf_counter_ns() - begin) / 1e3)
+    torch.cuda.synchronize()
+    return statistics.median(times)
+
+
+def test_a_call_costs_the_host_little() -> None:
+    args = arrays(4, 1, 16, 4)
+    size = decode_workspace_size(max_batch=4, num_heads=16)
+    memory = {"out": torch.empty(4, 1, 16, 512, dtype=torch.bfloat16, device="cuda"), "workspace": Workspace(size)}
+    found = {}
+    for name, options in (("plain", {}), ("out and workspace", memory)):
+        call = functools.partial(tsmla_bridge.mla_decode, *args, softmax_scale=SCALE, **options)
+        call()
+        found[name] = host_us(call)
+    assert max(found.values()) <= MAX_HOST_US, found
+
+
+def test_allocations() -> None:
+    args = arrays(4, 1, 16, 4)
+    size = decode_workspace_size(max_batch=4, num_heads=16)
+    memory = {"out": torch.empty(4, 1, 16, 512, dtype=torch.bfloat16, device="cuda"),
+              "lse": torch.empty(4, 1, 16, device="cuda"), "workspace": Workspace(size)}  # fmt: skip
+    for options, count in ((memory, 0), ({}, 3)):  # out, lse, and one for all partial results
+        attend(*args, **options)
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        attend(*args, **options)
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] - before == count
+
+
+def test_plans_do_not_pile_up() -> None:
+    decode._plans.clear()
+    for batch, pages in itertools.product(range(1, 5), range(1, 4)):
+        attend(*arrays(batch, 1, 16, pages))
+    assert len(decode._plans) == 12
