@@ -5,6 +5,23 @@ from typing import Any
 
 import numpy as np
 
+MAX_CALL = 2 * 90
+
+
+def splits(data: Any, length: int) -> list[tuple[int, int]]:
+    """Any split of two sequences into calls, by hypothesis: how many tokens of each; at most MAX_CALL in all."""
+    from hypothesis import strategies as st
+
+    left, calls = [length, length], []
+    while any(left):
+        counts = [min(n, data.draw(st.sampled_from([0, 1, 2, 5, 31, MAX_CALL // 2]))) for n in left]
+        if not any(counts):  # whoever has tokens left takes one
+            counts = [min(n, 1) for n in left]
+        left = [n - c for n, c in zip(left, counts, strict=True)]
+        calls.append((counts[0], counts[1]))
+    return calls
+
+
 V4_LENGTH = 37 + 300
 V4_LAYERS = {"sliding": 0, "csa": 1, "hca": 2, "csa, few chosen": 3}
 V4_FIELDS: dict[str, Any] = {

@@ -7,12 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.sparse import hf_layers
 from tsmla_jax.nn import deepseek_v32 as v32
 from tsmla_jax.nn import functional
 
 PAGE, PROMPT, LENGTH = 16, 21, hf_layers.V32_LENGTH
+SPLIT_LENGTH = 120
 
 
 def build(kv_dtype: Any = jnp.float32, indexer_dtype: Any = jnp.float32) -> tuple[Any, ...]:
@@ -67,6 +70,36 @@ def test_ragged_chunks_with_padding(monkeypatch: pytest.MonkeyPatch) -> None:
         for r, first in ((0, 0), (1, counts[0])):
             want = y[r, done[r] - counts[r] : done[r]]
             np.testing.assert_allclose(np.asarray(out)[first : first + counts[r]], want, rtol=1e-5, atol=1e-5)
+
+
+built = functools.cache(build)
+
+
+@functools.cache
+def caches_after_one_call() -> list[np.ndarray]:
+    _, run, empty, x, _ = built()
+    x = np.concatenate(x[:, :SPLIT_LENGTH])
+    cache = run(x, jax.tree.map(jnp.copy, empty), ints([SPLIT_LENGTH] * 2), ints([0, SPLIT_LENGTH, len(x)]))[1]
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(cache)]
+
+
+@settings(max_examples=8)
+@given(data=st.data())
+def test_no_split_shows_in_outputs_or_caches(data: st.DataObject) -> None:
+    _, run, empty, x, y = built()
+    want = caches_after_one_call()
+    # The step gives its cache away.
+    cache, done = jax.tree.map(jnp.copy, empty), [0, 0]
+    for counts in hf_layers.splits(data, SPLIT_LENGTH):
+        rows = [x[r, done[r] : done[r] + n] for r, n in enumerate(counts)]
+        padding = np.zeros((hf_layers.MAX_CALL - sum(counts), x.shape[2]), np.float32)
+        done = [a + n for a, n in zip(done, counts, strict=True)]
+        out, cache = run(np.concatenate([*rows, padding]), cache, ints(done), ints([0, counts[0], sum(counts)]))
+        for r, first in ((0, 0), (1, counts[0])):
+            got = np.asarray(out)[first : first + counts[r]]
+            np.testing.assert_allclose(got, y[r, done[r] - counts[r] : done[r]], rtol=1e-5, atol=1e-5)
+    for got, whole in zip(jax.tree.leaves(cache), want, strict=True):
+        np.testing.assert_allclose(np.asarray(got), whole, rtol=1e-5, atol=1e-5)
 
 
 def test_fp8_indexer_keys_choose_nearly_the_same() -> None:

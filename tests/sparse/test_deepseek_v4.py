@@ -7,12 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import tsmla_jax
 from tests.sparse import hf_layers
 from tsmla_jax.nn import deepseek_v4 as v4
 
 PAGE, PROMPT, LENGTH = 8, 37, hf_layers.V4_LENGTH
+SPLIT_LENGTH = 140  # past an entry of either ratio, past the window, more entries than are chosen
 
 
 def build(
@@ -81,6 +84,37 @@ def test_ragged_chunks_with_padding(monkeypatch: pytest.MonkeyPatch) -> None:
         for r, first in ((0, 0), (1, counts[0])):
             want = y[r, done[r] - counts[r] : done[r]]
             np.testing.assert_allclose(out[first : first + counts[r]], want, rtol=1e-5, atol=1e-5)
+
+
+built = functools.cache(build)
+
+
+@functools.cache
+def caches_after_one_call(name: str) -> list[np.ndarray]:
+    _, run, empty, x, _ = built(name)
+    x = np.concatenate(x[:, :SPLIT_LENGTH])
+    cache = run(x, jax.tree.map(jnp.copy, empty), ints([SPLIT_LENGTH] * 2), ints([0, SPLIT_LENGTH, len(x)]))[1]
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(cache)]
+
+
+@settings(max_examples=8)
+@given(data=st.data())
+@pytest.mark.parametrize("name", ["csa, few chosen", "hca"])
+def test_no_split_shows_in_outputs_or_caches(name: str, data: st.DataObject) -> None:
+    _, run, empty, x, y = built(name)
+    want = caches_after_one_call(name)
+    # The step gives its cache away.
+    cache, done = jax.tree.map(jnp.copy, empty), [0, 0]
+    for counts in hf_layers.splits(data, SPLIT_LENGTH):
+        rows = [x[r, done[r] : done[r] + n] for r, n in enumerate(counts)]
+        padding = np.zeros((hf_layers.MAX_CALL - sum(counts), x.shape[2]), np.float32)
+        done = [a + n for a, n in zip(done, counts, strict=True)]
+        out, cache = run(np.concatenate([*rows, padding]), cache, ints(done), ints([0, counts[0], sum(counts)]))
+        for r, first in ((0, 0), (1, counts[0])):
+            got = np.asarray(out)[first : first + counts[r]]
+            np.testing.assert_allclose(got, y[r, done[r] - counts[r] : done[r]], rtol=1e-5, atol=1e-5)
+    for got, whole in zip(jax.tree.leaves(cache), want, strict=True):
+        np.testing.assert_allclose(np.asarray(got), whole, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("dtype", "kv_scale", "tolerance"), [("bfloat16", None, 0.02), ("float8_e4m3fn", 0.03, 0.06)])

@@ -125,5 +125,14 @@ def test_checks_see_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
         tsmla_jax.compressed_slots(ints([11]), ints([[0]]), ratio=4, page_size=4, max_entries=2)
     with pytest.raises(ValueError, match="compressed_lens: token 1 has 2 slots; legal: 0 to 1"):
         tsmla_jax.build_mixed_sparse_indices(ints([[0], [0]]), ints([[1], [1]]), ints([1, 2]))
+    mixed = tsmla_jax.build_mixed_sparse_indices
+    with pytest.raises(
+        ValueError, match=r"window_slots: token 1 has -1 in column 0, .* its 1 slots; legal: slots first"
+    ):
+        mixed(ints([[3, -1], [-1, 2]]))
+    with pytest.raises(ValueError, match="compressed_slots: token 0 has -1 in column 1, before the end of its 2 slots"):
+        mixed(ints([[0]]), ints([[4, -1, 5]]))
+    with pytest.raises(ValueError, match="compressed_slots: token 1 has -1 in column 0, before the end of its 1 slots"):
+        mixed(ints([[0], [0]]), ints([[4, -1], [-1, -1]]), ints([1, 1]))
     with pytest.raises(ValueError, match="positions: row 1 has position 9; legal: at most 8"):
         tsmla_jax.apply_rope(jnp.ones((2, 8)), ints([8, 9]), jnp.ones((9, 4)))

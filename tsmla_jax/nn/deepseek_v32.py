@@ -26,6 +26,7 @@ from tsmla_jax.nn.config import MLAConfig, hf_field, read_hf_config
 from tsmla_jax.nn.hf import hf_attention_shapes, params_from_hf
 from tsmla_jax.nn.params import Params, param_shapes, param_specs
 from tsmla_jax.nn.rope import rope_cos_sin
+from tsmla_jax.ops.sparse import checks
 from tsmla_jax.ops.sparse.indexer import fold_weights
 
 _NORM_EPS = 1e-6
@@ -213,6 +214,7 @@ def attend(
         y [T, E] and the caches with the new tokens written (in place if donated). Rows of padding mean nothing.
     """
     mla = config.mla
+    cu_seqlens_q = checks.cu_seqlens(jnp.asarray(cu_seqlens_q), x.shape[0])
     _, positions = functional.ragged_positions(cu_seqlens_q, seq_lens - jnp.diff(cu_seqlens_q), x.shape[0])
     cos, sin = rope_cos_sin(mla, positions)
     latent, k_rope = functional.project_latent(params, mla, x, cos, sin)

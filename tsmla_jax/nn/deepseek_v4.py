@@ -29,7 +29,7 @@ from tsmla_jax.nn.deepseek_v4_config import (
 )
 from tsmla_jax.nn.params import Params
 from tsmla_jax.nn.rope import inverse_frequencies
-from tsmla_jax.ops.sparse import numerics
+from tsmla_jax.ops.sparse import checks, numerics
 from tsmla_jax.ops.sparse.indexer import fold_weights
 
 __all__ = [
@@ -162,8 +162,12 @@ def make_step(
         compressed_tables: [B, Mc] i32, pages of the compressed caches (not read for sliding layers).
         page_size: Z of the window cache, static.
         compressed_page_size: of the compressed caches; None is the same.
+
+    Raises what the index rows' operations raise (`tsmla_jax.window_slots`, `compressed_slots`); under TSMLA_CHECK=1
+    also ValueError for cu_seqlens_q that are not in order.
     """
     entries = page_size if compressed_page_size is None else compressed_page_size
+    cu_seqlens_q = checks.cu_seqlens(jnp.asarray(cu_seqlens_q), total_tokens)
     requests, positions = functional.ragged_positions(cu_seqlens_q, seq_lens - jnp.diff(cu_seqlens_q), total_tokens)
     window = tsmla_jax.window_slots(
         positions, window_tables[requests], page_size=page_size, window=config.sliding_window

@@ -57,6 +57,16 @@ def compress(
     return behind(partial(_check_compress, spec), seq_lens, cu_seqlens_q, state_slots, ring_positions)
 
 
+def cu_seqlens(array: jax.Array, num_tokens: int) -> jax.Array:
+    """Where each request's new tokens start, and their end: in order, and within the tokens there are."""
+    return behind(partial(_check_cu_seqlens, num_tokens), array)
+
+
+def rows_of_slots(name: str, slots: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
+    """Rows whose slots come first, -1 behind them; with lengths, no -1 in the first lengths[t] of row t."""
+    return behind(partial(_check_rows_of_slots, name), *((slots,) if lengths is None else (slots, lengths)))
+
+
 def counts(name: str, array: jax.Array, capacity: int) -> jax.Array:
     """Counts of active slots: 0 to the number of columns that hold them."""
     return behind(partial(_check_counts, name, capacity), array)
@@ -162,10 +172,7 @@ def _check_compress(
     ring_positions: np.ndarray,
 ) -> None:
     lens = np.diff(cu_seqlens_q)
-    if cu_seqlens_q[0] != 0 or (lens < 0).any() or cu_seqlens_q[-1] > spec.num_tokens:
-        raise ValueError(
-            f"cu_seqlens_q: got {cu_seqlens_q.tolist()}; legal: from 0, never decreasing, to at most {spec.num_tokens}"
-        )
+    _check_cu_seqlens(spec.num_tokens, cu_seqlens_q)
     owner: dict[int, int] = {}
     for request, (end, length, slot) in enumerate(
         zip(seq_lens.tolist(), lens.tolist(), state_slots.tolist(), strict=True)
@@ -200,6 +207,24 @@ def _check_compress(
                     f"seq_lens: request {request} continues at position {start}, but its state holds position {held} "
                     f"where {position} belongs; legal: positions that follow one another, skipping none"
                 )
+
+
+def _check_cu_seqlens(num_tokens: int, array: np.ndarray) -> None:
+    if array[0] != 0 or (np.diff(array) < 0).any() or array[-1] > num_tokens:
+        raise ValueError(
+            f"cu_seqlens_q: got {array.tolist()}; legal: from 0, never decreasing, to at most {num_tokens}"
+        )
+
+
+def _check_rows_of_slots(name: str, slots: np.ndarray, lengths: np.ndarray | None = None) -> None:
+    ends = (slots >= 0).sum(axis=1) if lengths is None else lengths
+    holes = np.argwhere((slots < 0) & (np.arange(slots.shape[1]) < ends[:, None]))
+    if holes.size:
+        token, column = holes[0].tolist()
+        raise ValueError(
+            f"{name}: token {token} has {slots[token, column]} in column {column}, before the end of its "
+            f"{ends[token]} slots; legal: slots first, -1 behind them"
+        )
 
 
 def _check_counts(name: str, capacity: int, counts: np.ndarray) -> None:

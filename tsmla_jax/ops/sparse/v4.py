@@ -187,12 +187,12 @@ def build_mixed_sparse_indices(
 
     Raises:
       TypeError, ValueError: shapes or dtypes that are not legal, a span narrower than its page.
-        Under TSMLA_CHECK=1 also a compressed length outside of 0 to E.
+        Under TSMLA_CHECK=1 also a compressed length outside of 0 to E, and a -1 before the end of a row's slots.
     """
     described = describe("window_slots", window_slots)
     sparse_layouts.check_ints("window_slots", described, "T W")
     num_tokens, window = described.shape
-    slots = jnp.asarray(window_slots)
+    slots = checks.rows_of_slots("window_slots", jnp.asarray(window_slots))
     if window_page is not None:
         slots = remap_slots(slots, *window_page)
     if compressed_slots is None:
@@ -206,12 +206,14 @@ def build_mixed_sparse_indices(
         chosen = jnp.asarray(compressed_slots)
         columns = described.shape[1]
         if compressed_lens is None:
+            chosen = checks.rows_of_slots("compressed_slots", chosen)
             lens = (chosen >= 0).sum(axis=1, dtype=jnp.int32)
         else:
             described = describe("compressed_lens", compressed_lens)
             sparse_layouts.check_ints("compressed_lens", described, "T")
             sparse_layouts.check_size("compressed_lens", described, 0, num_tokens, "T, as in window_slots")
             lens = jnp.clip(checks.counts("compressed_lens", jnp.asarray(compressed_lens), columns), 0, columns)
+            chosen = checks.rows_of_slots("compressed_slots", chosen, lens)
         if compressed_page is not None:
             chosen = remap_slots(chosen, *compressed_page)
         chosen = jnp.where(jnp.arange(columns, dtype=jnp.int32) < lens[:, None], chosen, -1)
