@@ -30,7 +30,7 @@ LN_2 = math.log(2.0)
 OVERHEAD = 8  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
 LEAST_PAYLOAD = 2  # key blocks worth a cluster's while: each piece more is one more partial result to merge
 LOWEST = -1e30  # of the running maximum: finite, so that a row without keys needs no case of its own
-RESCALE_BITS = 8.0  # how far the running maximum may lag (P stays below 2^8): moving it with every new one took 10 %
+RESCALE_BITS = 8.0  # how far the running maximum may lag where arithmetic is the bound: following it at once takes 10 %
 DESCRIPTORS = 8  # ring of piece descriptors, filled LOOKAHEAD pieces before the slowest reader
 LOOKAHEAD = 4
 DESCRIPTOR_WORDS = 12
@@ -65,6 +65,8 @@ class MlaDecode:
         self.half = self.latent // 2
         # Q's 16-column steps that stay in shared memory, for want of registers: the rope's, where L is 512.
         self.shared_steps = 4 if self.depth > 512 else 0
+        # 0: the greatest P of a row is exactly 1, and no rounding touches it. Free where memory is the bound.
+        self.rescale_bits = 0.0 if config.cluster == 1 else RESCALE_BITS
         self.threads = 384
         self.registers = (184, 160)  # scores, values: 184 + 2 x 160 is what 384 threads start with
         if self.stages < 4:
@@ -140,7 +142,7 @@ class MlaDecode:
         batch = seq_lens.shape[0]
         parts = split_info.shape[0] - batch * self.max_tiles if self.invariant else split_info.shape[0] // 2
         self.attend(
-            tma_q, tma_q_tensor, tma_k, tma_k_tensor, block_tables, seq_lens, cu_seqlens_q, scales, out, lse,
+            q, tma_q, tma_q_tensor, tma_k, tma_k_tensor, block_tables, seq_lens, cu_seqlens_q, scales, out, lse,
             partial_out, partial_lse, split_info, mma_qk, mma_qk_shared, mma_pv, Int32(parts),
         ).launch(
             grid=[parts * self.cluster, 1, 1],
@@ -161,6 +163,7 @@ class MlaDecode:
     @cute.kernel
     def attend(
         self,
+        q: cute.Tensor,
         tma_q: cute.CopyAtom,
         tma_q_tensor: cute.Tensor,
         tma_k: cute.CopyAtom,
@@ -218,6 +221,11 @@ class MlaDecode:
         if warp_idx == 4:
             cpasync.prefetch_descriptor(tma_q)
             cpasync.prefetch_descriptor(tma_k)
+        if warp_idx >= 9:
+            # Into the L2 cache beside the schedule's first loads, which these would otherwise follow.
+            at = (block_idx * 3 + (warp_idx - 9)) * 32 + cute.arch.lane_idx()
+            self.prefetch(block_tables, at * 32)
+            self.prefetch(q, at * 64)
         if warp_idx == 0:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(self.stages):
@@ -278,6 +286,12 @@ class MlaDecode:
         if rest >= b:
             q += 1
         return q
+
+    @cute.jit
+    def prefetch(self, array: cute.Tensor, offset: Int32):
+        """The 128 bytes that element `offset` begins, into the L2 cache, if the array is so long."""
+        if Int64(offset) < Int64(array.shape[0]) * array.shape[1]:
+            cute.arch.prefetch((array.iterator + offset).to_llvm_ptr(), cache_level="L2")
 
     # ---- the schedule (one warp)
 
@@ -926,14 +940,14 @@ class MlaDecode:
     ):
         """S to P in place, against the running maximum m (base 2, scaled); row sums to l.
 
-        m follows the true maximum only when it lags by more than RESCALE_BITS, seldom after the first blocks; then
+        m follows the true maximum when it lags by more than rescale_bits, ever seldomer after the first blocks; then
         `moved` tells the values' warps of the same rows to multiply O by `rescale`.
         """
         high = cute.make_rmem_tensor((2,), Float32)
         for i in cutlass.range_constexpr(2):
             tops = [cute.arch.fmax(s[i, 2 * c], s[i, 2 * c + 1]) for c in range(BLOCK // 8)]
             high[i] = cute.arch.fmax(cute.arch.fmax(tops[0], tops[1]), cute.arch.fmax(tops[2], tops[3]))
-        lags = high[0] * scale > m[0] + RESCALE_BITS or high[1] * scale > m[1] + RESCALE_BITS
+        lags = high[0] * scale > m[0] + self.rescale_bits or high[1] * scale > m[1] + self.rescale_bits
         any_lags = cute.arch.vote_any_sync(lags)
         if any_lags:
             for i in cutlass.range_constexpr(2):
@@ -1234,12 +1248,22 @@ class MlaDecode:
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
 
+        warps = COMBINE_THREADS // 32
+
         @cute.struct
         class Storage:
+            acc: cute.struct.Align[cute.struct.MemRange[Float32, 32 * warps], 16]
+            highest: cute.struct.MemRange[Float32, 8 * warps]
+            weight: cute.struct.MemRange[Float32, 8 * warps]
             # So much that the multiprocessor keeps the division of memory that `attend` had: changing it takes 2 us.
             spare: cute.struct.MemRange[Int32, COMBINE_SPARE_BYTES // 4]
 
-        utils.SmemAllocator().allocate(Storage)
+        storage = utils.SmemAllocator().allocate(Storage)
+        of_warps = (
+            storage.acc.get_tensor(cute.make_layout((32, warps), stride=(1, 32))),
+            storage.highest.get_tensor(cute.make_layout((8, warps), stride=(1, 8))),
+            storage.weight.get_tensor(cute.make_layout((8, warps), stride=(1, 8))),
+        )
         tidx, _, _ = cute.arch.thread_idx()
         group = cute.arch.make_warp_uniform(tidx // COMBINE_GROUP)
         entry = cute.make_rmem_tensor((4,), Int32)
@@ -1251,8 +1275,9 @@ class MlaDecode:
             for item in cutlass.range(cta * (COMBINE_THREADS // COMBINE_GROUP) + group, units * portions, groups, unroll=1):
                 cute.autovec_copy(split_info[parts + item // portions, None], entry)
                 self.merge(
-                    partial_out, partial_lse, out, lse, entry, Int32(0), entry[1], item % portions, portions, Int32(0), 1
-                )
+                    partial_out, partial_lse, out, lse, of_warps, entry, Int32(0), entry[1], item % portions, portions,
+                    Int32(0), 1, group,
+                )  # fmt: skip
         else:
             part, rank = cta // self.cluster, cta % self.cluster
             # The piece that ends a row tile and the one that starts another: a group each, or both groups for the one.
@@ -1270,8 +1295,9 @@ class MlaDecode:
                     entry[i] = start[i]
             rows = cutlass.min(entry[1] - rank * ROWS, ROWS)
             self.merge(
-                partial_out, partial_lse, out, lse, entry, rank * ROWS, rows, portion, portions, member, members
-            )
+                partial_out, partial_lse, out, lse, of_warps, entry, rank * ROWS, rows, portion, portions, member, members,
+                group,
+            )  # fmt: skip
 
     @cute.jit
     def slot(self, first: Int32, i: Int32):
@@ -1290,6 +1316,7 @@ class MlaDecode:
         partial_lse: cute.Tensor,
         out: cute.Tensor,
         lse: cute.Tensor,
+        of_warps: cutlass.Constexpr,
         entry: cute.Tensor,
         first_row: Int32,
         rows: Int32,
@@ -1297,12 +1324,14 @@ class MlaDecode:
         portions: Int32,
         part: Int32,
         parts: Int32,
+        group: Int32,
     ):
         """Part `part` of `parts` of one portion of `rows` rows of a row tile: each piece's result weighted by exp2(its lse),
         over the weights.
 
-        A thread has a quad, 4 columns of a row; where there are threads to spare, several of a warp share one and take
-        every so many pieces. A running maximum keeps the weights at most 1.
+        A thread has a quad, 4 columns of a row, and eight lanes 128 bytes; where there are threads to spare, several share
+        a quad and take every so many pieces: four of a warp, and further warps. A running maximum keeps the weights at
+        most 1.
         """
         row_base, first, count = entry[0], entry[2], entry[3]
         quads_of_row = self.latent // 4
@@ -1319,21 +1348,19 @@ class MlaDecode:
         if here > 0:
             tidx, _, _ = cute.arch.thread_idx()
             t = tidx % COMBINE_GROUP
-            # Quads worked on at once: 2 ** bits, of which neighbouring lanes have two, a sector.
+            # Quads worked on at once: 2 ** bits.
             bits = Int32((COMBINE_GROUP // COMBINE_SHARE).bit_length() - 1)
             if const_expr(not self.invariant):
                 bits = 32 - Int32(cute.arch.clz(here - 1))
-                bits = cutlass.min(
-                    cutlass.max(bits, (COMBINE_GROUP // 16).bit_length() - 1), COMBINE_GROUP.bit_length() - 1
-                )
+                bits = cutlass.min(cutlass.max(bits, 3), COMBINE_GROUP.bit_length() - 1)
             spread, share = Int32(1) << bits, Int32(COMBINE_GROUP) >> bits
-            member = (t >> 1) & (share - 1)
-            own = (t & 1) | ((t >> (COMBINE_GROUP.bit_length() - bits)) << 1)
+            member = (t >> 3) & (share - 1)
+            eight = t >> (COMBINE_GROUP.bit_length() + 2 - bits)
             acc = cute.make_rmem_tensor((4,), Float32)
             lines = cute.make_rmem_tensor((4, COMBINE_UNROLL), Float32)
             weights = cute.make_rmem_tensor((COMBINE_UNROLL,), Float32)
             for base in cutlass.range(0, here, spread, unroll=1):
-                quad = base + own
+                quad = base + eight * 8 + t % 8
                 counts = quad < here
                 quad = begin + cutlass.min(quad, here - 1)
                 row, column = first_row + quad // quads_of_row, quad % quads_of_row * 4
@@ -1368,16 +1395,23 @@ class MlaDecode:
                         for c in cutlass.range_constexpr(4):
                             acc[c] += w * lines[c, u]
                 step = Int32(1)
-                while step < share:
-                    other = cute.arch.shuffle_sync_bfly(highest, offset=2 * step)
+                while step < cutlass.min(share, 4):
+                    other = cute.arch.shuffle_sync_bfly(highest, offset=8 * step)
                     top = cute.arch.fmax(highest, other)
                     mine = cute.math.exp2(highest - top, fastmath=True)
                     theirs = cute.math.exp2(other - top, fastmath=True)
                     highest = top
-                    weight = weight * mine + cute.arch.shuffle_sync_bfly(weight, offset=2 * step) * theirs
+                    weight = weight * mine + cute.arch.shuffle_sync_bfly(weight, offset=8 * step) * theirs
                     for c in cutlass.range_constexpr(4):
-                        acc[c] = acc[c] * mine + cute.arch.shuffle_sync_bfly(acc[c], offset=2 * step) * theirs
+                        acc[c] = acc[c] * mine + cute.arch.shuffle_sync_bfly(acc[c], offset=8 * step) * theirs
                     step *= 2
+                if const_expr(not self.invariant):
+                    if share > 4:
+                        self.merge_warps(
+                            out, lse, of_warps, acc, weight, highest, row_base + row, begin + eight * 8, counts, member,
+                            share // 4, group,
+                        )  # fmt: skip
+                        counts = cutlass.Boolean(False)
                 if counts and member == 0:
                     factor = Float32(0.0)
                     value = -Float32.inf
@@ -1393,3 +1427,49 @@ class MlaDecode:
                     cute.autovec_copy(narrow, target)
                     if column == 0:
                         lse[row_base + row] = value
+
+    @cute.jit
+    def merge_warps(
+        self,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        of_warps: cutlass.Constexpr,
+        acc: cute.Tensor,
+        weight: Float32,
+        highest: Float32,
+        row: Int32,
+        quad: Int32,
+        counts: cutlass.Boolean,
+        member: Int32,
+        sharers: Int32,
+        group: Int32,
+    ):
+        """The end of `merge` where `sharers` warps share eight quads: their sums through shared memory, and out."""
+        lane = cute.arch.lane_idx()
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        of_acc, of_highest, of_weight = of_warps
+        if lane < 8:
+            cute.autovec_copy(acc, cute.make_tensor((of_acc.iterator + (warp_idx * 32 + lane * 4)).align(16), 4))
+            of_highest[lane, warp_idx] = highest
+            of_weight[lane, warp_idx] = weight
+        cute.arch.barrier(barrier_id=1 + group, number_of_threads=COMBINE_GROUP)
+        if cute.arch.make_warp_uniform(member) < 4 and counts:
+            # A lane has one column.
+            eighth = lane // 4
+            top = Float32(LOWEST)
+            for w in cutlass.range_constexpr(COMBINE_GROUP // 32):
+                top = cute.arch.fmax(top, of_highest[eighth, warp_idx + cutlass.min(w, sharers - 1)])
+            total, column = Float32(0.0), Float32(0.0)
+            for w in cutlass.range(warp_idx, warp_idx + sharers, unroll=4):
+                share = cute.math.exp2(of_highest[eighth, w] - top, fastmath=True)
+                total += share * of_weight[eighth, w]
+                column += share * of_acc[lane, w]
+            factor = Float32(0.0)
+            value = -Float32.inf
+            if total > 0.0 or total != total:
+                factor = cute.arch.rcp_approx(total)
+                value = (top + cute.math.log2(total, fastmath=True)) * LN_2
+            at = quad % (self.latent // 4) * 4
+            out[row, at + lane] = (column * factor).to(self.dtype)
+            if at == 0 and lane == 0:
+                lse[row] = value
