@@ -1,0 +1,116 @@
+"""What an eager call costs the host, in microseconds: ours through torch, and FlashMLA's operator called the same way.
+
+    python3 benchmarks/bridge_overhead.py --out FILE.json [--peers DIR] [--calls 300] [--rounds 7]
+
+DIR holds the module `peers` that benchmarks/decode.py takes. The GPU is given little to do (B 4, S 1, H 16, 256 keys)
+and every function is called `calls` times in a row without waiting, then waited for; a call's time is that until it
+returns. The functions take turns, so that a slow moment of the host meets all of them. Medians and 90th percentiles;
+rows go to FILE.json.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from absl import app, flags
+
+PEERS = flags.DEFINE_string("peers", None, "folder of the module `peers`")
+OUT = flags.DEFINE_string("out", None, "where the rows go")
+CALLS = flags.DEFINE_integer("calls", 300, "calls in a row", lower_bound=1)
+ROUNDS = flags.DEFINE_integer("rounds", 7, "turns of every function", lower_bound=1)
+COMMIT = flags.DEFINE_string("commit", None, "recorded with the rows; git's by default")
+
+BATCH, HEADS, PAGES, PAGE = 4, 16, 4, 64
+
+
+def functions() -> dict[str, Callable[[], Any]]:
+    """Ways to make the same call."""
+    import torch
+
+    import tsmla_bridge
+    from tsmla_bridge import tokenspeed_mla
+
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(BATCH, 1, HEADS, 576, generator=generator).bfloat16().cuda()
+    cache = torch.randn(BATCH * PAGES, PAGE, 576, generator=generator).bfloat16().cuda()
+    tables = torch.arange(BATCH * PAGES, dtype=torch.int32, device="cuda").view(BATCH, PAGES)
+    lens = torch.full((BATCH,), PAGES * PAGE, dtype=torch.int32, device="cuda")
+    scale, kv_scale = 192**-0.5, torch.tensor(1.0, device="cuda")
+    out, lse = torch.empty(BATCH, 1, HEADS, 512, dtype=q.dtype, device="cuda"), torch.empty(BATCH, 1, HEADS).cuda()
+    size = tsmla_bridge.decode_workspace_size(max_batch=BATCH, num_heads=HEADS)
+    memory = {"out": out, "lse": lse, "workspace": tsmla_bridge.Workspace(size)}
+    sms = tokenspeed_mla.get_num_sm(torch.device("cuda"))
+    buffer = torch.empty(max(size, sms * HEADS * 8 * 513 * 4), dtype=torch.int8, device="cuda")
+    cache4 = cache[:, None]
+
+    def ours(**options: Any) -> Any:
+        return tsmla_bridge.mla_decode(q, cache, tables, lens, softmax_scale=scale, **options)
+
+    found: dict[str, Callable[[], Any]] = {
+        "tsmla": ours,
+        "tsmla, with lse": lambda: ours(return_lse=True),
+        "tsmla, with lse, out= and a workspace": lambda: ours(return_lse=True, **memory),
+        "tsmla, kv_scale a tensor": lambda: ours(kv_scale=kv_scale),
+        "tokenspeed_mla's function": lambda: tokenspeed_mla.tokenspeed_mla_decode(
+            query=q, kv_cache=cache4, workspace_buffer=buffer, kv_lora_rank=512, qk_rope_head_dim=64,
+            block_tables=tables, seq_lens=lens, max_seq_len=PAGES * PAGE, softmax_scale=scale, enable_pdl=True,
+        ),
+        "torch's operator": lambda: torch.ops.tsmla.mla_decode(
+            q, cache, tables, lens, None, None, scale, 1.0, 512, None, True, False, None
+        ),
+    }  # fmt: skip
+    if PEERS.value:
+        sys.path.insert(0, PEERS.value)
+        import peers  # type: ignore[import-not-found,no-redef]
+
+        if "flashmla" in peers.load():
+            found["FlashMLA's operator"] = peers.flashmla(q, cache.view(-1, PAGE, 1, 576), tables, lens, scale, True)
+    return found
+
+
+def main(argv: list[str]) -> int:
+    del argv
+    import torch
+
+    calls = functions()
+    for function in calls.values():
+        for _ in range(20):
+            function()
+    torch.cuda.synchronize()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(ROUNDS.value):
+        for name, function in calls.items():
+            taken = times[name]
+            for _ in range(CALLS.value):
+                begin = time.perf_counter_ns()
+                function()
+                taken.append((time.perf_counter_ns() - begin) / 1e3)
+            torch.cuda.synchronize()
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    common = {
+        "b": BATCH, "s": 1, "h": HEADS, "keys": PAGES * PAGE, "device": torch.cuda.get_device_name(0),
+        "host": platform.processor() or platform.machine(), "torch": torch.__version__,
+        "python": platform.python_version(), "commit": COMMIT.value or git.stdout.strip(),
+        "date": datetime.date.today().isoformat(), "command": "python3 " + " ".join(sys.argv),
+    }  # fmt: skip
+    rows = []
+    for name, taken in times.items():
+        median, late = statistics.median(taken), statistics.quantiles(taken, n=10)[-1]
+        rows.append({"function": name, "us": round(median, 2), "us_p90": round(late, 2), **common})
+        print(f"{name:40s} {median:6.2f} us   90 % below {late:6.2f} us")
+    if OUT.value:
+        with open(OUT.value, "w") as file:
+            json.dump(rows, file, indent=0)
+    return 0
+
+
+if __name__ == "__main__":
+    app.run(main)
