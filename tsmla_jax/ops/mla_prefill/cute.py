@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -24,18 +24,22 @@ from jax.sharding import PartitionSpec as P
 from tsmla_jax.ops import cute_call
 from tsmla_jax.ops.arrays import as_scale
 from tsmla_jax.ops.loops import carry
-from tsmla_jax.ops.mla_prefill import xla
+from tsmla_jax.ops.mla_prefill import blackwell, xla
 from tsmla_kernels import contract
-from tsmla_kernels.catalog import MLA_PREFILL
+from tsmla_kernels.catalog import MLA_PREFILL, MLA_PREFILL_SM100
 from tsmla_kernels.contract import PrefillSpec
 from tsmla_kernels.sm90 import choose_prefill
+from tsmla_kernels.sm100 import choose as choose_sm100
 
 Results = tuple[jax.Array, jax.Array]
 
 
 def why_not(spec: PrefillSpec) -> list[str]:
     """The reasons why no kernel can run this call; empty if one can."""
-    return cute_call.why_not(MLA_PREFILL) + choose_prefill.prefill_reasons(spec)
+    if cute_call.target_arch() not in MLA_PREFILL_SM100.archs:
+        return cute_call.why_not(MLA_PREFILL) + choose_prefill.prefill_reasons(spec)
+    reasons = cute_call.why_not(MLA_PREFILL_SM100) + choose_sm100.prefill_reasons(spec)
+    return reasons or cute_call.why_not_made(MLA_PREFILL_SM100, choose_sm100.prefill_config(spec))
 
 
 def why_not_by_default(spec: PrefillSpec) -> list[str]:
@@ -61,7 +65,10 @@ def mla_prefill(
     if arch is None:
         raise contract.not_runnable("mla_prefill", "cute", why_not(spec))
     call = _Call(spec.causal, spec.max_q_len, spec.max_kv_len, arch, cute_call.num_sms(arch))
-    operands = (q, k, v, _scales(softmax_scale, q_scale, k_scale, v_scale), cu_seqlens_q, cu_seqlens_kv)
+    scales = _scales(softmax_scale, q_scale, k_scale, v_scale)
+    if arch in MLA_PREFILL_SM100.archs and isinstance(scales, np.ndarray):
+        call = replace(call, static_scales=(float(scales[0]), float(scales[1])))
+    operands = (q, k, v, scales, cu_seqlens_q, cu_seqlens_kv)
     # Typed alike before the custom derivative, so that shard_map sums a replicated operand's cotangent by itself.
     arrays = [x for x in operands if isinstance(x, jax.Array)]
     return _differentiable(call)(*(carry(jnp.asarray(x), *arrays) for x in operands))
@@ -84,13 +91,15 @@ def _scales(
 
 @dataclass(frozen=True)
 class _Call:
-    """What is static in a call beside its shapes. The bounds on lengths are for the derivative."""
+    """What is static in a call beside its shapes. The bounds on lengths are for the derivative and for Blackwell;
+    static_scales are the scales where a kernel takes them by value."""
 
     causal: bool
     max_q_len: int
     max_kv_len: int
     arch: str
     num_sms: int
+    static_scales: tuple[float, float] | None = None
 
     def spec(self, q: jax.Array, k: jax.Array, v: jax.Array, cu_seqlens_q: jax.Array) -> PrefillSpec:
         """The spec of a call on these arrays, which may be those of one device, or of several calls."""
@@ -171,6 +180,9 @@ def _on_one_device(
 ) -> Results:
     """The kernel on the arrays of one device, whose number of heads may be a part of the whole."""
     spec = call.spec(q, k, v, cu_seqlens_q)
+    if call.arch in MLA_PREFILL_SM100.archs:
+        operands = (q, k, v, scales, cu_seqlens_q, cu_seqlens_kv)
+        return blackwell.on_one_device(*operands, spec=spec, static_scales=call.static_scales, arch=call.arch)
     workspaces = choose_prefill.prefill_workspaces(spec.batch, call.num_sms)
     out, lse, *_ = cute_call.cute_call(
         MLA_PREFILL,
