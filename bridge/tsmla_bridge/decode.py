@@ -89,6 +89,8 @@ def mla_decode(
     on several streams are independent. torch.compile takes them as one operator. The kernels have no derivative; the
     reference on a CPU can be differentiated.
 
+    TSMLA_CHECK=1, in force when shapes are first seen, checks what only the data shows: lengths, pages and offsets.
+
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
       NotImplementedError: the implementation can't run this call, with every reason.
