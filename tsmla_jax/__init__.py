@@ -13,6 +13,7 @@ from tsmla_jax.ops.gather_kv_cache.api import gather_kv_cache
 from tsmla_jax.ops.merge_attention_states.api import merge_attention_states
 from tsmla_jax.ops.mla_decode.api import mla_decode
 from tsmla_jax.ops.mla_prefill.api import mla_prefill
+from tsmla_jax.ops.rope_write_kv_cache.api import rope_write_kv_cache
 from tsmla_jax.ops.sparse.compress_kv.api import (
     CompressedEntries,
     CompressorState,
@@ -84,6 +85,7 @@ __all__ = [
     "remap_slots",
     "resolve_cache_dtype",
     "rope_table",
+    "rope_write_kv_cache",
     "select_topk",
     "sparse_mla",
     "unpack_v4_rows",

@@ -138,6 +138,11 @@ def _usual_calls() -> list[tuple[str, str, Callable[[], Any]]]:
         new = of((128, 512), bf16), of((128, 64), bf16), of((128,), i32)
         return tsmla_jax.explain("write_kv_cache", of((512, 64, 576), cache), *new)
 
+    def rope_write(cache: Any) -> Any:
+        new = of((128, 128, 512), bf16), of((128, 128, 64), bf16), of((128, 512), bf16), of((128, 64), bf16)
+        angles = [of((128, 32), f32)] * 2
+        return tsmla_jax.explain("rope_write_kv_cache", of((512, 64, 576), cache), *new, of((128,), i32), *angles)
+
     def gather() -> Any:
         return tsmla_jax.explain("gather_kv_cache", of((512, 64, 576), bf16), tables, lens, lens, total_len=4096)
 
@@ -169,6 +174,8 @@ def _usual_calls() -> list[tuple[str, str, Callable[[], Any]]]:
         ("mla_prefill", "bf16", prefill),
         ("write_kv_cache", "bf16", lambda: write(bf16)),
         ("write_kv_cache", "fp8 cache", lambda: write(fp8)),
+        ("rope_write_kv_cache", "bf16", lambda: rope_write(bf16)),
+        ("rope_write_kv_cache", "fp8 cache", lambda: rope_write(fp8)),
         ("gather_kv_cache", "bf16", gather),
         ("merge_attention_states", "bf16", merge),
         ("sparse_mla", "packed V3.2 cache", sparse),

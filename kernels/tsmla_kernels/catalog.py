@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tsmla_kernels import contract
+from tsmla_kernels.common import choose_cache
 from tsmla_kernels.sm90 import choose as sm90
 from tsmla_kernels.sm90 import choose_prefill as sm90_prefill
 from tsmla_kernels.sm100 import choose as sm100
@@ -36,6 +37,7 @@ class Operand:
       wide: keep the first axis' stride a 64-bit run-time value, although it may be known: a product of a page number
         and a static stride is computed in 32 bits and wraps beyond 2^31 elements.
       align: bytes that the array's address is a multiple of.
+      alias: the input whose memory this output is: it is written in place.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Operand:
     output: bool = False
     wide: bool = False
     align: int = 16
+    alias: str | None = None
 
     def check(self, shape: tuple[Any, ...], dtype: str) -> None:
         """ValueError unless an array of this shape and dtype may be passed; symbolic sizes pass for dynamic ones."""
@@ -349,7 +352,86 @@ MLA_PREFILL_SM100 = Kernel(
     package=TOKENSPEED,
 )
 
-KERNELS = {kernel.name: kernel for kernel in (MLA_DECODE, MLA_PREFILL, MLA_DECODE_SM100, MLA_PREFILL_SM100)}
+
+# ---- the cache's own kernels, of any architecture
+
+
+def cache_write_operands(config: choose_cache.WriteConfig) -> tuple[Operand, ...]:
+    """latent and k_rope may be wider than L and R: their first columns are what is read."""
+    return (
+        Operand("kv_cache", config.kv_dtype, (None, None, config.head_dim), wide=True),
+        Operand("latent", config.in_dtype, (None, None)),
+        Operand("k_rope", config.in_dtype, (None, None)),
+        Operand("slot_mapping", "int32", (None,), align=4),
+        Operand("kv_scale", "float32", (1,), align=4),
+        Operand("new_kv_cache", config.kv_dtype, (None, None, config.head_dim), True, wide=True, alias="kv_cache"),
+    )
+
+
+def rope_write_operands(config: choose_cache.RopeWriteConfig) -> tuple[Operand, ...]:
+    """N = T * H query rows. The four inputs may be wider than L and R, as those of cache_write_operands."""
+    half = config.rope_dim // 2
+    return (
+        Operand("kv_cache", config.kv_dtype, (None, None, config.head_dim), wide=True),
+        *(Operand(name, config.in_dtype, (None, None)) for name in ("q_nope", "q_rope", "latent", "k_rope")),
+        Operand("slot_mapping", "int32", (None,), align=4),
+        Operand("cos", "float32", (None, half)),
+        Operand("sin", "float32", (None, half)),
+        Operand("q_scale", "float32", (1,), align=4),
+        Operand("kv_scale", "float32", (1,), align=4),
+        Operand("q", config.q_dtype, (None, config.head_dim), output=True),
+        Operand("new_kv_cache", config.kv_dtype, (None, None, config.head_dim), True, wide=True, alias="kv_cache"),
+    )
+
+
+def cache_gather_operands(config: choose_cache.GatherConfig) -> tuple[Operand, ...]:
+    """Operands of gather_kv_cache, as its contract has them."""
+    return (
+        Operand("kv_cache", config.kv_dtype, (None, None, config.head_dim), wide=True),
+        Operand("block_tables", "int32", (None, None), align=4),
+        Operand("starts", "int32", (None,), align=4),
+        Operand("lens", "int32", (None,), align=4),
+        Operand("kv_scale", "float32", (1,), align=4),
+        Operand("out", config.out_dtype, (None, config.head_dim), output=True),
+    )
+
+
+WRITE_KV_CACHE = Kernel(
+    name="write_kv_cache",
+    archs=choose_cache.ARCHS,
+    launcher="tsmla_kernels.common.cache_kernels:WriteKvCache",
+    config=choose_cache.WriteConfig,
+    operands=cache_write_operands,
+)
+
+ROPE_WRITE_KV_CACHE = Kernel(
+    name="rope_write_kv_cache",
+    archs=choose_cache.ARCHS,
+    launcher="tsmla_kernels.common.cache_kernels:RopeWriteKvCache",
+    config=choose_cache.RopeWriteConfig,
+    operands=rope_write_operands,
+)
+
+GATHER_KV_CACHE = Kernel(
+    name="gather_kv_cache",
+    archs=choose_cache.ARCHS,
+    launcher="tsmla_kernels.common.cache_kernels:GatherKvCache",
+    config=choose_cache.GatherConfig,
+    operands=cache_gather_operands,
+)
+
+KERNELS = {
+    kernel.name: kernel
+    for kernel in (
+        MLA_DECODE,
+        MLA_PREFILL,
+        MLA_DECODE_SM100,
+        MLA_PREFILL_SM100,
+        WRITE_KV_CACHE,
+        ROPE_WRITE_KV_CACHE,
+        GATHER_KV_CACHE,
+    )
+}
 
 
 def _integer(values: Mapping[str, str], name: str) -> int:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsmla_jax.nn.config import MLAConfig, YarnConfig
+from tsmla_jax.ops.rotation import rotate
 
 
 def _yarn_boundary(rotations: float, dim: int, theta: float, original_len: int) -> float:
@@ -54,11 +55,4 @@ def apply_rope(config: MLAConfig, x: jax.Array, cos: jax.Array, sin: jax.Array) 
     Returns:
         [..., R] in x's dtype, stored as `config.rope_layout` says.
     """
-    half = x.shape[-1] // 2
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    pairs = (wide[..., 0::2], wide[..., 1::2]) if config.rope_interleave else (wide[..., :half], wide[..., half:])
-    first, second = pairs
-    rotated = (first * cos - second * sin, second * cos + first * sin)
-    if config.rope_layout == "interleaved":
-        return jnp.stack(rotated, axis=-1).reshape(x.shape).astype(x.dtype)
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+    return rotate(x, cos, sin, interleave=config.rope_interleave, layout=config.rope_layout)

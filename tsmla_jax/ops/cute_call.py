@@ -180,6 +180,13 @@ def cute_call(
     return [_vary_over(array, axes) for array in outputs]
 
 
+def named_axes(shape: Any) -> tuple[Any, ...]:
+    """The mesh axes of each dimension of an operand of a custom partitioning; none where its sharding isn't one of
+    named axes."""
+    spec = tuple(shape.sharding.spec) if isinstance(shape.sharding, jax.sharding.NamedSharding) else ()
+    return spec + (None,) * (len(shape.shape) - len(spec))
+
+
 def _varying(array: jax.Array) -> frozenset[str]:
     """The mesh axes along which shard_map's check_vma takes the array to differ."""
     aval = jax.typeof(array)
@@ -222,7 +229,14 @@ def _custom_call(
         jax.ShapeDtypeStruct(shape, jnp.dtype(operand.dtype))
         for operand, shape in zip(_outputs(kernel, config), result_shapes, strict=True)
     ]
-    return jax.ffi.ffi_call(TARGET, structs)(*arrays, module=module, key=key)
+    inputs = [operand.name for operand in kernel.operands(config) if not operand.output]
+    aliases = {
+        inputs.index(operand.alias): i
+        for i, operand in enumerate(_outputs(kernel, config))
+        if operand.alias is not None
+    }
+    call = jax.ffi.ffi_call(TARGET, structs, input_output_aliases=aliases)
+    return call(*arrays, module=module, key=key)
 
 
 def _elsewhere(*_: Any, kernel: Kernel, **__: Any) -> Sequence[jax.Array]:

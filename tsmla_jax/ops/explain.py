@@ -13,6 +13,7 @@ OPERATIONS = (
     "mla_decode",
     "mla_prefill",
     "write_kv_cache",
+    "rope_write_kv_cache",
     "gather_kv_cache",
     "merge_attention_states",
     *SPARSE_OPERATIONS,

@@ -37,7 +37,7 @@ def gather_kv_cache(
       total_len: static number of rows of the result; rows past sum(lens) are 0.
       kv_scale: float or float32 scalar array, may be traced; None is 1.
       out_dtype: float16, bfloat16, float32 or float64; None is the cache's dtype, bfloat16 for an fp8 cache.
-      implementation: "xla", "reference", or None for the best that can run; see `explain`.
+      implementation: "cute", "xla", "reference", or None for the best that can run; see `explain`.
 
     Returns:
       [total_len, D] in out_dtype, latent columns first. The product with kv_scale is in float32.

@@ -295,10 +295,10 @@ _SHARDING_RULES = {
 
 def _shardings(call: _Call, mesh: Any, shapes: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
     """Operands' and results' shardings: q's along heads and requests, everything else whole."""
-    spec = _spec_of(shapes[0])
+    spec = cute_call.named_axes(shapes[0])
     heads_axis = 1 if call.ragged else 2
     heads = spec[heads_axis]
-    batch = None if call.ragged else spec[0] or _spec_of(shapes[2])[0] or _spec_of(shapes[3])[0]
+    batch = None if call.ragged else spec[0] or cute_call.named_axes(shapes[2])[0] or cute_call.named_axes(shapes[3])[0]
     operands: tuple[P, ...]
     if call.ragged:
         operands = (P(None, heads, None), P(None, None, None), P(None, None), P(None), P(None), P(None))
@@ -308,12 +308,6 @@ def _shardings(call: _Call, mesh: Any, shapes: Sequence[Any]) -> tuple[tuple[Any
         results = (P(batch, None, heads, None), P(batch, None, heads))
     named = functools.partial(NamedSharding, mesh)
     return tuple(map(named, operands)), (named(results[0]), named(results[1]))
-
-
-def _spec_of(shape: Any) -> tuple[Any, ...]:
-    """The mesh axes of each dimension; none where the sharding isn't one of named axes."""
-    spec = tuple(shape.sharding.spec) if isinstance(shape.sharding, NamedSharding) else ()
-    return spec + (None,) * (len(shape.shape) - len(spec))
 
 
 def _partition(

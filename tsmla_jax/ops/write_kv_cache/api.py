@@ -35,7 +35,7 @@ def write_kv_cache(
       slot_mapping: [T] int32, slot = page * Z + offset; -1 skips the token. Slots must differ; of two tokens with one
         slot either may stay.
       kv_scale: divisor before the conversion; float or float32 scalar array, may be traced; None is 1.
-      implementation: "xla", "reference", or None for the best that can run; see `explain`.
+      implementation: "cute", "xla", "reference", or None for the best that can run; see `explain`.
 
     Returns:
       [P, Z, D] in the cache's dtype. Rows are multiplied by 1 / kv_scale in float32 and rounded to nearest even; an fp8

@@ -25,11 +25,35 @@ def write_kv_cache(
     kv_scale: float | jax.Array | None,
 ) -> jax.Array:
     """The new cache, as the public write_kv_cache documents it."""
+    arguments = _rows_and_places(latent, k_rope, slot_mapping, spec, kv_scale)
+    kv_cache = carry(kv_cache, arguments[0], slot_mapping)
+    return lax.platform_dependent(kv_cache, *arguments, cpu=_slice_by_slice, default=_scatter)
+
+
+def by_scatter(
+    kv_cache: jax.Array,
+    latent: jax.Array,
+    k_rope: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    spec: CacheWriteSpec,
+    kv_scale: float | jax.Array | None,
+) -> jax.Array:
+    """write_kv_cache by a scatter on every platform: this one can be differentiated in reverse mode."""
+    return _scatter(kv_cache, *_rows_and_places(latent, k_rope, slot_mapping, spec, kv_scale))
+
+
+def _rows_and_places(
+    latent: jax.Array,
+    k_rope: jax.Array,
+    slot_mapping: jax.Array,
+    spec: CacheWriteSpec,
+    kv_scale: float | jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The rows in the cache's dtype, their pages and offsets, and whether they are to be written."""
     rows = to_cache_dtype(jnp.concatenate([latent, k_rope], axis=-1), kv_scale, spec.kv_dtype)
     page, offset = slot_mapping // spec.page_size, slot_mapping % spec.page_size
-    legal = (slot_mapping >= 0) & (page < spec.num_pages)
-    kv_cache = carry(kv_cache, rows, slot_mapping)
-    return lax.platform_dependent(kv_cache, rows, page, offset, legal, cpu=_slice_by_slice, default=_scatter)
+    return rows, page, offset, (slot_mapping >= 0) & (page < spec.num_pages)
 
 
 def _scatter(kv_cache: jax.Array, rows: jax.Array, page: jax.Array, offset: jax.Array, legal: jax.Array) -> jax.Array:

@@ -1,0 +1,188 @@
+"""Time the cache kernels against the copy of as many bytes, on one GPU in one run.
+
+    python3 benchmarks/cache.py --out FILE.json [--tokens 4096,16384] [--ops write_kv_cache] [--seconds 60]
+
+For each operation, dtype and number of tokens: the compiled object that jax launches, launched on torch's stream, and
+a device-to-device copy that moves the same number of bytes (half of them read, half written), both as CUDA-graph
+replays with the L2 cache flushed before each, interleaved, medians. Slots and pages are a random permutation of a cache
+of twice as many tokens. `bytes` counts every value read or written once; rows go to FILE.json.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from absl import app, flags
+from decode import COMMIT, OUT, SECONDS, time_all, versions
+from figures import LATENT, ROPE
+
+TOKENS = flags.DEFINE_list("tokens", ["1", "128", "4096", "16384", "65536"], "numbers of tokens")
+OPS = flags.DEFINE_list("ops", ["write_kv_cache", "rope_write_kv_cache", "gather_kv_cache"], "operations")
+HEADS = flags.DEFINE_integer("query_heads", 16, "query heads of rope_write_kv_cache")
+
+ARCH, PAGE, WIDTH = "sm_90a", 64, LATENT + ROPE
+FP8 = "float8_e4m3fn"
+DTYPES = {
+    "write_kv_cache": (("bfloat16", "bfloat16"), ("bfloat16", FP8)),
+    "rope_write_kv_cache": (("bfloat16", "bfloat16"), (FP8, FP8)),
+    "gather_kv_cache": (("bfloat16", "bfloat16"), (FP8, "bfloat16")),
+}
+"""In and cache; query and cache; cache and out."""
+
+
+def write_call(tokens: int, dtypes: tuple[str, str], **options: Any) -> tuple[Callable[[], Any], int]:
+    """A launch of write_kv_cache, and the bytes that it moves."""
+    from tsmla_kernels.catalog import WRITE_KV_CACHE
+
+    cache = empty_cache(tokens, dtypes[1])
+    arrays = [cache, random(tokens, LATENT), random(tokens, ROPE), slots(tokens), scale(), cache]
+    return launch(WRITE_KV_CACHE, WRITE_KV_CACHE.config(*dtypes, **options), arrays), moved(
+        arrays[1:5], tokens, dtypes[1]
+    )
+
+
+def rope_write_call(tokens: int, dtypes: tuple[str, str], **options: Any) -> tuple[Callable[[], Any], int]:
+    """A launch of rope_write_kv_cache, and the bytes that it moves."""
+    import torch
+
+    from tsmla_kernels.catalog import ROPE_WRITE_KV_CACHE
+
+    rows = tokens * HEADS.value
+    cache = empty_cache(tokens, dtypes[1])
+    cos, sin = (torch.randn(tokens, ROPE // 2, device="cuda") for _ in range(2))
+    q = torch.empty(rows, WIDTH, dtype=getattr(torch, dtypes[0]), device="cuda")
+    inputs = [random(rows, LATENT), random(rows, ROPE), random(tokens, LATENT), random(tokens, ROPE)]
+    arrays = [cache, *inputs, slots(tokens), cos, sin, scale(), scale(), q, cache]
+    config = ROPE_WRITE_KV_CACHE.config("bfloat16", *dtypes, **options)
+    return launch(ROPE_WRITE_KV_CACHE, config, arrays), moved(arrays[1:11], tokens, dtypes[1])
+
+
+def gather_call(tokens: int, dtypes: tuple[str, str], **options: Any) -> tuple[Callable[[], Any], int]:
+    """A launch of gather_kv_cache from up to 32 requests of about equal length, and the bytes that it moves."""
+    import torch
+
+    from tsmla_kernels.catalog import GATHER_KV_CACHE
+
+    cache = empty_cache(tokens, dtypes[0])
+    requests = min(tokens, 32)
+    lens = torch.full((requests,), tokens // requests, dtype=torch.int32)
+    lens[-1] += tokens - int(lens.sum())
+    width = -(-int(lens.max()) // PAGE)
+    tables = torch.randint(0, cache.shape[0], (requests, width), dtype=torch.int32)
+    out = torch.empty(tokens, WIDTH, dtype=getattr(torch, dtypes[1]), device="cuda")
+    arrays = [cache, tables.cuda(), torch.zeros_like(lens).cuda(), lens.cuda(), scale(), out]
+    call = launch(GATHER_KV_CACHE, GATHER_KV_CACHE.config(*dtypes, **options), arrays)
+    return call, moved(arrays[1:], tokens, dtypes[0])
+
+
+CALLS = {"write_kv_cache": write_call, "rope_write_kv_cache": rope_write_call, "gather_kv_cache": gather_call}
+
+
+def copy_call(size: int) -> Callable[[], Any]:
+    """A copy that reads and writes `size` bytes in all."""
+    import torch
+
+    source = torch.zeros(size // 2, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def empty_cache(tokens: int, dtype: str) -> Any:
+    import torch
+
+    pages = -(-2 * tokens // PAGE)
+    return torch.zeros(pages, PAGE, WIDTH, dtype=torch.uint8, device="cuda").to(getattr(torch, dtype))
+
+
+def random(rows: int, columns: int) -> Any:
+    import torch
+
+    return torch.randn(rows, columns, device="cuda").to(torch.bfloat16)
+
+
+def slots(tokens: int) -> Any:
+    import torch
+
+    return torch.randperm(2 * tokens, device="cuda")[:tokens].to(torch.int32)
+
+
+def scale() -> Any:
+    import torch
+
+    return torch.full((1,), 0.7, device="cuda")
+
+
+def moved(arrays: list[Any], tokens: int, kv_dtype: str) -> int:
+    """Bytes of arrays that are read or written whole, and of the cache's rows of `tokens` tokens."""
+    width = WIDTH * (1 if kv_dtype == FP8 else 2)
+    return sum(array.numel() * array.element_size() for array in arrays) + tokens * width
+
+
+def launch(kernel: Any, config: Any, arrays: list[Any]) -> Callable[[], Any]:
+    """The launch of a compiled object on torch tensors, on torch's current stream."""
+    import torch
+
+    from tsmla_kernels.launch import ArrayView, Launcher
+
+    launcher = Launcher(kernel, config, ARCH)
+    views = [ArrayView(t.data_ptr(), tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in arrays]
+
+    def run() -> Any:
+        launcher(torch.cuda.current_stream().cuda_stream, views)
+        return arrays
+
+    return run
+
+
+def main(argv: list[str]) -> int:
+    del argv
+    import torch
+
+    begun = time.monotonic()
+    commit = (
+        COMMIT.value
+        or subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    )
+    common = {
+        "page": PAGE,
+        "device": torch.cuda.get_device_name(0),
+        "commit": commit,
+        "date": datetime.date.today().isoformat(),
+        "versions": versions(),
+        "command": "python3 " + " ".join(sys.argv),
+    }
+    rows: list[dict[str, Any]] = []
+    points = [(op, dtypes, int(tokens)) for op in OPS.value for dtypes in DTYPES[op] for tokens in TOKENS.value]
+    for op, dtypes, tokens in points:
+        if time.monotonic() - begun > SECONDS.value:
+            print(f"stopped after {SECONDS.value:.0f} s, before {op} {dtypes} {tokens}")
+            break
+        call, size = CALLS[op](tokens, dtypes)
+        times = time_all({"tsmla": call, "copy": copy_call(size)}, 30)
+        us, copy_us = times["tsmla"], times["copy"]
+        heads = {"query_heads": HEADS.value} if op == "rope_write_kv_cache" else {}
+        rows.append({
+            "op": op, "dtypes": list(dtypes), "tokens": tokens, **heads, "bytes": size, "us": round(us, 2),
+            "copy_us": round(copy_us, 2), **common,
+        })  # fmt: skip
+        print(
+            f"{op:20s} {dtypes[0]:13s} {dtypes[1]:13s} {tokens:6d} tsmla {us:7.2f} copy {copy_us:7.2f}"
+            f"  x{us / copy_us:.2f}  {size / us / 1e6:.2f} TB/s",
+            flush=True,
+        )
+        if OUT.value:
+            with open(OUT.value, "w") as file:
+                json.dump(rows, file, indent=0)
+        del call
+        torch.cuda.empty_cache()
+    return 0
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,203 @@
+"""Which cache kernel serves a call: static configurations, and how threads share a row. Imports no cutlass.
+
+Everything here is a pure function of dtypes and widths, so that one compiled object serves every number of tokens,
+heads, pages, requests, every page size and every scale.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tsmla_kernels.contract import CacheGatherSpec, CacheWriteSpec
+    from tsmla_kernels.rope_contract import RopeWriteSpec
+
+ARCHS = ("sm_90a", "sm_100a", "sm_103a")
+INPUTS = ("bfloat16", "float16", "float32")
+CACHES = ("bfloat16", "float16", "float8_e4m3fn")
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
+STORE_BYTES = 16  # of a thread's store, the widest there is
+THREADS = 288  # at most, unless one row takes more: 4 rows of 576 16-bit values, or 8 of fp8
+MAX_THREADS = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """How the threads of a CTA share rows of results: each stores `vector` values of a row at once, and the `chunks` of
+    a row go to that many threads.
+
+    Attributes:
+      vector: values of a thread's store.
+      chunks: stores of a row.
+      rows: rows that a CTA handles side by side.
+    """
+
+    vector: int
+    chunks: int
+    rows: int
+
+    @property
+    def threads(self) -> int:
+        return self.chunks * self.rows
+
+
+def tiling(columns: int, *dtypes: str) -> Tiling:
+    """The tiling of rows of `columns` values, each of which is stored in one of these dtypes."""
+    vector = STORE_BYTES // max(ITEMSIZE[dtype] for dtype in dtypes)
+    chunks = columns // vector
+    return Tiling(vector, chunks, max(1, THREADS // chunks))
+
+
+@dataclasses.dataclass(frozen=True)
+class WriteConfig:
+    """What an object of write_kv_cache is compiled for.
+
+    Attributes:
+      in_dtype: of latent and k_rope. kv_dtype: of the cache.
+      latent_dim: L. rope_dim: R.
+      unroll: rows that a thread has in flight at once.
+    """
+
+    in_dtype: str
+    kv_dtype: str
+    latent_dim: int = 512
+    rope_dim: int = 64
+    unroll: int = 2
+
+    @property
+    def head_dim(self) -> int:
+        return self.latent_dim + self.rope_dim
+
+    @property
+    def tiling(self) -> Tiling:
+        return tiling(self.head_dim, self.kv_dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeWriteConfig:
+    """What an object of rope_write_kv_cache is compiled for.
+
+    Attributes:
+      in_dtype: of q_nope, q_rope, latent and k_rope. q_dtype: of the query it makes. kv_dtype: of the cache.
+      latent_dim: L. rope_dim: R.
+      rope_interleave: whether the pairs that are rotated lie side by side in q_rope and k_rope; otherwise their halves.
+      rope_layout: "interleaved" or "halves", the same of the rotated values.
+      unroll: rows that a thread has in flight at once.
+    """
+
+    in_dtype: str
+    q_dtype: str
+    kv_dtype: str
+    latent_dim: int = 512
+    rope_dim: int = 64
+    rope_interleave: bool = True
+    rope_layout: str = "interleaved"
+    unroll: int = 1
+
+    @property
+    def head_dim(self) -> int:
+        return self.latent_dim + self.rope_dim
+
+    @property
+    def tiling(self) -> Tiling:
+        return tiling(self.head_dim, self.q_dtype, self.kv_dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherConfig:
+    """What an object of gather_kv_cache is compiled for.
+
+    Attributes:
+      kv_dtype: of the cache. out_dtype: of the rows.
+      head_dim: D.
+      rounds: times that a CTA's threads go over its rows.
+      unroll: rows that a thread has in flight at once; divides rounds.
+    """
+
+    kv_dtype: str
+    out_dtype: str
+    head_dim: int = 576
+    rounds: int = 4
+    unroll: int = 4
+
+    @property
+    def tiling(self) -> Tiling:
+        return tiling(self.head_dim, self.out_dtype)
+
+    @property
+    def cta_rows(self) -> int:
+        """Rows of one CTA."""
+        return self.tiling.rows * self.rounds
+
+
+def write_reasons(spec: CacheWriteSpec) -> list[str]:
+    """Why the kernel of write_kv_cache cannot run this call; empty if it can."""
+    reasons = _dtype_reasons("latent", spec.in_dtype, INPUTS) + _dtype_reasons("kv_cache", spec.kv_dtype, CACHES)
+    return reasons or _width_reasons(
+        {"L": spec.latent_dim, "R": spec.rope_dim}, tiling(spec.head_dim, spec.kv_dtype), f"a {spec.kv_dtype} cache"
+    )
+
+
+def write_config(spec: CacheWriteSpec) -> WriteConfig:
+    """The configuration that serves `spec`."""
+    return WriteConfig(spec.in_dtype, spec.kv_dtype, spec.latent_dim, spec.rope_dim)
+
+
+def rope_write_reasons(spec: RopeWriteSpec) -> list[str]:
+    """Why the kernel of rope_write_kv_cache cannot run this call; empty if it can."""
+    write = spec.write
+    reasons = _dtype_reasons("latent", write.in_dtype, INPUTS)
+    reasons += _dtype_reasons("kv_cache", write.kv_dtype, CACHES) + _dtype_reasons("q_dtype", spec.q_dtype, CACHES)
+    return reasons or _width_reasons(
+        {"L": write.latent_dim, "R": write.rope_dim},
+        tiling(write.head_dim, spec.q_dtype, write.kv_dtype),
+        f"a {spec.q_dtype} q and a {write.kv_dtype} cache",
+    )
+
+
+def rope_write_config(spec: RopeWriteSpec) -> RopeWriteConfig:
+    """The configuration that serves `spec`."""
+    write = spec.write
+    return RopeWriteConfig(
+        write.in_dtype,
+        spec.q_dtype,
+        write.kv_dtype,
+        write.latent_dim,
+        write.rope_dim,
+        spec.rope_interleave,
+        spec.rope_layout,
+    )
+
+
+def gather_reasons(spec: CacheGatherSpec) -> list[str]:
+    """Why the kernel of gather_kv_cache cannot run this call; empty if it can."""
+    reasons = _dtype_reasons("kv_cache", spec.kv_dtype, CACHES) + _dtype_reasons("out_dtype", spec.out_dtype, INPUTS)
+    return reasons or _width_reasons(
+        {"D": spec.head_dim}, tiling(spec.head_dim, spec.out_dtype), f"{spec.out_dtype} rows"
+    )
+
+
+def gather_config(spec: CacheGatherSpec) -> GatherConfig:
+    """The configuration that serves `spec`."""
+    return GatherConfig(spec.kv_dtype, spec.out_dtype, spec.head_dim)
+
+
+def _dtype_reasons(name: str, dtype: str, legal: tuple[str, ...]) -> list[str]:
+    if dtype in legal:
+        return []
+    says = name if name == "q_dtype" or name == "out_dtype" else f"{name}.dtype"
+    return [f"{says} is {dtype}; the cache kernels take {', '.join(legal)}"]
+
+
+def _width_reasons(widths: dict[str, int], shared: Tiling, what: str) -> list[str]:
+    reasons = [
+        f"{name} is {width}; with {what} the cache kernels take multiples of {shared.vector}"
+        for name, width in widths.items()
+        if width % shared.vector
+    ]
+    if not reasons and shared.threads > MAX_THREADS:
+        reasons.append(
+            f"D is {sum(widths.values())}; with {what} the cache kernels take at most {MAX_THREADS * shared.vector}"
+        )
+    return reasons

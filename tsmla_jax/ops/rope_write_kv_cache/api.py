@@ -1,0 +1,127 @@
+"""rope_write_kv_cache: what stands between a layer's projections and its decode kernel, in one operation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from tsmla_jax.ops import checks, dispatch, explicit
+from tsmla_jax.ops.arrays import Scale, describe, describe_scale
+from tsmla_kernels import rope_contract
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Float32, Int32
+
+
+def rope_write_kv_cache(
+    kv_cache: Float[Array, "P Z D"],
+    q_nope: Float[Array, "T H L"],
+    q_rope: Float[Array, "T H R"],
+    latent: Float[Array, "T L"],
+    k_rope: Float[Array, "T R"],
+    slot_mapping: Int32[Array, " T"],
+    cos: Float32[Array, "T R/2"],
+    sin: Float32[Array, "T R/2"],
+    *,
+    q_scale: Scale | None = None,
+    kv_scale: Scale | None = None,
+    q_dtype: Any = None,
+    rope_interleave: bool = True,
+    rope_layout: str = "interleaved",
+    implementation: str | None = None,
+) -> tuple[Float[Array, "T H D"], Float[Array, "P Z D"]]:
+    """The query of mla_decode, rotated and quantised, and the cache with the new tokens written: rope, quantisation,
+    concatenation and write_kv_cache as one launch (what engines call the fused rope, quantise and cache update).
+
+    The result is that of the separate steps: q_rope and k_rope are rotated in float32 and rounded to their dtype;
+    [q_nope | q_rope] / q_scale becomes q, and [latent | k_rope] / kv_scale goes to the slots, in place when the cache
+    is donated to jit.
+
+    Axes: T tokens (all of a batch, uniform or ragged), H query heads, L latent width, R rope width, D = L + R, P pages,
+    Z tokens a page.
+
+    Args:
+      kv_cache: [P, Z, D]; float16, bfloat16, float8_e4m3fn, float32 or float64.
+      q_nope: [T, H, L], the absorbed queries (q_nope W_UK); float16, bfloat16, float32 or float64.
+      q_rope: [T, H, R] in q_nope's dtype, not rotated yet.
+      latent: [T, L] in that dtype, the normalised latents. k_rope: [T, R] in that dtype, not rotated yet.
+      slot_mapping: [T] int32, slot = page * Z + offset; -1 writes nothing for the token. Slots must differ.
+      cos, sin: [T, R / 2] float32, of each token's position, with what yarn multiplies both by.
+      q_scale, kv_scale: divisors before the conversions; float or float32 scalar array, may be traced; None is 1.
+      q_dtype: of the query; None is float8_e4m3fn where q_scale is given, and q_nope's where it is not.
+      rope_interleave: whether the pairs of q_rope and k_rope are columns 2i and 2i + 1; otherwise i and i + R / 2.
+      rope_layout: "interleaved" or "halves", the same of the rotated columns in q and in the cache.
+      implementation: "cute", "xla", "reference", or None for the best that can run; see `explain`.
+
+    Returns:
+      q [T, H, D] in q_dtype, and the cache. Rounding is to nearest even; fp8 saturates at +-448.
+
+    vmap, jit, grad, jax.export and shard_map work; "cute" is also partitioned over heads and over the cache's pages
+    without moving either.
+
+    Raises:
+      TypeError, ValueError: an argument is not legal; NotImplementedError: the named implementation can't run this
+        call.
+    """
+    described = spec(
+        kv_cache,
+        q_nope,
+        q_rope,
+        latent,
+        k_rope,
+        slot_mapping,
+        cos,
+        sin,
+        q_scale=q_scale,
+        kv_scale=kv_scale,
+        q_dtype=q_dtype,
+        rope_interleave=rope_interleave,
+        rope_layout=rope_layout,
+    )
+    run = dispatch.select("rope_write_kv_cache", described, implementation)
+    arrays = tuple(map(jnp.asarray, (kv_cache, q_nope, q_rope, latent, k_rope, slot_mapping, cos, sin)))
+    if described.write.num_tokens == 0:
+        return jnp.zeros((*q_nope.shape[:-1], described.write.head_dim), described.q_dtype), arrays[0]
+    slot_mapping = checks.cache_write(described.write, arrays[5])
+    return explicit.call(
+        run,
+        (*arrays[:5], slot_mapping, *arrays[6:]),
+        lambda: (explicit.row_specs(arrays[1])[0], explicit.same_spec(arrays[0])),
+        spec=described,
+        q_scale=q_scale,
+        kv_scale=kv_scale,
+    )
+
+
+def spec(
+    kv_cache: jax.Array,
+    q_nope: jax.Array,
+    q_rope: jax.Array,
+    latent: jax.Array,
+    k_rope: jax.Array,
+    slot_mapping: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    *,
+    q_scale: Any = None,
+    kv_scale: Any = None,
+    q_dtype: Any = None,
+    **static: Any,
+) -> rope_contract.RopeWriteSpec:
+    """The contract's spec of a call of rope_write_kv_cache; raises as rope_write_kv_cache does."""
+    return rope_contract.rope_write_spec(
+        kv_cache=describe("kv_cache", kv_cache),
+        q_nope=describe("q_nope", q_nope),
+        q_rope=describe("q_rope", q_rope),
+        latent=describe("latent", latent),
+        k_rope=describe("k_rope", k_rope),
+        slot_mapping=describe("slot_mapping", slot_mapping),
+        cos=describe("cos", cos),
+        sin=describe("sin", sin),
+        q_scale=describe_scale("q_scale", q_scale),
+        kv_scale=describe_scale("kv_scale", kv_scale),
+        q_dtype=None if q_dtype is None else jnp.dtype(q_dtype).name,
+        **static,
+    )
