@@ -60,6 +60,7 @@ def test_a_v32_config_is_read() -> None:
         ("v3.2", "index_topk", None),
         ("v3.2", "q_lora_rank", "none"),
         ("v3.2", "scoring_func", "sqrtsoftplus"),
+        ("v3.2", "layer_types", ["indexed_attention", "full_attention"]),
         ("v3.2", "mlp_layer_types", ["dense"]),
         ("v3.2", "mlp_layer_types", ["dense", "hash_moe"]),
         ("v4", "compress_ratios", [0, 4, 64]),
@@ -159,6 +160,12 @@ def test_what_v4_computes_in_f32_stays_f32(v4_tensors: Tensors, tmp_path: Path) 
     kept += jax.tree.leaves([layer["attention_streams"], layer["mlp_streams"], params["streams"]])
     assert {leaf.dtype.name for leaf in kept} == {"float32"}
     assert layer["mlp"]["gate_up"].dtype == params["embed"].dtype == jnp.bfloat16
+
+
+def test_a_tied_v4_has_no_head(v4_tensors: Tensors, tmp_path: Path) -> None:
+    # A copy of the embedding may lie beside it.
+    assert "lm_head" not in load(tmp_path, v4_tensors, tie_word_embeddings=True)
+    assert "head.weight" not in tiny_tensors(tiny_config("v4", tie_word_embeddings=True))
 
 
 def test_drafting_weights_are_left_alone(v4_tensors: Tensors, tmp_path: Path) -> None:

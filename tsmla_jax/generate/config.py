@@ -124,6 +124,11 @@ class LayerConfig:
     streams: StreamsConfig | None
     rms_norm_eps: float
 
+    @property
+    def kind(self) -> str:
+        """V4's kind of layer ("sliding", "csa" or "hca"); empty for other models, whose layers are of one kind."""
+        return self.attention.kind if isinstance(self.attention, V4Config) else ""
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -193,6 +198,8 @@ class ModelConfig:
             return value
 
         is_v4 = model_type == "deepseek_v4"
+        if model_type == "deepseek_v32" and set(fields.get("layer_types") or ()) - {"indexed_attention"}:
+            raise ValueError(f"{where}: layer_types = {fields['layer_types']!r:.80}; legal: 'indexed_attention' alone")
         num_layers = positive("num_hidden_layers")
         attention: MLAConfig | V32Config | tuple[V4Config, ...]
         try:

@@ -351,11 +351,13 @@ class _Run:
 
     def _compute(self, packed: _Packed, options: StepOptions) -> jax.Array:
         engine, batch = self.engine, packed.batch
-        shared = Shared(_shared_steps(self.compiled_config, batch, options), self.ropes)
+        steps = _shared_steps(self.compiled_config, batch, options) if self.ropes else {}
+        shared = {kind: Shared(step, self.ropes[kind]) for kind, step in steps.items()}
         x = _embed(engine._head, self.compiled_config, batch.tokens)
         for index, layer in enumerate(engine._params["layers"]):
+            own = self.layer_configs[index]
             x, self.caches[index] = _decoder_layer(
-                layer, self.layer_configs[index], x, self.caches[index], batch, self.kv_scale, options, shared
+                layer, own, x, self.caches[index], batch, self.kv_scale, options, shared.get(own.kind)
             )
         rows = (packed.rows, packed.requests, packed.positions)
         sampling = (np.uint32(self.options.seed), np.float32(self.options.temperature), np.float32(self.options.top_p))

@@ -83,11 +83,11 @@ class StepOptions:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Shared:
-    """What V4's layers of one kind ("sliding", "csa" or "hca") share: the rows of indices of a step, and the table of
-    cos and sin. Both are empty for other models."""
+    """What V4's layers of one kind ("sliding", "csa" or "hca") share: a step's rows of indices, the table of cos and
+    sin."""
 
-    steps: Mapping[str, deepseek_v4.V4Step]
-    ropes: Mapping[str, jax.Array]
+    step: deepseek_v4.V4Step
+    rope: jax.Array
 
 
 def embed(params: Params, config: ModelConfig, tokens: jax.Array) -> jax.Array:
@@ -97,13 +97,16 @@ def embed(params: Params, config: ModelConfig, tokens: jax.Array) -> jax.Array:
 
 
 def rope_tables(config: ModelConfig, num_positions: int) -> dict[str, jax.Array]:
-    """The tables of `Shared` for texts of up to num_positions tokens."""
+    """The table of `Shared` of every kind in V4, for texts of up to num_positions tokens; nothing for other models."""
     layers = config.attention if isinstance(config.attention, tuple) else ()
-    return {layer.kind: deepseek_v4.v4_rope_table(layer, num_positions) for layer in dict.fromkeys(layers)}
+    ropes = {layer.kind: (layer.rope_theta, layer.yarn) for layer in layers}
+    # Kinds of one rope share its table, which is as long as the longest text.
+    tables = {ropes[layer.kind]: deepseek_v4.v4_rope_table(layer, num_positions) for layer in dict.fromkeys(layers)}
+    return {kind: tables[rope] for kind, rope in ropes.items()}
 
 
 def shared_steps(config: ModelConfig, batch: Batch, options: StepOptions) -> dict[str, deepseek_v4.V4Step]:
-    """The rows of indices of `Shared`: built once a step, whatever the number of layers."""
+    """The rows of indices of `Shared` of every kind in V4: built once a step, whatever the number of layers."""
     if not isinstance(config.attention, tuple):
         return {}
     if batch.lanes is None:
@@ -136,7 +139,7 @@ def decoder_layer(
     batch: Batch,
     kv_scale: jax.Array | None,
     options: StepOptions,
-    shared: Shared,
+    shared: Shared | None,
 ) -> tuple[jax.Array, Any]:
     """One layer: attention, then the MLP or the experts, each behind a norm and around a residual.
 
@@ -147,7 +150,7 @@ def decoder_layer(
       cache: this layer's (`caches.init_cache`).
       batch: the step.
       kv_scale: of an fp8 cache, else None.
-      shared: of the step.
+      shared: V4 alone: what this layer's kind shares in this step.
 
     Returns:
       x and the cache, with the new tokens written (in place if it is donated).
@@ -186,7 +189,7 @@ def _attend(
     batch: Batch,
     kv_scale: jax.Array | None,
     options: StepOptions,
-    shared: Shared,
+    shared: Shared | None,
 ) -> tuple[jax.Array, Any]:
     """The attention of one layer of any model: y [T, C] and the cache."""
     attention = config.attention
@@ -233,13 +236,14 @@ def _attend(
             kv_scale=kv_scale,
             implementation=options.implementation,
         )
+    assert shared is not None
     return deepseek_v4.attend(
         params,
         attention,
         x,
         cache,
-        shared.steps[attention.kind],
-        cos_sin=shared.ropes[attention.kind],
+        shared.step,
+        cos_sin=shared.rope,
         page_size=WINDOW_PAGE,
         compressed_page_size=entries_per_page(attention, options.page_size),
         kv_scale=kv_scale,
@@ -280,11 +284,12 @@ def forward(
       rows: [N] i32, indices into the step's tokens.
       others: as in `decoder_layer`.
     """
-    num_positions = batch.block_tables.shape[1] * options.page_size
-    shared = Shared(shared_steps(config, batch, options), rope_tables(config, num_positions))
+    ropes = rope_tables(config, batch.block_tables.shape[1] * options.page_size)
+    shared = {kind: Shared(step, ropes[kind]) for kind, step in shared_steps(config, batch, options).items()}
     x = embed(params, config, batch.tokens)
     written = []
     for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
-        x, cache = decoder_layer(layer, config.layer(index), x, cache, batch, kv_scale, options, shared)
+        own = config.layer(index)
+        x, cache = decoder_layer(layer, own, x, cache, batch, kv_scale, options, shared.get(own.kind))
         written.append(cache)
     return logits(params, config, x, rows), written
