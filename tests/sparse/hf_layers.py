@@ -8,18 +8,29 @@ import numpy as np
 MAX_CALL = 2 * 90
 
 
-def splits(data: Any, length: int) -> list[tuple[int, int]]:
-    """Any split of two sequences into calls, by hypothesis: how many tokens of each; at most MAX_CALL in all."""
+def run_split(data: Any, run: Any, cache: Any, x: np.ndarray, y: np.ndarray, length: int) -> Any:
+    """The caches after the first `length` tokens of both sequences of x, in calls whose sizes hypothesis draws and
+    padding makes equal. What comes out of every call is held to y on the way.
+
+    run(x, cache, seq_lens, cu_seqlens_q) is a layer's step, which gives its cache away.
+    """
+    import jax
     from hypothesis import strategies as st
 
-    left, calls = [length, length], []
-    while any(left):
-        counts = [min(n, data.draw(st.sampled_from([0, 1, 2, 5, 31, MAX_CALL // 2]))) for n in left]
+    cache, done = jax.tree.map(lambda leaf: leaf.copy(), cache), [0, 0]
+    while min(done) < length:
+        counts = [min(length - n, data.draw(st.sampled_from([0, 1, 2, 5, 31, MAX_CALL // 2]))) for n in done]
         if not any(counts):  # whoever has tokens left takes one
-            counts = [min(n, 1) for n in left]
-        left = [n - c for n, c in zip(left, counts, strict=True)]
-        calls.append((counts[0], counts[1]))
-    return calls
+            counts = [min(length - n, 1) for n in done]
+        rows = [x[r, done[r] : done[r] + n] for r, n in enumerate(counts)]
+        padding = np.zeros((MAX_CALL - sum(counts), x.shape[2]), np.float32)
+        done = [a + n for a, n in zip(done, counts, strict=True)]
+        lens, cu = np.asarray(done, np.int32), np.asarray([0, counts[0], sum(counts)], np.int32)
+        out, cache = run(np.concatenate([*rows, padding]), cache, lens, cu)
+        for r, first in ((0, 0), (1, counts[0])):
+            got = np.asarray(out)[first : first + counts[r]]
+            np.testing.assert_allclose(got, y[r, done[r] - counts[r] : done[r]], rtol=1e-5, atol=1e-5)
+    return cache
 
 
 V4_LENGTH = 37 + 300

@@ -88,16 +88,7 @@ def caches_after_one_call() -> list[np.ndarray]:
 def test_no_split_shows_in_outputs_or_caches(data: st.DataObject) -> None:
     _, run, empty, x, y = built()
     want = caches_after_one_call()
-    # The step gives its cache away.
-    cache, done = jax.tree.map(jnp.copy, empty), [0, 0]
-    for counts in hf_layers.splits(data, SPLIT_LENGTH):
-        rows = [x[r, done[r] : done[r] + n] for r, n in enumerate(counts)]
-        padding = np.zeros((hf_layers.MAX_CALL - sum(counts), x.shape[2]), np.float32)
-        done = [a + n for a, n in zip(done, counts, strict=True)]
-        out, cache = run(np.concatenate([*rows, padding]), cache, ints(done), ints([0, counts[0], sum(counts)]))
-        for r, first in ((0, 0), (1, counts[0])):
-            got = np.asarray(out)[first : first + counts[r]]
-            np.testing.assert_allclose(got, y[r, done[r] - counts[r] : done[r]], rtol=1e-5, atol=1e-5)
+    cache = hf_layers.run_split(data, run, empty, x, y, SPLIT_LENGTH)
     for got, whole in zip(jax.tree.leaves(cache), want, strict=True):
         np.testing.assert_allclose(np.asarray(got), whole, rtol=1e-5, atol=1e-5)
 
