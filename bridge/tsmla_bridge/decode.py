@@ -13,15 +13,14 @@ from typing import Any, NamedTuple
 import torch
 
 from tsmla_bridge import blackwell, checks, devices, kernels, ops, reference, scales, tensors
+from tsmla_bridge.results import Places, Results
 from tsmla_bridge.scales import Pair
-from tsmla_bridge.tensors import DTYPES, Scale
+from tsmla_bridge.tensors import Scale
 from tsmla_bridge.workspace import Workspace, decode_layout
 from tsmla_kernels import contract, data_checks
 from tsmla_kernels.catalog import MLA_DECODE
 from tsmla_kernels.contract import DecodeSpec
 from tsmla_kernels.sm90 import choose
-
-Results = tuple[torch.Tensor, torch.Tensor | None]
 
 OPERAND_ALIGN = max(operand.align for operand in MLA_DECODE.operands(choose.DecodeConfig("bfloat16", 1, 1)))
 MAX_PLANS = 4096
@@ -194,9 +193,7 @@ class Plan:
 
     def __init__(self, spec: DecodeSpec, q: torch.Tensor) -> None:
         self.spec, self.device = spec, q.device
-        self.lse_shape = tuple(q.shape[:-1])
-        self.out_shape = (*self.lse_shape, spec.latent_dim)
-        self.out_dtype, self.lse_dtype = DTYPES[spec.out_dtype], DTYPES[spec.lse_dtype]
+        self.places = Places.of(q, spec.latent_dim, spec.out_dtype, spec.lse_dtype)
 
     def run(self, call: Call) -> Results:
         """out, and lse if it is asked for."""
@@ -206,37 +203,12 @@ class Plan:
         """Whether a call can have its intermediate results in this memory."""
         return False
 
-    def places(self, call: Call) -> Results:
-        """Where the results go: the caller's tensors, once they are found legal, or new ones."""
-        return_lse, out, lse = call.return_lse, call.out, call.lse
-        if return_lse is not True and return_lse is not False:
-            contract.static_bool("return_lse", return_lse)
-        if out is None:
-            out = torch.empty(self.out_shape, dtype=self.out_dtype, device=self.device)
-        else:
-            tensors.check_output("out", out, self.out_shape, self.out_dtype, self.device)
-        if lse is not None:
-            if not return_lse:
-                raise ValueError("lse: got a tensor; it is written with return_lse=True alone")
-            tensors.check_output("lse", lse, self.lse_shape, self.lse_dtype, self.device)
-        elif return_lse:
-            lse = torch.empty(self.lse_shape, dtype=self.lse_dtype, device=self.device)
-        return out, lse
-
-    def placed(self, call: Call, out: torch.Tensor, lse: torch.Tensor) -> Results:
-        """Finished results, where the caller wants them. New ones stay as they are: they carry derivatives."""
-        if call.out is None and call.lse is None:
-            return out, lse if contract.static_bool("return_lse", call.return_lse) else None
-        to_out, to_lse = self.places(call)
-        return to_out.copy_(out), None if to_lse is None else to_lse.copy_(lse)
-
 
 class _EmptyPlan(Plan):
     """No request, no query token, or no key."""
 
     def run(self, call: Call) -> Results:
-        out, lse = self.places(call)
-        return out.zero_(), None if lse is None else lse.fill_(-math.inf)
+        return self.places.nothing(call.return_lse, call.out, call.lse)
 
 
 class _ReferencePlan(Plan):
@@ -245,10 +217,10 @@ class _ReferencePlan(Plan):
     def run(self, call: Call) -> Results:
         checks.values(data_checks.decode, self.spec, call.seq_lens, call.block_tables, call.cu_seqlens_q)
         kv_cache = tensors.without_head_axis(call.kv_cache)
-        out, lse = reference.mla_decode(
+        found = reference.mla_decode(
             self.spec, call.q, kv_cache, call.block_tables, call.seq_lens, call.cu_seqlens_q, *call.pair
         )
-        return self.placed(call, out, lse)
+        return self.places.hand_over(found, call.return_lse, call.out, call.lse)
 
 
 class _BlackwellPlan(Plan):
@@ -257,10 +229,10 @@ class _BlackwellPlan(Plan):
     def run(self, call: Call) -> Results:
         checks.values(data_checks.decode, self.spec, call.seq_lens, call.block_tables, call.cu_seqlens_q)
         kv_cache = tensors.without_head_axis(call.kv_cache)
-        out, lse = blackwell.mla_decode(
+        found = blackwell.mla_decode(
             self.spec, call.q, kv_cache, call.block_tables, call.seq_lens, call.pair, call.workspace
         )
-        return self.placed(call, out, lse)
+        return self.places.hand_over(found, call.return_lse, call.out, call.lse)
 
 
 class _KernelPlan(Plan):
@@ -272,13 +244,12 @@ class _KernelPlan(Plan):
         self.index = index = q.get_device()
         tensors.check_dense("q", q)
         self.page_step = tensors.page_step(kv_cache)
-        self.table_is_slice = not block_tables.is_contiguous()
-        width = tensors.table_width(block_tables)
-        if spec.batch_invariant and width != spec.max_pages:
-            # Where its pieces begin depends on the table's width.
-            tensors.check_dense("block_tables", block_tables)
-        if self.page_step > 1:  # the table is rewritten, and dense
-            self.table_is_slice, width = False, spec.max_pages
+        self.table_is_slice, width = False, spec.max_pages
+        if self.page_step == 1:  # otherwise the table is written anew, and dense
+            self.table_is_slice, width = not block_tables.is_contiguous(), tensors.table_width(block_tables)
+            if spec.batch_invariant and width != spec.max_pages:
+                # Where its pieces begin depends on the table's width.
+                tensors.check_dense("block_tables", block_tables)
 
         config = choose.decode_config(spec)
         sms, rows = devices.num_sms(index), spec.total_q_len * spec.num_heads
@@ -317,10 +288,10 @@ class _KernelPlan(Plan):
         if devices.current_device() != self.index:
             with torch.cuda.device(self.index):
                 return self.run(call)
-        q, kv_cache, block_tables, seq_lens, cu_seqlens_q, pair, _, _, _, workspace = call
+        q, kv_cache, block_tables, seq_lens, cu_seqlens_q, pair, return_lse, out, lse, workspace = call
         if self.checked:
             checks.values(data_checks.decode, self.spec, seq_lens, block_tables, cu_seqlens_q)
-        out, lse = self.places(call)
+        out, lse = self.places.take(return_lse, out, lse)
         stream = devices.current_stream(self.index)
         if workspace is None:
             scratch = torch.empty(self.size, dtype=torch.uint8, device=self.device)
@@ -328,7 +299,7 @@ class _KernelPlan(Plan):
         else:
             base = workspace.take("mla_decode", self.size, self.device, stream)
         if self.page_step > 1:
-            block_tables = block_tables * self.page_step
+            block_tables = (block_tables * self.page_step).contiguous()
         elif self.table_is_slice:
             tensors.table_width(block_tables)  # this one may end where the plan's did not
         if cu_seqlens_q is None:

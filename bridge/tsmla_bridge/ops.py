@@ -295,9 +295,11 @@ def _pair(scales: torch.Tensor | None, logit_scale: float, out_scale: float) -> 
 
 def _prefill_arguments(arguments: Any, return_lse: bool, out: Any = None, lse: Any = None) -> tuple[Any, ...]:
     """prefill.run's arguments from the operator's, with one pair in place of the three that carry it."""
-    *tensors, scales, logit_scale, out_scale, max_q_len, max_kv_len, causal, implementation = arguments
+    from tsmla_bridge.prefill import Inputs
+
+    *inputs, scales, logit_scale, out_scale, max_q_len, max_kv_len, causal, implementation = arguments
     options = (max_q_len, max_kv_len, causal, implementation)
-    return (*tensors, _pair(scales, logit_scale, out_scale), options, return_lse, out, lse)
+    return (Inputs(*inputs), _pair(scales, logit_scale, out_scale), options, return_lse, out, lse)
 
 
 def _fake_results(q: torch.Tensor, width: int) -> Results:

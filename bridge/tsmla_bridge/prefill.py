@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tsmla_bridge import checks, devices, kernels, ops, reference, scales, tensors
+from tsmla_bridge.results import Places, Results
 from tsmla_bridge.scales import Pair
-from tsmla_bridge.tensors import DTYPES, Scale
+from tsmla_bridge.tensors import Scale
 from tsmla_bridge.workspace import Layout
 from tsmla_kernels import contract, data_checks
+from tsmla_kernels.catalog import KERNELS
 from tsmla_kernels.contract import PrefillSpec
 from tsmla_kernels.launch import ArrayView
-
-Results = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def mla_prefill(
@@ -78,112 +76,71 @@ def mla_prefill(
         pair = scales.product(softmax_scale, q_scale, k_scale, v_scale)
         return ops.call_prefill(q, k, v, (cu_seqlens_q, cu_seqlens_kv), pair, options, return_lse, out, lse)
     given = {"softmax_scale": softmax_scale, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-    spec = _spec(q, k, v, cu_seqlens_q, cu_seqlens_kv, options, given)
+    inputs = Inputs(q, k, v, cu_seqlens_q, cu_seqlens_kv)
+    spec = _spec(inputs, options, given)
     pair = scales.product(softmax_scale, q_scale, k_scale, v_scale)
-    found, found_lse = _run(spec, q, k, v, cu_seqlens_q, cu_seqlens_kv, pair, implementation, return_lse, out, lse)
+    found, found_lse = _run(spec, inputs, pair, implementation, return_lse, out, lse)
     return found if found_lse is None else (found, found_lse)
 
 
+class Inputs(NamedTuple):
+    """The tensors of a call, in the order of the kernel's operands."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_kv: torch.Tensor
+
+
+Options = tuple[int, int, bool, str | None]
+"""max_q_len, max_kv_len, causal, implementation."""
+
+
 def run(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_kv: torch.Tensor,
-    pair: Pair,
-    options: tuple[Any, ...],
-    return_lse: bool,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
+    inputs: Inputs, pair: Pair, options: Options, return_lse: bool, out: torch.Tensor | None, lse: torch.Tensor | None
 ) -> Results:
-    """An eager call of mla_prefill whose scales are multiplied already; options are max_q_len, max_kv_len, causal and
-    implementation."""
-    spec = _spec(q, k, v, cu_seqlens_q, cu_seqlens_kv, options, {"softmax_scale": 1.0})
-    return _run(spec, q, k, v, cu_seqlens_q, cu_seqlens_kv, pair, options[3], return_lse, out, lse)
+    """An eager call of mla_prefill whose scales are multiplied already."""
+    spec = _spec(inputs, options, {"softmax_scale": 1.0})
+    return _run(spec, inputs, pair, options[3], return_lse, out, lse)
 
 
-def _spec(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_kv: torch.Tensor,
-    options: tuple[Any, ...],
-    given: dict[str, Any],
-) -> PrefillSpec:
+def _spec(inputs: Inputs, options: Options, given_scales: dict[str, Any]) -> PrefillSpec:
     max_q_len, max_kv_len, causal, implementation = options
+    described: dict[str, Any] = {name: tensors.describe(name, tensor) for name, tensor in inputs._asdict().items()}
     spec = contract.prefill_spec(
-        q=tensors.describe("q", q),
-        k=tensors.describe("k", k),
-        v=tensors.describe("v", v),
-        cu_seqlens_q=tensors.describe("cu_seqlens_q", cu_seqlens_q),
-        cu_seqlens_kv=tensors.describe("cu_seqlens_kv", cu_seqlens_kv),
+        **described,
         max_q_len=max_q_len,
         max_kv_len=max_kv_len,
         causal=causal,
-        **{name: tensors.describe_scale(name, scale) for name, scale in given.items()},
+        **{name: tensors.describe_scale(name, scale) for name, scale in given_scales.items()},
     )
-    others = {"k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, **given}
-    tensors.same_device("q", q, others)
+    tensors.same_device("q", inputs.q, {**inputs._asdict(), **given_scales})
     kernels.check_implementation(implementation)
     return spec
 
 
 def _run(
     spec: PrefillSpec,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_kv: torch.Tensor,
+    inputs: Inputs,
     pair: Pair,
     implementation: str | None,
     return_lse: bool,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
 ) -> Results:
-    contract.static_bool("return_lse", return_lse)
-    by_definition = implementation == "reference" or (implementation is None and devices.kind(q.device) == "cpu")
-    if not by_definition and (reasons := why_not(spec, q.device)):
+    device = inputs.q.device
+    places = Places.of(inputs.q, spec.v_head_dim, spec.out_dtype, spec.lse_dtype)
+    by_definition = implementation == "reference" or (implementation is None and devices.kind(device) == "cpu")
+    if not by_definition and (reasons := why_not(spec, device)):
         raise contract.not_runnable("mla_prefill", "cute", reasons)
-    checks.values(data_checks.prefill, spec, cu_seqlens_q, cu_seqlens_kv)
-    sizes = (spec.batch, spec.total_q_len, spec.total_kv_len, spec.max_q_len, spec.max_kv_len)
-    attend: Callable[..., tuple[torch.Tensor, torch.Tensor]] = reference.mla_prefill
-    if 0 in sizes:
-        attend = _nothing
-    elif not by_definition:
-        place, place_lse = _places(spec, q, return_lse, out, lse)
-        _launch(spec, q, k, v, cu_seqlens_q, cu_seqlens_kv, pair, place, place_lse)
-        return place, place_lse
-    found, found_lse = attend(spec, q, k, v, cu_seqlens_q, cu_seqlens_kv, *pair)
-    if out is None and lse is None:
-        return found, found_lse if return_lse else None
-    place, place_lse = _places(spec, q, return_lse, out, lse)
-    return place.copy_(found), None if place_lse is None else place_lse.copy_(found_lse)
-
-
-def _nothing(spec: PrefillSpec, q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = q.shape[:2]
-    out = torch.zeros((*rows, spec.v_head_dim), dtype=DTYPES[spec.out_dtype], device=q.device)
-    return out, torch.full(rows, -math.inf, dtype=DTYPES[spec.lse_dtype], device=q.device)
-
-
-def _places(
-    spec: PrefillSpec, q: torch.Tensor, return_lse: bool, out: torch.Tensor | None, lse: torch.Tensor | None
-) -> Results:
-    """Where the results go: the caller's tensors, once they are found legal, or new ones."""
-    shape, dtype = (*q.shape[:2], spec.v_head_dim), DTYPES[spec.out_dtype]
-    lse_shape, lse_dtype = tuple(q.shape[:2]), DTYPES[spec.lse_dtype]
-    if out is None:
-        out = torch.empty(shape, dtype=dtype, device=q.device)
-    else:
-        tensors.check_output("out", out, shape, dtype, q.device)
-    if lse is not None:
-        if not return_lse:
-            raise ValueError("lse: got a tensor; it is written with return_lse=True alone")
-        tensors.check_output("lse", lse, lse_shape, lse_dtype, q.device)
-    elif return_lse:
-        lse = torch.empty(lse_shape, dtype=lse_dtype, device=q.device)
+    checks.values(data_checks.prefill, spec, inputs.cu_seqlens_q, inputs.cu_seqlens_kv)
+    if 0 in (spec.batch, spec.total_q_len, spec.total_kv_len, spec.max_q_len, spec.max_kv_len):
+        return places.nothing(return_lse, out, lse)
+    if by_definition:
+        return places.hand_over(reference.mla_prefill(spec, *inputs, *pair), return_lse, out, lse)
+    out, lse = places.take(return_lse, out, lse)
+    _launch(spec, inputs, pair, out, lse)
     return out, lse
 
 
@@ -206,8 +163,6 @@ def warm(spec: PrefillSpec, index: int) -> None:
 
 def _kernel() -> tuple[Any, Any]:
     """The catalog's kernel and the module that chooses its configuration; (None, None) without them."""
-    from tsmla_kernels.catalog import KERNELS
-
     if (kernel := KERNELS.get("mla_prefill")) is None:
         return None, None
     from tsmla_kernels.sm90 import choose_prefill
@@ -215,30 +170,19 @@ def _kernel() -> tuple[Any, Any]:
     return kernel, choose_prefill
 
 
-def _launch(
-    spec: PrefillSpec,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_kv: torch.Tensor,
-    pair: Pair,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
-    inputs = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
-    for name, tensor in inputs.items():
+def _launch(spec: PrefillSpec, inputs: Inputs, pair: Pair, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    for name, tensor in inputs._asdict().items():
         tensors.check_dense(name, tensor)
-    index = q.get_device()
+    index = inputs.q.get_device()
     kernel, choose = _kernel()
     shapes = dict(choose.prefill_workspaces(spec.batch, devices.num_sms(index)))
-    rows = tuple(q.shape[:2])
+    rows = tuple(inputs.q.shape[:2])
     layout = Layout({**shapes, "lse": (rows, "float32")})
     with devices.made_current(index):
         stream = devices.current_stream(index)
-        scratch = torch.empty(layout.size, dtype=torch.uint8, device=q.device)
+        scratch = torch.empty(layout.size, dtype=torch.uint8, device=inputs.q.device)
         base = scratch.data_ptr()
-        arrays = {name: kernels.view(tensor) for name, tensor in inputs.items()}
+        arrays = {name: kernels.view(tensor) for name, tensor in inputs._asdict().items()}
         arrays["scales"] = kernels.view(scales.on_device(pair, index, stream))
         arrays["out"] = kernels.view(out)
         arrays["lse"] = ArrayView(base + layout.offsets["lse"], rows, "float32") if lse is None else kernels.view(lse)

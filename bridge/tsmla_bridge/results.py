@@ -1,0 +1,66 @@
+"""Where attention's results go: tensors of the caller's, once they are found legal, or new ones."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from tsmla_bridge import tensors
+from tsmla_bridge.tensors import DTYPES
+from tsmla_kernels import contract
+
+Results = tuple[torch.Tensor, torch.Tensor | None]
+"""out, and lse where it was asked for."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """What the results of calls are like: out is [*rows, width], lse [*rows]."""
+
+    rows: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    lse_dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, q: torch.Tensor, width: int, out_dtype: str, lse_dtype: str) -> Places:
+        """For a query [*rows, D], and the contract's dtypes."""
+        rows = tuple(q.shape[:-1])
+        return cls(rows, (*rows, width), DTYPES[out_dtype], DTYPES[lse_dtype], q.device)
+
+    def take(self, return_lse: bool, out: torch.Tensor | None, lse: torch.Tensor | None) -> Results:
+        """The tensors to write to. ValueError / TypeError if one of the caller's can't take its result."""
+        if return_lse is not True and return_lse is not False:
+            contract.static_bool("return_lse", return_lse)
+        if out is None:
+            out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        else:
+            tensors.check_output("out", out, self.shape, self.dtype, self.device)
+        if lse is not None:
+            if not return_lse:
+                raise ValueError("lse: got a tensor; it is written with return_lse=True alone")
+            tensors.check_output("lse", lse, self.rows, self.lse_dtype, self.device)
+        elif return_lse:
+            lse = torch.empty(self.rows, dtype=self.lse_dtype, device=self.device)
+        return out, lse
+
+    def hand_over(
+        self,
+        found: tuple[torch.Tensor, torch.Tensor],
+        return_lse: bool,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+    ) -> Results:
+        """Finished results, where the caller wants them. New ones stay as they are: they carry derivatives."""
+        if out is None and lse is None:
+            return found[0], found[1] if contract.static_bool("return_lse", return_lse) else None
+        out, lse = self.take(return_lse, out, lse)
+        return out.copy_(found[0]), None if lse is None else lse.copy_(found[1])
+
+    def nothing(self, return_lse: bool, out: torch.Tensor | None, lse: torch.Tensor | None) -> Results:
+        """The results where no key is seen."""
+        out, lse = self.take(return_lse, out, lse)
+        return out.zero_(), None if lse is None else lse.fill_(-math.inf)
