@@ -15,14 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from tsmla_kernels import __version__
+from tsmla_kernels.sm100 import choose as choose_sm100
 
-
-def _is_there(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
-
-
-HAS_BLACKWELL = _is_there("tsmla_kernels.sm100")
-HAS_BRIDGE = _is_there("tsmla_bridge.tokenspeed_mla")
+HAS_BRIDGE = importlib.util.find_spec("tsmla_bridge.tokenspeed_mla") is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +42,7 @@ PACKAGES = (
     Package("safetensors", "safetensors", "reading checkpoints", "hf"),
     Package("tokenizers", "tokenizers", "text prompts in tsmla generate", "hf"),
     Package("torch", "torch", "the PyTorch front end, tsmla_bridge", "torch", HAS_BRIDGE),
-    Package("tokenspeed-mla", "tokenspeed_mla", "Blackwell kernels", "blackwell", HAS_BLACKWELL),
+    Package("tokenspeed-mla", "tokenspeed_mla", "Blackwell kernels", "blackwell"),
     Package("matplotlib", "matplotlib", "make figures", "bench"),
 )
 
@@ -228,9 +223,7 @@ def _architectures() -> dict[str, str]:
     ops = Path(__file__).parent / "ops"
     kernels = sorted(path.parent.name for path in ops.rglob("cute.py"))
     hopper = f"kernels for {', '.join(kernels)}; the other operations run as xla" if kernels else "no kernel yet: xla"
-    blackwell = "no kernel yet: the operations run as xla; not run on one by us"
-    if HAS_BLACKWELL:
-        blackwell = "TokenSpeed's kernels (extra blackwell), compiled without a GPU of that kind; not run on one by us"
+    blackwell = f"mla_decode and mla_prefill: {choose_sm100.NOTICE} (extra blackwell); the others run as xla"
     return {"Hopper (SM90)": hopper, "Blackwell (SM100, SM103, SM107)": blackwell}
 
 

@@ -3,7 +3,8 @@
 An operation is a folder tsmla_jax/ops/<op>/ with one module an implementation. Each module has a function named like
 the operation; one that can't run everything also has `why_not(spec) -> list[str]`, the reasons against this call,
 empty when it can, and one that can be named where it should not be chosen (a kernel lowered for a GPU that isn't
-there) has `why_not_by_default(spec)`. Modules are imported at the first call that considers them.
+there) has `why_not_by_default(spec)`. What is to be known of one beside that, `notes(spec)` says. Modules are imported
+at the first call that considers them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tsmla_kernels import contract
@@ -25,17 +26,19 @@ NO_KERNEL = "there is no kernel for this operation yet"
 @dataclass(frozen=True)
 class Explanation:
     """What `explain` found: the implementation that None picks (or that was named), and for every implementation the
-    reasons why it can't run this call, none when it can."""
+    reasons why it can't run this call, none when it can. `notes` is what else is to be known of an implementation."""
 
     op: str
     spec: Any
     chosen: str | None
     reasons: dict[str, tuple[str, ...]]
+    notes: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.chosen or 'nothing'} runs this call"]
         for name, reasons in self.reasons.items():
             lines.append(f"  {name}: {'; '.join(reasons) if reasons else 'can run'}")
+            lines += [f"    {note}" for note in self.notes.get(name, ())]
         return "\n".join(lines)
 
 
@@ -59,7 +62,8 @@ def explain_spec(op: str, spec: Any, implementation: str | None) -> Explanation:
     reasons = {name: tuple(why_not(op, name, spec, named=named)) for name in IMPLEMENTATIONS}
     candidates = IMPLEMENTATIONS if implementation is None else (implementation,)
     chosen = next((name for name in candidates if not reasons[name]), None)
-    return Explanation(op, spec, chosen, reasons)
+    notes = {name: found for name in IMPLEMENTATIONS if (found := _notes(op, name, spec))}
+    return Explanation(op, spec, chosen, reasons, notes)
 
 
 def select(op: str, spec: Any, implementation: str | None) -> Callable[..., Any]:
@@ -74,6 +78,11 @@ def select(op: str, spec: Any, implementation: str | None) -> Callable[..., Any]
             return getattr(_module(op, name), op.rpartition(".")[2])
         refused += reasons if implementation else [f"{name}: {'; '.join(reasons)}"]
     raise contract.not_runnable(op, implementation or "None", refused)
+
+
+def _notes(op: str, implementation: str, spec: Any) -> tuple[str, ...]:
+    notes: Callable[[Any], list[str]] | None = getattr(_module(op, implementation), "notes", None)
+    return tuple(notes(spec)) if notes else ()
 
 
 def _check_name(implementation: str | None) -> None:

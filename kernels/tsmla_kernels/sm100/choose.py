@@ -19,6 +19,11 @@ ARCHS = ("sm_100a", "sm_103a", "sm_107a")
 CHECKED_VERSION = "2.0.4"  # of tokenspeed-mla: what this adapter was compiled with and compared to
 INSTALL = 'pip install "tsmla-jax[blackwell]"'
 
+NOTICE = (
+    "TokenSpeed's kernels, compiled for SM100, SM103 and SM107 and checked without a GPU of that kind; not run on one"
+    " by us"
+)
+
 LATENT_DIM, ROPE_DIM = 512, 64
 KEY_TILE = 128  # keys that a CTA pair handles at once
 PAGE_SIZES = (16, 32, 64, 128)

@@ -44,44 +44,8 @@ class MlaDecode:
 
     def __init__(self, config: DecodeConfig) -> None:
         self.config = config
-        arch = target_arch()
-        tiles = query_tiles(config, arch)
-        options: dict[str, Any] = dict(
-            compute_capability=capability(arch),
-            acc_dtype=Float32,
-            lse_dtype=Float32,
-            mma_qk_tiler_mn=(tiles.rows, 128),
-            mma_pv_tiler_mn=(tiles.rows, 256),
-            max_active_clusters=1,  # only of the persistent schedule, which fixed lengths use
-            page_size=config.page_size,
-            is_persistent=False,
-            is_var_seq=True,
-            is_var_split_kv=False,
-            fold_sq_factor=tiles.fold,
-            is_causal=True,  # without effect: visible_lens says it
-            num_heads=config.num_heads,
-            seq_len_q=config.max_q_len,
-            window_left=-1,
-            pack_q=tiles.packed,
-        )
-        with package():
-            if config.fp8:
-                from tokenspeed_mla.mla_decode_fp8 import BlackwellMultiHeadLatentAttentionForwardFP8 as Attention
-
-                splits = reducer_splits(config, arch)
-                options |= dict(
-                    skip_correction_threshold=8.0,
-                    reducer_max_splits=splits,
-                    # A thread of the merge holds a band's values of every split: all 64 of a whole row would spill.
-                    reducer_d_tiles=2 if splits > 32 else 1,
-                    partial_fp16=False,
-                )
-            else:
-                from tokenspeed_mla.mla_decode_fp16 import BlackwellMultiHeadLatentAttentionForwardFP16 as Attention
-
-                options |= dict(skip_correction_threshold=0.0)
         # The kernels keep what they derived from a launch's arguments: one object for each of the two launches.
-        self.whole, self.split = Attention(**options), Attention(**options)
+        self.whole, self.split = (attention(config, target_arch()) for _ in range(2))
 
     @cute.jit
     def __call__(
@@ -109,6 +73,44 @@ class MlaDecode:
         else:
             flat = cute.make_tensor(workspace.iterator, cute.make_layout((splits * workspace.shape[1],)))
             self.split(*views[:4], block_tables, *views[4:], flat, splits, *ends)
+
+
+def attention(config: DecodeConfig, arch: str) -> Any:
+    """The package's kernel for `config`, in the configuration that its own wrapper would give it."""
+    tiles = query_tiles(config, arch)
+    options: dict[str, Any] = dict(
+        compute_capability=capability(arch),
+        acc_dtype=Float32,
+        lse_dtype=Float32,
+        mma_qk_tiler_mn=(tiles.rows, 128),
+        mma_pv_tiler_mn=(tiles.rows, 256),
+        max_active_clusters=1,  # only of the persistent schedule, which fixed lengths use
+        page_size=config.page_size,
+        is_persistent=False,
+        is_var_seq=True,
+        is_var_split_kv=False,
+        fold_sq_factor=tiles.fold,
+        is_causal=True,  # without effect: visible_lens says it
+        num_heads=config.num_heads,
+        seq_len_q=config.max_q_len,
+        window_left=-1,
+        pack_q=tiles.packed,
+    )
+    with package():
+        if not config.fp8:
+            from tokenspeed_mla.mla_decode_fp16 import BlackwellMultiHeadLatentAttentionForwardFP16
+
+            return BlackwellMultiHeadLatentAttentionForwardFP16(skip_correction_threshold=0.0, **options)
+        from tokenspeed_mla.mla_decode_fp8 import BlackwellMultiHeadLatentAttentionForwardFP8
+    splits = reducer_splits(config, arch)
+    return BlackwellMultiHeadLatentAttentionForwardFP8(
+        skip_correction_threshold=8.0,
+        reducer_max_splits=splits,
+        # A thread of the merge holds its columns of every split: all 64 splits of a whole row would spill.
+        reducer_d_tiles=2 if splits > 32 else 1,
+        partial_fp16=False,
+        **options,
+    )
 
 
 def decode_views(q: Any, kv_cache: Any, out: Any, lse: Any, config: DecodeConfig) -> tuple[Any, ...]:

@@ -55,6 +55,11 @@ def why_not_by_default(spec: DecodeSpec) -> list[str]:
     return cute_call.why_not_by_default()
 
 
+def notes(spec: DecodeSpec) -> list[str]:
+    """What is to be known of the kernels of this architecture."""
+    return [choose_sm100.NOTICE] if cute_call.target_arch() in MLA_DECODE_SM100.archs else []
+
+
 def mla_decode(
     q: jax.Array,
     kv_cache: jax.Array,

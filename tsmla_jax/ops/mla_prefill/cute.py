@@ -47,6 +47,11 @@ def why_not_by_default(spec: PrefillSpec) -> list[str]:
     return cute_call.why_not_by_default()
 
 
+def notes(spec: PrefillSpec) -> list[str]:
+    """What is to be known of the kernels of this architecture."""
+    return [choose_sm100.NOTICE] if cute_call.target_arch() in MLA_PREFILL_SM100.archs else []
+
+
 def mla_prefill(
     q: jax.Array,
     k: jax.Array,

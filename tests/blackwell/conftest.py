@@ -1,0 +1,40 @@
+"""An architecture of Blackwell to compile for, one cache for all that is compiled here, and the package's host code."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tsmla_jax.ops import cute_call
+from tsmla_jax.ops.mla_decode import cute as decode
+from tsmla_jax.ops.mla_prefill import cute as prefill
+from tsmla_kernels import cache
+
+ARCH = "sm_100a"
+
+
+@pytest.fixture(scope="session")
+def compiled_objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all tests keep what they compile; TSMLA_BLACKWELL_CACHE names a directory that outlives them."""
+    named = os.environ.get("TSMLA_BLACKWELL_CACHE")
+    return Path(named) if named else tmp_path_factory.mktemp("blackwell-objects")
+
+
+@pytest.fixture(autouse=True)
+def blackwell(compiled_objects: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if cute_call.gpu() is not None:
+        pytest.skip("lowers for an architecture that this machine's GPU isn't of")
+    monkeypatch.setenv("TSMLA_CACHE_DIR", str(compiled_objects))
+    monkeypatch.setenv("CUTE_DSL_ARCH", ARCH)
+    forget()
+    yield
+    forget()
+
+
+def forget() -> None:
+    """What an earlier test traced, with other functions in the place of real ones, must not be taken for another's."""
+    decode._transformable.cache_clear()
+    prefill._transformable.cache_clear()
+    cute_call._module.cache_clear()
+    cache._loaded.clear()
