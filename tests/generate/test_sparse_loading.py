@@ -101,7 +101,8 @@ def test_every_tensor_of_v4_is_where_it_belongs(v4_tensors: Tensors, tmp_path: P
     assert_array_equal(sliding["mlp_streams"]["base"], v4_tensors["layers.0.hc_ffn_base"])
     assert_array_equal(sliding["mlp"]["expert_table"], v4_tensors["layers.0.ffn.gate.tid2eid"])
     assert_array_equal(hca["mlp"]["correction_bias"], v4_tensors["layers.2.ffn.gate.bias"])
-    assert_array_equal(csa["attention"]["indexer_q_b_proj"].reshape(24, -1).T, v4_tensors["layers.1.attn.indexer.wq_b.weight"])  # fmt: skip  # noqa: E501
+    queries = csa["attention"]["indexer_q_b_proj"].reshape(24, -1).T
+    assert_array_equal(queries, v4_tensors["layers.1.attn.indexer.wq_b.weight"])
     assert_array_equal(csa["attention"]["indexer_position_bias"], v4_tensors["layers.1.attn.indexer.compressor.ape"])
     assert_array_equal(hca["attention"]["compressor_kv_norm"], v4_tensors["layers.2.attn.compressor.norm.weight"])
     gate, up = (v4_tensors[f"layers.1.ffn.experts.5.w{n}.weight"] for n in (1, 3))
@@ -274,6 +275,34 @@ def test_fp4_experts_and_power_of_two_scales(tmp_path: Path) -> None:
         checkpoint.read("w1.weight", shape=(1, 32))
     with pytest.raises(CheckpointError, match=r"'bad.scale' must have shape \(1, 2\)"):
         checkpoint.read("bad.weight")
+
+
+def test_a_v4_checkpoint_in_its_own_formats(v4_tensors: Tensors, tmp_path: Path) -> None:
+    """fp8 projections and fp4 experts with their scales beside them, all of which are read or accounted for."""
+    raw = {
+        name: ("I64" if value.dtype == np.int64 else "F32", value.shape, value.tobytes())
+        for name, value in v4_tensors.items()
+    }
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 256, (16, 16), np.uint8)
+    expert, query = "layers.1.ffn.experts.3.w1", "layers.2.attn.wq_a"
+    raw[f"{expert}.weight"] = ("I8", (16, 16), codes.tobytes())
+    raw[f"{expert}.scale"] = ("F8_E8M0", (16, 1), bytes([127, 128] * 8))
+    raw[f"{query}.weight"] = ("F8_E4M3", (24, 32), bytes([0x38] * 24 * 32))
+    raw[f"{query}.scale"] = ("F8_E8M0", (1, 1), bytes([125]))
+    write_tiny(tmp_path, model="v4")
+    write_raw(tmp_path / "model.safetensors", raw)
+    params = load_model(tmp_path, ModelConfig.from_hf(tmp_path))
+    values = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    values += [-value for value in values]
+    rows = [[values[code] for byte in row for code in (byte & 15, byte >> 4)] for row in codes.tolist()]
+    scales = np.array([[1], [2]] * 8)
+    assert_array_equal(params["layers"][1]["mlp"]["gate_up"][3][:16], np.array(rows) * scales)
+    assert (np.asarray(params["layers"][2]["attention"]["q_a_proj"]) == 0.25).all()
+    del raw[f"{expert}.scale"]
+    write_raw(tmp_path / "model.safetensors", raw)
+    with pytest.raises(CheckpointError, match=r"experts.3.w1.weight' must have shape \(16, 32\), got \(16, 16\)"):
+        load_model(tmp_path, ModelConfig.from_hf(tmp_path))
 
 
 @pytest.mark.parametrize("model", ["v3.2", "v4"])
