@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tsmla_kernels import contract
+from tsmla_kernels import contract, rope_contract
 from tsmla_kernels.common import choose_cache
 from tsmla_kernels.sm90 import choose as sm90
 from tsmla_kernels.sm90 import choose_prefill as sm90_prefill
@@ -369,14 +369,14 @@ def cache_write_operands(config: choose_cache.WriteConfig) -> tuple[Operand, ...
 
 
 def rope_write_operands(config: choose_cache.RopeWriteConfig) -> tuple[Operand, ...]:
-    """N = T * H query rows. The four inputs may be wider than L and R, as those of cache_write_operands."""
-    half = config.rope_dim // 2
+    """N = T * H query rows. Rows of the inputs, cos and sin may be wider than L, R and R / 2, as those of
+    cache_write_operands."""
     return (
         Operand("kv_cache", config.kv_dtype, (None, None, config.head_dim), wide=True),
         *(Operand(name, config.in_dtype, (None, None)) for name in ("q_nope", "q_rope", "latent", "k_rope")),
         Operand("slot_mapping", "int32", (None,), align=4),
-        Operand("cos", "float32", (None, half)),
-        Operand("sin", "float32", (None, half)),
+        Operand("cos", "float32", (None, None)),
+        Operand("sin", "float32", (None, None)),
         Operand("q_scale", "float32", (1,), align=4),
         Operand("kv_scale", "float32", (1,), align=4),
         Operand("q", config.q_dtype, (None, config.head_dim), output=True),
@@ -396,12 +396,69 @@ def cache_gather_operands(config: choose_cache.GatherConfig) -> tuple[Operand, .
     )
 
 
+_CACHE_DEFAULTS = {
+    "dtype": "bfloat16",
+    "latent_dim": "512",
+    "rope_dim": "64",
+    "rope_interleave": "true",
+    "rope_layout": "interleaved",
+}
+
+
+def cache_write_config(options: Mapping[str, str]) -> choose_cache.WriteConfig:
+    """As mla_decode_config, for choose_cache.write_config: `dtype` is that of the cache or, beside a kv_dtype, of what
+    is written; an fp8 cache alone is written from bfloat16. The options that only other kernels have make no difference
+    here: a model's preset names them all."""
+    _, spec = _cache_specs(options)
+    return _chosen(choose_cache.write_reasons(spec.write), choose_cache.write_config(spec.write))
+
+
+def rope_write_config(options: Mapping[str, str]) -> choose_cache.RopeWriteConfig:
+    """As cache_write_config; `dtype` is also that of the query."""
+    _, spec = _cache_specs(options)
+    return _chosen(choose_cache.rope_write_reasons(spec), choose_cache.rope_write_config(spec))
+
+
+def cache_gather_config(options: Mapping[str, str]) -> choose_cache.GatherConfig:
+    """As cache_write_config; rows come out as they would be written from."""
+    spec, _ = _cache_specs(options)
+    return _chosen(choose_cache.gather_reasons(spec), choose_cache.gather_config(spec))
+
+
+def _cache_specs(options: Mapping[str, str]) -> tuple[contract.CacheGatherSpec, rope_contract.RopeWriteSpec]:
+    values = {**_CACHE_DEFAULTS, **options}
+    known = {*_CACHE_DEFAULTS, "kv_dtype", *_DECODE_DEFAULTS, *_PREFILL_DEFAULTS, "num_heads"}
+    if unknown := sorted(set(values) - known):
+        raise ValueError(f"--config: got option {unknown[0]!r}; legal: {', '.join(sorted(known))}")
+    if values["rope_layout"] not in rope_contract.ROPE_LAYOUTS:
+        legal = " or ".join(rope_contract.ROPE_LAYOUTS)
+        raise ValueError(f"--config: got rope_layout={values['rope_layout']}; legal: {legal}")
+    latent_dim, rope_dim = _integer(values, "latent_dim"), _integer(values, "rope_dim")
+    kv_dtype = values.get("kv_dtype", values["dtype"])
+    in_dtype = contract.attention_out_dtype(values["dtype"])
+    write = contract.CacheWriteSpec(1, latent_dim, rope_dim, latent_dim + rope_dim, 1, 1, in_dtype, kv_dtype)
+    return (
+        contract.CacheGatherSpec(1, 1, latent_dim + rope_dim, 1, 1, 1, kv_dtype, in_dtype),
+        rope_contract.RopeWriteSpec(
+            write, 1, values["dtype"], _boolean(values, "rope_interleave"), values["rope_layout"]
+        ),
+    )
+
+
+def _chosen(reasons: list[str], config: Config) -> Config:
+    if reasons:
+        raise ValueError(f"--config: no kernel for it: {'; '.join(reasons)}")
+    return config
+
+
 WRITE_KV_CACHE = Kernel(
     name="write_kv_cache",
     archs=choose_cache.ARCHS,
     launcher="tsmla_kernels.common.cache_kernels:WriteKvCache",
     config=choose_cache.WriteConfig,
     operands=cache_write_operands,
+    from_options=cache_write_config,
+    presets=DECODE_PRESETS,
 )
 
 ROPE_WRITE_KV_CACHE = Kernel(
@@ -410,6 +467,8 @@ ROPE_WRITE_KV_CACHE = Kernel(
     launcher="tsmla_kernels.common.cache_kernels:RopeWriteKvCache",
     config=choose_cache.RopeWriteConfig,
     operands=rope_write_operands,
+    from_options=rope_write_config,
+    presets=DECODE_PRESETS,
 )
 
 GATHER_KV_CACHE = Kernel(
@@ -418,6 +477,8 @@ GATHER_KV_CACHE = Kernel(
     launcher="tsmla_kernels.common.cache_kernels:GatherKvCache",
     config=choose_cache.GatherConfig,
     operands=cache_gather_operands,
+    from_options=cache_gather_config,
+    presets=DECODE_PRESETS,
 )
 
 KERNELS = {

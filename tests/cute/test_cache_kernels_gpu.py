@@ -13,6 +13,8 @@ import pytest
 
 import tsmla_jax
 from tsmla_kernels import cache as objects
+from tsmla_kernels.catalog import ROPE_WRITE_KV_CACHE, WRITE_KV_CACHE
+from tsmla_kernels.launch import ArrayView, Launcher
 
 pytestmark = pytest.mark.gpu
 
@@ -353,3 +355,54 @@ def test_new_sizes_and_scales_compile_nothing(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(objects, "compile_kernel", None)
     for pages, page, tokens, scale in ((5, 64, 3, 1.0), (4, 16, 17, 0.5), (100, 128, 1, 2.0)):
         assert int((write(pages, page, tokens, scale) != 0).sum()) == tokens * 576
+
+
+# ---- without jax
+
+
+def test_launcher_reads_the_first_columns_of_wider_rows() -> None:
+    """As a bridge passes views: k_rope inside kv_a's output, q_rope inside q. A pitch is one more size, not a copy."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("needs torch with CUDA")
+    tokens, heads = 21, 3
+    arrays = rope_arrays(tokens, heads, jnp.bfloat16, FP8)
+    want = jitted("rope_write_kv_cache", "cute")(*arrays, q_scale=1.0, kv_scale=1.0)
+    written = jitted("write_kv_cache", "cute")(arrays[0], *arrays[3:6])
+
+    def tensor(array: jax.Array) -> Any:
+        """The same bits on torch's side of the device."""
+        bits = np.asarray(array).view({1: np.uint8, 2: np.int16, 4: np.int32}[array.dtype.itemsize])
+        return torch.from_numpy(bits.copy()).cuda()
+
+    def in_wider_rows(array: jax.Array, before: int, after: int) -> Any:
+        """[..., C] as the columns from `before` on of rows of before + C + after."""
+        rows = tensor(array).reshape(-1, array.shape[-1])
+        wide = torch.full((len(rows), before + rows.shape[1] + after), 0x7FC0, dtype=torch.int16, device="cuda")
+        wide[:, before : before + rows.shape[1]] = rows
+        return wide[:, before:]
+
+    def view(t: Any, dtype: str) -> ArrayView:
+        return ArrayView(t.data_ptr(), (*t.shape[:-1], t.stride(-2)) if t.dim() == 2 else tuple(t.shape), dtype)
+
+    cache, *_, slots, cos, sin = map(tensor, arrays)
+    q_nope, q_rope, latent, k_rope = (
+        in_wider_rows(x, before, 8) for x, before in zip(arrays[1:5], (0, 128, 16, 512), strict=True)
+    )
+    inputs = [view(x, "bfloat16") for x in (q_nope, q_rope, latent, k_rope)]
+    q = torch.empty((tokens * heads, 576), dtype=torch.uint8, device="cuda")
+    one, stream = torch.ones(1, device="cuda"), torch.cuda.current_stream().cuda_stream
+    fp8, f32 = "float8_e4m3fn", "float32"
+
+    twice = cache.clone(), cache.clone()
+    kv = [ArrayView(x.data_ptr(), tuple(cache.shape), fp8) for x in twice]
+    scale = view(one, f32)
+    launcher = Launcher(ROPE_WRITE_KV_CACHE, ROPE_WRITE_KV_CACHE.config("bfloat16", fp8, fp8), "sm_90a")
+    angles = view(cos, f32), view(sin, f32)
+    launcher(stream, [kv[0], *inputs, view(slots, "int32"), *angles, scale, scale, view(q, fp8), kv[0]])
+    launcher = Launcher(WRITE_KV_CACHE, WRITE_KV_CACHE.config("bfloat16", fp8), "sm_90a")
+    launcher(stream, [kv[1], *inputs[2:], view(slots, "int32"), scale, kv[1]])
+    torch.cuda.synchronize()
+    for got, expected in ((q, want[0]), (twice[0], want[1]), (twice[1], written)):
+        bits = got.cpu().numpy().reshape(expected.shape).view(ml_dtypes.float8_e4m3fn)
+        assert_same_bits(jnp.asarray(bits), expected)

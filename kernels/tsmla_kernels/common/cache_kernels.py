@@ -140,10 +140,10 @@ class WriteKvCache:
 class RopeWriteKvCache:
     """rope_write_kv_cache: `config` is static, all shapes but D, L and R are dynamic.
 
-    Operands of the launcher, N = T * H query rows: kv_cache [P, Z, D]; q_nope [N, L], q_rope [N, R], latent [T, L] and
-    k_rope [T, R] (or rows of which these are the first columns; every row at a multiple of 16 bytes), slot_mapping [T]
-    i32, cos and sin [T, R / 2] f32, q_scale [1] and kv_scale [1] f32; q [N, D]; new_kv_cache: the same memory as
-    kv_cache, which is not read.
+    Operands of the launcher, N = T * H query rows: kv_cache [P, Z, D]; q_nope [N, L], q_rope [N, R], latent [T, L],
+    k_rope [T, R], cos and sin [T, R / 2] f32 (each of them also as rows of which these are the first columns, every row
+    at a multiple of 16 bytes); slot_mapping [T] i32, q_scale [1] and kv_scale [1] f32; q [N, D]; new_kv_cache: the same
+    memory as kv_cache, which is not read.
 
     The rows of the grid are the N of q, and then the T of the cache.
     """
