@@ -113,12 +113,14 @@ def mla_decode(
         q = tensors.joined(q)
     options = (latent_dim, max_q_len, causal, batch_invariant, implementation)
     plan = plan_for(q, kv_cache, block_tables, seq_lens, cu_seqlens_q, options)
-    if type(softmax_scale) is not float or not (type(q_scale) in _NUMBER and type(kv_scale) in _NUMBER):
+    if type(softmax_scale) is float and q_scale is None and type(kv_scale) in _NUMBER:
+        pair: Pair = (softmax_scale, 1.0) if kv_scale is None else (softmax_scale * kv_scale, kv_scale)  # type: ignore[assignment]
+    else:
         scales.check("softmax_scale", softmax_scale, optional=False)
         scales.check("q_scale", q_scale)
         scales.check("kv_scale", kv_scale)
         tensors.same_device("q", q, {"softmax_scale": softmax_scale, "q_scale": q_scale, "kv_scale": kv_scale})
-    pair = scales.product(softmax_scale, q_scale, kv_scale, kv_scale)
+        pair = scales.product(softmax_scale, q_scale, kv_scale, kv_scale)
     call = Call(q, kv_cache, block_tables, seq_lens, cu_seqlens_q, pair, return_lse, out, lse, workspace)
     found, found_lse = plan.run(call)
     return found if found_lse is None else (found, found_lse)

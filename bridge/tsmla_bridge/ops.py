@@ -39,10 +39,10 @@ def is_traced(*values: Any) -> bool:
     for value in values:
         if type(value) is tuple and value:
             value = value[0]
-        if type(value) not in _PLAIN:
-            if isinstance(value, torch.Tensor):
+        if type(value) in _PLAIN:
+            if value.is_meta or (grad and value.requires_grad and value.is_cuda):
                 return True
-        elif value.is_meta or (grad and value.requires_grad and value.is_cuda):
+        elif isinstance(value, torch.Tensor):
             return True
     return False
 

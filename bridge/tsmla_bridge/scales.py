@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from typing import Any
 
 import torch
 
@@ -47,10 +48,16 @@ def product(softmax_scale: Scale, q_scale: Scale | None, k_scale: Scale | None, 
     given = [scale for scale in (softmax_scale, query, key, out) if isinstance(scale, torch.Tensor)]
     if not given:
         return softmax_scale * query * key, out  # type: ignore[return-value]
+    numbers = not (isinstance(softmax_scale, torch.Tensor) or isinstance(query, torch.Tensor))
+    if numbers and key is out and not torch.compiler.is_compiling() and _is_plain(given[0]):
+        # The usual call, in one operation: [number, 1] * key.
+        index = given[0].get_device()
+        factors = (_float32(softmax_scale) * _float32(query), 1.0)
+        return on_device(factors, index, devices.current_stream(index)) * given[0]
     on_cpu = given[0].device.type == "cpu"
     dtype = torch.float64 if on_cpu and any(scale.dtype == torch.float64 for scale in given) else torch.float32
     like = (dtype, given[0].device)
-    if isinstance(softmax_scale, torch.Tensor) or isinstance(query, torch.Tensor) or torch.compiler.is_compiling():
+    if not numbers or torch.compiler.is_compiling():
         logits = _tensor(softmax_scale, like) * _tensor(query, like) * _tensor(key, like)
     else:
         # The product of two floats is exact as a double, and is rounded when it meets the tensor.
@@ -100,6 +107,17 @@ def _write(pair: tuple[float, float], index: int) -> torch.Tensor:
     return torch.stack((_tensor(first, (dtype, device)), _tensor(second, (dtype, device))))
 
 
+def _is_plain(scale: torch.Tensor) -> bool:
+    """Whether this is an ordinary float32 tensor on the current CUDA device."""
+    return (
+        type(scale) is torch.Tensor
+        and scale.dtype == torch.float32
+        and not torch._C._len_torch_dispatch_stack()
+        and devices.kind(scale.device) == "cuda"
+        and devices.current_device() == scale.get_device()
+    )
+
+
 def _tensor(scale: Scale, like: tuple[torch.dtype, torch.device]) -> torch.Tensor:
     dtype, device = like
     if isinstance(scale, torch.Tensor):
@@ -107,6 +125,6 @@ def _tensor(scale: Scale, like: tuple[torch.dtype, torch.device]) -> torch.Tenso
     return torch.full((), scale, dtype=dtype, device=device)
 
 
-def _float32(value: float) -> float:
+def _float32(value: Any) -> float:
     """The nearest float32."""
     return ctypes.c_float(value).value

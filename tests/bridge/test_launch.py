@@ -285,7 +285,10 @@ def test_a_pair_is_written_to_the_bit(gpu: Gpu, pair: tuple[float, float]) -> No
     np.testing.assert_array_equal(got, np.asarray(pair, np.float32))
 
 
-def test_scales_are_multiplied_as_jax_does() -> None:
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_scales_are_multiplied_as_jax_does(on_gpu: bool, request: pytest.FixtureRequest) -> None:
+    if on_gpu:
+        request.getfixturevalue("gpu")
     from tsmla_jax.ops.mla_decode import cute
 
     rng = random.Random(0)
