@@ -235,11 +235,19 @@ _PREFILL_DEFAULTS = {"dtype": "bfloat16", "qk_head_dim": "192", "v_head_dim": "1
 def mla_prefill_config(options: Mapping[str, str]) -> sm90_prefill.PrefillConfig:
     """As mla_decode_config, for choose_prefill.prefill_config. The options that only decode has make no difference
     here: a model's preset names both kernels."""
+    _, spec = _prefill_spec(options)
+    if reasons := sm90_prefill.prefill_reasons(spec):
+        raise ValueError(f"--config: no kernel for it: {'; '.join(reasons)}")
+    return sm90_prefill.prefill_config(spec)
+
+
+def _prefill_spec(options: Mapping[str, str]) -> tuple[dict[str, str], contract.PrefillSpec]:
+    """The options with what they leave out, and the spec that they say."""
     values = {**_PREFILL_DEFAULTS, **options}
     known = {*_PREFILL_DEFAULTS, *_DECODE_DEFAULTS, "num_heads"}
     if unknown := sorted(set(values) - known):
         raise ValueError(f"--config: got option {unknown[0]!r}; legal: {', '.join(sorted(known))}")
-    spec = contract.PrefillSpec(
+    return values, contract.PrefillSpec(
         batch=1,
         total_q_len=1,
         total_kv_len=1,
@@ -255,9 +263,6 @@ def mla_prefill_config(options: Mapping[str, str]) -> sm90_prefill.PrefillConfig
         causal=_boolean(values, "causal"),
         return_lse=True,
     )
-    if reasons := sm90_prefill.prefill_reasons(spec):
-        raise ValueError(f"--config: no kernel for it: {'; '.join(reasons)}")
-    return sm90_prefill.prefill_config(spec)
 
 
 MLA_PREFILL = Kernel(
@@ -320,12 +325,25 @@ def _sm100_outputs(traced_scales: bool, *outputs: Operand) -> tuple[Operand, ...
 
 def sm100_decode_config(options: Mapping[str, str]) -> sm100.DecodeConfig:
     """As mla_decode_config; traced_scales=true is for calls whose scales are computed on the device."""
-    given = dict(options)
-    traced = _boolean({"traced_scales": given.pop("traced_scales", "false")}, "traced_scales")
-    spec = _decode_spec(given)
+    options, traced = _without_traced_scales(options)
+    spec = _decode_spec(options)
     if reasons := sm100.decode_reasons(spec):
         raise ValueError(f"--config: no kernel for it: {'; '.join(reasons)}")
     return sm100.decode_config(spec, traced_scales=traced)
+
+
+def sm100_prefill_config(options: Mapping[str, str]) -> sm100.PrefillConfig:
+    """As mla_prefill_config, with traced_scales as for decode."""
+    options, traced = _without_traced_scales(options)
+    _, spec = _prefill_spec(options)
+    if reasons := sm100.prefill_reasons(spec):
+        raise ValueError(f"--config: no kernel for it: {'; '.join(reasons)}")
+    return sm100.prefill_config(spec, traced_scales=traced)
+
+
+def _without_traced_scales(options: Mapping[str, str]) -> tuple[dict[str, str], bool]:
+    others = {name: value for name, value in options.items() if name != "traced_scales"}
+    return others, _boolean({"traced_scales": "false", **options}, "traced_scales")
 
 
 TOKENSPEED = Package("tokenspeed_mla", "tokenspeed-mla", sm100.INSTALL, sm100.CHECKED_VERSION)
@@ -348,6 +366,8 @@ MLA_PREFILL_SM100 = Kernel(
     launcher="tsmla_kernels.sm100.mla_prefill:MlaPrefill",
     config=sm100.PrefillConfig,
     operands=sm100_prefill_operands,
+    from_options=sm100_prefill_config,
+    presets=DECODE_PRESETS,
     compiler_options=sm100.COMPILER_OPTIONS,
     package=TOKENSPEED,
 )
