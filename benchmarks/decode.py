@@ -4,11 +4,11 @@
 
 DIR holds a module `peers` with `load()`, `flashmla`, `fa3_mla` and `fa4_mla` (each takes q, cache, table, lengths,
 scale and causal, and returns a function without arguments); without it ours runs alone. All functions of a point are
-timed interleaved, as CUDA-graph replays with the L2 cache flushed before each (by reading), medians; ours is the compiled object
-that jax launches, launched on torch's stream. With --jit ours is timed through jax.jit too ("tsmla_jit": the host's
-clock over a chain of calls inside one jitted function, L2 not flushed). Errors are against float64 over the same
-inputs, on two of the requests. A table goes to standard output as it is made; rows go to FILE.json, the schema
-figures.py reads.
+timed interleaved, as CUDA-graph replays with the L2 cache flushed before each (by reading), medians; ours is the
+compiled object that jax launches, launched on torch's stream. With --jit ours is timed through jax.jit too
+("tsmla_jit": the host's clock over a chain of calls inside one jitted function, L2 not flushed). Errors are against
+float64 over the same inputs, on two of the requests. A table goes to standard output as it is made; rows go to
+FILE.json, the schema figures.py reads.
 """
 
 from __future__ import annotations
@@ -282,8 +282,8 @@ def main(argv: list[str]) -> int:
 def time_all(functions: dict[str, Callable[[], Any]], iterations: int) -> dict[str, float]:
     """Median microseconds of each: CUDA-graph replays, interleaved, the L2 cache flushed before each.
 
-    The flush reads. One that writes leaves the cache full of lines that have yet to go to memory, and what is timed pays
-    for them: 8 to 10 us where it reads 150 MB, of 50.
+    The flush reads. One that writes leaves the cache full of lines that have yet to go to memory, and what is timed
+    pays for them: 8 to 10 us where it reads 150 MB, of 50.
     """
     import torch
 

@@ -1272,7 +1272,8 @@ class MlaDecode:
             groups = ctas * (COMBINE_THREADS // COMBINE_GROUP)
             units = split_info.shape[0] - parts
             portions = cutlass.max(groups // units, 1)
-            for item in cutlass.range(cta * (COMBINE_THREADS // COMBINE_GROUP) + group, units * portions, groups, unroll=1):
+            first_item = cta * (COMBINE_THREADS // COMBINE_GROUP) + group
+            for item in cutlass.range(first_item, units * portions, groups, unroll=1):
                 cute.autovec_copy(split_info[parts + item // portions, None], entry)
                 self.merge(
                     partial_out, partial_lse, out, lse, of_warps, entry, Int32(0), entry[1], item % portions, portions,
@@ -1295,8 +1296,8 @@ class MlaDecode:
                     entry[i] = start[i]
             rows = cutlass.min(entry[1] - rank * ROWS, ROWS)
             self.merge(
-                partial_out, partial_lse, out, lse, of_warps, entry, rank * ROWS, rows, portion, portions, member, members,
-                group,
+                partial_out, partial_lse, out, lse, of_warps, entry, rank * ROWS, rows, portion, portions, member,
+                members, group,
             )  # fmt: skip
 
     @cute.jit
@@ -1326,12 +1327,12 @@ class MlaDecode:
         parts: Int32,
         group: Int32,
     ):
-        """Part `part` of `parts` of one portion of `rows` rows of a row tile: each piece's result weighted by exp2(its lse),
-        over the weights.
+        """Part `part` of `parts` of one portion of `rows` rows of a row tile: each piece's result weighted by exp2(its
+        lse), over the weights.
 
-        A thread has a quad, 4 columns of a row, and eight lanes 128 bytes; where there are threads to spare, several share
-        a quad and take every so many pieces: four of a warp, and further warps. A running maximum keeps the weights at
-        most 1.
+        A thread has a quad, 4 columns of a row, and eight lanes 128 bytes; where there are threads to spare, several
+        share a quad and take every so many pieces: four of a warp, and further warps. A running maximum keeps the
+        weights at most 1.
         """
         row_base, first, count = entry[0], entry[2], entry[3]
         quads_of_row = self.latent // 4
