@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.generate.tiny import write_tiny
+from examples import make_checkpoint
+from tests.generate.tiny import tiny_config, write_tiny
 from tsmla_jax import cli
 from tsmla_jax.generate import Engine, EngineOptions, ModelConfig, load_model
-from tsmla_jax.generate.caches import CacheLayout, default_page_size, init_cache, window_rows
-from tsmla_jax.generate.model import Batch, StepOptions, forward
+from tsmla_jax.generate.caches import CacheLayout, cache_bytes, default_page_size, init_cache, window_rows
+from tsmla_jax.generate.model import Batch, StepOptions, forward, shared_steps
 from tsmla_jax.generate.pages import pages_for
 
 NEW = 12
@@ -103,6 +104,31 @@ def test_figures_state_the_memory(case: Case) -> None:
     assert figures.peak_pages == figures.cache_pages == case.options.num_pages
     ops = {"indexer_logits", "select_topk", "sparse_mla"} | ({"compress_kv"} if case.model == "v4" else set())
     assert {choice.op for choice in case.greedy.choices} == ops
+
+
+def test_packed_pages_of_real_widths() -> None:
+    """Bytes of the packed layouts' pages: 656 and 132 a token in V3.2; in V4 whole pages, padded to 576."""
+    v32 = ModelConfig.from_hf(make_checkpoint.make_config(900, "bfloat16", False, False, "v3.2"))
+    v4 = ModelConfig.from_hf(make_checkpoint.make_config(900, "bfloat16", False, False, "v4"))
+    layout = CacheLayout(num_pages=3, page_size=64, lanes=2, window_rows=0, spare=0, dtype="packed")
+    assert cache_bytes(v32, layout).per_token == v32.num_layers * (656 + 132)
+    # 256 tokens are 64 entries of ratio 4, with as many indexer keys, in two layers, and 2 of ratio 128 in one.
+    layout = replace(layout, page_size=default_page_size(v4), window_rows=window_rows(v4, 512, 10_000))
+    assert (layout.page_size, layout.window_rows) == (256, 640)
+    assert cache_bytes(v4, layout).per_token * 256 == 2 * (37440 + 64 * 132) + 3 * 576
+    assert window_rows(v4, 512, 100) == 128 and window_rows(v4, 4, 10_000) == 192 and window_rows(v32, 512, 100) == 0
+
+
+def test_rows_of_indices_are_made_once_a_step() -> None:
+    fields = tiny_config("v4", num_hidden_layers=7, compress_ratios=[0, 4, 128, 4, 128, 4, 128], num_hash_layers=0)
+    config = ModelConfig.from_hf(fields)
+    shapes = ((4,), (3,), (2,), (2, 3), (4,), (2,))
+    batch = Batch(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes))
+    options = StepOptions("decode", 2, page_size=128, window_rows=64)
+    steps = jax.eval_shape(lambda batch: shared_steps(config, batch, options), batch)
+    assert set(steps) == {"sliding", "csa", "hca"} and steps["csa"].rows is None
+    # The window of 8 and all entries of three pages, made a multiple of 4 columns.
+    assert steps["hca"].rows.indices.shape == (4, 12) and steps["sliding"].rows.indices.shape == (4, 8)
 
 
 def test_the_command_runs_them(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
