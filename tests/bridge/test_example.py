@@ -11,13 +11,25 @@ import torch
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torch_engine.py"
 
 
-def test_torch_engine(capsys: pytest.CaptureFixture[str]) -> None:
+def run_engine() -> None:
     spec = importlib.util.spec_from_file_location("example_torch_engine", EXAMPLE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.main()
+
+
+def test_torch_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    run_engine()
     assert "relative error against expanded attention" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_torch_engine_under_a_graph(capsys: pytest.CaptureFixture[str]) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs torch with CUDA")
+    run_engine()
+    assert "replays of a CUDA graph on cuda" in capsys.readouterr().out
 
 
 def test_the_readmes_lines_run() -> None:

@@ -92,6 +92,7 @@ def test_signatures(name: str) -> None:
     module, parameters = SURFACE[name]
     ours = importlib.import_module(f"tsmla_bridge.tokenspeed_mla.{module}")
     assert signature(getattr(ours, name)) == parameters
+    assert set(tokenspeed_mla.__all__) == PUBLIC
     if name in PUBLIC:
         assert getattr(tokenspeed_mla, name) is getattr(ours, name)
 
