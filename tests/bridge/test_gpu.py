@@ -408,6 +408,15 @@ def test_tokenspeed_decode(dtype: torch.dtype) -> None:
     torch.testing.assert_close(again[0].float() * 2, want, atol=8e-4, rtol=2.01 / 128)
 
 
+def test_a_derivative_is_refused() -> None:
+    q, *others = arrays(2, 1, 16, 2)
+    out, lse = attend(q.requires_grad_(), *others)
+    with pytest.raises(NotImplementedError, match="mla_decode has no derivative in this implementation"):
+        out.float().sum().backward()
+    with torch.no_grad():
+        assert_same_bits(attend(q, *others), (out.detach(), lse.detach()))
+
+
 # ---- what a call costs on the host
 
 
