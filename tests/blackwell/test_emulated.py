@@ -124,6 +124,21 @@ def test_batch_invariance_is_one_piece_for_everybody() -> None:
     assert asked[0][0] == 1 and asked[1][0] > 1
 
 
+def test_what_is_not_finite_in_a_last_page_is_found_by_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = Decode([5, 0, 33])
+    page, slot = x.tables[2, 2], 33 % 16
+    for value, seen in ((x.cache, False), (x.cache.at[page, slot + 3, 7].set(jnp.nan), True)):
+        x.cache = value
+        assert bool(np.isnan(np.asarray(x.run("cute")[0], np.float32)).any()) == seen
+    monkeypatch.setenv("TSMLA_CHECK", "1")
+    with pytest.raises(
+        ValueError, match="kv_cache: request 2 leaves a slot of its last page unused that is not finite"
+    ):
+        x.run("cute")
+    x.cache = x.cache.at[page, slot + 3, 7].set(0)
+    close(x.run("cute"), x.run("reference"), "bfloat16")
+
+
 def test_vmap_folds_into_the_batch() -> None:
     x, y = Decode([5, 0, 80], seed=1), Decode([80, 3, 1], seed=1)
     stacked = [jnp.stack(pair) for pair in ((x.q, y.q), (x.cache, y.cache), (x.tables, y.tables), (x.lens, y.lens))]

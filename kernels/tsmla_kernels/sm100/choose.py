@@ -24,6 +24,8 @@ NOTICE = (
     " by us"
 )
 
+FINITE = "unused slots in the last page of a request must hold finite numbers"  # tokenspeed's decode weighs them with 0
+
 LATENT_DIM, ROPE_DIM = 512, 64
 KEY_TILE = 128  # keys that a CTA pair handles at once
 PAGE_SIZES = (16, 32, 64, 128)

@@ -6,7 +6,8 @@ anything. Each query token's visible keys are counted here, lengths outside the 
 [B, max_q_len, H, D], each request's tokens at the end of its row. The kernels' lse has base 2.
 
 One thing is not guarded: a slot beyond a request's length in the last page that it uses must hold a finite number,
-since the matrix product multiplies it by a weight of 0. So do caches that start as zeros and get finite tokens.
+since the matrix product multiplies it by a weight of 0. So do caches that start as zeros and get finite tokens; for
+others TSMLA_CHECK=1 says which request is wrong.
 """
 
 from __future__ import annotations
@@ -17,14 +18,35 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from tsmla_jax.ops import cute_call
+from tsmla_jax.ops import checks, cute_call
 from tsmla_jax.ops.ragged import row_owner
 from tsmla_kernels.catalog import MLA_DECODE_SM100
 from tsmla_kernels.contract import DecodeSpec
 from tsmla_kernels.sm100 import choose
 
 LN_2 = math.log(2.0)
+
+
+def behind_check(spec: DecodeSpec, kv_cache: jax.Array, block_tables: jax.Array, seq_lens: jax.Array) -> jax.Array:
+    """seq_lens, under TSMLA_CHECK=1 behind the check that unused slots of last pages are finite."""
+    if not checks.enabled():
+        return seq_lens
+    last = jnp.clip(seq_lens, 1, spec.max_pages * spec.page_size) - 1
+    pages = jnp.take_along_axis(block_tables, last[:, None] // spec.page_size, axis=1)[:, 0]
+    values = kv_cache[jnp.clip(pages, 0, spec.num_pages - 1), :, : spec.latent_dim].astype(jnp.float32)
+    unused = jnp.arange(spec.page_size) > last[:, None] % spec.page_size
+    bad = (seq_lens > 0) & (unused & ~jnp.isfinite(values).all(-1)).any(-1)
+    return checks.behind(_check_finite, seq_lens, bad)
+
+
+def _check_finite(seq_lens: np.ndarray, bad: np.ndarray) -> None:
+    if bad.any():
+        raise ValueError(
+            f"kv_cache: request {int(np.flatnonzero(bad)[0])} leaves a slot of its last page unused that is not finite;"
+            f" legal on Blackwell: {choose.FINITE}"
+        )
 
 
 def on_one_device(

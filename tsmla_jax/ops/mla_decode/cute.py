@@ -57,7 +57,7 @@ def why_not_by_default(spec: DecodeSpec) -> list[str]:
 
 def notes(spec: DecodeSpec) -> list[str]:
     """What is to be known of the kernels of this architecture."""
-    return [choose_sm100.NOTICE] if cute_call.target_arch() in MLA_DECODE_SM100.archs else []
+    return [choose_sm100.NOTICE, choose_sm100.FINITE] if cute_call.target_arch() in MLA_DECODE_SM100.archs else []
 
 
 def mla_decode(
@@ -86,8 +86,10 @@ def mla_decode(
     )
     ragged = () if cu_seqlens_q is None else (cu_seqlens_q,)
     scales = _scales(softmax_scale, q_scale, kv_scale)
-    if arch in MLA_DECODE_SM100.archs and isinstance(scales, np.ndarray):
-        call = replace(call, static_scales=(float(scales[0]), float(scales[1])))
+    if arch in MLA_DECODE_SM100.archs:
+        seq_lens = blackwell.behind_check(spec, kv_cache, block_tables, seq_lens)
+        if isinstance(scales, np.ndarray):
+            call = replace(call, static_scales=(float(scales[0]), float(scales[1])))
     return _transformable(call)(q, kv_cache, block_tables, seq_lens, *ragged, scales)
 
 

@@ -2,8 +2,8 @@
 
 The kernel's causal loop waits for ever at a tile of queries none of which sees a key, which a request with many more
 queries than keys has. Its queries that see nothing are therefore made a request of their own, without keys: those it
-handles. The rows of v behind the last request are read in a tile with that request's own, under a weight of 0, so they
-must not be NaN.
+handles. A tile of v has rows of what follows its request, under a weight of 0, so that those must not be NaN: the rows
+behind the last request are made zeros here (those of another request are what that request says).
 """
 
 from __future__ import annotations

@@ -1,0 +1,235 @@
+"""mla_decode and mla_prefill lowered and exported for CUDA with CUTE_DSL_ARCH naming Blackwell, without such a GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import export
+
+import tsmla_jax
+from tsmla_jax.ops import cute_call
+from tsmla_kernels import cache
+from tsmla_kernels.catalog import MLA_DECODE_SM100
+from tsmla_kernels.sm100 import choose
+
+FP8 = jnp.float8_e4m3fn
+Struct = jax.ShapeDtypeStruct
+attend: Callable[..., Any] = partial(tsmla_jax.mla_decode, softmax_scale=0.135, implementation="cute", return_lse=True)
+prefill: Callable[..., Any] = partial(
+    tsmla_jax.mla_prefill,
+    softmax_scale=0.135,
+    max_q_len=300,
+    max_kv_len=400,
+    implementation="cute",
+    return_lse=True,
+)
+needs_package = pytest.mark.skipif(
+    not all(map(cute_call.importlib.util.find_spec, ("tokenspeed_mla", "torch"))),
+    reason="needs tokenspeed-mla and torch",
+)
+
+
+def specs(
+    batch: Any = 4, pages: Any = 32, max_pages: Any = 8, *, heads: int = 16, tokens: int = 4, dtype: Any = FP8
+) -> tuple[Struct, ...]:
+    return (
+        Struct((batch, tokens, heads, 576), dtype),
+        Struct((pages, 64, 576), dtype),
+        Struct((batch, max_pages), jnp.int32),
+        Struct((batch,), jnp.int32),
+    )
+
+
+def packed(tokens: Any, keys: Any, batch: Any, heads: int = 16) -> tuple[tuple[Struct, ...], dict[str, Struct]]:
+    arrays = tuple(Struct((n, heads, d), jnp.bfloat16) for n, d in ((tokens, 192), (keys, 192), (keys, 128)))
+    offsets = Struct((batch + 1,), jnp.int32)
+    return arrays, {"cu_seqlens_q": offsets, "cu_seqlens_kv": offsets}
+
+
+def lower(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    # A function of its own each time: jax remembers what it lowered for the same one.
+    jitted = jax.jit(lambda *args, **kwargs: function(*args, **kwargs))
+    return jitted.trace(*args, **kwargs).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def results_of_call(text: str) -> str:
+    """The types of the custom call's results, without the megabytes of the object."""
+    (line,) = (line for line in text.splitlines() if cute_call.TARGET in line)
+    return line[line.rindex(" -> ") + 4 :]
+
+
+def exported(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    checks = tsmla_jax.export_disabled_checks()
+    made = export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)(*args, **kwargs)
+    return export.deserialize(made.serialize())
+
+
+@needs_package
+def test_decode_lowers_and_other_sizes_at_once() -> None:
+    text = lower(attend, *specs())
+    assert text.count(f"@{cute_call.TARGET}(") == 1
+    # 64 rows a request, so 37 CTAs each on 148 multiprocessors; but there are only 4 tiles of 128 keys.
+    rows = 4 * 64 * 513 * 4
+    assert f"tensor<4x4x16x512xbf16>, tensor<4x4x16xf32>, tensor<4x{rows}xi8>, " in results_of_call(text)
+    for batch, pages, max_pages in ((5, 32, 8), (4, 70_000, 8), (300, 32, 100)):
+        start = time.perf_counter()
+        text = lower(attend, *specs(batch, pages, max_pages))
+        assert time.perf_counter() - start < 0.5
+        split = "1x16" if batch == 300 else r"\d+x\d+"
+        assert re.search(rf"tensor<{batch}x4x16xf32>, tensor<{split}xi8>", results_of_call(text))
+
+
+@needs_package
+def test_scales_by_value_are_sizes_and_compile_nothing() -> None:
+    lower(attend, *specs())
+    stored = len(cache.entries())
+    for scale in (0.1, 0.2):
+        text = lower(partial(attend, softmax_scale=scale), *specs())
+        sizes = "".join(rf", tensor<{size}xi8>" for size in choose.scale_sizes(scale, 1.0))
+        assert re.search(rf"{sizes}\)$", results_of_call(text).rstrip()), results_of_call(text)
+    assert len(cache.entries()) == stored
+
+
+@needs_package
+def test_decode_exports_for_all_sizes() -> None:
+    b, p, m = export.symbolic_shape("b, p, m", constraints=["b <= 4096"])
+    again = exported(attend, *specs(b, p, m))
+    assert again.platforms == ("cuda",)
+    start = time.perf_counter()
+    text = lower(again.call, *specs(7, 99, 3))
+    assert time.perf_counter() - start < 0.5 and cute_call.TARGET in text
+
+
+@needs_package
+def test_prefill_lowers_differentiates_and_exports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_107a")
+    arrays, offsets = packed(600, 700, 3)
+    text = lower(prefill, *arrays, **offsets)
+    assert "tensor<600x16x128xbf16>, tensor<600x16xf32>, tensor<300xi8>, " in results_of_call(text)
+
+    start = time.perf_counter()
+    arrays, offsets = packed(900, 1000, 7, heads=32)
+    lower(prefill, *arrays, **offsets)
+    assert time.perf_counter() - start < 0.5
+
+    def loss(*arrays: Any, **offsets: Any) -> jax.Array:
+        return prefill(*arrays, **offsets)[0].astype(jnp.float32).sum()
+
+    assert lower(jax.grad(loss, argnums=(0, 1, 2)), *arrays, **offsets).count(f"@{cute_call.TARGET}(") == 1
+
+    t, k, b = export.symbolic_shape("t, k, b", constraints=["t <= 65536"])
+    arrays, offsets = packed(t, k, b)
+    again = exported(prefill, *arrays, **offsets)
+    arrays, offsets = packed(70, 99, 3)
+    assert cute_call.TARGET in lower(again.call, *arrays, **offsets)
+
+
+def test_sizes_without_a_bound_are_refused_with_what_to_say() -> None:
+    b, p, m = export.symbolic_shape("b, p, m")
+    with pytest.raises(NotImplementedError, match=r'B is b, which may be too large.*symbolic_shape\("b", constraints='):
+        jax.eval_shape(attend, *specs(b, p, m))
+    arrays, offsets = packed(1 << 20, 100, 3)
+    with pytest.raises(
+        NotImplementedError, match=r"Tq is 1048576; TokenSpeed's kernels index 2\^31 elements, Tq <= 10"
+    ):
+        jax.eval_shape(prefill, *arrays, **offsets)
+
+
+# ---- what is said
+
+
+def test_explain_says_that_nothing_was_run_on_one() -> None:
+    q, kv, tables, lens = specs(dtype=jnp.bfloat16)
+    explained = tsmla_jax.explain("mla_decode", q, kv, tables, lens, softmax_scale=1.0, implementation="cute")
+    assert explained.chosen == "cute" and explained.notes == {"cute": (choose.NOTICE, choose.FINITE)}
+    assert choose.NOTICE in str(explained) and "not run on one by us" in choose.NOTICE
+    arrays, offsets = packed(5, 6, 1)
+    options = {"softmax_scale": 1.0, "max_q_len": 5, "max_kv_len": 6, "implementation": "cute"}
+    explained = tsmla_jax.explain("mla_prefill", *arrays, **offsets, **options)
+    assert explained.chosen == "cute" and explained.notes == {"cute": (choose.NOTICE,)}
+
+
+def test_nothing_is_said_of_blackwell_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    assert tsmla_jax.explain("mla_decode", *specs(dtype=jnp.bfloat16), softmax_scale=1.0).notes == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"page": 1}, "page size is 1 (rows of single-token pages are no legal TMA box)"),
+        ({"dtype": jnp.float32}, "q.dtype is float32"),
+        ({"kv": FP8}, "kv_cache.dtype is float8_e4m3fn"),
+        ({"latent_dim": 448}, "latent_dim is 448"),
+        ({"heads": 130}, "H is 130"),
+    ],
+)
+def test_limits_of_the_package_are_errors(change: dict[str, Any], reason: str) -> None:
+    dtype = change.get("dtype", jnp.bfloat16)
+    q, _, tables, lens = specs(heads=change.get("heads", 16), dtype=dtype)
+    kv = Struct((32, change.get("page", 64), 576), change.get("kv", dtype))
+    with pytest.raises(NotImplementedError, match=f"^mla_decode: implementation='cute' can't run.*{re.escape(reason)}"):
+        jax.eval_shape(partial(attend, latent_dim=change.get("latent_dim", 512)), q, kv, tables, lens)
+
+
+def test_without_the_package_only_stored_objects_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    find = cute_call.importlib.util.find_spec
+
+    def without(name: str, *rest: Any) -> Any:
+        return None if name.startswith("tokenspeed_mla") else find(name, *rest)
+
+    monkeypatch.setattr(cute_call.importlib.util, "find_spec", without)
+    monkeypatch.setenv("TSMLA_CACHE_DIR", str(tmp_path))
+    explained = tsmla_jax.explain("mla_decode", *specs(), softmax_scale=1.0, implementation="cute")
+    (reason,) = explained.reasons["cute"]
+    assert reason == (
+        'mla_decode_sm100 is made of tokenspeed-mla, which is not installed: pip install "tsmla-jax[blackwell]"'
+    )
+    monkeypatch.setattr(cache, "is_stored", lambda kernel, config, arch: kernel is MLA_DECODE_SM100)
+    explained = tsmla_jax.explain("mla_decode", *specs(), softmax_scale=1.0, implementation="cute")
+    assert explained.chosen == "cute"
+
+
+def test_an_object_is_told_from_that_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = choose.DecodeConfig("bfloat16", 16, 1)
+    monkeypatch.setattr(cache.importlib.metadata, "version", lambda name: {"tokenspeed-mla": "2.0.9"}.get(name, "1"))
+    newer = cache._identity(MLA_DECODE_SM100, config, "sm_100a")
+    monkeypatch.undo()
+    assert newer["made_of"] == "tokenspeed-mla 2.0.9"
+    assert cache._identity(MLA_DECODE_SM100, config, "sm_100a")["made_of"].startswith("tokenspeed-mla 2.0.")
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+from tsmla_kernels.sm100 import choose, mla_decode
+print(type(mla_decode.attention(choose.DecodeConfig("float8_e4m3fn", 16, 1), "sm_100a")).__name__)
+try:
+    mla_decode.attention(choose.DecodeConfig("bfloat16", 16, 1), "sm_100a")
+except ModuleNotFoundError as error:
+    print(error.name, error)
+"""
+
+
+@needs_package
+def test_without_torch_fp8_compiles_and_the_rest_says_what_is_missing() -> None:
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    environment = {**os.environ, "PYTHONPATH": path}
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    made, missing = run.stdout.splitlines()
+    assert made == "BlackwellMultiHeadLatentAttentionForwardFP8"
+    assert missing.startswith("torch the Blackwell kernels need tokenspeed-mla: ") and choose.INSTALL in missing
