@@ -46,7 +46,7 @@ def test_decode_in_fp8_with_scales() -> None:
     assert_close(lse, want_lse, F32)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_decode_dtypes_are_those_of_jax(dtype: str) -> None:
     if dtype == "float64" and not jax.config.jax_enable_x64:
         dtype = "float32"

@@ -10,6 +10,7 @@ import itertools
 import math
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -197,10 +198,10 @@ def shards(case: Inputs, world: int, interleave: int) -> list[Inputs]:
     return dealt
 
 
-@pytest.mark.parametrize(("world", "interleave"), [(2, 1), (3, 4), (4, 16)])
+@pytest.mark.parametrize(("world", "interleave"), [(2, 1), (3, 4)])
 @pytest.mark.parametrize("options", [{}, {"window_left": 9}, {"causal_mask": False}])
 def test_ranks_merge_to_the_whole(world: int, interleave: int, options: dict[str, Any]) -> None:
-    case = inputs([37, 5, 0, 64], s=3)
+    case = inputs([37, 5, 0], s=3)
     want = run(case, **options)
     parts = [
         run(
@@ -408,24 +409,18 @@ assert ours.mla_kv_pack_quantize_fp8 is mla_kv_pack_quantize_fp8
 import sys
 assert not {"jax", "cutlass"} & set(sys.modules)
 """
-TOO_LATE = """
-import sys, types
-sys.modules["tokenspeed_mla"] = types.ModuleType("tokenspeed_mla")
-import tsmla_bridge
-try:
-    tsmla_bridge.install_as_tokenspeed_mla()
-except RuntimeError as error:
-    assert "imported already" in str(error)
-else:
-    raise AssertionError
-"""
 
 
-@pytest.mark.parametrize("code", [INSTALLED, TOO_LATE])
-def test_installed_under_the_packages_name(code: str) -> None:
+def test_installed_under_the_packages_name() -> None:
     path = ":".join(entry for entry in sys.path if entry)
-    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": path}, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", INSTALLED], env={"PYTHONPATH": path}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_it_is_not_installed_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenspeed_mla", types.ModuleType("tokenspeed_mla"))
+    with pytest.raises(RuntimeError, match="tokenspeed_mla was imported already"):
+        tsmla_bridge.install_as_tokenspeed_mla()
 
 
 # ---- Blackwell, where the real package runs the calls
