@@ -21,7 +21,7 @@ class LoadedFloat32:
     def __init__(self, pointer: Any, factor: float = 1.0) -> None:
         self._pointer, self._factor = pointer, factor
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         # The DSL casts an argument that isn't what its annotation says.
         return Float32

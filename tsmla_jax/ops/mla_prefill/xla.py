@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -119,7 +119,7 @@ def _forward(spec: PrefillSpec, *operands: jax.Array) -> tuple[tuple[jax.Array, 
 
 def backward(
     spec: PrefillSpec, saved: tuple[Operands, tuple[jax.Array, jax.Array]], cotangents: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array | None, ...]:
+) -> tuple[Any, ...]:
     """The cotangents of the seven operands (of the offsets none), from those operands, the forward pass' out and lse,
     and their cotangents; whichever implementation computed out and lse."""
     (q, k, v, logit_scale, v_scale, cu_seqlens_q, cu_seqlens_kv), (out, lse) = saved
