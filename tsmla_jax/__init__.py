@@ -13,6 +13,7 @@ from tsmla_jax.ops.gather_kv_cache.api import gather_kv_cache
 from tsmla_jax.ops.merge_attention_states.api import merge_attention_states
 from tsmla_jax.ops.mla_decode.api import mla_decode
 from tsmla_jax.ops.mla_prefill.api import mla_prefill
+from tsmla_jax.ops.mla_prefill.packed import mla_prefill_kv
 from tsmla_jax.ops.rope_write_kv_cache.api import rope_write_kv_cache
 from tsmla_jax.ops.sparse.compress_kv.api import (
     CompressedEntries,
@@ -76,6 +77,7 @@ __all__ = [
     "merge_attention_states",
     "mla_decode",
     "mla_prefill",
+    "mla_prefill_kv",
     "nn",
     "norm_rope",
     "pack_v4_rows",

@@ -124,12 +124,12 @@ def mla_decode_operands(config: sm90.DecodeConfig) -> tuple[Operand, ...]:
     workspaces = sm90.workspace_shapes(config, 1, 1, 1)
     return (
         Operand("q", config.dtype, (None, head_dim)),
-        Operand("kv_cache", config.dtype, (None, config.page_size, head_dim), wide=True),
+        Operand("kv_cache", config.cache_dtype, (None, config.page_size, head_dim), wide=True),
         Operand("block_tables", "int32", (None, None), align=4),
         Operand("seq_lens", "int32", (None,), align=4),
         Operand("cu_seqlens_q", "int32", (None,), align=4),
         Operand("scales", "float32", (2,), align=4),
-        Operand("out", config.dtype, (None, config.latent_dim), output=True),
+        Operand("out", config.out_dtype, (None, config.latent_dim), output=True),
         Operand("lse", "float32", (None,), output=True, align=4),  # XLA may have it written into the middle of another
         *(
             Operand(name, dtype, (None, *shape[1:]), output=True, wide=True)
@@ -214,12 +214,17 @@ MLA_DECODE = Kernel(
 
 
 def mla_prefill_operands(config: sm90_prefill.PrefillConfig) -> tuple[Operand, ...]:
-    """q, k and v as mla_prefill takes them; the number of heads is read at the launch."""
+    """q, k and v as mla_prefill takes them, or kv and k_rope as mla_prefill_kv does; the number of heads is read at the
+    launch."""
     workspaces = sm90_prefill.prefill_workspaces(1, 1)
+    k_dim, v_dim, rope_dim = config.qk_head_dim, config.v_head_dim, config.rope_dim
+    keys = (Operand("k", config.dtype, (None, None, k_dim)), Operand("v", config.dtype, (None, None, v_dim)))
+    if rope_dim:
+        kv = Operand("kv", config.dtype, (None, None, k_dim - rope_dim + v_dim))
+        keys = (kv, Operand("k_rope", config.dtype, (None, rope_dim)))
     return (
-        Operand("q", config.dtype, (None, None, config.qk_head_dim)),
-        Operand("k", config.dtype, (None, None, config.qk_head_dim)),
-        Operand("v", config.dtype, (None, None, config.v_head_dim)),
+        Operand("q", config.dtype, (None, None, k_dim)),
+        *keys,
         Operand("cu_seqlens_q", "int32", (None,), align=4),
         Operand("cu_seqlens_kv", "int32", (None,), align=4),
         Operand("scales", "float32", (2,), align=4),
@@ -229,16 +234,22 @@ def mla_prefill_operands(config: sm90_prefill.PrefillConfig) -> tuple[Operand, .
     )
 
 
-_PREFILL_DEFAULTS = {"dtype": "bfloat16", "qk_head_dim": "192", "v_head_dim": "128", "causal": "true"}
+_PREFILL_DEFAULTS = {
+    "dtype": "bfloat16",
+    "qk_head_dim": "192",
+    "v_head_dim": "128",
+    "causal": "true",
+    "shared_rope": "false",
+}
 
 
 def mla_prefill_config(options: Mapping[str, str]) -> sm90_prefill.PrefillConfig:
-    """As mla_decode_config, for choose_prefill.prefill_config. The options that only decode has make no difference
-    here: a model's preset names both kernels."""
-    _, spec = _prefill_spec(options)
+    """As mla_decode_config, for choose_prefill.prefill_config; shared_rope=true is for mla_prefill_kv. The options that
+    only decode has make no difference here: a model's preset names both kernels."""
+    values, spec = _prefill_spec(options)
     if reasons := sm90_prefill.prefill_reasons(spec):
         raise ValueError(f"--config: no kernel for it: {'; '.join(reasons)}")
-    return sm90_prefill.prefill_config(spec)
+    return sm90_prefill.prefill_config(spec, 64 if _boolean(values, "shared_rope") else 0)
 
 
 def _prefill_spec(options: Mapping[str, str]) -> tuple[dict[str, str], contract.PrefillSpec]:

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import tsmla_jax
 from tsmla_jax.ops import cute_call
-from tsmla_jax.ops.mla_prefill import cute, reference
+from tsmla_jax.ops.mla_prefill import cute, cute_kv, reference
 from tsmla_kernels import contract
 from tsmla_kernels.catalog import Kernel
 from tsmla_kernels.sm90.choose_prefill import PrefillConfig
@@ -43,6 +43,8 @@ def emulate(
     result_shapes: tuple[tuple[int, ...], ...],
 ) -> list[jax.Array]:
     """What the kernel computes from its own operands, through the reference; its workspaces are left as garbage."""
+    if config.rope_dim:
+        q, k, v = expanded(q, k, v)
     spec = contract.PrefillSpec(
         batch=cu_seqlens_q.shape[0] - 1,
         total_q_len=q.shape[0],
@@ -74,11 +76,13 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
     cute._transformable.cache_clear()
     cute._differentiable.cache_clear()
+    cute_kv._differentiable.cache_clear()
     cute_emulation.register()
     yield
     cute_emulation.unregister()
     cute._transformable.cache_clear()
     cute._differentiable.cache_clear()
+    cute_kv._differentiable.cache_clear()
 
 
 def offsets(lens: tuple[int, ...]) -> jax.Array:
@@ -268,3 +272,82 @@ def test_none_chooses_xla_on_a_cpu() -> None:
     explanation = tsmla_jax.explain("mla_prefill", *arrays(), **kwargs)
     assert explanation.chosen == "xla"
     assert explanation.reasons["cute"] == ("jax's default device is a cpu",)
+
+
+# ---- keys and values as the layer makes them
+
+
+def layer_arrays(heads: int = HEADS) -> list[jax.Array]:
+    rng = np.random.default_rng(3)
+    shapes = [(sum(Q_LENS) + PADDING, heads, K), (sum(KV_LENS) + PADDING, heads, 256), (sum(KV_LENS) + PADDING, 64)]
+    return [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes]
+
+
+def expanded(q: jax.Array, kv: jax.Array, k_rope: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    rope = jnp.broadcast_to(k_rope[:, None], (*kv.shape[:2], 64))
+    return q, jnp.concatenate([kv[..., :128], rope], -1), kv[..., 128:]
+
+
+def attend_kv(implementation: str, **kwargs: Any) -> Callable[..., Results]:
+    return partial(tsmla_jax.mla_prefill_kv, **{**attend(implementation).keywords, **kwargs})
+
+
+@pytest.mark.parametrize("implementation", ["cute", "xla", "reference"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_kv_and_rope(implementation: str, causal: bool) -> None:
+    run = attend_kv(implementation, causal=causal)
+    want = attend("reference", causal=causal)(*expanded(*layer_arrays()))
+    assert_same(run(*layer_arrays()), want)
+    jaxpr = str(jax.make_jaxpr(run)(*layer_arrays()))
+    assert ("concatenate" in jaxpr) == (implementation != "cute")  # the kernel reads them where they lie
+
+
+def test_gradients_of_kv_and_rope() -> None:
+    weight = jnp.asarray(np.random.default_rng(1).normal(size=(sum(Q_LENS) + PADDING, HEADS, V)), jnp.float32)
+
+    def loss(implementation: str, scale: jax.Array, *args: jax.Array) -> jax.Array:
+        out, lse = attend_kv(implementation, softmax_scale=scale)(*args)
+        return (out.astype(jnp.float32) * weight).sum() + jnp.where(lse == -jnp.inf, 0, lse).sum() / 3
+
+    args = (jnp.float32(0.07), *layer_arrays())
+    got = jax.jit(jax.grad(partial(loss, "cute"), (0, 1, 2, 3)))(*args)
+    want = jax.grad(partial(loss, "reference"), (0, 1, 2, 3))(args[0], *(x.astype(jnp.float32) for x in args[1:]))
+    for g, w in zip(got, want, strict=True):
+        # As in test_gradients_are_those_of_the_reference; k_rope's adds up the heads' in bfloat16.
+        np.testing.assert_allclose(np.float32(g), np.float32(w), atol=2e-2 * float(np.abs(w).max()), rtol=2e-2)
+
+
+def test_vmap_of_kv_and_rope() -> None:
+    q, kv, k_rope = layer_arrays()
+    kvs = jnp.stack([kv, -kv])
+    got = jax.vmap(attend_kv("cute"), (None, 0, None))(q, kvs, k_rope)
+    assert_same(got, jax.vmap(attend_kv("reference"), (None, 0, None))(q, kvs, k_rope))
+
+
+def test_heads_of_kv_are_partitioned_without_moving_anything(mesh: Mesh) -> None:
+    specs = (P(None, "model"), P(None, "model"), P())
+    args = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(layer_arrays(), specs, strict=True)]
+    compiled = jax.jit(attend_kv("cute")).lower(*args).compile()
+    assert COLLECTIVES.findall(compiled.as_text()) == []
+    assert_same(compiled(*args), attend_kv("reference")(*layer_arrays()))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((4, 2, 192), (5, 2, 256), (4, 64)), r"k_rope: got shape \[4, 64\]; its Tk must equal kv's, 5"),
+        (((4, 2, 192), (5, 2, 256), (5, 192)), r"k_rope: got shape \[5, 192\]; its R must be between 1 and q's K - 1"),
+        (((4, 2, 192), (5, 2, 128), (5, 64)), r"kv: got shape \[5, 2, 128\]; its last axis must be wider than K - R"),
+        (((4, 2, 192), (5, 3, 256), (5, 64)), r"kv: got shape \[5, 3, 256\]; its H must equal q's, 2"),
+        (((4, 2, 192), (5, 256), (5, 64)), r"kv: got shape \[5, 256\]; legal: \[Tk, H, K - R \+ V\]"),
+    ],
+)
+def test_shapes_of_kv_and_rope(shapes: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attend_kv("cute")(*(jnp.zeros(shape, jnp.bfloat16) for shape in shapes))
+
+
+def test_dtypes_of_kv_and_rope() -> None:
+    q, kv, k_rope = layer_arrays()
+    with pytest.raises(ValueError, match="k_rope: got dtype float32; q, kv and k_rope must have one dtype"):
+        attend_kv("cute")(q, kv, k_rope.astype(jnp.float32))

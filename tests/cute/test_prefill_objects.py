@@ -16,6 +16,7 @@ CONFIGS = {
     "192 and 128": {},
     "192 and 128, not causal": {"causal": "false"},
     "128 and 128, f16": {"qk_head_dim": "128", "dtype": "float16"},
+    "kv and k_rope": {"shared_rope": "true"},
     "64 and 64": {"qk_head_dim": "64", "v_head_dim": "64"},
 }
 FAST = ("192 and 128",)

@@ -25,6 +25,8 @@ class PrefillConfig:
     Attributes:
       dtype: "bfloat16" or "float16", of q, k, v and out.
       qk_head_dim, v_head_dim: widths of q and k, and of v and out.
+      rope_dim: 0 where k and v are arrays of their own; else the last columns of k that all heads share, where the
+        operands are kv [Tk, H, K - R + V] and k_rope [Tk, R].
       causal: whether query i of n sees only keys j <= i + m - n.
       groups: warpgroups that compute, each with 64 query rows of a tile.
       block: keys of one pipeline stage.
@@ -34,6 +36,7 @@ class PrefillConfig:
     dtype: str
     qk_head_dim: int = 192
     v_head_dim: int = 128
+    rope_dim: int = 0
     causal: bool = True
     groups: int = 2
     block: int = 128
@@ -59,12 +62,20 @@ def prefill_reasons(spec: PrefillSpec) -> list[str]:
     return reasons
 
 
-def prefill_config(spec: PrefillSpec) -> PrefillConfig:
-    """The configuration that serves `spec`."""
+def shared_rope_reasons(spec: PrefillSpec, rope_dim: int) -> list[str]:
+    """Why the kernel cannot read kv and k_rope as they are, beside the reasons against `spec`; empty if it can."""
+    if rope_dim % 64 or not 0 < rope_dim < spec.qk_head_dim:
+        return [f"the rope width is {rope_dim}; the sm_90 prefill kernel takes a multiple of 64 below k's head dim"]
+    return []
+
+
+def prefill_config(spec: PrefillSpec, rope_dim: int = 0) -> PrefillConfig:
+    """The configuration that serves `spec`; rope_dim as in PrefillConfig."""
     return PrefillConfig(
         dtype=spec.q_dtype,
         qk_head_dim=spec.qk_head_dim,
         v_head_dim=spec.v_head_dim,
+        rope_dim=rope_dim,
         causal=spec.causal,
     )
 

@@ -40,8 +40,9 @@ class MlaPrefill:
     """One compiled prefill: `config` is static; numbers of heads, requests and tokens are dynamic.
 
     Operands of the launcher: q [Tq, H, K], k [Tk, H, K], v [Tk, H, V], cu_seqlens_q and cu_seqlens_kv [B + 1] i32,
-    scales [2] f32 (logits' scale, output's scale), out [Tq, H, V], lse [Tq, H] f32 (natural log), and the workspace
-    of `choose_prefill.prefill_workspaces`.
+    scales [2] f32 (logits' scale, output's scale), out [Tq, H, V], lse [Tq, H] f32 (natural log), and the workspaces
+    of `choose_prefill.prefill_workspaces`. With a `rope_dim` R > 0 the second and third are kv [Tk, H, K - R + V], a
+    row's keys without their rope columns and its values, and k_rope [Tk, R], which all heads share.
     """
 
     def __init__(self, config: PrefillConfig) -> None:
@@ -50,7 +51,7 @@ class MlaPrefill:
         self.depth, self.width = config.qk_head_dim, config.v_head_dim
         self.causal, self.groups = config.causal, config.groups
         self.block, self.stages, self.tile_rows = config.block, config.stages, config.tile_rows
-        self.k_tiles, self.v_tiles = self.depth // 64, self.width // 64
+        self.k_tiles, self.v_tiles, self.rope_tiles = self.depth // 64, self.width // 64, config.rope_dim // 64
         self.k_elements, self.v_elements = self.block * self.depth, self.block * self.width
         self.q_elements = GROUP_ROWS * self.depth
         self.threads = 128 * (self.groups + 1)
@@ -80,15 +81,28 @@ class MlaPrefill:
             cute.tile_to_shape(atom, (GROUP_ROWS, 64, self.k_tiles), (0, 1, 2)),
             (GROUP_ROWS, 64, self.k_tiles),
         )
+        own_tiles, v_column = self.k_tiles - self.rope_tiles, 0
         tma_k, tma_k_tensor = cpasync.make_tiled_tma_atom(
             load,
-            self.by_columns(k, self.depth),
-            cute.tile_to_shape(atom, (self.block, 64, self.k_tiles), (0, 1, 2)),
-            (self.block, 64, self.k_tiles),
+            self.by_columns(k, 64 * own_tiles),
+            cute.tile_to_shape(atom, (self.block, 64, own_tiles), (0, 1, 2)),
+            (self.block, 64, own_tiles),
         )
+        tma_r, tma_r_tensor = tma_k, tma_k_tensor  # of the rope columns
+        if const_expr(self.rope_tiles > 0):
+            rope = cute.make_tensor(
+                v.iterator, cute.make_layout((v.shape[0], 1, v.shape[1]), stride=(v.stride[0], 0, 1))
+            )
+            tma_r, tma_r_tensor = cpasync.make_tiled_tma_atom(
+                load,
+                self.by_columns(rope, 64 * self.rope_tiles),
+                cute.tile_to_shape(atom, (self.block, 64, self.rope_tiles), (0, 1, 2)),
+                (self.block, 64, self.rope_tiles),
+            )
+            v, v_column = k, 64 * own_tiles
         tma_v, tma_v_tensor = cpasync.make_tiled_tma_atom(
             load,
-            self.by_columns(v, self.width),
+            self.by_columns(v, self.width, v_column),
             cute.tile_to_shape(atom, (self.block, 64, self.v_tiles), (0, 1, 2)),
             (self.block, 64, self.v_tiles),
         )
@@ -123,18 +137,20 @@ class MlaPrefill:
             grid=[1, 1, 1], block=[PLAN_THREADS, 1, 1], stream=stream
         )
         self.attend(
-            tma_q, tma_q_tensor, tma_k, tma_k_tensor, tma_v, tma_v_tensor, scales, out, lse, plan, progress, mma_first,
-            mma_qk, mma_pv, heads,
+            tma_q, tma_q_tensor, tma_k, tma_k_tensor, tma_r, tma_r_tensor, tma_v, tma_v_tensor, scales, out, lse, plan,
+            progress, mma_first, mma_qk, mma_pv, heads,
         ).launch(
             grid=[progress.shape[0], 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True
         )  # fmt: skip
 
     @cute.jit
-    def by_columns(self, x: cute.Tensor, width: cutlass.Constexpr[int]):
-        """[T, H, width] as (row, 64 columns, column tile, head), so that one copy brings all columns of some rows."""
-        row = cute.assume(x.stride[0], divby=64)
+    def by_columns(self, x: cute.Tensor, width: cutlass.Constexpr[int], first: cutlass.Constexpr[int] = 0):
+        """`width` columns of [T, H, any], from `first` on, as (row, 64 columns, column tile, head): one copy brings all
+        of them for some rows."""
+        row, head = cute.assume(x.stride[0], divby=64), x.stride[1]
         return cute.make_tensor(
-            x.iterator, cute.make_layout((x.shape[0], 64, width // 64, x.shape[1]), stride=(row, 1, 64, width))
+            x.iterator + first,
+            cute.make_layout((x.shape[0], 64, width // 64, x.shape[1]), stride=(row, 1, 64, head)),
         )
 
     # ------------------------------------------------------------------ the plan
@@ -279,6 +295,8 @@ class MlaPrefill:
         tma_q_tensor: cute.Tensor,
         tma_k: cute.CopyAtom,
         tma_k_tensor: cute.Tensor,
+        tma_r: cute.CopyAtom,
+        tma_r_tensor: cute.Tensor,
         tma_v: cute.CopyAtom,
         tma_v_tensor: cute.Tensor,
         scales: cute.Tensor,
@@ -306,7 +324,7 @@ class MlaPrefill:
         s_q, s_k, s_v = storage.q.data_ptr(), storage.k.data_ptr(), storage.v.data_ptr()
 
         if warp_idx == 4 * self.groups:
-            for tma in (tma_q, tma_k, tma_v):
+            for tma in (tma_q, tma_k, tma_r, tma_v):
                 cpasync.prefetch_descriptor(tma)
         if warp_idx == 0:
             q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
@@ -326,8 +344,8 @@ class MlaPrefill:
             cute.arch.setmaxregister_decrease(self.registers[1])
             if warp_idx == 4 * self.groups:
                 self.copy_tiles(
-                    tma_q, tma_q_tensor, tma_k, tma_k_tensor, tma_v, tma_v_tensor, plan, progress, slots, s_q, s_k, s_v,
-                    barriers, heads,
+                    tma_q, tma_q_tensor, tma_k, tma_k_tensor, tma_r, tma_r_tensor, tma_v, tma_v_tensor, plan, progress,
+                    slots, s_q, s_k, s_v, barriers, heads,
                 )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(self.registers[0])
@@ -400,6 +418,8 @@ class MlaPrefill:
         tma_q_tensor: cute.Tensor,
         tma_k: cute.CopyAtom,
         tma_k_tensor: cute.Tensor,
+        tma_r: cute.CopyAtom,
+        tma_r_tensor: cute.Tensor,
         tma_v: cute.CopyAtom,
         tma_v_tensor: cute.Tensor,
         plan: cute.Tensor,
@@ -431,17 +451,37 @@ class MlaPrefill:
             for b in cutlass.range(blocks, unroll=1):
                 kv_row = kv_begin + (blocks - 1 - b) * self.block
                 cute.arch.mbarrier_wait(k_empty + index, phase)
-                self.copy_rows(tma_k, tma_k_tensor, s_k, k_full, index, kv_row, head, self.block, self.k_tiles)
+                self.expect(k_full + index, self.k_elements)
+                own_tiles = self.k_tiles - self.rope_tiles
+                self.copy_rows(
+                    tma_k, tma_k_tensor, s_k, k_full, index, kv_row, head, self.block, own_tiles, self.k_tiles
+                )
+                if const_expr(self.rope_tiles > 0):
+                    rope = s_k + own_tiles * 64 * self.block
+                    self.copy_rows(
+                        tma_r,
+                        tma_r_tensor,
+                        rope,
+                        k_full,
+                        index,
+                        kv_row,
+                        Int32(0),
+                        self.block,
+                        self.rope_tiles,
+                        self.k_tiles,
+                    )
                 if v_index >= 0:
                     cute.arch.mbarrier_wait(v_empty + v_index, v_phase)
-                    self.copy_rows(tma_v, tma_v_tensor, s_v, v_full, v_index, v_row, v_head, self.block, self.v_tiles)
+                    self.copy_values(tma_v, tma_v_tensor, s_v, v_full, v_index, v_row, v_head)
                 v_index, v_phase, v_row, v_head = index, phase, kv_row, head
                 index, phase = self.advance(index, phase)
                 if b == 0:
                     for g in cutlass.range(self.groups, unroll=1):
                         cute.arch.mbarrier_wait(q_empty + g, q_phase)
+                        self.expect(q_full + g, self.q_elements)
+                        q_row = row + g * GROUP_ROWS
                         self.copy_rows(
-                            tma_q, tma_q_tensor, s_q, q_full, g, row + g * GROUP_ROWS, head, GROUP_ROWS, self.k_tiles
+                            tma_q, tma_q_tensor, s_q, q_full, g, q_row, head, GROUP_ROWS, self.k_tiles, self.k_tiles
                         )
                     q_phase ^= 1
                     # The next tile is looked up while this one's blocks are awaited.
@@ -453,11 +493,16 @@ class MlaPrefill:
             slot = (slot + 1) % SLOTS
         if v_index >= 0:
             cute.arch.mbarrier_wait(v_empty + v_index, v_phase)
-            self.copy_rows(tma_v, tma_v_tensor, s_v, v_full, v_index, v_row, v_head, self.block, self.v_tiles)
+            self.copy_values(tma_v, tma_v_tensor, s_v, v_full, v_index, v_row, v_head)
         for g in cutlass.range(self.groups, unroll=1):
             cute.arch.mbarrier_wait(q_empty + g, q_phase)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(q_full + g)
+
+    @cute.jit
+    def expect(self, full: cute.Pointer, elements: cutlass.Constexpr[int]):
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full, elements * 2)
 
     @cute.jit
     def copy_rows(
@@ -471,23 +516,36 @@ class MlaPrefill:
         head: Int32,
         rows: cutlass.Constexpr[int],
         tiles: cutlass.Constexpr[int],
+        pitch: cutlass.Constexpr[int],
     ):
-        """`rows` rows of one head into buffer `index`, told to its barrier."""
-        elements = rows * tiles * 64
+        """`rows` rows of one head into the first `tiles` column tiles of buffer `index`, which has `pitch` of them."""
         buffers = cute.make_tensor(
             cute.recast_ptr(smem, self.swizzle(), dtype=self.dtype),
             cute.make_layout(
-                ((8, rows // 8), 64, tiles, 8), stride=((64, 512), 1, 64 * rows, elements)
+                ((8, rows // 8), 64, tiles, 8), stride=((64, 512), 1, 64 * rows, 64 * rows * pitch)
             ),
         )  # fmt: skip
         source = cute.local_tile(cute.domain_offset((row, 0, 0, 0), tensor), (rows, 64, tiles), (0, 0, 0, None))
         to, of = cpasync.tma_partition(
             tma, 0, cute.make_layout(1), cute.group_modes(buffers, 0, 3), cute.group_modes(source, 0, 3)
         )
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full + index, elements * 2)
         policy = EVICT_FIRST if const_expr(rows == GROUP_ROWS) else EVICT_LAST
         cute.copy(tma, of[None, head], to[None, index], tma_bar_ptr=full + index, cache_policy=Int64(policy))
+
+    @cute.jit
+    def copy_values(
+        self,
+        tma: cute.CopyAtom,
+        tensor: cute.Tensor,
+        smem: cute.Pointer,
+        full: cute.Pointer,
+        index: Int32,
+        row: Int32,
+        head: Int32,
+    ):
+        """V of a block."""
+        self.expect(full + index, self.v_elements)
+        self.copy_rows(tma, tensor, smem, full, index, row, head, self.block, self.v_tiles, self.v_tiles)
 
     def swizzle(self):
         return warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, self.dtype).inner

@@ -1,0 +1,348 @@
+"""Time the Hopper prefill kernel against every peer at hand on one GPU in one run.
+
+    python3 benchmarks/prefill.py --peers DIR --out FILE.json [--points 1x8192h128/...] [--seconds 500] [--jit]
+
+DIR holds a module `peers` with `load()`, `_fa3` and `cudnn_prefill` (which take what their signatures say and run on
+torch's current stream); flash_attn.cute, if it can be imported, is FlashAttention-4. Without DIR ours runs alone. All
+functions of a point are timed interleaved, as CUDA-graph replays with the L2 cache flushed before each, medians; ours
+is the compiled object that jax launches, launched on torch's stream. With --jit ours is timed through jax.jit too
+("tsmla_jit": the host's clock over calls one after another, L2 not flushed). Head dims are 192 and 128, masks causal,
+inputs random normal bf16. Errors are against float64 on one head. A table goes to standard output as it is made, rows
+go to FILE.json, and the geometric means over the points that both ran come last.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import itertools
+import json
+import math
+import platform
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from absl import app, flags
+
+PEERS = flags.DEFINE_string("peers", None, "folder of the module `peers`")
+OUT = flags.DEFINE_string("out", None, "where the rows go")
+POINTS = flags.DEFINE_string("points", None, "names of points, separated by /, instead of all")
+SECONDS = flags.DEFINE_float("seconds", 540.0, "stop starting points after this long")
+ITERATIONS = flags.DEFINE_integer("iterations", 20, "replays of each")
+COMMIT = flags.DEFINE_string("commit", None, "recorded with the rows; git's by default")
+JIT = flags.DEFINE_bool("jit", False, "time ours through jax.jit too")
+
+ARCH, DTYPE, QK_DIM, V_DIM = "sm_90a", "bf16", 192, 128
+
+
+@dataclass(frozen=True)
+class Point:
+    """Query and key tokens of each request, and heads."""
+
+    name: str
+    q_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    heads: int
+
+    @property
+    def flops(self) -> int:
+        """Of the products over the pairs that the causal mask leaves."""
+        pairs = sum(n * m - n * (n - 1) // 2 for n, m in zip(self.q_lens, self.kv_lens, strict=True))
+        return 2 * self.heads * pairs * (QK_DIM + V_DIM)
+
+
+def equal(batch: int, length: int, heads: int) -> Point:
+    return Point(f"{batch}x{length}h{heads}", (length,) * batch, (length,) * batch, heads)
+
+
+def ragged(heads: int) -> Point:
+    """32 requests of 64 to 4096 tokens, the same in every run."""
+    rng = random.Random(0)
+    lens = tuple(rng.randint(64, 4096) for _ in range(32))
+    return Point(f"ragged32h{heads}", lens, lens, heads)
+
+
+ALL = (
+    equal(1, 8192, 128),
+    equal(4, 4096, 128),
+    equal(1, 32768, 16),
+    equal(16, 1024, 128),
+    equal(1, 2048, 128),
+    ragged(16),
+    ragged(128),
+    Point("512on65536h128", (512,), (65536 + 512,), 128),
+)
+
+
+class Inputs:
+    """Random q, k and v of a point."""
+
+    def __init__(self, point: Point) -> None:
+        import torch
+
+        self.point, self.scale = point, QK_DIM**-0.5
+        rows, keys, h = sum(point.q_lens), sum(point.kv_lens), point.heads
+        make = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+        self.q, self.k, self.v = make(rows, h, QK_DIM), make(keys, h, QK_DIM), make(keys, h, V_DIM)
+        self.cu_q, self.cu_kv = (
+            torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device="cuda")
+            for lens in (point.q_lens, point.kv_lens)
+        )
+
+    def ours(self) -> Callable[[], tuple[Any, Any]]:
+        import torch
+
+        from tsmla_kernels.launch import ArrayView
+        from tsmla_kernels.sm90.choose_prefill import prefill_workspaces
+
+        out = torch.empty((*self.q.shape[:2], V_DIM), dtype=self.q.dtype, device="cuda")
+        lse = torch.empty(self.q.shape[:2], dtype=torch.float32, device="cuda")
+        sms = torch.cuda.get_device_properties(0).multi_processor_count
+        shapes = prefill_workspaces(len(self.point.q_lens), sms)
+        workspaces = [torch.empty(shape, dtype=getattr(torch, d), device="cuda") for shape, d in shapes.values()]
+        scales = torch.tensor([self.scale, 1.0], device="cuda")
+        tensors = [self.q, self.k, self.v, self.cu_q, self.cu_kv, scales, out, lse, *workspaces]
+        views = [ArrayView(t.data_ptr(), tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in tensors]
+
+        def run() -> tuple[Any, Any]:
+            launcher()(torch.cuda.current_stream().cuda_stream, views)
+            return out, lse
+
+        run.keep = tensors  # type: ignore[attr-defined]
+        return run
+
+    def fa3(self, peers: Any) -> Callable[[], Any]:
+        longest = max(self.point.q_lens), max(self.point.kv_lens)
+        q, k, v, offsets = self.q, self.k, self.v, (self.cu_q, self.cu_kv)
+        return lambda: peers._fa3(q, k, v, None, *offsets, None, *longest, None, self.scale, True)
+
+    def fa4(self) -> Callable[[], Any]:
+        from flash_attn.cute.interface import _flash_attn_fwd  # type: ignore[import-not-found]
+
+        lengths = {
+            "cu_seqlens_q": self.cu_q,
+            "cu_seqlens_k": self.cu_kv,
+            "max_seqlen_q": max(self.point.q_lens),
+            "max_seqlen_k": max(self.point.kv_lens),
+        }
+        q, k, v = self.q, self.k, self.v
+        return lambda: _flash_attn_fwd(q, k, v, **lengths, softmax_scale=self.scale, causal=True)[:2]
+
+    def cudnn(self, peers: Any) -> Callable[[], Any]:
+        """For requests of one length, with as many keys."""
+        batch, length = len(self.point.q_lens), self.point.q_lens[0]
+        q, k, v = (x.view(batch, length, *x.shape[1:]).transpose(1, 2) for x in (self.q, self.k, self.v))
+        run = peers.cudnn_prefill(q, k, v, self.scale)
+        return lambda: (run().transpose(1, 2).reshape(*self.q.shape[:2], V_DIM), None)
+
+    def errors(self, out: Any, lse: Any) -> tuple[float, float]:
+        """Relative error of out (norm) and greatest error of lse on the last head, against float64."""
+        import torch
+
+        head, row, key = self.point.heads - 1, 0, 0
+        differs, norm, worst = 0.0, 0.0, 0.0
+        for n, m in zip(self.point.q_lens, self.point.kv_lens, strict=True):
+            keys, values = self.k[key : key + m, head].double(), self.v[key : key + m, head].double()
+            for first in range(0, n, 2048):
+                last = min(n, first + 2048)
+                at = slice(row + first, row + last)
+                scores = self.q[at, head].double() @ keys.T * self.scale
+                seen = torch.arange(first, last, device="cuda")[:, None] + (m - n)
+                scores = scores.masked_fill(torch.arange(m, device="cuda") > seen, -math.inf)
+                want = torch.softmax(scores, -1) @ values
+                differs += float((out[at, head].double() - want).square().sum())
+                norm += float(want.square().sum())
+                if lse is not None:
+                    worst = max(worst, float((lse[at, head].double() - torch.logsumexp(scores, -1)).abs().max()))
+            row, key = row + n, key + m
+        return math.sqrt(differs / norm), worst
+
+    def jit_us(self) -> float:
+        """Microseconds a call of one jitted function, called again and again."""
+        import jax
+        import jax.numpy as jnp
+
+        import tsmla_jax
+
+        bounds = {"max_q_len": max(self.point.q_lens), "max_kv_len": max(self.point.kv_lens)}
+
+        @jax.jit
+        def call(q: Any, k: Any, v: Any, cu_q: Any, cu_kv: Any) -> Any:
+            offsets = {"cu_seqlens_q": cu_q, "cu_seqlens_kv": cu_kv}
+            return tsmla_jax.mla_prefill(q, k, v, **offsets, **bounds, softmax_scale=self.scale, implementation="cute")
+
+        arrays = [jnp.from_dlpack(t) for t in (self.q, self.k, self.v, self.cu_q, self.cu_kv)]
+        call(*arrays).block_until_ready()
+        best, calls = math.inf, 10
+        for _ in range(3):
+            begin = time.perf_counter()
+            for _ in range(calls):
+                out = call(*arrays)
+            out.block_until_ready()
+            best = min(best, time.perf_counter() - begin)
+        return best / calls * 1e6
+
+
+@functools.cache
+def launcher() -> Any:
+    from tsmla_kernels.catalog import MLA_PREFILL, mla_prefill_config
+    from tsmla_kernels.launch import Launcher
+
+    return Launcher(MLA_PREFILL, mla_prefill_config({}), ARCH)
+
+
+def functions_of(inputs: Inputs, peers: Any, names: list[str]) -> dict[str, Callable[[], Any]]:
+    """Every function that runs this point."""
+    makers: dict[str, Callable[[], Callable[[], Any]]] = {"tsmla": inputs.ours}
+    if "fa3" in names:
+        makers["fa3"] = functools.partial(inputs.fa3, peers)
+    if "fa4" in names:
+        makers["fa4"] = inputs.fa4
+    same = len({*inputs.point.q_lens, *inputs.point.kv_lens}) == 1
+    if same and hasattr(peers, "cudnn_prefill"):
+        makers["cudnn"] = functools.partial(inputs.cudnn, peers)
+    import torch
+
+    functions = {}
+    for name, make in makers.items():
+        try:
+            run = make()
+            run()
+            torch.cuda.synchronize()
+            functions[name] = run
+        except Exception as error:
+            print(f"{name} failed at {inputs.point.name}: {type(error).__name__}: {str(error)[:120]}")
+    return functions
+
+
+def time_all(functions: dict[str, Callable[[], Any]], iterations: int) -> dict[str, float]:
+    """Median microseconds of each: CUDA-graph replays, interleaved in rotating order, the L2 cache flushed before each:
+    at the power limit it matters what ran before."""
+    import torch
+
+    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    stream = torch.cuda.Stream()
+    graphs = {}
+    for name, function in functions.items():
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                function()
+        torch.cuda.synchronize()
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name], stream=stream):
+            function()
+        graphs[name].replay()
+    events: dict[str, list[Any]] = {name: [] for name in graphs}
+    order = list(graphs)
+    for i in range(iterations):
+        for name in order[i % len(order) :] + order[: i % len(order)]:
+            flush.zero_()
+            start, stop = torch.cuda.Event(True), torch.cuda.Event(True)
+            start.record()
+            graphs[name].replay()
+            stop.record()
+            events[name].append((start, stop))
+    torch.cuda.synchronize()
+    return {name: sorted(a.elapsed_time(b) for a, b in pairs)[iterations // 2] * 1e3 for name, pairs in events.items()}
+
+
+def versions() -> dict[str, str]:
+    from importlib import metadata
+
+    found = {"python": platform.python_version()}
+    for name in ("torch", "jax", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl", "flash_attn"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def print_means(times: dict[str, dict[str, float]]) -> None:
+    """Ours over each peer's, over the points that both ran."""
+    for peer in sorted({name for row in times.values() for name in row} - {"tsmla", "tsmla_jit"}):
+        ratios = {point: row["tsmla"] / row[peer] for point, row in times.items() if peer in row}
+        mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
+        worst = max(ratios, key=lambda point: ratios[point])
+        print(f"over {peer}: {mean:.3f} of its time in {len(ratios)} points; most {ratios[worst]:.3f}, {worst}")
+
+
+def main(argv: list[str]) -> int:
+    del argv
+    import torch
+
+    begun = time.monotonic()
+    points = {point.name: point for point in ALL}
+    chosen = [points[name] for name in POINTS.value.split("/")] if POINTS.value else list(ALL)
+    peers, names = None, []
+    if PEERS.value:
+        sys.path.insert(0, PEERS.value)
+        import peers  # type: ignore[import-not-found,no-redef]
+
+        names = [name for name in ("fa3",) if name in peers.load()]
+        try:
+            import flash_attn.cute.interface  # noqa: F401
+
+            names.append("fa4")
+        except ImportError:
+            pass
+    commit = (
+        COMMIT.value
+        or subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    )
+    common = {
+        "dtype": DTYPE,
+        "head_dims": [QK_DIM, V_DIM],
+        "causal": True,
+        "device": torch.cuda.get_device_name(0),
+        "commit": commit,
+        "date": datetime.date.today().isoformat(),
+        "versions": versions(),
+        "command": "python3 " + " ".join(sys.argv),
+    }
+    rows: list[dict[str, Any]] = []
+    times: dict[str, dict[str, float]] = {}
+    for point in chosen:
+        if time.monotonic() - begun > SECONDS.value:
+            print(f"stopped after {SECONDS.value:.0f} s, before {point.name}")
+            break
+        inputs = Inputs(point)
+        # One version of FA4 reads out of bounds here, and takes the process with it.
+        functions = functions_of(inputs, peers, [n for n in names if (n, point.name) != ("fa4", "1x32768h16")])
+        times[point.name] = time_all(functions, ITERATIONS.value)
+        errors = {}
+        for name, function in functions.items():
+            out, lse = function()
+            errors[name] = inputs.errors(out, lse if name == "tsmla" else None)
+        if JIT.value:
+            times[point.name]["tsmla_jit"] = inputs.jit_us()
+            errors["tsmla_jit"] = errors["tsmla"]
+        for name, us in times[point.name].items():
+            rel_err, lse_err = errors[name]
+            rows.append({
+                "point": point.name, "b": len(point.q_lens), "h": point.heads, "tq": sum(point.q_lens),
+                "tk": sum(point.kv_lens), "peer": name, "us": round(us, 2), "tflops": round(point.flops / us / 1e6, 1),
+                "rel_err": float(f"{rel_err:.3e}"),
+                **({"lse_err": float(f"{lse_err:.2e}")} if name == "tsmla" else {}), **common,
+            })  # fmt: skip
+        print(
+            f"{point.name:15s} "
+            + "  ".join(f"{n} {us:8.1f} us {point.flops / us / 1e6:4.0f} T" for n, us in times[point.name].items()),
+            flush=True,
+        )
+        if OUT.value:
+            with open(OUT.value, "w") as file:
+                file.write("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+        del inputs, functions
+        torch.cuda.empty_cache()
+    print_means(times)
+    return 0
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,112 @@
+"""mla_prefill_kv: mla_prefill on keys and values as the layer makes them, without copies of them.
+
+The projection kv_b gives each head's keys without their rope columns and its values side by side, and the rope columns
+are the same for all heads. The Hopper kernel reads both where they lie; elsewhere k and v are made of them first.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from tsmla_jax.ops import checks, dispatch
+from tsmla_jax.ops.arrays import Scale, describe
+from tsmla_jax.ops.mla_prefill import api
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32
+
+
+def mla_prefill_kv(
+    q: Float[Array, "Tq H K"],
+    kv: Float[Array, "Tk H N+V"],
+    k_rope: Float[Array, "Tk R"],
+    *,
+    cu_seqlens_q: Int32[Array, " B+1"],
+    cu_seqlens_kv: Int32[Array, " B+1"],
+    max_q_len: int,
+    max_kv_len: int,
+    softmax_scale: Scale,
+    causal: bool = True,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> Float[Array, "Tq H V"] | tuple[Float[Array, "Tq H V"], Float[Array, "Tq H"]]:
+    """mla_prefill with k = [kv[..., :N] | k_rope for every head] and v = kv[..., N:], where N = K - R.
+
+    On Hopper neither the slices nor the broadcast are made: in DeepSeek's shapes (K 192, R 64, V 128) that saves
+    reading and writing 640 bytes a token and head.
+
+    Args:
+      q: [Tq, H, K], rope columns last.
+      kv: [Tk, H, N + V], as kv_b gives it: keys without their rope columns, then values. q's dtype.
+      k_rope: [Tk, R] with rotation applied, shared by all heads. q's dtype.
+      others: as in `mla_prefill`.
+
+    Returns:
+      As `mla_prefill`; derivatives in reverse mode too.
+
+    Raises:
+      TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
+      NotImplementedError: the named implementation can't run this call, with every reason.
+    """
+    k_struct, v_struct = _expanded_structs(q, kv, k_rope)
+    offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
+    static = {"max_q_len": max_q_len, "max_kv_len": max_kv_len, "causal": causal}
+    spec = api.spec(
+        q, k_struct, v_struct, **offsets, **static, softmax_scale=softmax_scale, return_lse=return_lse
+    )  # fmt: skip
+    run = dispatch.select("mla_prefill", spec, implementation)
+    empty = 0 in (spec.batch, spec.total_q_len, spec.total_kv_len, spec.max_q_len, spec.max_kv_len)
+    implementation = run.__module__.rpartition(".")[2]
+    if implementation == "cute" and not empty:
+        from tsmla_jax.ops.mla_prefill import cute_kv
+
+        if not cute_kv.why_not(spec, k_rope.shape[1]):
+            arrays = tuple(map(jnp.asarray, (q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv)))
+            checked = checks.prefill(spec, *arrays[3:])
+            out, lse = cute_kv.mla_prefill_kv(*arrays[:3], checked, arrays[4], spec=spec, softmax_scale=softmax_scale)
+            return (out, lse) if return_lse else out
+    k, v = expand(jnp.asarray(kv), jnp.asarray(k_rope), spec.qk_head_dim)
+    return api.mla_prefill(
+        q, k, v, **offsets, **static, softmax_scale=softmax_scale, return_lse=return_lse, implementation=implementation
+    )  # fmt: skip
+
+
+def expand(kv: jax.Array, k_rope: jax.Array, k_dim: int) -> tuple[jax.Array, jax.Array]:
+    """k [Tk, H, K] and v [Tk, H, V] of kv and k_rope."""
+    nope = k_dim - k_rope.shape[1]
+    rope = jnp.broadcast_to(k_rope[:, None], (*kv.shape[:2], k_rope.shape[1]))
+    return jnp.concatenate([kv[..., :nope], rope], axis=-1), kv[..., nope:]
+
+
+def _expanded_structs(q: Any, kv: Any, k_rope: Any) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """The shapes of k and v; ValueError names the argument that can't be."""
+    described = {name: describe(name, x) for name, x in (("q", q), ("kv", kv), ("k_rope", k_rope))}
+    for name, rank, legal in (("q", 3, "[Tq, H, K]"), ("kv", 3, "[Tk, H, K - R + V]"), ("k_rope", 2, "[Tk, R]")):
+        if len(described[name].shape) != rank:
+            raise ValueError(f"{name}: got shape {list(described[name].shape)}; legal: {legal}")
+    (_, heads, k_dim), (rows, kv_heads, width), (rope_rows, rope_dim) = (x.shape for x in described.values())
+    if rope_rows != rows:
+        raise ValueError(f"k_rope: got shape {[rope_rows, rope_dim]}; its Tk must equal kv's, {rows}")
+    if not 1 <= rope_dim < k_dim:
+        raise ValueError(
+            f"k_rope: got shape {[rope_rows, rope_dim]}; its R must be between 1 and q's K - 1 = {k_dim - 1}"
+        )
+    if width <= k_dim - rope_dim:
+        raise ValueError(
+            f"kv: got shape {[rows, kv_heads, width]}; its last axis must be wider than K - R = {k_dim - rope_dim},"
+            " the columns of the keys"
+        )
+    if kv_heads != heads:
+        raise ValueError(f"kv: got shape {[rows, kv_heads, width]}; its H must equal q's, {heads}")
+    for name in ("kv", "k_rope"):
+        if described[name].dtype != described["q"].dtype:
+            raise ValueError(
+                f"{name}: got dtype {described[name].dtype}; q, kv and k_rope must have one dtype, and q has"
+                f" {described['q'].dtype}"
+            )
+    dtype = jnp.dtype(kv.dtype)
+    v_dim = width - (k_dim - rope_dim)
+    return jax.ShapeDtypeStruct((rows, heads, k_dim), dtype), jax.ShapeDtypeStruct((rows, heads, v_dim), dtype)
