@@ -16,13 +16,12 @@ from tsmla_bridge import blackwell, checks, devices, kernels, ops, reference, sc
 from tsmla_bridge.results import Places, Results
 from tsmla_bridge.scales import Pair
 from tsmla_bridge.tensors import Scale
-from tsmla_bridge.workspace import Workspace, decode_layout
+from tsmla_bridge.workspace import ALIGN, Workspace, decode_layout
 from tsmla_kernels import contract, data_checks
 from tsmla_kernels.catalog import MLA_DECODE
 from tsmla_kernels.contract import DecodeSpec
 from tsmla_kernels.sm90 import choose
 
-OPERAND_ALIGN = max(operand.align for operand in MLA_DECODE.operands(choose.DecodeConfig("bfloat16", 1, 1)))
 MAX_PLANS = 4096
 """Plans that are kept: one for each combination of shapes. Beyond that all are forgotten and made anew."""
 
@@ -283,7 +282,7 @@ class _KernelPlan(Plan):
             buffer.numel() * buffer.element_size() >= self.size
             and buffer.is_contiguous()
             and buffer.get_device() == self.index
-            and buffer.data_ptr() % OPERAND_ALIGN == 0
+            and buffer.data_ptr() % ALIGN == 0
         )
 
     def run(self, call: Call) -> Results:
