@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tsmla_kernels.contract import CacheGatherSpec, CacheWriteSpec
     from tsmla_kernels.rope_contract import RopeWriteSpec
 
-ARCHS = ("sm_90a", "sm_100a", "sm_103a")
+ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_107a")
 INPUTS = ("bfloat16", "float16", "float32")
 CACHES = ("bfloat16", "float16", "float8_e4m3fn")
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
