@@ -146,6 +146,14 @@ def test_sizes_without_a_bound_are_refused_with_what_to_say() -> None:
         jax.eval_shape(prefill, *arrays, **offsets)
 
 
+def test_what_vmap_makes_too_large_is_refused() -> None:
+    q, kv, tables, lens = specs(4096, heads=128)
+    folded = jax.vmap(lambda q: tsmla_jax.mla_decode(q, kv0, tables0, lens0, softmax_scale=0.1, implementation="cute"))
+    kv0, tables0, lens0 = (jnp.zeros(x.shape, x.dtype) for x in (kv, tables, lens))
+    with pytest.raises(NotImplementedError, match=r"B is 65536; TokenSpeed's kernels index 2\^31 elements, B <= 8191"):
+        jax.eval_shape(folded, Struct((16, *q.shape), q.dtype))
+
+
 # ---- what is said
 
 

@@ -22,6 +22,7 @@ import numpy as np
 
 from tsmla_jax.ops import checks, cute_call
 from tsmla_jax.ops.ragged import row_owner
+from tsmla_kernels import contract
 from tsmla_kernels.catalog import MLA_DECODE_SM100
 from tsmla_kernels.contract import DecodeSpec
 from tsmla_kernels.sm100 import choose
@@ -67,7 +68,11 @@ def on_one_device(
     Args:
       scales: [2] float32, what logits and what outputs are multiplied by. static_scales: the same as numbers where they
         are known, so that the launch can pass them by value.
+
+    Raises NotImplementedError where vmap made the call larger than the kernels can index.
     """
+    if reasons := choose.decode_reasons(spec):
+        raise contract.not_runnable("mla_decode", "cute", reasons)
     config = choose.decode_config(spec, traced_scales=static_scales is None)
     tokens, num_keys = config.max_q_len, spec.max_pages * config.page_size
     seq_lens = jnp.clip(seq_lens, 0, num_keys)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from tsmla_jax.ops import cute_call
 from tsmla_jax.ops.ragged import row_owner
+from tsmla_kernels import contract
 from tsmla_kernels.catalog import MLA_PREFILL_SM100
 from tsmla_kernels.contract import PrefillSpec
 from tsmla_kernels.sm100 import choose
@@ -35,7 +36,11 @@ def on_one_device(
     Args:
       scales: [2] float32, what logits and what outputs are multiplied by. static_scales: the same as numbers where they
         are known, so that the launch can pass them by value.
+
+    Raises NotImplementedError where vmap made the call larger than the kernel can index.
     """
+    if reasons := choose.prefill_reasons(spec):
+        raise contract.not_runnable("mla_prefill", "cute", reasons)
     config = choose.prefill_config(spec, traced_scales=static_scales is None)
     starts_q = jnp.clip(cu_seqlens_q, 0, spec.total_q_len)
     starts_kv = jnp.clip(cu_seqlens_kv, 0, spec.total_kv_len)
