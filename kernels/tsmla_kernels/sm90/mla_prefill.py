@@ -32,6 +32,7 @@ PLAN_THREADS = 256
 CLASSES = 128  # of key lengths, for the plan's order: four to each power of two
 SHORTEST_CLASS = 508  # of length 0: bits 21 and up of the float 1.0
 L2_BYTES = 32 << 20  # of keys and values that tiles at work at the same time should share
+TOGETHER = 16  # heads at most whose tiles are taken together: with more, those that remain at the end are uneven
 FAR = 2**31 - 1
 EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000  # of the L2 cache: Q is read once, K and V often
 
@@ -249,7 +250,7 @@ class MlaPrefill:
             head_bytes = cutlass.max(kv_len, 1) * (2 * (self.depth + self.width))
             words = (
                 0, q_begin, q_len, kv_begin, kv_len, (q_len + self.tile_rows - 1) // self.tile_rows,
-                cutlass.min(cutlass.max(L2_BYTES // head_bytes, 1), heads),
+                cutlass.min(cutlass.min(cutlass.max(L2_BYTES // head_bytes, 1), TOGETHER), heads),
             )  # fmt: skip
             for i in cutlass.range_constexpr(1, 7):
                 plan[at, i] = words[i]
