@@ -92,10 +92,12 @@ def test_decode(dtype: str, causal: bool, tokens: int) -> None:
     close(x.run("cute", **options), x.run("reference", **options), dtype)
 
 
-@pytest.mark.parametrize("page", [32, 64, 128])
-def test_pages_and_tables_that_end_within_a_tile(page: int) -> None:
-    x = Decode([5, 0, 3 * page, page + 1], page=page, max_pages=3, tokens=2)
-    close(x.run("cute"), x.run("reference"), "bfloat16")
+@pytest.mark.parametrize(
+    ("page", "dtype"), [(32, "bfloat16"), (64, "float8_e4m3fn"), (128, "bfloat16"), (128, "float8_e4m3fn")]
+)
+def test_pages_and_tables_that_end_within_a_tile(page: int, dtype: str) -> None:
+    x = Decode([5, 0, 3 * page, page + 1], page=page, max_pages=3, tokens=2, dtype=dtype)
+    close(x.run("cute"), x.run("reference"), dtype)
 
 
 @pytest.mark.parametrize("causal", [True, False])

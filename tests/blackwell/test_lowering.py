@@ -41,11 +41,18 @@ needs_package = pytest.mark.skipif(
 
 
 def specs(
-    batch: Any = 4, pages: Any = 32, max_pages: Any = 8, *, heads: int = 16, tokens: int = 4, dtype: Any = FP8
+    batch: Any = 4,
+    pages: Any = 32,
+    max_pages: Any = 8,
+    *,
+    page: int = 64,
+    heads: int = 16,
+    tokens: int = 4,
+    dtype: Any = FP8,
 ) -> tuple[Struct, ...]:
     return (
         Struct((batch, tokens, heads, 576), dtype),
-        Struct((pages, 64, 576), dtype),
+        Struct((pages, page, 576), dtype),
         Struct((batch, max_pages), jnp.int32),
         Struct((batch,), jnp.int32),
     )
@@ -104,10 +111,10 @@ def test_scales_by_value_are_sizes_and_compile_nothing() -> None:
 @needs_package
 def test_decode_exports_for_all_sizes() -> None:
     b, p, m = export.symbolic_shape("b, p, m", constraints=["b <= 4096"])
-    again = exported(attend, *specs(b, p, m))
+    again = exported(attend, *specs(b, p, m, page=128))
     assert again.platforms == ("cuda",)
     start = time.perf_counter()
-    text = lower(again.call, *specs(7, 99, 3))
+    text = lower(again.call, *specs(7, 99, 3, page=128))
     assert time.perf_counter() - start < 0.5 and cute_call.TARGET in text
 
 

@@ -24,7 +24,7 @@ from tsmla_jax.ops import checks, cute_call
 from tsmla_jax.ops.ragged import row_owner
 from tsmla_kernels import contract
 from tsmla_kernels.catalog import MLA_DECODE_SM100
-from tsmla_kernels.contract import DecodeSpec
+from tsmla_kernels.contract import DecodeSpec, Dim
 from tsmla_kernels.sm100 import choose
 
 LN_2 = math.log(2.0)
@@ -74,7 +74,7 @@ def on_one_device(
     if reasons := choose.decode_reasons(spec):
         raise contract.not_runnable("mla_decode", "cute", reasons)
     config = choose.decode_config(spec, traced_scales=static_scales is None)
-    tokens, num_keys = config.max_q_len, spec.max_pages * config.page_size
+    tokens, num_keys = config.max_q_len, spec.max_pages * spec.page_size
     seq_lens = jnp.clip(seq_lens, 0, num_keys)
     ends = seq_lens
     if cu_seqlens_q is not None:
@@ -95,7 +95,12 @@ def on_one_device(
         (spec.batch, tokens, config.num_heads),
         choose.workspace_shape(config, arch, spec.batch, splits, **bounds),
     )
-    inputs = (q, kv_cache, whole_tiles(block_tables, seq_lens, spec), seq_lens, visible_lens)
+    pieces = spec.page_size // config.page_size  # of a page, each a page to the kernel
+    kv_cache = kv_cache.reshape(spec.num_pages * pieces, config.page_size, spec.head_dim)
+    block_tables = block_tables[:, :, None] * pieces + jnp.arange(pieces, dtype=jnp.int32)
+    block_tables = block_tables.reshape(spec.batch, spec.max_pages * pieces)
+    table = whole_tiles(block_tables, seq_lens, config.page_size, spec.num_pages * pieces)
+    inputs = (q, kv_cache, table, seq_lens, visible_lens)
     out, lse, *_ = cute_call.cute_call(
         MLA_DECODE_SM100,
         config,
@@ -112,13 +117,14 @@ def on_one_device(
     return jnp.where(seen[..., None], out, jnp.zeros((), out.dtype)), jnp.where(seen, lse * LN_2, -jnp.inf)
 
 
-def whole_tiles(block_tables: jax.Array, seq_lens: jax.Array, spec: DecodeSpec) -> jax.Array:
+def whole_tiles(block_tables: jax.Array, seq_lens: jax.Array, page_size: int, num_pages: Dim) -> jax.Array:
     """The table [B, M] widened to whole key tiles, and what a request doesn't use made a page that isn't there."""
-    pages_a_tile = choose.KEY_TILE // spec.page_size
-    width = -(-spec.max_pages // pages_a_tile) * pages_a_tile
-    table = jnp.concatenate([block_tables, jnp.zeros((spec.batch, width - spec.max_pages), jnp.int32)], axis=1)
-    used = jnp.arange(width, dtype=jnp.int32) * spec.page_size < seq_lens[:, None]
-    return jnp.where(used, table, jnp.asarray(spec.num_pages, jnp.int32))
+    batch, max_pages = block_tables.shape
+    pages_a_tile = choose.KEY_TILE // page_size
+    width = -(-max_pages // pages_a_tile) * pages_a_tile
+    table = jnp.concatenate([block_tables, jnp.zeros((batch, width - max_pages), jnp.int32)], axis=1)
+    used = jnp.arange(width, dtype=jnp.int32) * page_size < seq_lens[:, None]
+    return jnp.where(used, table, jnp.asarray(num_pages, jnp.int32))
 
 
 def _bounds(*sizes: Any) -> dict[str, Callable[[Any, Any], Any]]:
