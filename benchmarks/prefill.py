@@ -169,11 +169,11 @@ class Inputs:
 
         import tsmla_jax
 
-        bounds = {"max_q_len": max(self.point.q_lens), "max_kv_len": max(self.point.kv_lens)}
+        bounds: dict[str, Any] = {"max_q_len": max(self.point.q_lens), "max_kv_len": max(self.point.kv_lens)}
 
         @jax.jit
         def call(q: Any, k: Any, v: Any, cu_q: Any, cu_kv: Any) -> Any:
-            offsets = {"cu_seqlens_q": cu_q, "cu_seqlens_kv": cu_kv}
+            offsets: dict[str, Any] = {"cu_seqlens_q": cu_q, "cu_seqlens_kv": cu_kv}
             return tsmla_jax.mla_prefill(q, k, v, **offsets, **bounds, softmax_scale=self.scale, implementation="cute")
 
         arrays = [jnp.from_dlpack(t) for t in (self.q, self.k, self.v, self.cu_q, self.cu_kv)]
@@ -279,14 +279,15 @@ def main(argv: list[str]) -> int:
     begun = time.monotonic()
     points = {point.name: point for point in ALL}
     chosen = [points[name] for name in POINTS.value.split("/")] if POINTS.value else list(ALL)
-    peers, names = None, []
+    peers: Any = None
+    names: list[str] = []
     if PEERS.value:
         sys.path.insert(0, PEERS.value)
         import peers  # type: ignore[import-not-found,no-redef]
 
         names = [name for name in ("fa3",) if name in peers.load()]
         try:
-            import flash_attn.cute.interface  # noqa: F401
+            import flash_attn.cute.interface  # type: ignore[import-not-found]  # noqa: F401
 
             names.append("fa4")
         except ImportError:

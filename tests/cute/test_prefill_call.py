@@ -332,6 +332,23 @@ def test_heads_of_kv_are_partitioned_without_moving_anything(mesh: Mesh) -> None
     assert_same(compiled(*args), attend_kv("reference")(*layer_arrays()))
 
 
+@pytest.mark.parametrize("implementation", ["cute", "xla"])
+def test_kv_and_rope_on_explicit_axes(implementation: str) -> None:
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        specs = (P(None, "model"), P(None, "model"), P())
+        args = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(layer_arrays(), specs, strict=True)]
+        got = jax.jit(attend_kv(implementation))(*args)
+    assert jax.typeof(got[0]).sharding.spec == P(None, "model", None)
+    assert_same(got, attend_kv("reference")(*layer_arrays()))
+
+
+def test_no_rows_of_kv() -> None:
+    q, kv, k_rope = (x[:0] for x in layer_arrays())
+    out, lse = attend_kv("cute")(q, kv, k_rope)
+    assert out.shape == (0, HEADS, V) and lse.shape == (0, HEADS)
+
+
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [

@@ -37,10 +37,10 @@ def mla_prefill_kv(
     q: jax.Array,
     kv: jax.Array,
     k_rope: jax.Array,
-    cu_seqlens_q: jax.Array,
-    cu_seqlens_kv: jax.Array,
     *,
     spec: PrefillSpec,
+    cu_seqlens_q: jax.Array,
+    cu_seqlens_kv: jax.Array,
     softmax_scale: float | jax.Array,
 ) -> Results:
     """out and lse as the public mla_prefill_kv documents them; both are always returned. spec is that of the call on k

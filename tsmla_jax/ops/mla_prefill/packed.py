@@ -6,14 +6,17 @@ are the same for all heads. The Hopper kernel reads both where they lie; elsewhe
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops import checks, dispatch
+from tsmla_jax.ops import checks, dispatch, explicit
 from tsmla_jax.ops.arrays import Scale, describe
 from tsmla_jax.ops.mla_prefill import api
+from tsmla_kernels.contract import PrefillSpec
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
@@ -52,26 +55,46 @@ def mla_prefill_kv(
       NotImplementedError: the named implementation can't run this call, with every reason.
     """
     k_struct, v_struct = _expanded_structs(q, kv, k_rope)
-    offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
-    static = {"max_q_len": max_q_len, "max_kv_len": max_kv_len, "causal": causal}
+    offsets: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
+    static: dict[str, Any] = {"max_q_len": max_q_len, "max_kv_len": max_kv_len, "causal": causal}
     spec = api.spec(
         q, k_struct, v_struct, **offsets, **static, softmax_scale=softmax_scale, return_lse=return_lse
     )  # fmt: skip
     run = dispatch.select("mla_prefill", spec, implementation)
-    empty = 0 in (spec.batch, spec.total_q_len, spec.total_kv_len, spec.max_q_len, spec.max_kv_len)
-    implementation = run.__module__.rpartition(".")[2]
-    if implementation == "cute" and not empty:
-        from tsmla_jax.ops.mla_prefill import cute_kv
+    if 0 in (spec.batch, spec.total_q_len, spec.total_kv_len, spec.max_q_len, spec.max_kv_len):
+        k, v = (jnp.zeros(x.shape, x.dtype) for x in (k_struct, v_struct))
+        return api.mla_prefill(
+            q, k, v, **offsets, **static, softmax_scale=softmax_scale, return_lse=return_lse,
+            implementation=implementation,
+        )  # fmt: skip
+    q, kv, k_rope, cu_q, cu_kv = map(jnp.asarray, (q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv))
+    cu_q = checks.prefill(spec, cu_q, cu_kv)
+    out, lse = explicit.call(
+        _as_it_is(run, spec, k_rope.shape[1]) or functools.partial(_expanded, run),
+        (q, kv, k_rope),
+        lambda: explicit.row_specs(q),
+        spec=spec,
+        cu_seqlens_q=cu_q,
+        cu_seqlens_kv=cu_kv,
+        softmax_scale=softmax_scale,
+    )
+    return (out, lse) if return_lse else out
 
-        if not cute_kv.why_not(spec, k_rope.shape[1]):
-            arrays = tuple(map(jnp.asarray, (q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv)))
-            checked = checks.prefill(spec, *arrays[3:])
-            out, lse = cute_kv.mla_prefill_kv(*arrays[:3], checked, arrays[4], spec=spec, softmax_scale=softmax_scale)
-            return (out, lse) if return_lse else out
-    k, v = expand(jnp.asarray(kv), jnp.asarray(k_rope), spec.qk_head_dim)
-    return api.mla_prefill(
-        q, k, v, **offsets, **static, softmax_scale=softmax_scale, return_lse=return_lse, implementation=implementation
-    )  # fmt: skip
+
+def _as_it_is(run: Callable[..., Any], spec: PrefillSpec, rope_dim: int) -> Callable[..., Any] | None:
+    """The function that reads kv and k_rope where they lie; None if the implementation chosen for k and v has none."""
+    if not run.__module__.endswith(".cute"):
+        return None
+    from tsmla_jax.ops.mla_prefill import cute_kv
+
+    return None if cute_kv.why_not(spec, rope_dim) else cute_kv.mla_prefill_kv
+
+
+def _expanded(
+    run: Callable[..., Any], q: jax.Array, kv: jax.Array, k_rope: jax.Array, *, spec: PrefillSpec, **options: Any
+) -> tuple[jax.Array, jax.Array]:
+    k, v = expand(kv, k_rope, spec.qk_head_dim)
+    return run(q, k, v, spec=spec, **options, q_scale=None, k_scale=None, v_scale=None)
 
 
 def expand(kv: jax.Array, k_rope: jax.Array, k_dim: int) -> tuple[jax.Array, jax.Array]:
@@ -81,8 +104,8 @@ def expand(kv: jax.Array, k_rope: jax.Array, k_dim: int) -> tuple[jax.Array, jax
     return jnp.concatenate([kv[..., :nope], rope], axis=-1), kv[..., nope:]
 
 
-def _expanded_structs(q: Any, kv: Any, k_rope: Any) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """The shapes of k and v; ValueError names the argument that can't be."""
+def _expanded_structs(q: Any, kv: Any, k_rope: Any) -> tuple[Any, Any]:
+    """k and v as jax.ShapeDtypeStruct; ValueError names the argument that can't be."""
     described = {name: describe(name, x) for name, x in (("q", q), ("kv", kv), ("k_rope", k_rope))}
     for name, rank, legal in (("q", 3, "[Tq, H, K]"), ("kv", 3, "[Tk, H, K - R + V]"), ("k_rope", 2, "[Tk, R]")):
         if len(described[name].shape) != rank:
