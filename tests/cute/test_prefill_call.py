@@ -244,14 +244,19 @@ def test_export_for_cuda_with_symbolic_sizes() -> None:
     def run(q: Any, k: Any, v: Any, cu_q: Any, cu_kv: Any) -> Results:
         return attend("cute", cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, max_q_len=4096, max_kv_len=4096)(q, k, v)
 
-    exported = export.export(jax.jit(run), platforms=["cuda"], disabled_checks=cute_call.export_disabled_checks())(
-        struct((tq, h, K), jnp.bfloat16),
-        struct((tk, h, K), jnp.bfloat16),
-        struct((tk, h, V), jnp.bfloat16),
-        struct((b + 1,), jnp.int32),
-        struct((b + 1,), jnp.int32),
-    )
-    assert cute_call.TARGET in exported.mlir_module()
+    def run_kv(q: Any, kv: Any, k_rope: Any, cu_q: Any, cu_kv: Any) -> Results:
+        return attend_kv("cute", cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, max_q_len=4096, max_kv_len=4096)(q, kv, k_rope)
+
+    offsets = (struct((b + 1,), jnp.int32),) * 2
+    for function, *shapes in (
+        (run, (tq, h, K), (tk, h, K), (tk, h, V)),
+        (run_kv, (tq, h, K), (tk, h, 256), (tk, 64)),
+    ):
+        lower = export.export(
+            jax.jit(function), platforms=["cuda"], disabled_checks=cute_call.export_disabled_checks()
+        )  # fmt: skip
+        exported = lower(*(struct(shape, jnp.bfloat16) for shape in shapes), *offsets)
+        assert cute_call.TARGET in exported.mlir_module()
 
 
 @pytest.mark.parametrize(
