@@ -18,7 +18,6 @@ import functools
 import itertools
 import json
 import math
-import platform
 import random
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from absl import app, flags
+from timing import time_all, versions
 
 PEERS = flags.DEFINE_string("peers", None, "folder of the module `peers`")
 OUT = flags.DEFINE_string("out", None, "where the rows go")
@@ -218,49 +218,6 @@ def functions_of(inputs: Inputs, peers: Any, names: list[str]) -> dict[str, Call
         except Exception as error:
             print(f"{name} failed at {inputs.point.name}: {type(error).__name__}: {str(error)[:120]}")
     return functions
-
-
-def time_all(functions: dict[str, Callable[[], Any]], iterations: int) -> dict[str, float]:
-    """Median microseconds of each: CUDA-graph replays, interleaved in rotating order, the L2 cache flushed before each:
-    at the power limit it matters what ran before."""
-    import torch
-
-    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    stream = torch.cuda.Stream()
-    graphs = {}
-    for name, function in functions.items():
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                function()
-        torch.cuda.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name], stream=stream):
-            function()
-        graphs[name].replay()
-    events: dict[str, list[Any]] = {name: [] for name in graphs}
-    order = list(graphs)
-    for i in range(iterations):
-        for name in order[i % len(order) :] + order[: i % len(order)]:
-            flush.zero_()
-            start, stop = torch.cuda.Event(True), torch.cuda.Event(True)
-            start.record()
-            graphs[name].replay()
-            stop.record()
-            events[name].append((start, stop))
-    torch.cuda.synchronize()
-    return {name: sorted(a.elapsed_time(b) for a, b in pairs)[iterations // 2] * 1e3 for name, pairs in events.items()}
-
-
-def versions() -> dict[str, str]:
-    from importlib import metadata
-
-    found = {"python": platform.python_version()}
-    for name in ("torch", "jax", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl", "flash_attn"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def print_means(times: dict[str, dict[str, float]]) -> None:
