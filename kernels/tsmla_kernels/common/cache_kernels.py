@@ -154,7 +154,6 @@ class RopeWriteKvCache:
         self.in_dtype = DTYPES[config.in_dtype]
         self.q_dtype, self.kv_dtype = DTYPES[config.q_dtype], DTYPES[config.kv_dtype]
         self.latent_chunks = config.latent_dim // self.tiling.vector
-        self.rope_chunks = self.tiling.chunks - self.latent_chunks
         self.half = config.rope_dim // 2
         self.pairs = self.tiling.vector // 2  # that a thread rotates
 
@@ -205,14 +204,12 @@ class RopeWriteKvCache:
         tidx, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         tiling, unroll = self.tiling, self.config.unroll
+        chunk, local = tidx % tiling.chunks, tidx // tiling.chunks
+        first = block * (tiling.rows * unroll) + local
         q_rows, num_tokens = q.shape[0], slot_mapping.shape[0]
         in_bytes, vector = self.in_dtype.width // 8, self.tiling.vector
-        # The threads of all rows' latents come first, so that a warp rotates or doesn't.
-        copying = self.latent_chunks * tiling.rows
-        begin = block * (tiling.rows * unroll)
 
-        if tidx < copying:
-            chunk, first = tidx % self.latent_chunks, begin + tidx // self.latent_chunks
+        if chunk < self.latent_chunks:
             slots, rows = [], []
             for u in cutlass.range_constexpr(unroll):
                 row = cutlass.min(first + u * tiling.rows, q_rows + num_tokens - 1)
@@ -229,8 +226,7 @@ class RopeWriteKvCache:
                 self.put(q, cache, row, slots[u], num_tokens, chunk * vector, (rows[u],), 0, factors)
         else:
             slots, firsts, seconds, angles = [], [], [], []
-            turning = tidx - copying
-            pair, first = turning % self.rope_chunks * self.pairs, begin + turning // self.rope_chunks
+            pair = (chunk - self.latent_chunks) * self.pairs
             for u in cutlass.range_constexpr(unroll):
                 row = cutlass.min(first + u * tiling.rows, q_rows + num_tokens - 1)
                 at = row_address(q_rope, cutlass.min(row, q_rows - 1), 0)
