@@ -1,19 +1,22 @@
 """Time the Hopper decode kernel against every peer at hand, and against the floor, on one GPU in one run.
 
-    python3 benchmarks/decode.py --peers DIR --out FILE.json [--points 1,1,16,4096/...] [--seconds 500] [--jit]
+    python3 benchmarks/decode.py --peers DIR --out FILE.json [--dtype fp8] [--points 1,1,16,4096/...] [--seconds 500]
+        [--jit]
 
 DIR holds a module `peers` with `load()`, `flashmla`, `fa3_mla` and `fa4_mla` (each takes q, cache, table, lengths,
-scale and causal, and returns a function without arguments); without it ours runs alone. All functions of a point are
-timed interleaved, as CUDA-graph replays with the L2 cache flushed before each (by reading), medians; ours is the
-compiled object that jax launches, launched on torch's stream. With --jit ours is timed through jax.jit too
-("tsmla_jit": the host's clock over a chain of calls inside one jitted function, L2 not flushed). Errors are against
-float64 over the same inputs, on two of the requests. A table goes to standard output as it is made; rows go to
-FILE.json, the schema figures.py reads.
+scale and causal, and returns a function without arguments) and, for fp8, `flashmla_fp8` (which takes the scales of q
+and the cache too); without it ours runs alone. With an fp8 cache ours is timed twice: "tsmla" with queries of fp8, as
+the peer's are, and "tsmla_bf16_q" with queries of bf16. All functions of a point are timed interleaved, as CUDA-graph
+replays with the L2 cache flushed before each (by reading), medians; ours is the compiled object that jax launches,
+launched on torch's stream. With --jit ours is timed through jax.jit too ("tsmla_jit": the host's clock over a chain of
+calls inside one jitted function, L2 not flushed). Errors are against float64 over what the inputs stand for, on two of
+the requests. A table goes to standard output as it is made; rows go to FILE.json, the schema figures.py reads.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import datetime
 import functools
 import itertools
@@ -37,41 +40,53 @@ POINTS = flags.DEFINE_string("points", None, "b,s,h,keys/... instead of the whol
 SECONDS = flags.DEFINE_float("seconds", 540.0, "stop starting points after this long")
 LENGTHS = flags.DEFINE_enum("lengths", "both", ["fixed", "varlen", "both"], "equal lengths, or uniform in [1/2, 3/2]")
 COMMIT = flags.DEFINE_string("commit", None, "recorded with the rows; git's by default")
+CACHE = flags.DEFINE_enum("dtype", "bf16", ["bf16", "fp8"], "of the cache")
 JIT = flags.DEFINE_bool("jit", False, "time ours through jax.jit too")
 
-ARCH, PAGE, DTYPE = "sm_90a", 64, "bf16"
+ARCH, PAGE = "sm_90a", 64
+E4M3 = "float8_e4m3fn"
+Q_SCALE, KV_SCALE = 0.03, 0.02  # of random numbers of variance 1: what is beyond 448 of them saturates
 HEADS, TOKENS = (16, 32, 64, 128), (1, 2, 4, 8)
 SIZES = ((1, 4096), (1, 32768), (4, 81920), (16, 8192), (64, 8192), (128, 4096), (32, 81920))
 Point = tuple[int, int, int, int]  # b, s, h, keys
 
 
-def config_of(s: int, h: int) -> Any:
+def config_of(s: int, h: int, q_dtype: str, kv_dtype: str) -> Any:
     from tsmla_kernels.catalog import mla_decode_config
 
-    return mla_decode_config({"num_heads": str(h), "max_q_len": str(s), "page_size": str(PAGE)})
+    return mla_decode_config(
+        {"num_heads": str(h), "max_q_len": str(s), "page_size": str(PAGE), "dtype": q_dtype, "kv_dtype": kv_dtype}
+    )
 
 
-def compile_one(point: tuple[int, int]) -> None:
+def modes() -> dict[str, tuple[str, str]]:
+    """Our rows' names, and the dtypes of q and the cache that each is for."""
+    if CACHE.value == "bf16":
+        return {"tsmla": ("bfloat16", "bfloat16")}
+    return {"tsmla": (E4M3, E4M3), "tsmla_bf16_q": ("bfloat16", E4M3)}
+
+
+def compile_one(config: tuple[int, int, str, str]) -> None:
     from tsmla_kernels import cache
     from tsmla_kernels.catalog import MLA_DECODE
 
-    cache.load_or_compile(MLA_DECODE, config_of(*point), ARCH)
+    cache.load_or_compile(MLA_DECODE, config_of(*config), ARCH)
 
 
 def compile_all(points: list[Point]) -> None:
     """Fill the object cache in parallel, so that the loop below measures and does not compile."""
-    needed = sorted({(s, h) for _, s, h, _ in points})
+    needed = sorted({(s, h, *dtypes) for _, s, h, _ in points for dtypes in modes().values()})
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(min(len(needed), os.cpu_count() or 1), mp_context=spawn) as pool:
         list(pool.map(compile_one, needed))
 
 
 @functools.cache
-def launcher(s: int, h: int) -> Any:
+def launcher(s: int, h: int, q_dtype: str, kv_dtype: str) -> Any:
     from tsmla_kernels.catalog import MLA_DECODE
     from tsmla_kernels.launch import Launcher
 
-    return Launcher(MLA_DECODE, config_of(s, h), ARCH)
+    return Launcher(MLA_DECODE, config_of(s, h, q_dtype, kv_dtype), ARCH)
 
 
 class Inputs:
@@ -93,10 +108,15 @@ class Inputs:
         for r, count in enumerate(pages_of.tolist()):
             table[r, :count] = order[begin : begin + count]
             begin += count
-        self.cache = torch.empty((pages, PAGE, LATENT + ROPE), dtype=torch.bfloat16, device="cuda")
+        narrow = CACHE.value == "fp8"
+        self.kv_scale = KV_SCALE if narrow else 1.0
+        dtype = torch.float8_e4m3fn if narrow else torch.bfloat16
+        self.cache = torch.empty((pages, PAGE, LATENT + ROPE), dtype=dtype, device="cuda")
         for chunk in self.cache.split(4096):
-            chunk.copy_(torch.randn(chunk.shape, device="cuda"))
-        self.q = torch.randn((self.b, self.s, self.h, LATENT + ROPE), device="cuda").to(torch.bfloat16)
+            chunk.copy_((torch.randn(chunk.shape, device="cuda") / self.kv_scale).clamp(-448, 448).to(dtype))
+        q = torch.randn((self.b, self.s, self.h, LATENT + ROPE), device="cuda")
+        self.q = q.to(torch.bfloat16)
+        self.q8 = (q / Q_SCALE).clamp(-448, 448).to(torch.float8_e4m3fn) if narrow else None
         self.table, self.lens_gpu = table.cuda(), self.lens.cuda()
         self.scale = (128 + ROPE) ** -0.5
 
@@ -107,25 +127,30 @@ class Inputs:
     def floor_us(self) -> float:
         rows = self.s * self.h
         flops = 2 * rows * self.total_keys * (2 * LATENT + ROPE)
-        moved = self.total_keys * BYTES_PER_KEY[DTYPE] + self.b * rows * (2 * LATENT + ROPE) * 2
-        return max(flops / FLOPS_PER_S[DTYPE], moved / BYTES_PER_S) * 1e6
+        moved = self.total_keys * BYTES_PER_KEY[CACHE.value] + self.b * rows * (2 * LATENT + ROPE) * 2
+        return max(flops / FLOPS_PER_S[CACHE.value], moved / BYTES_PER_S) * 1e6
 
-    def ours(self) -> Callable[[], tuple[Any, Any]]:
+    def queries(self, q_dtype: str) -> tuple[Any, float]:
+        """q of that dtype, and its scale."""
+        return (self.q8, Q_SCALE) if q_dtype == E4M3 else (self.q, 1.0)
+
+    def ours(self, q_dtype: str, kv_dtype: str) -> Callable[[], tuple[Any, Any]]:
         import torch
 
         from tsmla_kernels.launch import ArrayView
         from tsmla_kernels.sm90.choose import workspace_shapes
 
-        launch = launcher(self.s, self.h)
+        launch = launcher(self.s, self.h, q_dtype, kv_dtype)
+        q, q_scale = self.queries(q_dtype)
         rows = self.b * self.s * self.h
         out = torch.empty((rows, LATENT), dtype=torch.bfloat16, device="cuda")
         lse = torch.empty((rows,), dtype=torch.float32, device="cuda")
         sms = torch.cuda.get_device_properties(0).multi_processor_count
-        shapes = workspace_shapes(config_of(self.s, self.h), sms, self.b, self.table.shape[1])
+        shapes = workspace_shapes(config_of(self.s, self.h, q_dtype, kv_dtype), sms, self.b, self.table.shape[1])
         workspaces = [torch.empty(shape, dtype=getattr(torch, d), device="cuda") for shape, d in shapes.values()]
-        scales = torch.tensor([self.scale, 1.0], device="cuda")
+        scales = torch.tensor([self.scale * q_scale * self.kv_scale, self.kv_scale], device="cuda")
         tensors = [
-            self.q.view(rows, -1), self.cache, self.table, self.lens_gpu, self.lens_gpu, scales, out, lse, *workspaces
+            q.view(rows, -1), self.cache, self.table, self.lens_gpu, self.lens_gpu, scales, out, lse, *workspaces
         ]  # fmt: skip
         views = [ArrayView(t.data_ptr(), tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in tensors]
 
@@ -136,8 +161,9 @@ class Inputs:
         run.keep = tensors  # type: ignore[attr-defined]
         return run
 
-    def errors(self, run: Callable[[], tuple[Any, Any]], ours: bool) -> tuple[float, float]:
-        """Relative error of out (norm) and greatest error of lse, against float64, over two requests."""
+    def errors(self, run: Callable[[], tuple[Any, Any]], ours: bool, q_dtype: str) -> tuple[float, float]:
+        """Relative error of out (norm) and greatest error of lse, against float64 over what the inputs stand
+        for, of two requests."""
         import torch
 
         out, lse = run()
@@ -146,10 +172,12 @@ class Inputs:
         differs, norm, worst = 0.0, 0.0, 0.0
         for r in sorted({0, self.b - 1}):
             n = int(self.lens[r])
-            keys = self.cache[self.table[r, : (n + PAGE - 1) // PAGE].long()].reshape(-1, LATENT + ROPE)[:n].double()
+            used = self.table[r, : (n + PAGE - 1) // PAGE].tolist()
+            keys = torch.cat([self.cache[page] for page in used])[:n].double() * self.kv_scale
+            q, q_scale = self.queries(q_dtype)
             visible = n - (self.s - 1) + torch.arange(self.s, device="cuda")
             for token in range(self.s):
-                scores = (self.q[r, token].double() @ keys[: visible[token]].T) * self.scale
+                scores = (q[r, token].double() @ keys[: visible[token]].T) * (self.scale * q_scale)
                 want = torch.softmax(scores, -1) @ keys[: visible[token], :LATENT]
                 differs += float((out[r, token].double() - want).square().sum())
                 norm += float(want.square().sum())
@@ -185,6 +213,17 @@ def jit_us(inputs: Inputs) -> float:
     return best / calls * 1e6
 
 
+def peer(peers: Any, name: str, inputs: Inputs, cache: Any) -> Callable[[], tuple[Any, Any]]:
+    """A peer's call on the same inputs."""
+    import torch
+
+    if CACHE.value == "fp8":
+        scales = (torch.tensor([scale], device="cuda") for scale in (Q_SCALE, KV_SCALE))
+        return peers.flashmla_fp8(inputs.q8, cache, inputs.table, inputs.lens_gpu, inputs.scale, True, *scales)
+    make = getattr(peers, {"flashmla": "flashmla", "fa3": "fa3_mla", "fa4": "fa4_mla"}[name])
+    return make(inputs.q, cache, inputs.table, inputs.lens_gpu, inputs.scale, True)
+
+
 def versions() -> dict[str, str]:
     from importlib import metadata
 
@@ -211,18 +250,20 @@ def main(argv: list[str]) -> int:
         sys.path.insert(0, PEERS.value)
         import peers  # type: ignore[import-not-found,no-redef]
 
-        names = [n for n in ("flashmla", "fa3") if n in peers.load()]
-        try:
-            import flash_attn.cute.interface  # noqa: F401
+        loaded = peers.load()
+        if CACHE.value == "fp8":
+            names = ["flashmla"] if "flashmla_fp8" in loaded else []
+        else:
+            names = [n for n in ("flashmla", "fa3") if n in loaded]
+            with contextlib.suppress(ImportError):
+                import flash_attn.cute.interface  # noqa: F401
 
-            names.append("fa4")
-        except ImportError:
-            pass
+                names.append("fa4")
     commit = COMMIT.value or subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
     ).stdout.strip()
     common = {
-        "dtype": DTYPE,
+        "dtype": CACHE.value,
         "page": PAGE,
         "device": torch.cuda.get_device_name(0),
         "commit": commit,
@@ -231,19 +272,18 @@ def main(argv: list[str]) -> int:
         "command": "python3 " + " ".join(sys.argv),
     }
     rows: list[dict[str, Any]] = []
-    modes = {"fixed": [False], "varlen": [True], "both": [False, True]}[LENGTHS.value]
-    for varlen, point in itertools.product(modes, points):
+    lengths = {"fixed": [False], "varlen": [True], "both": [False, True]}[LENGTHS.value]
+    for varlen, point in itertools.product(lengths, points):
         if time.monotonic() - begun > SECONDS.value:
             print(f"stopped after {SECONDS.value:.0f} s, before {point} {varlen=}")
             break
         b, s, h, keys = point
         inputs = Inputs(point, varlen)
-        functions = {"tsmla": inputs.ours()}
+        functions = {name: inputs.ours(*dtypes) for name, dtypes in modes().items()}
         cache4 = inputs.cache.view(-1, PAGE, 1, LATENT + ROPE)
         for name in names:
-            make = getattr(peers, {"flashmla": "flashmla", "fa3": "fa3_mla", "fa4": "fa4_mla"}[name])
             try:
-                run = make(inputs.q, cache4, inputs.table, inputs.lens_gpu, inputs.scale, True)
+                run = peer(peers, name, inputs, cache4)
                 run()
                 functions[name] = run
             except Exception as error:
@@ -252,13 +292,14 @@ def main(argv: list[str]) -> int:
         times = time_all(functions, 20 if inputs.floor_us() < 1000 else 10)
         floor = inputs.floor_us()
         for name, us in times.items():
-            rel_err, lse_err = inputs.errors(functions[name], name == "tsmla")
+            ours = name in modes()
+            rel_err, lse_err = inputs.errors(functions[name], ours, modes().get(name, modes()["tsmla"])[0])
             rows.append({
                 "b": b, "s": s, "h": h, "keys": keys, "varlen": varlen, "peer": name, "us": round(us, 2),
                 "floor_us": round(floor, 2), "rel_err": float(f"{rel_err:.3e}"),
-                **({"lse_err": float(f"{lse_err:.2e}")} if name == "tsmla" else {}), **common,
+                **({"lse_err": float(f"{lse_err:.2e}")} if ours else {}), **common,
             })  # fmt: skip
-        if JIT.value:
+        if JIT.value and CACHE.value == "bf16":
             rows.append({
                 "b": b, "s": s, "h": h, "keys": keys, "varlen": varlen, "peer": "tsmla_jit",
                 "us": round(jit_us(inputs), 2), "floor_us": round(floor, 2), "rel_err": rows[-1]["rel_err"], **common,

@@ -171,7 +171,7 @@ def mla_decode_config(options: Mapping[str, str]) -> sm90.DecodeConfig:
 
 def _decode_spec(options: Mapping[str, str]) -> contract.DecodeSpec:
     values = {**_DECODE_DEFAULTS, **options}
-    known = {*_DECODE_DEFAULTS, "num_heads"}
+    known = {*_DECODE_DEFAULTS, "num_heads", "kv_dtype"}
     if unknown := sorted(set(values) - known):
         raise ValueError(f"--config: got option {unknown[0]!r}; legal: {', '.join(sorted(known))}")
     if "num_heads" not in values:
@@ -192,7 +192,7 @@ def _decode_spec(options: Mapping[str, str]) -> contract.DecodeSpec:
         page_size=_integer(values, "page_size"),
         max_pages=1,
         q_dtype=values["dtype"],
-        kv_dtype=values["dtype"],
+        kv_dtype=values.get("kv_dtype", values["dtype"]),
         out_dtype=contract.attention_out_dtype(values["dtype"]),
         lse_dtype="float32",
         ragged=_boolean(values, "ragged"),

@@ -46,8 +46,8 @@ def emulate(
         page_size=config.page_size,
         max_pages=block_tables.shape[1],
         q_dtype=config.dtype,
-        kv_dtype=config.dtype,
-        out_dtype=config.dtype,
+        kv_dtype=config.cache_dtype,
+        out_dtype=config.out_dtype,
         lse_dtype="float32",
         ragged=config.ragged,
         causal=config.causal,
@@ -66,7 +66,7 @@ def emulate(
         q_scale=None,
         kv_scale=None,
     )
-    out = (out * scales[1]).astype(config.dtype)
+    out = (out.astype(jnp.float32) * scales[1]).astype(config.out_dtype)
     if config.ragged:
         _, position, owned = row_owner(cu_seqlens_q, tokens)
         written = owned & (position < config.max_q_len)

@@ -23,9 +23,20 @@ CONFIGS = {
         "page_size": "16",
         "dtype": "float16",
     },
+    "fp8 cache and queries": {"num_heads": "16", "dtype": "float8_e4m3fn"},
+    "fp8 cache, 128 heads in a cluster": {"num_heads": "128", "max_q_len": "2", "kv_dtype": "float8_e4m3fn"},
+    "fp8 cache, ragged, batch invariant, pages of 16": {
+        "num_heads": "16",
+        "max_q_len": "4",
+        "page_size": "16",
+        "ragged": "true",
+        "batch_invariant": "true",
+        "dtype": "float16",
+        "kv_dtype": "float8_e4m3fn",
+    },
     "pages of 128, not causal": {"num_heads": "64", "max_q_len": "2", "page_size": "128", "causal": "false"},
 }
-FAST = ("16 heads", "128 heads in a cluster")
+FAST = ("16 heads", "128 heads in a cluster", "fp8 cache and queries")
 """Compiled in every run of the tests; each takes ten to twenty seconds. The others are slow tests."""
 
 

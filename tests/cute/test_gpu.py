@@ -151,6 +151,31 @@ def test_scales_are_read_at_every_call() -> None:
         np.testing.assert_allclose(np.asarray(lse), np.asarray(want_lse), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("q_dtype", [jnp.float8_e4m3fn, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    ("batch", "q_len", "heads", "max_pages"), [(1, 1, 16, 64), (5, 2, 128, 20), (3, 4, 16, 9), (64, 2, 9, 3)]
+)
+def test_fp8_cache(batch: int, q_len: int, heads: int, max_pages: int, q_dtype: Any) -> None:
+    """NaN in unused slots; one compiled function over several scales."""
+    q, cache_, *others = arrays(batch, q_len, heads, max_pages)
+    kv, narrow = cache_.astype(jnp.float8_e4m3fn), q_dtype == jnp.float8_e4m3fn
+    q = q.astype(q_dtype)
+
+    def call(name: str | None, q: jax.Array, scale: jax.Array, kv_scale: jax.Array) -> Results:
+        scales = {"kv_scale": kv_scale, **({"q_scale": jnp.float32(0.5)} if narrow else {})}
+        return attend(name, softmax_scale=scale, **scales)(q, kv, *others)
+
+    run = jax.jit(partial(call, "cute"))
+    for scale, kv_scale in ((0.05, 1.0), (0.1, 0.5)):
+        scale, kv_scale = jnp.float32(scale), jnp.float32(kv_scale)
+        out, lse = run(q, scale, kv_scale)
+        want_out, want_lse = call("reference", q if narrow else q.astype(jnp.float32), scale, kv_scale)
+        assert out.dtype == (jnp.bfloat16 if narrow else q_dtype)
+        assert np.linalg.norm(np.float64(out) - np.float64(want_out)) < 2**-8 * np.linalg.norm(np.float64(want_out))
+        np.testing.assert_allclose(np.asarray(lse), np.asarray(want_lse), atol=1e-5, rtol=1e-5)
+    assert run._cache_size() == 1
+
+
 def test_new_sizes_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     attend("cute")(*arrays(2, 1, 16, 4))
 

@@ -55,6 +55,26 @@ def arrays(*, ragged: bool = False) -> list[jax.Array]:
     ]
 
 
+@pytest.mark.parametrize("q_dtype", [jnp.float8_e4m3fn, jnp.bfloat16])
+def test_scales_of_an_fp8_cache_are_operands(q_dtype: Any) -> None:
+    """One compiled function, other scales: another result, that of these scales."""
+    q, kv, *others = arrays()
+    q, kv = q.astype(q_dtype), kv.astype(jnp.float8_e4m3fn)
+    calls = {name: jax.jit(lambda *args, name=name: scaled(name, *args)) for name in ("cute", "reference")}
+    for q_scale, kv_scale in ((1.0, 1.0), (0.5, 0.25), (2.0, 3.0)):
+        if q_dtype == jnp.bfloat16:
+            q_scale = 1.0
+        args = (q, kv, *others, jnp.float32(q_scale), jnp.float32(kv_scale))
+        assert_same(calls["cute"](*args), calls["reference"](*args))
+    assert calls["cute"]._cache_size() == 1
+
+
+def scaled(name: str, q: jax.Array, kv: jax.Array, *rest: jax.Array) -> Results:
+    *others, q_scale, kv_scale = rest
+    fp8 = {"q_scale": q_scale} if q.dtype == jnp.float8_e4m3fn else {}
+    return attend(name, kv_scale=kv_scale, **fp8)(q, kv, *others)
+
+
 def assert_same(got: Results, want: Results) -> None:
     # Both compute in float32 and round once to bfloat16, in programs that XLA may order differently.
     np.testing.assert_allclose(np.float32(got[0]), np.float32(want[0]), atol=1e-2, rtol=1e-2)

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 ROWS = 64  # query rows (tokens x heads) of one CTA: the M of one warpgroup's WGMMA
 BLOCK = 32  # keys of one pipeline stage
+FP8 = "float8_e4m3fn"
+LANDINGS = 4  # blocks of an fp8 cache that lie in shared memory as they came, or are on their way
 SMEM_BYTES = 232_448  # shared memory that one CTA may have on sm_90
 INVARIANT_CHUNKS = 32  # most pieces a request is cut into when batch_invariant
 INVARIANT_MIN_BLOCKS = 16  # fewest key blocks of such a piece (512 keys)
@@ -24,7 +26,8 @@ class DecodeConfig:
     """What a decode object is compiled for. All else is dynamic.
 
     Attributes:
-      dtype: "bfloat16" or "float16", of q, cache and out.
+      dtype: of q: "bfloat16", "float16", or "float8_e4m3fn" with a cache of it.
+      kv_dtype: of the cache: q's, or "float8_e4m3fn". None: q's.
       num_heads: H.
       max_q_len: S, or the longest query of a ragged batch.
       latent_dim: L. rope_dim: R. page_size: Z.
@@ -44,6 +47,29 @@ class DecodeConfig:
     causal: bool = True
     batch_invariant: bool = False
     cluster: int = 1
+    kv_dtype: str | None = None
+
+    @property
+    def cache_dtype(self) -> str:
+        return self.kv_dtype or self.dtype
+
+    @property
+    def narrow(self) -> bool:
+        """Whether the cache is fp8 and widened in the kernel."""
+        return self.cache_dtype == FP8
+
+    @property
+    def math_dtype(self) -> str:
+        """What the tensor cores multiply: q's dtype; fp8 as f16, which holds each of its values."""
+        return "float16" if self.dtype == FP8 else self.dtype
+
+    @property
+    def out_dtype(self) -> str:
+        return "bfloat16" if self.dtype == FP8 else self.dtype
+
+    @property
+    def landings(self) -> int:
+        return LANDINGS if self.narrow else 0
 
     @property
     def head_dim(self) -> int:
@@ -56,7 +82,8 @@ class DecodeConfig:
 
     @property
     def stages(self) -> int:
-        return min(8, (SMEM_BYTES - 4096) // self.stage_bytes)
+        landing_bytes = BLOCK * self.head_dim if self.narrow else 0
+        return min(8, (SMEM_BYTES - 4096 - self.landings * landing_bytes) // self.stage_bytes)
 
     @property
     def tile_rows(self) -> int:
@@ -72,10 +99,12 @@ class DecodeConfig:
 def decode_reasons(spec: DecodeSpec) -> list[str]:
     """Why the Hopper decode kernel cannot run this call; empty if it can."""
     reasons = []
-    if spec.q_dtype not in ("bfloat16", "float16"):
-        reasons.append(f"q.dtype is {spec.q_dtype}; the sm_90 decode kernel takes bfloat16 or float16")
-    if spec.kv_dtype != spec.q_dtype:
-        reasons.append(f"kv_cache.dtype is {spec.kv_dtype}; the sm_90 decode kernel takes q's dtype, {spec.q_dtype}")
+    if spec.q_dtype not in ("bfloat16", "float16", FP8):
+        reasons.append(f"q.dtype is {spec.q_dtype}; the sm_90 decode kernel takes bfloat16, float16 or {FP8}")
+    if spec.kv_dtype not in (spec.q_dtype, FP8):
+        reasons.append(
+            f"kv_cache.dtype is {spec.kv_dtype}; the sm_90 decode kernel takes q's dtype, {spec.q_dtype}, or {FP8}"
+        )
     if spec.page_size not in (16, 32, 64, 128):
         reasons.append(f"page size is {spec.page_size}; the sm_90 decode kernel takes 16, 32, 64 or 128")
     if spec.latent_dim not in (256, 512):
@@ -102,6 +131,7 @@ def decode_config(spec: DecodeSpec) -> DecodeConfig:
         causal=spec.causal and spec.max_q_len > 1,
         batch_invariant=spec.batch_invariant,
         cluster=2 if spec.max_q_len * spec.num_heads > ROWS else 1,
+        kv_dtype=FP8 if spec.kv_dtype == FP8 else None,
     )
 
 

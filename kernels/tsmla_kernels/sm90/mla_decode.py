@@ -23,16 +23,15 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKind
 
-from tsmla_kernels.sm90.choose import BLOCK, ROWS, SMEM_BYTES, DecodeConfig
+from tsmla_kernels.sm90.choose import BLOCK, FP8, ROWS, SMEM_BYTES, DecodeConfig
 
+DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, FP8: cutlass.Float8E4M3FN}
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 OVERHEAD = 8  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
 LEAST_PAYLOAD = 2  # key blocks worth a cluster's while: each piece more is one more partial result to merge
 LOWEST = -1e30  # of the running maximum: finite, so that a row without keys needs no case of its own
 RESCALE_BITS = 8.0  # how far the running maximum may lag where arithmetic is the bound: following it at once takes 10 %
-DESCRIPTORS = 8  # ring of piece descriptors, filled LOOKAHEAD pieces before the slowest reader
-LOOKAHEAD = 4
 DESCRIPTOR_WORDS = 12
 EARLY_STEPS = 8  # 16-column steps of Q K^T that may still run when the values' warpgroups are let loose
 TABLE_AHEAD = 32  # block-table entries read at once
@@ -53,13 +52,21 @@ class MlaDecode:
 
     def __init__(self, config: DecodeConfig) -> None:
         self.config = config
-        self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[config.dtype]
+        self.dtype, self.q_dtype, self.cache_dtype, self.out_dtype = (
+            DTYPES[name] for name in (config.math_dtype, config.dtype, config.cache_dtype, config.out_dtype)
+        )
+        # An fp8 cache lands in shared memory as it is, and the values' warps widen it into the ring.
+        self.narrow, self.narrow_q, self.landings = config.narrow, config.dtype == FP8, config.landings
         self.heads, self.max_q_len = config.num_heads, config.max_q_len
         self.latent, self.rope, self.depth = config.latent_dim, config.rope_dim, config.head_dim
         self.page_size, self.ragged, self.causal = config.page_size, config.ragged, config.causal
         self.invariant, self.cluster = config.batch_invariant, config.cluster
         self.stages, self.tile_rows, self.max_tiles = config.stages, config.tile_rows, config.max_tiles
         self.stage_elements = config.stage_bytes // 2
+        self.landing_elements = BLOCK * self.depth
+        # Ring of piece descriptors, filled `lookahead` pieces before the slowest reader: as many as the stages that are
+        # filled ahead may belong to.
+        self.descriptors, self.lookahead = (16, 8) if self.narrow else (8, 4)
         self.column_tiles = self.depth // 64
         self.box = min(BLOCK, self.page_size)  # keys of one TMA copy: a page may be shorter than a stage
         self.half = self.latent // 2
@@ -95,6 +102,10 @@ class MlaDecode:
         tiles = self.column_tiles if self.box == BLOCK else 1
         box_layout = cute.tile_to_shape(atom, (self.box, 64, tiles), (0, 1, 2))
         q_layout = cute.tile_to_shape(atom, (BLOCK, 64, self.column_tiles), (0, 1, 2))
+        if const_expr(self.narrow):
+            box_layout = cute.make_layout((self.box, 64, tiles), stride=(64, 1, 64 * self.box))
+        if const_expr(self.narrow_q):
+            q_layout = cute.make_layout((BLOCK, 64, self.column_tiles), stride=(64, 1, 64 * BLOCK))
         row, page = kv_cache.stride[1], kv_cache.stride[0]
         keys = cute.make_tensor(
             kv_cache.iterator,
@@ -120,20 +131,22 @@ class MlaDecode:
         )
         mma_pv = sm90.make_trivial_tiled_mma(dtype, dtype, k_major, mn_major, Float32, (1, 1, 1), (ROWS, self.half))
 
+        ring_elements = self.stages * self.stage_elements + self.landings * self.landing_elements // 2
+
         @cute.struct
         class Storage:
-            full: cute.struct.MemRange[Int64, self.stages]
+            full: cute.struct.MemRange[Int64, self.stages + 2 * self.landings]  # landings: landed, left
             empty: cute.struct.MemRange[Int64, self.stages]
             ready: cute.struct.MemRange[Int64, self.stages]
-            descriptor: cute.struct.MemRange[Int32, DESCRIPTORS * DESCRIPTOR_WORDS]
+            descriptor: cute.struct.MemRange[Int32, self.descriptors * DESCRIPTOR_WORDS]
             rescale: cute.struct.MemRange[Float32, self.stages * ROWS]
             moved: cute.struct.MemRange[Int32, self.stages * 4]
             inverse: cute.struct.MemRange[Float32, 2 * ROWS]
-            walk: cute.struct.MemRange[Int32, 8]
+            walk: cute.struct.MemRange[Int32, 8 + (32 if self.narrow else 0)]
             fill: cute.struct.MemRange[Int32, 8]
             pages: cute.struct.MemRange[Int32, TABLE_AHEAD]
             q_rope: cute.struct.Align[cute.struct.MemRange[dtype, max(ROWS * 16 * self.shared_steps, 8)], 1024]
-            ring: cute.struct.Align[cute.struct.MemRange[dtype, self.stages * self.stage_elements], 1024]
+            ring: cute.struct.Align[cute.struct.MemRange[dtype, ring_elements], 1024]
 
         self.storage = Storage
         if const_expr(Storage.size_in_bytes() > SMEM_BYTES):
@@ -194,7 +207,7 @@ class MlaDecode:
         storage = smem.allocate(self.storage)
         full, empty, ready = storage.full.data_ptr(), storage.empty.data_ptr(), storage.ready.data_ptr()
         descriptor = storage.descriptor.get_tensor(
-            cute.make_layout((DESCRIPTOR_WORDS, DESCRIPTORS), stride=(1, DESCRIPTOR_WORDS))
+            cute.make_layout((DESCRIPTOR_WORDS, self.descriptors), stride=(1, DESCRIPTOR_WORDS))
         )
         rescale = storage.rescale.get_tensor(cute.make_layout((ROWS, self.stages), stride=(1, ROWS)))
         moved = storage.moved.get_tensor(cute.make_layout((4, self.stages), stride=(1, 4)))
@@ -229,9 +242,12 @@ class MlaDecode:
         if warp_idx == 0:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(self.stages):
-                    cute.arch.mbarrier_init(full + i, 1)
-                    cute.arch.mbarrier_init(empty + i, 8 * self.cluster)
+                    cute.arch.mbarrier_init(full + i, 8 if self.narrow else 1)
+                    cute.arch.mbarrier_init(empty + i, 8 if self.narrow else 8 * self.cluster)
                     cute.arch.mbarrier_init(ready + i, 4)
+                for i in cutlass.range_constexpr(self.landings):
+                    cute.arch.mbarrier_init(full + self.stages + i, 1)
+                    cute.arch.mbarrier_init(full + self.stages + self.landings + i, 8 * self.cluster)
         cute.arch.mbarrier_init_fence()
         if const_expr(self.cluster > 1):
             cute.arch.cluster_arrive_relaxed()
@@ -248,8 +264,14 @@ class MlaDecode:
             block_tables, seq_lens, cu_seqlens_q, partial_lse, split_info, descriptor, walk, parts, part, rank,
             lse.shape[0],
         )  # fmt: skip
+        # Behind the schedule's eight words, four for each of the values' warps: column 2 + warp.
+        items = storage.walk.get_tensor(cute.make_layout((4, 10), stride=(1, 4)))
+        landing = ring
+        if const_expr(self.narrow):
+            landing = cute.recast_ptr(ring + self.stages * self.stage_elements, dtype=self.cache_dtype)
         copies = (
-            tma_q, tma_q_tensor, tma_k, tma_k_tensor, block_tables, s_k, descriptor, fill, pages, full, empty, rank
+            tma_q, tma_q_tensor, tma_k, tma_k_tensor, block_tables, s_k, descriptor, fill, pages, full, empty, rank,
+            landing, items,
         )  # fmt: skip
         if warp_idx == 8:
             self.begin_schedule(*schedule)
@@ -464,7 +486,7 @@ class MlaDecode:
         if const_expr(not self.invariant):
             if fixed == 0:
                 lead = Int32(OVERHEAD)
-        at = piece % DESCRIPTORS
+        at = piece % self.descriptors
         found = Int32(0)
         while found == 0 and r < batch and start + lead < end:
             keys, first, rows, tiles, blocks = self.request(r, seq_lens, cu_seqlens_q, width, all_rows)
@@ -563,6 +585,8 @@ class MlaDecode:
         full: cute.Pointer,
         empty: cute.Pointer,
         rank: Int32,
+        landing: cute.Pointer,
+        items: cute.Tensor,
     ):
         """Fill the free stage `index` with what comes next: 32 rows of Q, a block of keys, or the end.
 
@@ -577,17 +601,17 @@ class MlaDecode:
                 cute.arch.mbarrier_arrive_and_expect_tx(full + index, stage_bytes)
             if (b * BLOCK + BLOCK - 1) // self.page_size >= first + TABLE_AHEAD:
                 first = (b * BLOCK) // self.page_size
-                under_way = (fill[3] - 1) % DESCRIPTORS  # fill[3] is the piece after this one
+                under_way = (fill[3] - 1) % self.descriptors  # fill[3] is the piece after this one
                 cute.arch.sync_warp()
                 self.read_table(block_tables, descriptor, under_way, fill, pages, first, lane)
-            self.copy_keys(tma_k, tma_k_tensor, s_k, pages, full, index, b, first, rank)
+            self.copy_keys(tma_k, tma_k_tensor, self.boxes(s_k, self.box), pages, full, index, b, first, rank)
             cute.arch.sync_warp()
             if lane == 0:
                 fill[0] = b + 1
         elif fill[5] == 0:
             # A piece begins: its Q, in one or two stages; or there is none.
             piece, q_part = fill[3], fill[4]
-            at = piece % DESCRIPTORS
+            at = piece % self.descriptors
             b_begin, b_end, q_stages = descriptor[0, at], descriptor[1, at], descriptor[9, at]
             cute.arch.sync_warp()
             if b_begin == b_end:
@@ -598,19 +622,8 @@ class MlaDecode:
             else:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full + index, stage_bytes)
-                g_q = cute.local_tile(
-                    cute.domain_offset((descriptor[5, at] + q_part * BLOCK, 0, 0), tma_q_tensor),
-                    (BLOCK, 64, self.column_tiles),
-                    (0, 0, 0),
-                )
-                t_qs, t_qg = cpasync.tma_partition(
-                    tma_q,
-                    0,
-                    cute.make_layout(1),
-                    cute.group_modes(self.boxes(s_k, BLOCK, self.column_tiles), 0, 3),
-                    cute.group_modes(g_q, 0, 3),
-                )
-                cute.copy(tma_q, t_qg, t_qs[None, 0, 0, index], tma_bar_ptr=full + index)
+                row = descriptor[5, at] + q_part * BLOCK
+                self.copy_q(tma_q, tma_q_tensor, self.boxes(s_k, BLOCK), full, index, row)
                 if lane == 0:
                     fill[4] = q_part + 1
                 if q_part + 1 == q_stages:
@@ -625,8 +638,9 @@ class MlaDecode:
         cute.arch.sync_warp()
 
     @cute.jit
-    def boxes(self, s_k: cute.Tensor, keys: cutlass.Constexpr[int], tiles: cutlass.Constexpr[int]):
-        """The ring as TMA boxes: (keys, 64, tiles, box in block, box in columns, stage)."""
+    def boxes(self, s_k: cute.Tensor, keys: cutlass.Constexpr[int]):
+        """The ring as TMA boxes of `keys` rows: (keys, 64, tiles, box in block, box in columns, stage)."""
+        tiles = self.column_tiles if const_expr(keys == BLOCK) else 1
         return cute.make_tensor(
             s_k.iterator,
             cute.make_layout(
@@ -634,6 +648,37 @@ class MlaDecode:
                 stride=((64, 512), 1, 64 * BLOCK, 64 * keys, 64 * BLOCK * tiles, self.stage_elements),
             ),
         )
+
+    @cute.jit
+    def landing_boxes(self, landing: cute.Pointer, keys: cutlass.Constexpr[int]):
+        """The landings as TMA boxes, likewise; without a swizzle, a row's 64 columns in 64 bytes."""
+        tiles = self.column_tiles if const_expr(keys == BLOCK) else 1
+        return cute.make_tensor(
+            landing,
+            cute.make_layout(
+                (keys, 64, tiles, BLOCK // keys, self.column_tiles // tiles, self.landings),
+                stride=(64, 1, 64 * BLOCK, 64 * keys, 64 * BLOCK * tiles, self.landing_elements),
+            ),
+        )
+
+    @cute.jit
+    def copy_q(
+        self,
+        tma_q: cute.CopyAtom,
+        tma_q_tensor: cute.Tensor,
+        boxes: cute.Tensor,
+        barriers: cute.Pointer,
+        index: Int32,
+        row: Int32,
+    ):
+        """32 rows of Q, from `row` on, into box `index`."""
+        g_q = cute.local_tile(
+            cute.domain_offset((row, 0, 0), tma_q_tensor), (BLOCK, 64, self.column_tiles), (0, 0, 0)
+        )
+        t_qs, t_qg = cpasync.tma_partition(
+            tma_q, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 3), cute.group_modes(g_q, 0, 3)
+        )
+        cute.copy(tma_q, t_qg, t_qs[None, 0, 0, index], tma_bar_ptr=barriers + index)
 
     @cute.jit
     def read_table(
@@ -664,7 +709,7 @@ class MlaDecode:
         self,
         tma_k: cute.CopyAtom,
         tma_k_tensor: cute.Tensor,
-        s_k: cute.Tensor,
+        boxes: cute.Tensor,
         pages: cute.Tensor,
         full: cute.Pointer,
         index: Int32,
@@ -672,14 +717,14 @@ class MlaDecode:
         first: Int32,
         rank: Int32,
     ):
-        """Block b of the request into stage `index`; in a cluster each CTA copies every other block, for both."""
+        """Block b of the request into box `index`; in a cluster each CTA copies every other block, for both."""
         tiles = self.column_tiles if const_expr(self.box == BLOCK) else 1
         g_k = cute.local_tile(tma_k_tensor, (self.box, 64, tiles), (None, 0, None, None))  # (.., box, columns, page)
         t_ks, t_kg = cpasync.tma_partition(
             tma_k,
             0,
             cute.make_layout(1),
-            cute.group_modes(self.boxes(s_k, self.box, tiles), 0, 3),
+            cute.group_modes(boxes, 0, 3),
             cute.group_modes(g_k, 0, 3),
         )
         for h in cutlass.range_constexpr(BLOCK // self.box):
@@ -694,6 +739,183 @@ class MlaDecode:
                         tma_k, t_kg[None, box, c, page], t_ks[None, h, c, index], tma_bar_ptr=full + index,
                         mcast_mask=cutlass.Int16((1 << self.cluster) - 1),
                     )  # fmt: skip
+
+    # ---- an fp8 cache: landings, and widening
+
+    @cute.jit
+    def land(
+        self,
+        slot: Int32,
+        tma_q: cute.CopyAtom,
+        tma_q_tensor: cute.Tensor,
+        tma_k: cute.CopyAtom,
+        tma_k_tensor: cute.Tensor,
+        block_tables: cute.Tensor,
+        s_k: cute.Tensor,
+        descriptor: cute.Tensor,
+        fill: cute.Tensor,
+        pages: cute.Tensor,
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        rank: Int32,
+        landing: cute.Pointer,
+        items: cute.Tensor,
+    ):
+        """Copy what comes next to the free landing `slot`: a block of keys, or 32 rows of an fp8 Q; at the end nothing.
+        """
+        lane = cute.arch.lane_idx()
+        landed = full + self.stages
+        cute.arch.sync_warp()
+        if fill[0] == fill[1] and fill[4] == 0 and fill[5] == 0:
+            piece = fill[3]
+            at = piece % self.descriptors
+            b_begin, b_end = descriptor[0, at], descriptor[1, at]
+            cute.arch.sync_warp()
+            if b_begin == b_end:
+                if lane == 0:
+                    fill[5] = 1
+            else:
+                self.read_table(block_tables, descriptor, at, fill, pages, (b_begin * BLOCK) // self.page_size, lane)
+                if lane == 0:
+                    fill[0] = b_begin
+                    fill[1] = b_end
+                    fill[3] = piece + 1
+                    if const_expr(self.narrow_q):
+                        fill[4] = descriptor[9, at]
+            cute.arch.sync_warp()
+        b, b_end, first, q_left = fill[0], fill[1], fill[2], fill[4]
+        under_way = (fill[3] - 1) % self.descriptors  # fill[3] is the piece after this one
+        cute.arch.sync_warp()
+        if q_left > 0:
+            if const_expr(self.narrow_q):
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(landed + slot, self.landing_elements)
+                row = descriptor[5, under_way] + (descriptor[9, under_way] - q_left) * BLOCK
+                self.copy_q(tma_q, tma_q_tensor, self.landing_boxes(landing, BLOCK), landed, slot, row)
+                if lane == 0:
+                    fill[4] = q_left - 1
+        elif b < b_end:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(landed + slot, self.landing_elements)
+            if (b * BLOCK + BLOCK - 1) // self.page_size >= first + TABLE_AHEAD:
+                first = (b * BLOCK) // self.page_size
+                self.read_table(block_tables, descriptor, under_way, fill, pages, first, lane)
+            self.copy_keys(
+                tma_k, tma_k_tensor, self.landing_boxes(landing, self.box), pages, landed, slot, b, first, rank
+            )
+            cute.arch.sync_warp()
+            if lane == 0:
+                fill[0] = b + 1
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def widen(
+        self,
+        index: Int32,
+        warp_idx: Int32,
+        tma_q: cute.CopyAtom,
+        tma_q_tensor: cute.Tensor,
+        tma_k: cute.CopyAtom,
+        tma_k_tensor: cute.Tensor,
+        block_tables: cute.Tensor,
+        s_k: cute.Tensor,
+        descriptor: cute.Tensor,
+        fill: cute.Tensor,
+        pages: cute.Tensor,
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        rank: Int32,
+        landing: cute.Pointer,
+        items: cute.Tensor,
+    ):
+        """Fill the free stage `index` with what comes next, by all eight warps of the values: from a landing, in the
+        type of the arithmetic; a 16-bit Q by TMA; at the end nothing. Each warp counts on its own where it is."""
+        lane = cute.arch.lane_idx()
+        warp_here = warp_idx - 4
+        piece, position = items[0, 2 + warp_here], items[1, 2 + warp_here]
+        slot, phase = items[2, 2 + warp_here], items[3, 2 + warp_here]
+        cute.arch.sync_warp()
+        at = piece % self.descriptors
+        blocks, q_stages = descriptor[1, at] - descriptor[0, at], descriptor[9, at]
+        landed, left = full + self.stages, full + self.stages + self.landings
+        from_landing = blocks > 0
+        if const_expr(not self.narrow_q):
+            from_landing = blocks > 0 and position >= q_stages
+        if from_landing:
+            first = Int32(0) if const_expr(self.narrow_q) else q_stages
+            if warp_idx == 4 and (piece > 0 or position > first):
+                # The landing that was read before this one is free: all have left it, or are about to.
+                before, phase_before = slot - 1, phase
+                if slot == 0:
+                    before, phase_before = Int32(self.landings - 1), phase ^ 1
+                cute.arch.mbarrier_wait(left + before, phase_before)
+                self.land(
+                    before, tma_q, tma_q_tensor, tma_k, tma_k_tensor, block_tables, s_k, descriptor, fill, pages, full,
+                    empty, rank, landing, items,
+                )  # fmt: skip
+            cute.arch.mbarrier_wait(landed + slot, phase)
+            row = 4 * warp_here + lane // 8
+            source = cute.make_tensor(
+                (landing + (slot * self.landing_elements + warp_here * 256 + lane * 8)).align(8),
+                cute.make_layout((8, self.column_tiles), stride=(1, 64 * BLOCK)),
+            )
+            ring = cute.recast_ptr(s_k.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
+            target = cute.make_tensor(
+                (ring + (index * self.stage_elements + row * 64 + ((lane % 8) ^ (row % 8)) * 8)).align(16),
+                cute.make_layout((8, self.column_tiles), stride=(1, 64 * BLOCK)),
+            )
+            few = cute.make_rmem_tensor((8,), self.cache_dtype)
+            wide = cute.make_rmem_tensor((8,), self.dtype)
+            for c in cutlass.range(self.column_tiles, unroll=1):
+                cute.autovec_copy(source[None, c], few)
+                if const_expr(self.dtype == cutlass.Float16):
+                    wide.store(few.load().to(self.dtype))
+                else:
+                    wide.store(few.load().to(Float32).to(self.dtype))
+                cute.autovec_copy(wide, target[None, c])
+            self.leave_landing(left + slot)
+            slot += 1
+            if slot == self.landings:
+                slot = Int32(0)
+                phase ^= 1
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(full + index)
+        else:
+            by_tma = Int32(0)
+            if const_expr(not self.narrow_q):
+                if blocks > 0 and warp_idx == 4:
+                    by_tma = Int32(1)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(full + index, BLOCK * self.depth * 2)
+                    self.copy_q(
+                        tma_q, tma_q_tensor, self.boxes(s_k, BLOCK), full, index, descriptor[5, at] + position * BLOCK
+                    )
+            if by_tma == 0 and lane == 0:
+                cute.arch.mbarrier_arrive(full + index)
+        position += 1
+        if position == q_stages + blocks:
+            piece += 1
+            position = Int32(0)
+        if lane == 0:
+            if blocks > 0:
+                items[0, 2 + warp_here] = piece
+                items[1, 2 + warp_here] = position
+            items[2, 2 + warp_here] = slot
+            items[3, 2 + warp_here] = phase
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def leave_landing(self, barrier: cute.Pointer):
+        """One warp is done with a landing: told to every CTA that may write it."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            if const_expr(self.cluster == 1):
+                cute.arch.mbarrier_arrive(barrier)
+            else:
+                for peer in cutlass.range_constexpr(self.cluster):
+                    cute.arch.mbarrier_arrive(barrier, peer)
 
     @cute.jit
     def uniform(self, value: Int32):
@@ -805,7 +1027,7 @@ class MlaDecode:
         running = Int32(1)
         while running == 1:
             cute.arch.mbarrier_wait(full + index, phase)
-            at = piece % DESCRIPTORS
+            at = piece % self.descriptors
             b_begin, b_end = self.uniform(descriptor[0, at]), self.uniform(descriptor[1, at])
             if b_begin == b_end:
                 running = Int32(0)
@@ -1040,41 +1262,50 @@ class MlaDecode:
         o = cute.make_tensor(acc.iterator, cute.make_layout((2, (2, groups)), stride=(2, (1, 4))))
 
         index, phase, piece = Int32(0), Int32(0), Int32(0)
+        waiting = 256 if const_expr(self.narrow) else 64  # threads that need more than the first piece's description
+        if const_expr(self.narrow):
+            items = copies[13]
+            if lane < 4:
+                items[lane, 2 + warp_idx - 4] = Int32(0)
+            cute.arch.sync_warp()
         if warp_idx == 4:
             fill = copies[7]
             if lane < 8:
                 fill[lane] = Int32(0)
             cute.arch.sync_warp()
             behind = Int32(1)
-            for i in cutlass.range(self.stages, unroll=1):
-                if behind == 1 and fill[3] == 1 and fill[0] == fill[1]:
+            for i in cutlass.range(self.landings if const_expr(self.narrow) else self.stages, unroll=1):
+                if behind == 1 and fill[3] == 1 and fill[0] == fill[1] and (fill[4] == 0 or not self.narrow):
                     behind = Int32(0)
-                    cute.arch.barrier(barrier_id=2, number_of_threads=64)
-                self.produce(i, *copies)
+                    cute.arch.barrier(barrier_id=2, number_of_threads=waiting)
+                if const_expr(self.narrow):
+                    self.land(i, *copies)
+                else:
+                    self.produce(i, *copies)
             if behind == 1:
-                cute.arch.barrier(barrier_id=2, number_of_threads=64)
+                cute.arch.barrier(barrier_id=2, number_of_threads=waiting)
         if warp_idx == 8:
             # The first copies do not wait for these.
-            for i in cutlass.range(1, LOOKAHEAD, unroll=1):
+            for i in cutlass.range(1, self.lookahead, unroll=1):
                 self.next_piece(i, *schedule)
-            cute.arch.barrier(barrier_id=2, number_of_threads=64)
+            cute.arch.barrier(barrier_id=2, number_of_threads=waiting)
+        if const_expr(self.narrow):
+            if warp_idx != 4 and warp_idx != 8:
+                cute.arch.barrier(barrier_id=2, number_of_threads=waiting)
+            for i in cutlass.range(self.stages, unroll=1):
+                self.widen(i, warp_idx, *copies)
         pending, phase_of_pending = Int32(-1), Int32(0)
         inverse_low, inverse_high = Float32(0.0), Float32(0.0)
         running = Int32(1)
         while running == 1:
             # Every use of a stage, Q's too, goes full -> ready -> empty, so that the three barriers stay in step.
             cute.arch.mbarrier_wait(ready + index, phase)
-            at = piece % DESCRIPTORS
+            at = piece % self.descriptors
             b_begin, b_end = self.uniform(descriptor[0, at]), self.uniform(descriptor[1, at])
             if b_begin == b_end:
                 running = Int32(0)
             else:
-                q_stages = self.uniform(descriptor[9, at])
-                self.refill(pending, phase_of_pending, empty, warp_idx, copies)
-                pending, phase_of_pending = index, phase
-                self.leave(index, empty)
-                index, phase = self.advance(index, phase)
-                if q_stages == 2:
+                for _ in cutlass.range(self.uniform(descriptor[9, at]), unroll=1):
                     cute.arch.mbarrier_wait(ready + index, phase)
                     self.refill(pending, phase_of_pending, empty, warp_idx, copies)
                     pending, phase_of_pending = index, phase
@@ -1107,14 +1338,14 @@ class MlaDecode:
                     index, phase = self.advance(index, phase)
                 self.store(out, partial_out, o, inverse_low, inverse_high, row_low, lane, half, descriptor, at, rank)
                 if warp_idx == 8:
-                    self.next_piece(piece + LOOKAHEAD, *schedule)
+                    self.next_piece(piece + self.lookahead, *schedule)
                 piece += 1
 
     @cute.jit
     def leave(self, index: Int32, empty: cute.Pointer):
         """One warp is done with a stage: told to every CTA that may write it."""
         with cute.arch.elect_one():
-            if const_expr(self.cluster == 1):
+            if const_expr(self.cluster == 1 or self.narrow):
                 cute.arch.mbarrier_arrive(empty + index)
             else:
                 for peer in cutlass.range_constexpr(self.cluster):
@@ -1122,8 +1353,12 @@ class MlaDecode:
 
     @cute.jit
     def refill(self, index: Int32, phase: Int32, empty: cute.Pointer, warp_idx: Int32, copies: cutlass.Constexpr):
-        """The copying warp fills a stage, when all have left it. index -1: there is none."""
-        if warp_idx == 4 and index >= 0:
+        """The copying warp (with an fp8 cache: each) fills a stage, when all have left it. index -1: there is none."""
+        if const_expr(self.narrow):
+            if index >= 0:
+                cute.arch.mbarrier_wait(empty + index, phase)
+                self.widen(index, warp_idx, *copies)
+        elif warp_idx == 4 and index >= 0:
             cute.arch.mbarrier_wait(empty + index, phase)
             self.produce(index, *copies)
 
@@ -1156,12 +1391,12 @@ class MlaDecode:
                     (out.iterator + (Int64(out_row + row) * self.latent + half * self.half + quad * 8)).align(16),
                     cute.make_layout((8, groups // 4), stride=(1, 32)),
                 )
-                pairs = cute.make_rmem_tensor((8,), self.dtype)
+                pairs = cute.make_rmem_tensor((8,), self.out_dtype)
                 words = cute.recast_tensor(pairs, Int32)
                 for g in cutlass.range_constexpr(groups // 4):
                     for j in cutlass.range_constexpr(4):
-                        pairs[2 * j] = (o[i, 8 * g + 2 * j] * factor).to(self.dtype)
-                        pairs[2 * j + 1] = (o[i, 8 * g + 2 * j + 1] * factor).to(self.dtype)
+                        pairs[2 * j] = (o[i, 8 * g + 2 * j] * factor).to(self.out_dtype)
+                        pairs[2 * j + 1] = (o[i, 8 * g + 2 * j + 1] * factor).to(self.out_dtype)
                     self.transpose_quad(words, quad)
                     if row < valid_rows:
                         cute.autovec_copy(pairs, line[None, g])
@@ -1419,9 +1654,9 @@ class MlaDecode:
                     if weight > 0.0 or weight != weight:
                         factor = cute.arch.rcp_approx(weight)
                         value = (highest + cute.math.log2(weight, fastmath=True)) * LN_2
-                    narrow = cute.make_rmem_tensor((4,), self.dtype)
+                    narrow = cute.make_rmem_tensor((4,), self.out_dtype)
                     for c in cutlass.range_constexpr(4):
-                        narrow[c] = (acc[c] * factor).to(self.dtype)
+                        narrow[c] = (acc[c] * factor).to(self.out_dtype)
                     target = cute.make_tensor(
                         (out.iterator + (Int64(row_base + row) * self.latent + column)).align(8), cute.make_layout(4)
                     )
@@ -1471,6 +1706,6 @@ class MlaDecode:
                 factor = cute.arch.rcp_approx(total)
                 value = (top + cute.math.log2(total, fastmath=True)) * LN_2
             at = quad % (self.latent // 4) * 4
-            out[row, at + lane] = (column * factor).to(self.dtype)
+            out[row, at + lane] = (column * factor).to(self.out_dtype)
             if at == 0 and lane == 0:
                 lse[row] = value
