@@ -3,8 +3,9 @@
 Every number shown comes from `benchmarks/results/<device>/decode_<dtype>.json`: a list of objects, one a point and
 peer, with b, s, h, keys, varlen, page, dtype, peer (ours is "tsmla"), us, floor_us, rel_err, device, commit, date and
 versions. Each file gives two PNGs and a full table under `benchmarks/figures/`, and the README's short table between
-the comments `<!-- decode_<dtype> -->` and `<!-- /decode_<dtype> -->`. What `decode_cpu.py` recorded gives the sentence
-between `<!-- decode_cpu -->` and `<!-- /decode_cpu -->`.
+the comments `<!-- decode_<dtype> -->` and `<!-- /decode_<dtype> -->`. What `prefill.py` and `cache.py` recorded beside
+them (prefill.json, cache.json) gives the tables between the comments `prefill` and `cache`, and what `decode_cpu.py`
+recorded the sentence between `decode_cpu`.
 """
 
 import argparse
@@ -18,8 +19,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = "tsmla"
-# The same kernel as XLA runs it; compared with nobody, since the peers are timed as kernels.
-OURS_IN_JIT = "tsmla_jit"
+# Compared with nobody: the same kernel as XLA runs it, since the peers are timed as kernels; and bf16 queries over an
+# fp8 cache, which no peer takes.
+OURS_TOO = {"tsmla_jit": "in jax.jit", "tsmla_bf16_q": "bf16 queries"}
 PEER_NAMES = {OURS: "tsmla", "flashmla": "FlashMLA", "fa3": "FA3", "fa4": "FA4 SM90"}
 # The README shows these; the full table is beside the figures.
 SHORT_TABLE_HEADS = (16, 128)
@@ -108,9 +110,9 @@ def summary(points: Sequence[Point], rows: Sequence[Row]) -> str:
 def table(points: Sequence[Point]) -> str:
     """A Markdown table, a row a point; times in microseconds."""
     peers = [peer for peer in PEER_NAMES if peer != OURS and any(peer in point.us for point in points)]
-    jit = any(OURS_IN_JIT in point.us for point in points)
+    too = [name for name in OURS_TOO if any(name in point.us for point in points)]
     heads = ["B, S, H, keys", "floor", *(PEER_NAMES[peer] for peer in peers), "**tsmla**", "/ best peer", "of floor"]
-    heads += ["in jax.jit"] * jit
+    heads += [OURS_TOO[name] for name in too]
     lines = ["| " + " | ".join(heads) + " |", "|---" + "|---:" * (len(heads) - 1) + "|"]
     for point in points:
         case, ours, ratio = point.case, point.us.get(OURS), point.ratio()
@@ -123,8 +125,7 @@ def table(points: Sequence[Point]) -> str:
             f"{ratio:.2f}" if ratio else "-",
             f"{point.floor_us / ours:.0%}" if ours else "-",
         ]
-        if jit:
-            cells.append(f"{point.us[OURS_IN_JIT]:.1f}" if OURS_IN_JIT in point.us else "-")
+        cells += [f"{point.us[name]:.1f}" if name in point.us else "-" for name in too]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -239,6 +240,71 @@ def write(results: Path, figures: Path, readme: Path) -> str:
     return said
 
 
+PREFILL_NAMES = {"fa3": "FA3", "fa4": "FA4 SM90", "cudnn": "cuDNN"}
+
+
+def write_prefill(results: Path, readme: Path) -> str:
+    """Write the README's table of what `prefill.py` recorded; return its summary."""
+    rows = json.loads(results.read_text())
+    try:
+        us: dict[str, dict[str, float]] = {}
+        for row in rows:
+            us.setdefault(row["point"], {})[row["peer"]] = float(row["us"])
+        ours = {row["point"]: row for row in rows if row["peer"] == OURS}
+        means = []
+        for peer, name in PREFILL_NAMES.items():
+            if ratios := [times[OURS] / times[peer] for times in us.values() if peer in times]:
+                mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+                means.append(f"{name} {mean:.2f} (worst {max(ratios):.2f})")
+        lines = [
+            "| B x T, H | FA3 | FA4 SM90 | cuDNN | **tsmla** | / FA3 | TFLOP/s |",
+            "|---|---:|---:|---:|---:|---:|---:|",
+        ]
+        for point, times in us.items():
+            peers = (f"{times[peer]:.0f}" if peer in times else "-" for peer in PREFILL_NAMES)
+            ratio = times[OURS] / times["fa3"]
+            rate = ours[point]["tflops"]
+            lines.append(f"| {point} | {' | '.join(peers)} | **{times[OURS]:.0f}** | {ratio:.2f} | {rate:.0f} |")
+        first = rows[0]
+        said = (
+            f"Causal {first['dtype']}, head dims {first['head_dims'][0]} and {first['head_dims'][1]}, microseconds. "
+            f"tsmla's time over {', '.join(means)}, geometric means over the points that each ran. "
+            f"Device: {first['device']}; commit {first['commit']}; {first['date']}."
+        )
+    except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
+        raise ValueError(f"{results}: {type(error).__name__} {error}") from error
+    readme.write_text(between_markers(readme.read_text(), "prefill", said + "\n\n" + "\n".join(lines)))
+    return said
+
+
+def write_cache(results: Path, readme: Path) -> str:
+    """Write the README's table of what `cache.py` recorded; return its summary."""
+    rows = json.loads(results.read_text())
+    try:
+        tokens = sorted({row["tokens"] for row in rows if row["tokens"] >= 4096})
+        times = {(row["op"], tuple(row["dtypes"]), row["tokens"]): row for row in rows}
+        lines = [
+            "| | " + " | ".join(f"T {count}" for count in tokens) + " |",
+            "|---" + "|---:" * len(tokens) + "|",
+        ]
+        for op, dtypes in dict.fromkeys((op, dtypes) for op, dtypes, _ in times):
+            cells = (
+                f"{row['us']:.1f} ({row['us'] / row['copy_us']:.2f})"
+                for count in tokens
+                for row in [times[op, dtypes, count]]
+            )
+            lines.append(f"| `{op}`, {' to '.join(dict.fromkeys(dtypes))} | {' | '.join(cells)} |")
+        first = rows[0]
+        said = (
+            f"Microseconds, and in brackets over the time of copying the same bytes. Device: {first['device']}; "
+            f"commit {first['commit']}; {first['date']}."
+        )
+    except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
+        raise ValueError(f"{results}: {type(error).__name__} {error}") from error
+    readme.write_text(between_markers(readme.read_text(), "cache", said + "\n\n" + "\n".join(lines)))
+    return said
+
+
 def write_cpu(results: Path, readme: Path) -> str:
     """Write what `decode_cpu.py` recorded into the README; return it."""
     record = json.loads(results.read_text())
@@ -271,6 +337,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     written = [
         (path, partial(write, path, arguments.figures.resolve())) for path in arguments.results.glob("decode_*.json")
     ]
+    for name, function in (("prefill", write_prefill), ("cache", write_cache)):
+        if (path := arguments.results / f"{name}.json").exists():
+            written.append((path, partial(function, path)))
     if arguments.cpu_results.exists():
         written.append((arguments.cpu_results, partial(write_cpu, arguments.cpu_results)))
     if not written:

@@ -132,3 +132,44 @@ def test_the_cpu_sentence_comes_from_its_file(
     (tmp_path / "cpu.json").write_text(json.dumps({**times, **call}))
     assert figures.main(arguments(tmp_path)) == 2
     assert "KeyError 'keys'" in capsys.readouterr().err
+
+
+def test_prefill_and_cache_tables_come_from_their_files(figures: ModuleType, tmp_path: Path) -> None:
+    common = {
+        "dtype": "bf16",
+        "head_dims": [192, 128],
+        "device": "NVIDIA H200",
+        "commit": "abc1234",
+        "date": "2026-11-21",
+    }
+    prefill = [{"point": "1x2048h128", "peer": peer, "us": us, "tflops": 600.0, **common}
+               for peer, us in (("tsmla", 300.0), ("fa3", 400.0), ("cudnn", 600.0))]  # fmt: skip
+    cache = [
+        {
+            "op": "write_kv_cache",
+            "dtypes": ["bfloat16", "bfloat16"],
+            "tokens": 4096,
+            "us": 6.0,
+            "copy_us": 5.0,
+            **common,
+        }
+    ]
+    (tmp_path / "prefill.json").write_text(json.dumps(prefill))
+    (tmp_path / "cache.json").write_text(json.dumps(cache))
+    names = ("prefill", "cache")
+    (tmp_path / "README.md").write_text("".join(f"<!-- {name} -->\nold\n<!-- /{name} -->\n" for name in names))
+    assert figures.main(arguments(tmp_path)) == 0
+    readme = (tmp_path / "README.md").read_text()
+    assert "old" not in readme
+    assert "FA3 0.75 (worst 0.75)" in readme and "| 1x2048h128 | 400 | - | 600 | **300** | 0.75 | 600 |" in readme
+    assert "| `write_kv_cache`, bfloat16 | 6.0 (1.20) |" in readme
+
+
+@pytest.mark.parametrize("name", ["prefill", "cache"])
+def test_a_file_without_its_fields_is_named(
+    figures: ModuleType, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / f"{name}.json").write_text('[{"peer": "tsmla"}]')
+    (tmp_path / "README.md").write_text(f"<!-- {name} -->\n<!-- /{name} -->\n")
+    assert figures.main(arguments(tmp_path)) == 2
+    assert f"{name}.json: KeyError" in capsys.readouterr().err
