@@ -106,17 +106,19 @@ NAMES: dict[str, dict[str, Any]] = {
 @contextmanager
 def vllm_backend(sources: Path, tokenspeed: ModuleType) -> Iterator[tuple[ModuleType, ModuleType]]:
     """The decode and the prefill file as modules, while `import tokenspeed_mla` gives them `tokenspeed`."""
-    before = dict(sys.modules)
+    parts = [name.split(".") for name in NAMES]
+    names = {".".join(part[:i]) for part in parts for i in range(1, len(part) + 1)} | {"tokenspeed_mla"}
+    before = {name: sys.modules[name] for name in names & set(sys.modules)}
     try:
+        for name in names - set(before):
+            sys.modules[name] = ModuleType(name)
         for name, attributes in NAMES.items():
-            parts = name.split(".")
-            for i in range(1, len(parts) + 1):
-                sys.modules.setdefault(".".join(parts[:i]), ModuleType(".".join(parts[:i])))
             sys.modules[name].__dict__.update(attributes)
         sys.modules["tokenspeed_mla"] = tokenspeed
         yield _load(sources / "tokenspeed_mla.py"), _load(sources / "prefill" / "tokenspeed_mla.py")
     finally:
-        for name in set(sys.modules) - set(before):
+        # These alone: what else was imported meanwhile stays, for cutlass' library aborts when it is loaded again.
+        for name in names - set(before):
             del sys.modules[name]
         sys.modules.update(before)
 

@@ -122,6 +122,34 @@ def test_other_pages_and_dtypes(page: int, causal: bool) -> None:
     assert_right(attend(*args, latent_dim=256, causal=causal), *args, latent_dim=256, causal=causal)
 
 
+FP8_CASES = [
+    ((torch.bfloat16, torch.float8_e4m3fn), 2, {"kv_scale": 0.7}),
+    ((torch.float16, torch.float8_e4m3fn), 1, {}),
+    ((torch.float8_e4m3fn, torch.float8_e4m3fn), 3, {"q_scale": 1.3, "kv_scale": 0.7}),
+]
+
+
+@pytest.mark.parametrize(("dtypes", "q_len", "options"), FP8_CASES)
+@pytest.mark.parametrize("heads", [16, 128])
+def test_fp8_caches(dtypes: tuple[torch.dtype, torch.dtype], q_len: int, options: dict[str, Any], heads: int) -> None:
+    """Right by the same tolerances, for fp8 values are exact in what they are multiplied in; and as through jax."""
+    q, cache, *others = arrays(7, q_len, heads, 12)
+    args = (q.to(dtypes[0]), cache.to(dtypes[1]), *others)
+    got = attend(*args, **options)
+    assert got[0].dtype == (torch.bfloat16 if dtypes[0] == torch.float8_e4m3fn else dtypes[0])
+    assert_right(got, *args, **options)
+    through_jax = tsmla_bridge.jax_function(
+        lambda *given: tsmla_jax.mla_decode(
+            *given, softmax_scale=SCALE, return_lse=True, implementation="cute", **options
+        )
+    )
+    assert_same_bits(got, through_jax(*args))
+    tensors = {name: torch.tensor(value, device="cuda") for name, value in options.items()}
+    again = attend(*args, **tensors)
+    torch.testing.assert_close(again[0], got[0], atol=1e-5, rtol=2**-7)  # the scales' product may round the other way
+    torch.testing.assert_close(again[1], got[1], atol=1e-5, rtol=1e-5)
+
+
 def ragged() -> tuple[Tensors, dict[str, Any]]:
     q, *others = arrays(4, 3, 16, 6)
     offsets = torch.tensor([0, 3, 3, 4, 6], dtype=torch.int32, device="cuda")

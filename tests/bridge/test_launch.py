@@ -39,6 +39,8 @@ def assert_right(got: Any, case: Inputs, **changed: Any) -> None:
         {"seq_lens": [5, 20], "s": 24, "heads": 4},
         {"seq_lens": [9, 3, 20], "q_lens": [2, 0, 3], "s": 3, "padding_rows": 2},
         {"seq_lens": [40, 7], "page_size": 32, "q_dtype": "float16", "kv_dtype": "float16", "rope_dim": 0},
+        {"seq_lens": [40, 7, 0], "kv_dtype": "float8_e4m3fn"},
+        {"seq_lens": [40, 7], "s": 2, "q_dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn"},
     ],
 )
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -415,6 +417,15 @@ def test_writes_and_gathers_go_to_the_catalogs_kernels(gpu: Gpu) -> None:
     assert len(gpu.launches) == 3 and pool.any()
     with pytest.raises(NotImplementedError, match=r"write_kv_cache: .* kv_cache has strides .* the kernel can't read"):
         tsmla_bridge.write_kv_cache(pool, latent, k_rope, slots, implementation="cute")
+
+
+def test_a_cache_narrower_than_one_store_is_written_by_torch(gpu: Gpu) -> None:
+    cache, slots = torch.zeros(2, 16, 8, dtype=torch.float8_e4m3fn), torch.tensor([17, 3], dtype=torch.int32)
+    latent = torch.ones(2, 8, dtype=torch.bfloat16)
+    tsmla_bridge.write_kv_cache(cache, latent, None, slots)
+    assert not gpu.launches and cache.float().sum() == 16
+    with pytest.raises(NotImplementedError, match="L is 8; with a float8_e4m3fn cache the cache kernels take multi"):
+        tsmla_bridge.write_kv_cache(cache, latent, None, slots, implementation="cute")
 
 
 def test_the_stand_in_has_some_multiprocessors() -> None:

@@ -17,6 +17,8 @@ import numpy as np
 from tsmla_kernels import data_checks
 from tsmla_kernels.contract import CacheGatherSpec, CacheWriteSpec, DecodeSpec, PrefillSpec
 
+enabled = data_checks.enabled
+
 
 def decode(spec: DecodeSpec, seq_lens: jax.Array, block_tables: jax.Array, cu_seqlens_q: jax.Array | None) -> jax.Array:
     """seq_lens, behind the check that lengths fit the table, used pages exist and cu_seqlens_q is sound."""
@@ -42,7 +44,7 @@ def cache_gather(spec: CacheGatherSpec, lens: jax.Array, starts: jax.Array, bloc
 
 def behind(check: Callable[..., None], first: jax.Array, *others: jax.Array) -> jax.Array:
     """`first`, unless `check` (of numpy arrays) objects."""
-    if not data_checks.enabled():
+    if not enabled():
         return first
     if not any(isinstance(x, jax.core.Tracer) for x in (first, *others)):
         check(*map(np.asarray, (first, *others)))

@@ -46,7 +46,7 @@ def tiling(columns: int, *dtypes: str) -> Tiling:
     """The tiling of rows of `columns` values, each of which is stored in one of these dtypes."""
     vector = STORE_BYTES // max(ITEMSIZE[dtype] for dtype in dtypes)
     chunks = columns // vector
-    return Tiling(vector, chunks, max(1, THREADS // chunks))
+    return Tiling(vector, chunks, max(1, THREADS // max(1, chunks)))  # no chunk: the widths are refused
 
 
 @dataclasses.dataclass(frozen=True)
