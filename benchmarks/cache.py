@@ -20,8 +20,9 @@ from collections.abc import Callable
 from typing import Any
 
 from absl import app, flags
-from decode import COMMIT, OUT, SECONDS, time_all, versions
+from decode import COMMIT, OUT, SECONDS
 from figures import LATENT, ROPE
+from timing import time_all, versions
 
 TOKENS = flags.DEFINE_list("tokens", ["1", "128", "4096", "16384", "65536"], "numbers of tokens")
 OPS = flags.DEFINE_list("ops", ["write_kv_cache", "rope_write_kv_cache", "gather_kv_cache"], "operations")

@@ -24,7 +24,6 @@ import json
 import math
 import multiprocessing
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -33,6 +32,7 @@ from typing import Any
 
 from absl import app, flags
 from figures import BYTES_PER_KEY, BYTES_PER_S, FLOPS_PER_S, LATENT, ROPE
+from timing import time_all, versions
 
 PEERS = flags.DEFINE_string("peers", None, "folder of the module `peers`")
 OUT = flags.DEFINE_string("out", None, "where the rows go")
@@ -224,18 +224,6 @@ def peer(peers: Any, name: str, inputs: Inputs, cache: Any) -> Callable[[], tupl
     return make(inputs.q, cache, inputs.table, inputs.lens_gpu, inputs.scale, True)
 
 
-def versions() -> dict[str, str]:
-    from importlib import metadata
-
-    found = {"python": platform.python_version()}
-    for name in ("torch", "jax", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl", "flash_attn"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def main(argv: list[str]) -> int:
     del argv
     import torch
@@ -318,39 +306,6 @@ def main(argv: list[str]) -> int:
         del inputs, functions, cache4
         torch.cuda.empty_cache()
     return 0
-
-
-def time_all(functions: dict[str, Callable[[], Any]], iterations: int) -> dict[str, float]:
-    """Median microseconds of each: CUDA-graph replays, interleaved, the L2 cache flushed before each.
-
-    The flush reads. One that writes leaves the cache full of lines that have yet to go to memory, and what is timed
-    pays for them: 8 to 10 us where it reads 150 MB, of 50.
-    """
-    import torch
-
-    flush = torch.zeros(64 << 20, dtype=torch.float32, device="cuda")
-    stream = torch.cuda.Stream()
-    graphs = {}
-    for name, function in functions.items():
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                function()
-        torch.cuda.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name], stream=stream):
-            function()
-        graphs[name].replay()
-    events: dict[str, list[Any]] = {name: [] for name in graphs}
-    for _ in range(iterations):
-        for name, graph in graphs.items():
-            flush.amax()
-            start, stop = torch.cuda.Event(True), torch.cuda.Event(True)
-            start.record()
-            graph.replay()
-            stop.record()
-            events[name].append((start, stop))
-    torch.cuda.synchronize()
-    return {name: sorted(a.elapsed_time(b) for a, b in pairs)[iterations // 2] * 1e3 for name, pairs in events.items()}
 
 
 if __name__ == "__main__":

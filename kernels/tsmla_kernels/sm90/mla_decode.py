@@ -24,6 +24,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKind
 
 from tsmla_kernels.sm90.choose import BLOCK, FP8, ROWS, SMEM_BYTES, DecodeConfig
+from tsmla_kernels.sm90.warp_helpers import WarpHelpers
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, FP8: cutlass.Float8E4M3FN}
 LOG2_E = math.log2(math.e)
@@ -42,7 +43,7 @@ COMBINE_UNROLL = 4  # pieces that a thread reads at once
 COMBINE_SHARE = 4  # threads that share a quad when batch_invariant: the order of additions must not follow the batch
 
 
-class MlaDecode:
+class MlaDecode(WarpHelpers):
     """One compiled decode: `config` is static, all shapes but H, L, R and Z are dynamic.
 
     Operands of the launcher: q [N, D] (N = T * H rows), kv_cache [P, Z, D], block_tables [B, M] i32, seq_lens [B] i32,
@@ -918,11 +919,6 @@ class MlaDecode:
                     cute.arch.mbarrier_arrive(barrier, peer)
 
     @cute.jit
-    def uniform(self, value: Int32):
-        """A value that all lanes hold, in a uniform register: what depends on it alone is computed once a warp."""
-        return cute.arch.warp_redux_sync(value, "max")
-
-    @cute.jit
     def stage(self, s_k: cute.Tensor, s_p: cute.Tensor, index: Int32):
         """The keys and the P of one stage, for WGMMA.
 
@@ -944,14 +940,6 @@ class MlaDecode:
             cute.recast_ptr(p_ptr, p_swizzle, dtype=self.dtype), cute.slice_(s_p.layout, (None, None, 0))
         )
         return keys, p
-
-    @cute.jit
-    def advance(self, index: Int32, phase: Int32):
-        index += 1
-        if index == self.stages:
-            index = Int32(0)
-            phase ^= 1
-        return index, phase
 
     # ---- scores and softmax
 
@@ -1442,25 +1430,6 @@ class MlaDecode:
                             four[e], four[2 + e] = low, high
                         if row < valid_rows:
                             cute.autovec_copy(four, line[None, g])
-
-    @cute.jit
-    def transpose_quad(self, words: cute.Tensor, quad: Int32):
-        """4 x 4 transpose among the four lanes of a row: word j of lane q becomes word q of lane j."""
-        for step in cutlass.range_constexpr(2):
-            offset = 2 >> step
-            upper = (quad // offset) % 2
-            for j in cutlass.range_constexpr(4):
-                if const_expr((j // offset) % 2 == 0):
-                    a, b = words[j], words[j + offset]
-                    sent = b
-                    if upper == 1:
-                        sent = a
-                    received = cute.arch.shuffle_sync_bfly(sent, offset=offset)
-                    if upper == 1:
-                        a = received
-                    else:
-                        b = received
-                    words[j], words[j + offset] = a, b
 
     # ------------------------------------------------------------------ the combine kernel
 

@@ -22,6 +22,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKind
 
 from tsmla_kernels.sm90.choose_prefill import GROUP_ROWS, SMEM_BYTES, PrefillConfig
+from tsmla_kernels.sm90.warp_helpers import WarpHelpers
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
@@ -37,7 +38,7 @@ FAR = 2**31 - 1
 EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000  # of the L2 cache: Q is read once, K and V often
 
 
-class MlaPrefill:
+class MlaPrefill(WarpHelpers):
     """One compiled prefill: `config` is static; numbers of heads, requests and tokens are dynamic.
 
     Operands of the launcher: q [Tq, H, K], k [Tk, H, K], v [Tk, H, V], cu_seqlens_q and cu_seqlens_kv [B + 1] i32,
@@ -551,20 +552,7 @@ class MlaPrefill:
     def swizzle(self):
         return warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, self.dtype).inner
 
-    @cute.jit
-    def advance(self, index: Int32, phase: Int32):
-        index += 1
-        if index == self.stages:
-            index = Int32(0)
-            phase ^= 1
-        return index, phase
-
     # ---- the computing warpgroups
-
-    @cute.jit
-    def uniform(self, value: Int32):
-        """A value that all lanes hold, in a uniform register: what depends on it alone is computed once a warp."""
-        return cute.arch.warp_redux_sync(value, "max")
 
     @cute.jit
     def buffer(self, smem: cute.Pointer, index: Int32, rows: cutlass.Constexpr[int], columns: cutlass.Constexpr[int]):
@@ -951,22 +939,3 @@ class MlaPrefill:
                     cute.autovec_copy(pairs, line[None, g])
             if row < rows and quad == 0:
                 lse[first + row, head] = value
-
-    @cute.jit
-    def transpose_quad(self, words: cute.Tensor, quad: Int32):
-        """4 x 4 transpose among the four lanes of a row: word j of lane q becomes word q of lane j."""
-        for step in cutlass.range_constexpr(2):
-            offset = 2 >> step
-            upper = (quad // offset) % 2
-            for j in cutlass.range_constexpr(4):
-                if const_expr((j // offset) % 2 == 0):
-                    a, b = words[j], words[j + offset]
-                    sent = b
-                    if upper == 1:
-                        sent = a
-                    received = cute.arch.shuffle_sync_bfly(sent, offset=offset)
-                    if upper == 1:
-                        a = received
-                    else:
-                        b = received
-                    words[j], words[j + offset] = a, b
