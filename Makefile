@@ -9,6 +9,8 @@ VENV ?= .venv
 # The newest that the tests were run with. Installed by itself and first: on a machine with a CPU build of it, pip takes
 # that one, while a plain "torch" pulled in by another package would bring gigabytes of CUDA libraries.
 TORCH ?= torch==2.13.0
+# Blackwell's kernels, that the tests compile; without its own needs, CUDA's libraries among them.
+TOKENSPEED ?= tokenspeed-mla>=2.0,<3
 CHECKPOINT ?= demo-checkpoint
 PROMPTS ?= $(CHECKPOINT)/prompts.txt
 # Two workers: the suite is sized for a machine of two cores.
@@ -37,6 +39,7 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/python
 $(VENV)/.dev: pyproject.toml $(VENV)/.demo
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps '$(TOKENSPEED)'
 	@touch $@
 
 $(CHECKPOINT)/config.json: | $(VENV)/.demo

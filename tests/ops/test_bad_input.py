@@ -200,7 +200,7 @@ def test_a_traced_flag_is_refused_under_jit() -> None:
 
 @pytest.mark.parametrize("op", ["write_kv_cache", "gather_kv_cache", "merge_attention_states"])
 def test_a_named_implementation_that_cannot_run_gives_every_reason(op: str) -> None:
-    reasons = tsmla_jax.explain(op, **BASES[op]).reasons["cute"]
+    reasons = tsmla_jax.explain(op, **BASES[op], implementation="cute").reasons["cute"]
     assert reasons
     with pytest.raises(NotImplementedError, match=f"{op}: implementation='cute' can't run this call") as caught:
         call(op, BASES[op] | {"implementation": "cute"})
