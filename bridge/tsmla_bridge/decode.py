@@ -8,7 +8,7 @@ Scales, lengths, tables and addresses belong to the call and are never part of a
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -114,31 +114,34 @@ def mla_decode(
     plan = plan_for(q, kv_cache, block_tables, seq_lens, cu_seqlens_q, options)
     if type(softmax_scale) is float and q_scale is None and type(kv_scale) in _NUMBER:
         pair: Pair = (softmax_scale, 1.0) if kv_scale is None else (softmax_scale * kv_scale, kv_scale)  # type: ignore[assignment]
+    elif type(softmax_scale) is float and q_scale is None and scales.is_usual(kv_scale, q):
+        pair = scales.product(softmax_scale, None, kv_scale, kv_scale)
     else:
         scales.check("softmax_scale", softmax_scale, optional=False)
         scales.check("q_scale", q_scale)
         scales.check("kv_scale", kv_scale)
         tensors.same_device("q", q, {"softmax_scale": softmax_scale, "q_scale": q_scale, "kv_scale": kv_scale})
         pair = scales.product(softmax_scale, q_scale, kv_scale, kv_scale)
-    call = Call(q, kv_cache, block_tables, seq_lens, cu_seqlens_q, pair, return_lse, out, lse, workspace)
-    found, found_lse = plan.run(call)
+    found, found_lse = plan.run(
+        (q, kv_cache, block_tables, seq_lens, cu_seqlens_q, pair, return_lse, out, lse, workspace)
+    )
     return found if found_lse is None else (found, found_lse)
 
 
-class Call(NamedTuple):
-    """What belongs to one call and not to its plan."""
-
-    q: torch.Tensor
-    kv_cache: torch.Tensor
-    block_tables: torch.Tensor
-    seq_lens: torch.Tensor
-    cu_seqlens_q: torch.Tensor | None
-    pair: Pair
-    return_lse: bool
-    out: torch.Tensor | None = None
-    lse: torch.Tensor | None = None
-    workspace: Workspace | None = None
-
+Call = tuple[
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor | None,
+    Pair,
+    bool,
+    torch.Tensor | None,
+    torch.Tensor | None,
+    Workspace | None,
+]
+"""What belongs to one call and not to its plan: q, kv_cache, block_tables, seq_lens, cu_seqlens_q, the pair of scales,
+return_lse, out, lse and workspace. A plain tuple: one with names costs ten times as much to make."""
 
 _NUMBER = (float, type(None))
 
@@ -209,31 +212,30 @@ class _EmptyPlan(Plan):
     """No request, no query token, or no key."""
 
     def run(self, call: Call) -> Results:
-        return self.places.nothing(call.return_lse, call.out, call.lse)
+        *_, return_lse, out, lse, _ = call
+        return self.places.nothing(return_lse, out, lse)
 
 
 class _ReferencePlan(Plan):
     """The definition, in torch operations."""
 
     def run(self, call: Call) -> Results:
-        checks.values(data_checks.decode, self.spec, call.seq_lens, call.block_tables, call.cu_seqlens_q)
-        kv_cache = tensors.without_head_axis(call.kv_cache)
-        found = reference.mla_decode(
-            self.spec, call.q, kv_cache, call.block_tables, call.seq_lens, call.cu_seqlens_q, *call.pair
-        )
-        return self.places.hand_over(found, call.return_lse, call.out, call.lse)
+        q, kv_cache, block_tables, seq_lens, cu_seqlens_q, pair, return_lse, out, lse, _ = call
+        checks.values(data_checks.decode, self.spec, seq_lens, block_tables, cu_seqlens_q)
+        kv_cache = tensors.without_head_axis(kv_cache)
+        found = reference.mla_decode(self.spec, q, kv_cache, block_tables, seq_lens, cu_seqlens_q, *pair)
+        return self.places.hand_over(found, return_lse, out, lse)
 
 
 class _BlackwellPlan(Plan):
     """The package tokenspeed_mla."""
 
     def run(self, call: Call) -> Results:
-        checks.values(data_checks.decode, self.spec, call.seq_lens, call.block_tables, call.cu_seqlens_q)
-        kv_cache = tensors.without_head_axis(call.kv_cache)
-        found = blackwell.mla_decode(
-            self.spec, call.q, kv_cache, call.block_tables, call.seq_lens, call.pair, call.workspace
-        )
-        return self.places.hand_over(found, call.return_lse, call.out, call.lse)
+        q, kv_cache, block_tables, seq_lens, cu_seqlens_q, pair, return_lse, out, lse, workspace = call
+        checks.values(data_checks.decode, self.spec, seq_lens, block_tables, cu_seqlens_q)
+        kv_cache = tensors.without_head_axis(kv_cache)
+        found = blackwell.mla_decode(self.spec, q, kv_cache, block_tables, seq_lens, pair, workspace)
+        return self.places.hand_over(found, return_lse, out, lse)
 
 
 class _KernelPlan(Plan):
@@ -276,6 +278,7 @@ class _KernelPlan(Plan):
         layout = decode_layout(config, sms, spec.batch, width, rows)
         self.size = layout.size
         *self.offsets, self.lse_offset = layout.offsets.values()
+        self.simple = not (self.checked or self.page_step > 1 or self.table_is_slice or spec.ragged)
 
     def can_use(self, buffer: torch.Tensor) -> bool:
         return (
@@ -290,8 +293,6 @@ class _KernelPlan(Plan):
             with torch.cuda.device(self.index):
                 return self.run(call)
         q, kv_cache, block_tables, seq_lens, cu_seqlens_q, pair, return_lse, out, lse, workspace = call
-        if self.checked:
-            checks.values(data_checks.decode, self.spec, seq_lens, block_tables, cu_seqlens_q)
         out, lse = self.places.take(return_lse, out, lse)
         stream = devices.current_stream(self.index)
         if workspace is None:
@@ -299,16 +300,10 @@ class _KernelPlan(Plan):
             base = scratch.data_ptr()
         else:
             base = workspace.take("mla_decode", self.size, self.device, stream)
-        if self.page_step > 1:
-            block_tables = (block_tables * self.page_step).contiguous()
-        elif self.table_is_slice:
-            tensors.table_width(block_tables)  # this one may end where the plan's did not
-        if cu_seqlens_q is None:
-            cu_seqlens_q = seq_lens  # the kernel's operand is there in both cases
-        else:
-            out.zero_()  # the kernel walks requests: it doesn't write rows of none
-            if lse is not None:
-                lse.fill_(-math.inf)
+        if not self.simple:
+            block_tables = self.prepare(block_tables, seq_lens, cu_seqlens_q, out, lse)
+        lens_at = seq_lens.data_ptr()
+        first, second, third = self.offsets
         scales_there = scales.on_device(pair, self.index, stream)
         self.launch(
             stream,
@@ -316,15 +311,38 @@ class _KernelPlan(Plan):
                 q.data_ptr(),
                 kv_cache.data_ptr(),
                 block_tables.data_ptr(),
-                seq_lens.data_ptr(),
-                cu_seqlens_q.data_ptr(),
+                lens_at,
+                lens_at if cu_seqlens_q is None else cu_seqlens_q.data_ptr(),  # there in both cases
                 scales_there.data_ptr(),
                 out.data_ptr(),
                 base + self.lse_offset if lse is None else lse.data_ptr(),
-                *[base + offset for offset in self.offsets],
+                base + first,
+                base + second,
+                base + third,
             ),
         )
         return out, lse
+
+    def prepare(
+        self,
+        block_tables: torch.Tensor,
+        seq_lens: torch.Tensor,
+        cu_seqlens_q: torch.Tensor | None,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """What few calls need before their launch; returns the table as the kernel reads it."""
+        if self.checked:
+            checks.values(data_checks.decode, self.spec, seq_lens, block_tables, cu_seqlens_q)
+        if self.page_step > 1:
+            block_tables = (block_tables * self.page_step).contiguous()
+        elif self.table_is_slice:
+            tensors.table_width(block_tables)  # this one may end where the plan's did not
+        if cu_seqlens_q is not None:
+            out.zero_()  # the kernel walks requests: it doesn't write rows of none
+            if lse is not None:
+                lse.fill_(-math.inf)
+        return block_tables
 
 
 def _make_plan(q: Any, kv_cache: Any, block_tables: Any, seq_lens: Any, cu_seqlens_q: Any, options: Options) -> Plan:

@@ -14,6 +14,7 @@ import torch
 # torch's own fast ways; a build without CUDA has none of them and never gets as far as calling them.
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
+_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
 
 
 def kind(device: torch.device) -> str:
@@ -35,7 +36,7 @@ def current_device() -> int:
 
 def is_capturing() -> bool:
     """Whether the current stream is being captured into a CUDA graph."""
-    return torch.cuda.is_current_stream_capturing()
+    return _is_capturing()
 
 
 @functools.cache

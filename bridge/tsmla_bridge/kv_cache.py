@@ -1,7 +1,9 @@
 """write_kv_cache and gather_kv_cache on torch tensors: rows into and out of the paged cache.
 
-By the catalog's kernels where they serve the call, else in torch operations, on CPUs and GPUs alike: the same bits, and
-no value is read on the host, so that both can be captured into CUDA graphs.
+On a Hopper GPU by the catalog's kernels, one launch each. In torch operations on CPUs and where the kernels can't serve
+the call: a dtype or width that choose_cache refuses, a cache, table or list of slots with gaps, rows that don't start
+at multiples of 16 bytes. Both give the same bits and read no value on the host, so both can be captured into CUDA
+graphs.
 """
 
 from __future__ import annotations
@@ -76,7 +78,11 @@ def write(
     )
     others = {"latent": latent, "k_rope": k_rope, "slot_mapping": slot_mapping, "kv_scale": kv_scale}
     tensors.same_device("kv_cache", kv_cache, others)
-    given = {"kv_cache": kv_cache, "latent": latent, "k_rope": latent if k_rope is None else k_rope}
+    given = {
+        "kv_cache": kv_cache,
+        "latent": latent,
+        "k_rope": k_rope if spec.rope_dim and k_rope is not None else latent,
+    }
     run = _kernel("write_kv_cache", spec, implementation, {**given, "slot_mapping": slot_mapping})
     checks.values(data_checks.cache_write, spec, slot_mapping)
     if 0 in (spec.num_tokens, spec.num_pages):

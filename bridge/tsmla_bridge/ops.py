@@ -26,6 +26,7 @@ _PREFILL = (
 )
 _INTO = "Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace"
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_watching = torch._C._len_torch_dispatch_stack  # how many dispatch modes look on
 
 Results = tuple[torch.Tensor, torch.Tensor]
 
@@ -33,14 +34,15 @@ Results = tuple[torch.Tensor, torch.Tensor]
 def is_traced(*values: Any) -> bool:
     """Whether a call on these must be seen as one operator: they are tensors of another class (fake ones, say), without
     memory, or on a GPU with a derivative asked for, or a dispatch mode looks on."""
-    if torch._C._len_torch_dispatch_stack():
+    if _watching():
         return True
-    grad = torch.is_grad_enabled()
     for value in values:
-        if type(value) is tuple and value:
+        kind = type(value)
+        if kind is tuple and value:
             value = value[0]
-        if type(value) in _PLAIN:
-            if value.is_meta or (grad and value.requires_grad and value.is_cuda):
+            kind = type(value)
+        if kind in _PLAIN:
+            if value.is_meta or (value.requires_grad and value.is_cuda and torch.is_grad_enabled()):
                 return True
         elif isinstance(value, torch.Tensor):
             return True
@@ -67,7 +69,7 @@ def decode_op(
 
     plan = decode.plan_for(q, kv_cache, block_tables, seq_lens, cu_seqlens_q, options)
     pair = _pair(scales, logit_scale, out_scale)
-    out, lse = plan.run(decode.Call(q, kv_cache, block_tables, seq_lens, cu_seqlens_q, pair, True))
+    out, lse = plan.run((q, kv_cache, block_tables, seq_lens, cu_seqlens_q, pair, True, None, None, None))
     assert lse is not None
     return out, lse
 
@@ -99,7 +101,7 @@ def decode_into_op(
     plan = decode.plan_for(q, kv_cache, block_tables, seq_lens, cu_seqlens_q, tuple(options))
     pair = _pair(scales, logit_scale, out_scale)
     lent = None if workspace is None else Workspace.of(workspace)
-    plan.run(decode.Call(q, kv_cache, block_tables, seq_lens, cu_seqlens_q, pair, lse is not None, out, lse, lent))
+    plan.run((q, kv_cache, block_tables, seq_lens, cu_seqlens_q, pair, lse is not None, out, lse, lent))
 
 
 @decode_into_op.register_fake

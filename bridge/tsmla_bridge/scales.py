@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -37,6 +37,17 @@ def check(name: str, scale: object, *, optional: bool = True) -> None:
     check_scale(name, describe_scale(name, scale), optional)
 
 
+def is_usual(scale: object, like: torch.Tensor) -> bool:
+    """Whether `check` would pass this tensor, and it is on the device of `like`: found out at little cost. There are
+    scales of which that is true too, and this says False."""
+    return (
+        type(scale) is torch.Tensor
+        and scale.dtype is torch.float32
+        and scale.dim() == 0
+        and scale.get_device() == like.get_device() >= 0
+    )
+
+
 def product(softmax_scale: Scale, q_scale: Scale | None, k_scale: Scale | None, out_scale: Scale | None) -> Pair:
     """The pair for a call's scales: softmax_scale * q_scale * k_scale, and out_scale; None is 1.
 
@@ -45,15 +56,15 @@ def product(softmax_scale: Scale, q_scale: Scale | None, k_scale: Scale | None, 
     query: Scale = 1.0 if q_scale is None else q_scale
     key: Scale = 1.0 if k_scale is None else k_scale
     out: Scale = 1.0 if out_scale is None else out_scale
+    numbers = not (isinstance(softmax_scale, torch.Tensor) or isinstance(query, torch.Tensor))
+    if numbers and key is out and not torch.compiler.is_compiling() and _is_plain(key):
+        # The usual call, in one operation: [number, 1] * key.
+        index = key.get_device()
+        factors = (_float32(softmax_scale) * _float32(query), 1.0)
+        return on_device(factors, index, devices.current_stream(index)) * key
     given = [scale for scale in (softmax_scale, query, key, out) if isinstance(scale, torch.Tensor)]
     if not given:
         return softmax_scale * query * key, out  # type: ignore[return-value]
-    numbers = not (isinstance(softmax_scale, torch.Tensor) or isinstance(query, torch.Tensor))
-    if numbers and key is out and not torch.compiler.is_compiling() and _is_plain(given[0]):
-        # The usual call, in one operation: [number, 1] * key.
-        index = given[0].get_device()
-        factors = (_float32(softmax_scale) * _float32(query), 1.0)
-        return on_device(factors, index, devices.current_stream(index)) * given[0]
     on_cpu = given[0].device.type == "cpu"
     dtype = torch.float64 if on_cpu and any(scale.dtype == torch.float64 for scale in given) else torch.float32
     like = (dtype, given[0].device)
@@ -107,7 +118,7 @@ def _write(pair: tuple[float, float], index: int) -> torch.Tensor:
     return torch.stack((_tensor(first, (dtype, device)), _tensor(second, (dtype, device))))
 
 
-def _is_plain(scale: torch.Tensor) -> bool:
+def _is_plain(scale: Scale) -> TypeGuard[torch.Tensor]:
     """Whether this is an ordinary float32 tensor on the current CUDA device."""
     return (
         type(scale) is torch.Tensor

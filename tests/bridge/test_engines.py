@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -50,6 +51,18 @@ def skip_without_kernel(device: str, dtype: str, q_len: int = 1) -> None:
     )  # fmt: skip
     if device == "cuda" and (reasons := choose.decode_reasons(spec)):
         pytest.skip("; ".join(reasons))
+
+
+def test_stand_ins_go_and_what_was_imported_meanwhile_stays() -> None:
+    """cutlass, say, whose library aborts the process when it is loaded a second time."""
+    if (sources := engines.vllm_sources()) is None:
+        pytest.skip("needs vLLM's backend files")
+    before = set(sys.modules)
+    with engines.vllm_backend(sources, tokenspeed_mla):
+        assert sys.modules["tokenspeed_mla"] is tokenspeed_mla
+        sys.modules["imported_meanwhile"] = ModuleType("imported_meanwhile")
+    assert sys.modules.pop("imported_meanwhile", None) is not None
+    assert {name for name in set(sys.modules) - before if name.startswith(("vllm", "tokenspeed_mla"))} == set()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -146,7 +146,8 @@ def test_fp8_caches(dtypes: tuple[torch.dtype, torch.dtype], q_len: int, options
     assert_same_bits(got, through_jax(*args))
     tensors = {name: torch.tensor(value, device="cuda") for name, value in options.items()}
     again = attend(*args, **tensors)
-    torch.testing.assert_close(again[0], got[0], atol=1e-5, rtol=2**-7)  # the scales' product may round the other way
+    # The scales' product may round the other way, and with it a probability.
+    torch.testing.assert_close(again[0], got[0], atol=8e-4, rtol=2.01 / 128)
     torch.testing.assert_close(again[1], got[1], atol=1e-5, rtol=1e-5)
 
 

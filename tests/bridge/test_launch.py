@@ -419,6 +419,16 @@ def test_writes_and_gathers_go_to_the_catalogs_kernels(gpu: Gpu) -> None:
         tsmla_bridge.write_kv_cache(pool, latent, k_rope, slots, implementation="cute")
 
 
+@pytest.mark.parametrize("k_rope", [None, torch.empty(2, 0, dtype=torch.bfloat16)])
+def test_latents_without_rope_columns_go_to_the_kernel(gpu: Gpu, k_rope: torch.Tensor | None) -> None:
+    latent, slots = torch.randn(2, 64).bfloat16(), torch.tensor([17, 3], dtype=torch.int32)
+    cache = torch.zeros(2, 16, 64, dtype=torch.bfloat16)
+    tsmla_bridge.write_kv_cache(cache, latent, k_rope, slots)
+    ((_, operands),) = gpu.launches
+    assert operands["k_rope"].data_ptr() == latent.data_ptr()  # an address there must be
+    assert torch.equal(cache.view(32, 64)[slots], latent)
+
+
 def test_a_cache_narrower_than_one_store_is_written_by_torch(gpu: Gpu) -> None:
     cache, slots = torch.zeros(2, 16, 8, dtype=torch.float8_e4m3fn), torch.tensor([17, 3], dtype=torch.int32)
     latent = torch.ones(2, 8, dtype=torch.bfloat16)

@@ -126,7 +126,7 @@ def _attend(
         return found if return_lse else (found, None)
     plan = decode.plan_for(query, kv_cache, block_tables, seq_lens, None, options)
     workspace = Workspace.of(workspace_buffer) if plan.can_use(workspace_buffer) else None
-    return plan.run(decode.Call(query, kv_cache, block_tables, seq_lens, None, pair, return_lse, out, None, workspace))
+    return plan.run((query, kv_cache, block_tables, seq_lens, None, pair, return_lse, out, None, workspace))
 
 
 def _attend_masked(
