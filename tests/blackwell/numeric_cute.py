@@ -7,8 +7,10 @@ sizes and strides is plain arithmetic, which runs here on the CPU, up to the fir
 from __future__ import annotations
 
 import inspect
+import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -94,11 +96,24 @@ CUTE = types.SimpleNamespace(
 CUTLASS = types.SimpleNamespace(const_expr=lambda x: x)
 
 
+def code_as_written(function: Any) -> types.CodeType:
+    """The code of a function as its file has it: compiling a kernel puts the DSL's rewriting of it in its place."""
+    path = inspect.getsourcefile(sys.modules[function.__module__])
+    assert path
+    waiting = [compile(Path(path).read_text(), path, "exec")]
+    while waiting:
+        code = waiting.pop()
+        if code.co_qualname == function.__qualname__:
+            return code
+        waiting += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    raise AssertionError(f"{function.__qualname__} isn't in {path}")
+
+
 def numeric(function: Any, **names: Any) -> Callable[..., Any]:
     """A function of the package, undecorated, with numbers for `cute` and `cutlass` and `names` for other globals."""
     raw = inspect.unwrap(function)
     scope = {**raw.__globals__, "cute": CUTE, "cutlass": CUTLASS, "Int32": int, **names}
-    made = types.FunctionType(raw.__code__, scope, raw.__name__, raw.__defaults__, raw.__closure__)
+    made = types.FunctionType(code_as_written(raw), scope, raw.__name__, raw.__defaults__, raw.__closure__)
     made.__kwdefaults__ = raw.__kwdefaults__
     return made
 
