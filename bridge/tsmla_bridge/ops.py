@@ -6,11 +6,13 @@ of a call. Scales arrive as the two numbers that the kernels multiply by, or as 
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from tsmla_bridge import tensors
+from tsmla_bridge import scales, tensors
 from tsmla_bridge.scales import Pair
 from tsmla_bridge.workspace import Workspace
 from tsmla_kernels import contract
@@ -29,6 +31,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _watching = torch._C._len_torch_dispatch_stack  # how many dispatch modes look on
 
 Results = tuple[torch.Tensor, torch.Tensor]
+T = TypeVar("T")
 
 
 def is_traced(*values: Any) -> bool:
@@ -49,10 +52,22 @@ def is_traced(*values: Any) -> bool:
     return False
 
 
+def _without_keeping(function: Callable[..., T]) -> Callable[..., T]:
+    """The function, whose calls leave no scales in memory that may be a graph's."""
+
+    @functools.wraps(function)
+    def run(*arguments: Any) -> T:
+        with scales.none_kept():
+            return function(*arguments)
+
+    return run
+
+
 # ---- mla_decode
 
 
 @torch.library.custom_op("tsmla::mla_decode", mutates_args=(), schema=f"({_DECODE}) -> (Tensor, Tensor)")
+@_without_keeping
 def decode_op(
     q: Any,
     kv_cache: Any,
@@ -83,6 +98,7 @@ def _(q: Any, kv_cache: Any, *arguments: Any) -> Results:
 @torch.library.custom_op(
     "tsmla::mla_decode_into", mutates_args=("out", "lse", "workspace"), schema=f"({_DECODE}, {_INTO}) -> ()"
 )
+@_without_keeping
 def decode_into_op(
     q: Any,
     kv_cache: Any,
@@ -141,6 +157,7 @@ def call_decode(
 
 
 @torch.library.custom_op("tsmla::mla_prefill", mutates_args=(), schema=f"({_PREFILL}) -> (Tensor, Tensor)")
+@_without_keeping
 def prefill_op(*arguments: Any) -> Results:
     """(out, lse) of mla_prefill."""
     from tsmla_bridge import prefill
@@ -160,6 +177,7 @@ def _(q: Any, k: Any, v: Any, *arguments: Any) -> Results:
     mutates_args=("out", "lse"),
     schema=f"({_PREFILL}, Tensor(a!) out, Tensor(b!)? lse) -> ()",
 )
+@_without_keeping
 def prefill_into_op(*arguments: Any) -> None:
     """mla_prefill, its results written to `out` and, if it is given, `lse`."""
     from tsmla_bridge import prefill
@@ -205,6 +223,7 @@ def call_prefill(
     schema="(Tensor(a!) kv_cache, Tensor latent, Tensor? k_rope, Tensor slot_mapping, Tensor? kv_scale_tensor,"
     " float? kv_scale, str? implementation) -> ()",
 )
+@_without_keeping
 def write_op(
     kv_cache: Any, latent: Any, k_rope: Any, slot_mapping: Any, tensor: Any, number: Any, implementation: str | None
 ) -> None:
@@ -225,6 +244,7 @@ def _(*arguments: Any) -> None:
     schema="(Tensor kv_cache, Tensor block_tables, Tensor starts, Tensor lens, SymInt total_len,"
     " Tensor? kv_scale_tensor, float? kv_scale, ScalarType? out_dtype, str? implementation) -> Tensor",
 )
+@_without_keeping
 def gather_op(
     kv_cache: Any,
     block_tables: Any,

@@ -183,7 +183,8 @@ def _launch(spec: PrefillSpec, inputs: Inputs, pair: Pair, out: torch.Tensor, ls
         scratch = torch.empty(layout.size, dtype=torch.uint8, device=inputs.q.device)
         base = scratch.data_ptr()
         arrays = {name: kernels.view(tensor) for name, tensor in inputs._asdict().items()}
-        arrays["scales"] = kernels.view(scales.on_device(pair, index, stream))
+        scales_there = scales.on_device(pair, index, stream)
+        arrays["scales"] = kernels.view(scales_there)
         arrays["out"] = kernels.view(out)
         arrays["lse"] = ArrayView(base + layout.offsets["lse"], rows, "float32") if lse is None else kernels.view(lse)
         for name, (shape, dtype) in shapes.items():

@@ -3,13 +3,16 @@
 Scales given as tensors are multiplied on the device, at every call, so a CUDA graph reads them at every replay. Python
 numbers need a place on the device: each pair of values is written once for each stream and found again by value, never
 by which call it came from. It is only used on the stream that wrote it, or in the capture that did, so no ordering
-between streams is needed and nothing waits.
+between streams is needed and nothing waits. Calls through torch's operators keep nothing: torch.compile may run them
+with a graph's memory under every allocation, captured or not, and takes that memory back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
+from collections.abc import Iterator
 from typing import Any, TypeGuard
 
 import torch
@@ -30,6 +33,23 @@ _lock = threading.Lock()
 _of_stream: dict[tuple[int, int], dict[tuple[float, float], torch.Tensor]] = {}
 # In a capture memory belongs to the graph, so what it holds is of no use elsewhere: one capture a stream is remembered.
 _of_capture: dict[tuple[int, int], tuple[int, dict[tuple[float, float], torch.Tensor]]] = {}
+
+_of_thread = threading.local()
+
+
+@contextlib.contextmanager
+def none_kept() -> Iterator[None]:
+    """Meanwhile this thread's calls write numbers anew, unless they find them written, and keep none."""
+    before = _keeps_none()
+    _of_thread.keeps_none = True
+    try:
+        yield
+    finally:
+        _of_thread.keeps_none = before
+
+
+def _keeps_none() -> bool:
+    return getattr(_of_thread, "keeps_none", False)
 
 
 def check(name: str, scale: object, *, optional: bool = True) -> None:
@@ -78,7 +98,8 @@ def product(softmax_scale: Scale, q_scale: Scale | None, k_scale: Scale | None, 
 
 
 def on_device(pair: Pair, index: int, stream: int) -> torch.Tensor:
-    """The pair as float32 [2] on device `index`, ready on `stream`, its current stream."""
+    """The pair as float32 [2] on device `index`, ready on `stream`, its current stream. Whoever launches holds on to it
+    until then."""
     if isinstance(pair, torch.Tensor):
         return pair
     if devices.is_capturing():
@@ -87,6 +108,8 @@ def on_device(pair: Pair, index: int, stream: int) -> torch.Tensor:
     if known is not None and (found := known.get(pair)) is not None:
         return found
     written = _write(pair, index)
+    if _keeps_none():
+        return written
     with _lock:
         known = _of_stream.setdefault((index, stream), {})
         if len(known) >= MAX_PAIRS:
@@ -96,8 +119,7 @@ def on_device(pair: Pair, index: int, stream: int) -> torch.Tensor:
 
 
 def _in_capture(pair: tuple[float, float], index: int, stream: int) -> torch.Tensor:
-    capture = devices.capture_id(stream)
-    if capture is None:
+    if _keeps_none() or (capture := devices.capture_id(stream)) is None:
         return _write(pair, index)
     with _lock:
         before, known = _of_capture.get((index, stream), (None, {}))

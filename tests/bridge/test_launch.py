@@ -281,6 +281,26 @@ def test_numbers_are_written_once_a_stream_and_once_a_capture(gpu: Gpu, monkeypa
     assert len(scales._of_stream[-1, 0]) <= scales.MAX_PAIRS
 
 
+def test_operators_keep_no_scales(gpu: Gpu) -> None:
+    """torch.compile runs them on memory that it takes back: its warm-up's, or its graph's."""
+    case = served([5, 33])
+    arguments = (*case.arrays, None, None, case.case.scale, 2.0, 256, None, True, False, None)
+    for capture in (None, 1):
+        with on_stream(gpu, 7, capture):
+            out, _ = torch.ops.tsmla.mla_decode(*arguments)
+            assert_close(out, case.want()[0] * 2, 2 * BF16)
+            latent, slots = torch.ones(1, 320, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int32)
+            cache = torch.zeros(1, 16, 320, dtype=torch.bfloat16)
+            torch.ops.tsmla.write_kv_cache(cache, latent, None, slots, None, 2.0, None)
+            assert cache.sum() == 160
+    assert len(gpu.launches) == 4 and not scales._of_stream and not scales._of_capture
+    with on_stream(gpu, 7):
+        tsmla_bridge.mla_decode(*case.arrays, **case.options)
+        (kept,) = scales._of_stream[-1, 7].values()
+        torch.ops.tsmla.mla_decode(*case.arrays, None, None, case.case.scale, 1.0, *arguments[8:])
+    assert gpu.launches[-1][1]["scales"].data_ptr() == kept.data_ptr()  # what is there is used
+
+
 @pytest.mark.parametrize("pair", [(0.1, 1.0), (1e-30, 3e38), (-3e38, 3e38), (np.inf, 1.0), (np.nan, 2.0), (0.0, -0.0)])
 def test_a_pair_is_written_to_the_bit(gpu: Gpu, pair: tuple[float, float]) -> None:
     got = scales._write(pair, -1).numpy()
