@@ -275,8 +275,8 @@ class MlaDecode(WarpHelpers):
             landing, items,
         )  # fmt: skip
         if warp_idx == 8:
-            self.begin_schedule(*schedule)
-            self.next_piece(Int32(0), *schedule)
+            self.begin_schedule(schedule)
+            self.next_piece(Int32(0), schedule)
         cute.arch.sync_threads()
         if group == 0:
             cute.arch.setmaxregister_increase(self.registers[0])
@@ -352,20 +352,7 @@ class MlaDecode(WarpHelpers):
         return length
 
     @cute.jit
-    def begin_schedule(
-        self,
-        block_tables: cute.Tensor,
-        seq_lens: cute.Tensor,
-        cu_seqlens_q: cute.Tensor,
-        partial_lse: cute.Tensor,
-        split_info: cute.Tensor,
-        descriptor: cute.Tensor,
-        walk: cute.Tensor,
-        parts: Int32,
-        part: Int32,
-        rank: Int32,
-        all_rows: Int32,
-    ):
+    def begin_schedule(self, schedule: cutlass.Constexpr):
         """Find this cluster's share of the batch.
 
         The batch is laid out as a line of row tiles, request by request, each OVERHEAD + its key blocks long; every
@@ -373,6 +360,7 @@ class MlaDecode(WarpHelpers):
         all tiles are of one length and fewer than the clusters, each is cut into as many equal pieces as there are
         clusters for it, so that no piece is a sliver.
         """
+        block_tables, seq_lens, cu_seqlens_q, partial_lse, split_info, _, walk, parts, part, rank, all_rows = schedule
         lane = cute.arch.lane_idx()
         batch, width = seq_lens.shape[0], block_tables.shape[1]
         chunk = Int32(1)
@@ -457,22 +445,12 @@ class MlaDecode(WarpHelpers):
         cute.arch.sync_warp()
 
     @cute.jit
-    def next_piece(
-        self,
-        piece: Int32,
-        block_tables: cute.Tensor,
-        seq_lens: cute.Tensor,
-        cu_seqlens_q: cute.Tensor,
-        partial_lse: cute.Tensor,
-        split_info: cute.Tensor,
-        descriptor: cute.Tensor,
-        walk: cute.Tensor,
-        parts: Int32,
-        part: Int32,
-        rank: Int32,
-        all_rows: Int32,
-    ):
+    def next_piece(self, piece: Int32, schedule: cutlass.Constexpr):
         """Describe this cluster's next piece of work: some key blocks of one row tile, or none: the end."""
+        (
+            block_tables, seq_lens, cu_seqlens_q, partial_lse, split_info, descriptor, walk, parts, part, rank,
+            all_rows,
+        ) = schedule  # fmt: skip
         lane = cute.arch.lane_idx()
         batch, width = seq_lens.shape[0], block_tables.shape[1]
         cute.arch.sync_warp()
@@ -571,28 +549,15 @@ class MlaDecode(WarpHelpers):
     # ---- copies (one warp)
 
     @cute.jit
-    def produce(
-        self,
-        index: Int32,
-        tma_q: cute.CopyAtom,
-        tma_q_tensor: cute.Tensor,
-        tma_k: cute.CopyAtom,
-        tma_k_tensor: cute.Tensor,
-        block_tables: cute.Tensor,
-        s_k: cute.Tensor,
-        descriptor: cute.Tensor,
-        fill: cute.Tensor,
-        pages: cute.Tensor,
-        full: cute.Pointer,
-        empty: cute.Pointer,
-        rank: Int32,
-        landing: cute.Pointer,
-        items: cute.Tensor,
-    ):
+    def produce(self, index: Int32, copies: cutlass.Constexpr):
         """Fill the free stage `index` with what comes next: 32 rows of Q, a block of keys, or the end.
 
         Its state lies in shared memory: the registers of this warp are taken by O.
         """
+        (
+            tma_q, tma_q_tensor, tma_k, tma_k_tensor, block_tables, s_k, descriptor, fill, pages,
+            full, _, rank, _, _,
+        ) = copies  # fmt: skip
         lane = cute.arch.lane_idx()
         stage_bytes = BLOCK * self.depth * 2
         cute.arch.sync_warp()
@@ -744,26 +709,13 @@ class MlaDecode(WarpHelpers):
     # ---- an fp8 cache: landings, and widening
 
     @cute.jit
-    def land(
-        self,
-        slot: Int32,
-        tma_q: cute.CopyAtom,
-        tma_q_tensor: cute.Tensor,
-        tma_k: cute.CopyAtom,
-        tma_k_tensor: cute.Tensor,
-        block_tables: cute.Tensor,
-        s_k: cute.Tensor,
-        descriptor: cute.Tensor,
-        fill: cute.Tensor,
-        pages: cute.Tensor,
-        full: cute.Pointer,
-        empty: cute.Pointer,
-        rank: Int32,
-        landing: cute.Pointer,
-        items: cute.Tensor,
-    ):
+    def land(self, slot: Int32, copies: cutlass.Constexpr):
         """Copy what comes next to the free landing `slot`: a block of keys, or 32 rows of an fp8 Q; at the end nothing.
         """
+        (
+            tma_q, tma_q_tensor, tma_k, tma_k_tensor, block_tables, _, descriptor, fill, pages,
+            full, _, rank, landing, _,
+        ) = copies  # fmt: skip
         lane = cute.arch.lane_idx()
         landed = full + self.stages
         cute.arch.sync_warp()
@@ -810,27 +762,10 @@ class MlaDecode(WarpHelpers):
         cute.arch.sync_warp()
 
     @cute.jit
-    def widen(
-        self,
-        index: Int32,
-        warp_idx: Int32,
-        tma_q: cute.CopyAtom,
-        tma_q_tensor: cute.Tensor,
-        tma_k: cute.CopyAtom,
-        tma_k_tensor: cute.Tensor,
-        block_tables: cute.Tensor,
-        s_k: cute.Tensor,
-        descriptor: cute.Tensor,
-        fill: cute.Tensor,
-        pages: cute.Tensor,
-        full: cute.Pointer,
-        empty: cute.Pointer,
-        rank: Int32,
-        landing: cute.Pointer,
-        items: cute.Tensor,
-    ):
+    def widen(self, index: Int32, warp_idx: Int32, copies: cutlass.Constexpr):
         """Fill the free stage `index` with what comes next, by all eight warps of the values: from a landing, in the
         type of the arithmetic; a 16-bit Q by TMA; at the end nothing. Each warp counts on its own where it is."""
+        tma_q, tma_q_tensor, _, _, _, s_k, descriptor, _, _, full, _, _, landing, items = copies
         lane = cute.arch.lane_idx()
         warp_here = warp_idx - 4
         piece, position = items[0, 2 + warp_here], items[1, 2 + warp_here]
@@ -850,10 +785,7 @@ class MlaDecode(WarpHelpers):
                 if slot == 0:
                     before, phase_before = Int32(self.landings - 1), phase ^ 1
                 cute.arch.mbarrier_wait(left + before, phase_before)
-                self.land(
-                    before, tma_q, tma_q_tensor, tma_k, tma_k_tensor, block_tables, s_k, descriptor, fill, pages, full,
-                    empty, rank, landing, items,
-                )  # fmt: skip
+                self.land(before, copies)
             cute.arch.mbarrier_wait(landed + slot, phase)
             row = 4 * warp_here + lane // 8
             source = cute.make_tensor(
@@ -1267,21 +1199,21 @@ class MlaDecode(WarpHelpers):
                     behind = Int32(0)
                     cute.arch.barrier(barrier_id=2, number_of_threads=waiting)
                 if const_expr(self.narrow):
-                    self.land(i, *copies)
+                    self.land(i, copies)
                 else:
-                    self.produce(i, *copies)
+                    self.produce(i, copies)
             if behind == 1:
                 cute.arch.barrier(barrier_id=2, number_of_threads=waiting)
         if warp_idx == 8:
             # The first copies do not wait for these.
             for i in cutlass.range(1, self.lookahead, unroll=1):
-                self.next_piece(i, *schedule)
+                self.next_piece(i, schedule)
             cute.arch.barrier(barrier_id=2, number_of_threads=waiting)
         if const_expr(self.narrow):
             if warp_idx != 4 and warp_idx != 8:
                 cute.arch.barrier(barrier_id=2, number_of_threads=waiting)
             for i in cutlass.range(self.stages, unroll=1):
-                self.widen(i, warp_idx, *copies)
+                self.widen(i, warp_idx, copies)
         pending, phase_of_pending = Int32(-1), Int32(0)
         inverse_low, inverse_high = Float32(0.0), Float32(0.0)
         running = Int32(1)
@@ -1326,7 +1258,7 @@ class MlaDecode(WarpHelpers):
                     index, phase = self.advance(index, phase)
                 self.store(out, partial_out, o, inverse_low, inverse_high, row_low, lane, half, descriptor, at, rank)
                 if warp_idx == 8:
-                    self.next_piece(piece + self.lookahead, *schedule)
+                    self.next_piece(piece + self.lookahead, schedule)
                 piece += 1
 
     @cute.jit
@@ -1345,10 +1277,10 @@ class MlaDecode(WarpHelpers):
         if const_expr(self.narrow):
             if index >= 0:
                 cute.arch.mbarrier_wait(empty + index, phase)
-                self.widen(index, warp_idx, *copies)
+                self.widen(index, warp_idx, copies)
         elif warp_idx == 4 and index >= 0:
             cute.arch.mbarrier_wait(empty + index, phase)
-            self.produce(index, *copies)
+            self.produce(index, copies)
 
     @cute.jit
     def store(
