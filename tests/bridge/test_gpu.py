@@ -219,6 +219,27 @@ def test_cache_operations_have_the_bits_of_jax() -> None:
         assert_same_bits((got,), (want,))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_cache_kernels_read_views_and_have_the_bits_of_torch(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(300, 2112, generator=generator).bfloat16().cuda()[:, 1536:]  # of a projection that has q too
+    latent, rope = rows[:, :512], rows[:, 512:]
+    slots = torch.randperm(640, generator=generator)[:300].to(torch.int32).cuda()
+    scale = torch.tensor(0.7, device="cuda")
+    before = torch.randn(10, 64, 576, generator=generator).to(dtype).cuda()
+    tables = torch.randperm(10, generator=generator).to(torch.int32).view(2, 5).cuda()
+    starts, lens = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([3, 64], [290, 200]))
+    found = []
+    for implementation in ("cute", "reference"):
+        cache = before.clone()
+        tsmla_bridge.write_kv_cache(cache, latent, rope, slots, kv_scale=scale, implementation=implementation)
+        gathered = tsmla_bridge.gather_kv_cache(
+            cache, tables, starts, lens, total_len=500, kv_scale=scale, implementation=implementation
+        )
+        found.append((cache, gathered))
+    assert_same_bits(*found)
+
+
 def test_prefill() -> None:
     """The catalog's kernel if there is one, else every reason why not."""
     generator = torch.Generator().manual_seed(1)

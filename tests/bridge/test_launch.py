@@ -403,6 +403,7 @@ def test_prefill_goes_to_the_catalogs_kernel(gpu: Gpu) -> None:
         for a, b in zip(*((x if return_lse else (x,)) for x in (got, want)), strict=True):
             assert torch.equal(a, b)
     assert len(gpu.launches) == 2
+    assert gpu.launches[-1][1]["progress"].shape == (NUM_SMS,)  # the kernel's grid is as large as this
     wide = torch.cat((k, k), -1)[..., :192]
     with pytest.raises(ValueError, match="k: got shape"):
         tsmla_bridge.mla_prefill(q, wide, v, **options)
