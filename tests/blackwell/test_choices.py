@@ -1,20 +1,27 @@
-"""Fold, packing, splits and workspace against tokenspeed-mla's own wrapper, over ten thousand random calls.
+"""Fold, packing, splits, workspace and visible keys against tokenspeed-mla itself, over ten thousand random calls.
 
-The wrapper runs on tensors without memory, with its questions to the GPU answered here, up to the compiled kernel's
-call: what it asks to be compiled and what it passes is compared with what the adapter chooses.
+The package's wrapper runs on tensors without memory, with its questions to the GPU answered here, up to the compiled
+kernel's call: what it asks to be compiled and what it passes is compared with what the adapter chooses. Which keys a
+query row sees is said by statements of its kernels, which run here on numpy's arrays.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import functools
+import inspect
+import itertools
 import random
 import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
+from tsmla_jax.ops.mla_decode.blackwell import visible_keys
 from tsmla_kernels import contract
 from tsmla_kernels.sm100 import choose
 
@@ -135,6 +142,103 @@ def test_ten_thousand_calls_are_planned_as_the_package_plans_them(wrapper: Calla
         seen.add((tiles.rows, tiles.packed, splits > 1))
     # Every kind of plan was among them: the small tile never packs.
     assert seen == {(64, False, s) for s in (True, False)} | {(128, p, s) for p in (True, False) for s in (True, False)}
+
+
+Rule = Callable[..., np.ndarray]
+
+
+def rules_of(name: str, class_name: str) -> list[Rule]:
+    """The statements that give a row's bound k_bound, of a kernel's softmax: for SM100, and for the others."""
+    kernel = getattr(pytest.importorskip(f"tokenspeed_mla.{name}"), class_name)
+    tree = ast.parse(inspect.getsource(sys.modules[kernel.__module__]))
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "local_visible_lens" in ast.unparse(node.test):
+            targets = [ast.unparse(each.targets[0]) for each in node.orelse if isinstance(each, ast.Assign)]
+            if targets == ["k_bound"]:
+                found.append(compile(ast.Module([node], []), kernel.__module__, "exec"))
+    assert len(found) == 2
+
+    def rule(
+        code: types.CodeType, call: Call, tiles: choose.QueryTiles, rows: np.ndarray, request: np.ndarray,
+        *, lens: np.ndarray, q_len: Any, causal: bool, local: np.ndarray | None,
+    ) -> np.ndarray:  # fmt: skip
+        """The bound of each of `rows`, numbers of a request's tiles' rows on end."""
+        tile, row = rows // tiles.rows, rows % tiles.rows
+        cta_rows = tiles.rows if tiles.rows == 64 else tiles.rows // 2
+        made = types.SimpleNamespace
+        names: dict[str, Any] = {
+            "cutlass": made(const_expr=bool),
+            "min": np.minimum,
+            "i": 0,
+            "tTR_tS": [(row % cta_rows, None)],
+            "cta_m_rows": cta_rows,
+            "self": made(
+                is_causal=causal, pack_q=tiles.packed, fold_sq_factor=tiles.fold, mma_qk_tiler=(tiles.rows, 128),
+                num_heads=call.heads, seq_len_q=q_len, cp_world=1,
+            ),
+            "common_params": made(blk_coord=(row // cta_rows, tile, request), K=lens, local_visible_lens=local),
+        }  # fmt: skip
+        exec(code, names)
+        return np.broadcast_to(names["k_bound"], (len(lens), len(rows)))
+
+    return [functools.partial(rule, code) for code in found]
+
+
+def test_ten_thousand_calls_see_the_keys_that_the_package_lets_them_see() -> None:
+    rules = {
+        True: rules_of("mla_decode_fp8", "BlackwellMultiHeadLatentAttentionForwardFP8"),
+        False: rules_of("mla_decode_fp16", "BlackwellMultiHeadLatentAttentionForwardFP16"),
+    }
+    rng, numbers = random.Random(8), np.random.default_rng(8)
+    seen: set[tuple[bool, ...]] = set()
+    for _ in range(CALLS):
+        call, causal, ragged = random_call(rng), rng.random() < 0.8, rng.random() < 0.3
+        config = choose.decode_config(spec_of(call))
+        tiles = choose.query_tiles(config, call.arch)
+        rule = rules[config.fp8][call.arch != "sm_100a"]
+        num_keys, tokens = call.max_pages * call.page_size, call.tokens
+        lens = numbers.integers(0, num_keys + 1, 4, dtype=np.int32)
+        lens[0], lens[1] = rng.choice([0, num_keys]), min(rng.randint(0, tokens), num_keys)  # fewer keys than queries
+        q_lens = numbers.integers(0, tokens + 3, 4, dtype=np.int32) if ragged else None
+        visible = visible_keys(lens, q_lens, tokens=tokens, causal=causal)
+        assert visible.shape == (4, tokens) and visible.dtype == np.int32
+        assert (visible >= 0).all() and (visible <= lens[:, None]).all()  # what the package asks for
+
+        # Every row of every tile that is of a query, and behind the last tile's such rows some of padding.
+        rows = np.arange(tiles.count * tiles.rows)
+        flat = rows // tiles.rows * tiles.stride + rows % tiles.rows
+        real = (rows % tiles.rows < tiles.stride) & (flat < tokens * call.heads)
+        token, request = flat[real] // call.heads, np.arange(4)[:, None]
+        own = functools.partial(rule, call, tiles, lens=lens[:, None], causal=causal)
+        got = own(rows, request, q_len=tokens, local=visible)[:, real]
+        np.testing.assert_array_equal(got, visible[:, token])
+        if q_lens is None:
+            want = own(rows[real], request, q_len=tokens, local=None)
+        else:
+            # As the package bounds token i of a request of so many, each in a tile of its own.
+            alone = choose.QueryTiles(tiles.rows, tokens, call.heads, 1, False)
+            index = token - (tokens - np.minimum(q_lens, tokens))[:, None]
+            each = [
+                rule(
+                    call,
+                    alone,
+                    i * tiles.rows,
+                    0,
+                    lens=lens[b : b + 1, None],
+                    q_len=q_lens[b],
+                    causal=causal,
+                    local=None,
+                )
+                for b, i in enumerate(index)
+            ]
+            got, want = np.where(index >= 0, got, 0), np.where(index >= 0, np.concatenate(each), 0)
+        np.testing.assert_array_equal(got, want.clip(0))
+        seen.add((config.fp8, call.arch == "sm_100a", causal, ragged, tiles.packed, tiles.fold > 1))
+    # Both kernels, in both of their forms, with rows packed, folded and neither, of all kinds of calls.
+    kinds = [(fold, pack) for fold, pack in itertools.product((True, False), repeat=2) if not (fold and pack)]
+    sides = itertools.product((True, False), repeat=4)
+    assert seen == {(*side, pack, fold) for side in sides for fold, pack in kinds}
 
 
 def test_tiles_are_those_of_the_package() -> None:

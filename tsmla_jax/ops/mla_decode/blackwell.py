@@ -76,17 +76,13 @@ def on_one_device(
     config = choose.decode_config(spec, traced_scales=static_scales is None)
     tokens, num_keys = config.max_q_len, spec.max_pages * spec.page_size
     seq_lens = jnp.clip(seq_lens, 0, num_keys)
-    ends = seq_lens
+    lengths = None
     if cu_seqlens_q is not None:
         lengths = cu_seqlens_q[1:] - cu_seqlens_q[:-1]
         q_lens = jnp.clip(lengths, 0, tokens)
-        # Of a request with more tokens than max_q_len only the first so many are computed.
-        ends = seq_lens - jnp.maximum(lengths - tokens, 0)
         rows = (cu_seqlens_q[:-1] - (tokens - q_lens))[:, None] + jnp.arange(tokens, dtype=jnp.int32)
         q = q[jnp.clip(rows, 0, spec.total_q_len - 1)]
-    visible_lens = jnp.broadcast_to(seq_lens[:, None], (spec.batch, tokens))
-    if spec.causal:
-        visible_lens = jnp.maximum(ends[:, None] - (tokens - 1) + jnp.arange(tokens, dtype=jnp.int32), 0)
+    visible_lens = visible_keys(seq_lens, lengths, tokens=tokens, causal=spec.causal)
 
     bounds = _bounds(spec.batch, spec.max_pages)
     splits = 1 if spec.batch_invariant else choose.split_count(config, arch, spec.batch, num_sms, num_keys, **bounds)
@@ -115,6 +111,21 @@ def on_one_device(
         out, lse = out[request, slot], lse[request, slot]
         seen = (owned & (position < tokens))[:, None] & seen[request, slot]
     return jnp.where(seen[..., None], out, jnp.zeros((), out.dtype)), jnp.where(seen, lse * LN_2, -jnp.inf)
+
+
+def visible_keys(seq_lens: Any, q_lens: Any, *, tokens: int, causal: bool) -> Any:
+    """How many keys each query token sees, [B, tokens] int32, in jax's arrays or numpy's.
+
+    Args:
+      seq_lens: [B] int32, at least 0. q_lens: [B] int32, a ragged request's queries, the last of which is the row's
+        last; None for `tokens` each.
+    """
+    slots = (jnp if isinstance(seq_lens, jax.Array) else np).arange(tokens, dtype=np.int32)
+    if not causal:
+        return seq_lens[:, None] + 0 * slots
+    # Of a request with more tokens than a row only the first so many are computed.
+    ends = seq_lens if q_lens is None else seq_lens - (q_lens - tokens).clip(0)
+    return (ends[:, None] - (tokens - 1) + slots).clip(0)
 
 
 def whole_tiles(block_tables: jax.Array, seq_lens: jax.Array, page_size: int, num_pages: Dim) -> jax.Array:
