@@ -182,6 +182,7 @@ def test_vmap_of_lengths_and_scales() -> None:
     assert_same(over("cute"), over("reference"))
 
 
+@pytest.mark.slow
 def test_gradient_under_vmap() -> None:
     q, k, v = arrays()
     qs = jnp.stack([q, -q])

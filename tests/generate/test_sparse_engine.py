@@ -175,7 +175,7 @@ def test_wrong_options_get_one_line(
     assert captured.out == "" and captured.err.count("\n") == 1 and named in captured.err
 
 
-@pytest.mark.parametrize("model", ["v3.2", "v4"])
+@pytest.mark.parametrize("model", ["v3.2", pytest.param("v4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "dtype", ["packed", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bfloat16", "float8_e4m3fn"))]
 )
