@@ -470,6 +470,7 @@ def test_on_blackwell_the_real_package_runs(gpu: Gpu, monkeypatch: pytest.Monkey
 def test_on_blackwell_without_the_package(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu.capability = (10, 3)
     case = inputs([5], q_dtype="bfloat16", kv_dtype="bfloat16", latent_dim=512, rope_dim=64, page_size=32)
+    monkeypatch.delitem(sys.modules, "tokenspeed_mla", raising=False)  # another test may have imported it
     monkeypatch.setattr(blackwell.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(NotImplementedError, match="the package tokenspeed-mla runs the call, and it isn't installed"):
         tsmla_bridge.mla_decode(*case.arrays, **case.options)
