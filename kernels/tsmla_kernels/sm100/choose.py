@@ -60,8 +60,8 @@ class DecodeConfig:
     Attributes:
       dtype: "float8_e4m3fn", "bfloat16" or "float16", of q and cache; out is bfloat16 for fp8.
       num_heads: H. max_q_len: S, or the bound on a ragged request's queries. page_size: Z, or half of it.
-      traced_scales: whether the scales are read from device memory. Otherwise the launch passes them by value, which
-        saves two registers; the object serves every value in both cases.
+      traced_scales: whether the scales are read from device memory, in the kernel's loops. Otherwise the launch passes
+        them by value; the object serves every value in both cases.
     """
 
     dtype: str
