@@ -15,10 +15,19 @@ ARCH = "sm_100a"
 
 
 @pytest.fixture(scope="session")
-def compiled_objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all tests keep what they compile; TSMLA_BLACKWELL_CACHE names a directory that outlives them."""
-    named = os.environ.get("TSMLA_BLACKWELL_CACHE")
-    return Path(named) if named else tmp_path_factory.mktemp("blackwell-objects")
+def compiled_objects(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all tests keep what they compile: in pytest's own cache, since an object is found again only for the same
+    sources, config and versions, and carries what its compilation said. TSMLA_BLACKWELL_CACHE names another place."""
+    if named := os.environ.get("TSMLA_BLACKWELL_CACHE"):
+        return Path(named)
+    kept = getattr(request.config, "cache", None)  # none with -p no:cacheprovider
+    if kept is None:
+        return tmp_path_factory.mktemp("blackwell-objects")
+    path: Path = kept.mkdir("blackwell-objects")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TSMLA_CACHE_DIR", str(path))
+        cache.prune()  # of what no test will ask for any more
+    return path
 
 
 @pytest.fixture(autouse=True)

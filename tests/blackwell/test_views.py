@@ -167,31 +167,73 @@ def test_prefill_views_are_the_packed_arrays() -> None:
     assert shape[0] == 50 and shape[2] == ((1, heads), 4)
 
 
-def trips(q_len: int, kv_len: int) -> list[int]:
-    """Key tiles that the package's causal loop visits for each tile of queries, by its own get_trip_count."""
+CAUSAL, RESIDUAL = fmha_helpers.MaskEnum.WINDOW_MASK_INFERENCE, fmha_helpers.MaskEnum.RESIDUAL_MASK
+
+
+def trips(tile: int, q_lens: Any, kv_lens: Any) -> Any:
+    """Key tiles that the package's causal loop visits for a tile of queries, by its own get_trip_count, of numbers or
+    numpy's arrays."""
     mask = types.SimpleNamespace(get_trip_start=numeric(fmha_helpers.FusedMask.get_trip_start))
-    count = numeric(fmha_helpers.FusedMask.get_trip_count, FusedMask=mask)
-    kind = fmha_helpers.MaskEnum.WINDOW_MASK_INFERENCE
-    tiles = range(-(-q_len // choose.PREFILL_ROWS))
-    return [count(kind, (tile, 0), (choose.PREFILL_ROWS, 128, 128), q_len, kv_len, None, 0) for tile in tiles]
+    count = numeric(fmha_helpers.FusedMask.get_trip_count, FusedMask=mask, min=np.minimum)
+    return count(CAUSAL, (tile, 0), (choose.PREFILL_ROWS, 128, 128), q_lens, kv_lens, None, 0)
 
 
-def test_no_tile_of_prefill_is_without_keys() -> None:
-    import jax.numpy as jnp
+def random_requests(rng: np.random.Generator, calls: int) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths [calls, 4] of queries and of keys, many at the borders of tiles and of one another."""
+    edges = np.array([0, 1, 128, 255, 256, 257])
+    q_lens, kv_lens = (
+        np.where(rng.random((calls, 4)) < 0.4, rng.choice(edges, (calls, 4)), rng.integers(0, 2000, (calls, 4)))
+        for _ in range(2)
+    )
+    return q_lens, np.where(rng.random((calls, 4)) < 0.2, q_lens, kv_lens)
+
+
+def offsets(lengths: np.ndarray) -> np.ndarray:
+    return np.pad(lengths.cumsum(1), ((0, 0), (1, 0))).astype(np.int32)
+
+
+def test_no_tile_of_prefill_is_without_keys_and_masks_are_those_that_are_meant() -> None:
+    import jax
 
     from tsmla_jax.ops.mla_prefill import blackwell
 
-    assert min(trips(600, 40)) < 1  # the package waits for ever here
-    rng = random.Random(5)
-    for _ in range(300):
-        q_lens = np.array([rng.choice([0, 1, 255, 256, 257, rng.randint(0, 2000)]) for _ in range(4)])
-        kv_lens = np.array([rng.choice([0, 1, 128, rng.randint(0, 2000), n]) for n in q_lens.tolist()])
-        cu_q, cu_kv = (np.concatenate([[0], np.cumsum(n)]).astype(np.int32) for n in (q_lens, kv_lens))
-        unseeing = np.clip(q_lens - kv_lens, 0, None)
-        new_q = np.diff(np.asarray(blackwell.interleave(jnp.asarray(cu_q), jnp.asarray(cu_q[:-1] + unseeing))))
-        new_kv = np.diff(np.asarray(blackwell.interleave(jnp.asarray(cu_kv), jnp.asarray(cu_kv[:-1]))))
-        assert new_q.sum() == q_lens.sum() and new_kv.sum() == kv_lens.sum() and (new_kv[::2] == 0).all()
-        for q_len, kv_len in zip(new_q.tolist(), new_kv.tolist(), strict=True):
-            assert kv_len == 0 or min(trips(q_len, kv_len), default=1) >= 1
+    assert trips(0, 600, 40) < 1  # the package waits for ever here
+    rng = np.random.default_rng(5)
+    q_lens, kv_lens = random_requests(rng, 10_000)
+    starts_q, starts_kv = offsets(q_lens), offsets(kv_lens)
+    kernel_q, kernel_kv = map(np.asarray, jax.vmap(blackwell.unseeing_apart)(starts_q, starts_kv))
+    new_q, new_kv = np.diff(kernel_q), np.diff(kernel_kv)
+    np.testing.assert_array_equal(new_q[:, ::2] + new_q[:, 1::2], q_lens)
+    np.testing.assert_array_equal(new_kv[:, 1::2], kv_lens)
+    assert (new_kv[:, ::2] == 0).all() and (new_q >= 0).all()
+    for tile in range(-(-2000 // choose.PREFILL_ROWS)):
+        working = (new_q > tile * choose.PREFILL_ROWS) & (new_kv > 0)
+        assert working.any() and (trips(tile, new_q, new_kv)[working] >= 1).all()
     # Shorter queries need no such care: one tile has all of them.
-    assert all(trips(n, m) == [-(-min(m, 256 + m - n) // 128)] for n in (1, 100, 256) for m in (1, 2, 300))
+    assert all(trips(0, n, m) == -(-min(m, 256 + m - n) // 128) for n in (1, 100, 256) for m in (1, 2, 300))
+
+    cute = types.SimpleNamespace(size=len, arch=types.SimpleNamespace(thread_idx=lambda: (0, 0, 0)))
+    loops = types.SimpleNamespace(const_expr=bool, range=lambda count, unroll_full: range(count))
+    apply_mask = numeric(fmha_helpers.FusedMask.apply_mask, cute=cute, cutlass=loops)
+    rows, compared = rng.random(q_lens.shape), 0
+    for call, request in np.ndindex(*q_lens.shape):
+        n, m = int(q_lens[call, request]), int(kv_lens[call, request])
+        if n == 0:
+            continue
+        row = int(rows[call, request] * n)
+        for causal in (True, False):
+            # A call whose longest request fits one tile, and one without a causal mask, is passed on as it is.
+            cut = causal and q_lens[call].max() > choose.PREFILL_ROWS
+            starts, lens = (kernel_q[call], new_kv[call]) if cut else (starts_q[call], kv_lens[call])
+            index = starts_q[call, request] + row
+            part = int(np.searchsorted(starts, index, "right")) - 1
+            visible = max(0, row + 1 + m - n) if causal else m
+            keys = [key for key in (0, visible - 1, visible, m - 1, m) if key >= 0]
+            scores = [1.0] * len(keys)
+            at = [(int(index - starts[part]), key) for key in keys]
+            length = int(starts[part + 1] - starts[part])
+            window = (None, 0) if causal else (None, None)
+            apply_mask(CAUSAL if causal else RESIDUAL, scores, at, length, int(lens[part]), *window)
+            assert [score == 1.0 for score in scores] == [key < visible for key in keys], (n, m, row, causal)
+            compared += 1
+    assert compared > 60_000

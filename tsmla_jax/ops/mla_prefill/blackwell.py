@@ -47,8 +47,7 @@ def on_one_device(
     q_lens, kv_lens = jnp.diff(starts_q), jnp.diff(starts_kv)
     kernel_q, kernel_kv = starts_q, starts_kv
     if config.causal and spec.max_q_len > choose.PREFILL_ROWS:
-        unseeing = jnp.clip(q_lens - kv_lens, 0, jnp.maximum(q_lens, 0))
-        kernel_q, kernel_kv = interleave(starts_q, starts_q[:-1] + unseeing), interleave(starts_kv, starts_kv[:-1])
+        kernel_q, kernel_kv = unseeing_apart(starts_q, starts_kv)
     else:  # A request's first tile has its last query, unless it is longer than was said: then nothing is computed.
         starts_q = kernel_q = jnp.where((q_lens > spec.max_q_len).any(), 0, starts_q)
 
@@ -69,6 +68,14 @@ def on_one_device(
     return jnp.where(seen[..., None], out, jnp.zeros((), out.dtype)), jnp.where(seen, lse, -jnp.inf)
 
 
-def interleave(starts: jax.Array, middles: jax.Array) -> jax.Array:
+def unseeing_apart(starts_q: jax.Array, starts_kv: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Offsets [2 B + 1] of queries and of keys, in which the queries of each request that see none of its keys under a
+    causal mask are a request before it, without keys."""
+    q_lens, kv_lens = jnp.diff(starts_q), jnp.diff(starts_kv)
+    unseeing = jnp.clip(q_lens - kv_lens, 0, jnp.maximum(q_lens, 0))
+    return _interleave(starts_q, starts_q[:-1] + unseeing), _interleave(starts_kv, starts_kv[:-1])
+
+
+def _interleave(starts: jax.Array, middles: jax.Array) -> jax.Array:
     """Offsets [2 B + 1] that cut each request of `starts` [B + 1] in two, at `middles` [B]."""
     return jnp.concatenate([jnp.stack([starts[:-1], middles], axis=1).reshape(-1), starts[-1:]])
