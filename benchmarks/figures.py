@@ -243,6 +243,11 @@ def write(results: Path, figures: Path, readme: Path) -> str:
 PREFILL_NAMES = {"fa3": "FA3", "fa4": "FA4 SM90", "cudnn": "cuDNN"}
 
 
+def provenance(row: Row) -> str:
+    """What a file of one run was measured on and when, from any of its rows."""
+    return f"Device: {row['device']}; commit {row['commit']}; {row['date']}."
+
+
 def write_prefill(results: Path, readme: Path) -> str:
     """Write the README's table of what `prefill.py` recorded; return its summary."""
     rows = json.loads(results.read_text())
@@ -269,7 +274,7 @@ def write_prefill(results: Path, readme: Path) -> str:
         said = (
             f"Causal {first['dtype']}, head dims {first['head_dims'][0]} and {first['head_dims'][1]}, microseconds. "
             f"tsmla's time over {', '.join(means)}, geometric means over the points that each ran. "
-            f"Device: {first['device']}; commit {first['commit']}; {first['date']}."
+            f"{provenance(first)}"
         )
     except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
         raise ValueError(f"{results}: {type(error).__name__} {error}") from error
@@ -296,8 +301,7 @@ def write_cache(results: Path, readme: Path) -> str:
             lines.append(f"| `{op}`, {' to '.join(dict.fromkeys(dtypes))} | {' | '.join(cells)} |")
         first = rows[0]
         said = (
-            f"Microseconds, and in brackets over the time of copying the same bytes. Device: {first['device']}; "
-            f"commit {first['commit']}; {first['date']}."
+            f"Microseconds, and in brackets over the time of copying the same bytes. {provenance(first)}"
         )
     except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
         raise ValueError(f"{results}: {type(error).__name__} {error}") from error

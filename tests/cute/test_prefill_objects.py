@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from object_checks import assert_small_enough_to_embed, assert_stays_in_registers
 
 from tsmla_kernels import cache
 from tsmla_kernels.catalog import MLA_PREFILL, mla_prefill_config
 from tsmla_kernels.compile import CompiledObject
-from tsmla_kernels.resources import resource_report
 
 ARCH = "sm_90a"
 
@@ -35,19 +35,11 @@ def compiled(request: pytest.FixtureRequest, shared_cache: Path, monkeypatch: py
 
 
 def test_everything_stays_in_registers(compiled: CompiledObject) -> None:
-    report = resource_report(compiled)
-    assert len(report.kernels) == 2  # attention and its plan
-    for kernel in report.kernels:
-        assert kernel.stack_bytes == 0, f"{kernel.name}: {kernel.stack_bytes} bytes of local memory a thread"
-        assert kernel.registers <= 255
-    assert report.serialised == ()
-    assert "Used" in compiled.log and "registers" in compiled.log  # the assembler did speak
-    assert " spill stores" not in compiled.log.replace(" 0 bytes spill stores", "")
+    assert_stays_in_registers(compiled, kernels=2)  # attention and its plan
 
 
 def test_object_is_small_enough_to_embed(compiled: CompiledObject) -> None:
-    # It travels in every program that calls it.
-    assert len(compiled.module) < 1 << 20
+    assert_small_enough_to_embed(compiled)
 
 
 @pytest.mark.parametrize(
