@@ -1,13 +1,18 @@
 """mla_decode: absorbed multi-head latent attention over a paged cache, on torch tensors.
 
 What a call's shapes, strides, dtypes and options decide is worked out once and kept as a plan: whether they are legal,
-which kernel runs, where its workspaces lie. A call then looks its plan up, allocates what it returns, and launches.
+which kernel runs, where its workspaces lie. A call then finds its plan, allocates what it returns, and launches.
 Scales, lengths, tables and addresses belong to the call and are never part of a plan.
+
+A plan is found at two speeds. Calls mostly come in rows of like ones (the layers of a model), so first the tensors are
+compared with those of the latest call that had the same options (`plan_of_latest`). If they differ, or the call is one
+that torch.compile or a mode of torch's has to see, all is looked at one by one (`plan_for`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -94,36 +99,31 @@ def mla_decode(
       NotImplementedError: the implementation can't run this call, with every reason.
       RuntimeError: CUDA refused a launch, or a kernel would have to be loaded during a capture.
     """
-    if torch.compiler.is_compiling() or ops.is_traced(q, kv_cache):
-        return ops.call_decode(
-            q,
-            kv_cache,
-            block_tables,
-            seq_lens,
-            cu_seqlens_q,
-            scales.product(softmax_scale, q_scale, kv_scale, kv_scale),
-            (latent_dim, max_q_len, causal, batch_invariant, implementation),
-            return_lse,
-            out,
-            lse,
-            workspace,
-        )
-    if not isinstance(q, torch.Tensor):
-        q = tensors.joined(q)
     options = (latent_dim, max_q_len, causal, batch_invariant, implementation)
-    plan = plan_for(q, kv_cache, block_tables, seq_lens, cu_seqlens_q, options)
+    compiling = torch.compiler.is_compiling()
+    query: Any = q  # one tensor, once the plan is there
+    pair: Pair
+    plan = None if compiling else plan_of_latest(q, kv_cache, block_tables, seq_lens, cu_seqlens_q, options)
+    if plan is None:
+        if compiling or ops.is_traced(q, kv_cache):
+            pair = scales.product(softmax_scale, q_scale, kv_scale, kv_scale)
+            return ops.call_decode(
+                q, kv_cache, block_tables, seq_lens, cu_seqlens_q, pair, options, return_lse, out, lse, workspace
+            )
+        query = q if isinstance(q, torch.Tensor) else tensors.joined(q)
+        plan = plan_for(query, kv_cache, block_tables, seq_lens, cu_seqlens_q, options)
     if type(softmax_scale) is float and q_scale is None and type(kv_scale) in _NUMBER:
-        pair: Pair = (softmax_scale, 1.0) if kv_scale is None else (softmax_scale * kv_scale, kv_scale)  # type: ignore[assignment]
-    elif type(softmax_scale) is float and q_scale is None and scales.is_usual(kv_scale, q):
+        pair = (softmax_scale, 1.0) if kv_scale is None else (softmax_scale * kv_scale, kv_scale)  # type: ignore[assignment]
+    elif type(softmax_scale) is float and q_scale is None and scales.is_usual(kv_scale, query):
         pair = scales.product(softmax_scale, None, kv_scale, kv_scale)
     else:
         scales.check("softmax_scale", softmax_scale, optional=False)
         scales.check("q_scale", q_scale)
         scales.check("kv_scale", kv_scale)
-        tensors.same_device("q", q, {"softmax_scale": softmax_scale, "q_scale": q_scale, "kv_scale": kv_scale})
+        tensors.same_device("q", query, {"softmax_scale": softmax_scale, "q_scale": q_scale, "kv_scale": kv_scale})
         pair = scales.product(softmax_scale, q_scale, kv_scale, kv_scale)
     found, found_lse = plan.run(
-        (q, kv_cache, block_tables, seq_lens, cu_seqlens_q, pair, return_lse, out, lse, workspace)
+        (query, kv_cache, block_tables, seq_lens, cu_seqlens_q, pair, return_lse, out, lse, workspace)
     )
     return found if found_lse is None else (found, found_lse)
 
@@ -149,6 +149,20 @@ Options = tuple[int, int | None, bool, bool, str | None]
 """latent_dim, max_q_len, causal, batch_invariant, implementation."""
 
 _plans: dict[Any, Plan] = {}
+_latest: dict[Options, tuple[Callable[..., bool], Plan]] = {}
+
+
+def plan_of_latest(
+    q: Any, kv_cache: Any, block_tables: Any, seq_lens: Any, cu_seqlens_q: Any, options: Options
+) -> Plan | None:
+    """The plan of the latest call with these options, if the tensors are like that one's; else None."""
+    try:
+        is_like, plan = _latest[options]
+        if cu_seqlens_q is None:
+            return plan if is_like(q, kv_cache, block_tables, seq_lens) else None
+        return plan if is_like(q, kv_cache, block_tables, seq_lens, cu_seqlens_q) else None
+    except (KeyError, TypeError):  # not there, not hashable, or the other number of tensors
+        return None
 
 
 def plan_for(
@@ -160,35 +174,45 @@ def plan_for(
     options: Options,
 ) -> Plan:
     """The plan of a call; raises as mla_decode does, but for the scales."""
+    if (plan := plan_of_latest(q, kv_cache, block_tables, seq_lens, cu_seqlens_q, options)) is not None:
+        return plan
     try:
         key = (
             q.shape,
             q.dtype,
-            q.get_device(),
+            q.device,
             q.is_contiguous(),
             kv_cache.shape,
             kv_cache.dtype,
-            kv_cache.get_device(),
+            kv_cache.device,
             kv_cache.is_contiguous() or kv_cache.stride(),
             block_tables.shape,
             block_tables.dtype,
-            block_tables.get_device(),
+            block_tables.device,
             block_tables.is_contiguous() or block_tables.stride(),
             seq_lens.shape,
             seq_lens.dtype,
-            seq_lens.get_device(),
+            seq_lens.device,
             seq_lens.is_contiguous(),
             options,
             None
             if cu_seqlens_q is None
-            else (cu_seqlens_q.shape, cu_seqlens_q.dtype, cu_seqlens_q.get_device(), cu_seqlens_q.is_contiguous()),
+            else (cu_seqlens_q.shape, cu_seqlens_q.dtype, cu_seqlens_q.device, cu_seqlens_q.is_contiguous()),
         )
-        return _plans[key]
-    except (AttributeError, TypeError, KeyError):
+        plan = _plans.get(key)
+    except (AttributeError, TypeError):  # an argument that is no tensor, or an option that has no hash
+        plan, key = None, None
+    if plan is None:
         plan = _make_plan(q, kv_cache, block_tables, seq_lens, cu_seqlens_q, options)
-    if len(_plans) >= MAX_PLANS:
-        _plans.clear()
-    _plans[key] = plan
+        if len(_plans) >= MAX_PLANS:
+            _plans.clear()
+            _latest.clear()
+        _plans[key] = plan
+    given = [q, kv_cache, block_tables, seq_lens]
+    if cu_seqlens_q is not None:
+        given.append(cu_seqlens_q)
+    if not any(tensor.requires_grad for tensor in given):  # whether such a call is traced depends on more
+        _latest[options] = (tensors.likeness(*given), plan)
     return plan
 
 
@@ -293,10 +317,10 @@ class _KernelPlan(Plan):
             with torch.cuda.device(self.index):
                 return self.run(call)
         q, kv_cache, block_tables, seq_lens, cu_seqlens_q, pair, return_lse, out, lse, workspace = call
-        out, lse = self.places.take(return_lse, out, lse)
+        out, lse = self.places.take(return_lse, out, lse, on_current=True)
         stream = devices.current_stream(self.index)
         if workspace is None:
-            scratch = torch.empty(self.size, dtype=torch.uint8, device=self.device)
+            scratch = devices.new_tensor((self.size,), (1,), torch.uint8)
             base = scratch.data_ptr()
         else:
             base = workspace.take("mla_decode", self.size, self.device, stream)

@@ -15,6 +15,8 @@ import torch
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
 _is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
+_guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_empty_strided = getattr(_guards, "_empty_strided_cuda", None)
 
 
 def kind(device: torch.device) -> str:
@@ -32,6 +34,13 @@ def current_stream(index: int) -> int:
 def current_device() -> int:
     """The index of the current device."""
     return torch.cuda.current_device() if _current_device is None else _current_device()
+
+
+def new_tensor(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Uninitialised memory on the current device, past torch's dispatcher: as code that torch compiles gets it."""
+    if _empty_strided is None:
+        return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+    return _empty_strided(shape, strides, dtype)
 
 
 def is_capturing() -> bool:

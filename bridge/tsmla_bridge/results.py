@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tsmla_bridge import tensors
+from tsmla_bridge import devices, tensors
 from tsmla_bridge.tensors import DTYPES
 from tsmla_kernels import contract
 
@@ -20,6 +20,7 @@ class Places:
     """What the results of calls are like: out is [*rows, width], lse [*rows]."""
 
     rows: tuple[int, ...]
+    row_strides: tuple[int, ...]
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
@@ -31,16 +32,19 @@ class Places:
         """For a query [*rows, D], and the contract's dtypes."""
         rows = tuple(q.shape[:-1])
         shape = (*rows, width)
-        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        return cls(rows, shape, strides, DTYPES[out_dtype], DTYPES[lse_dtype], q.device)
+        dtypes = DTYPES[out_dtype], DTYPES[lse_dtype]
+        return cls(rows, _row_major(rows), shape, _row_major(shape), *dtypes, q.device)
 
-    def take(self, return_lse: bool, out: torch.Tensor | None, lse: torch.Tensor | None) -> Results:
-        """The tensors to write to. ValueError / TypeError if one of the caller's can't take its result."""
+    def take(
+        self, return_lse: bool, out: torch.Tensor | None, lse: torch.Tensor | None, *, on_current: bool = False
+    ) -> Results:
+        """The tensors to write to. ValueError / TypeError if one of the caller's can't take its result.
+
+        on_current: their device is a GPU and is the current one, where new ones cost less."""
         if return_lse is not True and return_lse is not False:
             contract.static_bool("return_lse", return_lse)
         if out is None:
-            # With strides it is three quarters of what torch.empty costs.
-            out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+            out = self._new(self.shape, self.strides, self.dtype, on_current)
         else:
             tensors.check_output("out", out, self.shape, self.dtype, self.device)
         if lse is not None:
@@ -48,8 +52,15 @@ class Places:
                 raise ValueError("lse: got a tensor; it is written with return_lse=True alone")
             tensors.check_output("lse", lse, self.rows, self.lse_dtype, self.device)
         elif return_lse:
-            lse = torch.empty(self.rows, dtype=self.lse_dtype, device=self.device)
+            lse = self._new(self.rows, self.row_strides, self.lse_dtype, on_current)
         return out, lse
+
+    def _new(
+        self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, on_current: bool
+    ) -> torch.Tensor:
+        if on_current:
+            return devices.new_tensor(shape, strides, dtype)
+        return torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
 
     def hand_over(
         self,
@@ -68,3 +79,8 @@ class Places:
         """The results where no key is seen."""
         out, lse = self.take(return_lse, out, lse)
         return out.zero_(), None if lse is None else lse.fill_(-math.inf)
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a dense tensor."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))

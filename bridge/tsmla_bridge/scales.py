@@ -100,7 +100,7 @@ def product(softmax_scale: Scale, q_scale: Scale | None, k_scale: Scale | None, 
 def on_device(pair: Pair, index: int, stream: int) -> torch.Tensor:
     """The pair as float32 [2] on device `index`, ready on `stream`, its current stream. Whoever launches holds on to it
     until then."""
-    if isinstance(pair, torch.Tensor):
+    if not isinstance(pair, tuple):
         return pair
     if devices.is_capturing():
         return _in_capture(pair, index, stream)

@@ -6,6 +6,7 @@ behind the caller's back, and no stride is ever ignored.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,18 @@ DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
     for name in ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "int8", "uint8", "int32")
 }
+
+
+_Guards = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
+
+
+def likeness(*tensors: torch.Tensor) -> Callable[..., bool]:
+    """A function that says whether others are like these tensors, one by one: of the same class, dtype, device, sizes
+    and strides, both asking for a derivative or neither, and seen by the same of torch's modes (of dispatch, autocast,
+    inference). It is what guards the code that torch compiles; without it, in a torch to come, nothing is like them."""
+    if _Guards is None:
+        return lambda *others: False
+    return _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
 def describe(name: str, value: Any) -> contract.Array:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import operator
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -64,6 +65,10 @@ class Launcher:
         self._check(create(ctypes.byref(self._module), module, size, None, none))
         prefix = ENTRY_PREFIX.encode()
         self._check(self._runtime.CuteDSLRT_Module_Get_Function(ctypes.byref(self._function), self._module, prefix))
+        # (address of the arguments, their number) -> 0, or the runtime's error
+        self._run: Callable[[int, int], int] = functools.partial(
+            self._runtime.CuteDSLRT_Function_Run, self._function.value
+        )
         self._bound: dict[tuple[tuple[int, ...], ...], Launch] = {}
 
     def bind(self, shapes: Sequence[tuple[int, ...]]) -> Launch:
@@ -73,7 +78,7 @@ class Launcher:
         """
         for operand, shape in zip(self.operands, shapes, strict=True):
             operand.check(shape, operand.dtype)
-        return Launch(self.name, self.operands, shapes, self._run)
+        return Launch(self.name, self.operands, shapes, self._run, self._check)
 
     def __call__(self, stream: int, arrays: Sequence[ArrayView]) -> None:
         """Launch on `stream` (a cudaStream_t as an int) of the current device; returns at once.
@@ -94,9 +99,6 @@ class Launcher:
             launch = self._bound[shapes] = self.bind(shapes)
         launch(stream, [array.address for array in arrays])
 
-    def _run(self, arguments: int, count: int) -> None:
-        self._check(self._runtime.CuteDSLRT_Function_Run(self._function, arguments, count))
-
     def _check(self, result: int) -> None:
         if result:
             name = self._runtime.CuteDSLRT_GetErrorName(result).decode()
@@ -113,14 +115,15 @@ class Launch:
         name: str,
         operands: Sequence[Operand],
         shapes: Sequence[tuple[int, ...]],
-        run: Callable[[int, int], None],
+        run: Callable[[int, int], int],
+        check: Callable[[int], None],
     ) -> None:
-        self._name, self._run = name, run
-        self._names = tuple(operand.name for operand in operands)
-        self._aligns = tuple(operand.align for operand in operands)
-        self._masks = tuple(operand.align - 1 for operand in operands)
+        self._name, self._run, self._check = name, run, check
+        self._operands = tuple(operands)
+        self._mask = max(operand.align for operand in operands) - 1  # alignments are powers of two
+        self._where = slice(FIRST_DESCRIPTOR, FIRST_DESCRIPTOR + 2 * len(operands), 2)
         self._sizes = [(ctypes.c_int64 * len(shape))(*shape) for shape in shapes]
-        self._count = len(self._names) + 2
+        self._count = len(self._operands) + 2
         # Blocks that no launch is using. A list's pop and append are atomic.
         self._free: list[_Arguments] = []
 
@@ -137,19 +140,19 @@ class Launch:
             block = _Arguments(self._sizes)
         words = block.words
         words[STREAM_WORD] = stream
-        at = FIRST_DESCRIPTOR
-        for address, mask in zip(addresses, self._masks, strict=True):
-            if address & mask:
-                i = (at - FIRST_DESCRIPTOR) // 2
-                raise ValueError(
-                    f"{self._names[i]}: got address {address:#x}; it must be a multiple of {self._aligns[i]}"
-                )
-            words[at] = address
-            at += 2
-        self._run(block.arguments, self._count)
+        words[self._where] = addresses  # type: ignore[call-overload]  # any sequence does
+        if functools.reduce(operator.or_, addresses) & self._mask:
+            self._check_alignment(addresses)
+        if error := self._run(block.arguments, self._count):
+            self._check(error)
         if words[ERROR_WORD]:
             raise RuntimeError(f"{self._name}: the launch failed with CUDA error {words[ERROR_WORD]}")
         self._free.append(block)
+
+    def _check_alignment(self, addresses: Sequence[int]) -> None:
+        for operand, address in zip(self._operands, addresses, strict=True):
+            if address % operand.align:
+                raise ValueError(f"{operand.name}: got address {address:#x}; it must be a multiple of {operand.align}")
 
 
 STREAM_WORD, ERROR_WORD, FIRST_DESCRIPTOR = 0, 1, 2

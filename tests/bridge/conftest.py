@@ -71,13 +71,14 @@ class StandInLauncher(launch.Launcher):
         self.name, self.operands, self._bound = kernel.name, kernel.operands(config), {}
         gpu.loads += 1
 
-    def _run(self, arguments: int, count: int) -> None:
+    def _run(self, arguments: int, count: int) -> int:  # type: ignore[override]
         assert count == len(self.operands) + 2
         pointers = (ctypes.c_void_p * count).from_address(arguments)
         stream = ctypes.c_int64.from_address(pointers[0]).value
         found = {operand.name: self._operand(operand, pointers[1 + i]) for i, operand in enumerate(self.operands)}
         self.gpu.launches.append((stream, found))
         getattr(self, f"_{self.name}")(found)
+        return 0
 
     def _operand(self, operand: Operand, pointer: int) -> torch.Tensor:
         descriptor = ctypes.c_int64.from_address(pointer).value
@@ -161,7 +162,7 @@ class StandInLauncher(launch.Launcher):
 @pytest.fixture(autouse=True)
 def forgetful() -> Iterator[None]:
     """No plan, kernel or scale of another test."""
-    kept = (decode._plans, kernels._loaded, scales._of_stream, scales._of_capture)
+    kept = (decode._plans, decode._latest, kernels._loaded, scales._of_stream, scales._of_capture)
     for cache in kept:
         cache.clear()
     yield
@@ -179,6 +180,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(devices, "current_device", lambda: -1)
     monkeypatch.setattr(devices, "current_stream", lambda index: there.stream)
     monkeypatch.setattr(devices, "torch_device", lambda index: torch.device("cpu"))
+    monkeypatch.setattr(
+        devices, "new_tensor", lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype)
+    )
     monkeypatch.setattr(devices, "is_capturing", lambda: there.capture is not None)
     monkeypatch.setattr(devices, "capture_id", lambda stream: there.capture)
     monkeypatch.setattr(launch, "runtime_library", lambda: Path("there"))

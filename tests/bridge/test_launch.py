@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tsmla_bridge
 from tests.bridge.conftest import NUM_SMS, Gpu, on_stream
 from tests.bridge.inputs import Inputs, assert_close, inputs
-from tsmla_bridge import Workspace, decode, scales
+from tsmla_bridge import Workspace, decode, devices, ops, scales, tensors
 from tsmla_kernels.catalog import KERNELS, MLA_DECODE, Operand
 from tsmla_kernels.launch import Launch
 
@@ -76,6 +78,102 @@ def test_a_plan_serves_all_calls_of_its_shapes(gpu: Gpu) -> None:
     assert len(decode._plans) == 1 and gpu.loads == 1
     tsmla_bridge.mla_decode(*served([5, 33, 7]).arrays, **case.options)
     assert len(decode._plans) == 2 and gpu.loads == 1  # another batch: the same kernel
+
+
+# ---- the plan of the latest call, and calls that are unlike it
+
+
+def test_like_calls_are_not_looked_at_one_by_one(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = served([5, 33]), served([40, 7], seed=1)
+    tsmla_bridge.mla_decode(*first.arrays, **first.options)
+    monkeypatch.setattr(decode, "plan_for", None)
+    cache = torch.zeros(len(first.kv_cache), *second.kv_cache.shape[1:], dtype=second.kv_cache.dtype)
+    cache[: len(second.kv_cache)] = second.kv_cache  # as many pages as the first has
+    arrays = (second.q, cache, second.block_tables, second.seq_lens)
+    for scale in (0.3, torch.tensor(0.1)):
+        options = second.options | {"softmax_scale": scale, "kv_scale": 2.0, "return_lse": True}
+        got = tsmla_bridge.mla_decode(*arrays, **options)
+        assert_right(got, second, scale=float(scale), kv_scale=2.0)
+
+
+def _unlike(case: Inputs) -> dict[str, tuple[Inputs | str, dict[str, Any]]]:
+    """Arguments that differ from the case's in one thing, with what they must give: a case's results, or an error."""
+    q, cache, tables, lens = case.arrays
+    other = served([33], seed=1)
+    rest = {"kv_cache": cache, "block_tables": tables, "seq_lens": lens}
+    pool = torch.full((len(cache), 2, *cache.shape[1:]), torch.nan, dtype=cache.dtype)
+    pool[:, 1] = cache
+    wide = torch.full((3, tables.shape[1] + 3), 2**31 - 1, dtype=torch.int32)
+    wide[:2, : tables.shape[1]] = tables
+    offsets = torch.tensor([0, 1, 2], dtype=torch.int32)
+    half = served([5, 33], q_dtype="float16", kv_dtype="float16")
+    small = served([5, 33], kv_dtype="float8_e4m3fn")
+    return {
+        "fewer requests": (other, {"q": other.q, **dict(zip(rest, other.arrays[1:], strict=True))}),
+        "ragged": (case, {"q": q[:, 0], "cu_seqlens_q": offsets, "max_q_len": 1}),
+        "dtypes": (half, {"q": half.q, **dict(zip(rest, half.arrays[1:], strict=True))}),
+        "the cache's dtype": (small, {"q": small.q, **dict(zip(rest, small.arrays[1:], strict=True))}),
+        "the cache's strides": (case, {"kv_cache": pool[:, 1]}),
+        "the cache's head axis": (case, {"kv_cache": cache[:, None]}),
+        "the table's strides": (case, {"block_tables": wide[:2, : tables.shape[1]]}),
+        "a pair for q": (case, {"q": (q[..., :256], q[..., 256:])}),
+        "q's strides": ("q: got shape", {"q": torch.cat((q, q), -1)[..., :320]}),
+        "q's dtype": ("q.dtype|kv_cache", {"q": q.half()}),
+        "one dtype of lengths": ("seq_lens", {"seq_lens": lens.long()}),
+        "one device": ("on meta; it must be on q's device", {"seq_lens": lens.to("meta")}),
+        "no tensor": ("seq_lens", {"seq_lens": lens.tolist()}),
+        "offsets without a bound": ("q: got shape .* because cu_seqlens_q is given", {"cu_seqlens_q": offsets}),
+        "the latent's width": ("latent_dim", {"latent_dim": 320 + 1}),
+        "an option without a hash": ("implementation", {"implementation": ["cute"]}),
+        "a table for more requests": ("block_tables", {"block_tables": torch.cat((tables, tables))}),
+    }
+
+
+def test_a_call_unlike_the_latest_is_noticed(gpu: Gpu) -> None:
+    case = served([5, 33])
+    arguments = dict(zip(("q", "kv_cache", "block_tables", "seq_lens"), case.arrays, strict=True))
+    for name, (want, changed) in _unlike(case).items():
+        tsmla_bridge.mla_decode(**arguments, **case.options)  # the latest
+        given = arguments | case.options | changed | {"return_lse": True}
+        if isinstance(want, str):
+            before = len(gpu.launches)
+            with pytest.raises((ValueError, TypeError, NotImplementedError), match=want):
+                tsmla_bridge.mla_decode(**given)
+            assert len(gpu.launches) == before, name
+        else:
+            out, lse = tsmla_bridge.mla_decode(**given)
+            rows = len(want.q)
+            assert_right((out.view(rows, 1, *out.shape[-2:]), lse.view(rows, 1, -1)), want)
+
+
+def test_what_torch_has_to_see_it_sees_after_a_like_call(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = served([5, 33])
+    tsmla_bridge.mla_decode(*case.arrays, **case.options)
+    seen: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        tsmla_bridge.mla_decode(*case.arrays, **case.options)
+    assert "tsmla.mla_decode.default" in seen
+    with FakeTensorMode() as mode:
+        arrays = [mode.from_tensor(x) for x in case.arrays]
+        assert type(tsmla_bridge.mla_decode(*arrays, **case.options)) is FakeTensor
+    monkeypatch.setattr(ops, "is_traced", lambda *given: True)
+    with torch.no_grad():  # a plan made here must not serve calls that ask for a derivative
+        tsmla_bridge.mla_decode(case.q.requires_grad_(), *case.arrays[1:], **case.options)
+    assert decode.plan_of_latest(*case.arrays, None, (256, None, True, False, None)) is None
+
+
+def test_without_torchs_guard_all_calls_are_looked_at_one_by_one(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors, "_Guards", None)
+    case = served([5, 33])
+    for _ in range(2):
+        assert_right(tsmla_bridge.mla_decode(*case.arrays, **case.options, return_lse=True), case)
+    assert len(decode._plans) == 1
 
 
 # ---- views
@@ -193,8 +291,9 @@ def test_with_out_and_a_workspace_nothing_is_allocated(gpu: Gpu, monkeypatch: py
     launched: list[Any] = []
     monkeypatch.setattr(Launch, "__call__", lambda self, stream, addresses: launched.append(addresses))
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("empty", "zeros", "full", "linspace", "stack"):
+        for name in ("empty", "empty_strided", "zeros", "full", "linspace", "stack"):
             patch.setattr(torch, name, None)
+        patch.setattr(devices, "new_tensor", None)
         tsmla_bridge.mla_decode(*case.arrays, **options, out=out, lse=lse)
     (addresses,) = launched
     inside = range(workspace.buffer.data_ptr(), workspace.buffer.data_ptr() + size)
@@ -372,11 +471,12 @@ def test_one_launch_serves_several_threads_at_once() -> None:
     barrier = threading.Barrier(4)
     blocks: list[int] = []
 
-    def run(arguments: int, count: int) -> None:
+    def run(arguments: int, count: int) -> int:
         blocks.append(arguments)
         barrier.wait(timeout=30)
+        return 0
 
-    launch = Launch("k", operands, ((3, 4), (3,)), run)
+    launch = Launch("k", operands, ((3, 4), (3,)), run, lambda error: None)
     threads = [threading.Thread(target=launch, args=(i, (16, 32))) for i in range(4)]
     for thread in threads:
         thread.start()

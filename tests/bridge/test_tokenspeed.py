@@ -442,6 +442,7 @@ class RealPackage:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(blackwell, "is_device", lambda device: False)
             patch.setattr(decode, "_plans", {})
+            patch.setattr(decode, "_latest", {})
             patch.setattr(blackwell.devices, "kind", lambda device: "cpu")
             out, lse = tokenspeed_mla_decode(**asked)
         return torch.where(lse[..., None] == -torch.inf, torch.nan, out), lse.nan_to_num(neginf=-1e6)

@@ -120,11 +120,14 @@ def _attend(
 ) -> decode.Results:
     if not query.is_contiguous():
         query = query.contiguous()
-    if torch.compiler.is_compiling() or ops.is_traced(query, kv_cache):
-        arguments = (query, kv_cache, block_tables, seq_lens, None, pair, options)
-        found = ops.call_decode(*arguments, return_lse, out, None, None)
-        return found if return_lse else (found, None)
-    plan = decode.plan_for(query, kv_cache, block_tables, seq_lens, None, options)
+    compiling = torch.compiler.is_compiling()
+    plan = None if compiling else decode.plan_of_latest(query, kv_cache, block_tables, seq_lens, None, options)
+    if plan is None:
+        if compiling or ops.is_traced(query, kv_cache):
+            arguments = (query, kv_cache, block_tables, seq_lens, None, pair, options)
+            found = ops.call_decode(*arguments, return_lse, out, None, None)
+            return found if return_lse else (found, None)
+        plan = decode.plan_for(query, kv_cache, block_tables, seq_lens, None, options)
     workspace = Workspace.of(workspace_buffer) if plan.can_use(workspace_buffer) else None
     return plan.run((query, kv_cache, block_tables, seq_lens, None, pair, return_lse, out, None, workspace))
 
