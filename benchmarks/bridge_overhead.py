@@ -36,7 +36,7 @@ def functions() -> dict[str, Callable[[], Any]]:
     import torch
 
     import tsmla_bridge
-    from tsmla_bridge import tokenspeed_mla
+    from tsmla_bridge import decode, tokenspeed_mla
 
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(BATCH, 1, HEADS, 576, generator=generator).bfloat16().cuda()
@@ -51,11 +51,19 @@ def functions() -> dict[str, Callable[[], Any]]:
     buffer = torch.empty(max(size, sms * HEADS * 8 * 513 * 4), dtype=torch.int8, device="cuda")
     cache4 = cache[:, None]
 
+    plan: Any = decode.plan_for(q, cache, tables, lens, None, (512, None, True, False, None))
+    scales_there = torch.tensor([scale, 1.0], device="cuda")
+    inputs = (q, cache, tables, lens, lens, scales_there, out, lse)
+    workspaces = (memory["workspace"].buffer.data_ptr() + offset for offset in plan.offsets)
+    addresses = (*(tensor.data_ptr() for tensor in inputs), *workspaces)
+    stream = torch.cuda.current_stream().cuda_stream
+
     def ours(**options: Any) -> Any:
         return tsmla_bridge.mla_decode(q, cache, tables, lens, softmax_scale=scale, **options)
 
     found: dict[str, Callable[[], Any]] = {
         "tsmla": ours,
+        "tsmla, its launch alone": lambda: plan.launch(stream, addresses),
         "tsmla, with lse": lambda: ours(return_lse=True),
         "tsmla, with lse, out= and a workspace": lambda: ours(return_lse=True, **memory),
         "tsmla, kv_scale a tensor": lambda: ours(kv_scale=kv_scale),

@@ -26,12 +26,8 @@ def mla_decode(
     cu_seqlens_q: torch.Tensor | None,
     logit_scale: Scale,
     out_scale: Scale,
-    *,
-    visible_from: torch.Tensor | None = None,
 ) -> Results:
-    """out and lse of mla_decode; the scales are what logits and outputs are multiplied by.
-
-    visible_from [B, S] int32, for uniform queries: the first key that each query token sees; all of them otherwise."""
+    """out and lse of mla_decode; the scales are what logits and outputs are multiplied by."""
     dtype = accumulation_dtype(spec.q_dtype)
     rows = q.reshape(spec.total_q_len, spec.num_heads, spec.head_dim)
     out = torch.zeros((*rows.shape[:2], spec.latent_dim), dtype=dtype, device=q.device)
@@ -46,8 +42,6 @@ def mla_decode(
         stops = length - (q_len - 1) + token if spec.causal else torch.full_like(token, length)
         position = torch.arange(length, device=q.device)
         visible = position < stops[:, None]
-        if visible_from is not None:
-            visible &= position >= visible_from[request][:, None]
         found = _attend(
             rows[mine].to(dtype), keys[:, None], keys[:, None, : spec.latent_dim], visible, logit_scale, out_scale
         )

@@ -37,7 +37,9 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def compiled_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("gpu-objects")
+    """The cache that is named, which several runs may share, or a new one."""
+    named = os.environ.get("TSMLA_CACHE_DIR")
+    return Path(named) if named else tmp_path_factory.mktemp("gpu-objects")
 
 
 @pytest.fixture(autouse=True)
@@ -471,6 +473,23 @@ def test_tokenspeed_decode(dtype: torch.dtype) -> None:
     visible = lens[:, None] - 1 + torch.arange(2, dtype=torch.int32, device="cuda")
     again = call(local_visible_lens=visible)
     torch.testing.assert_close(again[0].float() * 2, want, atol=8e-4, rtol=2.01 / 128)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_tokenspeed_window(dtype: torch.dtype) -> None:
+    q, cache, tables, lens = (x.to(dtype) if x.is_floating_point() else x for x in arrays(5, 2, 16, 9))
+
+    def call(*given: torch.Tensor, window: int) -> Any:
+        workspace = torch.empty(1 << 24, dtype=torch.int8, device=given[0].device)
+        return tokenspeed_mla.tokenspeed_mla_decode(
+            *given[:2], workspace, 512, 64, *given[2:], 576, SCALE, window_left=window, return_lse=True
+        )
+
+    for window in (1, 64, 100):
+        out, lse = call(q, cache, tables, lens, window=window)
+        want, want_lse = call(*(x.cpu() for x in (q.float(), cache.float(), tables, lens)), window=window)
+        torch.testing.assert_close(out.float().cpu(), want, atol=2e-3, rtol=4.01 / 128)  # rounded twice: it is merged
+        torch.testing.assert_close(lse.cpu(), want_lse, atol=1e-5, rtol=1e-5)
 
 
 def test_a_derivative_is_refused() -> None:

@@ -181,6 +181,10 @@ def test_window(window: int) -> None:
     lens = case.seq_lens.tolist()
     want = visible_keys(case, lambda b, i: range(max(0, lens[b] - 3 - window + i), max(0, lens[b] - 2 + i)))
     assert_right(run(case, window_left=window), want)
+    place = torch.full((4, 3, *want[0].shape[2:]), torch.nan)
+    out, lse = run(case, window_left=window, out=place)
+    assert out is place
+    assert_right((out, lse), want)
 
 
 def shards(case: Inputs, world: int, interleave: int) -> list[Inputs]:
@@ -305,9 +309,26 @@ def test_masks_of_each_token_by_the_kernel(gpu: Gpu) -> None:
     got = run(case, local_visible_lens=lens, out=place)
     assert got[0].data_ptr() == place.data_ptr() == gpu.launches[-1][1]["out"].data_ptr()
     assert_right(got, want, 2**-7)
-    with pytest.raises(NotImplementedError, match="the decode kernel has no window_left"):
-        run(case, window_left=5)
-    run(case, window_left=32)  # all keys lie in it
+    launches = len(gpu.launches)
+    run(case, window_left=32)  # all keys lie in it: as if there were none
+    assert len(gpu.launches) == launches + 1 and len(gpu.launches[-1][1]["seq_lens"]) == 3
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("window", [2, 14, 15, 16, 17, 40])
+def test_a_window_by_the_kernel(gpu: Gpu, window: int, dtype: str) -> None:
+    """The kernel gets tables that begin with the first whole page, and the page before them is not lost."""
+    case = inputs([5, 33, 0, 2, 48, 64], s=3, q_dtype=dtype, kv_dtype=dtype, latent_dim=256, rope_dim=64)
+    lens = case.seq_lens.tolist()
+    want = visible_keys(case, lambda b, i: range(max(0, lens[b] - 3 - window + i), max(0, lens[b] - 2 + i)))
+    for b, length in enumerate(lens):  # what lies before the window is not read
+        for j in range(length - 3 - window):
+            case.kv_cache[case.block_tables[b, j // 16], j % 16] = torch.nan
+    pool = torch.full((len(case.kv_cache), 2, *case.kv_cache.shape[1:]), torch.nan).to(case.kv_cache.dtype)
+    pool[:, 1] = case.kv_cache
+    for cache in (case.kv_cache, case.kv_cache[:, None], pool[:, 1]):
+        assert_right(run(case, kv_cache=cache, window_left=window), want, 2**-6)
+    assert gpu.launches
 
 
 # ---- prefill

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from tsmla_bridge import blackwell, decode, devices, ops, reference, tensors
+from tsmla_bridge import blackwell, decode, merge, ops, tensors
 from tsmla_bridge.workspace import Workspace
-from tsmla_kernels import contract
 from tsmla_kernels.contract_rules import show
 
 LOG2_E = math.log2(math.e)
@@ -66,8 +65,9 @@ def tokenspeed_mla_decode(
       out [B, S, H, kv_lora_rank] in query's dtype, bfloat16 when that is fp8; with return_lse also lse [B, S, H]
       float32, the logarithm to base 2. Rows that see no key give 0 and -inf.
 
-    On Hopper masks that differ from token to token (context parallelism and local_visible_lens with S > 1) run as one
-    request for each query token: right, but the keys of a request are read S times.
+    Masks that differ from token to token (a window, and context parallelism and local_visible_lens with S > 1) run as
+    one request for each query token: right, but the keys of a request are read S times. Of a window the page that it
+    begins in is attended to by torch operations, and its result merged with the kernel's.
 
     Raises:
       ValueError, TypeError: an argument is not legal. NotImplementedError: no kernel runs the call, with the reasons.
@@ -152,19 +152,59 @@ def _attend_masked(
         block_tables = block_tables.repeat_interleave(q_len, 0)
     stops = stops.reshape(batch * q_len)
     options = (latent_dim, None, False, False, None)
-    if starts is not None:
-        if devices.kind(query.device) != "cpu":
-            raise contract.not_runnable("tokenspeed_mla_decode", "cute", ["the decode kernel has no window_left"])
-        plan = decode.plan_for(query, kv_cache, block_tables, stops, None, options)
-        cache, starts = tensors.without_head_axis(kv_cache), starts.reshape(-1, 1)
-        given = (plan.spec, query, cache, block_tables, stops, None, *pair)
-        found, every_lse = reference.mla_decode(*given, visible_from=starts)
-        lse = every_lse if return_lse else None
-    else:
-        place = None if out is None else out.view(batch * q_len, 1, heads, latent_dim)
+    place = None if out is None else out.view(batch * q_len, 1, heads, latent_dim)
+    if starts is None:
         found, lse = _attend(query, kv_cache, block_tables, stops, pair, options, return_lse, place, workspace_buffer)
+    else:
+        starts = torch.minimum(starts.reshape(batch * q_len), stops)
+        found, window_lse = _attend_window(
+            query, kv_cache, block_tables, starts, stops, pair, options, workspace_buffer
+        )
+        found, lse = found if place is None else place.copy_(found), window_lse if return_lse else None
     shape = (batch, q_len, heads)
     return found.view(*shape, latent_dim), None if lse is None else lse.view(shape)
+
+
+def _attend_window(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    starts: torch.Tensor,
+    stops: torch.Tensor,
+    pair: tuple[float, float],
+    options: decode.Options,
+    workspace_buffer: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each query token, a request of its own, sees its keys from starts to stops, both [B].
+
+    The kernel begins at the start of a page. So it attends to the pages behind the one that a window begins in, through
+    tables that begin with them, torch operations attend to that page's part of the window, and the two are merged."""
+    cache = tensors.without_head_axis(kv_cache)
+    num_pages, page_size, _ = cache.shape
+    whole = (starts + (page_size - 1)).div(page_size, rounding_mode="floor")  # the first page that lies in it whole
+    column = torch.arange(block_tables.shape[1], device=starts.device)
+    last = block_tables.shape[1] - 1
+    behind = block_tables.gather(1, (whole[:, None] + column).clamp(max=last))
+    begin_behind = whole * page_size
+    lens = (stops - begin_behind).clamp(min=0)
+    most, most_lse = _attend(query, kv_cache, behind, lens, pair, options, True, None, workspace_buffer)
+    assert most_lse is not None
+
+    first = starts.div(page_size, rounding_mode="floor")
+    position = (first * page_size)[:, None] + torch.arange(page_size, dtype=torch.int32, device=starts.device)
+    visible = (position >= starts[:, None]) & (position < torch.minimum(stops, begin_behind)[:, None])
+    page = block_tables.gather(1, first.clamp(max=last).long()[:, None])[:, 0]
+    page = page.clamp(0, num_pages - 1).long()  # where nothing is visible the table may hold anything
+    dtype = tensors.accumulation_dtype(tensors.dtype_name(cache.dtype))
+    keys = cache.view(torch.uint8)[page].view(cache.dtype).to(dtype)  # as bytes: not every dtype can be indexed
+    keys = keys.masked_fill(~visible[..., None], 0)  # an unused slot may hold NaN
+    scores = torch.einsum("bhd,bkd->bhk", query[:, 0].to(dtype), keys) * pair[0]
+    scores = scores.masked_fill(~visible[:, None], -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None])
+    out = torch.einsum("bhk,bkl->bhl", weights, keys[..., : options[0]]) * pair[1]
+    merged, merged_lse = merge.merge_attention_states([most.to(dtype), out[:, None]], [most_lse, lse[:, None]])
+    return merged.to(most.dtype), merged_lse
 
 
 def _visible(
