@@ -102,11 +102,14 @@ def main(argv: list[str]) -> int:
                 function()
                 taken.append((time.perf_counter_ns() - begin) / 1e3)
             torch.cuda.synchronize()
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    commit = (
+        COMMIT.value
+        or subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    )
     common = {
         "b": BATCH, "s": 1, "h": HEADS, "keys": PAGES * PAGE, "device": torch.cuda.get_device_name(0),
         "host": platform.processor() or platform.machine(), "torch": torch.__version__,
-        "python": platform.python_version(), "commit": COMMIT.value or git.stdout.strip(),
+        "python": platform.python_version(), "commit": commit,
         "date": datetime.date.today().isoformat(), "command": "python3 " + " ".join(sys.argv),
     }  # fmt: skip
     rows = []
