@@ -89,7 +89,7 @@ class Kernel:
     Attributes:
       name: unique among all kernels of all architectures.
       archs: the architectures it can be compiled for, as in CUTE_DSL_ARCH.
-      launcher: "module:Class"; Class(config) is the `@cute.jit` callable (stream, *operands).
+      launcher: "module:name"; name(config), a class or a function, is the `@cute.jit` callable (stream, *operands).
       config: the config's dataclass.
       operands: the launcher's operands for a config.
       from_options: the config that options of the command line name; ValueError says what is wrong with them.
@@ -205,7 +205,7 @@ def _decode_spec(options: Mapping[str, str]) -> contract.DecodeSpec:
 MLA_DECODE = Kernel(
     name="mla_decode",
     archs=("sm_90a",),
-    launcher="tsmla_kernels.sm90.mla_decode:MlaDecode",
+    launcher="tsmla_kernels.sm90.launchers:mla_decode",
     config=sm90.DecodeConfig,
     operands=mla_decode_operands,
     from_options=mla_decode_config,
@@ -228,7 +228,7 @@ def mla_prefill_operands(config: sm90_prefill.PrefillConfig) -> tuple[Operand, .
         Operand("cu_seqlens_q", "int32", (None,), align=4),
         Operand("cu_seqlens_kv", "int32", (None,), align=4),
         Operand("scales", "float32", (2,), align=4),
-        Operand("out", config.dtype, (None, None, config.v_head_dim), output=True),
+        Operand("out", contract.attention_out_dtype(config.dtype), (None, None, v_dim), output=True),
         Operand("lse", "float32", (None, None), output=True, align=4),
         *(Operand(name, dtype, (None, *shape[1:]), output=True) for name, (shape, dtype) in workspaces.items()),
     )

@@ -13,12 +13,11 @@ if TYPE_CHECKING:
     from tsmla_kernels.contract import DecodeSpec
 
 ROWS = 64  # query rows (tokens x heads) of one CTA: the M of one warpgroup's WGMMA
-BLOCK = 32  # keys of one pipeline stage
 FP8 = "float8_e4m3fn"
 LANDINGS = 4  # blocks of an fp8 cache that lie in shared memory as they came, or are on their way
 SMEM_BYTES = 232_448  # shared memory that one CTA may have on sm_90
 INVARIANT_CHUNKS = 32  # most pieces a request is cut into when batch_invariant
-INVARIANT_MIN_BLOCKS = 16  # fewest key blocks of such a piece (512 keys)
+INVARIANT_MIN_KEYS = 512  # fewest keys of such a piece
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,14 +53,19 @@ class DecodeConfig:
         return self.kv_dtype or self.dtype
 
     @property
-    def narrow(self) -> bool:
-        """Whether the cache is fp8 and widened in the kernel."""
-        return self.cache_dtype == FP8
+    def fp8_scores(self) -> bool:
+        """Whether Q K^T is multiplied in fp8: where queries and cache are."""
+        return self.dtype == FP8
 
     @property
-    def math_dtype(self) -> str:
-        """What the tensor cores multiply: q's dtype; fp8 as f16, which holds each of its values."""
-        return "float16" if self.dtype == FP8 else self.dtype
+    def narrow(self) -> bool:
+        """Whether the cache is fp8 and widened in the kernel to the queries' type."""
+        return self.cache_dtype == FP8 and not self.fp8_scores
+
+    @property
+    def block(self) -> int:
+        """Keys of one pipeline stage."""
+        return 64 if self.fp8_scores else 32
 
     @property
     def out_dtype(self) -> str:
@@ -77,12 +81,15 @@ class DecodeConfig:
 
     @property
     def stage_bytes(self) -> int:
-        """Shared memory of one stage: BLOCK keys, and P where the rope columns cannot hold it."""
-        return BLOCK * self.head_dim * 2 + (0 if self.rope_dim else ROWS * BLOCK * 2)
+        """Shared memory of one stage: a block of keys, and P where the rope columns cannot hold it."""
+        p_bytes = ROWS * self.block * 2
+        if self.fp8_scores:
+            return self.block * self.head_dim + p_bytes
+        return self.block * self.head_dim * 2 + (0 if self.rope_dim else p_bytes)
 
     @property
     def stages(self) -> int:
-        landing_bytes = BLOCK * self.head_dim if self.narrow else 0
+        landing_bytes = self.block * self.head_dim if self.narrow else 0
         return min(8, (SMEM_BYTES - 4096 - self.landings * landing_bytes) // self.stage_bytes)
 
     @property
@@ -135,10 +142,10 @@ def decode_config(spec: DecodeSpec) -> DecodeConfig:
     )
 
 
-def invariant_chunk(max_pages: int, page_size: int) -> int:
+def invariant_chunk(config: DecodeConfig, max_pages: int) -> int:
     """Key blocks of one piece of a request when batch_invariant: depends on the table's width alone."""
-    blocks = -(-max_pages * page_size // BLOCK)
-    return INVARIANT_MIN_BLOCKS - 1 - (-blocks // INVARIANT_CHUNKS)
+    blocks = -(-max_pages * config.page_size // config.block)
+    return INVARIANT_MIN_KEYS // config.block - 1 - (-blocks // INVARIANT_CHUNKS)
 
 
 def workspace_shapes(
@@ -153,8 +160,8 @@ def workspace_shapes(
     parts = max(1, num_sms // config.cluster)
     if config.batch_invariant:
         units = batch * config.max_tiles
-        blocks = -(-max_pages * config.page_size // BLOCK)
-        slots = units * -(-blocks // invariant_chunk(max_pages, config.page_size))
+        blocks = -(-max_pages * config.page_size // config.block)
+        slots = units * -(-blocks // invariant_chunk(config, max_pages))
         entries = parts + units
     else:
         slots = entries = 2 * parts

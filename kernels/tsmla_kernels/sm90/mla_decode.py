@@ -23,27 +23,20 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKind
 
-from tsmla_kernels.sm90.choose import BLOCK, FP8, ROWS, SMEM_BYTES, DecodeConfig
-from tsmla_kernels.sm90.warp_helpers import WarpHelpers
+from tsmla_kernels.sm90.choose import FP8, ROWS, SMEM_BYTES, DecodeConfig
+from tsmla_kernels.sm90.decode_combine import COMBINE_THREADS, DecodeCombine
+from tsmla_kernels.sm90.decode_ring import TABLE_AHEAD, DecodeRing
+from tsmla_kernels.sm90.decode_schedule import DESCRIPTOR_WORDS
+from tsmla_kernels.sm90.decode_softmax import LOWEST, DecodeSoftmax
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, FP8: cutlass.Float8E4M3FN}
 LOG2_E = math.log2(math.e)
-LN_2 = math.log(2.0)
 OVERHEAD = 8  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
-LEAST_PAYLOAD = 2  # key blocks worth a cluster's while: each piece more is one more partial result to merge
-LOWEST = -1e30  # of the running maximum: finite, so that a row without keys needs no case of its own
 RESCALE_BITS = 8.0  # how far the running maximum may lag where arithmetic is the bound: following it at once takes 10 %
-DESCRIPTOR_WORDS = 12
 EARLY_STEPS = 8  # 16-column steps of Q K^T that may still run when the values' warpgroups are let loose
-TABLE_AHEAD = 32  # block-table entries read at once
-COMBINE_THREADS = 1024
-COMBINE_SPARE_BYTES = 100 << 10
-COMBINE_GROUP = 512  # threads that merge one row tile together
-COMBINE_UNROLL = 4  # pieces that a thread reads at once
-COMBINE_SHARE = 4  # threads that share a quad when batch_invariant: the order of additions must not follow the batch
 
 
-class MlaDecode(WarpHelpers):
+class MlaDecode(DecodeRing, DecodeSoftmax, DecodeCombine):
     """One compiled decode: `config` is static, all shapes but H, L, R and Z are dynamic.
 
     Operands of the launcher: q [N, D] (N = T * H rows), kv_cache [P, Z, D], block_tables [B, M] i32, seq_lens [B] i32,
@@ -53,28 +46,31 @@ class MlaDecode(WarpHelpers):
 
     def __init__(self, config: DecodeConfig) -> None:
         self.config = config
-        self.dtype, self.q_dtype, self.cache_dtype, self.out_dtype = (
-            DTYPES[name] for name in (config.math_dtype, config.dtype, config.cache_dtype, config.out_dtype)
-        )
+        self.dtype, self.cache_dtype = DTYPES[config.dtype], DTYPES[config.cache_dtype]
+        self.out_dtype, self.itemsize = self.dtype, 2
         # An fp8 cache lands in shared memory as it is, and the values' warps widen it into the ring.
-        self.narrow, self.narrow_q, self.landings = config.narrow, config.dtype == FP8, config.landings
+        self.narrow, self.landings = config.narrow, config.landings
         self.heads, self.max_q_len = config.num_heads, config.max_q_len
         self.latent, self.rope, self.depth = config.latent_dim, config.rope_dim, config.head_dim
         self.page_size, self.ragged, self.causal = config.page_size, config.ragged, config.causal
         self.invariant, self.cluster = config.batch_invariant, config.cluster
+        self.multicast = self.cluster > 1 and not self.narrow
         self.stages, self.tile_rows, self.max_tiles = config.stages, config.tile_rows, config.max_tiles
         self.stage_elements = config.stage_bytes // 2
-        self.landing_elements = BLOCK * self.depth
+        self.block, self.overhead = config.block, OVERHEAD
+        self.landing_elements = self.block * self.depth
         # Ring of piece descriptors, filled `lookahead` pieces before the slowest reader: as many as the stages that are
         # filled ahead may belong to.
         self.descriptors, self.lookahead = (16, 8) if self.narrow else (8, 4)
         self.column_tiles = self.depth // 64
-        self.box = min(BLOCK, self.page_size)  # keys of one TMA copy: a page may be shorter than a stage
+        self.box = min(self.block, self.page_size)  # keys of one TMA copy: a page may be shorter than a stage
         self.half = self.latent // 2
         # Q's 16-column steps that stay in shared memory, for want of registers: the rope's, where L is 512.
         self.shared_steps = 4 if self.depth > 512 else 0
         # 0: the greatest P of a row is exactly 1, and no rounding touches it. Free where memory is the bound.
         self.rescale_bits = 0.0 if config.cluster == 1 else RESCALE_BITS
+        # A piece takes two stages or more; the values read its row sums before they leave its last.
+        self.inverses = (self.stages + 1) // 2
         self.threads = 384
         self.registers = (184, 160)  # scores, values: 184 + 2 x 160 is what 384 threads start with
         if self.stages < 4:
@@ -100,13 +96,11 @@ class MlaDecode(WarpHelpers):
         atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, dtype)
         # One copy brings a block's keys with all their columns: (key, 64 columns, column tile, page) as four modes.
         # Where pages are shorter than a block, a copy is one column tile, for a block is not one box.
-        tiles = self.column_tiles if self.box == BLOCK else 1
+        tiles = self.column_tiles if self.box == self.block else 1
         box_layout = cute.tile_to_shape(atom, (self.box, 64, tiles), (0, 1, 2))
-        q_layout = cute.tile_to_shape(atom, (BLOCK, 64, self.column_tiles), (0, 1, 2))
+        q_layout = cute.tile_to_shape(atom, (self.block, 64, self.column_tiles), (0, 1, 2))
         if const_expr(self.narrow):
             box_layout = cute.make_layout((self.box, 64, tiles), stride=(64, 1, 64 * self.box))
-        if const_expr(self.narrow_q):
-            q_layout = cute.make_layout((BLOCK, 64, self.column_tiles), stride=(64, 1, 64 * BLOCK))
         row, page = kv_cache.stride[1], kv_cache.stride[0]
         keys = cute.make_tensor(
             kv_cache.iterator,
@@ -120,15 +114,15 @@ class MlaDecode(WarpHelpers):
         load = cpasync.CopyBulkTensorTileG2SOp()
         load_keys = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.cluster > 1 else load
         tma_q, tma_q_tensor = cpasync.make_tiled_tma_atom(
-            load, queries, q_layout, (BLOCK, 64, self.column_tiles)
+            load, queries, q_layout, (self.block, 64, self.column_tiles)
         )
         tma_k, tma_k_tensor = cpasync.make_tiled_tma_atom(load_keys, keys, box_layout, (self.box, 64, tiles))
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         mma_qk = sm90.make_trivial_tiled_mma(
-            dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (ROWS, BLOCK), OperandSource.RMEM
+            dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (ROWS, self.block), OperandSource.RMEM
         )
         mma_qk_shared = sm90.make_trivial_tiled_mma(
-            dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (ROWS, BLOCK)
+            dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (ROWS, self.block)
         )
         mma_pv = sm90.make_trivial_tiled_mma(dtype, dtype, k_major, mn_major, Float32, (1, 1, 1), (ROWS, self.half))
 
@@ -142,7 +136,7 @@ class MlaDecode(WarpHelpers):
             descriptor: cute.struct.MemRange[Int32, self.descriptors * DESCRIPTOR_WORDS]
             rescale: cute.struct.MemRange[Float32, self.stages * ROWS]
             moved: cute.struct.MemRange[Int32, self.stages * 4]
-            inverse: cute.struct.MemRange[Float32, 2 * ROWS]
+            inverse: cute.struct.MemRange[Float32, self.inverses * ROWS]
             walk: cute.struct.MemRange[Int32, 8 + (32 if self.narrow else 0)]
             fill: cute.struct.MemRange[Int32, 8]
             pages: cute.struct.MemRange[Int32, TABLE_AHEAD]
@@ -171,8 +165,6 @@ class MlaDecode(WarpHelpers):
             stream=stream,
             use_pdl=True,
         )
-
-    # ------------------------------------------------------------------ the attention kernel
 
     @cute.kernel
     def attend(
@@ -212,24 +204,24 @@ class MlaDecode(WarpHelpers):
         )
         rescale = storage.rescale.get_tensor(cute.make_layout((ROWS, self.stages), stride=(1, ROWS)))
         moved = storage.moved.get_tensor(cute.make_layout((4, self.stages), stride=(1, 4)))
-        inverse = storage.inverse.get_tensor(cute.make_layout((ROWS, 2), stride=(1, ROWS)))
+        inverse = storage.inverse.get_tensor(cute.make_layout((ROWS, self.inverses), stride=(1, ROWS)))
         ring = storage.ring.data_ptr()
 
         atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, self.dtype)
-        stage_layout = cute.tile_to_shape(atom, (BLOCK, self.depth), (0, 1))
+        stage_layout = cute.tile_to_shape(atom, (self.block, self.depth), (0, 1))
         outer = stage_layout.outer
         key_layout = cute.make_layout(
             (*outer.shape, self.stages), stride=(*outer.stride, self.stage_elements)
         )
         s_k = cute.make_tensor(cute.recast_ptr(ring, stage_layout.inner, dtype=self.dtype), key_layout)
         p_atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW64, self.dtype)
-        p_tile = cute.tile_to_shape(p_atom, (ROWS, BLOCK), (0, 1))
+        p_tile = cute.tile_to_shape(p_atom, (ROWS, self.block), (0, 1))
         p_layout = cute.make_layout(
             (*p_tile.outer.shape, self.stages), stride=(*p_tile.outer.stride, self.stage_elements)
         )
         # P takes the place of its own keys' rope columns, which nothing reads once S is there.
         s_p = cute.make_tensor(
-            cute.recast_ptr(ring + BLOCK * self.latent, p_tile.inner, dtype=self.dtype), p_layout
+            cute.recast_ptr(ring + self.block * self.latent, p_tile.inner, dtype=self.dtype), p_layout
         )
 
         if warp_idx == 4:
@@ -271,8 +263,8 @@ class MlaDecode(WarpHelpers):
         if const_expr(self.narrow):
             landing = cute.recast_ptr(ring + self.stages * self.stage_elements, dtype=self.cache_dtype)
         copies = (
-            tma_q, tma_q_tensor, tma_k, tma_k_tensor, block_tables, s_k, descriptor, fill, pages, full, empty, rank,
-            landing, items,
+            tma_q, tma_q_tensor, tma_k, tma_k_tensor, block_tables, s_k, descriptor, fill, pages, full, rank, landing,
+            items,
         )  # fmt: skip
         if warp_idx == 8:
             self.begin_schedule(schedule)
@@ -297,429 +289,28 @@ class MlaDecode(WarpHelpers):
             cute.arch.cluster_wait()
 
     @cute.jit
-    def divide(self, a: Int32, b: Int32):
-        """a // b for a >= 0 and b > 0. The compiler's own takes four times the instructions, and in code that runs once
-        every instruction waits to be fetched."""
-        inverse = cute.arch.rcp_approx(Float32(b))
-        q = Int32(Float32(a) * inverse)
-        q += Int32(Float32(a - q * b) * inverse)
-        rest = a - q * b
-        if rest < 0:
-            q -= 1
-        if rest >= b:
-            q += 1
-        return q
-
-    @cute.jit
-    def prefetch(self, array: cute.Tensor, offset: Int32):
-        """The 128 bytes that element `offset` begins, into the L2 cache, if the array is so long."""
-        if Int64(offset) < Int64(array.shape[0]) * array.shape[1]:
-            cute.arch.prefetch((array.iterator + offset).to_llvm_ptr(), cache_level="L2")
-
-    # ---- the schedule (one warp)
-
-    @cute.jit
-    def request(self, r: Int32, seq_lens: cute.Tensor, cu_seqlens_q: cute.Tensor, width: Int32, all_rows: Int32):
-        """(keys, first row, query rows, row tiles, key blocks) of request r."""
-        # Clamped to what the table, the row tiles and `out` hold: a wrong length must not lead outside of them.
-        keys = cutlass.min(cutlass.max(seq_lens[r], 0), width * self.page_size)
-        blocks = cutlass.max((keys + BLOCK - 1) // BLOCK, 1)
-        first = r * (self.max_q_len * self.heads)
-        rows = Int32(self.max_q_len * self.heads)
-        tiles = Int32(self.max_tiles)
-        if const_expr(self.ragged):
-            first = cutlass.min(cutlass.max(cu_seqlens_q[r] * self.heads, 0), all_rows)
-            rows = cutlass.min(cutlass.max(cu_seqlens_q[r + 1] * self.heads - first, 0), rows)
-            rows = cutlass.min(rows, all_rows - first)
-            tiles = (rows + self.tile_rows - 1) // self.tile_rows
-        return keys, first, rows, tiles, blocks
-
-    @cute.jit
-    def chunk_blocks(self, block_tables: cute.Tensor, seq_lens: cute.Tensor, partial_lse: cute.Tensor):
-        """(key blocks of a piece, slots of a row tile) when batch_invariant."""
-        slots = partial_lse.shape[0] // (seq_lens.shape[0] * self.max_tiles)
-        table_blocks = (block_tables.shape[1] * self.page_size + BLOCK - 1) // BLOCK
-        return cutlass.max((table_blocks + slots - 1) // slots, 1), slots
-
-    @cute.jit
-    def span(self, blocks: Int32, chunk: Int32, fixed: Int32):
-        """Length of a row tile on the schedule's line; `fixed` where all tiles take the same, 0 otherwise."""
-        length = blocks + OVERHEAD
-        if const_expr(self.invariant):
-            length = blocks + OVERHEAD * ((blocks + chunk - 1) // chunk)
-        if fixed > 0:
-            length = fixed
-        return length
-
-    @cute.jit
-    def begin_schedule(self, schedule: cutlass.Constexpr):
-        """Find this cluster's share of the batch.
-
-        The batch is laid out as a line of row tiles, request by request, each OVERHEAD + its key blocks long; every
-        cluster takes an equal interval of it. Where whole tiles balance as well, each cluster takes whole tiles; where
-        all tiles are of one length and fewer than the clusters, each is cut into as many equal pieces as there are
-        clusters for it, so that no piece is a sliver.
-        """
-        block_tables, seq_lens, cu_seqlens_q, partial_lse, split_info, _, walk, parts, part, rank, all_rows = schedule
-        lane = cute.arch.lane_idx()
-        batch, width = seq_lens.shape[0], block_tables.shape[1]
-        chunk = Int32(1)
-        if const_expr(self.invariant):
-            chunk, _ = self.chunk_blocks(block_tables, seq_lens, partial_lse)
-
-        total, units, longest = Int32(0), Int32(0), Int32(0)
-        for base in cutlass.range(0, batch, 32, unroll=4):
-            # Loads without a branch, so that several are under way at once.
-            r = cutlass.min(base + lane, batch - 1)
-            _, _, _, tiles, blocks = self.request(r, seq_lens, cu_seqlens_q, width, all_rows)
-            cost = tiles * self.span(blocks, chunk, Int32(0))
-            if base + lane < batch:
-                total += cost
-                units += tiles
-                longest = cutlass.max(longest, blocks)
-        total = cute.arch.warp_redux_sync(total, "add")
-        units = cute.arch.warp_redux_sync(units, "add")
-        longest = cute.arch.warp_redux_sync(longest, "max")
-        payload = cutlass.max(self.divide(total + parts - 1, parts), LEAST_PAYLOAD)
-        whole, fixed = Int32(0), Int32(0)
-        if const_expr(not self.invariant):
-            share = self.divide(units + parts - 1, parts)
-            if share * (longest + OVERHEAD) <= payload + OVERHEAD:
-                whole, fixed = Int32(1), Int32(1)
-                payload = share
-            elif units > 0 and units < parts and total == units * (longest + OVERHEAD):
-                cuts = self.divide(parts, units)
-                payload = cutlass.max(self.divide(longest + cuts - 1, cuts), LEAST_PAYLOAD)
-                fixed = cuts * payload
-        begin = part * payload
-
-        # The row tile in which the interval begins.
-        r, start = batch, Int32(0)
-        searching = Int32(1)
-        base = Int32(0)
-        while searching == 1 and base < batch:
-            cost, unit = Int32(0), Int32(1)
-            if base + lane < batch:
-                _, _, _, tiles, blocks = self.request(base + lane, seq_lens, cu_seqlens_q, width, all_rows)
-                unit = self.span(blocks, chunk, fixed)
-                cost = tiles * unit
-            prefix = cost
-            for step in cutlass.range_constexpr(5):
-                other = cute.arch.shuffle_sync_up(prefix, offset=1 << step, mask_and_clamp=0)
-                if lane >= (1 << step):
-                    prefix += other
-            before = cute.arch.popc(cute.arch.vote_ballot_sync(start + prefix <= begin))
-            if before < 32:
-                searching = Int32(0)
-                r = base + before
-                start += cute.arch.shuffle_sync(prefix - cost, before)
-                unit = cute.arch.shuffle_sync(unit, before)
-            else:
-                start += cute.arch.shuffle_sync(prefix, 31)
-                base += 32
-        tile = Int32(0)
-        if r < batch:
-            _, _, _, _, blocks = self.request(r, seq_lens, cu_seqlens_q, width, all_rows)
-            unit = self.span(blocks, chunk, fixed)
-            tile = self.divide(begin - start, unit)
-            start += tile * unit
-        if lane == 0:
-            walk[0] = r
-            walk[1] = tile
-            walk[2] = start
-            walk[3] = begin
-            walk[4] = begin + payload
-            walk[5] = whole
-            walk[6] = Int32(-1)  # next chunk of the row tile; -1: not begun
-            walk[7] = fixed
-            if rank == 0:
-                if const_expr(not self.invariant):
-                    split_info[2 * part, 3] = 0
-                    split_info[2 * part + 1, 3] = 0
-        if const_expr(self.invariant and self.ragged):
-            # Row tiles that a short query does not have: nobody else writes their entries.
-            for at in cutlass.range(part * 32 + lane, batch, parts * 32, unroll=1):
-                _, _, _, tiles_there, _ = self.request(at, seq_lens, cu_seqlens_q, width, all_rows)
-                for t in cutlass.range(tiles_there, self.max_tiles, unroll=1):
-                    split_info[parts + at * self.max_tiles + t, 3] = 0
-        cute.arch.sync_warp()
-
-    @cute.jit
-    def next_piece(self, piece: Int32, schedule: cutlass.Constexpr):
-        """Describe this cluster's next piece of work: some key blocks of one row tile, or none: the end."""
-        (
-            block_tables, seq_lens, cu_seqlens_q, partial_lse, split_info, descriptor, walk, parts, part, rank,
-            all_rows,
-        ) = schedule  # fmt: skip
-        lane = cute.arch.lane_idx()
-        batch, width = seq_lens.shape[0], block_tables.shape[1]
-        cute.arch.sync_warp()
-        r, tile, start, begin, end, whole, k = walk[0], walk[1], walk[2], walk[3], walk[4], walk[5], walk[6]
-        fixed = walk[7]
-        cute.arch.sync_warp()
-        chunk, slots = Int32(1), Int32(1)
-        if const_expr(self.invariant):
-            chunk, slots = self.chunk_blocks(block_tables, seq_lens, partial_lse)
-        # The start-up costs come first in a tile's length, where they are counted in it.
-        lead = Int32(0)
-        if const_expr(not self.invariant):
-            if fixed == 0:
-                lead = Int32(OVERHEAD)
-        at = piece % self.descriptors
-        found = Int32(0)
-        while found == 0 and r < batch and start + lead < end:
-            keys, first, rows, tiles, blocks = self.request(r, seq_lens, cu_seqlens_q, width, all_rows)
-            unit = self.span(blocks, chunk, fixed)
-            b_begin, b_end = Int32(0), blocks
-            slot = Int32(-1)
-            row_base = first + tile * self.tile_rows
-            rows_here = cutlass.min(rows - tile * self.tile_rows, self.tile_rows)
-            leave = Int32(1)
-            if tile < tiles:
-                if const_expr(self.invariant):
-                    chunks = (blocks + chunk - 1) // chunk
-                    step = chunk + OVERHEAD
-                    if k < 0:
-                        k = (cutlass.max(begin - start, 0) + step - 1) // step
-                    if k < chunks and start + k * step < end:
-                        found = Int32(1)
-                        leave = Int32(0)
-                        b_begin = k * chunk
-                        b_end = cutlass.min(b_begin + chunk, blocks)
-                        first_slot = (r * self.max_tiles + tile) * slots
-                        if chunks > 1:
-                            slot = first_slot + k
-                        if k == 0 and rank == 0 and lane == 0:
-                            entry = parts + r * self.max_tiles + tile
-                            count = chunks
-                            if chunks == 1:
-                                count = Int32(0)
-                            split_info[entry, 0] = row_base
-                            split_info[entry, 1] = rows_here
-                            split_info[entry, 2] = first_slot
-                            split_info[entry, 3] = count
-                        k += 1
-                else:
-                    if whole == 0:
-                        b_begin = cutlass.max(begin - start - lead, 0)
-                        b_end = cutlass.min(end - start - lead, blocks)
-                    if b_begin < b_end:
-                        found = Int32(1)
-                        if b_begin > 0:
-                            slot = 2 * part
-                        elif b_end < blocks:
-                            slot = 2 * part + 1
-                        if slot >= 0 and rank == 0 and lane == 0:
-                            # The clusters from `owner` on have one piece each.
-                            owner = self.divide(start + lead, end - begin)
-                            split_info[slot, 0] = row_base
-                            split_info[slot, 1] = rows_here
-                            split_info[slot, 2] = 2 * owner + 1
-                            split_info[slot, 3] = self.divide(start + lead + blocks - 1, end - begin) - owner + 1
-            if found == 1:
-                if lane == 0:
-                    descriptor[0, at] = b_begin
-                    descriptor[1, at] = b_end
-                    descriptor[2, at] = keys
-                    descriptor[3, at] = keys + 1 - rows // self.heads  # keys that the first query token sees
-                    descriptor[4, at] = tile * self.tile_rows + rank * ROWS  # first row in its request
-                    descriptor[5, at] = row_base + rank * ROWS  # first row of q and out
-                    descriptor[6, at] = cutlass.min(rows_here - rank * ROWS, ROWS)  # rows that count
-                    descriptor[7, at] = slot
-                    descriptor[8, at] = r
-                    descriptor[9, at] = 1 + cutlass.min(rows_here - 1, BLOCK) // BLOCK  # stages that Q takes
-            if leave == 1:
-                start += unit
-                tile += 1
-                k = Int32(-1)
-                if tile >= tiles:
-                    start -= (tile - tiles) * unit  # a request without queries has no length
-                    tile = Int32(0)
-                    r += 1
-        if lane == 0:
-            if found == 0:
-                descriptor[0, at] = 0
-                descriptor[1, at] = 0
-            walk[0] = r
-            walk[1] = tile
-            walk[2] = start
-            walk[6] = k
-        cute.arch.sync_warp()
-
-    # ---- copies (one warp)
-
-    @cute.jit
-    def produce(self, index: Int32, copies: cutlass.Constexpr):
-        """Fill the free stage `index` with what comes next: 32 rows of Q, a block of keys, or the end.
-
-        Its state lies in shared memory: the registers of this warp are taken by O.
-        """
-        (
-            tma_q, tma_q_tensor, tma_k, tma_k_tensor, block_tables, s_k, descriptor, fill, pages,
-            full, _, rank, _, _,
-        ) = copies  # fmt: skip
-        lane = cute.arch.lane_idx()
-        stage_bytes = BLOCK * self.depth * 2
-        cute.arch.sync_warp()
-        b, b_end, first = fill[0], fill[1], fill[2]
-        if b < b_end:
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full + index, stage_bytes)
-            if (b * BLOCK + BLOCK - 1) // self.page_size >= first + TABLE_AHEAD:
-                first = (b * BLOCK) // self.page_size
-                under_way = (fill[3] - 1) % self.descriptors  # fill[3] is the piece after this one
-                cute.arch.sync_warp()
-                self.read_table(block_tables, descriptor, under_way, fill, pages, first, lane)
-            self.copy_keys(tma_k, tma_k_tensor, self.boxes(s_k, self.box), pages, full, index, b, first, rank)
-            cute.arch.sync_warp()
-            if lane == 0:
-                fill[0] = b + 1
-        elif fill[5] == 0:
-            # A piece begins: its Q, in one or two stages; or there is none.
-            piece, q_part = fill[3], fill[4]
-            at = piece % self.descriptors
-            b_begin, b_end, q_stages = descriptor[0, at], descriptor[1, at], descriptor[9, at]
-            cute.arch.sync_warp()
-            if b_begin == b_end:
-                # The end. The consumers read the same descriptor.
-                if lane == 0:
-                    fill[5] = 1
-                    cute.arch.mbarrier_arrive(full + index)
-            else:
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full + index, stage_bytes)
-                row = descriptor[5, at] + q_part * BLOCK
-                self.copy_q(tma_q, tma_q_tensor, self.boxes(s_k, BLOCK), full, index, row)
-                if lane == 0:
-                    fill[4] = q_part + 1
-                if q_part + 1 == q_stages:
-                    self.read_table(
-                        block_tables, descriptor, at, fill, pages, (b_begin * BLOCK) // self.page_size, lane
-                    )
-                    if lane == 0:
-                        fill[0] = b_begin
-                        fill[1] = b_end
-                        fill[3] = piece + 1
-                        fill[4] = 0
-        cute.arch.sync_warp()
-
-    @cute.jit
-    def boxes(self, s_k: cute.Tensor, keys: cutlass.Constexpr[int]):
-        """The ring as TMA boxes of `keys` rows: (keys, 64, tiles, box in block, box in columns, stage)."""
-        tiles = self.column_tiles if const_expr(keys == BLOCK) else 1
-        return cute.make_tensor(
-            s_k.iterator,
-            cute.make_layout(
-                ((8, keys // 8), 64, tiles, BLOCK // keys, self.column_tiles // tiles, self.stages),
-                stride=((64, 512), 1, 64 * BLOCK, 64 * keys, 64 * BLOCK * tiles, self.stage_elements),
-            ),
-        )
-
-    @cute.jit
     def landing_boxes(self, landing: cute.Pointer, keys: cutlass.Constexpr[int]):
         """The landings as TMA boxes, likewise; without a swizzle, a row's 64 columns in 64 bytes."""
-        tiles = self.column_tiles if const_expr(keys == BLOCK) else 1
+        tiles = self.column_tiles if const_expr(keys == self.block) else 1
         return cute.make_tensor(
             landing,
             cute.make_layout(
-                (keys, 64, tiles, BLOCK // keys, self.column_tiles // tiles, self.landings),
-                stride=(64, 1, 64 * BLOCK, 64 * keys, 64 * BLOCK * tiles, self.landing_elements),
+                (keys, 64, tiles, self.block // keys, self.column_tiles // tiles, self.landings),
+                stride=(64, 1, 64 * self.block, 64 * keys, 64 * self.block * tiles, self.landing_elements),
             ),
         )
 
     @cute.jit
-    def copy_q(
-        self,
-        tma_q: cute.CopyAtom,
-        tma_q_tensor: cute.Tensor,
-        boxes: cute.Tensor,
-        barriers: cute.Pointer,
-        index: Int32,
-        row: Int32,
-    ):
-        """32 rows of Q, from `row` on, into box `index`."""
-        g_q = cute.local_tile(
-            cute.domain_offset((row, 0, 0), tma_q_tensor), (BLOCK, 64, self.column_tiles), (0, 0, 0)
-        )
-        t_qs, t_qg = cpasync.tma_partition(
-            tma_q, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 3), cute.group_modes(g_q, 0, 3)
-        )
-        cute.copy(tma_q, t_qg, t_qs[None, 0, 0, index], tma_bar_ptr=barriers + index)
-
-    @cute.jit
-    def read_table(
-        self,
-        block_tables: cute.Tensor,
-        descriptor: cute.Tensor,
-        at: Int32,
-        fill: cute.Tensor,
-        pages: cute.Tensor,
-        first: Int32,
-        lane: Int32,
-    ):
-        """The next TABLE_AHEAD pages of piece `at`'s request, from position `first` of its table on, into `pages`.
-
-        0 past its last page, where the table may hold anything.
-        """
-        position = first + lane
-        page = Int32(0)
-        if position < block_tables.shape[1] and position * self.page_size < descriptor[2, at]:
-            page = block_tables[descriptor[8, at], position]
-        pages[lane] = page
-        if lane == 0:
-            fill[2] = first
-        cute.arch.sync_warp()
-
-    @cute.jit
-    def copy_keys(
-        self,
-        tma_k: cute.CopyAtom,
-        tma_k_tensor: cute.Tensor,
-        boxes: cute.Tensor,
-        pages: cute.Tensor,
-        full: cute.Pointer,
-        index: Int32,
-        b: Int32,
-        first: Int32,
-        rank: Int32,
-    ):
-        """Block b of the request into box `index`; in a cluster each CTA copies every other block, for both."""
-        tiles = self.column_tiles if const_expr(self.box == BLOCK) else 1
-        g_k = cute.local_tile(tma_k_tensor, (self.box, 64, tiles), (None, 0, None, None))  # (.., box, columns, page)
-        t_ks, t_kg = cpasync.tma_partition(
-            tma_k,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(boxes, 0, 3),
-            cute.group_modes(g_k, 0, 3),
-        )
-        for h in cutlass.range_constexpr(BLOCK // self.box):
-            key = b * BLOCK + h * self.box
-            page = pages[key // self.page_size - first]
-            box = (key % self.page_size) // self.box
-            for c in cutlass.range(self.column_tiles // tiles, unroll=1):
-                if const_expr(self.cluster == 1):
-                    cute.copy(tma_k, t_kg[None, box, c, page], t_ks[None, h, c, index], tma_bar_ptr=full + index)
-                elif b % 2 == rank:
-                    cute.copy(
-                        tma_k, t_kg[None, box, c, page], t_ks[None, h, c, index], tma_bar_ptr=full + index,
-                        mcast_mask=cutlass.Int16((1 << self.cluster) - 1),
-                    )  # fmt: skip
-
-    # ---- an fp8 cache: landings, and widening
-
-    @cute.jit
     def land(self, slot: Int32, copies: cutlass.Constexpr):
-        """Copy what comes next to the free landing `slot`: a block of keys, or 32 rows of an fp8 Q; at the end nothing.
-        """
+        """Copy what comes next to the free landing `slot`: a block of keys; at the end nothing."""
         (
             tma_q, tma_q_tensor, tma_k, tma_k_tensor, block_tables, _, descriptor, fill, pages,
-            full, _, rank, landing, _,
+            full, rank, landing, _,
         ) = copies  # fmt: skip
         lane = cute.arch.lane_idx()
         landed = full + self.stages
         cute.arch.sync_warp()
-        if fill[0] == fill[1] and fill[4] == 0 and fill[5] == 0:
+        if fill[0] == fill[1] and fill[5] == 0:
             piece = fill[3]
             at = piece % self.descriptors
             b_begin, b_end = descriptor[0, at], descriptor[1, at]
@@ -728,30 +319,20 @@ class MlaDecode(WarpHelpers):
                 if lane == 0:
                     fill[5] = 1
             else:
-                self.read_table(block_tables, descriptor, at, fill, pages, (b_begin * BLOCK) // self.page_size, lane)
+                self.read_table(block_tables, descriptor, at, fill, pages, (b_begin * self.block) // self.page_size, lane)
                 if lane == 0:
                     fill[0] = b_begin
                     fill[1] = b_end
                     fill[3] = piece + 1
-                    if const_expr(self.narrow_q):
-                        fill[4] = descriptor[9, at]
             cute.arch.sync_warp()
-        b, b_end, first, q_left = fill[0], fill[1], fill[2], fill[4]
+        b, b_end, first = fill[0], fill[1], fill[2]
         under_way = (fill[3] - 1) % self.descriptors  # fill[3] is the piece after this one
         cute.arch.sync_warp()
-        if q_left > 0:
-            if const_expr(self.narrow_q):
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(landed + slot, self.landing_elements)
-                row = descriptor[5, under_way] + (descriptor[9, under_way] - q_left) * BLOCK
-                self.copy_q(tma_q, tma_q_tensor, self.landing_boxes(landing, BLOCK), landed, slot, row)
-                if lane == 0:
-                    fill[4] = q_left - 1
-        elif b < b_end:
+        if b < b_end:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(landed + slot, self.landing_elements)
-            if (b * BLOCK + BLOCK - 1) // self.page_size >= first + TABLE_AHEAD:
-                first = (b * BLOCK) // self.page_size
+            if (b * self.block + self.block - 1) // self.page_size >= first + TABLE_AHEAD:
+                first = (b * self.block) // self.page_size
                 self.read_table(block_tables, descriptor, under_way, fill, pages, first, lane)
             self.copy_keys(
                 tma_k, tma_k_tensor, self.landing_boxes(landing, self.box), pages, landed, slot, b, first, rank
@@ -765,7 +346,7 @@ class MlaDecode(WarpHelpers):
     def widen(self, index: Int32, warp_idx: Int32, copies: cutlass.Constexpr):
         """Fill the free stage `index` with what comes next, by all eight warps of the values: from a landing, in the
         type of the arithmetic; a 16-bit Q by TMA; at the end nothing. Each warp counts on its own where it is."""
-        tma_q, tma_q_tensor, _, _, _, s_k, descriptor, _, _, full, _, _, landing, items = copies
+        tma_q, tma_q_tensor, _, _, _, s_k, descriptor, _, _, full, _, landing, items = copies
         lane = cute.arch.lane_idx()
         warp_here = warp_idx - 4
         piece, position = items[0, 2 + warp_here], items[1, 2 + warp_here]
@@ -774,12 +355,9 @@ class MlaDecode(WarpHelpers):
         at = piece % self.descriptors
         blocks, q_stages = descriptor[1, at] - descriptor[0, at], descriptor[9, at]
         landed, left = full + self.stages, full + self.stages + self.landings
-        from_landing = blocks > 0
-        if const_expr(not self.narrow_q):
-            from_landing = blocks > 0 and position >= q_stages
+        from_landing = blocks > 0 and position >= q_stages
         if from_landing:
-            first = Int32(0) if const_expr(self.narrow_q) else q_stages
-            if warp_idx == 4 and (piece > 0 or position > first):
+            if warp_idx == 4 and (piece > 0 or position > q_stages):
                 # The landing that was read before this one is free: all have left it, or are about to.
                 before, phase_before = slot - 1, phase
                 if slot == 0:
@@ -790,12 +368,12 @@ class MlaDecode(WarpHelpers):
             row = 4 * warp_here + lane // 8
             source = cute.make_tensor(
                 (landing + (slot * self.landing_elements + warp_here * 256 + lane * 8)).align(8),
-                cute.make_layout((8, self.column_tiles), stride=(1, 64 * BLOCK)),
+                cute.make_layout((8, self.column_tiles), stride=(1, 64 * self.block)),
             )
             ring = cute.recast_ptr(s_k.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
             target = cute.make_tensor(
                 (ring + (index * self.stage_elements + row * 64 + ((lane % 8) ^ (row % 8)) * 8)).align(16),
-                cute.make_layout((8, self.column_tiles), stride=(1, 64 * BLOCK)),
+                cute.make_layout((8, self.column_tiles), stride=(1, 64 * self.block)),
             )
             few = cute.make_rmem_tensor((8,), self.cache_dtype)
             wide = cute.make_rmem_tensor((8,), self.dtype)
@@ -817,14 +395,12 @@ class MlaDecode(WarpHelpers):
                 cute.arch.mbarrier_arrive(full + index)
         else:
             by_tma = Int32(0)
-            if const_expr(not self.narrow_q):
-                if blocks > 0 and warp_idx == 4:
-                    by_tma = Int32(1)
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(full + index, BLOCK * self.depth * 2)
-                    self.copy_q(
-                        tma_q, tma_q_tensor, self.boxes(s_k, BLOCK), full, index, descriptor[5, at] + position * BLOCK
-                    )
+            if blocks > 0 and warp_idx == 4:
+                by_tma = Int32(1)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full + index, self.block * self.depth * 2)
+                row = descriptor[5, at] + position * self.block
+                self.copy_q(tma_q, tma_q_tensor, self.boxes(s_k, self.block), full, index, row)
             if by_tma == 0 and lane == 0:
                 cute.arch.mbarrier_arrive(full + index)
         position += 1
@@ -861,7 +437,7 @@ class MlaDecode(WarpHelpers):
         address = self.uniform(s_k.iterator.toint() + index * (self.stage_elements * 2))
         keys_ptr = cute.make_ptr(self.dtype, address, cute.AddressSpace.smem, assumed_align=1024)
         p_ptr = cute.make_ptr(
-            self.dtype, address + BLOCK * self.latent * 2, cute.AddressSpace.smem, assumed_align=1024
+            self.dtype, address + self.block * self.latent * 2, cute.AddressSpace.smem, assumed_align=1024
         )
         keys_swizzle = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, self.dtype).inner
         p_swizzle = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW64, self.dtype).inner
@@ -872,8 +448,6 @@ class MlaDecode(WarpHelpers):
             cute.recast_ptr(p_ptr, p_swizzle, dtype=self.dtype), cute.slice_(s_p.layout, (None, None, 0))
         )
         return keys, p
-
-    # ---- scores and softmax
 
     @cute.jit
     def score(
@@ -906,15 +480,15 @@ class MlaDecode(WarpHelpers):
         register_columns = self.depth - 16 * self.shared_steps
         r_q = cute.make_rmem_tensor(thr_qk.partition_shape_A((ROWS, register_columns)), self.dtype)
         t_q_rope = mma_qk_shared.make_fragment_A(mma_qk_shared.get_slice(t).partition_A(s_q_rope))
-        acc = cute.make_rmem_tensor(thr_qk.partition_shape_C((ROWS, BLOCK)), Float32)
-        s = cute.make_tensor(acc.iterator, cute.make_layout((2, (2, BLOCK // 8)), stride=(2, (1, 4))))
+        acc = cute.make_rmem_tensor(thr_qk.partition_shape_C((ROWS, self.block)), Float32)
+        s = cute.make_tensor(acc.iterator, cute.make_layout((2, (2, self.block // 8)), stride=(2, (1, 4))))
         steps = self.depth // 16
 
         # Q's rows lie in two stages of 32: a warp reads the one that holds its 16 rows, as if it were the first.
         load_q = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), mma_qk)
         thr_load_q = load_q.get_slice(t % 64)
         tile_layout = cute.tile_to_shape(
-            warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, self.dtype), (BLOCK, register_columns), (0, 1)
+            warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, self.dtype), (self.block, register_columns), (0, 1)
         ).outer
         # 64 rows for the copy's tile, of which slices 0 to 63 touch the first 32 alone.
         q_shape = ((*tile_layout.shape[0], 2), tile_layout.shape[1])
@@ -936,7 +510,7 @@ class MlaDecode(WarpHelpers):
         zero_words = cute.make_tensor(
             cute.recast_ptr(s_k.iterator, cute.make_swizzle(0, 4, 3), dtype=Float32),
             cute.make_layout(
-                (32, BLOCK, self.latent // 64, self.stages), stride=(1, 32, 32 * BLOCK, self.stage_elements // 2)
+                (32, self.block, self.latent // 64, self.stages), stride=(1, 32, 32 * self.block, self.stage_elements // 2)
             ),
         )
 
@@ -973,7 +547,7 @@ class MlaDecode(WarpHelpers):
                             stage_of = index
                         rope_here = cute.make_tensor(
                             cute.recast_ptr(
-                                s_k[None, None, stage_of].iterator + BLOCK * self.latent, cute.make_swizzle(0, 4, 3),
+                                s_k[None, None, stage_of].iterator + self.block * self.latent, cute.make_swizzle(0, 4, 3),
                                 dtype=Float32,
                             ),
                             words,
@@ -1027,7 +601,7 @@ class MlaDecode(WarpHelpers):
                     index, phase = self.advance(index, phase)
                     # Asked now, read a block later: the answer takes its time.
                     arrived = Int32(cute.arch.mbarrier_test_wait(full + index, phase))
-                    if (b + 1) * BLOCK > seen_by_all:
+                    if (b + 1) * self.block > seen_by_all:
                         self.mask(s, b, descriptor, at, row_low, lane)
                     self.softmax(s, m, l, scale, rescale, moved, row_low, lane, warp_here, previous)
                     r_p.store(acc.load().to(self.dtype))
@@ -1036,7 +610,7 @@ class MlaDecode(WarpHelpers):
                     cute.copy(store_p, thr_store_p.retile(r_p), t_ps[None, None, None, previous])
                 # P is 0 past the end, but unused slots may hold NaN: 0 * NaN must not reach O.
                 for row in cutlass.range(
-                    cutlass.max(descriptor[2, at] - (b_end - 1) * BLOCK, 0), BLOCK, unroll=1
+                    cutlass.max(descriptor[2, at] - (b_end - 1) * self.block, 0), self.block, unroll=1
                 ):
                     for c in cutlass.range_constexpr(self.latent // 256):
                         zero_words[lane, row, warp_here + 4 * c, previous] = Float32(0.0)
@@ -1044,111 +618,6 @@ class MlaDecode(WarpHelpers):
                 cute.arch.fence_proxy("async.shared", space="cta")
                 self.signal(ready, previous, lane)
                 piece += 1
-
-    @cute.jit
-    def signal(self, ready: cute.Pointer, index: Int32, lane: Int32):
-        """One warp has done its part with a stage: Q's rows are in registers, or P is in shared memory, fenced."""
-        cute.arch.sync_warp()
-        if lane == 0:
-            cute.arch.mbarrier_arrive(ready + index)
-
-    @cute.jit
-    def mask(self, s: cute.Tensor, b: Int32, descriptor: cute.Tensor, at: Int32, row_low: Int32, lane: Int32):
-        """Scores of the keys that a row does not see."""
-        keys = descriptor[2, at]
-        for i in cutlass.range_constexpr(2):
-            limit = keys
-            if const_expr(self.causal):
-                token = (descriptor[4, at] + row_low + 8 * i) // self.heads
-                limit = cutlass.min(keys, descriptor[3, at] + token)
-            for c in cutlass.range_constexpr(BLOCK // 4):
-                column = b * BLOCK + (c // 2) * 8 + (lane % 4) * 2 + c % 2
-                if column >= limit:
-                    s[i, c] = -Float32.inf
-
-    @cute.jit
-    def softmax(
-        self,
-        s: cute.Tensor,
-        m: cute.Tensor,
-        l: cute.Tensor,
-        scale: Float32,
-        rescale: cute.Tensor,
-        moved: cute.Tensor,
-        row_low: Int32,
-        lane: Int32,
-        warp_here: Int32,
-        index: Int32,
-    ):
-        """S to P in place, against the running maximum m (base 2, scaled); row sums to l.
-
-        m follows the true maximum when it lags by more than rescale_bits, ever seldomer after the first blocks; then
-        `moved` tells the values' warps of the same rows to multiply O by `rescale`.
-        """
-        high = cute.make_rmem_tensor((2,), Float32)
-        for i in cutlass.range_constexpr(2):
-            tops = [cute.arch.fmax(s[i, 2 * c], s[i, 2 * c + 1]) for c in range(BLOCK // 8)]
-            high[i] = cute.arch.fmax(cute.arch.fmax(tops[0], tops[1]), cute.arch.fmax(tops[2], tops[3]))
-        lags = high[0] * scale > m[0] + self.rescale_bits or high[1] * scale > m[1] + self.rescale_bits
-        any_lags = cute.arch.vote_any_sync(lags)
-        if any_lags:
-            for i in cutlass.range_constexpr(2):
-                top = high[i]
-                top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1))
-                top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=2))
-                new = cute.arch.fmax(m[i], top * scale)
-                factor = cute.math.exp2(m[i] - new, fastmath=True)
-                m[i] = new
-                l[i] = l[i] * factor
-                if lane % 4 == 0:
-                    rescale[row_low + 8 * i, index] = factor
-        if lane == 0:
-            moved[warp_here, index] = Int32(any_lags)
-        for i in cutlass.range_constexpr(2):
-            total = Float32(0.0)
-            for c in cutlass.range_constexpr(BLOCK // 4):
-                p = cute.math.exp2(s[i, c] * scale - m[i], fastmath=True)
-                s[i, c] = p
-                total += p
-            l[i] += total
-
-    @cute.jit
-    def finish(
-        self,
-        l: cute.Tensor,
-        m: cute.Tensor,
-        inverse: cute.Tensor,
-        lse: cute.Tensor,
-        partial_lse: cute.Tensor,
-        out_scale: Float32,
-        row_low: Int32,
-        lane: Int32,
-        descriptor: cute.Tensor,
-        at: Int32,
-        rank: Int32,
-        piece: Int32,
-    ):
-        """Row sums over the quad, 1 / sum for the epilogue, and the row's log-sum-exp."""
-        for i in cutlass.range_constexpr(2):
-            total = l[i]
-            total += cute.arch.shuffle_sync_bfly(total, offset=1)
-            total += cute.arch.shuffle_sync_bfly(total, offset=2)
-            row = row_low + 8 * i
-            if lane % 4 == 0:
-                factor = Float32(0.0)
-                value = -Float32.inf
-                if total > 0.0 or total != total:
-                    factor = out_scale * cute.arch.rcp_approx(total)
-                    value = m[i] + cute.math.log2(total, fastmath=True)
-                inverse[row, piece % 2] = factor
-                if row < descriptor[6, at]:
-                    slot = descriptor[7, at]
-                    if slot < 0:
-                        lse[descriptor[5, at] + row] = value * LN_2
-                    else:
-                        partial_lse[slot, rank * ROWS + row] = value
-
-    # ---- values
 
     @cute.jit
     def accumulate(
@@ -1184,7 +653,7 @@ class MlaDecode(WarpHelpers):
         index, phase, piece = Int32(0), Int32(0), Int32(0)
         waiting = 256 if const_expr(self.narrow) else 64  # threads that need more than the first piece's description
         if const_expr(self.narrow):
-            items = copies[13]
+            items = copies[12]
             if lane < 4:
                 items[lane, 2 + warp_idx - 4] = Int32(0)
             cute.arch.sync_warp()
@@ -1195,7 +664,7 @@ class MlaDecode(WarpHelpers):
             cute.arch.sync_warp()
             behind = Int32(1)
             for i in cutlass.range(self.landings if const_expr(self.narrow) else self.stages, unroll=1):
-                if behind == 1 and fill[3] == 1 and fill[0] == fill[1] and (fill[4] == 0 or not self.narrow):
+                if behind == 1 and fill[3] == 1 and fill[0] == fill[1]:
                     behind = Int32(0)
                     cute.arch.barrier(barrier_id=2, number_of_threads=waiting)
                 if const_expr(self.narrow):
@@ -1235,7 +704,7 @@ class MlaDecode(WarpHelpers):
                 for b in cutlass.range(b_begin, b_end, unroll=1):
                     stage_keys, stage_p = self.stage(s_k, s_p, index)
                     values = cute.make_tensor(stage_keys.iterator, cute.select(stage_keys.layout, mode=[1, 0]))
-                    values = cute.local_tile(values, (self.half, BLOCK), (half, 0))
+                    values = cute.local_tile(values, (self.half, self.block), (half, 0))
                     t_v = mma_pv.make_fragment_B(thr.partition_B(values))
                     t_p = mma_pv.make_fragment_A(thr.partition_A(stage_p))
                     cute.arch.mbarrier_wait(ready + index, phase)
@@ -1245,7 +714,7 @@ class MlaDecode(WarpHelpers):
                             o[0, c] = o[0, c] * low
                             o[1, c] = o[1, c] * high
                     warpgroup.fence()
-                    for k in cutlass.range_constexpr(BLOCK // 16):
+                    for k in cutlass.range_constexpr(self.block // 16):
                         cute.gemm(mma_pv, acc, t_p[None, None, k], t_v[None, None, k], acc)
                     warpgroup.commit_group()
                     # While that runs: fill the stage that was left before.
@@ -1253,23 +722,13 @@ class MlaDecode(WarpHelpers):
                     warpgroup.wait_group(0)
                     pending, phase_of_pending = index, phase
                     if b + 1 == b_end:
-                        inverse_low, inverse_high = inverse[row_low, piece % 2], inverse[row_low + 8, piece % 2]
+                        inverse_low, inverse_high = inverse[row_low, piece % self.inverses], inverse[row_low + 8, piece % self.inverses]
                     self.leave(index, empty)
                     index, phase = self.advance(index, phase)
                 self.store(out, partial_out, o, inverse_low, inverse_high, row_low, lane, half, descriptor, at, rank)
                 if warp_idx == 8:
                     self.next_piece(piece + self.lookahead, schedule)
                 piece += 1
-
-    @cute.jit
-    def leave(self, index: Int32, empty: cute.Pointer):
-        """One warp is done with a stage: told to every CTA that may write it."""
-        with cute.arch.elect_one():
-            if const_expr(self.cluster == 1 or self.narrow):
-                cute.arch.mbarrier_arrive(empty + index)
-            else:
-                for peer in cutlass.range_constexpr(self.cluster):
-                    cute.arch.mbarrier_arrive(empty + index, peer)
 
     @cute.jit
     def refill(self, index: Int32, phase: Int32, empty: cute.Pointer, warp_idx: Int32, copies: cutlass.Constexpr):
@@ -1362,251 +821,3 @@ class MlaDecode(WarpHelpers):
                             four[e], four[2 + e] = low, high
                         if row < valid_rows:
                             cute.autovec_copy(four, line[None, g])
-
-    # ------------------------------------------------------------------ the combine kernel
-
-    @cute.kernel
-    def combine(
-        self,
-        partial_out: cute.Tensor,
-        partial_lse: cute.Tensor,
-        split_info: cute.Tensor,
-        out: cute.Tensor,
-        lse: cute.Tensor,
-        parts: Int32,
-    ):
-        """Merge the pieces of every row tile that was cut.
-
-        Each cluster of `attend` left word of the pieces that it made; here its CTAs merge an equal portion of those row
-        tiles' outputs, so that nothing has to be searched for or shared out. When batch_invariant a row tile's portions
-        go to one CTA, or to several where there are some to spare.
-        """
-        cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-
-        warps = COMBINE_THREADS // 32
-
-        @cute.struct
-        class Storage:
-            acc: cute.struct.Align[cute.struct.MemRange[Float32, 32 * warps], 16]
-            highest: cute.struct.MemRange[Float32, 8 * warps]
-            weight: cute.struct.MemRange[Float32, 8 * warps]
-            # So much that the multiprocessor keeps the division of memory that `attend` had: changing it takes 2 us.
-            spare: cute.struct.MemRange[Int32, COMBINE_SPARE_BYTES // 4]
-
-        storage = utils.SmemAllocator().allocate(Storage)
-        of_warps = (
-            storage.acc.get_tensor(cute.make_layout((32, warps), stride=(1, 32))),
-            storage.highest.get_tensor(cute.make_layout((8, warps), stride=(1, 8))),
-            storage.weight.get_tensor(cute.make_layout((8, warps), stride=(1, 8))),
-        )
-        tidx, _, _ = cute.arch.thread_idx()
-        group = cute.arch.make_warp_uniform(tidx // COMBINE_GROUP)
-        entry = cute.make_rmem_tensor((4,), Int32)
-        cute.arch.griddepcontrol_wait()
-        if const_expr(self.invariant):
-            groups = ctas * (COMBINE_THREADS // COMBINE_GROUP)
-            units = split_info.shape[0] - parts
-            portions = cutlass.max(groups // units, 1)
-            first_item = cta * (COMBINE_THREADS // COMBINE_GROUP) + group
-            for item in cutlass.range(first_item, units * portions, groups, unroll=1):
-                cute.autovec_copy(split_info[parts + item // portions, None], entry)
-                self.merge(
-                    partial_out, partial_lse, out, lse, of_warps, entry, Int32(0), entry[1], item % portions, portions,
-                    Int32(0), 1, group,
-                )  # fmt: skip
-        else:
-            part, rank = cta // self.cluster, cta % self.cluster
-            # The piece that ends a row tile and the one that starts another: a group each, or both groups for the one.
-            start = cute.make_rmem_tensor((4,), Int32)
-            cute.autovec_copy(split_info[2 * part, None], entry)
-            cute.autovec_copy(split_info[2 * part + 1, None], start)
-            portion, portions = part - entry[2] // 2, entry[3]
-            if (entry[3] == 0) or (start[3] > 0 and group == 1):
-                portion, portions = Int32(0), start[3]
-            member, members = Int32(0), Int32(1)
-            if entry[3] == 0 or start[3] == 0:
-                member, members = group, Int32(2)
-            if (entry[3] == 0) or (start[3] > 0 and group == 1):
-                for i in cutlass.range_constexpr(4):
-                    entry[i] = start[i]
-            rows = cutlass.min(entry[1] - rank * ROWS, ROWS)
-            self.merge(
-                partial_out, partial_lse, out, lse, of_warps, entry, rank * ROWS, rows, portion, portions, member,
-                members, group,
-            )  # fmt: skip
-
-    @cute.jit
-    def slot(self, first: Int32, i: Int32):
-        """Where piece i of an entry lies: a cluster's slots are (the end of a tile, the start of one)."""
-        slot = first + i
-        if const_expr(not self.invariant):
-            slot = first + 2 * i - 1
-            if i == 0:
-                slot = first
-        return slot
-
-    @cute.jit
-    def merge(
-        self,
-        partial_out: cute.Tensor,
-        partial_lse: cute.Tensor,
-        out: cute.Tensor,
-        lse: cute.Tensor,
-        of_warps: cutlass.Constexpr,
-        entry: cute.Tensor,
-        first_row: Int32,
-        rows: Int32,
-        portion: Int32,
-        portions: Int32,
-        part: Int32,
-        parts: Int32,
-        group: Int32,
-    ):
-        """Part `part` of `parts` of one portion of `rows` rows of a row tile: each piece's result weighted by exp2(its
-        lse), over the weights.
-
-        A thread has a quad, 4 columns of a row, and eight lanes 128 bytes; where there are threads to spare, several
-        share a quad and take every so many pieces: four of a warp, and further warps. A running maximum keeps the
-        weights at most 1.
-        """
-        row_base, first, count = entry[0], entry[2], entry[3]
-        quads_of_row = self.latent // 4
-        quads = rows * quads_of_row
-        here = Int32(0)
-        if count > 0:
-            here = (self.divide(quads - 1, portions) + 8) // 8 * 8  # in eights: 128 bytes of a line
-        begin = portion * here
-        here = cutlass.min(here, quads - begin)
-        if parts > 1:
-            half = (here + 15) // 16 * 8
-            begin += part * half
-            here = cutlass.min(here - part * half, half)
-        if here > 0:
-            tidx, _, _ = cute.arch.thread_idx()
-            t = tidx % COMBINE_GROUP
-            # Quads worked on at once: 2 ** bits.
-            bits = Int32((COMBINE_GROUP // COMBINE_SHARE).bit_length() - 1)
-            if const_expr(not self.invariant):
-                bits = 32 - Int32(cute.arch.clz(here - 1))
-                bits = cutlass.min(cutlass.max(bits, 3), COMBINE_GROUP.bit_length() - 1)
-            spread, share = Int32(1) << bits, Int32(COMBINE_GROUP) >> bits
-            member = (t >> 3) & (share - 1)
-            eight = t >> (COMBINE_GROUP.bit_length() + 2 - bits)
-            acc = cute.make_rmem_tensor((4,), Float32)
-            lines = cute.make_rmem_tensor((4, COMBINE_UNROLL), Float32)
-            weights = cute.make_rmem_tensor((COMBINE_UNROLL,), Float32)
-            for base in cutlass.range(0, here, spread, unroll=1):
-                quad = base + eight * 8 + t % 8
-                counts = quad < here
-                quad = begin + cutlass.min(quad, here - 1)
-                row, column = first_row + quad // quads_of_row, quad % quads_of_row * 4
-                acc.fill(0.0)
-                weight, highest = Float32(0.0), Float32(LOWEST)
-                for step in cutlass.range(0, count, COMBINE_UNROLL * share, unroll=1):
-                    for u in cutlass.range_constexpr(COMBINE_UNROLL):
-                        i = step + u * share + member
-                        slot = self.slot(first, cutlass.min(i, count - 1))
-                        weights[u] = partial_lse[slot, row]
-                        if i >= count:
-                            weights[u] = -Float32.inf
-                        line = cute.make_tensor(
-                            (
-                                partial_out.iterator + (Int64(slot) * self.tile_rows + row) * self.latent + column
-                            ).align(16),
-                            cute.make_layout(4),
-                        )
-                        cute.autovec_copy(line, lines[None, u])
-                    cute.arch.sync_warp()  # keeps the compiler from waiting for one load before it issues the next
-                    top = highest
-                    for u in cutlass.range_constexpr(COMBINE_UNROLL):
-                        top = cute.arch.fmax(top, weights[u])
-                    factor = cute.math.exp2(highest - top, fastmath=True)
-                    highest = top
-                    weight = weight * factor
-                    for c in cutlass.range_constexpr(4):
-                        acc[c] = acc[c] * factor
-                    for u in cutlass.range_constexpr(COMBINE_UNROLL):
-                        w = cute.math.exp2(weights[u] - top, fastmath=True)
-                        weight += w
-                        for c in cutlass.range_constexpr(4):
-                            acc[c] += w * lines[c, u]
-                step = Int32(1)
-                while step < cutlass.min(share, 4):
-                    other = cute.arch.shuffle_sync_bfly(highest, offset=8 * step)
-                    top = cute.arch.fmax(highest, other)
-                    mine = cute.math.exp2(highest - top, fastmath=True)
-                    theirs = cute.math.exp2(other - top, fastmath=True)
-                    highest = top
-                    weight = weight * mine + cute.arch.shuffle_sync_bfly(weight, offset=8 * step) * theirs
-                    for c in cutlass.range_constexpr(4):
-                        acc[c] = acc[c] * mine + cute.arch.shuffle_sync_bfly(acc[c], offset=8 * step) * theirs
-                    step *= 2
-                if const_expr(not self.invariant):
-                    if share > 4:
-                        self.merge_warps(
-                            out, lse, of_warps, acc, weight, highest, row_base + row, begin + eight * 8, counts, member,
-                            share // 4, group,
-                        )  # fmt: skip
-                        counts = cutlass.Boolean(False)
-                if counts and member == 0:
-                    factor = Float32(0.0)
-                    value = -Float32.inf
-                    if weight > 0.0 or weight != weight:
-                        factor = cute.arch.rcp_approx(weight)
-                        value = (highest + cute.math.log2(weight, fastmath=True)) * LN_2
-                    narrow = cute.make_rmem_tensor((4,), self.out_dtype)
-                    for c in cutlass.range_constexpr(4):
-                        narrow[c] = (acc[c] * factor).to(self.out_dtype)
-                    target = cute.make_tensor(
-                        (out.iterator + (Int64(row_base + row) * self.latent + column)).align(8), cute.make_layout(4)
-                    )
-                    cute.autovec_copy(narrow, target)
-                    if column == 0:
-                        lse[row_base + row] = value
-
-    @cute.jit
-    def merge_warps(
-        self,
-        out: cute.Tensor,
-        lse: cute.Tensor,
-        of_warps: cutlass.Constexpr,
-        acc: cute.Tensor,
-        weight: Float32,
-        highest: Float32,
-        row: Int32,
-        quad: Int32,
-        counts: cutlass.Boolean,
-        member: Int32,
-        sharers: Int32,
-        group: Int32,
-    ):
-        """The end of `merge` where `sharers` warps share eight quads: their sums through shared memory, and out."""
-        lane = cute.arch.lane_idx()
-        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        of_acc, of_highest, of_weight = of_warps
-        if lane < 8:
-            cute.autovec_copy(acc, cute.make_tensor((of_acc.iterator + (warp_idx * 32 + lane * 4)).align(16), 4))
-            of_highest[lane, warp_idx] = highest
-            of_weight[lane, warp_idx] = weight
-        cute.arch.barrier(barrier_id=1 + group, number_of_threads=COMBINE_GROUP)
-        if cute.arch.make_warp_uniform(member) < 4 and counts:
-            # A lane has one column.
-            eighth = lane // 4
-            top = Float32(LOWEST)
-            for w in cutlass.range_constexpr(COMBINE_GROUP // 32):
-                top = cute.arch.fmax(top, of_highest[eighth, warp_idx + cutlass.min(w, sharers - 1)])
-            total, column = Float32(0.0), Float32(0.0)
-            for w in cutlass.range(warp_idx, warp_idx + sharers, unroll=4):
-                share = cute.math.exp2(of_highest[eighth, w] - top, fastmath=True)
-                total += share * of_weight[eighth, w]
-                column += share * of_acc[lane, w]
-            factor = Float32(0.0)
-            value = -Float32.inf
-            if total > 0.0 or total != total:
-                factor = cute.arch.rcp_approx(total)
-                value = (top + cute.math.log2(total, fastmath=True)) * LN_2
-            at = quad % (self.latent // 4) * 4
-            out[row, at + lane] = (column * factor).to(self.out_dtype)
-            if at == 0 and lane == 0:
-                lse[row] = value

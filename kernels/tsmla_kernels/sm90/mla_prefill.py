@@ -1,9 +1,9 @@
-"""Expanded MLA prefill (keys wider than values) over ragged batches, bf16 and f16, for Hopper.
+"""Expanded MLA prefill (keys wider than values) over ragged batches, bf16, f16 and fp8, for Hopper.
 
 MLA_PREFILL.md beside this says why it is so. A CTA walks tiles of 64 query rows a warpgroup without a break:
 
   warpgroups 0 .. groups - 1   S = Q K^T, softmax, O += P V, each for its own 64 rows, taking turns at the tensor cores
-  the last warpgroup           one warp: claims tiles, and copies Q, K and V
+  the last warpgroup           one warp: claims tiles, and copies Q, K and V; with fp8 two more: transpose V
 
 A small kernel before it turns the lengths into a plan: which tiles there are, the longest first.
 """
@@ -21,11 +21,12 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKind
 
-from tsmla_kernels.sm90.choose_prefill import GROUP_ROWS, SMEM_BYTES, PrefillConfig
+from tsmla_kernels.sm90.choose_prefill import FP8, GROUP_ROWS, SMEM_BYTES, PrefillConfig
 from tsmla_kernels.sm90.warp_helpers import WarpHelpers
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
+P_BITS = 8  # fp8: P is scaled by 2^8, so that what is above 2^-14 of a row's greatest keeps all bits of e4m3
 LOWEST = -1e30  # of the running maximum: finite, so that a row without keys needs no case of its own
 SLOTS = 8  # ring of tile descriptors: the copies are at most three tiles ahead of an epilogue
 SLOT_WORDS = 8
@@ -33,6 +34,7 @@ PLAN_THREADS = 256
 CLASSES = 128  # of key lengths, for the plan's order: four to each power of two
 SHORTEST_CLASS = 508  # of length 0: bits 21 and up of the float 1.0
 L2_BYTES = 32 << 20  # of keys and values that tiles at work at the same time should share
+TURNING_WARPS = 2  # fp8: those that transpose V, 64 columns each
 TOGETHER = 16  # heads at most whose tiles are taken together: with more, those that remain at the end are uneven
 FAR = 2**31 - 1
 EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000  # of the L2 cache: Q is read once, K and V often
@@ -49,12 +51,22 @@ class MlaPrefill(WarpHelpers):
 
     def __init__(self, config: PrefillConfig) -> None:
         self.config = config
-        self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[config.dtype]
+        self.fp8 = config.dtype == FP8
+        self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, FP8: cutlass.Float8E4M3FN}[config.dtype]
+        self.out_dtype = cutlass.BFloat16 if self.fp8 else self.dtype
+        self.bytes = self.dtype.width // 8
+        self.k_step = 32 // self.bytes  # of one WGMMA
+        # Of 64 columns, whose copies and tiles are the same whatever they are in bytes.
+        self.swizzled = SmemLayoutAtomKind.K_SW64 if self.fp8 else SmemLayoutAtomKind.K_SW128
         self.depth, self.width = config.qk_head_dim, config.v_head_dim
         self.causal, self.groups = config.causal, config.groups
         self.block, self.stages, self.tile_rows = config.block, config.stages, config.tile_rows
         self.k_tiles, self.v_tiles, self.rope_tiles = self.depth // 64, self.width // 64, config.rope_dim // 64
         self.k_elements, self.v_elements = self.block * self.depth, self.block * self.width
+        # fp8: V transposed, its keys in whole tiles of 128.
+        self.turned_keys = (self.block + 127) // 128 * 128
+        self.turned_elements = self.turned_keys * self.width
+        self.p_elements = GROUP_ROWS * self.turned_keys
         self.q_elements = GROUP_ROWS * self.depth
         self.threads = 128 * (self.groups + 1)
         self.registers = {2: (232, 40), 3: (160, 32)}[self.groups]  # a computing warpgroup's, the copying one's
@@ -75,7 +87,7 @@ class MlaPrefill(WarpHelpers):
         progress: cute.Tensor,
     ):
         dtype = self.dtype
-        atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, dtype)
+        atom = warpgroup.make_smem_layout_atom(self.swizzled, dtype)
         load = cpasync.CopyBulkTensorTileG2SOp()
         tma_q, tma_q_tensor = cpasync.make_tiled_tma_atom(
             load,
@@ -113,26 +125,12 @@ class MlaPrefill(WarpHelpers):
             sm90.make_trivial_tiled_mma(dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (GROUP_ROWS, self.block))
             for _ in range(2)
         )
+        v_major = k_major if self.fp8 else mn_major
+        p_source = OperandSource.SMEM if self.fp8 else OperandSource.RMEM
         mma_pv = sm90.make_trivial_tiled_mma(
-            dtype, dtype, k_major, mn_major, Float32, (1, 1, 1), (GROUP_ROWS, self.width), OperandSource.RMEM
+            dtype, dtype, k_major, v_major, Float32, (1, 1, 1), (GROUP_ROWS, self.width), p_source
         )
-
-        @cute.struct
-        class Storage:
-            q_full: cute.struct.MemRange[Int64, self.groups]
-            q_empty: cute.struct.MemRange[Int64, self.groups]
-            k_full: cute.struct.MemRange[Int64, self.stages]
-            k_empty: cute.struct.MemRange[Int64, self.stages]
-            v_full: cute.struct.MemRange[Int64, self.stages]
-            v_empty: cute.struct.MemRange[Int64, self.stages]
-            slots: cute.struct.MemRange[Int32, SLOTS * SLOT_WORDS]
-            q: cute.struct.Align[cute.struct.MemRange[dtype, self.groups * self.q_elements], 1024]
-            k: cute.struct.Align[cute.struct.MemRange[dtype, self.stages * self.k_elements], 1024]
-            v: cute.struct.Align[cute.struct.MemRange[dtype, self.stages * self.v_elements], 1024]
-
-        self.storage = Storage
-        if const_expr(Storage.size_in_bytes() > SMEM_BYTES):
-            raise ValueError(f"{self.config} takes {Storage.size_in_bytes()} bytes of shared memory of {SMEM_BYTES}")
+        self.storage = self.make_storage()
 
         heads = Int32(q.shape[1])
         self.make_plan(cu_seqlens_q, cu_seqlens_kv, plan, progress, heads, Int32(q.shape[0]), Int32(k.shape[0])).launch(
@@ -144,6 +142,31 @@ class MlaPrefill(WarpHelpers):
         ).launch(
             grid=[progress.shape[0], 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True
         )  # fmt: skip
+
+    def make_storage(self):
+        """The shared memory of the attention kernel."""
+
+        def barriers(count: int):
+            return cute.struct.MemRange[Int64, count]
+
+        def buffers(count: int, elements: int):
+            return cute.struct.Align[cute.struct.MemRange[self.dtype, count * elements], 1024]
+
+        fields = {"q_full": barriers(self.groups), "q_empty": barriers(self.groups)}
+        fields |= {name: barriers(self.stages) for name in ("k_full", "k_empty", "v_full", "v_empty")}
+        if self.fp8:
+            fields |= {name: barriers(self.stages) for name in ("landed", "left")}
+        fields["slots"] = cute.struct.MemRange[Int32, SLOTS * SLOT_WORDS]
+        fields["q"] = buffers(self.groups, self.q_elements)
+        fields["k"] = buffers(self.stages, self.k_elements)
+        fields["v"] = buffers(self.stages, self.turned_elements if self.fp8 else self.v_elements)
+        if self.fp8:
+            fields["landing"] = buffers(self.stages, self.v_elements)  # V as it comes
+            fields["p"] = buffers(self.groups, self.p_elements)
+        storage = cute.struct(type("Storage", (), {"__annotations__": fields}))
+        if storage.size_in_bytes() > SMEM_BYTES:
+            raise ValueError(f"{self.config} takes {storage.size_in_bytes()} bytes of shared memory of {SMEM_BYTES}")
+        return storage
 
     @cute.jit
     def by_columns(self, x: cute.Tensor, width: cutlass.Constexpr[int], first: cutlass.Constexpr[int] = 0):
@@ -248,7 +271,7 @@ class MlaPrefill(WarpHelpers):
         for e in cutlass.range(tidx, entries, PLAN_THREADS, unroll=1):
             q_begin, q_len, kv_begin, kv_len = self.entry(e, batch, cu_seqlens_q, cu_seqlens_kv, total_q, total_kv)
             at = cute.arch.atomic_add(place.iterator + self.class_of(kv_len), Int32(1), sem="relaxed", scope="cta")
-            head_bytes = cutlass.max(kv_len, 1) * (2 * (self.depth + self.width))
+            head_bytes = cutlass.max(kv_len, 1) * (self.bytes * (self.depth + self.width))
             words = (
                 0, q_begin, q_len, kv_begin, kv_len, (q_len + self.tile_rows - 1) // self.tile_rows,
                 cutlass.min(cutlass.min(cutlass.max(L2_BYTES // head_bytes, 1), TOGETHER), heads),
@@ -324,6 +347,11 @@ class MlaPrefill(WarpHelpers):
         )  # fmt: skip
         slots = storage.slots.get_tensor(cute.make_layout((SLOT_WORDS, SLOTS), stride=(1, SLOT_WORDS)))
         s_q, s_k, s_v = storage.q.data_ptr(), storage.k.data_ptr(), storage.v.data_ptr()
+        # Where V is copied to, and the barriers of that.
+        s_p, landing, landed, left = s_v, s_v, storage.v_full.data_ptr(), storage.v_empty.data_ptr()
+        if const_expr(self.fp8):
+            landing, landed, left = storage.landing.data_ptr(), storage.landed.data_ptr(), storage.left.data_ptr()
+            s_p = storage.p.data_ptr()
 
         if warp_idx == 4 * self.groups:
             for tma in (tma_q, tma_k, tma_r, tma_v):
@@ -336,9 +364,12 @@ class MlaPrefill(WarpHelpers):
                     cute.arch.mbarrier_init(q_empty + i, 4)
                 for i in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(k_full + i, 1)
-                    cute.arch.mbarrier_init(v_full + i, 1)
+                    cute.arch.mbarrier_init(v_full + i, TURNING_WARPS if const_expr(self.fp8) else 1)
                     cute.arch.mbarrier_init(k_empty + i, 4 * self.groups)
                     cute.arch.mbarrier_init(v_empty + i, 4 * self.groups)
+                    if const_expr(self.fp8):
+                        cute.arch.mbarrier_init(landed + i, 1)
+                        cute.arch.mbarrier_init(left + i, TURNING_WARPS)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -347,11 +378,14 @@ class MlaPrefill(WarpHelpers):
             if warp_idx == 4 * self.groups:
                 self.copy_tiles(
                     tma_q, tma_q_tensor, tma_k, tma_k_tensor, tma_r, tma_r_tensor, tma_v, tma_v_tensor, plan, progress,
-                    slots, s_q, s_k, s_v, barriers, heads,
+                    slots, s_q, s_k, landing, (*barriers[:4], landed, left), heads,
                 )  # fmt: skip
+            if const_expr(self.fp8):
+                if warp_idx > 4 * self.groups and warp_idx <= 4 * self.groups + TURNING_WARPS:
+                    self.turn_values(slots, landing, s_v, landed, left, barriers, warp_idx - 4 * self.groups - 1)
         else:
             cute.arch.setmaxregister_increase(self.registers[0])
-            self.compute(scales, out, lse, slots, s_q, s_k, s_v, barriers, mma_first, mma_qk, mma_pv, group, heads)
+            self.compute(scales, out, lse, slots, s_q, s_k, s_v, s_p, barriers, mma_first, mma_qk, mma_pv, group, heads)
 
     # ---- tiles and copies (one warp)
 
@@ -496,6 +530,11 @@ class MlaPrefill(WarpHelpers):
         if v_index >= 0:
             cute.arch.mbarrier_wait(v_empty + v_index, v_phase)
             self.copy_values(tma_v, tma_v_tensor, s_v, v_full, v_index, v_row, v_head)
+        if const_expr(self.fp8):
+            # Who transposes looks at the last slot, and stops.
+            cute.arch.mbarrier_wait(v_empty + index, phase)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(v_full + index)
         for g in cutlass.range(self.groups, unroll=1):
             cute.arch.mbarrier_wait(q_empty + g, q_phase)
             with cute.arch.elect_one():
@@ -504,7 +543,7 @@ class MlaPrefill(WarpHelpers):
     @cute.jit
     def expect(self, full: cute.Pointer, elements: cutlass.Constexpr[int]):
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, elements * 2)
+            cute.arch.mbarrier_arrive_and_expect_tx(full, elements * self.bytes)
 
     @cute.jit
     def copy_rows(
@@ -549,8 +588,93 @@ class MlaPrefill(WarpHelpers):
         self.expect(full + index, self.v_elements)
         self.copy_rows(tma, tensor, smem, full, index, row, head, self.block, self.v_tiles, self.v_tiles)
 
+    # ---- V transposed (fp8, two warps)
+
+    @cute.jit
+    def turn_values(
+        self,
+        slots: cute.Tensor,
+        landing: cute.Pointer,
+        s_v: cute.Pointer,
+        landed: cute.Pointer,
+        left: cute.Pointer,
+        barriers: cutlass.Constexpr,
+        warp_here: Int32,
+    ):
+        """One warp: 64 columns of V of every block, as rows of keys for WGMMA, which takes fp8 only so.
+
+        ldmatrix transposes pairs of columns; bytes of two registers then make four keys of a column. Of 16 keys lane q
+        of a row so has 2q, 2q + 1, 2q + 8 and 2q + 9, and the keys stay in this order: a lane's scores are those of
+        the same keys, so that its P is WGMMA's operand as it is."""
+        _, _, _, _, v_full, v_empty = barriers
+        lane = cute.arch.lane_idx()
+        tile = landing.toint() + warp_here * (64 * self.block)
+        source = tile + lane * 64 + ((lane // 2) % 4) * 16
+        # Lane l says where row l % 8 of matrix l / 8 goes. Of two matrices from the same registers one has the even
+        # columns, the other the odd ones, and the other way in their lower halves: a matrix's rows then lie in eight
+        # different groups of banks.
+        odd = ((lane // 4) % 2) ^ ((lane // 8) % 2)
+        column = warp_here * 64 + (lane % 8) * 2 + odd
+        target = s_v.toint() + column * 128 + ((lane // 16) ^ (column % 8)) * 16
+        even_columns, odd_columns = Int32(0x6420), Int32(0x7531)
+        if lane >= 16:
+            even_columns, odd_columns = odd_columns, even_columns
+
+        index, phase = Int32(0), Int32(0)
+        slot = Int32(0)
+        cute.arch.mbarrier_wait(landed, 0)
+        blocks = slots[0, slot]
+        while blocks > 0:
+            keys = slots[1, slot] - (blocks - 1) * self.block  # of the first block: only it may reach past the end
+            for _ in cutlass.range(blocks, unroll=1):
+                cute.arch.mbarrier_wait(landed + index, phase)
+                if keys < self.block:
+                    # What lies there may be NaN, and 0 * NaN must not reach O.
+                    for row in cutlass.range(cutlass.max(keys, 0) + lane // 4, self.block, 8, unroll=1):
+                        self.store_zeros(tile + index * self.v_elements + row * 64 + (lane % 4) * 16)
+                    cute.arch.sync_warp()
+                cute.arch.mbarrier_wait(v_empty + index, phase ^ 1)
+                of, to = source + index * self.v_elements, target + index * self.turned_elements
+                for u in cutlass.range_constexpr(self.block // 32):
+                    at = (to ^ ((u % 4) * 32)) + (u // 4) * 128 * self.width
+                    for c in cutlass.range_constexpr(0, 4, 2):
+                        pair = [self.load_transposed((of ^ ((c + i) * 16)) + u * 2048) for i in range(2)]
+                        for i in cutlass.range_constexpr(2):
+                            a, b = (cute.arch.prmt(*pair[i][:2], columns) for columns in (even_columns, odd_columns))
+                            d, e = (cute.arch.prmt(*pair[i][2:], columns) for columns in (even_columns, odd_columns))
+                            self.store_matrices(at + (c + i) * 2048, a, b, d, e)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(left + index)
+                    cute.arch.mbarrier_arrive(v_full + index)
+                keys = Int32(self.block)
+                index, phase = self.advance(index, phase)
+            slot = (slot + 1) % SLOTS
+            cute.arch.mbarrier_wait(landed + index, phase)
+            blocks = slots[0, slot]
+
+    def load_transposed(self, address: Int32):
+        """Four 8 x 8 matrices of 16-bit words, transposed; a lane gives the address of one of their rows."""
+        return cute.arch.inline_ptx(
+            "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+            write_only_types=[Int32] * 4,
+            read_only_args=[address],
+        )
+
+    def store_matrices(self, address: Int32, a: Int32, b: Int32, c: Int32, d: Int32):
+        """Four 8 x 8 matrices of 16-bit words; a lane gives the address of one of their rows."""
+        cute.arch.inline_ptx(
+            "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+            read_only_args=[address, a, b, c, d],
+        )
+
+    def store_zeros(self, address: Int32):
+        """16 bytes of zeros."""
+        cute.arch.inline_ptx("st.shared.v4.b32 [{$r0}], {0, 0, 0, 0};", read_only_args=[address])
+
     def swizzle(self):
-        return warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, self.dtype).inner
+        return warpgroup.make_smem_layout_atom(self.swizzled, self.dtype).inner
 
     # ---- the computing warpgroups
 
@@ -558,8 +682,19 @@ class MlaPrefill(WarpHelpers):
     def buffer(self, smem: cute.Pointer, index: Int32, rows: cutlass.Constexpr[int], columns: cutlass.Constexpr[int]):
         """Buffer `index` for WGMMA, its address through an instruction whose result is uniform: WGMMA takes its
         descriptors from uniform registers."""
-        address = self.uniform(smem.toint() + index * (rows * columns * 2))
-        atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, self.dtype)
+        return self.tiles_at(smem, index, rows, columns, self.swizzled)
+
+    @cute.jit
+    def tiles_at(
+        self,
+        smem: cute.Pointer,
+        index: Int32,
+        rows: cutlass.Constexpr[int],
+        columns: cutlass.Constexpr[int],
+        swizzled: cutlass.Constexpr,
+    ):
+        address = self.uniform(smem.toint() + index * (rows * columns * self.bytes))
+        atom = warpgroup.make_smem_layout_atom(swizzled, self.dtype)
         layout = cute.tile_to_shape(atom, (rows, columns), (0, 1))
         pointer = cute.make_ptr(self.dtype, address, cute.AddressSpace.smem, assumed_align=1024)
         return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=self.dtype), layout.outer)
@@ -580,6 +715,7 @@ class MlaPrefill(WarpHelpers):
         s_q: cute.Pointer,
         s_k: cute.Pointer,
         s_v: cute.Pointer,
+        s_p: cute.Pointer,
         barriers: cutlass.Constexpr,
         mma_first: cute.TiledMma,
         mma_qk: cute.TiledMma,
@@ -602,7 +738,14 @@ class MlaPrefill(WarpHelpers):
         s = cute.make_tensor(acc_s.iterator, cute.make_layout((2, (2, self.block // 8)), stride=(2, (1, 4))))
         acc_o = cute.make_rmem_tensor(thr_pv.partition_shape_C((GROUP_ROWS, self.width)), Float32)
         o = cute.make_tensor(acc_o.iterator, cute.make_layout((2, (2, self.width // 8)), stride=(2, (1, 4))))
-        r_p = cute.make_rmem_tensor(thr_pv.partition_shape_A((GROUP_ROWS, self.block)), self.dtype)
+        if const_expr(self.fp8):
+            of_group = self.tiles_at(s_p, group, GROUP_ROWS, self.turned_keys, SmemLayoutAtomKind.K_SW128)
+            operand_p = mma_pv.make_fragment_A(thr_pv.partition_A(of_group))
+            p_row = (t // 32) * 16 + lane % 16
+            to_p = s_p.toint() + group * self.p_elements + p_row * 128 + ((lane // 16) ^ (lane % 8)) * 16
+        else:
+            operand_p = cute.make_rmem_tensor(thr_pv.partition_shape_A((GROUP_ROWS, self.block)), self.dtype)
+            to_p = operand_p
         # Of this thread's two rows: running maximum and sum, of the next tile too, and the keys they see.
         m = cute.make_rmem_tensor((2,), Float32)
         l = cute.make_rmem_tensor((2,), Float32)
@@ -616,7 +759,7 @@ class MlaPrefill(WarpHelpers):
         mma_first.set(Field.ACCUMULATE, False)
         mma_qk.set(Field.ACCUMULATE, True)
         mma_pv.set(Field.ACCUMULATE, True)
-        products = (mma_first, mma_qk, thr_qk, acc_s, t_q, s_k, mma_pv, thr_pv, acc_o, r_p, s_v)
+        products = (mma_first, mma_qk, thr_qk, acc_s, t_q, s_k, mma_pv, thr_pv, acc_o, operand_p, to_p, s_v)
 
         tile, q_phase = Int32(0), Int32(0)
         cute.arch.mbarrier_wait(q_full + group, q_phase)
@@ -636,7 +779,7 @@ class MlaPrefill(WarpHelpers):
             self.maxima(s, m, l, scale)
             for i in cutlass.range_constexpr(2):
                 self.powers(s, i, m, l, scale)
-            self.narrow(acc_s, r_p)
+            self.narrow(acc_s, to_p)
             v_keys = keys - n * self.block  # of V's block: the rows from here on are of no key of the request
             v_index, v_phase = Int32(0), Int32(0)
             index, phase = self.advance(Int32(0), Int32(0))
@@ -646,8 +789,7 @@ class MlaPrefill(WarpHelpers):
                 masked = self.masked_blocks(blocks, unmasked, v_keys)
                 for b in cutlass.range(masked, unroll=1):
                     n = blocks - 2 - b
-                    if v_keys < self.block:
-                        self.zero_rows(s_v, v_full, v_index, v_phase, v_keys, t, group)
+                    self.zero_rows(s_v, v_full, v_index, v_phase, v_keys, t, group)
                     self.issue(products, barriers, index, phase, v_index, v_phase, group)
                     self.leave(k_empty + index)
                     self.mask(s, limit, n, lane)
@@ -668,8 +810,7 @@ class MlaPrefill(WarpHelpers):
                 q_phase ^= 1
                 cute.arch.mbarrier_wait(q_full + group, q_phase)
                 blocks = self.uniform(slots[0, (tile + 1) % SLOTS])
-                if v_keys < self.block:
-                    self.zero_rows(s_v, v_full, v_index, v_phase, v_keys, t, group)
+                self.zero_rows(s_v, v_full, v_index, v_phase, v_keys, t, group)
                 if blocks > 0:
                     # The next tile's first scores beside this tile's last values.
                     n = blocks - 1
@@ -686,7 +827,7 @@ class MlaPrefill(WarpHelpers):
                     cute.arch.mbarrier_wait(v_full + v_index, v_phase)  # as in `finish`
                     warpgroup.wait_group(0)
                     self.leave(v_empty + v_index)
-                    self.narrow(acc_s, r_p)
+                    self.narrow(acc_s, to_p)
                     self.store(out, lse, o, m, l, out_scale, slots, tile % SLOTS, group, row_low, lane, heads)
                     acc_o.fill(0.0)
                     for i in cutlass.range_constexpr(2):
@@ -697,7 +838,7 @@ class MlaPrefill(WarpHelpers):
                     tile += 1
             cute.arch.mbarrier_wait(v_full + v_index, v_phase)
             self.take_turn(group)
-            self.values(mma_pv, thr_pv, acc_o, r_p, s_v, v_index)
+            self.values(mma_pv, thr_pv, acc_o, operand_p, s_v, v_index)
             if group < self.groups - 1:
                 self.pass_turn(group)
             warpgroup.wait_group(0)
@@ -716,12 +857,12 @@ class MlaPrefill(WarpHelpers):
     ):
         """When it is this warpgroup's turn: S of a block, and O += P V of the one before. Returns when S is there."""
         _, _, k_full, _, v_full, _ = barriers
-        mma_first, mma_qk, thr_qk, acc_s, t_q, s_k, mma_pv, thr_pv, acc_o, r_p, s_v = products
+        mma_first, mma_qk, thr_qk, acc_s, t_q, s_k, mma_pv, thr_pv, acc_o, operand_p, _, s_v = products
         cute.arch.mbarrier_wait(k_full + index, phase)
         self.take_turn(group)
         self.scores(mma_first, mma_qk, thr_qk, acc_s, t_q, s_k, index)
         cute.arch.mbarrier_wait(v_full + v_index, v_phase)
-        self.values(mma_pv, thr_pv, acc_o, r_p, s_v, v_index)
+        self.values(mma_pv, thr_pv, acc_o, operand_p, s_v, v_index)
         self.pass_turn(group)
         warpgroup.wait_group(1)
 
@@ -740,7 +881,7 @@ class MlaPrefill(WarpHelpers):
     ):
         """S to P, and O to the new maximum."""
         _, _, _, _, v_full, v_empty = barriers
-        _, _, _, acc_s, _, _, _, _, _, r_p, _ = products
+        _, _, _, acc_s, _, _, _, _, _, _, to_p, _ = products
         factor = self.maxima(s, m, l, scale)
         moved = cute.arch.vote_any_sync(factor[0] != 1.0 or factor[1] != 1.0)
         self.powers(s, 0, m, l, scale)
@@ -754,7 +895,7 @@ class MlaPrefill(WarpHelpers):
                 o[0, c] = o[0, c] * factor[0]
                 o[1, c] = o[1, c] * factor[1]
         self.powers(s, 1, m, l, scale)
-        self.narrow(acc_s, r_p)
+        self.narrow(acc_s, to_p)
 
     @cute.jit
     def scores(
@@ -771,7 +912,7 @@ class MlaPrefill(WarpHelpers):
         t_k = mma_qk.make_fragment_B(thr_qk.partition_B(self.buffer(s_k, index, self.block, self.depth)))
         warpgroup.fence()
         cute.gemm(mma_first, acc_s, t_q[None, None, 0], t_k[None, None, 0], acc_s)
-        for k in cutlass.range_constexpr(1, self.depth // 16):
+        for k in cutlass.range_constexpr(1, self.depth // self.k_step):
             cute.gemm(mma_qk, acc_s, t_q[None, None, k], t_k[None, None, k], acc_s)
         warpgroup.commit_group()
 
@@ -781,26 +922,29 @@ class MlaPrefill(WarpHelpers):
         mma_pv: cute.TiledMma,
         thr_pv: cute.core.ThrMma,
         acc_o: cute.Tensor,
-        r_p: cute.Tensor,
+        operand_p: cute.Tensor,
         s_v: cute.Pointer,
         index: Int32,
     ):
         """O += P V, issued."""
-        stage = self.buffer(s_v, index, self.block, self.width)
-        t_v = mma_pv.make_fragment_B(
-            thr_pv.partition_B(cute.make_tensor(stage.iterator, cute.select(stage.layout, mode=[1, 0])))
-        )
+        if const_expr(self.fp8):
+            turned = self.tiles_at(s_v, index, self.width, self.turned_keys, SmemLayoutAtomKind.K_SW128)
+        else:
+            stage = self.buffer(s_v, index, self.block, self.width)
+            turned = cute.make_tensor(stage.iterator, cute.select(stage.layout, mode=[1, 0]))
+        t_v = mma_pv.make_fragment_B(thr_pv.partition_B(turned))
         warpgroup.fence()
-        for k in cutlass.range_constexpr(self.block // 16):
-            cute.gemm(mma_pv, acc_o, r_p[None, None, k], t_v[None, None, k], acc_o)
+        for k in cutlass.range_constexpr(self.block // self.k_step):
+            cute.gemm(mma_pv, acc_o, operand_p[None, None, k], t_v[None, None, k], acc_o)
         warpgroup.commit_group()
 
     @cute.jit
     def masked_blocks(self, blocks: Int32, unmasked: Int32, v_keys: Int32):
         """Blocks of a tile after its first that need a mask, or whose predecessor's V needs zeros."""
         masked = blocks - 1 - cutlass.max(unmasked, 0) // self.block
-        if v_keys < self.block:
-            masked = cutlass.max(masked, 1)
+        if const_expr(not self.fp8):
+            if v_keys < self.block:
+                masked = cutlass.max(masked, 1)
         return cutlass.min(cutlass.max(masked, 0), blocks - 1)
 
     @cute.jit
@@ -817,9 +961,29 @@ class MlaPrefill(WarpHelpers):
         cute.arch.barrier_arrive(barrier_id=1 + following, number_of_threads=256)
 
     @cute.jit
-    def narrow(self, acc_s: cute.Tensor, r_p: cute.Tensor):
-        """P in the operands' dtype, in the order in which WGMMA takes it from registers: that of the accumulator."""
-        cute.make_tensor(r_p.iterator, acc_s.layout).store(acc_s.load().to(self.dtype))
+    def narrow(self, acc_s: cute.Tensor, to_p: cutlass.Constexpr):
+        """P in the operands' dtype, as WGMMA takes it: from registers in the accumulator's own order, or in fp8 from
+        shared memory, in the order in which V's keys were put. `to_p` says where: those registers, or the address for
+        this lane's row of the first 32 keys."""
+        if const_expr(self.fp8):
+            for k in cutlass.range_constexpr(self.block // 32):
+                # Of both of the thread's rows the keys 0 to 15, then of both the keys 16 to 31.
+                words = [self.narrow_four(*(acc_s[16 * k + at + i] for i in (0, 1, 4, 5))) for at in (0, 2, 8, 10)]
+                self.store_matrices((to_p ^ ((k % 4) * 32)) + (k // 4) * (GROUP_ROWS * 128), *words)
+            # Each warp's tensor core reads only the warp's own rows.
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+        else:
+            cute.make_tensor(to_p.iterator, acc_s.layout).store(acc_s.load().to(self.dtype))
+
+    def narrow_four(self, a: Float32, b: Float32, c: Float32, d: Float32):
+        """Four values in e4m3, the first in the lowest byte."""
+        return cute.arch.inline_ptx(
+            "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0};"
+            " cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; mov.b32 {$w0}, {low, high}; }",
+            write_only_types=[Int32],
+            read_only_args=[a, b, c, d],
+        )
 
     @cute.jit
     def limits(self, slots: cute.Tensor, at: Int32, group: Int32, row_low: Int32, limit: cute.Tensor):
@@ -857,7 +1021,7 @@ class MlaPrefill(WarpHelpers):
             high = cute.arch.fmax(cute.arch.fmax(highs[0], highs[1]), cute.arch.fmax(highs[2], highs[3]))
             high = cute.arch.fmax(high, cute.arch.shuffle_sync_bfly(high, offset=1))
             high = cute.arch.fmax(high, cute.arch.shuffle_sync_bfly(high, offset=2))
-            new = cute.arch.fmax(m[i], high * scale)
+            new = cute.arch.fmax(m[i], high * scale - P_BITS if const_expr(self.fp8) else high * scale)
             factor[i] = cute.math.exp2(m[i] - new, fastmath=True)
             m[i] = new
             l[i] = l[i] * factor[i]
@@ -878,19 +1042,21 @@ class MlaPrefill(WarpHelpers):
         self, s_v: cute.Pointer, v_full: cute.Pointer, index: Int32, phase: Int32, keys: Int32, t: Int32, group: Int32
     ):
         """P is 0 past a request's keys, but what lies there may be NaN: 0 * NaN must not reach O. Each warpgroup
-        writes the same zeros."""
-        words = cute.make_tensor(
-            cute.recast_ptr(s_v, cute.make_swizzle(0, 4, 3), dtype=Float32),
-            cute.make_layout(
-                (32, self.block, self.v_tiles, self.stages), stride=(1, 32, 32 * self.block, self.v_elements // 2)
-            ),
-        )
-        cute.arch.mbarrier_wait(v_full + index, phase)
-        for row in cutlass.range(cutlass.max(keys, 0) + t // 32, self.block, 4, unroll=1):
-            for c in cutlass.range_constexpr(self.v_tiles):
-                words[t % 32, row, c, index] = Float32(0.0)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=1 + self.groups + group, number_of_threads=128)
+        writes the same zeros. In fp8 `turn_values` has done it."""
+        if const_expr(not self.fp8):
+            if keys < self.block:
+                words = cute.make_tensor(
+                    cute.recast_ptr(s_v, cute.make_swizzle(0, 4, 3), dtype=Float32),
+                    cute.make_layout(
+                        (32, self.block, self.v_tiles, self.stages), stride=(1, 32, 32 * self.block, self.v_elements // 2)
+                    ),
+                )
+                cute.arch.mbarrier_wait(v_full + index, phase)
+                for row in cutlass.range(cutlass.max(keys, 0) + t // 32, self.block, 4, unroll=1):
+                    for c in cutlass.range_constexpr(self.v_tiles):
+                        words[t % 32, row, c, index] = Float32(0.0)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.barrier(barrier_id=1 + self.groups + group, number_of_threads=128)
 
     @cute.jit
     def store(
@@ -928,12 +1094,12 @@ class MlaPrefill(WarpHelpers):
                 (out.iterator + (at_row * self.width + quad * 8)).align(16),
                 cute.make_layout((8, groups // 4), stride=(1, 32)),
             )
-            pairs = cute.make_rmem_tensor((8,), self.dtype)
+            pairs = cute.make_rmem_tensor((8,), self.out_dtype)
             words = cute.recast_tensor(pairs, Int32)
             for g in cutlass.range_constexpr(groups // 4):
                 for j in cutlass.range_constexpr(4):
-                    pairs[2 * j] = (o[i, 8 * g + 2 * j] * factor).to(self.dtype)
-                    pairs[2 * j + 1] = (o[i, 8 * g + 2 * j + 1] * factor).to(self.dtype)
+                    pairs[2 * j] = (o[i, 8 * g + 2 * j] * factor).to(self.out_dtype)
+                    pairs[2 * j + 1] = (o[i, 8 * g + 2 * j + 1] * factor).to(self.out_dtype)
                 self.transpose_quad(words, quad)
                 if row < rows:
                     cute.autovec_copy(pairs, line[None, g])

@@ -1,0 +1,640 @@
+"""Absorbed MLA decode with queries and a paged latent cache of e4m3, for Hopper. MLA_DECODE.md says why it is so.
+
+Three warpgroups of a CTA share 64 query rows (token * H + head) and a ring of 64-key stages:
+
+  warpgroup 0   scores: keeps Q in registers, S = Q K^T (fp8 WGMMA), softmax, P into shared memory as f16
+  1 and 2       values: O^T[half] += V^T[half] P^T (f16 WGMMA), V^T through registers: transposed by ldmatrix, widened
+                there; rescale, epilogue. First warp of 1: the copies; first warp of 2: the schedule
+
+P is not rounded to fp8, which would be most of the output's error. Merging is decode_combine's.
+"""
+
+from __future__ import annotations
+
+import math
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils as utils
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKind
+
+from tsmla_kernels.sm90.choose import ROWS, SMEM_BYTES, DecodeConfig
+from tsmla_kernels.sm90.decode_combine import COMBINE_THREADS, DecodeCombine
+from tsmla_kernels.sm90.decode_ring import TABLE_AHEAD, DecodeRing
+from tsmla_kernels.sm90.decode_schedule import DESCRIPTOR_WORDS
+from tsmla_kernels.sm90.decode_softmax import LOWEST, DecodeSoftmax
+
+LOG2_E = math.log2(math.e)
+OVERHEAD = 5  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
+RESCALE_BITS = 8.0  # how far the running maximum may lag where arithmetic is the bound
+EARLY_STEPS = 4  # 32-column steps of Q K^T that may still run when the values' warpgroups are let loose
+FRAGMENTS = 3  # of V^T, 64 latents of 32 keys each, that a warpgroup has in registers
+AHEAD = 2  # how many of them are made before the product that needs them
+
+
+class MlaDecodeFp8(DecodeRing, DecodeSoftmax, DecodeCombine):
+    """One compiled decode: `config` is static, all shapes but H, L, R and Z are dynamic.
+
+    Operands of the launcher: as MlaDecode's, q and kv_cache of e4m3, out of bf16.
+    """
+
+    def __init__(self, config: DecodeConfig) -> None:
+        self.config = config
+        self.dtype, self.itemsize = cutlass.Float8E4M3FN, 1
+        self.wide_dtype, self.out_dtype = cutlass.Float16, cutlass.BFloat16
+        self.heads, self.max_q_len = config.num_heads, config.max_q_len
+        self.latent, self.rope, self.depth = config.latent_dim, config.rope_dim, config.head_dim
+        self.page_size, self.ragged, self.causal = config.page_size, config.ragged, config.causal
+        self.invariant, self.cluster = config.batch_invariant, config.cluster
+        self.multicast = self.cluster > 1
+        self.stages, self.tile_rows, self.max_tiles = config.stages, config.tile_rows, config.max_tiles
+        self.stage_elements = config.stage_bytes
+        self.block, self.overhead = config.block, OVERHEAD
+        self.descriptors, self.lookahead = 8, 4
+        self.column_tiles = self.depth // 64
+        self.box = min(self.block, self.page_size)
+        self.half = self.latent // 2
+        self.m_tiles = self.half // 64  # of a values' warpgroup
+        # 0: the greatest P of a row is exactly 1. Free where memory is the bound.
+        self.rescale_bits = 0.0 if config.cluster == 1 else RESCALE_BITS
+        self.inverses = self.stages // 2 + 1  # a piece takes two stages or more
+        self.threads = 384
+        self.registers = (136, 184)  # scores, values: 136 + 2 x 184 is what 384 threads start with
+        if self.stages < 4:
+            raise ValueError(f"{config} leaves {self.stages} stages of shared memory; 4 are needed")
+
+    @cute.jit
+    def __call__(
+        self,
+        stream: cuda.CUstream,
+        q: cute.Tensor,
+        kv_cache: cute.Tensor,
+        block_tables: cute.Tensor,
+        seq_lens: cute.Tensor,
+        cu_seqlens_q: cute.Tensor,
+        scales: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        partial_out: cute.Tensor,
+        partial_lse: cute.Tensor,
+        split_info: cute.Tensor,
+    ):
+        atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW64, self.dtype)
+        # One copy brings a block's keys with all their columns, as MlaDecode's.
+        tiles = self.column_tiles if self.box == self.block else 1
+        box_layout = cute.tile_to_shape(atom, (self.box, 64, tiles), (0, 1, 2))
+        q_layout = cute.tile_to_shape(atom, (self.block, 64, self.column_tiles), (0, 1, 2))
+        row, page = kv_cache.stride[1], kv_cache.stride[0]
+        keys = cute.make_tensor(
+            kv_cache.iterator,
+            cute.make_layout(
+                (self.page_size, 64, self.column_tiles, kv_cache.shape[0]), stride=(row, 1, 64, page)
+            ),
+        )
+        queries = cute.make_tensor(
+            q.iterator, cute.make_layout((q.shape[0], 64, self.column_tiles), stride=(q.stride[0], 1, 64))
+        )
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        load_keys = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.cluster > 1 else load
+        tma_q, tma_q_tensor = cpasync.make_tiled_tma_atom(
+            load, queries, q_layout, (self.block, 64, self.column_tiles)
+        )
+        tma_k, tma_k_tensor = cpasync.make_tiled_tma_atom(load_keys, keys, box_layout, (self.box, 64, tiles))
+        k_major = OperandMajorMode.K
+        mma_qk = sm90.make_trivial_tiled_mma(
+            self.dtype, self.dtype, k_major, k_major, Float32, (1, 1, 1), (ROWS, self.block), OperandSource.RMEM
+        )
+        # Latents are its rows, query rows its columns.
+        mma_pv = sm90.make_trivial_tiled_mma(
+            self.wide_dtype, self.wide_dtype, k_major, k_major, Float32, (1, 1, 1), (64, ROWS), OperandSource.RMEM
+        )
+
+        @cute.struct
+        class Storage:
+            full: cute.struct.MemRange[Int64, self.stages]
+            empty: cute.struct.MemRange[Int64, self.stages]
+            ready: cute.struct.MemRange[Int64, self.stages]
+            descriptor: cute.struct.MemRange[Int32, self.descriptors * DESCRIPTOR_WORDS]
+            rescale: cute.struct.Align[cute.struct.MemRange[Float32, self.stages * ROWS], 16]
+            moved: cute.struct.Align[cute.struct.MemRange[Int32, self.stages * 4], 16]
+            inverse: cute.struct.Align[cute.struct.MemRange[Float32, self.inverses * ROWS], 16]
+            walk: cute.struct.MemRange[Int32, 8]
+            fill: cute.struct.MemRange[Int32, 8]
+            pages: cute.struct.MemRange[Int32, TABLE_AHEAD]
+            ring: cute.struct.Align[cute.struct.MemRange[self.dtype, self.stages * self.stage_elements], 1024]
+
+        self.storage = Storage
+        if const_expr(Storage.size_in_bytes() > SMEM_BYTES):
+            raise ValueError(f"{self.config} takes {Storage.size_in_bytes()} bytes of shared memory of {SMEM_BYTES}")
+
+        batch = seq_lens.shape[0]
+        parts = split_info.shape[0] - batch * self.max_tiles if self.invariant else split_info.shape[0] // 2
+        self.attend(
+            q, tma_q, tma_q_tensor, tma_k, tma_k_tensor, block_tables, seq_lens, cu_seqlens_q, scales, out, lse,
+            partial_out, partial_lse, split_info, mma_qk, mma_pv, Int32(parts),
+        ).launch(
+            grid=[parts * self.cluster, 1, 1],
+            block=[self.threads, 1, 1],
+            cluster=[self.cluster, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+        )  # fmt: skip
+        self.combine(partial_out, partial_lse, split_info, out, lse, Int32(parts)).launch(
+            grid=[parts * self.cluster, 1, 1],
+            block=[COMBINE_THREADS, 1, 1],
+            stream=stream,
+            use_pdl=True,
+        )
+
+    # ------------------------------------------------------------------ the attention kernel
+
+    @cute.kernel
+    def attend(
+        self,
+        q: cute.Tensor,
+        tma_q: cute.CopyAtom,
+        tma_q_tensor: cute.Tensor,
+        tma_k: cute.CopyAtom,
+        tma_k_tensor: cute.Tensor,
+        block_tables: cute.Tensor,
+        seq_lens: cute.Tensor,
+        cu_seqlens_q: cute.Tensor,
+        scales: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        partial_out: cute.Tensor,
+        partial_lse: cute.Tensor,
+        split_info: cute.Tensor,
+        mma_qk: cute.TiledMma,
+        mma_pv: cute.TiledMma,
+        parts: Int32,
+    ):
+        """One CTA: set up the barriers, find the first piece of work, then each warpgroup its role."""
+        tidx, _, _ = cute.arch.thread_idx()
+        block_idx, _, _ = cute.arch.block_idx()
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cute.arch.make_warp_uniform(tidx // 128)
+        rank = cute.arch.make_warp_uniform(block_idx % self.cluster)
+        part = cute.arch.make_warp_uniform(block_idx // self.cluster)
+
+        smem = utils.SmemAllocator()
+        storage = smem.allocate(self.storage)
+        full, empty, ready = storage.full.data_ptr(), storage.empty.data_ptr(), storage.ready.data_ptr()
+        descriptor = storage.descriptor.get_tensor(
+            cute.make_layout((DESCRIPTOR_WORDS, self.descriptors), stride=(1, DESCRIPTOR_WORDS))
+        )
+        rescale = storage.rescale.get_tensor(cute.make_layout((ROWS, self.stages), stride=(1, ROWS)))
+        moved = storage.moved.get_tensor(cute.make_layout((4, self.stages), stride=(1, 4)))
+        inverse = storage.inverse.get_tensor(cute.make_layout((ROWS, self.inverses), stride=(1, ROWS)))
+        ring = storage.ring.data_ptr()
+
+        atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW64, self.dtype)
+        stage_layout = cute.tile_to_shape(atom, (self.block, self.depth), (0, 1))
+        outer = stage_layout.outer
+        key_layout = cute.make_layout(
+            (*outer.shape, self.stages), stride=(*outer.stride, self.stage_elements)
+        )
+        s_k = cute.make_tensor(cute.recast_ptr(ring, stage_layout.inner, dtype=self.dtype), key_layout)
+        p_atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, self.wide_dtype)
+        p_tile = cute.tile_to_shape(p_atom, (ROWS, self.block), (0, 1))
+        p_layout = cute.make_layout(
+            (*p_tile.outer.shape, self.stages), stride=(*p_tile.outer.stride, self.stage_elements // 2)
+        )
+        s_p = cute.make_tensor(
+            cute.recast_ptr(ring + self.block * self.depth, p_tile.inner, dtype=self.wide_dtype), p_layout
+        )
+
+        if warp_idx == 4:
+            cpasync.prefetch_descriptor(tma_q)
+            cpasync.prefetch_descriptor(tma_k)
+        if warp_idx >= 9:
+            # Into the L2 cache beside the schedule's first loads, which these would otherwise follow.
+            at = (block_idx * 3 + (warp_idx - 9)) * 32 + cute.arch.lane_idx()
+            self.prefetch(block_tables, at * 32)
+            self.prefetch(q, at * 128)
+        if warp_idx == 0:
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(self.stages):
+                    cute.arch.mbarrier_init(full + i, 1)
+                    cute.arch.mbarrier_init(empty + i, 8 * self.cluster)
+                    cute.arch.mbarrier_init(ready + i, 4)
+        cute.arch.mbarrier_init_fence()
+        if const_expr(self.cluster > 1):
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+        walk = storage.walk.get_tensor(cute.make_layout(8))
+        fill = storage.fill.get_tensor(cute.make_layout(8))
+        pages = storage.pages.get_tensor(cute.make_layout(TABLE_AHEAD))
+        schedule = (
+            block_tables, seq_lens, cu_seqlens_q, partial_lse, split_info, descriptor, walk, parts, part, rank,
+            lse.shape[0],
+        )  # fmt: skip
+        copies = (
+            tma_q, tma_q_tensor, tma_k, tma_k_tensor, block_tables, s_k, descriptor, fill, pages, full, rank,
+        )  # fmt: skip
+        if warp_idx == 8:
+            self.begin_schedule(schedule)
+            self.next_piece(Int32(0), schedule)
+        cute.arch.sync_threads()
+        if group == 0:
+            cute.arch.setmaxregister_decrease(self.registers[0])
+            self.score(
+                scales, lse, partial_lse, s_k, s_p, descriptor, rescale, moved, inverse, full, ready, mma_qk, mma_pv,
+                rank,
+            )  # fmt: skip
+        else:
+            cute.arch.setmaxregister_increase(self.registers[1])
+            self.accumulate(
+                out, partial_out, s_k, s_p, descriptor, rescale, moved, inverse, full, empty, ready, mma_pv, group - 1,
+                rank, warp_idx, schedule, copies,
+            )  # fmt: skip
+        cute.arch.griddepcontrol_launch_dependents()
+        if const_expr(self.cluster > 1):
+            # A CTA whose shared memory is still written or signalled by its peer must not leave.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    @cute.jit
+    def stage(self, s_k: cute.Tensor, s_p: cute.Tensor, index: Int32):
+        """(address, keys, P) of one stage, for WGMMA: its descriptors are made in uniform registers, as MlaDecode's."""
+        address = self.uniform(s_k.iterator.toint() + index * self.stage_elements)
+        keys_ptr = cute.make_ptr(self.dtype, address, cute.AddressSpace.smem, assumed_align=1024)
+        p_ptr = cute.make_ptr(
+            self.wide_dtype, address + self.block * self.depth, cute.AddressSpace.smem, assumed_align=1024
+        )
+        keys_swizzle = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW64, self.dtype).inner
+        p_swizzle = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, self.wide_dtype).inner
+        keys = cute.make_tensor(
+            cute.recast_ptr(keys_ptr, keys_swizzle, dtype=self.dtype), cute.slice_(s_k.layout, (None, None, 0))
+        )
+        p = cute.make_tensor(
+            cute.recast_ptr(p_ptr, p_swizzle, dtype=self.wide_dtype), cute.slice_(s_p.layout, (None, None, 0))
+        )
+        return address, keys, p
+
+    # ---- scores and softmax
+
+    @cute.jit
+    def score(
+        self,
+        scales: cute.Tensor,
+        lse: cute.Tensor,
+        partial_lse: cute.Tensor,
+        s_k: cute.Tensor,
+        s_p: cute.Tensor,
+        descriptor: cute.Tensor,
+        rescale: cute.Tensor,
+        moved: cute.Tensor,
+        inverse: cute.Tensor,
+        full: cute.Pointer,
+        ready: cute.Pointer,
+        mma_qk: cute.TiledMma,
+        mma_pv: cute.TiledMma,
+        rank: Int32,
+    ):
+        """Warpgroup 0: Q into registers once a piece, then for every block of keys Q K^T, softmax and P."""
+        tidx, _, _ = cute.arch.thread_idx()
+        t = tidx % 128
+        lane = t % 32
+        warp_here = cute.arch.make_warp_uniform(t // 32)
+        scale = scales[0] * LOG2_E
+        out_scale = scales[1]
+
+        thr_qk = mma_qk.get_slice(t)
+        acc = cute.make_rmem_tensor(thr_qk.partition_shape_C((ROWS, self.block)), Float32)
+        s = cute.make_tensor(acc.iterator, cute.make_layout((2, (2, self.block // 8)), stride=(2, (1, 4))))
+        steps = self.depth // 32
+        # A 32-column step of fp8 lies in registers as a 16-column step of 16 bits does: Q is loaded as such.
+        load_q = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.wide_dtype), mma_pv)
+        thr_load_q = load_q.get_slice(t)
+        q_atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW64, self.wide_dtype)
+        q_layout = cute.tile_to_shape(q_atom, (ROWS, self.depth // 2), (0, 1))
+        r_q_pairs = cute.make_rmem_tensor(
+            mma_pv.get_slice(t).partition_shape_A((ROWS, self.depth // 2)), self.wide_dtype
+        )
+        r_q = cute.recast_tensor(r_q_pairs, self.dtype)
+
+        store_p = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.wide_dtype), mma_qk)
+        thr_store_p = store_p.get_slice(t)
+        t_ps = thr_store_p.partition_D(s_p)
+        r_p = cute.make_rmem_tensor(acc.layout, self.wide_dtype)
+
+        row_low = warp_here * 16 + lane // 4
+        m = cute.make_rmem_tensor((2,), Float32)
+        l = cute.make_rmem_tensor((2,), Float32)
+        index, phase, piece = Int32(0), Int32(0), Int32(0)
+        running = Int32(1)
+        while running == 1:
+            cute.arch.mbarrier_wait(full + index, phase)
+            at = piece % self.descriptors
+            b_begin, b_end = self.uniform(descriptor[0, at]), self.uniform(descriptor[1, at])
+            if b_begin == b_end:
+                running = Int32(0)
+                if lane == 0:
+                    cute.arch.mbarrier_arrive(ready + index)
+            else:
+                q_pairs = cute.make_tensor(
+                    cute.recast_ptr(s_k[None, None, index].iterator, q_layout.inner, dtype=self.wide_dtype),
+                    q_layout.outer,
+                )
+                cute.copy(load_q, thr_load_q.partition_S(q_pairs), thr_load_q.retile(r_q_pairs))
+                self.signal(ready, index, lane)
+                index, phase = self.advance(index, phase)
+
+                for i in cutlass.range_constexpr(2):
+                    m[i] = Float32(LOWEST)
+                    l[i] = Float32(0.0)
+                seen_by_all = self.uniform(descriptor[2, at])
+                if const_expr(self.causal):
+                    seen_by_all = self.uniform(
+                        cutlass.min(seen_by_all, descriptor[3, at] + descriptor[4, at] // self.heads)
+                    )
+                previous = index
+                arrived = Int32(0)
+                for b in cutlass.range(b_begin, b_end, unroll=1):
+                    _, stage_keys, _ = self.stage(s_k, s_p, index)
+                    t_k = mma_qk.make_fragment_B(thr_qk.partition_B(stage_keys))
+                    if arrived == 0:
+                        cute.arch.mbarrier_wait(full + index, phase)
+                    warpgroup.fence()
+                    mma_qk.set(Field.ACCUMULATE, False)
+                    for k in cutlass.range_constexpr(steps):
+                        cute.gemm(mma_qk, acc, r_q[None, None, k], t_k[None, None, k], acc)
+                        mma_qk.set(Field.ACCUMULATE, True)
+                        if const_expr(k == steps - EARLY_STEPS - 1):
+                            warpgroup.commit_group()
+                    warpgroup.commit_group()
+                    # The tensor cores take turns, as in MlaDecode.
+                    warpgroup.wait_group(1)
+                    if b > b_begin:
+                        cute.arch.fence_proxy("async.shared", space="cta")
+                        self.signal(ready, previous, lane)
+                    warpgroup.wait_group(0)
+                    previous = index
+                    index, phase = self.advance(index, phase)
+                    # Asked now, read a block later: the answer takes its time.
+                    arrived = Int32(cute.arch.mbarrier_test_wait(full + index, phase))
+                    if (b + 1) * self.block > seen_by_all:
+                        self.mask(s, b, descriptor, at, row_low, lane)
+                    self.softmax(s, m, l, scale, rescale, moved, row_low, lane, warp_here, previous)
+                    r_p.store(acc.load().to(self.wide_dtype))
+                    cute.copy(store_p, thr_store_p.retile(r_p), t_ps[None, None, None, previous])
+                self.finish(l, m, inverse, lse, partial_lse, out_scale, row_low, lane, descriptor, at, rank, piece)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                self.signal(ready, previous, lane)
+                piece += 1
+
+    # ---- values
+
+    @cute.jit
+    def accumulate(
+        self,
+        out: cute.Tensor,
+        partial_out: cute.Tensor,
+        s_k: cute.Tensor,
+        s_p: cute.Tensor,
+        descriptor: cute.Tensor,
+        rescale: cute.Tensor,
+        moved: cute.Tensor,
+        inverse: cute.Tensor,
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        ready: cute.Pointer,
+        mma_pv: cute.TiledMma,
+        half: Int32,
+        rank: Int32,
+        warp_idx: Int32,
+        schedule: cutlass.Constexpr,
+        copies: cutlass.Constexpr,
+    ):
+        """Warpgroups 1 and 2: O^T[half] += V^T[half] P^T and the epilogue; two of their warps copy and schedule.
+
+        A warp has half / 4 latents, in tiles of 16, the 16 bytes of a key that ldmatrix takes as one row: the lane's
+        latents of a tile are two neighbours, the rows g and g + 8 of the product.
+        """
+        tidx, _, _ = cute.arch.thread_idx()
+        t = tidx % 128
+        lane = t % 32
+        thr = mma_pv.get_slice(t)
+        acc = cute.make_rmem_tensor(thr.partition_shape_C((self.half, ROWS)), Float32)
+        mma_pv.set(Field.ACCUMULATE, True)
+        # (query row of two, latent of two, eight query rows, tile)
+        o = cute.make_tensor(
+            acc.iterator, cute.make_layout((2, 2, ROWS // 8, self.m_tiles), stride=(1, 2, 4, ROWS // 2))
+        )
+        r_v = cute.make_rmem_tensor((8, 2, FRAGMENTS), self.wide_dtype)
+        a_shape, tile_shape = thr.partition_shape_A((64, 16)), thr.partition_shape_C((64, ROWS))
+        words = cute.make_rmem_tensor((4,), Int32)
+        first_tile = half * (self.half // 16) + (t // 32) * self.m_tiles  # of 16 latents
+        # Where this lane's key of the first 32 has the first tile's columns, in a stage.
+        offset = (first_tile // 4) * (64 * self.block) + lane * 64 + (((first_tile % 4) ^ ((lane >> 1) & 3)) << 4)
+        groups = 2 * self.m_tiles
+
+        index, phase, piece = Int32(0), Int32(0), Int32(0)
+        if warp_idx == 4:
+            fill = copies[7]
+            if lane < 8:
+                fill[lane] = Int32(0)
+            cute.arch.sync_warp()
+            behind = Int32(1)
+            for i in cutlass.range(self.stages, unroll=1):
+                if behind == 1 and fill[3] == 1 and fill[0] == fill[1]:
+                    behind = Int32(0)
+                    cute.arch.barrier(barrier_id=2, number_of_threads=64)
+                self.produce(i, copies)
+            if behind == 1:
+                cute.arch.barrier(barrier_id=2, number_of_threads=64)
+        if warp_idx == 8:
+            # The first copies do not wait for these.
+            for i in cutlass.range(1, self.lookahead, unroll=1):
+                self.next_piece(i, schedule)
+            cute.arch.barrier(barrier_id=2, number_of_threads=64)
+        pending, phase_of_pending = Int32(-1), Int32(0)
+        running = Int32(1)
+        while running == 1:
+            # Every use of a stage, Q's too, goes full -> ready -> empty, so that the three barriers stay in step.
+            cute.arch.mbarrier_wait(ready + index, phase)
+            at = piece % self.descriptors
+            b_begin, b_end = self.uniform(descriptor[0, at]), self.uniform(descriptor[1, at])
+            if b_begin == b_end:
+                running = Int32(0)
+            else:
+                self.refill(pending, phase_of_pending, empty, warp_idx, copies)
+                pending, phase_of_pending = index, phase
+                self.leave(index, empty)
+                index, phase = self.advance(index, phase)
+                keys = self.uniform(descriptor[2, at])
+                acc.fill(0.0)
+                for b in cutlass.range(b_begin, b_end, unroll=1):
+                    address, _, stage_p = self.stage(s_k, s_p, index)
+                    t_p = mma_pv.make_fragment_B(thr.partition_B(stage_p))
+                    here = address + offset
+                    cute.arch.mbarrier_wait(full + index, phase)
+                    if (b + 1) * self.block > keys:
+                        # P is 0 past the end, but unused slots may hold NaN: 0 * NaN must not reach O. The scores have
+                        # read these keys, and no other warp reads this one's latents.
+                        cute.arch.mbarrier_wait(ready + index, phase)
+                        self.clear(here, keys - b * self.block, lane)
+                    for g in cutlass.range_constexpr(AHEAD):
+                        self.read_values(here, g, words, r_v)
+                    cute.arch.mbarrier_wait(ready + index, phase)
+                    self.rescale_out(o, rescale, moved, index, lane)
+                    for g in cutlass.range_constexpr(groups):
+                        warpgroup.fence()
+                        for k in cutlass.range_constexpr(2):
+                            a = cute.make_tensor(
+                                r_v[None, k, g % FRAGMENTS].iterator, cute.make_layout(a_shape)
+                            )
+                            tile = cute.make_tensor(
+                                acc.iterator + g % self.m_tiles * (ROWS // 2), cute.make_layout(tile_shape)
+                            )
+                            cute.gemm(
+                                mma_pv, tile, a[None, None, 0], t_p[None, None, 2 * (g // self.m_tiles) + k], tile
+                            )
+                        warpgroup.commit_group()
+                        if const_expr(g + AHEAD < groups):
+                            if const_expr(g + AHEAD >= FRAGMENTS):
+                                warpgroup.wait_group(FRAGMENTS - AHEAD)
+                            self.read_values(here, g + AHEAD, words, r_v)
+                    # While that runs: fill the stage that was left before.
+                    self.refill(pending, phase_of_pending, empty, warp_idx, copies)
+                    warpgroup.wait_group(0)
+                    pending, phase_of_pending = index, phase
+                    self.leave(index, empty)
+                    index, phase = self.advance(index, phase)
+                self.store(
+                    out, partial_out, o, inverse, piece % self.inverses, first_tile * 16, lane, descriptor, at, rank
+                )
+                if warp_idx == 8:
+                    self.next_piece(piece + self.lookahead, schedule)
+                piece += 1
+
+    @cute.jit
+    def refill(self, index: Int32, phase: Int32, empty: cute.Pointer, warp_idx: Int32, copies: cutlass.Constexpr):
+        """The copying warp fills a stage, when all have left it. index -1: there is none."""
+        if warp_idx == 4 and index >= 0:
+            cute.arch.mbarrier_wait(empty + index, phase)
+            self.produce(index, copies)
+
+    @cute.jit
+    def columns(self, here: Int32, tile: cutlass.Constexpr[int]):
+        """The address of a lane's 16 bytes, of tile `tile` of its warp, where `here` is that of the first tile's."""
+        # Four tiles in 64 bytes, exchanged by the swizzle; two warps share them where a warp has only two tiles.
+        return here ^ (tile << 4)
+
+    @cute.jit
+    def clear(self, here: Int32, first: Int32, lane: Int32):
+        """Zero the columns that this warp reads of the keys from `first` on."""
+        zeros = cute.make_rmem_tensor((16,), self.dtype)
+        cute.recast_tensor(zeros, Int32).fill(0)
+        for h in cutlass.range_constexpr(self.block // 32):
+            if lane + 32 * h >= first:
+                for tile in cutlass.range_constexpr(self.m_tiles):
+                    address = self.columns(here, tile) + h * (32 * 64)
+                    target = cute.make_ptr(self.dtype, address, cute.AddressSpace.smem, assumed_align=16)
+                    cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(16)))
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def read_values(
+        self, here: Int32, g: cutlass.Constexpr[int], words: cute.Tensor, r_v: cute.Tensor
+    ):
+        """Fragment g of V^T, 32 keys of a tile of latents, into its place of r_v."""
+        address = self.columns(here, g % self.m_tiles) + (g // self.m_tiles) * (32 * 64)
+        # Two keys of two neighbouring latents a word.
+        words[0], words[1], words[2], words[3] = cute.arch.inline_ptx(
+            "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+            write_only_types=[Int32, Int32, Int32, Int32],
+            read_only_args=[address],
+        )
+        for i in cutlass.range_constexpr(4):
+            words[i] = Int32(cute.arch.prmt(words[i], words[i], 0x3120))  # a latent's keys together
+        wide = cute.recast_tensor(words, self.dtype).load().to(self.wide_dtype)
+        cute.make_tensor(r_v[None, None, g % FRAGMENTS].iterator, cute.make_layout(16)).store(wide)
+
+    @cute.jit
+    def two_rows(self, values: cute.Tensor, at: Int32, v: cutlass.Constexpr[int], lane: Int32, pair: cute.Tensor):
+        """The lane's two query rows of the v-th eight, of column `at` of `values`, into `pair`."""
+        source = cute.make_tensor((values.iterator + (at * ROWS + 8 * v + lane % 4 * 2)).align(8), cute.make_layout(2))
+        cute.autovec_copy(source, pair)
+
+    @cute.jit
+    def rescale_out(self, o: cute.Tensor, rescale: cute.Tensor, moved: cute.Tensor, index: Int32, lane: Int32):
+        """Multiply O by what the scores' running maxima moved, if they did."""
+        flags = cute.make_rmem_tensor((4,), Int32)
+        cute.autovec_copy(cute.make_tensor((moved.iterator + index * 4).align(16), cute.make_layout(4)), flags)
+        if (flags[0] | flags[1] | flags[2] | flags[3]) != 0:
+            factors = cute.make_rmem_tensor((2,), Float32)
+            for v in cutlass.range_constexpr(ROWS // 8):
+                if flags[v // 2] != 0:
+                    self.two_rows(rescale, index, v, lane, factors)
+                    for i in cutlass.range_constexpr(2):
+                        for tile in cutlass.range_constexpr(self.m_tiles):
+                            for e in cutlass.range_constexpr(2):
+                                o[i, e, v, tile] = o[i, e, v, tile] * factors[i]
+
+    @cute.jit
+    def store(
+        self,
+        out: cute.Tensor,
+        partial_out: cute.Tensor,
+        o: cute.Tensor,
+        inverse: cute.Tensor,
+        kept: Int32,
+        first_latent: Int32,
+        lane: Int32,
+        descriptor: cute.Tensor,
+        at: Int32,
+        rank: Int32,
+    ):
+        """O times 1 / row sum, column `kept` of `inverse`, to `out`, or in fp32 to the piece's slot of partial_out."""
+        out_row, valid_rows, slot = descriptor[5, at], descriptor[6, at], descriptor[7, at]
+        # Eight lanes' pairs of neighbouring latents fill a sector, or two.
+        row_low, column = lane % 4 * 2, first_latent + lane // 4 * 2
+        if slot < 0:
+            self.store_rows(
+                out.iterator + (Int64(out_row + row_low) * self.latent + column), o, inverse, kept, lane, valid_rows,
+                self.out_dtype,
+            )  # fmt: skip
+        else:
+            row = Int64(slot) * self.tile_rows + rank * ROWS + row_low
+            self.store_rows(
+                partial_out.iterator + (row * self.latent + column), o, inverse, kept, lane, valid_rows, Float32
+            )
+
+    @cute.jit
+    def store_rows(
+        self,
+        target: cute.Pointer,
+        o: cute.Tensor,
+        inverse: cute.Tensor,
+        kept: Int32,
+        lane: Int32,
+        valid_rows: Int32,
+        dtype: cutlass.Constexpr,
+    ):
+        """A lane's part of O from `target` on: two latents of every tile and, of each eight, two rows."""
+        lines = cute.make_tensor(
+            target.align(2 * dtype.width // 8),
+            cute.make_layout(
+                (2, 2, ROWS // 8, self.m_tiles), stride=(1, self.latent, 8 * self.latent, 16)
+            ),
+        )
+        pair = cute.make_rmem_tensor((2,), dtype)
+        factors = cute.make_rmem_tensor((2,), Float32)
+        for v in cutlass.range_constexpr(ROWS // 8):
+            if 8 * v < valid_rows:
+                self.two_rows(inverse, kept, v, lane, factors)
+                for i in cutlass.range_constexpr(2):
+                    if lane % 4 * 2 + (8 * v + i) < valid_rows:
+                        for tile in cutlass.range_constexpr(self.m_tiles):
+                            for e in cutlass.range_constexpr(2):
+                                pair[e] = (o[i, e, v, tile] * factors[i]).to(dtype)
+                            cute.autovec_copy(pair, lines[None, i, v, tile])
