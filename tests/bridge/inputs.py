@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import torch
 
@@ -14,8 +14,8 @@ from tests.ops.inputs import Paged, paged
 
 
 def tensor(array: Any) -> torch.Tensor:
-    """A tensor of a numpy (ml_dtypes too) or jax array, with memory of its own."""
-    return torch.from_dlpack(jnp.asarray(array)).clone()
+    """A tensor on the CPU of a numpy (ml_dtypes too) or jax array, with memory of its own."""
+    return torch.from_dlpack(jax.device_put(array, jax.devices("cpu")[0])).clone()
 
 
 @dataclass(frozen=True)

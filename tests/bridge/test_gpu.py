@@ -259,7 +259,9 @@ def test_prefill() -> None:
         want, want_lse = tsmla_bridge.mla_prefill(
             *wide, **given, causal=causal, return_lse=True, implementation="reference"
         )
-        torch.testing.assert_close(out.float(), want, atol=8e-4, rtol=2.01 / 128)
+        # Probabilities and out are rounded to bf16, and values here are of size 1, few to a sum.
+        torch.testing.assert_close(out.float(), want, atol=2**-6, rtol=2**-7)
+        assert (out.float() - want).norm() <= 2**-8 * want.norm()
         torch.testing.assert_close(lse, want_lse, atol=1e-5, rtol=1e-5)
         through_jax = tsmla_bridge.jax_function(
             lambda q, k, v, cu, causal=causal: tsmla_jax.mla_prefill(

@@ -111,6 +111,7 @@ def test_torch_waits_for_jax() -> None:
     for stream in (torch.cuda.Stream(), torch.cuda.default_stream()):
         with torch.cuda.stream(stream):
             got = tsmla_bridge.to_torch(function(start)).clone()
+        stream.synchronize()  # of what torch did alone: the comparison runs on another stream
         torch.testing.assert_close(got, torch.ones_like(got), rtol=1e-3, atol=1e-3)
 
 
@@ -127,6 +128,7 @@ def test_a_tensor_may_be_written_to_again_after_the_call() -> None:
             got = on_tensors(x)
             x.fill_(-100.0)
             total = got.sum()
+        stream.synchronize()
         torch.testing.assert_close(total.cpu(), torch.tensor(float(i * x.numel())), rtol=1e-3, atol=0)
 
 
