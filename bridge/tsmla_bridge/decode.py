@@ -301,6 +301,7 @@ class _KernelPlan(Plan):
         self.checked = data_checks.enabled()
         layout = decode_layout(config, sms, spec.batch, width, rows)
         self.size = layout.size
+        self.new_out = (self.places.shape, self.places.strides, self.places.dtype)
         *self.offsets, self.lse_offset = layout.offsets.values()
         self.simple = not (self.checked or self.page_step > 1 or self.table_is_slice or spec.ragged)
 
@@ -317,34 +318,40 @@ class _KernelPlan(Plan):
             with torch.cuda.device(self.index):
                 return self.run(call)
         q, kv_cache, block_tables, seq_lens, cu_seqlens_q, pair, return_lse, out, lse, workspace = call
-        out, lse = self.places.take(return_lse, out, lse, on_current=True)
-        stream = devices.current_stream(self.index)
-        if workspace is None:
-            scratch = devices.new_tensor((self.size,), (1,), torch.uint8)
-            base = scratch.data_ptr()
+        if out is None and lse is None and return_lse is False:  # the usual, in one step
+            out = devices.new_tensor(*self.new_out)
         else:
-            base = workspace.take("mla_decode", self.size, self.device, stream)
+            out, lse = self.places.take(return_lse, out, lse, on_current=True)
+        stream = devices.current_stream(self.index)
         if not self.simple:
             block_tables = self.prepare(block_tables, seq_lens, cu_seqlens_q, out, lse)
         lens_at = seq_lens.data_ptr()
         first, second, third = self.offsets
         scales_there = scales.on_device(pair, self.index, stream)
-        self.launch(
-            stream,
-            (
-                q.data_ptr(),
-                kv_cache.data_ptr(),
-                block_tables.data_ptr(),
-                lens_at,
-                lens_at if cu_seqlens_q is None else cu_seqlens_q.data_ptr(),  # there in both cases
-                scales_there.data_ptr(),
-                out.data_ptr(),
-                base + self.lse_offset if lse is None else lse.data_ptr(),
-                base + first,
-                base + second,
-                base + third,
-            ),
-        )
+        if workspace is None:
+            base = devices.borrow(self.size, stream)
+        else:
+            base = workspace.take("mla_decode", self.size, self.device, stream)
+        try:
+            self.launch(
+                stream,
+                (
+                    q.data_ptr(),
+                    kv_cache.data_ptr(),
+                    block_tables.data_ptr(),
+                    lens_at,
+                    lens_at if cu_seqlens_q is None else cu_seqlens_q.data_ptr(),  # there in both cases
+                    scales_there.data_ptr(),
+                    out.data_ptr(),
+                    base + self.lse_offset if lse is None else lse.data_ptr(),
+                    base + first,
+                    base + second,
+                    base + third,
+                ),
+            )
+        finally:
+            if workspace is None:
+                devices.give_back(base)
         return out, lse
 
     def prepare(

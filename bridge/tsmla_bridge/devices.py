@@ -6,46 +6,58 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-# torch's own fast ways; a build without CUDA has none of them and never gets as far as calling them.
-_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-_current_device = getattr(torch._C, "_cuda_getDevice", None)
-_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
 _guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-_empty_strided = getattr(_guards, "_empty_strided_cuda", None)
+
+
+def _fast(owner: Any, name: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """What torch makes its public function of, at less cost; in a torch that lacks it (one without CUDA) the public one."""
+    return getattr(owner, name, otherwise)
+
+
+# Called as they are: a function around each would cost as much as it does.
+
+current_device: Callable[[], int] = _fast(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+"""The index of the current device."""
+
+current_stream: Callable[[int], int] = _fast(
+    torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
+)
+"""The cudaStream_t of the current stream of the device with this index."""
+
+is_capturing: Callable[[], bool] = _fast(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
+"""Whether the current stream is being captured into a CUDA graph."""
+
+new_tensor: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor] = _fast(
+    _guards,
+    "_empty_strided_cuda",
+    lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="cuda"),
+)
+"""Uninitialised memory on the current device, of this shape, strides and dtype, past torch's dispatcher: as code that
+torch compiles gets it."""
+
+borrow: Callable[[int, int], int] = _fast(
+    torch._C, "_cuda_cudaCachingAllocator_raw_alloc", torch.cuda.caching_allocator_alloc
+)
+"""The address of so many bytes of torch's on the current device, for work on this stream; `give_back` when that is
+launched."""
+
+give_back: Callable[[int], None] = _fast(
+    torch._C, "_cuda_cudaCachingAllocator_raw_delete", torch.cuda.caching_allocator_delete
+)
+"""Let the allocator have again what `borrow` gave."""
 
 
 def kind(device: torch.device) -> str:
     """ "cuda", "cpu", "meta", or another type of torch's devices."""
     return device.type
-
-
-def current_stream(index: int) -> int:
-    """The cudaStream_t of the device's current stream."""
-    if _raw_stream is None:
-        return torch.cuda.current_stream(index).cuda_stream
-    return _raw_stream(index)
-
-
-def current_device() -> int:
-    """The index of the current device."""
-    return torch.cuda.current_device() if _current_device is None else _current_device()
-
-
-def new_tensor(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Uninitialised memory on the current device, past torch's dispatcher: as code that torch compiles gets it."""
-    if _empty_strided is None:
-        return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
-    return _empty_strided(shape, strides, dtype)
-
-
-def is_capturing() -> bool:
-    """Whether the current stream is being captured into a CUDA graph."""
-    return _is_capturing()
 
 
 @functools.cache

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
-import operator
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -120,8 +119,12 @@ class Launch:
     ) -> None:
         self._name, self._run, self._check = name, run, check
         self._operands = tuple(operands)
-        self._mask = max(operand.align for operand in operands) - 1  # alignments are powers of two
         self._where = slice(FIRST_DESCRIPTOR, FIRST_DESCRIPTOR + 2 * len(operands), 2)
+        # Of the words as one number, the bits that addresses must not have: alignments are powers of two.
+        self._misaligned = sum(
+            (operand.align - 1) << 64 * at
+            for operand, at in zip(operands, range(self._where.stop)[self._where], strict=True)
+        )
         self._sizes = [(ctypes.c_int64 * len(shape))(*shape) for shape in shapes]
         self._count = len(self._operands) + 2
         # Blocks that no launch is using. A list's pop and append are atomic.
@@ -141,15 +144,15 @@ class Launch:
         words = block.words
         words[STREAM_WORD] = stream
         words[self._where] = addresses  # type: ignore[call-overload]  # any sequence does
-        if functools.reduce(operator.or_, addresses) & self._mask:
-            self._check_alignment(addresses)
+        if int.from_bytes(block.memory, "little") & self._misaligned:
+            self._refuse(addresses)
         if error := self._run(block.arguments, self._count):
             self._check(error)
         if words[ERROR_WORD]:
             raise RuntimeError(f"{self._name}: the launch failed with CUDA error {words[ERROR_WORD]}")
         self._free.append(block)
 
-    def _check_alignment(self, addresses: Sequence[int]) -> None:
+    def _refuse(self, addresses: Sequence[int]) -> None:
         for operand, address in zip(self._operands, addresses, strict=True):
             if address % operand.align:
                 raise ValueError(f"{operand.name}: got address {address:#x}; it must be a multiple of {operand.align}")
@@ -178,6 +181,7 @@ class _Arguments:
         words[arguments] = base + word * STREAM_WORD
         words[arguments + count + 1] = base + word * ERROR_WORD
         self.arguments = base + word * arguments
+        self.memory = memoryview(words).cast("B")[: word * pointers]  # up to the last descriptor
 
 
 @functools.cache

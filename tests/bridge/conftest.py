@@ -33,6 +33,17 @@ class Gpu:
     loads: int = 0
     state: threading.local = field(default_factory=threading.local)
     capability: tuple[int, int] = (9, 0)
+    borrowed: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def borrow(self, size: int, stream: int) -> int:
+        """Memory as the allocator gives it, at addresses as even as a GPU's."""
+        memory = torch.empty(size + 512, dtype=torch.uint8)
+        address = memory.data_ptr() + -memory.data_ptr() % 512
+        self.borrowed[address] = memory
+        return address
+
+    def give_back(self, address: int) -> None:
+        del self.borrowed[address]
 
     @property
     def stream(self) -> int:
@@ -171,7 +182,7 @@ def forgetful() -> Iterator[None]:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     """From here on CPU tensors are on a Hopper GPU that runs the stand-in."""
     there = Gpu()
     monkeypatch.setattr(devices, "kind", lambda device: "cuda")
@@ -183,11 +194,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(
         devices, "new_tensor", lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype)
     )
+    monkeypatch.setattr(devices, "borrow", there.borrow)
+    monkeypatch.setattr(devices, "give_back", there.give_back)
     monkeypatch.setattr(devices, "is_capturing", lambda: there.capture is not None)
     monkeypatch.setattr(devices, "capture_id", lambda stream: there.capture)
     monkeypatch.setattr(launch, "runtime_library", lambda: Path("there"))
     monkeypatch.setattr(kernels, "_load", lambda kernel, config, index: StandInLauncher(there, kernel, config))
-    return there
+    yield there
+    assert not there.borrowed
 
 
 @contextlib.contextmanager

@@ -294,6 +294,7 @@ def test_with_out_and_a_workspace_nothing_is_allocated(gpu: Gpu, monkeypatch: py
         for name in ("empty", "empty_strided", "zeros", "full", "linspace", "stack"):
             patch.setattr(torch, name, None)
         patch.setattr(devices, "new_tensor", None)
+        patch.setattr(devices, "borrow", None)
         tsmla_bridge.mla_decode(*case.arrays, **options, out=out, lse=lse)
     (addresses,) = launched
     inside = range(workspace.buffer.data_ptr(), workspace.buffer.data_ptr() + size)
