@@ -16,7 +16,7 @@ _guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 
 
 def _fast(owner: Any, name: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """What torch makes its public function of, at less cost; in a torch that lacks it (one without CUDA) the public one."""
+    """What torch makes its public function of, at less cost; the public one where torch lacks it (without CUDA)."""
     return getattr(owner, name, otherwise)
 
 

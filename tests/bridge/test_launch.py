@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tsmla_bridge
 from tests.bridge.conftest import NUM_SMS, Gpu, on_stream
 from tests.bridge.inputs import Inputs, assert_close, inputs
-from tsmla_bridge import Workspace, decode, devices, ops, scales, tensors
+from tsmla_bridge import Workspace, decode, devices, ops, prefill, scales, tensors
 from tsmla_kernels.catalog import KERNELS, MLA_DECODE, Operand
+from tsmla_kernels.contract import PrefillSpec
 from tsmla_kernels.launch import Launch
 
 BF16 = 2**-7  # bf16's own step, of results of size one
@@ -487,8 +489,6 @@ def test_one_launch_serves_several_threads_at_once() -> None:
 
 
 def test_prefill_goes_to_the_catalogs_kernel(gpu: Gpu) -> None:
-    from tsmla_bridge import prefill
-
     if prefill._kernel()[0] is None:
         pytest.skip("the catalog has no prefill kernel")
     generator = torch.Generator().manual_seed(0)
@@ -508,6 +508,25 @@ def test_prefill_goes_to_the_catalogs_kernel(gpu: Gpu) -> None:
     wide = torch.cat((k, k), -1)[..., :192]
     with pytest.raises(ValueError, match="k: got shape"):
         tsmla_bridge.mla_prefill(q, wide, v, **options)
+
+
+def test_prefill_in_fp8_goes_to_its_kernel_or_says_why_not(gpu: Gpu) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(7, 2, 192, generator=generator).to(torch.float8_e4m3fn) for _ in range(2))
+    v = torch.randn(7, 2, 128, generator=generator).to(torch.float8_e4m3fn)
+    cu = torch.tensor([0, 3, 7], dtype=torch.int32)
+    options = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu, "max_q_len": 4, "max_kv_len": 4, "softmax_scale": 0.1}
+    scales_ = {"q_scale": 2.0, "k_scale": 0.5, "v_scale": torch.tensor(3.0)}
+    spec = PrefillSpec(2, 7, 7, 4, 4, 2, 192, 128, "float8_e4m3fn", "float8_e4m3fn", "bfloat16", "float32", True, False)
+    if reasons := prefill.why_not(spec, q.device):
+        with pytest.raises(NotImplementedError, match=re.escape("; ".join(reasons))):
+            tsmla_bridge.mla_prefill(q, k, v, **options, **scales_)
+        assert not gpu.launches
+    else:
+        want = tsmla_bridge.mla_prefill(q, k, v, **options, **scales_, implementation="reference")
+        got = tsmla_bridge.mla_prefill(q, k, v, **options, **scales_)
+        assert got.dtype == torch.bfloat16 and len(gpu.launches) == 1
+        torch.testing.assert_close(got, want)
 
 
 def test_writes_and_gathers_go_to_the_catalogs_kernels(gpu: Gpu) -> None:
