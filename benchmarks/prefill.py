@@ -7,12 +7,14 @@ torch's current stream); flash_attn.cute, if it can be imported, is FlashAttenti
 functions of a point are timed interleaved, as CUDA-graph replays with the L2 cache flushed before each, medians; ours
 is the compiled object that jax launches, launched on torch's stream. With --jit ours is timed through jax.jit too
 ("tsmla_jit": the host's clock over calls one after another, L2 not flushed). Head dims are 192 and 128, masks causal,
-inputs random normal bf16. Errors are against float64 on one head. A table goes to standard output as it is made, rows
+inputs random normal bf16; "tsmla_fp8" takes them rounded to e4m3. Errors are against float64 on one head, of the inputs
+that a function was given. A table goes to standard output as it is made, rows
 go to FILE.json, and the geometric means over the points that both ran come last.
 """
 
 from __future__ import annotations
 
+import copy
 import datetime
 import functools
 import itertools
@@ -94,13 +96,21 @@ class Inputs:
             for lens in (point.q_lens, point.kv_lens)
         )
 
+    def in_fp8(self) -> Inputs:
+        """The same rounded to e4m3."""
+        import torch
+
+        rounded = copy.copy(self)
+        rounded.q, rounded.k, rounded.v = (x.to(torch.float8_e4m3fn) for x in (self.q, self.k, self.v))
+        return rounded
+
     def ours(self) -> Callable[[], tuple[Any, Any]]:
         import torch
 
         from tsmla_kernels.launch import ArrayView
         from tsmla_kernels.sm90.choose_prefill import prefill_workspaces
 
-        out = torch.empty((*self.q.shape[:2], V_DIM), dtype=self.q.dtype, device="cuda")
+        out = torch.empty((*self.q.shape[:2], V_DIM), dtype=torch.bfloat16, device="cuda")
         lse = torch.empty(self.q.shape[:2], dtype=torch.float32, device="cuda")
         sms = torch.cuda.get_device_properties(0).multi_processor_count
         shapes = prefill_workspaces(len(self.point.q_lens), sms)
@@ -110,7 +120,7 @@ class Inputs:
         views = [ArrayView(t.data_ptr(), tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in tensors]
 
         def run() -> tuple[Any, Any]:
-            launcher()(torch.cuda.current_stream().cuda_stream, views)
+            launcher(views[0].dtype)(torch.cuda.current_stream().cuda_stream, views)
             return out, lse
 
         run.keep = tensors  # type: ignore[attr-defined]
@@ -147,11 +157,11 @@ class Inputs:
         head, row, key = self.point.heads - 1, 0, 0
         differs, norm, worst = 0.0, 0.0, 0.0
         for n, m in zip(self.point.q_lens, self.point.kv_lens, strict=True):
-            keys, values = self.k[key : key + m, head].double(), self.v[key : key + m, head].double()
+            keys, values = (x[key : key + m, head].float().double() for x in (self.k, self.v))
             for first in range(0, n, 2048):
                 last = min(n, first + 2048)
                 at = slice(row + first, row + last)
-                scores = self.q[at, head].double() @ keys.T * self.scale
+                scores = self.q[at, head].float().double() @ keys.T * self.scale
                 seen = torch.arange(first, last, device="cuda")[:, None] + (m - n)
                 scores = scores.masked_fill(torch.arange(m, device="cuda") > seen, -math.inf)
                 want = torch.softmax(scores, -1) @ values
@@ -189,16 +199,16 @@ class Inputs:
 
 
 @functools.cache
-def launcher() -> Any:
+def launcher(dtype: str) -> Any:
     from tsmla_kernels.catalog import MLA_PREFILL, mla_prefill_config
     from tsmla_kernels.launch import Launcher
 
-    return Launcher(MLA_PREFILL, mla_prefill_config({}), ARCH)
+    return Launcher(MLA_PREFILL, mla_prefill_config({"dtype": dtype}), ARCH)
 
 
-def functions_of(inputs: Inputs, peers: Any, names: list[str]) -> dict[str, Callable[[], Any]]:
+def functions_of(inputs: Inputs, rounded: Inputs, peers: Any, names: list[str]) -> dict[str, Callable[[], Any]]:
     """Every function that runs this point."""
-    makers: dict[str, Callable[[], Callable[[], Any]]] = {"tsmla": inputs.ours}
+    makers: dict[str, Callable[[], Callable[[], Any]]] = {"tsmla": inputs.ours, "tsmla_fp8": rounded.ours}
     if "fa3" in names:
         makers["fa3"] = functools.partial(inputs.fa3, peers)
     if "fa4" in names:
@@ -221,12 +231,16 @@ def functions_of(inputs: Inputs, peers: Any, names: list[str]) -> dict[str, Call
 
 
 def print_means(times: dict[str, dict[str, float]]) -> None:
-    """Ours over each peer's, over the points that both ran."""
-    for peer in sorted({name for row in times.values() for name in row} - {"tsmla", "tsmla_jit"}):
-        ratios = {point: row["tsmla"] / row[peer] for point, row in times.items() if peer in row}
-        mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
-        worst = max(ratios, key=lambda point: ratios[point])
-        print(f"over {peer}: {mean:.3f} of its time in {len(ratios)} points; most {ratios[worst]:.3f}, {worst}")
+    """Ours over each peer's, and fp8's over bf16's, over the points that both ran."""
+    peers = sorted({name for row in times.values() for name in row} - {"tsmla", "tsmla_jit", "tsmla_fp8"})
+    for ours, peer in (*(("tsmla", peer) for peer in peers), ("tsmla_fp8", "tsmla")):
+        ratios = {point: row[ours] / row[peer] for point, row in times.items() if {ours, peer} <= row.keys()}
+        if ratios:
+            mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
+            worst = max(ratios, key=lambda point: ratios[point])
+            print(
+                f"{ours} over {peer}: {mean:.3f} of its time in {len(ratios)} points; most {ratios[worst]:.3f}, {worst}"
+            )
 
 
 def main(argv: list[str]) -> int:
@@ -271,12 +285,15 @@ def main(argv: list[str]) -> int:
             break
         inputs = Inputs(point)
         # One version of FA4 reads out of bounds here, and takes the process with it.
-        functions = functions_of(inputs, peers, [n for n in names if (n, point.name) != ("fa4", "1x32768h16")])
+        rounded = inputs.in_fp8()
+        able = [n for n in names if (n, point.name) != ("fa4", "1x32768h16")]
+        functions = functions_of(inputs, rounded, peers, able)
         times[point.name] = time_all(functions, ITERATIONS.value)
         errors = {}
         for name, function in functions.items():
             out, lse = function()
-            errors[name] = inputs.errors(out, lse if name == "tsmla" else None)
+            given = rounded if name == "tsmla_fp8" else inputs
+            errors[name] = given.errors(out, lse if name.startswith("tsmla") else None)
         if JIT.value:
             times[point.name]["tsmla_jit"] = inputs.jit_us()
             errors["tsmla_jit"] = errors["tsmla"]
@@ -286,7 +303,8 @@ def main(argv: list[str]) -> int:
                 "point": point.name, "b": len(point.q_lens), "h": point.heads, "tq": sum(point.q_lens),
                 "tk": sum(point.kv_lens), "peer": name, "us": round(us, 2), "tflops": round(point.flops / us / 1e6, 1),
                 "rel_err": float(f"{rel_err:.3e}"),
-                **({"lse_err": float(f"{lse_err:.2e}")} if name == "tsmla" else {}), **common,
+                **({"lse_err": float(f"{lse_err:.2e}")} if name.startswith("tsmla") else {}), **common,
+                **({"dtype": "fp8"} if name == "tsmla_fp8" else {}),
             })  # fmt: skip
         print(
             f"{point.name:15s} "
@@ -296,7 +314,7 @@ def main(argv: list[str]) -> int:
         if OUT.value:
             with open(OUT.value, "w") as file:
                 file.write("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
-        del inputs, functions
+        del inputs, rounded, functions
         torch.cuda.empty_cache()
     print_means(times)
     return 0

@@ -24,6 +24,7 @@ from tsmla_kernels.sm90.choose_prefill import PrefillConfig
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="emulates the kernel on CPUs")
 
 HEADS, K, V = 4, 192, 128
+FP8 = jnp.float8_e4m3fn
 Q_LENS, KV_LENS = (3, 0, 5, 1, 4), (7, 4, 5, 0, 2)
 PADDING = 2
 Results = tuple[jax.Array, jax.Array]
@@ -56,7 +57,7 @@ def emulate(
         v_head_dim=config.v_head_dim,
         q_dtype=config.dtype,
         kv_dtype=config.dtype,
-        out_dtype=config.dtype,
+        out_dtype=contract.attention_out_dtype(config.dtype),
         lse_dtype="float32",
         causal=config.causal,
         return_lse=True,
@@ -128,6 +129,22 @@ def test_scales() -> None:
     assert_same(attend("cute", **kwargs)(*arrays()), attend("reference", **kwargs)(*arrays()))
     constant = {"q_scale": 0.5, "v_scale": 2.0}
     assert_same(attend("cute", **constant)(*arrays()), attend("reference", **constant)(*arrays()))
+
+
+def test_fp8_with_its_scales() -> None:
+    scales = {"q_scale": 0.5, "k_scale": jnp.float32(1.5), "v_scale": 2.0}
+    got = jax.jit(attend("cute", **scales))(*arrays(dtype=FP8))
+    assert got[0].dtype == jnp.bfloat16
+    assert_same(got, attend("reference", **scales)(*arrays(dtype=FP8)))
+    explanation = tsmla_jax.explain(
+        "mla_prefill", *arrays(dtype=FP8), **{k: v for k, v in attend("cute").keywords.items() if k != "implementation"}
+    )
+    assert not any("dtype" in reason for reason in explanation.reasons["cute"])
+
+
+def test_fp8_kv_and_rope() -> None:
+    args = [x.astype(FP8) for x in layer_arrays()]
+    assert_same(attend_kv("cute")(*args), attend("reference")(*expanded(*args)))
 
 
 def test_scales_may_be_traced() -> None:
@@ -263,7 +280,8 @@ def test_export_for_cuda_with_symbolic_sizes() -> None:
 @pytest.mark.parametrize(
     ("args", "reason"),
     [
-        (arrays(dtype=jnp.float32), "q.dtype is float32; the sm_90 prefill kernel takes bfloat16 or float16"),
+        (arrays(dtype=jnp.float32), "q.dtype is float32; the sm_90 prefill kernel takes bfloat16, float16 or"),
+        (arrays(k_dim=64, v_dim=64, dtype=FP8), "takes 192 and 128, 128 and 128 in float8_e4m3fn"),
         (arrays(v_dim=64), "the head dims of k and v are 192 and 64; the sm_90 prefill kernel takes 192 and 128, "),
     ],
 )

@@ -130,9 +130,67 @@ def test_head_dims_and_dtypes(dims: tuple[int, int], dtype: Any) -> None:
     assert_right(attend("cute", *lens)(*args), oracle(*args, *lens))
 
 
-def test_nan_of_a_request_stays_with_it() -> None:
+def assert_right_in_fp8(got: Results, want: Any) -> None:
+    """P is rounded to e4m3, and the tensor cores keep 13 bits of what they add up."""
+    out, lse = np.float64(got[0]), np.asarray(got[1])
+    assert got[0].dtype == jnp.bfloat16 and np.isfinite(out).all()
+    assert np.linalg.norm(out - want[0]) <= 0.03 * np.linalg.norm(want[0])
+    np.testing.assert_allclose(out, want[0], atol=2**-4, rtol=2**-4)
+    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want[1]))
+    seen = ~np.isneginf(want[1])
+    np.testing.assert_allclose(lse[seen], want[1][seen], atol=6e-3)
+
+
+FP8 = jnp.float8_e4m3fn
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", LENS)
+def test_fp8(name: str, causal: bool) -> None:
+    lens = LENS[name]
+    args = arrays(*lens, dtype=FP8)
+    got = jax.jit(attend("cute", *lens, causal=causal))(*args)
+    assert_right_in_fp8(got, oracle(*args, *lens, causal=causal))
+
+
+def test_fp8_over_many_blocks_and_other_head_dims() -> None:
+    for lens, dims in (([1500, 3], [4000, 2500]), (192, 128)), (([300, 700], [300, 900]), (128, 128)):
+        args = arrays(*lens, heads=5, dims=dims, dtype=FP8)
+        assert_right_in_fp8(attend("cute", *lens)(*args), oracle(*args, *lens))
+
+
+def test_fp8_scales_are_read_at_every_call() -> None:
+    lens = ([200, 30], [200, 50])
+    args = arrays(*lens, dtype=FP8)
+    run = jax.jit(lambda *s: attend("cute", *lens, q_scale=s[0], k_scale=s[1], v_scale=s[2])(*args))
+    for q_scale, k_scale, v_scale in ((1.0, 1.0, 1.0), (0.5, 3.0, 0.25), (2.0, 0.1, 2.0)):
+        want = oracle(*args, *lens, softmax_scale=SCALE * q_scale * k_scale, v_scale=v_scale)
+        assert_right_in_fp8(run(*map(jnp.float32, (q_scale, k_scale, v_scale))), want)
+
+
+def test_fp8_maximum_that_rises_from_block_to_block() -> None:
+    """Blocks are read from the last to the first, and the maximum that P is relative to is followed with some slack."""
+    lens = ([150], [1500])
+    q, k, v = arrays(*lens, dtype=jnp.float32, padding=0)
+    for steps in (1.02, 1.3, 3.0):
+        growth = np.linspace(steps, 0.0, 1500)[:, None, None]
+        args = [x.astype(FP8) for x in (jnp.abs(q), jnp.abs(k) * growth, v)]
+        assert_right_in_fp8(attend("cute", *lens)(*args), oracle(*args, *lens))
+
+
+def test_fp8_repeated_calls_are_bitwise_the_same() -> None:
+    lens = ([700, 300, 20], [700, 300, 20])
+    args = arrays(*lens, heads=16, dtype=FP8)
+    run = jax.jit(attend("cute", *lens))
+    first = np.asarray(run(*args)[0].view(jnp.uint16))
+    for _ in range(20):
+        np.testing.assert_array_equal(np.asarray(run(*args)[0].view(jnp.uint16)), first)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, FP8])
+def test_nan_of_a_request_stays_with_it(dtype: Any) -> None:
     lens = [100, 200, 65]
-    q, k, v = arrays(lens, lens, padding=0)
+    q, k, v = arrays(lens, lens, padding=0, dtype=dtype)
     v, k = v.at[100:300].set(jnp.nan), k.at[100:300].set(jnp.nan)
     out, _ = attend("cute", lens, lens)(q, k, v)
     finite = np.isfinite(np.float32(out)).all((1, 2))

@@ -17,6 +17,7 @@ GROUP_ROWS = 64  # query rows of one warpgroup: the M of its WGMMA
 SMEM_BYTES = 232_448  # shared memory that one CTA may have on sm_90
 PLAN_WORDS = 8  # int32 of one row of the plan
 HEAD_DIMS = ((192, 128), (128, 128), (64, 64))
+FP8_HEAD_DIMS = ((192, 128), (128, 128))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +25,7 @@ class PrefillConfig:
     """What a prefill object is compiled for. All else is dynamic.
 
     Attributes:
-      dtype: "bfloat16" or "float16", of q, k, v and out.
+      dtype: "bfloat16" or "float16", of q, k, v and out, or "float8_e4m3fn" with a bfloat16 out.
       qk_head_dim, v_head_dim: widths of q and k, and of v and out.
       rope_dim: 0 where k and v are arrays of their own; else the last columns of k that all heads share, where the
         operands are kv [Tk, H, K - R + V] and k_rope [Tk, R].
@@ -52,13 +53,14 @@ class PrefillConfig:
 def prefill_reasons(spec: PrefillSpec) -> list[str]:
     """Why the Hopper prefill kernel cannot run this call; empty if it can."""
     reasons = []
-    if spec.q_dtype not in ("bfloat16", "float16"):
-        reasons.append(f"q.dtype is {spec.q_dtype}; the sm_90 prefill kernel takes bfloat16 or float16")
-    if (spec.qk_head_dim, spec.v_head_dim) not in HEAD_DIMS:
-        legal = ", ".join(f"{k} and {v}" for k, v in HEAD_DIMS)
+    if spec.q_dtype not in ("bfloat16", "float16", FP8):
+        reasons.append(f"q.dtype is {spec.q_dtype}; the sm_90 prefill kernel takes bfloat16, float16 or {FP8}")
+    head_dims = FP8_HEAD_DIMS if spec.q_dtype == FP8 else HEAD_DIMS
+    if (spec.qk_head_dim, spec.v_head_dim) not in head_dims:
+        legal = ", ".join(f"{k} and {v}" for k, v in head_dims)
         reasons.append(
             f"the head dims of k and v are {spec.qk_head_dim} and {spec.v_head_dim}; the sm_90 prefill kernel takes"
-            f" {legal}"
+            f" {legal}{f' in {FP8}' if spec.q_dtype == FP8 else ''}"
         )
     return reasons
 
@@ -78,6 +80,7 @@ def prefill_config(spec: PrefillSpec, rope_dim: int = 0) -> PrefillConfig:
         v_head_dim=spec.v_head_dim,
         rope_dim=rope_dim,
         causal=spec.causal,
+        groups=3 if spec.q_dtype == FP8 else 2,
     )
 
 
