@@ -44,7 +44,9 @@ new_tensor: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tens
 torch compiles gets it."""
 
 borrow: Callable[[int, int], int] = _fast(
-    torch._C, "_cuda_cudaCachingAllocator_raw_alloc", torch.cuda.caching_allocator_alloc
+    torch._C,
+    "_cuda_cudaCachingAllocator_raw_alloc",
+    lambda size, stream: torch.cuda.caching_allocator_alloc(size, stream=stream),
 )
 """The address of so many bytes of torch's on the current device, for work on this stream; `give_back` when that is
 launched."""
