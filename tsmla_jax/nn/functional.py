@@ -70,6 +70,12 @@ def expand_kv(params: Params, latent: jax.Array, k_rope: jax.Array) -> tuple[jax
     return jnp.concatenate([k_nope, shared], axis=-1), jnp.einsum("tl,hvl->thv", latent, params["w_uv"])
 
 
+def expand_joint_kv(params: Params, latent: jax.Array) -> jax.Array:
+    """kv [T, H, N + V], a head's keys without rope columns and its values side by side: `mla_prefill_kv` takes them so,
+    and on Hopper reads them where they lie."""
+    return jnp.einsum("tl,hcl->thc", latent, jnp.concatenate([params["w_uk"], params["w_uv"]], axis=1))
+
+
 def absorb_q(params: Params, q_nope: jax.Array, q_rope: jax.Array) -> jax.Array:
     """Queries against the latent itself, [..., H, L + R]: q_nope W_UK, then q_rope."""
     return jnp.concatenate([jnp.einsum("...hn,hnl->...hl", q_nope, params["w_uk"]), q_rope], axis=-1)
@@ -131,7 +137,7 @@ def prefill(
         x: [T, E], requests packed one after the other.
         cu_seqlens_q: [B + 1] i32, where each starts; tokens from cu_seqlens_q[B] on are padding.
         max_q_len: static bound of a request's length.
-        implementation: of `tsmla_jax.mla_prefill`.
+        implementation: of `tsmla_jax.mla_prefill_kv`.
 
     Returns:
         y [T, E], and latent [T, L] and k_rope [T, R] for `tsmla_jax.write_kv_cache`. Rows of padding mean nothing.
@@ -146,11 +152,10 @@ def prefill(
     cos, sin = rope_cos_sin(config, positions)
     q = jnp.concatenate(project_q(params, config, x, cos, sin), axis=-1)
     latent, k_rope = project_latent(params, config, x, cos, sin)
-    k, v = expand_kv(params, latent, k_rope)
-    out = tsmla_jax.mla_prefill(  # an array, as no lse is asked for
+    out = tsmla_jax.mla_prefill_kv(  # an array, as no lse is asked for
         q,
-        k,
-        v,
+        expand_joint_kv(params, latent),
+        k_rope,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_kv=cu_seqlens_q,
         max_q_len=max_q_len,
@@ -193,7 +198,7 @@ def prefill_with_context(
         slot_mapping: [T] i32, where the new tokens go (`slots_of`); -1 is not written.
         context_chunk: static, tokens of each request's context in one pass.
         kv_scale: of an fp8 cache.
-        implementation: of `tsmla_jax.mla_prefill`.
+        implementation: of `tsmla_jax.mla_prefill_kv`.
 
     Returns:
         y [T, E] and the cache with the new tokens written (in place if it is donated).
@@ -213,12 +218,12 @@ def prefill_with_context(
     latent, k_rope = project_latent(params, config, x, cos, sin)
 
     def attend(
-        k: jax.Array, v: jax.Array, cu_seqlens_kv: jax.Array, max_kv_len: int, causal: bool
+        latent: jax.Array, k_rope: jax.Array, cu_seqlens_kv: jax.Array, max_kv_len: int, causal: bool
     ) -> tuple[jax.Array, jax.Array]:
-        out, lse = tsmla_jax.mla_prefill(
+        out, lse = tsmla_jax.mla_prefill_kv(
             q,
-            k,
-            v,
+            expand_joint_kv(params, latent),
+            k_rope,
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_kv=cu_seqlens_kv,
             max_q_len=max_q_len,
@@ -249,16 +254,15 @@ def prefill_with_context(
             kv_scale=kv_scale,
             out_dtype=latent.dtype,
         )
-        k, v = expand_kv(params, *jnp.split(rows, [config.kv_lora_rank], axis=-1))
+        cached = jnp.split(rows, [config.kv_lora_rank], axis=-1)
         cu_seqlens_kv = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lens, dtype=jnp.int32)])
-        part = attend(k, v, cu_seqlens_kv, context_chunk, causal=False)
+        part = attend(*cached, cu_seqlens_kv, context_chunk, causal=False)
         return *tsmla_jax.merge_attention_states([out, part[0]], [lse, part[1]]), cache
 
-    k, v = expand_kv(params, latent, k_rope)
     chunks = (jnp.max(context_lens, initial=0) + context_chunk - 1) // context_chunk
     # The cache goes through the loop, so that the write after it finds the donated buffer and needs no copy.
     where = (kv_cache, block_tables, context_lens)
-    out, lse = attend(k, v, cu_seqlens_q, max_q_len, causal=True)
+    out, lse = attend(latent, k_rope, cu_seqlens_q, max_q_len, causal=True)
     initial = (carry(out, *where), carry(lse, *where), carry(kv_cache, *where))
     out, _, kv_cache = jax.lax.fori_loop(0, chunks, add_chunk, initial)
     kv_cache = tsmla_jax.write_kv_cache(kv_cache, latent, k_rope, slot_mapping, kv_scale=kv_scale)

@@ -26,8 +26,8 @@ from tsmla_kernels.sm90.warp_helpers import WarpHelpers
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
-# fp8: P is scaled by 2^6, so that what is above 2^-12 of a row's greatest keeps all bits of e4m3, and the maximum that P
-# is relative to is left behind the true one by up to 2 bits: P's greatest is then 256 of 448.
+# fp8: P is scaled by 2^6, so that what is above 2^-12 of a row's greatest keeps all bits of e4m3. The maximum that P is
+# relative to may stay up to 2 bits behind the true one: P's greatest is then 256 of 448.
 P_BITS, SLACK = 6, 2
 LOWEST = -1e30  # of the running maximum: finite, so that a row without keys needs no case of its own
 SLOTS = 8  # ring of tile descriptors: the copies are at most three tiles ahead of an epilogue
@@ -474,7 +474,7 @@ class MlaPrefill(WarpHelpers):
         barriers: cutlass.Constexpr,
         heads: Int32,
     ):
-        """The copying warp: K of a block, then V of the block before (in fp8 of this one), and Q once the tile before has
+        """The copying warp: K of a block, then V of the block before (in fp8 its own), and Q once the tile before has
         left it."""
         q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
         lane = cute.arch.lane_idx()
@@ -897,7 +897,7 @@ class MlaPrefill(WarpHelpers):
 
     @cute.jit
     def wait(self, barrier: cute.Pointer, phase: Int32):
-        """Wait for a barrier's phase. In fp8, where a block takes half the time, without what mbarrier_wait does between
+        """Wait for a barrier's phase; in fp8, where a block takes less time, without what mbarrier_wait does between
         two looks at it."""
         if const_expr(self.fp8):
             cute.arch.inline_ptx(
@@ -928,8 +928,8 @@ class MlaPrefill(WarpHelpers):
         moved = cute.arch.vote_any_sync(factor[0] != 1.0 or factor[1] != 1.0)
         self.powers(s, 0, m, l, scale)
         if const_expr(not self.fp8):
-            # V has long been there, but this ends a basic block: the assembler moves the wait for O up to the start of its
-            # block. Here O is done, and the rest of the softmax hides what it takes to use it.
+            # V has long been there, but this ends a basic block: the assembler moves the wait for O up to the start of
+            # its block. Here O is done, and the rest of the softmax hides what it takes to use it.
             cute.arch.mbarrier_wait(v_full + v_index, v_phase)
             warpgroup.wait_group(0)
             self.leave(v_empty + v_index)
@@ -941,8 +941,7 @@ class MlaPrefill(WarpHelpers):
                 o[1, c] = o[1, c] * factor[1]
         self.powers(s, 1, m, l, scale)
         if const_expr(self.fp8):
-            # The maximum seldom moves: the branch ends the block, and the wait goes to where it ends. P's memory is free
-            # then too.
+            # The branch above ends the block, and the wait goes to where it ends. P's memory is free then too.
             warpgroup.wait_group(0)
             self.leave(v_empty + v_index)
         self.narrow(acc_s, to_p)
@@ -999,8 +998,8 @@ class MlaPrefill(WarpHelpers):
 
     @cute.jit
     def take_turn(self, group: Int32):
-        """Wait until the warpgroup before has issued its products. In fp8 whoever is ready issues: with three warpgroups,
-        of which some pass over blocks, turns only cost."""
+        """Wait until the warpgroup before has issued its products. In fp8 whoever is ready issues: of three warpgroups
+        some pass over blocks."""
         if const_expr(not self.fp8):
             cute.arch.barrier(barrier_id=1 + group, number_of_threads=256)
 
@@ -1105,7 +1104,8 @@ class MlaPrefill(WarpHelpers):
                 words = cute.make_tensor(
                     cute.recast_ptr(s_v, cute.make_swizzle(0, 4, 3), dtype=Float32),
                     cute.make_layout(
-                        (32, self.block, self.v_tiles, self.stages), stride=(1, 32, 32 * self.block, self.v_elements // 2)
+                        (32, self.block, self.v_tiles, self.stages),
+                        stride=(1, 32, 32 * self.block, self.v_elements // 2),
                     ),
                 )
                 cute.arch.mbarrier_wait(v_full + index, phase)
