@@ -89,8 +89,12 @@ class DecodeConfig:
 
     @property
     def stages(self) -> int:
-        landing_bytes = self.block * self.head_dim if self.narrow else 0
-        return min(8, (SMEM_BYTES - 4096 - self.landings * landing_bytes) // self.stage_bytes)
+        others = 4096  # barriers, descriptions of pieces, row factors
+        if self.narrow:
+            others += self.landings * self.block * self.head_dim
+        if self.fp8_scores:
+            others += ROWS * self.head_dim  # Q
+        return min(8, (SMEM_BYTES - others) // self.stage_bytes)
 
     @property
     def tile_rows(self) -> int:

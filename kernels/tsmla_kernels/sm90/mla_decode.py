@@ -377,7 +377,7 @@ class MlaDecode(DecodeRing, DecodeSoftmax, DecodeCombine):
             )
             few = cute.make_rmem_tensor((8,), self.cache_dtype)
             wide = cute.make_rmem_tensor((8,), self.dtype)
-            for c in cutlass.range(self.column_tiles, unroll=1):
+            for c in cutlass.range(self.column_tiles, unroll=3):
                 cute.autovec_copy(source[None, c], few)
                 if const_expr(self.dtype == cutlass.Float16):
                     wide.store(few.load().to(self.dtype))

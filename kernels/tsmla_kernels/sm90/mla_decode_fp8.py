@@ -1,10 +1,11 @@
 """Absorbed MLA decode with queries and a paged latent cache of e4m3, for Hopper. MLA_DECODE.md says why it is so.
 
-Three warpgroups of a CTA share 64 query rows (token * H + head) and a ring of 64-key stages:
+Four warpgroups of a CTA share 64 query rows (token * H + head) and a ring of 64-key stages:
 
-  warpgroup 0   scores: keeps Q in registers, S = Q K^T (fp8 WGMMA), softmax, P into shared memory as f16
+  warpgroup 0   scores: S = Q K^T (fp8 WGMMA) one block ahead of the softmax, P into shared memory as f16
   1 and 2       values: O^T[half] += V^T[half] P^T (f16 WGMMA), V^T through registers: transposed by ldmatrix, widened
-                there; rescale, epilogue. First warp of 1: the copies; first warp of 2: the schedule
+                there; rescale, epilogue. First warp of 2: the schedule
+  3             one warp: the copies
 
 P is not rounded to fp8, which would be most of the output's error. Merging is decode_combine's.
 """
@@ -30,10 +31,9 @@ from tsmla_kernels.sm90.decode_softmax import LOWEST, DecodeSoftmax
 
 LOG2_E = math.log2(math.e)
 OVERHEAD = 5  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
-RESCALE_BITS = 8.0  # how far the running maximum may lag where arithmetic is the bound
-EARLY_STEPS = 4  # 32-column steps of Q K^T that may still run when the values' warpgroups are let loose
-FRAGMENTS = 3  # of V^T, 64 latents of 32 keys each, that a warpgroup has in registers
-AHEAD = 2  # how many of them are made before the product that needs them
+RESCALE_BITS = 8.0  # how far the running maximum may lag: P of f16 holds that much, and rounds it no worse
+FRAGMENTS = 2  # of V^T, 64 latents of 32 keys each, that a warpgroup has in registers
+AHEAD = 1  # how many of them are made before the product that needs them
 
 
 class MlaDecodeFp8(DecodeRing, DecodeSoftmax, DecodeCombine):
@@ -59,11 +59,11 @@ class MlaDecodeFp8(DecodeRing, DecodeSoftmax, DecodeCombine):
         self.box = min(self.block, self.page_size)
         self.half = self.latent // 2
         self.m_tiles = self.half // 64  # of a values' warpgroup
-        # 0: the greatest P of a row is exactly 1. Free where memory is the bound.
-        self.rescale_bits = 0.0 if config.cluster == 1 else RESCALE_BITS
+        self.rescale_bits = RESCALE_BITS
         self.inverses = self.stages // 2 + 1  # a piece takes two stages or more
-        self.threads = 384
-        self.registers = (136, 184)  # scores, values: 136 + 2 x 184 is what 384 threads start with
+        self.threads = 512
+        # Values and copies; the scores keep their 128, and 128 + 2 x 176 + 32 is what 512 threads start with.
+        self.registers = (176, 32)
         if self.stages < 4:
             raise ValueError(f"{config} leaves {self.stages} stages of shared memory; 4 are needed")
 
@@ -106,7 +106,7 @@ class MlaDecodeFp8(DecodeRing, DecodeSoftmax, DecodeCombine):
         tma_k, tma_k_tensor = cpasync.make_tiled_tma_atom(load_keys, keys, box_layout, (self.box, 64, tiles))
         k_major = OperandMajorMode.K
         mma_qk = sm90.make_trivial_tiled_mma(
-            self.dtype, self.dtype, k_major, k_major, Float32, (1, 1, 1), (ROWS, self.block), OperandSource.RMEM
+            self.dtype, self.dtype, k_major, k_major, Float32, (1, 1, 1), (ROWS, self.block)
         )
         # Latents are its rows, query rows its columns.
         mma_pv = sm90.make_trivial_tiled_mma(
@@ -125,6 +125,7 @@ class MlaDecodeFp8(DecodeRing, DecodeSoftmax, DecodeCombine):
             walk: cute.struct.MemRange[Int32, 8]
             fill: cute.struct.MemRange[Int32, 8]
             pages: cute.struct.MemRange[Int32, TABLE_AHEAD]
+            q: cute.struct.Align[cute.struct.MemRange[self.dtype, ROWS * self.depth], 1024]
             ring: cute.struct.Align[cute.struct.MemRange[self.dtype, self.stages * self.stage_elements], 1024]
 
         self.storage = Storage
@@ -208,12 +209,12 @@ class MlaDecodeFp8(DecodeRing, DecodeSoftmax, DecodeCombine):
             cute.recast_ptr(ring + self.block * self.depth, p_tile.inner, dtype=self.wide_dtype), p_layout
         )
 
-        if warp_idx == 4:
+        if warp_idx == 12:
             cpasync.prefetch_descriptor(tma_q)
             cpasync.prefetch_descriptor(tma_k)
-        if warp_idx >= 9:
+        if warp_idx >= 13:
             # Into the L2 cache beside the schedule's first loads, which these would otherwise follow.
-            at = (block_idx * 3 + (warp_idx - 9)) * 32 + cute.arch.lane_idx()
+            at = (block_idx * 3 + (warp_idx - 13)) * 32 + cute.arch.lane_idx()
             self.prefetch(block_tables, at * 32)
             self.prefetch(q, at * 128)
         if warp_idx == 0:
@@ -243,17 +244,20 @@ class MlaDecodeFp8(DecodeRing, DecodeSoftmax, DecodeCombine):
             self.begin_schedule(schedule)
             self.next_piece(Int32(0), schedule)
         cute.arch.sync_threads()
-        if group == 0:
-            cute.arch.setmaxregister_decrease(self.registers[0])
+        if group == 3:
+            cute.arch.setmaxregister_decrease(self.registers[1])
+            if warp_idx == 12:
+                self.copy(empty, copies)
+        elif group == 0:
+            s_q = storage.q.get_tensor(outer, swizzle=stage_layout.inner)
             self.score(
-                scales, lse, partial_lse, s_k, s_p, descriptor, rescale, moved, inverse, full, ready, mma_qk, mma_pv,
-                rank,
-            )  # fmt: skip
+                scales, lse, partial_lse, s_q, s_k, s_p, descriptor, rescale, moved, inverse, full, ready, mma_qk, rank
+            )
         else:
-            cute.arch.setmaxregister_increase(self.registers[1])
+            cute.arch.setmaxregister_increase(self.registers[0])
             self.accumulate(
                 out, partial_out, s_k, s_p, descriptor, rescale, moved, inverse, full, empty, ready, mma_pv, group - 1,
-                rank, warp_idx, schedule, copies,
+                rank, warp_idx, schedule,
             )  # fmt: skip
         cute.arch.griddepcontrol_launch_dependents()
         if const_expr(self.cluster > 1):
@@ -279,6 +283,31 @@ class MlaDecodeFp8(DecodeRing, DecodeSoftmax, DecodeCombine):
         )
         return address, keys, p
 
+    # ---- copies (one warp)
+
+    @cute.jit
+    def copy(self, empty: cute.Pointer, copies: cutlass.Constexpr):
+        """Fill the ring, and each stage again when all have left it, to the end of this cluster's work."""
+        fill = copies[7]
+        lane = cute.arch.lane_idx()
+        if lane < 8:
+            fill[lane] = Int32(0)
+        cute.arch.sync_warp()
+        # The first copies need but the first piece's description; the others are there at the barrier.
+        behind = Int32(1)
+        for i in cutlass.range(self.stages, unroll=1):
+            if behind == 1 and fill[3] == 1 and fill[0] == fill[1]:
+                behind = Int32(0)
+                cute.arch.barrier(barrier_id=2, number_of_threads=64)
+            self.produce(i, copies)
+        if behind == 1:
+            cute.arch.barrier(barrier_id=2, number_of_threads=64)
+        index, phase = Int32(0), Int32(0)
+        while fill[5] == 0:
+            cute.arch.mbarrier_wait(empty + index, phase)
+            self.produce(index, copies)
+            index, phase = self.advance(index, phase)
+
     # ---- scores and softmax
 
     @cute.jit
@@ -287,6 +316,7 @@ class MlaDecodeFp8(DecodeRing, DecodeSoftmax, DecodeCombine):
         scales: cute.Tensor,
         lse: cute.Tensor,
         partial_lse: cute.Tensor,
+        s_q: cute.Tensor,
         s_k: cute.Tensor,
         s_p: cute.Tensor,
         descriptor: cute.Tensor,
@@ -296,10 +326,9 @@ class MlaDecodeFp8(DecodeRing, DecodeSoftmax, DecodeCombine):
         full: cute.Pointer,
         ready: cute.Pointer,
         mma_qk: cute.TiledMma,
-        mma_pv: cute.TiledMma,
         rank: Int32,
     ):
-        """Warpgroup 0: Q into registers once a piece, then for every block of keys Q K^T, softmax and P."""
+        """Warpgroup 0: Q K^T of a block beside the softmax of the block before."""
         tidx, _, _ = cute.arch.thread_idx()
         t = tidx % 128
         lane = t % 32
@@ -308,18 +337,15 @@ class MlaDecodeFp8(DecodeRing, DecodeSoftmax, DecodeCombine):
         out_scale = scales[1]
 
         thr_qk = mma_qk.get_slice(t)
+        t_q = mma_qk.make_fragment_A(thr_qk.partition_A(s_q))
         acc = cute.make_rmem_tensor(thr_qk.partition_shape_C((ROWS, self.block)), Float32)
-        s = cute.make_tensor(acc.iterator, cute.make_layout((2, (2, self.block // 8)), stride=(2, (1, 4))))
-        steps = self.depth // 32
-        # A 32-column step of fp8 lies in registers as a 16-column step of 16 bits does: Q is loaded as such.
-        load_q = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.wide_dtype), mma_pv)
-        thr_load_q = load_q.get_slice(t)
-        q_atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW64, self.wide_dtype)
-        q_layout = cute.tile_to_shape(q_atom, (ROWS, self.depth // 2), (0, 1))
-        r_q_pairs = cute.make_rmem_tensor(
-            mma_pv.get_slice(t).partition_shape_A((ROWS, self.depth // 2)), self.wide_dtype
-        )
-        r_q = cute.recast_tensor(r_q_pairs, self.dtype)
+        scores = cute.make_rmem_tensor(acc.layout, Float32)
+        s = cute.make_tensor(scores.iterator, cute.make_layout((2, (2, self.block // 8)), stride=(2, (1, 4))))
+        # Q in a stage and where it stays, in 16-byte words: the same bytes in the same order.
+        q_words = cute.make_layout((4, 128, ROWS * self.depth // (16 * 128)), stride=(1, 4, 512))
+        plain = cute.make_swizzle(0, 4, 3)
+        q_there = cute.make_tensor(cute.recast_ptr(s_q.iterator, plain, dtype=Float32), q_words)
+        word = cute.make_rmem_tensor((4,), Float32)
 
         store_p = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.wide_dtype), mma_qk)
         thr_store_p = store_p.get_slice(t)
@@ -340,11 +366,14 @@ class MlaDecodeFp8(DecodeRing, DecodeSoftmax, DecodeCombine):
                 if lane == 0:
                     cute.arch.mbarrier_arrive(ready + index)
             else:
-                q_pairs = cute.make_tensor(
-                    cute.recast_ptr(s_k[None, None, index].iterator, q_layout.inner, dtype=self.wide_dtype),
-                    q_layout.outer,
+                q_here = cute.make_tensor(
+                    cute.recast_ptr(s_k[None, None, index].iterator, plain, dtype=Float32), q_words
                 )
-                cute.copy(load_q, thr_load_q.partition_S(q_pairs), thr_load_q.retile(r_q_pairs))
+                for i in cutlass.range(cute.size(q_words, mode=[2]), unroll=3):
+                    cute.autovec_copy(q_here[None, t, i], word)
+                    cute.autovec_copy(word, q_there[None, t, i])
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.barrier(barrier_id=1, number_of_threads=128)
                 self.signal(ready, index, lane)
                 index, phase = self.advance(index, phase)
 
@@ -356,40 +385,55 @@ class MlaDecodeFp8(DecodeRing, DecodeSoftmax, DecodeCombine):
                     seen_by_all = self.uniform(
                         cutlass.min(seen_by_all, descriptor[3, at] + descriptor[4, at] // self.heads)
                     )
-                previous = index
-                arrived = Int32(0)
-                for b in cutlass.range(b_begin, b_end, unroll=1):
-                    _, stage_keys, _ = self.stage(s_k, s_p, index)
-                    t_k = mma_qk.make_fragment_B(thr_qk.partition_B(stage_keys))
-                    if arrived == 0:
-                        cute.arch.mbarrier_wait(full + index, phase)
-                    warpgroup.fence()
-                    mma_qk.set(Field.ACCUMULATE, False)
-                    for k in cutlass.range_constexpr(steps):
-                        cute.gemm(mma_qk, acc, r_q[None, None, k], t_k[None, None, k], acc)
-                        mma_qk.set(Field.ACCUMULATE, True)
-                        if const_expr(k == steps - EARLY_STEPS - 1):
-                            warpgroup.commit_group()
-                    warpgroup.commit_group()
-                    # The tensor cores take turns, as in MlaDecode.
-                    warpgroup.wait_group(1)
-                    if b > b_begin:
-                        cute.arch.fence_proxy("async.shared", space="cta")
-                        self.signal(ready, previous, lane)
-                    warpgroup.wait_group(0)
+                cute.arch.mbarrier_wait(full + index, phase)
+                self.multiply(mma_qk, thr_qk, acc, t_q, s_k, s_p, index)
+                warpgroup.wait_group(0)
+                for b in cutlass.range(b_begin, b_end - 1, unroll=1):
+                    scores.store(acc.load())
                     previous = index
                     index, phase = self.advance(index, phase)
-                    # Asked now, read a block later: the answer takes its time.
-                    arrived = Int32(cute.arch.mbarrier_test_wait(full + index, phase))
+                    cute.arch.mbarrier_wait(full + index, phase)
+                    self.multiply(mma_qk, thr_qk, acc, t_q, s_k, s_p, index)
                     if (b + 1) * self.block > seen_by_all:
                         self.mask(s, b, descriptor, at, row_low, lane)
                     self.softmax(s, m, l, scale, rescale, moved, row_low, lane, warp_here, previous)
-                    r_p.store(acc.load().to(self.wide_dtype))
+                    r_p.store(scores.load().to(self.wide_dtype))
                     cute.copy(store_p, thr_store_p.retile(r_p), t_ps[None, None, None, previous])
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                    self.signal(ready, previous, lane)
+                    warpgroup.wait_group(0)
+                scores.store(acc.load())
+                if b_end * self.block > seen_by_all:
+                    self.mask(s, b_end - 1, descriptor, at, row_low, lane)
+                self.softmax(s, m, l, scale, rescale, moved, row_low, lane, warp_here, index)
+                r_p.store(scores.load().to(self.wide_dtype))
+                cute.copy(store_p, thr_store_p.retile(r_p), t_ps[None, None, None, index])
                 self.finish(l, m, inverse, lse, partial_lse, out_scale, row_low, lane, descriptor, at, rank, piece)
                 cute.arch.fence_proxy("async.shared", space="cta")
-                self.signal(ready, previous, lane)
+                self.signal(ready, index, lane)
+                index, phase = self.advance(index, phase)
                 piece += 1
+
+    @cute.jit
+    def multiply(
+        self,
+        mma_qk: cute.TiledMma,
+        thr_qk: cutlass.Constexpr,
+        acc: cute.Tensor,
+        t_q: cute.Tensor,
+        s_k: cute.Tensor,
+        s_p: cute.Tensor,
+        index: Int32,
+    ):
+        """Begin Q K^T of the keys in stage `index`."""
+        _, stage_keys, _ = self.stage(s_k, s_p, index)
+        t_k = mma_qk.make_fragment_B(thr_qk.partition_B(stage_keys))
+        warpgroup.fence()
+        mma_qk.set(Field.ACCUMULATE, False)
+        for k in cutlass.range_constexpr(self.depth // 32):
+            cute.gemm(mma_qk, acc, t_q[None, None, k], t_k[None, None, k], acc)
+            mma_qk.set(Field.ACCUMULATE, True)
+        warpgroup.commit_group()
 
     # ---- values
 
@@ -412,9 +456,8 @@ class MlaDecodeFp8(DecodeRing, DecodeSoftmax, DecodeCombine):
         rank: Int32,
         warp_idx: Int32,
         schedule: cutlass.Constexpr,
-        copies: cutlass.Constexpr,
     ):
-        """Warpgroups 1 and 2: O^T[half] += V^T[half] P^T and the epilogue; two of their warps copy and schedule.
+        """Warpgroups 1 and 2: O^T[half] += V^T[half] P^T and the epilogue; one of their warps schedules.
 
         A warp has half / 4 latents, in tiles of 16, the 16 bytes of a key that ldmatrix takes as one row: the lane's
         latents of a tile are two neighbours, the rows g and g + 8 of the product.
@@ -438,25 +481,11 @@ class MlaDecodeFp8(DecodeRing, DecodeSoftmax, DecodeCombine):
         groups = 2 * self.m_tiles
 
         index, phase, piece = Int32(0), Int32(0), Int32(0)
-        if warp_idx == 4:
-            fill = copies[7]
-            if lane < 8:
-                fill[lane] = Int32(0)
-            cute.arch.sync_warp()
-            behind = Int32(1)
-            for i in cutlass.range(self.stages, unroll=1):
-                if behind == 1 and fill[3] == 1 and fill[0] == fill[1]:
-                    behind = Int32(0)
-                    cute.arch.barrier(barrier_id=2, number_of_threads=64)
-                self.produce(i, copies)
-            if behind == 1:
-                cute.arch.barrier(barrier_id=2, number_of_threads=64)
         if warp_idx == 8:
             # The first copies do not wait for these.
             for i in cutlass.range(1, self.lookahead, unroll=1):
                 self.next_piece(i, schedule)
             cute.arch.barrier(barrier_id=2, number_of_threads=64)
-        pending, phase_of_pending = Int32(-1), Int32(0)
         running = Int32(1)
         while running == 1:
             # Every use of a stage, Q's too, goes full -> ready -> empty, so that the three barriers stay in step.
@@ -466,8 +495,6 @@ class MlaDecodeFp8(DecodeRing, DecodeSoftmax, DecodeCombine):
             if b_begin == b_end:
                 running = Int32(0)
             else:
-                self.refill(pending, phase_of_pending, empty, warp_idx, copies)
-                pending, phase_of_pending = index, phase
                 self.leave(index, empty)
                 index, phase = self.advance(index, phase)
                 keys = self.uniform(descriptor[2, at])
@@ -503,10 +530,7 @@ class MlaDecodeFp8(DecodeRing, DecodeSoftmax, DecodeCombine):
                             if const_expr(g + AHEAD >= FRAGMENTS):
                                 warpgroup.wait_group(FRAGMENTS - AHEAD)
                             self.read_values(here, g + AHEAD, words, r_v)
-                    # While that runs: fill the stage that was left before.
-                    self.refill(pending, phase_of_pending, empty, warp_idx, copies)
                     warpgroup.wait_group(0)
-                    pending, phase_of_pending = index, phase
                     self.leave(index, empty)
                     index, phase = self.advance(index, phase)
                 self.store(
@@ -515,13 +539,6 @@ class MlaDecodeFp8(DecodeRing, DecodeSoftmax, DecodeCombine):
                 if warp_idx == 8:
                     self.next_piece(piece + self.lookahead, schedule)
                 piece += 1
-
-    @cute.jit
-    def refill(self, index: Int32, phase: Int32, empty: cute.Pointer, warp_idx: Int32, copies: cutlass.Constexpr):
-        """The copying warp fills a stage, when all have left it. index -1: there is none."""
-        if warp_idx == 4 and index >= 0:
-            cute.arch.mbarrier_wait(empty + index, phase)
-            self.produce(index, copies)
 
     @cute.jit
     def columns(self, here: Int32, tile: cutlass.Constexpr[int]):
