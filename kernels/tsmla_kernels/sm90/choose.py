@@ -107,6 +107,15 @@ class DecodeConfig:
         return -(-self.max_q_len * self.num_heads // self.tile_rows)
 
 
+def fp8_lse_error(head_dim: int) -> float:
+    """How far lse may be off with fp8 queries and cache, as a part of the greatest score.
+
+    Hopper's fp8 tensor cores keep some 13 bits behind the leading one of a running sum (DeepSeek-V3's report, section
+    3.3.2), and cut off the rest at each of their 32-column steps.
+    """
+    return -(-head_dim // 32) * 2.0**-13
+
+
 def decode_reasons(spec: DecodeSpec) -> list[str]:
     """Why the Hopper decode kernel cannot run this call; empty if it can."""
     reasons = []

@@ -8,8 +8,8 @@ import cutlass.utils as utils
 from cutlass import Float32, Int32, Int64, const_expr
 
 from tsmla_kernels.sm90.choose import ROWS
-from tsmla_kernels.sm90.decode_softmax import LN_2, LOWEST
 from tsmla_kernels.sm90.decode_schedule import DecodeSchedule
+from tsmla_kernels.sm90.decode_softmax import LN_2, LOWEST
 
 COMBINE_THREADS = 1024
 COMBINE_SPARE_BYTES = 100 << 10

@@ -303,10 +303,7 @@ class MlaDecode(DecodeRing, DecodeSoftmax, DecodeCombine):
     @cute.jit
     def land(self, slot: Int32, copies: cutlass.Constexpr):
         """Copy what comes next to the free landing `slot`: a block of keys; at the end nothing."""
-        (
-            tma_q, tma_q_tensor, tma_k, tma_k_tensor, block_tables, _, descriptor, fill, pages,
-            full, rank, landing, _,
-        ) = copies  # fmt: skip
+        _, _, tma_k, tma_k_tensor, block_tables, _, descriptor, fill, pages, full, rank, landing, _ = copies
         lane = cute.arch.lane_idx()
         landed = full + self.stages
         cute.arch.sync_warp()
@@ -319,7 +316,8 @@ class MlaDecode(DecodeRing, DecodeSoftmax, DecodeCombine):
                 if lane == 0:
                     fill[5] = 1
             else:
-                self.read_table(block_tables, descriptor, at, fill, pages, (b_begin * self.block) // self.page_size, lane)
+                first = (b_begin * self.block) // self.page_size
+                self.read_table(block_tables, descriptor, at, fill, pages, first, lane)
                 if lane == 0:
                     fill[0] = b_begin
                     fill[1] = b_end
@@ -487,9 +485,8 @@ class MlaDecode(DecodeRing, DecodeSoftmax, DecodeCombine):
         # Q's rows lie in two stages of 32: a warp reads the one that holds its 16 rows, as if it were the first.
         load_q = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), mma_qk)
         thr_load_q = load_q.get_slice(t % 64)
-        tile_layout = cute.tile_to_shape(
-            warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, self.dtype), (self.block, register_columns), (0, 1)
-        ).outer
+        q_atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, self.dtype)
+        tile_layout = cute.tile_to_shape(q_atom, (self.block, register_columns), (0, 1)).outer
         # 64 rows for the copy's tile, of which slices 0 to 63 touch the first 32 alone.
         q_shape = ((*tile_layout.shape[0], 2), tile_layout.shape[1])
         q_stride = ((*tile_layout.stride[0], 0), tile_layout.stride[1])
@@ -510,7 +507,8 @@ class MlaDecode(DecodeRing, DecodeSoftmax, DecodeCombine):
         zero_words = cute.make_tensor(
             cute.recast_ptr(s_k.iterator, cute.make_swizzle(0, 4, 3), dtype=Float32),
             cute.make_layout(
-                (32, self.block, self.latent // 64, self.stages), stride=(1, 32, 32 * self.block, self.stage_elements // 2)
+                (32, self.block, self.latent // 64, self.stages),
+                stride=(1, 32, 32 * self.block, self.stage_elements // 2),
             ),
         )
 
@@ -547,8 +545,8 @@ class MlaDecode(DecodeRing, DecodeSoftmax, DecodeCombine):
                             stage_of = index
                         rope_here = cute.make_tensor(
                             cute.recast_ptr(
-                                s_k[None, None, stage_of].iterator + self.block * self.latent, cute.make_swizzle(0, 4, 3),
-                                dtype=Float32,
+                                s_k[None, None, stage_of].iterator + self.block * self.latent,
+                                cute.make_swizzle(0, 4, 3), dtype=Float32,
                             ),
                             words,
                         )  # fmt: skip
@@ -722,7 +720,8 @@ class MlaDecode(DecodeRing, DecodeSoftmax, DecodeCombine):
                     warpgroup.wait_group(0)
                     pending, phase_of_pending = index, phase
                     if b + 1 == b_end:
-                        inverse_low, inverse_high = inverse[row_low, piece % self.inverses], inverse[row_low + 8, piece % self.inverses]
+                        kept = piece % self.inverses
+                        inverse_low, inverse_high = inverse[row_low, kept], inverse[row_low + 8, kept]
                     self.leave(index, empty)
                     index, phase = self.advance(index, phase)
                 self.store(out, partial_out, o, inverse_low, inverse_high, row_low, lane, half, descriptor, at, rank)
