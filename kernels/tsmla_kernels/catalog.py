@@ -247,9 +247,13 @@ def mla_prefill_config(options: Mapping[str, str]) -> sm90_prefill.PrefillConfig
     """As mla_decode_config, for choose_prefill.prefill_config; shared_rope=true is for mla_prefill_kv. The options that
     only decode has make no difference here: a model's preset names both kernels."""
     values, spec = _prefill_spec(options)
-    if reasons := sm90_prefill.prefill_reasons(spec):
+    rope_dim = 64 if _boolean(values, "shared_rope") else 0
+    reasons = sm90_prefill.prefill_reasons(spec)
+    if rope_dim:
+        reasons += sm90_prefill.shared_rope_reasons(spec, rope_dim)
+    if reasons:
         raise ValueError(f"--config: no kernel for it: {'; '.join(reasons)}")
-    return sm90_prefill.prefill_config(spec, 64 if _boolean(values, "shared_rope") else 0)
+    return sm90_prefill.prefill_config(spec, rope_dim)
 
 
 def _prefill_spec(options: Mapping[str, str]) -> tuple[dict[str, str], contract.PrefillSpec]:

@@ -154,10 +154,10 @@ def test_fp8(name: str, causal: bool) -> None:
     assert_right_in_fp8(got, oracle(*args, *lens, causal=causal))
 
 
-def test_fp8_over_many_blocks_and_other_head_dims() -> None:
-    for lens, dims in (([1500, 3], [4000, 2500]), (192, 128)), (([300, 700], [300, 900]), (128, 128)):
-        args = arrays(*lens, heads=5, dims=dims, dtype=FP8)
-        assert_right_in_fp8(attend("cute", *lens)(*args), oracle(*args, *lens))
+def test_fp8_over_many_blocks() -> None:
+    lens = ([1500, 3], [4000, 2500])
+    args = arrays(*lens, heads=5, dtype=FP8)
+    assert_right_in_fp8(attend("cute", *lens)(*args), oracle(*args, *lens))
 
 
 def test_fp8_scales_are_read_at_every_call() -> None:
@@ -170,7 +170,7 @@ def test_fp8_scales_are_read_at_every_call() -> None:
 
 
 def test_fp8_maximum_that_rises_from_block_to_block() -> None:
-    """Blocks are read from the last to the first, and the maximum that P is relative to is followed with some slack."""
+    """Blocks are read from the last to the first."""
     lens = ([150], [1500])
     q, k, v = arrays(*lens, dtype=jnp.float32, padding=0)
     for steps in (1.02, 1.3, 2.0):

@@ -254,9 +254,9 @@ def prefill_with_context(
             kv_scale=kv_scale,
             out_dtype=latent.dtype,
         )
-        cached = jnp.split(rows, [config.kv_lora_rank], axis=-1)
+        cached, cached_rope = jnp.split(rows, [config.kv_lora_rank], axis=-1)
         cu_seqlens_kv = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lens, dtype=jnp.int32)])
-        part = attend(*cached, cu_seqlens_kv, context_chunk, causal=False)
+        part = attend(cached, cached_rope, cu_seqlens_kv, context_chunk, causal=False)
         return *tsmla_jax.merge_attention_states([out, part[0]], [lse, part[1]]), cache
 
     chunks = (jnp.max(context_lens, initial=0) + context_chunk - 1) // context_chunk

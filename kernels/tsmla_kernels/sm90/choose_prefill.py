@@ -17,7 +17,7 @@ GROUP_ROWS = 64  # query rows of one warpgroup: the M of its WGMMA
 SMEM_BYTES = 232_448  # shared memory that one CTA may have on sm_90
 PLAN_WORDS = 8  # int32 of one row of the plan
 HEAD_DIMS = ((192, 128), (128, 128), (64, 64))
-FP8_HEAD_DIMS = ((192, 128), (128, 128))
+FP8_HEAD_DIMS = ((192, 128),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +67,8 @@ def prefill_reasons(spec: PrefillSpec) -> list[str]:
 
 def shared_rope_reasons(spec: PrefillSpec, rope_dim: int) -> list[str]:
     """Why the kernel cannot read kv and k_rope as they are, beside the reasons against `spec`; empty if it can."""
+    if spec.q_dtype == FP8:
+        return [f"q.dtype is {FP8}; the sm_90 prefill kernel takes that only with k and v"]
     if rope_dim % 64 or not 0 < rope_dim < spec.qk_head_dim:
         return [f"the rope width is {rope_dim}; the sm_90 prefill kernel takes a multiple of 64 below k's head dim"]
     return []
