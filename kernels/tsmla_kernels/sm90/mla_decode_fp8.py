@@ -369,6 +369,8 @@ class MlaDecodeFp8(DecodeRing, DecodeSoftmax, DecodeCombine):
                 q_here = cute.make_tensor(
                     cute.recast_ptr(s_k[None, None, index].iterator, plain, dtype=Float32), q_words
                 )
+                # All four warps have read the Q that is there.
+                cute.arch.barrier(barrier_id=1, number_of_threads=128)
                 for i in cutlass.range(cute.size(q_words, mode=[2]), unroll=3):
                     cute.autovec_copy(q_here[None, t, i], word)
                     cute.autovec_copy(word, q_there[None, t, i])
