@@ -23,11 +23,11 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKind
 
-from tsmla_kernels.sm90.choose import FP8, ROWS, SMEM_BYTES, DecodeConfig
-from tsmla_kernels.sm90.decode_combine import COMBINE_THREADS, DecodeCombine
-from tsmla_kernels.sm90.decode_ring import TABLE_AHEAD, DecodeRing
+from tsmla_kernels.sm90.choose import FP8, ROWS, DecodeConfig
+from tsmla_kernels.sm90.decode_kernel import DecodeKernel
+from tsmla_kernels.sm90.decode_ring import TABLE_AHEAD
 from tsmla_kernels.sm90.decode_schedule import DESCRIPTOR_WORDS
-from tsmla_kernels.sm90.decode_softmax import LOWEST, DecodeSoftmax
+from tsmla_kernels.sm90.decode_softmax import LOWEST
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, FP8: cutlass.Float8E4M3FN}
 LOG2_E = math.log2(math.e)
@@ -36,7 +36,7 @@ RESCALE_BITS = 8.0  # how far the running maximum may lag where arithmetic is th
 EARLY_STEPS = 8  # 16-column steps of Q K^T that may still run when the values' warpgroups are let loose
 
 
-class MlaDecode(DecodeRing, DecodeSoftmax, DecodeCombine):
+class MlaDecode(DecodeKernel):
     """One compiled decode: `config` is static, all shapes but H, L, R and Z are dynamic.
 
     Operands of the launcher: q [N, D] (N = T * H rows), kv_cache [P, Z, D], block_tables [B, M] i32, seq_lens [B] i32,
@@ -45,26 +45,17 @@ class MlaDecode(DecodeRing, DecodeSoftmax, DecodeCombine):
     """
 
     def __init__(self, config: DecodeConfig) -> None:
-        self.config = config
-        self.dtype, self.cache_dtype = DTYPES[config.dtype], DTYPES[config.cache_dtype]
-        self.out_dtype, self.itemsize = self.dtype, 2
+        super().__init__(config, DTYPES[config.dtype], DTYPES[config.dtype])
         # An fp8 cache lands in shared memory as it is, and the values' warps widen it into the ring.
-        self.narrow, self.landings = config.narrow, config.landings
-        self.heads, self.max_q_len = config.num_heads, config.max_q_len
-        self.latent, self.rope, self.depth = config.latent_dim, config.rope_dim, config.head_dim
-        self.page_size, self.ragged, self.causal = config.page_size, config.ragged, config.causal
-        self.invariant, self.cluster = config.batch_invariant, config.cluster
-        self.multicast = self.cluster > 1 and not self.narrow
-        self.stages, self.tile_rows, self.max_tiles = config.stages, config.tile_rows, config.max_tiles
-        self.stage_elements = config.stage_bytes // 2
-        self.block, self.overhead = config.block, OVERHEAD
+        self.cache_dtype, self.out_dtype, self.landings = DTYPES[config.cache_dtype], self.dtype, config.landings
         self.landing_elements = self.block * self.depth
+        self.keys_swizzle, self.p_swizzle = SmemLayoutAtomKind.K_SW128, SmemLayoutAtomKind.K_SW64
+        # P takes the place of its own keys' rope columns, which nothing reads once S is there.
+        self.p_offset = self.block * self.latent * 2
+        self.overhead = OVERHEAD
         # Ring of piece descriptors, filled `lookahead` pieces before the slowest reader: as many as the stages that are
         # filled ahead may belong to.
         self.descriptors, self.lookahead = (16, 8) if self.narrow else (8, 4)
-        self.column_tiles = self.depth // 64
-        self.box = min(self.block, self.page_size)  # keys of one TMA copy: a page may be shorter than a stage
-        self.half = self.latent // 2
         # Q's 16-column steps that stay in shared memory, for want of registers: the rope's, where L is 512.
         self.shared_steps = 4 if self.depth > 512 else 0
         # 0: the greatest P of a row is exactly 1, and no rounding touches it. Free where memory is the bound.
@@ -73,8 +64,6 @@ class MlaDecode(DecodeRing, DecodeSoftmax, DecodeCombine):
         self.inverses = (self.stages + 1) // 2
         self.threads = 384
         self.registers = (184, 160)  # scores, values: 184 + 2 x 160 is what 384 threads start with
-        if self.stages < 4:
-            raise ValueError(f"{config} leaves {self.stages} stages of shared memory; 4 are needed")
 
     @cute.jit
     def __call__(
@@ -93,30 +82,7 @@ class MlaDecode(DecodeRing, DecodeSoftmax, DecodeCombine):
         split_info: cute.Tensor,
     ):
         dtype = self.dtype
-        atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, dtype)
-        # One copy brings a block's keys with all their columns: (key, 64 columns, column tile, page) as four modes.
-        # Where pages are shorter than a block, a copy is one column tile, for a block is not one box.
-        tiles = self.column_tiles if self.box == self.block else 1
-        box_layout = cute.tile_to_shape(atom, (self.box, 64, tiles), (0, 1, 2))
-        q_layout = cute.tile_to_shape(atom, (self.block, 64, self.column_tiles), (0, 1, 2))
-        if const_expr(self.narrow):
-            box_layout = cute.make_layout((self.box, 64, tiles), stride=(64, 1, 64 * self.box))
-        row, page = kv_cache.stride[1], kv_cache.stride[0]
-        keys = cute.make_tensor(
-            kv_cache.iterator,
-            cute.make_layout(
-                (self.page_size, 64, self.column_tiles, kv_cache.shape[0]), stride=(row, 1, 64, page)
-            ),
-        )
-        queries = cute.make_tensor(
-            q.iterator, cute.make_layout((q.shape[0], 64, self.column_tiles), stride=(q.stride[0], 1, 64))
-        )
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        load_keys = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.cluster > 1 else load
-        tma_q, tma_q_tensor = cpasync.make_tiled_tma_atom(
-            load, queries, q_layout, (self.block, 64, self.column_tiles)
-        )
-        tma_k, tma_k_tensor = cpasync.make_tiled_tma_atom(load_keys, keys, box_layout, (self.box, 64, tiles))
+        tma_q, tma_q_tensor, tma_k, tma_k_tensor = self.tensor_maps(q, kv_cache)
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         mma_qk = sm90.make_trivial_tiled_mma(
             dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (ROWS, self.block), OperandSource.RMEM
@@ -143,28 +109,13 @@ class MlaDecode(DecodeRing, DecodeSoftmax, DecodeCombine):
             q_rope: cute.struct.Align[cute.struct.MemRange[dtype, max(ROWS * 16 * self.shared_steps, 8)], 1024]
             ring: cute.struct.Align[cute.struct.MemRange[dtype, ring_elements], 1024]
 
-        self.storage = Storage
-        if const_expr(Storage.size_in_bytes() > SMEM_BYTES):
-            raise ValueError(f"{self.config} takes {Storage.size_in_bytes()} bytes of shared memory of {SMEM_BYTES}")
-
-        batch = seq_lens.shape[0]
-        parts = split_info.shape[0] - batch * self.max_tiles if self.invariant else split_info.shape[0] // 2
-        self.attend(
+        self.check_storage(Storage)
+        parts = self.parts(seq_lens, split_info)
+        attend = self.attend(
             q, tma_q, tma_q_tensor, tma_k, tma_k_tensor, block_tables, seq_lens, cu_seqlens_q, scales, out, lse,
-            partial_out, partial_lse, split_info, mma_qk, mma_qk_shared, mma_pv, Int32(parts),
-        ).launch(
-            grid=[parts * self.cluster, 1, 1],
-            block=[self.threads, 1, 1],
-            cluster=[self.cluster, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=1,
+            partial_out, partial_lse, split_info, mma_qk, mma_qk_shared, mma_pv, parts,
         )  # fmt: skip
-        self.combine(partial_out, partial_lse, split_info, out, lse, Int32(parts)).launch(
-            grid=[parts * self.cluster, 1, 1],
-            block=[COMBINE_THREADS, 1, 1],
-            stream=stream,
-            use_pdl=True,
-        )
+        self.launch(attend, parts, stream, partial_out, partial_lse, split_info, out, lse)
 
     @cute.kernel
     def attend(
@@ -199,55 +150,20 @@ class MlaDecode(DecodeRing, DecodeSoftmax, DecodeCombine):
         smem = utils.SmemAllocator()
         storage = smem.allocate(self.storage)
         full, empty, ready = storage.full.data_ptr(), storage.empty.data_ptr(), storage.ready.data_ptr()
-        descriptor = storage.descriptor.get_tensor(
-            cute.make_layout((DESCRIPTOR_WORDS, self.descriptors), stride=(1, DESCRIPTOR_WORDS))
-        )
-        rescale = storage.rescale.get_tensor(cute.make_layout((ROWS, self.stages), stride=(1, ROWS)))
-        moved = storage.moved.get_tensor(cute.make_layout((4, self.stages), stride=(1, 4)))
-        inverse = storage.inverse.get_tensor(cute.make_layout((ROWS, self.inverses), stride=(1, ROWS)))
+        descriptor, rescale, moved, inverse = self.factors(storage)
         ring = storage.ring.data_ptr()
-
-        atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, self.dtype)
-        stage_layout = cute.tile_to_shape(atom, (self.block, self.depth), (0, 1))
-        outer = stage_layout.outer
-        key_layout = cute.make_layout(
-            (*outer.shape, self.stages), stride=(*outer.stride, self.stage_elements)
-        )
-        s_k = cute.make_tensor(cute.recast_ptr(ring, stage_layout.inner, dtype=self.dtype), key_layout)
-        p_atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW64, self.dtype)
-        p_tile = cute.tile_to_shape(p_atom, (ROWS, self.block), (0, 1))
-        p_layout = cute.make_layout(
-            (*p_tile.outer.shape, self.stages), stride=(*p_tile.outer.stride, self.stage_elements)
-        )
-        # P takes the place of its own keys' rope columns, which nothing reads once S is there.
-        s_p = cute.make_tensor(
-            cute.recast_ptr(ring + self.block * self.latent, p_tile.inner, dtype=self.dtype), p_layout
-        )
+        s_k, s_p = self.ring_tensors(ring)
 
         if warp_idx == 4:
             cpasync.prefetch_descriptor(tma_q)
             cpasync.prefetch_descriptor(tma_k)
         if warp_idx >= 9:
-            # Into the L2 cache beside the schedule's first loads, which these would otherwise follow.
-            at = (block_idx * 3 + (warp_idx - 9)) * 32 + cute.arch.lane_idx()
-            self.prefetch(block_tables, at * 32)
-            self.prefetch(q, at * 64)
+            self.prefetch_operands(q, block_tables, warp_idx - 9)
         if warp_idx == 0:
-            with cute.arch.elect_one():
-                for i in cutlass.range_constexpr(self.stages):
-                    cute.arch.mbarrier_init(full + i, 8 if self.narrow else 1)
-                    cute.arch.mbarrier_init(empty + i, 8 if self.narrow else 8 * self.cluster)
-                    cute.arch.mbarrier_init(ready + i, 4)
-                for i in cutlass.range_constexpr(self.landings):
-                    cute.arch.mbarrier_init(full + self.stages + i, 1)
-                    cute.arch.mbarrier_init(full + self.stages + self.landings + i, 8 * self.cluster)
-        cute.arch.mbarrier_init_fence()
-        if const_expr(self.cluster > 1):
-            cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
+            self.init_barriers(full, empty, ready)
+        self.sync_barriers()
 
+        atom = warpgroup.make_smem_layout_atom(self.keys_swizzle, self.dtype)
         q_atom = cute.tile_to_shape(atom, (ROWS, 64), (0, 1))
         s_q_rope = storage.q_rope.get_tensor(q_atom.outer, swizzle=q_atom.inner)
         walk = storage.walk.get_tensor(cute.make_layout(8))
@@ -282,11 +198,7 @@ class MlaDecode(DecodeRing, DecodeSoftmax, DecodeCombine):
                 out, partial_out, s_k, s_p, descriptor, rescale, moved, inverse, empty, ready, mma_pv, group - 1, rank,
                 warp_idx, schedule, copies,
             )  # fmt: skip
-        cute.arch.griddepcontrol_launch_dependents()
-        if const_expr(self.cluster > 1):
-            # A CTA whose shared memory is still written or signalled by its peer must not leave.
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
+        self.end()
 
     @cute.jit
     def landing_boxes(self, landing: cute.Pointer, keys: cutlass.Constexpr[int]):
@@ -426,26 +338,8 @@ class MlaDecode(DecodeRing, DecodeSoftmax, DecodeCombine):
 
     @cute.jit
     def stage(self, s_k: cute.Tensor, s_p: cute.Tensor, index: Int32):
-        """The keys and the P of one stage, for WGMMA.
-
-        WGMMA takes its descriptors from uniform registers, and the compiler does not see that a stage's index is
-        uniform: it moved every descriptor there one by one, which took a fifth of the scores' time. So the address
-        goes through an instruction whose result is uniform.
-        """
-        address = self.uniform(s_k.iterator.toint() + index * (self.stage_elements * 2))
-        keys_ptr = cute.make_ptr(self.dtype, address, cute.AddressSpace.smem, assumed_align=1024)
-        p_ptr = cute.make_ptr(
-            self.dtype, address + self.block * self.latent * 2, cute.AddressSpace.smem, assumed_align=1024
-        )
-        keys_swizzle = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, self.dtype).inner
-        p_swizzle = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW64, self.dtype).inner
-        keys = cute.make_tensor(
-            cute.recast_ptr(keys_ptr, keys_swizzle, dtype=self.dtype), cute.slice_(s_k.layout, (None, None, 0))
-        )
-        p = cute.make_tensor(
-            cute.recast_ptr(p_ptr, p_swizzle, dtype=self.dtype), cute.slice_(s_p.layout, (None, None, 0))
-        )
-        return keys, p
+        """The keys and the P of stage `index`, for WGMMA."""
+        return self.stage_tensors(s_k, s_p, self.address(s_k, index))
 
     @cute.jit
     def score(

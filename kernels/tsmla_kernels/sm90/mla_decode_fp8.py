@@ -23,11 +23,11 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKind
 
-from tsmla_kernels.sm90.choose import ROWS, SMEM_BYTES, DecodeConfig
-from tsmla_kernels.sm90.decode_combine import COMBINE_THREADS, DecodeCombine
-from tsmla_kernels.sm90.decode_ring import TABLE_AHEAD, DecodeRing
+from tsmla_kernels.sm90.choose import ROWS, DecodeConfig
+from tsmla_kernels.sm90.decode_kernel import DecodeKernel
+from tsmla_kernels.sm90.decode_ring import TABLE_AHEAD
 from tsmla_kernels.sm90.decode_schedule import DESCRIPTOR_WORDS
-from tsmla_kernels.sm90.decode_softmax import LOWEST, DecodeSoftmax
+from tsmla_kernels.sm90.decode_softmax import LOWEST
 
 LOG2_E = math.log2(math.e)
 OVERHEAD = 5  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
@@ -36,36 +36,25 @@ FRAGMENTS = 2  # of V^T, 64 latents of 32 keys each, that a warpgroup has in reg
 AHEAD = 1  # how many of them are made before the product that needs them
 
 
-class MlaDecodeFp8(DecodeRing, DecodeSoftmax, DecodeCombine):
+class MlaDecodeFp8(DecodeKernel):
     """One compiled decode: `config` is static, all shapes but H, L, R and Z are dynamic.
 
     Operands of the launcher: as MlaDecode's, q and kv_cache of e4m3, out of bf16.
     """
 
     def __init__(self, config: DecodeConfig) -> None:
-        self.config = config
-        self.dtype, self.itemsize = cutlass.Float8E4M3FN, 1
-        self.wide_dtype, self.out_dtype = cutlass.Float16, cutlass.BFloat16
-        self.heads, self.max_q_len = config.num_heads, config.max_q_len
-        self.latent, self.rope, self.depth = config.latent_dim, config.rope_dim, config.head_dim
-        self.page_size, self.ragged, self.causal = config.page_size, config.ragged, config.causal
-        self.invariant, self.cluster = config.batch_invariant, config.cluster
-        self.multicast = self.cluster > 1
-        self.stages, self.tile_rows, self.max_tiles = config.stages, config.tile_rows, config.max_tiles
-        self.stage_elements = config.stage_bytes
-        self.block, self.overhead = config.block, OVERHEAD
+        super().__init__(config, cutlass.Float8E4M3FN, cutlass.Float16)
+        self.out_dtype = cutlass.BFloat16
+        self.keys_swizzle, self.p_swizzle = SmemLayoutAtomKind.K_SW64, SmemLayoutAtomKind.K_SW128
+        self.p_offset = self.block * self.depth
+        self.overhead = OVERHEAD
         self.descriptors, self.lookahead = 8, 4
-        self.column_tiles = self.depth // 64
-        self.box = min(self.block, self.page_size)
-        self.half = self.latent // 2
         self.m_tiles = self.half // 64  # of a values' warpgroup
         self.rescale_bits = RESCALE_BITS
         self.inverses = self.stages // 2 + 1  # a piece takes two stages or more
         self.threads = 512
         # Values and copies; the scores keep their 128, and 128 + 2 x 176 + 32 is what 512 threads start with.
         self.registers = (176, 32)
-        if self.stages < 4:
-            raise ValueError(f"{config} leaves {self.stages} stages of shared memory; 4 are needed")
 
     @cute.jit
     def __call__(
@@ -83,34 +72,14 @@ class MlaDecodeFp8(DecodeRing, DecodeSoftmax, DecodeCombine):
         partial_lse: cute.Tensor,
         split_info: cute.Tensor,
     ):
-        atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW64, self.dtype)
-        # One copy brings a block's keys with all their columns, as MlaDecode's.
-        tiles = self.column_tiles if self.box == self.block else 1
-        box_layout = cute.tile_to_shape(atom, (self.box, 64, tiles), (0, 1, 2))
-        q_layout = cute.tile_to_shape(atom, (self.block, 64, self.column_tiles), (0, 1, 2))
-        row, page = kv_cache.stride[1], kv_cache.stride[0]
-        keys = cute.make_tensor(
-            kv_cache.iterator,
-            cute.make_layout(
-                (self.page_size, 64, self.column_tiles, kv_cache.shape[0]), stride=(row, 1, 64, page)
-            ),
-        )
-        queries = cute.make_tensor(
-            q.iterator, cute.make_layout((q.shape[0], 64, self.column_tiles), stride=(q.stride[0], 1, 64))
-        )
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        load_keys = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.cluster > 1 else load
-        tma_q, tma_q_tensor = cpasync.make_tiled_tma_atom(
-            load, queries, q_layout, (self.block, 64, self.column_tiles)
-        )
-        tma_k, tma_k_tensor = cpasync.make_tiled_tma_atom(load_keys, keys, box_layout, (self.box, 64, tiles))
+        tma_q, tma_q_tensor, tma_k, tma_k_tensor = self.tensor_maps(q, kv_cache)
         k_major = OperandMajorMode.K
         mma_qk = sm90.make_trivial_tiled_mma(
             self.dtype, self.dtype, k_major, k_major, Float32, (1, 1, 1), (ROWS, self.block)
         )
         # Latents are its rows, query rows its columns.
         mma_pv = sm90.make_trivial_tiled_mma(
-            self.wide_dtype, self.wide_dtype, k_major, k_major, Float32, (1, 1, 1), (64, ROWS), OperandSource.RMEM
+            self.p_dtype, self.p_dtype, k_major, k_major, Float32, (1, 1, 1), (64, ROWS), OperandSource.RMEM
         )
 
         @cute.struct
@@ -128,30 +97,13 @@ class MlaDecodeFp8(DecodeRing, DecodeSoftmax, DecodeCombine):
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, ROWS * self.depth], 1024]
             ring: cute.struct.Align[cute.struct.MemRange[self.dtype, self.stages * self.stage_elements], 1024]
 
-        self.storage = Storage
-        if const_expr(Storage.size_in_bytes() > SMEM_BYTES):
-            raise ValueError(f"{self.config} takes {Storage.size_in_bytes()} bytes of shared memory of {SMEM_BYTES}")
-
-        batch = seq_lens.shape[0]
-        parts = split_info.shape[0] - batch * self.max_tiles if self.invariant else split_info.shape[0] // 2
-        self.attend(
+        self.check_storage(Storage)
+        parts = self.parts(seq_lens, split_info)
+        attend = self.attend(
             q, tma_q, tma_q_tensor, tma_k, tma_k_tensor, block_tables, seq_lens, cu_seqlens_q, scales, out, lse,
-            partial_out, partial_lse, split_info, mma_qk, mma_pv, Int32(parts),
-        ).launch(
-            grid=[parts * self.cluster, 1, 1],
-            block=[self.threads, 1, 1],
-            cluster=[self.cluster, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=1,
+            partial_out, partial_lse, split_info, mma_qk, mma_pv, parts,
         )  # fmt: skip
-        self.combine(partial_out, partial_lse, split_info, out, lse, Int32(parts)).launch(
-            grid=[parts * self.cluster, 1, 1],
-            block=[COMBINE_THREADS, 1, 1],
-            stream=stream,
-            use_pdl=True,
-        )
-
-    # ------------------------------------------------------------------ the attention kernel
+        self.launch(attend, parts, stream, partial_out, partial_lse, split_info, out, lse)
 
     @cute.kernel
     def attend(
@@ -185,50 +137,17 @@ class MlaDecodeFp8(DecodeRing, DecodeSoftmax, DecodeCombine):
         smem = utils.SmemAllocator()
         storage = smem.allocate(self.storage)
         full, empty, ready = storage.full.data_ptr(), storage.empty.data_ptr(), storage.ready.data_ptr()
-        descriptor = storage.descriptor.get_tensor(
-            cute.make_layout((DESCRIPTOR_WORDS, self.descriptors), stride=(1, DESCRIPTOR_WORDS))
-        )
-        rescale = storage.rescale.get_tensor(cute.make_layout((ROWS, self.stages), stride=(1, ROWS)))
-        moved = storage.moved.get_tensor(cute.make_layout((4, self.stages), stride=(1, 4)))
-        inverse = storage.inverse.get_tensor(cute.make_layout((ROWS, self.inverses), stride=(1, ROWS)))
-        ring = storage.ring.data_ptr()
-
-        atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW64, self.dtype)
-        stage_layout = cute.tile_to_shape(atom, (self.block, self.depth), (0, 1))
-        outer = stage_layout.outer
-        key_layout = cute.make_layout(
-            (*outer.shape, self.stages), stride=(*outer.stride, self.stage_elements)
-        )
-        s_k = cute.make_tensor(cute.recast_ptr(ring, stage_layout.inner, dtype=self.dtype), key_layout)
-        p_atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, self.wide_dtype)
-        p_tile = cute.tile_to_shape(p_atom, (ROWS, self.block), (0, 1))
-        p_layout = cute.make_layout(
-            (*p_tile.outer.shape, self.stages), stride=(*p_tile.outer.stride, self.stage_elements // 2)
-        )
-        s_p = cute.make_tensor(
-            cute.recast_ptr(ring + self.block * self.depth, p_tile.inner, dtype=self.wide_dtype), p_layout
-        )
+        descriptor, rescale, moved, inverse = self.factors(storage)
+        s_k, s_p = self.ring_tensors(storage.ring.data_ptr())
 
         if warp_idx == 12:
             cpasync.prefetch_descriptor(tma_q)
             cpasync.prefetch_descriptor(tma_k)
         if warp_idx >= 13:
-            # Into the L2 cache beside the schedule's first loads, which these would otherwise follow.
-            at = (block_idx * 3 + (warp_idx - 13)) * 32 + cute.arch.lane_idx()
-            self.prefetch(block_tables, at * 32)
-            self.prefetch(q, at * 128)
+            self.prefetch_operands(q, block_tables, warp_idx - 13)
         if warp_idx == 0:
-            with cute.arch.elect_one():
-                for i in cutlass.range_constexpr(self.stages):
-                    cute.arch.mbarrier_init(full + i, 1)
-                    cute.arch.mbarrier_init(empty + i, 8 * self.cluster)
-                    cute.arch.mbarrier_init(ready + i, 4)
-        cute.arch.mbarrier_init_fence()
-        if const_expr(self.cluster > 1):
-            cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
+            self.init_barriers(full, empty, ready)
+        self.sync_barriers()
 
         walk = storage.walk.get_tensor(cute.make_layout(8))
         fill = storage.fill.get_tensor(cute.make_layout(8))
@@ -249,7 +168,10 @@ class MlaDecodeFp8(DecodeRing, DecodeSoftmax, DecodeCombine):
             if warp_idx == 12:
                 self.copy(empty, copies)
         elif group == 0:
-            s_q = storage.q.get_tensor(outer, swizzle=stage_layout.inner)
+            q_tile = cute.tile_to_shape(
+                warpgroup.make_smem_layout_atom(self.keys_swizzle, self.dtype), (ROWS, self.depth), (0, 1)
+            )
+            s_q = storage.q.get_tensor(q_tile.outer, swizzle=q_tile.inner)
             self.score(
                 scales, lse, partial_lse, s_q, s_k, s_p, descriptor, rescale, moved, inverse, full, ready, mma_qk, rank
             )
@@ -259,29 +181,7 @@ class MlaDecodeFp8(DecodeRing, DecodeSoftmax, DecodeCombine):
                 out, partial_out, s_k, s_p, descriptor, rescale, moved, inverse, full, empty, ready, mma_pv, group - 1,
                 rank, warp_idx, schedule,
             )  # fmt: skip
-        cute.arch.griddepcontrol_launch_dependents()
-        if const_expr(self.cluster > 1):
-            # A CTA whose shared memory is still written or signalled by its peer must not leave.
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-
-    @cute.jit
-    def stage(self, s_k: cute.Tensor, s_p: cute.Tensor, index: Int32):
-        """(address, keys, P) of one stage, for WGMMA: its descriptors are made in uniform registers, as MlaDecode's."""
-        address = self.uniform(s_k.iterator.toint() + index * self.stage_elements)
-        keys_ptr = cute.make_ptr(self.dtype, address, cute.AddressSpace.smem, assumed_align=1024)
-        p_ptr = cute.make_ptr(
-            self.wide_dtype, address + self.block * self.depth, cute.AddressSpace.smem, assumed_align=1024
-        )
-        keys_swizzle = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW64, self.dtype).inner
-        p_swizzle = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, self.wide_dtype).inner
-        keys = cute.make_tensor(
-            cute.recast_ptr(keys_ptr, keys_swizzle, dtype=self.dtype), cute.slice_(s_k.layout, (None, None, 0))
-        )
-        p = cute.make_tensor(
-            cute.recast_ptr(p_ptr, p_swizzle, dtype=self.wide_dtype), cute.slice_(s_p.layout, (None, None, 0))
-        )
-        return address, keys, p
+        self.end()
 
     # ---- copies (one warp)
 
@@ -347,10 +247,10 @@ class MlaDecodeFp8(DecodeRing, DecodeSoftmax, DecodeCombine):
         q_there = cute.make_tensor(cute.recast_ptr(s_q.iterator, plain, dtype=Float32), q_words)
         word = cute.make_rmem_tensor((4,), Float32)
 
-        store_p = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.wide_dtype), mma_qk)
+        store_p = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.p_dtype), mma_qk)
         thr_store_p = store_p.get_slice(t)
         t_ps = thr_store_p.partition_D(s_p)
-        r_p = cute.make_rmem_tensor(acc.layout, self.wide_dtype)
+        r_p = cute.make_rmem_tensor(acc.layout, self.p_dtype)
 
         row_low = warp_here * 16 + lane // 4
         m = cute.make_rmem_tensor((2,), Float32)
@@ -399,7 +299,7 @@ class MlaDecodeFp8(DecodeRing, DecodeSoftmax, DecodeCombine):
                     if (b + 1) * self.block > seen_by_all:
                         self.mask(s, b, descriptor, at, row_low, lane)
                     self.softmax(s, m, l, scale, rescale, moved, row_low, lane, warp_here, previous)
-                    r_p.store(scores.load().to(self.wide_dtype))
+                    r_p.store(scores.load().to(self.p_dtype))
                     cute.copy(store_p, thr_store_p.retile(r_p), t_ps[None, None, None, previous])
                     cute.arch.fence_proxy("async.shared", space="cta")
                     self.signal(ready, previous, lane)
@@ -408,7 +308,7 @@ class MlaDecodeFp8(DecodeRing, DecodeSoftmax, DecodeCombine):
                 if b_end * self.block > seen_by_all:
                     self.mask(s, b_end - 1, descriptor, at, row_low, lane)
                 self.softmax(s, m, l, scale, rescale, moved, row_low, lane, warp_here, index)
-                r_p.store(scores.load().to(self.wide_dtype))
+                r_p.store(scores.load().to(self.p_dtype))
                 cute.copy(store_p, thr_store_p.retile(r_p), t_ps[None, None, None, index])
                 self.finish(l, m, inverse, lse, partial_lse, out_scale, row_low, lane, descriptor, at, rank, piece)
                 cute.arch.fence_proxy("async.shared", space="cta")
@@ -428,7 +328,7 @@ class MlaDecodeFp8(DecodeRing, DecodeSoftmax, DecodeCombine):
         index: Int32,
     ):
         """Begin Q K^T of the keys in stage `index`."""
-        _, stage_keys, _ = self.stage(s_k, s_p, index)
+        stage_keys, _ = self.stage_tensors(s_k, s_p, self.address(s_k, index))
         t_k = mma_qk.make_fragment_B(thr_qk.partition_B(stage_keys))
         warpgroup.fence()
         mma_qk.set(Field.ACCUMULATE, False)
@@ -474,7 +374,7 @@ class MlaDecodeFp8(DecodeRing, DecodeSoftmax, DecodeCombine):
         o = cute.make_tensor(
             acc.iterator, cute.make_layout((2, 2, ROWS // 8, self.m_tiles), stride=(1, 2, 4, ROWS // 2))
         )
-        r_v = cute.make_rmem_tensor((8, 2, FRAGMENTS), self.wide_dtype)
+        r_v = cute.make_rmem_tensor((8, 2, FRAGMENTS), self.p_dtype)
         a_shape, tile_shape = thr.partition_shape_A((64, 16)), thr.partition_shape_C((64, ROWS))
         words = cute.make_rmem_tensor((4,), Int32)
         first_tile = half * (self.half // 16) + (t // 32) * self.m_tiles  # of 16 latents
@@ -502,7 +402,8 @@ class MlaDecodeFp8(DecodeRing, DecodeSoftmax, DecodeCombine):
                 keys = self.uniform(descriptor[2, at])
                 acc.fill(0.0)
                 for b in cutlass.range(b_begin, b_end, unroll=1):
-                    address, _, stage_p = self.stage(s_k, s_p, index)
+                    address = self.address(s_k, index)
+                    _, stage_p = self.stage_tensors(s_k, s_p, address)
                     t_p = mma_pv.make_fragment_B(thr.partition_B(stage_p))
                     here = address + offset
                     cute.arch.mbarrier_wait(full + index, phase)
@@ -575,7 +476,7 @@ class MlaDecodeFp8(DecodeRing, DecodeSoftmax, DecodeCombine):
         )
         for i in cutlass.range_constexpr(4):
             words[i] = Int32(cute.arch.prmt(words[i], words[i], 0x3120))  # a latent's keys together
-        wide = cute.recast_tensor(words, self.dtype).load().to(self.wide_dtype)
+        wide = cute.recast_tensor(words, self.dtype).load().to(self.p_dtype)
         cute.make_tensor(r_v[None, None, g % FRAGMENTS].iterator, cute.make_layout(16)).store(wide)
 
     @cute.jit
