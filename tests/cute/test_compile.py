@@ -143,9 +143,10 @@ def test_decode_operands_are_those_of_the_launcher() -> None:
     from cute_standin_kernels import Decode
 
     from tsmla_kernels.sm90.mla_decode import MlaDecode
+    from tsmla_kernels.sm90.mla_decode_fp8 import MlaDecodeFp8
 
     names = [operand.name for operand in MLA_DECODE.operands(mla_decode_config({"num_heads": "16"}))]
-    for launcher in (MlaDecode, Decode):
+    for launcher in (MlaDecode, MlaDecodeFp8, Decode):
         assert list(inspect.signature(launcher.__call__).parameters)[2:] == names
     assert DECODE.operands is MLA_DECODE.operands
 
