@@ -34,6 +34,15 @@ CONFIGS = {
         "dtype": "float16",
         "kv_dtype": "float8_e4m3fn",
     },
+    "fp8 queries, 128 heads in a cluster": {"num_heads": "128", "max_q_len": "2", "dtype": "float8_e4m3fn"},
+    "fp8 queries, L 256 without rope, pages of 128, batch invariant": {
+        "num_heads": "9",
+        "latent_dim": "256",
+        "rope_dim": "0",
+        "page_size": "128",
+        "batch_invariant": "true",
+        "dtype": "float8_e4m3fn",
+    },
     "pages of 128, not causal": {"num_heads": "64", "max_q_len": "2", "page_size": "128", "causal": "false"},
 }
 FAST = ("16 heads", "128 heads in a cluster", "fp8 cache and queries")
