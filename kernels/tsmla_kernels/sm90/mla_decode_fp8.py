@@ -460,6 +460,7 @@ class MlaDecodeFp8(DecodeKernel):
                     address = self.columns(here, tile) + h * (32 * 64)
                     target = cute.make_ptr(self.dtype, address, cute.AddressSpace.smem, assumed_align=16)
                     cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(16)))
+        cute.arch.fence_proxy("async.shared", space="cta")  # the next copy into this stage comes after
         cute.arch.sync_warp()
 
     @cute.jit
