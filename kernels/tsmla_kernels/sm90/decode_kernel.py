@@ -172,8 +172,7 @@ class DecodeKernel(DecodeRing, DecodeSoftmax, DecodeCombine):
 
     @cute.jit
     def end(self):
-        """Let `combine` begin, and leave."""
-        cute.arch.griddepcontrol_launch_dependents()
+        """Leave, when the peers have done with this CTA's shared memory."""
         if const_expr(self.cluster > 1):
             # A CTA whose shared memory is still written or signalled by its peer must not leave.
             cute.arch.cluster_arrive()

@@ -198,6 +198,7 @@ class MlaDecode(DecodeKernel):
                 out, partial_out, s_k, s_p, descriptor, rescale, moved, inverse, empty, ready, mma_pv, group - 1, rank,
                 warp_idx, schedule, copies,
             )  # fmt: skip
+        cute.arch.griddepcontrol_launch_dependents()
         self.end()
 
     @cute.jit

@@ -167,20 +167,24 @@ class MlaDecodeFp8(DecodeKernel):
             cute.arch.setmaxregister_decrease(self.registers[1])
             if warp_idx == 12:
                 self.copy(empty, copies)
-        elif group == 0:
-            q_tile = cute.tile_to_shape(
-                warpgroup.make_smem_layout_atom(self.keys_swizzle, self.dtype), (ROWS, self.depth), (0, 1)
-            )
-            s_q = storage.q.get_tensor(q_tile.outer, swizzle=q_tile.inner)
-            self.score(
-                scales, lse, partial_lse, s_q, s_k, s_p, descriptor, rescale, moved, inverse, full, ready, mma_qk, rank
-            )
         else:
-            cute.arch.setmaxregister_increase(self.registers[0])
-            self.accumulate(
-                out, partial_out, s_k, s_p, descriptor, rescale, moved, inverse, full, empty, ready, mma_pv, group - 1,
-                rank, warp_idx, schedule,
-            )  # fmt: skip
+            if group == 0:
+                q_tile = cute.tile_to_shape(
+                    warpgroup.make_smem_layout_atom(self.keys_swizzle, self.dtype), (ROWS, self.depth), (0, 1)
+                )
+                s_q = storage.q.get_tensor(q_tile.outer, swizzle=q_tile.inner)
+                self.score(
+                    scales, lse, partial_lse, s_q, s_k, s_p, descriptor, rescale, moved, inverse, full, ready, mma_qk,
+                    rank,
+                )  # fmt: skip
+            else:
+                cute.arch.setmaxregister_increase(self.registers[0])
+                self.accumulate(
+                    out, partial_out, s_k, s_p, descriptor, rescale, moved, inverse, full, empty, ready, mma_pv,
+                    group - 1, rank, warp_idx, schedule,
+                )  # fmt: skip
+            # Not by the warps without work: `combine` would come at once, and wait in the way.
+            cute.arch.griddepcontrol_launch_dependents()
         self.end()
 
     # ---- copies (one warp)
