@@ -1,2 +1,0 @@
-BASE = 'cand'
-PATCH = {'sm90/mla_decode.py': [('        cute.arch.griddepcontrol_launch_dependents()\n        self.end()\n', '        if group > 0:\n            cute.arch.griddepcontrol_launch_dependents()\n        self.end()\n')]}
