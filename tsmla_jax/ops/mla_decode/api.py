@@ -60,8 +60,8 @@ def mla_decode(
 
     Returns:
       out [B, S, H, L] (or [T, H, L]) in q's dtype, bfloat16 when q is fp8; with return_lse also lse [B, S, H] (or [T,
-      H]), float32, natural logarithm. A row that sees no key gives out 0 and lse -inf. With fp8 q on Hopper's cute kernel
-      the scores are sums of its fp8 tensor cores: lse is off by up to D / 32 * 2^-13 of the greatest score.
+      H]), float32, natural logarithm. A row that sees no key gives out 0 and lse -inf. With fp8 q, "cute" on Hopper has
+      its scores from fp8 tensor cores: lse is off by up to D / 32 * 2^-13 of the greatest score.
 
     Derivatives: implementation="reference" can be differentiated; "xla" and "cute" raise NotImplementedError (train
     through mla_prefill). vmap, jit, eval_shape, jax.export and shard_map over heads or batch work with all of them;
