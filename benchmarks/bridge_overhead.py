@@ -15,13 +15,13 @@ import datetime
 import json
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 from absl import app, flags
+from timing import head
 
 PEERS = flags.DEFINE_string("peers", None, "folder of the module `peers`")
 OUT = flags.DEFINE_string("out", None, "where the rows go")
@@ -103,10 +103,7 @@ def main(argv: list[str]) -> int:
                 function()
                 taken.append((time.perf_counter_ns() - begin) / 1e3)
             torch.cuda.synchronize()
-    commit = (
-        COMMIT.value
-        or subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    )
+    commit = COMMIT.value or head()
     common = {
         "b": BATCH, "s": 1, "h": HEADS, "keys": PAGES * PAGE, "device": torch.cuda.get_device_name(0),
         "host": platform.processor() or platform.machine(), "torch": torch.__version__,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from typing import Any
 from absl import app, flags
 from decode import COMMIT, OUT, SECONDS
 from figures import LATENT, ROPE
-from timing import time_all, versions
+from timing import head, time_all, versions
 
 TOKENS = flags.DEFINE_list("tokens", ["1", "128", "4096", "16384", "65536"], "numbers of tokens")
 OPS = flags.DEFINE_list("ops", ["write_kv_cache", "rope_write_kv_cache", "gather_kv_cache"], "operations")
@@ -150,10 +149,7 @@ def main(argv: list[str]) -> int:
     import torch
 
     begun = time.monotonic()
-    commit = (
-        COMMIT.value
-        or subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    )
+    commit = COMMIT.value or head()
     common = {
         "page": PAGE,
         "device": torch.cuda.get_device_name(0),

@@ -24,7 +24,6 @@ import json
 import math
 import multiprocessing
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from typing import Any
 
 from absl import app, flags
 from figures import BYTES_PER_KEY, BYTES_PER_S, FLOPS_PER_S, LATENT, ROPE
-from timing import time_all, versions
+from timing import head, time_all, versions
 
 PEERS = flags.DEFINE_string("peers", None, "folder of the module `peers`")
 OUT = flags.DEFINE_string("out", None, "where the rows go")
@@ -247,9 +246,7 @@ def main(argv: list[str]) -> int:
                 import flash_attn.cute.interface  # noqa: F401
 
                 names.append("fa4")
-    commit = COMMIT.value or subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
+    commit = COMMIT.value or head()
     common = {
         "dtype": CACHE.value,
         "page": PAGE,

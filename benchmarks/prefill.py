@@ -21,7 +21,6 @@ import itertools
 import json
 import math
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from absl import app, flags
-from timing import time_all, versions
+from timing import head, time_all, versions
 
 PEERS = flags.DEFINE_string("peers", None, "folder of the module `peers`")
 OUT = flags.DEFINE_string("out", None, "where the rows go")
@@ -263,10 +262,7 @@ def main(argv: list[str]) -> int:
             names.append("fa4")
         except ImportError:
             pass
-    commit = (
-        COMMIT.value
-        or subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    )
+    commit = COMMIT.value or head()
     common = {
         "dtype": DTYPE,
         "head_dims": [QK_DIM, V_DIM],

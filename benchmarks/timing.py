@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,12 @@ def time_all(functions: dict[str, Callable[[], Any]], iterations: int) -> dict[s
             events[name].append((start, stop))
     torch.cuda.synchronize()
     return {name: sorted(a.elapsed_time(b) for a, b in pairs)[iterations // 2] * 1e3 for name, pairs in events.items()}
+
+
+def head() -> str:
+    """The commit that is checked out, abbreviated."""
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(git, capture_output=True, text=True).stdout.strip()
 
 
 def versions() -> dict[str, str]:

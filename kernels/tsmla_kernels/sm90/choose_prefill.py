@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from tsmla_kernels.sm90.choose import FP8
+
 if TYPE_CHECKING:
     from tsmla_kernels.contract import PrefillSpec
 
-FP8 = "float8_e4m3fn"
 GROUP_ROWS = 64  # query rows of one warpgroup: the M of its WGMMA
-SMEM_BYTES = 232_448  # shared memory that one CTA may have on sm_90
 PLAN_WORDS = 8  # int32 of one row of the plan
 HEAD_DIMS = ((192, 128), (128, 128), (64, 64))
 FP8_HEAD_DIMS = ((192, 128),)

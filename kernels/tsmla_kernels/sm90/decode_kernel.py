@@ -41,7 +41,7 @@ class DecodeKernel(DecodeRing, DecodeSoftmax, DecodeCombine):
         self.config, self.dtype, self.p_dtype = config, dtype, p_dtype
         self.itemsize = dtype.width // 8
         self.heads, self.max_q_len = config.num_heads, config.max_q_len
-        self.latent, self.rope, self.depth = config.latent_dim, config.rope_dim, config.head_dim
+        self.latent, self.depth = config.latent_dim, config.head_dim
         self.page_size, self.ragged, self.causal = config.page_size, config.ragged, config.causal
         self.invariant, self.cluster, self.narrow = config.batch_invariant, config.cluster, config.narrow
         self.multicast = self.cluster > 1 and not self.narrow

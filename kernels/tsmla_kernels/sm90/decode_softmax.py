@@ -39,6 +39,14 @@ class DecodeSoftmax(WarpHelpers):
     inverses: int
 
     @cute.jit
+    def seen_by_all(self, descriptor: cute.Tensor, at: Int32):
+        """Keys that every row of piece `at` sees: blocks of these need no mask."""
+        seen = self.uniform(descriptor[2, at])
+        if const_expr(self.causal):
+            seen = self.uniform(cutlass.min(seen, descriptor[3, at] + descriptor[4, at] // self.heads))
+        return seen
+
+    @cute.jit
     def mask(self, s: cute.Tensor, b: Int32, descriptor: cute.Tensor, at: Int32, row_low: Int32, lane: Int32):
         """Scores of the keys that a row does not see."""
         keys = descriptor[2, at]

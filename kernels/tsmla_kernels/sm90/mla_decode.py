@@ -23,13 +23,13 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKind
 
-from tsmla_kernels.sm90.choose import FP8, ROWS, DecodeConfig
+from tsmla_kernels.sm90.choose import ROWS, DecodeConfig
 from tsmla_kernels.sm90.decode_kernel import DecodeKernel
 from tsmla_kernels.sm90.decode_ring import TABLE_AHEAD
 from tsmla_kernels.sm90.decode_schedule import DESCRIPTOR_WORDS
 from tsmla_kernels.sm90.decode_softmax import LOWEST
+from tsmla_kernels.sm90.warp_helpers import DTYPES
 
-DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, FP8: cutlass.Float8E4M3FN}
 LOG2_E = math.log2(math.e)
 OVERHEAD = 8  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
 RESCALE_BITS = 8.0  # how far the running maximum may lag where arithmetic is the bound: following it at once takes 10 %
@@ -458,11 +458,7 @@ class MlaDecode(DecodeKernel):
                 for i in cutlass.range_constexpr(2):
                     m[i] = Float32(LOWEST)
                     l[i] = Float32(0.0)
-                seen_by_all = self.uniform(descriptor[2, at])
-                if const_expr(self.causal):
-                    seen_by_all = self.uniform(
-                        cutlass.min(seen_by_all, descriptor[3, at] + descriptor[4, at] // self.heads)
-                    )
+                seen_by_all = self.seen_by_all(descriptor, at)
                 previous = index
                 arrived = Int32(0)
                 for b in cutlass.range(b_begin, b_end, unroll=1):

@@ -286,11 +286,7 @@ class MlaDecodeFp8(DecodeKernel):
                 for i in cutlass.range_constexpr(2):
                     m[i] = Float32(LOWEST)
                     l[i] = Float32(0.0)
-                seen_by_all = self.uniform(descriptor[2, at])
-                if const_expr(self.causal):
-                    seen_by_all = self.uniform(
-                        cutlass.min(seen_by_all, descriptor[3, at] + descriptor[4, at] // self.heads)
-                    )
+                seen_by_all = self.seen_by_all(descriptor, at)
                 cute.arch.mbarrier_wait(full + index, phase)
                 self.multiply(mma_qk, thr_qk, acc, t_q, s_k, s_p, index)
                 warpgroup.wait_group(0)
@@ -474,11 +470,7 @@ class MlaDecodeFp8(DecodeKernel):
         """Fragment g of V^T, 32 keys of a tile of latents, into its place of r_v."""
         address = self.columns(here, g % self.m_tiles) + (g // self.m_tiles) * (32 * 64)
         # Two keys of two neighbouring latents a word.
-        words[0], words[1], words[2], words[3] = cute.arch.inline_ptx(
-            "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-            write_only_types=[Int32, Int32, Int32, Int32],
-            read_only_args=[address],
-        )
+        words[0], words[1], words[2], words[3] = self.load_transposed(address)
         for i in cutlass.range_constexpr(4):
             words[i] = Int32(cute.arch.prmt(words[i], words[i], 0x3120))  # a latent's keys together
         wide = cute.recast_tensor(words, self.dtype).load().to(self.p_dtype)

@@ -21,8 +21,9 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKind
 
-from tsmla_kernels.sm90.choose_prefill import FP8, GROUP_ROWS, SMEM_BYTES, PrefillConfig
-from tsmla_kernels.sm90.warp_helpers import WarpHelpers
+from tsmla_kernels.sm90.choose import FP8, SMEM_BYTES
+from tsmla_kernels.sm90.choose_prefill import GROUP_ROWS, PrefillConfig
+from tsmla_kernels.sm90.warp_helpers import DTYPES, WarpHelpers
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
@@ -77,7 +78,7 @@ class MlaPrefill(WarpHelpers):
     def __init__(self, config: PrefillConfig) -> None:
         self.config = config
         self.fp8 = config.dtype == FP8
-        self.dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, FP8: cutlass.Float8E4M3FN}[config.dtype]
+        self.dtype = DTYPES[config.dtype]
         self.out_dtype = cutlass.BFloat16 if self.fp8 else self.dtype
         self.bytes = self.dtype.width // 8
         self.k_step = 32 // self.bytes  # of one WGMMA
@@ -670,21 +671,6 @@ class MlaPrefill(WarpHelpers):
             slot = (slot + 1) % SLOTS
             cute.arch.mbarrier_wait(landed + index, phase)
             blocks = slots[0, slot]
-
-    def load_transposed(self, address: Int32):
-        """Four 8 x 8 matrices of 16-bit words, transposed; a lane gives the address of one of their rows."""
-        return cute.arch.inline_ptx(
-            "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-            write_only_types=[Int32] * 4,
-            read_only_args=[address],
-        )
-
-    def store_matrices(self, address: Int32, a: Int32, b: Int32, c: Int32, d: Int32):
-        """Four 8 x 8 matrices of 16-bit words; a lane gives the address of one of their rows."""
-        cute.arch.inline_ptx(
-            "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-            read_only_args=[address, a, b, c, d],
-        )
 
     def store_zeros(self, address: Int32):
         """16 bytes of zeros."""

@@ -4,6 +4,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
+from tsmla_kernels.sm90.choose import FP8
+
+DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, FP8: cutlass.Float8E4M3FN}
+
 
 class WarpHelpers:
     """Device functions of decode and prefill. `stages` is how many stages a kernel's ring has."""
@@ -23,6 +27,21 @@ class WarpHelpers:
             index = Int32(0)
             phase ^= 1
         return index, phase
+
+    def load_transposed(self, address: Int32):
+        """Four 8 x 8 matrices of 16-bit words, transposed; a lane gives the address of one of their rows."""
+        return cute.arch.inline_ptx(
+            "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+            write_only_types=[Int32] * 4,
+            read_only_args=[address],
+        )
+
+    def store_matrices(self, address: Int32, a: Int32, b: Int32, c: Int32, d: Int32):
+        """Four 8 x 8 matrices of 16-bit words; a lane gives the address of one of their rows."""
+        cute.arch.inline_ptx(
+            "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+            read_only_args=[address, a, b, c, d],
+        )
 
     @cute.jit
     def transpose_quad(self, words: cute.Tensor, quad: Int32):
