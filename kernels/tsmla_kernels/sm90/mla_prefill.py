@@ -27,7 +27,9 @@ from tsmla_kernels.sm90.warp_helpers import DTYPES, WarpHelpers
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
-P_BITS = 8  # fp8: P is scaled by 2^8, so that what is above 2^-14 of a row's greatest keeps all bits of e4m3
+# fp8: P is scaled by 2^6, so that what is above 2^-12 of a row's greatest keeps all bits of e4m3. The maximum that P is
+# relative to may stay up to 2 bits behind the true one: P's greatest is then 256 of 448.
+P_BITS, SLACK = 6, 2
 LOWEST = -1e30  # of the running maximum: finite, so that a row without keys needs no case of its own
 SLOTS = 8  # ring of tile descriptors: the copies are at most three tiles ahead of an epilogue
 SLOT_WORDS = 8
@@ -457,6 +459,11 @@ class MlaPrefill(WarpHelpers):
             m = m_tiles - 1 - index // heads_here  # the tiles with most keys first
             row = m * self.tile_rows
             rows = cutlass.min(q_len - row, self.tile_rows)
+            if const_expr(self.tile_rows != self.block):
+                # The masks' edges lie within blocks anyway, so the tile that is not full is the one with fewest keys.
+                first = q_len - (m_tiles - m) * self.tile_rows
+                row = cutlass.max(first, 0)
+                rows = first + self.tile_rows - row
             seen = kv_len
             if const_expr(self.causal):
                 seen = cutlass.max(cutlass.min(kv_len, kv_len - q_len + row + rows), 0)
@@ -493,7 +500,8 @@ class MlaPrefill(WarpHelpers):
         barriers: cutlass.Constexpr,
         heads: Int32,
     ):
-        """The copying warp: K of a block, then V of the block before, and Q once the tile before has left it."""
+        """The copying warp: K of a block, then V of the block before (in fp8 its own), and Q once the tile before has
+        left it."""
         q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
         lane = cute.arch.lane_idx()
         tile, _, _ = cute.arch.block_idx()
@@ -532,10 +540,15 @@ class MlaPrefill(WarpHelpers):
                         self.rope_tiles,
                         self.k_tiles,
                     )
-                if v_index >= 0:
-                    cute.arch.mbarrier_wait(v_empty + v_index, v_phase)
-                    self.copy_values(tma_v, tma_v_tensor, s_v, v_full, v_index, v_row, v_head)
-                v_index, v_phase, v_row, v_head = index, phase, kv_row, head
+                if const_expr(self.fp8):
+                    # Transposed long ago, what lay there is free before K's place is.
+                    cute.arch.mbarrier_wait(v_empty + index, phase)
+                    self.copy_values(tma_v, tma_v_tensor, s_v, v_full, index, kv_row, head)
+                else:
+                    if v_index >= 0:
+                        cute.arch.mbarrier_wait(v_empty + v_index, v_phase)
+                        self.copy_values(tma_v, tma_v_tensor, s_v, v_full, v_index, v_row, v_head)
+                    v_index, v_phase, v_row, v_head = index, phase, kv_row, head
                 index, phase = self.advance(index, phase)
                 if b == 0:
                     for g in cutlass.range(self.groups, unroll=1):
@@ -696,7 +709,9 @@ class MlaPrefill(WarpHelpers):
         columns: cutlass.Constexpr[int],
         swizzled: cutlass.Constexpr,
     ):
-        address = self.uniform(smem.toint() + index * (rows * columns * self.bytes))
+        address = smem.toint() + index * (rows * columns * self.bytes)
+        if const_expr(not self.fp8):
+            address = self.uniform(address)
         atom = warpgroup.make_smem_layout_atom(swizzled, self.dtype)
         layout = cute.tile_to_shape(atom, (rows, columns), (0, 1))
         pointer = cute.make_ptr(self.dtype, address, cute.AddressSpace.smem, assumed_align=1024)
@@ -816,10 +831,24 @@ class MlaPrefill(WarpHelpers):
                 self.zero_rows(s_v, v_full, v_index, v_phase, v_keys, t, group)
                 if blocks > 0:
                     # The next tile's first scores beside this tile's last values.
-                    n = blocks - 1
                     keys, unmasked = self.limits(slots, (tile + 1) % SLOTS, group, row_low, limit)
+                    unseen = Int32(0)
+                    passed, passed_phase = index, phase
+                    if const_expr(self.fp8 and self.causal):
+                        # Of a tile of more rows than a block has keys, the upper ones see nothing of the last block.
+                        if blocks > 1 and unmasked + GROUP_ROWS - 1 <= (blocks - 1) * self.block:
+                            unseen = Int32(1)
+                            blocks -= 1
+                            self.wait(k_full + index, phase)
+                            self.leave(k_empty + index)
+                            index, phase = self.advance(index, phase)
+                    n = blocks - 1
                     self.issue(products, barriers, index, phase, v_index, v_phase, group)
                     self.leave(k_empty + index)
+                    if const_expr(self.fp8 and self.causal):
+                        if unseen == 1:
+                            self.wait(v_full + passed, passed_phase)
+                            self.leave(v_empty + passed)
                     if (n + 1) * self.block > unmasked:
                         self.mask(s, limit, n, lane)
                     m_next.fill(LOWEST)
@@ -861,13 +890,26 @@ class MlaPrefill(WarpHelpers):
         """When it is this warpgroup's turn: S of a block, and O += P V of the one before. Returns when S is there."""
         _, _, k_full, _, v_full, _ = barriers
         mma_first, mma_qk, thr_qk, acc_s, t_q, s_k, mma_pv, thr_pv, acc_o, operand_p, _, s_v = products
-        cute.arch.mbarrier_wait(k_full + index, phase)
+        self.wait(k_full + index, phase)
         self.take_turn(group)
         self.scores(mma_first, mma_qk, thr_qk, acc_s, t_q, s_k, index)
-        cute.arch.mbarrier_wait(v_full + v_index, v_phase)
+        self.wait(v_full + v_index, v_phase)
         self.values(mma_pv, thr_pv, acc_o, operand_p, s_v, v_index)
         self.pass_turn(group)
         warpgroup.wait_group(1)
+
+    @cute.jit
+    def wait(self, barrier: cute.Pointer, phase: Int32):
+        """Wait for a barrier's phase; in fp8, where a block takes less time, without what mbarrier_wait does between
+        two looks at it."""
+        if const_expr(self.fp8):
+            cute.arch.inline_ptx(
+                "{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [{$r0}], {$r1}; @p bra DONE;"
+                " bra AGAIN; DONE: }",
+                read_only_args=[barrier.toint(), phase],
+            )
+        else:
+            cute.arch.mbarrier_wait(barrier, phase)
 
     @cute.jit
     def finish(
@@ -888,16 +930,23 @@ class MlaPrefill(WarpHelpers):
         factor = self.maxima(s, m, l, scale)
         moved = cute.arch.vote_any_sync(factor[0] != 1.0 or factor[1] != 1.0)
         self.powers(s, 0, m, l, scale)
-        # V has long been there, but this ends a basic block: the assembler moves the wait for O up to the start of its
-        # block. Here O is done, and the rest of the softmax hides what it takes to use it.
-        cute.arch.mbarrier_wait(v_full + v_index, v_phase)
-        warpgroup.wait_group(0)
-        self.leave(v_empty + v_index)
+        if const_expr(not self.fp8):
+            # V has long been there, but this ends a basic block: the assembler moves the wait for O up to the start of
+            # its block. Here O is done, and the rest of the softmax hides what it takes to use it.
+            cute.arch.mbarrier_wait(v_full + v_index, v_phase)
+            warpgroup.wait_group(0)
+            self.leave(v_empty + v_index)
         if moved:
+            if const_expr(self.fp8):
+                warpgroup.wait_group(0)
             for c in cutlass.range_constexpr(self.width // 4):
                 o[0, c] = o[0, c] * factor[0]
                 o[1, c] = o[1, c] * factor[1]
         self.powers(s, 1, m, l, scale)
+        if const_expr(self.fp8):
+            # The branch above ends the block, and the wait goes to where it ends. P's memory is free then too.
+            warpgroup.wait_group(0)
+            self.leave(v_empty + v_index)
         self.narrow(acc_s, to_p)
 
     @cute.jit
@@ -952,7 +1001,8 @@ class MlaPrefill(WarpHelpers):
 
     @cute.jit
     def take_turn(self, group: Int32):
-        """Wait until the warpgroup before has issued its products. In fp8 whoever is ready issues."""
+        """Wait until the warpgroup before has issued its products. In fp8 whoever is ready issues: of three warpgroups
+        some pass over blocks."""
         if const_expr(not self.fp8):
             cute.arch.barrier(barrier_id=1 + group, number_of_threads=256)
 
@@ -1026,7 +1076,11 @@ class MlaPrefill(WarpHelpers):
             high = cute.arch.fmax(cute.arch.fmax(highs[0], highs[1]), cute.arch.fmax(highs[2], highs[3]))
             high = cute.arch.fmax(high, cute.arch.shuffle_sync_bfly(high, offset=1))
             high = cute.arch.fmax(high, cute.arch.shuffle_sync_bfly(high, offset=2))
-            new = cute.arch.fmax(m[i], high * scale - P_BITS if const_expr(self.fp8) else high * scale)
+            if const_expr(self.fp8):
+                new = high * scale - P_BITS
+                new = cutlass.select_(new > m[i] + SLACK, new, m[i])
+            else:
+                new = cute.arch.fmax(m[i], high * scale)
             factor[i] = cute.math.exp2(m[i] - new, fastmath=True)
             m[i] = new
             l[i] = l[i] * factor[i]
