@@ -1,6 +1,7 @@
 """The prefill kernel inside jax on a GPU: right, compiled once, differentiated, transformed, with NaN beside data."""
 
 import itertools
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,10 @@ Results = tuple[jax.Array, jax.Array]
 
 @pytest.fixture(scope="module")
 def compiled_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("gpu-prefill-objects")
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has a folder of its own in one that all share
+        root = root.parent
+    return root / "gpu-prefill-objects"
 
 
 @pytest.fixture(autouse=True)
