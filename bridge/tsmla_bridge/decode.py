@@ -301,7 +301,9 @@ class _KernelPlan(Plan):
         self.checked = data_checks.enabled()
         layout = decode_layout(config, sms, spec.batch, width, rows)
         self.size = layout.size
-        self.new_out = (self.places.shape, self.places.strides, self.places.dtype)
+        places = self.places
+        self.new_out = (places.shape, places.strides, places.dtype)
+        self.new_lse = (places.rows, places.row_strides, places.lse_dtype)
         *self.offsets, self.lse_offset = layout.offsets.values()
         self.simple = not (self.checked or self.page_step > 1 or self.table_is_slice or spec.ragged)
 
@@ -318,10 +320,12 @@ class _KernelPlan(Plan):
             with torch.cuda.device(self.index):
                 return self.run(call)
         q, kv_cache, block_tables, seq_lens, cu_seqlens_q, pair, return_lse, out, lse, workspace = call
-        if out is None and lse is None and return_lse is False:  # the usual, in one step
+        if out is None and lse is None and (return_lse is False or return_lse is True):  # the usual, in one step
             out = devices.new_tensor(*self.new_out)
+            if return_lse:
+                lse = devices.new_tensor(*self.new_lse)
         else:
-            out, lse = self.places.take(return_lse, out, lse, on_current=True)
+            out, lse = self.places.take(return_lse, out, lse)
         stream = devices.current_stream(self.index)
         if not self.simple:
             block_tables = self.prepare(block_tables, seq_lens, cu_seqlens_q, out, lse)

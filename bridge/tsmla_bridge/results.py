@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tsmla_bridge import devices, tensors
+from tsmla_bridge import tensors
 from tsmla_bridge.tensors import DTYPES
 from tsmla_kernels import contract
 
@@ -35,16 +35,12 @@ class Places:
         dtypes = DTYPES[out_dtype], DTYPES[lse_dtype]
         return cls(rows, _row_major(rows), shape, _row_major(shape), *dtypes, q.device)
 
-    def take(
-        self, return_lse: bool, out: torch.Tensor | None, lse: torch.Tensor | None, *, on_current: bool = False
-    ) -> Results:
-        """The tensors to write to. ValueError / TypeError if one of the caller's can't take its result.
-
-        on_current: their device is a GPU and is the current one, where new ones cost less."""
+    def take(self, return_lse: bool, out: torch.Tensor | None, lse: torch.Tensor | None) -> Results:
+        """The tensors to write to. ValueError / TypeError if one of the caller's can't take its result."""
         if return_lse is not True and return_lse is not False:
             contract.static_bool("return_lse", return_lse)
         if out is None:
-            out = self._new(self.shape, self.strides, self.dtype, on_current)
+            out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
         else:
             tensors.check_output("out", out, self.shape, self.dtype, self.device)
         if lse is not None:
@@ -52,15 +48,8 @@ class Places:
                 raise ValueError("lse: got a tensor; it is written with return_lse=True alone")
             tensors.check_output("lse", lse, self.rows, self.lse_dtype, self.device)
         elif return_lse:
-            lse = self._new(self.rows, self.row_strides, self.lse_dtype, on_current)
+            lse = torch.empty_strided(self.rows, self.row_strides, dtype=self.lse_dtype, device=self.device)
         return out, lse
-
-    def _new(
-        self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, on_current: bool
-    ) -> torch.Tensor:
-        if on_current:
-            return devices.new_tensor(shape, strides, dtype)
-        return torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
 
     def hand_over(
         self,

@@ -27,6 +27,9 @@ Pair = tuple[float, float] | torch.Tensor
 MAX_PAIRS = 256
 """Pairs kept for a stream: some for each kind of layer of a model. Beyond that all are forgotten and written anew."""
 
+DEFAULT_STREAM = 0
+"""The one stream that CUDA can't capture, so that nobody needs to ask."""
+
 GREATEST = torch.finfo(torch.float32).max
 
 _lock = threading.Lock()
@@ -102,7 +105,7 @@ def on_device(pair: Pair, index: int, stream: int) -> torch.Tensor:
     until then."""
     if not isinstance(pair, tuple):
         return pair
-    if devices.is_capturing():
+    if stream != DEFAULT_STREAM and devices.is_capturing():
         return _in_capture(pair, index, stream)
     known = _of_stream.get((index, stream))
     if known is not None and (found := known.get(pair)) is not None:

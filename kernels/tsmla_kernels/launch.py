@@ -23,6 +23,16 @@ from tsmla_kernels.compile import ENTRY_PREFIX
 LIBRARY = "libcute_dsl_runtime.so"
 
 
+Run = Callable[[ctypes.c_void_p, ctypes.c_size_t], int]
+"""(address of the entry's arguments, their number) -> 0, or the runtime's error."""
+
+
+Launch = Callable[[int, Sequence[int]], None]
+"""A launch whose sizes are settled. It takes the stream, a cudaStream_t of the current device, and the addresses of the
+arrays, and returns at once. Any number of threads may call one at the same time. It raises ValueError if an address
+isn't aligned as its operand needs it, and RuntimeError if CUDA refuses the launch."""
+
+
 class ArrayView(NamedTuple):
     """A dense, row-major array in device memory. dtype is its name, as in the catalog."""
 
@@ -64,10 +74,7 @@ class Launcher:
         self._check(create(ctypes.byref(self._module), module, size, None, none))
         prefix = ENTRY_PREFIX.encode()
         self._check(self._runtime.CuteDSLRT_Module_Get_Function(ctypes.byref(self._function), self._module, prefix))
-        # (address of the arguments, their number) -> 0, or the runtime's error
-        self._run: Callable[[int, int], int] = functools.partial(
-            self._runtime.CuteDSLRT_Function_Run, self._function.value
-        )
+        self._run: Run = functools.partial(self._runtime.CuteDSLRT_Function_Run, self._function)
         self._bound: dict[tuple[tuple[int, ...], ...], Launch] = {}
 
     def bind(self, shapes: Sequence[tuple[int, ...]]) -> Launch:
@@ -77,7 +84,7 @@ class Launcher:
         """
         for operand, shape in zip(self.operands, shapes, strict=True):
             operand.check(shape, operand.dtype)
-        return Launch(self.name, self.operands, shapes, self._run, self._check)
+        return launch_of(self.name, self.operands, shapes, self._run, self._check)
 
     def __call__(self, stream: int, arrays: Sequence[ArrayView]) -> None:
         """Launch on `stream` (a cudaStream_t as an int) of the current device; returns at once.
@@ -105,57 +112,48 @@ class Launcher:
             raise RuntimeError(f"{self.name}: the CuTe DSL runtime says {name}: {said}")
 
 
-class Launch:
-    """A launch whose sizes are settled, so that only the stream and the addresses are left: what is repeated at every
-    call costs a few microseconds. Any number of threads may use one at the same time."""
+def launch_of(
+    name: str,
+    operands: Sequence[Operand],
+    shapes: Sequence[tuple[int, ...]],
+    run: Run,
+    check: Callable[[int], None],
+) -> Launch:
+    """A launch of the kernel `name` on arrays of these shapes: `run` starts it, and `check` raises what `run` returns
+    unless that is 0. What is settled here isn't done again at every call, and nothing is looked up on an object: a call
+    is to cost little more than CUDA's part of it."""
+    where = slice(FIRST_DESCRIPTOR, FIRST_DESCRIPTOR + 2 * len(operands), 2)
+    # Of the words as one number, the bits that addresses must not have: alignments are powers of two.
+    misaligned = sum(
+        (operand.align - 1) << 64 * at for operand, at in zip(operands, range(where.stop)[where], strict=True)
+    )
+    sizes = [(ctypes.c_int64 * len(shape))(*shape) for shape in shapes]
+    # Blocks that no launch is using. A list's pop and append are atomic.
+    free: list[_Arguments] = []
+    number_of = int.from_bytes
 
-    def __init__(
-        self,
-        name: str,
-        operands: Sequence[Operand],
-        shapes: Sequence[tuple[int, ...]],
-        run: Callable[[int, int], int],
-        check: Callable[[int], None],
-    ) -> None:
-        self._name, self._run, self._check = name, run, check
-        self._operands = tuple(operands)
-        self._where = slice(FIRST_DESCRIPTOR, FIRST_DESCRIPTOR + 2 * len(operands), 2)
-        # Of the words as one number, the bits that addresses must not have: alignments are powers of two.
-        self._misaligned = sum(
-            (operand.align - 1) << 64 * at
-            for operand, at in zip(operands, range(self._where.stop)[self._where], strict=True)
-        )
-        self._sizes = [(ctypes.c_int64 * len(shape))(*shape) for shape in shapes]
-        self._count = len(self._operands) + 2
-        # Blocks that no launch is using. A list's pop and append are atomic.
-        self._free: list[_Arguments] = []
-
-    def __call__(self, stream: int, addresses: Sequence[int]) -> None:
-        """Launch on `stream` of the current device, with the arrays at these addresses; returns at once.
-
-        Raises:
-          ValueError: an address isn't aligned as its operand needs it.
-          RuntimeError: CUDA refused the launch.
-        """
+    def launch(stream: int, addresses: Sequence[int]) -> None:
         try:
-            block = self._free.pop()
+            block = free.pop()
         except IndexError:
-            block = _Arguments(self._sizes)
+            block = _Arguments(sizes, run)
         words = block.words
         words[STREAM_WORD] = stream
-        words[self._where] = addresses  # type: ignore[call-overload]  # any sequence does
-        if int.from_bytes(block.memory, "little") & self._misaligned:
-            self._refuse(addresses)
-        if error := self._run(block.arguments, self._count):
-            self._check(error)
+        words[where] = addresses  # type: ignore[call-overload]  # any sequence does
+        if number_of(block.memory, "little") & misaligned:
+            raise _misaligned(operands, addresses)
+        if error := block.run():
+            check(error)
         if words[ERROR_WORD]:
-            raise RuntimeError(f"{self._name}: the launch failed with CUDA error {words[ERROR_WORD]}")
-        self._free.append(block)
+            raise RuntimeError(f"{name}: the launch failed with CUDA error {words[ERROR_WORD]}")
+        free.append(block)
 
-    def _refuse(self, addresses: Sequence[int]) -> None:
-        for operand, address in zip(self._operands, addresses, strict=True):
-            if address % operand.align:
-                raise ValueError(f"{operand.name}: got address {address:#x}; it must be a multiple of {operand.align}")
+    return launch
+
+
+def _misaligned(operands: Sequence[Operand], addresses: Sequence[int]) -> ValueError:
+    operand, address = next((o, a) for o, a in zip(operands, addresses, strict=True) if a % o.align)
+    return ValueError(f"{operand.name}: got address {address:#x}; it must be a multiple of {operand.align}")
 
 
 STREAM_WORD, ERROR_WORD, FIRST_DESCRIPTOR = 0, 1, 2
@@ -165,9 +163,9 @@ MAX_BOUND = 64  # launches that a Launcher keeps for its own __call__
 class _Arguments:
     """What the compiled entry reads at one launch, all in words of 64 bits: the stream; where it puts CUDA's error; a
     descriptor {address, pointer to its sizes} for each array; pointers to those; and pointers to all of these, which
-    are the entry's arguments. A launch fills in the stream and the addresses."""
+    are the entry's arguments. A launch fills in the stream and the addresses, and calls `run`."""
 
-    def __init__(self, sizes: Sequence[ctypes.Array[ctypes.c_int64]]) -> None:
+    def __init__(self, sizes: Sequence[ctypes.Array[ctypes.c_int64]], run: Run) -> None:
         count = len(sizes)
         pointers = FIRST_DESCRIPTOR + 2 * count
         arguments = pointers + count
@@ -180,7 +178,8 @@ class _Arguments:
             words[arguments + 1 + i] = base + word * (pointers + i)
         words[arguments] = base + word * STREAM_WORD
         words[arguments + count + 1] = base + word * ERROR_WORD
-        self.arguments = base + word * arguments
+        # As C's types once, not from Python's numbers at every call: half of what a call through ctypes costs.
+        self.run = functools.partial(run, ctypes.c_void_p(base + word * arguments), ctypes.c_size_t(count + 2))
         self.memory = memoryview(words).cast("B")[: word * pointers]  # up to the last descriptor
 
 
@@ -192,5 +191,4 @@ def _runtime() -> Any:
     library = ctypes.CDLL(str(path))
     for name in ("CuteDSLRT_GetErrorName", "CuteDSLRT_GetErrorString"):
         getattr(library, name).restype = ctypes.c_char_p
-    library.CuteDSLRT_Function_Run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     return library

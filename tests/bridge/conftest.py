@@ -82,9 +82,9 @@ class StandInLauncher(launch.Launcher):
         self.name, self.operands, self._bound = kernel.name, kernel.operands(config), {}
         gpu.loads += 1
 
-    def _run(self, arguments: int, count: int) -> int:  # type: ignore[override]
-        assert count == len(self.operands) + 2
-        pointers = (ctypes.c_void_p * count).from_address(arguments)
+    def _run(self, arguments: ctypes.c_void_p, count: ctypes.c_size_t) -> int:  # type: ignore[override]
+        assert count.value == len(self.operands) + 2 and arguments.value is not None
+        pointers = (ctypes.c_void_p * count.value).from_address(arguments.value)
         stream = ctypes.c_int64.from_address(pointers[0]).value
         found = {operand.name: self._operand(operand, pointers[1 + i]) for i, operand in enumerate(self.operands)}
         self.gpu.launches.append((stream, found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import re
 import threading
@@ -19,7 +20,7 @@ from tests.bridge.inputs import Inputs, assert_close, inputs
 from tsmla_bridge import Workspace, decode, devices, ops, prefill, scales, tensors
 from tsmla_kernels.catalog import KERNELS, MLA_DECODE, Operand
 from tsmla_kernels.contract import PrefillSpec
-from tsmla_kernels.launch import Launch
+from tsmla_kernels.launch import launch_of
 
 BF16 = 2**-7  # bf16's own step, of results of size one
 KERNEL = {"q_dtype": "bfloat16", "kv_dtype": "bfloat16", "latent_dim": 256, "rope_dim": 64, "heads": 3}
@@ -291,7 +292,8 @@ def test_with_out_and_a_workspace_nothing_is_allocated(gpu: Gpu, monkeypatch: py
     want = tsmla_bridge.mla_decode(*case.arrays, **options)
     out, lse = torch.full_like(want[0], torch.nan), torch.full_like(want[1], torch.nan)
     launched: list[Any] = []
-    monkeypatch.setattr(Launch, "__call__", lambda self, stream, addresses: launched.append(addresses))
+    (plan,) = decode._plans.values()
+    monkeypatch.setattr(plan, "launch", lambda stream, addresses: launched.append(addresses))
     with pytest.MonkeyPatch.context() as patch:
         for name in ("empty", "empty_strided", "zeros", "full", "linspace", "stack"):
             patch.setattr(torch, name, None)
@@ -472,20 +474,46 @@ def test_one_launch_serves_several_threads_at_once() -> None:
     """Each takes its own block of arguments, although they are in the middle of a launch at the same time."""
     operands = (Operand("x", "float32", (None, 4)), Operand("y", "float32", (None,), output=True))
     barrier = threading.Barrier(4)
-    blocks: list[int] = []
+    blocks: list[int | None] = []
 
-    def run(arguments: int, count: int) -> int:
-        blocks.append(arguments)
+    def run(arguments: ctypes.c_void_p, count: ctypes.c_size_t) -> int:
+        blocks.append(arguments.value)
         barrier.wait(timeout=30)
         return 0
 
-    launch = Launch("k", operands, ((3, 4), (3,)), run, lambda error: None)
+    launch = launch_of("k", operands, ((3, 4), (3,)), run, lambda error: None)
     threads = [threading.Thread(target=launch, args=(i, (16, 32))) for i in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(set(blocks)) == 4
+
+
+def test_a_launch_that_failed_says_so_and_the_next_one_runs() -> None:
+    """By the runtime's answer, and by the error that the entry leaves behind."""
+    found: list[int] = []
+
+    def run(arguments: ctypes.c_void_p, count: ctypes.c_size_t) -> int:
+        assert arguments.value is not None
+        pointers = (ctypes.c_void_p * count.value).from_address(arguments.value)
+        streams, errors = (ctypes.c_int64.from_address(pointers[at]) for at in (0, count.value - 1))
+        found.append(streams.value)
+        errors.value = 700 if streams.value == 7 else 0
+        return int(streams.value == 8)
+
+    def check(error: int) -> None:
+        raise RuntimeError(f"runtime's error {error}")
+
+    launch = launch_of("k", (Operand("x", "float32", (None, 4)),), ((3, 4),), run, check)
+    for stream, message in ((7, "k: the launch failed with CUDA error 700"), (8, "runtime's error 1")):
+        launch(1, (16,))
+        with pytest.raises(RuntimeError, match=message):
+            launch(stream, (16,))
+    launch(9, (16,))
+    with pytest.raises(ValueError, match="same size"):  # an address too many
+        launch(9, (16, 32))
+    assert found == [1, 7, 1, 8, 9]
 
 
 def test_prefill_goes_to_the_catalogs_kernel(gpu: Gpu) -> None:
