@@ -1,4 +1,4 @@
-"""Time the cache kernels against the copy of as many bytes, on one GPU in one run.
+"""Time the cache kernels and the merge kernel against the copy of as many bytes, on one GPU in one run.
 
     python3 benchmarks/cache.py --out FILE.json [--tokens 4096,16384] [--ops write_kv_cache] [--seconds 60]
 
@@ -24,17 +24,20 @@ from figures import LATENT, ROPE
 from timing import head, time_all, versions
 
 TOKENS = flags.DEFINE_list("tokens", ["1", "128", "4096", "16384", "65536"], "numbers of tokens")
-OPS = flags.DEFINE_list("ops", ["write_kv_cache", "rope_write_kv_cache", "gather_kv_cache"], "operations")
-HEADS = flags.DEFINE_integer("query_heads", 16, "query heads of rope_write_kv_cache")
+OPS = flags.DEFINE_list(
+    "ops", ["write_kv_cache", "rope_write_kv_cache", "gather_kv_cache", "merge_attention_states"], "operations"
+)
+HEADS = flags.DEFINE_integer("query_heads", 16, "query heads of rope_write_kv_cache and merge_attention_states")
 
-ARCH, PAGE, WIDTH = "sm_90a", 64, LATENT + ROPE
+ARCH, PAGE, WIDTH, V_WIDTH = "sm_90a", 64, LATENT + ROPE, 128
 FP8 = "float8_e4m3fn"
 DTYPES = {
     "write_kv_cache": (("bfloat16", "bfloat16"), ("bfloat16", FP8)),
     "rope_write_kv_cache": (("bfloat16", "bfloat16"), (FP8, FP8)),
     "gather_kv_cache": (("bfloat16", "bfloat16"), (FP8, "bfloat16")),
+    "merge_attention_states": (("bfloat16", "bfloat16"), ("float32", "float32")),
 }
-"""In and cache; query and cache; cache and out."""
+"""In and cache; query and cache; cache and out; parts and out."""
 
 
 def write_call(tokens: int, dtypes: tuple[str, str], **options: Any) -> tuple[Callable[[], Any], int]:
@@ -82,7 +85,26 @@ def gather_call(tokens: int, dtypes: tuple[str, str], **options: Any) -> tuple[C
     return call, moved(arrays[1:], tokens, dtypes[0])
 
 
-CALLS = {"write_kv_cache": write_call, "rope_write_kv_cache": rope_write_call, "gather_kv_cache": gather_call}
+def merge_call(tokens: int, dtypes: tuple[str, str], **options: Any) -> tuple[Callable[[], Any], int]:
+    """A launch of merge_attention_states on two parts of prefill's width, and the bytes that it moves."""
+    import torch
+
+    from tsmla_kernels.catalog import MERGE_ATTENTION_STATES
+
+    rows = tokens * HEADS.value
+    outs = [torch.randn(rows, V_WIDTH, device="cuda").to(getattr(torch, dtypes[0])) for _ in range(3)]
+    lses = [torch.randn(rows, device="cuda") for _ in range(3)]
+    arrays = [*outs[:2], *lses[:2], outs[2], lses[2]]
+    config = MERGE_ATTENTION_STATES.config(dtypes[0], V_WIDTH, **options)
+    return launch(MERGE_ATTENTION_STATES, config, arrays), sum(x.numel() * x.element_size() for x in arrays)
+
+
+CALLS = {
+    "write_kv_cache": write_call,
+    "rope_write_kv_cache": rope_write_call,
+    "gather_kv_cache": gather_call,
+    "merge_attention_states": merge_call,
+}
 
 
 def copy_calls(size: int) -> dict[str, Callable[[], Any]]:
@@ -169,7 +191,7 @@ def main(argv: list[str]) -> int:
         times = {name: round(us, 2) for name, us in timed.items()}
         us = times["us"]
         copy_us = times["copy_us"] = min(times["memcpy_us"], times["kernel_copy_us"])
-        heads = {"query_heads": HEADS.value} if op == "rope_write_kv_cache" else {}
+        heads = {"query_heads": HEADS.value} if op in ("rope_write_kv_cache", "merge_attention_states") else {}
         rows.append({"op": op, "dtypes": list(dtypes), "tokens": tokens, **heads, "bytes": size, **times, **common})
         print(
             f"{op:20s} {dtypes[0]:13s} {dtypes[1]:13s} {tokens:6d} tsmla {us:7.2f} memcpy {times['memcpy_us']:7.2f}"

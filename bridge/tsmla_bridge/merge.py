@@ -1,4 +1,9 @@
-"""merge_attention_states on torch tensors: one attention result from partial results over disjoint keys."""
+"""merge_attention_states on torch tensors: one attention result from partial results over disjoint keys.
+
+On a Hopper GPU by the catalog's kernel, one launch. In torch operations on CPUs, where a derivative is asked for, and
+where the kernel can't serve the call: a dtype or width that choose_merge refuses, rows of uneven strides or not at
+multiples of 16 bytes.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +11,23 @@ from collections.abc import Sequence
 
 import torch
 
-from tsmla_bridge import ops, tensors
+from tsmla_bridge import devices, kernels, ops, tensors
 from tsmla_bridge.tensors import DTYPES, accumulation_dtype
 from tsmla_kernels import contract
+from tsmla_kernels.catalog import MERGE_ATTENTION_STATES
+from tsmla_kernels.common import choose_merge
+
+PROVEN = ("sm_90a",)
+"""Architectures on which the kernel has run; on others it must be named."""
+
+ROW_ALIGN = 16
 
 
 def merge_attention_states(
-    outs: Sequence[torch.Tensor] | torch.Tensor, lses: Sequence[torch.Tensor] | torch.Tensor
+    outs: Sequence[torch.Tensor] | torch.Tensor,
+    lses: Sequence[torch.Tensor] | torch.Tensor,
+    *,
+    implementation: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The exact merge of attention over disjoint sets of keys: weights exp(lse_i - logsumexp(lse)).
 
@@ -22,21 +37,26 @@ def merge_attention_states(
       outs: N partial results [..., H, L], a sequence or one tensor with N in front; float16 to float64.
       lses: their logsumexps [..., H], natural logarithm; float32 or float64. A part with lse -inf saw no key: its out
         is ignored whatever it holds, NaN included.
+      implementation: "cute" (the kernel), "reference" (torch operations), or None: the kernel where it can run.
 
     Returns:
       out [..., H, L] in outs' dtype and lse [..., H]; a row that no part saw is 0 with lse -inf. Computed in float32
-      (float64 for float64), in plain torch operations. Differentiable in outs and lses.
+      (float64 for float64). Differentiable in outs and lses, in torch operations.
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
+      NotImplementedError: the named implementation can't run this call, with every reason.
     """
     outs, lses = _parts("outs", outs), _parts("lses", lses)
-    if torch.compiler.is_compiling() or ops.is_traced(*outs, *lses):
-        return torch.ops.tsmla.merge_attention_states(outs, lses)
-    return run(outs, lses)
+    derived = _derivative_asked_for(outs, lses)
+    if torch.compiler.is_compiling() or (not derived and ops.is_traced(*outs, *lses)):
+        return torch.ops.tsmla.merge_attention_states(outs, lses, implementation)
+    return run(outs, lses, implementation)
 
 
-def run(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def run(
+    outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], implementation: str | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """An eager call of merge_attention_states."""
     spec = contract.merge_spec(
         outs=[tensors.describe(f"outs[{i}]", out) for i, out in enumerate(outs)],
@@ -44,6 +64,8 @@ def run(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[tor
     )
     for name, parts in (("outs", outs), ("lses", lses)):
         tensors.same_device("outs[0]", outs[0], {f"{name}[{i}]": part for i, part in enumerate(parts)})
+    if _kernel_runs(spec, outs, lses, implementation):
+        return _launch(spec, outs, lses)
     dtype = accumulation_dtype(spec.out_dtype)
     lse = torch.stack([part.to(dtype) for part in lses])
     maximum = lse.amax(0).detach()
@@ -58,7 +80,66 @@ def run(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[tor
     )
     assert isinstance(merged, torch.Tensor)
     merged_lse = (maximum + total.log()).masked_fill(nothing, -torch.inf)
-    return merged.to(DTYPES[spec.out_dtype]), merged_lse.to(DTYPES[spec.lse_dtype])
+    # Dense, as what the kernel returns, whatever the parts' strides.
+    return merged.to(DTYPES[spec.out_dtype]).contiguous(), merged_lse.to(DTYPES[spec.lse_dtype]).contiguous()
+
+
+def _derivative_asked_for(*parts: Sequence[torch.Tensor]) -> bool:
+    given = (part for some in parts for part in some if isinstance(part, torch.Tensor))
+    return torch.is_grad_enabled() and any(part.requires_grad for part in given)
+
+
+def _kernel_runs(
+    spec: contract.MergeSpec, outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], implementation: str | None
+) -> bool:
+    """Whether the kernel is what runs this call. NotImplementedError, with every reason, if it was named and can't."""
+    kernels.check_implementation(implementation)
+    device = outs[0].device
+    if implementation == "reference" or (implementation is None and devices.kind(device) != "cuda"):
+        return False
+    reasons = kernels.reasons(MERGE_ATTENTION_STATES, device) + choose_merge.merge_reasons(spec)
+    if _derivative_asked_for(outs, lses):
+        reasons.append("a derivative is asked for; the kernel has none")
+    for i, out in enumerate(outs):
+        if _rows(out) is None:
+            where = f"strides {list(out.stride())} at address {out.data_ptr():#x}"
+            reasons.append(f"outs[{i}] has {where}, which the kernel can't read")
+    if reasons and implementation == "cute":
+        raise contract.not_runnable("merge_attention_states", "cute", reasons)
+    return not reasons and (implementation == "cute" or devices.arch(devices.index_of(device)) in PROVEN)
+
+
+def _launch(
+    spec: contract.MergeSpec, outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out = torch.empty(outs[0].shape, dtype=outs[0].dtype, device=outs[0].device)
+    lse = torch.empty(lses[0].shape, dtype=lses[0].dtype, device=lses[0].device)
+    if lse.numel() == 0:
+        return out, lse
+    # The kernel reads the first columns of rows that may be wider. What is left of lses is a 128th of the bytes.
+    rows = {f"out_{i}": rows for i, part in enumerate(outs) if (rows := _rows(part)) is not None}
+    dense = {f"lse_{i}": part.contiguous() for i, part in enumerate(lses)}
+    arrays = {name: kernels.view(x, (x.shape[0], x.stride(0))) for name, x in rows.items()}
+    arrays |= {name: kernels.view(x, (x.numel(),)) for name, x in dense.items()}
+    arrays |= {"out": kernels.view(out, (lse.numel(), out.shape[-1])), "lse": kernels.view(lse, (lse.numel(),))}
+    index = devices.index_of(out.device)
+    with devices.made_current(index):
+        stream = devices.current_stream(index)
+        config = choose_merge.merge_config(spec)
+        kernels.run("merge_attention_states", MERGE_ATTENTION_STATES, config, index, stream, arrays)
+    return out, lse
+
+
+def _rows(part: torch.Tensor) -> torch.Tensor | None:
+    """A part as [rows, L], the rows of one stride and at multiples of 16 bytes; None if it can't be seen so."""
+    try:
+        rows = part.view(-1, part.shape[-1])
+    except RuntimeError:
+        return None
+    if len(rows) == 1:  # whose stride may be anything
+        rows = rows.as_strided(rows.shape, (rows.shape[1], rows.stride(1)))
+    aligned = (rows.stride(0) * rows.element_size() % ROW_ALIGN, rows.data_ptr() % ROW_ALIGN) == (0, 0)
+    return rows if aligned and rows.stride(1) == 1 and rows.stride(0) >= rows.shape[1] else None
 
 
 def _parts(name: str, parts: Sequence[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:

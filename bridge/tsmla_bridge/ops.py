@@ -270,18 +270,20 @@ def _(kv_cache: Any, block_tables: Any, starts: Any, lens: Any, total_len: Any, 
 
 
 @torch.library.custom_op(
-    "tsmla::merge_attention_states", mutates_args=(), schema="(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)"
+    "tsmla::merge_attention_states",
+    mutates_args=(),
+    schema="(Tensor[] outs, Tensor[] lses, str? implementation) -> (Tensor, Tensor)",
 )
-def merge_op(outs: Any, lses: Any) -> Results:
+def merge_op(outs: Any, lses: Any, implementation: str | None) -> Results:
     """merge_attention_states."""
     from tsmla_bridge import merge
 
-    return merge.run(outs, lses)
+    return merge.run(outs, lses, implementation)
 
 
 @merge_op.register_fake
-def _(outs: Any, lses: Any) -> Results:
-    return torch.empty_like(outs[0]), torch.empty_like(lses[0])
+def _(outs: Any, lses: Any, implementation: str | None) -> Results:
+    return tuple(torch.empty(x[0].shape, dtype=x[0].dtype, device=x[0].device) for x in (outs, lses))  # type: ignore[return-value]
 
 
 # ---- what they share

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tsmla_kernels import contract, rope_contract
-from tsmla_kernels.common import choose_cache
+from tsmla_kernels.common import choose_cache, choose_merge
 from tsmla_kernels.sm90 import choose as sm90
 from tsmla_kernels.sm90 import choose_prefill as sm90_prefill
 from tsmla_kernels.sm100 import choose as sm100
@@ -516,6 +516,51 @@ GATHER_KV_CACHE = Kernel(
     presets=DECODE_PRESETS,
 )
 
+# ---- merging partial results, of any architecture
+
+
+def merge_operands(config: choose_merge.MergeConfig) -> tuple[Operand, ...]:
+    """The parts' rows may be wider than L: their first columns are what is read. The first part's memory is the
+    result's, where its owner has no further use for it."""
+    parts = range(config.parts)
+    return (
+        *(Operand(f"out_{i}", config.dtype, (None, None)) for i in parts),
+        *(Operand(f"lse_{i}", "float32", (None,), align=4) for i in parts),
+        Operand("out", config.dtype, (None, config.head_dim), True, alias="out_0"),
+        Operand("lse", "float32", (None,), True, align=4, alias="lse_0"),
+    )
+
+
+_MERGE_DEFAULTS = {"dtype": "bfloat16", "v_head_dim": "128", "parts": "2"}
+
+
+def merge_config(options: Mapping[str, str]) -> choose_merge.MergeConfig:
+    """As mla_prefill_config, for choose_merge.merge_config: `dtype` is that of attention whose results are merged, and
+    v_head_dim their width."""
+    values = {**_MERGE_DEFAULTS, **options}
+    known = {*_MERGE_DEFAULTS, *_CACHE_DEFAULTS, "kv_dtype", *_DECODE_DEFAULTS, *_PREFILL_DEFAULTS, "num_heads"}
+    if unknown := sorted(set(values) - known):
+        raise ValueError(f"--config: got option {unknown[0]!r}; legal: {', '.join(sorted(known))}")
+    spec = contract.MergeSpec(
+        num_parts=_integer(values, "parts"),
+        rows=(1,),
+        head_dim=_integer(values, "v_head_dim"),
+        out_dtype=contract.attention_out_dtype(values["dtype"]),
+        lse_dtype="float32",
+    )
+    return _chosen(choose_merge.merge_reasons(spec), choose_merge.merge_config(spec))
+
+
+MERGE_ATTENTION_STATES = Kernel(
+    name="merge_attention_states",
+    archs=choose_cache.ARCHS,
+    launcher="tsmla_kernels.common.merge_kernel:MergeAttentionStates",
+    config=choose_merge.MergeConfig,
+    operands=merge_operands,
+    from_options=merge_config,
+    presets=DECODE_PRESETS,
+)
+
 KERNELS = {
     kernel.name: kernel
     for kernel in (
@@ -526,6 +571,7 @@ KERNELS = {
         WRITE_KV_CACHE,
         ROPE_WRITE_KV_CACHE,
         GATHER_KV_CACHE,
+        MERGE_ATTENTION_STATES,
     )
 }
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tsmla_bridge import decode, devices, kernels, kv_cache, reference, scales
+from tsmla_bridge import decode, devices, kernels, kv_cache, merge, reference, scales
 from tsmla_bridge.tensors import DTYPES
 from tsmla_kernels import contract, launch
 from tsmla_kernels.catalog import Config, Kernel, Operand
@@ -168,6 +168,13 @@ class StandInLauncher(launch.Launcher):
         arrays = (of["kv_cache"], of["block_tables"], of["starts"], of["lens"])
         dtype = of["out"].dtype
         of["out"].copy_(kv_cache.gather(*arrays, len(of["out"]), of["kv_scale"][0], dtype, "reference"))
+
+    def _merge_attention_states(self, of: dict[str, torch.Tensor]) -> None:
+        parts = range(self.config.parts)
+        outs = [of[f"out_{i}"][:, : self.config.head_dim] for i in parts]
+        out, lse = merge.run(outs, [of[f"lse_{i}"] for i in parts], "reference")
+        of["out"].copy_(out)
+        of["lse"].copy_(lse)
 
 
 @pytest.fixture(autouse=True)

@@ -146,7 +146,7 @@ def opchecks() -> list[tuple[Any, tuple[Any, ...]]]:
         (ops.prefill_into_op, (*packed, torch.empty(5, 2, 8), torch.empty(5, 2))),
         (ops.write_op, (cache, latent, None, lens, None, 2.0, None)),
         (ops.gather_op, (cache, tables, lens * 0, lens, 12, torch.tensor(2.0), None, torch.float16, None)),
-        (ops.merge_op, ([torch.randn(3, 2, 8)] * 2, [torch.randn(3, 2)] * 2)),
+        (ops.merge_op, ([torch.randn(3, 2, 8)] * 2, [torch.randn(3, 2)] * 2, None)),
     ]
 
 

@@ -607,5 +607,46 @@ def test_a_cache_narrower_than_one_store_is_written_by_torch(gpu: Gpu) -> None:
         tsmla_bridge.write_kv_cache(cache, latent, None, slots, implementation="cute")
 
 
+def test_merges_go_to_the_catalogs_kernel(gpu: Gpu) -> None:
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(5, 3, 24, generator=generator).bfloat16()
+    outs = [torch.randn(5, 3, 16, generator=generator).bfloat16(), wide[..., :16], wide[..., 8:]]
+    lses = [torch.randn(5, 3, generator=generator), torch.randn(3, 5, generator=generator).T, torch.zeros(5, 3)]
+    lses[0][2], outs[0][2], lses[2][:] = -torch.inf, torch.nan, -torch.inf
+    want = tsmla_bridge.merge_attention_states(outs, lses, implementation="reference")
+    assert not gpu.launches
+    got = tsmla_bridge.merge_attention_states(outs, lses)
+    ((stream, operands),) = gpu.launches
+    assert stream == 0 and [x.dtype for x in got] == [torch.bfloat16, torch.float32]
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    assert operands["out_1"].data_ptr() == wide.data_ptr() and operands["out_1"].shape == (15, 24)
+    assert operands["lse_0"].data_ptr() == lses[0].data_ptr()
+    assert torch.isfinite(got[0]).all()
+
+    one = tsmla_bridge.merge_attention_states([wide[4, 2, 8:]], [torch.tensor(2.0)])  # a row of no other's stride
+    assert torch.equal(one[0], wide[4, 2, 8:]) and one[1] == 2 and len(gpu.launches) == 2
+    none = tsmla_bridge.merge_attention_states([out[:0] for out in outs], [lse[:0] for lse in lses])
+    assert none[0].shape == (0, 3, 16) and len(gpu.launches) == 2
+
+
+def test_merges_that_the_kernel_cannot_serve_are_torchs(gpu: Gpu) -> None:
+    outs, lses = torch.randn(2, 5, 3, 16), torch.randn(2, 5, 3)
+    turned = [out.transpose(0, 1) for out in torch.randn(2, 3, 5, 16)]
+    derived = outs.clone().requires_grad_()
+    for given, reason in (
+        (turned, r"outs\[0\] has strides .* which the kernel can't read"),
+        (list(outs.double()), "outs' dtype is float64; the merge kernel takes bfloat16, float16, float32"),
+        (list(outs[..., 1:]), "L is 15; in float32 the merge kernel takes a multiple of 4"),
+        (list(derived), "a derivative is asked for; the kernel has none"),
+    ):
+        out, _ = tsmla_bridge.merge_attention_states(given, list(lses))
+        want = torch.softmax(lses.to(out.dtype), 0)[..., None] * torch.stack(given)
+        torch.testing.assert_close(out, want.sum(0))
+        with pytest.raises(NotImplementedError, match=reason):
+            tsmla_bridge.merge_attention_states(given, list(lses), implementation="cute")
+    out.sum().backward()
+    assert derived.grad is not None and not gpu.launches
+
+
 def test_the_stand_in_has_some_multiprocessors() -> None:
     assert NUM_SMS > 1  # one alone would have no pieces to combine

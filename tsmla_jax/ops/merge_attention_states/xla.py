@@ -52,7 +52,8 @@ def _forward(spec: MergeSpec, outs: Parts, lses: Parts) -> tuple[State, tuple[Pa
     return result, (outs, lses, result[0])
 
 
-def _backward(spec: MergeSpec, saved: tuple[Parts, Parts, jax.Array], cotangents: State) -> tuple[Parts, Parts]:
+def backward(spec: MergeSpec, saved: tuple[Parts, Parts, jax.Array], cotangents: State) -> tuple[Parts, Parts]:
+    """The cotangents of outs and lses, from these, the merged out, and the cotangents of out and lse."""
     outs, lses, merged = saved
     dtype = accumulation_dtype(spec.out_dtype)
     d_out, d_lse = (x.astype(dtype) for x in cotangents)
@@ -65,4 +66,4 @@ def _backward(spec: MergeSpec, saved: tuple[Parts, Parts, jax.Array], cotangents
     return tuple(d_outs), tuple(d_lses)
 
 
-_merge.defvjp(_forward, _backward)
+_merge.defvjp(_forward, backward)
