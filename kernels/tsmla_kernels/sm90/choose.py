@@ -168,7 +168,8 @@ def workspace_shapes(
 
     `split_info` has one entry for each cluster of the grid, whose size the kernel takes from it; when batch_invariant
     entries for each row tile of each request follow. A cluster leaves at most two pieces of requests that other
-    clusters share: the end of one and the start of another.
+    clusters share: the end of one and the start of another. `partial_lse` has a row's log-sum-exp of a piece, base 2,
+    and what the first and the second half of its columns of `partial_out` are to be multiplied by.
     """
     parts = max(1, num_sms // config.cluster)
     if config.batch_invariant:
@@ -179,7 +180,7 @@ def workspace_shapes(
     else:
         slots = entries = 2 * parts
     return {
-        "partial_out": ((slots, config.tile_rows, config.latent_dim), "float32"),
-        "partial_lse": ((slots, config.tile_rows), "float32"),
+        "partial_out": ((slots, config.tile_rows, config.latent_dim), "float16"),
+        "partial_lse": ((slots, 3, config.tile_rows), "float32"),
         "split_info": ((entries, 4), "int32"),
     }

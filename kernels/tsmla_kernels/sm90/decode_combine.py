@@ -5,7 +5,7 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils as utils
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float16, Float32, Int32, Int64, const_expr
 
 from tsmla_kernels.sm90.choose import ROWS
 from tsmla_kernels.sm90.decode_schedule import DecodeSchedule
@@ -24,11 +24,14 @@ class DecodeCombine(DecodeSchedule):
     Attributes:
       latent: L. cluster: CTAs of `attend` that share keys, each with ROWS rows.
       out_dtype: of the output.
+      swapped: whether partial_out has columns as a WGMMA accumulator's lanes hold them: 2 from each of four groups of 8
+        together, of which the quad has four.
     """
 
     latent: int
     cluster: int
     out_dtype: type[cutlass.Numeric]
+    swapped: bool
 
     @cute.kernel
     def combine(
@@ -53,7 +56,7 @@ class DecodeCombine(DecodeSchedule):
 
         @cute.struct
         class Storage:
-            acc: cute.struct.Align[cute.struct.MemRange[Float32, 32 * warps], 16]
+            acc: cute.struct.Align[cute.struct.MemRange[Float32, 64 * warps], 16]
             highest: cute.struct.MemRange[Float32, 8 * warps]
             weight: cute.struct.MemRange[Float32, 8 * warps]
             # So much that the multiprocessor keeps the division of memory that `attend` had: changing it takes 2 us.
@@ -61,7 +64,7 @@ class DecodeCombine(DecodeSchedule):
 
         storage = utils.SmemAllocator().allocate(Storage)
         of_warps = (
-            storage.acc.get_tensor(cute.make_layout((32, warps), stride=(1, 32))),
+            storage.acc.get_tensor(cute.make_layout((64, warps), stride=(1, 64))),
             storage.highest.get_tensor(cute.make_layout((8, warps), stride=(1, 8))),
             storage.weight.get_tensor(cute.make_layout((8, warps), stride=(1, 8))),
         )
@@ -131,18 +134,18 @@ class DecodeCombine(DecodeSchedule):
         """Part `part` of `parts` of one portion of `rows` rows of a row tile: each piece's result weighted by exp2(its
         lse), over the weights.
 
-        A thread has a quad, 4 columns of a row, and eight lanes 128 bytes; where there are threads to spare, several
-        share a quad and take every so many pieces: four of a warp, and further warps. A running maximum keeps the
-        weights at most 1.
+        A thread has a unit, 8 columns of a row, and eight lanes 128 bytes of a piece; where there are threads to spare,
+        several share a unit and take every so many pieces: four of a warp, and further warps. A running maximum keeps
+        the weights at most 1.
         """
         row_base, first, count = entry[0], entry[2], entry[3]
-        quads_of_row = self.latent // 4
-        quads = rows * quads_of_row
+        units_of_row = self.latent // 8
+        units = rows * units_of_row
         here = Int32(0)
         if count > 0:
-            here = (self.divide(quads - 1, portions) + 8) // 8 * 8  # in eights: 128 bytes of a line
+            here = (self.divide(units - 1, portions) + 8) // 8 * 8  # in eights: 128 bytes of a line
         begin = portion * here
-        here = cutlass.min(here, quads - begin)
+        here = cutlass.min(here, units - begin)
         if parts > 1:
             half = (here + 15) // 16 * 8
             begin += part * half
@@ -150,7 +153,7 @@ class DecodeCombine(DecodeSchedule):
         if here > 0:
             tidx, _, _ = cute.arch.thread_idx()
             t = tidx % COMBINE_GROUP
-            # Quads worked on at once: 2 ** bits.
+            # Units worked on at once: 2 ** bits.
             bits = Int32((COMBINE_GROUP // COMBINE_SHARE).bit_length() - 1)
             if const_expr(not self.invariant):
                 bits = 32 - Int32(cute.arch.clz(here - 1))
@@ -158,28 +161,31 @@ class DecodeCombine(DecodeSchedule):
             spread, share = Int32(1) << bits, Int32(COMBINE_GROUP) >> bits
             member = (t >> 3) & (share - 1)
             eight = t >> (COMBINE_GROUP.bit_length() + 2 - bits)
-            acc = cute.make_rmem_tensor((4,), Float32)
-            lines = cute.make_rmem_tensor((4, COMBINE_UNROLL), Float32)
+            acc = cute.make_rmem_tensor((8,), Float32)
+            lines = cute.make_rmem_tensor((8, COMBINE_UNROLL), Float16)
             weights = cute.make_rmem_tensor((COMBINE_UNROLL,), Float32)
+            scales = cute.make_rmem_tensor((COMBINE_UNROLL,), Float32)
             for base in cutlass.range(0, here, spread, unroll=1):
-                quad = base + eight * 8 + t % 8
-                counts = quad < here
-                quad = begin + cutlass.min(quad, here - 1)
-                row, column = first_row + quad // quads_of_row, quad % quads_of_row * 4
+                unit = base + eight * 8 + t % 8
+                counts = unit < here
+                unit = begin + cutlass.min(unit, here - 1)
+                row, column = first_row + unit // units_of_row, unit % units_of_row * 8
+                scale_of = 1 + column // (self.latent // 2)
                 acc.fill(0.0)
                 weight, highest = Float32(0.0), Float32(LOWEST)
                 for step in cutlass.range(0, count, COMBINE_UNROLL * share, unroll=1):
                     for u in cutlass.range_constexpr(COMBINE_UNROLL):
                         i = step + u * share + member
                         slot = self.slot(first, cutlass.min(i, count - 1))
-                        weights[u] = partial_lse[slot, row]
+                        weights[u] = partial_lse[slot, 0, row]
+                        scales[u] = partial_lse[slot, scale_of, row]
                         if i >= count:
                             weights[u] = -Float32.inf
                         line = cute.make_tensor(
                             (
                                 partial_out.iterator + (Int64(slot) * self.tile_rows + row) * self.latent + column
                             ).align(16),
-                            cute.make_layout(4),
+                            cute.make_layout(8),
                         )
                         cute.autovec_copy(line, lines[None, u])
                     cute.arch.sync_warp()  # keeps the compiler from waiting for one load before it issues the next
@@ -189,13 +195,14 @@ class DecodeCombine(DecodeSchedule):
                     factor = cute.math.exp2(highest - top, fastmath=True)
                     highest = top
                     weight = weight * factor
-                    for c in cutlass.range_constexpr(4):
+                    for c in cutlass.range_constexpr(8):
                         acc[c] = acc[c] * factor
                     for u in cutlass.range_constexpr(COMBINE_UNROLL):
                         w = cute.math.exp2(weights[u] - top, fastmath=True)
                         weight += w
-                        for c in cutlass.range_constexpr(4):
-                            acc[c] += w * lines[c, u]
+                        w = w * scales[u]
+                        for c in cutlass.range_constexpr(8):
+                            acc[c] += w * lines[c, u].to(Float32)
                 step = Int32(1)
                 while step < cutlass.min(share, 4):
                     other = cute.arch.shuffle_sync_bfly(highest, offset=8 * step)
@@ -204,7 +211,7 @@ class DecodeCombine(DecodeSchedule):
                     theirs = cute.math.exp2(other - top, fastmath=True)
                     highest = top
                     weight = weight * mine + cute.arch.shuffle_sync_bfly(weight, offset=8 * step) * theirs
-                    for c in cutlass.range_constexpr(4):
+                    for c in cutlass.range_constexpr(8):
                         acc[c] = acc[c] * mine + cute.arch.shuffle_sync_bfly(acc[c], offset=8 * step) * theirs
                     step *= 2
                 if const_expr(not self.invariant):
@@ -214,21 +221,25 @@ class DecodeCombine(DecodeSchedule):
                             share // 4, group,
                         )  # fmt: skip
                         counts = cutlass.Boolean(False)
-                if counts and member == 0:
+                if (share <= 4) or self.invariant:
                     factor = Float32(0.0)
                     value = -Float32.inf
                     if weight > 0.0 or weight != weight:
                         factor = cute.arch.rcp_approx(weight)
                         value = (highest + cute.math.log2(weight, fastmath=True)) * LN_2
-                    narrow = cute.make_rmem_tensor((4,), self.out_dtype)
-                    for c in cutlass.range_constexpr(4):
+                    narrow = cute.make_rmem_tensor((8,), self.out_dtype)
+                    for c in cutlass.range_constexpr(8):
                         narrow[c] = (acc[c] * factor).to(self.out_dtype)
-                    target = cute.make_tensor(
-                        (out.iterator + (Int64(row_base + row) * self.latent + column)).align(8), cute.make_layout(4)
-                    )
-                    cute.autovec_copy(narrow, target)
-                    if column == 0:
-                        lse[row_base + row] = value
+                    if const_expr(self.swapped):
+                        self.transpose_quad(cute.recast_tensor(narrow, Int32), t % 4)
+                    if counts and member == 0:
+                        target = cute.make_tensor(
+                            (out.iterator + (Int64(row_base + row) * self.latent + column)).align(16),
+                            cute.make_layout(8),
+                        )
+                        cute.autovec_copy(narrow, target)
+                        if column == 0:
+                            lse[row_base + row] = value
 
     @cute.jit
     def merge_warps(
@@ -240,38 +251,49 @@ class DecodeCombine(DecodeSchedule):
         weight: Float32,
         highest: Float32,
         row: Int32,
-        quad: Int32,
+        unit: Int32,
         counts: cutlass.Boolean,
         member: Int32,
         sharers: Int32,
         group: Int32,
     ):
-        """The end of `merge` where `sharers` warps share eight quads: their sums through shared memory, and out."""
+        """The end of `merge` where `sharers` warps share eight units: their sums through shared memory, and out."""
         lane = cute.arch.lane_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         of_acc, of_highest, of_weight = of_warps
         if lane < 8:
-            cute.autovec_copy(acc, cute.make_tensor((of_acc.iterator + (warp_idx * 32 + lane * 4)).align(16), 4))
+            cute.autovec_copy(acc, cute.make_tensor((of_acc.iterator + (warp_idx * 64 + lane * 8)).align(16), 8))
             of_highest[lane, warp_idx] = highest
             of_weight[lane, warp_idx] = weight
         cute.arch.barrier(barrier_id=1 + group, number_of_threads=COMBINE_GROUP)
         if cute.arch.make_warp_uniform(member) < 4 and counts:
-            # A lane has one column.
+            # A lane has two columns.
             eighth = lane // 4
             top = Float32(LOWEST)
             for w in cutlass.range_constexpr(COMBINE_GROUP // 32):
                 top = cute.arch.fmax(top, of_highest[eighth, warp_idx + cutlass.min(w, sharers - 1)])
-            total, column = Float32(0.0), Float32(0.0)
+            total = Float32(0.0)
+            columns = cute.make_rmem_tensor((2,), Float32)
+            columns.fill(0.0)
             for w in cutlass.range(warp_idx, warp_idx + sharers, unroll=4):
                 share = cute.math.exp2(of_highest[eighth, w] - top, fastmath=True)
                 total += share * of_weight[eighth, w]
-                column += share * of_acc[lane, w]
+                for c in cutlass.range_constexpr(2):
+                    columns[c] += share * of_acc[2 * lane + c, w]
             factor = Float32(0.0)
             value = -Float32.inf
             if total > 0.0 or total != total:
                 factor = cute.arch.rcp_approx(total)
                 value = (top + cute.math.log2(total, fastmath=True)) * LN_2
-            at = quad % (self.latent // 4) * 4
-            out[row, at + lane] = (column * factor).to(self.out_dtype)
+            at = unit % (self.latent // 8) * 8
+            column = 2 * lane
+            if const_expr(self.swapped):
+                # Of 32 columns, group lane % 4 and in it the pair of lane // 4 % 4.
+                column = lane // 16 * 32 + lane % 4 * 8 + lane // 4 % 4 * 2
+            pair = cute.make_rmem_tensor((2,), self.out_dtype)
+            for c in cutlass.range_constexpr(2):
+                pair[c] = (columns[c] * factor).to(self.out_dtype)
+            target = (out.iterator + (Int64(row) * self.latent + at + column)).align(4)
+            cute.autovec_copy(pair, cute.make_tensor(target, cute.make_layout(2)))
             if at == 0 and lane == 0:
                 lse[row] = value

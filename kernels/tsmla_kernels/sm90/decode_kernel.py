@@ -25,6 +25,7 @@ class DecodeKernel(DecodeRing, DecodeSoftmax, DecodeCombine):
       threads: of a CTA.
       dtype, p_dtype: of what the ring holds, and of P, in shared memory.
       keys_swizzle, p_swizzle: how their rows are exchanged there.
+      p_rows: rows of P that the values read.
       p_offset: bytes from the beginning of a stage to its P.
       narrow: whether the cache is fp8 and widened on its way into the ring.
     """
@@ -34,6 +35,7 @@ class DecodeKernel(DecodeRing, DecodeSoftmax, DecodeCombine):
     p_dtype: type[cutlass.Numeric]
     keys_swizzle: SmemLayoutAtomKind
     p_swizzle: SmemLayoutAtomKind
+    p_rows: int
     p_offset: int
     narrow: bool
 
@@ -45,6 +47,7 @@ class DecodeKernel(DecodeRing, DecodeSoftmax, DecodeCombine):
         self.page_size, self.ragged, self.causal = config.page_size, config.ragged, config.causal
         self.invariant, self.cluster, self.narrow = config.batch_invariant, config.cluster, config.narrow
         self.multicast = self.cluster > 1 and not self.narrow
+        self.wide_values = config.cache_dtype == "bfloat16"
         self.stages, self.tile_rows, self.max_tiles = config.stages, config.tile_rows, config.max_tiles
         self.stage_elements = config.stage_bytes // self.itemsize
         self.block = config.block
@@ -127,7 +130,7 @@ class DecodeKernel(DecodeRing, DecodeSoftmax, DecodeCombine):
             (*tile.outer.shape, self.stages), stride=(*tile.outer.stride, self.stage_elements)
         )
         p_tile = cute.tile_to_shape(
-            warpgroup.make_smem_layout_atom(self.p_swizzle, self.p_dtype), (ROWS, self.block), (0, 1)
+            warpgroup.make_smem_layout_atom(self.p_swizzle, self.p_dtype), (self.p_rows, self.block), (0, 1)
         )
         p_layout = cute.make_layout(
             (*p_tile.outer.shape, self.stages),

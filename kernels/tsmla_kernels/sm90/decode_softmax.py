@@ -29,14 +29,18 @@ class DecodeSoftmax(WarpHelpers):
       heads, causal: as in choose.DecodeConfig.
       block: keys whose scores come at once.
       rescale_bits: how far the running maximum may lag, as a power of 2.
+      speculate: whether P is found before it is known whether the running maximum lags.
       inverses: pieces whose row sums are kept: more than the scores may be ahead of the values.
+      wide_values: whether cached values may lie beyond what f16 holds, so that a piece's result needs a scale of its own.
     """
 
     heads: int
     causal: bool
     block: int
     rescale_bits: float
+    speculate: bool
     inverses: int
+    wide_values: bool
 
     @cute.jit
     def seen_by_all(self, descriptor: cute.Tensor, at: Int32):
@@ -64,6 +68,7 @@ class DecodeSoftmax(WarpHelpers):
     def softmax(
         self,
         s: cute.Tensor,
+        p: cute.Tensor,
         m: cute.Tensor,
         l: cute.Tensor,
         scale: Float32,
@@ -74,11 +79,16 @@ class DecodeSoftmax(WarpHelpers):
         warp_here: Int32,
         index: Int32,
     ):
-        """S to P in place, against the running maximum m (base 2, scaled); row sums to l.
+        """S to P, against the running maximum m (base 2, scaled); row sums to l.
 
         m follows the true maximum when it lags by more than rescale_bits, ever seldomer after the first blocks; then
-        `moved` tells the values' warps of the same rows to multiply O by `rescale`.
+        `moved` tells the values' warps of the same rows to multiply O by `rescale`. With `speculate`, for which p must
+        not be s itself, P is found before that is known and found again if m lags: the search for the maximum and the
+        warp's vote then take no time of their own.
         """
+        total = cute.make_rmem_tensor((2,), Float32)
+        if const_expr(self.speculate):
+            self.exponentials(s, p, m, scale, total)
         high = cute.make_rmem_tensor((2,), Float32)
         for i in cutlass.range_constexpr(2):
             tops = [cute.arch.fmax(s[i, 2 * c], s[i, 2 * c + 1]) for c in range(self.block // 8)]
@@ -96,15 +106,23 @@ class DecodeSoftmax(WarpHelpers):
                 l[i] = l[i] * factor
                 if lane % 4 == 0:
                     rescale[row_low + 8 * i, index] = factor
+            if const_expr(self.speculate):
+                self.exponentials(s, p, m, scale, total)
         if lane == 0:
             moved[warp_here, index] = Int32(any_lags)
+        if const_expr(not self.speculate):
+            self.exponentials(s, p, m, scale, total)
         for i in cutlass.range_constexpr(2):
-            total = Float32(0.0)
+            l[i] += total[i]
+
+    @cute.jit
+    def exponentials(self, s: cute.Tensor, p: cute.Tensor, m: cute.Tensor, scale: Float32, total: cute.Tensor):
+        """P of the lane's scores, and their sums by rows."""
+        for i in cutlass.range_constexpr(2):
+            total[i] = Float32(0.0)
             for c in cutlass.range_constexpr(self.block // 4):
-                p = cute.math.exp2(s[i, c] * scale - m[i], fastmath=True)
-                s[i, c] = p
-                total += p
-            l[i] += total
+                p[i, c] = cute.math.exp2(s[i, c] * scale - m[i], fastmath=True)
+                total[i] += p[i, c]
 
     @cute.jit
     def finish(
@@ -123,6 +141,7 @@ class DecodeSoftmax(WarpHelpers):
         piece: Int32,
     ):
         """Row sums over the quad, 1 / sum for the epilogue, and the row's log-sum-exp."""
+        slot = descriptor[7, at]
         for i in cutlass.range_constexpr(2):
             total = l[i]
             total += cute.arch.shuffle_sync_bfly(total, offset=1)
@@ -132,12 +151,16 @@ class DecodeSoftmax(WarpHelpers):
                 factor = Float32(0.0)
                 value = -Float32.inf
                 if total > 0.0 or total != total:
-                    factor = out_scale * cute.arch.rcp_approx(total)
+                    factor = cute.arch.rcp_approx(total)
                     value = m[i] + cute.math.log2(total, fastmath=True)
+                if const_expr(self.wide_values) or slot < 0:
+                    factor = factor * out_scale
                 inverse[row, piece % self.inverses] = factor
                 if row < descriptor[6, at]:
-                    slot = descriptor[7, at]
                     if slot < 0:
                         lse[descriptor[5, at] + row] = value * LN_2
                     else:
-                        partial_lse[slot, rank * ROWS + row] = value
+                        partial_lse[slot, 0, rank * ROWS + row] = value
+                        if const_expr(not self.wide_values):
+                            for half in cutlass.range_constexpr(2):
+                                partial_lse[slot, 1 + half, rank * ROWS + row] = out_scale

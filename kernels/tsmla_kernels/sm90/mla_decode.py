@@ -19,7 +19,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils as utils
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKind
 
@@ -27,13 +27,13 @@ from tsmla_kernels.sm90.choose import ROWS, DecodeConfig
 from tsmla_kernels.sm90.decode_kernel import DecodeKernel
 from tsmla_kernels.sm90.decode_ring import TABLE_AHEAD
 from tsmla_kernels.sm90.decode_schedule import DESCRIPTOR_WORDS
-from tsmla_kernels.sm90.decode_softmax import LOWEST
+from tsmla_kernels.sm90.decode_softmax import LOWEST, greatest
 from tsmla_kernels.sm90.warp_helpers import DTYPES
 
 LOG2_E = math.log2(math.e)
 OVERHEAD = 8  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
 RESCALE_BITS = 8.0  # how far the running maximum may lag where arithmetic is the bound: following it at once takes 10 %
-EARLY_STEPS = 8  # 16-column steps of Q K^T that may still run when the values' warpgroups are let loose
+EARLY_STEPS = 4  # 16-column steps of Q K^T that are still to come when the values' warpgroups are let loose
 
 
 class MlaDecode(DecodeKernel):
@@ -48,6 +48,7 @@ class MlaDecode(DecodeKernel):
         super().__init__(config, DTYPES[config.dtype], DTYPES[config.dtype])
         # An fp8 cache lands in shared memory as it is, and the values' warps widen it into the ring.
         self.cache_dtype, self.out_dtype, self.landings = DTYPES[config.cache_dtype], self.dtype, config.landings
+        self.p_rows, self.swapped = ROWS, True
         self.landing_elements = self.block * self.depth
         self.keys_swizzle, self.p_swizzle = SmemLayoutAtomKind.K_SW128, SmemLayoutAtomKind.K_SW64
         # P takes the place of its own keys' rope columns, which nothing reads once S is there.
@@ -60,6 +61,7 @@ class MlaDecode(DecodeKernel):
         self.shared_steps = 4 if self.depth > 512 else 0
         # 0: the greatest P of a row is exactly 1, and no rounding touches it. Free where memory is the bound.
         self.rescale_bits = 0.0 if config.cluster == 1 else RESCALE_BITS
+        self.speculate = False
         # A piece takes two stages or more; the values read its row sums before they leave its last.
         self.inverses = (self.stages + 1) // 2
         self.threads = 384
@@ -195,8 +197,8 @@ class MlaDecode(DecodeKernel):
         else:
             cute.arch.setmaxregister_decrease(self.registers[1])
             self.accumulate(
-                out, partial_out, s_k, s_p, descriptor, rescale, moved, inverse, empty, ready, mma_pv, group - 1, rank,
-                warp_idx, schedule, copies,
+                out, partial_out, partial_lse, s_k, s_p, descriptor, rescale, moved, inverse, empty, ready, mma_pv,
+                group - 1, rank, warp_idx, schedule, copies,
             )  # fmt: skip
         cute.arch.griddepcontrol_launch_dependents()
         self.end()
@@ -364,7 +366,7 @@ class MlaDecode(DecodeKernel):
         """Warpgroup 0: Q into registers once a piece, then for every block of keys Q K^T, softmax and P."""
         tidx, _, _ = cute.arch.thread_idx()
         t = tidx % 128
-        lane = t % 32
+        lane = self.kept(t % 32)
         warp_here = cute.arch.make_warp_uniform(t // 32)
         scale = scales[0] * LOG2_E
         out_scale = scales[1]
@@ -387,10 +389,11 @@ class MlaDecode(DecodeKernel):
         q_stride = ((*tile_layout.stride[0], 0), tile_layout.stride[1])
         q_tile_layout = cute.make_layout(q_shape, stride=q_stride)
 
-        store_p = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma_qk)
-        thr_store_p = store_p.get_slice(t)
-        t_ps = thr_store_p.partition_D(s_p)
+        # A lane's row of P, of 64 bytes: its first 16 bytes, or the second, exchanged by the swizzle.
         r_p = cute.make_rmem_tensor(acc.layout, self.dtype)
+        p_words = cute.recast_tensor(r_p, Int32)
+        p_row = warp_here * 16 + lane % 16
+        p_offset = self.kept(self.p_offset + p_row * 64 + (((lane // 16) ^ ((p_row >> 1) & 3)) << 4))
 
         # Rows of Q's rope as 16-byte words, in a stage and where they stay: the same bytes in the same order.
         words = cute.make_layout((4, 128, 2), stride=(1, 4, 512))
@@ -459,44 +462,49 @@ class MlaDecode(DecodeKernel):
                     m[i] = Float32(LOWEST)
                     l[i] = Float32(0.0)
                 seen_by_all = self.seen_by_all(descriptor, at)
-                previous = index
+                previous, address = index, self.address(s_k, index)
                 arrived = Int32(0)
                 for b in cutlass.range(b_begin, b_end, unroll=1):
-                    stage_keys, _ = self.stage(s_k, s_p, index)
+                    stage_keys, _ = self.stage_tensors(s_k, s_p, address)
                     t_k = mma_qk.make_fragment_B(thr_qk.partition_B(stage_keys))
                     if arrived == 0:
                         cute.arch.mbarrier_wait(full + index, phase)
+                    # Of the block before: P is there for P V. Here it takes no time, since Q K^T waits for the tensor
+                    # cores, which still have P V of the block before that.
+                    cute.arch.fence_proxy("async.shared", space="cta")
                     warpgroup.fence()
                     mma_qk.set(Field.ACCUMULATE, False)
                     mma_qk_shared.set(Field.ACCUMULATE, True)
                     for k in cutlass.range_constexpr(steps):
+                        if const_expr(k == steps - EARLY_STEPS):
+                            # The tensor cores take turns: P V of the block before runs during this block's softmax. It
+                            # is let loose as long before the end of Q K^T as its warps take to wake up: a step that
+                            # meets P V there waits for a whole instruction of it, eight times its own length.
+                            if b > b_begin:
+                                self.signal(ready, previous, lane)
                         if const_expr(k < steps - self.shared_steps):
                             cute.gemm(mma_qk, acc, r_q[None, None, k], t_k[None, None, k], acc)
                         else:
                             q_step = t_q_rope[None, None, k - steps + self.shared_steps]
                             cute.gemm(mma_qk_shared, acc, q_step, t_k[None, None, k], acc)
                         mma_qk.set(Field.ACCUMULATE, True)
-                        if const_expr(k == steps - EARLY_STEPS - 1):
-                            warpgroup.commit_group()
                     warpgroup.commit_group()
-                    # The tensor cores take turns: P V of the block before runs during this block's softmax. It is let
-                    # loose when this block's scores are nearly there, so that it neither delays them nor comes late.
-                    warpgroup.wait_group(1)
-                    if b > b_begin:
-                        cute.arch.fence_proxy("async.shared", space="cta")
-                        self.signal(ready, previous, lane)
+                    following, phase = self.advance(index, phase)
+                    address_here = address
+                    address = self.address(s_k, following)
                     warpgroup.wait_group(0)
-                    previous = index
-                    index, phase = self.advance(index, phase)
+                    previous, index = index, following
                     # Asked now, read a block later: the answer takes its time.
                     arrived = Int32(cute.arch.mbarrier_test_wait(full + index, phase))
                     if (b + 1) * self.block > seen_by_all:
                         self.mask(s, b, descriptor, at, row_low, lane)
-                    self.softmax(s, m, l, scale, rescale, moved, row_low, lane, warp_here, previous)
+                    self.softmax(s, s, m, l, scale, rescale, moved, row_low, lane, warp_here, previous)
                     r_p.store(acc.load().to(self.dtype))
                     # All four warps have read these keys' rope columns: P may overwrite them.
                     cute.arch.barrier(barrier_id=1, number_of_threads=128)
-                    cute.copy(store_p, thr_store_p.retile(r_p), t_ps[None, None, None, previous])
+                    for i in cutlass.range_constexpr(self.block // 16):
+                        four = [p_words[4 * i + j] for j in range(4)]
+                        self.store_matrices((address_here + p_offset) ^ (i << 5), *four)
                 # P is 0 past the end, but unused slots may hold NaN: 0 * NaN must not reach O.
                 for row in cutlass.range(
                     cutlass.max(descriptor[2, at] - (b_end - 1) * self.block, 0), self.block, unroll=1
@@ -513,6 +521,7 @@ class MlaDecode(DecodeKernel):
         self,
         out: cute.Tensor,
         partial_out: cute.Tensor,
+        partial_lse: cute.Tensor,
         s_k: cute.Tensor,
         s_p: cute.Tensor,
         descriptor: cute.Tensor,
@@ -615,7 +624,9 @@ class MlaDecode(DecodeKernel):
                         inverse_low, inverse_high = inverse[row_low, kept], inverse[row_low + 8, kept]
                     self.leave(index, empty)
                     index, phase = self.advance(index, phase)
-                self.store(out, partial_out, o, inverse_low, inverse_high, row_low, lane, half, descriptor, at, rank)
+                self.store(
+                    out, partial_out, partial_lse, o, inverse_low, inverse_high, row_low, lane, half, descriptor, at, rank
+                )
                 if warp_idx == 8:
                     self.next_piece(piece + self.lookahead, schedule)
                 piece += 1
@@ -636,6 +647,7 @@ class MlaDecode(DecodeKernel):
         self,
         out: cute.Tensor,
         partial_out: cute.Tensor,
+        partial_lse: cute.Tensor,
         o: cute.Tensor,
         inverse_low: Float32,
         inverse_high: Float32,
@@ -646,18 +658,19 @@ class MlaDecode(DecodeKernel):
         at: Int32,
         rank: Int32,
     ):
-        """O / row sum to `out`, or in fp32 to the piece's slot of partial_out."""
+        """O / row sum to `out`, or in f16 to the piece's slot of partial_out."""
         out_row, valid_rows, slot = descriptor[5, at], descriptor[6, at], descriptor[7, at]
         quad = lane % 4
         groups = self.half // 8
+        column = half * self.half + quad * 8
         for i in cutlass.range_constexpr(2):
             row = row_low + 8 * i
             factor = inverse_low if const_expr(i == 0) else inverse_high
+            # A lane holds 2 columns of each group of 8, and stores 16 bytes for each four groups.
             if slot < 0:
-                # A lane holds 2 columns of each group of 8. The four lanes of a row swap so that each has the 8 columns
-                # of one group in four, 16 bytes, and a row's stores fill whole sectors.
+                # The four lanes of a row swap so that each has one group of the four.
                 line = cute.make_tensor(
-                    (out.iterator + (Int64(out_row + row) * self.latent + half * self.half + quad * 8)).align(16),
+                    (out.iterator + (Int64(out_row + row) * self.latent + column)).align(16),
                     cute.make_layout((8, groups // 4), stride=(1, 32)),
                 )
                 pairs = cute.make_rmem_tensor((8,), self.out_dtype)
@@ -670,44 +683,34 @@ class MlaDecode(DecodeKernel):
                     if row < valid_rows:
                         cute.autovec_copy(pairs, line[None, g])
             else:
-                if const_expr(self.cluster == 1):
-                    # Pairs as they lie: four lanes fill a sector. Few rows, and the fewest instructions.
-                    line = cute.make_tensor(
-                        (
-                            partial_out.iterator
-                            + (Int64(slot) * self.tile_rows + rank * ROWS + row) * self.latent
-                            + (half * self.half + quad * 2)
-                        ).align(8),
-                        cute.make_layout((2, groups), stride=(1, 8)),
-                    )  # fmt: skip
-                    two = cute.make_rmem_tensor((2,), Float32)
+                # As they lie, for the fewest instructions: `combine` swaps.
+                tile_row = rank * ROWS + row
+                if const_expr(self.wide_values):
+                    factor, scale = self.fit(o, i, factor)
+                    if quad == 0 and row < valid_rows:
+                        partial_lse[slot, 1 + half, tile_row] = scale
+                line = cute.make_tensor(
+                    (
+                        partial_out.iterator + (Int64(slot) * self.tile_rows + tile_row) * self.latent + column
+                    ).align(16),
+                    cute.make_layout((8, groups // 4), stride=(1, 32)),
+                )
+                halves = cute.make_rmem_tensor((8,), Float16)
+                for g in cutlass.range_constexpr(groups // 4):
+                    for j in cutlass.range_constexpr(8):
+                        halves[j] = (o[i, 8 * g + j] * factor).to(Float16)
                     if row < valid_rows:
-                        for g in cutlass.range_constexpr(groups):
-                            two[0] = o[i, 2 * g] * factor
-                            two[1] = o[i, 2 * g + 1] * factor
-                            cute.autovec_copy(two, line[None, g])
-                else:
-                    # Two lanes swap, for 16 bytes of fp32 each.
-                    odd = quad % 2
-                    line = cute.make_tensor(
-                        (
-                            partial_out.iterator
-                            + (Int64(slot) * self.tile_rows + rank * ROWS + row) * self.latent
-                            + (half * self.half + (quad // 2) * 4 + odd * 8)
-                        ).align(16),
-                        cute.make_layout((4, groups // 2), stride=(1, 16)),
-                    )  # fmt: skip
-                    four = cute.make_rmem_tensor((4,), Float32)
-                    for g in cutlass.range_constexpr(groups // 2):
-                        for e in cutlass.range_constexpr(2):
-                            first, second = o[i, 4 * g + e] * factor, o[i, 4 * g + 2 + e] * factor
-                            sent, kept = second, first
-                            if odd == 1:
-                                sent, kept = first, second
-                            received = cute.arch.shuffle_sync_bfly(sent, offset=1)
-                            low, high = kept, received
-                            if odd == 1:
-                                low, high = received, kept
-                            four[e], four[2 + e] = low, high
-                        if row < valid_rows:
-                            cute.autovec_copy(four, line[None, g])
+                        cute.autovec_copy(halves, line[None, g])
+
+    @cute.jit
+    def fit(self, o: cute.Tensor, i: cutlass.Constexpr[int], factor: Float32):
+        """(factor / scale, scale) with which row i of O times factor / scale lies in f16's range: a power of 2, so that
+        no bit is lost. f16 keeps 11 bits of what is within 2^14 of the row's greatest, where bf16 would keep 8."""
+        tops = [cute.math.absf(o[i, c]) for c in range(self.half // 4)]
+        top = greatest(tops)
+        top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1))
+        top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=2))
+        # The power of 2 at or below it, within what has a reciprocal.
+        power = (top * factor).bitcast(Int32) & 0x7F800000
+        power = cutlass.min(cutlass.max(power, 1 << 23), 253 << 23)
+        return factor * (Int32(254 << 23) - power).bitcast(Float32), power.bitcast(Float32)

@@ -2,7 +2,7 @@
 
 Four warpgroups of a CTA share 64 query rows (token * H + head) and a ring of 64-key stages:
 
-  warpgroup 0   scores: S = Q K^T (fp8 WGMMA) one block ahead of the softmax, P into shared memory as f16
+  warpgroup 0   scores: S = Q K^T (fp8 WGMMA), softmax, P into shared memory as f16
   1 and 2       values: O^T[half] += V^T[half] P^T (f16 WGMMA), V^T through registers: transposed by ldmatrix, widened
                 there; rescale, epilogue. First warp of 2: the schedule
   3             one warp: the copies
@@ -19,7 +19,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils as utils
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKind
 
@@ -32,8 +32,8 @@ from tsmla_kernels.sm90.decode_softmax import LOWEST
 LOG2_E = math.log2(math.e)
 OVERHEAD = 5  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
 RESCALE_BITS = 8.0  # how far the running maximum may lag: P of f16 holds that much, and rounds it no worse
-FRAGMENTS = 2  # of V^T, 64 latents of 32 keys each, that a warpgroup has in registers
-AHEAD = 1  # how many of them are made before the product that needs them
+EARLY_STEPS = 3  # 32-column steps of Q K^T that are still to come when the values' warpgroups are let loose
+FRAGMENTS = 2  # of V^T, 64 latents of 32 keys each, that a warpgroup has in registers as f16
 
 
 class MlaDecodeFp8(DecodeKernel):
@@ -44,17 +44,21 @@ class MlaDecodeFp8(DecodeKernel):
 
     def __init__(self, config: DecodeConfig) -> None:
         super().__init__(config, cutlass.Float8E4M3FN, cutlass.Float16)
-        self.out_dtype = cutlass.BFloat16
+        self.out_dtype, self.swapped = cutlass.BFloat16, False
         self.keys_swizzle, self.p_swizzle = SmemLayoutAtomKind.K_SW64, SmemLayoutAtomKind.K_SW128
         self.p_offset = self.block * self.depth
         self.overhead = OVERHEAD
         self.descriptors, self.lookahead = 8, 4
         self.m_tiles = self.half // 64  # of a values' warpgroup
+        # Query rows as the product of the values has them: no more than there may be in a tile.
+        rows = config.max_q_len * config.num_heads
+        self.p_rows = next(n for n in (16, 32, 64) if n >= min(rows, ROWS))
         self.rescale_bits = RESCALE_BITS
         self.inverses = self.stages // 2 + 1  # a piece takes two stages or more
+        # With few rows the scores are what the others wait for; with many, registers and instructions are dear.
+        self.speculate = self.p_rows < ROWS
         self.threads = 512
-        # Values and copies; the scores keep their 128, and 128 + 2 x 176 + 32 is what 512 threads start with.
-        self.registers = (176, 32)
+        self.registers = (120, 184, 24)  # scores, values, copies: what 512 threads start with
 
     @cute.jit
     def __call__(
@@ -79,7 +83,7 @@ class MlaDecodeFp8(DecodeKernel):
         )
         # Latents are its rows, query rows its columns.
         mma_pv = sm90.make_trivial_tiled_mma(
-            self.p_dtype, self.p_dtype, k_major, k_major, Float32, (1, 1, 1), (64, ROWS), OperandSource.RMEM
+            self.p_dtype, self.p_dtype, k_major, k_major, Float32, (1, 1, 1), (64, self.p_rows), OperandSource.RMEM
         )
 
         @cute.struct
@@ -164,11 +168,12 @@ class MlaDecodeFp8(DecodeKernel):
             self.next_piece(Int32(0), schedule)
         cute.arch.sync_threads()
         if group == 3:
-            cute.arch.setmaxregister_decrease(self.registers[1])
+            cute.arch.setmaxregister_decrease(self.registers[2])
             if warp_idx == 12:
                 self.copy(empty, copies)
         else:
             if group == 0:
+                cute.arch.setmaxregister_decrease(self.registers[0])
                 q_tile = cute.tile_to_shape(
                     warpgroup.make_smem_layout_atom(self.keys_swizzle, self.dtype), (ROWS, self.depth), (0, 1)
                 )
@@ -178,7 +183,7 @@ class MlaDecodeFp8(DecodeKernel):
                     rank,
                 )  # fmt: skip
             else:
-                cute.arch.setmaxregister_increase(self.registers[0])
+                cute.arch.setmaxregister_increase(self.registers[1])
                 self.accumulate(
                     out, partial_out, s_k, s_p, descriptor, rescale, moved, inverse, full, empty, ready, mma_pv,
                     group - 1, rank, warp_idx, schedule,
@@ -235,7 +240,7 @@ class MlaDecodeFp8(DecodeKernel):
         """Warpgroup 0: Q K^T of a block beside the softmax of the block before."""
         tidx, _, _ = cute.arch.thread_idx()
         t = tidx % 128
-        lane = t % 32
+        lane = self.kept(t % 32)
         warp_here = cute.arch.make_warp_uniform(t // 32)
         scale = scales[0] * LOG2_E
         out_scale = scales[1]
@@ -243,18 +248,21 @@ class MlaDecodeFp8(DecodeKernel):
         thr_qk = mma_qk.get_slice(t)
         t_q = mma_qk.make_fragment_A(thr_qk.partition_A(s_q))
         acc = cute.make_rmem_tensor(thr_qk.partition_shape_C((ROWS, self.block)), Float32)
-        scores = cute.make_rmem_tensor(acc.layout, Float32)
-        s = cute.make_tensor(scores.iterator, cute.make_layout((2, (2, self.block // 8)), stride=(2, (1, 4))))
+        probabilities = cute.make_rmem_tensor(acc.layout, Float32) if const_expr(self.speculate) else acc
+        by_rows = cute.make_layout((2, (2, self.block // 8)), stride=(2, (1, 4)))
+        s, p = cute.make_tensor(acc.iterator, by_rows), cute.make_tensor(probabilities.iterator, by_rows)
+        steps = self.depth // 32
         # Q in a stage and where it stays, in 16-byte words: the same bytes in the same order.
         q_words = cute.make_layout((4, 128, ROWS * self.depth // (16 * 128)), stride=(1, 4, 512))
         plain = cute.make_swizzle(0, 4, 3)
         q_there = cute.make_tensor(cute.recast_ptr(s_q.iterator, plain, dtype=Float32), q_words)
         word = cute.make_rmem_tensor((4,), Float32)
 
-        store_p = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.p_dtype), mma_qk)
-        thr_store_p = store_p.get_slice(t)
-        t_ps = thr_store_p.partition_D(s_p)
+        # A lane's row of P, of 128 bytes: its first 16 bytes, or the second, exchanged by the swizzle.
         r_p = cute.make_rmem_tensor(acc.layout, self.p_dtype)
+        p_words = cute.recast_tensor(r_p, Int32)
+        p_row = warp_here * 16 + lane % 16
+        p_offset = self.kept(self.p_offset + p_row * 128 + (((lane // 16) ^ (p_row & 7)) << 4))
 
         row_low = warp_here * 16 + lane // 4
         m = cute.make_rmem_tensor((2,), Float32)
@@ -287,55 +295,42 @@ class MlaDecodeFp8(DecodeKernel):
                     m[i] = Float32(LOWEST)
                     l[i] = Float32(0.0)
                 seen_by_all = self.seen_by_all(descriptor, at)
-                cute.arch.mbarrier_wait(full + index, phase)
-                self.multiply(mma_qk, thr_qk, acc, t_q, s_k, s_p, index)
-                warpgroup.wait_group(0)
-                for b in cutlass.range(b_begin, b_end - 1, unroll=1):
-                    scores.store(acc.load())
-                    previous = index
-                    index, phase = self.advance(index, phase)
-                    cute.arch.mbarrier_wait(full + index, phase)
-                    self.multiply(mma_qk, thr_qk, acc, t_q, s_k, s_p, index)
+                previous, address = index, self.address(s_k, index)
+                arrived = Int32(0)
+                for b in cutlass.range(b_begin, b_end, unroll=1):
+                    stage_keys, _ = self.stage_tensors(s_k, s_p, address)
+                    t_k = mma_qk.make_fragment_B(thr_qk.partition_B(stage_keys))
+                    if arrived == 0:
+                        cute.arch.mbarrier_wait(full + index, phase)
+                    # For P V of the block before; the turns of the tensor cores are as in MlaDecode.
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                    warpgroup.fence()
+                    mma_qk.set(Field.ACCUMULATE, False)
+                    for k in cutlass.range_constexpr(steps):
+                        if const_expr(k == steps - EARLY_STEPS):
+                            if b > b_begin:
+                                self.signal(ready, previous, lane)
+                        cute.gemm(mma_qk, acc, t_q[None, None, k], t_k[None, None, k], acc)
+                        mma_qk.set(Field.ACCUMULATE, True)
+                    warpgroup.commit_group()
+                    following, phase = self.advance(index, phase)
+                    address_here = address
+                    address = self.address(s_k, following)
+                    warpgroup.wait_group(0)
+                    previous, index = index, following
+                    # Asked now, read a block later: the answer takes its time.
+                    arrived = Int32(cute.arch.mbarrier_test_wait(full + index, phase))
                     if (b + 1) * self.block > seen_by_all:
                         self.mask(s, b, descriptor, at, row_low, lane)
-                    self.softmax(s, m, l, scale, rescale, moved, row_low, lane, warp_here, previous)
-                    r_p.store(scores.load().to(self.p_dtype))
-                    cute.copy(store_p, thr_store_p.retile(r_p), t_ps[None, None, None, previous])
-                    cute.arch.fence_proxy("async.shared", space="cta")
-                    self.signal(ready, previous, lane)
-                    warpgroup.wait_group(0)
-                scores.store(acc.load())
-                if b_end * self.block > seen_by_all:
-                    self.mask(s, b_end - 1, descriptor, at, row_low, lane)
-                self.softmax(s, m, l, scale, rescale, moved, row_low, lane, warp_here, index)
-                r_p.store(scores.load().to(self.p_dtype))
-                cute.copy(store_p, thr_store_p.retile(r_p), t_ps[None, None, None, index])
+                    self.softmax(s, p, m, l, scale, rescale, moved, row_low, lane, warp_here, previous)
+                    r_p.store(probabilities.load().to(self.p_dtype))
+                    for i in cutlass.range_constexpr(self.block // 16):
+                        four = [p_words[4 * i + j] for j in range(4)]
+                        self.store_matrices((address_here + p_offset) ^ (i << 5), *four)
                 self.finish(l, m, inverse, lse, partial_lse, out_scale, row_low, lane, descriptor, at, rank, piece)
                 cute.arch.fence_proxy("async.shared", space="cta")
-                self.signal(ready, index, lane)
-                index, phase = self.advance(index, phase)
+                self.signal(ready, previous, lane)
                 piece += 1
-
-    @cute.jit
-    def multiply(
-        self,
-        mma_qk: cute.TiledMma,
-        thr_qk: cutlass.Constexpr,
-        acc: cute.Tensor,
-        t_q: cute.Tensor,
-        s_k: cute.Tensor,
-        s_p: cute.Tensor,
-        index: Int32,
-    ):
-        """Begin Q K^T of the keys in stage `index`."""
-        stage_keys, _ = self.stage_tensors(s_k, s_p, self.address(s_k, index))
-        t_k = mma_qk.make_fragment_B(thr_qk.partition_B(stage_keys))
-        warpgroup.fence()
-        mma_qk.set(Field.ACCUMULATE, False)
-        for k in cutlass.range_constexpr(self.depth // 32):
-            cute.gemm(mma_qk, acc, t_q[None, None, k], t_k[None, None, k], acc)
-            mma_qk.set(Field.ACCUMULATE, True)
-        warpgroup.commit_group()
 
     # ---- values
 
@@ -368,19 +363,19 @@ class MlaDecodeFp8(DecodeKernel):
         t = tidx % 128
         lane = t % 32
         thr = mma_pv.get_slice(t)
-        acc = cute.make_rmem_tensor(thr.partition_shape_C((self.half, ROWS)), Float32)
+        acc = cute.make_rmem_tensor(thr.partition_shape_C((self.half, self.p_rows)), Float32)
         mma_pv.set(Field.ACCUMULATE, True)
         # (query row of two, latent of two, eight query rows, tile)
         o = cute.make_tensor(
-            acc.iterator, cute.make_layout((2, 2, ROWS // 8, self.m_tiles), stride=(1, 2, 4, ROWS // 2))
+            acc.iterator, cute.make_layout((2, 2, self.p_rows // 8, self.m_tiles), stride=(1, 2, 4, self.p_rows // 2))
         )
         r_v = cute.make_rmem_tensor((8, 2, FRAGMENTS), self.p_dtype)
-        a_shape, tile_shape = thr.partition_shape_A((64, 16)), thr.partition_shape_C((64, ROWS))
-        words = cute.make_rmem_tensor((4,), Int32)
+        groups = 2 * self.m_tiles
+        narrow = cute.make_rmem_tensor((4, groups), Int32)
+        a_shape, tile_shape = thr.partition_shape_A((64, 16)), thr.partition_shape_C((64, self.p_rows))
         first_tile = half * (self.half // 16) + (t // 32) * self.m_tiles  # of 16 latents
         # Where this lane's key of the first 32 has the first tile's columns, in a stage.
         offset = (first_tile // 4) * (64 * self.block) + lane * 64 + (((first_tile % 4) ^ ((lane >> 1) & 3)) << 4)
-        groups = 2 * self.m_tiles
 
         index, phase, piece = Int32(0), Int32(0), Int32(0)
         if warp_idx == 8:
@@ -412,27 +407,27 @@ class MlaDecodeFp8(DecodeKernel):
                         # read these keys, and no other warp reads this one's latents.
                         cute.arch.mbarrier_wait(ready + index, phase)
                         self.clear(here, keys - b * self.block, lane)
-                    for g in cutlass.range_constexpr(AHEAD):
-                        self.read_values(here, g, words, r_v)
+                    # While the scores are found.
+                    for g in cutlass.range_constexpr(groups):
+                        self.read_values(here, g, narrow)
                     cute.arch.mbarrier_wait(ready + index, phase)
                     self.rescale_out(o, rescale, moved, index, lane)
                     for g in cutlass.range_constexpr(groups):
+                        self.widen(narrow, g, r_v)
                         warpgroup.fence()
                         for k in cutlass.range_constexpr(2):
                             a = cute.make_tensor(
                                 r_v[None, k, g % FRAGMENTS].iterator, cute.make_layout(a_shape)
                             )
                             tile = cute.make_tensor(
-                                acc.iterator + g % self.m_tiles * (ROWS // 2), cute.make_layout(tile_shape)
+                                acc.iterator + g % self.m_tiles * (self.p_rows // 2), cute.make_layout(tile_shape)
                             )
                             cute.gemm(
                                 mma_pv, tile, a[None, None, 0], t_p[None, None, 2 * (g // self.m_tiles) + k], tile
                             )
                         warpgroup.commit_group()
-                        if const_expr(g + AHEAD < groups):
-                            if const_expr(g + AHEAD >= FRAGMENTS):
-                                warpgroup.wait_group(FRAGMENTS - AHEAD)
-                            self.read_values(here, g + AHEAD, words, r_v)
+                        if const_expr(g + 1 >= FRAGMENTS and g + 1 < groups):
+                            warpgroup.wait_group(FRAGMENTS - 1)
                     warpgroup.wait_group(0)
                     self.leave(index, empty)
                     index, phase = self.advance(index, phase)
@@ -464,16 +459,19 @@ class MlaDecodeFp8(DecodeKernel):
         cute.arch.sync_warp()
 
     @cute.jit
-    def read_values(
-        self, here: Int32, g: cutlass.Constexpr[int], words: cute.Tensor, r_v: cute.Tensor
-    ):
-        """Fragment g of V^T, 32 keys of a tile of latents, into its place of r_v."""
+    def read_values(self, here: Int32, g: cutlass.Constexpr[int], narrow: cute.Tensor):
+        """Fragment g of V^T, 32 keys of a tile of latents, into column g of `narrow`: a latent's two keys together."""
+        words = narrow[None, g]
         address = self.columns(here, g % self.m_tiles) + (g // self.m_tiles) * (32 * 64)
         # Two keys of two neighbouring latents a word.
         words[0], words[1], words[2], words[3] = self.load_transposed(address)
         for i in cutlass.range_constexpr(4):
-            words[i] = Int32(cute.arch.prmt(words[i], words[i], 0x3120))  # a latent's keys together
-        wide = cute.recast_tensor(words, self.dtype).load().to(self.p_dtype)
+            words[i] = Int32(cute.arch.prmt(words[i], words[i], 0x3120))
+
+    @cute.jit
+    def widen(self, narrow: cute.Tensor, g: cutlass.Constexpr[int], r_v: cute.Tensor):
+        """Fragment g of V^T as f16, into its place of r_v."""
+        wide = cute.recast_tensor(narrow[None, g], self.dtype).load().to(self.p_dtype)
         cute.make_tensor(r_v[None, None, g % FRAGMENTS].iterator, cute.make_layout(16)).store(wide)
 
     @cute.jit
@@ -489,7 +487,7 @@ class MlaDecodeFp8(DecodeKernel):
         cute.autovec_copy(cute.make_tensor((moved.iterator + index * 4).align(16), cute.make_layout(4)), flags)
         if (flags[0] | flags[1] | flags[2] | flags[3]) != 0:
             factors = cute.make_rmem_tensor((2,), Float32)
-            for v in cutlass.range_constexpr(ROWS // 8):
+            for v in cutlass.range_constexpr(self.p_rows // 8):
                 if flags[v // 2] != 0:
                     self.two_rows(rescale, index, v, lane, factors)
                     for i in cutlass.range_constexpr(2):
@@ -511,9 +509,9 @@ class MlaDecodeFp8(DecodeKernel):
         at: Int32,
         rank: Int32,
     ):
-        """O times 1 / row sum, column `kept` of `inverse`, to `out`, or in fp32 to the piece's slot of partial_out."""
+        """O times 1 / row sum, column `kept` of `inverse`, to `out`, or in f16 to the piece's slot of partial_out."""
         out_row, valid_rows, slot = descriptor[5, at], descriptor[6, at], descriptor[7, at]
-        # Eight lanes' pairs of neighbouring latents fill a sector, or two.
+        # Eight lanes' pairs of neighbouring latents fill a sector.
         row_low, column = lane % 4 * 2, first_latent + lane // 4 * 2
         if slot < 0:
             self.store_rows(
@@ -523,7 +521,7 @@ class MlaDecodeFp8(DecodeKernel):
         else:
             row = Int64(slot) * self.tile_rows + rank * ROWS + row_low
             self.store_rows(
-                partial_out.iterator + (row * self.latent + column), o, inverse, kept, lane, valid_rows, Float32
+                partial_out.iterator + (row * self.latent + column), o, inverse, kept, lane, valid_rows, Float16
             )
 
     @cute.jit
@@ -541,12 +539,12 @@ class MlaDecodeFp8(DecodeKernel):
         lines = cute.make_tensor(
             target.align(2 * dtype.width // 8),
             cute.make_layout(
-                (2, 2, ROWS // 8, self.m_tiles), stride=(1, self.latent, 8 * self.latent, 16)
+                (2, 2, self.p_rows // 8, self.m_tiles), stride=(1, self.latent, 8 * self.latent, 16)
             ),
         )
         pair = cute.make_rmem_tensor((2,), dtype)
         factors = cute.make_rmem_tensor((2,), Float32)
-        for v in cutlass.range_constexpr(ROWS // 8):
+        for v in cutlass.range_constexpr(self.p_rows // 8):
             if 8 * v < valid_rows:
                 self.two_rows(inverse, kept, v, lane, factors)
                 for i in cutlass.range_constexpr(2):

@@ -20,6 +20,12 @@ class WarpHelpers:
         return cute.arch.warp_redux_sync(value, "max")
 
     @cute.jit
+    def kept(self, value: Int32):
+        """A value that stays in its register: what comes of a thread's index the compiler would find again, by a dozen
+        instructions, wherever it is used."""
+        return cute.arch.shuffle_sync_bfly(value, offset=0)
+
+    @cute.jit
     def advance(self, index: Int32, phase: Int32):
         """The stage after `index`, and the parity of its barriers."""
         index += 1
