@@ -27,9 +27,11 @@ from tsmla_kernels.sm90.warp_helpers import DTYPES, WarpHelpers
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
-# fp8: P is scaled by 2^6, so that what is above 2^-12 of a row's greatest keeps all bits of e4m3. The maximum that P is
-# relative to may stay up to 2 bits behind the true one: P's greatest is then 256 of 448.
-P_BITS, SLACK = 6, 2
+# fp8: P is scaled by 2^5, so that what is above 2^-11 of the greatest when the maximum last moved keeps all of its bits:
+# a whole power of two, so that this greatest itself is exact. The maximum moves when a sum of four of P passes e4m3's
+# greatest, 3.8 bits later at most.
+P_BITS = 5
+P_GREATEST = 448.0
 LOWEST = -1e30  # of the running maximum: finite, so that a row without keys needs no case of its own
 SLOTS = 8  # ring of tile descriptors: the copies are at most three tiles ahead of an epilogue
 SLOT_WORDS = 8
@@ -818,7 +820,10 @@ class MlaPrefill(WarpHelpers):
                 for _ in cutlass.range(masked, blocks - 1, unroll=1):
                     self.issue(products, barriers, index, phase, v_index, v_phase, group)
                     self.leave(k_empty + index)
-                    self.finish(products, barriers, s, o, m, l, scale, v_index, v_phase)
+                    if const_expr(self.fp8):
+                        self.finish_lagging(products, barriers, s, o, m, l, scale, v_index)
+                    else:
+                        self.finish(products, barriers, s, o, m, l, scale, v_index, v_phase)
                     v_index, v_phase = index, phase
                     index, phase = self.advance(index, phase)
                 if blocks > 1:
@@ -950,6 +955,105 @@ class MlaPrefill(WarpHelpers):
         self.narrow(acc_s, to_p)
 
     @cute.jit
+    def finish_lagging(
+        self,
+        products: cutlass.Constexpr,
+        barriers: cutlass.Constexpr,
+        s: cute.Tensor,
+        o: cute.Tensor,
+        m: cute.Tensor,
+        l: cute.Tensor,
+        scale: Float32,
+        v_index: Int32,
+    ):
+        """fp8, no mask: `finish` without a search for the maximum. P is made with that of the blocks before, and its
+        sums, which are needed anyway, tell whether it fits into e4m3; where it doesn't, the warp catches up and makes
+        it again. S stays as it is until then, half of the block at a time: for all of it there are no registers."""
+        v_empty = barriers[5]
+        acc_s, to_p = products[3], products[10]
+        steps = self.block // 32
+        words = cute.make_rmem_tensor((4 * steps,), Int32)
+        sums = cute.make_rmem_tensor((2,), Float32)
+        for first, end in ((0, steps // 2), (steps // 2, steps)):
+            most = self.powers_to_words(acc_s, words, sums, first, end, m, scale)
+            fits = cute.arch.vote_all_sync(most <= P_GREATEST)  # not so where one of them is NaN
+            if not fits:
+                warpgroup.wait_group(0)
+                self.catch_up(s, words, o, m, l, scale, first)
+                self.powers_to_words(acc_s, words, sums, first, end, m, scale)
+            for i in cutlass.range_constexpr(2):
+                l[i] += sums[i]
+        # The branch above ends the block, and the wait goes to where it ends. P's memory is free then too.
+        warpgroup.wait_group(0)
+        self.leave(v_empty + v_index)
+        self.put_p(words, to_p)
+
+    def powers_to_words(self, acc_s, words, sums, first: int, end: int, m, scale):
+        """S to P for the steps of 32 keys from `first` to `end`: its words, its rows' sums, and, returned, the greatest
+        sum of four."""
+        totals, most = [Float32(0.0), Float32(0.0)], Float32(0.0)
+        for k in range(first, end):
+            fours = []
+            for w, at in enumerate(P_WORDS):
+                row = w % 2
+                p = [cute.math.exp2(acc_s[16 * k + at + i] * scale - m[row], fastmath=True) for i in P_IN_WORD]
+                words[4 * k + w] = self.narrow_four(*p)
+                fours.append((p[0] + p[1]) + (p[2] + p[3]))
+                totals[row] += fours[-1]
+            for pair in (fours[:2], fours[2:]):
+                most = self.max_of_three(most, *pair)
+        for row in range(2):
+            sums[row] = totals[row]
+        return most
+
+    def max_of_three(self, a: Float32, b: Float32, c: Float32):
+        """Of values that aren't negative: for their bits there is one instruction that takes three, for floats not."""
+        return cute.arch.inline_ptx(
+            "{ .reg .b32 x, y; mov.b32 x, {$r0}; mov.b32 y, {$r1}; max.s32 x, x, y; mov.b32 y, {$r2};"
+            " max.s32 x, x, y; mov.b32 {$w0}, x; }",
+            write_only_types=[Float32],
+            read_only_args=[a, b, c],
+        )
+
+    @cute.jit
+    def catch_up(
+        self,
+        s: cute.Tensor,
+        words: cute.Tensor,
+        o: cute.Tensor,
+        m: cute.Tensor,
+        l: cute.Tensor,
+        scale: Float32,
+        first: cutlass.Constexpr[int],
+    ):
+        """The rows' maximum with that of S from step `first` on; O, the sums, and P's words before brought to it."""
+        for i in cutlass.range_constexpr(2):
+            high = s[i, 8 * first]
+            for c in cutlass.range_constexpr(8 * first + 1, self.block // 4):
+                high = cute.arch.fmax(high, s[i, c])
+            high = cute.arch.fmax(high, cute.arch.shuffle_sync_bfly(high, offset=1))
+            high = cute.arch.fmax(high, cute.arch.shuffle_sync_bfly(high, offset=2))
+            new = cute.arch.fmax(m[i], high * scale - P_BITS)
+            factor = cute.math.exp2(m[i] - new, fastmath=True)
+            m[i] = new
+            l[i] = l[i] * factor
+            for c in cutlass.range_constexpr(self.width // 4):
+                o[i, c] = o[i, c] * factor
+            for w in cutlass.range_constexpr(i, 4 * first, 2):
+                words[w] = self.scale_four(words[w], factor)
+
+    def scale_four(self, word: Int32, factor: Float32):
+        """Four values in e4m3 times `factor`."""
+        return cute.arch.inline_ptx(
+            "{ .reg .b16 low, high; .reg .b32 a, b, f; cvt.rn.f16x2.f32 f, {$r1}, {$r1}; mov.b32 {low, high}, {$r0};"
+            " cvt.rn.f16x2.e4m3x2 a, low; cvt.rn.f16x2.e4m3x2 b, high; mul.rn.f16x2 a, a, f; mul.rn.f16x2 b, b, f;"
+            " cvt.rn.satfinite.e4m3x2.f16x2 low, a; cvt.rn.satfinite.e4m3x2.f16x2 high, b;"
+            " mov.b32 {$w0}, {low, high}; }",
+            write_only_types=[Int32],
+            read_only_args=[word, factor],
+        )
+
+    @cute.jit
     def scores(
         self,
         mma_first: cute.TiledMma,
@@ -992,8 +1096,11 @@ class MlaPrefill(WarpHelpers):
 
     @cute.jit
     def masked_blocks(self, blocks: Int32, unmasked: Int32, v_keys: Int32):
-        """Blocks of a tile after its first that need a mask, or whose predecessor's V needs zeros."""
+        """Blocks of a tile after its first that need a mask, or whose predecessor's V needs zeros; in fp8 also those
+        that find rows without a maximum, which saw nothing of the first block."""
         masked = blocks - 1 - cutlass.max(unmasked, 0) // self.block
+        if const_expr(self.fp8):
+            masked = cutlass.max(masked, 1)
         if const_expr(not self.fp8):
             if v_keys < self.block:
                 masked = cutlass.max(masked, 1)
@@ -1021,15 +1128,22 @@ class MlaPrefill(WarpHelpers):
         shared memory, in the order in which V's keys were put. `to_p` says where: those registers, or the address for
         this lane's row of the first 32 keys."""
         if const_expr(self.fp8):
+            words = []
             for k in cutlass.range_constexpr(self.block // 32):
                 # Of both of the thread's rows the keys 0 to 15, then of both the keys 16 to 31.
-                words = [self.narrow_four(*(acc_s[16 * k + at + i] for i in P_IN_WORD)) for at in P_WORDS]
-                self.store_matrices((to_p ^ ((k % 4) * 32)) + (k // 4) * (GROUP_ROWS * 128), *words)
-            # Each warp's tensor core reads only the warp's own rows.
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.sync_warp()
+                words += [self.narrow_four(*(acc_s[16 * k + at + i] for i in P_IN_WORD)) for at in P_WORDS]
+            self.put_p(words, to_p)
         else:
             cute.make_tensor(to_p.iterator, acc_s.layout).store(acc_s.load().to(self.dtype))
+
+    def put_p(self, words, to_p: Int32):
+        """fp8: P's words, four for every 32 keys, to where WGMMA reads them."""
+        for k in range(self.block // 32):
+            to = (to_p ^ ((k % 4) * 32)) + (k // 4) * (GROUP_ROWS * 128)
+            self.store_matrices(to, *(words[4 * k + w] for w in range(4)))
+        # Each warp's tensor core reads only the warp's own rows.
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
 
     def narrow_four(self, a: Float32, b: Float32, c: Float32, d: Float32):
         """Four values in e4m3, the first in the lowest byte."""
@@ -1076,11 +1190,7 @@ class MlaPrefill(WarpHelpers):
             high = cute.arch.fmax(cute.arch.fmax(highs[0], highs[1]), cute.arch.fmax(highs[2], highs[3]))
             high = cute.arch.fmax(high, cute.arch.shuffle_sync_bfly(high, offset=1))
             high = cute.arch.fmax(high, cute.arch.shuffle_sync_bfly(high, offset=2))
-            if const_expr(self.fp8):
-                new = high * scale - P_BITS
-                new = cutlass.select_(new > m[i] + SLACK, new, m[i])
-            else:
-                new = cute.arch.fmax(m[i], high * scale)
+            new = cute.arch.fmax(m[i], high * scale - P_BITS if const_expr(self.fp8) else high * scale)
             factor[i] = cute.math.exp2(m[i] - new, fastmath=True)
             m[i] = new
             l[i] = l[i] * factor[i]
