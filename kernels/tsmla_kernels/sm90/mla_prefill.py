@@ -27,8 +27,8 @@ from tsmla_kernels.sm90.warp_helpers import DTYPES, WarpHelpers
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
-# fp8: P is scaled by 2^5, so that what is above 2^-11 of the greatest when the maximum last moved keeps all of its bits:
-# a whole power of two, so that this greatest itself is exact. The maximum moves when a sum of four of P passes e4m3's
+# fp8: P is scaled by 2^5, so that what is above 2^-11 of the greatest when the maximum last moved keeps all its bits. A
+# whole power of two, so that this greatest itself is exact. The maximum moves when a sum of four of P passes e4m3's
 # greatest, 3.8 bits later at most.
 P_BITS = 5
 P_GREATEST = 448.0
