@@ -183,6 +183,27 @@ def test_fp8_maximum_that_rises_from_block_to_block() -> None:
         assert_right_in_fp8(attend("cute", *lens)(*args), oracle(*args, *lens))
 
 
+def test_fp8_scores_further_apart_than_the_exponents_of_floats() -> None:
+    """P is made before it is known whether its maximum will do: here it overflows again and again."""
+    lens = ([1500, 3], [4000, 2500])
+    args = arrays(*lens, dtype=FP8)
+    scale = 60 * SCALE
+    out, lse = attend("cute", *lens, softmax_scale=scale)(*args)
+    want = oracle(*args, *lens, softmax_scale=scale)
+    assert np.linalg.norm(np.float64(out) - want[0]) <= 0.03 * np.linalg.norm(want[0])
+    np.testing.assert_allclose(np.asarray(lse), want[1], atol=0.4)  # of scores up to 300, in 13 bits
+
+
+def test_fp8_a_nan_in_one_query_stays_with_it() -> None:
+    """Rows that one thread holds share the look at their sums."""
+    lens = ([300], [1500])
+    q, k, v = arrays(*lens, dtype=FP8, padding=0)
+    out, lse = attend("cute", *lens)(q.at[::16].set(jnp.nan), k, v)
+    others = np.arange(300) % 16 > 0
+    assert np.isnan(np.float32(out)[~others]).all()
+    assert_right_in_fp8((out[others], lse[others]), [x[others] for x in oracle(q, k, v, *lens)])
+
+
 def test_fp8_repeated_calls_are_bitwise_the_same() -> None:
     lens = ([700, 300, 20], [700, 300, 20])
     args = arrays(*lens, heads=16, dtype=FP8)
