@@ -16,6 +16,7 @@ ROWS = 64  # query rows (tokens x heads) of one CTA: the M of one warpgroup's WG
 FP8 = "float8_e4m3fn"
 LANDINGS = 4  # blocks of an fp8 cache that lie in shared memory as they came, or are on their way
 SMEM_BYTES = 232_448  # shared memory that one CTA may have on sm_90
+FEW_ROWS = 32  # query rows, at most, whose partial results are in fp32
 INVARIANT_CHUNKS = 32  # most pieces a request is cut into when batch_invariant
 INVARIANT_MIN_KEYS = 512  # fewest keys of such a piece
 
@@ -102,6 +103,16 @@ class DecodeConfig:
         return ROWS * self.cluster
 
     @property
+    def few_rows(self) -> bool:
+        """Whether a row tile is so small that merging its pieces takes instructions rather than bytes."""
+        return self.max_q_len * self.num_heads <= FEW_ROWS
+
+    @property
+    def partial_dtype(self) -> str:
+        """Of a piece's result. In f16 it is half the bytes to write and to read again, but takes a scale of its own."""
+        return "float32" if self.few_rows else "float16"
+
+    @property
     def max_tiles(self) -> int:
         """Row tiles of the longest query."""
         return -(-self.max_q_len * self.num_heads // self.tile_rows)
@@ -180,7 +191,7 @@ def workspace_shapes(
     else:
         slots = entries = 2 * parts
     return {
-        "partial_out": ((slots, config.tile_rows, config.latent_dim), "float16"),
+        "partial_out": ((slots, config.tile_rows, config.latent_dim), config.partial_dtype),
         "partial_lse": ((slots, 3, config.tile_rows), "float32"),
         "split_info": ((entries, 4), "int32"),
     }

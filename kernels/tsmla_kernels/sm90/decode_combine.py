@@ -5,16 +5,14 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils as utils
-from cutlass import Float16, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from tsmla_kernels.sm90.choose import ROWS
 from tsmla_kernels.sm90.decode_schedule import DecodeSchedule
 from tsmla_kernels.sm90.decode_softmax import LN_2, LOWEST
 
-COMBINE_THREADS = 1024
 COMBINE_SPARE_BYTES = 100 << 10
-COMBINE_GROUP = 512  # threads that merge one row tile together
-COMBINE_UNROLL = 4  # pieces that a thread reads at once
+COMBINE_LOADS = 4  # of 16 bytes, that a thread has under way
 COMBINE_SHARE = 4  # threads that share a quad when batch_invariant: the order of additions must not follow the batch
 
 
@@ -23,7 +21,8 @@ class DecodeCombine(DecodeSchedule):
 
     Attributes:
       latent: L. cluster: CTAs of `attend` that share keys, each with ROWS rows.
-      out_dtype: of the output.
+      out_dtype: of the output. partial_dtype: of partial_out.
+      combine_threads: of a CTA of `combine`, in two groups, each of which merges one row tile.
       swapped: whether partial_out has columns as a WGMMA accumulator's lanes hold them: 2 from each of four groups of 8
         together, of which the quad has four.
     """
@@ -31,6 +30,8 @@ class DecodeCombine(DecodeSchedule):
     latent: int
     cluster: int
     out_dtype: type[cutlass.Numeric]
+    partial_dtype: type[cutlass.Numeric]
+    combine_threads: int
     swapped: bool
 
     @cute.kernel
@@ -52,7 +53,7 @@ class DecodeCombine(DecodeSchedule):
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
 
-        warps = COMBINE_THREADS // 32
+        warps = self.combine_threads // 32
 
         @cute.struct
         class Storage:
@@ -69,14 +70,14 @@ class DecodeCombine(DecodeSchedule):
             storage.weight.get_tensor(cute.make_layout((8, warps), stride=(1, 8))),
         )
         tidx, _, _ = cute.arch.thread_idx()
-        group = cute.arch.make_warp_uniform(tidx // COMBINE_GROUP)
+        group = cute.arch.make_warp_uniform(tidx // (self.combine_threads // 2))
         entry = cute.make_rmem_tensor((4,), Int32)
         cute.arch.griddepcontrol_wait()
         if const_expr(self.invariant):
-            groups = ctas * (COMBINE_THREADS // COMBINE_GROUP)
+            groups = ctas * 2
             units = split_info.shape[0] - parts
             portions = cutlass.max(groups // units, 1)
-            first_item = cta * (COMBINE_THREADS // COMBINE_GROUP) + group
+            first_item = cta * 2 + group
             for item in cutlass.range(first_item, units * portions, groups, unroll=1):
                 cute.autovec_copy(split_info[parts + item // portions, None], entry)
                 self.merge(
@@ -152,19 +153,21 @@ class DecodeCombine(DecodeSchedule):
             here = cutlass.min(here - part * half, half)
         if here > 0:
             tidx, _, _ = cute.arch.thread_idx()
-            t = tidx % COMBINE_GROUP
+            threads = self.combine_threads // 2
+            unroll = COMBINE_LOADS * 16 // (8 * self.partial_dtype.width // 8)  # pieces that a thread reads at once
+            t = tidx % threads
             # Units worked on at once: 2 ** bits.
-            bits = Int32((COMBINE_GROUP // COMBINE_SHARE).bit_length() - 1)
+            bits = Int32((threads // COMBINE_SHARE).bit_length() - 1)
             if const_expr(not self.invariant):
                 bits = 32 - Int32(cute.arch.clz(here - 1))
-                bits = cutlass.min(cutlass.max(bits, 3), COMBINE_GROUP.bit_length() - 1)
-            spread, share = Int32(1) << bits, Int32(COMBINE_GROUP) >> bits
+                bits = cutlass.min(cutlass.max(bits, 3), threads.bit_length() - 1)
+            spread, share = Int32(1) << bits, Int32(threads) >> bits
             member = (t >> 3) & (share - 1)
-            eight = t >> (COMBINE_GROUP.bit_length() + 2 - bits)
+            eight = t >> (threads.bit_length() + 2 - bits)
             acc = cute.make_rmem_tensor((8,), Float32)
-            lines = cute.make_rmem_tensor((8, COMBINE_UNROLL), Float16)
-            weights = cute.make_rmem_tensor((COMBINE_UNROLL,), Float32)
-            scales = cute.make_rmem_tensor((COMBINE_UNROLL,), Float32)
+            lines = cute.make_rmem_tensor((8, unroll), self.partial_dtype)
+            weights = cute.make_rmem_tensor((unroll,), Float32)
+            scales = cute.make_rmem_tensor((unroll,), Float32)
             for base in cutlass.range(0, here, spread, unroll=1):
                 unit = base + eight * 8 + t % 8
                 counts = unit < here
@@ -173,8 +176,8 @@ class DecodeCombine(DecodeSchedule):
                 scale_of = 1 + column // (self.latent // 2)
                 acc.fill(0.0)
                 weight, highest = Float32(0.0), Float32(LOWEST)
-                for step in cutlass.range(0, count, COMBINE_UNROLL * share, unroll=1):
-                    for u in cutlass.range_constexpr(COMBINE_UNROLL):
+                for step in cutlass.range(0, count, unroll * share, unroll=1):
+                    for u in cutlass.range_constexpr(unroll):
                         i = step + u * share + member
                         slot = self.slot(first, cutlass.min(i, count - 1))
                         weights[u] = partial_lse[slot, 0, row]
@@ -190,14 +193,14 @@ class DecodeCombine(DecodeSchedule):
                         cute.autovec_copy(line, lines[None, u])
                     cute.arch.sync_warp()  # keeps the compiler from waiting for one load before it issues the next
                     top = highest
-                    for u in cutlass.range_constexpr(COMBINE_UNROLL):
+                    for u in cutlass.range_constexpr(unroll):
                         top = cute.arch.fmax(top, weights[u])
                     factor = cute.math.exp2(highest - top, fastmath=True)
                     highest = top
                     weight = weight * factor
                     for c in cutlass.range_constexpr(8):
                         acc[c] = acc[c] * factor
-                    for u in cutlass.range_constexpr(COMBINE_UNROLL):
+                    for u in cutlass.range_constexpr(unroll):
                         w = cute.math.exp2(weights[u] - top, fastmath=True)
                         weight += w
                         w = w * scales[u]
@@ -265,12 +268,12 @@ class DecodeCombine(DecodeSchedule):
             cute.autovec_copy(acc, cute.make_tensor((of_acc.iterator + (warp_idx * 64 + lane * 8)).align(16), 8))
             of_highest[lane, warp_idx] = highest
             of_weight[lane, warp_idx] = weight
-        cute.arch.barrier(barrier_id=1 + group, number_of_threads=COMBINE_GROUP)
+        cute.arch.barrier(barrier_id=1 + group, number_of_threads=self.combine_threads // 2)
         if cute.arch.make_warp_uniform(member) < 4 and counts:
             # A lane has two columns.
             eighth = lane // 4
             top = Float32(LOWEST)
-            for w in cutlass.range_constexpr(COMBINE_GROUP // 32):
+            for w in cutlass.range_constexpr(self.combine_threads // 64):
                 top = cute.arch.fmax(top, of_highest[eighth, warp_idx + cutlass.min(w, sharers - 1)])
             total = Float32(0.0)
             columns = cute.make_rmem_tensor((2,), Float32)

@@ -12,10 +12,11 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 
 from tsmla_kernels.sm90.choose import ROWS, SMEM_BYTES, DecodeConfig
-from tsmla_kernels.sm90.decode_combine import COMBINE_THREADS, DecodeCombine
+from tsmla_kernels.sm90.decode_combine import DecodeCombine
 from tsmla_kernels.sm90.decode_ring import DecodeRing
 from tsmla_kernels.sm90.decode_schedule import DESCRIPTOR_WORDS
 from tsmla_kernels.sm90.decode_softmax import DecodeSoftmax
+from tsmla_kernels.sm90.warp_helpers import DTYPES
 
 
 class DecodeKernel(DecodeRing, DecodeSoftmax, DecodeCombine):
@@ -47,7 +48,9 @@ class DecodeKernel(DecodeRing, DecodeSoftmax, DecodeCombine):
         self.page_size, self.ragged, self.causal = config.page_size, config.ragged, config.causal
         self.invariant, self.cluster, self.narrow = config.batch_invariant, config.cluster, config.narrow
         self.multicast = self.cluster > 1 and not self.narrow
-        self.wide_values = config.cache_dtype == "bfloat16"
+        self.partial_dtype = DTYPES[config.partial_dtype]
+        self.combine_threads = 512 if config.few_rows else 1024
+        self.scaled = self.partial_dtype == cutlass.Float16 and config.cache_dtype == "bfloat16"
         self.stages, self.tile_rows, self.max_tiles = config.stages, config.tile_rows, config.max_tiles
         self.stage_elements = config.stage_bytes // self.itemsize
         self.block = config.block
@@ -104,7 +107,7 @@ class DecodeKernel(DecodeRing, DecodeSoftmax, DecodeCombine):
         attend.launch(
             grid=grid, block=[self.threads, 1, 1], cluster=[self.cluster, 1, 1], stream=stream, min_blocks_per_mp=1
         )
-        self.combine(*merged, parts).launch(grid=grid, block=[COMBINE_THREADS, 1, 1], stream=stream, use_pdl=True)
+        self.combine(*merged, parts).launch(grid=grid, block=[self.combine_threads, 1, 1], stream=stream, use_pdl=True)
 
     # ---- in the attention kernel
 

@@ -31,7 +31,7 @@ class DecodeSoftmax(WarpHelpers):
       rescale_bits: how far the running maximum may lag, as a power of 2.
       speculate: whether P is found before it is known whether the running maximum lags.
       inverses: pieces whose row sums are kept: more than the scores may be ahead of the values.
-      wide_values: whether cached values may lie beyond what f16 holds, so that a piece's result needs a scale of its own.
+      scaled: whether a piece's result might lie beyond what partial_out holds, so that the values' warps scale it.
     """
 
     heads: int
@@ -40,7 +40,7 @@ class DecodeSoftmax(WarpHelpers):
     rescale_bits: float
     speculate: bool
     inverses: int
-    wide_values: bool
+    scaled: bool
 
     @cute.jit
     def seen_by_all(self, descriptor: cute.Tensor, at: Int32):
@@ -153,7 +153,7 @@ class DecodeSoftmax(WarpHelpers):
                 if total > 0.0 or total != total:
                     factor = cute.arch.rcp_approx(total)
                     value = m[i] + cute.math.log2(total, fastmath=True)
-                if const_expr(self.wide_values) or slot < 0:
+                if const_expr(self.scaled) or slot < 0:
                     factor = factor * out_scale
                 inverse[row, piece % self.inverses] = factor
                 if row < descriptor[6, at]:
@@ -161,6 +161,6 @@ class DecodeSoftmax(WarpHelpers):
                         lse[descriptor[5, at] + row] = value * LN_2
                     else:
                         partial_lse[slot, 0, rank * ROWS + row] = value
-                        if const_expr(not self.wide_values):
+                        if const_expr(not self.scaled):
                             for half in cutlass.range_constexpr(2):
                                 partial_lse[slot, 1 + half, rank * ROWS + row] = out_scale

@@ -19,7 +19,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils as utils
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float16, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKind
 
@@ -33,7 +33,7 @@ from tsmla_kernels.sm90.warp_helpers import DTYPES
 LOG2_E = math.log2(math.e)
 OVERHEAD = 8  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
 RESCALE_BITS = 8.0  # how far the running maximum may lag where arithmetic is the bound: following it at once takes 10 %
-EARLY_STEPS = 4  # 16-column steps of Q K^T that are still to come when the values' warpgroups are let loose
+EARLY_STEPS = 8  # 16-column steps of Q K^T that are still to come when the values' warpgroups are let loose
 
 
 class MlaDecode(DecodeKernel):
@@ -61,7 +61,7 @@ class MlaDecode(DecodeKernel):
         self.shared_steps = 4 if self.depth > 512 else 0
         # 0: the greatest P of a row is exactly 1, and no rounding touches it. Free where memory is the bound.
         self.rescale_bits = 0.0 if config.cluster == 1 else RESCALE_BITS
-        self.speculate = False
+        self.speculate = self.rescale_bits > 0.0
         # A piece takes two stages or more; the values read its row sums before they leave its last.
         self.inverses = (self.stages + 1) // 2
         self.threads = 384
@@ -376,7 +376,9 @@ class MlaDecode(DecodeKernel):
         r_q = cute.make_rmem_tensor(thr_qk.partition_shape_A((ROWS, register_columns)), self.dtype)
         t_q_rope = mma_qk_shared.make_fragment_A(mma_qk_shared.get_slice(t).partition_A(s_q_rope))
         acc = cute.make_rmem_tensor(thr_qk.partition_shape_C((ROWS, self.block)), Float32)
-        s = cute.make_tensor(acc.iterator, cute.make_layout((2, (2, self.block // 8)), stride=(2, (1, 4))))
+        probabilities = cute.make_rmem_tensor(acc.layout, Float32) if const_expr(self.speculate) else acc
+        by_rows = cute.make_layout((2, (2, self.block // 8)), stride=(2, (1, 4)))
+        s, p = cute.make_tensor(acc.iterator, by_rows), cute.make_tensor(probabilities.iterator, by_rows)
         steps = self.depth // 16
 
         # Q's rows lie in two stages of 32: a warp reads the one that holds its 16 rows, as if it were the first.
@@ -469,9 +471,6 @@ class MlaDecode(DecodeKernel):
                     t_k = mma_qk.make_fragment_B(thr_qk.partition_B(stage_keys))
                     if arrived == 0:
                         cute.arch.mbarrier_wait(full + index, phase)
-                    # Of the block before: P is there for P V. Here it takes no time, since Q K^T waits for the tensor
-                    # cores, which still have P V of the block before that.
-                    cute.arch.fence_proxy("async.shared", space="cta")
                     warpgroup.fence()
                     mma_qk.set(Field.ACCUMULATE, False)
                     mma_qk_shared.set(Field.ACCUMULATE, True)
@@ -498,8 +497,8 @@ class MlaDecode(DecodeKernel):
                     arrived = Int32(cute.arch.mbarrier_test_wait(full + index, phase))
                     if (b + 1) * self.block > seen_by_all:
                         self.mask(s, b, descriptor, at, row_low, lane)
-                    self.softmax(s, s, m, l, scale, rescale, moved, row_low, lane, warp_here, previous)
-                    r_p.store(acc.load().to(self.dtype))
+                    self.softmax(s, p, m, l, scale, rescale, moved, row_low, lane, warp_here, previous)
+                    r_p.store(probabilities.load().to(self.dtype))
                     # All four warps have read these keys' rope columns: P may overwrite them.
                     cute.arch.barrier(barrier_id=1, number_of_threads=128)
                     for i in cutlass.range_constexpr(self.block // 16):
@@ -512,7 +511,6 @@ class MlaDecode(DecodeKernel):
                     for c in cutlass.range_constexpr(self.latent // 256):
                         zero_words[lane, row, warp_here + 4 * c, previous] = Float32(0.0)
                 self.finish(l, m, inverse, lse, partial_lse, out_scale, row_low, lane, descriptor, at, rank, piece)
-                cute.arch.fence_proxy("async.shared", space="cta")
                 self.signal(ready, previous, lane)
                 piece += 1
 
@@ -606,6 +604,9 @@ class MlaDecode(DecodeKernel):
                     t_v = mma_pv.make_fragment_B(thr.partition_B(values))
                     t_p = mma_pv.make_fragment_A(thr.partition_A(stage_p))
                     cute.arch.mbarrier_wait(ready + index, phase)
+                    # Orders the scores' writes, of P and of zeros, before WGMMA's reads: here, since there it would be
+                    # part of the chain that everything waits for.
+                    cute.arch.fence_proxy("async.shared", space="cta")
                     if moved[row_low // 16, index] != 0:
                         low, high = rescale[row_low, index], rescale[row_low + 8, index]
                         for c in cutlass.range_constexpr(self.half // 4):
@@ -658,7 +659,7 @@ class MlaDecode(DecodeKernel):
         at: Int32,
         rank: Int32,
     ):
-        """O / row sum to `out`, or in f16 to the piece's slot of partial_out."""
+        """O / row sum to `out`, or to the piece's slot of partial_out."""
         out_row, valid_rows, slot = descriptor[5, at], descriptor[6, at], descriptor[7, at]
         quad = lane % 4
         groups = self.half // 8
@@ -666,7 +667,7 @@ class MlaDecode(DecodeKernel):
         for i in cutlass.range_constexpr(2):
             row = row_low + 8 * i
             factor = inverse_low if const_expr(i == 0) else inverse_high
-            # A lane holds 2 columns of each group of 8, and stores 16 bytes for each four groups.
+            # A lane holds 2 columns of each group of 8, and stores 8 for each four groups.
             if slot < 0:
                 # The four lanes of a row swap so that each has one group of the four.
                 line = cute.make_tensor(
@@ -685,7 +686,7 @@ class MlaDecode(DecodeKernel):
             else:
                 # As they lie, for the fewest instructions: `combine` swaps.
                 tile_row = rank * ROWS + row
-                if const_expr(self.wide_values):
+                if const_expr(self.scaled):
                     factor, scale = self.fit(o, i, factor)
                     if quad == 0 and row < valid_rows:
                         partial_lse[slot, 1 + half, tile_row] = scale
@@ -695,12 +696,12 @@ class MlaDecode(DecodeKernel):
                     ).align(16),
                     cute.make_layout((8, groups // 4), stride=(1, 32)),
                 )
-                halves = cute.make_rmem_tensor((8,), Float16)
+                eight = cute.make_rmem_tensor((8,), self.partial_dtype)
                 for g in cutlass.range_constexpr(groups // 4):
                     for j in cutlass.range_constexpr(8):
-                        halves[j] = (o[i, 8 * g + j] * factor).to(Float16)
+                        eight[j] = (o[i, 8 * g + j] * factor).to(self.partial_dtype)
                     if row < valid_rows:
-                        cute.autovec_copy(halves, line[None, g])
+                        cute.autovec_copy(eight, line[None, g])
 
     @cute.jit
     def fit(self, o: cute.Tensor, i: cutlass.Constexpr[int], factor: Float32):

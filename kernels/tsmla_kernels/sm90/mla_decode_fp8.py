@@ -19,7 +19,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils as utils
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float16, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKind
 
@@ -302,12 +302,11 @@ class MlaDecodeFp8(DecodeKernel):
                     t_k = mma_qk.make_fragment_B(thr_qk.partition_B(stage_keys))
                     if arrived == 0:
                         cute.arch.mbarrier_wait(full + index, phase)
-                    # For P V of the block before; the turns of the tensor cores are as in MlaDecode.
-                    cute.arch.fence_proxy("async.shared", space="cta")
                     warpgroup.fence()
                     mma_qk.set(Field.ACCUMULATE, False)
                     for k in cutlass.range_constexpr(steps):
                         if const_expr(k == steps - EARLY_STEPS):
+                            # The tensor cores take turns, as in MlaDecode.
                             if b > b_begin:
                                 self.signal(ready, previous, lane)
                         cute.gemm(mma_qk, acc, t_q[None, None, k], t_k[None, None, k], acc)
@@ -328,7 +327,6 @@ class MlaDecodeFp8(DecodeKernel):
                         four = [p_words[4 * i + j] for j in range(4)]
                         self.store_matrices((address_here + p_offset) ^ (i << 5), *four)
                 self.finish(l, m, inverse, lse, partial_lse, out_scale, row_low, lane, descriptor, at, rank, piece)
-                cute.arch.fence_proxy("async.shared", space="cta")
                 self.signal(ready, previous, lane)
                 piece += 1
 
@@ -411,6 +409,7 @@ class MlaDecodeFp8(DecodeKernel):
                     for g in cutlass.range_constexpr(groups):
                         self.read_values(here, g, narrow)
                     cute.arch.mbarrier_wait(ready + index, phase)
+                    cute.arch.fence_proxy("async.shared", space="cta")  # the scores' writes of P, as in MlaDecode
                     self.rescale_out(o, rescale, moved, index, lane)
                     for g in cutlass.range_constexpr(groups):
                         self.widen(narrow, g, r_v)
@@ -509,7 +508,7 @@ class MlaDecodeFp8(DecodeKernel):
         at: Int32,
         rank: Int32,
     ):
-        """O times 1 / row sum, column `kept` of `inverse`, to `out`, or in f16 to the piece's slot of partial_out."""
+        """O times 1 / row sum, column `kept` of `inverse`, to `out`, or to the piece's slot of partial_out."""
         out_row, valid_rows, slot = descriptor[5, at], descriptor[6, at], descriptor[7, at]
         # Eight lanes' pairs of neighbouring latents fill a sector.
         row_low, column = lane % 4 * 2, first_latent + lane // 4 * 2
@@ -521,7 +520,8 @@ class MlaDecodeFp8(DecodeKernel):
         else:
             row = Int64(slot) * self.tile_rows + rank * ROWS + row_low
             self.store_rows(
-                partial_out.iterator + (row * self.latent + column), o, inverse, kept, lane, valid_rows, Float16
+                partial_out.iterator + (row * self.latent + column), o, inverse, kept, lane, valid_rows,
+                self.partial_dtype,
             )
 
     @cute.jit

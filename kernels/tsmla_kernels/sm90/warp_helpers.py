@@ -6,7 +6,12 @@ from cutlass import Int32, const_expr
 
 from tsmla_kernels.sm90.choose import FP8
 
-DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, FP8: cutlass.Float8E4M3FN}
+DTYPES = {
+    "float32": cutlass.Float32,
+    "bfloat16": cutlass.BFloat16,
+    "float16": cutlass.Float16,
+    FP8: cutlass.Float8E4M3FN,
+}
 
 
 class WarpHelpers:
