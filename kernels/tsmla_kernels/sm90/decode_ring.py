@@ -183,9 +183,12 @@ class DecodeRing(WarpHelpers):
 
     @cute.jit
     def signal(self, ready: cute.Pointer, index: Int32, lane: Int32):
-        """One warp has done its part with a stage: Q's rows are in registers, or P is in shared memory, fenced."""
+        """One warp has done its part with a stage: Q's rows are in registers, or P is in shared memory.
+
+        The eight lanes that write row factors arrive, each for its own: so racecheck can follow it too.
+        """
         cute.arch.sync_warp()
-        if lane == 0:
+        if lane % 4 == 0:
             cute.arch.mbarrier_arrive(ready + index)
 
     @cute.jit

@@ -423,8 +423,7 @@ class MlaDecode(DecodeKernel):
             b_begin, b_end = self.uniform(descriptor[0, at]), self.uniform(descriptor[1, at])
             if b_begin == b_end:
                 running = Int32(0)
-                if lane == 0:
-                    cute.arch.mbarrier_arrive(ready + index)
+                self.signal(ready, index, lane)
             else:
                 # Q into registers. Its rows 32 and up are in the next stage, if the row tile has as many.
                 first_index = index

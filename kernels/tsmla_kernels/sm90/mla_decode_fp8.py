@@ -275,8 +275,7 @@ class MlaDecodeFp8(DecodeKernel):
             b_begin, b_end = self.uniform(descriptor[0, at]), self.uniform(descriptor[1, at])
             if b_begin == b_end:
                 running = Int32(0)
-                if lane == 0:
-                    cute.arch.mbarrier_arrive(ready + index)
+                self.signal(ready, index, lane)
             else:
                 q_here = cute.make_tensor(
                     cute.recast_ptr(s_k[None, None, index].iterator, plain, dtype=Float32), q_words
