@@ -138,10 +138,11 @@ Call = tuple[
     bool,
     torch.Tensor | None,
     torch.Tensor | None,
-    Workspace | None,
+    Workspace | int | None,
 ]
 """What belongs to one call and not to its plan: q, kv_cache, block_tables, seq_lens, cu_seqlens_q, the pair of scales,
-return_lse, out, lse and workspace. A plain tuple: one with names costs ten times as much to make."""
+return_lse, out, lse and workspace (or the address that the plan's place_in gave). A plain tuple: one with names costs
+ten times as much to make."""
 
 _NUMBER = (float, type(None))
 
@@ -227,9 +228,9 @@ class Plan:
         """out, and lse if it is asked for."""
         raise NotImplementedError
 
-    def can_use(self, buffer: torch.Tensor) -> bool:
-        """Whether a call can have its intermediate results in this memory."""
-        return False
+    def place_in(self, buffer: torch.Tensor) -> int | None:
+        """The address where a call can have its intermediate results in this memory; None if it can't."""
+        return None
 
 
 class _EmptyPlan(Plan):
@@ -258,6 +259,7 @@ class _BlackwellPlan(Plan):
         q, kv_cache, block_tables, seq_lens, cu_seqlens_q, pair, return_lse, out, lse, workspace = call
         checks.values(data_checks.decode, self.spec, seq_lens, block_tables, cu_seqlens_q)
         kv_cache = tensors.without_head_axis(kv_cache)
+        assert not isinstance(workspace, int)  # place_in gives this plan none
         found = blackwell.mla_decode(self.spec, q, kv_cache, block_tables, seq_lens, pair, workspace)
         return self.places.hand_over(found, return_lse, out, lse)
 
@@ -307,13 +309,15 @@ class _KernelPlan(Plan):
         *self.offsets, self.lse_offset = layout.offsets.values()
         self.simple = not (self.checked or self.page_step > 1 or self.table_is_slice or spec.ragged)
 
-    def can_use(self, buffer: torch.Tensor) -> bool:
-        return (
+    def place_in(self, buffer: torch.Tensor) -> int | None:
+        address = buffer.data_ptr()
+        found = (
             buffer.numel() * buffer.element_size() >= self.size
             and buffer.is_contiguous()
             and buffer.get_device() == self.index
-            and buffer.data_ptr() % ALIGN == 0
+            and address % ALIGN == 0
         )
+        return address if found else None
 
     def run(self, call: Call) -> Results:
         if devices.current_device() != self.index:
@@ -334,6 +338,8 @@ class _KernelPlan(Plan):
         scales_there = scales.on_device(pair, self.index, stream)
         if workspace is None:
             base = devices.borrow(self.size, stream)
+        elif isinstance(workspace, int):
+            base = workspace
         else:
             base = workspace.take("mla_decode", self.size, self.device, stream)
         try:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from tsmla_bridge import blackwell, decode, merge, ops, tensors
-from tsmla_bridge.workspace import Workspace
 from tsmla_kernels.contract_rules import show
 
 LOG2_E = math.log2(math.e)
@@ -128,8 +127,8 @@ def _attend(
             found = ops.call_decode(*arguments, return_lse, out, None, None)
             return found if return_lse else (found, None)
         plan = decode.plan_for(query, kv_cache, block_tables, seq_lens, None, options)
-    workspace = Workspace.of(workspace_buffer) if plan.can_use(workspace_buffer) else None
-    return plan.run((query, kv_cache, block_tables, seq_lens, None, pair, return_lse, out, None, workspace))
+    place = plan.place_in(workspace_buffer)
+    return plan.run((query, kv_cache, block_tables, seq_lens, None, pair, return_lse, out, None, place))
 
 
 def _attend_masked(
