@@ -135,7 +135,7 @@ def test_head_dims_and_dtypes(dims: tuple[int, int], dtype: Any) -> None:
     assert_right(attend("cute", *lens)(*args), oracle(*args, *lens))
 
 
-def assert_right_in_fp8(got: Results, want: Any) -> None:
+def assert_right_in_fp8(got: Results, want: Any, lse_rtol: float = 1e-3) -> None:
     """P is rounded to e4m3, and the tensor cores keep 13 bits of what they add up."""
     out, lse = np.float64(got[0]), np.asarray(got[1])
     assert got[0].dtype == jnp.bfloat16 and np.isfinite(out).all()
@@ -143,7 +143,7 @@ def assert_right_in_fp8(got: Results, want: Any) -> None:
     np.testing.assert_allclose(out, want[0], atol=0.1, rtol=2**-4)
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want[1]))
     seen = ~np.isneginf(want[1])
-    np.testing.assert_allclose(lse[seen], want[1][seen], atol=6e-3, rtol=1e-3)
+    np.testing.assert_allclose(lse[seen], want[1][seen], atol=6e-3, rtol=lse_rtol)
 
 
 FP8 = jnp.float8_e4m3fn
@@ -180,7 +180,8 @@ def test_fp8_maximum_that_rises_from_block_to_block() -> None:
     for steps in (1.02, 1.3, 2.0):
         growth = np.linspace(steps, 0.0, 1500)[:, None, None]
         args = [x.astype(FP8) for x in (jnp.abs(q), jnp.abs(k) * growth, v)]
-        assert_right_in_fp8(attend("cute", *lens)(*args), oracle(*args, *lens))
+        # Products of one sign: what each of them loses to the 13 bits of a step's greatest adds up, to 1.25e-3 here.
+        assert_right_in_fp8(attend("cute", *lens)(*args), oracle(*args, *lens), lse_rtol=2e-3)
 
 
 def test_fp8_scores_further_apart_than_the_exponents_of_floats() -> None:

@@ -302,9 +302,12 @@ class MlaPrefill(WarpHelpers):
             q_begin, q_len, kv_begin, kv_len = self.entry(e, batch, cu_seqlens_q, cu_seqlens_kv, total_q, total_kv)
             at = cute.arch.atomic_add(place.iterator + self.class_of(kv_len), Int32(1), sem="relaxed", scope="cta")
             head_bytes = cutlass.max(kv_len, 1) * (self.bytes * (self.depth + self.width))
+            together = cutlass.min(cutlass.min(cutlass.max(L2_BYTES // head_bytes, 1), TOGETHER), heads)
+            if const_expr(self.fp8):
+                while heads % together != 0:  # sections of as many heads each
+                    together -= 1
             words = (
-                0, q_begin, q_len, kv_begin, kv_len, (q_len + self.tile_rows - 1) // self.tile_rows,
-                cutlass.min(cutlass.min(cutlass.max(L2_BYTES // head_bytes, 1), TOGETHER), heads),
+                0, q_begin, q_len, kv_begin, kv_len, (q_len + self.tile_rows - 1) // self.tile_rows, together,
             )  # fmt: skip
             for i in cutlass.range_constexpr(1, 7):
                 plan[at, i] = words[i]
@@ -812,14 +815,16 @@ class MlaPrefill(WarpHelpers):
                     self.zero_rows(s_v, v_full, v_index, v_phase, v_keys, t, group)
                     self.issue(products, barriers, index, phase, v_index, v_phase, group)
                     self.leave(k_empty + index)
+                    self.leave_q(q_empty + group, n)
                     self.mask(s, limit, n, lane)
                     self.finish(products, barriers, s, o, m, l, scale, v_index, v_phase)
                     v_keys = keys - n * self.block
                     v_index, v_phase = index, phase
                     index, phase = self.advance(index, phase)
-                for _ in cutlass.range(masked, blocks - 1, unroll=1):
+                for b in cutlass.range(masked, blocks - 1, unroll=1):
                     self.issue(products, barriers, index, phase, v_index, v_phase, group)
                     self.leave(k_empty + index)
+                    self.leave_q(q_empty + group, blocks - 2 - b)
                     if const_expr(self.fp8):
                         self.finish_lagging(products, barriers, s, o, m, l, scale, v_index)
                     else:
@@ -829,7 +834,11 @@ class MlaPrefill(WarpHelpers):
                 if blocks > 1:
                     v_keys = keys
                 # P of the tile's first keys is there. Its scores are all done, so Q may be replaced.
-                self.leave(q_empty + group)
+                if const_expr(self.fp8):
+                    if blocks == 1:
+                        self.leave(q_empty + group)
+                else:
+                    self.leave(q_empty + group)
                 q_phase ^= 1
                 cute.arch.mbarrier_wait(q_full + group, q_phase)
                 blocks = self.uniform(slots[0, (tile + 1) % SLOTS])
@@ -915,6 +924,14 @@ class MlaPrefill(WarpHelpers):
             )
         else:
             cute.arch.mbarrier_wait(barrier, phase)
+
+    @cute.jit
+    def leave_q(self, barrier: cute.Pointer, n: Int32):
+        """fp8: after the scores of a tile's last block Q may be replaced; without turns the next tile's scores would
+        wait for it."""
+        if const_expr(self.fp8):
+            if n == 0:
+                self.leave(barrier)
 
     @cute.jit
     def finish(
