@@ -241,6 +241,7 @@ def write(results: Path, figures: Path, readme: Path) -> str:
 
 
 PREFILL_NAMES = {"fa3": "FA3", "fa4": "FA4 SM90", "cudnn": "cuDNN"}
+OURS_FP8 = "tsmla_fp8"
 
 
 def provenance(row: Row) -> str:
@@ -261,20 +262,25 @@ def write_prefill(results: Path, readme: Path) -> str:
             if ratios := [times[OURS] / times[peer] for times in us.values() if peer in times]:
                 mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
                 means.append(f"{name} {mean:.2f} (worst {max(ratios):.2f})")
+        fp8 = any(OURS_FP8 in times for times in us.values())
         lines = [
-            "| B x T, H | FA3 | FA4 SM90 | cuDNN | **tsmla** | / FA3 | TFLOP/s |",
-            "|---|---:|---:|---:|---:|---:|---:|",
+            "| B x T, H | FA3 | FA4 SM90 | cuDNN | **tsmla** | / FA3 | TFLOP/s |" + " fp8 | / bf16 |" * fp8,
+            "|---|---:|---:|---:|---:|---:|---:|" + "---:|---:|" * fp8,
         ]
         for point, times in us.items():
             peers = (f"{times[peer]:.0f}" if peer in times else "-" for peer in PREFILL_NAMES)
             ratio = times[OURS] / times["fa3"]
             rate = ours[point]["tflops"]
-            lines.append(f"| {point} | {' | '.join(peers)} | **{times[OURS]:.0f}** | {ratio:.2f} | {rate:.0f} |")
+            line = f"| {point} | {' | '.join(peers)} | **{times[OURS]:.0f}** | {ratio:.2f} | {rate:.0f} |"
+            if OURS_FP8 in times:
+                line += f" {times[OURS_FP8]:.0f} | {times[OURS_FP8] / times[OURS]:.2f} |"
+            lines.append(line)
         first = rows[0]
         said = (
             f"Causal {first['dtype']}, head dims {first['head_dims'][0]} and {first['head_dims'][1]}, microseconds. "
             f"tsmla's time over {', '.join(means)}, geometric means over the points that each ran. "
-            f"{provenance(first)}"
+            + "fp8 is tsmla's own, q, k and v in e4m3. " * fp8
+            + provenance(first)
         )
     except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
         raise ValueError(f"{results}: {type(error).__name__} {error}") from error
@@ -300,9 +306,7 @@ def write_cache(results: Path, readme: Path) -> str:
             )
             lines.append(f"| `{op}`, {' to '.join(dict.fromkeys(dtypes))} | {' | '.join(cells)} |")
         first = rows[0]
-        said = (
-            f"Microseconds, and in brackets over the time of copying the same bytes. {provenance(first)}"
-        )
+        said = f"Microseconds, and in brackets over the time of copying the same bytes. {provenance(first)}"
     except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
         raise ValueError(f"{results}: {type(error).__name__} {error}") from error
     readme.write_text(between_markers(readme.read_text(), "cache", said + "\n\n" + "\n".join(lines)))

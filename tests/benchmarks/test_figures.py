@@ -163,6 +163,11 @@ def test_prefill_and_cache_tables_come_from_their_files(figures: ModuleType, tmp
     assert "old" not in readme
     assert "FA3 0.75 (worst 0.75)" in readme and "| 1x2048h128 | 400 | - | 600 | **300** | 0.75 | 600 |" in readme
     assert "| `write_kv_cache`, bfloat16 | 6.0 (1.20) |" in readme
+    assert "fp8" not in readme
+    prefill.append({**prefill[0], "peer": "tsmla_fp8", "us": 210.0})
+    (tmp_path / "prefill.json").write_text(json.dumps(prefill))
+    assert figures.main(arguments(tmp_path)) == 0
+    assert "| **300** | 0.75 | 600 | 210 | 0.70 |" in (tmp_path / "README.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["prefill", "cache"])
