@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import random
 import re
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +20,8 @@ import torch
 
 import tsmla_bridge
 import tsmla_jax
+from tests.bridge import stress
+from tests.bridge.stress import Tensors, arrays, assert_same_bits
 from tsmla_bridge import Workspace, decode, decode_workspace_size, kernels, prefill, tokenspeed_mla
 from tsmla_kernels.catalog import MLA_DECODE
 from tsmla_kernels.contract import DecodeSpec, PrefillSpec
@@ -31,8 +31,7 @@ pytestmark = pytest.mark.gpu
 
 SCALE = 192**-0.5
 MAX_OF_LAUNCHES = 2.2  # an eager mla_decode's median time on the host, over that of its two launches alone
-STRESS_CALLS = int(os.environ.get("TSMLA_STRESS_CALLS", "200"))  # of each thread; few under compute-sanitizer
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+STRESS_CALLS = int(os.environ.get("TSMLA_STRESS_CALLS", "200"))  # of each thread
 
 
 @pytest.fixture(scope="module")
@@ -58,34 +57,6 @@ def forgetful() -> Iterator[None]:
     yield
 
 
-def arrays(
-    batch: int,
-    q_len: int,
-    heads: int,
-    max_pages: int,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    page: int = 64,
-    dim: int = 576,
-    seed: int = 0,
-) -> Tensors:
-    """q, cache, table and lengths, with NaN and impossible pages wherever nothing may be read."""
-    rng = np.random.default_rng(seed)
-    pages = batch * max_pages + 1
-    keys = rng.integers(0, max_pages * page + 1, batch)
-    keys[0] = max_pages * page
-    cache = rng.normal(size=(pages, page, dim)) / 3
-    tables = rng.permutation(pages - 1).reshape(batch, max_pages)
-    for request, length in enumerate(keys):
-        used, rest = divmod(int(length), page)
-        if rest:
-            cache[tables[request, used], rest:] = np.nan
-        tables[request, used + bool(rest) :] = 2**31 - 1
-    q = torch.from_numpy(rng.normal(size=(batch, q_len, heads, dim)))
-    table, lens = (torch.from_numpy(x).to("cuda", torch.int32) for x in (tables, keys))
-    return q.to("cuda", dtype), torch.from_numpy(cache).to("cuda", dtype), table, lens
-
-
 def attend(*args: torch.Tensor, **options: Any) -> Any:
     return tsmla_bridge.mla_decode(*args, **({"softmax_scale": SCALE, "return_lse": True} | options))
 
@@ -105,12 +76,6 @@ def assert_right(got: Any, *args: torch.Tensor, **options: Any) -> None:
 def lse_step(q_dtype: torch.dtype) -> float:
     """How far lse may be off, absolutely and of its own size."""
     return choose.fp8_lse_error(576) if q_dtype == torch.float8_e4m3fn else 1e-5
-
-
-def assert_same_bits(got: Any, want: Any) -> None:
-    for a, b in zip(got, want, strict=True):
-        assert a.dtype == b.dtype and a.shape == b.shape
-        assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 # ---- results
@@ -369,37 +334,15 @@ def test_graphs_on_several_streams_keep_their_scales() -> None:
         assert_same_bits(out, attend(*args, softmax_scale=scale))
 
 
-def test_threads_on_streams() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [("bfloat16", "bfloat16"), ("float8_e4m3fn", "float8_e4m3fn"), ("float16", "float8_e4m3fn")],
+)
+def test_threads_on_streams(dtype: str, kv_dtype: str) -> None:
     """8 threads on 8 streams make calls of random shapes, each compared with the same call made alone."""
-    shapes = [(1, 1, 16, 40), (4, 2, 16, 9), (17, 1, 16, 3), (3, 4, 16, 12), (9, 1, 128, 6)]
-    inputs = [arrays(*shape, seed=i) for i, shape in enumerate(shapes)]
-    scales = (SCALE, 0.05, 0.1)
-    wants = {(i, scale): attend(*args, softmax_scale=scale) for i, args in enumerate(inputs) for scale in scales}
-    torch.cuda.synchronize()
-    failures: list[BaseException] = []
-
-    def work(seed: int) -> None:
-        rng, stream = random.Random(seed), torch.cuda.Stream()
-        sizes = {"max_batch": 17, "max_q_len": 4}
-        size = max(decode_workspace_size(num_heads=heads, **sizes) for heads in (16, 128))
-        try:
-            with torch.cuda.stream(stream):
-                workspace = Workspace(size)
-                for _ in range(STRESS_CALLS):
-                    i, scale = rng.randrange(len(inputs)), rng.choice(scales)
-                    options = {"workspace": workspace} if rng.random() < 0.5 else {}
-                    got = attend(*inputs[i], softmax_scale=scale, **options)
-                    stream.synchronize()
-                    assert_same_bits(got, wants[i, scale])
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures[0]
+    dtypes = (getattr(torch, name) for name in (dtype, kv_dtype))
+    found = stress.failures(stress.SHAPES, *dtypes, threads=8, calls=STRESS_CALLS)
+    assert not found, found[0]
 
 
 def test_two_gpus() -> None:
