@@ -625,8 +625,9 @@ class MlaDecode(DecodeKernel):
                     self.leave(index, empty)
                     index, phase = self.advance(index, phase)
                 self.store(
-                    out, partial_out, partial_lse, o, inverse_low, inverse_high, row_low, lane, half, descriptor, at, rank
-                )
+                    out, partial_out, partial_lse, o, inverse_low, inverse_high, row_low, lane, half, descriptor, at,
+                    rank,
+                )  # fmt: skip
                 if warp_idx == 8:
                     self.next_piece(piece + self.lookahead, schedule)
                 piece += 1
@@ -707,7 +708,7 @@ class MlaDecode(DecodeKernel):
         """(factor / scale, scale) with which row i of O times factor / scale lies in f16's range: a power of 2, so that
         no bit is lost. f16 keeps 11 bits of what is within 2^14 of the row's greatest, where bf16 would keep 8."""
         tops = [cute.math.absf(o[i, c]) for c in range(self.half // 4)]
-        top = greatest(tops)
+        top = cute.arch.fmax(greatest(tops), 2.0**-100)  # of a row of zeros, factor / scale must still be finite
         top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1))
         top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=2))
         # The power of 2 at or below it, within what has a reciprocal.

@@ -20,7 +20,7 @@ import cutlass.cute as cute
 import cutlass.utils as utils
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKind
 
 from tsmla_kernels.sm90.choose import ROWS, DecodeConfig
@@ -237,7 +237,7 @@ class MlaDecodeFp8(DecodeKernel):
         mma_qk: cute.TiledMma,
         rank: Int32,
     ):
-        """Warpgroup 0: Q K^T of a block beside the softmax of the block before."""
+        """Warpgroup 0: for every block of keys Q K^T, softmax and P."""
         tidx, _, _ = cute.arch.thread_idx()
         t = tidx % 128
         lane = self.kept(t % 32)
