@@ -2,6 +2,7 @@
 
 import functools
 import os
+from collections.abc import Iterator
 
 import hypothesis
 import jax
@@ -20,6 +21,16 @@ jax.config.update("jax_num_cpu_devices", 8)
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+@pytest.fixture(scope="module")
+def quick_compilation() -> Iterator[None]:
+    """LLVM optimises little in this module: toy sizes run for milliseconds and compile for seconds. Not for modules
+    whose tests say which bits come out however a program is compiled."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @functools.cache

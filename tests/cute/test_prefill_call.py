@@ -21,7 +21,10 @@ from tsmla_kernels import contract
 from tsmla_kernels.catalog import Kernel
 from tsmla_kernels.sm90.choose_prefill import PrefillConfig
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="emulates the kernel on CPUs")
+pytestmark = [
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="emulates the kernel on CPUs"),
+    pytest.mark.usefixtures("quick_compilation"),
+]
 
 HEADS, K, V = 4, 192, 128
 FP8 = jnp.float8_e4m3fn

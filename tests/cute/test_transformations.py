@@ -17,7 +17,10 @@ from jax.sharding import PartitionSpec as P
 import tsmla_jax
 from tsmla_jax.ops.mla_decode import cute
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="emulates the kernel on CPUs")
+pytestmark = [
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="emulates the kernel on CPUs"),
+    pytest.mark.usefixtures("quick_compilation"),
+]
 
 BATCH, Q_LEN, HEADS, LATENT, ROPE, PAGE, PAGES, MAX_PAGES = 8, 2, 4, 256, 64, 16, 24, 3
 CU_SEQLENS_Q = (0, 2, 2, 3, 5, 6, 8, 9, 11)

@@ -1,23 +1,17 @@
 """What the tests of generation share: one tiny checkpoint, loaded once."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 
 from tests.generate.tiny import write_tiny
 from tsmla_jax.generate import ModelConfig, load_model
 
 
-@pytest.fixture(autouse=True, scope="package")
-def quick_compilation() -> Iterator[None]:
-    """Toy models run for milliseconds and compile for seconds: half of that is optimisation."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+@pytest.fixture(autouse=True, scope="module")
+def compiled_quickly(quick_compilation: None) -> None:
+    """In every module here."""
 
 
 @pytest.fixture(scope="session")

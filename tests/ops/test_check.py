@@ -12,6 +12,8 @@ import pytest
 
 import tsmla_jax
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 def decode(seq_lens: Any, block_tables: Any, cu_seqlens_q: Any = None) -> jax.Array:
     ragged = {} if cu_seqlens_q is None else {"cu_seqlens_q": cu_seqlens_q, "max_q_len": 2}

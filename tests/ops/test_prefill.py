@@ -16,6 +16,8 @@ from jax.test_util import check_grads
 import tsmla_jax
 from tests.ops import oracle
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 IMPLEMENTATIONS = ("reference", "xla")
 STATIC = ("max_q_len", "max_kv_len", "causal")
 RUN = {

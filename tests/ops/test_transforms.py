@@ -23,6 +23,9 @@ HEADS, LATENT, WIDTH, PAGE = 4, 32, 48, 16
 Arrays = tuple[Any, ...]
 
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
 def decode_call(name: str) -> tuple[Callable[..., Any], Arrays]:
     inputs = paged([0, 33, 80, 7], s=2, heads=HEADS, seed=1)
     function = functools.partial(tsmla_jax.mla_decode, return_lse=True, implementation=name, **inputs.options())
