@@ -1,1 +1,0 @@
-PATCH={"sm90/decode_kernel.py":[("block=[self.combine_threads, 1, 1], stream=stream, use_pdl=True)","block=[self.combine_threads, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1)"),("self.combine_threads = 512 if config.few_rows else 1024","self.combine_threads = 512")],"sm90/decode_combine.py":[("COMBINE_LOADS = 4","COMBINE_LOADS = 8")]}

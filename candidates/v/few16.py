@@ -1,1 +1,0 @@
-PATCH = {'sm90/choose.py': [('FEW_ROWS = 32', 'FEW_ROWS = 16')]}
