@@ -15,6 +15,12 @@ from tsmla_kernels.catalog import Config, Kernel
 IMPLEMENTATIONS = ("cute", "reference")
 NO_KERNEL = "there is no kernel for this operation yet"
 
+PROVEN = ("sm_90a",)
+"""Architectures on which the kernels of all architectures have run; on others they must be named."""
+
+ROW_ALIGN = 16
+"""Bytes that a row of what those kernels read lies at a multiple of."""
+
 _lock = threading.Lock()
 
 
@@ -41,6 +47,16 @@ def reasons(kernel: Kernel, device: torch.device) -> list[str]:
     if launch.runtime_library() is None:
         return [f"{launch.LIBRARY} was not found; it is part of nvidia-cutlass-dsl"]
     return []
+
+
+def wanted(implementation: str | None, device: torch.device) -> bool:
+    """Whether a kernel of all architectures that can run on `device` is to run there."""
+    return implementation == "cute" or devices.arch(devices.index_of(device)) in PROVEN
+
+
+def unreadable(name: str, tensor: torch.Tensor) -> str:
+    """The reason against a tensor whose layout a kernel doesn't take."""
+    return f"{name} has strides {list(tensor.stride())} at address {tensor.data_ptr():#x}, which the kernel can't read"
 
 
 def launcher(op: str, kernel: Kernel, config: Config, index: int) -> launch.Launcher:

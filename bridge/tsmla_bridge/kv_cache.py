@@ -222,7 +222,7 @@ def _kernel(
         writes = op == "write_kv_cache"
         reasons = (choose_cache.write_reasons if writes else choose_cache.gather_reasons)(spec)
         reasons += [reason for name, x in given.items() for reason in _layout_reasons(name, x)]
-        if not reasons and (implementation == "cute" or devices.arch(devices.index_of(device)) in PROVEN):
+        if not reasons and kernels.wanted(implementation, device):
             config = (choose_cache.write_config if writes else choose_cache.gather_config)(spec)
     if kernel is None or config is None:
         if implementation == "cute":
@@ -243,14 +243,12 @@ def _layout_reasons(name: str, tensor: torch.Tensor) -> list[str]:
     """Why the kernels can't read a tensor: they take rows of one stride, and the rest without gaps."""
     rows = name in ("latent", "k_rope")
     dense = tensor.stride(-1) == 1 if rows else tensor.is_contiguous()
-    aligned = tensor.dtype == torch.int32 or tensor.data_ptr() % ROW_ALIGN == 0
+    aligned = tensor.dtype == torch.int32 or tensor.data_ptr() % kernels.ROW_ALIGN == 0
     if rows:
-        aligned = aligned and tensor.stride(0) * tensor.element_size() % ROW_ALIGN == 0
+        aligned = aligned and tensor.stride(0) * tensor.element_size() % kernels.ROW_ALIGN == 0
     if dense and aligned:
         return []
-    return [
-        f"{name} has strides {list(tensor.stride())} at address {tensor.data_ptr():#x}, which the kernel can't read"
-    ]
+    return [kernels.unreadable(name, tensor)]
 
 
 def _scale_operand(scale: Scale | None, index: int, stream: int) -> torch.Tensor:
@@ -260,10 +258,6 @@ def _scale_operand(scale: Scale | None, index: int, stream: int) -> torch.Tensor
     return scales.on_device((1.0 if scale is None else float(scale), 1.0), index, stream)[:1]
 
 
-PROVEN = ("sm_90a",)
-"""Architectures on which the cache kernels have run; on others they must be named."""
-
-ROW_ALIGN = 16
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -17,11 +17,6 @@ from tsmla_kernels import contract
 from tsmla_kernels.catalog import MERGE_ATTENTION_STATES
 from tsmla_kernels.common import choose_merge
 
-PROVEN = ("sm_90a",)
-"""Architectures on which the kernel has run; on others it must be named."""
-
-ROW_ALIGN = 16
-
 
 def merge_attention_states(
     outs: Sequence[torch.Tensor] | torch.Tensor,
@@ -64,8 +59,9 @@ def run(
     )
     for name, parts in (("outs", outs), ("lses", lses)):
         tensors.same_device("outs[0]", outs[0], {f"{name}[{i}]": part for i, part in enumerate(parts)})
-    if _kernel_runs(spec, outs, lses, implementation):
-        return _launch(spec, outs, lses)
+    rows = _kernel_rows(spec, outs, lses, implementation)
+    if rows is not None:
+        return _launch(spec, rows, outs, lses)
     dtype = accumulation_dtype(spec.out_dtype)
     lse = torch.stack([part.to(dtype) for part in lses])
     maximum = lse.amax(0).detach()
@@ -89,38 +85,41 @@ def _derivative_asked_for(*parts: Sequence[torch.Tensor]) -> bool:
     return torch.is_grad_enabled() and any(part.requires_grad for part in given)
 
 
-def _kernel_runs(
+def _kernel_rows(
     spec: contract.MergeSpec, outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], implementation: str | None
-) -> bool:
-    """Whether the kernel is what runs this call. NotImplementedError, with every reason, if it was named and can't."""
+) -> list[torch.Tensor] | None:
+    """The outs as the kernel reads them; None if torch operations run the call. NotImplementedError, with every reason,
+    if the kernel was named and can't."""
     kernels.check_implementation(implementation)
     device = outs[0].device
     if implementation == "reference" or (implementation is None and devices.kind(device) != "cuda"):
-        return False
+        return None
     reasons = kernels.reasons(MERGE_ATTENTION_STATES, device) + choose_merge.merge_reasons(spec)
     if _derivative_asked_for(outs, lses):
         reasons.append("a derivative is asked for; the kernel has none")
+    rows = []
     for i, out in enumerate(outs):
-        if _rows(out) is None:
-            where = f"strides {list(out.stride())} at address {out.data_ptr():#x}"
-            reasons.append(f"outs[{i}] has {where}, which the kernel can't read")
-    if reasons and implementation == "cute":
-        raise contract.not_runnable("merge_attention_states", "cute", reasons)
-    return not reasons and (implementation == "cute" or devices.arch(devices.index_of(device)) in PROVEN)
+        if (seen := _rows(out)) is None:
+            reasons.append(kernels.unreadable(f"outs[{i}]", out))
+        else:
+            rows.append(seen)
+    if reasons:
+        if implementation == "cute":
+            raise contract.not_runnable("merge_attention_states", "cute", reasons)
+        return None
+    return rows if kernels.wanted(implementation, device) else None
 
 
 def _launch(
-    spec: contract.MergeSpec, outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]
+    spec: contract.MergeSpec, rows: list[torch.Tensor], outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out = torch.empty(outs[0].shape, dtype=outs[0].dtype, device=outs[0].device)
-    lse = torch.empty(lses[0].shape, dtype=lses[0].dtype, device=lses[0].device)
+    out, lse = (torch.empty_like(parts[0], memory_format=torch.contiguous_format) for parts in (outs, lses))
     if lse.numel() == 0:
         return out, lse
     # The kernel reads the first columns of rows that may be wider. What is left of lses is a 128th of the bytes.
-    rows = {f"out_{i}": rows for i, part in enumerate(outs) if (rows := _rows(part)) is not None}
-    dense = {f"lse_{i}": part.contiguous() for i, part in enumerate(lses)}
-    arrays = {name: kernels.view(x, (x.shape[0], x.stride(0))) for name, x in rows.items()}
-    arrays |= {name: kernels.view(x, (x.numel(),)) for name, x in dense.items()}
+    arrays = {f"out_{i}": kernels.view(part, (part.shape[0], part.stride(0))) for i, part in enumerate(rows)}
+    dense = [part.contiguous() for part in lses]  # kept until the launch
+    arrays |= {f"lse_{i}": kernels.view(part, (part.numel(),)) for i, part in enumerate(dense)}
     arrays |= {"out": kernels.view(out, (lse.numel(), out.shape[-1])), "lse": kernels.view(lse, (lse.numel(),))}
     index = devices.index_of(out.device)
     with devices.made_current(index):
@@ -138,7 +137,7 @@ def _rows(part: torch.Tensor) -> torch.Tensor | None:
         return None
     if len(rows) == 1:  # whose stride may be anything
         rows = rows.as_strided(rows.shape, (rows.shape[1], rows.stride(1)))
-    aligned = (rows.stride(0) * rows.element_size() % ROW_ALIGN, rows.data_ptr() % ROW_ALIGN) == (0, 0)
+    aligned = (rows.stride(0) * rows.element_size() % kernels.ROW_ALIGN, rows.data_ptr() % kernels.ROW_ALIGN) == (0, 0)
     return rows if aligned and rows.stride(1) == 1 and rows.stride(0) >= rows.shape[1] else None
 
 

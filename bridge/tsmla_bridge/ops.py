@@ -283,7 +283,8 @@ def merge_op(outs: Any, lses: Any, implementation: str | None) -> Results:
 
 @merge_op.register_fake
 def _(outs: Any, lses: Any, implementation: str | None) -> Results:
-    return tuple(torch.empty(x[0].shape, dtype=x[0].dtype, device=x[0].device) for x in (outs, lses))  # type: ignore[return-value]
+    dense = torch.contiguous_format
+    return torch.empty_like(outs[0], memory_format=dense), torch.empty_like(lses[0], memory_format=dense)
 
 
 # ---- what they share

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,11 +169,17 @@ def mla_decode_config(options: Mapping[str, str]) -> sm90.DecodeConfig:
     return sm90.decode_config(spec)
 
 
-def _decode_spec(options: Mapping[str, str]) -> contract.DecodeSpec:
-    values = {**_DECODE_DEFAULTS, **options}
-    known = {*_DECODE_DEFAULTS, "num_heads", "kv_dtype"}
+def _filled_in(options: Mapping[str, str], defaults: Mapping[str, str], others: Set[str]) -> dict[str, str]:
+    """The options with what they leave out. ValueError unless each has a default or is one of `others`."""
+    values = {**defaults, **options}
+    known = {*defaults, *others}
     if unknown := sorted(set(values) - known):
         raise ValueError(f"--config: got option {unknown[0]!r}; legal: {', '.join(sorted(known))}")
+    return values
+
+
+def _decode_spec(options: Mapping[str, str]) -> contract.DecodeSpec:
+    values = _filled_in(options, _DECODE_DEFAULTS, {"num_heads", "kv_dtype"})
     if "num_heads" not in values:
         raise ValueError("--config: num_heads is needed, or a preset that has it")
     latent_dim, rope_dim = _integer(values, "latent_dim"), _integer(values, "rope_dim")
@@ -258,10 +264,7 @@ def mla_prefill_config(options: Mapping[str, str]) -> sm90_prefill.PrefillConfig
 
 def _prefill_spec(options: Mapping[str, str]) -> tuple[dict[str, str], contract.PrefillSpec]:
     """The options with what they leave out, and the spec that they say."""
-    values = {**_PREFILL_DEFAULTS, **options}
-    known = {*_PREFILL_DEFAULTS, *_DECODE_DEFAULTS, "num_heads"}
-    if unknown := sorted(set(values) - known):
-        raise ValueError(f"--config: got option {unknown[0]!r}; legal: {', '.join(sorted(known))}")
+    values = _filled_in(options, _PREFILL_DEFAULTS, {*_DECODE_DEFAULTS, "num_heads"})
     return values, contract.PrefillSpec(
         batch=1,
         total_q_len=1,
@@ -440,6 +443,9 @@ _CACHE_DEFAULTS = {
 }
 
 
+_ATTENTION_OPTIONS = {*_DECODE_DEFAULTS, *_PREFILL_DEFAULTS, "num_heads", "kv_dtype"}
+
+
 def cache_write_config(options: Mapping[str, str]) -> choose_cache.WriteConfig:
     """As mla_decode_config, for choose_cache.write_config: `dtype` is that of the cache or, beside a kv_dtype, of what
     is written; an fp8 cache alone is written from bfloat16. The options that only other kernels have make no difference
@@ -461,10 +467,7 @@ def cache_gather_config(options: Mapping[str, str]) -> choose_cache.GatherConfig
 
 
 def _cache_specs(options: Mapping[str, str]) -> tuple[contract.CacheGatherSpec, rope_contract.RopeWriteSpec]:
-    values = {**_CACHE_DEFAULTS, **options}
-    known = {*_CACHE_DEFAULTS, "kv_dtype", *_DECODE_DEFAULTS, *_PREFILL_DEFAULTS, "num_heads"}
-    if unknown := sorted(set(values) - known):
-        raise ValueError(f"--config: got option {unknown[0]!r}; legal: {', '.join(sorted(known))}")
+    values = _filled_in(options, _CACHE_DEFAULTS, _ATTENTION_OPTIONS)
     if values["rope_layout"] not in rope_contract.ROPE_LAYOUTS:
         legal = " or ".join(rope_contract.ROPE_LAYOUTS)
         raise ValueError(f"--config: got rope_layout={values['rope_layout']}; legal: {legal}")
@@ -537,10 +540,7 @@ _MERGE_DEFAULTS = {"dtype": "bfloat16", "v_head_dim": "128", "parts": "2"}
 def merge_config(options: Mapping[str, str]) -> choose_merge.MergeConfig:
     """As mla_prefill_config, for choose_merge.merge_config: `dtype` is that of attention whose results are merged, and
     v_head_dim their width."""
-    values = {**_MERGE_DEFAULTS, **options}
-    known = {*_MERGE_DEFAULTS, *_CACHE_DEFAULTS, "kv_dtype", *_DECODE_DEFAULTS, *_PREFILL_DEFAULTS, "num_heads"}
-    if unknown := sorted(set(values) - known):
-        raise ValueError(f"--config: got option {unknown[0]!r}; legal: {', '.join(sorted(known))}")
+    values = _filled_in(options, _MERGE_DEFAULTS, {*_CACHE_DEFAULTS, *_ATTENTION_OPTIONS})
     spec = contract.MergeSpec(
         num_parts=_integer(values, "parts"),
         rows=(1,),

@@ -1,12 +1,12 @@
 """Every operation of the bridge on small inputs: odd sizes, ragged and empty requests, NaN where nothing may be read.
 
-    python3 tests/bridge/small_grid.py [--op NAME] [--device cuda]
+    python3 -m tests.bridge.small_grid [--op NAME] [--device cuda]
 
 What comes out is compared with the same call on the CPU, which the reference answers. test_small_grid.py makes these
 calls too. As a program of its own, without jax, compute-sanitizer can watch them, one operation and one sanitizer at
 a time (run it once without, so that the kernels are compiled):
 
-    compute-sanitizer --tool racecheck python3 tests/bridge/small_grid.py --op mla_prefill
+    compute-sanitizer --tool racecheck python3 -m tests.bridge.small_grid --op mla_prefill
 """
 
 from __future__ import annotations

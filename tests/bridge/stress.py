@@ -1,11 +1,11 @@
 """Calls of mla_decode from several threads at once, each on a stream of its own, compared to the bit with the same
 calls made alone before.
 
-    python3 tests/bridge/stress.py [--dtype NAME] [--kv-dtype NAME] [--threads 8] [--calls 200] [--small]
+    python3 -m tests.bridge.stress [--dtype NAME] [--kv-dtype NAME] [--threads 8] [--calls 200] [--small]
 
 test_gpu.py makes these calls too. As a program of its own, without jax, compute-sanitizer can watch them:
 
-    compute-sanitizer --tool racecheck python3 tests/bridge/stress.py --threads 2 --calls 1 --small
+    compute-sanitizer --tool racecheck python3 -m tests.bridge.stress --threads 2 --calls 1 --small
 
 Run it without the sanitizer first, so that the kernels are compiled, and one sanitizer at a time: of six on one GPU
 five did not end. After --patience seconds every thread's place is printed and the program ends.
@@ -20,10 +20,10 @@ import sys
 import threading
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 import tsmla_bridge
+from tests.decode_numbers import decode_numbers
 from tsmla_bridge import Workspace, decode_workspace_size
 
 SCALES = (192**-0.5, 0.05, 0.1)
@@ -34,32 +34,11 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def arrays(
-    batch: int,
-    q_len: int,
-    heads: int,
-    max_pages: int,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    kv_dtype: torch.dtype | None = None,
-    page: int = 64,
-    dim: int = 576,
-    seed: int = 0,
+    *shape: int, dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | None = None, **options: int
 ) -> Tensors:
-    """q, cache, table and lengths, with NaN and impossible pages wherever nothing may be read."""
-    rng = np.random.default_rng(seed)
-    pages = batch * max_pages + 1
-    keys = rng.integers(0, max_pages * page + 1, batch)
-    keys[0] = max_pages * page
-    cache = rng.normal(size=(pages, page, dim)) / 3
-    tables = rng.permutation(pages - 1).reshape(batch, max_pages)
-    for request, length in enumerate(keys):
-        used, rest = divmod(int(length), page)
-        if rest:
-            cache[tables[request, used], rest:] = np.nan
-        tables[request, used + bool(rest) :] = 2**31 - 1
-    q = torch.from_numpy(rng.normal(size=(batch, q_len, heads, dim)))
-    table, lens = (torch.from_numpy(x).to("cuda", torch.int32) for x in (tables, keys))
-    return q.to("cuda", dtype), torch.from_numpy(cache).to("cuda", kv_dtype or dtype), table, lens
+    """decode_numbers on the GPU."""
+    q, cache, table, lens = (torch.from_numpy(x).to("cuda") for x in decode_numbers(*shape, **options))
+    return q.to(dtype), cache.to(kv_dtype or dtype), table.to(torch.int32), lens.to(torch.int32)
 
 
 def assert_same_bits(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> None:

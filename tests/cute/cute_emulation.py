@@ -1,11 +1,12 @@
 """What the decode kernel computes, on a CPU: the kernel's own operands, as the wrapper passes them, through the
 reference.
 
-With it registered as the primitive's lowering for CPUs, everything around the kernel runs here: flattening, folding,
-partitioning. Rows that the kernel doesn't write stay NaN, so that a test sees who relies on them.
+With `emulated`, which makes it the primitive's lowering for CPUs, everything around the kernel runs here: flattening,
+folding, partitioning. Rows that the kernel doesn't write stay NaN, so that a test sees who relies on them.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -79,21 +80,25 @@ def emulate(
     return [out.reshape(result_shapes[0]), lse.reshape(result_shapes[1]), *workspaces]
 
 
-_enabled = False
+_emulator: Callable[..., Sequence[jax.Array]] | None = None
 
 
 def _lowering(*arrays: jax.Array, **params: Any) -> Sequence[jax.Array]:
-    return (emulate if _enabled else _elsewhere)(*arrays, **params)
+    return (_emulator or _elsewhere)(*arrays, **params)
 
 
-def register() -> None:
-    """Give the primitive a lowering for CPUs in this process, until `unregister`."""
-    global _enabled
-    _enabled = True
+@contextlib.contextmanager
+def emulated(*traced: Callable[..., Any], by: Callable[..., Sequence[jax.Array]] = emulate) -> Iterator[None]:
+    """The primitive's lowering for CPUs in this process is `by`; afterwards CPUs are refused again. `traced` are cached
+    functions that keep programs, which are forgotten before and after, since the lowering is in them."""
+    global _emulator
+    _emulator = by
     mlir.register_lowering(cute_call_p, mlir.lower_fun(_lowering, multiple_results=True), platform="cpu")
-
-
-def unregister() -> None:
-    """Refuse CPUs again, as without this module."""
-    global _enabled
-    _enabled = False
+    for function in traced:
+        function.cache_clear()  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        _emulator = None
+        for function in traced:
+            function.cache_clear()  # type: ignore[attr-defined]

@@ -273,21 +273,12 @@ def emulate(
 
 
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def emulated() -> Iterator[None]:
     if jax.default_backend() != "cpu":
         pytest.skip("emulates the kernels on CPUs")
-    monkeypatch.setattr(cute_emulation, "emulate", emulate)
-    clear()
-    cute_emulation.register()
-    yield
-    cute_emulation.unregister()
-    clear()
-
-
-def clear() -> None:
-    """Forget programs that were traced with another lowering."""
-    for op in OPS:
-        dispatch._module(op, "cute")._transformable.cache_clear()
+    traced = [dispatch._module(op, "cute")._transformable for op in OPS]
+    with cute_emulation.emulated(*traced, by=emulate):
+        yield
 
 
 pytest_emulated = pytest.mark.usefixtures("emulated")

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tsmla_jax
+from tests.decode_numbers import decode_numbers
 from tsmla_jax.ops import cute_call
 from tsmla_kernels import cache
 from tsmla_kernels.catalog import MLA_DECODE, mla_decode_config
@@ -43,34 +44,10 @@ def shared_cache(compiled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TSMLA_CACHE_DIR", str(compiled_cache))
 
 
-def arrays(
-    batch: int,
-    q_len: int,
-    heads: int,
-    max_pages: int,
-    *,
-    dtype: Any = jnp.bfloat16,
-    page: int = 64,
-    dim: int = 576,
-    seed: int = 0,
-) -> list[jax.Array]:
-    rng = np.random.default_rng(seed)
-    pages = batch * max_pages + 1
-    keys = rng.integers(0, max_pages * page + 1, batch)
-    keys[0] = max_pages * page
-    cache_ = rng.normal(size=(pages, page, dim)) / 3
-    tables = rng.permutation(pages - 1).reshape(batch, max_pages)
-    for request, length in enumerate(keys):
-        used, rest = divmod(int(length), page)
-        if rest:
-            cache_[tables[request, used], rest:] = np.nan
-        tables[request, used + bool(rest) :] = 2**31 - 1  # entries past the end may hold anything
-    return [
-        jnp.asarray(rng.normal(size=(batch, q_len, heads, dim)), dtype),
-        jnp.asarray(cache_, dtype),
-        jnp.asarray(tables, jnp.int32),
-        jnp.asarray(keys, jnp.int32),
-    ]
+def arrays(*shape: int, dtype: Any = jnp.bfloat16, **options: int) -> list[jax.Array]:
+    """decode_numbers in jax's types."""
+    types = (dtype, dtype, jnp.int32, jnp.int32)
+    return [jnp.asarray(x, t) for x, t in zip(decode_numbers(*shape, **options), types, strict=True)]
 
 
 def attend(implementation: str | None, **kwargs: Any) -> Callable[..., Results]:

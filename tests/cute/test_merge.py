@@ -156,21 +156,11 @@ def emulate(
 
 
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def emulated() -> Iterator[None]:
     if jax.default_backend() != "cpu":
         pytest.skip("emulates the kernel on CPUs")
-    monkeypatch.setattr(cute_emulation, "emulate", emulate)
-    clear()
-    cute_emulation.register()
-    yield
-    cute_emulation.unregister()
-    clear()
-
-
-def clear() -> None:
-    """Forget programs that were traced with another lowering."""
-    cute._transformable.cache_clear()
-    cute._differentiable.cache_clear()
+    with cute_emulation.emulated(cute._transformable, cute._differentiable, by=emulate):
+        yield
 
 
 def arrays(parts: int = 3, seed: int = 0) -> tuple[jax.Array, jax.Array]:

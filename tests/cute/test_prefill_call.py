@@ -76,17 +76,10 @@ def emulate(
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(cute_emulation, "emulate", emulate)
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
-    cute._transformable.cache_clear()
-    cute._differentiable.cache_clear()
-    cute_kv._differentiable.cache_clear()
-    cute_emulation.register()
-    yield
-    cute_emulation.unregister()
-    cute._transformable.cache_clear()
-    cute._differentiable.cache_clear()
-    cute_kv._differentiable.cache_clear()
+    traced = (cute._transformable, cute._differentiable, cute_kv._differentiable)
+    with cute_emulation.emulated(*traced, by=emulate):
+        yield
 
 
 def offsets(lens: tuple[int, ...]) -> jax.Array:

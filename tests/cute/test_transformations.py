@@ -30,11 +30,8 @@ Results = tuple[jax.Array, jax.Array]
 
 @pytest.fixture(autouse=True, scope="module")
 def emulated() -> Iterator[None]:
-    cute._transformable.cache_clear()
-    cute_emulation.register()
-    yield
-    cute_emulation.unregister()
-    cute._transformable.cache_clear()
+    with cute_emulation.emulated(cute._transformable):
+        yield
 
 
 @pytest.fixture(autouse=True)

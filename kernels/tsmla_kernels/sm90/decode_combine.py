@@ -13,7 +13,7 @@ from tsmla_kernels.sm90.decode_softmax import LN_2, LOWEST
 
 COMBINE_SPARE_BYTES = 100 << 10
 COMBINE_LOADS = 4  # of 16 bytes, that a thread has under way
-COMBINE_SHARE = 4  # threads that share a quad when batch_invariant: the order of additions must not follow the batch
+COMBINE_SHARE = 4  # threads that share a unit when batch_invariant: the order of additions must not follow the batch
 
 
 class DecodeCombine(DecodeSchedule):
@@ -154,7 +154,7 @@ class DecodeCombine(DecodeSchedule):
         if here > 0:
             tidx, _, _ = cute.arch.thread_idx()
             threads = self.combine_threads // 2
-            unroll = COMBINE_LOADS * 16 // (8 * self.partial_dtype.width // 8)  # pieces that a thread reads at once
+            unroll = COMBINE_LOADS * 16 // self.partial_dtype.width  # pieces that a thread reads at once: 8 values each
             t = tidx % threads
             # Units worked on at once: 2 ** bits.
             bits = Int32((threads // COMBINE_SHARE).bit_length() - 1)

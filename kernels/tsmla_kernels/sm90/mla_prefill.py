@@ -834,10 +834,7 @@ class MlaPrefill(WarpHelpers):
                 if blocks > 1:
                     v_keys = keys
                 # P of the tile's first keys is there. Its scores are all done, so Q may be replaced.
-                if const_expr(self.fp8):
-                    if blocks == 1:
-                        self.leave(q_empty + group)
-                else:
+                if const_expr(not self.fp8) or blocks == 1:
                     self.leave(q_empty + group)
                 q_phase ^= 1
                 cute.arch.mbarrier_wait(q_full + group, q_phase)
@@ -1116,11 +1113,8 @@ class MlaPrefill(WarpHelpers):
         """Blocks of a tile after its first that need a mask, or whose predecessor's V needs zeros; in fp8 also those
         that find rows without a maximum, which saw nothing of the first block."""
         masked = blocks - 1 - cutlass.max(unmasked, 0) // self.block
-        if const_expr(self.fp8):
+        if const_expr(self.fp8) or v_keys < self.block:
             masked = cutlass.max(masked, 1)
-        if const_expr(not self.fp8):
-            if v_keys < self.block:
-                masked = cutlass.max(masked, 1)
         return cutlass.min(cutlass.max(masked, 0), blocks - 1)
 
     @cute.jit
