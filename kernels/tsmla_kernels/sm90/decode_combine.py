@@ -10,9 +10,11 @@ from cutlass import Float32, Int32, Int64, const_expr
 from tsmla_kernels.sm90.choose import ROWS
 from tsmla_kernels.sm90.decode_schedule import DecodeSchedule
 from tsmla_kernels.sm90.decode_softmax import LN_2, LOWEST
+from tsmla_kernels.sm90.warp_helpers import element, quotient, remainder
 
 COMBINE_SPARE_BYTES = 100 << 10
-COMBINE_LOADS = 4  # of 16 bytes, that a thread has under way
+COMBINE_THREADS = 512  # of a CTA, in two groups, each of which merges one row tile
+COMBINE_PIECES = {32: 2, 16: 8}  # that a thread reads at once, by the bits of partial_out's elements
 COMBINE_SHARE = 4  # threads that share a unit when batch_invariant: the order of additions must not follow the batch
 
 
@@ -22,7 +24,6 @@ class DecodeCombine(DecodeSchedule):
     Attributes:
       latent: L. cluster: CTAs of `attend` that share keys, each with ROWS rows.
       out_dtype: of the output. partial_dtype: of partial_out.
-      combine_threads: of a CTA of `combine`, in two groups, each of which merges one row tile.
       swapped: whether partial_out has columns as a WGMMA accumulator's lanes hold them: 2 from each of four groups of 8
         together, of which the quad has four.
     """
@@ -31,7 +32,6 @@ class DecodeCombine(DecodeSchedule):
     cluster: int
     out_dtype: type[cutlass.Numeric]
     partial_dtype: type[cutlass.Numeric]
-    combine_threads: int
     swapped: bool
 
     @cute.kernel
@@ -53,7 +53,7 @@ class DecodeCombine(DecodeSchedule):
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
 
-        warps = self.combine_threads // 32
+        warps = COMBINE_THREADS // 32
 
         @cute.struct
         class Storage:
@@ -70,7 +70,7 @@ class DecodeCombine(DecodeSchedule):
             storage.weight.get_tensor(cute.make_layout((8, warps), stride=(1, 8))),
         )
         tidx, _, _ = cute.arch.thread_idx()
-        group = cute.arch.make_warp_uniform(tidx // (self.combine_threads // 2))
+        group = cute.arch.make_warp_uniform(tidx // (COMBINE_THREADS // 2))
         entry = cute.make_rmem_tensor((4,), Int32)
         cute.arch.griddepcontrol_wait()
         if const_expr(self.invariant):
@@ -85,12 +85,12 @@ class DecodeCombine(DecodeSchedule):
                     Int32(0), 1, group,
                 )  # fmt: skip
         else:
-            part, rank = cta // self.cluster, cta % self.cluster
+            part, rank = quotient(cta, self.cluster), remainder(cta, self.cluster)
             # The piece that ends a row tile and the one that starts another: a group each, or both groups for the one.
             start = cute.make_rmem_tensor((4,), Int32)
             cute.autovec_copy(split_info[2 * part, None], entry)
             cute.autovec_copy(split_info[2 * part + 1, None], start)
-            portion, portions = part - entry[2] // 2, entry[3]
+            portion, portions = part - quotient(entry[2], 2), entry[3]
             if (entry[3] == 0) or (start[3] > 0 and group == 1):
                 portion, portions = Int32(0), start[3]
             member, members = Int32(0), Int32(1)
@@ -114,6 +114,13 @@ class DecodeCombine(DecodeSchedule):
             if i == 0:
                 slot = first
         return slot
+
+    @cute.jit
+    def partial_row(self, slot: Int32, row: Int32):
+        """Row `row` of a slot, as one of all of partial_out's: when batch_invariant there may be very many."""
+        if const_expr(self.invariant):
+            slot = Int64(slot)
+        return slot * self.tile_rows + row
 
     @cute.jit
     def merge(
@@ -144,17 +151,17 @@ class DecodeCombine(DecodeSchedule):
         units = rows * units_of_row
         here = Int32(0)
         if count > 0:
-            here = (self.divide(units - 1, portions) + 8) // 8 * 8  # in eights: 128 bytes of a line
+            here = (self.divide(units - 1, portions) + 8) & -8  # in eights: 128 bytes of a line
         begin = portion * here
         here = cutlass.min(here, units - begin)
         if parts > 1:
-            half = (here + 15) // 16 * 8
+            half = quotient(here + 15, 16) * 8
             begin += part * half
             here = cutlass.min(here - part * half, half)
         if here > 0:
             tidx, _, _ = cute.arch.thread_idx()
-            threads = self.combine_threads // 2
-            unroll = COMBINE_LOADS * 16 // self.partial_dtype.width  # pieces that a thread reads at once: 8 values each
+            threads = COMBINE_THREADS // 2
+            unroll = COMBINE_PIECES[self.partial_dtype.width]
             t = tidx % threads
             # Units worked on at once: 2 ** bits.
             bits = Int32((threads // COMBINE_SHARE).bit_length() - 1)
@@ -172,22 +179,23 @@ class DecodeCombine(DecodeSchedule):
                 unit = base + eight * 8 + t % 8
                 counts = unit < here
                 unit = begin + cutlass.min(unit, here - 1)
-                row, column = first_row + unit // units_of_row, unit % units_of_row * 8
-                scale_of = 1 + column // (self.latent // 2)
+                row, column = first_row + quotient(unit, units_of_row), remainder(unit, units_of_row) * 8
+                scale_of = 1 + quotient(column, self.latent // 2)
                 acc.fill(0.0)
                 weight, highest = Float32(0.0), Float32(LOWEST)
                 for step in cutlass.range(0, count, unroll * share, unroll=1):
                     for u in cutlass.range_constexpr(unroll):
                         i = step + u * share + member
                         slot = self.slot(first, cutlass.min(i, count - 1))
-                        weights[u] = partial_lse[slot, 0, row]
-                        scales[u] = partial_lse[slot, scale_of, row]
+                        values = cute.make_tensor(
+                            element(partial_lse, self.partial_row(3 * slot, row), 4),
+                            cute.make_layout(3, stride=self.tile_rows),
+                        )
+                        weights[u], scales[u] = values[0], values[scale_of]
                         if i >= count:
                             weights[u] = -Float32.inf
                         line = cute.make_tensor(
-                            (
-                                partial_out.iterator + (Int64(slot) * self.tile_rows + row) * self.latent + column
-                            ).align(16),
+                            element(partial_out, self.partial_row(slot, row) * self.latent + column, 16),
                             cute.make_layout(8),
                         )
                         cute.autovec_copy(line, lines[None, u])
@@ -237,7 +245,7 @@ class DecodeCombine(DecodeSchedule):
                         self.transpose_quad(cute.recast_tensor(narrow, Int32), t % 4)
                     if counts and member == 0:
                         target = cute.make_tensor(
-                            (out.iterator + (Int64(row_base + row) * self.latent + column)).align(16),
+                            element(out, Int64(row_base + row) * self.latent + column, 16),
                             cute.make_layout(8),
                         )
                         cute.autovec_copy(narrow, target)
@@ -261,19 +269,19 @@ class DecodeCombine(DecodeSchedule):
         group: Int32,
     ):
         """The end of `merge` where `sharers` warps share eight units: their sums through shared memory, and out."""
-        lane = cute.arch.lane_idx()
+        lane = self.kept(cute.arch.lane_idx())  # so that what comes of it is not found before the loads
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         of_acc, of_highest, of_weight = of_warps
         if lane < 8:
             cute.autovec_copy(acc, cute.make_tensor((of_acc.iterator + (warp_idx * 64 + lane * 8)).align(16), 8))
             of_highest[lane, warp_idx] = highest
             of_weight[lane, warp_idx] = weight
-        cute.arch.barrier(barrier_id=1 + group, number_of_threads=self.combine_threads // 2)
+        cute.arch.barrier(barrier_id=1 + group, number_of_threads=COMBINE_THREADS // 2)
         if cute.arch.make_warp_uniform(member) < 4 and counts:
             # A lane has two columns.
             eighth = lane // 4
             top = Float32(LOWEST)
-            for w in cutlass.range_constexpr(self.combine_threads // 64):
+            for w in cutlass.range_constexpr(COMBINE_THREADS // 64):
                 top = cute.arch.fmax(top, of_highest[eighth, warp_idx + cutlass.min(w, sharers - 1)])
             total = Float32(0.0)
             columns = cute.make_rmem_tensor((2,), Float32)
@@ -288,7 +296,7 @@ class DecodeCombine(DecodeSchedule):
             if total > 0.0 or total != total:
                 factor = cute.arch.rcp_approx(total)
                 value = (top + cute.math.log2(total, fastmath=True)) * LN_2
-            at = unit % (self.latent // 8) * 8
+            at = remainder(unit, self.latent // 8) * 8
             column = 2 * lane
             if const_expr(self.swapped):
                 # Of 32 columns, group lane % 4 and in it the pair of lane // 4 % 4.
@@ -296,7 +304,7 @@ class DecodeCombine(DecodeSchedule):
             pair = cute.make_rmem_tensor((2,), self.out_dtype)
             for c in cutlass.range_constexpr(2):
                 pair[c] = (columns[c] * factor).to(self.out_dtype)
-            target = (out.iterator + (Int64(row) * self.latent + at + column)).align(4)
+            target = element(out, Int64(row) * self.latent + at + column, 4)
             cute.autovec_copy(pair, cute.make_tensor(target, cute.make_layout(2)))
             if at == 0 and lane == 0:
                 lse[row] = value

@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 
 from tsmla_kernels.sm90.choose import ROWS, SMEM_BYTES, DecodeConfig
-from tsmla_kernels.sm90.decode_combine import DecodeCombine
+from tsmla_kernels.sm90.decode_combine import COMBINE_THREADS, DecodeCombine
 from tsmla_kernels.sm90.decode_ring import DecodeRing
 from tsmla_kernels.sm90.decode_schedule import DESCRIPTOR_WORDS
 from tsmla_kernels.sm90.decode_softmax import DecodeSoftmax
@@ -49,7 +49,6 @@ class DecodeKernel(DecodeRing, DecodeSoftmax, DecodeCombine):
         self.invariant, self.cluster, self.narrow = config.batch_invariant, config.cluster, config.narrow
         self.multicast = self.cluster > 1 and not self.narrow
         self.partial_dtype = DTYPES[config.partial_dtype]
-        self.combine_threads = 512 if config.few_rows else 1024
         self.scaled = self.partial_dtype == cutlass.Float16 and config.cache_dtype == "bfloat16"
         self.stages, self.tile_rows, self.max_tiles = config.stages, config.tile_rows, config.max_tiles
         self.stage_elements = config.stage_bytes // self.itemsize
@@ -75,9 +74,7 @@ class DecodeKernel(DecodeRing, DecodeSoftmax, DecodeCombine):
         row, page = kv_cache.stride[1], kv_cache.stride[0]
         keys = cute.make_tensor(
             kv_cache.iterator,
-            cute.make_layout(
-                (self.page_size, 64, self.column_tiles, kv_cache.shape[0]), stride=(row, 1, 64, page)
-            ),
+            cute.make_layout((self.page_size, 64, self.column_tiles, kv_cache.shape[0]), stride=(row, 1, 64, page)),
         )
         queries = cute.make_tensor(
             q.iterator, cute.make_layout((q.shape[0], 64, self.column_tiles), stride=(q.stride[0], 1, 64))
@@ -107,7 +104,9 @@ class DecodeKernel(DecodeRing, DecodeSoftmax, DecodeCombine):
         attend.launch(
             grid=grid, block=[self.threads, 1, 1], cluster=[self.cluster, 1, 1], stream=stream, min_blocks_per_mp=1
         )
-        self.combine(*merged, parts).launch(grid=grid, block=[self.combine_threads, 1, 1], stream=stream, use_pdl=True)
+        self.combine(*merged, parts).launch(
+            grid=grid, block=[COMBINE_THREADS, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1
+        )
 
     # ---- in the attention kernel
 

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from tsmla_kernels.sm90.warp_helpers import WarpHelpers
+from tsmla_kernels.sm90.warp_helpers import WarpHelpers, quotient, remainder
 
 TABLE_AHEAD = 32  # block-table entries read at once
 
@@ -52,9 +52,9 @@ class DecodeRing(WarpHelpers):
         if b < b_end:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full + index, stage_bytes)
-            if (b * self.block + self.block - 1) // self.page_size >= first + TABLE_AHEAD:
-                first = (b * self.block) // self.page_size
-                under_way = (fill[3] - 1) % self.descriptors  # fill[3] is the piece after this one
+            if quotient(b * self.block + self.block - 1, self.page_size) >= first + TABLE_AHEAD:
+                first = quotient(b * self.block, self.page_size)
+                under_way = remainder(fill[3] - 1, self.descriptors)  # fill[3] is the piece after this one
                 cute.arch.sync_warp()
                 self.read_table(block_tables, descriptor, under_way, fill, pages, first, lane)
             self.copy_keys(tma_k, tma_k_tensor, self.boxes(s_k, self.box), pages, full, index, b, first, rank)
@@ -64,7 +64,7 @@ class DecodeRing(WarpHelpers):
         elif fill[5] == 0:
             # A piece begins: its Q, in one or two stages; or there is none.
             piece, q_part = fill[3], fill[4]
-            at = piece % self.descriptors
+            at = remainder(piece, self.descriptors)
             b_begin, b_end, q_stages = descriptor[0, at], descriptor[1, at], descriptor[9, at]
             cute.arch.sync_warp()
             if b_begin == b_end:
@@ -81,7 +81,7 @@ class DecodeRing(WarpHelpers):
                     fill[4] = q_part + 1
                 if q_part + 1 == q_stages:
                     self.read_table(
-                        block_tables, descriptor, at, fill, pages, (b_begin * self.block) // self.page_size, lane
+                        block_tables, descriptor, at, fill, pages, quotient(b_begin * self.block, self.page_size), lane
                     )
                     if lane == 0:
                         fill[0] = b_begin
@@ -170,12 +170,12 @@ class DecodeRing(WarpHelpers):
         )
         for h in cutlass.range_constexpr(self.block // self.box):
             key = b * self.block + h * self.box
-            page = pages[key // self.page_size - first]
-            box = (key % self.page_size) // self.box
+            page = pages[quotient(key, self.page_size) - first]
+            box = quotient(remainder(key, self.page_size), self.box)
             for c in cutlass.range(self.column_tiles // tiles, unroll=1):
                 if const_expr(self.cluster == 1):
                     cute.copy(tma_k, t_kg[None, box, c, page], t_ks[None, h, c, index], tma_bar_ptr=full + index)
-                elif b % 2 == rank:
+                elif remainder(b, 2) == rank:
                     cute.copy(
                         tma_k, t_kg[None, box, c, page], t_ks[None, h, c, index], tma_bar_ptr=full + index,
                         mcast_mask=cutlass.Int16((1 << self.cluster) - 1),

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from tsmla_kernels.sm90.choose import ROWS
-from tsmla_kernels.sm90.warp_helpers import WarpHelpers
+from tsmla_kernels.sm90.warp_helpers import WarpHelpers, quotient, remainder
 
 LEAST_PAYLOAD = 2  # key blocks worth a cluster's while: each piece more is one more partial result to merge
 DESCRIPTOR_WORDS = 10
@@ -60,7 +60,7 @@ class DecodeSchedule(WarpHelpers):
         """(keys, first row, query rows, row tiles, key blocks) of request r."""
         # Clamped to what the table, the row tiles and `out` hold: a wrong length must not lead outside of them.
         keys = cutlass.min(cutlass.max(seq_lens[r], 0), width * self.page_size)
-        blocks = cutlass.max((keys + self.block - 1) // self.block, 1)
+        blocks = cutlass.max(quotient(keys + self.block - 1, self.block), 1)
         first = r * (self.max_q_len * self.heads)
         rows = Int32(self.max_q_len * self.heads)
         tiles = Int32(self.max_tiles)
@@ -68,14 +68,14 @@ class DecodeSchedule(WarpHelpers):
             first = cutlass.min(cutlass.max(cu_seqlens_q[r] * self.heads, 0), all_rows)
             rows = cutlass.min(cutlass.max(cu_seqlens_q[r + 1] * self.heads - first, 0), rows)
             rows = cutlass.min(rows, all_rows - first)
-            tiles = (rows + self.tile_rows - 1) // self.tile_rows
+            tiles = quotient(rows + self.tile_rows - 1, self.tile_rows)
         return keys, first, rows, tiles, blocks
 
     @cute.jit
     def chunk_blocks(self, block_tables: cute.Tensor, seq_lens: cute.Tensor, partial_lse: cute.Tensor):
         """(key blocks of a piece, slots of a row tile) when batch_invariant."""
         slots = partial_lse.shape[0] // (seq_lens.shape[0] * self.max_tiles)
-        table_blocks = (block_tables.shape[1] * self.page_size + self.block - 1) // self.block
+        table_blocks = quotient(block_tables.shape[1] * self.page_size + self.block - 1, self.block)
         return cutlass.max((table_blocks + slots - 1) // slots, 1), slots
 
     @cute.jit
@@ -202,7 +202,7 @@ class DecodeSchedule(WarpHelpers):
         if const_expr(not self.invariant):
             if fixed == 0:
                 lead = Int32(self.overhead)
-        at = piece % self.descriptors
+        at = remainder(piece, self.descriptors)
         found = Int32(0)
         while found == 0 and r < batch and start + lead < end:
             keys, first, rows, tiles, blocks = self.request(r, seq_lens, cu_seqlens_q, width, all_rows)
@@ -264,7 +264,8 @@ class DecodeSchedule(WarpHelpers):
                     descriptor[6, at] = cutlass.min(rows_here - rank * ROWS, ROWS)  # rows that count
                     descriptor[7, at] = slot
                     descriptor[8, at] = r
-                    descriptor[9, at] = 1 + cutlass.min(rows_here - 1, ROWS - 1) // self.block  # stages that Q takes
+                    q_rows = cutlass.min(rows_here, ROWS)
+                    descriptor[9, at] = 1 + quotient(q_rows - 1, self.block)  # stages that Q takes
             if leave == 1:
                 start += unit
                 tile += 1

@@ -28,7 +28,7 @@ from tsmla_kernels.sm90.decode_kernel import DecodeKernel
 from tsmla_kernels.sm90.decode_ring import TABLE_AHEAD
 from tsmla_kernels.sm90.decode_schedule import DESCRIPTOR_WORDS
 from tsmla_kernels.sm90.decode_softmax import LOWEST, greatest
-from tsmla_kernels.sm90.warp_helpers import DTYPES
+from tsmla_kernels.sm90.warp_helpers import DTYPES, element, quotient, remainder
 
 LOG2_E = math.log2(math.e)
 OVERHEAD = 8  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
@@ -224,14 +224,14 @@ class MlaDecode(DecodeKernel):
         cute.arch.sync_warp()
         if fill[0] == fill[1] and fill[5] == 0:
             piece = fill[3]
-            at = piece % self.descriptors
+            at = remainder(piece, self.descriptors)
             b_begin, b_end = descriptor[0, at], descriptor[1, at]
             cute.arch.sync_warp()
             if b_begin == b_end:
                 if lane == 0:
                     fill[5] = 1
             else:
-                first = (b_begin * self.block) // self.page_size
+                first = quotient(b_begin * self.block, self.page_size)
                 self.read_table(block_tables, descriptor, at, fill, pages, first, lane)
                 if lane == 0:
                     fill[0] = b_begin
@@ -239,13 +239,13 @@ class MlaDecode(DecodeKernel):
                     fill[3] = piece + 1
             cute.arch.sync_warp()
         b, b_end, first = fill[0], fill[1], fill[2]
-        under_way = (fill[3] - 1) % self.descriptors  # fill[3] is the piece after this one
+        under_way = remainder(fill[3] - 1, self.descriptors)  # fill[3] is the piece after this one
         cute.arch.sync_warp()
         if b < b_end:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(landed + slot, self.landing_elements)
-            if (b * self.block + self.block - 1) // self.page_size >= first + TABLE_AHEAD:
-                first = (b * self.block) // self.page_size
+            if quotient(b * self.block + self.block - 1, self.page_size) >= first + TABLE_AHEAD:
+                first = quotient(b * self.block, self.page_size)
                 self.read_table(block_tables, descriptor, under_way, fill, pages, first, lane)
             self.copy_keys(
                 tma_k, tma_k_tensor, self.landing_boxes(landing, self.box), pages, landed, slot, b, first, rank
@@ -265,7 +265,7 @@ class MlaDecode(DecodeKernel):
         piece, position = items[0, 2 + warp_here], items[1, 2 + warp_here]
         slot, phase = items[2, 2 + warp_here], items[3, 2 + warp_here]
         cute.arch.sync_warp()
-        at = piece % self.descriptors
+        at = remainder(piece, self.descriptors)
         blocks, q_stages = descriptor[1, at] - descriptor[0, at], descriptor[9, at]
         landed, left = full + self.stages, full + self.stages + self.landings
         from_landing = blocks > 0 and position >= q_stages
@@ -419,7 +419,7 @@ class MlaDecode(DecodeKernel):
         running = Int32(1)
         while running == 1:
             cute.arch.mbarrier_wait(full + index, phase)
-            at = piece % self.descriptors
+            at = remainder(piece, self.descriptors)
             b_begin, b_end = self.uniform(descriptor[0, at]), self.uniform(descriptor[1, at])
             if b_begin == b_end:
                 running = Int32(0)
@@ -584,7 +584,7 @@ class MlaDecode(DecodeKernel):
         while running == 1:
             # Every use of a stage, Q's too, goes full -> ready -> empty, so that the three barriers stay in step.
             cute.arch.mbarrier_wait(ready + index, phase)
-            at = piece % self.descriptors
+            at = remainder(piece, self.descriptors)
             b_begin, b_end = self.uniform(descriptor[0, at]), self.uniform(descriptor[1, at])
             if b_begin == b_end:
                 running = Int32(0)
@@ -671,7 +671,7 @@ class MlaDecode(DecodeKernel):
             if slot < 0:
                 # The four lanes of a row swap so that each has one group of the four.
                 line = cute.make_tensor(
-                    (out.iterator + (Int64(out_row + row) * self.latent + column)).align(16),
+                    element(out, Int64(out_row + row) * self.latent + column, 16),
                     cute.make_layout((8, groups // 4), stride=(1, 32)),
                 )
                 pairs = cute.make_rmem_tensor((8,), self.out_dtype)
@@ -691,9 +691,7 @@ class MlaDecode(DecodeKernel):
                     if quad == 0 and row < valid_rows:
                         partial_lse[slot, 1 + half, tile_row] = scale
                 line = cute.make_tensor(
-                    (
-                        partial_out.iterator + (Int64(slot) * self.tile_rows + tile_row) * self.latent + column
-                    ).align(16),
+                    element(partial_out, self.partial_row(slot, tile_row) * self.latent + column, 16),
                     cute.make_layout((8, groups // 4), stride=(1, 32)),
                 )
                 eight = cute.make_rmem_tensor((8,), self.partial_dtype)

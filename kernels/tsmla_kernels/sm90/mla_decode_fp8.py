@@ -28,6 +28,7 @@ from tsmla_kernels.sm90.decode_kernel import DecodeKernel
 from tsmla_kernels.sm90.decode_ring import TABLE_AHEAD
 from tsmla_kernels.sm90.decode_schedule import DESCRIPTOR_WORDS
 from tsmla_kernels.sm90.decode_softmax import LOWEST
+from tsmla_kernels.sm90.warp_helpers import element, remainder
 
 LOG2_E = math.log2(math.e)
 OVERHEAD = 5  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
@@ -271,7 +272,7 @@ class MlaDecodeFp8(DecodeKernel):
         running = Int32(1)
         while running == 1:
             cute.arch.mbarrier_wait(full + index, phase)
-            at = piece % self.descriptors
+            at = remainder(piece, self.descriptors)
             b_begin, b_end = self.uniform(descriptor[0, at]), self.uniform(descriptor[1, at])
             if b_begin == b_end:
                 running = Int32(0)
@@ -384,7 +385,7 @@ class MlaDecodeFp8(DecodeKernel):
         while running == 1:
             # Every use of a stage, Q's too, goes full -> ready -> empty, so that the three barriers stay in step.
             cute.arch.mbarrier_wait(ready + index, phase)
-            at = piece % self.descriptors
+            at = remainder(piece, self.descriptors)
             b_begin, b_end = self.uniform(descriptor[0, at]), self.uniform(descriptor[1, at])
             if b_begin == b_end:
                 running = Int32(0)
@@ -414,9 +415,7 @@ class MlaDecodeFp8(DecodeKernel):
                         self.widen(narrow, g, r_v)
                         warpgroup.fence()
                         for k in cutlass.range_constexpr(2):
-                            a = cute.make_tensor(
-                                r_v[None, k, g % FRAGMENTS].iterator, cute.make_layout(a_shape)
-                            )
+                            a = cute.make_tensor(r_v[None, k, g % FRAGMENTS].iterator, cute.make_layout(a_shape))
                             tile = cute.make_tensor(
                                 acc.iterator + g % self.m_tiles * (self.p_rows // 2), cute.make_layout(tile_shape)
                             )
@@ -513,15 +512,15 @@ class MlaDecodeFp8(DecodeKernel):
         row_low, column = lane % 4 * 2, first_latent + lane // 4 * 2
         if slot < 0:
             self.store_rows(
-                out.iterator + (Int64(out_row + row_low) * self.latent + column), o, inverse, kept, lane, valid_rows,
+                element(out, Int64(out_row + row_low) * self.latent + column, 4), o, inverse, kept, lane, valid_rows,
                 self.out_dtype,
             )  # fmt: skip
         else:
-            row = Int64(slot) * self.tile_rows + rank * ROWS + row_low
+            row = self.partial_row(slot, rank * ROWS + row_low)
             self.store_rows(
-                partial_out.iterator + (row * self.latent + column), o, inverse, kept, lane, valid_rows,
-                self.partial_dtype,
-            )
+                element(partial_out, row * self.latent + column, 2 * self.partial_dtype.width // 8), o, inverse, kept,
+                lane, valid_rows, self.partial_dtype,
+            )  # fmt: skip
 
     @cute.jit
     def store_rows(
@@ -536,10 +535,8 @@ class MlaDecodeFp8(DecodeKernel):
     ):
         """A lane's part of O from `target` on: two latents of every tile and, of each eight, two rows."""
         lines = cute.make_tensor(
-            target.align(2 * dtype.width // 8),
-            cute.make_layout(
-                (2, 2, self.p_rows // 8, self.m_tiles), stride=(1, self.latent, 8 * self.latent, 16)
-            ),
+            target,
+            cute.make_layout((2, 2, self.p_rows // 8, self.m_tiles), stride=(1, self.latent, 8 * self.latent, 16)),
         )
         pair = cute.make_rmem_tensor((2,), dtype)
         factors = cute.make_rmem_tensor((2,), Float32)

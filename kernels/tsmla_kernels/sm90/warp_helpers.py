@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32, Int64, const_expr
 
 from tsmla_kernels.sm90.choose import FP8
 
@@ -12,6 +12,25 @@ DTYPES = {
     "float16": cutlass.Float16,
     FP8: cutlass.Float8E4M3FN,
 }
+
+
+def quotient(value: Int32, divisor: int) -> Int32:
+    """value // divisor for a power of 2: a shift, which floors too. Where the compiler can't know the sign it takes six
+    instructions, and in code that runs once every instruction waits to be fetched."""
+    return value >> (divisor.bit_length() - 1)
+
+
+def remainder(value: Int32, divisor: int) -> Int32:
+    """value % divisor likewise."""
+    return value & (divisor - 1)
+
+
+def element(tensor: cute.Tensor, offset: Int32, align: int) -> cute.Pointer:
+    """Where element `offset` of a dense `tensor` in global memory begins: a multiple of `align` bytes, as is believed
+    (`Pointer.align` rounds, by three instructions)."""
+    dtype = tensor.element_type
+    address = tensor.iterator.toint() + Int64(offset) * (dtype.width // 8)
+    return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
 
 
 class WarpHelpers:
