@@ -104,19 +104,26 @@ class DecodeSchedule(WarpHelpers):
         if const_expr(self.invariant):
             chunk, _ = self.chunk_blocks(block_tables, seq_lens, partial_lse)
 
+        # The first 32 requests stay in registers: few batches have more, and what is read again is waited for again.
         total, units, longest = Int32(0), Int32(0), Int32(0)
-        for base in cutlass.range(0, batch, 32, unroll=4):
+        _, _, _, tiles, blocks = self.request(cutlass.min(lane, batch - 1), seq_lens, cu_seqlens_q, width, all_rows)
+        if lane < batch:
+            total, units, longest = tiles * self.span(blocks, chunk, Int32(0)), tiles, blocks
+        for base in cutlass.range(32, batch, 32, unroll=4):
             # Loads without a branch, so that several are under way at once.
             r = cutlass.min(base + lane, batch - 1)
-            _, _, _, tiles, blocks = self.request(r, seq_lens, cu_seqlens_q, width, all_rows)
-            cost = tiles * self.span(blocks, chunk, Int32(0))
+            _, _, _, tiles_there, blocks_there = self.request(r, seq_lens, cu_seqlens_q, width, all_rows)
+            cost = tiles_there * self.span(blocks_there, chunk, Int32(0))
             if base + lane < batch:
                 total += cost
-                units += tiles
-                longest = cutlass.max(longest, blocks)
+                units += tiles_there
+                longest = cutlass.max(longest, blocks_there)
         total = cute.arch.warp_redux_sync(total, "add")
-        units = cute.arch.warp_redux_sync(units, "add")
         longest = cute.arch.warp_redux_sync(longest, "max")
+        if const_expr(self.ragged):
+            units = cute.arch.warp_redux_sync(units, "add")
+        else:
+            units = batch * self.max_tiles
         payload = cutlass.max(self.divide(total + parts - 1, parts), LEAST_PAYLOAD)
         whole, fixed = Int32(0), Int32(0)
         if const_expr(not self.invariant):
@@ -131,13 +138,22 @@ class DecodeSchedule(WarpHelpers):
         begin = part * payload
 
         # The row tile in which the interval begins.
-        r, start = batch, Int32(0)
+        r, tile, start = batch, Int32(0), Int32(0)
         searching = Int32(1)
+        if const_expr(not self.ragged and not self.invariant):
+            if fixed > 0:
+                # All requests have as many row tiles, and these one length.
+                searching = Int32(0)
+                unit = begin
+                if whole == 0:
+                    unit = self.divide(begin, fixed)
+                r = unit // self.max_tiles
+                tile = unit - r * self.max_tiles
+                start = unit * fixed
         base = Int32(0)
         while searching == 1 and base < batch:
             cost, unit = Int32(0), Int32(1)
             if base + lane < batch:
-                _, _, _, tiles, blocks = self.request(base + lane, seq_lens, cu_seqlens_q, width, all_rows)
                 unit = self.span(blocks, chunk, fixed)
                 cost = tiles * unit
             prefix = cost
@@ -151,15 +167,14 @@ class DecodeSchedule(WarpHelpers):
                 r = base + before
                 start += cute.arch.shuffle_sync(prefix - cost, before)
                 unit = cute.arch.shuffle_sync(unit, before)
+                tile = self.divide(begin - start, unit)
+                start += tile * unit
             else:
                 start += cute.arch.shuffle_sync(prefix, 31)
                 base += 32
-        tile = Int32(0)
-        if r < batch:
-            _, _, _, _, blocks = self.request(r, seq_lens, cu_seqlens_q, width, all_rows)
-            unit = self.span(blocks, chunk, fixed)
-            tile = self.divide(begin - start, unit)
-            start += tile * unit
+                _, _, _, tiles, blocks = self.request(
+                    cutlass.min(base + lane, batch - 1), seq_lens, cu_seqlens_q, width, all_rows
+                )
         if lane == 0:
             walk[0] = r
             walk[1] = tile
@@ -246,13 +261,6 @@ class DecodeSchedule(WarpHelpers):
                             slot = 2 * part
                         elif b_end < blocks:
                             slot = 2 * part + 1
-                        if slot >= 0 and rank == 0 and lane == 0:
-                            # The clusters from `owner` on have one piece each.
-                            owner = self.divide(start + lead, end - begin)
-                            split_info[slot, 0] = row_base
-                            split_info[slot, 1] = rows_here
-                            split_info[slot, 2] = 2 * owner + 1
-                            split_info[slot, 3] = self.divide(start + lead + blocks - 1, end - begin) - owner + 1
             if found == 1:
                 if lane == 0:
                     descriptor[0, at] = b_begin
@@ -266,6 +274,14 @@ class DecodeSchedule(WarpHelpers):
                     descriptor[8, at] = r
                     q_rows = cutlass.min(rows_here, ROWS)
                     descriptor[9, at] = 1 + quotient(q_rows - 1, self.block)  # stages that Q takes
+            if const_expr(not self.invariant):
+                if slot >= 0 and rank == 0 and lane == 0:
+                    # For `combine`. The clusters from `owner` on have one piece each.
+                    owner = self.divide(start + lead, end - begin)
+                    split_info[slot, 0] = row_base
+                    split_info[slot, 1] = rows_here
+                    split_info[slot, 2] = 2 * owner + 1
+                    split_info[slot, 3] = self.divide(start + lead + blocks - 1, end - begin) - owner + 1
             if leave == 1:
                 start += unit
                 tile += 1
