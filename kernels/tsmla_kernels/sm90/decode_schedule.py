@@ -9,7 +9,6 @@ from cutlass import Float32, Int32, Int64, const_expr
 from tsmla_kernels.sm90.choose import ROWS
 from tsmla_kernels.sm90.warp_helpers import WarpHelpers, quotient, remainder
 
-LEAST_PAYLOAD = 2  # key blocks worth a cluster's while: each piece more is one more partial result to merge
 DESCRIPTOR_WORDS = 10
 
 
@@ -20,6 +19,7 @@ class DecodeSchedule(WarpHelpers):
       heads, max_q_len, page_size, ragged, causal, invariant, tile_rows, max_tiles: as in choose.DecodeConfig.
       block: keys of a pipeline stage.
       overhead: what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue.
+      least_payload: key blocks worth a cluster's while: each piece more is one more partial result to merge.
       descriptors: places in the ring of pieces' descriptions.
     """
 
@@ -33,6 +33,7 @@ class DecodeSchedule(WarpHelpers):
     max_tiles: int
     block: int
     overhead: int
+    least_payload: int
     descriptors: int
 
     @cute.jit
@@ -124,7 +125,7 @@ class DecodeSchedule(WarpHelpers):
             units = cute.arch.warp_redux_sync(units, "add")
         else:
             units = batch * self.max_tiles
-        payload = cutlass.max(self.divide(total + parts - 1, parts), LEAST_PAYLOAD)
+        payload = cutlass.max(self.divide(total + parts - 1, parts), self.least_payload)
         whole, fixed = Int32(0), Int32(0)
         if const_expr(not self.invariant):
             share = self.divide(units + parts - 1, parts)
@@ -133,7 +134,7 @@ class DecodeSchedule(WarpHelpers):
                 payload = share
             elif units > 0 and units < parts and total == units * (longest + self.overhead):
                 cuts = self.divide(parts, units)
-                payload = cutlass.max(self.divide(longest + cuts - 1, cuts), LEAST_PAYLOAD)
+                payload = cutlass.max(self.divide(longest + cuts - 1, cuts), self.least_payload)
                 fixed = cuts * payload
         begin = part * payload
 

@@ -31,7 +31,7 @@ from tsmla_kernels.sm90.decode_softmax import LOWEST, greatest
 from tsmla_kernels.sm90.warp_helpers import DTYPES, element, quotient, remainder
 
 LOG2_E = math.log2(math.e)
-OVERHEAD = 8  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
+OVERHEAD = 5  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
 RESCALE_BITS = 8.0  # how far the running maximum may lag where arithmetic is the bound: following it at once takes 10 %
 EARLY_STEPS = 9  # 16-column steps of Q K^T that are still to come when the values' warpgroups are let loose
 
