@@ -13,6 +13,7 @@ import ast
 import contextlib
 import functools
 import hashlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import json
@@ -272,10 +273,15 @@ def _imports(source: bytes, package: str) -> list[str]:
 
 
 def _find_spec(name: str) -> Any:
-    try:
-        return importlib.util.find_spec(name)
-    except ModuleNotFoundError:  # an attribute of a module, which can hold no module
-        return None
+    """Where the source of a module lies, None if there is no such module. importlib.util.find_spec would import what
+    the name is in, and so cutlass, where the name is an attribute of a kernel's module."""
+    top, *names = name.split(".")
+    spec = importlib.util.find_spec(top)
+    for part in names:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(f"{spec.name}.{part}", spec.submodule_search_locations)
+    return spec
 
 
 def _staleness(description: dict[str, Any]) -> str | None:

@@ -164,7 +164,25 @@ def test_sources_digest_follows_imports_of_the_same_package(tmp_path: Path, monk
         path.write_text(files[name])
         assert digest() == before
     cache.sources_digest.cache_clear()
-    assert "digested" not in sys.modules or not hasattr(sys.modules["digested"], "kernel")  # hashed, not imported
+    assert not [name for name in sys.modules if name.startswith("digested")]  # hashed, not imported
+
+
+def test_sources_digests_import_no_kernel() -> None:
+    """A process that finds its objects in the cache must not pay for importing cutlass: two seconds."""
+    code = """
+import sys
+from tsmla_kernels import cache
+from tsmla_kernels.catalog import KERNELS
+before = set(sys.modules)
+for kernel in KERNELS.values():
+    assert cache.sources_digest(kernel.launcher.partition(":")[0])
+print(sorted(name for name in set(sys.modules) - before if name.startswith(("cutlass", "tsmla_kernels"))))
+"""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert said.stdout.strip() == "[]"
 
 
 def test_machine_without_the_dsl_finds_the_entry(compiled: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,10 +121,7 @@ class DecodeSchedule(WarpHelpers):
                 longest = cutlass.max(longest, blocks_there)
         total = cute.arch.warp_redux_sync(total, "add")
         longest = cute.arch.warp_redux_sync(longest, "max")
-        if const_expr(self.ragged):
-            units = cute.arch.warp_redux_sync(units, "add")
-        else:
-            units = batch * self.max_tiles
+        units = cute.arch.warp_redux_sync(units, "add") if const_expr(self.ragged) else batch * self.max_tiles
         payload = cutlass.max(self.divide(total + parts - 1, parts), self.least_payload)
         whole, fixed = Int32(0), Int32(0)
         if const_expr(not self.invariant):
