@@ -135,12 +135,13 @@ def test_head_dims_and_dtypes(dims: tuple[int, int], dtype: Any) -> None:
     assert_right(attend("cute", *lens)(*args), oracle(*args, *lens))
 
 
-def assert_right_in_fp8(got: Results, want: Any, lse_rtol: float = 1e-3) -> None:
-    """P is rounded to e4m3, and the tensor cores keep 13 bits of what they add up."""
+def assert_right_in_fp8(got: Results, want: Any, lse_rtol: float = 0.0, v_scale: float = 1.0) -> None:
+    """P is rounded to e4m3, and the tensor cores keep 13 bits of what they add up: on an H200 at most 2.7 % in out's
+    norm, 0.053 v_scale in one element beyond 2^-4 of it, 1.6e-3 in lse."""
     out, lse = np.float64(got[0]), np.asarray(got[1])
     assert got[0].dtype == jnp.bfloat16 and np.isfinite(out).all()
     assert np.linalg.norm(out - want[0]) <= 0.03 * np.linalg.norm(want[0])
-    np.testing.assert_allclose(out, want[0], atol=0.1, rtol=2**-4)
+    np.testing.assert_allclose(out, want[0], atol=2**-4 * v_scale, rtol=2**-4)
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want[1]))
     seen = ~np.isneginf(want[1])
     np.testing.assert_allclose(lse[seen], want[1][seen], atol=6e-3, rtol=lse_rtol)
@@ -170,17 +171,18 @@ def test_fp8_scales_are_read_at_every_call() -> None:
     run = jax.jit(lambda *s: attend("cute", *lens, q_scale=s[0], k_scale=s[1], v_scale=s[2])(*args))
     for q_scale, k_scale, v_scale in ((1.0, 1.0, 1.0), (0.5, 3.0, 0.25), (2.0, 0.1, 2.0)):
         want = oracle(*args, *lens, softmax_scale=SCALE * q_scale * k_scale, v_scale=v_scale)
-        assert_right_in_fp8(run(*map(jnp.float32, (q_scale, k_scale, v_scale))), want)
+        assert_right_in_fp8(run(*map(jnp.float32, (q_scale, k_scale, v_scale))), want, v_scale=v_scale)
 
 
 def test_fp8_maximum_that_rises_from_block_to_block() -> None:
     """Blocks are read from the last to the first."""
     lens = ([150], [1500])
     q, k, v = arrays(*lens, dtype=jnp.float32, padding=0)
-    for steps in (1.02, 1.3, 2.0):
+    for steps in (1.02, 1.3, 2.0, 3.0):
         growth = np.linspace(steps, 0.0, 1500)[:, None, None]
         args = [x.astype(FP8) for x in (jnp.abs(q), jnp.abs(k) * growth, v)]
-        # Products of one sign: what each of them loses to the 13 bits of a step's greatest adds up, to 1.25e-3 here.
+        # Products of one sign: what each of them loses to the 13 bits of a step's greatest adds up. Measured: 1.4e-3
+        # of lse beyond the 6e-3.
         assert_right_in_fp8(attend("cute", *lens)(*args), oracle(*args, *lens), lse_rtol=2e-3)
 
 
