@@ -9,8 +9,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from tsmla_kernels.sm90.choose import ROWS
 from tsmla_kernels.sm90.decode_schedule import DecodeSchedule
-from tsmla_kernels.sm90.decode_softmax import LN_2, LOWEST
-from tsmla_kernels.sm90.warp_helpers import element, quotient, remainder
+from tsmla_kernels.sm90.warp_helpers import LN_2, LOWEST, element, quotient, remainder
 
 COMBINE_SPARE_BYTES = 100 << 10
 COMBINE_THREADS = 512  # of a CTA, in two groups, each of which merges one row tile

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from tsmla_kernels.sm90.choose import ROWS
-from tsmla_kernels.sm90.warp_helpers import WarpHelpers
-
-LN_2 = math.log(2.0)
-LOWEST = -1e30  # of the running maximum: finite, so that a row without keys needs no case of its own
+from tsmla_kernels.sm90.warp_helpers import LN_2, WarpHelpers
 
 
 def greatest(values: list[Float32]) -> Float32:

@@ -12,8 +12,6 @@ dependent launch behind the first.
 
 from __future__ import annotations
 
-import math
-
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -27,10 +25,9 @@ from tsmla_kernels.sm90.choose import ROWS, DecodeConfig
 from tsmla_kernels.sm90.decode_kernel import DecodeKernel
 from tsmla_kernels.sm90.decode_ring import TABLE_AHEAD
 from tsmla_kernels.sm90.decode_schedule import DESCRIPTOR_WORDS
-from tsmla_kernels.sm90.decode_softmax import LOWEST, greatest
-from tsmla_kernels.sm90.warp_helpers import DTYPES, element, quotient, remainder
+from tsmla_kernels.sm90.decode_softmax import greatest
+from tsmla_kernels.sm90.warp_helpers import DTYPES, LOG2_E, LOWEST, element, quotient, remainder
 
-LOG2_E = math.log2(math.e)
 OVERHEAD = 5  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
 RESCALE_BITS = 8.0  # how far the running maximum may lag where arithmetic is the bound: following it at once takes 10 %
 EARLY_STEPS = 9  # 16-column steps of Q K^T that are still to come when the values' warpgroups are let loose

@@ -12,8 +12,6 @@ P is not rounded to fp8, which would be most of the output's error. Merging is d
 
 from __future__ import annotations
 
-import math
-
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -27,10 +25,8 @@ from tsmla_kernels.sm90.choose import ROWS, DecodeConfig
 from tsmla_kernels.sm90.decode_kernel import DecodeKernel
 from tsmla_kernels.sm90.decode_ring import TABLE_AHEAD
 from tsmla_kernels.sm90.decode_schedule import DESCRIPTOR_WORDS
-from tsmla_kernels.sm90.decode_softmax import LOWEST
-from tsmla_kernels.sm90.warp_helpers import element, remainder
+from tsmla_kernels.sm90.warp_helpers import LOG2_E, LOWEST, element, remainder
 
-LOG2_E = math.log2(math.e)
 OVERHEAD = 5  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
 RESCALE_BITS = 8.0  # how far the running maximum may lag: P of f16 holds that much, and rounds it no worse
 EARLY_STEPS = 3  # 32-column steps of Q K^T that are still to come when the values' warpgroups are let loose

@@ -10,8 +10,6 @@ A small kernel before it turns the lengths into a plan: which tiles there are, t
 
 from __future__ import annotations
 
-import math
-
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -23,16 +21,13 @@ from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKin
 
 from tsmla_kernels.sm90.choose import FP8, SMEM_BYTES
 from tsmla_kernels.sm90.choose_prefill import GROUP_ROWS, PrefillConfig
-from tsmla_kernels.sm90.warp_helpers import DTYPES, WarpHelpers
+from tsmla_kernels.sm90.warp_helpers import DTYPES, LN_2, LOG2_E, LOWEST, WarpHelpers
 
-LOG2_E = math.log2(math.e)
-LN_2 = math.log(2.0)
 # fp8: P is scaled by 2^5, so that what is above 2^-11 of the greatest when the maximum last moved keeps all its bits. A
 # whole power of two, so that this greatest itself is exact. The maximum moves when a sum of four of P passes e4m3's
 # greatest, 3.8 bits later at most.
 P_BITS = 5
 P_GREATEST = 448.0
-LOWEST = -1e30  # of the running maximum: finite, so that a row without keys needs no case of its own
 SLOTS = 8  # ring of tile descriptors: the copies are at most three tiles ahead of an epilogue
 SLOT_WORDS = 8
 PLAN_THREADS = 256

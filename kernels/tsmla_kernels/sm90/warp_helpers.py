@@ -1,10 +1,16 @@
 """What the Hopper kernels' warps do alike: a base class of the kernels."""
 
+import math
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from tsmla_kernels.sm90.choose import FP8
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
+LOWEST = -1e30  # of a running maximum: finite, so that a row without keys needs no case of its own
 
 DTYPES = {
     "float32": cutlass.Float32,
