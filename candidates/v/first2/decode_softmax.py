@@ -1,0 +1,161 @@
+"""Softmax of a block of decode's scores, in the registers where WGMMA left them."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from tsmla_kernels.sm90.choose import ROWS
+from tsmla_kernels.sm90.warp_helpers import LN_2, WarpHelpers
+
+
+def greatest(values: list[Float32]) -> Float32:
+    """Their maximum, by a tree: a chain would be as many latencies long. As many as a power of 2."""
+    while len(values) > 1:
+        values = [cute.arch.fmax(a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
+    return values[0]
+
+
+class DecodeSoftmax(WarpHelpers):
+    """The softmax of a decode kernel, which sets these.
+
+    Attributes:
+      heads, causal: as in choose.DecodeConfig.
+      block: keys whose scores come at once.
+      rescale_bits: how far the running maximum may lag, as a power of 2.
+      speculate: whether P is found before it is known whether the running maximum lags.
+      inverses: pieces whose row sums are kept: more than the scores may be ahead of the values.
+      scaled: whether a piece's result might lie beyond what partial_out holds, so that the values' warps scale it.
+    """
+
+    heads: int
+    causal: bool
+    block: int
+    rescale_bits: float
+    speculate: bool
+    inverses: int
+    scaled: bool
+
+    @cute.jit
+    def seen_by_all(self, descriptor: cute.Tensor, at: Int32):
+        """Keys that every row of piece `at` sees: blocks of these need no mask."""
+        seen = self.uniform(descriptor[2, at])
+        if const_expr(self.causal):
+            seen = self.uniform(cutlass.min(seen, descriptor[3, at] + descriptor[4, at] // self.heads))
+        return seen
+
+    @cute.jit
+    def mask(self, s: cute.Tensor, b: Int32, descriptor: cute.Tensor, at: Int32, row_low: Int32, lane: Int32):
+        """Scores of the keys that a row does not see."""
+        keys = descriptor[2, at]
+        for i in cutlass.range_constexpr(2):
+            limit = keys
+            if const_expr(self.causal):
+                token = (descriptor[4, at] + row_low + 8 * i) // self.heads
+                limit = cutlass.min(keys, descriptor[3, at] + token)
+            for c in cutlass.range_constexpr(self.block // 4):
+                column = b * self.block + (c // 2) * 8 + (lane % 4) * 2 + c % 2
+                if column >= limit:
+                    s[i, c] = -Float32.inf
+
+    @cute.jit
+    def softmax(
+        self,
+        s: cute.Tensor,
+        p: cute.Tensor,
+        m: cute.Tensor,
+        l: cute.Tensor,
+        scale: Float32,
+        rescale: cute.Tensor,
+        moved: cute.Tensor,
+        row_low: Int32,
+        lane: Int32,
+        warp_here: Int32,
+        index: Int32,
+    ):
+        """S to P, against the running maximum m (base 2, scaled); row sums to l.
+
+        m follows the true maximum when it lags by more than rescale_bits, ever seldomer after the first blocks; then
+        `moved` tells the values' warps of the same rows to multiply O by `rescale`. With `speculate`, for which p must
+        not be s itself, P is found before that is known and found again if m lags: the search for the maximum and the
+        warp's vote then take no time of their own.
+        """
+        total = cute.make_rmem_tensor((2,), Float32)
+        if const_expr(self.speculate):
+            self.exponentials(s, p, m, scale, total)
+        high = cute.make_rmem_tensor((2,), Float32)
+        for i in cutlass.range_constexpr(2):
+            tops = [cute.arch.fmax(s[i, 2 * c], s[i, 2 * c + 1]) for c in range(self.block // 8)]
+            high[i] = greatest(tops)
+        lags = high[0] * scale > m[0] + self.rescale_bits or high[1] * scale > m[1] + self.rescale_bits
+        any_lags = cute.arch.vote_any_sync(lags)
+        if any_lags:
+            for i in cutlass.range_constexpr(2):
+                top = high[i]
+                top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1))
+                top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=2))
+                new = cute.arch.fmax(m[i], top * scale)
+                factor = cute.math.exp2(m[i] - new, fastmath=True)
+                m[i] = new
+                l[i] = l[i] * factor
+                if lane % 4 == 0:
+                    rescale[row_low + 8 * i, index] = factor
+            if const_expr(self.speculate):
+                self.exponentials(s, p, m, scale, total)
+        if lane == 0:
+            moved[warp_here, index] = Int32(any_lags)
+        if const_expr(not self.speculate):
+            self.exponentials(s, p, m, scale, total)
+        for i in cutlass.range_constexpr(2):
+            l[i] += total[i]
+
+    @cute.jit
+    def exponentials(self, s: cute.Tensor, p: cute.Tensor, m: cute.Tensor, scale: Float32, total: cute.Tensor):
+        """P of the lane's scores, and their sums by rows."""
+        for i in cutlass.range_constexpr(2):
+            total[i] = Float32(0.0)
+            for c in cutlass.range_constexpr(self.block // 4):
+                p[i, c] = cute.math.exp2(s[i, c] * scale - m[i], fastmath=True)
+                total[i] += p[i, c]
+
+    @cute.jit
+    def finish(
+        self,
+        l: cute.Tensor,
+        m: cute.Tensor,
+        inverse: cute.Tensor,
+        lse: cute.Tensor,
+        partial_lse: cute.Tensor,
+        out_scale: Float32,
+        row_low: Int32,
+        lane: Int32,
+        descriptor: cute.Tensor,
+        at: Int32,
+        rank: Int32,
+        piece: Int32,
+    ):
+        """Row sums over the quad, 1 / sum for the epilogue, and the row's log-sum-exp."""
+        slot = descriptor[7, at]
+        for i in cutlass.range_constexpr(2):
+            total = l[i]
+            total += cute.arch.shuffle_sync_bfly(total, offset=1)
+            total += cute.arch.shuffle_sync_bfly(total, offset=2)
+            row = row_low + 8 * i
+            if lane % 4 == 0:
+                factor = Float32(0.0)
+                value = -Float32.inf
+                if total > 0.0 or total != total:
+                    factor = cute.arch.rcp_approx(total)
+                    value = m[i] + cute.math.log2(total, fastmath=True)
+                if const_expr(self.scaled) or slot < 0:
+                    factor = factor * out_scale
+                inverse[row, piece % self.inverses] = factor
+                if row < descriptor[6, at]:
+                    if slot < 0:
+                        lse[descriptor[5, at] + row] = value * LN_2
+                    else:
+                        partial_lse[slot, 0, rank * ROWS + row] = value
+                        if const_expr(not self.scaled):
+                            for half in cutlass.range_constexpr(2):
+                                partial_lse[slot, 1 + half, rank * ROWS + row] = out_scale
