@@ -1,2 +1,0 @@
-BASE = 'first2'
-PATCH = {'sm90/decode_kernel.py': [('        attend.launch(\n            grid=grid, block=[self.threads, 1, 1], cluster=[self.cluster, 1, 1], stream=stream, min_blocks_per_mp=1\n        )\n', '        cluster = {"cluster": [self.cluster, 1, 1]} if const_expr(self.cluster > 1) else {}\n        attend.launch(grid=grid, block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1, **cluster)\n')]}
