@@ -31,7 +31,7 @@ from typing import Any
 
 from absl import app, flags
 from figures import BYTES_PER_KEY, BYTES_PER_S, FLOPS_PER_S, LATENT, ROPE
-from timing import head, time_all, versions
+from timing import head, least_seconds, time_all, versions
 
 PEERS = flags.DEFINE_string("peers", None, "folder of the module `peers`")
 OUT = flags.DEFINE_string("out", None, "where the rows go")
@@ -209,13 +209,7 @@ def jit_us(inputs: Inputs, implementation: str = "cute") -> float:
                 q = q.at[..., :LATENT].set(step(q, *others))
             return q
 
-        chain(*operands).block_until_ready()
-        times = []
-        for _ in range(7):
-            begin = time.perf_counter()
-            chain(*operands).block_until_ready()
-            times.append(time.perf_counter() - begin)
-        return min(times)
+        return least_seconds(lambda: chain(*operands).block_until_ready(), 7)
 
     with_it, without = (best(step, 36) - best(step, 12) for step in (attend, halve))
     return (with_it - without) / 24 * 1e6

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from absl import app, flags
-from timing import head, time_all, versions
+from timing import head, least_seconds, time_all, versions
 
 PEERS = flags.DEFINE_string("peers", None, "folder of the module `peers`")
 OUT = flags.DEFINE_string("out", None, "where the rows go")
@@ -186,15 +186,14 @@ class Inputs:
             return tsmla_jax.mla_prefill(q, k, v, **offsets, **bounds, softmax_scale=self.scale, implementation="cute")
 
         arrays = [jnp.from_dlpack(t) for t in (self.q, self.k, self.v, self.cu_q, self.cu_kv)]
-        call(*arrays).block_until_ready()
-        best, calls = math.inf, 10
-        for _ in range(3):
-            begin = time.perf_counter()
+        calls = 10
+
+        def several() -> None:
             for _ in range(calls):
                 out = call(*arrays)
             out.block_until_ready()
-            best = min(best, time.perf_counter() - begin)
-        return best / calls * 1e6
+
+        return least_seconds(several, 3) / calls * 1e6
 
 
 @functools.cache

@@ -167,7 +167,7 @@ def test_sources_digest_follows_imports_of_the_same_package(tmp_path: Path, monk
     assert not [name for name in sys.modules if name.startswith("digested")]  # hashed, not imported
 
 
-def test_sources_digests_import_no_kernel() -> None:
+def test_sources_digests_import_no_kernel(child_environment: dict[str, str]) -> None:
     """A process that finds its objects in the cache must not pay for importing cutlass: two seconds."""
     code = """
 import sys
@@ -178,9 +178,8 @@ for kernel in KERNELS.values():
     assert cache.sources_digest(kernel.launcher.partition(":")[0])
 print(sorted(name for name in set(sys.modules) - before if name.startswith(("cutlass", "tsmla_kernels"))))
 """
-    path = os.pathsep.join(entry for entry in sys.path if entry)
     said = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": path}
+        [sys.executable, "-c", code], env=child_environment, capture_output=True, text=True, check=True
     )
     assert said.stdout.strip() == "[]"
 

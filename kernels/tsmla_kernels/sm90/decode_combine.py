@@ -12,7 +12,9 @@ from tsmla_kernels.sm90.decode_schedule import DecodeSchedule
 from tsmla_kernels.sm90.warp_helpers import LN_2, LOWEST, element, quotient, remainder
 
 COMBINE_SPARE_BYTES = 100 << 10
-COMBINE_THREADS = 512  # of a CTA, in two groups, each of which merges one row tile
+COMBINE_GROUP = 256  # threads that merge one row tile together
+COMBINE_GROUPS = 2  # of a CTA
+COMBINE_THREADS = COMBINE_GROUP * COMBINE_GROUPS
 COMBINE_PIECES = {32: 2, 16: 8}  # that a thread reads at once, by the bits of partial_out's elements
 COMBINE_SHARE = 4  # threads that share a unit when batch_invariant: the order of additions must not follow the batch
 
@@ -69,14 +71,14 @@ class DecodeCombine(DecodeSchedule):
             storage.weight.get_tensor(cute.make_layout((8, warps), stride=(1, 8))),
         )
         tidx, _, _ = cute.arch.thread_idx()
-        group = cute.arch.make_warp_uniform(tidx // (COMBINE_THREADS // 2))
+        group = cute.arch.make_warp_uniform(tidx // COMBINE_GROUP)
         entry = cute.make_rmem_tensor((4,), Int32)
         cute.arch.griddepcontrol_wait()
         if const_expr(self.invariant):
-            groups = ctas * 2
+            groups = ctas * COMBINE_GROUPS
             units = split_info.shape[0] - parts
             portions = cutlass.max(groups // units, 1)
-            first_item = cta * 2 + group
+            first_item = cta * COMBINE_GROUPS + group
             for item in cutlass.range(first_item, units * portions, groups, unroll=1):
                 cute.autovec_copy(split_info[parts + item // portions, None], entry)
                 self.merge(
@@ -159,17 +161,16 @@ class DecodeCombine(DecodeSchedule):
             here = cutlass.min(here - part * half, half)
         if here > 0:
             tidx, _, _ = cute.arch.thread_idx()
-            threads = COMBINE_THREADS // 2
             unroll = COMBINE_PIECES[self.partial_dtype.width]
-            t = tidx % threads
+            t = tidx % COMBINE_GROUP
             # Units worked on at once: 2 ** bits.
-            bits = Int32((threads // COMBINE_SHARE).bit_length() - 1)
+            bits = Int32((COMBINE_GROUP // COMBINE_SHARE).bit_length() - 1)
             if const_expr(not self.invariant):
                 bits = 32 - Int32(cute.arch.clz(here - 1))
-                bits = cutlass.min(cutlass.max(bits, 3), threads.bit_length() - 1)
-            spread, share = Int32(1) << bits, Int32(threads) >> bits
+                bits = cutlass.min(cutlass.max(bits, 3), COMBINE_GROUP.bit_length() - 1)
+            spread, share = Int32(1) << bits, Int32(COMBINE_GROUP) >> bits
             member = (t >> 3) & (share - 1)
-            eight = t >> (threads.bit_length() + 2 - bits)
+            eight = t >> (COMBINE_GROUP.bit_length() + 2 - bits)
             acc = cute.make_rmem_tensor((8,), Float32)
             lines = cute.make_rmem_tensor((8, unroll), self.partial_dtype)
             weights = cute.make_rmem_tensor((unroll,), Float32)
@@ -275,12 +276,12 @@ class DecodeCombine(DecodeSchedule):
             cute.autovec_copy(acc, cute.make_tensor((of_acc.iterator + (warp_idx * 64 + lane * 8)).align(16), 8))
             of_highest[lane, warp_idx] = highest
             of_weight[lane, warp_idx] = weight
-        cute.arch.barrier(barrier_id=1 + group, number_of_threads=COMBINE_THREADS // 2)
+        cute.arch.barrier(barrier_id=1 + group, number_of_threads=COMBINE_GROUP)
         if cute.arch.make_warp_uniform(member) < 4 and counts:
             # A lane has two columns.
             eighth = lane // 4
             top = Float32(LOWEST)
-            for w in cutlass.range_constexpr(COMBINE_THREADS // 64):
+            for w in cutlass.range_constexpr(COMBINE_GROUP // 32):
                 top = cute.arch.fmax(top, of_highest[eighth, warp_idx + cutlass.min(w, sharers - 1)])
             total = Float32(0.0)
             columns = cute.make_rmem_tensor((2,), Float32)
