@@ -10,6 +10,7 @@ from cutlass.cute.nvgpu import cpasync
 from tsmla_kernels.sm90.warp_helpers import WarpHelpers, quotient, remainder
 
 TABLE_AHEAD = 32  # block-table entries read at once
+FIRST_COPIES = 3  # stages that are asked for before the warps take their roles
 
 
 class DecodeRing(WarpHelpers):
@@ -35,6 +36,22 @@ class DecodeRing(WarpHelpers):
     stage_elements: int
     itemsize: int
     descriptors: int
+
+    @cute.jit
+    def begin_copies(self, copies: cutlass.Constexpr):
+        """Ask for the first stages, of the first piece alone, by the warp that has just described it."""
+        fill = copies[7]
+        lane = cute.arch.lane_idx()
+        if lane < 8:
+            fill[lane] = Int32(0)
+        cute.arch.sync_warp()
+        filled = Int32(0)
+        while filled < FIRST_COPIES and (fill[3] == 0 or fill[0] < fill[1]):
+            self.produce(filled, copies)
+            filled += 1
+        if lane == 0:
+            fill[6] = filled
+        cute.arch.sync_warp()
 
     @cute.jit
     def produce(self, index: Int32, copies: cutlass.Constexpr):
@@ -190,6 +207,12 @@ class DecodeRing(WarpHelpers):
         cute.arch.sync_warp()
         if lane % 4 == 0:
             cute.arch.mbarrier_arrive(ready + index)
+
+    def q_barrier(self, piece: Int32) -> Int32:
+        """The barrier at which piece's Q is known to be read, where the values' warps write its stage next by ordinary
+        stores. `ready` says so too, but by eight lanes of a warp for all, and racecheck counts those alone. The scores
+        are fewer than four pieces ahead of the values."""
+        return 3 + remainder(piece, 4)
 
     @cute.jit
     def leave(self, index: Int32, empty: cute.Pointer):

@@ -10,6 +10,11 @@ from tsmla_kernels.sm90.choose import ROWS
 from tsmla_kernels.sm90.warp_helpers import WarpHelpers, quotient, remainder
 
 DESCRIPTOR_WORDS = 10
+LINE, WHOLE, PACKED = 0, 1, 2  # how the batch is shared out: see begin_schedule
+LEAST_PACKED = 32  # key blocks of a cluster, at least, for which requests are put in order
+SORTED = 128  # requests, at most, that are put in order by their length: so that their numbers are bytes
+ITEMS = 16  # of them, at most, that a cluster takes
+WALK_WORDS = 8 + ITEMS // 4  # where a cluster is in its share of the batch
 
 
 class DecodeSchedule(WarpHelpers):
@@ -21,6 +26,7 @@ class DecodeSchedule(WarpHelpers):
       overhead: what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue.
       least_payload: key blocks worth a cluster's while: each piece more is one more partial result to merge.
       descriptors: places in the ring of pieces' descriptions.
+      packs: whether requests may be given out by their length.
     """
 
     heads: int
@@ -35,6 +41,7 @@ class DecodeSchedule(WarpHelpers):
     overhead: int
     least_payload: int
     descriptors: int
+    packs: bool
 
     @cute.jit
     def divide(self, a: Int32, b: Int32):
@@ -57,20 +64,110 @@ class DecodeSchedule(WarpHelpers):
             cute.arch.prefetch((array.iterator + offset).to_llvm_ptr(), cache_level="L2")
 
     @cute.jit
-    def request(self, r: Int32, seq_lens: cute.Tensor, cu_seqlens_q: cute.Tensor, width: Int32, all_rows: Int32):
-        """(keys, first row, query rows, row tiles, key blocks) of request r."""
+    def numbers(self, r: Int32, seq_lens: cute.Tensor, cu_seqlens_q: cute.Tensor):
+        """What the operands say of request r: its length and, if ragged, its first query token and the next's."""
+        begin, end = Int32(0), Int32(0)
+        if const_expr(self.ragged):
+            begin, end = cu_seqlens_q[r], cu_seqlens_q[r + 1]
+        return seq_lens[r], begin, end
+
+    @cute.jit
+    def request(self, r: Int32, numbers: cutlass.Constexpr, width: Int32, all_rows: Int32):
+        """(keys, first row, query rows, row tiles, key blocks) of request r, of which `numbers` are."""
+        length, begin, end = numbers
         # Clamped to what the table, the row tiles and `out` hold: a wrong length must not lead outside of them.
-        keys = cutlass.min(cutlass.max(seq_lens[r], 0), width * self.page_size)
+        keys = cutlass.min(cutlass.max(length, 0), width * self.page_size)
         blocks = cutlass.max(quotient(keys + self.block - 1, self.block), 1)
         first = r * (self.max_q_len * self.heads)
         rows = Int32(self.max_q_len * self.heads)
         tiles = Int32(self.max_tiles)
         if const_expr(self.ragged):
-            first = cutlass.min(cutlass.max(cu_seqlens_q[r] * self.heads, 0), all_rows)
-            rows = cutlass.min(cutlass.max(cu_seqlens_q[r + 1] * self.heads - first, 0), rows)
+            first = cutlass.min(cutlass.max(begin * self.heads, 0), all_rows)
+            rows = cutlass.min(cutlass.max(end * self.heads - first, 0), rows)
             rows = cutlass.min(rows, all_rows - first)
             tiles = quotient(rows + self.tile_rows - 1, self.tile_rows)
         return keys, first, rows, tiles, blocks
+
+    @cute.jit
+    def lanes(self, parts: Int32, part: Int32):
+        """(lanes, their clusters, this cluster's lane): the row tiles that requests are laid out in side by side.
+
+        Clusters that walk the same keys at the same time read them from memory once. Where as many lanes as row tiles
+        leave too many clusters over, there is one, and a request's row tiles follow each other.
+        """
+        lanes, columns, lane = Int32(1), parts, Int32(0)
+        if const_expr(self.max_tiles > 1 and not self.ragged and not self.invariant):
+            each = parts // self.max_tiles
+            if (parts - each * self.max_tiles) * 16 <= parts:
+                lanes, columns = Int32(self.max_tiles), each
+                lane = self.divide(part, columns)
+        return lanes, columns, lane
+
+    @cute.jit
+    def sort(self, batch: Int32, order: cute.Tensor):
+        """Put `order`, keys that all differ, in descending order: each goes where as many are greater."""
+        lane = cute.arch.lane_idx()
+        cute.arch.sync_warp()
+        mine = cute.make_rmem_tensor((SORTED // 32,), Int32)
+        rank = cute.make_rmem_tensor((SORTED // 32,), Int32)
+        for k in cutlass.range_constexpr(SORTED // 32):
+            mine[k], rank[k] = order[lane + 32 * k], Int32(0)
+        for j in cutlass.range(batch, unroll=4):
+            other = order[j]
+            for k in cutlass.range_constexpr(SORTED // 32):
+                if other > mine[k]:
+                    rank[k] += 1
+        cute.arch.sync_warp()
+        for k in cutlass.range_constexpr(SORTED // 32):
+            if lane + 32 * k < batch:
+                order[rank[k]] = mine[k]
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def sorted_blocks(self, order: cute.Tensor, i: Int32, batch: Int32):
+        """Key blocks of the request that is the i-th by length; 0 if there are not so many."""
+        blocks = Int32(0)
+        if i < batch:
+            blocks = quotient(order[i], SORTED)
+        return blocks
+
+    @cute.jit
+    def cut(self, longer: Int32, shorter: Int32):
+        """Where the longer of two requests is cut, in blocks, so that of two clusters one takes what is before, the
+        other the rest and the shorter one. Not at all, if the rest would be less than what it costs to merge it."""
+        at = cutlass.min(quotient(longer + shorter + self.overhead + 1, 2), longer)
+        if longer - at <= self.overhead:
+            at = longer
+        return at
+
+    @cute.jit
+    def packed(self, batch: Int32, columns: Int32, order: cute.Tensor):
+        """The greatest share of a cluster, if requests are given out by their length: see `begin_schedule`."""
+        lane = cute.arch.lane_idx()
+        worst = Int32(0)
+        if batch <= columns:
+            for pair in cutlass.range(lane, quotient(columns + 1, 2), 32, unroll=1):
+                longer = self.sorted_blocks(order, pair, batch)
+                shorter = self.sorted_blocks(order, columns - 1 - pair, batch)
+                at = longer
+                rest = shorter + self.overhead
+                if columns - 1 - pair > pair:
+                    at = self.cut(longer, shorter)
+                    if at < longer:
+                        rest += longer - at + self.overhead
+                worst = cutlass.max(worst, cutlass.max(at + self.overhead, rest))
+        else:
+            for column in cutlass.range(lane, columns, 32, unroll=1):
+                load, turn = Int32(0), Int32(0)
+                for first in cutlass.range(0, batch, columns, unroll=1):
+                    i = first + column
+                    if turn == 1:
+                        i = first + columns - 1 - column
+                    if i < batch:
+                        load += quotient(order[i], SORTED) + self.overhead
+                    turn ^= 1
+                worst = cutlass.max(worst, load)
+        return cute.arch.warp_redux_sync(worst, "max")
 
     @cute.jit
     def chunk_blocks(self, block_tables: cute.Tensor, seq_lens: cute.Tensor, partial_lse: cute.Tensor):
@@ -78,6 +175,14 @@ class DecodeSchedule(WarpHelpers):
         slots = partial_lse.shape[0] // (seq_lens.shape[0] * self.max_tiles)
         table_blocks = quotient(block_tables.shape[1] * self.page_size + self.block - 1, self.block)
         return cutlass.max((table_blocks + slots - 1) // slots, 1), slots
+
+    @cute.jit
+    def on_line(self, tiles: Int32, lanes: Int32):
+        """Row tiles of a request that follow each other on the schedule's line."""
+        if const_expr(self.max_tiles > 1 and not self.ragged and not self.invariant):
+            if lanes > 1:
+                tiles = Int32(1)
+        return tiles
 
     @cute.jit
     def span(self, blocks: Int32, chunk: Int32, fixed: Int32):
@@ -90,30 +195,73 @@ class DecodeSchedule(WarpHelpers):
         return length
 
     @cute.jit
-    def begin_schedule(self, schedule: cutlass.Constexpr):
-        """Find this cluster's share of the batch.
+    def ids(self, walk: cute.Tensor):
+        """A cluster's requests, by their number, or -1, where requests are given out by their length."""
+        return cute.make_tensor(cute.recast_ptr(walk.iterator + 8, dtype=cutlass.Int8), cute.make_layout(ITEMS))
 
-        The batch is laid out as a line of row tiles, request by request, each `overhead` + its key blocks long; every
-        cluster takes an equal interval of it. Where whole tiles balance as well, each cluster takes whole tiles; where
-        all tiles are of one length and fewer than the clusters, each is cut into as many equal pieces as there are
-        clusters for it, so that no piece is a sliver.
+    @cute.jit
+    def note(self, column: Int32, columns: Int32, batch: Int32, order: cute.Tensor, walk: cute.Tensor):
+        """Note this cluster's requests, before the ring's first stage, where `order` lies, is filled."""
+        lane = cute.arch.lane_idx()
+        ids = self.ids(walk)
+        at = lane * columns + column
+        if remainder(lane, 2) == 1:
+            at = (lane + 1) * columns - 1 - column
+        if batch <= columns:
+            at = quotient(column, 2)
+            if lane > 0:
+                at = columns - 1 - at
+                if lane > 1 or at <= quotient(column, 2):
+                    at = batch
+        if lane < ITEMS:
+            r = Int32(-1)
+            if at < batch:
+                r = SORTED - 1 - remainder(order[at], SORTED)
+            ids[lane] = cutlass.Int8(r)
+        cute.arch.sync_warp()
+        cute.arch.fence_proxy("async.shared", space="cta")
+
+    @cute.jit
+    def begin_schedule(self, schedule: cutlass.Constexpr, early: cutlass.Constexpr):
+        """Find this cluster's share of the batch. `early` are the numbers of the lane's request of the first 32.
+
+        The batch is laid out as a line of row tiles, request by request, each `overhead` + its key blocks long, or as
+        one line for each row tile of a request (`lanes`); every cluster of the line takes an equal interval of it. As
+        pieces have to be merged, there are better ways where they balance nearly as well, within a sixteenth:
+        - Each cluster takes as many whole tiles.
+        - All tiles are of one length and fewer than the clusters: each is cut into as many equal pieces as there are
+          clusters for it, so that no piece is a sliver.
+        - Whole requests in the order of their length, given out to the clusters from the first to the last, then from
+          the last to the first, and so on. Where there are no more requests than clusters, the i-th longest and the
+          i-th shortest (of as many as clusters: those that there are not have no length) go to two clusters, which cut
+          the longer one.
         """
-        block_tables, seq_lens, cu_seqlens_q, partial_lse, split_info, _, walk, parts, part, rank, all_rows = schedule
+        (
+            block_tables, seq_lens, cu_seqlens_q, partial_lse, split_info, _, walk, parts, part, rank, all_rows, order,
+        ) = schedule  # fmt: skip
         lane = cute.arch.lane_idx()
         batch, width = seq_lens.shape[0], block_tables.shape[1]
+        lanes, columns, tile_lane = self.lanes(parts, part)
+        column = part - tile_lane * columns
         chunk = Int32(1)
         if const_expr(self.invariant):
             chunk, _ = self.chunk_blocks(block_tables, seq_lens, partial_lse)
 
         # The first 32 requests stay in registers: few batches have more, and what is read again is waited for again.
         total, units, longest = Int32(0), Int32(0), Int32(0)
-        _, _, _, tiles, blocks = self.request(cutlass.min(lane, batch - 1), seq_lens, cu_seqlens_q, width, all_rows)
+        _, _, _, tiles, blocks = self.request(cutlass.min(lane, batch - 1), early, width, all_rows)
+        tiles = self.on_line(tiles, lanes)
         if lane < batch:
             total, units, longest = tiles * self.span(blocks, chunk, Int32(0)), tiles, blocks
         for base in cutlass.range(32, batch, 32, unroll=4):
             # Loads without a branch, so that several are under way at once.
             r = cutlass.min(base + lane, batch - 1)
-            _, _, _, tiles_there, blocks_there = self.request(r, seq_lens, cu_seqlens_q, width, all_rows)
+            numbers = self.numbers(r, seq_lens, cu_seqlens_q)
+            _, _, _, tiles_there, blocks_there = self.request(r, numbers, width, all_rows)
+            tiles_there = self.on_line(tiles_there, lanes)
+            if const_expr(self.packs):
+                if base + lane < SORTED:
+                    order[base + lane] = blocks_there * SORTED + (SORTED - 1 - base - lane)
             cost = tiles_there * self.span(blocks_there, chunk, Int32(0))
             if base + lane < batch:
                 total += cost
@@ -121,33 +269,53 @@ class DecodeSchedule(WarpHelpers):
                 longest = cutlass.max(longest, blocks_there)
         total = cute.arch.warp_redux_sync(total, "add")
         longest = cute.arch.warp_redux_sync(longest, "max")
-        units = cute.arch.warp_redux_sync(units, "add") if const_expr(self.ragged) else batch * self.max_tiles
-        payload = cutlass.max(self.divide(total + parts - 1, parts), self.least_payload)
-        whole, fixed = Int32(0), Int32(0)
+        units = cute.arch.warp_redux_sync(units, "add") if const_expr(self.ragged) else batch * tiles
+        payload = cutlass.max(self.divide(total + columns - 1, columns), self.least_payload)
+        way, fixed = Int32(LINE), Int32(0)
         if const_expr(not self.invariant):
-            share = self.divide(units + parts - 1, parts)
-            if share * (longest + self.overhead) <= payload + self.overhead:
-                whole, fixed = Int32(1), Int32(1)
+            allowed = payload + self.overhead + quotient(payload, 16)
+            share = self.divide(units + columns - 1, columns)
+            if share * (longest + self.overhead) <= allowed:
+                way, fixed = Int32(WHOLE), Int32(1)
                 payload = share
-            elif units > 0 and units < parts and total == units * (longest + self.overhead):
-                cuts = self.divide(parts, units)
+            elif units > 0 and units < columns and total == units * (longest + self.overhead):
+                cuts = self.divide(columns, units)
                 payload = cutlass.max(self.divide(longest + cuts - 1, cuts), self.least_payload)
                 fixed = cuts * payload
-        begin = part * payload
+            else:
+                if const_expr(self.packs):
+                    # Not for little work: the order takes a microsecond or two to find.
+                    few = batch <= cutlass.min(ITEMS * columns, SORTED) and 2 * batch > columns
+                    if tiles == 1 and few and payload >= LEAST_PACKED and longest < (1 << 24):
+                        order[lane] = blocks * SORTED + (SORTED - 1 - lane)
+                        self.sort(batch, order)
+                        if self.packed(batch, columns, order) <= allowed:
+                            way, fixed = Int32(PACKED), Int32(1)
+        begin = column * payload
 
         # The row tile in which the interval begins.
         r, tile, start = batch, Int32(0), Int32(0)
         searching = Int32(1)
+        if tile_lane >= lanes:
+            searching = Int32(0)  # a cluster that is left over
         if const_expr(not self.ragged and not self.invariant):
-            if fixed > 0:
+            if searching == 1 and fixed > 0:
                 # All requests have as many row tiles, and these one length.
                 searching = Int32(0)
                 unit = begin
-                if whole == 0:
+                if way == LINE:
                     unit = self.divide(begin, fixed)
-                r = unit // self.max_tiles
-                tile = unit - r * self.max_tiles
+                r = unit
+                if const_expr(self.max_tiles > 1):
+                    if lanes == 1:
+                        r = unit // self.max_tiles
+                        tile = unit - r * self.max_tiles
                 start = unit * fixed
+                if const_expr(self.packs):
+                    if way == PACKED:
+                        r, begin, start = Int32(0), Int32(0), Int32(0)
+                        payload = cutlass.max(self.divide(batch - 1, columns) + 1, 2)
+                        self.note(column, columns, batch, order, walk)
         base = Int32(0)
         while searching == 1 and base < batch:
             cost, unit = Int32(0), Int32(1)
@@ -170,16 +338,17 @@ class DecodeSchedule(WarpHelpers):
             else:
                 start += cute.arch.shuffle_sync(prefix, 31)
                 base += 32
-                _, _, _, tiles, blocks = self.request(
-                    cutlass.min(base + lane, batch - 1), seq_lens, cu_seqlens_q, width, all_rows
-                )
+                next_r = cutlass.min(base + lane, batch - 1)
+                numbers = self.numbers(next_r, seq_lens, cu_seqlens_q)
+                _, _, _, tiles, blocks = self.request(next_r, numbers, width, all_rows)
+                tiles = self.on_line(tiles, lanes)
         if lane == 0:
             walk[0] = r
             walk[1] = tile
             walk[2] = start
             walk[3] = begin
             walk[4] = begin + payload
-            walk[5] = whole
+            walk[5] = way
             walk[6] = Int32(-1)  # next chunk of the row tile; -1: not begun
             walk[7] = fixed
             if rank == 0:
@@ -189,22 +358,51 @@ class DecodeSchedule(WarpHelpers):
         if const_expr(self.invariant and self.ragged):
             # Row tiles that a short query does not have: nobody else writes their entries.
             for at in cutlass.range(part * 32 + lane, batch, parts * 32, unroll=1):
-                _, _, _, tiles_there, _ = self.request(at, seq_lens, cu_seqlens_q, width, all_rows)
+                _, _, _, tiles_there, _ = self.request(at, self.numbers(at, seq_lens, cu_seqlens_q), width, all_rows)
                 for t in cutlass.range(tiles_there, self.max_tiles, unroll=1):
                     split_info[parts + at * self.max_tiles + t, 3] = 0
         cute.arch.sync_warp()
+
+    @cute.jit
+    def item(self, i: Int32, column: Int32, columns: Int32, batch: Int32, blocks: Int32, schedule: cutlass.Constexpr):
+        """(first block, the block after its last) of a cluster's i-th piece where requests are given out by their
+        length, of a request of so many blocks. 0, 0: there is none, but there may be a next."""
+        block_tables, seq_lens, cu_seqlens_q, _, _, _, walk, _, _, _, all_rows, _ = schedule
+        ids = self.ids(walk)
+        begin, end = Int32(0), blocks
+        if ids[i] < 0:
+            end = Int32(0)
+        elif batch <= columns:
+            pair, odd = quotient(column, 2), remainder(column, 2)
+            if i == 1:
+                end = blocks * odd
+            elif columns - 1 - pair > pair:
+                shorter = Int32(0)
+                if ids[1] >= 0:
+                    r = Int32(ids[1])
+                    numbers = self.numbers(r, seq_lens, cu_seqlens_q)
+                    _, _, _, _, shorter = self.request(r, numbers, block_tables.shape[1], all_rows)
+                where = self.cut(blocks, shorter)
+                if odd == 1:
+                    begin = where
+                else:
+                    end = where
+        return begin, end
 
     @cute.jit
     def next_piece(self, piece: Int32, schedule: cutlass.Constexpr):
         """Describe this cluster's next piece of work: some key blocks of one row tile, or none: the end."""
         (
             block_tables, seq_lens, cu_seqlens_q, partial_lse, split_info, descriptor, walk, parts, part, rank,
-            all_rows,
+            all_rows, _,
         ) = schedule  # fmt: skip
         lane = cute.arch.lane_idx()
         batch, width = seq_lens.shape[0], block_tables.shape[1]
+        lanes, columns, tile_lane = self.lanes(parts, part)
+        column = part - tile_lane * columns
+        ids = self.ids(walk)
         cute.arch.sync_warp()
-        r, tile, start, begin, end, whole, k = walk[0], walk[1], walk[2], walk[3], walk[4], walk[5], walk[6]
+        r, tile, start, begin, end, way, k = walk[0], walk[1], walk[2], walk[3], walk[4], walk[5], walk[6]
         fixed = walk[7]
         cute.arch.sync_warp()
         chunk, slots = Int32(1), Int32(1)
@@ -218,12 +416,17 @@ class DecodeSchedule(WarpHelpers):
         at = remainder(piece, self.descriptors)
         found = Int32(0)
         while found == 0 and r < batch and start + lead < end:
-            keys, first, rows, tiles, blocks = self.request(r, seq_lens, cu_seqlens_q, width, all_rows)
+            if const_expr(self.packs):
+                if way == PACKED:
+                    r = cutlass.max(Int32(ids[start]), 0)
+            keys, first, rows, tiles, blocks = self.request(r, self.numbers(r, seq_lens, cu_seqlens_q), width, all_rows)
+            tiles = self.on_line(tiles, lanes)
             unit = self.span(blocks, chunk, fixed)
             b_begin, b_end = Int32(0), blocks
             slot = Int32(-1)
-            row_base = first + tile * self.tile_rows
-            rows_here = cutlass.min(rows - tile * self.tile_rows, self.tile_rows)
+            first_row = (tile_lane + tile) * self.tile_rows  # in the request
+            row_base = first + first_row
+            rows_here = cutlass.min(rows - first_row, self.tile_rows)
             leave = Int32(1)
             if tile < tiles:
                 if const_expr(self.invariant):
@@ -250,9 +453,12 @@ class DecodeSchedule(WarpHelpers):
                             split_info[entry, 3] = count
                         k += 1
                 else:
-                    if whole == 0:
+                    if way == LINE:
                         b_begin = cutlass.max(begin - start - lead, 0)
                         b_end = cutlass.min(end - start - lead, blocks)
+                    if const_expr(self.packs):
+                        if way == PACKED:
+                            b_begin, b_end = self.item(start, column, columns, batch, blocks, schedule)
                     if b_begin < b_end:
                         found = Int32(1)
                         if b_begin > 0:
@@ -265,7 +471,7 @@ class DecodeSchedule(WarpHelpers):
                     descriptor[1, at] = b_end
                     descriptor[2, at] = keys
                     descriptor[3, at] = keys + 1 - rows // self.heads  # keys that the first query token sees
-                    descriptor[4, at] = tile * self.tile_rows + rank * ROWS  # first row in its request
+                    descriptor[4, at] = first_row + rank * ROWS  # first row in its request
                     descriptor[5, at] = row_base + rank * ROWS  # first row of q and out
                     descriptor[6, at] = cutlass.min(rows_here - rank * ROWS, ROWS)  # rows that count
                     descriptor[7, at] = slot
@@ -276,10 +482,14 @@ class DecodeSchedule(WarpHelpers):
                 if slot >= 0 and rank == 0 and lane == 0:
                     # For `combine`. The clusters from `owner` on have one piece each.
                     owner = self.divide(start + lead, end - begin)
+                    count = self.divide(start + lead + blocks - 1, end - begin) - owner + 1
+                    if const_expr(self.packs):
+                        if way == PACKED:
+                            owner, count = column - remainder(column, 2), Int32(2)
                     split_info[slot, 0] = row_base
                     split_info[slot, 1] = rows_here
-                    split_info[slot, 2] = 2 * owner + 1
-                    split_info[slot, 3] = self.divide(start + lead + blocks - 1, end - begin) - owner + 1
+                    split_info[slot, 2] = 2 * (tile_lane * columns + owner) + 1
+                    split_info[slot, 3] = count
             if leave == 1:
                 start += unit
                 tile += 1
@@ -288,6 +498,9 @@ class DecodeSchedule(WarpHelpers):
                     start -= (tile - tiles) * unit  # a request without queries has no length
                     tile = Int32(0)
                     r += 1
+                if const_expr(self.packs):
+                    if way == PACKED:
+                        r = Int32(0)  # which it is, `ids` say
         if lane == 0:
             if found == 0:
                 descriptor[0, at] = 0

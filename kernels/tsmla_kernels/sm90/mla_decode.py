@@ -24,7 +24,7 @@ from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKin
 from tsmla_kernels.sm90.choose import ROWS, DecodeConfig
 from tsmla_kernels.sm90.decode_kernel import DecodeKernel
 from tsmla_kernels.sm90.decode_ring import TABLE_AHEAD
-from tsmla_kernels.sm90.decode_schedule import DESCRIPTOR_WORDS
+from tsmla_kernels.sm90.decode_schedule import DESCRIPTOR_WORDS, SORTED, WALK_WORDS
 from tsmla_kernels.sm90.decode_softmax import greatest
 from tsmla_kernels.sm90.warp_helpers import DTYPES, LOG2_E, LOWEST, element, quotient, remainder
 
@@ -102,7 +102,7 @@ class MlaDecode(DecodeKernel):
             rescale: cute.struct.MemRange[Float32, self.stages * ROWS]
             moved: cute.struct.MemRange[Int32, self.stages * 4]
             inverse: cute.struct.MemRange[Float32, self.inverses * ROWS]
-            walk: cute.struct.MemRange[Int32, 8 + (32 if self.narrow else 0)]
+            walk: cute.struct.MemRange[Int32, WALK_WORDS + (32 if self.narrow else 0)]
             fill: cute.struct.MemRange[Int32, 8]
             pages: cute.struct.MemRange[Int32, TABLE_AHEAD]
             q_rope: cute.struct.Align[cute.struct.MemRange[dtype, max(ROWS * 16 * self.shared_steps, 8)], 1024]
@@ -146,6 +146,9 @@ class MlaDecode(DecodeKernel):
         rank = cute.arch.make_warp_uniform(block_idx % self.cluster)
         part = cute.arch.make_warp_uniform(block_idx // self.cluster)
 
+        # Asked for at once, and by all warps: a branch would have to wait for the answer.
+        lane = cutlass.min(cute.arch.lane_idx(), seq_lens.shape[0] - 1)
+        early = self.numbers(lane, seq_lens, cu_seqlens_q)
         smem = utils.SmemAllocator()
         storage = smem.allocate(self.storage)
         full, empty, ready = storage.full.data_ptr(), storage.empty.data_ptr(), storage.ready.data_ptr()
@@ -165,15 +168,17 @@ class MlaDecode(DecodeKernel):
         atom = warpgroup.make_smem_layout_atom(self.keys_swizzle, self.dtype)
         q_atom = cute.tile_to_shape(atom, (ROWS, 64), (0, 1))
         s_q_rope = storage.q_rope.get_tensor(q_atom.outer, swizzle=q_atom.inner)
-        walk = storage.walk.get_tensor(cute.make_layout(8))
+        walk = storage.walk.get_tensor(cute.make_layout(WALK_WORDS))
+        # In the stage that Q comes to, which no other CTA fills.
+        order = cute.make_tensor(cute.recast_ptr(ring, dtype=Int32), cute.make_layout(SORTED))
         fill = storage.fill.get_tensor(cute.make_layout(8))
         pages = storage.pages.get_tensor(cute.make_layout(TABLE_AHEAD))
         schedule = (
             block_tables, seq_lens, cu_seqlens_q, partial_lse, split_info, descriptor, walk, parts, part, rank,
-            lse.shape[0],
+            lse.shape[0], order,
         )  # fmt: skip
-        # Behind the schedule's eight words, four for each of the values' warps: column 2 + warp.
-        items = storage.walk.get_tensor(cute.make_layout((4, 10), stride=(1, 4)))
+        # Behind the schedule's words, four for each of the values' warps.
+        items = cute.make_tensor(storage.walk.data_ptr() + WALK_WORDS, cute.make_layout((4, 8), stride=(1, 4)))
         landing = ring
         if const_expr(self.narrow):
             landing = cute.recast_ptr(ring + self.stages * self.stage_elements, dtype=self.cache_dtype)
@@ -181,9 +186,11 @@ class MlaDecode(DecodeKernel):
             tma_q, tma_q_tensor, tma_k, tma_k_tensor, block_tables, s_k, descriptor, fill, pages, full, rank, landing,
             items,
         )  # fmt: skip
-        if warp_idx == 8:
-            self.begin_schedule(schedule)
+        if warp_idx == 4:
+            self.begin_schedule(schedule, early)
             self.next_piece(Int32(0), schedule)
+            if const_expr(not self.narrow):
+                self.begin_copies(copies)
         cute.arch.sync_threads()
         if group == 0:
             cute.arch.setmaxregister_increase(self.registers[0])
@@ -259,8 +266,8 @@ class MlaDecode(DecodeKernel):
         tma_q, tma_q_tensor, _, _, _, s_k, descriptor, _, _, full, _, landing, items = copies
         lane = cute.arch.lane_idx()
         warp_here = warp_idx - 4
-        piece, position = items[0, 2 + warp_here], items[1, 2 + warp_here]
-        slot, phase = items[2, 2 + warp_here], items[3, 2 + warp_here]
+        piece, position = items[0, warp_here], items[1, warp_here]
+        slot, phase = items[2, warp_here], items[3, warp_here]
         cute.arch.sync_warp()
         at = remainder(piece, self.descriptors)
         blocks, q_stages = descriptor[1, at] - descriptor[0, at], descriptor[9, at]
@@ -319,10 +326,10 @@ class MlaDecode(DecodeKernel):
             position = Int32(0)
         if lane == 0:
             if blocks > 0:
-                items[0, 2 + warp_here] = piece
-                items[1, 2 + warp_here] = position
-            items[2, 2 + warp_here] = slot
-            items[3, 2 + warp_here] = phase
+                items[0, warp_here] = piece
+                items[1, warp_here] = position
+            items[2, warp_here] = slot
+            items[3, warp_here] = phase
         cute.arch.sync_warp()
 
     @cute.jit
@@ -451,6 +458,8 @@ class MlaDecode(DecodeKernel):
                             cute.autovec_copy(rope_word, rope_there[None, t, i, h])
                     cute.arch.fence_proxy("async.shared", space="cta")
                     cute.arch.barrier(barrier_id=1, number_of_threads=128)
+                if const_expr(self.narrow):
+                    cute.arch.barrier_arrive(barrier_id=self.q_barrier(piece), number_of_threads=384)
                 self.signal(ready, first_index, lane)
                 if q_stages == 2:
                     self.signal(ready, index, lane)
@@ -547,15 +556,19 @@ class MlaDecode(DecodeKernel):
         if const_expr(self.narrow):
             items = copies[12]
             if lane < 4:
-                items[lane, 2 + warp_idx - 4] = Int32(0)
+                items[lane, warp_idx - 4] = Int32(0)
             cute.arch.sync_warp()
         if warp_idx == 4:
             fill = copies[7]
-            if lane < 8:
-                fill[lane] = Int32(0)
-            cute.arch.sync_warp()
+            first = Int32(0)
+            if const_expr(self.narrow):
+                if lane < 8:
+                    fill[lane] = Int32(0)
+                cute.arch.sync_warp()
+            else:
+                first = fill[6]
             behind = Int32(1)
-            for i in cutlass.range(self.landings if const_expr(self.narrow) else self.stages, unroll=1):
+            for i in cutlass.range(first, self.landings if const_expr(self.narrow) else self.stages, unroll=1):
                 if behind == 1 and fill[3] == 1 and fill[0] == fill[1]:
                     behind = Int32(0)
                     cute.arch.barrier(barrier_id=2, number_of_threads=waiting)
@@ -586,6 +599,8 @@ class MlaDecode(DecodeKernel):
             if b_begin == b_end:
                 running = Int32(0)
             else:
+                if const_expr(self.narrow):
+                    cute.arch.barrier(barrier_id=self.q_barrier(piece), number_of_threads=384)
                 for _ in cutlass.range(self.uniform(descriptor[9, at]), unroll=1):
                     cute.arch.mbarrier_wait(ready + index, phase)
                     self.refill(pending, phase_of_pending, empty, warp_idx, copies)

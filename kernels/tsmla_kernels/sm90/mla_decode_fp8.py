@@ -24,7 +24,7 @@ from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKin
 from tsmla_kernels.sm90.choose import ROWS, DecodeConfig
 from tsmla_kernels.sm90.decode_kernel import DecodeKernel
 from tsmla_kernels.sm90.decode_ring import TABLE_AHEAD
-from tsmla_kernels.sm90.decode_schedule import DESCRIPTOR_WORDS
+from tsmla_kernels.sm90.decode_schedule import DESCRIPTOR_WORDS, SORTED, WALK_WORDS
 from tsmla_kernels.sm90.warp_helpers import LOG2_E, LOWEST, element, remainder
 
 OVERHEAD = 5  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
@@ -92,7 +92,7 @@ class MlaDecodeFp8(DecodeKernel):
             rescale: cute.struct.Align[cute.struct.MemRange[Float32, self.stages * ROWS], 16]
             moved: cute.struct.Align[cute.struct.MemRange[Int32, self.stages * 4], 16]
             inverse: cute.struct.Align[cute.struct.MemRange[Float32, self.inverses * ROWS], 16]
-            walk: cute.struct.MemRange[Int32, 8]
+            walk: cute.struct.MemRange[Int32, WALK_WORDS]
             fill: cute.struct.MemRange[Int32, 8]
             pages: cute.struct.MemRange[Int32, TABLE_AHEAD]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, ROWS * self.depth], 1024]
@@ -135,6 +135,9 @@ class MlaDecodeFp8(DecodeKernel):
         rank = cute.arch.make_warp_uniform(block_idx % self.cluster)
         part = cute.arch.make_warp_uniform(block_idx // self.cluster)
 
+        # Asked for at once, and by all warps: a branch would have to wait for the answer.
+        lane = cutlass.min(cute.arch.lane_idx(), seq_lens.shape[0] - 1)
+        early = self.numbers(lane, seq_lens, cu_seqlens_q)
         smem = utils.SmemAllocator()
         storage = smem.allocate(self.storage)
         full, empty, ready = storage.full.data_ptr(), storage.empty.data_ptr(), storage.ready.data_ptr()
@@ -150,19 +153,22 @@ class MlaDecodeFp8(DecodeKernel):
             self.init_barriers(full, empty, ready)
         self.sync_barriers()
 
-        walk = storage.walk.get_tensor(cute.make_layout(8))
+        walk = storage.walk.get_tensor(cute.make_layout(WALK_WORDS))
+        # In the stage that Q comes to, which no other CTA fills.
+        order = cute.make_tensor(cute.recast_ptr(storage.ring.data_ptr(), dtype=Int32), cute.make_layout(SORTED))
         fill = storage.fill.get_tensor(cute.make_layout(8))
         pages = storage.pages.get_tensor(cute.make_layout(TABLE_AHEAD))
         schedule = (
             block_tables, seq_lens, cu_seqlens_q, partial_lse, split_info, descriptor, walk, parts, part, rank,
-            lse.shape[0],
+            lse.shape[0], order,
         )  # fmt: skip
         copies = (
             tma_q, tma_q_tensor, tma_k, tma_k_tensor, block_tables, s_k, descriptor, fill, pages, full, rank,
         )  # fmt: skip
-        if warp_idx == 8:
-            self.begin_schedule(schedule)
+        if warp_idx == 12:
+            self.begin_schedule(schedule, early)
             self.next_piece(Int32(0), schedule)
+            self.begin_copies(copies)
         cute.arch.sync_threads()
         if group == 3:
             cute.arch.setmaxregister_decrease(self.registers[2])
@@ -195,13 +201,9 @@ class MlaDecodeFp8(DecodeKernel):
     def copy(self, empty: cute.Pointer, copies: cutlass.Constexpr):
         """Fill the ring, and each stage again when all have left it, to the end of this cluster's work."""
         fill = copies[7]
-        lane = cute.arch.lane_idx()
-        if lane < 8:
-            fill[lane] = Int32(0)
-        cute.arch.sync_warp()
         # The first copies need but the first piece's description; the others are there at the barrier.
         behind = Int32(1)
-        for i in cutlass.range(self.stages, unroll=1):
+        for i in cutlass.range(fill[6], self.stages, unroll=1):
             if behind == 1 and fill[3] == 1 and fill[0] == fill[1]:
                 behind = Int32(0)
                 cute.arch.barrier(barrier_id=2, number_of_threads=64)
@@ -284,6 +286,7 @@ class MlaDecodeFp8(DecodeKernel):
                     cute.autovec_copy(word, q_there[None, t, i])
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.barrier(barrier_id=1, number_of_threads=128)
+                cute.arch.barrier_arrive(barrier_id=self.q_barrier(piece), number_of_threads=384)
                 self.signal(ready, index, lane)
                 index, phase = self.advance(index, phase)
 
@@ -386,6 +389,7 @@ class MlaDecodeFp8(DecodeKernel):
             if b_begin == b_end:
                 running = Int32(0)
             else:
+                cute.arch.barrier(barrier_id=self.q_barrier(piece), number_of_threads=384)
                 self.leave(index, empty)
                 index, phase = self.advance(index, phase)
                 keys = self.uniform(descriptor[2, at])
