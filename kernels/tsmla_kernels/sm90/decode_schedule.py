@@ -10,7 +10,8 @@ from tsmla_kernels.sm90.choose import ROWS
 from tsmla_kernels.sm90.warp_helpers import WarpHelpers, quotient, remainder
 
 DESCRIPTOR_WORDS = 10
-LINE, WHOLE, PACKED = 0, 1, 2  # how the batch is shared out: see begin_schedule
+LINE, WHOLE, CUT, PACKED = 0, 1, 2, 3  # how the batch is shared out: see begin_schedule
+LONG = 1 << 16  # keys of a cluster, from which on none is left without work for the sake of lanes
 LEAST_PACKED = 32  # key blocks of a cluster, at least, for which requests are put in order
 SORTED = 128  # requests, at most, that are put in order by their length: so that their numbers are bytes
 ITEMS = 16  # of them, at most, that a cluster takes
@@ -26,6 +27,7 @@ class DecodeSchedule(WarpHelpers):
       overhead: what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue.
       least_payload: key blocks worth a cluster's while: each piece more is one more partial result to merge.
       descriptors: places in the ring of pieces' descriptions.
+      side_by_side: whether the row tiles of a request may be laid out in lanes.
       packs: whether requests may be given out by their length.
     """
 
@@ -41,6 +43,7 @@ class DecodeSchedule(WarpHelpers):
     overhead: int
     least_payload: int
     descriptors: int
+    side_by_side: bool
     packs: bool
 
     @cute.jit
@@ -89,19 +92,14 @@ class DecodeSchedule(WarpHelpers):
         return keys, first, rows, tiles, blocks
 
     @cute.jit
-    def lanes(self, parts: Int32, part: Int32):
-        """(lanes, their clusters, this cluster's lane): the row tiles that requests are laid out in side by side.
-
-        Clusters that walk the same keys at the same time read them from memory once. Where as many lanes as row tiles
-        leave too many clusters over, there is one, and a request's row tiles follow each other.
-        """
-        lanes, columns, lane = Int32(1), parts, Int32(0)
-        if const_expr(self.max_tiles > 1 and not self.ragged and not self.invariant):
-            each = parts // self.max_tiles
-            if (parts - each * self.max_tiles) * 16 <= parts:
-                lanes, columns = Int32(self.max_tiles), each
+    def lane(self, lanes: Int32, parts: Int32, part: Int32):
+        """(clusters of a lane, this cluster's lane), where the row tiles of a request are laid out side by side."""
+        columns, lane = parts, Int32(0)
+        if const_expr(self.side_by_side):
+            if lanes > 1:
+                columns = parts // self.max_tiles
                 lane = self.divide(part, columns)
-        return lanes, columns, lane
+        return columns, lane
 
     @cute.jit
     def sort(self, batch: Int32, order: cute.Tensor):
@@ -179,20 +177,32 @@ class DecodeSchedule(WarpHelpers):
     @cute.jit
     def on_line(self, tiles: Int32, lanes: Int32):
         """Row tiles of a request that follow each other on the schedule's line."""
-        if const_expr(self.max_tiles > 1 and not self.ragged and not self.invariant):
+        if const_expr(self.side_by_side):
             if lanes > 1:
                 tiles = Int32(1)
         return tiles
 
     @cute.jit
-    def span(self, blocks: Int32, chunk: Int32, fixed: Int32):
+    def span(self, blocks: Int32, chunk: Int32, way: Int32, fixed: Int32, payload: Int32):
         """Length of a row tile on the schedule's line; `fixed` where all tiles take the same, 0 otherwise."""
         length = blocks + self.overhead
         if const_expr(self.invariant):
             length = blocks + self.overhead * ((blocks + chunk - 1) // chunk)
-        if fixed > 0:
-            length = fixed
+        else:
+            if way == CUT:
+                length = self.divide(blocks + payload - 1, payload) * payload
+            if fixed > 0:
+                length = fixed
         return length
+
+    @cute.jit
+    def pieces(self, tiles: Int32, blocks: Int32, payload: Int32, batch: Int32):
+        """Pieces of at most `payload` blocks that a batch of up to 32 requests, a lane's of `tiles` tiles and `blocks`
+        blocks each, makes."""
+        count = Int32(0)
+        if cute.arch.lane_idx() < batch:
+            count = tiles * self.divide(blocks + payload - 1, payload)
+        return cute.arch.warp_redux_sync(count, "add")
 
     @cute.jit
     def ids(self, walk: cute.Tensor):
@@ -228,31 +238,30 @@ class DecodeSchedule(WarpHelpers):
         The batch is laid out as a line of row tiles, request by request, each `overhead` + its key blocks long, or as
         one line for each row tile of a request (`lanes`); every cluster of the line takes an equal interval of it. As
         pieces have to be merged, there are better ways where they balance nearly as well, within a sixteenth:
-        - Each cluster takes as many whole tiles.
-        - All tiles are of one length and fewer than the clusters: each is cut into as many equal pieces as there are
-          clusters for it, so that no piece is a sliver.
-        - Whole requests in the order of their length, given out to the clusters from the first to the last, then from
-          the last to the first, and so on. Where there are no more requests than clusters, the i-th longest and the
-          i-th shortest (of as many as clusters: those that there are not have no length) go to two clusters, which cut
-          the longer one.
+        - WHOLE: each cluster takes as many whole tiles.
+        - CUT: each cluster takes one piece, and all but a tile's last are of one length.
+        - PACKED: whole requests in the order of their length, given out to the clusters from the first to the last,
+          then from the last to the first, and so on. Where there are no more requests than clusters, the i-th longest
+          and the i-th shortest (of as many as clusters: those that there are not have no length) go to two clusters,
+          which cut the longer one.
         """
         (
             block_tables, seq_lens, cu_seqlens_q, partial_lse, split_info, _, walk, parts, part, rank, all_rows, order,
         ) = schedule  # fmt: skip
         lane = cute.arch.lane_idx()
         batch, width = seq_lens.shape[0], block_tables.shape[1]
-        lanes, columns, tile_lane = self.lanes(parts, part)
-        column = part - tile_lane * columns
         chunk = Int32(1)
         if const_expr(self.invariant):
             chunk, _ = self.chunk_blocks(block_tables, seq_lens, partial_lse)
 
         # The first 32 requests stay in registers: few batches have more, and what is read again is waited for again.
         total, units, longest = Int32(0), Int32(0), Int32(0)
+        lanes = Int32(self.max_tiles) if const_expr(self.side_by_side) else Int32(1)
+        none = Int32(0)
         _, _, _, tiles, blocks = self.request(cutlass.min(lane, batch - 1), early, width, all_rows)
         tiles = self.on_line(tiles, lanes)
         if lane < batch:
-            total, units, longest = tiles * self.span(blocks, chunk, Int32(0)), tiles, blocks
+            total, units, longest = tiles * self.span(blocks, chunk, none, none, none), tiles, blocks
         for base in cutlass.range(32, batch, 32, unroll=4):
             # Loads without a branch, so that several are under way at once.
             r = cutlass.min(base + lane, batch - 1)
@@ -262,7 +271,7 @@ class DecodeSchedule(WarpHelpers):
             if const_expr(self.packs):
                 if base + lane < SORTED:
                     order[base + lane] = blocks_there * SORTED + (SORTED - 1 - base - lane)
-            cost = tiles_there * self.span(blocks_there, chunk, Int32(0))
+            cost = tiles_there * self.span(blocks_there, chunk, none, none, none)
             if base + lane < batch:
                 total += cost
                 units += tiles_there
@@ -270,26 +279,48 @@ class DecodeSchedule(WarpHelpers):
         total = cute.arch.warp_redux_sync(total, "add")
         longest = cute.arch.warp_redux_sync(longest, "max")
         units = cute.arch.warp_redux_sync(units, "add") if const_expr(self.ragged) else batch * tiles
+        if const_expr(self.side_by_side):
+            # Clusters that walk the same keys at the same time read them from memory once: that is worth as much as a
+            # sixteenth of them, if not of a long run, in which the arithmetic is the bound.
+            each = parts // self.max_tiles
+            left = parts - each * self.max_tiles
+            if left * 16 > parts or (left > 0 and total > each * (LONG // self.block)):
+                lanes, tiles = Int32(1), Int32(self.max_tiles)
+                total, units = total * tiles, units * tiles
+        columns, tile_lane = self.lane(lanes, parts, part)
+        column = part - tile_lane * columns
         payload = cutlass.max(self.divide(total + columns - 1, columns), self.least_payload)
         way, fixed = Int32(LINE), Int32(0)
         if const_expr(not self.invariant):
-            allowed = payload + self.overhead + quotient(payload, 16)
+            slack = quotient(payload, 16)
             share = self.divide(units + columns - 1, columns)
-            if share * (longest + self.overhead) <= allowed:
+            if share * (longest + self.overhead) <= payload + self.overhead + slack:
                 way, fixed = Int32(WHOLE), Int32(1)
                 payload = share
-            elif units > 0 and units < columns and total == units * (longest + self.overhead):
-                cuts = self.divide(columns, units)
-                payload = cutlass.max(self.divide(longest + cuts - 1, cuts), self.least_payload)
-                fixed = cuts * payload
             else:
+                most = payload + cutlass.min(slack, 8)
+                if units > 0 and units < columns:
+                    cuts = self.divide(columns, units)
+                    piece = cutlass.max(self.divide(longest + cuts - 1, cuts), self.least_payload)
+                    if piece <= most:
+                        way, payload, fixed = Int32(CUT), piece, cuts * piece
+                if way == LINE and batch <= 32:
+                    if self.pieces(tiles, blocks, most, batch) <= columns:
+                        least = cutlass.max(payload - self.overhead - 1, self.least_payload)
+                        while least < most:
+                            middle = quotient(least + most, 2)
+                            if self.pieces(tiles, blocks, middle, batch) <= columns:
+                                most = middle
+                            else:
+                                least = middle + 1
+                        way, payload = Int32(CUT), most
                 if const_expr(self.packs):
                     # Not for little work: the order takes a microsecond or two to find.
                     few = batch <= cutlass.min(ITEMS * columns, SORTED) and 2 * batch > columns
-                    if tiles == 1 and few and payload >= LEAST_PACKED and longest < (1 << 24):
+                    if way == LINE and few and payload >= LEAST_PACKED and longest < (1 << 24):
                         order[lane] = blocks * SORTED + (SORTED - 1 - lane)
                         self.sort(batch, order)
-                        if self.packed(batch, columns, order) <= allowed:
+                        if self.packed(batch, columns, order) <= payload + self.overhead + slack:
                             way, fixed = Int32(PACKED), Int32(1)
         begin = column * payload
 
@@ -303,7 +334,7 @@ class DecodeSchedule(WarpHelpers):
                 # All requests have as many row tiles, and these one length.
                 searching = Int32(0)
                 unit = begin
-                if way == LINE:
+                if way == CUT:
                     unit = self.divide(begin, fixed)
                 r = unit
                 if const_expr(self.max_tiles > 1):
@@ -320,7 +351,7 @@ class DecodeSchedule(WarpHelpers):
         while searching == 1 and base < batch:
             cost, unit = Int32(0), Int32(1)
             if base + lane < batch:
-                unit = self.span(blocks, chunk, fixed)
+                unit = self.span(blocks, chunk, way, fixed, payload)
                 cost = tiles * unit
             prefix = cost
             for step in cutlass.range_constexpr(5):
@@ -351,6 +382,8 @@ class DecodeSchedule(WarpHelpers):
             walk[5] = way
             walk[6] = Int32(-1)  # next chunk of the row tile; -1: not begun
             walk[7] = fixed
+            if const_expr(self.side_by_side):
+                walk[8] = lanes
             if rank == 0:
                 if const_expr(not self.invariant):
                     split_info[2 * part, 3] = 0
@@ -398,12 +431,13 @@ class DecodeSchedule(WarpHelpers):
         ) = schedule  # fmt: skip
         lane = cute.arch.lane_idx()
         batch, width = seq_lens.shape[0], block_tables.shape[1]
-        lanes, columns, tile_lane = self.lanes(parts, part)
-        column = part - tile_lane * columns
         ids = self.ids(walk)
         cute.arch.sync_warp()
         r, tile, start, begin, end, way, k = walk[0], walk[1], walk[2], walk[3], walk[4], walk[5], walk[6]
         fixed = walk[7]
+        lanes = walk[8] if const_expr(self.side_by_side) else Int32(1)
+        columns, tile_lane = self.lane(lanes, parts, part)
+        column = part - tile_lane * columns
         cute.arch.sync_warp()
         chunk, slots = Int32(1), Int32(1)
         if const_expr(self.invariant):
@@ -411,7 +445,7 @@ class DecodeSchedule(WarpHelpers):
         # The start-up costs come first in a tile's length, where they are counted in it.
         lead = Int32(0)
         if const_expr(not self.invariant):
-            if fixed == 0:
+            if way == LINE:
                 lead = Int32(self.overhead)
         at = remainder(piece, self.descriptors)
         found = Int32(0)
@@ -421,7 +455,7 @@ class DecodeSchedule(WarpHelpers):
                     r = cutlass.max(Int32(ids[start]), 0)
             keys, first, rows, tiles, blocks = self.request(r, self.numbers(r, seq_lens, cu_seqlens_q), width, all_rows)
             tiles = self.on_line(tiles, lanes)
-            unit = self.span(blocks, chunk, fixed)
+            unit = self.span(blocks, chunk, way, fixed, end - begin)
             b_begin, b_end = Int32(0), blocks
             slot = Int32(-1)
             first_row = (tile_lane + tile) * self.tile_rows  # in the request
@@ -453,7 +487,7 @@ class DecodeSchedule(WarpHelpers):
                             split_info[entry, 3] = count
                         k += 1
                 else:
-                    if way == LINE:
+                    if way != WHOLE:
                         b_begin = cutlass.max(begin - start - lead, 0)
                         b_end = cutlass.min(end - start - lead, blocks)
                     if const_expr(self.packs):
