@@ -57,6 +57,7 @@ class DecodeKernel(DecodeRing, DecodeSoftmax, DecodeCombine):
         uniform = not self.ragged and not self.invariant
         self.side_by_side = uniform and self.max_tiles > 1
         self.packs = uniform and self.max_tiles == 1
+        self.few = config.few_rows
         self.column_tiles = self.depth // 64
         self.box = min(self.block, self.page_size)  # keys of one TMA copy: a page may be shorter than a stage
         self.half = self.latent // 2

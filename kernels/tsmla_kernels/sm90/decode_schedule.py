@@ -29,6 +29,7 @@ class DecodeSchedule(WarpHelpers):
       descriptors: places in the ring of pieces' descriptions.
       side_by_side: whether the row tiles of a request may be laid out in lanes.
       packs: whether requests may be given out by their length.
+      few: whether partial results are small.
     """
 
     heads: int
@@ -45,6 +46,7 @@ class DecodeSchedule(WarpHelpers):
     descriptors: int
     side_by_side: bool
     packs: bool
+    few: bool
 
     @cute.jit
     def divide(self, a: Int32, b: Int32):
@@ -245,9 +247,66 @@ class DecodeSchedule(WarpHelpers):
           and the i-th shortest (of as many as clusters: those that there are not have no length) go to two clusters,
           which cut the longer one.
         """
-        (
-            block_tables, seq_lens, cu_seqlens_q, partial_lse, split_info, _, walk, parts, part, rank, all_rows, order,
-        ) = schedule  # fmt: skip
+        block_tables, seq_lens, cu_seqlens_q, _, split_info, _, walk, parts, part, rank, all_rows, _ = schedule
+        lane = cute.arch.lane_idx()
+        batch, width = seq_lens.shape[0], block_tables.shape[1]
+        r, tile, start, begin, payload = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+        way, fixed, lanes = Int32(CUT), Int32(0), Int32(self.max_tiles)
+        alone = cutlass.Boolean(False)
+        if const_expr(self.packs or self.side_by_side):
+            # One request, so that there is nothing to compare: it may be short, and the less code the sooner it begins.
+            _, _, _, _, blocks = self.request(Int32(0), early, width, all_rows)
+            alone = batch == 1 and self.lanes_fit(blocks, parts)
+            if alone:
+                columns, tile_lane = self.lane(lanes, parts, part)
+                payload = cutlass.max(self.divide(blocks + columns - 1, columns), self.least_payload)
+                begin, fixed = (part - tile_lane * columns) * payload, columns * payload
+                if tile_lane >= lanes:
+                    r = batch
+        if not alone:
+            r, tile, start, begin, payload, way, fixed, lanes = self.share(schedule, early)
+        if lane == 0:
+            walk[0] = r
+            walk[1] = tile
+            walk[2] = start
+            walk[3] = begin
+            walk[4] = begin + payload
+            walk[5] = way
+            walk[6] = Int32(-1)  # next chunk of the row tile; -1: not begun
+            walk[7] = fixed
+            if const_expr(self.side_by_side):
+                walk[8] = lanes
+            if rank == 0:
+                if const_expr(not self.invariant):
+                    split_info[2 * part, 3] = 0
+                    split_info[2 * part + 1, 3] = 0
+        if const_expr(self.invariant and self.ragged):
+            # Row tiles that a short query does not have: nobody else writes their entries.
+            for at in cutlass.range(part * 32 + lane, batch, parts * 32, unroll=1):
+                _, _, _, tiles_there, _ = self.request(at, self.numbers(at, seq_lens, cu_seqlens_q), width, all_rows)
+                for t in cutlass.range(tiles_there, self.max_tiles, unroll=1):
+                    split_info[parts + at * self.max_tiles + t, 3] = 0
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def lanes_fit(self, total: Int32, parts: Int32):
+        """Whether row tiles are laid out side by side, in lanes of a line of `total` blocks each.
+
+        Clusters that walk the same keys at the same time read them from memory once: that is worth as much as a
+        sixteenth of the clusters, if not in a long run, in which the arithmetic is the bound.
+        """
+        fit = cutlass.Boolean(True)
+        if const_expr(self.side_by_side):
+            each = parts // self.max_tiles
+            left = parts - each * self.max_tiles
+            fit = left == 0 or (left * 16 <= parts and total <= each * (LONG // self.block))
+        return fit
+
+    @cute.jit
+    def share(self, schedule: cutlass.Constexpr, early: cutlass.Constexpr):
+        """This cluster's share of a batch: (request, row tile, where that begins on the line, where the share does, its
+        length, way, length of all tiles or 0, lanes)."""
+        block_tables, seq_lens, cu_seqlens_q, partial_lse, _, _, walk, parts, part, _, all_rows, order = schedule
         lane = cute.arch.lane_idx()
         batch, width = seq_lens.shape[0], block_tables.shape[1]
         chunk = Int32(1)
@@ -280,11 +339,7 @@ class DecodeSchedule(WarpHelpers):
         longest = cute.arch.warp_redux_sync(longest, "max")
         units = cute.arch.warp_redux_sync(units, "add") if const_expr(self.ragged) else batch * tiles
         if const_expr(self.side_by_side):
-            # Clusters that walk the same keys at the same time read them from memory once: that is worth as much as a
-            # sixteenth of them, if not of a long run, in which the arithmetic is the bound.
-            each = parts // self.max_tiles
-            left = parts - each * self.max_tiles
-            if left * 16 > parts or (left > 0 and total > each * (LONG // self.block)):
+            if not self.lanes_fit(total, parts):
                 lanes, tiles = Int32(1), Int32(self.max_tiles)
                 total, units = total * tiles, units * tiles
         columns, tile_lane = self.lane(lanes, parts, part)
@@ -298,13 +353,14 @@ class DecodeSchedule(WarpHelpers):
                 way, fixed = Int32(WHOLE), Int32(1)
                 payload = share
             else:
-                most = payload + cutlass.min(slack, 8)
                 if units > 0 and units < columns:
                     cuts = self.divide(columns, units)
                     piece = cutlass.max(self.divide(longest + cuts - 1, cuts), self.least_payload)
-                    if piece <= most:
+                    if piece <= payload + cutlass.min(slack, 8):
                         way, payload, fixed = Int32(CUT), piece, cuts * piece
                 if way == LINE and batch <= 32:
+                    # Two pieces in one cluster cost less than these blocks.
+                    most = payload + cutlass.min(quotient(payload, 32) if const_expr(self.few) else slack, 3)
                     if self.pieces(tiles, blocks, most, batch) <= columns:
                         least = cutlass.max(payload - self.overhead - 1, self.least_payload)
                         while least < most:
@@ -316,8 +372,8 @@ class DecodeSchedule(WarpHelpers):
                         way, payload = Int32(CUT), most
                 if const_expr(self.packs):
                     # Not for little work: the order takes a microsecond or two to find.
-                    few = batch <= cutlass.min(ITEMS * columns, SORTED) and 2 * batch > columns
-                    if way == LINE and few and payload >= LEAST_PACKED and longest < (1 << 24):
+                    sortable = batch <= cutlass.min(ITEMS * columns, SORTED) and 2 * batch > columns
+                    if way == LINE and sortable and payload >= LEAST_PACKED and longest < (1 << 24):
                         order[lane] = blocks * SORTED + (SORTED - 1 - lane)
                         self.sort(batch, order)
                         if self.packed(batch, columns, order) <= payload + self.overhead + slack:
@@ -373,28 +429,7 @@ class DecodeSchedule(WarpHelpers):
                 numbers = self.numbers(next_r, seq_lens, cu_seqlens_q)
                 _, _, _, tiles, blocks = self.request(next_r, numbers, width, all_rows)
                 tiles = self.on_line(tiles, lanes)
-        if lane == 0:
-            walk[0] = r
-            walk[1] = tile
-            walk[2] = start
-            walk[3] = begin
-            walk[4] = begin + payload
-            walk[5] = way
-            walk[6] = Int32(-1)  # next chunk of the row tile; -1: not begun
-            walk[7] = fixed
-            if const_expr(self.side_by_side):
-                walk[8] = lanes
-            if rank == 0:
-                if const_expr(not self.invariant):
-                    split_info[2 * part, 3] = 0
-                    split_info[2 * part + 1, 3] = 0
-        if const_expr(self.invariant and self.ragged):
-            # Row tiles that a short query does not have: nobody else writes their entries.
-            for at in cutlass.range(part * 32 + lane, batch, parts * 32, unroll=1):
-                _, _, _, tiles_there, _ = self.request(at, self.numbers(at, seq_lens, cu_seqlens_q), width, all_rows)
-                for t in cutlass.range(tiles_there, self.max_tiles, unroll=1):
-                    split_info[parts + at * self.max_tiles + t, 3] = 0
-        cute.arch.sync_warp()
+        return r, tile, start, begin, payload, way, fixed, lanes
 
     @cute.jit
     def item(self, i: Int32, column: Int32, columns: Int32, batch: Int32, blocks: Int32, schedule: cutlass.Constexpr):
