@@ -147,9 +147,8 @@ class DecodeCombine(DecodeSchedule):
         several share a unit and take every so many pieces: four of a warp, and further warps. A running maximum keeps
         the weights at most 1.
         """
-        row_base, first, count = entry[0], entry[2], entry[3]
-        units_of_row = self.latent // 8
-        units = rows * units_of_row
+        count = entry[3]
+        units = rows * (self.latent // 8)
         here = Int32(0)
         if count > 0:
             here = (self.divide(units - 1, portions) + 8) & -8  # in eights: 128 bytes of a line
@@ -160,97 +159,136 @@ class DecodeCombine(DecodeSchedule):
             begin += part * half
             here = cutlass.min(here - part * half, half)
         if here > 0:
-            tidx, _, _ = cute.arch.thread_idx()
-            unroll = COMBINE_PIECES[self.partial_dtype.width]
-            t = tidx % COMBINE_GROUP
-            # Units worked on at once: 2 ** bits.
-            bits = Int32((COMBINE_GROUP // COMBINE_SHARE).bit_length() - 1)
-            if const_expr(not self.invariant):
-                bits = 32 - Int32(cute.arch.clz(here - 1))
-                bits = cutlass.min(cutlass.max(bits, 3), COMBINE_GROUP.bit_length() - 1)
-            spread, share = Int32(1) << bits, Int32(COMBINE_GROUP) >> bits
-            member = (t >> 3) & (share - 1)
-            eight = t >> (COMBINE_GROUP.bit_length() + 2 - bits)
-            acc = cute.make_rmem_tensor((8,), Float32)
-            lines = cute.make_rmem_tensor((8, unroll), self.partial_dtype)
-            weights = cute.make_rmem_tensor((unroll,), Float32)
-            scales = cute.make_rmem_tensor((unroll,), Float32)
-            for base in cutlass.range(0, here, spread, unroll=1):
-                unit = base + eight * 8 + t % 8
-                counts = unit < here
-                unit = begin + cutlass.min(unit, here - 1)
-                row, column = first_row + quotient(unit, units_of_row), remainder(unit, units_of_row) * 8
-                scale_of = 1 + quotient(column, self.latent // 2)
-                acc.fill(0.0)
-                weight, highest = Float32(0.0), Float32(LOWEST)
-                for step in cutlass.range(0, count, unroll * share, unroll=1):
-                    for u in cutlass.range_constexpr(unroll):
+            # A thread's loads that are under way at once: of several pieces, or where these are few of several units.
+            pieces = COMBINE_PIECES[self.partial_dtype.width]
+            operands = (partial_out, partial_lse, out, lse, of_warps, entry, first_row, begin, here, group)
+            if const_expr(self.invariant):
+                self.merge_units(operands, 1, pieces)
+            else:
+                if here <= COMBINE_GROUP or count > 4:
+                    self.merge_units(operands, 1, pieces)
+                elif const_expr(pieces == 2):
+                    self.merge_units(operands, 2, 2)
+                elif count > 2:
+                    self.merge_units(operands, 2, 4)
+                else:
+                    self.merge_units(operands, 4, 2)
+
+    @cute.jit
+    def merge_units(
+        self,
+        operands: cutlass.Constexpr,
+        units_at_once: cutlass.Constexpr[int],
+        pieces_at_once: cutlass.Constexpr[int],
+    ):
+        """`here` units of a row tile from `begin` on: so many of a thread at once, or one that it may share."""
+        partial_out, partial_lse, out, lse, of_warps, entry, first_row, begin, here, group = operands
+        row_base, first, count = entry[0], entry[2], entry[3]
+        units_of_row = self.latent // 8
+        tidx, _, _ = cute.arch.thread_idx()
+        t = tidx % COMBINE_GROUP
+        # Units worked on at once: 2 ** bits.
+        bits = Int32((COMBINE_GROUP // COMBINE_SHARE).bit_length() - 1)
+        if const_expr(units_at_once > 1):
+            bits = Int32(COMBINE_GROUP.bit_length() - 1)
+        elif const_expr(not self.invariant):
+            bits = 32 - Int32(cute.arch.clz(here - 1))
+            bits = cutlass.min(cutlass.max(bits, 3), COMBINE_GROUP.bit_length() - 1)
+        spread, share = Int32(1) << bits, Int32(COMBINE_GROUP) >> bits
+        member = (t >> 3) & (share - 1)
+        eight = t >> (COMBINE_GROUP.bit_length() + 2 - bits)
+        acc = cute.make_rmem_tensor((8, units_at_once), Float32)
+        lines = cute.make_rmem_tensor((8, pieces_at_once, units_at_once), self.partial_dtype)
+        weights = cute.make_rmem_tensor((pieces_at_once, units_at_once), Float32)
+        scales = cute.make_rmem_tensor((pieces_at_once, units_at_once), Float32)
+        weight = cute.make_rmem_tensor((units_at_once,), Float32)
+        highest = cute.make_rmem_tensor((units_at_once,), Float32)
+        rows = cute.make_rmem_tensor((units_at_once,), Int32)
+        columns = cute.make_rmem_tensor((units_at_once,), Int32)
+        for base in cutlass.range(0, here, spread * units_at_once, unroll=1):
+            first_unit = base + eight * 8 + t % 8
+            acc.fill(0.0)
+            weight.fill(0.0)
+            highest.fill(LOWEST)
+            for v in cutlass.range_constexpr(units_at_once):
+                unit = begin + cutlass.min(first_unit + v * COMBINE_GROUP, here - 1)
+                rows[v], columns[v] = first_row + quotient(unit, units_of_row), remainder(unit, units_of_row) * 8
+            for step in cutlass.range(0, count, pieces_at_once * share, unroll=1):
+                for v in cutlass.range_constexpr(units_at_once):
+                    scale_of = 1 + quotient(columns[v], self.latent // 2)
+                    for u in cutlass.range_constexpr(pieces_at_once):
                         i = step + u * share + member
                         slot = self.slot(first, cutlass.min(i, count - 1))
                         values = cute.make_tensor(
-                            element(partial_lse, self.partial_row(3 * slot, row), 4),
+                            element(partial_lse, self.partial_row(3 * slot, rows[v]), 4),
                             cute.make_layout(3, stride=self.tile_rows),
                         )
-                        weights[u], scales[u] = values[0], values[scale_of]
+                        weights[u, v], scales[u, v] = values[0], values[scale_of]
                         if i >= count:
-                            weights[u] = -Float32.inf
+                            weights[u, v] = -Float32.inf
                         line = cute.make_tensor(
-                            element(partial_out, self.partial_row(slot, row) * self.latent + column, 16),
+                            element(partial_out, self.partial_row(slot, rows[v]) * self.latent + columns[v], 16),
                             cute.make_layout(8),
                         )
-                        cute.autovec_copy(line, lines[None, u])
-                    cute.arch.sync_warp()  # keeps the compiler from waiting for one load before it issues the next
-                    top = highest
-                    for u in cutlass.range_constexpr(unroll):
-                        top = cute.arch.fmax(top, weights[u])
-                    factor = cute.math.exp2(highest - top, fastmath=True)
-                    highest = top
-                    weight = weight * factor
+                        cute.autovec_copy(line, lines[None, u, v])
+                cute.arch.sync_warp()  # keeps the compiler from waiting for one load before it issues the next
+                for v in cutlass.range_constexpr(units_at_once):
+                    top = highest[v]
+                    for u in cutlass.range_constexpr(pieces_at_once):
+                        top = cute.arch.fmax(top, weights[u, v])
+                    factor = cute.math.exp2(highest[v] - top, fastmath=True)
+                    highest[v] = top
+                    weight[v] = weight[v] * factor
                     for c in cutlass.range_constexpr(8):
-                        acc[c] = acc[c] * factor
-                    for u in cutlass.range_constexpr(unroll):
-                        w = cute.math.exp2(weights[u] - top, fastmath=True)
-                        weight += w
-                        w = w * scales[u]
+                        acc[c, v] = acc[c, v] * factor
+                    for u in cutlass.range_constexpr(pieces_at_once):
+                        w = cute.math.exp2(weights[u, v] - top, fastmath=True)
+                        weight[v] += w
+                        w = w * scales[u, v]
                         for c in cutlass.range_constexpr(8):
-                            acc[c] += w * lines[c, u].to(Float32)
+                            acc[c, v] += w * lines[c, u, v].to(Float32)
+            if const_expr(units_at_once == 1):
                 step = Int32(1)
                 while step < cutlass.min(share, 4):
-                    other = cute.arch.shuffle_sync_bfly(highest, offset=8 * step)
-                    top = cute.arch.fmax(highest, other)
-                    mine = cute.math.exp2(highest - top, fastmath=True)
+                    other = cute.arch.shuffle_sync_bfly(highest[0], offset=8 * step)
+                    top = cute.arch.fmax(highest[0], other)
+                    mine = cute.math.exp2(highest[0] - top, fastmath=True)
                     theirs = cute.math.exp2(other - top, fastmath=True)
-                    highest = top
-                    weight = weight * mine + cute.arch.shuffle_sync_bfly(weight, offset=8 * step) * theirs
+                    highest[0] = top
+                    weight[0] = weight[0] * mine + cute.arch.shuffle_sync_bfly(weight[0], offset=8 * step) * theirs
                     for c in cutlass.range_constexpr(8):
-                        acc[c] = acc[c] * mine + cute.arch.shuffle_sync_bfly(acc[c], offset=8 * step) * theirs
+                        acc[c, 0] = acc[c, 0] * mine + cute.arch.shuffle_sync_bfly(acc[c, 0], offset=8 * step) * theirs
                     step *= 2
-                if const_expr(not self.invariant):
-                    if share > 4:
-                        self.merge_warps(
-                            out, lse, of_warps, acc, weight, highest, row_base + row, begin + eight * 8, counts, member,
-                            share // 4, group,
-                        )  # fmt: skip
-                        counts = cutlass.Boolean(False)
-                if (share <= 4) or self.invariant:
+            counts = first_unit < here
+            if const_expr(not self.invariant and units_at_once == 1):
+                if share > 4:
+                    self.merge_warps(
+                        out, lse, of_warps, acc, weight[0], highest[0], row_base + rows[0], begin + eight * 8, counts,
+                        member, share // 4, group,
+                    )  # fmt: skip
+                    counts = cutlass.Boolean(False)
+            if (share <= 4) or self.invariant:
+                for v in cutlass.range_constexpr(units_at_once):
                     factor = Float32(0.0)
                     value = -Float32.inf
-                    if weight > 0.0 or weight != weight:
-                        factor = cute.arch.rcp_approx(weight)
-                        value = (highest + cute.math.log2(weight, fastmath=True)) * LN_2
+                    if weight[v] > 0.0 or weight[v] != weight[v]:
+                        factor = cute.arch.rcp_approx(weight[v])
+                        value = (highest[v] + cute.math.log2(weight[v], fastmath=True)) * LN_2
                     narrow = cute.make_rmem_tensor((8,), self.out_dtype)
                     for c in cutlass.range_constexpr(8):
-                        narrow[c] = (acc[c] * factor).to(self.out_dtype)
+                        narrow[c] = (acc[c, v] * factor).to(self.out_dtype)
                     if const_expr(self.swapped):
                         self.transpose_quad(cute.recast_tensor(narrow, Int32), t % 4)
+                    if const_expr(v > 0):
+                        counts = first_unit + v * COMBINE_GROUP < here
                     if counts and member == 0:
                         target = cute.make_tensor(
-                            element(out, Int64(row_base + row) * self.latent + column, 16),
+                            element(out, Int64(row_base + rows[v]) * self.latent + columns[v], 16),
                             cute.make_layout(8),
                         )
                         cute.autovec_copy(narrow, target)
-                        if column == 0:
-                            lse[row_base + row] = value
+                        if columns[v] == 0:
+                            lse[row_base + rows[v]] = value
 
     @cute.jit
     def merge_warps(
@@ -273,7 +311,9 @@ class DecodeCombine(DecodeSchedule):
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         of_acc, of_highest, of_weight = of_warps
         if lane < 8:
-            cute.autovec_copy(acc, cute.make_tensor((of_acc.iterator + (warp_idx * 64 + lane * 8)).align(16), 8))
+            cute.autovec_copy(
+                acc[None, 0], cute.make_tensor((of_acc.iterator + (warp_idx * 64 + lane * 8)).align(16), 8)
+            )
             of_highest[lane, warp_idx] = highest
             of_weight[lane, warp_idx] = weight
         cute.arch.barrier(barrier_id=1 + group, number_of_threads=COMBINE_GROUP)
