@@ -44,7 +44,7 @@ def shared_cache(compiled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TSMLA_CACHE_DIR", str(compiled_cache))
 
 
-def arrays(*shape: int, dtype: Any = jnp.bfloat16, **options: int) -> list[jax.Array]:
+def arrays(*shape: int, dtype: Any = jnp.bfloat16, **options: Any) -> list[jax.Array]:
     """decode_numbers in jax's types."""
     types = (dtype, dtype, jnp.int32, jnp.int32)
     return [jnp.asarray(x, t) for x, t in zip(decode_numbers(*shape, **options), types, strict=True)]
@@ -108,6 +108,42 @@ def assert_right(got: Results, *args: jax.Array, **kwargs: Any) -> None:
 def test_right(batch: int, q_len: int, heads: int, max_pages: int) -> None:
     args = arrays(batch, q_len, heads, max_pages)
     assert_right(jax.jit(attend("cute"))(*args), *args)
+
+
+@pytest.mark.parametrize(
+    ("q_len", "heads", "batch", "shortest", "longest"),
+    [
+        pytest.param(1, 16, 131, 500, 520, id="each cluster takes a whole request"),
+        pytest.param(1, 16, 16, 5000, 5050, id="requests of nearly one length, cut alike"),
+        pytest.param(4, 16, 16, 4000, 12000, id="one piece a cluster"),
+        pytest.param(1, 128, 16, 1000, 3000, id="equal shares of a line"),
+        pytest.param(1, 16, 120, 700, 3000, id="a long and a short request for two clusters"),
+        pytest.param(1, 128, 128, 600, 1800, id="whole requests by their length"),
+        pytest.param(2, 128, 20, 100, 6000, id="two row tiles side by side"),
+        pytest.param(8, 128, 30, 100, 900, id="eight row tiles side by side"),
+        pytest.param(10, 128, 9, 200, 2000, id="ten row tiles, one after the other"),
+        pytest.param(4, 128, 40, 6000, 20000, id="a long run, row tiles one after the other"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
+def test_every_way_to_share_a_batch_out(
+    q_len: int, heads: int, batch: int, shortest: int, longest: int, dtype: Any
+) -> None:
+    """DecodeSchedule's ways, as 132 multiprocessors take them; in each batch one request has no keys."""
+    lengths = np.random.default_rng(batch).integers(shortest, longest + 1, batch)
+    if longest > 2 * shortest:
+        lengths[batch // 2] = 0
+    args = arrays(batch, q_len, heads, -(-longest // 64), lengths=lengths, dtype=dtype)
+    got = jax.jit(attend("cute"))(*args)
+    some = [0, batch // 2, batch - 1, int(lengths.argmax()), int(lengths.argmin())]
+    chosen = (args[0][np.array(some)], args[1], args[2][np.array(some)], args[3][np.array(some)])
+    want, want_lse = oracle(*chosen)
+    out, lse = np.float64(got[0])[some], np.float64(got[1])[some]
+    narrow = dtype == jnp.float8_e4m3fn
+    assert np.linalg.norm(out - want) < 2**-8 * np.linalg.norm(want)
+    assert np.all(np.isfinite(np.asarray(got[0], np.float32)))
+    step = fp8_lse_error(576) if narrow else 1e-5
+    np.testing.assert_allclose(lse, want_lse, atol=step, rtol=step)
 
 
 @lru_cache(maxsize=12)
