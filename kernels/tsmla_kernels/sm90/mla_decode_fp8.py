@@ -426,7 +426,6 @@ class MlaDecodeFp8(DecodeKernel):
                         if const_expr(g + 1 >= FRAGMENTS and g + 1 < groups):
                             warpgroup.wait_group(FRAGMENTS - 1)
                     warpgroup.wait_group(0)
-                    cute.arch.sync_warp()  # its lanes have read `rescale`, as racecheck does not see otherwise
                     self.leave(index, empty)
                     index, phase = self.advance(index, phase)
                 self.store(
