@@ -10,7 +10,7 @@ from tsmla_kernels.sm90.choose import ROWS
 from tsmla_kernels.sm90.warp_helpers import WarpHelpers, quotient, remainder
 
 DESCRIPTOR_WORDS = 10
-LINE, WHOLE, CUT, PACKED = 0, 1, 2, 3  # how the batch is shared out: see begin_schedule
+LINE, WHOLE, CUT, PACKED = 0, 1, 2, 3  # how the batch is shared out: see `share`
 LONG = 1 << 16  # keys of a cluster, from which on none is left without work for the sake of lanes
 LEAST_PACKED = 32  # key blocks of a cluster, at least, for which requests are put in order
 SORTED = 128  # requests, at most, that are put in order by their length: so that their numbers are bytes
@@ -235,18 +235,7 @@ class DecodeSchedule(WarpHelpers):
 
     @cute.jit
     def begin_schedule(self, schedule: cutlass.Constexpr, early: cutlass.Constexpr):
-        """Find this cluster's share of the batch. `early` are the numbers of the lane's request of the first 32.
-
-        The batch is laid out as a line of row tiles, request by request, each `overhead` + its key blocks long, or as
-        one line for each row tile of a request (`lanes`); every cluster of the line takes an equal interval of it. As
-        pieces have to be merged, there are better ways where they balance nearly as well, within a sixteenth:
-        - WHOLE: each cluster takes as many whole tiles.
-        - CUT: each cluster takes one piece, and all but a tile's last are of one length.
-        - PACKED: whole requests in the order of their length, given out to the clusters from the first to the last,
-          then from the last to the first, and so on. Where there are no more requests than clusters, the i-th longest
-          and the i-th shortest (of as many as clusters: those that there are not have no length) go to two clusters,
-          which cut the longer one.
-        """
+        """Find this cluster's share of the batch. `early` are the numbers of the lane's request of the first 32."""
         block_tables, seq_lens, cu_seqlens_q, _, split_info, _, walk, parts, part, rank, all_rows, _ = schedule
         lane = cute.arch.lane_idx()
         batch, width = seq_lens.shape[0], block_tables.shape[1]
@@ -305,7 +294,19 @@ class DecodeSchedule(WarpHelpers):
     @cute.jit
     def share(self, schedule: cutlass.Constexpr, early: cutlass.Constexpr):
         """This cluster's share of a batch: (request, row tile, where that begins on the line, where the share does, its
-        length, way, length of all tiles or 0, lanes)."""
+        length, way, length of all tiles or 0, lanes).
+
+        The batch is laid out as a line of row tiles, request by request, each `overhead` + its key blocks long, or as
+        one line for each row tile of a request (`lanes`).
+        - LINE: every cluster of the line takes an equal interval of it.
+        As pieces have to be merged, there are better ways where they balance nearly as well, within a sixteenth:
+        - WHOLE: each cluster takes as many whole tiles.
+        - CUT: each cluster takes one piece, and all but a tile's last are of one length.
+        - PACKED: whole requests in the order of their length, given out to the clusters from the first to the last,
+          then from the last to the first, and so on. Where there are no more requests than clusters, the i-th longest
+          and the i-th shortest (of as many as clusters: those that there are not have no length) go to two clusters,
+          which cut the longer one.
+        """
         block_tables, seq_lens, cu_seqlens_q, partial_lse, _, _, walk, parts, part, _, all_rows, order = schedule
         lane = cute.arch.lane_idx()
         batch, width = seq_lens.shape[0], block_tables.shape[1]
