@@ -142,7 +142,7 @@ class DecodeSchedule(WarpHelpers):
 
     @cute.jit
     def packed(self, batch: Int32, columns: Int32, order: cute.Tensor):
-        """The greatest share of a cluster, if requests are given out by their length: see `begin_schedule`."""
+        """The greatest share of a cluster, if requests are given out by their length: see `share`."""
         lane = cute.arch.lane_idx()
         worst = Int32(0)
         if batch <= columns:
