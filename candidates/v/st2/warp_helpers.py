@@ -1,0 +1,108 @@
+"""What the Hopper kernels' warps do alike: a base class of the kernels."""
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+
+from tsmla_kernels.sm90.choose import FP8
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
+LOWEST = -1e30  # of a running maximum: finite, so that a row without keys needs no case of its own
+
+DTYPES = {
+    "float32": cutlass.Float32,
+    "bfloat16": cutlass.BFloat16,
+    "float16": cutlass.Float16,
+    FP8: cutlass.Float8E4M3FN,
+}
+
+
+def quotient(value: Int32, divisor: int) -> Int32:
+    """value // divisor for a power of 2: a shift, which floors too. Where the compiler can't know the sign it takes six
+    instructions, and in code that runs once every instruction waits to be fetched."""
+    return value >> (divisor.bit_length() - 1)
+
+
+def remainder(value: Int32, divisor: int) -> Int32:
+    """value % divisor likewise."""
+    return value & (divisor - 1)
+
+
+def element(tensor: cute.Tensor, offset: Int32, align: int) -> cute.Pointer:
+    """Where element `offset` of a dense `tensor` in global memory begins: a multiple of `align` bytes, as is believed
+    (`Pointer.align` rounds, by three instructions)."""
+    dtype = tensor.element_type
+    address = tensor.iterator.toint() + Int64(offset) * (dtype.width // 8)
+    return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
+
+
+class WarpHelpers:
+    """Device functions of decode and prefill. `stages` is how many stages a kernel's ring has."""
+
+    stages: int
+
+    @cute.jit
+    def stamp(self, scales: cute.Tensor, k: Int32, value: Int32):
+        cta, _, _ = cute.arch.block_idx()
+        if cute.arch.lane_idx() == 0:
+            now = Int32(cute.arch.globaltimer())
+            if value >= 0:
+                now = value
+            scales[16 + 32 * cta + k] = now.bitcast(cutlass.Float32)
+
+    @cute.jit
+    def uniform(self, value: Int32):
+        """A value that all lanes hold, in a uniform register: what depends on it alone is computed once a warp."""
+        return cute.arch.warp_redux_sync(value, "max")
+
+    @cute.jit
+    def kept(self, value: Int32):
+        """A value that stays in its register: what comes of a thread's index the compiler would find again, by a dozen
+        instructions, wherever it is used."""
+        return cute.arch.shuffle_sync_bfly(value, offset=0)
+
+    @cute.jit
+    def advance(self, index: Int32, phase: Int32):
+        """The stage after `index`, and the parity of its barriers."""
+        index += 1
+        if index == self.stages:
+            index = Int32(0)
+            phase ^= 1
+        return index, phase
+
+    def load_transposed(self, address: Int32):
+        """Four 8 x 8 matrices of 16-bit words, transposed; a lane gives the address of one of their rows."""
+        return cute.arch.inline_ptx(
+            "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+            write_only_types=[Int32] * 4,
+            read_only_args=[address],
+        )
+
+    def store_matrices(self, address: Int32, a: Int32, b: Int32, c: Int32, d: Int32):
+        """Four 8 x 8 matrices of 16-bit words; a lane gives the address of one of their rows."""
+        cute.arch.inline_ptx(
+            "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+            read_only_args=[address, a, b, c, d],
+        )
+
+    @cute.jit
+    def transpose_quad(self, words: cute.Tensor, quad: Int32):
+        """4 x 4 transpose among the four lanes of a row: word j of lane q becomes word q of lane j."""
+        for step in cutlass.range_constexpr(2):
+            offset = 2 >> step
+            upper = (quad // offset) % 2
+            for j in cutlass.range_constexpr(4):
+                if const_expr((j // offset) % 2 == 0):
+                    a, b = words[j], words[j + offset]
+                    sent = b
+                    if upper == 1:
+                        sent = a
+                    received = cute.arch.shuffle_sync_bfly(sent, offset=offset)
+                    if upper == 1:
+                        a = received
+                    else:
+                        b = received
+                    words[j], words[j + offset] = a, b
