@@ -155,6 +155,14 @@ class Pointer:
         return Pointer(self.memory, self.address + elements * self.dtype.width // 8, self.dtype)
 
 
+def stand_in(name: str, **attributes: Any) -> Any:
+    """A module of that name and those attributes."""
+    module = types.ModuleType(name)
+    for key, value in attributes.items():
+        setattr(module, key, value)
+    return module
+
+
 class Cta:
     """What the threads of a CTA share: shared memory, and where they meet."""
 
@@ -213,7 +221,7 @@ class Interpreter:
             shuffle_sync_up=self._shuffle_up,
         )
         same = self._same
-        cute = self._module(
+        cute = stand_in(
             "cutlass.cute",
             jit=same,
             kernel=same,
@@ -227,7 +235,7 @@ class Interpreter:
             make_rmem_tensor=lambda shape, dtype: Registers(np.full(shape, 123, dtype.kind)),
             autovec_copy=self._copy,
         )
-        cutlass = self._module(
+        cutlass = stand_in(
             "cutlass",
             AddressSpace=types.SimpleNamespace(gmem=1),
             BFloat16=DTYPES["bfloat16"],
@@ -243,15 +251,15 @@ class Interpreter:
             min=min,
             max=max,
             cute=cute,
-            utils=self._module("cutlass.utils", SmemAllocator=lambda: types.SimpleNamespace(allocate=self._allocate)),
+            utils=stand_in("cutlass.utils", SmemAllocator=lambda: types.SimpleNamespace(allocate=self._allocate)),
         )
-        driver = self._module("cuda.bindings.driver")
-        bindings = self._module("cuda.bindings", driver=driver)
+        driver = stand_in("cuda.bindings.driver")
+        bindings = stand_in("cuda.bindings", driver=driver)
         stand_ins = {
             "cutlass": cutlass,
             "cutlass.cute": cute,
             "cutlass.utils": cutlass.utils,
-            "cuda": self._module("cuda", bindings=bindings),
+            "cuda": stand_in("cuda", bindings=bindings),
             "cuda.bindings": bindings,
             "cuda.bindings.driver": driver,
         }
@@ -260,13 +268,6 @@ class Interpreter:
         module = importlib.util.module_from_spec(spec)
         with mock.patch.dict(sys.modules, stand_ins):
             spec.loader.exec_module(module)
-        return module
-
-    @staticmethod
-    def _module(name: str, **attributes: Any) -> Any:
-        module = types.ModuleType(name)
-        for key, value in attributes.items():
-            setattr(module, key, value)
         return module
 
     @staticmethod

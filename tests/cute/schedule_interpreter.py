@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from cache_interpreter import stand_in
 
 import tsmla_kernels
 from tsmla_kernels.sm90.choose import FEW_ROWS, DecodeConfig
@@ -204,7 +205,7 @@ class Interpreter:
             rcp_approx=lambda value: np.float32(1) / value,
             fence_proxy=lambda *_, **__: None,
         )
-        cute = self._module(
+        cute = stand_in(
             "cutlass.cute",
             jit=lambda function: function,
             arch=arch,
@@ -216,7 +217,7 @@ class Interpreter:
             make_rmem_tensor=lambda shape, dtype: Array(np.full(shape, GARBAGE, np.int64)),
         )
         names = ("BFloat16", "Float16", "Float8E4M3FN", "Numeric", "Constexpr")
-        cutlass = self._module(
+        cutlass = stand_in(
             "cutlass",
             **dict.fromkeys(names, object),
             Int8=np.int8,
@@ -241,10 +242,3 @@ class Interpreter:
                 spec.loader.exec_module(module)
         self.module = module
         return module.DecodeSchedule
-
-    @staticmethod
-    def _module(name: str, **attributes: Any) -> Any:
-        module = types.ModuleType(name)
-        for key, value in attributes.items():
-            setattr(module, key, value)
-        return module
