@@ -20,11 +20,12 @@ import numpy as np
 from cache_interpreter import stand_in
 
 import tsmla_kernels
-from tsmla_kernels.sm90.choose import FEW_ROWS, DecodeConfig
+from tsmla_kernels.sm90.choose import DecodeConfig
 
 FOLDER = Path(tsmla_kernels.__file__).parent / "sm90"
 LANES = 32
 GARBAGE = 123456789
+OVERHEAD = 5  # as both decode kernels have it
 
 
 class Warp:
@@ -32,7 +33,7 @@ class Warp:
 
     def __init__(self) -> None:
         self.here = threading.local()
-        self.turns = [threading.Semaphore(0) for _ in range(LANES)]
+        self.turns: list[threading.Semaphore] = []
         self.exchanged: list[list[Any]] = [[None] * LANES, [None] * LANES]
         self.failures: list[BaseException] = []
 
@@ -179,14 +180,12 @@ class Interpreter:
     def _configured(self, config: DecodeConfig) -> Any:
         """A schedule with the attributes that DecodeKernel gives it."""
         schedule = self.schedule()
-        uniform = not config.ragged and not config.batch_invariant
         attributes = {
             "heads": config.num_heads, "max_q_len": config.max_q_len, "page_size": config.page_size,
             "ragged": config.ragged, "causal": config.causal, "invariant": config.batch_invariant,
-            "tile_rows": config.tile_rows, "max_tiles": config.max_tiles, "block": config.block, "overhead": 5,
+            "tile_rows": config.tile_rows, "max_tiles": config.max_tiles, "block": config.block, "overhead": OVERHEAD,
             "least_payload": 1 if config.few_rows else 2, "descriptors": 8,
-            "side_by_side": uniform and config.max_tiles > 1, "packs": uniform and config.max_tiles == 1,
-            "few": config.max_q_len * config.num_heads <= FEW_ROWS,
+            "few": config.few_rows,
         }  # fmt: skip
         for name, value in attributes.items():
             setattr(schedule, name, value)

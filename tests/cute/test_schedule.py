@@ -5,8 +5,9 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from schedule_interpreter import GARBAGE, Interpreter, Piece
+from schedule_interpreter import GARBAGE, OVERHEAD, Interpreter, Piece
 
+from tsmla_kernels.catalog import mla_decode_config
 from tsmla_kernels.sm90.choose import DecodeConfig
 
 PAGE = 64
@@ -19,7 +20,8 @@ def interpreter() -> Interpreter:
 
 
 def config_of(heads: int, q_len: int, *, dtype: str = "bfloat16", ragged: bool = False) -> DecodeConfig:
-    return DecodeConfig(dtype, heads, q_len, ragged=ragged, cluster=2 if heads * q_len > 64 else 1, kv_dtype=dtype)
+    options = {"num_heads": heads, "max_q_len": q_len, "dtype": dtype, "kv_dtype": dtype, "ragged": ragged}
+    return mla_decode_config({name: str(value).lower() for name, value in options.items()})
 
 
 def check(
@@ -54,11 +56,11 @@ def check(
             assert piece.part - first // 2 == place
 
 
-def shares(config: DecodeConfig, parts: int, pieces: list[Piece]) -> np.ndarray:
-    """Each cluster's work in key blocks, with 5 for each start."""
+def shares(parts: int, pieces: list[Piece]) -> np.ndarray:
+    """Each cluster's work in key blocks, starts included."""
     work = np.zeros(parts)
     for piece in pieces:
-        work[piece.part] += piece.end - piece.begin + 5
+        work[piece.part] += piece.end - piece.begin + OVERHEAD
     return work
 
 
@@ -97,7 +99,7 @@ def test_every_block_once(interpreter: Interpreter, heads: int, q_len: int, dtyp
         lens = lengths(kind, count, keys, rng)
         pieces, split_info = interpreter.run(config, parts, lens, -(-int(lens.max()) // PAGE) + 1)
         check(config, parts, lens, np.full(count, q_len), pieces, split_info)
-        work = shares(config, parts, pieces)
+        work = shares(parts, pieces)
         # A sixteenth to spare cuts and one that lanes may leave without work; and starts.
         assert work.max() <= work.sum() / parts * (1 + 1 / 16) ** 2 + 16, (kind, count, keys, work)
 
@@ -129,7 +131,7 @@ def test_requests_by_their_length_are_cut_less(interpreter: Interpreter) -> None
         pieces, split_info = interpreter.run(config, parts, lens, 80)
         check(config, parts, lens, np.ones(24, int), pieces, split_info)
         assert sum(piece.slot >= 0 for piece in pieces) <= most
-        work = shares(config, parts, pieces)
+        work = shares(parts, pieces)
         assert work.min() > 0.7 * work.max()
 
 

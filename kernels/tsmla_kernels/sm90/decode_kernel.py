@@ -54,9 +54,6 @@ class DecodeKernel(DecodeRing, DecodeSoftmax, DecodeCombine):
         self.stage_elements = config.stage_bytes // self.itemsize
         self.block = config.block
         self.least_payload = 1 if config.few_rows else 2
-        uniform = not self.ragged and not self.invariant
-        self.side_by_side = uniform and self.max_tiles > 1
-        self.packs = uniform and self.max_tiles == 1
         self.few = config.few_rows
         self.column_tiles = self.depth // 64
         self.box = min(self.block, self.page_size)  # keys of one TMA copy: a page may be shorter than a stage

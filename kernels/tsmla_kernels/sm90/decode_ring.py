@@ -10,6 +10,7 @@ from cutlass.cute.nvgpu import cpasync
 from tsmla_kernels.sm90.warp_helpers import WarpHelpers, quotient, remainder
 
 TABLE_AHEAD = 32  # block-table entries read at once
+Q_THREADS = 384  # of the scores' warpgroup and the two of the values
 FIRST_COPIES = 3  # stages that are asked for before the warps take their roles
 
 
@@ -208,10 +209,17 @@ class DecodeRing(WarpHelpers):
         if lane % 4 == 0:
             cute.arch.mbarrier_arrive(ready + index)
 
-    def q_barrier(self, piece: Int32) -> Int32:
-        """The barrier at which piece's Q is known to be read, where the values' warps write its stage next by ordinary
-        stores. `ready` says so too, but by eight lanes of a warp for all, and racecheck counts those alone. The scores
-        are fewer than four pieces ahead of the values."""
+    def q_is_read(self, piece: Int32) -> None:
+        """The scores' word that they have read a piece's Q, where the values' warps write its stage next by ordinary
+        stores. `ready` says so too, but by eight lanes of a warp for all, and racecheck counts those alone."""
+        cute.arch.barrier_arrive(barrier_id=self._q_barrier(piece), number_of_threads=Q_THREADS)
+
+    def wait_for_q_read(self, piece: Int32) -> None:
+        """The values' part of it."""
+        cute.arch.barrier(barrier_id=self._q_barrier(piece), number_of_threads=Q_THREADS)
+
+    def _q_barrier(self, piece: Int32) -> Int32:
+        """One of four: the scores are fewer pieces ahead of the values."""
         return 3 + remainder(piece, 4)
 
     @cute.jit

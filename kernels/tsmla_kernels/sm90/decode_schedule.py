@@ -15,7 +15,9 @@ LONG = 1 << 16  # keys of a cluster, from which on none is left without work for
 LEAST_PACKED = 32  # key blocks of a cluster, at least, for which requests are put in order
 SORTED = 128  # requests, at most, that are put in order by their length: so that their numbers are bytes
 ITEMS = 16  # of them, at most, that a cluster takes
-WALK_WORDS = 8 + ITEMS // 4  # where a cluster is in its share of the batch
+# Where a cluster is in its share of the batch; behind that its requests, if they are given out by their length, or the
+# number of lanes.
+WALK_WORDS = 8 + ITEMS // 4
 
 
 class DecodeSchedule(WarpHelpers):
@@ -27,8 +29,6 @@ class DecodeSchedule(WarpHelpers):
       overhead: what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue.
       least_payload: key blocks worth a cluster's while: each piece more is one more partial result to merge.
       descriptors: places in the ring of pieces' descriptions.
-      side_by_side: whether the row tiles of a request may be laid out in lanes.
-      packs: whether requests may be given out by their length.
       few: whether partial results are small.
     """
 
@@ -44,9 +44,22 @@ class DecodeSchedule(WarpHelpers):
     overhead: int
     least_payload: int
     descriptors: int
-    side_by_side: bool
-    packs: bool
     few: bool
+
+    @property
+    def alike(self) -> bool:
+        """Whether all requests have as many query rows, and cuts may depend on the batch."""
+        return not self.ragged and not self.invariant
+
+    @property
+    def side_by_side(self) -> bool:
+        """Whether the row tiles of a request may be laid out in lanes."""
+        return self.alike and self.max_tiles > 1
+
+    @property
+    def packs(self) -> bool:
+        """Whether requests may be given out by their length."""
+        return self.alike and self.max_tiles == 1
 
     @cute.jit
     def divide(self, a: Int32, b: Int32):
@@ -75,6 +88,12 @@ class DecodeSchedule(WarpHelpers):
         if const_expr(self.ragged):
             begin, end = cu_seqlens_q[r], cu_seqlens_q[r + 1]
         return seq_lens[r], begin, end
+
+    @cute.jit
+    def early_numbers(self, seq_lens: cute.Tensor, cu_seqlens_q: cute.Tensor):
+        """The numbers of the lane's request of the first 32, asked for at once and by all warps: a branch would have to
+        wait for the answer."""
+        return self.numbers(cutlass.min(cute.arch.lane_idx(), seq_lens.shape[0] - 1), seq_lens, cu_seqlens_q)
 
     @cute.jit
     def request(self, r: Int32, numbers: cutlass.Constexpr, width: Int32, all_rows: Int32):
@@ -235,14 +254,14 @@ class DecodeSchedule(WarpHelpers):
 
     @cute.jit
     def begin_schedule(self, schedule: cutlass.Constexpr, early: cutlass.Constexpr):
-        """Find this cluster's share of the batch. `early` are the numbers of the lane's request of the first 32."""
+        """Find this cluster's share of the batch, with `early` of early_numbers."""
         block_tables, seq_lens, cu_seqlens_q, _, split_info, _, walk, parts, part, rank, all_rows, _ = schedule
         lane = cute.arch.lane_idx()
         batch, width = seq_lens.shape[0], block_tables.shape[1]
         r, tile, start, begin, payload = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
         way, fixed, lanes = Int32(CUT), Int32(0), Int32(self.max_tiles)
         alone = cutlass.Boolean(False)
-        if const_expr(self.packs or self.side_by_side):
+        if const_expr(self.alike):
             # One request, so that there is nothing to compare: it may be short, and the less code the sooner it begins.
             _, _, _, _, blocks = self.request(Int32(0), early, width, all_rows)
             alone = batch == 1 and self.lanes_fit(blocks, parts)
@@ -386,7 +405,7 @@ class DecodeSchedule(WarpHelpers):
         searching = Int32(1)
         if tile_lane >= lanes:
             searching = Int32(0)  # a cluster that is left over
-        if const_expr(not self.ragged and not self.invariant):
+        if const_expr(self.alike):
             if searching == 1 and fixed > 0:
                 # All requests have as many row tiles, and these one length.
                 searching = Int32(0)

@@ -146,9 +146,7 @@ class MlaDecode(DecodeKernel):
         rank = cute.arch.make_warp_uniform(block_idx % self.cluster)
         part = cute.arch.make_warp_uniform(block_idx // self.cluster)
 
-        # Asked for at once, and by all warps: a branch would have to wait for the answer.
-        lane = cutlass.min(cute.arch.lane_idx(), seq_lens.shape[0] - 1)
-        early = self.numbers(lane, seq_lens, cu_seqlens_q)
+        early = self.early_numbers(seq_lens, cu_seqlens_q)
         smem = utils.SmemAllocator()
         storage = smem.allocate(self.storage)
         full, empty, ready = storage.full.data_ptr(), storage.empty.data_ptr(), storage.ready.data_ptr()
@@ -459,7 +457,7 @@ class MlaDecode(DecodeKernel):
                     cute.arch.fence_proxy("async.shared", space="cta")
                     cute.arch.barrier(barrier_id=1, number_of_threads=128)
                 if const_expr(self.narrow):
-                    cute.arch.barrier_arrive(barrier_id=self.q_barrier(piece), number_of_threads=384)
+                    self.q_is_read(piece)
                 self.signal(ready, first_index, lane)
                 if q_stages == 2:
                     self.signal(ready, index, lane)
@@ -600,7 +598,7 @@ class MlaDecode(DecodeKernel):
                 running = Int32(0)
             else:
                 if const_expr(self.narrow):
-                    cute.arch.barrier(barrier_id=self.q_barrier(piece), number_of_threads=384)
+                    self.wait_for_q_read(piece)
                 for _ in cutlass.range(self.uniform(descriptor[9, at]), unroll=1):
                     cute.arch.mbarrier_wait(ready + index, phase)
                     self.refill(pending, phase_of_pending, empty, warp_idx, copies)

@@ -135,9 +135,7 @@ class MlaDecodeFp8(DecodeKernel):
         rank = cute.arch.make_warp_uniform(block_idx % self.cluster)
         part = cute.arch.make_warp_uniform(block_idx // self.cluster)
 
-        # Asked for at once, and by all warps: a branch would have to wait for the answer.
-        lane = cutlass.min(cute.arch.lane_idx(), seq_lens.shape[0] - 1)
-        early = self.numbers(lane, seq_lens, cu_seqlens_q)
+        early = self.early_numbers(seq_lens, cu_seqlens_q)
         smem = utils.SmemAllocator()
         storage = smem.allocate(self.storage)
         full, empty, ready = storage.full.data_ptr(), storage.empty.data_ptr(), storage.ready.data_ptr()
@@ -286,7 +284,7 @@ class MlaDecodeFp8(DecodeKernel):
                     cute.autovec_copy(word, q_there[None, t, i])
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.barrier(barrier_id=1, number_of_threads=128)
-                cute.arch.barrier_arrive(barrier_id=self.q_barrier(piece), number_of_threads=384)
+                self.q_is_read(piece)
                 self.signal(ready, index, lane)
                 index, phase = self.advance(index, phase)
 
@@ -389,7 +387,7 @@ class MlaDecodeFp8(DecodeKernel):
             if b_begin == b_end:
                 running = Int32(0)
             else:
-                cute.arch.barrier(barrier_id=self.q_barrier(piece), number_of_threads=384)
+                self.wait_for_q_read(piece)
                 self.leave(index, empty)
                 index, phase = self.advance(index, phase)
                 keys = self.uniform(descriptor[2, at])
