@@ -185,7 +185,7 @@ class Inputs:
         return math.sqrt(differs / norm), worst
 
 
-def jit_us(inputs: Inputs, implementation: str = "cute") -> float:
+def jit_us(inputs: Inputs) -> float:
     """Microseconds a call inside a jitted chain of calls, each of which needs the one before: of 36 less 12 calls, so
     that what a chain costs as a whole is not in it, and less what hands a result on to the next call."""
     import jax
@@ -196,8 +196,7 @@ def jit_us(inputs: Inputs, implementation: str = "cute") -> float:
     operands = [jnp.from_dlpack(t) for t in (inputs.q, inputs.cache, inputs.table, inputs.lens_gpu)]
 
     def attend(q: Any, cache: Any, table: Any, lens: Any) -> Any:
-        options: dict[str, Any] = {"softmax_scale": inputs.scale, "implementation": implementation}
-        return tsmla_jax.mla_decode(q, cache, table, lens, **options)
+        return tsmla_jax.mla_decode(q, cache, table, lens, softmax_scale=inputs.scale, implementation="cute")
 
     def halve(q: Any, *_: Any) -> Any:
         return q[..., :LATENT] * 0.5
