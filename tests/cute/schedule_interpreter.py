@@ -138,6 +138,7 @@ class Interpreter:
     def __init__(self) -> None:
         self.warp = Warp()
         self.schedule = self._import()
+        self.flags = (self.module.FIRST_BUSY, self.module.LAST_BUSY)  # see decode_schedule
 
     def run(
         self, config: DecodeConfig, parts: int, seq_lens: np.ndarray, width: int, cu_seqlens_q: np.ndarray | None = None

@@ -25,7 +25,13 @@ def config_of(heads: int, q_len: int, *, dtype: str = "bfloat16", ragged: bool =
 
 
 def check(
-    config: DecodeConfig, parts: int, lens: np.ndarray, queries: np.ndarray, pieces: list[Piece], split_info: np.ndarray
+    flags: tuple[int, int],
+    config: DecodeConfig,
+    parts: int,
+    lens: np.ndarray,
+    queries: np.ndarray,
+    pieces: list[Piece],
+    split_info: np.ndarray,
 ) -> None:
     """Everything exactly once, and what `combine` reads is what the pieces say."""
     blocks = np.maximum(-(-lens // config.block), 1)
@@ -46,14 +52,20 @@ def check(
         if len(cut) == 1:
             assert cut[0].slot == -1
             continue
-        # As DecodeCombine reads it: the slots of the entry, and a portion for each cluster of it.
+        # As DecodeCombine reads it: the slots of the entry, and one or two halves of a portion for each cluster of it.
         rows = min(config.tile_rows, int(queries[r]) * config.num_heads - row)
         for place, piece in enumerate(cut):
             assert piece.slot // 2 == piece.part and piece.slot % 2 == (piece.begin == 0)
             row_base, row_count, first, count = split_info[piece.slot]
-            assert (row_base, row_count, count) == (starts[r] + row, rows, len(cut))
+            busy = split_info[cut[0].slot, 3] - len(cut)
+            assert busy in (0, *flags, sum(flags))
+            assert (row_base, row_count, count) == (starts[r] + row, rows, len(cut) + busy)
             assert piece.slot == (first if place == 0 else first + 2 * place - 1)
             assert piece.part - first // 2 == place
+        if busy:  # never said of one that has nothing else to do
+            for flag, piece in zip(flags, (cut[0], cut[-1]), strict=True):
+                others = [other for other in pieces if other.part == piece.part and other is not piece]
+                assert others or not busy & flag
 
 
 def shares(parts: int, pieces: list[Piece]) -> np.ndarray:
@@ -98,7 +110,7 @@ def test_every_block_once(interpreter: Interpreter, heads: int, q_len: int, dtyp
         kind = KINDS[(i + parts + turn) % len(KINDS)]
         lens = lengths(kind, count, keys, rng)
         pieces, split_info = interpreter.run(config, parts, lens, -(-int(lens.max()) // PAGE) + 1)
-        check(config, parts, lens, np.full(count, q_len), pieces, split_info)
+        check(interpreter.flags, config, parts, lens, np.full(count, q_len), pieces, split_info)
         work = shares(parts, pieces)
         # A sixteenth to spare cuts and one that lanes may leave without work; and starts.
         assert work.max() <= work.sum() / parts * (1 + 1 / 16) ** 2 + 16, (kind, count, keys, work)
@@ -113,14 +125,14 @@ def test_ragged_queries(interpreter: Interpreter) -> None:
             lens = lengths("some empty", count, keys, rng)
             offsets = np.concatenate([[0], queries.cumsum()])
             pieces, split_info = interpreter.run(config, parts, lens, 40, offsets)
-            check(config, parts, np.minimum(lens, 40 * PAGE), queries, pieces, split_info)
+            check(interpreter.flags, config, parts, np.minimum(lens, 40 * PAGE), queries, pieces, split_info)
 
 
 def test_lengths_beyond_the_table_are_cut_to_it(interpreter: Interpreter) -> None:
     lens = np.asarray([10**9, -5, 100])
     config = config_of(16, 1)
     pieces, split_info = interpreter.run(config, 6, lens, 3)
-    check(config, 6, np.clip(lens, 0, 3 * PAGE), np.ones(3, int), pieces, split_info)
+    check(interpreter.flags, config, 6, np.clip(lens, 0, 3 * PAGE), np.ones(3, int), pieces, split_info)
 
 
 def test_requests_by_their_length_are_cut_less(interpreter: Interpreter) -> None:
@@ -129,7 +141,7 @@ def test_requests_by_their_length_are_cut_less(interpreter: Interpreter) -> None
     config = config_of(16, 1)
     for parts, most in ((24, 24), (12, 0)):
         pieces, split_info = interpreter.run(config, parts, lens, 80)
-        check(config, parts, lens, np.ones(24, int), pieces, split_info)
+        check(interpreter.flags, config, parts, lens, np.ones(24, int), pieces, split_info)
         assert sum(piece.slot >= 0 for piece in pieces) <= most
         work = shares(parts, pieces)
         assert work.min() > 0.7 * work.max()

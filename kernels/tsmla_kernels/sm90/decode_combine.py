@@ -8,7 +8,7 @@ import cutlass.utils as utils
 from cutlass import Float32, Int32, Int64, const_expr
 
 from tsmla_kernels.sm90.choose import ROWS
-from tsmla_kernels.sm90.decode_schedule import DecodeSchedule
+from tsmla_kernels.sm90.decode_schedule import FIRST_BUSY, LAST_BUSY, DecodeSchedule
 from tsmla_kernels.sm90.warp_helpers import LN_2, LOWEST, element, quotient, remainder
 
 COMBINE_SPARE_BYTES = 100 << 10
@@ -47,9 +47,9 @@ class DecodeCombine(DecodeSchedule):
     ):
         """Merge the pieces of every row tile that was cut.
 
-        Each cluster of `attend` left word of the pieces that it made; here its CTAs merge an equal portion of those row
-        tiles' outputs, so that nothing has to be searched for or shared out. When batch_invariant a row tile's portions
-        go to one CTA, or to several where there are some to spare.
+        Each cluster of `attend` left word of the pieces that it made; here its CTAs merge a portion of those row tiles'
+        outputs, half of one where they have two tiles, so that nothing has to be searched for or shared out. When
+        batch_invariant a row tile's portions go to one CTA, or to several where there are some to spare.
         """
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -83,7 +83,7 @@ class DecodeCombine(DecodeSchedule):
                 cute.autovec_copy(split_info[parts + item // portions, None], entry)
                 self.merge(
                     partial_out, partial_lse, out, lse, of_warps, entry, Int32(0), entry[1], item % portions, portions,
-                    Int32(0), 1, group,
+                    1, Int32(0), 1, group,
                 )  # fmt: skip
         else:
             part, rank = quotient(cta, self.cluster), remainder(cta, self.cluster)
@@ -91,19 +91,30 @@ class DecodeCombine(DecodeSchedule):
             start = cute.make_rmem_tensor((4,), Int32)
             cute.autovec_copy(split_info[2 * part, None], entry)
             cute.autovec_copy(split_info[2 * part + 1, None], start)
-            portion, portions = part - quotient(entry[2], 2), entry[3]
+            place = part - quotient(entry[2], 2)
             if (entry[3] == 0) or (start[3] > 0 and group == 1):
-                portion, portions = Int32(0), start[3]
+                place = Int32(0)
             member, members = Int32(0), Int32(1)
             if entry[3] == 0 or start[3] == 0:
                 member, members = group, Int32(2)
             if (entry[3] == 0) or (start[3] > 0 and group == 1):
                 for i in cutlass.range_constexpr(4):
                     entry[i] = start[i]
+            # Portions are halves where some cluster has another row tile too: those take one, the others two.
+            first_busy, last_busy = remainder(quotient(entry[3], FIRST_BUSY), 2), quotient(entry[3], LAST_BUSY)
+            entry[3] = remainder(entry[3], FIRST_BUSY)
+            taken = 1 + (first_busy | last_busy)
+            portion, portions = taken * place, taken * entry[3] - first_busy - last_busy
+            if place == 0:
+                taken -= first_busy
+            else:
+                portion -= first_busy
+            if place == entry[3] - 1:
+                taken -= last_busy
             rows = cutlass.min(entry[1] - rank * ROWS, ROWS)
             self.merge(
-                partial_out, partial_lse, out, lse, of_warps, entry, rank * ROWS, rows, portion, portions, member,
-                members, group,
+                partial_out, partial_lse, out, lse, of_warps, entry, rank * ROWS, rows, portion, portions, taken,
+                member, members, group,
             )  # fmt: skip
 
     @cute.jit
@@ -136,12 +147,13 @@ class DecodeCombine(DecodeSchedule):
         rows: Int32,
         portion: Int32,
         portions: Int32,
+        taken: Int32,
         part: Int32,
         parts: Int32,
         group: Int32,
     ):
-        """Part `part` of `parts` of one portion of `rows` rows of a row tile: each piece's result weighted by exp2(its
-        lse), over the weights.
+        """Part `part` of `parts` of so many `taken` portions from `portion` on, of `portions` of `rows` rows of a row
+        tile: each piece's result weighted by exp2(its lse), over the weights.
 
         A thread has a unit, 8 columns of a row, and eight lanes 128 bytes of a piece; where there are threads to spare,
         several share a unit and take every so many pieces: four of a warp, and further warps. A running maximum keeps
@@ -153,7 +165,7 @@ class DecodeCombine(DecodeSchedule):
         if count > 0:
             here = (self.divide(units - 1, portions) + 8) & -8  # in eights: 128 bytes of a line
         begin = portion * here
-        here = cutlass.min(here, units - begin)
+        here = cutlass.min(taken * here, units - begin)
         if parts > 1:
             half = quotient(here + 15, 16) * 8
             begin += part * half

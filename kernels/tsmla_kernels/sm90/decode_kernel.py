@@ -160,7 +160,7 @@ class DecodeKernel(DecodeRing, DecodeSoftmax, DecodeCombine):
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(self.stages):
                 cute.arch.mbarrier_init(full + i, 8 if self.narrow else 1)
-                cute.arch.mbarrier_init(empty + i, 8 if self.narrow else 8 * self.cluster)
+                cute.arch.mbarrier_init(empty + i, 8 if self.narrow else 8 * self.leavers * self.cluster)
                 cute.arch.mbarrier_init(ready + i, 4 * 8)  # DecodeRing.signal of four warps
             landings = self.config.landings
             for i in cutlass.range_constexpr(landings):

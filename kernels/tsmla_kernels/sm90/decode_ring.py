@@ -37,6 +37,7 @@ class DecodeRing(WarpHelpers):
     stage_elements: int
     itemsize: int
     descriptors: int
+    leavers: int  # lanes of a warp that arrive when it leaves a stage: those that read the rows' factors
 
     @cute.jit
     def begin_copies(self, copies: cutlass.Constexpr):
@@ -209,6 +210,14 @@ class DecodeRing(WarpHelpers):
         if lane % 4 == 0:
             cute.arch.mbarrier_arrive(ready + index)
 
+    def signal_if(self, holds: Int32, ready: cute.Pointer, index: Int32) -> None:
+        """signal, behind a warp's barrier, by the lanes where `holds` is 1. Without a branch: there the compiler would
+        part the WGMMAs before from those behind, which begin late then."""
+        cute.arch.inline_ptx(
+            "{ .reg .pred holds; setp.ne.s32 holds, {$r0}, 0; @holds mbarrier.arrive.shared::cta.b64 _, [{$r1}]; }",
+            read_only_args=[holds, (ready + index).toint()],
+        )
+
     def q_is_read(self, piece: Int32) -> None:
         """The scores' word that they have read a piece's Q, where the values' warps write its stage next by ordinary
         stores. `ready` says so too, but by eight lanes of a warp for all, and racecheck counts those alone."""
@@ -225,9 +234,19 @@ class DecodeRing(WarpHelpers):
     @cute.jit
     def leave(self, index: Int32, empty: cute.Pointer):
         """One warp is done with a stage: told to every CTA that may write it."""
-        with cute.arch.elect_one():
-            if const_expr(not self.multicast):
-                cute.arch.mbarrier_arrive(empty + index)
-            else:
-                for peer in cutlass.range_constexpr(self.cluster):
-                    cute.arch.mbarrier_arrive(empty + index, peer)
+        if const_expr(self.leavers > 1):
+            cute.arch.sync_warp()
+            if cute.arch.lane_idx() < self.leavers:
+                self.arrive(index, empty)
+        else:
+            with cute.arch.elect_one():
+                self.arrive(index, empty)
+
+    @cute.jit
+    def arrive(self, index: Int32, empty: cute.Pointer):
+        """An arrival at `empty` of every CTA that may write the stage."""
+        if const_expr(not self.multicast):
+            cute.arch.mbarrier_arrive(empty + index)
+        else:
+            for peer in cutlass.range_constexpr(self.cluster):
+                cute.arch.mbarrier_arrive(empty + index, peer)

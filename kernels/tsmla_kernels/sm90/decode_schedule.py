@@ -13,6 +13,8 @@ DESCRIPTOR_WORDS = 10
 LINE, WHOLE, CUT, PACKED = 0, 1, 2, 3  # how the batch is shared out: see `share`
 LONG = 1 << 16  # keys of a cluster, from which on none is left without work for the sake of lanes
 LEAST_PACKED = 32  # key blocks of a cluster, at least, for which requests are put in order
+# Beside an entry's number of pieces: its first piece's cluster, or its last one's, has another row tile to merge too.
+FIRST_BUSY, LAST_BUSY = 1 << 16, 1 << 17
 SORTED = 128  # requests, at most, that are put in order by their length: so that their numbers are bytes
 ITEMS = 16  # of them, at most, that a cluster takes
 # Where a cluster is in its share of the batch; behind that its requests, if they are given out by their length, or the
@@ -572,13 +574,21 @@ class DecodeSchedule(WarpHelpers):
                     # For `combine`. The clusters from `owner` on have one piece each.
                     owner = self.divide(start + lead, end - begin)
                     count = self.divide(start + lead + blocks - 1, end - begin) - owner + 1
+                    # As far as can be seen from here; what matters is that all clusters of the tile find the same.
+                    busy = Int32(0)
+                    if way == LINE:
+                        if start > owner * (end - begin):
+                            busy += FIRST_BUSY
+                        rest = (owner + count) * (end - begin) - (start + unit) - lead
+                        if rest > 0 and (tile + 1 < tiles or r + 1 < batch):
+                            busy += LAST_BUSY
                     if const_expr(self.packs):
                         if way == PACKED:
                             owner, count = column - remainder(column, 2), Int32(2)
                     split_info[slot, 0] = row_base
                     split_info[slot, 1] = rows_here
                     split_info[slot, 2] = 2 * (tile_lane * columns + owner) + 1
-                    split_info[slot, 3] = count
+                    split_info[slot, 3] = count + busy
             if leave == 1:
                 start += unit
                 tile += 1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
@@ -10,10 +13,10 @@ from tsmla_kernels.sm90.choose import ROWS
 from tsmla_kernels.sm90.warp_helpers import LN_2, WarpHelpers
 
 
-def greatest(values: list[Float32]) -> Float32:
-    """Their maximum, by a tree: a chain would be as many latencies long. As many as a power of 2."""
+def tree(combine: Callable[[Float32, Float32], Float32], values: list[Float32]) -> Float32:
+    """All values in one, as many as a power of 2: a chain would be as many latencies long."""
     while len(values) > 1:
-        values = [cute.arch.fmax(a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
+        values = [combine(a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
     return values[0]
 
 
@@ -87,7 +90,7 @@ class DecodeSoftmax(WarpHelpers):
         high = cute.make_rmem_tensor((2,), Float32)
         for i in cutlass.range_constexpr(2):
             tops = [cute.arch.fmax(s[i, 2 * c], s[i, 2 * c + 1]) for c in range(self.block // 8)]
-            high[i] = greatest(tops)
+            high[i] = tree(cute.arch.fmax, tops)
         lags = high[0] * scale > m[0] + self.rescale_bits or high[1] * scale > m[1] + self.rescale_bits
         any_lags = cute.arch.vote_any_sync(lags)
         if any_lags:
@@ -114,10 +117,9 @@ class DecodeSoftmax(WarpHelpers):
     def exponentials(self, s: cute.Tensor, p: cute.Tensor, m: cute.Tensor, scale: Float32, total: cute.Tensor):
         """P of the lane's scores, and their sums by rows."""
         for i in cutlass.range_constexpr(2):
-            total[i] = Float32(0.0)
             for c in cutlass.range_constexpr(self.block // 4):
                 p[i, c] = cute.math.exp2(s[i, c] * scale - m[i], fastmath=True)
-                total[i] += p[i, c]
+            total[i] = tree(operator.add, [p[i, c] for c in range(self.block // 4)])
 
     @cute.jit
     def finish(

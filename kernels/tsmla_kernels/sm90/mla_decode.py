@@ -25,7 +25,7 @@ from tsmla_kernels.sm90.choose import ROWS, DecodeConfig
 from tsmla_kernels.sm90.decode_kernel import DecodeKernel
 from tsmla_kernels.sm90.decode_ring import TABLE_AHEAD
 from tsmla_kernels.sm90.decode_schedule import DESCRIPTOR_WORDS, SORTED, WALK_WORDS
-from tsmla_kernels.sm90.decode_softmax import greatest
+from tsmla_kernels.sm90.decode_softmax import tree
 from tsmla_kernels.sm90.warp_helpers import DTYPES, LOG2_E, LOWEST, element, quotient, remainder
 
 OVERHEAD = 5  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
@@ -61,7 +61,7 @@ class MlaDecode(DecodeKernel):
         self.speculate = self.rescale_bits > 0.0
         # A piece takes two stages or more; the values read its row sums before they leave its last.
         self.inverses = (self.stages + 1) // 2
-        self.threads = 384
+        self.threads, self.leavers = 384, 1
         self.registers = (184, 160)  # scores, values: 184 + 2 x 160 is what 384 threads start with
 
     @cute.jit
@@ -369,6 +369,7 @@ class MlaDecode(DecodeKernel):
         tidx, _, _ = cute.arch.thread_idx()
         t = tidx % 128
         lane = self.kept(t % 32)
+        signals = Int32(lane % 4 == 0)
         warp_here = cute.arch.make_warp_uniform(t // 32)
         scale = scales[0] * LOG2_E
         out_scale = scales[1]
@@ -468,7 +469,8 @@ class MlaDecode(DecodeKernel):
                     l[i] = Float32(0.0)
                 seen_by_all = self.seen_by_all(descriptor, at)
                 previous, address = index, self.address(s_k, index)
-                arrived = Int32(0)
+                following, phase_following = self.advance(index, phase)
+                arrived, stored = Int32(0), Int32(0)
                 for b in cutlass.range(b_begin, b_end, unroll=1):
                     stage_keys, _ = self.stage_tensors(s_k, s_p, address)
                     t_k = mma_qk.make_fragment_B(thr_qk.partition_B(stage_keys))
@@ -482,8 +484,7 @@ class MlaDecode(DecodeKernel):
                             # The tensor cores take turns: P V of the block before runs during this block's softmax. It
                             # is let loose as long before the end of Q K^T as its warps take to wake up: a step that
                             # meets P V there waits for a whole instruction of it, eight times its own length.
-                            if b > b_begin:
-                                self.signal(ready, previous, lane)
+                            self.signal_if(stored, ready, previous)
                         if const_expr(k < steps - self.shared_steps):
                             cute.gemm(mma_qk, acc, r_q[None, None, k], t_k[None, None, k], acc)
                         else:
@@ -491,13 +492,13 @@ class MlaDecode(DecodeKernel):
                             cute.gemm(mma_qk_shared, acc, q_step, t_k[None, None, k], acc)
                         mma_qk.set(Field.ACCUMULATE, True)
                     warpgroup.commit_group()
-                    following, phase = self.advance(index, phase)
-                    address_here = address
-                    address = self.address(s_k, following)
                     warpgroup.wait_group(0)
-                    previous, index = index, following
+                    previous, index, phase = index, following, phase_following
                     # Asked now, read a block later: the answer takes its time.
                     arrived = Int32(cute.arch.mbarrier_test_wait(full + index, phase))
+                    # Not beside Q K^T, whose last step would wait for these.
+                    address_here, address = address, self.address(s_k, index)
+                    following, phase_following = self.advance(index, phase)
                     if (b + 1) * self.block > seen_by_all:
                         self.mask(s, b, descriptor, at, row_low, lane)
                     self.softmax(s, p, m, l, scale, rescale, moved, row_low, lane, warp_here, previous)
@@ -507,6 +508,8 @@ class MlaDecode(DecodeKernel):
                     for i in cutlass.range_constexpr(self.block // 16):
                         four = [p_words[4 * i + j] for j in range(4)]
                         self.store_matrices((address_here + p_offset) ^ (i << 5), *four)
+                    cute.arch.sync_warp()
+                    stored = signals
                 # P is 0 past the end, but unused slots may hold NaN: 0 * NaN must not reach O.
                 for row in cutlass.range(
                     cutlass.max(descriptor[2, at] - (b_end - 1) * self.block, 0), self.block, unroll=1
@@ -716,7 +719,8 @@ class MlaDecode(DecodeKernel):
         """(factor / scale, scale) with which row i of O times factor / scale lies in f16's range: a power of 2, so that
         no bit is lost. f16 keeps 11 bits of what is within 2^14 of the row's greatest, where bf16 would keep 8."""
         tops = [cute.math.absf(o[i, c]) for c in range(self.half // 4)]
-        top = cute.arch.fmax(greatest(tops), 2.0**-100)  # of a row of zeros, factor / scale must still be finite
+        # Of a row of zeros, factor / scale must still be finite.
+        top = cute.arch.fmax(tree(cute.arch.fmax, tops), 2.0**-100)
         top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1))
         top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=2))
         # The power of 2 at or below it, within what has a reciprocal.

@@ -29,8 +29,9 @@ from tsmla_kernels.sm90.warp_helpers import LOG2_E, LOWEST, element, remainder
 
 OVERHEAD = 5  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
 RESCALE_BITS = 8.0  # how far the running maximum may lag: P of f16 holds that much, and rounds it no worse
-EARLY_STEPS = 3  # 32-column steps of Q K^T that are still to come when the values' warpgroups are let loose
-FRAGMENTS = 2  # of V^T, 64 latents of 32 keys each, that a warpgroup has in registers as f16
+EARLY_STEPS = 8  # 32-column steps of Q K^T that are still to come when the values' warpgroups are let loose
+AHEAD = 2  # fragments of V^T, 64 latents of 32 keys each, that a warpgroup has in registers as fp8, or on their way
+WIDE = 4  # of their halves, 16 keys each, that it has there as f16
 
 
 class MlaDecodeFp8(DecodeKernel):
@@ -54,8 +55,8 @@ class MlaDecodeFp8(DecodeKernel):
         self.inverses = self.stages // 2 + 1  # a piece takes two stages or more
         # With few rows the scores are what the others wait for; with many, registers and instructions are dear.
         self.speculate = self.p_rows < ROWS
-        self.threads = 512
-        self.registers = (120, 184, 24)  # scores, values, copies: what 512 threads start with
+        self.threads, self.leavers = 512, 4
+        self.registers = (104, 192, 24)  # scores, values, copies: what 512 threads start with
 
     @cute.jit
     def __call__(
@@ -238,6 +239,7 @@ class MlaDecodeFp8(DecodeKernel):
         tidx, _, _ = cute.arch.thread_idx()
         t = tidx % 128
         lane = self.kept(t % 32)
+        signals = Int32(lane % 4 == 0)
         warp_here = cute.arch.make_warp_uniform(t // 32)
         scale = scales[0] * LOG2_E
         out_scale = scales[1]
@@ -293,7 +295,8 @@ class MlaDecodeFp8(DecodeKernel):
                     l[i] = Float32(0.0)
                 seen_by_all = self.seen_by_all(descriptor, at)
                 previous, address = index, self.address(s_k, index)
-                arrived = Int32(0)
+                following, phase_following = self.advance(index, phase)
+                arrived, stored = Int32(0), Int32(0)
                 for b in cutlass.range(b_begin, b_end, unroll=1):
                     stage_keys, _ = self.stage_tensors(s_k, s_p, address)
                     t_k = mma_qk.make_fragment_B(thr_qk.partition_B(stage_keys))
@@ -304,18 +307,17 @@ class MlaDecodeFp8(DecodeKernel):
                     for k in cutlass.range_constexpr(steps):
                         if const_expr(k == steps - EARLY_STEPS):
                             # The tensor cores take turns, as in MlaDecode.
-                            if b > b_begin:
-                                self.signal(ready, previous, lane)
+                            self.signal_if(stored, ready, previous)
                         cute.gemm(mma_qk, acc, t_q[None, None, k], t_k[None, None, k], acc)
                         mma_qk.set(Field.ACCUMULATE, True)
                     warpgroup.commit_group()
-                    following, phase = self.advance(index, phase)
-                    address_here = address
-                    address = self.address(s_k, following)
                     warpgroup.wait_group(0)
-                    previous, index = index, following
+                    previous, index, phase = index, following, phase_following
                     # Asked now, read a block later: the answer takes its time.
                     arrived = Int32(cute.arch.mbarrier_test_wait(full + index, phase))
+                    # Not beside Q K^T, whose last step would wait for these.
+                    address_here, address = address, self.address(s_k, index)
+                    following, phase_following = self.advance(index, phase)
                     if (b + 1) * self.block > seen_by_all:
                         self.mask(s, b, descriptor, at, row_low, lane)
                     self.softmax(s, p, m, l, scale, rescale, moved, row_low, lane, warp_here, previous)
@@ -323,6 +325,8 @@ class MlaDecodeFp8(DecodeKernel):
                     for i in cutlass.range_constexpr(self.block // 16):
                         four = [p_words[4 * i + j] for j in range(4)]
                         self.store_matrices((address_here + p_offset) ^ (i << 5), *four)
+                    cute.arch.sync_warp()
+                    stored = signals
                 self.finish(l, m, inverse, lse, partial_lse, out_scale, row_low, lane, descriptor, at, rank, piece)
                 self.signal(ready, previous, lane)
                 piece += 1
@@ -364,13 +368,14 @@ class MlaDecodeFp8(DecodeKernel):
         o = cute.make_tensor(
             acc.iterator, cute.make_layout((2, 2, self.p_rows // 8, self.m_tiles), stride=(1, 2, 4, self.p_rows // 2))
         )
-        r_v = cute.make_rmem_tensor((8, 2, FRAGMENTS), self.p_dtype)
-        groups = 2 * self.m_tiles
-        narrow = cute.make_rmem_tensor((4, groups), Int32)
+        r_v = cute.make_rmem_tensor((8, WIDE), self.p_dtype)
+        narrow = cute.make_rmem_tensor((4, AHEAD), Int32)
         a_shape, tile_shape = thr.partition_shape_A((64, 16)), thr.partition_shape_C((64, self.p_rows))
         first_tile = half * (self.half // 16) + (t // 32) * self.m_tiles  # of 16 latents
         # Where this lane's key of the first 32 has the first tile's columns, in a stage.
-        offset = (first_tile // 4) * (64 * self.block) + lane * 64 + (((first_tile % 4) ^ ((lane >> 1) & 3)) << 4)
+        offset = self.kept(
+            (first_tile // 4) * (64 * self.block) + lane * 64 + (((first_tile % 4) ^ ((lane >> 1) & 3)) << 4)
+        )
 
         index, phase, piece = Int32(0), Int32(0), Int32(0)
         if warp_idx == 8:
@@ -392,40 +397,58 @@ class MlaDecodeFp8(DecodeKernel):
                 index, phase = self.advance(index, phase)
                 keys = self.uniform(descriptor[2, at])
                 acc.fill(0.0)
+                begun, address = Int32(0), self.address(s_k, index)  # whether this block's first values are in `narrow`
                 for b in cutlass.range(b_begin, b_end, unroll=1):
-                    address = self.address(s_k, index)
                     _, stage_p = self.stage_tensors(s_k, s_p, address)
                     t_p = mma_pv.make_fragment_B(thr.partition_B(stage_p))
                     here = address + offset
-                    cute.arch.mbarrier_wait(full + index, phase)
-                    if (b + 1) * self.block > keys:
-                        # P is 0 past the end, but unused slots may hold NaN: 0 * NaN must not reach O. The scores have
-                        # read these keys, and no other warp reads this one's latents.
-                        cute.arch.mbarrier_wait(ready + index, phase)
-                        self.clear(here, keys - b * self.block, lane)
-                    # While the scores are found.
-                    for g in cutlass.range_constexpr(groups):
-                        self.read_values(here, g, narrow)
+                    if begun == 0:
+                        cute.arch.mbarrier_wait(full + index, phase)
+                        if (b + 1) * self.block > keys:
+                            # P is 0 past the end, but unused slots may hold NaN: 0 * NaN must not reach O. The scores
+                            # have read these keys, and no other warp reads this one's latents.
+                            cute.arch.mbarrier_wait(ready + index, phase)
+                            self.clear(here, keys - b * self.block, lane)
+                        for g in cutlass.range_constexpr(AHEAD):
+                            self.read_values(here, g, narrow)
+                    following, phase_following = self.advance(index, phase)
+                    address = self.address(s_k, following)
+                    begun, next_here = Int32(0), here
+                    # V^T is read beside the product, the next block's beginning too: the scores, which want shared
+                    # memory for themselves, are not at work then. If that block has keys to be zeroed, or there is
+                    # none, this one's once more, to no end.
+                    if b + 1 < b_end and (b + 2) * self.block <= keys:
+                        begun, next_here = Int32(1), address + offset
                     cute.arch.mbarrier_wait(ready + index, phase)
+                    flags = cute.make_rmem_tensor((4,), Int32)
+                    there = (moved.iterator + index * 4).align(16)
+                    cute.autovec_copy(cute.make_tensor(there, cute.make_layout(4)), flags)
                     cute.arch.fence_proxy("async.shared", space="cta")  # the scores' writes of P, as in MlaDecode
-                    self.rescale_out(o, rescale, moved, index, lane)
-                    for g in cutlass.range_constexpr(groups):
-                        self.widen(narrow, g, r_v)
+                    # The scores have begun with the next block before they let this one's product begin: so it is there
+                    # already, and the answer is read later, for it takes its time.
+                    awaited = begun
+                    if cute.arch.mbarrier_test_wait(full + following, phase_following):
+                        awaited = Int32(0)
+                    for n in cutlass.range_constexpr(WIDE):  # while the flags come
+                        self.widen(n, narrow, r_v)
+                        self.read_on(n, here, next_here, awaited, full + following, phase_following, narrow)
+                    self.rescale_out(o, rescale, flags, index, lane)
+                    for n in cutlass.range_constexpr(4 * self.m_tiles):
+                        if const_expr(n >= WIDE):
+                            warpgroup.wait_group(WIDE - 1)
+                            self.widen(n, narrow, r_v)
+                            self.read_on(n, here, next_here, awaited, full + following, phase_following, narrow)
                         warpgroup.fence()
-                        for k in cutlass.range_constexpr(2):
-                            a = cute.make_tensor(r_v[None, k, g % FRAGMENTS].iterator, cute.make_layout(a_shape))
-                            tile = cute.make_tensor(
-                                acc.iterator + g % self.m_tiles * (self.p_rows // 2), cute.make_layout(tile_shape)
-                            )
-                            cute.gemm(
-                                mma_pv, tile, a[None, None, 0], t_p[None, None, 2 * (g // self.m_tiles) + k], tile
-                            )
+                        a = cute.make_tensor(r_v[None, n % WIDE].iterator, cute.make_layout(a_shape))
+                        g, k = n // 2, n % 2
+                        tile = cute.make_tensor(
+                            acc.iterator + g % self.m_tiles * (self.p_rows // 2), cute.make_layout(tile_shape)
+                        )
+                        cute.gemm(mma_pv, tile, a[None, None, 0], t_p[None, None, 2 * (g // self.m_tiles) + k], tile)
                         warpgroup.commit_group()
-                        if const_expr(g + 1 >= FRAGMENTS and g + 1 < groups):
-                            warpgroup.wait_group(FRAGMENTS - 1)
                     warpgroup.wait_group(0)
                     self.leave(index, empty)
-                    index, phase = self.advance(index, phase)
+                    index, phase = following, phase_following
                 self.store(
                     out, partial_out, o, inverse, piece % self.inverses, first_tile * 16, lane, descriptor, at, rank
                 )
@@ -455,19 +478,45 @@ class MlaDecodeFp8(DecodeKernel):
 
     @cute.jit
     def read_values(self, here: Int32, g: cutlass.Constexpr[int], narrow: cute.Tensor):
-        """Fragment g of V^T, 32 keys of a tile of latents, into column g of `narrow`: a latent's two keys together."""
-        words = narrow[None, g]
+        """Fragment g of V^T, 32 keys of a tile of latents, into its column of `narrow`."""
+        words = narrow[None, g % AHEAD]
         address = self.columns(here, g % self.m_tiles) + (g // self.m_tiles) * (32 * 64)
         # Two keys of two neighbouring latents a word.
         words[0], words[1], words[2], words[3] = self.load_transposed(address)
-        for i in cutlass.range_constexpr(4):
-            words[i] = Int32(cute.arch.prmt(words[i], words[i], 0x3120))
 
     @cute.jit
-    def widen(self, narrow: cute.Tensor, g: cutlass.Constexpr[int], r_v: cute.Tensor):
-        """Fragment g of V^T as f16, into its place of r_v."""
-        wide = cute.recast_tensor(narrow[None, g], self.dtype).load().to(self.p_dtype)
-        cute.make_tensor(r_v[None, None, g % FRAGMENTS].iterator, cute.make_layout(16)).store(wide)
+    def read_on(
+        self,
+        n: cutlass.Constexpr[int],
+        here: Int32,
+        next_here: Int32,
+        awaited: Int32,
+        full: cute.Pointer,
+        phase: Int32,
+        narrow: cute.Tensor,
+    ):
+        """Behind half n of the fragments: where that is a fragment's last, read another one in its place: this block's
+        next, or one of the next block's first, when its keys are there."""
+        g, groups = n // 2, 2 * self.m_tiles
+        if const_expr(n % 2 == 1):
+            if const_expr(g + AHEAD < groups):
+                self.read_values(here, g + AHEAD, narrow)
+            else:
+                if const_expr(g + AHEAD == groups):
+                    if awaited == 1:
+                        cute.arch.mbarrier_wait(full, phase)
+                self.read_values(next_here, g % AHEAD, narrow)
+
+    @cute.jit
+    def widen(self, n: cutlass.Constexpr[int], narrow: cute.Tensor, r_v: cute.Tensor):
+        """Half n of the fragments of V^T as f16, a latent's two keys together."""
+        words = cute.make_rmem_tensor((2,), Int32)
+        for i in cutlass.range_constexpr(2):
+            word = narrow[2 * (n % 2) + i, n // 2 % AHEAD]
+            words[i] = Int32(cute.arch.prmt(word, word, 0x3120))
+        cute.make_tensor(r_v[None, n % WIDE].iterator, cute.make_layout(8)).store(
+            cute.recast_tensor(words, self.dtype).load().to(self.p_dtype)
+        )
 
     @cute.jit
     def two_rows(self, values: cute.Tensor, at: Int32, v: cutlass.Constexpr[int], lane: Int32, pair: cute.Tensor):
@@ -476,15 +525,18 @@ class MlaDecodeFp8(DecodeKernel):
         cute.autovec_copy(source, pair)
 
     @cute.jit
-    def rescale_out(self, o: cute.Tensor, rescale: cute.Tensor, moved: cute.Tensor, index: Int32, lane: Int32):
-        """Multiply O by what the scores' running maxima moved, if they did."""
-        flags = cute.make_rmem_tensor((4,), Int32)
-        cute.autovec_copy(cute.make_tensor((moved.iterator + index * 4).align(16), cute.make_layout(4)), flags)
+    def rescale_out(self, o: cute.Tensor, rescale: cute.Tensor, flags: cute.Tensor, index: Int32, lane: Int32):
+        """Multiply O by what the scores' running maxima moved, where `flags` say that they did."""
         if (flags[0] | flags[1] | flags[2] | flags[3]) != 0:
             factors = cute.make_rmem_tensor((2,), Float32)
             for v in cutlass.range_constexpr(self.p_rows // 8):
                 if flags[v // 2] != 0:
-                    self.two_rows(rescale, index, v, lane, factors)
+                    # By the lanes that arrive at `empty` for the warp: so racecheck can follow it.
+                    factors.fill(1.0)
+                    if lane < self.leavers:
+                        self.two_rows(rescale, index, v, lane, factors)
+                    for i in cutlass.range_constexpr(2):
+                        factors[i] = cute.arch.shuffle_sync(factors[i], lane % 4)
                     for i in cutlass.range_constexpr(2):
                         for tile in cutlass.range_constexpr(self.m_tiles):
                             for e in cutlass.range_constexpr(2):
