@@ -5,10 +5,11 @@ calls made alone before.
 
 test_gpu.py makes these calls too. As a program of its own, without jax, compute-sanitizer can watch them:
 
-    compute-sanitizer --tool racecheck python3 -m tests.bridge.stress --threads 2 --calls 1 --small
+    compute-sanitizer --tool racecheck python3 -m tests.bridge.stress --threads 1 --calls 4 --small
 
 Run it without the sanitizer first, so that the kernels are compiled, and one sanitizer at a time: of six on one GPU
-five did not end. After --patience seconds every thread's place is printed and the program ends.
+five did not end. With two threads racecheck does not end either: both stand in torch's own calls then (empty, linspace).
+After --patience seconds every thread's place is printed and the program ends.
 """
 
 from __future__ import annotations

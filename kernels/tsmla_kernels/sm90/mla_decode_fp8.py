@@ -25,7 +25,7 @@ from tsmla_kernels.sm90.choose import ROWS, DecodeConfig
 from tsmla_kernels.sm90.decode_kernel import DecodeKernel
 from tsmla_kernels.sm90.decode_ring import TABLE_AHEAD
 from tsmla_kernels.sm90.decode_schedule import DESCRIPTOR_WORDS, SORTED, WALK_WORDS
-from tsmla_kernels.sm90.warp_helpers import LOG2_E, LOWEST, element, remainder
+from tsmla_kernels.sm90.warp_helpers import LOG2_E, LOWEST, element, quotient, remainder
 
 OVERHEAD = 5  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
 RESCALE_BITS = 8.0  # how far the running maximum may lag: P of f16 holds that much, and rounds it no worse
@@ -297,36 +297,40 @@ class MlaDecodeFp8(DecodeKernel):
                 previous, address = index, self.address(s_k, index)
                 following, phase_following = self.advance(index, phase)
                 arrived, stored = Int32(0), Int32(0)
-                for b in cutlass.range(b_begin, b_end, unroll=1):
-                    stage_keys, _ = self.stage_tensors(s_k, s_p, address)
-                    t_k = mma_qk.make_fragment_B(thr_qk.partition_B(stage_keys))
-                    if arrived == 0:
-                        cute.arch.mbarrier_wait(full + index, phase)
-                    warpgroup.fence()
-                    mma_qk.set(Field.ACCUMULATE, False)
-                    for k in cutlass.range_constexpr(steps):
-                        if const_expr(k == steps - EARLY_STEPS):
-                            # The tensor cores take turns, as in MlaDecode.
-                            self.signal_if(stored, ready, previous)
-                        cute.gemm(mma_qk, acc, t_q[None, None, k], t_k[None, None, k], acc)
-                        mma_qk.set(Field.ACCUMULATE, True)
-                    warpgroup.commit_group()
-                    warpgroup.wait_group(0)
-                    previous, index, phase = index, following, phase_following
-                    # Asked now, read a block later: the answer takes its time.
-                    arrived = Int32(cute.arch.mbarrier_test_wait(full + index, phase))
-                    # Not beside Q K^T, whose last step would wait for these.
-                    address_here, address = address, self.address(s_k, index)
-                    following, phase_following = self.advance(index, phase)
-                    if (b + 1) * self.block > seen_by_all:
-                        self.mask(s, b, descriptor, at, row_low, lane)
-                    self.softmax(s, p, m, l, scale, rescale, moved, row_low, lane, warp_here, previous)
-                    r_p.store(probabilities.load().to(self.p_dtype))
-                    for i in cutlass.range_constexpr(self.block // 16):
-                        four = [p_words[4 * i + j] for j in range(4)]
-                        self.store_matrices((address_here + p_offset) ^ (i << 5), *four)
-                    cute.arch.sync_warp()
-                    stored = signals
+                # The blocks with a mask in a loop of their own: to jump over it takes 20 cycles of the others.
+                unmasked = cutlass.min(cutlass.max(quotient(seen_by_all, self.block), b_begin), b_end)
+                for masked in cutlass.range_constexpr(2):
+                    first, last = (b_begin, unmasked) if const_expr(masked == 0) else (unmasked, b_end)
+                    for b in cutlass.range(first, last, unroll=1):
+                        stage_keys, _ = self.stage_tensors(s_k, s_p, address)
+                        t_k = mma_qk.make_fragment_B(thr_qk.partition_B(stage_keys))
+                        if arrived == 0:
+                            cute.arch.mbarrier_wait(full + index, phase)
+                        warpgroup.fence()
+                        mma_qk.set(Field.ACCUMULATE, False)
+                        for k in cutlass.range_constexpr(steps):
+                            if const_expr(k == steps - EARLY_STEPS):
+                                # The tensor cores take turns, as in MlaDecode.
+                                self.signal_if(stored, ready, previous)
+                            cute.gemm(mma_qk, acc, t_q[None, None, k], t_k[None, None, k], acc)
+                            mma_qk.set(Field.ACCUMULATE, True)
+                        warpgroup.commit_group()
+                        warpgroup.wait_group(0)
+                        previous, index, phase = index, following, phase_following
+                        # Asked now, read a block later: the answer takes its time.
+                        arrived = Int32(cute.arch.mbarrier_test_wait(full + index, phase))
+                        # Not beside Q K^T, whose last step would wait for these.
+                        address_here, address = address, self.address(s_k, index)
+                        following, phase_following = self.advance(index, phase)
+                        if const_expr(masked == 1):
+                            self.mask(s, b, descriptor, at, row_low, lane)
+                        self.softmax(s, p, m, l, scale, rescale, moved, row_low, lane, warp_here, previous)
+                        r_p.store(probabilities.load().to(self.p_dtype))
+                        for i in cutlass.range_constexpr(self.block // 16):
+                            four = [p_words[4 * i + j] for j in range(4)]
+                            self.store_matrices((address_here + p_offset) ^ (i << 5), *four)
+                        cute.arch.sync_warp()
+                        stored = signals
                 self.finish(l, m, inverse, lse, partial_lse, out_scale, row_low, lane, descriptor, at, rank, piece)
                 self.signal(ready, previous, lane)
                 piece += 1
@@ -420,19 +424,20 @@ class MlaDecodeFp8(DecodeKernel):
                     if b + 1 < b_end and (b + 2) * self.block <= keys:
                         begun, next_here = Int32(1), address + offset
                     cute.arch.mbarrier_wait(ready + index, phase)
-                    flags = cute.make_rmem_tensor((4,), Int32)
-                    there = (moved.iterator + index * 4).align(16)
-                    cute.autovec_copy(cute.make_tensor(there, cute.make_layout(4)), flags)
+                    # By the lanes that arrive at `empty` for the warp, as is `rescale`: so racecheck can follow it.
+                    flag = Int32(0)
+                    if lane < self.leavers:
+                        flag = moved[lane, index]
                     cute.arch.fence_proxy("async.shared", space="cta")  # the scores' writes of P, as in MlaDecode
                     # The scores have begun with the next block before they let this one's product begin: so it is there
                     # already, and the answer is read later, for it takes its time.
                     awaited = begun
                     if cute.arch.mbarrier_test_wait(full + following, phase_following):
                         awaited = Int32(0)
-                    for n in cutlass.range_constexpr(WIDE):  # while the flags come
+                    for n in cutlass.range_constexpr(WIDE):  # while the flag comes
                         self.widen(n, narrow, r_v)
                         self.read_on(n, here, next_here, awaited, full + following, phase_following, narrow)
-                    self.rescale_out(o, rescale, flags, index, lane)
+                    self.rescale_out(o, rescale, flag, index, lane)
                     for n in cutlass.range_constexpr(4 * self.m_tiles):
                         if const_expr(n >= WIDE):
                             warpgroup.wait_group(WIDE - 1)
@@ -525,13 +530,14 @@ class MlaDecodeFp8(DecodeKernel):
         cute.autovec_copy(source, pair)
 
     @cute.jit
-    def rescale_out(self, o: cute.Tensor, rescale: cute.Tensor, flags: cute.Tensor, index: Int32, lane: Int32):
-        """Multiply O by what the scores' running maxima moved, where `flags` say that they did."""
-        if (flags[0] | flags[1] | flags[2] | flags[3]) != 0:
+    def rescale_out(self, o: cute.Tensor, rescale: cute.Tensor, flag: Int32, index: Int32, lane: Int32):
+        """Multiply O by what the scores' running maxima moved, in the 16 rows of each lane whose flag says that they
+        did."""
+        flags = cute.arch.vote_ballot_sync(flag != 0)
+        if flags != 0:
             factors = cute.make_rmem_tensor((2,), Float32)
             for v in cutlass.range_constexpr(self.p_rows // 8):
-                if flags[v // 2] != 0:
-                    # By the lanes that arrive at `empty` for the warp: so racecheck can follow it.
+                if (flags & (1 << (v // 2))) != 0:
                     factors.fill(1.0)
                     if lane < self.leavers:
                         self.two_rows(rescale, index, v, lane, factors)
