@@ -8,7 +8,7 @@ test_gpu.py makes these calls too. As a program of its own, without jax, compute
     compute-sanitizer --tool racecheck python3 -m tests.bridge.stress --threads 1 --calls 4 --small
 
 Run it without the sanitizer first, so that the kernels are compiled, and one sanitizer at a time: of six on one GPU
-five did not end. With two threads racecheck does not end either: both stand in torch's own calls then (empty, linspace).
+five did not end. Nor does racecheck end with two threads: both stand in torch's own calls then (empty, linspace).
 After --patience seconds every thread's place is printed and the program ends.
 """
 
