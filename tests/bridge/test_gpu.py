@@ -348,11 +348,12 @@ def test_threads_on_streams(dtype: str, kv_dtype: str) -> None:
 def test_two_gpus() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    args = arrays(3, 1, 16, 5)
+    args = [x.to("cuda:0") for x in arrays(3, 1, 16, 5)]
     there = [x.to("cuda:1") for x in args]
-    got = attend(*there)  # the current device is the first
-    assert got[0].device.index == 1
-    assert_same_bits([x.to("cuda:0") for x in got], attend(*args))
+    with torch.cuda.device(0):  # jax, in the same process, may have made another one current
+        got = attend(*there)
+        assert got[0].device.index == 1 and torch.cuda.current_device() == 0
+        assert_same_bits([x.to("cuda:0") for x in got], attend(*args))
     with pytest.raises(ValueError, match=r"kv_cache: got a tensor on cuda:0; it must be on q's device, cuda:1"):
         attend(there[0], *args[1:])
 

@@ -196,6 +196,16 @@ class DecodeKernel(DecodeRing, DecodeSoftmax, DecodeCombine):
         return self.uniform(s_k.iterator.toint() + index * (self.stage_elements * self.itemsize))
 
     @cute.jit
+    def look_ahead(self, full: cute.Pointer, index: Int32, phase: Int32, s_k: cute.Tensor):
+        """Of the stage that the scores come to next: whether it is there already, its address, and the stage behind it
+        with its parity. Behind Q K^T of the block before, for asking takes its time, and beside Q K^T its last step
+        would wait for these."""
+        arrived = Int32(cute.arch.mbarrier_test_wait(full + index, phase))
+        address = self.address(s_k, index)
+        following, phase_following = self.advance(index, phase)
+        return arrived, address, following, phase_following
+
+    @cute.jit
     def stage_tensors(self, s_k: cute.Tensor, s_p: cute.Tensor, address: Int32):
         """The keys and the P of the stage at `address`, for WGMMA."""
         keys_ptr = cute.make_ptr(self.dtype, address, cute.AddressSpace.smem, assumed_align=1024)

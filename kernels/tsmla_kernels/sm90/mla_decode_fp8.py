@@ -317,11 +317,8 @@ class MlaDecodeFp8(DecodeKernel):
                         warpgroup.commit_group()
                         warpgroup.wait_group(0)
                         previous, index, phase = index, following, phase_following
-                        # Asked now, read a block later: the answer takes its time.
-                        arrived = Int32(cute.arch.mbarrier_test_wait(full + index, phase))
-                        # Not beside Q K^T, whose last step would wait for these.
-                        address_here, address = address, self.address(s_k, index)
-                        following, phase_following = self.advance(index, phase)
+                        address_here = address
+                        arrived, address, following, phase_following = self.look_ahead(full, index, phase, s_k)
                         if const_expr(masked == 1):
                             self.mask(s, b, descriptor, at, row_low, lane)
                         self.softmax(s, p, m, l, scale, rescale, moved, row_low, lane, warp_here, previous)
