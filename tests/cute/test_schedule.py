@@ -54,18 +54,17 @@ def check(
             continue
         # As DecodeCombine reads it: the slots of the entry, and one or two halves of a portion for each cluster of it.
         rows = min(config.tile_rows, int(queries[r]) * config.num_heads - row)
+        busy = split_info[cut[0].slot, 3] - len(cut)
+        assert busy in (0, *flags, sum(flags))
         for place, piece in enumerate(cut):
             assert piece.slot // 2 == piece.part and piece.slot % 2 == (piece.begin == 0)
             row_base, row_count, first, count = split_info[piece.slot]
-            busy = split_info[cut[0].slot, 3] - len(cut)
-            assert busy in (0, *flags, sum(flags))
             assert (row_base, row_count, count) == (starts[r] + row, rows, len(cut) + busy)
             assert piece.slot == (first if place == 0 else first + 2 * place - 1)
             assert piece.part - first // 2 == place
-        if busy:  # never said of one that has nothing else to do
-            for flag, piece in zip(flags, (cut[0], cut[-1]), strict=True):
-                others = [other for other in pieces if other.part == piece.part and other is not piece]
-                assert others or not busy & flag
+        for flag, piece in zip(flags, (cut[0], cut[-1]), strict=True):
+            if busy & flag:  # never said of a cluster that has nothing else to do
+                assert any(other.part == piece.part and other is not piece for other in pieces)
 
 
 def shares(parts: int, pieces: list[Piece]) -> np.ndarray:

@@ -196,6 +196,14 @@ class DecodeKernel(DecodeRing, DecodeSoftmax, DecodeCombine):
         return self.uniform(s_k.iterator.toint() + index * (self.stage_elements * self.itemsize))
 
     @cute.jit
+    def store_p(self, address: Int32, p_words: cute.Tensor):
+        """A warp's P into shared memory, where the lane's first row of it is at `address`."""
+        for i in cutlass.range_constexpr(self.block // 16):
+            four = [p_words[4 * i + j] for j in range(4)]
+            self.store_matrices(address ^ (i << 5), *four)
+        cute.arch.sync_warp()
+
+    @cute.jit
     def look_ahead(self, full: cute.Pointer, index: Int32, phase: Int32, s_k: cute.Tensor):
         """Of the stage that the scores come to next: whether it is there already, its address, and the stage behind it
         with its parity. Behind Q K^T of the block before, for asking takes its time, and beside Q K^T its last step

@@ -25,6 +25,8 @@ class DecodeRing(WarpHelpers):
       column_tiles: groups of 64 columns.
       stage_elements: elements from one stage to the next. itemsize: bytes of one.
       descriptors: places in the ring of pieces' descriptions.
+      leavers: lanes of a warp of the values that arrive when it leaves a stage: all that read what the scores said of
+        their maxima, if racecheck is to follow that.
     """
 
     page_size: int
@@ -37,7 +39,7 @@ class DecodeRing(WarpHelpers):
     stage_elements: int
     itemsize: int
     descriptors: int
-    leavers: int  # lanes of a warp that arrive when it leaves a stage: those that read the rows' factors
+    leavers: int
 
     @cute.jit
     def begin_copies(self, copies: cutlass.Constexpr):
@@ -200,6 +202,10 @@ class DecodeRing(WarpHelpers):
                         mcast_mask=cutlass.Int16((1 << self.cluster) - 1),
                     )  # fmt: skip
 
+    def signals(self, lane: Int32) -> cutlass.Boolean:
+        """Whether a lane arrives in `signal`."""
+        return lane % 4 == 0
+
     @cute.jit
     def signal(self, ready: cute.Pointer, index: Int32, lane: Int32):
         """One warp has done its part with a stage: Q's rows are in registers, or P is in shared memory.
@@ -207,7 +213,7 @@ class DecodeRing(WarpHelpers):
         The eight lanes that write row factors arrive, each for its own: so racecheck can follow it too.
         """
         cute.arch.sync_warp()
-        if lane % 4 == 0:
+        if self.signals(lane):
             cute.arch.mbarrier_arrive(ready + index)
 
     def signal_if(self, holds: Int32, ready: cute.Pointer, index: Int32) -> None:
@@ -237,16 +243,16 @@ class DecodeRing(WarpHelpers):
         if const_expr(self.leavers > 1):
             cute.arch.sync_warp()
             if cute.arch.lane_idx() < self.leavers:
-                self.arrive(index, empty)
+                self.arrive(empty + index, self.multicast)
         else:
             with cute.arch.elect_one():
-                self.arrive(index, empty)
+                self.arrive(empty + index, self.multicast)
 
     @cute.jit
-    def arrive(self, index: Int32, empty: cute.Pointer):
-        """An arrival at `empty` of every CTA that may write the stage."""
-        if const_expr(not self.multicast):
-            cute.arch.mbarrier_arrive(empty + index)
+    def arrive(self, barrier: cute.Pointer, everywhere: cutlass.Constexpr[bool]):
+        """An arrival at `barrier`, or at that of each CTA of the cluster."""
+        if const_expr(not everywhere):
+            cute.arch.mbarrier_arrive(barrier)
         else:
             for peer in cutlass.range_constexpr(self.cluster):
-                cute.arch.mbarrier_arrive(empty + index, peer)
+                cute.arch.mbarrier_arrive(barrier, peer)

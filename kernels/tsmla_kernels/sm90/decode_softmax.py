@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from tsmla_kernels.sm90.choose import ROWS
-from tsmla_kernels.sm90.warp_helpers import LN_2, WarpHelpers
+from tsmla_kernels.sm90.warp_helpers import LN_2, LOWEST, WarpHelpers
 
 
 def tree(combine: Callable[[Float32, Float32], Float32], values: list[Float32]) -> Float32:
@@ -39,6 +39,13 @@ class DecodeSoftmax(WarpHelpers):
     speculate: bool
     inverses: int
     scaled: bool
+
+    @cute.jit
+    def begin_rows(self, m: cute.Tensor, l: cute.Tensor):
+        """The lane's rows, before they have seen a key."""
+        for i in cutlass.range_constexpr(2):
+            m[i] = Float32(LOWEST)
+            l[i] = Float32(0.0)
 
     @cute.jit
     def seen_by_all(self, descriptor: cute.Tensor, at: Int32):

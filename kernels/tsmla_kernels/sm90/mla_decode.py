@@ -26,7 +26,7 @@ from tsmla_kernels.sm90.decode_kernel import DecodeKernel
 from tsmla_kernels.sm90.decode_ring import TABLE_AHEAD
 from tsmla_kernels.sm90.decode_schedule import DESCRIPTOR_WORDS, SORTED, WALK_WORDS
 from tsmla_kernels.sm90.decode_softmax import tree
-from tsmla_kernels.sm90.warp_helpers import DTYPES, LOG2_E, LOWEST, element, quotient, remainder
+from tsmla_kernels.sm90.warp_helpers import DTYPES, LOG2_E, element, quotient, remainder
 
 OVERHEAD = 5  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
 RESCALE_BITS = 8.0  # how far the running maximum may lag where arithmetic is the bound: following it at once takes 10 %
@@ -335,11 +335,7 @@ class MlaDecode(DecodeKernel):
         """One warp is done with a landing: told to every CTA that may write it."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            if const_expr(self.cluster == 1):
-                cute.arch.mbarrier_arrive(barrier)
-            else:
-                for peer in cutlass.range_constexpr(self.cluster):
-                    cute.arch.mbarrier_arrive(barrier, peer)
+            self.arrive(barrier, self.cluster > 1)
 
     @cute.jit
     def stage(self, s_k: cute.Tensor, s_p: cute.Tensor, index: Int32):
@@ -369,7 +365,7 @@ class MlaDecode(DecodeKernel):
         tidx, _, _ = cute.arch.thread_idx()
         t = tidx % 128
         lane = self.kept(t % 32)
-        signals = Int32(lane % 4 == 0)
+        signals = Int32(self.signals(lane))
         warp_here = cute.arch.make_warp_uniform(t // 32)
         scale = scales[0] * LOG2_E
         out_scale = scales[1]
@@ -464,9 +460,7 @@ class MlaDecode(DecodeKernel):
                     self.signal(ready, index, lane)
                     index, phase = self.advance(index, phase)
 
-                for i in cutlass.range_constexpr(2):
-                    m[i] = Float32(LOWEST)
-                    l[i] = Float32(0.0)
+                self.begin_rows(m, l)
                 seen_by_all = self.seen_by_all(descriptor, at)
                 previous, address = index, self.address(s_k, index)
                 following, phase_following = self.advance(index, phase)
@@ -502,10 +496,7 @@ class MlaDecode(DecodeKernel):
                     r_p.store(probabilities.load().to(self.dtype))
                     # All four warps have read these keys' rope columns: P may overwrite them.
                     cute.arch.barrier(barrier_id=1, number_of_threads=128)
-                    for i in cutlass.range_constexpr(self.block // 16):
-                        four = [p_words[4 * i + j] for j in range(4)]
-                        self.store_matrices((address_here + p_offset) ^ (i << 5), *four)
-                    cute.arch.sync_warp()
+                    self.store_p(address_here + p_offset, p_words)
                     stored = signals
                 # P is 0 past the end, but unused slots may hold NaN: 0 * NaN must not reach O.
                 for row in cutlass.range(

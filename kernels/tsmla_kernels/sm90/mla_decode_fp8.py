@@ -25,7 +25,7 @@ from tsmla_kernels.sm90.choose import ROWS, DecodeConfig
 from tsmla_kernels.sm90.decode_kernel import DecodeKernel
 from tsmla_kernels.sm90.decode_ring import TABLE_AHEAD
 from tsmla_kernels.sm90.decode_schedule import DESCRIPTOR_WORDS, SORTED, WALK_WORDS
-from tsmla_kernels.sm90.warp_helpers import LOG2_E, LOWEST, element, quotient, remainder
+from tsmla_kernels.sm90.warp_helpers import LOG2_E, element, quotient, remainder
 
 OVERHEAD = 5  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
 RESCALE_BITS = 8.0  # how far the running maximum may lag: P of f16 holds that much, and rounds it no worse
@@ -239,7 +239,7 @@ class MlaDecodeFp8(DecodeKernel):
         tidx, _, _ = cute.arch.thread_idx()
         t = tidx % 128
         lane = self.kept(t % 32)
-        signals = Int32(lane % 4 == 0)
+        signals = Int32(self.signals(lane))
         warp_here = cute.arch.make_warp_uniform(t // 32)
         scale = scales[0] * LOG2_E
         out_scale = scales[1]
@@ -290,9 +290,7 @@ class MlaDecodeFp8(DecodeKernel):
                 self.signal(ready, index, lane)
                 index, phase = self.advance(index, phase)
 
-                for i in cutlass.range_constexpr(2):
-                    m[i] = Float32(LOWEST)
-                    l[i] = Float32(0.0)
+                self.begin_rows(m, l)
                 seen_by_all = self.seen_by_all(descriptor, at)
                 previous, address = index, self.address(s_k, index)
                 following, phase_following = self.advance(index, phase)
@@ -323,10 +321,7 @@ class MlaDecodeFp8(DecodeKernel):
                             self.mask(s, b, descriptor, at, row_low, lane)
                         self.softmax(s, p, m, l, scale, rescale, moved, row_low, lane, warp_here, previous)
                         r_p.store(probabilities.load().to(self.p_dtype))
-                        for i in cutlass.range_constexpr(self.block // 16):
-                            four = [p_words[4 * i + j] for j in range(4)]
-                            self.store_matrices((address_here + p_offset) ^ (i << 5), *four)
-                        cute.arch.sync_warp()
+                        self.store_p(address_here + p_offset, p_words)
                         stored = signals
                 self.finish(l, m, inverse, lse, partial_lse, out_scale, row_low, lane, descriptor, at, rank, piece)
                 self.signal(ready, previous, lane)
