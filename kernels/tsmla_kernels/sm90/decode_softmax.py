@@ -88,19 +88,23 @@ class DecodeSoftmax(WarpHelpers):
 
         m follows the true maximum when it lags by more than rescale_bits, ever seldomer after the first blocks; then
         `moved` tells the values' warps of the same rows to multiply O by `rescale`. With `speculate`, for which p must
-        not be s itself, P is found before that is known and found again if m lags: the search for the maximum and the
-        warp's vote then take no time of their own.
+        not be s itself, P is found as if m did not lag, its sums say whether that was so, and the maximum is searched
+        for only where it was not.
         """
         total = cute.make_rmem_tensor((2,), Float32)
+        high = cute.make_rmem_tensor((2,), Float32)
         if const_expr(self.speculate):
             self.exponentials(s, p, m, scale, total)
-        high = cute.make_rmem_tensor((2,), Float32)
-        for i in cutlass.range_constexpr(2):
-            tops = [cute.arch.fmax(s[i, 2 * c], s[i, 2 * c + 1]) for c in range(self.block // 8)]
-            high[i] = tree(cute.arch.fmax, tops)
-        lags = high[0] * scale > m[0] + self.rescale_bits or high[1] * scale > m[1] + self.rescale_bits
+            # No less than the greatest of what they sum up.
+            limit = 2.0**self.rescale_bits
+            lags = total[0] > limit or total[1] > limit
+        else:
+            self.maxima(s, high)
+            lags = high[0] * scale > m[0] + self.rescale_bits or high[1] * scale > m[1] + self.rescale_bits
         any_lags = cute.arch.vote_any_sync(lags)
         if any_lags:
+            if const_expr(self.speculate):
+                self.maxima(s, high)
             for i in cutlass.range_constexpr(2):
                 top = high[i]
                 top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1))
@@ -119,6 +123,13 @@ class DecodeSoftmax(WarpHelpers):
             self.exponentials(s, p, m, scale, total)
         for i in cutlass.range_constexpr(2):
             l[i] += total[i]
+
+    @cute.jit
+    def maxima(self, s: cute.Tensor, high: cute.Tensor):
+        """The greatest of the lane's scores, by rows."""
+        for i in cutlass.range_constexpr(2):
+            tops = [cute.arch.fmax(s[i, 2 * c], s[i, 2 * c + 1]) for c in range(self.block // 8)]
+            high[i] = tree(cute.arch.fmax, tops)
 
     @cute.jit
     def exponentials(self, s: cute.Tensor, p: cute.Tensor, m: cute.Tensor, scale: Float32, total: cute.Tensor):

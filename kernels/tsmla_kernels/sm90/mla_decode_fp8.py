@@ -56,7 +56,7 @@ class MlaDecodeFp8(DecodeKernel):
         # With few rows the scores are what the others wait for; with many, registers and instructions are dear.
         self.speculate = self.p_rows < ROWS
         self.threads, self.leavers = 512, 4
-        self.registers = (104, 192, 24)  # scores, values, copies: what 512 threads start with
+        self.registers = (104, 192, 24) if self.p_rows == ROWS else (120, 184, 24)
 
     @cute.jit
     def __call__(
@@ -439,9 +439,9 @@ class MlaDecodeFp8(DecodeKernel):
                         a = cute.make_tensor(r_v[None, n % WIDE].iterator, cute.make_layout(a_shape))
                         g, k = n // 2, n % 2
                         tile = cute.make_tensor(
-                            acc.iterator + g % self.m_tiles * (self.p_rows // 2), cute.make_layout(tile_shape)
+                            acc.iterator + g // 2 * (self.p_rows // 2), cute.make_layout(tile_shape)
                         )
-                        cute.gemm(mma_pv, tile, a[None, None, 0], t_p[None, None, 2 * (g // self.m_tiles) + k], tile)
+                        cute.gemm(mma_pv, tile, a[None, None, 0], t_p[None, None, 2 * (g % 2) + k], tile)
                         warpgroup.commit_group()
                     warpgroup.wait_group(0)
                     self.leave(index, empty)
@@ -477,7 +477,7 @@ class MlaDecodeFp8(DecodeKernel):
     def read_values(self, here: Int32, g: cutlass.Constexpr[int], narrow: cute.Tensor):
         """Fragment g of V^T, 32 keys of a tile of latents, into its column of `narrow`."""
         words = narrow[None, g % AHEAD]
-        address = self.columns(here, g % self.m_tiles) + (g // self.m_tiles) * (32 * 64)
+        address = self.columns(here, g // 2) + (g % 2) * (32 * 64)
         # Two keys of two neighbouring latents a word.
         words[0], words[1], words[2], words[3] = self.load_transposed(address)
 
