@@ -184,7 +184,8 @@ class Interpreter:
         attributes = {
             "heads": config.num_heads, "max_q_len": config.max_q_len, "page_size": config.page_size,
             "ragged": config.ragged, "causal": config.causal, "invariant": config.batch_invariant,
-            "tile_rows": config.tile_rows, "max_tiles": config.max_tiles, "block": config.block, "overhead": OVERHEAD,
+            "tile_rows": config.tile_rows, "max_tiles": config.max_tiles, "block": config.block,
+            "q_rows": config.q_rows, "overhead": OVERHEAD,
             "least_payload": 1 if config.few_rows else 2, "descriptors": 8,
             "few": config.few_rows,
         }  # fmt: skip

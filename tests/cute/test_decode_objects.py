@@ -34,6 +34,13 @@ CONFIGS = {
         "dtype": "float16",
         "kv_dtype": "float8_e4m3fn",
     },
+    "fp8 cache, 16 heads": {"num_heads": "16", "kv_dtype": "float8_e4m3fn"},
+    "fp8 cache, few rows, not causal": {
+        "num_heads": "9",
+        "max_q_len": "3",
+        "kv_dtype": "float8_e4m3fn",
+        "causal": "false",
+    },
     "fp8 queries, 128 heads in a cluster": {"num_heads": "128", "max_q_len": "2", "dtype": "float8_e4m3fn"},
     "fp8 queries, L 256 without rope, pages of 128, batch invariant": {
         "num_heads": "9",
@@ -45,7 +52,7 @@ CONFIGS = {
     },
     "pages of 128, not causal": {"num_heads": "64", "max_q_len": "2", "page_size": "128", "causal": "false"},
 }
-FAST = ("16 heads", "128 heads in a cluster", "fp8 cache and queries")
+FAST = ("16 heads", "128 heads in a cluster", "fp8 cache and queries", "fp8 cache, 128 heads in a cluster")
 """Compiled in every run of the tests; each takes ten to twenty seconds. The others are slow tests."""
 
 

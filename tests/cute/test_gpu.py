@@ -225,6 +225,26 @@ def test_fp8_cache(batch: int, q_len: int, heads: int, max_pages: int, q_dtype: 
     assert run._cache_size() == 1
 
 
+@pytest.mark.parametrize("size", [1e-20, 1e-3, 7e4, 1e30])
+@pytest.mark.parametrize(("q_len", "heads"), [(1, 16), (2, 128)])
+def test_bf16_queries_beyond_f16_over_an_fp8_cache(q_len: int, heads: int, size: float) -> None:
+    """The kernel multiplies them in f16: nothing is lost for their size, and infinities stay in their rows."""
+    q, cache_, *others = arrays(3, q_len, heads, 9)
+    q, kv = (q.astype(jnp.float32) * size).astype(jnp.bfloat16), cache_.astype(jnp.float8_e4m3fn)
+    scale = 0.05 / size
+    run = jax.jit(attend("cute", softmax_scale=jnp.float32(scale)))
+    out, lse = run(q, kv, *others)
+    want_out, want_lse = oracle(q, kv, *others, scale=scale)
+    assert np.linalg.norm(np.float64(out) - want_out) < 2**-8 * np.linalg.norm(want_out)
+    np.testing.assert_allclose(np.asarray(lse), want_lse, atol=1e-5, rtol=1e-5)
+
+    longest = int(np.argmax(others[1]))
+    with_infinity, _ = run(q.at[longest, -1, 5, 7].set(jnp.inf), kv, *others)
+    expected = np.array(out, np.float32)
+    expected[longest, -1, 5] = np.nan
+    np.testing.assert_array_equal(np.asarray(with_infinity, np.float32), expected)
+
+
 def test_new_sizes_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     attend("cute")(*arrays(2, 1, 16, 4))
 

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 ROWS = 64  # query rows (tokens x heads) of one CTA: the M of one warpgroup's WGMMA
 FP8 = "float8_e4m3fn"
-LANDINGS = 4  # blocks of an fp8 cache that lie in shared memory as they came, or are on their way
 SMEM_BYTES = 232_448  # shared memory that one CTA may have on sm_90
 FEW_ROWS = 32  # query rows, at most, whose partial results are in fp32
 INVARIANT_CHUNKS = 32  # most pieces a request is cut into when batch_invariant
@@ -59,22 +58,31 @@ class DecodeConfig:
         return self.dtype == FP8
 
     @property
-    def narrow(self) -> bool:
-        """Whether the cache is fp8 and widened in the kernel to the queries' type."""
+    def mixed(self) -> bool:
+        """Whether queries of 16 bits meet an fp8 cache, which is widened in the kernel."""
         return self.cache_dtype == FP8 and not self.fp8_scores
 
     @property
     def block(self) -> int:
         """Keys of one pipeline stage."""
-        return 64 if self.fp8_scores else 32
+        return 64 if self.cache_dtype == FP8 else 32
+
+    @property
+    def q_rows(self) -> int:
+        """Query rows that a stage takes."""
+        return self.block // 2 if self.mixed else self.block
+
+    @property
+    def p_rows(self) -> int:
+        """Query rows as the product of the values has them: where the cache is fp8, no more than a tile may have."""
+        if self.cache_dtype != FP8:
+            return ROWS
+        rows = min(self.max_q_len * self.num_heads, ROWS)
+        return next(n for n in (16, 32, ROWS) if n >= rows)
 
     @property
     def out_dtype(self) -> str:
         return "bfloat16" if self.dtype == FP8 else self.dtype
-
-    @property
-    def landings(self) -> int:
-        return LANDINGS if self.narrow else 0
 
     @property
     def head_dim(self) -> int:
@@ -83,18 +91,23 @@ class DecodeConfig:
     @property
     def stage_bytes(self) -> int:
         """Shared memory of one stage: a block of keys, and P where the rope columns cannot hold it."""
-        p_bytes = ROWS * self.block * 2
-        if self.fp8_scores:
+        p_bytes = self.p_rows * self.block * 2
+        if self.cache_dtype == FP8:
             return self.block * self.head_dim + p_bytes
         return self.block * self.head_dim * 2 + (0 if self.rope_dim else p_bytes)
 
     @property
+    def exchanged_words(self) -> int:
+        """Words of shared memory in which the scores' warps tell each other of their keys, where these are parted."""
+        return self.p_rows * (32 + 2 + 1) if self.mixed else 0
+
+    @property
     def stages(self) -> int:
         others = 4096  # barriers, descriptions of pieces, row factors
-        if self.narrow:
-            others += self.landings * self.block * self.head_dim
         if self.fp8_scores:
             others += ROWS * self.head_dim  # Q
+        elif self.mixed:
+            others += self.p_rows * self.head_dim * 2 + self.exchanged_words * 4
         return min(8, (SMEM_BYTES - others) // self.stage_bytes)
 
     @property

@@ -25,20 +25,19 @@ class DecodeKernel(DecodeRing, DecodeSoftmax, DecodeCombine):
     Attributes:
       threads: of a CTA.
       dtype, p_dtype: of what the ring holds, and of P, in shared memory.
-      keys_swizzle, p_swizzle: how their rows are exchanged there.
+      keys_swizzle, q_swizzle, p_swizzle: how rows of keys, of Q and of P are exchanged there.
       p_rows: rows of P that the values read.
       p_offset: bytes from the beginning of a stage to its P.
-      narrow: whether the cache is fp8 and widened on its way into the ring.
     """
 
     threads: int
     dtype: type[cutlass.Numeric]
     p_dtype: type[cutlass.Numeric]
     keys_swizzle: SmemLayoutAtomKind
+    q_swizzle: SmemLayoutAtomKind
     p_swizzle: SmemLayoutAtomKind
     p_rows: int
     p_offset: int
-    narrow: bool
 
     def __init__(self, config: DecodeConfig, dtype: type[cutlass.Numeric], p_dtype: type[cutlass.Numeric]) -> None:
         self.config, self.dtype, self.p_dtype = config, dtype, p_dtype
@@ -46,20 +45,19 @@ class DecodeKernel(DecodeRing, DecodeSoftmax, DecodeCombine):
         self.heads, self.max_q_len = config.num_heads, config.max_q_len
         self.latent, self.depth = config.latent_dim, config.head_dim
         self.page_size, self.ragged, self.causal = config.page_size, config.ragged, config.causal
-        self.invariant, self.cluster, self.narrow = config.batch_invariant, config.cluster, config.narrow
-        self.multicast = self.cluster > 1 and not self.narrow
+        self.invariant, self.cluster = config.batch_invariant, config.cluster
         self.partial_dtype = DTYPES[config.partial_dtype]
         self.scaled = self.partial_dtype == cutlass.Float16 and config.cache_dtype == "bfloat16"
         self.stages, self.tile_rows, self.max_tiles = config.stages, config.tile_rows, config.max_tiles
         self.stage_elements = config.stage_bytes // self.itemsize
-        self.block = config.block
+        self.block, self.q_rows = config.block, config.q_rows
         self.least_payload = 1 if config.few_rows else 2
         self.few = config.few_rows
         self.column_tiles = self.depth // 64
         self.box = min(self.block, self.page_size)  # keys of one TMA copy: a page may be shorter than a stage
         self.half = self.latent // 2
-        if self.stages < 4:
-            raise ValueError(f"{config} leaves {self.stages} stages of shared memory; 4 are needed")
+        if self.stages < 3:
+            raise ValueError(f"{config} leaves {self.stages} stages of shared memory; 3 are needed")
 
     def tensor_maps(self, q: cute.Tensor, kv_cache: cute.Tensor) -> tuple[Any, ...]:
         """(TMA atom, tensor) of q and of the cache.
@@ -70,9 +68,8 @@ class DecodeKernel(DecodeRing, DecodeSoftmax, DecodeCombine):
         atom = warpgroup.make_smem_layout_atom(self.keys_swizzle, self.dtype)
         tiles = self.column_tiles if self.box == self.block else 1
         box_layout = cute.tile_to_shape(atom, (self.box, 64, tiles), (0, 1, 2))
-        q_layout = cute.tile_to_shape(atom, (self.block, 64, self.column_tiles), (0, 1, 2))
-        if const_expr(self.narrow):
-            box_layout = cute.make_layout((self.box, 64, tiles), stride=(64, 1, 64 * self.box))
+        q_atom = warpgroup.make_smem_layout_atom(self.q_swizzle, q.element_type)
+        q_layout = cute.tile_to_shape(q_atom, (self.q_rows, 64, self.column_tiles), (0, 1, 2))
         row, page = kv_cache.stride[1], kv_cache.stride[0]
         keys = cute.make_tensor(
             kv_cache.iterator,
@@ -84,7 +81,7 @@ class DecodeKernel(DecodeRing, DecodeSoftmax, DecodeCombine):
         load = cpasync.CopyBulkTensorTileG2SOp()
         load_keys = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.cluster > 1 else load
         return (
-            *cpasync.make_tiled_tma_atom(load, queries, q_layout, (self.block, 64, self.column_tiles)),
+            *cpasync.make_tiled_tma_atom(load, queries, q_layout, (self.q_rows, 64, self.column_tiles)),
             *cpasync.make_tiled_tma_atom(load_keys, keys, box_layout, (self.box, 64, tiles)),
         )
 
@@ -156,16 +153,12 @@ class DecodeKernel(DecodeRing, DecodeSoftmax, DecodeCombine):
 
     @cute.jit
     def init_barriers(self, full: cute.Pointer, empty: cute.Pointer, ready: cute.Pointer):
-        """The ring's barriers, and, where it is narrow, behind `full` those of the landings: landed, left."""
+        """The ring's barriers."""
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(self.stages):
-                cute.arch.mbarrier_init(full + i, 8 if self.narrow else 1)
-                cute.arch.mbarrier_init(empty + i, 8 if self.narrow else 8 * self.leavers * self.cluster)
+                cute.arch.mbarrier_init(full + i, 1)
+                cute.arch.mbarrier_init(empty + i, 8 * self.leavers * self.cluster)
                 cute.arch.mbarrier_init(ready + i, 4 * 8)  # DecodeRing.signal of four warps
-            landings = self.config.landings
-            for i in cutlass.range_constexpr(landings):
-                cute.arch.mbarrier_init(full + self.stages + i, 1)
-                cute.arch.mbarrier_init(full + self.stages + landings + i, 8 * self.cluster)
 
     @cute.jit
     def sync_barriers(self):

@@ -19,9 +19,9 @@ class DecodeRing(WarpHelpers):
 
     Attributes:
       page_size, cluster: as in choose.DecodeConfig.
-      multicast: whether each CTA of the cluster fills stages of the others.
       depth: columns of a key.
       block: keys of a stage. box: those of one TMA copy, for a page may be shorter than a stage.
+      q_rows: query rows that a stage takes.
       column_tiles: groups of 64 columns.
       stage_elements: elements from one stage to the next. itemsize: bytes of one.
       descriptors: places in the ring of pieces' descriptions.
@@ -31,10 +31,10 @@ class DecodeRing(WarpHelpers):
 
     page_size: int
     cluster: int
-    multicast: bool
     depth: int
     block: int
     box: int
+    q_rows: int
     column_tiles: int
     stage_elements: int
     itemsize: int
@@ -56,6 +56,20 @@ class DecodeRing(WarpHelpers):
         if lane == 0:
             fill[6] = filled
         cute.arch.sync_warp()
+
+    @cute.jit
+    def fill_ring(self, copies: cutlass.Constexpr):
+        """Fill the stages that begin_copies left, by the same warp, or by another that sees what it noted."""
+        fill = copies[7]
+        # The first copies need but the first piece's description; the others are there at the barrier.
+        behind = Int32(1)
+        for i in cutlass.range(fill[6], self.stages, unroll=1):
+            if behind == 1 and fill[3] == 1 and fill[0] == fill[1]:
+                behind = Int32(0)
+                cute.arch.barrier(barrier_id=2, number_of_threads=64)
+            self.produce(i, copies)
+        if behind == 1:
+            cute.arch.barrier(barrier_id=2, number_of_threads=64)
 
     @cute.jit
     def produce(self, index: Int32, copies: cutlass.Constexpr):
@@ -96,8 +110,8 @@ class DecodeRing(WarpHelpers):
             else:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full + index, stage_bytes)
-                row = descriptor[5, at] + q_part * self.block
-                self.copy_q(tma_q, tma_q_tensor, self.boxes(s_k, self.block), full, index, row)
+                row = descriptor[5, at] + q_part * self.q_rows
+                self.copy_q(tma_q, tma_q_tensor, self.q_boxes(s_k), full, index, row)
                 if lane == 0:
                     fill[4] = q_part + 1
                 if q_part + 1 == q_stages:
@@ -124,6 +138,11 @@ class DecodeRing(WarpHelpers):
         )
 
     @cute.jit
+    def q_boxes(self, s_k: cute.Tensor):
+        """The ring as TMA boxes of Q's rows: where they have the keys' type, as many as keys."""
+        return self.boxes(s_k, self.block)
+
+    @cute.jit
     def copy_q(
         self,
         tma_q: cute.CopyAtom,
@@ -133,9 +152,9 @@ class DecodeRing(WarpHelpers):
         index: Int32,
         row: Int32,
     ):
-        """`block` rows of Q, from `row` on, into box `index`."""
+        """`q_rows` rows of Q, from `row` on, into box `index`."""
         g_q = cute.local_tile(
-            cute.domain_offset((row, 0, 0), tma_q_tensor), (self.block, 64, self.column_tiles), (0, 0, 0)
+            cute.domain_offset((row, 0, 0), tma_q_tensor), (self.q_rows, 64, self.column_tiles), (0, 0, 0)
         )
         t_qs, t_qg = cpasync.tma_partition(
             tma_q, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 3), cute.group_modes(g_q, 0, 3)
@@ -243,15 +262,15 @@ class DecodeRing(WarpHelpers):
         if const_expr(self.leavers > 1):
             cute.arch.sync_warp()
             if cute.arch.lane_idx() < self.leavers:
-                self.arrive(empty + index, self.multicast)
+                self.arrive(empty + index)
         else:
             with cute.arch.elect_one():
-                self.arrive(empty + index, self.multicast)
+                self.arrive(empty + index)
 
     @cute.jit
-    def arrive(self, barrier: cute.Pointer, everywhere: cutlass.Constexpr[bool]):
-        """An arrival at `barrier`, or at that of each CTA of the cluster."""
-        if const_expr(not everywhere):
+    def arrive(self, barrier: cute.Pointer):
+        """An arrival at `barrier` of each CTA of the cluster."""
+        if const_expr(self.cluster == 1):
             cute.arch.mbarrier_arrive(barrier)
         else:
             for peer in cutlass.range_constexpr(self.cluster):

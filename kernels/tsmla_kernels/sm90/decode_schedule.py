@@ -27,7 +27,7 @@ class DecodeSchedule(WarpHelpers):
 
     Attributes:
       heads, max_q_len, page_size, ragged, causal, invariant, tile_rows, max_tiles: as in choose.DecodeConfig.
-      block: keys of a pipeline stage.
+      block: keys of a pipeline stage. q_rows: query rows that one takes.
       overhead: what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue.
       least_payload: key blocks worth a cluster's while: each piece more is one more partial result to merge.
       descriptors: places in the ring of pieces' descriptions.
@@ -43,6 +43,7 @@ class DecodeSchedule(WarpHelpers):
     tile_rows: int
     max_tiles: int
     block: int
+    q_rows: int
     overhead: int
     least_payload: int
     descriptors: int
@@ -568,7 +569,7 @@ class DecodeSchedule(WarpHelpers):
                     descriptor[7, at] = slot
                     descriptor[8, at] = r
                     q_rows = cutlass.min(rows_here, ROWS)
-                    descriptor[9, at] = 1 + quotient(q_rows - 1, self.block)  # stages that Q takes
+                    descriptor[9, at] = 1 + quotient(q_rows - 1, self.q_rows)  # stages that Q takes
             if const_expr(not self.invariant):
                 if slot >= 0 and rank == 0 and lane == 0:
                     # For `combine`. The clusters from `owner` on have one piece each.

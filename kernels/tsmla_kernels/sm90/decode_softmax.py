@@ -156,26 +156,45 @@ class DecodeSoftmax(WarpHelpers):
         piece: Int32,
     ):
         """Row sums over the quad, 1 / sum for the epilogue, and the row's log-sum-exp."""
-        slot = descriptor[7, at]
         for i in cutlass.range_constexpr(2):
             total = l[i]
             total += cute.arch.shuffle_sync_bfly(total, offset=1)
             total += cute.arch.shuffle_sync_bfly(total, offset=2)
-            row = row_low + 8 * i
             if lane % 4 == 0:
-                factor = Float32(0.0)
-                value = -Float32.inf
-                if total > 0.0 or total != total:
-                    factor = cute.arch.rcp_approx(total)
-                    value = m[i] + cute.math.log2(total, fastmath=True)
-                if const_expr(self.scaled) or slot < 0:
-                    factor = factor * out_scale
-                inverse[row, piece % self.inverses] = factor
-                if row < descriptor[6, at]:
-                    if slot < 0:
-                        lse[descriptor[5, at] + row] = value * LN_2
-                    else:
-                        partial_lse[slot, 0, rank * ROWS + row] = value
-                        if const_expr(not self.scaled):
-                            for half in cutlass.range_constexpr(2):
-                                partial_lse[slot, 1 + half, rank * ROWS + row] = out_scale
+                self.finish_row(
+                    row_low + 8 * i, total, m[i], inverse, lse, partial_lse, out_scale, descriptor, at, rank, piece
+                )
+
+    @cute.jit
+    def finish_row(
+        self,
+        row: Int32,
+        total: Float32,
+        m: Float32,
+        inverse: cute.Tensor,
+        lse: cute.Tensor,
+        partial_lse: cute.Tensor,
+        out_scale: Float32,
+        descriptor: cute.Tensor,
+        at: Int32,
+        rank: Int32,
+        piece: Int32,
+    ):
+        """1 / sum of a row for the epilogue, and its log-sum-exp."""
+        slot = descriptor[7, at]
+        factor = Float32(0.0)
+        value = -Float32.inf
+        if total > 0.0 or total != total:
+            factor = cute.arch.rcp_approx(total)
+            value = m + cute.math.log2(total, fastmath=True)
+        if const_expr(self.scaled) or slot < 0:
+            factor = factor * out_scale
+        inverse[row, piece % self.inverses] = factor
+        if row < descriptor[6, at]:
+            if slot < 0:
+                lse[descriptor[5, at] + row] = value * LN_2
+            else:
+                partial_lse[slot, 0, rank * ROWS + row] = value
+                if const_expr(not self.scaled):
+                    for half in cutlass.range_constexpr(2):
+                        partial_lse[slot, 1 + half, rank * ROWS + row] = out_scale

@@ -5,8 +5,11 @@ from __future__ import annotations
 from tsmla_kernels.sm90.choose import DecodeConfig
 from tsmla_kernels.sm90.mla_decode import MlaDecode
 from tsmla_kernels.sm90.mla_decode_fp8 import MlaDecodeFp8
+from tsmla_kernels.sm90.mla_decode_mixed import MlaDecodeMixed
 
 
 def mla_decode(config: DecodeConfig) -> MlaDecode | MlaDecodeFp8:
-    """Decode with the tensor cores of the queries' type: fp8 where queries and cache are, else 16 bits."""
-    return MlaDecodeFp8(config) if config.fp8_scores else MlaDecode(config)
+    """Decode by the types of queries and cache: both fp8, 16 bits over fp8, or both 16 bits."""
+    if config.fp8_scores:
+        return MlaDecodeFp8(config)
+    return MlaDecodeMixed(config) if config.mixed else MlaDecode(config)

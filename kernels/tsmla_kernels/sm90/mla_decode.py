@@ -26,7 +26,7 @@ from tsmla_kernels.sm90.decode_kernel import DecodeKernel
 from tsmla_kernels.sm90.decode_ring import TABLE_AHEAD
 from tsmla_kernels.sm90.decode_schedule import DESCRIPTOR_WORDS, SORTED, WALK_WORDS
 from tsmla_kernels.sm90.decode_softmax import tree
-from tsmla_kernels.sm90.warp_helpers import DTYPES, LOG2_E, element, quotient, remainder
+from tsmla_kernels.sm90.warp_helpers import DTYPES, LOG2_E, element, remainder
 
 OVERHEAD = 5  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
 RESCALE_BITS = 8.0  # how far the running maximum may lag where arithmetic is the bound: following it at once takes 10 %
@@ -43,17 +43,15 @@ class MlaDecode(DecodeKernel):
 
     def __init__(self, config: DecodeConfig) -> None:
         super().__init__(config, DTYPES[config.dtype], DTYPES[config.dtype])
-        # An fp8 cache lands in shared memory as it is, and the values' warps widen it into the ring.
-        self.cache_dtype, self.out_dtype, self.landings = DTYPES[config.cache_dtype], self.dtype, config.landings
-        self.p_rows, self.swapped = ROWS, True
-        self.landing_elements = self.block * self.depth
-        self.keys_swizzle, self.p_swizzle = SmemLayoutAtomKind.K_SW128, SmemLayoutAtomKind.K_SW64
+        self.out_dtype, self.p_rows, self.swapped = self.dtype, ROWS, True
+        self.keys_swizzle = self.q_swizzle = SmemLayoutAtomKind.K_SW128
+        self.p_swizzle = SmemLayoutAtomKind.K_SW64
         # P takes the place of its own keys' rope columns, which nothing reads once S is there.
         self.p_offset = self.block * self.latent * 2
         self.overhead = OVERHEAD
         # Ring of piece descriptors, filled `lookahead` pieces before the slowest reader: as many as the stages that are
         # filled ahead may belong to.
-        self.descriptors, self.lookahead = (16, 8) if self.narrow else (8, 4)
+        self.descriptors, self.lookahead = 8, 4
         # Q's 16-column steps that stay in shared memory, for want of registers: the rope's, where L is 512.
         self.shared_steps = 4 if self.depth > 512 else 0
         # 0: the greatest P of a row is exactly 1, and no rounding touches it. Free where memory is the bound.
@@ -91,22 +89,20 @@ class MlaDecode(DecodeKernel):
         )
         mma_pv = sm90.make_trivial_tiled_mma(dtype, dtype, k_major, mn_major, Float32, (1, 1, 1), (ROWS, self.half))
 
-        ring_elements = self.stages * self.stage_elements + self.landings * self.landing_elements // 2
-
         @cute.struct
         class Storage:
-            full: cute.struct.MemRange[Int64, self.stages + 2 * self.landings]  # landings: landed, left
+            full: cute.struct.MemRange[Int64, self.stages]
             empty: cute.struct.MemRange[Int64, self.stages]
             ready: cute.struct.MemRange[Int64, self.stages]
             descriptor: cute.struct.MemRange[Int32, self.descriptors * DESCRIPTOR_WORDS]
             rescale: cute.struct.MemRange[Float32, self.stages * ROWS]
             moved: cute.struct.MemRange[Int32, self.stages * 4]
             inverse: cute.struct.MemRange[Float32, self.inverses * ROWS]
-            walk: cute.struct.MemRange[Int32, WALK_WORDS + (32 if self.narrow else 0)]
+            walk: cute.struct.MemRange[Int32, WALK_WORDS]
             fill: cute.struct.MemRange[Int32, 8]
             pages: cute.struct.MemRange[Int32, TABLE_AHEAD]
             q_rope: cute.struct.Align[cute.struct.MemRange[dtype, max(ROWS * 16 * self.shared_steps, 8)], 1024]
-            ring: cute.struct.Align[cute.struct.MemRange[dtype, ring_elements], 1024]
+            ring: cute.struct.Align[cute.struct.MemRange[dtype, self.stages * self.stage_elements], 1024]
 
         self.check_storage(Storage)
         parts = self.parts(seq_lens, split_info)
@@ -175,20 +171,13 @@ class MlaDecode(DecodeKernel):
             block_tables, seq_lens, cu_seqlens_q, partial_lse, split_info, descriptor, walk, parts, part, rank,
             lse.shape[0], order,
         )  # fmt: skip
-        # Behind the schedule's words, four for each of the values' warps.
-        items = cute.make_tensor(storage.walk.data_ptr() + WALK_WORDS, cute.make_layout((4, 8), stride=(1, 4)))
-        landing = ring
-        if const_expr(self.narrow):
-            landing = cute.recast_ptr(ring + self.stages * self.stage_elements, dtype=self.cache_dtype)
         copies = (
-            tma_q, tma_q_tensor, tma_k, tma_k_tensor, block_tables, s_k, descriptor, fill, pages, full, rank, landing,
-            items,
+            tma_q, tma_q_tensor, tma_k, tma_k_tensor, block_tables, s_k, descriptor, fill, pages, full, rank,
         )  # fmt: skip
         if warp_idx == 4:
             self.begin_schedule(schedule, early)
             self.next_piece(Int32(0), schedule)
-            if const_expr(not self.narrow):
-                self.begin_copies(copies)
+            self.begin_copies(copies)
         cute.arch.sync_threads()
         if group == 0:
             cute.arch.setmaxregister_increase(self.registers[0])
@@ -204,138 +193,6 @@ class MlaDecode(DecodeKernel):
             )  # fmt: skip
         cute.arch.griddepcontrol_launch_dependents()
         self.end()
-
-    @cute.jit
-    def landing_boxes(self, landing: cute.Pointer, keys: cutlass.Constexpr[int]):
-        """The landings as TMA boxes, likewise; without a swizzle, a row's 64 columns in 64 bytes."""
-        tiles = self.column_tiles if const_expr(keys == self.block) else 1
-        return cute.make_tensor(
-            landing,
-            cute.make_layout(
-                (keys, 64, tiles, self.block // keys, self.column_tiles // tiles, self.landings),
-                stride=(64, 1, 64 * self.block, 64 * keys, 64 * self.block * tiles, self.landing_elements),
-            ),
-        )
-
-    @cute.jit
-    def land(self, slot: Int32, copies: cutlass.Constexpr):
-        """Copy what comes next to the free landing `slot`: a block of keys; at the end nothing."""
-        _, _, tma_k, tma_k_tensor, block_tables, _, descriptor, fill, pages, full, rank, landing, _ = copies
-        lane = cute.arch.lane_idx()
-        landed = full + self.stages
-        cute.arch.sync_warp()
-        if fill[0] == fill[1] and fill[5] == 0:
-            piece = fill[3]
-            at = remainder(piece, self.descriptors)
-            b_begin, b_end = descriptor[0, at], descriptor[1, at]
-            cute.arch.sync_warp()
-            if b_begin == b_end:
-                if lane == 0:
-                    fill[5] = 1
-            else:
-                first = quotient(b_begin * self.block, self.page_size)
-                self.read_table(block_tables, descriptor, at, fill, pages, first, lane)
-                if lane == 0:
-                    fill[0] = b_begin
-                    fill[1] = b_end
-                    fill[3] = piece + 1
-            cute.arch.sync_warp()
-        b, b_end, first = fill[0], fill[1], fill[2]
-        under_way = remainder(fill[3] - 1, self.descriptors)  # fill[3] is the piece after this one
-        cute.arch.sync_warp()
-        if b < b_end:
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(landed + slot, self.landing_elements)
-            if quotient(b * self.block + self.block - 1, self.page_size) >= first + TABLE_AHEAD:
-                first = quotient(b * self.block, self.page_size)
-                self.read_table(block_tables, descriptor, under_way, fill, pages, first, lane)
-            self.copy_keys(
-                tma_k, tma_k_tensor, self.landing_boxes(landing, self.box), pages, landed, slot, b, first, rank
-            )
-            cute.arch.sync_warp()
-            if lane == 0:
-                fill[0] = b + 1
-        cute.arch.sync_warp()
-
-    @cute.jit
-    def widen(self, index: Int32, warp_idx: Int32, copies: cutlass.Constexpr):
-        """Fill the free stage `index` with what comes next, by all eight warps of the values: from a landing, in the
-        type of the arithmetic; a 16-bit Q by TMA; at the end nothing. Each warp counts on its own where it is."""
-        tma_q, tma_q_tensor, _, _, _, s_k, descriptor, _, _, full, _, landing, items = copies
-        lane = cute.arch.lane_idx()
-        warp_here = warp_idx - 4
-        piece, position = items[0, warp_here], items[1, warp_here]
-        slot, phase = items[2, warp_here], items[3, warp_here]
-        cute.arch.sync_warp()
-        at = remainder(piece, self.descriptors)
-        blocks, q_stages = descriptor[1, at] - descriptor[0, at], descriptor[9, at]
-        landed, left = full + self.stages, full + self.stages + self.landings
-        from_landing = blocks > 0 and position >= q_stages
-        if from_landing:
-            if warp_idx == 4 and (piece > 0 or position > q_stages):
-                # The landing that was read before this one is free: all have left it, or are about to.
-                before, phase_before = slot - 1, phase
-                if slot == 0:
-                    before, phase_before = Int32(self.landings - 1), phase ^ 1
-                cute.arch.mbarrier_wait(left + before, phase_before)
-                self.land(before, copies)
-            cute.arch.mbarrier_wait(landed + slot, phase)
-            row = 4 * warp_here + lane // 8
-            source = cute.make_tensor(
-                (landing + (slot * self.landing_elements + warp_here * 256 + lane * 8)).align(8),
-                cute.make_layout((8, self.column_tiles), stride=(1, 64 * self.block)),
-            )
-            ring = cute.recast_ptr(s_k.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
-            target = cute.make_tensor(
-                (ring + (index * self.stage_elements + row * 64 + ((lane % 8) ^ (row % 8)) * 8)).align(16),
-                cute.make_layout((8, self.column_tiles), stride=(1, 64 * self.block)),
-            )
-            few = cute.make_rmem_tensor((8,), self.cache_dtype)
-            wide = cute.make_rmem_tensor((8,), self.dtype)
-            for c in cutlass.range(self.column_tiles, unroll=3):
-                cute.autovec_copy(source[None, c], few)
-                if const_expr(self.dtype == cutlass.Float16):
-                    wide.store(few.load().to(self.dtype))
-                else:
-                    wide.store(few.load().to(Float32).to(self.dtype))
-                cute.autovec_copy(wide, target[None, c])
-            self.leave_landing(left + slot)
-            slot += 1
-            if slot == self.landings:
-                slot = Int32(0)
-                phase ^= 1
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(full + index)
-        else:
-            by_tma = Int32(0)
-            if blocks > 0 and warp_idx == 4:
-                by_tma = Int32(1)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full + index, self.block * self.depth * 2)
-                row = descriptor[5, at] + position * self.block
-                self.copy_q(tma_q, tma_q_tensor, self.boxes(s_k, self.block), full, index, row)
-            if by_tma == 0 and lane == 0:
-                cute.arch.mbarrier_arrive(full + index)
-        position += 1
-        if position == q_stages + blocks:
-            piece += 1
-            position = Int32(0)
-        if lane == 0:
-            if blocks > 0:
-                items[0, warp_here] = piece
-                items[1, warp_here] = position
-            items[2, warp_here] = slot
-            items[3, warp_here] = phase
-        cute.arch.sync_warp()
-
-    @cute.jit
-    def leave_landing(self, barrier: cute.Pointer):
-        """One warp is done with a landing: told to every CTA that may write it."""
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            self.arrive(barrier, self.cluster > 1)
 
     @cute.jit
     def stage(self, s_k: cute.Tensor, s_p: cute.Tensor, index: Int32):
@@ -453,8 +310,6 @@ class MlaDecode(DecodeKernel):
                             cute.autovec_copy(rope_word, rope_there[None, t, i, h])
                     cute.arch.fence_proxy("async.shared", space="cta")
                     cute.arch.barrier(barrier_id=1, number_of_threads=128)
-                if const_expr(self.narrow):
-                    self.q_is_read(piece)
                 self.signal(ready, first_index, lane)
                 if q_stages == 2:
                     self.signal(ready, index, lane)
@@ -541,42 +396,13 @@ class MlaDecode(DecodeKernel):
         o = cute.make_tensor(acc.iterator, cute.make_layout((2, (2, groups)), stride=(2, (1, 4))))
 
         index, phase, piece = Int32(0), Int32(0), Int32(0)
-        waiting = 256 if const_expr(self.narrow) else 64  # threads that need more than the first piece's description
-        if const_expr(self.narrow):
-            items = copies[12]
-            if lane < 4:
-                items[lane, warp_idx - 4] = Int32(0)
-            cute.arch.sync_warp()
         if warp_idx == 4:
-            fill = copies[7]
-            first = Int32(0)
-            if const_expr(self.narrow):
-                if lane < 8:
-                    fill[lane] = Int32(0)
-                cute.arch.sync_warp()
-            else:
-                first = fill[6]
-            behind = Int32(1)
-            for i in cutlass.range(first, self.landings if const_expr(self.narrow) else self.stages, unroll=1):
-                if behind == 1 and fill[3] == 1 and fill[0] == fill[1]:
-                    behind = Int32(0)
-                    cute.arch.barrier(barrier_id=2, number_of_threads=waiting)
-                if const_expr(self.narrow):
-                    self.land(i, copies)
-                else:
-                    self.produce(i, copies)
-            if behind == 1:
-                cute.arch.barrier(barrier_id=2, number_of_threads=waiting)
+            self.fill_ring(copies)
         if warp_idx == 8:
             # The first copies do not wait for these.
             for i in cutlass.range(1, self.lookahead, unroll=1):
                 self.next_piece(i, schedule)
-            cute.arch.barrier(barrier_id=2, number_of_threads=waiting)
-        if const_expr(self.narrow):
-            if warp_idx != 4 and warp_idx != 8:
-                cute.arch.barrier(barrier_id=2, number_of_threads=waiting)
-            for i in cutlass.range(self.stages, unroll=1):
-                self.widen(i, warp_idx, copies)
+            cute.arch.barrier(barrier_id=2, number_of_threads=64)
         pending, phase_of_pending = Int32(-1), Int32(0)
         inverse_low, inverse_high = Float32(0.0), Float32(0.0)
         running = Int32(1)
@@ -588,8 +414,6 @@ class MlaDecode(DecodeKernel):
             if b_begin == b_end:
                 running = Int32(0)
             else:
-                if const_expr(self.narrow):
-                    self.wait_for_q_read(piece)
                 for _ in cutlass.range(self.uniform(descriptor[9, at]), unroll=1):
                     cute.arch.mbarrier_wait(ready + index, phase)
                     self.refill(pending, phase_of_pending, empty, warp_idx, copies)
@@ -635,12 +459,8 @@ class MlaDecode(DecodeKernel):
 
     @cute.jit
     def refill(self, index: Int32, phase: Int32, empty: cute.Pointer, warp_idx: Int32, copies: cutlass.Constexpr):
-        """The copying warp (with an fp8 cache: each) fills a stage, when all have left it. index -1: there is none."""
-        if const_expr(self.narrow):
-            if index >= 0:
-                cute.arch.mbarrier_wait(empty + index, phase)
-                self.widen(index, warp_idx, copies)
-        elif warp_idx == 4 and index >= 0:
+        """The copying warp fills a stage, when all have left it. index -1: there is none."""
+        if warp_idx == 4 and index >= 0:
             cute.arch.mbarrier_wait(empty + index, phase)
             self.produce(index, copies)
 

@@ -25,7 +25,7 @@ from tsmla_kernels.sm90.choose import ROWS, DecodeConfig
 from tsmla_kernels.sm90.decode_kernel import DecodeKernel
 from tsmla_kernels.sm90.decode_ring import TABLE_AHEAD
 from tsmla_kernels.sm90.decode_schedule import DESCRIPTOR_WORDS, SORTED, WALK_WORDS
-from tsmla_kernels.sm90.warp_helpers import LOG2_E, element, quotient, remainder
+from tsmla_kernels.sm90.warp_helpers import DTYPES, LOG2_E, element, quotient, remainder
 
 OVERHEAD = 5  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
 RESCALE_BITS = 8.0  # how far the running maximum may lag: P of f16 holds that much, and rounds it no worse
@@ -42,15 +42,16 @@ class MlaDecodeFp8(DecodeKernel):
 
     def __init__(self, config: DecodeConfig) -> None:
         super().__init__(config, cutlass.Float8E4M3FN, cutlass.Float16)
-        self.out_dtype, self.swapped = cutlass.BFloat16, False
-        self.keys_swizzle, self.p_swizzle = SmemLayoutAtomKind.K_SW64, SmemLayoutAtomKind.K_SW128
+        self.out_dtype, self.swapped = DTYPES[config.out_dtype], False
+        self.keys_swizzle = self.q_swizzle = SmemLayoutAtomKind.K_SW64
+        self.p_swizzle = SmemLayoutAtomKind.K_SW128
         self.p_offset = self.block * self.depth
         self.overhead = OVERHEAD
         self.descriptors, self.lookahead = 8, 4
         self.m_tiles = self.half // 64  # of a values' warpgroup
-        # Query rows as the product of the values has them: no more than there may be in a tile.
-        rows = config.max_q_len * config.num_heads
-        self.p_rows = next(n for n in (16, 32, 64) if n >= min(rows, ROWS))
+        self.p_rows = config.p_rows
+        self.kept_rows, self.kept_dtype = ROWS, self.dtype  # of Q where it stays
+        self.exchanged = 0  # words of shared memory that the scores' warps exchange
         self.rescale_bits = RESCALE_BITS
         self.inverses = self.stages // 2 + 1  # a piece takes two stages or more
         # With few rows the scores are what the others wait for; with many, registers and instructions are dear.
@@ -76,9 +77,7 @@ class MlaDecodeFp8(DecodeKernel):
     ):
         tma_q, tma_q_tensor, tma_k, tma_k_tensor = self.tensor_maps(q, kv_cache)
         k_major = OperandMajorMode.K
-        mma_qk = sm90.make_trivial_tiled_mma(
-            self.dtype, self.dtype, k_major, k_major, Float32, (1, 1, 1), (ROWS, self.block)
-        )
+        mma_qk = self.score_mma()
         # Latents are its rows, query rows its columns.
         mma_pv = sm90.make_trivial_tiled_mma(
             self.p_dtype, self.p_dtype, k_major, k_major, Float32, (1, 1, 1), (64, self.p_rows), OperandSource.RMEM
@@ -96,7 +95,8 @@ class MlaDecodeFp8(DecodeKernel):
             walk: cute.struct.MemRange[Int32, WALK_WORDS]
             fill: cute.struct.MemRange[Int32, 8]
             pages: cute.struct.MemRange[Int32, TABLE_AHEAD]
-            q: cute.struct.Align[cute.struct.MemRange[self.dtype, ROWS * self.depth], 1024]
+            exchange: cute.struct.Align[cute.struct.MemRange[Float32, self.exchanged], 16]
+            q: cute.struct.Align[cute.struct.MemRange[self.kept_dtype, self.kept_rows * self.depth], 1024]
             ring: cute.struct.Align[cute.struct.MemRange[self.dtype, self.stages * self.stage_elements], 1024]
 
         self.check_storage(Storage)
@@ -175,14 +175,18 @@ class MlaDecodeFp8(DecodeKernel):
                 self.copy(empty, copies)
         else:
             if group == 0:
-                cute.arch.setmaxregister_decrease(self.registers[0])
+                if const_expr(self.registers[0] < 65536 // self.threads):
+                    cute.arch.setmaxregister_decrease(self.registers[0])
+                else:
+                    cute.arch.setmaxregister_increase(self.registers[0])
                 q_tile = cute.tile_to_shape(
-                    warpgroup.make_smem_layout_atom(self.keys_swizzle, self.dtype), (ROWS, self.depth), (0, 1)
-                )
+                    warpgroup.make_smem_layout_atom(self.q_swizzle, self.kept_dtype),
+                    (self.kept_rows, self.depth), (0, 1),
+                )  # fmt: skip
                 s_q = storage.q.get_tensor(q_tile.outer, swizzle=q_tile.inner)
                 self.score(
                     scales, lse, partial_lse, s_q, s_k, s_p, descriptor, rescale, moved, inverse, full, ready, mma_qk,
-                    rank,
+                    rank, storage.exchange.data_ptr(),
                 )  # fmt: skip
             else:
                 cute.arch.setmaxregister_increase(self.registers[1])
@@ -200,15 +204,7 @@ class MlaDecodeFp8(DecodeKernel):
     def copy(self, empty: cute.Pointer, copies: cutlass.Constexpr):
         """Fill the ring, and each stage again when all have left it, to the end of this cluster's work."""
         fill = copies[7]
-        # The first copies need but the first piece's description; the others are there at the barrier.
-        behind = Int32(1)
-        for i in cutlass.range(fill[6], self.stages, unroll=1):
-            if behind == 1 and fill[3] == 1 and fill[0] == fill[1]:
-                behind = Int32(0)
-                cute.arch.barrier(barrier_id=2, number_of_threads=64)
-            self.produce(i, copies)
-        if behind == 1:
-            cute.arch.barrier(barrier_id=2, number_of_threads=64)
+        self.fill_ring(copies)
         index, phase = Int32(0), Int32(0)
         while fill[5] == 0:
             cute.arch.mbarrier_wait(empty + index, phase)
@@ -216,6 +212,13 @@ class MlaDecodeFp8(DecodeKernel):
             index, phase = self.advance(index, phase)
 
     # ---- scores and softmax
+
+    def score_mma(self) -> cute.TiledMma:
+        """Q K^T of a block."""
+        k_major = OperandMajorMode.K
+        return sm90.make_trivial_tiled_mma(
+            self.dtype, self.dtype, k_major, k_major, Float32, (1, 1, 1), (ROWS, self.block)
+        )
 
     @cute.jit
     def score(
@@ -234,6 +237,7 @@ class MlaDecodeFp8(DecodeKernel):
         ready: cute.Pointer,
         mma_qk: cute.TiledMma,
         rank: Int32,
+        exchange: cute.Pointer,
     ):
         """Warpgroup 0: for every block of keys Q K^T, softmax and P."""
         tidx, _, _ = cute.arch.thread_idx()
@@ -391,6 +395,11 @@ class MlaDecodeFp8(DecodeKernel):
                 self.wait_for_q_read(piece)
                 self.leave(index, empty)
                 index, phase = self.advance(index, phase)
+                if const_expr(self.q_rows < self.kept_rows):
+                    if descriptor[9, at] > 1:  # Q came in two stages
+                        cute.arch.mbarrier_wait(ready + index, phase)
+                        self.leave(index, empty)
+                        index, phase = self.advance(index, phase)
                 keys = self.uniform(descriptor[2, at])
                 acc.fill(0.0)
                 begun, address = Int32(0), self.address(s_k, index)  # whether this block's first values are in `narrow`

@@ -72,6 +72,21 @@ class WarpHelpers:
             read_only_args=[address],
         )
 
+    def load_matrices(self, address: Int32):
+        """Four 8 x 8 matrices of 16-bit words; a lane gives the address of one of their rows."""
+        return cute.arch.inline_ptx(
+            "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+            write_only_types=[Int32] * 4,
+            read_only_args=[address],
+        )
+
+    def store_transposed(self, address: Int32, a: Int32, b: Int32, c: Int32, d: Int32):
+        """Four 8 x 8 matrices of 16-bit words, transposed; a lane gives the address of one row of what is written."""
+        cute.arch.inline_ptx(
+            "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+            read_only_args=[address, a, b, c, d],
+        )
+
     def store_matrices(self, address: Int32, a: Int32, b: Int32, c: Int32, d: Int32):
         """Four 8 x 8 matrices of 16-bit words; a lane gives the address of one of their rows."""
         cute.arch.inline_ptx(

@@ -1,0 +1,497 @@
+"""Absorbed MLA decode with bf16 or f16 queries over a paged latent cache of e4m3, for Hopper. MLA_DECODE.md says why.
+
+As with fp8 queries (MlaDecodeFp8), whose copies and values these are; but the scores are found the other way round, and
+in f16, which holds every e4m3 value: S^T = K Q^T. K is then the operand that comes from registers, where it is widened,
+and nothing goes back to shared memory. Each warp of the scores has 16 keys of a block of 64 and all query rows.
+
+  Q   f16 in shared memory, a power of 2 before it where bf16 holds what f16 does not
+  P   from the rows' keys of four warps: so these must agree, block by block, whether a maximum has moved
+"""
+
+from __future__ import annotations
+
+import operator
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKind
+
+from tsmla_kernels.sm90.choose import ROWS, DecodeConfig
+from tsmla_kernels.sm90.decode_softmax import tree
+from tsmla_kernels.sm90.mla_decode_fp8 import MlaDecodeFp8
+from tsmla_kernels.sm90.warp_helpers import LOG2_E, LOWEST, quotient, remainder
+
+EARLY_STEPS = 4  # 16-column steps of K Q^T that are still to come when the values' warpgroups are let loose
+KEYS_AHEAD = 4  # fragments of K, 16 keys of 32 columns each, that a warp has in registers as fp8, or on their way
+KEYS_WIDE = 4  # of their halves that it has there as f16
+# Of bf16 queries, the greatest of a row tile, from 2^-4 to 2^15, for which they are f16 as they are: what is less than
+# 2^-17 loses bits. As f16.
+PLAIN_FROM, PLAIN_TO = 11 << 10, 30 << 10
+COPY, FIND, SCALE = 0, 1, 2  # the ways of a pass over Q: see copy_q_rows
+WARPS = 4  # of the scores
+SHARERS = 8 * WARPS  # lanes that have keys of a query row
+
+
+class MlaDecodeMixed(MlaDecodeFp8):
+    """One compiled decode: `config` is static, all shapes but H, L, R and Z are dynamic.
+
+    Operands of the launcher: as MlaDecode's, kv_cache of e4m3, out of q's dtype.
+    """
+
+    def __init__(self, config: DecodeConfig) -> None:
+        super().__init__(config)
+        self.q_swizzle = SmemLayoutAtomKind.K_SW128
+        self.kept_rows, self.kept_dtype = self.p_rows, self.p_dtype
+        self.exchanged = config.exchanged_words
+        self.registers = (120, 184, 24)
+
+    def score_mma(self) -> cute.TiledMma:
+        """K Q^T of a block."""
+        k_major = OperandMajorMode.K
+        return sm90.make_trivial_tiled_mma(
+            self.p_dtype, self.p_dtype, k_major, k_major, Float32, (1, 1, 1), (self.block, self.p_rows),
+            OperandSource.RMEM,
+        )  # fmt: skip
+
+    @cute.jit
+    def q_boxes(self, s_k: cute.Tensor):
+        """The ring as TMA boxes of Q's rows."""
+        swizzle = warpgroup.make_smem_layout_atom(self.q_swizzle, self.out_dtype).inner
+        return cute.make_tensor(
+            cute.recast_ptr(s_k.iterator, swizzle, dtype=self.out_dtype),
+            cute.make_layout(
+                ((8, self.q_rows // 8), 64, self.column_tiles, 1, 1, self.stages),
+                stride=((64, 512), 1, 64 * self.q_rows, 0, 0, self.stage_elements // 2),
+            ),
+        )
+
+    @cute.jit
+    def score(
+        self,
+        scales: cute.Tensor,
+        lse: cute.Tensor,
+        partial_lse: cute.Tensor,
+        s_q: cute.Tensor,
+        s_k: cute.Tensor,
+        s_p: cute.Tensor,
+        descriptor: cute.Tensor,
+        rescale: cute.Tensor,
+        moved: cute.Tensor,
+        inverse: cute.Tensor,
+        full: cute.Pointer,
+        ready: cute.Pointer,
+        mma_qk: cute.TiledMma,
+        rank: Int32,
+        exchange: cute.Pointer,
+    ):
+        """Warpgroup 0: for every block of keys K Q^T, softmax and P."""
+        tidx, _, _ = cute.arch.thread_idx()
+        t = self.kept(tidx % 128)
+        lane = t % 32
+        signals = Int32(self.signals(lane))
+        warp_here = cute.arch.make_warp_uniform(t // 32)
+        out_scale = scales[1]
+
+        thr_qk = mma_qk.get_slice(t)
+        t_q = mma_qk.make_fragment_B(thr_qk.partition_B(s_q))
+        acc = cute.make_rmem_tensor(thr_qk.partition_shape_C((self.block, self.p_rows)), Float32)
+        # (query row of two, key of two, eight query rows)
+        s = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, self.p_rows // 8), stride=(1, 2, 4)))
+        a_shape = thr_qk.partition_shape_A((self.block, 16))
+        narrow = cute.make_rmem_tensor((4, KEYS_AHEAD), Int32)
+        wide = cute.make_rmem_tensor((4, KEYS_WIDE), Int32)
+        # Where this lane's row of ldmatrix begins in a stage: a key's 16 columns of the first 32, or the next 16.
+        key = warp_here * 16 + lane % 16
+        k_offset = self.kept(key * 64 + (((lane // 16) ^ ((key >> 1) & 3)) << 4))
+        # And of stmatrix, in P: 8 of this warp's keys, or the next 8, of a query row.
+        p_offset = self.kept(
+            self.p_offset + (lane // 16 * 8 + lane % 8) * 128 + (((warp_here * 2 + (lane // 8) % 2) ^ (lane % 8)) << 4)
+        )
+        p_words = cute.make_rmem_tensor((2, self.p_rows // 8), Int32)
+        # What eight lanes of four warps have of a row; what it comes to, for all; the rows' maxima, for want of
+        # registers.
+        of_lanes = cute.make_tensor(exchange, cute.make_layout((2, self.p_rows // 2, SHARERS)))
+        changes = cute.make_tensor(exchange + self.p_rows * SHARERS, cute.make_layout((4, self.p_rows // 2)))
+        maxima = cute.make_tensor(exchange + self.p_rows * (SHARERS + 2), cute.make_layout((self.p_rows, 1)))
+        exchanged = (of_lanes, changes, maxima)
+        l = cute.make_rmem_tensor(cute.make_layout((2, self.p_rows // 8)), Float32)
+        m = cute.make_rmem_tensor(l.layout, Float32)
+        steps = self.depth // 16
+        index, phase, piece = Int32(0), Int32(0), Int32(0)
+        running = Int32(1)
+        while running == 1:
+            cute.arch.mbarrier_wait(full + index, phase)
+            at = remainder(piece, self.descriptors)
+            b_begin, b_end = self.uniform(descriptor[0, at]), self.uniform(descriptor[1, at])
+            if b_begin == b_end:
+                running = Int32(0)
+                self.signal(ready, index, lane)
+            else:
+                first_index, second_index = index, index
+                index, phase = self.advance(index, phase)
+                q_stages = Int32(1)
+                if const_expr(self.q_rows < self.kept_rows):
+                    q_stages = self.uniform(descriptor[9, at])
+                    if q_stages > 1:
+                        cute.arch.mbarrier_wait(full + index, phase)
+                        second_index = index
+                        index, phase = self.advance(index, phase)
+                # All four warps have read the Q that is there.
+                cute.arch.barrier(barrier_id=1, number_of_threads=128)
+                if t < self.p_rows:
+                    maxima[t, 0] = Float32(0.0)
+                q_factor = self.keep_q(s_q, s_k, first_index, second_index, descriptor[6, at], changes, t)
+                scale = scales[0] * LOG2_E * q_factor
+                self.q_is_read(piece)
+                self.signal(ready, first_index, lane)
+                if const_expr(self.q_rows < self.kept_rows):
+                    if q_stages > 1:
+                        self.signal(ready, second_index, lane)
+
+                l.fill(0.0)
+                seen_by_all = self.seen_by_all(descriptor, at)
+                previous, address = index, self.address(s_k, index)
+                following, phase_following = self.advance(index, phase)
+                arrived, stored = Int32(0), Int32(0)
+                for b in cutlass.range(b_begin, b_end, unroll=1):
+                    if arrived == 0:
+                        cute.arch.mbarrier_wait(full + index, phase)
+                    here = address + k_offset
+                    for g in cutlass.range_constexpr(KEYS_AHEAD):
+                        self.read_keys(here, g, narrow)
+                    mma_qk.set(Field.ACCUMULATE, False)
+                    for n in cutlass.range_constexpr(steps):
+                        if const_expr(n >= KEYS_WIDE):
+                            warpgroup.wait_group(KEYS_WIDE - 1)
+                        self.widen_keys(n, narrow, wide)
+                        if const_expr(n % 2 == 1 and n // 2 + KEYS_AHEAD < steps // 2):
+                            self.read_keys(here, n // 2 + KEYS_AHEAD, narrow)
+                        if const_expr(n == steps - EARLY_STEPS):
+                            # The tensor cores take turns, as in MlaDecode.
+                            self.signal_if(stored, ready, previous)
+                        warpgroup.fence()
+                        a = cute.make_tensor(
+                            cute.recast_ptr(wide[None, n % KEYS_WIDE].iterator, dtype=self.p_dtype),
+                            cute.make_layout(a_shape),
+                        )
+                        cute.gemm(mma_qk, acc, a[None, None, 0], t_q[None, None, n], acc)
+                        mma_qk.set(Field.ACCUMULATE, True)
+                        warpgroup.commit_group()
+                    # Asked for before the product's end, for they take their time.
+                    for v in cutlass.range_constexpr(self.p_rows // 8):
+                        self.two_rows(maxima, Int32(0), v, lane, m[None, v])
+                    warpgroup.wait_group(0)
+                    previous, index, phase = index, following, phase_following
+                    address_here = address
+                    arrived, address, following, phase_following = self.look_ahead(full, index, phase, s_k)
+                    if (b + 1) * self.block > seen_by_all:
+                        self.mask_keys(s, b, descriptor, at, t)
+                    self.softmax_of_keys(
+                        s, p_words, exchanged, Int32(b == b_begin), m, l, scale, rescale, moved, t, previous
+                    )
+                    self.store_p_of_keys(address_here + p_offset, p_words)
+                    stored = signals
+                self.finish_rows(l, exchanged, inverse, lse, partial_lse, out_scale, t, descriptor, at, rank, piece)
+                self.signal(ready, previous, lane)
+                piece += 1
+
+    # ---- Q
+
+    @cute.jit
+    def keep_q(
+        self,
+        s_q: cute.Tensor,
+        s_k: cute.Tensor,
+        first: Int32,
+        second: Int32,
+        valid_rows: Int32,
+        tops: cute.Tensor,
+        t: Int32,
+    ):
+        """Q from its stages to where it stays, in f16; what its products are to be multiplied by.
+
+        Of 16 columns, those that a lane of read_keys has together: the pairs 0, 2, 4, 6 of them come first, then 1, 3,
+        5, 7. Rows past the tile's end are 0.
+        """
+        source = self.address(s_k, first)
+        source_high = self.address(s_k, second)
+        top = self.copy_q_rows(s_q, source, source_high, valid_rows, t, Float32(1.0), COPY)
+        factor = Float32(1.0)
+        if const_expr(self.out_dtype == cutlass.BFloat16):
+            top = cutlass.max(top & 0xFFFF, (top >> 16) & 0xFFFF)
+            big = self.any_of_warps(Int32(top >= PLAIN_TO))
+            enough = self.any_of_warps(Int32(top >= PLAIN_FROM))
+            if big != 0 or enough == 0:
+                # The greatest number that is finite comes to between 2^14 and 2^15.
+                top = self.copy_q_rows(s_q, source, source_high, valid_rows, t, Float32(1.0), FIND)
+                top = cute.arch.warp_redux_sync(top, "max")
+                if t % 32 == 0:
+                    tops[t // 32, 0] = Int32(top).bitcast(Float32)
+                cute.arch.barrier(barrier_id=1, number_of_threads=128)
+                greatest = tree(cute.arch.fmax, [tops[w, 0] for w in range(WARPS)])
+                power = (greatest.bitcast(Int32) & 0x7F800000) - (14 << 23)
+                # What has a reciprocal; a tile of zeros stays one.
+                power = cutlass.min(cutlass.max(power, 1 << 23), 253 << 23)
+                factor = power.bitcast(Float32)
+                inverse = (Int32(254 << 23) - power).bitcast(Float32)
+                self.copy_q_rows(s_q, source, source_high, valid_rows, t, inverse, SCALE)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=1, number_of_threads=128)
+        return factor
+
+    @cute.jit
+    def copy_q_rows(
+        self,
+        s_q: cute.Tensor,
+        source: Int32,
+        source_high: Int32,
+        valid_rows: Int32,
+        t: Int32,
+        factor: Float32,
+        way: cutlass.Constexpr[int],
+    ):
+        """One pass of keep_q, by its `way`.
+
+        COPY: returns the greatest magnitudes that the thread met, as a pair of f16, NaN apart. FIND: nothing is copied;
+        returns the greatest magnitude of finite numbers, as fp32. SCALE: copy what is multiplied by `factor`.
+        """
+        row, first = remainder(t, self.kept_rows), quotient(t, self.kept_rows)
+        target = s_q.iterator.toint() + row * 128
+        if row >= self.q_rows:
+            source = source_high
+        source += remainder(row, self.q_rows) * 128
+        groups, at_once = self.depth // 16, 128 // self.kept_rows
+        words = cute.make_rmem_tensor((8,), Int32)
+        ordered = cute.make_rmem_tensor((8,), Int32)
+        top = Int32(0)  # of f16's pairs; where way is FIND, an fp32 number
+        for base in cutlass.range(0, groups, at_once, unroll=1):
+            group = base + first
+            if group < groups:
+                words.fill(0)
+                tile, chunk = group // 4, 2 * (group % 4)
+                if row < valid_rows:
+                    for h in cutlass.range_constexpr(2):
+                        there = source + tile * (self.q_rows * 128) + (((chunk + h) ^ (row & 7)) << 4)
+                        self.four_words(there, words, 4 * h, True)
+                for i in cutlass.range_constexpr(8):
+                    pair = words[i]
+                    if const_expr(self.out_dtype == cutlass.BFloat16):
+                        numbers = [(pair << 16).bitcast(Float32), (pair & -65536).bitcast(Float32)]
+                        if const_expr(way == FIND):
+                            for number in numbers:
+                                bits = number.bitcast(Int32) & 0x7FFFFFFF
+                                top = cutlass.max(top, bits * Int32(bits < 0x7F800000))
+                        elif const_expr(way == SCALE):
+                            numbers = [number * factor for number in numbers]
+                        pair = self.two_halves(*numbers)
+                        if const_expr(way == COPY):
+                            top = self.greater_halves(top, pair)
+                    ordered[4 * (i % 2) + i // 2] = pair
+                if const_expr(way != FIND):
+                    for h in cutlass.range_constexpr(2):
+                        there = target + tile * (self.kept_rows * 128) + (((chunk + h) ^ (row & 7)) << 4)
+                        self.four_words(there, ordered, 4 * h, False)
+        return top
+
+    def two_halves(self, low: Float32, high: Float32) -> Int32:
+        """Two numbers in f16."""
+        return cute.arch.inline_ptx(
+            "cvt.rn.f16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Int32], read_only_args=[low, high]
+        )
+
+    def greater_halves(self, top: Int32, pair: Int32) -> Int32:
+        """The greater of `top` and the magnitudes of `pair`, of each of the two f16; a NaN counts for nothing."""
+        return cute.arch.inline_ptx(
+            "{ .reg .b32 size; abs.f16x2 size, {$r1}; max.f16x2 {$w0}, {$r0}, size; }",
+            write_only_types=[Int32],
+            read_only_args=[top, pair],
+        )
+
+    @cute.jit
+    def four_words(self, address: Int32, words: cute.Tensor, first: cutlass.Constexpr[int], read: cutlass.Constexpr):
+        """Four words from `first` on, from or to shared memory."""
+        there = cute.make_tensor(
+            cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=16), cute.make_layout(4)
+        )
+        here = cute.make_tensor(words.iterator + first, cute.make_layout(4))
+        if const_expr(read):
+            cute.autovec_copy(there, here)
+        else:
+            cute.autovec_copy(here, there)
+
+    def any_of_warps(self, holds: Int32) -> Int32:
+        """Whether `holds` is 1 in any thread of the scores' warpgroup, which meets here."""
+        return cute.arch.inline_ptx(
+            "{ .reg .pred holds, any; setp.ne.s32 holds, {$r0}, 0; "
+            "barrier.cta.red.or.pred any, 1, 128, holds; selp.s32 {$w0}, 1, 0, any; }",
+            write_only_types=[Int32],
+            read_only_args=[holds],
+        )
+
+    # ---- K
+
+    @cute.jit
+    def read_keys(self, here: Int32, g: cutlass.Constexpr[int], narrow: cute.Tensor):
+        """Fragment g of this warp's keys, 32 columns, into its column of `narrow`: a word is four columns of a key."""
+        words = narrow[None, g % KEYS_AHEAD]
+        address = (here ^ ((g % 2) << 5)) + (g // 2) * (self.block * 64)
+        words[0], words[1], words[2], words[3] = self.load_matrices(address)
+
+    @cute.jit
+    def widen_keys(self, n: cutlass.Constexpr[int], narrow: cute.Tensor, wide: cute.Tensor):
+        """Half n of the fragments of K as f16: 16 columns of two keys, as WGMMA's first operand."""
+        words = cute.make_rmem_tensor((2,), Int32)
+        for i in cutlass.range_constexpr(2):
+            words[i] = narrow[2 * (n % 2) + i, n // 2 % KEYS_AHEAD]
+        eight = cute.make_rmem_tensor((8,), self.p_dtype)
+        eight.store(cute.recast_tensor(words, self.dtype).load().to(self.p_dtype))
+        pairs = cute.recast_tensor(eight, Int32)
+        for i in cutlass.range_constexpr(4):
+            # Four columns of a key, then of the other; WGMMA wants two of each key, then the other two.
+            wide[i, n % KEYS_WIDE] = pairs[2 * (i % 2) + i // 2]
+
+    # ---- softmax, of which a lane has two keys and two of each eight query rows
+
+    @cute.jit
+    def mask_keys(self, s: cute.Tensor, b: Int32, descriptor: cute.Tensor, at: Int32, t: Int32):
+        """Scores of the keys that a row does not see."""
+        for i in cutlass.range_constexpr(2):
+            key = b * self.block + t // 32 * 16 + t % 32 // 4 + 8 * i
+            first_row = Int32(0)  # of those that see it
+            if const_expr(self.causal):
+                first_row = (key + 1 - descriptor[3, at]) * self.heads - descriptor[4, at]
+            if key >= descriptor[2, at]:
+                first_row = Int32(ROWS)
+            first_row -= t % 4 * 2
+            for v in cutlass.range_constexpr(self.p_rows // 8):
+                for e in cutlass.range_constexpr(2):
+                    if 8 * v + e < first_row:
+                        s[e, i, v] = -Float32.inf
+
+    @cute.jit
+    def softmax_of_keys(
+        self,
+        s: cute.Tensor,
+        p_words: cute.Tensor,
+        exchanged: cutlass.Constexpr,
+        first: Int32,
+        m: cute.Tensor,
+        l: cute.Tensor,
+        scale: Float32,
+        rescale: cute.Tensor,
+        moved: cute.Tensor,
+        t: Int32,
+        index: Int32,
+    ):
+        """S to P, against the rows' maxima m (base 2, scaled), two rows to a word; row sums to l.
+
+        The maxima are followed as in DecodeSoftmax.softmax, always in a piece's `first` block; as the four warps have
+        other keys of the same rows, they vote together, and together find new maxima.
+        """
+        _, changes, maxima = exchanged
+        lane = t % 32
+        for v in cutlass.range_constexpr(self.p_rows // 8):
+            for e in cutlass.range_constexpr(2):
+                for i in cutlass.range_constexpr(2):
+                    s[e, i, v] = s[e, i, v] * scale - m[e, v]
+        top = tree(cute.arch.fmax, [s[e, i, v] for v in range(self.p_rows // 8) for e in range(2) for i in range(2)])
+        lags = self.any_of_warps(first | Int32(top > self.rescale_bits))
+        if lags != 0:
+            tops = cute.make_rmem_tensor(l.layout, Float32)
+            for v in cutlass.range_constexpr(self.p_rows // 8):
+                for e in cutlass.range_constexpr(2):
+                    tops[e, v] = cute.arch.fmax(s[e, 0, v], s[e, 1, v])
+            found = self.over_keys(cute.arch.fmax, tops, exchanged, t)
+            if t % 4 == 0 and t < 2 * self.p_rows:
+                four = cute.make_rmem_tensor((4,), Float32)
+                for e in cutlass.range_constexpr(2):
+                    # A maximum only rises, but in the first block, where it is 0 and stands for none.
+                    rise = cute.arch.fmax(found[e], Float32(first) * LOWEST)
+                    factor = cute.math.exp2(-cute.arch.fmax(rise, 0.0), fastmath=True)
+                    four[2 * e], four[2 * e + 1] = rise, factor
+                    row = t // 2 + e
+                    rescale[row, index] = factor
+                    maxima[row, 0] = maxima[row, 0] + rise
+                cute.autovec_copy(four, cute.make_tensor((changes.iterator + t).align(16), cute.make_layout(4)))
+            cute.arch.barrier(barrier_id=1, number_of_threads=128)
+            for v in cutlass.range_constexpr(self.p_rows // 8):
+                four = cute.make_rmem_tensor((4,), Float32)
+                cute.autovec_copy(
+                    cute.make_tensor((changes.iterator + (16 * v + lane % 4 * 4)).align(16), cute.make_layout(4)), four
+                )
+                for e in cutlass.range_constexpr(2):
+                    l[e, v] = l[e, v] * four[2 * e + 1]
+                    for i in cutlass.range_constexpr(2):
+                        s[e, i, v] = s[e, i, v] - four[2 * e]
+        if lane == 0:
+            moved[t // 32, index] = lags
+        pair = cute.make_rmem_tensor((2,), self.p_dtype)
+        for v in cutlass.range_constexpr(self.p_rows // 8):
+            p = [[cute.math.exp2(s[e, i, v], fastmath=True) for i in range(2)] for e in range(2)]
+            for e in cutlass.range_constexpr(2):
+                l[e, v] += p[e][0] + p[e][1]
+            for i in cutlass.range_constexpr(2):
+                for e in cutlass.range_constexpr(2):
+                    pair[e] = p[e][i].to(self.p_dtype)
+                p_words[i, v] = cute.recast_tensor(pair, Int32)[0]
+
+    @cute.jit
+    def store_p_of_keys(self, address: Int32, p_words: cute.Tensor):
+        """A warp's P into shared memory, transposed: rows by keys."""
+        for v in cutlass.range_constexpr(0, self.p_rows // 8, 2):
+            four = [p_words[i, v + j] for j in range(2) for i in range(2)]
+            self.store_transposed(address + 1024 * v, *four)
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def over_keys(self, combine: cutlass.Constexpr, values: cute.Tensor, exchanged: cutlass.Constexpr, t: Int32):
+        """What the lanes' `values` of each row come to over all keys: the two rows of t // 4, to each of four lanes.
+        Threads past the last row get 0."""
+        of_lanes = exchanged[0]
+        lane = t % 32
+        pair = cute.make_rmem_tensor((2,), Float32)
+        for v in cutlass.range_constexpr(self.p_rows // 8):
+            for e in cutlass.range_constexpr(2):
+                pair[e] = values[e, v]
+            cute.autovec_copy(pair, of_lanes[None, 4 * v + lane % 4, t // 4 // 8 * 8 + lane // 4])
+        cute.arch.barrier(barrier_id=1, number_of_threads=128)
+        found = cute.make_rmem_tensor((2,), Float32)
+        found.fill(0.0)
+        if t < 2 * self.p_rows:
+            cute.autovec_copy(of_lanes[None, t // 4, t % 4], found)
+            for i in cutlass.range(1, SHARERS // 4, unroll=SHARERS // 4 - 1):
+                cute.autovec_copy(of_lanes[None, t // 4, t % 4 + 4 * i], pair)
+                for e in cutlass.range_constexpr(2):
+                    found[e] = combine(found[e], pair[e])
+            for e in cutlass.range_constexpr(2):
+                for offset in cutlass.range_constexpr(2):
+                    found[e] = combine(found[e], cute.arch.shuffle_sync_bfly(found[e], offset=1 << offset))
+        return found
+
+    @cute.jit
+    def finish_rows(
+        self,
+        l: cute.Tensor,
+        exchanged: cutlass.Constexpr,
+        inverse: cute.Tensor,
+        lse: cute.Tensor,
+        partial_lse: cute.Tensor,
+        out_scale: Float32,
+        t: Int32,
+        descriptor: cute.Tensor,
+        at: Int32,
+        rank: Int32,
+        piece: Int32,
+    ):
+        """Row sums over the keys, 1 / sum for the epilogue, and the row's log-sum-exp."""
+        totals = self.over_keys(operator.add, l, exchanged, t)
+        if t % 4 == 0 and t < 2 * self.p_rows:
+            for e in cutlass.range_constexpr(2):
+                row = t // 2 + e
+                self.finish_row(
+                    row, totals[e], exchanged[2][row, 0], inverse, lse, partial_lse, out_scale, descriptor, at, rank,
+                    piece,
+                )  # fmt: skip
