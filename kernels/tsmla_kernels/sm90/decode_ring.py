@@ -252,6 +252,15 @@ class DecodeRing(WarpHelpers):
         """The values' part of it."""
         cute.arch.barrier(barrier_id=self._q_barrier(piece), number_of_threads=Q_THREADS)
 
+    def keys_are_read(self, piece: Int32) -> None:
+        """Likewise, that they have read the keys of a piece's last block, where they do so by ordinary loads and the
+        values zero some."""
+        cute.arch.barrier_arrive(barrier_id=4 + self._q_barrier(piece), number_of_threads=Q_THREADS)
+
+    def wait_for_keys_read(self, piece: Int32) -> None:
+        """The values' part of it."""
+        cute.arch.barrier(barrier_id=4 + self._q_barrier(piece), number_of_threads=Q_THREADS)
+
     def _q_barrier(self, piece: Int32) -> Int32:
         """One of four: the scores are fewer pieces ahead of the values."""
         return 3 + remainder(piece, 4)

@@ -52,6 +52,7 @@ class MlaDecodeFp8(DecodeKernel):
         self.p_rows = config.p_rows
         self.kept_rows, self.kept_dtype = ROWS, self.dtype  # of Q where it stays
         self.exchanged = 0  # words of shared memory that the scores' warps exchange
+        self.loads_keys = False  # whether they read keys by ordinary loads, and not WGMMA
         self.rescale_bits = RESCALE_BITS
         self.inverses = self.stages // 2 + 1  # a piece takes two stages or more
         # With few rows the scores are what the others wait for; with many, registers and instructions are dear.
@@ -413,6 +414,8 @@ class MlaDecodeFp8(DecodeKernel):
                             # P is 0 past the end, but unused slots may hold NaN: 0 * NaN must not reach O. The scores
                             # have read these keys, and no other warp reads this one's latents.
                             cute.arch.mbarrier_wait(ready + index, phase)
+                            if const_expr(self.loads_keys):
+                                self.wait_for_keys_read(piece)
                             self.clear(here, keys - b * self.block, lane)
                         for g in cutlass.range_constexpr(AHEAD):
                             self.read_values(here, g, narrow)

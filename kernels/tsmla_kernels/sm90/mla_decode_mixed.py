@@ -45,7 +45,7 @@ class MlaDecodeMixed(MlaDecodeFp8):
         super().__init__(config)
         self.q_swizzle = SmemLayoutAtomKind.K_SW128
         self.kept_rows, self.kept_dtype = self.p_rows, self.p_dtype
-        self.exchanged = config.exchanged_words
+        self.exchanged, self.loads_keys = config.exchanged_words, True
         self.registers = (120, 184, 24)
 
     def score_mma(self) -> cute.TiledMma:
@@ -189,6 +189,8 @@ class MlaDecodeMixed(MlaDecodeFp8):
                     arrived, address, following, phase_following = self.look_ahead(full, index, phase, s_k)
                     if (b + 1) * self.block > seen_by_all:
                         self.mask_keys(s, b, descriptor, at, t)
+                        if (b + 1) * self.block > self.uniform(descriptor[2, at]):
+                            self.keys_are_read(piece)
                     self.softmax_of_keys(
                         s, p_words, exchanged, Int32(b == b_begin), m, l, scale, rescale, moved, t, previous
                     )
