@@ -9,6 +9,7 @@ from object_checks import assert_small_enough_to_embed, assert_stays_in_register
 from tsmla_kernels import cache
 from tsmla_kernels.catalog import MLA_DECODE, mla_decode_config
 from tsmla_kernels.compile import CompiledObject
+from tsmla_kernels.sm90.choose import FP8, ROWS
 
 ARCH = "sm_90a"
 
@@ -73,3 +74,17 @@ def test_everything_stays_in_registers(compiled: CompiledObject) -> None:
 
 def test_object_is_small_enough_to_embed(compiled: CompiledObject) -> None:
     assert_small_enough_to_embed(compiled)
+
+
+@pytest.mark.parametrize("heads", [1, 16, 32, 33, 128])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("bfloat16", "bfloat16"), ("bfloat16", FP8), (FP8, FP8)])
+@pytest.mark.parametrize("rope_dim", [0, 64])
+def test_a_stage_holds_the_p_that_the_scores_store(heads: int, dtype: str, kv_dtype: str, rope_dim: int) -> None:
+    """All 64 rows of WGMMA, where those are query rows; and stages begin where swizzled rows may."""
+    options = {"num_heads": str(heads), "dtype": dtype, "kv_dtype": kv_dtype, "rope_dim": str(rope_dim)}
+    config = mla_decode_config(options)
+    mixed, itemsize = dtype != kv_dtype, 1 if kv_dtype == FP8 else 2
+    stored = (min(heads, ROWS) if mixed else ROWS) * config.block * 2
+    read_before = config.block * rope_dim * itemsize if itemsize == 2 else 0  # the rope columns, when S is there
+    assert config.stage_bytes - config.block * config.head_dim * itemsize + read_before >= stored
+    assert config.stage_bytes % 1024 == 0

@@ -92,7 +92,7 @@ class DecodeConfig:
     def stage_bytes(self) -> int:
         """Shared memory of one stage: a block of keys, and P where the rope columns cannot hold it.
 
-        Where Q is the first operand of Q K^T, P has as many rows as WGMMA, whether there are query rows for them or not.
+        Where Q is the first operand of Q K^T, P has as many rows as WGMMA, be there query rows for them or not.
         """
         p_bytes = (self.p_rows if self.mixed else ROWS) * self.block * 2
         if self.cache_dtype == FP8:

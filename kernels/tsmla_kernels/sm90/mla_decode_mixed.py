@@ -35,6 +35,28 @@ WARPS = 4  # of the scores
 SHARERS = 8 * WARPS  # lanes that have keys of a query row
 
 
+def key_row(lane, warp):
+    """Where the row that lane `lane` of `warp` names to ldmatrix begins in a stage: 16 columns of a key's first 32."""
+    key = warp * 16 + lane % 16
+    return key * 64 + (((lane // 16) ^ ((key >> 1) & 3)) << 4)
+
+
+def key_fragment(first, g, block):
+    """Its row for fragment g of 32 columns, where `first` is that for the first one."""
+    return (first ^ ((g % 2) << 5)) + (g // 2) * (block * 64)
+
+
+def p_row(lane, warp):
+    """Where the row that lane `lane` of `warp` names to stmatrix begins in P: 8 keys of one of the first 16 rows."""
+    return (lane // 16 * 8 + lane % 8) * 128 + (((warp * 2 + lane // 8 % 2) ^ (lane % 8)) << 4)
+
+
+def place(pair):
+    """Where pair `pair` of each 16 columns of Q comes to: a lane q has four columns of a key together, which WGMMA
+    takes for its columns 2 q, 2 q + 1, 2 q + 8 and 2 q + 9."""
+    return 4 * (pair % 2) + pair // 2
+
+
 class MlaDecodeMixed(MlaDecodeFp8):
     """One compiled decode: `config` is static, all shapes but H, L, R and Z are dynamic.
 
@@ -103,13 +125,8 @@ class MlaDecodeMixed(MlaDecodeFp8):
         a_shape = thr_qk.partition_shape_A((self.block, 16))
         narrow = cute.make_rmem_tensor((4, KEYS_AHEAD), Int32)
         wide = cute.make_rmem_tensor((4, KEYS_WIDE), Int32)
-        # Where this lane's row of ldmatrix begins in a stage: a key's 16 columns of the first 32, or the next 16.
-        key = warp_here * 16 + lane % 16
-        k_offset = self.kept(key * 64 + (((lane // 16) ^ ((key >> 1) & 3)) << 4))
-        # And of stmatrix, in P: 8 of this warp's keys, or the next 8, of a query row.
-        p_offset = self.kept(
-            self.p_offset + (lane // 16 * 8 + lane % 8) * 128 + (((warp_here * 2 + (lane // 8) % 2) ^ (lane % 8)) << 4)
-        )
+        k_offset = self.kept(key_row(lane, warp_here))
+        p_offset = self.kept(self.p_offset + p_row(lane, warp_here))
         p_words = cute.make_rmem_tensor((2, self.p_rows // 8), Int32)
         # What eight lanes of four warps have of a row; what it comes to, for all; the rows' maxima, for want of
         # registers.
@@ -215,8 +232,7 @@ class MlaDecodeMixed(MlaDecodeFp8):
     ):
         """Q from its stages to where it stays, in f16; what its products are to be multiplied by.
 
-        Of 16 columns, those that a lane of read_keys has together: the pairs 0, 2, 4, 6 of them come first, then 1, 3,
-        5, 7. Rows past the tile's end are 0.
+        Of each 16 columns the pairs are exchanged: see `place`. Rows past the tile's end are 0.
         """
         source = self.address(s_k, first)
         source_high = self.address(s_k, second)
@@ -291,7 +307,7 @@ class MlaDecodeMixed(MlaDecodeFp8):
                         pair = self.two_halves(*numbers)
                         if const_expr(way == COPY):
                             top = self.greater_halves(top, pair)
-                    ordered[4 * (i % 2) + i // 2] = pair
+                    ordered[place(i)] = pair
                 if const_expr(way != FIND):
                     for h in cutlass.range_constexpr(2):
                         there = target + tile * (self.kept_rows * 128) + (((chunk + h) ^ (row & 7)) << 4)
@@ -339,8 +355,7 @@ class MlaDecodeMixed(MlaDecodeFp8):
     def read_keys(self, here: Int32, g: cutlass.Constexpr[int], narrow: cute.Tensor):
         """Fragment g of this warp's keys, 32 columns, into its column of `narrow`: a word is four columns of a key."""
         words = narrow[None, g % KEYS_AHEAD]
-        address = (here ^ ((g % 2) << 5)) + (g // 2) * (self.block * 64)
-        words[0], words[1], words[2], words[3] = self.load_matrices(address)
+        words[0], words[1], words[2], words[3] = self.load_matrices(key_fragment(here, g, self.block))
 
     @cute.jit
     def widen_keys(self, n: cutlass.Constexpr[int], narrow: cute.Tensor, wide: cute.Tensor):
