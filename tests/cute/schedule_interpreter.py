@@ -25,7 +25,7 @@ from tsmla_kernels.sm90.choose import DecodeConfig
 FOLDER = Path(tsmla_kernels.__file__).parent / "sm90"
 LANES = 32
 GARBAGE = 123456789
-OVERHEAD = 5  # as both decode kernels have it
+OVERHEAD = 5  # as the decode kernels have it
 
 
 class Warp:
