@@ -1,11 +1,11 @@
 """The order of keys in fp8 prefill: V as the kernel transposes it, and P as it packs it, meet in WGMMA's operands.
 
-The addresses and selectors are the kernel's own functions; ldmatrix, prmt, stmatrix and the layouts of the copies and
-of WGMMA are modelled here, a warp at a time, as the PTX manual defines them.
+The addresses and selectors are the kernel's own functions; warp_model has the instructions and the copies' layout.
 """
 
 import numpy as np
 import pytest
+from warp_model import LANES, ldmatrix_transposed, narrow_tiles, prmt, stmatrix, swizzled
 
 pytest.importorskip("cutlass")
 
@@ -18,55 +18,13 @@ from tsmla_kernels.sm90.mla_prefill import (
     turning_addresses,
 )
 
-LANES = np.arange(32)
 COLUMNS = 128
-
-
-def swizzled(address: int, bits: int) -> int:
-    """SW64 (2 bits) or SW128 (3): 16-byte groups of a row, exchanged by the row's number."""
-    return address ^ ((address >> 7) & (2**bits - 1)) << 4
-
-
-def landing_of(v: np.ndarray) -> np.ndarray:
-    """V [keys, 128] as TMA leaves it: two tiles of 64 columns, SW64."""
-    keys = len(v)
-    memory = np.zeros(v.size, np.uint8)
-    for key in range(keys):
-        for column in range(COLUMNS):
-            memory[swizzled(column // 64 * 64 * keys + key * 64 + column % 64, 2)] = v[key, column]
-    return memory
-
-
-def ldmatrix_transposed(memory: np.ndarray, addresses: np.ndarray) -> list[np.ndarray]:
-    """Four registers [32 lanes, 4 bytes]: lane l has elements [2 (l % 4)] and [2 (l % 4) + 1] of column l // 4."""
-    registers = []
-    for i in range(4):
-        rows = np.stack([memory[a : a + 16].view(np.uint16) for a in addresses[8 * i : 8 * i + 8]])
-        pairs = np.stack([rows[2 * (LANES % 4), LANES // 4], rows[2 * (LANES % 4) + 1, LANES // 4]], 1)
-        registers.append(pairs.view(np.uint8))
-    return registers
-
-
-def prmt(a: np.ndarray, b: np.ndarray, selectors: np.ndarray) -> np.ndarray:
-    both = np.concatenate([a, b], 1)
-    return np.stack([both[LANES, selectors >> 4 * j & 7] for j in range(4)], 1)
-
-
-def stmatrix(memory: np.ndarray, addresses: np.ndarray, registers: list[np.ndarray]) -> None:
-    """Lane l's four bytes go to bytes 4 (l % 4) of row l // 4; that no two rows share banks is the kernel's promise."""
-    for i, register in enumerate(registers):
-        rows = addresses[8 * i : 8 * i + 8]
-        assert len(set(rows // 16 % 8)) == 8
-        for lane in LANES:
-            at = rows[lane // 4] + 4 * (lane % 4)
-            assert not memory[at : at + 4].any()  # written once
-            memory[at : at + 4] = register[lane]
 
 
 def turned(v: np.ndarray) -> np.ndarray:
     """V transposed by both warps, as `turn_values` does it."""
     block = len(v)
-    memory, landing = np.zeros((block + 127) // 128 * 128 * COLUMNS, np.uint8), landing_of(v)
+    memory, landing = np.zeros((block + 127) // 128 * 128 * COLUMNS, np.uint8), narrow_tiles(v)
     even = np.where(LANES >= 16, ODD_COLUMNS, EVEN_COLUMNS)
     odd = np.where(LANES >= 16, EVEN_COLUMNS, ODD_COLUMNS)
     for warp in range(2):

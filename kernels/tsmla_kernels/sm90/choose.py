@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 ROWS = 64  # query rows (tokens x heads) of one CTA: the M of one warpgroup's WGMMA
 FP8 = "float8_e4m3fn"
 SMEM_BYTES = 232_448  # shared memory that one CTA may have on sm_90
+SHARERS = 32  # lanes of the scores that have keys of a query row, where each of their four warps has keys of its own
 FEW_ROWS = 32  # query rows, at most, whose partial results are in fp32
 INVARIANT_CHUNKS = 32  # most pieces a request is cut into when batch_invariant
 INVARIANT_MIN_KEYS = 512  # fewest keys of such a piece
@@ -102,7 +103,8 @@ class DecodeConfig:
     @property
     def exchanged_words(self) -> int:
         """Words of shared memory in which the scores' warps tell each other of their keys, where these are parted."""
-        return self.p_rows * (32 + 2 + 1) if self.mixed else 0
+        # What each lane has of a row, what that changes, and the row's maximum: MlaDecodeMixed.score.
+        return self.p_rows * (SHARERS + 2 + 1) if self.mixed else 0
 
     @property
     def stages(self) -> int:

@@ -16,7 +16,7 @@ from tsmla_kernels.sm90.decode_combine import COMBINE_THREADS, DecodeCombine
 from tsmla_kernels.sm90.decode_ring import DecodeRing
 from tsmla_kernels.sm90.decode_schedule import DESCRIPTOR_WORDS
 from tsmla_kernels.sm90.decode_softmax import DecodeSoftmax
-from tsmla_kernels.sm90.warp_helpers import DTYPES
+from tsmla_kernels.sm90.warp_helpers import DTYPES, remainder
 
 
 class DecodeKernel(DecodeRing, DecodeSoftmax, DecodeCombine):
@@ -50,7 +50,8 @@ class DecodeKernel(DecodeRing, DecodeSoftmax, DecodeCombine):
         self.scaled = self.partial_dtype == cutlass.Float16 and config.cache_dtype == "bfloat16"
         self.stages, self.tile_rows, self.max_tiles = config.stages, config.tile_rows, config.max_tiles
         self.stage_elements = config.stage_bytes // self.itemsize
-        self.block, self.q_rows = config.block, config.q_rows
+        self.block, self.q_rows, self.p_rows = config.block, config.q_rows, config.p_rows
+        self.out_dtype = DTYPES[config.out_dtype]
         self.least_payload = 1 if config.few_rows else 2
         self.few = config.few_rows
         self.column_tiles = self.depth // 64
@@ -177,6 +178,12 @@ class DecodeKernel(DecodeRing, DecodeSoftmax, DecodeCombine):
             # A CTA whose shared memory is still written or signalled by its peer must not leave.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
+
+    @cute.jit
+    def described(self, descriptor: cute.Tensor, piece: Int32):
+        """Where `piece` is described, its first key block, and the one after its last: the same, if there is none."""
+        at = remainder(piece, self.descriptors)
+        return at, self.uniform(descriptor[0, at]), self.uniform(descriptor[1, at])
 
     @cute.jit
     def address(self, s_k: cute.Tensor, index: Int32):

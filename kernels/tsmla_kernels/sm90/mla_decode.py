@@ -26,7 +26,7 @@ from tsmla_kernels.sm90.decode_kernel import DecodeKernel
 from tsmla_kernels.sm90.decode_ring import TABLE_AHEAD
 from tsmla_kernels.sm90.decode_schedule import DESCRIPTOR_WORDS, SORTED, WALK_WORDS
 from tsmla_kernels.sm90.decode_softmax import tree
-from tsmla_kernels.sm90.warp_helpers import DTYPES, LOG2_E, element, remainder
+from tsmla_kernels.sm90.warp_helpers import DTYPES, LOG2_E, element
 
 OVERHEAD = 5  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
 RESCALE_BITS = 8.0  # how far the running maximum may lag where arithmetic is the bound: following it at once takes 10 %
@@ -43,7 +43,7 @@ class MlaDecode(DecodeKernel):
 
     def __init__(self, config: DecodeConfig) -> None:
         super().__init__(config, DTYPES[config.dtype], DTYPES[config.dtype])
-        self.out_dtype, self.p_rows, self.swapped = self.dtype, ROWS, True
+        self.swapped = True
         self.keys_swizzle = self.q_swizzle = SmemLayoutAtomKind.K_SW128
         self.p_swizzle = SmemLayoutAtomKind.K_SW64
         # P takes the place of its own keys' rope columns, which nothing reads once S is there.
@@ -275,8 +275,7 @@ class MlaDecode(DecodeKernel):
         running = Int32(1)
         while running == 1:
             cute.arch.mbarrier_wait(full + index, phase)
-            at = remainder(piece, self.descriptors)
-            b_begin, b_end = self.uniform(descriptor[0, at]), self.uniform(descriptor[1, at])
+            at, b_begin, b_end = self.described(descriptor, piece)
             if b_begin == b_end:
                 running = Int32(0)
                 self.signal(ready, index, lane)
@@ -409,8 +408,7 @@ class MlaDecode(DecodeKernel):
         while running == 1:
             # Every use of a stage, Q's too, goes full -> ready -> empty, so that the three barriers stay in step.
             cute.arch.mbarrier_wait(ready + index, phase)
-            at = remainder(piece, self.descriptors)
-            b_begin, b_end = self.uniform(descriptor[0, at]), self.uniform(descriptor[1, at])
+            at, b_begin, b_end = self.described(descriptor, piece)
             if b_begin == b_end:
                 running = Int32(0)
             else:

@@ -25,7 +25,7 @@ from tsmla_kernels.sm90.choose import ROWS, DecodeConfig
 from tsmla_kernels.sm90.decode_kernel import DecodeKernel
 from tsmla_kernels.sm90.decode_ring import TABLE_AHEAD
 from tsmla_kernels.sm90.decode_schedule import DESCRIPTOR_WORDS, SORTED, WALK_WORDS
-from tsmla_kernels.sm90.warp_helpers import DTYPES, LOG2_E, element, quotient, remainder
+from tsmla_kernels.sm90.warp_helpers import LOG2_E, element, quotient
 
 OVERHEAD = 5  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
 RESCALE_BITS = 8.0  # how far the running maximum may lag: P of f16 holds that much, and rounds it no worse
@@ -42,22 +42,21 @@ class MlaDecodeFp8(DecodeKernel):
 
     def __init__(self, config: DecodeConfig) -> None:
         super().__init__(config, cutlass.Float8E4M3FN, cutlass.Float16)
-        self.out_dtype, self.swapped = DTYPES[config.out_dtype], False
+        self.swapped = False
         self.keys_swizzle = self.q_swizzle = SmemLayoutAtomKind.K_SW64
         self.p_swizzle = SmemLayoutAtomKind.K_SW128
         self.p_offset = self.block * self.depth
         self.overhead = OVERHEAD
         self.descriptors, self.lookahead = 8, 4
         self.m_tiles = self.half // 64  # of a values' warpgroup
-        self.p_rows = config.p_rows
         self.kept_rows, self.kept_dtype = ROWS, self.dtype  # of Q where it stays
-        self.exchanged = 0  # words of shared memory that the scores' warps exchange
-        self.loads_keys = False  # whether they read keys by ordinary loads, and not WGMMA
+        self.loads_keys = False  # whether the scores' warps read keys by ordinary loads, and not by WGMMA
         self.rescale_bits = RESCALE_BITS
         self.inverses = self.stages // 2 + 1  # a piece takes two stages or more
         # With few rows the scores are what the others wait for; with many, registers and instructions are dear.
         self.speculate = self.p_rows < ROWS
         self.threads, self.leavers = 512, 4
+        # Scores, values, copies: what 512 threads start with.
         self.registers = (104, 192, 24) if self.p_rows == ROWS else (120, 184, 24)
 
     @cute.jit
@@ -96,7 +95,7 @@ class MlaDecodeFp8(DecodeKernel):
             walk: cute.struct.MemRange[Int32, WALK_WORDS]
             fill: cute.struct.MemRange[Int32, 8]
             pages: cute.struct.MemRange[Int32, TABLE_AHEAD]
-            exchange: cute.struct.Align[cute.struct.MemRange[Float32, self.exchanged], 16]
+            exchange: cute.struct.Align[cute.struct.MemRange[Float32, self.config.exchanged_words], 16]
             q: cute.struct.Align[cute.struct.MemRange[self.kept_dtype, self.kept_rows * self.depth], 1024]
             ring: cute.struct.Align[cute.struct.MemRange[self.dtype, self.stages * self.stage_elements], 1024]
 
@@ -176,10 +175,7 @@ class MlaDecodeFp8(DecodeKernel):
                 self.copy(empty, copies)
         else:
             if group == 0:
-                if const_expr(self.registers[0] < 65536 // self.threads):
-                    cute.arch.setmaxregister_decrease(self.registers[0])
-                else:
-                    cute.arch.setmaxregister_increase(self.registers[0])
+                cute.arch.setmaxregister_decrease(self.registers[0])
                 q_tile = cute.tile_to_shape(
                     warpgroup.make_smem_layout_atom(self.q_swizzle, self.kept_dtype),
                     (self.kept_rows, self.depth), (0, 1),
@@ -275,8 +271,7 @@ class MlaDecodeFp8(DecodeKernel):
         running = Int32(1)
         while running == 1:
             cute.arch.mbarrier_wait(full + index, phase)
-            at = remainder(piece, self.descriptors)
-            b_begin, b_end = self.uniform(descriptor[0, at]), self.uniform(descriptor[1, at])
+            at, b_begin, b_end = self.described(descriptor, piece)
             if b_begin == b_end:
                 running = Int32(0)
                 self.signal(ready, index, lane)
@@ -388,8 +383,7 @@ class MlaDecodeFp8(DecodeKernel):
         while running == 1:
             # Every use of a stage, Q's too, goes full -> ready -> empty, so that the three barriers stay in step.
             cute.arch.mbarrier_wait(ready + index, phase)
-            at = remainder(piece, self.descriptors)
-            b_begin, b_end = self.uniform(descriptor[0, at]), self.uniform(descriptor[1, at])
+            at, b_begin, b_end = self.described(descriptor, piece)
             if b_begin == b_end:
                 running = Int32(0)
             else:

@@ -19,7 +19,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKind
 
-from tsmla_kernels.sm90.choose import ROWS, DecodeConfig
+from tsmla_kernels.sm90.choose import ROWS, SHARERS, DecodeConfig
 from tsmla_kernels.sm90.decode_softmax import tree
 from tsmla_kernels.sm90.mla_decode_fp8 import MlaDecodeFp8
 from tsmla_kernels.sm90.warp_helpers import LOG2_E, LOWEST, quotient, remainder
@@ -32,7 +32,6 @@ KEYS_WIDE = 4  # of their halves that it has there as f16
 PLAIN_FROM, PLAIN_TO = 11 << 10, 30 << 10
 COPY, FIND, SCALE = 0, 1, 2  # the ways of a pass over Q: see copy_q_rows
 WARPS = 4  # of the scores
-SHARERS = 8 * WARPS  # lanes that have keys of a query row
 
 
 def key_row(lane, warp):
@@ -67,7 +66,7 @@ class MlaDecodeMixed(MlaDecodeFp8):
         super().__init__(config)
         self.q_swizzle = SmemLayoutAtomKind.K_SW128
         self.kept_rows, self.kept_dtype = self.p_rows, self.p_dtype
-        self.exchanged, self.loads_keys = config.exchanged_words, True
+        self.loads_keys = True
         self.registers = (120, 184, 24)
 
     def score_mma(self) -> cute.TiledMma:
@@ -141,8 +140,7 @@ class MlaDecodeMixed(MlaDecodeFp8):
         running = Int32(1)
         while running == 1:
             cute.arch.mbarrier_wait(full + index, phase)
-            at = remainder(piece, self.descriptors)
-            b_begin, b_end = self.uniform(descriptor[0, at]), self.uniform(descriptor[1, at])
+            at, b_begin, b_end = self.described(descriptor, piece)
             if b_begin == b_end:
                 running = Int32(0)
                 self.signal(ready, index, lane)
@@ -282,8 +280,8 @@ class MlaDecodeMixed(MlaDecodeFp8):
             source = source_high
         source += remainder(row, self.q_rows) * 128
         groups, at_once = self.depth // 16, 128 // self.kept_rows
-        words = cute.make_rmem_tensor((8,), Int32)
-        ordered = cute.make_rmem_tensor((8,), Int32)
+        words = cute.make_rmem_tensor((4, 2), Int32)
+        ordered = cute.make_rmem_tensor((4, 2), Int32)
         top = Int32(0)  # of f16's pairs; where way is FIND, an fp32 number
         for base in cutlass.range(0, groups, at_once, unroll=1):
             group = base + first
@@ -293,7 +291,7 @@ class MlaDecodeMixed(MlaDecodeFp8):
                 if row < valid_rows:
                     for h in cutlass.range_constexpr(2):
                         there = source + tile * (self.q_rows * 128) + (((chunk + h) ^ (row & 7)) << 4)
-                        self.four_words(there, words, 4 * h, True)
+                        cute.autovec_copy(self.four_words(there), words[None, h])
                 for i in cutlass.range_constexpr(8):
                     pair = words[i]
                     if const_expr(self.out_dtype == cutlass.BFloat16):
@@ -311,7 +309,7 @@ class MlaDecodeMixed(MlaDecodeFp8):
                 if const_expr(way != FIND):
                     for h in cutlass.range_constexpr(2):
                         there = target + tile * (self.kept_rows * 128) + (((chunk + h) ^ (row & 7)) << 4)
-                        self.four_words(there, ordered, 4 * h, False)
+                        cute.autovec_copy(ordered[None, h], self.four_words(there))
         return top
 
     def two_halves(self, low: Float32, high: Float32) -> Int32:
@@ -329,16 +327,10 @@ class MlaDecodeMixed(MlaDecodeFp8):
         )
 
     @cute.jit
-    def four_words(self, address: Int32, words: cute.Tensor, first: cutlass.Constexpr[int], read: cutlass.Constexpr):
-        """Four words from `first` on, from or to shared memory."""
-        there = cute.make_tensor(
-            cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=16), cute.make_layout(4)
-        )
-        here = cute.make_tensor(words.iterator + first, cute.make_layout(4))
-        if const_expr(read):
-            cute.autovec_copy(there, here)
-        else:
-            cute.autovec_copy(here, there)
+    def four_words(self, address: Int32):
+        """Four words of shared memory."""
+        pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=16)
+        return cute.make_tensor(pointer, cute.make_layout(4))
 
     def any_of_warps(self, holds: Int32) -> Int32:
         """Whether `holds` is 1 in any thread of the scores' warpgroup, which meets here."""
