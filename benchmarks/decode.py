@@ -66,10 +66,10 @@ def modes() -> dict[str, tuple[str, str]]:
 
 
 def compile_one(config: tuple[int, int, str, str]) -> None:
-    from tsmla_kernels import cache
+    from tsmla_kernels import object_cache
     from tsmla_kernels.catalog import MLA_DECODE
 
-    cache.load_or_compile(MLA_DECODE, config_of(*config), ARCH)
+    object_cache.load_or_compile(MLA_DECODE, config_of(*config), ARCH)
 
 
 def compile_all(points: list[Point]) -> None:
@@ -137,7 +137,7 @@ class Inputs:
         import torch
 
         from tsmla_kernels.launch import ArrayView
-        from tsmla_kernels.sm90.choose import workspace_shapes
+        from tsmla_kernels.sm90.decode.config import workspace_shapes
 
         launch = launcher(self.s, self.h, q_dtype, kv_dtype)
         q, q_scale = self.queries(q_dtype)

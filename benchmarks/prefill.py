@@ -107,7 +107,7 @@ class Inputs:
         import torch
 
         from tsmla_kernels.launch import ArrayView
-        from tsmla_kernels.sm90.choose_prefill import prefill_workspaces
+        from tsmla_kernels.sm90.prefill.config import prefill_workspaces
 
         out = torch.empty((*self.q.shape[:2], V_DIM), dtype=torch.bfloat16, device="cuda")
         lse = torch.empty(self.q.shape[:2], dtype=torch.float32, device="cuda")

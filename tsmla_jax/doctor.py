@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tsmla_kernels import __version__
-from tsmla_kernels.sm100 import choose as choose_sm100
+from tsmla_kernels.sm100 import config as sm100
 
 HAS_BRIDGE = importlib.util.find_spec("tsmla_bridge.tokenspeed_mla") is not None
 
@@ -223,7 +223,7 @@ def _architectures() -> dict[str, str]:
     ops = Path(__file__).parent / "ops"
     kernels = sorted(path.parent.name for path in ops.rglob("cute.py"))
     hopper = f"kernels for {', '.join(kernels)}; the other operations run as xla" if kernels else "no kernel yet: xla"
-    blackwell = f"mla_decode and mla_prefill: {choose_sm100.NOTICE} (extra blackwell); the others run as xla"
+    blackwell = f"mla_decode and mla_prefill: {sm100.NOTICE} (extra blackwell); the others run as xla"
     return {"Hopper (SM90)": hopper, "Blackwell (SM100, SM103, SM107)": blackwell}
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
-from tsmla_kernels import cache
+from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import KERNELS, Config, Kernel
 
 _BAR_WIDTH = 24
@@ -64,11 +64,11 @@ def run_compile(args: argparse.Namespace) -> int:
     kernels = [kernel for kernel in named if args.arch in kernel.archs] or named
     wanted = [(kernel, config) for text in args.config for kernel, config in configs(text, kernels)]
     wanted = list(dict.fromkeys(wanted))
-    missing = [each for each in wanted if not cache.is_stored(*each, args.arch)]
+    missing = [each for each in wanted if not object_cache.is_stored(*each, args.arch)]
     if len(wanted) > len(missing):
         print(f"{len(wanted) - len(missing)} of {len(wanted)} in the cache already")
     failures = _compile_all(missing, args.arch, args.jobs)
-    print(f"{len(missing) - failures} compiled for {args.arch} into {cache.directory()}")
+    print(f"{len(missing) - failures} compiled for {args.arch} into {object_cache.directory()}")
     return 1 if failures else 0
 
 
@@ -121,7 +121,7 @@ def _compile_one(kernel: Kernel, config: Config, arch: str) -> _Outcome:
     start = time.perf_counter()
     error = None
     try:
-        cache.load_or_compile(kernel, config, arch)
+        object_cache.load_or_compile(kernel, config, arch)
     except (RuntimeError, ModuleNotFoundError) as e:
         error = str(e)
     return _Outcome(f"{kernel.name} {kernel.config_json(config)}", time.perf_counter() - start, error)
@@ -185,23 +185,24 @@ def run_cache(args: argparse.Namespace) -> int:
     if args.action != "prune" and (args.all or args.older_than is not None):
         raise ValueError(f"--all, --older-than: got {args.action}; they go with prune")
     if args.action == "prune":
-        removed = cache.prune(everything=args.all, older_than_days=args.older_than)
+        removed = object_cache.prune(everything=args.all, older_than_days=args.older_than)
         for entry in removed:
             print(f"{entry.path.name}: {entry.problem or 'removed as asked'}")
         print(f"{len(removed)} entries, {_megabytes(sum(entry.size for entry in removed))} removed")
         return 0
-    entries = cache.entries()
+    entries = object_cache.entries()
     damaged = [entry for entry in entries if not entry.description]
     for entry in damaged if args.action == "verify" else entries:
         print(_line(entry))
-    summary = f"{len(entries)} entries, {_megabytes(sum(entry.size for entry in entries))} in {cache.directory()}"
+    size = _megabytes(sum(entry.size for entry in entries))
+    summary = f"{len(entries)} entries, {size} in {object_cache.directory()}"
     if args.action == "verify":
         summary += f"; {len(damaged)} damaged"
     print(summary)
     return 1 if args.action == "verify" and damaged else 0
 
 
-def _line(entry: cache.Entry) -> str:
+def _line(entry: object_cache.Entry) -> str:
     said = entry.description
     if not said:
         return f"{entry.path.name}: damaged: {entry.problem}"

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import torch
 
 from tsmla_bridge import devices
-from tsmla_kernels import data_checks
+from tsmla_kernels.contract import values as data_checks
 
 
 def values(check: Callable[..., None], spec: object, *tensors: torch.Tensor | None) -> None:
-    """Call `check` (of tsmla_kernels.data_checks) on the tensors as numpy arrays, if TSMLA_CHECK asks for it."""
+    """Call `check` (of tsmla_kernels.contract.values) on the tensors as numpy arrays, if TSMLA_CHECK asks for it."""
     if not data_checks.enabled():
         return
     given = [tensor for tensor in tensors if tensor is not None]

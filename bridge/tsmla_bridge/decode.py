@@ -22,10 +22,11 @@ from tsmla_bridge.results import Places, Results
 from tsmla_bridge.scales import Pair
 from tsmla_bridge.tensors import Scale
 from tsmla_bridge.workspace import ALIGN, Workspace, decode_layout
-from tsmla_kernels import contract, data_checks
+from tsmla_kernels import contract
 from tsmla_kernels.catalog import MLA_DECODE
 from tsmla_kernels.contract import DecodeSpec
-from tsmla_kernels.sm90 import choose
+from tsmla_kernels.contract import values as data_checks
+from tsmla_kernels.sm90.decode import config as sm90_decode
 
 MAX_PLANS = 4096
 """Plans that are kept: one for each combination of shapes. Beyond that all are forgotten and made anew."""
@@ -280,9 +281,9 @@ class _KernelPlan(Plan):
                 # Where its pieces begin depends on the table's width.
                 tensors.check_dense("block_tables", block_tables)
 
-        config = choose.decode_config(spec)
+        config = sm90_decode.decode_config(spec)
         sms, rows = devices.num_sms(index), spec.total_q_len * spec.num_heads
-        shapes = choose.workspace_shapes(config, sms, spec.batch, width)
+        shapes = sm90_decode.workspace_shapes(config, sms, spec.batch, width)
         launcher = kernels.launcher("mla_decode", MLA_DECODE, config, index)
         names = ("q", "kv_cache", "block_tables", "seq_lens", "cu_seqlens_q", "scales", "out", "lse", *shapes)
         kernels.check_operands(launcher, names)
@@ -411,7 +412,7 @@ def _make_plan(q: Any, kv_cache: Any, block_tables: Any, seq_lens: Any, cu_seqle
     if blackwell.is_device(q.device):
         reasons = blackwell.decode_reasons(spec)
     else:
-        reasons = kernels.reasons(MLA_DECODE, q.device) + choose.decode_reasons(spec)
+        reasons = kernels.reasons(MLA_DECODE, q.device) + sm90_decode.decode_reasons(spec)
     if reasons:
         raise contract.not_runnable("mla_decode", "cute", reasons)
     if empty:

@@ -16,9 +16,10 @@ import torch
 
 from tsmla_bridge import checks, devices, kernels, ops, scales, tensors
 from tsmla_bridge.tensors import DTYPES, Scale, accumulation_dtype
-from tsmla_kernels import contract, data_checks
+from tsmla_kernels import contract
 from tsmla_kernels.catalog import KERNELS
 from tsmla_kernels.contract import FP8, FP8_MAX
+from tsmla_kernels.contract import values as data_checks
 from tsmla_kernels.launch import ArrayView
 
 
@@ -217,13 +218,13 @@ def _kernel(
     reasons = [kernels.NO_KERNEL] if kernel is None else kernels.reasons(kernel, device)
     config: Any = None
     if kernel is not None and not reasons:
-        from tsmla_kernels.common import choose_cache
+        from tsmla_kernels.cache_ops import config as cache_config
 
         writes = op == "write_kv_cache"
-        reasons = (choose_cache.write_reasons if writes else choose_cache.gather_reasons)(spec)
+        reasons = (cache_config.write_reasons if writes else cache_config.gather_reasons)(spec)
         reasons += [reason for name, x in given.items() for reason in _layout_reasons(name, x)]
         if not reasons and kernels.wanted(implementation, device):
-            config = (choose_cache.write_config if writes else choose_cache.gather_config)(spec)
+            config = (cache_config.write_config if writes else cache_config.gather_config)(spec)
     if kernel is None or config is None:
         if implementation == "cute":
             raise contract.not_runnable(op, "cute", reasons)

@@ -15,7 +15,7 @@ from tsmla_bridge import devices, kernels, ops, tensors
 from tsmla_bridge.tensors import DTYPES, accumulation_dtype
 from tsmla_kernels import contract
 from tsmla_kernels.catalog import MERGE_ATTENTION_STATES
-from tsmla_kernels.common import choose_merge
+from tsmla_kernels.merge import config as merge_rules
 
 
 def merge_attention_states(
@@ -94,7 +94,7 @@ def _kernel_rows(
     device = outs[0].device
     if implementation == "reference" or (implementation is None and devices.kind(device) != "cuda"):
         return None
-    reasons = kernels.reasons(MERGE_ATTENTION_STATES, device) + choose_merge.merge_reasons(spec)
+    reasons = kernels.reasons(MERGE_ATTENTION_STATES, device) + merge_rules.merge_reasons(spec)
     if _derivative_asked_for(outs, lses):
         reasons.append("a derivative is asked for; the kernel has none")
     rows = []
@@ -124,7 +124,7 @@ def _launch(
     index = devices.index_of(out.device)
     with devices.made_current(index):
         stream = devices.current_stream(index)
-        config = choose_merge.merge_config(spec)
+        config = merge_rules.merge_config(spec)
         kernels.run("merge_attention_states", MERGE_ATTENTION_STATES, config, index, stream, arrays)
     return out, lse
 

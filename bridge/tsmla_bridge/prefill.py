@@ -11,9 +11,10 @@ from tsmla_bridge.results import Places, Results
 from tsmla_bridge.scales import Pair
 from tsmla_bridge.tensors import Scale
 from tsmla_bridge.workspace import Layout
-from tsmla_kernels import contract, data_checks
+from tsmla_kernels import contract
 from tsmla_kernels.catalog import KERNELS
 from tsmla_kernels.contract import PrefillSpec
+from tsmla_kernels.contract import values as data_checks
 from tsmla_kernels.launch import ArrayView
 
 
@@ -157,17 +158,17 @@ def why_not(spec: PrefillSpec, device: torch.device) -> list[str]:
 
 def warm(spec: PrefillSpec, index: int) -> None:
     """Load the kernel that serves `spec` on device `index`."""
-    kernel, choose = _kernel()
-    kernels.launcher("mla_prefill", kernel, choose.prefill_config(spec), index)
+    kernel, sm90_prefill = _kernel()
+    kernels.launcher("mla_prefill", kernel, sm90_prefill.prefill_config(spec), index)
 
 
 def _kernel() -> tuple[Any, Any]:
     """The catalog's kernel and the module that chooses its configuration; (None, None) without them."""
     if (kernel := KERNELS.get("mla_prefill")) is None:
         return None, None
-    from tsmla_kernels.sm90 import choose_prefill
+    from tsmla_kernels.sm90.prefill import config as sm90_prefill
 
-    return kernel, choose_prefill
+    return kernel, sm90_prefill
 
 
 def _launch(spec: PrefillSpec, inputs: Inputs, pair: Pair, out: torch.Tensor, lse: torch.Tensor | None) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from tsmla_bridge import devices
 from tsmla_bridge.tensors import Scale, describe_scale
-from tsmla_kernels.contract_rules import check_scale
+from tsmla_kernels.contract.rules import check_scale
 
 Pair = tuple[float, float] | torch.Tensor
 """(logits' scale, outputs' scale) as numbers, or as a float32 tensor [2] (float64 on CPUs)."""

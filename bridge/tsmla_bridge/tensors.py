@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tsmla_kernels import contract
-from tsmla_kernels.contract_rules import show
+from tsmla_kernels.contract.rules import show
 
 Scale = float | torch.Tensor
 """A Python float, or a float32 scalar tensor on the device of the others."""

@@ -10,7 +10,7 @@ import torch
 from tsmla_bridge import devices
 from tsmla_kernels import contract
 from tsmla_kernels.catalog import ITEMSIZE
-from tsmla_kernels.sm90 import choose
+from tsmla_kernels.sm90.decode import config as sm90_decode
 
 ALIGN = 256  # of every array in a workspace: what cudaMalloc gives, and more than any operand asks for
 
@@ -83,9 +83,9 @@ class Workspace:
         return self.buffer.data_ptr()
 
 
-def decode_layout(config: choose.DecodeConfig, num_sms: int, batch: int, max_pages: int, rows: int) -> Layout:
+def decode_layout(config: sm90_decode.DecodeConfig, num_sms: int, batch: int, max_pages: int, rows: int) -> Layout:
     """The kernel's workspaces, and an lse for calls that return none."""
-    shapes: dict[str, Any] = dict(choose.workspace_shapes(config, num_sms, batch, max_pages))
+    shapes: dict[str, Any] = dict(sm90_decode.workspace_shapes(config, num_sms, batch, max_pages))
     return Layout({**shapes, "lse": ((rows,), "float32")})
 
 
@@ -139,8 +139,9 @@ def decode_workspace_size(
             return_lse=True,
             batch_invariant=batch_invariant,
         )
-        if reasons := choose.decode_reasons(spec):
+        if reasons := sm90_decode.decode_reasons(spec):
             raise contract.not_runnable("mla_decode", "cute", reasons)
-        layout = decode_layout(choose.decode_config(spec), sms, max_batch, max_pages, max_batch * q_len * num_heads)
+        config = sm90_decode.decode_config(spec)
+        layout = decode_layout(config, sms, max_batch, max_pages, max_batch * q_len * num_heads)
         size = max(size, layout.size)
     return size

@@ -14,11 +14,13 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-from tsmla_kernels import contract, rope_contract
-from tsmla_kernels.common import choose_cache, choose_merge
-from tsmla_kernels.sm90 import choose as sm90
-from tsmla_kernels.sm90 import choose_prefill as sm90_prefill
-from tsmla_kernels.sm100 import choose as sm100
+from tsmla_kernels import contract
+from tsmla_kernels.cache_ops import config as cache_config
+from tsmla_kernels.contract import cache as cache_contract
+from tsmla_kernels.merge import config as merge_rules
+from tsmla_kernels.sm90.decode import config as sm90_decode
+from tsmla_kernels.sm90.prefill import config as sm90_prefill
+from tsmla_kernels.sm100 import config as sm100
 
 Config = Any  # a frozen dataclass of ints, bools and strings; each kernel has its own
 
@@ -117,11 +119,11 @@ class Kernel:
         return self.config(**json.loads(line))
 
 
-def mla_decode_operands(config: sm90.DecodeConfig) -> tuple[Operand, ...]:
+def mla_decode_operands(config: sm90_decode.DecodeConfig) -> tuple[Operand, ...]:
     """N = T * H query rows; `parts` and `slots` as in choose.workspace_shapes."""
     head_dim = config.latent_dim + config.rope_dim
     # The workspaces' static sizes don't depend on the number of multiprocessors, the batch or the table.
-    workspaces = sm90.workspace_shapes(config, 1, 1, 1)
+    workspaces = sm90_decode.workspace_shapes(config, 1, 1, 1)
     return (
         Operand("q", config.dtype, (None, head_dim)),
         Operand("kv_cache", config.cache_dtype, (None, config.page_size, head_dim), wide=True),
@@ -159,14 +161,14 @@ _DECODE_DEFAULTS = {
 }
 
 
-def mla_decode_config(options: Mapping[str, str]) -> sm90.DecodeConfig:
+def mla_decode_config(options: Mapping[str, str]) -> sm90_decode.DecodeConfig:
     """The config that a call with these options is given by choose.decode_config: one way to it, so that what is
     compiled ahead is what runs. `options` are a DecodeSpec's static fields, as text, and tensor_parallel, the number
     of devices that share the heads. ValueError names the option."""
     spec = _decode_spec(options)
-    if reasons := sm90.decode_reasons(spec):
+    if reasons := sm90_decode.decode_reasons(spec):
         raise ValueError(f"--config: no kernel for it: {'; '.join(reasons)}")
-    return sm90.decode_config(spec)
+    return sm90_decode.decode_config(spec)
 
 
 def _filled_in(options: Mapping[str, str], defaults: Mapping[str, str], others: Set[str]) -> dict[str, str]:
@@ -211,8 +213,8 @@ def _decode_spec(options: Mapping[str, str]) -> contract.DecodeSpec:
 MLA_DECODE = Kernel(
     name="mla_decode",
     archs=("sm_90a",),
-    launcher="tsmla_kernels.sm90.launchers:mla_decode",
-    config=sm90.DecodeConfig,
+    launcher="tsmla_kernels.sm90.decode.launchers:mla_decode",
+    config=sm90_decode.DecodeConfig,
     operands=mla_decode_operands,
     from_options=mla_decode_config,
     presets=DECODE_PRESETS,
@@ -286,7 +288,7 @@ def _prefill_spec(options: Mapping[str, str]) -> tuple[dict[str, str], contract.
 MLA_PREFILL = Kernel(
     name="mla_prefill",
     archs=("sm_90a",),
-    launcher="tsmla_kernels.sm90.mla_prefill:MlaPrefill",
+    launcher="tsmla_kernels.sm90.prefill.mla_prefill:MlaPrefill",
     config=sm90_prefill.PrefillConfig,
     operands=mla_prefill_operands,
     from_options=mla_prefill_config,
@@ -394,7 +396,7 @@ MLA_PREFILL_SM100 = Kernel(
 # ---- the cache's own kernels, of any architecture
 
 
-def cache_write_operands(config: choose_cache.WriteConfig) -> tuple[Operand, ...]:
+def cache_write_operands(config: cache_config.WriteConfig) -> tuple[Operand, ...]:
     """latent and k_rope may be wider than L and R: their first columns are what is read."""
     return (
         Operand("kv_cache", config.kv_dtype, (None, None, config.head_dim), wide=True),
@@ -406,7 +408,7 @@ def cache_write_operands(config: choose_cache.WriteConfig) -> tuple[Operand, ...
     )
 
 
-def rope_write_operands(config: choose_cache.RopeWriteConfig) -> tuple[Operand, ...]:
+def rope_write_operands(config: cache_config.RopeWriteConfig) -> tuple[Operand, ...]:
     """N = T * H query rows. Rows of the inputs, cos and sin may be wider than L, R and R / 2, as those of
     cache_write_operands."""
     return (
@@ -422,7 +424,7 @@ def rope_write_operands(config: choose_cache.RopeWriteConfig) -> tuple[Operand, 
     )
 
 
-def cache_gather_operands(config: choose_cache.GatherConfig) -> tuple[Operand, ...]:
+def cache_gather_operands(config: cache_config.GatherConfig) -> tuple[Operand, ...]:
     """Operands of gather_kv_cache, as its contract has them."""
     return (
         Operand("kv_cache", config.kv_dtype, (None, None, config.head_dim), wide=True),
@@ -446,30 +448,30 @@ _CACHE_DEFAULTS = {
 _ATTENTION_OPTIONS = {*_DECODE_DEFAULTS, *_PREFILL_DEFAULTS, "num_heads", "kv_dtype"}
 
 
-def cache_write_config(options: Mapping[str, str]) -> choose_cache.WriteConfig:
-    """As mla_decode_config, for choose_cache.write_config: `dtype` is that of the cache or, beside a kv_dtype, of what
+def cache_write_config(options: Mapping[str, str]) -> cache_config.WriteConfig:
+    """As mla_decode_config, for cache_config.write_config: `dtype` is that of the cache or, beside a kv_dtype, of what
     is written; an fp8 cache alone is written from bfloat16. The options that only other kernels have make no difference
     here: a model's preset names them all."""
     _, spec = _cache_specs(options)
-    return _chosen(choose_cache.write_reasons(spec.write), choose_cache.write_config(spec.write))
+    return _chosen(cache_config.write_reasons(spec.write), cache_config.write_config(spec.write))
 
 
-def rope_write_config(options: Mapping[str, str]) -> choose_cache.RopeWriteConfig:
+def rope_write_config(options: Mapping[str, str]) -> cache_config.RopeWriteConfig:
     """As cache_write_config; `dtype` is also that of the query."""
     _, spec = _cache_specs(options)
-    return _chosen(choose_cache.rope_write_reasons(spec), choose_cache.rope_write_config(spec))
+    return _chosen(cache_config.rope_write_reasons(spec), cache_config.rope_write_config(spec))
 
 
-def cache_gather_config(options: Mapping[str, str]) -> choose_cache.GatherConfig:
+def cache_gather_config(options: Mapping[str, str]) -> cache_config.GatherConfig:
     """As cache_write_config; rows come out as they would be written from."""
     spec, _ = _cache_specs(options)
-    return _chosen(choose_cache.gather_reasons(spec), choose_cache.gather_config(spec))
+    return _chosen(cache_config.gather_reasons(spec), cache_config.gather_config(spec))
 
 
-def _cache_specs(options: Mapping[str, str]) -> tuple[contract.CacheGatherSpec, rope_contract.RopeWriteSpec]:
+def _cache_specs(options: Mapping[str, str]) -> tuple[contract.CacheGatherSpec, cache_contract.RopeWriteSpec]:
     values = _filled_in(options, _CACHE_DEFAULTS, _ATTENTION_OPTIONS)
-    if values["rope_layout"] not in rope_contract.ROPE_LAYOUTS:
-        legal = " or ".join(rope_contract.ROPE_LAYOUTS)
+    if values["rope_layout"] not in cache_contract.ROPE_LAYOUTS:
+        legal = " or ".join(cache_contract.ROPE_LAYOUTS)
         raise ValueError(f"--config: got rope_layout={values['rope_layout']}; legal: {legal}")
     latent_dim, rope_dim = _integer(values, "latent_dim"), _integer(values, "rope_dim")
     kv_dtype = values.get("kv_dtype", values["dtype"])
@@ -477,7 +479,7 @@ def _cache_specs(options: Mapping[str, str]) -> tuple[contract.CacheGatherSpec, 
     write = contract.CacheWriteSpec(1, latent_dim, rope_dim, latent_dim + rope_dim, 1, 1, in_dtype, kv_dtype)
     return (
         contract.CacheGatherSpec(1, 1, latent_dim + rope_dim, 1, 1, 1, kv_dtype, in_dtype),
-        rope_contract.RopeWriteSpec(
+        cache_contract.RopeWriteSpec(
             write, 1, values["dtype"], _boolean(values, "rope_interleave"), values["rope_layout"]
         ),
     )
@@ -491,9 +493,9 @@ def _chosen(reasons: list[str], config: Config) -> Config:
 
 WRITE_KV_CACHE = Kernel(
     name="write_kv_cache",
-    archs=choose_cache.ARCHS,
-    launcher="tsmla_kernels.common.cache_kernels:WriteKvCache",
-    config=choose_cache.WriteConfig,
+    archs=cache_config.ARCHS,
+    launcher="tsmla_kernels.cache_ops.kernels:WriteKvCache",
+    config=cache_config.WriteConfig,
     operands=cache_write_operands,
     from_options=cache_write_config,
     presets=DECODE_PRESETS,
@@ -501,9 +503,9 @@ WRITE_KV_CACHE = Kernel(
 
 ROPE_WRITE_KV_CACHE = Kernel(
     name="rope_write_kv_cache",
-    archs=choose_cache.ARCHS,
-    launcher="tsmla_kernels.common.cache_kernels:RopeWriteKvCache",
-    config=choose_cache.RopeWriteConfig,
+    archs=cache_config.ARCHS,
+    launcher="tsmla_kernels.cache_ops.kernels:RopeWriteKvCache",
+    config=cache_config.RopeWriteConfig,
     operands=rope_write_operands,
     from_options=rope_write_config,
     presets=DECODE_PRESETS,
@@ -511,9 +513,9 @@ ROPE_WRITE_KV_CACHE = Kernel(
 
 GATHER_KV_CACHE = Kernel(
     name="gather_kv_cache",
-    archs=choose_cache.ARCHS,
-    launcher="tsmla_kernels.common.cache_kernels:GatherKvCache",
-    config=choose_cache.GatherConfig,
+    archs=cache_config.ARCHS,
+    launcher="tsmla_kernels.cache_ops.kernels:GatherKvCache",
+    config=cache_config.GatherConfig,
     operands=cache_gather_operands,
     from_options=cache_gather_config,
     presets=DECODE_PRESETS,
@@ -522,7 +524,7 @@ GATHER_KV_CACHE = Kernel(
 # ---- merging partial results, of any architecture
 
 
-def merge_operands(config: choose_merge.MergeConfig) -> tuple[Operand, ...]:
+def merge_operands(config: merge_rules.MergeConfig) -> tuple[Operand, ...]:
     """The parts' rows may be wider than L: their first columns are what is read. The first part's memory is the
     result's, where its owner has no further use for it."""
     parts = range(config.parts)
@@ -537,8 +539,8 @@ def merge_operands(config: choose_merge.MergeConfig) -> tuple[Operand, ...]:
 _MERGE_DEFAULTS = {"dtype": "bfloat16", "v_head_dim": "128", "parts": "2"}
 
 
-def merge_config(options: Mapping[str, str]) -> choose_merge.MergeConfig:
-    """As mla_prefill_config, for choose_merge.merge_config: `dtype` is that of attention whose results are merged, and
+def merge_config(options: Mapping[str, str]) -> merge_rules.MergeConfig:
+    """As mla_prefill_config, for merge_rules.merge_config: `dtype` is that of attention whose results are merged, and
     v_head_dim their width."""
     values = _filled_in(options, _MERGE_DEFAULTS, {*_CACHE_DEFAULTS, *_ATTENTION_OPTIONS})
     spec = contract.MergeSpec(
@@ -548,14 +550,14 @@ def merge_config(options: Mapping[str, str]) -> choose_merge.MergeConfig:
         out_dtype=contract.attention_out_dtype(values["dtype"]),
         lse_dtype="float32",
     )
-    return _chosen(choose_merge.merge_reasons(spec), choose_merge.merge_config(spec))
+    return _chosen(merge_rules.merge_reasons(spec), merge_rules.merge_config(spec))
 
 
 MERGE_ATTENTION_STATES = Kernel(
     name="merge_attention_states",
-    archs=choose_cache.ARCHS,
-    launcher="tsmla_kernels.common.merge_kernel:MergeAttentionStates",
-    config=choose_merge.MergeConfig,
+    archs=cache_config.ARCHS,
+    launcher="tsmla_kernels.merge.kernel:MergeAttentionStates",
+    config=merge_rules.MergeConfig,
     operands=merge_operands,
     from_options=merge_config,
     presets=DECODE_PRESETS,

@@ -80,7 +80,7 @@ def compile_kernel(kernel: Kernel, config: Config, arch: str) -> CompiledObject:
                 name=e.name,
             ) from e
 
-        from tsmla_kernels import host_entry
+        from tsmla_kernels import entry as host_entry
 
         log = io.StringIO()
         try:

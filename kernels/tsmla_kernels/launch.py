@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tsmla_kernels import cache
+from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import Config, Kernel, Operand
 from tsmla_kernels.compile import ENTRY_PREFIX
 
@@ -59,14 +59,14 @@ def runtime_library(prefer: str = "cu13") -> Path | None:
 class Launcher:
     """A kernel for one config, loaded and ready to be launched from any thread.
 
-    Raises, when built: what cache.load_or_compile raises; FileNotFoundError if the runtime isn't installed;
+    Raises, when built: what object_cache.load_or_compile raises; FileNotFoundError if the runtime isn't installed;
     RuntimeError if the runtime refuses the object (no GPU, or one of another architecture).
     """
 
     def __init__(self, kernel: Kernel, config: Config, arch: str) -> None:
         self.operands = kernel.operands(config)
         self.name = kernel.name
-        module = cache.load_or_compile(kernel, config, arch).module
+        module = object_cache.load_or_compile(kernel, config, arch).module
         self._runtime = _runtime()
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         size, none = ctypes.c_size_t(len(module)), ctypes.c_size_t(0)

@@ -9,7 +9,7 @@ import pytest
 from tsmla_jax.ops import cute_call
 from tsmla_jax.ops.mla_decode import cute as decode
 from tsmla_jax.ops.mla_prefill import cute as prefill
-from tsmla_kernels import cache
+from tsmla_kernels import object_cache
 
 ARCH = "sm_100a"
 
@@ -26,7 +26,7 @@ def compiled_objects(request: pytest.FixtureRequest, tmp_path_factory: pytest.Te
     path: Path = kept.mkdir("blackwell-objects")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TSMLA_CACHE_DIR", str(path))
-        cache.prune()  # of what no test will ask for any more
+        object_cache.prune()  # of what no test will ask for any more
     return path
 
 
@@ -46,4 +46,4 @@ def forget() -> None:
     decode._transformable.cache_clear()
     prefill._transformable.cache_clear()
     cute_call._module.cache_clear()
-    cache._loaded.clear()
+    object_cache._loaded.clear()

@@ -12,15 +12,15 @@ import pytest
 import tsmla_jax
 from tsmla_jax import kernel_commands
 from tsmla_jax.ops import cute_call
-from tsmla_kernels import cache
+from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import KERNELS, MLA_DECODE_SM100, MLA_PREFILL_SM100
-from tsmla_kernels.sm100.choose import ARCHS, DecodeConfig, PrefillConfig
+from tsmla_kernels.sm100.config import ARCHS, DecodeConfig, PrefillConfig
 
 
 def compiled_by(monkeypatch: pytest.MonkeyPatch, *argv: str) -> list[tuple[Any, Any, str]]:
     asked: list[tuple[Any, Any, str]] = []
-    monkeypatch.setattr(cache, "is_stored", lambda *each: False)
-    monkeypatch.setattr(cache, "load_or_compile", lambda *each: asked.append(each))
+    monkeypatch.setattr(object_cache, "is_stored", lambda *each: False)
+    monkeypatch.setattr(object_cache, "load_or_compile", lambda *each: asked.append(each))
     parser = argparse.ArgumentParser()
     kernel_commands.add_compile_arguments(parser)
     assert kernel_commands.run_compile(parser.parse_args([*argv, "--jobs", "1"])) == 0

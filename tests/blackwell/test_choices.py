@@ -23,7 +23,7 @@ import pytest
 
 from tsmla_jax.ops.mla_decode.blackwell import visible_keys
 from tsmla_kernels import contract
-from tsmla_kernels.sm100 import choose
+from tsmla_kernels.sm100 import config as sm100
 
 torch = pytest.importorskip("torch")
 upstream = pytest.importorskip("tokenspeed_mla.mla_decode")
@@ -45,16 +45,16 @@ class Call(NamedTuple):
 
 def random_call(rng: random.Random) -> Call:
     call = Call(
-        arch=rng.choice(choose.ARCHS),
+        arch=rng.choice(sm100.ARCHS),
         num_sms=rng.choice([78, 132, 148, 152, 160, 224]),
         dtype=rng.choice(list(DTYPES)),
         batch=int(2 ** rng.uniform(0, 10)),
         tokens=rng.choice([1, 1, 2, 3, 4, 5, 6, 7, 8, rng.randint(9, 64)]),
         heads=rng.choice([8, 16, 32, 64, 128, rng.randint(1, 128)]),
-        page_size=rng.choice(choose.PAGE_SIZES),
+        page_size=rng.choice(sm100.PAGE_SIZES),
         max_pages=int(2 ** rng.uniform(0, 13)),
     )
-    too_large = call.batch * call.tokens * call.heads * choose.LATENT_DIM >= choose.MAX_ELEMENTS
+    too_large = call.batch * call.tokens * call.heads * sm100.LATENT_DIM >= sm100.MAX_ELEMENTS
     return random_call(rng) if too_large else call
 
 
@@ -88,7 +88,7 @@ def wrapper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Call], tuple[
         asked.clear()
         passed.clear()
         monkeypatch.setattr(upstream, "get_num_sm", lambda device: call.num_sms)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: choose.capability(call.arch))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: sm100.capability(call.arch))
 
         def empty(*shape: int, dtype: Any = torch.int32) -> Any:
             return torch.empty(shape, dtype=dtype, device="meta")
@@ -117,12 +117,12 @@ def test_ten_thousand_calls_are_planned_as_the_package_plans_them(wrapper: Calla
     for _ in range(CALLS):
         call = random_call(rng)
         spec = spec_of(call)
-        assert choose.decode_reasons(spec) == []  # and the package's own can_implement, inside, agrees
-        config = choose.decode_config(spec)
-        tiles = choose.query_tiles(config, call.arch)
+        assert sm100.decode_reasons(spec) == []  # and the package's own can_implement, inside, agrees
+        config = sm100.decode_config(spec)
+        tiles = sm100.query_tiles(config, call.arch)
         num_keys = call.max_pages * call.page_size
-        splits = choose.split_count(config, call.arch, call.batch, call.num_sms, num_keys)
-        shape = choose.workspace_shape(config, call.arch, call.batch, splits)
+        splits = sm100.split_count(config, call.arch, call.batch, call.num_sms, num_keys)
+        shape = sm100.workspace_shape(config, call.arch, call.batch, splits)
 
         asked, passed = wrapper(call)
         workspace, split_kv = passed[7], passed[8]
@@ -130,13 +130,13 @@ def test_ten_thousand_calls_are_planned_as_the_package_plans_them(wrapper: Calla
         assert splits == int(split_kv), call
         assert asked["is_workspace_size_zero"] == (splits == 1), call
         if workspace is None:
-            assert shape == (1, choose.LEAST_WORKSPACE)
+            assert shape == (1, sm100.LEAST_WORKSPACE)
         else:
             assert shape[0] * shape[1] == workspace.numel() < 1 << 31, call
         assert tiles.count * tiles.stride >= call.tokens * call.heads > (tiles.count - 1) * tiles.stride, call
         if config.fp8:
-            assert asked["reducer_max_splits"] <= choose.reducer_splits(config, call.arch), call
-        assert splits <= choose.reducer_splits(config, call.arch), call
+            assert asked["reducer_max_splits"] <= sm100.reducer_splits(config, call.arch), call
+        assert splits <= sm100.reducer_splits(config, call.arch), call
         assert not asked["is_persistent"] and asked["is_var_seq"] and not asked["is_var_split_kv"]
         assert asked["skip_correction_threshold"] == (8.0 if config.fp8 else 0.0)
         seen.add((tiles.rows, tiles.packed, splits > 1))
@@ -160,7 +160,7 @@ def rules_of(name: str, class_name: str) -> list[Rule]:
     assert len(found) == 2
 
     def rule(
-        code: types.CodeType, call: Call, tiles: choose.QueryTiles, rows: np.ndarray, request: np.ndarray,
+        code: types.CodeType, call: Call, tiles: sm100.QueryTiles, rows: np.ndarray, request: np.ndarray,
         *, lens: np.ndarray, q_len: Any, causal: bool, local: np.ndarray | None,
     ) -> np.ndarray:  # fmt: skip
         """The bound of each of `rows`, numbers of a request's tiles' rows on end."""
@@ -194,8 +194,8 @@ def test_ten_thousand_calls_see_the_keys_that_the_package_lets_them_see() -> Non
     seen: set[tuple[bool, ...]] = set()
     for _ in range(CALLS):
         call, causal, ragged = random_call(rng), rng.random() < 0.8, rng.random() < 0.3
-        config = choose.decode_config(spec_of(call))
-        tiles = choose.query_tiles(config, call.arch)
+        config = sm100.decode_config(spec_of(call))
+        tiles = sm100.query_tiles(config, call.arch)
         rule = rules[config.fp8][call.arch != "sm_100a"]
         num_keys, tokens = call.max_pages * call.page_size, call.tokens
         lens = numbers.integers(0, num_keys + 1, 4, dtype=np.int32)
@@ -217,7 +217,7 @@ def test_ten_thousand_calls_see_the_keys_that_the_package_lets_them_see() -> Non
             want = own(rows[real], request, q_len=tokens, local=None)
         else:
             # As the package bounds token i of a request of so many, each in a tile of its own.
-            alone = choose.QueryTiles(tiles.rows, tokens, call.heads, 1, False)
+            alone = sm100.QueryTiles(tiles.rows, tokens, call.heads, 1, False)
             index = token - (tokens - np.minimum(q_lens, tokens))[:, None]
             each = [
                 rule(
@@ -244,15 +244,15 @@ def test_ten_thousand_calls_see_the_keys_that_the_package_lets_them_see() -> Non
 def test_tiles_are_those_of_the_package() -> None:
     from tokenspeed_mla.mla_helpers import select_mla_decode_tilers
 
-    for arch in choose.ARCHS:
+    for arch in sm100.ARCHS:
         for dtype in DTYPES:
             for heads in range(1, 129):
                 for tokens in (1, 2, 3, 4, 8, 16, 64):
-                    config = choose.DecodeConfig(dtype, heads, tokens)
+                    config = sm100.DecodeConfig(dtype, heads, tokens)
                     tilers = select_mla_decode_tilers(
-                        heads, tokens, is_fp8=config.fp8, compute_capability=choose.capability(arch)
+                        heads, tokens, is_fp8=config.fp8, compute_capability=sm100.capability(arch)
                     )
-                    rows = choose.query_tiles(config, arch).rows
+                    rows = sm100.query_tiles(config, arch).rows
                     assert tilers == ((rows, 128), (rows, 256))
 
 
@@ -268,8 +268,8 @@ def test_tiles_are_those_of_the_package() -> None:
     ],
 )
 def test_limits_are_reasons(change: dict[str, Any], reason: str) -> None:
-    call = Call(choose.ARCHS[0], 148, "bfloat16", 4, 1, 64, 64, 8)._replace(**change)
-    (said,) = choose.decode_reasons(spec_of(call))
+    call = Call(sm100.ARCHS[0], 148, "bfloat16", 4, 1, 64, 64, 8)._replace(**change)
+    (said,) = sm100.decode_reasons(spec_of(call))
     assert reason in said
 
 
@@ -277,7 +277,7 @@ def test_scales_survive_being_sizes() -> None:
     import struct
 
     for scale in (0.1352337789, 1.0, 0.0, -2.5, 1e-30, 448.0, float("inf")):
-        sizes = choose.scale_sizes(scale, 2 * scale)
-        assert all(1 <= size <= 65536 for size in sizes) and len(sizes) == len(choose.SCALE_OPERANDS)
+        sizes = sm100.scale_sizes(scale, 2 * scale)
+        assert all(1 <= size <= 65536 for size in sizes) and len(sizes) == len(sm100.SCALE_OPERANDS)
         words = ((sizes[0] - 1) << 16 | (sizes[1] - 1), (sizes[2] - 1) << 16 | (sizes[3] - 1))
         assert struct.pack("<2I", *words) == struct.pack("<2f", scale, 2 * scale)

@@ -19,9 +19,9 @@ from jax import export
 
 import tsmla_jax
 from tsmla_jax.ops import cute_call
-from tsmla_kernels import cache
+from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import MLA_DECODE_SM100
-from tsmla_kernels.sm100 import choose
+from tsmla_kernels.sm100 import config as sm100
 
 FP8 = jnp.float8_e4m3fn
 Struct = jax.ShapeDtypeStruct
@@ -100,12 +100,12 @@ def test_decode_lowers_and_other_sizes_at_once() -> None:
 @needs_package
 def test_scales_by_value_are_sizes_and_compile_nothing() -> None:
     lower(attend, *specs())
-    stored = len(cache.entries())
+    stored = len(object_cache.entries())
     for scale in (0.1, 0.2):
         text = lower(partial(attend, softmax_scale=scale), *specs())
-        sizes = "".join(rf", tensor<{size}xi8>" for size in choose.scale_sizes(scale, 1.0))
+        sizes = "".join(rf", tensor<{size}xi8>" for size in sm100.scale_sizes(scale, 1.0))
         assert re.search(rf"{sizes}\)$", results_of_call(text).rstrip()), results_of_call(text)
-    assert len(cache.entries()) == stored
+    assert len(object_cache.entries()) == stored
 
 
 @needs_package
@@ -167,12 +167,12 @@ def test_what_vmap_makes_too_large_is_refused() -> None:
 def test_explain_says_that_nothing_was_run_on_one() -> None:
     q, kv, tables, lens = specs(dtype=jnp.bfloat16)
     explained = tsmla_jax.explain("mla_decode", q, kv, tables, lens, softmax_scale=1.0, implementation="cute")
-    assert explained.chosen == "cute" and explained.notes == {"cute": (choose.NOTICE, choose.FINITE)}
-    assert choose.NOTICE in str(explained) and "not run on one by us" in choose.NOTICE
+    assert explained.chosen == "cute" and explained.notes == {"cute": (sm100.NOTICE, sm100.FINITE)}
+    assert sm100.NOTICE in str(explained) and "not run on one by us" in sm100.NOTICE
     arrays, offsets = packed(5, 6, 1)
     options = {"softmax_scale": 1.0, "max_q_len": 5, "max_kv_len": 6, "implementation": "cute"}
     explained = tsmla_jax.explain("mla_prefill", *arrays, **offsets, **options)
-    assert explained.chosen == "cute" and explained.notes == {"cute": (choose.NOTICE,)}
+    assert explained.chosen == "cute" and explained.notes == {"cute": (sm100.NOTICE,)}
 
 
 def test_nothing_is_said_of_blackwell_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,27 +211,28 @@ def test_without_the_package_only_stored_objects_run(monkeypatch: pytest.MonkeyP
     assert reason == (
         'mla_decode_sm100 is made of tokenspeed-mla, which is not installed: pip install "tsmla-jax[blackwell]"'
     )
-    monkeypatch.setattr(cache, "is_stored", lambda kernel, config, arch: kernel is MLA_DECODE_SM100)
+    monkeypatch.setattr(object_cache, "is_stored", lambda kernel, config, arch: kernel is MLA_DECODE_SM100)
     explained = tsmla_jax.explain("mla_decode", *specs(), softmax_scale=1.0, implementation="cute")
     assert explained.chosen == "cute"
 
 
 def test_an_object_is_told_from_that_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = choose.DecodeConfig("bfloat16", 16, 1)
-    monkeypatch.setattr(cache.importlib.metadata, "version", lambda name: {"tokenspeed-mla": "2.0.9"}.get(name, "1"))
-    newer = cache._identity(MLA_DECODE_SM100, config, "sm_100a")
+    config = sm100.DecodeConfig("bfloat16", 16, 1)
+    installed = {"tokenspeed-mla": "2.0.9"}
+    monkeypatch.setattr(object_cache.importlib.metadata, "version", lambda name: installed.get(name, "1"))
+    newer = object_cache._identity(MLA_DECODE_SM100, config, "sm_100a")
     monkeypatch.undo()
     assert newer["made_of"] == "tokenspeed-mla 2.0.9"
-    assert cache._identity(MLA_DECODE_SM100, config, "sm_100a")["made_of"].startswith("tokenspeed-mla 2.0.")
+    assert object_cache._identity(MLA_DECODE_SM100, config, "sm_100a")["made_of"].startswith("tokenspeed-mla 2.0.")
 
 
 WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None
-from tsmla_kernels.sm100 import choose, mla_decode
-print(type(mla_decode.attention(choose.DecodeConfig("float8_e4m3fn", 16, 1), "sm_100a")).__name__)
+from tsmla_kernels.sm100 import config as sm100, mla_decode
+print(type(mla_decode.attention(sm100.DecodeConfig("float8_e4m3fn", 16, 1), "sm_100a")).__name__)
 try:
-    mla_decode.attention(choose.DecodeConfig("bfloat16", 16, 1), "sm_100a")
+    mla_decode.attention(sm100.DecodeConfig("bfloat16", 16, 1), "sm_100a")
 except ModuleNotFoundError as error:
     print(error.name, error)
 """
@@ -247,4 +248,4 @@ def test_without_torch_fp8_compiles_and_the_rest_says_what_is_missing() -> None:
     assert run.returncode == 0, run.stderr
     made, missing = run.stdout.splitlines()
     assert made == "BlackwellMultiHeadLatentAttentionForwardFP8"
-    assert missing.startswith("torch the Blackwell kernels need tokenspeed-mla: ") and choose.INSTALL in missing
+    assert missing.startswith("torch the Blackwell kernels need tokenspeed-mla: ") and sm100.INSTALL in missing

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from tsmla_kernels import cache
+from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import MLA_DECODE_SM100, MLA_PREFILL_SM100
 from tsmla_kernels.compile import CompiledObject
 from tsmla_kernels.resources import resource_report
-from tsmla_kernels.sm100.choose import ARCHS, DecodeConfig, PrefillConfig
+from tsmla_kernels.sm100.config import ARCHS, DecodeConfig, PrefillConfig
 
 pytest.importorskip("torch")
 pytest.importorskip("tokenspeed_mla")
@@ -58,7 +58,7 @@ ADVICE = re.compile(r"DSLOptimizationWarning: This static loop has \d+ iteration
 
 
 def compiled(kernel: Any, config: Any, arch: str) -> tuple[CompiledObject, str]:
-    found = cache.load_or_compile(kernel, config, arch)
+    found = object_cache.load_or_compile(kernel, config, arch)
     return found, ADVICE.sub("", " ".join(re.sub(r"\x1b\[[0-9;]*m", "", found.log).split()))
 
 

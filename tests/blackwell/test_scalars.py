@@ -13,7 +13,7 @@ import cutlass  # noqa: E402
 from cutlass import Float32, Int32  # noqa: E402
 from cutlass.cute.runtime import make_ptr  # noqa: E402
 
-from tsmla_kernels.sm100.choose import scale_sizes  # noqa: E402
+from tsmla_kernels.sm100.config import scale_sizes  # noqa: E402
 from tsmla_kernels.sm100.scalars import LoadedFloat32, float_of_sizes  # noqa: E402
 
 

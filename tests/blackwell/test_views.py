@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.blackwell.numeric_cute import CUTE, Tensor, dense, locals_at_stop, numeric, stop
-from tsmla_kernels.sm100 import choose
+from tsmla_kernels.sm100 import config as sm100
 
 pytest.importorskip("torch")
 fp8 = pytest.importorskip("tokenspeed_mla.mla_decode_fp8")
@@ -29,18 +29,18 @@ FLOAT32 = types.SimpleNamespace(width=32)
 FP8 = types.SimpleNamespace(width=8)
 
 
-def configs() -> list[tuple[choose.DecodeConfig, str]]:
+def configs() -> list[tuple[sm100.DecodeConfig, str]]:
     rng = random.Random(3)
     shapes = [(16, 1), (16, 4), (128, 1), (96, 4), (96, 8), (64, 4), (48, 3), (1, 1), (5, 7), (128, 2), (33, 2)]
     shapes += [(rng.randint(1, 128), rng.randint(1, 12)) for _ in range(120)]
-    dtypes, archs = ["float8_e4m3fn", "bfloat16", "float16"], choose.ARCHS
+    dtypes, archs = ["float8_e4m3fn", "bfloat16", "float16"], sm100.ARCHS
     return [
-        (choose.DecodeConfig(rng.choice(dtypes), heads, tokens, rng.choice(choose.PAGE_SIZES)), rng.choice(archs))
+        (sm100.DecodeConfig(rng.choice(dtypes), heads, tokens, rng.choice(sm100.PAGE_SIZES)), rng.choice(archs))
         for heads, tokens in shapes
     ]
 
 
-def host_state(config: choose.DecodeConfig, arch: str, batch: int, splits: int) -> tuple[Any, dict[str, Any], Any]:
+def host_state(config: sm100.DecodeConfig, arch: str, batch: int, splits: int) -> tuple[Any, dict[str, Any], Any]:
     """The package's kernel object, its variables once it has made its views, and what its workspace is made of."""
     attention = mla_decode.attention(config, arch)
     q = dense((batch, config.max_q_len, config.num_heads, 576), FP8)
@@ -57,10 +57,10 @@ def host_state(config: choose.DecodeConfig, arch: str, batch: int, splits: int) 
 
 
 @pytest.mark.parametrize(("config", "arch"), configs())
-def test_rows_are_the_tokens_and_heads_that_are_meant(config: choose.DecodeConfig, arch: str) -> None:
+def test_rows_are_the_tokens_and_heads_that_are_meant(config: sm100.DecodeConfig, arch: str) -> None:
     batch, heads, tokens = 3, config.num_heads, config.max_q_len
     attention, views, _ = host_state(config, arch, batch, 2)
-    tiles = choose.query_tiles(config, arch)
+    tiles = sm100.query_tiles(config, arch)
     requests, count, rows = np.meshgrid(np.arange(batch), np.arange(tiles.count), np.arange(tiles.rows), indexing="ij")
     flat = count * tiles.stride + rows
     real = (rows < tiles.stride) & (flat < heads * tokens)
@@ -99,16 +99,16 @@ def test_rows_are_the_tokens_and_heads_that_are_meant(config: choose.DecodeConfi
 
 @pytest.mark.parametrize(("config", "arch"), configs()[::4])
 @pytest.mark.parametrize("splits", [2, 7, 32])
-def test_workspace_holds_every_partial_result(config: choose.DecodeConfig, arch: str, splits: int) -> None:
+def test_workspace_holds_every_partial_result(config: sm100.DecodeConfig, arch: str, splits: int) -> None:
     batch = 3
     attention, _, sizes = host_state(config, arch, batch, splits)
-    tiles = choose.query_tiles(config, arch)
+    tiles = sm100.query_tiles(config, arch)
     heads, width, count, requests, split_kv = sizes[:5]
     assert (heads, width, count, requests, split_kv) == (tiles.stride, 512, tiles.count, batch, splits)
     make = numeric(type(attention).initialize_workspace)
     attention.q_dtype, attention.partial_dtype = FP8 if config.fp8 else types.SimpleNamespace(width=16), FLOAT32
     partial_out, partial_lse = make(attention, heads, width, count, requests, splits, FLOAT32, dense((1,)))
-    rows, bytes_a_split = choose.workspace_shape(config, arch, batch, splits)
+    rows, bytes_a_split = sm100.workspace_shape(config, arch, batch, splits)
     assert rows == splits
     # Float32 both; the second begins, in bytes, where the first ends, and ends where the workspace does.
     assert partial_out.layout.size() == partial_out.layout.last() + 1
@@ -121,9 +121,9 @@ def test_workspace_holds_every_partial_result(config: choose.DecodeConfig, arch:
 
 
 @pytest.mark.parametrize(("config", "arch"), configs()[::6])
-def test_grid_covers_every_tile_of_every_split(config: choose.DecodeConfig, arch: str) -> None:
+def test_grid_covers_every_tile_of_every_split(config: sm100.DecodeConfig, arch: str) -> None:
     attention, views, _ = host_state(config, arch, 5, 3)
-    tiles = choose.query_tiles(config, arch)
+    tiles = sm100.query_tiles(config, arch)
     made = types.SimpleNamespace
     compute = numeric(
         type(attention)._compute_grid,
@@ -163,7 +163,7 @@ def test_prefill_views_are_the_packed_arrays() -> None:
     # The offsets say where a request starts, so requests add nothing.
     assert all(views[name].stride[2][1] == 0 for name in ("q", "k", "v", "o"))
     shape, cta_tiler, persistent = grid_of
-    assert cta_tiler[0] == choose.PREFILL_ROWS and not persistent
+    assert cta_tiler[0] == sm100.PREFILL_ROWS and not persistent
     assert shape[0] == 50 and shape[2] == ((1, heads), 4)
 
 
@@ -175,7 +175,7 @@ def trips(tile: int, q_lens: Any, kv_lens: Any) -> Any:
     numpy's arrays."""
     mask = types.SimpleNamespace(get_trip_start=numeric(fmha_helpers.FusedMask.get_trip_start))
     count = numeric(fmha_helpers.FusedMask.get_trip_count, FusedMask=mask, min=np.minimum)
-    return count(CAUSAL, (tile, 0), (choose.PREFILL_ROWS, 128, 128), q_lens, kv_lens, None, 0)
+    return count(CAUSAL, (tile, 0), (sm100.PREFILL_ROWS, 128, 128), q_lens, kv_lens, None, 0)
 
 
 def random_requests(rng: np.random.Generator, calls: int) -> tuple[np.ndarray, np.ndarray]:
@@ -206,8 +206,8 @@ def test_no_tile_of_prefill_is_without_keys_and_masks_are_those_that_are_meant()
     np.testing.assert_array_equal(new_q[:, ::2] + new_q[:, 1::2], q_lens)
     np.testing.assert_array_equal(new_kv[:, 1::2], kv_lens)
     assert (new_kv[:, ::2] == 0).all() and (new_q >= 0).all()
-    for tile in range(-(-2000 // choose.PREFILL_ROWS)):
-        working = (new_q > tile * choose.PREFILL_ROWS) & (new_kv > 0)
+    for tile in range(-(-2000 // sm100.PREFILL_ROWS)):
+        working = (new_q > tile * sm100.PREFILL_ROWS) & (new_kv > 0)
         assert working.any() and (trips(tile, new_q, new_kv)[working] >= 1).all()
     # Shorter queries need no such care: one tile has all of them.
     assert all(trips(0, n, m) == -(-min(m, 256 + m - n) // 128) for n in (1, 100, 256) for m in (1, 2, 300))
@@ -223,7 +223,7 @@ def test_no_tile_of_prefill_is_without_keys_and_masks_are_those_that_are_meant()
         row = int(rows[call, request] * n)
         for causal in (True, False):
             # A call whose longest request fits one tile, and one without a causal mask, is passed on as it is.
-            cut = causal and q_lens[call].max() > choose.PREFILL_ROWS
+            cut = causal and q_lens[call].max() > sm100.PREFILL_ROWS
             starts, lens = (kernel_q[call], new_kv[call]) if cut else (starts_q[call], kv_lens[call])
             index = starts_q[call, request] + row
             part = int(np.searchsorted(starts, index, "right")) - 1

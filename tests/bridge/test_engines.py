@@ -18,12 +18,12 @@ from tests.bridge.inputs import Inputs, assert_close, inputs
 from tests.ops import oracle
 from tsmla_bridge import tokenspeed_mla
 from tsmla_kernels.contract import DecodeSpec
-from tsmla_kernels.sm90 import choose
+from tsmla_kernels.sm90.decode import config as sm90_decode
 
 HEADS, SCALE = 4, 192**-0.5
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BF16 = 2**-7  # bf16's own step, of results of size one
-FP8_LSE = {"cpu": 1e-4, "cuda": choose.fp8_lse_error(576)}
+FP8_LSE = {"cpu": 1e-4, "cuda": sm90_decode.fp8_lse_error(576)}
 LAYER = SimpleNamespace(_q_scale_float=0.5, _k_scale_float=0.25)
 
 
@@ -50,7 +50,7 @@ def skip_without_kernel(device: str, dtype: str, q_len: int = 1) -> None:
         num_pages=1, page_size=64, max_pages=1, q_dtype=dtype, kv_dtype=dtype, out_dtype="bfloat16",
         lse_dtype="float32", ragged=False, causal=True, return_lse=True, batch_invariant=False,
     )  # fmt: skip
-    if device == "cuda" and (reasons := choose.decode_reasons(spec)):
+    if device == "cuda" and (reasons := sm90_decode.decode_reasons(spec)):
         pytest.skip("; ".join(reasons))
 
 

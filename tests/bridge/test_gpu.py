@@ -25,7 +25,7 @@ from tests.bridge.stress import Tensors, arrays, assert_same_bits
 from tsmla_bridge import Workspace, decode, decode_workspace_size, kernels, prefill, tokenspeed_mla
 from tsmla_kernels.catalog import MLA_DECODE
 from tsmla_kernels.contract import DecodeSpec, PrefillSpec
-from tsmla_kernels.sm90 import choose
+from tsmla_kernels.sm90.decode import config as sm90_decode
 
 pytestmark = pytest.mark.gpu
 
@@ -75,7 +75,7 @@ def assert_right(got: Any, *args: torch.Tensor, **options: Any) -> None:
 
 def lse_step(q_dtype: torch.dtype) -> float:
     """How far lse may be off, absolutely and of its own size."""
-    return choose.fp8_lse_error(576) if q_dtype == torch.float8_e4m3fn else 1e-5
+    return sm90_decode.fp8_lse_error(576) if q_dtype == torch.float8_e4m3fn else 1e-5
 
 
 # ---- results
@@ -418,7 +418,7 @@ def test_tokenspeed_decode(dtype: torch.dtype) -> None:
 
     sms = tokenspeed_mla.get_num_sm(torch.device("cuda"))
     workspace = torch.empty(sms * 16 * 8 * 513 * 4, dtype=torch.int8, device="cuda")
-    if reasons := choose.decode_reasons(spec):
+    if reasons := sm90_decode.decode_reasons(spec):
         with pytest.raises(NotImplementedError, match=re.escape("; ".join(reasons))):
             call()
         pytest.skip("; ".join(reasons))

@@ -21,7 +21,7 @@ import numpy as np
 
 import tsmla_kernels
 
-SOURCE = Path(tsmla_kernels.__file__).parent / "common" / "cache_kernels.py"
+SOURCE = Path(tsmla_kernels.__file__).parent / "cache_ops" / "kernels.py"
 REGION = 1 << 32
 """Bytes of address space that each array has to itself."""
 

@@ -10,7 +10,7 @@ import pytest
 # The stand-in kernels are named by module in the catalog's way, so the processes that compile must find them.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tsmla_kernels import cache
+from tsmla_kernels import object_cache
 
 ARCH = "sm_90a"
 
@@ -20,9 +20,9 @@ def cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     directory = tmp_path / "cache"
     monkeypatch.setenv("TSMLA_CACHE_DIR", str(directory))
     monkeypatch.delenv("CUTE_DSL_ARCH", raising=False)
-    cache._loaded.clear()
+    object_cache._loaded.clear()
     yield directory
-    cache._loaded.clear()
+    object_cache._loaded.clear()
 
 
 @pytest.fixture

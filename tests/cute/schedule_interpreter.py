@@ -20,7 +20,7 @@ import numpy as np
 from cache_interpreter import stand_in
 
 import tsmla_kernels
-from tsmla_kernels.sm90.choose import DecodeConfig
+from tsmla_kernels.sm90.decode.config import DecodeConfig
 
 FOLDER = Path(tsmla_kernels.__file__).parent / "sm90"
 LANES = 32
@@ -235,9 +235,9 @@ class Interpreter:
         )
         stand_ins = {"cutlass": cutlass, "cutlass.cute": cute}
         with mock.patch.dict(sys.modules, stand_ins):
-            for name in ("warp_helpers", "decode_schedule"):
+            for name in ("warp", "decode.schedule"):
                 full = f"tsmla_kernels.sm90.{name}"
-                spec = importlib.util.spec_from_file_location(full, FOLDER / f"{name}.py")
+                spec = importlib.util.spec_from_file_location(full, FOLDER / f"{name.replace('.', '/')}.py")
                 assert spec is not None and spec.loader is not None
                 module = sys.modules[full] = importlib.util.module_from_spec(spec)
                 spec.loader.exec_module(module)

@@ -28,10 +28,10 @@ from tsmla_jax.ops.rope_write_kv_cache import api as rope_api
 from tsmla_jax.ops.rope_write_kv_cache import reference as rope_reference
 from tsmla_jax.ops.write_kv_cache import api as write_api
 from tsmla_jax.ops.write_kv_cache import reference as write_reference
-from tsmla_kernels import cache, compile
+from tsmla_kernels import compile, object_cache
+from tsmla_kernels.cache_ops import config as cache_config
+from tsmla_kernels.cache_ops.config import ARCHS, GatherConfig, RopeWriteConfig, WriteConfig, tiling
 from tsmla_kernels.catalog import GATHER_KV_CACHE, ROPE_WRITE_KV_CACHE, WRITE_KV_CACHE, Kernel
-from tsmla_kernels.common import choose_cache
-from tsmla_kernels.common.choose_cache import ARCHS, GatherConfig, RopeWriteConfig, WriteConfig, tiling
 from tsmla_kernels.resources import resource_report
 
 ARCH = "sm_90a"
@@ -59,7 +59,7 @@ CONFIGS = [
 @pytest.mark.parametrize("arch", [ARCH, *(pytest.param(a, marks=pytest.mark.slow) for a in ARCHS if a != ARCH)])
 def test_everything_stays_in_registers(arch: str) -> None:
     for kernel, config in CONFIGS:
-        compiled = cache.load_or_compile(kernel, config, arch)
+        compiled = object_cache.load_or_compile(kernel, config, arch)
         (found,) = resource_report(compiled).kernels  # one launch
         assert found.stack_bytes == 0, f"{config}: {found.stack_bytes} bytes of local memory a thread"
         # Five CTAs of 288 threads on a multiprocessor, of 65536 registers and 2048 threads.
@@ -94,9 +94,9 @@ def test_options_name_the_configs_that_calls_get(options: str, dtypes: tuple[str
     for arrays in given.values():
         arrays[0] = Struct(arrays[0].shape, kv_dtype)
     assert found == [
-        choose_cache.write_config(write_api.spec(*given[OPS[0]])),
-        choose_cache.rope_write_config(rope_api.spec(*given[OPS[1]], q_dtype=q_dtype)),
-        choose_cache.gather_config(gather_api.spec(*given[OPS[2]], total_len=1, out_dtype=in_dtype)),
+        cache_config.write_config(write_api.spec(*given[OPS[0]])),
+        cache_config.rope_write_config(rope_api.spec(*given[OPS[1]], q_dtype=q_dtype)),
+        cache_config.gather_config(gather_api.spec(*given[OPS[2]], total_len=1, out_dtype=in_dtype)),
     ]
 
 
@@ -183,10 +183,10 @@ def test_a_numbers_scale_is_a_constant_operand() -> None:
 def test_new_sizes_and_scales_compile_nothing(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cute_call._module.cache_clear()
     lower(call(op), *structs(op))
-    monkeypatch.setattr(cache, "compile_kernel", None)
+    monkeypatch.setattr(object_cache, "compile_kernel", None)
     lower(call(op, kv_scale=3.0), *structs(op, 9, 70_000))
     cute_call._module.cache_clear()
-    cache._loaded.clear()
+    object_cache._loaded.clear()
     lower(call(op), *structs(op, 1, 1))
 
 

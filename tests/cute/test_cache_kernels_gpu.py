@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import tsmla_jax
-from tsmla_kernels import cache as objects
+from tsmla_kernels import object_cache as objects
 from tsmla_kernels.catalog import ROPE_WRITE_KV_CACHE, WRITE_KV_CACHE
 from tsmla_kernels.launch import ArrayView, Launcher
 

@@ -11,7 +11,7 @@ import pytest
 from cache_interpreter import Interpreter
 
 import tsmla_jax
-from tsmla_kernels.common.choose_cache import GatherConfig, RopeWriteConfig, WriteConfig
+from tsmla_kernels.cache_ops.config import GatherConfig, RopeWriteConfig, WriteConfig
 
 KINDS = {
     "bfloat16": ml_dtypes.bfloat16,

@@ -142,8 +142,8 @@ def test_decode_operands_are_those_of_the_launcher() -> None:
 
     from cute_standin_kernels import Decode
 
-    from tsmla_kernels.sm90.mla_decode import MlaDecode
-    from tsmla_kernels.sm90.mla_decode_fp8 import MlaDecodeFp8
+    from tsmla_kernels.sm90.decode.mla_decode import MlaDecode
+    from tsmla_kernels.sm90.decode.mla_decode_fp8 import MlaDecodeFp8
 
     names = [operand.name for operand in MLA_DECODE.operands(mla_decode_config({"num_heads": "16"}))]
     for launcher in (MlaDecode, MlaDecodeFp8, Decode):

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 import tsmla_jax
 from tsmla_jax.ops import cute_call
 from tsmla_jax.ops.mla_decode import cute
-from tsmla_kernels import cache
+from tsmla_kernels import object_cache
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -66,7 +66,7 @@ def operands_of_call(text: str) -> str:
 
 def test_lowering_embeds_the_object_and_the_runtimes_own_call() -> None:
     text = lower(attend, *specs())
-    module = cache.load_or_compile(DECODE, cute.choose.decode_config(cute_spec()), ARCH).module
+    module = object_cache.load_or_compile(DECODE, cute.choose.decode_config(cute_spec()), ARCH).module
     assert text.count(f"@{cute_call.TARGET}(") == 1
     assert 'key = "' in text and 'module = "\\7FELF' in text
     assert len(module) < len(text) < 8 * len(module)

@@ -10,7 +10,7 @@ from warp_model import LANES, ldmatrix, narrow_tiles, stmatrix_transposed, swizz
 
 pytest.importorskip("cutlass")
 
-from tsmla_kernels.sm90.mla_decode_mixed import key_fragment, key_row, p_row, place
+from tsmla_kernels.sm90.decode.mla_decode_mixed import key_fragment, key_row, p_row, place
 
 BLOCK, WARPS = 64, 4
 

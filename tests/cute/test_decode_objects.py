@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from object_checks import assert_small_enough_to_embed, assert_stays_in_registers
 
-from tsmla_kernels import cache
+from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import MLA_DECODE, mla_decode_config
 from tsmla_kernels.compile import CompiledObject
-from tsmla_kernels.sm90.choose import FP8, ROWS
+from tsmla_kernels.sm90.decode.config import FP8, ROWS
 
 ARCH = "sm_90a"
 
@@ -65,7 +65,7 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CONFIGS])
 def compiled(request: pytest.FixtureRequest, shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> CompiledObject:
     monkeypatch.setenv("TSMLA_CACHE_DIR", str(shared_cache))
-    return cache.load_or_compile(MLA_DECODE, mla_decode_config(CONFIGS[request.param]), ARCH)
+    return object_cache.load_or_compile(MLA_DECODE, mla_decode_config(CONFIGS[request.param]), ARCH)
 
 
 def test_everything_stays_in_registers(compiled: CompiledObject) -> None:

@@ -20,10 +20,10 @@ from jax.sharding import PartitionSpec as P
 import tsmla_jax
 from tests.decode_numbers import decode_numbers
 from tsmla_jax.ops import cute_call
-from tsmla_kernels import cache
+from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import MLA_DECODE, mla_decode_config
 from tsmla_kernels.launch import ArrayView, Launcher
-from tsmla_kernels.sm90.choose import fp8_lse_error, workspace_shapes
+from tsmla_kernels.sm90.decode.config import fp8_lse_error, workspace_shapes
 
 pytestmark = pytest.mark.gpu
 
@@ -251,8 +251,8 @@ def test_new_sizes_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr(cache, "compile_kernel", refuse)
-    cache._loaded.clear()
+    monkeypatch.setattr(object_cache, "compile_kernel", refuse)
+    object_cache._loaded.clear()
     cute_call._module.cache_clear()
     for batch, max_pages in ((3, 4), (2, 7), (17, 1), (1, 200)):
         args = arrays(batch, 1, 16, max_pages)

@@ -9,9 +9,9 @@ import pytest
 from cute_standin import SCALE, ScaleConfig
 
 from tsmla_jax import kernel_commands
-from tsmla_kernels import cache
+from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import MLA_DECODE
-from tsmla_kernels.sm90.choose import DecodeConfig
+from tsmla_kernels.sm90.decode.config import DecodeConfig
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def cache_command(*argv: str) -> int:
     return kernel_commands.run_cache(parser.parse_args(argv))
 
 
-def widths(entries: Sequence[cache.Entry]) -> list[int]:
+def widths(entries: Sequence[object_cache.Entry]) -> list[int]:
     return sorted(SCALE.config_from_json(entry.description["config"]).width for entry in entries)
 
 
@@ -49,7 +49,7 @@ def test_compile_fills_the_cache_in_parallel(builds: Path, capsys: pytest.Captur
         "width=64",
     ]
     assert compile_command(*arguments, "--jobs", "2") == 0
-    assert widths(cache.entries()) == [32, 64]
+    assert widths(object_cache.entries()) == [32, 64]
     said = capsys.readouterr()
     assert "2 compiled for sm_90a" in said.out
     assert "[1/2] scale " in said.err and "[2/2] scale " in said.err  # no bar where nobody watches
@@ -65,7 +65,7 @@ def test_compile_reports_what_fails_and_goes_on(capsys: pytest.CaptureFixture[st
     )
     said = capsys.readouterr()
     assert "failed: scale: " in said.err and "made not to compile" in said.err and "1 compiled" in said.out
-    assert widths(cache.entries()) == [64]
+    assert widths(object_cache.entries()) == [64]
 
 
 @pytest.mark.parametrize(
@@ -123,15 +123,15 @@ def test_cache_lists_verifies_and_prunes(cache_directory: Path, capsys: pytest.C
     assert f"{damaged.name}: damaged: " in said and "1 damaged" in said
 
     assert cache_command("prune") == 0 and not damaged.exists()
-    assert "1 entries" in capsys.readouterr().out and len(cache.entries()) == 1
-    assert cache_command("prune", "--older-than", "1") == 0 and len(cache.entries()) == 1
-    assert cache_command("prune", "--all") == 0 and cache.entries() == []
+    assert "1 entries" in capsys.readouterr().out and len(object_cache.entries()) == 1
+    assert cache_command("prune", "--older-than", "1") == 0 and len(object_cache.entries()) == 1
+    assert cache_command("prune", "--all") == 0 and object_cache.entries() == []
     with pytest.raises(ValueError, match="--all, --older-than: got list; they go with prune"):
         cache_command("list", "--all")
 
 
 def test_is_stored_says_what_a_compilation_would_find() -> None:
     config = ScaleConfig(width=32)
-    assert not cache.is_stored(SCALE, config, "sm_90a")
+    assert not object_cache.is_stored(SCALE, config, "sm_90a")
     compile_command("--kernel", "scale", "--config", "narrow", "--jobs", "1")
-    assert cache.is_stored(SCALE, config, "sm_90a")
+    assert object_cache.is_stored(SCALE, config, "sm_90a")

@@ -19,10 +19,10 @@ import tsmla_jax
 from tsmla_jax import kernel_commands
 from tsmla_jax.ops import cute_call
 from tsmla_jax.ops.merge_attention_states import api, cute, reference
-from tsmla_kernels import cache
+from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import MERGE_ATTENTION_STATES, Kernel
-from tsmla_kernels.common import choose_merge
-from tsmla_kernels.common.choose_merge import MergeConfig
+from tsmla_kernels.merge import config as merge_rules
+from tsmla_kernels.merge.config import MergeConfig
 from tsmla_kernels.resources import resource_report
 
 ARCH = "sm_90a"
@@ -43,7 +43,7 @@ CONFIGS = [MergeConfig(BF16, 128), MergeConfig(F32, 128), MergeConfig(F16, 512, 
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_everything_stays_in_registers(config: MergeConfig) -> None:
-    compiled = cache.load_or_compile(MERGE_ATTENTION_STATES, config, ARCH)
+    compiled = object_cache.load_or_compile(MERGE_ATTENTION_STATES, config, ARCH)
     (found,) = resource_report(compiled).kernels  # one launch
     assert found.stack_bytes == 0, f"{config}: {found.stack_bytes} bytes of local memory a thread"
     assert found.registers <= (64 if config.parts <= 2 else 128), (config, found.registers)
@@ -67,7 +67,7 @@ def test_the_results_are_the_first_parts_memory() -> None:
 def test_options_name_the_configs_that_calls_get(options: str, config: MergeConfig) -> None:
     assert [found for _, found in kernel_commands.configs(options, [MERGE_ATTENTION_STATES])] == [config]
     arrays = structs(config.parts, (5, 2), config.head_dim, config.dtype)
-    assert choose_merge.merge_config(api.spec(*arrays)) == config
+    assert merge_rules.merge_config(api.spec(*arrays)) == config
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_the_call_is_all_that_runs_on_the_device_and_in_place() -> None:
 
 def test_new_sizes_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     lower(merge(), *structs(2, (7, 16)))
-    monkeypatch.setattr(cache, "compile_kernel", None)
+    monkeypatch.setattr(object_cache, "compile_kernel", None)
     cute_call._module.cache_clear()
     lower(merge(), *structs(2, (70_000, 3, 5)))
     make = export.export(jax.jit(merge()), platforms=["cuda"], disabled_checks=tsmla_jax.export_disabled_checks())

@@ -19,7 +19,7 @@ from tsmla_jax.ops import cute_call
 from tsmla_jax.ops.mla_prefill import cute, cute_kv, reference
 from tsmla_kernels import contract
 from tsmla_kernels.catalog import Kernel
-from tsmla_kernels.sm90.choose_prefill import PrefillConfig
+from tsmla_kernels.sm90.prefill.config import PrefillConfig
 
 pytestmark = [
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="emulates the kernel on CPUs"),

@@ -9,7 +9,7 @@ from warp_model import LANES, ldmatrix_transposed, narrow_tiles, prmt, stmatrix,
 
 pytest.importorskip("cutlass")
 
-from tsmla_kernels.sm90.mla_prefill import (
+from tsmla_kernels.sm90.prefill.mla_prefill import (
     EVEN_COLUMNS,
     ODD_COLUMNS,
     P_IN_WORD,

@@ -8,7 +8,7 @@ import pytest
 from schedule_interpreter import GARBAGE, OVERHEAD, Interpreter, Piece
 
 from tsmla_kernels.catalog import mla_decode_config
-from tsmla_kernels.sm90.choose import DecodeConfig
+from tsmla_kernels.sm90.decode.config import DecodeConfig
 
 PAGE = 64
 KINDS = ("equal", "nearly equal", "ragged", "some empty", "one long")

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsmla_kernels import data_checks
 from tsmla_kernels.contract import CacheGatherSpec, CacheWriteSpec, DecodeSpec, PrefillSpec
+from tsmla_kernels.contract import values as data_checks
 
 enabled = data_checks.enabled
 

@@ -23,7 +23,7 @@ import jax.extend
 import jax.numpy as jnp
 from jax.interpreters import mlir
 
-from tsmla_kernels import cache, launch
+from tsmla_kernels import launch, object_cache
 from tsmla_kernels.catalog import Config, Kernel
 
 TARGET = "CuteDSLRT_NvJaxCutlassCall_v2"
@@ -85,7 +85,7 @@ def why_not_made(kernel: Kernel, config: Config) -> list[str]:
     package, arch = kernel.package, target_arch()
     if package is None or arch is None or importlib.util.find_spec(package.module) is not None:
         return []
-    if cache.is_stored(kernel, config, arch):
+    if object_cache.is_stored(kernel, config, arch):
         return []
     return [f"{kernel.name} is made of {package.distribution}, which is not installed: {package.install}"]
 
@@ -253,7 +253,7 @@ def _outputs(kernel: Kernel, config: Config) -> list[Any]:
 @functools.cache
 def _module(kernel: Kernel, config: Config, arch: str) -> tuple[bytes, bytes]:
     """The object and the key by which the runtime knows it again."""
-    module = cache.load_or_compile(kernel, config, arch).module
+    module = object_cache.load_or_compile(kernel, config, arch).module
     return module, hashlib.sha256(module).digest()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tsmla_bridge import blackwell, decode, merge, ops, tensors
-from tsmla_kernels.contract_rules import show
+from tsmla_kernels.contract.rules import show
 
 LOG2_E = math.log2(math.e)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tsmla_kernels.contract_rules import show
+from tsmla_kernels.contract.rules import show
 
 
 def mla_kv_pack_quantize_fp8(

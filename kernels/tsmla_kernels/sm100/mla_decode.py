@@ -19,7 +19,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cutlass_dsl.cutlass import CuTeDSL
 
-from tsmla_kernels.sm100.choose import (
+from tsmla_kernels.sm100.config import (
     INSTALL,
     LATENT_DIM,
     ROPE_DIM,

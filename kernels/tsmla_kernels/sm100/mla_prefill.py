@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from tsmla_kernels.sm100.choose import QK_HEAD_DIM, V_HEAD_DIM, PrefillConfig
+from tsmla_kernels.sm100.config import QK_HEAD_DIM, V_HEAD_DIM, PrefillConfig
 from tsmla_kernels.sm100.mla_decode import package
 from tsmla_kernels.sm100.scalars import outputs_and_scales
 

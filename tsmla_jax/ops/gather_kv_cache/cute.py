@@ -14,14 +14,14 @@ from tsmla_jax.ops import cache_call, cute_call
 from tsmla_jax.ops.gather_kv_cache import xla
 from tsmla_jax.ops.gather_kv_cache.api import spec as spec_of
 from tsmla_kernels import contract
+from tsmla_kernels.cache_ops import config as cache_config
 from tsmla_kernels.catalog import GATHER_KV_CACHE
-from tsmla_kernels.common import choose_cache
 from tsmla_kernels.contract import CacheGatherSpec
 
 
 def why_not(spec: CacheGatherSpec) -> list[str]:
     """The reasons why the kernel can't run this call; empty if it can."""
-    return cute_call.why_not(GATHER_KV_CACHE) + choose_cache.gather_reasons(spec)
+    return cute_call.why_not(GATHER_KV_CACHE) + cache_config.gather_reasons(spec)
 
 
 def why_not_by_default(spec: CacheGatherSpec) -> list[str]:
@@ -44,13 +44,13 @@ def gather_kv_cache(
         raise contract.not_runnable("gather_kv_cache", "cute", why_not(spec))
     # A symbolic size is good for one export and can't be told from another's.
     make = _transformable if isinstance(spec.total_len, int) else _transformable.__wrapped__
-    run = make(choose_cache.gather_config(spec), arch, spec.total_len)
+    run = make(cache_config.gather_config(spec), arch, spec.total_len)
     result: jax.Array = run(kv_cache, block_tables, starts, lens, cache_call.scale_operand(kv_scale))
     return result
 
 
 @functools.cache
-def _transformable(config: choose_cache.GatherConfig, arch: str, total_len: Any) -> Callable[..., Any]:
+def _transformable(config: cache_config.GatherConfig, arch: str, total_len: Any) -> Callable[..., Any]:
     """The call as a function (kv_cache, block_tables, starts, lens, kv_scale [1]) -> rows [total_len, D]."""
 
     def on_device(

@@ -25,13 +25,13 @@ from tsmla_jax.ops.merge_attention_states import xla
 from tsmla_jax.ops.merge_attention_states.xla import Parts, State
 from tsmla_kernels import contract
 from tsmla_kernels.catalog import MERGE_ATTENTION_STATES
-from tsmla_kernels.common import choose_merge
 from tsmla_kernels.contract import MergeSpec
+from tsmla_kernels.merge import config as merge_rules
 
 
 def why_not(spec: MergeSpec) -> list[str]:
     """The reasons why the kernel can't run this call; empty if it can."""
-    return cute_call.why_not(MERGE_ATTENTION_STATES) + choose_merge.merge_reasons(spec)
+    return cute_call.why_not(MERGE_ATTENTION_STATES) + merge_rules.merge_reasons(spec)
 
 
 def why_not_by_default(spec: MergeSpec) -> list[str]:
@@ -54,7 +54,7 @@ def merge_attention_states(outs: Parts, lses: Parts, *, spec: MergeSpec) -> Stat
 @functools.cache
 def _differentiable(spec: MergeSpec, arch: str) -> Callable[[Parts, Parts], State]:
     """The call as a function (outs, lses) -> (out, lse)."""
-    run = _transformable(choose_merge.merge_config(spec), arch)
+    run = _transformable(merge_rules.merge_config(spec), arch)
 
     def forward(outs: Parts, lses: Parts) -> tuple[State, tuple[Parts, Parts, jax.Array]]:
         result = run(*outs, *lses)
@@ -66,7 +66,7 @@ def _differentiable(spec: MergeSpec, arch: str) -> Callable[[Parts, Parts], Stat
 
 
 @functools.cache
-def _transformable(config: choose_merge.MergeConfig, arch: str) -> Callable[..., State]:
+def _transformable(config: merge_rules.MergeConfig, arch: str) -> Callable[..., State]:
     """The call without its derivative: a function (N outs, N lses) -> (out, lse)."""
     parts = config.parts
 

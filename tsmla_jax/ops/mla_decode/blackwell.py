@@ -25,7 +25,7 @@ from tsmla_jax.ops.ragged import row_owner
 from tsmla_kernels import contract
 from tsmla_kernels.catalog import MLA_DECODE_SM100
 from tsmla_kernels.contract import DecodeSpec, Dim
-from tsmla_kernels.sm100 import choose
+from tsmla_kernels.sm100 import config as sm100
 
 LN_2 = math.log(2.0)
 
@@ -46,7 +46,7 @@ def _check_finite(seq_lens: np.ndarray, bad: np.ndarray) -> None:
     if bad.any():
         raise ValueError(
             f"kv_cache: request {int(np.flatnonzero(bad)[0])} leaves a slot of its last page unused that is not finite;"
-            f" legal on Blackwell: {choose.FINITE}"
+            f" legal on Blackwell: {sm100.FINITE}"
         )
 
 
@@ -71,9 +71,9 @@ def on_one_device(
 
     Raises NotImplementedError where vmap made the call larger than the kernels can index.
     """
-    if reasons := choose.decode_reasons(spec):
+    if reasons := sm100.decode_reasons(spec):
         raise contract.not_runnable("mla_decode", "cute", reasons)
-    config = choose.decode_config(spec, traced_scales=static_scales is None)
+    config = sm100.decode_config(spec, traced_scales=static_scales is None)
     tokens, num_keys = config.max_q_len, spec.max_pages * spec.page_size
     seq_lens = jnp.clip(seq_lens, 0, num_keys)
     lengths = None
@@ -85,11 +85,11 @@ def on_one_device(
     visible_lens = visible_keys(seq_lens, lengths, tokens=tokens, causal=spec.causal)
 
     bounds = _bounds(spec.batch, spec.max_pages)
-    splits = 1 if spec.batch_invariant else choose.split_count(config, arch, spec.batch, num_sms, num_keys, **bounds)
+    splits = 1 if spec.batch_invariant else sm100.split_count(config, arch, spec.batch, num_sms, num_keys, **bounds)
     outputs = (
-        (spec.batch, tokens, config.num_heads, choose.LATENT_DIM),
+        (spec.batch, tokens, config.num_heads, sm100.LATENT_DIM),
         (spec.batch, tokens, config.num_heads),
-        choose.workspace_shape(config, arch, spec.batch, splits, **bounds),
+        sm100.workspace_shape(config, arch, spec.batch, splits, **bounds),
     )
     pieces = spec.page_size // config.page_size  # of a page, each a page to the kernel
     kv_cache = kv_cache.reshape(spec.num_pages * pieces, config.page_size, spec.head_dim)
@@ -101,7 +101,7 @@ def on_one_device(
         MLA_DECODE_SM100,
         config,
         inputs if static_scales else (*inputs, scales),
-        outputs if static_scales is None else (*outputs, *((size,) for size in choose.scale_sizes(*static_scales))),
+        outputs if static_scales is None else (*outputs, *((size,) for size in sm100.scale_sizes(*static_scales))),
         arch=arch,
     )
     seen = (visible_lens > 0)[:, :, None]
@@ -131,7 +131,7 @@ def visible_keys(seq_lens: Any, q_lens: Any, *, tokens: int, causal: bool) -> An
 def whole_tiles(block_tables: jax.Array, seq_lens: jax.Array, page_size: int, num_pages: Dim) -> jax.Array:
     """The table [B, M] widened to whole key tiles, and what a request doesn't use made a page that isn't there."""
     batch, max_pages = block_tables.shape
-    pages_a_tile = choose.KEY_TILE // page_size
+    pages_a_tile = sm100.KEY_TILE // page_size
     width = -(-max_pages // pages_a_tile) * pages_a_tile
     table = jnp.concatenate([block_tables, jnp.zeros((batch, width - max_pages), jnp.int32)], axis=1)
     used = jnp.arange(width, dtype=jnp.int32) * page_size < seq_lens[:, None]

@@ -31,8 +31,8 @@ from tsmla_jax.ops.ragged import row_owner
 from tsmla_kernels import contract
 from tsmla_kernels.catalog import MLA_DECODE, MLA_DECODE_SM100
 from tsmla_kernels.contract import DecodeSpec
-from tsmla_kernels.sm90 import choose
-from tsmla_kernels.sm100 import choose as choose_sm100
+from tsmla_kernels.sm90.decode import config as sm90_decode
+from tsmla_kernels.sm100 import config as sm100
 
 Results = tuple[jax.Array, jax.Array]
 
@@ -40,13 +40,13 @@ Results = tuple[jax.Array, jax.Array]
 def why_not(spec: DecodeSpec) -> list[str]:
     """The reasons why no kernel can run this call; empty if one can."""
     on_blackwell = cute_call.target_arch() in MLA_DECODE_SM100.archs
-    kernel, rules = (MLA_DECODE_SM100, choose_sm100) if on_blackwell else (MLA_DECODE, choose)
+    kernel, rules = (MLA_DECODE_SM100, sm100) if on_blackwell else (MLA_DECODE, sm90_decode)
     reasons = cute_call.why_not(kernel) + rules.decode_reasons(spec)
     for name in ("num_heads", "max_q_len"):
         if not isinstance(getattr(spec, name), int):
             reasons.append(f"{name} is {getattr(spec, name)}; the kernels are compiled for a number")
     if on_blackwell and not reasons:
-        reasons += cute_call.why_not_made(kernel, choose_sm100.decode_config(spec))
+        reasons += cute_call.why_not_made(kernel, sm100.decode_config(spec))
     return reasons
 
 
@@ -57,7 +57,7 @@ def why_not_by_default(spec: DecodeSpec) -> list[str]:
 
 def notes(spec: DecodeSpec) -> list[str]:
     """What is to be known of the kernels of this architecture."""
-    return [choose_sm100.NOTICE, choose_sm100.FINITE] if cute_call.target_arch() in MLA_DECODE_SM100.archs else []
+    return [sm100.NOTICE, sm100.FINITE] if cute_call.target_arch() in MLA_DECODE_SM100.archs else []
 
 
 def mla_decode(
@@ -203,9 +203,9 @@ def _on_one_device(
         return blackwell.on_one_device(
             *arrays, spec=spec, static_scales=static_scales, arch=call.arch, num_sms=call.num_sms
         )
-    config = choose.decode_config(spec)
+    config = sm90_decode.decode_config(spec)
     rows = total_q_len * num_heads
-    workspaces = choose.workspace_shapes(config, call.num_sms, batch, max_pages)
+    workspaces = sm90_decode.workspace_shapes(config, call.num_sms, batch, max_pages)
     offsets = seq_lens if cu_seqlens_q is None else cu_seqlens_q  # the kernel's operand is there in both cases
     out, lse, *_ = cute_call.cute_call(
         MLA_DECODE,

@@ -16,7 +16,7 @@ from tsmla_jax.ops.ragged import row_owner
 from tsmla_kernels import contract
 from tsmla_kernels.catalog import MLA_PREFILL_SM100
 from tsmla_kernels.contract import PrefillSpec
-from tsmla_kernels.sm100 import choose
+from tsmla_kernels.sm100 import config as sm100
 
 
 def on_one_device(
@@ -39,26 +39,26 @@ def on_one_device(
 
     Raises NotImplementedError where vmap made the call larger than the kernel can index.
     """
-    if reasons := choose.prefill_reasons(spec):
+    if reasons := sm100.prefill_reasons(spec):
         raise contract.not_runnable("mla_prefill", "cute", reasons)
-    config = choose.prefill_config(spec, traced_scales=static_scales is None)
+    config = sm100.prefill_config(spec, traced_scales=static_scales is None)
     starts_q = jnp.clip(cu_seqlens_q, 0, spec.total_q_len)
     starts_kv = jnp.clip(cu_seqlens_kv, 0, spec.total_kv_len)
     q_lens, kv_lens = jnp.diff(starts_q), jnp.diff(starts_kv)
     kernel_q, kernel_kv = starts_q, starts_kv
-    if config.causal and spec.max_q_len > choose.PREFILL_ROWS:
+    if config.causal and spec.max_q_len > sm100.PREFILL_ROWS:
         kernel_q, kernel_kv = unseeing_apart(starts_q, starts_kv)
     else:  # A request's first tile has its last query, unless it is longer than was said: then nothing is computed.
         starts_q = kernel_q = jnp.where((q_lens > spec.max_q_len).any(), 0, starts_q)
 
-    v = v.at[starts_kv[-1] + jnp.arange(choose.KEY_TILE, dtype=jnp.int32)].set(jnp.zeros((), v.dtype), mode="drop")
-    outputs = ((*q.shape[:2], choose.V_HEAD_DIM), q.shape[:2], (spec.max_q_len,))
+    v = v.at[starts_kv[-1] + jnp.arange(sm100.KEY_TILE, dtype=jnp.int32)].set(jnp.zeros((), v.dtype), mode="drop")
+    outputs = ((*q.shape[:2], sm100.V_HEAD_DIM), q.shape[:2], (spec.max_q_len,))
     inputs = (q, k, v, kernel_q, kernel_kv)
     out, lse, *_ = cute_call.cute_call(
         MLA_PREFILL_SM100,
         config,
         inputs if static_scales else (*inputs, scales),
-        outputs if static_scales is None else (*outputs, *((size,) for size in choose.scale_sizes(*static_scales))),
+        outputs if static_scales is None else (*outputs, *((size,) for size in sm100.scale_sizes(*static_scales))),
         arch=arch,
     )
     request, position, owned = row_owner(starts_q, spec.total_q_len)

@@ -28,8 +28,8 @@ from tsmla_jax.ops.mla_prefill import blackwell, xla
 from tsmla_kernels import contract
 from tsmla_kernels.catalog import MLA_PREFILL, MLA_PREFILL_SM100
 from tsmla_kernels.contract import PrefillSpec
-from tsmla_kernels.sm90 import choose_prefill
-from tsmla_kernels.sm100 import choose as choose_sm100
+from tsmla_kernels.sm90.prefill import config as sm90_prefill
+from tsmla_kernels.sm100 import config as sm100
 
 Results = tuple[jax.Array, jax.Array]
 
@@ -37,9 +37,9 @@ Results = tuple[jax.Array, jax.Array]
 def why_not(spec: PrefillSpec) -> list[str]:
     """The reasons why no kernel can run this call; empty if one can."""
     if cute_call.target_arch() not in MLA_PREFILL_SM100.archs:
-        return cute_call.why_not(MLA_PREFILL) + choose_prefill.prefill_reasons(spec)
-    reasons = cute_call.why_not(MLA_PREFILL_SM100) + choose_sm100.prefill_reasons(spec)
-    return reasons or cute_call.why_not_made(MLA_PREFILL_SM100, choose_sm100.prefill_config(spec))
+        return cute_call.why_not(MLA_PREFILL) + sm90_prefill.prefill_reasons(spec)
+    reasons = cute_call.why_not(MLA_PREFILL_SM100) + sm100.prefill_reasons(spec)
+    return reasons or cute_call.why_not_made(MLA_PREFILL_SM100, sm100.prefill_config(spec))
 
 
 def why_not_by_default(spec: PrefillSpec) -> list[str]:
@@ -49,7 +49,7 @@ def why_not_by_default(spec: PrefillSpec) -> list[str]:
 
 def notes(spec: PrefillSpec) -> list[str]:
     """What is to be known of the kernels of this architecture."""
-    return [choose_sm100.NOTICE] if cute_call.target_arch() in MLA_PREFILL_SM100.archs else []
+    return [sm100.NOTICE] if cute_call.target_arch() in MLA_PREFILL_SM100.archs else []
 
 
 def mla_prefill(
@@ -188,10 +188,10 @@ def _on_one_device(
     if call.arch in MLA_PREFILL_SM100.archs:
         operands = (q, k, v, scales, cu_seqlens_q, cu_seqlens_kv)
         return blackwell.on_one_device(*operands, spec=spec, static_scales=call.static_scales, arch=call.arch)
-    workspaces = choose_prefill.prefill_workspaces(spec.batch, call.num_sms)
+    workspaces = sm90_prefill.prefill_workspaces(spec.batch, call.num_sms)
     out, lse, *_ = cute_call.cute_call(
         MLA_PREFILL,
-        choose_prefill.prefill_config(spec),
+        sm90_prefill.prefill_config(spec),
         (q, k, v, cu_seqlens_q, cu_seqlens_kv, scales),
         ((*q.shape[:2], v.shape[2]), q.shape[:2], *(shape for shape, _ in workspaces.values())),
         arch=call.arch,

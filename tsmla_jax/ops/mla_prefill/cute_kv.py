@@ -23,14 +23,14 @@ from tsmla_jax.ops.mla_prefill.packed import expand
 from tsmla_kernels import contract
 from tsmla_kernels.catalog import MLA_PREFILL
 from tsmla_kernels.contract import PrefillSpec
-from tsmla_kernels.sm90 import choose_prefill
+from tsmla_kernels.sm90.prefill import config as sm90_prefill
 
 Results = tuple[jax.Array, jax.Array]
 
 
 def why_not(spec: PrefillSpec, rope_dim: int) -> list[str]:
     """Why kv and k_rope can't be read as they are in a call that the kernels can run on k and v; empty if they can."""
-    return cute_call.why_not(MLA_PREFILL) + choose_prefill.shared_rope_reasons(spec, rope_dim)
+    return cute_call.why_not(MLA_PREFILL) + sm90_prefill.shared_rope_reasons(spec, rope_dim)
 
 
 def mla_prefill_kv(
@@ -81,10 +81,10 @@ def _differentiable(causal: bool, max_q_len: int, max_kv_len: int, arch: str, nu
     # custom_partitioning reads the parameters' number from the signature.
     def on_device(q: Any, kv: Any, k_rope: Any, scales: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any) -> Results:
         described = spec(q, kv, k_rope, cu_seqlens_q)
-        workspaces = choose_prefill.prefill_workspaces(described.batch, num_sms)
+        workspaces = sm90_prefill.prefill_workspaces(described.batch, num_sms)
         out, lse, *_ = cute_call.cute_call(
             MLA_PREFILL,
-            choose_prefill.prefill_config(described, k_rope.shape[1]),
+            sm90_prefill.prefill_config(described, k_rope.shape[1]),
             (q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv, scales),
             ((*q.shape[:2], described.v_head_dim), q.shape[:2], *(shape for shape, _ in workspaces.values())),
             arch=arch,

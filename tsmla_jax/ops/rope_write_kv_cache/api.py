@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from tsmla_jax.ops import checks, dispatch, explicit
 from tsmla_jax.ops.arrays import Scale, describe, describe_scale
-from tsmla_kernels import rope_contract
+from tsmla_kernels.contract import cache as cache_contract
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Int32
@@ -109,9 +109,9 @@ def spec(
     kv_scale: Any = None,
     q_dtype: Any = None,
     **static: Any,
-) -> rope_contract.RopeWriteSpec:
+) -> cache_contract.RopeWriteSpec:
     """The contract's spec of a call of rope_write_kv_cache; raises as rope_write_kv_cache does."""
-    return rope_contract.rope_write_spec(
+    return cache_contract.rope_write_spec(
         kv_cache=describe("kv_cache", kv_cache),
         q_nope=describe("q_nope", q_nope),
         q_rope=describe("q_rope", q_rope),

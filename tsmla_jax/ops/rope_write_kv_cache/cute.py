@@ -13,16 +13,16 @@ from tsmla_jax.ops import cache_call, cute_call
 from tsmla_jax.ops.rope_write_kv_cache import xla
 from tsmla_jax.ops.rope_write_kv_cache.api import spec as spec_of
 from tsmla_kernels import contract
+from tsmla_kernels.cache_ops import config as cache_config
 from tsmla_kernels.catalog import ROPE_WRITE_KV_CACHE
-from tsmla_kernels.common import choose_cache
-from tsmla_kernels.rope_contract import RopeWriteSpec
+from tsmla_kernels.contract.cache import RopeWriteSpec
 
 Results = tuple[jax.Array, jax.Array]
 
 
 def why_not(spec: RopeWriteSpec) -> list[str]:
     """The reasons why the kernel can't run this call; empty if it can."""
-    return cute_call.why_not(ROPE_WRITE_KV_CACHE) + choose_cache.rope_write_reasons(spec)
+    return cute_call.why_not(ROPE_WRITE_KV_CACHE) + cache_config.rope_write_reasons(spec)
 
 
 def why_not_by_default(spec: RopeWriteSpec) -> list[str]:
@@ -48,14 +48,14 @@ def rope_write_kv_cache(
     arch = cute_call.target_arch()
     if arch is None:
         raise contract.not_runnable("rope_write_kv_cache", "cute", why_not(spec))
-    run = _transformable(choose_cache.rope_write_config(spec), arch)
+    run = _transformable(cache_config.rope_write_config(spec), arch)
     scales = (cache_call.scale_operand(q_scale), cache_call.scale_operand(kv_scale))
     results: Results = run(kv_cache, q_nope, q_rope, latent, k_rope, slot_mapping, cos, sin, *scales)
     return results
 
 
 @functools.cache
-def _transformable(config: choose_cache.RopeWriteConfig, arch: str) -> Callable[..., Any]:
+def _transformable(config: cache_config.RopeWriteConfig, arch: str) -> Callable[..., Any]:
     """The call as a function (kv_cache, q_nope, q_rope, latent, k_rope, slot_mapping, cos, sin, q_scale [1], kv_scale
     [1]) -> (q, kv_cache)."""
 
@@ -106,7 +106,7 @@ def _fold(run: Callable[..., Any], axis_size: int, kv_cache: jax.Array, *arrays:
     return q.reshape(axis_size, -1, *q.shape[1:]), written.reshape(kv_cache.shape)
 
 
-def _derivative(config: choose_cache.RopeWriteConfig, *arrays: jax.Array) -> Results:
+def _derivative(config: cache_config.RopeWriteConfig, *arrays: jax.Array) -> Results:
     *rest, q_scale, kv_scale = arrays
     spec = spec_of(
         *rest, q_dtype=config.q_dtype, rope_interleave=config.rope_interleave, rope_layout=config.rope_layout

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from tsmla_jax.ops.quantize import to_cache_dtype
 from tsmla_jax.ops.rotation import rotate
 from tsmla_jax.ops.write_kv_cache import reference
-from tsmla_kernels.rope_contract import RopeWriteSpec
+from tsmla_kernels.contract.cache import RopeWriteSpec
 
 
 def rope_write_kv_cache(

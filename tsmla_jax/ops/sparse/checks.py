@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from tsmla_jax.ops.checks import behind
-from tsmla_kernels.sparse_contract import CompressSpec, IndexerLogitsSpec, SparseMLASpec
+from tsmla_kernels.contract.sparse import CompressSpec, IndexerLogitsSpec, SparseMLASpec
 
 
 def decode_lens(lens: jax.Array, total_tokens: int) -> jax.Array:

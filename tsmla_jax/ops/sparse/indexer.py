@@ -14,9 +14,9 @@ from tsmla_jax.ops.arrays import describe
 from tsmla_jax.ops.sparse import numerics
 from tsmla_jax.ops.sparse.blocks import fetch, put_rows
 from tsmla_jax.ops.sparse.layouts import masked_slots
-from tsmla_kernels import sparse_layouts
 from tsmla_kernels.contract import FLOATS
-from tsmla_kernels.sparse_layouts import INDEXER
+from tsmla_kernels.contract import layouts as sparse_layouts
+from tsmla_kernels.contract.layouts import INDEXER
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, UInt8

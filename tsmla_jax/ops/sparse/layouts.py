@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from tsmla_jax.ops.arrays import describe
 from tsmla_jax.ops.sparse import checks, numerics
 from tsmla_jax.ops.sparse.blocks import fetch, put_rows
-from tsmla_kernels import contract, sparse_layouts
+from tsmla_kernels import contract
 from tsmla_kernels.contract import FLOATS
-from tsmla_kernels.sparse_layouts import V4_PACKED, V32_PACKED
+from tsmla_kernels.contract import layouts as sparse_layouts
+from tsmla_kernels.contract.layouts import V4_PACKED, V32_PACKED
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, UInt8

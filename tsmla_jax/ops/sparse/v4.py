@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from tsmla_jax.ops.arrays import describe
 from tsmla_jax.ops.sparse import checks, numerics
 from tsmla_jax.ops.sparse.metadata import positions_to_slots, remap_slots
-from tsmla_kernels import contract, sparse_layouts
+from tsmla_kernels import contract
 from tsmla_kernels.contract import FLOATS
-from tsmla_kernels.sparse_contract import INDEX_ROW_ALIGNMENT
+from tsmla_kernels.contract import layouts as sparse_layouts
+from tsmla_kernels.contract.sparse import INDEX_ROW_ALIGNMENT
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32

@@ -14,14 +14,14 @@ from tsmla_jax.ops import cache_call, cute_call
 from tsmla_jax.ops.write_kv_cache import xla
 from tsmla_jax.ops.write_kv_cache.api import spec as spec_of
 from tsmla_kernels import contract
+from tsmla_kernels.cache_ops import config as cache_config
 from tsmla_kernels.catalog import WRITE_KV_CACHE
-from tsmla_kernels.common import choose_cache
 from tsmla_kernels.contract import CacheWriteSpec
 
 
 def why_not(spec: CacheWriteSpec) -> list[str]:
     """The reasons why the kernel can't run this call; empty if it can."""
-    return cute_call.why_not(WRITE_KV_CACHE) + choose_cache.write_reasons(spec)
+    return cute_call.why_not(WRITE_KV_CACHE) + cache_config.write_reasons(spec)
 
 
 def why_not_by_default(spec: CacheWriteSpec) -> list[str]:
@@ -42,13 +42,13 @@ def write_kv_cache(
     arch = cute_call.target_arch()
     if arch is None:
         raise contract.not_runnable("write_kv_cache", "cute", why_not(spec))
-    run = _transformable(choose_cache.write_config(spec), arch)
+    run = _transformable(cache_config.write_config(spec), arch)
     result: jax.Array = run(kv_cache, latent, k_rope, slot_mapping, cache_call.scale_operand(kv_scale))
     return result
 
 
 @functools.cache
-def _transformable(config: choose_cache.WriteConfig, arch: str) -> Callable[..., Any]:
+def _transformable(config: cache_config.WriteConfig, arch: str) -> Callable[..., Any]:
     """The call as a function (kv_cache, latent, k_rope, slot_mapping, kv_scale [1]) -> kv_cache."""
 
     def on_device(

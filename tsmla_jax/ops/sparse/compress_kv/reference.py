@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from tsmla_jax.ops.sparse.compress_kv.windows import completed_entries, updated_state, window_rows
-from tsmla_kernels.sparse_contract import CompressSpec
+from tsmla_kernels.contract.sparse import CompressSpec
 
 
 def compress_kv(

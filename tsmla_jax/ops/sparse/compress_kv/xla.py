@@ -13,7 +13,7 @@ from jax import lax
 from tsmla_jax.ops.sparse.blocks import over_token_blocks
 from tsmla_jax.ops.sparse.compress_kv.windows import completed_entries, updated_state, window_rows
 from tsmla_jax.ops.sparse.numerics import tree_max, tree_sum
-from tsmla_kernels.sparse_contract import CompressSpec
+from tsmla_kernels.contract.sparse import CompressSpec
 
 BLOCK_BYTES = 2 << 20
 """Bound on the float32 block of windows [entries, window, C]."""

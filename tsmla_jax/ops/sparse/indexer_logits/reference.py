@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from tsmla_jax.ops.sparse.indexer import read_indexer_pages
-from tsmla_kernels.sparse_contract import IndexerLogitsSpec
+from tsmla_kernels.contract.sparse import IndexerLogitsSpec
 
 
 def indexer_logits(

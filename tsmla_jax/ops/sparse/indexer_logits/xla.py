@@ -13,7 +13,7 @@ from jax import lax
 from tsmla_jax.ops.loops import carry
 from tsmla_jax.ops.sparse.blocks import over_token_blocks
 from tsmla_jax.ops.sparse.indexer import read_indexer_pages
-from tsmla_kernels.sparse_contract import IndexerLogitsSpec
+from tsmla_kernels.contract.sparse import IndexerLogitsSpec
 
 BLOCK_KEYS = 512
 """Keys a step: enough to fill a matrix product."""

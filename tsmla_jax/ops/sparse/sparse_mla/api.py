@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from tsmla_jax.ops import dispatch
 from tsmla_jax.ops.arrays import Scale, describe, describe_scale
 from tsmla_jax.ops.sparse import checks
-from tsmla_kernels import contract, sparse_contract
+from tsmla_kernels import contract
+from tsmla_kernels.contract import sparse as sparse_contract
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32

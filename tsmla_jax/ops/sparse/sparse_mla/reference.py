@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from tsmla_jax.ops.arrays import Scale, accumulation_dtype, as_scale
 from tsmla_jax.ops.sparse.layouts import gather_rows, valid_slots
-from tsmla_kernels.sparse_contract import SparseMLASpec
+from tsmla_kernels.contract.sparse import SparseMLASpec
 
 
 def sparse_mla(

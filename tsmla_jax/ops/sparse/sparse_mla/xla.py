@@ -19,8 +19,8 @@ from tsmla_jax.ops.loops import carry
 from tsmla_jax.ops.sparse.blocks import over_token_blocks
 from tsmla_jax.ops.sparse.layouts import gather_rows, valid_slots
 from tsmla_kernels import contract
-from tsmla_kernels.sparse_contract import SparseMLASpec
-from tsmla_kernels.sparse_layouts import CacheSpec
+from tsmla_kernels.contract.layouts import CacheSpec
+from tsmla_kernels.contract.sparse import SparseMLASpec
 
 BLOCK_KEYS = 256
 """Slots a step: enough to fill a matrix product, few enough that a token's float32 block stays in a core's cache."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from tsmla_kernels.common.choose_cache import INPUTS, MAX_THREADS, Tiling, tiling
+from tsmla_kernels.cache_ops.config import INPUTS, MAX_THREADS, Tiling, tiling
 
 if TYPE_CHECKING:
     from tsmla_kernels.contract import MergeSpec

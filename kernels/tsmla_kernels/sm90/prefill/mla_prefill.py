@@ -1,6 +1,6 @@
 """Expanded MLA prefill (keys wider than values) over ragged batches, bf16, f16 and fp8, for Hopper.
 
-MLA_PREFILL.md beside this says why it is so. A CTA walks tiles of 64 query rows a warpgroup without a break:
+DESIGN.md beside this says why it is so. A CTA walks tiles of 64 query rows a warpgroup without a break:
 
   warpgroups 0 .. groups - 1   S = Q K^T, softmax, O += P V, each for its own 64 rows, taking turns at the tensor cores
   the last warpgroup           one warp: claims tiles, and copies Q, K and V; with fp8 two more: transpose V
@@ -19,9 +19,9 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKind
 
-from tsmla_kernels.sm90.choose import FP8, SMEM_BYTES
-from tsmla_kernels.sm90.choose_prefill import GROUP_ROWS, PrefillConfig
-from tsmla_kernels.sm90.warp_helpers import DTYPES, LN_2, LOG2_E, LOWEST, WarpHelpers
+from tsmla_kernels.sm90.decode.config import FP8, SMEM_BYTES
+from tsmla_kernels.sm90.prefill.config import GROUP_ROWS, PrefillConfig
+from tsmla_kernels.sm90.warp import DTYPES, LN_2, LOG2_E, LOWEST, WarpHelpers
 
 # fp8: P is scaled by 2^5, so that what is above 2^-11 of the greatest when the maximum last moved keeps all its bits. A
 # whole power of two, so that this greatest itself is exact. The maximum moves when a sum of four of P passes e4m3's

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tsmla_kernels.contract import FLOATS, FP8, Array, attention_out_dtype, static_int
-from tsmla_kernels.sparse_layouts import (
+from tsmla_kernels.contract.layouts import (
     CacheSpec,
     IndexerCacheSpec,
     cache_spec,

@@ -6,8 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from tsmla_kernels.sm90.choose import ROWS
-from tsmla_kernels.sm90.warp_helpers import WarpHelpers, quotient, remainder
+from tsmla_kernels.sm90.decode.config import ROWS
+from tsmla_kernels.sm90.warp import WarpHelpers, quotient, remainder
 
 DESCRIPTOR_WORDS = 10
 LINE, WHOLE, CUT, PACKED = 0, 1, 2, 3  # how the batch is shared out: see `share`

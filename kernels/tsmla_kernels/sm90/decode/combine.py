@@ -7,9 +7,9 @@ import cutlass.cute as cute
 import cutlass.utils as utils
 from cutlass import Float32, Int32, Int64, const_expr
 
-from tsmla_kernels.sm90.choose import ROWS
-from tsmla_kernels.sm90.decode_schedule import FIRST_BUSY, LAST_BUSY, DecodeSchedule
-from tsmla_kernels.sm90.warp_helpers import LN_2, LOWEST, element, quotient, remainder
+from tsmla_kernels.sm90.decode.config import ROWS
+from tsmla_kernels.sm90.decode.schedule import FIRST_BUSY, LAST_BUSY, DecodeSchedule
+from tsmla_kernels.sm90.warp import LN_2, LOWEST, element, quotient, remainder
 
 COMBINE_SPARE_BYTES = 100 << 10
 COMBINE_GROUP = 256  # threads that merge one row tile together

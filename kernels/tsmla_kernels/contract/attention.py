@@ -14,7 +14,7 @@ not legal. What a particular implementation can't run is that implementation's N
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tsmla_kernels.contract_rules import (
+from tsmla_kernels.contract.rules import (
     FLOATS,
     FP8,
     FP8_MAX,

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from tsmla_kernels.sm90.warp_helpers import WarpHelpers, quotient, remainder
+from tsmla_kernels.sm90.warp import WarpHelpers, quotient, remainder
 
 TABLE_AHEAD = 32  # block-table entries read at once
 Q_THREADS = 384  # of the scores' warpgroup and the two of the values

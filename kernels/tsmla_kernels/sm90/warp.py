@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from tsmla_kernels.sm90.choose import FP8
+from tsmla_kernels.sm90.decode.config import FP8
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)

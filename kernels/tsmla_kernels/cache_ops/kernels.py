@@ -1,5 +1,5 @@
 """The paged cache's own kernels: writing rows into its slots, with and without the rotation before it, and gathering
-them back. CACHE_KERNELS.md beside this says why they look as they do.
+them back. DESIGN.md beside this says why they look as they do.
 
 Each moves rows once, each in one launch. A thread keeps one chunk of columns (16 bytes of results) and walks down rows
 with it, a few of them in flight at once; whatever decides where a row goes is read beside the row, not before it.
@@ -14,7 +14,7 @@ import cutlass.cute as cute
 import cutlass.utils as utils
 from cutlass import AddressSpace, Float32, Int32, Int64, const_expr
 
-from tsmla_kernels.common.choose_cache import GatherConfig, RopeWriteConfig, WriteConfig
+from tsmla_kernels.cache_ops.config import GatherConfig, RopeWriteConfig, WriteConfig
 
 DTYPES = {
     "bfloat16": cutlass.BFloat16,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tsmla_kernels.contract import CacheGatherSpec, CacheWriteSpec
-    from tsmla_kernels.rope_contract import RopeWriteSpec
+    from tsmla_kernels.contract.cache import RopeWriteSpec
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_107a")
 INPUTS = ("bfloat16", "float16", "float32")

@@ -1,4 +1,4 @@
-"""Absorbed MLA decode with queries and a paged latent cache of e4m3, for Hopper. MLA_DECODE.md says why it is so.
+"""Absorbed MLA decode with queries and a paged latent cache of e4m3, for Hopper. DESIGN.md says why it is so.
 
 Four warpgroups of a CTA share 64 query rows (token * H + head) and a ring of 64-key stages:
 
@@ -21,11 +21,11 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKind
 
-from tsmla_kernels.sm90.choose import ROWS, DecodeConfig
-from tsmla_kernels.sm90.decode_kernel import DecodeKernel
-from tsmla_kernels.sm90.decode_ring import TABLE_AHEAD
-from tsmla_kernels.sm90.decode_schedule import DESCRIPTOR_WORDS, SORTED, WALK_WORDS
-from tsmla_kernels.sm90.warp_helpers import LOG2_E, element, quotient
+from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
+from tsmla_kernels.sm90.decode.kernel import DecodeKernel
+from tsmla_kernels.sm90.decode.ring import TABLE_AHEAD
+from tsmla_kernels.sm90.decode.schedule import DESCRIPTOR_WORDS, SORTED, WALK_WORDS
+from tsmla_kernels.sm90.warp import LOG2_E, element, quotient
 
 OVERHEAD = 5  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
 RESCALE_BITS = 8.0  # how far the running maximum may lag: P of f16 holds that much, and rounds it no worse

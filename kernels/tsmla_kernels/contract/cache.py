@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tsmla_kernels.contract import FP8, VALUES, Array, CacheWriteSpec, Dim, cache_write_spec, static_bool
-from tsmla_kernels.contract_rules import check_at_least_one, check_dtype, check_rank, check_scale, listed, show
+from tsmla_kernels.contract.rules import check_at_least_one, check_dtype, check_rank, check_scale, listed, show
 
 ROPE_LAYOUTS = ("interleaved", "halves")
 

@@ -11,12 +11,12 @@ from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 
-from tsmla_kernels.sm90.choose import ROWS, SMEM_BYTES, DecodeConfig
-from tsmla_kernels.sm90.decode_combine import COMBINE_THREADS, DecodeCombine
-from tsmla_kernels.sm90.decode_ring import DecodeRing
-from tsmla_kernels.sm90.decode_schedule import DESCRIPTOR_WORDS
-from tsmla_kernels.sm90.decode_softmax import DecodeSoftmax
-from tsmla_kernels.sm90.warp_helpers import DTYPES, remainder
+from tsmla_kernels.sm90.decode.combine import COMBINE_THREADS, DecodeCombine
+from tsmla_kernels.sm90.decode.config import ROWS, SMEM_BYTES, DecodeConfig
+from tsmla_kernels.sm90.decode.ring import DecodeRing
+from tsmla_kernels.sm90.decode.schedule import DESCRIPTOR_WORDS
+from tsmla_kernels.sm90.decode.softmax import DecodeSoftmax
+from tsmla_kernels.sm90.warp import DTYPES, remainder
 
 
 class DecodeKernel(DecodeRing, DecodeSoftmax, DecodeCombine):

@@ -55,7 +55,7 @@ _CODE_VARIABLES = tuple(
         "DRYRUN",
     )
 )
-_OWN_SOURCES = ("tsmla_kernels.catalog", "tsmla_kernels.compile", "tsmla_kernels.host_entry")
+_OWN_SOURCES = ("tsmla_kernels.catalog", "tsmla_kernels.compile", "tsmla_kernels.entry")
 
 _lock = threading.RLock()
 _loaded: dict[str, CompiledObject] = {}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tsmla_kernels.sm90.choose import DecodeConfig
-from tsmla_kernels.sm90.mla_decode import MlaDecode
-from tsmla_kernels.sm90.mla_decode_fp8 import MlaDecodeFp8
-from tsmla_kernels.sm90.mla_decode_mixed import MlaDecodeMixed
+from tsmla_kernels.sm90.decode.config import DecodeConfig
+from tsmla_kernels.sm90.decode.mla_decode import MlaDecode
+from tsmla_kernels.sm90.decode.mla_decode_fp8 import MlaDecodeFp8
+from tsmla_kernels.sm90.decode.mla_decode_mixed import MlaDecodeMixed
 
 
 def mla_decode(config: DecodeConfig) -> MlaDecode | MlaDecodeFp8:

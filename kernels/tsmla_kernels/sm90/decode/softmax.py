@@ -9,8 +9,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from tsmla_kernels.sm90.choose import ROWS
-from tsmla_kernels.sm90.warp_helpers import LN_2, LOWEST, WarpHelpers
+from tsmla_kernels.sm90.decode.config import ROWS
+from tsmla_kernels.sm90.warp import LN_2, LOWEST, WarpHelpers
 
 
 def tree(combine: Callable[[Float32, Float32], Float32], values: list[Float32]) -> Float32:

@@ -1,4 +1,4 @@
-"""Absorbed MLA decode over a paged latent cache, bf16 and f16, for Hopper. MLA_DECODE.md beside this says why it is so.
+"""Absorbed MLA decode over a paged latent cache, bf16 and f16, for Hopper. DESIGN.md beside this says why it is so.
 
 Three warpgroups of a CTA share 64 query rows (token * H + head) and a ring of 32-key stages:
 
@@ -21,12 +21,12 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKind
 
-from tsmla_kernels.sm90.choose import ROWS, DecodeConfig
-from tsmla_kernels.sm90.decode_kernel import DecodeKernel
-from tsmla_kernels.sm90.decode_ring import TABLE_AHEAD
-from tsmla_kernels.sm90.decode_schedule import DESCRIPTOR_WORDS, SORTED, WALK_WORDS
-from tsmla_kernels.sm90.decode_softmax import tree
-from tsmla_kernels.sm90.warp_helpers import DTYPES, LOG2_E, element
+from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
+from tsmla_kernels.sm90.decode.kernel import DecodeKernel
+from tsmla_kernels.sm90.decode.ring import TABLE_AHEAD
+from tsmla_kernels.sm90.decode.schedule import DESCRIPTOR_WORDS, SORTED, WALK_WORDS
+from tsmla_kernels.sm90.decode.softmax import tree
+from tsmla_kernels.sm90.warp import DTYPES, LOG2_E, element
 
 OVERHEAD = 5  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
 RESCALE_BITS = 8.0  # how far the running maximum may lag where arithmetic is the bound: following it at once takes 10 %

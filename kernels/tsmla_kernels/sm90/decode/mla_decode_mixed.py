@@ -1,4 +1,4 @@
-"""Absorbed MLA decode with bf16 or f16 queries over a paged latent cache of e4m3, for Hopper. MLA_DECODE.md says why.
+"""Absorbed MLA decode with bf16 or f16 queries over a paged latent cache of e4m3, for Hopper. DESIGN.md says why.
 
 As with fp8 queries (MlaDecodeFp8), whose copies and values these are; but the scores are found the other way round, and
 in f16, which holds every e4m3 value: S^T = K Q^T. K is then the operand that comes from registers, where it is widened,
@@ -19,10 +19,10 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKind
 
-from tsmla_kernels.sm90.choose import ROWS, SHARERS, DecodeConfig
-from tsmla_kernels.sm90.decode_softmax import tree
-from tsmla_kernels.sm90.mla_decode_fp8 import MlaDecodeFp8
-from tsmla_kernels.sm90.warp_helpers import LOG2_E, LOWEST, quotient, remainder
+from tsmla_kernels.sm90.decode.config import ROWS, SHARERS, DecodeConfig
+from tsmla_kernels.sm90.decode.mla_decode_fp8 import MlaDecodeFp8
+from tsmla_kernels.sm90.decode.softmax import tree
+from tsmla_kernels.sm90.warp import LOG2_E, LOWEST, quotient, remainder
 
 EARLY_STEPS = 4  # 16-column steps of K Q^T that are still to come when the values' warpgroups are let loose
 KEYS_AHEAD = 4  # fragments of K, 16 keys of 32 columns each, that a warp has in registers as fp8, or on their way

@@ -1,7 +1,7 @@
 """merge_attention_states in one launch: partial attention results over disjoint keys to one, in place if wished.
 
 As the cache kernels beside this, it moves rows once: a thread keeps 16 bytes of columns and walks down rows, a few of
-them in flight at once, with those of all parts. CACHE_KERNELS.md says what it costs.
+them in flight at once, with those of all parts. cache_ops/DESIGN.md says what it costs.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from tsmla_kernels.common.cache_kernels import DTYPES, load, row_address, store
-from tsmla_kernels.common.choose_merge import MergeConfig
+from tsmla_kernels.cache_ops.kernels import DTYPES, load, row_address, store
+from tsmla_kernels.merge.config import MergeConfig
 
 LOG2_E = math.log2(math.e)
 

@@ -1,0 +1,1 @@
+"""Absorbed MLA decode over a paged latent cache, for Hopper."""

@@ -1,0 +1,1 @@
+"""Expanded MLA prefill, for Hopper."""
