@@ -16,7 +16,7 @@ from tsmla_kernels import object_cache as objects
 from tsmla_kernels.catalog import ROPE_WRITE_KV_CACHE, WRITE_KV_CACHE
 from tsmla_kernels.launch import ArrayView, Launcher
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cache_directory")]
+pytestmark = pytest.mark.gpu
 
 FP8 = jnp.float8_e4m3fn
 INPUTS = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -33,7 +33,7 @@ def compiled_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def shared_cache(compiled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def shared_cache(cache_directory: Path, compiled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One object cache for the module."""
     of = jax.ShapeDtypeStruct
     arrays = of((4, 64, 576), FP8), of((1, 512), jnp.bfloat16), of((1, 64), jnp.bfloat16), of((1,), jnp.int32)

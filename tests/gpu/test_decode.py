@@ -25,7 +25,7 @@ from tsmla_kernels.catalog import MLA_DECODE, mla_decode_config
 from tsmla_kernels.launch import ArrayView, Launcher
 from tsmla_kernels.sm90.decode.config import fp8_lse_error, workspace_shapes
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cache_directory")]
+pytestmark = pytest.mark.gpu
 
 SCALE = 192**-0.5
 Results = tuple[jax.Array, jax.Array]
@@ -37,7 +37,7 @@ def compiled_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def shared_cache(compiled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def shared_cache(cache_directory: Path, compiled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One cache for the module: each object takes ten to twenty seconds to compile."""
     if reasons := tsmla_jax.explain("mla_decode", *arrays(1, 1, 16, 1), softmax_scale=SCALE).reasons["cute"]:
         pytest.skip("; ".join(reasons))

@@ -12,7 +12,7 @@ import pytest
 
 import tsmla_jax
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cache_directory")]
+pytestmark = pytest.mark.gpu
 
 STEP = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2**-22}
 
@@ -23,7 +23,7 @@ def compiled_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def shared_cache(compiled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def shared_cache(cache_directory: Path, compiled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One object cache for the module."""
     arrays = [jax.ShapeDtypeStruct((3, 128), jnp.bfloat16)] * 2, [jax.ShapeDtypeStruct((3,), jnp.float32)] * 2
     if reasons := tsmla_jax.explain("merge_attention_states", *arrays).reasons["cute"]:

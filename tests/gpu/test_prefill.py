@@ -19,7 +19,7 @@ from tsmla_jax.nn import MLAConfig, functional, param_shapes
 from tsmla_jax.ops import cute_call
 from tsmla_kernels import object_cache
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cache_directory")]
+pytestmark = pytest.mark.gpu
 
 SCALE = 192**-0.5
 Results = tuple[jax.Array, jax.Array]
@@ -34,7 +34,7 @@ def compiled_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def shared_cache(compiled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def shared_cache(cache_directory: Path, compiled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One cache for the module: each object takes five to ten seconds to compile."""
     kwargs = attend("cute", [1], [1]).keywords
     kwargs.pop("implementation")

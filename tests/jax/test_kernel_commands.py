@@ -13,11 +13,9 @@ from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import MLA_DECODE
 from tsmla_kernels.sm90.decode.config import DecodeConfig
 
-pytestmark = pytest.mark.usefixtures("cache_directory")
-
 
 @pytest.fixture(autouse=True)
-def catalog(monkeypatch: pytest.MonkeyPatch) -> None:
+def catalog(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(kernel_commands.KERNELS, "scale", SCALE)
 
 

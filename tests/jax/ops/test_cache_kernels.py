@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -33,8 +34,6 @@ from tsmla_kernels.cache_ops import config as cache_config
 from tsmla_kernels.cache_ops.config import ARCHS, GatherConfig, RopeWriteConfig, WriteConfig, tiling
 from tsmla_kernels.catalog import GATHER_KV_CACHE, ROPE_WRITE_KV_CACHE, WRITE_KV_CACHE, Kernel
 from tsmla_kernels.resources import resource_report
-
-pytestmark = pytest.mark.usefixtures("cache_directory")
 
 ARCH = "sm_90a"
 BF16, F16, F32, FP8 = "bfloat16", "float16", "float32", "float8_e4m3fn"
@@ -129,7 +128,7 @@ def test_a_row_is_shared_by_whole_threads() -> None:
 
 
 @pytest.fixture(autouse=True)
-def architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+def architecture(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUTE_DSL_ARCH", ARCH)
 
 

@@ -26,7 +26,7 @@ from tsmla_jax.ops import cute_call
 from tsmla_jax.ops.mla_decode import cute
 from tsmla_kernels import object_cache
 
-pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.usefixtures("cache_directory")]
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 ARCH = "sm_90a"
 Struct = jax.ShapeDtypeStruct
@@ -34,7 +34,7 @@ attend: Callable[..., Any] = partial(tsmla_jax.mla_decode, softmax_scale=0.135, 
 
 
 @pytest.fixture(autouse=True)
-def standin(monkeypatch: pytest.MonkeyPatch) -> None:
+def standin(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cute, "MLA_DECODE", DECODE)
     monkeypatch.setenv("CUTE_DSL_ARCH", ARCH)
     cute._transformable.cache_clear()
@@ -66,7 +66,7 @@ def operands_of_call(text: str) -> str:
 
 def test_lowering_embeds_the_object_and_the_runtimes_own_call() -> None:
     text = lower(attend, *specs())
-    module = object_cache.load_or_compile(DECODE, cute.choose.decode_config(cute_spec()), ARCH).module
+    module = object_cache.load_or_compile(DECODE, cute.sm90_decode.decode_config(cute_spec()), ARCH).module
     assert text.count(f"@{cute_call.TARGET}(") == 1
     assert 'key = "' in text and 'module = "\\7FELF' in text
     assert len(module) < len(text) < 8 * len(module)

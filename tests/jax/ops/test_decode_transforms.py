@@ -4,6 +4,7 @@ oracle."""
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +19,6 @@ from tests.emulator import decode as cute_emulation
 from tsmla_jax.ops.mla_decode import cute
 
 pytestmark = [
-    pytest.mark.usefixtures("cache_directory"),
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="emulates the kernel on CPUs"),
     pytest.mark.usefixtures("quick_compilation"),
 ]
@@ -36,7 +36,7 @@ def emulated() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+def architecture(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
 
 

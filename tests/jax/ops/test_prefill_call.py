@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,7 +23,6 @@ from tsmla_kernels.catalog import Kernel
 from tsmla_kernels.sm90.prefill.config import PrefillConfig
 
 pytestmark = [
-    pytest.mark.usefixtures("cache_directory"),
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="emulates the kernel on CPUs"),
     pytest.mark.usefixtures("quick_compilation"),
 ]
@@ -76,7 +76,7 @@ def emulate(
 
 
 @pytest.fixture(autouse=True)
-def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def emulated(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
     traced = (cute._transformable, cute._differentiable, cute_kv._differentiable)
     with cute_emulation.emulated(*traced, by=emulate):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import tsmla_jax
 from tests.oracles import sparse as oracle
-from tsmla_jax.ops.sparse import numerics
+from tsmla_jax.sparse import numerics
 
 # Compiled as a whole: op by op, every small shape costs a compilation of its own.
 PACK_V32, UNPACK_V32 = jax.jit(tsmla_jax.pack_v32_rows), jax.jit(tsmla_jax.unpack_v32_rows)

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from tsmla_jax.ops.arrays import describe
-from tsmla_jax.ops.sparse import numerics
-from tsmla_jax.ops.sparse.blocks import fetch, put_rows
-from tsmla_jax.ops.sparse.layouts import masked_slots
+from tsmla_jax.sparse import numerics
+from tsmla_jax.sparse.blocks import fetch, put_rows
+from tsmla_jax.sparse.layouts import masked_slots
 from tsmla_kernels.contract import FLOATS
 from tsmla_kernels.contract import layouts as sparse_layouts
 from tsmla_kernels.contract.layouts import INDEXER

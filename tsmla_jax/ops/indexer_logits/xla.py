@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from tsmla_jax.ops.loops import carry
-from tsmla_jax.ops.sparse.blocks import over_token_blocks
-from tsmla_jax.ops.sparse.indexer import read_indexer_pages
+from tsmla_jax.sparse.blocks import over_token_blocks
+from tsmla_jax.sparse.indexer import read_indexer_pages
 from tsmla_kernels.contract.sparse import IndexerLogitsSpec
 
 BLOCK_KEYS = 512

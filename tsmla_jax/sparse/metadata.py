@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from tsmla_jax.ops.arrays import describe
 from tsmla_jax.ops.ragged import row_owner
-from tsmla_jax.ops.sparse import checks
+from tsmla_jax.sparse import checks
 from tsmla_kernels import contract
 from tsmla_kernels.contract import layouts as sparse_layouts
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from tsmla_jax.ops import dispatch
 from tsmla_jax.ops.arrays import describe
-from tsmla_jax.ops.sparse import checks
+from tsmla_jax.sparse import checks
 from tsmla_kernels.contract import sparse as sparse_contract
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def indexer_logits(
       range. NotImplementedError: the named implementation can't run this call.
     """
     described = spec(q, weights, k_cache, block_tables, seq_lens)
-    run = dispatch.select("sparse.indexer_logits", described, implementation)
+    run = dispatch.select("indexer_logits", described, implementation)
     seq_lens = checks.indexer_logits(described, jnp.asarray(seq_lens), jnp.asarray(block_tables))
     return run(*map(jnp.asarray, (q, weights, k_cache, block_tables)), seq_lens, spec=described)
 

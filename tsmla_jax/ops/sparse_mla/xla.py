@@ -16,8 +16,8 @@ from jax import lax
 
 from tsmla_jax.ops.arrays import Scale, accumulation_dtype, as_scale
 from tsmla_jax.ops.loops import carry
-from tsmla_jax.ops.sparse.blocks import over_token_blocks
-from tsmla_jax.ops.sparse.layouts import gather_rows, valid_slots
+from tsmla_jax.sparse.blocks import over_token_blocks
+from tsmla_jax.sparse.layouts import gather_rows, valid_slots
 from tsmla_kernels import contract
 from tsmla_kernels.contract.layouts import CacheSpec
 from tsmla_kernels.contract.sparse import SparseMLASpec

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from tsmla_jax.ops import dispatch
 from tsmla_jax.ops.arrays import describe
-from tsmla_jax.ops.sparse import checks
+from tsmla_jax.sparse import checks
 from tsmla_kernels import contract
 from tsmla_kernels.contract import sparse as sparse_contract
 
@@ -114,7 +114,7 @@ def compress_kv(
         ratio=ratio,
         overlap=overlap,
     )
-    run = dispatch.select("sparse.compress_kv", described, implementation)
+    run = dispatch.select("compress_kv", described, implementation)
     kv_score, ape, state_slots, cu_seqlens_q = map(jnp.asarray, (kv_score, ape, state_slots, cu_seqlens_q))
     rings = (jnp.asarray(state.kv_score), jnp.asarray(state.positions))
     seq_lens = checks.compress(described, jnp.asarray(seq_lens), cu_seqlens_q, state_slots, rings[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops.sparse.compress_kv.windows import completed_entries, updated_state, window_rows
+from tsmla_jax.ops.compress_kv.windows import completed_entries, updated_state, window_rows
 from tsmla_kernels.contract.sparse import CompressSpec
 
 

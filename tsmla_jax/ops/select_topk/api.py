@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from tsmla_jax.ops import dispatch
 from tsmla_jax.ops.arrays import describe
-from tsmla_jax.ops.sparse import checks
+from tsmla_jax.sparse import checks
 from tsmla_kernels.contract import sparse as sparse_contract
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def select_topk(
       TypeError, ValueError: an argument is not legal; under TSMLA_CHECK=1 also a length outside of 0 to N.
     """
     described = spec(logits, seq_lens, k)
-    run = dispatch.select("sparse.select_topk", described, implementation)
+    run = dispatch.select("select_topk", described, implementation)
     seq_lens = checks.topk_lens(jnp.asarray(seq_lens), described.num_columns)
     return run(jnp.asarray(logits), seq_lens, k=described.k)
 

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from tsmla_jax.ops.arrays import describe
-from tsmla_jax.ops.sparse import checks, numerics
-from tsmla_jax.ops.sparse.blocks import fetch, put_rows
+from tsmla_jax.sparse import checks, numerics
+from tsmla_jax.sparse.blocks import fetch, put_rows
 from tsmla_kernels import contract
 from tsmla_kernels.contract import FLOATS
 from tsmla_kernels.contract import layouts as sparse_layouts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops.sparse.indexer import read_indexer_pages
+from tsmla_jax.sparse.indexer import read_indexer_pages
 from tsmla_kernels.contract.sparse import IndexerLogitsSpec
 
 

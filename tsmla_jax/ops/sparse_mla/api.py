@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from tsmla_jax.ops import dispatch
 from tsmla_jax.ops.arrays import Scale, describe, describe_scale
-from tsmla_jax.ops.sparse import checks
+from tsmla_jax.sparse import checks
 from tsmla_kernels import contract
 from tsmla_kernels.contract import sparse as sparse_contract
 
@@ -97,7 +97,7 @@ def sparse_mla(
         compressed_kv_scale=compressed_kv_scale,
         return_lse=return_lse,
     )
-    run = dispatch.select("sparse.sparse_mla", described, implementation)
+    run = dispatch.select("sparse_mla", described, implementation)
     lengths = None if lengths is None else jnp.asarray(lengths)
     out, lse = run(
         jnp.asarray(q),

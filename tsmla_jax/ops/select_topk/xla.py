@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tsmla_jax.ops.sparse.blocks import over_token_blocks
+from tsmla_jax.sparse.blocks import over_token_blocks
 
 BLOCK_BYTES = 4 << 20
 """Bound on the block of logits that is sorted at a time; the sort's own workspace is a small multiple of it."""
