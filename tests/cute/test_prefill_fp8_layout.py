@@ -9,7 +9,7 @@ from warp_model import LANES, ldmatrix_transposed, narrow_tiles, prmt, stmatrix,
 
 pytest.importorskip("cutlass")
 
-from tsmla_kernels.sm90.prefill.operand_p import VALUE_OFFSETS, WORD_OFFSETS, p_address
+from tsmla_kernels.sm90.prefill.softmax import VALUE_OFFSETS, WORD_OFFSETS, p_address
 from tsmla_kernels.sm90.prefill.transpose import EVEN_COLUMNS, ODD_COLUMNS, transpose_addresses
 
 COLUMNS = 128

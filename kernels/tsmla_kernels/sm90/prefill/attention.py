@@ -6,18 +6,17 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from tsmla_kernels.sm90.prefill.config import GROUP_ROWS
-from tsmla_kernels.sm90.prefill.epilogue import Epilogue
 from tsmla_kernels.sm90.prefill.gemms import Gemms
-from tsmla_kernels.sm90.prefill.lagging_softmax import LaggingSoftmax
 from tsmla_kernels.sm90.prefill.memory import (
     TILE_SLOTS,
     WARPGROUP_THREADS,
     Barrier,
     Buffers,
+    KernelTraits,
     Mma,
     Products,
     Results,
@@ -29,9 +28,8 @@ from tsmla_kernels.sm90.prefill.memory import (
     Tile,
     release,
 )
-from tsmla_kernels.sm90.prefill.softmax import Softmax
-from tsmla_kernels.sm90.prefill.traits import KernelTraits
-from tsmla_kernels.sm90.warp import LOG2_E, LOWEST, WarpHelpers
+from tsmla_kernels.sm90.prefill.softmax import LaggingSoftmax, Softmax
+from tsmla_kernels.sm90.warp import LN_2, LOG2_E, LOWEST, WarpHelpers
 
 
 class Warpgroup(NamedTuple):
@@ -68,7 +66,6 @@ class Attention(WarpHelpers):
         self.gemms = Gemms(traits)
         self.softmax = Softmax(traits)
         self.lagging_softmax = LaggingSoftmax(traits, self.softmax)
-        self.epilogue = Epilogue(traits)
 
     @cute.jit
     def run(self, shared: Shared, mma: Mma, scales: cute.Tensor, results: Results, group: Int32):
@@ -237,12 +234,6 @@ class Attention(WarpHelpers):
         self.store(wg, cursor)
 
     @cute.jit
-    def store(self, wg: Warpgroup, cursor: Cursor):
-        """The epilogue of the cursor's tile."""
-        slot = cursor.tile % TILE_SLOTS
-        self.epilogue.store(wg.results, wg.rows, wg.shared.tiles, slot, wg.thread, wg.out_scale)
-
-    @cute.jit
     def following(self, stage: Stage):
         """The stage after `stage`."""
         index, phase = self.advance(stage.index, stage.phase)
@@ -304,3 +295,42 @@ class Attention(WarpHelpers):
                         v_words[thread.thread % 32, row, c, stage.index] = Float32(0.0)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.barrier(barrier_id=Barrier.V_ZEROED + thread.group, number_of_threads=WARPGROUP_THREADS)
+
+    @cute.jit
+    def store(self, wg: Warpgroup, cursor: Cursor):
+        """The epilogue of the cursor's tile: O over the rows' sums to `out`, and the rows' log-sum-exp to `lse`. Rows
+        without keys get 0 and -inf."""
+        traits, thread, rows, out, lse = self.traits, wg.thread, wg.rows, wg.results.out, wg.results.lse
+        tiles, slot = wg.shared.tiles, cursor.tile % TILE_SLOTS
+        first_row = tiles[Tile.FIRST_ROW, slot] + thread.group * GROUP_ROWS
+        group_rows = tiles[Tile.ROWS, slot] - thread.group * GROUP_ROWS
+        head = tiles[Tile.HEAD, slot]
+        quad = thread.lane % 4
+        column_groups = traits.v_head_dim // 8
+        for i in cutlass.range_constexpr(2):
+            row = thread.row + 8 * i
+            total = rows.total[i]
+            total += cute.arch.shuffle_sync_bfly(total, offset=1)
+            total += cute.arch.shuffle_sync_bfly(total, offset=2)
+            factor, row_lse = Float32(0.0), -Float32.inf
+            if total > 0.0 or total != total:
+                factor = wg.out_scale / total
+                row_lse = (rows.maximum[i] + cute.math.log2(total, fastmath=True)) * LN_2
+            out_row = Int64(first_row + row) * wg.results.heads + head
+            # A lane holds 2 columns of each group of 8. The four lanes of a row exchange columns so that each has the
+            # 8 columns, 16 bytes, of one group in four, and a row's stores fill whole sectors.
+            line = cute.make_tensor(
+                (out.iterator + (out_row * traits.v_head_dim + quad * 8)).align(16),
+                cute.make_layout((8, column_groups // 4), stride=(1, 32)),
+            )
+            pairs = cute.make_rmem_tensor((8,), traits.out_dtype)
+            words = cute.recast_tensor(pairs, Int32)
+            for g in cutlass.range_constexpr(column_groups // 4):
+                for j in cutlass.range_constexpr(4):
+                    pairs[2 * j] = (rows.o[i, 8 * g + 2 * j] * factor).to(traits.out_dtype)
+                    pairs[2 * j + 1] = (rows.o[i, 8 * g + 2 * j + 1] * factor).to(traits.out_dtype)
+                self.transpose_quad(words, quad)
+                if row < group_rows:
+                    cute.autovec_copy(pairs, line[None, g])
+            if row < group_rows and quad == 0:
+                lse[first_row + row, head] = row_lse

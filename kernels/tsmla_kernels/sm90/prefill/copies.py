@@ -15,6 +15,7 @@ from tsmla_kernels.sm90.prefill.memory import (
     TILE_WORDS,
     Buffers,
     Copies,
+    KernelTraits,
     PlanWord,
     Progress,
     Schedule,
@@ -22,7 +23,6 @@ from tsmla_kernels.sm90.prefill.memory import (
     Tile,
     TmaCopy,
 )
-from tsmla_kernels.sm90.prefill.traits import KernelTraits
 from tsmla_kernels.sm90.warp import WarpHelpers
 
 NO_TILE = 2**31 - 1  # sum of tiles past the plan's last row

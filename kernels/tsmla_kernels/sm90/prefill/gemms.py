@@ -12,14 +12,14 @@ from tsmla_kernels.sm90.prefill.config import GROUP_ROWS
 from tsmla_kernels.sm90.prefill.memory import (
     TURN_THREADS,
     Barrier,
+    KernelTraits,
     Mma,
     Products,
     Shared,
     Stage,
     ThreadIndex,
 )
-from tsmla_kernels.sm90.prefill.operand_p import p_address
-from tsmla_kernels.sm90.prefill.traits import KernelTraits
+from tsmla_kernels.sm90.prefill.softmax import p_address
 from tsmla_kernels.sm90.warp import WarpHelpers
 
 

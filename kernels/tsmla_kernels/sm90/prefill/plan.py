@@ -9,8 +9,7 @@ import cutlass.cute as cute
 import cutlass.utils as utils
 from cutlass import Float32, Int32, const_expr
 
-from tsmla_kernels.sm90.prefill.memory import PlanWord, Progress, Schedule
-from tsmla_kernels.sm90.prefill.traits import KernelTraits
+from tsmla_kernels.sm90.prefill.memory import KernelTraits, PlanWord, Progress, Schedule
 
 PLAN_THREADS = 256
 LENGTH_CLASSES = 128  # of key lengths, four to each power of two
@@ -19,13 +18,14 @@ L2_BYTES = 32 << 20  # of keys and values that tiles at work at the same time sh
 MAX_SECTION_HEADS = 16  # with more, the CTAs' shares of the last section are uneven
 
 
-class Offsets(NamedTuple):
+class Requests(NamedTuple):
     """Where the requests begin in the operands, and the operands' lengths."""
 
     cu_seqlens_q: cute.Tensor
     cu_seqlens_kv: cute.Tensor
     total_q: Int32
     total_kv: Int32
+    batch: Int32
 
 
 class Request(NamedTuple):
@@ -44,8 +44,11 @@ class Planner:
     def __init__(self, traits: KernelTraits) -> None:
         self.traits = traits
 
-    @cute.jit
-    def make_plan(self, offsets: Offsets, schedule: Schedule, heads: Int32):
+    @cute.kernel
+    def make_plan(
+        self, cu_seqlens_q: cute.Tensor, cu_seqlens_kv: cute.Tensor, schedule: Schedule, heads: Int32, total_q: Int32,
+        total_kv: Int32,
+    ):  # fmt: skip
         """Sort the requests by class of key length, and write their rows of the plan and the number of tiles."""
         tidx = cute.arch.thread_idx()[0]
         lane, warp_idx = tidx % 32, tidx // 32
@@ -61,19 +64,19 @@ class Planner:
         positions = storage.positions.get_tensor(cute.make_layout(LENGTH_CLASSES))
         warp_tiles = storage.warp_tiles.get_tensor(cute.make_layout(PLAN_THREADS // 32))
         entries = schedule.plan.shape[0]
-        batch = entries - 2
+        requests = Requests(cu_seqlens_q, cu_seqlens_kv, total_q, total_kv, entries - 2)
 
         if tidx < LENGTH_CLASSES:
             positions[tidx] = Int32(0)
         cute.arch.sync_threads()
         for e in cutlass.range(tidx, entries, PLAN_THREADS, unroll=1):
-            self.take_position(positions, self.request(offsets, e, batch).keys)
+            self.take_position(positions, self.request(requests, e).keys)
         cute.arch.sync_threads()
         if warp_idx == 0:
             self.counts_to_positions(positions, lane)
         cute.arch.sync_threads()
         for e in cutlass.range(tidx, entries, PLAN_THREADS, unroll=1):
-            request = self.request(offsets, e, batch)
+            request = self.request(requests, e)
             self.write_row(schedule.plan, self.take_position(positions, request.keys), request, heads)
         cute.arch.sync_threads()
         total = self.accumulate_tiles(schedule.plan, warp_tiles, heads)
@@ -84,24 +87,24 @@ class Planner:
             progress[Progress.TILES] = total
 
     @cute.jit
-    def request(self, offsets: Offsets, e: Int32, batch: Int32):
-        """Request `e`; `batch` and `batch` + 1 are the rows before the first request and after the last.
+    def request(self, requests: Requests, e: Int32):
+        """Request `e`; requests `batch` and `batch` + 1 are the rows before the first request and after the last.
 
         Clamped to the operands: wrong offsets must not lead to reads or writes outside.
         """
-        q_begin, q_end = Int32(0), offsets.total_q
+        q_begin, q_end = Int32(0), requests.total_q
         kv_begin, kv_end = Int32(0), Int32(0)
-        if e < batch:
-            q_begin, q_end = offsets.cu_seqlens_q[e], offsets.cu_seqlens_q[e + 1]
-            kv_begin, kv_end = offsets.cu_seqlens_kv[e], offsets.cu_seqlens_kv[e + 1]
-        elif e == batch:
-            q_end = offsets.cu_seqlens_q[0]
+        if e < requests.batch:
+            q_begin, q_end = requests.cu_seqlens_q[e], requests.cu_seqlens_q[e + 1]
+            kv_begin, kv_end = requests.cu_seqlens_kv[e], requests.cu_seqlens_kv[e + 1]
+        elif e == requests.batch:
+            q_end = requests.cu_seqlens_q[0]
         else:
-            q_begin = offsets.cu_seqlens_q[batch]
-        q_begin = cutlass.min(cutlass.max(q_begin, 0), offsets.total_q)
-        kv_begin = cutlass.min(cutlass.max(kv_begin, 0), offsets.total_kv)
-        q_len = cutlass.max(cutlass.min(q_end, offsets.total_q) - q_begin, 0)
-        kv_len = cutlass.max(cutlass.min(kv_end, offsets.total_kv) - kv_begin, 0)
+            q_begin = requests.cu_seqlens_q[requests.batch]
+        q_begin = cutlass.min(cutlass.max(q_begin, 0), requests.total_q)
+        kv_begin = cutlass.min(cutlass.max(kv_begin, 0), requests.total_kv)
+        q_len = cutlass.max(cutlass.min(q_end, requests.total_q) - q_begin, 0)
+        kv_len = cutlass.max(cutlass.min(kv_end, requests.total_kv) - kv_begin, 0)
         return Request(q_begin, q_len, kv_begin, kv_len)
 
     @cute.jit

@@ -8,8 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from tsmla_kernels.sm90.prefill.memory import TILE_SLOTS, Shared, Tile
-from tsmla_kernels.sm90.prefill.traits import KernelTraits
+from tsmla_kernels.sm90.prefill.memory import TILE_SLOTS, KernelTraits, Shared, Tile
 from tsmla_kernels.sm90.warp import WarpHelpers
 
 EVEN_COLUMNS, ODD_COLUMNS = 0x6420, 0x7531  # bytes of two registers of transposed pairs, for prmt

@@ -27,6 +27,7 @@ from tsmla_kernels.sm90.prefill.memory import (
     TRANSPOSE_WARPS,
     WARPGROUP_THREADS,
     Copies,
+    KernelTraits,
     Mma,
     Operands,
     Results,
@@ -36,8 +37,7 @@ from tsmla_kernels.sm90.prefill.memory import (
     make_storage,
     shared_memory,
 )
-from tsmla_kernels.sm90.prefill.plan import PLAN_THREADS, Offsets, Planner
-from tsmla_kernels.sm90.prefill.traits import KernelTraits
+from tsmla_kernels.sm90.prefill.plan import PLAN_THREADS, Planner
 from tsmla_kernels.sm90.prefill.transpose import ValueTransposer
 
 
@@ -55,24 +55,18 @@ class MlaPrefill:
     @cute.jit
     def __call__(self, stream: cuda.CUstream, *tensors: cute.Tensor):
         """Launch both kernels on `stream`; `tensors` are the `Operands` in their order."""
-        traits, operands = self.traits, Operands(*tensors)
+        operands = Operands(*tensors)
         copies = self.make_copies(operands)
         mma = self.make_mma()
-        heads = Int32(operands.q.shape[1])
-        self.make_plan(
-            operands.cu_seqlens_q, operands.cu_seqlens_kv, operands.plan, operands.progress, heads,
-            Int32(operands.q.shape[0]), Int32(operands.k.shape[0])
+        heads, total_q, total_kv = Int32(operands.q.shape[1]), Int32(operands.q.shape[0]), Int32(operands.k.shape[0])
+        schedule = Schedule(operands.plan, operands.progress)
+        self.planner.make_plan(
+            operands.cu_seqlens_q, operands.cu_seqlens_kv, schedule, heads, total_q, total_kv
         ).launch(grid=[1, 1, 1], block=[PLAN_THREADS, 1, 1], stream=stream)
-        self.attend(
-            *copies.q, *copies.k, *copies.rope, *copies.v,
-            operands.scales, operands.out, operands.lse, operands.plan, operands.progress, *mma, heads
-        ).launch(
-            grid=[operands.progress.shape[0], 1, 1],
-            block=[traits.threads, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=1,
-            use_pdl=True,
-        )
+        self.attend(copies, operands.scales, operands.out, operands.lse, schedule, mma, heads).launch(
+            grid=[operands.progress.shape[0], 1, 1], block=[self.traits.threads, 1, 1], stream=stream,
+            min_blocks_per_mp=1, use_pdl=True,
+        )  # fmt: skip
 
     @cute.jit
     def make_copies(self, operands: Operands):
@@ -130,48 +124,12 @@ class MlaPrefill:
         return Mma(first, qk, pv)
 
     @cute.kernel
-    def make_plan(
-        self,
-        cu_seqlens_q: cute.Tensor,
-        cu_seqlens_kv: cute.Tensor,
-        plan: cute.Tensor,
-        progress: cute.Tensor,
-        heads: Int32,
-        total_q: Int32,
-        total_kv: Int32,
-    ):
-        """The planner's kernel."""
-        self.planner.make_plan(Offsets(cu_seqlens_q, cu_seqlens_kv, total_q, total_kv), Schedule(plan, progress), heads)
-
-    @cute.kernel
     def attend(
-        self,
-        tma_q: cute.CopyAtom,
-        tma_q_tensor: cute.Tensor,
-        tma_k: cute.CopyAtom,
-        tma_k_tensor: cute.Tensor,
-        tma_r: cute.CopyAtom,
-        tma_r_tensor: cute.Tensor,
-        tma_v: cute.CopyAtom,
-        tma_v_tensor: cute.Tensor,
-        scales: cute.Tensor,
-        out: cute.Tensor,
-        lse: cute.Tensor,
-        plan: cute.Tensor,
-        progress: cute.Tensor,
-        mma_first: cute.TiledMma,
-        mma_qk: cute.TiledMma,
-        mma_pv: cute.TiledMma,
+        self, copies: Copies, scales: cute.Tensor, out: cute.Tensor, lse: cute.Tensor, schedule: Schedule, mma: Mma,
         heads: Int32,
-    ):
+    ):  # fmt: skip
         """One CTA of the attention kernel: set up the mbarriers, then run each warpgroup's role."""
         traits = self.traits
-        copies = Copies(
-            TmaCopy(tma_q, tma_q_tensor),
-            TmaCopy(tma_k, tma_k_tensor),
-            TmaCopy(tma_r, tma_r_tensor),
-            TmaCopy(tma_v, tma_v_tensor),
-        )
         tidx = cute.arch.thread_idx()[0]
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(tidx // WARPGROUP_THREADS)
@@ -190,10 +148,10 @@ class MlaPrefill:
         if group == traits.groups:
             cute.arch.setmaxregister_decrease(traits.producer_registers)
             if warp_idx == traits.producer_warp:
-                self.producer.copy_tiles(copies, Schedule(plan, progress), shared, heads)
+                self.producer.copy_tiles(copies, schedule, shared, heads)
             if const_expr(traits.fp8):
                 if warp_idx > traits.producer_warp and warp_idx <= traits.producer_warp + TRANSPOSE_WARPS:
                     self.transposer.transpose_blocks(shared, warp_idx - traits.producer_warp - 1)
         else:
             cute.arch.setmaxregister_increase(traits.compute_registers)
-            self.attention.run(shared, Mma(mma_first, mma_qk, mma_pv), scales, Results(out, lse, heads), group)
+            self.attention.run(shared, mma, scales, Results(out, lse, heads), group)
