@@ -1,6 +1,6 @@
-"""The order of keys in fp8 prefill: V as the kernel transposes it, and P as it packs it, meet in WGMMA's operands.
+"""The order of keys in fp8 prefill: the transposed V and the packed P have one order of keys.
 
-The addresses and selectors are the kernel's own functions; warp_model has the instructions and the copies' layout.
+The tests call the kernel's functions for addresses and selectors, and warp_model for instructions and layouts.
 """
 
 import numpy as np
@@ -32,7 +32,7 @@ def transposed(v: np.ndarray) -> np.ndarray:
 
 
 def key_of_position(position: int) -> int:
-    """Which key lies at a position of the operands' k axis: of 16, lane q of a row has 2q, 2q + 1, 2q + 8, 2q + 9."""
+    """The key at a position of the operands' k axis: of 16 keys lane q of a row has 2q, 2q + 1, 2q + 8, 2q + 9."""
     lane, byte = position % 16 // 4, position % 4
     return position // 16 * 16 + 2 * lane + byte % 2 + byte // 2 * 8
 

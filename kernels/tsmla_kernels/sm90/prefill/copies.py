@@ -25,15 +25,15 @@ from tsmla_kernels.sm90.prefill.memory import (
 )
 from tsmla_kernels.sm90.warp import WarpHelpers
 
-NO_TILE = 2**31 - 1  # sum of tiles past the plan's last row
+NO_TILE = 2**31 - 1  # behind the plan's last row
 EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000  # L2 policies: Q is read once, K and V often
 
 
 class Box(NamedTuple):
-    """What one copy brings: rows and column tiles. `pitch` is the number of column tiles of the whole buffer."""
+    """The extent of one copy in rows and column tiles. `pitch` is the number of column tiles of the whole buffer."""
 
     rows: int
-    tiles: int
+    column_tiles: int
     pitch: int
 
 
@@ -43,15 +43,15 @@ class Producer(WarpHelpers):
     def __init__(self, traits: KernelTraits) -> None:
         self.traits = traits
         self.stages = traits.stages
-        self.q_box = Box(GROUP_ROWS, traits.k_tiles, traits.k_tiles)
-        self.k_box = Box(traits.block, traits.nope_tiles, traits.k_tiles)
-        self.rope_box = Box(traits.block, traits.rope_tiles, traits.k_tiles)
-        self.v_box = Box(traits.block, traits.v_tiles, traits.v_tiles)
+        self.q_box = Box(GROUP_ROWS, traits.k_column_tiles, traits.k_column_tiles)
+        self.k_box = Box(traits.block, traits.nope_column_tiles, traits.k_column_tiles)
+        self.rope_box = Box(traits.block, traits.rope_column_tiles, traits.k_column_tiles)
+        self.v_box = Box(traits.block, traits.v_column_tiles, traits.v_column_tiles)
 
     @cute.jit
     def copy_tiles(self, copies: Copies, schedule: Schedule, shared: Shared, heads: Int32):
-        """Copy K of each block, V of the block before (with fp8 of the same block), and Q of each tile as soon as its
-        warpgroup has released the tile before."""
+        """Claim tiles until none is left. For each block copy K, and V of the block before (fp8: of the same block).
+        For each tile copy Q, as soon as the compute warpgroups have released their buffers."""
         traits = self.traits
         tiles, q, k, landing = shared.tiles, shared.q, shared.k, shared.landing
         lane = cute.arch.lane_idx()
@@ -60,7 +60,8 @@ class Producer(WarpHelpers):
         base = self.claim(tile, Int32(0), Int32(0), schedule, tiles, heads)
 
         index, phase = Int32(0), Int32(1)  # of K; V is one block behind
-        v_index, v_phase, v_row, v_head = Int32(-1), Int32(1), Int32(0), Int32(0)
+        v_index, v_phase = Int32(-1), Int32(1)
+        v_row, v_head = Int32(0), Int32(0)
         q_phase = Int32(1)
         slot = Int32(0)
         running = Int32(1)
@@ -74,19 +75,20 @@ class Producer(WarpHelpers):
                 cute.arch.mbarrier_wait(k.empty + index, phase)
                 self.copy_k(copies, k, index, kv_row, head)
                 if const_expr(traits.fp8):
-                    # The transpose warps release a landing buffer long before K's buffer of that stage is free.
+                    # No delay: the transpose warps released this buffer long before K's buffer became free.
                     cute.arch.mbarrier_wait(landing.empty + index, phase)
                     self.copy_v(copies.v, landing, index, kv_row, head)
                 else:
                     if v_index >= 0:
                         cute.arch.mbarrier_wait(landing.empty + v_index, v_phase)
                         self.copy_v(copies.v, landing, v_index, v_row, v_head)
-                    v_index, v_phase, v_row, v_head = index, phase, kv_row, head
+                    v_index, v_phase = index, phase
+                    v_row, v_head = kv_row, head
                 index, phase = self.advance(index, phase)
                 if b == 0:
                     self.copy_q(copies.q, q, q_phase, row, head)
                     q_phase ^= 1
-                    # Claim and describe the next tile now: this tile's next blocks have to be waited for anyway.
+                    # Claim the next tile now: the producer has to wait for free buffers anyway.
                     claimed = Int32(0)
                     if lane == 0:
                         claimed = cute.arch.atomic_add(schedule.progress.iterator, Int32(1), sem="relaxed", scope="gpu")
@@ -97,7 +99,7 @@ class Producer(WarpHelpers):
             cute.arch.mbarrier_wait(landing.empty + v_index, v_phase)
             self.copy_v(copies.v, landing, v_index, v_row, v_head)
         if const_expr(traits.fp8):
-            # Let the transpose warps look at the last slot, which ends their loop.
+            # Wake the transpose warps, so that they read the last descriptor and stop.
             cute.arch.mbarrier_wait(landing.empty + index, phase)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(landing.full + index)
@@ -108,9 +110,9 @@ class Producer(WarpHelpers):
 
     @cute.jit
     def claim(self, tile: Int32, base: Int32, slot: Int32, schedule: Schedule, tiles: cute.Tensor, heads: Int32):
-        """Describe tile number `tile` of the plan in `slot` of the ring; returns its row of the plan.
+        """Write the descriptor of tile number `tile` to `slot` of the ring; returns the tile's row of the plan.
 
-        `base` is the row of the tile claimed before. A tile past the last one is described by zeros.
+        `base` is the row of the tile claimed before. A number past the last tile gives a descriptor of zeros.
         """
         traits, plan = self.traits, schedule.plan
         lane = cute.arch.lane_idx()
@@ -118,43 +120,43 @@ class Producer(WarpHelpers):
         words = cute.make_rmem_tensor((TILE_WORDS,), Int32)
         words.fill(0)
         if tile < schedule.progress[Progress.TILES]:
-            # Tiles are claimed in ascending order, so the search goes on from `base`, 32 rows at a time.
+            # A CTA claims tiles in ascending order, so the search starts at `base`. It looks at 32 rows at a time.
             searching = Int32(1)
             while searching == 1:
-                end = Int32(NO_TILE)
+                tiles_end = Int32(NO_TILE)
                 if base + lane < entries:
-                    end = plan[base + lane, PlanWord.TILES_END]
-                passed = cute.arch.popc(cute.arch.vote_ballot_sync(end <= tile))
-                base += passed
-                if passed < 32:
+                    tiles_end = plan[base + lane, PlanWord.TILES_END]
+                skipped = cute.arch.popc(cute.arch.vote_ballot_sync(tiles_end <= tile))
+                base += skipped
+                if skipped < 32:
                     searching = Int32(0)
             index = tile
             if base > 0:
-                before = base - 1
-                index = tile - plan[before, PlanWord.TILES_END]
+                previous = base - 1
+                index = tile - plan[previous, PlanWord.TILES_END]
             q_begin, q_len = plan[base, PlanWord.FIRST_ROW], plan[base, PlanWord.ROWS]
             kv_begin, kv_len = plan[base, PlanWord.FIRST_KEY], plan[base, PlanWord.KEYS]
-            head_tiles, together = plan[base, PlanWord.HEAD_TILES], plan[base, PlanWord.SECTION_HEADS]
-            section = index // (together * head_tiles)
-            index -= section * together * head_tiles
-            section_heads = cutlass.min(together, heads - section * together)
-            m = head_tiles - 1 - index // section_heads  # the tiles with most keys first
-            row = m * traits.tile_rows
+            head_tiles, section_heads = plan[base, PlanWord.HEAD_TILES], plan[base, PlanWord.SECTION_HEADS]
+            section = index // (section_heads * head_tiles)
+            index -= section * section_heads * head_tiles
+            heads_in_section = cutlass.min(section_heads, heads - section * section_heads)
+            row_tile = head_tiles - 1 - index // heads_in_section  # causal: the tiles with most keys first
+            row = row_tile * traits.tile_rows
             rows = cutlass.min(q_len - row, traits.tile_rows)
             if const_expr(traits.tile_rows != traits.block):
-                # The masks' edges lie within blocks anyway, so the partial tile may be the one with fewest keys.
-                aligned_row = q_len - (head_tiles - m) * traits.tile_rows
+                # Masks start inside blocks anyway, so let the partial tile be the one with fewest keys.
+                aligned_row = q_len - (head_tiles - row_tile) * traits.tile_rows
                 row = cutlass.max(aligned_row, 0)
                 rows = aligned_row + traits.tile_rows - row
-            seen = kv_len
+            visible = kv_len
             if const_expr(traits.causal):
-                seen = cutlass.max(cutlass.min(kv_len, kv_len - q_len + row + rows), 0)
-            words[Tile.BLOCKS] = cutlass.max((seen + traits.block - 1) // traits.block, 1)
+                visible = cutlass.max(cutlass.min(kv_len, kv_len - q_len + row + rows), 0)
+            words[Tile.BLOCKS] = cutlass.max((visible + traits.block - 1) // traits.block, 1)
             words[Tile.KEYS] = kv_len
             words[Tile.FIRST_ROW_KEYS] = kv_len - q_len + row + 1
             words[Tile.FIRST_ROW] = q_begin + row
             words[Tile.ROWS] = rows
-            words[Tile.HEAD] = section * together + index % section_heads
+            words[Tile.HEAD] = section * section_heads + index % heads_in_section
             words[Tile.FIRST_KEY] = kv_begin
         if lane == 0:
             for word in Tile:
@@ -164,7 +166,7 @@ class Producer(WarpHelpers):
 
     @cute.jit
     def copy_q(self, copy: TmaCopy, q: Buffers, phase: Int32, row: Int32, head: Int32):
-        """Q of a tile, 64 rows for each compute warpgroup."""
+        """Copy Q of a tile, 64 rows for each compute warpgroup."""
         for group in cutlass.range(self.traits.groups, unroll=1):
             cute.arch.mbarrier_wait(q.empty + group, phase)
             self.expect(q.full + group, self.traits.q_elements)
@@ -173,23 +175,23 @@ class Producer(WarpHelpers):
 
     @cute.jit
     def copy_k(self, copies: Copies, k: Buffers, index: Int32, row: Int32, head: Int32):
-        """K of a block, with shared rope columns in two copies."""
+        """Copy K of a block; shared rope columns take a copy of their own."""
         traits = self.traits
         self.expect(k.full + index, traits.k_elements)
         self.copy_box(copies.k, k, index, row, head, self.k_box)
-        if const_expr(traits.rope_tiles > 0):
-            rope = k._replace(memory=k.memory + traits.nope_tiles * 64 * traits.block)
+        if const_expr(traits.rope_column_tiles > 0):
+            rope = k._replace(memory=k.memory + traits.nope_column_tiles * 64 * traits.block)
             self.copy_box(copies.rope, rope, index, row, Int32(0), self.rope_box)
 
     @cute.jit
     def copy_v(self, copy: TmaCopy, v: Buffers, index: Int32, row: Int32, head: Int32):
-        """V of a block."""
+        """Copy V of a block."""
         self.expect(v.full + index, self.traits.v_elements)
         self.copy_box(copy, v, index, row, head, self.v_box)
 
     @cute.jit
     def expect(self, full: cute.Pointer, elements: cutlass.Constexpr[int]):
-        """Arrive on `full`; the phase ends when this many elements have been copied."""
+        """Arrive on `full`; its phase completes when TMA has written `elements` elements."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, elements * self.traits.element_bytes)
 
@@ -197,17 +199,17 @@ class Producer(WarpHelpers):
     def copy_box(
         self, copy: TmaCopy, buffers: Buffers, index: Int32, row: Int32, head: Int32, box: cutlass.Constexpr[Box]
     ):
-        """Copy the box of one head that begins at `row` into the first column tiles of buffer `index`."""
+        """Copy the box of one head that begins at `row` to the first column tiles of buffer `index`."""
         traits = self.traits
         smem = cute.make_tensor(
             cute.recast_ptr(buffers.memory, traits.layout_atom().inner, dtype=traits.dtype),
             cute.make_layout(
-                ((8, box.rows // 8), 64, box.tiles, 8),
+                ((8, box.rows // 8), 64, box.column_tiles, 8),
                 stride=((64, 512), 1, 64 * box.rows, 64 * box.rows * box.pitch),
             ),
         )
         gmem = cute.local_tile(
-            cute.domain_offset((row, 0, 0, 0), copy.tensor), (box.rows, 64, box.tiles), (0, 0, 0, None)
+            cute.domain_offset((row, 0, 0, 0), copy.tensor), (box.rows, 64, box.column_tiles), (0, 0, 0, None)
         )
         target, source = cpasync.tma_partition(
             copy.atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 3), cute.group_modes(gmem, 0, 3)

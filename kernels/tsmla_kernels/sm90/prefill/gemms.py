@@ -31,23 +31,23 @@ class Gemms(WarpHelpers):
 
     @cute.jit
     def operands(self, shared: Shared, mma: Mma, thread: ThreadIndex):
-        """The warpgroup's fragments and accumulators; O is 0."""
+        """Make the warpgroup's fragments and accumulators; O is 0."""
         traits = self.traits
         thr_qk, thr_pv = mma.qk.get_slice(thread.thread), mma.pv.get_slice(thread.thread)
-        q = mma.qk.make_fragment_A(
-            thr_qk.partition_A(self.buffer(shared.q.memory, thread.group, GROUP_ROWS, traits.qk_head_dim))
-        )
+        q_buffer = self.buffer(shared.q.memory, thread.group, (GROUP_ROWS, traits.qk_head_dim), traits.swizzle_kind)
+        q = mma.qk.make_fragment_A(thr_qk.partition_A(q_buffer))
         acc_s = cute.make_rmem_tensor(thr_qk.partition_shape_C((GROUP_ROWS, traits.block)), Float32)
         acc_o = cute.make_rmem_tensor(thr_pv.partition_shape_C((GROUP_ROWS, traits.v_head_dim)), Float32)
         if const_expr(traits.fp8):
-            buffer = self.wide_buffer(shared.p, thread.group, GROUP_ROWS, traits.transposed_keys)
-            p = mma.pv.make_fragment_A(thr_pv.partition_A(buffer))
+            p_shape = (GROUP_ROWS, traits.transposed_keys)
+            p_buffer = self.buffer(shared.p, thread.group, p_shape, SmemLayoutAtomKind.K_SW128)
+            p = mma.pv.make_fragment_A(thr_pv.partition_A(p_buffer))
             p_target = p_address(thread.thread, thread.lane, shared.p.toint() + thread.group * traits.p_elements)
         else:
             p = cute.make_rmem_tensor(thr_pv.partition_shape_A((GROUP_ROWS, traits.block)), traits.dtype)
             p_target = p
         acc_o.fill(0.0)
-        # Set once: a change between products in flight would serialise them.
+        # Set these flags once: a change between products in flight would serialise the products.
         mma.first.set(Field.ACCUMULATE, False)
         mma.qk.set(Field.ACCUMULATE, True)
         mma.pv.set(Field.ACCUMULATE, True)
@@ -55,8 +55,7 @@ class Gemms(WarpHelpers):
 
     @cute.jit
     def issue(self, shared: Shared, products: Products, k_stage: Stage, v_stage: Stage, group: Int32):
-        """When it is this warpgroup's turn, issue S of a block and O += P V of the block before. Returns when S is
-        done."""
+        """In this warpgroup's turn issue S of a block, and O += P V of the block before. Returns when S is done."""
         self.wait(shared.k.full + k_stage.index, k_stage.phase)
         self.take_turn(group)
         self.scores(products, shared.k.memory, k_stage.index)
@@ -69,13 +68,12 @@ class Gemms(WarpHelpers):
     def scores(self, products: Products, k: cute.Pointer, index: Int32):
         """Issue S = Q K^T."""
         traits, mma, q, acc_s = self.traits, products.mma, products.q, products.acc_s
-        fragment_k = mma.qk.make_fragment_B(
-            products.thr_qk.partition_B(self.buffer(k, index, traits.block, traits.qk_head_dim))
-        )
+        k_buffer = self.buffer(k, index, (traits.block, traits.qk_head_dim), traits.swizzle_kind)
+        fragment_k = mma.qk.make_fragment_B(products.thr_qk.partition_B(k_buffer))
         warpgroup.fence()
         cute.gemm(mma.first, acc_s, q[None, None, 0], fragment_k[None, None, 0], acc_s)
-        for k in cutlass.range_constexpr(1, traits.qk_head_dim // traits.mma_k):
-            cute.gemm(mma.qk, acc_s, q[None, None, k], fragment_k[None, None, k], acc_s)
+        for step in cutlass.range_constexpr(1, traits.qk_head_dim // traits.mma_k):
+            cute.gemm(mma.qk, acc_s, q[None, None, step], fragment_k[None, None, step], acc_s)
         warpgroup.commit_group()
 
     @cute.jit
@@ -83,37 +81,27 @@ class Gemms(WarpHelpers):
         """Issue O += P V."""
         traits, mma, p, acc_o = self.traits, products.mma, products.p, products.acc_o
         if const_expr(traits.fp8):
-            transposed = self.wide_buffer(v, index, traits.v_head_dim, traits.transposed_keys)
+            shape = (traits.v_head_dim, traits.transposed_keys)
+            transposed = self.buffer(v, index, shape, SmemLayoutAtomKind.K_SW128)
         else:
-            stage = self.buffer(v, index, traits.block, traits.v_head_dim)
-            transposed = cute.make_tensor(stage.iterator, cute.select(stage.layout, mode=[1, 0]))
+            v_buffer = self.buffer(v, index, (traits.block, traits.v_head_dim), traits.swizzle_kind)
+            transposed = cute.make_tensor(v_buffer.iterator, cute.select(v_buffer.layout, mode=[1, 0]))
         fragment_v = mma.pv.make_fragment_B(products.thr_pv.partition_B(transposed))
         warpgroup.fence()
-        for k in cutlass.range_constexpr(traits.block // traits.mma_k):
-            cute.gemm(mma.pv, acc_o, p[None, None, k], fragment_v[None, None, k], acc_o)
+        for step in cutlass.range_constexpr(traits.block // traits.mma_k):
+            cute.gemm(mma.pv, acc_o, p[None, None, step], fragment_v[None, None, step], acc_o)
         warpgroup.commit_group()
 
-    def buffer(self, memory: cute.Pointer, index: Int32, rows: int, columns: int):
-        """Buffer `index` as TMA writes it."""
-        return self.swizzled_buffer(memory, index, (rows, columns), self.traits.swizzle_kind)
-
-    def wide_buffer(self, memory: cute.Pointer, index: Int32, rows: int, columns: int):
-        """fp8: buffer `index` of P or of V transposed, in rows of 128 bytes."""
-        return self.swizzled_buffer(memory, index, (rows, columns), SmemLayoutAtomKind.K_SW128)
-
-    def swizzled_buffer(self, memory: cute.Pointer, index: Int32, shape: tuple[int, int], kind: SmemLayoutAtomKind):
-        """Buffer `index` for WGMMA. With 16 bits its address comes from an instruction whose result is uniform: WGMMA
-        takes its descriptors from uniform registers."""
+    def buffer(self, memory: cute.Pointer, index: Int32, shape: tuple[int, int], kind: SmemLayoutAtomKind):
+        """Buffer `index` as a WGMMA operand [rows, columns]. With 16 bits `uniform` puts the address into a uniform
+        register, from which WGMMA takes its descriptors."""
         traits = self.traits
         address = memory.toint() + index * (shape[0] * shape[1] * traits.element_bytes)
         if not traits.fp8:
             address = self.uniform(address)
-        atom = warpgroup.make_smem_layout_atom(kind, traits.dtype)
-        layout = cute.tile_to_shape(atom, shape, (0, 1))
+        layout = cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, traits.dtype), shape, (0, 1))
         pointer = cute.make_ptr(traits.dtype, address, cute.AddressSpace.smem, assumed_align=1024)
         return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=traits.dtype), layout.outer)
-
-    # ---- turns, and waiting
 
     @cute.jit
     def start_turns(self, group: Int32):
@@ -124,8 +112,8 @@ class Gemms(WarpHelpers):
 
     @cute.jit
     def take_turn(self, group: Int32):
-        """Wait until the other warpgroup has issued its products. With fp8 a warpgroup issues as soon as it is ready:
-        some of the three skip blocks, so their numbers of turns differ."""
+        """Wait until the other warpgroup has issued its products. With fp8 there are no turns, because warpgroups skip
+        different numbers of blocks."""
         if const_expr(not self.traits.fp8):
             cute.arch.barrier(barrier_id=Barrier.TURN + group, number_of_threads=TURN_THREADS)
 
@@ -133,15 +121,15 @@ class Gemms(WarpHelpers):
     def pass_turn(self, group: Int32):
         """Let the next warpgroup issue its products."""
         if const_expr(not self.traits.fp8):
-            following = group + 1
-            if following == self.traits.groups:
-                following = Int32(0)
-            cute.arch.barrier_arrive(barrier_id=Barrier.TURN + following, number_of_threads=TURN_THREADS)
+            next_group = group + 1
+            if next_group == self.traits.groups:
+                next_group = Int32(0)
+            cute.arch.barrier_arrive(barrier_id=Barrier.TURN + next_group, number_of_threads=TURN_THREADS)
 
     @cute.jit
     def wait(self, barrier: cute.Pointer, phase: Int32):
-        """Wait for a phase of an mbarrier. With fp8, where a block takes less time, try again at once: mbarrier_wait
-        does more between two tries."""
+        """Wait for a phase of an mbarrier. fp8 has shorter blocks and tries again at once; mbarrier_wait pauses between
+        two tries."""
         if const_expr(self.traits.fp8):
             cute.arch.inline_ptx(
                 "{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [{$r0}], {$r1}; @p bra DONE;"

@@ -72,19 +72,19 @@ class MlaPrefill:
     def make_copies(self, operands: Operands):
         """The TMA loads of Q, K and V."""
         traits = self.traits
-        q = self.make_copy(operands.q, GROUP_ROWS, traits.k_tiles)
-        k = self.make_copy(operands.k, traits.block, traits.nope_tiles)
-        if const_expr(traits.rope_tiles > 0):
+        q = self.make_copy(operands.q, GROUP_ROWS, traits.k_column_tiles)
+        k = self.make_copy(operands.k, traits.block, traits.nope_column_tiles)
+        if const_expr(traits.rope_column_tiles > 0):
             k_rope = operands.v
             rope_heads = cute.make_tensor(
                 k_rope.iterator,
                 cute.make_layout((k_rope.shape[0], 1, k_rope.shape[1]), stride=(k_rope.stride[0], 0, 1)),
             )
-            rope = self.make_copy(rope_heads, traits.block, traits.rope_tiles)
-            v = self.make_copy(operands.k, traits.block, traits.v_tiles, 64 * traits.nope_tiles)
+            rope = self.make_copy(rope_heads, traits.block, traits.rope_column_tiles)
+            v = self.make_copy(operands.k, traits.block, traits.v_column_tiles, 64 * traits.nope_column_tiles)
         else:
             rope = k
-            v = self.make_copy(operands.v, traits.block, traits.v_tiles)
+            v = self.make_copy(operands.v, traits.block, traits.v_column_tiles)
         return Copies(q, k, rope, v)
 
     @cute.jit
@@ -92,24 +92,22 @@ class MlaPrefill:
         self,
         x: cute.Tensor,
         rows: cutlass.Constexpr[int],
-        tiles: cutlass.Constexpr[int],
+        column_tiles: cutlass.Constexpr[int],
         first_column: cutlass.Constexpr[int] = 0,
     ):
-        """The TMA load of `rows` rows and `tiles` column tiles of one head of x [T, H, columns], from `first_column`
-        on."""
+        """The TMA load of `rows` rows and 64 * `column_tiles` columns, from `first_column` on, of x [T, H, any]."""
         row, head = cute.assume(x.stride[0], divby=64), x.stride[1]
         view = cute.make_tensor(
             x.iterator + first_column,
-            cute.make_layout((x.shape[0], 64, tiles, x.shape[1]), stride=(row, 1, 64, head)),
+            cute.make_layout((x.shape[0], 64, column_tiles, x.shape[1]), stride=(row, 1, 64, head)),
         )
-        box = (rows, 64, tiles)
+        box = (rows, 64, column_tiles)
         smem_layout = cute.tile_to_shape(self.traits.layout_atom(), box, (0, 1, 2))
         atom, tensor = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, smem_layout, box)
         return TmaCopy(atom, tensor)
 
     def make_mma(self) -> Mma:
-        """The tiled MMAs. The first step of S has one of its own, which does not accumulate: changing the flag of one
-        between products in flight would serialise them."""
+        """The tiled MMAs. The first step of S has one of its own, which does not accumulate."""
         traits = self.traits
         dtype, k_major, mn_major = traits.dtype, OperandMajorMode.K, OperandMajorMode.MN
         first, qk = (

@@ -23,10 +23,10 @@ TRANSPOSE_WARPS = 2  # fp8: the warps that transpose V, 64 columns each
 
 
 class KernelTraits:
-    """Static sizes, dtypes and layouts that all parts of the kernel share.
+    """Dtypes, sizes and layouts that a config fixes at compile time.
 
-    Rows, keys and columns are counted in elements. A column tile has 64 columns: TMA's box and the swizzled layout of
-    16-bit and of 8-bit operands then have one shape, and differ only in bytes.
+    Sizes are in elements. A column tile has 64 columns: TMA's boxes and the swizzled layouts of 16-bit and of 8-bit
+    operands then have equal shapes.
     """
 
     def __init__(self, config: PrefillConfig) -> None:
@@ -35,14 +35,14 @@ class KernelTraits:
         self.dtype = DTYPES[config.dtype]
         self.out_dtype = cutlass.BFloat16 if self.fp8 else self.dtype
         self.element_bytes = self.dtype.width // 8
-        self.mma_k = 32 // self.element_bytes  # elements of the k axis that one WGMMA takes
+        self.mma_k = 32 // self.element_bytes  # the K of one WGMMA
         self.swizzle_kind = SmemLayoutAtomKind.K_SW64 if self.fp8 else SmemLayoutAtomKind.K_SW128
         self.qk_head_dim, self.v_head_dim = config.qk_head_dim, config.v_head_dim
         self.causal, self.groups = config.causal, config.groups
         self.block, self.stages, self.tile_rows = config.block, config.stages, config.tile_rows
-        self.k_tiles, self.v_tiles = self.qk_head_dim // 64, self.v_head_dim // 64
-        self.rope_tiles = config.rope_dim // 64
-        self.nope_tiles = self.k_tiles - self.rope_tiles
+        self.k_column_tiles, self.v_column_tiles = self.qk_head_dim // 64, self.v_head_dim // 64
+        self.rope_column_tiles = config.rope_dim // 64
+        self.nope_column_tiles = self.k_column_tiles - self.rope_column_tiles
         self.q_elements = GROUP_ROWS * self.qk_head_dim
         self.k_elements, self.v_elements = self.block * self.qk_head_dim, self.block * self.v_head_dim
         # fp8: the transposed V and P have their keys in whole tiles of 128.
@@ -56,12 +56,12 @@ class KernelTraits:
             raise ValueError(f"groups: got {self.groups} with dtype {config.dtype}; legal: 2")
 
     def layout_atom(self):
-        """The swizzled layout of Q, K and V in shared memory, as TMA writes it and WGMMA reads it."""
+        """The swizzled layout of Q, K and V in shared memory."""
         return warpgroup.make_smem_layout_atom(self.swizzle_kind, self.dtype)
 
 
 class PlanWord(IntEnum):
-    """Words of a row of the plan: one request."""
+    """Words of a row of the plan, which describes one request."""
 
     TILES_END = 0  # tiles of all requests up to and including this one
     FIRST_ROW = 1  # of the request's queries
@@ -69,18 +69,18 @@ class PlanWord(IntEnum):
     FIRST_KEY = 3
     KEYS = 4
     HEAD_TILES = 5  # tiles of one head
-    SECTION_HEADS = 6  # heads whose tiles are taken together, to share L2
+    SECTION_HEADS = 6  # heads whose tiles come together, so that K and V stay in L2
 
 
 class Progress(IntEnum):
-    """Words of `progress`. The others only make it as long as the grid."""
+    """Words of `progress`. It is longer: one word per CTA, because the launch takes the grid's size from it."""
 
     NEXT_TILE = 0  # the next tile to claim
     TILES = 1  # tiles in all
 
 
 class Tile(IntEnum):
-    """Words of a tile descriptor: up to `tile_rows` query rows of one head of one request."""
+    """Words of a tile descriptor. A tile is up to `tile_rows` query rows of one head of one request."""
 
     BLOCKS = 0  # key blocks; 0 ends the sequence of tiles
     KEYS = 1  # keys of the request
@@ -99,13 +99,11 @@ class Scale(IntEnum):
 
 
 class Barrier(IntEnum):
-    """Named barriers. Each is the first of two ids: warpgroup g of the compute warpgroups uses id + g.
+    """Named barriers of 16-bit kernels. Each is the first of two ids: compute warpgroup g uses id + g. Id 0 is
+    `sync_threads`."""
 
-    Only 16-bit kernels use them, and these have two compute warpgroups. Id 0 is `sync_threads`.
-    """
-
-    TURN = 1  # 256 threads: the other warpgroup arrives when it has issued its products; the owner waits
-    V_ZEROED = 3  # 128 threads: the warpgroup has zeroed V's rows past the request's end
+    TURN = 1  # 256 threads: warpgroup g waits, and the other one arrives when it has issued its products
+    V_ZEROED = 3  # 128 threads: all of warpgroup g, after it has zeroed V's rows past the request's end
 
 
 class Operands(NamedTuple):
@@ -137,7 +135,7 @@ class TmaCopy(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """The TMA loads of the operands. `rope` is K's rope columns where all heads share these, else it equals `k`."""
+    """The TMA loads of the operands. `rope` loads K's rope columns if all heads share them, else it equals `k`."""
 
     q: TmaCopy
     k: TmaCopy
@@ -154,14 +152,14 @@ class Mma(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The workspaces that the planner writes: the rows of requests, and the counters."""
+    """The workspaces that the planner writes: plan [rows, `PlanWord`] and progress [`Progress`]."""
 
     plan: cute.Tensor
     progress: cute.Tensor
 
 
 class Results(NamedTuple):
-    """The kernel's outputs in global memory, and the number of heads in both."""
+    """out [Tq, H, V] and lse [Tq, H] in global memory, and H."""
 
     out: cute.Tensor
     lse: cute.Tensor
@@ -169,7 +167,7 @@ class Results(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Buffers of one operand in shared memory, and their mbarriers, one pair a buffer."""
+    """The buffers of one operand in shared memory; each has a `full` and an `empty` mbarrier."""
 
     memory: cute.Pointer
     full: cute.Pointer
@@ -179,8 +177,9 @@ class Buffers(NamedTuple):
 class Shared(NamedTuple):
     """The shared memory of the attention kernel.
 
-    `q` has a buffer a compute warpgroup; `k` and `v` have one a stage. `landing` is where TMA writes V: `v` itself,
-    but with fp8 buffers of its own, since `v` then holds V transposed. `p` is fp8's P, a buffer a compute warpgroup.
+    `tiles` is the ring of tile descriptors [word, slot]. `q` has one buffer per compute warpgroup; `k` and `v` have one
+    per stage. TMA writes V to `landing`, which is `v` itself; with fp8 it has buffers of its own, and `v` holds V
+    transposed. `p` is fp8's P, one buffer per compute warpgroup.
     """
 
     tiles: cute.Tensor
@@ -192,7 +191,7 @@ class Shared(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """A stage of a ring of buffers, and the parity for which a reader waits on its `full` barrier."""
+    """A stage of the ring of K and V, and the parity of its `full` barrier for which a reader waits."""
 
     index: Int32
     phase: Int32
@@ -210,8 +209,8 @@ class ThreadIndex(NamedTuple):
 class Products(NamedTuple):
     """WGMMA's operands and accumulators in one warpgroup.
 
-    `p_target` is where the softmax puts P: the operand's registers, or with fp8 the shared address that this lane gives
-    to stmatrix for the first 32 keys.
+    The softmax writes P to `p_target`: the operand's registers, or with fp8 the address in shared memory that this lane
+    names to stmatrix for the first 32 keys.
     """
 
     mma: Mma
@@ -225,7 +224,7 @@ class Products(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The softmax of this thread's two rows: views [2, columns] of S and O, and per row the maximum (base 2, scaled),
+    """The softmax state of this thread's two rows: S and O [2, columns], and for each row the maximum (base 2, scaled),
     the sum of P, and the number of keys that it sees. `scale` is the logits' scale times log2(e)."""
 
     s: cute.Tensor
@@ -237,7 +236,7 @@ class Rows(NamedTuple):
 
 
 def make_storage(traits: KernelTraits):
-    """The struct of the attention kernel's shared memory. Raises ValueError if it is more than Hopper has."""
+    """The struct of the attention kernel's shared memory. Raises ValueError if it exceeds Hopper's."""
 
     def barriers(count: int):
         return cute.struct.MemRange[Int64, count]
@@ -277,7 +276,7 @@ def shared_memory(traits: KernelTraits, storage) -> Shared:
 
 
 def init_mbarriers(traits: KernelTraits, shared: Shared) -> None:
-    """Called by one thread. A count is that of the arrivals that complete a phase; a warp arrives once."""
+    """Initialise the mbarriers, in one thread, with the number of arrivals that complete a phase."""
     compute_warps = 4 * traits.groups
     for group in range(traits.groups):
         cute.arch.mbarrier_init(shared.q.full + group, 1)
@@ -294,6 +293,6 @@ def init_mbarriers(traits: KernelTraits, shared: Shared) -> None:
 
 @cute.jit
 def release(barrier: cute.Pointer):
-    """Arrive once for the calling warp: it is done with a buffer."""
+    """Arrive on `barrier`, once for the calling warp: the warp does not read the buffer any more."""
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier)

@@ -15,7 +15,7 @@ PLAN_THREADS = 256
 LENGTH_CLASSES = 128  # of key lengths, four to each power of two
 SHORTEST_CLASS = 508  # of length 0: bits 21 and up of the float 1.0
 L2_BYTES = 32 << 20  # of keys and values that tiles at work at the same time should share
-MAX_SECTION_HEADS = 16  # with more, the CTAs' shares of the last section are uneven
+MAX_SECTION_HEADS = 16  # with more, CTAs finish the last section at uneven times
 
 
 class Requests(NamedTuple):
@@ -69,35 +69,35 @@ class Planner:
         if tidx < LENGTH_CLASSES:
             positions[tidx] = Int32(0)
         cute.arch.sync_threads()
-        for e in cutlass.range(tidx, entries, PLAN_THREADS, unroll=1):
-            self.take_position(positions, self.request(requests, e).keys)
+        for index in cutlass.range(tidx, entries, PLAN_THREADS, unroll=1):
+            self.take_position(positions, self.request(requests, index).keys)
         cute.arch.sync_threads()
         if warp_idx == 0:
             self.counts_to_positions(positions, lane)
         cute.arch.sync_threads()
-        for e in cutlass.range(tidx, entries, PLAN_THREADS, unroll=1):
-            request = self.request(requests, e)
+        for index in cutlass.range(tidx, entries, PLAN_THREADS, unroll=1):
+            request = self.request(requests, index)
             self.write_row(schedule.plan, self.take_position(positions, request.keys), request, heads)
         cute.arch.sync_threads()
         total = self.accumulate_tiles(schedule.plan, warp_tiles, heads)
         if tidx == 0:
             progress = schedule.progress
-            # The first tile of each CTA is the one of its own number.
+            # Each CTA's first tile is that of the CTA's own number.
             progress[Progress.NEXT_TILE] = Int32(progress.shape[0])
             progress[Progress.TILES] = total
 
     @cute.jit
-    def request(self, requests: Requests, e: Int32):
-        """Request `e`; requests `batch` and `batch` + 1 are the rows before the first request and after the last.
+    def request(self, requests: Requests, index: Int32):
+        """Request `index`; `batch` and `batch` + 1 are the rows before the first request and after the last.
 
-        Clamped to the operands: wrong offsets must not lead to reads or writes outside.
+        Offsets are clamped to the operands: wrong ones must not lead to reads or writes outside of them.
         """
         q_begin, q_end = Int32(0), requests.total_q
         kv_begin, kv_end = Int32(0), Int32(0)
-        if e < requests.batch:
-            q_begin, q_end = requests.cu_seqlens_q[e], requests.cu_seqlens_q[e + 1]
-            kv_begin, kv_end = requests.cu_seqlens_kv[e], requests.cu_seqlens_kv[e + 1]
-        elif e == requests.batch:
+        if index < requests.batch:
+            q_begin, q_end = requests.cu_seqlens_q[index], requests.cu_seqlens_q[index + 1]
+            kv_begin, kv_end = requests.cu_seqlens_kv[index], requests.cu_seqlens_kv[index + 1]
+        elif index == requests.batch:
             q_end = requests.cu_seqlens_q[0]
         else:
             q_begin = requests.cu_seqlens_q[requests.batch]
@@ -109,34 +109,34 @@ class Planner:
 
     @cute.jit
     def take_position(self, positions: cute.Tensor, keys: Int32):
-        """Count one request of this many keys in its class, the longest class first; returns the count before."""
-        as_float = cute.make_rmem_tensor((1,), Float32)
-        as_float[0] = Float32(keys + 1)
-        bits = cute.recast_tensor(as_float, Int32)[0]
+        """Add 1 to the entry of the length class of `keys`; returns the entry's old value. Class 0 is the longest."""
+        length = cute.make_rmem_tensor((1,), Float32)
+        length[0] = Float32(keys + 1)
+        bits = cute.recast_tensor(length, Int32)[0]
         length_class = cutlass.max(LENGTH_CLASSES - 1 - ((bits >> 21) - SHORTEST_CLASS), 0)
         return cute.arch.atomic_add(positions.iterator + length_class, Int32(1), sem="relaxed", scope="cta")
 
     @cute.jit
     def counts_to_positions(self, positions: cute.Tensor, lane: Int32):
-        """One warp: replace each class's count by the number of requests in the classes before it."""
+        """In one warp, replace each class's count by the number of requests in the classes before it."""
         counts = cute.make_rmem_tensor((LENGTH_CLASSES // 32,), Int32)
         lane_count = Int32(0)
         for i in cutlass.range_constexpr(LENGTH_CLASSES // 32):
             counts[i] = positions[lane * (LENGTH_CLASSES // 32) + i]
             lane_count += counts[i]
-        before = self.prefix_sum(lane_count, lane) - lane_count
+        position = self.prefix_sum(lane_count, lane) - lane_count
         for i in cutlass.range_constexpr(LENGTH_CLASSES // 32):
-            positions[lane * (LENGTH_CLASSES // 32) + i] = before
-            before += counts[i]
+            positions[lane * (LENGTH_CLASSES // 32) + i] = position
+            position += counts[i]
 
     @cute.jit
     def write_row(self, plan: cute.Tensor, position: Int32, request: Request, heads: Int32):
-        """The row of a request, less its sum of tiles."""
+        """Write a request's row, except for the sum of tiles."""
         traits = self.traits
         head_bytes = cutlass.max(request.keys, 1) * (traits.element_bytes * (traits.qk_head_dim + traits.v_head_dim))
         section = cutlass.min(cutlass.min(cutlass.max(L2_BYTES // head_bytes, 1), MAX_SECTION_HEADS), heads)
         if const_expr(traits.fp8):
-            while heads % section != 0:  # sections of equally many heads
+            while heads % section != 0:  # a divisor of `heads`, so that all sections are equal
                 section -= 1
         head_tiles = (request.rows + traits.tile_rows - 1) // traits.tile_rows
         plan[position, PlanWord.FIRST_ROW] = request.first_row
@@ -152,12 +152,12 @@ class Planner:
         tidx = cute.arch.thread_idx()[0]
         lane, warp_idx = tidx % 32, tidx // 32
         entries = plan.shape[0]
-        carried = Int32(0)
-        for first in cutlass.range(0, entries, PLAN_THREADS, unroll=1):
-            e = first + tidx
+        tiles_before = Int32(0)
+        for chunk in cutlass.range(0, entries, PLAN_THREADS, unroll=1):
+            index = chunk + tidx
             tiles = Int32(0)
-            if e < entries:
-                tiles = plan[e, PlanWord.HEAD_TILES] * heads
+            if index < entries:
+                tiles = plan[index, PlanWord.HEAD_TILES] * heads
             tiles_end = self.prefix_sum(tiles, lane)
             if lane == 31:
                 warp_tiles[warp_idx] = tiles_end
@@ -166,12 +166,12 @@ class Planner:
                 count = warp_tiles[w]
                 if w < warp_idx:
                     tiles_end += count
-            if e < entries:
-                plan[e, PlanWord.TILES_END] = carried + tiles_end
+            if index < entries:
+                plan[index, PlanWord.TILES_END] = tiles_before + tiles_end
             for w in cutlass.range_constexpr(PLAN_THREADS // 32):
-                carried += warp_tiles[w]
+                tiles_before += warp_tiles[w]
             cute.arch.sync_threads()
-        return carried
+        return tiles_before
 
     @cute.jit
     def prefix_sum(self, value: Int32, lane: Int32):

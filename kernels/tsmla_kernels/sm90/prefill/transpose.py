@@ -11,7 +11,7 @@ from cutlass import Int32
 from tsmla_kernels.sm90.prefill.memory import TILE_SLOTS, KernelTraits, Shared, Tile
 from tsmla_kernels.sm90.warp import WarpHelpers
 
-EVEN_COLUMNS, ODD_COLUMNS = 0x6420, 0x7531  # bytes of two registers of transposed pairs, for prmt
+EVEN_COLUMNS, ODD_COLUMNS = 0x6420, 0x7531  # prmt selectors: bytes of two registers of transposed pairs
 
 
 class TransposeAddresses(NamedTuple):
@@ -43,9 +43,9 @@ def transpose_addresses(lane: Int32, warp: Int32, landing: Int32, transposed: In
 class ValueTransposer(WarpHelpers):
     """Device code of the two transpose warps, 64 columns of V each.
 
-    ldmatrix transposes pairs of columns; bytes of two registers then make four keys of a column. Of 16 keys lane q of a
-    row gets 2q, 2q + 1, 2q + 8 and 2q + 9, and the keys stay in this order: a lane's scores are those of the same
-    keys, so that its P is WGMMA's operand without an exchange between lanes.
+    ldmatrix transposes pairs of columns; prmt then joins bytes of two registers to four keys of a column. Of 16 keys
+    lane q of a row gets 2q, 2q + 1, 2q + 8 and 2q + 9. The keys stay in this order, because the accumulator holds the
+    scores in it: P becomes WGMMA's operand without an exchange between lanes.
     """
 
     def __init__(self, traits: KernelTraits) -> None:
@@ -73,7 +73,7 @@ class ValueTransposer(WarpHelpers):
             for _ in cutlass.range(blocks, unroll=1):
                 cute.arch.mbarrier_wait(landing.full + index, phase)
                 if keys < traits.block:
-                    # What lies there may be NaN, and 0 * NaN must not reach O.
+                    # Memory past the request's end may hold NaN, and 0 * NaN must not reach O.
                     for row in cutlass.range(cutlass.max(keys, 0) + lane // 4, traits.block, 8, unroll=1):
                         self.store_zeros(addresses.half + index * traits.v_elements + row * 64 + (lane % 4) * 16)
                     cute.arch.sync_warp()
@@ -91,18 +91,18 @@ class ValueTransposer(WarpHelpers):
             blocks = tiles[Tile.BLOCKS, slot]
 
     def transpose_block(self, addresses: TransposeAddresses, index: Int32, even_columns: Int32, odd_columns: Int32):
-        """This warp's columns of the block in stage `index`: 32 keys and 16 columns by each ldmatrix."""
+        """Transpose this warp's columns of the block in stage `index`; each ldmatrix reads 32 keys of 16 columns."""
         traits = self.traits
         source = addresses.source + index * traits.v_elements
         target = addresses.target + index * traits.transposed_elements
-        for u in range(traits.block // 32):
-            row_target = (target ^ ((u % 4) * 32)) + (u // 4) * 128 * traits.v_head_dim
-            for c in range(4):
-                pairs = self.load_transposed((source ^ (c * 16)) + u * 2048)
+        for step in range(traits.block // 32):
+            step_target = (target ^ ((step % 4) * 32)) + (step // 4) * 128 * traits.v_head_dim
+            for group in range(4):
+                pairs = self.load_transposed((source ^ (group * 16)) + step * 2048)
                 a, b = (cute.arch.prmt(*pairs[:2], columns) for columns in (even_columns, odd_columns))
-                d, e = (cute.arch.prmt(*pairs[2:], columns) for columns in (even_columns, odd_columns))
-                self.store_matrices(row_target + c * 2048, a, b, d, e)
+                c, d = (cute.arch.prmt(*pairs[2:], columns) for columns in (even_columns, odd_columns))
+                self.store_matrices(step_target + group * 2048, a, b, c, d)
 
     def store_zeros(self, address: Int32):
-        """16 bytes of zeros."""
+        """Store 16 bytes of zeros."""
         cute.arch.inline_ptx("st.shared.v4.b32 [{$r0}], {0, 0, 0, 0};", read_only_args=[address])
