@@ -68,7 +68,7 @@ class Attention(WarpHelpers):
         self.lagging_softmax = LaggingSoftmax(traits, self.softmax)
 
     @cute.jit
-    def run(self, shared: Shared, mma: Mma, scales: cute.Tensor, results: Results, group: Int32):
+    def run(self, shared: Shared, mma: Mma, scales: cute.Tensor, results: Results, group: Int32) -> None:
         """Compute warpgroup `group`'s rows of all tiles of this CTA."""
         wg = self.set_up(shared, mma, scales, results, group)
         cute.arch.mbarrier_wait(shared.q.full + group, 0)
@@ -80,7 +80,7 @@ class Attention(WarpHelpers):
             self.last_values(wg, cursor)
 
     @cute.jit
-    def set_up(self, shared: Shared, mma: Mma, scales: cute.Tensor, results: Results, group: Int32):
+    def set_up(self, shared: Shared, mma: Mma, scales: cute.Tensor, results: Results, group: Int32) -> Warpgroup:
         """Make the warpgroup's operands, accumulators and softmax state."""
         traits = self.traits
         t = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
@@ -104,12 +104,12 @@ class Attention(WarpHelpers):
         rows.total.fill(0.0)
         return Warpgroup(shared, thread, products, rows, next_rows, results, out_scale)
 
-    def row_view(self, accumulator: cute.Tensor, columns: int):
+    def row_view(self, accumulator: cute.Tensor, columns: int) -> cute.Tensor:
         """A lane's part of an accumulator as [its 2 rows, its columns]."""
         return cute.make_tensor(accumulator.iterator, cute.make_layout((2, (2, columns // 8)), stride=(2, (1, 4))))
 
     @cute.jit
-    def first_block(self, wg: Warpgroup, blocks: Int32):
+    def first_block(self, wg: Warpgroup, blocks: Int32) -> Cursor:
         """Compute P of the first tile's first block; returns the cursor behind it."""
         shared, thread, products, rows = wg.shared, wg.thread, wg.products, wg.rows
         self.gemms.start_turns(thread.group)
@@ -126,7 +126,7 @@ class Attention(WarpHelpers):
         return Cursor(v_keys, stage, self.next_stage(stage), Int32(0), blocks, keys, unmasked_keys, Int32(0))
 
     @cute.jit
-    def finish_tile(self, wg: Warpgroup, cursor: Cursor):
+    def finish_tile(self, wg: Warpgroup, cursor: Cursor) -> Cursor:
         """Compute the tile's other blocks; then start the next tile, or return a cursor without blocks."""
         shared, group = wg.shared, wg.thread.group
         cursor = self.other_blocks(wg, cursor)
@@ -141,7 +141,8 @@ class Attention(WarpHelpers):
         blocks = self.uniform(shared.tiles[Tile.BLOCKS, (cursor.tile + 1) % TILE_SLOTS])
         self.zero_rows(shared.v, cursor.v, v_keys, wg.thread)
         cursor = cursor._replace(blocks=blocks, v_keys=v_keys, q_phase=q_phase)
-        k, v, keys, unmasked_keys, tile = cursor.k, cursor.v, cursor.keys, cursor.unmasked_keys, cursor.tile
+        k, v, tile = cursor.k, cursor.v, cursor.tile
+        keys, unmasked_keys = cursor.keys, cursor.unmasked_keys
         if blocks > 0:
             # Assigned one by one: the order of a branch's results decides which registers they get.
             next_tile = self.start_tile(wg, cursor)
@@ -151,7 +152,7 @@ class Attention(WarpHelpers):
         return Cursor(v_keys, v, k, q_phase, blocks, keys, unmasked_keys, tile)
 
     @cute.jit
-    def other_blocks(self, wg: Warpgroup, cursor: Cursor):
+    def other_blocks(self, wg: Warpgroup, cursor: Cursor) -> Cursor:
         """Compute the tile's blocks after its first one: those that need a mask, then the others."""
         shared, thread, products, rows = wg.shared, wg.thread, wg.products, wg.rows
         masked = self.masked_blocks(cursor)
@@ -173,7 +174,7 @@ class Attention(WarpHelpers):
         return cursor
 
     @cute.jit
-    def issue(self, wg: Warpgroup, cursor: Cursor, block_index: Int32):
+    def issue(self, wg: Warpgroup, cursor: Cursor, block_index: Int32) -> None:
         """Compute S of the tile's next block while O += P V of the block before runs, and release K.
 
         fp8 also releases Q after block 0, the last one: without turns the next tile's scores would wait for its Q.
@@ -186,7 +187,7 @@ class Attention(WarpHelpers):
                 release(shared.q.empty + group)
 
     @cute.jit
-    def start_tile(self, wg: Warpgroup, cursor: Cursor):
+    def start_tile(self, wg: Warpgroup, cursor: Cursor) -> Cursor:
         """Issue the next tile's first scores with this tile's last values, and store this tile."""
         traits, shared, thread, products = self.traits, wg.shared, wg.thread, wg.products
         blocks, k = cursor.blocks, cursor.k
@@ -223,7 +224,7 @@ class Attention(WarpHelpers):
         return Cursor(v_keys, k, self.next_stage(k), cursor.q_phase, blocks, keys, unmasked_keys, cursor.tile + 1)
 
     @cute.jit
-    def last_values(self, wg: Warpgroup, cursor: Cursor):
+    def last_values(self, wg: Warpgroup, cursor: Cursor) -> None:
         """Add the last P V to O, and store the last tile."""
         shared, group = wg.shared, wg.thread.group
         cute.arch.mbarrier_wait(shared.v.full + cursor.v.index, cursor.v.phase)
@@ -235,16 +236,16 @@ class Attention(WarpHelpers):
         self.store(wg, cursor)
 
     @cute.jit
-    def next_stage(self, stage: Stage):
+    def next_stage(self, stage: Stage) -> Stage:
         """The stage after `stage`."""
         index, phase = self.advance(stage.index, stage.phase)
         return Stage(index, phase)
 
     @cute.jit
-    def masked_blocks(self, cursor: Cursor):
+    def masked_blocks(self, cursor: Cursor) -> Int32:
         """Number of blocks after a tile's first one that need a mask, or zeros in V of the block before.
 
-        With fp8 at least one if there is one: rows that saw no key of the first block have no maximum yet.
+        With fp8 the first of them always counts: rows that saw no key of the tile's first block have no maximum yet.
         """
         masked = cursor.blocks - 1 - cutlass.max(cursor.unmasked_keys, 0) // self.traits.block
         if const_expr(self.traits.fp8) or cursor.v_keys < self.traits.block:
@@ -252,7 +253,7 @@ class Attention(WarpHelpers):
         return cutlass.min(cutlass.max(masked, 0), cursor.blocks - 1)
 
     @cute.jit
-    def limits(self, wg: Warpgroup, slot: Int32):
+    def limits(self, wg: Warpgroup, slot: Int32) -> tuple[Int32, Int32]:
         """(keys of the request, keys that all rows of this warpgroup see). Sets `rows.limit`."""
         tiles, thread, limit = wg.shared.tiles, wg.thread, wg.rows.limit
         keys = self.uniform(tiles[Tile.KEYS, slot])
@@ -268,7 +269,7 @@ class Attention(WarpHelpers):
         return keys, unmasked_keys
 
     @cute.jit
-    def zero_rows(self, v: Buffers, stage: Stage, keys: Int32, thread: ThreadIndex):
+    def zero_rows(self, v: Buffers, stage: Stage, keys: Int32, thread: ThreadIndex) -> None:
         """Zero V's rows past a request's keys. P is 0 there, but V may be NaN, and 0 * NaN must not reach O.
 
         Each warpgroup writes the same zeros. With fp8 the transpose warps have done it.
@@ -291,7 +292,7 @@ class Attention(WarpHelpers):
                 cute.arch.barrier(barrier_id=Barrier.V_ZEROED + thread.group, number_of_threads=WARPGROUP_THREADS)
 
     @cute.jit
-    def store(self, wg: Warpgroup, cursor: Cursor):
+    def store(self, wg: Warpgroup, cursor: Cursor) -> None:
         """Store the cursor's tile: O divided by the rows' sums, and the rows' log-sum-exp. Rows without keys get 0 and
         -inf."""
         traits, thread, rows, out, lse = self.traits, wg.thread, wg.rows, wg.results.out, wg.results.lse

@@ -49,7 +49,7 @@ class Producer(WarpHelpers):
         self.v_box = Box(traits.block, traits.v_column_tiles, traits.v_column_tiles)
 
     @cute.jit
-    def copy_tiles(self, copies: Copies, schedule: Schedule, shared: Shared, heads: Int32):
+    def copy_tiles(self, copies: Copies, schedule: Schedule, shared: Shared, heads: Int32) -> None:
         """Claim tiles until none is left. For each block copy K, and V of the block before (fp8: of the same block).
         For each tile copy Q, as soon as the compute warpgroups have released their buffers."""
         traits = self.traits
@@ -109,7 +109,9 @@ class Producer(WarpHelpers):
                 cute.arch.mbarrier_arrive(q.full + group)
 
     @cute.jit
-    def claim(self, tile: Int32, base: Int32, slot: Int32, schedule: Schedule, tiles: cute.Tensor, heads: Int32):
+    def claim(
+        self, tile: Int32, base: Int32, slot: Int32, schedule: Schedule, tiles: cute.Tensor, heads: Int32
+    ) -> Int32:
         """Write the descriptor of tile number `tile` to `slot` of the ring; returns the tile's row of the plan.
 
         `base` is the row of the tile claimed before. A number past the last tile gives a descriptor of zeros.
@@ -165,7 +167,7 @@ class Producer(WarpHelpers):
         return base
 
     @cute.jit
-    def copy_q(self, copy: TmaCopy, q: Buffers, phase: Int32, row: Int32, head: Int32):
+    def copy_q(self, copy: TmaCopy, q: Buffers, phase: Int32, row: Int32, head: Int32) -> None:
         """Copy Q of a tile, 64 rows for each compute warpgroup."""
         for group in cutlass.range(self.traits.groups, unroll=1):
             cute.arch.mbarrier_wait(q.empty + group, phase)
@@ -174,7 +176,7 @@ class Producer(WarpHelpers):
             self.copy_box(copy, q, group, q_row, head, self.q_box)
 
     @cute.jit
-    def copy_k(self, copies: Copies, k: Buffers, index: Int32, row: Int32, head: Int32):
+    def copy_k(self, copies: Copies, k: Buffers, index: Int32, row: Int32, head: Int32) -> None:
         """Copy K of a block; shared rope columns take a copy of their own."""
         traits = self.traits
         self.expect(k.full + index, traits.k_elements)
@@ -184,13 +186,13 @@ class Producer(WarpHelpers):
             self.copy_box(copies.rope, rope, index, row, Int32(0), self.rope_box)
 
     @cute.jit
-    def copy_v(self, copy: TmaCopy, v: Buffers, index: Int32, row: Int32, head: Int32):
+    def copy_v(self, copy: TmaCopy, v: Buffers, index: Int32, row: Int32, head: Int32) -> None:
         """Copy V of a block."""
         self.expect(v.full + index, self.traits.v_elements)
         self.copy_box(copy, v, index, row, head, self.v_box)
 
     @cute.jit
-    def expect(self, full: cute.Pointer, elements: cutlass.Constexpr[int]):
+    def expect(self, full: cute.Pointer, elements: cutlass.Constexpr[int]) -> None:
         """Arrive on `full`; its phase completes when TMA has written `elements` elements."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, elements * self.traits.element_bytes)
@@ -198,7 +200,7 @@ class Producer(WarpHelpers):
     @cute.jit
     def copy_box(
         self, copy: TmaCopy, buffers: Buffers, index: Int32, row: Int32, head: Int32, box: cutlass.Constexpr[Box]
-    ):
+    ) -> None:
         """Copy the box of one head that begins at `row` to the first column tiles of buffer `index`."""
         traits = self.traits
         smem = cute.make_tensor(

@@ -30,7 +30,7 @@ class Gemms(WarpHelpers):
         self.traits = traits
 
     @cute.jit
-    def operands(self, shared: Shared, mma: Mma, thread: ThreadIndex):
+    def operands(self, shared: Shared, mma: Mma, thread: ThreadIndex) -> Products:
         """Make the warpgroup's fragments and accumulators; O is 0."""
         traits = self.traits
         thr_qk, thr_pv = mma.qk.get_slice(thread.thread), mma.pv.get_slice(thread.thread)
@@ -54,7 +54,7 @@ class Gemms(WarpHelpers):
         return Products(mma, thr_qk, thr_pv, q, p, p_target, acc_s, acc_o)
 
     @cute.jit
-    def issue(self, shared: Shared, products: Products, k_stage: Stage, v_stage: Stage, group: Int32):
+    def issue(self, shared: Shared, products: Products, k_stage: Stage, v_stage: Stage, group: Int32) -> None:
         """In this warpgroup's turn issue S of a block, and O += P V of the block before. Returns when S is done."""
         self.wait(shared.k.full + k_stage.index, k_stage.phase)
         self.take_turn(group)
@@ -65,7 +65,7 @@ class Gemms(WarpHelpers):
         warpgroup.wait_group(1)
 
     @cute.jit
-    def scores(self, products: Products, k: cute.Pointer, index: Int32):
+    def scores(self, products: Products, k: cute.Pointer, index: Int32) -> None:
         """Issue S = Q K^T."""
         traits, mma, q, acc_s = self.traits, products.mma, products.q, products.acc_s
         k_buffer = self.buffer(k, index, (traits.block, traits.qk_head_dim), traits.swizzle_kind)
@@ -77,7 +77,7 @@ class Gemms(WarpHelpers):
         warpgroup.commit_group()
 
     @cute.jit
-    def values(self, products: Products, v: cute.Pointer, index: Int32):
+    def values(self, products: Products, v: cute.Pointer, index: Int32) -> None:
         """Issue O += P V."""
         traits, mma, p, acc_o = self.traits, products.mma, products.p, products.acc_o
         if const_expr(traits.fp8):
@@ -92,7 +92,9 @@ class Gemms(WarpHelpers):
             cute.gemm(mma.pv, acc_o, p[None, None, step], fragment_v[None, None, step], acc_o)
         warpgroup.commit_group()
 
-    def buffer(self, memory: cute.Pointer, index: Int32, shape: tuple[int, int], kind: SmemLayoutAtomKind):
+    def buffer(
+        self, memory: cute.Pointer, index: Int32, shape: tuple[int, int], kind: SmemLayoutAtomKind
+    ) -> cute.Tensor:
         """Buffer `index` as a WGMMA operand [rows, columns]. With 16 bits `uniform` puts the address into a uniform
         register, from which WGMMA takes its descriptors."""
         traits = self.traits
@@ -104,21 +106,21 @@ class Gemms(WarpHelpers):
         return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=traits.dtype), layout.outer)
 
     @cute.jit
-    def start_turns(self, group: Int32):
+    def start_turns(self, group: Int32) -> None:
         """The last warpgroup gives the first one its first turn."""
         if const_expr(not self.traits.fp8):
             if group == self.traits.groups - 1:
                 cute.arch.barrier_arrive(barrier_id=Barrier.TURN, number_of_threads=TURN_THREADS)
 
     @cute.jit
-    def take_turn(self, group: Int32):
+    def take_turn(self, group: Int32) -> None:
         """Wait until the other warpgroup has issued its products. With fp8 there are no turns, because warpgroups skip
         different numbers of blocks."""
         if const_expr(not self.traits.fp8):
             cute.arch.barrier(barrier_id=Barrier.TURN + group, number_of_threads=TURN_THREADS)
 
     @cute.jit
-    def pass_turn(self, group: Int32):
+    def pass_turn(self, group: Int32) -> None:
         """Let the next warpgroup issue its products."""
         if const_expr(not self.traits.fp8):
             next_group = group + 1
@@ -127,7 +129,7 @@ class Gemms(WarpHelpers):
             cute.arch.barrier_arrive(barrier_id=Barrier.TURN + next_group, number_of_threads=TURN_THREADS)
 
     @cute.jit
-    def wait(self, barrier: cute.Pointer, phase: Int32):
+    def wait(self, barrier: cute.Pointer, phase: Int32) -> None:
         """Wait for a phase of an mbarrier. fp8 has shorter blocks and tries again at once; mbarrier_wait pauses between
         two tries."""
         if const_expr(self.traits.fp8):

@@ -53,7 +53,7 @@ class MlaPrefill:
         self.attention = Attention(self.traits)
 
     @cute.jit
-    def __call__(self, stream: cuda.CUstream, *tensors: cute.Tensor):
+    def __call__(self, stream: cuda.CUstream, *tensors: cute.Tensor) -> None:
         """Launch both kernels on `stream`; `tensors` are the `Operands` in their order."""
         operands = Operands(*tensors)
         copies = self.make_copies(operands)
@@ -69,7 +69,7 @@ class MlaPrefill:
         )  # fmt: skip
 
     @cute.jit
-    def make_copies(self, operands: Operands):
+    def make_copies(self, operands: Operands) -> Copies:
         """The TMA loads of Q, K and V."""
         traits = self.traits
         q = self.make_copy(operands.q, GROUP_ROWS, traits.k_column_tiles)
@@ -94,7 +94,7 @@ class MlaPrefill:
         rows: cutlass.Constexpr[int],
         column_tiles: cutlass.Constexpr[int],
         first_column: cutlass.Constexpr[int] = 0,
-    ):
+    ) -> TmaCopy:
         """The TMA load of `rows` rows and 64 * `column_tiles` columns, from `first_column` on, of x [T, H, any]."""
         row, head = cute.assume(x.stride[0], divby=64), x.stride[1]
         view = cute.make_tensor(

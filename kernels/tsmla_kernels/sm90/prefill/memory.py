@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -55,7 +55,7 @@ class KernelTraits:
         if not self.fp8 and self.groups != 2:
             raise ValueError(f"groups: got {self.groups} with dtype {config.dtype}; legal: 2")
 
-    def layout_atom(self):
+    def layout_atom(self) -> cute.ComposedLayout:
         """The swizzled layout of Q, K and V in shared memory."""
         return warpgroup.make_smem_layout_atom(self.swizzle_kind, self.dtype)
 
@@ -235,13 +235,13 @@ class Rows(NamedTuple):
     scale: Float32
 
 
-def make_storage(traits: KernelTraits):
+def make_storage(traits: KernelTraits) -> Any:
     """The struct of the attention kernel's shared memory. Raises ValueError if it exceeds Hopper's."""
 
-    def barriers(count: int):
+    def barriers(count: int) -> Any:
         return cute.struct.MemRange[Int64, count]
 
-    def buffers(count: int, elements: int):
+    def buffers(count: int, elements: int) -> Any:
         return cute.struct.Align[cute.struct.MemRange[traits.dtype, count * elements], 1024]
 
     groups, stages = traits.groups, traits.stages
@@ -262,7 +262,7 @@ def make_storage(traits: KernelTraits):
     return storage
 
 
-def shared_memory(traits: KernelTraits, storage) -> Shared:
+def shared_memory(traits: KernelTraits, storage: Any) -> Shared:
     """Views of the allocated `storage`."""
     q = Buffers(storage.q.data_ptr(), storage.q_full.data_ptr(), storage.q_empty.data_ptr())
     k = Buffers(storage.k.data_ptr(), storage.k_full.data_ptr(), storage.k_empty.data_ptr())
@@ -292,7 +292,7 @@ def init_mbarriers(traits: KernelTraits, shared: Shared) -> None:
 
 
 @cute.jit
-def release(barrier: cute.Pointer):
+def release(barrier: cute.Pointer) -> None:
     """Arrive on `barrier`, once for the calling warp: the warp does not read the buffer any more."""
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier)

@@ -87,7 +87,7 @@ class Planner:
             progress[Progress.TILES] = total
 
     @cute.jit
-    def request(self, requests: Requests, index: Int32):
+    def request(self, requests: Requests, index: Int32) -> Request:
         """Request `index`; `batch` and `batch` + 1 are the rows before the first request and after the last.
 
         Offsets are clamped to the operands: wrong ones must not lead to reads or writes outside of them.
@@ -108,7 +108,7 @@ class Planner:
         return Request(q_begin, q_len, kv_begin, kv_len)
 
     @cute.jit
-    def take_position(self, positions: cute.Tensor, keys: Int32):
+    def take_position(self, positions: cute.Tensor, keys: Int32) -> Int32:
         """Add 1 to the entry of the length class of `keys`; returns the entry's old value. Class 0 is the longest."""
         length = cute.make_rmem_tensor((1,), Float32)
         length[0] = Float32(keys + 1)
@@ -117,7 +117,7 @@ class Planner:
         return cute.arch.atomic_add(positions.iterator + length_class, Int32(1), sem="relaxed", scope="cta")
 
     @cute.jit
-    def counts_to_positions(self, positions: cute.Tensor, lane: Int32):
+    def counts_to_positions(self, positions: cute.Tensor, lane: Int32) -> None:
         """In one warp, replace each class's count by the number of requests in the classes before it."""
         counts = cute.make_rmem_tensor((LENGTH_CLASSES // 32,), Int32)
         lane_count = Int32(0)
@@ -130,7 +130,7 @@ class Planner:
             position += counts[i]
 
     @cute.jit
-    def write_row(self, plan: cute.Tensor, position: Int32, request: Request, heads: Int32):
+    def write_row(self, plan: cute.Tensor, position: Int32, request: Request, heads: Int32) -> None:
         """Write a request's row, except for the sum of tiles."""
         traits = self.traits
         head_bytes = cutlass.max(request.keys, 1) * (traits.element_bytes * (traits.qk_head_dim + traits.v_head_dim))
@@ -147,7 +147,7 @@ class Planner:
         plan[position, PlanWord.SECTION_HEADS] = section
 
     @cute.jit
-    def accumulate_tiles(self, plan: cute.Tensor, warp_tiles: cute.Tensor, heads: Int32):
+    def accumulate_tiles(self, plan: cute.Tensor, warp_tiles: cute.Tensor, heads: Int32) -> Int32:
         """Write the running sum of tiles to every row of the plan; returns the number of all tiles."""
         tidx = cute.arch.thread_idx()[0]
         lane, warp_idx = tidx % 32, tidx // 32
@@ -174,7 +174,7 @@ class Planner:
         return tiles_before
 
     @cute.jit
-    def prefix_sum(self, value: Int32, lane: Int32):
+    def prefix_sum(self, value: Int32, lane: Int32) -> Int32:
         """Inclusive prefix sum over a warp's lanes."""
         for step in cutlass.range_constexpr(5):
             other = cute.arch.shuffle_sync_up(value, offset=1 << step, mask_and_clamp=0)

@@ -34,7 +34,7 @@ class Softmax(WarpHelpers):
         self.traits = traits
 
     @cute.jit
-    def mask(self, rows: Rows, block_index: Int32, lane: Int32):
+    def mask(self, rows: Rows, block_index: Int32, lane: Int32) -> None:
         """Set the scores of block `block_index` that a row does not see to -inf."""
         s, limit = rows.s, rows.limit
         for i in cutlass.range_constexpr(2):
@@ -43,7 +43,7 @@ class Softmax(WarpHelpers):
                 s[i, c] = cutlass.select_((c // 2) * 8 + c % 2 < visible, s[i, c], -Float32.inf)
 
     @cute.jit
-    def update_maximum(self, rows: Rows):
+    def update_maximum(self, rows: Rows) -> cute.Tensor:
         """Raise the rows' running maximum to that of S, and rescale the sums. Returns the factors for O's rows."""
         s, maximum, total = rows.s, rows.maximum, rows.total
         factor = cute.make_rmem_tensor((2,), Float32)
@@ -59,7 +59,7 @@ class Softmax(WarpHelpers):
             total[i] = total[i] * factor[i]
         return factor
 
-    def raise_maximum(self, maximum: Float32, lane_maximum: Float32, scale: Float32):
+    def raise_maximum(self, maximum: Float32, lane_maximum: Float32, scale: Float32) -> Float32:
         """The new maximum of a row, base 2 and scaled, from the old one and the four lanes' greatest scores."""
         for offset in (1, 2):
             lane_maximum = cute.arch.fmax(lane_maximum, cute.arch.shuffle_sync_bfly(lane_maximum, offset=offset))
@@ -67,7 +67,7 @@ class Softmax(WarpHelpers):
         return cute.arch.fmax(maximum, scaled - P_SCALE_BITS if self.traits.fp8 else scaled)
 
     @cute.jit
-    def exponentiate(self, rows: Rows, i: cutlass.Constexpr[int]):
+    def exponentiate(self, rows: Rows, i: cutlass.Constexpr[int]) -> None:
         """Replace row `i` of S by P, and add P to the row's sum."""
         s, maximum, total = rows.s, rows.maximum, rows.total
         sums = [total[i], Float32(0.0)]
@@ -78,16 +78,16 @@ class Softmax(WarpHelpers):
         total[i] = sums[0] + sums[1]
 
     @cute.jit
-    def start_tile(self, rows: Rows, block_index: Int32, unmasked: Int32, lane: Int32):
-        """Replace S of a tile's first block `block_index` by P. `unmasked` is the number of keys that all rows see."""
-        if (block_index + 1) * self.traits.block > unmasked:
+    def start_tile(self, rows: Rows, block_index: Int32, unmasked_keys: Int32, lane: Int32) -> None:
+        """Replace S of a tile's first block by P; all rows of the warpgroup see the first `unmasked_keys` keys."""
+        if (block_index + 1) * self.traits.block > unmasked_keys:
             self.mask(rows, block_index, lane)
         self.update_maximum(rows)
         for i in cutlass.range_constexpr(2):
             self.exponentiate(rows, i)
 
     @cute.jit
-    def finish_block(self, products: Products, rows: Rows, v: Buffers, v_stage: Stage):
+    def finish_block(self, products: Products, rows: Rows, v: Buffers, v_stage: Stage) -> None:
         """Replace S by P with the exact maximum; rescale O, and release V of the block before once O has it."""
         traits, o = self.traits, rows.o
         factor = self.update_maximum(rows)
@@ -114,7 +114,7 @@ class Softmax(WarpHelpers):
         self.write_p(products.acc_s, products.p_target)
 
     @cute.jit
-    def write_p(self, acc_s: cute.Tensor, target: cutlass.Constexpr):
+    def write_p(self, acc_s: cute.Tensor, target: cutlass.Constexpr) -> None:
         """Write P, which `acc_s` holds in float32, to `Products.p_target`.
 
         With 16 bits the registers keep the accumulator's order. With fp8 the keys get the order in which the transpose
@@ -130,7 +130,7 @@ class Softmax(WarpHelpers):
         else:
             cute.make_tensor(target.iterator, acc_s.layout).store(acc_s.load().to(traits.dtype))
 
-    def write_p_words(self, p_words, target: Int32):
+    def write_p_words(self, p_words: cute.Tensor | list[Int32], target: Int32) -> None:
         """fp8: write P's words, four for every 32 keys."""
         for k in range(self.traits.block // 32):
             address = (target ^ ((k % 4) * 32)) + (k // 4) * (GROUP_ROWS * 128)
@@ -139,7 +139,7 @@ class Softmax(WarpHelpers):
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
 
-    def pack_e4m3(self, a: Float32, b: Float32, c: Float32, d: Float32):
+    def pack_e4m3(self, a: Float32, b: Float32, c: Float32, d: Float32) -> Int32:
         """A word of four values in e4m3, the first in the lowest byte."""
         return cute.arch.inline_ptx(
             "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0};"
@@ -148,7 +148,7 @@ class Softmax(WarpHelpers):
             read_only_args=[a, b, c, d],
         )
 
-    def scale_e4m3(self, word: Int32, factor: Float32):
+    def scale_e4m3(self, word: Int32, factor: Float32) -> Int32:
         """A word of four values in e4m3, each times `factor`."""
         return cute.arch.inline_ptx(
             "{ .reg .b16 low, high; .reg .b32 a, b, f; cvt.rn.f16x2.f32 f, {$r1}, {$r1}; mov.b32 {low, high}, {$r0};"
@@ -173,7 +173,7 @@ class LaggingSoftmax:
         self.softmax = softmax
 
     @cute.jit
-    def finish_block(self, products: Products, rows: Rows, v: Buffers, v_index: Int32):
+    def finish_block(self, products: Products, rows: Rows, v: Buffers, v_index: Int32) -> None:
         """Replace `Softmax.finish_block` for a block without a mask."""
         steps, total = self.traits.block // 32, rows.total
         p_words = cute.make_rmem_tensor((4 * steps,), Int32)
@@ -192,7 +192,9 @@ class LaggingSoftmax:
         release(v.empty + v_index)
         self.softmax.write_p_words(p_words, products.p_target)
 
-    def exponentiate(self, acc_s, rows: Rows, p_words, sums, steps: range):
+    def exponentiate(
+        self, acc_s: cute.Tensor, rows: Rows, p_words: cute.Tensor, sums: cute.Tensor, steps: range
+    ) -> Float32:
         """Write P's words and rows' sums for these steps of 32 keys; returns the greatest sum of four values of P."""
         maximum, totals, max_sum = rows.maximum, [Float32(0.0), Float32(0.0)], Float32(0.0)
         for k in steps:
@@ -212,7 +214,7 @@ class LaggingSoftmax:
             sums[row] = totals[row]
         return max_sum
 
-    def max_of_three(self, a: Float32, b: Float32, c: Float32):
+    def max_of_three(self, a: Float32, b: Float32, c: Float32) -> Float32:
         """The greatest of three values that are not negative, compared as integers: one instruction takes three integer
         operands, and none takes three floats."""
         return cute.arch.inline_ptx(
@@ -223,7 +225,7 @@ class LaggingSoftmax:
         )
 
     @cute.jit
-    def catch_up(self, rows: Rows, p_words: cute.Tensor, first_step: cutlass.Constexpr[int]):
+    def catch_up(self, rows: Rows, p_words: cute.Tensor, first_step: cutlass.Constexpr[int]) -> None:
         """Raise the rows' maximum to that of S from `first_step` on; rescale O, the sums, and P's words before it."""
         traits, s, o, maximum, total = self.traits, rows.s, rows.o, rows.maximum, rows.total
         for i in cutlass.range_constexpr(2):

@@ -53,7 +53,7 @@ class ValueTransposer(WarpHelpers):
         self.stages = traits.stages
 
     @cute.jit
-    def transpose_blocks(self, shared: Shared, warp: Int32):
+    def transpose_blocks(self, shared: Shared, warp: Int32) -> None:
         """Transpose this warp's columns of V of every block, until a tile descriptor has no blocks."""
         traits = self.traits
         tiles, landing, v = shared.tiles, shared.landing, shared.v
@@ -90,7 +90,9 @@ class ValueTransposer(WarpHelpers):
             cute.arch.mbarrier_wait(landing.full + index, phase)
             blocks = tiles[Tile.BLOCKS, slot]
 
-    def transpose_block(self, addresses: TransposeAddresses, index: Int32, even_columns: Int32, odd_columns: Int32):
+    def transpose_block(
+        self, addresses: TransposeAddresses, index: Int32, even_columns: Int32, odd_columns: Int32
+    ) -> None:
         """Transpose this warp's columns of the block in stage `index`; each ldmatrix reads 32 keys of 16 columns."""
         traits = self.traits
         source = addresses.source + index * traits.v_elements
@@ -103,6 +105,6 @@ class ValueTransposer(WarpHelpers):
                 c, d = (cute.arch.prmt(*pairs[2:], columns) for columns in (even_columns, odd_columns))
                 self.store_matrices(step_target + group * 2048, a, b, c, d)
 
-    def store_zeros(self, address: Int32):
+    def store_zeros(self, address: Int32) -> None:
         """Store 16 bytes of zeros."""
         cute.arch.inline_ptx("st.shared.v4.b32 [{$r0}], {0, 0, 0, 0};", read_only_args=[address])
