@@ -1,5 +1,6 @@
-"""What a warp's instructions do to shared memory and registers, as the PTX manual defines them, and where TMA and WGMMA
-have elements there: to follow a kernel's addresses without a GPU."""
+"""A model of a warp's instructions on shared memory and registers, and of the layouts of TMA and WGMMA.
+
+It follows the PTX manual. Tests use it to check a kernel's addresses without a GPU."""
 
 import numpy as np
 
@@ -7,12 +8,12 @@ LANES = np.arange(32)
 
 
 def swizzled(address: int, bits: int) -> int:
-    """SW64 (2 bits) or SW128 (3): 16-byte groups of a row, exchanged by the row's number."""
+    """The address after the swizzle SW64 (2 bits) or SW128 (3), which permutes a row's 16-byte groups by its number."""
     return address ^ ((address >> 7) & (2**bits - 1)) << 4
 
 
 def narrow_tiles(matrix: np.ndarray) -> np.ndarray:
-    """Bytes [rows, columns] as TMA leaves them: tiles of 64 columns, SW64."""
+    """Bytes [rows, columns] as TMA writes them: column tiles of 64, SW64."""
     memory = np.zeros(matrix.size, np.uint8)
     for row, column in np.ndindex(*matrix.shape):
         memory[swizzled(column // 64 * 64 * len(matrix) + row * 64 + column % 64, 2)] = matrix[row, column]
@@ -46,14 +47,14 @@ def prmt(a: np.ndarray, b: np.ndarray, selectors: np.ndarray) -> np.ndarray:
 
 
 def stmatrix(memory: np.ndarray, addresses: np.ndarray, registers: list[np.ndarray]) -> None:
-    """Lane l's four bytes go to bytes 4 (l % 4) of row l // 4; that no two rows share banks is the kernel's promise."""
+    """Lane l's four bytes go to bytes 4 (l % 4) and on of row l // 4. No two rows may share banks."""
     for i, register in enumerate(registers):
         rows = addresses[8 * i : 8 * i + 8]
         assert len(set(rows // 16 % 8)) == 8
         for lane in LANES:
-            at = rows[lane // 4] + 4 * (lane % 4)
-            assert not memory[at : at + 4].any()  # written once
-            memory[at : at + 4] = register[lane]
+            address = rows[lane // 4] + 4 * (lane % 4)
+            assert not memory[address : address + 4].any()  # written once
+            memory[address : address + 4] = register[lane]
 
 
 def stmatrix_transposed(memory: np.ndarray, addresses: np.ndarray, registers: list[np.ndarray]) -> None:
@@ -64,6 +65,6 @@ def stmatrix_transposed(memory: np.ndarray, addresses: np.ndarray, registers: li
         assert len(set(rows // 16 % 8)) == 8
         for lane in LANES:
             for e in range(2):
-                at = rows[2 * (lane % 4) + e] // 2 + lane // 4
-                assert words[at] == 0  # written once
-                words[at] = register[lane, e]
+                index = rows[2 * (lane % 4) + e] // 2 + lane // 4
+                assert words[index] == 0  # written once
+                words[index] = register[lane, e]

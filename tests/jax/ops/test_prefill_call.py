@@ -66,8 +66,8 @@ def emulate(
         causal=config.causal,
         return_lse=True,
     )
-    given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, "softmax_scale": scales[0]}
-    results = reference.mla_prefill(q, k, v, spec=spec, **given, q_scale=None, k_scale=None, v_scale=scales[1])
+    arguments = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, "softmax_scale": scales[0]}
+    results = reference.mla_prefill(q, k, v, spec=spec, **arguments, q_scale=None, k_scale=None, v_scale=scales[1])
     operands = [operand for operand in kernel.operands(config) if operand.output]
     workspaces: list[Any] = [
         jnp.full(shape, 123, operand.dtype) for operand, shape in zip(operands[2:], result_shapes[2:], strict=True)

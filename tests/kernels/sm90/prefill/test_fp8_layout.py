@@ -1,6 +1,6 @@
-"""The order of keys in fp8 prefill: V as the kernel transposes it, and P as it packs it, meet in WGMMA's operands.
+"""The order of keys in fp8 prefill: the transposed V and the packed P have one order of keys.
 
-The addresses and selectors are the kernel's own functions; warp_model has the instructions and the copies' layout.
+The tests call the kernel's functions for addresses and selectors, and warp_model for instructions and layouts.
 """
 
 import numpy as np
@@ -10,36 +10,30 @@ from tests.emulator.warp_model import LANES, ldmatrix_transposed, narrow_tiles, 
 
 pytest.importorskip("cutlass")
 
-from tsmla_kernels.sm90.prefill.mla_prefill import (
-    EVEN_COLUMNS,
-    ODD_COLUMNS,
-    P_IN_WORD,
-    P_WORDS,
-    p_address,
-    turning_addresses,
-)
+from tsmla_kernels.sm90.prefill.softmax import VALUE_OFFSETS, WORD_OFFSETS, p_address
+from tsmla_kernels.sm90.prefill.transpose import EVEN_COLUMNS, ODD_COLUMNS, transpose_addresses
 
 COLUMNS = 128
 
 
-def turned(v: np.ndarray) -> np.ndarray:
-    """V transposed by both warps, as `turn_values` does it."""
+def transposed(v: np.ndarray) -> np.ndarray:
+    """V transposed by both warps, as `ValueTransposer.transpose_block` does it."""
     block = len(v)
     memory, landing = np.zeros((block + 127) // 128 * 128 * COLUMNS, np.uint8), narrow_tiles(v)
     even = np.where(LANES >= 16, ODD_COLUMNS, EVEN_COLUMNS)
     odd = np.where(LANES >= 16, EVEN_COLUMNS, ODD_COLUMNS)
     for warp in range(2):
-        _, source, target = turning_addresses(LANES, warp, 0, 0, block)
+        addresses = transpose_addresses(LANES, warp, landing=0, transposed=0, block=block)
         for u in range(block // 32):
             for c in range(4):
-                words = ldmatrix_transposed(landing, (source ^ c * 16) + u * 2048)
+                words = ldmatrix_transposed(landing, (addresses.source ^ c * 16) + u * 2048)
                 packed = [prmt(*words[i : i + 2], columns) for i in (0, 2) for columns in (even, odd)]
-                stmatrix(memory, (target ^ u % 4 * 32) + u // 4 * 128 * COLUMNS + c * 2048, packed)
+                stmatrix(memory, (addresses.target ^ u % 4 * 32) + u // 4 * 128 * COLUMNS + c * 2048, packed)
     return memory
 
 
-def key_at(position: int) -> int:
-    """Which key lies at a position of the operands' k axis: of 16, lane q of a row has 2q, 2q + 1, 2q + 8, 2q + 9."""
+def key_of_position(position: int) -> int:
+    """The key at a position of the operands' k axis: of 16 keys lane q of a row has 2q, 2q + 1, 2q + 8, 2q + 9."""
     lane, byte = position % 16 // 4, position % 4
     return position // 16 * 16 + 2 * lane + byte % 2 + byte // 2 * 8
 
@@ -47,11 +41,11 @@ def key_at(position: int) -> int:
 @pytest.mark.parametrize("block", [96, 128, 192])
 def test_v_is_transposed_with_its_keys_in_the_order_of_p(block: int) -> None:
     v = np.random.default_rng(block).integers(1, 255, (block, COLUMNS)).astype(np.uint8)
-    memory = turned(v)
+    memory = transposed(v)
     for column in range(COLUMNS):
         for position in range(block):
-            at = swizzled(position // 128 * 128 * COLUMNS + column * 128 + position % 128, 3)
-            assert memory[at] == v[key_at(position), column]
+            address = swizzled(position // 128 * 128 * COLUMNS + column * 128 + position % 128, 3)
+            assert memory[address] == v[key_of_position(position), column]
 
 
 def test_p_is_packed_in_the_same_order() -> None:
@@ -64,11 +58,11 @@ def test_p_is_packed_in_the_same_order() -> None:
         target = p_address(32 * warp + LANES, LANES, 0)
         for k in range(block // 32):
             words = []
-            for at in P_WORDS:
-                j = np.array([16 * k + at + i for i in P_IN_WORD])
+            for word in WORD_OFFSETS:
+                j = np.array([16 * k + word + i for i in VALUE_OFFSETS])
                 row = 16 * warp + LANES[:, None] // 4 + 8 * (j // 2 % 2)
                 words.append(p[row, 8 * (j // 4) + 2 * (LANES[:, None] % 4) + j % 2])
             stmatrix(memory, target ^ k * 32, words)
     for row in range(rows):
         for position in range(block):
-            assert memory[swizzled(row * 128 + position, 3)] == p[row, key_at(position)]
+            assert memory[swizzled(row * 128 + position, 3)] == p[row, key_of_position(position)]
