@@ -195,14 +195,11 @@ def _decode_spec(options: Mapping[str, str]) -> contract.DecodeSpec:
         num_heads=heads // devices,
         latent_dim=latent_dim,
         rope_dim=rope_dim,
-        head_dim=latent_dim + rope_dim,
         num_pages=1,
         page_size=_integer(values, "page_size"),
         max_pages=1,
         q_dtype=values["dtype"],
         kv_dtype=values.get("kv_dtype", values["dtype"]),
-        out_dtype=contract.attention_out_dtype(values["dtype"]),
-        lse_dtype="float32",
         ragged=_boolean(values, "ragged"),
         causal=_boolean(values, "causal"),
         return_lse=True,
@@ -278,8 +275,6 @@ def _prefill_spec(options: Mapping[str, str]) -> tuple[dict[str, str], contract.
         v_head_dim=_integer(values, "v_head_dim"),
         q_dtype=values["dtype"],
         kv_dtype=values["dtype"],
-        out_dtype=contract.attention_out_dtype(values["dtype"]),
-        lse_dtype="float32",
         causal=_boolean(values, "causal"),
         return_lse=True,
     )
@@ -476,7 +471,7 @@ def _cache_specs(options: Mapping[str, str]) -> tuple[contract.CacheGatherSpec, 
     latent_dim, rope_dim = _integer(values, "latent_dim"), _integer(values, "rope_dim")
     kv_dtype = values.get("kv_dtype", values["dtype"])
     in_dtype = contract.attention_out_dtype(values["dtype"])
-    write = contract.CacheWriteSpec(1, latent_dim, rope_dim, latent_dim + rope_dim, 1, 1, in_dtype, kv_dtype)
+    write = contract.CacheWriteSpec(1, latent_dim, rope_dim, 1, 1, in_dtype, kv_dtype)
     return (
         contract.CacheGatherSpec(1, 1, latent_dim + rope_dim, 1, 1, 1, kv_dtype, in_dtype),
         cache_contract.RopeWriteSpec(

@@ -81,18 +81,28 @@ class DecodeSpec:
     num_heads: Dim
     latent_dim: int
     rope_dim: int
-    head_dim: int
     num_pages: Dim
     page_size: int
     max_pages: Dim
     q_dtype: str
     kv_dtype: str
-    out_dtype: str
-    lse_dtype: str
     ragged: bool
     causal: bool
     return_lse: bool
     batch_invariant: bool
+
+    @property
+    def head_dim(self) -> int:
+        """D, the width of a row of the cache."""
+        return self.latent_dim + self.rope_dim
+
+    @property
+    def out_dtype(self) -> str:
+        return attention_out_dtype(self.q_dtype)
+
+    @property
+    def lse_dtype(self) -> str:
+        return attention_lse_dtype(self.q_dtype)
 
 
 @dataclass(frozen=True)
@@ -109,10 +119,16 @@ class PrefillSpec:
     v_head_dim: int
     q_dtype: str
     kv_dtype: str
-    out_dtype: str
-    lse_dtype: str
     causal: bool
     return_lse: bool
+
+    @property
+    def out_dtype(self) -> str:
+        return attention_out_dtype(self.q_dtype)
+
+    @property
+    def lse_dtype(self) -> str:
+        return attention_lse_dtype(self.q_dtype)
 
 
 @dataclass(frozen=True)
@@ -122,11 +138,15 @@ class CacheWriteSpec:
     num_tokens: Dim
     latent_dim: int
     rope_dim: int
-    head_dim: int
     num_pages: Dim
     page_size: int
     in_dtype: str
     kv_dtype: str
+
+    @property
+    def head_dim(self) -> int:
+        """D, the width of a row of the cache."""
+        return self.latent_dim + self.rope_dim
 
 
 @dataclass(frozen=True)
@@ -220,14 +240,11 @@ def decode_spec(
         num_heads=num_heads,
         latent_dim=latent_dim,
         rope_dim=head_dim - latent_dim,
-        head_dim=head_dim,
         num_pages=num_pages,
         page_size=page_size,
         max_pages=max_pages,
         q_dtype=q.dtype,
         kv_dtype=kv_cache.dtype,
-        out_dtype=attention_out_dtype(q.dtype),
-        lse_dtype=_lse_dtype(q.dtype),
         ragged=ragged,
         causal=causal,
         return_lse=return_lse,
@@ -295,8 +312,6 @@ def prefill_spec(
         v_head_dim=v.shape[2],
         q_dtype=q.dtype,
         kv_dtype=k.dtype,
-        out_dtype=attention_out_dtype(q.dtype),
-        lse_dtype=_lse_dtype(q.dtype),
         causal=causal,
         return_lse=return_lse,
     )
@@ -341,7 +356,6 @@ def cache_write_spec(
         num_tokens=num_tokens,
         latent_dim=latent_dim,
         rope_dim=rope_dim,
-        head_dim=head_dim,
         num_pages=num_pages,
         page_size=page_size,
         in_dtype=latent.dtype,
@@ -420,11 +434,12 @@ def attention_out_dtype(dtype: str) -> str:
     return "bfloat16" if dtype == FP8 else dtype
 
 
+def attention_lse_dtype(q_dtype: str) -> str:
+    """The dtype of the scores' log-sum-exp: float32, float64 for a float64 query."""
+    return "float64" if q_dtype == "float64" else "float32"
+
+
 def _check_kv_dtype(q_dtype: str, kv_dtype: str) -> None:
     legal = [kv for kv in VALUES if kv == FP8 or (q_dtype != FP8 and (kv == q_dtype or q_dtype in SCALES))]
     if kv_dtype not in legal:
         raise ValueError(f"kv_cache: got dtype {kv_dtype}; with q of {q_dtype} legal: {listed(legal)}")
-
-
-def _lse_dtype(q_dtype: str) -> str:
-    return "float64" if q_dtype == "float64" else "float32"

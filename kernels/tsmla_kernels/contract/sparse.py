@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tsmla_kernels.contract import FLOATS, FP8, Array, attention_out_dtype, static_int
+from tsmla_kernels.contract.attention import attention_lse_dtype
 from tsmla_kernels.contract.layouts import (
     CacheSpec,
     IndexerCacheSpec,
@@ -45,8 +46,14 @@ class SparseMLASpec:
     cache: CacheSpec
     compressed: CacheSpec | None
     q_dtype: str
-    out_dtype: str
-    lse_dtype: str
+
+    @property
+    def out_dtype(self) -> str:
+        return attention_out_dtype(self.q_dtype)
+
+    @property
+    def lse_dtype(self) -> str:
+        return attention_lse_dtype(self.q_dtype)
 
 
 def sparse_mla_spec(
@@ -135,8 +142,6 @@ def sparse_mla_spec(
         cache=cache,
         compressed=compressed,
         q_dtype=q.dtype,
-        out_dtype=attention_out_dtype(q.dtype),
-        lse_dtype="float64" if q.dtype == "float64" else "float32",
     )
 
 
@@ -200,11 +205,10 @@ def topk_spec(*, logits: Array, seq_lens: Array, k: int) -> TopKSpec:
 @dataclass(frozen=True)
 class CompressSpec:
     """The static facts of one compress_kv call. `overlap` is how many windows one pooled entry spans: 2 when the rows
-    hold both series (ratio 4), else 1; `num_entries` is the static bound on entries completed by one call."""
+    hold both series (ratio 4), else 1."""
 
     num_tokens: int
     num_requests: int
-    num_entries: int
     ratio: int
     overlap: int
     channels: int
@@ -215,6 +219,11 @@ class CompressSpec:
     def window(self) -> int:
         """Tokens pooled into one entry."""
         return self.ratio * self.overlap
+
+    @property
+    def num_entries(self) -> int:
+        """The static bound on the entries that one call completes."""
+        return max_compressed_entries(self.num_tokens, self.num_requests, self.ratio)
 
 
 def max_compressed_entries(num_tokens: int, num_requests: int, ratio: int) -> int:
@@ -272,7 +281,6 @@ def compress_spec(
     return CompressSpec(
         num_tokens=num_tokens,
         num_requests=num_requests,
-        num_entries=max_compressed_entries(num_tokens, num_requests, ratio),
         ratio=ratio,
         overlap=series,
         channels=width // series,
