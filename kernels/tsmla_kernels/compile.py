@@ -80,7 +80,7 @@ def compile_kernel(kernel: Kernel, config: Config, arch: str) -> CompiledObject:
                 name=e.name,
             ) from e
 
-        from tsmla_kernels import entry as host_entry
+        from tsmla_kernels.entry import entry, placeholders
 
         log = io.StringIO()
         try:
@@ -91,9 +91,9 @@ def compile_kernel(kernel: Kernel, config: Config, arch: str) -> CompiledObject:
                 warnings.catch_warnings(record=True) as warned,
             ):
                 compiled = cute.compile(
-                    host_entry.entry,
+                    entry,
                     cuda.CUstream(0),
-                    *host_entry.placeholders(operands),
+                    *placeholders(operands),
                     launcher=resolve(kernel.launcher)(config),
                     operands=operands,
                     options=f"--host-target '{host_target}' {_REMARKS} {kernel.compiler_options}",
