@@ -80,7 +80,7 @@ class Launcher:
     def bind(self, shapes: Sequence[tuple[int, ...]]) -> Launch:
         """The launch on arrays of these shapes, one for each of self.operands, in order.
 
-        Raises ValueError if a shape isn't what its operand says; dtypes are the caller's to check.
+        Raises ValueError if a shape doesn't fit its operand. The caller checks the dtypes.
         """
         for operand, shape in zip(self.operands, shapes, strict=True):
             operand.check(shape, operand.dtype)
@@ -93,7 +93,7 @@ class Launcher:
           arrays: one for each of self.operands, in order, outputs and workspaces included.
 
         Raises:
-          ValueError: an array isn't what its operand says; the message names it.
+          ValueError: an array doesn't fit its operand; the message names the operand.
           RuntimeError: CUDA refused the launch.
         """
         for operand, array in zip(self.operands, arrays, strict=True):

@@ -113,22 +113,6 @@ def is_stored(kernel: Kernel, config: Config, arch: str) -> bool:
     return _read_usable(_path(identity), identity) is not None
 
 
-def load(path: Path, *, arch: str | None = None) -> CompiledObject:
-    """The object in a file of the cache.
-
-    Raises:
-      DamagedEntry: the file is truncated or changed.
-      ValueError: it was compiled for another architecture than `arch`, or another kind of host than this one.
-    """
-    description, module = _unpack(path)
-    if arch is not None and description["arch"] != arch:
-        raise ValueError(f"arch: got {arch!r}; {path.name} was compiled for {description['arch']}")
-    if description["host"] != _host():
-        raise ValueError(f"{path.name}: compiled for a {description['host']} host; this one is {_host()}")
-    fields = ("kernel", "config", "arch", "dsl", "seconds", "log")
-    return CompiledObject(module=module, **{name: description[name] for name in fields})
-
-
 def entries() -> list[Entry]:
     """Every entry of the cache, damaged ones included, by path."""
     found = []
@@ -138,7 +122,7 @@ def entries() -> list[Entry]:
             description, _ = _unpack(path)
             problem = _staleness(description)
         except FileNotFoundError:
-            continue  # another process pruned it meanwhile
+            continue  # another process has pruned it
         except (DamagedEntry, OSError) as e:
             description, problem = {}, str(e)
         found.append(Entry(path, size, description, problem))
@@ -166,7 +150,7 @@ def prune(*, everything: bool = False, older_than_days: float | None = None) -> 
     return removed
 
 
-# ---- what an entry depends on
+# ---- the identity of an entry
 
 
 def _identity(kernel: Kernel, config: Config, arch: str) -> dict[str, Any]:
@@ -339,10 +323,11 @@ def _store(path: Path, identity: dict[str, Any], compiled: CompiledObject) -> No
 def _read_usable(path: Path, identity: dict[str, Any]) -> CompiledObject | None:
     """The object at `path`. None if it can't be used, with a warning if the file exists."""
     try:
-        description, _ = _unpack(path)
+        description, module = _unpack(path)
         if different := [name for name, value in identity.items() if description.get(name) != value]:
             raise DamagedEntry(f"{path.name} describes another object: {', '.join(different)}")
-        return load(path, arch=identity["arch"])
+        fields = ("kernel", "config", "arch", "dsl", "seconds", "log")
+        return CompiledObject(module=module, **{name: description[name] for name in fields})
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (DamagedEntry, OSError) as e:

@@ -163,7 +163,7 @@ def stand_in(name: str, **attributes: Any) -> Any:
 
 
 class Cta:
-    """What the threads of a CTA share: shared memory, and where they meet."""
+    """The state that the threads of a CTA share: shared memory and barriers."""
 
     def __init__(self, block: int, threads: int) -> None:
         self.block, self.threads = block, threads

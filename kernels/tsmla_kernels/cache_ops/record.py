@@ -10,7 +10,7 @@ from tsmla_kernels.options import cache_gather_spec, cache_write_spec, config_of
 
 
 def cache_write_operands(config: cache_config.WriteConfig) -> tuple[Operand, ...]:
-    """latent and k_rope may be wider than L and R: their first columns are what is read."""
+    """latent and k_rope may be wider than L and R; only their first columns are read."""
     return (
         Operand("kv_cache", config.kv_dtype, (None, None, config.head_dim), wide=True),
         Operand("latent", config.in_dtype, (None, None)),
@@ -22,7 +22,7 @@ def cache_write_operands(config: cache_config.WriteConfig) -> tuple[Operand, ...
 
 
 def rope_write_operands(config: cache_config.RopeWriteConfig) -> tuple[Operand, ...]:
-    """N = T * H query rows. Rows of the inputs, cos and sin may be wider than L, R and R / 2, as those of
+    """N = T * H query rows. Rows of the inputs, cos and sin may be wider than L, R and R / 2, as in
     cache_write_operands."""
     return (
         Operand("kv_cache", config.kv_dtype, (None, None, config.head_dim), wide=True),
@@ -38,7 +38,7 @@ def rope_write_operands(config: cache_config.RopeWriteConfig) -> tuple[Operand, 
 
 
 def cache_gather_operands(config: cache_config.GatherConfig) -> tuple[Operand, ...]:
-    """Operands of gather_kv_cache, as its contract has them."""
+    """As in the contract of gather_kv_cache."""
     return (
         Operand("kv_cache", config.kv_dtype, (None, None, config.head_dim), wide=True),
         Operand("block_tables", "int32", (None, None), align=4),

@@ -4,7 +4,8 @@ Imports neither jax nor torch. An argument is described as `Array(shape, dtype)`
 shape holds ints or the symbolic dimensions of `jax.export`; only the last axis and the page size must be ints.
 
 Errors: TypeError for an argument that isn't an array or isn't static, ValueError for a shape, dtype or value that is
-not legal. What one implementation can't run is that implementation's NotImplementedError, not decided here.
+not legal. A legal call that one implementation can't run gets that implementation's NotImplementedError, not one from
+here.
 """
 
 import operator

@@ -28,7 +28,7 @@ from tsmla_kernels.contract.rules import (
 )
 
 INDEX_ROW_ALIGNMENT = 4
-"""Rows of int32 indices are padded to a multiple of this: 16 bytes, what a vector load or a TMA gather needs."""
+"""Rows of int32 indices are padded to a multiple of this: vector loads and TMA gathers need 16 bytes."""
 
 
 @dataclass(frozen=True)

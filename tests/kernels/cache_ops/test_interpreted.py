@@ -1,5 +1,5 @@
-"""The cache kernels' source, thread by thread with numbers, against the references: who stores what where, without a
-GPU. See cache_interpreter.py."""
+"""The cache kernels' source, run thread by thread on numbers, against the references: every store, without a GPU. See
+cache_interpreter.py."""
 
 import itertools
 from typing import Any
