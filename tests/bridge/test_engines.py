@@ -46,9 +46,9 @@ def fp8(lens: list[int], **shape: Any) -> Inputs:
 def skip_without_kernel(device: str, dtype: str, q_len: int = 1) -> None:
     """Skip a GPU test of a dtype that the decode kernel doesn't take."""
     spec = DecodeSpec(
-        batch=1, total_q_len=q_len, max_q_len=q_len, num_heads=HEADS, latent_dim=512, rope_dim=64, head_dim=576,
-        num_pages=1, page_size=64, max_pages=1, q_dtype=dtype, kv_dtype=dtype, out_dtype="bfloat16",
-        lse_dtype="float32", ragged=False, causal=True, return_lse=True, batch_invariant=False,
+        batch=1, total_q_len=q_len, max_q_len=q_len, num_heads=HEADS, latent_dim=512, rope_dim=64,
+        num_pages=1, page_size=64, max_pages=1, q_dtype=dtype, kv_dtype=dtype, ragged=False, causal=True,
+        return_lse=True, batch_invariant=False,
     )  # fmt: skip
     if device == "cuda" and (reasons := sm90_decode.decode_reasons(spec)):
         pytest.skip("; ".join(reasons))

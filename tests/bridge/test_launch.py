@@ -546,7 +546,7 @@ def test_prefill_in_fp8_goes_to_its_kernel_or_says_why_not(gpu: Gpu) -> None:
     cu = torch.tensor([0, 3, 7], dtype=torch.int32)
     options = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu, "max_q_len": 4, "max_kv_len": 4, "softmax_scale": 0.1}
     scales_ = {"q_scale": 2.0, "k_scale": 0.5, "v_scale": torch.tensor(3.0)}
-    spec = PrefillSpec(2, 7, 7, 4, 4, 2, 192, 128, "float8_e4m3fn", "float8_e4m3fn", "bfloat16", "float32", True, False)
+    spec = PrefillSpec(2, 7, 7, 4, 4, 2, 192, 128, "float8_e4m3fn", "float8_e4m3fn", True, False)
     if reasons := prefill.why_not(spec, q.device):
         with pytest.raises(NotImplementedError, match=re.escape("; ".join(reasons))):
             tsmla_bridge.mla_prefill(q, k, v, **options, **scales_)

@@ -222,7 +222,7 @@ def test_prefill(dtype: torch.dtype) -> None:
     cu = torch.tensor([0, 130, 130, 290], dtype=torch.int32, device="cuda")
     given = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu, "max_q_len": 160, "max_kv_len": 160, "softmax_scale": SCALE}
     name = str(dtype).removeprefix("torch.")
-    spec = PrefillSpec(3, 300, 300, 160, 160, 4, 192, 128, name, name, "bfloat16", "float32", True, True)
+    spec = PrefillSpec(3, 300, 300, 160, 160, 4, 192, 128, name, name, True, True)
     if reasons := prefill.why_not(spec, q.device):
         with pytest.raises(NotImplementedError, match=re.escape("; ".join(reasons))):
             tsmla_bridge.mla_prefill(q, k, v, **given)
@@ -406,9 +406,7 @@ def test_tokenspeed_decode(dtype: torch.dtype) -> None:
     name = str(dtype).removeprefix("torch.")
     q, cache, tables, lens = arrays(5, 2, 16, 9)
     q, cache = q.to(dtype), cache.nan_to_num().to(dtype)
-    spec = DecodeSpec(
-        5, 10, 2, 16, 512, 64, 576, 46, 64, 9, name, name, "bfloat16", "float32", False, True, True, False
-    )
+    spec = DecodeSpec(5, 10, 2, 16, 512, 64, 46, 64, 9, name, name, False, True, True, False)
 
     def call(**options: Any) -> Any:
         return tokenspeed_mla.tokenspeed_mla_decode(

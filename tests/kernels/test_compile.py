@@ -1,6 +1,7 @@
-"""Objects that the compiler makes: the form the runtime wants, for any host of the same kind, with what they take."""
+"""Compiled objects: in the form that the runtime loads, for any host of the same kind, with a report of resources."""
 
 import ctypes
+import json
 import re
 import shutil
 import subprocess
@@ -26,7 +27,7 @@ def scale() -> CompiledObject:
 
 def test_object_describes_itself(scale: CompiledObject) -> None:
     assert (scale.kernel, scale.arch) == ("scale", ARCH)
-    assert SCALE.config_from_json(scale.config) == ScaleConfig(width=64)
+    assert ScaleConfig(**json.loads(scale.config)) == ScaleConfig(width=64)
     assert scale.seconds > 0 and re.fullmatch(r"\d+\.\d+\.\d+.*", scale.dsl)
 
 
@@ -104,7 +105,7 @@ def test_report_finds_local_memory() -> None:
 
 
 def test_report_finds_serialised_wgmma(scale: CompiledObject) -> None:
-    # ptxas' words, wrapped and coloured as the DSL prints them; that they come at all is tested on the real kernels.
+    # A remark of ptxas, wrapped and coloured as the DSL prints it. The real kernels' tests show that there are remarks.
     said = (
         "\x1b[96mremark[ptxas]:\x1b[0m\n   ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async\n"
         "          instructions are\n          serialized due to insufficient register resources for the function\n"

@@ -140,8 +140,6 @@ def _compile_prefill_kernel(
         v_head_dim=head_dim_v,
         q_dtype=dtype,
         kv_dtype=dtype,
-        out_dtype=contract.attention_out_dtype(dtype),
-        lse_dtype="float32",
         causal=is_causal,
         return_lse=return_lse,
     )

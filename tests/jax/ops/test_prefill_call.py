@@ -61,8 +61,6 @@ def emulate(
         v_head_dim=config.v_head_dim,
         q_dtype=config.dtype,
         kv_dtype=config.dtype,
-        out_dtype=contract.attention_out_dtype(config.dtype),
-        lse_dtype="float32",
         causal=config.causal,
         return_lse=True,
     )

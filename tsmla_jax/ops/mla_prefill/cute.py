@@ -120,8 +120,6 @@ class _Call:
             v_head_dim=v.shape[2],
             q_dtype=dtype,
             kv_dtype=dtype,
-            out_dtype=contract.attention_out_dtype(dtype),
-            lse_dtype="float32",
             causal=self.causal,
             return_lse=True,
         )

@@ -72,8 +72,6 @@ def _differentiable(causal: bool, max_q_len: int, max_kv_len: int, arch: str, nu
             v_head_dim=kv.shape[2] - q.shape[2] + k_rope.shape[1],
             q_dtype=dtype,
             kv_dtype=dtype,
-            out_dtype=contract.attention_out_dtype(dtype),
-            lse_dtype="float32",
             causal=causal,
             return_lse=True,
         )
