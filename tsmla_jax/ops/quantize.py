@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops.arrays import Scale, accumulation_dtype, as_scale
+from tsmla_jax.ops.inputs import Scale, accumulation_dtype, as_scale
 from tsmla_kernels.contract import FP8, FP8_MAX
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops.arrays import describe
+from tsmla_jax.ops.inputs import describe
 from tsmla_jax.ops.ragged import row_owner
 from tsmla_jax.sparse import checks
 from tsmla_kernels import contract

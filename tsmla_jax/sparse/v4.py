@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops.arrays import describe
+from tsmla_jax.ops.inputs import describe
 from tsmla_jax.sparse import checks, numerics
 from tsmla_jax.sparse.metadata import positions_to_slots, remap_slots
 from tsmla_kernels import contract

@@ -126,7 +126,7 @@ def test_vmap_folds_into_one_call(axes: tuple[int | None, ...]) -> None:
 
 
 def calls(jaxpr: Any) -> int:
-    return len(re.findall(r"= tsmla_cute_call\[", str(jaxpr)))
+    return len(re.findall(r"= tsmla_kernel_call\[", str(jaxpr)))
 
 
 def test_vmap_twice() -> None:

@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 import tsmla_jax
 from tests.emulator import decode as cute_emulation
-from tsmla_jax.ops import cute_call
-from tsmla_jax.ops.mla_prefill import cute, cute_kv, reference
+from tsmla_jax.ops import device
+from tsmla_jax.ops.mla_prefill import cute, reference
+from tsmla_jax.ops.mla_prefill_kv import cute as cute_kv
 from tsmla_kernels import contract
 from tsmla_kernels.catalog import Kernel
 from tsmla_kernels.sm90.prefill.config import PrefillConfig
@@ -176,7 +177,7 @@ def test_vmap_folds_into_heads(axes: tuple[int | None, ...]) -> None:
     assert_same(batched(*args), jax.vmap(attend("reference"), axes)(*args))
     jaxpr = str(jax.make_jaxpr(batched)(*args))
     assert (
-        len(re.findall(r"= tsmla_cute_call\[", jaxpr)) == 1
+        len(re.findall(r"= tsmla_kernel_call\[", jaxpr)) == 1
         and f"bf16[{sum(Q_LENS) + PADDING},{3 * HEADS},{K}]" in jaxpr
     )
 
@@ -266,10 +267,10 @@ def test_export_for_cuda_with_symbolic_sizes() -> None:
         (run_kv, (tq, h, K), (tk, h, 256), (tk, 64)),
     ):
         lower = export.export(
-            jax.jit(function), platforms=["cuda"], disabled_checks=cute_call.export_disabled_checks()
+            jax.jit(function), platforms=["cuda"], disabled_checks=device.export_disabled_checks()
         )  # fmt: skip
         exported = lower(*(struct(shape, jnp.bfloat16) for shape in shapes), *offsets)
-        assert cute_call.TARGET in exported.mlir_module()
+        assert device.TARGET in exported.mlir_module()
 
 
 @pytest.mark.parametrize(

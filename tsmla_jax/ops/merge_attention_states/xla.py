@@ -8,7 +8,7 @@ from functools import partial, reduce
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops.arrays import accumulation_dtype
+from tsmla_jax.ops.inputs import accumulation_dtype
 from tsmla_jax.ops.loops import carry
 from tsmla_kernels.contract import MergeSpec
 

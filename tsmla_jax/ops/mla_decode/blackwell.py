@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsmla_jax.ops import checks, cute_call
+from tsmla_jax.ops import checks
+from tsmla_jax.ops.kernel_call import kernel_call
 from tsmla_jax.ops.ragged import row_owner
 from tsmla_kernels import contract
 from tsmla_kernels.catalog import MLA_DECODE_SM100
@@ -97,7 +98,7 @@ def on_one_device(
     block_tables = block_tables.reshape(spec.batch, spec.max_pages * pieces)
     table = whole_tiles(block_tables, seq_lens, config.page_size, spec.num_pages * pieces)
     inputs = (q, kv_cache, table, seq_lens, visible_lens)
-    out, lse, *_ = cute_call.cute_call(
+    out, lse, *_ = kernel_call(
         MLA_DECODE_SM100,
         config,
         inputs if static_scales else (*inputs, scales),

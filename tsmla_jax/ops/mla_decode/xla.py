@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tsmla_jax.ops.arrays import accumulation_dtype, as_scale
+from tsmla_jax.ops.inputs import accumulation_dtype, as_scale
 from tsmla_jax.ops.loops import carry
 from tsmla_jax.ops.ragged import to_packed, to_padded
 from tsmla_kernels import contract

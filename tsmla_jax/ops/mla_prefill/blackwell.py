@@ -11,7 +11,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops import cute_call
+from tsmla_jax.ops.kernel_call import kernel_call
 from tsmla_jax.ops.ragged import row_owner
 from tsmla_kernels import contract
 from tsmla_kernels.catalog import MLA_PREFILL_SM100
@@ -54,7 +54,7 @@ def on_one_device(
     v = v.at[starts_kv[-1] + jnp.arange(sm100.KEY_TILE, dtype=jnp.int32)].set(jnp.zeros((), v.dtype), mode="drop")
     outputs = ((*q.shape[:2], sm100.V_HEAD_DIM), q.shape[:2], (spec.max_q_len,))
     inputs = (q, k, v, kernel_q, kernel_kv)
-    out, lse, *_ = cute_call.cute_call(
+    out, lse, *_ = kernel_call(
         MLA_PREFILL_SM100,
         config,
         inputs if static_scales else (*inputs, scales),

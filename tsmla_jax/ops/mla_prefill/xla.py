@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tsmla_jax.ops.arrays import accumulation_dtype, as_scale
+from tsmla_jax.ops.inputs import accumulation_dtype, as_scale
 from tsmla_jax.ops.loops import carry
 from tsmla_kernels.contract import PrefillSpec
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops import checks, dispatch, explicit
-from tsmla_jax.ops.arrays import Scale, describe, describe_scale
+from tsmla_jax.ops import checks
+from tsmla_jax.ops.inputs import Scale, describe_call, dtype_name
+from tsmla_jax.ops.operation import Implementation, Operation, row_specs, same_spec
 from tsmla_kernels.contract import cache as cache_contract
 
 if TYPE_CHECKING:
@@ -65,63 +66,49 @@ def rope_write_kv_cache(
       TypeError, ValueError: an argument is not legal; NotImplementedError: the named implementation can't run this
         call.
     """
-    described = spec(
-        kv_cache,
-        q_nope,
-        q_rope,
-        latent,
-        k_rope,
-        slot_mapping,
-        cos,
-        sin,
+    spec = OPERATION.spec(
+        kv_cache=kv_cache,
+        q_nope=q_nope,
+        q_rope=q_rope,
+        latent=latent,
+        k_rope=k_rope,
+        slot_mapping=slot_mapping,
+        cos=cos,
+        sin=sin,
         q_scale=q_scale,
         kv_scale=kv_scale,
         q_dtype=q_dtype,
         rope_interleave=rope_interleave,
         rope_layout=rope_layout,
     )
-    run = dispatch.select("rope_write_kv_cache", described, implementation)
-    arrays = tuple(map(jnp.asarray, (kv_cache, q_nope, q_rope, latent, k_rope, slot_mapping, cos, sin)))
-    if described.write.num_tokens == 0:
-        return jnp.zeros((*q_nope.shape[:-1], described.write.head_dim), described.q_dtype), arrays[0]
-    slot_mapping = checks.cache_write(described.write, arrays[5])
-    return explicit.call(
-        run,
-        (*arrays[:5], slot_mapping, *arrays[6:]),
-        lambda: (explicit.row_specs(arrays[1])[0], explicit.same_spec(arrays[0])),
-        spec=described,
+    chosen = OPERATION.select(spec, implementation)
+    kv_cache, q_nope, slot_mapping = map(jnp.asarray, (kv_cache, q_nope, slot_mapping))
+    if spec.write.num_tokens == 0:
+        return jnp.zeros((*q_nope.shape[:-1], spec.write.head_dim), spec.q_dtype), kv_cache
+    slot_mapping = checks.cache_write(spec.write, slot_mapping)
+    q_rope, latent, k_rope, cos, sin = map(jnp.asarray, (q_rope, latent, k_rope, cos, sin))
+    return chosen.call(
+        (kv_cache, q_nope, q_rope, latent, k_rope, slot_mapping, cos, sin),
+        lambda: (row_specs(q_nope)[0], same_spec(kv_cache)),
+        spec=spec,
         q_scale=q_scale,
         kv_scale=kv_scale,
     )
 
 
-def spec(
-    kv_cache: jax.Array,
-    q_nope: jax.Array,
-    q_rope: jax.Array,
-    latent: jax.Array,
-    k_rope: jax.Array,
-    slot_mapping: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    *,
-    q_scale: Any = None,
-    kv_scale: Any = None,
-    q_dtype: Any = None,
-    **static: Any,
-) -> cache_contract.RopeWriteSpec:
-    """The contract's spec of a call of rope_write_kv_cache; raises as rope_write_kv_cache does."""
-    return cache_contract.rope_write_spec(
-        kv_cache=describe("kv_cache", kv_cache),
-        q_nope=describe("q_nope", q_nope),
-        q_rope=describe("q_rope", q_rope),
-        latent=describe("latent", latent),
-        k_rope=describe("k_rope", k_rope),
-        slot_mapping=describe("slot_mapping", slot_mapping),
-        cos=describe("cos", cos),
-        sin=describe("sin", sin),
-        q_scale=describe_scale("q_scale", q_scale),
-        kv_scale=describe_scale("kv_scale", kv_scale),
-        q_dtype=None if q_dtype is None else jnp.dtype(q_dtype).name,
-        **static,
-    )
+def _spec(*, q_dtype: Any = None, **arguments: Any) -> cache_contract.RopeWriteSpec:
+    return describe_call(cache_contract.rope_write_spec, q_dtype=dtype_name(q_dtype), **arguments)
+
+
+def _implementations() -> Mapping[str, Implementation]:
+    from tsmla_jax.ops import device
+    from tsmla_jax.ops.rope_write_kv_cache import cute, reference, xla
+
+    return {
+        "cute": Implementation(cute.rope_write_kv_cache, cute.why_not, device.why_not_untested),
+        "xla": Implementation(xla.rope_write_kv_cache),
+        "reference": Implementation(reference.rope_write_kv_cache),
+    }
+
+
+OPERATION = Operation(rope_write_kv_cache, _spec, _implementations)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops.arrays import Scale, accumulation_dtype, as_scale
+from tsmla_jax.ops.inputs import Scale, accumulation_dtype, as_scale
 from tsmla_jax.sparse.layouts import gather_rows, valid_slots
 from tsmla_kernels.contract.sparse import SparseMLASpec
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tsmla_jax.ops.arrays import Scale, accumulation_dtype, as_scale
+from tsmla_jax.ops.inputs import Scale, accumulation_dtype, as_scale
 from tsmla_jax.ops.loops import carry
 from tsmla_jax.sparse.blocks import over_token_blocks
 from tsmla_jax.sparse.layouts import gather_rows, valid_slots

@@ -1,0 +1,97 @@
+"""Arguments at the front door: describing them to the contract, and turning them into jax arrays afterwards."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, get_type_hints
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tsmla_kernels import contract
+
+Spec = TypeVar("Spec")
+Scale = float | jax.Array
+"""A Python float, or a float32 scalar array, traced or not."""
+
+
+def describe(name: str, value: Any) -> contract.Array:
+    """Shape and dtype of an array argument (or a ShapeDtypeStruct), before any conversion, so that an int64 table is
+    refused and not quietly narrowed. TypeError if it has no shape or dtype."""
+    if not _is_array(value):
+        raise contract.not_an_array(name, value)
+    return contract.Array(tuple(value.shape), jnp.dtype(value.dtype).name)
+
+
+def describe_call(make: Callable[..., Spec], **arguments: Any) -> Spec:
+    """The contract's spec of a call: make(**arguments), where every array becomes its contract.Array.
+
+    `make` is a function of the contract. Its type annotations say which arguments are arrays (Array), which may be
+    None (Array | None), and which are scales (Array | float). All others are static and are passed on unchanged.
+
+    Raises TypeError if an argument has to be an array and is none, and everything that `make` raises.
+    """
+    describers = _describers(make)
+    return make(**{name: describers.get(name, _unchanged)(name, value) for name, value in arguments.items()})
+
+
+@functools.cache
+def _describers(make: Callable[..., Any]) -> dict[str, Callable[[str, Any], Any]]:
+    """How to describe each parameter of `make` that may be an array."""
+    array = contract.Array
+    by_type: dict[Any, Callable[[str, Any], Any]] = {
+        array: describe,
+        array | None: lambda name, value: None if value is None else describe(name, value),
+        array | float: _describe_scale,
+        array | float | None: _describe_scale,
+    }
+    return {name: by_type[hint] for name, hint in get_type_hints(make).items() if hint in by_type}
+
+
+def _describe_scale(name: str, value: Any) -> Any:
+    return describe(name, value) if _is_array(value) else value  # the contract judges what is no array
+
+
+def _unchanged(name: str, value: Any) -> Any:
+    return value
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def dtype_name(dtype: Any) -> str | None:
+    """The name of a dtype argument, as the contract takes it; None for None."""
+    return None if dtype is None else jnp.dtype(dtype).name
+
+
+def as_scale(value: Scale | None, dtype: Any) -> jax.Array:
+    """A scale as an operand of `dtype`; None means 1. It is an operand even when it is a Python float, so that no
+    implementation can keep its value."""
+    return jnp.asarray(1.0 if value is None else value, dtype)
+
+
+def scale_operand(scale: Scale | None) -> jax.Array | np.ndarray:
+    """A scale as the cache kernels take it, float32 [1]. A Python number is a constant and costs no computation."""
+    if scale is None or isinstance(scale, float | int):
+        return np.array([1.0 if scale is None else scale], np.float32)
+    return as_scale(scale, jnp.float32).reshape(1)
+
+
+def attention_scales(
+    softmax_scale: Scale, q_scale: Scale | None, k_scale: Scale | None, v_scale: Scale | None
+) -> jax.Array | np.ndarray:
+    """The attention kernels' operand, float32 [2]: the factors of the logits and of the outputs. Python numbers are
+    multiplied here, so that they reach the device as a constant and cost no computation there."""
+    given = (softmax_scale, *(1.0 if scale is None else scale for scale in (q_scale, k_scale, v_scale)))
+    if all(isinstance(scale, float | int) for scale in given):
+        return np.array([given[0] * given[1] * given[2], given[3]], np.float32)
+    softmax, query, key, value = (as_scale(scale, jnp.float32) for scale in given)
+    return jnp.stack([softmax * query * key, value])
+
+
+def accumulation_dtype(dtype: str) -> jnp.dtype:
+    """float32, or float64 for float64 inputs."""
+    return jnp.dtype("float64" if dtype == "float64" else "float32")
