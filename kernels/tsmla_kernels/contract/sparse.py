@@ -1,39 +1,38 @@
-"""The contract of the sparse ops: what each accepts and returns, and the error texts. One place for every front end.
+"""What the sparse operations accept and return: sparse_mla, indexer_logits, select_topk and compress_kv.
 
-Imports neither jax nor torch: an argument is an `Array(shape, dtype name)` as in `contract`, so the JAX ops, the torch
-bridge and the kernels all raise the same text for the same mistake.
-
-Axes: T query tokens, H query heads, D key width, L value (latent) width, R rope width, K selected entries a token,
-P pages, Z page size, M pages a request at most, B requests, E compressed entries, C channels of a compressor head.
+Imports neither jax nor torch. Axes: T query tokens, H query heads, D key width, L value (latent) width, R rope width, K
+selected entries a token, P pages, Z page size, M pages a request at most, B requests, E compressed entries, C channels
+of a compressor head.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tsmla_kernels.contract import FLOATS, FP8, Array, attention_out_dtype, static_int
-from tsmla_kernels.contract.attention import attention_lse_dtype
-from tsmla_kernels.contract.layouts import (
-    CacheSpec,
-    IndexerCacheSpec,
-    cache_spec,
+from tsmla_kernels.contract.attention import ResultDtypes
+from tsmla_kernels.contract.layouts import CacheSpec, IndexerCacheSpec, cache_spec, indexer_cache_spec
+from tsmla_kernels.contract.rules import (
+    FLOATS,
+    FP8,
+    VALUES,
+    Array,
+    Scale,
     check_dtype,
     check_ints,
     check_rank,
     check_scale,
+    check_scales,
     check_size,
-    indexer_cache_spec,
     show,
+    static_int,
 )
-
-QUERY_DTYPES = (*FLOATS, FP8)
 
 INDEX_ROW_ALIGNMENT = 4
 """Rows of int32 indices are padded to a multiple of this: 16 bytes, what a vector load or a TMA gather needs."""
 
 
 @dataclass(frozen=True)
-class SparseMLASpec:
+class SparseMLASpec(ResultDtypes):
     """The static facts of one sparse_mla call. `window` columns of the indices select from `cache`, the others from
     `compressed`; without a compressed cache all of them select from `cache`."""
 
@@ -46,14 +45,6 @@ class SparseMLASpec:
     cache: CacheSpec
     compressed: CacheSpec | None
     q_dtype: str
-
-    @property
-    def out_dtype(self) -> str:
-        return attention_out_dtype(self.q_dtype)
-
-    @property
-    def lse_dtype(self) -> str:
-        return attention_lse_dtype(self.q_dtype)
 
 
 def sparse_mla_spec(
@@ -70,14 +61,14 @@ def sparse_mla_spec(
     page_span: int | None = None,
     compressed_page_size: int | None = None,
     compressed_page_span: int | None = None,
-    softmax_scale: Array | float = 1.0,
-    q_scale: Array | float | None = None,
-    kv_scale: Array | float | None = None,
-    compressed_kv_scale: Array | float | None = None,
+    softmax_scale: Scale = 1.0,
+    q_scale: Scale = None,
+    kv_scale: Scale = None,
+    compressed_kv_scale: Scale = None,
 ) -> SparseMLASpec:
     """The spec of sparse_mla, or ValueError / TypeError naming the argument that is not legal."""
     check_rank("q", q, "T H D")
-    check_dtype("q", q, QUERY_DTYPES)
+    check_dtype("q", q, VALUES)
     check_ints("indices", indices, "T K")
     num_tokens, num_heads, head_dim = q.shape
     if num_heads < 1:
@@ -126,12 +117,11 @@ def sparse_mla_spec(
             page_span=compressed_page_span,
         )
         _check_key_width("compressed_kv_cache", compressed, head_dim)
-    check_scale("softmax_scale", softmax_scale, optional=False)
-    check_scale("q_scale", q_scale)
-    for name, scale, of in (("kv_scale", kv_scale, cache), ("compressed_kv_scale", compressed_kv_scale, compressed)):
+    check_scales(softmax_scale=softmax_scale, q_scale=q_scale)
+    for name, scale, rows in (("kv_scale", kv_scale, cache), ("compressed_kv_scale", compressed_kv_scale, compressed)):
         check_scale(name, scale)
-        if scale is not None and (of is None or of.layout != "plain"):
-            raise ValueError(f"{name}: got a scale for {'no cache' if of is None else 'packed rows'}; legal: None")
+        if scale is not None and (rows is None or rows.layout != "plain"):
+            raise ValueError(f"{name}: got a scale for {'no cache' if rows is None else 'packed rows'}; legal: None")
     return SparseMLASpec(
         num_tokens=num_tokens,
         num_heads=num_heads,
@@ -166,7 +156,7 @@ def indexer_logits_spec(
 ) -> IndexerLogitsSpec:
     """The spec of indexer_logits, or ValueError naming the argument that is not legal."""
     check_rank("q", q, "T Hi Di")
-    check_dtype("q", q, QUERY_DTYPES)
+    check_dtype("q", q, VALUES)
     check_rank("weights", weights, "T Hi")
     check_dtype("weights", weights, ("float32", "float64"))
     check_ints("block_tables", block_tables, "T M")
