@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, get_type_hints
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsmla_kernels import contract
+from tsmla_kernels.contract import rules
 
 Spec = TypeVar("Spec")
 Scale = float | jax.Array
@@ -23,6 +24,19 @@ def describe(name: str, value: Any) -> contract.Array:
     if not _is_array(value):
         raise contract.not_an_array(name, value)
     return contract.Array(tuple(value.shape), jnp.dtype(value.dtype).name)
+
+
+def describe_as(name: str, value: Any, axes: str, dtypes: Sequence[str]) -> contract.Array:
+    """`describe`, and ValueError unless the array has the axes of the legend ("T H D") and one of the dtypes."""
+    array = describe(name, value)
+    rules.check_rank(name, array, axes)
+    rules.check_dtype(name, array, dtypes)
+    return array
+
+
+def describe_ints(name: str, value: Any, axes: str) -> contract.Array:
+    """`describe_as` for int32: what indexes a cache is never converted quietly."""
+    return describe_as(name, value, axes, ("int32",))
 
 
 def describe_call(make: Callable[..., Spec], **arguments: Any) -> Spec:

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import tsmla_jax
 from tests.emulator import decode as cute_emulation
-from tsmla_jax import kernel_commands
+from tsmla_jax.cli import kernels as kernel_commands
 from tsmla_jax.ops import device, kernel_call, transforms
 from tsmla_jax.ops.gather_kv_cache import cute as gather_cute
 from tsmla_jax.ops.gather_kv_cache import reference as gather_reference

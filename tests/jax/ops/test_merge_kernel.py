@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import tsmla_jax
 from tests.emulator import decode as cute_emulation
-from tsmla_jax import kernel_commands
+from tsmla_jax.cli import kernels as kernel_commands
 from tsmla_jax.ops import device, kernel_call
 from tsmla_jax.ops.merge_attention_states import cute, reference
 from tsmla_jax.ops.merge_attention_states.api import OPERATION

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import tsmla_jax
-from tsmla_jax import kernel_commands
+from tsmla_jax.cli import kernels as kernel_commands
 from tsmla_jax.ops.mla_decode import blackwell as decode_operands
 from tsmla_jax.ops.mla_prefill import blackwell as prefill_operands
 from tsmla_kernels import object_cache

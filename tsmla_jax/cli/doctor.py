@@ -188,7 +188,7 @@ def _driver() -> str | None:
 
 def _architectures() -> dict[str, str]:
     """What there is for each family of GPUs in this tree."""
-    ops = Path(__file__).parent / "ops"
+    ops = Path(__file__).parents[1] / "ops"
     kernels = sorted(path.parent.name for path in ops.rglob("cute.py"))
     hopper = f"kernels for {', '.join(kernels)}; the other operations run as xla" if kernels else "no kernel yet: xla"
     blackwell = f"mla_decode and mla_prefill: {sm100.NOTICE} (extra blackwell); the others run as xla"
