@@ -1,6 +1,6 @@
-"""`tsmla doctor`: what this machine can run, and what to install for what it can't.
+"""`tsmla doctor`: which implementations this machine can run, and what to install for the others.
 
-Imports jax alone: the other packages are looked up by their metadata, so that a broken one can't break the report.
+Imports jax alone. It looks the other packages up by their metadata, so that a broken one can't break the report.
 """
 
 import argparse
@@ -107,7 +107,7 @@ class Report:
 
 
 def _usual_calls() -> tuple[UsualCall, ...]:
-    """What runs the usual calls at DeepSeek's sizes. Nothing is allocated."""
+    """The usual calls at DeepSeek's sizes, and which implementation runs each. Nothing is allocated."""
     import jax
     import jax.numpy as jnp
 
@@ -158,14 +158,14 @@ def _usual_calls() -> tuple[UsualCall, ...]:
 
 
 def _devices() -> tuple[str | None, tuple[Device, ...], str | None]:
-    """jax's backend and devices; when no backend starts, none and why."""
+    """jax's backend and devices; None, no devices and the reason if no backend starts."""
     # The report needs no memory, and other programs may be using the GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 
     try:
         devices = jax.devices()
-    except (RuntimeError, AssertionError) as error:  # the latter where JAX_PLATFORMS names only what isn't there
+    except (RuntimeError, AssertionError) as error:  # AssertionError if JAX_PLATFORMS names no platform of this machine
         said = (str(error).splitlines() or ["no platform that it may use is there"])[0]
         asked = os.environ.get("JAX_PLATFORMS")
         return None, (), f"{said} (JAX_PLATFORMS={asked})" if asked else said
@@ -187,7 +187,7 @@ def _driver() -> str | None:
 
 
 def _architectures() -> dict[str, str]:
-    """What there is for each family of GPUs in this tree."""
+    """The kernels for each family of GPUs, in words."""
     ops = Path(__file__).parents[1] / "ops"
     kernels = sorted(path.parent.name for path in ops.rglob("cute.py"))
     hopper = f"kernels for {', '.join(kernels)}; the other operations run as xla" if kernels else "no kernel yet: xla"
@@ -198,7 +198,7 @@ def _architectures() -> dict[str, str]:
 def advise(
     packages: Mapping[str, str | None], driver: str | None, devices: tuple[Device, ...], failure: str | None
 ) -> tuple[str, ...]:
-    """What to do, the most important first; empty where nothing is missing."""
+    """The steps to take, the most important first; empty if nothing is missing."""
     advice = []
     if failure:
         advice.append(f"jax starts no backend: {failure}")

@@ -91,7 +91,7 @@ def why_not_made(kernel: Kernel, config: Config) -> list[str]:
 
 
 def why_not_by_default() -> list[str]:
-    """Why a kernel that could be named is not what an ordinary call should run."""
+    """Why implementation=None should not run a kernel that could be named."""
     device = getattr(jax.config, "jax_default_device", None)
     platform = jax.default_backend() if device is None else getattr(device, "platform", device)
     return [] if platform in ("gpu", "cuda") else [f"jax's default device is a {platform}"]
@@ -109,13 +109,13 @@ def why_not_untested() -> list[str]:
 
 
 def runtime_library() -> Path | None:
-    """The DSL's runtime, of jax's CUDA version if those of both are there; None if there is none."""
+    """The DSL's runtime library for jax's CUDA version, else for another version; None if none is installed."""
     return launch.runtime_library("cu12" if importlib.util.find_spec("jax_cuda12_plugin") else "cu13")
 
 
 def register_custom_calls() -> None:
-    """Make the runtime's custom call known to XLA; once per process. Lowering on a machine with a GPU does it, so only
-    a process that runs a deserialized export without tracing anything has to call this.
+    """Make the runtime's custom call known to XLA, once per process. Lowering on a machine with a GPU does so too, so
+    only a process that runs a deserialized export without tracing anything has to call this function.
 
     Raises FileNotFoundError if the runtime isn't installed."""
     global _registered
@@ -147,6 +147,6 @@ def register_custom_calls() -> None:
 
 
 def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
-    """What jax.export.export(..., disabled_checks=) needs for programs with kernels: jax guarantees for its own custom
-    calls that they stay as they are, and this one is not its own."""
+    """The `disabled_checks` of jax.export.export for programs with kernels. jax guarantees the stability of its own
+    custom calls only, and refuses to export others without this list."""
     return [jax.export.DisabledSafetyCheck.custom_call(TARGET)]

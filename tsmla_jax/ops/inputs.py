@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def describe_as(name: str, value: Any, axes: str, dtypes: Sequence[str]) -> cont
 
 
 def describe_ints(name: str, value: Any, axes: str) -> contract.Array:
-    """`describe_as` for int32: what indexes a cache is never converted quietly."""
+    """`describe_as` for int32: indices into a cache are never converted quietly."""
     return describe_as(name, value, axes, ("int32",))
 
 
@@ -65,7 +65,7 @@ def _describers(make: Callable[..., Any]) -> dict[str, Callable[[str, Any], Any]
 
 
 def _describe_scale(name: str, value: Any) -> Any:
-    return describe(name, value) if _is_array(value) else value  # the contract judges what is no array
+    return describe(name, value) if _is_array(value) else value  # the contract judges numbers and None
 
 
 def _unchanged(name: str, value: Any) -> Any:
@@ -94,16 +94,25 @@ def scale_operand(scale: Scale | None) -> jax.Array | np.ndarray:
     return as_scale(scale, jnp.float32).reshape(1)
 
 
-def attention_scales(
-    softmax_scale: Scale, q_scale: Scale | None, k_scale: Scale | None, v_scale: Scale | None
-) -> jax.Array | np.ndarray:
-    """The attention kernels' operand, float32 [2]: the factors of the logits and of the outputs. Python numbers are
-    multiplied here, so that they reach the device as a constant and cost no computation there."""
-    given = (softmax_scale, *(1.0 if scale is None else scale for scale in (q_scale, k_scale, v_scale)))
-    if all(isinstance(scale, float | int) for scale in given):
-        return np.array([given[0] * given[1] * given[2], given[3]], np.float32)
-    softmax, query, key, value = (as_scale(scale, jnp.float32) for scale in given)
-    return jnp.stack([softmax * query * key, value])
+class Scales(NamedTuple):
+    """The scales of an attention call: the factor of the logits, and what q, k and v were divided by (None is 1)."""
+
+    softmax: Scale
+    q: Scale | None = None
+    k: Scale | None = None
+    v: Scale | None = None
+
+    def logits(self, dtype: Any) -> jax.Array:
+        """The factor of q . k."""
+        return as_scale(self.softmax, dtype) * as_scale(self.q, dtype) * as_scale(self.k, dtype)
+
+    def operand(self) -> jax.Array | np.ndarray:
+        """The attention kernels' operand, float32 [2]: the factors of the logits and of the outputs. Python numbers are
+        multiplied here, so that they reach the device as a constant and cost no computation there."""
+        softmax, q, k, v = (1.0 if scale is None else scale for scale in self)
+        if all(isinstance(scale, float | int) for scale in (softmax, q, k, v)):
+            return np.array([softmax * q * k, v], np.float32)
+        return jnp.stack([self.logits(jnp.float32), as_scale(v, jnp.float32)])
 
 
 def accumulation_dtype(dtype: str) -> jnp.dtype:

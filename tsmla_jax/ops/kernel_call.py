@@ -1,9 +1,9 @@
 """Launching compiled CuTe DSL kernels from jax: one primitive for all of them.
 
-The primitive carries which kernel and which config, not its code; the object is looked up (in the cache on disk, else
-compiled) when a program is lowered for CUDA. What is lowered is the DSL runtime's own custom call with the object
-inside, so an exported program needs nothing of this package to run but `register_custom_calls()`. With a warm cache
-nothing of cutlass is imported.
+The primitive carries the kernel's record and config, not its code. Lowering a program for CUDA looks the object up in
+the cache on disk, or compiles it. The lowered program holds the DSL runtime's own custom call with the object inside,
+so an exported program needs only `register_custom_calls()` of this package to run. With a warm cache cutlass is never
+imported.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def kernel_call(
 
     Args:
       inputs: the kernel's input operands, in order. result_shapes: the shapes of its outputs, in order.
-      arch: what to compile for; the kernel must be written for it.
+      arch: the architecture to compile for, one of the kernel's.
 
-    Raises ValueError if an array isn't what the kernel's operands say.
+    Raises ValueError if an array's shape or dtype is not that of the kernel's operand.
     """
     expected, results = _split(kernel, config)
     for operand, array in zip(expected, inputs, strict=True):
         operand.check(array.shape, jnp.dtype(array.dtype).name)
     for operand, shape in zip(results, result_shapes, strict=True):
         operand.check(shape, operand.dtype)
-    # Under shard_map some operands vary over more mesh axes than others; a custom call wants them alike.
+    # Under shard_map some operands vary over more mesh axes than others; a custom call needs all to vary over the same.
     outputs: list[jax.Array] = kernel_call_p.bind(
         *(carry(array, *inputs) for array in inputs),
         kernel=kernel,

@@ -1,4 +1,4 @@
-"""What an operation is: its public function, the spec of a call, and its implementations in an explicit table.
+"""Operation: a public function, the spec of its calls, and its implementations in an explicit table.
 
 An operation is a folder tsmla_jax/ops/<op>/. Its api.py holds the public function and the `Operation`, whose table is
 a small function that imports the implementations. These are the only imports inside functions in this package: they

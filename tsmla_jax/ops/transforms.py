@@ -1,7 +1,7 @@
 """jax's transformations of a kernel's call, written once for all kernels.
 
-From the outside in: a derivative, vmap (custom_vmap), partitioning over devices (custom_partitioning), and what
-remains is one custom call on the shapes of one device.
+From the outside in: a derivative, vmap (custom_vmap), partitioning over devices (custom_partitioning), and inside one
+custom call on the shapes of one device.
 
 A program over several devices is exported through shard_map: automatic partitioning calls back into this process, which
 jax can't serialise.
@@ -65,14 +65,16 @@ def transformable(
 
     def split(mesh: Any, shapes: Sequence[Any], _: Any) -> tuple[Any, ...]:
         operands, results = shardings(mesh, shapes)
-        pages = None if slots is None else operands[0].spec[0]
+        pages = operands[0].spec[0]
 
         def local(*arrays: jax.Array) -> Any:
+            if slots is None or pages is None:
+                return on_device(*arrays)
             first = lax.axis_index(pages) * (arrays[0].shape[0] * arrays[0].shape[1])
             here = jnp.where(arrays[slots] < 0, -1, arrays[slots] - first)  # other devices' slots are out of range
             return on_device(*arrays[:slots], here, *arrays[slots + 1 :])
 
-        return mesh, on_device if pages is None else local, results, operands
+        return mesh, local, results, operands
 
     partitioned = custom_partitioning(on_device)
     partitioned.def_partition(
@@ -126,7 +128,8 @@ def with_backward(run: Callable[..., Any], backward: Callable[[Any, Any], tuple[
     differentiable.defvjp(forward, backward)
 
     def call(*operands: Any) -> Any:
-        # Typed alike before the custom derivative, so that shard_map sums a replicated operand's cotangent by itself.
+        # All operands get one varying type before the custom derivative: shard_map then sums a replicated operand's
+        # cotangent.
         arrays = [x for x in operands if isinstance(x, jax.Array)]
         return differentiable(*(carry(jnp.asarray(x), *arrays) for x in operands))
 
@@ -134,8 +137,7 @@ def with_backward(run: Callable[..., Any], backward: Callable[[Any, Any], tuple[
 
 
 def named_axes(shape: Any) -> tuple[Any, ...]:
-    """The mesh axes of each dimension of an operand of a custom partitioning; none where its sharding isn't one of
-    named axes."""
+    """The mesh axes of each dimension of a custom partitioning's operand; None for all if its sharding has no names."""
     spec = tuple(shape.sharding.spec) if isinstance(shape.sharding, NamedSharding) else ()
     return spec + (None,) * (len(shape.shape) - len(spec))
 

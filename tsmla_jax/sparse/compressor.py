@@ -1,4 +1,4 @@
-"""What the V4 compressor keeps of each request between calls, and what it gives: the data of compress_kv."""
+"""The data of compress_kv: the state that V4's compressor keeps of each request, and the entries that it makes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class CompressorState(NamedTuple):
     kv_score   [N, ring, 2, W] float32: kv, and score with its position bias added
     positions  [N, ring] int32: the position that each row holds, -1 for none; read by the checks of TSMLA_CHECK=1 only
 
-    A ring longer than the window of one entry lets as many tokens be taken back (rejected drafts) as it is longer: call
+    A ring of n tokens more than the window of one entry lets a request take back up to n tokens (rejected drafts): call
     again with a smaller seq_len.
     """
 

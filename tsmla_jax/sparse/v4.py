@@ -1,4 +1,4 @@
-"""What surrounds V4's attention: norm and rope before a row is stored, the mixed index rows, and the inverse rope.
+"""Around V4's attention: norm and rope before a row is stored, the mixed index rows, and the inverse rope.
 
 Source: DeepSeek-V4, section 2.3; the index rows are those of the engines' sparse MLA kernels.
 """
@@ -97,9 +97,9 @@ def norm_rope(
 ) -> Float[Array, "T D"]:
     """RMS norm (with weight; None for none) and rope on the last R channels, float32, in a fixed order of operations.
 
-    What is stored for a token (positions its own) or a compressed entry (positions entry * ratio, its window's first
-    token); write the rows with write_v4_cache or write_indexer_cache. Bitwise the same for a row whatever comes with
-    it.
+    The result is stored for a token (at its own position) or for a compressed entry (at position entry * ratio, its
+    window's first token); write it with write_v4_cache or write_indexer_cache. A row is bitwise the same whatever other
+    rows come with it.
     Raises ValueError for shapes or dtypes that are not legal.
     """
     described = describe("kv", kv)

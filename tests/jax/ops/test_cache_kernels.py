@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import tsmla_jax
 from tests.emulator import decode as cute_emulation
+from tests.jax.ops.programs import calls, collectives, lower
 from tsmla_jax.cli import kernels as kernel_commands
 from tsmla_jax.ops import device, kernel_call, transforms
 from tsmla_jax.ops.gather_kv_cache import cute as gather_cute
@@ -133,11 +134,6 @@ def test_a_row_is_shared_by_whole_threads() -> None:
 @pytest.fixture(autouse=True)
 def architecture(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUTE_DSL_ARCH", ARCH)
-
-
-def lower(function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()) -> str:
-    jitted = jax.jit(lambda *args: function(*args), donate_argnums=donate)
-    return jitted.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def structs(op: str, tokens: Any = 7, pages: Any = 32, kv_dtype: Any = FP8) -> tuple[Struct, ...]:
@@ -346,10 +342,6 @@ def test_a_cache_without_rope_columns() -> None:
     assert_same(got, want)
 
 
-def calls(jaxpr: Any) -> int:
-    return len(re.findall(r"= tsmla_kernel_call\[", str(jaxpr)))
-
-
 @pytest_emulated
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("which", ["all", "cache", "others"])
@@ -432,14 +424,6 @@ def test_a_write_whose_result_no_loss_needs_costs_no_derivative() -> None:
 
 # ---- partitioning
 
-COLLECTIVES = re.compile(r"= \S+ (all-gather|all-reduce|collective-permute|all-to-all|reduce-scatter)\(")
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Mesh:
-    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
-
-
 def placed(mesh: Mesh, given: Arrays, *specs: P) -> list[jax.Array]:
     specs += (P(),) * (len(given) - len(specs))
     return [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(given, specs, strict=True)]
@@ -450,7 +434,7 @@ def placed(mesh: Mesh, given: Arrays, *specs: P) -> list[jax.Array]:
 def test_pages_stay_where_they_are(mesh: Mesh, pages: P) -> None:
     args = placed(mesh, arrays("write_kv_cache"), pages)
     compiled = jax.jit(run("write_kv_cache", "cute")).lower(*args).compile()
-    assert COLLECTIVES.findall(compiled.as_text()) == []
+    assert collectives(compiled) == []
     got = compiled(*args)
     assert got.sharding.is_equivalent_to(args[0].sharding, 3)
     assert_same(got, wanted("write_kv_cache"))
@@ -460,7 +444,7 @@ def test_pages_stay_where_they_are(mesh: Mesh, pages: P) -> None:
 def test_pages_and_heads_stay_where_they_are(mesh: Mesh) -> None:
     args = placed(mesh, arrays("rope_write_kv_cache"), P("data"), P(None, "model"), P(None, "model"))
     compiled = jax.jit(run("rope_write_kv_cache", "cute")).lower(*args).compile()
-    assert COLLECTIVES.findall(compiled.as_text()) == []
+    assert collectives(compiled) == []
     q, written = compiled(*args)
     assert q.addressable_shards[0].data.shape == (TOKENS, HEADS // 2, LATENT + ROPE)
     assert written.addressable_shards[0].data.shape == (PAGES // 4, PAGE, LATENT + ROPE)

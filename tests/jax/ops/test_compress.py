@@ -11,16 +11,13 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 import tsmla_jax
+from tests.jax.ops.inputs import ints
 from tests.oracles import sparse as oracle
 from tsmla_jax import sparse
 
 EPS = 1e-6
 INV_FREQ = (1e4 ** (-np.arange(32) / 32)).astype(np.float32)
 KINDS = {4: True, 128: False}
-
-
-def ints(x: object) -> jax.Array:
-    return jnp.asarray(x, jnp.int32)
 
 
 class Problem:

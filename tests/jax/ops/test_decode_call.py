@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import tsmla_jax
 from tests.emulator.standin import DECODE
+from tests.jax.ops.programs import lower
 from tsmla_jax.ops import device, kernel_call
 from tsmla_jax.ops.mla_decode import cute
 from tsmla_jax.ops.mla_decode.api import OPERATION
@@ -51,12 +52,6 @@ def specs(
         Struct((batch, max_pages), jnp.int32),
         Struct((batch,), jnp.int32),
     )
-
-
-def lower(function: Callable[..., Any], *args: Struct, **kwargs: Struct) -> str:
-    # A function of its own each time: jax remembers what it lowered for the same one.
-    jitted = jax.jit(lambda *args, **kwargs: function(*args, **kwargs))
-    return jitted.trace(*args, **kwargs).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def operands_of_call(text: str) -> str:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 import tsmla_jax
+from tests.jax.ops.inputs import ints
 from tests.oracles import sparse as oracle
 from tsmla_jax import sparse
 
@@ -19,10 +20,6 @@ IMPLEMENTATIONS = ("xla", "reference")
 
 
 REFERENCE = jax.jit(functools.partial(tsmla_jax.indexer_logits, implementation="reference"))
-
-
-def ints(x: object) -> jax.Array:
-    return jnp.asarray(x, jnp.int32)
 
 
 def problem(seed: int = 0) -> dict[str, np.ndarray]:

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import tsmla_jax
 from tests.emulator import decode as cute_emulation
+from tests.jax.ops.programs import calls, lower
 from tsmla_jax.cli import kernels as kernel_commands
 from tsmla_jax.ops import device, kernel_call
 from tsmla_jax.ops.merge_attention_states import cute, reference
@@ -95,11 +96,6 @@ def structs(parts: int, rows: tuple[Any, ...], width: Any = 128, dtype: str = BF
 
 def merge(name: str | None = "cute") -> Callable[..., Any]:
     return functools.partial(tsmla_jax.merge_attention_states, implementation=name)
-
-
-def lower(function: Callable[..., Any], *args: Any) -> str:
-    jitted = jax.jit(lambda *args: function(*args))
-    return jitted.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_the_call_is_all_that_runs_on_the_device_and_in_place() -> None:
@@ -193,7 +189,7 @@ def test_vmap_is_one_call_on_more_rows(axes: tuple[int | None, int | None]) -> N
     if axes[1] is None:
         lses = lses[:, 0]
     batched = jax.vmap(merge(), axes)
-    assert len(re.findall(r"= tsmla_kernel_call\[", str(jax.make_jaxpr(batched)(outs, lses)))) == 1
+    assert calls(jax.make_jaxpr(batched)(outs, lses)) == 1
     assert_same(jax.jit(batched)(outs, lses), jax.vmap(merge("reference"), axes)(outs, lses))
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 import tsmla_jax
+from tests.jax.ops.inputs import ints
 from tests.oracles import sparse as oracle
 from tsmla_jax import sparse
 
@@ -23,10 +24,6 @@ RUN = {
     )
     for name in IMPLEMENTATIONS
 }
-
-
-def ints(x: object) -> jax.Array:
-    return jnp.asarray(x, jnp.int32)
 
 
 def rows_of(cache: np.ndarray, indices: np.ndarray, lengths: np.ndarray | None = None) -> list[np.ndarray]:

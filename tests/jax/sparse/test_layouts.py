@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.jax.ops.inputs import ints
 from tests.oracles import sparse as oracle
 from tsmla_jax import sparse
 from tsmla_jax.sparse import numerics
@@ -25,10 +26,6 @@ def values(seed: int, *shape: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
     magnitude = np.exp2(rng.integers(-24, 12, (*shape[:-1], 1)))
     return (rng.standard_normal(shape) * magnitude).astype(np.float32)
-
-
-def ints(x: object) -> jax.Array:
-    return jnp.asarray(x, jnp.int32)
 
 
 @settings(max_examples=200)

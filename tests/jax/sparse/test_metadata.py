@@ -8,14 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
+from tests.jax.ops.inputs import ints
 from tests.oracles import sparse as oracle
 from tsmla_jax import sparse
 
 EXPAND = jax.jit(sparse.expand_decode_metadata, static_argnames="total_tokens")
-
-
-def ints(x: object) -> jax.Array:
-    return jnp.asarray(x, jnp.int32)
 
 
 def test_the_example_of_the_semantics() -> None:

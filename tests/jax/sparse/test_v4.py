@@ -7,15 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.jax.ops.inputs import ints
 from tests.oracles import sparse as oracle
 from tsmla_jax import sparse
 
 INV_FREQ = (1e4 ** (-np.arange(4) / 4)).astype(np.float32)
 Z, PAGES = 4, 8
-
-
-def ints(x: object) -> jax.Array:
-    return jnp.asarray(x, jnp.int32)
 
 
 def test_rope_and_its_inverse() -> None:

@@ -31,10 +31,10 @@ def compress_kv(
 ) -> tuple[CompressedEntries, CompressorState]:
     """Pool the tokens of every window that the new tokens complete; prefill, chunks and single decode steps alike.
 
-    At a position p with (p + 1) % ratio == 0: softmax over the window's tokens, a channel at a time, of
-    score + ape[pos % ratio] weighs their kv. The window is the last `ratio` tokens; with overlap
-    the last 2 * ratio, of which the older half is read from the first C columns and the newer half from the second;
-    tokens before the sequence began have no weight.
+    An entry ends at a position p with (p + 1) % ratio == 0. Its weights are, for each channel, the softmax of
+    score + ape[position % ratio] over the window's tokens, and it is the weighted sum of their kv. The window is the
+    last `ratio` tokens. With overlap it is the last 2 * ratio tokens: the older half uses the first C columns, the
+    newer half the second C. Tokens before the sequence began have no weight.
     Any split of a sequence into calls gives bitwise the same entries and states. Source: DeepSeek-V4, section 2.3.
 
     Axes: T new tokens over all requests, B requests, W row width (C, or 2 C with overlap), C channels, N states.

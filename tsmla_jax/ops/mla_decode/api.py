@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from tsmla_jax.ops import checks
-from tsmla_jax.ops.inputs import Scale, describe_call
+from tsmla_jax.ops.inputs import Scale, Scales, describe_call
 from tsmla_jax.ops.operation import Implementation, Operation, row_specs
 from tsmla_kernels import contract
 
@@ -97,15 +97,9 @@ def mla_decode(
         out = jnp.zeros((*q.shape[:-1], latent_dim), spec.out_dtype)
         lse = jnp.full(q.shape[:-1], -jnp.inf, spec.lse_dtype)
     else:
-        out, lse = chosen.call(
-            (q, kv_cache, block_tables, seq_lens),
-            lambda: row_specs(q),
-            spec=spec,
-            softmax_scale=softmax_scale,
-            cu_seqlens_q=cu_seqlens_q,
-            q_scale=q_scale,
-            kv_scale=kv_scale,
-        )
+        scales = Scales(softmax_scale, q_scale, kv_scale, kv_scale)
+        arrays = (q, kv_cache, block_tables, seq_lens, cu_seqlens_q, scales)
+        out, lse = chosen.call(arrays, lambda: row_specs(q), spec=spec)
     return (out, lse) if return_lse else out
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from tsmla_jax.ops import device, transforms
-from tsmla_jax.ops.inputs import attention_scales, describe_call
+from tsmla_jax.ops.inputs import Scales, describe_call
 from tsmla_jax.ops.kernel_call import kernel_call
 from tsmla_jax.ops.mla_decode import blackwell
 from tsmla_jax.ops.ragged import row_owner
@@ -49,12 +49,10 @@ def mla_decode(
     kv_cache: jax.Array,
     block_tables: jax.Array,
     seq_lens: jax.Array,
+    cu_seqlens_q: jax.Array | None,
+    scales: Scales,
     *,
     spec: DecodeSpec,
-    softmax_scale: float | jax.Array,
-    cu_seqlens_q: jax.Array | None,
-    q_scale: float | jax.Array | None,
-    kv_scale: float | jax.Array | None,
 ) -> Results:
     """out and lse as the public mla_decode documents them; both are always returned. Not differentiable."""
     arch = device.arch_for(MLA_DECODE)
@@ -67,12 +65,12 @@ def mla_decode(
         num_sms=device.num_sms(arch),
     )
     ragged = () if cu_seqlens_q is None else (cu_seqlens_q,)
-    scales = attention_scales(softmax_scale, q_scale, kv_scale, kv_scale)
+    operand = scales.operand()
     if arch in MLA_DECODE_SM100.archs:
         seq_lens = blackwell.behind_check(spec, kv_cache, block_tables, seq_lens)
-        if isinstance(scales, np.ndarray):
-            call = replace(call, static_scales=(float(scales[0]), float(scales[1])))
-    results: Results = _transformable(call)(q, kv_cache, block_tables, seq_lens, *ragged, scales)
+        if isinstance(operand, np.ndarray):
+            call = replace(call, static_scales=(float(operand[0]), float(operand[1])))
+    results: Results = _transformable(call)(q, kv_cache, block_tables, seq_lens, *ragged, operand)
     return results
 
 

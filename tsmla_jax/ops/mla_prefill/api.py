@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from tsmla_jax.ops import checks
-from tsmla_jax.ops.inputs import Scale, describe_call
+from tsmla_jax.ops.inputs import Scale, Scales, describe_call
 from tsmla_jax.ops.operation import Implementation, Operation, row_specs
 from tsmla_kernels import contract
 
@@ -89,17 +89,8 @@ def mla_prefill(
         out = jnp.zeros((*q.shape[:-1], spec.v_head_dim), spec.out_dtype)
         lse = jnp.full(q.shape[:-1], -jnp.inf, spec.lse_dtype)
     else:
-        out, lse = chosen.call(
-            (q, k, v),
-            lambda: row_specs(q),
-            spec=spec,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_kv=cu_seqlens_kv,
-            softmax_scale=softmax_scale,
-            q_scale=q_scale,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        )
+        arrays = (q, k, v, cu_seqlens_q, cu_seqlens_kv, Scales(softmax_scale, q_scale, k_scale, v_scale))
+        out, lse = chosen.call(arrays, lambda: row_specs(q), spec=spec)
     return (out, lse) if return_lse else out
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from tsmla_jax.ops import device, transforms
-from tsmla_jax.ops.inputs import attention_scales, describe_call
+from tsmla_jax.ops.inputs import Scales, describe_call
 from tsmla_jax.ops.kernel_call import kernel_call
 from tsmla_jax.ops.mla_prefill import blackwell, xla
 from tsmla_kernels import contract
@@ -45,18 +45,15 @@ def mla_prefill(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    *,
-    spec: PrefillSpec,
     cu_seqlens_q: jax.Array,
     cu_seqlens_kv: jax.Array,
-    softmax_scale: float | jax.Array,
-    q_scale: float | jax.Array | None,
-    k_scale: float | jax.Array | None,
-    v_scale: float | jax.Array | None,
+    scales: Scales,
+    *,
+    spec: PrefillSpec,
 ) -> Results:
     """out and lse as the public mla_prefill documents them; both are always returned. Reverse-mode differentiable."""
-    scales = attention_scales(softmax_scale, q_scale, k_scale, v_scale)
-    results: Results = _differentiable(static_part(spec, scales))(q, k, v, scales, cu_seqlens_q, cu_seqlens_kv)
+    operand = scales.operand()
+    results: Results = _differentiable(static_part(spec, operand))(q, k, v, operand, cu_seqlens_q, cu_seqlens_kv)
     return results
 
 

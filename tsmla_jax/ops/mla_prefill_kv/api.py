@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from tsmla_jax.ops import checks
-from tsmla_jax.ops.inputs import Scale, describe, describe_call
+from tsmla_jax.ops.inputs import Scale, Scales, describe, describe_call
 from tsmla_jax.ops.mla_prefill.api import mla_prefill
 from tsmla_jax.ops.operation import Implementation, Operation, row_specs
 from tsmla_kernels import contract
@@ -69,14 +69,9 @@ def mla_prefill_kv(
         k, v = (jnp.zeros(x.shape, x.dtype) for x in _expanded(q, kv, k_rope))
         return mla_prefill(q, k, v, **arguments, implementation=implementation)
     q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv = map(jnp.asarray, (q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv))
-    out, lse = chosen.call(
-        (q, kv, k_rope),
-        lambda: row_specs(q),
-        spec=spec,
-        cu_seqlens_q=checks.prefill(spec, cu_seqlens_q, cu_seqlens_kv),
-        cu_seqlens_kv=cu_seqlens_kv,
-        softmax_scale=softmax_scale,
-    )
+    cu_seqlens_q = checks.prefill(spec, cu_seqlens_q, cu_seqlens_kv)
+    arrays = (q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv, Scales(softmax_scale))
+    out, lse = chosen.call(arrays, lambda: row_specs(q), spec=spec)
     return (out, lse) if return_lse else out
 
 

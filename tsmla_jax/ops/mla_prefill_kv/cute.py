@@ -11,7 +11,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from tsmla_jax.ops import device, transforms
-from tsmla_jax.ops.inputs import attention_scales
+from tsmla_jax.ops.inputs import Scales
 from tsmla_jax.ops.mla_prefill import cute as prefill
 from tsmla_jax.ops.mla_prefill_kv import reference
 from tsmla_kernels.catalog import MLA_PREFILL
@@ -23,22 +23,20 @@ def mla_prefill_kv(
     q: jax.Array,
     kv: jax.Array,
     k_rope: jax.Array,
-    *,
-    spec: PrefillSpec,
     cu_seqlens_q: jax.Array,
     cu_seqlens_kv: jax.Array,
-    softmax_scale: float | jax.Array,
+    scales: Scales,
+    *,
+    spec: PrefillSpec,
 ) -> prefill.Results:
     """out and lse as the public mla_prefill_kv documents them; both are always returned. spec is that of the call on k
     and v. Reverse-mode differentiable."""
-    offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
     if device.why_not(MLA_PREFILL) or sm90_prefill.shared_rope_reasons(spec, k_rope.shape[1]):
-        return reference.mla_prefill_kv(
-            q, kv, k_rope, spec=spec, **offsets, softmax_scale=softmax_scale, attend=prefill.mla_prefill
-        )
-    scales = attention_scales(softmax_scale, None, None, None)
-    attend = _differentiable(prefill.static_part(spec, scales))
-    results: prefill.Results = attend(q, kv, k_rope, scales, cu_seqlens_q, cu_seqlens_kv)
+        arrays = (q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv, scales)
+        return reference.mla_prefill_kv(*arrays, spec=spec, attend=prefill.mla_prefill)
+    operand = scales.operand()
+    attend = _differentiable(prefill.static_part(spec, operand))
+    results: prefill.Results = attend(q, kv, k_rope, operand, cu_seqlens_q, cu_seqlens_kv)
     return results
 
 

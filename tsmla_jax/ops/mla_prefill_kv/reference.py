@@ -7,6 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from tsmla_jax.ops.inputs import Scales
 from tsmla_jax.ops.mla_prefill import reference
 from tsmla_kernels.contract import PrefillSpec
 
@@ -17,28 +18,16 @@ def mla_prefill_kv(
     q: jax.Array,
     kv: jax.Array,
     k_rope: jax.Array,
-    *,
-    spec: PrefillSpec,
     cu_seqlens_q: jax.Array,
     cu_seqlens_kv: jax.Array,
-    softmax_scale: float | jax.Array,
+    scales: Scales,
+    *,
+    spec: PrefillSpec,
     attend: Callable[..., Results] = reference.mla_prefill,
 ) -> Results:
     """out and lse as the public mla_prefill_kv documents them; both are always returned. spec is that of the call on k
     and v, and `attend` the mla_prefill to use."""
-    k, v = expand(kv, k_rope, spec.qk_head_dim)
-    return attend(
-        q,
-        k,
-        v,
-        spec=spec,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_kv=cu_seqlens_kv,
-        softmax_scale=softmax_scale,
-        q_scale=None,
-        k_scale=None,
-        v_scale=None,
-    )
+    return attend(q, *expand(kv, k_rope, spec.qk_head_dim), cu_seqlens_q, cu_seqlens_kv, scales, spec=spec)
 
 
 def expand(kv: jax.Array, k_rope: jax.Array, k_dim: int) -> tuple[jax.Array, jax.Array]:

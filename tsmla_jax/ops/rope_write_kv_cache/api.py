@@ -1,4 +1,4 @@
-"""rope_write_kv_cache: what stands between a layer's projections and its decode kernel, in one operation."""
+"""rope_write_kv_cache: rope, quantisation and the cache write between a layer's projections and its decode kernel."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def rope_write_kv_cache(
     implementation: str | None = None,
 ) -> tuple[Float[Array, "T H D"], Float[Array, "P Z D"]]:
     """The query of mla_decode, rotated and quantised, and the cache with the new tokens written: rope, quantisation,
-    concatenation and write_kv_cache as one launch (what engines call the fused rope, quantise and cache update).
+    concatenation and write_kv_cache as one launch (engines call it the fused rope, quantise and cache update).
 
     The result is that of the separate steps: q_rope and k_rope are rotated in float32 and rounded to their dtype;
     [q_nope | q_rope] / q_scale becomes q, and [latent | k_rope] / kv_scale goes to the slots, in place when the cache
@@ -49,11 +49,11 @@ def rope_write_kv_cache(
       q_rope: [T, H, R] in q_nope's dtype, not rotated yet.
       latent: [T, L] in that dtype, the normalised latents. k_rope: [T, R] in that dtype, not rotated yet.
       slot_mapping: [T] int32, slot = page * Z + offset; -1 writes nothing for the token. Slots must differ.
-      cos, sin: [T, R / 2] float32, of each token's position, with what yarn multiplies both by.
+      cos, sin: [T, R / 2] float32, of each token's position, multiplied by yarn's attention factor.
       q_scale, kv_scale: divisors before the conversions; float or float32 scalar array, may be traced; None is 1.
-      q_dtype: of the query; None is float8_e4m3fn where q_scale is given, and q_nope's where it is not.
+      q_dtype: dtype of the query; None is float8_e4m3fn if q_scale is given, else q_nope's dtype.
       rope_interleave: whether the pairs of q_rope and k_rope are columns 2i and 2i + 1; otherwise i and i + R / 2.
-      rope_layout: "interleaved" or "halves", the same of the rotated columns in q and in the cache.
+      rope_layout: "interleaved" or "halves", the order of the rotated columns in q and in the cache.
       implementation: "cute", "xla", "reference", or None for the best that can run; see `explain`.
 
     Returns:

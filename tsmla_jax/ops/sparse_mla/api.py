@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from tsmla_jax.ops.inputs import Scale, describe_call
+from tsmla_jax.ops.inputs import Scale, Scales, describe_call
 from tsmla_jax.ops.operation import Implementation, Operation
 from tsmla_jax.sparse import checks
 from tsmla_kernels import contract
@@ -51,7 +51,7 @@ def sparse_mla(
         [P, page_bytes], V4 packed pages.
       indices: [T, K] int32 slots, page * Z + offset. -1 selects nothing. A slot given twice counts twice. With two
         caches K is a multiple of 4.
-      lengths: [T] int32, the active columns of each row; what lies behind them is never used. None: all K.
+      lengths: [T] int32, the active columns of each row; the columns behind them are never used. None: all K.
       softmax_scale: factor of the logits, float or float32 scalar array, may be traced.
       latent_dim: L; the first L columns of a key are its value.
       sinks: [H], a logit a head that takes weight and has no value: out is multiplied by 1 / (1 + exp(sink - lse)).
@@ -98,20 +98,12 @@ def sparse_mla(
         return_lse=return_lse,
     )
     chosen = OPERATION.select(spec, implementation)
-    lengths = None if lengths is None else jnp.asarray(lengths)
-    out, lse = chosen.run(
-        jnp.asarray(q),
-        jnp.asarray(kv_cache),
-        checks.sparse_mla(spec, jnp.asarray(indices), lengths),
-        lengths,
-        None if compressed_kv_cache is None else jnp.asarray(compressed_kv_cache),
-        None if sinks is None else jnp.asarray(sinks),
-        spec=spec,
-        softmax_scale=softmax_scale,
-        q_scale=q_scale,
-        kv_scale=kv_scale,
-        compressed_kv_scale=compressed_kv_scale,
-    )
+    lengths, sinks = (None if x is None else jnp.asarray(x) for x in (lengths, sinks))
+    indices = checks.sparse_mla(spec, jnp.asarray(indices), lengths)
+    given = (kv_cache,) if compressed_kv_cache is None else (kv_cache, compressed_kv_cache)
+    caches, kv_scales = tuple(map(jnp.asarray, given)), (kv_scale, compressed_kv_scale)[: len(given)]
+    scales = Scales(softmax_scale, q_scale)
+    out, lse = chosen.run(jnp.asarray(q), caches, indices, lengths, sinks, scales, kv_scales, spec=spec)
     return (out, lse) if return_lse else out
 
 
