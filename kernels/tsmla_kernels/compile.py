@@ -17,7 +17,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from tsmla_kernels.catalog import Config, Kernel
+from tsmla_kernels.kernel import Config, Kernel
 
 ENTRY_PREFIX = "cutlass_call"  # the name under which the runtime's custom call looks for the entry
 # What the processor that launches must have. By default the DSL compiles the entry for the processor at hand, and an

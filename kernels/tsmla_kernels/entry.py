@@ -18,7 +18,7 @@ from cutlass import AddressSpace, Int32, Int64
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm
 
-from tsmla_kernels.catalog import Operand
+from tsmla_kernels.kernel import Operand
 
 DTYPES = {
     "bfloat16": cutlass.BFloat16,

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tsmla_kernels import object_cache
-from tsmla_kernels.catalog import Config, Kernel, Operand
 from tsmla_kernels.compile import ENTRY_PREFIX
+from tsmla_kernels.kernel import Config, Kernel, Operand
 
 LIBRARY = "libcute_dsl_runtime.so"
 

@@ -31,8 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from tsmla_kernels import __version__
-from tsmla_kernels.catalog import Config, Kernel
+from tsmla_kernels.catalog import KERNELS
 from tsmla_kernels.compile import CompiledObject, check_arch, compile_kernel
+from tsmla_kernels.kernel import Config, Kernel
 
 _MAGIC = b"TSMLAOB1"
 _DIGEST_SIZE = 32
@@ -55,7 +56,8 @@ _CODE_VARIABLES = tuple(
         "DRYRUN",
     )
 )
-_OWN_SOURCES = ("tsmla_kernels.catalog", "tsmla_kernels.compile", "tsmla_kernels.entry")
+# What makes an object out of a kernel: part of every digest.
+_COMPILER_SOURCES = ("tsmla_kernels.kernel", "tsmla_kernels.compile", "tsmla_kernels.entry")
 
 _lock = threading.RLock()
 _loaded: dict[str, CompiledObject] = {}
@@ -189,7 +191,7 @@ def _identity(kernel: Kernel, config: Config, arch: str) -> dict[str, Any]:
         "arch": arch,
         "host": _host(),
         "package": __version__,
-        "sources": sources_digest(kernel.launcher.partition(":")[0]),
+        "sources": sources_digest(kernel),
         "environment": {name: os.environ[name] for name in _CODE_VARIABLES if name in os.environ},
         **_made_of(kernel),
     }
@@ -237,9 +239,10 @@ def _host() -> str:
 
 
 @functools.cache
-def sources_digest(module: str) -> str:
-    """A hash of a module's source, of what it imports from its own package, and of what compiles it; imports none of
-    them."""
+def sources_digest(kernel: Kernel) -> str:
+    """A hash of the sources of a kernel's launcher, of all that it imports from its own package, of the kernel's record
+    and of what compiles it. Imports none of them."""
+    module = kernel.launcher.partition(":")[0]
     pending, files = [module], {}
     while pending:
         name = pending.pop()
@@ -249,8 +252,8 @@ def sources_digest(module: str) -> str:
         if name not in files and spec is not None and spec.origin is not None:
             files[name] = Path(spec.origin).read_bytes()
             pending += _imports(files[name], module.partition(".")[0])
-    # These import the choice among kernels, but what it chose is the config, and that is part of the identity.
-    for name in _OWN_SOURCES:
+    # The record imports how a config is chosen, which makes no difference: the config is in the identity itself.
+    for name in (kernel.operands.__module__, *_COMPILER_SOURCES):
         if (spec := _find_spec(name)) is not None and spec.origin is not None:
             files[name] = Path(spec.origin).read_bytes()
     digest = hashlib.sha256()
@@ -286,8 +289,6 @@ def _find_spec(name: str) -> Any:
 
 def _staleness(description: dict[str, Any]) -> str | None:
     """Why this installation will not ask for the entry, None if it may."""
-    from tsmla_kernels.catalog import KERNELS
-
     if description["host"] != _host():
         return f"for a {description['host']} host; this one is {_host()}"
     if description["package"] != __version__:
@@ -295,7 +296,7 @@ def _staleness(description: dict[str, Any]) -> str | None:
     if dsl_version() not in (None, description["dsl"]):
         return f"made by CuTe DSL {description['dsl']}; installed is {dsl_version()}"
     kernel = KERNELS.get(description["kernel"])
-    if kernel is not None and description["sources"] != sources_digest(kernel.launcher.partition(":")[0]):
+    if kernel is not None and description["sources"] != sources_digest(kernel):
         return "its kernel's sources have changed"
     if kernel is not None and (made_of := _made_of(kernel)) and description["made_of"] != made_of["made_of"]:
         return f"made of {description['made_of']}; this installation wants {made_of['made_of']}"

@@ -8,7 +8,8 @@ import dataclasses
 import os
 from typing import Any
 
-from tsmla_kernels.catalog import MLA_DECODE, Kernel, Operand
+from tsmla_kernels.catalog import MLA_DECODE
+from tsmla_kernels.kernel import Kernel, Operand
 
 
 @dataclasses.dataclass(frozen=True)

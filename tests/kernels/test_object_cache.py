@@ -12,8 +12,8 @@ import pytest
 
 from tests.emulator.standin import SCALE, ScaleConfig
 from tsmla_kernels import object_cache
-from tsmla_kernels.catalog import Kernel
 from tsmla_kernels.compile import CompiledObject
+from tsmla_kernels.kernel import Kernel
 
 ARCH = "sm_90a"
 CONFIG = ScaleConfig(width=64)
@@ -128,7 +128,7 @@ def test_everything_the_code_depends_on_is_in_the_key(
     elif change == "package":
         monkeypatch.setattr(object_cache, "__version__", "0.0.1")
     elif change == "sources":
-        monkeypatch.setattr(object_cache, "sources_digest", lambda module: "changed")
+        monkeypatch.setattr(object_cache, "sources_digest", lambda kernel: "changed")
     elif change == "dsl":
         monkeypatch.setattr(object_cache, "dsl_version", lambda: "9.9.9")
     else:
@@ -152,9 +152,11 @@ def test_sources_digest_follows_imports_of_the_same_package(tmp_path: Path, monk
         (package / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
 
+    kernel = dataclasses.replace(SCALE, launcher="digested.kernel:Kernel")
+
     def digest() -> str:
         object_cache.sources_digest.cache_clear()
-        return object_cache.sources_digest("digested.kernel")
+        return object_cache.sources_digest(kernel)
 
     before = digest()
     for name, matters in (("kernel", True), ("tiles", True), ("roles", True), ("spec", False), ("unrelated", False)):
@@ -175,7 +177,7 @@ from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import KERNELS
 before = set(sys.modules)
 for kernel in KERNELS.values():
-    assert object_cache.sources_digest(kernel.launcher.partition(":")[0])
+    assert object_cache.sources_digest(kernel)
 print(sorted(name for name in set(sys.modules) - before if name.startswith(("cutlass", "tsmla_kernels"))))
 """
     said = subprocess.run(

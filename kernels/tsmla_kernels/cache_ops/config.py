@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from tsmla_kernels.kernel import ITEMSIZE
+
 if TYPE_CHECKING:
     from tsmla_kernels.contract import CacheGatherSpec, CacheWriteSpec
     from tsmla_kernels.contract.cache import RopeWriteSpec
@@ -16,7 +18,6 @@ if TYPE_CHECKING:
 ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_107a")
 INPUTS = ("bfloat16", "float16", "float32")
 CACHES = ("bfloat16", "float16", "float8_e4m3fn")
-ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
 STORE_BYTES = 16  # of a thread's store, the widest there is
 THREADS = 288  # at most, unless one row takes more: 4 rows of 576 16-bit values, or 8 of fp8
 MAX_THREADS = 1024

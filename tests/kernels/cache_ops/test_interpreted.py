@@ -107,7 +107,8 @@ def test_rope_write(q_dtype: str, kv_dtype: str, interleave: bool, layout: str) 
         ]
         operands += [put(slots), put(wider(cos, 4)), put(sin), put(SCALE), put(2 * SCALE), q, written]
         grid = -(-tokens * (heads + 1) // step)
-        machine.launch(kernel.rotate_and_write, kernel.tiling.threads, grid, *operands, heads)
+        arrays = machine.module.RopeWriteArrays(*operands)
+        machine.launch(kernel.rotate_and_write, kernel.tiling.threads, grid, arrays, heads)
         want_q, want = reference(
             "rope_write_kv_cache", cache, nope, rope, latent, k_rope, slots, cos, sin, q_dtype=q_dtype,
             q_scale=float(SCALE[0]), kv_scale=float(2 * SCALE[0]), rope_interleave=interleave, rope_layout=layout,
