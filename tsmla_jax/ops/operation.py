@@ -7,6 +7,7 @@ happen at the first call of the operation, so that `import tsmla_jax` costs mill
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -99,6 +100,11 @@ class Operation:
     def name(self) -> str:
         return self.function.__name__
 
+    @functools.cached_property
+    def table(self) -> Mapping[str, Implementation]:
+        """The implementations, imported at the first call."""
+        return self.implementations()
+
     def spec_of(self, *args: Any, **kwargs: Any) -> Any:
         """The spec of the call function(*args, **kwargs)."""
         return self.spec(**inspect.signature(self.function).bind(*args, **kwargs).arguments)
@@ -106,7 +112,7 @@ class Operation:
     def why_not(self, implementation: str, spec: Any, *, named: bool = True) -> list[str]:
         """The reasons why `implementation` can't run this call, or (not named) why None doesn't choose it; empty if
         there are none."""
-        found = self.implementations().get(implementation)
+        found = self.table.get(implementation)
         if found is None:
             return [NO_KERNEL]
         reasons = found.why_not(spec)
@@ -122,7 +128,7 @@ class Operation:
         for name in IMPLEMENTATIONS if implementation is None else (implementation,):
             reasons = self.why_not(name, spec, named=implementation is not None)
             if not reasons:
-                return self.implementations()[name]
+                return self.table[name]
             refused += reasons if implementation else [f"{name}: {'; '.join(reasons)}"]
         raise contract.not_runnable(self.name, implementation or "None", refused)
 
@@ -134,8 +140,7 @@ class Operation:
         reasons = {name: tuple(self.why_not(name, spec, named=named)) for name in IMPLEMENTATIONS}
         candidates = IMPLEMENTATIONS if implementation is None else (implementation,)
         chosen = next((name for name in candidates if not reasons[name]), None)
-        table = self.implementations().items()
-        notes = {name: tuple(found) for name, each in table if (found := each.notes(spec))}
+        notes = {name: tuple(found) for name, each in self.table.items() if (found := each.notes(spec))}
         return Explanation(self.name, spec, chosen, reasons, notes)
 
 
