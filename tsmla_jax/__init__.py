@@ -6,7 +6,6 @@ tsmla_jax touches no device, compiles nothing and imports neither flax, torch no
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from tsmla_jax import sparse
@@ -51,7 +50,11 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "nn":  # imports flax, so only on demand
-        return importlib.import_module("tsmla_jax.nn")
-    if name in ("export_disabled_checks", "register_custom_calls"):  # what launches kernels isn't needed without them
-        return getattr(importlib.import_module("tsmla_jax.ops.device"), name)
+        import tsmla_jax.nn as nn
+
+        return nn
+    if name in ("export_disabled_checks", "register_custom_calls"):  # programs without kernels don't need these
+        from tsmla_jax.ops import device
+
+        return getattr(device, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

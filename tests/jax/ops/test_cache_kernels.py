@@ -216,7 +216,7 @@ def test_nobody_chooses_a_kernel_for_a_gpu_that_is_not_there(monkeypatch: pytest
     explained = tsmla_jax.explain("write_kv_cache", *structs("write_kv_cache"))
     assert explained.chosen == "xla" and explained.reasons["cute"] == ("jax's default device is a cpu",)
     assert tsmla_jax.explain("write_kv_cache", *structs("write_kv_cache"), implementation="cute").chosen == "cute"
-    # On Blackwell they can be named, and are not chosen before they have run there.
+    # On Blackwell they can be named; None does not choose them before they have run there.
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_100a")
     monkeypatch.setattr(device, "why_not_by_default", lambda: [])
     assert device.TARGET in lower(call("write_kv_cache"), *structs("write_kv_cache"))
@@ -416,7 +416,7 @@ def test_derivatives_are_those_of_the_reference(op: str, reverse: bool) -> None:
 
 @pytest_emulated
 def test_a_write_whose_result_no_loss_needs_costs_no_derivative() -> None:
-    # As in training with a cache: the layer writes it, and attends over what it has at hand.
+    # As in training with a cache: the layer writes it, and attends over its own keys.
     kv, latent, k_rope, slots = arrays("write_kv_cache")
 
     def loss(latent: jax.Array) -> tuple[jax.Array, jax.Array]:

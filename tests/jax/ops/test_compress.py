@@ -73,7 +73,7 @@ class Problem:
     def run(
         self, calls: list[tuple[int, int]], implementation: str | None = None, rows: int | None = None
     ) -> tuple[np.ndarray, ...]:
-        """State and cache, as bytes, after calls of so many tokens of each sequence; `rows` pads every call."""
+        """State and cache, as bytes, after calls with these numbers of tokens a sequence; `rows` pads every call."""
         state, cache = self.empty()
         done = [0, 0]
         for counts in calls:

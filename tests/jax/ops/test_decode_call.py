@@ -129,7 +129,7 @@ def test_ragged_queries() -> None:
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_of_heads_and_batch(check_vma: bool) -> None:
-    # The cache is whole on every device while the rest differs between them: a custom call wants them declared alike.
+    # Every device has the whole cache, and the other operands differ: a custom call needs one declared kind of both.
     if len(jax.devices()) < 4:
         pytest.skip("needs four devices")
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
@@ -215,7 +215,7 @@ def test_warm_process_imports_no_cutlass_and_lowers_at_once(builds: Path, child_
     said = json.loads(run.stdout)
     assert said["imported"] == [] and said["size"] > 10_000
     assert len(builds.read_text().splitlines()) == 1
-    # The bar is 1 s after jax is up; a shared machine without a GPU is given some more.
+    # The target is 1 s after jax is up; a shared machine without a GPU gets more.
     assert said["seconds"] < 3, said
 
 

@@ -160,7 +160,7 @@ def test_gradients_are_those_of_the_reference(causal: bool) -> None:
     want = jax.grad(partial(loss, "reference"), argnums=(0, 1, 2, 3, 4))(*wide)
     for g, w, argument in zip(got, want, args, strict=True):
         assert g.dtype == argument.dtype
-        # out is rounded to bfloat16 before the backward pass sees it: 2^-9 of the terms, of which some cancel.
+        # The backward pass reads out rounded to bfloat16: an error of 2^-9 of its terms, some of which cancel.
         np.testing.assert_allclose(np.float32(g), np.float32(w), atol=2e-2 * float(np.abs(w).max()), rtol=2e-2)
 
 

@@ -159,7 +159,7 @@ def test_two_caches_of_v4(implementation: str, span: int) -> None:
 
 
 def test_a_forgotten_span_would_show() -> None:
-    # The test above would pass on a span of 8 whatever the code did with it, if rows of different pages were alike.
+    # If rows of different pages were equal, the test above would pass with any handling of a span of 8.
     slots = ints([[0, 7, 8, 23]])
     assert sparse.remap_slots(slots, 8, 9).tolist() == [[0, 7, 9, 25]]
 

@@ -13,7 +13,7 @@ from tests.oracles import sparse as oracle
 from tsmla_jax import sparse
 from tsmla_jax.sparse import numerics
 
-# Compiled as a whole: op by op, every small shape costs a compilation of its own.
+# Compiled as a whole: eagerly, each operation would be compiled for every small shape.
 PACK_V32, UNPACK_V32 = jax.jit(sparse.pack_v32_rows), jax.jit(sparse.unpack_v32_rows)
 PACK_V4, UNPACK_V4 = jax.jit(sparse.pack_v4_rows), jax.jit(sparse.unpack_v4_rows)
 WRITE_V4 = jax.jit(sparse.write_v4_cache, static_argnames=("page_size", "page_span"))
@@ -124,7 +124,7 @@ def test_every_ue8m0_byte() -> None:
 
 
 def test_per_tensor_fp8_is_rounded_to_bf16_then_divided_then_clamped() -> None:
-    # Every bf16 from 0.008 to 2 among them: divided by 7, some end between two e4m3, and times 1 / 7 beside it.
+    # All bf16 from 0.008 to 2: for some, x / 7 lies halfway between two e4m3 and x * (1 / 7) does not.
     every = np.arange(0x3C00, 0x4000, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
     kv = np.concatenate([every.reshape(2, 512), values(5, 58, 512), np.full((4, 512), 3e4, np.float32)])
     scale = np.float32(7)
