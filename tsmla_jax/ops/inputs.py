@@ -115,6 +115,11 @@ class Scales(NamedTuple):
         return jnp.stack([self.logits(jnp.float32), as_scale(v, jnp.float32)])
 
 
+def attention_of_no_keys(q: jax.Array, width: int, spec: Any) -> tuple[jax.Array, jax.Array]:
+    """The out (0, `width` columns) and the lse (-inf) of queries that see no key, in the dtypes of the call's spec."""
+    return jnp.zeros((*q.shape[:-1], width), spec.out_dtype), jnp.full(q.shape[:-1], -jnp.inf, spec.lse_dtype)
+
+
 def accumulation_dtype(dtype: str) -> jnp.dtype:
     """float32, or float64 for float64 inputs."""
     return jnp.dtype("float64" if dtype == "float64" else "float32")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from tsmla_jax.ops import checks
-from tsmla_jax.ops.inputs import Scale, Scales, describe_call
+from tsmla_jax.ops.inputs import Scale, Scales, attention_of_no_keys, describe_call
 from tsmla_jax.ops.operation import Implementation, Operation, row_specs
 from tsmla_kernels import contract
 
@@ -94,8 +94,7 @@ def mla_decode(
     cu_seqlens_q = None if cu_seqlens_q is None else jnp.asarray(cu_seqlens_q)
     seq_lens = checks.decode(spec, seq_lens, block_tables, cu_seqlens_q)
     if 0 in (spec.batch, spec.total_q_len, spec.max_pages, spec.num_pages):  # nobody, or no key
-        out = jnp.zeros((*q.shape[:-1], latent_dim), spec.out_dtype)
-        lse = jnp.full(q.shape[:-1], -jnp.inf, spec.lse_dtype)
+        out, lse = attention_of_no_keys(q, latent_dim, spec)
     else:
         scales = Scales(softmax_scale, q_scale, kv_scale, kv_scale)
         arrays = (q, kv_cache, block_tables, seq_lens, cu_seqlens_q, scales)

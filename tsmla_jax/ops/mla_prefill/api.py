@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from tsmla_jax.ops import checks
-from tsmla_jax.ops.inputs import Scale, Scales, describe_call
+from tsmla_jax.ops.inputs import Scale, Scales, attention_of_no_keys, describe_call
 from tsmla_jax.ops.operation import Implementation, Operation, row_specs
 from tsmla_kernels import contract
 
@@ -84,10 +84,8 @@ def mla_prefill(
     chosen = OPERATION.select(spec, implementation)
     q, k, v, cu_seqlens_q, cu_seqlens_kv = map(jnp.asarray, (q, k, v, cu_seqlens_q, cu_seqlens_kv))
     cu_seqlens_q = checks.prefill(spec, cu_seqlens_q, cu_seqlens_kv)
-    empty = (spec.batch, spec.total_q_len, spec.total_kv_len, spec.max_q_len, spec.max_kv_len)
-    if 0 in empty:
-        out = jnp.zeros((*q.shape[:-1], spec.v_head_dim), spec.out_dtype)
-        lse = jnp.full(q.shape[:-1], -jnp.inf, spec.lse_dtype)
+    if 0 in (spec.batch, spec.total_q_len, spec.total_kv_len, spec.max_q_len, spec.max_kv_len):
+        out, lse = attention_of_no_keys(q, spec.v_head_dim, spec)
     else:
         arrays = (q, k, v, cu_seqlens_q, cu_seqlens_kv, Scales(softmax_scale, q_scale, k_scale, v_scale))
         out, lse = chosen.call(arrays, lambda: row_specs(q), spec=spec)

@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 
 from tsmla_jax.ops import checks
-from tsmla_jax.ops.inputs import Scale, Scales, describe, describe_call
-from tsmla_jax.ops.mla_prefill.api import mla_prefill
+from tsmla_jax.ops.inputs import Scale, Scales, attention_of_no_keys, describe, describe_call
 from tsmla_jax.ops.operation import Implementation, Operation, row_specs
 from tsmla_kernels import contract
 
@@ -54,34 +52,31 @@ def mla_prefill_kv(
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
       NotImplementedError: the named implementation can't run this call, with every reason.
     """
-    arguments: dict[str, Any] = {
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_kv": cu_seqlens_kv,
-        "max_q_len": max_q_len,
-        "max_kv_len": max_kv_len,
-        "softmax_scale": softmax_scale,
-        "causal": causal,
-        "return_lse": return_lse,
-    }
-    spec = OPERATION.spec(q=q, kv=kv, k_rope=k_rope, **arguments)
+    spec = OPERATION.spec(
+        q=q,
+        kv=kv,
+        k_rope=k_rope,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_kv,
+        max_q_len=max_q_len,
+        max_kv_len=max_kv_len,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        return_lse=return_lse,
+    )
     chosen = OPERATION.select(spec, implementation)
-    if 0 in (spec.batch, spec.total_q_len, spec.total_kv_len, spec.max_q_len, spec.max_kv_len):
-        k, v = (jnp.zeros(x.shape, x.dtype) for x in _expanded(q, kv, k_rope))
-        return mla_prefill(q, k, v, **arguments, implementation=implementation)
     q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv = map(jnp.asarray, (q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv))
     cu_seqlens_q = checks.prefill(spec, cu_seqlens_q, cu_seqlens_kv)
-    arrays = (q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv, Scales(softmax_scale))
-    out, lse = chosen.call(arrays, lambda: row_specs(q), spec=spec)
+    if 0 in (spec.batch, spec.total_q_len, spec.total_kv_len, spec.max_q_len, spec.max_kv_len):
+        out, lse = attention_of_no_keys(q, spec.v_head_dim, spec)
+    else:
+        arrays = (q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv, Scales(softmax_scale))
+        out, lse = chosen.call(arrays, lambda: row_specs(q), spec=spec)
     return (out, lse) if return_lse else out
 
 
 def _spec(*, q: Any, kv: Any, k_rope: Any, **arguments: Any) -> contract.PrefillSpec:
-    k, v = _expanded(q, kv, k_rope)
-    return describe_call(contract.prefill_spec, q=q, k=k, v=v, **arguments)
-
-
-def _expanded(q: Any, kv: Any, k_rope: Any) -> tuple[Any, Any]:
-    """Shapes and dtypes of k and v; ValueError names the argument that isn't legal."""
+    """The spec of the call of mla_prefill on k and v; ValueError names the argument that isn't legal."""
     described = {name: describe(name, x) for name, x in (("q", q), ("kv", kv), ("k_rope", k_rope))}
     for name, rank, legal in (("q", 3, "[Tq, H, K]"), ("kv", 3, "[Tk, H, K - R + V]"), ("k_rope", 2, "[Tk, R]")):
         if len(described[name].shape) != rank:
@@ -106,9 +101,9 @@ def _expanded(q: Any, kv: Any, k_rope: Any) -> tuple[Any, Any]:
                 f"{name}: got dtype {described[name].dtype}; q, kv and k_rope must have one dtype, and q has"
                 f" {described['q'].dtype}"
             )
-    dtype = jnp.dtype(kv.dtype)
-    v_dim = width - (k_dim - rope_dim)
-    return jax.ShapeDtypeStruct((rows, heads, k_dim), dtype), jax.ShapeDtypeStruct((rows, heads, v_dim), dtype)
+    k = contract.Array((rows, heads, k_dim), described["kv"].dtype)
+    v = contract.Array((rows, heads, width - (k_dim - rope_dim)), described["kv"].dtype)
+    return describe_call(contract.prefill_spec, q=q, k=k, v=v, **arguments)
 
 
 def _implementations() -> Mapping[str, Implementation]:
