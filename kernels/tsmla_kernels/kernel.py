@@ -100,7 +100,7 @@ class Kernel:
         string, because that module imports cutlass: two seconds that a process with a warm cache must not pay.
       config: the config's dataclass.
       operands: the launcher's operands for a config.
-      from_options: the config that options of the command line name; ValueError says what is wrong with them.
+      from_options: the config that options of the command line name; ValueError if they are not legal.
       presets: options by the name of a model.
       compiler_options: for the DSL, beside those that every kernel is compiled with.
       package: the package that the device code is from, None if it is this one's.

@@ -1,7 +1,7 @@
 """Options of the command line, as text, to the spec of a call, and so to the config that such a call is given.
 
-There is one way from a spec to a config, so what `tsmla compile --config` makes ahead is what a call asks for. Options
-are the static fields of a spec, with shorter names for the dtypes. Every ValueError names the option.
+A call gets its config from its spec in the same way, so `tsmla compile --config` compiles the objects that calls ask
+for. Options are the static fields of a spec, with shorter names for the dtypes. Every ValueError names the option.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tsmla_kernels.kernel import Config
 
 Spec = TypeVar("Spec")
 
-# Each kernel's options and their defaults, "" where there is none. Options after a model's preset are for every kernel,
-# so a kernel accepts what only the kernels before it read.
+# The options of each kind of kernel and their defaults, "" where there is none. Options after a model's preset are for
+# every kernel, so a kernel also accepts options that only the kernels before it read.
 _DECODE = {
     "num_heads": "",
     "tensor_parallel": "1",
@@ -111,8 +111,8 @@ def _filled_in(options: Mapping[str, str], defaults: Mapping[str, str]) -> dict[
 
 
 def _spec(kind: type[Spec], values: Mapping[str, str], **settled: Any) -> Spec:
-    """A spec of what is settled and, for its other fields, the options of their names. Sizes without an option are read
-    at the launch, and lse is made in any case."""
+    """A spec with the `settled` fields; the others are read from the options of the same name. A size without an option
+    is 1, because kernels read it at the launch, and a flag without one is True: kernels always compute lse."""
     types = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         name, of_field = field.name, types[field.name]

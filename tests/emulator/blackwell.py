@@ -1,8 +1,8 @@
-"""What TokenSpeed's kernels do with their operands, on a CPU: right where those are, and wrong where those are.
+"""TokenSpeed's kernels emulated on a CPU, with their results and their faults.
 
-Whole key tiles are read, masked keys have a weight of 0 which times NaN is NaN, a page that isn't there reads as zeros,
-lse has base 2, and what isn't written stays NaN. A row that sees nothing is left NaN here although the package promises
-0, so that a test sees who relies on it.
+Whole key tiles are read; masked keys have the weight 0, and 0 times NaN is NaN; a page outside the cache reads as
+zeros; lse has base 2; rows that are not written stay NaN. A row that sees no key is left NaN here, although the package
+promises 0, so that a test finds code that relies on the promise.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def prefill(
     n, m = jnp.diff(starts), jnp.diff(kv_starts)
     tile = jnp.arange(-(-shapes["longest_q"][0] // sm100.PREFILL_ROWS)) * sm100.PREFILL_ROWS
     hangs = jnp.zeros((), bool)
-    if config.causal:  # a tile of queries with work, all of which see nothing
+    if config.causal:  # a tile of queries that has work, although none of its queries sees a key
         last = tile + sm100.PREFILL_ROWS + (m - n)[:, None]
         hangs = ((tile < n[:, None]) & (m > 0)[:, None] & (last <= 0)).any()
 

@@ -1,8 +1,8 @@
-"""The cache kernels' own source, run thread by thread in Python: what CuTe DSL would trace is executed with numbers.
+"""The cache kernels' own source, run thread by thread in Python: the code that CuTe DSL would trace runs on numbers.
 
-Stand-ins take the place of cutlass while the module is imported under another name. Global memory is regions of bytes
-with gaps between them, so a load or store that is misaligned, or touches anything but one array, is an error. Where the
-threads of a CTA meet, they are Python's threads. Only what the cache kernels use is here.
+Stand-ins replace cutlass while the module is imported under another name. Global memory is regions of bytes with gaps
+between them, so a misaligned load or store, or one that touches more than one array, is an error. A kernel whose
+threads wait for each other runs on Python's threads. Only the parts of cutlass that the cache kernels use are here.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -60,22 +61,15 @@ class Values:
         with np.errstate(over="ignore", invalid="ignore"):
             return Values(array.astype(dtype.kind))
 
-    def _with(self, other: Values, compute: Callable[[Any, Any], Any]) -> Values:
-        assert self.array.dtype == other.array.dtype == np.float32
-        with np.errstate(all="ignore"):
-            return Values(np.asarray(compute(self.array, other.array), np.float32))
+    def _float32(compute: Callable[[Any, Any], Any]) -> Any:  # type: ignore[misc]
+        def method(self: Values, other: Values) -> Values:
+            assert self.array.dtype == other.array.dtype == np.float32
+            with np.errstate(all="ignore"):
+                return Values(np.asarray(compute(self.array, other.array), np.float32))
 
-    def __mul__(self, other: Values) -> Values:
-        return self._with(other, np.multiply)
+        return method
 
-    def __truediv__(self, other: Values) -> Values:
-        return self._with(other, np.divide)
-
-    def __add__(self, other: Values) -> Values:
-        return self._with(other, np.add)
-
-    def __sub__(self, other: Values) -> Values:
-        return self._with(other, np.subtract)
+    __mul__, __truediv__, __add__, __sub__ = map(_float32, (np.multiply, np.divide, np.add, np.subtract))
 
 
 class Registers:
@@ -111,48 +105,53 @@ class Memory:
     def tensor(self, array: np.ndarray) -> Tensor:
         """A copy of `array` in memory, as an operand."""
         self.regions.append(np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8).copy())
-        return Tensor(self, (len(self.regions)) * REGION, array.shape, DTYPES[array.dtype.name])
+        return Tensor(Pointer(self, len(self.regions) * REGION, DTYPES[array.dtype.name]), array.shape)
 
     def view(self, address: int, size: int) -> np.ndarray:
         """The bytes at an address, which must be those of one array."""
         region, offset = divmod(address, REGION)
         assert 0 < region <= len(self.regions), f"address {address:#x} is in no array"
-        there = self.regions[region - 1]
-        assert offset + size <= len(there), f"bytes {offset} to {offset + size} of an array of {len(there)}"
-        return there[offset : offset + size]
+        found = self.regions[region - 1]
+        assert offset + size <= len(found), f"bytes {offset} to {offset + size} of an array of {len(found)}"
+        return found[offset : offset + size]
 
 
-class Tensor:
-    """An array in global memory: an operand of a kernel, or some values at an address."""
-
-    def __init__(self, memory: Memory, address: int, shape: tuple[int, ...], dtype: Dtype) -> None:
-        self.memory, self.address, self.shape, self.element_type = memory, address, shape, dtype
-
-    @property
-    def iterator(self) -> Pointer:
-        return Pointer(self.memory, self.address, self.element_type)
-
-    def numpy(self) -> np.ndarray:
-        size = int(np.prod(self.shape)) * self.element_type.width // 8
-        return self.memory.view(self.address, size).view(self.element_type.kind).reshape(self.shape)
-
-    def __getitem__(self, index: int) -> Any:
-        size = self.element_type.width // 8
-        value = self.memory.view(self.address + index * size, size).view(self.element_type.kind)[0]
-        return int(value) if self.element_type.kind.kind == "i" else Values(np.asarray(value))
-
-
+@dataclass(frozen=True)
 class Pointer:
     """A typed address."""
 
-    def __init__(self, memory: Memory, address: int, dtype: Dtype) -> None:
-        self.memory, self.address, self.dtype = memory, address, dtype
+    memory: Memory
+    address: int
+    dtype: Dtype
 
     def toint(self) -> int:
         return self.address
 
     def __add__(self, elements: int) -> Pointer:
         return Pointer(self.memory, self.address + elements * self.dtype.width // 8, self.dtype)
+
+    def read(self, count: int) -> np.ndarray:
+        return self.memory.view(self.address, count * self.dtype.width // 8).view(self.dtype.kind)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An array in global memory: an operand of a kernel, or some values at an address."""
+
+    iterator: Pointer
+    shape: tuple[int, ...]
+
+    @property
+    def element_type(self) -> Dtype:
+        return self.iterator.dtype
+
+    @property
+    def array(self) -> np.ndarray:
+        return self.iterator.read(int(np.prod(self.shape))).reshape(self.shape)
+
+    def __getitem__(self, index: int) -> Any:
+        (value,) = (self.iterator + index).read(1)
+        return int(value) if self.element_type.kind.kind == "i" else Values(np.asarray(value))
 
 
 def stand_in(name: str, **attributes: Any) -> Any:
@@ -164,7 +163,7 @@ def stand_in(name: str, **attributes: Any) -> Any:
 
 
 class Cta:
-    """What the threads of a CTA share: shared memory, and where they meet."""
+    """The state that the threads of a CTA share: shared memory and barriers."""
 
     def __init__(self, block: int, threads: int) -> None:
         self.block, self.threads = block, threads
@@ -220,18 +219,15 @@ class Interpreter:
             sync_threads=lambda: self.here.cta.barrier.wait(),
             shuffle_sync_up=self._shuffle_up,
         )
-        same = self._same
         cute = stand_in(
             "cutlass.cute",
-            jit=same,
-            kernel=same,
-            struct=same,
+            **dict.fromkeys(("jit", "kernel", "struct"), lambda function: function),
             arch=arch,
             ceil_div=lambda a, b: -(-a // b),
             size=lambda values: len(values.array),
             make_layout=lambda shape: shape,
             make_ptr=self._pointer,
-            make_tensor=lambda pointer, count: Tensor(pointer.memory, pointer.address, (count,), pointer.dtype),
+            make_tensor=lambda pointer, count: Tensor(pointer, (count,)),
             make_rmem_tensor=lambda shape, dtype: Registers(np.full(shape, 123, dtype.kind)),
             autovec_copy=self._copy,
         )
@@ -270,20 +266,14 @@ class Interpreter:
             spec.loader.exec_module(module)
         return module
 
-    @staticmethod
-    def _same(function: Any) -> Any:
-        return function
-
     def _pointer(self, dtype: Dtype, address: int, space: Any, assumed_align: int) -> Pointer:
         assert address % assumed_align == 0, f"address {address:#x} is no multiple of {assumed_align}"
         return Pointer(self.memory, address, dtype)
 
-    def _copy(self, source: Any, target: Any) -> None:
-        def array(side: Any) -> np.ndarray:
-            return side.numpy() if isinstance(side, Tensor) else side.array
-
-        assert array(source).dtype == array(target).dtype and array(source).shape == array(target).shape
-        array(target)[:] = array(source)
+    @staticmethod
+    def _copy(source: Any, target: Any) -> None:
+        assert source.array.dtype == target.array.dtype and source.array.shape == target.array.shape
+        target.array[:] = source.array
 
     def _allocate(self, _: Any) -> Any:
         cta = self.here.cta

@@ -1,7 +1,7 @@
 """The package's host code on numbers: its functions run with a `cute` whose tensors are an offset and a layout.
 
-The host functions of tokenspeed-mla are traced by the DSL into code that runs before a launch. What they compute from
-sizes and strides is plain arithmetic, which runs here on the CPU, up to the first step that needs the compiler.
+The DSL traces the host functions of tokenspeed-mla into code that runs before a launch. They compute with sizes and
+strides, by plain arithmetic that runs here on the CPU, up to the first step that needs the compiler.
 """
 
 from __future__ import annotations
@@ -90,14 +90,14 @@ CUTE = types.SimpleNamespace(
     size=lambda x: int(np.prod(list(leaves(x)))),
     cosize=lambda layout: layout.last() + 1,
     shape=lambda x: x,
-    # The unit of an iterator is its user's matter: bytes in the workspace, elements elsewhere.
+    # An iterator counts bytes in the workspace and elements elsewhere.
     recast_ptr=lambda pointer, dtype=None: pointer,
 )
 CUTLASS = types.SimpleNamespace(const_expr=lambda x: x)
 
 
 def code_as_written(function: Any) -> types.CodeType:
-    """The code of a function as its file has it: compiling a kernel puts the DSL's rewriting of it in its place."""
+    """The code of a function as in its file: compiling a kernel replaces the function's code with the DSL's rewrite."""
     path = inspect.getsourcefile(sys.modules[function.__module__])
     assert path
     waiting = [compile(Path(path).read_text(), path, "exec")]
@@ -131,7 +131,7 @@ def stop(*arguments: Any) -> Any:
 
 
 def locals_at_stop(function: Callable[..., Any], *arguments: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """The local variables of `function` when it calls `stop`, and what it passes to it."""
+    """The local variables of `function` when it calls `stop`, and the arguments of that call."""
     try:
         function(*arguments)
     except Reached as reached:

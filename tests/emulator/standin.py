@@ -1,7 +1,6 @@
-"""Kernels that compile in a fraction of a second and take operands as the real ones do, for testing what is around
-them.
+"""Kernels that compile in a fraction of a second and take operands as the real ones do, to test the code around them.
 
-Imports no cutlass until a launcher is built: the catalog's entries below must cost nothing to import.
+Imports no cutlass until a launcher is built, because the records below must cost nothing to import.
 """
 
 import dataclasses

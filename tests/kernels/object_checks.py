@@ -1,11 +1,11 @@
-"""What holds of every Hopper kernel as it is compiled."""
+"""Checks of every compiled Hopper kernel."""
 
 from tsmla_kernels.compile import CompiledObject
 from tsmla_kernels.resources import resource_report
 
 
 def assert_stays_in_registers(compiled: CompiledObject, kernels: int) -> None:
-    """Nothing spilled, nothing in local memory, no serialised WGMMA, in an object of so many kernels."""
+    """An object with this number of kernels, without spills, local memory or serialised WGMMA."""
     report = resource_report(compiled)
     assert len(report.kernels) == kernels
     for kernel in report.kernels:
@@ -17,5 +17,5 @@ def assert_stays_in_registers(compiled: CompiledObject, kernels: int) -> None:
 
 
 def assert_small_enough_to_embed(compiled: CompiledObject) -> None:
-    # It travels in every program that calls it.
+    # The object is part of every program that calls it.
     assert len(compiled.module) < 1 << 20

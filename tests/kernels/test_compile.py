@@ -1,4 +1,4 @@
-"""Objects that the compiler makes: the form the runtime wants, for any host of the same kind, with what they take."""
+"""Compiled objects: in the form that the runtime loads, for any host of the same kind, with a report of resources."""
 
 import ctypes
 import json
@@ -105,7 +105,7 @@ def test_report_finds_local_memory() -> None:
 
 
 def test_report_finds_serialised_wgmma(scale: CompiledObject) -> None:
-    # ptxas' words, wrapped and coloured as the DSL prints them; that they come at all is tested on the real kernels.
+    # A remark of ptxas, wrapped and coloured as the DSL prints it. The real kernels' tests show that there are remarks.
     said = (
         "\x1b[96mremark[ptxas]:\x1b[0m\n   ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async\n"
         "          instructions are\n          serialized due to insufficient register resources for the function\n"

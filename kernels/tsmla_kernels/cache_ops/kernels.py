@@ -58,7 +58,7 @@ def widened(values, factor):
 
 def row_address(array, row, column_bytes):
     """The address of a row of an array [rows, pitch], plus some bytes. The pitch is read from the array, because a
-    launch may pass wider rows, of which only the first columns are read."""
+    launch may pass wider rows; only their first columns are read."""
     pitch = Int64(array.shape[1]) * (array.element_type.width // 8)
     return array.iterator.toint() + Int64(row) * pitch + Int64(column_bytes)
 
@@ -231,7 +231,7 @@ class RopeWriteKvCache:
                 ]
                 if const_expr(self.config.rope_layout == "interleaved"):
                     rotated = [[rotated[i % 2][i // 2] for i in range(vector)]]
-                # Rounded as the input is: quantising starts from what an unfused rotation gives.
+                # Rounded to the inputs' dtype, as an unfused rotation would before it is quantised.
                 stores = [self.rounded(values) for values in rotated]
                 column = latent_dim + pair * (3 - len(stores))
                 self.write(arrays, first_row + u * tiling.rows, slots[u], column, stores, factors)

@@ -4,24 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
-from tsmla_kernels.cache_ops.config import (
-    ARCHS,
-    GatherConfig,
-    RopeWriteConfig,
-    WriteConfig,
-    gather_config,
-    gather_reasons,
-    rope_write_config,
-    rope_write_reasons,
-    write_config,
-    write_reasons,
-)
+from tsmla_kernels.cache_ops import config as cache_config
 from tsmla_kernels.kernel import Kernel, Operand
 from tsmla_kernels.options import cache_gather_spec, cache_write_spec, config_of, rope_write_spec
 
 
-def cache_write_operands(config: WriteConfig) -> tuple[Operand, ...]:
-    """latent and k_rope may be wider than L and R: their first columns are what is read."""
+def cache_write_operands(config: cache_config.WriteConfig) -> tuple[Operand, ...]:
+    """latent and k_rope may be wider than L and R; only their first columns are read."""
     return (
         Operand("kv_cache", config.kv_dtype, (None, None, config.head_dim), wide=True),
         Operand("latent", config.in_dtype, (None, None)),
@@ -32,8 +21,8 @@ def cache_write_operands(config: WriteConfig) -> tuple[Operand, ...]:
     )
 
 
-def rope_write_operands(config: RopeWriteConfig) -> tuple[Operand, ...]:
-    """N = T * H query rows. Rows of the inputs, cos and sin may be wider than L, R and R / 2, as those of
+def rope_write_operands(config: cache_config.RopeWriteConfig) -> tuple[Operand, ...]:
+    """N = T * H query rows. Rows of the inputs, cos and sin may be wider than L, R and R / 2, as in
     cache_write_operands."""
     return (
         Operand("kv_cache", config.kv_dtype, (None, None, config.head_dim), wide=True),
@@ -48,8 +37,8 @@ def rope_write_operands(config: RopeWriteConfig) -> tuple[Operand, ...]:
     )
 
 
-def cache_gather_operands(config: GatherConfig) -> tuple[Operand, ...]:
-    """Operands of gather_kv_cache, as its contract has them."""
+def cache_gather_operands(config: cache_config.GatherConfig) -> tuple[Operand, ...]:
+    """As in the contract of gather_kv_cache."""
     return (
         Operand("kv_cache", config.kv_dtype, (None, None, config.head_dim), wide=True),
         Operand("block_tables", "int32", (None, None), align=4),
@@ -62,27 +51,27 @@ def cache_gather_operands(config: GatherConfig) -> tuple[Operand, ...]:
 
 WRITE_KV_CACHE = Kernel(
     name="write_kv_cache",
-    archs=ARCHS,
+    archs=cache_config.ARCHS,
     launcher="tsmla_kernels.cache_ops.kernels:WriteKvCache",
-    config=WriteConfig,
+    config=cache_config.WriteConfig,
     operands=cache_write_operands,
-    from_options=partial(config_of, cache_write_spec, write_reasons, write_config),
+    from_options=partial(config_of, cache_write_spec, cache_config.write_reasons, cache_config.write_config),
 )
 
 ROPE_WRITE_KV_CACHE = Kernel(
     name="rope_write_kv_cache",
-    archs=ARCHS,
+    archs=cache_config.ARCHS,
     launcher="tsmla_kernels.cache_ops.kernels:RopeWriteKvCache",
-    config=RopeWriteConfig,
+    config=cache_config.RopeWriteConfig,
     operands=rope_write_operands,
-    from_options=partial(config_of, rope_write_spec, rope_write_reasons, rope_write_config),
+    from_options=partial(config_of, rope_write_spec, cache_config.rope_write_reasons, cache_config.rope_write_config),
 )
 
 GATHER_KV_CACHE = Kernel(
     name="gather_kv_cache",
-    archs=ARCHS,
+    archs=cache_config.ARCHS,
     launcher="tsmla_kernels.cache_ops.kernels:GatherKvCache",
-    config=GatherConfig,
+    config=cache_config.GatherConfig,
     operands=cache_gather_operands,
-    from_options=partial(config_of, cache_gather_spec, gather_reasons, gather_config),
+    from_options=partial(config_of, cache_gather_spec, cache_config.gather_reasons, cache_config.gather_config),
 )

@@ -36,7 +36,7 @@ ROPE_LAYOUTS = ("interleaved", "halves")
 
 @dataclass(frozen=True)
 class CacheWriteSpec:
-    """One call of write_kv_cache."""
+    """One call of write_kv_cache: rows in in_dtype into a cache in kv_dtype."""
 
     num_tokens: Dim
     latent_dim: int
@@ -68,7 +68,8 @@ class CacheGatherSpec:
 
 @dataclass(frozen=True)
 class RopeWriteSpec:
-    """One call of rope_write_kv_cache: what it writes, and the query it makes. All four inputs have write.in_dtype."""
+    """One call of rope_write_kv_cache: `write` for the cache, the rest for the query. All four inputs have
+    write.in_dtype."""
 
     write: CacheWriteSpec
     num_heads: Dim

@@ -131,7 +131,7 @@ def cache_spec(name: str, cache: Array, *, page_size: int | None = None, page_sp
         )
     num_pages, stride, width = cache.shape
     check_pages(name, cache)
-    # A plain cache strided wider than its pages is the array [P, span, D] of which page_size rows are used.
+    # A plain cache whose stride is wider than its pages is an array [P, span, D] with page_size rows in use.
     size = stride if page_size is None else static_int("page_size", page_size, minimum=1)
     if check_page_span("page_span", stride if page_span is None else page_span, size) != stride:
         raise ValueError(f"page_span: got {page_span}; legal: {name}'s axis 1, {stride}")

@@ -4,7 +4,8 @@ Imports neither jax nor torch. An argument is described as `Array(shape, dtype)`
 shape holds ints or the symbolic dimensions of `jax.export`; only the last axis and the page size must be ints.
 
 Errors: TypeError for an argument that isn't an array or isn't static, ValueError for a shape, dtype or value that is
-not legal. What one implementation can't run is that implementation's NotImplementedError, not decided here.
+not legal. A legal call that one implementation can't run gets that implementation's NotImplementedError, not one from
+here.
 """
 
 import operator
@@ -132,10 +133,18 @@ def check_dtype(name: str, array: Array, legal: Sequence[str]) -> None:
         raise ValueError(f"{name}: got dtype {array.dtype}; legal: {listed(legal)}")
 
 
-def check_ints(name: str, array: Array, axes: str) -> None:
-    """ValueError unless int32 with the axes of the legend: what indexes a cache is never converted quietly."""
+def check_array(name: str, array: Array, axes: str, dtypes: Sequence[str], *sizes: tuple[Dim, str]) -> None:
+    """ValueError unless the array has the axes of the legend, one of the dtypes and, for its first axes, these sizes,
+    each with the words that say whose size it is."""
     check_rank(name, array, axes)
-    check_dtype(name, array, ("int32",))
+    check_dtype(name, array, dtypes)
+    for axis, (size, meaning) in enumerate(sizes):
+        check_size(name, array, axis, size, meaning)
+
+
+def check_ints(name: str, array: Array, axes: str, *sizes: tuple[Dim, str]) -> None:
+    """`check_array` for int32: an integer that indexes a cache is never converted quietly."""
+    check_array(name, array, axes, ("int32",), *sizes)
 
 
 def check_ints_of_length(name: str, array: Array, axis: str, length: Dim, source: str) -> None:

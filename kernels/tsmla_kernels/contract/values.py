@@ -2,7 +2,7 @@
 
 Reading the values costs a synchronisation with the device, hence the switch. Without the checks the implementations
 still read and write only inside the cache. Both front ends call these functions, so a wrong value reads the same from
-jax and from torch. Each raises ValueError naming the argument; what is static in the call comes before the arrays.
+jax and from torch. Each raises ValueError naming the argument, and takes its static arguments before the arrays.
 """
 
 from __future__ import annotations

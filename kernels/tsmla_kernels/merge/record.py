@@ -11,8 +11,8 @@ from tsmla_kernels.options import config_of, merge_spec
 
 
 def merge_operands(config: MergeConfig) -> tuple[Operand, ...]:
-    """The parts' rows may be wider than L: their first columns are what is read. The first part's memory is the
-    result's, where its owner has no further use for it."""
+    """Rows of the partial results may be wider than L; only their first columns are read. The result may be written
+    over the first partial result, if the caller no longer needs that."""
     parts = range(config.parts)
     return (
         *(Operand(f"out_{i}", config.dtype, (None, None)) for i in parts),

@@ -1,7 +1,7 @@
 """Ragged prefill attention (192 wide keys, 128 wide values) on Blackwell by the package tokenspeed-mla: fp8 and bf16.
 
 The device code is the package's, in the configuration that its own wrapper uses. The longest query, which decides the
-grid, comes as the size of an operand, so that one object serves every length.
+grid, is passed as the size of an operand, so that one object serves every length.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def sm100_prefill_operands(config: sm100.PrefillConfig) -> tuple[Operand, ...]:
 
 
 def _sm100_outputs(traced_scales: bool, *outputs: Operand) -> tuple[Operand, ...]:
-    """The outputs, after the scales where these are an array, else before the operands whose sizes say them."""
+    """The outputs, after the array of scales if there is one, else before the operands whose sizes encode them."""
     if traced_scales:
         return (Operand("scales", "float32", (2,), align=4), *outputs)
     return (*outputs, *(Operand(name, "int8", (None,), output=True, align=1) for name in sm100.SCALE_OPERANDS))

@@ -1,5 +1,5 @@
-"""The cache kernels' source, thread by thread with numbers, against the references: who stores what where, without a
-GPU. See cache_interpreter.py."""
+"""The cache kernels' source, run thread by thread on numbers, against the references: every store, without a GPU. See
+cache_interpreter.py."""
 
 import itertools
 from typing import Any
@@ -79,7 +79,7 @@ def test_write(config: WriteConfig) -> None:
         operands = put(wider(latent, 8)), put(rope), put(slots), put(SCALE), written
         machine.launch(kernel.write, kernel.tiling.threads, -(-tokens // step), *operands)
         assert_same(
-            written.numpy(), reference("write_kv_cache", cache, latent, k_rope, slots, kv_scale=float(SCALE[0]))
+            written.array, reference("write_kv_cache", cache, latent, k_rope, slots, kv_scale=float(SCALE[0]))
         )
 
 
@@ -113,8 +113,8 @@ def test_rope_write(q_dtype: str, kv_dtype: str, interleave: bool, layout: str) 
             "rope_write_kv_cache", cache, nope, rope, latent, k_rope, slots, cos, sin, q_dtype=q_dtype,
             q_scale=float(SCALE[0]), kv_scale=float(2 * SCALE[0]), rope_interleave=interleave, rope_layout=layout,
         )  # fmt: skip
-        assert_same(q.numpy().reshape(tokens, heads, -1), want_q)
-        assert_same(written.numpy(), want)
+        assert_same(q.array.reshape(tokens, heads, -1), want_q)
+        assert_same(written.array, want)
 
 
 @pytest.mark.parametrize(
@@ -147,4 +147,4 @@ def test_gather(config: GatherConfig, requests: int) -> None:
         "gather_kv_cache", cache, tables, starts, lens, total_len=total, kv_scale=float(SCALE[0]),
         out_dtype=KINDS[config.out_dtype],
     )  # fmt: skip
-    assert_same(out.numpy(), want)
+    assert_same(out.array, want)

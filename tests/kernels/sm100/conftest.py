@@ -16,8 +16,8 @@ ARCH = "sm_100a"
 
 @pytest.fixture(scope="session")
 def compiled_objects(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all tests keep what they compile: in pytest's own cache, since an object is found again only for the same
-    sources, config and versions, and carries what its compilation said. TSMLA_BLACKWELL_CACHE names another place."""
+    """The folder of all tests' objects, in pytest's own cache: an object is found again only for the same sources,
+    config and versions, and carries its compilation's log. TSMLA_BLACKWELL_CACHE names another folder."""
     if named := os.environ.get("TSMLA_BLACKWELL_CACHE"):
         return Path(named)
     kept = getattr(request.config, "cache", None)  # none with -p no:cacheprovider
@@ -26,7 +26,7 @@ def compiled_objects(request: pytest.FixtureRequest, tmp_path_factory: pytest.Te
     path: Path = kept.mkdir("blackwell-objects")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TSMLA_CACHE_DIR", str(path))
-        object_cache.prune()  # of what no test will ask for any more
+        object_cache.prune()  # removes objects that no test will ask for any more
     return path
 
 
@@ -42,7 +42,7 @@ def blackwell(compiled_objects: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 def forget() -> None:
-    """What an earlier test traced, with other functions in the place of real ones, must not be taken for another's."""
+    """Drop programs that an earlier test traced with other functions in the place of real ones."""
     decode._transformable.cache_clear()
     prefill._transformable.cache_clear()
     kernel_call._module.cache_clear()

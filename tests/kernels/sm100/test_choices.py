@@ -1,8 +1,8 @@
 """Fold, packing, splits, workspace and visible keys against tokenspeed-mla itself, over ten thousand random calls.
 
-The package's wrapper runs on tensors without memory, with its questions to the GPU answered here, up to the compiled
-kernel's call: what it asks to be compiled and what it passes is compared with what the adapter chooses. Which keys a
-query row sees is said by statements of its kernels, which run here on numpy's arrays.
+The package's wrapper runs on tensors without memory, with the GPU's properties given here, up to the call of the
+compiled kernel. The options that it compiles with and the arguments that it passes are compared with the adapter's
+choice. The statements of its kernels that bound the visible keys of a query row run here on numpy's arrays.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def spec_of(call: Call) -> contract.DecodeSpec:
 
 @pytest.fixture
 def wrapper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Call], tuple[dict[str, Any], list[Any]]]]:
-    """The package's tokenspeed_mla_decode, as a function from a call to (what is compiled, what is passed)."""
+    """The package's tokenspeed_mla_decode, as a function from a call to (compile options, kernel arguments)."""
     asked: dict[str, Any] = {}
     passed: list[Any] = []
 
@@ -203,7 +203,7 @@ def test_ten_thousand_calls_see_the_keys_that_the_package_lets_them_see() -> Non
         q_lens = numbers.integers(0, tokens + 3, 4, dtype=np.int32) if ragged else None
         visible = visible_keys(lens, q_lens, tokens=tokens, causal=causal)
         assert visible.shape == (4, tokens) and visible.dtype == np.int32
-        assert (visible >= 0).all() and (visible <= lens[:, None]).all()  # what the package asks for
+        assert (visible >= 0).all() and (visible <= lens[:, None]).all()  # as the package requires
 
         # Every row of every tile that is of a query, and behind the last tile's such rows some of padding.
         rows = np.arange(tiles.count * tiles.rows)
@@ -216,7 +216,7 @@ def test_ten_thousand_calls_see_the_keys_that_the_package_lets_them_see() -> Non
         if q_lens is None:
             want = own(rows[real], request, q_len=tokens, local=None)
         else:
-            # As the package bounds token i of a request of so many, each in a tile of its own.
+            # The package's bound for each token of a request with its own number of queries, one token a tile.
             alone = sm100.QueryTiles(tiles.rows, tokens, call.heads, 1, False)
             index = token - (tokens - np.minimum(q_lens, tokens))[:, None]
             each = [

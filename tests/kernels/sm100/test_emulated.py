@@ -1,8 +1,8 @@
 """mla_decode and mla_prefill on Blackwell against the reference, with the kernels' behaviour emulated on a CPU.
 
-Everything around the kernels runs: what they must not be given (ragged queries, lengths of 0, fewer keys than queries,
-tables that end within a tile, garbage behind a request's pages) and what they return otherwise (base 2, rows not
-written) is in the calls.
+All code around the kernels runs. The calls have the inputs that the kernels must not see (ragged queries, lengths of 0,
+fewer keys than queries, tables that end within a tile, garbage behind a request's pages), and the kernels' results need
+the conversions (base 2, rows not written).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def close(got: Any, want: Any, dtype: str) -> None:
 
 
 class Decode:
-    """Random arrays of a decode: pages that nobody uses hold NaN, and so do tables behind a request's last page."""
+    """Random arrays of a decode: unused pages hold NaN, and tables name them behind a request's last page."""
 
     def __init__(
         self, seq_lens: list[int], *, tokens: int = 1, heads: int = 3, page: int = 16, max_pages: int = 5,
@@ -60,8 +60,8 @@ class Decode:
         cache[~owned] = np.nan
         for request, length in enumerate(seq_lens):
             used = min(max(-(-length // page), 0), max_pages)
-            nobodys = int(np.flatnonzero(~owned)[0])
-            tables[request, used:] = rng.choice([nobodys, -7, 2**31 - 1, num_pages], max_pages - used)
+            unused = int(np.flatnonzero(~owned)[0])
+            tables[request, used:] = rng.choice([unused, -7, 2**31 - 1, num_pages], max_pages - used)
         rows = (batch, tokens) if total is None else (total,)
         self.q = jnp.asarray(rng.standard_normal((*rows, heads, 576), np.float32)).astype(dtype)
         self.cache = jnp.asarray(cache).astype(dtype)
@@ -105,7 +105,7 @@ def test_pages_and_tables_that_end_within_a_tile(page: int, dtype: str) -> None:
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_ragged_queries(causal: bool) -> None:
-    # A request without queries, one with more than max_q_len, rows of nobody at the end.
+    # A request without queries, one with more than max_q_len, rows of no request at the end.
     lens = [0, 70, 2, 33, 9, 80]
     counts = [2, 1, 4, 0, 6, 3]
     x = Decode(lens, total=sum(counts) + 5, seed=3)

@@ -65,7 +65,7 @@ def packed(tokens: Any, keys: Any, batch: Any, heads: int = 16) -> tuple[tuple[S
 
 
 def lower(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    # A function of its own each time: jax remembers what it lowered for the same one.
+    # A new function each time, because jax caches the lowering of a function.
     jitted = jax.jit(lambda *args, **kwargs: function(*args, **kwargs))
     return jitted.trace(*args, **kwargs).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -161,7 +161,7 @@ def test_what_vmap_makes_too_large_is_refused() -> None:
         jax.eval_shape(folded, Struct((16, *q.shape), q.dtype))
 
 
-# ---- what is said
+# ---- explanations and errors
 
 
 def test_explain_says_that_nothing_was_run_on_one() -> None:

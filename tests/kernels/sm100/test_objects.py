@@ -53,7 +53,7 @@ def name(value: Any) -> str:
     return getattr(value, "name", None) or re.sub(r"\w+=", "", str(value))
 
 
-# The DSL's advice on how long loops of the package take to compile, which says nothing of what comes out.
+# The DSL warns that loops of the package are slow to compile, which makes no difference to the object.
 ADVICE = re.compile(r"DSLOptimizationWarning: This static loop has \d+ iterations, which may be very slow to compile")
 
 
@@ -67,16 +67,16 @@ def compiled(kernel: Any, config: Any, arch: str) -> tuple[CompiledObject, str]:
     [pytest.param(*each, marks=() if each in FAST else pytest.mark.slow) for each in LISTED + TRACED],
     ids=name,
 )
-def test_nothing_is_spilled_and_nobody_warns(kernel: Any, config: Any, arch: str) -> None:
+def test_objects_have_no_spills_and_no_warnings(kernel: Any, config: Any, arch: str) -> None:
     found, said = compiled(kernel, config, arch)
     report = resource_report(found)
-    # Whole, split, and the merge of splits, in one object.
+    # One object has the whole kernel, the split kernel and the merge of splits.
     assert len(report.kernels) == (3 if kernel is MLA_DECODE_SM100 else 1)
     assert [each.stack_bytes for each in report.kernels] == [0] * len(report.kernels)
     spilled = re.findall(r"(\d+) bytes spill stores", said)
-    assert spilled == ["0"] * len(report.kernels)  # the assembler did speak, of each
+    assert spilled == ["0"] * len(report.kernels)  # the assembler did report, for each kernel
     assert "warning" not in said.lower() and report.serialised == ()
-    assert len(found.module) < 1 << 19  # it travels in every program that calls it
+    assert len(found.module) < 1 << 19  # it is part of every program that calls it
 
 
 def test_operands_follow_the_launchers_order() -> None:

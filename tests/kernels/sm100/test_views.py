@@ -1,8 +1,8 @@
-"""What the launchers hand to tokenspeed-mla's host code, and what that makes of it, by its own Python on numbers.
+"""The launchers' views in tokenspeed-mla's host code, whose own Python runs here on numbers.
 
-So only the package's device code is taken on trust: that row r of query tile t of request b is the token and head that
-the adapter means, in q, out and lse and in visible_lens, that every row is there once, that partial results lie in the
-workspace side by side, and that the grid covers all.
+These tests show that row r of query tile t of request b is the token and head that the adapter means, in q, out, lse
+and visible_lens; that every row exists once; that partial results don't overlap in the workspace; and that the grid
+covers all tiles. Only the package's device code is left untested.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def configs() -> list[tuple[sm100.DecodeConfig, str]]:
 
 
 def host_state(config: sm100.DecodeConfig, arch: str, batch: int, splits: int) -> tuple[Any, dict[str, Any], Any]:
-    """The package's kernel object, its variables once it has made its views, and what its workspace is made of."""
+    """The package's kernel object, its local variables after it has made its views, and its workspace's sizes."""
     attention = mla_decode.attention(config, arch)
     q = dense((batch, config.max_q_len, config.num_heads, 576), FP8)
     cache = dense((50, config.page_size, 576), FP8)
@@ -141,7 +141,7 @@ def test_prefill_views_are_the_packed_arrays() -> None:
     five = numeric(mla_prefill.five_axes)
     arrays = [dense((tokens, heads, 192)), dense((keys, heads, 192)), dense((keys, heads, 128))]
     out, lse = dense((tokens, heads, 128)), dense((tokens, heads))
-    # The package says of the width 192 that it is a multiple of 128: of so many bits it is.
+    # The package asserts that the width 192 is a multiple of 128, which holds in bits.
     trusting = types.SimpleNamespace(**{**vars(CUTE), "assume": lambda value, divby: value})
     call = numeric(
         fmha.BlackwellFusedMultiHeadAttentionForward.__call__,

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from tsmla_kernels.contract import PrefillSpec, attention_out_dtype
 from tsmla_kernels.kernel import Kernel, Operand
 from tsmla_kernels.options import config_of, flag, prefill_spec
-from tsmla_kernels.sm90.prefill.config import (
-    PrefillConfig,
-    prefill_config,
-    prefill_reasons,
-    prefill_workspaces,
-    shared_rope_reasons,
-)
+from tsmla_kernels.sm90.prefill import config as sm90_prefill
 
 SHARED_ROPE_DIM = 64
 """R of the objects for mla_prefill_kv that `tsmla compile` makes."""
 
 
-def mla_prefill_operands(config: PrefillConfig) -> tuple[Operand, ...]:
+def mla_prefill_operands(config: sm90_prefill.PrefillConfig) -> tuple[Operand, ...]:
     """q, k and v as mla_prefill takes them, or kv and k_rope as mla_prefill_kv does; the number of heads is read at the
     launch."""
-    workspaces = prefill_workspaces(1, 1)
+    workspaces = sm90_prefill.prefill_workspaces(1, 1)
     k_dim, v_dim, rope_dim = config.qk_head_dim, config.v_head_dim, config.rope_dim
     keys = (Operand("k", config.dtype, (None, None, k_dim)), Operand("v", config.dtype, (None, None, v_dim)))
     if rope_dim:
@@ -40,25 +35,22 @@ def mla_prefill_operands(config: PrefillConfig) -> tuple[Operand, ...]:
     )
 
 
-def mla_prefill_config(options: Mapping[str, str]) -> PrefillConfig:
+def mla_prefill_config(options: Mapping[str, str]) -> sm90_prefill.PrefillConfig:
     """The config of options on the command line; shared_rope=true is for mla_prefill_kv."""
     if not flag(options, "shared_rope"):
-        return config_of(prefill_spec, prefill_reasons, prefill_config, options)
+        return config_of(prefill_spec, sm90_prefill.prefill_reasons, sm90_prefill.prefill_config, options)
 
     def reasons(spec: PrefillSpec) -> list[str]:
-        return prefill_reasons(spec) + shared_rope_reasons(spec, SHARED_ROPE_DIM)
+        return sm90_prefill.prefill_reasons(spec) + sm90_prefill.shared_rope_reasons(spec, SHARED_ROPE_DIM)
 
-    def config(spec: PrefillSpec) -> PrefillConfig:
-        return prefill_config(spec, SHARED_ROPE_DIM)
-
-    return config_of(prefill_spec, reasons, config, options)
+    return config_of(prefill_spec, reasons, partial(sm90_prefill.prefill_config, rope_dim=SHARED_ROPE_DIM), options)
 
 
 MLA_PREFILL = Kernel(
     name="mla_prefill",
     archs=("sm_90a",),
     launcher="tsmla_kernels.sm90.prefill.mla_prefill:MlaPrefill",
-    config=PrefillConfig,
+    config=sm90_prefill.PrefillConfig,
     operands=mla_prefill_operands,
     from_options=mla_prefill_config,
 )
