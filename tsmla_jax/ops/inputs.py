@@ -26,17 +26,18 @@ def describe(name: str, value: Any) -> contract.Array:
     return contract.Array(tuple(value.shape), jnp.dtype(value.dtype).name)
 
 
-def describe_as(name: str, value: Any, axes: str, dtypes: Sequence[str]) -> contract.Array:
-    """`describe`, and ValueError unless the array has the axes of the legend ("T H D") and one of the dtypes."""
+def describe_as(
+    name: str, value: Any, axes: str, dtypes: Sequence[str], *sizes: tuple[contract.Dim, str]
+) -> contract.Array:
+    """`describe`, and the check of the axes, the dtype and the sizes of the first axes (contract.rules.check_array)."""
     array = describe(name, value)
-    rules.check_rank(name, array, axes)
-    rules.check_dtype(name, array, dtypes)
+    rules.check_array(name, array, axes, dtypes, *sizes)
     return array
 
 
-def describe_ints(name: str, value: Any, axes: str) -> contract.Array:
+def describe_ints(name: str, value: Any, axes: str, *sizes: tuple[contract.Dim, str]) -> contract.Array:
     """`describe_as` for int32: indices into a cache are never converted quietly."""
-    return describe_as(name, value, axes, ("int32",))
+    return describe_as(name, value, axes, ("int32",), *sizes)
 
 
 def describe_call(make: Callable[..., Spec], **arguments: Any) -> Spec:

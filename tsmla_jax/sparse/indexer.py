@@ -38,9 +38,7 @@ def indexer_quantize(
       ValueError: shapes or dtypes that are not legal.
     """
     num_tokens, num_heads, head_dim = describe_as("q", q, "T Hi Di", FLOATS).shape
-    described = describe_as("weights", weights, "T Hi", FLOATS)
-    rules.check_size("weights", described, 0, num_tokens, "T, q's tokens")
-    rules.check_size("weights", described, 1, num_heads, "Hi, q's heads")
+    describe_as("weights", weights, "T Hi", FLOATS, (num_tokens, "T, q's tokens"), (num_heads, "Hi, q's heads"))
     values, scales, _ = numerics.quantize_pow2(jnp.asarray(q), INDEXER.query_floor)
     return values, fold_weights(jnp.asarray(weights), head_dim) * scales
 

@@ -172,9 +172,8 @@ def valid_slots(slots: jax.Array, spec: CacheSpec) -> jax.Array:
 
 def masked_slots(slot_mapping: Array, rows: contract.Array, spec: CacheSpec) -> jax.Array:
     """Slots with the skipped ones past the end, where a dropping scatter ignores them (-1 would wrap round)."""
-    described = describe_ints("slot_mapping", slot_mapping, "T")
     rules.check_rank("rows to write", rows, "T D")
-    rules.check_size("slot_mapping", described, 0, rows.shape[0], "T, the rows to write")
+    describe_ints("slot_mapping", slot_mapping, "T", (rows.shape[0], "T, the rows to write"))
     slots = checks.slot_mapping(jnp.asarray(slot_mapping), spec.num_slots)
     return jnp.where(valid_slots(slots, spec), slots, spec.num_slots)
 

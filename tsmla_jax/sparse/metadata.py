@@ -59,10 +59,8 @@ def expand_decode_metadata(
       ValueError: shapes or dtypes disagree, or m * B > total_tokens. TypeError: total_tokens isn't static.
       Under TSMLA_CHECK=1: ValueError when decode_lens are negative or sum past total_tokens.
     """
-    lengths = describe_ints("seq_lens", seq_lens, "B")
-    tables = describe_ints("block_tables", block_tables, "B M")
-    num_requests, num_pages = tables.shape
-    rules.check_size("block_tables", tables, 0, lengths.shape[0], "B, seq_lens's requests")
+    requests = (describe_ints("seq_lens", seq_lens, "B").shape[0], "B, seq_lens's requests")
+    num_requests, num_pages = describe_ints("block_tables", block_tables, "B M", requests).shape
     total_tokens = contract.static_int("total_tokens", total_tokens)
     seq_lens, block_tables = jnp.asarray(seq_lens), jnp.asarray(block_tables)
     if isinstance(decode_lens, int):
@@ -73,8 +71,7 @@ def expand_decode_metadata(
             )
         lens = jnp.full((num_requests,), each, jnp.int32)
     else:
-        described = describe_ints("decode_lens", decode_lens, "B")
-        rules.check_size("decode_lens", described, 0, num_requests, "B, seq_lens's requests")
+        describe_ints("decode_lens", decode_lens, "B", requests)
         lens = checks.decode_lens(jnp.asarray(decode_lens), total_tokens)
     ones = jnp.ones((total_tokens,), jnp.int32)
     if num_requests == 0:
@@ -136,12 +133,11 @@ def positions_to_slots(
       ValueError: shapes or dtypes disagree, page_span < page_size, or a table of no page.
       Under TSMLA_CHECK=1: ValueError when a position lies past the block table.
     """
-    rows = describe_ints("positions", positions, "N K").shape[0]
-    tables = describe_ints("block_tables", block_tables, "N M")
-    rules.check_size("block_tables", tables, 0, rows, "N, positions's rows")
+    num_rows = describe_ints("positions", positions, "N K").shape[0]
+    max_pages = describe_ints("block_tables", block_tables, "N M", (num_rows, "N, positions's rows")).shape[1]
     page_size = contract.static_int("page_size", page_size, minimum=1)
     span = check_page_span("page_span", page_size if page_span is None else page_span, page_size)
-    capacity = tables.shape[1] * page_size
+    capacity = max_pages * page_size
     positions, block_tables = jnp.asarray(positions), jnp.asarray(block_tables)
     if capacity == 0:
         raise ValueError("block_tables: got shape [N, 0]; legal: at least one page a row")

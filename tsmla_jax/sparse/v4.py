@@ -69,11 +69,10 @@ def apply_rope(
     """
     array, table = describe("x", x), describe("cos_sin", cos_sin)
     rules.check_dtype("x", array, FLOATS)
-    rows = describe_ints("positions", positions, "T")
     rules.check_rank("cos_sin", table, "N R")
     if len(array.shape) < 2:
         raise ValueError(f"x: got shape {list(array.shape)}; legal: [T, D] or [T, H, D]")
-    rules.check_size("positions", rows, 0, array.shape[0], "T, x's rows")
+    describe_ints("positions", positions, "T", (array.shape[0], "T, x's rows"))
     num_positions, rope_dim = table.shape
     if rope_dim % 2 or rope_dim > array.shape[-1]:
         raise ValueError(f"cos_sin: got width R = {rope_dim}; legal: even, at most x's D = {array.shape[-1]}")
@@ -197,16 +196,14 @@ def build_mixed_sparse_indices(
             raise ValueError("compressed_slots: got None, with compressed_lens or compressed_page given; legal: [T, E]")
         rows, lengths = slots, (slots >= 0).sum(axis=1, dtype=jnp.int32)
     else:
-        described = describe_ints("compressed_slots", compressed_slots, "T E")
-        rules.check_size("compressed_slots", described, 0, num_tokens, "T, as in window_slots")
+        tokens = (num_tokens, "T, as in window_slots")
+        columns = describe_ints("compressed_slots", compressed_slots, "T E", tokens).shape[1]
         chosen = jnp.asarray(compressed_slots)
-        columns = described.shape[1]
         if compressed_lens is None:
             chosen = checks.rows_of_slots("compressed_slots", chosen)
             lens = (chosen >= 0).sum(axis=1, dtype=jnp.int32)
         else:
-            described = describe_ints("compressed_lens", compressed_lens, "T")
-            rules.check_size("compressed_lens", described, 0, num_tokens, "T, as in window_slots")
+            describe_ints("compressed_lens", compressed_lens, "T", tokens)
             lens = jnp.clip(checks.counts("compressed_lens", jnp.asarray(compressed_lens), columns), 0, columns)
             chosen = checks.rows_of_slots("compressed_slots", chosen, lens)
         if compressed_page is not None:
