@@ -49,6 +49,11 @@ def test_importing_the_jax_front_end_is_light() -> None:
     assert imported("tsmla_jax") & HEAVY == set()
 
 
+def test_every_public_name_is_there() -> None:
+    code = "import tsmla_jax as t\nfor m in (t, t.sparse): print(*[name for name in m.__all__ if not hasattr(m, name)])"
+    assert python(code).split() == []
+
+
 def test_importing_starts_no_backend() -> None:
     code = "import tsmla_jax; from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
     assert python(code) == "False\n"

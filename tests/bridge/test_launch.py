@@ -416,7 +416,7 @@ def test_a_pair_is_written_to_the_bit(gpu: Gpu, pair: tuple[float, float]) -> No
 def test_scales_are_multiplied_as_jax_does(on_gpu: bool, request: pytest.FixtureRequest) -> None:
     if on_gpu:
         request.getfixturevalue("gpu")
-    from tsmla_jax.ops.mla_decode import cute
+    from tsmla_jax.ops.inputs import Scales
 
     rng = random.Random(0)
     for _ in range(200):
@@ -425,7 +425,8 @@ def test_scales_are_multiplied_as_jax_does(on_gpu: bool, request: pytest.Fixture
         given = [x if t is None else t for x, t in zip(numbers, as_tensors, strict=True)]
         pair = scales.product(given[0], given[1], given[2], given[2])
         got = pair.numpy() if isinstance(pair, torch.Tensor) else np.asarray(pair, np.float32)
-        want = cute._scales(*(x.numpy() if isinstance(x, torch.Tensor) else x for x in given))
+        softmax, query, key = (x.numpy() if isinstance(x, torch.Tensor) else x for x in given)
+        want = Scales(softmax, query, key, key).operand()
         np.testing.assert_array_equal(got, np.asarray(want))
 
 

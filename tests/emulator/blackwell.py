@@ -21,10 +21,10 @@ from tsmla_kernels.sm100 import config as sm100
 LOG2_E = 1.4426950408889634
 
 
-def cute_call(
+def kernel_call(
     kernel: Kernel, config: Any, inputs: Sequence[jax.Array], result_shapes: Sequence[tuple[int, ...]], *, arch: str
 ) -> list[jax.Array]:
-    """In the place of tsmla_jax.ops.cute_call.cute_call."""
+    """In the place of tsmla_jax.ops.kernel_call.kernel_call."""
     operands = kernel.operands(config)
     arrays: dict[str, Any] = {}
     for operand, array in zip((o for o in operands if not o.output), inputs, strict=True):

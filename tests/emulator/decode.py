@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import mlir
 
-from tsmla_jax.ops.cute_call import _elsewhere, cute_call_p
+from tsmla_jax.ops.inputs import Scales
+from tsmla_jax.ops.kernel_call import _elsewhere, kernel_call_p
 from tsmla_jax.ops.mla_decode import reference
 from tsmla_jax.ops.ragged import row_owner
 from tsmla_kernels import contract
@@ -58,11 +59,9 @@ def emulate(
         kv_cache,
         block_tables,
         seq_lens,
+        cu_seqlens_q if config.ragged else None,
+        Scales(scales[0]),
         spec=spec,
-        softmax_scale=scales[0],
-        cu_seqlens_q=cu_seqlens_q if config.ragged else None,
-        q_scale=None,
-        kv_scale=None,
     )
     out = (out.astype(jnp.float32) * scales[1]).astype(config.out_dtype)
     if config.ragged:
@@ -90,7 +89,7 @@ def emulated(*traced: Callable[..., Any], by: Callable[..., Sequence[jax.Array]]
     functions that keep programs, which are forgotten before and after, since the lowering is in them."""
     global _emulator
     _emulator = by
-    mlir.register_lowering(cute_call_p, mlir.lower_fun(_lowering, multiple_results=True), platform="cpu")
+    mlir.register_lowering(kernel_call_p, mlir.lower_fun(_lowering, multiple_results=True), platform="cpu")
     for function in traced:
         function.cache_clear()  # type: ignore[attr-defined]
     try:

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import tsmla_jax
 from tests.gpu.decode_numbers import decode_numbers
-from tsmla_jax.ops import cute_call
+from tsmla_jax.ops import kernel_call
 from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import MLA_DECODE, mla_decode_config
 from tsmla_kernels.launch import ArrayView, Launcher
@@ -253,7 +253,7 @@ def test_new_sizes_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(object_cache, "compile_kernel", refuse)
     object_cache._loaded.clear()
-    cute_call._module.cache_clear()
+    kernel_call._module.cache_clear()
     for batch, max_pages in ((3, 4), (2, 7), (17, 1), (1, 200)):
         args = arrays(batch, 1, 16, max_pages)
         assert_right(jax.jit(attend("cute"))(*args), *args)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import tsmla_jax
 from tsmla_jax.nn import MLAConfig, functional, param_shapes
-from tsmla_jax.ops import cute_call
+from tsmla_jax.ops import kernel_call
 from tsmla_kernels import object_cache
 
 pytestmark = pytest.mark.gpu
@@ -251,7 +251,7 @@ def test_new_sizes_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(object_cache, "compile_kernel", refuse)
     object_cache._loaded.clear()
-    cute_call._module.cache_clear()
+    kernel_call._module.cache_clear()
     for lens, heads in (([30], 1), ([1, 2, 3], 7), ([500, 20], 16)):
         args = arrays(lens, lens, heads)
         assert_right(jax.jit(attend("cute", lens, lens))(*args), oracle(*args, lens, lens))

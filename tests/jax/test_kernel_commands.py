@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.emulator.standin import SCALE, ScaleConfig
-from tsmla_jax import kernel_commands
+from tsmla_jax.cli import kernels as kernel_commands
 from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import MLA_DECODE
 from tsmla_kernels.sm90.decode.config import DecodeConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.emulator.standin import DECODE, SCALE, ScaleConfig
-from tsmla_jax.ops import cute_call
+from tsmla_jax.ops import device
 from tsmla_kernels import launch
 from tsmla_kernels.catalog import MLA_DECODE, Operand, mla_decode_config
 from tsmla_kernels.compile import CompiledObject, compile_kernel
@@ -43,7 +43,7 @@ def test_object_has_what_the_dsl_gives_its_own_custom_call(scale: CompiledObject
 
 def test_runtime_accepts_the_object(scale: CompiledObject) -> None:
     # Without a GPU the runtime still parses, links and finds the entry; only then it asks for the driver.
-    path = cute_call.runtime_library()
+    path = device.runtime_library()
     assert path is not None
     runtime = ctypes.CDLL(str(path))
 
@@ -75,7 +75,7 @@ def test_launcher_says_why_it_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_launcher_needs_a_gpu() -> None:
-    if cute_call.gpu() is not None:
+    if device.gpu() is not None:
         pytest.skip("there is a GPU")
     with pytest.raises(RuntimeError, match="scale: the CuTe DSL runtime says CuteDSLRT_Error_CudaError"):
         launch.Launcher(SCALE, ScaleConfig(width=64), ARCH)

@@ -219,13 +219,14 @@ def attend(
     cos, sin = rope_cos_sin(mla, positions)
     latent, k_rope = functional.project_latent(params, mla, x, cos, sin)
     if cache.kv.dtype == jnp.uint8:
-        kv = tsmla_jax.write_packed_kv_cache(cache.kv, latent, k_rope, slot_mapping)
+        kv = tsmla_jax.sparse.write_packed_kv_cache(cache.kv, latent, k_rope, slot_mapping)
     else:
         kv = tsmla_jax.write_kv_cache(cache.kv, latent, k_rope, slot_mapping, kv_scale=kv_scale)
-    keys = tsmla_jax.write_indexer_cache(cache.indexer, _indexer_keys(params, config, x, cos, sin), slot_mapping)
+    keys = tsmla_jax.sparse.write_indexer_cache(cache.indexer, _indexer_keys(params, config, x, cos, sin), slot_mapping)
 
     page_size = kv.shape[1]
-    rows = tsmla_jax.expand_decode_metadata(seq_lens, block_tables, jnp.diff(cu_seqlens_q), total_tokens=x.shape[0])
+    q_lens = jnp.diff(cu_seqlens_q)
+    rows = tsmla_jax.sparse.expand_decode_metadata(seq_lens, block_tables, q_lens, total_tokens=x.shape[0])
     q_index, weights = _indexer_queries(params, config, x, cos, sin, quantise=keys.dtype == jnp.uint8)
     logits = tsmla_jax.indexer_logits(
         q_index, weights, keys, rows.block_tables, rows.seq_lens, implementation=implementation
@@ -234,7 +235,7 @@ def attend(
     out = tsmla_jax.sparse_mla(
         functional.absorb_q(params, *functional.project_q(params, mla, x, cos, sin)),
         kv,
-        tsmla_jax.positions_to_slots(chosen, rows.block_tables, page_size),
+        tsmla_jax.sparse.positions_to_slots(chosen, rows.block_tables, page_size),
         softmax_scale=mla.softmax_scale,
         latent_dim=mla.kv_lora_rank,
         kv_scale=kv_scale,
@@ -265,7 +266,7 @@ def _indexer_queries(
     q = _rotate_halves(q.astype(jnp.float32), cos[:, None], sin[:, None])
     weights = x @ params["indexer_weights_proj"]
     if quantise:
-        return tsmla_jax.indexer_quantize(q, weights)
+        return tsmla_jax.sparse.indexer_quantize(q, weights)
     return q, fold_weights(weights, config.index_head_dim)
 
 

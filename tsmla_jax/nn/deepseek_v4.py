@@ -58,7 +58,7 @@ def v4_rope_table(config: V4Config, num_positions: int) -> jax.Array:
         rope_theta=config.rope_theta,
         yarn=config.yarn,
     )
-    return tsmla_jax.rope_table(jnp.asarray(inverse_frequencies(rope)), num_positions, scale=rope.rope_magnitude)
+    return tsmla_jax.sparse.rope_table(jnp.asarray(inverse_frequencies(rope)), num_positions, scale=rope.rope_magnitude)
 
 
 class V4Cache(NamedTuple):
@@ -73,8 +73,8 @@ class V4Cache(NamedTuple):
     window: jax.Array
     compressed: jax.Array | None
     indexer: jax.Array | None
-    compressor: tsmla_jax.CompressorState | None
-    indexer_compressor: tsmla_jax.CompressorState | None
+    compressor: tsmla_jax.sparse.CompressorState | None
+    indexer_compressor: tsmla_jax.sparse.CompressorState | None
 
 
 def init_v4_layer_cache(
@@ -98,13 +98,13 @@ def init_v4_layer_cache(
 
     def cache(pages: int, rows: int) -> jax.Array:
         if jnp.dtype(dtype) == jnp.uint8:
-            return tsmla_jax.init_v4_cache(
+            return tsmla_jax.sparse.init_v4_cache(
                 pages, layout="packed", cache_dtype="fp8", page_size=rows, head_dim=config.head_dim
             )
         return jnp.zeros((pages, rows, config.head_dim), dtype)
 
-    states: list[tsmla_jax.CompressorState | None] = [
-        tsmla_jax.init_compressor_state(
+    states: list[tsmla_jax.sparse.CompressorState | None] = [
+        tsmla_jax.sparse.init_compressor_state(
             num_states, ratio=config.ratio, channels=channels, overlap=config.overlap, spare=spare
         )
         for _, channels in compressors(config)
@@ -135,7 +135,7 @@ class V4Step(NamedTuple):
     window_slots: jax.Array
     compressed_tables: jax.Array
     token_tables: jax.Array
-    rows: tsmla_jax.MixedIndices | None
+    rows: tsmla_jax.sparse.MixedIndices | None
 
 
 def make_step(
@@ -163,22 +163,22 @@ def make_step(
         page_size: Z of the window cache, static.
         compressed_page_size: of the compressed caches; None is the same.
 
-    Raises what the index rows' operations raise (`tsmla_jax.window_slots`, `compressed_slots`); under TSMLA_CHECK=1
-    also ValueError for cu_seqlens_q that are not in order.
+    Raises what `tsmla_jax.sparse.window_slots` and `compressed_slots` raise; under TSMLA_CHECK=1 also
+    ValueError for cu_seqlens_q that are not in order.
     """
     entries = page_size if compressed_page_size is None else compressed_page_size
     cu_seqlens_q = checks.cu_seqlens(jnp.asarray(cu_seqlens_q), total_tokens)
     requests, positions = functional.ragged_positions(cu_seqlens_q, seq_lens - jnp.diff(cu_seqlens_q), total_tokens)
-    window = tsmla_jax.window_slots(
+    window = tsmla_jax.sparse.window_slots(
         positions, window_tables[requests], page_size=page_size, window=config.sliding_window
     )
     token_tables = compressed_tables[requests]
     rows = None
     if config.kind == "sliding":
-        rows = tsmla_jax.build_mixed_sparse_indices(window)
+        rows = tsmla_jax.sparse.build_mixed_sparse_indices(window)
     elif config.kind == "hca":
-        chosen, lens = tsmla_jax.compressed_slots(positions, token_tables, ratio=config.ratio, page_size=entries)
-        rows = tsmla_jax.build_mixed_sparse_indices(window, chosen, lens)
+        chosen, lens = tsmla_jax.sparse.compressed_slots(positions, token_tables, ratio=config.ratio, page_size=entries)
+        rows = tsmla_jax.sparse.build_mixed_sparse_indices(window, chosen, lens)
     return V4Step(
         positions=positions,
         seq_lens=seq_lens,
@@ -227,17 +227,17 @@ def attend(
     q = jnp.einsum("tr,rhd->thd", low, params["q_b_proj"])
     wide = q.astype(jnp.float32)
     q = (wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + eps)).astype(q.dtype)
-    q = tsmla_jax.apply_rope(q, step.positions, cos_sin)
+    q = tsmla_jax.sparse.apply_rope(q, step.positions, cos_sin)
 
-    kv = tsmla_jax.norm_rope(x @ params["kv_proj"], params["kv_norm"], step.positions, cos_sin, eps=eps)
+    kv = tsmla_jax.sparse.norm_rope(x @ params["kv_proj"], params["kv_norm"], step.positions, cos_sin, eps=eps)
     page = page_size if cache.window.dtype == jnp.uint8 else None
-    window = tsmla_jax.write_v4_cache(cache.window, kv, step.window_write, kv_scale=kv_scale, page_size=page)
+    window = tsmla_jax.sparse.write_v4_cache(cache.window, kv, step.window_write, kv_scale=kv_scale, page_size=page)
     cache = cache._replace(window=window)
     rows = step.rows
     if cache.compressed is not None and cache.compressor is not None:
         entries, state = _compress(params, config, "compressor", x, cache.compressor, step, cos_sin, implementation)
         slots = _entry_slots(entries, step, entries_page)
-        compressed = tsmla_jax.write_v4_cache(
+        compressed = tsmla_jax.sparse.write_v4_cache(
             cache.compressed, entries.kv, slots, kv_scale=kv_scale, page_size=None if page is None else entries_page
         )
         cache = cache._replace(compressed=compressed, compressor=state)
@@ -262,7 +262,7 @@ def attend(
         implementation=implementation,
     )
     # Values carry their own positions' rope; turned back by the query's, what is left is the distance.
-    out = tsmla_jax.apply_rope(cast(jax.Array, out), step.positions, cos_sin, inverse=True)
+    out = tsmla_jax.sparse.apply_rope(cast(jax.Array, out), step.positions, cos_sin, inverse=True)
     grouped = out.astype(x.dtype).reshape(x.shape[0], params["o_a_proj"].shape[0], -1)
     mixed = jnp.einsum("tgi,gir->tgr", grouped, params["o_a_proj"])
     return mixed.reshape(x.shape[0], -1) @ params["o_b_proj"], cache
@@ -273,11 +273,11 @@ def _compress(
     config: V4Config,
     name: str,
     x: jax.Array,
-    state: tsmla_jax.CompressorState,
+    state: tsmla_jax.sparse.CompressorState,
     step: V4Step,
     cos_sin: jax.Array,
     implementation: str | None,
-) -> tuple[tsmla_jax.CompressedEntries, tsmla_jax.CompressorState]:
+) -> tuple[tsmla_jax.sparse.CompressedEntries, tsmla_jax.sparse.CompressorState]:
     """The entries that the new tokens complete, normed and rotated, of one of the layer's compressors."""
     wide = x.astype(jnp.float32)
     projections = jnp.stack([params[f"{name}_kv_proj"], params[f"{name}_gate_proj"]], axis=1).astype(jnp.float32)
@@ -293,16 +293,16 @@ def _compress(
         overlap=config.overlap,
         implementation=implementation,
     )
-    rows = tsmla_jax.norm_rope(
+    rows = tsmla_jax.sparse.norm_rope(
         entries.kv, params[f"{name}_kv_norm"], entries.positions * config.ratio, cos_sin, eps=config.rms_norm_eps
     )
     return entries._replace(kv=rows), state
 
 
-def _entry_slots(entries: tsmla_jax.CompressedEntries, step: V4Step, page_size: int) -> jax.Array:
+def _entry_slots(entries: tsmla_jax.sparse.CompressedEntries, step: V4Step, page_size: int) -> jax.Array:
     """Where completed entries go, -1 for padding."""
     tables = step.compressed_tables[jnp.maximum(entries.requests, 0)]
-    return tsmla_jax.positions_to_slots(entries.positions[:, None], tables, page_size)[:, 0]
+    return tsmla_jax.sparse.positions_to_slots(entries.positions[:, None], tables, page_size)[:, 0]
 
 
 def _choose(
@@ -315,23 +315,23 @@ def _choose(
     cos_sin: jax.Array,
     page_size: int,
     implementation: str | None,
-) -> tuple[tsmla_jax.MixedIndices, V4Cache]:
+) -> tuple[tsmla_jax.sparse.MixedIndices, V4Cache]:
     """The index rows of a csa layer: its indexer's compressed keys, their scores, the best of them."""
     if cache.indexer is None or cache.indexer_compressor is None:
         raise ValueError("cache: got none for the indexer; a csa layer needs one (see init_v4_layer_cache)")
     entries, state = _compress(params, config, "indexer", x, cache.indexer_compressor, step, cos_sin, implementation)
     slots = _entry_slots(entries, step, page_size)
-    keys = tsmla_jax.write_indexer_cache(cache.indexer, entries.kv, slots)
+    keys = tsmla_jax.sparse.write_indexer_cache(cache.indexer, entries.kv, slots)
     q = jnp.einsum("tr,rhd->thd", low, params["indexer_q_b_proj"]).astype(jnp.float32)
-    q = tsmla_jax.apply_rope(q, step.positions, cos_sin)
+    q = tsmla_jax.sparse.apply_rope(q, step.positions, cos_sin)
     weights = x @ params["indexer_weights_proj"]
     if keys.dtype == jnp.uint8:
-        q, weights = tsmla_jax.indexer_quantize(q, weights)
+        q, weights = tsmla_jax.sparse.indexer_quantize(q, weights)
     else:
         weights = fold_weights(weights, config.index_head_dim)
     visible = jnp.maximum(step.positions + 1, 0) // config.ratio
     logits = tsmla_jax.indexer_logits(q, weights, keys, step.token_tables, visible, implementation=implementation)
     chosen = tsmla_jax.select_topk(logits, visible, min(config.index_topk, logits.shape[1]))
-    chosen = tsmla_jax.positions_to_slots(chosen, step.token_tables, page_size)
-    rows = tsmla_jax.build_mixed_sparse_indices(step.window_slots, chosen)
+    chosen = tsmla_jax.sparse.positions_to_slots(chosen, step.token_tables, page_size)
+    rows = tsmla_jax.sparse.build_mixed_sparse_indices(step.window_slots, chosen)
     return rows, cache._replace(indexer=keys, indexer_compressor=state)

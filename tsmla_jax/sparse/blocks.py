@@ -1,4 +1,4 @@
-"""What keeps workspaces small: loops over blocks of query tokens, and reads and writes of rows that copy no cache."""
+"""Small workspaces: loops over blocks of query tokens, and reads and writes of rows that copy no cache."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ def over_token_blocks(
 ) -> tuple[jax.Array, ...]:
     """The results of `body` on blocks of `block` rows of every operand, put together again.
 
-    outs are the shapes of the whole results, rows first. The last block is moved back to end at the last row and
-    recomputes what it shares with the one before: nothing is padded or copied. varying_with are further arrays that the
-    body reads, for shard_map's types. num_used, traced, is how many rows matter: blocks behind them are not visited and
-    their results are 0.
+    The last block ends at the last row and recomputes the rows that it shares with the block before: nothing is padded
+    or copied.
+
+    Args:
+      outs: the shapes of the whole results, rows first.
+      varying_with: further arrays that the body reads, for shard_map's types.
+      num_used: traced, the number of rows that matter. Blocks behind them are not visited; their results are 0.
     """
     num_rows = outs[0].shape[0]
     block = min(block, num_rows)
@@ -48,9 +51,9 @@ def over_token_blocks(
 def fetch(x: jax.Array, where: jax.Array, take: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
     """take(x, where), a slice or a gather of few elements, moved as bits where x is a float of 8 or 16 bits.
 
-    A backend without arithmetic in such a type widens first and gathers afterwards, and does the widening ahead of the
-    loop around: a float32 copy of the whole cache to fetch a few rows of it. The barrier ties x to an index that
-    changes from one iteration to the next, so that nothing on the way to the gather can be moved out of the loop.
+    A backend without arithmetic in such a type widens before it gathers, and moves the widening out of the surrounding
+    loop: it would make a float32 copy of the whole cache to fetch a few rows. The barrier ties x to an index that
+    changes with each iteration, so that nothing before the gather can be moved out of the loop.
     """
     if not _is_narrow(x):
         return take(x, where)
@@ -62,8 +65,8 @@ def fetch(x: jax.Array, where: jax.Array, take: Callable[[jax.Array, jax.Array],
 def put_rows(cache: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Array:
     """cache [P, Z, D] with rows [T, D] of its dtype in slots [T]; slots from P * Z on are dropped. In place if donated.
 
-    A scatter, except on CPUs for floats of 8 or 16 bits: XLA's CPU backend would widen the whole cache around it, and
-    doesn't around a loop of slice updates.
+    A scatter, except on CPUs for floats of 8 or 16 bits: there XLA would widen the whole cache around a scatter, but
+    not around a loop of slice updates.
     """
     flat = cache.reshape(-1, cache.shape[-1])
     if not _is_narrow(cache):
@@ -78,7 +81,7 @@ def _scatter_rows(flat: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Arr
 
 
 def _update_rows(flat: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Array:
-    # The rows to write come first and the loop ends after them: to skip one inside it would mean to read it back.
+    # The rows to write come first and the loop ends after them. Skipping one inside the loop would read the cache.
     dropped = slots >= flat.shape[0]
     order = jnp.argsort(dropped, stable=True)
 

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops.arrays import describe
+from tsmla_jax.ops.inputs import describe, describe_as
 from tsmla_jax.sparse import numerics
 from tsmla_jax.sparse.blocks import fetch, put_rows
 from tsmla_jax.sparse.layouts import masked_slots
-from tsmla_kernels.contract import FLOATS
-from tsmla_kernels.contract import layouts as sparse_layouts
-from tsmla_kernels.contract.layouts import INDEXER
+from tsmla_kernels.contract import FLOATS, rules
+from tsmla_kernels.contract.layouts import INDEXER, IndexerCacheSpec, indexer_cache_spec
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, UInt8
@@ -38,15 +37,10 @@ def indexer_quantize(
     Raises:
       ValueError: shapes or dtypes that are not legal.
     """
-    described = describe("q", q), describe("weights", weights)
-    sparse_layouts.check_rank("q", described[0], "T Hi Di")
-    sparse_layouts.check_dtype("q", described[0], FLOATS)
-    sparse_layouts.check_rank("weights", described[1], "T Hi")
-    sparse_layouts.check_dtype("weights", described[1], FLOATS)
-    sparse_layouts.check_size("weights", described[1], 0, described[0].shape[0], "T, q's tokens")
-    sparse_layouts.check_size("weights", described[1], 1, described[0].shape[1], "Hi, q's heads")
+    num_tokens, num_heads, head_dim = describe_as("q", q, "T Hi Di", FLOATS).shape
+    describe_as("weights", weights, "T Hi", FLOATS, (num_tokens, "T, q's tokens"), (num_heads, "Hi, q's heads"))
     values, scales, _ = numerics.quantize_pow2(jnp.asarray(q), INDEXER.query_floor)
-    return values, fold_weights(jnp.asarray(weights), described[0].shape[2]) * scales
+    return values, fold_weights(jnp.asarray(weights), head_dim) * scales
 
 
 def fold_weights(weights: jax.Array, head_dim: int) -> jax.Array:
@@ -69,11 +63,9 @@ def write_indexer_cache(
     Raises:
       ValueError: shapes or dtypes that are not legal. Under TSMLA_CHECK=1 also a slot outside the cache or given twice.
     """
-    spec = sparse_layouts.indexer_cache_spec(describe("k_cache", k_cache))
-    described = describe("k", k)
-    sparse_layouts.check_rank("k", described, "T Di")
-    sparse_layouts.check_dtype("k", described, FLOATS)
-    sparse_layouts.check_size("k", described, 1, spec.head_dim, "Di, k_cache's key width")
+    spec = indexer_cache_spec(describe("k_cache", k_cache))
+    described = describe_as("k", k, "T Di", FLOATS)
+    rules.check_size("k", described, 1, spec.head_dim, "Di, k_cache's key width")
     slots = masked_slots(slot_mapping, described, spec.as_plain())
     k_cache, k = jnp.asarray(k_cache), jnp.asarray(k)
     if not spec.packed:
@@ -90,7 +82,7 @@ def write_indexer_cache(
 
 
 def read_indexer_pages(
-    k_cache: jax.Array, pages: jax.Array, spec: sparse_layouts.IndexerCacheSpec
+    k_cache: jax.Array, pages: jax.Array, spec: IndexerCacheSpec
 ) -> tuple[jax.Array, jax.Array | None]:
     """Keys [..., Z, Di] as stored, and their scales [..., Z] (None for a plain cache), of pages [...] in bounds."""
     raw = fetch(k_cache, pages, lambda cache, at: cache[at])

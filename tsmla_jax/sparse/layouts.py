@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops.arrays import describe
+from tsmla_jax.ops.inputs import describe, describe_ints
 from tsmla_jax.sparse import checks, numerics
 from tsmla_jax.sparse.blocks import fetch, put_rows
 from tsmla_kernels import contract
-from tsmla_kernels.contract import FLOATS
-from tsmla_kernels.contract import layouts as sparse_layouts
-from tsmla_kernels.contract.layouts import V4_PACKED, V32_PACKED
+from tsmla_kernels.contract import FLOATS, rules
+from tsmla_kernels.contract.layouts import V4_PACKED, V32_PACKED, CacheSpec, cache_spec
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, UInt8
@@ -30,13 +29,10 @@ def pack_v32_rows(latent: Float[Array, "*N 512"], k_rope: Float[Array, "*N 64"])
     Each group of 128 latent channels has the scale 2^ceil(log2(max(amax, 1e-4) / 448)); rope is rounded to bf16.
     Raises ValueError for other widths.
     """
-    described = describe("latent", latent), describe("k_rope", k_rope)
-    _check_width("latent", described[0], V32_PACKED.latent_dim)
-    _check_width("k_rope", described[1], V32_PACKED.rope_dim)
-    if described[0].shape[:-1] != described[1].shape[:-1]:
-        raise ValueError(
-            f"k_rope: got rows {list(described[1].shape[:-1])}; latent has {list(described[0].shape[:-1])}"
-        )
+    *rows, _ = _describe_wide("latent", latent, V32_PACKED.latent_dim).shape
+    *rope_rows, _ = _describe_wide("k_rope", k_rope, V32_PACKED.rope_dim).shape
+    if rope_rows != rows:
+        raise ValueError(f"k_rope: got rows {rope_rows}; latent has {rows}")
     latent, k_rope = jnp.asarray(latent), jnp.asarray(k_rope)
     groups = latent.reshape(*latent.shape[:-1], V32_PACKED.num_scales, V32_PACKED.group)
     values, scales, _ = numerics.quantize_pow2(groups, V32_PACKED.floor)
@@ -46,7 +42,7 @@ def pack_v32_rows(latent: Float[Array, "*N 512"], k_rope: Float[Array, "*N 64"])
 
 def unpack_v32_rows(rows: UInt8[Array, "*N 656"]) -> tuple[Float[Array, "*N 512"], Float[Array, "*N 64"]]:
     """(latent f32, k_rope bf16) of V3.2 packed rows. Raises ValueError for rows of another width or dtype."""
-    _check_bytes("rows", describe("rows", rows), V32_PACKED.row_bytes)
+    _describe_bytes("rows", rows, V32_PACKED.row_bytes)
     rows = jnp.asarray(rows)
     scales_at = V32_PACKED.latent_dim
     rope_at = scales_at + 4 * V32_PACKED.num_scales
@@ -63,7 +59,7 @@ def pack_v4_rows(kv: Float[Array, "*N 512"]) -> tuple[UInt8[Array, "*N 576"], UI
     Each group of 64 of the first 448 channels has the scale 2^ceil(log2(max(amax, 1e-4) / 448)), stored as the byte
     exponent + 127; the last 64 channels (rope) are rounded to bf16. Raises ValueError for another width.
     """
-    _check_width("kv", describe("kv", kv), V4_PACKED.head_dim)
+    _describe_wide("kv", kv, V4_PACKED.head_dim)
     kv = jnp.asarray(kv)
     nope, rope = kv[..., : V4_PACKED.nope_dim], kv[..., V4_PACKED.nope_dim :]
     groups = nope.reshape(*kv.shape[:-1], V4_PACKED.num_scales, V4_PACKED.group)
@@ -76,8 +72,8 @@ def pack_v4_rows(kv: Float[Array, "*N 512"]) -> tuple[UInt8[Array, "*N 576"], UI
 
 def unpack_v4_rows(data: UInt8[Array, "*N 576"], scales: UInt8[Array, "*N 8"]) -> Float[Array, "*N 512"]:
     """f32 rows of V4 packed data and scale bytes. Raises ValueError for other widths or dtypes."""
-    _check_bytes("data", describe("data", data), V4_PACKED.data_row_bytes)
-    _check_bytes("scales", describe("scales", scales), V4_PACKED.scale_row_bytes)
+    _describe_bytes("data", data, V4_PACKED.data_row_bytes)
+    _describe_bytes("scales", scales, V4_PACKED.scale_row_bytes)
     data, scales = jnp.asarray(data), jnp.asarray(scales)
     values = numerics.from_bytes(data[..., : V4_PACKED.nope_dim], numerics.E4M3).astype(jnp.float32)
     factors = numerics.ue8m0_to_f32(scales[..., : V4_PACKED.num_scales])
@@ -99,7 +95,7 @@ def write_packed_kv_cache(
       ValueError: kv_cache isn't uint8 [P, Z, 656], or the tokens disagree.
       Under TSMLA_CHECK=1: ValueError for a slot outside the cache or given twice.
     """
-    spec = sparse_layouts.cache_spec("kv_cache", describe("kv_cache", kv_cache))
+    spec = cache_spec("kv_cache", describe("kv_cache", kv_cache))
     if spec.layout != "v32":
         raise ValueError(f"kv_cache: got the {spec.layout} layout; legal: uint8 [P, Z, {V32_PACKED.row_bytes}]")
     slots = masked_slots(slot_mapping, describe("latent", latent), spec)
@@ -130,11 +126,8 @@ def write_v4_cache(
       ValueError: a layout, width, dtype, page size or scale that is not legal.
       Under TSMLA_CHECK=1: ValueError for a slot outside the cache or given twice.
     """
-    spec = sparse_layouts.cache_spec(
-        "kv_cache", describe("kv_cache", kv_cache), page_size=page_size, page_span=page_span
-    )
-    described = describe("kv", kv)
-    _check_width("kv", described, spec.head_dim)
+    spec = cache_spec("kv_cache", describe("kv_cache", kv_cache), page_size=page_size, page_span=page_span)
+    described = _describe_wide("kv", kv, spec.head_dim)
     if spec.layout == "v32":
         raise ValueError("kv_cache: got V3.2 rows of 656 bytes; write them with write_packed_kv_cache")
     if kv_scale is not None and spec.dtype != "float8_e4m3fn":
@@ -154,7 +147,7 @@ def write_v4_cache(
     return numerics.scatter_bytes(kv_cache, page, scales_at + offset * V4_PACKED.scale_row_bytes, scales)
 
 
-def gather_rows(cache: jax.Array, slots: jax.Array, spec: sparse_layouts.CacheSpec, dtype: jnp.dtype) -> jax.Array:
+def gather_rows(cache: jax.Array, slots: jax.Array, spec: CacheSpec, dtype: jnp.dtype) -> jax.Array:
     """[..., D] rows of a cache in `dtype`, unscaled for a per-tensor fp8 cache. Slots must lie inside the cache."""
     if spec.layout == "plain":
         rows = cache.reshape(spec.num_slots, spec.head_dim)
@@ -171,29 +164,29 @@ def gather_rows(cache: jax.Array, slots: jax.Array, spec: sparse_layouts.CacheSp
     return unpack_v4_rows(data, scales).astype(dtype)
 
 
-def valid_slots(slots: jax.Array, spec: sparse_layouts.CacheSpec) -> jax.Array:
+def valid_slots(slots: jax.Array, spec: CacheSpec) -> jax.Array:
     """Which slots name a row of the cache: inside it, and not in the gap behind a page strided wider than its rows."""
     inside = (slots >= 0) & (slots < spec.num_slots)
     return inside if spec.span == spec.page_size else inside & (slots % spec.span < spec.page_size)
 
 
-def masked_slots(slot_mapping: Array, rows: contract.Array, spec: sparse_layouts.CacheSpec) -> jax.Array:
+def masked_slots(slot_mapping: Array, rows: contract.Array, spec: CacheSpec) -> jax.Array:
     """Slots with the skipped ones past the end, where a dropping scatter ignores them (-1 would wrap round)."""
-    described = describe("slot_mapping", slot_mapping)
-    sparse_layouts.check_ints("slot_mapping", described, "T")
-    sparse_layouts.check_rank("rows to write", rows, "T D")
-    sparse_layouts.check_size("slot_mapping", described, 0, rows.shape[0], "T, the rows to write")
+    rules.check_rank("rows to write", rows, "T D")
+    describe_ints("slot_mapping", slot_mapping, "T", (rows.shape[0], "T, the rows to write"))
     slots = checks.slot_mapping(jnp.asarray(slot_mapping), spec.num_slots)
     return jnp.where(valid_slots(slots, spec), slots, spec.num_slots)
 
 
-def _check_width(name: str, array: contract.Array, width: int) -> None:
-    sparse_layouts.check_dtype(name, array, FLOATS)
+def _describe_wide(name: str, value: Array, width: int, dtypes: tuple[str, ...] = FLOATS) -> contract.Array:
+    """The description of an array of one of the dtypes whose last axis is `width` wide; ValueError for others."""
+    array = describe(name, value)
+    rules.check_dtype(name, array, dtypes)
     if not array.shape or array.shape[-1] != width:
-        raise ValueError(f"{name}: got shape {list(array.shape)}; its last axis must be {width}")
+        unit = " bytes" if dtypes == ("uint8",) else ""
+        raise ValueError(f"{name}: got shape {list(array.shape)}; its last axis must be {width}{unit}")
+    return array
 
 
-def _check_bytes(name: str, array: contract.Array, width: int) -> None:
-    sparse_layouts.check_dtype(name, array, ("uint8",))
-    if not array.shape or array.shape[-1] != width:
-        raise ValueError(f"{name}: got shape {list(array.shape)}; its last axis must be {width} bytes")
+def _describe_bytes(name: str, value: Array, width: int) -> contract.Array:
+    return _describe_wide(name, value, width, ("uint8",))

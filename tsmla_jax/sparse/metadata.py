@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops.arrays import describe
+from tsmla_jax.ops.inputs import describe, describe_ints
 from tsmla_jax.ops.ragged import row_owner
 from tsmla_jax.sparse import checks
 from tsmla_kernels import contract
-from tsmla_kernels.contract import layouts as sparse_layouts
+from tsmla_kernels.contract import rules
+from tsmla_kernels.contract.layouts import check_page_span
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int32
@@ -58,11 +59,8 @@ def expand_decode_metadata(
       ValueError: shapes or dtypes disagree, or m * B > total_tokens. TypeError: total_tokens isn't static.
       Under TSMLA_CHECK=1: ValueError when decode_lens are negative or sum past total_tokens.
     """
-    described = describe("seq_lens", seq_lens), describe("block_tables", block_tables)
-    sparse_layouts.check_ints("seq_lens", described[0], "B")
-    sparse_layouts.check_ints("block_tables", described[1], "B M")
-    num_requests, num_pages = described[1].shape
-    sparse_layouts.check_size("block_tables", described[1], 0, described[0].shape[0], "B, seq_lens's requests")
+    requests = (describe_ints("seq_lens", seq_lens, "B").shape[0], "B, seq_lens's requests")
+    num_requests, num_pages = describe_ints("block_tables", block_tables, "B M", requests).shape
     total_tokens = contract.static_int("total_tokens", total_tokens)
     seq_lens, block_tables = jnp.asarray(seq_lens), jnp.asarray(block_tables)
     if isinstance(decode_lens, int):
@@ -73,11 +71,8 @@ def expand_decode_metadata(
             )
         lens = jnp.full((num_requests,), each, jnp.int32)
     else:
-        described_lens = describe("decode_lens", decode_lens)
-        sparse_layouts.check_ints("decode_lens", described_lens, "B")
-        sparse_layouts.check_size("decode_lens", described_lens, 0, num_requests, "B, seq_lens's requests")
-        lens = jnp.asarray(decode_lens)
-        lens = checks.decode_lens(lens, total_tokens)
+        describe_ints("decode_lens", decode_lens, "B", requests)
+        lens = checks.decode_lens(jnp.asarray(decode_lens), total_tokens)
     ones = jnp.ones((total_tokens,), jnp.int32)
     if num_requests == 0:
         return DecodeMetadata(0 * ones, jnp.zeros((total_tokens, num_pages), jnp.int32), ones, -ones)
@@ -108,7 +103,7 @@ def localize_context_lens(
     Raises:
       ValueError: world or interleave not positive, rank outside [0, world), seq_lens not int32.
     """
-    sparse_layouts.check_dtype("seq_lens", describe("seq_lens", seq_lens), ("int32",))
+    rules.check_dtype("seq_lens", describe("seq_lens", seq_lens), ("int32",))
     world = contract.static_int("world", world, minimum=1)
     interleave = contract.static_int("interleave", interleave, minimum=1)
     if isinstance(rank, int) and not 0 <= rank < world:
@@ -138,13 +133,11 @@ def positions_to_slots(
       ValueError: shapes or dtypes disagree, page_span < page_size, or a table of no page.
       Under TSMLA_CHECK=1: ValueError when a position lies past the block table.
     """
-    described = describe("positions", positions), describe("block_tables", block_tables)
-    sparse_layouts.check_ints("positions", described[0], "N K")
-    sparse_layouts.check_ints("block_tables", described[1], "N M")
-    sparse_layouts.check_size("block_tables", described[1], 0, described[0].shape[0], "N, positions's rows")
+    num_rows = describe_ints("positions", positions, "N K").shape[0]
+    max_pages = describe_ints("block_tables", block_tables, "N M", (num_rows, "N, positions's rows")).shape[1]
     page_size = contract.static_int("page_size", page_size, minimum=1)
-    span = sparse_layouts.check_page_span("page_span", page_size if page_span is None else page_span, page_size)
-    capacity = described[1].shape[1] * page_size
+    span = check_page_span("page_span", page_size if page_span is None else page_span, page_size)
+    capacity = max_pages * page_size
     positions, block_tables = jnp.asarray(positions), jnp.asarray(block_tables)
     if capacity == 0:
         raise ValueError("block_tables: got shape [N, 0]; legal: at least one page a row")
@@ -161,6 +154,6 @@ def remap_slots(slots: Int32[Array, "*N"], page_size: int, page_span: int) -> In
     Raises ValueError for a span narrower than the page.
     """
     page_size = contract.static_int("page_size", page_size, minimum=1)
-    span = sparse_layouts.check_page_span("page_span", page_span, page_size)
+    span = check_page_span("page_span", page_span, page_size)
     slots = jnp.asarray(slots)
     return jnp.where(slots >= 0, (slots // page_size) * span + slots % page_size, -1)

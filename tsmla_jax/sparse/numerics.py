@@ -49,8 +49,8 @@ def quantize_pow2(x: Array, floor: float) -> tuple[Array, Array, Array]:
 def quantize_per_tensor(x: Array, scale: float | Array) -> Array:
     """x rounded to bf16, divided by `scale`, clamped to 448 and rounded to e4m3."""
     x = x.astype(jnp.bfloat16).astype(jnp.float32)
-    # XLA turns a division by a broadcast scalar into a multiplication by its reciprocal, one ulp off; behind the
-    # barrier the divisor is an array like any other and the division is the IEEE one.
+    # XLA turns a division by a broadcast scalar into a multiplication by its reciprocal, which is one ulp off. Behind
+    # the barrier the divisor is an array like any other, and the division is the IEEE one.
     divisor = lax.optimization_barrier(jnp.broadcast_to(jnp.asarray(scale, jnp.float32), x.shape))
     return jnp.clip(x / divisor, -FP8_MAX, FP8_MAX).astype(E4M3)
 
@@ -87,7 +87,7 @@ def rotate_pairs(x: Array, cos: Array, sin: Array, *, inverse: bool = False) -> 
     pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
     even, odd = pairs[..., 0], pairs[..., 1]
     sin = -sin if inverse else sin
-    # Each product is rounded on its own (the barrier): whether a compiler fuses it into the sum must not show.
+    # The barrier rounds each product on its own: results must not depend on whether a compiler fuses it into the sum.
     a, b, c, d = lax.optimization_barrier((even * cos, odd * sin, odd * cos, even * sin))
     return jnp.stack([a - b, c + d], axis=-1).reshape(x.shape)
 
@@ -101,8 +101,8 @@ def tree_sum(x: Array, axis: int = -1) -> Array:
 
 
 def tree_max(x: Array, axis: int = -1) -> Array:
-    """Maximum over `axis`, by halves. A plain reduction's result would be the same, but it makes XLA's CPU backend hand
-    large shapes, with what follows the reduction, to a library whose exponential rounds differently."""
+    """Maximum over `axis`, by halves. A plain reduction gives the same result, but XLA's CPU backend then hands large
+    shapes, and the operations after the reduction, to a library whose exponential rounds differently."""
     return _tree(jnp.maximum, x, axis)
 
 

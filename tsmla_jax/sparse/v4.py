@@ -1,6 +1,6 @@
-"""What surrounds V4's attention: norm and rope before a row is stored, the mixed index rows, and the inverse rope.
+"""Around V4's attention: norm and rope before a row is stored, the mixed index rows, and the inverse rope.
 
-Source: DeepSeek-V4, section 2.3, with the index rows of the engines' sparse MLA kernels.
+Source: DeepSeek-V4, section 2.3; the index rows are those of the engines' sparse MLA kernels.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops.arrays import describe
+from tsmla_jax.ops.inputs import describe, describe_ints
 from tsmla_jax.sparse import checks, numerics
 from tsmla_jax.sparse.metadata import positions_to_slots, remap_slots
 from tsmla_kernels import contract
-from tsmla_kernels.contract import FLOATS
-from tsmla_kernels.contract import layouts as sparse_layouts
+from tsmla_kernels.contract import FLOATS, layouts, rules
 from tsmla_kernels.contract.sparse import INDEX_ROW_ALIGNMENT
 
 if TYPE_CHECKING:
@@ -68,23 +67,22 @@ def apply_rope(
     Raises:
       ValueError: shapes or dtypes that are not legal; under TSMLA_CHECK=1 also a position past the table.
     """
-    described = describe("x", x), describe("positions", positions), describe("cos_sin", cos_sin)
-    sparse_layouts.check_dtype("x", described[0], FLOATS)
-    sparse_layouts.check_ints("positions", described[1], "T")
-    sparse_layouts.check_rank("cos_sin", described[2], "N R")
-    if len(described[0].shape) < 2:
-        raise ValueError(f"x: got shape {list(described[0].shape)}; legal: [T, D] or [T, H, D]")
-    sparse_layouts.check_size("positions", described[1], 0, described[0].shape[0], "T, x's rows")
-    num_positions, rope_dim = described[2].shape
-    if rope_dim % 2 or rope_dim > described[0].shape[-1]:
-        raise ValueError(f"cos_sin: got width R = {rope_dim}; legal: even, at most x's D = {described[0].shape[-1]}")
+    array, table = describe("x", x), describe("cos_sin", cos_sin)
+    rules.check_dtype("x", array, FLOATS)
+    rules.check_rank("cos_sin", table, "N R")
+    if len(array.shape) < 2:
+        raise ValueError(f"x: got shape {list(array.shape)}; legal: [T, D] or [T, H, D]")
+    describe_ints("positions", positions, "T", (array.shape[0], "T, x's rows"))
+    num_positions, rope_dim = table.shape
+    if rope_dim % 2 or rope_dim > array.shape[-1]:
+        raise ValueError(f"cos_sin: got width R = {rope_dim}; legal: even, at most x's D = {array.shape[-1]}")
     x, cos_sin = jnp.asarray(x), jnp.asarray(cos_sin)
     positions = checks.rope_positions(jnp.asarray(positions), num_positions)
-    rows = cos_sin[jnp.clip(positions, 0, num_positions - 1)]
-    rows = rows.reshape(rows.shape[0], *[1] * (x.ndim - 2), rope_dim)
+    angles = cos_sin[jnp.clip(positions, 0, num_positions - 1)]
+    angles = angles.reshape(angles.shape[0], *[1] * (x.ndim - 2), rope_dim)
     nope, rope = x[..., : x.shape[-1] - rope_dim], x[..., x.shape[-1] - rope_dim :]
     half = rope_dim // 2
-    rotated = numerics.rotate_pairs(rope, rows[..., :half], rows[..., half:], inverse=inverse)
+    rotated = numerics.rotate_pairs(rope, angles[..., :half], angles[..., half:], inverse=inverse)
     return jnp.concatenate([nope, rotated.astype(x.dtype)], axis=-1)
 
 
@@ -98,17 +96,17 @@ def norm_rope(
 ) -> Float[Array, "T D"]:
     """RMS norm (with weight; None for none) and rope on the last R channels, float32, in a fixed order of operations.
 
-    What is stored for a token (positions its own) or a compressed entry (positions entry * ratio, its window's first
-    token); write the rows with write_v4_cache or write_indexer_cache. Bitwise the same for a row whatever comes with
-    it.
+    The result is stored for a token (at its own position) or for a compressed entry (at position entry * ratio, its
+    window's first token); write it with write_v4_cache or write_indexer_cache. A row is bitwise the same whatever other
+    rows come with it.
     Raises ValueError for shapes or dtypes that are not legal.
     """
     described = describe("kv", kv)
-    sparse_layouts.check_rank("kv", described, "T D")
+    rules.check_rank("kv", described, "T D")
     if norm_weight is not None:
         described_weight = describe("norm_weight", norm_weight)
-        sparse_layouts.check_rank("norm_weight", described_weight, "D")
-        sparse_layouts.check_size("norm_weight", described_weight, 0, described.shape[1], "D, kv's width")
+        rules.check_rank("norm_weight", described_weight, "D")
+        rules.check_size("norm_weight", described_weight, 0, described.shape[1], "D, kv's width")
         norm_weight = jnp.asarray(norm_weight)
     return apply_rope(numerics.rms_norm(jnp.asarray(kv), norm_weight, eps), positions, cos_sin)
 
@@ -127,7 +125,7 @@ def window_slots(
     not page_size. Raises ValueError as positions_to_slots does.
     """
     window = contract.static_int("window", window, minimum=1)
-    sparse_layouts.check_ints("positions", describe("positions", positions), "T")
+    describe_ints("positions", positions, "T")
     positions = jnp.asarray(positions)[:, None]
     at = jnp.maximum(positions - (window - 1), 0) + jnp.arange(window, dtype=jnp.int32)
     return positions_to_slots(jnp.where(at <= positions, at, -1), block_tables, page_size, page_span=page_span)
@@ -151,10 +149,9 @@ def compressed_slots(
     Raises ValueError as positions_to_slots does; under TSMLA_CHECK=1 also when a query sees more than max_entries.
     """
     ratio = contract.static_int("ratio", ratio, minimum=1)
-    sparse_layouts.check_ints("positions", describe("positions", positions), "T")
-    described = describe("block_tables", block_tables)
-    sparse_layouts.check_ints("block_tables", described, "T M")
-    capacity = described.shape[1] * contract.static_int("page_size", page_size, minimum=1)
+    describe_ints("positions", positions, "T")
+    max_pages = describe_ints("block_tables", block_tables, "T M").shape[1]
+    capacity = max_pages * contract.static_int("page_size", page_size, minimum=1)
     columns = capacity if max_entries is None else contract.static_int("max_entries", max_entries)
     visible = jnp.maximum(jnp.asarray(positions) + 1, 0) // ratio
     visible = jnp.minimum(checks.counts("positions (entries seen)", visible, columns), columns)
@@ -190,9 +187,7 @@ def build_mixed_sparse_indices(
       TypeError, ValueError: shapes or dtypes that are not legal, a span narrower than its page.
         Under TSMLA_CHECK=1 also a compressed length outside of 0 to E, and a -1 before the end of a row's slots.
     """
-    described = describe("window_slots", window_slots)
-    sparse_layouts.check_ints("window_slots", described, "T W")
-    num_tokens, window = described.shape
+    num_tokens, window = describe_ints("window_slots", window_slots, "T W").shape
     slots = checks.rows_of_slots("window_slots", jnp.asarray(window_slots))
     if window_page is not None:
         slots = remap_slots(slots, *window_page)
@@ -201,18 +196,14 @@ def build_mixed_sparse_indices(
             raise ValueError("compressed_slots: got None, with compressed_lens or compressed_page given; legal: [T, E]")
         rows, lengths = slots, (slots >= 0).sum(axis=1, dtype=jnp.int32)
     else:
-        described = describe("compressed_slots", compressed_slots)
-        sparse_layouts.check_ints("compressed_slots", described, "T E")
-        sparse_layouts.check_size("compressed_slots", described, 0, num_tokens, "T, as in window_slots")
+        tokens = (num_tokens, "T, as in window_slots")
+        columns = describe_ints("compressed_slots", compressed_slots, "T E", tokens).shape[1]
         chosen = jnp.asarray(compressed_slots)
-        columns = described.shape[1]
         if compressed_lens is None:
             chosen = checks.rows_of_slots("compressed_slots", chosen)
             lens = (chosen >= 0).sum(axis=1, dtype=jnp.int32)
         else:
-            described = describe("compressed_lens", compressed_lens)
-            sparse_layouts.check_ints("compressed_lens", described, "T")
-            sparse_layouts.check_size("compressed_lens", described, 0, num_tokens, "T, as in window_slots")
+            describe_ints("compressed_lens", compressed_lens, "T", tokens)
             lens = jnp.clip(checks.counts("compressed_lens", jnp.asarray(compressed_lens), columns), 0, columns)
             chosen = checks.rows_of_slots("compressed_slots", chosen, lens)
         if compressed_page is not None:
@@ -226,7 +217,7 @@ def build_mixed_sparse_indices(
 def resolve_cache_dtype(layout: str, cache_dtype: str) -> jnp.dtype:
     """The storage dtype of a V4 cache: "packed" takes only fp8 names and becomes uint8; "plain" maps fp8 names to
     float8_e4m3fn and every other to bfloat16. Raises ValueError for anything else."""
-    return jnp.dtype(sparse_layouts.resolve_cache_dtype(layout, cache_dtype))
+    return jnp.dtype(layouts.resolve_cache_dtype(layout, cache_dtype))
 
 
 def init_v4_cache(num_pages: int, *, layout: str, cache_dtype: str, page_size: int = 64, head_dim: int = 512) -> Array:
@@ -236,6 +227,6 @@ def init_v4_cache(num_pages: int, *, layout: str, cache_dtype: str, page_size: i
     page_size = contract.static_int("page_size", page_size, minimum=1)
     if layout == "plain":
         return jnp.zeros((num_pages, page_size, head_dim), dtype)
-    if head_dim != sparse_layouts.V4_PACKED.head_dim:
-        raise ValueError(f"head_dim: got {head_dim}; the packed layout has {sparse_layouts.V4_PACKED.head_dim}")
-    return jnp.zeros((num_pages, sparse_layouts.V4_PACKED.page_bytes(page_size)), dtype)
+    if head_dim != layouts.V4_PACKED.head_dim:
+        raise ValueError(f"head_dim: got {head_dim}; the packed layout has {layouts.V4_PACKED.head_dim}")
+    return jnp.zeros((num_pages, layouts.V4_PACKED.page_bytes(page_size)), dtype)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import tsmla_jax
 from tests.jax.nn import hf_layers
+from tsmla_jax import sparse
 from tsmla_jax.nn import deepseek_v4 as v4
 
 PAGE, PROMPT, LENGTH = 8, 37, hf_layers.V4_LENGTH
@@ -203,5 +203,5 @@ def test_the_packed_cache_of_a_real_head(kind: v4.Kind, monkeypatch: pytest.Monk
 
 def test_states_are_a_pytree_of_the_public_type() -> None:
     _, _, cache, _, _ = build("hca")
-    assert isinstance(cache.compressor, tsmla_jax.CompressorState)
+    assert isinstance(cache.compressor, sparse.CompressorState)
     assert cache.indexer is None and cache.indexer_compressor is None

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 POISON = 2**31 - 1
+
+
+def ints(x: object) -> jax.Array:
+    """An int32 array."""
+    return jnp.asarray(x, jnp.int32)
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ def parts(seed: int = 0) -> tuple[list[np.ndarray], list[np.ndarray]]:
     outs = [rng.standard_normal((5, 3, 8), np.float32) for _ in range(3)]
     lses = [rng.standard_normal((5, 3), np.float32) * 10 for _ in range(3)]
     lses[1][0] = -np.inf
-    outs[1][0] = np.nan  # what saw no key is ignored, whatever it holds
+    outs[1][0] = np.nan  # a part that saw no key is ignored, whatever it holds
     lses[2][:2] = -np.inf
     for lse in lses:
         lse[4] = -np.inf

@@ -22,14 +22,18 @@ from jax.sharding import PartitionSpec as P
 
 import tsmla_jax
 from tests.emulator import decode as cute_emulation
-from tsmla_jax import kernel_commands
-from tsmla_jax.ops import cache_call, cute_call, dispatch
-from tsmla_jax.ops.gather_kv_cache import api as gather_api
+from tests.jax.ops.programs import calls, collectives, lower
+from tsmla_jax.cli import kernels as kernel_commands
+from tsmla_jax.ops import device, kernel_call, transforms
+from tsmla_jax.ops.gather_kv_cache import cute as gather_cute
 from tsmla_jax.ops.gather_kv_cache import reference as gather_reference
-from tsmla_jax.ops.rope_write_kv_cache import api as rope_api
+from tsmla_jax.ops.gather_kv_cache.api import OPERATION as GATHER
+from tsmla_jax.ops.rope_write_kv_cache import cute as rope_cute
 from tsmla_jax.ops.rope_write_kv_cache import reference as rope_reference
-from tsmla_jax.ops.write_kv_cache import api as write_api
+from tsmla_jax.ops.rope_write_kv_cache.api import OPERATION as ROPE_WRITE
+from tsmla_jax.ops.write_kv_cache import cute as write_cute
 from tsmla_jax.ops.write_kv_cache import reference as write_reference
+from tsmla_jax.ops.write_kv_cache.api import OPERATION as WRITE
 from tsmla_kernels import compile, object_cache
 from tsmla_kernels.cache_ops import config as cache_config
 from tsmla_kernels.cache_ops.config import ARCHS, GatherConfig, RopeWriteConfig, WriteConfig, tiling
@@ -99,9 +103,9 @@ def test_options_name_the_configs_that_calls_get(options: str, dtypes: tuple[str
     for arrays in given.values():
         arrays[0] = Struct(arrays[0].shape, kv_dtype)
     assert found == [
-        cache_config.write_config(write_api.spec(*given[OPS[0]])),
-        cache_config.rope_write_config(rope_api.spec(*given[OPS[1]], q_dtype=q_dtype)),
-        cache_config.gather_config(gather_api.spec(*given[OPS[2]], total_len=1, out_dtype=in_dtype)),
+        cache_config.write_config(WRITE.spec_of(*given[OPS[0]])),
+        cache_config.rope_write_config(ROPE_WRITE.spec_of(*given[OPS[1]], q_dtype=q_dtype)),
+        cache_config.gather_config(GATHER.spec_of(*given[OPS[2]], total_len=1, out_dtype=in_dtype)),
     ]
 
 
@@ -136,11 +140,6 @@ def architecture(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("CUTE_DSL_ARCH", ARCH)
 
 
-def lower(function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()) -> str:
-    jitted = jax.jit(lambda *args: function(*args), donate_argnums=donate)
-    return jitted.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-
-
 def structs(op: str, tokens: Any = 7, pages: Any = 32, kv_dtype: Any = FP8) -> tuple[Struct, ...]:
     kv = Struct((pages, 64, 576), kv_dtype)
     latent, k_rope = Struct((tokens, 512), BF16), Struct((tokens, 64), BF16)
@@ -167,7 +166,7 @@ def test_the_call_is_all_that_runs_on_the_device(op: str) -> None:
     assert set(re.findall(r"stablehlo\.(\w+)", text)) <= {
         "custom_call", "reshape", "constant", "output_operand_alias"
     }  # fmt: skip
-    assert text.count(f"@{cute_call.TARGET}(") == 1
+    assert text.count(f"@{device.TARGET}(") == 1
 
 
 @pytest.mark.parametrize("op", OPS[:2])
@@ -186,11 +185,11 @@ def test_a_numbers_scale_is_a_constant_operand() -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_new_sizes_and_scales_compile_nothing(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cute_call._module.cache_clear()
+    kernel_call._module.cache_clear()
     lower(call(op), *structs(op))
     monkeypatch.setattr(object_cache, "compile_kernel", None)
     lower(call(op, kv_scale=3.0), *structs(op, 9, 70_000))
-    cute_call._module.cache_clear()
+    kernel_call._module.cache_clear()
     object_cache._loaded.clear()
     lower(call(op), *structs(op, 1, 1))
 
@@ -200,7 +199,7 @@ def test_export_once_for_all_sizes() -> None:
     for op in OPS:
         make = export.export(jax.jit(call(op)), platforms=["cuda"], disabled_checks=tsmla_jax.export_disabled_checks())
         again = export.deserialize(make(*structs(op, t, p)).serialize())
-        assert cute_call.TARGET in lower(again.call, *structs(op, 5, 99))
+        assert device.TARGET in lower(again.call, *structs(op, 5, 99))
     rows = Struct(export.symbolic_shape("n"), "int32")
 
     def gather(rows: jax.Array, *args: jax.Array) -> jax.Array:
@@ -217,20 +216,17 @@ def test_nobody_chooses_a_kernel_for_a_gpu_that_is_not_there(monkeypatch: pytest
     explained = tsmla_jax.explain("write_kv_cache", *structs("write_kv_cache"))
     assert explained.chosen == "xla" and explained.reasons["cute"] == ("jax's default device is a cpu",)
     assert tsmla_jax.explain("write_kv_cache", *structs("write_kv_cache"), implementation="cute").chosen == "cute"
-    # On Blackwell they can be named, and are not chosen before they have run there.
+    # On Blackwell they can be named; None does not choose them before they have run there.
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_100a")
-    monkeypatch.setattr(cute_call, "why_not_by_default", lambda: [])
-    assert cute_call.TARGET in lower(call("write_kv_cache"), *structs("write_kv_cache"))
-    for op, spec in (
-        ("write_kv_cache", write_api.spec),
-        ("gather_kv_cache", functools.partial(gather_api.spec, total_len=1)),
-    ):
-        described = spec(*structs(op))
-        assert dispatch.why_not(op, "cute", described, named=False) == [
-            "the kernel has not been run on sm_100a by us; it can be named"
+    monkeypatch.setattr(device, "why_not_by_default", lambda: [])
+    assert device.TARGET in lower(call("write_kv_cache"), *structs("write_kv_cache"))
+    write = WRITE.spec_of(*structs("write_kv_cache"))
+    for operation, spec in ((WRITE, write), (GATHER, GATHER.spec_of(*structs("gather_kv_cache"), total_len=1))):
+        assert operation.why_not("cute", spec, named=False) == [
+            'the kernel is untested on sm_100a; pass implementation="cute" to use it anyway'
         ]
     monkeypatch.setenv("CUTE_DSL_ARCH", ARCH)
-    assert dispatch.why_not("write_kv_cache", "cute", write_api.spec(*structs("write_kv_cache")), named=False) == []
+    assert WRITE.why_not("cute", write, named=False) == []
 
 
 @pytest.mark.parametrize(
@@ -261,18 +257,18 @@ def emulate(
         *given, scale = arrays
         if not config.rope_dim:
             given[2] = given[1][:, :0]
-        spec = write_api.spec(*given)
+        spec = WRITE.spec_of(*given)
         return [write_reference.write_kv_cache(*given, spec=spec, kv_scale=scale[0])]
     if kernel is GATHER_KV_CACHE:
         *given, scale = arrays
-        spec = gather_api.spec(*given, total_len=result_shapes[0][0], out_dtype=config.out_dtype)
+        spec = GATHER.spec_of(*given, total_len=result_shapes[0][0], out_dtype=config.out_dtype)
         return [gather_reference.gather_kv_cache(*given, spec=spec, kv_scale=scale[0])]
     kv, q_nope, q_rope, latent, *given, q_scale, kv_scale = arrays
     tokens = latent.shape[0]
     heads = (array.reshape(tokens, -1, array.shape[-1]) for array in (q_nope, q_rope))
     given = [kv, *heads, latent, *given]
     layouts = {"rope_interleave": config.rope_interleave, "rope_layout": config.rope_layout}
-    spec = rope_api.spec(*given, q_dtype=config.q_dtype, **layouts)
+    spec = ROPE_WRITE.spec_of(*given, q_dtype=config.q_dtype, **layouts)
     q, written = rope_reference.rope_write_kv_cache(*given, spec=spec, q_scale=q_scale[0], kv_scale=kv_scale[0])
     return [q.reshape(result_shapes[0]), written]
 
@@ -281,7 +277,7 @@ def emulate(
 def emulated() -> Iterator[None]:
     if jax.default_backend() != "cpu":
         pytest.skip("emulates the kernels on CPUs")
-    traced = [dispatch._module(op, "cute")._transformable for op in OPS]
+    traced = [cute._transformable for cute in (write_cute, rope_cute, gather_cute)]
     with cute_emulation.emulated(*traced, by=emulate):
         yield
 
@@ -350,10 +346,6 @@ def test_a_cache_without_rope_columns() -> None:
     assert_same(got, want)
 
 
-def calls(jaxpr: Any) -> int:
-    return len(re.findall(r"= tsmla_cute_call\[", str(jaxpr)))
-
-
 @pytest_emulated
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("which", ["all", "cache", "others"])
@@ -390,7 +382,7 @@ def test_vmap_over_scales_takes_as_many_calls(op: str) -> None:
 
 @pytest_emulated
 def test_vmap_of_more_slots_than_int32_counts_takes_as_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_call, "MAX_SLOTS", 2 * PAGES * PAGE - 1)
+    monkeypatch.setattr(transforms, "MAX_SLOTS", 2 * PAGES * PAGE - 1)
     args = [jnp.stack([a, b]) for a, b in zip(arrays(OPS[0]), arrays(OPS[0], 3), strict=True)]
     mapped = jax.vmap(run(OPS[0], "cute"))
     assert "scan" in str(jax.make_jaxpr(mapped)(*args))
@@ -424,7 +416,7 @@ def test_derivatives_are_those_of_the_reference(op: str, reverse: bool) -> None:
 
 @pytest_emulated
 def test_a_write_whose_result_no_loss_needs_costs_no_derivative() -> None:
-    # As in training with a cache: the layer writes it, and attends over what it has at hand.
+    # As in training with a cache: the layer writes it, and attends over its own keys.
     kv, latent, k_rope, slots = arrays("write_kv_cache")
 
     def loss(latent: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -436,14 +428,6 @@ def test_a_write_whose_result_no_loss_needs_costs_no_derivative() -> None:
 
 # ---- partitioning
 
-COLLECTIVES = re.compile(r"= \S+ (all-gather|all-reduce|collective-permute|all-to-all|reduce-scatter)\(")
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Mesh:
-    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
-
-
 def placed(mesh: Mesh, given: Arrays, *specs: P) -> list[jax.Array]:
     specs += (P(),) * (len(given) - len(specs))
     return [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(given, specs, strict=True)]
@@ -454,7 +438,7 @@ def placed(mesh: Mesh, given: Arrays, *specs: P) -> list[jax.Array]:
 def test_pages_stay_where_they_are(mesh: Mesh, pages: P) -> None:
     args = placed(mesh, arrays("write_kv_cache"), pages)
     compiled = jax.jit(run("write_kv_cache", "cute")).lower(*args).compile()
-    assert COLLECTIVES.findall(compiled.as_text()) == []
+    assert collectives(compiled) == []
     got = compiled(*args)
     assert got.sharding.is_equivalent_to(args[0].sharding, 3)
     assert_same(got, wanted("write_kv_cache"))
@@ -464,7 +448,7 @@ def test_pages_stay_where_they_are(mesh: Mesh, pages: P) -> None:
 def test_pages_and_heads_stay_where_they_are(mesh: Mesh) -> None:
     args = placed(mesh, arrays("rope_write_kv_cache"), P("data"), P(None, "model"), P(None, "model"))
     compiled = jax.jit(run("rope_write_kv_cache", "cute")).lower(*args).compile()
-    assert COLLECTIVES.findall(compiled.as_text()) == []
+    assert collectives(compiled) == []
     q, written = compiled(*args)
     assert q.addressable_shards[0].data.shape == (TOKENS, HEADS // 2, LATENT + ROPE)
     assert written.addressable_shards[0].data.shape == (PAGES // 4, PAGE, LATENT + ROPE)
@@ -510,7 +494,7 @@ def test_another_platform_is_refused_with_the_alternative() -> None:
 
 
 def test_a_warm_cache_imports_no_cutlass(child_environment: dict[str, str]) -> None:
-    cute_call._module.cache_clear()
+    kernel_call._module.cache_clear()
     lower(call("write_kv_cache"), *structs("write_kv_cache"))
     code = f"""
 import sys, jax, tsmla_jax

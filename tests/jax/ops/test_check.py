@@ -1,4 +1,4 @@
-"""TSMLA_CHECK=1: what only the data shows is reported with the request it is in; without it nothing is reported."""
+"""TSMLA_CHECK=1: errors in values are reported with their request; without the switch nothing is reported."""
 
 from __future__ import annotations
 

@@ -11,15 +11,13 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 import tsmla_jax
+from tests.jax.ops.inputs import ints
 from tests.oracles import sparse as oracle
+from tsmla_jax import sparse
 
 EPS = 1e-6
 INV_FREQ = (1e4 ** (-np.arange(32) / 32)).astype(np.float32)
 KINDS = {4: True, 128: False}
-
-
-def ints(x: object) -> jax.Array:
-    return jnp.asarray(x, jnp.int32)
 
 
 class Problem:
@@ -32,7 +30,7 @@ class Problem:
         self.x = rng.standard_normal((2, length, 2, width)).astype(np.float32) * 2
         self.ape = rng.standard_normal((ratio, width)).astype(np.float32)
         self.weight = rng.standard_normal(channels).astype(np.float32)
-        self.table = tsmla_jax.rope_table(INV_FREQ, length + ratio)
+        self.table = sparse.rope_table(INV_FREQ, length + ratio)
         self.layout, self.spare = layout, spare
         self.pages = -(-(length // ratio) // 8)
         self.step = jax.jit(self._step, static_argnames="implementation")
@@ -40,12 +38,12 @@ class Problem:
     def _step(
         self,
         x: jax.Array,
-        state: tsmla_jax.CompressorState,
+        state: sparse.CompressorState,
         cache: jax.Array,
         seq_lens: jax.Array,
         cu: jax.Array,
         implementation: str | None = None,
-    ) -> tuple[tsmla_jax.CompressorState, jax.Array]:
+    ) -> tuple[sparse.CompressorState, jax.Array]:
         entries, state = tsmla_jax.compress_kv(
             x,
             self.ape,
@@ -57,12 +55,12 @@ class Problem:
             overlap=self.overlap,
             implementation=implementation,
         )
-        rows = tsmla_jax.norm_rope(entries.kv, self.weight, entries.positions * self.ratio, self.table, eps=EPS)
+        rows = sparse.norm_rope(entries.kv, self.weight, entries.positions * self.ratio, self.table, eps=EPS)
         slots = jnp.where(entries.positions >= 0, entries.requests * self.pages * 8 + entries.positions, -1)
-        return state, tsmla_jax.write_v4_cache(cache, rows, slots, page_size=8)
+        return state, sparse.write_v4_cache(cache, rows, slots, page_size=8)
 
-    def empty(self) -> tuple[tsmla_jax.CompressorState, jax.Array]:
-        state = tsmla_jax.init_compressor_state(
+    def empty(self) -> tuple[sparse.CompressorState, jax.Array]:
+        state = sparse.init_compressor_state(
             3, ratio=self.ratio, channels=self.channels, overlap=self.overlap, spare=self.spare
         )
         if self.layout == "float32":
@@ -70,12 +68,12 @@ class Problem:
         packed = self.layout == "packed"
         cache_dtype = "fp8" if packed else self.layout
         layout = "packed" if packed else "plain"
-        return state, tsmla_jax.init_v4_cache(2 * self.pages, layout=layout, cache_dtype=cache_dtype, page_size=8)
+        return state, sparse.init_v4_cache(2 * self.pages, layout=layout, cache_dtype=cache_dtype, page_size=8)
 
     def run(
         self, calls: list[tuple[int, int]], implementation: str | None = None, rows: int | None = None
     ) -> tuple[np.ndarray, ...]:
-        """State and cache, as bytes, after calls of so many tokens of each sequence; `rows` pads every call."""
+        """State and cache, as bytes, after calls with these numbers of tokens a sequence; `rows` pads every call."""
         state, cache = self.empty()
         done = [0, 0]
         for counts in calls:
@@ -149,7 +147,7 @@ def test_tokens_can_be_taken_back_within_the_spare_rows() -> None:
     state, cache = p.empty()
     x = p.x
 
-    def feed(first: int, last: int, state: tsmla_jax.CompressorState, cache: jax.Array, noise: float) -> tuple:
+    def feed(first: int, last: int, state: sparse.CompressorState, cache: jax.Array, noise: float) -> tuple:
         rows = np.concatenate([x[0, first:last], x[1, first:last]]) + np.float32(noise)
         n = last - first
         return p.step(rows, state, cache, ints([last, last]), ints([0, n, 2 * n]))
@@ -189,7 +187,7 @@ def test_shards_of_channels_and_vmap() -> None:
     p = problem(128, 64, 260, "float32")
     state, _ = p.empty()
 
-    def run(x: jax.Array, ape: jax.Array, state: tsmla_jax.CompressorState) -> jax.Array:
+    def run(x: jax.Array, ape: jax.Array, state: sparse.CompressorState) -> jax.Array:
         entries, _ = tsmla_jax.compress_kv(
             x,
             ape,
@@ -212,7 +210,7 @@ def test_shards_of_channels_and_vmap() -> None:
         in_specs=(
             spec(None, None, "x"),
             spec(None, "x"),
-            tsmla_jax.CompressorState(spec(None, None, None, "x"), spec()),
+            sparse.CompressorState(spec(None, None, None, "x"), spec()),
         ),
         out_specs=spec(None, "x"),
     )
@@ -225,7 +223,7 @@ def test_memory_of_a_long_prefill_stays_bounded() -> None:
     shape = jax.ShapeDtypeStruct
     for ratio, width in ((4, 1024), (128, 512)):
         state = jax.eval_shape(
-            lambda ratio=ratio: tsmla_jax.init_compressor_state(8, ratio=ratio, channels=512, overlap=ratio == 4)
+            lambda ratio=ratio: sparse.init_compressor_state(8, ratio=ratio, channels=512, overlap=ratio == 4)
         )
         run = jax.jit(functools.partial(tsmla_jax.compress_kv, ratio=ratio, overlap=ratio == 4), donate_argnums=2)
         compiled = run.lower(
@@ -243,7 +241,7 @@ def call(**change: object) -> object:
     args: dict[str, object] = {
         "kv_score": jnp.zeros((3, 2, 16)),
         "ape": jnp.zeros((4, 16)),
-        "state": tsmla_jax.init_compressor_state(2, ratio=4, channels=8, overlap=True),
+        "state": sparse.init_compressor_state(2, ratio=4, channels=8, overlap=True),
         "state_slots": ints([1]),
         "seq_lens": ints([3]),
         "cu_seqlens_q": ints([0, 3]),
@@ -264,7 +262,7 @@ def call(**change: object) -> object:
         ({"state_slots": ints([1, 2])}, "state_slots: got shape"),
         ({"cu_seqlens_q": ints([0])}, "cu_seqlens_q: got shape"),
         (
-            {"state": tsmla_jax.init_compressor_state(2, ratio=4, channels=16, overlap=False)},
+            {"state": sparse.init_compressor_state(2, ratio=4, channels=16, overlap=False)},
             "state.kv_score: got a ring of 4 tokens; legal: at least 8",
         ),
     ],

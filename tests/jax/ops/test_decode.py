@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import tsmla_jax
 from tests.jax.ops.inputs import Paged, paged
+from tests.jax.ops.programs import assert_same_lse
 from tests.oracles import attention as oracle
 
 IMPLEMENTATIONS = ("reference", "xla")
@@ -28,12 +29,6 @@ def run(name: str, inputs: Paged, **options: object) -> tuple[np.ndarray, np.nda
     arrays = (inputs.q, inputs.kv_cache, inputs.block_tables, inputs.seq_lens)
     out, lse = RUN[name](*arrays, **(inputs.options() | options))
     return np.asarray(out), np.asarray(lse)
-
-
-def assert_same_lse(got: np.ndarray, want: np.ndarray, atol: float) -> None:
-    np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
-    seen = ~np.isneginf(want)
-    np.testing.assert_allclose(got[seen], want[seen], rtol=1e-6, atol=atol)
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)

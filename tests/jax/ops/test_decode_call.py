@@ -22,8 +22,10 @@ from jax.sharding import PartitionSpec as P
 
 import tsmla_jax
 from tests.emulator.standin import DECODE
-from tsmla_jax.ops import cute_call
+from tests.jax.ops.programs import lower
+from tsmla_jax.ops import device, kernel_call
 from tsmla_jax.ops.mla_decode import cute
+from tsmla_jax.ops.mla_decode.api import OPERATION
 from tsmla_kernels import object_cache
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -38,7 +40,7 @@ def standin(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cute, "MLA_DECODE", DECODE)
     monkeypatch.setenv("CUTE_DSL_ARCH", ARCH)
     cute._transformable.cache_clear()
-    cute_call._module.cache_clear()
+    kernel_call._module.cache_clear()
 
 
 def specs(
@@ -52,22 +54,16 @@ def specs(
     )
 
 
-def lower(function: Callable[..., Any], *args: Struct, **kwargs: Struct) -> str:
-    # A function of its own each time: jax remembers what it lowered for the same one.
-    jitted = jax.jit(lambda *args, **kwargs: function(*args, **kwargs))
-    return jitted.trace(*args, **kwargs).lower(lowering_platforms=("cuda",)).as_text()
-
-
 def operands_of_call(text: str) -> str:
     """The types of the custom call, without the megabytes of the object."""
-    (line,) = (line for line in text.splitlines() if cute_call.TARGET in line)
+    (line,) = (line for line in text.splitlines() if device.TARGET in line)
     return line[line.rindex("} : (") + 4 :]
 
 
 def test_lowering_embeds_the_object_and_the_runtimes_own_call() -> None:
     text = lower(attend, *specs())
     module = object_cache.load_or_compile(DECODE, cute.sm90_decode.decode_config(cute_spec()), ARCH).module
-    assert text.count(f"@{cute_call.TARGET}(") == 1
+    assert text.count(f"@{device.TARGET}(") == 1
     assert 'key = "' in text and 'module = "\\7FELF' in text
     assert len(module) < len(text) < 8 * len(module)
     types = operands_of_call(text)
@@ -77,15 +73,13 @@ def test_lowering_embeds_the_object_and_the_runtimes_own_call() -> None:
 
 
 def cute_spec(heads: int = 16) -> Any:
-    from tsmla_jax.ops.mla_decode.api import spec
-
-    return spec(*specs(heads=heads), softmax_scale=1.0)
+    return OPERATION.spec_of(*specs(heads=heads), softmax_scale=1.0)
 
 
 def test_target_is_the_one_cutlass_would_call() -> None:
     ffi = pytest.importorskip("cutlass.jax.ffi")
     assert ffi.get_cutlass_call_ffi_version() == 2
-    assert ffi.get_cutlass_call_ffi_name(True, 2) == cute_call.TARGET
+    assert ffi.get_cutlass_call_ffi_name(True, 2) == device.TARGET
     assert {check for check in tsmla_jax.export_disabled_checks()} <= set(ffi.get_export_disabled_safety_checks())
 
 
@@ -135,7 +129,7 @@ def test_ragged_queries() -> None:
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_of_heads_and_batch(check_vma: bool) -> None:
-    # The cache is whole on every device while the rest differs between them: a custom call wants them declared alike.
+    # Every device has the whole cache, and the other operands differ: a custom call needs one declared kind of both.
     if len(jax.devices()) < 4:
         pytest.skip("needs four devices")
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
@@ -169,7 +163,7 @@ def test_export_once_for_all_sizes(builds: Path) -> None:
     start = time.perf_counter()
     text = lower(again.call, *specs(7, 99, 3))
     assert time.perf_counter() - start < 0.5 and len(builds.read_text().splitlines()) == 1
-    assert cute_call.TARGET in text
+    assert device.TARGET in text
 
 
 def test_export_over_several_devices_through_shard_map() -> None:
@@ -184,11 +178,11 @@ def test_export_over_several_devices_through_shard_map() -> None:
     mapped = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=layout, out_specs=layout[0]))
     checks = tsmla_jax.export_disabled_checks()
     again = export.deserialize(export.export(mapped, platforms=["cuda"], disabled_checks=checks)(*args).serialize())
-    assert again.nr_devices == 4 and cute_call.TARGET in again.mlir_module()
+    assert again.nr_devices == 4 and device.TARGET in again.mlir_module()
 
 
 def test_export_without_the_checks_is_refused_by_jax() -> None:
-    with pytest.raises(ValueError, match=cute_call.TARGET):
+    with pytest.raises(ValueError, match=device.TARGET):
         export.export(jax.jit(attend), platforms=["cuda"])(*specs())
 
 
@@ -221,7 +215,7 @@ def test_warm_process_imports_no_cutlass_and_lowers_at_once(builds: Path, child_
     said = json.loads(run.stdout)
     assert said["imported"] == [] and said["size"] > 10_000
     assert len(builds.read_text().splitlines()) == 1
-    # The bar is 1 s after jax is up; a shared machine without a GPU is given some more.
+    # The target is 1 s after jax is up; a shared machine without a GPU gets more.
     assert said["seconds"] < 3, said
 
 
@@ -230,14 +224,14 @@ def test_warm_process_imports_no_cutlass_and_lowers_at_once(builds: Path, child_
 
 def test_without_a_gpu_or_an_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUTE_DSL_ARCH")
-    monkeypatch.setattr(cute_call, "gpu", lambda: None)
+    monkeypatch.setattr(device, "gpu", lambda: None)
     with pytest.raises(NotImplementedError, match="implementation='cute' can't run this call: there is no NVIDIA GPU"):
         lower(attend, *specs())
 
 
 def test_an_architecture_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_80")
-    monkeypatch.setattr(cute_call, "gpu", lambda: None)
+    monkeypatch.setattr(device, "gpu", lambda: None)
     with pytest.raises(NotImplementedError, match="the architecture is sm_80; mla_decode is written for sm_90a"):
         lower(attend, *specs())
 
@@ -248,14 +242,14 @@ class FakeGpu:
 
 
 def test_device_decides_architecture_and_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cute_call, "gpu", FakeGpu)
-    assert cute_call.target_arch() == ARCH and cute_call.num_sms(ARCH) == 78
-    assert cute_call.why_not(DECODE) == []
+    monkeypatch.setattr(device, "gpu", FakeGpu)
+    assert device.target_arch() == ARCH and device.num_sms(ARCH) == 78
+    assert device.why_not(DECODE) == []
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_100a")
-    assert cute_call.why_not(DECODE) == ["CUTE_DSL_ARCH is sm_100a, but the GPU here is sm_90a"]
+    assert device.why_not(DECODE) == ["CUTE_DSL_ARCH is sm_100a, but the GPU here is sm_90a"]
     monkeypatch.setenv("CUTE_DSL_ARCH", ARCH)
-    monkeypatch.setattr(cute_call, "runtime_library", lambda: None)
-    assert "nvidia-cutlass-dsl" in cute_call.why_not(DECODE)[0]
+    monkeypatch.setattr(device, "runtime_library", lambda: None)
+    assert "nvidia-cutlass-dsl" in device.why_not(DECODE)[0]
 
 
 def test_nobody_chooses_a_kernel_for_a_gpu_that_is_not_there() -> None:

@@ -1,7 +1,6 @@
 """jax's transformations around the kernel, on CPUs: an emulation takes the kernel's place, the reference is the
 oracle."""
 
-import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import tsmla_jax
 from tests.emulator import decode as cute_emulation
+from tests.jax.ops.programs import assert_same, calls, collectives
 from tsmla_jax.ops.mla_decode import cute
 
 pytestmark = [
@@ -76,12 +76,6 @@ def scaled(name: str, q: jax.Array, kv: jax.Array, *rest: jax.Array) -> Results:
     return attend(name, kv_scale=kv_scale, **fp8)(q, kv, *others)
 
 
-def assert_same(got: Results, want: Results) -> None:
-    # Both compute in float32 and round once to bfloat16, in programs that XLA may order differently.
-    np.testing.assert_allclose(np.float32(got[0]), np.float32(want[0]), atol=1e-2, rtol=1e-2)
-    np.testing.assert_allclose(np.float32(got[1]), np.float32(want[1]), atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("jit", [False, True])
 def test_uniform(jit: bool) -> None:
     run = attend("cute")
@@ -123,10 +117,6 @@ def test_vmap_folds_into_one_call(axes: tuple[int | None, ...]) -> None:
     assert_same(batched(*args), jax.vmap(attend("reference"), axes)(*args))
     assert calls(jax.make_jaxpr(batched)(*args)) == 1
     assert f"bf16[{3 * BATCH * Q_LEN * HEADS},{LATENT + ROPE}]" in str(jax.make_jaxpr(batched)(*args))
-
-
-def calls(jaxpr: Any) -> int:
-    return len(re.findall(r"= tsmla_cute_call\[", str(jaxpr)))
 
 
 def test_vmap_twice() -> None:
@@ -186,11 +176,6 @@ def test_constants_in_a_differentiated_function_are_fine() -> None:
 # ---- partitioning
 
 
-@pytest.fixture(scope="module")
-def mesh() -> Mesh:
-    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
-
-
 SPECS = {
     "heads": (P(None, None, "model"), P(), P(), P()),
     "batch": (P("data"), P(), P("data"), P("data")),
@@ -198,15 +183,12 @@ SPECS = {
     "queries only": (P("data", None, "model"), P(), P(), P()),
     "tables only": (P(), P(), P("data"), P("data")),
 }
-COLLECTIVES = re.compile(r"= \S+ (all-gather|all-reduce|collective-permute|all-to-all|reduce-scatter)\(")
-
-
 @pytest.mark.parametrize("name", SPECS)
 def test_automatic_partitioning_moves_nothing(mesh: Mesh, name: str) -> None:
     shardings = [NamedSharding(mesh, spec) for spec in SPECS[name]]
     args = [jax.device_put(a, sharding) for a, sharding in zip(arrays(), shardings, strict=True)]
     compiled = jax.jit(attend("cute")).lower(*args).compile()
-    assert COLLECTIVES.findall(compiled.as_text()) == []
+    assert collectives(compiled) == []
     got = compiled(*args)
     assert_same(got, attend("reference")(*arrays()))
     data, model = ("data" in str(SPECS[name])), ("model" in str(SPECS[name]))
@@ -220,7 +202,7 @@ def test_automatic_partitioning_of_ragged_queries(mesh: Mesh) -> None:
     q = jax.device_put(q, NamedSharding(mesh, P(None, "model")))
     others = [jax.device_put(a, NamedSharding(mesh, P())) for a in others]
     compiled = jax.jit(attend("cute", **kwargs)).lower(q, *others).compile()
-    assert COLLECTIVES.findall(compiled.as_text()) == []
+    assert collectives(compiled) == []
     got = compiled(q, *others)
     assert got[0].addressable_shards[0].data.shape == (TOTAL, HEADS // 2, LATENT)
     assert_same(got, attend("reference", **kwargs)(*arrays(ragged=True)))
@@ -232,7 +214,7 @@ def test_explicit_axes(name: str) -> None:
     shardings = [NamedSharding(mesh, spec) for spec in SPECS[name]]
     args = [jax.device_put(a, sharding) for a, sharding in zip(arrays(), shardings, strict=True)]
     compiled = jax.jit(attend("cute")).lower(*args).compile()
-    assert COLLECTIVES.findall(compiled.as_text()) == []
+    assert collectives(compiled) == []
     got = compiled(*args)
     assert_same(got, attend("reference")(*arrays()))
     assert got[0].sharding.spec[2] == "model"
@@ -255,7 +237,7 @@ def test_partitioned_program_downstream_of_sharded_projections(mesh: Mesh) -> No
     q_sharded = jax.device_put(q, NamedSharding(mesh, P(None, None, "model")))
     w_sharded = jax.device_put(weights, NamedSharding(mesh, P("model")))
     compiled = jax.jit(layer).lower(q_sharded, w_sharded).compile()
-    assert set(COLLECTIVES.findall(compiled.as_text())) == {"all-reduce"}  # the sum over heads and nothing else
+    assert set(collectives(compiled)) == {"all-reduce"}  # the sum over heads and nothing else
     np.testing.assert_allclose(compiled(q_sharded, w_sharded), layer(q, weights), rtol=2e-2, atol=2e-1)
 
 
@@ -267,7 +249,7 @@ def test_shard_map(mesh: Mesh, name: str, check_vma: bool) -> None:
         attend("cute"), mesh=mesh, in_specs=SPECS[name], out_specs=(out_spec, out_spec), check_vma=check_vma
     )
     compiled = jax.jit(mapped).lower(*arrays()).compile()
-    assert COLLECTIVES.findall(compiled.as_text()) == []
+    assert collectives(compiled) == []
     assert_same(jax.jit(mapped)(*arrays()), attend("reference")(*arrays()))
 
 
@@ -279,5 +261,5 @@ def test_sharded_pages_through_shard_map(mesh: Mesh) -> None:
     specs = (P("data", None, "model"), P("data"), P("data"), P("data"))
     mapped = jax.shard_map(attend("cute"), mesh=mesh, in_specs=specs, out_specs=(specs[0], specs[0]))
     compiled = jax.jit(mapped).lower(q, kv, local, lens).compile()
-    assert COLLECTIVES.findall(compiled.as_text()) == []
+    assert collectives(compiled) == []
     assert_same(jax.jit(mapped)(q, kv, local, lens), attend("reference")(q, kv, tables, lens))

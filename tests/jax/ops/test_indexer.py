@@ -11,17 +11,15 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 import tsmla_jax
+from tests.jax.ops.inputs import ints
 from tests.oracles import sparse as oracle
+from tsmla_jax import sparse
 
 P, Z, M, T, HEADS, DIM = 7, 4, 5, 6, 3, 128
 IMPLEMENTATIONS = ("xla", "reference")
 
 
 REFERENCE = jax.jit(functools.partial(tsmla_jax.indexer_logits, implementation="reference"))
-
-
-def ints(x: object) -> jax.Array:
-    return jnp.asarray(x, jnp.int32)
 
 
 def problem(seed: int = 0) -> dict[str, np.ndarray]:
@@ -51,7 +49,7 @@ def test_quantised_queries() -> None:
     x = problem()
     q = x["q"] * np.exp2(np.arange(T) - 40.0)[:, None, None].astype(np.float32)
     q[0, 0] = 0
-    values, weights = jax.jit(tsmla_jax.indexer_quantize)(q, x["weights"])
+    values, weights = jax.jit(sparse.indexer_quantize)(q, x["weights"])
     for t in range(T):
         for h in range(HEADS):
             exponent = oracle.scale_exponent(np.abs(q[t, h]).max(), 1e-10)
@@ -65,8 +63,8 @@ def test_quantised_queries() -> None:
 def test_logits_over_packed_keys(implementation: str) -> None:
     x = problem()
     empty = jnp.zeros((P, Z, DIM + 4), jnp.uint8)
-    cache = jax.jit(tsmla_jax.write_indexer_cache)(empty, x["keys"], jnp.arange(P * Z, dtype=jnp.int32))
-    q8, weights = jax.jit(tsmla_jax.indexer_quantize)(x["q"], x["weights"])
+    cache = jax.jit(sparse.write_indexer_cache)(empty, x["keys"], jnp.arange(P * Z, dtype=jnp.int32))
+    q8, weights = jax.jit(sparse.indexer_quantize)(x["q"], x["weights"])
     run = jax.jit(functools.partial(tsmla_jax.indexer_logits, implementation=implementation))
     got = run(q8, weights, cache, ints(x["tables"]), ints(x["seq_lens"]))
     stored = np.stack(

@@ -17,9 +17,11 @@ from jax.sharding import PartitionSpec as P
 
 import tsmla_jax
 from tests.emulator import decode as cute_emulation
-from tsmla_jax import kernel_commands
-from tsmla_jax.ops import cute_call
-from tsmla_jax.ops.merge_attention_states import api, cute, reference
+from tests.jax.ops.programs import calls, lower
+from tsmla_jax.cli import kernels as kernel_commands
+from tsmla_jax.ops import device, kernel_call
+from tsmla_jax.ops.merge_attention_states import cute, reference
+from tsmla_jax.ops.merge_attention_states.api import OPERATION
 from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import MERGE_ATTENTION_STATES, Kernel
 from tsmla_kernels.merge import config as merge_rules
@@ -68,7 +70,7 @@ def test_the_results_are_the_first_parts_memory() -> None:
 def test_options_name_the_configs_that_calls_get(options: str, config: MergeConfig) -> None:
     assert [found for _, found in kernel_commands.configs(options, [MERGE_ATTENTION_STATES])] == [config]
     arrays = structs(config.parts, (5, 2), config.head_dim, config.dtype)
-    assert merge_rules.merge_config(api.spec(*arrays)) == config
+    assert merge_rules.merge_config(OPERATION.spec_of(*arrays)) == config
 
 
 @pytest.mark.parametrize(
@@ -96,15 +98,10 @@ def merge(name: str | None = "cute") -> Callable[..., Any]:
     return functools.partial(tsmla_jax.merge_attention_states, implementation=name)
 
 
-def lower(function: Callable[..., Any], *args: Any) -> str:
-    jitted = jax.jit(lambda *args: function(*args))
-    return jitted.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-
-
 def test_the_call_is_all_that_runs_on_the_device_and_in_place() -> None:
     text = lower(merge(), *structs(3, (7, 16)))
     assert set(re.findall(r"stablehlo\.(\w+)", text)) <= {"custom_call", "reshape", "output_operand_alias"}
-    assert text.count(f"@{cute_call.TARGET}(") == 1
+    assert text.count(f"@{device.TARGET}(") == 1
     for result, operand in ((0, 0), (1, 3)):
         assert f"output_tuple_indices = [{result}], operand_index = {operand}" in text
 
@@ -112,16 +109,16 @@ def test_the_call_is_all_that_runs_on_the_device_and_in_place() -> None:
 def test_new_sizes_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     lower(merge(), *structs(2, (7, 16)))
     monkeypatch.setattr(object_cache, "compile_kernel", None)
-    cute_call._module.cache_clear()
+    kernel_call._module.cache_clear()
     lower(merge(), *structs(2, (70_000, 3, 5)))
     make = export.export(jax.jit(merge()), platforms=["cuda"], disabled_checks=tsmla_jax.export_disabled_checks())
     rows = export.symbolic_shape("t")
     again = export.deserialize(make(*structs(2, (*rows, 16))).serialize())
-    assert cute_call.TARGET in lower(again.call, *structs(2, (9, 16)))
+    assert device.TARGET in lower(again.call, *structs(2, (9, 16)))
 
 
 def test_no_rows_need_no_kernel() -> None:
-    assert cute_call.TARGET not in lower(merge(), *structs(2, (0, 16)))
+    assert device.TARGET not in lower(merge(), *structs(2, (0, 16)))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +150,7 @@ def emulate(
     """What the kernel computes from its own operands, through the reference."""
     assert kernel is MERGE_ATTENTION_STATES and all(x.ndim == 2 for x in arrays[: config.parts])
     outs, lses = arrays[: config.parts], arrays[config.parts :]
-    return list(reference.merge_attention_states(outs, lses, spec=api.spec(list(outs), list(lses))))
+    return list(reference.merge_attention_states(outs, lses, spec=OPERATION.spec_of(list(outs), list(lses))))
 
 
 @pytest.fixture
@@ -192,7 +189,7 @@ def test_vmap_is_one_call_on_more_rows(axes: tuple[int | None, int | None]) -> N
     if axes[1] is None:
         lses = lses[:, 0]
     batched = jax.vmap(merge(), axes)
-    assert len(re.findall(r"= tsmla_cute_call\[", str(jax.make_jaxpr(batched)(outs, lses)))) == 1
+    assert calls(jax.make_jaxpr(batched)(outs, lses)) == 1
     assert_same(jax.jit(batched)(outs, lses), jax.vmap(merge("reference"), axes)(outs, lses))
 
 

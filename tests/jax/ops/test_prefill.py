@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 import tsmla_jax
+from tests.jax.ops.programs import assert_same_lse
 from tests.oracles import attention as oracle
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -71,12 +72,6 @@ def run(name: str, x: Packed, *, causal: bool = True, scale: float = 0.2, **opti
         **(longest | options),
     )
     return np.asarray(out), np.asarray(lse)
-
-
-def assert_same_lse(got: np.ndarray, want: np.ndarray, atol: float) -> None:
-    np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
-    seen = ~np.isneginf(want)
-    np.testing.assert_allclose(got[seen], want[seen], rtol=1e-6, atol=atol)
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 import tsmla_jax
+from tests.jax.ops.inputs import ints
 from tests.oracles import sparse as oracle
+from tsmla_jax import sparse
 
 SCALE = 192**-0.5
 IMPLEMENTATIONS = ("xla", "reference")
@@ -22,10 +24,6 @@ RUN = {
     )
     for name in IMPLEMENTATIONS
 }
-
-
-def ints(x: object) -> jax.Array:
-    return jnp.asarray(x, jnp.int32)
 
 
 def rows_of(cache: np.ndarray, indices: np.ndarray, lengths: np.ndarray | None = None) -> list[np.ndarray]:
@@ -89,8 +87,8 @@ def test_v32_layouts(implementation: str, layout: str) -> None:
     slots = jnp.arange(pages * size, dtype=jnp.int32)
     if layout == "packed":
         empty = jnp.zeros((pages, size, 656), jnp.uint8)
-        cache = jax.jit(tsmla_jax.write_packed_kv_cache)(empty, kv[:, :512], kv[:, 512:], slots)
-        unpacked = jax.jit(tsmla_jax.unpack_v32_rows)(cache.reshape(-1, 656))
+        cache = jax.jit(sparse.write_packed_kv_cache)(empty, kv[:, :512], kv[:, 512:], slots)
+        unpacked = jax.jit(sparse.unpack_v32_rows)(cache.reshape(-1, 656))
         stored = np.concatenate([np.asarray(x, np.float32) for x in unpacked], axis=1)
     else:
         kv_scale = 0.02 if layout == "float8_e4m3fn" else None
@@ -128,16 +126,16 @@ def test_two_caches_of_v4(implementation: str, span: int) -> None:
     far = rng.standard_normal((2 * size, 512)).astype(np.float32)
     slots = jnp.arange(len(near), dtype=jnp.int32)
     # 8 rows of 584 bytes in 9 of 576 each: pages 9 rows apart.
-    near_cache = tsmla_jax.init_v4_cache(3, layout="packed", cache_dtype="fp8", page_size=size)
-    near_cache = jax.jit(functools.partial(tsmla_jax.write_v4_cache, page_size=size))(near_cache, near, slots)
+    near_cache = sparse.init_v4_cache(3, layout="packed", cache_dtype="fp8", page_size=size)
+    near_cache = jax.jit(functools.partial(sparse.write_v4_cache, page_size=size))(near_cache, near, slots)
     far_cache = jnp.asarray(far, jnp.bfloat16).reshape(2, size, 512)
-    data, scales = jax.jit(tsmla_jax.pack_v4_rows)(near)
-    near = np.asarray(jax.jit(tsmla_jax.unpack_v4_rows)(data, scales))
+    data, scales = jax.jit(sparse.pack_v4_rows)(near)
+    near = np.asarray(jax.jit(sparse.unpack_v4_rows)(data, scales))
     far = np.asarray(far_cache.reshape(-1, 512), np.float32)
     window_slots = rng.integers(0, len(near), (4, window))
     window_slots[0, 3:] = -1
     far_slots, far_lens = rng.integers(0, len(far), (4, 10)), np.asarray([0, 10, 3, 7])
-    build = functools.partial(tsmla_jax.build_mixed_sparse_indices, window_page=(size, span))
+    build = functools.partial(sparse.build_mixed_sparse_indices, window_page=(size, span))
     mixed = jax.jit(build)(ints(window_slots), ints(far_slots), ints(far_lens))
     q = rng.standard_normal((4, heads, 512)).astype(np.float32)
     sinks = rng.standard_normal(heads).astype(np.float32)
@@ -161,9 +159,9 @@ def test_two_caches_of_v4(implementation: str, span: int) -> None:
 
 
 def test_a_forgotten_span_would_show() -> None:
-    # The test above would pass on a span of 8 whatever the code did with it, if rows of different pages were alike.
+    # If rows of different pages were equal, the test above would pass with any handling of a span of 8.
     slots = ints([[0, 7, 8, 23]])
-    assert tsmla_jax.remap_slots(slots, 8, 9).tolist() == [[0, 7, 9, 25]]
+    assert sparse.remap_slots(slots, 8, 9).tolist() == [[0, 7, 9, 25]]
 
 
 @pytest.mark.parametrize("layout", ["float32", "float8_e4m3fn"])
@@ -175,16 +173,16 @@ def test_all_tokens_selected_is_dense_decode(layout: str) -> None:
     cache = jnp.asarray(rng.standard_normal((pages, size, 576)), jnp.dtype(layout))
     q = jnp.asarray(rng.standard_normal((requests, heads, 576)), "float32" if layout == "float32" else "bfloat16")
     positions = jnp.broadcast_to(jnp.arange(columns * size, dtype=jnp.int32), (requests, columns * size))
-    indices = jax.jit(tsmla_jax.positions_to_slots, static_argnums=2)(positions, ints(tables), size)
+    indices = jax.jit(sparse.positions_to_slots, static_argnums=2)(positions, ints(tables), size)
     scale = 0.5 if layout == "float8_e4m3fn" else None
-    sparse = RUN["xla"](q, cache, indices, ints(lens), softmax_scale=SCALE, kv_scale=scale)
+    selected = RUN["xla"](q, cache, indices, ints(lens), softmax_scale=SCALE, kv_scale=scale)
     decode = jax.jit(functools.partial(tsmla_jax.mla_decode, return_lse=True))
     dense = decode(q[:, None], cache, ints(tables), ints(lens), softmax_scale=SCALE, kv_scale=scale)
     tolerance = 2e-6 if layout == "float32" else 2**-7
     np.testing.assert_allclose(
-        np.asarray(sparse[0], np.float32), np.asarray(dense[0][:, 0], np.float32), rtol=tolerance, atol=tolerance
+        np.asarray(selected[0], np.float32), np.asarray(dense[0][:, 0], np.float32), rtol=tolerance, atol=tolerance
     )
-    np.testing.assert_allclose(sparse[1], dense[1][:, 0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(selected[1], dense[1][:, 0], rtol=1e-5, atol=1e-5)
 
 
 def test_blocks_of_tokens_and_of_slots_change_nothing() -> None:

@@ -259,7 +259,7 @@ def test_a_derivative_of_decode_names_the_alternatives() -> None:
     for derive in (jax.grad, jax.jacfwd):
         with pytest.raises(NotImplementedError, match=r"mla_decode has no derivative.*mla_prefill.*reference"):
             derive(lambda q: function(q, *rest)[0].sum())(jnp.asarray(q))
-    # What does not depend on the differentiated argument is no derivative of decode.
+    # A result that does not depend on the differentiated argument needs no derivative of decode.
     assert jax.grad(lambda x: x * function(q, *rest)[0].sum())(1.0).shape == ()
 
 

@@ -8,15 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import tsmla_jax
+from tests.jax.ops.inputs import ints
 from tests.oracles import sparse as oracle
+from tsmla_jax import sparse
 from tsmla_jax.sparse import numerics
 
-# Compiled as a whole: op by op, every small shape costs a compilation of its own.
-PACK_V32, UNPACK_V32 = jax.jit(tsmla_jax.pack_v32_rows), jax.jit(tsmla_jax.unpack_v32_rows)
-PACK_V4, UNPACK_V4 = jax.jit(tsmla_jax.pack_v4_rows), jax.jit(tsmla_jax.unpack_v4_rows)
-WRITE_V4 = jax.jit(tsmla_jax.write_v4_cache, static_argnames=("page_size", "page_span"))
-WRITE_V32 = jax.jit(tsmla_jax.write_packed_kv_cache)
+# Compiled as a whole: eagerly, each operation would be compiled for every small shape.
+PACK_V32, UNPACK_V32 = jax.jit(sparse.pack_v32_rows), jax.jit(sparse.unpack_v32_rows)
+PACK_V4, UNPACK_V4 = jax.jit(sparse.pack_v4_rows), jax.jit(sparse.unpack_v4_rows)
+WRITE_V4 = jax.jit(sparse.write_v4_cache, static_argnames=("page_size", "page_span"))
+WRITE_V32 = jax.jit(sparse.write_packed_kv_cache)
 EXPONENT = jax.jit(numerics.scale_exponent, static_argnums=1)
 
 
@@ -25,10 +26,6 @@ def values(seed: int, *shape: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
     magnitude = np.exp2(rng.integers(-24, 12, (*shape[:-1], 1)))
     return (rng.standard_normal(shape) * magnitude).astype(np.float32)
-
-
-def ints(x: object) -> jax.Array:
-    return jnp.asarray(x, jnp.int32)
 
 
 @settings(max_examples=200)
@@ -78,9 +75,9 @@ def test_v4_pages_are_the_bytes_of_the_definition() -> None:
     page_size = 8
     kv = values(2, 2 * page_size, 512)
     page_bytes = len(oracle.v4_page(kv[:page_size], page_size))
-    assert page_bytes == tsmla_jax.init_v4_cache(1, layout="packed", cache_dtype="fp8", page_size=page_size).shape[1]
+    assert page_bytes == sparse.init_v4_cache(1, layout="packed", cache_dtype="fp8", page_size=page_size).shape[1]
     order = np.random.default_rng(0).permutation(2 * page_size)
-    write = jax.jit(tsmla_jax.write_v4_cache, static_argnames="page_size", donate_argnums=0)
+    write = jax.jit(sparse.write_v4_cache, static_argnames="page_size", donate_argnums=0)
     cache = write(jnp.zeros((3, page_bytes), jnp.uint8), kv[order], ints(order + page_size), page_size=page_size)
     got = np.asarray(cache)
     assert got[0].max() == 0
@@ -89,13 +86,13 @@ def test_v4_pages_are_the_bytes_of_the_definition() -> None:
 
 
 def test_v4_pages_of_64_rows_have_the_known_sizes() -> None:
-    assert tsmla_jax.init_v4_cache(2, layout="packed", cache_dtype="fp8_e4m3").shape == (2, 37440)
+    assert sparse.init_v4_cache(2, layout="packed", cache_dtype="fp8_e4m3").shape == (2, 37440)
     assert 64 * 584 == 37376 and 37440 == 65 * 576
 
 
 def test_indexer_pages_are_the_bytes_of_the_definition() -> None:
     keys = values(3, 8, 128)
-    cache = jax.jit(tsmla_jax.write_indexer_cache)(
+    cache = jax.jit(sparse.write_indexer_cache)(
         jnp.zeros((3, 4, 132), jnp.uint8), keys, ints([4, 5, 6, 7, 11, 10, 9, 8])
     )
     got = np.asarray(cache)
@@ -127,11 +124,11 @@ def test_every_ue8m0_byte() -> None:
 
 
 def test_per_tensor_fp8_is_rounded_to_bf16_then_divided_then_clamped() -> None:
-    # Every bf16 from 0.008 to 2 among them: divided by 7, some end between two e4m3, and times 1 / 7 beside it.
+    # All bf16 from 0.008 to 2: for some, x / 7 lies halfway between two e4m3 and x * (1 / 7) does not.
     every = np.arange(0x3C00, 0x4000, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
     kv = np.concatenate([every.reshape(2, 512), values(5, 58, 512), np.full((4, 512), 3e4, np.float32)])
     scale = np.float32(7)
-    write = jax.jit(lambda cache, kv, slots, scale: tsmla_jax.write_v4_cache(cache, kv, slots, kv_scale=scale))
+    write = jax.jit(lambda cache, kv, slots, scale: sparse.write_v4_cache(cache, kv, slots, kv_scale=scale))
     cache = write(jnp.zeros((2, 64, 512), jnp.float8_e4m3fn), kv, jnp.arange(64, dtype=jnp.int32), scale)
     want = oracle.e4m3(kv.astype(ml_dtypes.bfloat16).astype(np.float32) / scale)
     assert np.array_equal(np.asarray(cache)[0].view(np.uint8), want.view(np.uint8))
@@ -156,7 +153,7 @@ def test_skipped_slots_and_plain_writes() -> None:
 )
 def test_writing_a_few_rows_copies_no_cache(cache: tuple[tuple[int, ...], str]) -> None:
     shape = jax.ShapeDtypeStruct
-    write = jax.jit(tsmla_jax.write_v4_cache, donate_argnums=0)
+    write = jax.jit(sparse.write_v4_cache, donate_argnums=0)
     compiled = write.lower(shape(*cache), shape((4, 512), jnp.float32), shape((4,), jnp.int32)).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 1 << 20
 
@@ -167,7 +164,7 @@ def test_vmap_over_caches() -> None:
     slots = ints([[0, 1, 2], [5, -1, 3]])
 
     def write(cache: jax.Array, kv: jax.Array, slots: jax.Array) -> jax.Array:
-        return tsmla_jax.write_v4_cache(cache, kv, slots, page_size=8)
+        return sparse.write_v4_cache(cache, kv, slots, page_size=8)
 
     got = jax.jit(jax.vmap(write))(caches, kv, slots)
     for i in range(2):
@@ -175,7 +172,7 @@ def test_vmap_over_caches() -> None:
 
 
 def test_cache_dtypes() -> None:
-    resolve = tsmla_jax.resolve_cache_dtype
+    resolve = sparse.resolve_cache_dtype
     assert resolve("packed", "fp8") == resolve("packed", "fp8_e4m3") == jnp.uint8
     assert resolve("plain", "fp8_e5m2") == resolve("plain", "float8_e4m3fn") == jnp.float8_e4m3fn
     assert resolve("plain", "auto") == resolve("plain", "float16") == resolve("plain", "bfloat16") == jnp.bfloat16
@@ -184,12 +181,12 @@ def test_cache_dtypes() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: tsmla_jax.pack_v32_rows(np.zeros((2, 500)), np.zeros((2, 64))), "latent: got shape.*must be 512"),
-        (lambda: tsmla_jax.pack_v32_rows(np.zeros((2, 512)), np.zeros((3, 64))), "k_rope: got rows"),
-        (lambda: tsmla_jax.unpack_v32_rows(np.zeros((2, 656))), "rows: got dtype float64; legal: uint8"),
-        (lambda: tsmla_jax.resolve_cache_dtype("packed", "bfloat16"), "cache_dtype: got 'bfloat16'"),
-        (lambda: tsmla_jax.resolve_cache_dtype("dense", "fp8"), "layout: got 'dense'"),
-        (lambda: tsmla_jax.init_v4_cache(1, layout="packed", cache_dtype="fp8", head_dim=64), "head_dim: got 64"),
+        (lambda: sparse.pack_v32_rows(np.zeros((2, 500)), np.zeros((2, 64))), "latent: got shape.*must be 512"),
+        (lambda: sparse.pack_v32_rows(np.zeros((2, 512)), np.zeros((3, 64))), "k_rope: got rows"),
+        (lambda: sparse.unpack_v32_rows(np.zeros((2, 656))), "rows: got dtype float64; legal: uint8"),
+        (lambda: sparse.resolve_cache_dtype("packed", "bfloat16"), "cache_dtype: got 'bfloat16'"),
+        (lambda: sparse.resolve_cache_dtype("dense", "fp8"), "layout: got 'dense'"),
+        (lambda: sparse.init_v4_cache(1, layout="packed", cache_dtype="fp8", head_dim=64), "head_dim: got 64"),
         (lambda: write_v4(jnp.zeros((1, 37375), jnp.uint8)), "need at least 37376: the stride is narrower"),
         (lambda: write_v4(jnp.zeros((1, 37441), jnp.uint8)), "multiple of 576, 37440 for 64 rows"),
         (lambda: write_v4(jnp.zeros((1, 37440), jnp.uint8), page_span=63), "page_span: got 63"),
@@ -201,11 +198,11 @@ def test_cache_dtypes() -> None:
         (lambda: write_v4(jnp.zeros((1, 4, 512), jnp.int8)), "kv_cache: got dtype int8"),
         (lambda: write_v4(jnp.zeros((0, 4, 512), jnp.bfloat16)), "kv_cache: got shape.*at least 1"),
         (
-            lambda: tsmla_jax.write_indexer_cache(jnp.zeros((1, 3, 7), jnp.uint8), np.zeros((1, 3)), ints([0])),
+            lambda: sparse.write_indexer_cache(jnp.zeros((1, 3, 7), jnp.uint8), np.zeros((1, 3)), ints([0])),
             "k_cache",
         ),
         (
-            lambda: tsmla_jax.write_packed_kv_cache(
+            lambda: sparse.write_packed_kv_cache(
                 jnp.zeros((1, 4, 576), jnp.bfloat16), np.zeros((1, 512)), np.zeros((1, 64)), ints([0])
             ),
             "kv_cache: got the plain layout",
@@ -218,13 +215,13 @@ def test_refuses(call: object, message: str) -> None:
 
 
 def write_v4(cache: jax.Array, **kwargs: object) -> jax.Array:
-    return tsmla_jax.write_v4_cache(cache, np.zeros((1, 512), np.float32), ints([0]), **kwargs)
+    return sparse.write_v4_cache(cache, np.zeros((1, 512), np.float32), ints([0]), **kwargs)
 
 
 def test_checks_see_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TSMLA_CHECK", "1")
     cache, kv = jnp.zeros((1, 4, 16), jnp.bfloat16), np.zeros((2, 16), np.float32)
     with pytest.raises(ValueError, match="slot_mapping: token 1 goes to slot 4; legal: -1, or 0 to 3"):
-        tsmla_jax.write_v4_cache(cache, kv, ints([0, 4]))
+        sparse.write_v4_cache(cache, kv, ints([0, 4]))
     with pytest.raises(ValueError, match="tokens 0 and 1 both go to slot 2"):
-        tsmla_jax.write_v4_cache(cache, kv, ints([2, 2]))
+        sparse.write_v4_cache(cache, kv, ints([2, 2]))

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import tsmla_jax
+from tsmla_jax import sparse
 
 TOKENS = 6
 TABLE = jnp.asarray(np.random.default_rng(0).standard_normal((64, 8)), jnp.float32)
@@ -25,9 +26,9 @@ def floats(*shape: int) -> jax.Array:
 
 
 def mixed_rows(positions: jax.Array, near: jax.Array, far: jax.Array) -> tuple[jax.Array, jax.Array]:
-    window = tsmla_jax.window_slots(positions, near, page_size=4, window=6)
-    chosen, lens = tsmla_jax.compressed_slots(positions, far, ratio=4, page_size=2)
-    rows = tsmla_jax.build_mixed_sparse_indices(window, chosen, lens, compressed_page=(2, 3))
+    window = sparse.window_slots(positions, near, page_size=4, window=6)
+    chosen, lens = sparse.compressed_slots(positions, far, ratio=4, page_size=2)
+    rows = sparse.build_mixed_sparse_indices(window, chosen, lens, compressed_page=(2, 3))
     return rows.indices, rows.lengths
 
 
@@ -37,23 +38,23 @@ BY_TOKEN: dict[str, tuple[Callable[..., Any], tuple[jax.Array, ...]]] = {
         lambda logits, lens: tsmla_jax.select_topk(logits, lens, 5),
         (floats(TOKENS, 9), ints(TOKENS, high=10)),
     ),
-    "indexer_quantize": (tsmla_jax.indexer_quantize, (floats(TOKENS, 3, 16), floats(TOKENS, 3))),
+    "indexer_quantize": (sparse.indexer_quantize, (floats(TOKENS, 3, 16), floats(TOKENS, 3))),
     "positions_to_slots": (
-        lambda positions, tables: tsmla_jax.positions_to_slots(positions, tables, 4),
+        lambda positions, tables: sparse.positions_to_slots(positions, tables, 4),
         (ints(TOKENS, 5, low=-1), ints(TOKENS, 2)),
     ),
     "norm_rope": (
-        lambda kv, positions: tsmla_jax.norm_rope(kv, floats(16), positions, TABLE, eps=1e-6),
+        lambda kv, positions: sparse.norm_rope(kv, floats(16), positions, TABLE, eps=1e-6),
         (floats(TOKENS, 16), ints(TOKENS, high=64)),
     ),
     "apply_rope": (
-        lambda x, positions: tsmla_jax.apply_rope(x, positions, TABLE, inverse=True),
+        lambda x, positions: sparse.apply_rope(x, positions, TABLE, inverse=True),
         (floats(TOKENS, 2, 16), ints(TOKENS, high=64)),
     ),
     "build_mixed_sparse_indices": (mixed_rows, (ints(TOKENS, low=-1, high=32), ints(TOKENS, 8), ints(TOKENS, 4))),
-    "pack_v32_rows": (tsmla_jax.pack_v32_rows, (floats(TOKENS, 512), floats(TOKENS, 64))),
+    "pack_v32_rows": (sparse.pack_v32_rows, (floats(TOKENS, 512), floats(TOKENS, 64))),
     "localize_context_lens": (
-        lambda lens: tsmla_jax.localize_context_lens(lens, rank=1, world=3, interleave=2),
+        lambda lens: sparse.localize_context_lens(lens, rank=1, world=3, interleave=2),
         (ints(TOKENS, high=30),),
     ),
 }
@@ -80,7 +81,7 @@ def test_shards_and_batches_of_tokens(name: str) -> None:
 
 def test_batches_of_requests() -> None:
     """expand_decode_metadata has requests where the others have tokens."""
-    run = functools.partial(tsmla_jax.expand_decode_metadata, total_tokens=7)
+    run = functools.partial(sparse.expand_decode_metadata, total_tokens=7)
     args = (jnp.asarray([[9, 4], [0, 8]], jnp.int32), ints(2, 2, 3), jnp.asarray([[3, 1], [0, 5]], jnp.int32))
     mapped = jax.jit(jax.vmap(run))(*args)
     for row in range(2):
@@ -91,6 +92,6 @@ def test_batches_of_requests() -> None:
 def test_batches_of_indexer_caches(packed: bool) -> None:
     keys, slots = floats(2, 3, 16), jnp.asarray([[0, 5, -1], [7, 2, 1]], jnp.int32)
     caches = jnp.zeros((2, 2, 4, 20), jnp.uint8) if packed else jnp.zeros((2, 2, 4, 16))
-    mapped = jax.jit(jax.vmap(tsmla_jax.write_indexer_cache))(caches, keys, slots)
+    mapped = jax.jit(jax.vmap(sparse.write_indexer_cache))(caches, keys, slots)
     for row in range(2):
-        equal(mapped[row], jax.jit(tsmla_jax.write_indexer_cache)(caches[row], keys[row], slots[row]))
+        equal(mapped[row], jax.jit(sparse.write_indexer_cache)(caches[row], keys[row], slots[row]))

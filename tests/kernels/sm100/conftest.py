@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tsmla_jax.ops import cute_call
+from tsmla_jax.ops import device, kernel_call
 from tsmla_jax.ops.mla_decode import cute as decode
 from tsmla_jax.ops.mla_prefill import cute as prefill
 from tsmla_kernels import object_cache
@@ -32,7 +32,7 @@ def compiled_objects(request: pytest.FixtureRequest, tmp_path_factory: pytest.Te
 
 @pytest.fixture(autouse=True)
 def blackwell(compiled_objects: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if cute_call.gpu() is not None:
+    if device.gpu() is not None:
         pytest.skip("lowers for an architecture that this machine's GPU isn't of")
     monkeypatch.setenv("TSMLA_CACHE_DIR", str(compiled_objects))
     monkeypatch.setenv("CUTE_DSL_ARCH", ARCH)
@@ -45,5 +45,5 @@ def forget() -> None:
     """Drop programs that an earlier test traced with other functions in the place of real ones."""
     decode._transformable.cache_clear()
     prefill._transformable.cache_clear()
-    cute_call._module.cache_clear()
+    kernel_call._module.cache_clear()
     object_cache._loaded.clear()

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 import tsmla_jax
-from tsmla_jax import kernel_commands
-from tsmla_jax.ops import cute_call
+from tsmla_jax.cli import kernels as kernel_commands
+from tsmla_jax.ops.mla_decode import blackwell as decode_operands
+from tsmla_jax.ops.mla_prefill import blackwell as prefill_operands
 from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import KERNELS, MLA_DECODE_SM100, MLA_PREFILL_SM100
 from tsmla_kernels.sm100.config import ARCHS, DecodeConfig, PrefillConfig
@@ -45,7 +46,8 @@ def test_what_is_compiled_ahead_is_what_a_call_asks_for(monkeypatch: pytest.Monk
         outputs = [operand for operand in kernel.operands(config) if operand.output]
         return [jnp.zeros(shape, operand.dtype) for shape, operand in zip(shapes, outputs, strict=True)]
 
-    monkeypatch.setattr(cute_call, "cute_call", record)
+    for module in (decode_operands, prefill_operands):
+        monkeypatch.setattr(module, "kernel_call", record)
     struct = jax.ShapeDtypeStruct
     arrays = struct((3, 2, 16, 576), jnp.bfloat16), struct((9, 64, 576), jnp.bfloat16)
     tables = struct((3, 4), jnp.int32), struct((3,), jnp.int32)

@@ -17,13 +17,16 @@ import pytest
 
 import tsmla_jax
 from tests.emulator import blackwell as emulation
-from tsmla_jax.ops import checks, cute_call
-from tsmla_jax.ops.arrays import as_scale
+from tsmla_jax.ops import checks
+from tsmla_jax.ops.inputs import as_scale
+from tsmla_jax.ops.mla_decode import blackwell as decode
+from tsmla_jax.ops.mla_prefill import blackwell as prefill
 
 
 @pytest.fixture(autouse=True)
 def emulated(blackwell: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cute_call, "cute_call", emulation.cute_call)
+    for module in (decode, prefill):
+        monkeypatch.setattr(module, "kernel_call", emulation.kernel_call)
 
 
 def close(got: Any, want: Any, dtype: str) -> None:
@@ -127,11 +130,11 @@ def test_batch_invariance_is_one_piece_for_everybody() -> None:
 
     def record(kernel: Any, config: Any, inputs: Any, shapes: Any, *, arch: str) -> Any:
         asked.append(shapes[2])
-        return emulation.cute_call(kernel, config, inputs, shapes, arch=arch)
+        return emulation.kernel_call(kernel, config, inputs, shapes, arch=arch)
 
     x = Decode([64, 80])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cute_call, "cute_call", record)
+        patch.setattr(decode, "kernel_call", record)
         close(x.run("cute", batch_invariant=True), x.run("reference"), "bfloat16")
         x.run("cute")
     assert asked[0][0] == 1 and asked[1][0] > 1

@@ -18,7 +18,7 @@ import pytest
 from jax import export
 
 import tsmla_jax
-from tsmla_jax.ops import cute_call
+from tsmla_jax.ops import device
 from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import MLA_DECODE_SM100
 from tsmla_kernels.sm100 import config as sm100
@@ -35,7 +35,7 @@ prefill: Callable[..., Any] = partial(
     return_lse=True,
 )
 needs_package = pytest.mark.skipif(
-    not all(map(cute_call.importlib.util.find_spec, ("tokenspeed_mla", "torch"))),
+    not all(map(device.importlib.util.find_spec, ("tokenspeed_mla", "torch"))),
     reason="needs tokenspeed-mla and torch",
 )
 
@@ -72,7 +72,7 @@ def lower(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 
 def results_of_call(text: str) -> str:
     """The types of the custom call's results, without the megabytes of the object."""
-    (line,) = (line for line in text.splitlines() if cute_call.TARGET in line)
+    (line,) = (line for line in text.splitlines() if device.TARGET in line)
     return line[line.rindex(" -> ") + 4 :]
 
 
@@ -85,7 +85,7 @@ def exported(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 @needs_package
 def test_decode_lowers_and_other_sizes_at_once() -> None:
     text = lower(attend, *specs())
-    assert text.count(f"@{cute_call.TARGET}(") == 1
+    assert text.count(f"@{device.TARGET}(") == 1
     # 64 rows a request, so 37 CTAs each on 148 multiprocessors; but there are only 4 tiles of 128 keys.
     rows = 4 * 64 * 513 * 4
     assert f"tensor<4x4x16x512xbf16>, tensor<4x4x16xf32>, tensor<4x{rows}xi8>, " in results_of_call(text)
@@ -115,7 +115,7 @@ def test_decode_exports_for_all_sizes() -> None:
     assert again.platforms == ("cuda",)
     start = time.perf_counter()
     text = lower(again.call, *specs(7, 99, 3, page=128))
-    assert time.perf_counter() - start < 0.5 and cute_call.TARGET in text
+    assert time.perf_counter() - start < 0.5 and device.TARGET in text
 
 
 @needs_package
@@ -133,13 +133,13 @@ def test_prefill_lowers_differentiates_and_exports(monkeypatch: pytest.MonkeyPat
     def loss(*arrays: Any, **offsets: Any) -> jax.Array:
         return prefill(*arrays, **offsets)[0].astype(jnp.float32).sum()
 
-    assert lower(jax.grad(loss, argnums=(0, 1, 2)), *arrays, **offsets).count(f"@{cute_call.TARGET}(") == 1
+    assert lower(jax.grad(loss, argnums=(0, 1, 2)), *arrays, **offsets).count(f"@{device.TARGET}(") == 1
 
     t, k, b = export.symbolic_shape("t, k, b", constraints=["t <= 65536"])
     arrays, offsets = packed(t, k, b)
     again = exported(prefill, *arrays, **offsets)
     arrays, offsets = packed(70, 99, 3)
-    assert cute_call.TARGET in lower(again.call, *arrays, **offsets)
+    assert device.TARGET in lower(again.call, *arrays, **offsets)
 
 
 def test_sizes_without_a_bound_are_refused_with_what_to_say() -> None:
@@ -199,12 +199,12 @@ def test_limits_of_the_package_are_errors(change: dict[str, Any], reason: str) -
 
 
 def test_without_the_package_only_stored_objects_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    find = cute_call.importlib.util.find_spec
+    find = device.importlib.util.find_spec
 
     def without(name: str, *rest: Any) -> Any:
         return None if name.startswith("tokenspeed_mla") else find(name, *rest)
 
-    monkeypatch.setattr(cute_call.importlib.util, "find_spec", without)
+    monkeypatch.setattr(device.importlib.util, "find_spec", without)
     monkeypatch.setenv("TSMLA_CACHE_DIR", str(tmp_path))
     explained = tsmla_jax.explain("mla_decode", *specs(), softmax_scale=1.0, implementation="cute")
     (reason,) = explained.reasons["cute"]

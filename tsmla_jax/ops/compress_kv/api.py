@@ -2,65 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops import dispatch
-from tsmla_jax.ops.arrays import describe
+from tsmla_jax.ops.inputs import describe, describe_call
+from tsmla_jax.ops.operation import Implementation, Operation
 from tsmla_jax.sparse import checks
-from tsmla_kernels import contract
+from tsmla_jax.sparse.compressor import CompressedEntries, CompressorState
 from tsmla_kernels.contract import sparse as sparse_contract
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
-
-
-class CompressorState(NamedTuple):
-    """The last tokens of every request, as a ring: the token at position p lies in row p % ring.
-
-    kv_score   [N, ring, 2, W] float32: kv, and score with its position bias added
-    positions  [N, ring] int32: the position that each row holds, -1 for none; read by the checks of TSMLA_CHECK=1 only
-
-    A ring longer than the window of one entry lets as many tokens be taken back (rejected drafts) as it is longer: call
-    again with a smaller seq_len.
-    """
-
-    kv_score: jax.Array
-    positions: jax.Array
-
-
-class CompressedEntries(NamedTuple):
-    """The entries that a call completed, in the tokens' order; padding behind them.
-
-    kv         [E, C] float32: pooled, before norm and rope; 0 for padding
-    requests   [E] int32: the request of each, -1 for padding
-    positions  [E] int32: its place in the request's compressed sequence, last token's position // ratio; -1 for padding
-    """
-
-    kv: jax.Array
-    requests: jax.Array
-    positions: jax.Array
-
-
-def init_compressor_state(
-    num_states: int, *, ratio: int, channels: int, overlap: bool, spare: int = 0
-) -> CompressorState:
-    """An empty CompressorState for `num_states` requests.
-
-    overlap: whether entries pool two windows from two series (ratio 4), so that rows are 2 * channels wide.
-    spare: how many tokens a request may take back.
-    """
-    num_states = contract.static_int("num_states", num_states, minimum=1)
-    ratio = contract.static_int("ratio", ratio, minimum=1)
-    channels = contract.static_int("channels", channels, minimum=1)
-    spare = contract.static_int("spare", spare)
-    series = 2 if overlap else 1
-    ring = ratio * series + spare
-    return CompressorState(
-        jnp.zeros((num_states, ring, 2, series * channels), jnp.float32), jnp.full((num_states, ring), -1, jnp.int32)
-    )
 
 
 def compress_kv(
@@ -77,10 +31,10 @@ def compress_kv(
 ) -> tuple[CompressedEntries, CompressorState]:
     """Pool the tokens of every window that the new tokens complete; prefill, chunks and single decode steps alike.
 
-    At a position p with (p + 1) % ratio == 0: softmax over the window's tokens, a channel at a time, of
-    score + ape[pos % ratio] weighs their kv. The window is the last `ratio` tokens; with overlap
-    the last 2 * ratio, of which the older half is read from the first C columns and the newer half from the second;
-    tokens before the sequence began have no weight.
+    An entry ends at a position p with (p + 1) % ratio == 0. Its weights are, for each channel, the softmax of
+    score + ape[position % ratio] over the window's tokens, and it is the weighted sum of their kv. The window is the
+    last `ratio` tokens. With overlap it is the last 2 * ratio tokens: the older half uses the first C columns, the
+    newer half the second C. Tokens before the sequence began have no weight.
     Any split of a sequence into calls gives bitwise the same entries and states. Source: DeepSeek-V4, section 2.3.
 
     Axes: T new tokens over all requests, B requests, W row width (C, or 2 C with overlap), C channels, N states.
@@ -104,47 +58,40 @@ def compress_kv(
         out of range or used twice, or positions that don't follow on those in the state.
       NotImplementedError: the named implementation can't run this call.
     """
-    described = spec(
-        kv_score,
-        ape,
-        state,
+    spec = OPERATION.spec(
+        kv_score=kv_score,
+        ape=ape,
+        state=state,
         state_slots=state_slots,
         seq_lens=seq_lens,
         cu_seqlens_q=cu_seqlens_q,
         ratio=ratio,
         overlap=overlap,
     )
-    run = dispatch.select("compress_kv", described, implementation)
+    chosen = OPERATION.select(spec, implementation)
     kv_score, ape, state_slots, cu_seqlens_q = map(jnp.asarray, (kv_score, ape, state_slots, cu_seqlens_q))
     rings = (jnp.asarray(state.kv_score), jnp.asarray(state.positions))
-    seq_lens = checks.compress(described, jnp.asarray(seq_lens), cu_seqlens_q, state_slots, rings[1])
-    if described.num_tokens == 0 or described.num_requests == 0:
+    seq_lens = checks.compress(spec, jnp.asarray(seq_lens), cu_seqlens_q, state_slots, rings[1])
+    if spec.num_tokens == 0 or spec.num_requests == 0:
         empty = jnp.full((0,), -1, jnp.int32)
-        return CompressedEntries(jnp.zeros((0, described.channels), jnp.float32), empty, empty), CompressorState(*rings)
-    entries, rings = run(kv_score, ape, rings, state_slots, seq_lens, cu_seqlens_q, spec=described)
+        return CompressedEntries(jnp.zeros((0, spec.channels), jnp.float32), empty, empty), CompressorState(*rings)
+    entries, rings = chosen.run(kv_score, ape, rings, state_slots, seq_lens, cu_seqlens_q, spec=spec)
     return CompressedEntries(*entries), CompressorState(*rings)
 
 
-def spec(
-    kv_score: jax.Array,
-    ape: jax.Array,
-    state: CompressorState,
-    *,
-    state_slots: jax.Array,
-    seq_lens: jax.Array,
-    cu_seqlens_q: jax.Array,
-    ratio: int,
-    overlap: bool,
-) -> sparse_contract.CompressSpec:
-    """The contract's spec of a call of compress_kv (arrays or ShapeDtypeStructs); raises as compress_kv does."""
-    return sparse_contract.compress_spec(
-        kv_score=describe("kv_score", kv_score),
-        ape=describe("ape", ape),
+def _spec(*, state: CompressorState, **arguments: Any) -> sparse_contract.CompressSpec:
+    return describe_call(
+        sparse_contract.compress_spec,
         state=describe("state.kv_score", state.kv_score),
         state_positions=describe("state.positions", state.positions),
-        state_slots=describe("state_slots", state_slots),
-        seq_lens=describe("seq_lens", seq_lens),
-        cu_seqlens_q=describe("cu_seqlens_q", cu_seqlens_q),
-        ratio=ratio,
-        overlap=overlap,
+        **arguments,
     )
+
+
+def _implementations() -> Mapping[str, Implementation]:
+    from tsmla_jax.ops.compress_kv import reference, xla
+
+    return {"xla": Implementation(xla.compress_kv), "reference": Implementation(reference.compress_kv)}
+
+
+OPERATION = Operation(compress_kv, _spec, _implementations)

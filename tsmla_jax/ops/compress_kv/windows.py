@@ -12,8 +12,8 @@ from tsmla_kernels.contract.sparse import CompressSpec
 
 
 class Entries(NamedTuple):
-    """The entries that a call completes, those first and padding behind: for each its last token, that token's request
-    and position (-1 for padding), and how many there are."""
+    """The entries that a call completes, with padding behind them: each entry's last token, that token's request and
+    position (-1 for padding), and the number of entries."""
 
     token: jax.Array
     request: jax.Array
@@ -25,7 +25,7 @@ def completed_entries(spec: CompressSpec, seq_lens: jax.Array, cu_seqlens_q: jax
     """The entries that the new tokens complete, in the tokens' order."""
     request, position, owned = token_positions(spec, seq_lens, cu_seqlens_q)
     completes = owned & ((position + 1) % spec.ratio == 0)
-    # Every completing token counts the ones before it: its place. The others are put past the end and dropped.
+    # A completing token's place is the number of completing tokens before it. Others go past the end and are dropped.
     place = jnp.where(completes, jnp.cumsum(completes, dtype=jnp.int32) - 1, spec.num_entries)
     rows = jnp.arange(spec.num_tokens, dtype=jnp.int32)
     empty = jnp.zeros((spec.num_entries,), jnp.int32)
@@ -93,7 +93,7 @@ def updated_state(
     if spec.num_tokens <= spec.num_requests * spec.ring:
         token = jnp.arange(spec.num_tokens, dtype=jnp.int32)
         request, position, keep = token_positions(spec, seq_lens, cu_seqlens_q)
-        keep &= position >= seq_lens[request] - spec.ring  # one token a row: those before would be written over
+        keep &= position >= seq_lens[request] - spec.ring  # older tokens' rows are overwritten anyway
     else:
         lens = jnp.diff(cu_seqlens_q)
         local = lens[:, None] - spec.ring + jnp.arange(spec.ring, dtype=jnp.int32)

@@ -36,8 +36,8 @@ def compress_kv(
 
     def block(token: jax.Array, position: jax.Array, start: jax.Array, slot: jax.Array) -> tuple[jax.Array]:
         kv, score = window_rows(spec, token, jnp.maximum(position, 0), start, slot, kv_score, ape, state[0])
-        # Every value below is rounded on its own and in one order, or a compiler's choice for this shape would show: no
-        # plain reduction, and barriers where a product could be fused into a sum.
+        # Results must not depend on a compiler's choices for this shape. So there is no plain reduction, and barriers
+        # keep products from being fused into sums.
         shifted = lax.optimization_barrier(score - tree_max(score, axis=1)[:, None])
         weight = lax.optimization_barrier(jnp.exp(shifted))
         product = lax.optimization_barrier(weight * kv)

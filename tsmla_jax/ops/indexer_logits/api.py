@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
-import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops import dispatch
-from tsmla_jax.ops.arrays import describe
+from tsmla_jax.ops.inputs import describe_call
+from tsmla_jax.ops.operation import Implementation, Operation
 from tsmla_jax.sparse import checks
 from tsmla_kernels.contract import sparse as sparse_contract
 
@@ -45,20 +46,20 @@ def indexer_logits(
       TypeError, ValueError: an argument is not legal; under TSMLA_CHECK=1 also a length past the table or a page out of
       range. NotImplementedError: the named implementation can't run this call.
     """
-    described = spec(q, weights, k_cache, block_tables, seq_lens)
-    run = dispatch.select("indexer_logits", described, implementation)
-    seq_lens = checks.indexer_logits(described, jnp.asarray(seq_lens), jnp.asarray(block_tables))
-    return run(*map(jnp.asarray, (q, weights, k_cache, block_tables)), seq_lens, spec=described)
-
-
-def spec(
-    q: jax.Array, weights: jax.Array, k_cache: jax.Array, block_tables: jax.Array, seq_lens: jax.Array
-) -> sparse_contract.IndexerLogitsSpec:
-    """The contract's spec of a call of indexer_logits (arrays or ShapeDtypeStructs); raises as indexer_logits does."""
-    return sparse_contract.indexer_logits_spec(
-        q=describe("q", q),
-        weights=describe("weights", weights),
-        k_cache=describe("k_cache", k_cache),
-        block_tables=describe("block_tables", block_tables),
-        seq_lens=describe("seq_lens", seq_lens),
+    spec = OPERATION.spec(
+        q=q, weights=weights, k_cache=k_cache, block_tables=block_tables, seq_lens=seq_lens
     )
+    chosen = OPERATION.select(spec, implementation)
+    seq_lens = checks.indexer_logits(spec, jnp.asarray(seq_lens), jnp.asarray(block_tables))
+    return chosen.run(*map(jnp.asarray, (q, weights, k_cache, block_tables)), seq_lens, spec=spec)
+
+
+def _implementations() -> Mapping[str, Implementation]:
+    from tsmla_jax.ops.indexer_logits import reference, xla
+
+    return {"xla": Implementation(xla.indexer_logits), "reference": Implementation(reference.indexer_logits)}
+
+
+OPERATION = Operation(
+    indexer_logits, partial(describe_call, sparse_contract.indexer_logits_spec), _implementations
+)

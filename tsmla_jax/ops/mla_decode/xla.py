@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tsmla_jax.ops.arrays import accumulation_dtype, as_scale
+from tsmla_jax.ops.inputs import Scales, accumulation_dtype, as_scale
 from tsmla_jax.ops.loops import carry
 from tsmla_jax.ops.ragged import to_packed, to_padded
 from tsmla_kernels import contract
@@ -30,12 +30,10 @@ def mla_decode(
     kv_cache: jax.Array,
     block_tables: jax.Array,
     seq_lens: jax.Array,
+    cu_seqlens_q: jax.Array | None,
+    scales: Scales,
     *,
     spec: DecodeSpec,
-    softmax_scale: float | jax.Array,
-    cu_seqlens_q: jax.Array | None,
-    q_scale: float | jax.Array | None,
-    kv_scale: float | jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """out and lse as the public mla_decode documents them; both are always returned. Not differentiable."""
     dtype = accumulation_dtype(spec.q_dtype)
@@ -43,8 +41,8 @@ def mla_decode(
     if cu_seqlens_q is not None:
         q_lens = cu_seqlens_q[1:] - cu_seqlens_q[:-1]
         q = to_padded(q, cu_seqlens_q, spec.max_q_len)
-    logit_scale = as_scale(softmax_scale, dtype) * as_scale(q_scale, dtype) * as_scale(kv_scale, dtype)
-    out, lse = _decode_padded(spec, q, kv_cache, block_tables, seq_lens, q_lens, logit_scale, as_scale(kv_scale, dtype))
+    factors = (scales.logits(dtype), as_scale(scales.v, dtype))
+    out, lse = _decode_padded(spec, q, kv_cache, block_tables, seq_lens, q_lens, *factors)
     if cu_seqlens_q is not None:
         out = to_packed(out, cu_seqlens_q, spec.total_q_len, 0.0)
         lse = to_packed(lse, cu_seqlens_q, spec.total_q_len, -jnp.inf)

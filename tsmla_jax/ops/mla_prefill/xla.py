@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tsmla_jax.ops.arrays import accumulation_dtype, as_scale
+from tsmla_jax.ops.inputs import Scales, accumulation_dtype, as_scale
 from tsmla_jax.ops.loops import carry
 from tsmla_kernels.contract import PrefillSpec
 
@@ -26,7 +26,7 @@ Operands = tuple[jax.Array, ...]
 
 
 class _Tile(NamedTuple):
-    """Q_TILE packed rows from `row` on, of which those that are `valid` belong to the tile's request."""
+    """Q_TILE packed rows from `row` on; the `valid` ones belong to the tile's request."""
 
     row: jax.Array
     valid: jax.Array
@@ -40,20 +40,17 @@ def mla_prefill(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    *,
-    spec: PrefillSpec,
     cu_seqlens_q: jax.Array,
     cu_seqlens_kv: jax.Array,
-    softmax_scale: float | jax.Array,
-    q_scale: float | jax.Array | None,
-    k_scale: float | jax.Array | None,
-    v_scale: float | jax.Array | None,
+    scales: Scales,
+    *,
+    spec: PrefillSpec,
 ) -> tuple[jax.Array, jax.Array]:
     """out and lse as the public mla_prefill documents them; both are always returned. Reverse-mode differentiable."""
     dtype = accumulation_dtype(spec.q_dtype)
-    logit_scale = as_scale(softmax_scale, dtype) * as_scale(q_scale, dtype) * as_scale(k_scale, dtype)
-    operands = (q, k, v, logit_scale, as_scale(v_scale, dtype), cu_seqlens_q, cu_seqlens_kv)
-    # Typed alike before the custom derivative, so that shard_map sums a replicated operand's cotangent by itself.
+    operands = (q, k, v, scales.logits(dtype), as_scale(scales.v, dtype), cu_seqlens_q, cu_seqlens_kv)
+    # All operands get one varying type before the custom derivative: shard_map then sums a replicated operand's
+    # cotangent.
     return _attend(spec, *(carry(x, *operands) for x in operands))
 
 
@@ -120,8 +117,8 @@ def _forward(spec: PrefillSpec, *operands: jax.Array) -> tuple[tuple[jax.Array, 
 def backward(
     spec: PrefillSpec, saved: tuple[Operands, tuple[jax.Array, jax.Array]], cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[Any, ...]:
-    """The cotangents of the seven operands (of the offsets none), from those operands, the forward pass' out and lse,
-    and their cotangents; whichever implementation computed out and lse."""
+    """The cotangents of the seven operands (None for the offsets), from the operands, the forward pass' out and lse and
+    their cotangents. Any implementation may have computed out and lse."""
     (q, k, v, logit_scale, v_scale, cu_seqlens_q, cu_seqlens_kv), (out, lse) = saved
     d_out, d_lse = cotangents
     operands = (q, k, v, logit_scale, v_scale, cu_seqlens_q, cu_seqlens_kv, d_out, d_lse)
@@ -189,7 +186,7 @@ def _tiling(
         q_start, q_len = cu_seqlens_q[request], q_lens[request]
         kv_start, kv_len = cu_seqlens_kv[request], kv_lens[request]
         first = q_start + (t - (ends[request] - tiles[request])) * Q_TILE
-        # The last tile of all may reach past the array: it then starts earlier, and `valid` skips what came before.
+        # The last tile of all may reach past the array. It then starts earlier, and `valid` skips the rows before it.
         row = jnp.clip(first, 0, num_rows - Q_TILE)
         rows = row + jnp.arange(Q_TILE, dtype=jnp.int32)
         valid = (rows >= first) & (rows < q_start + q_len)
@@ -211,7 +208,7 @@ def _block(
     row = jnp.clip(first, 0, k.shape[0] - KV_BLOCK)
     rows = row + jnp.arange(KV_BLOCK, dtype=jnp.int32)
     used = (rows >= first) & (rows < tile.kv_end)
-    # What lies past a request's end may be NaN, and 0 * NaN is NaN.
+    # Rows past a request's end may be NaN, and 0 * NaN is NaN.
     key = jnp.where(used[:, None, None], _rows(k, row, KV_BLOCK).astype(dtype), 0)
     value = jnp.where(used[:, None, None], _rows(v, row, KV_BLOCK).astype(dtype), 0)
     visible = tile.valid[:, None] & used & (rows <= tile.last_visible[:, None])
@@ -225,7 +222,7 @@ def _dot(equation: str, a: jax.Array, b: jax.Array, spec: PrefillSpec) -> jax.Ar
 
 
 def _at_least(x: jax.Array, rows: int) -> jax.Array:
-    """x with at least `rows` rows, so that a slice of that many fits; a symbolic length always gets that many more."""
+    """x padded to at least `rows` rows, so that a slice of `rows` fits; a symbolic length always gets `rows` more."""
     length = x.shape[0]
     missing = max(0, rows - length) if isinstance(length, int) else rows
     return jnp.pad(x, ((0, missing), *[(0, 0)] * (x.ndim - 1))) if missing else x

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
-import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops import dispatch
-from tsmla_jax.ops.arrays import describe
+from tsmla_jax.ops.inputs import describe_call
+from tsmla_jax.ops.operation import Implementation, Operation
 from tsmla_jax.sparse import checks
 from tsmla_kernels.contract import sparse as sparse_contract
 
@@ -34,12 +35,16 @@ def select_topk(
     Raises:
       TypeError, ValueError: an argument is not legal; under TSMLA_CHECK=1 also a length outside of 0 to N.
     """
-    described = spec(logits, seq_lens, k)
-    run = dispatch.select("select_topk", described, implementation)
-    seq_lens = checks.topk_lens(jnp.asarray(seq_lens), described.num_columns)
-    return run(jnp.asarray(logits), seq_lens, k=described.k)
+    spec = OPERATION.spec(logits=logits, seq_lens=seq_lens, k=k)
+    chosen = OPERATION.select(spec, implementation)
+    seq_lens = checks.topk_lens(jnp.asarray(seq_lens), spec.num_columns)
+    return chosen.run(jnp.asarray(logits), seq_lens, k=spec.k)
 
 
-def spec(logits: jax.Array, seq_lens: jax.Array, k: int) -> sparse_contract.TopKSpec:
-    """The contract's spec of a call of select_topk (arrays or ShapeDtypeStructs); raises as select_topk does."""
-    return sparse_contract.topk_spec(logits=describe("logits", logits), seq_lens=describe("seq_lens", seq_lens), k=k)
+def _implementations() -> Mapping[str, Implementation]:
+    from tsmla_jax.ops.select_topk import reference, xla
+
+    return {"xla": Implementation(xla.select_topk), "reference": Implementation(reference.select_topk)}
+
+
+OPERATION = Operation(select_topk, partial(describe_call, sparse_contract.topk_spec), _implementations)

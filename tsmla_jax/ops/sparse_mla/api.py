@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops import dispatch
-from tsmla_jax.ops.arrays import Scale, describe, describe_scale
+from tsmla_jax.ops.inputs import Scale, Scales, describe_call
+from tsmla_jax.ops.operation import Implementation, Operation
 from tsmla_jax.sparse import checks
 from tsmla_kernels import contract
 from tsmla_kernels.contract import sparse as sparse_contract
@@ -51,7 +51,7 @@ def sparse_mla(
         [P, page_bytes], V4 packed pages.
       indices: [T, K] int32 slots, page * Z + offset. -1 selects nothing. A slot given twice counts twice. With two
         caches K is a multiple of 4.
-      lengths: [T] int32, the active columns of each row; what lies behind them is never used. None: all K.
+      lengths: [T] int32, the active columns of each row; the columns behind them are never used. None: all K.
       softmax_scale: factor of the logits, float or float32 scalar array, may be traced.
       latent_dim: L; the first L columns of a key are its value.
       sinks: [H], a logit a head that takes weight and has no value: out is multiplied by 1 / (1 + exp(sink - lse)).
@@ -78,11 +78,11 @@ def sparse_mla(
         before the end of a row (the end of a row's window may be filled with -1).
       NotImplementedError: the named implementation can't run this call.
     """
-    described = spec(
-        q,
-        kv_cache,
-        indices,
-        lengths,
+    spec = OPERATION.spec(
+        q=q,
+        kv_cache=kv_cache,
+        indices=indices,
+        lengths=lengths,
         softmax_scale=softmax_scale,
         latent_dim=latent_dim,
         sinks=sinks,
@@ -97,53 +97,25 @@ def sparse_mla(
         compressed_kv_scale=compressed_kv_scale,
         return_lse=return_lse,
     )
-    run = dispatch.select("sparse_mla", described, implementation)
-    lengths = None if lengths is None else jnp.asarray(lengths)
-    out, lse = run(
-        jnp.asarray(q),
-        jnp.asarray(kv_cache),
-        checks.sparse_mla(described, jnp.asarray(indices), lengths),
-        lengths,
-        None if compressed_kv_cache is None else jnp.asarray(compressed_kv_cache),
-        None if sinks is None else jnp.asarray(sinks),
-        spec=described,
-        softmax_scale=softmax_scale,
-        q_scale=q_scale,
-        kv_scale=kv_scale,
-        compressed_kv_scale=compressed_kv_scale,
-    )
+    chosen = OPERATION.select(spec, implementation)
+    lengths, sinks = (None if x is None else jnp.asarray(x) for x in (lengths, sinks))
+    indices = checks.sparse_mla(spec, jnp.asarray(indices), lengths)
+    given = (kv_cache,) if compressed_kv_cache is None else (kv_cache, compressed_kv_cache)
+    caches, kv_scales = tuple(map(jnp.asarray, given)), (kv_scale, compressed_kv_scale)[: len(given)]
+    scales = Scales(softmax_scale, q_scale)
+    out, lse = chosen.run(jnp.asarray(q), caches, indices, lengths, sinks, scales, kv_scales, spec=spec)
     return (out, lse) if return_lse else out
 
 
-def spec(
-    q: jax.Array,
-    kv_cache: jax.Array,
-    indices: jax.Array,
-    lengths: jax.Array | None = None,
-    *,
-    softmax_scale: Scale,
-    sinks: jax.Array | None = None,
-    compressed_kv_cache: jax.Array | None = None,
-    q_scale: Scale | None = None,
-    kv_scale: Scale | None = None,
-    compressed_kv_scale: Scale | None = None,
-    return_lse: bool = False,
-    **static: Any,
-) -> sparse_contract.SparseMLASpec:
-    """The contract's spec of a call of sparse_mla (arrays or ShapeDtypeStructs); raises as sparse_mla does."""
+def _spec(*, return_lse: bool = False, **arguments: Any) -> sparse_contract.SparseMLASpec:
     contract.static_bool("return_lse", return_lse)
-    return sparse_contract.sparse_mla_spec(
-        q=describe("q", q),
-        kv_cache=describe("kv_cache", kv_cache),
-        indices=describe("indices", indices),
-        lengths=None if lengths is None else describe("lengths", lengths),
-        sinks=None if sinks is None else describe("sinks", sinks),
-        compressed_kv_cache=(
-            None if compressed_kv_cache is None else describe("compressed_kv_cache", compressed_kv_cache)
-        ),
-        softmax_scale=describe_scale("softmax_scale", softmax_scale),
-        q_scale=describe_scale("q_scale", q_scale),
-        kv_scale=describe_scale("kv_scale", kv_scale),
-        compressed_kv_scale=describe_scale("compressed_kv_scale", compressed_kv_scale),
-        **static,
-    )
+    return describe_call(sparse_contract.sparse_mla_spec, **arguments)
+
+
+def _implementations() -> Mapping[str, Implementation]:
+    from tsmla_jax.ops.sparse_mla import reference, xla
+
+    return {"xla": Implementation(xla.sparse_mla), "reference": Implementation(reference.sparse_mla)}
+
+
+OPERATION = Operation(sparse_mla, _spec, _implementations)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tsmla_jax.ops.arrays import Scale, accumulation_dtype, as_scale
+from tsmla_jax.ops.inputs import Scale, Scales, accumulation_dtype, as_scale
 from tsmla_jax.ops.loops import carry
 from tsmla_jax.sparse.blocks import over_token_blocks
 from tsmla_jax.sparse.layouts import gather_rows, valid_slots
@@ -32,17 +32,14 @@ _State = tuple[jax.Array, jax.Array, jax.Array]
 
 def sparse_mla(
     q: jax.Array,
-    kv_cache: jax.Array,
+    caches: tuple[jax.Array, ...],
     indices: jax.Array,
     lengths: jax.Array | None,
-    compressed_kv_cache: jax.Array | None,
     sinks: jax.Array | None,
+    scales: Scales,
+    kv_scales: tuple[Scale | None, ...],
     *,
     spec: SparseMLASpec,
-    softmax_scale: Scale,
-    q_scale: Scale | None,
-    kv_scale: Scale | None,
-    compressed_kv_scale: Scale | None,
 ) -> tuple[jax.Array, jax.Array]:
     """out and lse as the public sparse_mla documents them; both are always returned. Not differentiable."""
     dtype = accumulation_dtype(spec.q_dtype)
@@ -50,17 +47,8 @@ def sparse_mla(
         lengths = jnp.full((spec.num_tokens,), spec.num_selected, jnp.int32)
     if sinks is None:
         sinks = jnp.full((spec.num_heads,), -jnp.inf, dtype)
-    caches = (kv_cache,) if compressed_kv_cache is None else (kv_cache, compressed_kv_cache)
-    return _sparse_mla(
-        spec,
-        q,
-        indices,
-        lengths,
-        caches,
-        sinks.astype(dtype),
-        as_scale(softmax_scale, dtype) * as_scale(q_scale, dtype),
-        (as_scale(kv_scale, dtype), as_scale(compressed_kv_scale, dtype))[: len(caches)],
-    )
+    factors = tuple(as_scale(scale, dtype) for scale in kv_scales)
+    return _sparse_mla(spec, q, indices, lengths, caches, sinks.astype(dtype), scales.logits(dtype), factors)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -1,22 +1,20 @@
 """mla_prefill_kv: mla_prefill on keys and values as the layer makes them, without copies of them.
 
 The projection kv_b gives each head's keys without their rope columns and its values side by side, and the rope columns
-are the same for all heads. The Hopper kernel reads both where they lie; elsewhere k and v are made of them first.
+are the same for all heads. The Hopper kernel reads both where they lie; elsewhere k and v are made from them first.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops import checks, dispatch, explicit
-from tsmla_jax.ops.arrays import Scale, describe
-from tsmla_jax.ops.mla_prefill import api
-from tsmla_kernels.contract import PrefillSpec
+from tsmla_jax.ops import checks
+from tsmla_jax.ops.inputs import Scale, Scales, attention_of_no_keys, describe, describe_call
+from tsmla_jax.ops.operation import Implementation, Operation, row_specs
+from tsmla_kernels import contract
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
@@ -54,58 +52,31 @@ def mla_prefill_kv(
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
       NotImplementedError: the named implementation can't run this call, with every reason.
     """
-    k_struct, v_struct = _expanded_structs(q, kv, k_rope)
-    offsets: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
-    static: dict[str, Any] = {"max_q_len": max_q_len, "max_kv_len": max_kv_len, "causal": causal}
-    spec = api.spec(
-        q, k_struct, v_struct, **offsets, **static, softmax_scale=softmax_scale, return_lse=return_lse
-    )  # fmt: skip
-    run = dispatch.select("mla_prefill", spec, implementation)
-    if 0 in (spec.batch, spec.total_q_len, spec.total_kv_len, spec.max_q_len, spec.max_kv_len):
-        k, v = (jnp.zeros(x.shape, x.dtype) for x in (k_struct, v_struct))
-        return api.mla_prefill(
-            q, k, v, **offsets, **static, softmax_scale=softmax_scale, return_lse=return_lse,
-            implementation=implementation,
-        )  # fmt: skip
-    q, kv, k_rope, cu_q, cu_kv = map(jnp.asarray, (q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv))
-    cu_q = checks.prefill(spec, cu_q, cu_kv)
-    out, lse = explicit.call(
-        _as_it_is(run, spec, k_rope.shape[1]) or functools.partial(_expanded, run),
-        (q, kv, k_rope),
-        lambda: explicit.row_specs(q),
-        spec=spec,
-        cu_seqlens_q=cu_q,
-        cu_seqlens_kv=cu_kv,
+    spec = OPERATION.spec(
+        q=q,
+        kv=kv,
+        k_rope=k_rope,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_kv,
+        max_q_len=max_q_len,
+        max_kv_len=max_kv_len,
         softmax_scale=softmax_scale,
+        causal=causal,
+        return_lse=return_lse,
     )
+    chosen = OPERATION.select(spec, implementation)
+    q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv = map(jnp.asarray, (q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv))
+    cu_seqlens_q = checks.prefill(spec, cu_seqlens_q, cu_seqlens_kv)
+    if 0 in (spec.batch, spec.total_q_len, spec.total_kv_len, spec.max_q_len, spec.max_kv_len):
+        out, lse = attention_of_no_keys(q, spec.v_head_dim, spec)
+    else:
+        arrays = (q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv, Scales(softmax_scale))
+        out, lse = chosen.call(arrays, lambda: row_specs(q), spec=spec)
     return (out, lse) if return_lse else out
 
 
-def _as_it_is(run: Callable[..., Any], spec: PrefillSpec, rope_dim: int) -> Callable[..., Any] | None:
-    """The function that reads kv and k_rope where they lie; None if the implementation chosen for k and v has none."""
-    if not run.__module__.endswith(".cute"):
-        return None
-    from tsmla_jax.ops.mla_prefill import cute_kv
-
-    return None if cute_kv.why_not(spec, rope_dim) else cute_kv.mla_prefill_kv
-
-
-def _expanded(
-    run: Callable[..., Any], q: jax.Array, kv: jax.Array, k_rope: jax.Array, *, spec: PrefillSpec, **options: Any
-) -> tuple[jax.Array, jax.Array]:
-    k, v = expand(kv, k_rope, spec.qk_head_dim)
-    return run(q, k, v, spec=spec, **options, q_scale=None, k_scale=None, v_scale=None)
-
-
-def expand(kv: jax.Array, k_rope: jax.Array, k_dim: int) -> tuple[jax.Array, jax.Array]:
-    """k [Tk, H, K] and v [Tk, H, V] of kv and k_rope."""
-    nope = k_dim - k_rope.shape[1]
-    rope = jnp.broadcast_to(k_rope[:, None], (*kv.shape[:2], k_rope.shape[1]))
-    return jnp.concatenate([kv[..., :nope], rope], axis=-1), kv[..., nope:]
-
-
-def _expanded_structs(q: Any, kv: Any, k_rope: Any) -> tuple[Any, Any]:
-    """k and v as jax.ShapeDtypeStruct; ValueError names the argument that can't be."""
+def _spec(*, q: Any, kv: Any, k_rope: Any, **arguments: Any) -> contract.PrefillSpec:
+    """The spec of the call of mla_prefill on k and v; ValueError names the argument that isn't legal."""
     described = {name: describe(name, x) for name, x in (("q", q), ("kv", kv), ("k_rope", k_rope))}
     for name, rank, legal in (("q", 3, "[Tq, H, K]"), ("kv", 3, "[Tk, H, K - R + V]"), ("k_rope", 2, "[Tk, R]")):
         if len(described[name].shape) != rank:
@@ -130,6 +101,21 @@ def _expanded_structs(q: Any, kv: Any, k_rope: Any) -> tuple[Any, Any]:
                 f"{name}: got dtype {described[name].dtype}; q, kv and k_rope must have one dtype, and q has"
                 f" {described['q'].dtype}"
             )
-    dtype = jnp.dtype(kv.dtype)
-    v_dim = width - (k_dim - rope_dim)
-    return jax.ShapeDtypeStruct((rows, heads, k_dim), dtype), jax.ShapeDtypeStruct((rows, heads, v_dim), dtype)
+    k = contract.Array((rows, heads, k_dim), described["kv"].dtype)
+    v = contract.Array((rows, heads, width - (k_dim - rope_dim)), described["kv"].dtype)
+    return describe_call(contract.prefill_spec, q=q, k=k, v=v, **arguments)
+
+
+def _implementations() -> Mapping[str, Implementation]:
+    from tsmla_jax.ops import device
+    from tsmla_jax.ops.mla_prefill import cute as prefill
+    from tsmla_jax.ops.mla_prefill_kv import cute, reference, xla
+
+    return {
+        "cute": Implementation(cute.mla_prefill_kv, prefill.why_not, device.why_not_by_default, prefill.notes),
+        "xla": Implementation(xla.mla_prefill_kv),
+        "reference": Implementation(reference.mla_prefill_kv),
+    }
+
+
+OPERATION = Operation(mla_prefill_kv, _spec, _implementations)

@@ -1,4 +1,4 @@
-"""`tsmla compile` and `tsmla cache`: filling the cache of compiled kernels ahead of use, and looking after it.
+"""`tsmla compile` and `tsmla cache`: filling the cache of compiled kernels ahead of use, and maintaining it.
 
 Neither needs a GPU, and neither starts jax's backend.
 """
@@ -56,11 +56,11 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_compile(args: argparse.Namespace) -> int:
-    """Compile what isn't in the cache yet; 1 if something doesn't compile. ValueError for a config that isn't legal."""
+    """Compile the kernels that the cache lacks. Returns 1 if one doesn't compile; ValueError for an illegal config."""
     if args.jobs < 1:
         raise ValueError(f"--jobs: got {args.jobs}; legal: an int >= 1")
     named = [KERNELS[name] for name in args.kernel or KERNELS]
-    # With no kernel for the architecture, compiling one says so.
+    # If no kernel is for the architecture, compiling one raises the error that says so.
     kernels = [kernel for kernel in named if args.arch in kernel.archs] or named
     wanted = [(kernel, config) for text in args.config for kernel, config in configs(text, kernels)]
     wanted = list(dict.fromkeys(wanted))
@@ -73,7 +73,7 @@ def run_compile(args: argparse.Namespace) -> int:
 
 
 def configs(text: str, kernels: Sequence[Kernel]) -> list[tuple[Kernel, Config]]:
-    """What one --config names, for each of the kernels that know it."""
+    """The configs that one --config names, for each of the kernels that know it."""
     first, *rest = text.split(",")
     preset, options = (None, [first, *rest]) if "=" in first else (first, rest)
     given = {}
@@ -94,14 +94,14 @@ def configs(text: str, kernels: Sequence[Kernel]) -> list[tuple[Kernel, Config]]
 
 
 def _compile_all(missing: Sequence[tuple[Kernel, Config]], arch: str, jobs: int) -> int:
-    """Returns how many failed."""
+    """Compile each; returns how many failed."""
     failures = 0
     with _Progress(len(missing), sys.stderr) as progress:
         if jobs == 1 or len(missing) <= 1:
             for kernel, config in missing:
                 failures += progress.done(_compile_one(kernel, config, arch))
             return failures
-        # A new interpreter for each: the DSL keeps state in its process, and forking after jax has started isn't safe.
+        # A new interpreter for each, because the DSL keeps state in its process and forking a started jax isn't safe.
         context = multiprocessing.get_context("spawn")
         with concurrent.futures.ProcessPoolExecutor(min(jobs, len(missing)), mp_context=context) as pool:
             pending = [pool.submit(_compile_one, kernel, config, arch) for kernel, config in missing]

@@ -1,6 +1,6 @@
-"""`tsmla doctor`: what this machine can run, and what to install for what it can't.
+"""`tsmla doctor`: which implementations this machine can run, and what to install for the others.
 
-Imports jax alone: the other packages are looked up by their metadata, so that a broken one can't break the report.
+Imports jax alone. It looks the other packages up by their metadata, so that a broken one can't break the report.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import importlib.util
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ HAS_BRIDGE = importlib.util.find_spec("tsmla_bridge.tokenspeed_mla") is not None
 
 @dataclasses.dataclass(frozen=True)
 class Package:
-    """A distribution that something here uses: the module it brings, what for, the extra of ours that installs it (None
-    for what is always there), and whether this version uses it already."""
+    """A distribution that something here uses: the module it brings, its purpose, our extra that installs it (None for
+    a dependency that is always there), and whether this version uses it already."""
 
     distribution: str
     module: str
@@ -56,7 +56,7 @@ def install_command(extra: str) -> str:
 
 
 def install_hint(module: str | None) -> str:
-    """What to add to "No module named ...": the command that installs it, or nothing where no extra of ours has it."""
+    """The end of a "No module named ..." message: the command that installs the module, or nothing if no extra does."""
     root = (module or "").partition(".")[0]
     extra = next((package.extra for package in PACKAGES if package.module == root and package.extra), None)
     return f": {install_command(extra)}" if extra else ""
@@ -81,7 +81,7 @@ class Device:
 
 
 @dataclasses.dataclass(frozen=True)
-class Operation:
+class UsualCall:
     """What `explain` says of one usual call: the implementation that runs, and for the others why they can't."""
 
     op: str
@@ -92,7 +92,7 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """All that the doctor found. `advice` is in the order in which it matters."""
+    """All that the doctor found. `advice` starts with what matters most."""
 
     version: str
     python: str
@@ -101,102 +101,71 @@ class Report:
     driver: str | None
     backend: str | None
     devices: tuple[Device, ...]
-    operations: tuple[Operation, ...]
+    operations: tuple[UsualCall, ...]
     architectures: dict[str, str]
     advice: tuple[str, ...]
 
 
-def _usual_calls() -> list[tuple[str, str, Callable[[], Any]]]:
-    """(operation, what is special about the call, its explanation) at DeepSeek's sizes; nothing is allocated."""
+def _usual_calls() -> tuple[UsualCall, ...]:
+    """The usual calls at DeepSeek's sizes, and which implementation runs each. Nothing is allocated."""
     import jax
     import jax.numpy as jnp
 
-    import tsmla_jax
+    from tsmla_jax.ops.explain import explain
+    from tsmla_jax.sparse import CompressorState
 
     def of(shape: tuple[int, ...], dtype: Any) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
+    def usual(op: str, call: str, *args: Any, **kwargs: Any) -> UsualCall:
+        explanation = explain(op, *args, **kwargs)
+        return UsualCall(op, call, explanation.chosen, dict(explanation.reasons))
+
     bf16, fp8, i32, f32 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.int32, jnp.float32
-    tables, lens, starts = of((8, 64), i32), of((8,), i32), of((9,), i32)
-
-    def decode(q: Any, cache: Any) -> Any:
-        arrays = of((8, 1, 128, 576), q), of((512, 64, 576), cache), tables, lens
-        return tsmla_jax.explain("mla_decode", *arrays, softmax_scale=0.135)
-
-    def prefill() -> Any:
-        return tsmla_jax.explain(
-            "mla_prefill", of((4096, 128, 192), bf16), of((4096, 128, 192), bf16), of((4096, 128, 128), bf16),
-            cu_seqlens_q=starts, cu_seqlens_kv=starts, max_q_len=1024, max_kv_len=1024, softmax_scale=0.135,
-        )  # fmt: skip
-
-    def write(cache: Any) -> Any:
-        new = of((128, 512), bf16), of((128, 64), bf16), of((128,), i32)
-        return tsmla_jax.explain("write_kv_cache", of((512, 64, 576), cache), *new)
-
-    def rope_write(cache: Any) -> Any:
-        new = of((128, 128, 512), bf16), of((128, 128, 64), bf16), of((128, 512), bf16), of((128, 64), bf16)
-        angles = [of((128, 32), f32)] * 2
-        return tsmla_jax.explain("rope_write_kv_cache", of((512, 64, 576), cache), *new, of((128,), i32), *angles)
-
-    def gather() -> Any:
-        return tsmla_jax.explain("gather_kv_cache", of((512, 64, 576), bf16), tables, lens, lens, total_len=4096)
-
-    def merge() -> Any:
-        outs, lses = [of((64, 128, 512), bf16)] * 2, [of((64, 128), f32)] * 2
-        return tsmla_jax.explain("merge_attention_states", outs, lses)
-
-    def sparse() -> Any:
-        arrays = of((64, 128, 576), bf16), of((512, 64, 656), jnp.uint8), of((64, 2048), i32), of((64,), i32)
-        return tsmla_jax.explain("sparse_mla", *arrays, softmax_scale=0.135)
-
-    def index() -> Any:
-        arrays = of((64, 64, 128), fp8), of((64, 64), f32), of((512, 64, 132), jnp.uint8)
-        return tsmla_jax.explain("indexer_logits", *arrays, of((64, 64), i32), of((64,), i32))
-
-    def topk() -> Any:
-        return tsmla_jax.explain("select_topk", of((64, 4096), f32), of((64,), i32), 2048)
-
-    def compress() -> Any:
-        state = tsmla_jax.CompressorState(of((8, 8, 2, 1024), f32), of((8, 8), i32))
-        lengths = {"state_slots": lens, "seq_lens": lens, "cu_seqlens_q": starts}
-        arrays = of((512, 2, 1024), f32), of((4, 1024), f32), state
-        return tsmla_jax.explain("compress_kv", *arrays, **lengths, ratio=4, overlap=True)
-
-    return [
-        ("mla_decode", "bf16", lambda: decode(bf16, bf16)),
-        ("mla_decode", "bf16 queries, fp8 cache", lambda: decode(bf16, fp8)),
-        ("mla_decode", "fp8", lambda: decode(fp8, fp8)),
-        ("mla_prefill", "bf16", prefill),
-        ("write_kv_cache", "bf16", lambda: write(bf16)),
-        ("write_kv_cache", "fp8 cache", lambda: write(fp8)),
-        ("rope_write_kv_cache", "bf16", lambda: rope_write(bf16)),
-        ("rope_write_kv_cache", "fp8 cache", lambda: rope_write(fp8)),
-        ("gather_kv_cache", "bf16", gather),
-        ("merge_attention_states", "bf16", merge),
-        ("sparse_mla", "packed V3.2 cache", sparse),
-        ("indexer_logits", "V3.2", index),
-        ("select_topk", "V3.2", topk),
-        ("compress_kv", "V4, ratio 4", compress),
-    ]
-
-
-def _operations() -> tuple[Operation, ...]:
-    found = []
-    for op, call, explain in _usual_calls():
-        explanation = explain()
-        found.append(Operation(op, call, explanation.chosen, dict(explanation.reasons)))
-    return tuple(found)
+    tables, lens, starts, slots = of((8, 64), i32), of((8,), i32), of((9,), i32), of((128,), i32)
+    cache, fp8_cache = of((512, 64, 576), bf16), of((512, 64, 576), fp8)
+    decode = {"block_tables": tables, "seq_lens": lens, "softmax_scale": 0.135}
+    prefill = {
+        "cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_q_len": 1024, "max_kv_len": 1024, "softmax_scale": 0.135,
+    }  # fmt: skip
+    row, row_rope = of((128, 512), bf16), of((128, 64), bf16)
+    rope_write = (of((128, 128, 512), bf16), of((128, 128, 64), bf16), row, row_rope, slots, *[of((128, 32), f32)] * 2)
+    wide, values = of((4096, 128, 192), bf16), of((4096, 128, 128), bf16)
+    kv = of((4096, 128, 256), bf16), of((4096, 64), bf16)
+    parts = [of((64, 128, 512), bf16)] * 2, [of((64, 128), f32)] * 2
+    state = CompressorState(of((8, 8, 2, 1024), f32), of((8, 8), i32))
+    tokens, packed = of((64,), i32), of((512, 64, 656), jnp.uint8)
+    index = of((64, 64, 128), fp8), of((64, 64), f32), of((512, 64, 132), jnp.uint8), of((64, 64), i32), tokens
+    return (
+        usual("mla_decode", "bf16", of((8, 1, 128, 576), bf16), cache, **decode),
+        usual("mla_decode", "bf16 queries, fp8 cache", of((8, 1, 128, 576), bf16), fp8_cache, **decode),
+        usual("mla_decode", "fp8", of((8, 1, 128, 576), fp8), fp8_cache, **decode),
+        usual("mla_prefill", "bf16", wide, wide, values, **prefill),
+        usual("mla_prefill_kv", "bf16", wide, *kv, **prefill),
+        usual("write_kv_cache", "bf16", cache, row, row_rope, slots),
+        usual("write_kv_cache", "fp8 cache", fp8_cache, row, row_rope, slots),
+        usual("rope_write_kv_cache", "bf16", cache, *rope_write),
+        usual("rope_write_kv_cache", "fp8 cache", fp8_cache, *rope_write),
+        usual("gather_kv_cache", "bf16", cache, tables, lens, lens, total_len=4096),
+        usual("merge_attention_states", "bf16", *parts),
+        usual("sparse_mla", "packed V3.2 cache", of((64, 128, 576), bf16), packed, of((64, 2048), i32), tokens,
+              softmax_scale=0.135),
+        usual("indexer_logits", "V3.2", *index),
+        usual("select_topk", "V3.2", of((64, 4096), f32), tokens, 2048),
+        usual("compress_kv", "V4, ratio 4", of((512, 2, 1024), f32), of((4, 1024), f32), state, state_slots=lens,
+              seq_lens=lens, cu_seqlens_q=starts, ratio=4, overlap=True),
+    )  # fmt: skip
 
 
 def _devices() -> tuple[str | None, tuple[Device, ...], str | None]:
-    """jax's backend and devices; when no backend starts, none and why."""
+    """jax's backend and devices; None, no devices and the reason if no backend starts."""
     # The report needs no memory, and other programs may be using the GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 
     try:
         devices = jax.devices()
-    except (RuntimeError, AssertionError) as error:  # the latter where JAX_PLATFORMS names only what isn't there
+    except (RuntimeError, AssertionError) as error:  # AssertionError if JAX_PLATFORMS names no platform of this machine
         said = (str(error).splitlines() or ["no platform that it may use is there"])[0]
         asked = os.environ.get("JAX_PLATFORMS")
         return None, (), f"{said} (JAX_PLATFORMS={asked})" if asked else said
@@ -218,9 +187,8 @@ def _driver() -> str | None:
 
 
 def _architectures() -> dict[str, str]:
-    """What there is for each family of GPUs in this tree."""
-
-    ops = Path(__file__).parent / "ops"
+    """The kernels for each family of GPUs, in words."""
+    ops = Path(__file__).parents[1] / "ops"
     kernels = sorted(path.parent.name for path in ops.rglob("cute.py"))
     hopper = f"kernels for {', '.join(kernels)}; the other operations run as xla" if kernels else "no kernel yet: xla"
     blackwell = f"mla_decode and mla_prefill: {sm100.NOTICE} (extra blackwell); the others run as xla"
@@ -230,7 +198,7 @@ def _architectures() -> dict[str, str]:
 def advise(
     packages: Mapping[str, str | None], driver: str | None, devices: tuple[Device, ...], failure: str | None
 ) -> tuple[str, ...]:
-    """What to do, the most important first; empty where nothing is missing."""
+    """The steps to take, the most important first; empty if nothing is missing."""
     advice = []
     if failure:
         advice.append(f"jax starts no backend: {failure}")
@@ -265,7 +233,7 @@ def examine() -> Report:
         driver=driver,
         backend=backend,
         devices=devices,
-        operations=_operations() if devices else (),
+        operations=_usual_calls() if devices else (),
         architectures=_architectures(),
         advice=advise(packages, driver, devices, failure),
     )

@@ -1,75 +1,75 @@
-"""The `tsmla` command: generate, doctor, compile and cache, each in a module of its own that is imported when it runs.
+"""The `tsmla` command: generate, doctor, compile and cache. `tsmla --help` imports neither the model nor the kernels.
 
-Flags are argparse's with absl's beside them (`--verbosity`, `--logtostderr`, ...), which stand before the subcommand.
+Flags are argparse's; absl's flags (`--verbosity`, `--logtostderr`, ...) stand before the subcommand.
 """
 
 import argparse
-import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from absl import app, flags, logging
 from absl.flags import argparse_flags
 
+from tsmla_jax.cli import doctor
 from tsmla_kernels import __version__
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
-# What a wrong argument, a bad file or a missing package raises in this library: the message says it all, so the user
-# gets one line. Anything else is a fault of ours and keeps its traceback.
+# A wrong argument, a bad file or a missing package raises one of these. Their message suffices, so the user gets one
+# line. Any other exception is a fault of this library and keeps its traceback.
 _USER_ERRORS = (ValueError, NotImplementedError, OSError, ImportError)
+
+
+class Actions(NamedTuple):
+    """What a subcommand does: `add_arguments` fills the subcommand's parser, and `run` takes the parsed arguments and
+    returns the exit status."""
+
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
 
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: its line in --help, and where its two functions are.
-
-    `add` takes the subcommand's parser and adds its arguments; `run` takes the parsed arguments and returns the exit
-    status. Both are names in `module`.
-    """
+    """A subcommand: its line in --help, and the function that imports its module when the command line names it."""
 
     summary: str
-    module: str
-    add: str
-    run: str
+    load: Callable[[], Actions]
+
+
+def _generate() -> Actions:
+    from tsmla_jax.generate import command
+
+    return Actions(command.add_arguments, command.run)
+
+
+def _compile() -> Actions:
+    from tsmla_jax.cli import kernels
+
+    return Actions(kernels.add_compile_arguments, kernels.run_compile)
+
+
+def _cache() -> Actions:
+    from tsmla_jax.cli import kernels
+
+    return Actions(kernels.add_cache_arguments, kernels.run_cache)
 
 
 COMMANDS = {
-    "generate": Command(
-        "generate tokens from a DeepSeek checkpoint directory",
-        "tsmla_jax.generate.command",
-        "add_arguments",
-        "run",
-    ),
+    "generate": Command("generate tokens from a DeepSeek checkpoint directory", _generate),
     "doctor": Command(
         "say which devices, versions and implementations there are, and what to install for the others",
-        "tsmla_jax.doctor",
-        "add_arguments",
-        "run",
+        lambda: Actions(doctor.add_arguments, doctor.run),
     ),
     "compile": Command(
-        "compile kernels into the on-disk cache ahead of use, on a machine with or without a GPU",
-        "tsmla_jax.kernel_commands",
-        "add_compile_arguments",
-        "run_compile",
+        "compile kernels into the on-disk cache ahead of use, on a machine with or without a GPU", _compile
     ),
-    "cache": Command(
-        "list, verify and prune the on-disk cache of compiled kernels",
-        "tsmla_jax.kernel_commands",
-        "add_cache_arguments",
-        "run_cache",
-    ),
+    "cache": Command("list, verify and prune the on-disk cache of compiled kernels", _cache),
 }
-
-
-def _function(command: Command, name: str) -> Callable[..., int]:
-    function: Callable[..., int] = getattr(importlib.import_module(command.module), name)
-    return function
 
 
 class _Parser(argparse_flags.ArgumentParser):
@@ -93,26 +93,24 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_SubParser)
     for name, command in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=command.summary, description=command.summary)
-        # Only what the command line names is imported, so that `tsmla --help` doesn't wait for all of them.
+        # Only the modules that the command line names are imported, so that `tsmla --help` is quick.
         if name in argv[1:]:
-            _function(command, command.add)(subparser)
+            command.load().add_arguments(subparser)
     try:
         parsed: argparse.Namespace = parser.parse_args(list(argv[1:]))
-    except flags.Error as error:  # absl's own flags say so by raising
+    except flags.Error as error:  # a wrong absl flag raises instead of calling parser.error
         parser.error(str(error))
     if flags.FLAGS["verbosity"].using_default_value:
-        # Else app.run turns INFO on, and jax tells about every backend that it doesn't find.
+        # Otherwise app.run turns INFO on, and jax logs every backend that it doesn't find.
         logging.set_verbosity(logging.WARNING)
     return parsed
 
 
 def _one_line(error: BaseException) -> str:
-    """The error's message in one line. A missing package's says how to get it; a missing module of ours is no user's
-    error and is raised again."""
+    """The error's message in one line, with how to install a missing package. A missing module of this project is a
+    fault of the project, not of the user, and is raised again."""
     line = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, ImportError):
-        from tsmla_jax import doctor
-
         if (error.name or "").startswith("tsmla_"):
             raise error
         line += doctor.install_hint(error.name)
@@ -120,15 +118,15 @@ def _one_line(error: BaseException) -> str:
 
 
 def _flush_nowhere() -> None:
-    """Let the interpreter's last flush of a closed pipe succeed."""
+    """Make the interpreter's last flush succeed although the pipe is closed."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the parsed subcommand and return its exit status: 2 and one line on stderr for an error of the user's."""
+    """Run the parsed subcommand and return its exit status: 2, with one line on stderr, for a user's error."""
     command = COMMANDS[arguments.command]
     try:
-        status = _function(command, command.run)(arguments)
+        status = command.load().run(arguments)
         sys.stdout.flush()
         return status
     except BrokenPipeError:
@@ -147,11 +145,7 @@ def main() -> NoReturn:
     """The entry point of the `tsmla` script."""
     try:
         app.run(run, flags_parser=parse)
-    except ImportError as error:  # a subcommand's module wants a package that isn't there
+    except ImportError as error:  # a subcommand's module needs a package that isn't installed
         print(f"tsmla: error: {_one_line(error)}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
     raise AssertionError("app.run exits")
-
-
-if __name__ == "__main__":
-    main()
