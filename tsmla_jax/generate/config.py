@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tsmla_jax.nn.config import MLAConfig, hf_field, read_hf_config
-from tsmla_jax.nn.deepseek_v4_config import V4Config
-from tsmla_jax.nn.deepseek_v32 import V32Config
+from tsmla_jax.nn import MLAConfig, V4Config, V32Config
+from tsmla_jax.nn.hf_config import hf_field, read_hf_config
 
 Routing = Literal["greedy", "group_limited_greedy", "noaux_tc"]
 ROUTINGS: tuple[Routing, ...] = ("greedy", "group_limited_greedy", "noaux_tc")

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import tsmla_jax
-from tsmla_jax.nn import MLAConfig, YarnConfig, functional, init_params, param_shapes, param_specs
-from tsmla_jax.nn.params import check_params
+from tsmla_jax.nn import MLAConfig, Step, YarnConfig, functional, init_params, param_shapes, param_specs
+from tsmla_jax.nn.weights import check_params
 
 CONFIG = MLAConfig(
     hidden_size=48,
@@ -34,12 +34,10 @@ def inputs() -> tuple[dict[str, jax.Array], jax.Array]:
     return params, jax.random.normal(jax.random.key(1), (TOTAL, CONFIG.hidden_size))
 
 
-jitted_decode = jax.jit(
-    functools.partial(functional.decode, config=CONFIG), static_argnames=("max_q_len", "implementation")
-)
+jitted_decode = jax.jit(functools.partial(functional.decode, config=CONFIG), static_argnames=("implementation",))
 jitted_prefill_with_context = jax.jit(
     functools.partial(functional.prefill_with_context, config=CONFIG),
-    static_argnames=("max_q_len", "context_chunk", "implementation"),
+    static_argnames=("context_chunk", "implementation"),
 )
 
 
@@ -48,13 +46,20 @@ def prefill(params: Any, x: jax.Array, cu: Any = CU, implementation: str | None 
     return functional.prefill(params, CONFIG, x, cu_seqlens_q=cu, max_q_len=9, implementation=implementation)
 
 
+def expand_kv(params: Any, latent: jax.Array, k_rope: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys and values per head from the cached form: k [T, H, N + R] and v [T, H, V]."""
+    k_nope, v = jnp.split(functional.expand_joint_kv(params, latent), [CONFIG.qk_nope_head_dim], axis=-1)
+    shared = jnp.broadcast_to(k_rope[:, None, :], (*k_nope.shape[:2], k_rope.shape[-1]))
+    return jnp.concatenate([k_nope, shared], axis=-1), v
+
+
 @jax.jit
 def dense(params: Any, x: jax.Array) -> jax.Array:
     """One request, written out with a full score matrix: what prefill means, and differentiable by jax alone."""
     length = x.shape[0]
     cos, sin = functional.rope_cos_sin(CONFIG, jnp.arange(length))
     q = jnp.concatenate(functional.project_q(params, CONFIG, x, cos, sin), axis=-1)
-    k, v = functional.expand_kv(params, *functional.project_latent(params, CONFIG, x, cos, sin))
+    k, v = expand_kv(params, *functional.project_latent(params, CONFIG, x, cos, sin))
     scores = jnp.einsum("qhd,khd->hqk", q, k) * CONFIG.softmax_scale
     scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -jnp.inf)
     return functional.project_out(params, CONFIG, jnp.einsum("hqk,khv->qhv", jax.nn.softmax(scores), v))
@@ -65,11 +70,16 @@ def decode_arguments(dtype: Any = jnp.float32, cache_dtype: Any = None, seed: in
     rng = np.random.default_rng(seed)
     tables = jnp.asarray([[3, 1, 6], [5, 0, 2**31 - 1]], jnp.int32)
     cache = jnp.asarray(rng.normal(size=(8, PAGE, CONFIG.cache_dim)), dtype).astype(cache_dtype or dtype)
-    seq_lens = jnp.asarray([9, 6], jnp.int32)
-    positions = seq_lens[:, None] - 2 + jnp.arange(2)
-    mapping = functional.slots_of(tables, jnp.arange(2)[:, None], positions, page_size=PAGE)
+    step = Step.dense(tables, jnp.asarray([9, 6], jnp.int32), new_tokens=2, page_size=PAGE)
     x = jnp.asarray(rng.normal(size=(2, 2, CONFIG.hidden_size)), dtype)
-    return {"x": x, "kv_cache": cache, "block_tables": tables, "seq_lens": seq_lens, "slot_mapping": mapping}
+    return {"x": x, "kv_cache": cache, "step": step}
+
+
+def as_ragged(step: Step) -> Step:
+    """A dense step's tokens packed: as many requests, their new tokens one behind the other."""
+    requests, new = step.slot_mapping.shape
+    cu_seqlens_q = jnp.arange(requests + 1, dtype=jnp.int32) * new
+    return Step(step.block_tables, step.seq_lens, step.slot_mapping.reshape(-1), cu_seqlens_q, new)
 
 
 def test_gradient_of_the_expanded_path() -> None:
@@ -106,51 +116,18 @@ def test_eval_shape_of_the_published_sizes() -> None:
         ints((4,)),
     )
     assert (y.shape, latent.shape, k_rope.shape) == ((1024, 7168), (1024, 512), (1024, 64))
-    for x, extra in ((spec((3, 2, 7168), jnp.bfloat16), {}), (spec((9, 7168), jnp.bfloat16), {"max_q_len": 4})):
+    ragged = Step(ints((3, 8)), ints((3,)), ints((1024,)), ints((4,)), 512)
+    paths = {
+        (3, 2, 7168): (functional.decode, Step(ints((3, 8)), ints((3,)), ints((3, 2)))),
+        (9, 7168): (functional.decode, Step(ints((3, 8)), ints((3,)), ints((9,)), ints((4,)), 4)),
+        (1024, 7168): (functools.partial(functional.prefill_with_context, context_chunk=256), ragged),
+    }
+    for shape, (path, step) in paths.items():
         y, out_cache = jax.eval_shape(
-            lambda p, x, c, tables, lens, slots, cu, extra=extra: functional.decode(
-                p,
-                config,
-                x,
-                c,
-                block_tables=tables,
-                seq_lens=lens,
-                slot_mapping=slots,
-                cu_seqlens_q=cu if extra else None,
-                **extra,
-            ),
-            params,
-            x,
-            cache,
-            ints((3, 8)),
-            ints((3,)),
-            ints(x.shape[:-1]),
-            ints((4,)),
+            lambda p, *arguments, path=path: path(p, config, *arguments), params, spec(shape, jnp.bfloat16), cache, step
         )
-        assert (y.shape, y.dtype) == (x.shape, jnp.bfloat16)
+        assert (y.shape, y.dtype) == (shape, jnp.bfloat16)
         assert (out_cache.shape, out_cache.dtype) == (cache.shape, cache.dtype)
-    y, out_cache = jax.eval_shape(
-        lambda p, x, c, tables, lens, slots, cu: functional.prefill_with_context(
-            p,
-            config,
-            x,
-            c,
-            cu_seqlens_q=cu,
-            max_q_len=512,
-            block_tables=tables,
-            context_lens=lens,
-            slot_mapping=slots,
-            context_chunk=256,
-        ),
-        params,
-        spec((1024, 7168), jnp.bfloat16),
-        cache,
-        ints((3, 8)),
-        ints((3,)),
-        ints((1024,)),
-        ints((4,)),
-    )
-    assert (y.shape, out_cache.shape) == ((1024, 7168), cache.shape)
 
 
 @pytest.mark.parametrize("path", ["decode", "context"])
@@ -161,25 +138,11 @@ def test_a_donated_cache_is_updated_in_place(path: str) -> None:
     cache = spec((1024, 256, CONFIG.cache_dim), jnp.bfloat16)
     ints = functools.partial(spec, dtype=jnp.int32)
 
-    def step(params: Any, kv_cache: Any, x: Any, tables: Any, lens: Any, slots: Any, cu: Any) -> Any:
-        if path == "decode":
-            where = {"block_tables": tables, "seq_lens": lens, "slot_mapping": slots}
-            return functional.decode(params, CONFIG, x, kv_cache, cu_seqlens_q=cu, max_q_len=4, **where)
-        return functional.prefill_with_context(
-            params,
-            CONFIG,
-            x,
-            kv_cache,
-            cu_seqlens_q=cu,
-            max_q_len=4,
-            block_tables=tables,
-            context_lens=lens,
-            slot_mapping=slots,
-            context_chunk=8,
-        )
-
-    arguments = (cache, spec((8, 48), jnp.bfloat16), ints((3, 64)), ints((3,)), ints((8,)), ints((4,)))
-    memory = jax.jit(step, donate_argnums=1).lower(params, *arguments).compile().memory_analysis()
+    context = functools.partial(functional.prefill_with_context, context_chunk=8)
+    run = functional.decode if path == "decode" else context
+    step = Step(ints((3, 64)), ints((3,)), ints((8,)), ints((4,)), 4)
+    jitted = jax.jit(lambda params, cache, x, step: run(params, CONFIG, x, cache, step), donate_argnums=1)
+    memory = jitted.lower(params, cache, spec((8, 48), jnp.bfloat16), step).compile().memory_analysis()
     size = cache.size * cache.dtype.itemsize
     assert memory.alias_size_in_bytes >= size
     assert memory.temp_size_in_bytes < 0.2 * size
@@ -212,25 +175,15 @@ def test_shard_map_over_heads_gives_partial_sums(path: str) -> None:
     params, _ = inputs()
     mesh = Mesh(np.asarray(jax.devices()[:2]), ("heads",))
     arguments = decode_arguments()
-    seq_lens = arguments["seq_lens"]
 
     def run(params: Any, arguments: Any) -> jax.Array:
+        x, cache, step = arguments["x"], arguments["kv_cache"], arguments["step"]
         if path == "decode":
-            return functional.decode(params, CONFIG, implementation="xla", **arguments)[0]
+            return functional.decode(params, CONFIG, x, cache, step, implementation="xla")[0]
         y, _ = functional.prefill_with_context(
-            params,
-            CONFIG,
-            arguments["x"].reshape(4, CONFIG.hidden_size),
-            arguments["kv_cache"],
-            cu_seqlens_q=jnp.asarray([0, 2, 4], jnp.int32),
-            max_q_len=2,
-            block_tables=arguments["block_tables"],
-            context_lens=seq_lens - 2,
-            slot_mapping=arguments["slot_mapping"].reshape(-1),
-            context_chunk=3,
-            implementation="xla",
+            params, CONFIG, x.reshape(4, -1), cache, as_ragged(step), context_chunk=3, implementation="xla"
         )
-        return y.reshape(arguments["x"].shape)
+        return y.reshape(x.shape)
 
     sharded = jax.shard_map(
         lambda params, arguments: jax.lax.psum(run(params, arguments), "heads"),
@@ -250,25 +203,15 @@ def test_shard_map_over_the_batch() -> None:
     mesh = Mesh(np.asarray(jax.devices()[:2]), ("batch",))
     arguments = decode_arguments()
 
-    def local(x: jax.Array, tables: jax.Array, context_lens: jax.Array, slots: jax.Array) -> jax.Array:
+    def local(x: jax.Array, step: Step) -> jax.Array:
         y, _ = functional.prefill_with_context(
-            params,
-            CONFIG,
-            x[0],
-            arguments["kv_cache"],
-            cu_seqlens_q=jnp.asarray([0, 2], jnp.int32),
-            max_q_len=2,
-            block_tables=tables,
-            context_lens=context_lens,
-            slot_mapping=slots[0],
-            context_chunk=3,
-            implementation="xla",
+            params, CONFIG, x[0], arguments["kv_cache"], as_ragged(step), context_chunk=3, implementation="xla"
         )
         return y[None]
 
     split = PartitionSpec("batch")
-    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(split,) * 4, out_specs=split))
-    got = run(arguments["x"], arguments["block_tables"], arguments["seq_lens"] - 2, arguments["slot_mapping"])
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(split, split), out_specs=split))
+    got = run(arguments["x"], arguments["step"])
     expected, _ = jitted_decode(params, implementation="xla", **arguments)
     np.testing.assert_allclose(got, expected, atol=1e-5)
 
@@ -283,14 +226,9 @@ def test_decode_equals_prefill_through_the_cache() -> None:
     np.testing.assert_array_equal(slots, [8, 9, 10, 11, 0, 1, 2, 3, 4])
     cache = jnp.full((3, PAGE, CONFIG.cache_dim), jnp.nan)
     cache = jax.jit(tsmla_jax.write_kv_cache)(cache, latent[:6], k_rope[:6], slots[:6])
-    got, cache = jitted_decode(
-        params,
-        x=x[None, 6:],
-        kv_cache=cache,
-        block_tables=tables,
-        seq_lens=jnp.asarray([9], jnp.int32),
-        slot_mapping=slots[None, 6:],
-    )
+    step = Step.dense(tables, jnp.asarray([9], jnp.int32), new_tokens=3, page_size=PAGE)
+    np.testing.assert_array_equal(step.slot_mapping[0], slots[6:])
+    got, cache = jitted_decode(params, x=x[None, 6:], kv_cache=cache, step=step)
     expected = dense(params, x)
     np.testing.assert_allclose(got[0], expected[6:], atol=1e-5)
     np.testing.assert_allclose(
@@ -431,7 +369,7 @@ def test_random_parameters_keep_the_scale() -> None:
         cos, sin = functional.rope_cos_sin(CONFIG, jnp.arange(64))
         q_nope, _ = functional.project_q(params, CONFIG, x, cos, sin)
         latent, k_rope = functional.project_latent(params, CONFIG, x, cos, sin)
-        k, v = functional.expand_kv(params, latent, k_rope)
+        k, v = expand_kv(params, latent, k_rope)
         return q_nope, latent, k, v, functional.project_out(params, CONFIG, v)
 
     for array in every_projection(params, x):
