@@ -11,9 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tsmla_jax.nn import Checkpoint, CheckpointError, MLAConfig, hf_attention_shapes, load_hf_attention
+from tsmla_jax.nn import Checkpoint, CheckpointError, MLAConfig, hf_attention_shapes, load_hf_attention, param_shapes
 from tsmla_jax.nn.checkpoint import INDEX_NAME, SINGLE_NAME, dequantise_blocks
-from tsmla_jax.nn.params import param_shapes
 
 safetensors_numpy = pytest.importorskip("safetensors.numpy", reason="needs safetensors: pip install 'tsmla-jax[hf]'")
 

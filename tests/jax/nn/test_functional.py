@@ -1,5 +1,6 @@
 """The functional form under jax's transformations, with other dtypes and fp8 caches, and with arguments it refuses."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -265,32 +266,19 @@ def test_fp8_cache_is_dequantised_by_its_scale(quantise_q: bool) -> None:
     x = jax.random.normal(jax.random.key(4), (9, CONFIG.hidden_size))
     expected = dense(params, x)
     tables = jnp.asarray([[2, 0, 1]], jnp.int32)
-    slots = functional.slots_of(tables, jnp.zeros(9, jnp.int32), jnp.arange(9), page_size=PAGE)
-    kv_scale = jnp.float32(0.031)
     cache = jnp.zeros((3, PAGE, CONFIG.cache_dim), jnp.float8_e4m3fn)
-    common = {"block_tables": tables, "kv_scale": kv_scale}
+    kv_scale = jnp.float32(0.031)
     for begin, end in ((0, 4), (4, 7)):
+        cu = jnp.asarray([0, end - begin], jnp.int32)
+        sizes = {"total_tokens": end - begin, "max_q_len": 4, "page_size": PAGE}
+        step = Step.ragged(tables, jnp.asarray([end], jnp.int32), cu, **sizes)
         y, cache = jitted_prefill_with_context(
-            params,
-            x=x[begin:end],
-            kv_cache=cache,
-            cu_seqlens_q=jnp.asarray([0, end - begin], jnp.int32),
-            max_q_len=4,
-            context_lens=jnp.asarray([begin], jnp.int32),
-            slot_mapping=slots[begin:end],
-            context_chunk=3,
-            **common,
+            params, x=x[begin:end], kv_cache=cache, step=step, context_chunk=3, kv_scale=kv_scale
         )
         np.testing.assert_allclose(y, expected[begin:end], atol=0.15)
-    y, cache = jitted_decode(
-        params,
-        x=x[None, 7:],
-        kv_cache=cache,
-        seq_lens=jnp.asarray([9], jnp.int32),
-        slot_mapping=slots[None, 7:],
-        q_scale=0.02 if quantise_q else None,
-        **common,
-    )
+    step = Step.dense(tables, jnp.asarray([9], jnp.int32), new_tokens=2, page_size=PAGE)
+    q_scale = 0.02 if quantise_q else None
+    y, cache = jitted_decode(params, x=x[None, 7:], kv_cache=cache, step=step, q_scale=q_scale, kv_scale=kv_scale)
     assert cache.dtype == jnp.float8_e4m3fn and y.dtype == jnp.float32
     np.testing.assert_allclose(y[0], expected[7:], atol=0.15)
     assert np.abs(expected).max() > 0.5  # so that 0.15 tells right from wrong by the scale
@@ -308,6 +296,12 @@ def test_positions_and_slots() -> None:
 
 def test_refused_arguments() -> None:
     params, x = inputs()
+    arguments = decode_arguments()
+
+    def decode(**fields: Any) -> Any:
+        step = dataclasses.replace(arguments["step"], **fields)
+        return functional.decode(params, CONFIG, **{**arguments, "step": step})
+
     with pytest.raises(ValueError, match=r"x\.shape=\(10, 47\) must be \[T, E\] with E = 48"):
         prefill(params, x[:, :47])
     with pytest.raises(ValueError, match=r"x\.shape=\(1, 10, 48\) must be \[T, E\]"):
@@ -317,44 +311,35 @@ def test_refused_arguments() -> None:
     with pytest.raises(ValueError, match=r"cu_seqlens_q: got shape \(1, 4\); legal: a vector"):
         prefill(params, x, cu=CU[None])
     with pytest.raises(ValueError, match="seq_lens: got dtype int64; legal: int32"):
-        functional.decode(params, CONFIG, **{**decode_arguments(), "seq_lens": np.asarray([9, 6])})
+        decode(seq_lens=np.asarray([9, 6]))
     with pytest.raises(ValueError, match="implementation: got 'fast'"):
         prefill(params, x, implementation="fast")
     with pytest.raises(TypeError, match="max_q_len"):
         jax.jit(lambda n: functional.prefill(params, CONFIG, x, cu_seqlens_q=CU, max_q_len=n))(5)
-    arguments = decode_arguments()
     with pytest.raises(ValueError, match="x \\[B, S, E\\] must have neither"):
-        functional.decode(params, CONFIG, max_q_len=2, **arguments)
+        decode(max_q_len=2)
     with pytest.raises(ValueError, match="ragged x \\[T, E\\] needs cu_seqlens_q and max_q_len"):
         functional.decode(params, CONFIG, **{**arguments, "x": x})
     with pytest.raises(ValueError, match="kv_cache"):
         functional.decode(params, CONFIG, **{**arguments, "kv_cache": arguments["kv_cache"][..., :-1]})
     with pytest.raises(ValueError, match="block_tables: got dtype float32; legal: int32"):
-        functional.decode(params, CONFIG, **{**arguments, "block_tables": jnp.zeros((2, 3))})
+        decode(block_tables=jnp.zeros((2, 3)))
+    context = functools.partial(functional.prefill_with_context, params, CONFIG, x[:4], arguments["kv_cache"])
     with pytest.raises(ValueError, match="context_chunk=0 must be >= 1"):
-        functional.prefill_with_context(
-            params,
-            CONFIG,
-            x,
-            arguments["kv_cache"],
-            cu_seqlens_q=CU,
-            max_q_len=5,
-            block_tables=jnp.zeros((3, 2), jnp.int32),
-            context_lens=jnp.zeros(3, jnp.int32),
-            slot_mapping=jnp.zeros(TOTAL, jnp.int32),
-            context_chunk=0,
-        )
+        context(as_ragged(arguments["step"]), context_chunk=0)
+    with pytest.raises(ValueError, match="ragged x \\[T, E\\] needs cu_seqlens_q and max_q_len"):
+        context(arguments["step"], context_chunk=3)
 
 
 def test_parameters_are_checked_by_name() -> None:
-    params, _ = inputs()
-    check_params(params, CONFIG)
+    params, shapes = inputs()[0], param_shapes(CONFIG)
+    check_params(params, shapes)
     with pytest.raises(ValueError, match="'w_uk' is missing"):
-        check_params({name: value for name, value in params.items() if name != "w_uk"}, CONFIG)
+        check_params({name: value for name, value in params.items() if name != "w_uk"}, shapes)
     with pytest.raises(ValueError, match="'q_proj' is unknown"):
-        check_params({**params, "q_proj": params["w_uk"]}, CONFIG)
+        check_params({**params, "q_proj": params["w_uk"]}, shapes)
     with pytest.raises(ValueError, match=r"'o_proj' must have shape \(4, 12, 48\), got \(1,\)"):
-        check_params({**params, "o_proj": jnp.zeros(1)}, CONFIG)
+        check_params({**params, "o_proj": jnp.zeros(1)}, shapes)
 
 
 def test_random_parameters_keep_the_scale() -> None:

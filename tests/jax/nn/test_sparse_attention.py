@@ -181,7 +181,7 @@ def test_refuses_v32_configs_caches_and_steps() -> None:
     with pytest.raises(ValueError, match="kv_dtype: got uint8 with kv_lora_rank=32"):
         v32.init_cache(case.config, 1, 4, kv_dtype=jnp.uint8)
     dense = Step.dense(ints([[0]]), ints([1]), page_size=16)
-    with pytest.raises(ValueError, match="ragged x .* needs cu_seqlens_q"):
+    with pytest.raises(ValueError, match=r"ragged x \[T, E\] needs cu_seqlens_q"):
         v32.attend(case.params, case.config, case.x[0, :1], case.cache(1), dense)
 
 

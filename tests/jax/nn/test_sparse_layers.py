@@ -23,7 +23,8 @@ ARGUMENTS = (jnp.arange(5, dtype=jnp.int32)[None], jnp.asarray([LENGTH]), jnp.as
 def test_from_a_checkpoint(name: str, module: Any, tmp_path: Path) -> None:
     case = hf_layers.case(name)
     prefix = f"model.layers.{case.layer}.self_attn."
-    save_file({prefix + key: np.ascontiguousarray(x) for key, x in case.tensors.items()}, tmp_path / "model.safetensors")
+    tensors = {prefix + key: np.ascontiguousarray(x) for key, x in case.tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(case.fields, default=str))
     layer = module.from_hf(tmp_path, case.layer)
     assert layer.config == case.config
