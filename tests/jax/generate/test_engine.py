@@ -11,6 +11,7 @@ import pytest
 from tsmla_jax.generate import Engine, EngineOptions, Generation, ModelConfig
 from tsmla_jax.generate import engine as engine_module
 from tsmla_jax.generate.model import Batch, StepOptions, forward
+from tsmla_jax.nn import Step
 
 Model = tuple[ModelConfig, Any]
 
@@ -133,14 +134,15 @@ def test_narrow_caches_cost_little_accuracy(dtype: str, kv_scale: float | None, 
     config, params = tiny_model
     tokens = jnp.asarray(PROMPTS[2], jnp.int32)
     length = len(PROMPTS[2])
-    slots, tables = jnp.arange(length, dtype=jnp.int32), jnp.arange(6, dtype=jnp.int32)[None]
-    batch = Batch(tokens, jnp.asarray([0, length], jnp.int32), jnp.zeros(1, jnp.int32), tables, slots)
+    tables, lens, cu = jnp.arange(6, dtype=jnp.int32)[None], jnp.asarray([length]), jnp.asarray([0, length])
+    batch = Batch(tokens, Step.ragged(tables, lens, cu, total_tokens=length, page_size=4))
 
     def all_logits(cache_dtype: str, kv_scale: float | None) -> np.ndarray:
         """Logits after every token, all of them read back from the cache."""
         caches = [jnp.full((6, 4, 40), jnp.nan, cache_dtype) for _ in range(config.num_layers)]
         step = jax.jit(forward, static_argnames=("config", "options"))
-        return np.asarray(step(params, config, caches, batch, slots, kv_scale, StepOptions("decode", length))[0])
+        rows = jnp.arange(length)
+        return np.asarray(step(params, config, caches, batch, rows, kv_scale, StepOptions("decode"))[0])
 
     exact = all_logits("float32", None)
     error = np.abs(all_logits(dtype, kv_scale) - exact).mean() / np.abs(exact).mean()

@@ -15,9 +15,8 @@ from numpy.testing import assert_array_equal
 from examples import make_checkpoint
 from tests.jax.generate.tiny import tiny_config, tiny_tensors, write_tiny
 from tsmla_jax.generate import ModelConfig, load_model
-from tsmla_jax.nn import Checkpoint, CheckpointError
-from tsmla_jax.nn.deepseek_v4_config import load_hf_v4_attention
-from tsmla_jax.nn.deepseek_v4_names import module_name
+from tsmla_jax.nn import Checkpoint, CheckpointError, v4
+from tsmla_jax.nn.v4.names import module_name
 
 Tensors = dict[str, np.ndarray]
 
@@ -126,7 +125,7 @@ def test_all_spellings_are_one_model(rename: Callable[[str], str], v4_tensors: T
     assert len(renamed) == len(v4_tensors) and len(set(renamed) - set(v4_tensors)) >= len(renamed) - 1
     for mine, other in zip(*map(jax.tree.leaves, (plain, load(tmp_path / "renamed", renamed))), strict=True):
         assert_array_equal(mine, other)
-    layer = load_hf_v4_attention(tmp_path / "renamed", 1)
+    layer = v4.load_hf_attention(tmp_path / "renamed", 1)
     assert_array_equal(layer["indexer_weights_proj"], plain["layers"][1]["attention"]["indexer_weights_proj"])
 
 
