@@ -389,7 +389,7 @@ class _Run:
             cu_seqlens[row + 1 :] = stop
             start = stop
         # In prefill only a prompt's last token is followed by one that was not given.
-        rows = last if shape.phase == "prefill" else np.arange(shape.tokens, dtype=np.int32)
+        rows: Any = last if shape.phase == "prefill" else np.arange(shape.tokens, dtype=np.int32)
         step = Step(tables, seq_lens, slots, cu_seqlens, shape.max_q_len)
         return jax.device_put(_Packed(Batch(tokens, step, state_slots), rows, owners[rows], positions[rows]))
 

@@ -21,14 +21,16 @@ import numpy as np
 
 from tsmla_jax.generate.config import ModelConfig
 from tsmla_jax.generate.model import Params
-from tsmla_jax.nn import Checkpoint, CheckpointError, MLAConfig, V4Config, V32Config, v4, v32
-from tsmla_jax.nn.mla import weights as mla
+from tsmla_jax.nn import Checkpoint, CheckpointError, MLAConfig, V4Config, V32Config
+from tsmla_jax.nn.mla.weights import WEIGHTS as MLA_WEIGHTS
 from tsmla_jax.nn.v4.names import stored_names
+from tsmla_jax.nn.v4.weights import WEIGHTS as V4_WEIGHTS
+from tsmla_jax.nn.v32.weights import WEIGHTS as V32_WEIGHTS
+from tsmla_jax.nn.weights import LayerWeights
 
 Array = np.ndarray[Any, Any]
 
-# The names and shapes of the attention's tensors, by the type of its config.
-_ATTENTION: dict[type, Any] = {MLAConfig: mla, V32Config: v32, V4Config: v4}
+_ATTENTION: dict[type, LayerWeights[Any]] = {MLAConfig: MLA_WEIGHTS, V32Config: V32_WEIGHTS, V4Config: V4_WEIGHTS}
 
 
 class ProgressBar:
@@ -186,13 +188,13 @@ def _read_attention(
     read: _Reader, prefix: str, config: ModelConfig, index: int, norm_dtype: Any
 ) -> dict[str, jax.Array]:
     attention = config.layer(index).attention
-    family = _ATTENTION[type(attention)]
+    weights = _ATTENTION[type(attention)]
     kept = ("norm.weight", "sinks", "position_bias")
     tensors = {
         name: read(f"{prefix}.{name}", shape, norm_dtype if name.endswith(kept) else None)
-        for name, shape in family.hf_attention_shapes(attention).items()
+        for name, shape in weights.hf_attention_shapes(attention).items()
     }
-    return family.params_from_hf(attention, tensors)
+    return weights.params_from_hf(attention, tensors)
 
 
 def _read_streams(read: _Reader, prefix: str, rows: int, width: int, scales: int) -> dict[str, jax.Array]:

@@ -12,14 +12,7 @@ from tsmla_jax.nn import v4, v32
 from tsmla_jax.nn.checkpoint import Checkpoint, CheckpointError
 from tsmla_jax.nn.mla import functional
 from tsmla_jax.nn.mla.config import MLAConfig
-from tsmla_jax.nn.mla.weights import (
-    hf_attention_shapes,
-    init_params,
-    load_hf_attention,
-    param_shapes,
-    param_specs,
-    params_from_hf,
-)
+from tsmla_jax.nn.mla.weights import WEIGHTS, param_shapes
 from tsmla_jax.nn.rope import YarnConfig
 from tsmla_jax.nn.step import Step
 from tsmla_jax.nn.v4 import V4Config
@@ -53,6 +46,12 @@ __all__ = [
     "v4",
     "v32",
 ]
+
+hf_attention_shapes = WEIGHTS.hf_attention_shapes
+init_params = WEIGHTS.init_params
+load_hf_attention = WEIGHTS.load_hf_attention
+param_specs = WEIGHTS.param_specs
+params_from_hf = WEIGHTS.params_from_hf
 
 _FLAX = {
     "MLAttention": "tsmla_jax.nn.mla.layer",

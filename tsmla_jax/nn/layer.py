@@ -4,7 +4,6 @@ A layer computes by its functional form. Caches are arguments and results, not s
 all layers and requests, and donates them to its step.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -14,7 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tsmla_jax.nn.checkpoint import Checkpoint
-from tsmla_jax.nn.weights import Params, check_params, open_checkpoint, random_params
+from tsmla_jax.nn.weights import LayerWeights, Params, check_params, open_checkpoint
 
 
 class AttentionLayer(nnx.Module):
@@ -30,9 +29,7 @@ class AttentionLayer(nnx.Module):
         ValueError: params lacks a name, has one too many or a wrong shape; or neither params nor rngs is given.
     """
 
-    _read_config: ClassVar[Callable[[Path, int], Any]]
-    _param_shapes: ClassVar[Callable[[Any], dict[str, tuple[int, ...]]]]
-    _load: ClassVar[Callable[..., dict[str, jax.Array]]]
+    _weights: ClassVar[LayerWeights[Any]]
 
     def __init__(
         self,
@@ -43,12 +40,11 @@ class AttentionLayer(nnx.Module):
         rngs: nnx.Rngs | None = None,
     ) -> None:
         self.config = config
-        shapes = self._param_shapes(config)
         if params is None:
             if rngs is None:
                 raise ValueError(f"{type(self).__name__} needs params, or rngs to draw them")
-            params = random_params(rngs.params(), shapes, dtype)
-        check_params(params, shapes)
+            params = self._weights.init_params(rngs.params(), config, dtype)
+        check_params(params, self._weights.param_shapes(config))
         for name, value in params.items():
             setattr(self, name, nnx.Param(value))
 
@@ -56,10 +52,10 @@ class AttentionLayer(nnx.Module):
     def from_hf(cls, checkpoint_dir: str | Path | Checkpoint, layer: int, *, dtype: DTypeLike | None = None) -> Self:
         """The layer `layer` of a Hugging Face checkpoint; arguments and errors of `load_hf_attention`."""
         checkpoint = open_checkpoint(checkpoint_dir)
-        config = cls._read_config(checkpoint.directory, layer)
-        return cls(config, params=cls._load(checkpoint, layer, config=config, dtype=dtype))
+        config = cls._weights.read_config(checkpoint.directory, layer)
+        return cls(config, params=cls._weights.load_hf_attention(checkpoint, layer, config=config, dtype=dtype))
 
     @property
     def params(self) -> dict[str, jax.Array]:
         """The parameters as the plain pytree that the functional form takes."""
-        return {name: getattr(self, name)[...] for name in self._param_shapes(self.config)}
+        return {name: getattr(self, name)[...] for name in self._weights.param_shapes(self.config)}

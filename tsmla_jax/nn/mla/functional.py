@@ -22,27 +22,10 @@ import tsmla_jax
 from tsmla_jax.nn.mla.config import MLAConfig
 from tsmla_jax.nn.norms import rms_norm
 from tsmla_jax.nn.rope import apply_rope, rope_cos_sin
-from tsmla_jax.nn.step import Step, needed_when_ragged, ragged_positions, slots_of
+from tsmla_jax.nn.step import Step, needed_when_ragged, ragged_positions
+from tsmla_jax.nn.step import slots_of as slots_of
 from tsmla_jax.nn.weights import Params
 from tsmla_jax.ops.loops import carry
-
-__all__ = [
-    "Params",
-    "Step",
-    "absorb_q",
-    "decode",
-    "expand_joint_kv",
-    "prefill",
-    "prefill_with_context",
-    "project_latent",
-    "project_low_rank_q",
-    "project_out",
-    "project_q",
-    "ragged_positions",
-    "rms_norm",
-    "rope_cos_sin",
-    "slots_of",
-]
 
 
 def project_q(

@@ -8,17 +8,14 @@ import jax.numpy as jnp
 
 from tsmla_jax.nn.layer import AttentionLayer
 from tsmla_jax.nn.mla import functional
-from tsmla_jax.nn.mla.config import MLAConfig
-from tsmla_jax.nn.mla.weights import load_hf_attention, param_shapes
+from tsmla_jax.nn.mla.weights import WEIGHTS
 from tsmla_jax.nn.step import Step, needed_when_ragged, refuse_ragged_arguments
 
 
 class MLAttention(AttentionLayer):
     """One multi-head latent attention layer of an `MLAConfig`; arguments and errors of `AttentionLayer`."""
 
-    _read_config = staticmethod(lambda directory, layer: MLAConfig.from_hf(directory))
-    _param_shapes = staticmethod(param_shapes)
-    _load = staticmethod(load_hf_attention)
+    _weights = WEIGHTS
 
     def __call__(
         self,

@@ -4,17 +4,14 @@ import jax
 
 from tsmla_jax.nn.layer import AttentionLayer
 from tsmla_jax.nn.step import Step
-from tsmla_jax.nn.v32.config import V32Config
 from tsmla_jax.nn.v32.functional import V32Cache, attend
-from tsmla_jax.nn.v32.weights import load_hf_attention, param_shapes
+from tsmla_jax.nn.v32.weights import WEIGHTS
 
 
 class V32Attention(AttentionLayer):
     """One DeepSeek-V3.2 attention layer of a `V32Config`; arguments and errors of `AttentionLayer`."""
 
-    _read_config = staticmethod(lambda directory, layer: V32Config.from_hf(directory))
-    _param_shapes = staticmethod(param_shapes)
-    _load = staticmethod(load_hf_attention)
+    _weights = WEIGHTS
 
     def __call__(
         self,

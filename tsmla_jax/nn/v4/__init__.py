@@ -1,15 +1,9 @@
-"""DeepSeek-V4's attention layer; `V4Attention` is in `tsmla_jax.nn`."""
+"""DeepSeek-V4's attention layer; as a Flax module it is `tsmla_jax.nn.V4Attention`."""
 
 from tsmla_jax.nn.v4.config import Kind, V4Config
 from tsmla_jax.nn.v4.functional import V4Cache, attend, init_cache
 from tsmla_jax.nn.v4.step import V4Step, make_step, rope_table
-from tsmla_jax.nn.v4.weights import (
-    hf_attention_shapes,
-    load_hf_attention,
-    param_shapes,
-    param_specs,
-    params_from_hf,
-)
+from tsmla_jax.nn.v4.weights import WEIGHTS, param_shapes
 
 __all__ = [
     "Kind",
@@ -26,3 +20,8 @@ __all__ = [
     "params_from_hf",
     "rope_table",
 ]
+
+hf_attention_shapes = WEIGHTS.hf_attention_shapes
+load_hf_attention = WEIGHTS.load_hf_attention
+param_specs = WEIGHTS.param_specs
+params_from_hf = WEIGHTS.params_from_hf

@@ -3,18 +3,15 @@
 import jax
 
 from tsmla_jax.nn.layer import AttentionLayer
-from tsmla_jax.nn.v4.config import V4Config
 from tsmla_jax.nn.v4.functional import V4Cache, attend
 from tsmla_jax.nn.v4.step import V4Step
-from tsmla_jax.nn.v4.weights import load_hf_attention, param_shapes
+from tsmla_jax.nn.v4.weights import WEIGHTS
 
 
 class V4Attention(AttentionLayer):
     """One DeepSeek-V4 attention layer of a `V4Config`; arguments and errors of `AttentionLayer`."""
 
-    _read_config = staticmethod(lambda directory, layer: V4Config.from_hf(directory, layer))
-    _param_shapes = staticmethod(param_shapes)
-    _load = staticmethod(load_hf_attention)
+    _weights = WEIGHTS
 
     def __call__(
         self,
