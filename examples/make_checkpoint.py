@@ -7,7 +7,7 @@ something to say to it. The attention has DeepSeek's own head dimensions (128 + 
 512), its indexers and compressors, and the experts their model's routing; the rest is small enough for a laptop. It
 needs numpy and ml_dtypes alone, which jax brings.
 
-The model knows nothing. Only whole words have rows in its output projection, so that what it says can at least be read.
+The model knows nothing. Only whole words have rows in its output projection, so that its output can at least be read.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def make_v4_config(vocab_size: int, dtype: str, tied: bool) -> dict:
 
 
 class Source:
-    """Random matrices, norms and whatever else a model is made of, f32, one after the other."""
+    """Random matrices, norms and other tensors of a model, f32, one after the other."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)

@@ -1,7 +1,7 @@
 """Generation: many prompts in one paged cache, prefill in chunks, ragged decode, speculative verify.
 
-The host decides (who runs, which pages, what is drafted) with plain Python and numpy; the device computes, in a handful
-of compiled shapes. A step is a `Batch`: its tokens, packed, and where they belong.
+The host decides (which texts run, their pages, their drafts) with plain Python and numpy; the device computes, in a
+handful of compiled shapes. A step is a `Batch`: its tokens, packed, and where they belong.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -115,9 +115,17 @@ class Generation:
     choices: tuple[Choice, ...]
 
 
+class _Prompt(NamedTuple):
+    """A prompt that waits for its turn, and the pages that its text may need."""
+
+    index: int
+    tokens: Sequence[int]
+    pages: int
+
+
 @dataclass
 class _Text:
-    """One prompt and what has been generated after it."""
+    """One prompt and the tokens generated after it."""
 
     index: int
     prompt: list[int]
@@ -135,7 +143,7 @@ class _Text:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _Request:
     """The new tokens of one text in a step; they start at position text.cached."""
 
     text: _Text
@@ -205,7 +213,7 @@ class Engine:
           ValueError, NotImplementedError: as `make_plan`.
         """
         plan = make_plan(self.config, self.options, prompts, max_new_tokens, self._dtype.name)
-        return _Run(self, plan, on_tokens, on_compile).all(prompts, max_new_tokens)
+        return _Run(self, plan, on_tokens, on_compile).run(prompts, max_new_tokens)
 
 
 def _host_array(fill: int, *shape: int) -> Any:
@@ -237,18 +245,16 @@ class _Run:
             page_size=self.layout.page_size,
         )
 
-    def all(self, prompts: Sequence[Sequence[int]], limit: int) -> Generation:
-        waiting = deque(zip(range(len(prompts)), prompts, self.plan.needs, strict=True))
+    def run(self, prompts: Sequence[Sequence[int]], limit: int) -> Generation:
+        waiting = deque(map(_Prompt, range(len(prompts)), prompts, self.plan.needs))
         active: list[_Text] = []
         texts: list[_Text] = []
         while waiting or active:
             arrived: list[_Text] = []
-            while waiting and len(active) + len(arrived) < self.plan.batch and self.allocator.reserve(waiting[0][2]):
-                index, prompt, need = waiting.popleft()
-                table = PageTable(self.allocator, self.layout.page_size, need)
-                drafter = NgramDrafter(prompt) if self.options.speculative else None
-                # There are as many state slots as texts may run at once, so one is free.
-                arrived.append(_Text(index, list(prompt), limit, table, self.free_state_slots.pop(), drafter))
+            while waiting and len(active) + len(arrived) < self.plan.batch:
+                if not self.allocator.reserve(waiting[0].pages):
+                    break
+                arrived.append(self._admit(waiting.popleft(), limit))
             texts += arrived
             with self._timed("prefill_seconds"):
                 self._prefill(arrived)
@@ -263,6 +269,12 @@ class _Run:
         tokens = [text.generated for text in sorted(texts, key=lambda text: text.index)]
         return Generation(tokens, self.figures, self.plan.choices)
 
+    def _admit(self, prompt: _Prompt, limit: int) -> _Text:
+        table = PageTable(self.allocator, self.layout.page_size, prompt.pages)
+        drafter = NgramDrafter(prompt.tokens) if self.options.speculative else None
+        # There are as many state slots as texts may run at once, so one is free.
+        return _Text(prompt.index, list(prompt.tokens), limit, table, self.free_state_slots.pop(), drafter)
+
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         """Adds the wall time of the body, less compilation, to the figure of that name."""
@@ -276,48 +288,48 @@ class _Run:
         """Brings prompts into the cache, `chunk` tokens a step, and generates the first token of each."""
         todo = deque(texts)
         while todo:
-            pieces: list[_Piece] = []
+            requests: list[_Request] = []
             room = self.options.chunk
-            while todo and room and len(pieces) < self._prefill_rows:
+            while todo and room and len(requests) < self._prefill_rows:
                 text = todo[0]
                 tokens = text.prompt[text.cached : text.cached + room]
-                pieces.append(_Piece(text, tokens))
+                requests.append(_Request(text, tokens))
                 room -= len(tokens)
                 if text.cached + len(tokens) < len(text.prompt):
                     break
                 todo.popleft()
-            total = sum(len(piece.tokens) for piece in pieces)
+            total = sum(len(request.tokens) for request in requests)
             bucket = next(size for size in self._prefill_buckets if size >= total)
             # A long prompt that is alone pays for no other row.
-            rows = 1 if len(pieces) == 1 else self._prefill_rows
-            selected = self._step(pieces, _Shape("prefill", bucket, rows, bucket))
-            for row, piece in enumerate(pieces):
-                piece.text.cached += len(piece.tokens)
-                if piece.text.cached == len(piece.text.prompt):
-                    self._append(piece.text, [int(selected[row])])
+            rows = 1 if len(requests) == 1 else self._prefill_rows
+            selected = self._step(requests, _Shape("prefill", bucket, rows, bucket))
+            for row, request in enumerate(requests):
+                request.text.cached += len(request.tokens)
+                if request.text.cached == len(request.text.prompt):
+                    self._append(request.text, [int(selected[row])])
 
     def _decode(self, texts: Sequence[_Text]) -> None:
         """One step of every text: its last token, and the drafts that may follow it."""
-        pieces = []
+        requests = []
         for text in texts:
             # A draft past the limit could not be used, and its slot was not reserved.
             room = min(self.options.speculative, text.limit - len(text.generated) - 1)
             drafts = text.drafter.draft(room) if text.drafter else []
-            pieces.append(_Piece(text, [text.token_at(text.cached), *drafts]))
-        most = self.options.speculative + 1 if any(len(piece.tokens) > 1 for piece in pieces) else 1
-        selected = self._step(pieces, _Shape("decode", self.plan.batch * most, self.plan.batch, most))
+            requests.append(_Request(text, [text.token_at(text.cached), *drafts]))
+        most = self.options.speculative + 1 if any(len(request.tokens) > 1 for request in requests) else 1
+        selected = self._step(requests, _Shape("decode", self.plan.batch * most, self.plan.batch, most))
         row = 0
-        for piece in pieces:
-            drafts = piece.tokens[1:]
-            chosen = [int(token) for token in selected[row : row + len(piece.tokens)]]
-            row += len(piece.tokens)
+        for request in requests:
+            drafts = request.tokens[1:]
+            chosen = [int(token) for token in selected[row : row + len(request.tokens)]]
+            row += len(request.tokens)
             accepted = 0
             while accepted < len(drafts) and drafts[accepted] == chosen[accepted]:
                 accepted += 1
-            piece.text.cached += accepted + 1
-            before = len(piece.text.generated)
-            self._append(piece.text, chosen[: accepted + 1])
-            self.figures.decoded_tokens += len(piece.text.generated) - before
+            request.text.cached += accepted + 1
+            before = len(request.text.generated)
+            self._append(request.text, chosen[: accepted + 1])
+            self.figures.decoded_tokens += len(request.text.generated) - before
             self.figures.drafted_tokens += len(drafts)
             self.figures.accepted_tokens += accepted
         self.figures.decode_steps += 1
@@ -339,9 +351,9 @@ class _Run:
         if self.on_tokens:
             self.on_tokens(text.index, tokens, text.done)
 
-    def _step(self, pieces: Sequence[_Piece], shape: _Shape) -> np.ndarray:
-        """Runs pieces through the model; returns the token chosen after each of their tokens (decode) or their last."""
-        packed = self._pack(pieces, shape)
+    def _step(self, requests: Sequence[_Request], shape: _Shape) -> np.ndarray:
+        """Runs the model; returns the token chosen after each of the requests' tokens (decode) or their last."""
+        packed = self._pack(requests, shape)
         key = (shape, self.plan.max_pages, self.layout)
         if key not in self.engine._seen:
             # Compile on a step of padding alone, so that its time is no step's. No slot is written by it.
@@ -367,20 +379,20 @@ class _Run:
         sampling = (np.uint32(given.seed), np.float32(given.temperature), np.float32(given.top_p))
         return _choose(engine._head, self.compiled_config, x, *rows, *sampling, greedy=given.temperature == 0)
 
-    def _pack(self, pieces: Sequence[_Piece], shape: _Shape) -> _Packed:
-        """A step's arrays, out of pieces that fit its shape."""
+    def _pack(self, requests: Sequence[_Request], shape: _Shape) -> _Packed:
+        """A step's arrays; the requests fit its shape."""
         tokens, slots = _host_array(0, shape.tokens), _host_array(-1, shape.tokens)
         owners, positions = _host_array(0, shape.tokens), _host_array(0, shape.tokens)
         seq_lens, cu_seqlens = _host_array(0, shape.rows), _host_array(0, shape.rows + 1)
         tables, state_slots = _host_array(0, shape.rows, self.plan.max_pages), _host_array(-1, shape.rows)
         last = _host_array(0, shape.rows)
         start = 0
-        for row, piece in enumerate(pieces):
-            text, stop = piece.text, start + len(piece.tokens)
-            length = text.cached + len(piece.tokens)
+        for row, request in enumerate(requests):
+            text, stop = request.text, start + len(request.tokens)
+            length = text.cached + len(request.tokens)
             seq_lens[row], state_slots[row] = length, text.state_slot
             text.table.grow(length)
-            tokens[start:stop] = piece.tokens
+            tokens[start:stop] = request.tokens
             slots[start:stop] = text.table.slots(text.cached, length)
             tables[row, : len(text.table.pages)] = text.table.pages
             owners[start:stop] = text.index

@@ -30,7 +30,7 @@ class Choice:
     Attributes:
       op: the operation's name.
       implementation: the one that runs it.
-      why: what was asked for, or why each implementation that is tried before it can't run.
+      why: "as asked for", or why each implementation that is tried before it can't run.
     """
 
     op: str
@@ -84,8 +84,8 @@ def explain_step(
         found.setdefault(op, {})[where] = _choice(op, explanation, implementation)
 
     steps = {
-        "prefill": _Sizes(chunk, chunk, 1, max_pages),
-        "decode": _Sizes(batch * max_q_len, max_q_len, batch, max_pages),
+        "prefill": _Sizes(tokens=chunk, max_q_len=chunk, requests=1, max_pages=max_pages),
+        "decode": _Sizes(tokens=batch * max_q_len, max_q_len=max_q_len, requests=batch, max_pages=max_pages),
     }
     for attention in dict.fromkeys(config.layer(index).attention for index in range(config.num_layers)):
         cache = jax.eval_shape(partial(init_cache, attention, layout))

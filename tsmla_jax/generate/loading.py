@@ -1,6 +1,6 @@
 """A Hugging Face checkpoint directory, turned into the parameters of `tsmla_jax.generate.model`.
 
-Tensors are read one at a time; on the host there is never more than one layer beside the memory map. Block-scaled fp8
+Tensors are read one at a time; the host holds at most one layer beside the memory map. Block-scaled fp8
 and fp4 weights come dequantised to the dtype asked for.
 """
 
@@ -40,7 +40,7 @@ class ProgressBar:
         """
         Args:
           total: steps.
-          label: what is being counted.
+          label: name of the steps.
           enabled: False prints nothing at all.
         """
         self._total, self._label, self._done, self._last = total, label, 0, 0.0
@@ -105,7 +105,7 @@ class _Reader:
         self._bar.close()
 
     def refuse_others(self) -> None:
-        """CheckpointError for expected tensors that no one asked for: a model without them would be another model."""
+        """CheckpointError for expected tensors that were not read: a model without them would be another model."""
         others = sorted(self._expected - self._read)
         if others:
             some = ", ".join(map(repr, others[:3])) + (", ..." if len(others) > 3 else "")

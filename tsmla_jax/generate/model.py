@@ -92,9 +92,9 @@ def rope_tables(config: ModelConfig, num_positions: int) -> dict[str, jax.Array]
 def shared_steps(
     config: ModelConfig, batch: Batch, ropes: Mapping[str, jax.Array], options: StepOptions
 ) -> dict[str, V4Step]:
-    """What V4's layers of each kind ("sliding", "csa" or "hca") share in a step; empty for other models.
+    """The step of V4's layers of each kind ("sliding", "csa" or "hca"); empty for other models.
 
-    It is built once a step, whatever the number of layers. ropes: of `rope_tables`.
+    All layers of a kind share it, so it is made once a step. ropes: of `rope_tables`.
     """
     if not isinstance(config.attention, tuple):
         return {}
@@ -149,7 +149,7 @@ def decoder_layer(
     Returns:
       x and the cache, with the new tokens written (in place if it is donated).
     """
-    # Rows of padding mean nothing after attention; what they hold must not reach the experts' blocks as NaN.
+    # Rows of padding are undefined after attention: a NaN in them must not reach the experts' blocks.
     valid = batch.step.slot_mapping >= 0
 
     def attention(x: jax.Array) -> jax.Array:

@@ -51,8 +51,8 @@ def hf_field(
 
     Args:
         kind: int, float, bool, str or dict; an integer counts as a float, a bool never as a number.
-        where: what to call the config in an error.
-        default: what an absent field (or a null one, unless nullable) means; without it the field is required.
+        where: the config's name in an error.
+        default: the value of an absent field (or a null one, unless nullable); without it the field is required.
         nullable: null is legal and returned as None. The field must still be present unless it has a default.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What the attention layers as Flax nnx modules share: parameters as `nnx.Param`, drawn, given or read.
+"""The base of the attention layers as Flax nnx modules: parameters as `nnx.Param`, drawn, given or read.
 
 A layer computes by its functional form. Caches are arguments and results, not state of a layer: an engine owns them for
 all layers and requests, and donates them to its step.

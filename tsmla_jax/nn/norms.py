@@ -16,7 +16,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 def rms_norm_fixed_order(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """The same for V4, which multiplies by its f32 weight before it rounds; result in x's dtype.
 
-    The order of summation does not depend on the shape. V4 compares and stores what follows from it: a token must get
-    the same bits whether it is prefilled in a chunk or decoded alone.
+    The order of summation does not depend on the shape, so a token gets the same bits whether it is prefilled in a
+    chunk or decoded alone. V4 needs that: a cache must not depend on how a text was cut.
     """
     return numerics.rms_norm(x, weight, eps).astype(x.dtype)

@@ -85,7 +85,7 @@ def inverse_frequencies(rope_dim: int, theta: float, yarn: YarnConfig | None) ->
 def rope_cos_sin(config: MLAConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """cos and sin of every pair's angle, f32 [..., R / 2], for integer positions [...].
 
-    Angles are products in fp32 whatever the model computes in: bf16 can't tell position 4096 from 4097.
+    Angles are products in fp32 for a model of any dtype: bf16 can't tell position 4096 from 4097.
     """
     frequencies = inverse_frequencies(config.qk_rope_head_dim, config.rope_theta, config.yarn)
     angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(frequencies)

@@ -71,7 +71,7 @@ class Step:
 
     @property
     def new_lens(self) -> jax.Array:
-        """[B] i32, new tokens of each request. ValueError for a dense step, as in what follows."""
+        """[B] i32, new tokens of each request. This and the next three raise ValueError for a dense step."""
         return jnp.diff(needed_when_ragged(self.cu_seqlens_q))
 
     @property

@@ -1,4 +1,4 @@
-"""The engine: one cache for many texts, whatever the chunks, the turns and the drafts."""
+"""The engine: one cache for many texts; chunks, turns and drafts change no text."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ from tsmla_jax.nn import Step
 Model = tuple[ModelConfig, Any]
 
 PROMPTS = [np.random.default_rng(n).integers(0, 101, n).tolist() for n in (5, 1, 21, 9, 14)]
-# One chunk for all tests: what is compiled for one of them serves the next.
+# One chunk for all tests, so that they share compiled programs.
 OPTIONS = EngineOptions(page_size=4, chunk=16, max_batch=3, num_pages=40)
 NEW = 12
 
@@ -118,7 +118,7 @@ def test_nothing_is_compiled_twice(greedy: Generation, tiny_model: Model) -> Non
     engine = Engine(params, config, OPTIONS)
     compiled: list[str] = []
     engine.generate(PROMPTS, NEW, on_compile=compiled.append)
-    # What is left over of the chunks decides which of their shapes are needed.
+    # The rests of the chunks decide which shapes are needed.
     shapes = {f"prefill of {tokens} tokens, up to {texts} texts" for tokens in (1, 4, 16) for texts in (1, 3)}
     assert {*compiled} <= shapes | {"decode of 3 tokens, up to 3 texts"}
     assert len(compiled) == len({*compiled}) >= 2

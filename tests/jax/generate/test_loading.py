@@ -1,4 +1,4 @@
-"""Configs and checkpoints of whole models: what is read, and what is refused by name."""
+"""Configs and checkpoints of whole models: fields and tensors that are read, and those refused by name."""
 
 import json
 import sys

@@ -22,7 +22,7 @@ from tsmla_jax.nn import Step
 
 NEW = 12
 PROMPTS = [np.random.default_rng(n).integers(0, 101, n).tolist() for n in (5, 1, 150, 100)]
-# Too few pages and state slots for all texts at once: some wait, and what they get was another's.
+# Too few pages and state slots for all texts at once: some wait, and get pages and state slots that were another's.
 OPTIONS = {
     "v3.2": EngineOptions(page_size=16, chunk=64, max_batch=3, num_pages=11),
     "v4": EngineOptions(page_size=128, chunk=64, max_batch=3, num_pages=2),
@@ -144,7 +144,7 @@ def test_the_command_runs_them(case: Case, tmp_path: Path, capsys: pytest.Captur
     assert f"{figures.cache_bytes_per_token} bytes/token{text} (float32)" in output
     assert f"weights         {figures.weight_bytes / 1e6:.1f} MB (float32)" in output
     assert "sparse_mla      xla (not cute: " in output
-    # Sampling is the engine's, whatever the model.
+    # Sampling is the engine's for every model.
     assert (
         cli.run(cli.parse(["tsmla", "generate", *map(str, [*arguments, "--temperature", "0.8", "--seed", "3"])])) == 0
     )

@@ -1,4 +1,4 @@
-"""Configs and checkpoints of V3.2 and V4: every spelling of the names, narrow formats, and what is refused by name."""
+"""Configs and checkpoints of V3.2 and V4: every spelling of the names, narrow formats, and refusals by name."""
 
 import json
 from collections.abc import Callable
@@ -212,7 +212,7 @@ def test_fp4_experts_and_power_of_two_scales(tmp_path: Path) -> None:
 
 
 def test_a_v4_checkpoint_in_its_own_formats(v4_tensors: Tensors, tmp_path: Path) -> None:
-    """fp8 projections and fp4 experts with their scales beside them, all of which are read or accounted for."""
+    """fp8 projections and fp4 experts with their scales beside them, all read or accounted for."""
     raw = {
         name: ("I64" if value.dtype == np.int64 else "F32", value.shape, value.tobytes())
         for name, value in v4_tensors.items()

@@ -1,4 +1,4 @@
-"""transformers' own sparse attention layers, eager, float32: what they compute, and our layers set up beside them."""
+"""transformers' own sparse attention layers, eager, float32: their results, and our layers set up beside them."""
 
 import dataclasses
 import functools
@@ -135,7 +135,7 @@ def case(name: str) -> Case:
         embeddings = {label: rotary(x, position_ids=positions, layer_type=label) for label in ("main", "compress")}
         return layer(x, position_embeddings=embeddings, position_ids=positions, attention_mask=mask)[0]
 
-    tensors, x, y = _computed(
+    tensors, x, y = _results_of(
         lambda: modeling.DeepseekV4Attention(config, index), run, 37 + 300, seed=3, window=V4_FIELDS["sliding_window"]
     )
     own = v4.V4Config.from_hf(config.to_dict(), index)
@@ -152,12 +152,12 @@ def _v32_case() -> Case:
     def run(layer: Any, x: Any, positions: Any, mask: Any) -> Any:
         return layer(x, rotary(x, position_ids=positions), mask, position_ids=positions)[0]
 
-    tensors, x, y = _computed(lambda: modeling.DeepseekV32Attention(config, 0), run, 21 + 300, seed=5)
+    tensors, x, y = _results_of(lambda: modeling.DeepseekV32Attention(config, 0), run, 21 + 300, seed=5)
     own = v32.V32Config.from_hf(config.to_dict())
     return Case(v32, 0, config.to_dict(), tensors, own, v32.params_from_hf(own, tensors), x, y, page_size=16)
 
 
-def _computed(
+def _results_of(
     make: Callable[[], Any], run: Callable[..., Any], length: int, *, seed: int, window: int | None = None
 ) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
     """Random weights, input and output of a layer of transformers; with a window nothing further back is seen."""

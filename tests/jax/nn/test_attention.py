@@ -111,7 +111,7 @@ def decode(
 
 
 def setup(oracle: Any, family: str, yarn: bool, q_lora_rank: int | None) -> tuple[Any, MLAConfig, Any]:
-    """What transformers computed, and the layer with its config and weights."""
+    """The results of transformers, and our layer's config and weights."""
     run = oracle(family, yarn, q_lora_rank)
     config = MLAConfig.from_hf(run.config)
     return run, config, params_from_hf(config, run.tensors, jnp.float32)

@@ -1,4 +1,4 @@
-"""MLAConfig: known models, both spellings of rope, and what is refused."""
+"""MLAConfig: known models, both spellings of rope, and refused fields."""
 
 import copy
 import dataclasses

@@ -56,7 +56,7 @@ def expand_kv(params: Any, latent: jax.Array, k_rope: jax.Array) -> tuple[jax.Ar
 
 @jax.jit
 def dense(params: Any, x: jax.Array) -> jax.Array:
-    """One request, written out with a full score matrix: what prefill means, and differentiable by jax alone."""
+    """One request, written out with a full score matrix: the definition of prefill, differentiable by jax alone."""
     length = x.shape[0]
     cos, sin = functional.rope_cos_sin(CONFIG, jnp.arange(length))
     q = jnp.concatenate(functional.project_q(params, CONFIG, x, cos, sin), axis=-1)
@@ -67,7 +67,7 @@ def dense(params: Any, x: jax.Array) -> jax.Array:
 
 
 def decode_arguments(dtype: Any = jnp.float32, cache_dtype: Any = None, seed: int = 2) -> dict[str, Any]:
-    """Two requests with 9 and 6 tokens, of which 2 each are new, over a cache of which the old tokens are written."""
+    """Two requests with 9 and 6 tokens, 2 of each new, over a cache that holds the old tokens."""
     rng = np.random.default_rng(seed)
     tables = jnp.asarray([[3, 1, 6], [5, 0, 2**31 - 1]], jnp.int32)
     cache = jnp.asarray(rng.normal(size=(8, PAGE, CONFIG.cache_dim)), dtype).astype(cache_dtype or dtype)
@@ -170,7 +170,7 @@ def test_sharded_over_heads_by_jit(path: str) -> None:
 
 @pytest.mark.parametrize("path", ["decode", "context"])
 def test_shard_map_over_heads_gives_partial_sums(path: str) -> None:
-    """What an engine writes: each device holds some heads, attends, and the outputs are summed."""
+    """As an engine does: each device holds some heads, attends, and the outputs are summed."""
     if jax.device_count() < 2:
         pytest.skip("needs two devices: XLA_FLAGS=--xla_force_host_platform_device_count=2")
     params, _ = inputs()
@@ -292,6 +292,10 @@ def test_positions_and_slots() -> None:
     tables = jnp.asarray([[5, 1], [9, 9], [0, 2**31 - 1]], jnp.int32)
     got = functional.slots_of(tables, requests, positions, page_size=4)
     np.testing.assert_array_equal(got, [5 * 0 + 7 % 4 + 1 * 4, -1, 0, 1, 2, -1, -1])
+    step = Step.ragged(tables, jnp.asarray([9, 3, 3], jnp.int32), cu, total_tokens=7, page_size=4)
+    np.testing.assert_array_equal(step.slot_mapping, got)
+    np.testing.assert_array_equal(step.context_lens, [7, 3, 0])
+    assert step.max_q_len == 7 and len(jax.tree.leaves(step)) == 4
 
 
 def test_refused_arguments() -> None:

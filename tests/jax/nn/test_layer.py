@@ -71,7 +71,7 @@ def test_layer_is_the_functional_form() -> None:
 
 
 def test_context_path_of_the_layer() -> None:
-    """Five tokens on top of what decode just wrote: as two decode steps would answer."""
+    """Two tokens on top of a cached context: the answer of a decode step."""
     layer = MLAttention(CONFIG, rngs=nnx.Rngs(2))
     arguments = paged_arguments()
     x = jax.random.normal(jax.random.key(1), (2, 2, 48))

@@ -28,7 +28,7 @@ def build(
     pages = -(-case.x.shape[1] // case.page_size)
     tables = jnp.asarray(np.random.default_rng(0).permutation(2 * pages).reshape(2, pages), jnp.int32)
 
-    # Not what is compiled but how fast: unoptimised code compiles in half the time.
+    # Unoptimised code compiles in half the time, and its speed is not under test.
     @functools.partial(jax.jit, donate_argnums=1, compiler_options={"xla_backend_optimization_level": 0})
     def run(x: jax.Array, cache: Any, seq_lens: jax.Array, cu: jax.Array) -> tuple[jax.Array, Any]:
         step = case.step(tables, seq_lens, cu, x.shape[0])
@@ -98,7 +98,7 @@ def test_no_split_shows_in_outputs_or_caches(name: str, data: st.DataObject) -> 
     while min(done) < SPLIT_LENGTH:
         sizes = st.sampled_from([0, 1, 2, 5, 31, MAX_CALL // 2])
         counts = [min(SPLIT_LENGTH - n, data.draw(sizes)) for n in done]
-        if not any(counts):  # whoever has tokens left takes one
+        if not any(counts):  # texts that have tokens left take one
             counts = [min(SPLIT_LENGTH - n, 1) for n in done]
         cache, done = call(run, x, y, cache, done, counts, MAX_CALL, 0.0)
     for got, whole in zip(jax.tree.leaves(cache), want, strict=True):

@@ -42,7 +42,7 @@ class MLAConfig:
         rope_interleave: whether the checkpoint's own rope columns are interleaved pairs (Hugging Face's field of that
             name; true for every DeepSeek and Kimi checkpoint).
         attention_bias: whether q_a_proj, kv_a_proj_with_mqa and o_proj have a bias.
-        a_layernorm_eps: epsilon of q_a_layernorm and kv_a_layernorm; 1e-6 whatever the model's rms_norm_eps says.
+        a_layernorm_eps: epsilon of q_a_layernorm and kv_a_layernorm; 1e-6, independent of the model's rms_norm_eps.
     """
 
     hidden_size: int

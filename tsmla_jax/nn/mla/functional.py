@@ -54,7 +54,7 @@ def project_low_rank_q(params: Params, config: MLAConfig, x: jax.Array) -> jax.A
 def project_latent(
     params: Params, config: MLAConfig, x: jax.Array, cos: jax.Array, sin: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """What the cache holds of tokens x [..., E]: the normed latent [..., L] and the rotated k_rope [..., R]."""
+    """The cached form of tokens x [..., E]: the normed latent [..., L] and the rotated k_rope [..., R]."""
     joint = x @ params["kv_a_proj_with_mqa"]
     if config.attention_bias:
         joint = joint + params["kv_a_proj_with_mqa_bias"]
@@ -135,12 +135,12 @@ def prefill_with_context(
     kv_scale: float | jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """New tokens that also attend to what the cache already holds: chunked prefill, or a shared prefix.
+    """New tokens that also attend to the tokens in the cache: chunked prefill, or a shared prefix.
 
     The new tokens' causal part runs in the expanded form. The cached context is taken `context_chunk` tokens of every
     request at a time: gathered, dequantised, expanded by W_UK and W_UV, attended to without a mask, and merged by lse.
-    So the memory beyond the cache is bounded by the chunk, whatever the context; the number of passes follows the
-    longest context, on the device. New tokens see each other unquantised even if the cache is fp8.
+    So the chunk bounds the memory beyond the cache, however long the context; the number of passes follows the longest
+    context, on the device. New tokens see each other unquantised even if the cache is fp8.
 
     Args:
         x: [T, E] new tokens, requests packed one after the other.
@@ -191,8 +191,8 @@ def prefill_with_context(
         out, lse, cache = state
         starts = jnp.minimum(index * context_chunk, context_lens)
         lens = jnp.minimum(context_lens - starts, context_chunk)
-        # Tied to this step: otherwise XLA's CPU backend widens the whole of a 16-bit cache ahead of the loop. What the
-        # barrier returned is also what goes on: two live values of one buffer would cost a copy of it.
+        # The barrier ties the cache to this pass: otherwise XLA's CPU backend widens a whole 16-bit cache ahead of the
+        # loop. Only the barrier's result is used from here on: two live values of one buffer would cost a copy.
         cache, starts = jax.lax.optimization_barrier((cache, starts))
         rows = tsmla_jax.gather_kv_cache(
             cache,
@@ -205,8 +205,8 @@ def prefill_with_context(
         )
         cached, cached_rope = jnp.split(rows, [config.kv_lora_rank], axis=-1)
         cu_seqlens_kv = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lens, dtype=jnp.int32)])
-        part = attend(cached, cached_rope, cu_seqlens_kv, context_chunk, causal=False)
-        return *tsmla_jax.merge_attention_states([out, part[0]], [lse, part[1]]), cache
+        chunk_out, chunk_lse = attend(cached, cached_rope, cu_seqlens_kv, context_chunk, causal=False)
+        return *tsmla_jax.merge_attention_states([out, chunk_out], [lse, chunk_lse]), cache
 
     chunks = (jnp.max(context_lens, initial=0) + context_chunk - 1) // context_chunk
     # The cache goes through the loop, so that the write after it finds the donated buffer and needs no copy.

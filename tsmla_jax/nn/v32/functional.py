@@ -71,7 +71,7 @@ def attend(
     kv_scale: float | jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, V32Cache]:
-    """Attention of new tokens over what they choose of their requests' tokens, their own included.
+    """Attention of new tokens over the keys that the indexer chooses among their requests' tokens, new ones included.
 
     Args:
         params: see `param_shapes`.

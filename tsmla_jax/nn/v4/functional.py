@@ -1,8 +1,8 @@
 """DeepSeek-V4's attention: a sliding window and compressed entries of all that came before, in one softmax with a sink.
 
 A layer compresses 4 tokens an entry and lets an indexer choose entries ("csa"), or 128 and sees all of them ("hca"), or
-has the window alone ("sliding"). `attend` is prefill, chunked prefill and decode in one; what does not depend on the
-layer is made once a step by `make_step`. Axes: T new tokens in all, B requests, E hidden width, H heads, D head width
+has the window alone ("sliding"). `attend` is prefill, chunked prefill and decode in one; `make_step` makes once a step
+the arrays that do not depend on the layer. Axes: T new tokens in all, B requests, E hidden width, H heads, D head width
 (K = V = the shared latent), R rope width, G output groups, P pages, Z page size, Di indexer width.
 """
 
@@ -152,7 +152,7 @@ def attend(
         compressed_kv_scale=None if cache.compressed is None else kv_scale,
         implementation=implementation,
     )
-    # Values carry their own positions' rope; turned back by the query's, what is left is the distance.
+    # Values carry the rope of their own positions; turning back by the query's position leaves the distance.
     out = sparse_v4.apply_rope(cast(jax.Array, out), step.positions, step.cos_sin, inverse=True)
     grouped = out.astype(x.dtype).reshape(x.shape[0], params["o_a_proj"].shape[0], -1)
     mixed = jnp.einsum("tgi,gir->tgr", grouped, params["o_a_proj"])

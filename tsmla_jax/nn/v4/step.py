@@ -1,4 +1,4 @@
-"""What DeepSeek-V4's layers of one kind share in a step: index rows, made once whatever the number of layers."""
+"""A step of DeepSeek-V4: the index rows that all layers of one kind share, made once a step."""
 
 from __future__ import annotations
 
@@ -63,16 +63,17 @@ def make_step(
 
     Args:
         config: of any such layer.
-        step: of ragged tokens over the window caches: block_tables [B, M] are their pages, of which those wholly before
-            the window are not read; slot_mapping [T] is where the new tokens' latents go.
+        step: of ragged tokens over the window caches: block_tables [B, M] are their pages (entries of pages wholly
+            before the window are not read), slot_mapping [T] the slots of the new tokens' latents.
         state_slots: [B] i32, each request's compressor states.
         compressed_tables: [B, Mc] i32, pages of the compressed caches (not read for sliding layers).
         cos_sin: of `rope_table`.
         page_size: Z of the window cache, static.
         compressed_page_size: of the compressed caches; None is the same.
 
-    Raises what the index rows' operations raise (`window_slots`, `compressed_slots` of `tsmla_jax.sparse.v4`); under
-    TSMLA_CHECK=1 also ValueError for cu_seqlens_q that are not in order.
+    Raises:
+        ValueError: the errors of `window_slots` and `compressed_slots` (`tsmla_jax.sparse.v4`), a dense step, and under
+            TSMLA_CHECK=1 cu_seqlens_q that are not in order.
     """
     entries = page_size if compressed_page_size is None else compressed_page_size
     num_tokens = step.slot_mapping.shape[0]
