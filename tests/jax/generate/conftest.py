@@ -1,4 +1,4 @@
-"""What the tests of generation share: one tiny checkpoint, loaded once."""
+"""Fixtures of the tests of generation: one tiny checkpoint, loaded once."""
 
 from pathlib import Path
 from typing import Any

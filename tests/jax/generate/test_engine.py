@@ -1,4 +1,4 @@
-"""The engine: one cache for many texts, whatever the chunks, the turns and the drafts."""
+"""The engine: one cache for many texts; chunks, turns and drafts change no text."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,11 +11,12 @@ import pytest
 from tsmla_jax.generate import Engine, EngineOptions, Generation, ModelConfig
 from tsmla_jax.generate import engine as engine_module
 from tsmla_jax.generate.model import Batch, StepOptions, forward
+from tsmla_jax.nn import Step
 
 Model = tuple[ModelConfig, Any]
 
 PROMPTS = [np.random.default_rng(n).integers(0, 101, n).tolist() for n in (5, 1, 21, 9, 14)]
-# One chunk for all tests: what is compiled for one of them serves the next.
+# One chunk for all tests, so that they share compiled programs.
 OPTIONS = EngineOptions(page_size=4, chunk=16, max_batch=3, num_pages=40)
 NEW = 12
 
@@ -117,7 +118,7 @@ def test_nothing_is_compiled_twice(greedy: Generation, tiny_model: Model) -> Non
     engine = Engine(params, config, OPTIONS)
     compiled: list[str] = []
     engine.generate(PROMPTS, NEW, on_compile=compiled.append)
-    # What is left over of the chunks decides which of their shapes are needed.
+    # The rests of the chunks decide which shapes are needed.
     shapes = {f"prefill of {tokens} tokens, up to {texts} texts" for tokens in (1, 4, 16) for texts in (1, 3)}
     assert {*compiled} <= shapes | {"decode of 3 tokens, up to 3 texts"}
     assert len(compiled) == len({*compiled}) >= 2
@@ -133,14 +134,15 @@ def test_narrow_caches_cost_little_accuracy(dtype: str, kv_scale: float | None, 
     config, params = tiny_model
     tokens = jnp.asarray(PROMPTS[2], jnp.int32)
     length = len(PROMPTS[2])
-    slots, tables = jnp.arange(length, dtype=jnp.int32), jnp.arange(6, dtype=jnp.int32)[None]
-    batch = Batch(tokens, jnp.asarray([0, length], jnp.int32), jnp.zeros(1, jnp.int32), tables, slots)
+    tables, lens, cu = jnp.arange(6, dtype=jnp.int32)[None], jnp.asarray([length]), jnp.asarray([0, length])
+    batch = Batch(tokens, Step.ragged(tables, lens, cu, total_tokens=length, page_size=4))
 
     def all_logits(cache_dtype: str, kv_scale: float | None) -> np.ndarray:
         """Logits after every token, all of them read back from the cache."""
         caches = [jnp.full((6, 4, 40), jnp.nan, cache_dtype) for _ in range(config.num_layers)]
         step = jax.jit(forward, static_argnames=("config", "options"))
-        return np.asarray(step(params, config, caches, batch, slots, kv_scale, StepOptions("decode", length))[0])
+        rows = jnp.arange(length)
+        return np.asarray(step(params, config, caches, batch, rows, kv_scale, StepOptions("decode"))[0])
 
     exact = all_logits("float32", None)
     error = np.abs(all_logits(dtype, kv_scale) - exact).mean() / np.abs(exact).mean()

@@ -1,4 +1,4 @@
-"""Configs and checkpoints of whole models: what is read, and what is refused by name."""
+"""Configs and checkpoints of whole models: fields and tensors that are read, and those refused by name."""
 
 import json
 import sys
@@ -15,6 +15,7 @@ from examples import make_checkpoint
 from tests.jax.generate.tiny import tiny_config, tiny_tensors, write_tiny
 from tsmla_jax.generate import ModelConfig, load_model
 from tsmla_jax.generate.loading import ProgressBar
+from tsmla_jax.nn.v4.names import module_name
 
 V2_LITE = {
     "model_type": "deepseek_v2", "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408,
@@ -43,29 +44,53 @@ def test_a_real_config_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("model", "field", "value"),
     [
-        ("model_type", "llama"),
-        ("hidden_act", "gelu"),
-        ("torch_dtype", "int8"),
-        ("vocab_size", None),
-        ("num_hidden_layers", 0),
-        ("moe_intermediate_size", None),
-        ("topk_method", "random"),
-        ("scoring_func", "sigmoid"),
-        ("num_experts_per_tok", 65),
-        ("eos_token_id", "end"),
-        ("kv_lora_rank", None),
+        ("v2-lite", "model_type", "llama"),
+        ("v2-lite", "hidden_act", "gelu"),
+        ("v2-lite", "torch_dtype", "int8"),
+        ("v2-lite", "vocab_size", None),
+        ("v2-lite", "num_hidden_layers", 0),
+        ("v2-lite", "moe_intermediate_size", None),
+        ("v2-lite", "topk_method", "random"),
+        ("v2-lite", "scoring_func", "sigmoid"),
+        ("v2-lite", "num_experts_per_tok", 65),
+        ("v2-lite", "eos_token_id", "end"),
+        ("v2-lite", "kv_lora_rank", None),
+        ("v3.2", "index_topk", None),
+        ("v3.2", "q_lora_rank", "none"),
+        ("v3.2", "scoring_func", "sqrtsoftplus"),
+        ("v3.2", "layer_types", ["indexed_attention", "full_attention"]),
+        ("v3.2", "mlp_layer_types", ["dense"]),
+        ("v3.2", "mlp_layer_types", ["dense", "hash_moe"]),
+        ("v4", "compress_ratios", [0, 4, 64]),
+        ("v4", "compress_ratios", [0, 4]),
+        ("v4", "compress_ratios", None),
+        ("v4", "mlp_layer_types", ["moe", "moe", "dense"]),
+        ("v4", "scoring_func", "softmax"),
+        ("v4", "norm_topk_prob", False),
+        ("v4", "n_shared_experts", 2),
+        ("v4", "n_routed_experts", None),
+        ("v4", "num_key_value_heads", 2),
+        ("v4", "n_group", 4),
+        ("v4", "attention_bias", True),
+        ("v4", "hc_mult", 0),
+        ("v4", "hc_sinkhorn_iters", 0),
+        ("v4", "swiglu_limit", -1.0),
+        ("v4", "o_groups", 3),
+        ("v4", "moe_intermediate_size", None),
     ],
 )
-def test_bad_fields_are_named(field: str, value: Any, tmp_path: Path) -> None:
-    fields = {**V2_LITE, field: value}
+def test_bad_fields_are_named(model: str, field: str, value: Any, tmp_path: Path) -> None:
+    fields = {**(V2_LITE if model == "v2-lite" else tiny_config(model)), field: value}
     if value is None:
         del fields[field]
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ValueError, match=field) as error:
         ModelConfig.from_hf(tmp_path)
-    assert str(error.value).startswith(str(tmp_path / "config.json"))
+    # Errors of one layer of V4 name the file at their end.
+    assert str(tmp_path / "config.json") in str(error.value)
+    assert model == "v4" or str(error.value).startswith(str(tmp_path / "config.json"))
 
 
 def test_generation_config_has_the_last_word_on_end_tokens(tmp_path: Path) -> None:
@@ -126,32 +151,44 @@ def test_parameters_take_the_dtype_asked_for(tiny_checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("model", "name"),
     [
-        "model.embed_tokens.weight",
-        "lm_head.weight",
-        "model.norm.weight",
-        "model.layers.0.mlp.up_proj.weight",
-        "model.layers.1.self_attn.kv_b_proj.weight",
-        "model.layers.1.post_attention_layernorm.weight",
-        "model.layers.1.mlp.gate.weight",
-        "model.layers.1.mlp.gate.e_score_correction_bias",
-        "model.layers.1.mlp.experts.7.down_proj.weight",
-        "model.layers.1.mlp.shared_experts.gate_proj.weight",
+        ("v3", "model.embed_tokens.weight"),
+        ("v3", "lm_head.weight"),
+        ("v3", "model.norm.weight"),
+        ("v3", "model.layers.0.mlp.up_proj.weight"),
+        ("v3", "model.layers.1.self_attn.kv_b_proj.weight"),
+        ("v3", "model.layers.1.post_attention_layernorm.weight"),
+        ("v3", "model.layers.1.mlp.gate.weight"),
+        ("v3", "model.layers.1.mlp.gate.e_score_correction_bias"),
+        ("v3", "model.layers.1.mlp.experts.7.down_proj.weight"),
+        ("v3", "model.layers.1.mlp.shared_experts.gate_proj.weight"),
+        ("v3.2", "model.layers.0.self_attn.indexer.wk.weight"),
+        ("v3.2", "model.layers.1.self_attn.indexer.k_norm.bias"),
+        ("v3.2", "model.layers.1.mlp.gate.e_score_correction_bias"),
+        ("v4", "hc_head_fn"),
+        ("v4", "layers.0.hc_attn_base"),
+        ("v4", "layers.0.attn.attn_sink"),
+        ("v4", "layers.0.ffn.gate.tid2eid"),
+        ("v4", "layers.1.ffn.gate.bias"),
+        ("v4", "layers.1.attn.indexer.compressor.ape"),
+        ("v4", "layers.2.attn.compressor.wkv.weight"),
+        ("v4", "layers.2.ffn.experts.7.w2.weight"),
     ],
 )
-def test_missing_and_misshapen_tensors_are_named(name: str, tmp_path: Path) -> None:
-    tensors = tiny_tensors(tiny_config())
-    shape = tensors[name].shape
-    directory = write_tiny(tmp_path / "misshapen", {**tensors, name: tensors[name][1:]})
+def test_missing_and_misshapen_tensors_are_named(model: str, name: str, tmp_path: Path) -> None:
+    tensors = tiny_tensors(tiny_config(model))
+    directory = write_tiny(tmp_path / "misshapen", {**tensors, name: tensors[name][1:]}, model)
     with pytest.raises(ValueError) as error:
         load_model(directory, ModelConfig.from_hf(directory))
-    assert repr(name) in str(error.value) and str(shape) in str(error.value)
+    assert repr(name) in str(error.value) and str(tensors[name].shape) in str(error.value)
     del tensors[name]
-    directory = write_tiny(tmp_path / "missing", tensors)
-    with pytest.raises(ValueError, match=r"missing") as error:
+    directory = write_tiny(tmp_path / "missing", tensors, model)
+    with pytest.raises(ValueError, match="missing") as error:
         load_model(directory, ModelConfig.from_hf(directory))
-    assert repr(name) in str(error.value) and str(directory) in str(error.value)
+    # A checkpoint that lacks a tensor has no spelling for it: the modules' own is named.
+    assert repr(module_name(name) if model == "v4" else name) in str(error.value)
+    assert str(directory) in str(error.value)
 
 
 class Terminal:

@@ -1,7 +1,8 @@
-"""The engine with the caches of V3.2 and V4: pages, lanes, rings and compressor states, for many texts and drafts."""
+"""The engine with the caches of V3.2 and V4: pages, rings and compressor states, for many texts and drafts."""
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ from tests.jax.generate.tiny import tiny_config, write_tiny
 from tsmla_jax import cli
 from tsmla_jax.generate import Engine, EngineOptions, ModelConfig, load_model
 from tsmla_jax.generate.caches import CacheLayout, cache_bytes, default_page_size, init_cache, window_rows
-from tsmla_jax.generate.model import Batch, StepOptions, forward, shared_steps
+from tsmla_jax.generate.model import Batch, StepOptions, forward, rope_tables, shared_steps
 from tsmla_jax.generate.pages import pages_for
+from tsmla_jax.nn import Step
 
 NEW = 12
 PROMPTS = [np.random.default_rng(n).integers(0, 101, n).tolist() for n in (5, 1, 150, 100)]
-# Too few pages and lanes for all texts at once: some wait, and what they get was another's.
+# Too few pages and state slots for all texts at once: some wait, and get pages and state slots that were another's.
 OPTIONS = {
     "v3.2": EngineOptions(page_size=16, chunk=64, max_batch=3, num_pages=11),
     "v4": EngineOptions(page_size=128, chunk=64, max_batch=3, num_pages=2),
@@ -50,19 +52,14 @@ def all_logits(config: ModelConfig, params: Any, text: list[int], cache_dtype: s
     page_size, length = default_page_size(config), len(text)
     pages = pages_for(length, page_size)
     layout = CacheLayout(pages, page_size, 1, window_rows(config, length, length), 0, cache_dtype)
-    batch = Batch(
-        tokens=jnp.asarray(text, jnp.int32),
-        cu_seqlens_q=jnp.asarray([0, length], jnp.int32),
-        context_lens=jnp.zeros(1, jnp.int32),
-        block_tables=jnp.arange(pages, dtype=jnp.int32)[None],
-        slot_mapping=jnp.arange(length, dtype=jnp.int32),
-        lanes=jnp.zeros(1, jnp.int32),
-    )
+    tables, lens, cu = jnp.arange(pages, dtype=jnp.int32)[None], jnp.asarray([length]), jnp.asarray([0, length])
+    step = Step.ragged(tables, lens, cu, total_tokens=length, page_size=page_size)
+    batch = Batch(jnp.asarray(text, jnp.int32), step, state_slots=jnp.zeros(1, jnp.int32))
     caches = [init_cache(config.layer(index).attention, layout) for index in range(config.num_layers)]
     kv_scale = jnp.float32(0.02) if cache_dtype == "float8_e4m3fn" else None
-    options = StepOptions("prefill", length, page_size=page_size, window_rows=layout.window_rows)
-    step = jax.jit(forward, static_argnames=("config", "options"))
-    return np.asarray(step(params, config, caches, batch, batch.slot_mapping, kv_scale, options)[0])
+    options = StepOptions("prefill", page_size=page_size, window_rows=layout.window_rows)
+    run = jax.jit(forward, static_argnames=("config", "options"))
+    return np.asarray(run(params, config, caches, batch, step.slot_mapping, kv_scale, options)[0])
 
 
 def test_texts_are_those_of_one_prefill(case: Case) -> None:
@@ -112,7 +109,7 @@ def test_packed_pages_of_real_widths() -> None:
     """Bytes of the packed layouts' pages: 656 and 132 a token in V3.2; in V4 whole pages, padded to 576."""
     v32 = ModelConfig.from_hf(make_checkpoint.make_config(900, "bfloat16", False, False, "v3.2"))
     v4 = ModelConfig.from_hf(make_checkpoint.make_config(900, "bfloat16", False, False, "v4"))
-    layout = CacheLayout(num_pages=3, page_size=64, lanes=2, window_rows=0, spare=0, dtype="packed")
+    layout = CacheLayout(num_pages=3, page_size=64, state_slots=2, window_rows=0, spare=0, dtype="packed")
     assert cache_bytes(v32, layout).per_token == v32.num_layers * (656 + 132)
     # 256 tokens are 64 entries of ratio 4, with as many indexer keys, in two layers, and 2 of ratio 128 in one.
     layout = replace(layout, page_size=default_page_size(v4), window_rows=window_rows(v4, 512, 10_000))
@@ -124,10 +121,10 @@ def test_packed_pages_of_real_widths() -> None:
 def test_rows_of_indices_are_made_once_a_step() -> None:
     fields = tiny_config("v4", num_hidden_layers=7, compress_ratios=[0, 4, 128, 4, 128, 4, 128], num_hash_layers=0)
     config = ModelConfig.from_hf(fields)
-    shapes = ((4,), (3,), (2,), (2, 3), (4,), (2,))
-    batch = Batch(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes))
-    options = StepOptions("decode", 2, page_size=128, window_rows=64)
-    steps = jax.eval_shape(lambda batch: shared_steps(config, batch, options), batch)
+    ints = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    batch = Batch(ints((4,)), Step(ints((2, 3)), ints((2,)), ints((4,)), ints((3,)), 2), ints((2,)))
+    options = StepOptions("decode", page_size=128, window_rows=64)
+    steps = jax.eval_shape(lambda batch: shared_steps(config, batch, rope_tables(config, 8), options), batch)
     assert set(steps) == {"sliding", "csa", "hca"} and steps["csa"].rows is None
     # The window of 8 and all entries of three pages, made a multiple of 4 columns.
     assert steps["hca"].rows.indices.shape == (4, 12) and steps["sliding"].rows.indices.shape == (4, 8)
@@ -147,7 +144,7 @@ def test_the_command_runs_them(case: Case, tmp_path: Path, capsys: pytest.Captur
     assert f"{figures.cache_bytes_per_token} bytes/token{text} (float32)" in output
     assert f"weights         {figures.weight_bytes / 1e6:.1f} MB (float32)" in output
     assert "sparse_mla      xla (not cute: " in output
-    # Sampling is the engine's, whatever the model.
+    # Sampling is the engine's for every model.
     assert (
         cli.run(cli.parse(["tsmla", "generate", *map(str, [*arguments, "--temperature", "0.8", "--seed", "3"])])) == 0
     )

@@ -50,7 +50,7 @@ def test_a_block_reads_and_writes_the_streams(x: np.ndarray) -> None:
         out = np.tanh(reading @ x[token])
         expected = [writing[n] * out + sum(mixing[m, n] * x[token, m] for m in range(COUNT)) for n in range(COUNT)]
         np.testing.assert_allclose(after[token], expected, rtol=1e-5, atol=1e-5)
-    # What the rounds are for: nothing grows or shrinks by being mixed. Columns come last; rows end some percent off.
+    # The purpose of the rounds: nothing grows or shrinks by being mixed. Columns come last; rows end some percent off.
     np.testing.assert_allclose(np.asarray(mix).sum(1), 1, atol=1e-5)
     np.testing.assert_allclose(np.asarray(mix).sum(2), 1, atol=0.05)
 

@@ -95,7 +95,7 @@ def one_torch_thread() -> Iterator[None]:
 
 
 def randomise(model: Any) -> None:
-    """Random values for what transformers begins at 0 or 1, or with a spread that would hide it."""
+    """Random values for tensors that transformers begins at 0 or 1, or with a spread that would hide them."""
     with torch.no_grad():
         for key, value in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in key:

@@ -21,7 +21,7 @@ TINY: dict[str, Any] = {
     "v_head_dim": 20,
     "max_position_embeddings": 40960,
     "rope_theta": 10000.0,
-    # Not what the two a-layernorms use, and far from it.
+    # Far from the epsilon of the two a-layernorms, which don't use this one.
     "rms_norm_eps": 1e-3,
 }
 # The ramp goes from the second to the sixth of the 8 frequencies.
@@ -43,7 +43,7 @@ def compiled_quickly(quick_compilation: None) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Oracle:
-    """One attention layer of transformers and what it computed.
+    """One attention layer of transformers and its results.
 
     Attributes:
         config: the fields of its config.json.

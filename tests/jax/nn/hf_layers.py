@@ -1,40 +1,18 @@
-"""transformers' own sparse attention layers, eager, float32: configs, weights, inputs and what they compute."""
+"""transformers' own sparse attention layers, eager, float32: their results, and our layers set up beside them."""
 
+import dataclasses
 import functools
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-MAX_CALL = 2 * 90
+from tsmla_jax.nn import Step, v4, v32
 
-
-def run_split(data: Any, run: Any, cache: Any, x: np.ndarray, y: np.ndarray, length: int) -> Any:
-    """The caches after the first `length` tokens of both sequences of x, in calls whose sizes hypothesis draws and
-    padding makes equal. What comes out of every call is held to y on the way.
-
-    run(x, cache, seq_lens, cu_seqlens_q) is a layer's step, which gives its cache away.
-    """
-    import jax
-    from hypothesis import strategies as st
-
-    cache, done = jax.tree.map(lambda leaf: leaf.copy(), cache), [0, 0]
-    while min(done) < length:
-        counts = [min(length - n, data.draw(st.sampled_from([0, 1, 2, 5, 31, MAX_CALL // 2]))) for n in done]
-        if not any(counts):  # whoever has tokens left takes one
-            counts = [min(length - n, 1) for n in done]
-        rows = [x[r, done[r] : done[r] + n] for r, n in enumerate(counts)]
-        padding = np.zeros((MAX_CALL - sum(counts), x.shape[2]), np.float32)
-        done = [a + n for a, n in zip(done, counts, strict=True)]
-        lens, cu = np.asarray(done, np.int32), np.asarray([0, counts[0], sum(counts)], np.int32)
-        out, cache = run(np.concatenate([*rows, padding]), cache, lens, cu)
-        for r, first in ((0, 0), (1, counts[0])):
-            got = np.asarray(out)[first : first + counts[r]]
-            np.testing.assert_allclose(got, y[r, done[r] - counts[r] : done[r]], rtol=1e-5, atol=1e-5)
-    return cache
-
-
-V4_LENGTH = 37 + 300
-V4_LAYERS = {"sliding": 0, "csa": 1, "hca": 2, "csa, few chosen": 3}
+V4_LAYERS = {"sliding": 0, "csa": 1, "hca": 2, "csa, few chosen": 1}
 V4_FIELDS: dict[str, Any] = {
     "hidden_size": 48,
     "num_attention_heads": 6,
@@ -61,40 +39,6 @@ V4_FIELDS: dict[str, Any] = {
 V4_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 32, "beta_slow": 1}
 
 
-@functools.cache
-def v4_layer(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray], np.ndarray, np.ndarray]:
-    """Config, weights, input [2, V4_LENGTH, E] and output of one layer of transformers, in one pass without a cache."""
-    import torch
-    from transformers import DeepseekV4Config
-    from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
-
-    index = V4_LAYERS[name] % 3 if name != "csa, few chosen" else 1
-    topk = 5 if "few" in name else 200
-    config = DeepseekV4Config(**V4_FIELDS, index_topk=topk, rope_scaling=dict(V4_YARN), attn_implementation="eager")
-    torch.manual_seed(3)
-    layer, rotary = modeling.DeepseekV4Attention(config, index), modeling.DeepseekV4RotaryEmbedding(config)
-    for key, parameter in layer.named_parameters():
-        scale, shift = (
-            (0.2, 1.0) if "norm" in key else (1.0 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5, 0.0)
-        )
-        if "position_bias" in key:
-            scale = 1.0
-        parameter.data = torch.randn_like(parameter) * scale + shift
-    x = torch.randn(2, V4_LENGTH, V4_FIELDS["hidden_size"])
-    positions = torch.arange(V4_LENGTH)[None].expand(2, -1)
-    distance = positions[0][:, None] - positions[0]
-    hidden = (distance < 0) | (distance >= V4_FIELDS["sliding_window"])
-    mask = torch.zeros(V4_LENGTH, V4_LENGTH).masked_fill(hidden, torch.finfo(torch.float32).min)[None, None]
-    embeddings = {label: rotary(x, position_ids=positions, layer_type=label) for label in ("main", "compress")}
-    with torch.no_grad():
-        y, _ = layer(
-            x, position_embeddings=embeddings, position_ids=positions, attention_mask=mask.expand(2, 1, -1, -1)
-        )
-    tensors = {key: value.detach().numpy() for key, value in layer.state_dict().items()}
-    return config.to_dict(), tensors, x.numpy(), y.numpy()
-
-
-V32_LENGTH = 21 + 300
 V32_FIELDS: dict[str, Any] = {
     "hidden_size": 48,
     "num_attention_heads": 4,
@@ -123,23 +67,115 @@ V32_ROPE = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A layer of transformers in one pass without a cache, and the same layer of ours.
+
+    Attributes:
+        family: `tsmla_jax.nn.v32` or `tsmla_jax.nn.v4`.
+        layer: index of the layer in the model.
+        fields, tensors: the fields of its config.json, and its weights by their names below `self_attn.`.
+        config, params: ours, from these.
+        x, y: input and output, f32 [2, length, E].
+        page_size: of our caches.
+    """
+
+    family: ModuleType
+    layer: int
+    fields: dict[str, Any]
+    tensors: dict[str, np.ndarray]
+    config: Any
+    params: dict[str, jax.Array]
+    x: np.ndarray
+    y: np.ndarray
+    page_size: int
+
+    def cache(self, pages: int, dtype: Any = jnp.float32, indexer_dtype: Any = jnp.float32) -> Any:
+        """Empty caches; V4's with states for three texts."""
+        if self.family is v32:
+            return v32.init_cache(self.config, pages, self.page_size, kv_dtype=dtype, indexer_dtype=indexer_dtype)
+        return v4.init_cache(
+            self.config,
+            window_pages=pages,
+            compressed_pages=pages,
+            num_states=3,
+            page_size=self.page_size,
+            dtype=dtype,
+            indexer_dtype=indexer_dtype,
+        )
+
+    def step(self, tables: jax.Array, seq_lens: jax.Array, cu_seqlens_q: jax.Array, total_tokens: int) -> Any:
+        """A step of one or two texts over the pages of `tables`."""
+        step = Step.ragged(tables, seq_lens, cu_seqlens_q, total_tokens=total_tokens, page_size=self.page_size)
+        if self.family is v32:
+            return step
+        return v4.make_step(
+            self.config,
+            step,
+            state_slots=jnp.asarray([2, 0], jnp.int32)[: tables.shape[0]],
+            compressed_tables=tables[::-1],
+            cos_sin=v4.rope_table(self.config, self.x.shape[1]),
+            page_size=self.page_size,
+        )
+
+
 @functools.cache
-def v32_layer() -> tuple[dict[str, Any], dict[str, np.ndarray], np.ndarray, np.ndarray]:
-    """Config, weights, input [2, V32_LENGTH, E] and output of transformers' layer, in one pass without a cache."""
-    import torch
+def case(name: str) -> Case:
+    """The layer "v3.2", or a kind of V4's layers."""
+    if name == "v3.2":
+        return _v32_case()
+    from transformers import DeepseekV4Config
+    from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
+
+    index, topk = V4_LAYERS[name], 5 if "few" in name else 200
+    config = DeepseekV4Config(**V4_FIELDS, index_topk=topk, rope_scaling=dict(V4_YARN), attn_implementation="eager")
+    rotary = modeling.DeepseekV4RotaryEmbedding(config)
+
+    def run(layer: Any, x: Any, positions: Any, mask: Any) -> Any:
+        embeddings = {label: rotary(x, position_ids=positions, layer_type=label) for label in ("main", "compress")}
+        return layer(x, position_embeddings=embeddings, position_ids=positions, attention_mask=mask)[0]
+
+    tensors, x, y = _results_of(
+        lambda: modeling.DeepseekV4Attention(config, index), run, 37 + 300, seed=3, window=V4_FIELDS["sliding_window"]
+    )
+    own = v4.V4Config.from_hf(config.to_dict(), index)
+    return Case(v4, index, config.to_dict(), tensors, own, v4.params_from_hf(own, tensors), x, y, page_size=8)
+
+
+def _v32_case() -> Case:
     from transformers import DeepseekV32Config
     from transformers.models.deepseek_v32 import modeling_deepseek_v32 as modeling
 
     config = DeepseekV32Config(**V32_FIELDS, rope_parameters=dict(V32_ROPE), attn_implementation="eager")
-    torch.manual_seed(5)
-    layer, rotary = modeling.DeepseekV32Attention(config, 0), modeling.DeepseekV32RotaryEmbedding(config)
+    rotary = modeling.DeepseekV32RotaryEmbedding(config)
+
+    def run(layer: Any, x: Any, positions: Any, mask: Any) -> Any:
+        return layer(x, rotary(x, position_ids=positions), mask, position_ids=positions)[0]
+
+    tensors, x, y = _results_of(lambda: modeling.DeepseekV32Attention(config, 0), run, 21 + 300, seed=5)
+    own = v32.V32Config.from_hf(config.to_dict())
+    return Case(v32, 0, config.to_dict(), tensors, own, v32.params_from_hf(own, tensors), x, y, page_size=16)
+
+
+def _results_of(
+    make: Callable[[], Any], run: Callable[..., Any], length: int, *, seed: int, window: int | None = None
+) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """Random weights, input and output of a layer of transformers; with a window nothing further back is seen."""
+    import torch
+
+    torch.manual_seed(seed)
+    layer = make()
     for key, parameter in layer.named_parameters():
         scale, shift = (0.2, 1.0) if "norm" in key else (parameter.shape[-1] ** -0.5, 0.0)
+        if "position_bias" in key or key == "sinks":
+            scale = 1.0
         parameter.data = torch.randn_like(parameter) * scale + shift
-    x = torch.randn(2, V32_LENGTH, V32_FIELDS["hidden_size"])
-    positions = torch.arange(V32_LENGTH)[None].expand(2, -1)
-    future = positions[0][None, :] > positions[0][:, None]
-    mask = torch.zeros(V32_LENGTH, V32_LENGTH).masked_fill(future, torch.finfo(torch.float32).min)[None, None]
+    x = torch.randn(2, length, 48)
+    positions = torch.arange(length)[None].expand(2, -1)
+    distance = positions[0][:, None] - positions[0]
+    hidden = (distance < 0) | (distance >= (length if window is None else window))
+    mask = torch.zeros(length, length).masked_fill(hidden, torch.finfo(torch.float32).min)
     with torch.no_grad():
-        y, _ = layer(x, rotary(x, position_ids=positions), mask.expand(2, 1, -1, -1), position_ids=positions)
-    return config.to_dict(), {k: t.detach().numpy() for k, t in layer.state_dict().items()}, x.numpy(), y.numpy()
+        y = run(layer, x, positions, mask[None, None].expand(2, 1, -1, -1))
+    tensors = {key: value.detach().numpy() for key, value in layer.state_dict().items() if "rotary" not in key}
+    return tensors, x.numpy(), y.numpy()

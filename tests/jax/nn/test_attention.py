@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import tsmla_jax
-from tsmla_jax.nn import MLAConfig, functional, params_from_hf
+from tsmla_jax.nn import MLAConfig, Step, functional, params_from_hf
 
 TOLERANCE = 1e-5
 PAGE = 4
@@ -77,53 +77,49 @@ def jitted(function: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(function, static_argnames=static)
 
 
-@functools.partial(jax.jit, static_argnames=("total",))
-def _slots(tables: jax.Array, lens: jax.Array, cu_seqlens: jax.Array, total: int) -> jax.Array:
-    requests, positions = functional.ragged_positions(cu_seqlens, lens, total)
-    return functional.slots_of(tables, requests, positions, page_size=PAGE)
+@functools.partial(jax.jit, static_argnames=("total_tokens", "max_q_len"))
+def ragged_step(tables: jax.Array, seq_lens: jax.Array, cu_seqlens: jax.Array, **sizes: int) -> Step:
+    return Step.ragged(tables, seq_lens, cu_seqlens, page_size=PAGE, **sizes)
 
 
-def slots(state: Paged, cu_seqlens: jax.Array, total: int) -> jax.Array:
-    return _slots(state.tables, jnp.asarray(state.lens), cu_seqlens, total)
-
-
-def fill(params: Any, config: MLAConfig, state: Paged, parts: Sequence[np.ndarray[Any, Any]]) -> None:
-    """Puts the first tokens of every request into the cache by the expanded prefill."""
-    x, cu_seqlens = ragged(parts)
-    _, latent, k_rope = jitted(functional.prefill)(
-        params, config, x, cu_seqlens_q=cu_seqlens, max_q_len=16, implementation="reference"
-    )
-    state.cache = jitted(tsmla_jax.write_kv_cache)(state.cache, latent, k_rope, slots(state, cu_seqlens, x.shape[0]))
+def step_of(state: Paged, parts: Sequence[np.ndarray[Any, Any]], **sizes: int) -> tuple[jax.Array, Step]:
+    """New tokens of every request, packed, and their step; the state's lengths include them from here on."""
+    x, cu_seqlens = ragged(parts, sizes["total_tokens"])
     state.lens = state.lens + np.asarray([len(part) for part in parts], np.int32)
+    return x, ragged_step(state.tables, jnp.asarray(state.lens), cu_seqlens, **sizes)
 
 
-def step(
-    params: Any, config: MLAConfig, state: Paged, parts: Sequence[np.ndarray[Any, Any]], **kwargs: Any
+def filled(run: Any, config: MLAConfig, params: Any) -> Paged:
+    """A cache with the prompt of every request, by the expanded prefill."""
+    state = empty_cache(config, [len(x) for x in run.x])
+    prompts = [x[:n] for x, n in zip(run.x, run.prompt_lens, strict=True)]
+    x, step = step_of(state, prompts, total_tokens=36, max_q_len=16)
+    _, latent, k_rope = jitted(functional.prefill)(
+        params, config, x, cu_seqlens_q=step.cu_seqlens_q, max_q_len=16, implementation="reference"
+    )
+    state.cache = jitted(tsmla_jax.write_kv_cache)(state.cache, latent, k_rope, step.slot_mapping)
+    return state
+
+
+def decode(
+    params: Any, config: MLAConfig, state: Paged, parts: Sequence[np.ndarray[Any, Any]], implementation: str
 ) -> jax.Array:
     """One ragged decode step with these new tokens."""
-    x, cu_seqlens = ragged(parts, total=13)
-    mapping = slots(state, cu_seqlens, x.shape[0])
-    state.lens = state.lens + np.asarray([len(part) for part in parts], np.int32)
-    y, state.cache = jitted(functional.decode)(
-        params,
-        config,
-        x,
-        state.cache,
-        block_tables=state.tables,
-        seq_lens=jnp.asarray(state.lens),
-        slot_mapping=mapping,
-        cu_seqlens_q=cu_seqlens,
-        max_q_len=5,
-        **kwargs,
-    )
+    x, step = step_of(state, parts, total_tokens=13, max_q_len=5)
+    y, state.cache = jitted(functional.decode)(params, config, x, state.cache, step, implementation=implementation)
     return y
+
+
+def setup(oracle: Any, family: str, yarn: bool, q_lora_rank: int | None) -> tuple[Any, MLAConfig, Any]:
+    """The results of transformers, and our layer's config and weights."""
+    run = oracle(family, yarn, q_lora_rank)
+    config = MLAConfig.from_hf(run.config)
+    return run, config, params_from_hf(config, run.tensors, jnp.float32)
 
 
 @each_case
 def test_expanded_prefill(oracle: Any, family: str, yarn: bool, q_lora_rank: int | None, implementation: str) -> None:
-    run = oracle(family, yarn, q_lora_rank)
-    config = MLAConfig.from_hf(run.config)
-    params = params_from_hf(config, run.tensors, jnp.float32)
+    run, config, params = setup(oracle, family, yarn, q_lora_rank)
     x, cu_seqlens = ragged(run.x)
     y, _, _ = jitted(functional.prefill)(
         params, config, x, cu_seqlens_q=cu_seqlens, max_q_len=16, implementation=implementation
@@ -134,74 +130,41 @@ def test_expanded_prefill(oracle: Any, family: str, yarn: bool, q_lora_rank: int
 @each_case
 def test_absorbed_decode(oracle: Any, family: str, yarn: bool, q_lora_rank: int | None, implementation: str) -> None:
     """One token a request, from the first decoded token to the last, in x [B, 1, E]."""
-    run = oracle(family, yarn, q_lora_rank)
-    config = MLAConfig.from_hf(run.config)
-    params = params_from_hf(config, run.tensors, jnp.float32)
-    state = empty_cache(config, [len(x) for x in run.x])
-    fill(params, config, state, [x[:n] for x, n in zip(run.x, run.prompt_lens, strict=True)])
+    run, config, params = setup(oracle, family, yarn, q_lora_rank)
+    state = filled(run, config, params)
     for i in range(len(run.x[0]) - run.prompt_lens[0]):
         new = [x[n + i : n + i + 1] for x, n in zip(run.x, run.prompt_lens, strict=True)]
-        requests = jnp.arange(len(new), dtype=jnp.int32)
-        mapping = functional.slots_of(state.tables, requests, jnp.asarray(state.lens), page_size=PAGE)
         state.lens = state.lens + 1
-        y, state.cache = jitted(functional.decode)(
-            params,
-            config,
-            jnp.asarray(np.stack(new), jnp.float32),
-            state.cache,
-            block_tables=state.tables,
-            seq_lens=jnp.asarray(state.lens),
-            slot_mapping=mapping[:, None],
-            implementation=implementation,
-        )
+        x, lens = jnp.asarray(np.stack(new), jnp.float32), jnp.asarray(state.lens)
+        step = Step.dense(state.tables, lens, page_size=PAGE)
+        y, state.cache = jitted(functional.decode)(params, config, x, state.cache, step, implementation=implementation)
         assert_close(y, [y[n + i : n + i + 1] for y, n in zip(run.y, run.prompt_lens, strict=True)])
 
 
 @each_case
 def test_ragged_decode(oracle: Any, family: str, yarn: bool, q_lora_rank: int | None, implementation: str) -> None:
     """Two steps whose requests bring 3, 1 and 0, then 1, 3 and 4 new tokens."""
-    run = oracle(family, yarn, q_lora_rank)
-    config = MLAConfig.from_hf(run.config)
-    params = params_from_hf(config, run.tensors, jnp.float32)
-    state = empty_cache(config, [len(x) for x in run.x])
-    fill(params, config, state, [x[:n] for x, n in zip(run.x, run.prompt_lens, strict=True)])
+    run, config, params = setup(oracle, family, yarn, q_lora_rank)
+    state = filled(run, config, params)
     for counts in ((3, 1, 0), (1, 3, 4)):
         begin = state.lens
         spans = [slice(a, a + count) for a, count in zip(begin, counts, strict=True)]
-        y = step(
-            params,
-            config,
-            state,
-            [x[span] for x, span in zip(run.x, spans, strict=True)],
-            implementation=implementation,
-        )
+        y = decode(params, config, state, [x[span] for x, span in zip(run.x, spans, strict=True)], implementation)
         assert_close(y, [y[span] for y, span in zip(run.y, spans, strict=True)])
 
 
 @each_case
 def test_chunked_context(oracle: Any, family: str, yarn: bool, q_lora_rank: int | None, implementation: str) -> None:
     """New tokens on top of 0 to 12 cached ones, taken 5 at a time; in two calls, the first without any context."""
-    run = oracle(family, yarn, q_lora_rank)
-    config = MLAConfig.from_hf(run.config)
-    params = params_from_hf(config, run.tensors, jnp.float32)
+    run, config, params = setup(oracle, family, yarn, q_lora_rank)
     state = empty_cache(config, [len(x) for x in run.x])
     for stops in ((6, 0, 12), (len(run.x[0]), len(run.x[1]), len(run.x[2]))):
         spans = [slice(a, b) for a, b in zip(state.lens, stops, strict=True)]
-        x, cu_seqlens = ragged([x[span] for x, span in zip(run.x, spans, strict=True)])
+        parts = [x[span] for x, span in zip(run.x, spans, strict=True)]
+        x, step = step_of(state, parts, total_tokens=36, max_q_len=16)
         y, state.cache = jitted(functional.prefill_with_context)(
-            params,
-            config,
-            x,
-            state.cache,
-            cu_seqlens_q=cu_seqlens,
-            max_q_len=16,
-            block_tables=state.tables,
-            context_lens=jnp.asarray(state.lens),
-            slot_mapping=slots(state, cu_seqlens, x.shape[0]),
-            context_chunk=5,
-            implementation=implementation,
+            params, config, x, state.cache, step, context_chunk=5, implementation=implementation
         )
-        state.lens = np.asarray(stops, np.int32)
         assert_close(y, [y[span] for y, span in zip(run.y, spans, strict=True)])
 
 
@@ -215,10 +178,9 @@ def test_biases_and_the_other_rope_layout(oracle: Any, family: str, q_lora_rank:
     params = params_from_hf(pairs, run.tensors, jnp.float32)
     caches = []
     for config in (pairs, halves):
-        state = empty_cache(config, [len(x) for x in run.x])
-        fill(params, config, state, [x[:n] for x, n in zip(run.x, run.prompt_lens, strict=True)])
+        state = filled(run, config, params)
         new = [x[n:] for x, n in zip(run.x, run.prompt_lens, strict=True)]
-        y = step(params, config, state, new, implementation="xla")
+        y = decode(params, config, state, new, "xla")
         assert_close(y, [y[n:] for y, n in zip(run.y, run.prompt_lens, strict=True)])
         caches.append(np.asarray(state.cache))
     rope = np.s_[..., pairs.kv_lora_rank :]

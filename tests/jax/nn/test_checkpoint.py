@@ -11,9 +11,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tsmla_jax.nn import Checkpoint, CheckpointError, MLAConfig, hf_attention_shapes, load_hf_attention
+from examples.make_checkpoint import quantize_blocks
+from tsmla_jax.nn import Checkpoint, CheckpointError, MLAConfig, hf_attention_shapes, load_hf_attention, param_shapes
 from tsmla_jax.nn.checkpoint import INDEX_NAME, SINGLE_NAME, dequantise_blocks
-from tsmla_jax.nn.params import param_shapes
 
 safetensors_numpy = pytest.importorskip("safetensors.numpy", reason="needs safetensors: pip install 'tsmla-jax[hf]'")
 
@@ -54,19 +54,6 @@ def attention_tensors(fields: dict[str, Any] = FIELDS, layer: int = 2, dtype: An
     return {
         f"model.layers.{layer}.self_attn.{name}": rng.normal(size=shape).astype(dtype) for name, shape in shapes.items()
     }
-
-
-def quantise_blocks(weight: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """fp8 values and one scale per 128 x 128 block, the way DeepSeek-V3's checkpoint is written."""
-    rows, columns = (-(-size // 128) for size in weight.shape)
-    scales = np.zeros((rows, columns), np.float32)
-    quantised = np.zeros(weight.shape, ml_dtypes.float8_e4m3fn)
-    for i in range(rows):
-        for j in range(columns):
-            block = np.s_[128 * i : 128 * i + 128, 128 * j : 128 * j + 128]
-            scales[i, j] = np.abs(weight[block]).max() / 448
-            quantised[block] = (weight[block] / scales[i, j]).astype(ml_dtypes.float8_e4m3fn)
-    return quantised, scales
 
 
 def assert_matches(params: dict[str, Any], tensors: Tensors, fields: dict[str, Any] = FIELDS, layer: int = 2) -> None:
@@ -143,7 +130,7 @@ def test_fp8_round_trip(tmp_path: Path, write: Any) -> None:
         if weight.ndim == 1:
             stored[name] = expected[name] = weight.astype(ml_dtypes.bfloat16)
             continue
-        quantised, scales = quantise_blocks(weight)
+        quantised, scales = quantize_blocks(weight)
         stored[name], stored[f"{name}_scale_inv"] = quantised, scales
         spread = np.kron(scales, np.ones((128, 128), np.float32))[: weight.shape[0], : weight.shape[1]]
         expected[name] = quantised.astype(np.float32) * spread
@@ -209,7 +196,7 @@ def test_misshapen_tensor(tmp_path: Path) -> None:
 
 
 def test_fp8_without_scales_or_with_wrong_ones(tmp_path: Path) -> None:
-    weight, scales = quantise_blocks(np.random.default_rng(0).normal(size=(130, 10)))
+    weight, scales = quantize_blocks(np.random.default_rng(0).normal(size=(130, 10)))
     write_single(tmp_path, {"w": weight})
     with pytest.raises(CheckpointError, match=r"'w' is float8_e4m3fn but its block scales 'w_scale_inv' are missing"):
         Checkpoint(tmp_path).read("w")

@@ -1,4 +1,4 @@
-"""MLAConfig: known models, both spellings of rope, and what is refused."""
+"""MLAConfig: known models, both spellings of rope, and refused fields."""
 
 import copy
 import dataclasses
@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from tsmla_jax.nn import MLAConfig, YarnConfig
-from tsmla_jax.nn.config import yarn_mscale
-from tsmla_jax.nn.rope import apply_rope, inverse_frequencies, rope_cos_sin
+from tsmla_jax.nn.rope import apply_rope, inverse_frequencies, rope_cos_sin, yarn_mscale
 
 # The attention's part of the models' published config.json.
 V3: dict[str, Any] = {
@@ -170,17 +169,18 @@ def test_yarn_frequencies_of_v3() -> None:
     """64 ln(4096 / (32 * 2 pi)) / (2 ln 1e4) = 10.47, and for one rotation 22.51: kept up to 10, over 40 from 23."""
     config = MLAConfig.from_hf(V3)
     base = 10000.0 ** (-np.arange(32) / 32)
-    ratio = inverse_frequencies(config) / base
+    frequencies = inverse_frequencies(64, config.rope_theta, config.yarn)
+    ratio = frequencies / base
     np.testing.assert_allclose(ratio[:11], 1.0, rtol=1e-6)
     np.testing.assert_allclose(ratio[23:], 1 / 40, rtol=1e-6)
     np.testing.assert_allclose(ratio[16], 1 + 6 / 13 * (1 / 40 - 1), rtol=1e-6)
-    assert inverse_frequencies(config).dtype == np.float32
+    assert frequencies.dtype == np.float32
 
 
 def test_yarn_frequencies_of_kimi_k2() -> None:
     """Both boundaries are one rotation, 64 ln(4096 / (2 pi)) / (2 ln 5e4) = 19.16: a step between pairs 19 and 20."""
     config = MLAConfig.from_hf(KIMI_K2)
-    ratio = inverse_frequencies(config) * 50000.0 ** (np.arange(32) / 32)
+    ratio = inverse_frequencies(64, config.rope_theta, config.yarn) * 50000.0 ** (np.arange(32) / 32)
     np.testing.assert_allclose(ratio, np.where(np.arange(32) < 20, 1.0, 1 / 32), rtol=1e-6)
 
 

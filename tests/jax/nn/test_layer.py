@@ -13,7 +13,15 @@ import pytest
 
 nnx = pytest.importorskip("flax.nnx", reason="MLAttention needs flax: pip install 'tsmla-jax[flax]'")
 
-from tsmla_jax.nn import MLAConfig, MLAttention, functional, hf_attention_shapes, init_params, param_shapes  # noqa: E402
+from tsmla_jax.nn import (  # noqa: E402
+    MLAConfig,
+    MLAttention,
+    Step,
+    functional,
+    hf_attention_shapes,
+    init_params,
+    param_shapes,
+)
 
 CONFIG = MLAConfig(
     hidden_size=48,
@@ -28,12 +36,9 @@ CONFIG = MLAConfig(
 
 def paged_arguments(page_size: int = 4) -> dict[str, Any]:
     """A batch of two requests of 7 and 3 tokens whose last two are new."""
-    tables = jnp.asarray([[1, 3], [0, 2]], jnp.int32)
-    seq_lens = jnp.asarray([7, 3], jnp.int32)
-    positions = seq_lens[:, None] - 2 + jnp.arange(2)
-    mapping = functional.slots_of(tables, jnp.arange(2)[:, None], positions, page_size=page_size)
+    tables, seq_lens = jnp.asarray([[1, 3], [0, 2]], jnp.int32), jnp.asarray([7, 3], jnp.int32)
     cache = jax.random.normal(jax.random.key(5), (4, page_size, CONFIG.cache_dim))
-    return {"kv_cache": cache, "block_tables": tables, "seq_lens": seq_lens, "slot_mapping": mapping}
+    return {"kv_cache": cache, "step": Step.dense(tables, seq_lens, new_tokens=2, page_size=page_size)}
 
 
 def test_layer_is_the_functional_form() -> None:
@@ -66,21 +71,16 @@ def test_layer_is_the_functional_form() -> None:
 
 
 def test_context_path_of_the_layer() -> None:
-    """Five tokens on top of what decode just wrote: as two decode steps would answer."""
+    """Two tokens on top of a cached context: the answer of a decode step."""
     layer = MLAttention(CONFIG, rngs=nnx.Rngs(2))
     arguments = paged_arguments()
     x = jax.random.normal(jax.random.key(1), (2, 2, 48))
     expected, expected_cache = nnx.jit(MLAttention.decode)(layer, x, **arguments)
-    y, cache = nnx.jit(MLAttention.prefill_with_context, static_argnames=("max_q_len", "context_chunk"))(
-        layer,
-        x.reshape(4, 48),
-        arguments["kv_cache"],
-        cu_seqlens_q=jnp.asarray([0, 2, 4], jnp.int32),
-        max_q_len=2,
-        block_tables=arguments["block_tables"],
-        context_lens=arguments["seq_lens"] - 2,
-        slot_mapping=arguments["slot_mapping"].reshape(-1),
-        context_chunk=3,
+    dense = arguments["step"]
+    cu_seqlens_q = jnp.asarray([0, 2, 4], jnp.int32)
+    step = Step(dense.block_tables, dense.seq_lens, dense.slot_mapping.reshape(-1), cu_seqlens_q, max_q_len=2)
+    y, cache = nnx.jit(MLAttention.prefill_with_context, static_argnames="context_chunk")(
+        layer, x.reshape(4, 48), arguments["kv_cache"], step, context_chunk=3
     )
     np.testing.assert_allclose(y.reshape(2, 2, 48), expected, atol=1e-5)
     np.testing.assert_allclose(cache, expected_cache, atol=1e-6)
@@ -97,16 +97,8 @@ def test_gradients_reach_every_parameter() -> None:
 
 def test_from_hf(tmp_path: Path) -> None:
     save_file = pytest.importorskip("safetensors.numpy", reason="needs safetensors").save_file
-    fields = {
-        "hidden_size": 48,
-        "num_attention_heads": 3,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 12,
-        "rope_theta": 10000.0,
-    }
+    sizes = ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank", "v_head_dim", "rope_theta")
+    fields = {name: getattr(CONFIG, name) for name in (*sizes, "qk_nope_head_dim", "qk_rope_head_dim")}
     rng = np.random.default_rng(0)
     tensors = {
         f"model.layers.1.self_attn.{name}": rng.normal(size=shape).astype(np.float32)

@@ -4,7 +4,7 @@ Axes: B requests, S new tokens a request, T new tokens in all (ragged, packed on
 width, H heads, N / R / V the nope, rope and value widths of a head, L latent width, D = L + R, P pages, Z page size,
 M pages a request at most.
 
-Parameters are the pytree of `tsmla_jax.nn.params.param_shapes`. The number of heads is always taken from the arrays,
+Parameters are the pytree of `tsmla_jax.nn.param_shapes`. The number of heads is always taken from the arrays,
 never from the config: under `shard_map` over heads the result is the partial sum over the local heads, for the caller
 to `jax.lax.psum`; under `jax.jit` with parameters placed by `param_specs`, XLA adds that sum itself.
 
@@ -19,18 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import tsmla_jax
-from tsmla_jax.nn.config import MLAConfig
-from tsmla_jax.nn.params import Params
+from tsmla_jax.nn.mla.config import MLAConfig
+from tsmla_jax.nn.norms import rms_norm
 from tsmla_jax.nn.rope import apply_rope, rope_cos_sin
+from tsmla_jax.nn.step import Step, needed_when_ragged, ragged_positions
+from tsmla_jax.nn.step import slots_of as slots_of
+from tsmla_jax.nn.weights import Params
 from tsmla_jax.ops.loops import carry
-from tsmla_jax.ops.ragged import row_owner
-
-
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis; statistics in fp32, result in x's dtype."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return normed.astype(x.dtype) * weight.astype(x.dtype)
 
 
 def project_q(
@@ -43,31 +38,28 @@ def project_q(
     if config.q_lora_rank is None:
         q = jnp.einsum("...e,ehd->...hd", x, params["q_proj"])
     else:
-        low = x @ params["q_a_proj"]
-        if config.attention_bias:
-            low = low + params["q_a_proj_bias"]
-        low = rms_norm(low, params["q_a_layernorm"], config.a_layernorm_eps)
-        q = jnp.einsum("...r,rhd->...hd", low, params["q_b_proj"])
+        q = jnp.einsum("...r,rhd->...hd", project_low_rank_q(params, config, x), params["q_b_proj"])
     q_nope, q_rope = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
     return q_nope, apply_rope(config, q_rope, cos[..., None, :], sin[..., None, :])
+
+
+def project_low_rank_q(params: Params, config: MLAConfig, x: jax.Array) -> jax.Array:
+    """The normed low-rank query [..., rank] of tokens x [..., E], where the config has a q_lora_rank."""
+    low = x @ params["q_a_proj"]
+    if config.attention_bias:
+        low = low + params["q_a_proj_bias"]
+    return rms_norm(low, params["q_a_layernorm"], config.a_layernorm_eps)
 
 
 def project_latent(
     params: Params, config: MLAConfig, x: jax.Array, cos: jax.Array, sin: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """What the cache holds of tokens x [..., E]: the normed latent [..., L] and the rotated k_rope [..., R]."""
+    """The cached form of tokens x [..., E]: the normed latent [..., L] and the rotated k_rope [..., R]."""
     joint = x @ params["kv_a_proj_with_mqa"]
     if config.attention_bias:
         joint = joint + params["kv_a_proj_with_mqa_bias"]
     latent, k_rope = jnp.split(joint, [config.kv_lora_rank], axis=-1)
     return rms_norm(latent, params["kv_a_layernorm"], config.a_layernorm_eps), apply_rope(config, k_rope, cos, sin)
-
-
-def expand_kv(params: Params, latent: jax.Array, k_rope: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Keys and values per head from the cached form: k [T, H, N + R] and v [T, H, V]."""
-    k_nope = jnp.einsum("tl,hnl->thn", latent, params["w_uk"])
-    shared = jnp.broadcast_to(k_rope[:, None, :], (*k_nope.shape[:2], k_rope.shape[-1]))
-    return jnp.concatenate([k_nope, shared], axis=-1), jnp.einsum("tl,hvl->thv", latent, params["w_uv"])
 
 
 def expand_joint_kv(params: Params, latent: jax.Array) -> jax.Array:
@@ -87,40 +79,6 @@ def project_out(params: Params, config: MLAConfig, heads: jax.Array) -> jax.Arra
     return y + params["o_proj_bias"] if config.attention_bias else y
 
 
-def ragged_positions(cu_seqlens_q: jax.Array, starts: jax.Array, total: int) -> tuple[jax.Array, jax.Array]:
-    """Which request each packed token belongs to, and its position there.
-
-    Args:
-        cu_seqlens_q: [B + 1] i32.
-        starts: [B] i32, position of each request's first new token (how many tokens are cached before it).
-        total: T, static; tokens from cu_seqlens_q[B] on are padding.
-
-    Returns:
-        request ids [T] i32 and positions [T] i32; padding has some request's id and position -1.
-    """
-    cu_seqlens_q, starts = jnp.asarray(cu_seqlens_q), jnp.asarray(starts)
-    request, local, owned = row_owner(cu_seqlens_q, total)
-    return request, jnp.where(owned, starts[request] + local, -1).astype(jnp.int32)
-
-
-def slots_of(block_tables: jax.Array, requests: jax.Array, positions: jax.Array, *, page_size: int) -> jax.Array:
-    """The slot_mapping of tokens: page * Z + offset.
-
-    Args:
-        block_tables: [B, M] i32.
-        requests, positions: i32 of one shape; the row of `block_tables` and the position of each token.
-        page_size: Z, static.
-
-    Returns:
-        i32 of the same shape; -1 (skipped by `write_kv_cache`) where the position is negative or past the table.
-    """
-    block_tables = jnp.asarray(block_tables)
-    page_index = positions // page_size
-    inside = (positions >= 0) & (page_index < block_tables.shape[1])
-    pages = block_tables[requests, jnp.clip(page_index, 0, block_tables.shape[1] - 1)]
-    return jnp.where(inside, pages * page_size + positions % page_size, -1).astype(jnp.int32)
-
-
 def prefill(
     params: Params,
     config: MLAConfig,
@@ -133,7 +91,7 @@ def prefill(
     """Causal attention of whole prompts in the expanded form; no cache is read or written. Differentiable.
 
     Args:
-        params: see `tsmla_jax.nn.params.param_shapes`.
+        params: see `tsmla_jax.nn.param_shapes`.
         x: [T, E], requests packed one after the other.
         cu_seqlens_q: [B + 1] i32, where each starts; tokens from cu_seqlens_q[B] on are padding.
         max_q_len: static bound of a request's length.
@@ -171,31 +129,23 @@ def prefill_with_context(
     config: MLAConfig,
     x: jax.Array,
     kv_cache: jax.Array,
+    step: Step,
     *,
-    cu_seqlens_q: jax.Array,
-    max_q_len: int,
-    block_tables: jax.Array,
-    context_lens: jax.Array,
-    slot_mapping: jax.Array,
     context_chunk: int,
     kv_scale: float | jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """New tokens that also attend to what the cache already holds: chunked prefill, or a shared prefix.
+    """New tokens that also attend to the tokens in the cache: chunked prefill, or a shared prefix.
 
     The new tokens' causal part runs in the expanded form. The cached context is taken `context_chunk` tokens of every
     request at a time: gathered, dequantised, expanded by W_UK and W_UV, attended to without a mask, and merged by lse.
-    So the memory beyond the cache is bounded by the chunk, whatever the context; the number of passes follows the
-    longest context, on the device. New tokens see each other unquantised even if the cache is fp8.
+    So the chunk bounds the memory beyond the cache, however long the context; the number of passes follows the longest
+    context, on the device. New tokens see each other unquantised even if the cache is fp8.
 
     Args:
         x: [T, E] new tokens, requests packed one after the other.
         kv_cache: [P, Z, D].
-        cu_seqlens_q: [B + 1] i32; tokens from cu_seqlens_q[B] on are padding.
-        max_q_len: static bound of the new tokens of a request.
-        block_tables: [B, M] i32.
-        context_lens: [B] i32, tokens of each request in the cache already; 0 is legal.
-        slot_mapping: [T] i32, where the new tokens go (`slots_of`); -1 is not written.
+        step: of ragged tokens; a request without context (all of seq_lens is new) is legal.
         context_chunk: static, tokens of each request's context in one pass.
         kv_scale: of an fp8 cache.
         implementation: of `tsmla_jax.mla_prefill_kv`.
@@ -204,16 +154,15 @@ def prefill_with_context(
         y [T, E] and the cache with the new tokens written (in place if it is donated).
 
     Raises:
-        ValueError: a wrong rank or width, or context_chunk < 1.
+        ValueError: a wrong rank or width, a dense step, or context_chunk < 1.
     """
     _check_tokens("x", x, config, ranks=(2,))
-    cu_seqlens_q = _vector("cu_seqlens_q", cu_seqlens_q)
-    context_lens = _vector("context_lens", context_lens)
     if context_chunk < 1:
         raise ValueError(f"{context_chunk=} must be >= 1")
-    requests = context_lens.shape[0]
-    _, positions = ragged_positions(cu_seqlens_q, context_lens, x.shape[0])
-    cos, sin = rope_cos_sin(config, positions)
+    _check_step(step)
+    cos, sin = rope_cos_sin(config, step.positions(x.shape[:-1]))
+    block_tables, context_lens = step.block_tables, step.context_lens
+    cu_seqlens_q, max_q_len = needed_when_ragged(step.cu_seqlens_q), needed_when_ragged(step.max_q_len)
     q = jnp.concatenate(project_q(params, config, x, cos, sin), axis=-1)
     latent, k_rope = project_latent(params, config, x, cos, sin)
 
@@ -242,22 +191,22 @@ def prefill_with_context(
         out, lse, cache = state
         starts = jnp.minimum(index * context_chunk, context_lens)
         lens = jnp.minimum(context_lens - starts, context_chunk)
-        # Tied to this step: otherwise XLA's CPU backend widens the whole of a 16-bit cache ahead of the loop. What the
-        # barrier returned is also what goes on: two live values of one buffer would cost a copy of it.
+        # The barrier ties the cache to this pass: otherwise XLA's CPU backend widens a whole 16-bit cache ahead of the
+        # loop. Only the barrier's result is used from here on: two live values of one buffer would cost a copy.
         cache, starts = jax.lax.optimization_barrier((cache, starts))
         rows = tsmla_jax.gather_kv_cache(
             cache,
             block_tables,
             starts,
             lens,
-            total_len=requests * context_chunk,
+            total_len=context_lens.shape[0] * context_chunk,
             kv_scale=kv_scale,
             out_dtype=latent.dtype,
         )
         cached, cached_rope = jnp.split(rows, [config.kv_lora_rank], axis=-1)
         cu_seqlens_kv = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lens, dtype=jnp.int32)])
-        part = attend(cached, cached_rope, cu_seqlens_kv, context_chunk, causal=False)
-        return *tsmla_jax.merge_attention_states([out, part[0]], [lse, part[1]]), cache
+        chunk_out, chunk_lse = attend(cached, cached_rope, cu_seqlens_kv, context_chunk, causal=False)
+        return *tsmla_jax.merge_attention_states([out, chunk_out], [lse, chunk_lse]), cache
 
     chunks = (jnp.max(context_lens, initial=0) + context_chunk - 1) // context_chunk
     # The cache goes through the loop, so that the write after it finds the donated buffer and needs no copy.
@@ -265,7 +214,7 @@ def prefill_with_context(
     out, lse = attend(latent, k_rope, cu_seqlens_q, max_q_len, causal=True)
     initial = (carry(out, *where), carry(lse, *where), carry(kv_cache, *where))
     out, _, kv_cache = jax.lax.fori_loop(0, chunks, add_chunk, initial)
-    kv_cache = tsmla_jax.write_kv_cache(kv_cache, latent, k_rope, slot_mapping, kv_scale=kv_scale)
+    kv_cache = tsmla_jax.write_kv_cache(kv_cache, latent, k_rope, step.slot_mapping, kv_scale=kv_scale)
     return project_out(params, config, out.astype(q.dtype)), kv_cache
 
 
@@ -274,12 +223,8 @@ def decode(
     config: MLAConfig,
     x: jax.Array,
     kv_cache: jax.Array,
+    step: Step,
     *,
-    block_tables: jax.Array,
-    seq_lens: jax.Array,
-    slot_mapping: jax.Array,
-    cu_seqlens_q: jax.Array | None = None,
-    max_q_len: int | None = None,
     kv_scale: float | jax.Array | None = None,
     q_scale: float | jax.Array | None = None,
     batch_invariant: bool = False,
@@ -290,13 +235,9 @@ def decode(
     One new token a request, several (MTP, speculative verify), or a different number for each (ragged).
 
     Args:
-        x: [B, S, E], or ragged [T, E] with cu_seqlens_q and max_q_len.
+        x: [B, S, E] with a dense step, or [T, E] with a ragged one.
         kv_cache: [P, Z, D].
-        block_tables: [B, M] i32.
-        seq_lens: [B] i32, the new tokens included. New token i of S has position seq_lens - S + i.
-        slot_mapping: [B, S] or [T] i32, where the new tokens go (`slots_of`); -1 is not written.
-        cu_seqlens_q: [B + 1] i32 for ragged x; tokens from cu_seqlens_q[B] on are padding.
-        max_q_len: static bound of the new tokens of a request, for ragged x.
+        step: the new tokens and where they belong.
         kv_scale: of an fp8 cache.
         q_scale: quantises the absorbed queries to float8_e4m3fn (q / q_scale); None leaves them in x's dtype.
         batch_invariant, implementation: of `tsmla_jax.mla_decode`.
@@ -305,27 +246,17 @@ def decode(
         y in x's shape, and the cache with the new tokens written (in place if it is donated).
 
     Raises:
-        ValueError: a wrong rank or width, or only one of cu_seqlens_q and max_q_len with ragged x.
+        ValueError: a wrong rank or width, or a step of the other kind than x.
     """
     _check_tokens("x", x, config, ranks=(2, 3))
-    seq_lens = _vector("seq_lens", seq_lens)
-    if x.ndim == 3:
-        if cu_seqlens_q is not None or max_q_len is not None:
-            raise ValueError("cu_seqlens_q and max_q_len go with ragged x [T, E]; x [B, S, E] must have neither")
-        new = x.shape[1]
-        positions = seq_lens[:, None] - new + jnp.arange(new, dtype=jnp.int32)
-    else:
-        if cu_seqlens_q is None or max_q_len is None:
-            raise ValueError("ragged x [T, E] needs cu_seqlens_q and max_q_len")
-        cu_seqlens_q = _vector("cu_seqlens_q", cu_seqlens_q)
-        _, positions = ragged_positions(cu_seqlens_q, seq_lens - jnp.diff(cu_seqlens_q), x.shape[0])
-    cos, sin = rope_cos_sin(config, positions)
+    _check_step(step)
+    cos, sin = rope_cos_sin(config, step.positions(x.shape[:-1]))
     latent, k_rope = project_latent(params, config, x, cos, sin)
     kv_cache = tsmla_jax.write_kv_cache(
         kv_cache,
         latent.reshape(-1, latent.shape[-1]),
         k_rope.reshape(-1, k_rope.shape[-1]),
-        slot_mapping.reshape(-1),
+        step.slot_mapping.reshape(-1),
         kv_scale=kv_scale,
     )
     q = absorb_q(params, *project_q(params, config, x, cos, sin))
@@ -335,12 +266,12 @@ def decode(
     out = tsmla_jax.mla_decode(
         q,
         kv_cache,
-        block_tables,
-        seq_lens,
+        step.block_tables,
+        step.seq_lens,
         softmax_scale=config.softmax_scale,
         latent_dim=config.kv_lora_rank,
-        cu_seqlens_q=cu_seqlens_q,
-        max_q_len=max_q_len,
+        cu_seqlens_q=step.cu_seqlens_q,
+        max_q_len=step.max_q_len,
         q_scale=q_scale,
         kv_scale=kv_scale,
         batch_invariant=batch_invariant,
@@ -354,6 +285,12 @@ def _check_tokens(name: str, x: jax.Array, config: MLAConfig, ranks: tuple[int, 
     if x.ndim not in ranks or x.shape[-1] != config.hidden_size:
         legal = " or ".join({2: "[T, E]", 3: "[B, S, E]"}[rank] for rank in ranks)
         raise ValueError(f"{name}.shape={x.shape} must be {legal} with E = {config.hidden_size} (config.hidden_size)")
+
+
+def _check_step(step: Step) -> None:
+    _vector("seq_lens", step.seq_lens)
+    if step.cu_seqlens_q is not None:
+        _vector("cu_seqlens_q", step.cu_seqlens_q)
 
 
 def _vector(name: str, x: jax.Array) -> jax.Array:

@@ -1,8 +1,8 @@
-"""The names of a DeepSeek-V4 checkpoint's tensors, of which there are three spellings.
+"""The names of a DeepSeek-V4 checkpoint's tensors, which have three spellings.
 
 DeepSeek's own checkpoints say `layers.0.attn.wq_a.weight`, transformers' modules `model.layers.0.self_attn.q_a_proj
-.weight`, and what transformers saves is between the two: `model.layers.0.attn.wq_a.weight`, with `attn.norm` for
-DeepSeek's `attn.kv_norm`. This project names a tensor as the modules do.
+.weight`, and a model saved by transformers is between the two: `model.layers.0.attn.wq_a.weight`, with `attn.norm`
+for DeepSeek's `attn.kv_norm`. This project names a tensor as the modules do.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _PARTS = {
     "w2": "down_proj",
     "w3": "up_proj",
 }
-# Where a tensor's owner is named in another order: the indexer belongs to the compressor, its scorer to the indexer.
+# Tensors whose owners are in another order: in the modules the indexer belongs to the compressor, its scorer to it.
 _OWNERS = {
     "self_attn.indexer.compressor.": "self_attn.compressor.indexer.",
     "self_attn.indexer.weights_proj.": "self_attn.compressor.indexer.scorer.weights_proj.",

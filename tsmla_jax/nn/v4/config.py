@@ -1,7 +1,4 @@
-"""The shape of one DeepSeek-V4 attention layer, its parameters, and both from Hugging Face's config and names.
-
-Axes: E hidden width, H heads, D head width, R rope width, G output groups, Hi and Di heads and width of the indexer.
-"""
+"""The shape of one DeepSeek-V4 attention layer, read from a Hugging Face `config.json`."""
 
 from __future__ import annotations
 
@@ -10,15 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import PartitionSpec
-from jax.typing import DTypeLike
-
-from tsmla_jax.nn.checkpoint import Checkpoint
-from tsmla_jax.nn.config import YarnConfig, hf_field, read_hf_config, rope_fields
-from tsmla_jax.nn.deepseek_v4_names import stored_names
+from tsmla_jax.nn.hf_config import hf_field, read_hf_config, rope_fields
+from tsmla_jax.nn.rope import YarnConfig
 
 Kind = Literal["sliding", "csa", "hca"]
 _KINDS: dict[str, Kind] = {
@@ -84,6 +74,8 @@ class V4Config:
                 raise ValueError(f"V4Config: {field.name}={value!r} must be a positive integer")
         if self.rope_dim % 2 or self.rope_dim > min(self.head_dim, self.index_head_dim):
             raise ValueError(f"V4Config: {self.rope_dim=} must be even and at most head_dim and index_head_dim")
+        if not self.rope_theta > 1.0:
+            raise ValueError(f"V4Config: {self.rope_theta=} must be > 1")
         if self.num_attention_heads % self.o_groups:
             raise ValueError(f"V4Config: {self.num_attention_heads=} must be a multiple of {self.o_groups=}")
 
@@ -91,6 +83,12 @@ class V4Config:
     def overlap(self) -> bool:
         """Whether compressor rows hold two series and entries pool two windows."""
         return self.kind == "csa"
+
+    @property
+    def compressors(self) -> tuple[tuple[str, int], ...]:
+        """Name and channels of the layer's compressors: none, the latents' own, and a csa layer's indexer's."""
+        both = (("compressor", self.head_dim), ("indexer", self.index_head_dim))
+        return both[: {"sliding": 0, "hca": 1, "csa": 2}[self.kind]]
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | Path, layer: int) -> V4Config:
@@ -153,133 +151,3 @@ def _layer_rope(fields: Mapping[str, Any], where: str, kind: Kind) -> tuple[floa
     if yarn is not None and yarn.attention_factor is None:
         yarn = dataclasses.replace(yarn, attention_factor=1.0)
     return theta, yarn
-
-
-def v4_param_shapes(config: V4Config) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter.
-
-    q_a_proj [E, rank], q_a_norm [rank], q_b_proj [rank, H, D], kv_proj [E, D], kv_norm [D], sinks [H],
-    o_a_proj [G, H D / G, o_rank], o_b_proj [G o_rank, E]. With a compressor, of row width W (D, or 2 D when windows
-    overlap): compressor_kv_proj and compressor_gate_proj [E, W], compressor_position_bias [ratio, W] and
-    compressor_kv_norm [D]. With an indexer the same four as indexer_*, D replaced by Di, and indexer_q_b_proj
-    [rank, Hi, Di] and indexer_weights_proj [E, Hi].
-    """
-    heads, width, hidden, rank = config.num_attention_heads, config.head_dim, config.hidden_size, config.q_lora_rank
-    groups = config.o_groups
-    shapes: dict[str, tuple[int, ...]] = {
-        "q_a_proj": (hidden, rank),
-        "q_a_norm": (rank,),
-        "q_b_proj": (rank, heads, width),
-        "kv_proj": (hidden, width),
-        "kv_norm": (width,),
-        "sinks": (heads,),
-        "o_a_proj": (groups, heads * width // groups, config.o_lora_rank),
-        "o_b_proj": (groups * config.o_lora_rank, hidden),
-    }
-    for name, channels in compressors(config):
-        columns = channels * (2 if config.overlap else 1)
-        shapes[f"{name}_kv_proj"] = (hidden, columns)
-        shapes[f"{name}_gate_proj"] = (hidden, columns)
-        shapes[f"{name}_position_bias"] = (config.ratio, columns)
-        shapes[f"{name}_kv_norm"] = (channels,)
-    if config.kind == "csa":
-        shapes["indexer_q_b_proj"] = (rank, config.index_n_heads, config.index_head_dim)
-        shapes["indexer_weights_proj"] = (hidden, config.index_n_heads)
-    return shapes
-
-
-def v4_param_specs(config: V4Config, heads_axis: str | None) -> dict[str, PartitionSpec]:
-    """How to split the parameters over the heads: `heads_axis` names the mesh axis, whose size divides o_groups.
-
-    Heads, sinks and output groups are split; the shared latent, the compressors and the indexer are replicated, as the
-    caches are. Under `shard_map`, `attend` returns the partial sum over the local heads, for the caller to psum.
-    """
-    per_head = {
-        "q_b_proj": PartitionSpec(None, heads_axis, None),
-        "sinks": PartitionSpec(heads_axis),
-        "o_a_proj": PartitionSpec(heads_axis, None, None),
-        "o_b_proj": PartitionSpec(heads_axis, None),
-    }
-    return {name: per_head.get(name, PartitionSpec()) for name in v4_param_shapes(config)}
-
-
-def compressors(config: V4Config) -> list[tuple[str, int]]:
-    """Name and channels of the layer's compressors."""
-    both = [("compressor", config.head_dim), ("indexer", config.index_head_dim)]
-    return both[: {"sliding": 0, "hca": 1, "csa": 2}[config.kind]]
-
-
-_HF_PREFIX = {"compressor": "compressor.", "indexer": "compressor.indexer."}
-
-
-def v4_hf_shapes(config: V4Config) -> dict[str, tuple[int, ...]]:
-    """Names below `self_attn.` and shapes ([out, in]) of one layer in a Hugging Face checkpoint."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, shape in v4_param_shapes(config).items():
-        hf_name = _hf_name(name)
-        if len(shape) == 1 or name.endswith("position_bias"):
-            shapes[hf_name] = shape
-        elif name == "o_a_proj":
-            groups, inner, rank = shape
-            shapes[hf_name] = (groups * rank, inner)
-        else:
-            shapes[hf_name] = (int(np.prod(shape[1:])), shape[0])
-    return shapes
-
-
-def _hf_name(name: str) -> str:
-    owner, _, rest = name.partition("_")
-    if owner not in _HF_PREFIX:
-        return name if name == "sinks" else f"{name}.weight"
-    if rest == "position_bias":
-        return f"{_HF_PREFIX[owner]}{rest}"
-    return f"{_HF_PREFIX[owner]}{'scorer.' if rest == 'weights_proj' else ''}{rest}.weight"
-
-
-def v4_params_from_hf(
-    config: V4Config, tensors: Mapping[str, Any], dtype: DTypeLike | None = None
-) -> dict[str, jax.Array]:
-    """Parameters from the arrays of one layer by their name below `self_attn.`.
-
-    Raises ValueError for a tensor that is missing or has another shape than `v4_hf_shapes` says.
-    """
-    hf_shapes, params = v4_hf_shapes(config), {}
-    for name, shape in v4_param_shapes(config).items():
-        hf_name = _hf_name(name)
-        if hf_name not in tensors:
-            raise ValueError(f"tensor {hf_name!r} is missing")
-        array = np.asarray(tensors[hf_name])
-        if array.shape != hf_shapes[hf_name]:
-            raise ValueError(f"tensor {hf_name!r} must have shape {hf_shapes[hf_name]}, got {array.shape}")
-        if name == "o_a_proj":
-            groups, inner, rank = shape
-            array = array.reshape(groups, rank, inner).transpose(0, 2, 1)
-        elif not (len(shape) == 1 or name.endswith("position_bias")):
-            array = array.T.reshape(shape)
-        params[name] = jnp.asarray(array, dtype=dtype)
-    return params
-
-
-def load_hf_v4_attention(
-    checkpoint_dir: str | Path | Checkpoint,
-    layer: int,
-    *,
-    config: V4Config | None = None,
-    dtype: DTypeLike | None = None,
-    prefix: str = "model.layers.{layer}.self_attn.",
-) -> dict[str, jax.Array]:
-    """The parameters of one V4 layer from safetensors; arguments and errors of `load_hf_attention`.
-
-    Names may be spelled in any of the ways of `deepseek_v4_names`.
-    """
-    if layer < 0:
-        raise ValueError(f"{layer=} must be >= 0")
-    checkpoint = checkpoint_dir if isinstance(checkpoint_dir, Checkpoint) else Checkpoint(checkpoint_dir)
-    config = V4Config.from_hf(checkpoint.directory, layer) if config is None else config
-    start = prefix.format(layer=layer)
-    stored = stored_names(checkpoint)
-    tensors = {
-        name: checkpoint.read(stored.get(start + name, start + name), shape=shape, dtype=dtype)
-        for name, shape in v4_hf_shapes(config).items()
-    }
-    return v4_params_from_hf(config, tensors)
