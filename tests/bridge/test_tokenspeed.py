@@ -19,10 +19,11 @@ import pytest
 import torch
 
 import tsmla_bridge
-from tests.bridge.conftest import Gpu
 from tests.bridge.inputs import Inputs, assert_close, inputs
+from tests.emulator.launcher import Gpu
 from tests.oracles import attention as oracle
-from tsmla_bridge import blackwell, decode, tokenspeed_mla
+from tsmla_bridge import blackwell, tokenspeed_mla
+from tsmla_bridge.ops import plans
 from tsmla_bridge.tokenspeed_mla import (
     get_num_sm,
     mla_kv_pack_quantize_fp8,
@@ -462,8 +463,8 @@ class RealPackage:
         assert asked["seq_lens"].min() > 0 and asked["block_tables"][asked["seq_lens"] == 1].max() < 2**31 - 1
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(blackwell, "is_device", lambda device: False)
-            patch.setattr(decode, "_plans", {})
-            patch.setattr(decode, "_latest", {})
+            patch.setattr(plans, "_plans", {})
+            patch.setattr(plans, "_latest", {})
             patch.setattr(blackwell.devices, "kind", lambda device: "cpu")
             out, lse = tokenspeed_mla_decode(**asked)
         return torch.where(lse[..., None] == -torch.inf, torch.nan, out), lse.nan_to_num(neginf=-1e6)

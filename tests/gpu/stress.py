@@ -22,9 +22,9 @@ import threading
 from collections.abc import Sequence
 
 import torch
+from tests.gpu.decode_numbers import decode_numbers
 
 import tsmla_bridge
-from tests.gpu.decode_numbers import decode_numbers
 from tsmla_bridge import Workspace, decode_workspace_size
 
 SCALES = (192**-0.5, 0.05, 0.1)

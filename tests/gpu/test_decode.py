@@ -16,9 +16,9 @@ import pytest
 from jax import export
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tests.gpu.decode_numbers import decode_numbers
 
 import tsmla_jax
-from tests.gpu.decode_numbers import decode_numbers
 from tsmla_jax.ops import cute_call
 from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import MLA_DECODE, mla_decode_config

@@ -1,0 +1,1 @@
+"""The operations: each module has the public function and the torch operator that torch.compile sees in its place."""
