@@ -16,9 +16,11 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 import tsmla_bridge
+from tests.oracles.inputs import poisoned_cache
 
 LATENT, ROPE, PAGE = 512, 64, 64
 FP8 = torch.float8_e4m3fn
@@ -33,16 +35,10 @@ def offsets(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
 
 
-def paged(generator: torch.Generator, lengths: list[int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """A cache and its block table: unused slots are NaN, unused entries of the table no page at all."""
-    width = max(-(-n // PAGE) for n in lengths) + 1
-    cache = normal(generator, len(lengths) * width, PAGE, LATENT + ROPE, dtype=torch.float32, scale=0.5)
-    table = torch.randperm(len(cache), generator=generator).view(len(lengths), width).to(torch.int32)
-    for request, length in enumerate(lengths):
-        for i, page in enumerate(table[request].tolist()):
-            cache[page, max(0, min(PAGE, length - i * PAGE)) :] = float("nan")
-        table[request, -(-length // PAGE) :] = 2**31 - 1
-    return cache.to(dtype), table
+def paged(lengths: list[int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A poisoned cache and its block table."""
+    cache, table = map(torch.from_numpy, poisoned_cache(np.random.default_rng(0), lengths, PAGE, LATENT + ROPE))
+    return (cache * 0.5).to(dtype), table
 
 
 def decode_calls(generator: torch.Generator) -> Iterator[tuple[str, Call]]:
@@ -50,7 +46,7 @@ def decode_calls(generator: torch.Generator) -> Iterator[tuple[str, Call]]:
     kinds = [(torch.bfloat16,) * 2, (torch.float16,) * 2, (FP8, FP8), (torch.bfloat16, FP8)]
     cases = [(16, 1, [300, 0, 65]), (16, 4, [130, 2]), (128, 1, [200, 1]), (9, 2, [700])]
     for (dtype, kv_dtype), (heads, q_len, lengths) in ((k, c) for k in kinds for c in cases):
-        cache, table = paged(generator, lengths, kv_dtype)
+        cache, table = paged(lengths, kv_dtype)
         q = normal(generator, len(lengths), q_len, heads, LATENT + ROPE, dtype=dtype)
         lens = torch.tensor(lengths, dtype=torch.int32)
         for invariant in (False, True):
@@ -99,7 +95,7 @@ def prefill_calls(generator: torch.Generator) -> Iterator[tuple[str, Call]]:
 def cache_calls(generator: torch.Generator) -> Iterator[tuple[str, Call]]:
     """write_kv_cache, with slots that are left out, and gather_kv_cache of what was there before."""
     for dtype in (torch.bfloat16, FP8):
-        cache, table = paged(generator, [100, 7, 64], dtype)
+        cache, table = paged([100, 7, 64], dtype)
         latent, rope = (normal(generator, 33, width, dtype=torch.bfloat16) for width in (LATENT, ROPE))
         slots = torch.randperm(cache.shape[0] * PAGE, generator=generator)[:33].to(torch.int32)
         slots[::5] = -1
@@ -121,7 +117,7 @@ def cache_calls(generator: torch.Generator) -> Iterator[tuple[str, Call]]:
 
 
 def merge_calls(generator: torch.Generator) -> Iterator[tuple[str, Call]]:
-    """merge_attention_states of two and three parts, of which some rows saw no key."""
+    """merge_attention_states of two and three parts, some rows of which saw no key."""
     for dtype, parts in ((torch.bfloat16, 2), (torch.float16, 3), (torch.float32, 2)):
         outs = [normal(generator, 19, 3, 128, dtype=dtype) for _ in range(parts)]
         lses = [normal(generator, 19, 3, dtype=torch.float32) for _ in range(parts)]
