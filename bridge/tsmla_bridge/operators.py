@@ -7,9 +7,8 @@ numbers that the kernels multiply by, or as one tensor [2] of them.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 
@@ -27,8 +26,6 @@ SCALE_SCHEMA = "Tensor? kv_scale_tensor, float? kv_scale"
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _watching = torch._C._len_torch_dispatch_stack  # the number of active dispatch modes
-
-T = TypeVar("T")
 
 
 def is_traced(*values: Any) -> bool:
@@ -50,15 +47,18 @@ def is_traced(*values: Any) -> bool:
     return False
 
 
-def without_keeping_scales(function: Callable[..., T]) -> Callable[..., T]:
-    """The function, whose calls keep no scales in memory that may belong to a graph."""
+def register(name: str, function: Callable[..., Any], schema: str, writes: Sequence[str] = ()) -> Any:
+    """The operator tsmla::name with this schema, which calls `function` with its arguments by position. One that writes
+    to its arguments `writes` returns nothing. Calls keep no scales in memory that may belong to a graph."""
 
-    @functools.wraps(function)
-    def run(*arguments: Any) -> T:
+    def run(*arguments: Any) -> Any:
         with scales.none_kept():
             return function(*arguments)
 
-    return run
+    operator = torch.library.custom_op(f"tsmla::{name}", run, mutates_args=writes, schema=schema)
+    if writes:
+        operator.register_fake(lambda *arguments: None)
+    return operator
 
 
 def refuse_backward(operator: Any, name: str, alternative: str) -> None:
@@ -70,10 +70,6 @@ def refuse_backward(operator: Any, name: str, alternative: str) -> None:
     operator.register_autograd(backward)
 
 
-def returns_nothing(*arguments: Any) -> None:
-    """The fake of an operator that writes to its arguments."""
-
-
 def scale_arguments(scale: Any) -> tuple[torch.Tensor | None, float | None]:
     """A scale as an operator takes it: a tensor or a number."""
     return (scale, None) if isinstance(scale, torch.Tensor) else (None, scale)
@@ -82,11 +78,6 @@ def scale_arguments(scale: Any) -> tuple[torch.Tensor | None, float | None]:
 def pair_arguments(pair: Pair) -> tuple[torch.Tensor | None, float, float]:
     """A pair of scales as an operator takes it: a tensor [2] or two numbers."""
     return (pair, 1.0, 1.0) if isinstance(pair, torch.Tensor) else (None, *pair)
-
-
-def pair_of(scales: torch.Tensor | None, logit_scale: float, out_scale: float) -> Pair:
-    """The pair that `pair_arguments` took apart."""
-    return (logit_scale, out_scale) if scales is None else scales
 
 
 def call_attention(
@@ -108,12 +99,7 @@ def call_attention(
     out = new_out if out is None else out
     lse = new_lse if lse is None and return_lse else lse
     operator_into(*arguments, out, lse, *workspace)
-    return returned(out, lse if return_lse else None)
-
-
-def returned(out: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor | Computed:
-    """What a public function returns: out, or (out, lse) where lse was asked for."""
-    return out if lse is None else (out, lse)
+    return (out, lse) if return_lse else out  # type: ignore[return-value]
 
 
 def new_results(q: torch.Tensor, width: int) -> Computed:

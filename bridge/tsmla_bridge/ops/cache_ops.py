@@ -32,13 +32,13 @@ def write_kv_cache(
     kv_scale: Scale | None = None,
     implementation: str | None = None,
 ) -> torch.Tensor:
-    """[latent | k_rope] / kv_scale written to the given slots of the cache, in place (slot mapping as in vLLM).
+    """[latent | k_rope] / kv_scale written to the given slots of the cache (slot mapping as in vLLM), in place, as
+    tsmla_jax.write_kv_cache defines it.
 
     Args:
       kv_cache: [P, Z, D] or [P, 1, Z, D] with D = L + R, of any strides; float16, bfloat16, float8_e4m3fn, float32 or
         float64.
-      latent: [T, L], the normalised latents; float16, bfloat16, float32 or float64.
-      k_rope: [T, R] in latent's dtype, already rotated; None when D = L.
+      latent, k_rope: [T, L] and [T, R] in one dtype: float16, bfloat16, float32 or float64; k_rope None when D = L.
       slot_mapping: [T] int32, slot = page * Z + offset; -1 skips the token. Slots must differ; of two tokens with one
         slot either may stay.
       kv_scale: divisor before the conversion; float or float32 scalar tensor; None is 1.
@@ -52,11 +52,11 @@ def write_kv_cache(
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
       NotImplementedError: the named implementation can't run this call, with every reason.
     """
+    arguments = (kv_cache, latent, k_rope, slot_mapping, *operators.scale_arguments(kv_scale), implementation)
     if torch.compiler.is_compiling() or operators.is_traced(kv_cache, latent):
-        scale = operators.scale_arguments(kv_scale)
-        torch.ops.tsmla.write_kv_cache(kv_cache, latent, k_rope, slot_mapping, *scale, implementation)
+        torch.ops.tsmla.write_kv_cache(*arguments)
     else:
-        _write(kv_cache, latent, k_rope, slot_mapping, kv_scale, implementation)
+        _write(*arguments)
     return kv_cache
 
 
@@ -65,9 +65,11 @@ def _write(
     latent: torch.Tensor,
     k_rope: torch.Tensor | None,
     slot_mapping: torch.Tensor,
-    kv_scale: Scale | None,
+    scale_tensor: torch.Tensor | None,
+    scale_number: float | None,
     implementation: str | None,
 ) -> None:
+    kv_scale = scale_number if scale_tensor is None else scale_tensor
     kv_cache = tensors.without_head_axis(kv_cache)
     spec = tensors.describe_call(
         contract.cache_write_spec,
@@ -110,30 +112,26 @@ def gather_kv_cache(
     implementation: str | None = None,
 ) -> torch.Tensor:
     """Tokens starts[b] to starts[b] + lens[b] of each request, packed one request after the other and multiplied by
-    kv_scale: the context that chunked prefill expands (as vLLM's gather of the MLA cache, which this also dequantises).
+    kv_scale, as tsmla_jax.gather_kv_cache defines it: vLLM's gather of the MLA cache, dequantised.
 
     Args:
-      kv_cache: [P, Z, D] or [P, 1, Z, D], of any strides; float16, bfloat16, float8_e4m3fn, float32 or float64.
+      kv_cache: as write_kv_cache's.
       block_tables: [B, M] int32; entries that no asked-for token lies in are never used.
       starts, lens: [B] int32; a length of 0 is legal. The offsets of the rows are those of cumsum(lens).
       total_len: number of rows of the result; rows past sum(lens) are 0.
       kv_scale: float or float32 scalar tensor; None is 1.
       out_dtype: float16, bfloat16, float32 or float64; None is the cache's dtype, bfloat16 for an fp8 cache.
-      implementation: "cute" (the kernel), "reference" (torch operations), or None: the kernel where it can run.
+      implementation: as write_kv_cache's.
 
     Returns:
       [total_len, D] in out_dtype, latent columns first. The product with kv_scale is in float32.
 
-    Raises:
-      TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
-      NotImplementedError: the named implementation can't run this call, with every reason.
+    Raises as write_kv_cache does.
     """
-    if torch.compiler.is_compiling() or operators.is_traced(kv_cache):
-        scale = operators.scale_arguments(kv_scale)
-        return torch.ops.tsmla.gather_kv_cache(
-            kv_cache, block_tables, starts, lens, total_len, *scale, out_dtype, implementation
-        )
-    return _gather(kv_cache, block_tables, starts, lens, total_len, kv_scale, out_dtype, implementation)
+    scale = operators.scale_arguments(kv_scale)
+    arguments = (kv_cache, block_tables, starts, lens, total_len, *scale, out_dtype, implementation)
+    traced = torch.compiler.is_compiling() or operators.is_traced(kv_cache)
+    return torch.ops.tsmla.gather_kv_cache(*arguments) if traced else _gather(*arguments)
 
 
 def _gather(
@@ -142,10 +140,12 @@ def _gather(
     starts: torch.Tensor,
     lens: torch.Tensor,
     total_len: int,
-    kv_scale: Scale | None,
+    scale_tensor: torch.Tensor | None,
+    scale_number: float | None,
     out_dtype: torch.dtype | None,
     implementation: str | None,
 ) -> torch.Tensor:
+    kv_scale = scale_number if scale_tensor is None else scale_tensor
     kv_cache = tensors.without_head_axis(kv_cache)
     given = {"kv_cache": kv_cache, "block_tables": block_tables, "starts": starts, "lens": lens}
     spec = tensors.describe_call(
@@ -215,57 +215,22 @@ def _launch(
 # ---- the operators
 
 
-@torch.library.custom_op(
-    "tsmla::write_kv_cache",
-    mutates_args=("kv_cache",),
-    schema="(Tensor(a!) kv_cache, Tensor latent, Tensor? k_rope, Tensor slot_mapping,"
+write_operator = operators.register(
+    "write_kv_cache",
+    _write,
+    "(Tensor(a!) kv_cache, Tensor latent, Tensor? k_rope, Tensor slot_mapping,"
     f" {operators.SCALE_SCHEMA}, str? implementation) -> ()",
+    writes=("kv_cache",),
 )
-@operators.without_keeping_scales
-def write_operator(
-    kv_cache: Any, latent: Any, k_rope: Any, slot_mapping: Any, tensor: Any, number: Any, implementation: str | None
-) -> None:
-    """write_kv_cache, in place."""
-    _write(kv_cache, latent, k_rope, slot_mapping, number if tensor is None else tensor, implementation)
-
-
-@torch.library.custom_op(
-    "tsmla::gather_kv_cache",
-    mutates_args=(),
-    schema="(Tensor kv_cache, Tensor block_tables, Tensor starts, Tensor lens, SymInt total_len,"
+gather_operator = operators.register(
+    "gather_kv_cache",
+    _gather,
+    "(Tensor kv_cache, Tensor block_tables, Tensor starts, Tensor lens, SymInt total_len,"
     f" {operators.SCALE_SCHEMA}, ScalarType? out_dtype, str? implementation) -> Tensor",
 )
-@operators.without_keeping_scales
-def gather_operator(
-    kv_cache: Any,
-    block_tables: Any,
-    starts: Any,
-    lens: Any,
-    total_len: int,
-    tensor: Any,
-    number: Any,
-    out_dtype: Any,
-    implementation: str | None,
-) -> torch.Tensor:
-    """gather_kv_cache."""
-    scale = number if tensor is None else tensor
-    return _gather(kv_cache, block_tables, starts, lens, total_len, scale, out_dtype, implementation)
+operators.refuse_backward(gather_operator, "gather_kv_cache", "an eager call has one")
 
 
 @gather_operator.register_fake
-def _(
-    kv_cache: Any,
-    block_tables: Any,
-    starts: Any,
-    lens: Any,
-    total_len: Any,
-    tensor: Any,
-    number: Any,
-    out_dtype: Any,
-    implementation: Any,
-) -> torch.Tensor:
-    return kv_cache.new_empty((total_len, kv_cache.shape[-1]), dtype=out_dtype or operators.out_dtype(kv_cache))
-
-
-write_operator.register_fake(operators.returns_nothing)
-operators.refuse_backward(gather_operator, "gather_kv_cache", "an eager call has one")
+def _(cache: Any, tables: Any, starts: Any, lens: Any, rows: Any, scale: Any, number: Any, dtype: Any, _: Any) -> Any:
+    return cache.new_empty((rows, cache.shape[-1]), dtype=dtype or operators.out_dtype(cache))

@@ -121,21 +121,13 @@ def _parts(name: str, parts: Parts | torch.Tensor) -> list[torch.Tensor]:
 
 # ---- the operator
 
-
-@torch.library.custom_op(
-    "tsmla::merge_attention_states",
-    mutates_args=(),
-    schema="(Tensor[] outs, Tensor[] lses, str? implementation) -> (Tensor, Tensor)",
+merge_operator = operators.register(
+    "merge_attention_states", _merge, "(Tensor[] outs, Tensor[] lses, str? implementation) -> (Tensor, Tensor)"
 )
-def merge_operator(outs: Parts, lses: Parts, implementation: str | None) -> Computed:
-    """merge_attention_states."""
-    return _merge(outs, lses, implementation)
+operators.refuse_backward(merge_operator, "merge_attention_states", "an eager call has one")
 
 
 @merge_operator.register_fake
 def _(outs: Parts, lses: Parts, implementation: str | None) -> Computed:
     dense = torch.contiguous_format
     return torch.empty_like(outs[0], memory_format=dense), torch.empty_like(lses[0], memory_format=dense)
-
-
-operators.refuse_backward(merge_operator, "merge_attention_states", "an eager call has one")

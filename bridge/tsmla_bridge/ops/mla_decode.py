@@ -35,47 +35,42 @@ def mla_decode(
     lse: torch.Tensor | None = None,
     workspace: Workspace | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of the last query tokens of each request over its latent cache (absorbed MLA, one key head).
-
-    out = softmax(softmax_scale * q . kv) latent, with q the absorbed query [q_nope W_UK | q_rope]; apply W_UV after it.
-    The formulation is DeepSeek-V2's (arXiv:2405.04434); the masks are those of the decode step in vLLM and SGLang.
+    """Attention of the last query tokens of each request over its latent cache (absorbed MLA, one key head), as
+    tsmla_jax.mla_decode defines it: DeepSeek-V2's formulation (arXiv:2405.04434), the masks of vLLM and SGLang.
 
     Axes: B requests, S query tokens a request, T query tokens over all requests, H query heads, L latent width, R rope
     width, D = L + R, P pages, Z tokens a page, M pages a request at most.
 
     Args:
       q: [B, S, H, D], or ragged [T, H, D] with cu_seqlens_q and max_q_len; latent columns first, rope last. Also the
-        pair (q[..., :L], q[..., L:]) of such a tensor. float16 or bfloat16 on a GPU; float8_e4m3fn, float32 and float64
-        too on a CPU.
+        pair (q[..., :L], q[..., L:]) of such a tensor. float16, bfloat16 or float8_e4m3fn; on a CPU also float32 and
+        float64.
       kv_cache: [P, Z, D] or [P, 1, Z, D], latent first, rope last, in q's dtype or float8_e4m3fn (any dtype with a
         float32 q). Pages may lie a multiple of Z * D elements apart: one layer's slice of a pool.
-      block_tables: [B, M] int32, the pages of each request in order; entries past its last page are never used. May be
-        the first columns of a wider table.
+      block_tables: [B, M] int32; entries past a request's last page are never used. May be the first columns of a wider
+        table.
       seq_lens: [B] int32, keys of each request, its new tokens included; 0 is legal.
-      softmax_scale: factor of the logits, float or float32 scalar tensor on q's device; DeepSeek's is (128 + 64)^-0.5
-        times the square of yarn's mscale, never D^-0.5.
-      latent_dim: L; the first L columns of a cache row are also its value. R = 0 (L = D) is legal.
-      cu_seqlens_q: [B + 1] int32, row where each request's query tokens start, and their end; with ragged q only.
-      max_q_len: bound on the query tokens of one request; required with cu_seqlens_q. Rows past it give 0, -inf.
+      softmax_scale: factor of the logits, float or float32 scalar tensor on q's device.
+      latent_dim: L; R = 0 (L = D) is legal.
+      cu_seqlens_q, max_q_len: [B + 1] int32, row where each request's query tokens start, and their end, and the bound
+        on a request's; with ragged q only. Rows past the bound give 0, -inf.
       causal: query i of S sees key j iff j < seq_len - (S - 1) + i; otherwise iff j < seq_len.
-      q_scale, kv_scale: q holds query / q_scale and kv_cache holds kv / kv_scale (fp8 usually); None is 1. Float or
-        float32 scalar tensor; a tensor is read on the device at every call, and at every replay of a CUDA graph.
+      q_scale, kv_scale: q holds query / q_scale and kv_cache holds kv / kv_scale; None is 1. Float or float32 scalar
+        tensor; a tensor is read on the device at every call, and at every replay of a CUDA graph.
       return_lse: also return the logsumexp of the scaled logits.
       batch_invariant: a request's rows are bitwise the same whatever else is in the batch.
       implementation: "cute" (the kernels), "reference" (the definition in torch operations), or None: the kernels for
         GPU tensors, the reference for CPU tensors.
-      out, lse: where the results go, contiguous and of their shapes and dtypes; lse only with return_lse.
+      out, lse: contiguous tensors for the results; lse only with return_lse.
       workspace: memory for intermediate results; torch's allocator gives it otherwise.
 
     Returns:
       out [B, S, H, L] (or [T, H, L]) in q's dtype, bfloat16 when q is fp8; with return_lse also lse [B, S, H] (or [T,
       H]), float32, natural logarithm. A row that sees no key gives out 0 and lse -inf.
 
-    The kernels run on torch's current stream: nothing is copied and nothing waits for the device, so calls can be
-    captured into CUDA graphs once a call of the same static sizes has loaded its kernel. Calls from several threads and
-    on several streams are independent. torch.compile takes them as one operator. The kernels have no derivative; the
-    reference on a CPU can be differentiated.
-
+    The kernels run on torch's current stream and nothing waits for the device, so CUDA graphs can capture calls once a
+    call of the same static sizes has loaded its kernel. Calls from several threads and on several streams are
+    independent. torch.compile takes them as one operator. The kernels have no derivative; the reference on a CPU has.
     TSMLA_CHECK=1, in force when shapes are first seen, checks what only the data shows: lengths, pages and offsets.
 
     Raises:
@@ -98,7 +93,7 @@ def mla_decode(
         query = q if isinstance(q, torch.Tensor) else tensors.joined(q)
         plan = plan_for(DecodeInputs(query, kv_cache, block_tables, seq_lens, cu_seqlens_q), named)
     if type(softmax_scale) is float and q_scale is None and (kv_scale is None or type(kv_scale) is float):
-        pair = (softmax_scale, 1.0) if kv_scale is None else (softmax_scale * kv_scale, kv_scale)  # type: ignore[assignment]
+        pair = (softmax_scale, 1.0) if kv_scale is None else (softmax_scale * kv_scale, kv_scale)
     elif type(softmax_scale) is float and q_scale is None and scales.is_usual(kv_scale, query):
         pair = scales.product(softmax_scale, None, kv_scale, kv_scale)
     else:
@@ -117,67 +112,56 @@ def mla_decode(
 # ---- the operators
 
 
-_PARAMETERS = (
-    "Tensor q, Tensor kv_cache, Tensor block_tables, Tensor seq_lens, Tensor? cu_seqlens_q,"
-    f" {operators.PAIR_SCHEMA}, int latent_dim, SymInt? max_q_len, bool causal, bool batch_invariant,"
-    " str? implementation"
-)
-_RESULTS = "Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace"
-
-
-@torch.library.custom_op("tsmla::mla_decode", mutates_args=(), schema=f"({_PARAMETERS}) -> (Tensor, Tensor)")
-@operators.without_keeping_scales
-def decode_operator(*arguments: Any) -> Computed:
-    """(out, lse) of mla_decode."""
-    out, lse = _run_operator(*arguments, return_lse=True)
-    assert lse is not None
-    return out, lse
-
-
-@torch.library.custom_op(
-    "tsmla::mla_decode_into", mutates_args=("out", "lse", "workspace"), schema=f"({_PARAMETERS}, {_RESULTS}) -> ()"
-)
-@operators.without_keeping_scales
-def decode_into_operator(*arguments: Any) -> None:
-    """mla_decode, its results written to `out` and, if it is given, `lse`."""
-    *given, out, lse, buffer = arguments
-    workspace = None if buffer is None else Workspace.of(buffer)
-    _run_operator(*given, return_lse=lse is not None, out=out, lse=lse, workspace=workspace)
-
-
 def _run_operator(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     cu_seqlens_q: torch.Tensor | None,
-    pair_scales: torch.Tensor | None,
+    pair_tensor: torch.Tensor | None,
     logit_scale: float,
     out_scale: float,
     *options: Any,
-    return_lse: bool,
+    return_lse: bool = True,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     workspace: Workspace | None = None,
 ) -> Results:
     inputs = DecodeInputs(q, kv_cache, block_tables, seq_lens, cu_seqlens_q)
+    pair = (logit_scale, out_scale) if pair_tensor is None else pair_tensor
     plan = plan_for(inputs, DecodeOptions(*options))
-    pair = operators.pair_of(pair_scales, logit_scale, out_scale)
     return plan.run(*inputs, pair=pair, return_lse=return_lse, out=out, lse=lse, workspace=workspace)
+
+
+def _run_operator_into(*arguments: Any) -> None:
+    *given, out, lse, buffer = arguments
+    workspace = None if buffer is None else Workspace.of(buffer)
+    _run_operator(*given, return_lse=lse is not None, out=out, lse=lse, workspace=workspace)
+
+
+_PARAMETERS = (
+    "Tensor q, Tensor kv_cache, Tensor block_tables, Tensor seq_lens, Tensor? cu_seqlens_q,"
+    f" {operators.PAIR_SCHEMA}, int latent_dim, SymInt? max_q_len, bool causal, bool batch_invariant,"
+    " str? implementation"
+)
+decode_operator = operators.register("mla_decode", _run_operator, f"({_PARAMETERS}) -> (Tensor, Tensor)")
+decode_into_operator = operators.register(
+    "mla_decode_into",
+    _run_operator_into,
+    f"({_PARAMETERS}, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace) -> ()",
+    writes=("out", "lse", "workspace"),
+)
+operators.refuse_backward(
+    decode_operator,
+    "mla_decode",
+    "train through expanded attention, or use implementation='reference' on plain tensors",
+)
 
 
 @decode_operator.register_fake
 def _(q: Any, *arguments: Any) -> Computed:
     options = DecodeOptions(*arguments[-len(DecodeOptions._fields) :])
     return operators.new_results(q, options.latent_dim)
-
-
-decode_into_operator.register_fake(operators.returns_nothing)
-operators.refuse_backward(
-    decode_operator,
-    "mla_decode",
-    "train through expanded attention, or use implementation='reference' on plain tensors",
-)
 
 
 def call_operator(

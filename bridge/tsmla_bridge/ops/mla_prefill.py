@@ -38,56 +38,45 @@ def mla_prefill(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of packed requests with their own packed keys (expanded MLA: 192 wide keys, 128 wide values).
-
-    The varlen attention of DeepSeek-V2's prefill (arXiv:2405.04434), with the masks of FlashAttention.
+    """Attention of packed requests with their own packed keys (expanded MLA), as tsmla_jax.mla_prefill defines it.
 
     Axes: B requests, Tq / Tk query / key tokens over all requests, H heads, K and V head dims (192 and 128 in
     DeepSeek).
 
     Args:
-      q: [Tq, H, K]; float16 or bfloat16 on a GPU, float8_e4m3fn, float32 and float64 too on a CPU.
+      q: [Tq, H, K]; float16, bfloat16 or float8_e4m3fn; on a CPU also float32 and float64.
       k, v: [Tk, H, K] and [Tk, H, V] in q's dtype. All three without gaps on a GPU: a half of a wider tensor raises.
       cu_seqlens_q, cu_seqlens_kv: [B + 1] int32, row where each request starts, and the end. Lengths of 0 are legal,
         and rows past the end are padding: their outputs are 0 with lse -inf.
       max_q_len, max_kv_len: bounds on one request's tokens.
-      softmax_scale: factor of the logits, float or float32 scalar tensor on q's device; K^-0.5 times the square of
-        yarn's mscale for DeepSeek.
+      softmax_scale: factor of the logits, float or float32 scalar tensor on q's device.
       causal: bottom-right aligned: query i of n sees key j of m iff j <= i + m - n. Otherwise it sees all of its
         request.
-      q_scale, k_scale, v_scale: the tensors hold values / scale (fp8 usually); None is 1. Float or float32 scalar
-        tensor.
-      return_lse: also return the logsumexp of the scaled logits.
-      implementation: "cute" (the kernels), "reference" (the definition in torch operations), or None: the kernels for
-        GPU tensors, the reference for CPU tensors.
-      out, lse: where the results go, contiguous and of their shapes and dtypes; lse only with return_lse.
+      q_scale, k_scale, v_scale: the tensors hold values / scale; None is 1. Float or float32 scalar tensor.
+      return_lse, implementation, out, lse: as mla_decode's.
 
     Returns:
       out [Tq, H, V] in q's dtype, bfloat16 when q is fp8; with return_lse also lse [Tq, H], float32, natural logarithm.
       A row that sees no key gives out 0 and lse -inf.
 
-    Streams, threads, CUDA graphs, torch.compile and derivatives are as mla_decode says.
-
-    Raises:
-      TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
-      NotImplementedError: the implementation can't run this call, with every reason.
-      RuntimeError: CUDA refused a launch, or a kernel would have to be loaded during a capture.
+    Streams, threads, CUDA graphs, torch.compile, derivatives and what it raises are as mla_decode says.
     """
     inputs = PrefillInputs(q, k, v, cu_seqlens_q, cu_seqlens_kv)
     options = PrefillOptions(max_q_len, max_kv_len, causal, implementation)
-    given = {"softmax_scale": softmax_scale, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
     if torch.compiler.is_compiling() or operators.is_traced(q, k, v):
+        pair = scales.product(softmax_scale, q_scale, k_scale, v_scale)
         return operators.call_attention(
             torch.ops.tsmla.mla_prefill,
             torch.ops.tsmla.mla_prefill_into,
-            (*inputs, *operators.pair_arguments(scales.product(*given.values())), *options),
+            (*inputs, *operators.pair_arguments(pair), *options),
             lambda: operators.new_results(q, v.shape[-1]),
             return_lse,
             out,
             lse,
         )
+    given = {"softmax_scale": softmax_scale, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
     spec = _spec(inputs, options, given)
-    pair = scales.product(*given.values())
+    pair = scales.product(softmax_scale, q_scale, k_scale, v_scale)
     result, result_lse = _run(spec, inputs, pair, options.implementation, return_lse, out, lse)
     return result if result_lse is None else (result, result_lse)
 
@@ -189,32 +178,6 @@ def _launch(spec: PrefillSpec, inputs: PrefillInputs, pair: Pair, out: torch.Ten
 
 # ---- the operators
 
-_PARAMETERS = (
-    f"Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_kv, {operators.PAIR_SCHEMA},"
-    " SymInt max_q_len, SymInt max_kv_len, bool causal, str? implementation"
-)
-
-
-@torch.library.custom_op("tsmla::mla_prefill", mutates_args=(), schema=f"({_PARAMETERS}) -> (Tensor, Tensor)")
-@operators.without_keeping_scales
-def prefill_operator(*arguments: Any) -> Computed:
-    """(out, lse) of mla_prefill."""
-    out, lse = _run_operator(*arguments, return_lse=True)
-    assert lse is not None
-    return out, lse
-
-
-@torch.library.custom_op(
-    "tsmla::mla_prefill_into",
-    mutates_args=("out", "lse"),
-    schema=f"({_PARAMETERS}, Tensor(a!) out, Tensor(b!)? lse) -> ()",
-)
-@operators.without_keeping_scales
-def prefill_into_operator(*arguments: Any) -> None:
-    """mla_prefill, its results written to `out` and, if it is given, `lse`."""
-    *given, out, lse = arguments
-    _run_operator(*given, return_lse=lse is not None, out=out, lse=lse)
-
 
 def _run_operator(
     q: torch.Tensor,
@@ -222,24 +185,39 @@ def _run_operator(
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_kv: torch.Tensor,
-    pair_scales: torch.Tensor | None,
+    pair_tensor: torch.Tensor | None,
     logit_scale: float,
     out_scale: float,
     *options: Any,
-    return_lse: bool,
+    return_lse: bool = True,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> Results:
     inputs, named = PrefillInputs(q, k, v, cu_seqlens_q, cu_seqlens_kv), PrefillOptions(*options)
+    pair = (logit_scale, out_scale) if pair_tensor is None else pair_tensor
     spec = _spec(inputs, named, {"softmax_scale": 1.0})
-    pair = operators.pair_of(pair_scales, logit_scale, out_scale)
     return _run(spec, inputs, pair, named.implementation, return_lse, out, lse)
+
+
+def _run_operator_into(*arguments: Any) -> None:
+    *given, out, lse = arguments
+    _run_operator(*given, return_lse=lse is not None, out=out, lse=lse)
+
+
+_PARAMETERS = (
+    f"Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_kv, {operators.PAIR_SCHEMA},"
+    " SymInt max_q_len, SymInt max_kv_len, bool causal, str? implementation"
+)
+prefill_operator = operators.register("mla_prefill", _run_operator, f"({_PARAMETERS}) -> (Tensor, Tensor)")
+prefill_into_operator = operators.register(
+    "mla_prefill_into",
+    _run_operator_into,
+    f"({_PARAMETERS}, Tensor(a!) out, Tensor(b!)? lse) -> ()",
+    writes=("out", "lse"),
+)
+operators.refuse_backward(prefill_operator, "mla_prefill", "use implementation='reference' on plain tensors")
 
 
 @prefill_operator.register_fake
 def _(q: Any, k: Any, v: Any, *arguments: Any) -> Computed:
     return operators.new_results(q, v.shape[-1])
-
-
-prefill_into_operator.register_fake(operators.returns_nothing)
-operators.refuse_backward(prefill_operator, "mla_prefill", "use implementation='reference' on plain tensors")

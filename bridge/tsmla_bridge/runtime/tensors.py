@@ -58,17 +58,8 @@ def describe_call(
     scales: Mapping[str, Any] | None = None,
     **static: Any,
 ) -> Spec:
-    """The spec of a call.
-
-    Args:
-      make_spec: the contract's function for the operation.
-      tensors: the tensors by argument; those named in `optional` may be None.
-      scales: numbers, tensors or None by argument.
-      static: the other arguments of `make_spec`, passed on unchanged.
-
-    Raises:
-      TypeError, ValueError: an argument is not legal, or not on the device of the first tensor.
-    """
+    """The spec of a call, from the contract's function `make_spec`; raises as that does, and ValueError unless all are
+    on the device of the first tensor. The tensors named in `optional` may be None; `static` arguments are passed on."""
     scales = scales or {}
     described: dict[str, Any] = {
         name: None if value is None and name in optional else describe(name, value) for name, value in tensors.items()
