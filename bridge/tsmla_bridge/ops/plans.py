@@ -51,7 +51,7 @@ class DecodeOptions(NamedTuple):
 
 
 _plans: dict[Any, Plan] = {}
-_latest: dict[tuple[Any, ...], tuple[Callable[..., bool], Plan]] = {}  # by DecodeOptions
+_latest: dict[tuple[Any, ...], Plan] = {}  # by DecodeOptions
 
 
 def plan_of_latest(
@@ -62,10 +62,10 @@ def plan_of_latest(
     Takes the tensors one by one, and the options as any equal tuple: to make both NamedTuples would cost a tenth of an
     eager call on the host."""
     try:
-        is_like, plan = _latest[options]
+        plan = _latest[options]
         if cu_seqlens_q is None:
-            return plan if is_like(q, kv_cache, block_tables, seq_lens) else None
-        return plan if is_like(q, kv_cache, block_tables, seq_lens, cu_seqlens_q) else None
+            return plan if plan.is_like(q, kv_cache, block_tables, seq_lens) else None
+        return plan if plan.is_like(q, kv_cache, block_tables, seq_lens, cu_seqlens_q) else None
     except (KeyError, TypeError):  # no such call, an option without a hash, or the latest had another number of tensors
         return None
 
@@ -91,7 +91,9 @@ def plan_for(inputs: DecodeInputs, options: DecodeOptions) -> Plan:
         _plans[key] = plan
     if not (inputs.q.requires_grad or inputs.kv_cache.requires_grad):  # whether such a call is traced depends on more
         given = inputs if inputs.cu_seqlens_q is not None else inputs[:-1]
-        _latest[options] = (tensors.likeness(*given), plan)
+        if not plan.is_like(*given):
+            plan.is_like = tensors.likeness(*given)
+        _latest[options] = plan
     return plan
 
 
@@ -100,8 +102,8 @@ def _make_plan(inputs: DecodeInputs, options: DecodeOptions) -> Plan:
     spec = tensors.describe_call(
         contract.decode_spec,
         inputs._asdict(),
+        scales={"softmax_scale": 1.0},  # scales are no part of a plan; the caller checks them
         optional=("cu_seqlens_q",),
-        softmax_scale=1.0,  # scales are no part of a plan; the caller checks them
         latent_dim=options.latent_dim,
         max_q_len=options.max_q_len,
         causal=options.causal,
@@ -134,6 +136,7 @@ class Plan:
     def __init__(self, spec: DecodeSpec, inputs: DecodeInputs) -> None:
         self.spec = spec
         self.layout = ResultLayout.of(inputs.q, spec.latent_dim, spec.out_dtype, spec.lse_dtype)
+        self.is_like: Callable[..., bool] = lambda *tensors: False  # whether tensors are like those of the latest call
 
     def run(
         self,

@@ -6,6 +6,7 @@ behind the caller's back, and no stride is ever ignored.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -54,23 +55,24 @@ def describe_call(
     make_spec: Callable[..., Spec],
     tensors: Mapping[str, Any],
     *,
+    scales: Mapping[str, Any],
     optional: Sequence[str] = (),
-    scales: Mapping[str, Any] | None = None,
     **static: Any,
 ) -> Spec:
     """The spec of a call, from the contract's function `make_spec`; raises as that does, and ValueError unless all are
     on the device of the first tensor. The tensors named in `optional` may be None; `static` arguments are passed on."""
-    scales = scales or {}
     described: dict[str, Any] = {
         name: None if value is None and name in optional else describe(name, value) for name, value in tensors.items()
     }
-    described |= {name: describe_scale(name, value) for name, value in scales.items()}
+    for name, value in scales.items():
+        described[name] = describe_scale(name, value)
     spec = make_spec(**described, **static)
     first = next(iter(tensors))
     same_device(first, tensors[first], {**tensors, **scales})
     return spec
 
 
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """The dtype's name as the contract and the catalog have it."""
     return str(dtype).removeprefix("torch.")
