@@ -99,13 +99,26 @@ def test_without_torchs_guard_plans_are_found_too(
     assert len(described) == 1
 
 
+def views(case: Inputs) -> dict[str, dict[str, Any]]:
+    """Arguments that hold the case's values in other memory, poisoned around them, or under another shape."""
+    q, cache, tables, _ = case.arrays
+    pool = torch.full((len(cache), 3, *cache.shape[1:]), torch.nan, dtype=cache.dtype)
+    pool[:, 2] = cache
+    behind = torch.cat((torch.full_like(cache, torch.nan), cache))[len(cache) :]
+    wide = torch.full((len(tables) + 1, tables.shape[1] + 3), POISON, dtype=torch.int32)
+    wide[:-1, :-3] = tables
+    return {
+        "head axis": {"kv_cache": cache[:, None]},
+        "layer of a pool": {"kv_cache": pool[:, 2]},
+        "range of pages": {"kv_cache": behind},
+        "the first columns of a table": {"block_tables": wide[:-1, :-3]},
+        "the halves of q": {"q": (q[..., :256], q[..., 256:])},
+    }
+
+
 def _unlike(case: Inputs) -> dict[str, tuple[Inputs | str, dict[str, Any]]]:
     """Arguments that differ from the case's in one thing, with what they must give: a case's results, or an error."""
-    q, cache, tables, lens = case.arrays
-    pool = torch.full((len(cache), 2, *cache.shape[1:]), torch.nan, dtype=cache.dtype)
-    pool[:, 1] = cache
-    wide = torch.full((3, tables.shape[1] + 3), POISON, dtype=torch.int32)
-    wide[:2, : tables.shape[1]] = tables
+    q, _, tables, lens = case.arrays
     offsets = torch.tensor([0, 1, 2], dtype=torch.int32)
     fewer, half = served([33], seed=1), served([5, 33], q_dtype="float16", kv_dtype="float16")
     small = served([5, 33], kv_dtype="float8_e4m3fn")
@@ -114,10 +127,7 @@ def _unlike(case: Inputs) -> dict[str, tuple[Inputs | str, dict[str, Any]]]:
         "ragged": (case, {"q": q[:, 0], "cu_seqlens_q": offsets, "max_q_len": 1}),
         "dtypes": (half, half.named),
         "the cache's dtype": (small, small.named),
-        "the cache's strides": (case, {"kv_cache": pool[:, 1]}),
-        "the cache's head axis": (case, {"kv_cache": cache[:, None]}),
-        "the table's strides": (case, {"block_tables": wide[:2, : tables.shape[1]]}),
-        "a pair for q": (case, {"q": (q[..., :256], q[..., 256:])}),
+        **{name: (case, changed) for name, changed in views(case).items()},
         "q's strides": ("q: got shape", {"q": torch.cat((q, q), -1)[..., :320]}),
         "q's dtype": ("q.dtype|kv_cache", {"q": q.half()}),
         "one dtype of lengths": ("seq_lens", {"seq_lens": lens.long()}),
@@ -173,50 +183,32 @@ def test_what_torch_has_to_see_it_sees_after_a_like_call(gpu: Gpu, monkeypatch: 
 # ---- views
 
 
-def test_cache_with_its_head_axis(gpu: Gpu) -> None:
-    case = served([5, 33])
-    assert_right(attend(case, kv_cache=case.kv_cache[:, None]), case)
-    assert gpu.operands["kv_cache"].data_ptr() == case.kv_cache.data_ptr()
-
-
-def test_cache_that_is_one_layer_of_a_pool(gpu: Gpu) -> None:
+def test_views_are_read_as_they_are(gpu: Gpu) -> None:
     case = served([5, 33, 0])
-    pool = torch.full((len(case.kv_cache), 3, *case.kv_cache.shape[1:]), torch.nan, dtype=case.kv_cache.dtype)
-    for layer in range(3):
-        pool[:, layer] = case.kv_cache
-        assert_right(attend(case, kv_cache=pool[:, layer]), case)
-        cache = gpu.operands["kv_cache"]
-        assert cache.data_ptr() == pool[:, layer].data_ptr()
-        assert cache.data_ptr() + cache.numel() * 2 <= pool.data_ptr() + pool.numel() * 2
-        pool[:, layer] = torch.nan
+    for changed in views(case).values():
+        assert_right(attend(case, **changed), case)
+        ((name, view),) = changed.items()
+        start = view[0] if isinstance(view, tuple) else view
+        assert gpu.operands[name].data_ptr() == start.data_ptr()
 
 
-def test_cache_that_is_a_range_of_pages(gpu: Gpu) -> None:
-    case = served([5, 33])
-    pool = torch.cat((torch.full_like(case.kv_cache, torch.nan), case.kv_cache))
-    assert_right(attend(case, kv_cache=pool[len(case.kv_cache) :]), case)
+def test_no_view_is_read_beyond_its_memory(gpu: Gpu) -> None:
+    case = served([5, 33, 0])
+    for name in ("layer of a pool", "the first columns of a table"):
+        ((argument, view),) = views(case)[name].items()
+        attend(case, **{argument: view})
+        operand, end = gpu.operands[argument], view.untyped_storage().data_ptr() + view.untyped_storage().nbytes()
+        assert operand.data_ptr() + operand.numel() * operand.element_size() <= end
 
 
-def test_query_as_its_two_halves(gpu: Gpu) -> None:
+def test_a_pair_that_is_no_query_is_refused(gpu: Gpu) -> None:
     case = served([5, 33], s=2)
     latent, rope = case.q[..., :256], case.q[..., 256:]
-    assert_right(attend(case, q=(latent, rope)), case)
-    assert gpu.operands["q"].data_ptr() == case.q.data_ptr()
     for pair in ((latent, rope.clone()), (latent.clone(), rope), (rope, latent)):
         with pytest.raises(ValueError, match=r"q: got a pair .* torch\.cat\(q, -1\) makes one of them"):
             attend(case, q=pair)
     with pytest.raises(ValueError, match="q: got 3 tensors; legal: one, or the pair"):
         attend(case, q=(latent, rope, latent))
-
-
-@pytest.mark.parametrize("extra", [1, 5])
-def test_table_that_is_the_first_columns_of_a_wider_one(gpu: Gpu, extra: int) -> None:
-    case = served([5, 33, 0])
-    rows, width = case.block_tables.shape
-    table = torch.full((rows + 1, width + extra), POISON, dtype=torch.int32)[:rows, :width]
-    table.copy_(case.block_tables)
-    assert_right(attend(case, block_tables=table), case)
-    assert gpu.operands["block_tables"].data_ptr() == table.data_ptr()
 
 
 def test_no_stride_is_ignored(gpu: Gpu) -> None:
