@@ -66,6 +66,10 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]]:
             lambda q, *rest: tokenspeed_mla_decode(q, rest[0], space, 32, 16, *rest[1:], 32, 0.1, return_lse=True),
             plain.arrays,
         ),
+        "tokenspeed decode with a window": (
+            lambda q, *rest: tokenspeed_mla_decode(q, rest[0], space, 32, 16, *rest[1:], 32, 0.1, window_left=3),
+            plain.arrays,
+        ),
         "tokenspeed prefill": (
             lambda q, v: tokenspeed_mla_prefill(q.bfloat16(), q.bfloat16(), v.bfloat16(), CU, CU, 3, 2, 0.1),
             (q, v),

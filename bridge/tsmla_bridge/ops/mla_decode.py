@@ -85,7 +85,7 @@ def mla_decode(
     pair: Pair
     plan = None if compiling else plan_of_latest(q, kv_cache, block_tables, seq_lens, cu_seqlens_q, options)
     if plan is None:
-        named = DecodeOptions._make(options)
+        named = DecodeOptions(*options)
         if compiling or operators.is_traced(q, kv_cache):
             inputs = DecodeInputs(_concatenated(q), kv_cache, block_tables, seq_lens, cu_seqlens_q)
             pair = scales.product(softmax_scale, q_scale, kv_scale, kv_scale)

@@ -90,10 +90,10 @@ def tokenspeed_mla_decode(
     if window_left >= max_seq_len - 1 and cp_world == 1:
         window_left = -1  # nothing lies before such a window
     pair = (float(softmax_scale), float(output_scale))
-    place = out if out is None or out.is_contiguous() else None
+    dense_out = out if out is None or out.is_contiguous() else None
     if cp_world == 1 and local_visible_lens is None and window_left < 0:
         result, lse = _attend(
-            query, block_tables, seq_lens, return_lse=return_lse, out=place,
+            query, block_tables, seq_lens, return_lse=return_lse, out=dense_out,
             kv_cache=kv_cache, pair=pair, workspace_buffer=workspace_buffer,
             options=(kv_lora_rank, None, causal_mask, False, None),
         )  # fmt: skip
@@ -103,9 +103,9 @@ def tokenspeed_mla_decode(
         )
         options = DecodeOptions(kv_lora_rank, None, causal=False, batch_invariant=False, implementation=None)
         shared = _Shared(kv_cache, pair, workspace_buffer, options)
-        result, lse = _attend_masked(query, block_tables, starts, stops, shared, return_lse, place)
+        result, lse = _attend_masked(query, block_tables, starts, stops, shared, return_lse, dense_out)
     if out is not None:
-        result = out.copy_(result) if place is None else out
+        result = out.copy_(result) if dense_out is None else out
     return result if lse is None else (result, lse.mul_(LOG2_E))
 
 
@@ -137,7 +137,7 @@ def _attend(
     compiling = torch.compiler.is_compiling()
     plan = None if compiling else plan_of_latest(query, kv_cache, block_tables, seq_lens, None, options)
     if plan is None:
-        inputs, named = DecodeInputs(query, kv_cache, block_tables, seq_lens, None), DecodeOptions._make(options)
+        inputs, named = DecodeInputs(query, kv_cache, block_tables, seq_lens, None), DecodeOptions(*options)
         if compiling or operators.is_traced(query, kv_cache):
             result: Any = mla_decode.call_operator(inputs, pair, named, return_lse, out, None, None)
             return result if return_lse else (result, None)
