@@ -31,7 +31,8 @@ def functions() -> dict[str, Callable[[], Any]]:
     import torch
 
     import tsmla_bridge
-    from tsmla_bridge import decode, tokenspeed_mla
+    from tsmla_bridge import tokenspeed_mla
+    from tsmla_bridge.ops.plans import DecodeInputs, DecodeOptions, plan_for
 
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(BATCH, 1, HEADS, 576, generator=generator).bfloat16().cuda()
@@ -46,7 +47,8 @@ def functions() -> dict[str, Callable[[], Any]]:
     buffer = torch.empty(max(size, sms * HEADS * 8 * 513 * 4), dtype=torch.int8, device="cuda")
     cache4 = cache[:, None]
 
-    plan: Any = decode.plan_for(q, cache, tables, lens, None, (512, None, True, False, None))
+    options = DecodeOptions(512, None, causal=True, batch_invariant=False, implementation=None)
+    plan: Any = plan_for(DecodeInputs(q, cache, tables, lens, None), options)
     scales_there = torch.tensor([scale, 1.0], device="cuda")
     inputs = (q, cache, tables, lens, lens, scales_there, out, lse)
     workspaces = (memory["workspace"].buffer.data_ptr() + offset for offset in plan.offsets)

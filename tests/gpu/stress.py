@@ -3,13 +3,13 @@ calls made alone before.
 
     python3 -m tests.gpu.stress [--dtype NAME] [--kv-dtype NAME] [--threads 8] [--calls 200] [--small]
 
-test_gpu.py makes these calls too. As a program of its own, without jax, compute-sanitizer can watch them:
+test_bridge.py makes these calls too. As a program of its own, without jax, compute-sanitizer can watch them:
 
     compute-sanitizer --tool racecheck python3 -m tests.gpu.stress --threads 1 --calls 4 --small
 
-Run it without the sanitizer first, so that the kernels are compiled, and one sanitizer at a time: of six on one GPU
-five did not end. Nor does racecheck end with two threads: both stand in torch's own calls then (empty, linspace).
-After --patience seconds every thread's place is printed and the program ends.
+Run it without the sanitizer first, so that the kernels are compiled. Several sanitizers on one GPU do not end, and nor
+does racecheck with two threads: both hang in torch's own calls (empty, linspace). After --patience seconds the program
+prints the stack of every thread and ends.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import random
 import sys
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 import tsmla_bridge
-from tests.gpu.decode_numbers import decode_numbers
+from tests.oracles.inputs import decode_numbers
 from tsmla_bridge import Workspace, decode_workspace_size
 
 SCALES = (192**-0.5, 0.05, 0.1)
@@ -35,7 +36,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def arrays(
-    *shape: int, dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | None = None, **options: int
+    *shape: int, dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | None = None, **options: Any
 ) -> Tensors:
     """decode_numbers on the GPU."""
     q, cache, table, lens = (torch.from_numpy(x).to("cuda") for x in decode_numbers(*shape, **options))

@@ -1,4 +1,5 @@
-"""An independent definition: numpy, float64, one request, token and head at a time, no jax."""
+"""Independent definitions in numpy and float64, without jax: one request, token and head at a time, which is obvious,
+and one of decode that is quick; tests/oracles/test_attention.py compares the two."""
 
 from __future__ import annotations
 
@@ -39,6 +40,33 @@ def decode(
         outs.append(out)
         lses.append(lse)
     return outs, lses
+
+
+def batched_decode(
+    q, kv_cache, block_tables, seq_lens, *, scale, latent_dim=512, cu_seqlens_q=None, causal=True, kv_scale=1.0
+):
+    """`decode` a request at a time, which is quick at a GPU's sizes: out [..., H, L] and lse [..., H] for q [B, S, H,
+    D], or [T, H, D] with cu_seqlens_q. Tokens of no request are 0 and -inf."""
+    rows = np.asarray(q, np.float64).reshape(-1, *q.shape[-2:])
+    starts = np.arange(len(seq_lens) + 1) * q.shape[1] if cu_seqlens_q is None else np.asarray(cu_seqlens_q)
+    pages, tables = np.asarray(kv_cache), np.asarray(block_tables)
+    out, lse = np.zeros((*rows.shape[:2], latent_dim)), np.full(rows.shape[:2], -np.inf)
+    for r, n in enumerate(np.asarray(seq_lens)):
+        used = tables[r, : -(-n // pages.shape[1])]
+        keys = pages[used].astype(np.float64).reshape(-1, pages.shape[2])[:n] * kv_scale
+        begin, tokens = starts[r], starts[r + 1] - starts[r]
+        scores = rows[begin : begin + tokens] @ keys.T * scale
+        for token in range(tokens):
+            visible = n - (tokens - 1) + token if causal else n
+            if visible <= 0:
+                continue
+            row = scores[token, :, :visible]
+            maximum = row.max(-1, keepdims=True)
+            weights = np.exp(row - maximum)
+            total = weights.sum(-1, keepdims=True)
+            out[begin + token] = weights @ keys[:visible, :latent_dim] / total
+            lse[begin + token] = (maximum + np.log(total))[:, 0]
+    return out.reshape(*q.shape[:-1], latent_dim), lse.reshape(q.shape[:-1])
 
 
 def prefill(q, k, v, cu_q, cu_kv, *, scale, causal):

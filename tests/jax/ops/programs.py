@@ -5,7 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+
+
+def ints(x: object) -> jax.Array:
+    """An int32 array."""
+    return jnp.asarray(x, jnp.int32)
 
 
 def lower(function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = (), **kwargs: Any) -> str:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tsmla_jax
-from tests.jax.ops.inputs import POISON
+from tests.oracles.inputs import POISON
 
 IMPLEMENTATIONS = ("reference", "xla")
 FP8 = jnp.float8_e4m3fn

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tsmla_jax
-from tests.jax.ops.inputs import Paged, paged
 from tests.jax.ops.programs import assert_same_lse
 from tests.oracles import attention as oracle
+from tests.oracles.inputs import Paged, paged
 
 IMPLEMENTATIONS = ("reference", "xla")
 KEYS = [0, 1, 63, 64, 65, 4096]

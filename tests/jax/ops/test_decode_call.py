@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -87,9 +86,7 @@ def test_new_sizes_lower_without_compiling(builds: Path) -> None:
     lower(attend, *specs())
     assert len(builds.read_text().splitlines()) == 1
     for batch, pages, max_pages in ((5, 32, 8), (4, 70_000, 8), (128, 32, 100)):
-        start = time.perf_counter()
         text = lower(attend, *specs(batch, pages, max_pages))
-        assert time.perf_counter() - start < 0.5
         assert f"tensor<{pages}x64x576xbf16>, tensor<{batch}x{max_pages}xi32>" in operands_of_call(text)
     lower(attend, *specs(heads=32))
     assert len(builds.read_text().splitlines()) == 2  # another number of heads is another kernel
@@ -160,9 +157,8 @@ def test_export_once_for_all_sizes(builds: Path) -> None:
     )
     again = export.deserialize(exported.serialize())
     assert again.platforms == ("cuda",)
-    start = time.perf_counter()
     text = lower(again.call, *specs(7, 99, 3))
-    assert time.perf_counter() - start < 0.5 and len(builds.read_text().splitlines()) == 1
+    assert len(builds.read_text().splitlines()) == 1
     assert device.TARGET in text
 
 
@@ -187,11 +183,10 @@ def test_export_without_the_checks_is_refused_by_jax() -> None:
 
 
 WARM = """
-import sys, time
+import sys
 import jax, jax.numpy as jnp
 jax.devices()
 from tests.emulator.standin import DECODE
-start = time.perf_counter()
 import tsmla_jax
 from tsmla_jax.ops.mla_decode import cute
 cute.MLA_DECODE = DECODE
@@ -199,15 +194,14 @@ S = jax.ShapeDtypeStruct
 args = (S((4, 1, 16, 576), jnp.bfloat16), S((32, 64, 576), jnp.bfloat16), S((4, 8), jnp.int32), S((4,), jnp.int32))
 attend = lambda *a: tsmla_jax.mla_decode(*a, softmax_scale=0.1, implementation="cute")
 text = jax.jit(attend).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-seconds = time.perf_counter() - start
 import json
 names = {name.partition(".")[0] for name in sys.modules}
 imported = sorted(names & {"cutlass", "cuda", "torch", "flax"})
-print(json.dumps({"seconds": seconds, "size": len(text), "imported": imported}))
+print(json.dumps({"size": len(text), "imported": imported}))
 """
 
 
-def test_warm_process_imports_no_cutlass_and_lowers_at_once(builds: Path, child_environment: dict[str, str]) -> None:
+def test_warm_process_imports_no_cutlass_and_compiles_nothing(builds: Path, child_environment: dict[str, str]) -> None:
     lower(attend, *specs())
     run = subprocess.run(
         [sys.executable, "-c", WARM], env=child_environment, check=True, capture_output=True, text=True, timeout=120
@@ -215,8 +209,6 @@ def test_warm_process_imports_no_cutlass_and_lowers_at_once(builds: Path, child_
     said = json.loads(run.stdout)
     assert said["imported"] == [] and said["size"] > 10_000
     assert len(builds.read_text().splitlines()) == 1
-    # The target is 1 s after jax is up; a shared machine without a GPU gets more.
-    assert said["seconds"] < 3, said
 
 
 # ---- what can't be

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 import tsmla_jax
-from tests.jax.ops.inputs import ints
+from tests.jax.ops.programs import ints
 from tests.oracles import sparse as oracle
 from tsmla_jax import sparse
 

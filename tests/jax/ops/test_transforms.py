@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tsmla_jax
-from tests.jax.ops.inputs import paged
+from tests.oracles.inputs import paged
 
 HEADS, LATENT, WIDTH, PAGE = 4, 32, 48, 16
 

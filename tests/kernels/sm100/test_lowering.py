@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -83,16 +82,16 @@ def exported(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 @needs_package
-def test_decode_lowers_and_other_sizes_at_once() -> None:
+def test_decode_lowers_and_other_sizes_compile_nothing() -> None:
     text = lower(attend, *specs())
     assert text.count(f"@{device.TARGET}(") == 1
     # 64 rows a request, so 37 CTAs each on 148 multiprocessors; but there are only 4 tiles of 128 keys.
     rows = 4 * 64 * 513 * 4
     assert f"tensor<4x4x16x512xbf16>, tensor<4x4x16xf32>, tensor<4x{rows}xi8>, " in results_of_call(text)
+    stored = len(object_cache.entries())
     for batch, pages, max_pages in ((5, 32, 8), (4, 70_000, 8), (300, 32, 100)):
-        start = time.perf_counter()
         text = lower(attend, *specs(batch, pages, max_pages))
-        assert time.perf_counter() - start < 0.5
+        assert len(object_cache.entries()) == stored
         split = "1x16" if batch == 300 else r"\d+x\d+"
         assert re.search(rf"tensor<{batch}x4x16xf32>, tensor<{split}xi8>", results_of_call(text))
 
@@ -113,9 +112,9 @@ def test_decode_exports_for_all_sizes() -> None:
     b, p, m = export.symbolic_shape("b, p, m", constraints=["b <= 4096"])
     again = exported(attend, *specs(b, p, m, page=128))
     assert again.platforms == ("cuda",)
-    start = time.perf_counter()
+    stored = len(object_cache.entries())
     text = lower(again.call, *specs(7, 99, 3, page=128))
-    assert time.perf_counter() - start < 0.5 and device.TARGET in text
+    assert len(object_cache.entries()) == stored and device.TARGET in text
 
 
 @needs_package
@@ -125,10 +124,10 @@ def test_prefill_lowers_differentiates_and_exports(monkeypatch: pytest.MonkeyPat
     text = lower(prefill, *arrays, **offsets)
     assert "tensor<600x16x128xbf16>, tensor<600x16xf32>, tensor<300xi8>, " in results_of_call(text)
 
-    start = time.perf_counter()
+    stored = len(object_cache.entries())
     arrays, offsets = packed(900, 1000, 7, heads=32)
     lower(prefill, *arrays, **offsets)
-    assert time.perf_counter() - start < 0.5
+    assert len(object_cache.entries()) == stored
 
     def loss(*arrays: Any, **offsets: Any) -> jax.Array:
         return prefill(*arrays, **offsets)[0].astype(jnp.float32).sum()

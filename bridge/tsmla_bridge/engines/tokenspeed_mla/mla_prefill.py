@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
-from tsmla_bridge import blackwell, devices, prefill
-from tsmla_bridge.tensors import dtype_name
+from tsmla_bridge import blackwell
+from tsmla_bridge.ops import mla_prefill
+from tsmla_bridge.runtime import devices
+from tsmla_bridge.runtime.tensors import dtype_name
 from tsmla_kernels import contract
 
 _logger = logging.getLogger(__name__)
@@ -35,13 +37,13 @@ def tokenspeed_mla_prefill(
     Args:
       query: [Tq, H, K]. key: [Tk, H, K]. value: [Tk, H, V]. bfloat16, float16 or float8_e4m3fn, all three alike. One
         with gaps (a half of a wider tensor) is copied first.
-      seq_lens, batch_size: taken for compatibility: cum_seq_lens says both.
+      seq_lens, batch_size: ignored; cum_seq_lens says both.
       cum_seq_lens: [B + 1], row where each request's keys start, and the end. max_seq_len: bound on one's keys.
       softmax_scale: factor of the logits.
       is_causal: bottom-right aligned, else a query sees all keys of its request.
       return_lse: also return the logsumexp of the scaled logits.
       cum_seq_lens_q, max_seq_len_q: of the queries; those of the keys by default.
-      enable_pdl: taken for compatibility: the kernels' results do not depend on it.
+      enable_pdl: ignored; results do not depend on it.
       out: where the result goes, contiguous bfloat16 [Tq, H, V].
 
     Returns:
@@ -51,7 +53,7 @@ def tokenspeed_mla_prefill(
     Raises:
       ValueError, TypeError: an argument is not legal. NotImplementedError: no kernel runs the call, with the reasons.
     """
-    if blackwell.is_there("tokenspeed_mla_prefill", query):
+    if blackwell.runs("tokenspeed_mla_prefill", query):
         real: Any = blackwell.package()
         return real.tokenspeed_mla_prefill(
             query, key, value, seq_lens, cum_seq_lens, max_seq_len, batch_size, softmax_scale, is_causal, return_lse,
@@ -70,7 +72,7 @@ def tokenspeed_mla_prefill(
     starts_kv = cum_seq_lens.to(query.device, torch.int32)
     starts_q = starts_kv if cum_seq_lens_q is None else cum_seq_lens_q.to(query.device, torch.int32)
     direct = query.dtype != torch.float16
-    found: Any = prefill.mla_prefill(
+    found: Any = mla_prefill.mla_prefill(
         query.contiguous(),
         key.contiguous(),
         value.contiguous(),
@@ -143,8 +145,8 @@ def _compile_prefill_kernel(
         causal=is_causal,
         return_lse=return_lse,
     )
-    if reasons := prefill.why_not(spec, devices.torch_device(index)):
+    if reasons := mla_prefill.why_not(spec, devices.torch_device(index)):
         _logger.info("no prefill kernel to compile ahead for %s: %s", dtype, "; ".join(reasons))
         return False
-    prefill.warm(spec, index)
+    mla_prefill.warm(spec, index)
     return True

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from tsmla_bridge import devices
-from tsmla_bridge.tensors import dtype_name
+from tsmla_bridge.runtime import devices
+from tsmla_bridge.runtime.tensors import dtype_name
 from tsmla_kernels import contract, launch
 from tsmla_kernels.catalog import Config, Kernel
 
 IMPLEMENTATIONS = ("cute", "reference")
-NO_KERNEL = "there is no kernel for this operation yet"
 
 PROVEN = ("sm_90a",)
 """Architectures on which the kernels of all architectures have run; on others they must be named."""
 
 ROW_ALIGN = 16
-"""Bytes that a row of what those kernels read lies at a multiple of."""
+"""Alignment in bytes of the rows that the cache's kernels and merging read."""
 
 _lock = threading.Lock()
 
@@ -32,9 +31,9 @@ def check_implementation(implementation: object) -> None:
 
 def check_operands(launcher: launch.Launcher, names: Sequence[str]) -> None:
     """NotImplementedError unless these are the kernel's operands: a kernel of another version takes others."""
-    found = [operand.name for operand in launcher.operands]
-    if found != list(names):
-        raise NotImplementedError(f"{launcher.name}: takes {', '.join(found)}; this version passes {', '.join(names)}")
+    taken = [operand.name for operand in launcher.operands]
+    if taken != list(names):
+        raise NotImplementedError(f"{launcher.name}: takes {', '.join(taken)}; this version passes {', '.join(names)}")
 
 
 def reasons(kernel: Kernel, device: torch.device) -> list[str]:
@@ -49,8 +48,20 @@ def reasons(kernel: Kernel, device: torch.device) -> list[str]:
     return []
 
 
-def wanted(implementation: str | None, device: torch.device) -> bool:
-    """Whether a kernel of all architectures that can run on `device` is to run there."""
+def is_chosen(
+    kernel: Kernel, implementation: str | None, device: torch.device, why_not: Callable[[], list[str]]
+) -> bool:
+    """Whether a kernel of all architectures runs a call on `device`; torch operations run it otherwise.
+
+    `why_not` gives the reasons that the kernel can't run the call. If the kernel was named they are raised as
+    NotImplementedError."""
+    check_implementation(implementation)
+    if implementation == "reference" or (implementation is None and devices.kind(device) != "cuda"):
+        return False
+    if found := why_not():
+        if implementation == "cute":
+            raise contract.not_runnable(kernel.name, "cute", found)
+        return False
     return implementation == "cute" or devices.arch(devices.index_of(device)) in PROVEN
 
 
@@ -59,27 +70,25 @@ def unreadable(name: str, tensor: torch.Tensor) -> str:
     return f"{name} has strides {list(tensor.stride())} at address {tensor.data_ptr():#x}, which the kernel can't read"
 
 
-def launcher(op: str, kernel: Kernel, config: Config, index: int) -> launch.Launcher:
+def launcher(kernel: Kernel, config: Config, index: int) -> launch.Launcher:
     """The kernel for `config` on device `index`: from this process, from the cache on disk, or compiled.
 
     Raises, beside what Launcher raises, RuntimeError if it would have to be loaded while a CUDA graph is captured."""
     with _lock:
-        found = _loaded.get((kernel.name, config, index))
-        if found is None:
+        loaded = _loaded.get((kernel.name, config, index))
+        if loaded is None:
             if devices.is_capturing():
                 raise RuntimeError(
-                    f"{op}: the first call with these static sizes loads its kernel, which a CUDA graph can't capture;"
-                    " make one such call before the capture"
+                    f"{kernel.name}: the first call with these static sizes loads its kernel, which a CUDA graph can't"
+                    " capture; make one such call before the capture"
                 )
-            found = _loaded[kernel.name, config, index] = _load(kernel, config, index)
-        return found
+            loaded = _loaded[kernel.name, config, index] = _load(kernel, config, index)
+        return loaded
 
 
-def run(
-    op: str, kernel: Kernel, config: Config, index: int, stream: int, arrays: Mapping[str, launch.ArrayView]
-) -> None:
+def run(kernel: Kernel, config: Config, index: int, stream: int, arrays: Mapping[str, launch.ArrayView]) -> None:
     """Launch a kernel on `stream`, the current stream of device `index`, with its operands by name, in their order."""
-    loaded = launcher(op, kernel, config, index)
+    loaded = launcher(kernel, config, index)
     check_operands(loaded, tuple(arrays))
     loaded(stream, list(arrays.values()))
 

@@ -1,4 +1,4 @@
-"""What engines ask the package tokenspeed_mla about a device."""
+"""Facts about a device that engines ask the package tokenspeed_mla for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that a kernel needs between its parts: sized by a function, owned by the caller, one for each stream."""
+"""Memory for a kernel's intermediate results: sized by a function, owned by the caller, one for each stream."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from typing import Any
 
 import torch
 
-from tsmla_bridge import devices
+from tsmla_bridge.runtime import devices
+from tsmla_bridge.runtime.tensors import dtype_name
 from tsmla_kernels import contract
 from tsmla_kernels.catalog import ITEMSIZE
 from tsmla_kernels.sm90.decode import config as sm90_decode
 
-ALIGN = 256  # of every array in a workspace: what cudaMalloc gives, and more than any operand asks for
+ALIGN = 256  # bytes, of every array in a workspace: cudaMalloc's alignment, and more than any operand needs
 
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]
 
 
 class Layout:
-    """Where named arrays lie, one behind the other. offsets: bytes from the start, by name; size: bytes in all."""
+    """Named arrays one behind the other. offsets: bytes from the start, by name; size: bytes in all."""
 
     def __init__(self, shapes: Shapes) -> None:
         self.offsets: dict[str, int] = {}
@@ -36,8 +37,8 @@ class Workspace:
 
     With it (and out=) a call allocates nothing. Calls on different streams may run at the same time and would write
     over each other, so each stream needs its own: a workspace belongs to the stream of its first call, and a call on
-    another raises until `release` is called. Calls that are captured into a CUDA graph take no part in this: whoever
-    replays graphs at the same time gives each its own workspace.
+    another raises until `release` is called. Calls that are captured into a CUDA graph are not checked: graphs that are
+    replayed at the same time need workspaces of their own.
 
     Args:
       size: bytes; decode_workspace_size says how many a call needs.
@@ -52,7 +53,7 @@ class Workspace:
 
     @classmethod
     def of(cls, buffer: torch.Tensor) -> Workspace:
-        """A workspace for one call, in memory that is there: a contiguous tensor of bytes."""
+        """A workspace for one call in `buffer`, a contiguous uint8 tensor."""
         self = cls.__new__(cls)
         self.buffer, self._stream = buffer, None
         return self
@@ -63,7 +64,7 @@ class Workspace:
         return self.buffer.numel()
 
     def release(self) -> None:
-        """Let another stream have it; that one's work must be ordered after this one's (Stream.wait_stream)."""
+        """Let another stream use it. Its work must be ordered after this stream's (Stream.wait_stream)."""
         self._stream = None
 
     def take(self, op: str, size: int, device: torch.device, stream: int) -> int:
@@ -116,7 +117,6 @@ def decode_workspace_size(
       NotImplementedError: no kernel runs such calls, with the reasons.
     """
     sms = devices.num_sms(devices.index_of(torch.device("cuda" if device is None else device)))
-    name = str(dtype).removeprefix("torch.")
     size = 0
     for q_len in range(1, max_q_len + 1):
         spec = contract.DecodeSpec(
@@ -129,8 +129,8 @@ def decode_workspace_size(
             num_pages=1,
             page_size=page_size,
             max_pages=max_pages,
-            q_dtype=name,
-            kv_dtype=name if kv_dtype is None else str(kv_dtype).removeprefix("torch."),
+            q_dtype=dtype_name(dtype),
+            kv_dtype=dtype_name(kv_dtype or dtype),
             ragged=ragged,
             causal=causal,
             return_lse=True,

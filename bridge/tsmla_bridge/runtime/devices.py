@@ -1,5 +1,5 @@
-"""What the bridge asks of torch about devices and streams, in one place: what is cheap enough for every call, and what
-is asked once and kept."""
+"""Devices, streams and memory of torch: functions that are cheap enough for every call, and facts that are asked for
+once and kept."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ _guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 
 
 def _fast(owner: Any, name: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """What torch makes its public function of, at less cost; the public one where torch lacks it (without CUDA)."""
+    """The private function under a public one of torch, which costs less; `otherwise`, the public one, where this torch
+    has no such function (a build without CUDA)."""
     return getattr(owner, name, otherwise)
 
 
-# Called as they are: a function around each would cost as much as it does.
+# Used without a wrapper: a Python function around each would double its cost.
 
 current_device: Callable[[], int] = _fast(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 """The index of the current device."""
@@ -40,21 +41,21 @@ new_tensor: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tens
     "_empty_strided_cuda",
     lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="cuda"),
 )
-"""Uninitialised memory on the current device, of this shape, strides and dtype, past torch's dispatcher: as code that
-torch compiles gets it."""
+"""Uninitialised memory on the current device, of this shape, strides and dtype. It goes past torch's dispatcher, as the
+code that torch.compile generates does."""
 
 borrow: Callable[[int, int], int] = _fast(
     torch._C,
     "_cuda_cudaCachingAllocator_raw_alloc",
     lambda size, stream: torch.cuda.caching_allocator_alloc(size, stream=stream),
 )
-"""The address of so many bytes of torch's on the current device, for work on this stream; `give_back` when that is
-launched."""
+"""Allocate `size` bytes from torch's caching allocator on the current device for `stream`; returns the address. Free it
+with `give_back` once the work is launched."""
 
 give_back: Callable[[int], None] = _fast(
     torch._C, "_cuda_cudaCachingAllocator_raw_delete", torch.cuda.caching_allocator_delete
 )
-"""Let the allocator have again what `borrow` gave."""
+"""Free the address that `borrow` returned."""
 
 
 def kind(device: torch.device) -> str:
@@ -69,13 +70,13 @@ def capability(index: int) -> tuple[int, int]:
 
 
 def arch(index: int) -> str:
-    """What kernels for the device are compiled for, as in CUTE_DSL_ARCH: "sm_90a"."""
+    """The architecture that kernels for the device are compiled for, written as in CUTE_DSL_ARCH: "sm_90a"."""
     major, minor = capability(index)
     return f"sm_{major}{minor}a"
 
 
 def is_blackwell(index: int) -> bool:
-    """Whether the device is one of those that the package tokenspeed_mla is written for."""
+    """Whether the package tokenspeed_mla is written for the device."""
     return capability(index)[0] == 10
 
 
@@ -86,7 +87,7 @@ def num_sms(index: int) -> int:
 
 
 def capture_id(stream: int) -> int | None:
-    """A number that tells the capture which `stream` is part of from all others; None if the driver doesn't say."""
+    """The unique number of the capture that `stream` is part of; None if the driver doesn't say."""
     driver = _driver()
     if driver is None:
         return None

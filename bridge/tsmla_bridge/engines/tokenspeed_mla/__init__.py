@@ -8,13 +8,13 @@ this one is right or raises. On Blackwell GPUs calls go to the real package, if 
 engines import from them.
 """
 
-from tsmla_bridge.tokenspeed_mla import mla_decode as mla_decode
-from tsmla_bridge.tokenspeed_mla import mla_prefill as mla_prefill
-from tsmla_bridge.tokenspeed_mla import utils as utils
-from tsmla_bridge.tokenspeed_mla.mla_decode import tokenspeed_mla_decode
-from tsmla_bridge.tokenspeed_mla.mla_kv_pack_quantize_fp8 import mla_kv_pack_quantize_fp8
-from tsmla_bridge.tokenspeed_mla.mla_prefill import tokenspeed_mla_prefill, warmup_compile_prefill
-from tsmla_bridge.tokenspeed_mla.utils import get_num_sm
+from tsmla_bridge.engines.tokenspeed_mla import mla_decode as mla_decode
+from tsmla_bridge.engines.tokenspeed_mla import mla_prefill as mla_prefill
+from tsmla_bridge.engines.tokenspeed_mla import utils as utils
+from tsmla_bridge.engines.tokenspeed_mla.mla_decode import tokenspeed_mla_decode
+from tsmla_bridge.engines.tokenspeed_mla.mla_kv_pack_quantize_fp8 import mla_kv_pack_quantize_fp8
+from tsmla_bridge.engines.tokenspeed_mla.mla_prefill import tokenspeed_mla_prefill, warmup_compile_prefill
+from tsmla_bridge.engines.tokenspeed_mla.utils import get_num_sm
 
 __all__ = [
     "get_num_sm",

@@ -22,10 +22,10 @@ def mla_kv_pack_quantize_fp8(
 
     Args:
       k_nope: [T, H, N], bfloat16 or float16, of any strides. k_pe: [T, R] or [T, 1, R]. v: [T, H, V].
-      k_scale_inv, v_scale_inv: what is multiplied before the conversion, in float32.
+      k_scale_inv, v_scale_inv: factors before the conversion, which is from float32.
       k_out, v_out: where the results go; new tensors otherwise.
       fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
-      enable_pdl: taken for compatibility: these are plain torch operations.
+      enable_pdl: ignored; these are plain torch operations.
 
     Returns:
       k [T, H, N + R] and v [T, H, V], rounded to nearest even; values out of range become the greatest of the dtype.
@@ -57,6 +57,6 @@ def mla_kv_pack_quantize_fp8(
 
 
 def _scaled(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """x * scale in float32, inside the range of `dtype`: the conversion itself turns what is out of it into NaN."""
+    """x * scale in float32, clamped to the range of `dtype`: the conversion alone turns values outside into NaN."""
     greatest = torch.finfo(dtype).max
     return (x.float() * scale).clamp(-greatest, greatest).to(dtype)

@@ -6,13 +6,16 @@ behind the caller's back, and no stride is ever ignored.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
 from tsmla_kernels import contract
 from tsmla_kernels.contract.rules import show
+
+Spec = TypeVar("Spec")
 
 Scale = float | torch.Tensor
 """A Python float, or a float32 scalar tensor on the device of the others."""
@@ -23,16 +26,17 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 
-_Guards = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
+TensorGuards = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
+"""torch's guard of compiled code; None in a version of torch that no longer has it here."""
 
 
 def likeness(*tensors: torch.Tensor) -> Callable[..., bool]:
-    """A function that says whether others are like these tensors, one by one: of the same class, dtype, device, sizes
-    and strides, both asking for a derivative or neither, and seen by the same of torch's modes (of dispatch, autocast,
-    inference). It is what guards the code that torch compiles; without it, in a torch to come, nothing is like them."""
-    if _Guards is None:
+    """A function that compares other tensors with these, one by one. It returns True if they have the same classes,
+    dtypes, devices, sizes, strides and requires_grad, and torch's modes (dispatch, autocast, inference) are the same as
+    now. Without TensorGuards it always returns False."""
+    if TensorGuards is None:
         return lambda *others: False
-    return _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
 def describe(name: str, value: Any) -> contract.Array:
@@ -42,16 +46,33 @@ def describe(name: str, value: Any) -> contract.Array:
     return contract.Array(tuple(value.shape), dtype_name(value.dtype))
 
 
-def describe_optional(name: str, value: Any) -> contract.Array | None:
-    """`describe`, with None for None."""
-    return None if value is None else describe(name, value)
-
-
 def describe_scale(name: str, value: Any) -> Any:
-    """A scale for the contract: tensors by shape and dtype; the rest as it is, for the contract to judge."""
+    """A scale for the contract: tensors by shape and dtype; anything else unchanged, for the contract to judge."""
     return describe(name, value) if isinstance(value, torch.Tensor) else value
 
 
+def describe_call(
+    make_spec: Callable[..., Spec],
+    tensors: Mapping[str, Any],
+    *,
+    scales: Mapping[str, Any],
+    optional: Sequence[str] = (),
+    **static: Any,
+) -> Spec:
+    """The spec of a call, from the contract's function `make_spec`; raises as that does, and ValueError unless all are
+    on the device of the first tensor. The tensors named in `optional` may be None; `static` arguments are passed on."""
+    described: dict[str, Any] = {
+        name: None if value is None and name in optional else describe(name, value) for name, value in tensors.items()
+    }
+    for name, value in scales.items():
+        described[name] = describe_scale(name, value)
+    spec = make_spec(**described, **static)
+    first = next(iter(tensors))
+    same_device(first, tensors[first], {**tensors, **scales})
+    return spec
+
+
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """The dtype's name as the contract and the catalog have it."""
     return str(dtype).removeprefix("torch.")

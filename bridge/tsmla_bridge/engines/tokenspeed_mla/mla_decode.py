@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from tsmla_bridge import blackwell, decode, merge, ops, tensors
+from tsmla_bridge import blackwell, operators
+from tsmla_bridge.ops import merge, mla_decode
+from tsmla_bridge.ops.plans import DecodeInputs, DecodeOptions, plan_for, plan_of_latest
+from tsmla_bridge.runtime import tensors
+from tsmla_bridge.runtime.results import Computed, Results
 from tsmla_kernels.contract.rules import show
 
 LOG2_E = math.log2(math.e)
@@ -44,14 +48,14 @@ def tokenspeed_mla_decode(
       query: [B, S, H, D] with D = kv_lora_rank + qk_rope_head_dim, latent columns first. One with gaps between tokens
         is copied first; the cache never is.
       kv_cache: [P, Z, D] or [P, 1, Z, D], in query's dtype.
-      workspace_buffer: int8, contiguous; used where it is large enough, and otherwise torch's allocator gives what is
-        missing, so that no size is too small. A buffer belongs to one stream.
+      workspace_buffer: int8, contiguous. A call that needs more takes its memory from torch's allocator instead, so no
+        size is too small. A buffer belongs to one stream.
       block_tables: [B, M] int32, pages of each request in order. seq_lens: [B], keys of each request; 0 is legal.
       max_seq_len: bound on seq_lens.
-      softmax_scale, output_scale: what logits and outputs are multiplied by: softmax's own scale times those of query
-        and cache, and that of the cache.
+      softmax_scale, output_scale: factors of logits and outputs: softmax's own scale times those of query and cache,
+        and the cache's.
       out: where the result goes, [B, S, H, kv_lora_rank].
-      is_var_seq, enable_pdl, min_split_kv: taken for compatibility: the schedule is made on the device.
+      is_var_seq, enable_pdl, min_split_kv: ignored; the schedule is made on the device.
       causal_mask: query i of S sees keys j < seq_len - (S - 1) + i, else all j < seq_len.
       window_left: query i sees no key before seq_len - S - window_left + i; -1 for none. At least S - 1.
       return_lse: also return lse, in base 2.
@@ -65,13 +69,13 @@ def tokenspeed_mla_decode(
       float32, the logarithm to base 2. Rows that see no key give 0 and -inf.
 
     Masks that differ from token to token (a window, and context parallelism and local_visible_lens with S > 1) run as
-    one request for each query token: right, but the keys of a request are read S times. Of a window the page that it
-    begins in is attended to by torch operations, and its result merged with the kernel's.
+    one request for each query token: right, but the keys of a request are read S times. Torch operations attend to the
+    page that a window begins in, and the kernel's result for the other pages is merged with theirs.
 
     Raises:
       ValueError, TypeError: an argument is not legal. NotImplementedError: no kernel runs the call, with the reasons.
     """
-    if blackwell.is_there("tokenspeed_mla_decode", query):
+    if blackwell.runs("tokenspeed_mla_decode", query):
         real: Any = blackwell.package()
         return real.tokenspeed_mla_decode(
             query, kv_cache, workspace_buffer, kv_lora_rank, qk_rope_head_dim, block_tables, seq_lens, max_seq_len,
@@ -79,106 +83,107 @@ def tokenspeed_mla_decode(
             cp_world, cp_rank, cp_interleave_size, min_split_kv=min_split_kv, local_visible_lens=local_visible_lens,
         )  # fmt: skip
     ranks = (cp_world, cp_rank, cp_interleave_size)
-    _check(
-        query, kv_cache, workspace_buffer, kv_lora_rank + qk_rope_head_dim, max_seq_len, window_left, causal_seqs,
-        ranks, min_split_kv, local_visible_lens,
-    )  # fmt: skip
+    _check_sizes(query, kv_cache, workspace_buffer, kv_lora_rank + qk_rope_head_dim, max_seq_len, min_split_kv)
+    _check_mask(query, window_left, causal_seqs, ranks, local_visible_lens)
     if seq_lens.dtype != torch.int32:
         seq_lens = seq_lens.to(torch.int32)
     if window_left >= max_seq_len - 1 and cp_world == 1:
         window_left = -1  # nothing lies before such a window
     pair = (float(softmax_scale), float(output_scale))
-    place = out if out is None or out.is_contiguous() else None
+    dense_out = out if out is None or out.is_contiguous() else None
     if cp_world == 1 and local_visible_lens is None and window_left < 0:
-        options = (kv_lora_rank, None, causal_mask, False, None)
-        found, lse = _attend(
-            query, kv_cache, block_tables, seq_lens, pair, options, return_lse, place, workspace_buffer
-        )
+        result, lse = _attend(
+            query, block_tables, seq_lens, return_lse=return_lse, out=dense_out,
+            kv_cache=kv_cache, pair=pair, workspace_buffer=workspace_buffer,
+            options=(kv_lora_rank, None, causal_mask, False, None),
+        )  # fmt: skip
     else:
         starts, stops = _visible(
             query.shape[1], seq_lens, causal_mask, window_left, causal_seqs, ranks, local_visible_lens
         )
-        found, lse = _attend_masked(
-            query, kv_cache, block_tables, pair, kv_lora_rank, starts, stops, return_lse, place, workspace_buffer
-        )
+        options = DecodeOptions(kv_lora_rank, None, causal=False, batch_invariant=False, implementation=None)
+        shared = _Shared(kv_cache, pair, workspace_buffer, options)
+        result, lse = _attend_masked(query, block_tables, starts, stops, shared, return_lse, dense_out)
     if out is not None:
-        found = out.copy_(found) if place is None else out
-    return found if lse is None else (found, lse.mul_(LOG2_E))
+        result = out.copy_(result) if dense_out is None else out
+    return result if lse is None else (result, lse.mul_(LOG2_E))
+
+
+class _Shared(NamedTuple):
+    """The arguments that the parts of a call with masks of its own have in common. `_attend` says what they are."""
+
+    kv_cache: torch.Tensor
+    pair: tuple[float, float]
+    workspace_buffer: torch.Tensor
+    options: DecodeOptions
 
 
 def _attend(
     query: torch.Tensor,
-    kv_cache: torch.Tensor,
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
-    pair: tuple[float, float],
-    options: decode.Options,
+    *,
     return_lse: bool,
     out: torch.Tensor | None,
+    kv_cache: torch.Tensor,
+    pair: tuple[float, float],
     workspace_buffer: torch.Tensor,
-) -> decode.Results:
+    options: tuple[Any, ...],
+) -> Results:
+    """mla_decode with the two scales that the kernel multiplies by. `options` are DecodeOptions, or a tuple equal to
+    them, which takes less time to make."""
     if not query.is_contiguous():
         query = query.contiguous()
     compiling = torch.compiler.is_compiling()
-    plan = None if compiling else decode.plan_of_latest(query, kv_cache, block_tables, seq_lens, None, options)
+    plan = None if compiling else plan_of_latest(query, kv_cache, block_tables, seq_lens, None, options)
     if plan is None:
-        if compiling or ops.is_traced(query, kv_cache):
-            arguments = (query, kv_cache, block_tables, seq_lens, None, pair, options)
-            found = ops.call_decode(*arguments, return_lse, out, None, None)
-            return found if return_lse else (found, None)
-        plan = decode.plan_for(query, kv_cache, block_tables, seq_lens, None, options)
-    place = plan.place_in(workspace_buffer)
-    return plan.run((query, kv_cache, block_tables, seq_lens, None, pair, return_lse, out, None, place))
+        inputs, named = DecodeInputs(query, kv_cache, block_tables, seq_lens, None), DecodeOptions(*options)
+        if compiling or operators.is_traced(query, kv_cache):
+            result: Any = mla_decode.call_operator(inputs, pair, named, return_lse, out, None, None)
+            return result if return_lse else (result, None)
+        plan = plan_for(inputs, named)
+    workspace = plan.address_in(workspace_buffer)
+    return plan.run(
+        query, kv_cache, block_tables, seq_lens, None,
+        pair=pair, return_lse=return_lse, out=out, lse=None, workspace=workspace,
+    )  # fmt: skip
 
 
 def _attend_masked(
     query: torch.Tensor,
-    kv_cache: torch.Tensor,
     block_tables: torch.Tensor,
-    pair: tuple[float, float],
-    latent_dim: int,
     starts: torch.Tensor | None,
     stops: torch.Tensor,
+    shared: _Shared,
     return_lse: bool,
     out: torch.Tensor | None,
-    workspace_buffer: torch.Tensor,
-) -> decode.Results:
+) -> Results:
     """Each query token sees its request's keys from starts (or 0) to stops, both [B, S]. A token is a request of its
     own here, whose keys end where it sees no more."""
     batch, q_len, heads, head_dim = query.shape
-    query = query.reshape(batch * q_len, 1, heads, head_dim)
+    tokens, latent_dim = batch * q_len, shared.options.latent_dim
+    query, stops = query.reshape(tokens, 1, heads, head_dim), stops.reshape(tokens)
     if q_len > 1:
         block_tables = block_tables.repeat_interleave(q_len, 0)
-    stops = stops.reshape(batch * q_len)
-    options = (latent_dim, None, False, False, None)
-    place = None if out is None else out.view(batch * q_len, 1, heads, latent_dim)
+    out = None if out is None else out.view(tokens, 1, heads, latent_dim)
     if starts is None:
-        found, lse = _attend(query, kv_cache, block_tables, stops, pair, options, return_lse, place, workspace_buffer)
+        result, lse = _attend(query, block_tables, stops, return_lse=return_lse, out=out, **shared._asdict())
     else:
-        starts = torch.minimum(starts.reshape(batch * q_len), stops)
-        found, window_lse = _attend_window(
-            query, kv_cache, block_tables, starts, stops, pair, options, workspace_buffer
-        )
-        found, lse = found if place is None else place.copy_(found), window_lse if return_lse else None
+        starts = torch.minimum(starts.reshape(tokens), stops)
+        result, window_lse = _attend_window(query, block_tables, starts, stops, shared)
+        result, lse = result if out is None else out.copy_(result), window_lse if return_lse else None
     shape = (batch, q_len, heads)
-    return found.view(*shape, latent_dim), None if lse is None else lse.view(shape)
+    return result.view(*shape, latent_dim), None if lse is None else lse.view(shape)
 
 
 def _attend_window(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    starts: torch.Tensor,
-    stops: torch.Tensor,
-    pair: tuple[float, float],
-    options: decode.Options,
-    workspace_buffer: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: torch.Tensor, block_tables: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor, shared: _Shared
+) -> Computed:
     """Each query token, a request of its own, sees its keys from starts to stops, both [B].
 
     The kernel begins at the start of a page. So it attends to the pages behind the one that a window begins in, through
     tables that begin with them, torch operations attend to that page's part of the window, and the two are merged."""
-    cache = tensors.without_head_axis(kv_cache)
+    cache = tensors.without_head_axis(shared.kv_cache)
     num_pages, page_size, _ = cache.shape
     whole = (starts + (page_size - 1)).div(page_size, rounding_mode="floor")  # the first page that lies in it whole
     column = torch.arange(block_tables.shape[1], device=starts.device)
@@ -186,7 +191,7 @@ def _attend_window(
     behind = block_tables.gather(1, (whole[:, None] + column).clamp(max=last))
     begin_behind = whole * page_size
     lens = (stops - begin_behind).clamp(min=0)
-    most, most_lse = _attend(query, kv_cache, behind, lens, pair, options, True, None, workspace_buffer)
+    most, most_lse = _attend(query, behind, lens, return_lse=True, out=None, **shared._asdict())
     assert most_lse is not None
 
     first = starts.div(page_size, rounding_mode="floor")
@@ -195,13 +200,14 @@ def _attend_window(
     page = block_tables.gather(1, first.clamp(max=last).long()[:, None])[:, 0]
     page = page.clamp(0, num_pages - 1).long()  # where nothing is visible the table may hold anything
     dtype = tensors.accumulation_dtype(tensors.dtype_name(cache.dtype))
+    logit_scale, out_scale = shared.pair
     keys = cache.view(torch.uint8)[page].view(cache.dtype).to(dtype)  # as bytes: not every dtype can be indexed
     keys = keys.masked_fill(~visible[..., None], 0)  # an unused slot may hold NaN
-    scores = torch.einsum("bhd,bkd->bhk", query[:, 0].to(dtype), keys) * pair[0]
+    scores = torch.einsum("bhd,bkd->bhk", query[:, 0].to(dtype), keys) * logit_scale
     scores = scores.masked_fill(~visible[:, None], -torch.inf)
     lse = scores.logsumexp(-1)
     weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None])
-    out = torch.einsum("bhk,bkl->bhl", weights, keys[..., : options[0]]) * pair[1]
+    out = torch.einsum("bhk,bkl->bhl", weights, keys[..., : shared.options.latent_dim]) * out_scale
     merged, merged_lse = merge.merge_attention_states([most.to(dtype), out[:, None]], [most_lse, lse[:, None]])
     return merged.to(most.dtype), merged_lse
 
@@ -219,7 +225,8 @@ def _visible(
     keys = seq_lens[:, None]
     if local_visible_lens is not None:
         return None, torch.minimum(local_visible_lens, keys).clamp(min=0)
-    all_keys = keys if causal_seqs is None or ranks[0] == 1 else causal_seqs.to(torch.int32)[:, None]
+    world, *_ = ranks
+    all_keys = keys if causal_seqs is None or world == 1 else causal_seqs.to(torch.int32)[:, None]
     token = torch.arange(q_len, dtype=torch.int32, device=seq_lens.device)
     last = all_keys - (q_len - 1) + token if causal else all_keys + 0 * token
     stops = torch.minimum(_held(last, *ranks), keys)
@@ -236,19 +243,15 @@ def _held(count: torch.Tensor, world: int, rank: int, interleave: int) -> torch.
     return rounds * interleave + (rest - rank * interleave).clamp(0, interleave)
 
 
-def _check(
+def _check_sizes(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     workspace_buffer: torch.Tensor,
     head_dim: int,
     max_seq_len: int,
-    window_left: int,
-    causal_seqs: torch.Tensor | None,
-    ranks: tuple[int, int, int],
     min_split_kv: int,
-    local_visible_lens: torch.Tensor | None,
 ) -> None:
-    """What that package refuses beside what the contract does."""
+    """Refuse shapes, dtypes and bounds that the package refuses beside those that the contract does."""
     if query.dim() != 4 or query.shape[-1] != head_dim:
         raise ValueError(
             f"query: got shape {show(tuple(query.shape))}; legal: [B, S, H, D], D = kv_lora_rank + qk_rope_head_dim ="
@@ -262,6 +265,16 @@ def _check(
         raise ValueError(f"max_seq_len: got {max_seq_len}; legal: an int >= 1")
     if type(min_split_kv) is not int or not 1 <= min_split_kv <= 256:
         raise ValueError(f"min_split_kv: got {min_split_kv}; legal: an int from 1 to 256")
+
+
+def _check_mask(
+    query: torch.Tensor,
+    window_left: int,
+    causal_seqs: torch.Tensor | None,
+    ranks: tuple[int, int, int],
+    local_visible_lens: torch.Tensor | None,
+) -> None:
+    """Refuse masks that the package refuses."""
     q_len = query.shape[1]
     if window_left < -1 or 0 <= window_left < q_len - 1:
         raise ValueError(f"window_left: got {window_left}; legal: -1, or at least S - 1 = {q_len - 1}")

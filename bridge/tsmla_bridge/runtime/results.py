@@ -1,4 +1,4 @@
-"""Where attention's results go: tensors of the caller's, once they are found legal, or new ones."""
+"""Where attention's results go: the caller's tensors, once they are checked, or new ones."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from dataclasses import dataclass
 
 import torch
 
-from tsmla_bridge import tensors
-from tsmla_bridge.tensors import DTYPES
+from tsmla_bridge.runtime import tensors
+from tsmla_bridge.runtime.tensors import DTYPES
 from tsmla_kernels import contract
 
 Results = tuple[torch.Tensor, torch.Tensor | None]
 """out, and lse where it was asked for."""
 
+Computed = tuple[torch.Tensor, torch.Tensor]
+"""out and lse."""
+
 
 @dataclass(frozen=True)
-class Places:
-    """What the results of calls are like: out is [*rows, width], lse [*rows]."""
+class ResultLayout:
+    """Shapes, strides and dtypes of a call's results: out is [*rows, width], lse [*rows]."""
 
     rows: tuple[int, ...]
     row_strides: tuple[int, ...]
@@ -28,7 +31,7 @@ class Places:
     device: torch.device
 
     @classmethod
-    def of(cls, q: torch.Tensor, width: int, out_dtype: str, lse_dtype: str) -> Places:
+    def of(cls, q: torch.Tensor, width: int, out_dtype: str, lse_dtype: str) -> ResultLayout:
         """For a query [*rows, D], and the contract's dtypes."""
         rows = tuple(q.shape[:-1])
         shape = (*rows, width)
@@ -52,22 +55,19 @@ class Places:
         return out, lse
 
     def hand_over(
-        self,
-        found: tuple[torch.Tensor, torch.Tensor],
-        return_lse: bool,
-        out: torch.Tensor | None,
-        lse: torch.Tensor | None,
+        self, computed: Computed, return_lse: bool, out: torch.Tensor | None, lse: torch.Tensor | None
     ) -> Results:
-        """Finished results, where the caller wants them. New ones stay as they are: they carry derivatives."""
+        """Computed results, copied to where the caller wants them. Without out and lse they are returned as they are:
+        they carry derivatives."""
         if out is None and lse is None:
-            return found[0], found[1] if contract.static_bool("return_lse", return_lse) else None
+            return computed[0], computed[1] if contract.static_bool("return_lse", return_lse) else None
         out, lse = self.take(return_lse, out, lse)
-        return out.copy_(found[0]), None if lse is None else lse.copy_(found[1])
+        return out.copy_(computed[0]), None if lse is None else lse.copy_(computed[1])
 
-    def nothing(self, return_lse: bool, out: torch.Tensor | None, lse: torch.Tensor | None) -> Results:
-        """The results where no key is seen."""
-        out, lse = self.take(return_lse, out, lse)
-        return out.zero_(), None if lse is None else lse.fill_(-math.inf)
+    def without_keys(self) -> Computed:
+        """The results of a call whose queries see no key."""
+        out = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        return out, torch.full(self.rows, -math.inf, dtype=self.lse_dtype, device=self.device)
 
 
 def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,10 +1,10 @@
 """The pair of scales that the attention kernels read from device memory: what logits and outputs are multiplied by.
 
 Scales given as tensors are multiplied on the device, at every call, so a CUDA graph reads them at every replay. Python
-numbers need a place on the device: each pair of values is written once for each stream and found again by value, never
-by which call it came from. It is only used on the stream that wrote it, or in the capture that did, so no ordering
-between streams is needed and nothing waits. Calls through torch's operators keep nothing: torch.compile may run them
-with a graph's memory under every allocation, captured or not, and takes that memory back.
+numbers are written to the device: each pair of values once for each stream, and found again by value, whichever call it
+came from. Only the stream or the capture that wrote a pair uses it, so streams need no ordering and nothing waits.
+Calls through torch's operators keep nothing: torch.compile may serve every allocation from a graph's memory, captured
+or not, and takes that memory back.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from typing import Any, TypeGuard
 
 import torch
 
-from tsmla_bridge import devices
-from tsmla_bridge.tensors import Scale, describe_scale
+from tsmla_bridge.runtime import devices
+from tsmla_bridge.runtime.tensors import Scale, describe_scale
 from tsmla_kernels.contract.rules import check_scale
 
 Pair = tuple[float, float] | torch.Tensor
 """(logits' scale, outputs' scale) as numbers, or as a float32 tensor [2] (float64 on CPUs)."""
 
 MAX_PAIRS = 256
-"""Pairs kept for a stream: some for each kind of layer of a model. Beyond that all are forgotten and written anew."""
+"""Pairs kept for a stream: a model needs some for each kind of layer. Beyond that all are dropped and written anew."""
 
 DEFAULT_STREAM = 0
-"""The one stream that CUDA can't capture, so that nobody needs to ask."""
+"""The legacy default stream. CUDA can't capture it, so a call there doesn't ask whether a capture is under way."""
 
 GREATEST = torch.finfo(torch.float32).max
 
 _lock = threading.Lock()
 _of_stream: dict[tuple[int, int], dict[tuple[float, float], torch.Tensor]] = {}
-# In a capture memory belongs to the graph, so what it holds is of no use elsewhere: one capture a stream is remembered.
+# Memory that a capture allocates belongs to its graph and is useless elsewhere: one capture a stream is remembered.
 _of_capture: dict[tuple[int, int], tuple[int, dict[tuple[float, float], torch.Tensor]]] = {}
 
 _of_thread = threading.local()
@@ -42,7 +42,7 @@ _of_thread = threading.local()
 
 @contextlib.contextmanager
 def none_kept() -> Iterator[None]:
-    """Meanwhile this thread's calls write numbers anew, unless they find them written, and keep none."""
+    """A context in which this thread's calls use pairs that are kept already, but keep none that they write."""
     before = _keeps_none()
     _of_thread.keeps_none = True
     try:
@@ -61,8 +61,8 @@ def check(name: str, scale: object, *, optional: bool = True) -> None:
 
 
 def is_usual(scale: object, like: torch.Tensor) -> bool:
-    """Whether `check` would pass this tensor, and it is on the device of `like`: found out at little cost. There are
-    scales of which that is true too, and this says False."""
+    """Fast, conservative check: True only if this is a tensor that `check` accepts, on the device of `like`. It may be
+    False for legal ones."""
     return (
         type(scale) is torch.Tensor
         and scale.dtype is torch.float32
@@ -101,8 +101,8 @@ def product(softmax_scale: Scale, q_scale: Scale | None, k_scale: Scale | None, 
 
 
 def on_device(pair: Pair, index: int, stream: int) -> torch.Tensor:
-    """The pair as float32 [2] on device `index`, ready on `stream`, its current stream. Whoever launches holds on to it
-    until then."""
+    """The pair as float32 [2] on device `index`, ready on `stream`, its current stream. The caller keeps it until the
+    launch."""
     if not isinstance(pair, tuple):
         return pair
     if stream != DEFAULT_STREAM and devices.is_capturing():
