@@ -39,7 +39,7 @@ _MERGE = {**_CACHE, "parts": "2"}
 
 
 def decode_spec(options: Mapping[str, str]) -> contract.DecodeSpec:
-    """Of mla_decode. tensor_parallel is the number of devices that share the heads."""
+    """The spec of mla_decode. tensor_parallel is the number of devices that share the heads."""
     values = _filled_in(options, _DECODE)
     if not values["num_heads"]:
         raise ValueError("--config: num_heads is needed, or a preset that has it")
@@ -50,14 +50,14 @@ def decode_spec(options: Mapping[str, str]) -> contract.DecodeSpec:
 
 
 def prefill_spec(options: Mapping[str, str]) -> contract.PrefillSpec:
-    """Of mla_prefill. The kernels read the number of heads and the lengths at the launch."""
+    """The spec of mla_prefill. The kernels read the number of heads and the lengths at the launch."""
     values = _filled_in(options, _PREFILL)
     return _spec(contract.PrefillSpec, values, num_heads=1, max_q_len=1)
 
 
 def rope_write_spec(options: Mapping[str, str]) -> contract.RopeWriteSpec:
-    """Of rope_write_kv_cache. `dtype` is that of the query and of the cache or, beside a kv_dtype, of the rows to
-    write; an fp8 cache alone is written from bfloat16."""
+    """The spec of rope_write_kv_cache. `dtype` is the query's and, without a kv_dtype, the cache's; the inputs have it
+    too, or bfloat16 where it is fp8."""
     values = _filled_in(options, _CACHE)
     if values["rope_layout"] not in ROPE_LAYOUTS:
         raise ValueError(f"--config: got rope_layout={values['rope_layout']}; legal: {' or '.join(ROPE_LAYOUTS)}")
@@ -67,19 +67,19 @@ def rope_write_spec(options: Mapping[str, str]) -> contract.RopeWriteSpec:
 
 
 def cache_write_spec(options: Mapping[str, str]) -> contract.CacheWriteSpec:
-    """Of write_kv_cache, with the dtypes of rope_write_spec."""
+    """The spec of write_kv_cache, with the dtypes of rope_write_spec."""
     return rope_write_spec(options).write
 
 
 def cache_gather_spec(options: Mapping[str, str]) -> contract.CacheGatherSpec:
-    """Of gather_kv_cache, with the dtypes of rope_write_spec: rows come out as they would be written from."""
+    """The spec of gather_kv_cache, with the dtypes of rope_write_spec: rows come out as they would be written from."""
     write = cache_write_spec(options)
     dtypes = {"kv_dtype": write.kv_dtype, "out_dtype": write.in_dtype}
     return _spec(contract.CacheGatherSpec, {}, head_dim=write.head_dim, **dtypes)
 
 
 def merge_spec(options: Mapping[str, str]) -> contract.MergeSpec:
-    """Of merge_attention_states. `dtype` is that of the attention whose results are merged, v_head_dim their width."""
+    """The spec of merge_attention_states. `dtype` is that of attention's inputs, v_head_dim the width of its results."""
     values = _filled_in(options, _MERGE)
     num_parts, head_dim = (_parsed(values, name, int) for name in ("parts", "v_head_dim"))
     return contract.MergeSpec(num_parts, (1,), head_dim, contract.attention_out_dtype(values["dtype"]), "float32")
