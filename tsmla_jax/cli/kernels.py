@@ -25,6 +25,7 @@ _BAR_WIDTH = 24
 
 
 def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `tsmla compile`."""
     presets = sorted({name for kernel in KERNELS.values() for name, _ in kernel.presets})
     archs = list(dict.fromkeys(arch for kernel in KERNELS.values() for arch in kernel.archs))
     parser.add_argument(
@@ -167,6 +168,7 @@ class _Progress:
 
 
 def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `tsmla cache`."""
     parser.add_argument(
         "action",
         nargs="?",

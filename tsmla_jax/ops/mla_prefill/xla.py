@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tsmla_jax.ops import online_softmax
 from tsmla_jax.ops.inputs import Scales, accumulation_dtype, as_scale
 from tsmla_jax.ops.loops import carry
 from tsmla_kernels.contract import PrefillSpec
@@ -76,28 +77,16 @@ def _attend(
         tile = tile_of(t)
         query = _rows(padded_q, tile.row, Q_TILE).astype(dtype)
 
-        def block(i: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-            maximum, total, out = state
+        def block(i: jax.Array, state: online_softmax.State) -> online_softmax.State:
             _, key, value, visible = _block(tile, i, padded_k, padded_v, dtype)
             scores = _dot("qhd,khd->hqk", query, key, spec) * logit_scale
             scores = jnp.where(visible, scores, -jnp.inf)
-            new_maximum = jnp.maximum(maximum, scores.max(-1))
-            # While a row has seen nothing its maximum is -inf; 0 stands in for it, so that no inf - inf arises.
-            shift = jnp.where(new_maximum == -jnp.inf, 0, new_maximum)
-            weights = jnp.exp(scores - shift[..., None])
-            decay = jnp.exp(maximum - shift)
-            total = total * decay + weights.sum(-1)
-            return new_maximum, total, out * decay[..., None] + _dot("hqk,khv->hqv", weights, value, spec)
+            return online_softmax.update(state, scores, lambda weights: _dot("hqk,khv->hqv", weights, value, spec))
 
-        start = (
-            jnp.full((heads, Q_TILE), -jnp.inf, dtype),
-            jnp.zeros((heads, Q_TILE), dtype),
-            jnp.zeros((heads, Q_TILE, v_dim), dtype),
-        )
-        maximum, total, out = lax.fori_loop(0, tile.num_blocks, block, tuple(carry(x, *operands) for x in start))
-        seen = maximum != -jnp.inf
-        out = jnp.where(seen[..., None], out / jnp.where(seen, total, 1)[..., None] * v_scale, 0)
-        lse = jnp.where(seen, maximum + jnp.log(jnp.where(seen, total, 1)), -jnp.inf)
+        start = online_softmax.start((heads, Q_TILE), v_dim, dtype, *operands)
+        state = lax.fori_loop(0, tile.num_blocks, block, start)
+        seen, total, lse = online_softmax.finish(state)
+        out = jnp.where(seen[..., None], state.out / total[..., None] * v_scale, 0)
         outs = _replace(outs, out.swapaxes(0, 1).astype(spec.out_dtype), tile)
         return outs, _replace(lses, lse.swapaxes(0, 1).astype(spec.lse_dtype), tile)
 

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tsmla_jax.ops import online_softmax
 from tsmla_jax.ops.inputs import Scale, Scales, accumulation_dtype, as_scale
-from tsmla_jax.ops.loops import carry
 from tsmla_jax.sparse.blocks import over_token_blocks
 from tsmla_jax.sparse.layouts import gather_rows, valid_slots
 from tsmla_kernels import contract
@@ -26,8 +26,6 @@ BLOCK_KEYS = 256
 """Slots a step: enough to fill a matrix product, few enough that a token's float32 block stays in a core's cache."""
 BLOCK_BYTES = 4 << 20
 """Bound on the float32 block of gathered rows, of scores and of the accumulator."""
-
-_State = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def sparse_mla(
@@ -105,11 +103,7 @@ def _attend(
     query = q.astype(dtype)
     operands = (q, indices, lengths, *caches, sinks, logit_scale, *kv_scales)
     rows = (q.shape[0], spec.num_heads)
-    state: _State = (
-        carry(jnp.full(rows, -jnp.inf, dtype), *operands),
-        carry(jnp.zeros(rows, dtype), *operands),
-        carry(jnp.zeros((*rows, spec.latent_dim), dtype), *operands),
-    )
+    state = online_softmax.start(rows, spec.latent_dim, dtype, *operands)
     window = jnp.clip(lengths, 0, spec.window)
     rest = jnp.clip(lengths, spec.window, spec.num_selected) - spec.window
     sections = [(spec.cache, indices[:, : spec.window], window)]
@@ -118,27 +112,24 @@ def _attend(
     for (cache_spec, columns, active), cache, scale in zip(sections, caches, kv_scales, strict=True):
         if columns.shape[1]:
             state = _accumulate(spec, cache_spec, state, query, cache, columns, active, logit_scale, scale)
-    maximum, total, out = state
-    seen = maximum != -jnp.inf
-    total = jnp.where(seen, total, 1)
-    lse = jnp.where(seen, maximum + jnp.log(total), -jnp.inf)
+    seen, total, lse = online_softmax.finish(state)
     # -inf sinks take nothing: sigmoid(inf) is 1.
     share = jax.nn.sigmoid(jnp.where(seen, lse, 0) - sinks) / total
-    out = jnp.where(seen[..., None], out * share[..., None], 0)
+    out = jnp.where(seen[..., None], state.out * share[..., None], 0)
     return out.astype(spec.out_dtype), lse.astype(spec.lse_dtype)
 
 
 def _accumulate(
     spec: SparseMLASpec,
     cache_spec: CacheSpec,
-    state: _State,
+    state: online_softmax.State,
     query: jax.Array,
     cache: jax.Array,
     indices: jax.Array,
     active: jax.Array,
     logit_scale: jax.Array,
     kv_scale: jax.Array,
-) -> _State:
+) -> online_softmax.State:
     """The online softmax's state after the slots `indices` [t, K] of one cache, the first active[t] of each row."""
     dtype = query.dtype
     # Values of 16 bits, and packed ones, are exact in tf32 and bf16 products; a per-tensor scale makes them wider.
@@ -147,8 +138,7 @@ def _accumulate(
     num_columns = indices.shape[1]
     block_keys = min(BLOCK_KEYS, num_columns)
 
-    def step(i: jax.Array, state: _State) -> _State:
-        maximum, total, out = state
+    def step(i: jax.Array, state: online_softmax.State) -> online_softmax.State:
         # The last block moves back to end at the last column, and skips what the one before it has seen.
         start = jnp.minimum(i * block_keys, num_columns - block_keys)
         slots = lax.dynamic_slice_in_dim(indices, start, block_keys, axis=1)
@@ -158,13 +148,11 @@ def _accumulate(
         kv = jnp.where(valid[..., None], kv, 0)  # slot 0 stands in and may hold NaN, and 0 * NaN is NaN
         scores = lax.dot_general(query, kv, (((2,), (2,)), ((0,), (0,))), precision=precision) * logit_scale
         scores = jnp.where(valid[:, None, :], scores, -jnp.inf)
-        new_maximum = jnp.maximum(maximum, scores.max(-1))
-        # While a row has seen nothing its maximum is -inf; 0 stands in for it, so that no inf - inf arises.
-        shift = jnp.where(new_maximum == -jnp.inf, 0, new_maximum)
-        weights = jnp.exp(scores - shift[..., None])
-        decay = jnp.exp(maximum - shift)
-        values = lax.dot_general(weights, kv[..., : spec.latent_dim], (((2,), (1,)), ((0,), (0,))), precision=precision)
-        return new_maximum, total * decay + weights.sum(-1), out * decay[..., None] + values
+        latent = kv[..., : spec.latent_dim]
+        numbers = (((2,), (1,)), ((0,), (0,)))
+        return online_softmax.update(
+            state, scores, lambda weights: lax.dot_general(weights, latent, numbers, precision=precision)
+        )
 
     blocks = (active.max() + (block_keys - 1)) // block_keys
     return lax.fori_loop(0, blocks, step, state)
