@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -115,7 +115,8 @@ class Generation:
     choices: tuple[Choice, ...]
 
 
-class _Prompt(NamedTuple):
+@dataclass(frozen=True)
+class _Prompt:
     """A prompt that waits for its turn, and the pages that its text may need."""
 
     index: int
