@@ -19,9 +19,9 @@ from tsmla_jax.nn.norms import rms_norm_fixed_order
 from tsmla_jax.nn.v4.config import V4Config
 from tsmla_jax.nn.v4.step import V4Step
 from tsmla_jax.nn.weights import Params
-from tsmla_jax.ops.compress_kv.api import CompressedEntries, CompressorState, init_compressor_state
 from tsmla_jax.sparse import indexer, layouts
 from tsmla_jax.sparse import v4 as sparse_v4
+from tsmla_jax.sparse.compressor import CompressedEntries, CompressorState, init_compressor_state
 from tsmla_jax.sparse.metadata import positions_to_slots
 from tsmla_jax.sparse.v4 import MixedIndices
 
