@@ -79,7 +79,7 @@ def cache_gather_spec(options: Mapping[str, str]) -> contract.CacheGatherSpec:
 
 
 def merge_spec(options: Mapping[str, str]) -> contract.MergeSpec:
-    """The spec of merge_attention_states. `dtype` is that of attention's inputs, v_head_dim the results' width."""
+    """The spec of merge_attention_states. `dtype` is that of attention's inputs, v_head_dim its results' width."""
     values = _filled_in(options, _MERGE)
     num_parts, head_dim = (_parsed(values, name, int) for name in ("parts", "v_head_dim"))
     return contract.MergeSpec(num_parts, (1,), head_dim, contract.attention_out_dtype(values["dtype"]), "float32")
