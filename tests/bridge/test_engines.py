@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 from collections.abc import Iterator
@@ -210,12 +211,11 @@ def test_sglang_extends_drafts(device: str, dtype: str) -> None:
     padded = buffer.to(device)[:3, :most]
     lens = case.seq_lens - torch.tensor(new, dtype=torch.int32) + most
     # The last rows are padding and lie past the real keys; the table must have pages for them.
-    case = Inputs(
-        case.case, case.q, case.kv_cache, torch.where(case.block_tables < 2**30, case.block_tables, 0),
-        case.seq_lens, case.options,
-    )  # fmt: skip
-    cache = case.kv_cache.float().nan_to_num().to(case.kv_cache.dtype)
-    clean = Inputs(case.case, case.q, cache, case.block_tables, case.seq_lens, case.options)
+    clean = dataclasses.replace(
+        case,
+        kv_cache=case.kv_cache.float().nan_to_num().to(case.kv_cache.dtype),
+        block_tables=torch.where(case.block_tables < 2**30, case.block_tables, 0),
+    )
     out = sglang_decode(clean, device, query=padded, lens=lens, max_seq_len=1024 + most).cpu()
     got = torch.cat([out[b, :count] for b, count in enumerate(new)])
     assert_close(got, case.want(scale=SCALE)[0], BF16)

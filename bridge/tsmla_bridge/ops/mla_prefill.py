@@ -101,7 +101,7 @@ class PrefillOptions(NamedTuple):
 
 
 def _spec(inputs: PrefillInputs, options: PrefillOptions, given_scales: dict[str, Any]) -> PrefillSpec:
-    spec = tensors.describe_call(
+    return tensors.describe_call(
         contract.prefill_spec,
         inputs._asdict(),
         scales=given_scales,
@@ -109,8 +109,6 @@ def _spec(inputs: PrefillInputs, options: PrefillOptions, given_scales: dict[str
         max_kv_len=options.max_kv_len,
         causal=options.causal,
     )
-    loaded_kernels.check_implementation(options.implementation)
-    return spec
 
 
 def _run(
@@ -124,7 +122,7 @@ def _run(
 ) -> Results:
     device = inputs.q.device
     layout = ResultLayout.of(inputs.q, spec.v_head_dim, spec.out_dtype, spec.lse_dtype)
-    by_definition = implementation == "reference" or (implementation is None and devices.kind(device) == "cpu")
+    by_definition = loaded_kernels.is_by_definition(implementation, device)
     if not by_definition and (reasons := why_not(spec, device)):
         raise contract.not_runnable("mla_prefill", "cute", reasons)
     data_checks.check(values.prefill, spec, inputs.cu_seqlens_q, inputs.cu_seqlens_kv)

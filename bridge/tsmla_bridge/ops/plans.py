@@ -90,7 +90,7 @@ def plan_for(inputs: DecodeInputs, options: DecodeOptions) -> Plan:
             _latest.clear()
         _plans[key] = plan
     if not (inputs.q.requires_grad or inputs.kv_cache.requires_grad):  # whether such a call is traced depends on more
-        given = inputs if inputs.cu_seqlens_q is not None else inputs[:-1]
+        given = [tensor for tensor in inputs if tensor is not None]
         if not plan.is_like(*given):
             plan.is_like = tensors.likeness(*given)
         _latest[options] = plan
@@ -110,11 +110,8 @@ def _make_plan(inputs: DecodeInputs, options: DecodeOptions) -> Plan:
         return_lse=True,
         batch_invariant=options.batch_invariant,
     )
-    loaded_kernels.check_implementation(options.implementation)
     device = inputs.q.device
-    by_definition = options.implementation == "reference" or (
-        options.implementation is None and devices.kind(device) == "cpu"
-    )
+    by_definition = loaded_kernels.is_by_definition(options.implementation, device)
     on_blackwell = not by_definition and blackwell.is_device(device)
     if not by_definition:
         if on_blackwell:

@@ -29,6 +29,12 @@ def check_implementation(implementation: object) -> None:
         raise contract.unknown_implementation(implementation, IMPLEMENTATIONS)
 
 
+def is_by_definition(implementation: str | None, device: torch.device) -> bool:
+    """Whether the definition runs a call of attention: where it is named, and on a CPU."""
+    check_implementation(implementation)
+    return implementation == "reference" or (implementation is None and devices.kind(device) == "cpu")
+
+
 def check_operands(launcher: launch.Launcher, names: Sequence[str]) -> None:
     """NotImplementedError unless these are the kernel's operands: a kernel of another version takes others."""
     taken = [operand.name for operand in launcher.operands]
