@@ -122,9 +122,9 @@ class Pointer:
 
 @dataclass(frozen=True)
 class Piece:
-    """Key blocks [begin, end) of a row tile that begins at row `row` of the request, as cluster `part` has it."""
+    """Key blocks [begin, end) of a row tile that begins at row `row` of the request, as cluster `cluster` has it."""
 
-    part: int
+    cluster: int
     request: int
     row: int
     begin: int
@@ -138,41 +138,55 @@ class Interpreter:
     def __init__(self) -> None:
         self.warp = Warp()
         self.schedule = self._import()
-        self.flags = (self.module.FIRST_BUSY, self.module.LAST_BUSY)  # see decode_schedule
+        self.flags = (self.memory.Busy.FIRST, self.memory.Busy.LAST)
 
     def run(
-        self, config: DecodeConfig, parts: int, seq_lens: np.ndarray, width: int, cu_seqlens_q: np.ndarray | None = None
+        self,
+        config: DecodeConfig,
+        num_clusters: int,
+        seq_lens: np.ndarray,
+        width: int,
+        cu_seqlens_q: np.ndarray | None = None,
     ) -> tuple[list[Piece], np.ndarray]:
-        """(the pieces of all clusters, split_info) of a batch on `parts` clusters, with a table of `width` pages."""
+        """(the pieces of all clusters, split_info) of a batch, with a table of `width` pages."""
         schedule = self._configured(config)
         rows = len(seq_lens) * config.max_q_len if cu_seqlens_q is None else int(cu_seqlens_q[-1])
-        split_info = Array(np.full((2 * parts, 4), GARBAGE, np.int32))
+        split_info = Array(np.full((2 * num_clusters, len(self.memory.SplitEntry)), GARBAGE, np.int32))
         lens, table = Array(seq_lens.astype(np.int32)), types.SimpleNamespace(shape=(len(seq_lens), width))
+        word = self.memory.Piece
         offsets = lens if cu_seqlens_q is None else Array(cu_seqlens_q.astype(np.int32))
         pieces = []
-        for part in range(parts):
-            words = self.module.DESCRIPTOR_WORDS
-            descriptor = Array(np.full((words, schedule.descriptors), GARBAGE, np.int32))
-            walk = Array(np.full(self.module.WALK_WORDS, GARBAGE, np.int32))
-            order = Array(np.full(self.module.SORTED, GARBAGE, np.int32))
-            state = (
-                table, lens, offsets, None, split_info, descriptor, walk, parts, part, 0, rows * config.num_heads, order
-            )  # fmt: skip
+        for cluster in range(num_clusters):
+            described = Array(np.full((len(word), schedule.pieces_kept), GARBAGE, np.int32))
+            state = self.memory.Schedule(
+                block_tables=table,
+                seq_lens=lens,
+                cu_seqlens_q=offsets,
+                partial_lse=None,
+                split_info=split_info,
+                pieces=described,
+                state=Array(np.full(self.module.STATE_WORDS, GARBAGE, np.int32)),
+                num_clusters=num_clusters,
+                cluster_index=cluster,
+                rank=0,
+                all_rows=rows * config.num_heads,
+                order=Array(np.full(self.module.MAX_SORTED, GARBAGE, np.int32)),
+            )
 
-            def work(state: Any = state, descriptor: Array = descriptor, part: int = part) -> None:
+            def work(state: Any = state, described: Array = described, cluster: int = cluster) -> None:
                 lane = self.warp.here.lane
                 schedule.begin_schedule(state, schedule.numbers(min(lane, len(seq_lens) - 1), lens, offsets))
-                piece = 0
+                number = 0
                 while True:
-                    schedule.next_piece(piece, state)
-                    at = piece % schedule.descriptors
-                    begin, end = descriptor[0, at], descriptor[1, at]
+                    schedule.next_piece(number, state)
+                    place = number % schedule.pieces_kept
+                    begin, end = described[word.BLOCK_BEGIN, place], described[word.BLOCK_END, place]
                     if begin == end:
                         break
                     if lane == 0:
-                        row, slot, request = descriptor[4, at], descriptor[7, at], descriptor[8, at]
-                        pieces.append(Piece(part, request, row, begin, end, slot))
-                    piece += 1
+                        request, row = described[word.REQUEST, place], described[word.ROW_IN_REQUEST, place]
+                        pieces.append(Piece(cluster, request, row, begin, end, described[word.SLOT, place]))
+                    number += 1
                     self.warp.exchange()
 
             self.warp.run(work)
@@ -183,11 +197,11 @@ class Interpreter:
         schedule = self.schedule()
         attributes = {
             "heads": config.num_heads, "max_q_len": config.max_q_len, "page_size": config.page_size,
-            "ragged": config.ragged, "causal": config.causal, "invariant": config.batch_invariant,
+            "ragged": config.ragged, "causal": config.causal, "batch_invariant": config.batch_invariant,
             "tile_rows": config.tile_rows, "max_tiles": config.max_tiles, "block": config.block,
             "q_rows": config.q_rows, "overhead": OVERHEAD,
-            "least_payload": 1 if config.few_rows else 2, "descriptors": 8,
-            "few": config.few_rows,
+            "min_share": 1 if config.few_rows else 2, "pieces_kept": 8,
+            "few_rows": config.few_rows,
         }  # fmt: skip
         for name, value in attributes.items():
             setattr(schedule, name, value)
@@ -235,11 +249,12 @@ class Interpreter:
         )
         stand_ins = {"cutlass": cutlass, "cutlass.cute": cute}
         with mock.patch.dict(sys.modules, stand_ins):
-            for name in ("warp", "decode.schedule"):
+            for name in ("warp", "decode.memory", "decode.schedule"):
                 full = f"tsmla_kernels.sm90.{name}"
                 spec = importlib.util.spec_from_file_location(full, FOLDER / f"{name.replace('.', '/')}.py")
                 assert spec is not None and spec.loader is not None
                 module = sys.modules[full] = importlib.util.module_from_spec(spec)
                 spec.loader.exec_module(module)
+            self.memory = sys.modules["tsmla_kernels.sm90.decode.memory"]
         self.module = module
         return module.DecodeSchedule

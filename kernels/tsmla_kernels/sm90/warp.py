@@ -1,5 +1,7 @@
 """What the Hopper kernels' warps do alike: a base class of the kernels."""
 
+from __future__ import annotations
+
 import math
 
 import cutlass
@@ -39,76 +41,96 @@ def element(tensor: cute.Tensor, offset: Int32, align: int) -> cute.Pointer:
     return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
 
 
+@cute.jit
+def uniform(value: Int32):
+    """A value that all lanes hold, in a uniform register: what depends on it alone is computed once a warp."""
+    return cute.arch.warp_redux_sync(value, "max")
+
+
+@cute.jit
+def kept(value: Int32):
+    """A value that stays in its register: what comes of a thread's index the compiler would find again, by a dozen
+    instructions, wherever it is used."""
+    return cute.arch.shuffle_sync_bfly(value, offset=0)
+
+
+@cute.jit
+def advance(index: Int32, phase: Int32, stages: cutlass.Constexpr[int]):
+    """The stage after `index`, and the parity of its barriers."""
+    index += 1
+    if index == stages:
+        index = Int32(0)
+        phase ^= 1
+    return index, phase
+
+
+def load_transposed(address: Int32):
+    """Four 8 x 8 matrices of 16-bit words, transposed; a lane gives the address of one of their rows."""
+    return cute.arch.inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address],
+    )
+
+
+def load_matrices(address: Int32):
+    """Four 8 x 8 matrices of 16-bit words; a lane gives the address of one of their rows."""
+    return cute.arch.inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address],
+    )
+
+
+def store_transposed(address: Int32, a: Int32, b: Int32, c: Int32, d: Int32):
+    """Four 8 x 8 matrices of 16-bit words, transposed; a lane gives the address of one row of what is written."""
+    cute.arch.inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, a, b, c, d],
+    )
+
+
+def store_matrices(address: Int32, a: Int32, b: Int32, c: Int32, d: Int32):
+    """Four 8 x 8 matrices of 16-bit words; a lane gives the address of one of their rows."""
+    cute.arch.inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, a, b, c, d],
+    )
+
+
+@cute.jit
+def transpose_quad(words: cute.Tensor, quad: Int32):
+    """4 x 4 transpose among the four lanes of a row: word j of lane q becomes word q of lane j."""
+    for step in cutlass.range_constexpr(2):
+        offset = 2 >> step
+        upper = (quad // offset) % 2
+        for j in cutlass.range_constexpr(4):
+            if const_expr((j // offset) % 2 == 0):
+                a, b = words[j], words[j + offset]
+                sent = b
+                if upper == 1:
+                    sent = a
+                received = cute.arch.shuffle_sync_bfly(sent, offset=offset)
+                if upper == 1:
+                    a = received
+                else:
+                    b = received
+                words[j], words[j + offset] = a, b
+
+
 class WarpHelpers:
-    """Device functions of decode and prefill. `stages` is how many stages a kernel's ring has."""
+    """The functions above as methods. `stages` is how many stages a kernel's ring has."""
 
     stages: int
-
-    @cute.jit
-    def uniform(self, value: Int32):
-        """A value that all lanes hold, in a uniform register: what depends on it alone is computed once a warp."""
-        return cute.arch.warp_redux_sync(value, "max")
-
-    @cute.jit
-    def kept(self, value: Int32):
-        """A value that stays in its register: what comes of a thread's index the compiler would find again, by a dozen
-        instructions, wherever it is used."""
-        return cute.arch.shuffle_sync_bfly(value, offset=0)
+    uniform = staticmethod(uniform)
+    kept = staticmethod(kept)
+    load_transposed = staticmethod(load_transposed)
+    load_matrices = staticmethod(load_matrices)
+    store_transposed = staticmethod(store_transposed)
+    store_matrices = staticmethod(store_matrices)
+    transpose_quad = staticmethod(transpose_quad)
 
     @cute.jit
     def advance(self, index: Int32, phase: Int32):
         """The stage after `index`, and the parity of its barriers."""
-        index += 1
-        if index == self.stages:
-            index = Int32(0)
-            phase ^= 1
-        return index, phase
-
-    def load_transposed(self, address: Int32):
-        """Four 8 x 8 matrices of 16-bit words, transposed; a lane gives the address of one of their rows."""
-        return cute.arch.inline_ptx(
-            "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-            write_only_types=[Int32] * 4,
-            read_only_args=[address],
-        )
-
-    def load_matrices(self, address: Int32):
-        """Four 8 x 8 matrices of 16-bit words; a lane gives the address of one of their rows."""
-        return cute.arch.inline_ptx(
-            "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-            write_only_types=[Int32] * 4,
-            read_only_args=[address],
-        )
-
-    def store_transposed(self, address: Int32, a: Int32, b: Int32, c: Int32, d: Int32):
-        """Four 8 x 8 matrices of 16-bit words, transposed; a lane gives the address of one row of what is written."""
-        cute.arch.inline_ptx(
-            "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-            read_only_args=[address, a, b, c, d],
-        )
-
-    def store_matrices(self, address: Int32, a: Int32, b: Int32, c: Int32, d: Int32):
-        """Four 8 x 8 matrices of 16-bit words; a lane gives the address of one of their rows."""
-        cute.arch.inline_ptx(
-            "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-            read_only_args=[address, a, b, c, d],
-        )
-
-    @cute.jit
-    def transpose_quad(self, words: cute.Tensor, quad: Int32):
-        """4 x 4 transpose among the four lanes of a row: word j of lane q becomes word q of lane j."""
-        for step in cutlass.range_constexpr(2):
-            offset = 2 >> step
-            upper = (quad // offset) % 2
-            for j in cutlass.range_constexpr(4):
-                if const_expr((j // offset) % 2 == 0):
-                    a, b = words[j], words[j + offset]
-                    sent = b
-                    if upper == 1:
-                        sent = a
-                    received = cute.arch.shuffle_sync_bfly(sent, offset=offset)
-                    if upper == 1:
-                        a = received
-                    else:
-                        b = received
-                    words[j], words[j + offset] = a, b
+        return advance(index, phase, self.stages)

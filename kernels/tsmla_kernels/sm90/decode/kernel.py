@@ -13,13 +13,14 @@ from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 
 from tsmla_kernels.sm90.decode.combine import COMBINE_THREADS, DecodeCombine
 from tsmla_kernels.sm90.decode.config import ROWS, SMEM_BYTES, DecodeConfig
+from tsmla_kernels.sm90.decode.memory import Ahead, Described, Piece, Ring, Tma
 from tsmla_kernels.sm90.decode.ring import DecodeRing
-from tsmla_kernels.sm90.decode.schedule import DESCRIPTOR_WORDS
+from tsmla_kernels.sm90.decode.scores import ScoresFrame
 from tsmla_kernels.sm90.decode.softmax import DecodeSoftmax
 from tsmla_kernels.sm90.warp import DTYPES, remainder
 
 
-class DecodeKernel(DecodeRing, DecodeSoftmax, DecodeCombine):
+class DecodeKernel(ScoresFrame, DecodeRing, DecodeSoftmax, DecodeCombine):
     """A base of the decode kernels, which set these.
 
     Attributes:
@@ -45,23 +46,23 @@ class DecodeKernel(DecodeRing, DecodeSoftmax, DecodeCombine):
         self.heads, self.max_q_len = config.num_heads, config.max_q_len
         self.latent, self.depth = config.latent_dim, config.head_dim
         self.page_size, self.ragged, self.causal = config.page_size, config.ragged, config.causal
-        self.invariant, self.cluster = config.batch_invariant, config.cluster
+        self.batch_invariant, self.cluster = config.batch_invariant, config.cluster
         self.partial_dtype = DTYPES[config.partial_dtype]
-        self.scaled = self.partial_dtype == cutlass.Float16 and config.cache_dtype == "bfloat16"
+        self.partial_needs_scale = self.partial_dtype == cutlass.Float16 and config.cache_dtype == "bfloat16"
         self.stages, self.tile_rows, self.max_tiles = config.stages, config.tile_rows, config.max_tiles
         self.stage_elements = config.stage_bytes // self.itemsize
         self.block, self.q_rows, self.p_rows = config.block, config.q_rows, config.p_rows
         self.out_dtype = DTYPES[config.out_dtype]
-        self.least_payload = 1 if config.few_rows else 2
-        self.few = config.few_rows
+        self.min_share = 1 if config.few_rows else 2
+        self.few_rows = config.few_rows
         self.column_tiles = self.depth // 64
         self.box = min(self.block, self.page_size)  # keys of one TMA copy: a page may be shorter than a stage
         self.half = self.latent // 2
         if self.stages < 3:
             raise ValueError(f"{config} leaves {self.stages} stages of shared memory; 3 are needed")
 
-    def tensor_maps(self, q: cute.Tensor, kv_cache: cute.Tensor) -> tuple[Any, ...]:
-        """(TMA atom, tensor) of q and of the cache.
+    def tensor_maps(self, q: cute.Tensor, kv_cache: cute.Tensor) -> Tma:
+        """TMA atoms and tensors of q and of the cache.
 
         One copy brings a block's keys with all their columns: (key, 64 columns, column tile, page) as four modes. Where
         pages are shorter than a block, a copy is one column tile, for a block is not one box.
@@ -81,7 +82,7 @@ class DecodeKernel(DecodeRing, DecodeSoftmax, DecodeCombine):
         )
         load = cpasync.CopyBulkTensorTileG2SOp()
         load_keys = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.cluster > 1 else load
-        return (
+        return Tma(
             *cpasync.make_tiled_tma_atom(load, queries, q_layout, (self.q_rows, 64, self.column_tiles)),
             *cpasync.make_tiled_tma_atom(load_keys, keys, box_layout, (self.box, 64, tiles)),
         )
@@ -92,35 +93,36 @@ class DecodeKernel(DecodeRing, DecodeSoftmax, DecodeCombine):
         if storage.size_in_bytes() > SMEM_BYTES:
             raise ValueError(f"{self.config} takes {storage.size_in_bytes()} bytes of shared memory of {SMEM_BYTES}")
 
-    def parts(self, seq_lens: cute.Tensor, split_info: cute.Tensor) -> Int32:
+    def num_clusters(self, seq_lens: cute.Tensor, split_info: cute.Tensor) -> Int32:
         """How many clusters share the work: as many as split_info has entries for."""
-        if const_expr(self.invariant):
+        if const_expr(self.batch_invariant):
             return Int32(split_info.shape[0] - seq_lens.shape[0] * self.max_tiles)
         return Int32(split_info.shape[0] // 2)
 
-    def launch(self, attend: Any, parts: Int32, stream: cuda.CUstream, *merged: cute.Tensor) -> None:
-        """Both kernels: `attend`, called with its arguments, and behind it `combine` with `merged` and parts."""
-        grid = [parts * self.cluster, 1, 1]
+    def launch(self, attend: Any, num_clusters: Int32, stream: cuda.CUstream, *merged: cute.Tensor) -> None:
+        """Both kernels: `attend`, called with its arguments, and behind it `combine` of `merged`."""
+        grid = [num_clusters * self.cluster, 1, 1]
         attend.launch(
             grid=grid, block=[self.threads, 1, 1], cluster=[self.cluster, 1, 1], stream=stream, min_blocks_per_mp=1
         )
-        self.combine(*merged, parts).launch(
+        self.combine(*merged, num_clusters).launch(
             grid=grid, block=[COMBINE_THREADS, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1
         )
 
     # ---- in the attention kernel
 
     @cute.jit
-    def factors(self, storage: cutlass.Constexpr):
-        """(descriptor, rescale, moved, inverse) in shared memory."""
-        return (
-            storage.descriptor.get_tensor(
-                cute.make_layout((DESCRIPTOR_WORDS, self.descriptors), stride=(1, DESCRIPTOR_WORDS))
-            ),
-            storage.rescale.get_tensor(cute.make_layout((ROWS, self.stages), stride=(1, ROWS))),
-            storage.moved.get_tensor(cute.make_layout((4, self.stages), stride=(1, 4))),
-            storage.inverse.get_tensor(cute.make_layout((ROWS, self.inverses), stride=(1, ROWS))),
+    def ring_of(self, storage: cutlass.Constexpr):
+        """The ring in shared memory, a Ring."""
+        full, empty, ready = storage.full.data_ptr(), storage.empty.data_ptr(), storage.ready.data_ptr()
+        pieces = storage.pieces.get_tensor(
+            cute.make_layout((len(Piece), self.pieces_kept), stride=(1, len(Piece)))
         )
+        rescale = storage.rescale.get_tensor(cute.make_layout((ROWS, self.stages), stride=(1, ROWS)))
+        moved = storage.moved.get_tensor(cute.make_layout((4, self.stages), stride=(1, 4)))
+        inverse = storage.inverse.get_tensor(cute.make_layout((ROWS, self.inverses_kept), stride=(1, ROWS)))
+        keys, p = self.ring_tensors(storage.ring.data_ptr())
+        return Ring(keys, p, full, empty, ready, rescale, moved, inverse, pieces)
 
     @cute.jit
     def ring_tensors(self, ring: cute.Pointer):
@@ -148,18 +150,18 @@ class DecodeKernel(DecodeRing, DecodeSoftmax, DecodeCombine):
     def prefetch_operands(self, q: cute.Tensor, block_tables: cute.Tensor, warp: Int32):
         """Into the L2 cache beside the schedule's first loads, which these would otherwise follow: by three warps."""
         block_idx, _, _ = cute.arch.block_idx()
-        at = (block_idx * 3 + warp) * 32 + cute.arch.lane_idx()
-        self.prefetch(block_tables, at * 32)
-        self.prefetch(q, at * (128 // self.itemsize))
+        line = (block_idx * 3 + warp) * 32 + cute.arch.lane_idx()
+        self.prefetch(block_tables, line * 32)
+        self.prefetch(q, line * (128 // self.itemsize))
 
     @cute.jit
-    def init_barriers(self, full: cute.Pointer, empty: cute.Pointer, ready: cute.Pointer):
+    def init_barriers(self, ring: cutlass.Constexpr):
         """The ring's barriers."""
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(self.stages):
-                cute.arch.mbarrier_init(full + i, 1)
-                cute.arch.mbarrier_init(empty + i, 8 * self.leavers * self.cluster)
-                cute.arch.mbarrier_init(ready + i, 4 * 8)  # DecodeRing.signal of four warps
+                cute.arch.mbarrier_init(ring.full + i, 1)
+                cute.arch.mbarrier_init(ring.empty + i, 8 * self.releasing_lanes * self.cluster)
+                cute.arch.mbarrier_init(ring.ready + i, 4 * 8)  # DecodeRing.signal of four warps
 
     @cute.jit
     def sync_barriers(self):
@@ -180,10 +182,10 @@ class DecodeKernel(DecodeRing, DecodeSoftmax, DecodeCombine):
             cute.arch.cluster_wait()
 
     @cute.jit
-    def described(self, descriptor: cute.Tensor, piece: Int32):
-        """Where `piece` is described, its first key block, and the one after its last: the same, if there is none."""
-        at = remainder(piece, self.descriptors)
-        return at, self.uniform(descriptor[0, at]), self.uniform(descriptor[1, at])
+    def described(self, number: Int32, pieces: cute.Tensor):
+        """(piece `number`, its first key block, the one after its last): the same two, if there is none."""
+        piece = Described(pieces, remainder(number, self.pieces_kept))
+        return piece, self.uniform(piece[Piece.BLOCK_BEGIN]), self.uniform(piece[Piece.BLOCK_END])
 
     @cute.jit
     def address(self, s_k: cute.Tensor, index: Int32):
@@ -204,26 +206,27 @@ class DecodeKernel(DecodeRing, DecodeSoftmax, DecodeCombine):
         cute.arch.sync_warp()
 
     @cute.jit
-    def look_ahead(self, full: cute.Pointer, index: Int32, phase: Int32, s_k: cute.Tensor):
-        """Of the stage that the scores come to next: whether it is there already, its address, and the stage behind it
-        with its parity. Behind Q K^T of the block before, for asking takes its time, and beside Q K^T its last step
-        would wait for these."""
-        arrived = Int32(cute.arch.mbarrier_test_wait(full + index, phase))
-        address = self.address(s_k, index)
+    def look_ahead(self, index: Int32, phase: Int32, ring: cutlass.Constexpr):
+        """Poll the next stage: (has it arrived, its address, the stage after it, that stage's parity), an Ahead.
+
+        Call after the last Q K^T step: polling is slow, and among the steps it stalls WGMMA.
+        """
+        arrived = Int32(cute.arch.mbarrier_test_wait(ring.full + index, phase))
+        address = self.address(ring.keys, index)
         following, phase_following = self.advance(index, phase)
-        return arrived, address, following, phase_following
+        return Ahead(arrived, address, following, phase_following)
 
     @cute.jit
-    def stage_tensors(self, s_k: cute.Tensor, s_p: cute.Tensor, address: Int32):
+    def stage_tensors(self, ring: cutlass.Constexpr, address: Int32):
         """The keys and the P of the stage at `address`, for WGMMA."""
         keys_ptr = cute.make_ptr(self.dtype, address, cute.AddressSpace.smem, assumed_align=1024)
         p_ptr = cute.make_ptr(self.p_dtype, address + self.p_offset, cute.AddressSpace.smem, assumed_align=1024)
         keys_swizzle = warpgroup.make_smem_layout_atom(self.keys_swizzle, self.dtype).inner
         p_swizzle = warpgroup.make_smem_layout_atom(self.p_swizzle, self.p_dtype).inner
         keys = cute.make_tensor(
-            cute.recast_ptr(keys_ptr, keys_swizzle, dtype=self.dtype), cute.slice_(s_k.layout, (None, None, 0))
+            cute.recast_ptr(keys_ptr, keys_swizzle, dtype=self.dtype), cute.slice_(ring.keys.layout, (None, None, 0))
         )
         p = cute.make_tensor(
-            cute.recast_ptr(p_ptr, p_swizzle, dtype=self.p_dtype), cute.slice_(s_p.layout, (None, None, 0))
+            cute.recast_ptr(p_ptr, p_swizzle, dtype=self.p_dtype), cute.slice_(ring.p.layout, (None, None, 0))
         )
         return keys, p

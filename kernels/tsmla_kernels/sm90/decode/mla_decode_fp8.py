@@ -12,6 +12,8 @@ P is not rounded to fp8, which would be most of the output's error. Merging is d
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -23,8 +25,25 @@ from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKin
 
 from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
 from tsmla_kernels.sm90.decode.kernel import DecodeKernel
+from tsmla_kernels.sm90.decode.memory import (
+    COPY_STATE_WORDS,
+    Arrays,
+    Copies,
+    CopyState,
+    KeyRange,
+    Piece,
+    Place,
+    Results,
+    Running,
+    Schedule,
+    Scored,
+    Scores,
+    Stage,
+    Taken,
+    Tma,
+)
 from tsmla_kernels.sm90.decode.ring import TABLE_AHEAD
-from tsmla_kernels.sm90.decode.schedule import DESCRIPTOR_WORDS, SORTED, WALK_WORDS
+from tsmla_kernels.sm90.decode.schedule import MAX_SORTED, STATE_WORDS
 from tsmla_kernels.sm90.warp import LOG2_E, element, quotient
 
 OVERHEAD = 5  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
@@ -32,6 +51,79 @@ RESCALE_BITS = 8.0  # how far the running maximum may lag: P of f16 holds that m
 EARLY_STEPS = 8  # 32-column steps of Q K^T that are still to come when the values' warpgroups are let loose
 AHEAD = 2  # fragments of V^T, 64 latents of 32 keys each, that a warpgroup has in registers as fp8, or on their way
 WIDE = 4  # of their halves, 16 keys each, that it has there as f16
+
+
+class HeldFp8(NamedTuple):
+    """What the softmax warpgroup holds from piece to piece.
+
+    Attributes:
+      mma_qk: Q K^T. q: Q in shared memory. t_q: the same, as its operand.
+      acc, probabilities: S and P of a block, which may be one. r_p: P as it is stored.
+      p_offset: where the lane's row of P lies in a stage.
+      running: the rows' maxima and sums. scale: of the logits, base 2. results: where rows are finished.
+      place: of the thread. signals: 1 if its lane arrives in `signal`.
+    """
+
+    mma_qk: cute.TiledMma
+    q: cute.Tensor
+    t_q: cute.Tensor
+    acc: cute.Tensor
+    probabilities: cute.Tensor
+    r_p: cute.Tensor
+    p_offset: Int32
+    running: Running
+    scale: Float32
+    results: Results
+    place: Place
+    signals: Int32
+
+
+class HeldValues(NamedTuple):
+    """What a value warpgroup holds from piece to piece.
+
+    Attributes:
+      mma_pv: V^T P^T. acc, o: O^T, as it has it, and by query rows and latents.
+      wide: halves of V^T's fragments as f16. narrow: fragments as fp8.
+      offset: where the lane's first values lie in a stage.
+      thread, lane: in the warpgroup and in the warp.
+    """
+
+    mma_pv: cute.TiledMma
+    acc: cute.Tensor
+    o: cute.Tensor
+    r_v: cute.Tensor
+    narrow: cute.Tensor
+    offset: Int32
+    thread: Int32
+    lane: Int32
+
+
+class Reading(NamedTuple):
+    """Where values are read: this block's and the next one's address; whether that one's keys must be awaited, and by
+    which barrier and parity."""
+
+    here: Int32
+    next_here: Int32
+    awaited: Int32
+    full: cute.Pointer
+    phase: Int32
+
+
+class LatentPlace(NamedTuple):
+    """What a lane of a value warpgroup stores: its first latent, and the column of `inverse` with its rows' factors."""
+
+    kept: Int32
+    first_latent: Int32
+    lane: Int32
+
+
+class OutRows(NamedTuple):
+    """The rows of a lane that are stored: their factors lie in column `kept` of `inverse`; `valid` rows count."""
+
+    inverse: cute.Tensor
+    kept: Int32
+    lane: Int32
+    valid: Int32
 
 
 class MlaDecodeFp8(DecodeKernel):
@@ -42,20 +134,20 @@ class MlaDecodeFp8(DecodeKernel):
 
     def __init__(self, config: DecodeConfig) -> None:
         super().__init__(config, cutlass.Float8E4M3FN, cutlass.Float16)
-        self.swapped = False
+        self.partial_is_lane_order = False
         self.keys_swizzle = self.q_swizzle = SmemLayoutAtomKind.K_SW64
         self.p_swizzle = SmemLayoutAtomKind.K_SW128
         self.p_offset = self.block * self.depth
         self.overhead = OVERHEAD
-        self.descriptors, self.lookahead = 8, 4
+        self.pieces_kept, self.lookahead = 8, 4
         self.m_tiles = self.half // 64  # of a values' warpgroup
         self.kept_rows, self.kept_dtype = ROWS, self.dtype  # of Q where it stays
         self.loads_keys = False  # whether the scores' warps read keys by ordinary loads, and not by WGMMA
         self.rescale_bits = RESCALE_BITS
-        self.inverses = self.stages // 2 + 1  # a piece takes two stages or more
+        self.inverses_kept = self.stages // 2 + 1  # a piece takes two stages or more
         # With few rows the scores are what the others wait for; with many, registers and instructions are dear.
-        self.speculate = self.p_rows < ROWS
-        self.threads, self.leavers = 512, 4
+        self.speculates = self.p_rows < ROWS
+        self.threads, self.releasing_lanes = 512, 4
         # Scores, values, copies: what 512 threads start with.
         self.registers = (104, 192, 24) if self.p_rows == ROWS else (120, 184, 24)
 
@@ -75,7 +167,7 @@ class MlaDecodeFp8(DecodeKernel):
         partial_lse: cute.Tensor,
         split_info: cute.Tensor,
     ):
-        tma_q, tma_q_tensor, tma_k, tma_k_tensor = self.tensor_maps(q, kv_cache)
+        tma = self.tensor_maps(q, kv_cache)
         k_major = OperandMajorMode.K
         mma_qk = self.score_mma()
         # Latents are its rows, query rows its columns.
@@ -88,24 +180,24 @@ class MlaDecodeFp8(DecodeKernel):
             full: cute.struct.MemRange[Int64, self.stages]
             empty: cute.struct.MemRange[Int64, self.stages]
             ready: cute.struct.MemRange[Int64, self.stages]
-            descriptor: cute.struct.MemRange[Int32, self.descriptors * DESCRIPTOR_WORDS]
+            pieces: cute.struct.MemRange[Int32, self.pieces_kept * len(Piece)]
             rescale: cute.struct.Align[cute.struct.MemRange[Float32, self.stages * ROWS], 16]
             moved: cute.struct.Align[cute.struct.MemRange[Int32, self.stages * 4], 16]
-            inverse: cute.struct.Align[cute.struct.MemRange[Float32, self.inverses * ROWS], 16]
-            walk: cute.struct.MemRange[Int32, WALK_WORDS]
-            fill: cute.struct.MemRange[Int32, 8]
+            inverse: cute.struct.Align[cute.struct.MemRange[Float32, self.inverses_kept * ROWS], 16]
+            schedule_state: cute.struct.MemRange[Int32, STATE_WORDS]
+            copy_state: cute.struct.MemRange[Int32, COPY_STATE_WORDS]
             pages: cute.struct.MemRange[Int32, TABLE_AHEAD]
             exchange: cute.struct.Align[cute.struct.MemRange[Float32, self.config.exchanged_words], 16]
             q: cute.struct.Align[cute.struct.MemRange[self.kept_dtype, self.kept_rows * self.depth], 1024]
             ring: cute.struct.Align[cute.struct.MemRange[self.dtype, self.stages * self.stage_elements], 1024]
 
         self.check_storage(Storage)
-        parts = self.parts(seq_lens, split_info)
+        num_clusters = self.num_clusters(seq_lens, split_info)
         attend = self.attend(
-            q, tma_q, tma_q_tensor, tma_k, tma_k_tensor, block_tables, seq_lens, cu_seqlens_q, scales, out, lse,
-            partial_out, partial_lse, split_info, mma_qk, mma_pv, parts,
+            q, *tma, block_tables, seq_lens, cu_seqlens_q, scales, out, lse,
+            partial_out, partial_lse, split_info, mma_qk, mma_pv, num_clusters,
         )  # fmt: skip
-        self.launch(attend, parts, stream, partial_out, partial_lse, split_info, out, lse)
+        self.launch(attend, num_clusters, stream, partial_out, partial_lse, split_info, out, lse)
 
     @cute.kernel
     def attend(
@@ -126,7 +218,7 @@ class MlaDecodeFp8(DecodeKernel):
         split_info: cute.Tensor,
         mma_qk: cute.TiledMma,
         mma_pv: cute.TiledMma,
-        parts: Int32,
+        num_clusters: Int32,
     ):
         """One CTA: set up the barriers, find the first piece of work, then each warpgroup its role."""
         tidx, _, _ = cute.arch.thread_idx()
@@ -134,14 +226,12 @@ class MlaDecodeFp8(DecodeKernel):
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(tidx // 128)
         rank = cute.arch.make_warp_uniform(block_idx % self.cluster)
-        part = cute.arch.make_warp_uniform(block_idx // self.cluster)
+        cluster_index = cute.arch.make_warp_uniform(block_idx // self.cluster)
 
         early = self.early_numbers(seq_lens, cu_seqlens_q)
         smem = utils.SmemAllocator()
         storage = smem.allocate(self.storage)
-        full, empty, ready = storage.full.data_ptr(), storage.empty.data_ptr(), storage.ready.data_ptr()
-        descriptor, rescale, moved, inverse = self.factors(storage)
-        s_k, s_p = self.ring_tensors(storage.ring.data_ptr())
+        ring = self.ring_of(storage)
 
         if warp_idx == 12:
             cpasync.prefetch_descriptor(tma_q)
@@ -149,21 +239,26 @@ class MlaDecodeFp8(DecodeKernel):
         if warp_idx >= 13:
             self.prefetch_operands(q, block_tables, warp_idx - 13)
         if warp_idx == 0:
-            self.init_barriers(full, empty, ready)
+            self.init_barriers(ring)
         self.sync_barriers()
 
-        walk = storage.walk.get_tensor(cute.make_layout(WALK_WORDS))
+        state = storage.schedule_state.get_tensor(cute.make_layout(STATE_WORDS))
         # In the stage that Q comes to, which no other CTA fills.
-        order = cute.make_tensor(cute.recast_ptr(storage.ring.data_ptr(), dtype=Int32), cute.make_layout(SORTED))
-        fill = storage.fill.get_tensor(cute.make_layout(8))
-        pages = storage.pages.get_tensor(cute.make_layout(TABLE_AHEAD))
-        schedule = (
-            block_tables, seq_lens, cu_seqlens_q, partial_lse, split_info, descriptor, walk, parts, part, rank,
-            lse.shape[0], order,
+        order = cute.make_tensor(
+            cute.recast_ptr(storage.ring.data_ptr(), dtype=Int32), cute.make_layout(MAX_SORTED)
+        )
+        schedule = Schedule(
+            block_tables, seq_lens, cu_seqlens_q, partial_lse, split_info, ring.pieces, state, num_clusters,
+            cluster_index, rank, lse.shape[0], order,
         )  # fmt: skip
-        copies = (
-            tma_q, tma_q_tensor, tma_k, tma_k_tensor, block_tables, s_k, descriptor, fill, pages, full, rank,
+        copies = Copies(
+            Tma(tma_q, tma_q_tensor, tma_k, tma_k_tensor), block_tables, ring.keys, ring.pieces,
+            storage.copy_state.get_tensor(cute.make_layout(COPY_STATE_WORDS)),
+            storage.pages.get_tensor(cute.make_layout(TABLE_AHEAD)), ring.full, rank,
         )  # fmt: skip
+        arrays = Arrays(
+            block_tables, seq_lens, cu_seqlens_q, scales, out, lse, partial_out, partial_lse, split_info
+        )
         if warp_idx == 12:
             self.begin_schedule(schedule, early)
             self.next_piece(Int32(0), schedule)
@@ -172,7 +267,7 @@ class MlaDecodeFp8(DecodeKernel):
         if group == 3:
             cute.arch.setmaxregister_decrease(self.registers[2])
             if warp_idx == 12:
-                self.copy(empty, copies)
+                self.copy(ring.empty, copies)
         else:
             if group == 0:
                 cute.arch.setmaxregister_decrease(self.registers[0])
@@ -181,17 +276,11 @@ class MlaDecodeFp8(DecodeKernel):
                     (self.kept_rows, self.depth), (0, 1),
                 )  # fmt: skip
                 s_q = storage.q.get_tensor(q_tile.outer, swizzle=q_tile.inner)
-                self.score(
-                    scales, lse, partial_lse, s_q, s_k, s_p, descriptor, rescale, moved, inverse, full, ready, mma_qk,
-                    rank, storage.exchange.data_ptr(),
-                )  # fmt: skip
+                self.score(arrays, ring, (s_q, storage.exchange.data_ptr()), mma_qk, rank)
             else:
                 cute.arch.setmaxregister_increase(self.registers[1])
-                self.accumulate(
-                    out, partial_out, s_k, s_p, descriptor, rescale, moved, inverse, full, empty, ready, mma_pv,
-                    group - 1, rank, warp_idx, schedule,
-                )  # fmt: skip
-            # Not by the warps without work: `combine` would come at once, and wait in the way.
+                self.accumulate(arrays, ring, mma_pv, group - 1, warp_idx, schedule)
+            # Idle warps must not signal: `combine` would launch immediately and occupy the SM while waiting.
             cute.arch.griddepcontrol_launch_dependents()
         self.end()
 
@@ -199,11 +288,11 @@ class MlaDecodeFp8(DecodeKernel):
 
     @cute.jit
     def copy(self, empty: cute.Pointer, copies: cutlass.Constexpr):
-        """Fill the ring, and each stage again when all have left it, to the end of this cluster's work."""
-        fill = copies[7]
+        """Fill the ring, and each stage again when all have released it, to the end of this cluster's work."""
+        state = copies.state
         self.fill_ring(copies)
         index, phase = Int32(0), Int32(0)
-        while fill[5] == 0:
+        while state[CopyState.ENDED] == 0:
             cute.arch.mbarrier_wait(empty + index, phase)
             self.produce(index, copies)
             index, phase = self.advance(index, phase)
@@ -218,134 +307,145 @@ class MlaDecodeFp8(DecodeKernel):
         )
 
     @cute.jit
-    def score(
+    def begin_scores(
         self,
-        scales: cute.Tensor,
-        lse: cute.Tensor,
-        partial_lse: cute.Tensor,
-        s_q: cute.Tensor,
-        s_k: cute.Tensor,
-        s_p: cute.Tensor,
-        descriptor: cute.Tensor,
-        rescale: cute.Tensor,
-        moved: cute.Tensor,
-        inverse: cute.Tensor,
-        full: cute.Pointer,
-        ready: cute.Pointer,
+        arrays: cutlass.Constexpr,
+        ring: cutlass.Constexpr,
+        q: cutlass.Constexpr,
         mma_qk: cute.TiledMma,
         rank: Int32,
-        exchange: cute.Pointer,
     ):
-        """Warpgroup 0: for every block of keys Q K^T, softmax and P."""
+        """What the softmax warpgroup holds from piece to piece, a HeldFp8. `q` is Q's place in shared memory first."""
+        s_q = q[0]
         tidx, _, _ = cute.arch.thread_idx()
         t = tidx % 128
         lane = self.kept(t % 32)
         signals = Int32(self.signals(lane))
         warp_here = cute.arch.make_warp_uniform(t // 32)
-        scale = scales[0] * LOG2_E
-        out_scale = scales[1]
+        scale = arrays.scales[0] * LOG2_E
+        results = Results(ring.inverse, arrays.lse, arrays.partial_lse, arrays.scales[1], rank)
 
-        thr_qk = mma_qk.get_slice(t)
-        t_q = mma_qk.make_fragment_A(thr_qk.partition_A(s_q))
-        acc = cute.make_rmem_tensor(thr_qk.partition_shape_C((ROWS, self.block)), Float32)
-        probabilities = cute.make_rmem_tensor(acc.layout, Float32) if const_expr(self.speculate) else acc
-        by_rows = cute.make_layout((2, (2, self.block // 8)), stride=(2, (1, 4)))
-        s, p = cute.make_tensor(acc.iterator, by_rows), cute.make_tensor(probabilities.iterator, by_rows)
-        steps = self.depth // 32
-        # Q in a stage and where it stays, in 16-byte words: the same bytes in the same order.
-        q_words = cute.make_layout((4, 128, ROWS * self.depth // (16 * 128)), stride=(1, 4, 512))
-        plain = cute.make_swizzle(0, 4, 3)
-        q_there = cute.make_tensor(cute.recast_ptr(s_q.iterator, plain, dtype=Float32), q_words)
-        word = cute.make_rmem_tensor((4,), Float32)
+        t_q = mma_qk.make_fragment_A(mma_qk.get_slice(t).partition_A(s_q))
+        acc = cute.make_rmem_tensor(mma_qk.get_slice(t).partition_shape_C((ROWS, self.block)), Float32)
+        probabilities = cute.make_rmem_tensor(acc.layout, Float32) if const_expr(self.speculates) else acc
 
         # A lane's row of P, of 128 bytes: its first 16 bytes, or the second, exchanged by the swizzle.
         r_p = cute.make_rmem_tensor(acc.layout, self.p_dtype)
-        p_words = cute.recast_tensor(r_p, Int32)
         p_row = warp_here * 16 + lane % 16
         p_offset = self.kept(self.p_offset + p_row * 128 + (((lane // 16) ^ (p_row & 7)) << 4))
 
-        row_low = warp_here * 16 + lane // 4
-        m = cute.make_rmem_tensor((2,), Float32)
-        l = cute.make_rmem_tensor((2,), Float32)
-        index, phase, piece = Int32(0), Int32(0), Int32(0)
-        running = Int32(1)
-        while running == 1:
-            cute.arch.mbarrier_wait(full + index, phase)
-            at, b_begin, b_end = self.described(descriptor, piece)
-            if b_begin == b_end:
-                running = Int32(0)
-                self.signal(ready, index, lane)
-            else:
-                q_here = cute.make_tensor(
-                    cute.recast_ptr(s_k[None, None, index].iterator, plain, dtype=Float32), q_words
-                )
-                # All four warps have read the Q that is there.
-                cute.arch.barrier(barrier_id=1, number_of_threads=128)
-                for i in cutlass.range(cute.size(q_words, mode=[2]), unroll=3):
-                    cute.autovec_copy(q_here[None, t, i], word)
-                    cute.autovec_copy(word, q_there[None, t, i])
-                cute.arch.fence_proxy("async.shared", space="cta")
-                cute.arch.barrier(barrier_id=1, number_of_threads=128)
-                self.q_is_read(piece)
-                self.signal(ready, index, lane)
-                index, phase = self.advance(index, phase)
+        place = Place(t, warp_here, lane, warp_here * 16 + lane // 4)
+        running = Running(cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32))
+        return HeldFp8(mma_qk, s_q, t_q, acc, probabilities, r_p, p_offset, running, scale, results, place, signals)
 
-                self.begin_rows(m, l)
-                seen_by_all = self.seen_by_all(descriptor, at)
-                previous, address = index, self.address(s_k, index)
-                following, phase_following = self.advance(index, phase)
-                arrived, stored = Int32(0), Int32(0)
-                # The blocks with a mask in a loop of their own: to jump over it takes 20 cycles of the others.
-                unmasked = cutlass.min(cutlass.max(quotient(seen_by_all, self.block), b_begin), b_end)
-                for masked in cutlass.range_constexpr(2):
-                    first, last = (b_begin, unmasked) if const_expr(masked == 0) else (unmasked, b_end)
-                    for b in cutlass.range(first, last, unroll=1):
-                        stage_keys, _ = self.stage_tensors(s_k, s_p, address)
-                        t_k = mma_qk.make_fragment_B(thr_qk.partition_B(stage_keys))
-                        if arrived == 0:
-                            cute.arch.mbarrier_wait(full + index, phase)
-                        warpgroup.fence()
-                        mma_qk.set(Field.ACCUMULATE, False)
-                        for k in cutlass.range_constexpr(steps):
-                            if const_expr(k == steps - EARLY_STEPS):
-                                # The tensor cores take turns, as in MlaDecode.
-                                self.signal_if(stored, ready, previous)
-                            cute.gemm(mma_qk, acc, t_q[None, None, k], t_k[None, None, k], acc)
-                            mma_qk.set(Field.ACCUMULATE, True)
-                        warpgroup.commit_group()
-                        warpgroup.wait_group(0)
-                        previous, index, phase = index, following, phase_following
-                        address_here = address
-                        arrived, address, following, phase_following = self.look_ahead(full, index, phase, s_k)
-                        if const_expr(masked == 1):
-                            self.mask(s, b, descriptor, at, row_low, lane)
-                        self.softmax(s, p, m, l, scale, rescale, moved, row_low, lane, warp_here, previous)
-                        r_p.store(probabilities.load().to(self.p_dtype))
-                        self.store_p(address_here + p_offset, p_words)
-                        stored = signals
-                self.finish(l, m, inverse, lse, partial_lse, out_scale, row_low, lane, descriptor, at, rank, piece)
-                self.signal(ready, previous, lane)
-                piece += 1
+    @cute.jit
+    def take_q(
+        self,
+        piece: cutlass.Constexpr,
+        number: Int32,
+        stage: cutlass.Constexpr,
+        held: cutlass.Constexpr,
+        ring: cutlass.Constexpr,
+    ):
+        """Q from its stage to where it stays, in 16-byte words: the same bytes in the same order."""
+        t = held.place.thread
+        q_words = cute.make_layout((4, 128, ROWS * self.depth // (16 * 128)), stride=(1, 4, 512))
+        plain = cute.make_swizzle(0, 4, 3)
+        q_there = cute.make_tensor(cute.recast_ptr(held.q.iterator, plain, dtype=Float32), q_words)
+        word = cute.make_rmem_tensor((4,), Float32)
+        q_here = cute.make_tensor(
+            cute.recast_ptr(ring.keys[None, None, stage.index].iterator, plain, dtype=Float32), q_words
+        )
+        # All four warps have read the Q that is there.
+        self.sync_softmax()
+        for i in cutlass.range(cute.size(q_words, mode=[2]), unroll=3):
+            cute.autovec_copy(q_here[None, t, i], word)
+            cute.autovec_copy(word, q_there[None, t, i])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.sync_softmax()
+        self.q_is_read(number)
+        self.signal(ring.ready, stage.index, held.place.lane)
+        index, phase = self.advance(stage.index, stage.phase)
+        return Taken(index, phase, held.scale)
+
+    @cute.jit
+    def score_blocks(
+        self,
+        piece: cutlass.Constexpr,
+        number: Int32,
+        blocks: cutlass.Constexpr,
+        taken: cutlass.Constexpr,
+        held: cutlass.Constexpr,
+        ring: cutlass.Constexpr,
+    ):
+        """Q K^T, softmax and P of a piece's key blocks."""
+        mma_qk, acc = held.mma_qk, held.acc
+        place, running = held.place, held.running
+        by_rows = cute.make_layout((2, (2, self.block // 8)), stride=(2, (1, 4)))
+        scores = Scores(
+            cute.make_tensor(acc.iterator, by_rows), cute.make_tensor(held.probabilities.iterator, by_rows)
+        )
+        steps = self.depth // 32
+        index, phase = taken.index, taken.phase
+        self.begin_rows(running)
+        seen_by_all = self.seen_by_all(piece)
+        previous, address = index, self.address(ring.keys, index)
+        following, phase_following = self.advance(index, phase)
+        arrived, stored = Int32(0), Int32(0)
+        # The blocks with a mask in a loop of their own: to jump over it takes 20 cycles of the others.
+        unmasked = cutlass.min(cutlass.max(quotient(seen_by_all, self.block), blocks.begin), blocks.end)
+        for masked in cutlass.range_constexpr(2):
+            first, last = (blocks.begin, unmasked) if const_expr(masked == 0) else (unmasked, blocks.end)
+            for b in cutlass.range(first, last, unroll=1):
+                stage_keys, _ = self.stage_tensors(ring, address)
+                t_k = mma_qk.make_fragment_B(mma_qk.get_slice(place.thread).partition_B(stage_keys))
+                if arrived == 0:
+                    cute.arch.mbarrier_wait(ring.full + index, phase)
+                warpgroup.fence()
+                mma_qk.set(Field.ACCUMULATE, False)
+                for k in cutlass.range_constexpr(steps):
+                    if const_expr(k == steps - EARLY_STEPS):
+                        # The tensor cores take turns, as in MlaDecode.
+                        self.signal_if(stored, ring.ready, previous)
+                    cute.gemm(mma_qk, acc, held.t_q[None, None, k], t_k[None, None, k], acc)
+                    mma_qk.set(Field.ACCUMULATE, True)
+                warpgroup.commit_group()
+                warpgroup.wait_group(0)
+                previous, index, phase = index, following, phase_following
+                address_here = address
+                ahead = self.look_ahead(index, phase, ring)
+                arrived, address = ahead.arrived, ahead.address
+                following, phase_following = ahead.following, ahead.phase
+                if const_expr(masked == 1):
+                    self.mask(scores.s, b, piece, place)
+                self.softmax(scores, running, held.scale, place, ring, previous)
+                held.r_p.store(held.probabilities.load().to(self.p_dtype))
+                self.store_p(address_here + held.p_offset, cute.recast_tensor(held.r_p, Int32))
+                stored = held.signals
+        return Scored(index, phase, previous)
+
+    @cute.jit
+    def finish_piece(
+        self,
+        piece: cutlass.Constexpr,
+        number: Int32,
+        b_end: Int32,
+        last: Int32,
+        held: cutlass.Constexpr,
+        ring: cutlass.Constexpr,
+    ):
+        """Finish the rows."""
+        self.finish(held.running, held.place, piece, number, held.results)
 
     # ---- values
 
     @cute.jit
     def accumulate(
         self,
-        out: cute.Tensor,
-        partial_out: cute.Tensor,
-        s_k: cute.Tensor,
-        s_p: cute.Tensor,
-        descriptor: cute.Tensor,
-        rescale: cute.Tensor,
-        moved: cute.Tensor,
-        inverse: cute.Tensor,
-        full: cute.Pointer,
-        empty: cute.Pointer,
-        ready: cute.Pointer,
+        arrays: cutlass.Constexpr,
+        ring: cutlass.Constexpr,
         mma_pv: cute.TiledMma,
         half: Int32,
-        rank: Int32,
         warp_idx: Int32,
         schedule: cutlass.Constexpr,
     ):
@@ -357,8 +457,7 @@ class MlaDecodeFp8(DecodeKernel):
         tidx, _, _ = cute.arch.thread_idx()
         t = tidx % 128
         lane = t % 32
-        thr = mma_pv.get_slice(t)
-        acc = cute.make_rmem_tensor(thr.partition_shape_C((self.half, self.p_rows)), Float32)
+        acc = cute.make_rmem_tensor(mma_pv.get_slice(t).partition_shape_C((self.half, self.p_rows)), Float32)
         mma_pv.set(Field.ACCUMULATE, True)
         # (query row of two, latent of two, eight query rows, tile)
         o = cute.make_tensor(
@@ -366,98 +465,115 @@ class MlaDecodeFp8(DecodeKernel):
         )
         r_v = cute.make_rmem_tensor((8, WIDE), self.p_dtype)
         narrow = cute.make_rmem_tensor((4, AHEAD), Int32)
-        a_shape, tile_shape = thr.partition_shape_A((64, 16)), thr.partition_shape_C((64, self.p_rows))
         first_tile = half * (self.half // 16) + (t // 32) * self.m_tiles  # of 16 latents
         # Where this lane's key of the first 32 has the first tile's columns, in a stage.
         offset = self.kept(
             (first_tile // 4) * (64 * self.block) + lane * 64 + (((first_tile % 4) ^ ((lane >> 1) & 3)) << 4)
         )
+        held = HeldValues(mma_pv, acc, o, r_v, narrow, offset, t, lane)
 
-        index, phase, piece = Int32(0), Int32(0), Int32(0)
+        index, phase, number = Int32(0), Int32(0), Int32(0)
         if warp_idx == 8:
             # The first copies do not wait for these.
             for i in cutlass.range(1, self.lookahead, unroll=1):
                 self.next_piece(i, schedule)
-            cute.arch.barrier(barrier_id=2, number_of_threads=64)
+            self.meet_for_first_pieces()
         running = Int32(1)
         while running == 1:
             # Every use of a stage, Q's too, goes full -> ready -> empty, so that the three barriers stay in step.
-            cute.arch.mbarrier_wait(ready + index, phase)
-            at, b_begin, b_end = self.described(descriptor, piece)
+            cute.arch.mbarrier_wait(ring.ready + index, phase)
+            piece, b_begin, b_end = self.described(number, ring.pieces)
             if b_begin == b_end:
                 running = Int32(0)
             else:
-                self.wait_for_q_read(piece)
-                self.leave(index, empty)
+                self.wait_for_q_read(number)
+                self.release(index, ring.empty)
                 index, phase = self.advance(index, phase)
                 if const_expr(self.q_rows < self.kept_rows):
-                    if descriptor[9, at] > 1:  # Q came in two stages
-                        cute.arch.mbarrier_wait(ready + index, phase)
-                        self.leave(index, empty)
+                    if piece[Piece.Q_STAGES] > 1:
+                        cute.arch.mbarrier_wait(ring.ready + index, phase)
+                        self.release(index, ring.empty)
                         index, phase = self.advance(index, phase)
-                keys = self.uniform(descriptor[2, at])
-                acc.fill(0.0)
-                begun, address = Int32(0), self.address(s_k, index)  # whether this block's first values are in `narrow`
-                for b in cutlass.range(b_begin, b_end, unroll=1):
-                    _, stage_p = self.stage_tensors(s_k, s_p, address)
-                    t_p = mma_pv.make_fragment_B(thr.partition_B(stage_p))
-                    here = address + offset
-                    if begun == 0:
-                        cute.arch.mbarrier_wait(full + index, phase)
-                        if (b + 1) * self.block > keys:
-                            # P is 0 past the end, but unused slots may hold NaN: 0 * NaN must not reach O. The scores
-                            # have read these keys, and no other warp reads this one's latents.
-                            cute.arch.mbarrier_wait(ready + index, phase)
-                            if const_expr(self.loads_keys):
-                                self.wait_for_keys_read(piece)
-                            self.clear(here, keys - b * self.block, lane)
-                        for g in cutlass.range_constexpr(AHEAD):
-                            self.read_values(here, g, narrow)
-                    following, phase_following = self.advance(index, phase)
-                    address = self.address(s_k, following)
-                    begun, next_here = Int32(0), here
-                    # V^T is read beside the product, the next block's beginning too: the scores, which want shared
-                    # memory for themselves, are not at work then. If that block has keys to be zeroed, or there is
-                    # none, this one's once more, to no end.
-                    if b + 1 < b_end and (b + 2) * self.block <= keys:
-                        begun, next_here = Int32(1), address + offset
-                    cute.arch.mbarrier_wait(ready + index, phase)
-                    # By the lanes that arrive at `empty` for the warp, as is `rescale`: so racecheck can follow it.
-                    flag = Int32(0)
-                    if lane < self.leavers:
-                        flag = moved[lane, index]
-                    cute.arch.fence_proxy("async.shared", space="cta")  # the scores' writes of P, as in MlaDecode
-                    # The scores have begun with the next block before they let this one's product begin: so it is there
-                    # already, and the answer is read later, for it takes its time.
-                    awaited = begun
-                    if cute.arch.mbarrier_test_wait(full + following, phase_following):
-                        awaited = Int32(0)
-                    for n in cutlass.range_constexpr(WIDE):  # while the flag comes
-                        self.widen(n, narrow, r_v)
-                        self.read_on(n, here, next_here, awaited, full + following, phase_following, narrow)
-                    self.rescale_out(o, rescale, flag, index, lane)
-                    for n in cutlass.range_constexpr(4 * self.m_tiles):
-                        if const_expr(n >= WIDE):
-                            warpgroup.wait_group(WIDE - 1)
-                            self.widen(n, narrow, r_v)
-                            self.read_on(n, here, next_here, awaited, full + following, phase_following, narrow)
-                        warpgroup.fence()
-                        a = cute.make_tensor(r_v[None, n % WIDE].iterator, cute.make_layout(a_shape))
-                        g, k = n // 2, n % 2
-                        tile = cute.make_tensor(
-                            acc.iterator + g // 2 * (self.p_rows // 2), cute.make_layout(tile_shape)
-                        )
-                        cute.gemm(mma_pv, tile, a[None, None, 0], t_p[None, None, 2 * (g % 2) + k], tile)
-                        warpgroup.commit_group()
-                    warpgroup.wait_group(0)
-                    self.leave(index, empty)
-                    index, phase = following, phase_following
-                self.store(
-                    out, partial_out, o, inverse, piece % self.inverses, first_tile * 16, lane, descriptor, at, rank
-                )
+                index, phase = self.add_blocks(piece, number, KeyRange(b_begin, b_end), Stage(index, phase), held, ring)
+                place = LatentPlace(number % self.inverses_kept, first_tile * 16, lane)
+                self.store(o, place, piece, arrays, ring.inverse, schedule.rank)
                 if warp_idx == 8:
-                    self.next_piece(piece + self.lookahead, schedule)
-                piece += 1
+                    self.next_piece(number + self.lookahead, schedule)
+                number += 1
+
+    @cute.jit
+    def add_blocks(
+        self,
+        piece: cutlass.Constexpr,
+        number: Int32,
+        blocks: cutlass.Constexpr,
+        stage: cutlass.Constexpr,
+        held: cutlass.Constexpr,
+        ring: cutlass.Constexpr,
+    ):
+        """O of a piece's key blocks; returns the stage behind them and its parity."""
+        mma_pv, lane, narrow, r_v, offset = held.mma_pv, held.lane, held.narrow, held.r_v, held.offset
+        thr = mma_pv.get_slice(held.thread)
+        a_shape, tile_shape = thr.partition_shape_A((64, 16)), thr.partition_shape_C((64, self.p_rows))
+        index, phase = stage.index, stage.phase
+        full, ready, moved = ring.full, ring.ready, ring.moved
+        keys = self.uniform(piece[Piece.KEYS])
+        held.acc.fill(0.0)
+        begun, address = Int32(0), self.address(ring.keys, index)  # whether this block's first values are in `narrow`
+        for b in cutlass.range(blocks.begin, blocks.end, unroll=1):
+            _, stage_p = self.stage_tensors(ring, address)
+            t_p = mma_pv.make_fragment_B(thr.partition_B(stage_p))
+            here = address + offset
+            if begun == 0:
+                cute.arch.mbarrier_wait(full + index, phase)
+                if (b + 1) * self.block > keys:
+                    # P is 0 past the end, but unused slots may hold NaN: 0 * NaN must not reach O. The scores
+                    # have read these keys, and no other warp reads this one's latents.
+                    cute.arch.mbarrier_wait(ready + index, phase)
+                    if const_expr(self.loads_keys):
+                        self.wait_for_keys_read(number)
+                    self.clear(here, keys - b * self.block, lane)
+                for g in cutlass.range_constexpr(AHEAD):
+                    self.read_values(here, g, narrow)
+            following, phase_following = self.advance(index, phase)
+            address = self.address(ring.keys, following)
+            begun, next_here = Int32(0), here
+            # V^T is read beside the product, the next block's beginning too: the scores, which want shared
+            # memory for themselves, are not at work then. If the next block cannot be read yet (missing, or it needs
+            # zeroing), re-read this block; the result is discarded.
+            if b + 1 < blocks.end and (b + 2) * self.block <= keys:
+                begun, next_here = Int32(1), address + offset
+            cute.arch.mbarrier_wait(ready + index, phase)
+            # By the lanes that arrive at `empty` for the warp, as is `rescale`: so racecheck can follow it.
+            flag = Int32(0)
+            if lane < self.releasing_lanes:
+                flag = moved[lane, index]
+            cute.arch.fence_proxy("async.shared", space="cta")  # the scores' writes of P, as in MlaDecode
+            # The scores have begun with the next block before they let this one's product begin: so it is there
+            # already, and the answer is read later, for it takes its time.
+            awaited = begun
+            if cute.arch.mbarrier_test_wait(full + following, phase_following):
+                awaited = Int32(0)
+            reading = Reading(here, next_here, awaited, full + following, phase_following)
+            for n in cutlass.range_constexpr(WIDE):  # while the flag comes
+                self.widen(n, narrow, r_v)
+                self.read_on(n, reading, narrow)
+            self.rescale_out(held.o, ring.rescale, flag, index, lane)
+            for n in cutlass.range_constexpr(4 * self.m_tiles):
+                if const_expr(n >= WIDE):
+                    warpgroup.wait_group(WIDE - 1)
+                    self.widen(n, narrow, r_v)
+                    self.read_on(n, reading, narrow)
+                warpgroup.fence()
+                a = cute.make_tensor(r_v[None, n % WIDE].iterator, cute.make_layout(a_shape))
+                g, k = n // 2, n % 2
+                tile = cute.make_tensor(held.acc.iterator + g // 2 * (self.p_rows // 2), cute.make_layout(tile_shape))
+                cute.gemm(mma_pv, tile, a[None, None, 0], t_p[None, None, 2 * (g % 2) + k], tile)
+                warpgroup.commit_group()
+            warpgroup.wait_group(0)
+            self.release(index, ring.empty)
+            index, phase = following, phase_following
+        return index, phase
 
     @cute.jit
     def columns(self, here: Int32, tile: cutlass.Constexpr[int]):
@@ -482,33 +598,24 @@ class MlaDecodeFp8(DecodeKernel):
     @cute.jit
     def read_values(self, here: Int32, g: cutlass.Constexpr[int], narrow: cute.Tensor):
         """Fragment g of V^T, 32 keys of a tile of latents, into its column of `narrow`."""
-        words = narrow[None, g % AHEAD]
+        fragment = narrow[None, g % AHEAD]
         address = self.columns(here, g // 2) + (g % 2) * (32 * 64)
         # Two keys of two neighbouring latents a word.
-        words[0], words[1], words[2], words[3] = self.load_transposed(address)
+        fragment[0], fragment[1], fragment[2], fragment[3] = self.load_transposed(address)
 
     @cute.jit
-    def read_on(
-        self,
-        n: cutlass.Constexpr[int],
-        here: Int32,
-        next_here: Int32,
-        awaited: Int32,
-        full: cute.Pointer,
-        phase: Int32,
-        narrow: cute.Tensor,
-    ):
+    def read_on(self, n: cutlass.Constexpr[int], reading: cutlass.Constexpr, narrow: cute.Tensor):
         """Behind half n of the fragments: where that is a fragment's last, read another one in its place: this block's
         next, or one of the next block's first, when its keys are there."""
         g, groups = n // 2, 2 * self.m_tiles
         if const_expr(n % 2 == 1):
             if const_expr(g + AHEAD < groups):
-                self.read_values(here, g + AHEAD, narrow)
+                self.read_values(reading.here, g + AHEAD, narrow)
             else:
                 if const_expr(g + AHEAD == groups):
-                    if awaited == 1:
-                        cute.arch.mbarrier_wait(full, phase)
-                self.read_values(next_here, g % AHEAD, narrow)
+                    if reading.awaited == 1:
+                        cute.arch.mbarrier_wait(reading.full, reading.phase)
+                self.read_values(reading.next_here, g % AHEAD, narrow)
 
     @cute.jit
     def widen(self, n: cutlass.Constexpr[int], narrow: cute.Tensor, r_v: cute.Tensor):
@@ -522,10 +629,10 @@ class MlaDecodeFp8(DecodeKernel):
         )
 
     @cute.jit
-    def two_rows(self, values: cute.Tensor, at: Int32, v: cutlass.Constexpr[int], lane: Int32, pair: cute.Tensor):
-        """The lane's two query rows of the v-th eight, of column `at` of `values`, into `pair`."""
-        source = cute.make_tensor((values.iterator + (at * ROWS + 8 * v + lane % 4 * 2)).align(8), cute.make_layout(2))
-        cute.autovec_copy(source, pair)
+    def two_rows(self, values: cute.Tensor, column: Int32, v: cutlass.Constexpr[int], lane: Int32, pair: cute.Tensor):
+        """The lane's two query rows of the v-th eight, of column `column` of `values`, into `pair`."""
+        source = (values.iterator + (column * ROWS + 8 * v + lane % 4 * 2)).align(8)
+        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), pair)
 
     @cute.jit
     def rescale_out(self, o: cute.Tensor, rescale: cute.Tensor, flag: Int32, index: Int32, lane: Int32):
@@ -537,7 +644,7 @@ class MlaDecodeFp8(DecodeKernel):
             for v in cutlass.range_constexpr(self.p_rows // 8):
                 if (flags & (1 << (v // 2))) != 0:
                     factors.fill(1.0)
-                    if lane < self.leavers:
+                    if lane < self.releasing_lanes:
                         self.two_rows(rescale, index, v, lane, factors)
                     for i in cutlass.range_constexpr(2):
                         factors[i] = cute.arch.shuffle_sync(factors[i], lane % 4)
@@ -549,44 +656,29 @@ class MlaDecodeFp8(DecodeKernel):
     @cute.jit
     def store(
         self,
-        out: cute.Tensor,
-        partial_out: cute.Tensor,
         o: cute.Tensor,
+        place: cutlass.Constexpr,
+        piece: cutlass.Constexpr,
+        arrays: cutlass.Constexpr,
         inverse: cute.Tensor,
-        kept: Int32,
-        first_latent: Int32,
-        lane: Int32,
-        descriptor: cute.Tensor,
-        at: Int32,
         rank: Int32,
     ):
-        """O times 1 / row sum, column `kept` of `inverse`, to `out`, or to the piece's slot of partial_out."""
-        out_row, valid_rows, slot = descriptor[5, at], descriptor[6, at], descriptor[7, at]
+        """O times 1 / row sum, of `inverse`, to `out`, or to the piece's slot of partial_out."""
+        lane = place.lane
+        out_row, valid_rows, slot = piece[Piece.ROW], piece[Piece.VALID_ROWS], piece[Piece.SLOT]
         # Eight lanes' pairs of neighbouring latents fill a sector.
-        row_low, column = lane % 4 * 2, first_latent + lane // 4 * 2
+        row_low, column = lane % 4 * 2, place.first_latent + lane // 4 * 2
+        rows = OutRows(inverse, place.kept, lane, valid_rows)
         if slot < 0:
-            self.store_rows(
-                element(out, Int64(out_row + row_low) * self.latent + column, 4), o, inverse, kept, lane, valid_rows,
-                self.out_dtype,
-            )  # fmt: skip
+            target = element(arrays.out, Int64(out_row + row_low) * self.latent + column, 4)
+            self.store_rows(target, o, rows, self.out_dtype)
         else:
             row = self.partial_row(slot, rank * ROWS + row_low)
-            self.store_rows(
-                element(partial_out, row * self.latent + column, 2 * self.partial_dtype.width // 8), o, inverse, kept,
-                lane, valid_rows, self.partial_dtype,
-            )  # fmt: skip
+            target = element(arrays.partial_out, row * self.latent + column, 2 * self.partial_dtype.width // 8)
+            self.store_rows(target, o, rows, self.partial_dtype)
 
     @cute.jit
-    def store_rows(
-        self,
-        target: cute.Pointer,
-        o: cute.Tensor,
-        inverse: cute.Tensor,
-        kept: Int32,
-        lane: Int32,
-        valid_rows: Int32,
-        dtype: cutlass.Constexpr,
-    ):
+    def store_rows(self, target: cute.Pointer, o: cute.Tensor, rows: cutlass.Constexpr, dtype: cutlass.Constexpr):
         """A lane's part of O from `target` on: two latents of every tile and, of each eight, two rows."""
         lines = cute.make_tensor(
             target,
@@ -595,10 +687,10 @@ class MlaDecodeFp8(DecodeKernel):
         pair = cute.make_rmem_tensor((2,), dtype)
         factors = cute.make_rmem_tensor((2,), Float32)
         for v in cutlass.range_constexpr(self.p_rows // 8):
-            if 8 * v < valid_rows:
-                self.two_rows(inverse, kept, v, lane, factors)
+            if 8 * v < rows.valid:
+                self.two_rows(rows.inverse, rows.kept, v, rows.lane, factors)
                 for i in cutlass.range_constexpr(2):
-                    if lane % 4 * 2 + (8 * v + i) < valid_rows:
+                    if rows.lane % 4 * 2 + (8 * v + i) < rows.valid:
                         for tile in cutlass.range_constexpr(self.m_tiles):
                             for e in cutlass.range_constexpr(2):
                                 pair[e] = (o[i, e, v, tile] * factors[i]).to(dtype)

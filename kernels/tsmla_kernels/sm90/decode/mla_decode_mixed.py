@@ -11,6 +11,7 @@ and nothing goes back to shared memory. Each warp of the scores has 16 keys of a
 from __future__ import annotations
 
 import operator
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -20,6 +21,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKind
 
 from tsmla_kernels.sm90.decode.config import ROWS, SHARERS, DecodeConfig
+from tsmla_kernels.sm90.decode.memory import SOFTMAX_THREADS, Barrier, Piece, Place, Results, Running, Scored, Taken
 from tsmla_kernels.sm90.decode.mla_decode_fp8 import MlaDecodeFp8
 from tsmla_kernels.sm90.decode.softmax import tree
 from tsmla_kernels.sm90.warp import LOG2_E, LOWEST, quotient, remainder
@@ -30,7 +32,7 @@ KEYS_WIDE = 4  # of their halves that it has there as f16
 # Of bf16 queries, the greatest of a row tile, from 2^-4 to 2^15, for which they are f16 as they are: what is less than
 # 2^-17 loses bits. As f16.
 PLAIN_FROM, PLAIN_TO = 11 << 10, 30 << 10
-COPY, FIND, SCALE = 0, 1, 2  # the ways of a pass over Q: see copy_q_rows
+COPY, FIND, SCALE = 0, 1, 2  # the kinds of a pass over Q: see copy_q_rows
 WARPS = 4  # of the scores
 
 
@@ -54,6 +56,49 @@ def place(pair):
     """Where pair `pair` of each 16 columns of Q comes to: a lane q has four columns of a key together, which WGMMA
     takes for its columns 2 q, 2 q + 1, 2 q + 8 and 2 q + 9."""
     return 4 * (pair % 2) + pair // 2
+
+
+class Exchange(NamedTuple):
+    """Scratch in shared memory, where each of the four softmax warps has keys of its own.
+
+    Attributes:
+      of_lanes: per-lane partials of each row.
+      changes: what the reduced values change: a row's rise and the factor of its sums.
+      maxima: the running row maxima (kept here to save registers).
+    """
+
+    of_lanes: cute.Tensor
+    changes: cute.Tensor
+    maxima: cute.Tensor
+
+
+class HeldMixed(NamedTuple):
+    """What the softmax warpgroup holds from piece to piece.
+
+    Attributes:
+      mma_qk: K Q^T. q: Q in shared memory. t_q: the same, as its operand.
+      acc: S^T of a block. narrow, wide: fragments of K as fp8, and halves of them as f16.
+      k_offset, p_offset: where the lane's row of K, and of P, lies in a stage. p_words: P as it is stored.
+      exchanged: scratch. running: the rows' maxima and sums.
+      scales: the operand. results: where rows are finished.
+      place: of the thread. signals: 1 if its lane arrives in `signal`.
+    """
+
+    mma_qk: cute.TiledMma
+    q: cute.Tensor
+    t_q: cute.Tensor
+    acc: cute.Tensor
+    narrow: cute.Tensor
+    wide: cute.Tensor
+    k_offset: Int32
+    p_offset: Int32
+    p_words: cute.Tensor
+    exchanged: Exchange
+    running: Running
+    scales: cute.Tensor
+    results: Results
+    place: Place
+    signals: Int32
 
 
 class MlaDecodeMixed(MlaDecodeFp8):
@@ -89,152 +134,157 @@ class MlaDecodeMixed(MlaDecodeFp8):
             ),
         )
 
+    # ---- scores
+
     @cute.jit
-    def score(
+    def begin_scores(
         self,
-        scales: cute.Tensor,
-        lse: cute.Tensor,
-        partial_lse: cute.Tensor,
-        s_q: cute.Tensor,
-        s_k: cute.Tensor,
-        s_p: cute.Tensor,
-        descriptor: cute.Tensor,
-        rescale: cute.Tensor,
-        moved: cute.Tensor,
-        inverse: cute.Tensor,
-        full: cute.Pointer,
-        ready: cute.Pointer,
+        arrays: cutlass.Constexpr,
+        ring: cutlass.Constexpr,
+        q: cutlass.Constexpr,
         mma_qk: cute.TiledMma,
         rank: Int32,
-        exchange: cute.Pointer,
     ):
-        """Warpgroup 0: for every block of keys K Q^T, softmax and P."""
+        """What the softmax warpgroup holds from piece to piece, a HeldMixed. `q` is Q's place in shared memory, and
+        the scratch there."""
+        s_q, exchange = q
         tidx, _, _ = cute.arch.thread_idx()
         t = self.kept(tidx % 128)
         lane = t % 32
         signals = Int32(self.signals(lane))
         warp_here = cute.arch.make_warp_uniform(t // 32)
-        out_scale = scales[1]
+        results = Results(ring.inverse, arrays.lse, arrays.partial_lse, arrays.scales[1], rank)
 
-        thr_qk = mma_qk.get_slice(t)
-        t_q = mma_qk.make_fragment_B(thr_qk.partition_B(s_q))
-        acc = cute.make_rmem_tensor(thr_qk.partition_shape_C((self.block, self.p_rows)), Float32)
-        # (query row of two, key of two, eight query rows)
-        s = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, self.p_rows // 8), stride=(1, 2, 4)))
-        a_shape = thr_qk.partition_shape_A((self.block, 16))
+        t_q = mma_qk.make_fragment_B(mma_qk.get_slice(t).partition_B(s_q))
+        acc = cute.make_rmem_tensor(mma_qk.get_slice(t).partition_shape_C((self.block, self.p_rows)), Float32)
         narrow = cute.make_rmem_tensor((4, KEYS_AHEAD), Int32)
         wide = cute.make_rmem_tensor((4, KEYS_WIDE), Int32)
         k_offset = self.kept(key_row(lane, warp_here))
         p_offset = self.kept(self.p_offset + p_row(lane, warp_here))
         p_words = cute.make_rmem_tensor((2, self.p_rows // 8), Int32)
-        # What eight lanes of four warps have of a row; what it comes to, for all; the rows' maxima, for want of
-        # registers.
-        of_lanes = cute.make_tensor(exchange, cute.make_layout((2, self.p_rows // 2, SHARERS)))
-        changes = cute.make_tensor(exchange + self.p_rows * SHARERS, cute.make_layout((4, self.p_rows // 2)))
-        maxima = cute.make_tensor(exchange + self.p_rows * (SHARERS + 2), cute.make_layout((self.p_rows, 1)))
-        exchanged = (of_lanes, changes, maxima)
+        exchanged = Exchange(
+            cute.make_tensor(exchange, cute.make_layout((2, self.p_rows // 2, SHARERS))),
+            cute.make_tensor(exchange + self.p_rows * SHARERS, cute.make_layout((4, self.p_rows // 2))),
+            cute.make_tensor(exchange + self.p_rows * (SHARERS + 2), cute.make_layout((self.p_rows, 1))),
+        )
         l = cute.make_rmem_tensor(cute.make_layout((2, self.p_rows // 8)), Float32)
         m = cute.make_rmem_tensor(l.layout, Float32)
-        steps = self.depth // 16
-        index, phase, piece = Int32(0), Int32(0), Int32(0)
-        running = Int32(1)
-        while running == 1:
-            cute.arch.mbarrier_wait(full + index, phase)
-            at, b_begin, b_end = self.described(descriptor, piece)
-            if b_begin == b_end:
-                running = Int32(0)
-                self.signal(ready, index, lane)
-            else:
-                first_index, second_index = index, index
-                index, phase = self.advance(index, phase)
-                q_stages = Int32(1)
-                if const_expr(self.q_rows < self.kept_rows):
-                    q_stages = self.uniform(descriptor[9, at])
-                    if q_stages > 1:
-                        cute.arch.mbarrier_wait(full + index, phase)
-                        second_index = index
-                        index, phase = self.advance(index, phase)
-                # All four warps have read the Q that is there.
-                cute.arch.barrier(barrier_id=1, number_of_threads=128)
-                if t < self.p_rows:
-                    maxima[t, 0] = Float32(0.0)
-                q_factor = self.keep_q(s_q, s_k, first_index, second_index, descriptor[6, at], changes, t)
-                scale = scales[0] * LOG2_E * q_factor
-                self.q_is_read(piece)
-                self.signal(ready, first_index, lane)
-                if const_expr(self.q_rows < self.kept_rows):
-                    if q_stages > 1:
-                        self.signal(ready, second_index, lane)
+        place = Place(t, warp_here, lane, lane % 4 * 2)
+        return HeldMixed(
+            mma_qk, s_q, t_q, acc, narrow, wide, k_offset, p_offset, p_words, exchanged, Running(m, l), arrays.scales,
+            results, place, signals,
+        )  # fmt: skip
 
-                l.fill(0.0)
-                seen_by_all = self.seen_by_all(descriptor, at)
-                previous, address = index, self.address(s_k, index)
-                following, phase_following = self.advance(index, phase)
-                arrived, stored = Int32(0), Int32(0)
-                for b in cutlass.range(b_begin, b_end, unroll=1):
-                    if arrived == 0:
-                        cute.arch.mbarrier_wait(full + index, phase)
-                    here = address + k_offset
-                    for g in cutlass.range_constexpr(KEYS_AHEAD):
-                        self.read_keys(here, g, narrow)
-                    mma_qk.set(Field.ACCUMULATE, False)
-                    for n in cutlass.range_constexpr(steps):
-                        if const_expr(n >= KEYS_WIDE):
-                            warpgroup.wait_group(KEYS_WIDE - 1)
-                        self.widen_keys(n, narrow, wide)
-                        if const_expr(n % 2 == 1 and n // 2 + KEYS_AHEAD < steps // 2):
-                            self.read_keys(here, n // 2 + KEYS_AHEAD, narrow)
-                        if const_expr(n == steps - EARLY_STEPS):
-                            # The tensor cores take turns, as in MlaDecode.
-                            self.signal_if(stored, ready, previous)
-                        warpgroup.fence()
-                        a = cute.make_tensor(
-                            cute.recast_ptr(wide[None, n % KEYS_WIDE].iterator, dtype=self.p_dtype),
-                            cute.make_layout(a_shape),
-                        )
-                        cute.gemm(mma_qk, acc, a[None, None, 0], t_q[None, None, n], acc)
-                        mma_qk.set(Field.ACCUMULATE, True)
-                        warpgroup.commit_group()
-                    # Asked for before the product's end, for they take their time.
-                    for v in cutlass.range_constexpr(self.p_rows // 8):
-                        self.two_rows(maxima, Int32(0), v, lane, m[None, v])
-                    warpgroup.wait_group(0)
-                    previous, index, phase = index, following, phase_following
-                    address_here = address
-                    arrived, address, following, phase_following = self.look_ahead(full, index, phase, s_k)
-                    if (b + 1) * self.block > seen_by_all:
-                        self.mask_keys(s, b, descriptor, at, t)
-                        if (b + 1) * self.block > self.uniform(descriptor[2, at]):
-                            self.keys_are_read(piece)
-                    self.softmax_of_keys(
-                        s, p_words, exchanged, Int32(b == b_begin), m, l, scale, rescale, moved, t, previous
-                    )
-                    self.store_p_of_keys(address_here + p_offset, p_words)
-                    stored = signals
-                self.finish_rows(l, exchanged, inverse, lse, partial_lse, out_scale, t, descriptor, at, rank, piece)
-                self.signal(ready, previous, lane)
-                piece += 1
+    @cute.jit
+    def take_q(
+        self,
+        piece: cutlass.Constexpr,
+        number: Int32,
+        stage: cutlass.Constexpr,
+        held: cutlass.Constexpr,
+        ring: cutlass.Constexpr,
+    ):
+        """Q from one or two stages to where it stays."""
+        t, lane, maxima = held.place.thread, held.place.lane, held.exchanged.maxima
+        first_index, second_index = stage.index, stage.index
+        index, phase = self.advance(stage.index, stage.phase)
+        q_stages = Int32(1)
+        if const_expr(self.q_rows < self.kept_rows):
+            q_stages = self.uniform(piece[Piece.Q_STAGES])
+            if q_stages > 1:
+                cute.arch.mbarrier_wait(ring.full + index, phase)
+                second_index = index
+                index, phase = self.advance(index, phase)
+        # All four warps have read the Q that is there.
+        self.sync_softmax()
+        if t < self.p_rows:
+            maxima[t, 0] = Float32(0.0)
+        q_factor = self.keep_q((first_index, second_index), piece[Piece.VALID_ROWS], held, ring)
+        scale = held.scales[0] * LOG2_E * q_factor
+        self.q_is_read(number)
+        self.signal(ring.ready, first_index, lane)
+        if const_expr(self.q_rows < self.kept_rows):
+            if q_stages > 1:
+                self.signal(ring.ready, second_index, lane)
+        return Taken(index, phase, scale)
+
+    @cute.jit
+    def score_blocks(
+        self,
+        piece: cutlass.Constexpr,
+        number: Int32,
+        blocks: cutlass.Constexpr,
+        taken: cutlass.Constexpr,
+        held: cutlass.Constexpr,
+        ring: cutlass.Constexpr,
+    ):
+        """K Q^T, softmax and P of a piece's key blocks."""
+        mma_qk, acc, narrow, wide = held.mma_qk, held.acc, held.narrow, held.wide
+        place, running = held.place, held.running
+        # (query row of two, key of two, eight query rows)
+        s = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, self.p_rows // 8), stride=(1, 2, 4)))
+        a_shape = mma_qk.get_slice(place.thread).partition_shape_A((self.block, 16))
+        steps = self.depth // 16
+        index, phase = taken.index, taken.phase
+        running.l.fill(0.0)
+        seen_by_all = self.seen_by_all(piece)
+        previous, address = index, self.address(ring.keys, index)
+        following, phase_following = self.advance(index, phase)
+        arrived, stored = Int32(0), Int32(0)
+        for b in cutlass.range(blocks.begin, blocks.end, unroll=1):
+            if arrived == 0:
+                cute.arch.mbarrier_wait(ring.full + index, phase)
+            here = address + held.k_offset
+            for g in cutlass.range_constexpr(KEYS_AHEAD):
+                self.read_keys(here, g, narrow)
+            mma_qk.set(Field.ACCUMULATE, False)
+            for n in cutlass.range_constexpr(steps):
+                if const_expr(n >= KEYS_WIDE):
+                    warpgroup.wait_group(KEYS_WIDE - 1)
+                self.widen_keys(n, narrow, wide)
+                if const_expr(n % 2 == 1 and n // 2 + KEYS_AHEAD < steps // 2):
+                    self.read_keys(here, n // 2 + KEYS_AHEAD, narrow)
+                if const_expr(n == steps - EARLY_STEPS):
+                    # The tensor cores take turns, as in MlaDecode.
+                    self.signal_if(stored, ring.ready, previous)
+                warpgroup.fence()
+                a = cute.make_tensor(
+                    cute.recast_ptr(wide[None, n % KEYS_WIDE].iterator, dtype=self.p_dtype), cute.make_layout(a_shape)
+                )
+                cute.gemm(mma_qk, acc, a[None, None, 0], held.t_q[None, None, n], acc)
+                mma_qk.set(Field.ACCUMULATE, True)
+                warpgroup.commit_group()
+            # Asked for before the product's end, for they take their time.
+            for v in cutlass.range_constexpr(self.p_rows // 8):
+                self.two_rows(held.exchanged.maxima, Int32(0), v, place.lane, running.m[None, v])
+            warpgroup.wait_group(0)
+            previous, index, phase = index, following, phase_following
+            address_here = address
+            ahead = self.look_ahead(index, phase, ring)
+            arrived, address = ahead.arrived, ahead.address
+            following, phase_following = ahead.following, ahead.phase
+            if (b + 1) * self.block > seen_by_all:
+                self.mask_keys(s, b, piece, place.thread)
+                if (b + 1) * self.block > self.uniform(piece[Piece.KEYS]):
+                    self.keys_are_read(number)
+            self.softmax_of_keys(s, Int32(b == blocks.begin), taken.scale, held, ring, previous)
+            self.store_p_of_keys(address_here + held.p_offset, held.p_words)
+            stored = held.signals
+        return Scored(index, phase, previous)
 
     # ---- Q
 
     @cute.jit
     def keep_q(
-        self,
-        s_q: cute.Tensor,
-        s_k: cute.Tensor,
-        first: Int32,
-        second: Int32,
-        valid_rows: Int32,
-        tops: cute.Tensor,
-        t: Int32,
+        self, stages: cutlass.Constexpr, valid_rows: Int32, held: cutlass.Constexpr, ring: cutlass.Constexpr
     ):
         """Q from its stages to where it stays, in f16; what its products are to be multiplied by.
 
         Of each 16 columns the pairs are exchanged: see `place`. Rows past the tile's end are 0.
         """
-        source = self.address(s_k, first)
-        source_high = self.address(s_k, second)
-        top = self.copy_q_rows(s_q, source, source_high, valid_rows, t, Float32(1.0), COPY)
+        t, tops = held.place.thread, held.exchanged.changes
+        sources = (self.address(ring.keys, stages[0]), self.address(ring.keys, stages[1]))
+        top = self.copy_q_rows(held.q, sources, valid_rows, t, Float32(1.0), COPY)
         factor = Float32(1.0)
         if const_expr(self.out_dtype == cutlass.BFloat16):
             top = cutlass.max(top & 0xFFFF, (top >> 16) & 0xFFFF)
@@ -242,47 +292,47 @@ class MlaDecodeMixed(MlaDecodeFp8):
             enough = self.any_of_warps(Int32(top >= PLAIN_FROM))
             if big != 0 or enough == 0:
                 # The greatest number that is finite comes to between 2^14 and 2^15.
-                top = self.copy_q_rows(s_q, source, source_high, valid_rows, t, Float32(1.0), FIND)
+                top = self.copy_q_rows(held.q, sources, valid_rows, t, Float32(1.0), FIND)
                 top = cute.arch.warp_redux_sync(top, "max")
                 if t % 32 == 0:
                     tops[t // 32, 0] = Int32(top).bitcast(Float32)
-                cute.arch.barrier(barrier_id=1, number_of_threads=128)
+                self.sync_softmax()
                 greatest = tree(cute.arch.fmax, [tops[w, 0] for w in range(WARPS)])
                 power = (greatest.bitcast(Int32) & 0x7F800000) - (14 << 23)
                 # What has a reciprocal; a tile of zeros stays one.
                 power = cutlass.min(cutlass.max(power, 1 << 23), 253 << 23)
                 factor = power.bitcast(Float32)
                 inverse = (Int32(254 << 23) - power).bitcast(Float32)
-                self.copy_q_rows(s_q, source, source_high, valid_rows, t, inverse, SCALE)
+                self.copy_q_rows(held.q, sources, valid_rows, t, inverse, SCALE)
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=1, number_of_threads=128)
+        self.sync_softmax()
         return factor
 
     @cute.jit
     def copy_q_rows(
         self,
         s_q: cute.Tensor,
-        source: Int32,
-        source_high: Int32,
+        sources: cutlass.Constexpr,
         valid_rows: Int32,
         t: Int32,
         factor: Float32,
-        way: cutlass.Constexpr[int],
+        kind: cutlass.Constexpr[int],
     ):
-        """One pass of keep_q, by its `way`.
+        """One pass of keep_q, by its `kind`.
 
         COPY: returns the greatest magnitudes that the thread met, as a pair of f16, NaN apart. FIND: nothing is copied;
         returns the greatest magnitude of finite numbers, as fp32. SCALE: copy what is multiplied by `factor`.
         """
         row, first = remainder(t, self.kept_rows), quotient(t, self.kept_rows)
         target = s_q.iterator.toint() + row * 128
+        source, source_high = sources
         if row >= self.q_rows:
             source = source_high
         source += remainder(row, self.q_rows) * 128
         groups, at_once = self.depth // 16, 128 // self.kept_rows
         words = cute.make_rmem_tensor((4, 2), Int32)
         ordered = cute.make_rmem_tensor((4, 2), Int32)
-        top = Int32(0)  # of f16's pairs; where way is FIND, an fp32 number
+        top = Int32(0)  # of f16's pairs; where `kind` is FIND, an fp32 number
         for base in cutlass.range(0, groups, at_once, unroll=1):
             group = base + first
             if group < groups:
@@ -296,17 +346,17 @@ class MlaDecodeMixed(MlaDecodeFp8):
                     pair = words[i]
                     if const_expr(self.out_dtype == cutlass.BFloat16):
                         numbers = [(pair << 16).bitcast(Float32), (pair & -65536).bitcast(Float32)]
-                        if const_expr(way == FIND):
+                        if const_expr(kind == FIND):
                             for number in numbers:
                                 bits = number.bitcast(Int32) & 0x7FFFFFFF
                                 top = cutlass.max(top, bits * Int32(bits < 0x7F800000))
-                        elif const_expr(way == SCALE):
+                        elif const_expr(kind == SCALE):
                             numbers = [number * factor for number in numbers]
                         pair = self.two_halves(*numbers)
-                        if const_expr(way == COPY):
+                        if const_expr(kind == COPY):
                             top = self.greater_halves(top, pair)
                     ordered[place(i)] = pair
-                if const_expr(way != FIND):
+                if const_expr(kind != FIND):
                     for h in cutlass.range_constexpr(2):
                         there = target + tile * (self.kept_rows * 128) + (((chunk + h) ^ (row & 7)) << 4)
                         cute.autovec_copy(ordered[None, h], self.four_words(there))
@@ -336,7 +386,8 @@ class MlaDecodeMixed(MlaDecodeFp8):
         """Whether `holds` is 1 in any thread of the scores' warpgroup, which meets here."""
         return cute.arch.inline_ptx(
             "{ .reg .pred holds, any; setp.ne.s32 holds, {$r0}, 0; "
-            "barrier.cta.red.or.pred any, 1, 128, holds; selp.s32 {$w0}, 1, 0, any; }",
+            f"barrier.cta.red.or.pred any, {Barrier.SOFTMAX:d}, {SOFTMAX_THREADS}, holds; "
+            "selp.s32 {$w0}, 1, 0, any; }",
             write_only_types=[Int32],
             read_only_args=[holds],
         )
@@ -346,8 +397,8 @@ class MlaDecodeMixed(MlaDecodeFp8):
     @cute.jit
     def read_keys(self, here: Int32, g: cutlass.Constexpr[int], narrow: cute.Tensor):
         """Fragment g of this warp's keys, 32 columns, into its column of `narrow`: a word is four columns of a key."""
-        words = narrow[None, g % KEYS_AHEAD]
-        words[0], words[1], words[2], words[3] = self.load_matrices(key_fragment(here, g, self.block))
+        fragment = narrow[None, g % KEYS_AHEAD]
+        fragment[0], fragment[1], fragment[2], fragment[3] = self.load_matrices(key_fragment(here, g, self.block))
 
     @cute.jit
     def widen_keys(self, n: cutlass.Constexpr[int], narrow: cute.Tensor, wide: cute.Tensor):
@@ -365,14 +416,14 @@ class MlaDecodeMixed(MlaDecodeFp8):
     # ---- softmax, of which a lane has two keys and two of each eight query rows
 
     @cute.jit
-    def mask_keys(self, s: cute.Tensor, b: Int32, descriptor: cute.Tensor, at: Int32, t: Int32):
+    def mask_keys(self, s: cute.Tensor, b: Int32, piece: cutlass.Constexpr, t: Int32):
         """Scores of the keys that a row does not see."""
         for i in cutlass.range_constexpr(2):
             key = b * self.block + t // 32 * 16 + t % 32 // 4 + 8 * i
             first_row = Int32(0)  # of those that see it
             if const_expr(self.causal):
-                first_row = (key + 1 - descriptor[3, at]) * self.heads - descriptor[4, at]
-            if key >= descriptor[2, at]:
+                first_row = (key + 1 - piece[Piece.FIRST_TOKEN_KEYS]) * self.heads - piece[Piece.ROW_IN_REQUEST]
+            if key >= piece[Piece.KEYS]:
                 first_row = Int32(ROWS)
             first_row -= t % 4 * 2
             for v in cutlass.range_constexpr(self.p_rows // 8):
@@ -384,15 +435,10 @@ class MlaDecodeMixed(MlaDecodeFp8):
     def softmax_of_keys(
         self,
         s: cute.Tensor,
-        p_words: cute.Tensor,
-        exchanged: cutlass.Constexpr,
         first: Int32,
-        m: cute.Tensor,
-        l: cute.Tensor,
         scale: Float32,
-        rescale: cute.Tensor,
-        moved: cute.Tensor,
-        t: Int32,
+        held: cutlass.Constexpr,
+        ring: cutlass.Constexpr,
         index: Int32,
     ):
         """S to P, against the rows' maxima m (base 2, scaled), two rows to a word; row sums to l.
@@ -400,8 +446,9 @@ class MlaDecodeMixed(MlaDecodeFp8):
         The maxima are followed as in DecodeSoftmax.softmax, always in a piece's `first` block; as the four warps have
         other keys of the same rows, they vote together, and together find new maxima.
         """
-        _, changes, maxima = exchanged
-        lane = t % 32
+        changes, maxima, p_words = held.exchanged.changes, held.exchanged.maxima, held.p_words
+        m, l, rescale, moved = held.running.m, held.running.l, ring.rescale, ring.moved
+        t, lane = held.place.thread, held.place.lane
         for v in cutlass.range_constexpr(self.p_rows // 8):
             for e in cutlass.range_constexpr(2):
                 for i in cutlass.range_constexpr(2):
@@ -413,7 +460,7 @@ class MlaDecodeMixed(MlaDecodeFp8):
             for v in cutlass.range_constexpr(self.p_rows // 8):
                 for e in cutlass.range_constexpr(2):
                     tops[e, v] = cute.arch.fmax(s[e, 0, v], s[e, 1, v])
-            found = self.over_keys(cute.arch.fmax, tops, exchanged, t)
+            found = self.over_keys(cute.arch.fmax, tops, held.exchanged.of_lanes, t)
             if t % 4 == 0 and t < 2 * self.p_rows:
                 four = cute.make_rmem_tensor((4,), Float32)
                 for e in cutlass.range_constexpr(2):
@@ -425,7 +472,7 @@ class MlaDecodeMixed(MlaDecodeFp8):
                     rescale[row, index] = factor
                     maxima[row, 0] = maxima[row, 0] + rise
                 cute.autovec_copy(four, cute.make_tensor((changes.iterator + t).align(16), cute.make_layout(4)))
-            cute.arch.barrier(barrier_id=1, number_of_threads=128)
+            self.sync_softmax()
             for v in cutlass.range_constexpr(self.p_rows // 8):
                 four = cute.make_rmem_tensor((4,), Float32)
                 cute.autovec_copy(
@@ -456,17 +503,16 @@ class MlaDecodeMixed(MlaDecodeFp8):
         cute.arch.sync_warp()
 
     @cute.jit
-    def over_keys(self, combine: cutlass.Constexpr, values: cute.Tensor, exchanged: cutlass.Constexpr, t: Int32):
+    def over_keys(self, combine: cutlass.Constexpr, values: cute.Tensor, of_lanes: cute.Tensor, t: Int32):
         """What the lanes' `values` of each row come to over all keys: the two rows of t // 4, to each of four lanes.
         Threads past the last row get 0."""
-        of_lanes = exchanged[0]
         lane = t % 32
         pair = cute.make_rmem_tensor((2,), Float32)
         for v in cutlass.range_constexpr(self.p_rows // 8):
             for e in cutlass.range_constexpr(2):
                 pair[e] = values[e, v]
             cute.autovec_copy(pair, of_lanes[None, 4 * v + lane % 4, t // 4 // 8 * 8 + lane // 4])
-        cute.arch.barrier(barrier_id=1, number_of_threads=128)
+        self.sync_softmax()
         found = cute.make_rmem_tensor((2,), Float32)
         found.fill(0.0)
         if t < 2 * self.p_rows:
@@ -481,26 +527,19 @@ class MlaDecodeMixed(MlaDecodeFp8):
         return found
 
     @cute.jit
-    def finish_rows(
+    def finish_piece(
         self,
-        l: cute.Tensor,
-        exchanged: cutlass.Constexpr,
-        inverse: cute.Tensor,
-        lse: cute.Tensor,
-        partial_lse: cute.Tensor,
-        out_scale: Float32,
-        t: Int32,
-        descriptor: cute.Tensor,
-        at: Int32,
-        rank: Int32,
-        piece: Int32,
+        piece: cutlass.Constexpr,
+        number: Int32,
+        b_end: Int32,
+        last: Int32,
+        held: cutlass.Constexpr,
+        ring: cutlass.Constexpr,
     ):
         """Row sums over the keys, 1 / sum for the epilogue, and the row's log-sum-exp."""
-        totals = self.over_keys(operator.add, l, exchanged, t)
+        t = held.place.thread
+        totals = self.over_keys(operator.add, held.running.l, held.exchanged.of_lanes, t)
         if t % 4 == 0 and t < 2 * self.p_rows:
             for e in cutlass.range_constexpr(2):
                 row = t // 2 + e
-                self.finish_row(
-                    row, totals[e], exchanged[2][row, 0], inverse, lse, partial_lse, out_scale, descriptor, at, rank,
-                    piece,
-                )  # fmt: skip
+                self.finish_row(row, (totals[e], held.exchanged.maxima[row, 0]), piece, number, held.results)

@@ -2,36 +2,60 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from tsmla_kernels.sm90.decode.config import ROWS
+from tsmla_kernels.sm90.decode.memory import (
+    Busy,
+    Described,
+    FixedPieces,
+    KeyBlocks,
+    Measure,
+    Piece,
+    Request,
+    ScheduleState,
+    Share,
+    Sharing,
+    SplitEntry,
+    TileOnLine,
+    TileRows,
+    Track,
+    Walk,
+)
 from tsmla_kernels.sm90.warp import WarpHelpers, quotient, remainder
 
-DESCRIPTOR_WORDS = 10
-LINE, WHOLE, CUT, PACKED = 0, 1, 2, 3  # how the batch is shared out: see `share`
-LONG = 1 << 16  # keys of a cluster, from which on none is left without work for the sake of lanes
-LEAST_PACKED = 32  # key blocks of a cluster, at least, for which requests are put in order
-# Beside an entry's number of pieces: its first piece's cluster, or its last one's, has another row tile to merge too.
-FIRST_BUSY, LAST_BUSY = 1 << 16, 1 << 17
-SORTED = 128  # requests, at most, that are put in order by their length: so that their numbers are bytes
-ITEMS = 16  # of them, at most, that a cluster takes
-# Where a cluster is in its share of the batch; behind that its requests, if they are given out by their length, or the
-# number of lanes.
-WALK_WORDS = 8 + ITEMS // 4
+LONG_RUN_KEYS = 1 << 16  # of a cluster, from which on no cluster is left without work for the sake of tracks
+MIN_SORTED_SHARE = 32  # key blocks of a cluster, at least, for which requests are sorted
+MAX_SORTED = 128  # requests that are sorted by length, at most: so that their numbers are bytes
+MAX_SORTED_BLOCKS = 1 << 24  # of a request that is sorted by length: beside its number in a word
+MAX_REQUESTS = 16  # of them, at most, that a cluster takes
+# A ScheduleState; its last word may be the first of the cluster's requests, a byte each.
+STATE_WORDS = ScheduleState.TRACKS + MAX_REQUESTS // 4
+
+
+class ScheduleKind(IntEnum):
+    """How the batch is shared out: see `share`."""
+
+    LINE = 0
+    WHOLE = 1
+    CUT = 2
+    PACKED = 3
 
 
 class DecodeSchedule(WarpHelpers):
     """The schedule of a decode kernel, which sets these.
 
     Attributes:
-      heads, max_q_len, page_size, ragged, causal, invariant, tile_rows, max_tiles: as in choose.DecodeConfig.
+      heads, max_q_len, page_size, ragged, causal, batch_invariant, tile_rows, max_tiles: as in config.DecodeConfig.
       block: keys of a pipeline stage. q_rows: query rows that one takes.
       overhead: what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue.
-      least_payload: key blocks worth a cluster's while: each piece more is one more partial result to merge.
-      descriptors: places in the ring of pieces' descriptions.
-      few: whether partial results are small.
+      min_share: key blocks worth a cluster's while: each piece more is one more partial result to merge.
+      pieces_kept: places in the ring of pieces' descriptions.
+      few_rows: whether partial results are small.
     """
 
     heads: int
@@ -39,30 +63,30 @@ class DecodeSchedule(WarpHelpers):
     page_size: int
     ragged: bool
     causal: bool
-    invariant: bool
+    batch_invariant: bool
     tile_rows: int
     max_tiles: int
     block: int
     q_rows: int
     overhead: int
-    least_payload: int
-    descriptors: int
-    few: bool
+    min_share: int
+    pieces_kept: int
+    few_rows: bool
 
     @property
-    def alike(self) -> bool:
+    def equal_row_counts(self) -> bool:
         """Whether all requests have as many query rows, and cuts may depend on the batch."""
-        return not self.ragged and not self.invariant
+        return not self.ragged and not self.batch_invariant
 
     @property
-    def side_by_side(self) -> bool:
-        """Whether the row tiles of a request may be laid out in lanes."""
-        return self.alike and self.max_tiles > 1
+    def may_use_tracks(self) -> bool:
+        """Whether the row tiles of a request may be laid out side by side, each on a track of its own."""
+        return self.equal_row_counts and self.max_tiles > 1
 
     @property
-    def packs(self) -> bool:
+    def may_sort_requests(self) -> bool:
         """Whether requests may be given out by their length."""
-        return self.alike and self.max_tiles == 1
+        return self.equal_row_counts and self.max_tiles == 1
 
     @cute.jit
     def divide(self, a: Int32, b: Int32):
@@ -99,9 +123,10 @@ class DecodeSchedule(WarpHelpers):
         return self.numbers(cutlass.min(cute.arch.lane_idx(), seq_lens.shape[0] - 1), seq_lens, cu_seqlens_q)
 
     @cute.jit
-    def request(self, r: Int32, numbers: cutlass.Constexpr, width: Int32, all_rows: Int32):
-        """(keys, first row, query rows, row tiles, key blocks) of request r, of which `numbers` are."""
+    def request(self, r: Int32, numbers: cutlass.Constexpr, schedule: cutlass.Constexpr):
+        """Size of request r, a Request. `numbers` is what `self.numbers(r)` returned."""
         length, begin, end = numbers
+        width, all_rows = schedule.block_tables.shape[1], schedule.all_rows
         # Clamped to what the table, the row tiles and `out` hold: a wrong length must not lead outside of them.
         keys = cutlass.min(cutlass.max(length, 0), width * self.page_size)
         blocks = cutlass.max(quotient(keys + self.block - 1, self.block), 1)
@@ -113,213 +138,224 @@ class DecodeSchedule(WarpHelpers):
             rows = cutlass.min(cutlass.max(end * self.heads - first, 0), rows)
             rows = cutlass.min(rows, all_rows - first)
             tiles = quotient(rows + self.tile_rows - 1, self.tile_rows)
-        return keys, first, rows, tiles, blocks
+        return Request(keys, first, rows, tiles, blocks)
 
     @cute.jit
-    def lane(self, lanes: Int32, parts: Int32, part: Int32):
-        """(clusters of a lane, this cluster's lane), where the row tiles of a request are laid out side by side."""
-        columns, lane = parts, Int32(0)
-        if const_expr(self.side_by_side):
-            if lanes > 1:
-                columns = parts // self.max_tiles
-                lane = self.divide(part, columns)
-        return columns, lane
+    def request_at(self, r: Int32, schedule: cutlass.Constexpr):
+        """The same of a request whose numbers have not been read."""
+        return self.request(r, self.numbers(r, schedule.seq_lens, schedule.cu_seqlens_q), schedule)
+
+    @cute.jit
+    def track_of(self, tracks: Int32, schedule: cutlass.Constexpr):
+        """This cluster's track, a Track."""
+        clusters, index = schedule.num_clusters, Int32(0)
+        if const_expr(self.may_use_tracks):
+            if tracks > 1:
+                clusters = schedule.num_clusters // self.max_tiles
+                index = self.divide(schedule.cluster_index, clusters)
+        return Track(index, clusters, schedule.cluster_index - index * clusters)
 
     @cute.jit
     def sort(self, batch: Int32, order: cute.Tensor):
         """Put `order`, keys that all differ, in descending order: each goes where as many are greater."""
         lane = cute.arch.lane_idx()
         cute.arch.sync_warp()
-        mine = cute.make_rmem_tensor((SORTED // 32,), Int32)
-        rank = cute.make_rmem_tensor((SORTED // 32,), Int32)
-        for k in cutlass.range_constexpr(SORTED // 32):
+        mine = cute.make_rmem_tensor((MAX_SORTED // 32,), Int32)
+        rank = cute.make_rmem_tensor((MAX_SORTED // 32,), Int32)
+        for k in cutlass.range_constexpr(MAX_SORTED // 32):
             mine[k], rank[k] = order[lane + 32 * k], Int32(0)
         for j in cutlass.range(batch, unroll=4):
             other = order[j]
-            for k in cutlass.range_constexpr(SORTED // 32):
+            for k in cutlass.range_constexpr(MAX_SORTED // 32):
                 if other > mine[k]:
                     rank[k] += 1
         cute.arch.sync_warp()
-        for k in cutlass.range_constexpr(SORTED // 32):
+        for k in cutlass.range_constexpr(MAX_SORTED // 32):
             if lane + 32 * k < batch:
                 order[rank[k]] = mine[k]
         cute.arch.sync_warp()
 
     @cute.jit
     def sorted_blocks(self, order: cute.Tensor, i: Int32, batch: Int32):
-        """Key blocks of the request that is the i-th by length; 0 if there are not so many."""
+        """Key blocks of the request that is the i-th by length; 0 if the batch has no such request."""
         blocks = Int32(0)
         if i < batch:
-            blocks = quotient(order[i], SORTED)
+            blocks = quotient(order[i], MAX_SORTED)
         return blocks
 
     @cute.jit
     def cut(self, longer: Int32, shorter: Int32):
         """Where the longer of two requests is cut, in blocks, so that of two clusters one takes what is before, the
         other the rest and the shorter one. Not at all, if the rest would be less than what it costs to merge it."""
-        at = cutlass.min(quotient(longer + shorter + self.overhead + 1, 2), longer)
-        if longer - at <= self.overhead:
-            at = longer
-        return at
+        cut_at = cutlass.min(quotient(longer + shorter + self.overhead + 1, 2), longer)
+        if longer - cut_at <= self.overhead:
+            cut_at = longer
+        return cut_at
 
     @cute.jit
-    def packed(self, batch: Int32, columns: Int32, order: cute.Tensor):
+    def greatest_packed(self, batch: Int32, clusters: Int32, order: cute.Tensor):
         """The greatest share of a cluster, if requests are given out by their length: see `share`."""
         lane = cute.arch.lane_idx()
         worst = Int32(0)
-        if batch <= columns:
-            for pair in cutlass.range(lane, quotient(columns + 1, 2), 32, unroll=1):
+        if batch <= clusters:
+            for pair in cutlass.range(lane, quotient(clusters + 1, 2), 32, unroll=1):
                 longer = self.sorted_blocks(order, pair, batch)
-                shorter = self.sorted_blocks(order, columns - 1 - pair, batch)
-                at = longer
+                shorter = self.sorted_blocks(order, clusters - 1 - pair, batch)
+                cut_at = longer
                 rest = shorter + self.overhead
-                if columns - 1 - pair > pair:
-                    at = self.cut(longer, shorter)
-                    if at < longer:
-                        rest += longer - at + self.overhead
-                worst = cutlass.max(worst, cutlass.max(at + self.overhead, rest))
+                if clusters - 1 - pair > pair:
+                    cut_at = self.cut(longer, shorter)
+                    if cut_at < longer:
+                        rest += longer - cut_at + self.overhead
+                worst = cutlass.max(worst, cutlass.max(cut_at + self.overhead, rest))
         else:
-            for column in cutlass.range(lane, columns, 32, unroll=1):
+            for position in cutlass.range(lane, clusters, 32, unroll=1):
                 load, turn = Int32(0), Int32(0)
-                for first in cutlass.range(0, batch, columns, unroll=1):
-                    i = first + column
+                for first in cutlass.range(0, batch, clusters, unroll=1):
+                    i = first + position
                     if turn == 1:
-                        i = first + columns - 1 - column
+                        i = first + clusters - 1 - position
                     if i < batch:
-                        load += quotient(order[i], SORTED) + self.overhead
+                        load += quotient(order[i], MAX_SORTED) + self.overhead
                     turn ^= 1
                 worst = cutlass.max(worst, load)
         return cute.arch.warp_redux_sync(worst, "max")
 
     @cute.jit
-    def chunk_blocks(self, block_tables: cute.Tensor, seq_lens: cute.Tensor, partial_lse: cute.Tensor):
-        """(key blocks of a piece, slots of a row tile) when batch_invariant."""
-        slots = partial_lse.shape[0] // (seq_lens.shape[0] * self.max_tiles)
-        table_blocks = quotient(block_tables.shape[1] * self.page_size + self.block - 1, self.block)
-        return cutlass.max((table_blocks + slots - 1) // slots, 1), slots
+    def fixed_pieces(self, schedule: cutlass.Constexpr):
+        """How row tiles are cut when batch_invariant, a FixedPieces."""
+        slots = schedule.partial_lse.shape[0] // (schedule.seq_lens.shape[0] * self.max_tiles)
+        table_blocks = quotient(schedule.block_tables.shape[1] * self.page_size + self.block - 1, self.block)
+        return FixedPieces(cutlass.max((table_blocks + slots - 1) // slots, 1), slots)
 
     @cute.jit
-    def on_line(self, tiles: Int32, lanes: Int32):
-        """Row tiles of a request that follow each other on the schedule's line."""
-        if const_expr(self.side_by_side):
-            if lanes > 1:
+    def on_line(self, tiles: Int32, tracks: Int32):
+        """Row tiles of a request that follow each other on one line."""
+        if const_expr(self.may_use_tracks):
+            if tracks > 1:
                 tiles = Int32(1)
         return tiles
 
     @cute.jit
-    def span(self, blocks: Int32, chunk: Int32, way: Int32, fixed: Int32, payload: Int32):
-        """Length of a row tile on the schedule's line; `fixed` where all tiles take the same, 0 otherwise."""
+    def cost_on_line(self, blocks: Int32, piece_blocks: Int32, kind: Int32, equal_cost: Int32, share_length: Int32):
+        """Length of a row tile on the line; `equal_cost` where that is not 0."""
         length = blocks + self.overhead
-        if const_expr(self.invariant):
-            length = blocks + self.overhead * ((blocks + chunk - 1) // chunk)
+        if const_expr(self.batch_invariant):
+            length = blocks + self.overhead * ((blocks + piece_blocks - 1) // piece_blocks)
         else:
-            if way == CUT:
-                length = self.divide(blocks + payload - 1, payload) * payload
-            if fixed > 0:
-                length = fixed
+            if kind == ScheduleKind.CUT:
+                length = self.divide(blocks + share_length - 1, share_length) * share_length
+            if equal_cost > 0:
+                length = equal_cost
         return length
 
     @cute.jit
-    def pieces(self, tiles: Int32, blocks: Int32, payload: Int32, batch: Int32):
-        """Pieces of at most `payload` blocks that a batch of up to 32 requests, a lane's of `tiles` tiles and `blocks`
-        blocks each, makes."""
+    def count_pieces(self, tiles: Int32, blocks: Int32, piece_blocks: Int32, batch: Int32):
+        """Pieces of at most `piece_blocks` blocks that a batch of up to 32 requests makes. A lane's request has `tiles`
+        tiles of `blocks` blocks each."""
         count = Int32(0)
         if cute.arch.lane_idx() < batch:
-            count = tiles * self.divide(blocks + payload - 1, payload)
+            count = tiles * self.divide(blocks + piece_blocks - 1, piece_blocks)
         return cute.arch.warp_redux_sync(count, "add")
 
     @cute.jit
-    def ids(self, walk: cute.Tensor):
+    def cluster_requests(self, state: cute.Tensor):
         """A cluster's requests, by their number, or -1, where requests are given out by their length."""
-        return cute.make_tensor(cute.recast_ptr(walk.iterator + 8, dtype=cutlass.Int8), cute.make_layout(ITEMS))
+        return cute.make_tensor(
+            cute.recast_ptr(state.iterator + ScheduleState.TRACKS, dtype=cutlass.Int8), cute.make_layout(MAX_REQUESTS)
+        )
 
     @cute.jit
-    def note(self, column: Int32, columns: Int32, batch: Int32, order: cute.Tensor, walk: cute.Tensor):
+    def note_requests(self, position: Int32, clusters: Int32, batch: Int32, order: cute.Tensor, state: cute.Tensor):
         """Note this cluster's requests, before the ring's first stage, where `order` lies, is filled."""
         lane = cute.arch.lane_idx()
-        ids = self.ids(walk)
-        at = lane * columns + column
+        requests = self.cluster_requests(state)
+        i = lane * clusters + position
         if remainder(lane, 2) == 1:
-            at = (lane + 1) * columns - 1 - column
-        if batch <= columns:
-            at = quotient(column, 2)
+            i = (lane + 1) * clusters - 1 - position
+        if batch <= clusters:
+            i = quotient(position, 2)
             if lane > 0:
-                at = columns - 1 - at
-                if lane > 1 or at <= quotient(column, 2):
-                    at = batch
-        if lane < ITEMS:
+                i = clusters - 1 - i
+                if lane > 1 or i <= quotient(position, 2):
+                    i = batch
+        if lane < MAX_REQUESTS:
             r = Int32(-1)
-            if at < batch:
-                r = SORTED - 1 - remainder(order[at], SORTED)
-            ids[lane] = cutlass.Int8(r)
+            if i < batch:
+                r = MAX_SORTED - 1 - remainder(order[i], MAX_SORTED)
+            requests[lane] = cutlass.Int8(r)
         cute.arch.sync_warp()
         cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
     def begin_schedule(self, schedule: cutlass.Constexpr, early: cutlass.Constexpr):
         """Find this cluster's share of the batch, with `early` of early_numbers."""
-        block_tables, seq_lens, cu_seqlens_q, _, split_info, _, walk, parts, part, rank, all_rows, _ = schedule
+        split_info, state = schedule.split_info, schedule.state
+        num_clusters, cluster_index = schedule.num_clusters, schedule.cluster_index
         lane = cute.arch.lane_idx()
-        batch, width = seq_lens.shape[0], block_tables.shape[1]
-        r, tile, start, begin, payload = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-        way, fixed, lanes = Int32(CUT), Int32(0), Int32(self.max_tiles)
+        batch = schedule.seq_lens.shape[0]
+        r, tile, tile_start, begin, length = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+        kind, equal_cost, tracks = Int32(ScheduleKind.CUT), Int32(0), Int32(self.max_tiles)
         alone = cutlass.Boolean(False)
-        if const_expr(self.alike):
+        if const_expr(self.equal_row_counts):
             # One request, so that there is nothing to compare: it may be short, and the less code the sooner it begins.
-            _, _, _, _, blocks = self.request(Int32(0), early, width, all_rows)
-            alone = batch == 1 and self.lanes_fit(blocks, parts)
+            blocks = self.request(Int32(0), early, schedule).blocks
+            alone = batch == 1 and self.tracks_fit(blocks, num_clusters)
             if alone:
-                columns, tile_lane = self.lane(lanes, parts, part)
-                payload = cutlass.max(self.divide(blocks + columns - 1, columns), self.least_payload)
-                begin, fixed = (part - tile_lane * columns) * payload, columns * payload
-                if tile_lane >= lanes:
+                track = self.track_of(tracks, schedule)
+                length = cutlass.max(self.divide(blocks + track.clusters - 1, track.clusters), self.min_share)
+                begin, equal_cost = (cluster_index - track.index * track.clusters) * length, track.clusters * length
+                if track.index >= tracks:
                     r = batch
         if not alone:
-            r, tile, start, begin, payload, way, fixed, lanes = self.share(schedule, early)
+            share = self.share(schedule, early)
+            r, tile, tile_start = share.request, share.tile, share.tile_start
+            begin, length, kind = share.begin, share.length, share.kind
+            equal_cost, tracks = share.equal_cost, share.tracks
         if lane == 0:
-            walk[0] = r
-            walk[1] = tile
-            walk[2] = start
-            walk[3] = begin
-            walk[4] = begin + payload
-            walk[5] = way
-            walk[6] = Int32(-1)  # next chunk of the row tile; -1: not begun
-            walk[7] = fixed
-            if const_expr(self.side_by_side):
-                walk[8] = lanes
-            if rank == 0:
-                if const_expr(not self.invariant):
-                    split_info[2 * part, 3] = 0
-                    split_info[2 * part + 1, 3] = 0
-        if const_expr(self.invariant and self.ragged):
+            state[ScheduleState.REQUEST] = r
+            state[ScheduleState.TILE] = tile
+            state[ScheduleState.TILE_START] = tile_start
+            state[ScheduleState.BEGIN] = begin
+            state[ScheduleState.END] = begin + length
+            state[ScheduleState.KIND] = kind
+            state[ScheduleState.PIECE_OF_TILE] = Int32(-1)
+            state[ScheduleState.EQUAL_COST] = equal_cost
+            if const_expr(self.may_use_tracks):
+                state[ScheduleState.TRACKS] = tracks
+            if schedule.rank == 0:
+                if const_expr(not self.batch_invariant):
+                    slot = 2 * cluster_index
+                    split_info[slot, SplitEntry.PIECES] = 0
+                    split_info[slot + 1, SplitEntry.PIECES] = 0
+        if const_expr(self.batch_invariant and self.ragged):
             # Row tiles that a short query does not have: nobody else writes their entries.
-            for at in cutlass.range(part * 32 + lane, batch, parts * 32, unroll=1):
-                _, _, _, tiles_there, _ = self.request(at, self.numbers(at, seq_lens, cu_seqlens_q), width, all_rows)
-                for t in cutlass.range(tiles_there, self.max_tiles, unroll=1):
-                    split_info[parts + at * self.max_tiles + t, 3] = 0
+            for i in cutlass.range(cluster_index * 32 + lane, batch, num_clusters * 32, unroll=1):
+                tiles_of_request = self.request_at(i, schedule).tiles
+                for t in cutlass.range(tiles_of_request, self.max_tiles, unroll=1):
+                    split_info[num_clusters + i * self.max_tiles + t, SplitEntry.PIECES] = 0
         cute.arch.sync_warp()
 
     @cute.jit
-    def lanes_fit(self, total: Int32, parts: Int32):
-        """Whether row tiles are laid out side by side, in lanes of a line of `total` blocks each.
+    def tracks_fit(self, total: Int32, num_clusters: Int32):
+        """Whether row tiles are laid out side by side, on tracks of `total` blocks each.
 
         Clusters that walk the same keys at the same time read them from memory once: that is worth as much as a
         sixteenth of the clusters, if not in a long run, in which the arithmetic is the bound.
         """
         fit = cutlass.Boolean(True)
-        if const_expr(self.side_by_side):
-            each = parts // self.max_tiles
-            left = parts - each * self.max_tiles
-            fit = left == 0 or (left * 16 <= parts and total <= each * (LONG // self.block))
+        if const_expr(self.may_use_tracks):
+            each = num_clusters // self.max_tiles
+            left = num_clusters - each * self.max_tiles
+            fit = left == 0 or (left * 16 <= num_clusters and total <= each * (LONG_RUN_KEYS // self.block))
         return fit
 
     @cute.jit
     def share(self, schedule: cutlass.Constexpr, early: cutlass.Constexpr):
-        """This cluster's share of a batch: (request, row tile, where that begins on the line, where the share does, its
-        length, way, length of all tiles or 0, lanes).
+        """This cluster's share of a batch, a Share.
 
         The batch is laid out as a line of row tiles, request by request, each `overhead` + its key blocks long, or as
-        one line for each row tile of a request (`lanes`).
+        one line for each row tile of a request (`tracks`).
         - LINE: every cluster of the line takes an equal interval of it.
         As pieces have to be merged, there are better ways where they balance nearly as well, within a sixteenth:
         - WHOLE: each cluster takes as many whole tiles.
@@ -329,284 +365,345 @@ class DecodeSchedule(WarpHelpers):
           and the i-th shortest (of as many as clusters: those that there are not have no length) go to two clusters,
           which cut the longer one.
         """
-        block_tables, seq_lens, cu_seqlens_q, partial_lse, _, _, walk, parts, part, _, all_rows, order = schedule
-        lane = cute.arch.lane_idx()
-        batch, width = seq_lens.shape[0], block_tables.shape[1]
-        chunk = Int32(1)
-        if const_expr(self.invariant):
-            chunk, _ = self.chunk_blocks(block_tables, seq_lens, partial_lse)
+        piece_blocks = Int32(1)
+        if const_expr(self.batch_invariant):
+            piece_blocks = self.fixed_pieces(schedule).blocks
+        measure = self.measure(piece_blocks, schedule, early)
+        track = self.track_of(measure.tracks, schedule)
+        sharing = self.choose(measure, track, schedule)
+        return self.find_start(measure, track, sharing, piece_blocks, schedule)
 
+    @cute.jit
+    def measure(self, piece_blocks: Int32, schedule: cutlass.Constexpr, early: cutlass.Constexpr):
+        """What the batch comes to, a Measure: tracks if they fit."""
+        order = schedule.order
+        lane = cute.arch.lane_idx()
+        batch = schedule.seq_lens.shape[0]
         # The first 32 requests stay in registers: few batches have more, and what is read again is waited for again.
-        total, units, longest = Int32(0), Int32(0), Int32(0)
-        lanes = Int32(self.max_tiles) if const_expr(self.side_by_side) else Int32(1)
+        total, row_tiles, longest = Int32(0), Int32(0), Int32(0)
+        tracks = Int32(self.max_tiles) if const_expr(self.may_use_tracks) else Int32(1)
         none = Int32(0)
-        _, _, _, tiles, blocks = self.request(cutlass.min(lane, batch - 1), early, width, all_rows)
-        tiles = self.on_line(tiles, lanes)
+        request = self.request(cutlass.min(lane, batch - 1), early, schedule)
+        tiles, blocks = self.on_line(request.tiles, tracks), request.blocks
         if lane < batch:
-            total, units, longest = tiles * self.span(blocks, chunk, none, none, none), tiles, blocks
+            total = tiles * self.cost_on_line(blocks, piece_blocks, none, none, none)
+            row_tiles, longest = tiles, blocks
         for base in cutlass.range(32, batch, 32, unroll=4):
             # Loads without a branch, so that several are under way at once.
-            r = cutlass.min(base + lane, batch - 1)
-            numbers = self.numbers(r, seq_lens, cu_seqlens_q)
-            _, _, _, tiles_there, blocks_there = self.request(r, numbers, width, all_rows)
-            tiles_there = self.on_line(tiles_there, lanes)
-            if const_expr(self.packs):
-                if base + lane < SORTED:
-                    order[base + lane] = blocks_there * SORTED + (SORTED - 1 - base - lane)
-            cost = tiles_there * self.span(blocks_there, chunk, none, none, none)
+            other = self.request_at(cutlass.min(base + lane, batch - 1), schedule)
+            other_tiles = self.on_line(other.tiles, tracks)
+            if const_expr(self.may_sort_requests):
+                if base + lane < MAX_SORTED:
+                    order[base + lane] = other.blocks * MAX_SORTED + (MAX_SORTED - 1 - base - lane)
+            cost = other_tiles * self.cost_on_line(other.blocks, piece_blocks, none, none, none)
             if base + lane < batch:
                 total += cost
-                units += tiles_there
-                longest = cutlass.max(longest, blocks_there)
+                row_tiles += other_tiles
+                longest = cutlass.max(longest, other.blocks)
         total = cute.arch.warp_redux_sync(total, "add")
         longest = cute.arch.warp_redux_sync(longest, "max")
-        units = cute.arch.warp_redux_sync(units, "add") if const_expr(self.ragged) else batch * tiles
-        if const_expr(self.side_by_side):
-            if not self.lanes_fit(total, parts):
-                lanes, tiles = Int32(1), Int32(self.max_tiles)
-                total, units = total * tiles, units * tiles
-        columns, tile_lane = self.lane(lanes, parts, part)
-        column = part - tile_lane * columns
-        payload = cutlass.max(self.divide(total + columns - 1, columns), self.least_payload)
-        way, fixed = Int32(LINE), Int32(0)
-        if const_expr(not self.invariant):
-            slack = quotient(payload, 16)
-            share = self.divide(units + columns - 1, columns)
-            if share * (longest + self.overhead) <= payload + self.overhead + slack:
-                way, fixed = Int32(WHOLE), Int32(1)
-                payload = share
+        row_tiles = cute.arch.warp_redux_sync(row_tiles, "add") if const_expr(self.ragged) else batch * tiles
+        if const_expr(self.may_use_tracks):
+            if not self.tracks_fit(total, schedule.num_clusters):
+                tracks, tiles = Int32(1), Int32(self.max_tiles)
+                total, row_tiles = total * tiles, row_tiles * tiles
+        return Measure(total, row_tiles, longest, tracks, tiles, blocks)
+
+    @cute.jit
+    def choose(self, measure: cutlass.Constexpr, track: cutlass.Constexpr, schedule: cutlass.Constexpr):
+        """How the batch is shared out: a Sharing."""
+        row_tiles, longest, blocks = measure.row_tiles, measure.longest, measure.blocks
+        clusters, order = track.clusters, schedule.order
+        batch = schedule.seq_lens.shape[0]
+        length = cutlass.max(self.divide(measure.total + clusters - 1, clusters), self.min_share)
+        kind, equal_cost = Int32(ScheduleKind.LINE), Int32(0)
+        if const_expr(not self.batch_invariant):
+            slack = quotient(length, 16)
+            tiles_each = self.divide(row_tiles + clusters - 1, clusters)
+            if tiles_each * (longest + self.overhead) <= length + self.overhead + slack:
+                kind, equal_cost = Int32(ScheduleKind.WHOLE), Int32(1)
+                length = tiles_each
             else:
-                if units > 0 and units < columns:
-                    cuts = self.divide(columns, units)
-                    piece = cutlass.max(self.divide(longest + cuts - 1, cuts), self.least_payload)
-                    if piece <= payload + cutlass.min(slack, 8):
-                        way, payload, fixed = Int32(CUT), piece, cuts * piece
-                if way == LINE and batch <= 32:
+                if row_tiles > 0 and row_tiles < clusters:
+                    cuts = self.divide(clusters, row_tiles)
+                    cut_blocks = cutlass.max(self.divide(longest + cuts - 1, cuts), self.min_share)
+                    if cut_blocks <= length + cutlass.min(slack, 8):
+                        kind, length, equal_cost = Int32(ScheduleKind.CUT), cut_blocks, cuts * cut_blocks
+                if kind == ScheduleKind.LINE and batch <= 32:
                     # Two pieces in one cluster cost less than these blocks.
-                    most = payload + cutlass.min(quotient(payload, 32) if const_expr(self.few) else slack, 3)
-                    if self.pieces(tiles, blocks, most, batch) <= columns:
-                        least = cutlass.max(payload - self.overhead - 1, self.least_payload)
+                    most = length + cutlass.min(quotient(length, 32) if const_expr(self.few_rows) else slack, 3)
+                    if self.count_pieces(measure.tiles, blocks, most, batch) <= clusters:
+                        least = cutlass.max(length - self.overhead - 1, self.min_share)
                         while least < most:
                             middle = quotient(least + most, 2)
-                            if self.pieces(tiles, blocks, middle, batch) <= columns:
+                            if self.count_pieces(measure.tiles, blocks, middle, batch) <= clusters:
                                 most = middle
                             else:
                                 least = middle + 1
-                        way, payload = Int32(CUT), most
-                if const_expr(self.packs):
+                        kind, length = Int32(ScheduleKind.CUT), most
+                if const_expr(self.may_sort_requests):
                     # Not for little work: the order takes a microsecond or two to find.
-                    sortable = batch <= cutlass.min(ITEMS * columns, SORTED) and 2 * batch > columns
-                    if way == LINE and sortable and payload >= LEAST_PACKED and longest < (1 << 24):
-                        order[lane] = blocks * SORTED + (SORTED - 1 - lane)
+                    sortable = batch <= cutlass.min(MAX_REQUESTS * clusters, MAX_SORTED) and 2 * batch > clusters
+                    if (
+                        kind == ScheduleKind.LINE
+                        and sortable
+                        and length >= MIN_SORTED_SHARE
+                        and longest < MAX_SORTED_BLOCKS
+                    ):
+                        lane = cute.arch.lane_idx()
+                        order[lane] = blocks * MAX_SORTED + (MAX_SORTED - 1 - lane)
                         self.sort(batch, order)
-                        if self.packed(batch, columns, order) <= payload + self.overhead + slack:
-                            way, fixed = Int32(PACKED), Int32(1)
-        begin = column * payload
+                        if self.greatest_packed(batch, clusters, order) <= length + self.overhead + slack:
+                            kind, equal_cost = Int32(ScheduleKind.PACKED), Int32(1)
+        return Sharing(kind, length, equal_cost)
 
-        # The row tile in which the interval begins.
-        r, tile, start = batch, Int32(0), Int32(0)
+    @cute.jit
+    def find_start(
+        self,
+        measure: cutlass.Constexpr,
+        track: cutlass.Constexpr,
+        sharing: cutlass.Constexpr,
+        piece_blocks: Int32,
+        schedule: cutlass.Constexpr,
+    ):
+        """The cluster's share, with the row tile in which it begins."""
+        tracks, tiles, blocks = measure.tracks, measure.tiles, measure.blocks
+        kind, length, equal_cost = sharing.kind, sharing.length, sharing.equal_cost
+        lane = cute.arch.lane_idx()
+        batch = schedule.seq_lens.shape[0]
+        begin = track.position * length
+        r, tile, tile_start = batch, Int32(0), Int32(0)
         searching = Int32(1)
-        if tile_lane >= lanes:
+        if track.index >= tracks:
             searching = Int32(0)  # a cluster that is left over
-        if const_expr(self.alike):
-            if searching == 1 and fixed > 0:
+        if const_expr(self.equal_row_counts):
+            if searching == 1 and equal_cost > 0:
                 # All requests have as many row tiles, and these one length.
                 searching = Int32(0)
-                unit = begin
-                if way == CUT:
-                    unit = self.divide(begin, fixed)
-                r = unit
+                row_tile = begin
+                if kind == ScheduleKind.CUT:
+                    row_tile = self.divide(begin, equal_cost)
+                r = row_tile
                 if const_expr(self.max_tiles > 1):
-                    if lanes == 1:
-                        r = unit // self.max_tiles
-                        tile = unit - r * self.max_tiles
-                start = unit * fixed
-                if const_expr(self.packs):
-                    if way == PACKED:
-                        r, begin, start = Int32(0), Int32(0), Int32(0)
-                        payload = cutlass.max(self.divide(batch - 1, columns) + 1, 2)
-                        self.note(column, columns, batch, order, walk)
+                    if tracks == 1:
+                        r = row_tile // self.max_tiles
+                        tile = row_tile - r * self.max_tiles
+                tile_start = row_tile * equal_cost
+                if const_expr(self.may_sort_requests):
+                    if kind == ScheduleKind.PACKED:
+                        r, begin, tile_start = Int32(0), Int32(0), Int32(0)
+                        length = cutlass.max(self.divide(batch - 1, track.clusters) + 1, 2)
+                        self.note_requests(track.position, track.clusters, batch, schedule.order, schedule.state)
         base = Int32(0)
         while searching == 1 and base < batch:
-            cost, unit = Int32(0), Int32(1)
+            cost, tile_cost = Int32(0), Int32(1)
             if base + lane < batch:
-                unit = self.span(blocks, chunk, way, fixed, payload)
-                cost = tiles * unit
+                tile_cost = self.cost_on_line(blocks, piece_blocks, kind, equal_cost, length)
+                cost = tiles * tile_cost
             prefix = cost
             for step in cutlass.range_constexpr(5):
                 other = cute.arch.shuffle_sync_up(prefix, offset=1 << step, mask_and_clamp=0)
                 if lane >= (1 << step):
                     prefix += other
-            before = cute.arch.popc(cute.arch.vote_ballot_sync(start + prefix <= begin))
+            before = cute.arch.popc(cute.arch.vote_ballot_sync(tile_start + prefix <= begin))
             if before < 32:
                 searching = Int32(0)
                 r = base + before
-                start += cute.arch.shuffle_sync(prefix - cost, before)
-                unit = cute.arch.shuffle_sync(unit, before)
-                tile = self.divide(begin - start, unit)
-                start += tile * unit
+                tile_start += cute.arch.shuffle_sync(prefix - cost, before)
+                tile_cost = cute.arch.shuffle_sync(tile_cost, before)
+                tile = self.divide(begin - tile_start, tile_cost)
+                tile_start += tile * tile_cost
             else:
-                start += cute.arch.shuffle_sync(prefix, 31)
+                tile_start += cute.arch.shuffle_sync(prefix, 31)
                 base += 32
-                next_r = cutlass.min(base + lane, batch - 1)
-                numbers = self.numbers(next_r, seq_lens, cu_seqlens_q)
-                _, _, _, tiles, blocks = self.request(next_r, numbers, width, all_rows)
-                tiles = self.on_line(tiles, lanes)
-        return r, tile, start, begin, payload, way, fixed, lanes
+                request = self.request_at(cutlass.min(base + lane, batch - 1), schedule)
+                tiles, blocks = self.on_line(request.tiles, tracks), request.blocks
+        return Share(r, tile, tile_start, begin, length, kind, equal_cost, tracks)
 
     @cute.jit
-    def item(self, i: Int32, column: Int32, columns: Int32, batch: Int32, blocks: Int32, schedule: cutlass.Constexpr):
+    def packed_piece(self, i: Int32, blocks: Int32, track: cutlass.Constexpr, schedule: cutlass.Constexpr):
         """(first block, the block after its last) of a cluster's i-th piece where requests are given out by their
-        length, of a request of so many blocks. 0, 0: there is none, but there may be a next."""
-        block_tables, seq_lens, cu_seqlens_q, _, _, _, walk, _, _, _, all_rows, _ = schedule
-        ids = self.ids(walk)
+        length, of a request of `blocks` blocks. 0, 0: there is none, but there may be a next."""
+        requests = self.cluster_requests(schedule.state)
         begin, end = Int32(0), blocks
-        if ids[i] < 0:
+        if requests[i] < 0:
             end = Int32(0)
-        elif batch <= columns:
-            pair, odd = quotient(column, 2), remainder(column, 2)
+        elif schedule.seq_lens.shape[0] <= track.clusters:
+            pair, odd = quotient(track.position, 2), remainder(track.position, 2)
             if i == 1:
                 end = blocks * odd
-            elif columns - 1 - pair > pair:
+            elif track.clusters - 1 - pair > pair:
                 shorter = Int32(0)
-                if ids[1] >= 0:
-                    r = Int32(ids[1])
-                    numbers = self.numbers(r, seq_lens, cu_seqlens_q)
-                    _, _, _, _, shorter = self.request(r, numbers, block_tables.shape[1], all_rows)
-                where = self.cut(blocks, shorter)
+                if requests[1] >= 0:
+                    shorter = self.request_at(Int32(requests[1]), schedule).blocks
+                cut_at = self.cut(blocks, shorter)
                 if odd == 1:
-                    begin = where
+                    begin = cut_at
                 else:
-                    end = where
+                    end = cut_at
         return begin, end
 
     @cute.jit
-    def next_piece(self, piece: Int32, schedule: cutlass.Constexpr):
+    def describe(
+        self,
+        piece: cutlass.Constexpr,
+        blocks: cutlass.Constexpr,
+        r: Int32,
+        request: cutlass.Constexpr,
+        rows: cutlass.Constexpr,
+        rank: Int32,
+    ):
+        """Write the description of a piece: key `blocks` of request `r`, and this CTA's of the row tile's `rows`."""
+        piece[Piece.BLOCK_BEGIN] = blocks.begin
+        piece[Piece.BLOCK_END] = blocks.end
+        piece[Piece.KEYS] = request.keys
+        piece[Piece.FIRST_TOKEN_KEYS] = request.keys + 1 - request.rows // self.heads
+        piece[Piece.ROW_IN_REQUEST] = rows.in_request + rank * ROWS
+        piece[Piece.ROW] = rows.row + rank * ROWS
+        piece[Piece.VALID_ROWS] = cutlass.min(rows.rows - rank * ROWS, ROWS)
+        piece[Piece.SLOT] = blocks.slot
+        piece[Piece.REQUEST] = r
+        q_rows = cutlass.min(rows.rows, ROWS)
+        piece[Piece.Q_STAGES] = 1 + quotient(q_rows - 1, self.q_rows)
+
+    @cute.jit
+    def note_fixed_cut(
+        self, entry: Int32, rows: cutlass.Constexpr, first_slot: Int32, cuts: Int32, schedule: cutlass.Constexpr
+    ):
+        """Tell `combine` of a row tile's pieces, when batch_invariant: none, if the only one is the whole tile."""
+        split_info = schedule.split_info
+        count = cuts
+        if cuts == 1:
+            count = Int32(0)
+        split_info[entry, SplitEntry.ROW] = rows.row
+        split_info[entry, SplitEntry.ROWS] = rows.rows
+        split_info[entry, SplitEntry.SLOT] = first_slot
+        split_info[entry, SplitEntry.PIECES] = count
+
+    @cute.jit
+    def note_cut(
+        self,
+        slot: Int32,
+        rows: cutlass.Constexpr,
+        walk: cutlass.Constexpr,
+        line: cutlass.Constexpr,
+        track: cutlass.Constexpr,
+        schedule: cutlass.Constexpr,
+    ):
+        """Tell `combine` of the pieces of the row tile under way. The clusters from `owner` on have one each."""
+        split_info = schedule.split_info
+        begin, end = walk.begin, walk.end
+        owner = self.divide(walk.tile_start + line.lead, end - begin)
+        count = self.divide(walk.tile_start + line.lead + line.blocks - 1, end - begin) - owner + 1
+        # As far as can be seen from here; what matters is that all clusters of the tile find the same.
+        busy = Int32(0)
+        if walk.kind == ScheduleKind.LINE:
+            if walk.tile_start > owner * (end - begin):
+                busy += Busy.FIRST
+            rest = (owner + count) * (end - begin) - (walk.tile_start + line.cost) - line.lead
+            if rest > 0 and (walk.tile + 1 < line.tiles or walk.request + 1 < schedule.seq_lens.shape[0]):
+                busy += Busy.LAST
+        if const_expr(self.may_sort_requests):
+            if walk.kind == ScheduleKind.PACKED:
+                owner, count = track.position - remainder(track.position, 2), Int32(2)
+        split_info[slot, SplitEntry.ROW] = rows.row
+        split_info[slot, SplitEntry.ROWS] = rows.rows
+        split_info[slot, SplitEntry.SLOT] = 2 * (track.index * track.clusters + owner) + 1
+        split_info[slot, SplitEntry.PIECES] = count + busy
+
+    @cute.jit
+    def next_piece(self, number: Int32, schedule: cutlass.Constexpr):
         """Describe this cluster's next piece of work: some key blocks of one row tile, or none: the end."""
-        (
-            block_tables, seq_lens, cu_seqlens_q, partial_lse, split_info, descriptor, walk, parts, part, rank,
-            all_rows, _,
-        ) = schedule  # fmt: skip
+        pieces, state, rank = schedule.pieces, schedule.state, schedule.rank
         lane = cute.arch.lane_idx()
-        batch, width = seq_lens.shape[0], block_tables.shape[1]
-        ids = self.ids(walk)
+        batch = schedule.seq_lens.shape[0]
+        requests = self.cluster_requests(state)
         cute.arch.sync_warp()
-        r, tile, start, begin, end, way, k = walk[0], walk[1], walk[2], walk[3], walk[4], walk[5], walk[6]
-        fixed = walk[7]
-        lanes = walk[8] if const_expr(self.side_by_side) else Int32(1)
-        columns, tile_lane = self.lane(lanes, parts, part)
-        column = part - tile_lane * columns
+        r, tile = state[ScheduleState.REQUEST], state[ScheduleState.TILE]
+        tile_start, begin = state[ScheduleState.TILE_START], state[ScheduleState.BEGIN]
+        end, kind = state[ScheduleState.END], state[ScheduleState.KIND]
+        piece_of_tile, equal_cost = state[ScheduleState.PIECE_OF_TILE], state[ScheduleState.EQUAL_COST]
+        tracks = state[ScheduleState.TRACKS] if const_expr(self.may_use_tracks) else Int32(1)
+        track = self.track_of(tracks, schedule)
         cute.arch.sync_warp()
-        chunk, slots = Int32(1), Int32(1)
-        if const_expr(self.invariant):
-            chunk, slots = self.chunk_blocks(block_tables, seq_lens, partial_lse)
+        fixed = FixedPieces(Int32(1), Int32(1))
+        if const_expr(self.batch_invariant):
+            fixed = self.fixed_pieces(schedule)
         # The start-up costs come first in a tile's length, where they are counted in it.
         lead = Int32(0)
-        if const_expr(not self.invariant):
-            if way == LINE:
+        if const_expr(not self.batch_invariant):
+            if kind == ScheduleKind.LINE:
                 lead = Int32(self.overhead)
-        at = remainder(piece, self.descriptors)
+        place = remainder(number, self.pieces_kept)
         found = Int32(0)
-        while found == 0 and r < batch and start + lead < end:
-            if const_expr(self.packs):
-                if way == PACKED:
-                    r = cutlass.max(Int32(ids[start]), 0)
-            keys, first, rows, tiles, blocks = self.request(r, self.numbers(r, seq_lens, cu_seqlens_q), width, all_rows)
-            tiles = self.on_line(tiles, lanes)
-            unit = self.span(blocks, chunk, way, fixed, end - begin)
-            b_begin, b_end = Int32(0), blocks
+        while found == 0 and r < batch and tile_start + lead < end:
+            if const_expr(self.may_sort_requests):
+                if kind == ScheduleKind.PACKED:
+                    r = cutlass.max(Int32(requests[tile_start]), 0)
+            request = self.request_at(r, schedule)
+            tiles = self.on_line(request.tiles, tracks)
+            tile_cost = self.cost_on_line(request.blocks, fixed.blocks, kind, equal_cost, end - begin)
+            b_begin, b_end = Int32(0), request.blocks
             slot = Int32(-1)
-            first_row = (tile_lane + tile) * self.tile_rows  # in the request
-            row_base = first + first_row
-            rows_here = cutlass.min(rows - first_row, self.tile_rows)
+            first_row = (track.index + tile) * self.tile_rows
+            row = request.first_row + first_row
+            rows = TileRows(first_row, row, cutlass.min(request.rows - first_row, self.tile_rows))
             leave = Int32(1)
             if tile < tiles:
-                if const_expr(self.invariant):
-                    chunks = (blocks + chunk - 1) // chunk
-                    step = chunk + self.overhead
-                    if k < 0:
-                        k = (cutlass.max(begin - start, 0) + step - 1) // step
-                    if k < chunks and start + k * step < end:
+                if const_expr(self.batch_invariant):
+                    cuts = (request.blocks + fixed.blocks - 1) // fixed.blocks
+                    step = fixed.blocks + self.overhead
+                    if piece_of_tile < 0:
+                        piece_of_tile = (cutlass.max(begin - tile_start, 0) + step - 1) // step
+                    if piece_of_tile < cuts and tile_start + piece_of_tile * step < end:
                         found = Int32(1)
                         leave = Int32(0)
-                        b_begin = k * chunk
-                        b_end = cutlass.min(b_begin + chunk, blocks)
-                        first_slot = (r * self.max_tiles + tile) * slots
-                        if chunks > 1:
-                            slot = first_slot + k
-                        if k == 0 and rank == 0 and lane == 0:
-                            entry = parts + r * self.max_tiles + tile
-                            count = chunks
-                            if chunks == 1:
-                                count = Int32(0)
-                            split_info[entry, 0] = row_base
-                            split_info[entry, 1] = rows_here
-                            split_info[entry, 2] = first_slot
-                            split_info[entry, 3] = count
-                        k += 1
+                        b_begin = piece_of_tile * fixed.blocks
+                        b_end = cutlass.min(b_begin + fixed.blocks, request.blocks)
+                        row_tile = r * self.max_tiles + tile
+                        first_slot = row_tile * fixed.slots
+                        if cuts > 1:
+                            slot = first_slot + piece_of_tile
+                        if piece_of_tile == 0 and rank == 0 and lane == 0:
+                            self.note_fixed_cut(schedule.num_clusters + row_tile, rows, first_slot, cuts, schedule)
+                        piece_of_tile += 1
                 else:
-                    if way != WHOLE:
-                        b_begin = cutlass.max(begin - start - lead, 0)
-                        b_end = cutlass.min(end - start - lead, blocks)
-                    if const_expr(self.packs):
-                        if way == PACKED:
-                            b_begin, b_end = self.item(start, column, columns, batch, blocks, schedule)
+                    if kind != ScheduleKind.WHOLE:
+                        b_begin = cutlass.max(begin - tile_start - lead, 0)
+                        b_end = cutlass.min(end - tile_start - lead, request.blocks)
+                    if const_expr(self.may_sort_requests):
+                        if kind == ScheduleKind.PACKED:
+                            b_begin, b_end = self.packed_piece(tile_start, request.blocks, track, schedule)
                     if b_begin < b_end:
                         found = Int32(1)
                         if b_begin > 0:
-                            slot = 2 * part
-                        elif b_end < blocks:
-                            slot = 2 * part + 1
+                            slot = 2 * schedule.cluster_index
+                        elif b_end < request.blocks:
+                            slot = 2 * schedule.cluster_index + 1
             if found == 1:
                 if lane == 0:
-                    descriptor[0, at] = b_begin
-                    descriptor[1, at] = b_end
-                    descriptor[2, at] = keys
-                    descriptor[3, at] = keys + 1 - rows // self.heads  # keys that the first query token sees
-                    descriptor[4, at] = first_row + rank * ROWS  # first row in its request
-                    descriptor[5, at] = row_base + rank * ROWS  # first row of q and out
-                    descriptor[6, at] = cutlass.min(rows_here - rank * ROWS, ROWS)  # rows that count
-                    descriptor[7, at] = slot
-                    descriptor[8, at] = r
-                    q_rows = cutlass.min(rows_here, ROWS)
-                    descriptor[9, at] = 1 + quotient(q_rows - 1, self.q_rows)  # stages that Q takes
-            if const_expr(not self.invariant):
+                    self.describe(Described(pieces, place), KeyBlocks(b_begin, b_end, slot), r, request, rows, rank)
+            if const_expr(not self.batch_invariant):
                 if slot >= 0 and rank == 0 and lane == 0:
-                    # For `combine`. The clusters from `owner` on have one piece each.
-                    owner = self.divide(start + lead, end - begin)
-                    count = self.divide(start + lead + blocks - 1, end - begin) - owner + 1
-                    # As far as can be seen from here; what matters is that all clusters of the tile find the same.
-                    busy = Int32(0)
-                    if way == LINE:
-                        if start > owner * (end - begin):
-                            busy += FIRST_BUSY
-                        rest = (owner + count) * (end - begin) - (start + unit) - lead
-                        if rest > 0 and (tile + 1 < tiles or r + 1 < batch):
-                            busy += LAST_BUSY
-                    if const_expr(self.packs):
-                        if way == PACKED:
-                            owner, count = column - remainder(column, 2), Int32(2)
-                    split_info[slot, 0] = row_base
-                    split_info[slot, 1] = rows_here
-                    split_info[slot, 2] = 2 * (tile_lane * columns + owner) + 1
-                    split_info[slot, 3] = count + busy
+                    walk = Walk(r, tile, tile_start, begin, end, kind)
+                    self.note_cut(slot, rows, walk, TileOnLine(tiles, request.blocks, tile_cost, lead), track, schedule)
             if leave == 1:
-                start += unit
+                tile_start += tile_cost
                 tile += 1
-                k = Int32(-1)
+                piece_of_tile = Int32(-1)
                 if tile >= tiles:
-                    start -= (tile - tiles) * unit  # a request without queries has no length
+                    tile_start -= (tile - tiles) * tile_cost  # a request without queries has no length
                     tile = Int32(0)
                     r += 1
-                if const_expr(self.packs):
-                    if way == PACKED:
-                        r = Int32(0)  # which it is, `ids` say
+                if const_expr(self.may_sort_requests):
+                    if kind == ScheduleKind.PACKED:
+                        r = Int32(0)  # which it is, `requests` say
         if lane == 0:
             if found == 0:
-                descriptor[0, at] = 0
-                descriptor[1, at] = 0
-            walk[0] = r
-            walk[1] = tile
-            walk[2] = start
-            walk[6] = k
+                pieces[Piece.BLOCK_BEGIN, place] = 0
+                pieces[Piece.BLOCK_END, place] = 0
+            state[ScheduleState.REQUEST] = r
+            state[ScheduleState.TILE] = tile
+            state[ScheduleState.TILE_START] = tile_start
+            state[ScheduleState.PIECE_OF_TILE] = piece_of_tile
         cute.arch.sync_warp()

@@ -10,6 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from tsmla_kernels.sm90.decode.config import ROWS
+from tsmla_kernels.sm90.decode.memory import Piece
 from tsmla_kernels.sm90.warp import LN_2, LOWEST, WarpHelpers
 
 
@@ -27,61 +28,59 @@ class DecodeSoftmax(WarpHelpers):
       heads, causal: as in choose.DecodeConfig.
       block: keys whose scores come at once.
       rescale_bits: how far the running maximum may lag, as a power of 2.
-      speculate: whether P is found before it is known whether the running maximum lags.
-      inverses: pieces whose row sums are kept: more than the scores may be ahead of the values.
-      scaled: whether a piece's result might lie beyond what partial_out holds, so that the values' warps scale it.
+      speculates: whether P is found before it is known whether the running maximum lags.
+      inverses_kept: pieces whose row sums are kept: more than the scores may be ahead of the values.
+      partial_needs_scale: whether a piece's result might lie beyond what partial_out holds, so that value warps
+        scale it.
     """
 
     heads: int
     causal: bool
     block: int
     rescale_bits: float
-    speculate: bool
-    inverses: int
-    scaled: bool
+    speculates: bool
+    inverses_kept: int
+    partial_needs_scale: bool
 
     @cute.jit
-    def begin_rows(self, m: cute.Tensor, l: cute.Tensor):
+    def begin_rows(self, running: cutlass.Constexpr):
         """The lane's rows, before they have seen a key."""
         for i in cutlass.range_constexpr(2):
-            m[i] = Float32(LOWEST)
-            l[i] = Float32(0.0)
+            running.m[i] = Float32(LOWEST)
+            running.l[i] = Float32(0.0)
 
     @cute.jit
-    def seen_by_all(self, descriptor: cute.Tensor, at: Int32):
-        """Keys that every row of piece `at` sees: blocks of these need no mask."""
-        seen = self.uniform(descriptor[2, at])
+    def seen_by_all(self, piece: cutlass.Constexpr):
+        """Keys that every row of a piece sees: blocks of these need no mask."""
+        seen = self.uniform(piece[Piece.KEYS])
         if const_expr(self.causal):
-            seen = self.uniform(cutlass.min(seen, descriptor[3, at] + descriptor[4, at] // self.heads))
+            seen = self.uniform(
+                cutlass.min(seen, piece[Piece.FIRST_TOKEN_KEYS] + piece[Piece.ROW_IN_REQUEST] // self.heads)
+            )
         return seen
 
     @cute.jit
-    def mask(self, s: cute.Tensor, b: Int32, descriptor: cute.Tensor, at: Int32, row_low: Int32, lane: Int32):
+    def mask(self, s: cute.Tensor, b: Int32, piece: cutlass.Constexpr, place: cutlass.Constexpr):
         """Scores of the keys that a row does not see."""
-        keys = descriptor[2, at]
+        keys = piece[Piece.KEYS]
         for i in cutlass.range_constexpr(2):
             limit = keys
             if const_expr(self.causal):
-                token = (descriptor[4, at] + row_low + 8 * i) // self.heads
-                limit = cutlass.min(keys, descriptor[3, at] + token)
+                token = (piece[Piece.ROW_IN_REQUEST] + place.row_low + 8 * i) // self.heads
+                limit = cutlass.min(keys, piece[Piece.FIRST_TOKEN_KEYS] + token)
             for c in cutlass.range_constexpr(self.block // 4):
-                column = b * self.block + (c // 2) * 8 + (lane % 4) * 2 + c % 2
+                column = b * self.block + (c // 2) * 8 + (place.lane % 4) * 2 + c % 2
                 if column >= limit:
                     s[i, c] = -Float32.inf
 
     @cute.jit
     def softmax(
         self,
-        s: cute.Tensor,
-        p: cute.Tensor,
-        m: cute.Tensor,
-        l: cute.Tensor,
+        scores: cutlass.Constexpr,
+        running: cutlass.Constexpr,
         scale: Float32,
-        rescale: cute.Tensor,
-        moved: cute.Tensor,
-        row_low: Int32,
-        lane: Int32,
-        warp_here: Int32,
+        place: cutlass.Constexpr,
+        ring: cutlass.Constexpr,
         index: Int32,
     ):
         """S to P, against the running maximum m (base 2, scaled); row sums to l.
@@ -91,9 +90,11 @@ class DecodeSoftmax(WarpHelpers):
         not be s itself, P is found as if m did not lag, its sums say whether that was so, and the maximum is searched
         for only where it was not.
         """
+        s, p, m, l = scores.s, scores.p, running.m, running.l
+        rescale, moved = ring.rescale, ring.moved
         total = cute.make_rmem_tensor((2,), Float32)
         high = cute.make_rmem_tensor((2,), Float32)
-        if const_expr(self.speculate):
+        if const_expr(self.speculates):
             self.exponentials(s, p, m, scale, total)
             # No less than the greatest of what they sum up.
             limit = 2.0**self.rescale_bits
@@ -103,7 +104,7 @@ class DecodeSoftmax(WarpHelpers):
             lags = high[0] * scale > m[0] + self.rescale_bits or high[1] * scale > m[1] + self.rescale_bits
         any_lags = cute.arch.vote_any_sync(lags)
         if any_lags:
-            if const_expr(self.speculate):
+            if const_expr(self.speculates):
                 self.maxima(s, high)
             for i in cutlass.range_constexpr(2):
                 top = high[i]
@@ -113,13 +114,13 @@ class DecodeSoftmax(WarpHelpers):
                 factor = cute.math.exp2(m[i] - new, fastmath=True)
                 m[i] = new
                 l[i] = l[i] * factor
-                if lane % 4 == 0:
-                    rescale[row_low + 8 * i, index] = factor
-            if const_expr(self.speculate):
+                if place.lane % 4 == 0:
+                    rescale[place.row_low + 8 * i, index] = factor
+            if const_expr(self.speculates):
                 self.exponentials(s, p, m, scale, total)
-        if lane == 0:
-            moved[warp_here, index] = Int32(any_lags)
-        if const_expr(not self.speculate):
+        if place.lane == 0:
+            moved[place.warp, index] = Int32(any_lags)
+        if const_expr(not self.speculates):
             self.exponentials(s, p, m, scale, total)
         for i in cutlass.range_constexpr(2):
             l[i] += total[i]
@@ -142,59 +143,46 @@ class DecodeSoftmax(WarpHelpers):
     @cute.jit
     def finish(
         self,
-        l: cute.Tensor,
-        m: cute.Tensor,
-        inverse: cute.Tensor,
-        lse: cute.Tensor,
-        partial_lse: cute.Tensor,
-        out_scale: Float32,
-        row_low: Int32,
-        lane: Int32,
-        descriptor: cute.Tensor,
-        at: Int32,
-        rank: Int32,
-        piece: Int32,
+        running: cutlass.Constexpr,
+        place: cutlass.Constexpr,
+        piece: cutlass.Constexpr,
+        number: Int32,
+        results: cutlass.Constexpr,
     ):
         """Row sums over the quad, 1 / sum for the epilogue, and the row's log-sum-exp."""
         for i in cutlass.range_constexpr(2):
-            total = l[i]
+            total = running.l[i]
             total += cute.arch.shuffle_sync_bfly(total, offset=1)
             total += cute.arch.shuffle_sync_bfly(total, offset=2)
-            if lane % 4 == 0:
-                self.finish_row(
-                    row_low + 8 * i, total, m[i], inverse, lse, partial_lse, out_scale, descriptor, at, rank, piece
-                )
+            if place.lane % 4 == 0:
+                self.finish_row(place.row_low + 8 * i, (total, running.m[i]), piece, number, results)
 
     @cute.jit
     def finish_row(
         self,
         row: Int32,
-        total: Float32,
-        m: Float32,
-        inverse: cute.Tensor,
-        lse: cute.Tensor,
-        partial_lse: cute.Tensor,
-        out_scale: Float32,
-        descriptor: cute.Tensor,
-        at: Int32,
-        rank: Int32,
-        piece: Int32,
+        sums: cutlass.Constexpr,
+        piece: cutlass.Constexpr,
+        number: Int32,
+        results: cutlass.Constexpr,
     ):
-        """1 / sum of a row for the epilogue, and its log-sum-exp."""
-        slot = descriptor[7, at]
+        """1 / sum of a row for the epilogue, and its log-sum-exp. `sums` are the row's (sum, maximum)."""
+        total, m = sums
+        inverse, lse, partial_lse = results.inverse, results.lse, results.partial_lse
+        slot = piece[Piece.SLOT]
         factor = Float32(0.0)
         value = -Float32.inf
         if total > 0.0 or total != total:
             factor = cute.arch.rcp_approx(total)
             value = m + cute.math.log2(total, fastmath=True)
-        if const_expr(self.scaled) or slot < 0:
-            factor = factor * out_scale
-        inverse[row, piece % self.inverses] = factor
-        if row < descriptor[6, at]:
+        if const_expr(self.partial_needs_scale) or slot < 0:
+            factor = factor * results.out_scale
+        inverse[row, number % self.inverses_kept] = factor
+        if row < piece[Piece.VALID_ROWS]:
             if slot < 0:
-                lse[descriptor[5, at] + row] = value * LN_2
+                lse[piece[Piece.ROW] + row] = value * LN_2
             else:
-                partial_lse[slot, 0, rank * ROWS + row] = value
-                if const_expr(not self.scaled):
+                partial_lse[slot, 0, results.rank * ROWS + row] = value
+                if const_expr(not self.partial_needs_scale):
                     for half in cutlass.range_constexpr(2):
-                        partial_lse[slot, 1 + half, rank * ROWS + row] = out_scale
+                        partial_lse[slot, 1 + half, results.rank * ROWS + row] = results.out_scale
