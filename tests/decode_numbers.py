@@ -1,4 +1,4 @@
-"""Inputs of decode at a GPU's sizes, for both front ends' tests there. Imports neither jax nor torch."""
+"""Inputs of decode at a GPU's sizes and its error there, for both front ends' tests. Imports neither jax nor torch."""
 
 from __future__ import annotations
 
@@ -36,3 +36,12 @@ def decode_numbers(
             cache[tables[request, used], rest:] = np.nan
         tables[request, used + bool(rest) :] = 2**31 - 1  # entries past the end may hold anything
     return rng.normal(size=(batch, q_len, heads, dim)), cache, tables, keys
+
+
+def fp8_lse_error(head_dim: int) -> float:
+    """The greatest error of lse with fp8 queries and cache, as a fraction of the greatest score.
+
+    Hopper's fp8 tensor cores keep some 13 bits behind the leading one of a running sum (DeepSeek-V3's report, section
+    3.3.2), and cut off the rest at each of their 32-column steps.
+    """
+    return -(-head_dim // 32) * 2.0**-13

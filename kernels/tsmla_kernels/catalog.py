@@ -213,7 +213,7 @@ def _decode_spec(options: Mapping[str, str]) -> contract.DecodeSpec:
 MLA_DECODE = Kernel(
     name="mla_decode",
     archs=("sm_90a",),
-    launcher="tsmla_kernels.sm90.decode.launchers:mla_decode",
+    launcher="tsmla_kernels.sm90.decode.kernel:MlaDecode",
     config=sm90_decode.DecodeConfig,
     operands=mla_decode_operands,
     from_options=mla_decode_config,

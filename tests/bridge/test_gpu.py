@@ -22,6 +22,7 @@ import tsmla_bridge
 import tsmla_jax
 from tests.bridge import stress
 from tests.bridge.stress import Tensors, arrays, assert_same_bits
+from tests.decode_numbers import fp8_lse_error
 from tsmla_bridge import Workspace, decode, decode_workspace_size, kernels, prefill, tokenspeed_mla
 from tsmla_kernels.catalog import MLA_DECODE
 from tsmla_kernels.contract import DecodeSpec, PrefillSpec
@@ -75,7 +76,7 @@ def assert_right(got: Any, *args: torch.Tensor, **options: Any) -> None:
 
 def lse_step(q_dtype: torch.dtype) -> float:
     """How far lse may be off, absolutely and of its own size."""
-    return sm90_decode.fp8_lse_error(576) if q_dtype == torch.float8_e4m3fn else 1e-5
+    return fp8_lse_error(576) if q_dtype == torch.float8_e4m3fn else 1e-5
 
 
 # ---- results

@@ -25,7 +25,6 @@ from tsmla_kernels.sm90.decode.config import DecodeConfig
 FOLDER = Path(tsmla_kernels.__file__).parent / "sm90"
 LANES = 32
 GARBAGE = 123456789
-OVERHEAD = 5  # as the decode kernels have it
 
 
 class Warp:
@@ -133,11 +132,11 @@ class Piece:
 
 
 class Interpreter:
-    """DecodeSchedule, to be run for the clusters of a batch."""
+    """PieceWalk, to be run for the clusters of a batch."""
 
     def __init__(self) -> None:
         self.warp = Warp()
-        self.schedule = self._import()
+        self.memory, self.share, self.walk = self._import()
         self.flags = (self.memory.Busy.FIRST, self.memory.Busy.LAST)
 
     def run(
@@ -149,7 +148,7 @@ class Interpreter:
         cu_seqlens_q: np.ndarray | None = None,
     ) -> tuple[list[Piece], np.ndarray]:
         """(the pieces of all clusters, split_info) of a batch, with a table of `width` pages."""
-        schedule = self._configured(config)
+        walk = self.walk.PieceWalk(config)
         rows = len(seq_lens) * config.max_q_len if cu_seqlens_q is None else int(cu_seqlens_q[-1])
         split_info = Array(np.full((2 * num_clusters, len(self.memory.SplitEntry)), GARBAGE, np.int32))
         lens, table = Array(seq_lens.astype(np.int32)), types.SimpleNamespace(shape=(len(seq_lens), width))
@@ -157,7 +156,7 @@ class Interpreter:
         offsets = lens if cu_seqlens_q is None else Array(cu_seqlens_q.astype(np.int32))
         pieces = []
         for cluster in range(num_clusters):
-            described = Array(np.full((len(word), schedule.pieces_kept), GARBAGE, np.int32))
+            described = Array(np.full((len(word), self.memory.PIECES_KEPT), GARBAGE, np.int32))
             state = self.memory.Schedule(
                 block_tables=table,
                 seq_lens=lens,
@@ -165,21 +164,21 @@ class Interpreter:
                 partial_lse=None,
                 split_info=split_info,
                 pieces=described,
-                state=Array(np.full(self.module.STATE_WORDS, GARBAGE, np.int32)),
+                state=Array(np.full(self.share.STATE_WORDS, GARBAGE, np.int32)),
                 num_clusters=num_clusters,
                 cluster_index=cluster,
                 rank=0,
                 all_rows=rows * config.num_heads,
-                order=Array(np.full(self.module.MAX_SORTED, GARBAGE, np.int32)),
+                order=Array(np.full(self.share.MAX_SORTED, GARBAGE, np.int32)),
             )
 
             def work(state: Any = state, described: Array = described, cluster: int = cluster) -> None:
                 lane = self.warp.here.lane
-                schedule.begin_schedule(state, schedule.numbers(min(lane, len(seq_lens) - 1), lens, offsets))
+                walk.begin(state, walk.batch.numbers(min(lane, len(seq_lens) - 1), lens, offsets))
                 number = 0
                 while True:
-                    schedule.next_piece(number, state)
-                    place = number % schedule.pieces_kept
+                    walk.next_piece(number, state)
+                    place = number % self.memory.PIECES_KEPT
                     begin, end = described[word.BLOCK_BEGIN, place], described[word.BLOCK_END, place]
                     if begin == end:
                         break
@@ -192,22 +191,8 @@ class Interpreter:
             self.warp.run(work)
         return pieces, split_info.array
 
-    def _configured(self, config: DecodeConfig) -> Any:
-        """A schedule with the attributes that DecodeKernel gives it."""
-        schedule = self.schedule()
-        attributes = {
-            "heads": config.num_heads, "max_q_len": config.max_q_len, "page_size": config.page_size,
-            "ragged": config.ragged, "causal": config.causal, "batch_invariant": config.batch_invariant,
-            "tile_rows": config.tile_rows, "max_tiles": config.max_tiles, "block": config.block,
-            "q_rows": config.q_rows, "overhead": OVERHEAD,
-            "min_share": 1 if config.few_rows else 2, "pieces_kept": 8,
-            "few_rows": config.few_rows,
-        }  # fmt: skip
-        for name, value in attributes.items():
-            setattr(schedule, name, value)
-        return schedule
-
-    def _import(self) -> Any:
+    def _import(self) -> tuple[types.ModuleType, ...]:
+        """memory, share and walk of the decode kernels."""
         warp = self.warp
         arch = types.SimpleNamespace(
             lane_idx=lambda: warp.here.lane,
@@ -248,13 +233,13 @@ class Interpreter:
             cute=cute,
         )
         stand_ins = {"cutlass": cutlass, "cutlass.cute": cute}
+        modules = []
         with mock.patch.dict(sys.modules, stand_ins):
-            for name in ("warp", "decode.memory", "decode.schedule"):
+            for name in ("warp", "decode.memory", "decode.share", "decode.walk"):
                 full = f"tsmla_kernels.sm90.{name}"
                 spec = importlib.util.spec_from_file_location(full, FOLDER / f"{name.replace('.', '/')}.py")
                 assert spec is not None and spec.loader is not None
                 module = sys.modules[full] = importlib.util.module_from_spec(spec)
                 spec.loader.exec_module(module)
-            self.memory = sys.modules["tsmla_kernels.sm90.decode.memory"]
-        self.module = module
-        return module.DecodeSchedule
+                modules.append(module)
+        return tuple(modules[1:])

@@ -18,12 +18,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tsmla_jax
-from tests.decode_numbers import decode_numbers
+from tests.decode_numbers import decode_numbers, fp8_lse_error
 from tsmla_jax.ops import cute_call
 from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import MLA_DECODE, mla_decode_config
 from tsmla_kernels.launch import ArrayView, Launcher
-from tsmla_kernels.sm90.decode.config import fp8_lse_error, workspace_shapes
+from tsmla_kernels.sm90.decode.config import workspace_shapes
 
 pytestmark = pytest.mark.gpu
 

@@ -5,10 +5,10 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from schedule_interpreter import GARBAGE, OVERHEAD, Interpreter, Piece
+from schedule_interpreter import GARBAGE, Interpreter, Piece
 
 from tsmla_kernels.catalog import mla_decode_config
-from tsmla_kernels.sm90.decode.config import DecodeConfig
+from tsmla_kernels.sm90.decode.config import OVERHEAD, DecodeConfig
 
 PAGE = 64
 KINDS = ("equal", "nearly equal", "ragged", "some empty", "one long")
@@ -52,7 +52,7 @@ def check(
         if len(cut) == 1:
             assert cut[0].slot == -1
             continue
-        # As DecodeCombine reads it: the slots of the entry, and one or two halves of a portion for each cluster of it.
+        # As Combine reads it: the slots of the entry, and one or two halves of a portion for each cluster of it.
         rows = min(config.tile_rows, int(queries[r]) * config.num_heads - row)
         busy = split_info[cut[0].slot, 3] - len(cut)
         assert busy in (0, *flags, sum(flags))

@@ -1,18 +1,12 @@
-"""What the Hopper kernels' warps do alike: a base class of the kernels."""
+"""What the warps of the Hopper kernels do alike."""
 
 from __future__ import annotations
 
-import math
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
-from tsmla_kernels.sm90.decode.config import FP8
-
-LOG2_E = math.log2(math.e)
-LN_2 = math.log(2.0)
-LOWEST = -1e30  # of a running maximum: finite, so that a row without keys needs no case of its own
+from tsmla_kernels.sm90.constants import FP8, LN_2, LOG2_E, LOWEST  # noqa: F401
 
 DTYPES = {
     "float32": cutlass.Float32,
@@ -31,6 +25,28 @@ def quotient(value: Int32, divisor: int) -> Int32:
 def remainder(value: Int32, divisor: int) -> Int32:
     """value % divisor likewise."""
     return value & (divisor - 1)
+
+
+@cute.jit
+def divide(a: Int32, b: Int32):
+    """a // b for a >= 0 and b > 0. The compiler's own takes four times the instructions, and in code that runs once
+    every instruction waits to be fetched."""
+    inverse = cute.arch.rcp_approx(Float32(b))
+    q = Int32(Float32(a) * inverse)
+    q += Int32(Float32(a - q * b) * inverse)
+    rest = a - q * b
+    if rest < 0:
+        q -= 1
+    if rest >= b:
+        q += 1
+    return q
+
+
+@cute.jit
+def prefetch(array: cute.Tensor, offset: Int32):
+    """The 128 bytes that element `offset` begins, into the L2 cache, if the array is so long."""
+    if Int64(offset) < Int64(array.shape[0]) * array.shape[1]:
+        cute.arch.prefetch((array.iterator + offset).to_llvm_ptr(), cache_level="L2")
 
 
 def element(tensor: cute.Tensor, offset: Int32, align: int) -> cute.Pointer:

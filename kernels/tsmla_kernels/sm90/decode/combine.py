@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils as utils
 from cutlass import Float32, Int32, Int64, const_expr
 
-from tsmla_kernels.sm90.decode.config import ROWS
-from tsmla_kernels.sm90.decode.memory import (
-    Busy,
-    CombineBarrier,
-    Loaded,
-    Merge,
-    Merged,
-    Octets,
-    Slice,
-    SplitEntry,
-    Team,
-    WarpSums,
-)
-from tsmla_kernels.sm90.decode.schedule import DecodeSchedule
-from tsmla_kernels.sm90.warp import LN_2, LOWEST, element, quotient, remainder
+from tsmla_kernels.sm90.constants import LN_2, LOWEST
+from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
+from tsmla_kernels.sm90.decode.memory import Busy, CombineBarrier, SplitEntry
+from tsmla_kernels.sm90.warp import DTYPES, divide, element, kept, quotient, remainder, transpose_quad
 
 SPARE_BYTES = 100 << 10
 GROUP_THREADS = 256  # that merge one row tile together
@@ -32,24 +23,101 @@ PIECES_AT_ONCE = {32: 2, 16: 8}  # that a thread reads, by the bits of partial_o
 INVARIANT_SHARERS = 4
 
 
-class DecodeCombine(DecodeSchedule):
-    """The combine of a decode kernel, which sets these.
+class WarpSums(NamedTuple):
+    """Shared memory through which the combine kernel's warps add their sums: [columns or octets, warp]."""
+
+    acc: cute.Tensor
+    highest: cute.Tensor
+    weight: cute.Tensor
+
+
+class Merge(NamedTuple):
+    """What merging reads and writes.
 
     Attributes:
-      latent: L. cluster: CTAs of `attend` that share keys, each with ROWS rows.
-      out_dtype: of the output. partial_dtype: of partial_out.
-      swapped: whether partial_out has columns as a WGMMA accumulator's lanes hold them: 2 from each of four groups of 8
-        together, of which the quad has four.
+      partial_out, partial_lse, out, lse: operands.
+      sums: shared memory.
+      entry: a SplitEntry, in registers. group: of the CTA's thread groups, this one.
     """
 
-    latent: int
-    cluster: int
-    out_dtype: type[cutlass.Numeric]
-    partial_dtype: type[cutlass.Numeric]
-    swapped: bool
+    partial_out: cute.Tensor
+    partial_lse: cute.Tensor
+    out: cute.Tensor
+    lse: cute.Tensor
+    sums: WarpSums
+    entry: cute.Tensor
+    group: Int32
+
+
+class Slice(NamedTuple):
+    """A share of a row tile's merging: slices [index, index + taken) of `slices`, of which a thread group has the part
+    `member` of `members`."""
+
+    index: Int32
+    slices: Int32
+    taken: Int32
+    member: Int32
+    members: Int32
+
+
+class Octets(NamedTuple):
+    """Octets [begin, begin + size) of a row tile, 8 columns of a row each, from row `first_row` of it on."""
+
+    first_row: Int32
+    begin: Int32
+    size: Int32
+
+
+class Team(NamedTuple):
+    """The threads that share an octet: this thread's number in its group, its number among them, and how many."""
+
+    thread: Int32
+    member: Int32
+    sharers: Int32
+
+
+class Merged(NamedTuple):
+    """A thread's octets: the weighted sums, the sum of the weights, the greatest log weight, and where they are."""
+
+    acc: cute.Tensor
+    weight: cute.Tensor
+    highest: cute.Tensor
+    rows: cute.Tensor
+    columns: cute.Tensor
+
+
+class Loaded(NamedTuple):
+    """Pieces of a thread's octets: columns, log weights and scales."""
+
+    lines: cute.Tensor
+    weights: cute.Tensor
+    scales: cute.Tensor
+
+
+@cute.jit
+def partial_row(slot: Int32, row: Int32, config: cutlass.Constexpr):
+    """Row `row` of a slot, as one of all of partial_out's: when batch_invariant there may be very many."""
+    if const_expr(config.batch_invariant):
+        slot = Int64(slot)
+    return slot * config.tile_rows + row
+
+
+class Combine:
+    """The combine kernel.
+
+    Attributes:
+      batch_invariant, cluster, tile_rows, latent, out_dtype, partial_dtype, partial_is_lane_order: as in DecodeConfig.
+    """
+
+    def __init__(self, config: DecodeConfig) -> None:
+        self.config = config
+        self.batch_invariant, self.cluster = config.batch_invariant, config.cluster
+        self.tile_rows, self.latent = config.tile_rows, config.latent_dim
+        self.out_dtype, self.partial_dtype = DTYPES[config.out_dtype], DTYPES[config.partial_dtype]
+        self.partial_is_lane_order = config.partial_is_lane_order
 
     @cute.kernel
-    def combine(
+    def merge_pieces(
         self,
         partial_out: cute.Tensor,
         partial_lse: cute.Tensor,
@@ -102,8 +170,9 @@ class DecodeCombine(DecodeSchedule):
             # A cluster leaves up to two pieces. With two, each thread group merges one; with one, both groups share it.
             start = cute.make_rmem_tensor((len(SplitEntry),), Int32)
             slot = 2 * cluster_index
+            next_slot = slot + 1
             cute.autovec_copy(split_info[slot, None], entry)
-            cute.autovec_copy(split_info[slot + 1, None], start)
+            cute.autovec_copy(split_info[next_slot, None], start)
             place = cluster_index - quotient(entry[SplitEntry.SLOT], 2)
             if (entry[SplitEntry.PIECES] == 0) or (start[SplitEntry.PIECES] > 0 and group == 1):
                 place = Int32(0)
@@ -140,14 +209,7 @@ class DecodeCombine(DecodeSchedule):
         return slot
 
     @cute.jit
-    def partial_row(self, slot: Int32, row: Int32):
-        """Row `row` of a slot, as one of all of partial_out's: when batch_invariant there may be very many."""
-        if const_expr(self.batch_invariant):
-            slot = Int64(slot)
-        return slot * self.tile_rows + row
-
-    @cute.jit
-    def merge(self, merge: cutlass.Constexpr, first_row: Int32, rows: Int32, part: cutlass.Constexpr):
+    def merge(self, merge: Merge, first_row: Int32, rows: Int32, part: Slice):
         """Merge a Slice of `rows` rows of a row tile, from `first_row` on: each piece's result weighted by
         exp2(its lse), over the weights.
 
@@ -159,7 +221,7 @@ class DecodeCombine(DecodeSchedule):
         octets = rows * (self.latent // 8)
         size = Int32(0)
         if count > 0:
-            size = (self.divide(octets - 1, part.slices) + 8) & -8  # in eights: 128 bytes of a line
+            size = (divide(octets - 1, part.slices) + 8) & -8  # in eights: 128 bytes of a line
         begin = part.index * size
         size = cutlass.min(part.taken * size, octets - begin)
         if part.members > 1:
@@ -185,8 +247,8 @@ class DecodeCombine(DecodeSchedule):
     @cute.jit
     def merge_octets(
         self,
-        merge: cutlass.Constexpr,
-        octets: cutlass.Constexpr,
+        merge: Merge,
+        octets: Octets,
         octets_at_once: cutlass.Constexpr[int],
         pieces_at_once: cutlass.Constexpr[int],
     ):
@@ -242,14 +304,7 @@ class DecodeCombine(DecodeSchedule):
                     self.write_octet(v, counts, merge, merged, team)
 
     @cute.jit
-    def load_pieces(
-        self,
-        step: Int32,
-        merge: cutlass.Constexpr,
-        merged: cutlass.Constexpr,
-        loaded: cutlass.Constexpr,
-        team: cutlass.Constexpr,
-    ):
+    def load_pieces(self, step: Int32, merge: Merge, merged: Merged, loaded: Loaded, team: Team):
         """Load a thread's pieces from `step` on, of each of its octets. Pieces past the last weigh nothing."""
         first, count = merge.entry[SplitEntry.SLOT], merge.entry[SplitEntry.PIECES]
         rows, columns = merged.rows, merged.columns
@@ -260,20 +315,20 @@ class DecodeCombine(DecodeSchedule):
                 i = step + u * team.sharers + team.member
                 slot = self.slot(first, cutlass.min(i, count - 1))
                 values = cute.make_tensor(
-                    element(merge.partial_lse, self.partial_row(3 * slot, rows[v]), 4),
+                    element(merge.partial_lse, partial_row(3 * slot, rows[v], self.config), 4),
                     cute.make_layout(3, stride=self.tile_rows),
                 )
                 weights[u, v], scales[u, v] = values[0], values[scale_of]
                 if i >= count:
                     weights[u, v] = -Float32.inf
                 line = cute.make_tensor(
-                    element(merge.partial_out, self.partial_row(slot, rows[v]) * self.latent + columns[v], 16),
+                    element(merge.partial_out, partial_row(slot, rows[v], self.config) * self.latent + columns[v], 16),
                     cute.make_layout(8),
                 )
                 cute.autovec_copy(line, lines[None, u, v])
 
     @cute.jit
-    def add_pieces(self, merged: cutlass.Constexpr, loaded: cutlass.Constexpr):
+    def add_pieces(self, merged: Merged, loaded: Loaded):
         """Add what was loaded to a thread's octets, against the running maximum of the weights."""
         acc, weight, highest = merged.acc, merged.weight, merged.highest
         lines, weights, scales = loaded.lines, loaded.weights, loaded.scales
@@ -294,7 +349,7 @@ class DecodeCombine(DecodeSchedule):
                     acc[c, v] += w * lines[c, u, v].to(Float32)
 
     @cute.jit
-    def merge_lanes(self, merged: cutlass.Constexpr, sharers: Int32):
+    def merge_lanes(self, merged: Merged, sharers: Int32):
         """Add the sums of the lanes of a warp that share an octet."""
         acc, weight, highest = merged.acc, merged.weight, merged.highest
         step = Int32(1)
@@ -310,14 +365,7 @@ class DecodeCombine(DecodeSchedule):
             step *= 2
 
     @cute.jit
-    def write_octet(
-        self,
-        v: cutlass.Constexpr[int],
-        counts: cutlass.Boolean,
-        merge: cutlass.Constexpr,
-        merged: cutlass.Constexpr,
-        team: cutlass.Constexpr,
-    ):
+    def write_octet(self, v: cutlass.Constexpr[int], counts: cutlass.Boolean, merge: Merge, merged: Merged, team: Team):
         """Write octet v of the thread, and its row's log-sum-exp."""
         out, lse, row_base = merge.out, merge.lse, merge.entry[SplitEntry.ROW]
         acc, weight, rows, columns = merged.acc, merged.weight, merged.rows, merged.columns
@@ -330,7 +378,7 @@ class DecodeCombine(DecodeSchedule):
         for c in cutlass.range_constexpr(8):
             narrow[c] = (acc[c, v] * factor).to(self.out_dtype)
         if const_expr(self.partial_is_lane_order):
-            self.transpose_quad(cute.recast_tensor(narrow, Int32), team.thread % 4)
+            transpose_quad(cute.recast_tensor(narrow, Int32), team.thread % 4)
         if counts and team.member == 0:
             target = cute.make_tensor(
                 element(out, Int64(row_base + rows[v]) * self.latent + columns[v], 16),
@@ -341,19 +389,11 @@ class DecodeCombine(DecodeSchedule):
                 lse[row_base + rows[v]] = value
 
     @cute.jit
-    def merge_warps(
-        self,
-        merge: cutlass.Constexpr,
-        merged: cutlass.Constexpr,
-        row: Int32,
-        octet: Int32,
-        counts: cutlass.Boolean,
-        team: cutlass.Constexpr,
-    ):
+    def merge_warps(self, merge: Merge, merged: Merged, row: Int32, octet: Int32, counts: cutlass.Boolean, team: Team):
         """The end of `merge` where warps share eight octets from `octet` on: their sums through shared memory, and
         out."""
         lse, sharers = merge.lse, team.sharers // 4
-        lane = self.kept(cute.arch.lane_idx())  # so that what comes of it is not found before the loads
+        lane = kept(cute.arch.lane_idx())  # so that what comes of it is not found before the loads
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         of_acc, of_highest, of_weight = merge.sums.acc, merge.sums.highest, merge.sums.weight
         if lane < 8:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from tsmla_kernels.sm90.constants import FP8, SMEM_BYTES
+
 if TYPE_CHECKING:
     from tsmla_kernels.contract import DecodeSpec
 
 ROWS = 64  # query rows (tokens x heads) of one CTA: the M of one warpgroup's WGMMA
-FP8 = "float8_e4m3fn"
-SMEM_BYTES = 232_448  # shared memory that one CTA may have on sm_90
+OVERHEAD = 5  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
 SHARERS = 32  # lanes of the scores that have keys of a query row, where each of their four warps has keys of its own
 FEW_ROWS = 32  # query rows, at most, whose partial results are in fp32
 INVARIANT_CHUNKS = 32  # most pieces a request is cut into when batch_invariant
@@ -64,6 +65,10 @@ class DecodeConfig:
         return self.cache_dtype == FP8 and not self.fp8_scores
 
     @property
+    def fp8_cache(self) -> bool:
+        return self.cache_dtype == FP8
+
+    @property
     def block(self) -> int:
         """Keys of one pipeline stage."""
         return 64 if self.cache_dtype == FP8 else 32
@@ -80,6 +85,10 @@ class DecodeConfig:
             return ROWS
         rows = min(self.max_q_len * self.num_heads, ROWS)
         return next(n for n in (16, 32, ROWS) if n >= rows)
+
+    @property
+    def q_may_take_two_stages(self) -> bool:
+        return self.p_rows > self.q_rows
 
     @property
     def out_dtype(self) -> str:
@@ -131,18 +140,20 @@ class DecodeConfig:
         return "float32" if self.few_rows else "float16"
 
     @property
+    def partial_needs_scale(self) -> bool:
+        """Whether a piece's result might lie beyond what partial_out holds, so that the value warps scale it."""
+        return self.partial_dtype == "float16" and self.cache_dtype == "bfloat16"
+
+    @property
+    def partial_is_lane_order(self) -> bool:
+        """Whether partial_out has columns as a WGMMA accumulator's lanes hold them: 2 from each of four groups of 8
+        together, of which the quad has four."""
+        return not self.fp8_cache
+
+    @property
     def max_tiles(self) -> int:
         """Row tiles of the longest query."""
         return -(-self.max_q_len * self.num_heads // self.tile_rows)
-
-
-def fp8_lse_error(head_dim: int) -> float:
-    """How far lse may be off with fp8 queries and cache, as a part of the greatest score.
-
-    Hopper's fp8 tensor cores keep some 13 bits behind the leading one of a running sum (DeepSeek-V3's report, section
-    3.3.2), and cut off the rest at each of their 32-column steps.
-    """
-    return -(-head_dim // 32) * 2.0**-13
 
 
 def decode_reasons(spec: DecodeSpec) -> list[str]:

@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+
+from tsmla_kernels.sm90.decode.config import ROWS
 
 
 class Piece(IntEnum):
@@ -54,6 +57,8 @@ class CopyState(IntEnum):
 
 
 COPY_STATE_WORDS = 8
+PIECES_KEPT = 8  # places in the ring of descriptions: the pieces that the stages filled ahead may belong to
+LOOKAHEAD = 4  # pieces that are described before the slowest reader comes to them
 
 
 class ScheduleState(IntEnum):
@@ -68,6 +73,15 @@ class ScheduleState(IntEnum):
     PIECE_OF_TILE = 6  # the next, where batch_invariant; -1: the first one that begins in the share
     EQUAL_COST = 7  # length of every row tile on the line; 0 where they differ
     TRACKS = 8  # or the first word of the cluster's requests, where these are given out by their length
+
+
+class ScheduleKind(IntEnum):
+    """How a batch is shared out: see BatchShare.share."""
+
+    LINE = 0
+    WHOLE = 1
+    CUT = 2
+    PACKED = 3
 
 
 class Barrier(IntEnum):
@@ -100,6 +114,30 @@ class Tma(NamedTuple):
     keys: cute.Tensor
 
 
+class Operands(NamedTuple):
+    """Operands of the launcher. All shapes but H, L, R and Z are dynamic; N = T * H query rows.
+
+    Attributes:
+      q: [N, D]. kv_cache: [P, Z, D]. block_tables: [B, M] i32. seq_lens: [B] i32.
+      cu_seqlens_q: [B + 1] i32, read only when ragged: pass seq_lens otherwise.
+      scales: [2] f32, the logits' scale and the output's.
+      out: [N, L]. lse: [N] f32, natural log.
+      partial_out, partial_lse, split_info: the workspaces of config.workspace_shapes.
+    """
+
+    q: cute.Tensor
+    kv_cache: cute.Tensor
+    block_tables: cute.Tensor
+    seq_lens: cute.Tensor
+    cu_seqlens_q: cute.Tensor
+    scales: cute.Tensor
+    out: cute.Tensor
+    lse: cute.Tensor
+    partial_out: cute.Tensor
+    partial_lse: cute.Tensor
+    split_info: cute.Tensor
+
+
 class Arrays(NamedTuple):
     """The operands that the attention kernel reads and writes by ordinary instructions."""
 
@@ -114,103 +152,10 @@ class Arrays(NamedTuple):
     split_info: cute.Tensor
 
 
-class Request(NamedTuple):
-    """A request's size: keys, its first row of q and out, its query rows, row tiles and key blocks."""
-
-    keys: Int32
-    first_row: Int32
-    rows: Int32
-    tiles: Int32
-    blocks: Int32
 
 
-class FixedPieces(NamedTuple):
-    """How row tiles are cut when batch_invariant: key blocks of a piece, and slots of partial_out that a tile has."""
-
-    blocks: Int32
-    slots: Int32
 
 
-class Track(NamedTuple):
-    """A cluster's track: its number, the clusters that share it, and this cluster's position among them."""
-
-    index: Int32
-    clusters: Int32
-    position: Int32
-
-
-class Measure(NamedTuple):
-    """A batch's size on the line, and the lane's request of the first 32.
-
-    Attributes:
-      total: length of the line, or of each track. row_tiles: on it. longest: key blocks of the longest request.
-      tracks: how many; 1: all row tiles are on one line.
-      tiles, blocks: row tiles on the line and key blocks of the lane's request.
-    """
-
-    total: Int32
-    row_tiles: Int32
-    longest: Int32
-    tracks: Int32
-    tiles: Int32
-    blocks: Int32
-
-
-class Sharing(NamedTuple):
-    """How a batch is shared out: a ScheduleKind, the length of a share, and that of all tiles or 0."""
-
-    kind: Int32
-    length: Int32
-    equal_cost: Int32
-
-
-class Share(NamedTuple):
-    """A cluster's share of the batch, as ScheduleState keeps it; `length` is END - BEGIN."""
-
-    request: Int32
-    tile: Int32
-    tile_start: Int32
-    begin: Int32
-    length: Int32
-    kind: Int32
-    equal_cost: Int32
-    tracks: Int32
-
-
-class Walk(NamedTuple):
-    """Where a cluster is in its share, as ScheduleState keeps it."""
-
-    request: Int32
-    tile: Int32
-    tile_start: Int32
-    begin: Int32
-    end: Int32
-    kind: Int32
-
-
-class TileOnLine(NamedTuple):
-    """A row tile on its line: tiles of its request there, its key blocks, its length, and what of that comes first."""
-
-    tiles: Int32
-    blocks: Int32
-    cost: Int32
-    lead: Int32
-
-
-class TileRows(NamedTuple):
-    """Rows of a row tile: the first one in its request and in out, and how many."""
-
-    in_request: Int32
-    row: Int32
-    rows: Int32
-
-
-class KeyBlocks(NamedTuple):
-    """Key blocks [begin, end) of a piece, and its slot of partial_out or -1."""
-
-    begin: Int32
-    end: Int32
-    slot: Int32
 
 
 class Schedule(NamedTuple):
@@ -260,8 +205,8 @@ class Copies(NamedTuple):
     rank: Int32
 
 
-class Ring(NamedTuple):
-    """The ring in shared memory and what goes with its stages.
+class Shared(NamedTuple):
+    """Shared memory of the attention kernel: the ring, and what goes with its stages.
 
     Attributes:
       keys, p: the keys and P of all stages.
@@ -283,7 +228,14 @@ class Ring(NamedTuple):
     pieces: cute.Tensor
 
 
-class Scores(NamedTuple):
+class Scratch(NamedTuple):
+    """Shared memory of the softmax warpgroup: Q, or its rope columns, and where its warps exchange row values."""
+
+    q: cute.Pointer
+    exchange: cute.Pointer
+
+
+class ThreadScores(NamedTuple):
     """A lane's S and P of a block, by rows: the same registers if P overwrites S."""
 
     s: cute.Tensor
@@ -305,13 +257,6 @@ class Place(NamedTuple):
     lane: Int32
     row_low: Int32
 
-
-class OutPlace(NamedTuple):
-    """A thread of a value warpgroup: which half of the columns that has, its lane, and the first of its two rows."""
-
-    half: Int32
-    lane: Int32
-    row_low: Int32
 
 
 @dataclass(frozen=True)
@@ -377,72 +322,15 @@ class Ahead(NamedTuple):
     phase: Int32
 
 
-class WarpSums(NamedTuple):
-    """Shared memory through which the combine kernel's warps add their sums: [columns or octets, warp]."""
-
-    acc: cute.Tensor
-    highest: cute.Tensor
-    weight: cute.Tensor
 
 
-class Merge(NamedTuple):
-    """What merging reads and writes.
-
-    Attributes:
-      partial_out, partial_lse, out, lse: operands.
-      sums: shared memory.
-      entry: a SplitEntry, in registers. group: of the CTA's thread groups, this one.
-    """
-
-    partial_out: cute.Tensor
-    partial_lse: cute.Tensor
-    out: cute.Tensor
-    lse: cute.Tensor
-    sums: WarpSums
-    entry: cute.Tensor
-    group: Int32
 
 
-class Slice(NamedTuple):
-    """A share of a row tile's merging: slices [index, index + taken) of `slices`, of which a thread group has the part
-    `member` of `members`."""
-
-    index: Int32
-    slices: Int32
-    taken: Int32
-    member: Int32
-    members: Int32
 
 
-class Octets(NamedTuple):
-    """Octets [begin, begin + size) of a row tile, 8 columns of a row each, from row `first_row` of it on."""
 
-    first_row: Int32
-    begin: Int32
-    size: Int32
-
-
-class Team(NamedTuple):
-    """The threads that share an octet: this thread's number in its group, its number among them, and how many."""
-
-    thread: Int32
-    member: Int32
-    sharers: Int32
-
-
-class Merged(NamedTuple):
-    """A thread's octets: the weighted sums, the sum of the weights, the greatest log weight, and where they are."""
-
-    acc: cute.Tensor
-    weight: cute.Tensor
-    highest: cute.Tensor
-    rows: cute.Tensor
-    columns: cute.Tensor
-
-
-class Loaded(NamedTuple):
-    """Pieces of a thread's octets: columns, log weights and scales."""
-
-    lines: cute.Tensor
-    weights: cute.Tensor
-    scales: cute.Tensor
+@cute.jit
+def two_rows(values: cute.Tensor, column: Int32, v: cutlass.Constexpr[int], lane: Int32, pair: cute.Tensor):
+    """The lane's two query rows of the v-th eight, of column `column` of `values`, into `pair`."""
+    source = (values.iterator + (column * ROWS + 8 * v + lane % 4 * 2)).align(8)
+    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), pair)

@@ -1,143 +1,133 @@
-"""The ring of shared-memory stages that decode's keys and queries go through: filling it, handing stages on."""
+"""The ring of shared-memory stages that decode's keys, queries and P go through: its layout and its barriers."""
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
-from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 
+from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
 from tsmla_kernels.sm90.decode.memory import (
-    COPY_STATE_WORDS,
-    FIRST_PIECES_THREADS,
     PIECE_BARRIERS,
+    PIECES_KEPT,
     READ_THREADS,
+    Ahead,
     Barrier,
-    CopyState,
     Described,
     Piece,
+    Shared,
 )
-from tsmla_kernels.sm90.warp import WarpHelpers, quotient, remainder
-
-TABLE_AHEAD = 32  # block-table entries read at once
-FIRST_COPIES = 3  # stages that are asked for before the warps take their roles
+from tsmla_kernels.sm90.warp import DTYPES, advance, remainder, store_matrices, uniform
 
 
-class DecodeRing(WarpHelpers):
-    """The ring of a decode kernel, which sets these.
+class Ring:
+    """The ring of a decode kernel.
 
     Attributes:
-      page_size, cluster: as in config.DecodeConfig.
-      depth: columns of a key.
-      block: keys of a stage. box: those of one TMA copy, for a page may be shorter than a stage.
-      q_rows: query rows that a stage takes.
-      column_tiles: groups of 64 columns.
-      stage_elements: elements from one stage to the next. itemsize: bytes of one.
-      pieces_kept: places in the ring of pieces' descriptions.
+      dtype, q_dtype, p_dtype: of the keys, of Q, and of P, in shared memory.
+      keys_swizzle, q_swizzle, p_swizzle: how rows of keys, of Q and of P are exchanged there.
+      block, q_rows: keys, or query rows, of a stage. p_rows: rows of P that the value warpgroups read.
+      depth: columns of a key. column_tiles: groups of 64 columns. box: keys of one TMA copy, for a page may be shorter
+        than a stage.
+      stage_elements: elements from one stage to the next. elements: of all stages. itemsize: bytes of one.
+      p_offset: bytes from the beginning of a stage to its P.
+      inverses_kept: pieces whose row sums are kept: more than the softmax warpgroup may be ahead of the values.
       releasing_lanes: lanes of a value warp that arrive on `empty`. Must include every lane that reads `rescale` or
         `moved`, because racecheck tracks only arriving lanes.
     """
 
-    page_size: int
-    cluster: int
-    depth: int
-    block: int
-    box: int
-    q_rows: int
-    column_tiles: int
-    stage_elements: int
-    itemsize: int
-    pieces_kept: int
-    releasing_lanes: int
+    def __init__(self, config: DecodeConfig) -> None:
+        self.mixed, self.cluster = config.mixed, config.cluster
+        self.dtype, self.q_dtype = DTYPES[config.cache_dtype], DTYPES[config.dtype]
+        self.stages, self.block, self.q_rows, self.p_rows = config.stages, config.block, config.q_rows, config.p_rows
+        self.depth, self.column_tiles = config.head_dim, config.head_dim // 64
+        self.box = min(config.block, config.page_size)
+        self.itemsize = self.dtype.width // 8
+        self.stage_elements = config.stage_bytes // self.itemsize
+        self.elements = self.stages * self.stage_elements
+        wide, narrow = SmemLayoutAtomKind.K_SW128, SmemLayoutAtomKind.K_SW64
+        if config.fp8_cache:
+            self.p_dtype, self.p_swizzle = cutlass.Float16, wide
+            self.keys_swizzle, self.q_swizzle = narrow, wide if config.mixed else narrow
+            self.p_offset = config.block * config.head_dim
+            self.releasing_lanes = 4
+            self.inverses_kept = config.stages // 2 + 1  # a piece takes two stages or more
+        else:
+            self.p_dtype, self.p_swizzle = self.dtype, narrow
+            self.keys_swizzle = self.q_swizzle = wide
+            # P takes the place of its own keys' rope columns, which nothing reads once S is there.
+            self.p_offset = config.block * config.latent_dim * 2
+            self.releasing_lanes = 1
+            # A piece takes two stages or more; the values read its row sums before they release its last.
+            self.inverses_kept = (config.stages + 1) // 2
+
+    def advance(self, index: Int32, phase: Int32) -> tuple[Int32, Int32]:
+        """The stage after `index`, and the parity of its barriers."""
+        return advance(index, phase, self.stages)
+
+    # ---- layout
 
     @cute.jit
-    def begin_copies(self, copies: cutlass.Constexpr):
-        """Ask for the first stages, of the first piece alone, by the warp that has just described it."""
-        state = copies.state
-        lane = cute.arch.lane_idx()
-        if lane < COPY_STATE_WORDS:
-            state[lane] = Int32(0)
-        cute.arch.sync_warp()
-        filled = Int32(0)
-        while filled < FIRST_COPIES and (
-            state[CopyState.NEXT_PIECE] == 0 or state[CopyState.BLOCK] < state[CopyState.BLOCK_END]
-        ):
-            self.produce(filled, copies)
-            filled += 1
-        if lane == 0:
-            state[CopyState.FILLED] = filled
-        cute.arch.sync_warp()
+    def views(self, storage: cutlass.Constexpr):
+        """The ring in shared memory, a Shared."""
+        full, empty, ready = storage.full.data_ptr(), storage.empty.data_ptr(), storage.ready.data_ptr()
+        pieces = storage.pieces.get_tensor(
+            cute.make_layout((len(Piece), PIECES_KEPT), stride=(1, len(Piece)))
+        )
+        rescale = storage.rescale.get_tensor(cute.make_layout((ROWS, self.stages), stride=(1, ROWS)))
+        moved = storage.moved.get_tensor(cute.make_layout((4, self.stages), stride=(1, 4)))
+        inverse = storage.inverse.get_tensor(cute.make_layout((ROWS, self.inverses_kept), stride=(1, ROWS)))
+        keys, p = self.stage_views(storage.ring.data_ptr())
+        return Shared(keys, p, full, empty, ready, rescale, moved, inverse, pieces)
 
     @cute.jit
-    def fill_ring(self, copies: cutlass.Constexpr):
-        """Fill the stages that begin_copies left, by the same warp, or by another that sees what it noted."""
-        state = copies.state
-        # The first copies need but the first piece's description; the others are there at the barrier.
-        behind = Int32(1)
-        for i in cutlass.range(state[CopyState.FILLED], self.stages, unroll=1):
-            if (
-                behind == 1
-                and state[CopyState.NEXT_PIECE] == 1
-                and state[CopyState.BLOCK] == state[CopyState.BLOCK_END]
-            ):
-                behind = Int32(0)
-                self.meet_for_first_pieces()
-            self.produce(i, copies)
-        if behind == 1:
-            self.meet_for_first_pieces()
-
-    def meet_for_first_pieces(self) -> None:
-        """The scheduling and the copying warp: the first pieces are described."""
-        cute.arch.barrier(barrier_id=Barrier.FIRST_PIECES, number_of_threads=FIRST_PIECES_THREADS)
+    def stage_views(self, ring: cute.Pointer):
+        """The keys and the P of all stages."""
+        tile = cute.tile_to_shape(
+            warpgroup.make_smem_layout_atom(self.keys_swizzle, self.dtype), (self.block, self.depth), (0, 1)
+        )
+        key_layout = cute.make_layout(
+            (*tile.outer.shape, self.stages), stride=(*tile.outer.stride, self.stage_elements)
+        )
+        p_tile = cute.tile_to_shape(
+            warpgroup.make_smem_layout_atom(self.p_swizzle, self.p_dtype), (self.p_rows, self.block), (0, 1)
+        )
+        p_layout = cute.make_layout(
+            (*p_tile.outer.shape, self.stages),
+            stride=(*p_tile.outer.stride, self.stage_elements * self.dtype.width // self.p_dtype.width),
+        )
+        p_begin = ring + self.p_offset // self.itemsize
+        return (
+            cute.make_tensor(cute.recast_ptr(ring, tile.inner, dtype=self.dtype), key_layout),
+            cute.make_tensor(cute.recast_ptr(p_begin, p_tile.inner, dtype=self.p_dtype), p_layout),
+        )
 
     @cute.jit
-    def produce(self, index: Int32, copies: cutlass.Constexpr):
-        """Fill the free stage `index` with what comes next: rows of Q, as many as keys, a block of keys, or the end.
+    def stage_tensors(self, shared: Shared, address: Int32):
+        """The keys and the P of the stage at `address`, for WGMMA."""
+        keys_ptr = cute.make_ptr(self.dtype, address, cute.AddressSpace.smem, assumed_align=1024)
+        p_ptr = cute.make_ptr(self.p_dtype, address + self.p_offset, cute.AddressSpace.smem, assumed_align=1024)
+        keys_swizzle = warpgroup.make_smem_layout_atom(self.keys_swizzle, self.dtype).inner
+        p_swizzle = warpgroup.make_smem_layout_atom(self.p_swizzle, self.p_dtype).inner
+        keys = cute.make_tensor(
+            cute.recast_ptr(keys_ptr, keys_swizzle, dtype=self.dtype), cute.slice_(shared.keys.layout, (None, None, 0))
+        )
+        p = cute.make_tensor(
+            cute.recast_ptr(p_ptr, p_swizzle, dtype=self.p_dtype), cute.slice_(shared.p.layout, (None, None, 0))
+        )
+        return keys, p
 
-        Its state lies in shared memory: the registers of this warp are taken by O.
+    @cute.jit
+    def address(self, s_k: cute.Tensor, index: Int32):
+        """Where stage `index` begins.
+
+        WGMMA takes its descriptors from uniform registers, and the compiler does not see that a stage's index is
+        uniform: it moved every descriptor there one by one, which took a fifth of the scores' time. So the address
+        goes through an instruction whose result is uniform.
         """
-        state, pieces, full = copies.state, copies.pieces, copies.full
-        lane = cute.arch.lane_idx()
-        stage_bytes = self.block * self.depth * self.itemsize
-        cute.arch.sync_warp()
-        b, b_end, first_page = state[CopyState.BLOCK], state[CopyState.BLOCK_END], state[CopyState.FIRST_PAGE]
-        if b < b_end:
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full + index, stage_bytes)
-            if quotient(b * self.block + self.block - 1, self.page_size) >= first_page + TABLE_AHEAD:
-                first_page = quotient(b * self.block, self.page_size)
-                under_way = remainder(state[CopyState.NEXT_PIECE] - 1, self.pieces_kept)
-                cute.arch.sync_warp()
-                self.read_table(Described(pieces, under_way), first_page, lane, copies)
-            self.copy_keys(index, b, first_page, copies)
-            cute.arch.sync_warp()
-            if lane == 0:
-                state[CopyState.BLOCK] = b + 1
-        elif state[CopyState.ENDED] == 0:
-            # A piece begins: its Q, in one or two stages; or there is none.
-            number, q_stage = state[CopyState.NEXT_PIECE], state[CopyState.Q_STAGES]
-            piece = Described(pieces, remainder(number, self.pieces_kept))
-            b_begin, b_end, q_stages = piece[Piece.BLOCK_BEGIN], piece[Piece.BLOCK_END], piece[Piece.Q_STAGES]
-            cute.arch.sync_warp()
-            if b_begin == b_end:
-                # The end. The consumers read the same description.
-                if lane == 0:
-                    state[CopyState.ENDED] = 1
-                    cute.arch.mbarrier_arrive(full + index)
-            else:
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full + index, stage_bytes)
-                self.copy_q(index, piece[Piece.ROW] + q_stage * self.q_rows, copies)
-                if lane == 0:
-                    state[CopyState.Q_STAGES] = q_stage + 1
-                if q_stage + 1 == q_stages:
-                    self.read_table(piece, quotient(b_begin * self.block, self.page_size), lane, copies)
-                    if lane == 0:
-                        state[CopyState.BLOCK] = b_begin
-                        state[CopyState.BLOCK_END] = b_end
-                        state[CopyState.NEXT_PIECE] = number + 1
-                        state[CopyState.Q_STAGES] = 0
-        cute.arch.sync_warp()
+        return uniform(s_k.iterator.toint() + index * (self.stage_elements * self.itemsize))
 
     @cute.jit
     def boxes(self, s_k: cute.Tensor, keys: cutlass.Constexpr[int]):
@@ -154,59 +144,54 @@ class DecodeRing(WarpHelpers):
     @cute.jit
     def q_boxes(self, s_k: cute.Tensor):
         """The ring as TMA boxes of Q's rows: where they have the keys' type, as many as keys."""
-        return self.boxes(s_k, self.block)
+        if const_expr(self.mixed):
+            swizzle = warpgroup.make_smem_layout_atom(self.q_swizzle, self.q_dtype).inner
+            boxes = cute.make_tensor(
+                cute.recast_ptr(s_k.iterator, swizzle, dtype=self.q_dtype),
+                cute.make_layout(
+                    ((8, self.q_rows // 8), 64, self.column_tiles, 1, 1, self.stages),
+                    stride=((64, 512), 1, 64 * self.q_rows, 0, 0, self.stage_elements // 2),
+                ),
+            )
+        else:
+            boxes = self.boxes(s_k, self.block)
+        return boxes
 
     @cute.jit
-    def copy_q(self, index: Int32, row: Int32, copies: cutlass.Constexpr):
-        """`q_rows` rows of Q, from `row` on, into stage `index`."""
-        tma = copies.tma
-        boxes = self.q_boxes(copies.keys)
-        g_q = cute.local_tile(cute.domain_offset((row, 0, 0), tma.q), (self.q_rows, 64, self.column_tiles), (0, 0, 0))
-        t_qs, t_qg = cpasync.tma_partition(
-            tma.q_atom, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 3), cute.group_modes(g_q, 0, 3)
-        )
-        cute.copy(tma.q_atom, t_qg, t_qs[None, 0, 0, index], tma_bar_ptr=copies.full + index)
+    def described(self, number: Int32, pieces: cute.Tensor):
+        """(piece `number`, its first key block, the one after its last): the same two, if there is none."""
+        piece = Described(pieces, remainder(number, PIECES_KEPT))
+        return piece, uniform(piece[Piece.BLOCK_BEGIN]), uniform(piece[Piece.BLOCK_END])
 
     @cute.jit
-    def read_table(self, piece: cutlass.Constexpr, first_page: Int32, lane: Int32, copies: cutlass.Constexpr):
-        """The next TABLE_AHEAD pages of a piece's request, from position `first_page` of its table on, into `pages`.
-
-        0 past its last page, where the table may hold anything.
-        """
-        block_tables, pages, state = copies.block_tables, copies.pages, copies.state
-        position = first_page + lane
-        page = Int32(0)
-        if position < block_tables.shape[1] and position * self.page_size < piece[Piece.KEYS]:
-            page = block_tables[piece[Piece.REQUEST], position]
-        pages[lane] = page
-        if lane == 0:
-            state[CopyState.FIRST_PAGE] = first_page
+    def store_p(self, address: Int32, p_words: cute.Tensor):
+        """A warp's P into shared memory, where the lane's first row of it is at `address`."""
+        for i in cutlass.range_constexpr(self.block // 16):
+            four = [p_words[4 * i + j] for j in range(4)]
+            store_matrices(address ^ (i << 5), *four)
         cute.arch.sync_warp()
 
+    # ---- barriers
+
     @cute.jit
-    def copy_keys(self, index: Int32, b: Int32, first_page: Int32, copies: cutlass.Constexpr):
-        """Block b of the request into stage `index`; in a cluster each CTA copies every other block, for both."""
-        tma, pages, full = copies.tma, copies.pages, copies.full
-        boxes = self.boxes(copies.keys, self.box)
-        tiles = self.column_tiles if const_expr(self.box == self.block) else 1
-        g_k = cute.local_tile(tma.keys, (self.box, 64, tiles), (None, 0, None, None))  # (.., box, columns, page)
-        t_ks, t_kg = cpasync.tma_partition(
-            tma.keys_atom, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 3), cute.group_modes(g_k, 0, 3)
-        )
-        for h in cutlass.range_constexpr(self.block // self.box):
-            key = b * self.block + h * self.box
-            page = pages[quotient(key, self.page_size) - first_page]
-            box = quotient(remainder(key, self.page_size), self.box)
-            for c in cutlass.range(self.column_tiles // tiles, unroll=1):
-                if const_expr(self.cluster == 1):
-                    cute.copy(
-                        tma.keys_atom, t_kg[None, box, c, page], t_ks[None, h, c, index], tma_bar_ptr=full + index
-                    )
-                elif remainder(b, 2) == copies.rank:
-                    cute.copy(
-                        tma.keys_atom, t_kg[None, box, c, page], t_ks[None, h, c, index], tma_bar_ptr=full + index,
-                        mcast_mask=cutlass.Int16((1 << self.cluster) - 1),
-                    )  # fmt: skip
+    def init_barriers(self, shared: Shared):
+        """The ring's barriers."""
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(self.stages):
+                cute.arch.mbarrier_init(shared.full + i, 1)
+                cute.arch.mbarrier_init(shared.empty + i, 8 * self.releasing_lanes * self.cluster)
+                cute.arch.mbarrier_init(shared.ready + i, 4 * 8)  # `signal` of four warps
+
+    @cute.jit
+    def look_ahead(self, index: Int32, phase: Int32, shared: Shared):
+        """Poll the next stage: (has it arrived, its address, the stage after it, that stage's parity), an Ahead.
+
+        Call after the last Q K^T step: polling is slow, and among the steps it stalls WGMMA.
+        """
+        arrived = Int32(cute.arch.mbarrier_test_wait(shared.full + index, phase))
+        address = self.address(shared.keys, index)
+        following, phase_following = self.advance(index, phase)
+        return Ahead(arrived, address, following, phase_following)
 
     def signals(self, lane: Int32) -> cutlass.Boolean:
         """Whether a lane arrives in `signal`."""

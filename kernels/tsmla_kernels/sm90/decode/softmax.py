@@ -9,9 +9,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from tsmla_kernels.sm90.decode.config import ROWS
-from tsmla_kernels.sm90.decode.memory import Piece
-from tsmla_kernels.sm90.warp import LN_2, LOWEST, WarpHelpers
+from tsmla_kernels.sm90.constants import LN_2, LOWEST
+from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
+from tsmla_kernels.sm90.decode.memory import Described, Piece, Place, Results, Running, Shared, ThreadScores
+from tsmla_kernels.sm90.warp import uniform
 
 
 def tree(combine: Callable[[Float32, Float32], Float32], values: list[Float32]) -> Float32:
@@ -21,46 +22,52 @@ def tree(combine: Callable[[Float32, Float32], Float32], values: list[Float32]) 
     return values[0]
 
 
-class DecodeSoftmax(WarpHelpers):
-    """The softmax of a decode kernel, which sets these.
+RESCALE_BITS = 8.0  # how far the running maximum may lag
+
+
+class Softmax:
+    """The softmax of a decode kernel.
 
     Attributes:
-      heads, causal: as in choose.DecodeConfig.
-      block: keys whose scores come at once.
-      rescale_bits: how far the running maximum may lag, as a power of 2.
+      heads, causal, block: as in DecodeConfig.
+      rescale_bits: how far the running maximum may lag, as a power of 2. 0: the greatest P of a row is exactly 1,
+        and no rounding touches it.
       speculates: whether P is found before it is known whether the running maximum lags.
-      inverses_kept: pieces whose row sums are kept: more than the scores may be ahead of the values.
-      partial_needs_scale: whether a piece's result might lie beyond what partial_out holds, so that value warps
-        scale it.
+      inverses_kept: as in Ring.
+      partial_needs_scale: as in DecodeConfig.
     """
 
-    heads: int
-    causal: bool
-    block: int
-    rescale_bits: float
-    speculates: bool
-    inverses_kept: int
-    partial_needs_scale: bool
+    def __init__(self, config: DecodeConfig, inverses_kept: int) -> None:
+        self.heads, self.causal, self.block = config.num_heads, config.causal, config.block
+        self.partial_needs_scale, self.inverses_kept = config.partial_needs_scale, inverses_kept
+        if config.fp8_cache:
+            # P of f16 holds that lag, and rounds it no worse. With few rows the scores are what the others wait for;
+            # with many, registers and instructions are dear.
+            self.rescale_bits, self.speculates = RESCALE_BITS, config.p_rows < ROWS
+        else:
+            # Following the maximum at once is free where memory is the bound, and takes 10 % where arithmetic is.
+            self.rescale_bits = 0.0 if config.cluster == 1 else RESCALE_BITS
+            self.speculates = self.rescale_bits > 0.0
 
     @cute.jit
-    def begin_rows(self, running: cutlass.Constexpr):
+    def begin_rows(self, running: Running):
         """The lane's rows, before they have seen a key."""
         for i in cutlass.range_constexpr(2):
             running.m[i] = Float32(LOWEST)
             running.l[i] = Float32(0.0)
 
     @cute.jit
-    def seen_by_all(self, piece: cutlass.Constexpr):
+    def seen_by_all(self, piece: Described):
         """Keys that every row of a piece sees: blocks of these need no mask."""
-        seen = self.uniform(piece[Piece.KEYS])
+        seen = uniform(piece[Piece.KEYS])
         if const_expr(self.causal):
-            seen = self.uniform(
+            seen = uniform(
                 cutlass.min(seen, piece[Piece.FIRST_TOKEN_KEYS] + piece[Piece.ROW_IN_REQUEST] // self.heads)
             )
         return seen
 
     @cute.jit
-    def mask(self, s: cute.Tensor, b: Int32, piece: cutlass.Constexpr, place: cutlass.Constexpr):
+    def mask(self, s: cute.Tensor, b: Int32, piece: Described, place: Place):
         """Scores of the keys that a row does not see."""
         keys = piece[Piece.KEYS]
         for i in cutlass.range_constexpr(2):
@@ -74,15 +81,7 @@ class DecodeSoftmax(WarpHelpers):
                     s[i, c] = -Float32.inf
 
     @cute.jit
-    def softmax(
-        self,
-        scores: cutlass.Constexpr,
-        running: cutlass.Constexpr,
-        scale: Float32,
-        place: cutlass.Constexpr,
-        ring: cutlass.Constexpr,
-        index: Int32,
-    ):
+    def run(self, scores: ThreadScores, running: Running, scale: Float32, place: Place, shared: Shared, index: Int32):
         """S to P, against the running maximum m (base 2, scaled); row sums to l.
 
         m follows the true maximum when it lags by more than rescale_bits, ever seldomer after the first blocks; then
@@ -91,7 +90,7 @@ class DecodeSoftmax(WarpHelpers):
         for only where it was not.
         """
         s, p, m, l = scores.s, scores.p, running.m, running.l
-        rescale, moved = ring.rescale, ring.moved
+        rescale, moved = shared.rescale, shared.moved
         total = cute.make_rmem_tensor((2,), Float32)
         high = cute.make_rmem_tensor((2,), Float32)
         if const_expr(self.speculates):
@@ -141,14 +140,7 @@ class DecodeSoftmax(WarpHelpers):
             total[i] = tree(operator.add, [p[i, c] for c in range(self.block // 4)])
 
     @cute.jit
-    def finish(
-        self,
-        running: cutlass.Constexpr,
-        place: cutlass.Constexpr,
-        piece: cutlass.Constexpr,
-        number: Int32,
-        results: cutlass.Constexpr,
-    ):
+    def finish(self, running: Running, place: Place, piece: Described, number: Int32, results: Results):
         """Row sums over the quad, 1 / sum for the epilogue, and the row's log-sum-exp."""
         for i in cutlass.range_constexpr(2):
             total = running.l[i]
@@ -158,14 +150,7 @@ class DecodeSoftmax(WarpHelpers):
                 self.finish_row(place.row_low + 8 * i, (total, running.m[i]), piece, number, results)
 
     @cute.jit
-    def finish_row(
-        self,
-        row: Int32,
-        sums: cutlass.Constexpr,
-        piece: cutlass.Constexpr,
-        number: Int32,
-        results: cutlass.Constexpr,
-    ):
+    def finish_row(self, row: Int32, sums: tuple[Float32, Float32], piece: Described, number: Int32, results: Results):
         """1 / sum of a row for the epilogue, and its log-sum-exp. `sums` are the row's (sum, maximum)."""
         total, m = sums
         inverse, lse, partial_lse = results.inverse, results.lse, results.partial_lse

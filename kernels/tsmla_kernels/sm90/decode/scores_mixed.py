@@ -1,8 +1,8 @@
-"""Absorbed MLA decode with bf16 or f16 queries over a paged latent cache of e4m3, for Hopper. DESIGN.md says why.
+"""S^T = K Q^T, softmax and P of decode, 16-bit queries over a cache of e4m3.
 
-As with fp8 queries (MlaDecodeFp8), whose copies and values these are; but the scores are found the other way round, and
-in f16, which holds every e4m3 value: S^T = K Q^T. K is then the operand that comes from registers, where it is widened,
-and nothing goes back to shared memory. Each warp of the scores has 16 keys of a block of 64 and all query rows.
+The scores are found the other way round than with fp8 queries, and in f16, which holds every e4m3 value. K is then the
+operand that comes from registers, where it is widened, and nothing goes back to shared memory. Each of the four warps
+has 16 keys of a block of 64 and all query rows.
 
   Q   f16 in shared memory, a power of 2 before it where bf16 holds what f16 does not
   P   from the rows' keys of four warps: so these must agree, block by block, whether a maximum has moved
@@ -18,13 +18,29 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKind
+from cutlass.cute.nvgpu.warpgroup import Field, OperandSource
 
+from tsmla_kernels.sm90.constants import LOG2_E, LOWEST
 from tsmla_kernels.sm90.decode.config import ROWS, SHARERS, DecodeConfig
-from tsmla_kernels.sm90.decode.memory import SOFTMAX_THREADS, Barrier, Piece, Place, Results, Running, Scored, Taken
-from tsmla_kernels.sm90.decode.mla_decode_fp8 import MlaDecodeFp8
+from tsmla_kernels.sm90.decode.memory import (
+    Arrays,
+    Described,
+    KeyRange,
+    Piece,
+    Place,
+    Results,
+    Running,
+    Scored,
+    Scratch,
+    Shared,
+    Stage,
+    Taken,
+    two_rows,
+)
+from tsmla_kernels.sm90.decode.ring import Ring
+from tsmla_kernels.sm90.decode.scores import Scores
 from tsmla_kernels.sm90.decode.softmax import tree
-from tsmla_kernels.sm90.warp import LOG2_E, LOWEST, quotient, remainder
+from tsmla_kernels.sm90.warp import kept, load_matrices, quotient, remainder, store_transposed, uniform
 
 EARLY_STEPS = 4  # 16-column steps of K Q^T that are still to come when the values' warpgroups are let loose
 KEYS_AHEAD = 4  # fragments of K, 16 keys of 32 columns each, that a warp has in registers as fp8, or on their way
@@ -52,7 +68,7 @@ def p_row(lane, warp):
     return (lane // 16 * 8 + lane % 8) * 128 + (((warp * 2 + lane // 8 % 2) ^ (lane % 8)) << 4)
 
 
-def place(pair):
+def q_pair_place(pair):
     """Where pair `pair` of each 16 columns of Q comes to: a lane q has four columns of a key together, which WGMMA
     takes for its columns 2 q, 2 q + 1, 2 q + 8 and 2 q + 9."""
     return 4 * (pair % 2) + pair // 2
@@ -72,7 +88,7 @@ class Exchange(NamedTuple):
     maxima: cute.Tensor
 
 
-class HeldMixed(NamedTuple):
+class Held(NamedTuple):
     """What the softmax warpgroup holds from piece to piece.
 
     Attributes:
@@ -101,20 +117,17 @@ class HeldMixed(NamedTuple):
     signals: Int32
 
 
-class MlaDecodeMixed(MlaDecodeFp8):
-    """One compiled decode: `config` is static, all shapes but H, L, R and Z are dynamic.
+class ScoresMixed(Scores):
+    """K Q^T of 16-bit queries and keys of e4m3. q_dtype, q_elements: of Q in shared memory, p_rows rows."""
 
-    Operands of the launcher: as MlaDecode's, kv_cache of e4m3, out of q's dtype.
-    """
+    def __init__(self, config: DecodeConfig, ring: Ring) -> None:
+        super().__init__(config, ring)
+        self.heads, self.causal = config.num_heads, config.causal
+        self.p_dtype, self.p_rows = ring.p_dtype, ring.p_rows
+        self.q_rows, self.q_dtype = ring.q_rows, ring.p_dtype
+        self.q_elements = config.p_rows * config.head_dim
 
-    def __init__(self, config: DecodeConfig) -> None:
-        super().__init__(config)
-        self.q_swizzle = SmemLayoutAtomKind.K_SW128
-        self.kept_rows, self.kept_dtype = self.p_rows, self.p_dtype
-        self.loads_keys = True
-        self.registers = (120, 184, 24)
-
-    def score_mma(self) -> cute.TiledMma:
+    def mma(self) -> cute.TiledMma:
         """K Q^T of a block."""
         k_major = OperandMajorMode.K
         return sm90.make_trivial_tiled_mma(
@@ -123,44 +136,26 @@ class MlaDecodeMixed(MlaDecodeFp8):
         )  # fmt: skip
 
     @cute.jit
-    def q_boxes(self, s_k: cute.Tensor):
-        """The ring as TMA boxes of Q's rows."""
-        swizzle = warpgroup.make_smem_layout_atom(self.q_swizzle, self.out_dtype).inner
-        return cute.make_tensor(
-            cute.recast_ptr(s_k.iterator, swizzle, dtype=self.out_dtype),
-            cute.make_layout(
-                ((8, self.q_rows // 8), 64, self.column_tiles, 1, 1, self.stages),
-                stride=((64, 512), 1, 64 * self.q_rows, 0, 0, self.stage_elements // 2),
-            ),
+    def begin(self, arrays: Arrays, shared: Shared, scratch: Scratch, mma_qk: cute.TiledMma, rank: Int32):
+        """What the softmax warpgroup holds from piece to piece, a Held."""
+        q_tile = cute.tile_to_shape(
+            warpgroup.make_smem_layout_atom(self.ring.q_swizzle, self.q_dtype), (self.p_rows, self.depth), (0, 1)
         )
-
-    # ---- scores
-
-    @cute.jit
-    def begin_scores(
-        self,
-        arrays: cutlass.Constexpr,
-        ring: cutlass.Constexpr,
-        q: cutlass.Constexpr,
-        mma_qk: cute.TiledMma,
-        rank: Int32,
-    ):
-        """What the softmax warpgroup holds from piece to piece, a HeldMixed. `q` is Q's place in shared memory, and
-        the scratch there."""
-        s_q, exchange = q
+        s_q = cute.make_tensor(cute.recast_ptr(scratch.q, q_tile.inner, dtype=self.q_dtype), q_tile.outer)
+        exchange = scratch.exchange
         tidx, _, _ = cute.arch.thread_idx()
-        t = self.kept(tidx % 128)
+        t = kept(tidx % 128)
         lane = t % 32
-        signals = Int32(self.signals(lane))
+        signals = Int32(self.ring.signals(lane))
         warp_here = cute.arch.make_warp_uniform(t // 32)
-        results = Results(ring.inverse, arrays.lse, arrays.partial_lse, arrays.scales[1], rank)
+        results = Results(shared.inverse, arrays.lse, arrays.partial_lse, arrays.scales[1], rank)
 
         t_q = mma_qk.make_fragment_B(mma_qk.get_slice(t).partition_B(s_q))
         acc = cute.make_rmem_tensor(mma_qk.get_slice(t).partition_shape_C((self.block, self.p_rows)), Float32)
         narrow = cute.make_rmem_tensor((4, KEYS_AHEAD), Int32)
         wide = cute.make_rmem_tensor((4, KEYS_WIDE), Int32)
-        k_offset = self.kept(key_row(lane, warp_here))
-        p_offset = self.kept(self.p_offset + p_row(lane, warp_here))
+        k_offset = kept(key_row(lane, warp_here))
+        p_offset = kept(self.ring.p_offset + p_row(lane, warp_here))
         p_words = cute.make_rmem_tensor((2, self.p_rows // 8), Int32)
         exchanged = Exchange(
             cute.make_tensor(exchange, cute.make_layout((2, self.p_rows // 2, SHARERS))),
@@ -170,54 +165,39 @@ class MlaDecodeMixed(MlaDecodeFp8):
         l = cute.make_rmem_tensor(cute.make_layout((2, self.p_rows // 8)), Float32)
         m = cute.make_rmem_tensor(l.layout, Float32)
         place = Place(t, warp_here, lane, lane % 4 * 2)
-        return HeldMixed(
+        return Held(
             mma_qk, s_q, t_q, acc, narrow, wide, k_offset, p_offset, p_words, exchanged, Running(m, l), arrays.scales,
             results, place, signals,
         )  # fmt: skip
 
     @cute.jit
-    def take_q(
-        self,
-        piece: cutlass.Constexpr,
-        number: Int32,
-        stage: cutlass.Constexpr,
-        held: cutlass.Constexpr,
-        ring: cutlass.Constexpr,
-    ):
+    def take_q(self, piece: Described, number: Int32, stage: Stage, held: Held, shared: Shared):
         """Q from one or two stages to where it stays."""
         t, lane, maxima = held.place.thread, held.place.lane, held.exchanged.maxima
         first_index, second_index = stage.index, stage.index
-        index, phase = self.advance(stage.index, stage.phase)
+        index, phase = self.ring.advance(stage.index, stage.phase)
         q_stages = Int32(1)
-        if const_expr(self.q_rows < self.kept_rows):
-            q_stages = self.uniform(piece[Piece.Q_STAGES])
+        if const_expr(self.config.q_may_take_two_stages):
+            q_stages = uniform(piece[Piece.Q_STAGES])
             if q_stages > 1:
-                cute.arch.mbarrier_wait(ring.full + index, phase)
+                cute.arch.mbarrier_wait(shared.full + index, phase)
                 second_index = index
-                index, phase = self.advance(index, phase)
+                index, phase = self.ring.advance(index, phase)
         # All four warps have read the Q that is there.
         self.sync_softmax()
         if t < self.p_rows:
             maxima[t, 0] = Float32(0.0)
-        q_factor = self.keep_q((first_index, second_index), piece[Piece.VALID_ROWS], held, ring)
+        q_factor = self.keep_q((first_index, second_index), piece[Piece.VALID_ROWS], held, shared)
         scale = held.scales[0] * LOG2_E * q_factor
-        self.q_is_read(number)
-        self.signal(ring.ready, first_index, lane)
-        if const_expr(self.q_rows < self.kept_rows):
+        self.ring.q_is_read(number)
+        self.ring.signal(shared.ready, first_index, lane)
+        if const_expr(self.config.q_may_take_two_stages):
             if q_stages > 1:
-                self.signal(ring.ready, second_index, lane)
+                self.ring.signal(shared.ready, second_index, lane)
         return Taken(index, phase, scale)
 
     @cute.jit
-    def score_blocks(
-        self,
-        piece: cutlass.Constexpr,
-        number: Int32,
-        blocks: cutlass.Constexpr,
-        taken: cutlass.Constexpr,
-        held: cutlass.Constexpr,
-        ring: cutlass.Constexpr,
-    ):
+    def score_blocks(self, piece: Described, number: Int32, blocks: KeyRange, taken: Taken, held: Held, shared: Shared):
         """K Q^T, softmax and P of a piece's key blocks."""
         mma_qk, acc, narrow, wide = held.mma_qk, held.acc, held.narrow, held.wide
         place, running = held.place, held.running
@@ -227,13 +207,13 @@ class MlaDecodeMixed(MlaDecodeFp8):
         steps = self.depth // 16
         index, phase = taken.index, taken.phase
         running.l.fill(0.0)
-        seen_by_all = self.seen_by_all(piece)
-        previous, address = index, self.address(ring.keys, index)
-        following, phase_following = self.advance(index, phase)
+        seen_by_all = self.softmax.seen_by_all(piece)
+        previous, address = index, self.ring.address(shared.keys, index)
+        following, phase_following = self.ring.advance(index, phase)
         arrived, stored = Int32(0), Int32(0)
         for b in cutlass.range(blocks.begin, blocks.end, unroll=1):
             if arrived == 0:
-                cute.arch.mbarrier_wait(ring.full + index, phase)
+                cute.arch.mbarrier_wait(shared.full + index, phase)
             here = address + held.k_offset
             for g in cutlass.range_constexpr(KEYS_AHEAD):
                 self.read_keys(here, g, narrow)
@@ -245,8 +225,8 @@ class MlaDecodeMixed(MlaDecodeFp8):
                 if const_expr(n % 2 == 1 and n // 2 + KEYS_AHEAD < steps // 2):
                     self.read_keys(here, n // 2 + KEYS_AHEAD, narrow)
                 if const_expr(n == steps - EARLY_STEPS):
-                    # The tensor cores take turns, as in MlaDecode.
-                    self.signal_if(stored, ring.ready, previous)
+                    # The tensor cores take turns, as in Scores16bit.
+                    self.ring.signal_if(stored, shared.ready, previous)
                 warpgroup.fence()
                 a = cute.make_tensor(
                     cute.recast_ptr(wide[None, n % KEYS_WIDE].iterator, dtype=self.p_dtype), cute.make_layout(a_shape)
@@ -256,37 +236,45 @@ class MlaDecodeMixed(MlaDecodeFp8):
                 warpgroup.commit_group()
             # Asked for before the product's end, for they take their time.
             for v in cutlass.range_constexpr(self.p_rows // 8):
-                self.two_rows(held.exchanged.maxima, Int32(0), v, place.lane, running.m[None, v])
+                two_rows(held.exchanged.maxima, Int32(0), v, place.lane, running.m[None, v])
             warpgroup.wait_group(0)
             previous, index, phase = index, following, phase_following
             address_here = address
-            ahead = self.look_ahead(index, phase, ring)
+            ahead = self.ring.look_ahead(index, phase, shared)
             arrived, address = ahead.arrived, ahead.address
             following, phase_following = ahead.following, ahead.phase
             if (b + 1) * self.block > seen_by_all:
                 self.mask_keys(s, b, piece, place.thread)
-                if (b + 1) * self.block > self.uniform(piece[Piece.KEYS]):
-                    self.keys_are_read(number)
-            self.softmax_of_keys(s, Int32(b == blocks.begin), taken.scale, held, ring, previous)
+                if (b + 1) * self.block > uniform(piece[Piece.KEYS]):
+                    self.ring.keys_are_read(number)
+            self.softmax_of_keys(s, Int32(b == blocks.begin), taken.scale, held, shared, previous)
             self.store_p_of_keys(address_here + held.p_offset, held.p_words)
             stored = held.signals
         return Scored(index, phase, previous)
 
-    # ---- Q
+    @cute.jit
+    def finish_piece(self, piece: Described, number: Int32, b_end: Int32, last: Int32, held: Held, shared: Shared):
+        """Row sums over the keys, 1 / sum for the epilogue, and the row's log-sum-exp."""
+        t = held.place.thread
+        totals = self.over_keys(operator.add, held.running.l, held.exchanged.of_lanes, t)
+        if t % 4 == 0 and t < 2 * self.p_rows:
+            for e in cutlass.range_constexpr(2):
+                row = t // 2 + e
+                self.softmax.finish_row(row, (totals[e], held.exchanged.maxima[row, 0]), piece, number, held.results)
 
     @cute.jit
     def keep_q(
-        self, stages: cutlass.Constexpr, valid_rows: Int32, held: cutlass.Constexpr, ring: cutlass.Constexpr
+        self, stages: tuple[Int32, Int32], valid_rows: Int32, held: Held, shared: Shared
     ):
         """Q from its stages to where it stays, in f16; what its products are to be multiplied by.
 
-        Of each 16 columns the pairs are exchanged: see `place`. Rows past the tile's end are 0.
+        Of each 16 columns the pairs are exchanged: see q_pair_place. Rows past the tile's end are 0.
         """
         t, tops = held.place.thread, held.exchanged.changes
-        sources = (self.address(ring.keys, stages[0]), self.address(ring.keys, stages[1]))
+        sources = (self.ring.address(shared.keys, stages[0]), self.ring.address(shared.keys, stages[1]))
         top = self.copy_q_rows(held.q, sources, valid_rows, t, Float32(1.0), COPY)
         factor = Float32(1.0)
-        if const_expr(self.out_dtype == cutlass.BFloat16):
+        if const_expr(self.ring.q_dtype == cutlass.BFloat16):
             top = cutlass.max(top & 0xFFFF, (top >> 16) & 0xFFFF)
             big = self.any_of_warps(Int32(top >= PLAIN_TO))
             enough = self.any_of_warps(Int32(top >= PLAIN_FROM))
@@ -312,7 +300,7 @@ class MlaDecodeMixed(MlaDecodeFp8):
     def copy_q_rows(
         self,
         s_q: cute.Tensor,
-        sources: cutlass.Constexpr,
+        sources: tuple[Int32, Int32],
         valid_rows: Int32,
         t: Int32,
         factor: Float32,
@@ -323,13 +311,13 @@ class MlaDecodeMixed(MlaDecodeFp8):
         COPY: returns the greatest magnitudes that the thread met, as a pair of f16, NaN apart. FIND: nothing is copied;
         returns the greatest magnitude of finite numbers, as fp32. SCALE: copy what is multiplied by `factor`.
         """
-        row, first = remainder(t, self.kept_rows), quotient(t, self.kept_rows)
+        row, first = remainder(t, self.p_rows), quotient(t, self.p_rows)
         target = s_q.iterator.toint() + row * 128
         source, source_high = sources
         if row >= self.q_rows:
             source = source_high
         source += remainder(row, self.q_rows) * 128
-        groups, at_once = self.depth // 16, 128 // self.kept_rows
+        groups, at_once = self.depth // 16, 128 // self.p_rows
         words = cute.make_rmem_tensor((4, 2), Int32)
         ordered = cute.make_rmem_tensor((4, 2), Int32)
         top = Int32(0)  # of f16's pairs; where `kind` is FIND, an fp32 number
@@ -344,7 +332,7 @@ class MlaDecodeMixed(MlaDecodeFp8):
                         cute.autovec_copy(self.four_words(there), words[None, h])
                 for i in cutlass.range_constexpr(8):
                     pair = words[i]
-                    if const_expr(self.out_dtype == cutlass.BFloat16):
+                    if const_expr(self.ring.q_dtype == cutlass.BFloat16):
                         numbers = [(pair << 16).bitcast(Float32), (pair & -65536).bitcast(Float32)]
                         if const_expr(kind == FIND):
                             for number in numbers:
@@ -355,10 +343,10 @@ class MlaDecodeMixed(MlaDecodeFp8):
                         pair = self.two_halves(*numbers)
                         if const_expr(kind == COPY):
                             top = self.greater_halves(top, pair)
-                    ordered[place(i)] = pair
+                    ordered[q_pair_place(i)] = pair
                 if const_expr(kind != FIND):
                     for h in cutlass.range_constexpr(2):
-                        there = target + tile * (self.kept_rows * 128) + (((chunk + h) ^ (row & 7)) << 4)
+                        there = target + tile * (self.p_rows * 128) + (((chunk + h) ^ (row & 7)) << 4)
                         cute.autovec_copy(ordered[None, h], self.four_words(there))
         return top
 
@@ -382,23 +370,11 @@ class MlaDecodeMixed(MlaDecodeFp8):
         pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=16)
         return cute.make_tensor(pointer, cute.make_layout(4))
 
-    def any_of_warps(self, holds: Int32) -> Int32:
-        """Whether `holds` is 1 in any thread of the scores' warpgroup, which meets here."""
-        return cute.arch.inline_ptx(
-            "{ .reg .pred holds, any; setp.ne.s32 holds, {$r0}, 0; "
-            f"barrier.cta.red.or.pred any, {Barrier.SOFTMAX:d}, {SOFTMAX_THREADS}, holds; "
-            "selp.s32 {$w0}, 1, 0, any; }",
-            write_only_types=[Int32],
-            read_only_args=[holds],
-        )
-
-    # ---- K
-
     @cute.jit
     def read_keys(self, here: Int32, g: cutlass.Constexpr[int], narrow: cute.Tensor):
         """Fragment g of this warp's keys, 32 columns, into its column of `narrow`: a word is four columns of a key."""
         fragment = narrow[None, g % KEYS_AHEAD]
-        fragment[0], fragment[1], fragment[2], fragment[3] = self.load_matrices(key_fragment(here, g, self.block))
+        fragment[0], fragment[1], fragment[2], fragment[3] = load_matrices(key_fragment(here, g, self.block))
 
     @cute.jit
     def widen_keys(self, n: cutlass.Constexpr[int], narrow: cute.Tensor, wide: cute.Tensor):
@@ -407,16 +383,14 @@ class MlaDecodeMixed(MlaDecodeFp8):
         for i in cutlass.range_constexpr(2):
             words[i] = narrow[2 * (n % 2) + i, n // 2 % KEYS_AHEAD]
         eight = cute.make_rmem_tensor((8,), self.p_dtype)
-        eight.store(cute.recast_tensor(words, self.dtype).load().to(self.p_dtype))
+        eight.store(cute.recast_tensor(words, self.ring.dtype).load().to(self.p_dtype))
         pairs = cute.recast_tensor(eight, Int32)
         for i in cutlass.range_constexpr(4):
             # Four columns of a key, then of the other; WGMMA wants two of each key, then the other two.
             wide[i, n % KEYS_WIDE] = pairs[2 * (i % 2) + i // 2]
 
-    # ---- softmax, of which a lane has two keys and two of each eight query rows
-
     @cute.jit
-    def mask_keys(self, s: cute.Tensor, b: Int32, piece: cutlass.Constexpr, t: Int32):
+    def mask_keys(self, s: cute.Tensor, b: Int32, piece: Described, t: Int32):
         """Scores of the keys that a row does not see."""
         for i in cutlass.range_constexpr(2):
             key = b * self.block + t // 32 * 16 + t % 32 // 4 + 8 * i
@@ -432,29 +406,21 @@ class MlaDecodeMixed(MlaDecodeFp8):
                         s[e, i, v] = -Float32.inf
 
     @cute.jit
-    def softmax_of_keys(
-        self,
-        s: cute.Tensor,
-        first: Int32,
-        scale: Float32,
-        held: cutlass.Constexpr,
-        ring: cutlass.Constexpr,
-        index: Int32,
-    ):
+    def softmax_of_keys(self, s: cute.Tensor, first: Int32, scale: Float32, held: Held, shared: Shared, index: Int32):
         """S to P, against the rows' maxima m (base 2, scaled), two rows to a word; row sums to l.
 
-        The maxima are followed as in DecodeSoftmax.softmax, always in a piece's `first` block; as the four warps have
+        The maxima are followed as in Softmax.run, always in a piece's `first` block; as the four warps have
         other keys of the same rows, they vote together, and together find new maxima.
         """
         changes, maxima, p_words = held.exchanged.changes, held.exchanged.maxima, held.p_words
-        m, l, rescale, moved = held.running.m, held.running.l, ring.rescale, ring.moved
+        m, l, rescale, moved = held.running.m, held.running.l, shared.rescale, shared.moved
         t, lane = held.place.thread, held.place.lane
         for v in cutlass.range_constexpr(self.p_rows // 8):
             for e in cutlass.range_constexpr(2):
                 for i in cutlass.range_constexpr(2):
                     s[e, i, v] = s[e, i, v] * scale - m[e, v]
         top = tree(cute.arch.fmax, [s[e, i, v] for v in range(self.p_rows // 8) for e in range(2) for i in range(2)])
-        lags = self.any_of_warps(first | Int32(top > self.rescale_bits))
+        lags = self.any_of_warps(first | Int32(top > self.softmax.rescale_bits))
         if lags != 0:
             tops = cute.make_rmem_tensor(l.layout, Float32)
             for v in cutlass.range_constexpr(self.p_rows // 8):
@@ -499,7 +465,7 @@ class MlaDecodeMixed(MlaDecodeFp8):
         """A warp's P into shared memory, transposed: rows by keys."""
         for v in cutlass.range_constexpr(0, self.p_rows // 8, 2):
             four = [p_words[i, v + j] for j in range(2) for i in range(2)]
-            self.store_transposed(address + 1024 * v, *four)
+            store_transposed(address + 1024 * v, *four)
         cute.arch.sync_warp()
 
     @cute.jit
@@ -525,21 +491,3 @@ class MlaDecodeMixed(MlaDecodeFp8):
                 for offset in cutlass.range_constexpr(2):
                     found[e] = combine(found[e], cute.arch.shuffle_sync_bfly(found[e], offset=1 << offset))
         return found
-
-    @cute.jit
-    def finish_piece(
-        self,
-        piece: cutlass.Constexpr,
-        number: Int32,
-        b_end: Int32,
-        last: Int32,
-        held: cutlass.Constexpr,
-        ring: cutlass.Constexpr,
-    ):
-        """Row sums over the keys, 1 / sum for the epilogue, and the row's log-sum-exp."""
-        t = held.place.thread
-        totals = self.over_keys(operator.add, held.running.l, held.exchanged.of_lanes, t)
-        if t % 4 == 0 and t < 2 * self.p_rows:
-            for e in cutlass.range_constexpr(2):
-                row = t // 2 + e
-                self.finish_row(row, (totals[e], held.exchanged.maxima[row, 0]), piece, number, held.results)

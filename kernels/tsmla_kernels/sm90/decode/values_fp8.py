@@ -1,0 +1,350 @@
+"""O^T += V^T P^T of decode over a cache of e4m3, and the epilogue.
+
+f16 WGMMA: V^T goes through registers, where it is transposed by ldmatrix and widened. P is not rounded to fp8, which
+would be most of the output's error.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu.warpgroup import Field, OperandSource
+
+from tsmla_kernels.sm90.decode.combine import partial_row
+from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
+from tsmla_kernels.sm90.decode.copies import Copier
+from tsmla_kernels.sm90.decode.memory import (
+    LOOKAHEAD,
+    Arrays,
+    Copies,
+    Described,
+    KeyRange,
+    Piece,
+    Schedule,
+    Shared,
+    Stage,
+    two_rows,
+)
+from tsmla_kernels.sm90.decode.ring import Ring
+from tsmla_kernels.sm90.decode.walk import PieceWalk
+from tsmla_kernels.sm90.warp import DTYPES, element, kept, load_transposed, uniform
+
+AHEAD = 2  # fragments of V^T, 64 latents of 32 keys each, that a warpgroup has in registers as fp8, or on their way
+WIDE = 4  # of their halves, 16 keys each, that it has there as f16
+
+
+class Held(NamedTuple):
+    """What a value warpgroup holds from piece to piece.
+
+    Attributes:
+      mma_pv: V^T P^T. acc, o: O^T, as it has it, and by query rows and latents.
+      wide: halves of V^T's fragments as f16. narrow: fragments as fp8.
+      offset: where the lane's first values lie in a stage.
+      thread, lane: in the warpgroup and in the warp.
+    """
+
+    mma_pv: cute.TiledMma
+    acc: cute.Tensor
+    o: cute.Tensor
+    r_v: cute.Tensor
+    narrow: cute.Tensor
+    offset: Int32
+    thread: Int32
+    lane: Int32
+
+
+class Reading(NamedTuple):
+    """Where values are read: this block's and the next one's address; whether that one's keys must be awaited, and by
+    which barrier and parity."""
+
+    here: Int32
+    next_here: Int32
+    awaited: Int32
+    full: cute.Pointer
+    phase: Int32
+
+
+class LatentPlace(NamedTuple):
+    """What a lane of a value warpgroup stores: its first latent, and the column of `inverse` with its rows' factors."""
+
+    kept: Int32
+    first_latent: Int32
+    lane: Int32
+
+
+class OutRows(NamedTuple):
+    """The rows of a lane that are stored: their factors lie in column `kept` of `inverse`; `valid` rows count."""
+
+    inverse: cute.Tensor
+    kept: Int32
+    lane: Int32
+    valid: Int32
+
+
+class ValuesFp8:
+    """P V of P in f16 and values of e4m3.
+
+    Attributes:
+      m_tiles: tiles of 64 latents of a value warpgroup.
+      scores_load_keys: whether the softmax warps read keys by ordinary loads, and not by WGMMA.
+    """
+
+    def __init__(self, config: DecodeConfig, ring: Ring, walk: PieceWalk, copier: Copier) -> None:
+        self.config, self.ring, self.walk, self.copier = config, ring, walk, copier
+        self.block, self.latent, self.half = config.block, config.latent_dim, config.latent_dim // 2
+        self.out_dtype, self.partial_dtype = DTYPES[config.out_dtype], DTYPES[config.partial_dtype]
+        self.p_dtype, self.p_rows = ring.p_dtype, ring.p_rows
+        self.m_tiles = self.half // 64
+        self.scores_load_keys = config.mixed
+
+    def mma(self) -> cute.TiledMma:
+        """V^T P^T of a block: 64 latents by query rows."""
+        dtype, k_major = self.p_dtype, OperandMajorMode.K
+        return sm90.make_trivial_tiled_mma(
+            dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (64, self.p_rows), OperandSource.RMEM
+        )
+
+    @cute.jit
+    def accumulate(
+        self,
+        arrays: Arrays,
+        shared: Shared,
+        mma_pv: cute.TiledMma,
+        half: Int32,
+        warp_idx: Int32,
+        schedule: Schedule,
+        copies: Copies,
+    ):
+        """Warpgroups 1 and 2: O^T[half] += V^T[half] P^T and the epilogue; one of their warps schedules.
+
+        A warp has half / 4 latents, in tiles of 16, the 16 bytes of a key that ldmatrix takes as one row: the lane's
+        latents of a tile are two neighbours, the rows g and g + 8 of the product.
+        """
+        tidx, _, _ = cute.arch.thread_idx()
+        t = tidx % 128
+        lane = t % 32
+        acc = cute.make_rmem_tensor(mma_pv.get_slice(t).partition_shape_C((self.half, self.p_rows)), Float32)
+        mma_pv.set(Field.ACCUMULATE, True)
+        # (query row of two, latent of two, eight query rows, tile)
+        o = cute.make_tensor(
+            acc.iterator, cute.make_layout((2, 2, self.p_rows // 8, self.m_tiles), stride=(1, 2, 4, self.p_rows // 2))
+        )
+        r_v = cute.make_rmem_tensor((8, WIDE), self.p_dtype)
+        narrow = cute.make_rmem_tensor((4, AHEAD), Int32)
+        first_tile = half * (self.half // 16) + (t // 32) * self.m_tiles  # of 16 latents
+        # Where this lane's key of the first 32 has the first tile's columns, in a stage.
+        offset = kept(
+            (first_tile // 4) * (64 * self.block) + lane * 64 + (((first_tile % 4) ^ ((lane >> 1) & 3)) << 4)
+        )
+        held = Held(mma_pv, acc, o, r_v, narrow, offset, t, lane)
+
+        index, phase, number = Int32(0), Int32(0), Int32(0)
+        if warp_idx == 8:
+            # The first copies do not wait for these.
+            for i in cutlass.range(1, LOOKAHEAD, unroll=1):
+                self.walk.next_piece(i, schedule)
+            self.copier.meet_for_first_pieces()
+        running = Int32(1)
+        while running == 1:
+            # Every use of a stage, Q's too, goes full -> ready -> empty, so that the three barriers stay in step.
+            cute.arch.mbarrier_wait(shared.ready + index, phase)
+            piece, b_begin, b_end = self.ring.described(number, shared.pieces)
+            if b_begin == b_end:
+                running = Int32(0)
+            else:
+                self.ring.wait_for_q_read(number)
+                self.ring.release(index, shared.empty)
+                index, phase = self.ring.advance(index, phase)
+                if const_expr(self.config.q_may_take_two_stages):
+                    if piece[Piece.Q_STAGES] > 1:
+                        cute.arch.mbarrier_wait(shared.ready + index, phase)
+                        self.ring.release(index, shared.empty)
+                        index, phase = self.ring.advance(index, phase)
+                blocks = KeyRange(b_begin, b_end)
+                index, phase = self.add_blocks(piece, number, blocks, Stage(index, phase), held, shared)
+                place = LatentPlace(number % self.ring.inverses_kept, first_tile * 16, lane)
+                self.store(o, place, piece, arrays, shared.inverse, schedule.rank)
+                if warp_idx == 8:
+                    self.walk.next_piece(number + LOOKAHEAD, schedule)
+                number += 1
+
+    @cute.jit
+    def add_blocks(self, piece: Described, number: Int32, blocks: KeyRange, stage: Stage, held: Held, shared: Shared):
+        """O of a piece's key blocks; returns the stage behind them and its parity."""
+        mma_pv, lane, narrow, r_v, offset = held.mma_pv, held.lane, held.narrow, held.r_v, held.offset
+        thr = mma_pv.get_slice(held.thread)
+        a_shape, tile_shape = thr.partition_shape_A((64, 16)), thr.partition_shape_C((64, self.p_rows))
+        index, phase = stage.index, stage.phase
+        full, ready, moved = shared.full, shared.ready, shared.moved
+        keys = uniform(piece[Piece.KEYS])
+        held.acc.fill(0.0)
+        # `begun`: whether this block's first values are in `narrow`.
+        begun, address = Int32(0), self.ring.address(shared.keys, index)
+        for b in cutlass.range(blocks.begin, blocks.end, unroll=1):
+            _, stage_p = self.ring.stage_tensors(shared, address)
+            t_p = mma_pv.make_fragment_B(thr.partition_B(stage_p))
+            here = address + offset
+            if begun == 0:
+                cute.arch.mbarrier_wait(full + index, phase)
+                if (b + 1) * self.block > keys:
+                    # P is 0 past the end, but unused slots may hold NaN: 0 * NaN must not reach O. The scores
+                    # have read these keys, and no other warp reads this one's latents.
+                    cute.arch.mbarrier_wait(ready + index, phase)
+                    if const_expr(self.scores_load_keys):
+                        self.ring.wait_for_keys_read(number)
+                    self.clear(here, keys - b * self.block, lane)
+                for g in cutlass.range_constexpr(AHEAD):
+                    self.read_values(here, g, narrow)
+            following, phase_following = self.ring.advance(index, phase)
+            address = self.ring.address(shared.keys, following)
+            begun, next_here = Int32(0), here
+            # V^T is read beside the product, the next block's beginning too: the scores, which want shared
+            # memory for themselves, are not at work then. If the next block cannot be read yet (missing, or it needs
+            # zeroing), re-read this block; the result is discarded.
+            if b + 1 < blocks.end and (b + 2) * self.block <= keys:
+                begun, next_here = Int32(1), address + offset
+            cute.arch.mbarrier_wait(ready + index, phase)
+            # By the lanes that arrive at `empty` for the warp, as is `rescale`: so racecheck can follow it.
+            flag = Int32(0)
+            if lane < self.ring.releasing_lanes:
+                flag = moved[lane, index]
+            cute.arch.fence_proxy("async.shared", space="cta")  # the scores' writes of P, as in Values16bit
+            # The scores have begun with the next block before they let this one's product begin: so it is there
+            # already, and the answer is read later, for it takes its time.
+            awaited = begun
+            if cute.arch.mbarrier_test_wait(full + following, phase_following):
+                awaited = Int32(0)
+            reading = Reading(here, next_here, awaited, full + following, phase_following)
+            for n in cutlass.range_constexpr(WIDE):  # while the flag comes
+                self.widen(n, narrow, r_v)
+                self.read_on(n, reading, narrow)
+            self.rescale_out(held.o, shared.rescale, flag, index, lane)
+            for n in cutlass.range_constexpr(4 * self.m_tiles):
+                if const_expr(n >= WIDE):
+                    warpgroup.wait_group(WIDE - 1)
+                    self.widen(n, narrow, r_v)
+                    self.read_on(n, reading, narrow)
+                warpgroup.fence()
+                a = cute.make_tensor(r_v[None, n % WIDE].iterator, cute.make_layout(a_shape))
+                g, k = n // 2, n % 2
+                tile = cute.make_tensor(held.acc.iterator + g // 2 * (self.p_rows // 2), cute.make_layout(tile_shape))
+                cute.gemm(mma_pv, tile, a[None, None, 0], t_p[None, None, 2 * (g % 2) + k], tile)
+                warpgroup.commit_group()
+            warpgroup.wait_group(0)
+            self.ring.release(index, shared.empty)
+            index, phase = following, phase_following
+        return index, phase
+
+    @cute.jit
+    def columns(self, here: Int32, tile: cutlass.Constexpr[int]):
+        """The address of a lane's 16 bytes, of tile `tile` of its warp, where `here` is that of the first tile's."""
+        # Four tiles in 64 bytes, exchanged by the swizzle; two warps share them where a warp has only two tiles.
+        return here ^ (tile << 4)
+
+    @cute.jit
+    def clear(self, here: Int32, first: Int32, lane: Int32):
+        """Zero the columns that this warp reads of the keys from `first` on."""
+        zeros = cute.make_rmem_tensor((16,), self.ring.dtype)
+        cute.recast_tensor(zeros, Int32).fill(0)
+        for h in cutlass.range_constexpr(self.block // 32):
+            if lane + 32 * h >= first:
+                for tile in cutlass.range_constexpr(self.m_tiles):
+                    address = self.columns(here, tile) + h * (32 * 64)
+                    target = cute.make_ptr(self.ring.dtype, address, cute.AddressSpace.smem, assumed_align=16)
+                    cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(16)))
+        cute.arch.fence_proxy("async.shared", space="cta")  # the next copy into this stage comes after
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def read_values(self, here: Int32, g: cutlass.Constexpr[int], narrow: cute.Tensor):
+        """Fragment g of V^T, 32 keys of a tile of latents, into its column of `narrow`."""
+        fragment = narrow[None, g % AHEAD]
+        address = self.columns(here, g // 2) + (g % 2) * (32 * 64)
+        # Two keys of two neighbouring latents a word.
+        fragment[0], fragment[1], fragment[2], fragment[3] = load_transposed(address)
+
+    @cute.jit
+    def read_on(self, n: cutlass.Constexpr[int], reading: Reading, narrow: cute.Tensor):
+        """Behind half n of the fragments: where that is a fragment's last, read another one in its place: this block's
+        next, or one of the next block's first, when its keys are there."""
+        g, groups = n // 2, 2 * self.m_tiles
+        if const_expr(n % 2 == 1):
+            if const_expr(g + AHEAD < groups):
+                self.read_values(reading.here, g + AHEAD, narrow)
+            else:
+                if const_expr(g + AHEAD == groups):
+                    if reading.awaited == 1:
+                        cute.arch.mbarrier_wait(reading.full, reading.phase)
+                self.read_values(reading.next_here, g % AHEAD, narrow)
+
+    @cute.jit
+    def widen(self, n: cutlass.Constexpr[int], narrow: cute.Tensor, r_v: cute.Tensor):
+        """Half n of the fragments of V^T as f16, a latent's two keys together."""
+        words = cute.make_rmem_tensor((2,), Int32)
+        for i in cutlass.range_constexpr(2):
+            word = narrow[2 * (n % 2) + i, n // 2 % AHEAD]
+            words[i] = Int32(cute.arch.prmt(word, word, 0x3120))
+        cute.make_tensor(r_v[None, n % WIDE].iterator, cute.make_layout(8)).store(
+            cute.recast_tensor(words, self.ring.dtype).load().to(self.p_dtype)
+        )
+
+    @cute.jit
+    def rescale_out(self, o: cute.Tensor, rescale: cute.Tensor, flag: Int32, index: Int32, lane: Int32):
+        """Multiply O by what the scores' running maxima moved, in the 16 rows of each lane whose flag says that they
+        did."""
+        flags = cute.arch.vote_ballot_sync(flag != 0)
+        if flags != 0:
+            factors = cute.make_rmem_tensor((2,), Float32)
+            for v in cutlass.range_constexpr(self.p_rows // 8):
+                if (flags & (1 << (v // 2))) != 0:
+                    factors.fill(1.0)
+                    if lane < self.ring.releasing_lanes:
+                        two_rows(rescale, index, v, lane, factors)
+                    for i in cutlass.range_constexpr(2):
+                        factors[i] = cute.arch.shuffle_sync(factors[i], lane % 4)
+                    for i in cutlass.range_constexpr(2):
+                        for tile in cutlass.range_constexpr(self.m_tiles):
+                            for e in cutlass.range_constexpr(2):
+                                o[i, e, v, tile] = o[i, e, v, tile] * factors[i]
+
+    @cute.jit
+    def store(
+        self, o: cute.Tensor, place: LatentPlace, piece: Described, arrays: Arrays, inverse: cute.Tensor, rank: Int32
+    ):
+        """O times 1 / row sum, of `inverse`, to `out`, or to the piece's slot of partial_out."""
+        lane = place.lane
+        out_row, valid_rows, slot = piece[Piece.ROW], piece[Piece.VALID_ROWS], piece[Piece.SLOT]
+        # Eight lanes' pairs of neighbouring latents fill a sector.
+        row_low, column = lane % 4 * 2, place.first_latent + lane // 4 * 2
+        rows = OutRows(inverse, place.kept, lane, valid_rows)
+        if slot < 0:
+            target = element(arrays.out, Int64(out_row + row_low) * self.latent + column, 4)
+            self.store_rows(target, o, rows, self.out_dtype)
+        else:
+            row = partial_row(slot, rank * ROWS + row_low, self.config)
+            target = element(arrays.partial_out, row * self.latent + column, 2 * self.partial_dtype.width // 8)
+            self.store_rows(target, o, rows, self.partial_dtype)
+
+    @cute.jit
+    def store_rows(self, target: cute.Pointer, o: cute.Tensor, rows: OutRows, dtype: cutlass.Constexpr):
+        """A lane's part of O from `target` on: two latents of every tile and, of each eight, two rows."""
+        lines = cute.make_tensor(
+            target,
+            cute.make_layout((2, 2, self.p_rows // 8, self.m_tiles), stride=(1, self.latent, 8 * self.latent, 16)),
+        )
+        pair = cute.make_rmem_tensor((2,), dtype)
+        factors = cute.make_rmem_tensor((2,), Float32)
+        for v in cutlass.range_constexpr(self.p_rows // 8):
+            if 8 * v < rows.valid:
+                two_rows(rows.inverse, rows.kept, v, rows.lane, factors)
+                for i in cutlass.range_constexpr(2):
+                    if rows.lane % 4 * 2 + (8 * v + i) < rows.valid:
+                        for tile in cutlass.range_constexpr(self.m_tiles):
+                            for e in cutlass.range_constexpr(2):
+                                pair[e] = (o[i, e, v, tile] * factors[i]).to(dtype)
+                            cute.autovec_copy(pair, lines[None, i, v, tile])
