@@ -120,7 +120,7 @@ class Kernel:
 
 
 def mla_decode_operands(config: sm90_decode.DecodeConfig) -> tuple[Operand, ...]:
-    """N = T * H query rows; `parts` and `slots` as in choose.workspace_shapes."""
+    """N = T * H query rows; workspaces as in sm90_decode.workspace_shapes."""
     head_dim = config.latent_dim + config.rope_dim
     # The workspaces' static sizes don't depend on the number of multiprocessors, the batch or the table.
     workspaces = sm90_decode.workspace_shapes(config, 1, 1, 1)

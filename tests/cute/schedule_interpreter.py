@@ -1,7 +1,7 @@
 """The decode kernels' schedule, run lane by lane in Python: what CuTe DSL would trace is executed with numbers.
 
-Stand-ins take the place of cutlass while the module is imported under another name. The 32 lanes of a warp are Python's
-threads, of which one runs at a time: until it meets the others, then the next.
+Stand-ins take the place of cutlass while the schedule's modules are imported. The 32 lanes of a warp are threads of
+Python; one runs at a time, until it meets the others, then the next.
 """
 
 from __future__ import annotations

@@ -17,20 +17,19 @@ DTYPES = {
 
 
 def quotient(value: Int32, divisor: int) -> Int32:
-    """value // divisor for a power of 2: a shift, which floors too. Where the compiler can't know the sign it takes six
-    instructions, and in code that runs once every instruction waits to be fetched."""
+    """value // divisor for a power of 2: a shift, which floors too. The compiler takes six instructions if it does not
+    know the sign, and in code that runs once every instruction waits to be fetched."""
     return value >> (divisor.bit_length() - 1)
 
 
 def remainder(value: Int32, divisor: int) -> Int32:
-    """value % divisor likewise."""
+    """value % divisor for a power of 2."""
     return value & (divisor - 1)
 
 
 @cute.jit
 def divide(a: Int32, b: Int32):
-    """a // b for a >= 0 and b > 0. The compiler's own takes four times the instructions, and in code that runs once
-    every instruction waits to be fetched."""
+    """a // b for a >= 0 and b > 0, with a quarter of the compiler's instructions: see `quotient`."""
     inverse = cute.arch.rcp_approx(Float32(b))
     q = Int32(Float32(a) * inverse)
     q += Int32(Float32(a - q * b) * inverse)
@@ -44,14 +43,16 @@ def divide(a: Int32, b: Int32):
 
 @cute.jit
 def prefetch(array: cute.Tensor, offset: Int32):
-    """The 128 bytes that element `offset` begins, into the L2 cache, if the array is so long."""
+    """Prefetch 128 bytes from element `offset` on into the L2 cache, if the array is that long."""
     if Int64(offset) < Int64(array.shape[0]) * array.shape[1]:
         cute.arch.prefetch((array.iterator + offset).to_llvm_ptr(), cache_level="L2")
 
 
 def element(tensor: cute.Tensor, offset: Int32, align: int) -> cute.Pointer:
-    """Where element `offset` of a dense `tensor` in global memory begins: a multiple of `align` bytes, as is believed
-    (`Pointer.align` rounds, by three instructions)."""
+    """The address of element `offset` of a dense `tensor` in global memory.
+
+    Unchecked: the caller guarantees the alignment. `Pointer.align` would round at run time (three instructions).
+    """
     dtype = tensor.element_type
     address = tensor.iterator.toint() + Int64(offset) * (dtype.width // 8)
     return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
@@ -59,14 +60,13 @@ def element(tensor: cute.Tensor, offset: Int32, align: int) -> cute.Pointer:
 
 @cute.jit
 def uniform(value: Int32):
-    """A value that all lanes hold, in a uniform register: what depends on it alone is computed once a warp."""
+    """Move a value that all lanes hold to a uniform register: code that depends on it alone runs once a warp."""
     return cute.arch.warp_redux_sync(value, "max")
 
 
 @cute.jit
 def kept(value: Int32):
-    """A value that stays in its register: what comes of a thread's index the compiler would find again, by a dozen
-    instructions, wherever it is used."""
+    """Keep a value in its register: the compiler would compute it again at every use, from the thread's index."""
     return cute.arch.shuffle_sync_bfly(value, offset=0)
 
 
@@ -135,7 +135,7 @@ def transpose_quad(words: cute.Tensor, quad: Int32):
 
 
 class WarpHelpers:
-    """The functions above as methods. `stages` is how many stages a kernel's ring has."""
+    """The functions above as methods. `stages`: of the kernel's ring."""
 
     stages: int
     uniform = staticmethod(uniform)

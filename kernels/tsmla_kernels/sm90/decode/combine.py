@@ -1,4 +1,4 @@
-"""Merging what several CTAs of decode found for the same rows: a second, small kernel."""
+"""Merging the results of several CTAs of decode for the same rows: a second, small kernel."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tsmla_kernels.sm90.decode.memory import Busy, CombineBarrier, SplitEntry
 from tsmla_kernels.sm90.warp import DTYPES, divide, element, kept, quotient, remainder, transpose_quad
 
 SPARE_BYTES = 100 << 10
-GROUP_THREADS = 256  # that merge one row tile together
-GROUPS = 2  # of a CTA
+GROUP_THREADS = 256  # threads that merge one row tile together
+GROUPS = 2  # thread groups of a CTA
 COMBINE_THREADS = GROUP_THREADS * GROUPS
-PIECES_AT_ONCE = {32: 2, 16: 8}  # that a thread reads, by the bits of partial_out's elements
-# Threads that share an octet when batch_invariant: the order of additions must not follow the batch.
+PIECES_AT_ONCE = {32: 2, 16: 8}  # pieces that a thread loads at once, by the bits of partial_out's elements
+# Threads that share an octet when batch_invariant: the order of additions must not depend on the batch.
 INVARIANT_SHARERS = 4
 
 
 class WarpSums(NamedTuple):
-    """Shared memory through which the combine kernel's warps add their sums: [columns or octets, warp]."""
+    """Shared memory in which warps add their sums: [columns or octets, warp]."""
 
     acc: cute.Tensor
     highest: cute.Tensor
@@ -32,12 +32,12 @@ class WarpSums(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """What merging reads and writes.
+    """What a thread group reads and writes.
 
     Attributes:
       partial_out, partial_lse, out, lse: operands.
       sums: shared memory.
-      entry: a SplitEntry, in registers. group: of the CTA's thread groups, this one.
+      entry: the row tile's SplitEntry, in registers. group: this thread group of the CTA.
     """
 
     partial_out: cute.Tensor
@@ -50,8 +50,7 @@ class Merge(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """A share of a row tile's merging: slices [index, index + taken) of `slices`, of which a thread group has the part
-    `member` of `members`."""
+    """A thread group's part of a row tile: of slices [index, index + taken) of `slices`, part `member` of `members`."""
 
     index: Int32
     slices: Int32
@@ -61,7 +60,7 @@ class Slice(NamedTuple):
 
 
 class Octets(NamedTuple):
-    """Octets [begin, begin + size) of a row tile, 8 columns of a row each, from row `first_row` of it on."""
+    """Octets [begin, begin + size), 8 columns of a row each, counted from row `first_row` of a row tile."""
 
     first_row: Int32
     begin: Int32
@@ -69,7 +68,7 @@ class Octets(NamedTuple):
 
 
 class Team(NamedTuple):
-    """The threads that share an octet: this thread's number in its group, its number among them, and how many."""
+    """The threads that share an octet: this thread in its group, this thread among the sharers, and their number."""
 
     thread: Int32
     member: Int32
@@ -77,7 +76,7 @@ class Team(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """A thread's octets: the weighted sums, the sum of the weights, the greatest log weight, and where they are."""
+    """A thread's octets: weighted sums, sums of the weights, greatest log weights, rows and columns."""
 
     acc: cute.Tensor
     weight: cute.Tensor
@@ -87,7 +86,7 @@ class Merged(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """Pieces of a thread's octets: columns, log weights and scales."""
+    """What a thread loads of a piece: columns, log weights and scales of its octets."""
 
     lines: cute.Tensor
     weights: cute.Tensor
@@ -96,7 +95,7 @@ class Loaded(NamedTuple):
 
 @cute.jit
 def partial_row(slot: Int32, row: Int32, config: cutlass.Constexpr):
-    """Row `row` of a slot, as one of all of partial_out's: when batch_invariant there may be very many."""
+    """Row `row` of a slot, counted from partial_out's first row. 64 bits when batch_invariant, which has many slots."""
     if const_expr(config.batch_invariant):
         slot = Int64(slot)
     return slot * config.tile_rows + row
@@ -128,9 +127,9 @@ class Combine:
     ):
         """Merge the pieces of every row tile that was cut.
 
-        Each cluster of `attend` left word of the pieces that it made; here its CTAs merge a slice of those row tiles'
-        outputs, half of one where they have two tiles, so that nothing has to be searched for or shared out. When
-        batch_invariant a row tile's slices go to one CTA, or to several where there are some to spare.
+        Each cluster of `attend` described its pieces in split_info. Here the same CTAs merge a slice of the outputs of
+        those row tiles, or half a slice of each of two tiles, so that nothing has to be searched for or shared out.
+        When batch_invariant a thread group merges a row tile, or a slice of it if there are more groups than tiles.
         """
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -142,7 +141,7 @@ class Combine:
             acc: cute.struct.Align[cute.struct.MemRange[Float32, 64 * warps], 16]
             highest: cute.struct.MemRange[Float32, 8 * warps]
             weight: cute.struct.MemRange[Float32, 8 * warps]
-            # So much that the multiprocessor keeps the division of memory that `attend` had: changing it takes 2 us.
+            # Makes the multiprocessor keep attend's division of its memory: changing that takes 2 us.
             spare: cute.struct.MemRange[Int32, SPARE_BYTES // 4]
 
         storage = utils.SmemAllocator().allocate(Storage)
@@ -182,7 +181,7 @@ class Combine:
             if (entry[SplitEntry.PIECES] == 0) or (start[SplitEntry.PIECES] > 0 and group == 1):
                 for word in cutlass.range_constexpr(len(SplitEntry)):
                     entry[word] = start[word]
-            # Slices are halves where some cluster has another row tile too: those take one, the others two.
+            # If some cluster has a second row tile, slices are halves: that cluster takes one, the others take two.
             first_busy = remainder(quotient(entry[SplitEntry.PIECES], Busy.FIRST), 2)
             last_busy = quotient(entry[SplitEntry.PIECES], Busy.LAST)
             entry[SplitEntry.PIECES] = remainder(entry[SplitEntry.PIECES], Busy.FIRST)
@@ -200,7 +199,7 @@ class Combine:
 
     @cute.jit
     def slot(self, first: Int32, i: Int32):
-        """Where piece i of an entry lies: a cluster's slots are (the end of a tile, the start of one)."""
+        """The slot of piece i of an entry. A cluster has two slots: for the end of a tile and for the start of one."""
         slot = first + i
         if const_expr(not self.batch_invariant):
             slot = first + 2 * i - 1
@@ -210,12 +209,12 @@ class Combine:
 
     @cute.jit
     def merge(self, merge: Merge, first_row: Int32, rows: Int32, part: Slice):
-        """Merge a Slice of `rows` rows of a row tile, from `first_row` on: each piece's result weighted by
-        exp2(its lse), over the weights.
+        """Merge a Slice of `rows` rows of a row tile, from `first_row` on: the mean of the pieces' results, weighted by
+        exp2(their lse).
 
-        A thread has an octet, 8 columns of a row, and eight lanes 128 bytes of a piece; where there are threads to
-        spare, several share an octet, and each takes some of the pieces: four of a warp, and further warps. A running
-        maximum keeps the weights at most 1.
+        A thread has an octet, 8 columns of a row; eight lanes have 128 bytes of a piece. If there are more threads than
+        octets, several share an octet and each takes some of the pieces: up to four lanes of a warp, then further
+        warps. A running maximum keeps the weights at most 1.
         """
         count = merge.entry[SplitEntry.PIECES]
         octets = rows * (self.latent // 8)
@@ -229,7 +228,7 @@ class Combine:
             begin += part.member * half
             size = cutlass.min(size - part.member * half, half)
         if size > 0:
-            # A thread's loads that are under way at once: of several pieces, or where these are few of several octets.
+            # A thread has eight loads in flight: of several pieces, or of several octets if the pieces are few.
             pieces = PIECES_AT_ONCE[self.partial_dtype.width]
             octets_of = Octets(first_row, begin, size)
             if const_expr(self.batch_invariant):
@@ -252,12 +251,12 @@ class Combine:
         octets_at_once: cutlass.Constexpr[int],
         pieces_at_once: cutlass.Constexpr[int],
     ):
-        """Merge `octets`: a thread has `octets_at_once`, or one that it may share with others."""
+        """Merge `octets`. A thread has `octets_at_once` of them, or shares one with others."""
         entry, size = merge.entry, octets.size
         count = entry[SplitEntry.PIECES]
         tidx, _, _ = cute.arch.thread_idx()
         t = tidx % GROUP_THREADS
-        # Octets worked on at once: 2 ** bits.
+        # The group works on 2 ** bits octets at once.
         bits = Int32((GROUP_THREADS // INVARIANT_SHARERS).bit_length() - 1)
         if const_expr(octets_at_once > 1):
             bits = Int32(GROUP_THREADS.bit_length() - 1)
@@ -287,7 +286,7 @@ class Combine:
                 columns[v] = remainder(octet, self.latent // 8) * 8
             for step in cutlass.range(0, count, pieces_at_once * sharers, unroll=1):
                 self.load_pieces(step, merge, merged, loaded, team)
-                cute.arch.sync_warp()  # keeps the compiler from waiting for one load before it issues the next
+                cute.arch.sync_warp()  # or the compiler would wait for one load before it issues the next
                 self.add_pieces(merged, loaded)
             if const_expr(octets_at_once == 1):
                 self.merge_lanes(merged, sharers)
@@ -305,7 +304,7 @@ class Combine:
 
     @cute.jit
     def load_pieces(self, step: Int32, merge: Merge, merged: Merged, loaded: Loaded, team: Team):
-        """Load a thread's pieces from `step` on, of each of its octets. Pieces past the last weigh nothing."""
+        """Load a thread's pieces from `step` on, for each of its octets. Pieces past the last have weight 0."""
         first, count = merge.entry[SplitEntry.SLOT], merge.entry[SplitEntry.PIECES]
         rows, columns = merged.rows, merged.columns
         lines, weights, scales = loaded.lines, loaded.weights, loaded.scales
@@ -329,7 +328,7 @@ class Combine:
 
     @cute.jit
     def add_pieces(self, merged: Merged, loaded: Loaded):
-        """Add what was loaded to a thread's octets, against the running maximum of the weights."""
+        """Add the loaded pieces to a thread's octets, against the running maximum of the weights."""
         acc, weight, highest = merged.acc, merged.weight, merged.highest
         lines, weights, scales = loaded.lines, loaded.weights, loaded.scales
         for v in cutlass.range_constexpr(cute.size(weight)):
@@ -350,7 +349,7 @@ class Combine:
 
     @cute.jit
     def merge_lanes(self, merged: Merged, sharers: Int32):
-        """Add the sums of the lanes of a warp that share an octet."""
+        """Add up the sums of the lanes of a warp that share an octet."""
         acc, weight, highest = merged.acc, merged.weight, merged.highest
         step = Int32(1)
         while step < cutlass.min(sharers, 4):
@@ -390,10 +389,9 @@ class Combine:
 
     @cute.jit
     def merge_warps(self, merge: Merge, merged: Merged, row: Int32, octet: Int32, counts: cutlass.Boolean, team: Team):
-        """The end of `merge` where warps share eight octets from `octet` on: their sums through shared memory, and
-        out."""
+        """Add up the sums of warps that share eight octets, from `octet` on, in shared memory; store the result."""
         lse, sharers = merge.lse, team.sharers // 4
-        lane = kept(cute.arch.lane_idx())  # so that what comes of it is not found before the loads
+        lane = kept(cute.arch.lane_idx())  # so that addresses are not computed before the loads
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         of_acc, of_highest, of_weight = merge.sums.acc, merge.sums.highest, merge.sums.weight
         if lane < 8:
@@ -425,7 +423,7 @@ class Combine:
             first_column = remainder(octet, self.latent // 8) * 8
             column = 2 * lane
             if const_expr(self.partial_is_lane_order):
-                # Of 32 columns, group lane % 4 and in it the pair of lane // 4 % 4.
+                # In 32 columns: group lane % 4, and in that group pair lane // 4 % 4.
                 column = lane // 16 * 32 + lane % 4 * 8 + lane // 4 % 4 * 2
             pair = cute.make_rmem_tensor((2,), self.out_dtype)
             for c in cutlass.range_constexpr(2):

@@ -22,25 +22,26 @@ from tsmla_kernels.sm90.decode.memory import (
 from tsmla_kernels.sm90.decode.ring import Ring
 from tsmla_kernels.sm90.warp import quotient, remainder
 
-TABLE_AHEAD = 32  # block-table entries read at once
-FIRST_COPIES = 3  # stages that are asked for before the warps take their roles
+TABLE_AHEAD = 32  # block-table entries that are read at once
+FIRST_COPIES = 3  # stages that are requested before the warps take their roles
 
 
 class Copier:
-    """The copies into `ring`. page_size, cluster: as in DecodeConfig; the other attributes are the ring's."""
+    """The copies into `ring`, by warp `warp`. stage_bytes: of one stage; others: as in DecodeConfig and Ring."""
 
     def __init__(self, config: DecodeConfig, ring: Ring) -> None:
         self.ring = ring
         self.page_size, self.cluster = config.page_size, config.cluster
         self.stages, self.block, self.box, self.q_rows = ring.stages, ring.block, ring.box, ring.q_rows
         self.column_tiles = ring.column_tiles
-        self.stage_bytes = ring.block * ring.depth * ring.itemsize  # that a copy brings
+        self.stage_bytes = ring.block * ring.depth * ring.itemsize
+        self.warp = 12 if config.fp8_cache else 4
 
     def tensor_maps(self, q: cute.Tensor, kv_cache: cute.Tensor) -> Tma:
         """TMA atoms and tensors of q and of the cache.
 
-        One copy brings a block's keys with all their columns: (key, 64 columns, column tile, page) as four modes. Where
-        pages are shorter than a block, a copy is one column tile, for a block is not one box.
+        One copy brings a block's keys with all their columns: (key, 64 columns, column tile, page) as four modes. If
+        pages are shorter than a block, a copy brings one column tile, because a block is not one box.
         """
         atom = warpgroup.make_smem_layout_atom(self.ring.keys_swizzle, self.ring.dtype)
         tiles = self.column_tiles if self.box == self.block else 1
@@ -64,7 +65,7 @@ class Copier:
 
     @cute.jit
     def begin(self, copies: Copies):
-        """Ask for the first stages, of the first piece alone, by the warp that has just described it."""
+        """Request the first stages, all of the first piece. Called by the warp that has just described that piece."""
         state = copies.state
         lane = cute.arch.lane_idx()
         if lane < COPY_STATE_WORDS:
@@ -82,9 +83,9 @@ class Copier:
 
     @cute.jit
     def fill(self, copies: Copies):
-        """Fill the stages that `begin` left, by the same warp, or by another that sees what it noted."""
+        """Fill the stages that `begin` left."""
         state = copies.state
-        # The first copies need but the first piece's description; the others are there at the barrier.
+        # The first copies need only the first piece's description; the next pieces are described at the barrier.
         behind = Int32(1)
         for i in cutlass.range(state[CopyState.FILLED], self.stages, unroll=1):
             if (
@@ -99,12 +100,12 @@ class Copier:
             self.meet_for_first_pieces()
 
     def meet_for_first_pieces(self) -> None:
-        """The scheduling and the copying warp: the first pieces are described."""
+        """The scheduling warp has described the first pieces; the copying warp waits for them."""
         cute.arch.barrier(barrier_id=Barrier.FIRST_PIECES, number_of_threads=FIRST_PIECES_THREADS)
 
     @cute.jit
     def run(self, empty: cute.Pointer, copies: Copies):
-        """Fill the ring, and each stage again when all have released it, to the end of this cluster's work."""
+        """Fill the ring, and refill each stage when it is released, until the cluster's work ends."""
         state = copies.state
         self.fill(copies)
         index, phase = Int32(0), Int32(0)
@@ -115,16 +116,16 @@ class Copier:
 
     @cute.jit
     def refill(self, index: Int32, phase: Int32, empty: cute.Pointer, warp_idx: Int32, copies: Copies):
-        """The copying warp fills a stage, when all have released it. index -1: there is none."""
-        if warp_idx == 4 and index >= 0:
+        """The copying warp waits until stage `index` is released, and fills it. index -1: no stage."""
+        if warp_idx == self.warp and index >= 0:
             cute.arch.mbarrier_wait(empty + index, phase)
             self.produce(index, copies)
 
     @cute.jit
     def produce(self, index: Int32, copies: Copies):
-        """Fill the free stage `index` with what comes next: rows of Q, as many as keys, a block of keys, or the end.
+        """Fill the free stage `index` with rows of Q, a block of keys, or the end of the work, whichever is next.
 
-        Its state lies in shared memory: the registers of this warp are taken by O.
+        Its state lies in shared memory: O takes this warp's registers.
         """
         state, pieces, full = copies.state, copies.pieces, copies.full
         lane = cute.arch.lane_idx()
@@ -143,13 +144,13 @@ class Copier:
             if lane == 0:
                 state[CopyState.BLOCK] = b + 1
         elif state[CopyState.ENDED] == 0:
-            # A piece begins: its Q, in one or two stages; or there is none.
+            # A piece begins with Q, in one or two stages; or the work ends.
             number, q_stage = state[CopyState.NEXT_PIECE], state[CopyState.Q_STAGES]
             piece = Described(pieces, remainder(number, PIECES_KEPT))
             b_begin, b_end, q_stages = piece[Piece.BLOCK_BEGIN], piece[Piece.BLOCK_END], piece[Piece.Q_STAGES]
             cute.arch.sync_warp()
             if b_begin == b_end:
-                # The end. The consumers read the same description.
+                # The consumers see the end in the same description.
                 if lane == 0:
                     state[CopyState.ENDED] = 1
                     cute.arch.mbarrier_arrive(full + index)
@@ -170,7 +171,7 @@ class Copier:
 
     @cute.jit
     def copy_q(self, index: Int32, row: Int32, copies: Copies):
-        """`q_rows` rows of Q, from `row` on, into stage `index`."""
+        """Copy `q_rows` rows of Q, from `row` on, into stage `index`."""
         tma = copies.tma
         boxes = self.ring.q_boxes(copies.keys)
         g_q = cute.local_tile(cute.domain_offset((row, 0, 0), tma.q), (self.q_rows, 64, self.column_tiles), (0, 0, 0))
@@ -181,9 +182,9 @@ class Copier:
 
     @cute.jit
     def read_table(self, piece: Described, first_page: Int32, lane: Int32, copies: Copies):
-        """The next TABLE_AHEAD pages of a piece's request, from position `first_page` of its table on, into `pages`.
+        """Read TABLE_AHEAD pages of a piece's request, from position `first_page` of its table on, into `pages`.
 
-        0 past its last page, where the table may hold anything.
+        Pages past its last one become 0: the table may hold anything there.
         """
         block_tables, pages, state = copies.block_tables, copies.pages, copies.state
         position = first_page + lane
@@ -197,7 +198,7 @@ class Copier:
 
     @cute.jit
     def copy_keys(self, index: Int32, b: Int32, first_page: Int32, copies: Copies):
-        """Block b of the request into stage `index`; in a cluster each CTA copies every other block, for both."""
+        """Copy block b of the request into stage `index`. In a cluster each CTA copies every other block, for both."""
         tma, pages, full = copies.tma, copies.pages, copies.full
         boxes = self.ring.boxes(copies.keys, self.box)
         tiles = self.column_tiles if const_expr(self.box == self.block) else 1

@@ -29,6 +29,7 @@ from tsmla_kernels.sm90.decode.copies import TABLE_AHEAD, Copier
 from tsmla_kernels.sm90.decode.memory import (
     COPY_STATE_WORDS,
     PIECES_KEPT,
+    SCHEDULE_WARP,
     Arrays,
     Copies,
     Operands,
@@ -47,11 +48,9 @@ from tsmla_kernels.sm90.decode.values_fp8 import ValuesFp8
 from tsmla_kernels.sm90.decode.walk import PieceWalk
 from tsmla_kernels.sm90.warp import prefetch
 
-SCHEDULE_WARP = 8
-
 
 class Registers(NamedTuple):
-    """Registers of a thread: at the start, and of each kind of warpgroup."""
+    """Registers of a thread: at launch, and then in the softmax, the value and the copying warpgroups."""
 
     start: int
     scores: int
@@ -60,9 +59,9 @@ class Registers(NamedTuple):
 
 
 class MlaDecode:
-    """One compiled decode: `config` is static, all shapes but H, L, R and Z are dynamic.
+    """One compiled decode: `config` is static; all shapes but H, L, R and Z are dynamic.
 
-    The launcher takes a stream and memory.Operands, one by one.
+    The launcher takes a stream and the fields of memory.Operands.
     """
 
     def __init__(self, config: DecodeConfig) -> None:
@@ -76,13 +75,13 @@ class MlaDecode:
         self.scores: Scores16bit | ScoresFp8 | ScoresMixed
         self.values: Values16bit | ValuesFp8
         if config.fp8_cache:
-            self.threads, self.copy_warp = 512, 12
+            self.threads = 512
             wide = config.p_rows == ROWS and not config.mixed
             self.registers = Registers(128, 104, 192, 24) if wide else Registers(128, 120, 184, 24)
             self.scores = ScoresMixed(config, self.ring) if config.mixed else ScoresFp8(config, self.ring)
             self.values = ValuesFp8(config, self.ring, self.walk, self.copier)
         else:
-            self.threads, self.copy_warp = 384, 4
+            self.threads = 384
             self.registers = Registers(168, 184, 160, 160)  # 184 + 2 x 160 is what 384 threads start with
             self.scores = Scores16bit(config, self.ring)
             self.values = Values16bit(config, self.ring, self.walk, self.copier)
@@ -120,13 +119,14 @@ class MlaDecode:
         ).launch(grid=grid, block=[COMBINE_THREADS, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1)
 
     def check_storage(self, storage: Any) -> None:
-        """Keep the struct of shared memory; ValueError if a CTA may not have as much."""
+        """Keep the struct of shared memory; ValueError if it is larger than a CTA may have."""
         self.storage = storage
         if storage.size_in_bytes() > SMEM_BYTES:
             raise ValueError(f"{self.config} takes {storage.size_in_bytes()} bytes of shared memory of {SMEM_BYTES}")
 
     def num_clusters(self, seq_lens: cute.Tensor, split_info: cute.Tensor) -> Int32:
-        """How many clusters share the work: as many as split_info has entries for."""
+        """How many clusters share the work. split_info has two entries for each; when batch_invariant, one for each
+        cluster and one for each row tile."""
         if const_expr(self.config.batch_invariant):
             return Int32(split_info.shape[0] - seq_lens.shape[0] * self.config.max_tiles)
         return Int32(split_info.shape[0] // 2)
@@ -135,7 +135,7 @@ class MlaDecode:
     def attend(
         self, q: cute.Tensor, tma: Tma, arrays: Arrays, score_mma: Any, value_mma: cute.TiledMma, num_clusters: Int32
     ):
-        """One CTA: set up the barriers, find the first piece of work, then each warpgroup its role."""
+        """One CTA: set up the barriers, find the first piece of work, then give each warpgroup its role."""
         tidx, _, _ = cute.arch.thread_idx()
         block_idx, _, _ = cute.arch.block_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -148,10 +148,10 @@ class MlaDecode:
         storage = smem.allocate(self.storage)
         shared = self.ring.views(storage)
 
-        if warp_idx == self.copy_warp:
+        if warp_idx == self.copier.warp:
             cpasync.prefetch_descriptor(tma.q_atom)
             cpasync.prefetch_descriptor(tma.keys_atom)
-        first_idle_warp = max(self.copy_warp, SCHEDULE_WARP) + 1
+        first_idle_warp = max(self.copier.warp, SCHEDULE_WARP) + 1
         if warp_idx >= first_idle_warp:
             self.prefetch_operands(q, arrays.block_tables, warp_idx - first_idle_warp)
         if warp_idx == 0:
@@ -159,7 +159,7 @@ class MlaDecode:
         self.sync_barriers()
 
         state = storage.schedule_state.get_tensor(cute.make_layout(STATE_WORDS))
-        # In the stage that Q comes to, which no other CTA fills.
+        # Sorted in the first stage: Q comes there, which no other CTA copies.
         order = cute.make_tensor(cute.recast_ptr(storage.ring.data_ptr(), dtype=Int32), cute.make_layout(MAX_SORTED))
         schedule = Schedule(
             arrays.block_tables, arrays.seq_lens, arrays.cu_seqlens_q, arrays.partial_lse, arrays.split_info,
@@ -170,7 +170,7 @@ class MlaDecode:
             storage.copy_state.get_tensor(cute.make_layout(COPY_STATE_WORDS)),
             storage.pages.get_tensor(cute.make_layout(TABLE_AHEAD)), shared.full, rank,
         )  # fmt: skip
-        if warp_idx == self.copy_warp:
+        if warp_idx == self.copier.warp:
             self.walk.begin(schedule, early)
             self.walk.next_piece(Int32(0), schedule)
             self.copier.begin(copies)
@@ -178,7 +178,7 @@ class MlaDecode:
         if const_expr(self.config.fp8_cache):
             if group == 3:
                 self.set_registers(self.registers.copies)
-                if warp_idx == self.copy_warp:
+                if warp_idx == self.copier.warp:
                     self.copier.run(shared.empty, copies)
             else:
                 if group == 0:
@@ -202,7 +202,7 @@ class MlaDecode:
         self.end()
 
     def set_registers(self, count: int) -> None:
-        """Of this warpgroup's threads."""
+        """Set the registers of this warpgroup's threads."""
         if count > self.registers.start:
             cute.arch.setmaxregister_increase(count)
         else:
@@ -210,7 +210,7 @@ class MlaDecode:
 
     @cute.jit
     def prefetch_operands(self, q: cute.Tensor, block_tables: cute.Tensor, warp: Int32):
-        """Into the L2 cache beside the schedule's first loads, which these would otherwise follow: by three warps."""
+        """Prefetch into the L2 cache by three idle warps, while the schedule's first loads are in flight."""
         block_idx, _, _ = cute.arch.block_idx()
         line = (block_idx * 3 + warp) * 32 + cute.arch.lane_idx()
         prefetch(block_tables, line * 32)
@@ -218,7 +218,7 @@ class MlaDecode:
 
     @cute.jit
     def sync_barriers(self):
-        """No barrier is used before every CTA that uses it sees it."""
+        """Wait until every CTA sees the barriers that it uses."""
         cute.arch.mbarrier_init_fence()
         if const_expr(self.cluster > 1):
             cute.arch.cluster_arrive_relaxed()
@@ -228,8 +228,8 @@ class MlaDecode:
 
     @cute.jit
     def end(self):
-        """Leave, when the peers have done with this CTA's shared memory."""
+        """Wait until the peer has finished with this CTA's shared memory."""
         if const_expr(self.cluster > 1):
-            # A CTA whose shared memory is still written or signalled by its peer must not leave.
+            # A CTA must not exit while its peer still writes or signals its shared memory.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()

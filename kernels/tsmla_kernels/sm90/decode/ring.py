@@ -27,13 +27,13 @@ class Ring:
 
     Attributes:
       dtype, q_dtype, p_dtype: of the keys, of Q, and of P, in shared memory.
-      keys_swizzle, q_swizzle, p_swizzle: how rows of keys, of Q and of P are exchanged there.
+      keys_swizzle, q_swizzle, p_swizzle: the swizzles of their rows there.
       block, q_rows: keys, or query rows, of a stage. p_rows: rows of P that the value warpgroups read.
-      depth: columns of a key. column_tiles: groups of 64 columns. box: keys of one TMA copy, for a page may be shorter
-        than a stage.
-      stage_elements: elements from one stage to the next. elements: of all stages. itemsize: bytes of one.
+      depth: columns of a key. column_tiles: groups of 64 columns. box: keys of one TMA copy; a page may be shorter than
+        a stage.
+      stage_elements: elements from one stage to the next. elements: of all stages. itemsize: bytes of an element.
       p_offset: bytes from the beginning of a stage to its P.
-      inverses_kept: pieces whose row sums are kept: more than the softmax warpgroup may be ahead of the values.
+      inverses_kept: pieces whose row sums are kept: the softmax warpgroup is fewer pieces ahead of the values.
       releasing_lanes: lanes of a value warp that arrive on `empty`. Must include every lane that reads `rescale` or
         `moved`, because racecheck tracks only arriving lanes.
     """
@@ -57,10 +57,10 @@ class Ring:
         else:
             self.p_dtype, self.p_swizzle = self.dtype, narrow
             self.keys_swizzle = self.q_swizzle = wide
-            # P takes the place of its own keys' rope columns, which nothing reads once S is there.
+            # P overwrites the rope columns of its own keys, which nothing reads after S.
             self.p_offset = config.block * config.latent_dim * 2
             self.releasing_lanes = 1
-            # A piece takes two stages or more; the values read its row sums before they release its last.
+            # A piece takes two stages or more; the value warps read its row sums before they release its last stage.
             self.inverses_kept = (config.stages + 1) // 2
 
     def advance(self, index: Int32, phase: Int32) -> tuple[Int32, Int32]:
@@ -70,12 +70,10 @@ class Ring:
     # ---- layout
 
     @cute.jit
-    def views(self, storage: cutlass.Constexpr):
-        """The ring in shared memory, a Shared."""
+    def views(self, storage: cutlass.Constexpr) -> Shared:
+        """The ring in shared memory."""
         full, empty, ready = storage.full.data_ptr(), storage.empty.data_ptr(), storage.ready.data_ptr()
-        pieces = storage.pieces.get_tensor(
-            cute.make_layout((len(Piece), PIECES_KEPT), stride=(1, len(Piece)))
-        )
+        pieces = storage.pieces.get_tensor(cute.make_layout((len(Piece), PIECES_KEPT), stride=(1, len(Piece))))
         rescale = storage.rescale.get_tensor(cute.make_layout((ROWS, self.stages), stride=(1, ROWS)))
         moved = storage.moved.get_tensor(cute.make_layout((4, self.stages), stride=(1, 4)))
         inverse = storage.inverse.get_tensor(cute.make_layout((ROWS, self.inverses_kept), stride=(1, ROWS)))
@@ -121,11 +119,11 @@ class Ring:
 
     @cute.jit
     def address(self, s_k: cute.Tensor, index: Int32):
-        """Where stage `index` begins.
+        """The address of stage `index`.
 
         WGMMA takes its descriptors from uniform registers, and the compiler does not see that a stage's index is
-        uniform: it moved every descriptor there one by one, which took a fifth of the scores' time. So the address
-        goes through an instruction whose result is uniform.
+        uniform: it moved every descriptor there one by one, which took a fifth of the softmax warpgroup's time. So the
+        address goes through an instruction whose result is uniform.
         """
         return uniform(s_k.iterator.toint() + index * (self.stage_elements * self.itemsize))
 
@@ -143,7 +141,7 @@ class Ring:
 
     @cute.jit
     def q_boxes(self, s_k: cute.Tensor):
-        """The ring as TMA boxes of Q's rows: where they have the keys' type, as many as keys."""
+        """The ring as TMA boxes of Q's rows. If Q has the keys' dtype, a stage takes as many rows of Q as keys."""
         if const_expr(self.mixed):
             swizzle = warpgroup.make_smem_layout_atom(self.q_swizzle, self.q_dtype).inner
             boxes = cute.make_tensor(
@@ -158,14 +156,14 @@ class Ring:
         return boxes
 
     @cute.jit
-    def described(self, number: Int32, pieces: cute.Tensor):
-        """(piece `number`, its first key block, the one after its last): the same two, if there is none."""
+    def described(self, number: Int32, pieces: cute.Tensor) -> tuple[Described, Int32, Int32]:
+        """(piece `number`, its first key block, the one after its last). Two equal blocks mean the end of the work."""
         piece = Described(pieces, remainder(number, PIECES_KEPT))
         return piece, uniform(piece[Piece.BLOCK_BEGIN]), uniform(piece[Piece.BLOCK_END])
 
     @cute.jit
     def store_p(self, address: Int32, p_words: cute.Tensor):
-        """A warp's P into shared memory, where the lane's first row of it is at `address`."""
+        """Store a warp's P to shared memory. The lane's first row of it begins at `address`."""
         for i in cutlass.range_constexpr(self.block // 16):
             four = [p_words[4 * i + j] for j in range(4)]
             store_matrices(address ^ (i << 5), *four)
@@ -175,16 +173,16 @@ class Ring:
 
     @cute.jit
     def init_barriers(self, shared: Shared):
-        """The ring's barriers."""
+        """Initialise the ring's barriers."""
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(self.stages):
                 cute.arch.mbarrier_init(shared.full + i, 1)
                 cute.arch.mbarrier_init(shared.empty + i, 8 * self.releasing_lanes * self.cluster)
-                cute.arch.mbarrier_init(shared.ready + i, 4 * 8)  # `signal` of four warps
+                cute.arch.mbarrier_init(shared.ready + i, 4 * 8)  # signal() of the four softmax warps
 
     @cute.jit
-    def look_ahead(self, index: Int32, phase: Int32, shared: Shared):
-        """Poll the next stage: (has it arrived, its address, the stage after it, that stage's parity), an Ahead.
+    def look_ahead(self, index: Int32, phase: Int32, shared: Shared) -> Ahead:
+        """Poll the next stage: has it arrived, its address, the stage after it, that stage's parity.
 
         Call after the last Q K^T step: polling is slow, and among the steps it stalls WGMMA.
         """
@@ -194,54 +192,55 @@ class Ring:
         return Ahead(arrived, address, following, phase_following)
 
     def signals(self, lane: Int32) -> cutlass.Boolean:
-        """Whether a lane arrives in `signal`."""
+        """Whether a lane arrives on `ready` in `signal`."""
         return lane % 4 == 0
 
     @cute.jit
     def signal(self, ready: cute.Pointer, index: Int32, lane: Int32):
-        """One warp has done its part with a stage: Q's rows are in registers, or P is in shared memory.
+        """A softmax warp has finished its part of a stage: Q's rows are in registers, or P is in shared memory.
 
-        The eight lanes that write row factors arrive, each for its own: so racecheck can follow it too.
+        The eight lanes that write row factors arrive, because racecheck tracks only arriving lanes.
         """
         cute.arch.sync_warp()
         if self.signals(lane):
             cute.arch.mbarrier_arrive(ready + index)
 
     def signal_if(self, holds: Int32, ready: cute.Pointer, index: Int32) -> None:
-        """signal, behind a warp's barrier, by the lanes where `holds` is 1. Without a branch: there the compiler would
-        part the WGMMAs before from those behind, which begin late then."""
+        """Arrive on `ready` by the lanes whose `holds` is 1, after sync_warp. No branch: the compiler would separate
+        the WGMMAs before it from the WGMMAs after it, which would begin late."""
         cute.arch.inline_ptx(
             "{ .reg .pred holds; setp.ne.s32 holds, {$r0}, 0; @holds mbarrier.arrive.shared::cta.b64 _, [{$r1}]; }",
             read_only_args=[holds, (ready + index).toint()],
         )
 
     def q_is_read(self, number: Int32) -> None:
-        """The scores' word that they have read a piece's Q, where the values' warps write its stage next by ordinary
-        stores. `ready` says so too, but by eight lanes of a warp for all, and racecheck counts those alone."""
+        """The softmax warpgroup has read a piece's Q: value warps may zero keys in its stage by ordinary stores.
+
+        `ready` orders this too, but by eight lanes of a warp, and racecheck tracks only arriving lanes.
+        """
         cute.arch.barrier_arrive(
             barrier_id=Barrier.Q_READ + remainder(number, PIECE_BARRIERS), number_of_threads=READ_THREADS
         )
 
     def wait_for_q_read(self, number: Int32) -> None:
-        """The values' part of it."""
+        """A value warp waits for q_is_read."""
         cute.arch.barrier(barrier_id=Barrier.Q_READ + remainder(number, PIECE_BARRIERS), number_of_threads=READ_THREADS)
 
     def keys_are_read(self, number: Int32) -> None:
-        """Likewise, that they have read the keys of a piece's last block, where they do so by ordinary loads and the
-        values zero some."""
+        """The softmax warpgroup has read a piece's last keys by ordinary loads: value warps may zero some of them."""
         cute.arch.barrier_arrive(
             barrier_id=Barrier.KEYS_READ + remainder(number, PIECE_BARRIERS), number_of_threads=READ_THREADS
         )
 
     def wait_for_keys_read(self, number: Int32) -> None:
-        """The values' part of it."""
+        """A value warp waits for keys_are_read."""
         cute.arch.barrier(
             barrier_id=Barrier.KEYS_READ + remainder(number, PIECE_BARRIERS), number_of_threads=READ_THREADS
         )
 
     @cute.jit
     def release(self, index: Int32, empty: cute.Pointer):
-        """One warp is done with a stage: told to every CTA that may write it."""
+        """A value warp has finished with a stage: arrive on `empty` of every CTA that may write the stage."""
         if const_expr(self.releasing_lanes > 1):
             cute.arch.sync_warp()
             if cute.arch.lane_idx() < self.releasing_lanes:
@@ -252,7 +251,7 @@ class Ring:
 
     @cute.jit
     def arrive(self, barrier: cute.Pointer):
-        """An arrival at `barrier` of each CTA of the cluster."""
+        """Arrive on `barrier` of each CTA of the cluster."""
         if const_expr(self.cluster == 1):
             cute.arch.mbarrier_arrive(barrier)
         else:

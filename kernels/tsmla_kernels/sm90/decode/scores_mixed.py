@@ -1,11 +1,9 @@
-"""S^T = K Q^T, softmax and P of decode, 16-bit queries over a cache of e4m3.
+"""S^T = K Q^T, softmax and P of decode for 16-bit queries over a cache of e4m3.
 
-The scores are found the other way round than with fp8 queries, and in f16, which holds every e4m3 value. K is then the
-operand that comes from registers, where it is widened, and nothing goes back to shared memory. Each of the four warps
-has 16 keys of a block of 64 and all query rows.
-
-  Q   f16 in shared memory, a power of 2 before it where bf16 holds what f16 does not
-  P   from the rows' keys of four warps: so these must agree, block by block, whether a maximum has moved
+K Q^T is multiplied in f16, which holds every e4m3 value. K is the operand that WGMMA takes from registers: it is
+widened there, and nothing goes back to shared memory. Each of the four softmax warps has 16 keys of a block of 64 and
+all query rows, so the four must agree in every block whether a row's maximum has moved. Q is f16 in shared memory,
+multiplied by a power of 2 if it exceeds f16's range.
 """
 
 from __future__ import annotations
@@ -42,44 +40,44 @@ from tsmla_kernels.sm90.decode.scores import Scores
 from tsmla_kernels.sm90.decode.softmax import tree
 from tsmla_kernels.sm90.warp import kept, load_matrices, quotient, remainder, store_transposed, uniform
 
-EARLY_STEPS = 4  # 16-column steps of K Q^T that are still to come when the values' warpgroups are let loose
-KEYS_AHEAD = 4  # fragments of K, 16 keys of 32 columns each, that a warp has in registers as fp8, or on their way
-KEYS_WIDE = 4  # of their halves that it has there as f16
-# Of bf16 queries, the greatest of a row tile, from 2^-4 to 2^15, for which they are f16 as they are: what is less than
-# 2^-17 loses bits. As f16.
+EARLY_STEPS = 4  # 16-column steps of K Q^T that remain when the last block's P V is released
+KEYS_AHEAD = 4  # fragments of K (16 keys, 32 columns) that a warp has or is loading in registers, as fp8
+KEYS_WIDE = 4  # halves of fragments that it has in registers as f16
+# bf16 queries become f16 unscaled if the greatest number of a row tile is in [2^-4, 2^15): then only numbers below
+# 2^-17 lose bits. The bounds are f16's bits.
 PLAIN_FROM, PLAIN_TO = 11 << 10, 30 << 10
-COPY, FIND, SCALE = 0, 1, 2  # the kinds of a pass over Q: see copy_q_rows
-WARPS = 4  # of the scores
+COPY, FIND, SCALE = 0, 1, 2  # kinds of a pass over Q: see copy_q_rows
+WARPS = 4  # of the softmax warpgroup
 
 
 def key_row(lane, warp):
-    """Where the row that lane `lane` of `warp` names to ldmatrix begins in a stage: 16 columns of a key's first 32."""
+    """Offset in a stage of the row that a lane passes to ldmatrix: 16 columns of a key, of its first 32 columns."""
     key = warp * 16 + lane % 16
     return key * 64 + (((lane // 16) ^ ((key >> 1) & 3)) << 4)
 
 
 def key_fragment(first, g, block):
-    """Its row for fragment g of 32 columns, where `first` is that for the first one."""
+    """The same for fragment g of 32 columns; `first` is the offset for fragment 0."""
     return (first ^ ((g % 2) << 5)) + (g // 2) * (block * 64)
 
 
 def p_row(lane, warp):
-    """Where the row that lane `lane` of `warp` names to stmatrix begins in P: 8 keys of one of the first 16 rows."""
+    """Offset in P of the row that a lane passes to stmatrix: 8 keys of one of the first 16 query rows."""
     return (lane // 16 * 8 + lane % 8) * 128 + (((warp * 2 + lane // 8 % 2) ^ (lane % 8)) << 4)
 
 
 def q_pair_place(pair):
-    """Where pair `pair` of each 16 columns of Q comes to: a lane q has four columns of a key together, which WGMMA
-    takes for its columns 2 q, 2 q + 1, 2 q + 8 and 2 q + 9."""
+    """The new place of pair `pair` of 16 columns of Q. Lane q has four neighbouring columns of a key, which WGMMA takes
+    as columns 2 q, 2 q + 1, 2 q + 8 and 2 q + 9. Q's columns are permuted to match."""
     return 4 * (pair % 2) + pair // 2
 
 
 class Exchange(NamedTuple):
-    """Scratch in shared memory, where each of the four softmax warps has keys of its own.
+    """Shared-memory scratch for reducing over the keys of the four softmax warps.
 
     Attributes:
       of_lanes: per-lane partials of each row.
-      changes: what the reduced values change: a row's rise and the factor of its sums.
+      changes: for each row, the rise of its maximum and the factor of its sum.
       maxima: the running row maxima (kept here to save registers).
     """
 
@@ -92,12 +90,12 @@ class Held(NamedTuple):
     """What the softmax warpgroup holds from piece to piece.
 
     Attributes:
-      mma_qk: K Q^T. q: Q in shared memory. t_q: the same, as its operand.
-      acc: S^T of a block. narrow, wide: fragments of K as fp8, and halves of them as f16.
-      k_offset, p_offset: where the lane's row of K, and of P, lies in a stage. p_words: P as it is stored.
-      exchanged: scratch. running: the rows' maxima and sums.
-      scales: the operand. results: where rows are finished.
-      place: of the thread. signals: 1 if its lane arrives in `signal`.
+      mma_qk: of K Q^T. q: Q in shared memory. t_q: the same as an operand.
+      acc: S^T of a block. narrow, wide: fragments of K as fp8, and halves of fragments as f16.
+      k_offset, p_offset: of the lane's row of K and of P in a stage. p_words: P as it is stored.
+      exchanged: scratch. running: the lane's maxima and sums.
+      scales: the operand. results: of finished rows.
+      place: of the thread. signals: 1 if the lane arrives in Ring.signal.
     """
 
     mma_qk: cute.TiledMma
@@ -118,7 +116,7 @@ class Held(NamedTuple):
 
 
 class ScoresMixed(Scores):
-    """K Q^T of 16-bit queries and keys of e4m3. q_dtype, q_elements: of Q in shared memory, p_rows rows."""
+    """K Q^T with 16-bit queries and keys of e4m3. q_dtype, q_elements: of Q in shared memory, which has p_rows rows."""
 
     def __init__(self, config: DecodeConfig, ring: Ring) -> None:
         super().__init__(config, ring)
@@ -128,7 +126,7 @@ class ScoresMixed(Scores):
         self.q_elements = config.p_rows * config.head_dim
 
     def mma(self) -> cute.TiledMma:
-        """K Q^T of a block."""
+        """The MMA of K Q^T of a block."""
         k_major = OperandMajorMode.K
         return sm90.make_trivial_tiled_mma(
             self.p_dtype, self.p_dtype, k_major, k_major, Float32, (1, 1, 1), (self.block, self.p_rows),
@@ -137,7 +135,7 @@ class ScoresMixed(Scores):
 
     @cute.jit
     def begin(self, arrays: Arrays, shared: Shared, scratch: Scratch, mma_qk: cute.TiledMma, rank: Int32):
-        """What the softmax warpgroup holds from piece to piece, a Held."""
+        """Set up what the softmax warpgroup holds from piece to piece."""
         q_tile = cute.tile_to_shape(
             warpgroup.make_smem_layout_atom(self.ring.q_swizzle, self.q_dtype), (self.p_rows, self.depth), (0, 1)
         )
@@ -172,7 +170,7 @@ class ScoresMixed(Scores):
 
     @cute.jit
     def take_q(self, piece: Described, number: Int32, stage: Stage, held: Held, shared: Shared):
-        """Q from one or two stages to where it stays."""
+        """Move Q from one or two stages to its own place, in f16."""
         t, lane, maxima = held.place.thread, held.place.lane, held.exchanged.maxima
         first_index, second_index = stage.index, stage.index
         index, phase = self.ring.advance(stage.index, stage.phase)
@@ -183,7 +181,7 @@ class ScoresMixed(Scores):
                 cute.arch.mbarrier_wait(shared.full + index, phase)
                 second_index = index
                 index, phase = self.ring.advance(index, phase)
-        # All four warps have read the Q that is there.
+        # All four warps must have read the previous Q.
         self.sync_softmax()
         if t < self.p_rows:
             maxima[t, 0] = Float32(0.0)
@@ -225,7 +223,7 @@ class ScoresMixed(Scores):
                 if const_expr(n % 2 == 1 and n // 2 + KEYS_AHEAD < steps // 2):
                     self.read_keys(here, n // 2 + KEYS_AHEAD, narrow)
                 if const_expr(n == steps - EARLY_STEPS):
-                    # The tensor cores take turns, as in Scores16bit.
+                    # Release the previous block's P V, as in Scores16bit.
                     self.ring.signal_if(stored, shared.ready, previous)
                 warpgroup.fence()
                 a = cute.make_tensor(
@@ -234,7 +232,7 @@ class ScoresMixed(Scores):
                 cute.gemm(mma_qk, acc, a[None, None, 0], held.t_q[None, None, n], acc)
                 mma_qk.set(Field.ACCUMULATE, True)
                 warpgroup.commit_group()
-            # Asked for before the product's end, for they take their time.
+            # The maxima are loaded before the product ends, because the load takes time.
             for v in cutlass.range_constexpr(self.p_rows // 8):
                 two_rows(held.exchanged.maxima, Int32(0), v, place.lane, running.m[None, v])
             warpgroup.wait_group(0)
@@ -254,7 +252,7 @@ class ScoresMixed(Scores):
 
     @cute.jit
     def finish_piece(self, piece: Described, number: Int32, b_end: Int32, last: Int32, held: Held, shared: Shared):
-        """Row sums over the keys, 1 / sum for the epilogue, and the row's log-sum-exp."""
+        """Row sums over all keys; 1 / sum for the epilogue; the rows' log-sum-exps."""
         t = held.place.thread
         totals = self.over_keys(operator.add, held.running.l, held.exchanged.of_lanes, t)
         if t % 4 == 0 and t < 2 * self.p_rows:
@@ -263,12 +261,10 @@ class ScoresMixed(Scores):
                 self.softmax.finish_row(row, (totals[e], held.exchanged.maxima[row, 0]), piece, number, held.results)
 
     @cute.jit
-    def keep_q(
-        self, stages: tuple[Int32, Int32], valid_rows: Int32, held: Held, shared: Shared
-    ):
-        """Q from its stages to where it stays, in f16; what its products are to be multiplied by.
+    def keep_q(self, stages: tuple[Int32, Int32], valid_rows: Int32, held: Held, shared: Shared):
+        """Move Q from its stages to its own place, in f16. Return the factor by which the logits must be multiplied.
 
-        Of each 16 columns the pairs are exchanged: see q_pair_place. Rows past the tile's end are 0.
+        The pairs of 16 columns are permuted: see q_pair_place. Rows past the tile's end become 0.
         """
         t, tops = held.place.thread, held.exchanged.changes
         sources = (self.ring.address(shared.keys, stages[0]), self.ring.address(shared.keys, stages[1]))
@@ -279,7 +275,7 @@ class ScoresMixed(Scores):
             big = self.any_of_warps(Int32(top >= PLAIN_TO))
             enough = self.any_of_warps(Int32(top >= PLAIN_FROM))
             if big != 0 or enough == 0:
-                # The greatest number that is finite comes to between 2^14 and 2^15.
+                # Scale the greatest finite number to between 2^14 and 2^15.
                 top = self.copy_q_rows(held.q, sources, valid_rows, t, Float32(1.0), FIND)
                 top = cute.arch.warp_redux_sync(top, "max")
                 if t % 32 == 0:
@@ -287,7 +283,7 @@ class ScoresMixed(Scores):
                 self.sync_softmax()
                 greatest = tree(cute.arch.fmax, [tops[w, 0] for w in range(WARPS)])
                 power = (greatest.bitcast(Int32) & 0x7F800000) - (14 << 23)
-                # What has a reciprocal; a tile of zeros stays one.
+                # Clamp to powers that have a reciprocal; zeros stay zeros.
                 power = cutlass.min(cutlass.max(power, 1 << 23), 253 << 23)
                 factor = power.bitcast(Float32)
                 inverse = (Int32(254 << 23) - power).bitcast(Float32)
@@ -306,10 +302,10 @@ class ScoresMixed(Scores):
         factor: Float32,
         kind: cutlass.Constexpr[int],
     ):
-        """One pass of keep_q, by its `kind`.
+        """One pass of keep_q.
 
-        COPY: returns the greatest magnitudes that the thread met, as a pair of f16, NaN apart. FIND: nothing is copied;
-        returns the greatest magnitude of finite numbers, as fp32. SCALE: copy what is multiplied by `factor`.
+        COPY: copy Q; return the thread's greatest magnitudes but NaN, as a pair of f16. FIND: copy nothing; return the
+        thread's greatest finite magnitude, as fp32. SCALE: copy Q times `factor`.
         """
         row, first = remainder(t, self.p_rows), quotient(t, self.p_rows)
         target = s_q.iterator.toint() + row * 128
@@ -320,7 +316,7 @@ class ScoresMixed(Scores):
         groups, at_once = self.depth // 16, 128 // self.p_rows
         words = cute.make_rmem_tensor((4, 2), Int32)
         ordered = cute.make_rmem_tensor((4, 2), Int32)
-        top = Int32(0)  # of f16's pairs; where `kind` is FIND, an fp32 number
+        top = Int32(0)  # a pair of f16; an fp32 number if `kind` is FIND
         for base in cutlass.range(0, groups, at_once, unroll=1):
             group = base + first
             if group < groups:
@@ -351,13 +347,13 @@ class ScoresMixed(Scores):
         return top
 
     def two_halves(self, low: Float32, high: Float32) -> Int32:
-        """Two numbers in f16."""
+        """Round two numbers to a pair of f16."""
         return cute.arch.inline_ptx(
             "cvt.rn.f16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Int32], read_only_args=[low, high]
         )
 
     def greater_halves(self, top: Int32, pair: Int32) -> Int32:
-        """The greater of `top` and the magnitudes of `pair`, of each of the two f16; a NaN counts for nothing."""
+        """The greater of `top` and the magnitude of `pair`, for each of the two f16. NaN is ignored."""
         return cute.arch.inline_ptx(
             "{ .reg .b32 size; abs.f16x2 size, {$r1}; max.f16x2 {$w0}, {$r0}, size; }",
             write_only_types=[Int32],
@@ -366,19 +362,19 @@ class ScoresMixed(Scores):
 
     @cute.jit
     def four_words(self, address: Int32):
-        """Four words of shared memory."""
+        """Four words of shared memory at `address`."""
         pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=16)
         return cute.make_tensor(pointer, cute.make_layout(4))
 
     @cute.jit
     def read_keys(self, here: Int32, g: cutlass.Constexpr[int], narrow: cute.Tensor):
-        """Fragment g of this warp's keys, 32 columns, into its column of `narrow`: a word is four columns of a key."""
+        """Read fragment g of this warp's keys into its column of `narrow`. A word is four columns of a key."""
         fragment = narrow[None, g % KEYS_AHEAD]
         fragment[0], fragment[1], fragment[2], fragment[3] = load_matrices(key_fragment(here, g, self.block))
 
     @cute.jit
     def widen_keys(self, n: cutlass.Constexpr[int], narrow: cute.Tensor, wide: cute.Tensor):
-        """Half n of the fragments of K as f16: 16 columns of two keys, as WGMMA's first operand."""
+        """Widen half n of the fragments of K to f16: 16 columns of two keys, as WGMMA's first operand."""
         words = cute.make_rmem_tensor((2,), Int32)
         for i in cutlass.range_constexpr(2):
             words[i] = narrow[2 * (n % 2) + i, n // 2 % KEYS_AHEAD]
@@ -386,15 +382,15 @@ class ScoresMixed(Scores):
         eight.store(cute.recast_tensor(words, self.ring.dtype).load().to(self.p_dtype))
         pairs = cute.recast_tensor(eight, Int32)
         for i in cutlass.range_constexpr(4):
-            # Four columns of a key, then of the other; WGMMA wants two of each key, then the other two.
+            # From four columns of one key, then of the other, to two columns of each, then the other two of each.
             wide[i, n % KEYS_WIDE] = pairs[2 * (i % 2) + i // 2]
 
     @cute.jit
     def mask_keys(self, s: cute.Tensor, b: Int32, piece: Described, t: Int32):
-        """Scores of the keys that a row does not see."""
+        """Set the scores of keys that a row does not see to -inf."""
         for i in cutlass.range_constexpr(2):
             key = b * self.block + t // 32 * 16 + t % 32 // 4 + 8 * i
-            first_row = Int32(0)  # of those that see it
+            first_row = Int32(0)  # that sees the key
             if const_expr(self.causal):
                 first_row = (key + 1 - piece[Piece.FIRST_TOKEN_KEYS]) * self.heads - piece[Piece.ROW_IN_REQUEST]
             if key >= piece[Piece.KEYS]:
@@ -409,8 +405,8 @@ class ScoresMixed(Scores):
     def softmax_of_keys(self, s: cute.Tensor, first: Int32, scale: Float32, held: Held, shared: Shared, index: Int32):
         """S to P, against the rows' maxima m (base 2, scaled), two rows to a word; row sums to l.
 
-        The maxima are followed as in Softmax.run, always in a piece's `first` block; as the four warps have
-        other keys of the same rows, they vote together, and together find new maxima.
+        The maxima are updated as in Softmax.run, and always in a piece's `first` block. The four warps have different
+        keys of the same rows, so they vote and reduce together.
         """
         changes, maxima, p_words = held.exchanged.changes, held.exchanged.maxima, held.p_words
         m, l, rescale, moved = held.running.m, held.running.l, shared.rescale, shared.moved
@@ -430,7 +426,7 @@ class ScoresMixed(Scores):
             if t % 4 == 0 and t < 2 * self.p_rows:
                 four = cute.make_rmem_tensor((4,), Float32)
                 for e in cutlass.range_constexpr(2):
-                    # A maximum only rises, but in the first block, where it is 0 and stands for none.
+                    # A maximum only rises, except in the first block, which begins with 0 for no maximum.
                     rise = cute.arch.fmax(found[e], Float32(first) * LOWEST)
                     factor = cute.math.exp2(-cute.arch.fmax(rise, 0.0), fastmath=True)
                     four[2 * e], four[2 * e + 1] = rise, factor
@@ -462,7 +458,7 @@ class ScoresMixed(Scores):
 
     @cute.jit
     def store_p_of_keys(self, address: Int32, p_words: cute.Tensor):
-        """A warp's P into shared memory, transposed: rows by keys."""
+        """Store a warp's P to shared memory, transposed to rows by keys."""
         for v in cutlass.range_constexpr(0, self.p_rows // 8, 2):
             four = [p_words[i, v + j] for j in range(2) for i in range(2)]
             store_transposed(address + 1024 * v, *four)
@@ -470,8 +466,8 @@ class ScoresMixed(Scores):
 
     @cute.jit
     def over_keys(self, combine: cutlass.Constexpr, values: cute.Tensor, of_lanes: cute.Tensor, t: Int32):
-        """What the lanes' `values` of each row come to over all keys: the two rows of t // 4, to each of four lanes.
-        Threads past the last row get 0."""
+        """Reduce the lanes' `values` of each row over all keys by `combine`. Threads 4 i to 4 i + 3 get rows 2 i and
+        2 i + 1; threads past the last row get 0."""
         lane = t % 32
         pair = cute.make_rmem_tensor((2,), Float32)
         for v in cutlass.range_constexpr(self.p_rows // 8):

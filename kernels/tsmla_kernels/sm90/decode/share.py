@@ -12,17 +12,17 @@ from tsmla_kernels.sm90.decode.config import OVERHEAD, DecodeConfig
 from tsmla_kernels.sm90.decode.memory import Schedule, ScheduleKind, ScheduleState
 from tsmla_kernels.sm90.warp import divide, quotient, remainder
 
-LONG_RUN_KEYS = 1 << 16  # of a cluster, from which on no cluster is left without work for the sake of tracks
-MIN_SORTED_SHARE = 32  # key blocks of a cluster, at least, for which requests are sorted
-MAX_SORTED = 128  # requests that are sorted by length, at most: so that their numbers are bytes
-MAX_SORTED_BLOCKS = 1 << 24  # of a request that is sorted by length: beside its number in a word
-MAX_REQUESTS = 16  # of them, at most, that a cluster takes
-# A ScheduleState; its last word may be the first of the cluster's requests, a byte each.
+LONG_RUN_KEYS = 1 << 16  # a cluster with more keys than this runs so long that tracks may leave no cluster idle
+MIN_SORTED_SHARE = 32  # requests are sorted only if a cluster has this many key blocks
+MAX_SORTED = 128  # most requests that are sorted by length: their numbers are bytes
+MAX_SORTED_BLOCKS = 1 << 24  # a sorted request's key blocks and number share one word
+MAX_REQUESTS = 16  # most sorted requests that a cluster takes
+# A ScheduleState; a cluster's sorted requests, a byte each, start in its last word.
 STATE_WORDS = ScheduleState.TRACKS + MAX_REQUESTS // 4
 
 
 class Request(NamedTuple):
-    """A request's size: keys, its first row of q and out, its query rows, row tiles and key blocks."""
+    """A request's size: its keys, its first row of q and out, its query rows, row tiles and key blocks."""
 
     keys: Int32
     first_row: Int32
@@ -32,7 +32,7 @@ class Request(NamedTuple):
 
 
 class FixedPieces(NamedTuple):
-    """How row tiles are cut when batch_invariant: key blocks of a piece, and slots of partial_out that a tile has."""
+    """How row tiles are cut when batch_invariant: key blocks of a piece, and a tile's slots of partial_out."""
 
     blocks: Int32
     slots: Int32
@@ -47,12 +47,13 @@ class Track(NamedTuple):
 
 
 class Measure(NamedTuple):
-    """A batch's size on the line, and the lane's request of the first 32.
+    """A batch's size, and the size of request `lane`.
 
     Attributes:
-      total: length of the line, or of each track. row_tiles: on it. longest: key blocks of the longest request.
-      tracks: how many; 1: all row tiles are on one line.
-      tiles, blocks: row tiles on the line and key blocks of the lane's request.
+      total: length of the line, or of each track. row_tiles: their number there.
+      longest: key blocks of the longest request.
+      tracks: their number; 1 if all row tiles lie on one line.
+      tiles, blocks: row tiles on the line, and key blocks, of request `lane`.
     """
 
     total: Int32
@@ -64,7 +65,7 @@ class Measure(NamedTuple):
 
 
 class Sharing(NamedTuple):
-    """How a batch is shared out: a ScheduleKind, the length of a share, and that of all tiles or 0."""
+    """How a batch is shared out: a ScheduleKind, the length of a share, and of every tile (0 if tiles differ)."""
 
     kind: Int32
     length: Int32
@@ -89,10 +90,10 @@ class BatchShare:
 
     Attributes:
       heads, max_q_len, page_size, ragged, batch_invariant, tile_rows, max_tiles, block, few_rows: as in DecodeConfig.
-      min_share: key blocks worth a cluster's while: each piece more is one more partial result to merge.
-      equal_row_counts: whether all requests have as many query rows, and cuts may depend on the batch.
-      may_use_tracks: whether the row tiles of a request may be laid out side by side, each on a track of its own.
-      may_sort_requests: whether requests may be given out by their length.
+      min_share: fewest key blocks of a share: a shorter one costs more in merging than it saves.
+      equal_row_counts: whether all requests have the same number of query rows, and cuts may depend on the batch.
+      may_use_tracks: whether the row tiles of a request may lie side by side, each on its own track.
+      may_sort_requests: whether requests may be dealt out by length.
     """
 
     def __init__(self, config: DecodeConfig) -> None:
@@ -107,7 +108,7 @@ class BatchShare:
 
     @cute.jit
     def numbers(self, r: Int32, seq_lens: cute.Tensor, cu_seqlens_q: cute.Tensor) -> tuple[Int32, Int32, Int32]:
-        """What the operands say of request r: its length and, if ragged, its first query token and the next's."""
+        """(length, first query token, the next request's first query token) of request r; the tokens only if ragged."""
         begin, end = Int32(0), Int32(0)
         if const_expr(self.ragged):
             begin, end = cu_seqlens_q[r], cu_seqlens_q[r + 1]
@@ -118,7 +119,7 @@ class BatchShare:
         """Size of request r. `numbers` is what `self.numbers(r)` returned."""
         length, begin, end = numbers
         width, all_rows = schedule.block_tables.shape[1], schedule.all_rows
-        # Clamped to what the table, the row tiles and `out` hold: a wrong length must not lead outside of them.
+        # A wrong length must not lead outside the table, the row tiles or `out`.
         keys = cutlass.min(cutlass.max(length, 0), width * self.page_size)
         blocks = cutlass.max(quotient(keys + self.block - 1, self.block), 1)
         first = r * (self.max_q_len * self.heads)
@@ -133,12 +134,12 @@ class BatchShare:
 
     @cute.jit
     def request_at(self, r: Int32, schedule: Schedule) -> Request:
-        """The same of a request whose numbers have not been read."""
+        """Size of request r, whose numbers are read here."""
         return self.request(r, self.numbers(r, schedule.seq_lens, schedule.cu_seqlens_q), schedule)
 
     @cute.jit
     def track_of(self, tracks: Int32, schedule: Schedule) -> Track:
-        """This cluster's track, where there are `tracks`."""
+        """This cluster's track among `tracks`."""
         clusters, index = schedule.num_clusters, Int32(0)
         if const_expr(self.may_use_tracks):
             if tracks > 1:
@@ -148,7 +149,7 @@ class BatchShare:
 
     @cute.jit
     def fixed_pieces(self, schedule: Schedule) -> FixedPieces:
-        """How row tiles are cut when batch_invariant; of no meaning otherwise."""
+        """How row tiles are cut when batch_invariant; (1, 1), which is not used, otherwise."""
         blocks, slots = Int32(1), Int32(1)
         if const_expr(self.batch_invariant):
             slots = schedule.partial_lse.shape[0] // (schedule.seq_lens.shape[0] * self.max_tiles)
@@ -158,7 +159,7 @@ class BatchShare:
 
     @cute.jit
     def on_line(self, tiles: Int32, tracks: Int32):
-        """Row tiles of a request that follow each other on one line."""
+        """Row tiles that a request has on one line: all of its `tiles`, or one if it has a track for each."""
         if const_expr(self.may_use_tracks):
             if tracks > 1:
                 tiles = Int32(1)
@@ -166,7 +167,7 @@ class BatchShare:
 
     @cute.jit
     def cost_on_line(self, blocks: Int32, piece_blocks: Int32, kind: Int32, equal_cost: Int32, share_length: Int32):
-        """Length of a row tile on the line; `equal_cost` where that is not 0."""
+        """Length of a row tile of `blocks` key blocks on the line: `equal_cost` if that is not 0."""
         length = blocks + OVERHEAD
         if const_expr(self.batch_invariant):
             length = blocks + OVERHEAD * ((blocks + piece_blocks - 1) // piece_blocks)
@@ -179,15 +180,15 @@ class BatchShare:
 
     @cute.jit
     def cluster_requests(self, state: cute.Tensor):
-        """A cluster's requests, by their number, or -1, where requests are given out by their length."""
+        """The requests of a cluster when requests are dealt out by length: their numbers, or -1 for none."""
         return cute.make_tensor(
             cute.recast_ptr(state.iterator + ScheduleState.TRACKS, dtype=cutlass.Int8), cute.make_layout(MAX_REQUESTS)
         )
 
     @cute.jit
     def cut(self, longer: Int32, shorter: Int32):
-        """Where the longer of two requests is cut, in blocks, so that of two clusters one takes what is before, the
-        other the rest and the shorter one. Not at all, if the rest would be less than what it costs to merge it."""
+        """The key block at which the longer of two requests is cut: one cluster takes the blocks before it, another one
+        takes the rest and the shorter request. `longer` (no cut) if the rest is less than the cost of a merge."""
         cut_at = cutlass.min(quotient(longer + shorter + OVERHEAD + 1, 2), longer)
         if longer - cut_at <= OVERHEAD:
             cut_at = longer
@@ -195,16 +196,15 @@ class BatchShare:
 
     @cute.jit
     def early_numbers(self, seq_lens: cute.Tensor, cu_seqlens_q: cute.Tensor):
-        """The numbers of the lane's request of the first 32, asked for at once and by all warps: a branch would have to
-        wait for the answer."""
+        """`numbers` of request `lane`, loaded early, and by all warps: a branch would wait for the data."""
         return self.numbers(cutlass.min(cute.arch.lane_idx(), seq_lens.shape[0] - 1), seq_lens, cu_seqlens_q)
 
     @cute.jit
     def tracks_fit(self, total: Int32, num_clusters: Int32):
-        """Whether row tiles are laid out side by side, on tracks of `total` blocks each.
+        """Whether row tiles lie side by side, on tracks of `total` blocks each.
 
-        Clusters that walk the same keys at the same time read them from memory once: that is worth as much as a
-        sixteenth of the clusters, if not in a long run, in which the arithmetic is the bound.
+        Clusters that walk the same keys at the same time read them from memory once. That is worth up to a sixteenth of
+        the clusters left idle, but not in a long run, which is bound by arithmetic.
         """
         fit = cutlass.Boolean(True)
         if const_expr(self.may_use_tracks):
@@ -217,16 +217,16 @@ class BatchShare:
     def share(self, schedule: Schedule, early: tuple[Int32, Int32, Int32]) -> Share:
         """This cluster's share of a batch.
 
-        The batch is laid out as a line of row tiles, request by request, each `overhead` + its key blocks long, or as
-        one line for each row tile of a request (`tracks`).
-        - LINE: every cluster of the line takes an equal interval of it.
-        As pieces have to be merged, there are better ways where they balance nearly as well, within a sixteenth:
-        - WHOLE: each cluster takes as many whole tiles.
-        - CUT: each cluster takes one piece, and all but a tile's last are of one length.
-        - PACKED: whole requests in the order of their length, given out to the clusters from the first to the last,
-          then from the last to the first, and so on. Where there are no more requests than clusters, the i-th longest
-          and the i-th shortest (of as many as clusters: those that there are not have no length) go to two clusters,
-          which cut the longer one.
+        The row tiles of the batch lie on a line, request by request. A tile is OVERHEAD + its key blocks long. If the
+        requests have several row tiles, the first, second, ... tile of every request may lie on a line of its own, a
+        track. A ScheduleKind says which part of its line a cluster takes:
+        - LINE: an interval; all clusters' intervals have the same length.
+        The other kinds leave fewer pieces to merge. They are chosen if they balance within a sixteenth of LINE:
+        - WHOLE: whole tiles, the same number for each cluster.
+        - CUT: one piece for each cluster; all pieces of a tile but the last have the same length.
+        - PACKED: whole requests, sorted by length and dealt out to the clusters forwards, then backwards, and so on. If
+          the batch has no more requests than clusters, two clusters share the i-th longest and the i-th shortest
+          request, padded with empty ones to the number of clusters, and cut the longer one.
         """
         piece_blocks = self.fixed_pieces(schedule).blocks
         measure = self.measure(piece_blocks, schedule, early)
@@ -236,11 +236,11 @@ class BatchShare:
 
     @cute.jit
     def measure(self, piece_blocks: Int32, schedule: Schedule, early: tuple[Int32, Int32, Int32]) -> Measure:
-        """The batch's size, on tracks if they fit."""
+        """Measure the batch, on tracks if they fit."""
         order = schedule.order
         lane = cute.arch.lane_idx()
         batch = schedule.seq_lens.shape[0]
-        # The first 32 requests stay in registers: few batches have more, and what is read again is waited for again.
+        # The first 32 requests stay in registers: few batches have more, and a second load would wait again.
         total, row_tiles, longest = Int32(0), Int32(0), Int32(0)
         tracks = Int32(self.max_tiles) if const_expr(self.may_use_tracks) else Int32(1)
         none = Int32(0)
@@ -250,7 +250,7 @@ class BatchShare:
             total = tiles * self.cost_on_line(blocks, piece_blocks, none, none, none)
             row_tiles, longest = tiles, blocks
         for base in cutlass.range(32, batch, 32, unroll=4):
-            # Loads without a branch, so that several are under way at once.
+            # No branch around the loads, so that several are in flight.
             other = self.request_at(cutlass.min(base + lane, batch - 1), schedule)
             other_tiles = self.on_line(other.tiles, tracks)
             if const_expr(self.may_sort_requests):
@@ -272,7 +272,7 @@ class BatchShare:
 
     @cute.jit
     def choose(self, measure: Measure, track: Track, schedule: Schedule) -> Sharing:
-        """How the batch is shared out."""
+        """Choose how the batch is shared out: see `share`."""
         row_tiles, longest, blocks = measure.row_tiles, measure.longest, measure.blocks
         clusters, order = track.clusters, schedule.order
         batch = schedule.seq_lens.shape[0]
@@ -291,7 +291,7 @@ class BatchShare:
                     if cut_blocks <= length + cutlass.min(slack, 8):
                         kind, length, equal_cost = Int32(ScheduleKind.CUT), cut_blocks, cuts * cut_blocks
                 if kind == ScheduleKind.LINE and batch <= 32:
-                    # Two pieces in one cluster cost less than these blocks.
+                    # The most by which a share may grow to avoid two pieces in one cluster.
                     most = length + cutlass.min(quotient(length, 32) if const_expr(self.few_rows) else slack, 3)
                     if self.count_pieces(measure.tiles, blocks, most, batch) <= clusters:
                         least = cutlass.max(length - OVERHEAD - 1, self.min_share)
@@ -303,7 +303,7 @@ class BatchShare:
                                 least = middle + 1
                         kind, length = Int32(ScheduleKind.CUT), most
                 if const_expr(self.may_sort_requests):
-                    # Not for little work: the order takes a microsecond or two to find.
+                    # Not for little work: sorting takes one or two microseconds.
                     sortable = batch <= cutlass.min(MAX_REQUESTS * clusters, MAX_SORTED) and 2 * batch > clusters
                     if (
                         kind == ScheduleKind.LINE
@@ -320,8 +320,8 @@ class BatchShare:
 
     @cute.jit
     def count_pieces(self, tiles: Int32, blocks: Int32, piece_blocks: Int32, batch: Int32):
-        """Pieces of at most `piece_blocks` blocks that a batch of up to 32 requests makes. A lane's request has `tiles`
-        tiles of `blocks` blocks each."""
+        """How many pieces of at most `piece_blocks` blocks a batch of up to 32 requests makes. A lane's request has
+        `tiles` tiles of `blocks` blocks each."""
         count = Int32(0)
         if cute.arch.lane_idx() < batch:
             count = tiles * divide(blocks + piece_blocks - 1, piece_blocks)
@@ -329,7 +329,7 @@ class BatchShare:
 
     @cute.jit
     def sort(self, batch: Int32, order: cute.Tensor):
-        """Put `order`, keys that all differ, in descending order: each goes where as many are greater."""
+        """Sort `order` in descending order. Its keys are distinct: a key's place is the number of greater keys."""
         lane = cute.arch.lane_idx()
         cute.arch.sync_warp()
         mine = cute.make_rmem_tensor((MAX_SORTED // 32,), Int32)
@@ -349,7 +349,7 @@ class BatchShare:
 
     @cute.jit
     def sorted_blocks(self, order: cute.Tensor, i: Int32, batch: Int32):
-        """Key blocks of the request that is the i-th by length; 0 if the batch has no such request."""
+        """Key blocks of the i-th longest request; 0 if the batch has fewer requests."""
         blocks = Int32(0)
         if i < batch:
             blocks = quotient(order[i], MAX_SORTED)
@@ -357,7 +357,7 @@ class BatchShare:
 
     @cute.jit
     def greatest_packed(self, batch: Int32, clusters: Int32, order: cute.Tensor):
-        """The greatest share of a cluster, if requests are given out by their length: see `share`."""
+        """The greatest share of a cluster, in blocks, if requests are dealt out by length."""
         lane = cute.arch.lane_idx()
         worst = Int32(0)
         if batch <= clusters:
@@ -388,7 +388,7 @@ class BatchShare:
     def find_start(
         self, measure: Measure, track: Track, sharing: Sharing, piece_blocks: Int32, schedule: Schedule
     ) -> Share:
-        """The cluster's share, with the row tile in which it begins."""
+        """Find the row tile in which the cluster's share begins."""
         tracks, tiles, blocks = measure.tracks, measure.tiles, measure.blocks
         kind, length, equal_cost = sharing.kind, sharing.length, sharing.equal_cost
         lane = cute.arch.lane_idx()
@@ -397,10 +397,10 @@ class BatchShare:
         r, tile, tile_start = batch, Int32(0), Int32(0)
         searching = Int32(1)
         if track.index >= tracks:
-            searching = Int32(0)  # a cluster that is left over
+            searching = Int32(0)  # this cluster is left idle
         if const_expr(self.equal_row_counts):
             if searching == 1 and equal_cost > 0:
-                # All requests have as many row tiles, and these one length.
+                # All requests have the same number of row tiles, and all tiles the same length.
                 searching = Int32(0)
                 row_tile = begin
                 if kind == ScheduleKind.CUT:
@@ -444,7 +444,7 @@ class BatchShare:
 
     @cute.jit
     def note_requests(self, position: Int32, clusters: Int32, batch: Int32, order: cute.Tensor, state: cute.Tensor):
-        """Note this cluster's requests, before the ring's first stage, where `order` lies, is filled."""
+        """Store this cluster's requests in `state`: `order` lies in the ring's first stage, which is filled next."""
         lane = cute.arch.lane_idx()
         requests = self.cluster_requests(state)
         i = lane * clusters + position

@@ -16,13 +16,13 @@ from tsmla_kernels.sm90.warp import uniform
 
 
 def tree(combine: Callable[[Float32, Float32], Float32], values: list[Float32]) -> Float32:
-    """All values in one, as many as a power of 2: a chain would be as many latencies long."""
+    """Reduce a power of 2 of values as a tree: a chain would wait for one latency per value."""
     while len(values) > 1:
         values = [combine(a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
     return values[0]
 
 
-RESCALE_BITS = 8.0  # how far the running maximum may lag
+RESCALE_BITS = 8.0  # the running maximum may lag by 2**RESCALE_BITS
 
 
 class Softmax:
@@ -30,9 +30,8 @@ class Softmax:
 
     Attributes:
       heads, causal, block: as in DecodeConfig.
-      rescale_bits: how far the running maximum may lag, as a power of 2. 0: the greatest P of a row is exactly 1,
-        and no rounding touches it.
-      speculates: whether P is found before it is known whether the running maximum lags.
+      rescale_bits: the running maximum may lag by 2**rescale_bits. 0: the greatest P of a row is exactly 1.
+      speculates: whether P is computed before it is known whether the running maximum lags.
       inverses_kept: as in Ring.
       partial_needs_scale: as in DecodeConfig.
     """
@@ -41,34 +40,32 @@ class Softmax:
         self.heads, self.causal, self.block = config.num_heads, config.causal, config.block
         self.partial_needs_scale, self.inverses_kept = config.partial_needs_scale, inverses_kept
         if config.fp8_cache:
-            # P of f16 holds that lag, and rounds it no worse. With few rows the scores are what the others wait for;
-            # with many, registers and instructions are dear.
+            # P of f16 has the range for that lag, and rounds no worse. With few rows the value warpgroups wait for the
+            # scores; with many rows registers and instructions are scarce.
             self.rescale_bits, self.speculates = RESCALE_BITS, config.p_rows < ROWS
         else:
-            # Following the maximum at once is free where memory is the bound, and takes 10 % where arithmetic is.
+            # Following the maximum at once is free if memory is the bound, and takes 10 % if arithmetic is.
             self.rescale_bits = 0.0 if config.cluster == 1 else RESCALE_BITS
             self.speculates = self.rescale_bits > 0.0
 
     @cute.jit
     def begin_rows(self, running: Running):
-        """The lane's rows, before they have seen a key."""
+        """Reset the lane's rows."""
         for i in cutlass.range_constexpr(2):
             running.m[i] = Float32(LOWEST)
             running.l[i] = Float32(0.0)
 
     @cute.jit
     def seen_by_all(self, piece: Described):
-        """Keys that every row of a piece sees: blocks of these need no mask."""
+        """How many keys every row of a piece sees: blocks of these need no mask."""
         seen = uniform(piece[Piece.KEYS])
         if const_expr(self.causal):
-            seen = uniform(
-                cutlass.min(seen, piece[Piece.FIRST_TOKEN_KEYS] + piece[Piece.ROW_IN_REQUEST] // self.heads)
-            )
+            seen = uniform(cutlass.min(seen, piece[Piece.FIRST_TOKEN_KEYS] + piece[Piece.ROW_IN_REQUEST] // self.heads))
         return seen
 
     @cute.jit
     def mask(self, s: cute.Tensor, b: Int32, piece: Described, place: Place):
-        """Scores of the keys that a row does not see."""
+        """Set the scores of keys that a row does not see to -inf."""
         keys = piece[Piece.KEYS]
         for i in cutlass.range_constexpr(2):
             limit = keys
@@ -84,10 +81,10 @@ class Softmax:
     def run(self, scores: ThreadScores, running: Running, scale: Float32, place: Place, shared: Shared, index: Int32):
         """S to P, against the running maximum m (base 2, scaled); row sums to l.
 
-        m follows the true maximum when it lags by more than rescale_bits, ever seldomer after the first blocks; then
-        `moved` tells the values' warps of the same rows to multiply O by `rescale`. With `speculate`, for which p must
-        not be s itself, P is found as if m did not lag, its sums say whether that was so, and the maximum is searched
-        for only where it was not.
+        The running maximum m is updated only when it lags by more than 2**rescale_bits, which becomes rare after the
+        first blocks. `moved` then tells the value warps of the same rows to multiply O by `rescale`. With `speculates`
+        P is computed as if m did not lag; its sums show whether m lags, and only then is the maximum searched for and P
+        computed again, so p must not be s.
         """
         s, p, m, l = scores.s, scores.p, running.m, running.l
         rescale, moved = shared.rescale, shared.moved
@@ -95,7 +92,7 @@ class Softmax:
         high = cute.make_rmem_tensor((2,), Float32)
         if const_expr(self.speculates):
             self.exponentials(s, p, m, scale, total)
-            # No less than the greatest of what they sum up.
+            # A sum is no less than its greatest term.
             limit = 2.0**self.rescale_bits
             lags = total[0] > limit or total[1] > limit
         else:
@@ -126,14 +123,14 @@ class Softmax:
 
     @cute.jit
     def maxima(self, s: cute.Tensor, high: cute.Tensor):
-        """The greatest of the lane's scores, by rows."""
+        """The greatest of the lane's scores in each row."""
         for i in cutlass.range_constexpr(2):
             tops = [cute.arch.fmax(s[i, 2 * c], s[i, 2 * c + 1]) for c in range(self.block // 8)]
             high[i] = tree(cute.arch.fmax, tops)
 
     @cute.jit
     def exponentials(self, s: cute.Tensor, p: cute.Tensor, m: cute.Tensor, scale: Float32, total: cute.Tensor):
-        """P of the lane's scores, and their sums by rows."""
+        """P of the lane's scores, and its sum in each row."""
         for i in cutlass.range_constexpr(2):
             for c in cutlass.range_constexpr(self.block // 4):
                 p[i, c] = cute.math.exp2(s[i, c] * scale - m[i], fastmath=True)
@@ -141,7 +138,7 @@ class Softmax:
 
     @cute.jit
     def finish(self, running: Running, place: Place, piece: Described, number: Int32, results: Results):
-        """Row sums over the quad, 1 / sum for the epilogue, and the row's log-sum-exp."""
+        """Row sums over the quad; 1 / sum for the epilogue; the row's log-sum-exp."""
         for i in cutlass.range_constexpr(2):
             total = running.l[i]
             total += cute.arch.shuffle_sync_bfly(total, offset=1)

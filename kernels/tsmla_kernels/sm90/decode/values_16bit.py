@@ -1,4 +1,4 @@
-"""O += P V of decode, queries and cache of 16 bits, and the epilogue."""
+"""O += P V of decode for queries and cache of 16 bits, and the epilogue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ from cutlass.cute.nvgpu.warpgroup import Field
 from tsmla_kernels.sm90.decode.combine import partial_row
 from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
 from tsmla_kernels.sm90.decode.copies import Copier
-from tsmla_kernels.sm90.decode.memory import LOOKAHEAD, Arrays, Copies, Described, Piece, Schedule, Shared
+from tsmla_kernels.sm90.decode.memory import (
+    LOOKAHEAD,
+    SCHEDULE_WARP,
+    Arrays,
+    Copies,
+    Described,
+    Piece,
+    Schedule,
+    Shared,
+)
 from tsmla_kernels.sm90.decode.ring import Ring
 from tsmla_kernels.sm90.decode.softmax import tree
 from tsmla_kernels.sm90.decode.walk import PieceWalk
@@ -22,7 +31,7 @@ from tsmla_kernels.sm90.warp import DTYPES, element, transpose_quad, uniform
 
 
 class OutPlace(NamedTuple):
-    """A thread of a value warpgroup: which half of the columns that has, its lane, and the first of its two rows."""
+    """A thread of a value warpgroup: its warpgroup's half of the columns, its lane, the first of its two rows."""
 
     half: Int32
     lane: Int32
@@ -30,7 +39,7 @@ class OutPlace(NamedTuple):
 
 
 class Values16bit:
-    """P V of P and values of 16 bits, both from shared memory."""
+    """P V with P and V of 16 bits, both in shared memory."""
 
     def __init__(self, config: DecodeConfig, ring: Ring, walk: PieceWalk, copier: Copier) -> None:
         self.config, self.ring, self.walk, self.copier = config, ring, walk, copier
@@ -39,7 +48,7 @@ class Values16bit:
         self.partial_needs_scale = config.partial_needs_scale
 
     def mma(self) -> cute.TiledMma:
-        """P V of a block and half of the columns."""
+        """The MMA of P V: a block of keys, half of the columns."""
         dtype = self.ring.dtype
         return sm90.make_trivial_tiled_mma(
             dtype, dtype, OperandMajorMode.K, OperandMajorMode.MN, Float32, (1, 1, 1), (ROWS, self.half)
@@ -69,10 +78,10 @@ class Values16bit:
         o = cute.make_tensor(acc.iterator, cute.make_layout((2, (2, groups)), stride=(2, (1, 4))))
 
         index, phase, number = Int32(0), Int32(0), Int32(0)
-        if warp_idx == 4:
+        if warp_idx == self.copier.warp:
             self.copier.fill(copies)
-        if warp_idx == 8:
-            # The first copies do not wait for these.
+        if warp_idx == SCHEDULE_WARP:
+            # After the first piece, so that the first copies do not wait for these.
             for i in cutlass.range(1, LOOKAHEAD, unroll=1):
                 self.walk.next_piece(i, schedule)
             self.copier.meet_for_first_pieces()
@@ -100,8 +109,8 @@ class Values16bit:
                     t_v = mma_pv.make_fragment_B(thr.partition_B(values))
                     t_p = mma_pv.make_fragment_A(thr.partition_A(stage_p))
                     cute.arch.mbarrier_wait(shared.ready + index, phase)
-                    # Orders the scores' writes, of P and of zeros, before WGMMA's reads: here, since there it would be
-                    # part of the chain that everything waits for.
+                    # Orders the softmax warps' writes of P and of zeros before WGMMA's reads. The reader executes it,
+                    # because the softmax warpgroup is the critical path.
                     cute.arch.fence_proxy("async.shared", space="cta")
                     if moved[row_low // 16, index] != 0:
                         low, high = rescale[row_low, index], rescale[row_low + 8, index]
@@ -112,7 +121,7 @@ class Values16bit:
                     for k in cutlass.range_constexpr(self.block // 16):
                         cute.gemm(mma_pv, acc, t_p[None, None, k], t_v[None, None, k], acc)
                     warpgroup.commit_group()
-                    # While that runs: fill the stage that was left before.
+                    # While WGMMA runs, refill the stage that was released before.
                     self.copier.refill(pending, phase_of_pending, shared.empty, warp_idx, copies)
                     warpgroup.wait_group(0)
                     pending, phase_of_pending = index, phase
@@ -122,7 +131,7 @@ class Values16bit:
                     self.ring.release(index, shared.empty)
                     index, phase = self.ring.advance(index, phase)
                 self.store(o, (inverse_low, inverse_high), OutPlace(half, lane, row_low), piece, arrays, schedule.rank)
-                if warp_idx == 8:
+                if warp_idx == SCHEDULE_WARP:
                     self.walk.next_piece(number + LOOKAHEAD, schedule)
                 number += 1
 
@@ -136,7 +145,7 @@ class Values16bit:
         arrays: Arrays,
         rank: Int32,
     ):
-        """O / row sum to `out`, or to the piece's slot of partial_out. `inverses` are of the lane's two rows."""
+        """Store O / row sum to `out` or to the piece's slot of partial_out. `inverses`: of the lane's two rows."""
         half, lane = place.half, place.lane
         out_row, valid_rows, slot = piece[Piece.ROW], piece[Piece.VALID_ROWS], piece[Piece.SLOT]
         quad = lane % 4
@@ -147,7 +156,7 @@ class Values16bit:
             factor = inverses[i]
             # A lane holds 2 columns of each group of 8, and stores 8 for each four groups.
             if slot < 0:
-                # The four lanes of a row swap so that each has one group of the four.
+                # The four lanes of a row exchange columns, so that each has one whole group of the four.
                 line = cute.make_tensor(
                     element(arrays.out, Int64(out_row + row) * self.latent + column, 16),
                     cute.make_layout((8, groups // 4), stride=(1, 32)),
@@ -162,7 +171,7 @@ class Values16bit:
                     if row < valid_rows:
                         cute.autovec_copy(pairs, line[None, g])
             else:
-                # As they lie, for the fewest instructions: `combine` swaps.
+                # Stored in lane order, for the fewest instructions: `combine` exchanges.
                 tile_row = rank * ROWS + row
                 partial_lse = arrays.partial_lse
                 if const_expr(self.partial_needs_scale):
@@ -182,14 +191,17 @@ class Values16bit:
 
     @cute.jit
     def fit(self, o: cute.Tensor, i: cutlass.Constexpr[int], factor: Float32):
-        """(factor / scale, scale) with which row i of O times factor / scale lies in f16's range: a power of 2, so that
-        no bit is lost. f16 keeps 11 bits of what is within 2^14 of the row's greatest, where bf16 would keep 8."""
+        """(factor / scale, scale) such that row i of O times factor / scale is in f16's range.
+
+        The scale is a power of 2, so it loses no bit. f16 then keeps 11 bits of numbers within 2^14 of the row's
+        greatest; bf16 would keep 8.
+        """
         tops = [cute.math.absf(o[i, c]) for c in range(self.half // 4)]
-        # Of a row of zeros, factor / scale must still be finite.
+        # factor / scale must be finite for a row of zeros too.
         top = cute.arch.fmax(tree(cute.arch.fmax, tops), 2.0**-100)
         top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1))
         top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=2))
-        # The power of 2 at or below it, within what has a reciprocal.
+        # The greatest power of 2 that is no greater, and that has a reciprocal.
         power = (top * factor).bitcast(Int32) & 0x7F800000
         power = cutlass.min(cutlass.max(power, 1 << 23), 253 << 23)
         return factor * (Int32(254 << 23) - power).bitcast(Float32), power.bitcast(Float32)

@@ -1,7 +1,7 @@
 """O^T += V^T P^T of decode over a cache of e4m3, and the epilogue.
 
-f16 WGMMA: V^T goes through registers, where it is transposed by ldmatrix and widened. P is not rounded to fp8, which
-would be most of the output's error.
+f16 WGMMA takes V^T from registers, to which ldmatrix transposes it and where it is widened. P stays f16: rounding it to
+fp8 would cause most of the output's error.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
 from tsmla_kernels.sm90.decode.copies import Copier
 from tsmla_kernels.sm90.decode.memory import (
     LOOKAHEAD,
+    SCHEDULE_WARP,
     Arrays,
     Copies,
     Described,
@@ -34,24 +35,24 @@ from tsmla_kernels.sm90.decode.ring import Ring
 from tsmla_kernels.sm90.decode.walk import PieceWalk
 from tsmla_kernels.sm90.warp import DTYPES, element, kept, load_transposed, uniform
 
-AHEAD = 2  # fragments of V^T, 64 latents of 32 keys each, that a warpgroup has in registers as fp8, or on their way
-WIDE = 4  # of their halves, 16 keys each, that it has there as f16
+AHEAD = 2  # fragments of V^T (64 latents, 32 keys) that a warpgroup has or is loading in registers, as fp8
+WIDE = 4  # halves of fragments (16 keys) that it has in registers as f16
 
 
 class Held(NamedTuple):
     """What a value warpgroup holds from piece to piece.
 
     Attributes:
-      mma_pv: V^T P^T. acc, o: O^T, as it has it, and by query rows and latents.
+      mma_pv: V^T P^T. acc, o: O^T as its accumulators, and as (query row, latent, eight rows, tile).
       wide: halves of V^T's fragments as f16. narrow: fragments as fp8.
-      offset: where the lane's first values lie in a stage.
-      thread, lane: in the warpgroup and in the warp.
+      offset: of the lane's first values in a stage.
+      thread, lane: the thread's number in its warpgroup and in its warp.
     """
 
     mma_pv: cute.TiledMma
     acc: cute.Tensor
     o: cute.Tensor
-    r_v: cute.Tensor
+    wide: cute.Tensor
     narrow: cute.Tensor
     offset: Int32
     thread: Int32
@@ -59,8 +60,8 @@ class Held(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """Where values are read: this block's and the next one's address; whether that one's keys must be awaited, and by
-    which barrier and parity."""
+    """Where values are read: the addresses in this block's and in the next block's stage, whether to wait for the next
+    block's keys, and that stage's barrier and parity."""
 
     here: Int32
     next_here: Int32
@@ -70,7 +71,7 @@ class Reading(NamedTuple):
 
 
 class LatentPlace(NamedTuple):
-    """What a lane of a value warpgroup stores: its first latent, and the column of `inverse` with its rows' factors."""
+    """Where a lane stores: the piece's column of `inverse`, the lane's first latent, the lane."""
 
     kept: Int32
     first_latent: Int32
@@ -78,7 +79,7 @@ class LatentPlace(NamedTuple):
 
 
 class OutRows(NamedTuple):
-    """The rows of a lane that are stored: their factors lie in column `kept` of `inverse`; `valid` rows count."""
+    """Rows to store: their factors are column `kept` of `inverse`; the tile has `valid` rows."""
 
     inverse: cute.Tensor
     kept: Int32
@@ -87,11 +88,11 @@ class OutRows(NamedTuple):
 
 
 class ValuesFp8:
-    """P V of P in f16 and values of e4m3.
+    """P V with P of f16 and V of e4m3.
 
     Attributes:
-      m_tiles: tiles of 64 latents of a value warpgroup.
-      scores_load_keys: whether the softmax warps read keys by ordinary loads, and not by WGMMA.
+      m_tiles: how many tiles of 64 latents a value warpgroup has.
+      scores_load_keys: whether the softmax warps read keys by ordinary loads instead of by WGMMA.
     """
 
     def __init__(self, config: DecodeConfig, ring: Ring, walk: PieceWalk, copier: Copier) -> None:
@@ -103,7 +104,7 @@ class ValuesFp8:
         self.scores_load_keys = config.mixed
 
     def mma(self) -> cute.TiledMma:
-        """V^T P^T of a block: 64 latents by query rows."""
+        """The MMA of V^T P^T: 64 latents by query rows."""
         dtype, k_major = self.p_dtype, OperandMajorMode.K
         return sm90.make_trivial_tiled_mma(
             dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (64, self.p_rows), OperandSource.RMEM
@@ -122,8 +123,8 @@ class ValuesFp8:
     ):
         """Warpgroups 1 and 2: O^T[half] += V^T[half] P^T and the epilogue; one of their warps schedules.
 
-        A warp has half / 4 latents, in tiles of 16, the 16 bytes of a key that ldmatrix takes as one row: the lane's
-        latents of a tile are two neighbours, the rows g and g + 8 of the product.
+        A warp has half / 4 latents, in tiles of 16: the 16 bytes of a key that ldmatrix takes as one row. A lane has
+        two neighbouring latents of a tile, which are rows g and g + 8 of the product.
         """
         tidx, _, _ = cute.arch.thread_idx()
         t = tidx % 128
@@ -134,18 +135,16 @@ class ValuesFp8:
         o = cute.make_tensor(
             acc.iterator, cute.make_layout((2, 2, self.p_rows // 8, self.m_tiles), stride=(1, 2, 4, self.p_rows // 2))
         )
-        r_v = cute.make_rmem_tensor((8, WIDE), self.p_dtype)
+        wide = cute.make_rmem_tensor((8, WIDE), self.p_dtype)
         narrow = cute.make_rmem_tensor((4, AHEAD), Int32)
         first_tile = half * (self.half // 16) + (t // 32) * self.m_tiles  # of 16 latents
-        # Where this lane's key of the first 32 has the first tile's columns, in a stage.
-        offset = kept(
-            (first_tile // 4) * (64 * self.block) + lane * 64 + (((first_tile % 4) ^ ((lane >> 1) & 3)) << 4)
-        )
-        held = Held(mma_pv, acc, o, r_v, narrow, offset, t, lane)
+        # The first tile's columns of this lane's key, of the first 32 keys of a stage.
+        offset = kept((first_tile // 4) * (64 * self.block) + lane * 64 + (((first_tile % 4) ^ ((lane >> 1) & 3)) << 4))
+        held = Held(mma_pv, acc, o, wide, narrow, offset, t, lane)
 
         index, phase, number = Int32(0), Int32(0), Int32(0)
-        if warp_idx == 8:
-            # The first copies do not wait for these.
+        if warp_idx == SCHEDULE_WARP:
+            # After the first piece, so that the first copies do not wait for these.
             for i in cutlass.range(1, LOOKAHEAD, unroll=1):
                 self.walk.next_piece(i, schedule)
             self.copier.meet_for_first_pieces()
@@ -169,14 +168,14 @@ class ValuesFp8:
                 index, phase = self.add_blocks(piece, number, blocks, Stage(index, phase), held, shared)
                 place = LatentPlace(number % self.ring.inverses_kept, first_tile * 16, lane)
                 self.store(o, place, piece, arrays, shared.inverse, schedule.rank)
-                if warp_idx == 8:
+                if warp_idx == SCHEDULE_WARP:
                     self.walk.next_piece(number + LOOKAHEAD, schedule)
                 number += 1
 
     @cute.jit
     def add_blocks(self, piece: Described, number: Int32, blocks: KeyRange, stage: Stage, held: Held, shared: Shared):
-        """O of a piece's key blocks; returns the stage behind them and its parity."""
-        mma_pv, lane, narrow, r_v, offset = held.mma_pv, held.lane, held.narrow, held.r_v, held.offset
+        """Add P V of a piece's key blocks to O. Return the stage after them and its parity."""
+        mma_pv, lane, narrow, wide, offset = held.mma_pv, held.lane, held.narrow, held.wide, held.offset
         thr = mma_pv.get_slice(held.thread)
         a_shape, tile_shape = thr.partition_shape_A((64, 16)), thr.partition_shape_C((64, self.p_rows))
         index, phase = stage.index, stage.phase
@@ -192,8 +191,8 @@ class ValuesFp8:
             if begun == 0:
                 cute.arch.mbarrier_wait(full + index, phase)
                 if (b + 1) * self.block > keys:
-                    # P is 0 past the end, but unused slots may hold NaN: 0 * NaN must not reach O. The scores
-                    # have read these keys, and no other warp reads this one's latents.
+                    # P is 0 past the end, but unused slots may hold NaN, and 0 * NaN must not reach O. The softmax
+                    # warps have read these keys by then, and no other warp reads this warp's latents.
                     cute.arch.mbarrier_wait(ready + index, phase)
                     if const_expr(self.scores_load_keys):
                         self.ring.wait_for_keys_read(number)
@@ -203,34 +202,34 @@ class ValuesFp8:
             following, phase_following = self.ring.advance(index, phase)
             address = self.ring.address(shared.keys, following)
             begun, next_here = Int32(0), here
-            # V^T is read beside the product, the next block's beginning too: the scores, which want shared
-            # memory for themselves, are not at work then. If the next block cannot be read yet (missing, or it needs
+            # V^T is read during the product, the beginning of the next block's too: Q K^T, which needs all of shared
+            # memory's bandwidth, does not run then. If the next block cannot be read yet (missing, or it needs
             # zeroing), re-read this block; the result is discarded.
             if b + 1 < blocks.end and (b + 2) * self.block <= keys:
                 begun, next_here = Int32(1), address + offset
             cute.arch.mbarrier_wait(ready + index, phase)
-            # By the lanes that arrive at `empty` for the warp, as is `rescale`: so racecheck can follow it.
+            # Only the lanes that arrive on `empty` read `moved` and `rescale`: racecheck tracks no others.
             flag = Int32(0)
             if lane < self.ring.releasing_lanes:
                 flag = moved[lane, index]
-            cute.arch.fence_proxy("async.shared", space="cta")  # the scores' writes of P, as in Values16bit
-            # The scores have begun with the next block before they let this one's product begin: so it is there
-            # already, and the answer is read later, for it takes its time.
+            cute.arch.fence_proxy("async.shared", space="cta")  # for the writes of P, as in Values16bit
+            # The softmax warpgroup started the next block before it released this block's product, so the next block
+            # has usually arrived. The poll's answer is used later, because it is slow.
             awaited = begun
             if cute.arch.mbarrier_test_wait(full + following, phase_following):
                 awaited = Int32(0)
             reading = Reading(here, next_here, awaited, full + following, phase_following)
             for n in cutlass.range_constexpr(WIDE):  # while the flag comes
-                self.widen(n, narrow, r_v)
+                self.widen(n, narrow, wide)
                 self.read_on(n, reading, narrow)
             self.rescale_out(held.o, shared.rescale, flag, index, lane)
             for n in cutlass.range_constexpr(4 * self.m_tiles):
                 if const_expr(n >= WIDE):
                     warpgroup.wait_group(WIDE - 1)
-                    self.widen(n, narrow, r_v)
+                    self.widen(n, narrow, wide)
                     self.read_on(n, reading, narrow)
                 warpgroup.fence()
-                a = cute.make_tensor(r_v[None, n % WIDE].iterator, cute.make_layout(a_shape))
+                a = cute.make_tensor(wide[None, n % WIDE].iterator, cute.make_layout(a_shape))
                 g, k = n // 2, n % 2
                 tile = cute.make_tensor(held.acc.iterator + g // 2 * (self.p_rows // 2), cute.make_layout(tile_shape))
                 cute.gemm(mma_pv, tile, a[None, None, 0], t_p[None, None, 2 * (g % 2) + k], tile)
@@ -242,13 +241,13 @@ class ValuesFp8:
 
     @cute.jit
     def columns(self, here: Int32, tile: cutlass.Constexpr[int]):
-        """The address of a lane's 16 bytes, of tile `tile` of its warp, where `here` is that of the first tile's."""
-        # Four tiles in 64 bytes, exchanged by the swizzle; two warps share them where a warp has only two tiles.
+        """The address of a lane's 16 bytes of tile `tile` of its warp; `here` is the address for the first tile."""
+        # The swizzle permutes four tiles of 64 bytes; two warps share these if a warp has only two tiles.
         return here ^ (tile << 4)
 
     @cute.jit
     def clear(self, here: Int32, first: Int32, lane: Int32):
-        """Zero the columns that this warp reads of the keys from `first` on."""
+        """Zero the columns that this warp reads, of the keys from `first` on."""
         zeros = cute.make_rmem_tensor((16,), self.ring.dtype)
         cute.recast_tensor(zeros, Int32).fill(0)
         for h in cutlass.range_constexpr(self.block // 32):
@@ -257,21 +256,21 @@ class ValuesFp8:
                     address = self.columns(here, tile) + h * (32 * 64)
                     target = cute.make_ptr(self.ring.dtype, address, cute.AddressSpace.smem, assumed_align=16)
                     cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(16)))
-        cute.arch.fence_proxy("async.shared", space="cta")  # the next copy into this stage comes after
+        cute.arch.fence_proxy("async.shared", space="cta")  # before the next copy into this stage
         cute.arch.sync_warp()
 
     @cute.jit
     def read_values(self, here: Int32, g: cutlass.Constexpr[int], narrow: cute.Tensor):
-        """Fragment g of V^T, 32 keys of a tile of latents, into its column of `narrow`."""
+        """Read fragment g of V^T, 32 keys of a tile of latents, into its column of `narrow`."""
         fragment = narrow[None, g % AHEAD]
         address = self.columns(here, g // 2) + (g % 2) * (32 * 64)
-        # Two keys of two neighbouring latents a word.
+        # A word holds two keys of two neighbouring latents.
         fragment[0], fragment[1], fragment[2], fragment[3] = load_transposed(address)
 
     @cute.jit
     def read_on(self, n: cutlass.Constexpr[int], reading: Reading, narrow: cute.Tensor):
-        """Behind half n of the fragments: where that is a fragment's last, read another one in its place: this block's
-        next, or one of the next block's first, when its keys are there."""
+        """After half n: if it was the last half of a fragment, read another fragment in its place. That is this block's
+        next one, or one of the next block's first, once the next block's keys have arrived."""
         g, groups = n // 2, 2 * self.m_tiles
         if const_expr(n % 2 == 1):
             if const_expr(g + AHEAD < groups):
@@ -283,20 +282,19 @@ class ValuesFp8:
                 self.read_values(reading.next_here, g % AHEAD, narrow)
 
     @cute.jit
-    def widen(self, n: cutlass.Constexpr[int], narrow: cute.Tensor, r_v: cute.Tensor):
-        """Half n of the fragments of V^T as f16, a latent's two keys together."""
+    def widen(self, n: cutlass.Constexpr[int], narrow: cute.Tensor, wide: cute.Tensor):
+        """Widen half n of the fragments of V^T to f16, with a latent's two keys side by side."""
         words = cute.make_rmem_tensor((2,), Int32)
         for i in cutlass.range_constexpr(2):
             word = narrow[2 * (n % 2) + i, n // 2 % AHEAD]
             words[i] = Int32(cute.arch.prmt(word, word, 0x3120))
-        cute.make_tensor(r_v[None, n % WIDE].iterator, cute.make_layout(8)).store(
+        cute.make_tensor(wide[None, n % WIDE].iterator, cute.make_layout(8)).store(
             cute.recast_tensor(words, self.ring.dtype).load().to(self.p_dtype)
         )
 
     @cute.jit
     def rescale_out(self, o: cute.Tensor, rescale: cute.Tensor, flag: Int32, index: Int32, lane: Int32):
-        """Multiply O by what the scores' running maxima moved, in the 16 rows of each lane whose flag says that they
-        did."""
+        """Multiply O by `rescale`. Lane i's flag says whether 16 rows, from row 16 i on, need it."""
         flags = cute.arch.vote_ballot_sync(flag != 0)
         if flags != 0:
             factors = cute.make_rmem_tensor((2,), Float32)
@@ -316,10 +314,10 @@ class ValuesFp8:
     def store(
         self, o: cute.Tensor, place: LatentPlace, piece: Described, arrays: Arrays, inverse: cute.Tensor, rank: Int32
     ):
-        """O times 1 / row sum, of `inverse`, to `out`, or to the piece's slot of partial_out."""
+        """Store O times `inverse`, 1 / row sum, to `out` or to the piece's slot of partial_out."""
         lane = place.lane
         out_row, valid_rows, slot = piece[Piece.ROW], piece[Piece.VALID_ROWS], piece[Piece.SLOT]
-        # Eight lanes' pairs of neighbouring latents fill a sector.
+        # Pairs of neighbouring latents of eight lanes fill a sector.
         row_low, column = lane % 4 * 2, place.first_latent + lane // 4 * 2
         rows = OutRows(inverse, place.kept, lane, valid_rows)
         if slot < 0:
@@ -332,7 +330,7 @@ class ValuesFp8:
 
     @cute.jit
     def store_rows(self, target: cute.Pointer, o: cute.Tensor, rows: OutRows, dtype: cutlass.Constexpr):
-        """A lane's part of O from `target` on: two latents of every tile and, of each eight, two rows."""
+        """Store a lane's part of O from `target` on: two latents of every tile, two rows of every eight."""
         lines = cute.make_tensor(
             target,
             cute.make_layout((2, 2, self.p_rows // 8, self.m_tiles), stride=(1, self.latent, 8 * self.latent, 16)),

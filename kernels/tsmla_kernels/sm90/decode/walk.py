@@ -1,4 +1,4 @@
-"""The pieces of a cluster's share, one after the other: described in shared memory by one warp."""
+"""Walking through a cluster's share: one warp describes its pieces in shared memory, one after the other."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Walk(NamedTuple):
 
 
 class TileOnLine(NamedTuple):
-    """A row tile on its line: tiles of its request there, its key blocks, its length, and what of that comes first."""
+    """A row tile on its line: its request's tiles there, its key blocks, its length, and the part before its blocks."""
 
     tiles: Int32
     blocks: Int32
@@ -63,7 +63,7 @@ class PieceWalk:
     """Finds a cluster's pieces in its share of the batch.
 
     Attributes:
-      batch: shares the batch out.
+      batch: shares the batch out to the clusters.
       heads, q_rows, tile_rows, max_tiles, ragged, batch_invariant: as in DecodeConfig.
     """
 
@@ -75,7 +75,7 @@ class PieceWalk:
 
     @cute.jit
     def begin(self, schedule: Schedule, early: tuple[Int32, Int32, Int32]):
-        """Find this cluster's share of the batch, with `early` of early_numbers."""
+        """Find this cluster's share of the batch. `early` is what early_numbers returned."""
         split_info, state = schedule.split_info, schedule.state
         num_clusters, cluster_index = schedule.num_clusters, schedule.cluster_index
         lane = cute.arch.lane_idx()
@@ -84,7 +84,7 @@ class PieceWalk:
         kind, equal_cost, tracks = Int32(ScheduleKind.CUT), Int32(0), Int32(self.max_tiles)
         alone = cutlass.Boolean(False)
         if const_expr(self.batch.equal_row_counts):
-            # One request, so that there is nothing to compare: it may be short, and the less code the sooner it begins.
+            # A single request needs no measuring. It may be short, and less code begins sooner.
             blocks = self.batch.request(Int32(0), early, schedule).blocks
             alone = batch == 1 and self.batch.tracks_fit(blocks, num_clusters)
             if alone:
@@ -115,7 +115,7 @@ class PieceWalk:
                         slot = 2 * cluster_index + which
                         split_info[slot, SplitEntry.PIECES] = 0
         if const_expr(self.batch_invariant and self.ragged):
-            # Row tiles that a short query does not have: nobody else writes their entries.
+            # Entries of row tiles that a short query does not have: no cluster walks there.
             for i in cutlass.range(cluster_index * 32 + lane, batch, num_clusters * 32, unroll=1):
                 tiles_of_request = self.batch.request_at(i, schedule).tiles
                 for t in cutlass.range(tiles_of_request, self.max_tiles, unroll=1):
@@ -124,7 +124,7 @@ class PieceWalk:
 
     @cute.jit
     def next_piece(self, number: Int32, schedule: Schedule):
-        """Describe this cluster's next piece of work: some key blocks of one row tile, or none: the end."""
+        """Describe this cluster's next piece as piece `number`, or the end of its work."""
         pieces, state, rank = schedule.pieces, schedule.state, schedule.rank
         lane = cute.arch.lane_idx()
         batch = schedule.seq_lens.shape[0]
@@ -197,12 +197,12 @@ class PieceWalk:
                 tile += 1
                 piece_of_tile = Int32(-1)
                 if tile >= tiles:
-                    tile_start -= (tile - tiles) * tile_cost  # a request without queries has no length
+                    tile_start -= (tile - tiles) * tile_cost  # a request without queries takes no place on the line
                     tile = Int32(0)
                     r += 1
                 if const_expr(self.batch.may_sort_requests):
                     if kind == ScheduleKind.PACKED:
-                        r = Int32(0)  # which it is, `requests` say
+                        r = Int32(0)  # `requests` names the request
         if lane == 0:
             if found == 0:
                 pieces[Piece.BLOCK_BEGIN, place] = 0
@@ -215,7 +215,7 @@ class PieceWalk:
 
     @cute.jit
     def lead(self, kind: Int32):
-        """The start-up costs in a tile's length on the line. They come first, where they are counted."""
+        """How much of a tile's length on the line is start-up cost, which comes before its key blocks."""
         lead = Int32(0)
         if const_expr(not self.batch_invariant):
             if kind == ScheduleKind.LINE:
@@ -224,8 +224,8 @@ class PieceWalk:
 
     @cute.jit
     def packed_piece(self, i: Int32, blocks: Int32, track: Track, schedule: Schedule):
-        """(first block, the block after its last) of a cluster's i-th piece where requests are given out by their
-        length, of a request of `blocks` blocks. 0, 0: there is none, but there may be a next."""
+        """Key blocks (begin, end) of a cluster's i-th piece when requests are dealt out by length. Its request has
+        `blocks` blocks. begin == end: this piece is empty, but the next one may not be."""
         requests = self.batch.cluster_requests(schedule.state)
         begin, end = Int32(0), blocks
         if requests[i] < 0:
@@ -247,7 +247,7 @@ class PieceWalk:
 
     @cute.jit
     def describe(self, piece: Described, blocks: KeyBlocks, r: Int32, request: Request, rows: TileRows, rank: Int32):
-        """Write the description of a piece: key `blocks` of request `r`, and this CTA's of the row tile's `rows`."""
+        """Write a piece's description: key `blocks` of request `r`, and this CTA's part of the row tile's `rows`."""
         piece[Piece.BLOCK_BEGIN] = blocks.begin
         piece[Piece.BLOCK_END] = blocks.end
         piece[Piece.KEYS] = request.keys
@@ -262,7 +262,7 @@ class PieceWalk:
 
     @cute.jit
     def note_fixed_cut(self, entry: Int32, rows: TileRows, first_slot: Int32, cuts: Int32, schedule: Schedule):
-        """Tell `combine` of a row tile's pieces, when batch_invariant: none, if the only one is the whole tile."""
+        """Write the SplitEntry of a row tile when batch_invariant: 0 pieces if the tile is not cut."""
         split_info = schedule.split_info
         count = cuts
         if cuts == 1:
@@ -274,12 +274,12 @@ class PieceWalk:
 
     @cute.jit
     def note_cut(self, slot: Int32, rows: TileRows, walk: Walk, line: TileOnLine, track: Track, schedule: Schedule):
-        """Tell `combine` of the pieces of the row tile under way. The clusters from `owner` on have one each."""
+        """Write the SplitEntry of the row tile under way. The clusters from `owner` on have one piece of it each."""
         split_info = schedule.split_info
         begin, end = walk.begin, walk.end
         owner = divide(walk.tile_start + line.lead, end - begin)
         count = divide(walk.tile_start + line.lead + line.blocks - 1, end - begin) - owner + 1
-        # As far as can be seen from here; what matters is that all clusters of the tile find the same.
+        # An estimate, but all clusters of the tile must come to the same one.
         busy = Int32(0)
         if walk.kind == ScheduleKind.LINE:
             if walk.tile_start > owner * (end - begin):
