@@ -142,10 +142,10 @@ def test_decode_operands_are_those_of_the_launcher() -> None:
 
     from cute_standin_kernels import Decode
 
-    from tsmla_kernels.sm90.decode.memory import Operands
+    from tsmla_kernels.sm90.decode.memory import Arrays
 
     names = [operand.name for operand in MLA_DECODE.operands(mla_decode_config({"num_heads": "16"}))]
-    assert list(Operands._fields) == names
+    assert ["q", "kv_cache", *Arrays._fields] == names
     assert list(inspect.signature(Decode.__call__).parameters)[2:] == names
     assert DECODE.operands is MLA_DECODE.operands
 

@@ -162,37 +162,37 @@ class Combine:
             first_item = cta * GROUPS + group
             for work_item in cutlass.range(first_item, row_tiles * slices, groups, unroll=1):
                 cute.autovec_copy(split_info[num_clusters + work_item // slices, None], entry)
-                here = Slice(work_item % slices, slices, 1, Int32(0), 1)
-                self.merge(merge, Int32(0), entry[SplitEntry.ROWS], here)
+                part = Slice(work_item % slices, slices, 1, Int32(0), 1)
+                self.merge(merge, Int32(0), entry[SplitEntry.ROWS], part)
         else:
             cluster_index, rank = quotient(cta, self.cluster), remainder(cta, self.cluster)
             # A cluster leaves up to two pieces. With two, each thread group merges one; with one, both groups share it.
-            start = cute.make_rmem_tensor((len(SplitEntry),), Int32)
+            start_entry = cute.make_rmem_tensor((len(SplitEntry),), Int32)
             slot = 2 * cluster_index
             next_slot = slot + 1
             cute.autovec_copy(split_info[slot, None], entry)
-            cute.autovec_copy(split_info[next_slot, None], start)
-            place = cluster_index - quotient(entry[SplitEntry.SLOT], 2)
-            if (entry[SplitEntry.PIECES] == 0) or (start[SplitEntry.PIECES] > 0 and group == 1):
-                place = Int32(0)
+            cute.autovec_copy(split_info[next_slot, None], start_entry)
+            position = cluster_index - quotient(entry[SplitEntry.SLOT], 2)
+            if (entry[SplitEntry.PIECES] == 0) or (start_entry[SplitEntry.PIECES] > 0 and group == 1):
+                position = Int32(0)
             member, members = Int32(0), Int32(1)
-            if entry[SplitEntry.PIECES] == 0 or start[SplitEntry.PIECES] == 0:
+            if entry[SplitEntry.PIECES] == 0 or start_entry[SplitEntry.PIECES] == 0:
                 member, members = group, Int32(2)
-            if (entry[SplitEntry.PIECES] == 0) or (start[SplitEntry.PIECES] > 0 and group == 1):
+            if (entry[SplitEntry.PIECES] == 0) or (start_entry[SplitEntry.PIECES] > 0 and group == 1):
                 for word in cutlass.range_constexpr(len(SplitEntry)):
-                    entry[word] = start[word]
+                    entry[word] = start_entry[word]
             # If some cluster has a second row tile, slices are halves: that cluster takes one, the others take two.
             first_busy = remainder(quotient(entry[SplitEntry.PIECES], Busy.FIRST), 2)
             last_busy = quotient(entry[SplitEntry.PIECES], Busy.LAST)
             entry[SplitEntry.PIECES] = remainder(entry[SplitEntry.PIECES], Busy.FIRST)
             pieces = entry[SplitEntry.PIECES]
             taken = 1 + (first_busy | last_busy)
-            index, slices = taken * place, taken * pieces - first_busy - last_busy
-            if place == 0:
+            index, slices = taken * position, taken * pieces - first_busy - last_busy
+            if position == 0:
                 taken -= first_busy
             else:
                 index -= first_busy
-            if place == pieces - 1:
+            if position == pieces - 1:
                 taken -= last_busy
             rows = cutlass.min(entry[SplitEntry.ROWS] - rank * ROWS, ROWS)
             self.merge(merge, rank * ROWS, rows, Slice(index, slices, taken, member, members))
@@ -217,12 +217,12 @@ class Combine:
         warps. A running maximum keeps the weights at most 1.
         """
         count = merge.entry[SplitEntry.PIECES]
-        octets = rows * (self.latent // 8)
+        tile_octets = rows * (self.latent // 8)
         size = Int32(0)
         if count > 0:
-            size = (divide(octets - 1, part.slices) + 8) & -8  # in eights: 128 bytes of a line
+            size = (divide(tile_octets - 1, part.slices) + 8) & -8  # in eights: 128 bytes of a line
         begin = part.index * size
-        size = cutlass.min(part.taken * size, octets - begin)
+        size = cutlass.min(part.taken * size, tile_octets - begin)
         if part.members > 1:
             half = quotient(size + 15, 16) * 8
             begin += part.member * half
@@ -230,18 +230,18 @@ class Combine:
         if size > 0:
             # A thread has eight loads in flight: of several pieces, or of several octets if the pieces are few.
             pieces = PIECES_AT_ONCE[self.partial_dtype.width]
-            octets_of = Octets(first_row, begin, size)
+            octets = Octets(first_row, begin, size)
             if const_expr(self.batch_invariant):
-                self.merge_octets(merge, octets_of, 1, pieces)
+                self.merge_octets(merge, octets, 1, pieces)
             else:
                 if size <= GROUP_THREADS or count > 4:
-                    self.merge_octets(merge, octets_of, 1, pieces)
+                    self.merge_octets(merge, octets, 1, pieces)
                 elif const_expr(pieces == 2):
-                    self.merge_octets(merge, octets_of, 2, 2)
+                    self.merge_octets(merge, octets, 2, 2)
                 elif count > 2:
-                    self.merge_octets(merge, octets_of, 2, 4)
+                    self.merge_octets(merge, octets, 2, 4)
                 else:
-                    self.merge_octets(merge, octets_of, 4, 2)
+                    self.merge_octets(merge, octets, 4, 2)
 
     @cute.jit
     def merge_octets(

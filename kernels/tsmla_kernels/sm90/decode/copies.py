@@ -86,17 +86,17 @@ class Copier:
         """Fill the stages that `begin` left."""
         state = copies.state
         # The first copies need only the first piece's description; the next pieces are described at the barrier.
-        behind = Int32(1)
+        waiting = Int32(1)
         for i in cutlass.range(state[CopyState.FILLED], self.stages, unroll=1):
             if (
-                behind == 1
+                waiting == 1
                 and state[CopyState.NEXT_PIECE] == 1
                 and state[CopyState.BLOCK] == state[CopyState.BLOCK_END]
             ):
-                behind = Int32(0)
+                waiting = Int32(0)
                 self.meet_for_first_pieces()
             self.produce(i, copies)
-        if behind == 1:
+        if waiting == 1:
             self.meet_for_first_pieces()
 
     def meet_for_first_pieces(self) -> None:

@@ -32,7 +32,6 @@ from tsmla_kernels.sm90.decode.memory import (
     SCHEDULE_WARP,
     Arrays,
     Copies,
-    Operands,
     Piece,
     Schedule,
     Scratch,
@@ -61,7 +60,7 @@ class Registers(NamedTuple):
 class MlaDecode:
     """One compiled decode: `config` is static; all shapes but H, L, R and Z are dynamic.
 
-    The launcher takes a stream and the fields of memory.Operands.
+    The launcher takes a stream, q [N, D] of N = T * H query rows, kv_cache [P, Z, D], and the fields of memory.Arrays.
     """
 
     def __init__(self, config: DecodeConfig) -> None:
@@ -87,9 +86,9 @@ class MlaDecode:
             self.values = Values16bit(config, self.ring, self.walk, self.copier)
 
     @cute.jit
-    def __call__(self, stream: cuda.CUstream, *operands: cute.Tensor):
-        ops = Operands(*operands)
-        tma = self.copier.tensor_maps(ops.q, ops.kv_cache)
+    def __call__(self, stream: cuda.CUstream, q: cute.Tensor, kv_cache: cute.Tensor, *others: cute.Tensor):
+        arrays = Arrays(*others)
+        tma = self.copier.tensor_maps(q, kv_cache)
         score_mma, value_mma = self.scores.mma(), self.values.mma()
 
         @cute.struct
@@ -109,13 +108,13 @@ class MlaDecode:
             ring: cute.struct.Align[cute.struct.MemRange[self.ring.dtype, self.ring.elements], 1024]
 
         self.check_storage(Storage)
-        num_clusters = self.num_clusters(ops.seq_lens, ops.split_info)
+        num_clusters = self.num_clusters(arrays.seq_lens, arrays.split_info)
         grid = [num_clusters * self.cluster, 1, 1]
-        self.attend(ops.q, tma, Arrays(*ops[2:]), score_mma, value_mma, num_clusters).launch(
+        self.attend(q, tma, arrays, score_mma, value_mma, num_clusters).launch(
             grid=grid, block=[self.threads, 1, 1], cluster=[self.cluster, 1, 1], stream=stream, min_blocks_per_mp=1
         )
         self.combine.merge_pieces(
-            ops.partial_out, ops.partial_lse, ops.split_info, ops.out, ops.lse, num_clusters
+            arrays.partial_out, arrays.partial_lse, arrays.split_info, arrays.out, arrays.lse, num_clusters
         ).launch(grid=grid, block=[COMBINE_THREADS, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1)
 
     def check_storage(self, storage: Any) -> None:

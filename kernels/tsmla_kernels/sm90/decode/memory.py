@@ -115,32 +115,16 @@ class Tma(NamedTuple):
     keys: cute.Tensor
 
 
-class Operands(NamedTuple):
-    """Operands of the launcher. All shapes but H, L, R and Z are dynamic; N = T * H query rows.
+class Arrays(NamedTuple):
+    """The launcher's operands after q and kv_cache: those that are read and written by ordinary instructions.
 
     Attributes:
-      q: [N, D]. kv_cache: [P, Z, D]. block_tables: [B, M] i32. seq_lens: [B] i32.
+      block_tables: [B, M] i32. seq_lens: [B] i32.
       cu_seqlens_q: [B + 1] i32, read only if ragged; pass seq_lens otherwise.
       scales: [2] f32, the logits' scale and the output's.
       out: [N, L]. lse: [N] f32, natural log.
       partial_out, partial_lse, split_info: the workspaces of config.workspace_shapes.
     """
-
-    q: cute.Tensor
-    kv_cache: cute.Tensor
-    block_tables: cute.Tensor
-    seq_lens: cute.Tensor
-    cu_seqlens_q: cute.Tensor
-    scales: cute.Tensor
-    out: cute.Tensor
-    lse: cute.Tensor
-    partial_out: cute.Tensor
-    partial_lse: cute.Tensor
-    split_info: cute.Tensor
-
-
-class Arrays(NamedTuple):
-    """The operands that the attention kernel reads and writes by ordinary instructions."""
 
     block_tables: cute.Tensor
     seq_lens: cute.Tensor
@@ -272,20 +256,6 @@ class Described:
 
     def __setitem__(self, word: Piece, value: Int32) -> None:
         self.pieces[word, self.place] = value
-
-
-class Stage(NamedTuple):
-    """A stage of the ring and the parity of its barriers."""
-
-    index: Int32
-    phase: Int32
-
-
-class KeyRange(NamedTuple):
-    """Key blocks [begin, end)."""
-
-    begin: Int32
-    end: Int32
 
 
 class Taken(NamedTuple):

@@ -213,30 +213,17 @@ class Ring:
             read_only_args=[holds, (ready + index).toint()],
         )
 
-    def q_is_read(self, number: Int32) -> None:
-        """The softmax warpgroup has read a piece's Q: value warps may zero keys in its stage by ordinary stores.
+    def arrive_read(self, what: Barrier, number: Int32) -> None:
+        """The softmax warpgroup has read Q_READ: piece `number`'s Q, or KEYS_READ: its last keys, by ordinary loads.
 
-        `ready` orders this too, but by eight lanes of a warp, and racecheck tracks only arriving lanes.
+        Value warps may then overwrite these by ordinary stores. `ready` orders that too, but by eight lanes of a warp,
+        and racecheck tracks only arriving lanes.
         """
-        cute.arch.barrier_arrive(
-            barrier_id=Barrier.Q_READ + remainder(number, PIECE_BARRIERS), number_of_threads=READ_THREADS
-        )
+        cute.arch.barrier_arrive(barrier_id=what + remainder(number, PIECE_BARRIERS), number_of_threads=READ_THREADS)
 
-    def wait_for_q_read(self, number: Int32) -> None:
-        """A value warp waits for q_is_read."""
-        cute.arch.barrier(barrier_id=Barrier.Q_READ + remainder(number, PIECE_BARRIERS), number_of_threads=READ_THREADS)
-
-    def keys_are_read(self, number: Int32) -> None:
-        """The softmax warpgroup has read a piece's last keys by ordinary loads: value warps may zero some of them."""
-        cute.arch.barrier_arrive(
-            barrier_id=Barrier.KEYS_READ + remainder(number, PIECE_BARRIERS), number_of_threads=READ_THREADS
-        )
-
-    def wait_for_keys_read(self, number: Int32) -> None:
-        """A value warp waits for keys_are_read."""
-        cute.arch.barrier(
-            barrier_id=Barrier.KEYS_READ + remainder(number, PIECE_BARRIERS), number_of_threads=READ_THREADS
-        )
+    def wait_read(self, what: Barrier, number: Int32) -> None:
+        """A value warp waits for arrive_read."""
+        cute.arch.barrier(barrier_id=what + remainder(number, PIECE_BARRIERS), number_of_threads=READ_THREADS)
 
     @cute.jit
     def release(self, index: Int32, empty: cute.Pointer):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
@@ -14,24 +13,28 @@ from tsmla_kernels.sm90.decode.memory import (
     SOFTMAX_THREADS,
     Arrays,
     Barrier,
-    KeyRange,
     Place,
     Results,
     Running,
     Scratch,
     Shared,
-    Stage,
 )
 from tsmla_kernels.sm90.decode.ring import Ring
 from tsmla_kernels.sm90.decode.softmax import Softmax
 from tsmla_kernels.sm90.warp import kept
 
 
+class ScoreMma(NamedTuple):
+    """The MMA of Q K^T of a block."""
+
+    main: cute.TiledMma
+
+
 class Held(NamedTuple):
     """What the softmax warpgroup holds from piece to piece, if it has scores as rows by keys.
 
     Attributes:
-      mma: of Q K^T. q: Q, as the kind of operands has it.
+      mma: of Q K^T, with `main`. q: Q, as the kind of operands has it.
       acc, probabilities: S and P of a block, which share registers unless the softmax speculates.
       r_p: P as it is stored. p_offset: of the lane's row of P in a stage.
       running: the lane's maxima and sums. scale: of the logits, base 2. results: of finished rows.
@@ -64,7 +67,7 @@ class Scores:
         self.block, self.depth, self.latent = config.block, config.head_dim, config.latent_dim
 
     @cute.jit
-    def score(self, arrays: Arrays, shared: Shared, scratch: Scratch, mma: cutlass.Constexpr, rank: Int32):
+    def score(self, arrays: Arrays, shared: Shared, scratch: Scratch, mma: Any, rank: Int32):
         """Warpgroup 0: take Q once a piece; then Q K^T, softmax and P for every block of keys."""
         held = self.begin(arrays, shared, scratch, mma, rank)
         index, phase, number = Int32(0), Int32(0), Int32(0)
@@ -76,8 +79,8 @@ class Scores:
                 running = Int32(0)
                 self.ring.signal(shared.ready, index, held.place.lane)
             else:
-                taken = self.take_q(piece, number, Stage(index, phase), held, shared)
-                scored = self.score_blocks(piece, number, KeyRange(b_begin, b_end), taken, held, shared)
+                taken = self.take_q(piece, number, index, phase, held, shared)
+                scored = self.score_blocks(piece, number, b_begin, b_end, taken, held, shared)
                 self.finish_piece(piece, number, b_end, scored.last, held, shared)
                 index, phase = scored.index, scored.phase
                 self.ring.signal(shared.ready, scored.last, held.place.lane)
@@ -95,7 +98,7 @@ class Scores:
         scale = arrays.scales[0] * LOG2_E
         results = Results(shared.inverse, arrays.lse, arrays.partial_lse, arrays.scales[1], rank)
         q = self.queries(q_rows, mma, t)
-        acc = cute.make_rmem_tensor(mma[0].get_slice(t).partition_shape_C((ROWS, self.block)), Float32)
+        acc = cute.make_rmem_tensor(mma.main.get_slice(t).partition_shape_C((ROWS, self.block)), Float32)
         probabilities = cute.make_rmem_tensor(acc.layout, Float32) if const_expr(self.softmax.speculates) else acc
         # The lane stores rows of P by 16 bytes, its first or second ones; the swizzle permutes them.
         r_p = cute.make_rmem_tensor(acc.layout, self.ring.p_dtype)

@@ -14,12 +14,10 @@ from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKin
 from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
 from tsmla_kernels.sm90.decode.memory import (
     Described,
-    KeyRange,
     Piece,
     Scored,
     Scratch,
     Shared,
-    Stage,
     Taken,
     ThreadScores,
 )
@@ -28,6 +26,13 @@ from tsmla_kernels.sm90.decode.scores import Held, Scores
 from tsmla_kernels.sm90.warp import uniform
 
 EARLY_STEPS = 9  # 16-column steps of Q K^T that remain when the last block's P V is released
+
+
+class RegisterMma(NamedTuple):
+    """The MMAs of Q K^T of a block: Q from registers, and Q from shared memory."""
+
+    main: cute.TiledMma
+    shared: cute.TiledMma
 
 
 class Queries(NamedTuple):
@@ -53,14 +58,12 @@ class Scores16bit(Scores):
         self.q_dtype = ring.q_dtype
         self.q_elements = max(ROWS * 16 * self.shared_steps, 8)
 
-    def mma(self) -> tuple[cute.TiledMma, cute.TiledMma]:
+    def mma(self) -> RegisterMma:
         """The MMAs of Q K^T of a block: Q from registers, and Q from shared memory."""
         dtype, k_major = self.ring.dtype, OperandMajorMode.K
         shape = (ROWS, self.block)
-        return (
-            sm90.make_trivial_tiled_mma(
-                dtype, dtype, k_major, k_major, Float32, (1, 1, 1), shape, OperandSource.RMEM
-            ),
+        return RegisterMma(
+            sm90.make_trivial_tiled_mma(dtype, dtype, k_major, k_major, Float32, (1, 1, 1), shape, OperandSource.RMEM),
             sm90.make_trivial_tiled_mma(dtype, dtype, k_major, k_major, Float32, (1, 1, 1), shape),
         )
 
@@ -70,20 +73,19 @@ class Scores16bit(Scores):
         q_atom = cute.tile_to_shape(atom, (ROWS, 64), (0, 1))
         return cute.make_tensor(cute.recast_ptr(scratch.q, q_atom.inner, dtype=self.q_dtype), q_atom.outer)
 
-    def queries(self, q_rows: cute.Tensor, mma: tuple[cute.TiledMma, cute.TiledMma], t: Int32) -> Queries:
+    def queries(self, q_rows: cute.Tensor, mma: RegisterMma, t: Int32) -> Queries:
         """Q as the MMAs take it."""
-        mma_qk, mma_qk_shared = mma
-        shape = mma_qk.get_slice(t).partition_shape_A((ROWS, self.depth - 16 * self.shared_steps))
+        shape = mma.main.get_slice(t).partition_shape_A((ROWS, self.depth - 16 * self.shared_steps))
         r_q = cute.make_rmem_tensor(shape, self.ring.dtype)
-        return Queries(r_q, mma_qk_shared.make_fragment_A(mma_qk_shared.get_slice(t).partition_A(q_rows)), q_rows)
+        return Queries(r_q, mma.shared.make_fragment_A(mma.shared.get_slice(t).partition_A(q_rows)), q_rows)
 
     @cute.jit
-    def take_q(self, piece: Described, number: Int32, stage: Stage, held: Held, shared: Shared):
+    def take_q(self, piece: Described, number: Int32, index: Int32, phase: Int32, held: Held, shared: Shared) -> Taken:
         """Read Q into registers. Rows 32 to 63 of a row tile, if it has these, are in the next stage."""
         t, s_k = held.place.thread, shared.keys
         # A stage holds 32 rows of Q. A warp reads the stage of its 16 rows as if that were the first stage.
         load_q = cute.make_tiled_copy_A(
-            cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.ring.dtype), held.mma[0]
+            cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.ring.dtype), held.mma.main
         )
         thr_load_q = load_q.get_slice(t % 64)
         q_atom = warpgroup.make_smem_layout_atom(SmemLayoutAtomKind.K_SW128, self.ring.dtype)
@@ -93,8 +95,8 @@ class Scores16bit(Scores):
         q_stride = ((*tile_layout.stride[0], 0), tile_layout.stride[1])
         q_tile_layout = cute.make_layout(q_shape, stride=q_stride)
 
-        first_index, q_index = stage.index, stage.index
-        index, phase = self.ring.advance(stage.index, stage.phase)
+        first_index, q_index = index, index
+        index, phase = self.ring.advance(index, phase)
         q_stages = uniform(piece[Piece.Q_STAGES])
         if q_stages == 2:
             cute.arch.mbarrier_wait(shared.full + index, phase)
@@ -140,9 +142,11 @@ class Scores16bit(Scores):
         self.sync_softmax()
 
     @cute.jit
-    def score_blocks(self, piece: Described, number: Int32, blocks: KeyRange, taken: Taken, held: Held, shared: Shared):
+    def score_blocks(
+        self, piece: Described, number: Int32, b_begin: Int32, b_end: Int32, taken: Taken, held: Held, shared: Shared
+    ) -> Scored:
         """Q K^T, softmax and P of a piece's key blocks."""
-        (mma_qk, mma_qk_shared), acc = held.mma, held.acc
+        mma_qk, mma_qk_shared, acc = held.mma.main, held.mma.shared, held.acc
         place, running = held.place, held.running
         by_rows = cute.make_layout((2, (2, self.block // 8)), stride=(2, (1, 4)))
         scores = ThreadScores(
@@ -155,7 +159,7 @@ class Scores16bit(Scores):
         previous, address = index, self.ring.address(shared.keys, index)
         following, phase_following = self.ring.advance(index, phase)
         arrived, stored = Int32(0), Int32(0)
-        for b in cutlass.range(blocks.begin, blocks.end, unroll=1):
+        for b in cutlass.range(b_begin, b_end, unroll=1):
             stage_keys, _ = self.ring.stage_tensors(shared, address)
             t_k = mma_qk.make_fragment_B(mma_qk.get_slice(place.thread).partition_B(stage_keys))
             if arrived == 0:

@@ -12,18 +12,9 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field
 
 from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
-from tsmla_kernels.sm90.decode.memory import (
-    Described,
-    KeyRange,
-    Scored,
-    Scratch,
-    Shared,
-    Stage,
-    Taken,
-    ThreadScores,
-)
+from tsmla_kernels.sm90.decode.memory import Barrier, Described, Scored, Scratch, Shared, Taken, ThreadScores
 from tsmla_kernels.sm90.decode.ring import Ring
-from tsmla_kernels.sm90.decode.scores import Held, Scores
+from tsmla_kernels.sm90.decode.scores import Held, ScoreMma, Scores
 from tsmla_kernels.sm90.warp import quotient
 
 EARLY_STEPS = 8  # 32-column steps of Q K^T that remain when the last block's P V is released
@@ -43,10 +34,11 @@ class ScoresFp8(Scores):
         super().__init__(config, ring)
         self.q_dtype, self.q_elements = ring.dtype, ROWS * config.head_dim
 
-    def mma(self) -> tuple[cute.TiledMma]:
+    def mma(self) -> ScoreMma:
         """The MMA of Q K^T of a block."""
         dtype, k_major = self.ring.dtype, OperandMajorMode.K
-        return (sm90.make_trivial_tiled_mma(dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (ROWS, self.block)),)
+        shape = (ROWS, self.block)
+        return ScoreMma(sm90.make_trivial_tiled_mma(dtype, dtype, k_major, k_major, Float32, (1, 1, 1), shape))
 
     def kept_q_rows(self, scratch: Scratch) -> cute.Tensor:
         """Q in shared memory."""
@@ -54,12 +46,12 @@ class ScoresFp8(Scores):
         q_tile = cute.tile_to_shape(atom, (ROWS, self.depth), (0, 1))
         return cute.make_tensor(cute.recast_ptr(scratch.q, q_tile.inner, dtype=self.q_dtype), q_tile.outer)
 
-    def queries(self, q_rows: cute.Tensor, mma: tuple[cute.TiledMma], t: Int32) -> Queries:
+    def queries(self, q_rows: cute.Tensor, mma: ScoreMma, t: Int32) -> Queries:
         """Q as the MMA takes it."""
-        return Queries(mma[0].make_fragment_A(mma[0].get_slice(t).partition_A(q_rows)), q_rows)
+        return Queries(mma.main.make_fragment_A(mma.main.get_slice(t).partition_A(q_rows)), q_rows)
 
     @cute.jit
-    def take_q(self, piece: Described, number: Int32, stage: Stage, held: Held, shared: Shared):
+    def take_q(self, piece: Described, number: Int32, index: Int32, phase: Int32, held: Held, shared: Shared) -> Taken:
         """Copy Q from its stage to its own place, as 16-byte words in the same order."""
         t = held.place.thread
         q_words = cute.make_layout((4, 128, ROWS * self.depth // (16 * 128)), stride=(1, 4, 512))
@@ -67,7 +59,7 @@ class ScoresFp8(Scores):
         q_there = cute.make_tensor(cute.recast_ptr(held.q.rows.iterator, plain, dtype=Float32), q_words)
         word = cute.make_rmem_tensor((4,), Float32)
         q_here = cute.make_tensor(
-            cute.recast_ptr(shared.keys[None, None, stage.index].iterator, plain, dtype=Float32), q_words
+            cute.recast_ptr(shared.keys[None, None, index].iterator, plain, dtype=Float32), q_words
         )
         # All four warps must have read the previous Q.
         self.sync_softmax()
@@ -76,15 +68,17 @@ class ScoresFp8(Scores):
             cute.autovec_copy(word, q_there[None, t, i])
         cute.arch.fence_proxy("async.shared", space="cta")
         self.sync_softmax()
-        self.ring.q_is_read(number)
-        self.ring.signal(shared.ready, stage.index, held.place.lane)
-        index, phase = self.ring.advance(stage.index, stage.phase)
+        self.ring.arrive_read(Barrier.Q_READ, number)
+        self.ring.signal(shared.ready, index, held.place.lane)
+        index, phase = self.ring.advance(index, phase)
         return Taken(index, phase, held.scale)
 
     @cute.jit
-    def score_blocks(self, piece: Described, number: Int32, blocks: KeyRange, taken: Taken, held: Held, shared: Shared):
+    def score_blocks(
+        self, piece: Described, number: Int32, b_begin: Int32, b_end: Int32, taken: Taken, held: Held, shared: Shared
+    ) -> Scored:
         """Q K^T, softmax and P of a piece's key blocks."""
-        mma_qk, acc = held.mma[0], held.acc
+        mma_qk, acc = held.mma.main, held.acc
         place, running = held.place, held.running
         by_rows = cute.make_layout((2, (2, self.block // 8)), stride=(2, (1, 4)))
         scores = ThreadScores(
@@ -98,9 +92,9 @@ class ScoresFp8(Scores):
         following, phase_following = self.ring.advance(index, phase)
         arrived, stored = Int32(0), Int32(0)
         # Masked blocks have a loop of their own: jumping over the mask would take 20 cycles of every other block.
-        unmasked = cutlass.min(cutlass.max(quotient(seen_by_all, self.block), blocks.begin), blocks.end)
+        unmasked = cutlass.min(cutlass.max(quotient(seen_by_all, self.block), b_begin), b_end)
         for masked in cutlass.range_constexpr(2):
-            first, last = (blocks.begin, unmasked) if const_expr(masked == 0) else (unmasked, blocks.end)
+            first, last = (b_begin, unmasked) if const_expr(masked == 0) else (unmasked, b_end)
             for b in cutlass.range(first, last, unroll=1):
                 stage_keys, _ = self.ring.stage_tensors(shared, address)
                 t_k = mma_qk.make_fragment_B(mma_qk.get_slice(place.thread).partition_B(stage_keys))

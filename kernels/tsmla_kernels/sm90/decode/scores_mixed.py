@@ -22,8 +22,8 @@ from tsmla_kernels.sm90.constants import LOG2_E, LOWEST
 from tsmla_kernels.sm90.decode.config import ROWS, SHARERS, DecodeConfig
 from tsmla_kernels.sm90.decode.memory import (
     Arrays,
+    Barrier,
     Described,
-    KeyRange,
     Piece,
     Place,
     Results,
@@ -31,12 +31,11 @@ from tsmla_kernels.sm90.decode.memory import (
     Scored,
     Scratch,
     Shared,
-    Stage,
     Taken,
     two_rows,
 )
 from tsmla_kernels.sm90.decode.ring import Ring
-from tsmla_kernels.sm90.decode.scores import Scores
+from tsmla_kernels.sm90.decode.scores import ScoreMma, Scores
 from tsmla_kernels.sm90.decode.softmax import tree
 from tsmla_kernels.sm90.warp import kept, load_matrices, quotient, remainder, store_transposed, uniform
 
@@ -125,22 +124,21 @@ class ScoresMixed(Scores):
         self.q_rows, self.q_dtype = ring.q_rows, ring.p_dtype
         self.q_elements = config.p_rows * config.head_dim
 
-    def mma(self) -> cute.TiledMma:
+    def mma(self) -> ScoreMma:
         """The MMA of K Q^T of a block."""
-        k_major = OperandMajorMode.K
-        return sm90.make_trivial_tiled_mma(
-            self.p_dtype, self.p_dtype, k_major, k_major, Float32, (1, 1, 1), (self.block, self.p_rows),
-            OperandSource.RMEM,
-        )  # fmt: skip
+        dtype, k_major, shape = self.p_dtype, OperandMajorMode.K, (self.block, self.p_rows)
+        return ScoreMma(
+            sm90.make_trivial_tiled_mma(dtype, dtype, k_major, k_major, Float32, (1, 1, 1), shape, OperandSource.RMEM)
+        )
 
     @cute.jit
-    def begin(self, arrays: Arrays, shared: Shared, scratch: Scratch, mma_qk: cute.TiledMma, rank: Int32):
+    def begin(self, arrays: Arrays, shared: Shared, scratch: Scratch, mma: ScoreMma, rank: Int32) -> Held:
         """Set up what the softmax warpgroup holds from piece to piece."""
         q_tile = cute.tile_to_shape(
             warpgroup.make_smem_layout_atom(self.ring.q_swizzle, self.q_dtype), (self.p_rows, self.depth), (0, 1)
         )
         s_q = cute.make_tensor(cute.recast_ptr(scratch.q, q_tile.inner, dtype=self.q_dtype), q_tile.outer)
-        exchange = scratch.exchange
+        mma_qk, exchange = mma.main, scratch.exchange
         tidx, _, _ = cute.arch.thread_idx()
         t = kept(tidx % 128)
         lane = t % 32
@@ -169,11 +167,11 @@ class ScoresMixed(Scores):
         )  # fmt: skip
 
     @cute.jit
-    def take_q(self, piece: Described, number: Int32, stage: Stage, held: Held, shared: Shared):
+    def take_q(self, piece: Described, number: Int32, index: Int32, phase: Int32, held: Held, shared: Shared) -> Taken:
         """Move Q from one or two stages to its own place, in f16."""
         t, lane, maxima = held.place.thread, held.place.lane, held.exchanged.maxima
-        first_index, second_index = stage.index, stage.index
-        index, phase = self.ring.advance(stage.index, stage.phase)
+        first_index, second_index = index, index
+        index, phase = self.ring.advance(index, phase)
         q_stages = Int32(1)
         if const_expr(self.config.q_may_take_two_stages):
             q_stages = uniform(piece[Piece.Q_STAGES])
@@ -187,7 +185,7 @@ class ScoresMixed(Scores):
             maxima[t, 0] = Float32(0.0)
         q_factor = self.keep_q((first_index, second_index), piece[Piece.VALID_ROWS], held, shared)
         scale = held.scales[0] * LOG2_E * q_factor
-        self.ring.q_is_read(number)
+        self.ring.arrive_read(Barrier.Q_READ, number)
         self.ring.signal(shared.ready, first_index, lane)
         if const_expr(self.config.q_may_take_two_stages):
             if q_stages > 1:
@@ -195,7 +193,9 @@ class ScoresMixed(Scores):
         return Taken(index, phase, scale)
 
     @cute.jit
-    def score_blocks(self, piece: Described, number: Int32, blocks: KeyRange, taken: Taken, held: Held, shared: Shared):
+    def score_blocks(
+        self, piece: Described, number: Int32, b_begin: Int32, b_end: Int32, taken: Taken, held: Held, shared: Shared
+    ) -> Scored:
         """K Q^T, softmax and P of a piece's key blocks."""
         mma_qk, acc, narrow, wide = held.mma_qk, held.acc, held.narrow, held.wide
         place, running = held.place, held.running
@@ -209,7 +209,7 @@ class ScoresMixed(Scores):
         previous, address = index, self.ring.address(shared.keys, index)
         following, phase_following = self.ring.advance(index, phase)
         arrived, stored = Int32(0), Int32(0)
-        for b in cutlass.range(blocks.begin, blocks.end, unroll=1):
+        for b in cutlass.range(b_begin, b_end, unroll=1):
             if arrived == 0:
                 cute.arch.mbarrier_wait(shared.full + index, phase)
             here = address + held.k_offset
@@ -244,8 +244,8 @@ class ScoresMixed(Scores):
             if (b + 1) * self.block > seen_by_all:
                 self.mask_keys(s, b, piece, place.thread)
                 if (b + 1) * self.block > uniform(piece[Piece.KEYS]):
-                    self.ring.keys_are_read(number)
-            self.softmax_of_keys(s, Int32(b == blocks.begin), taken.scale, held, shared, previous)
+                    self.ring.arrive_read(Barrier.KEYS_READ, number)
+            self.softmax_of_keys(s, Int32(b == b_begin), taken.scale, held, shared, previous)
             self.store_p_of_keys(address_here + held.p_offset, held.p_words)
             stored = held.signals
         return Scored(index, phase, previous)

@@ -22,13 +22,12 @@ from tsmla_kernels.sm90.decode.memory import (
     LOOKAHEAD,
     SCHEDULE_WARP,
     Arrays,
+    Barrier,
     Copies,
     Described,
-    KeyRange,
     Piece,
     Schedule,
     Shared,
-    Stage,
     two_rows,
 )
 from tsmla_kernels.sm90.decode.ring import Ring
@@ -70,21 +69,13 @@ class Reading(NamedTuple):
     phase: Int32
 
 
-class LatentPlace(NamedTuple):
-    """Where a lane stores: the piece's column of `inverse`, the lane's first latent, the lane."""
-
-    kept: Int32
-    first_latent: Int32
-    lane: Int32
-
-
 class OutRows(NamedTuple):
-    """Rows to store: their factors are column `kept` of `inverse`; the tile has `valid` rows."""
+    """What a lane stores: its rows' factors are column `kept` of `inverse`; its first latent; the lane."""
 
     inverse: cute.Tensor
     kept: Int32
+    first_latent: Int32
     lane: Int32
-    valid: Int32
 
 
 class ValuesFp8:
@@ -156,7 +147,7 @@ class ValuesFp8:
             if b_begin == b_end:
                 running = Int32(0)
             else:
-                self.ring.wait_for_q_read(number)
+                self.ring.wait_read(Barrier.Q_READ, number)
                 self.ring.release(index, shared.empty)
                 index, phase = self.ring.advance(index, phase)
                 if const_expr(self.config.q_may_take_two_stages):
@@ -164,27 +155,35 @@ class ValuesFp8:
                         cute.arch.mbarrier_wait(shared.ready + index, phase)
                         self.ring.release(index, shared.empty)
                         index, phase = self.ring.advance(index, phase)
-                blocks = KeyRange(b_begin, b_end)
-                index, phase = self.add_blocks(piece, number, blocks, Stage(index, phase), held, shared)
-                place = LatentPlace(number % self.ring.inverses_kept, first_tile * 16, lane)
-                self.store(o, place, piece, arrays, shared.inverse, schedule.rank)
+                index, phase = self.add_blocks(piece, number, b_begin, b_end, index, phase, held, shared)
+                rows = OutRows(shared.inverse, number % self.ring.inverses_kept, first_tile * 16, lane)
+                self.store(o, rows, piece, arrays, schedule.rank)
                 if warp_idx == SCHEDULE_WARP:
                     self.walk.next_piece(number + LOOKAHEAD, schedule)
                 number += 1
 
     @cute.jit
-    def add_blocks(self, piece: Described, number: Int32, blocks: KeyRange, stage: Stage, held: Held, shared: Shared):
+    def add_blocks(
+        self,
+        piece: Described,
+        number: Int32,
+        b_begin: Int32,
+        b_end: Int32,
+        index: Int32,
+        phase: Int32,
+        held: Held,
+        shared: Shared,
+    ) -> tuple[Int32, Int32]:
         """Add P V of a piece's key blocks to O. Return the stage after them and its parity."""
         mma_pv, lane, narrow, wide, offset = held.mma_pv, held.lane, held.narrow, held.wide, held.offset
         thr = mma_pv.get_slice(held.thread)
         a_shape, tile_shape = thr.partition_shape_A((64, 16)), thr.partition_shape_C((64, self.p_rows))
-        index, phase = stage.index, stage.phase
         full, ready, moved = shared.full, shared.ready, shared.moved
         keys = uniform(piece[Piece.KEYS])
         held.acc.fill(0.0)
         # `begun`: whether this block's first values are in `narrow`.
         begun, address = Int32(0), self.ring.address(shared.keys, index)
-        for b in cutlass.range(blocks.begin, blocks.end, unroll=1):
+        for b in cutlass.range(b_begin, b_end, unroll=1):
             _, stage_p = self.ring.stage_tensors(shared, address)
             t_p = mma_pv.make_fragment_B(thr.partition_B(stage_p))
             here = address + offset
@@ -195,7 +194,7 @@ class ValuesFp8:
                     # warps have read these keys by then, and no other warp reads this warp's latents.
                     cute.arch.mbarrier_wait(ready + index, phase)
                     if const_expr(self.scores_load_keys):
-                        self.ring.wait_for_keys_read(number)
+                        self.ring.wait_read(Barrier.KEYS_READ, number)
                     self.clear(here, keys - b * self.block, lane)
                 for g in cutlass.range_constexpr(AHEAD):
                     self.read_values(here, g, narrow)
@@ -205,7 +204,7 @@ class ValuesFp8:
             # V^T is read during the product, the beginning of the next block's too: Q K^T, which needs all of shared
             # memory's bandwidth, does not run then. If the next block cannot be read yet (missing, or it needs
             # zeroing), re-read this block; the result is discarded.
-            if b + 1 < blocks.end and (b + 2) * self.block <= keys:
+            if b + 1 < b_end and (b + 2) * self.block <= keys:
                 begun, next_here = Int32(1), address + offset
             cute.arch.mbarrier_wait(ready + index, phase)
             # Only the lanes that arrive on `empty` read `moved` and `rescale`: racecheck tracks no others.
@@ -311,25 +310,24 @@ class ValuesFp8:
                                 o[i, e, v, tile] = o[i, e, v, tile] * factors[i]
 
     @cute.jit
-    def store(
-        self, o: cute.Tensor, place: LatentPlace, piece: Described, arrays: Arrays, inverse: cute.Tensor, rank: Int32
-    ):
+    def store(self, o: cute.Tensor, rows: OutRows, piece: Described, arrays: Arrays, rank: Int32):
         """Store O times `inverse`, 1 / row sum, to `out` or to the piece's slot of partial_out."""
-        lane = place.lane
+        lane = rows.lane
         out_row, valid_rows, slot = piece[Piece.ROW], piece[Piece.VALID_ROWS], piece[Piece.SLOT]
         # Pairs of neighbouring latents of eight lanes fill a sector.
-        row_low, column = lane % 4 * 2, place.first_latent + lane // 4 * 2
-        rows = OutRows(inverse, place.kept, lane, valid_rows)
+        row_low, column = lane % 4 * 2, rows.first_latent + lane // 4 * 2
         if slot < 0:
             target = element(arrays.out, Int64(out_row + row_low) * self.latent + column, 4)
-            self.store_rows(target, o, rows, self.out_dtype)
+            self.store_rows(target, o, rows, valid_rows, self.out_dtype)
         else:
             row = partial_row(slot, rank * ROWS + row_low, self.config)
             target = element(arrays.partial_out, row * self.latent + column, 2 * self.partial_dtype.width // 8)
-            self.store_rows(target, o, rows, self.partial_dtype)
+            self.store_rows(target, o, rows, valid_rows, self.partial_dtype)
 
     @cute.jit
-    def store_rows(self, target: cute.Pointer, o: cute.Tensor, rows: OutRows, dtype: cutlass.Constexpr):
+    def store_rows(
+        self, target: cute.Pointer, o: cute.Tensor, rows: OutRows, valid_rows: Int32, dtype: cutlass.Constexpr
+    ):
         """Store a lane's part of O from `target` on: two latents of every tile, two rows of every eight."""
         lines = cute.make_tensor(
             target,
@@ -338,10 +336,10 @@ class ValuesFp8:
         pair = cute.make_rmem_tensor((2,), dtype)
         factors = cute.make_rmem_tensor((2,), Float32)
         for v in cutlass.range_constexpr(self.p_rows // 8):
-            if 8 * v < rows.valid:
+            if 8 * v < valid_rows:
                 two_rows(rows.inverse, rows.kept, v, rows.lane, factors)
                 for i in cutlass.range_constexpr(2):
-                    if rows.lane % 4 * 2 + (8 * v + i) < rows.valid:
+                    if rows.lane % 4 * 2 + (8 * v + i) < valid_rows:
                         for tile in cutlass.range_constexpr(self.m_tiles):
                             for e in cutlass.range_constexpr(2):
                                 pair[e] = (o[i, e, v, tile] * factors[i]).to(dtype)

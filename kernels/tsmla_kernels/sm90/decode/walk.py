@@ -19,19 +19,8 @@ from tsmla_kernels.sm90.decode.memory import (
     ScheduleState,
     SplitEntry,
 )
-from tsmla_kernels.sm90.decode.share import BatchShare, Request, Track
+from tsmla_kernels.sm90.decode.share import BatchShare, Request, Share, Track
 from tsmla_kernels.sm90.warp import divide, quotient, remainder
-
-
-class Walk(NamedTuple):
-    """Where a cluster is in its share, as ScheduleState keeps it."""
-
-    request: Int32
-    tile: Int32
-    tile_start: Int32
-    begin: Int32
-    end: Int32
-    kind: Int32
 
 
 class TileOnLine(NamedTuple):
@@ -153,7 +142,7 @@ class PieceWalk:
             first_row = (track.index + tile) * self.tile_rows
             row = request.first_row + first_row
             rows = TileRows(first_row, row, cutlass.min(request.rows - first_row, self.tile_rows))
-            leave = Int32(1)
+            tile_done = Int32(1)
             if tile < tiles:
                 if const_expr(self.batch_invariant):
                     cuts = (request.blocks + fixed.blocks - 1) // fixed.blocks
@@ -162,7 +151,7 @@ class PieceWalk:
                         piece_of_tile = (cutlass.max(begin - tile_start, 0) + step - 1) // step
                     if piece_of_tile < cuts and tile_start + piece_of_tile * step < end:
                         found = Int32(1)
-                        leave = Int32(0)
+                        tile_done = Int32(0)
                         b_begin = piece_of_tile * fixed.blocks
                         b_end = cutlass.min(b_begin + fixed.blocks, request.blocks)
                         row_tile = r * self.max_tiles + tile
@@ -190,9 +179,10 @@ class PieceWalk:
                     self.describe(Described(pieces, place), KeyBlocks(b_begin, b_end, slot), r, request, rows, rank)
             if const_expr(not self.batch_invariant):
                 if slot >= 0 and rank == 0 and lane == 0:
-                    walk = Walk(r, tile, tile_start, begin, end, kind)
-                    self.note_cut(slot, rows, walk, TileOnLine(tiles, request.blocks, tile_cost, lead), track, schedule)
-            if leave == 1:
+                    share = Share(r, tile, tile_start, begin, end - begin, kind, equal_cost, tracks)
+                    line = TileOnLine(tiles, request.blocks, tile_cost, lead)
+                    self.note_cut(slot, rows, share, line, track, schedule)
+            if tile_done == 1:
                 tile_start += tile_cost
                 tile += 1
                 piece_of_tile = Int32(-1)
@@ -273,22 +263,21 @@ class PieceWalk:
         split_info[entry, SplitEntry.PIECES] = count
 
     @cute.jit
-    def note_cut(self, slot: Int32, rows: TileRows, walk: Walk, line: TileOnLine, track: Track, schedule: Schedule):
+    def note_cut(self, slot: Int32, rows: TileRows, share: Share, line: TileOnLine, track: Track, schedule: Schedule):
         """Write the SplitEntry of the row tile under way. The clusters from `owner` on have one piece of it each."""
         split_info = schedule.split_info
-        begin, end = walk.begin, walk.end
-        owner = divide(walk.tile_start + line.lead, end - begin)
-        count = divide(walk.tile_start + line.lead + line.blocks - 1, end - begin) - owner + 1
+        owner = divide(share.tile_start + line.lead, share.length)
+        count = divide(share.tile_start + line.lead + line.blocks - 1, share.length) - owner + 1
         # An estimate, but all clusters of the tile must come to the same one.
         busy = Int32(0)
-        if walk.kind == ScheduleKind.LINE:
-            if walk.tile_start > owner * (end - begin):
+        if share.kind == ScheduleKind.LINE:
+            if share.tile_start > owner * share.length:
                 busy += Busy.FIRST
-            rest = (owner + count) * (end - begin) - (walk.tile_start + line.cost) - line.lead
-            if rest > 0 and (walk.tile + 1 < line.tiles or walk.request + 1 < schedule.seq_lens.shape[0]):
+            rest = (owner + count) * share.length - (share.tile_start + line.cost) - line.lead
+            if rest > 0 and (share.tile + 1 < line.tiles or share.request + 1 < schedule.seq_lens.shape[0]):
                 busy += Busy.LAST
         if const_expr(self.batch.may_sort_requests):
-            if walk.kind == ScheduleKind.PACKED:
+            if share.kind == ScheduleKind.PACKED:
                 owner, count = track.position - remainder(track.position, 2), Int32(2)
         split_info[slot, SplitEntry.ROW] = rows.row
         split_info[slot, SplitEntry.ROWS] = rows.rows
