@@ -17,6 +17,7 @@ import tsmla_bridge
 from tests.bridge import engines
 from tests.bridge.inputs import Inputs, assert_close, inputs
 from tests.oracles import attention as oracle
+from tests.oracles.attention import fp8_lse_error
 from tsmla_bridge import tokenspeed_mla
 from tsmla_kernels.contract import DecodeSpec
 from tsmla_kernels.sm90.decode import config as sm90_decode
@@ -24,7 +25,7 @@ from tsmla_kernels.sm90.decode import config as sm90_decode
 HEADS, SCALE = 4, 192**-0.5
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BF16 = 2**-7  # bf16's own step, of results of size one
-FP8_LSE = {"cpu": 1e-4, "cuda": sm90_decode.fp8_lse_error(576)}
+FP8_LSE = {"cpu": 1e-4, "cuda": fp8_lse_error(576)}
 LAYER = SimpleNamespace(_q_scale_float=0.5, _k_scale_float=0.25)
 
 

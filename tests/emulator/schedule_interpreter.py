@@ -1,7 +1,7 @@
 """The decode kernels' schedule, run lane by lane in Python: what CuTe DSL would trace is executed with numbers.
 
-Stand-ins take the place of cutlass while the module is imported under another name. The 32 lanes of a warp are Python's
-threads, of which one runs at a time: until it meets the others, then the next.
+Stand-ins take the place of cutlass while the schedule's modules are imported. The 32 lanes of a warp are threads of
+Python; one runs at a time, until it meets the others, then the next.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from tsmla_kernels.sm90.decode.config import DecodeConfig
 FOLDER = Path(tsmla_kernels.__file__).parent / "sm90"
 LANES = 32
 GARBAGE = 123456789
-OVERHEAD = 5  # as the decode kernels have it
 
 
 class Warp:
@@ -122,9 +121,9 @@ class Pointer:
 
 @dataclass(frozen=True)
 class Piece:
-    """Key blocks [begin, end) of a row tile that begins at row `row` of the request, as cluster `part` has it."""
+    """Key blocks [begin, end) of a row tile that begins at row `row` of the request, as cluster `cluster` has it."""
 
-    part: int
+    cluster: int
     request: int
     row: int
     begin: int
@@ -133,67 +132,67 @@ class Piece:
 
 
 class Interpreter:
-    """DecodeSchedule, to be run for the clusters of a batch."""
+    """PieceWalk, to be run for the clusters of a batch."""
 
     def __init__(self) -> None:
         self.warp = Warp()
-        self.schedule = self._import()
-        self.flags = (self.module.FIRST_BUSY, self.module.LAST_BUSY)  # see decode_schedule
+        self.memory, self.share, self.walk = self._import()
+        self.flags = (self.memory.Busy.FIRST, self.memory.Busy.LAST)
 
     def run(
-        self, config: DecodeConfig, parts: int, seq_lens: np.ndarray, width: int, cu_seqlens_q: np.ndarray | None = None
+        self,
+        config: DecodeConfig,
+        num_clusters: int,
+        seq_lens: np.ndarray,
+        width: int,
+        cu_seqlens_q: np.ndarray | None = None,
     ) -> tuple[list[Piece], np.ndarray]:
-        """(the pieces of all clusters, split_info) of a batch on `parts` clusters, with a table of `width` pages."""
-        schedule = self._configured(config)
+        """(the pieces of all clusters, split_info) of a batch, with a table of `width` pages."""
+        walk = self.walk.PieceWalk(config)
         rows = len(seq_lens) * config.max_q_len if cu_seqlens_q is None else int(cu_seqlens_q[-1])
-        split_info = Array(np.full((2 * parts, 4), GARBAGE, np.int32))
+        split_info = Array(np.full((2 * num_clusters, len(self.memory.SplitEntry)), GARBAGE, np.int32))
         lens, table = Array(seq_lens.astype(np.int32)), types.SimpleNamespace(shape=(len(seq_lens), width))
+        word = self.memory.Piece
         offsets = lens if cu_seqlens_q is None else Array(cu_seqlens_q.astype(np.int32))
         pieces = []
-        for part in range(parts):
-            words = self.module.DESCRIPTOR_WORDS
-            descriptor = Array(np.full((words, schedule.descriptors), GARBAGE, np.int32))
-            walk = Array(np.full(self.module.WALK_WORDS, GARBAGE, np.int32))
-            order = Array(np.full(self.module.SORTED, GARBAGE, np.int32))
-            state = (
-                table, lens, offsets, None, split_info, descriptor, walk, parts, part, 0, rows * config.num_heads, order
-            )  # fmt: skip
+        for cluster in range(num_clusters):
+            described = Array(np.full((len(word), self.memory.PIECES_KEPT), GARBAGE, np.int32))
+            state = self.memory.Schedule(
+                block_tables=table,
+                seq_lens=lens,
+                cu_seqlens_q=offsets,
+                partial_lse=None,
+                split_info=split_info,
+                pieces=described,
+                state=Array(np.full(self.share.STATE_WORDS, GARBAGE, np.int32)),
+                num_clusters=num_clusters,
+                cluster_index=cluster,
+                rank=0,
+                all_rows=rows * config.num_heads,
+                order=Array(np.full(self.share.MAX_SORTED, GARBAGE, np.int32)),
+            )
 
-            def work(state: Any = state, descriptor: Array = descriptor, part: int = part) -> None:
+            def work(state: Any = state, described: Array = described, cluster: int = cluster) -> None:
                 lane = self.warp.here.lane
-                schedule.begin_schedule(state, schedule.numbers(min(lane, len(seq_lens) - 1), lens, offsets))
-                piece = 0
+                walk.begin(state, walk.batch.numbers(min(lane, len(seq_lens) - 1), lens, offsets))
+                number = 0
                 while True:
-                    schedule.next_piece(piece, state)
-                    at = piece % schedule.descriptors
-                    begin, end = descriptor[0, at], descriptor[1, at]
+                    walk.next_piece(number, state)
+                    place = number % self.memory.PIECES_KEPT
+                    begin, end = described[word.BLOCK_BEGIN, place], described[word.BLOCK_END, place]
                     if begin == end:
                         break
                     if lane == 0:
-                        row, slot, request = descriptor[4, at], descriptor[7, at], descriptor[8, at]
-                        pieces.append(Piece(part, request, row, begin, end, slot))
-                    piece += 1
+                        request, row = described[word.REQUEST, place], described[word.ROW_IN_REQUEST, place]
+                        pieces.append(Piece(cluster, request, row, begin, end, described[word.SLOT, place]))
+                    number += 1
                     self.warp.exchange()
 
             self.warp.run(work)
         return pieces, split_info.array
 
-    def _configured(self, config: DecodeConfig) -> Any:
-        """A schedule with the attributes that DecodeKernel gives it."""
-        schedule = self.schedule()
-        attributes = {
-            "heads": config.num_heads, "max_q_len": config.max_q_len, "page_size": config.page_size,
-            "ragged": config.ragged, "causal": config.causal, "invariant": config.batch_invariant,
-            "tile_rows": config.tile_rows, "max_tiles": config.max_tiles, "block": config.block,
-            "q_rows": config.q_rows, "overhead": OVERHEAD,
-            "least_payload": 1 if config.few_rows else 2, "descriptors": 8,
-            "few": config.few_rows,
-        }  # fmt: skip
-        for name, value in attributes.items():
-            setattr(schedule, name, value)
-        return schedule
-
-    def _import(self) -> Any:
+    def _import(self) -> tuple[types.ModuleType, ...]:
+        """memory, share and walk of the decode kernels."""
         warp = self.warp
         arch = types.SimpleNamespace(
             lane_idx=lambda: warp.here.lane,
@@ -234,12 +233,13 @@ class Interpreter:
             cute=cute,
         )
         stand_ins = {"cutlass": cutlass, "cutlass.cute": cute}
+        modules = []
         with mock.patch.dict(sys.modules, stand_ins):
-            for name in ("warp", "decode.schedule"):
+            for name in ("warp", "decode.memory", "decode.share", "decode.walk"):
                 full = f"tsmla_kernels.sm90.{name}"
                 spec = importlib.util.spec_from_file_location(full, FOLDER / f"{name.replace('.', '/')}.py")
                 assert spec is not None and spec.loader is not None
                 module = sys.modules[full] = importlib.util.module_from_spec(spec)
                 spec.loader.exec_module(module)
-        self.module = module
-        return module.DecodeSchedule
+                modules.append(module)
+        return tuple(modules[1:])

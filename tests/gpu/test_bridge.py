@@ -15,11 +15,11 @@ import tsmla_bridge
 import tsmla_jax
 from tests.gpu import stress
 from tests.gpu.stress import arrays, assert_same_bits
+from tests.oracles.attention import fp8_lse_error
 from tsmla_bridge import Workspace, decode_workspace_size, tokenspeed_mla
 from tsmla_bridge.ops import mla_decode
 from tsmla_bridge.runtime import loaded_kernels
 from tsmla_kernels.catalog import MLA_DECODE
-from tsmla_kernels.sm90.decode import config as sm90_decode
 
 pytestmark = pytest.mark.gpu
 
@@ -50,7 +50,7 @@ def attend(*args: torch.Tensor, **options: Any) -> Any:
 
 def lse_step(q_dtype: torch.dtype) -> float:
     """How far lse may be off, absolutely and of its own size."""
-    return sm90_decode.fp8_lse_error(576) if q_dtype == torch.float8_e4m3fn else 1e-5
+    return fp8_lse_error(576) if q_dtype == torch.float8_e4m3fn else 1e-5
 
 
 # ---- results

@@ -19,13 +19,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tsmla_jax
-from tests.oracles.attention import batched_decode
+from tests.oracles.attention import batched_decode, fp8_lse_error
 from tests.oracles.inputs import decode_numbers
 from tsmla_jax.ops import kernel_call
 from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import MLA_DECODE, mla_decode_config
 from tsmla_kernels.launch import ArrayView, Launcher
-from tsmla_kernels.sm90.decode.config import fp8_lse_error, workspace_shapes
+from tsmla_kernels.sm90.decode.config import workspace_shapes
 
 pytestmark = pytest.mark.gpu
 

@@ -81,3 +81,12 @@ def prefill(q, k, v, cu_q, cu_kv, *, scale, causal):
             for h in range(q.shape[1]):
                 out[cu_q[b] + i, h], lse[cu_q[b] + i, h] = attend(q[cu_q[b] + i, h], k[rows, h], v[rows, h], scale)
     return out, lse
+
+
+def fp8_lse_error(head_dim: int) -> float:
+    """The greatest error of lse with fp8 queries and cache, as a fraction of the greatest score.
+
+    Hopper's fp8 tensor cores keep some 13 bits behind the leading one of a running sum (DeepSeek-V3's report, section
+    3.3.2), and cut off the rest at each of their 32-column steps.
+    """
+    return -(-head_dim // 32) * 2.0**-13

@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
+from tsmla_kernels.sm90.constants import LN_2, LOG2_E, LOWEST
 from tsmla_kernels.sm90.prefill.config import GROUP_ROWS
 from tsmla_kernels.sm90.prefill.gemms import Gemms
 from tsmla_kernels.sm90.prefill.memory import (
@@ -29,7 +30,7 @@ from tsmla_kernels.sm90.prefill.memory import (
     release,
 )
 from tsmla_kernels.sm90.prefill.softmax import LaggingSoftmax, Softmax
-from tsmla_kernels.sm90.warp import LN_2, LOG2_E, LOWEST, WarpHelpers
+from tsmla_kernels.sm90.warp import advance, transpose_quad, uniform
 
 
 class Warpgroup(NamedTuple):
@@ -57,7 +58,7 @@ class Cursor(NamedTuple):
     tile: Int32  # number of this CTA's tiles before this one
 
 
-class Attention(WarpHelpers):
+class Attention:
     """Device code of the compute warpgroups."""
 
     def __init__(self, traits: KernelTraits) -> None:
@@ -72,7 +73,7 @@ class Attention(WarpHelpers):
         """Compute warpgroup `group`'s rows of all tiles of this CTA."""
         wg = self.set_up(shared, mma, scales, results, group)
         cute.arch.mbarrier_wait(shared.q.full + group, 0)
-        blocks = self.uniform(shared.tiles[Tile.BLOCKS, 0])
+        blocks = uniform(shared.tiles[Tile.BLOCKS, 0])
         if blocks > 0:
             cursor = self.first_block(wg, blocks)
             while cursor.blocks > 0:
@@ -138,7 +139,7 @@ class Attention(WarpHelpers):
             release(shared.q.empty + group)
         q_phase = cursor.q_phase ^ 1
         cute.arch.mbarrier_wait(shared.q.full + group, q_phase)
-        blocks = self.uniform(shared.tiles[Tile.BLOCKS, (cursor.tile + 1) % TILE_SLOTS])
+        blocks = uniform(shared.tiles[Tile.BLOCKS, (cursor.tile + 1) % TILE_SLOTS])
         self.zero_rows(shared.v, cursor.v, v_keys, wg.thread)
         cursor = cursor._replace(blocks=blocks, v_keys=v_keys, q_phase=q_phase)
         k, v, tile = cursor.k, cursor.v, cursor.tile
@@ -238,7 +239,7 @@ class Attention(WarpHelpers):
     @cute.jit
     def next_stage(self, stage: Stage) -> Stage:
         """The stage after `stage`."""
-        index, phase = self.advance(stage.index, stage.phase)
+        index, phase = advance(stage.index, stage.phase, self.stages)
         return Stage(index, phase)
 
     @cute.jit
@@ -256,10 +257,10 @@ class Attention(WarpHelpers):
     def limits(self, wg: Warpgroup, slot: Int32) -> tuple[Int32, Int32]:
         """(keys of the request, keys that all rows of this warpgroup see). Sets `rows.limit`."""
         tiles, thread, limit = wg.shared.tiles, wg.thread, wg.rows.limit
-        keys = self.uniform(tiles[Tile.KEYS, slot])
+        keys = uniform(tiles[Tile.KEYS, slot])
         unmasked_keys = keys
         if const_expr(self.traits.causal):
-            first_row_keys = self.uniform(tiles[Tile.FIRST_ROW_KEYS, slot]) + thread.group * GROUP_ROWS
+            first_row_keys = uniform(tiles[Tile.FIRST_ROW_KEYS, slot]) + thread.group * GROUP_ROWS
             unmasked_keys = cutlass.min(keys, first_row_keys)
             for i in cutlass.range_constexpr(2):
                 limit[i] = cutlass.min(keys, first_row_keys + thread.row + 8 * i)
@@ -324,7 +325,7 @@ class Attention(WarpHelpers):
                 for j in cutlass.range_constexpr(4):
                     pairs[2 * j] = (rows.o[i, 8 * g + 2 * j] * factor).to(traits.out_dtype)
                     pairs[2 * j + 1] = (rows.o[i, 8 * g + 2 * j + 1] * factor).to(traits.out_dtype)
-                self.transpose_quad(words, quad)
+                transpose_quad(words, quad)
                 if row < group_rows:
                     cute.autovec_copy(pairs, out_row[None, g])
             if row < group_rows and quad == 0:

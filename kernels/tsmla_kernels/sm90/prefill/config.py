@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from tsmla_kernels.sm90.decode.config import FP8
+from tsmla_kernels.sm90.constants import FP8
 
 if TYPE_CHECKING:
     from tsmla_kernels.contract import PrefillSpec

@@ -23,7 +23,7 @@ from tsmla_kernels.sm90.prefill.memory import (
     Tile,
     TmaCopy,
 )
-from tsmla_kernels.sm90.warp import WarpHelpers
+from tsmla_kernels.sm90.warp import advance
 
 NO_TILE = 2**31 - 1  # behind the plan's last row
 EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000  # L2 policies: Q is read once, K and V often
@@ -37,7 +37,7 @@ class Box(NamedTuple):
     pitch: int
 
 
-class Producer(WarpHelpers):
+class Producer:
     """Device code of the producer warp."""
 
     def __init__(self, traits: KernelTraits) -> None:
@@ -84,7 +84,7 @@ class Producer(WarpHelpers):
                         self.copy_v(copies.v, landing, v_index, v_row, v_head)
                     v_index, v_phase = index, phase
                     v_row, v_head = kv_row, head
-                index, phase = self.advance(index, phase)
+                index, phase = advance(index, phase, self.stages)
                 if b == 0:
                     self.copy_q(copies.q, q, q_phase, row, head)
                     q_phase ^= 1

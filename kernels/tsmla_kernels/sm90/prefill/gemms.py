@@ -20,10 +20,10 @@ from tsmla_kernels.sm90.prefill.memory import (
     ThreadIndex,
 )
 from tsmla_kernels.sm90.prefill.softmax import p_address
-from tsmla_kernels.sm90.warp import WarpHelpers
+from tsmla_kernels.sm90.warp import uniform
 
 
-class Gemms(WarpHelpers):
+class Gemms:
     """Device code that sets up and issues the products."""
 
     def __init__(self, traits: KernelTraits) -> None:
@@ -100,7 +100,7 @@ class Gemms(WarpHelpers):
         traits = self.traits
         address = memory.toint() + index * (shape[0] * shape[1] * traits.element_bytes)
         if not traits.fp8:
-            address = self.uniform(address)
+            address = uniform(address)
         layout = cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, traits.dtype), shape, (0, 1))
         pointer = cute.make_ptr(traits.dtype, address, cute.AddressSpace.smem, assumed_align=1024)
         return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=traits.dtype), layout.outer)

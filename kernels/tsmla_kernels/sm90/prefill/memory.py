@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 
-from tsmla_kernels.sm90.decode.config import FP8, SMEM_BYTES
+from tsmla_kernels.sm90.constants import FP8, SMEM_BYTES
 from tsmla_kernels.sm90.prefill.config import GROUP_ROWS, PrefillConfig
 from tsmla_kernels.sm90.warp import DTYPES
 

@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from tsmla_kernels.sm90.prefill.config import GROUP_ROWS
 from tsmla_kernels.sm90.prefill.memory import Buffers, KernelTraits, Products, Rows, Stage, release
-from tsmla_kernels.sm90.warp import WarpHelpers
+from tsmla_kernels.sm90.warp import store_matrices
 
 # fp8: P is scaled by 2^5, so that values above 2^-11 of the greatest one when the maximum last moved keep all their
 # bits. The scale is a power of two, so that this greatest value itself is exact. The maximum moves when a sum of four
@@ -27,7 +27,7 @@ def p_address(thread: Int32, lane: Int32, buffer: Int32) -> Int32:
     return buffer + row * 128 + ((lane // 16) ^ (lane % 8)) * 16
 
 
-class Softmax(WarpHelpers):
+class Softmax:
     """Device code of the softmax with the exact maximum, and of P as WGMMA's operand."""
 
     def __init__(self, traits: KernelTraits) -> None:
@@ -134,7 +134,7 @@ class Softmax(WarpHelpers):
         """fp8: write P's words, four for every 32 keys."""
         for k in range(self.traits.block // 32):
             address = (target ^ ((k % 4) * 32)) + (k // 4) * (GROUP_ROWS * 128)
-            self.store_matrices(address, *(p_words[4 * k + w] for w in range(4)))
+            store_matrices(address, *(p_words[4 * k + w] for w in range(4)))
         # Each warp's tensor core reads only that warp's rows, so no other warp has to wait.
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from tsmla_kernels.sm90.prefill.memory import TILE_SLOTS, KernelTraits, Shared, Tile
-from tsmla_kernels.sm90.warp import WarpHelpers
+from tsmla_kernels.sm90.warp import advance, load_transposed, store_matrices
 
 EVEN_COLUMNS, ODD_COLUMNS = 0x6420, 0x7531  # prmt selectors: bytes of two registers of transposed pairs
 
@@ -40,7 +40,7 @@ def transpose_addresses(lane: Int32, warp: Int32, landing: Int32, transposed: In
     return TransposeAddresses(half, source, target)
 
 
-class ValueTransposer(WarpHelpers):
+class ValueTransposer:
     """Device code of the two transpose warps, 64 columns of V each.
 
     ldmatrix transposes pairs of columns; prmt then joins bytes of two registers to four keys of a column. Of 16 keys
@@ -85,7 +85,7 @@ class ValueTransposer(WarpHelpers):
                     cute.arch.mbarrier_arrive(landing.empty + index)
                     cute.arch.mbarrier_arrive(v.full + index)
                 keys = Int32(traits.block)
-                index, phase = self.advance(index, phase)
+                index, phase = advance(index, phase, self.stages)
             slot = (slot + 1) % TILE_SLOTS
             cute.arch.mbarrier_wait(landing.full + index, phase)
             blocks = tiles[Tile.BLOCKS, slot]
@@ -100,10 +100,10 @@ class ValueTransposer(WarpHelpers):
         for step in range(traits.block // 32):
             step_target = (target ^ ((step % 4) * 32)) + (step // 4) * 128 * traits.v_head_dim
             for group in range(4):
-                pairs = self.load_transposed((source ^ (group * 16)) + step * 2048)
+                pairs = load_transposed((source ^ (group * 16)) + step * 2048)
                 a, b = (cute.arch.prmt(*pairs[:2], columns) for columns in (even_columns, odd_columns))
                 c, d = (cute.arch.prmt(*pairs[2:], columns) for columns in (even_columns, odd_columns))
-                self.store_matrices(step_target + group * 2048, a, b, c, d)
+                store_matrices(step_target + group * 2048, a, b, c, d)
 
     def store_zeros(self, address: Int32) -> None:
         """Store 16 bytes of zeros."""

@@ -11,7 +11,7 @@ from tests.emulator.warp_model import LANES, ldmatrix, narrow_tiles, stmatrix_tr
 
 pytest.importorskip("cutlass")
 
-from tsmla_kernels.sm90.decode.mla_decode_mixed import key_fragment, key_row, p_row, place
+from tsmla_kernels.sm90.decode.scores_mixed import key_fragment, key_row, p_row, q_pair_place
 
 BLOCK, WARPS = 64, 4
 
@@ -34,7 +34,7 @@ def test_keys_and_queries_meet_column_by_column(columns: int) -> None:
     memory = narrow_tiles(keys)
     column_at = np.zeros(16, int)  # which column of 16 lies at a place of Q
     for pair in range(8):
-        column_at[2 * place(pair) : 2 * place(pair) + 2] = 2 * pair, 2 * pair + 1
+        column_at[2 * q_pair_place(pair) : 2 * q_pair_place(pair) + 2] = 2 * pair, 2 * pair + 1
     assert sorted(column_at) == list(range(16))
     for warp in range(WARPS):
         for step in range(columns // 16):

@@ -6,9 +6,9 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from tests.emulator.schedule_interpreter import GARBAGE, OVERHEAD, Interpreter, Piece
+from tests.emulator.schedule_interpreter import GARBAGE, Interpreter, Piece
 from tsmla_kernels.catalog import mla_decode_config
-from tsmla_kernels.sm90.decode.config import DecodeConfig
+from tsmla_kernels.sm90.decode.config import OVERHEAD, DecodeConfig
 
 PAGE = 64
 KINDS = ("equal", "nearly equal", "ragged", "some empty", "one long")
@@ -27,7 +27,7 @@ def config_of(heads: int, q_len: int, *, dtype: str = "bfloat16", ragged: bool =
 def check(
     flags: tuple[int, int],
     config: DecodeConfig,
-    parts: int,
+    num_clusters: int,
     lens: np.ndarray,
     queries: np.ndarray,
     pieces: list[Piece],
@@ -43,7 +43,7 @@ def check(
     assert set(tiles) == wanted
     slots = [piece.slot for piece in pieces if piece.slot >= 0]
     assert len(slots) == len(set(slots))
-    written = {slot for slot in range(2 * parts) if split_info[slot, 3] != 0}
+    written = {slot for slot in range(2 * num_clusters) if split_info[slot, 3] != 0}
     assert written == set(slots) and not np.any(split_info[:, 3] == GARBAGE)
     for (r, row), cut in tiles.items():
         cut.sort(key=lambda piece: piece.begin)
@@ -52,26 +52,26 @@ def check(
         if len(cut) == 1:
             assert cut[0].slot == -1
             continue
-        # As DecodeCombine reads it: the slots of the entry, and one or two halves of a portion for each cluster of it.
+        # As Combine reads it: the slots of the entry, and one or two halves of a portion for each cluster of it.
         rows = min(config.tile_rows, int(queries[r]) * config.num_heads - row)
         busy = split_info[cut[0].slot, 3] - len(cut)
         assert busy in (0, *flags, sum(flags))
         for place, piece in enumerate(cut):
-            assert piece.slot // 2 == piece.part and piece.slot % 2 == (piece.begin == 0)
+            assert piece.slot // 2 == piece.cluster and piece.slot % 2 == (piece.begin == 0)
             row_base, row_count, first, count = split_info[piece.slot]
             assert (row_base, row_count, count) == (starts[r] + row, rows, len(cut) + busy)
             assert piece.slot == (first if place == 0 else first + 2 * place - 1)
-            assert piece.part - first // 2 == place
+            assert piece.cluster - first // 2 == place
         for flag, piece in zip(flags, (cut[0], cut[-1]), strict=True):
             if busy & flag:  # never said of a cluster that has nothing else to do
-                assert any(other.part == piece.part and other is not piece for other in pieces)
+                assert any(other.cluster == piece.cluster and other is not piece for other in pieces)
 
 
-def shares(parts: int, pieces: list[Piece]) -> np.ndarray:
+def shares(num_clusters: int, pieces: list[Piece]) -> np.ndarray:
     """Each cluster's work in key blocks, starts included."""
-    work = np.zeros(parts)
+    work = np.zeros(num_clusters)
     for piece in pieces:
-        work[piece.part] += piece.end - piece.begin + OVERHEAD
+        work[piece.cluster] += piece.end - piece.begin + OVERHEAD
     return work
 
 
@@ -90,41 +90,43 @@ def lengths(kind: str, count: int, keys: int, rng: np.random.Generator) -> np.nd
 
 @pytest.mark.parametrize("turn", [0, *(pytest.param(turn, marks=pytest.mark.slow) for turn in range(1, 5))])
 @pytest.mark.parametrize(
-    ("heads", "q_len", "dtype", "parts"),
+    ("heads", "q_len", "dtype", "num_clusters"),
     [
         pytest.param(16, 1, "bfloat16", 12, id="one row tile"),
         pytest.param(16, 1, "bfloat16", 7, id="odd clusters"),
         pytest.param(128, 1, "float8_e4m3fn", 10, id="fp8"),
-        pytest.param(128, 3, "bfloat16", 9, id="three row tiles in lanes"),
-        pytest.param(128, 5, "bfloat16", 8, id="five row tiles in a line"),
-        pytest.param(128, 4, "bfloat16", 17, id="lanes, a cluster left over"),
+        pytest.param(128, 3, "bfloat16", 9, id="three row tiles on tracks"),
+        pytest.param(128, 5, "bfloat16", 8, id="five row tiles on a line"),
+        pytest.param(128, 4, "bfloat16", 17, id="tracks, a cluster left over"),
     ],
 )
-def test_every_block_once(interpreter: Interpreter, heads: int, q_len: int, dtype: str, parts: int, turn: int) -> None:
-    rng = np.random.default_rng(parts)
+def test_every_block_once(
+    interpreter: Interpreter, heads: int, q_len: int, dtype: str, num_clusters: int, turn: int
+) -> None:
+    rng = np.random.default_rng(num_clusters)
     config = config_of(heads, q_len, dtype=dtype)
     # Fewer requests than clusters, about as many, twice as many and more than 32; short and long.
-    batches = ((1, 700), (3, 90), (5, 4000), (parts - 1, 3000), (2 * parts, 2500), (37, 900))
+    batches = ((1, 700), (3, 90), (5, 4000), (num_clusters - 1, 3000), (2 * num_clusters, 2500), (37, 900))
     for i, (count, keys) in enumerate(batches):
-        kind = KINDS[(i + parts + turn) % len(KINDS)]
+        kind = KINDS[(i + num_clusters + turn) % len(KINDS)]
         lens = lengths(kind, count, keys, rng)
-        pieces, split_info = interpreter.run(config, parts, lens, -(-int(lens.max()) // PAGE) + 1)
-        check(interpreter.flags, config, parts, lens, np.full(count, q_len), pieces, split_info)
-        work = shares(parts, pieces)
-        # A sixteenth to spare cuts and one that lanes may leave without work; and starts.
-        assert work.max() <= work.sum() / parts * (1 + 1 / 16) ** 2 + 16, (kind, count, keys, work)
+        pieces, split_info = interpreter.run(config, num_clusters, lens, -(-int(lens.max()) // PAGE) + 1)
+        check(interpreter.flags, config, num_clusters, lens, np.full(count, q_len), pieces, split_info)
+        work = shares(num_clusters, pieces)
+        # A sixteenth to spare cuts and one that tracks may leave without work; and starts.
+        assert work.max() <= work.sum() / num_clusters * (1 + 1 / 16) ** 2 + 16, (kind, count, keys, work)
 
 
 def test_ragged_queries(interpreter: Interpreter) -> None:
     rng = np.random.default_rng(1)
-    for heads, q_len, parts in ((16, 4, 12), (128, 4, 7)):
+    for heads, q_len, num_clusters in ((16, 4, 12), (128, 4, 7)):
         config = config_of(heads, q_len, ragged=True)
         for count, keys in ((1, 300), (6, 2000), (40, 700)):
             queries = rng.integers(0, q_len + 1, count)
             lens = lengths("some empty", count, keys, rng)
             offsets = np.concatenate([[0], queries.cumsum()])
-            pieces, split_info = interpreter.run(config, parts, lens, 40, offsets)
-            check(interpreter.flags, config, parts, np.minimum(lens, 40 * PAGE), queries, pieces, split_info)
+            pieces, split_info = interpreter.run(config, num_clusters, lens, 40, offsets)
+            check(interpreter.flags, config, num_clusters, np.minimum(lens, 40 * PAGE), queries, pieces, split_info)
 
 
 def test_lengths_beyond_the_table_are_cut_to_it(interpreter: Interpreter) -> None:
@@ -138,11 +140,11 @@ def test_requests_by_their_length_are_cut_less(interpreter: Interpreter) -> None
     """As many requests as clusters: at most one of two is cut; twice as many: none is. And every cluster has work."""
     lens = np.random.default_rng(5).permutation(np.linspace(1500, 4500, 24).astype(int))
     config = config_of(16, 1)
-    for parts, most in ((24, 24), (12, 0)):
-        pieces, split_info = interpreter.run(config, parts, lens, 80)
-        check(interpreter.flags, config, parts, lens, np.ones(24, int), pieces, split_info)
+    for num_clusters, most in ((24, 24), (12, 0)):
+        pieces, split_info = interpreter.run(config, num_clusters, lens, 80)
+        check(interpreter.flags, config, num_clusters, lens, np.ones(24, int), pieces, split_info)
         assert sum(piece.slot >= 0 for piece in pieces) <= most
-        work = shares(parts, pieces)
+        work = shares(num_clusters, pieces)
         assert work.min() > 0.7 * work.max()
 
 
