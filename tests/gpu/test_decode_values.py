@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from tests.gpu.front_ends import FRONT_ENDS, Arrays
-from tests.oracles.attention import batched_decode
+from tests.oracles.attention import batched_decode, fp8_lse_error
 from tests.oracles.inputs import decode_numbers
 from tsmla_bridge.runtime import loaded_kernels
 from tsmla_kernels.catalog import MLA_DECODE
-from tests.oracles.attention import fp8_lse_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("front_end", FRONT_ENDS)]
 
