@@ -19,6 +19,7 @@ from tsmla_kernels.cache_ops import config as cache_config
 from tsmla_kernels.contract import cache as cache_contract
 from tsmla_kernels.merge import config as merge_rules
 from tsmla_kernels.sm90.decode import config as sm90_decode
+from tsmla_kernels.sm90.prefill import backward_config as sm90_backward
 from tsmla_kernels.sm90.prefill import config as sm90_prefill
 from tsmla_kernels.sm100 import config as sm100
 
@@ -296,6 +297,55 @@ MLA_PREFILL = Kernel(
 )
 
 
+def mla_prefill_backward_operands(config: sm90_backward.BackwardConfig) -> tuple[Operand, ...]:
+    """Those of mla_prefill, its results and their cotangents; the gradients, and the workspaces."""
+    workspaces = sm90_backward.backward_workspaces(config, 1, 1, 1, 1)
+    k_dim, v_dim = config.qk_head_dim, config.v_head_dim
+    return (
+        Operand("q", config.dtype, (None, None, k_dim)),
+        Operand("k", config.dtype, (None, None, k_dim)),
+        Operand("v", config.dtype, (None, None, v_dim)),
+        Operand("cu_seqlens_q", "int32", (None,), align=4),
+        Operand("cu_seqlens_kv", "int32", (None,), align=4),
+        Operand("scales", "float32", (2,), align=4),
+        Operand("out", config.dtype, (None, None, v_dim)),
+        Operand("lse", "float32", (None, None), align=4),
+        Operand("dout", config.dtype, (None, None, v_dim)),
+        Operand("dlse", "float32", (None, None), align=4),
+        Operand("dq", config.dtype, (None, None, k_dim), output=True),
+        Operand("dk", config.dtype, (None, None, k_dim), output=True),
+        Operand("dv", config.dtype, (None, None, v_dim), output=True),
+        Operand("dq_sum", "float32", (None, None, k_dim), output=True),
+        Operand("row_terms", "float32", (None, None, *workspaces["row_terms"][0][2:]), output=True),
+        Operand("turns", "int32", (None, None, workspaces["turns"][0][2]), output=True),
+        Operand("plan", "int32", (None, workspaces["plan"][0][1]), output=True),
+        Operand("progress", "int32", (None,), output=True),
+    )
+
+
+_BACKWARD_DEFAULTS = {**_PREFILL_DEFAULTS, "deterministic": "false"}
+
+
+def mla_prefill_backward_config(options: Mapping[str, str]) -> sm90_backward.BackwardConfig:
+    """As mla_prefill_config, for the gradient; deterministic=true repeats bit by bit."""
+    deterministic = _boolean({**_BACKWARD_DEFAULTS, **options}, "deterministic")
+    spec = _prefill_spec({name: value for name, value in options.items() if name != "deterministic"})[1]
+    if reasons := sm90_backward.backward_reasons(spec):
+        raise ValueError(f"--config: no kernel for it: {'; '.join(reasons)}")
+    return sm90_backward.backward_config(spec, deterministic=deterministic)
+
+
+MLA_PREFILL_BACKWARD = Kernel(
+    name="mla_prefill_backward",
+    archs=("sm_90a",),
+    launcher="tsmla_kernels.sm90.prefill.backward:MlaPrefillBackward",
+    config=sm90_backward.BackwardConfig,
+    operands=mla_prefill_backward_operands,
+    from_options=mla_prefill_backward_config,
+    presets=DECODE_PRESETS,
+)
+
+
 # ---- Blackwell: TokenSpeed's kernels
 
 
@@ -568,6 +618,7 @@ KERNELS = {
     for kernel in (
         MLA_DECODE,
         MLA_PREFILL,
+        MLA_PREFILL_BACKWARD,
         MLA_DECODE_SM100,
         MLA_PREFILL_SM100,
         WRITE_KV_CACHE,

@@ -1,0 +1,133 @@
+"""The gradient of expanded MLA prefill (keys wider than values) over ragged batches, bf16 and f16, for Hopper.
+
+Three launches: rowsum(dout * out) and the plan; the gradients of tiles of keys, with dq's sums in float32; dq. A CTA of
+the second walks tiles of 128 keys of one head, in each the queries that see them, 64 at a time:
+
+  warpgroups 0 and 1   half of the keys each: dK and dV in registers (backward_products.py)
+  the last warpgroup   one warp: claims tiles, and copies K, V, Q and dO (backward_copies.py)
+"""
+
+from __future__ import annotations
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+import cutlass.utils as utils
+from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync
+
+from tsmla_kernels.sm90.prefill.backward_config import BackwardConfig
+from tsmla_kernels.sm90.prefill.backward_copies import Producer
+from tsmla_kernels.sm90.prefill.backward_memory import (
+    GROUPS,
+    Copies,
+    KeyGradients,
+    Mma,
+    Offsets,
+    Saved,
+    Schedule,
+    Sums,
+    Traits,
+    init_mbarriers,
+    make_storage,
+    shared_memory,
+)
+from tsmla_kernels.sm90.prefill.backward_plan import Planner
+from tsmla_kernels.sm90.prefill.backward_products import Consumer
+from tsmla_kernels.sm90.prefill.backward_rows import CTA_HEADS, DQ_BLOCK, ROW_THREADS, RowKernels, factors
+
+
+class MlaPrefillBackward:
+    """One compiled gradient: `config` is static; numbers of heads, requests and tokens are dynamic.
+
+    Operands of the launcher: q [Tq, H, K], k [Tk, H, K], v [Tk, H, V], cu_seqlens_q and cu_seqlens_kv [B + 1] i32,
+    scales [2] f32 (logits' scale, output's scale), out [Tq, H, V] and lse [Tq, H] f32 (natural log) as the forward pass
+    left them, their cotangents dout and dlse; the results dq, dk and dv, and the workspaces of `backward_workspaces`.
+    """
+
+    def __init__(self, config: BackwardConfig) -> None:
+        self.traits = Traits(config)
+        self.planner = Planner(self.traits)
+        self.rows = RowKernels(self.traits)
+        self.producer = Producer(self.traits, self.planner)
+        self.consumer = Consumer(self.traits)
+
+    @cute.jit
+    def __call__(self, stream: cuda.CUstream, *operands: cute.Tensor):
+        q, k, v, cu_seqlens_q, cu_seqlens_kv, scales, *others = operands
+        out, lse, dout, dlse, dq, dk, dv, *workspaces = others
+        traits, producer = self.traits, self.producer
+        sums, schedule = Sums(*workspaces[:3]), Schedule(*workspaces[3:])
+        copies = Copies(
+            producer.make_copy(q, traits.q),
+            producer.make_copy(k, traits.k),
+            producer.make_copy(v, traits.v),
+            producer.make_copy(dout, traits.dout),
+        )
+        self.storage = make_storage(traits)
+        heads, total_q = Int32(q.shape[1]), Int32(q.shape[0])
+        offsets = Offsets(cu_seqlens_q, cu_seqlens_kv, total_q, Int32(k.shape[0]))
+        tiles, sections = Int32(sums.row_terms.shape[1]), (heads + CTA_HEADS - 1) // CTA_HEADS
+        # One CTA more than there are tiles makes the plan.
+        self.prepare(offsets, Saved(out, lse, dout, dlse), sums, schedule).launch(
+            grid=[tiles + 1, sections, 1], block=[ROW_THREADS, 1, 1], stream=stream
+        )
+        self.differentiate(
+            copies, sums, schedule, KeyGradients(dk, dv), scales, self.consumer.make_mmas(), heads
+        ).launch(
+            grid=[schedule.progress.shape[0], 1, 1], block=[traits.threads, 1, 1], stream=stream, min_blocks_per_mp=1
+        )
+        threads = heads * total_q * (traits.qk_head_dim // DQ_BLOCK)
+        self.finish(sums, scales, dq).launch(
+            grid=[(threads + ROW_THREADS - 1) // ROW_THREADS, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def prepare(self, offsets: Offsets, saved: Saved, sums: Sums, schedule: Schedule):
+        """Before the main kernel: the plan, the rows' terms, zeros."""
+        tile, section, _ = cute.arch.block_idx()
+        tiles, sections, _ = cute.arch.grid_dim()
+        if tile == tiles - 1:
+            if section == 0:
+                self.planner.make_plan(offsets, schedule, Int32(saved.lse.shape[1]))
+        else:
+            self.rows.prepare_rows(offsets, saved, sums, tile, section * CTA_HEADS)
+            self.rows.zero_sums(sums, tile * sections + section, (tiles - 1) * sections)
+
+    @cute.kernel
+    def differentiate(
+        self,
+        copies: Copies,
+        sums: Sums,
+        schedule: Schedule,
+        gradients: KeyGradients,
+        scales: cute.Tensor,
+        mma: Mma,
+        heads: Int32,
+    ):
+        """One CTA: set up the barriers, then each warpgroup its role."""
+        tidx = cute.arch.thread_idx()[0]
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cute.arch.make_warp_uniform(tidx // 128)
+        traits = self.traits
+        smem = utils.SmemAllocator()
+        shared = shared_memory(traits, smem.allocate(self.storage))
+        if warp_idx == traits.producer_warp:
+            for copy in copies:
+                cpasync.prefetch_descriptor(copy.atom)
+        if warp_idx == 0:
+            with cute.arch.elect_one():
+                init_mbarriers(traits, shared)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        if group == GROUPS:
+            cute.arch.setmaxregister_decrease(traits.producer_registers)
+            if warp_idx == traits.producer_warp:
+                self.producer.copy_tiles(copies, sums, shared, schedule, heads)
+        else:
+            cute.arch.setmaxregister_increase(traits.compute_registers)
+            self.consumer.compute(sums, gradients, factors(scales), shared, mma, group)
+
+    @cute.kernel
+    def finish(self, sums: Sums, scales: cute.Tensor, dq: cute.Tensor):
+        """After the main kernel: dq."""
+        self.rows.store_dq(sums, scales, dq)

@@ -1,0 +1,297 @@
+"""Every record, buffer and barrier of the kernels that compute prefill's gradient, by name."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
+
+from tsmla_kernels.sm90.decode.config import SMEM_BYTES
+from tsmla_kernels.sm90.prefill.backward_config import KEY_ROWS, Q_ROWS, BackwardConfig
+from tsmla_kernels.sm90.warp import DTYPES
+
+GROUPS = 2  # warpgroups that compute, each with half of a tile's keys and half of dq's columns
+GROUP_KEYS = KEY_ROWS // GROUPS
+COMPUTE_WARPS = 4 * GROUPS
+TILE_SLOTS = 4  # ring of tile descriptors: the producer is at most two tiles ahead of an epilogue
+TILE_WORDS = 12
+P_BITS = 15
+NO_HEAD = -1  # Tile.HEAD where the sequence of tiles ends
+
+
+class PlanWord(IntEnum):
+    """Words of a row of the plan: one request."""
+
+    TILES_END = 0  # tiles of all requests up to and including this one
+    FIRST_ROW = 1  # of the request's queries
+    ROWS = 2
+    FIRST_KEY = 3
+    KEYS = 4
+    HEAD_TILES = 5  # tiles of one head
+    FIRST_TERMS = 6  # the request's first tile of row_terms
+
+
+class Progress(IntEnum):
+    """Words of `progress`. The others only make it as long as the grid."""
+
+    NEXT_TILE = 0  # the next tile to claim
+    TILES = 1  # tiles in all
+
+
+class Tile(IntEnum):
+    """Words of a tile descriptor: up to KEY_ROWS keys of one head of one request, and the queries that see them."""
+
+    HEAD = 0  # NO_HEAD ends the sequence of tiles
+    FIRST_KEY = 1
+    KEYS = 2
+    STEPS = 3  # tiles of Q_ROWS queries
+    FIRST_ROW = 4  # of the first step's queries
+    ROWS = 5  # from there to the request's end
+    FIRST_TERMS = 6  # the first step's tile of row_terms
+    DIAGONAL = 7  # causal: query x from FIRST_ROW on sees key j of the tile if x >= j + DIAGONAL
+    ORDER = 8  # which of the request's key tiles it is: sums for dq are added in this order
+
+
+class Term(IntEnum):
+    """The two numbers of a query row and head."""
+
+    LSE = 0  # P_BITS - lse in base 2; -inf where the row saw no key
+    DELTA = 1  # lse's cotangent minus rowsum(dout * out), times 2**-P_BITS
+
+
+class Scale(IntEnum):
+    """Words of `scales`."""
+
+    LOGITS = 0
+    OUTPUT = 1
+
+
+class TmaCopy(NamedTuple):
+    """A TMA load: its copy atom and the global tensor that the atom reads."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+
+
+class Copies(NamedTuple):
+    """The TMA loads of the operands."""
+
+    q: TmaCopy
+    k: TmaCopy
+    v: TmaCopy
+    dout: TmaCopy
+
+
+class Offsets(NamedTuple):
+    """Where the requests begin in the operands, and the operands' lengths."""
+
+    cu_seqlens_q: cute.Tensor
+    cu_seqlens_kv: cute.Tensor
+    total_q: Int32
+    total_kv: Int32
+
+
+class Request(NamedTuple):
+    """Query rows and keys of a request."""
+
+    first_row: Int32
+    rows: Int32
+    first_key: Int32
+    keys: Int32
+
+
+class Schedule(NamedTuple):
+    """The workspaces that the planner writes: the rows of requests, and the counters."""
+
+    plan: cute.Tensor
+    progress: cute.Tensor
+
+
+class Saved(NamedTuple):
+    """What the forward pass left, and the cotangents of its results."""
+
+    out: cute.Tensor
+    lse: cute.Tensor
+    dout: cute.Tensor
+    dlse: cute.Tensor
+
+
+class Sums(NamedTuple):
+    """Workspaces: dq's float32 sums, the terms of query rows, and the counters that order the sums."""
+
+    dq_sum: cute.Tensor
+    row_terms: cute.Tensor
+    turns: cute.Tensor
+
+
+class KeyGradients(NamedTuple):
+    """Results of a tile of keys in global memory."""
+
+    dk: cute.Tensor
+    dv: cute.Tensor
+
+
+class Mma(NamedTuple):
+    """The tiled MMAs. The scores' start with `scores_first`, dq's with `dq_first`; the others add."""
+
+    scores_first: cute.TiledMma
+    scores: cute.TiledMma
+    dk: cute.TiledMma
+    dv: cute.TiledMma
+    dq_first: cute.TiledMma
+    dq: cute.TiledMma
+
+
+class Buffers(NamedTuple):
+    """Buffers of one operand in shared memory, and their mbarriers, one pair a buffer."""
+
+    memory: cute.Pointer
+    full: cute.Pointer
+    empty: cute.Pointer
+
+
+class Shared(NamedTuple):
+    """The shared memory of the main kernel. K and V have one buffer; the others, row_terms included, one a stage.
+
+    row_terms arrive with Q and leave with it. `ds` is dS transposed, [KEY_ROWS, Q_ROWS].
+    """
+
+    tiles: cute.Tensor
+    row_terms: cute.Tensor
+    q: Buffers
+    k: Buffers
+    v: Buffers
+    dout: Buffers
+    ds: Buffers
+
+
+class Stage(NamedTuple):
+    """A stage of the rings of buffers, and the parity for which a reader waits on its `full` barrier."""
+
+    index: Int32
+    phase: Int32
+
+
+class ThreadIndex(NamedTuple):
+    """A thread of a compute warpgroup. `row` is the first of its two rows of an accumulator, the second is `row` + 8."""
+
+    group: Int32
+    thread: Int32
+    lane: Int32
+    row: Int32
+
+
+class Accumulators(NamedTuple):
+    """Registers of a warpgroup: WGMMA's accumulators, P and dS as operands, and P between the products.
+
+    P and dS are transposed, [GROUP_KEYS, Q_ROWS]. P is 2**P_BITS times the probability: `p_half` so keeps 11 bits of all
+    above 2**-29, in half the registers of float32.
+    """
+
+    s: cute.Tensor
+    p_half: cute.Tensor
+    dp: cute.Tensor
+    p: cute.Tensor
+    ds: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
+
+
+class Factors(NamedTuple):
+    """The logits' scale, as it is and times log2(e), and the output's scale times 2**-P_BITS."""
+
+    logits: Float32
+    logits_log2: Float32
+    output_p: Float32
+
+
+class Block(NamedTuple):
+    """Rows and columns of an operand in shared memory: column tiles of `width` columns, each with `pitch` rows."""
+
+    rows: int
+    columns: int
+    width: int
+    pitch: int
+
+
+class Traits:
+    """Static sizes, dtypes and layouts that all parts of the kernel share. Sizes are counted in elements."""
+
+    def __init__(self, config: BackwardConfig) -> None:
+        self.config = config
+        self.dtype = DTYPES[config.dtype]
+        self.element_bytes = self.dtype.width // 8
+        self.causal, self.deterministic, self.stages = config.causal, config.deterministic, config.stages
+        self.qk_head_dim, self.v_head_dim = config.qk_head_dim, config.v_head_dim
+        self.dq_columns = self.qk_head_dim // GROUPS
+        # dq's halves each take whole column tiles of K.
+        k_width = 64 if self.dq_columns % 64 == 0 else 32
+        self.q = Block(Q_ROWS, self.qk_head_dim, 64, Q_ROWS)
+        self.k = Block(KEY_ROWS, self.qk_head_dim, k_width, KEY_ROWS)
+        self.v = Block(KEY_ROWS, self.v_head_dim, 64, KEY_ROWS)
+        self.dout = Block(Q_ROWS, self.v_head_dim, 64, Q_ROWS)
+        self.ds = Block(KEY_ROWS, Q_ROWS, 64, KEY_ROWS)
+        self.threads = 128 * (GROUPS + 1)
+        self.producer_warp = COMPUTE_WARPS
+        self.compute_registers, self.producer_registers = 240, 24
+
+    def layout_atom(self, block: Block):
+        """The swizzled layout of an operand in shared memory, as TMA writes it and WGMMA reads it."""
+        kind = {64: SmemLayoutAtomKind.K_SW128, 32: SmemLayoutAtomKind.K_SW64}[block.width]
+        return warpgroup.make_smem_layout_atom(kind, self.dtype)
+
+    def bytes_of(self, block: Block) -> int:
+        return block.rows * block.columns * self.element_bytes
+
+
+def make_storage(traits: Traits):
+    """The struct of the main kernel's shared memory. Raises ValueError if it is more than Hopper has."""
+
+    def barriers(count: int):
+        return cute.struct.MemRange[Int64, count]
+
+    def buffers(count: int, block: Block):
+        return cute.struct.Align[cute.struct.MemRange[traits.dtype, count * block.rows * block.columns], 1024]
+
+    stages = traits.stages
+    fields = {}
+    for name, count in (("q", stages), ("k", 1), ("v", 1), ("dout", stages), ("ds", stages)):
+        fields |= {f"{name}_full": barriers(count), f"{name}_empty": barriers(count)}
+    fields["tiles"] = cute.struct.MemRange[Int32, TILE_SLOTS * TILE_WORDS]
+    fields["row_terms"] = cute.struct.Align[cute.struct.MemRange[Float32, stages * len(Term) * Q_ROWS], 128]
+    for name, count in (("q", stages), ("k", 1), ("v", 1), ("dout", stages), ("ds", stages)):
+        fields[name] = buffers(count, getattr(traits, name))
+    storage = cute.struct(type("Storage", (), {"__annotations__": fields}))
+    if storage.size_in_bytes() > SMEM_BYTES:
+        raise ValueError(f"{traits.config} takes {storage.size_in_bytes()} bytes of shared memory of {SMEM_BYTES}")
+    return storage
+
+
+def shared_memory(traits: Traits, storage) -> Shared:
+    """Views of the allocated `storage`."""
+
+    def buffers(name: str) -> Buffers:
+        memory, full, empty = (getattr(storage, name + end).data_ptr() for end in ("", "_full", "_empty"))
+        return Buffers(memory, full, empty)
+
+    tiles = storage.tiles.get_tensor(cute.make_layout((TILE_WORDS, TILE_SLOTS), stride=(1, TILE_WORDS)))
+    terms = cute.make_layout(
+        (Q_ROWS, len(Term), traits.stages), stride=(1, Q_ROWS, len(Term) * Q_ROWS)
+    )  # fmt: skip
+    row_terms = storage.row_terms.get_tensor(terms)
+    return Shared(tiles, row_terms, *(buffers(name) for name in ("q", "k", "v", "dout", "ds")))
+
+
+def init_mbarriers(traits: Traits, shared: Shared) -> None:
+    """Called by one thread. A count is that of the arrivals that complete a phase; a warp arrives once."""
+    for buffers, count in ((shared.k, 1), (shared.v, 1), (shared.q, traits.stages), (shared.dout, traits.stages)):
+        for index in range(count):
+            cute.arch.mbarrier_init(buffers.full + index, 1)
+            cute.arch.mbarrier_init(buffers.empty + index, COMPUTE_WARPS)
+    for index in range(traits.stages):
+        cute.arch.mbarrier_init(shared.ds.full + index, COMPUTE_WARPS)
+        cute.arch.mbarrier_init(shared.ds.empty + index, COMPUTE_WARPS)

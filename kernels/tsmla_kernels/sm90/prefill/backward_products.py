@@ -1,0 +1,431 @@
+"""The warpgroups that compute prefill's gradient. All products are on transposed scores, so that keys are rows:
+
+    S = K Q^T, P = exp2(S scale - lse), dV += P dO, dP = V dO^T, dS = P (dP - delta), dK += dS Q, dQ += dS^T K
+
+Each warpgroup has half of a tile's keys: P and dS stay in its registers as operands of dV and dK. dQ sums over all keys,
+so dS goes through shared memory too, and each warpgroup computes half of dQ's columns, one step behind.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float16, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu.warpgroup import Field, OperandSource
+from cutlass.utils import hopper_helpers as sm90
+
+from tsmla_kernels.sm90.prefill.backward_config import KEY_ROWS, Q_ROWS
+from tsmla_kernels.sm90.prefill.backward_memory import (
+    GROUP_KEYS,
+    GROUPS,
+    NO_HEAD,
+    TILE_SLOTS,
+    Accumulators,
+    Block,
+    Factors,
+    KeyGradients,
+    Mma,
+    Shared,
+    Stage,
+    Sums,
+    Term,
+    ThreadIndex,
+    Tile,
+    Traits,
+)
+from tsmla_kernels.sm90.warp import WarpHelpers
+
+FAR = 2**31 - 1
+ZERO_BARRIER = 1  # and 2, one a warpgroup: its 128 threads have zeroed rows that belong to no query or key
+
+
+class Consumer(WarpHelpers):
+    """Device code of a compute warpgroup."""
+
+    def __init__(self, traits: Traits) -> None:
+        self.traits = traits
+        self.stages = traits.stages
+
+    def make_mmas(self) -> Mma:
+        dtype, k_major, mn_major = self.traits.dtype, OperandMajorMode.K, OperandMajorMode.MN
+
+        def mma(a_major, b_major, shape, source=OperandSource.SMEM):
+            return sm90.make_trivial_tiled_mma(dtype, dtype, a_major, b_major, Float32, (1, 1, 1), shape, source)
+
+        scores, dq = (GROUP_KEYS, Q_ROWS), (Q_ROWS, self.traits.dq_columns)
+        return Mma(
+            mma(k_major, k_major, scores),
+            mma(k_major, k_major, scores),
+            mma(k_major, mn_major, (GROUP_KEYS, self.traits.qk_head_dim), OperandSource.RMEM),
+            mma(k_major, mn_major, (GROUP_KEYS, self.traits.v_head_dim), OperandSource.RMEM),
+            mma(mn_major, mn_major, dq),
+            mma(mn_major, mn_major, dq),
+        )
+
+    # ---- operands in shared memory
+
+    @cute.jit
+    def operand(self, memory: cute.Pointer, offset: Int32, block: cutlass.Constexpr):
+        """A block for WGMMA, `offset` bytes into `memory`, its address through an instruction whose result is uniform:
+        WGMMA takes its descriptors from uniform registers."""
+        address = self.uniform(memory.toint() + offset)
+        pointer = cute.make_ptr(self.traits.dtype, address, cute.AddressSpace.smem, assumed_align=512)
+        swizzle = self.traits.layout_atom(block).inner
+        layout = cute.make_layout(
+            ((8, block.rows // 8), (block.width, block.columns // block.width)),
+            stride=((block.width, 8 * block.width), (1, block.pitch * block.width)),
+        )
+        return cute.make_tensor(cute.recast_ptr(pointer, swizzle, dtype=self.traits.dtype), layout)
+
+    def transposed(self, x: cute.Tensor) -> cute.Tensor:
+        return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 0]))
+
+    # ---- tiles
+
+    @cute.jit
+    def compute(self, sums: Sums, gradients: KeyGradients, factors: Factors, shared: Shared, mma: Mma, group: Int32):
+        """One warpgroup: its half of the keys of every tile."""
+        thread = cute.arch.thread_idx()[0] % 128
+        lane = thread % 32
+        t = ThreadIndex(group, thread, lane, (thread // 32) * 16 + lane // 4)
+        # Set here once: setting them between products that are in flight serialises these.
+        for products, adds in zip(mma, (False, True, True, True, False, True), strict=True):
+            products.set(Field.ACCUMULATE, adds)
+        acc = self.accumulators(mma, t)
+        slot, tile_phase = Int32(0), Int32(0)
+        index, phase = Int32(0), Int32(0)
+        cute.arch.mbarrier_wait(shared.k.full, tile_phase)
+        head = self.uniform(shared.tiles[Tile.HEAD, slot])
+        while head != NO_HEAD:
+            steps = self.uniform(shared.tiles[Tile.STEPS, slot])
+            acc.dk.fill(0.0)
+            acc.dv.fill(0.0)
+            cute.arch.mbarrier_wait(shared.v.full, tile_phase)
+            self.zero_keys(shared, slot, t)
+            for step in cutlass.range(steps, unroll=1):
+                stage = Stage(index, phase)
+                self.probabilities(acc, factors, shared, mma, stage, slot, step, t)
+                self.keys_products(acc, factors, shared, mma, stage, t)
+                previous = Stage(index ^ 1, phase ^ (index ^ 1))
+                cute.arch.mbarrier_wait(shared.ds.full + previous.index, previous.phase)
+                warpgroup.wait_group(0)
+                self.leave(shared.dout.empty + index)
+                self.leave(shared.q.empty + index)
+                if step > 0:
+                    self.add_dq(sums, shared, mma, previous, slot, step - 1, t)
+                index, phase = self.advance(index, phase)
+            if steps > 0:
+                last = Stage(index ^ 1, phase ^ (index ^ 1))
+                cute.arch.mbarrier_wait(shared.ds.full + last.index, last.phase)
+                self.add_dq(sums, shared, mma, last, slot, steps - 1, t)
+            self.leave(shared.k.empty)
+            self.leave(shared.v.empty)
+            self.store(gradients.dk, acc.dk, factors.logits, shared.tiles, slot, t)
+            self.store(gradients.dv, acc.dv, factors.output_p, shared.tiles, slot, t)
+            slot = (slot + 1) % TILE_SLOTS
+            tile_phase ^= 1
+            cute.arch.mbarrier_wait(shared.k.full, tile_phase)
+            head = self.uniform(shared.tiles[Tile.HEAD, slot])
+
+    def accumulators(self, mma: Mma, t: ThreadIndex) -> Accumulators:
+        scores, dk, dv = mma.scores.get_slice(t.thread), mma.dk.get_slice(t.thread), mma.dv.get_slice(t.thread)
+        shape = (GROUP_KEYS, Q_ROWS)
+        s, dp = (cute.make_rmem_tensor(scores.partition_shape_C(shape), Float32) for _ in range(2))
+        p, ds = (cute.make_rmem_tensor(dv.partition_shape_A(shape), self.traits.dtype) for _ in range(2))
+        return Accumulators(
+            s,
+            cute.make_rmem_tensor((GROUP_KEYS * Q_ROWS // 128,), Float16),
+            dp,
+            p,
+            ds,
+            cute.make_rmem_tensor(dk.partition_shape_C((GROUP_KEYS, self.traits.qk_head_dim)), Float32),
+            cute.make_rmem_tensor(dv.partition_shape_C((GROUP_KEYS, self.traits.v_head_dim)), Float32),
+        )
+
+    def rows_of(self, accumulator: cute.Tensor, columns: int) -> cute.Tensor:
+        """An accumulator as [2 rows, a quarter of the columns]: of 8 columns a lane has two."""
+        layout = cute.make_layout((2, (2, columns // 8)), stride=(2, (1, 4)))
+        return cute.make_tensor(accumulator.iterator, layout)
+
+    @cute.jit
+    def leave(self, barrier: cute.Pointer):
+        """One warp is done with a buffer, or has filled its part of it."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(barrier)
+
+    # ---- a step
+
+    @cute.jit
+    def probabilities(
+        self,
+        acc: Accumulators,
+        factors: Factors,
+        shared: Shared,
+        mma: Mma,
+        stage: Stage,
+        slot: Int32,
+        step: Int32,
+        t: ThreadIndex,
+    ):
+        """S = K Q^T, P in half precision, and dP = V dO^T."""
+        cute.arch.mbarrier_wait(shared.q.full + stage.index, stage.phase)
+        rows = self.uniform(shared.tiles[Tile.ROWS, slot]) - step * Q_ROWS
+        if rows < Q_ROWS:
+            cute.arch.mbarrier_wait(shared.dout.full + stage.index, stage.phase)
+            self.zero_queries(shared, stage, rows, t)
+        self.multiply_scores(acc.s, mma, (shared.k, self.traits.k), (shared.q, self.traits.q), stage, t)
+        warpgroup.wait_group(0)
+        s = self.rows_of(acc.s, Q_ROWS)
+        diagonal = self.uniform(shared.tiles[Tile.DIAGONAL, slot]) - step * Q_ROWS
+        keys = self.uniform(shared.tiles[Tile.KEYS, slot])
+        if diagonal > 1 - KEY_ROWS or keys < KEY_ROWS:
+            self.mask(s, diagonal, keys, t)
+        for g in cutlass.range_constexpr(Q_ROWS // 8):
+            lse = self.terms(shared, stage, Term.LSE, g, t)
+            for i in cutlass.range_constexpr(2):
+                for e in cutlass.range_constexpr(2):
+                    power = s[i, 2 * g + e] * factors.logits_log2 + lse[e]
+                    acc.p_half[4 * g + 2 * i + e] = cute.math.exp2(power, fastmath=True).to(Float16)
+        cute.arch.mbarrier_wait(shared.dout.full + stage.index, stage.phase)
+        self.multiply_scores(acc.dp, mma, (shared.v, self.traits.v), (shared.dout, self.traits.dout), stage, t)
+        cute.arch.mbarrier_wait(shared.ds.empty + stage.index, stage.phase ^ 1)
+        warpgroup.wait_group(0)
+
+    @cute.jit
+    def multiply_scores(
+        self, acc: cute.Tensor, mma: Mma, keys: cutlass.Constexpr, queries: cutlass.Constexpr, stage: Stage, t: ThreadIndex
+    ):  # fmt: skip
+        """S = K Q^T or dP = V dO^T, issued. keys and queries are pairs of buffers and their block."""
+        (key_buffers, key_block), (query_buffers, query_block) = keys, queries
+        half = Block(GROUP_KEYS, key_block.columns, key_block.width, key_block.pitch)
+        key_offset = t.group * (GROUP_KEYS * key_block.width * self.traits.element_bytes)
+        thr = mma.scores.get_slice(t.thread)
+        a = mma.scores.make_fragment_A(thr.partition_A(self.operand(key_buffers.memory, key_offset, half)))
+        query_offset = stage.index * self.traits.bytes_of(query_block)
+        b = mma.scores.make_fragment_B(
+            thr.partition_B(self.operand(query_buffers.memory, query_offset, query_block))
+        )  # fmt: skip
+        warpgroup.fence()
+        cute.gemm(mma.scores_first, acc, a[None, None, 0], b[None, None, 0], acc)
+        for k in cutlass.range_constexpr(1, key_block.columns // 16):
+            cute.gemm(mma.scores, acc, a[None, None, k], b[None, None, k], acc)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def keys_products(
+        self, acc: Accumulators, factors: Factors, shared: Shared, mma: Mma, stage: Stage, t: ThreadIndex
+    ):
+        """dS from P and dP; dV += P dO and dK += dS Q, issued; dS to shared memory."""
+        for k in cutlass.range_constexpr(Q_ROWS // 16):
+            # Eight values a lane of 16 queries: in an accumulator in the order of an operand in registers.
+            p = cute.make_rmem_tensor((8,), Float32)
+            p.store(cute.make_tensor(acc.p_half.iterator + 8 * k, cute.make_layout(8)).load().to(Float32))
+            for g in cutlass.range_constexpr(2):
+                delta = self.terms(shared, stage, Term.DELTA, 2 * k + g, t)
+                for i in cutlass.range_constexpr(2):
+                    for e in cutlass.range_constexpr(2):
+                        at = 4 * g + 2 * i + e
+                        acc.ds[8 * k + at] = (p[at] * (acc.dp[8 * k + at] * factors.output_p + delta[e])).to(self.traits.dtype)
+            cute.make_tensor(acc.p.iterator + 8 * k, cute.make_layout(8)).store(p.load().to(self.traits.dtype))
+        self.multiply_keys(acc.dv, mma.dv, acc.p, shared.dout, self.traits.dout, stage, t)
+        self.multiply_keys(acc.dk, mma.dk, acc.ds, shared.q, self.traits.q, stage, t)
+        words = cute.recast_tensor(acc.ds, Int32)
+        target = shared.ds.memory.toint() + stage.index * self.traits.bytes_of(self.traits.ds)
+        key = t.group * GROUP_KEYS + (t.thread // 32) * 16 + t.lane % 16
+        target += key * (Q_ROWS * self.traits.element_bytes) + ((t.lane // 16) ^ (t.lane % 8)) * 16
+        for k in cutlass.range_constexpr(Q_ROWS // 16):
+            self.store_matrices(target ^ (32 * k), *(words[4 * k + w] for w in range(4)))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        self.leave(shared.ds.full + stage.index)
+
+    @cute.jit
+    def multiply_keys(
+        self,
+        acc: cute.Tensor,
+        mma: cute.TiledMma,
+        scores: cute.Tensor,
+        buffers: cutlass.Constexpr,
+        block: cutlass.Constexpr,
+        stage: Stage,
+        t: ThreadIndex,
+    ):
+        """acc += scores times a stage's queries, issued."""
+        queries = self.operand(buffers.memory, stage.index * self.traits.bytes_of(block), block)
+        b = mma.make_fragment_B(mma.get_slice(t.thread).partition_B(self.transposed(queries)))
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(Q_ROWS // 16):
+            cute.gemm(mma, acc, scores[None, None, k], b[None, None, k], acc)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def terms(self, shared: Shared, stage: Stage, term: cutlass.Constexpr, g: cutlass.Constexpr, t: ThreadIndex):
+        """A term of this lane's two queries of the g-th eight."""
+        address = shared.row_terms.iterator.toint()
+        address += ((stage.index * len(Term) + term) * Q_ROWS + g * 8 + (t.lane % 4) * 2) * 4
+        pointer = cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=8)
+        pair = cute.make_rmem_tensor((2,), Float32)
+        cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(2)), pair)
+        return pair
+
+    @cute.jit
+    def mask(self, s: cute.Tensor, diagonal: Int32, keys: Int32, t: ThreadIndex):
+        """Scores of the queries that do not see a key, and of keys that are not the request's."""
+        for i in cutlass.range_constexpr(2):
+            key = t.group * GROUP_KEYS + t.row + 8 * i
+            first_seeing = key + diagonal - (t.lane % 4) * 2
+            if key >= keys:
+                first_seeing = Int32(FAR)
+            for c in cutlass.range_constexpr(Q_ROWS // 4):
+                s[i, c] = cutlass.select_((c // 2) * 8 + c % 2 >= first_seeing, s[i, c], -Float32.inf)
+
+    # ---- dQ
+
+    @cute.jit
+    def add_dq(
+        self, sums: Sums, shared: Shared, mma: Mma, stage: Stage, slot: Int32, step: Int32, t: ThreadIndex
+    ):
+        """This warpgroup's columns of dQ of a step, added to the sums."""
+        block = self.traits.k
+        part = Block(block.rows, self.traits.dq_columns, block.width, block.pitch)
+        offset = t.group * (self.traits.dq_columns * block.pitch * self.traits.element_bytes)
+        keys = self.transposed(self.operand(shared.k.memory, offset, part))
+        ds_offset = stage.index * self.traits.bytes_of(self.traits.ds)
+        ds = self.transposed(self.operand(shared.ds.memory, ds_offset, self.traits.ds))
+        thr = mma.dq.get_slice(t.thread)
+        a, b = mma.dq.make_fragment_A(thr.partition_A(ds)), mma.dq.make_fragment_B(thr.partition_B(keys))
+        acc = cute.make_rmem_tensor(thr.partition_shape_C((Q_ROWS, self.traits.dq_columns)), Float32)
+        warpgroup.fence()
+        cute.gemm(mma.dq_first, acc, a[None, None, 0], b[None, None, 0], acc)
+        for k in cutlass.range_constexpr(1, KEY_ROWS // 16):
+            cute.gemm(mma.dq, acc, a[None, None, k], b[None, None, k], acc)
+        warpgroup.commit_group()
+        warpgroup.wait_group(0)
+        self.leave(shared.ds.empty + stage.index)
+
+        dq = self.rows_of(acc, self.traits.dq_columns)
+        head, total_q = Int64(shared.tiles[Tile.HEAD, slot]), sums.dq_sum.shape[1]
+        rows = shared.tiles[Tile.ROWS, slot] - step * Q_ROWS
+        row = shared.tiles[Tile.FIRST_ROW, slot] + step * Q_ROWS + t.row
+        column = t.group * self.traits.dq_columns + (t.lane % 4) * 4
+        target = sums.dq_sum.iterator.toint() + ((head * total_q + row) * self.traits.qk_head_dim + column) * 4
+        self.await_turn(sums, shared, slot, step, t)
+        for i in cutlass.range_constexpr(2):
+            if t.row + 8 * i < rows:
+                for c in cutlass.range_constexpr(self.traits.dq_columns // 16):
+                    values = [dq[i, 4 * c + j] for j in range(4)]
+                    self.add_four(target, (8 * i * self.traits.qk_head_dim + 16 * c) * 4, values)
+        self.pass_turn(sums, shared, slot, step, t)
+
+    def add_four(self, address: Int64, offset: int, values: list[Float32]):
+        """Four float32 added to global memory, `offset` bytes from an address."""
+        cute.arch.inline_ptx(
+            f"red.relaxed.gpu.global.add.v4.f32 [{{$r0}} + {offset}], {{{{$r1}}, {{$r2}}, {{$r3}}, {{$r4}}}};",
+            read_only_args=[address, *values],
+        )
+
+    @cute.jit
+    def turn(self, sums: Sums, shared: Shared, slot: Int32, step: Int32, t: ThreadIndex):
+        """The address of this warp's counter of a step's tile of dq."""
+        terms = shared.tiles[Tile.FIRST_TERMS, slot] + step
+        tile = Int64(shared.tiles[Tile.HEAD, slot]) * sums.turns.shape[1] + terms
+        return sums.turns.iterator.toint() + (tile * 8 + t.group * 4 + t.thread // 32) * 4
+
+    @cute.jit
+    def await_turn(self, sums: Sums, shared: Shared, slot: Int32, step: Int32, t: ThreadIndex):
+        """deterministic: wait until all tiles of smaller keys are in the sums. They were claimed before this one, and
+        every CTA runs, so that they get there."""
+        if const_expr(self.traits.deterministic):
+            counter, order = self.turn(sums, shared, slot, step, t), shared.tiles[Tile.ORDER, slot]
+            cute.arch.inline_ptx(
+                "{ .reg .pred p; .reg .b32 n; AGAIN: ld.acquire.gpu.global.b32 n, [{$r0}];"
+                " setp.ne.s32 p, n, {$r1}; @p bra AGAIN; }",
+                read_only_args=[counter, order],
+            )
+            cute.arch.sync_warp()
+
+    @cute.jit
+    def pass_turn(self, sums: Sums, shared: Shared, slot: Int32, step: Int32, t: ThreadIndex):
+        """deterministic: the tile of the next keys may add."""
+        if const_expr(self.traits.deterministic):
+            counter, order = self.turn(sums, shared, slot, step, t), shared.tiles[Tile.ORDER, slot]
+            cute.arch.fence_acq_rel_gpu()
+            cute.arch.sync_warp()
+            if t.lane == 0:
+                cute.arch.inline_ptx(
+                    "st.release.gpu.global.b32 [{$r0}], {$r1};", read_only_args=[counter, order + 1]
+                )
+
+    # ---- the ends of requests
+
+    @cute.jit
+    def zero_keys(self, shared: Shared, slot: Int32, t: ThreadIndex):
+        """dS and P are 0 past a request's keys, but what lies there may be NaN: 0 * NaN must not reach dQ. Each
+        warpgroup zeroes what it reads: all keys of its columns of K, its own keys of V."""
+        keys = self.uniform(shared.tiles[Tile.KEYS, slot])
+        if keys < KEY_ROWS:
+            k, v = self.traits.k, self.traits.v
+            columns = Block(KEY_ROWS, self.traits.dq_columns, k.width, k.pitch)
+            offset = t.group * (self.traits.dq_columns * k.pitch * self.traits.element_bytes)
+            self.zero_rows(shared.k.memory, offset, columns, keys, t)
+            half = Block(GROUP_KEYS, v.columns, v.width, v.pitch)
+            offset = t.group * (GROUP_KEYS * v.width * self.traits.element_bytes)
+            self.zero_rows(shared.v.memory, offset, half, cutlass.max(keys - t.group * GROUP_KEYS, 0), t)
+            self.zeroed(t)
+
+    @cute.jit
+    def zero_queries(self, shared: Shared, stage: Stage, rows: Int32, t: ThreadIndex):
+        """As zero_keys, for the last step's queries. Both warpgroups write the same zeros, and each reads only after
+        its own."""
+        q, dout = self.traits.q, self.traits.dout
+        self.zero_rows(shared.q.memory, stage.index * self.traits.bytes_of(q), q, rows, t)
+        self.zero_rows(shared.dout.memory, stage.index * self.traits.bytes_of(dout), dout, rows, t)
+        self.zeroed(t)
+
+    @cute.jit
+    def zero_rows(self, memory: cute.Pointer, offset: Int32, block: cutlass.Constexpr, first: Int32, t: ThreadIndex):
+        """The rows of a block from `first` on."""
+        chunks = block.width // 8  # of 16 bytes, in a row of a column tile
+        address = memory.toint() + offset
+        for row in cutlass.range(first + t.thread // chunks, block.rows, 128 // chunks, unroll=1):
+            for tile in cutlass.range_constexpr(block.columns // block.width):
+                at = address + (tile * block.pitch + row) * (2 * block.width) + (t.thread % chunks) * 16
+                cute.arch.inline_ptx("st.shared.v4.b32 [{$r0}], {0, 0, 0, 0};", read_only_args=[at])
+
+    @cute.jit
+    def zeroed(self, t: ThreadIndex):
+        """This warpgroup's zeros are where WGMMA reads."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=ZERO_BARRIER + t.group, number_of_threads=128)
+
+    # ---- results
+
+    @cute.jit
+    def store(
+        self, target: cute.Tensor, acc: cute.Tensor, factor: Float32, tiles: cute.Tensor, slot: Int32, t: ThreadIndex
+    ):
+        """This warpgroup's keys of dK or dV."""
+        head, first = tiles[Tile.HEAD, slot], tiles[Tile.FIRST_KEY, slot]
+        keys = tiles[Tile.KEYS, slot]
+        heads, width = target.shape[1], target.shape[2]
+        groups, quad = width // 8, t.lane % 4
+        values = self.rows_of(acc, width)
+        for i in cutlass.range_constexpr(2):
+            key = t.group * GROUP_KEYS + t.row + 8 * i
+            at_row = Int64(first + key) * heads + head
+            # A lane holds 2 columns of each group of 8. The four lanes of a row swap so that each has the 8 columns
+            # of one group in four, 16 bytes, and a row's stores fill whole sectors.
+            line = cute.make_tensor(
+                (target.iterator + (at_row * width + quad * 8)).align(16),
+                cute.make_layout((8, groups // 4), stride=(1, 32)),
+            )
+            pairs = cute.make_rmem_tensor((8,), self.traits.dtype)
+            words = cute.recast_tensor(pairs, Int32)
+            for g in cutlass.range_constexpr(groups // 4):
+                for j in cutlass.range_constexpr(4):
+                    pairs[2 * j] = (values[i, 8 * g + 2 * j] * factor).to(self.traits.dtype)
+                    pairs[2 * j + 1] = (values[i, 8 * g + 2 * j + 1] * factor).to(self.traits.dtype)
+                self.transpose_quad(words, quad)
+                if key < keys:
+                    cute.autovec_copy(pairs, line[None, g])
