@@ -1,4 +1,4 @@
-"""Which Hopper kernel computes the gradient of prefill: the static configuration and its workspaces. Imports no cutlass.
+"""Which Hopper kernel computes prefill's gradient: the static configuration and its workspaces. Imports no cutlass.
 
 As config.py beside this: everything here is a pure function of static shapes, so that one compiled object serves every
 number of heads, requests and tokens.

@@ -25,7 +25,7 @@ from tsmla_kernels.sm90.prefill.backward_memory import (
 from tsmla_kernels.sm90.prefill.backward_plan import Planner
 from tsmla_kernels.sm90.warp import WarpHelpers
 
-EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000  # of L2: a head's keys are read once, its queries often
+EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000  # of L2: keys are read once, queries often
 TERMS_BYTES = len(Term) * Q_ROWS * 4
 
 

@@ -177,7 +177,7 @@ class Stage(NamedTuple):
 
 
 class ThreadIndex(NamedTuple):
-    """A thread of a compute warpgroup. `row` is the first of its two rows of an accumulator, the second is `row` + 8."""
+    """A thread of a compute warpgroup. `row` is the first of its two rows of an accumulator, `row` + 8 the second."""
 
     group: Int32
     thread: Int32
@@ -188,8 +188,8 @@ class ThreadIndex(NamedTuple):
 class Accumulators(NamedTuple):
     """Registers of a warpgroup: WGMMA's accumulators, P and dS as operands, and P between the products.
 
-    P and dS are transposed, [GROUP_KEYS, Q_ROWS]. P is 2**P_BITS times the probability: `p_half` so keeps 11 bits of all
-    above 2**-29, in half the registers of float32.
+    P and dS are transposed, [GROUP_KEYS, Q_ROWS]. P is 2**P_BITS times the probability: so `p_half` keeps 11 bits of
+    all above 2**-29, in half the registers of float32.
     """
 
     s: cute.Tensor

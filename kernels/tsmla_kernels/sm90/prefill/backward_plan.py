@@ -26,6 +26,7 @@ LENGTH_CLASSES = 128  # of numbers of queries, four to each power of two
 SHORTEST_CLASS = 508  # of length 0: bits 21 and up of the float 1.0
 SECTION_HEADS = 16  # heads whose tiles are taken together: their first tiles are the longest
 FAR = 2**31 - 1
+SEEN_BY_ALL = -(2**30)  # Tile.DIAGONAL without a mask: less the rows before a step it is still a 32-bit number
 
 
 class Planner:
@@ -182,7 +183,7 @@ class Planner:
             index -= section * SECTION_HEADS * head_tiles
             section_heads = cutlass.min(heads - section * SECTION_HEADS, SECTION_HEADS)
             order = index // section_heads  # the tiles that most queries see come first
-            first_step, diagonal = Int32(0), Int32(-FAR)
+            first_step, diagonal = Int32(0), Int32(SEEN_BY_ALL)
             if const_expr(self.traits.causal):
                 sees_first_key = order * KEY_ROWS - (keys - rows)  # the first query that sees the tile's first key
                 first_step = cutlass.max(sees_first_key, 0) // Q_ROWS

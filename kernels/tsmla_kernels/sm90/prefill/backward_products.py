@@ -2,8 +2,8 @@
 
     S = K Q^T, P = exp2(S scale - lse), dV += P dO, dP = V dO^T, dS = P (dP - delta), dK += dS Q, dQ += dS^T K
 
-Each warpgroup has half of a tile's keys: P and dS stay in its registers as operands of dV and dK. dQ sums over all keys,
-so dS goes through shared memory too, and each warpgroup computes half of dQ's columns, one step behind.
+Each warpgroup has half of a tile's keys: P and dS stay in its registers as operands of dV and dK. dQ sums over all
+keys, so dS goes through shared memory too, and each warpgroup computes half of dQ's columns, one step behind.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from cutlass.utils import hopper_helpers as sm90
 from tsmla_kernels.sm90.prefill.backward_config import KEY_ROWS, Q_ROWS
 from tsmla_kernels.sm90.prefill.backward_memory import (
     GROUP_KEYS,
-    GROUPS,
     NO_HEAD,
     TILE_SLOTS,
     Accumulators,
@@ -181,21 +180,32 @@ class Consumer(WarpHelpers):
         keys = self.uniform(shared.tiles[Tile.KEYS, slot])
         if diagonal > 1 - KEY_ROWS or keys < KEY_ROWS:
             self.mask(s, diagonal, keys, t)
-        for g in cutlass.range_constexpr(Q_ROWS // 8):
-            lse = self.terms(shared, stage, Term.LSE, g, t)
-            for i in cutlass.range_constexpr(2):
-                for e in cutlass.range_constexpr(2):
-                    power = s[i, 2 * g + e] * factors.logits_log2 + lse[e]
-                    acc.p_half[4 * g + 2 * i + e] = cute.math.exp2(power, fastmath=True).to(Float16)
+        self.powers(acc, factors, shared, stage, t)
         cute.arch.mbarrier_wait(shared.dout.full + stage.index, stage.phase)
         self.multiply_scores(acc.dp, mma, (shared.v, self.traits.v), (shared.dout, self.traits.dout), stage, t)
         cute.arch.mbarrier_wait(shared.ds.empty + stage.index, stage.phase ^ 1)
         warpgroup.wait_group(0)
 
+    def powers(self, acc: Accumulators, factors: Factors, shared: Shared, stage: Stage, t: ThreadIndex):
+        """P from S."""
+        for g in range(Q_ROWS // 8):
+            lse = self.terms(shared, stage, Term.LSE, g, t)
+            for i in range(2):
+                for e in range(2):
+                    at = 4 * g + 2 * i + e
+                    power = acc.s[at] * factors.logits_log2 + lse[e]
+                    acc.p_half[at] = cute.math.exp2(power, fastmath=True).to(Float16)
+
     @cute.jit
     def multiply_scores(
-        self, acc: cute.Tensor, mma: Mma, keys: cutlass.Constexpr, queries: cutlass.Constexpr, stage: Stage, t: ThreadIndex
-    ):  # fmt: skip
+        self,
+        acc: cute.Tensor,
+        mma: Mma,
+        keys: cutlass.Constexpr,
+        queries: cutlass.Constexpr,
+        stage: Stage,
+        t: ThreadIndex,
+    ):
         """S = K Q^T or dP = V dO^T, issued. keys and queries are pairs of buffers and their block."""
         (key_buffers, key_block), (query_buffers, query_block) = keys, queries
         half = Block(GROUP_KEYS, key_block.columns, key_block.width, key_block.pitch)
@@ -226,7 +236,8 @@ class Consumer(WarpHelpers):
                 for i in cutlass.range_constexpr(2):
                     for e in cutlass.range_constexpr(2):
                         at = 4 * g + 2 * i + e
-                        acc.ds[8 * k + at] = (p[at] * (acc.dp[8 * k + at] * factors.output_p + delta[e])).to(self.traits.dtype)
+                        ds = p[at] * (acc.dp[8 * k + at] * factors.output_p + delta[e])
+                        acc.ds[8 * k + at] = ds.to(self.traits.dtype)
             cute.make_tensor(acc.p.iterator + 8 * k, cute.make_layout(8)).store(p.load().to(self.traits.dtype))
         self.multiply_keys(acc.dv, mma.dv, acc.p, shared.dout, self.traits.dout, stage, t)
         self.multiply_keys(acc.dk, mma.dk, acc.ds, shared.q, self.traits.q, stage, t)

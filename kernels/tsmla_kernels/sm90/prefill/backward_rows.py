@@ -52,7 +52,7 @@ class RowKernels:
 
     @cute.jit
     def prepare_rows(self, offsets: Offsets, saved: Saved, sums: Sums, tile: Int32, first_head: Int32):
-        """One CTA: the terms of the rows of one tile of row_terms and CTA_HEADS heads. Rows of no request see no key."""
+        """One CTA: the terms of one tile of row_terms and CTA_HEADS heads. Rows of no request see no key."""
         tidx = cute.arch.thread_idx()[0]
         batch, heads = offsets.cu_seqlens_q.shape[0] - 1, saved.lse.shape[1]
         e = self.owner(offsets, tile, batch)
@@ -123,7 +123,8 @@ class RowKernels:
         tidx = cute.arch.thread_idx()[0]
         zeros = cute.make_rmem_tensor((4,), Float32)
         zeros.fill(0.0)
-        vectors = cute.size(sums.dq_sum) // 4
+        lines, width = sums.dq_sum.shape[0] * sums.dq_sum.shape[1], self.traits.qk_head_dim
+        vectors = lines * (width // 4)
         for i in cutlass.range(cta * ROW_THREADS + tidx, vectors, ctas * ROW_THREADS, unroll=4):
             cute.autovec_copy(zeros, global_tensor(sums.dq_sum, Int64(i) * 4, 4))
         if const_expr(self.traits.deterministic):
