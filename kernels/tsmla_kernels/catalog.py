@@ -315,7 +315,7 @@ def mla_prefill_backward_operands(config: sm90_backward.BackwardConfig) -> tuple
         Operand("dq", config.dtype, (None, None, k_dim), output=True),
         Operand("dk", config.dtype, (None, None, k_dim), output=True),
         Operand("dv", config.dtype, (None, None, v_dim), output=True),
-        Operand("dq_sum", "float32", (None, None, k_dim), output=True),
+        Operand("dq_sum", "float32", (None, 2, None, workspaces["dq_sum"][0][3]), output=True),
         Operand("row_terms", "float32", (None, None, *workspaces["row_terms"][0][2:]), output=True),
         Operand("turns", "int32", (None, None, workspaces["turns"][0][2]), output=True),
         Operand("plan", "int32", (None, workspaces["plan"][0][1]), output=True),

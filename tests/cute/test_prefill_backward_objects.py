@@ -11,7 +11,7 @@ from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import MLA_PREFILL_BACKWARD, mla_prefill_backward_config
 from tsmla_kernels.compile import CompiledObject
 from tsmla_kernels.sm90.prefill.backward_config import backward_workspaces
-from tsmla_kernels.sm90.prefill.backward_rows import dq_position
+from tsmla_kernels.sm90.prefill.backward_sums import dq_position
 
 CONFIGS = {
     "causal": {},
@@ -48,10 +48,13 @@ def test_operands_take_the_workspaces() -> None:
         operands[name].check(shape, dtype)
 
 
-def test_dq_positions_are_a_permutation_of_its_columns() -> None:
-    assert sorted(map(dq_position, range(192))) == list(range(192))
+def test_dq_positions_are_a_permutation_of_a_block() -> None:
+    positions = [dq_position(row, column) for row in range(8) for column in range(96)]
+    assert sorted(positions) == list(range(8 * 96))
     # Lane 1 of a row's four has columns 2, 3, 10 and 11 of an accumulator's first sixteen.
-    assert [dq_position(column) for column in (2, 3, 10, 11)] == [4, 5, 6, 7]
+    assert [dq_position(0, column) for column in (2, 3, 10, 11)] == [4, 5, 6, 7]
+    # Eight lanes that store together have two rows: their 128 bytes fill all banks.
+    assert {dq_position(row, column) % 32 for row in (0, 1) for column in range(16)} == set(range(32))
 
 
 @pytest.mark.parametrize(

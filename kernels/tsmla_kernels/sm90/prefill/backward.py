@@ -24,6 +24,7 @@ from tsmla_kernels.sm90.prefill.backward_memory import (
     Mma,
     Offsets,
     Saved,
+    Scale,
     Schedule,
     Sums,
     Traits,
@@ -33,7 +34,7 @@ from tsmla_kernels.sm90.prefill.backward_memory import (
 )
 from tsmla_kernels.sm90.prefill.backward_plan import Planner
 from tsmla_kernels.sm90.prefill.backward_products import Consumer
-from tsmla_kernels.sm90.prefill.backward_rows import CTA_HEADS, DQ_BLOCK, ROW_THREADS, RowKernels, factors
+from tsmla_kernels.sm90.prefill.backward_rows import CTA_HEADS, ROW_THREADS, RowKernels, factors
 
 
 class MlaPrefillBackward:
@@ -74,16 +75,18 @@ class MlaPrefillBackward:
         self.differentiate(
             copies, sums, schedule, KeyGradients(dk, dv), scales, self.consumer.make_mmas(), heads
         ).launch(
-            grid=[schedule.progress.shape[0], 1, 1], block=[traits.threads, 1, 1], stream=stream, min_blocks_per_mp=1
+            grid=[schedule.progress.shape[0], 1, 1], block=[traits.threads, 1, 1], stream=stream, min_blocks_per_mp=1,
+            use_pdl=True,
         )
-        threads = heads * total_q * (traits.qk_head_dim // DQ_BLOCK)
-        self.finish(sums, scales, dq).launch(
-            grid=[(threads + ROW_THREADS - 1) // ROW_THREADS, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream
+        # One CTA more than there are tiles has the rows of no request.
+        self.finish(offsets, sums, scales, dq).launch(
+            grid=[tiles + 1, sections, 1], block=[ROW_THREADS, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
     def prepare(self, offsets: Offsets, saved: Saved, sums: Sums, schedule: Schedule):
         """Before the main kernel: the plan, the rows' terms, zeros."""
+        cute.arch.griddepcontrol_launch_dependents()
         tile, section, _ = cute.arch.block_idx()
         tiles, sections, _ = cute.arch.grid_dim()
         if tile == tiles - 1:
@@ -119,6 +122,8 @@ class MlaPrefillBackward:
                 init_mbarriers(traits, shared)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         if group == GROUPS:
             cute.arch.setmaxregister_decrease(traits.producer_registers)
             if warp_idx == traits.producer_warp:
@@ -128,6 +133,12 @@ class MlaPrefillBackward:
             self.consumer.compute(sums, gradients, factors(scales), shared, mma, group)
 
     @cute.kernel
-    def finish(self, sums: Sums, scales: cute.Tensor, dq: cute.Tensor):
+    def finish(self, offsets: Offsets, sums: Sums, scales: cute.Tensor, dq: cute.Tensor):
         """After the main kernel: dq."""
-        self.rows.store_dq(sums, scales, dq)
+        tile, section, _ = cute.arch.block_idx()
+        tiles, sections, _ = cute.arch.grid_dim()
+        cute.arch.griddepcontrol_wait()
+        if tile == tiles - 1:
+            self.rows.zero_dq(offsets, dq, section, sections)
+        else:
+            self.rows.store_dq(offsets, sums, scales[Scale.LOGITS], dq, tile, section * CTA_HEADS)

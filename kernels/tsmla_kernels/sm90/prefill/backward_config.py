@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 Q_ROWS = 64  # query rows of one step
 KEY_ROWS = 128  # keys of one tile: 64 for each of the two warpgroups that compute
+BLOCK_ROWS = 8  # query rows of a block of dq's sums
 PLAN_WORDS = 8  # int32 of one row of the plan
 DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = ((192, 128),)
@@ -30,7 +31,8 @@ class BackwardConfig:
         operands are kv [Tk, H, K - R + V] and k_rope [Tk, R].
       causal: whether query i of n sees only keys j <= i + m - n.
       deterministic: whether sums over key tiles are added up in a fixed order, so that gradients repeat bit by bit.
-      stages: pipeline stages of the queries and of out's cotangent.
+      stages: pipeline stages of the queries.
+      dout_stages: of out's cotangent, 1 or `stages`.
     """
 
     dtype: str
@@ -40,6 +42,7 @@ class BackwardConfig:
     causal: bool = True
     deterministic: bool = False
     stages: int = 2
+    dout_stages: int = 2
 
 
 def backward_reasons(spec: PrefillSpec) -> list[str]:
@@ -72,7 +75,8 @@ def backward_workspaces(
 ) -> dict[str, tuple[tuple[Any, ...], str]]:
     """Shapes and dtypes of the kernel's workspaces, in the order of its operands.
 
-    dq_sum: dq's float32 sums, the columns of a row in the order of `dq_column`. row_terms: for each head and tile of
+    dq_sum: dq's float32 sums, in blocks of BLOCK_ROWS rows of one request and half of the columns, in the order of
+    `dq_position`. row_terms: for each head and tile of
     Q_ROWS queries of one request, -lse in base 2, then lse's cotangent minus rowsum(dout * out). turns: how many key
     tiles have been added to a tile of dq, one counter for each of eight warps; one word without `deterministic`.
     plan: a row for each request and two for the keys of none. progress: as many words as the grid has CTAs.
@@ -80,7 +84,7 @@ def backward_workspaces(
     tiles = total_q_len // Q_ROWS + batch
     turns = (num_heads, tiles, 8) if config.deterministic else (1, 1, 8)
     return {
-        "dq_sum": ((num_heads, total_q_len, config.qk_head_dim), "float32"),
+        "dq_sum": ((num_heads, 2, total_q_len // BLOCK_ROWS + batch, BLOCK_ROWS * config.qk_head_dim // 2), "float32"),
         "row_terms": ((num_heads, tiles, 2, Q_ROWS), "float32"),
         "turns": (turns, "int32"),
         "plan": ((batch + 2, PLAN_WORDS), "int32"),

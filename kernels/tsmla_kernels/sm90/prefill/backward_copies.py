@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from tsmla_kernels.sm90.prefill.backward_config import Q_ROWS
@@ -69,7 +69,8 @@ class Producer(WarpHelpers):
             self.copy_block(copies.v, shared.v, self.traits.v, keys, first_key, head)
             for step in cutlass.range(steps, unroll=1):
                 stage = Stage(index, phase)
-                self.copy_queries(copies, sums, shared, stage, row + step * Q_ROWS, terms + step, head)
+                tile = self.traits.query_tile(step, steps)
+                self.copy_queries(copies, sums, shared, stage, row + tile * Q_ROWS, terms + tile, head)
                 index, phase = self.advance(index, phase)
             position, slot = self.planner.claim_next(position, shared.tiles, slot, schedule, heads)
             head = shared.tiles[Tile.HEAD, slot]
@@ -92,6 +93,8 @@ class Producer(WarpHelpers):
             ) * TERMS_BYTES  # fmt: skip
             self.copy_bulk(shared.row_terms.iterator.toint() + stage.index * TERMS_BYTES, source, full)
         self.copy_rows(copies.q, shared.q, self.traits.q, stage, row, head)
+        if const_expr(self.traits.dout_stages == 1):
+            stage = Stage(Int32(0), stage.index ^ 1)
         self.copy_block(copies.dout, shared.dout, self.traits.dout, stage, row, head)
 
     @cute.jit

@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 
 from tsmla_kernels.sm90.decode.config import SMEM_BYTES
-from tsmla_kernels.sm90.prefill.backward_config import KEY_ROWS, Q_ROWS, BackwardConfig
+from tsmla_kernels.sm90.prefill.backward_config import BLOCK_ROWS, KEY_ROWS, Q_ROWS, BackwardConfig
 from tsmla_kernels.sm90.warp import DTYPES
 
 GROUPS = 2  # warpgroups that compute, each with half of a tile's keys and half of dq's columns
@@ -19,7 +19,6 @@ GROUP_KEYS = KEY_ROWS // GROUPS
 COMPUTE_WARPS = 4 * GROUPS
 TILE_SLOTS = 4  # ring of tile descriptors: the producer is at most two tiles ahead of an epilogue
 TILE_WORDS = 12
-P_BITS = 15
 NO_HEAD = -1  # Tile.HEAD where the sequence of tiles ends
 
 
@@ -33,6 +32,7 @@ class PlanWord(IntEnum):
     KEYS = 4
     HEAD_TILES = 5  # tiles of one head
     FIRST_TERMS = 6  # the request's first tile of row_terms
+    FIRST_BLOCK = 7  # and block of dq_sum
 
 
 class Progress(IntEnum):
@@ -53,14 +53,15 @@ class Tile(IntEnum):
     ROWS = 5  # from there to the request's end
     FIRST_TERMS = 6  # the first step's tile of row_terms
     DIAGONAL = 7  # causal: query x from FIRST_ROW on sees key j of the tile if x >= j + DIAGONAL
-    ORDER = 8  # which of the request's key tiles it is: sums for dq are added in this order
+    FIRST_BLOCK = 8  # the first step's block of dq_sum
+    ORDER = 9  # which of the request's key tiles it is: sums for dq are added in this order
 
 
 class Term(IntEnum):
     """The two numbers of a query row and head."""
 
-    LSE = 0  # P_BITS - lse in base 2; -inf where the row saw no key
-    DELTA = 1  # lse's cotangent minus rowsum(dout * out), times 2**-P_BITS
+    LSE = 0  # -lse in base 2; -inf where the row saw no key
+    DELTA = 1  # lse's cotangent minus rowsum(dout * out)
 
 
 class Scale(IntEnum):
@@ -157,7 +158,8 @@ class Buffers(NamedTuple):
 class Shared(NamedTuple):
     """The shared memory of the main kernel. K and V have one buffer; the others, row_terms included, one a stage.
 
-    row_terms arrive with Q and leave with it. `ds` is dS transposed, [KEY_ROWS, Q_ROWS].
+    row_terms arrive with Q and leave with it. `ds` is dS transposed, [KEY_ROWS, Q_ROWS]. `dq` is where warps keep what
+    bulk reductions add.
     """
 
     tiles: cute.Tensor
@@ -167,6 +169,7 @@ class Shared(NamedTuple):
     v: Buffers
     dout: Buffers
     ds: Buffers
+    dq: cute.Tensor
 
 
 class Stage(NamedTuple):
@@ -186,14 +189,10 @@ class ThreadIndex(NamedTuple):
 
 
 class Accumulators(NamedTuple):
-    """Registers of a warpgroup: WGMMA's accumulators, P and dS as operands, and P between the products.
-
-    P and dS are transposed, [GROUP_KEYS, Q_ROWS]. P is 2**P_BITS times the probability: so `p_half` keeps 11 bits of
-    all above 2**-29, in half the registers of float32.
-    """
+    """Registers of a warpgroup: WGMMA's accumulators, P in float32, and P and dS as operands: [GROUP_KEYS, Q_ROWS]."""
 
     s: cute.Tensor
-    p_half: cute.Tensor
+    p_float: cute.Tensor
     dp: cute.Tensor
     p: cute.Tensor
     ds: cute.Tensor
@@ -202,11 +201,11 @@ class Accumulators(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """The logits' scale, as it is and times log2(e), and the output's scale times 2**-P_BITS."""
+    """The logits' scale, as it is and times log2(e), and the output's scale."""
 
     logits: Float32
     logits_log2: Float32
-    output_p: Float32
+    output: Float32
 
 
 class Block(NamedTuple):
@@ -226,6 +225,8 @@ class Traits:
         self.dtype = DTYPES[config.dtype]
         self.element_bytes = self.dtype.width // 8
         self.causal, self.deterministic, self.stages = config.causal, config.deterministic, config.stages
+        self.dout_stages = config.dout_stages
+        self.staged_blocks = 2 if self.dout_stages == 1 else 1  # of dq, in shared memory, a warp
         self.qk_head_dim, self.v_head_dim = config.qk_head_dim, config.v_head_dim
         self.dq_columns = self.qk_head_dim // GROUPS
         # dq's halves each take whole column tiles of K.
@@ -238,6 +239,11 @@ class Traits:
         self.threads = 128 * (GROUPS + 1)
         self.producer_warp = COMPUTE_WARPS
         self.compute_registers, self.producer_registers = 240, 24
+
+    def query_tile(self, step: Int32, steps: Int32) -> Int32:
+        """Which tile of queries a step takes. With an order of key tiles the last queries come first: then each key
+        tile ends before the one whose sums it waits for, and those that follow begin one after another."""
+        return steps - 1 - step if self.deterministic else step
 
     def layout_atom(self, block: Block):
         """The swizzled layout of an operand in shared memory, as TMA writes it and WGMMA reads it."""
@@ -257,14 +263,16 @@ def make_storage(traits: Traits):
     def buffers(count: int, block: Block):
         return cute.struct.Align[cute.struct.MemRange[traits.dtype, count * block.rows * block.columns], 1024]
 
-    stages = traits.stages
+    stages, dout_stages = traits.stages, traits.dout_stages
     fields = {}
-    for name, count in (("q", stages), ("k", 1), ("v", 1), ("dout", stages), ("ds", stages)):
+    for name, count in (("q", stages), ("k", 1), ("v", 1), ("dout", dout_stages), ("ds", stages)):
         fields |= {f"{name}_full": barriers(count), f"{name}_empty": barriers(count)}
     fields["tiles"] = cute.struct.MemRange[Int32, TILE_SLOTS * TILE_WORDS]
     fields["row_terms"] = cute.struct.Align[cute.struct.MemRange[Float32, stages * len(Term) * Q_ROWS], 128]
-    for name, count in (("q", stages), ("k", 1), ("v", 1), ("dout", stages), ("ds", stages)):
+    for name, count in (("q", stages), ("k", 1), ("v", 1), ("dout", dout_stages), ("ds", stages)):
         fields[name] = buffers(count, getattr(traits, name))
+    staged = COMPUTE_WARPS * traits.staged_blocks * BLOCK_ROWS * traits.dq_columns
+    fields["dq"] = cute.struct.Align[cute.struct.MemRange[Float32, staged], 128]
     storage = cute.struct(type("Storage", (), {"__annotations__": fields}))
     if storage.size_in_bytes() > SMEM_BYTES:
         raise ValueError(f"{traits.config} takes {storage.size_in_bytes()} bytes of shared memory of {SMEM_BYTES}")
@@ -283,12 +291,14 @@ def shared_memory(traits: Traits, storage) -> Shared:
         (Q_ROWS, len(Term), traits.stages), stride=(1, Q_ROWS, len(Term) * Q_ROWS)
     )  # fmt: skip
     row_terms = storage.row_terms.get_tensor(terms)
-    return Shared(tiles, row_terms, *(buffers(name) for name in ("q", "k", "v", "dout", "ds")))
+    staged = COMPUTE_WARPS * traits.staged_blocks * BLOCK_ROWS * traits.dq_columns
+    dq = storage.dq.get_tensor(cute.make_layout(staged))
+    return Shared(tiles, row_terms, *(buffers(name) for name in ("q", "k", "v", "dout", "ds")), dq)
 
 
 def init_mbarriers(traits: Traits, shared: Shared) -> None:
     """Called by one thread. A count is that of the arrivals that complete a phase; a warp arrives once."""
-    for buffers, count in ((shared.k, 1), (shared.v, 1), (shared.q, traits.stages), (shared.dout, traits.stages)):
+    for buffers, count in ((shared.k, 1), (shared.v, 1), (shared.q, traits.stages), (shared.dout, traits.dout_stages)):
         for index in range(count):
             cute.arch.mbarrier_init(buffers.full + index, 1)
             cute.arch.mbarrier_init(buffers.empty + index, COMPUTE_WARPS)

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 import cutlass.utils as utils
 from cutlass import Float32, Int32, const_expr
 
-from tsmla_kernels.sm90.prefill.backward_config import KEY_ROWS, Q_ROWS
+from tsmla_kernels.sm90.prefill.backward_config import BLOCK_ROWS, KEY_ROWS, Q_ROWS
 from tsmla_kernels.sm90.prefill.backward_memory import (
     NO_HEAD,
     TILE_SLOTS,
@@ -126,6 +126,7 @@ class Planner:
         plan[position, PlanWord.KEYS] = request.keys
         plan[position, PlanWord.HEAD_TILES] = (request.keys + KEY_ROWS - 1) // KEY_ROWS
         plan[position, PlanWord.FIRST_TERMS] = first_terms(request.first_row, e)
+        plan[position, PlanWord.FIRST_BLOCK] = first_block(request.first_row, e)
 
     @cute.jit
     def accumulate_tiles(self, plan: cute.Tensor, warp_tiles: cute.Tensor, heads: Int32):
@@ -196,6 +197,7 @@ class Planner:
             words[Tile.ROWS] = rows - first_step * Q_ROWS
             words[Tile.FIRST_TERMS] = plan[position, PlanWord.FIRST_TERMS] + first_step
             words[Tile.DIAGONAL] = diagonal
+            words[Tile.FIRST_BLOCK] = plan[position, PlanWord.FIRST_BLOCK] + first_step * (Q_ROWS // BLOCK_ROWS)
             words[Tile.ORDER] = order
         if lane == 0:
             for i in cutlass.range_constexpr(TILE_WORDS):
@@ -235,3 +237,8 @@ class Planner:
 def first_terms(first_row: Int32, e: Int32) -> Int32:
     """The tile of row_terms where request `e` begins, if its first query is `first_row`. Requests share no tile."""
     return first_row // Q_ROWS + e
+
+
+def first_block(first_row: Int32, e: Int32) -> Int32:
+    """Likewise the block of dq_sum."""
+    return first_row // BLOCK_ROWS + e

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, OperandSource
 from cutlass.utils import hopper_helpers as sm90
@@ -33,6 +33,7 @@ from tsmla_kernels.sm90.prefill.backward_memory import (
     Tile,
     Traits,
 )
+from tsmla_kernels.sm90.prefill.backward_sums import QuerySums
 from tsmla_kernels.sm90.warp import WarpHelpers
 
 FAR = 2**31 - 1
@@ -45,6 +46,7 @@ class Consumer(WarpHelpers):
     def __init__(self, traits: Traits) -> None:
         self.traits = traits
         self.stages = traits.stages
+        self.query_sums = QuerySums(traits)
 
     def make_mmas(self) -> Mma:
         dtype, k_major, mn_major = self.traits.dtype, OperandMajorMode.K, OperandMajorMode.MN
@@ -92,40 +94,56 @@ class Consumer(WarpHelpers):
         for products, adds in zip(mma, (False, True, True, True, False, True), strict=True):
             products.set(Field.ACCUMULATE, adds)
         acc = self.accumulators(mma, t)
-        slot, tile_phase = Int32(0), Int32(0)
-        index, phase = Int32(0), Int32(0)
-        cute.arch.mbarrier_wait(shared.k.full, tile_phase)
-        head = self.uniform(shared.tiles[Tile.HEAD, slot])
+        # Few counters, each read in several ways: registers are scarce.
+        tiles, count = Int32(0), Int32(0)
+        cute.arch.mbarrier_wait(shared.k.full, tiles)
+        head = self.uniform(shared.tiles[Tile.HEAD, tiles])
         while head != NO_HEAD:
+            slot = tiles % TILE_SLOTS
             steps = self.uniform(shared.tiles[Tile.STEPS, slot])
             acc.dk.fill(0.0)
             acc.dv.fill(0.0)
-            cute.arch.mbarrier_wait(shared.v.full, tile_phase)
+            cute.arch.mbarrier_wait(shared.v.full, tiles & 1)
             self.zero_keys(shared, slot, t)
             for step in cutlass.range(steps, unroll=1):
-                stage = Stage(index, phase)
-                self.probabilities(acc, factors, shared, mma, stage, slot, step, t)
+                stage, previous = self.stage(count), self.stage(count - 1)
+                self.probabilities(acc, factors, shared, mma, stage, slot, self.query_tile(shared, slot, step), t)
                 self.keys_products(acc, factors, shared, mma, stage, t)
-                previous = Stage(index ^ 1, phase ^ (index ^ 1))
+                if step > 1:
+                    self.query_sums.pass_turn(sums, shared, slot, self.query_tile(shared, slot, step - 2), t)
+                warpgroup.wait_group(1)
+                self.leave(shared.dout.empty + self.dout_stage(stage).index)
                 cute.arch.mbarrier_wait(shared.ds.full + previous.index, previous.phase)
                 warpgroup.wait_group(0)
-                self.leave(shared.dout.empty + index)
-                self.leave(shared.q.empty + index)
+                self.leave(shared.q.empty + stage.index)
                 if step > 0:
-                    self.add_dq(sums, shared, mma, previous, slot, step - 1, t)
-                index, phase = self.advance(index, phase)
+                    self.add_dq(sums, shared, mma, previous, slot, self.query_tile(shared, slot, step - 1), t)
+                count += 1
+            if steps > 1:
+                self.query_sums.pass_turn(sums, shared, slot, self.query_tile(shared, slot, steps - 2), t)
             if steps > 0:
-                last = Stage(index ^ 1, phase ^ (index ^ 1))
+                last = self.stage(count - 1)
                 cute.arch.mbarrier_wait(shared.ds.full + last.index, last.phase)
-                self.add_dq(sums, shared, mma, last, slot, steps - 1, t)
+                self.add_dq(sums, shared, mma, last, slot, self.query_tile(shared, slot, steps - 1), t)
             self.leave(shared.k.empty)
             self.leave(shared.v.empty)
+            if steps > 0:
+                self.query_sums.pass_turn(sums, shared, slot, self.query_tile(shared, slot, steps - 1), t)
             self.store(gradients.dk, acc.dk, factors.logits, shared.tiles, slot, t)
-            self.store(gradients.dv, acc.dv, factors.output_p, shared.tiles, slot, t)
-            slot = (slot + 1) % TILE_SLOTS
-            tile_phase ^= 1
-            cute.arch.mbarrier_wait(shared.k.full, tile_phase)
-            head = self.uniform(shared.tiles[Tile.HEAD, slot])
+            self.store(gradients.dv, acc.dv, factors.output, shared.tiles, slot, t)
+            tiles += 1
+            cute.arch.mbarrier_wait(shared.k.full, tiles & 1)
+            head = self.uniform(shared.tiles[Tile.HEAD, tiles % TILE_SLOTS])
+
+    def query_tile(self, shared: Shared, slot: Int32, step: Int32) -> Int32:
+        """Which tile of queries a step takes. The number of steps is read anew: registers are scarce."""
+        if const_expr(not self.traits.deterministic):
+            return step
+        return self.uniform(shared.tiles[Tile.STEPS, slot] - 1 - step)
+
+    def stage(self, count: Int32) -> Stage:
+        """The stage of the step that follows `count` others. There are two."""
+        return Stage(count & 1, (count >> 1) & 1)
 
     def accumulators(self, mma: Mma, t: ThreadIndex) -> Accumulators:
         scores, dk, dv = mma.scores.get_slice(t.thread), mma.dk.get_slice(t.thread), mma.dv.get_slice(t.thread)
@@ -134,13 +152,17 @@ class Consumer(WarpHelpers):
         p, ds = (cute.make_rmem_tensor(dv.partition_shape_A(shape), self.traits.dtype) for _ in range(2))
         return Accumulators(
             s,
-            cute.make_rmem_tensor((GROUP_KEYS * Q_ROWS // 128,), Float16),
+            cute.make_rmem_tensor((GROUP_KEYS * Q_ROWS // 128,), Float32),
             dp,
             p,
             ds,
             cute.make_rmem_tensor(dk.partition_shape_C((GROUP_KEYS, self.traits.qk_head_dim)), Float32),
             cute.make_rmem_tensor(dv.partition_shape_C((GROUP_KEYS, self.traits.v_head_dim)), Float32),
         )
+
+    def dout_stage(self, stage: Stage) -> Stage:
+        """The stage of out's cotangent. With one buffer its parity alternates with the two stages of Q."""
+        return Stage(Int32(0), stage.index) if self.traits.dout_stages == 1 else stage
 
     def rows_of(self, accumulator: cute.Tensor, columns: int) -> cute.Tensor:
         """An accumulator as [2 rows, a quarter of the columns]: of 8 columns a lane has two."""
@@ -167,11 +189,12 @@ class Consumer(WarpHelpers):
         step: Int32,
         t: ThreadIndex,
     ):
-        """S = K Q^T, P in half precision, and dP = V dO^T."""
+        """S = K Q^T, P, and dP = V dO^T."""
         cute.arch.mbarrier_wait(shared.q.full + stage.index, stage.phase)
         rows = self.uniform(shared.tiles[Tile.ROWS, slot]) - step * Q_ROWS
         if rows < Q_ROWS:
-            cute.arch.mbarrier_wait(shared.dout.full + stage.index, stage.phase)
+            dout = self.dout_stage(stage)
+            cute.arch.mbarrier_wait(shared.dout.full + dout.index, dout.phase)
             self.zero_queries(shared, stage, rows, t)
         self.multiply_scores(acc.s, mma, (shared.k, self.traits.k), (shared.q, self.traits.q), stage, t)
         warpgroup.wait_group(0)
@@ -181,8 +204,9 @@ class Consumer(WarpHelpers):
         if diagonal > 1 - KEY_ROWS or keys < KEY_ROWS:
             self.mask(s, diagonal, keys, t)
         self.powers(acc, factors, shared, stage, t)
-        cute.arch.mbarrier_wait(shared.dout.full + stage.index, stage.phase)
-        self.multiply_scores(acc.dp, mma, (shared.v, self.traits.v), (shared.dout, self.traits.dout), stage, t)
+        dout = self.dout_stage(stage)
+        cute.arch.mbarrier_wait(shared.dout.full + dout.index, dout.phase)
+        self.multiply_scores(acc.dp, mma, (shared.v, self.traits.v), (shared.dout, self.traits.dout), dout, t)
         cute.arch.mbarrier_wait(shared.ds.empty + stage.index, stage.phase ^ 1)
         warpgroup.wait_group(0)
 
@@ -194,7 +218,7 @@ class Consumer(WarpHelpers):
                 for e in range(2):
                     at = 4 * g + 2 * i + e
                     power = acc.s[at] * factors.logits_log2 + lse[e]
-                    acc.p_half[at] = cute.math.exp2(power, fastmath=True).to(Float16)
+                    acc.p_float[at] = cute.math.exp2(power, fastmath=True)
 
     @cute.jit
     def multiply_scores(
@@ -230,16 +254,16 @@ class Consumer(WarpHelpers):
         for k in cutlass.range_constexpr(Q_ROWS // 16):
             # Eight values a lane of 16 queries: in an accumulator in the order of an operand in registers.
             p = cute.make_rmem_tensor((8,), Float32)
-            p.store(cute.make_tensor(acc.p_half.iterator + 8 * k, cute.make_layout(8)).load().to(Float32))
+            p.store(cute.make_tensor(acc.p_float.iterator + 8 * k, cute.make_layout(8)).load())
             for g in cutlass.range_constexpr(2):
                 delta = self.terms(shared, stage, Term.DELTA, 2 * k + g, t)
                 for i in cutlass.range_constexpr(2):
                     for e in cutlass.range_constexpr(2):
                         at = 4 * g + 2 * i + e
-                        ds = p[at] * (acc.dp[8 * k + at] * factors.output_p + delta[e])
+                        ds = p[at] * (acc.dp[8 * k + at] * factors.output + delta[e])
                         acc.ds[8 * k + at] = ds.to(self.traits.dtype)
             cute.make_tensor(acc.p.iterator + 8 * k, cute.make_layout(8)).store(p.load().to(self.traits.dtype))
-        self.multiply_keys(acc.dv, mma.dv, acc.p, shared.dout, self.traits.dout, stage, t)
+        self.multiply_keys(acc.dv, mma.dv, acc.p, shared.dout, self.traits.dout, self.dout_stage(stage), t)
         self.multiply_keys(acc.dk, mma.dk, acc.ds, shared.q, self.traits.q, stage, t)
         words = cute.recast_tensor(acc.ds, Int32)
         target = shared.ds.memory.toint() + stage.index * self.traits.bytes_of(self.traits.ds)
@@ -314,59 +338,7 @@ class Consumer(WarpHelpers):
         warpgroup.commit_group()
         warpgroup.wait_group(0)
         self.leave(shared.ds.empty + stage.index)
-
-        dq = self.rows_of(acc, self.traits.dq_columns)
-        head, total_q = Int64(shared.tiles[Tile.HEAD, slot]), sums.dq_sum.shape[1]
-        rows = shared.tiles[Tile.ROWS, slot] - step * Q_ROWS
-        row = shared.tiles[Tile.FIRST_ROW, slot] + step * Q_ROWS + t.row
-        column = t.group * self.traits.dq_columns + (t.lane % 4) * 4
-        target = sums.dq_sum.iterator.toint() + ((head * total_q + row) * self.traits.qk_head_dim + column) * 4
-        self.await_turn(sums, shared, slot, step, t)
-        for i in cutlass.range_constexpr(2):
-            if t.row + 8 * i < rows:
-                for c in cutlass.range_constexpr(self.traits.dq_columns // 16):
-                    values = [dq[i, 4 * c + j] for j in range(4)]
-                    self.add_four(target, (8 * i * self.traits.qk_head_dim + 16 * c) * 4, values)
-        self.pass_turn(sums, shared, slot, step, t)
-
-    def add_four(self, address: Int64, offset: int, values: list[Float32]):
-        """Four float32 added to global memory, `offset` bytes from an address."""
-        cute.arch.inline_ptx(
-            f"red.relaxed.gpu.global.add.v4.f32 [{{$r0}} + {offset}], {{{{$r1}}, {{$r2}}, {{$r3}}, {{$r4}}}};",
-            read_only_args=[address, *values],
-        )
-
-    @cute.jit
-    def turn(self, sums: Sums, shared: Shared, slot: Int32, step: Int32, t: ThreadIndex):
-        """The address of this warp's counter of a step's tile of dq."""
-        terms = shared.tiles[Tile.FIRST_TERMS, slot] + step
-        tile = Int64(shared.tiles[Tile.HEAD, slot]) * sums.turns.shape[1] + terms
-        return sums.turns.iterator.toint() + (tile * 8 + t.group * 4 + t.thread // 32) * 4
-
-    @cute.jit
-    def await_turn(self, sums: Sums, shared: Shared, slot: Int32, step: Int32, t: ThreadIndex):
-        """deterministic: wait until all tiles of smaller keys are in the sums. They were claimed before this one, and
-        every CTA runs, so that they get there."""
-        if const_expr(self.traits.deterministic):
-            counter, order = self.turn(sums, shared, slot, step, t), shared.tiles[Tile.ORDER, slot]
-            cute.arch.inline_ptx(
-                "{ .reg .pred p; .reg .b32 n; AGAIN: ld.acquire.gpu.global.b32 n, [{$r0}];"
-                " setp.ne.s32 p, n, {$r1}; @p bra AGAIN; }",
-                read_only_args=[counter, order],
-            )
-            cute.arch.sync_warp()
-
-    @cute.jit
-    def pass_turn(self, sums: Sums, shared: Shared, slot: Int32, step: Int32, t: ThreadIndex):
-        """deterministic: the tile of the next keys may add."""
-        if const_expr(self.traits.deterministic):
-            counter, order = self.turn(sums, shared, slot, step, t), shared.tiles[Tile.ORDER, slot]
-            cute.arch.fence_acq_rel_gpu()
-            cute.arch.sync_warp()
-            if t.lane == 0:
-                cute.arch.inline_ptx(
-                    "st.release.gpu.global.b32 [{$r0}], {$r1};", read_only_args=[counter, order + 1]
-                )
+        self.query_sums.add(sums, shared, self.rows_of(acc, self.traits.dq_columns), slot, step, t)
 
     # ---- the ends of requests
 
@@ -391,7 +363,8 @@ class Consumer(WarpHelpers):
         its own."""
         q, dout = self.traits.q, self.traits.dout
         self.zero_rows(shared.q.memory, stage.index * self.traits.bytes_of(q), q, rows, t)
-        self.zero_rows(shared.dout.memory, stage.index * self.traits.bytes_of(dout), dout, rows, t)
+        dout_index = self.dout_stage(stage).index
+        self.zero_rows(shared.dout.memory, dout_index * self.traits.bytes_of(dout), dout, rows, t)
         self.zeroed(t)
 
     @cute.jit

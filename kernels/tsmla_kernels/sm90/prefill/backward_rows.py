@@ -6,9 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from tsmla_kernels.sm90.prefill.backward_config import Q_ROWS
+from tsmla_kernels.sm90.prefill.backward_config import BLOCK_ROWS, Q_ROWS
 from tsmla_kernels.sm90.prefill.backward_memory import (
-    P_BITS,
     Factors,
     Offsets,
     Saved,
@@ -17,22 +16,17 @@ from tsmla_kernels.sm90.prefill.backward_memory import (
     Term,
     Traits,
 )
-from tsmla_kernels.sm90.prefill.backward_plan import first_terms
+from tsmla_kernels.sm90.prefill.backward_plan import first_block, first_terms
+from tsmla_kernels.sm90.prefill.backward_sums import dq_position
 from tsmla_kernels.sm90.warp import LOG2_E
 
 ROW_THREADS = 256
 CTA_HEADS = 4  # heads whose rows' terms a CTA computes, of one tile of queries
 LANES = 16  # that share a row of out
 VECTOR = 8  # elements of out that a lane loads at once
-DQ_BLOCK = 16  # columns of dq that a thread converts
+DQ_VECTOR = 16  # columns of dq that a thread converts at once
+DQ_UNROLL = 4
 UNROLL = 4
-
-
-def dq_position(column: int) -> int:
-    """Where in a row of dq_sum a column lies. A lane of the main kernel holds columns 2q, 2q + 1, 2q + 8 and 2q + 9 of
-    16; they lie side by side, so that it adds 16 bytes at once and a row's four lanes add 64."""
-    block, within = column - column % DQ_BLOCK, column % DQ_BLOCK
-    return block + (within % 8) // 2 * 4 + within // 8 * 2 + within % 2
 
 
 def global_tensor(tensor: cute.Tensor, offset: Int64, count: int) -> cute.Tensor:
@@ -80,8 +74,8 @@ class RowKernels:
                     if row_begin + row < row_end:
                         row_lse = saved.lse[row_begin + row, head]
                         if row_lse != -Float32.inf:
-                            lse = P_BITS - row_lse * LOG2_E
-                            delta = (saved.dlse[row_begin + row, head] - total) * 2.0**-P_BITS
+                            lse = -row_lse * LOG2_E
+                            delta = saved.dlse[row_begin + row, head] - total
                     sums.row_terms[head, tile, Term.LSE, row] = lse
                     sums.row_terms[head, tile, Term.DELTA, row] = delta
 
@@ -123,8 +117,7 @@ class RowKernels:
         tidx = cute.arch.thread_idx()[0]
         zeros = cute.make_rmem_tensor((4,), Float32)
         zeros.fill(0.0)
-        lines, width = sums.dq_sum.shape[0] * sums.dq_sum.shape[1], self.traits.qk_head_dim
-        vectors = lines * (width // 4)
+        vectors = cute.size(sums.dq_sum) // 4
         for i in cutlass.range(cta * ROW_THREADS + tidx, vectors, ctas * ROW_THREADS, unroll=4):
             cute.autovec_copy(zeros, global_tensor(sums.dq_sum, Int64(i) * 4, 4))
         if const_expr(self.traits.deterministic):
@@ -137,27 +130,60 @@ class RowKernels:
     # ---- after it
 
     @cute.jit
-    def store_dq(self, sums: Sums, scales: cute.Tensor, dq: cute.Tensor):
-        """A thread: DQ_BLOCK columns of a row of dq from their sums."""
+    def store_dq(self, offsets: Offsets, sums: Sums, factor: Float32, dq: cute.Tensor, tile: Int32, first_head: Int32):
+        """One CTA: a tile of row_terms and CTA_HEADS heads of dq from their sums."""
         tidx = cute.arch.thread_idx()[0]
-        thread = cute.arch.block_idx()[0] * ROW_THREADS + tidx
-        width, blocks = self.traits.qk_head_dim, self.traits.qk_head_dim // DQ_BLOCK
-        total_q, heads = dq.shape[0], dq.shape[1]
-        scale = scales[Scale.LOGITS]
-        line = thread // blocks  # of dq_sum
-        if line < heads * total_q:
-            column = thread % blocks * DQ_BLOCK
-            head, row = line // total_q, line % total_q
-            total = cute.make_rmem_tensor((DQ_BLOCK,), Float32)
-            cute.autovec_copy(global_tensor(sums.dq_sum, Int64(line) * width + column, DQ_BLOCK), total)
-            rounded = cute.make_rmem_tensor((DQ_BLOCK,), self.traits.dtype)
-            for i in cutlass.range_constexpr(DQ_BLOCK):
-                rounded[i] = (total[dq_position(i)] * scale).to(self.traits.dtype)
-            at = (Int64(row) * heads + head) * width + column
-            cute.autovec_copy(rounded, global_tensor(dq, at, DQ_BLOCK))
+        heads, batch = dq.shape[1], offsets.cu_seqlens_q.shape[0] - 1
+        e = self.owner(offsets, tile, batch)
+        first_row, row_end = self.clamped(offsets, e), self.clamped(offsets, e + 1)
+        relative = (tile - first_terms(first_row, e)) * Q_ROWS
+        block = first_block(first_row, e) + relative // BLOCK_ROWS
+        row_lanes = self.traits.dq_columns // DQ_VECTOR  # of a block's row
+        block_lanes = BLOCK_ROWS * row_lanes
+        half_lanes = Q_ROWS // BLOCK_ROWS * block_lanes
+        lanes = 2 * half_lanes * cutlass.min(CTA_HEADS, heads - first_head)
+        for first in cutlass.range(tidx, lanes, DQ_UNROLL * ROW_THREADS, unroll=1):
+            totals, places = [], []
+            for u in cutlass.range_constexpr(DQ_UNROLL):
+                item = first + u * ROW_THREADS
+                half, lane = item // half_lanes, item % half_lanes
+                head = first_head + half // 2
+                row = first_row + relative + lane // row_lanes
+                exists = item < lanes and row >= first_row and row < row_end
+                total = cute.make_rmem_tensor((DQ_VECTOR,), Float32)
+                if exists:
+                    line = (Int64(head) * 2 + half % 2) * sums.dq_sum.shape[2] + block
+                    at = (line * block_lanes + lane) * DQ_VECTOR
+                    cute.autovec_copy(global_tensor(sums.dq_sum, at, DQ_VECTOR), total)
+                column = (half % 2) * self.traits.dq_columns + (lane % row_lanes ^ lane // row_lanes % 2) * DQ_VECTOR
+                totals.append(total)
+                places.append((exists, (Int64(row) * heads + head) * self.traits.qk_head_dim + column))
+            for u in cutlass.range_constexpr(DQ_UNROLL):
+                exists, at = places[u]
+                rounded = cute.make_rmem_tensor((DQ_VECTOR,), self.traits.dtype)
+                for i in cutlass.range_constexpr(DQ_VECTOR):
+                    rounded[i] = (totals[u][dq_position(0, i)] * factor).to(self.traits.dtype)
+                if exists:
+                    cute.autovec_copy(rounded, global_tensor(dq, at, DQ_VECTOR))
+
+    @cute.jit
+    def zero_dq(self, offsets: Offsets, dq: cute.Tensor, section: Int32, sections: Int32):
+        """One CTA of `sections`: rows of no request, those before the first one and those after the last."""
+        tidx = cute.arch.thread_idx()[0]
+        vectors = dq.shape[1] * (self.traits.qk_head_dim // VECTOR)  # of a row
+        first, last = self.clamped(offsets, Int32(0)), self.clamped(offsets, offsets.cu_seqlens_q.shape[0] - 1)
+        zeros = cute.make_rmem_tensor((VECTOR,), self.traits.dtype)
+        zeros.fill(0.0)
+        for row in cutlass.range(section, first + offsets.total_q - last, sections, unroll=1):
+            at_row = row
+            if row >= first:
+                at_row += last - first
+            for i in cutlass.range(tidx, vectors, ROW_THREADS, unroll=1):
+                at = (Int64(at_row) * vectors + i) * VECTOR
+                cute.autovec_copy(zeros, global_tensor(dq, at, VECTOR))
 
 
 def factors(scales: cute.Tensor) -> Factors:
     """The scales as the main kernel uses them."""
     logits = scales[Scale.LOGITS]
-    return Factors(logits, logits * LOG2_E, scales[Scale.OUTPUT] * 2.0**-P_BITS)
+    return Factors(logits, logits * LOG2_E, scales[Scale.OUTPUT])
