@@ -134,6 +134,7 @@ class Consumer(WarpHelpers):
             tiles += 1
             cute.arch.mbarrier_wait(shared.k.full, tiles & 1)
             head = self.uniform(shared.tiles[Tile.HEAD, tiles % TILE_SLOTS])
+        self.query_sums.complete(t)
 
     def query_tile(self, shared: Shared, slot: Int32, step: Int32) -> Int32:
         """Which tile of queries a step takes. The number of steps is read anew: registers are scarce."""

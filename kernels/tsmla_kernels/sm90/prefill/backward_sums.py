@@ -81,6 +81,12 @@ class QuerySums(WarpHelpers):
             )
         cute.arch.cp_async_bulk_commit_group()
 
+    @cute.jit
+    def complete(self, t: ThreadIndex):
+        """All that this warp added is in the sums: shared memory may go."""
+        if t.lane == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
+
     def store_four(self, address: Int32, offset: int, values: list[Float32]):
         """Four float32 to shared memory, `offset` bytes from an address."""
         cute.arch.inline_ptx(
