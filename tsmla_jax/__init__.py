@@ -8,22 +8,25 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tsmla_jax.ops.explain import explain
-from tsmla_jax.ops.gather_kv_cache.api import gather_kv_cache
-from tsmla_jax.ops.merge_attention_states.api import merge_attention_states
-from tsmla_jax.ops.mla_decode.api import mla_decode
-from tsmla_jax.ops.mla_prefill.api import mla_prefill
-from tsmla_jax.ops.mla_prefill.packed import mla_prefill_kv
-from tsmla_jax.ops.rope_write_kv_cache.api import rope_write_kv_cache
-from tsmla_jax.ops.sparse.compress_kv.api import (
+from tsmla_jax.ops.compress_kv.api import (
     CompressedEntries,
     CompressorState,
     compress_kv,
     init_compressor_state,
 )
-from tsmla_jax.ops.sparse.indexer import indexer_quantize, write_indexer_cache
-from tsmla_jax.ops.sparse.indexer_logits.api import indexer_logits
-from tsmla_jax.ops.sparse.layouts import (
+from tsmla_jax.ops.explain import explain
+from tsmla_jax.ops.gather_kv_cache.api import gather_kv_cache
+from tsmla_jax.ops.indexer_logits.api import indexer_logits
+from tsmla_jax.ops.merge_attention_states.api import merge_attention_states
+from tsmla_jax.ops.mla_decode.api import mla_decode
+from tsmla_jax.ops.mla_prefill.api import mla_prefill
+from tsmla_jax.ops.mla_prefill.packed import mla_prefill_kv
+from tsmla_jax.ops.rope_write_kv_cache.api import rope_write_kv_cache
+from tsmla_jax.ops.select_topk.api import select_topk
+from tsmla_jax.ops.sparse_mla.api import sparse_mla
+from tsmla_jax.ops.write_kv_cache.api import write_kv_cache
+from tsmla_jax.sparse.indexer import indexer_quantize, write_indexer_cache
+from tsmla_jax.sparse.layouts import (
     pack_v4_rows,
     pack_v32_rows,
     unpack_v4_rows,
@@ -31,15 +34,13 @@ from tsmla_jax.ops.sparse.layouts import (
     write_packed_kv_cache,
     write_v4_cache,
 )
-from tsmla_jax.ops.sparse.metadata import (
+from tsmla_jax.sparse.metadata import (
     expand_decode_metadata,
     localize_context_lens,
     positions_to_slots,
     remap_slots,
 )
-from tsmla_jax.ops.sparse.select_topk.api import select_topk
-from tsmla_jax.ops.sparse.sparse_mla.api import sparse_mla
-from tsmla_jax.ops.sparse.v4 import (
+from tsmla_jax.sparse.v4 import (
     MixedIndices,
     apply_rope,
     build_mixed_sparse_indices,
@@ -50,7 +51,6 @@ from tsmla_jax.ops.sparse.v4 import (
     rope_table,
     window_slots,
 )
-from tsmla_jax.ops.write_kv_cache.api import write_kv_cache
 from tsmla_kernels import __version__
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """write_kv_cache and gather_kv_cache on torch tensors: rows into and out of the paged cache.
 
 On a Hopper GPU by the catalog's kernels, one launch each. In torch operations on CPUs and where the kernels can't serve
-the call: a dtype or width that choose_cache refuses, a cache, table or list of slots with gaps, rows that don't start
-at multiples of 16 bytes. Both give the same bits and read no value on the host, so both can be captured into CUDA
+the call: a dtype or width that cache_ops.config refuses, a cache, table or list of slots with gaps, rows that don't
+start at multiples of 16 bytes. Both give the same bits and read no value on the host, so both can be captured into CUDA
 graphs.
 """
 

@@ -1,7 +1,7 @@
 """merge_attention_states on torch tensors: one attention result from partial results over disjoint keys.
 
 On a Hopper GPU by the catalog's kernel, one launch. In torch operations on CPUs, where a derivative is asked for, and
-where the kernel can't serve the call: a dtype or width that choose_merge refuses, rows of uneven strides or not at
+where the kernel can't serve the call: a dtype or width that merge.config refuses, rows of uneven strides or not at
 multiples of 16 bytes.
 """
 

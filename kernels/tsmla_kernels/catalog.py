@@ -289,7 +289,7 @@ def _prefill_spec(options: Mapping[str, str]) -> tuple[dict[str, str], contract.
 MLA_PREFILL = Kernel(
     name="mla_prefill",
     archs=("sm_90a",),
-    launcher="tsmla_kernels.sm90.prefill.mla_prefill:MlaPrefill",
+    launcher="tsmla_kernels.sm90.prefill.kernel:MlaPrefill",
     config=sm90_prefill.PrefillConfig,
     operands=mla_prefill_operands,
     from_options=mla_prefill_config,

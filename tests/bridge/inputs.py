@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import torch
 
-from tests.ops import oracle
-from tests.ops.inputs import Paged, paged
+from tests.jax.ops.inputs import Paged, paged
+from tests.oracles import attention as oracle
 
 
 def tensor(array: Any) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 import tsmla_bridge
 from tests.bridge import engines
 from tests.bridge.inputs import Inputs, assert_close, inputs
-from tests.ops import oracle
+from tests.oracles import attention as oracle
 from tsmla_bridge import tokenspeed_mla
 from tsmla_kernels.contract import DecodeSpec
 from tsmla_kernels.sm90.decode import config as sm90_decode

@@ -56,7 +56,8 @@ def test_decode(gpu: Gpu, shape: dict[str, Any], batch_invariant: bool) -> None:
     assert_right(got, case, kv_scale=2.0)
     stream, operands = gpu.launches[-1]
     assert stream == 0 and len(gpu.launches) == 1
-    assert list(operands) == [operand.name for operand in MLA_DECODE.operands(decode.choose.decode_config(_spec(case)))]
+    config = decode.sm90_decode.decode_config(_spec(case))
+    assert list(operands) == [operand.name for operand in MLA_DECODE.operands(config)]
 
 
 def _spec(case: Inputs) -> Any:

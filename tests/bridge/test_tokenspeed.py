@@ -21,7 +21,7 @@ import torch
 import tsmla_bridge
 from tests.bridge.conftest import Gpu
 from tests.bridge.inputs import Inputs, assert_close, inputs
-from tests.ops import oracle
+from tests.oracles import attention as oracle
 from tsmla_bridge import blackwell, decode, tokenspeed_mla
 from tsmla_bridge.tokenspeed_mla import (
     get_num_sm,

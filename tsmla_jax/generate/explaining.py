@@ -17,7 +17,7 @@ from tsmla_jax.nn import MLAConfig, V4Config, V32Config
 from tsmla_jax.nn.deepseek_v4 import V4Cache
 from tsmla_jax.nn.deepseek_v32 import V32Cache
 from tsmla_jax.ops.dispatch import Explanation
-from tsmla_jax.ops.sparse.v4 import INDEX_ROW_ALIGNMENT
+from tsmla_jax.sparse.v4 import INDEX_ROW_ALIGNMENT
 from tsmla_kernels import contract
 
 Add = Callable[..., None]

@@ -26,7 +26,7 @@ from tsmla_jax.generate.streams import close_streams, open_streams, read_streams
 from tsmla_jax.nn import deepseek_v4, deepseek_v32, functional
 from tsmla_jax.nn.config import MLAConfig
 from tsmla_jax.nn.deepseek_v32 import V32Config
-from tsmla_jax.ops.sparse import numerics
+from tsmla_jax.sparse import numerics
 
 Phase = Literal["prefill", "decode"]
 

@@ -26,8 +26,8 @@ from tsmla_jax.nn.config import MLAConfig, hf_field, read_hf_config
 from tsmla_jax.nn.hf import hf_attention_shapes, params_from_hf
 from tsmla_jax.nn.params import Params, param_shapes, param_specs
 from tsmla_jax.nn.rope import rope_cos_sin
-from tsmla_jax.ops.sparse import checks
-from tsmla_jax.ops.sparse.indexer import fold_weights
+from tsmla_jax.sparse import checks
+from tsmla_jax.sparse.indexer import fold_weights
 
 _NORM_EPS = 1e-6
 

@@ -29,8 +29,8 @@ from tsmla_jax.nn.deepseek_v4_config import (
 )
 from tsmla_jax.nn.params import Params
 from tsmla_jax.nn.rope import inverse_frequencies
-from tsmla_jax.ops.sparse import checks, numerics
-from tsmla_jax.ops.sparse.indexer import fold_weights
+from tsmla_jax.sparse import checks, numerics
+from tsmla_jax.sparse.indexer import fold_weights
 
 __all__ = [
     "Kind",

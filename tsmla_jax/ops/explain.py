@@ -8,7 +8,6 @@ from typing import Any
 
 from tsmla_jax.ops.dispatch import Explanation, explain_spec
 
-SPARSE_OPERATIONS = ("sparse_mla", "compress_kv", "indexer_logits", "select_topk")
 OPERATIONS = (
     "mla_decode",
     "mla_prefill",
@@ -16,7 +15,10 @@ OPERATIONS = (
     "rope_write_kv_cache",
     "gather_kv_cache",
     "merge_attention_states",
-    *SPARSE_OPERATIONS,
+    "sparse_mla",
+    "compress_kv",
+    "indexer_logits",
+    "select_topk",
 )
 
 
@@ -38,6 +40,5 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     if name not in OPERATIONS:
         raise ValueError(f"op: got {op!r}; legal: {', '.join(OPERATIONS)}")
     implementation = kwargs.pop("implementation", None)
-    path = f"sparse.{name}" if name in SPARSE_OPERATIONS else name
-    api = importlib.import_module(f"tsmla_jax.ops.{path}.api")
-    return explain_spec(path, api.spec(*args, **kwargs), implementation)
+    api = importlib.import_module(f"tsmla_jax.ops.{name}.api")
+    return explain_spec(name, api.spec(*args, **kwargs), implementation)

@@ -1,8 +1,8 @@
 """How TokenSpeed's Blackwell kernels serve a call: static configurations, query tiles, splits and workspaces.
 
-The decisions are those of tokenspeed-mla 2.0 (its functions' names are in the docstrings; tests/blackwell compares them
-with these), made here from static shapes so that nothing of that package, of cutlass or of torch has to be imported to
-make them. What the package can't do is a reason here; that is where a call learns of it.
+The decisions are those of tokenspeed-mla 2.0 (its functions' names are in the docstrings; tests/kernels/sm100
+compares them with these), made here from static shapes so that nothing of that package, of cutlass or of torch has to
+be imported to make them. What the package can't do is a reason here; that is where a call learns of it.
 """
 
 from __future__ import annotations

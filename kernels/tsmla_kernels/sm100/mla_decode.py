@@ -37,7 +37,7 @@ class MlaDecode:
     Operands of the launcher: q [B, S, H, 576], kv_cache [P, Z, 576], block_tables [B, M] i32 with M * Z a multiple of
     128, seq_lens [B] i32, visible_lens [B, S] i32 (how many keys each query token sees, at most seq_lens), with traced
     scales [2] f32 (logits' scale, output's scale), out [B, S, H, 512], lse [B, S, H] f32 (**base 2**), workspace int8
-    [splits, bytes] of choose.workspace_shape, and without traced scales the four of choose.SCALE_OPERANDS.
+    [splits, bytes] of config.workspace_shape, and without traced scales the four of config.SCALE_OPERANDS.
 
     Raises ModuleNotFoundError if tokenspeed-mla, or for bf16 and f16 torch, isn't installed.
     """

@@ -25,7 +25,7 @@ class MlaPrefill:
 
     Operands of the launcher: q [Tq, H, 192], k [Tk, H, 192], v [Tk, H, 128], cu_seqlens_q, cu_seqlens_kv [B + 1] i32,
     with traced scales [2] f32 (logits' scale, output's scale), out [Tq, H, 128], lse [Tq, H] f32 (natural logarithm),
-    longest_q int8 [max_q_len], whose size alone is read, and without traced scales the four of choose.SCALE_OPERANDS.
+    longest_q int8 [max_q_len], whose size alone is read, and without traced scales the four of config.SCALE_OPERANDS.
 
     Raises ModuleNotFoundError if tokenspeed-mla or torch isn't installed.
     """

@@ -68,14 +68,14 @@ def _outside_vectorized_loops() -> contextlib.AbstractContextManager[Any]:
 
 
 def float_of_sizes(high: Any, low: Any) -> Float32:
-    """The float32 that choose.scale_sizes made two arrays' sizes of."""
+    """The float32 that config.scale_sizes made two arrays' sizes of."""
     bits = ((high.shape[0] - 1) << 16) | (low.shape[0] - 1)
     return Float32(llvm.bitcast(Float32.mlir_type, Int32(bits).ir_value()))
 
 
 def outputs_and_scales(operands: tuple[Any, ...], traced: bool) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
     """A launcher's operands after its inputs, as (outputs, (the logits' scale, the outputs' scale)): traced scales are
-    one array before the outputs, others the four choose.SCALE_OPERANDS after them."""
+    one array before the outputs, others the four config.SCALE_OPERANDS after them."""
     if traced:
         scales, *outputs = operands
         return tuple(outputs), (LoadedFloat32(scales.iterator), LoadedFloat32(scales.iterator + 1))
