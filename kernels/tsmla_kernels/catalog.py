@@ -298,13 +298,18 @@ MLA_PREFILL = Kernel(
 
 
 def mla_prefill_backward_operands(config: sm90_backward.BackwardConfig) -> tuple[Operand, ...]:
-    """Those of mla_prefill, its results and their cotangents; the gradients, and the workspaces."""
-    workspaces = sm90_backward.backward_workspaces(config, 1, 1, 1, 1)
-    k_dim, v_dim = config.qk_head_dim, config.v_head_dim
+    """The operands of mla_prefill or mla_prefill_kv, its results and their cotangents; the gradients, and the
+    workspaces."""
+    workspaces = sm90_backward.backward_workspaces(config, 1, 1, 1, 1, 1)
+    rows = {"dq_sum": (None, 2, None), "row_terms": (None, None), "turns": (None, None), "rope_sum": (None, None)}
+    rows |= {"plan": (None,), "progress": (None,), "rope_turns": (None, None)}
+    k_dim, v_dim, rope_dim = config.qk_head_dim, config.v_head_dim, config.rope_dim
+    keys = (("k", (None, None, k_dim)), ("v", (None, None, v_dim)))
+    if rope_dim:
+        keys = (("kv", (None, None, k_dim - rope_dim + v_dim)), ("k_rope", (None, rope_dim)))
     return (
         Operand("q", config.dtype, (None, None, k_dim)),
-        Operand("k", config.dtype, (None, None, k_dim)),
-        Operand("v", config.dtype, (None, None, v_dim)),
+        *(Operand(name, config.dtype, shape) for name, shape in keys),
         Operand("cu_seqlens_q", "int32", (None,), align=4),
         Operand("cu_seqlens_kv", "int32", (None,), align=4),
         Operand("scales", "float32", (2,), align=4),
@@ -313,13 +318,11 @@ def mla_prefill_backward_operands(config: sm90_backward.BackwardConfig) -> tuple
         Operand("dout", config.dtype, (None, None, v_dim)),
         Operand("dlse", "float32", (None, None), align=4),
         Operand("dq", config.dtype, (None, None, k_dim), output=True),
-        Operand("dk", config.dtype, (None, None, k_dim), output=True),
-        Operand("dv", config.dtype, (None, None, v_dim), output=True),
-        Operand("dq_sum", "float32", (None, 2, None, workspaces["dq_sum"][0][3]), output=True),
-        Operand("row_terms", "float32", (None, None, *workspaces["row_terms"][0][2:]), output=True),
-        Operand("turns", "int32", (None, None, workspaces["turns"][0][2]), output=True),
-        Operand("plan", "int32", (None, workspaces["plan"][0][1]), output=True),
-        Operand("progress", "int32", (None,), output=True),
+        *(Operand(f"d{name}", config.dtype, shape, output=True) for name, shape in keys),
+        *(
+            Operand(name, dtype, (*rows[name], *shape[len(rows[name]) :]), output=True)
+            for name, (shape, dtype) in workspaces.items()
+        ),
     )
 
 
@@ -329,10 +332,11 @@ _BACKWARD_DEFAULTS = {**_PREFILL_DEFAULTS, "deterministic": "false"}
 def mla_prefill_backward_config(options: Mapping[str, str]) -> sm90_backward.BackwardConfig:
     """As mla_prefill_config, for the gradient; deterministic=true repeats bit by bit."""
     deterministic = _boolean({**_BACKWARD_DEFAULTS, **options}, "deterministic")
-    spec = _prefill_spec({name: value for name, value in options.items() if name != "deterministic"})[1]
+    values, spec = _prefill_spec({name: value for name, value in options.items() if name != "deterministic"})
     if reasons := sm90_backward.backward_reasons(spec):
         raise ValueError(f"--config: no kernel for it: {'; '.join(reasons)}")
-    return sm90_backward.backward_config(spec, deterministic=deterministic)
+    rope_dim = 64 if _boolean(values, "shared_rope") else 0
+    return sm90_backward.backward_config(spec, rope_dim, deterministic=deterministic)
 
 
 MLA_PREFILL_BACKWARD = Kernel(

@@ -4,7 +4,8 @@ Three launches: rowsum(dout * out) and the plan; the gradients of tiles of keys,
 the second walks tiles of 128 keys of one head, in each the queries that see them, 64 at a time:
 
   warpgroups 0 and 1   half of the keys each: dK and dV in registers (backward_products.py)
-  the last warpgroup   one warp: claims tiles, and copies K, V, Q and dO (backward_copies.py)
+  the last warpgroup   one warp claims tiles, and copies K, V, Q and dO (backward_copies.py); two warps add dQ to sums
+                       in global memory (backward_sums.py)
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 import cutlass.utils as utils
-from cutlass import Int32
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from tsmla_kernels.sm90.prefill.backward_config import BackwardConfig
@@ -23,6 +24,7 @@ from tsmla_kernels.sm90.prefill.backward_memory import (
     KeyGradients,
     Mma,
     Offsets,
+    Operands,
     Saved,
     Scale,
     Schedule,
@@ -35,51 +37,47 @@ from tsmla_kernels.sm90.prefill.backward_memory import (
 from tsmla_kernels.sm90.prefill.backward_plan import Planner
 from tsmla_kernels.sm90.prefill.backward_products import Consumer
 from tsmla_kernels.sm90.prefill.backward_rows import CTA_HEADS, ROW_THREADS, RowKernels, factors
+from tsmla_kernels.sm90.prefill.backward_sums import Reducer
 
 
 class MlaPrefillBackward:
-    """One compiled gradient: `config` is static; numbers of heads, requests and tokens are dynamic.
-
-    Operands of the launcher: q [Tq, H, K], k [Tk, H, K], v [Tk, H, V], cu_seqlens_q and cu_seqlens_kv [B + 1] i32,
-    scales [2] f32 (logits' scale, output's scale), out [Tq, H, V] and lse [Tq, H] f32 (natural log) as the forward pass
-    left them, their cotangents dout and dlse; the results dq, dk and dv, and the workspaces of `backward_workspaces`.
-    """
+    """One compiled gradient: `config` is static; numbers of heads, requests and tokens are dynamic."""
 
     def __init__(self, config: BackwardConfig) -> None:
         self.traits = Traits(config)
+        self.storage = make_storage(self.traits)
         self.planner = Planner(self.traits)
         self.rows = RowKernels(self.traits)
         self.producer = Producer(self.traits, self.planner)
         self.consumer = Consumer(self.traits)
+        self.reducer = Reducer(self.traits)
 
     @cute.jit
-    def __call__(self, stream: cuda.CUstream, *operands: cute.Tensor):
-        q, k, v, cu_seqlens_q, cu_seqlens_kv, scales, *others = operands
-        out, lse, dout, dlse, dq, dk, dv, *workspaces = others
-        traits, producer = self.traits, self.producer
-        sums, schedule = Sums(*workspaces[:3]), Schedule(*workspaces[3:])
-        copies = Copies(
-            producer.make_copy(q, traits.q),
-            producer.make_copy(k, traits.k),
-            producer.make_copy(v, traits.v),
-            producer.make_copy(dout, traits.dout),
-        )
-        self.storage = make_storage(traits)
-        heads, total_q = Int32(q.shape[1]), Int32(q.shape[0])
-        offsets = Offsets(cu_seqlens_q, cu_seqlens_kv, total_q, Int32(k.shape[0]))
-        tiles, sections = Int32(sums.row_terms.shape[1]), (heads + CTA_HEADS - 1) // CTA_HEADS
+    def __call__(self, stream: cuda.CUstream, *tensors: cute.Tensor) -> None:
+        """Launch the kernels on `stream`; `tensors` are the `Operands` in their order."""
+        operands = Operands(*tensors)
+        traits = self.traits
+        sums = Sums(operands.dq_sum, operands.row_terms, operands.turns, operands.dq_sum, operands.turns)
+        gradients = KeyGradients(operands.dk, operands.dv)
+        if const_expr(traits.rope_columns > 0):
+            sums = sums._replace(rope_sum=operands.rope_sum, rope_turns=operands.rope_turns)
+            gradients = KeyGradients(operands.dk, operands.dk)
+        schedule = Schedule(operands.plan, operands.progress)
+        heads, total_q = Int32(operands.q.shape[1]), Int32(operands.q.shape[0])
+        offsets = Offsets(operands.cu_seqlens_q, operands.cu_seqlens_kv, total_q, Int32(operands.k.shape[0]))
+        saved = Saved(operands.out, operands.lse, operands.dout, operands.dlse)
+        tiles, sections = Int32(operands.row_terms.shape[1]), (heads + CTA_HEADS - 1) // CTA_HEADS
         # One CTA more than there are tiles makes the plan.
-        self.prepare(offsets, Saved(out, lse, dout, dlse), sums, schedule).launch(
+        self.prepare(offsets, saved, sums, schedule).launch(
             grid=[tiles + 1, sections, 1], block=[ROW_THREADS, 1, 1], stream=stream
         )
-        self.differentiate(
-            copies, sums, schedule, KeyGradients(dk, dv), scales, self.consumer.make_mmas(), heads
-        ).launch(
-            grid=[schedule.progress.shape[0], 1, 1], block=[traits.threads, 1, 1], stream=stream, min_blocks_per_mp=1,
+        copies, mmas = self.producer.make_copies(operands), self.consumer.make_mmas()
+        self.differentiate(copies, sums, schedule, gradients, operands.scales, mmas, heads).launch(
+            grid=[operands.progress.shape[0], 1, 1], block=[traits.threads, 1, 1], stream=stream, min_blocks_per_mp=1,
             use_pdl=True,
-        )
+        )  # fmt: skip
         # One CTA more than there are tiles has the rows of no request.
-        self.finish(offsets, sums, scales, dq).launch(
+        self.finish(offsets, sums, operands.scales, operands.dq, operands.dv).launch(
             grid=[tiles + 1, sections, 1], block=[ROW_THREADS, 1, 1], stream=stream, use_pdl=True
         )
 
@@ -113,13 +111,13 @@ class MlaPrefillBackward:
         group = cute.arch.make_warp_uniform(tidx // 128)
         traits = self.traits
         smem = utils.SmemAllocator()
-        shared = shared_memory(traits, smem.allocate(self.storage))
+        shared = shared_memory(smem.allocate(self.storage))
         if warp_idx == traits.producer_warp:
             for copy in copies:
                 cpasync.prefetch_descriptor(copy.atom)
         if warp_idx == 0:
             with cute.arch.elect_one():
-                init_mbarriers(traits, shared)
+                init_mbarriers(shared)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
@@ -128,16 +126,23 @@ class MlaPrefillBackward:
             cute.arch.setmaxregister_decrease(traits.producer_registers)
             if warp_idx == traits.producer_warp:
                 self.producer.copy_tiles(copies, sums, shared, schedule, heads)
+            reduced = warp_idx - traits.producer_warp - 1  # the compute warpgroup of a reducer warp
+            if reduced >= 0 and reduced < GROUPS:
+                if cute.arch.lane_idx() == 0:
+                    self.reducer.reduce_tiles(sums, shared, reduced)
         else:
             cute.arch.setmaxregister_increase(traits.compute_registers)
-            self.consumer.compute(sums, gradients, factors(scales), shared, mma, group)
+            self.consumer.compute(gradients, factors(scales), shared, mma, group)
 
     @cute.kernel
-    def finish(self, offsets: Offsets, sums: Sums, scales: cute.Tensor, dq: cute.Tensor):
-        """After the main kernel: dq."""
+    def finish(self, offsets: Offsets, sums: Sums, scales: cute.Tensor, dq: cute.Tensor, dk_rope: cute.Tensor):
+        """After the main kernel: dq, and the gradient of shared rope columns."""
         tile, section, _ = cute.arch.block_idx()
         tiles, sections, _ = cute.arch.grid_dim()
         cute.arch.griddepcontrol_wait()
+        if const_expr(self.traits.rope_columns > 0):
+            cta, ctas = tile * sections + section, tiles * sections
+            self.rows.store_rope(sums, scales[Scale.LOGITS], dk_rope, cta, ctas)
         if tile == tiles - 1:
             self.rows.zero_dq(offsets, dq, section, sections)
         else:

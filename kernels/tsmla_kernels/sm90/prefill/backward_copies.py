@@ -7,12 +7,13 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from tsmla_kernels.sm90.prefill.backward_config import Q_ROWS
+from tsmla_kernels.sm90.prefill.backward_config import KEY_ROWS, Q_ROWS, STAGES
 from tsmla_kernels.sm90.prefill.backward_memory import (
     NO_HEAD,
     Block,
     Buffers,
     Copies,
+    Operands,
     Schedule,
     Shared,
     Stage,
@@ -34,29 +35,40 @@ class Producer(WarpHelpers):
 
     def __init__(self, traits: Traits, planner: Planner) -> None:
         self.traits, self.planner = traits, planner
-        self.stages = traits.stages
+        self.stages = STAGES
 
-    def make_copy(self, x: cute.Tensor, block: Block) -> TmaCopy:
-        """The TMA load of `block` from x [T, H, columns]."""
+    def make_copies(self, operands: Operands) -> Copies:
+        """The TMA loads of the operands."""
+        traits = self.traits
+        q, dout = self.make_copy(operands.q, traits.q), self.make_copy(operands.dout, traits.dout)
+        k = self.make_copy(operands.k, traits.nope)
+        if traits.rope_columns == 0:
+            return Copies(q, k, k, self.make_copy(operands.v, traits.v), dout)
+        k_rope = operands.v
+        rope_heads = cute.make_tensor(
+            k_rope.iterator,
+            cute.make_layout((k_rope.shape[0], 1, k_rope.shape[1]), stride=(k_rope.stride[0], 0, 1)),
+        )
+        v = self.make_copy(operands.k, traits.v, traits.nope_columns)
+        return Copies(q, k, self.make_copy(rope_heads, traits.rope), v, dout)
+
+    def make_copy(self, x: cute.Tensor, block: Block, first_column: int = 0) -> TmaCopy:
+        """The TMA load of `block` from x [T, H, columns], from `first_column` on."""
         row, head = cute.assume(x.stride[0], divby=64), x.stride[1]
         tiles = block.columns // block.width
         by_columns = cute.make_tensor(
-            x.iterator,
+            x.iterator + first_column,
             cute.make_layout((x.shape[0], block.width, tiles, x.shape[1]), stride=(row, 1, block.width, head)),
         )
         shape = (block.rows, block.width, tiles)
         layout = cute.tile_to_shape(self.traits.layout_atom(block), shape, (0, 1, 2))
-        return TmaCopy(
-            *cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), by_columns, layout, shape)
-        )  # fmt: skip
+        return TmaCopy(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), by_columns, layout, shape))
 
     @cute.jit
     def copy_tiles(self, copies: Copies, sums: Sums, shared: Shared, schedule: Schedule, heads: Int32):
         """Tiles of keys one after another: K and V once the tile before has left them, then every step's Q and dO."""
         slot = Int32(0)
-        position = self.planner.claim(
-            cute.arch.block_idx()[0], Int32(0), shared.tiles, slot, schedule, heads
-        )  # fmt: skip
+        position = self.planner.claim(cute.arch.block_idx()[0], Int32(0), shared.tiles, slot, schedule, heads)
         keys_phase = Int32(1)
         index, phase = Int32(0), Int32(1)
         head = shared.tiles[Tile.HEAD, slot]
@@ -65,7 +77,7 @@ class Producer(WarpHelpers):
             row, terms = shared.tiles[Tile.FIRST_ROW, slot], shared.tiles[Tile.FIRST_TERMS, slot]
             steps = shared.tiles[Tile.STEPS, slot]
             keys = Stage(Int32(0), keys_phase)
-            self.copy_block(copies.k, shared.k, self.traits.k, keys, first_key, head)
+            self.copy_keys(copies, shared, keys, first_key, head)
             self.copy_block(copies.v, shared.v, self.traits.v, keys, first_key, head)
             for step in cutlass.range(steps, unroll=1):
                 stage = Stage(index, phase)
@@ -80,6 +92,18 @@ class Producer(WarpHelpers):
             cute.arch.mbarrier_arrive(shared.k.full)
 
     @cute.jit
+    def copy_keys(self, copies: Copies, shared: Shared, keys: Stage, first_key: Int32, head: Int32) -> None:
+        """K of a tile, once its buffer is free; shared rope columns take a copy of their own."""
+        traits = self.traits
+        cute.arch.mbarrier_wait(shared.k.empty, keys.phase)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(shared.k.full, traits.bytes_of(traits.k))
+        self.copy_rows(copies.k, shared.k, traits.nope, keys, first_key, head)
+        if const_expr(traits.rope_columns > 0):
+            rope = shared.k._replace(memory=shared.k.memory + traits.nope_columns * KEY_ROWS)
+            self.copy_rows(copies.rope, rope, traits.rope, keys, first_key, Int32(0))
+
+    @cute.jit
     def copy_queries(
         self, copies: Copies, sums: Sums, shared: Shared, stage: Stage, row: Int32, terms: Int32, head: Int32
     ):
@@ -88,14 +112,12 @@ class Producer(WarpHelpers):
         with cute.arch.elect_one():
             full = shared.q.full + stage.index
             cute.arch.mbarrier_arrive_and_expect_tx(full, self.traits.bytes_of(self.traits.q) + TERMS_BYTES)
-            source = sums.row_terms.iterator.toint() + (
-                Int64(head) * sums.row_terms.shape[1] + terms
-            ) * TERMS_BYTES  # fmt: skip
+            line = Int64(head) * sums.row_terms.shape[1] + terms
+            source = sums.row_terms.iterator.toint() + line * TERMS_BYTES
             self.copy_bulk(shared.row_terms.iterator.toint() + stage.index * TERMS_BYTES, source, full)
         self.copy_rows(copies.q, shared.q, self.traits.q, stage, row, head)
-        if const_expr(self.traits.dout_stages == 1):
-            stage = Stage(Int32(0), stage.index ^ 1)
-        self.copy_block(copies.dout, shared.dout, self.traits.dout, stage, row, head)
+        # One buffer: its parity changes with every step, as the index of Q's two stages does.
+        self.copy_block(copies.dout, shared.dout, self.traits.dout, Stage(Int32(0), stage.index ^ 1), row, head)
 
     @cute.jit
     def copy_block(

@@ -125,8 +125,7 @@ class Planner:
         plan[position, PlanWord.FIRST_KEY] = request.first_key
         plan[position, PlanWord.KEYS] = request.keys
         plan[position, PlanWord.HEAD_TILES] = (request.keys + KEY_ROWS - 1) // KEY_ROWS
-        plan[position, PlanWord.FIRST_TERMS] = first_terms(request.first_row, e)
-        plan[position, PlanWord.FIRST_BLOCK] = first_block(request.first_row, e)
+        plan[position, PlanWord.REQUEST] = e
 
     @cute.jit
     def accumulate_tiles(self, plan: cute.Tensor, warp_tiles: cute.Tensor, heads: Int32):
@@ -179,6 +178,8 @@ class Planner:
             if position > 0:
                 index = tile - plan[position - 1, PlanWord.TILES_END]
             rows, keys = plan[position, PlanWord.ROWS], plan[position, PlanWord.KEYS]
+            first_row, first_key = plan[position, PlanWord.FIRST_ROW], plan[position, PlanWord.FIRST_KEY]
+            request = plan[position, PlanWord.REQUEST]
             head_tiles = plan[position, PlanWord.HEAD_TILES]
             section = index // (SECTION_HEADS * head_tiles)
             index -= section * SECTION_HEADS * head_tiles
@@ -190,15 +191,16 @@ class Planner:
                 first_step = cutlass.max(sees_first_key, 0) // Q_ROWS
                 diagonal = sees_first_key - first_step * Q_ROWS
             words[Tile.HEAD] = section * SECTION_HEADS + index % section_heads
-            words[Tile.FIRST_KEY] = plan[position, PlanWord.FIRST_KEY] + order * KEY_ROWS
+            words[Tile.FIRST_KEY] = first_key + order * KEY_ROWS
             words[Tile.KEYS] = cutlass.min(keys - order * KEY_ROWS, KEY_ROWS)
             words[Tile.STEPS] = cutlass.max((rows + Q_ROWS - 1) // Q_ROWS - first_step, 0)
-            words[Tile.FIRST_ROW] = plan[position, PlanWord.FIRST_ROW] + first_step * Q_ROWS
+            words[Tile.FIRST_ROW] = first_row + first_step * Q_ROWS
             words[Tile.ROWS] = rows - first_step * Q_ROWS
-            words[Tile.FIRST_TERMS] = plan[position, PlanWord.FIRST_TERMS] + first_step
+            words[Tile.FIRST_TERMS] = first_index(first_row, request, Q_ROWS) + first_step
             words[Tile.DIAGONAL] = diagonal
-            words[Tile.FIRST_BLOCK] = plan[position, PlanWord.FIRST_BLOCK] + first_step * (Q_ROWS // BLOCK_ROWS)
+            words[Tile.FIRST_BLOCK] = first_index(first_row, request, BLOCK_ROWS) + first_step * (Q_ROWS // BLOCK_ROWS)
             words[Tile.ORDER] = order
+            words[Tile.ROPE_TURN] = first_index(first_key, request, KEY_ROWS) + order
         if lane == 0:
             for i in cutlass.range_constexpr(TILE_WORDS):
                 tiles[i, slot] = words[i]
@@ -234,11 +236,7 @@ class Planner:
         return position, slot
 
 
-def first_terms(first_row: Int32, e: Int32) -> Int32:
-    """The tile of row_terms where request `e` begins, if its first query is `first_row`. Requests share no tile."""
-    return first_row // Q_ROWS + e
-
-
-def first_block(first_row: Int32, e: Int32) -> Int32:
-    """Likewise the block of dq_sum."""
-    return first_row // BLOCK_ROWS + e
+def first_index(first: Int32, request: Int32, size: int) -> Int32:
+    """Where request `request`, whose rows or keys begin at `first`, begins in an array of tiles of `size` rows. Requests
+    share no tile: each one has room for an incomplete tile."""
+    return first // size + request

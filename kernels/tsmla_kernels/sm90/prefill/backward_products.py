@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, OperandSource
 from cutlass.utils import hopper_helpers as sm90
 
-from tsmla_kernels.sm90.prefill.backward_config import KEY_ROWS, Q_ROWS
+from tsmla_kernels.sm90.prefill.backward_config import KEY_ROWS, Q_ROWS, STAGES
 from tsmla_kernels.sm90.prefill.backward_memory import (
     GROUP_KEYS,
     NO_HEAD,
@@ -27,13 +27,12 @@ from tsmla_kernels.sm90.prefill.backward_memory import (
     Mma,
     Shared,
     Stage,
-    Sums,
     Term,
     ThreadIndex,
     Tile,
     Traits,
 )
-from tsmla_kernels.sm90.prefill.backward_sums import QuerySums
+from tsmla_kernels.sm90.prefill.backward_sums import SumStaging
 from tsmla_kernels.sm90.warp import WarpHelpers
 
 FAR = 2**31 - 1
@@ -45,8 +44,8 @@ class Consumer(WarpHelpers):
 
     def __init__(self, traits: Traits) -> None:
         self.traits = traits
-        self.stages = traits.stages
-        self.query_sums = QuerySums(traits)
+        self.stages = STAGES
+        self.staging = SumStaging(traits)
 
     def make_mmas(self) -> Mma:
         dtype, k_major, mn_major = self.traits.dtype, OperandMajorMode.K, OperandMajorMode.MN
@@ -85,7 +84,7 @@ class Consumer(WarpHelpers):
     # ---- tiles
 
     @cute.jit
-    def compute(self, sums: Sums, gradients: KeyGradients, factors: Factors, shared: Shared, mma: Mma, group: Int32):
+    def compute(self, gradients: KeyGradients, factors: Factors, shared: Shared, mma: Mma, group: Int32):
         """One warpgroup: its half of the keys of every tile."""
         thread = cute.arch.thread_idx()[0] % 128
         lane = thread % 32
@@ -107,40 +106,35 @@ class Consumer(WarpHelpers):
             self.zero_keys(shared, slot, t)
             for step in cutlass.range(steps, unroll=1):
                 stage, previous = self.stage(count), self.stage(count - 1)
-                self.probabilities(acc, factors, shared, mma, stage, slot, self.query_tile(shared, slot, step), t)
+                tile = self.traits.query_tile(step, steps)
+                self.probabilities(acc, factors, shared, mma, stage, slot, tile, t)
                 self.keys_products(acc, factors, shared, mma, stage, t)
-                if step > 1:
-                    self.query_sums.pass_turn(sums, shared, slot, self.query_tile(shared, slot, step - 2), t)
                 warpgroup.wait_group(1)
-                self.leave(shared.dout.empty + self.dout_stage(stage).index)
+                self.leave(shared.dout.empty)
                 cute.arch.mbarrier_wait(shared.ds.full + previous.index, previous.phase)
                 warpgroup.wait_group(0)
                 self.leave(shared.q.empty + stage.index)
                 if step > 0:
-                    self.add_dq(sums, shared, mma, previous, slot, self.query_tile(shared, slot, step - 1), t)
+                    self.put_dq(shared, mma, previous, tiles, t)
                 count += 1
-            if steps > 1:
-                self.query_sums.pass_turn(sums, shared, slot, self.query_tile(shared, slot, steps - 2), t)
             if steps > 0:
                 last = self.stage(count - 1)
                 cute.arch.mbarrier_wait(shared.ds.full + last.index, last.phase)
-                self.add_dq(sums, shared, mma, last, slot, self.query_tile(shared, slot, steps - 1), t)
+                self.put_dq(shared, mma, last, tiles, t)
             self.leave(shared.k.empty)
             self.leave(shared.v.empty)
-            if steps > 0:
-                self.query_sums.pass_turn(sums, shared, slot, self.query_tile(shared, slot, steps - 1), t)
-            self.store(gradients.dk, acc.dk, factors.logits, shared.tiles, slot, t)
-            self.store(gradients.dv, acc.dv, factors.output, shared.tiles, slot, t)
+            if const_expr(self.traits.rope_columns > 0):
+                columns = range(self.traits.nope_columns, self.traits.qk_head_dim)
+                dk = self.rows_of(acc.dk, self.traits.qk_head_dim)
+                self.staging.put(shared, dk, columns, shared.tiles[Tile.FIRST_KEY, slot], (count + tiles) & 1, t)
+            dv_column = self.traits.nope_columns if self.traits.rope_columns else 0
+            dk_columns = range(self.traits.nope_columns)
+            dv_columns = range(dv_column, dv_column + self.traits.v_head_dim)
+            self.store(gradients.dk, dk_columns, acc.dk, factors.logits, shared.tiles, slot, t)
+            self.store(gradients.dv, dv_columns, acc.dv, factors.output, shared.tiles, slot, t)
             tiles += 1
             cute.arch.mbarrier_wait(shared.k.full, tiles & 1)
             head = self.uniform(shared.tiles[Tile.HEAD, tiles % TILE_SLOTS])
-        self.query_sums.complete(t)
-
-    def query_tile(self, shared: Shared, slot: Int32, step: Int32) -> Int32:
-        """Which tile of queries a step takes. The number of steps is read anew: registers are scarce."""
-        if const_expr(not self.traits.deterministic):
-            return step
-        return self.uniform(shared.tiles[Tile.STEPS, slot] - 1 - step)
 
     def stage(self, count: Int32) -> Stage:
         """The stage of the step that follows `count` others. There are two."""
@@ -162,8 +156,8 @@ class Consumer(WarpHelpers):
         )
 
     def dout_stage(self, stage: Stage) -> Stage:
-        """The stage of out's cotangent. With one buffer its parity alternates with the two stages of Q."""
-        return Stage(Int32(0), stage.index) if self.traits.dout_stages == 1 else stage
+        """The stage of dO. It has one buffer, whose parity changes with every step as the index of Q's stages does."""
+        return Stage(Int32(0), stage.index)
 
     def rows_of(self, accumulator: cute.Tensor, columns: int) -> cute.Tensor:
         """An accumulator as [2 rows, a quarter of the columns]: of 8 columns a lane has two."""
@@ -319,10 +313,8 @@ class Consumer(WarpHelpers):
     # ---- dQ
 
     @cute.jit
-    def add_dq(
-        self, sums: Sums, shared: Shared, mma: Mma, stage: Stage, slot: Int32, step: Int32, t: ThreadIndex
-    ):
-        """This warpgroup's columns of dQ of a step, added to the sums."""
+    def put_dq(self, shared: Shared, mma: Mma, stage: Stage, tiles: Int32, t: ThreadIndex):
+        """This warpgroup's columns of dQ of a step, left for the reducer warp."""
         block = self.traits.k
         part = Block(block.rows, self.traits.dq_columns, block.width, block.pitch)
         offset = t.group * (self.traits.dq_columns * block.pitch * self.traits.element_bytes)
@@ -339,7 +331,11 @@ class Consumer(WarpHelpers):
         warpgroup.commit_group()
         warpgroup.wait_group(0)
         self.leave(shared.ds.empty + stage.index)
-        self.query_sums.add(sums, shared, self.rows_of(acc, self.traits.dq_columns), slot, step, t)
+        phase = stage.index
+        if const_expr(self.traits.rope_columns > 0):
+            phase ^= tiles & 1  # the buffer had the rope columns of every tile before too
+        columns = range(self.traits.dq_columns)
+        self.staging.put(shared, self.rows_of(acc, self.traits.dq_columns), columns, Int32(0), phase, t)
 
     # ---- the ends of requests
 
@@ -388,21 +384,28 @@ class Consumer(WarpHelpers):
 
     @cute.jit
     def store(
-        self, target: cute.Tensor, acc: cute.Tensor, factor: Float32, tiles: cute.Tensor, slot: Int32, t: ThreadIndex
+        self,
+        target: cute.Tensor,
+        columns: cutlass.Constexpr[range],
+        acc: cute.Tensor,
+        factor: Float32,
+        tiles: cute.Tensor,
+        slot: Int32,
+        t: ThreadIndex,
     ):
-        """This warpgroup's keys of dK or dV."""
+        """This warpgroup's keys of dK or dV, the first columns of `acc`, to `columns` of the target."""
         head, first = tiles[Tile.HEAD, slot], tiles[Tile.FIRST_KEY, slot]
         keys = tiles[Tile.KEYS, slot]
         heads, width = target.shape[1], target.shape[2]
-        groups, quad = width // 8, t.lane % 4
-        values = self.rows_of(acc, width)
+        groups, quad = len(columns) // 8, t.lane % 4
+        values = self.rows_of(acc, len(columns))
         for i in cutlass.range_constexpr(2):
             key = t.group * GROUP_KEYS + t.row + 8 * i
             at_row = Int64(first + key) * heads + head
             # A lane holds 2 columns of each group of 8. The four lanes of a row swap so that each has the 8 columns
             # of one group in four, 16 bytes, and a row's stores fill whole sectors.
             line = cute.make_tensor(
-                (target.iterator + (at_row * width + quad * 8)).align(16),
+                (target.iterator + (at_row * width + columns.start + quad * 8)).align(16),
                 cute.make_layout((8, groups // 4), stride=(1, 32)),
             )
             pairs = cute.make_rmem_tensor((8,), self.traits.dtype)

@@ -16,16 +16,16 @@ from tsmla_kernels.sm90.prefill.backward_memory import (
     Term,
     Traits,
 )
-from tsmla_kernels.sm90.prefill.backward_plan import first_block, first_terms
-from tsmla_kernels.sm90.prefill.backward_sums import dq_position
+from tsmla_kernels.sm90.prefill.backward_plan import first_index
+from tsmla_kernels.sm90.prefill.backward_sums import sum_position
 from tsmla_kernels.sm90.warp import LOG2_E
 
 ROW_THREADS = 256
 CTA_HEADS = 4  # heads whose rows' terms a CTA computes, of one tile of queries
 LANES = 16  # that share a row of out
 VECTOR = 8  # elements of out that a lane loads at once
-DQ_VECTOR = 16  # columns of dq that a thread converts at once
-DQ_UNROLL = 4
+SUM_VECTOR = 16  # sums that a thread converts at once
+SUM_UNROLL = 4
 UNROLL = 4
 
 
@@ -51,7 +51,7 @@ class RowKernels:
         batch, heads = offsets.cu_seqlens_q.shape[0] - 1, saved.lse.shape[1]
         e = self.owner(offsets, tile, batch)
         first_row = self.clamped(offsets, e)
-        row_begin = first_row + (tile - first_terms(first_row, e)) * Q_ROWS
+        row_begin = first_row + (tile - first_index(first_row, e, Q_ROWS)) * Q_ROWS
         row_end = self.clamped(offsets, e + 1)
         lane = tidx % LANES
         for first in cutlass.range(0, Q_ROWS * CTA_HEADS, UNROLL * ROW_THREADS // LANES, unroll=1):
@@ -85,7 +85,7 @@ class RowKernels:
         low, high = Int32(0), batch
         while high - low > 1:
             middle = (low + high) // 2
-            if first_terms(self.clamped(offsets, middle), middle) <= tile:
+            if first_index(self.clamped(offsets, middle), middle, Q_ROWS) <= tile:
                 low = middle
             else:
                 high = middle
@@ -115,17 +115,19 @@ class RowKernels:
     def zero_sums(self, sums: Sums, cta: Int32, ctas: Int32):
         """One CTA of `ctas`: its share of dq's sums, and of the counters."""
         tidx = cute.arch.thread_idx()[0]
+        traits = self.traits
         zeros = cute.make_rmem_tensor((4,), Float32)
         zeros.fill(0.0)
-        vectors = cute.size(sums.dq_sum) // 4
-        for i in cutlass.range(cta * ROW_THREADS + tidx, vectors, ctas * ROW_THREADS, unroll=4):
-            cute.autovec_copy(zeros, global_tensor(sums.dq_sum, Int64(i) * 4, 4))
-        if const_expr(self.traits.deterministic):
-            none = cute.make_rmem_tensor((4,), Int32)
-            none.fill(0)
-            counters = cute.size(sums.turns) // 4
-            for i in cutlass.range(cta * ROW_THREADS + tidx, counters, ctas * ROW_THREADS, unroll=1):
-                cute.autovec_copy(none, global_tensor(sums.turns, Int64(i) * 4, 4))
+        targets = (sums.dq_sum, sums.rope_sum) if traits.rope_columns else (sums.dq_sum,)
+        for target in targets:
+            for i in cutlass.range(cta * ROW_THREADS + tidx, cute.size(target) // 4, ctas * ROW_THREADS, unroll=4):
+                cute.autovec_copy(zeros, global_tensor(target, Int64(i) * 4, 4))
+        if const_expr(traits.deterministic):
+            counters = (sums.turns, sums.rope_turns) if traits.rope_columns else (sums.turns,)
+            for target in counters:
+                dense = cute.make_tensor(target.iterator, cute.make_layout(cute.size(target)))
+                for i in cutlass.range(cta * ROW_THREADS + tidx, cute.size(target), ctas * ROW_THREADS, unroll=1):
+                    dense[i] = Int32(0)
 
     # ---- after it
 
@@ -136,35 +138,56 @@ class RowKernels:
         heads, batch = dq.shape[1], offsets.cu_seqlens_q.shape[0] - 1
         e = self.owner(offsets, tile, batch)
         first_row, row_end = self.clamped(offsets, e), self.clamped(offsets, e + 1)
-        relative = (tile - first_terms(first_row, e)) * Q_ROWS
-        block = first_block(first_row, e) + relative // BLOCK_ROWS
-        row_lanes = self.traits.dq_columns // DQ_VECTOR  # of a block's row
+        relative = (tile - first_index(first_row, e, Q_ROWS)) * Q_ROWS
+        block = first_index(first_row, e, BLOCK_ROWS) + relative // BLOCK_ROWS
+        row_lanes = self.traits.dq_columns // SUM_VECTOR  # of a block's row
         block_lanes = BLOCK_ROWS * row_lanes
         half_lanes = Q_ROWS // BLOCK_ROWS * block_lanes
         lanes = 2 * half_lanes * cutlass.min(CTA_HEADS, heads - first_head)
-        for first in cutlass.range(tidx, lanes, DQ_UNROLL * ROW_THREADS, unroll=1):
+        for first in cutlass.range(tidx, lanes, SUM_UNROLL * ROW_THREADS, unroll=1):
             totals, places = [], []
-            for u in cutlass.range_constexpr(DQ_UNROLL):
+            for u in cutlass.range_constexpr(SUM_UNROLL):
                 item = first + u * ROW_THREADS
                 half, lane = item // half_lanes, item % half_lanes
                 head = first_head + half // 2
                 row = first_row + relative + lane // row_lanes
                 exists = item < lanes and row >= first_row and row < row_end
-                total = cute.make_rmem_tensor((DQ_VECTOR,), Float32)
+                total = cute.make_rmem_tensor((SUM_VECTOR,), Float32)
                 if exists:
                     line = (Int64(head) * 2 + half % 2) * sums.dq_sum.shape[2] + block
-                    at = (line * block_lanes + lane) * DQ_VECTOR
-                    cute.autovec_copy(global_tensor(sums.dq_sum, at, DQ_VECTOR), total)
-                column = (half % 2) * self.traits.dq_columns + (lane % row_lanes ^ lane // row_lanes % 2) * DQ_VECTOR
+                    at = (line * block_lanes + lane) * SUM_VECTOR
+                    cute.autovec_copy(global_tensor(sums.dq_sum, at, SUM_VECTOR), total)
+                column = (half % 2) * self.traits.dq_columns + (lane % row_lanes ^ lane // row_lanes % 2) * SUM_VECTOR
                 totals.append(total)
                 places.append((exists, (Int64(row) * heads + head) * self.traits.qk_head_dim + column))
-            for u in cutlass.range_constexpr(DQ_UNROLL):
+            for u in cutlass.range_constexpr(SUM_UNROLL):
                 exists, at = places[u]
-                rounded = cute.make_rmem_tensor((DQ_VECTOR,), self.traits.dtype)
-                for i in cutlass.range_constexpr(DQ_VECTOR):
-                    rounded[i] = (totals[u][dq_position(0, i)] * factor).to(self.traits.dtype)
+                rounded = cute.make_rmem_tensor((SUM_VECTOR,), self.traits.dtype)
+                for i in cutlass.range_constexpr(SUM_VECTOR):
+                    rounded[i] = (totals[u][sum_position(0, i, self.traits.dq_columns)] * factor).to(self.traits.dtype)
                 if exists:
-                    cute.autovec_copy(rounded, global_tensor(dq, at, DQ_VECTOR))
+                    cute.autovec_copy(rounded, global_tensor(dq, at, SUM_VECTOR))
+
+    @cute.jit
+    def store_rope(self, sums: Sums, factor: Float32, dk_rope: cute.Tensor, cta: Int32, ctas: Int32):
+        """One CTA of `ctas`: its share of the gradient of the shared rope columns, 16 columns a thread."""
+        tidx = cute.arch.thread_idx()[0]
+        partials, total_kv = sums.rope_sum.shape[0], sums.rope_sum.shape[1]
+        row_items = self.traits.rope_columns // SUM_VECTOR
+        for item in cutlass.range(cta * ROW_THREADS + tidx, total_kv * row_items, ctas * ROW_THREADS, unroll=1):
+            row, sixteen = item // row_items, item % row_items
+            total = cute.make_rmem_tensor((SUM_VECTOR,), Float32)
+            total.fill(0.0)
+            for partial in cutlass.range(partials, unroll=4):
+                part = cute.make_rmem_tensor((SUM_VECTOR,), Float32)
+                at = ((Int64(partial) * total_kv + row) * row_items + (sixteen ^ row % 2)) * SUM_VECTOR
+                cute.autovec_copy(global_tensor(sums.rope_sum, at, SUM_VECTOR), part)
+                for i in cutlass.range_constexpr(SUM_VECTOR):
+                    total[i] = total[i] + part[i]
+            rounded = cute.make_rmem_tensor((SUM_VECTOR,), self.traits.dtype)
+            for i in cutlass.range_constexpr(SUM_VECTOR):
+                rounded[i] = (total[sum_position(0, i, self.traits.rope_columns)] * factor).to(self.traits.dtype)
+            cute.autovec_copy(rounded, global_tensor(dk_rope, Int64(item) * SUM_VECTOR, SUM_VECTOR))
 
     @cute.jit
     def zero_dq(self, offsets: Offsets, dq: cute.Tensor, section: Int32, sections: Int32):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from object_checks import assert_small_enough_to_embed, assert_stays_in_registers
+from tests.kernels.object_checks import assert_small_enough_to_embed, assert_stays_in_registers
 
 from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import MLA_PREFILL_BACKWARD, mla_prefill_backward_config
