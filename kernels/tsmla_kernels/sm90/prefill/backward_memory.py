@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 
 from tsmla_kernels.sm90.decode.config import SMEM_BYTES
-from tsmla_kernels.sm90.prefill.backward_config import BLOCK_ROWS, KEY_ROWS, Q_ROWS, STAGES, BackwardConfig
+from tsmla_kernels.sm90.prefill.backward_config import KEY_ROWS, Q_ROWS, STAGES, BackwardConfig
 from tsmla_kernels.sm90.warp import DTYPES
 
 GROUPS = 2  # warpgroups that compute, each with half of a tile's keys and half of dq's columns

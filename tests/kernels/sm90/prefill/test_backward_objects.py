@@ -5,18 +5,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.kernels.object_checks import assert_small_enough_to_embed, assert_stays_in_registers
 
+from tests.kernels.object_checks import assert_small_enough_to_embed, assert_stays_in_registers
 from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import MLA_PREFILL_BACKWARD, mla_prefill_backward_config
 from tsmla_kernels.compile import CompiledObject
 from tsmla_kernels.sm90.prefill.backward_config import backward_workspaces
-from tsmla_kernels.sm90.prefill.backward_sums import dq_position
+from tsmla_kernels.sm90.prefill.backward_sums import sum_position
 
 CONFIGS = {
     "causal": {},
     "causal, deterministic": {"deterministic": "true"},
     "not causal, f16": {"causal": "false", "dtype": "float16"},
+    "shared rope columns": {"shared_rope": "true"},
+    "shared rope columns, deterministic": {"shared_rope": "true", "deterministic": "true"},
 }
 FAST = ("causal",)
 
@@ -41,20 +43,24 @@ def test_object_is_small_enough_to_embed(compiled: CompiledObject) -> None:
     assert_small_enough_to_embed(compiled)
 
 
-def test_operands_take_the_workspaces() -> None:
-    config = mla_prefill_backward_config({"deterministic": "true"})
-    operands = {operand.name: operand for operand in MLA_PREFILL_BACKWARD.operands(config)}
-    for name, (shape, dtype) in backward_workspaces(config, 3, 1000, 16).items():
-        operands[name].check(shape, dtype)
+@pytest.mark.parametrize("options", CONFIGS.values(), ids=CONFIGS)
+def test_operands_take_the_workspaces(options: dict[str, str]) -> None:
+    config = mla_prefill_backward_config(options)
+    operands = MLA_PREFILL_BACKWARD.operands(config)
+    workspaces = backward_workspaces(config, 3, 1000, 2000, 16)
+    assert [operand.name for operand in operands[13:]] == list(workspaces)
+    for operand in operands[13:]:
+        operand.check(*workspaces[operand.name])
 
 
-def test_dq_positions_are_a_permutation_of_a_block() -> None:
-    positions = [dq_position(row, column) for row in range(8) for column in range(96)]
-    assert sorted(positions) == list(range(8 * 96))
+@pytest.mark.parametrize("columns", [96, 64])
+def test_sum_positions_are_a_permutation_of_a_block(columns: int) -> None:
+    positions = [sum_position(row, column, columns) for row in range(8) for column in range(columns)]
+    assert sorted(positions) == list(range(8 * columns))
     # Lane 1 of a row's four has columns 2, 3, 10 and 11 of an accumulator's first sixteen.
-    assert [dq_position(0, column) for column in (2, 3, 10, 11)] == [4, 5, 6, 7]
-    # Eight lanes that store together have two rows: their 128 bytes fill all banks.
-    assert {dq_position(row, column) % 32 for row in (0, 1) for column in range(16)} == set(range(32))
+    assert [sum_position(0, column, columns) for column in (2, 3, 10, 11)] == [4, 5, 6, 7]
+    # The eight lanes that store together have two rows: their 128 bytes use every bank once.
+    assert {sum_position(row, column, columns) % 32 for row in (0, 1) for column in range(16)} == set(range(32))
 
 
 @pytest.mark.parametrize(
