@@ -23,21 +23,20 @@ from tsmla_kernels.sm90.prefill.backward_memory import (
     Copies,
     KeyGradients,
     Mma,
-    Offsets,
     Operands,
     Saved,
-    Scale,
-    Schedule,
     Sums,
     Traits,
     init_mbarriers,
     make_storage,
     shared_memory,
 )
-from tsmla_kernels.sm90.prefill.backward_plan import Planner
+from tsmla_kernels.sm90.prefill.backward_plan import BackwardPlanner
 from tsmla_kernels.sm90.prefill.backward_products import Consumer
 from tsmla_kernels.sm90.prefill.backward_rows import CTA_HEADS, ROW_THREADS, RowKernels, factors
 from tsmla_kernels.sm90.prefill.backward_sums import Reducer
+from tsmla_kernels.sm90.prefill.memory import Scale, Schedule
+from tsmla_kernels.sm90.prefill.plan import Requests
 
 
 class MlaPrefillBackward:
@@ -46,7 +45,7 @@ class MlaPrefillBackward:
     def __init__(self, config: BackwardConfig) -> None:
         self.traits = Traits(config)
         self.storage = make_storage(self.traits)
-        self.planner = Planner(self.traits)
+        self.planner = BackwardPlanner(self.traits)
         self.rows = RowKernels(self.traits)
         self.producer = Producer(self.traits, self.planner)
         self.consumer = Consumer(self.traits)
@@ -64,11 +63,14 @@ class MlaPrefillBackward:
             gradients = KeyGradients(operands.dk, operands.dk)
         schedule = Schedule(operands.plan, operands.progress)
         heads, total_q = Int32(operands.q.shape[1]), Int32(operands.q.shape[0])
-        offsets = Offsets(operands.cu_seqlens_q, operands.cu_seqlens_kv, total_q, Int32(operands.k.shape[0]))
+        requests = Requests(
+            operands.cu_seqlens_q, operands.cu_seqlens_kv, total_q, Int32(operands.k.shape[0]),
+            Int32(operands.cu_seqlens_q.shape[0] - 1),
+        )  # fmt: skip
         saved = Saved(operands.out, operands.lse, operands.dout, operands.dlse)
         tiles, sections = Int32(operands.row_terms.shape[1]), (heads + CTA_HEADS - 1) // CTA_HEADS
         # One CTA more than there are tiles makes the plan.
-        self.prepare(offsets, saved, sums, schedule).launch(
+        self.prepare(requests, saved, sums, schedule).launch(
             grid=[tiles + 1, sections, 1], block=[ROW_THREADS, 1, 1], stream=stream
         )
         copies, mmas = self.producer.make_copies(operands), self.consumer.make_mmas()
@@ -77,21 +79,21 @@ class MlaPrefillBackward:
             use_pdl=True,
         )  # fmt: skip
         # One CTA more than there are tiles has the rows of no request.
-        self.finish(offsets, sums, operands.scales, operands.dq, operands.dv).launch(
+        self.finish(requests, sums, operands.scales, operands.dq, operands.dv).launch(
             grid=[tiles + 1, sections, 1], block=[ROW_THREADS, 1, 1], stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def prepare(self, offsets: Offsets, saved: Saved, sums: Sums, schedule: Schedule):
+    def prepare(self, requests: Requests, saved: Saved, sums: Sums, schedule: Schedule):
         """Before the main kernel: the plan, the rows' terms, zeros."""
         cute.arch.griddepcontrol_launch_dependents()
         tile, section, _ = cute.arch.block_idx()
         tiles, sections, _ = cute.arch.grid_dim()
         if tile == tiles - 1:
             if section == 0:
-                self.planner.make_plan(offsets, schedule, Int32(saved.lse.shape[1]))
+                self.planner.make_plan(requests, schedule, Int32(saved.lse.shape[1]))
         else:
-            self.rows.prepare_rows(offsets, saved, sums, tile, section * CTA_HEADS)
+            self.rows.prepare_rows(requests, saved, sums, tile, section * CTA_HEADS)
             self.rows.zero_sums(sums, tile * sections + section, (tiles - 1) * sections)
 
     @cute.kernel
@@ -135,7 +137,7 @@ class MlaPrefillBackward:
             self.consumer.compute(gradients, factors(scales), shared, mma, group)
 
     @cute.kernel
-    def finish(self, offsets: Offsets, sums: Sums, scales: cute.Tensor, dq: cute.Tensor, dk_rope: cute.Tensor):
+    def finish(self, requests: Requests, sums: Sums, scales: cute.Tensor, dq: cute.Tensor, dk_rope: cute.Tensor):
         """After the main kernel: dq, and the gradient of shared rope columns."""
         tile, section, _ = cute.arch.block_idx()
         tiles, sections, _ = cute.arch.grid_dim()
@@ -144,6 +146,6 @@ class MlaPrefillBackward:
             cta, ctas = tile * sections + section, tiles * sections
             self.rows.store_rope(sums, scales[Scale.LOGITS], dk_rope, cta, ctas)
         if tile == tiles - 1:
-            self.rows.zero_dq(offsets, dq, section, sections)
+            self.rows.zero_dq(requests, dq, section, sections)
         else:
-            self.rows.store_dq(offsets, sums, scales[Scale.LOGITS], dq, tile, section * CTA_HEADS)
+            self.rows.store_dq(requests, sums, scales[Scale.LOGITS], dq, tile, section * CTA_HEADS)

@@ -11,19 +11,16 @@ from tsmla_kernels.sm90.prefill.backward_config import KEY_ROWS, Q_ROWS, STAGES
 from tsmla_kernels.sm90.prefill.backward_memory import (
     NO_HEAD,
     Block,
-    Buffers,
     Copies,
     Operands,
-    Schedule,
     Shared,
-    Stage,
     Sums,
     Term,
     Tile,
-    TmaCopy,
     Traits,
 )
-from tsmla_kernels.sm90.prefill.backward_plan import Planner
+from tsmla_kernels.sm90.prefill.backward_plan import BackwardPlanner
+from tsmla_kernels.sm90.prefill.memory import Buffers, Schedule, Stage, TmaCopy
 from tsmla_kernels.sm90.warp import WarpHelpers
 
 EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000  # of L2: keys are read once, queries often
@@ -33,7 +30,7 @@ TERMS_BYTES = len(Term) * Q_ROWS * 4
 class Producer(WarpHelpers):
     """Device code of the producer warp."""
 
-    def __init__(self, traits: Traits, planner: Planner) -> None:
+    def __init__(self, traits: Traits, planner: BackwardPlanner) -> None:
         self.traits, self.planner = traits, planner
         self.stages = STAGES
 

@@ -12,6 +12,7 @@ from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 
 from tsmla_kernels.sm90.decode.config import SMEM_BYTES
 from tsmla_kernels.sm90.prefill.backward_config import KEY_ROWS, Q_ROWS, STAGES, BackwardConfig
+from tsmla_kernels.sm90.prefill.memory import Buffers, TmaCopy
 from tsmla_kernels.sm90.warp import DTYPES
 
 GROUPS = 2  # warpgroups that compute, each with half of a tile's keys and half of dq's columns
@@ -21,25 +22,6 @@ TILE_SLOTS = 4  # ring of tile descriptors: the producer is at most two tiles ah
 TILE_WORDS = 12
 BUFFERS = {"q": STAGES, "k": 1, "v": 1, "dout": 1, "ds": STAGES, "sums": GROUPS}  # how many of each operand
 NO_HEAD = -1  # Tile.HEAD where the sequence of tiles ends
-
-
-class PlanWord(IntEnum):
-    """Words of a row of the plan: one request."""
-
-    TILES_END = 0  # tiles of all requests up to and including this one
-    FIRST_ROW = 1  # of the request's queries
-    ROWS = 2
-    FIRST_KEY = 3
-    KEYS = 4
-    HEAD_TILES = 5  # tiles of one head
-    REQUEST = 6  # its number in cu_seqlens
-
-
-class Progress(IntEnum):
-    """Words of `progress`. The others only make it as long as the grid."""
-
-    NEXT_TILE = 0  # the next tile to claim
-    TILES = 1  # tiles in all
 
 
 class Tile(IntEnum):
@@ -65,21 +47,14 @@ class Term(IntEnum):
     DELTA = 1  # lse's cotangent minus rowsum(dout * out)
 
 
-class Scale(IntEnum):
-    """Words of `scales`."""
-
-    LOGITS = 0
-    OUTPUT = 1
-
-
 class Operands(NamedTuple):
     """The arrays of a launch, in the launcher's order, all dense.
 
     q [Tq, H, K], k [Tk, H, K], v [Tk, H, V] in the config's dtype; cu_seqlens_q and cu_seqlens_kv [B + 1] int32;
-    scales [2] float32, see `Scale`; out [Tq, H, V] and lse [Tq, H] float32 (natural log) as the forward pass left them;
-    their cotangents dout and dlse; the gradients dq, dk and dv; the workspaces of `backward_workspaces`, the last two
-    only with a `rope_dim`. With a `rope_dim` R > 0 `k` is kv [Tk, H, K - R + V], a row's keys without their rope columns
-    and its values, `v` is k_rope [Tk, R], which all heads share, and dk and dv are their gradients.
+    scales [2] float32, see `Scale`; out [Tq, H, V] and lse [Tq, H] float32 (natural log) as the forward pass left
+    them; their cotangents dout and dlse; the gradients dq, dk and dv; the workspaces of `backward_workspaces`, the last
+    two only with a `rope_dim`. With a `rope_dim` R > 0 `k` is kv [Tk, H, K - R + V], a row's keys without their rope
+    columns and its values, `v` is k_rope [Tk, R], which all heads share, and dk and dv are their gradients.
     """
 
     q: cute.Tensor
@@ -104,13 +79,6 @@ class Operands(NamedTuple):
     rope_turns: cute.Tensor | None = None
 
 
-class TmaCopy(NamedTuple):
-    """A TMA load: its copy atom and the global tensor that the atom reads."""
-
-    atom: cute.CopyAtom
-    tensor: cute.Tensor
-
-
 class Copies(NamedTuple):
     """The TMA loads of the operands. `rope` loads K's rope columns if all heads share them, else it equals `k`."""
 
@@ -119,31 +87,6 @@ class Copies(NamedTuple):
     rope: TmaCopy
     v: TmaCopy
     dout: TmaCopy
-
-
-class Offsets(NamedTuple):
-    """Where the requests begin in the operands, and the operands' lengths."""
-
-    cu_seqlens_q: cute.Tensor
-    cu_seqlens_kv: cute.Tensor
-    total_q: Int32
-    total_kv: Int32
-
-
-class Request(NamedTuple):
-    """Query rows and keys of a request."""
-
-    first_row: Int32
-    rows: Int32
-    first_key: Int32
-    keys: Int32
-
-
-class Schedule(NamedTuple):
-    """The workspaces that the planner writes: the rows of requests, and the counters."""
-
-    plan: cute.Tensor
-    progress: cute.Tensor
 
 
 class Saved(NamedTuple):
@@ -185,14 +128,6 @@ class Mma(NamedTuple):
     dq: cute.TiledMma
 
 
-class Buffers(NamedTuple):
-    """Buffers of one operand in shared memory, and their mbarriers, one pair a buffer."""
-
-    memory: cute.Pointer
-    full: cute.Pointer
-    empty: cute.Pointer
-
-
 class Shared(NamedTuple):
     """The shared memory of the main kernel. K and V have one buffer; the others, row_terms included, one a stage.
 
@@ -208,22 +143,6 @@ class Shared(NamedTuple):
     dout: Buffers
     ds: Buffers
     sums: Buffers
-
-
-class Stage(NamedTuple):
-    """A stage of the rings of buffers, and the parity for which a reader waits on its `full` barrier."""
-
-    index: Int32
-    phase: Int32
-
-
-class ThreadIndex(NamedTuple):
-    """A thread of a compute warpgroup. `row` is the first of its two rows of an accumulator, `row` + 8 the second."""
-
-    group: Int32
-    thread: Int32
-    lane: Int32
-    row: Int32
 
 
 class Accumulators(NamedTuple):

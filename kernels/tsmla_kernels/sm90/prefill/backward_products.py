@@ -26,13 +26,12 @@ from tsmla_kernels.sm90.prefill.backward_memory import (
     KeyGradients,
     Mma,
     Shared,
-    Stage,
     Term,
-    ThreadIndex,
     Tile,
     Traits,
 )
 from tsmla_kernels.sm90.prefill.backward_sums import SumStaging
+from tsmla_kernels.sm90.prefill.memory import Stage, ThreadIndex
 from tsmla_kernels.sm90.warp import WarpHelpers
 
 FAR = 2**31 - 1

@@ -7,17 +7,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from tsmla_kernels.sm90.prefill.backward_config import BLOCK_ROWS, Q_ROWS
-from tsmla_kernels.sm90.prefill.backward_memory import (
-    Factors,
-    Offsets,
-    Saved,
-    Scale,
-    Sums,
-    Term,
-    Traits,
-)
+from tsmla_kernels.sm90.prefill.backward_memory import Factors, Saved, Sums, Term, Traits
 from tsmla_kernels.sm90.prefill.backward_plan import first_index
 from tsmla_kernels.sm90.prefill.backward_sums import sum_position
+from tsmla_kernels.sm90.prefill.memory import Scale
+from tsmla_kernels.sm90.prefill.plan import Requests
 from tsmla_kernels.sm90.warp import LOG2_E
 
 ROW_THREADS = 256
@@ -45,14 +39,14 @@ class RowKernels:
     # ---- before the main kernel
 
     @cute.jit
-    def prepare_rows(self, offsets: Offsets, saved: Saved, sums: Sums, tile: Int32, first_head: Int32):
+    def prepare_rows(self, requests: Requests, saved: Saved, sums: Sums, tile: Int32, first_head: Int32):
         """One CTA: the terms of one tile of row_terms and CTA_HEADS heads. Rows of no request see no key."""
         tidx = cute.arch.thread_idx()[0]
-        batch, heads = offsets.cu_seqlens_q.shape[0] - 1, saved.lse.shape[1]
-        e = self.owner(offsets, tile, batch)
-        first_row = self.clamped(offsets, e)
+        batch, heads = requests.cu_seqlens_q.shape[0] - 1, saved.lse.shape[1]
+        e = self.owner(requests, tile, batch)
+        first_row = self.clamped(requests, e)
         row_begin = first_row + (tile - first_index(first_row, e, Q_ROWS)) * Q_ROWS
-        row_end = self.clamped(offsets, e + 1)
+        row_end = self.clamped(requests, e + 1)
         lane = tidx % LANES
         for first in cutlass.range(0, Q_ROWS * CTA_HEADS, UNROLL * ROW_THREADS // LANES, unroll=1):
             rows, products = [], []
@@ -80,21 +74,21 @@ class RowKernels:
                     sums.row_terms[head, tile, Term.DELTA, row] = delta
 
     @cute.jit
-    def owner(self, offsets: Offsets, tile: Int32, batch: Int32):
+    def owner(self, requests: Requests, tile: Int32, batch: Int32):
         """The request whose rows a tile of row_terms has: the last one that begins at or before the tile."""
         low, high = Int32(0), batch
         while high - low > 1:
             middle = (low + high) // 2
-            if first_index(self.clamped(offsets, middle), middle, Q_ROWS) <= tile:
+            if first_index(self.clamped(requests, middle), middle, Q_ROWS) <= tile:
                 low = middle
             else:
                 high = middle
         return low
 
     @cute.jit
-    def clamped(self, offsets: Offsets, e: Int32):
+    def clamped(self, requests: Requests, e: Int32):
         """The first query row of request `e`, within the operands."""
-        return cutlass.min(cutlass.max(offsets.cu_seqlens_q[e], 0), offsets.total_q)
+        return cutlass.min(cutlass.max(requests.cu_seqlens_q[e], 0), requests.total_q)
 
     @cute.jit
     def partial_product(self, saved: Saved, row: Int32, head: Int32, lane: Int32):
@@ -132,12 +126,14 @@ class RowKernels:
     # ---- after it
 
     @cute.jit
-    def store_dq(self, offsets: Offsets, sums: Sums, factor: Float32, dq: cute.Tensor, tile: Int32, first_head: Int32):
+    def store_dq(
+        self, requests: Requests, sums: Sums, factor: Float32, dq: cute.Tensor, tile: Int32, first_head: Int32
+    ) -> None:
         """One CTA: a tile of row_terms and CTA_HEADS heads of dq from their sums."""
         tidx = cute.arch.thread_idx()[0]
-        heads, batch = dq.shape[1], offsets.cu_seqlens_q.shape[0] - 1
-        e = self.owner(offsets, tile, batch)
-        first_row, row_end = self.clamped(offsets, e), self.clamped(offsets, e + 1)
+        heads, batch = dq.shape[1], requests.cu_seqlens_q.shape[0] - 1
+        e = self.owner(requests, tile, batch)
+        first_row, row_end = self.clamped(requests, e), self.clamped(requests, e + 1)
         relative = (tile - first_index(first_row, e, Q_ROWS)) * Q_ROWS
         block = first_index(first_row, e, BLOCK_ROWS) + relative // BLOCK_ROWS
         row_lanes = self.traits.dq_columns // SUM_VECTOR  # of a block's row
@@ -190,14 +186,14 @@ class RowKernels:
             cute.autovec_copy(rounded, global_tensor(dk_rope, Int64(item) * SUM_VECTOR, SUM_VECTOR))
 
     @cute.jit
-    def zero_dq(self, offsets: Offsets, dq: cute.Tensor, section: Int32, sections: Int32):
+    def zero_dq(self, requests: Requests, dq: cute.Tensor, section: Int32, sections: Int32):
         """One CTA of `sections`: rows of no request, those before the first one and those after the last."""
         tidx = cute.arch.thread_idx()[0]
         vectors = dq.shape[1] * (self.traits.qk_head_dim // VECTOR)  # of a row
-        first, last = self.clamped(offsets, Int32(0)), self.clamped(offsets, offsets.cu_seqlens_q.shape[0] - 1)
+        first, last = self.clamped(requests, Int32(0)), self.clamped(requests, requests.cu_seqlens_q.shape[0] - 1)
         zeros = cute.make_rmem_tensor((VECTOR,), self.traits.dtype)
         zeros.fill(0.0)
-        for row in cutlass.range(section, first + offsets.total_q - last, sections, unroll=1):
+        for row in cutlass.range(section, first + requests.total_q - last, sections, unroll=1):
             at_row = row
             if row >= first:
                 at_row += last - first

@@ -1,4 +1,4 @@
-"""Float32 sums in global memory, of dq and of the gradient of shared rope columns: who adds to them, and in which order.
+"""Float32 sums in global memory, of dq and of the gradient of shared rope columns: who adds, and in which order.
 
 A compute warp leaves 16 rows of its warpgroup's columns in shared memory and goes on. A reducer warp, one for each
 compute warpgroup, adds what the four warps left with one bulk reduction. The sums lie in global memory as they lie in
@@ -12,16 +12,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from tsmla_kernels.sm90.prefill.backward_config import BLOCK_ROWS, Q_ROWS, ROPE_PARTIALS
-from tsmla_kernels.sm90.prefill.backward_memory import (
-    GROUP_KEYS,
-    NO_HEAD,
-    TILE_SLOTS,
-    Shared,
-    Sums,
-    ThreadIndex,
-    Tile,
-    Traits,
-)
+from tsmla_kernels.sm90.prefill.backward_memory import GROUP_KEYS, NO_HEAD, TILE_SLOTS, Shared, Sums, Tile, Traits
+from tsmla_kernels.sm90.prefill.memory import ThreadIndex
 from tsmla_kernels.sm90.warp import WarpHelpers
 
 
