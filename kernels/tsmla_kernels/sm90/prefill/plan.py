@@ -49,6 +49,7 @@ class PlanWriter:
         """Sort the requests by class of key length, and write their rows of the plan and the number of tiles."""
         tidx = cute.arch.thread_idx()[0]
         lane, warp_idx = tidx % 32, tidx // 32
+        cute.arch.griddepcontrol_launch_dependents()
 
         @cute.struct
         class Storage:
@@ -173,7 +174,6 @@ class Planner(PlanWriter):
         total_kv: Int32,
     ):  # fmt: skip
         """Write the plan and the counters, in one CTA."""
-        cute.arch.griddepcontrol_launch_dependents()
         requests = Requests(cu_seqlens_q, cu_seqlens_kv, total_q, total_kv, schedule.plan.shape[0] - 2)
         self.write_plan(requests, schedule, heads)
 
