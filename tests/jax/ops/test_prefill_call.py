@@ -18,10 +18,11 @@ from tests.emulator import decode as cute_emulation
 from tests.jax.ops.programs import assert_same, calls, collectives
 from tsmla_jax.ops import device
 from tsmla_jax.ops.inputs import Scales
-from tsmla_jax.ops.mla_prefill import cute, reference
+from tsmla_jax.ops.mla_prefill import backward, cute, reference
 from tsmla_jax.ops.mla_prefill_kv import cute as cute_kv
 from tsmla_kernels import contract
 from tsmla_kernels.catalog import Kernel
+from tsmla_kernels.sm90.prefill.backward_config import BackwardConfig
 from tsmla_kernels.sm90.prefill.config import PrefillConfig
 
 pytestmark = [
@@ -37,47 +38,71 @@ Results = tuple[jax.Array, jax.Array]
 
 
 def emulate(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    cu_seqlens_q: jax.Array,
-    cu_seqlens_kv: jax.Array,
-    scales: jax.Array,
-    *,
+    *arrays: jax.Array,
     kernel: Kernel,
-    config: PrefillConfig,
+    config: PrefillConfig | BackwardConfig,
     arch: str,
     result_shapes: tuple[tuple[int, ...], ...],
 ) -> list[jax.Array]:
-    """What the kernel computes from its own operands, through the reference; its workspaces are left as garbage."""
-    if config.rope_dim:
-        q, k, v = expanded(q, k, v)
-    spec = contract.PrefillSpec(
-        batch=cu_seqlens_q.shape[0] - 1,
-        total_q_len=q.shape[0],
-        total_kv_len=k.shape[0],
-        max_q_len=q.shape[0],
-        max_kv_len=k.shape[0],
-        num_heads=q.shape[1],
-        qk_head_dim=config.qk_head_dim,
-        v_head_dim=config.v_head_dim,
-        q_dtype=config.dtype,
-        kv_dtype=config.dtype,
-        causal=config.causal,
-        return_lse=True,
-    )
-    results = reference.mla_prefill(q, k, v, cu_seqlens_q, cu_seqlens_kv, Scales(scales[0], v=scales[1]), spec=spec)
-    operands = [operand for operand in kernel.operands(config) if operand.output]
+    """What a kernel computes from its own operands, through the reference; its workspaces are left as garbage."""
+    operands = kernel.operands(config)
+    given = dict(zip((operand.name for operand in operands if not operand.output), arrays, strict=True))
+    names = ("q", "kv", "k_rope") if config.rope_dim else ("q", "k", "v")
+    cu_seqlens_q, cu_seqlens_kv, scales = (given[name] for name in ("cu_seqlens_q", "cu_seqlens_kv", "scales"))
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> Results:
+        if config.rope_dim:
+            q, k, v = expanded(q, k, v)
+        spec = contract.PrefillSpec(
+            batch=cu_seqlens_q.shape[0] - 1,
+            total_q_len=q.shape[0],
+            total_kv_len=k.shape[0],
+            max_q_len=q.shape[0],
+            max_kv_len=k.shape[0],
+            num_heads=q.shape[1],
+            qk_head_dim=config.qk_head_dim,
+            v_head_dim=config.v_head_dim,
+            q_dtype=q.dtype.name,
+            kv_dtype=q.dtype.name,
+            causal=config.causal,
+            return_lse=True,
+        )
+        return reference.mla_prefill(q, k, v, cu_seqlens_q, cu_seqlens_kv, Scales(scales[0], v=scales[1]), spec=spec)
+
+    inputs = [given[name] for name in names]
+    if isinstance(config, BackwardConfig):
+        results = _gradients(attend, inputs, *(given[name] for name in ("out", "lse", "dout", "dlse")))
+    else:
+        results = attend(*inputs)
+    outputs = [operand for operand in operands if operand.output]
     workspaces: list[Any] = [
-        jnp.full(shape, 123, operand.dtype) for operand, shape in zip(operands[2:], result_shapes[2:], strict=True)
+        jnp.full(shape, 123, operand.dtype)
+        for operand, shape in zip(outputs[len(results) :], result_shapes[len(results) :], strict=True)
     ]
     return [*results, *workspaces]
+
+
+def _gradients(
+    attend: Callable[..., Results],
+    inputs: list[jax.Array],
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    d_lse: jax.Array,
+) -> list[jax.Array]:
+    """The gradients of the inputs, by the reference in float32. They are NaN if `out` and `lse` are not its results."""
+    results, derivative = jax.vjp(attend, *(x.astype(jnp.float32) for x in inputs))
+    seen = lse != -jnp.inf  # rows that see no key have no gradient, whatever the cotangents are there
+    d_inputs = derivative((jnp.where(seen[..., None], d_out, 0).astype(jnp.float32), jnp.where(seen, d_lse, 0)))
+    differs = jnp.abs(jnp.where(seen, lse - results[1], 0)).max() > 1e-3
+    differs |= jnp.abs(out.astype(jnp.float32) - results[0]).max() > 2e-2
+    return [jnp.where(differs, jnp.nan, d).astype(x.dtype) for d, x in zip(d_inputs, inputs, strict=True)]
 
 
 @pytest.fixture(autouse=True)
 def emulated(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
-    traced = (cute._transformable, cute._differentiable, cute_kv._differentiable)
+    traced = (cute._transformable, cute._differentiable, cute_kv._differentiable, backward._transformable)
     with cute_emulation.emulated(*traced, by=emulate):
         yield
 
