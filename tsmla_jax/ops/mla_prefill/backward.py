@@ -74,7 +74,7 @@ def _transformable(call: Call, shared_rope: bool) -> Callable[..., Gradients]:
     return transforms.transformable(
         functools.partial(_on_device, call),
         rule=f"t h k, {keys}, t h v, t h, t h v, t h, c, b, b -> t h k, {keys}",
-        fixed=("t", "k", "s", "v", "c", "b", *columns),
+        fixed=("t", "k", "s", *columns, "v", "c", "b"),
         partition=functools.partial(_partition, shared_rope),
         fold=None if shared_rope else _fold,
         shared=3,
