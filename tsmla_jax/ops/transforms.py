@@ -55,7 +55,7 @@ def transformable(
         another.
       unexpanded: an operand that `fold` takes without the batch axis when vmap gives it none.
       derivative: the same function in XLA, whose derivative is taken in either mode; it may raise to refuse. None
-        leaves the derivative to `with_backward`.
+        leaves the derivative to `with_backward`; with both, only second derivatives ask for this one.
       slots: the operand that holds slots, if the first operand is a cache whose pages may be split.
       summed: a result that sums over the second axis of the first operand. Devices that split this axis add up theirs.
     """

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from tsmla_jax.ops import transforms
 from tsmla_jax.ops.kernel_call import kernel_call
 from tsmla_jax.ops.mla_prefill import xla
-from tsmla_jax.ops.mla_prefill.call import Call, Cotangents, Results, Saved
+from tsmla_jax.ops.mla_prefill.call import Call, Cotangents, Results, Saved, refuse_second_derivative
 from tsmla_kernels.catalog import MLA_PREFILL_BACKWARD
 from tsmla_kernels.contract import PrefillSpec
 from tsmla_kernels.sm90.prefill import backward_config as sm90_backward
@@ -78,6 +78,7 @@ def _transformable(call: Call, shared_rope: bool) -> Callable[..., Gradients]:
         partition=functools.partial(_partition, shared_rope),
         fold=None if shared_rope else _fold,
         shared=3,
+        derivative=refuse_second_derivative,
         summed=2 if shared_rope else None,
     )
 

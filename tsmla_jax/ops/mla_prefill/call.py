@@ -4,7 +4,7 @@ share."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -65,4 +65,11 @@ def static_part(spec: PrefillSpec, scales: jax.Array | np.ndarray) -> Call:
         arch=arch,
         num_sms=device.num_sms(arch),
         static_scales=(float(scales[0]), float(scales[1])) if by_value else None,
+    )
+
+
+def refuse_second_derivative(*_: jax.Array) -> NoReturn:
+    """The derivative of the kernels themselves, which only a derivative of their gradient asks for."""
+    raise contract.not_differentiable(
+        "the gradient of mla_prefill", "implementation='reference' can be differentiated several times"
     )

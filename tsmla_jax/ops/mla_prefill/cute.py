@@ -14,7 +14,7 @@ from tsmla_jax.ops import device, transforms
 from tsmla_jax.ops.inputs import Scales
 from tsmla_jax.ops.kernel_call import kernel_call
 from tsmla_jax.ops.mla_prefill import backward, blackwell
-from tsmla_jax.ops.mla_prefill.call import Call, Results, static_part
+from tsmla_jax.ops.mla_prefill.call import Call, Results, refuse_second_derivative, static_part
 from tsmla_kernels.catalog import MLA_PREFILL, MLA_PREFILL_SM100
 from tsmla_kernels.contract import PrefillSpec
 from tsmla_kernels.sm90.prefill import config as sm90_prefill
@@ -77,6 +77,7 @@ def _transformable(call: Call) -> Callable[..., Any]:
         partition=_partition,
         fold=_fold,
         shared=3,
+        derivative=refuse_second_derivative,
     )
 
 

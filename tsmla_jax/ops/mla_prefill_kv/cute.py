@@ -14,7 +14,14 @@ from tsmla_jax.ops import device, transforms
 from tsmla_jax.ops.inputs import Scales
 from tsmla_jax.ops.mla_prefill import backward
 from tsmla_jax.ops.mla_prefill import cute as prefill
-from tsmla_jax.ops.mla_prefill.call import Call, Cotangents, Results, Saved, static_part
+from tsmla_jax.ops.mla_prefill.call import (
+    Call,
+    Cotangents,
+    Results,
+    Saved,
+    refuse_second_derivative,
+    static_part,
+)
 from tsmla_jax.ops.mla_prefill_kv import reference
 from tsmla_kernels.catalog import MLA_PREFILL
 from tsmla_kernels.contract import PrefillSpec
@@ -60,6 +67,7 @@ def _differentiable(call: Call) -> Callable[..., Any]:
         rule="t h k, s h w, s r, c, b, b -> t h v, t h",
         fixed=("t", "k", "s", "w", "r", "c", "b", "v"),
         partition=_partition,
+        derivative=refuse_second_derivative,
     )
 
     def derivative(saved: Saved, cotangents: Results) -> Cotangents:
