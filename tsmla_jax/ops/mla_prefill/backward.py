@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,27 @@ from tsmla_kernels.catalog import MLA_PREFILL_BACKWARD
 from tsmla_kernels.contract import PrefillSpec
 from tsmla_kernels.sm90.prefill import backward_config as sm90_backward
 
-Gradients = tuple[jax.Array, jax.Array, jax.Array]
+Gradients = tuple[jax.Array, ...]
 """Those of q, k and v, or of q, kv and k_rope."""
+
+
+class Operands(NamedTuple):
+    """What the kernel reads; k and v may also be kv and k_rope."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    out: jax.Array
+    lse: jax.Array
+    d_out: jax.Array
+    d_lse: jax.Array
+    scales: jax.Array
+    cu_seqlens_q: jax.Array
+    cu_seqlens_kv: jax.Array
+
+
+SHARED = 3
+"""The operands at the end that calls of one vmap have in common."""
 
 
 def why_no_kernel(spec: PrefillSpec, arch: str) -> list[str]:
@@ -51,10 +70,9 @@ def backward(call: Call, saved: Saved, cotangents: Results) -> Cotangents:
 
 def by_kernel(call: Call, saved: Saved, cotangents: Results) -> Cotangents:
     """`backward` by the kernel; k and v may also be kv and k_rope. A scale's cotangent is NaN where the scale is 0."""
-    (q, *keys, scales, cu_seqlens_q, cu_seqlens_kv), (out, lse) = saved
+    (q, k, v, scales, *offsets), (out, lse) = saved
     d_out, d_lse = cotangents
-    run = _transformable(call, keys[1].ndim == 2)
-    d_q, *d_keys = run(q, *keys, out, lse, d_out, d_lse, scales, cu_seqlens_q, cu_seqlens_kv)
+    d_q, *d_keys = _transformable(call, v.ndim == 2)(*Operands(q, k, v, out, lse, d_out, d_lse, scales, *offsets))
     # q is a factor of the logits as their scale is, and out is proportional to its own scale.
     d_scales = jnp.stack([_dot(d_q, q), _dot(out, d_out)]) / scales
     return d_q, *d_keys, d_scales, None, None
@@ -68,8 +86,7 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
 
 @functools.cache
 def _transformable(call: Call, shared_rope: bool) -> Callable[..., Gradients]:
-    """The kernel as a function of q, k and v (or kv and k_rope), out, lse, their cotangents, scales and offsets. vmap
-    makes one call after another where heads share the rope columns."""
+    """The kernel as a function of Operands. vmap makes one call after another where heads share the rope columns."""
     keys, columns = ("s h w, s r", ("w", "r")) if shared_rope else ("s h k, s h v", ())
     return transforms.transformable(
         functools.partial(_on_device, call),
@@ -77,40 +94,36 @@ def _transformable(call: Call, shared_rope: bool) -> Callable[..., Gradients]:
         fixed=("t", "k", "s", *columns, "v", "c", "b"),
         partition=functools.partial(_partition, shared_rope),
         fold=None if shared_rope else _fold,
-        shared=3,
+        shared=SHARED,
         derivative=refuse_second_derivative,
         summed=2 if shared_rope else None,
     )
 
 
-def _on_device(
-    call: Call, q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, *others: jax.Array
-) -> Gradients:
+def _on_device(call: Call, *arrays: jax.Array) -> Gradients:
     """The kernel on the arrays of one device, whose number of heads may be a part of the whole."""
-    lse, d_out, d_lse, scales, *offsets = others
-    rows, heads = k.shape[:2]
-    shapes = (jax.ShapeDtypeStruct((rows, heads, width), q.dtype) for width in (q.shape[2], out.shape[2]))
-    spec = call.spec(q, *shapes, *offsets)
-    config = sm90_backward.backward_config(spec, v.shape[1] if v.ndim == 2 else 0)
+    x = Operands(*arrays)
+    k, v = (jax.ShapeDtypeStruct((*x.k.shape[:2], width), x.q.dtype) for width in (x.q.shape[2], x.out.shape[2]))
+    spec = call.spec(x.q, k, v, x.cu_seqlens_q, x.cu_seqlens_kv)
+    config = sm90_backward.backward_config(spec, x.v.shape[1] if x.v.ndim == 2 else 0)
     workspaces = sm90_backward.backward_workspaces(
         config, spec.batch, spec.total_q_len, spec.total_kv_len, spec.num_heads, call.num_sms
     )
-    d_q, d_k, d_v, *_ = kernel_call(
+    gradients = kernel_call(
         MLA_PREFILL_BACKWARD,
         config,
-        (q, k, v, *offsets, scales, out, lse, d_out, d_lse),
-        (q.shape, k.shape, v.shape, *(shape for shape, _ in workspaces.values())),
+        (x.q, x.k, x.v, x.cu_seqlens_q, x.cu_seqlens_kv, x.scales, x.out, x.lse, x.d_out, x.d_lse),
+        (x.q.shape, x.k.shape, x.v.shape, *(shape for shape, _ in workspaces.values())),
         arch=call.arch,
     )
-    return d_q, d_k, d_v
+    return tuple(gradients[:3])
 
 
 def _fold(run: Callable[..., Gradients], axis_size: int, *arrays: jax.Array) -> Gradients:
-    """vmap's axis V, leading in all arrays but the scales and offsets, becomes V * H heads of one call."""
-    *batched, scales, cu_seqlens_q, cu_seqlens_kv = arrays
-    folded = (x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:]) for x in batched)
-    d_q, d_k, d_v = run(*folded, scales, cu_seqlens_q, cu_seqlens_kv)
-    return tuple(x.reshape(x.shape[0], axis_size, -1, x.shape[2]).swapaxes(0, 1) for x in (d_q, d_k, d_v))
+    """vmap's axis V, leading in all arrays but the shared ones, becomes V * H heads of one call."""
+    folded = (x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:]) for x in arrays[:-SHARED])
+    gradients = run(*folded, *arrays[-SHARED:])
+    return tuple(x.reshape(x.shape[0], axis_size, -1, x.shape[2]).swapaxes(0, 1) for x in gradients)
 
 
 def _partition(shared_rope: bool, shapes: Sequence[Any]) -> transforms.Partition:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -222,7 +222,7 @@ def make_storage(traits: Traits):
     def buffers(count: int, block: Block):
         return cute.struct.Align[cute.struct.MemRange[traits.dtype, count * block.rows * block.columns], 1024]
 
-    fields = {}
+    fields: dict[str, Any] = {}
     for name, count in BUFFERS.items():
         fields |= {f"{name}_full": barriers(count), f"{name}_empty": barriers(count)}
     fields["tiles"] = cute.struct.MemRange[Int32, TILE_SLOTS * TILE_WORDS]
