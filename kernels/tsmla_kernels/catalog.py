@@ -19,6 +19,7 @@ from tsmla_kernels.cache_ops import config as cache_config
 from tsmla_kernels.contract import cache as cache_contract
 from tsmla_kernels.merge import config as merge_rules
 from tsmla_kernels.sm90.decode import config as sm90_decode
+from tsmla_kernels.sm90.indexer import config as sm90_indexer
 from tsmla_kernels.sm90.prefill import config as sm90_prefill
 from tsmla_kernels.sm100 import config as sm100
 
@@ -563,6 +564,32 @@ MERGE_ATTENTION_STATES = Kernel(
     presets=DECODE_PRESETS,
 )
 
+# ---- the indexer's
+
+
+def topk_operands(config: sm90_indexer.TopkConfig) -> tuple[Operand, ...]:
+    """Rows of logits may begin at any multiple of 4 bytes; the array itself begins at one of 16."""
+    starts = (Operand("row_starts", "int32", (None,), align=4),) if config.row_starts else ()
+    tables = (Operand("block_tables", "int32", (None, None), align=4),) if config.page_size else ()
+    counts = (Operand("counts", "int32", (None,), output=True, align=4),) if config.page_size else ()
+    return (
+        Operand("logits", "float32", (None, None), wide=True),
+        Operand("seq_lens", "int32", (None,), align=4),
+        *starts,
+        *tables,
+        Operand("indices", "int32", (None, config.k), output=True, align=4),
+        *counts,
+    )
+
+
+SELECT_TOPK = Kernel(
+    name="select_topk",
+    archs=("sm_90a",),
+    launcher="tsmla_kernels.sm90.indexer.topk:SelectTopk",
+    config=sm90_indexer.TopkConfig,
+    operands=topk_operands,
+)
+
 KERNELS = {
     kernel.name: kernel
     for kernel in (
@@ -574,6 +601,7 @@ KERNELS = {
         ROPE_WRITE_KV_CACHE,
         GATHER_KV_CACHE,
         MERGE_ATTENTION_STATES,
+        SELECT_TOPK,
     )
 }
 
