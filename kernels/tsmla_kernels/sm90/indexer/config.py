@@ -6,6 +6,7 @@ One object serves every number of rows and columns; `topk_config` picks how a ro
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ class TopkConfig:
       cluster: CTAs that share a row. warps: warps of a CTA.
       stages, stage_units: shared memory of a warp, in copies and in UNITs of a copy. A row that fits into the cluster's
         shared memory is read once, a longer one once for every pass.
+      held: chunks, of 16 bytes a thread, of a row that a CTA holds. most_chunks: of a CTA's share of a row that it does
+        not leave to ExactSearch: more than are held, and it keeps some when it reads them. depth: chunks read at once.
       eager: copy a row's columns, as many as the array has, before its length is known; for few rows.
     """
 
@@ -44,6 +47,9 @@ class TopkConfig:
     stages: int = 4
     stage_units: int = 2
     eager: bool = False
+    held: int = 4
+    most_chunks: int = 4
+    depth: int = 4
 
     @property
     def threads(self) -> int:
@@ -60,6 +66,31 @@ class TopkConfig:
         return 1 << max(6, (self.k - 1).bit_length()) if self.order == "value" else 1
 
     @property
+    def streams(self) -> bool:
+        """Whether a CTA's share of a row may be more than it holds."""
+        return self.most_chunks > self.held
+
+    @property
+    def histograms(self) -> int:
+        return 2 if self.streams else 1
+
+    @property
+    def kept(self) -> int:
+        """Columns of a row that a thread has room for: the 1.5 k that are expected, and five deviations."""
+        expected = 1.5 * self.k / (self.threads * self.cluster)
+        return math.ceil(expected + 5 * math.sqrt(expected)) + 4
+
+    @property
+    def held_words(self) -> int:
+        """Of shared memory, for what is held of a row, and later for what is kept, or for the ring."""
+        kept = (self.kept + 1) * 2 if self.streams else 0
+        return max(self.threads * max(4 * self.held, kept), self.warps * self.stages * self.stage_units * UNIT)
+
+    @property
+    def mark_words(self) -> int:
+        return self.threads * -(-self.most_chunks // 4)
+
+    @property
     def row_columns(self) -> int:
         """Columns of a row that the cluster's shared memory holds, wherever the row begins."""
         return self.cluster * self.warps * (self.stages * self.stage_units) * UNIT - UNIT
@@ -67,8 +98,8 @@ class TopkConfig:
     @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of a CTA, alignment aside."""
-        ring = self.warps * self.stages * (self.stage_units * UNIT * 4 + 8)
-        return ring + BINS * 4 + self.listed * (8 + 8 + 4 + 4) + self.sorted_entries * 8 + 1024
+        words = self.held_words + self.histograms * BINS + self.mark_words + self.threads + 6 * self.listed
+        return words * 4 + self.warps * (self.stages * 8 + 8) + self.sorted_entries * 8 + 1024
 
 
 def topk_reasons(spec: TopKSpec, order: str = "position", page_size: int | None = None) -> list[str]:
@@ -90,14 +121,16 @@ def topk_config(
 ) -> TopkConfig:
     """The configuration that serves `spec`: a few for all sizes, so that few objects are compiled."""
     rows, columns = spec.num_tokens, spec.num_columns
-    few = rows <= 16
+    # cluster, warps, held, most_chunks
     if columns <= 1 << 13:
-        shape = (1, 32, 2, 2) if rows <= 132 else (1, 16, 4, 1)
+        shape = (1, 16, 4, 4) if rows <= 264 else (1, 8, 8, 8)
     elif columns <= 1 << 15:
-        shape = (4, 32, 2, 2) if rows <= 32 else (2, 16, 4, 2) if rows > 132 else (1, 32, 4, 2)
+        shape = (4, 16, 4, 4) if rows <= 32 else (2, 16, 4, 8) if rows <= 66 else (1, 16, 4, 16)
+    elif rows <= 16:
+        shape = (8, 16, 8, 32)
     else:
-        shape = (8, 32, 4, 1) if rows <= 16 else (8, 16, 4, 2)
-    cluster, warps, stages, stage_units = shape
+        shape = (2, 16, 4, 32) if rows <= 66 else (1, 16, 4, 64)
+    cluster, warps, held, most_chunks = shape
     return TopkConfig(
         k=spec.k,
         order=order,
@@ -105,7 +138,9 @@ def topk_config(
         row_starts=row_starts,
         cluster=cluster,
         warps=warps,
-        stages=stages,
-        stage_units=stage_units,
-        eager=few and not row_starts,
+        stages=4,
+        stage_units=1,
+        eager=rows * columns <= 1 << 20 and not row_starts,
+        held=held,
+        most_chunks=most_chunks,
     )
