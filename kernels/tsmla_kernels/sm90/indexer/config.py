@@ -68,7 +68,7 @@ class TopkConfig:
     @property
     def streams(self) -> bool:
         """Whether a CTA's share of a row may be more than it holds."""
-        return self.most_chunks > self.held
+        return self.most_chunks > self.held and self.order == "position"
 
     @property
     def histograms(self) -> int:
