@@ -100,13 +100,13 @@ class FilteredSearch(ClusterSearch):
             target = Int32(share + SIGMAS * cute.math.sqrt(share)) + 4
         self.count_held(span, shared, place)
         self.find(shared.sample, shared, place, target)
-        common = Boolean(False)
+        common, above = Boolean(False), Int32(0)
         index = shared.found[Found.BIN]
         if index > NAN_BIN:
             if whole:
                 if shared.found[Found.INSIDE] <= config.listed:
                     common = Boolean(True)
-                    self.split_held(span, shared, place, index)
+                    above = self.split_held(span, shared, place, index)
             else:
                 if const_expr(config.streams):
                     self.stream(span, shared, place, least_float(bin_floor(index)))
@@ -114,8 +114,9 @@ class FilteredSearch(ClusterSearch):
                     index = shared.found[Found.BIN]
                     if index > NAN_BIN and index < LAST_BIN and shared.found[Found.INSIDE] <= config.listed:
                         common = Boolean(True)
-                        self.split_kept(span, shared, place, index)
+                        above = self.split_kept(span, shared, place, index)
         if common:
+            self.total_above(shared, place, above)
             self.finish(span, shared, place, output)
         return common
 
@@ -193,7 +194,7 @@ class FilteredSearch(ClusterSearch):
 
     @cute.jit
     def split_held(self, span: cutlass.Constexpr, shared: cutlass.Constexpr, place: cutlass.Constexpr, index: Int32):
-        """Mark the columns above the bin, and list those in it, of all that are held."""
+        """Mark the columns above the bin, and list those in it, of all that are held. Returns how many are above."""
         low, high = least_float(bin_floor(index)), least_float(bin_floor(index + 1))
         values = cute.make_rmem_tensor((4,), Float32)
         above, local = Int32(0), place.thread
@@ -213,27 +214,31 @@ class FilteredSearch(ClusterSearch):
                     if (values[i] >= low) & ~(values[i] >= high):
                         self.list(span, shared, values[i], (span.begin + local) * 4 + i)
             local += self.config.threads
-        self.total_above(shared, place, above)
+        return above
 
     @cute.jit
     def split_kept(self, span: cutlass.Constexpr, shared: cutlass.Constexpr, place: cutlass.Constexpr, index: Int32):
-        """Mark the columns above the bin, and list those in it, of all that were kept."""
+        """Mark the columns above the bin, and list those in it, of all that were kept. Returns how many are above."""
         low, high = least_float(bin_floor(index)), least_float(bin_floor(index + 1))
         above = Int32(0)
         at = Int32(shared.held.iterator.toint()) + place.thread * 8
-        for _ in cutlass.range(shared.kept[place.thread], unroll=1):
+        count = shared.kept[place.thread]
+        # As often for all lanes: where a loop is left one by one and two branches meet behind it, ptxas was seen not to
+        # bring the warp together again.
+        for index in cutlass.range(cute.arch.warp_redux_sync(count, "max"), unroll=1):
             value, element = cute.arch.inline_ptx(
                 "{ .reg .b32 t; ld.shared.v2.b32 {t, {$w1}}, [{$r0}]; mov.b32 {$w0}, t; }",
                 write_only_types=[Float32, Int32],
                 read_only_args=[at],
             )
-            if value >= high:
-                above += 1
-                self.mark(span, shared, element)
-            elif value >= low:
-                self.list(span, shared, value, element)
+            if index < count:
+                if value >= high:
+                    above += 1
+                    self.mark(span, shared, element)
+                elif value >= low:
+                    self.list(span, shared, value, element)
             at += self.config.threads * 8
-        self.total_above(shared, place, above)
+        return above
 
     @cute.jit
     def total_above(self, shared: cutlass.Constexpr, place: cutlass.Constexpr, above: Int32):
