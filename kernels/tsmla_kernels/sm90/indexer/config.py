@@ -121,15 +121,17 @@ def topk_config(
 ) -> TopkConfig:
     """The configuration that serves `spec`: a few for all sizes, so that few objects are compiled."""
     rows, columns = spec.num_tokens, spec.num_columns
-    # cluster, warps, held, most_chunks
+    # cluster, warps, held, most_chunks: a row is held as a whole where that leaves no processor idle.
     if columns <= 1 << 13:
         shape = (1, 16, 4, 4) if rows <= 264 else (1, 8, 8, 8)
     elif columns <= 1 << 15:
-        shape = (4, 16, 4, 4) if rows <= 32 else (2, 16, 4, 8) if rows <= 66 else (1, 16, 4, 16)
-    elif rows <= 16:
-        shape = (8, 16, 8, 32)
+        shape = (4, 16, 4, 4) if rows <= 32 else (2, 32, 4, 4) if rows <= 66 else (1, 32, 8, 8)
+        if rows > 132:
+            shape = (1, 16, 4, 16)
+    elif columns <= 1 << 17:
+        shape = (8, 32, 4, 4) if rows <= 16 else (2, 16, 4, 32) if rows <= 66 else (1, 16, 4, 64)
     else:
-        shape = (2, 16, 4, 32) if rows <= 66 else (1, 16, 4, 64)
+        shape = (8, 16, 8, 64)
     cluster, warps, held, most_chunks = shape
     return TopkConfig(
         k=spec.k,

@@ -7,6 +7,7 @@ with more than there is room for, or with too many keys in one bin, is left to `
 
 from __future__ import annotations
 
+import struct
 from typing import NamedTuple
 
 import cutlass
@@ -96,8 +97,7 @@ class FilteredSearch(ClusterSearch):
         k = Int32(config.k)
         target, whole = k, span.chunks <= config.held
         if not whole:
-            share = Float32(config.k) * Float32(span.held) / Float32(span.chunks)
-            target = Int32(share + SIGMAS * cute.math.sqrt(share)) + 4
+            target = sample_target(config.k, span)
         self.count_held(span, shared, place)
         self.find(shared.sample, shared, place, target)
         common, above = Boolean(False), Int32(0)
@@ -343,6 +343,23 @@ class FilteredSearch(ClusterSearch):
         cute.arch.sync_threads()
         for i in cutlass.range(place.thread, total, self.config.threads, unroll=1):
             self.put(output, place.row, base + i, shared.sample.bins[i])
+
+
+def sample_target(k: int, span: Span) -> Int32:
+    """Columns of the sample above the guessed bound, of which about k columns of the row and SIGMAS deviations are."""
+    # Approximate: a division and a root that round exactly call functions.
+    return cute.arch.inline_ptx(
+        "{ .reg .f32 s, t; cvt.rn.f32.s32 s, {$r0}; cvt.rn.f32.s32 t, {$r1}; rcp.approx.ftz.f32 t, t;"
+        f" mul.f32 s, s, t; mul.f32 s, s, {float_bits(k)}; sqrt.approx.ftz.f32 t, s;"
+        f" fma.rn.f32 s, t, {float_bits(SIGMAS)}, s; add.f32 s, s, {float_bits(4)}; cvt.rzi.s32.f32 {{$w0}}, s; }}",
+        write_only_types=[Int32],
+        read_only_args=[span.held, span.chunks],
+    )
+
+
+def float_bits(value: float) -> str:
+    """A float as PTX writes it."""
+    return "0f" + struct.pack(">f", value).hex().upper()
 
 
 def mark_of(shared: cutlass.Constexpr, vector: Int32) -> Int32:

@@ -72,8 +72,6 @@ class SelectTopk(ExactSearch, FilteredSearch):
             totals: cute.struct.MemRange[Int32, len(Total)]
 
         self.storage = Storage
-
-        self.storage = Storage
         others = list(others)
         row_starts = others.pop(0) if const_expr(config.row_starts) else None
         block_tables = others.pop(0) if const_expr(config.page_size > 0) else None
