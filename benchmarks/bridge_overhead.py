@@ -11,23 +11,17 @@ go to FILE.json.
 
 from __future__ import annotations
 
-import datetime
-import json
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 from absl import app, flags
-from timing import head
+from harness import Record, load_peers
 
-PEERS = flags.DEFINE_string("peers", None, "folder of the module `peers`")
-OUT = flags.DEFINE_string("out", None, "where the rows go")
 CALLS = flags.DEFINE_integer("calls", 300, "calls in a row", lower_bound=1)
 ROUNDS = flags.DEFINE_integer("rounds", 7, "turns of every function", lower_bound=1)
-COMMIT = flags.DEFINE_string("commit", None, "recorded with the rows; git's by default")
 
 BATCH, HEADS, PAGES, PAGE = 4, 16, 4, 64
 
@@ -37,7 +31,8 @@ def functions() -> dict[str, Callable[[], Any]]:
     import torch
 
     import tsmla_bridge
-    from tsmla_bridge import decode, tokenspeed_mla
+    from tsmla_bridge import tokenspeed_mla
+    from tsmla_bridge.ops.plans import DecodeInputs, DecodeOptions, plan_for
 
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(BATCH, 1, HEADS, 576, generator=generator).bfloat16().cuda()
@@ -52,7 +47,8 @@ def functions() -> dict[str, Callable[[], Any]]:
     buffer = torch.empty(max(size, sms * HEADS * 8 * 513 * 4), dtype=torch.int8, device="cuda")
     cache4 = cache[:, None]
 
-    plan: Any = decode.plan_for(q, cache, tables, lens, None, (512, None, True, False, None))
+    options = DecodeOptions(512, None, causal=True, batch_invariant=False, implementation=None)
+    plan: Any = plan_for(DecodeInputs(q, cache, tables, lens, None), options)
     scales_there = torch.tensor([scale, 1.0], device="cuda")
     inputs = (q, cache, tables, lens, lens, scales_there, out, lse)
     workspaces = (memory["workspace"].buffer.data_ptr() + offset for offset in plan.offsets)
@@ -76,12 +72,9 @@ def functions() -> dict[str, Callable[[], Any]]:
             q, cache, tables, lens, None, None, scale, 1.0, 512, None, True, False, None
         ),
     }  # fmt: skip
-    if PEERS.value:
-        sys.path.insert(0, PEERS.value)
-        import peers  # type: ignore[import-not-found,no-redef]
-
-        if "flashmla" in peers.load():
-            found["FlashMLA's operator"] = peers.flashmla(q, cache.view(-1, PAGE, 1, 576), tables, lens, scale, True)
+    peers, loaded = load_peers()
+    if "flashmla" in loaded:
+        found["FlashMLA's operator"] = peers.flashmla(q, cache.view(-1, PAGE, 1, 576), tables, lens, scale, True)
     return found
 
 
@@ -103,21 +96,12 @@ def main(argv: list[str]) -> int:
                 function()
                 taken.append((time.perf_counter_ns() - begin) / 1e3)
             torch.cuda.synchronize()
-    commit = COMMIT.value or head()
-    common = {
-        "b": BATCH, "s": 1, "h": HEADS, "keys": PAGES * PAGE, "device": torch.cuda.get_device_name(0),
-        "host": platform.processor() or platform.machine(), "torch": torch.__version__,
-        "python": platform.python_version(), "commit": commit,
-        "date": datetime.date.today().isoformat(), "command": "python3 " + " ".join(sys.argv),
-    }  # fmt: skip
-    rows = []
+    host = platform.processor() or platform.machine()
+    record = Record(b=BATCH, s=1, h=HEADS, keys=PAGES * PAGE, host=host)
     for name, taken in times.items():
         median, late = statistics.median(taken), statistics.quantiles(taken, n=10)[-1]
-        rows.append({"function": name, "us": round(median, 2), "us_p90": round(late, 2), **common})
+        record.add(function=name, us=round(median, 2), us_p90=round(late, 2))
         print(f"{name:40s} {median:6.2f} us   90 % below {late:6.2f} us")
-    if OUT.value:
-        with open(OUT.value, "w") as file:
-            file.write("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
     return 0
 
 

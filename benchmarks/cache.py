@@ -11,17 +11,13 @@ counts every value read or written once; rows go to FILE.json.
 
 from __future__ import annotations
 
-import datetime
-import json
-import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 from absl import app, flags
-from decode import COMMIT, OUT, SECONDS
 from figures import LATENT, ROPE
-from timing import head, time_all, versions
+from harness import ARCH, Record, time_all, within_budget
+from harness import launch as launch_object
 
 TOKENS = flags.DEFINE_list("tokens", ["1", "128", "4096", "16384", "65536"], "numbers of tokens")
 OPS = flags.DEFINE_list(
@@ -29,7 +25,7 @@ OPS = flags.DEFINE_list(
 )
 HEADS = flags.DEFINE_integer("query_heads", 16, "query heads of rope_write_kv_cache and merge_attention_states")
 
-ARCH, PAGE, WIDTH, V_WIDTH = "sm_90a", 64, LATENT + ROPE, 128
+PAGE, WIDTH, V_WIDTH = 64, LATENT + ROPE, 128
 FP8 = "float8_e4m3fn"
 DTYPES = {
     "write_kv_cache": (("bfloat16", "bfloat16"), ("bfloat16", FP8)),
@@ -151,58 +147,30 @@ def moved(arrays: list[Any], tokens: int, kv_dtype: str) -> int:
 
 
 def launch(kernel: Any, config: Any, arrays: list[Any]) -> Callable[[], Any]:
-    """The launch of a compiled object on torch tensors, on torch's current stream."""
-    import torch
+    """The launch of a kernel compiled for `config` on torch tensors."""
+    from tsmla_kernels.launch import Launcher
 
-    from tsmla_kernels.launch import ArrayView, Launcher
-
-    launcher = Launcher(kernel, config, ARCH)
-    views = [ArrayView(t.data_ptr(), tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in arrays]
-
-    def run() -> Any:
-        launcher(torch.cuda.current_stream().cuda_stream, views)
-        return arrays
-
-    return run
+    return launch_object(Launcher(kernel, config, ARCH), arrays, arrays)
 
 
 def main(argv: list[str]) -> int:
     del argv
-    import torch
-
-    begun = time.monotonic()
-    commit = COMMIT.value or head()
-    common = {
-        "page": PAGE,
-        "device": torch.cuda.get_device_name(0),
-        "commit": commit,
-        "date": datetime.date.today().isoformat(),
-        "versions": versions(),
-        "command": "python3 " + " ".join(sys.argv),
-    }
-    rows: list[dict[str, Any]] = []
+    record = Record(page=PAGE)
     points = [(op, dtypes, int(tokens)) for op in OPS.value for dtypes in DTYPES[op] for tokens in TOKENS.value]
-    for op, dtypes, tokens in points:
-        if time.monotonic() - begun > SECONDS.value:
-            print(f"stopped after {SECONDS.value:.0f} s, before {op} {dtypes} {tokens}")
-            break
+    for op, dtypes, tokens in within_budget(points):
         call, size = CALLS[op](tokens, dtypes)
         timed = time_all({"us": call, **copy_calls(size)}, 30)
         times = {name: round(us, 2) for name, us in timed.items()}
         us = times["us"]
         copy_us = times["copy_us"] = min(times["memcpy_us"], times["kernel_copy_us"])
         heads = {"query_heads": HEADS.value} if op in ("rope_write_kv_cache", "merge_attention_states") else {}
-        rows.append({"op": op, "dtypes": list(dtypes), "tokens": tokens, **heads, "bytes": size, **times, **common})
+        record.add(op=op, dtypes=list(dtypes), tokens=tokens, **heads, bytes=size, **times)
         print(
             f"{op:20s} {dtypes[0]:13s} {dtypes[1]:13s} {tokens:6d} tsmla {us:7.2f} memcpy {times['memcpy_us']:7.2f}"
             f" kernel {times['kernel_copy_us']:7.2f}  x{us / copy_us:.2f}  {size / us / 1e6:.2f} TB/s",
             flush=True,
         )
-        if OUT.value:
-            with open(OUT.value, "w") as file:
-                json.dump(rows, file, indent=0)
         del call
-        torch.cuda.empty_cache()
     return 0
 
 

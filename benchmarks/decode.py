@@ -16,33 +16,35 @@ the requests. A table goes to standard output as it is made; rows go to FILE.jso
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
-import datetime
 import functools
 import itertools
-import json
 import math
 import multiprocessing
 import os
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 from absl import app, flags
 from figures import BYTES_PER_KEY, BYTES_PER_S, FLOPS_PER_S, LATENT, ROPE
-from timing import head, least_seconds, time_all, versions
+from harness import (
+    ARCH,
+    JIT,
+    POINTS,
+    Record,
+    allocate,
+    has_fa4,
+    launch,
+    least_seconds,
+    load_peers,
+    time_all,
+    within_budget,
+)
 
-PEERS = flags.DEFINE_string("peers", None, "folder of the module `peers`")
-OUT = flags.DEFINE_string("out", None, "where the rows go")
-POINTS = flags.DEFINE_string("points", None, "b,s,h,keys/... instead of the whole grid")
-SECONDS = flags.DEFINE_float("seconds", 540.0, "stop starting points after this long")
 LENGTHS = flags.DEFINE_enum("lengths", "both", ["fixed", "varlen", "both"], "equal lengths, or uniform in [1/2, 3/2]")
-COMMIT = flags.DEFINE_string("commit", None, "recorded with the rows; git's by default")
 CACHE = flags.DEFINE_enum("dtype", "bf16", ["bf16", "fp8"], "of the cache")
-JIT = flags.DEFINE_bool("jit", False, "time ours through jax.jit too")
 
-ARCH, PAGE = "sm_90a", 64
+PAGE = 64
 E4M3 = "float8_e4m3fn"
 Q_SCALE, KV_SCALE = 0.03, 0.02  # of random numbers of variance 1: what is beyond 448 of them saturates
 HEADS, TOKENS = (16, 32, 64, 128), (1, 2, 4, 8)
@@ -136,29 +138,18 @@ class Inputs:
     def ours(self, q_dtype: str, kv_dtype: str) -> Callable[[], tuple[Any, Any]]:
         import torch
 
-        from tsmla_kernels.launch import ArrayView
         from tsmla_kernels.sm90.decode.config import workspace_shapes
 
-        launch = launcher(self.s, self.h, q_dtype, kv_dtype)
         q, q_scale = self.queries(q_dtype)
-        rows = self.b * self.s * self.h
+        rows, token_rows = self.b * self.s * self.h, (self.b, self.s, self.h)
         out = torch.empty((rows, LATENT), dtype=torch.bfloat16, device="cuda")
         lse = torch.empty((rows,), dtype=torch.float32, device="cuda")
         sms = torch.cuda.get_device_properties(0).multi_processor_count
         shapes = workspace_shapes(config_of(self.s, self.h, q_dtype, kv_dtype), sms, self.b, self.table.shape[1])
-        workspaces = [torch.empty(shape, dtype=getattr(torch, d), device="cuda") for shape, d in shapes.values()]
         scales = torch.tensor([self.scale * q_scale * self.kv_scale, self.kv_scale], device="cuda")
-        tensors = [
-            q.view(rows, -1), self.cache, self.table, self.lens_gpu, self.lens_gpu, scales, out, lse, *workspaces
-        ]  # fmt: skip
-        views = [ArrayView(t.data_ptr(), tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in tensors]
-
-        def run() -> tuple[Any, Any]:
-            launch(torch.cuda.current_stream().cuda_stream, views)
-            return out.view(self.b, self.s, self.h, LATENT), lse.view(self.b, self.s, self.h)
-
-        run.keep = tensors  # type: ignore[attr-defined]
-        return run
+        inputs = [q.view(rows, -1), self.cache, self.table, self.lens_gpu, self.lens_gpu, scales]
+        results = (out.view(*token_rows, LATENT), lse.view(token_rows))
+        return launch(launcher(self.s, self.h, q_dtype, kv_dtype), [*inputs, out, lse, *allocate(shapes)], results)
 
     def errors(self, run: Callable[[], tuple[Any, Any]], ours: bool, q_dtype: str) -> tuple[float, float]:
         """Relative error of out (norm) and greatest error of lse, against float64 over what the inputs stand
@@ -225,73 +216,55 @@ def peer(peers: Any, name: str, inputs: Inputs, cache: Any) -> Callable[[], tupl
     return make(inputs.q, cache, inputs.table, inputs.lens_gpu, inputs.scale, True)
 
 
-def main(argv: list[str]) -> int:
-    del argv
+def peer_names(loaded: Any) -> list[str]:
+    """The peers at hand for the cache's dtype."""
+    if CACHE.value == "fp8":
+        return ["flashmla"] if "flashmla_fp8" in loaded else []
+    return [name for name in ("flashmla", "fa3") if name in loaded] + ["fa4"] * has_fa4()
+
+
+def functions_of(inputs: Inputs, point: Point, peers: Any, names: list[str]) -> dict[str, Callable[[], Any]]:
+    """Every function that runs this point: ours, and the peers that can."""
     import torch
 
-    begun = time.monotonic()
+    functions = {name: inputs.ours(*dtypes) for name, dtypes in modes().items()}
+    cache4 = inputs.cache.view(-1, PAGE, 1, LATENT + ROPE)
+    for name in names:
+        try:
+            run = peer(peers, name, inputs, cache4)
+            run()
+            functions[name] = run
+        except Exception as error:
+            print(f"{name} failed at {point}: {type(error).__name__}: {str(error)[:120]}")
+    torch.cuda.synchronize()
+    return functions
+
+
+def main(argv: list[str]) -> int:
+    del argv
     points = [tuple(map(int, p.split(","))) for p in POINTS.value.split("/")] if POINTS.value else [
         (b, s, h, keys) for h, s, (b, keys) in itertools.product(HEADS, TOKENS, SIZES)
     ]  # fmt: skip
     compile_all(points)
-    peers, names = None, []
-    if PEERS.value:
-        sys.path.insert(0, PEERS.value)
-        import peers  # type: ignore[import-not-found,no-redef]
-
-        loaded = peers.load()
-        if CACHE.value == "fp8":
-            names = ["flashmla"] if "flashmla_fp8" in loaded else []
-        else:
-            names = [n for n in ("flashmla", "fa3") if n in loaded]
-            with contextlib.suppress(ImportError):
-                import flash_attn.cute.interface  # noqa: F401
-
-                names.append("fa4")
-    commit = COMMIT.value or head()
-    common = {
-        "dtype": CACHE.value,
-        "page": PAGE,
-        "device": torch.cuda.get_device_name(0),
-        "commit": commit,
-        "date": datetime.date.today().isoformat(),
-        "versions": versions(),
-        "command": "python3 " + " ".join(sys.argv),
-    }
-    rows: list[dict[str, Any]] = []
+    peers, loaded = load_peers()
+    names = peer_names(loaded) if peers else []
+    record = Record(dtype=CACHE.value, page=PAGE)
     lengths = {"fixed": [False], "varlen": [True], "both": [False, True]}[LENGTHS.value]
-    for varlen, point in itertools.product(lengths, points):
-        if time.monotonic() - begun > SECONDS.value:
-            print(f"stopped after {SECONDS.value:.0f} s, before {point} {varlen=}")
-            break
+    for varlen, point in within_budget(itertools.product(lengths, points)):
         b, s, h, keys = point
         inputs = Inputs(point, varlen)
-        functions = {name: inputs.ours(*dtypes) for name, dtypes in modes().items()}
-        cache4 = inputs.cache.view(-1, PAGE, 1, LATENT + ROPE)
-        for name in names:
-            try:
-                run = peer(peers, name, inputs, cache4)
-                run()
-                functions[name] = run
-            except Exception as error:
-                print(f"{name} failed at {point}: {type(error).__name__}: {str(error)[:120]}")
-        torch.cuda.synchronize()
-        times = time_all(functions, 20 if inputs.floor_us() < 1000 else 10)
+        functions = functions_of(inputs, point, peers, names)
         floor = inputs.floor_us()
+        times = time_all(functions, 20 if floor < 1000 else 10)
+        case = {"b": b, "s": s, "h": h, "keys": keys, "varlen": varlen, "floor_us": round(floor, 2)}
         for name, us in times.items():
             ours = name in modes()
             rel_err, lse_err = inputs.errors(functions[name], ours, modes().get(name, modes()["tsmla"])[0])
-            rows.append({
-                "b": b, "s": s, "h": h, "keys": keys, "varlen": varlen, "peer": name, "us": round(us, 2),
-                "floor_us": round(floor, 2), "rel_err": float(f"{rel_err:.3e}"),
-                **({"lse_err": float(f"{lse_err:.2e}")} if ours else {}), **common,
-            })  # fmt: skip
+            errors = {"rel_err": float(f"{rel_err:.3e}")} | ({"lse_err": float(f"{lse_err:.2e}")} if ours else {})
+            record.add(**case, peer=name, us=round(us, 2), **errors)
         if JIT.value and CACHE.value == "bf16":
-            rows.append({
-                "b": b, "s": s, "h": h, "keys": keys, "varlen": varlen, "peer": "tsmla_jit",
-                "us": round(jit_us(inputs), 2), "floor_us": round(floor, 2), "rel_err": rows[-1]["rel_err"], **common,
-            })  # fmt: skip
-            times["tsmla_jit"] = rows[-1]["us"]
+            times["tsmla_jit"] = round(jit_us(inputs), 2)
+            record.add(**case, peer="tsmla_jit", us=times["tsmla_jit"], rel_err=record.rows[-1]["rel_err"])
         best = min((us for name, us in times.items() if not name.startswith("tsmla")), default=math.nan)
         print(
             f"{b:3d} {s} {h:3d} {keys:6d} {'var' if varlen else '   '} floor {floor:7.1f} "
@@ -299,11 +272,7 @@ def main(argv: list[str]) -> int:
             + f"  {floor / times['tsmla']:4.0%}  x{times['tsmla'] / best:.2f}",
             flush=True,
         )
-        if OUT.value:
-            with open(OUT.value, "w") as file:
-                json.dump(rows, file, indent=0)
-        del inputs, functions, cache4
-        torch.cuda.empty_cache()
+        del inputs, functions
     return 0
 
 

@@ -3,9 +3,9 @@
 Every number shown comes from `benchmarks/results/<device>/decode_<dtype>.json`: a list of objects, one a point and
 peer, with b, s, h, keys, varlen, page, dtype, peer (ours is "tsmla"), us, floor_us, rel_err, device, commit, date and
 versions. Each file gives two PNGs and a full table under `benchmarks/figures/`, and the README's short table between
-the comments `<!-- decode_<dtype> -->` and `<!-- /decode_<dtype> -->`. What `prefill.py` and `cache.py` recorded beside
-them (prefill.json, cache.json) gives the tables between the comments `prefill` and `cache`, and what `decode_cpu.py`
-recorded the sentence between `decode_cpu`.
+the comments `<!-- decode_<dtype> -->` and `<!-- /decode_<dtype> -->`. The records of `prefill.py` and `cache.py`
+(prefill.json, cache.json) give a full table each, the README's table between the comments `prefill` and its sentence
+between `cache`; that of `decode_cpu.py` gives a page of its own.
 """
 
 import argparse
@@ -23,9 +23,16 @@ OURS = "tsmla"
 # fp8 cache, which no peer takes.
 OURS_TOO = {"tsmla_jit": "in jax.jit", "tsmla_bf16_q": "bf16 queries"}
 PEER_NAMES = {OURS: "tsmla", "flashmla": "FlashMLA", "fa3": "FA3", "fa4": "FA4 SM90"}
-# The README shows these; the full table is beside the figures.
-SHORT_TABLE_HEADS = (16, 128)
-SHORT_TABLE_TOKENS = (1, 4)
+# The README shows these (B, S, H, keys), of uniform lengths; the full tables are beside the figures.
+SHORT_TABLE = (
+    (1, 1, 16, 4096),
+    (4, 1, 16, 81920),
+    (64, 1, 16, 8192),
+    (16, 1, 128, 8192),
+    (64, 4, 128, 8192),
+    (32, 4, 128, 81920),
+)
+SHORT_PREFILL = 4  # rows of the README's table of prefill
 
 LATENT, ROPE = 512, 64
 # Measured on an H200: the reads of a large copy, and a plain matrix product on random data.
@@ -131,13 +138,10 @@ def table(points: Sequence[Point]) -> str:
 
 
 def short(points: Sequence[Point]) -> list[Point]:
-    """The points that the README shows; all of them where the usual choice would leave none."""
-    chosen = [
-        point
-        for point in points
-        if point.case.h in SHORT_TABLE_HEADS and point.case.s in SHORT_TABLE_TOKENS and not point.case.varlen
-    ]
-    return chosen or list(points)
+    """The points that the README shows; as many others where none of them was measured."""
+    uniform = [point for point in points if not point.case.varlen]
+    chosen = [p for p in uniform if (p.case.b, p.case.s, p.case.h, p.case.keys) in SHORT_TABLE]
+    return chosen or (uniform or list(points))[: len(SHORT_TABLE)]
 
 
 def between_markers(text: str, name: str, body: str) -> str:
@@ -229,14 +233,14 @@ def write(results: Path, figures: Path, readme: Path) -> str:
     draw_relative(points, dtype, figures / f"{name}_relative.png")
     said = summary(points, rows)
     unit = f"Microseconds, medians, {dtype}, page {', '.join(sorted({str(point.case.page) for point in points}))}."
-    (figures / f"{name}.md").write_text(f"# MLA decode, {dtype}\n\n{unit} {said}\n\n{table(points)}\n")
+    images = [f"![{kind} of decode, {dtype}]({name}_{kind}.png)" for kind in ("relative", "roofline")]
+    full = [f"# MLA decode, {dtype}", f"{unit} {said}", *images, table(points)]
+    (figures / f"{name}.md").write_text("\n\n".join(full) + "\n")
     folder = figures.relative_to(readme.parent).as_posix()
     shown = short(points)
-    body = [f"{unit} {said}"]
-    if len(shown) < len(points):
-        body.append(f"Shown: S 1 and 4, H 16 and 128, uniform lengths. All of them: [{name}.md]({folder}/{name}.md).")
-    images = "\n".join(f"![{kind} of decode, {dtype}]({folder}/{name}_{kind}.png)" for kind in ("relative", "roofline"))
-    readme.write_text(between_markers(readme.read_text(), name, "\n\n".join(["\n".join(body), table(shown), images])))
+    body = f"{unit} {said} All points: [{name}.md]({folder}/{name}.md)."
+    image = f"![time of decode over the best peer's, {dtype}]({folder}/{name}_relative.png)"
+    readme.write_text(between_markers(readme.read_text(), name, "\n\n".join([body, table(shown), image])))
     return said
 
 
@@ -249,8 +253,8 @@ def provenance(row: Row) -> str:
     return f"Device: {row['device']}; commit {row['commit']}; {row['date']}."
 
 
-def write_prefill(results: Path, readme: Path) -> str:
-    """Write the README's table of what `prefill.py` recorded; return its summary."""
+def write_prefill(results: Path, figures: Path, readme: Path) -> str:
+    """Write the full and the README's table of the record of `prefill.py`; return its summary."""
     rows = json.loads(results.read_text())
     try:
         us: dict[str, dict[str, float]] = {}
@@ -284,12 +288,16 @@ def write_prefill(results: Path, readme: Path) -> str:
         )
     except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
         raise ValueError(f"{results}: {type(error).__name__} {error}") from error
-    readme.write_text(between_markers(readme.read_text(), "prefill", said + "\n\n" + "\n".join(lines)))
+    figures.mkdir(parents=True, exist_ok=True)
+    (figures / "prefill.md").write_text("\n\n".join(["# MLA prefill", said, "\n".join(lines)]) + "\n")
+    link = f"All points: [prefill.md]({figures.relative_to(readme.parent).as_posix()}/prefill.md)."
+    shown = "\n".join(lines[: 2 + SHORT_PREFILL])
+    readme.write_text(between_markers(readme.read_text(), "prefill", f"{said} {link}\n\n{shown}"))
     return said
 
 
-def write_cache(results: Path, readme: Path) -> str:
-    """Write the README's table of what `cache.py` recorded; return its summary."""
+def write_cache(results: Path, figures: Path, readme: Path) -> str:
+    """Write the full table of the record of `cache.py` and the README's sentence; return the table's summary."""
     rows = json.loads(results.read_text())
     try:
         tokens = sorted({row["tokens"] for row in rows if row["tokens"] >= 4096})
@@ -309,12 +317,19 @@ def write_cache(results: Path, readme: Path) -> str:
         said = f"Microseconds, and in brackets over the time of copying the same bytes. {provenance(first)}"
     except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
         raise ValueError(f"{results}: {type(error).__name__} {error}") from error
-    readme.write_text(between_markers(readme.read_text(), "cache", said + "\n\n" + "\n".join(lines)))
+    figures.mkdir(parents=True, exist_ok=True)
+    (figures / "cache.md").write_text("\n\n".join(["# Cache kernels", said, "\n".join(lines)]) + "\n")
+    ratios = [row["us"] / row["copy_us"] for row in rows if row["tokens"] in tokens]
+    sentence = (
+        f"The kernels of the cache take {min(ratios):.2f} to {max(ratios):.2f} times a copy of the same bytes from "
+        f"{tokens[0]} tokens on: [cache.md]({figures.relative_to(readme.parent).as_posix()}/cache.md)."
+    )
+    readme.write_text(between_markers(readme.read_text(), "cache", sentence))
     return said
 
 
-def write_cpu(results: Path, readme: Path) -> str:
-    """Write what `decode_cpu.py` recorded into the README; return it."""
+def write_cpu(results: Path, figures: Path) -> str:
+    """Write a sentence about the record of `decode_cpu.py`, a page of its own; return it."""
     record = json.loads(results.read_text())
     try:
         xla, gather = record["xla"], record["gather"]
@@ -327,7 +342,8 @@ def write_cpu(results: Path, readme: Path) -> str:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{results}: {type(error).__name__} {error}") from error
-    readme.write_text(between_markers(readme.read_text(), "decode_cpu", said))
+    figures.mkdir(parents=True, exist_ok=True)
+    (figures / "decode_cpu.md").write_text(f"# MLA decode on a CPU\n\n{said}\n")
     return said
 
 
@@ -341,20 +357,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--figures", type=Path, default=ROOT / "benchmarks" / "figures")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
     arguments = parser.parse_args(argv)
-    readme = arguments.readme.resolve()
+    readme, figures = arguments.readme.resolve(), arguments.figures.resolve()
     written = [
-        (path, partial(write, path, arguments.figures.resolve())) for path in arguments.results.glob("decode_*.json")
+        (path, partial(write, path, figures, readme)) for path in arguments.results.glob("decode_*.json")
     ]
     for name, function in (("prefill", write_prefill), ("cache", write_cache)):
         if (path := arguments.results / f"{name}.json").exists():
-            written.append((path, partial(function, path)))
+            written.append((path, partial(function, path, figures, readme)))
     if arguments.cpu_results.exists():
-        written.append((arguments.cpu_results, partial(write_cpu, arguments.cpu_results)))
+        written.append((arguments.cpu_results, partial(write_cpu, arguments.cpu_results, figures)))
     if not written:
         print(f"nothing recorded under {arguments.results}")
     for path, function in sorted(written, key=lambda each: each[0]):
         try:
-            print(f"{path.name}: {function(readme)}")
+            print(f"{path.name}: {function()}")
         except (ValueError, OSError) as error:
             print(f"figures: error: {error}", file=sys.stderr)
             return 2

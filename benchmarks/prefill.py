@@ -15,30 +15,32 @@ go to FILE.json, and the geometric means over the points that both ran come last
 from __future__ import annotations
 
 import copy
-import datetime
 import functools
 import itertools
-import json
 import math
 import random
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from absl import app, flags
-from timing import head, least_seconds, time_all, versions
+from harness import (
+    ARCH,
+    JIT,
+    POINTS,
+    Record,
+    allocate,
+    has_fa4,
+    launch,
+    least_seconds,
+    load_peers,
+    time_all,
+    within_budget,
+)
 
-PEERS = flags.DEFINE_string("peers", None, "folder of the module `peers`")
-OUT = flags.DEFINE_string("out", None, "where the rows go")
-POINTS = flags.DEFINE_string("points", None, "names of points, separated by /, instead of all")
-SECONDS = flags.DEFINE_float("seconds", 540.0, "stop starting points after this long")
 ITERATIONS = flags.DEFINE_integer("iterations", 20, "replays of each")
-COMMIT = flags.DEFINE_string("commit", None, "recorded with the rows; git's by default")
-JIT = flags.DEFINE_bool("jit", False, "time ours through jax.jit too")
 
-ARCH, DTYPE, QK_DIM, V_DIM = "sm_90a", "bf16", 192, 128
+DTYPE, QK_DIM, V_DIM = "bf16", 192, 128
 
 
 @dataclass(frozen=True)
@@ -106,24 +108,16 @@ class Inputs:
     def ours(self) -> Callable[[], tuple[Any, Any]]:
         import torch
 
-        from tsmla_kernels.launch import ArrayView
         from tsmla_kernels.sm90.prefill.config import prefill_workspaces
 
         out = torch.empty((*self.q.shape[:2], V_DIM), dtype=torch.bfloat16, device="cuda")
         lse = torch.empty(self.q.shape[:2], dtype=torch.float32, device="cuda")
         sms = torch.cuda.get_device_properties(0).multi_processor_count
-        shapes = prefill_workspaces(len(self.point.q_lens), sms)
-        workspaces = [torch.empty(shape, dtype=getattr(torch, d), device="cuda") for shape, d in shapes.values()]
+        workspaces = allocate(prefill_workspaces(len(self.point.q_lens), sms))
         scales = torch.tensor([self.scale, 1.0], device="cuda")
-        tensors = [self.q, self.k, self.v, self.cu_q, self.cu_kv, scales, out, lse, *workspaces]
-        views = [ArrayView(t.data_ptr(), tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in tensors]
-
-        def run() -> tuple[Any, Any]:
-            launcher(views[0].dtype)(torch.cuda.current_stream().cuda_stream, views)
-            return out, lse
-
-        run.keep = tensors  # type: ignore[attr-defined]
-        return run
+        inputs = [self.q, self.k, self.v, self.cu_q, self.cu_kv, scales]
+        dtype = str(self.q.dtype).removeprefix("torch.")
+        return launch(launcher(dtype), [*inputs, out, lse, *workspaces], (out, lse))
 
     def fa3(self, peers: Any) -> Callable[[], Any]:
         longest = max(self.point.q_lens), max(self.point.kv_lens)
@@ -243,44 +237,16 @@ def print_means(times: dict[str, dict[str, float]]) -> None:
 
 def main(argv: list[str]) -> int:
     del argv
-    import torch
-
-    begun = time.monotonic()
     points = {point.name: point for point in ALL}
     chosen = [points[name] for name in POINTS.value.split("/")] if POINTS.value else list(ALL)
-    peers: Any = None
-    names: list[str] = []
-    if PEERS.value:
-        sys.path.insert(0, PEERS.value)
-        import peers  # type: ignore[import-not-found,no-redef]
-
-        names = [name for name in ("fa3",) if name in peers.load()]
-        try:
-            import flash_attn.cute.interface  # type: ignore[import-not-found]  # noqa: F401
-
-            names.append("fa4")
-        except ImportError:
-            pass
-    commit = COMMIT.value or head()
-    common = {
-        "dtype": DTYPE,
-        "head_dims": [QK_DIM, V_DIM],
-        "causal": True,
-        "device": torch.cuda.get_device_name(0),
-        "commit": commit,
-        "date": datetime.date.today().isoformat(),
-        "versions": versions(),
-        "command": "python3 " + " ".join(sys.argv),
-    }
-    rows: list[dict[str, Any]] = []
+    peers, loaded = load_peers()
+    names = [name for name in ("fa3",) if name in loaded] + ["fa4"] * (peers is not None and has_fa4())
+    record = Record(dtype=DTYPE, head_dims=[QK_DIM, V_DIM], causal=True)
     times: dict[str, dict[str, float]] = {}
-    for point in chosen:
-        if time.monotonic() - begun > SECONDS.value:
-            print(f"stopped after {SECONDS.value:.0f} s, before {point.name}")
-            break
+    for point in within_budget(chosen):
         inputs = Inputs(point)
-        # One version of FA4 reads out of bounds here, and takes the process with it.
         rounded = inputs.in_fp8()
+        # One version of FA4 reads out of bounds here, and takes the process with it.
         able = [n for n in names if (n, point.name) != ("fa4", "1x32768h16")]
         functions = functions_of(inputs, rounded, peers, able)
         times[point.name] = time_all(functions, ITERATIONS.value)
@@ -292,25 +258,19 @@ def main(argv: list[str]) -> int:
         if JIT.value:
             times[point.name]["tsmla_jit"] = inputs.jit_us()
             errors["tsmla_jit"] = errors["tsmla"]
+        case = {"b": len(point.q_lens), "h": point.heads, "tq": sum(point.q_lens), "tk": sum(point.kv_lens)}
         for name, us in times[point.name].items():
             rel_err, lse_err = errors[name]
-            rows.append({
-                "point": point.name, "b": len(point.q_lens), "h": point.heads, "tq": sum(point.q_lens),
-                "tk": sum(point.kv_lens), "peer": name, "us": round(us, 2), "tflops": round(point.flops / us / 1e6, 1),
-                "rel_err": float(f"{rel_err:.3e}"),
-                **({"lse_err": float(f"{lse_err:.2e}")} if name.startswith("tsmla") else {}), **common,
-                **({"dtype": "fp8"} if name == "tsmla_fp8" else {}),
-            })  # fmt: skip
+            rest = {"lse_err": float(f"{lse_err:.2e}")} if name.startswith("tsmla") else {}
+            rest |= {"dtype": "fp8"} if name == "tsmla_fp8" else {}
+            rates = {"us": round(us, 2), "tflops": round(point.flops / us / 1e6, 1), "rel_err": float(f"{rel_err:.3e}")}
+            record.add(point=point.name, **case, peer=name, **rates, **rest)
         print(
             f"{point.name:15s} "
             + "  ".join(f"{n} {us:8.1f} us {point.flops / us / 1e6:4.0f} T" for n, us in times[point.name].items()),
             flush=True,
         )
-        if OUT.value:
-            with open(OUT.value, "w") as file:
-                file.write("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
         del inputs, rounded, functions
-        torch.cuda.empty_cache()
     print_means(times)
     return 0
 

@@ -71,7 +71,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     import jax.numpy as jnp
     import numpy as np
 
-    from tsmla_jax.nn import deepseek_v4 as v4
+    from tsmla_jax.nn import Step, v4
 
     jax.config.update("jax_platforms", "cpu")
     kind, tokens = options.only, options.tokens
@@ -89,27 +89,32 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         values = rng.standard_normal(shape, np.float32) * (shape[0] ** -0.5 if len(shape) > 1 else 1)
         return jnp.asarray(values, dtype)
 
-    params = {name: random(shape) for name, shape in v4.v4_param_shapes(config).items()}
+    params = {name: random(shape) for name, shape in v4.param_shapes(config).items()}
     window_pages, compressed_pages = -(-tokens // PAGE), max(1, -(-tokens // max(config.ratio, 1) // PAGE))
-    cache = v4.init_v4_layer_cache(
+    cache = v4.init_cache(
         config, window_pages=window_pages, compressed_pages=compressed_pages, num_states=1, page_size=PAGE
     )
-    table = v4.v4_rope_table(config, tokens)
+    table = v4.rope_table(config, tokens)
 
     def run(
         params: dict[str, jax.Array], x: jax.Array, cache: v4.V4Cache, table: jax.Array
     ) -> tuple[jax.Array, v4.V4Cache]:
-        step = v4.make_step(
-            config,
-            seq_lens=jnp.asarray([tokens], jnp.int32),
-            cu_seqlens_q=jnp.asarray([0, tokens], jnp.int32),
+        window = Step.ragged(
+            jnp.arange(window_pages, dtype=jnp.int32)[None],
+            jnp.asarray([tokens], jnp.int32),
+            jnp.asarray([0, tokens], jnp.int32),
             total_tokens=tokens,
-            state_slots=jnp.zeros(1, jnp.int32),
-            window_tables=jnp.arange(window_pages, dtype=jnp.int32)[None],
-            compressed_tables=jnp.arange(compressed_pages, dtype=jnp.int32)[None],
             page_size=PAGE,
         )
-        return v4.attend(params, config, x, cache, step, cos_sin=table, page_size=PAGE)
+        step = v4.make_step(
+            config,
+            window,
+            state_slots=jnp.zeros(1, jnp.int32),
+            compressed_tables=jnp.arange(compressed_pages, dtype=jnp.int32)[None],
+            cos_sin=table,
+            page_size=PAGE,
+        )
+        return v4.attend(params, config, x, cache, step)
 
     x = random((tokens, options.hidden))
     begin = time.perf_counter()

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import tsmla_jax
-from tsmla_jax.nn import MLAConfig, functional, init_params
+from tsmla_jax.nn import MLAConfig, Step, functional, init_params
 
 PAGE_SIZE = 16
 STEPS = 12
@@ -36,23 +36,16 @@ def decode_loop(
     seq_lens: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """STEPS tokens for each request in one program. x [B, E] is the first; inputs and outputs are [STEPS, B, E]."""
-    requests = jnp.arange(x.shape[0], dtype=jnp.int32)
 
     def step(
         carry: tuple[jax.Array, jax.Array, jax.Array], _: None
     ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
         x, kv_cache, seq_lens = carry
-        slots = functional.slots_of(block_tables, requests, seq_lens, page_size=PAGE_SIZE)
+        seq_lens = seq_lens + 1  # the new token included
         y, kv_cache = functional.decode(
-            params,
-            config,
-            x[:, None],
-            kv_cache,
-            block_tables=block_tables,
-            seq_lens=seq_lens + 1,  # the new token included
-            slot_mapping=slots[:, None],
+            params, config, x[:, None], kv_cache, Step.dense(block_tables, seq_lens, page_size=PAGE_SIZE)
         )
-        return (next_input(y[:, 0]), kv_cache, seq_lens + 1), (x, y[:, 0])
+        return (next_input(y[:, 0]), kv_cache, seq_lens), (x, y[:, 0])
 
     (_, kv_cache, _), (inputs, outputs) = jax.lax.scan(step, (x, kv_cache, seq_lens), length=STEPS)
     return inputs, outputs, kv_cache
@@ -75,13 +68,12 @@ def main() -> None:
     # The prompts: expanded attention, and their latents into the cache.
     prefill = jax.jit(functools.partial(functional.prefill, config=config), static_argnames=("max_q_len",))
     y, latent, k_rope = prefill(params, x=prompts, cu_seqlens_q=cu_seqlens, max_q_len=int(lens.max()))
-    requests, positions = functional.ragged_positions(cu_seqlens, jnp.zeros(len(lens), jnp.int32), len(prompts))
-    slots = functional.slots_of(block_tables, requests, positions, page_size=PAGE_SIZE)
+    tables, seq_lens = jnp.asarray(block_tables), jnp.asarray(lens)
+    prompt_step = Step.ragged(tables, seq_lens, cu_seqlens, total_tokens=len(prompts), page_size=PAGE_SIZE)
     write = jax.jit(tsmla_jax.write_kv_cache, donate_argnames=("kv_cache",))
-    kv_cache = write(kv_cache, latent, k_rope, slots)
+    kv_cache = write(kv_cache, latent, k_rope, prompt_step.slot_mapping)
 
     first = next_input(y[cu_seqlens[1:] - 1])
-    tables, seq_lens = jnp.asarray(block_tables), jnp.asarray(lens)
     inputs, outputs, kv_cache = decode_loop(params, config, first, kv_cache, tables, seq_lens)
 
     # The same tokens in one pass.

@@ -18,7 +18,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 import tsmla_jax
-from tsmla_jax.nn import MLAConfig, MLAttention, hf_attention_shapes
+from tsmla_jax.nn import MLAConfig, MLAttention, Step, hf_attention_shapes
 
 PAGE_SIZE = 16
 
@@ -54,15 +54,10 @@ def write_small_checkpoint(folder: Path) -> None:
 
 @nnx.jit(donate_argnames=("kv_cache",))
 def decode_step(
-    layer: MLAttention,
-    x: jax.Array,
-    kv_cache: jax.Array,
-    block_tables: jax.Array,
-    seq_lens: jax.Array,
-    slot_mapping: jax.Array,
+    layer: MLAttention, x: jax.Array, kv_cache: jax.Array, block_tables: jax.Array, seq_lens: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """One token for each request: x [B, 1, E]."""
-    return layer.decode(x, kv_cache, block_tables=block_tables, seq_lens=seq_lens, slot_mapping=slot_mapping)
+    """One token for each request: x [B, 1, E]; seq_lens includes it."""
+    return layer.decode(x, kv_cache, Step.dense(block_tables, seq_lens, page_size=PAGE_SIZE))
 
 
 def main(arguments: list[str]) -> None:
@@ -83,15 +78,14 @@ def main(arguments: list[str]) -> None:
     cu_seqlens = jnp.asarray([0, prompt_len], jnp.int32)
     prefill = nnx.jit(MLAttention.prefill, static_argnames=("max_q_len",))
     _, latent, k_rope = prefill(layer, x[0, :prompt_len], cu_seqlens_q=cu_seqlens, max_q_len=prompt_len)
-    positions = jnp.arange(prompt_len + new, dtype=jnp.int32)
-    slots = block_tables[0, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
     kv_cache = jnp.zeros((3, PAGE_SIZE, config.cache_dim))
-    kv_cache = tsmla_jax.write_kv_cache(kv_cache, latent, k_rope, slots[:prompt_len])
+    prompt = Step.dense(block_tables, jnp.asarray([prompt_len]), new_tokens=prompt_len, page_size=PAGE_SIZE)
+    kv_cache = tsmla_jax.write_kv_cache(kv_cache, latent, k_rope, prompt.slot_mapping[0])
 
     worst = 0.0
     for i in range(prompt_len, prompt_len + new):
         seq_lens = jnp.asarray([i + 1], jnp.int32)
-        y, kv_cache = decode_step(layer, x[:, i : i + 1], kv_cache, block_tables, seq_lens, slots[None, i : i + 1])
+        y, kv_cache = decode_step(layer, x[:, i : i + 1], kv_cache, block_tables, seq_lens)
         worst = max(worst, float(jnp.abs(y[:, 0] - expected[:, i]).max()))
     print(f"decoded {new} tokens; largest difference from the whole sequence at once: {worst:.1e}")
     if worst > 1e-3:

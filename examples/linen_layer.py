@@ -15,7 +15,7 @@ from flax import linen as nn
 from flax.nnx import bridge
 
 import tsmla_jax
-from tsmla_jax.nn import MLAConfig, MLAttention
+from tsmla_jax.nn import MLAConfig, MLAttention, Step
 
 CONFIG = MLAConfig(
     hidden_size=64,
@@ -47,9 +47,9 @@ class Block(nn.Module):
         )
         return latent, k_rope
 
-    def decode(self, x: jax.Array, kv_cache: jax.Array, **where: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def decode(self, x: jax.Array, kv_cache: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
         """One step over the paged cache: x [B, 1, E]."""
-        y, kv_cache = self.attention(self.norm(x), kv_cache, nnx_method="decode", **where)
+        y, kv_cache = self.attention(self.norm(x), kv_cache, step, nnx_method="decode")
         return x + y, kv_cache
 
 
@@ -81,18 +81,12 @@ def main() -> None:
     prompt = x[:, :cached].reshape(-1, CONFIG.hidden_size)
     latent, k_rope = prefill(variables, prompt, cu_seqlens, max_q_len=cached)
     block_tables = jnp.asarray([[1], [0]], jnp.int32)
-    slots = block_tables * 16 + jnp.arange(LENGTH, dtype=jnp.int32)
+    prompts = Step.dense(block_tables, jnp.full(2, cached, jnp.int32), new_tokens=cached, page_size=16)
     kv_cache = jnp.zeros((2, 16, CONFIG.cache_dim))
-    kv_cache = tsmla_jax.write_kv_cache(kv_cache, latent, k_rope, slots[:, :cached].reshape(-1))
-    step = jax.jit(functools.partial(block.apply, method=Block.decode))
-    y, _ = step(
-        variables,
-        x[:, cached:],
-        kv_cache,
-        block_tables=block_tables,
-        seq_lens=jnp.full(2, LENGTH, jnp.int32),
-        slot_mapping=slots[:, cached:],
-    )
+    kv_cache = tsmla_jax.write_kv_cache(kv_cache, latent, k_rope, prompts.slot_mapping.reshape(-1))
+    decode = jax.jit(functools.partial(block.apply, method=Block.decode))
+    step = Step.dense(block_tables, jnp.full(2, LENGTH, jnp.int32), page_size=16)
+    y, _ = decode(variables, x[:, cached:], kv_cache, step)
     difference = float(jnp.abs(y - jax.jit(block.apply)(variables, x)[:, cached:]).max())
     print(f"decode over the cache differs from the whole sequence by {difference:.1e}")
     if not (last < 0.9 * first and difference < 1e-4):

@@ -7,7 +7,7 @@ something to say to it. The attention has DeepSeek's own head dimensions (128 + 
 512), its indexers and compressors, and the experts their model's routing; the rest is small enough for a laptop. It
 needs numpy and ml_dtypes alone, which jax brings.
 
-The model knows nothing. Only whole words have rows in its output projection, so that what it says can at least be read.
+The model knows nothing. Only whole words have rows in its output projection, so that its output can at least be read.
 """
 
 from __future__ import annotations
@@ -101,39 +101,50 @@ def make_tokenizer() -> tuple[dict, list[int]]:
     return tokenizer, words
 
 
+def shared_fields(vocab_size: int, dtype: str, tied: bool) -> dict:
+    """The fields of config.json that are the same for every model."""
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": 256,
+        "moe_intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "q_lora_rank": 192,
+        "qk_rope_head_dim": 64,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000,
+        "attention_bias": False,
+        "tie_word_embeddings": tied,
+        "torch_dtype": dtype,
+        "bos_token_id": vocab_size - 2,
+        "eos_token_id": vocab_size - 1,
+    }
+
+
 def make_config(vocab_size: int, dtype: str, tied: bool, fp8: bool, model: str = "v3") -> dict:
     """A config.json with one model's attention and routing, everything else small."""
     if model == "v4":
         return make_v4_config(vocab_size, dtype, tied)
-    config = {
+    config = shared_fields(vocab_size, dtype, tied) | {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
-        "vocab_size": vocab_size,
-        "hidden_size": 256,
         "intermediate_size": 768,
-        "moe_intermediate_size": 128,
-        "num_hidden_layers": 4,
         "first_k_dense_replace": 1,
         "moe_layer_freq": 1,
-        "num_attention_heads": 8,
         "num_key_value_heads": 8,
-        "q_lora_rank": 192,
         "kv_lora_rank": 512,
         "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
         "v_head_dim": 128,
-        "n_routed_experts": 16,
-        "num_experts_per_tok": 4,
-        "n_shared_experts": 1,
         "n_group": 4,
         "topk_group": 2,
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
-        "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000,
         "rope_scaling": {
             "type": "yarn",
             "factor": 40,
@@ -144,11 +155,6 @@ def make_config(vocab_size: int, dtype: str, tied: bool, fp8: bool, model: str =
             "original_max_position_embeddings": 4096,
         },
         "max_position_embeddings": 163840,
-        "attention_bias": False,
-        "tie_word_embeddings": tied,
-        "torch_dtype": dtype,
-        "bos_token_id": vocab_size - 2,
-        "eos_token_id": vocab_size - 1,
     }
     if model == "v3.2":
         indexer = {"index_n_heads": 16, "index_head_dim": 128, "index_topk": 64}
@@ -165,18 +171,11 @@ def make_config(vocab_size: int, dtype: str, tied: bool, fp8: bool, model: str =
 
 def make_v4_config(vocab_size: int, dtype: str, tied: bool) -> dict:
     """A config.json with DeepSeek-V4's attention, residual streams and routing, everything else small."""
-    return {
+    return shared_fields(vocab_size, dtype, tied) | {
         "architectures": ["DeepseekV4ForCausalLM"],
         "model_type": "deepseek_v4",
-        "vocab_size": vocab_size,
-        "hidden_size": 256,
-        "moe_intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
         "num_key_value_heads": 1,
         "head_dim": 512,
-        "qk_rope_head_dim": 64,
-        "q_lora_rank": 192,
         "o_groups": 2,
         "o_lora_rank": 128,
         "sliding_window": 128,
@@ -188,16 +187,9 @@ def make_v4_config(vocab_size: int, dtype: str, tied: bool) -> dict:
         "hc_sinkhorn_iters": 20,
         "hc_eps": 1e-6,
         "num_hash_layers": 1,
-        "n_routed_experts": 16,
-        "num_experts_per_tok": 4,
-        "n_shared_experts": 1,
         "scoring_func": "sqrtsoftplus",
-        "norm_topk_prob": True,
         "routed_scaling_factor": 1.5,
         "swiglu_limit": 10.0,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000,
         "compress_rope_theta": 160000,
         "rope_scaling": {
             "type": "yarn",
@@ -207,16 +199,11 @@ def make_v4_config(vocab_size: int, dtype: str, tied: bool) -> dict:
             "original_max_position_embeddings": 65536,
         },
         "max_position_embeddings": 1048576,
-        "attention_bias": False,
-        "tie_word_embeddings": tied,
-        "torch_dtype": dtype,
-        "bos_token_id": vocab_size - 2,
-        "eos_token_id": vocab_size - 1,
     }
 
 
 class Source:
-    """Random matrices, norms and whatever else a model is made of, f32, one after the other."""
+    """Random matrices, norms and other tensors of a model, f32, one after the other."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)

@@ -16,7 +16,7 @@ import torch
 import tsmla_bridge
 
 EMBED, HEADS, LATENT, ROPE, NOPE, VALUE = 256, 8, 512, 64, 128, 128
-PAGE_SIZE, STEPS = 64, 70  # so many that each request goes on to another page
+PAGE_SIZE, STEPS = 64, 70  # enough for each request to reach another page
 SCALE = (NOPE + ROPE) ** -0.5
 
 

@@ -2,12 +2,16 @@
 
 import functools
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import jax
 import jaxlib
 import pytest
+
+from tsmla_kernels import object_cache
 
 # Most of the suite's time is XLA compiling small programs. Its older way of emitting fused loops takes half as long as
 # the one through MLIR. XLA ends the process over a flag that it doesn't know: only where it was seen to know this one.
@@ -31,6 +35,33 @@ def quick_compilation() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cache of compiled objects of the test's own, and no architecture but the one that the test sets."""
+    directory = tmp_path / "cache"
+    monkeypatch.setenv("TSMLA_CACHE_DIR", str(directory))
+    monkeypatch.delenv("CUTE_DSL_ARCH", raising=False)
+    object_cache._loaded.clear()
+    yield directory
+    object_cache._loaded.clear()
+
+
+@pytest.fixture
+def builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file with a line for each stand-in that was compiled, by any process."""
+    path = tmp_path / "builds"
+    path.touch()
+    monkeypatch.setenv("STANDIN_BUILDS", str(path))
+    return path
+
+
+@pytest.fixture
+def child_environment() -> dict[str, str]:
+    """What a child process needs to import the packages and the stand-ins as this one does."""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    return {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
 
 
 @functools.cache

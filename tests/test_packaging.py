@@ -49,18 +49,14 @@ def test_importing_the_jax_front_end_is_light() -> None:
     assert imported("tsmla_jax") & HEAVY == set()
 
 
+def test_every_public_name_is_there() -> None:
+    code = "import tsmla_jax as t\nfor m in (t, t.sparse): print(*[name for name in m.__all__ if not hasattr(m, name)])"
+    assert python(code).split() == []
+
+
 def test_importing_starts_no_backend() -> None:
     code = "import tsmla_jax; from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
     assert python(code) == "False\n"
-
-
-def test_importing_takes_at_most_50_ms_more_than_jax() -> None:
-    code = "import time, jax; start = time.perf_counter(); import tsmla_jax; print(time.perf_counter() - start)"
-    # The best of several: other work on the machine only adds. The first one writes the byte code.
-    environment = os.environ | {"PYTHONPATH": PATHS, "PYTHONDONTWRITEBYTECODE": ""}
-    command = [sys.executable, "-c", code]
-    times = [float(subprocess.run(command, capture_output=True, env=environment, check=True).stdout) for _ in range(4)]
-    assert min(times) < 0.05, times
 
 
 def test_importing_the_bridge_brings_no_jax() -> None:

@@ -8,26 +8,28 @@ from typing import TYPE_CHECKING, Any
 from tsmla_kernels import __version__
 
 if TYPE_CHECKING:
-    from tsmla_bridge.decode import mla_decode
-    from tsmla_bridge.install import install_as_tokenspeed_mla
+    from tsmla_bridge.engines import tokenspeed_mla as tokenspeed_mla
+    from tsmla_bridge.engines.install import install_as_tokenspeed_mla
     from tsmla_bridge.interop import jax_function, to_jax, to_torch
-    from tsmla_bridge.kv_cache import gather_kv_cache, write_kv_cache
-    from tsmla_bridge.merge import merge_attention_states
-    from tsmla_bridge.prefill import mla_prefill
-    from tsmla_bridge.workspace import Workspace, decode_workspace_size
+    from tsmla_bridge.ops.cache_ops import gather_kv_cache, write_kv_cache
+    from tsmla_bridge.ops.merge import merge_attention_states
+    from tsmla_bridge.ops.mla_decode import mla_decode
+    from tsmla_bridge.ops.mla_prefill import mla_prefill
+    from tsmla_bridge.runtime.workspace import Workspace, decode_workspace_size
 
 _MODULES = {
-    "Workspace": "workspace",
-    "decode_workspace_size": "workspace",
-    "gather_kv_cache": "kv_cache",
-    "install_as_tokenspeed_mla": "install",
+    "Workspace": "runtime.workspace",
+    "decode_workspace_size": "runtime.workspace",
+    "gather_kv_cache": "ops.cache_ops",
+    "install_as_tokenspeed_mla": "engines.install",
     "jax_function": "interop",
-    "merge_attention_states": "merge",
-    "mla_decode": "decode",
-    "mla_prefill": "prefill",
+    "merge_attention_states": "ops.merge",
+    "mla_decode": "ops.mla_decode",
+    "mla_prefill": "ops.mla_prefill",
     "to_jax": "interop",
     "to_torch": "interop",
-    "write_kv_cache": "kv_cache",
+    "tokenspeed_mla": "engines.install",
+    "write_kv_cache": "ops.cache_ops",
 }
 
 __all__ = [

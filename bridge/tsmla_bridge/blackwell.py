@@ -1,7 +1,7 @@
 """On Blackwell: the package tokenspeed_mla, whose kernels are written for it, behind the contract's meaning.
 
-What it leaves undefined is settled here: requests without keys, query tokens that see none, lse in base 2. We have run
-nothing of this on a Blackwell GPU.
+The package leaves requests without keys and query tokens that see none undefined, and gives lse in base 2; this module
+makes them what the contract says. It has not been run on a Blackwell GPU.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from tsmla_bridge import devices
-from tsmla_bridge.scales import Pair
-from tsmla_bridge.workspace import Workspace
+from tsmla_bridge.runtime import devices
+from tsmla_bridge.runtime.results import Computed
+from tsmla_bridge.runtime.scales import Pair
+from tsmla_bridge.runtime.workspace import Workspace
 from tsmla_kernels import contract
 from tsmla_kernels.contract import DecodeSpec
 
@@ -27,9 +28,9 @@ LN_2 = math.log(2.0)
 
 def package() -> ModuleType | None:
     """The real package; None if it isn't installed, or its name belongs to tsmla_bridge's module."""
-    there = sys.modules.get(PACKAGE)
-    if there is not None:
-        return None if there.__name__.startswith("tsmla_bridge") else there
+    imported = sys.modules.get(PACKAGE)
+    if imported is not None:
+        return None if imported.__name__.startswith("tsmla_bridge") else imported
     return importlib.import_module(PACKAGE) if importlib.util.find_spec(PACKAGE) else None
 
 
@@ -38,8 +39,8 @@ def is_device(device: torch.device) -> bool:
     return devices.kind(device) == "cuda" and devices.is_blackwell(devices.index_of(device))
 
 
-def is_there(op: str, tensor: torch.Tensor) -> bool:
-    """Whether a call on this tensor is the package's: it is on a Blackwell GPU.
+def runs(op: str, tensor: torch.Tensor) -> bool:
+    """Whether the package runs a call on this tensor: it does on a Blackwell GPU.
 
     NotImplementedError if the package can't be called."""
     if not is_device(tensor.device):
@@ -87,7 +88,7 @@ def mla_decode(
     seq_lens: torch.Tensor,
     pair: Pair,
     workspace: Workspace | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Computed:
     """out and lse as mla_decode documents them."""
     if isinstance(pair, torch.Tensor):
         raise NotImplementedError(

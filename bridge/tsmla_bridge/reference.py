@@ -1,20 +1,23 @@
-"""The operations' definitions on torch tensors, in float32 (float64 for float64): every key gathered, every score made.
+"""The operations' definitions on torch tensors, in float32 (float64 for float64). They mean what tsmla_jax's mean.
 
-For CPU tensors, for tests, and as what the kernels are compared with. They mean what tsmla_jax's reference
-implementations mean. Lengths and offsets are read on the host, which on a GPU waits for it. Differentiable.
+For CPU tensors, for calls that no kernel of the cache or of merging serves, and to compare kernels with. Attention
+gathers every key and makes every score; it reads lengths and offsets on the host, which on a GPU waits for the device.
+The others read no value on the host, so that they can be captured into CUDA graphs. Attention and merging can be
+differentiated.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from tsmla_bridge.tensors import DTYPES, Scale, accumulation_dtype
-from tsmla_kernels.contract import DecodeSpec, PrefillSpec
-
-Results = tuple[torch.Tensor, torch.Tensor]
+from tsmla_bridge.runtime.results import Computed
+from tsmla_bridge.runtime.tensors import DTYPES, Scale, accumulation_dtype, dtype_name
+from tsmla_kernels.contract import FP8, FP8_MAX, CacheGatherSpec, CacheWriteSpec, DecodeSpec, MergeSpec, PrefillSpec
 
 
 def mla_decode(
@@ -26,7 +29,7 @@ def mla_decode(
     cu_seqlens_q: torch.Tensor | None,
     logit_scale: Scale,
     out_scale: Scale,
-) -> Results:
+) -> Computed:
     """out and lse of mla_decode; the scales are what logits and outputs are multiplied by."""
     dtype = accumulation_dtype(spec.q_dtype)
     rows = q.reshape(spec.total_q_len, spec.num_heads, spec.head_dim)
@@ -59,7 +62,7 @@ def mla_prefill(
     cu_seqlens_kv: torch.Tensor,
     logit_scale: Scale,
     out_scale: Scale,
-) -> Results:
+) -> Computed:
     """out and lse of mla_prefill; the scales are what logits and outputs are multiplied by."""
     dtype = accumulation_dtype(spec.q_dtype)
     out = torch.zeros((*q.shape[:2], spec.v_head_dim), dtype=dtype, device=q.device)
@@ -85,7 +88,7 @@ def _attend(
     visible: torch.Tensor,
     logit_scale: Scale,
     out_scale: Scale,
-) -> Results:
+) -> Computed:
     """q [S, H, D], k [K, H or 1, D], v [K, H or 1, L], visible [S, K] -> out [S, H, L], lse [S, H]."""
     if not (q.shape[0] and k.shape[0]):
         rows = q.shape[:2]
@@ -112,3 +115,97 @@ def _spans(offsets: torch.Tensor, total: int) -> Sequence[tuple[int, int]]:
     """(first row, end) of each request, inside the `total` rows."""
     ends = [max(0, min(int(offset), total)) for offset in offsets.tolist()]
     return [(first, max(first, stop)) for first, stop in itertools.pairwise(ends)]
+
+
+def write_kv_cache(
+    spec: CacheWriteSpec,
+    kv_cache: torch.Tensor,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor | None,
+    slot_mapping: torch.Tensor,
+    kv_scale: Scale | None,
+) -> None:
+    """write_kv_cache, in place, of at least one token into at least one page."""
+    rows = latent if k_rope is None else torch.cat((latent, k_rope), -1)
+    rows = _to_cache_dtype(rows.detach(), kv_scale, spec.kv_dtype)
+    slots = slot_mapping.long()
+    page = slots.div(spec.page_size, rounding_mode="floor")
+    legal = (slots >= 0) & (page < spec.num_pages)
+    # A token to skip repeats the write of one that isn't: nothing is left out, so no count is needed on the host. If
+    # there is none, all write back what the first slot holds.
+    first = legal.int().argmax()
+    source = torch.where(legal, torch.arange(len(slots), device=slots.device), first)
+    target = torch.where(legal.any(), slots[source], 0)
+    page, offset = target.div(spec.page_size, rounding_mode="floor"), target % spec.page_size
+    # As integers: torch has no indexed writes of float8.
+    bits = _BITS[rows.element_size()]
+    cache, rows = kv_cache.detach().view(bits), rows.view(bits)[source]
+    cache[page, offset] = torch.where(legal.any(), rows, cache[0, 0])
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _to_cache_dtype(x: torch.Tensor, scale: Scale | None, dtype: str) -> torch.Tensor:
+    """x * (1 / scale) in float32 (float64 for float64), rounded to nearest even; fp8 saturates at +-448."""
+    wide = accumulation_dtype(dtype_name(x.dtype))
+    if scale is not None:
+        x = x.to(wide) * _reciprocal(scale, wide)
+    if dtype == FP8:
+        # The conversion itself turns values out of range into NaN.
+        x = x.to(wide).clamp(-FP8_MAX, FP8_MAX)
+    return x.to(DTYPES[dtype])
+
+
+def _reciprocal(scale: Scale, dtype: torch.dtype) -> Any:
+    """1 / scale, rounded in `dtype`: numbers too, so that both front ends write the same bits."""
+    if isinstance(scale, torch.Tensor):
+        return 1 / scale.to(dtype)
+    return 1 / ctypes.c_float(scale).value if dtype == torch.float32 else 1 / scale
+
+
+def gather_kv_cache(
+    spec: CacheGatherSpec,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    starts: torch.Tensor,
+    lens: torch.Tensor,
+    kv_scale: Scale | None,
+) -> torch.Tensor:
+    """gather_kv_cache, of at least one row from at least one page."""
+    ends = lens.cumsum(0)
+    row = torch.arange(spec.total_len, device=lens.device)
+    request = torch.searchsorted(ends, row, right=True).clamp(max=spec.batch - 1)
+    token = starts[request] + row - (ends - lens)[request]
+    owned = (row < ends[-1]) & (token >= 0) & (token < spec.max_pages * spec.page_size)
+    token = torch.where(owned, token, 0)
+    page = block_tables[request, token.div(spec.page_size, rounding_mode="floor")]
+    page = torch.where(owned, page.clamp(0, spec.num_pages - 1), 0)
+    offset = token % spec.page_size
+    if spec.kv_dtype == FP8:
+        rows = kv_cache.view(torch.uint8)[page, offset].view(kv_cache.dtype)
+    else:
+        rows = kv_cache[page, offset]
+    if kv_scale is not None:
+        rows = rows.to(accumulation_dtype(spec.kv_dtype)) * kv_scale
+    return torch.where(owned[:, None], rows.to(DTYPES[spec.out_dtype]), 0)
+
+
+def merge_attention_states(spec: MergeSpec, outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> Computed:
+    """out and lse of merge_attention_states."""
+    dtype = accumulation_dtype(spec.out_dtype)
+    lse = torch.stack([part.to(dtype) for part in lses])
+    maximum = lse.amax(0).detach()
+    nothing = maximum == -torch.inf
+    maximum = maximum.masked_fill(nothing, 0)  # a row that no part saw has no maximum; 0 avoids inf - inf
+    # Shares of the sum, not exp(part - lse): rounding lse would cost 1e-4 of a weight at |lse| = 3000.
+    terms = torch.exp(lse - maximum)
+    total = terms.sum(0).masked_fill(nothing, 1)
+    merged = sum(
+        part.to(dtype).masked_fill((weight == 0)[..., None], 0) * weight[..., None]  # a part without weight may be NaN
+        for part, weight in zip(outs, terms / total, strict=True)
+    )
+    assert isinstance(merged, torch.Tensor)
+    merged_lse = (maximum + total.log()).masked_fill(nothing, -torch.inf)
+    # Dense, as the kernel's results are, whatever the parts' strides.
+    return merged.to(DTYPES[spec.out_dtype]).contiguous(), merged_lse.to(DTYPES[spec.lse_dtype]).contiguous()

@@ -1,8 +1,8 @@
 """Compiling a kernel to the bytes that both front ends launch, for any architecture and without a GPU.
 
-The bytes are a host object with the cubin inside, in the form that the DSL runtime's custom call takes as `module`; the
+The bytes are a host object with the cubin inside, in the form that the DSL runtime's custom call takes as `module`. The
 sizes that an operand leaves open are read at the launch, so one object serves every batch, page count and length.
-cutlass is imported inside the function: with a warm cache nothing of it is needed.
+cutlass is imported inside the function, because a process with a warm cache doesn't need it.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from tsmla_kernels.catalog import Config, Kernel
+from tsmla_kernels.kernel import Config, Kernel
 
-ENTRY_PREFIX = "cutlass_call"  # the name under which the runtime's custom call looks for the entry
-# What the processor that launches must have. By default the DSL compiles the entry for the processor at hand, and an
-# object made on a machine with AVX-512 would crash one without.
+ENTRY_PREFIX = "cutlass_call"  # the name by which the runtime's custom call finds the entry
+# The processor that the entry is compiled for. By default the DSL compiles for the one that it runs on, so an object
+# made on a machine with AVX-512 would crash a machine without.
 _HOST_TARGETS = {
     "x86_64": "llvm -mtriple=x86_64-unknown-linux-gnu -mcpu=x86-64-v2",
     "aarch64": "llvm -mtriple=aarch64-unknown-linux-gnu",
 }
-# The assembler's words: registers, spills, serialised WGMMA.
+# Makes the assembler report registers, spills and serialised WGMMA.
 _REMARKS = "remarks{ptx}"
 
-# Tracing changes state of the whole process.
+# Tracing changes the state of the whole process.
 _lock = threading.RLock()
 
 
@@ -39,10 +39,10 @@ class CompiledObject:
 
     Attributes:
       kernel: its name in the catalog. config: its config as JSON. arch: e.g. "sm_90a".
-      module: what the runtime loads.
-      dsl: the version of the CuTe DSL that made it.
-      seconds: how long that took.
-      log: what the compiler and the assembler said.
+      module: the bytes that the runtime loads.
+      dsl: the version of the CuTe DSL that compiled it.
+      seconds: the time that compiling took.
+      log: the output of the compiler and the assembler.
     """
 
     kernel: str
@@ -60,7 +60,7 @@ def compile_kernel(kernel: Kernel, config: Config, arch: str) -> CompiledObject:
     Raises:
       ValueError: the kernel isn't written for `arch`.
       ModuleNotFoundError: the CuTe DSL (nvidia-cutlass-dsl), or a package that the kernel is made of, isn't installed.
-      RuntimeError: it doesn't compile; the message carries what the compiler said.
+      RuntimeError: it doesn't compile; the message carries the compiler's output.
     """
     check_arch(kernel, arch)
     host_target = _HOST_TARGETS.get(platform.machine())
@@ -80,7 +80,7 @@ def compile_kernel(kernel: Kernel, config: Config, arch: str) -> CompiledObject:
                 name=e.name,
             ) from e
 
-        from tsmla_kernels import entry as host_entry
+        from tsmla_kernels.entry import entry, placeholders
 
         log = io.StringIO()
         try:
@@ -91,17 +91,17 @@ def compile_kernel(kernel: Kernel, config: Config, arch: str) -> CompiledObject:
                 warnings.catch_warnings(record=True) as warned,
             ):
                 compiled = cute.compile(
-                    host_entry.entry,
+                    entry,
                     cuda.CUstream(0),
-                    *host_entry.placeholders(operands),
+                    *placeholders(operands),
                     launcher=resolve(kernel.launcher)(config),
                     operands=operands,
                     options=f"--host-target '{host_target}' {_REMARKS} {kernel.compiler_options}",
                 )
                 module = compiled.dump_to_object(ENTRY_PREFIX)
-            # The DSL's advice is for who writes the kernel, not for who calls it.
+            # The DSL's warnings are advice for the author of a kernel, not for its caller.
             log.writelines(f"{warning.category.__name__}: {warning.message}\n" for warning in warned)
-        except ModuleNotFoundError:  # a package that the kernel is made of
+        except ModuleNotFoundError:  # the package that the kernel's code is from
             raise
         except Exception as e:
             said = f"\n{log.getvalue()}" if log.getvalue() else ""
@@ -131,7 +131,7 @@ def resolve(name: str) -> Any:
 
 @contextlib.contextmanager
 def _architecture(arch: str) -> Any:
-    """Compile for `arch` meanwhile, whatever CUTE_DSL_ARCH said when the DSL was imported and whatever GPU is here."""
+    """Compile for `arch` inside the context, whatever the GPU is and whatever CUTE_DSL_ARCH was at the DSL's import."""
     from cutlass.cutlass_dsl.cutlass import CuTeDSL
 
     environment = CuTeDSL._get_dsl().envar

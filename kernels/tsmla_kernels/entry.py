@@ -1,9 +1,9 @@
-"""The host function that every compiled object enters by. Imports cutlass: only compile.py imports this.
+"""The host function that is every compiled object's entry. Imports cutlass: only compile.py imports this module.
 
-XLA's custom call hands over each array as a pointer to a descriptor {address, pointer to its sizes as int64}, after the
-stream; the runtime's own handler (cutlass.jax's) calls the entry so, and any other caller can as well. Reading the
-descriptors here, and not through cutlass.jax, lets sizes that a kernel is specialised for be constants while the others
-stay dynamic, and needs no jax.
+XLA's custom call passes the stream, and each array as a pointer to a descriptor {address, pointer to its sizes as
+int64}. The runtime's own handler (cutlass.jax's) calls the entry in this way, and any other caller can as well. Reading
+the descriptors here, and not through cutlass.jax, makes the sizes that a kernel is specialised for constants while the
+others stay dynamic, and needs no jax.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cutlass import AddressSpace, Int32, Int64
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm
 
-from tsmla_kernels.catalog import Operand
+from tsmla_kernels.kernel import Operand
 
 DTYPES = {
     "bfloat16": cutlass.BFloat16,
@@ -41,7 +41,7 @@ def entry(
 
 
 def placeholders(operands: tuple[Operand, ...]) -> list[Any]:
-    """Stand-ins for the descriptors, for cute.compile."""
+    """Null descriptors, for cute.compile."""
     null: Callable[..., Any] = cute.runtime.nullptr
     return [null(cutlass.Int8, AddressSpace.generic, assumed_align=DESCRIPTOR_ALIGN) for _ in operands]
 
@@ -52,14 +52,15 @@ def tensor_of(descriptor: Any, operand: Operand) -> Any:
     int64 = ir.IntegerType.get_signless(64)
     loaded = llvm.load(llvm.StructType.get_literal([generic, generic]), descriptor.to_llvm_ptr())
     address = llvm.addrspacecast(llvm.PointerType.get(int(AddressSpace.gmem)), llvm.extractvalue(generic, loaded, [0]))
-    sizes_at = llvm.extractvalue(generic, loaded, [1])
+    sizes_address = llvm.extractvalue(generic, loaded, [1])
 
     sizes: list[Any] = []
     for axis, size in enumerate(operand.shape):
         if size is None:
-            index = ir.DenseI32ArrayAttr.get([axis])
-            at = llvm.getelementptr(generic, sizes_at, [], no_wrap_flags=0, raw_constant_indices=index, elem_type=int64)
-            size = Int64(llvm.load(int64, at))
+            pointer = llvm.getelementptr(
+                generic, sizes_address, [], ir.DenseI32ArrayAttr.get([axis]), elem_type=int64, no_wrap_flags=0
+            )
+            size = Int64(llvm.load(int64, pointer))
         sizes.append(size)
     strides: list[Any] = []
     stride: Any = 1

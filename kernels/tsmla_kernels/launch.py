@@ -1,9 +1,9 @@
 """Launching compiled objects without a framework: addresses and shapes in, one kernel launch out.
 
-The objects are those that XLA's custom call launches (see host_entry.py), loaded by the DSL's runtime library through
-its C interface; with a warm cache nothing of cutlass is imported. Whoever owns the memory (torch, or a benchmark)
-passes each array's address and the stream; nothing is copied, allocated or synchronised, so a launch can be captured
-in a CUDA graph.
+The objects are those that XLA's custom call launches (see entry.py), loaded by the DSL's runtime library through its C
+interface; with a warm cache nothing of cutlass is imported. The owner of the memory (torch, or a benchmark) passes the
+address of each array and the stream; nothing is copied, allocated or synchronised, so a launch can be captured in a
+CUDA graph.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tsmla_kernels import object_cache
-from tsmla_kernels.catalog import Config, Kernel, Operand
 from tsmla_kernels.compile import ENTRY_PREFIX
+from tsmla_kernels.kernel import Config, Kernel, Operand
 
 LIBRARY = "libcute_dsl_runtime.so"
 
@@ -28,8 +28,8 @@ Run = Callable[[ctypes.c_void_p, ctypes.c_size_t], int]
 
 
 Launch = Callable[[int, Sequence[int]], None]
-"""A launch whose sizes are settled. It takes the stream, a cudaStream_t of the current device, and the addresses of the
-arrays, and returns at once. Any number of threads may call one at the same time. It raises ValueError if an address
+"""A launch on arrays of fixed sizes. It takes the stream, a cudaStream_t of the current device, and the addresses of
+the arrays, and returns at once. Any number of threads may call one at the same time. It raises ValueError if an address
 isn't aligned as its operand needs it, and RuntimeError if CUDA refuses the launch."""
 
 
@@ -42,8 +42,8 @@ class ArrayView(NamedTuple):
 
 
 def runtime_library(prefer: str = "cu13") -> Path | None:
-    """The DSL's runtime: named in CUTE_DSL_LIBS, or inside nvidia_cutlass_dsl, there for CUDA 12 ("cu12") or 13
-    ("cu13"); None if it isn't installed."""
+    """The DSL's runtime library: the one that CUTE_DSL_LIBS names, or one inside nvidia_cutlass_dsl, which may have it
+    for CUDA 12 ("cu12") and 13 ("cu13"). None if it isn't installed."""
     for named in os.environ.get("CUTE_DSL_LIBS", "").split(os.pathsep):
         if named.endswith(LIBRARY) and Path(named).is_file():
             return Path(named)
@@ -80,7 +80,7 @@ class Launcher:
     def bind(self, shapes: Sequence[tuple[int, ...]]) -> Launch:
         """The launch on arrays of these shapes, one for each of self.operands, in order.
 
-        Raises ValueError if a shape isn't what its operand says; dtypes are the caller's to check.
+        Raises ValueError if a shape doesn't fit its operand. The caller checks the dtypes.
         """
         for operand, shape in zip(self.operands, shapes, strict=True):
             operand.check(shape, operand.dtype)
@@ -93,7 +93,7 @@ class Launcher:
           arrays: one for each of self.operands, in order, outputs and workspaces included.
 
         Raises:
-          ValueError: an array isn't what its operand says; the message names it.
+          ValueError: an array doesn't fit its operand; the message names the operand.
           RuntimeError: CUDA refused the launch.
         """
         for operand, array in zip(self.operands, arrays, strict=True):
@@ -119,13 +119,14 @@ def launch_of(
     run: Run,
     check: Callable[[int], None],
 ) -> Launch:
-    """A launch of the kernel `name` on arrays of these shapes: `run` starts it, and `check` raises what `run` returns
-    unless that is 0. What is settled here isn't done again at every call, and nothing is looked up on an object: a call
-    is to cost little more than CUDA's part of it."""
-    where = slice(FIRST_DESCRIPTOR, FIRST_DESCRIPTOR + 2 * len(operands), 2)
-    # Of the words as one number, the bits that addresses must not have: alignments are powers of two.
+    """A launch of the kernel `name` on arrays of these shapes. `run` starts it; `check` raises the error that `run`
+    returns, unless that is 0. Everything that can be is computed here, and a call looks nothing up on an object, so a
+    call costs little more than CUDA's part of it."""
+    address_words = slice(FIRST_DESCRIPTOR, FIRST_DESCRIPTOR + 2 * len(operands), 2)
+    # The bits that must be 0 in the addresses, with all words read as one number: alignments are powers of two.
     misaligned = sum(
-        (operand.align - 1) << 64 * at for operand, at in zip(operands, range(where.stop)[where], strict=True)
+        (operand.align - 1) << 64 * word
+        for operand, word in zip(operands, range(address_words.stop)[address_words], strict=True)
     )
     sizes = [(ctypes.c_int64 * len(shape))(*shape) for shape in shapes]
     # Blocks that no launch is using. A list's pop and append are atomic.
@@ -139,7 +140,7 @@ def launch_of(
             block = _Arguments(sizes, run)
         words = block.words
         words[STREAM_WORD] = stream
-        words[where] = addresses  # type: ignore[call-overload]  # any sequence does
+        words[address_words] = addresses  # type: ignore[call-overload]  # any sequence does
         if number_of(block.memory, "little") & misaligned:
             raise _misaligned(operands, addresses)
         if error := block.run():
@@ -161,26 +162,25 @@ MAX_BOUND = 64  # launches that a Launcher keeps for its own __call__
 
 
 class _Arguments:
-    """What the compiled entry reads at one launch, all in words of 64 bits: the stream; where it puts CUDA's error; a
-    descriptor {address, pointer to its sizes} for each array; pointers to those; and pointers to all of these, which
-    are the entry's arguments. A launch fills in the stream and the addresses, and calls `run`."""
+    """The memory that the compiled entry reads at one launch, in words of 64 bits: the stream; CUDA's error, which the
+    entry writes; for each array a descriptor {address, pointer to its sizes}; pointers to the descriptors; and pointers
+    to the stream, to those pointers and to the error, which are the entry's arguments. A launch fills in the stream and
+    the addresses, and calls `run`."""
 
     def __init__(self, sizes: Sequence[ctypes.Array[ctypes.c_int64]], run: Run) -> None:
         count = len(sizes)
         pointers = FIRST_DESCRIPTOR + 2 * count
         arguments = pointers + count
-        self.words = words = (ctypes.c_int64 * (arguments + count + 2))()
-        base, word = ctypes.addressof(words), ctypes.sizeof(ctypes.c_int64)
-        for i, size in enumerate(sizes):
-            descriptor = FIRST_DESCRIPTOR + 2 * i
-            words[descriptor + 1] = ctypes.addressof(size)
-            words[pointers + i] = base + word * descriptor
-            words[arguments + 1 + i] = base + word * (pointers + i)
-        words[arguments] = base + word * STREAM_WORD
-        words[arguments + count + 1] = base + word * ERROR_WORD
-        # As C's types once, not from Python's numbers at every call: half of what a call through ctypes costs.
-        self.run = functools.partial(run, ctypes.c_void_p(base + word * arguments), ctypes.c_size_t(count + 2))
-        self.memory = memoryview(words).cast("B")[: word * pointers]  # up to the last descriptor
+        self.words = (ctypes.c_int64 * (arguments + count + 2))()
+        word = ctypes.sizeof(ctypes.c_int64)
+        address = range(ctypes.addressof(self.words), 1 << 64, word)  # of a word
+        descriptors = [number for size in sizes for number in (0, ctypes.addressof(size))]
+        to_descriptors = address[FIRST_DESCRIPTOR:pointers:2]
+        to_arguments = (address[STREAM_WORD], *address[pointers:arguments], address[ERROR_WORD])
+        self.words[FIRST_DESCRIPTOR:] = [*descriptors, *to_descriptors, *to_arguments]
+        # As C's types once: converting Python's numbers at every call is half of what a call through ctypes costs.
+        self.run = functools.partial(run, ctypes.c_void_p(address[arguments]), ctypes.c_size_t(count + 2))
+        self.memory = memoryview(self.words).cast("B")[: word * pointers]  # up to the last descriptor
 
 
 @functools.cache

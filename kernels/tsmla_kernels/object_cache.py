@@ -1,10 +1,10 @@
-"""Compiled objects on disk: each is compiled once, by whichever process asks first, and loaded by all later ones.
+"""Compiled objects on disk: the first process that asks for one compiles it, and all later ones load it.
 
-An entry is one file, named by what its bytes depend on: the package's version, the kernel's sources, the architecture,
-the host, the config, the DSL's version. It carries a description of itself and a checksum; one that is damaged is
-never loaded but reported and built again. Files are written beside their place and renamed into it, so a reader sees
-all or nothing. With a warm cache nothing of the DSL is imported, and a machine that has only the DSL's runtime can use
-entries that were compiled elsewhere.
+An entry is one file, named by everything that its bytes depend on: the package's version, the kernel's sources, the
+architecture, the host, the config, the DSL's version. It carries a description of itself and a checksum; a damaged
+entry is reported and compiled again, never loaded. Files are written under another name and then renamed, so a reader
+sees all of an entry or nothing. With a warm cache nothing of the DSL is imported, and a machine that has only the DSL's
+runtime can use entries that were compiled elsewhere.
 """
 
 from __future__ import annotations
@@ -31,38 +31,32 @@ from pathlib import Path
 from typing import Any
 
 from tsmla_kernels import __version__
-from tsmla_kernels.catalog import Config, Kernel
+from tsmla_kernels.catalog import KERNELS
 from tsmla_kernels.compile import CompiledObject, check_arch, compile_kernel
+from tsmla_kernels.kernel import Config, Kernel
 
 _MAGIC = b"TSMLAOB1"
 _DIGEST_SIZE = 32
 _SUFFIX = ".obj"
 _LOCK_SUFFIX = ".lock"
 _TEMPORARY_PREFIX = ".writing-"
-# Read by the DSL when it generates code. CUTE_DSL_ARCH is not among them: the architecture is an argument here.
+# Read by the DSL when it generates code. CUTE_DSL_ARCH is not one of them: the architecture is an argument here.
 _CODE_VARIABLES = tuple(
     f"CUTE_DSL_{name}"
     for name in (
-        "DEBUG",
-        "LINEINFO",
-        "COMPILER_OPT",
-        "COMPILER_BACKEND",
-        "ENABLE_ASSERTIONS",
-        "ENABLE_PYIR",
-        "ENABLE_TVM_FFI",
-        "AUTO_M2S",
-        "LOC_TRACEBACKS",
-        "DRYRUN",
+        "DEBUG", "LINEINFO", "COMPILER_OPT", "COMPILER_BACKEND", "ENABLE_ASSERTIONS", "ENABLE_PYIR", "ENABLE_TVM_FFI",
+        "AUTO_M2S", "LOC_TRACEBACKS", "DRYRUN",
     )
-)
-_OWN_SOURCES = ("tsmla_kernels.catalog", "tsmla_kernels.compile", "tsmla_kernels.entry")
+)  # fmt: skip
+# The sources that turn any kernel into an object.
+_COMPILER_SOURCES = ("tsmla_kernels.kernel", "tsmla_kernels.compile", "tsmla_kernels.entry")
 
 _lock = threading.RLock()
 _loaded: dict[str, CompiledObject] = {}
 
 
 class DamagedEntry(Exception):
-    """A file in the cache is not what was written: truncated, changed, or of another program."""
+    """A file in the cache is truncated, changed, or of another program."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +64,10 @@ class Entry:
     """One file of the cache.
 
     Attributes:
-      path: where it is. size: its bytes.
-      description: what it says of itself: kernel, config (JSON), arch, host, package, dsl, sources, seconds, created,
-        and made_of where the kernel is made of another package.
-      problem: why it will not be loaded, None if it would be by a process that asks for it.
+      path: the file. size: its bytes.
+      description: kernel, config (JSON), arch, host, package, dsl, sources, environment, seconds, created, log, and
+        made_of where the kernel is made of another package; empty if the file is damaged.
+      problem: why no process of this installation will load it, None if one may.
     """
 
     path: Path
@@ -94,8 +88,8 @@ def directory() -> Path:
 def load_or_compile(kernel: Kernel, config: Config, arch: str) -> CompiledObject:
     """The object of `kernel` for `config` and `arch`: from this process, from disk, or compiled and stored.
 
-    Of several processes that want the same object one compiles and the others wait for it. A cache that can't be
-    written costs a warning and the compilation, not the call.
+    If several processes want the same object, one compiles it and the others wait. If the cache can't be written, each
+    process compiles, with a warning.
 
     Raises:
       ValueError: the kernel isn't written for `arch`.
@@ -119,29 +113,6 @@ def is_stored(kernel: Kernel, config: Config, arch: str) -> bool:
     return _read_usable(_path(identity), identity) is not None
 
 
-def load(path: Path, *, arch: str | None = None) -> CompiledObject:
-    """The object in a file of the cache.
-
-    Raises:
-      DamagedEntry: the file is truncated or changed.
-      ValueError: it was compiled for another architecture than `arch`, or another kind of host than this one.
-    """
-    description, module = _unpack(path)
-    if arch is not None and description["arch"] != arch:
-        raise ValueError(f"arch: got {arch!r}; {path.name} was compiled for {description['arch']}")
-    if description["host"] != _host():
-        raise ValueError(f"{path.name}: compiled for a {description['host']} host; this one is {_host()}")
-    return CompiledObject(
-        kernel=description["kernel"],
-        config=description["config"],
-        arch=description["arch"],
-        module=module,
-        dsl=description["dsl"],
-        seconds=description["seconds"],
-        log=description["log"],
-    )
-
-
 def entries() -> list[Entry]:
     """Every entry of the cache, damaged ones included, by path."""
     found = []
@@ -151,7 +122,7 @@ def entries() -> list[Entry]:
             description, _ = _unpack(path)
             problem = _staleness(description)
         except FileNotFoundError:
-            continue  # another process pruned it meanwhile
+            continue  # another process has pruned it
         except (DamagedEntry, OSError) as e:
             description, problem = {}, str(e)
         found.append(Entry(path, size, description, problem))
@@ -159,10 +130,10 @@ def entries() -> list[Entry]:
 
 
 def prune(*, everything: bool = False, older_than_days: float | None = None) -> list[Entry]:
-    """Remove what will not be loaded any more, or is older than so many days, or everything; returns what was removed.
+    """Remove entries that will not be loaded any more, or those older than some days too, or all; return the removed.
 
-    Entries of another version of the package, its kernels or the DSL go too: an installation that still has that
-    version compiles them again."""
+    Entries of another version of the package, its kernels or the DSL are removed too: an installation that still has
+    that version compiles them again."""
     removed = []
     for entry in entries():
         age = time.time() - entry.description.get("created", 0)
@@ -170,7 +141,7 @@ def prune(*, everything: bool = False, older_than_days: float | None = None) -> 
         if everything or old or entry.problem:
             entry.path.unlink(missing_ok=True)
             removed.append(entry)
-    # What a process that was killed left behind. A live one holds its files for minutes at most.
+    # Files that a killed process left. A live process holds its files for minutes at most.
     for suffix in (_LOCK_SUFFIX, _SUFFIX + ".tmp"):
         for path in _files(suffix):
             with contextlib.suppress(OSError):
@@ -179,7 +150,7 @@ def prune(*, everything: bool = False, older_than_days: float | None = None) -> 
     return removed
 
 
-# ---- what an entry depends on
+# ---- the identity of an entry
 
 
 def _identity(kernel: Kernel, config: Config, arch: str) -> dict[str, Any]:
@@ -189,7 +160,7 @@ def _identity(kernel: Kernel, config: Config, arch: str) -> dict[str, Any]:
         "arch": arch,
         "host": _host(),
         "package": __version__,
-        "sources": sources_digest(kernel.launcher.partition(":")[0]),
+        "sources": sources_digest(kernel),
         "environment": {name: os.environ[name] for name in _CODE_VARIABLES if name in os.environ},
         **_made_of(kernel),
     }
@@ -205,11 +176,10 @@ def _path(identity: dict[str, Any]) -> Path:
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
     # The DSL's version is in the name, not in the digest, so that a machine without the DSL finds the entry.
     stem = f"{identity['kernel']}-{identity['arch']}-{digest}"
-    version = dsl_version()
-    if version is None:
-        there = sorted(directory().glob(f"{stem}-dsl*{_SUFFIX}"), key=_natural)
-        return there[-1] if there else directory() / f"{stem}-dsl-none{_SUFFIX}"
-    return directory() / f"{stem}-dsl{version}{_SUFFIX}"
+    if (version := dsl_version()) is not None:
+        return directory() / f"{stem}-dsl{version}{_SUFFIX}"
+    stored = sorted(directory().glob(f"{stem}-dsl*{_SUFFIX}"), key=_natural)
+    return stored[-1] if stored else directory() / f"{stem}-dsl-none{_SUFFIX}"
 
 
 def _natural(path: Path) -> list[int]:
@@ -221,7 +191,7 @@ def dsl_version() -> str | None:
     """The installed CuTe DSL's version, without importing it; None if it isn't installed."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version("nvidia-cutlass-dsl")
-    # Unpacked without its metadata: the package itself says its version.
+    # Unpacked without metadata: the version is in the package's source.
     spec = importlib.util.find_spec("cutlass")
     if spec is None or spec.origin is None:
         return None
@@ -237,9 +207,10 @@ def _host() -> str:
 
 
 @functools.cache
-def sources_digest(module: str) -> str:
-    """A hash of a module's source, of what it imports from its own package, and of what compiles it; imports none of
-    them."""
+def sources_digest(kernel: Kernel) -> str:
+    """A hash of the sources of a kernel's launcher, of all that it imports from its own package, of the kernel's record
+    and of what compiles it. Imports none of them."""
+    module = kernel.launcher.partition(":")[0]
     pending, files = [module], {}
     while pending:
         name = pending.pop()
@@ -249,8 +220,8 @@ def sources_digest(module: str) -> str:
         if name not in files and spec is not None and spec.origin is not None:
             files[name] = Path(spec.origin).read_bytes()
             pending += _imports(files[name], module.partition(".")[0])
-    # These import the choice among kernels, but what it chose is the config, and that is part of the identity.
-    for name in _OWN_SOURCES:
+    # The record imports how a config is chosen, which makes no difference: the config is in the identity itself.
+    for name in (kernel.operands.__module__, *_COMPILER_SOURCES):
         if (spec := _find_spec(name)) is not None and spec.origin is not None:
             files[name] = Path(spec.origin).read_bytes()
     digest = hashlib.sha256()
@@ -261,8 +232,8 @@ def sources_digest(module: str) -> str:
 
 
 def _imports(source: bytes, package: str) -> list[str]:
-    """Modules of `package` that a source imports at its top level (under TYPE_CHECKING no code comes of it); some
-    of the names may be attributes and not modules."""
+    """Names from `package` that a source imports at its top level, some of them attributes and not modules. An import
+    under TYPE_CHECKING makes no code."""
     found = []
     for statement in ast.parse(source).body:
         if isinstance(statement, ast.Import):
@@ -273,8 +244,8 @@ def _imports(source: bytes, package: str) -> list[str]:
 
 
 def _find_spec(name: str) -> Any:
-    """Where the source of a module lies, None if there is no such module. importlib.util.find_spec would import what
-    the name is in, and so cutlass, where the name is an attribute of a kernel's module."""
+    """The spec of a module, None if there is no such module. importlib.util.find_spec would import the parent, and so
+    cutlass where the name is an attribute of a kernel's module."""
     top, *names = name.split(".")
     spec = importlib.util.find_spec(top)
     for part in names:
@@ -286,8 +257,6 @@ def _find_spec(name: str) -> Any:
 
 def _staleness(description: dict[str, Any]) -> str | None:
     """Why this installation will not ask for the entry, None if it may."""
-    from tsmla_kernels.catalog import KERNELS
-
     if description["host"] != _host():
         return f"for a {description['host']} host; this one is {_host()}"
     if description["package"] != __version__:
@@ -295,7 +264,7 @@ def _staleness(description: dict[str, Any]) -> str | None:
     if dsl_version() not in (None, description["dsl"]):
         return f"made by CuTe DSL {description['dsl']}; installed is {dsl_version()}"
     kernel = KERNELS.get(description["kernel"])
-    if kernel is not None and description["sources"] != sources_digest(kernel.launcher.partition(":")[0]):
+    if kernel is not None and description["sources"] != sources_digest(kernel):
         return "its kernel's sources have changed"
     if kernel is not None and (made_of := _made_of(kernel)) and description["made_of"] != made_of["made_of"]:
         return f"made of {description['made_of']}; this installation wants {made_of['made_of']}"
@@ -307,13 +276,13 @@ def _staleness(description: dict[str, Any]) -> str | None:
 
 def _compile_once(kernel: Kernel, config: Config, arch: str, path: Path, identity: dict[str, Any]) -> CompiledObject:
     with _only_process(path):
-        # Whoever held the lock before has probably stored it.
+        # The process that held the lock before has probably stored the object.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = _read_usable(path, identity)
         if found is None:
             found = compile_kernel(kernel, config, arch)
-            # The DSL's own word for its version, wherever it was found.
+            # The version that the DSL itself reports.
             path = path.with_name(f"{path.name.rpartition('-dsl')[0]}-dsl{found.dsl}{_SUFFIX}")
             _store(path, identity, found)
     return found
@@ -352,12 +321,13 @@ def _store(path: Path, identity: dict[str, Any], compiled: CompiledObject) -> No
 
 
 def _read_usable(path: Path, identity: dict[str, Any]) -> CompiledObject | None:
-    """The object at `path`, None (and a warning if something is there) if it can't be used."""
+    """The object at `path`. None if it can't be used, with a warning if the file exists."""
     try:
-        description, _ = _unpack(path)
+        description, module = _unpack(path)
         if different := [name for name, value in identity.items() if description.get(name) != value]:
             raise DamagedEntry(f"{path.name} describes another object: {', '.join(different)}")
-        return load(path, arch=identity["arch"])
+        fields = ("kernel", "config", "arch", "dsl", "seconds", "log")
+        return CompiledObject(module=module, **{name: description[name] for name in fields})
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (DamagedEntry, OSError) as e:
@@ -387,8 +357,8 @@ def _files(suffix: str) -> list[Path]:
 
 @contextlib.contextmanager
 def _only_process(path: Path) -> Iterator[None]:
-    """Hold the lock beside `path`. Where there are no locks (some network file systems) several processes may compile
-    the same object: each stores a right one, and the last stays."""
+    """Hold the lock beside `path`. On file systems without locks several processes may compile the same object: each
+    stores a right one, and the last stays."""
     import fcntl
 
     lock = path.with_name(path.name + _LOCK_SUFFIX)
@@ -402,6 +372,6 @@ def _only_process(path: Path) -> Iterator[None]:
 
 
 def _unlink(lock: Path) -> None:
-    """Whoever comes now finds the entry and needs no lock; whoever waits for it holds the file open."""
+    """Remove a lock. Later processes find the entry and need no lock; those that wait have the file open already."""
     with contextlib.suppress(OSError):
         lock.unlink()

@@ -1,8 +1,8 @@
-"""What a compiled object's kernels take of the machine, read from the cubin inside it: no GPU, no CUDA tools.
+"""The resources of a compiled object's kernels, read from the cubin inside it: needs no GPU and no CUDA tools.
 
-A cubin is an ELF file of machine EM_CUDA; registers, stack and so on are attributes in its .nv.info sections (their
-layout is as printed by `cuobjdump -elf`). What the assembler only says in words, the serialisation of WGMMA, is read
-from the log that the compilation left in the object.
+A cubin is an ELF file of machine EM_CUDA. Registers, stack and so on are attributes in its .nv.info sections, laid out
+as `cuobjdump -elf` prints them. Serialised WGMMA is reported by the assembler only, so it is read from the log that the
+compilation left in the object.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from tsmla_kernels.compile import CompiledObject
 
 EM_CUDA = 190
-_SVAL = 4  # an attribute whose payload follows, with its size; all others are 4 bytes long
+_SVAL = 4  # an attribute that is followed by a payload of the size it says; all others are 4 bytes long
 _REGISTERS, _FRAME, _MIN_STACK = 0x2F, 0x11, 0x12
-# ptxas C7508 to C7519: wgmma.mma_async instructions are serialized, and why. The log is wrapped and coloured.
+# ptxas C7508 to C7519: wgmma.mma_async instructions are serialized, with the reason. The log is wrapped and coloured.
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _SERIALISED = re.compile(r"\(C75\d\d\) .*?wgmma.*?(?= ptxas (?:info|warning)|$)")
 
 
 @dataclass(frozen=True)
 class KernelResources:
-    """One device function. Bytes of stack are bytes of local memory a thread: spilled registers and arrays indexed at
-    run time; both are 0 in a kernel that keeps everything in registers."""
+    """One device function. stack_bytes is the local memory of a thread, for spilled registers and for arrays indexed at
+    run time: 0 in a kernel that keeps everything in registers."""
 
     name: str
     registers: int
@@ -51,11 +51,10 @@ def resource_report(compiled: CompiledObject) -> ResourceReport:
 
 def cubin_of(module: bytes) -> bytes:
     """The cubin inside a host object."""
-    at = module.find(b"\x7fELF", 1)
-    while at >= 0:
-        if struct.unpack_from("<H", module, at + 18)[0] == EM_CUDA:
-            return module[at:]
-        at = module.find(b"\x7fELF", at + 1)
+    start = 0
+    while (start := module.find(b"\x7fELF", start + 1)) >= 0:
+        if struct.unpack_from("<H", module, start + 18)[0] == EM_CUDA:
+            return module[start:]
     raise ValueError(f"module: got {len(module)} bytes without a cubin")
 
 
@@ -101,19 +100,20 @@ def _sections(elf: bytes) -> Iterator[_Section]:
 
 def _symbols(elf: bytes, section: _Section, strings: _Section) -> list[str]:
     _, offset, size = section
-    return [_string(elf, strings[1] + struct.unpack_from("<I", elf, offset + at)[0]) for at in range(0, size, 24)]
+    starts = range(offset, offset + size, 24)
+    return [_string(elf, strings[1] + struct.unpack_from("<I", elf, start)[0]) for start in starts]
 
 
 def _attributes(elf: bytes, section: _Section) -> Iterator[tuple[int, bytes]]:
-    _, at, size = section
-    end = at + size
-    while at < end:
-        form, attribute, length = struct.unpack_from("<BBH", elf, at)
-        at += 4
-        payload = elf[at : at + length] if form == _SVAL else b""
-        at += len(payload)
+    _, position, size = section
+    end = position + size
+    while position < end:
+        form, attribute, length = struct.unpack_from("<BBH", elf, position)
+        position += 4
+        payload = elf[position : position + length] if form == _SVAL else b""
+        position += len(payload)
         yield attribute, payload
 
 
-def _string(elf: bytes, at: int) -> str:
-    return elf[at : elf.index(b"\0", at)].decode()
+def _string(elf: bytes, start: int) -> str:
+    return elf[start : elf.index(b"\0", start)].decode()

@@ -9,8 +9,9 @@ import jax
 import numpy as np
 import torch
 
-from tests.ops import oracle
-from tests.ops.inputs import Paged, paged
+import tsmla_bridge
+from tests.oracles import attention as oracle
+from tests.oracles.inputs import Paged, paged
 
 
 def tensor(array: Any) -> torch.Tensor:
@@ -33,6 +34,11 @@ class Inputs:
     def arrays(self) -> tuple[torch.Tensor, ...]:
         return self.q, self.kv_cache, self.block_tables, self.seq_lens
 
+    @property
+    def named(self) -> dict[str, torch.Tensor]:
+        """The arrays by argument."""
+        return dict(zip(("q", "kv_cache", "block_tables", "seq_lens"), self.arrays, strict=True))
+
     def want(self, **changed: Any) -> tuple[np.ndarray, np.ndarray]:
         """out and lse, packed as q is; rows of no request 0 and -inf."""
         case = self.case
@@ -49,7 +55,7 @@ class Inputs:
 
 
 def inputs(seq_lens: list[int], **shape: Any) -> Inputs:
-    """As tests.ops.inputs.paged."""
+    """As tests.oracles.inputs.paged."""
     case = paged(seq_lens, **shape)
     options = case.options()
     if case.cu_seqlens_q is not None:
@@ -60,3 +66,23 @@ def inputs(seq_lens: list[int], **shape: Any) -> Inputs:
 
 def assert_close(got: torch.Tensor, want: np.ndarray, tolerance: float) -> None:
     np.testing.assert_allclose(got.double().numpy(), want, rtol=tolerance, atol=tolerance)
+
+
+BF16 = 2**-7  # bf16's own step, of results of size one
+KERNEL = {"q_dtype": "bfloat16", "kv_dtype": "bfloat16", "latent_dim": 256, "rope_dim": 64, "heads": 3}
+
+
+def served(seq_lens: list[int], **shape: Any) -> Inputs:
+    """Inputs that the decode kernel serves, as small as it takes them."""
+    return inputs(seq_lens, **(KERNEL | shape))
+
+
+def attend(case: Inputs, **changed: Any) -> Any:
+    """mla_decode of the case with lse, some of its arguments changed."""
+    return tsmla_bridge.mla_decode(**(case.named | case.options | {"return_lse": True} | changed))
+
+
+def assert_right(got: Any, case: Inputs, **changed: Any) -> None:
+    """out and lse of a bf16 call are those of the oracle."""
+    for result, want, tolerance in zip(got, case.want(**changed), (BF16, 1e-4), strict=True):
+        assert_close(result, want, tolerance)

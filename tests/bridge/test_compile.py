@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tsmla_bridge
 from tests.bridge.inputs import inputs
-from tsmla_bridge import Workspace, ops
+from tsmla_bridge import Workspace
+from tsmla_bridge.ops import cache_ops, merge, mla_decode, mla_prefill
 from tsmla_bridge.tokenspeed_mla import tokenspeed_mla_decode, tokenspeed_mla_prefill
 
 I32 = torch.int32
@@ -41,7 +42,7 @@ def step(
     return out, tsmla_bridge.gather_kv_cache(cache, tables, lens * 0, lens, total_len=12, kv_scale=0.5)
 
 
-def merge(*outs: torch.Tensor) -> Any:
+def merge_of_sums(*outs: torch.Tensor) -> Any:
     return tsmla_bridge.merge_attention_states(list(outs), [out.sum(-1) for out in outs])
 
 
@@ -60,9 +61,13 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]]:
         "ragged decode": (decode(0.1, **ragged_options), ragged.arrays),
         "prefill": (prefill, (q, v)),
         "step": (step, (cache, latent, tables, lens)),
-        "merge": (merge, (torch.randn(3, 2, 8), torch.randn(3, 2, 8))),
+        "merge": (merge_of_sums, (torch.randn(3, 2, 8), torch.randn(3, 2, 8))),
         "tokenspeed decode": (
             lambda q, *rest: tokenspeed_mla_decode(q, rest[0], space, 32, 16, *rest[1:], 32, 0.1, return_lse=True),
+            plain.arrays,
+        ),
+        "tokenspeed decode with a window": (
+            lambda q, *rest: tokenspeed_mla_decode(q, rest[0], space, 32, 16, *rest[1:], 32, 0.1, window_left=3),
             plain.arrays,
         ),
         "tokenspeed prefill": (
@@ -138,15 +143,15 @@ def opchecks() -> list[tuple[Any, tuple[Any, ...]]]:
     cache, tables = torch.randn(4, 16, 48), torch.tensor([[0, 1], [2, 3]], dtype=I32)
     lens, latent = torch.tensor([4, 8], dtype=I32), torch.randn(2, 48)
     return [
-        (ops.decode_op, decode_arguments()),
-        (ops.decode_op, decode_arguments(scales=torch.tensor([0.1, 2.0]))),
-        (ops.decode_into_op, (*decode_arguments(), place, place_lse, torch.empty(64, dtype=torch.uint8))),
-        (ops.decode_into_op, (*decode_arguments(), place, None, None)),
-        (ops.prefill_op, packed),
-        (ops.prefill_into_op, (*packed, torch.empty(5, 2, 8), torch.empty(5, 2))),
-        (ops.write_op, (cache, latent, None, lens, None, 2.0, None)),
-        (ops.gather_op, (cache, tables, lens * 0, lens, 12, torch.tensor(2.0), None, torch.float16, None)),
-        (ops.merge_op, ([torch.randn(3, 2, 8)] * 2, [torch.randn(3, 2)] * 2, None)),
+        (mla_decode.decode_operator, decode_arguments()),
+        (mla_decode.decode_operator, decode_arguments(scales=torch.tensor([0.1, 2.0]))),
+        (mla_decode.decode_into_operator, (*decode_arguments(), place, place_lse, torch.empty(64, dtype=torch.uint8))),
+        (mla_decode.decode_into_operator, (*decode_arguments(), place, None, None)),
+        (mla_prefill.prefill_operator, packed),
+        (mla_prefill.prefill_into_operator, (*packed, torch.empty(5, 2, 8), torch.empty(5, 2))),
+        (cache_ops.write_operator, (cache, latent, None, lens, None, 2.0, None)),
+        (cache_ops.gather_operator, (cache, tables, lens * 0, lens, 12, torch.tensor(2.0), None, torch.float16, None)),
+        (merge.merge_operator, ([torch.randn(3, 2, 8)] * 2, [torch.randn(3, 2)] * 2, None)),
     ]
 
 

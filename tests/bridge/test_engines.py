@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,8 @@ import torch
 import tsmla_bridge
 from tests.bridge import engines
 from tests.bridge.inputs import Inputs, assert_close, inputs
-from tests.ops import oracle
+from tests.oracles import attention as oracle
+from tests.oracles.attention import fp8_lse_error
 from tsmla_bridge import tokenspeed_mla
 from tsmla_kernels.contract import DecodeSpec
 from tsmla_kernels.sm90.decode import config as sm90_decode
@@ -23,7 +25,7 @@ from tsmla_kernels.sm90.decode import config as sm90_decode
 HEADS, SCALE = 4, 192**-0.5
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BF16 = 2**-7  # bf16's own step, of results of size one
-FP8_LSE = {"cpu": 1e-4, "cuda": sm90_decode.fp8_lse_error(576)}
+FP8_LSE = {"cpu": 1e-4, "cuda": fp8_lse_error(576)}
 LAYER = SimpleNamespace(_q_scale_float=0.5, _k_scale_float=0.25)
 
 
@@ -46,9 +48,9 @@ def fp8(lens: list[int], **shape: Any) -> Inputs:
 def skip_without_kernel(device: str, dtype: str, q_len: int = 1) -> None:
     """Skip a GPU test of a dtype that the decode kernel doesn't take."""
     spec = DecodeSpec(
-        batch=1, total_q_len=q_len, max_q_len=q_len, num_heads=HEADS, latent_dim=512, rope_dim=64, head_dim=576,
-        num_pages=1, page_size=64, max_pages=1, q_dtype=dtype, kv_dtype=dtype, out_dtype="bfloat16",
-        lse_dtype="float32", ragged=False, causal=True, return_lse=True, batch_invariant=False,
+        batch=1, total_q_len=q_len, max_q_len=q_len, num_heads=HEADS, latent_dim=512, rope_dim=64,
+        num_pages=1, page_size=64, max_pages=1, q_dtype=dtype, kv_dtype=dtype, ragged=False, causal=True,
+        return_lse=True, batch_invariant=False,
     )  # fmt: skip
     if device == "cuda" and (reasons := sm90_decode.decode_reasons(spec)):
         pytest.skip("; ".join(reasons))
@@ -210,12 +212,11 @@ def test_sglang_extends_drafts(device: str, dtype: str) -> None:
     padded = buffer.to(device)[:3, :most]
     lens = case.seq_lens - torch.tensor(new, dtype=torch.int32) + most
     # The last rows are padding and lie past the real keys; the table must have pages for them.
-    case = Inputs(
-        case.case, case.q, case.kv_cache, torch.where(case.block_tables < 2**30, case.block_tables, 0),
-        case.seq_lens, case.options,
-    )  # fmt: skip
-    cache = case.kv_cache.float().nan_to_num().to(case.kv_cache.dtype)
-    clean = Inputs(case.case, case.q, cache, case.block_tables, case.seq_lens, case.options)
+    clean = dataclasses.replace(
+        case,
+        kv_cache=case.kv_cache.float().nan_to_num().to(case.kv_cache.dtype),
+        block_tables=torch.where(case.block_tables < 2**30, case.block_tables, 0),
+    )
     out = sglang_decode(clean, device, query=padded, lens=lens, max_seq_len=1024 + most).cpu()
     got = torch.cat([out[b, :count] for b, count in enumerate(new)])
     assert_close(got, case.want(scale=SCALE)[0], BF16)

@@ -11,9 +11,9 @@ import torch
 
 import tsmla_bridge
 import tsmla_jax
-from tests.bridge.conftest import Gpu
 from tests.bridge.inputs import inputs, tensor
-from tests.ops import test_bad_input, test_check
+from tests.emulator.launcher import Gpu
+from tests.jax.ops import test_bad_input, test_check
 
 OPERATIONS = ("mla_decode", "mla_prefill", "write_kv_cache", "gather_kv_cache", "merge_attention_states")
 

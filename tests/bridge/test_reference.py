@@ -13,7 +13,7 @@ import torch
 import tsmla_bridge
 import tsmla_jax
 from tests.bridge.inputs import assert_close, inputs, tensor
-from tests.ops import oracle
+from tests.oracles import attention as oracle
 
 # float32 sums of some dozens of products of size one; bf16's own step, 2^-8, for results in bf16.
 F32, BF16 = 2e-5, 2**-7

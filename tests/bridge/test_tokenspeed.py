@@ -6,7 +6,6 @@ import ast
 import importlib
 import importlib.util
 import inspect
-import itertools
 import math
 import subprocess
 import sys
@@ -19,10 +18,11 @@ import pytest
 import torch
 
 import tsmla_bridge
-from tests.bridge.conftest import Gpu
-from tests.bridge.inputs import Inputs, assert_close, inputs
-from tests.ops import oracle
-from tsmla_bridge import blackwell, decode, tokenspeed_mla
+from tests.bridge.inputs import Inputs, assert_close, inputs, served
+from tests.emulator.launcher import Gpu
+from tests.oracles import attention as oracle
+from tsmla_bridge import blackwell, tokenspeed_mla
+from tsmla_bridge.ops import plans
 from tsmla_bridge.tokenspeed_mla import (
     get_num_sm,
     mla_kv_pack_quantize_fp8,
@@ -61,30 +61,15 @@ PUBLIC = {name for name in SURFACE if not name.startswith("_")}
 
 
 def signature(function: Any) -> str:
-    """The parameters as SURFACE writes them."""
-    written, by_keyword = [], False
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind is parameter.KEYWORD_ONLY and not by_keyword:
-            written.append("*")
-            by_keyword = True
-        default = "" if parameter.default is parameter.empty else f"={parameter.default}"
-        written.append(parameter.name + default)
-    return " ".join(written)
-
-
-def signature_in_source(path: Path, name: str) -> str:
-    """The same, of a function in a file that need not be importable here."""
-    (found,) = (
-        node
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef) and node.name == name
-    )
-    positional = found.args.args
-    defaults: list[Any] = [None] * (len(positional) - len(found.args.defaults)) + found.args.defaults
-    written = [a.arg + (f"={ast.unparse(d)}" if d else "") for a, d in zip(positional, defaults, strict=True)]
-    if found.args.kwonlyargs:
-        by_keyword = zip(found.args.kwonlyargs, found.args.kw_defaults, strict=True)
-        written += ["*", *(a.arg + (f"={ast.unparse(d)}" if d else "") for a, d in by_keyword)]
+    """The parameters as SURFACE writes them, of a function or of its definition in a file that may not be imported."""
+    if not isinstance(function, ast.FunctionDef):
+        function = next(iter(ast.parse(inspect.getsource(function)).body))
+    arguments = function.args
+    defaults = [None] * (len(arguments.args) - len(arguments.defaults)) + arguments.defaults
+    given = zip(arguments.args + arguments.kwonlyargs, defaults + arguments.kw_defaults, strict=True)
+    written = [a.arg + (f"={ast.unparse(default)}" if default else "") for a, default in given]
+    if arguments.kwonlyargs:
+        written.insert(len(arguments.args), "*")
     return " ".join(written)
 
 
@@ -104,8 +89,9 @@ def test_signatures_are_those_of_the_installed_package(name: str) -> None:
     if spec is None or spec.origin is None:
         pytest.skip("needs the package tokenspeed-mla (its sources alone do)")
     module, parameters = SURFACE[name]
-    package = Path(spec.origin).parent
-    assert signature_in_source(package / f"{module}.py", name) == parameters
+    source = ast.parse((Path(spec.origin).parent / f"{module}.py").read_text())
+    (found,) = (node for node in source.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    assert signature(found) == parameters
     (exported,) = (
         ast.literal_eval(node.value)
         for node in ast.parse(Path(spec.origin).read_text()).body
@@ -139,18 +125,29 @@ def run(case: Inputs, *, output_scale: float = 1.0, **options: Any) -> Any:
 
 def visible_keys(case: Inputs, ranges: Any) -> tuple[np.ndarray, np.ndarray]:
     """out and lse (base 2) where query token i of request b sees the keys ranges(b, i), by the oracle."""
-    batch, q_len, heads, _ = case.q.shape
-    out, lse = np.zeros((batch, q_len, heads, case.case.latent_dim)), np.full((batch, q_len, heads), -np.inf)
-    page = case.kv_cache.shape[1]
-    for b, i in itertools.product(range(batch), range(q_len)):
-        at = [(case.case.block_tables[b, j // page], j % page) for j in ranges(b, i)]
-        keys = np.asarray([case.case.kv_cache[p, o] for p, o in at], np.float64).reshape(len(at), case.q.shape[-1])
-        for h in range(heads):
-            found = oracle.attend(
-                case.case.q[b, i, h].astype(np.float64), keys, keys[:, : case.case.latent_dim], case.case.scale
-            )
-            out[b, i, h], lse[b, i, h] = found[0], found[1] / math.log(2)
-    return out, lse
+    arrays, latent_dim, page = case.case, case.case.latent_dim, case.kv_cache.shape[1]
+    out, lse = np.zeros((*case.q.shape[:-1], latent_dim)), np.full(case.q.shape[:-1], -np.inf)
+    for b, i, h in np.ndindex(lse.shape):
+        slots = [(arrays.block_tables[b, j // page], j % page) for j in ranges(b, i)]
+        keys = np.asarray([arrays.kv_cache[slot] for slot in slots], np.float64).reshape(-1, case.q.shape[-1])
+        query = arrays.q[b, i, h].astype(np.float64)
+        out[b, i, h], lse[b, i, h] = oracle.attend(query, keys, keys[:, :latent_dim], arrays.scale)
+    return out, lse / math.log(2)
+
+
+def in_window(case: Inputs, window: int) -> tuple[np.ndarray, np.ndarray]:
+    """What three query tokens a request give that see `window` keys before their own."""
+    lens = case.seq_lens.tolist()
+    return visible_keys(case, lambda b, i: range(max(0, lens[b] - 3 - window + i), max(0, lens[b] - 2 + i)))
+
+
+TOKEN_LENS = torch.tensor([[0, 5, 2], [33, 1, 40], [3, 0, -1]], dtype=torch.int32)
+
+
+def by_token(case: Inputs) -> tuple[np.ndarray, np.ndarray]:
+    """What the query tokens give that see TOKEN_LENS keys, or all there are."""
+    lens = np.minimum(TOKEN_LENS.numpy(), case.seq_lens.numpy()[:, None])
+    return visible_keys(case, lambda b, i: range(max(0, lens[b, i])))
 
 
 def assert_right(got: Any, want: Any, tolerance: float = 2e-5) -> None:
@@ -178,8 +175,7 @@ def test_decode_in_fp8() -> None:
 @pytest.mark.parametrize("window", [2, 7, 100])
 def test_window(window: int) -> None:
     case = inputs([5, 33, 0, 2], s=3)
-    lens = case.seq_lens.tolist()
-    want = visible_keys(case, lambda b, i: range(max(0, lens[b] - 3 - window + i), max(0, lens[b] - 2 + i)))
+    want = in_window(case, window)
     assert_right(run(case, window_left=window), want)
     place = torch.full((4, 3, *want[0].shape[2:]), torch.nan)
     out, lse = run(case, window_left=window, out=place)
@@ -221,10 +217,7 @@ def test_ranks_merge_to_the_whole(world: int, interleave: int, options: dict[str
 
 def test_lens_of_each_token() -> None:
     case = inputs([5, 33, 0], s=3)
-    lens = torch.tensor([[0, 5, 2], [33, 1, 40], [3, 0, -1]], dtype=torch.int32)
-    limit = case.seq_lens.tolist()
-    want = visible_keys(case, lambda b, i: range(max(0, min(int(lens[b, i]), limit[b]))))
-    assert_right(run(case, local_visible_lens=lens), want)
+    assert_right(run(case, local_visible_lens=TOKEN_LENS), by_token(case))
 
 
 def test_query_and_out_with_gaps() -> None:
@@ -278,12 +271,8 @@ def test_what_is_refused(changed: dict[str, Any], message: str) -> None:
         tokenspeed_mla_decode(**(legal | changed))
 
 
-def served(**shape: Any) -> Inputs:
-    return inputs([5, 33, 0], q_dtype="bfloat16", kv_dtype="bfloat16", latent_dim=256, rope_dim=64, **shape)
-
-
 def test_decode_by_the_kernel(gpu: Gpu) -> None:
-    case = served(s=2)
+    case = served([5, 33, 0], s=2)
     want_out, want_lse = case.want()
     for size, inside in ((1 << 23, True), (16, False)):
         whole = torch.empty(size + 256, dtype=torch.int8)
@@ -294,24 +283,21 @@ def test_decode_by_the_kernel(gpu: Gpu) -> None:
         )  # fmt: skip
         assert_close(out, want_out, 2**-7)
         assert_close(lse, want_lse / math.log(2), 1e-4)
-        operands = gpu.launches[-1][1]
+        operands = gpu.operands
         there = range(buffer.data_ptr(), buffer.data_ptr() + buffer.numel())
         assert (operands["partial_out"].data_ptr() in there) == inside
         assert operands["kv_cache"].data_ptr() == case.kv_cache.data_ptr()
 
 
 def test_masks_of_each_token_by_the_kernel(gpu: Gpu) -> None:
-    case = served(s=3)
-    lens = torch.tensor([[0, 5, 2], [33, 1, 40], [3, 0, -1]], dtype=torch.int32)
-    limit = case.seq_lens.tolist()
-    want = visible_keys(case, lambda b, i: range(max(0, min(int(lens[b, i]), limit[b]))))
-    place = torch.empty(3, 3, 2, 256, dtype=torch.bfloat16)
-    got = run(case, local_visible_lens=lens, out=place)
-    assert got[0].data_ptr() == place.data_ptr() == gpu.launches[-1][1]["out"].data_ptr()
-    assert_right(got, want, 2**-7)
+    case = served([5, 33, 0], s=3)
+    place = torch.empty(3, 3, 3, 256, dtype=torch.bfloat16)
+    got = run(case, local_visible_lens=TOKEN_LENS, out=place)
+    assert got[0].data_ptr() == place.data_ptr() == gpu.operands["out"].data_ptr()
+    assert_right(got, by_token(case), 2**-7)
     launches = len(gpu.launches)
     run(case, window_left=32)  # all keys lie in it: as if there were none
-    assert len(gpu.launches) == launches + 1 and len(gpu.launches[-1][1]["seq_lens"]) == 3
+    assert len(gpu.launches) == launches + 1 and len(gpu.operands["seq_lens"]) == 3
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
@@ -319,9 +305,8 @@ def test_masks_of_each_token_by_the_kernel(gpu: Gpu) -> None:
 def test_a_window_by_the_kernel(gpu: Gpu, window: int, dtype: str) -> None:
     """The kernel gets tables that begin with the first whole page, and the page before them is not lost."""
     case = inputs([5, 33, 0, 2, 48, 64], s=3, q_dtype=dtype, kv_dtype=dtype, latent_dim=256, rope_dim=64)
-    lens = case.seq_lens.tolist()
-    want = visible_keys(case, lambda b, i: range(max(0, lens[b] - 3 - window + i), max(0, lens[b] - 2 + i)))
-    for b, length in enumerate(lens):  # what lies before the window is not read
+    want = in_window(case, window)
+    for b, length in enumerate(case.seq_lens.tolist()):  # what lies before the window is not read
         for j in range(length - 3 - window):
             case.kv_cache[case.block_tables[b, j // 16], j % 16] = torch.nan
     pool = torch.full((len(case.kv_cache), 2, *case.kv_cache.shape[1:]), torch.nan).to(case.kv_cache.dtype)
@@ -462,8 +447,8 @@ class RealPackage:
         assert asked["seq_lens"].min() > 0 and asked["block_tables"][asked["seq_lens"] == 1].max() < 2**31 - 1
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(blackwell, "is_device", lambda device: False)
-            patch.setattr(decode, "_plans", {})
-            patch.setattr(decode, "_latest", {})
+            patch.setattr(plans, "_plans", {})
+            patch.setattr(plans, "_latest", {})
             patch.setattr(blackwell.devices, "kind", lambda device: "cpu")
             out, lse = tokenspeed_mla_decode(**asked)
         return torch.where(lse[..., None] == -torch.inf, torch.nan, out), lse.nan_to_num(neginf=-1e6)

@@ -1,8 +1,8 @@
-"""What a model keeps of the texts it is working on, and how many bytes that takes.
+"""The caches of a model: their sizes, their layout and their bytes.
 
 A page holds page_size tokens of one text in every layer: their latents (V2, V3), latents and indexer keys (V3.2), or
-the entries that V4 compresses them to, page_size / ratio of them. V4 also keeps, whatever a text's length, the latents
-of its last tokens and the states of its compressors: each of the texts that decode together has a lane of these.
+the page_size / ratio entries that V4 compresses them to. V4 also keeps the latents of a text's last tokens and the
+states of its compressors, as much for a short text as for a long one: each text under way has a state slot for them.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ import jax.numpy as jnp
 
 from tsmla_jax.generate.config import LayerAttention, ModelConfig
 from tsmla_jax.generate.pages import pages_for
-from tsmla_jax.nn import deepseek_v4, deepseek_v32
-from tsmla_jax.nn.config import MLAConfig
-from tsmla_jax.nn.deepseek_v4_config import V4Config
-from tsmla_jax.nn.deepseek_v32 import V32Config
+from tsmla_jax.nn import MLAConfig, v4, v32
+from tsmla_jax.nn.v4 import V4Config
+from tsmla_jax.nn.v32 import V32Config
 
 WINDOW_PAGE = 64
-"""Rows a page of V4's window caches, which an engine's user has no reason to choose."""
+"""Rows a page of V4's window caches. It is no option: nothing depends on it but the rounding of their size."""
 
 PACKED = "packed"
-"""The cache dtype that stands for the model's own fp8 layout with scales: 656 bytes a token in V3.2, 584 in V4."""
+"""The cache dtype that means the model's own fp8 layout with scales: 656 bytes a token in V3.2, 584 in V4."""
 
 
 @dataclass(frozen=True)
@@ -35,29 +34,29 @@ class CacheLayout:
 
     Attributes:
       num_pages, page_size: pages in all, tokens a page.
-      lanes: texts under way at once.
-      window_rows: latents of its last tokens that V4 keeps of a text, a multiple of WINDOW_PAGE; 0 for other models.
+      state_slots: texts under way at once.
+      window_rows: latents of a text's last tokens that V4 keeps, a multiple of WINDOW_PAGE; 0 for other models.
       spare: tokens of a text that may be taken back: rejected drafts.
       dtype: a numpy name, or PACKED.
     """
 
     num_pages: int
     page_size: int
-    lanes: int
+    state_slots: int
     window_rows: int
     spare: int
     dtype: str
 
 
 def page_multiple(config: ModelConfig) -> int:
-    """What page_size must be a multiple of: in V4 a page holds whole entries of every ratio."""
+    """The number that page_size must be a multiple of: in V4 a page holds whole entries of every ratio."""
     if not isinstance(config.attention, tuple):
         return 1
     return math.lcm(*(layer.ratio for layer in config.attention if layer.ratio))
 
 
 def default_page_size(config: ModelConfig) -> int:
-    """64 tokens; 256 in V4, where that is 64 entries of ratio 4, unless its ratios need more."""
+    """64 tokens; in V4 256, which are 64 entries of ratio 4, unless its ratios need more."""
     if not isinstance(config.attention, tuple):
         return 64
     multiple = page_multiple(config)
@@ -89,14 +88,14 @@ def init_cache(attention: LayerAttention, layout: CacheLayout) -> Any:
     if isinstance(attention, MLAConfig):
         return jnp.zeros((layout.num_pages, layout.page_size, attention.cache_dim), dtype)
     if isinstance(attention, V32Config):
-        return deepseek_v32.init_v32_cache(
+        return v32.init_cache(
             attention, layout.num_pages, layout.page_size, kv_dtype=dtype, indexer_dtype=indexer_dtype
         )
-    return deepseek_v4.init_v4_layer_cache(
+    return v4.init_cache(
         attention,
-        window_pages=layout.lanes * (layout.window_rows // WINDOW_PAGE),
+        window_pages=layout.state_slots * (layout.window_rows // WINDOW_PAGE),
         compressed_pages=layout.num_pages,
-        num_states=layout.lanes,
+        num_states=layout.state_slots,
         page_size=WINDOW_PAGE,
         compressed_page_size=entries_per_page(attention, layout.page_size),
         dtype=dtype,
@@ -106,7 +105,7 @@ def init_cache(attention: LayerAttention, layout: CacheLayout) -> Any:
 
 
 def entries_per_page(attention: V4Config, page_size: int) -> int:
-    """Compressed entries that a page of page_size tokens holds; sliding layers have none and the number no meaning."""
+    """Compressed entries that a page of page_size tokens holds; without meaning for sliding layers, which have none."""
     return page_size // max(attention.ratio, 1)
 
 
@@ -127,7 +126,7 @@ def packed_reasons(config: ModelConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class CacheBytes:
-    """Bytes of all layers' caches: in all, of one token (in whole pages), and of one text whatever its length."""
+    """Bytes of all layers' caches: the sum, those of one token (in whole pages), and a text's whatever its length."""
 
     total: int
     per_token: float
@@ -135,7 +134,7 @@ class CacheBytes:
 
 
 def cache_bytes(config: ModelConfig, layout: CacheLayout) -> CacheBytes:
-    """What the caches of a run take."""
+    """The bytes that the caches of a run take."""
 
     def total(layout: CacheLayout) -> int:
         sizes: dict[LayerAttention, int] = {}
@@ -147,6 +146,6 @@ def cache_bytes(config: ModelConfig, layout: CacheLayout) -> CacheBytes:
         return sum(sizes[config.layer(index).attention] for index in range(config.num_layers))
 
     page = total(replace(layout, num_pages=layout.num_pages + 1)) - total(layout)
-    lane = total(replace(layout, lanes=layout.lanes + 1)) - total(layout)
+    state_slot = total(replace(layout, state_slots=layout.state_slots + 1)) - total(layout)
     whole, rest = divmod(page, layout.page_size)
-    return CacheBytes(total(layout), page / layout.page_size if rest else whole, lane)
+    return CacheBytes(total(layout), page / layout.page_size if rest else whole, state_slot)

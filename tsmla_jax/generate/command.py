@@ -1,4 +1,4 @@
-"""`tsmla generate`: prompts in, tokens out, and a table of what it took."""
+"""`tsmla generate`: prompts in, tokens out, and a table of its costs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, NotImplementedError, ImportError, OSError) as error:
         return _fail(error)
     except Exception as error:
-        # Loading jax only to name its error would delay every refusal; its class is told by name.
+        # The class is compared by name: importing jax for it would delay every refusal.
         if type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError") and "RESOURCE_EXHAUSTED" in str(error):
             return _fail(error)
         raise
@@ -114,7 +114,7 @@ def _generate(args: argparse.Namespace) -> None:
         lines, prompts = [], read_prompt_ids(Path(args.prompt_ids))
     if args.json and not Path(args.json).absolute().parent.is_dir():
         raise ValueError(f"--json {args.json}: there is no such directory")
-    # Everything about the prompts is checked before the weights are read, which may take minutes.
+    # The prompts are checked before the weights are read, which may take minutes.
     plan = make_plan(config, options, prompts, args.max_new_tokens, DTYPES.get(args.dtype, config.dtype))
 
     begin = time.perf_counter()
@@ -140,7 +140,7 @@ def _generate(args: argparse.Namespace) -> None:
 
 
 def _say_compiling(step: str) -> None:
-    """Tells a person why nothing happens for some seconds."""
+    """Says on a terminal why nothing happens for some seconds."""
     if sys.stderr.isatty():
         print(f"compiling: {step}", file=sys.stderr, flush=True)
 
@@ -211,7 +211,7 @@ def _load_tokenizer(checkpoint: Path) -> Tokenizer:
     try:
         backend = Backend.from_file(str(path))
     except Exception as error:
-        # The package raises plain Exception for whatever it can't read.
+        # The package raises plain Exception for a file that it can't read.
         raise ValueError(f"{path}: not a tokenizer: {error}") from None
     bos = None
     config_path = checkpoint / "tokenizer_config.json"

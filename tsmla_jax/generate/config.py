@@ -1,7 +1,7 @@
 """The configuration of a whole DeepSeek decoder, read from a Hugging Face `config.json`.
 
-`tsmla_jax.nn` describes the attention (`MLAConfig`, `V32Config`, `V4Config`); this adds what the rest of the model
-needs: sizes, the experts' routing, the residual streams of V4 and the token ids that end a text.
+`tsmla_jax.nn` describes the attention (`MLAConfig`, `V32Config`, `V4Config`); this adds the rest of the model: sizes,
+the experts' routing, the residual streams of V4 and the token ids that end a text.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tsmla_jax.nn.config import MLAConfig, hf_field, read_hf_config
-from tsmla_jax.nn.deepseek_v4_config import V4Config
-from tsmla_jax.nn.deepseek_v32 import V32Config
+from tsmla_jax.nn import MLAConfig, V4Config, V32Config
+from tsmla_jax.nn.hf_config import hf_field, read_hf_config
 
 Routing = Literal["greedy", "group_limited_greedy", "noaux_tc"]
 ROUTINGS: tuple[Routing, ...] = ("greedy", "group_limited_greedy", "noaux_tc")
@@ -22,7 +21,7 @@ SCORINGS: tuple[Scoring, ...] = ("softmax", "sigmoid", "sqrtsoftplus")
 MLPKind = Literal["dense", "moe", "hash_moe"]
 LayerAttention = MLAConfig | V32Config | V4Config
 
-# What a checkpoint without `topk_method` means: transformers writes none for V3, whose only routing is noaux_tc.
+# The routing of a checkpoint without `topk_method`: transformers writes none for V3, whose only routing is noaux_tc.
 _DEFAULT_ROUTING: dict[str, Routing] = {
     "deepseek_v2": "greedy",
     "deepseek_v3": "noaux_tc",
@@ -97,7 +96,7 @@ class StreamsConfig:
     Attributes:
       count: number of streams N.
       sinkhorn_iterations: rounds that make the mixing matrix doubly stochastic.
-      eps: what keeps its divisions from 0.
+      eps: added to its divisors, against a division by 0.
       norm_eps: of the weightless norm before the projection that the weights of a mix come from.
     """
 
@@ -114,7 +113,7 @@ class StreamsConfig:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """What the program of one decoder layer depends on; layers of equal configs and parameter shapes share one.
+    """The config of one decoder layer's program; layers of equal configs and parameter shapes share a program.
 
     Attributes: as in `ModelConfig`; attention is this layer's own.
     """
@@ -166,7 +165,7 @@ class ModelConfig:
         return self.mlp_layers[layer] != "dense"
 
     def layer(self, layer: int) -> LayerConfig:
-        """What the program of layer `layer` depends on."""
+        """The config of layer `layer` (counted from 0)."""
         attention = self.attention[layer] if isinstance(self.attention, tuple) else self.attention
         return LayerConfig(attention, self.moe, self.streams, self.rms_norm_eps)
 
@@ -176,7 +175,7 @@ class ModelConfig:
 
         Args:
           source: the parsed file, its path, or the checkpoint directory. From a directory, `generation_config.json`
-            has the last word on the end-of-text ids, when there is one.
+            overrides the end-of-text ids, when there is one.
 
         Raises:
           ValueError: a field that the model needs is missing or has a value this model does not know.
@@ -275,7 +274,7 @@ def _moe_from_hf(fields: Mapping[str, Any], model_type: str, where: str) -> MoEC
 
 
 def _refuse_unlike_v4(fields: Mapping[str, Any], where: str) -> None:
-    """Fields of a V4 config that other models vary and whose other values would change what V4 computes."""
+    """ValueError for a value that other models allow and that would change the meaning of V4."""
     only = {
         "norm_topk_prob": True,
         "n_shared_experts": 1,

@@ -1,7 +1,7 @@
 """Draft tokens for speculative decoding out of the text itself (prompt lookup).
 
-A text that repeats itself announces its next tokens: what followed the last n tokens the time before. No second model,
-a dictionary look-up a token. Idea: Saxena, "Prompt Lookup Decoding" (2023).
+A text that repeats itself announces its next tokens: those that followed the last n tokens before. There is no second
+model, only a dictionary look-up a token. Idea: Saxena, "Prompt Lookup Decoding" (2023).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 
 class NgramDrafter:
-    """Remembers where each n-gram of one text last ended, and drafts what came after it."""
+    """Remembers where each n-gram of one text last ended, and drafts the tokens after it."""
 
     def __init__(self, tokens: Iterable[int], *, max_ngram: int = 3, min_ngram: int = 1) -> None:
         """

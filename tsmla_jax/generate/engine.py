@@ -1,7 +1,7 @@
 """Generation: many prompts in one paged cache, prefill in chunks, ragged decode, speculative verify.
 
-The host decides (who runs, which pages, what is drafted) with plain Python and numpy; the device computes, in a handful
-of compiled shapes. A step is a `Batch`: its tokens, packed, and where they belong.
+The host decides (which texts run, their pages, their drafts) with plain Python and numpy; the device computes, in a
+handful of compiled shapes. A step is a `Batch`: its tokens, packed, and where they belong.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tsmla_jax.generate.caches import cache_bytes, init_cache
 from tsmla_jax.generate.config import ModelConfig
 from tsmla_jax.generate.drafting import NgramDrafter
 from tsmla_jax.generate.explaining import Choice
-from tsmla_jax.generate.model import Batch, Params, Shared, StepOptions
+from tsmla_jax.generate.model import Batch, Params, StepOptions
 from tsmla_jax.generate.pages import PageAllocator, PageTable
 from tsmla_jax.generate.plan import EngineOptions, Plan, make_plan
 from tsmla_jax.generate.sampling import select_tokens
+from tsmla_jax.nn.step import Step
 
 MAX_PREFILL_REQUESTS = 4
 """Prompts that share one prefill step. Each pass over cached context expands a chunk for every row, used or not."""
-
 
 _embed = jax.jit(model.embed, static_argnames="config")
 _shared_steps = jax.jit(model.shared_steps, static_argnames=("config", "options"))
@@ -58,7 +58,7 @@ def _choose(
 
 @dataclass
 class Figures:
-    """What a run cost. Seconds exclude compilation, which has its own.
+    """The costs of a run. Seconds exclude compilation, which has its own.
 
     Attributes:
       prompt_tokens, generated_tokens: over all texts.
@@ -67,8 +67,8 @@ class Figures:
       decode_steps: steps of the whole batch.
       drafted_tokens, accepted_tokens: speculation's.
       weight_bytes: of all parameters.
-      cache_bytes_per_token, cache_bytes_per_text, cache_bytes: over all layers; what a token takes, what a text takes
-        whatever its length (V4's window and compressor states), and all of it.
+      cache_bytes_per_token, cache_bytes_per_text, cache_bytes: of all layers, for a token, for a text whatever its
+        length (V4's window and compressor states), and in all.
       cache_pages, peak_pages, page_size: the cache's size, and the most pages in use at once.
     """
 
@@ -107,23 +107,32 @@ class Figures:
 
 @dataclass(frozen=True)
 class Generation:
-    """What came out: the generated ids of each prompt (the token that ended the text included), the run's figures, and
-    which implementation of each operation ran and why."""
+    """The generated ids of each prompt (the token that ended the text included), the run's figures, and which
+    implementation of each operation ran and why."""
 
     tokens: list[list[int]]
     figures: Figures
     choices: tuple[Choice, ...]
 
 
+@dataclass(frozen=True)
+class _Prompt:
+    """A prompt that waits for its turn, and the pages that its text may need."""
+
+    index: int
+    tokens: Sequence[int]
+    pages: int
+
+
 @dataclass
 class _Text:
-    """One prompt and what has been generated after it."""
+    """One prompt and the tokens generated after it."""
 
     index: int
     prompt: list[int]
     limit: int
     table: PageTable
-    lane: int
+    state_slot: int
     drafter: NgramDrafter | None
     generated: list[int] = field(default_factory=list)
     cached: int = 0
@@ -135,7 +144,7 @@ class _Text:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _Request:
     """The new tokens of one text in a step; they start at position text.cached."""
 
     text: _Text
@@ -145,13 +154,23 @@ class _Piece:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Packed:
-    """A step on the device: its batch; and of each row of logits the token it comes after, the request and the position
-    that it predicts, all i32 [N]."""
+    """A step on the device: its batch, and for each row of logits the index of the token before it, the request and the
+    position that it predicts, all i32 [N]."""
 
     batch: Batch
     rows: jax.Array
     requests: jax.Array
     positions: jax.Array
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """The static sizes of a step: tokens and rows (requests) with padding, most new tokens of one request."""
+
+    phase: model.Phase
+    tokens: int
+    rows: int
+    max_q_len: int
 
 
 OnTokens = Callable[[int, list[int], bool], None]
@@ -195,7 +214,12 @@ class Engine:
           ValueError, NotImplementedError: as `make_plan`.
         """
         plan = make_plan(self.config, self.options, prompts, max_new_tokens, self._dtype.name)
-        return _Run(self, plan, on_tokens, on_compile).all(prompts, max_new_tokens)
+        return _Run(self, plan, on_tokens, on_compile).run(prompts, max_new_tokens)
+
+
+def _host_array(fill: int, *shape: int) -> Any:
+    """An i32 array of numpy that `device_put` will make one of jax."""
+    return np.full(shape, fill, np.int32)
 
 
 class _Run:
@@ -203,12 +227,12 @@ class _Run:
 
     def __init__(self, engine: Engine, plan: Plan, on_tokens: OnTokens | None, on_compile: OnCompile | None) -> None:
         self.engine, self.options, self.config = engine, engine.options, engine.config
-        # What ends a text is no concern of the compiled programs: without it models that differ there share them.
+        # The end tokens are no concern of the compiled programs: without them models that differ there share programs.
         self.compiled_config = replace(engine.config, eos_token_ids=())
         self.layer_configs = [engine.config.layer(index) for index in range(engine.config.num_layers)]
         self.plan, self.layout, self.on_tokens, self.on_compile = plan, plan.layout, on_tokens, on_compile
         self.allocator = PageAllocator(self.layout.num_pages)
-        self.lanes = list(range(self.layout.lanes))
+        self.free_state_slots = list(range(self.layout.state_slots))
         self.caches = [init_cache(layer.attention, self.layout) for layer in self.layer_configs]
         self.ropes = model.rope_tables(engine.config, plan.max_pages * self.layout.page_size)
         self.kv_scale = jnp.float32(self.options.kv_scale) if self.layout.dtype == "float8_e4m3fn" else None
@@ -222,18 +246,16 @@ class _Run:
             page_size=self.layout.page_size,
         )
 
-    def all(self, prompts: Sequence[Sequence[int]], limit: int) -> Generation:
-        waiting = deque(zip(range(len(prompts)), prompts, self.plan.needs, strict=True))
+    def run(self, prompts: Sequence[Sequence[int]], limit: int) -> Generation:
+        waiting = deque(map(_Prompt, range(len(prompts)), prompts, self.plan.needs))
         active: list[_Text] = []
         texts: list[_Text] = []
         while waiting or active:
             arrived: list[_Text] = []
-            while waiting and len(active) + len(arrived) < self.plan.batch and self.allocator.reserve(waiting[0][2]):
-                index, prompt, need = waiting.popleft()
-                table = PageTable(self.allocator, self.layout.page_size, need)
-                drafter = NgramDrafter(prompt) if self.options.speculative else None
-                # As many lanes as texts may run at once: there is one.
-                arrived.append(_Text(index, list(prompt), limit, table, self.lanes.pop(), drafter))
+            while waiting and len(active) + len(arrived) < self.plan.batch:
+                if not self.allocator.reserve(waiting[0].pages):
+                    break
+                arrived.append(self._admit(waiting.popleft(), limit))
             texts += arrived
             with self._timed("prefill_seconds"):
                 self._prefill(arrived)
@@ -248,9 +270,15 @@ class _Run:
         tokens = [text.generated for text in sorted(texts, key=lambda text: text.index)]
         return Generation(tokens, self.figures, self.plan.choices)
 
+    def _admit(self, prompt: _Prompt, limit: int) -> _Text:
+        table = PageTable(self.allocator, self.layout.page_size, prompt.pages)
+        drafter = NgramDrafter(prompt.tokens) if self.options.speculative else None
+        # There are as many state slots as texts may run at once, so one is free.
+        return _Text(prompt.index, list(prompt.tokens), limit, table, self.free_state_slots.pop(), drafter)
+
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        """Adds the wall time of what is inside, less compilation, to the figure of that name."""
+        """Adds the wall time of the body, less compilation, to the figure of that name."""
         figures = self.figures
         compiled, begin = figures.compile_seconds, time.perf_counter()
         yield
@@ -261,60 +289,51 @@ class _Run:
         """Brings prompts into the cache, `chunk` tokens a step, and generates the first token of each."""
         todo = deque(texts)
         while todo:
-            pieces: list[_Piece] = []
+            requests: list[_Request] = []
             room = self.options.chunk
-            while todo and room and len(pieces) < self._prefill_rows:
+            while todo and room and len(requests) < self._prefill_rows:
                 text = todo[0]
                 tokens = text.prompt[text.cached : text.cached + room]
-                pieces.append(_Piece(text, tokens))
+                requests.append(_Request(text, tokens))
                 room -= len(tokens)
                 if text.cached + len(tokens) < len(text.prompt):
                     break
                 todo.popleft()
-            total = sum(len(piece.tokens) for piece in pieces)
+            total = sum(len(request.tokens) for request in requests)
             bucket = next(size for size in self._prefill_buckets if size >= total)
-            options = self._step_options("prefill", bucket)
-            # Only a prompt's last token is followed by one that was not given.
-            # Alone, a long prompt pays for no other row.
-            rows = 1 if len(pieces) == 1 else self._prefill_rows
-            selected = self._step(pieces, bucket, rows, options, last_only=True)
-            for row, piece in enumerate(pieces):
-                piece.text.cached += len(piece.tokens)
-                if piece.text.cached == len(piece.text.prompt):
-                    self._append(piece.text, [int(selected[row])])
+            # A long prompt that is alone pays for no other row.
+            rows = 1 if len(requests) == 1 else self._prefill_rows
+            selected = self._step(requests, _Shape("prefill", bucket, rows, bucket))
+            for row, request in enumerate(requests):
+                request.text.cached += len(request.tokens)
+                if request.text.cached == len(request.text.prompt):
+                    self._append(request.text, [int(selected[row])])
 
     def _decode(self, texts: Sequence[_Text]) -> None:
         """One step of every text: its last token, and the drafts that may follow it."""
-        pieces = []
+        requests = []
         for text in texts:
             # A draft past the limit could not be used, and its slot was not reserved.
             room = min(self.options.speculative, text.limit - len(text.generated) - 1)
             drafts = text.drafter.draft(room) if text.drafter else []
-            pieces.append(_Piece(text, [text.token_at(text.cached), *drafts]))
-        most = self.options.speculative + 1 if any(len(piece.tokens) > 1 for piece in pieces) else 1
-        options = self._step_options("decode", most)
-        selected = self._step(pieces, self.plan.batch * most, self.plan.batch, options, last_only=False)
+            requests.append(_Request(text, [text.token_at(text.cached), *drafts]))
+        most = self.options.speculative + 1 if any(len(request.tokens) > 1 for request in requests) else 1
+        selected = self._step(requests, _Shape("decode", self.plan.batch * most, self.plan.batch, most))
         row = 0
-        for piece in pieces:
-            drafts = piece.tokens[1:]
-            chosen = [int(token) for token in selected[row : row + len(piece.tokens)]]
-            row += len(piece.tokens)
+        for request in requests:
+            drafts = request.tokens[1:]
+            chosen = [int(token) for token in selected[row : row + len(request.tokens)]]
+            row += len(request.tokens)
             accepted = 0
             while accepted < len(drafts) and drafts[accepted] == chosen[accepted]:
                 accepted += 1
-            piece.text.cached += accepted + 1
-            before = len(piece.text.generated)
-            self._append(piece.text, chosen[: accepted + 1])
-            self.figures.decoded_tokens += len(piece.text.generated) - before
+            request.text.cached += accepted + 1
+            before = len(request.text.generated)
+            self._append(request.text, chosen[: accepted + 1])
+            self.figures.decoded_tokens += len(request.text.generated) - before
             self.figures.drafted_tokens += len(drafts)
             self.figures.accepted_tokens += accepted
         self.figures.decode_steps += 1
-
-    def _step_options(self, phase: model.Phase, max_q_len: int) -> StepOptions:
-        layout, options = self.layout, self.options
-        return StepOptions(
-            phase, max_q_len, options.chunk, options.implementation, layout.page_size, layout.window_rows
-        )
 
     def _append(self, text: _Text, tokens: list[int]) -> None:
         """Adds generated tokens up to the end of the text, and lets its pages go when that is reached."""
@@ -329,30 +348,28 @@ class _Run:
             text.drafter.extend(tokens)
         if text.done:
             text.table.release()
-            self.lanes.append(text.lane)
+            self.free_state_slots.append(text.state_slot)
         if self.on_tokens:
             self.on_tokens(text.index, tokens, text.done)
 
-    def _step(
-        self, pieces: Sequence[_Piece], num_tokens: int, rows: int, options: StepOptions, *, last_only: bool
-    ) -> np.ndarray:
-        """Runs pieces through the model; returns the token chosen after each of their tokens, or after the last."""
-        packed = self._pack(pieces, num_tokens, rows, last_only)
-        key = (options, last_only, num_tokens, rows, self.plan.max_pages, self.layout)
+    def _step(self, requests: Sequence[_Request], shape: _Shape) -> np.ndarray:
+        """Runs the model; returns the token chosen after each of the requests' tokens (decode) or their last."""
+        packed = self._pack(requests, shape)
+        key = (shape, self.plan.max_pages, self.layout)
         if key not in self.engine._seen:
             # Compile on a step of padding alone, so that its time is no step's. No slot is written by it.
             self.engine._seen.add(key)
             if self.on_compile:
-                self.on_compile(f"{options.phase} of {num_tokens} tokens, up to {rows} texts")
+                self.on_compile(f"{shape.phase} of {shape.tokens} tokens, up to {shape.rows} texts")
             begin = time.perf_counter()
-            jax.block_until_ready(self._compute(self._pack([], num_tokens, rows, last_only), options))
+            jax.block_until_ready(self._compute(self._pack([], shape), shape.phase))
             self.figures.compile_seconds += time.perf_counter() - begin
-        return np.asarray(self._compute(packed, options))
+        return np.asarray(self._compute(packed, shape.phase))
 
-    def _compute(self, packed: _Packed, options: StepOptions) -> jax.Array:
-        engine, batch = self.engine, packed.batch
-        steps = _shared_steps(self.compiled_config, batch, options) if self.ropes else {}
-        shared = {kind: Shared(step, self.ropes[kind]) for kind, step in steps.items()}
+    def _compute(self, packed: _Packed, phase: model.Phase) -> jax.Array:
+        engine, given, batch = self.engine, self.options, packed.batch
+        options = StepOptions(phase, given.chunk, given.implementation, self.layout.page_size, self.layout.window_rows)
+        shared = _shared_steps(self.compiled_config, batch, self.ropes, options) if self.ropes else {}
         x = _embed(engine._head, self.compiled_config, batch.tokens)
         for index, layer in enumerate(engine._params["layers"]):
             own = self.layer_configs[index]
@@ -360,38 +377,34 @@ class _Run:
                 layer, own, x, self.caches[index], batch, self.kv_scale, options, shared.get(own.kind)
             )
         rows = (packed.rows, packed.requests, packed.positions)
-        sampling = (np.uint32(self.options.seed), np.float32(self.options.temperature), np.float32(self.options.top_p))
-        return _choose(engine._head, self.compiled_config, x, *rows, *sampling, greedy=self.options.temperature == 0)
+        sampling = (np.uint32(given.seed), np.float32(given.temperature), np.float32(given.top_p))
+        return _choose(engine._head, self.compiled_config, x, *rows, *sampling, greedy=given.temperature == 0)
 
-    def _pack(self, pieces: Sequence[_Piece], num_tokens: int, rows: int, last_only: bool) -> _Packed:
-        """A step's arrays, out of pieces that fit num_tokens and rows."""
-        tokens = np.zeros(num_tokens, np.int32)
-        slots = np.full(num_tokens, -1, np.int32)
-        cu_seqlens = np.zeros(rows + 1, np.int32)
-        context_lens = np.zeros(rows, np.int32)
-        tables = np.zeros((rows, self.plan.max_pages), np.int32)
-        lanes = np.full(rows, -1, np.int32)
-        owners = np.zeros(num_tokens, np.int32)
-        positions = np.zeros(num_tokens, np.int32)
-        last = np.zeros(rows, np.int32)
+    def _pack(self, requests: Sequence[_Request], shape: _Shape) -> _Packed:
+        """A step's arrays; the requests fit its shape."""
+        tokens, slots = _host_array(0, shape.tokens), _host_array(-1, shape.tokens)
+        owners, positions = _host_array(0, shape.tokens), _host_array(0, shape.tokens)
+        seq_lens, cu_seqlens = _host_array(0, shape.rows), _host_array(0, shape.rows + 1)
+        tables, state_slots = _host_array(0, shape.rows, self.plan.max_pages), _host_array(-1, shape.rows)
+        last = _host_array(0, shape.rows)
         start = 0
-        for row, piece in enumerate(pieces):
-            text, stop = piece.text, start + len(piece.tokens)
-            context_lens[row], lanes[row] = text.cached, text.lane
-            text.table.grow(text.cached + len(piece.tokens))
-            tokens[start:stop] = piece.tokens
-            slots[start:stop] = text.table.slots(text.cached, text.cached + len(piece.tokens))
+        for row, request in enumerate(requests):
+            text, stop = request.text, start + len(request.tokens)
+            length = text.cached + len(request.tokens)
+            seq_lens[row], state_slots[row] = length, text.state_slot
+            text.table.grow(length)
+            tokens[start:stop] = request.tokens
+            slots[start:stop] = text.table.slots(text.cached, length)
             tables[row, : len(text.table.pages)] = text.table.pages
             owners[start:stop] = text.index
-            positions[start:stop] = np.arange(text.cached + 1, text.cached + len(piece.tokens) + 1)
+            positions[start:stop] = np.arange(text.cached + 1, length + 1)
             last[row] = stop - 1
             cu_seqlens[row + 1 :] = stop
             start = stop
-        logit_rows = last if last_only else np.arange(num_tokens, dtype=np.int32)
-        batch = (tokens, cu_seqlens, context_lens, tables, slots, lanes)
-        step = (logit_rows, owners[logit_rows], positions[logit_rows])
-        batch, step = jax.device_put((batch, step))
-        return _Packed(Batch(*batch), *step)
+        # In prefill only a prompt's last token is followed by one that was not given.
+        rows: Any = last if shape.phase == "prefill" else np.arange(shape.tokens, dtype=np.int32)
+        step = Step(tables, seq_lens, slots, cu_seqlens, shape.max_q_len)
+        return jax.device_put(_Packed(Batch(tokens, step, state_slots), rows, owners[rows], positions[rows]))
 
     @property
     def _prefill_rows(self) -> int:

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import tsmla_jax
 from tsmla_jax.generate.caches import WINDOW_PAGE, CacheLayout, entries_per_page, init_cache
 from tsmla_jax.generate.config import ModelConfig
-from tsmla_jax.nn import MLAConfig, V4Config, V32Config
-from tsmla_jax.nn.deepseek_v4 import V4Cache
-from tsmla_jax.nn.deepseek_v32 import V32Cache
-from tsmla_jax.ops.dispatch import Explanation
-from tsmla_jax.ops.sparse.v4 import INDEX_ROW_ALIGNMENT
+from tsmla_jax.nn import MLAConfig
+from tsmla_jax.nn.v4 import V4Cache, V4Config
+from tsmla_jax.nn.v32 import V32Cache, V32Config
+from tsmla_jax.ops.operation import Explanation
 from tsmla_kernels import contract
+from tsmla_kernels.contract.sparse import INDEX_ROW_ALIGNMENT
 
 Add = Callable[..., None]
 
@@ -29,13 +29,23 @@ class Choice:
 
     Attributes:
       op: the operation's name.
-      implementation: what runs it.
-      why: what was asked for, or why each implementation that is tried before it can't run.
+      implementation: the one that runs it.
+      why: "as asked for", or why each implementation that is tried before it can't run.
     """
 
     op: str
     implementation: str
     why: str
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Sizes of a step: new tokens in all and of one request at most, requests, width of the block tables."""
+
+    tokens: int
+    max_q_len: int
+    requests: int
+    max_pages: int
 
 
 def explain_step(
@@ -57,7 +67,7 @@ def explain_step(
       layout: of the caches.
       batch, max_pages: of the decode step.
       chunk, max_q_len: tokens of a prefill step, tokens of one request in a decode step.
-      implementation: what the step asks for.
+      implementation: the one that the step asks for; None is the best that can run.
 
     Returns:
       One choice an operation; where prefill and decode (or layers) differ, one for each, the operation's name followed
@@ -67,24 +77,27 @@ def explain_step(
       ValueError: no implementation has that name.
       NotImplementedError: it can't run this, with every reason.
     """
-    layers = dict.fromkeys(config.layer(index).attention for index in range(config.num_layers))
     found: dict[str, dict[str, Choice]] = {}
 
     def add(where: str, op: str, *arguments: Any, implementation: str | None = implementation, **named: Any) -> None:
         explanation = tsmla_jax.explain(op, *arguments, implementation=implementation, **named)
         found.setdefault(op, {})[where] = _choice(op, explanation, implementation)
 
-    for attention in layers:
+    steps = {
+        "prefill": _Sizes(tokens=chunk, max_q_len=chunk, requests=1, max_pages=max_pages),
+        "decode": _Sizes(tokens=batch * max_q_len, max_q_len=max_q_len, requests=batch, max_pages=max_pages),
+    }
+    for attention in dict.fromkeys(config.layer(index).attention for index in range(config.num_layers)):
         cache = jax.eval_shape(partial(init_cache, attention, layout))
-        if isinstance(attention, MLAConfig):
-            _explain_mla(add, attention, dtype, cache, batch, max_pages, chunk, max_q_len)
-            continue
-        for phase, tokens, requests in (("prefill", chunk, 1), ("decode", batch * max_q_len, batch)):
-            if isinstance(attention, V32Config):
-                _explain_v32(partial(add, phase), attention, dtype, cache, tokens, max_pages)
+        for phase, sizes in steps.items():
+            if isinstance(attention, MLAConfig):
+                explain = _explain_prefill if phase == "prefill" else _explain_decode
+                explain(partial(add, phase), attention, dtype, cache, sizes)
+            elif isinstance(attention, V32Config):
+                _explain_v32(partial(add, phase), attention, dtype, cache, sizes)
             else:
-                where = f"{phase}, {attention.kind}"
-                _explain_v4(partial(add, where), attention, dtype, cache, layout, tokens, requests, max_pages)
+                entries = entries_per_page(attention, layout.page_size)
+                _explain_v4(partial(add, f"{phase}, {attention.kind}"), attention, dtype, cache, sizes, entries)
     choices = []
     for op, by_place in found.items():
         same = len({(choice.implementation, choice.why) for choice in by_place.values()}) == 1
@@ -107,43 +120,43 @@ def _scale(cache: Any) -> Any:
     return _floats() if cache.dtype == jnp.float8_e4m3fn else None
 
 
-def _explain_mla(
-    add: Add, config: MLAConfig, dtype: Any, cache: Any, batch: int, max_pages: int, chunk: int, max_q_len: int
-) -> None:
-    heads = config.num_attention_heads
+def _explain_prefill(add: Add, config: MLAConfig, dtype: Any, cache: Any, sizes: _Sizes) -> None:
+    heads, tokens = config.num_attention_heads, sizes.tokens
     add(
-        "prefill",
         "mla_prefill",
-        _array(dtype, chunk, heads, config.qk_head_dim),
-        _array(dtype, chunk, heads, config.qk_head_dim),
-        _array(dtype, chunk, heads, config.v_head_dim),
+        _array(dtype, tokens, heads, config.qk_head_dim),
+        _array(dtype, tokens, heads, config.qk_head_dim),
+        _array(dtype, tokens, heads, config.v_head_dim),
         cu_seqlens_q=_integers(2),
         cu_seqlens_kv=_integers(2),
-        max_q_len=chunk,
-        max_kv_len=chunk,
+        max_q_len=tokens,
+        max_kv_len=tokens,
         softmax_scale=config.softmax_scale,
         return_lse=True,
     )
+
+
+def _explain_decode(add: Add, config: MLAConfig, dtype: Any, cache: Any, sizes: _Sizes) -> None:
     add(
-        "decode",
         "mla_decode",
-        _array(dtype, batch * max_q_len, heads, config.cache_dim),
+        _array(dtype, sizes.tokens, config.num_attention_heads, config.cache_dim),
         cache,
-        _integers(batch, max_pages),
-        _integers(batch),
+        _integers(sizes.requests, sizes.max_pages),
+        _integers(sizes.requests),
         softmax_scale=config.softmax_scale,
         latent_dim=config.kv_lora_rank,
-        cu_seqlens_q=_integers(batch + 1),
-        max_q_len=max_q_len,
+        cu_seqlens_q=_integers(sizes.requests + 1),
+        max_q_len=sizes.max_q_len,
         kv_scale=_scale(cache),
     )
 
 
-def _explain_indexer(add: Add, keys: Any, heads: int, width: int, topk: int, tokens: int, max_pages: int) -> int:
+def _explain_indexer(add: Add, config: V32Config | V4Config, keys: Any, sizes: _Sizes) -> int:
     """The indexer's two operations; returns how many keys a token chooses."""
+    heads, width, tokens, max_pages = config.index_n_heads, config.index_head_dim, sizes.tokens, sizes.max_pages
     query = jnp.float8_e4m3fn if keys.dtype == jnp.uint8 else jnp.float32
     columns = max_pages * keys.shape[1]
-    chosen = min(topk, columns)
+    chosen = min(config.index_topk, columns)
     add(
         "indexer_logits",
         _array(query, tokens, heads, width),
@@ -152,36 +165,27 @@ def _explain_indexer(add: Add, keys: Any, heads: int, width: int, topk: int, tok
         _integers(tokens, max_pages),
         _integers(tokens),
     )
-    # The layers leave this choice alone: it has no implementation that anyone would name.
+    # The layers never name an implementation of this one.
     add("select_topk", _floats(tokens, columns), _integers(tokens), chosen, implementation=None)
     return chosen
 
 
-def _explain_v32(add: Add, config: V32Config, dtype: Any, cache: V32Cache, tokens: int, max_pages: int) -> None:
-    heads, width = config.index_n_heads, config.index_head_dim
-    chosen = _explain_indexer(add, cache.indexer, heads, width, config.index_topk, tokens, max_pages)
+def _explain_v32(add: Add, config: V32Config, dtype: Any, cache: V32Cache, sizes: _Sizes) -> None:
+    chosen = _explain_indexer(add, config, cache.indexer, sizes)
     add(
         "sparse_mla",
-        _array(dtype, tokens, config.mla.num_attention_heads, config.mla.cache_dim),
+        _array(dtype, sizes.tokens, config.mla.num_attention_heads, config.mla.cache_dim),
         cache.kv,
-        _integers(tokens, chosen),
+        _integers(sizes.tokens, chosen),
         softmax_scale=config.mla.softmax_scale,
         latent_dim=config.mla.kv_lora_rank,
         kv_scale=_scale(cache.kv),
     )
 
 
-def _explain_v4(
-    add: Add,
-    config: V4Config,
-    dtype: Any,
-    cache: V4Cache,
-    layout: CacheLayout,
-    tokens: int,
-    requests: int,
-    max_pages: int,
-) -> None:
-    entries = entries_per_page(config, layout.page_size)
+def _explain_v4(add: Add, config: V4Config, dtype: Any, cache: V4Cache, sizes: _Sizes, entries: int) -> None:
+    """entries: a page's compressed entries."""
+    tokens, requests = sizes.tokens, sizes.requests
     for state in (cache.compressor, cache.indexer_compressor):
         if state is not None:
             width = state.kv_score.shape[-1]
@@ -196,10 +200,9 @@ def _explain_v4(
                 ratio=config.ratio,
                 overlap=config.overlap,
             )
-    chosen = max_pages * entries if config.kind == "hca" else 0
+    chosen = sizes.max_pages * entries if config.kind == "hca" else 0
     if cache.indexer is not None:
-        heads, width = config.index_n_heads, config.index_head_dim
-        chosen = _explain_indexer(add, cache.indexer, heads, width, config.index_topk, tokens, max_pages)
+        chosen = _explain_indexer(add, config, cache.indexer, sizes)
     columns = config.sliding_window + chosen
     compressed = cache.compressed is not None
     packed = cache.window.dtype == jnp.uint8

@@ -1,11 +1,12 @@
 """A Hugging Face checkpoint directory, turned into the parameters of `tsmla_jax.generate.model`.
 
-Tensors are read one at a time; on the host there is never more than one layer beside the memory map. Block-scaled fp8
+Tensors are read one at a time; the host holds at most one layer beside the memory map. Block-scaled fp8
 and fp4 weights come dequantised to the dtype asked for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
 import sys
@@ -20,12 +21,16 @@ import numpy as np
 
 from tsmla_jax.generate.config import ModelConfig
 from tsmla_jax.generate.model import Params
-from tsmla_jax.nn import Checkpoint, CheckpointError, hf_attention_shapes, params_from_hf
-from tsmla_jax.nn.deepseek_v4_config import V4Config, v4_hf_shapes, v4_params_from_hf
-from tsmla_jax.nn.deepseek_v4_names import stored_names
-from tsmla_jax.nn.deepseek_v32 import V32Config, v32_hf_shapes, v32_params_from_hf
+from tsmla_jax.nn import Checkpoint, CheckpointError, MLAConfig, V4Config, V32Config
+from tsmla_jax.nn.mla.weights import WEIGHTS as MLA_WEIGHTS
+from tsmla_jax.nn.v4.names import stored_names
+from tsmla_jax.nn.v4.weights import WEIGHTS as V4_WEIGHTS
+from tsmla_jax.nn.v32.weights import WEIGHTS as V32_WEIGHTS
+from tsmla_jax.nn.weights import LayerWeights
 
 Array = np.ndarray[Any, Any]
+
+_ATTENTION: dict[type, LayerWeights[Any]] = {MLAConfig: MLA_WEIGHTS, V32Config: V32_WEIGHTS, V4Config: V4_WEIGHTS}
 
 
 class ProgressBar:
@@ -35,7 +40,7 @@ class ProgressBar:
         """
         Args:
           total: steps.
-          label: what is being counted.
+          label: name of the steps.
           enabled: False prints nothing at all.
         """
         self._total, self._label, self._done, self._last = total, label, 0, 0.0
@@ -72,12 +77,14 @@ class ProgressBar:
 class _Reader:
     """Reads tensors by the names of transformers' modules, and remembers which of the checkpoint's were read."""
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, dtype: Any, bar: ProgressBar) -> None:
-        self.dtype = dtype
-        self._checkpoint, self._bar = checkpoint, bar
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, dtype: Any, progress: bool) -> None:
+        self.dtype, self._checkpoint = dtype, checkpoint
         is_v4 = isinstance(config.attention, tuple)
         self._stored = stored_names(checkpoint) if is_v4 else {name: name for name in checkpoint.names()}
+        self._expected = {stored for name, stored in self._stored.items() if not _is_left_out(name, stored, config)}
         self._read: set[str] = set()
+        scales = {checkpoint.scale_name(stored) for stored in self._expected}
+        self._bar = ProgressBar(len(self._expected - scales), "loading", enabled=progress)
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored
@@ -93,28 +100,33 @@ class _Reader:
         """The same, on the device."""
         return jnp.asarray(self(name, shape, dtype))
 
-    def refuse_others(self, config: ModelConfig) -> None:
-        """CheckpointError for tensors that no one asked for: a model that computes without them is another model."""
-        others = []
-        for name, stored in self._stored.items():
-            layer = re.match(r"model\.layers\.(\d+)\.", name)
-            drafting = stored.startswith(("mtp.", "model.mtp.")) or (layer and int(layer[1]) >= config.num_layers)
-            copied = config.tie_word_embeddings and name == "lm_head.weight"
-            computed = stored.endswith("rotary_emb.inv_freq")
-            if stored not in self._read and not (drafting or copied or computed):
-                others.append(stored)
+    def close(self) -> None:
+        """Ends the progress bar."""
+        self._bar.close()
+
+    def refuse_others(self) -> None:
+        """CheckpointError for expected tensors that were not read: a model without them would be another model."""
+        others = sorted(self._expected - self._read)
         if others:
-            some = ", ".join(map(repr, sorted(others)[:3])) + (", ..." if len(others) > 3 else "")
+            some = ", ".join(map(repr, others[:3])) + (", ..." if len(others) > 3 else "")
             raise CheckpointError(
                 f"{self._checkpoint.directory}: config.json describes a model without {len(others)} of the tensors: "
                 f"{some}"
             )
 
 
+def _is_left_out(name: str, stored: str, config: ModelConfig) -> bool:
+    """Whether a model of this config has no use for a tensor that its checkpoint may hold."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    drafting = stored.startswith(("mtp.", "model.mtp.")) or (layer and int(layer[1]) >= config.num_layers)
+    copied = config.tie_word_embeddings and name == "lm_head.weight"
+    return bool(drafting or copied or stored.endswith("rotary_emb.inv_freq"))
+
+
 def load_model(
     checkpoint_dir: str | Path, config: ModelConfig, *, dtype: Any | None = None, progress: bool = False
 ) -> Params:
-    """All parameters of a checkpoint; what is for multi-token prediction (layers past `config.num_layers`) is left out.
+    """All parameters of a checkpoint but those of multi-token prediction (layers past `config.num_layers`).
 
     Args:
       checkpoint_dir: the directory, with one safetensors file or shards and their index.
@@ -132,12 +144,10 @@ def load_model(
       ImportError: the package safetensors is not installed (`pip install 'tsmla-jax[hf]'`).
     """
     dtype = jnp.dtype(config.dtype if dtype is None else dtype)
-    checkpoint = Checkpoint(checkpoint_dir)
-    bar = ProgressBar(_tensor_count(config), "loading", enabled=progress)
-    read = _Reader(checkpoint, config, dtype, bar)
-    norm_dtype = _kept(config, dtype)
+    # V4 computes with its norms in f32 whatever the other parameters' dtype is.
+    norm_dtype = dtype if config.streams is None else jnp.dtype(jnp.float32)
     hidden = (config.hidden_size,)
-    try:
+    with contextlib.closing(_Reader(Checkpoint(checkpoint_dir), config, dtype, progress)) as read:
         params: dict[str, Any] = {
             "embed": read.put("model.embed_tokens.weight", (config.vocab_size, *hidden)),
             "norm": read.put("model.norm.weight", hidden, norm_dtype),
@@ -150,15 +160,8 @@ def load_model(
             params["streams"] = _read_streams(read, "model.hc_head.hc_", count, count * config.hidden_size, 1)
         for index in range(config.num_layers):
             params["layers"].append(_read_layer(read, config, index, norm_dtype))
-        read.refuse_others(config)
-    finally:
-        bar.close()
+        read.refuse_others()
     return params
-
-
-def _kept(config: ModelConfig, dtype: Any) -> Any:
-    """The dtype of what V4 computes with in f32 whatever the others' dtype is."""
-    return dtype if config.streams is None else jnp.dtype(jnp.float32)
 
 
 def _read_layer(read: _Reader, config: ModelConfig, index: int, norm_dtype: Any) -> dict[str, Any]:
@@ -185,48 +188,18 @@ def _read_attention(
     read: _Reader, prefix: str, config: ModelConfig, index: int, norm_dtype: Any
 ) -> dict[str, jax.Array]:
     attention = config.layer(index).attention
-
-    def tensors(shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
-        kept = ("norm.weight", "sinks", "position_bias")
-        return {
-            name: read(f"{prefix}.{name}", shape, norm_dtype if name.endswith(kept) else None)
-            for name, shape in shapes.items()
-        }
-
-    if isinstance(attention, V4Config):
-        return v4_params_from_hf(attention, tensors(v4_hf_shapes(attention)))
-    if isinstance(attention, V32Config):
-        return v32_params_from_hf(attention, tensors(v32_hf_shapes(attention)))
-    return params_from_hf(attention, tensors(hf_attention_shapes(attention)))
+    weights = _ATTENTION[type(attention)]
+    kept = ("norm.weight", "sinks", "position_bias")
+    tensors = {
+        name: read(f"{prefix}.{name}", shape, norm_dtype if name.endswith(kept) else None)
+        for name, shape in weights.hf_attention_shapes(attention).items()
+    }
+    return weights.params_from_hf(attention, tensors)
 
 
 def _read_streams(read: _Reader, prefix: str, rows: int, width: int, scales: int) -> dict[str, jax.Array]:
     shapes = {"fn": (rows, width), "base": (rows,), "scale": (scales,)}
     return {name: read.put(f"{prefix}{name}", shape, np.float32) for name, shape in shapes.items()}
-
-
-def _tensor_count(config: ModelConfig) -> int:
-    count = 2 + (not config.tie_word_embeddings)
-    streams = 3 if config.streams is not None else 0
-    count += streams
-    for layer in range(config.num_layers):
-        attention = config.layer(layer).attention
-        shapes: dict[str, tuple[int, ...]]
-        if isinstance(attention, V4Config):
-            shapes = v4_hf_shapes(attention)
-        elif isinstance(attention, V32Config):
-            shapes = v32_hf_shapes(attention)
-        else:
-            shapes = hf_attention_shapes(attention)
-        count += 2 + len(shapes) + 2 * streams
-        if config.is_moe_layer(layer):
-            assert config.moe is not None
-            count += (
-                1 + (config.moe.routing == "noaux_tc") + 3 * config.moe.num_experts + 3 * bool(config.moe.num_shared)
-            )
-        else:
-            count += 3
-    return count
 
 
 def _read_mlp(read: _Reader, prefix: str, hidden: int, width: int) -> tuple[Array, Array]:

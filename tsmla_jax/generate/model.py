@@ -1,8 +1,8 @@
 """A DeepSeek decoder as pure functions over a pytree of parameters.
 
 Attention is `tsmla_jax.nn`, over paged caches: in V2 and V3 chunks of prompts in the expanded form and decode in the
-absorbed form; in V3.2 and V4 the sparse layers, which are one function for both. Every function works under `jax.jit`;
-an engine compiles `decoder_layer` once for each kind of layer, so that compilation takes the same time for 2 layers and
+absorbed form; in V3.2 and V4 one function of the sparse layers for both. Every function works under `jax.jit`; an
+engine compiles `decoder_layer` once for each kind of layer, so that compilation takes the same time for 2 layers and
 for 61.
 
 Axes: T tokens of a step (ragged, requests packed one after the other), B requests, M pages a request at most, N rows
@@ -23,18 +23,19 @@ from tsmla_jax.generate.config import LayerConfig, ModelConfig
 from tsmla_jax.generate.moe import gated_mlp, mixture_of_experts
 from tsmla_jax.generate.pages import pages_for
 from tsmla_jax.generate.streams import close_streams, open_streams, read_streams, write_streams
-from tsmla_jax.nn import deepseek_v4, deepseek_v32, functional
-from tsmla_jax.nn.config import MLAConfig
-from tsmla_jax.nn.deepseek_v32 import V32Config
-from tsmla_jax.ops.sparse import numerics
+from tsmla_jax.nn import functional, v4, v32
+from tsmla_jax.nn.norms import rms_norm, rms_norm_fixed_order
+from tsmla_jax.nn.step import Step, needed_when_ragged
+from tsmla_jax.nn.v4 import V4Config, V4Step
+from tsmla_jax.nn.v32 import V32Config
 
 Phase = Literal["prefill", "decode"]
 
 # {"embed": [V, C], "layers": [layer, ...], "norm": [C], "lm_head": [V, C] unless tied}; a layer is
-# {"attention_norm": [C], "attention": ..., "mlp_norm": [C], "mlp": ...}; "attention" is as in
-# tsmla_jax.nn.functional.param_shapes, deepseek_v32.v32_param_shapes or deepseek_v4.v4_param_shapes; "mlp" is
-# {"gate_up": [2 I, C], "down": [C, I]} in a dense layer, else as moe.mixture_of_experts takes it. In V4 a layer has
-# "attention_streams" and "mlp_streams" too (streams.read_streams), and the model "streams" (streams.close_streams).
+# {"attention_norm": [C], "attention": ..., "mlp_norm": [C], "mlp": ...}; "attention" is as in `param_shapes` of
+# tsmla_jax.nn, nn.v32 or nn.v4; "mlp" is {"gate_up": [2 I, C], "down": [C, I]} in a dense layer, else as
+# moe.mixture_of_experts takes it. In V4 a layer also has "attention_streams" and "mlp_streams" (streams.read_streams),
+# and the model "streams" (streams.close_streams).
 Params = Mapping[str, Any]
 
 
@@ -44,50 +45,33 @@ class Batch:
     """The tokens of one step and where they belong; all i32.
 
     Attributes:
-      tokens: [T] ids; those from cu_seqlens_q[B] on are padding.
-      cu_seqlens_q: [B + 1], where each request's new tokens start.
-      context_lens: [B], tokens of each request that are in the cache already.
-      block_tables: [B, M], the pages of each request.
-      slot_mapping: [T], page * Z + offset of each new token; -1 for padding.
-      lanes: [B], where V4 keeps what it keeps of each request whatever its length; -1 for padding. None elsewhere.
+      tokens: [T] ids; those from step.cu_seqlens_q[B] on are padding.
+      step: pages, lengths and slots of the requests, of ragged tokens; slot -1 for padding.
+      state_slots: [B], the compressor states and the window's pages of each request in V4; -1 for padding. None for
+        other models.
     """
 
     tokens: jax.Array
-    cu_seqlens_q: jax.Array
-    context_lens: jax.Array
-    block_tables: jax.Array
-    slot_mapping: jax.Array
-    lanes: jax.Array | None = None
+    step: Step
+    state_slots: jax.Array | None = None
 
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What is static about a step.
+    """The static options of a step.
 
     Attributes:
       phase: of V2 and V3: "prefill" attends in the expanded form, "decode" in the absorbed one.
-      max_q_len: bound of the new tokens of one request.
       context_chunk: prefill of V2 and V3 alone: cached tokens of each request that one pass expands.
       implementation: of the operations; None is the best that can run.
       page_size, window_rows: V4 alone, as in `CacheLayout`.
     """
 
     phase: Phase
-    max_q_len: int
     context_chunk: int = 512
     implementation: str | None = None
     page_size: int = 64
     window_rows: int = 0
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Shared:
-    """What V4's layers of one kind ("sliding", "csa" or "hca") share: a step's rows of indices, the table of cos and
-    sin."""
-
-    step: deepseek_v4.V4Step
-    rope: jax.Array
 
 
 def embed(params: Params, config: ModelConfig, tokens: jax.Array) -> jax.Array:
@@ -97,33 +81,43 @@ def embed(params: Params, config: ModelConfig, tokens: jax.Array) -> jax.Array:
 
 
 def rope_tables(config: ModelConfig, num_positions: int) -> dict[str, jax.Array]:
-    """The table of `Shared` of every kind in V4, for texts of up to num_positions tokens; nothing for other models."""
+    """The rope table of every kind of layer in V4, for texts of up to num_positions tokens; empty for other models."""
     layers = config.attention if isinstance(config.attention, tuple) else ()
     ropes = {layer.kind: (layer.rope_theta, layer.yarn) for layer in layers}
     # Kinds of one rope share its table, which is as long as the longest text.
-    tables = {ropes[layer.kind]: deepseek_v4.v4_rope_table(layer, num_positions) for layer in dict.fromkeys(layers)}
+    tables = {ropes[layer.kind]: v4.rope_table(layer, num_positions) for layer in dict.fromkeys(layers)}
     return {kind: tables[rope] for kind, rope in ropes.items()}
 
 
-def shared_steps(config: ModelConfig, batch: Batch, options: StepOptions) -> dict[str, deepseek_v4.V4Step]:
-    """The rows of indices of `Shared` of every kind in V4: built once a step, whatever the number of layers."""
+def shared_steps(
+    config: ModelConfig, batch: Batch, ropes: Mapping[str, jax.Array], options: StepOptions
+) -> dict[str, V4Step]:
+    """The step of V4's layers of each kind ("sliding", "csa" or "hca"); empty for other models.
+
+    All layers of a kind share it, so it is made once a step. ropes: of `rope_tables`.
+    """
     if not isinstance(config.attention, tuple):
         return {}
-    if batch.lanes is None:
-        raise ValueError("batch.lanes = None; legal for DeepSeek-V4: an array [B]")
-    # A lane's pages, over and over: the ring of the last tokens' latents.
-    lane_pages = options.window_rows // WINDOW_PAGE
-    columns = pages_for(batch.block_tables.shape[1] * options.page_size, WINDOW_PAGE)
-    ring = jnp.arange(columns, dtype=jnp.int32) % lane_pages
+    if batch.state_slots is None:
+        raise ValueError("batch.state_slots = None; legal for DeepSeek-V4: an array [B]")
+    # The window is a ring: the pages of a state slot, over and over.
+    ring_pages = options.window_rows // WINDOW_PAGE
+    columns = pages_for(batch.step.block_tables.shape[1] * options.page_size, WINDOW_PAGE)
+    ring = jnp.arange(columns, dtype=jnp.int32) % ring_pages
+    window = Step.ragged(
+        jnp.maximum(batch.state_slots, 0)[:, None] * ring_pages + ring,
+        batch.step.seq_lens,
+        needed_when_ragged(batch.step.cu_seqlens_q),
+        total_tokens=batch.tokens.shape[0],
+        page_size=WINDOW_PAGE,
+    )
     return {
-        layer.kind: deepseek_v4.make_step(
+        layer.kind: v4.make_step(
             layer,
-            seq_lens=batch.context_lens + jnp.diff(batch.cu_seqlens_q),
-            cu_seqlens_q=batch.cu_seqlens_q,
-            total_tokens=batch.tokens.shape[0],
-            state_slots=batch.lanes,
-            window_tables=jnp.maximum(batch.lanes, 0)[:, None] * lane_pages + ring,
-            compressed_tables=batch.block_tables,
+            window,
+            state_slots=batch.state_slots,
+            compressed_tables=batch.step.block_tables,
+            cos_sin=ropes[layer.kind],
             page_size=WINDOW_PAGE,
             compressed_page_size=entries_per_page(layer, options.page_size),
         )
@@ -139,7 +133,7 @@ def decoder_layer(
     batch: Batch,
     kv_scale: jax.Array | None,
     options: StepOptions,
-    shared: Shared | None,
+    shared: V4Step | None,
 ) -> tuple[jax.Array, Any]:
     """One layer: attention, then the MLP or the experts, each behind a norm and around a residual.
 
@@ -150,13 +144,13 @@ def decoder_layer(
       cache: this layer's (`caches.init_cache`).
       batch: the step.
       kv_scale: of an fp8 cache, else None.
-      shared: V4 alone: what this layer's kind shares in this step.
+      shared: V4 alone: of `shared_steps`, for this layer's kind.
 
     Returns:
       x and the cache, with the new tokens written (in place if it is donated).
     """
-    # Rows of padding mean nothing after attention; what they hold must not reach the experts' blocks as NaN.
-    valid = batch.slot_mapping >= 0
+    # Rows of padding are undefined after attention: a NaN in them must not reach the experts' blocks.
+    valid = batch.step.slot_mapping >= 0
 
     def attention(x: jax.Array) -> jax.Array:
         nonlocal cache
@@ -189,73 +183,32 @@ def _attend(
     batch: Batch,
     kv_scale: jax.Array | None,
     options: StepOptions,
-    shared: Shared | None,
+    shared: V4Step | None,
 ) -> tuple[jax.Array, Any]:
     """The attention of one layer of any model: y [T, C] and the cache."""
-    attention = config.attention
-    seq_lens = batch.context_lens + jnp.diff(batch.cu_seqlens_q)
-    if isinstance(attention, MLAConfig) and options.phase == "prefill":
-        return functional.prefill_with_context(
-            params,
-            attention,
-            x,
-            cache,
-            cu_seqlens_q=batch.cu_seqlens_q,
-            max_q_len=options.max_q_len,
-            block_tables=batch.block_tables,
-            context_lens=batch.context_lens,
-            slot_mapping=batch.slot_mapping,
-            context_chunk=options.context_chunk,
-            kv_scale=kv_scale,
-            implementation=options.implementation,
-        )
-    if isinstance(attention, MLAConfig):
-        return functional.decode(
-            params,
-            attention,
-            x,
-            cache,
-            block_tables=batch.block_tables,
-            seq_lens=seq_lens,
-            slot_mapping=batch.slot_mapping,
-            cu_seqlens_q=batch.cu_seqlens_q,
-            max_q_len=options.max_q_len,
-            kv_scale=kv_scale,
-            implementation=options.implementation,
-        )
+    attention, name = config.attention, options.implementation
+    if isinstance(attention, V4Config):
+        assert shared is not None
+        return v4.attend(params, attention, x, cache, shared, kv_scale=kv_scale, implementation=name)
     if isinstance(attention, V32Config):
-        return deepseek_v32.attend(
-            params,
-            attention,
-            x,
-            cache,
-            block_tables=batch.block_tables,
-            seq_lens=seq_lens,
-            cu_seqlens_q=batch.cu_seqlens_q,
-            slot_mapping=batch.slot_mapping,
-            kv_scale=kv_scale,
-            implementation=options.implementation,
-        )
-    assert shared is not None
-    return deepseek_v4.attend(
+        return v32.attend(params, attention, x, cache, batch.step, kv_scale=kv_scale, implementation=name)
+    if options.phase == "decode":
+        return functional.decode(params, attention, x, cache, batch.step, kv_scale=kv_scale, implementation=name)
+    return functional.prefill_with_context(
         params,
         attention,
         x,
         cache,
-        shared.step,
-        cos_sin=shared.rope,
-        page_size=WINDOW_PAGE,
-        compressed_page_size=entries_per_page(attention, options.page_size),
+        batch.step,
+        context_chunk=options.context_chunk,
         kv_scale=kv_scale,
-        implementation=options.implementation,
+        implementation=name,
     )
 
 
 def _norm(x: jax.Array, weight: jax.Array, config: LayerConfig | ModelConfig) -> jax.Array:
-    """RMS norm; V4 multiplies by the weight, which it keeps in f32, before it rounds."""
-    if config.streams is None:
-        return functional.rms_norm(x, weight, config.rms_norm_eps)
-    return numerics.rms_norm(x, weight, config.rms_norm_eps).astype(x.dtype)
+    norm = rms_norm if config.streams is None else rms_norm_fixed_order
+    return norm(x, weight, config.rms_norm_eps)
 
 
 def logits(params: Params, config: ModelConfig, x: jax.Array, rows: jax.Array) -> jax.Array:
@@ -284,8 +237,8 @@ def forward(
       rows: [N] i32, indices into the step's tokens.
       others: as in `decoder_layer`.
     """
-    ropes = rope_tables(config, batch.block_tables.shape[1] * options.page_size)
-    shared = {kind: Shared(step, ropes[kind]) for kind, step in shared_steps(config, batch, options).items()}
+    ropes = rope_tables(config, batch.step.block_tables.shape[1] * options.page_size)
+    shared = shared_steps(config, batch, ropes, options)
     x = embed(params, config, batch.tokens)
     written = []
     for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):

@@ -131,14 +131,19 @@ def apply_experts(
     # Padding sorts behind every expert, where no block reaches.
     row_expert = jnp.where(valid[:, None], experts, num_experts).reshape(rows)
     order = jnp.argsort(row_expert, stable=True)
-    row_starts = jnp.searchsorted(row_expert[order], jnp.arange(num_experts + 1, dtype=jnp.int32)).astype(jnp.int32)
+    # Both searches compare everything at once: the default one is a loop, which costs a GPU a launch for every step.
+    experts_up_to = jnp.arange(num_experts + 1, dtype=jnp.int32)
+    row_starts = jnp.searchsorted(row_expert[order], experts_up_to, method="compare_all").astype(jnp.int32)
     blocks = (row_starts[1:] - row_starts[:-1] + block - 1) // block
     block_ends = jnp.cumsum(blocks)
+    # Every expert in use has at most one block that is not full.
+    most_blocks = jnp.arange(rows // block + min(num_experts, rows), dtype=jnp.int32)
+    block_expert = jnp.searchsorted(block_ends, most_blocks, side="right", method="compare_all").astype(jnp.int32)
 
     x_sorted = jnp.pad(x[order // top_k], ((0, block), (0, 0)))
 
     def one_block(index: jax.Array, out: jax.Array) -> jax.Array:
-        expert = jnp.searchsorted(block_ends, index, side="right").astype(jnp.int32)
+        expert = block_expert[index]
         start = row_starts[expert] + (index - (block_ends[expert] - blocks[expert])) * block
         rows_in = lax.dynamic_slice_in_dim(x_sorted, start, block)
         rows_out = gated_mlp(rows_in, gate_up[expert], down[expert], limit)

@@ -1,4 +1,4 @@
-"""Who owns which page of the cache. Host-side bookkeeping: plain integers, no arrays on a device."""
+"""The owners of the cache's pages. Host-side bookkeeping: plain integers, no arrays on a device."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def pages_for(tokens: int, page_size: int) -> int:
 class PageAllocator:
     """Hands out the pages of one cache.
 
-    A request reserves the most pages it may ever need when it is admitted and takes them one by one as it grows: a text
-    that stops early never touched the rest, and no request finds the cache full half way.
+    An admitted request reserves as many pages as it can need, and takes them one by one as it grows: a text that stops
+    early never touches the rest, and no request finds the cache full half way.
     """
 
     def __init__(self, num_pages: int) -> None:

@@ -1,4 +1,4 @@
-"""What to run, decided before a weight is read: options, what the prompts need, whether everything fits and can run."""
+"""The plan of a run, made before a weight is read: do the options go together, does everything fit, can it run?"""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def make_plan(
     layout = CacheLayout(
         num_pages=num_pages,
         page_size=page_size,
-        lanes=batch,
+        state_slots=batch,
         window_rows=window_rows(config, step_tokens, max(lengths)),
         spare=options.speculative,
         dtype=_cache_dtype(config, options.cache_dtype or dtype, dtype),

@@ -1,8 +1,8 @@
 """The residual streams of DeepSeek-V4: manifold-constrained hyper-connections, as pure functions.
 
-A token's residual is N vectors. A block reads one mix of them, and what it returns is spread over all N, which are
-themselves mixed by a matrix that is kept doubly stochastic, so that depth neither grows nor shrinks them. The weights
-of the mixes are computed from the streams, in f32. Source: DeepSeek-V4, section 2.2, and Xie et al., mHC.
+A token's residual is N vectors. A block reads one mix of them, and its result is spread over all N, which are mixed by
+a matrix that is kept doubly stochastic, so that depth neither grows nor shrinks them. The weights of the mixes are
+computed from the streams, in f32. Source: DeepSeek-V4, section 2.2, and Xie et al., mHC.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def open_streams(x: jax.Array, config: StreamsConfig) -> jax.Array:
 
 
 def read_streams(params: Params, streams: jax.Array, config: StreamsConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What a block reads of the streams, and how its result goes back.
+    """A block's input, and the weights by which its result goes back to the streams.
 
     Args:
       params: "fn" [(2 + N) N, N C], "base" [(2 + N) N] and "scale" [3]: first the N weights of the reading, then the N

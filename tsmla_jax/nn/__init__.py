@@ -1,23 +1,28 @@
-"""The MLA layer: config, rope, the functional form, the Flax layer, and Hugging Face weights.
+"""Attention layers: configs, rope, the functional forms, the Flax layers, and Hugging Face weights.
 
-Flax is imported only when a layer (`MLAttention`, `V32Attention`, `V4Attention`) is first used, safetensors only when a
-checkpoint is opened.
+`tsmla_jax.nn.functional` is MLA's (DeepSeek-V2, V3, Kimi-K2); `tsmla_jax.nn.v32` and `tsmla_jax.nn.v4` hold the sparse
+layers. Flax is imported only when a layer (`MLAttention`, `V32Attention`, `V4Attention`) is first used, safetensors
+only when a checkpoint is opened.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tsmla_jax.nn import deepseek_v4, deepseek_v32, functional
+from tsmla_jax.nn import v4, v32
 from tsmla_jax.nn.checkpoint import Checkpoint, CheckpointError
-from tsmla_jax.nn.config import MLAConfig, YarnConfig
-from tsmla_jax.nn.deepseek_v4 import V4Config
-from tsmla_jax.nn.deepseek_v32 import V32Config
-from tsmla_jax.nn.hf import hf_attention_shapes, load_hf_attention, params_from_hf
-from tsmla_jax.nn.params import Params, init_params, param_shapes, param_specs
+from tsmla_jax.nn.mla import functional
+from tsmla_jax.nn.mla.config import MLAConfig
+from tsmla_jax.nn.mla.weights import WEIGHTS, param_shapes
+from tsmla_jax.nn.rope import YarnConfig
+from tsmla_jax.nn.step import Step
+from tsmla_jax.nn.v4 import V4Config
+from tsmla_jax.nn.v32 import V32Config
+from tsmla_jax.nn.weights import Params
 
 if TYPE_CHECKING:
-    from tsmla_jax.nn.layer import MLAttention
-    from tsmla_jax.nn.sparse_layers import V4Attention, V32Attention
+    from tsmla_jax.nn.mla.layer import MLAttention
+    from tsmla_jax.nn.v4.layer import V4Attention
+    from tsmla_jax.nn.v32.layer import V32Attention
 
 __all__ = [
     "Checkpoint",
@@ -25,13 +30,12 @@ __all__ = [
     "MLAConfig",
     "MLAttention",
     "Params",
+    "Step",
     "V4Attention",
     "V4Config",
     "V32Attention",
     "V32Config",
     "YarnConfig",
-    "deepseek_v4",
-    "deepseek_v32",
     "functional",
     "hf_attention_shapes",
     "init_params",
@@ -39,13 +43,20 @@ __all__ = [
     "param_shapes",
     "param_specs",
     "params_from_hf",
+    "v4",
+    "v32",
 ]
 
+hf_attention_shapes = WEIGHTS.hf_attention_shapes
+init_params = WEIGHTS.init_params
+load_hf_attention = WEIGHTS.load_hf_attention
+param_specs = WEIGHTS.param_specs
+params_from_hf = WEIGHTS.params_from_hf
 
 _FLAX = {
-    "MLAttention": "tsmla_jax.nn.layer",
-    "V4Attention": "tsmla_jax.nn.sparse_layers",
-    "V32Attention": "tsmla_jax.nn.sparse_layers",
+    "MLAttention": "tsmla_jax.nn.mla.layer",
+    "V4Attention": "tsmla_jax.nn.v4.layer",
+    "V32Attention": "tsmla_jax.nn.v32.layer",
 }
 
 

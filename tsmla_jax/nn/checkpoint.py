@@ -66,8 +66,8 @@ class TensorInfo:
 class Checkpoint:
     """A checkpoint directory, opened for reading.
 
-    Looks for `model.safetensors.index.json` (sharded), then `model.safetensors`, then a lone `*.safetensors`. Shards
-    are opened when a tensor of theirs is first asked for.
+    Looks for `model.safetensors.index.json` (sharded), then `model.safetensors`, then a lone `*.safetensors`. A shard
+    is opened when one of its tensors is first read.
 
     Args:
         directory: the checkpoint's folder.
@@ -167,7 +167,7 @@ class Checkpoint:
                 f"{block[0]} x {block[1]} block of {shape}), got {scale_info.shape}"
             )
         raw = self._raw(scale_info)
-        # A lone byte is an exponent, whatever the file calls it.
+        # A scale of one byte is an exponent, also where the file calls it an integer.
         return (raw.view(ml_dtypes.float8_e8m0fnu) if raw.dtype in _BYTES else raw).astype(np.float32)
 
     def _raw(self, info: TensorInfo) -> np.ndarray[Any, Any]:
@@ -220,7 +220,7 @@ class Checkpoint:
             config = json.loads((self.directory / "config.json").read_text(encoding="utf-8"))
             block = config["quantization_config"]["weight_block_size"]
         except (OSError, ValueError, KeyError, TypeError):
-            # Whether config.json is there and sound is for its own reader to say; the block has a known default.
+            # The reader of config.json reports a missing or broken file; the block has a default.
             return DEFAULT_BLOCK
         if (
             not isinstance(block, list)

@@ -1,13 +1,62 @@
-"""Rotary position embedding of MLA: fp32 angles, yarn, and the two layouts a rotated vector can be stored in."""
+"""Rotary position embedding: fp32 angles, yarn, and the two layouts a rotated vector can be stored in."""
 
+from __future__ import annotations
+
+import dataclasses
 import math
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsmla_jax.nn.config import MLAConfig, YarnConfig
 from tsmla_jax.ops.rotation import rotate
+
+if TYPE_CHECKING:
+    from tsmla_jax.nn.mla.config import MLAConfig
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """The yarn magnitude correction ms(f, m) = 0.1 m ln f + 1 for f > 1, else 1 (Peng et al., arXiv:2309.00071)."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class YarnConfig:
+    """Yarn context extension (arXiv:2309.00071), with DeepSeek's names and defaults.
+
+    Attributes:
+        factor: how much longer the context is than the original one, >= 1.
+        original_max_position_embeddings: context length of the pretraining, in tokens.
+        beta_fast, beta_slow: rotations over the original context above which a frequency is kept as it is, and below
+            which it is interpolated by `factor`; a linear ramp in between.
+        mscale, mscale_all_dim: cos and sin are multiplied by ms(factor, mscale) / ms(factor, mscale_all_dim), and the
+            softmax scale by ms(factor, mscale_all_dim)^2 when mscale_all_dim is not zero.
+        attention_factor: if given, the multiplier of cos and sin in place of the ratio above.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.factor >= 1.0:
+            raise ValueError(f"YarnConfig: {self.factor=} must be >= 1")
+        if self.original_max_position_embeddings <= 0:
+            raise ValueError(f"YarnConfig: {self.original_max_position_embeddings=} must be > 0")
+        if not (self.beta_fast > 0 and self.beta_slow > 0):
+            raise ValueError(f"YarnConfig: {self.beta_fast=} and {self.beta_slow=} must be > 0")
+
+    @property
+    def magnitude(self) -> float:
+        """The multiplier of cos and sin."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return yarn_mscale(self.factor, self.mscale) / yarn_mscale(self.factor, self.mscale_all_dim)
 
 
 def _yarn_boundary(rotations: float, dim: int, theta: float, original_len: int) -> float:
@@ -15,32 +64,31 @@ def _yarn_boundary(rotations: float, dim: int, theta: float, original_len: int) 
     return dim * math.log(original_len / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
 
-def inverse_frequencies(config: MLAConfig) -> np.ndarray:
-    """Angle per position of each rope pair: f32 [R / 2], highest frequency first.
+def inverse_frequencies(rope_dim: int, theta: float, yarn: YarnConfig | None) -> np.ndarray:
+    """Angle per position of each of rope_dim / 2 rope pairs: f32 [R / 2], highest frequency first.
 
     With yarn, pairs below the low boundary keep theta^(-2i/R), those above the high one are divided by `factor`, and a
     linear ramp blends the two in between.
     """
-    dim = config.qk_rope_head_dim
-    base = 1.0 / config.rope_theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
-    if config.yarn is None:
+    base = 1.0 / theta ** (np.arange(0, rope_dim, 2, dtype=np.float64) / rope_dim)
+    if yarn is None:
         return base.astype(np.float32)
-    yarn: YarnConfig = config.yarn
-    args = (dim, config.rope_theta, yarn.original_max_position_embeddings)
+    args = (rope_dim, theta, yarn.original_max_position_embeddings)
     low = max(math.floor(_yarn_boundary(yarn.beta_fast, *args)), 0)
-    high = min(math.ceil(_yarn_boundary(yarn.beta_slow, *args)), dim - 1)
+    high = min(math.ceil(_yarn_boundary(yarn.beta_slow, *args)), rope_dim - 1)
     # Equal boundaries make the ramp a step; the small width only avoids 0 / 0.
     width = high - low if high != low else 1e-3
-    ramp = np.clip((np.arange(dim // 2) - low) / width, 0.0, 1.0)
+    ramp = np.clip((np.arange(rope_dim // 2) - low) / width, 0.0, 1.0)
     return (base * (1.0 - ramp) + base / yarn.factor * ramp).astype(np.float32)
 
 
 def rope_cos_sin(config: MLAConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """cos and sin of every pair's angle, f32 [..., R / 2], for integer positions [...].
 
-    Angles are products in fp32 whatever the model computes in: bf16 can't tell position 4096 from 4097.
+    Angles are products in fp32 for a model of any dtype: bf16 can't tell position 4096 from 4097.
     """
-    angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(inverse_frequencies(config))
+    frequencies = inverse_frequencies(config.qk_rope_head_dim, config.rope_theta, config.yarn)
+    angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(frequencies)
     magnitude = jnp.float32(config.rope_magnitude)
     return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
 

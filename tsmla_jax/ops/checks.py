@@ -1,8 +1,8 @@
-"""What only the data can show, checked under TSMLA_CHECK=1.
+"""Checks of values, which no shape or dtype shows, under TSMLA_CHECK=1.
 
-Outside of jit the check raises ValueError at the call. Under jit it runs on the host while the program runs, and
-surfaces as jax's runtime error carrying the same text; that is a synchronisation, and jax.export can't serialise it,
-hence the switch. Without it the implementations still read and write only inside the cache.
+Outside of jit a check raises ValueError at the call. Under jit it runs on the host while the program runs, and its text
+arrives in jax's runtime error. That synchronises with the device, and jax.export can't serialise it, hence the switch.
+Without the checks the implementations still read and write only inside the cache.
 """
 
 from __future__ import annotations
@@ -14,36 +14,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsmla_kernels.contract import CacheGatherSpec, CacheWriteSpec, DecodeSpec, PrefillSpec
-from tsmla_kernels.contract import values as data_checks
+from tsmla_kernels.contract import CacheGatherSpec, CacheWriteSpec, DecodeSpec, PrefillSpec, values
 
-enabled = data_checks.enabled
+enabled = values.enabled
 
 
 def decode(spec: DecodeSpec, seq_lens: jax.Array, block_tables: jax.Array, cu_seqlens_q: jax.Array | None) -> jax.Array:
     """seq_lens, behind the check that lengths fit the table, used pages exist and cu_seqlens_q is sound."""
-    if cu_seqlens_q is None:
-        return behind(partial(data_checks.decode, spec), seq_lens, block_tables)
-    return behind(partial(data_checks.decode, spec), seq_lens, block_tables, cu_seqlens_q)
+    offsets = () if cu_seqlens_q is None else (cu_seqlens_q,)
+    return behind(partial(values.decode, spec), seq_lens, block_tables, *offsets)
 
 
 def prefill(spec: PrefillSpec, cu_seqlens_q: jax.Array, cu_seqlens_kv: jax.Array) -> jax.Array:
     """cu_seqlens_q, behind the check of both arrays of offsets."""
-    return behind(partial(data_checks.prefill, spec), cu_seqlens_q, cu_seqlens_kv)
+    return behind(partial(values.prefill, spec), cu_seqlens_q, cu_seqlens_kv)
 
 
 def cache_write(spec: CacheWriteSpec, slot_mapping: jax.Array) -> jax.Array:
     """slot_mapping, behind the check that every slot is -1 or in the cache and none is written twice."""
-    return behind(partial(data_checks.cache_write, spec), slot_mapping)
+    return behind(partial(values.cache_write, spec), slot_mapping)
 
 
 def cache_gather(spec: CacheGatherSpec, lens: jax.Array, starts: jax.Array, block_tables: jax.Array) -> jax.Array:
     """lens, behind the check that each range lies in its request's table, used pages exist and the rows fit."""
-    return behind(partial(data_checks.cache_gather, spec), lens, starts, block_tables)
+    return behind(partial(values.cache_gather, spec), lens, starts, block_tables)
 
 
 def behind(check: Callable[..., None], first: jax.Array, *others: jax.Array) -> jax.Array:
-    """`first`, unless `check` (of numpy arrays) objects."""
+    """`first`, which waits for `check` of the arrays, a function of numpy arrays that raises ValueError."""
     if not enabled():
         return first
     if not any(isinstance(x, jax.core.Tracer) for x in (first, *others)):

@@ -1,23 +1,39 @@
-"""explain: which implementation runs a call, and why the others can't."""
+"""The table of all operations, and explain: which implementation runs a call, and why the others can't."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
-from tsmla_jax.ops.dispatch import Explanation, explain_spec
+from tsmla_jax.ops.compress_kv import api as compress_kv
+from tsmla_jax.ops.gather_kv_cache import api as gather_kv_cache
+from tsmla_jax.ops.indexer_logits import api as indexer_logits
+from tsmla_jax.ops.merge_attention_states import api as merge_attention_states
+from tsmla_jax.ops.mla_decode import api as mla_decode
+from tsmla_jax.ops.mla_prefill import api as mla_prefill
+from tsmla_jax.ops.mla_prefill_kv import api as mla_prefill_kv
+from tsmla_jax.ops.operation import Explanation
+from tsmla_jax.ops.rope_write_kv_cache import api as rope_write_kv_cache
+from tsmla_jax.ops.select_topk import api as select_topk
+from tsmla_jax.ops.sparse_mla import api as sparse_mla
+from tsmla_jax.ops.write_kv_cache import api as write_kv_cache
 
-SPARSE_OPERATIONS = ("sparse_mla", "compress_kv", "indexer_logits", "select_topk")
-OPERATIONS = (
-    "mla_decode",
-    "mla_prefill",
-    "write_kv_cache",
-    "rope_write_kv_cache",
-    "gather_kv_cache",
-    "merge_attention_states",
-    *SPARSE_OPERATIONS,
-)
+OPERATIONS = {
+    api.OPERATION.name: api.OPERATION
+    for api in (
+        mla_decode,
+        mla_prefill,
+        mla_prefill_kv,
+        write_kv_cache,
+        rope_write_kv_cache,
+        gather_kv_cache,
+        merge_attention_states,
+        sparse_mla,
+        compress_kv,
+        indexer_logits,
+        select_topk,
+    )
+}
 
 
 def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -34,10 +50,7 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     Raises:
       TypeError, ValueError: an argument is not legal, as the operation itself says it; or no such operation.
     """
-    name = getattr(op, "__name__", op)
-    if name not in OPERATIONS:
+    operation = OPERATIONS.get(op if isinstance(op, str) else getattr(op, "__name__", ""))
+    if operation is None:
         raise ValueError(f"op: got {op!r}; legal: {', '.join(OPERATIONS)}")
-    implementation = kwargs.pop("implementation", None)
-    path = f"sparse.{name}" if name in SPARSE_OPERATIONS else name
-    api = importlib.import_module(f"tsmla_jax.ops.{path}.api")
-    return explain_spec(path, api.spec(*args, **kwargs), implementation)
+    return operation.explain(*args, **kwargs)

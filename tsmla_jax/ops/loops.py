@@ -1,4 +1,4 @@
-"""Loop carries that are legal inside shard_map."""
+"""Arrays whose types differ between devices as other arrays' do, which loops and kernels' calls need in shard_map."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def carry(initial: jax.Array, *operands: jax.Array) -> jax.Array:
     A loop's carry must have one type; a constant start is the same everywhere until the body mixes sharded data into
     it, which shard_map would refuse."""
     axes = frozenset().union(*map(_varying_axes, operands)) - _varying_axes(initial)
-    return lax.pcast(initial, tuple(axes), to="varying") if axes else initial
+    return lax.pcast(initial, tuple(sorted(axes)), to="varying") if axes else initial
 
 
 def _varying_axes(x: jax.Array) -> frozenset[str]:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops.arrays import Scale, accumulation_dtype, as_scale
+from tsmla_jax.ops.inputs import Scale, accumulation_dtype, as_scale
 from tsmla_kernels.contract import FP8, FP8_MAX
 
 
 def to_cache_dtype(x: jax.Array, scale: Scale | None, dtype: str) -> jax.Array:
     """x * (1 / scale) in float32 (float64 for float64), rounded to nearest even into `dtype`; fp8 saturates at +-448.
 
-    The reciprocal is taken once: XLA makes this of a division by a scalar anyway, but only under jit, and a kernel
-    would too.
+    The reciprocal is taken once. XLA turns a division by a scalar into this under jit, and so do the kernels.
     """
     if scale is not None:
         wide = accumulation_dtype(x.dtype.name)
         x = x.astype(wide) * (1 / as_scale(scale, wide))
     if dtype == FP8:
-        # The conversion itself turns what is out of range into NaN.
+        # The conversion alone would turn values out of range into NaN.
         x = jnp.clip(x.astype(accumulation_dtype(x.dtype.name)), -FP8_MAX, FP8_MAX)
     return x.astype(dtype)

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 def row_owner(cu_seqlens: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """For each of num_rows packed rows: its request, its position in that request, and whether any request owns it.
 
-    cu_seqlens is [B + 1]; rows before cu_seqlens[0] or from cu_seqlens[B] on belong to none (request and position are
-    then in bounds and meaningless)."""
+    cu_seqlens is [B + 1]. Rows before cu_seqlens[0] or from cu_seqlens[B] on belong to no request; their request and
+    position are in bounds and meaningless."""
     rows = jnp.arange(num_rows, dtype=jnp.int32)
     last = cu_seqlens.shape[0] - 2
-    # The last request that starts at or before the row: this steps over requests of length 0. (Not jnp.searchsorted:
-    # that one refuses symbolic sizes.)
+    # The last request that starts at or before the row, which steps over requests of length 0. jnp.searchsorted would
+    # refuse symbolic sizes.
     request = (cu_seqlens <= rows[:, None]).sum(-1, dtype=jnp.int32) - 1
     owned = (rows >= cu_seqlens[0]) & (rows < cu_seqlens[-1])
     request = jnp.clip(request, 0, last)
@@ -22,13 +22,13 @@ def row_owner(cu_seqlens: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Arra
 
 
 def to_padded(packed: jax.Array, cu_seqlens: jax.Array, max_len: int) -> jax.Array:
-    """[T, ...] -> [B, max_len, ...]; what lies past a request's end is another row, never out of bounds."""
+    """[T, ...] -> [B, max_len, ...]. Past a request's end come other rows, never ones out of bounds."""
     index = cu_seqlens[:-1, None] + jnp.arange(max_len, dtype=jnp.int32)
     return packed[jnp.clip(index, 0, packed.shape[0] - 1)]
 
 
 def to_packed(padded: jax.Array, cu_seqlens: jax.Array, num_rows: int, fill: float) -> jax.Array:
-    """[B, S, ...] -> [num_rows, ...]; rows of no request, or past its S-th token, are `fill`."""
+    """[B, S, ...] -> [num_rows, ...]; rows of no request, and those past a request's S-th token, are `fill`."""
     request, position, owned = row_owner(cu_seqlens, num_rows)
     owned &= position < padded.shape[1]
     packed = padded[request, jnp.minimum(position, padded.shape[1] - 1)]

@@ -1,4 +1,4 @@
-"""Rotating rope vectors by given angles, in the two layouts that they are stored in."""
+"""Rotating rope vectors by given angles, in the two layouts in which engines store them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleave: bool, la
     Args:
       x: [..., R]; pair i is columns 2i and 2i + 1 where `interleave`, else i and i + R / 2.
       cos, sin: float32, broadcastable to [..., R / 2].
-      layout: the same of the result: "interleaved" or "halves".
+      layout: the order of the result's columns: "interleaved" (pairs 2i, 2i + 1) or "halves" (i, i + R / 2).
     """
     half = x.shape[-1] // 2
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))

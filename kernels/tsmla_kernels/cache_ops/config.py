@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from tsmla_kernels.kernel import ITEMSIZE
+
 if TYPE_CHECKING:
     from tsmla_kernels.contract import CacheGatherSpec, CacheWriteSpec
     from tsmla_kernels.contract.cache import RopeWriteSpec
@@ -16,20 +18,18 @@ if TYPE_CHECKING:
 ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_107a")
 INPUTS = ("bfloat16", "float16", "float32")
 CACHES = ("bfloat16", "float16", "float8_e4m3fn")
-ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
-STORE_BYTES = 16  # of a thread's store, the widest there is
-THREADS = 288  # at most, unless one row takes more: 4 rows of 576 16-bit values, or 8 of fp8
+STORE_BYTES = 16  # the widest store of a thread
+THREADS = 288  # the most threads of a CTA, unless one row needs more: 4 rows of 576 16-bit values, or 8 of fp8
 MAX_THREADS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How the threads of a CTA share rows of results: each stores `vector` values of a row at once, and the `chunks` of
-    a row go to that many threads.
+    """How the threads of a CTA share rows of results.
 
     Attributes:
-      vector: values of a thread's store.
-      chunks: stores of a row.
+      vector: values that a thread stores at once: one chunk of a row.
+      chunks: chunks of a row, each of another thread.
       rows: rows that a CTA handles side by side.
     """
 
@@ -43,15 +43,15 @@ class Tiling:
 
 
 def tiling(columns: int, *dtypes: str) -> Tiling:
-    """The tiling of rows of `columns` values, each of which is stored in one of these dtypes."""
+    """The tiling of rows of `columns` values that are stored in one of these dtypes, or in each of them."""
     vector = STORE_BYTES // max(ITEMSIZE[dtype] for dtype in dtypes)
     chunks = columns // vector
-    return Tiling(vector, chunks, max(1, THREADS // max(1, chunks)))  # no chunk: the widths are refused
+    return Tiling(vector, chunks, max(1, THREADS // max(1, chunks)))  # rows without a chunk are refused by the reasons
 
 
 @dataclasses.dataclass(frozen=True)
 class WriteConfig:
-    """What an object of write_kv_cache is compiled for.
+    """The static facts that an object of write_kv_cache is compiled for.
 
     Attributes:
       in_dtype: of latent and k_rope. kv_dtype: of the cache.
@@ -76,13 +76,14 @@ class WriteConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RopeWriteConfig:
-    """What an object of rope_write_kv_cache is compiled for.
+    """The static facts that an object of rope_write_kv_cache is compiled for.
 
     Attributes:
-      in_dtype: of q_nope, q_rope, latent and k_rope. q_dtype: of the query it makes. kv_dtype: of the cache.
+      in_dtype: of q_nope, q_rope, latent and k_rope. q_dtype: of the query that it writes. kv_dtype: of the cache.
       latent_dim: L. rope_dim: R.
-      rope_interleave: whether the pairs that are rotated lie side by side in q_rope and k_rope; otherwise their halves.
-      rope_layout: "interleaved" or "halves", the same of the rotated values.
+      rope_interleave: whether the members of a rotated pair are neighbours in q_rope and k_rope, and not in different
+        halves.
+      rope_layout: "interleaved" or "halves": the same for the rotated values.
       unroll: rows that a thread has in flight at once.
     """
 
@@ -106,7 +107,7 @@ class RopeWriteConfig:
 
 @dataclasses.dataclass(frozen=True)
 class GatherConfig:
-    """What an object of gather_kv_cache is compiled for.
+    """The static facts that an object of gather_kv_cache is compiled for.
 
     Attributes:
       kv_dtype: of the cache. out_dtype: of the rows.
@@ -186,18 +187,17 @@ def gather_config(spec: CacheGatherSpec) -> GatherConfig:
 def _dtype_reasons(name: str, dtype: str, legal: tuple[str, ...]) -> list[str]:
     if dtype in legal:
         return []
-    says = name if name == "q_dtype" or name == "out_dtype" else f"{name}.dtype"
-    return [f"{says} is {dtype}; the cache kernels take {', '.join(legal)}"]
+    argument = name if name in ("q_dtype", "out_dtype") else f"{name}.dtype"
+    return [f"{argument} is {dtype}; the cache kernels take {', '.join(legal)}"]
 
 
-def _width_reasons(widths: dict[str, int], shared: Tiling, what: str) -> list[str]:
+def _width_reasons(widths: dict[str, int], tiles: Tiling, stored: str) -> list[str]:
+    takes = f"with {stored} the cache kernels take"
     reasons = [
-        f"{name} is {width}; with {what} the cache kernels take multiples of {shared.vector}"
+        f"{name} is {width}; {takes} multiples of {tiles.vector}"
         for name, width in widths.items()
-        if width % shared.vector
+        if width % tiles.vector
     ]
-    if not reasons and shared.threads > MAX_THREADS:
-        reasons.append(
-            f"D is {sum(widths.values())}; with {what} the cache kernels take at most {MAX_THREADS * shared.vector}"
-        )
+    if not reasons and tiles.threads > MAX_THREADS:
+        reasons.append(f"D is {sum(widths.values())}; {takes} at most {MAX_THREADS * tiles.vector}")
     return reasons

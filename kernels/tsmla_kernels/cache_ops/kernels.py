@@ -1,12 +1,14 @@
-"""The paged cache's own kernels: writing rows into its slots, with and without the rotation before it, and gathering
-them back. DESIGN.md beside this says why they look as they do.
+"""The kernels of the paged cache: writing rows into its slots, with or without rotating them first, and gathering rows.
+DESIGN.md beside this says why they look as they do.
 
-Each moves rows once, each in one launch. A thread keeps one chunk of columns (16 bytes of results) and walks down rows
-with it, a few of them in flight at once; whatever decides where a row goes is read beside the row, not before it.
-Addresses are computed in 64 bits, in bytes.
+Each kernel moves every row once, in one launch. A thread owns one chunk of columns (16 bytes of results) and walks down
+the rows, with a few of them in flight. The slot of a row is loaded together with the row, not before it. Addresses are
+computed in 64 bits, in bytes.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -22,25 +24,25 @@ DTYPES = {
     "float32": cutlass.Float32,
     "float8_e4m3fn": cutlass.Float8E4M3FN,
 }
-NOWHERE = -1  # the slot of a row that comes from, or goes to, no place in the cache
+NOWHERE = -1  # the slot of a row that is not in the cache
 
 
 def values_at(dtype, address, count):
-    """The `count` values at an address, as a tensor over global memory that is read and written at its full width."""
+    """The `count` values at an address of global memory, as a tensor that is read or written by one instruction."""
     align = min(16, count * dtype.width // 8)
     pointer = cute.make_ptr(dtype, address, AddressSpace.gmem, assumed_align=align)
     return cute.make_tensor(pointer, cute.make_layout(count))
 
 
 def load(dtype, address, count):
-    """These values in registers."""
+    """The `count` values at an address, in registers."""
     values = cute.make_rmem_tensor((count,), dtype)
     cute.autovec_copy(values_at(dtype, address, count), values)
     return values
 
 
 def store(dtype, address, values):
-    """`values`, float32 in registers, rounded to nearest even into `dtype` (fp8 saturates) and written."""
+    """Write float32 registers, rounded to nearest even in `dtype` (fp8 saturates)."""
     count = cute.size(values)
     rounded = cute.make_rmem_tensor((count,), dtype)
     rounded.store(values.load().to(dtype))
@@ -55,29 +57,29 @@ def widened(values, factor):
 
 
 def row_address(array, row, column_bytes):
-    """Where a row of an array [rows, pitch] begins, plus some bytes. The pitch is read from the array: whoever launches
-    may pass a slice of wider rows as an array of those (their first columns are what is read)."""
+    """The address of a row of an array [rows, pitch], plus some bytes. The pitch is read from the array, because a
+    launch may pass wider rows; only their first columns are read."""
     pitch = Int64(array.shape[1]) * (array.element_type.width // 8)
     return array.iterator.toint() + Int64(row) * pitch + Int64(column_bytes)
 
 
 def slot_address(cache, slot, column_bytes):
-    """Where the row of a slot begins in a cache [P, Z, D], plus some bytes."""
+    """The address of a slot's row in a cache [P, Z, D], plus some bytes."""
     row_bytes = cache.shape[2] * cache.element_type.width // 8
     return cache.iterator.toint() + Int64(slot) * row_bytes + Int64(column_bytes)
 
 
-def num_slots(cache):
-    """P * Z, in 64 bits."""
-    return Int64(cache.shape[0]) * Int64(cache.shape[1])
+def is_written(is_row, cache, slot):
+    """Whether a slot lies in a cache [P, Z, D], and there is a row for it."""
+    return is_row & (slot >= 0) & (Int64(slot) < Int64(cache.shape[0]) * Int64(cache.shape[1]))
 
 
 class WriteKvCache:
     """write_kv_cache: `config` is static, all shapes but D, L and R are dynamic.
 
-    Operands of the launcher: kv_cache [P, Z, D], latent [T, L] and k_rope [T, R] (or rows of which these are the first
-    columns; every row at a multiple of 16 bytes; k_rope is not read where R = 0), slot_mapping [T] i32, kv_scale [1]
-    f32, new_kv_cache: the same memory as kv_cache, which is not read.
+    Operands of the launcher: kv_cache [P, Z, D], which is not read; latent [T, L] and k_rope [T, R], or wider rows that
+    begin with these columns, every row at a multiple of 16 bytes (k_rope is not read where R = 0); slot_mapping [T]
+    i32; kv_scale [1] f32; new_kv_cache, the same memory as kv_cache.
     """
 
     def __init__(self, config: WriteConfig) -> None:
@@ -116,37 +118,57 @@ class WriteKvCache:
         tidx, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         tiling, unroll = self.tiling, self.config.unroll
-        chunk, local = tidx % tiling.chunks, tidx // tiling.chunks
-        first = block * (tiling.rows * unroll) + local
+        chunk, local_row = tidx % tiling.chunks, tidx // tiling.chunks
+        first_row = block * (tiling.rows * unroll) + local_row
         num_tokens = slot_mapping.shape[0]
         in_bytes = self.in_dtype.width // 8
 
         slots, rows = [], []
         for u in cutlass.range_constexpr(unroll):
-            token = cutlass.min(first + u * tiling.rows, num_tokens - 1)
-            at = row_address(latent, token, chunk * (tiling.vector * in_bytes))
+            token = cutlass.min(first_row + u * tiling.rows, num_tokens - 1)
+            address = row_address(latent, token, chunk * (tiling.vector * in_bytes))
             if chunk >= self.latent_chunks:
-                at = row_address(k_rope, token, (chunk - self.latent_chunks) * (tiling.vector * in_bytes))
+                address = row_address(k_rope, token, (chunk - self.latent_chunks) * (tiling.vector * in_bytes))
             slots.append(slot_mapping[token])
-            rows.append(load(self.in_dtype, at, tiling.vector))
+            rows.append(load(self.in_dtype, address, tiling.vector))
         inverse = Float32(1.0) / kv_scale[0]
         for u in cutlass.range_constexpr(unroll):
-            inside = (first + u * tiling.rows < num_tokens) & (slots[u] >= 0) & (Int64(slots[u]) < num_slots(cache))
-            if inside:
-                at = slot_address(cache, slots[u], chunk * (tiling.vector * self.kv_dtype.width // 8))
-                store(self.kv_dtype, at, widened(rows[u], inverse))
+            if is_written(first_row + u * tiling.rows < num_tokens, cache, slots[u]):
+                address = slot_address(cache, slots[u], chunk * (tiling.vector * self.kv_dtype.width // 8))
+                store(self.kv_dtype, address, widened(rows[u], inverse))
+
+
+class RopeWriteArrays(NamedTuple):
+    """The arrays that rope_write_kv_cache reads and writes, with N = T * H query rows. An input may have wider rows
+    that begin with the columns given here; every row lies at a multiple of 16 bytes.
+
+    Attributes:
+      q_nope: [N, L]. q_rope: [N, R]. latent: [T, L]. k_rope: [T, R]. slot_mapping: [T] i32.
+      cos, sin: [T, R / 2] f32. q_scale, kv_scale: [1] f32.
+      q: [N, D]. new_kv_cache: [P, Z, D].
+    """
+
+    q_nope: cute.Tensor
+    q_rope: cute.Tensor
+    latent: cute.Tensor
+    k_rope: cute.Tensor
+    slot_mapping: cute.Tensor
+    cos: cute.Tensor
+    sin: cute.Tensor
+    q_scale: cute.Tensor
+    kv_scale: cute.Tensor
+    q: cute.Tensor
+    new_kv_cache: cute.Tensor
 
 
 class RopeWriteKvCache:
     """rope_write_kv_cache: `config` is static, all shapes but D, L and R are dynamic.
 
-    Operands of the launcher, N = T * H query rows: kv_cache [P, Z, D]; q_nope [N, L], q_rope [N, R], latent [T, L],
-    k_rope [T, R], cos and sin [T, R / 2] f32 (each of them also as rows of which these are the first columns, every row
-    at a multiple of 16 bytes); slot_mapping [T] i32, q_scale [1] and kv_scale [1] f32; q [N, D]; new_kv_cache: the same
-    memory as kv_cache, which is not read.
-
-    The rows of the grid are the N of q, and then the T of the cache.
+    Operands of the launcher: kv_cache [P, Z, D], which is not read, and RopeWriteArrays, whose new_kv_cache is the same
+    memory. The rows of the grid are the N of q, and then the T of the cache.
     """
+
+    arrays = RopeWriteArrays
 
     def __init__(self, config: RopeWriteConfig) -> None:
         self.config = config
@@ -155,152 +177,128 @@ class RopeWriteKvCache:
         self.q_dtype, self.kv_dtype = DTYPES[config.q_dtype], DTYPES[config.kv_dtype]
         self.latent_chunks = config.latent_dim // self.tiling.vector
         self.half = config.rope_dim // 2
-        self.pairs = self.tiling.vector // 2  # that a thread rotates
+        self.pairs = self.tiling.vector // 2  # a thread rotates this many
 
     @cute.jit
-    def __call__(
-        self,
-        stream: cuda.CUstream,
-        kv_cache: cute.Tensor,
-        q_nope: cute.Tensor,
-        q_rope: cute.Tensor,
-        latent: cute.Tensor,
-        k_rope: cute.Tensor,
-        slot_mapping: cute.Tensor,
-        cos: cute.Tensor,
-        sin: cute.Tensor,
-        q_scale: cute.Tensor,
-        kv_scale: cute.Tensor,
-        q: cute.Tensor,
-        new_kv_cache: cute.Tensor,
-    ):
-        tokens, q_rows = slot_mapping.shape[0], q.shape[0]
+    def __call__(self, stream: cuda.CUstream, kv_cache: cute.Tensor, *operands: cute.Tensor):
+        arrays = self.arrays(*operands)
+        num_tokens, q_rows = arrays.slot_mapping.shape[0], arrays.q.shape[0]
         step = self.tiling.rows * self.config.unroll
-        self.rotate_and_write(
-            q_nope, q_rope, latent, k_rope, slot_mapping, cos, sin, q_scale, kv_scale, q, new_kv_cache,
-            Int32(q_rows // tokens),
-        ).launch(
-            grid=[cute.ceil_div(q_rows + tokens, step), 1, 1],
+        self.rotate_and_write(arrays, Int32(q_rows // num_tokens)).launch(
+            grid=[cute.ceil_div(q_rows + num_tokens, step), 1, 1],
             block=[self.tiling.threads, 1, 1],
             stream=stream,
-        )  # fmt: skip
+        )
 
     @cute.kernel
-    def rotate_and_write(
-        self,
-        q_nope: cute.Tensor,
-        q_rope: cute.Tensor,
-        latent: cute.Tensor,
-        k_rope: cute.Tensor,
-        slot_mapping: cute.Tensor,
-        cos: cute.Tensor,
-        sin: cute.Tensor,
-        q_scale: cute.Tensor,
-        kv_scale: cute.Tensor,
-        q: cute.Tensor,
-        cache: cute.Tensor,
-        num_heads: Int32,
-    ):
+    def rotate_and_write(self, arrays: RopeWriteArrays, num_heads: Int32):
         tidx, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         tiling, unroll = self.tiling, self.config.unroll
-        chunk, local = tidx % tiling.chunks, tidx // tiling.chunks
-        first = block * (tiling.rows * unroll) + local
-        q_rows, num_tokens = q.shape[0], slot_mapping.shape[0]
-        in_bytes, vector = self.in_dtype.width // 8, self.tiling.vector
+        chunk, local_row = tidx % tiling.chunks, tidx // tiling.chunks
+        first_row = block * (tiling.rows * unroll) + local_row
+        vector, in_bytes = tiling.vector, self.in_dtype.width // 8
+        latent_dim = self.config.latent_dim
 
         if chunk < self.latent_chunks:
             slots, rows = [], []
             for u in cutlass.range_constexpr(unroll):
-                row = cutlass.min(first + u * tiling.rows, q_rows + num_tokens - 1)
-                at = row_address(q_nope, cutlass.min(row, q_rows - 1), chunk * (vector * in_bytes))
-                slot = Int32(0)
-                if row >= q_rows:
-                    at = row_address(latent, row - q_rows, chunk * (vector * in_bytes))
-                    slot = slot_mapping[row - q_rows]
+                row = first_row + u * tiling.rows
+                address, _, slot = self.source(
+                    arrays, arrays.q_nope, arrays.latent, row, num_heads, chunk * (vector * in_bytes)
+                )
                 slots.append(slot)
-                rows.append(load(self.in_dtype, at, vector))
-            factors = Float32(1.0) / q_scale[0], Float32(1.0) / kv_scale[0]
+                rows.append(load(self.in_dtype, address, vector))
+            factors = Float32(1.0) / arrays.q_scale[0], Float32(1.0) / arrays.kv_scale[0]
             for u in cutlass.range_constexpr(unroll):
-                row = first + u * tiling.rows
-                self.put(q, cache, row, slots[u], num_tokens, chunk * vector, (rows[u],), 0, factors)
+                self.write(arrays, first_row + u * tiling.rows, slots[u], chunk * vector, (rows[u],), factors)
         else:
-            slots, firsts, seconds, angles = [], [], [], []
+            slots, pairs, angles = [], [], []
             pair = (chunk - self.latent_chunks) * self.pairs
             for u in cutlass.range_constexpr(unroll):
-                row = cutlass.min(first + u * tiling.rows, q_rows + num_tokens - 1)
-                at = row_address(q_rope, cutlass.min(row, q_rows - 1), 0)
-                token, slot = row // num_heads, Int32(0)
-                if row >= q_rows:
-                    token = row - q_rows
-                    at = row_address(k_rope, token, 0)
-                    slot = slot_mapping[token]
+                row = first_row + u * tiling.rows
+                address, token, slot = self.source(arrays, arrays.q_rope, arrays.k_rope, row, num_heads, 0)
                 slots.append(slot)
-                halves = self.load_pairs(at, pair)
-                firsts.append(halves[0])
-                seconds.append(halves[1])
-                angles.append(
-                    tuple(load(Float32, row_address(table, token, pair * 4), self.pairs) for table in (cos, sin))
-                )
-            factors = Float32(1.0) / q_scale[0], Float32(1.0) / kv_scale[0]
+                pairs.append(self.load_pairs(address, pair))
+                tables = arrays.cos, arrays.sin
+                angles.append([load(Float32, row_address(table, token, pair * 4), self.pairs) for table in tables])
+            factors = Float32(1.0) / arrays.q_scale[0], Float32(1.0) / arrays.kv_scale[0]
             for u in cutlass.range_constexpr(unroll):
-                x, y, (c, s) = firsts[u], seconds[u], angles[u]
-                turned = [
-                    [x[i] * c[i] - y[i] * s[i] for i in range(self.pairs)],
-                    [y[i] * c[i] + x[i] * s[i] for i in range(self.pairs)],
+                (x, y), (cos, sin) = pairs[u], angles[u]
+                rotated = [
+                    [x[i] * cos[i] - y[i] * sin[i] for i in range(self.pairs)],
+                    [y[i] * cos[i] + x[i] * sin[i] for i in range(self.pairs)],
                 ]
-                row, latent_dim = first + u * tiling.rows, self.config.latent_dim
                 if const_expr(self.config.rope_layout == "interleaved"):
-                    # In pairs, and rounded as the input is: quantising starts from what an unfused rotation gives.
-                    values = cute.make_rmem_tensor((vector,), self.in_dtype)
-                    for i in cutlass.range_constexpr(self.pairs):
-                        for side in cutlass.range_constexpr(2):
-                            values[2 * i + side] = turned[side][i].to(self.in_dtype)
-                    self.put(q, cache, row, slots[u], num_tokens, latent_dim + 2 * pair, (values,), 0, factors)
-                else:
-                    sides = []
-                    for side in cutlass.range_constexpr(2):
-                        values = cute.make_rmem_tensor((self.pairs,), self.in_dtype)
-                        for i in cutlass.range_constexpr(self.pairs):
-                            values[i] = turned[side][i].to(self.in_dtype)
-                        sides.append(values)
-                    self.put(q, cache, row, slots[u], num_tokens, latent_dim + pair, sides, self.half, factors)
+                    rotated = [[rotated[i % 2][i // 2] for i in range(vector)]]
+                # Rounded to the inputs' dtype, as an unfused rotation would before it is quantised.
+                stores = [self.rounded(values) for values in rotated]
+                column = latent_dim + pair * (3 - len(stores))
+                self.write(arrays, first_row + u * tiling.rows, slots[u], column, stores, factors)
 
-    def load_pairs(self, at, pair):
-        """The first and the second members, in float32, of a thread's pairs from number `pair` on of the rope vector at
-        an address."""
+    @cute.jit
+    def source(
+        self,
+        arrays: RopeWriteArrays,
+        q_part: cute.Tensor,
+        kv_part: cute.Tensor,
+        row: Int32,
+        num_heads: Int32,
+        column_bytes: Int32,
+    ):
+        """(address, token, slot) of a row of the grid: where it is read, and where it goes in the cache. A row beyond
+        the last is read as the last. `q_part` and `kv_part` are the inputs that hold the row."""
+        q_rows = arrays.q.shape[0]
+        row = cutlass.min(row, q_rows + arrays.slot_mapping.shape[0] - 1)
+        address = row_address(q_part, cutlass.min(row, q_rows - 1), column_bytes)
+        token, slot = row // num_heads, Int32(0)
+        if row >= q_rows:
+            token = row - q_rows
+            address = row_address(kv_part, token, column_bytes)
+            slot = arrays.slot_mapping[token]
+        return address, token, slot
+
+    def load_pairs(self, address, pair):
+        """The first and the second members, in float32, of a thread's pairs. The rope vector is at `address`, and the
+        thread's first pair has the number `pair`."""
         count, size = self.pairs, self.in_dtype.width // 8
         if self.config.rope_interleave:
-            both = load(self.in_dtype, at + Int64(pair * (2 * size)), 2 * count)
+            both = load(self.in_dtype, address + Int64(pair * (2 * size)), 2 * count)
             sides = [[both[2 * i + side] for i in range(count)] for side in range(2)]
         else:
-            halves = [load(self.in_dtype, at + Int64((pair + side * self.half) * size), count) for side in range(2)]
+            starts = [address + Int64((pair + side * self.half) * size) for side in range(2)]
+            halves = [load(self.in_dtype, start, count) for start in starts]
             sides = [[half[i] for i in range(count)] for half in halves]
         return [[value.to(Float32) for value in side] for side in sides]
 
+    def rounded(self, values):
+        """Registers that hold these numbers in the inputs' dtype."""
+        registers = cute.make_rmem_tensor((len(values),), self.in_dtype)
+        for i, value in enumerate(values):
+            registers[i] = value.to(self.in_dtype)
+        return registers
+
     @cute.jit
-    def put(
+    def write(
         self,
-        q: cute.Tensor,
-        cache: cute.Tensor,
+        arrays: RopeWriteArrays,
         row: Int32,
         slot: Int32,
-        num_tokens: Int32,
         column: Int32,
-        parts: cutlass.Constexpr,
-        apart: cutlass.Constexpr,
+        stores: cutlass.Constexpr,
         factors: cutlass.Constexpr,
     ):
-        """Values of the grid's row `row` from `column` on: into q, or into the cache's slot; more parts follow `apart`
-        columns on."""
-        if row < q.shape[0]:
-            for i in cutlass.range_constexpr(len(parts)):
-                at = row_address(q, row, (column + i * apart) * (self.q_dtype.width // 8))
-                store(self.q_dtype, at, widened(parts[i], factors[0]))
-        elif (row < q.shape[0] + num_tokens) & (slot >= 0) & (Int64(slot) < num_slots(cache)):
-            for i in cutlass.range_constexpr(len(parts)):
-                at = slot_address(cache, slot, (column + i * apart) * (self.kv_dtype.width // 8))
-                store(self.kv_dtype, at, widened(parts[i], factors[1]))
+        """Write values of a row of the grid into q or into the cache's slot, times the factor of either. The first of
+        `stores` goes to `column`, the second to half a rope vector further."""
+        q_rows = arrays.q.shape[0]
+        if row < q_rows:
+            for i in cutlass.range_constexpr(len(stores)):
+                address = row_address(arrays.q, row, (column + i * self.half) * (self.q_dtype.width // 8))
+                store(self.q_dtype, address, widened(stores[i], factors[0]))
+        elif is_written(row < q_rows + arrays.slot_mapping.shape[0], arrays.new_kv_cache, slot):
+            for i in cutlass.range_constexpr(len(stores)):
+                address = slot_address(arrays.new_kv_cache, slot, (column + i * self.half) * (self.kv_dtype.width // 8))
+                store(self.kv_dtype, address, widened(stores[i], factors[1]))
 
 
 class GatherKvCache:
@@ -309,15 +307,15 @@ class GatherKvCache:
     Operands of the launcher: kv_cache [P, Z, D], block_tables [B, M] i32, starts [B] i32, lens [B] i32, kv_scale [1]
     f32, out [N, D].
 
-    A CTA finds the requests of its own rows: it adds up lens with all its threads, a segment at a time, and one thread
-    for each row searches the sums. Nothing is prepared by a launch before.
+    A CTA finds the requests of its own rows, so no launch before it has to: all threads add up lens, one segment of
+    requests at a time, and one thread for each row searches the sums.
     """
 
     def __init__(self, config: GatherConfig) -> None:
         self.config = config
         self.tiling = config.tiling
         self.kv_dtype, self.out_dtype = DTYPES[config.kv_dtype], DTYPES[config.out_dtype]
-        # Requests that are added up at once, a power of two for the search.
+        # Requests whose lengths are added up at once: a power of two, for the search.
         self.segment = 1 << (min(self.tiling.threads, 256).bit_length() - 1)
 
     @cute.jit
@@ -367,19 +365,19 @@ class GatherKvCache:
             slots[tidx] = self.slot(request, position, cache, block_tables, starts)
         cute.arch.sync_threads()
 
-        chunk, local = tidx % tiling.chunks, tidx // tiling.chunks
+        chunk, local_row = tidx % tiling.chunks, tidx // tiling.chunks
         in_column = chunk * (tiling.vector * self.kv_dtype.width // 8)
         out_column = chunk * (tiling.vector * self.out_dtype.width // 8)
         factor = kv_scale[0]
-        for turn in cutlass.range(self.config.rounds // unroll, unroll=1):
+        for batch_of_rows in cutlass.range(self.config.rounds // unroll, unroll=1):
             sources, rows = [], []
-            begin = turn * (unroll * tiling.rows) + local
+            first_row = batch_of_rows * (unroll * tiling.rows) + local_row
             for u in cutlass.range_constexpr(unroll):
-                sources.append(slots[begin + u * tiling.rows])
-                at = slot_address(cache, cutlass.max(sources[u], Int64(0)), in_column)
-                rows.append(load(self.kv_dtype, at, tiling.vector))
+                sources.append(slots[first_row + u * tiling.rows])
+                address = slot_address(cache, cutlass.max(sources[u], Int64(0)), in_column)
+                rows.append(load(self.kv_dtype, address, tiling.vector))
             for u in cutlass.range_constexpr(unroll):
-                row = block * cta_rows + begin + u * tiling.rows
+                row = block * cta_rows + first_row + u * tiling.rows
                 if row < out.shape[0]:
                     values = widened(rows[u], factor)
                     if sources[u] < 0:
@@ -388,7 +386,7 @@ class GatherKvCache:
 
     @cute.jit
     def owner(self, row: Int32, lens: cute.Tensor, ends: cute.Tensor, totals: cute.Tensor, tidx: Int32):
-        """(request, position in it) of a packed row; request -1 if it is no request's."""
+        """(request, position in the request) of a packed row; request -1 if the row belongs to none."""
         batch, warp, lane = lens.shape[0], tidx // 32, tidx % 32
         request, position, before = Int32(NOWHERE), Int32(0), Int32(0)
         for segment in cutlass.range(cute.ceil_div(batch, self.segment), unroll=1):
@@ -412,7 +410,7 @@ class GatherKvCache:
             cute.arch.sync_threads()
             inside = row - before
             if (inside >= 0) & (inside < ends[self.segment - 1]):
-                # As many requests as end at or before the row: this steps over those of length 0.
+                # The number of requests that end at or before the row, which skips requests of length 0.
                 count = Int32(0)
                 for step in cutlass.range_constexpr(self.segment.bit_length() - 1):
                     half = self.segment >> (step + 1)
@@ -430,16 +428,16 @@ class GatherKvCache:
     def slot(
         self, request: Int32, position: Int32, cache: cute.Tensor, block_tables: cute.Tensor, starts: cute.Tensor
     ) -> Int64:
-        """Where a request's token lies in the cache, NOWHERE if it is not inside the table. A page outside of the cache
-        is taken for the nearest inside."""
-        found = Int64(NOWHERE)
+        """The slot of a request's token, NOWHERE if the token is not inside the table. A page outside the cache counts
+        as the nearest page inside."""
+        slot = Int64(NOWHERE)
         if request >= 0:
             page_size = cache.shape[1]
             token = starts[request] + position
             if (token >= 0) & (Int64(token) < Int64(block_tables.shape[1]) * Int64(page_size)):
                 entry = token // page_size
-                at = Int64(request) * Int64(block_tables.shape[1]) + Int64(entry)
-                page = cute.make_tensor(block_tables.iterator + at, cute.make_layout(1))[0]
+                offset = Int64(request) * Int64(block_tables.shape[1]) + Int64(entry)
+                page = cute.make_tensor(block_tables.iterator + offset, cute.make_layout(1))[0]
                 page = cutlass.min(cutlass.max(page, 0), cache.shape[0] - 1)
-                found = Int64(page) * Int64(page_size) + Int64(token - entry * page_size)
-        return found
+                slot = Int64(page) * Int64(page_size) + Int64(token - entry * page_size)
+        return slot

@@ -1,4 +1,39 @@
-"""What every operation accepts and returns, in one place for both front ends: specs, rules and error texts."""
+"""What every operation accepts and returns, in one place for both front ends: specs, rules and error texts.
 
-from tsmla_kernels.contract.attention import *  # noqa: F403
-from tsmla_kernels.contract.attention import __all__ as __all__
+One function for each operation (`decode_spec`, ...) takes its arguments as `Array(shape, dtype)` and returns a frozen
+spec, so a wrong argument reads the same from jax and from torch. Imports neither of them.
+"""
+
+# ruff: noqa: F401  (these imports are what the package offers)
+
+from tsmla_kernels.contract.attention import (
+    DecodeSpec,
+    MergeSpec,
+    PrefillSpec,
+    decode_spec,
+    merge_spec,
+    prefill_spec,
+)
+from tsmla_kernels.contract.cache import (
+    CacheGatherSpec,
+    CacheWriteSpec,
+    RopeWriteSpec,
+    cache_gather_spec,
+    cache_write_spec,
+    rope_write_spec,
+)
+from tsmla_kernels.contract.rules import (
+    FLOATS,
+    FP8,
+    FP8_MAX,
+    VALUES,
+    Array,
+    Dim,
+    attention_out_dtype,
+    not_an_array,
+    not_differentiable,
+    not_runnable,
+    static_bool,
+    static_int,
+    unknown_implementation,
+)

@@ -1,14 +1,8 @@
-"""What every MLA operation accepts and returns: frozen specs, shape and dtype rules, and the error texts.
+"""What the dense attention operations accept and return: mla_decode, mla_prefill and merge_attention_states.
 
-Both front ends describe their arrays as `Array(shape, dtype)` with the dtype's name ("bfloat16") and call one function
-per operation here, so a wrong argument reads the same from jax and from torch. This module imports neither. A shape
-holds ints or the symbolic dimensions of `jax.export`; only the last axis (and the page size) must be ints.
-
-Axes: B requests, S query tokens a request, T tokens over all requests, H query heads, L latent width, R rope width,
-D = L + R, P pages, Z page size (tokens a page), M block-table width (pages a request at most).
-
-Errors: TypeError for an argument that isn't an array or isn't static, ValueError for a shape, dtype or value that is
-not legal. What a particular implementation can't run is that implementation's NotImplementedError, not decided here.
+Imports neither jax nor torch. Axes: B requests, S query tokens a request, T tokens over all requests, H query heads, L
+latent width, R rope width, D = L + R, P pages, Z page size (tokens a page), M block-table width (pages a request at
+most).
 """
 
 from collections.abc import Sequence
@@ -17,61 +11,44 @@ from dataclasses import dataclass
 from tsmla_kernels.contract.rules import (
     FLOATS,
     FP8,
-    FP8_MAX,
     SCALES,
     VALUES,
     Array,
     Dim,
+    Scale,
+    attention_lse_dtype,
+    attention_out_dtype,
     cache_shape,
     check_at_least_one,
     check_dtype,
-    check_integers,
+    check_ints_of_length,
     check_rank,
-    check_scale,
+    check_scales,
     check_static_last,
     listed,
-    not_an_array,
-    not_differentiable,
-    not_runnable,
     show,
     static_bool,
-    static_dim,
     static_int,
     table_shape,
-    unknown_implementation,
 )
 
-__all__ = [
-    "FLOATS",
-    "FP8",
-    "FP8_MAX",
-    "SCALES",
-    "VALUES",
-    "Array",
-    "CacheGatherSpec",
-    "CacheWriteSpec",
-    "DecodeSpec",
-    "Dim",
-    "MergeSpec",
-    "PrefillSpec",
-    "attention_out_dtype",
-    "cache_gather_spec",
-    "cache_write_spec",
-    "decode_spec",
-    "merge_spec",
-    "not_an_array",
-    "not_differentiable",
-    "not_runnable",
-    "prefill_spec",
-    "static_bool",
-    "static_dim",
-    "static_int",
-    "unknown_implementation",
-]
+
+class ResultDtypes:
+    """The dtypes of an attention's results, which follow from its query's."""
+
+    q_dtype: str
+
+    @property
+    def out_dtype(self) -> str:
+        return attention_out_dtype(self.q_dtype)
+
+    @property
+    def lse_dtype(self) -> str:
+        return attention_lse_dtype(self.q_dtype)
 
 
 @dataclass(frozen=True)
-class DecodeSpec:
+class DecodeSpec(ResultDtypes):
     """One call of mla_decode. For ragged queries max_q_len is the static bound on a request's query tokens and
     total_q_len is T; for uniform ones max_q_len is S and total_q_len is B * S."""
 
@@ -81,22 +58,24 @@ class DecodeSpec:
     num_heads: Dim
     latent_dim: int
     rope_dim: int
-    head_dim: int
     num_pages: Dim
     page_size: int
     max_pages: Dim
     q_dtype: str
     kv_dtype: str
-    out_dtype: str
-    lse_dtype: str
     ragged: bool
     causal: bool
     return_lse: bool
     batch_invariant: bool
 
+    @property
+    def head_dim(self) -> int:
+        """D, the width of a row of the cache."""
+        return self.latent_dim + self.rope_dim
+
 
 @dataclass(frozen=True)
-class PrefillSpec:
+class PrefillSpec(ResultDtypes):
     """One call of mla_prefill: total_q_len and total_kv_len are Tq and Tk, the packed lengths."""
 
     batch: Dim
@@ -109,38 +88,8 @@ class PrefillSpec:
     v_head_dim: int
     q_dtype: str
     kv_dtype: str
-    out_dtype: str
-    lse_dtype: str
     causal: bool
     return_lse: bool
-
-
-@dataclass(frozen=True)
-class CacheWriteSpec:
-    """One call of write_kv_cache."""
-
-    num_tokens: Dim
-    latent_dim: int
-    rope_dim: int
-    head_dim: int
-    num_pages: Dim
-    page_size: int
-    in_dtype: str
-    kv_dtype: str
-
-
-@dataclass(frozen=True)
-class CacheGatherSpec:
-    """One call of gather_kv_cache; total_len is the static number of rows of the result."""
-
-    batch: Dim
-    total_len: Dim
-    head_dim: int
-    num_pages: Dim
-    page_size: int
-    max_pages: Dim
-    kv_dtype: str
-    out_dtype: str
 
 
 @dataclass(frozen=True)
@@ -160,13 +109,13 @@ def decode_spec(
     kv_cache: Array,
     block_tables: Array,
     seq_lens: Array,
-    softmax_scale: Array | float,
+    softmax_scale: Scale,
     latent_dim: int = 512,
     cu_seqlens_q: Array | None = None,
     max_q_len: int | None = None,
     causal: bool = True,
-    q_scale: Array | float | None = None,
-    kv_scale: Array | float | None = None,
+    q_scale: Scale = None,
+    kv_scale: Scale = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
 ) -> DecodeSpec:
@@ -179,19 +128,19 @@ def decode_spec(
     if latent_dim > head_dim:
         raise ValueError(f"latent_dim: got {latent_dim}; it must be at most kv_cache's last axis D = {head_dim}")
     batch, max_pages = table_shape(block_tables)
-    check_integers("seq_lens", seq_lens, (batch,), "[B]", "B from block_tables")
+    check_ints_of_length("seq_lens", seq_lens, "B", batch, "B from block_tables")
 
     ragged = cu_seqlens_q is not None
     check_dtype("q", q, VALUES)
     if cu_seqlens_q is not None:
-        check_rank("q", q, 3, "[T, H, D] (ragged, because cu_seqlens_q is given)")
+        check_rank("q", q, "T H D", " (ragged, because cu_seqlens_q is given)")
         total_q_len, num_heads, q_dim = q.shape
-        check_integers("cu_seqlens_q", cu_seqlens_q, (batch + 1,), "[B + 1]", "B from block_tables")
+        check_ints_of_length("cu_seqlens_q", cu_seqlens_q, "B + 1", batch + 1, "B from block_tables")
         if max_q_len is None:
             raise ValueError("max_q_len: got None; ragged queries (cu_seqlens_q is given) need it as a static int")
         max_q_len = static_int("max_q_len", max_q_len, minimum=1)
     else:
-        check_rank("q", q, 4, "[B, S, H, D], or [T, H, D] with cu_seqlens_q")
+        check_rank("q", q, "B S H D", ", or [T, H, D] with cu_seqlens_q")
         q_batch, q_len, num_heads, q_dim = q.shape
         if q_batch != batch:
             raise ValueError(f"q: got shape {show(q.shape)}; its B = {q_batch} must equal block_tables' B = {batch}")
@@ -210,9 +159,7 @@ def decode_spec(
         )
     check_at_least_one("q", q.shape, -2, "H")
     _check_kv_dtype(q.dtype, kv_cache.dtype)
-    check_scale("softmax_scale", softmax_scale, optional=False)
-    check_scale("q_scale", q_scale)
-    check_scale("kv_scale", kv_scale)
+    check_scales(softmax_scale=softmax_scale, q_scale=q_scale, kv_scale=kv_scale)
     return DecodeSpec(
         batch=batch,
         total_q_len=total_q_len,
@@ -220,14 +167,11 @@ def decode_spec(
         num_heads=num_heads,
         latent_dim=latent_dim,
         rope_dim=head_dim - latent_dim,
-        head_dim=head_dim,
         num_pages=num_pages,
         page_size=page_size,
         max_pages=max_pages,
         q_dtype=q.dtype,
         kv_dtype=kv_cache.dtype,
-        out_dtype=attention_out_dtype(q.dtype),
-        lse_dtype=_lse_dtype(q.dtype),
         ragged=ragged,
         causal=causal,
         return_lse=return_lse,
@@ -244,11 +188,11 @@ def prefill_spec(
     cu_seqlens_kv: Array,
     max_q_len: int,
     max_kv_len: int,
-    softmax_scale: Array | float,
+    softmax_scale: Scale,
     causal: bool = True,
-    q_scale: Array | float | None = None,
-    k_scale: Array | float | None = None,
-    v_scale: Array | float | None = None,
+    q_scale: Scale = None,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
     return_lse: bool = False,
 ) -> PrefillSpec:
     """The spec of mla_prefill, or ValueError / TypeError naming the argument that is not legal."""
@@ -258,10 +202,9 @@ def prefill_spec(
     max_kv_len = static_int("max_kv_len", max_kv_len, minimum=0)
     for name, array in (("q", q), ("k", k), ("v", v)):
         check_dtype(name, array, VALUES)
-        check_rank(name, array, 3, "[Tq, H, head_dim]" if name == "q" else "[Tk, H, head_dim]")
+        check_rank(name, array, "Tq H head_dim" if name == "q" else "Tk H head_dim")
         check_static_last(name, array)
     total_q_len, num_heads, qk_head_dim = q.shape
-    total_kv_len, _, _ = k.shape
     check_at_least_one("q", q.shape, 1, "H")
     if k.shape[1:] != q.shape[1:]:
         raise ValueError(
@@ -270,24 +213,21 @@ def prefill_spec(
     if v.shape[:2] != k.shape[:2]:
         raise ValueError(
             f"v: got shape {show(v.shape)}; its tokens and heads must equal k's,"
-            f" [{total_kv_len}, {num_heads}, head_dim]"
+            f" [{k.shape[0]}, {num_heads}, head_dim]"
         )
     for name, array in (("k", k), ("v", v)):
         if array.dtype != q.dtype:
             raise ValueError(f"{name}: got dtype {array.dtype}; q, k and v must have one dtype, and q has {q.dtype}")
-    check_rank("cu_seqlens_q", cu_seqlens_q, 1, "[B + 1]")
+    check_rank("cu_seqlens_q", cu_seqlens_q, "B + 1")
     check_at_least_one("cu_seqlens_q", cu_seqlens_q.shape, 0, "B + 1")
+    check_dtype("cu_seqlens_q", cu_seqlens_q, ("int32",))
     batch = cu_seqlens_q.shape[0] - 1
-    check_integers("cu_seqlens_q", cu_seqlens_q, (batch + 1,), "[B + 1]", "B from cu_seqlens_q")
-    check_integers("cu_seqlens_kv", cu_seqlens_kv, (batch + 1,), "[B + 1]", "B from cu_seqlens_q")
-    check_scale("softmax_scale", softmax_scale, optional=False)
-    check_scale("q_scale", q_scale)
-    check_scale("k_scale", k_scale)
-    check_scale("v_scale", v_scale)
+    check_ints_of_length("cu_seqlens_kv", cu_seqlens_kv, "B + 1", batch + 1, "B from cu_seqlens_q")
+    check_scales(softmax_scale=softmax_scale, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
     return PrefillSpec(
         batch=batch,
         total_q_len=total_q_len,
-        total_kv_len=total_kv_len,
+        total_kv_len=k.shape[0],
         max_q_len=max_q_len,
         max_kv_len=max_kv_len,
         num_heads=num_heads,
@@ -295,90 +235,8 @@ def prefill_spec(
         v_head_dim=v.shape[2],
         q_dtype=q.dtype,
         kv_dtype=k.dtype,
-        out_dtype=attention_out_dtype(q.dtype),
-        lse_dtype=_lse_dtype(q.dtype),
         causal=causal,
         return_lse=return_lse,
-    )
-
-
-def cache_write_spec(
-    *,
-    kv_cache: Array,
-    latent: Array,
-    k_rope: Array | None,
-    slot_mapping: Array,
-    kv_scale: Array | float | None = None,
-) -> CacheWriteSpec:
-    """The spec of write_kv_cache, or ValueError / TypeError naming the argument that is not legal."""
-    num_pages, page_size, head_dim = cache_shape(kv_cache)
-    check_dtype("latent", latent, FLOATS)
-    check_rank("latent", latent, 2, "[T, L]")
-    check_static_last("latent", latent)
-    num_tokens, latent_dim = latent.shape
-    if not 1 <= latent_dim <= head_dim:
-        raise ValueError(
-            f"latent: got shape {show(latent.shape)}; its width L must be between 1 and kv_cache's D = {head_dim}"
-        )
-    rope_dim = head_dim - latent_dim
-    if k_rope is None:
-        if rope_dim:
-            raise ValueError(
-                f"k_rope: got None; kv_cache's D = {head_dim} leaves {rope_dim} columns after latent's L = {latent_dim}"
-            )
-    else:
-        check_rank("k_rope", k_rope, 2, "[T, R]")
-        if k_rope.shape[0] != num_tokens or k_rope.shape[1] != rope_dim:
-            raise ValueError(
-                f"k_rope: got shape {show(k_rope.shape)}; legal: [T, R] = [{num_tokens}, {rope_dim}],"
-                f" T from latent and R = kv_cache's D {head_dim} - L {latent_dim}"
-            )
-        if k_rope.dtype != latent.dtype:
-            raise ValueError(f"k_rope: got dtype {k_rope.dtype}; it must be latent's, {latent.dtype}")
-    check_integers("slot_mapping", slot_mapping, (num_tokens,), "[T]", "T from latent")
-    check_scale("kv_scale", kv_scale)
-    return CacheWriteSpec(
-        num_tokens=num_tokens,
-        latent_dim=latent_dim,
-        rope_dim=rope_dim,
-        head_dim=head_dim,
-        num_pages=num_pages,
-        page_size=page_size,
-        in_dtype=latent.dtype,
-        kv_dtype=kv_cache.dtype,
-    )
-
-
-def cache_gather_spec(
-    *,
-    kv_cache: Array,
-    block_tables: Array,
-    starts: Array,
-    lens: Array,
-    total_len: Dim,
-    kv_scale: Array | float | None = None,
-    out_dtype: str | None = None,
-) -> CacheGatherSpec:
-    """The spec of gather_kv_cache, or ValueError / TypeError naming the argument that is not legal.
-
-    out_dtype None means the cache's dtype, bfloat16 for an fp8 cache."""
-    num_pages, page_size, head_dim = cache_shape(kv_cache)
-    batch, max_pages = table_shape(block_tables)
-    check_integers("starts", starts, (batch,), "[B]", "B from block_tables")
-    check_integers("lens", lens, (batch,), "[B]", "B from block_tables")
-    total_len = static_dim("total_len", total_len)
-    check_scale("kv_scale", kv_scale)
-    if out_dtype is not None and out_dtype not in FLOATS:
-        raise ValueError(f"out_dtype: got {out_dtype}; legal: {listed(FLOATS)}")
-    return CacheGatherSpec(
-        batch=batch,
-        total_len=total_len,
-        head_dim=head_dim,
-        num_pages=num_pages,
-        page_size=page_size,
-        max_pages=max_pages,
-        kv_dtype=kv_cache.dtype,
-        out_dtype=out_dtype or attention_out_dtype(kv_cache.dtype),
     )
 
 
@@ -415,16 +273,7 @@ def merge_spec(*, outs: Sequence[Array], lses: Sequence[Array]) -> MergeSpec:
     )
 
 
-def attention_out_dtype(dtype: str) -> str:
-    """The dtype of a result computed from `dtype`: the same, bfloat16 for fp8."""
-    return "bfloat16" if dtype == FP8 else dtype
-
-
 def _check_kv_dtype(q_dtype: str, kv_dtype: str) -> None:
     legal = [kv for kv in VALUES if kv == FP8 or (q_dtype != FP8 and (kv == q_dtype or q_dtype in SCALES))]
     if kv_dtype not in legal:
         raise ValueError(f"kv_cache: got dtype {kv_dtype}; with q of {q_dtype} legal: {listed(legal)}")
-
-
-def _lse_dtype(q_dtype: str) -> str:
-    return "float64" if q_dtype == "float64" else "float32"

@@ -1,17 +1,15 @@
-"""The sparse caches: their byte layouts, how shape and dtype say which one it is, and checks the sparse ops share.
+"""The byte layouts of the sparse caches, and how an array's shape and dtype say which layout it has.
 
-Imports neither jax nor torch; an argument is an `Array(shape, dtype name)` as in `contract`. Axes: P pages, Z page
-size, D key width, Di width of an indexer key.
+Imports neither jax nor torch. Axes: P pages, Z page size, D key width, Di width of an indexer key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tsmla_kernels.contract import FLOATS, FP8, Array, static_int
-
-PLAIN_CACHE_DTYPES = (*FLOATS, FP8)
+from tsmla_kernels.contract.rules import FLOATS, FP8, VALUES, Array, check_dtype, check_rank, show, static_int
+from tsmla_kernels.contract.rules import check_ints as check_ints  # for helpers that take their rules from here
+from tsmla_kernels.contract.rules import check_size as check_size
 
 
 @dataclass(frozen=True)
@@ -26,9 +24,6 @@ class IndexerLayout:
     @property
     def row_bytes(self) -> int:
         return self.head_dim + self.scale_bytes
-
-    def head_dim_of(self, row_bytes: int) -> int:
-        return row_bytes - self.scale_bytes
 
 
 @dataclass(frozen=True)
@@ -90,45 +85,6 @@ V32_PACKED = V32Layout()
 V4_PACKED = V4Layout()
 
 
-def show(shape: Sequence[int]) -> str:
-    return "[" + ", ".join(str(n) for n in shape) + "]"
-
-
-def check_rank(name: str, array: Array, axes: str) -> None:
-    """Raise ValueError unless `array` has as many axes as the legend `axes` ("T K") names."""
-    if len(array.shape) != len(axes.split()):
-        legal = "[" + ", ".join(axes.split()) + "]"
-        raise ValueError(f"{name}: got shape {show(array.shape)} of rank {len(array.shape)}; legal: {legal}")
-
-
-def check_dtype(name: str, array: Array, legal: Sequence[str]) -> None:
-    """Raise ValueError unless the dtype of `array` is one of `legal`."""
-    if array.dtype not in legal:
-        raise ValueError(f"{name}: got dtype {array.dtype}; legal: {', '.join(legal)}")
-
-
-def check_ints(name: str, array: Array, axes: str) -> None:
-    """Raise ValueError unless `array` is int32 with the axes of the legend."""
-    check_rank(name, array, axes)
-    check_dtype(name, array, ("int32",))
-
-
-def check_size(name: str, array: Array, axis: int, want: int, what: str) -> None:
-    """Raise ValueError unless `axis` of `array` has size `want`, which is `what`."""
-    if array.shape[axis] != want:
-        raise ValueError(f"{name}: got shape {show(array.shape)}; axis {axis} must be {want} ({what})")
-
-
-def check_scale(name: str, scale: Array | float | None, *, optional: bool = True) -> None:
-    """Raise ValueError / TypeError unless `scale` is a float or a floating scalar array, or None where optional."""
-    legal = "a float or a float32 scalar array" + (", or None for 1" if optional else "")
-    if isinstance(scale, Array):
-        if scale.shape != () or scale.dtype not in ("float32", "float64"):
-            raise ValueError(f"{name}: got an array {scale.dtype}{show(scale.shape)}; legal: {legal}")
-    elif isinstance(scale, bool) or not (isinstance(scale, int | float) or (scale is None and optional)):
-        raise TypeError(f"{name}: got {type(scale).__name__}; legal: {legal}")
-
-
 def check_page_span(name: str, span: int, page_size: int) -> int:
     """`span` as an int: a page's stride in rows may be wider than the page, never narrower, or pages would overlap."""
     span = static_int(name, span, minimum=1)
@@ -164,7 +120,7 @@ def cache_spec(name: str, cache: Array, *, page_size: int | None = None, page_sp
     narrower than the page.
     """
     if cache.dtype != "uint8":
-        check_dtype(name, cache, (*PLAIN_CACHE_DTYPES, "uint8"))
+        check_dtype(name, cache, (*VALUES, "uint8"))
         check_rank(name, cache, "P Z D")
     elif len(cache.shape) == 2:
         return _v4_cache_spec(name, cache, page_size, page_span)
@@ -175,7 +131,7 @@ def cache_spec(name: str, cache: Array, *, page_size: int | None = None, page_sp
         )
     num_pages, stride, width = cache.shape
     check_pages(name, cache)
-    # A plain cache strided wider than its pages is the array [P, span, D] of which page_size rows are used.
+    # A plain cache whose stride is wider than its pages is an array [P, span, D] with page_size rows in use.
     size = stride if page_size is None else static_int("page_size", page_size, minimum=1)
     if check_page_span("page_span", stride if page_span is None else page_span, size) != stride:
         raise ValueError(f"page_span: got {page_span}; legal: {name}'s axis 1, {stride}")

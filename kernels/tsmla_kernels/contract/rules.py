@@ -1,9 +1,15 @@
-"""The rules that every specification of an operation is made of, and the texts of their errors.
+"""The rules that every operation's spec is checked with, and the texts of their errors.
 
-Imports neither jax nor torch; see contract.py, which is where the operations' own rules are.
+Imports neither jax nor torch. An argument is described as `Array(shape, dtype)` with the dtype's name ("bfloat16"). A
+shape holds ints or the symbolic dimensions of `jax.export`; only the last axis and the page size must be ints.
+
+Errors: TypeError for an argument that isn't an array or isn't static, ValueError for a shape, dtype or value that is
+not legal. A legal call that one implementation can't run gets that implementation's NotImplementedError, not one from
+here.
 """
 
 import operator
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +20,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 VALUES = (*FLOATS, FP8)
 SCALES = ("float32", "float64")
 
-Dim = Any  # an int or a symbolic dimension; the latter has no common base class to name without importing jax
+Dim = Any  # an int or a symbolic dimension, which has no class that could be named without importing jax
 
 
 @dataclass(frozen=True)
@@ -25,13 +31,26 @@ class Array:
     dtype: str
 
 
+Scale = Array | float | None
+
+
+def attention_out_dtype(dtype: str) -> str:
+    """The dtype of a result computed from `dtype`: the same, bfloat16 for fp8."""
+    return "bfloat16" if dtype == FP8 else dtype
+
+
+def attention_lse_dtype(q_dtype: str) -> str:
+    """The dtype of the scores' log-sum-exp: float32, float64 for a float64 query."""
+    return "float64" if q_dtype == "float64" else "float32"
+
+
 def unknown_implementation(implementation: object, legal: Sequence[str]) -> ValueError:
-    """The error for an implementation that has no such name."""
+    """The error for a name that no implementation has."""
     return ValueError(f"implementation: got {implementation!r}; legal: None, {listed([repr(name) for name in legal])}")
 
 
 def not_runnable(op: str, implementation: str, reasons: Sequence[str]) -> NotImplementedError:
-    """The error for an implementation that was named and can't run this call: it carries every reason."""
+    """The error for a named implementation that can't run this call. It carries every reason."""
     return NotImplementedError(f"{op}: implementation={implementation!r} can't run this call: {'; '.join(reasons)}")
 
 
@@ -46,12 +65,12 @@ def not_an_array(name: str, value: object) -> TypeError:
 
 
 def static_int(name: str, value: object, minimum: int = 0) -> int:
-    """`value` as an int, or TypeError / ValueError: a traced or floating value is not a static int."""
+    """`value` as an int. TypeError if it is traced or no int, ValueError if it is less than `minimum`."""
     if isinstance(value, bool):
         raise TypeError(f"{name}: got {value}; legal: an int >= {minimum}")
     try:
         result = operator.index(value)  # type: ignore[arg-type]
-    except Exception as e:  # jax's tracers raise a class of their own, which this module can't name
+    except Exception as e:  # jax's tracers raise a class that can't be named without importing jax
         raise TypeError(
             f"{name}: got {type(value).__name__}; legal: a static int >= {minimum} (under jax.jit bind it with"
             " functools.partial or static_argnames: it decides shapes, so it can't be traced)"
@@ -69,7 +88,7 @@ def static_dim(name: str, value: Any) -> Dim:
 
 
 def static_bool(name: str, value: object) -> bool:
-    """`value` if it is a bool, or TypeError: a traced flag can't choose code."""
+    """`value`. TypeError unless it is a bool: a traced flag can't choose code."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}: got {type(value).__name__}; legal: True or False, static")
     return value
@@ -78,7 +97,7 @@ def static_bool(name: str, value: object) -> bool:
 def cache_shape(kv_cache: Array) -> tuple[Dim, int, int]:
     """P, Z and D of a paged cache [P, Z, D]."""
     check_dtype("kv_cache", kv_cache, VALUES)
-    check_rank("kv_cache", kv_cache, 3, "[P, Z, D]")
+    check_rank("kv_cache", kv_cache, "P Z D")
     num_pages, page_size, head_dim = kv_cache.shape
     for axis, size in (("Z", page_size), ("D", head_dim)):
         if not isinstance(size, int):
@@ -90,15 +109,22 @@ def cache_shape(kv_cache: Array) -> tuple[Dim, int, int]:
 
 def table_shape(block_tables: Array) -> tuple[Dim, Dim]:
     """B and M of block tables [B, M]."""
-    check_rank("block_tables", block_tables, 2, "[B, M]")
-    check_int32("block_tables", block_tables)
+    check_ints("block_tables", block_tables, "B M")
     return block_tables.shape[0], block_tables.shape[1]
 
 
-def check_rank(name: str, array: Array, rank: int, legal: str) -> None:
-    """ValueError unless the array has `rank` axes; `legal` names them."""
-    if len(array.shape) != rank:
-        raise ValueError(f"{name}: got shape {show(array.shape)} of rank {len(array.shape)}; legal: {legal}")
+def check_rank(name: str, array: Array, axes: str, note: str = "") -> None:
+    """ValueError unless the array has the axes of this legend ("T H D"); `note` ends the error's text."""
+    legal = named_axes(axes)
+    if len(array.shape) != len(legal):
+        raise ValueError(
+            f"{name}: got shape {show(array.shape)} of rank {len(array.shape)}; legal: {show(legal)}{note}"
+        )
+
+
+def named_axes(axes: str) -> tuple[str, ...]:
+    """The axes of a legend: what stands between spaces, but "B + 1" and "R / 2" are one axis."""
+    return tuple(re.split(r"(?<![+/]) (?![+/])", axes))
 
 
 def check_dtype(name: str, array: Array, legal: Sequence[str]) -> None:
@@ -107,17 +133,32 @@ def check_dtype(name: str, array: Array, legal: Sequence[str]) -> None:
         raise ValueError(f"{name}: got dtype {array.dtype}; legal: {listed(legal)}")
 
 
-def check_int32(name: str, array: Array) -> None:
-    """ValueError unless int32: what indexes a cache is never converted quietly."""
+def check_array(name: str, array: Array, axes: str, dtypes: Sequence[str], *sizes: tuple[Dim, str]) -> None:
+    """ValueError unless the array has the axes of the legend, one of the dtypes and, for its first axes, these sizes,
+    each with the words that say whose size it is."""
+    check_rank(name, array, axes)
+    check_dtype(name, array, dtypes)
+    for axis, (size, meaning) in enumerate(sizes):
+        check_size(name, array, axis, size, meaning)
+
+
+def check_ints(name: str, array: Array, axes: str, *sizes: tuple[Dim, str]) -> None:
+    """`check_array` for int32: an integer that indexes a cache is never converted quietly."""
+    check_array(name, array, axes, ("int32",), *sizes)
+
+
+def check_ints_of_length(name: str, array: Array, axis: str, length: Dim, source: str) -> None:
+    """ValueError unless int32 [axis] of this length; `source` says which argument decides it."""
+    check_rank(name, array, axis)
+    if array.shape != (length,):
+        raise ValueError(f"{name}: got shape {show(array.shape)}; legal: [{axis}] = {show((length,))} ({source})")
     check_dtype(name, array, ("int32",))
 
 
-def check_integers(name: str, array: Array, shape: tuple[Dim, ...], legal: str, where: str) -> None:
-    """ValueError unless int32 of this shape; `where` says which argument decides it."""
-    check_rank(name, array, len(shape), legal)
-    if array.shape != shape:
-        raise ValueError(f"{name}: got shape {show(array.shape)}; legal: {legal} = {show(shape)} ({where})")
-    check_int32(name, array)
+def check_size(name: str, array: Array, axis: int, size: Dim, meaning: str) -> None:
+    """ValueError unless `axis` of the array has this size; `meaning` says whose size that is."""
+    if array.shape[axis] != size:
+        raise ValueError(f"{name}: got shape {show(array.shape)}; axis {axis} must be {size} ({meaning})")
 
 
 def check_static_last(name: str, array: Array) -> None:
@@ -133,7 +174,13 @@ def check_at_least_one(name: str, shape: tuple[Dim, ...], axis: int, letter: str
         raise ValueError(f"{name}: got shape {show(shape)}; {letter} must be at least 1")
 
 
-def check_scale(name: str, scale: Array | float | None, optional: bool = True) -> None:
+def check_scales(**scales: Scale) -> None:
+    """`check_scale` of each. The softmax's must be given; the others may be None, which means 1."""
+    for name, scale in scales.items():
+        check_scale(name, scale, optional=name != "softmax_scale")
+
+
+def check_scale(name: str, scale: Scale, optional: bool = True) -> None:
     """ValueError / TypeError unless a number or a float32 scalar array (float64 under x64), or None where optional."""
     legal = "a float or a float32 scalar array" + (", or None for 1" if optional else "")
     if scale is None and optional:
@@ -147,9 +194,9 @@ def check_scale(name: str, scale: Array | float | None, optional: bool = True) -
         raise TypeError(f"{name}: got {type(scale).__name__}; legal: {legal}")
 
 
-def show(shape: tuple[Dim, ...]) -> str:
+def show(shape: Sequence[Dim]) -> str:
     """A shape as the errors write it."""
-    return "[" + ", ".join(str(d) for d in shape) + "]"
+    return f"[{', '.join(map(str, shape))}]"
 
 
 def listed(names: Sequence[str]) -> str:

@@ -1,38 +1,38 @@
-"""The contract of the sparse ops: what each accepts and returns, and the error texts. One place for every front end.
+"""What the sparse operations accept and return: sparse_mla, indexer_logits, select_topk and compress_kv.
 
-Imports neither jax nor torch: an argument is an `Array(shape, dtype name)` as in `contract`, so the JAX ops, the torch
-bridge and the kernels all raise the same text for the same mistake.
-
-Axes: T query tokens, H query heads, D key width, L value (latent) width, R rope width, K selected entries a token,
-P pages, Z page size, M pages a request at most, B requests, E compressed entries, C channels of a compressor head.
+Imports neither jax nor torch. Axes: T query tokens, H query heads, D key width, L value (latent) width, R rope width, K
+selected entries a token, P pages, Z page size, M pages a request at most, B requests, E compressed entries, C channels
+of a compressor head.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tsmla_kernels.contract import FLOATS, FP8, Array, attention_out_dtype, static_int
-from tsmla_kernels.contract.layouts import (
-    CacheSpec,
-    IndexerCacheSpec,
-    cache_spec,
-    check_dtype,
+from tsmla_kernels.contract.attention import ResultDtypes
+from tsmla_kernels.contract.layouts import CacheSpec, IndexerCacheSpec, cache_spec, indexer_cache_spec
+from tsmla_kernels.contract.rules import (
+    FLOATS,
+    FP8,
+    VALUES,
+    Array,
+    Scale,
+    check_array,
+    check_at_least_one,
     check_ints,
-    check_rank,
     check_scale,
+    check_scales,
     check_size,
-    indexer_cache_spec,
     show,
+    static_int,
 )
 
-QUERY_DTYPES = (*FLOATS, FP8)
-
 INDEX_ROW_ALIGNMENT = 4
-"""Rows of int32 indices are padded to a multiple of this: 16 bytes, what a vector load or a TMA gather needs."""
+"""Rows of int32 indices are padded to a multiple of this: vector loads and TMA gathers need 16 bytes."""
 
 
 @dataclass(frozen=True)
-class SparseMLASpec:
+class SparseMLASpec(ResultDtypes):
     """The static facts of one sparse_mla call. `window` columns of the indices select from `cache`, the others from
     `compressed`; without a compressed cache all of them select from `cache`."""
 
@@ -45,8 +45,6 @@ class SparseMLASpec:
     cache: CacheSpec
     compressed: CacheSpec | None
     q_dtype: str
-    out_dtype: str
-    lse_dtype: str
 
 
 def sparse_mla_spec(
@@ -63,31 +61,26 @@ def sparse_mla_spec(
     page_span: int | None = None,
     compressed_page_size: int | None = None,
     compressed_page_span: int | None = None,
-    softmax_scale: Array | float = 1.0,
-    q_scale: Array | float | None = None,
-    kv_scale: Array | float | None = None,
-    compressed_kv_scale: Array | float | None = None,
+    softmax_scale: Scale = 1.0,
+    q_scale: Scale = None,
+    kv_scale: Scale = None,
+    compressed_kv_scale: Scale = None,
 ) -> SparseMLASpec:
     """The spec of sparse_mla, or ValueError / TypeError naming the argument that is not legal."""
-    check_rank("q", q, "T H D")
-    check_dtype("q", q, QUERY_DTYPES)
-    check_ints("indices", indices, "T K")
+    check_array("q", q, "T H D", VALUES)
     num_tokens, num_heads, head_dim = q.shape
-    if num_heads < 1:
-        raise ValueError(f"q: got shape {show(q.shape)}; H must be at least 1")
-    check_size("indices", indices, 0, num_tokens, "T, q's tokens")
+    check_at_least_one("q", q.shape, 1, "H")
+    tokens = (num_tokens, "T, q's tokens")
+    check_ints("indices", indices, "T K", tokens)
     latent_dim = static_int("latent_dim", latent_dim, minimum=1)
     if latent_dim > head_dim:
         raise ValueError(f"latent_dim: got {latent_dim}; it must be at most q's last axis D = {head_dim}")
     cache = cache_spec("kv_cache", kv_cache, page_size=page_size, page_span=page_span)
     _check_key_width("kv_cache", cache, head_dim)
     if lengths is not None:
-        check_ints("lengths", lengths, "T")
-        check_size("lengths", lengths, 0, num_tokens, "T, q's tokens")
+        check_ints("lengths", lengths, "T", tokens)
     if sinks is not None:
-        check_rank("sinks", sinks, "H")
-        check_dtype("sinks", sinks, FLOATS)
-        check_size("sinks", sinks, 0, num_heads, "H, q's heads")
+        check_array("sinks", sinks, "H", FLOATS, (num_heads, "H, q's heads"))
     columns, compressed = indices.shape[1], None
     if compressed_kv_cache is None:
         for name, value in (
@@ -119,12 +112,11 @@ def sparse_mla_spec(
             page_span=compressed_page_span,
         )
         _check_key_width("compressed_kv_cache", compressed, head_dim)
-    check_scale("softmax_scale", softmax_scale, optional=False)
-    check_scale("q_scale", q_scale)
-    for name, scale, of in (("kv_scale", kv_scale, cache), ("compressed_kv_scale", compressed_kv_scale, compressed)):
+    check_scales(softmax_scale=softmax_scale, q_scale=q_scale)
+    for name, scale, rows in (("kv_scale", kv_scale, cache), ("compressed_kv_scale", compressed_kv_scale, compressed)):
         check_scale(name, scale)
-        if scale is not None and (of is None or of.layout != "plain"):
-            raise ValueError(f"{name}: got a scale for {'no cache' if of is None else 'packed rows'}; legal: None")
+        if scale is not None and (rows is None or rows.layout != "plain"):
+            raise ValueError(f"{name}: got a scale for {'no cache' if rows is None else 'packed rows'}; legal: None")
     return SparseMLASpec(
         num_tokens=num_tokens,
         num_heads=num_heads,
@@ -135,8 +127,6 @@ def sparse_mla_spec(
         cache=cache,
         compressed=compressed,
         q_dtype=q.dtype,
-        out_dtype=attention_out_dtype(q.dtype),
-        lse_dtype="float64" if q.dtype == "float64" else "float32",
     )
 
 
@@ -160,17 +150,12 @@ def indexer_logits_spec(
     *, q: Array, weights: Array, k_cache: Array, block_tables: Array, seq_lens: Array
 ) -> IndexerLogitsSpec:
     """The spec of indexer_logits, or ValueError naming the argument that is not legal."""
-    check_rank("q", q, "T Hi Di")
-    check_dtype("q", q, QUERY_DTYPES)
-    check_rank("weights", weights, "T Hi")
-    check_dtype("weights", weights, ("float32", "float64"))
-    check_ints("block_tables", block_tables, "T M")
-    check_ints("seq_lens", seq_lens, "T")
+    check_array("q", q, "T Hi Di", VALUES)
     num_tokens, num_heads, head_dim = q.shape
-    check_size("weights", weights, 0, num_tokens, "T, q's tokens")
-    check_size("weights", weights, 1, num_heads, "Hi, q's heads")
-    check_size("block_tables", block_tables, 0, num_tokens, "T, one row a token: see expand_decode_metadata")
-    check_size("seq_lens", seq_lens, 0, num_tokens, "T, one length a token: see expand_decode_metadata")
+    heads = (num_heads, "Hi, q's heads")
+    check_array("weights", weights, "T Hi", ("float32", "float64"), (num_tokens, "T, q's tokens"), heads)
+    check_ints("block_tables", block_tables, "T M", (num_tokens, "T, one row a token: see expand_decode_metadata"))
+    check_ints("seq_lens", seq_lens, "T", (num_tokens, "T, one length a token: see expand_decode_metadata"))
     cache = indexer_cache_spec(k_cache)
     if cache.head_dim != head_dim:
         raise ValueError(f"k_cache: got keys of width {cache.head_dim}; q's Di is {head_dim}")
@@ -190,21 +175,18 @@ class TopKSpec:
 
 def topk_spec(*, logits: Array, seq_lens: Array, k: int) -> TopKSpec:
     """The spec of select_topk, or ValueError / TypeError naming the argument that is not legal."""
-    check_rank("logits", logits, "T N")
-    check_dtype("logits", logits, FLOATS)
-    check_ints("seq_lens", seq_lens, "T")
-    check_size("seq_lens", seq_lens, 0, logits.shape[0], "T, the rows of logits")
+    check_array("logits", logits, "T N", FLOATS)
+    check_ints("seq_lens", seq_lens, "T", (logits.shape[0], "T, the rows of logits"))
     return TopKSpec(logits.shape[0], logits.shape[1], static_int("k", k, minimum=1))
 
 
 @dataclass(frozen=True)
 class CompressSpec:
     """The static facts of one compress_kv call. `overlap` is how many windows one pooled entry spans: 2 when the rows
-    hold both series (ratio 4), else 1; `num_entries` is the static bound on entries completed by one call."""
+    hold both series (ratio 4), else 1."""
 
     num_tokens: int
     num_requests: int
-    num_entries: int
     ratio: int
     overlap: int
     channels: int
@@ -215,6 +197,11 @@ class CompressSpec:
     def window(self) -> int:
         """Tokens pooled into one entry."""
         return self.ratio * self.overlap
+
+    @property
+    def num_entries(self) -> int:
+        """The static bound on the entries that one call completes."""
+        return max_compressed_entries(self.num_tokens, self.num_requests, self.ratio)
 
 
 def max_compressed_entries(num_tokens: int, num_requests: int, ratio: int) -> int:
@@ -237,8 +224,7 @@ def compress_spec(
     """The spec of compress_kv, or ValueError / TypeError naming the argument that is not legal."""
     ratio = static_int("ratio", ratio, minimum=1)
     series = 2 if overlap else 1
-    check_rank("kv_score", kv_score, "T 2 W")
-    check_dtype("kv_score", kv_score, ("float32",))
+    check_array("kv_score", kv_score, "T 2 W", ("float32",))
     check_size("kv_score", kv_score, 1, 2, "kv, score")
     num_tokens, _, width = kv_score.shape
     if width < 1 or width % series:
@@ -246,12 +232,8 @@ def compress_spec(
             f"kv_score: got shape {show(kv_score.shape)}; its width must be a positive multiple of {series}, the "
             f"number of series"
         )
-    check_rank("ape", ape, "ratio W")
-    check_dtype("ape", ape, ("float32",))
-    check_size("ape", ape, 0, ratio, "ratio")
-    check_size("ape", ape, 1, width, "kv_score's width")
-    check_rank("state.kv_score", state, "N ring 2 W")
-    check_dtype("state.kv_score", state, ("float32",))
+    check_array("ape", ape, "ratio W", ("float32",), (ratio, "ratio"), (width, "kv_score's width"))
+    check_array("state.kv_score", state, "N ring 2 W", ("float32",))
     check_size("state.kv_score", state, 2, 2, "kv, score")
     check_size("state.kv_score", state, 3, width, "kv_score's width")
     num_states, ring = state.shape[:2]
@@ -260,19 +242,15 @@ def compress_spec(
             f"state.kv_score: got a ring of {ring} tokens; legal: at least {ratio * series}, the tokens pooled "
             f"into one entry (ratio {ratio} x {series} series)"
         )
-    check_ints("state.positions", state_positions, "N ring")
-    check_size("state.positions", state_positions, 0, num_states, "N, as in state.kv_score")
-    check_size("state.positions", state_positions, 1, ring, "ring, as in state.kv_score")
+    states = (num_states, "N, as in state.kv_score"), (ring, "ring, as in state.kv_score")
+    check_ints("state.positions", state_positions, "N ring", *states)
     check_ints("seq_lens", seq_lens, "B")
     num_requests = seq_lens.shape[0]
-    check_ints("state_slots", state_slots, "B")
-    check_size("state_slots", state_slots, 0, num_requests, "B, seq_lens's requests")
-    check_ints("cu_seqlens_q", cu_seqlens_q, "B+1")
-    check_size("cu_seqlens_q", cu_seqlens_q, 0, num_requests + 1, "B + 1, B from seq_lens")
+    check_ints("state_slots", state_slots, "B", (num_requests, "B, seq_lens's requests"))
+    check_ints("cu_seqlens_q", cu_seqlens_q, "B+1", (num_requests + 1, "B + 1, B from seq_lens"))
     return CompressSpec(
         num_tokens=num_tokens,
         num_requests=num_requests,
-        num_entries=max_compressed_entries(num_tokens, num_requests, ratio),
         ratio=ratio,
         overlap=series,
         channels=width // series,

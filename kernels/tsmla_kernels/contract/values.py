@@ -1,7 +1,8 @@
-"""What only the data can show: the checks that TSMLA_CHECK=1 asks for, on the values themselves, as numpy arrays.
+"""The checks that TSMLA_CHECK=1 asks for: of the values, as numpy arrays, which no shape or dtype shows.
 
-Reading them costs a synchronisation, hence the switch. Without it the implementations still read and write only inside
-the cache. Both front ends call these, so that a wrong value reads the same from jax and from torch.
+Reading the values costs a synchronisation with the device, hence the switch. Without the checks the implementations
+still read and write only inside the cache. Both front ends call these functions, so a wrong value reads the same from
+jax and from torch. Each raises ValueError naming the argument, and takes its static arguments before the arrays.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import numpy as np
 
 from tsmla_kernels.contract import CacheGatherSpec, CacheWriteSpec, DecodeSpec, PrefillSpec
+from tsmla_kernels.contract.sparse import CompressSpec, IndexerLogitsSpec, SparseMLASpec
 
 
 def enabled() -> bool:
@@ -18,10 +20,13 @@ def enabled() -> bool:
     return os.environ.get("TSMLA_CHECK", "0") not in ("", "0")
 
 
+# ---- the dense operations
+
+
 def decode(
     spec: DecodeSpec, seq_lens: np.ndarray, block_tables: np.ndarray, cu_seqlens_q: np.ndarray | None = None
 ) -> None:
-    """ValueError unless lengths fit the table, used pages exist and cu_seqlens_q is sound."""
+    """Lengths fit the table, used pages exist and cu_seqlens_q is sound."""
     capacity = block_tables.shape[1] * spec.page_size
     for request, length in enumerate(seq_lens.tolist()):
         if not 0 <= length <= capacity:
@@ -29,33 +34,24 @@ def decode(
                 f"seq_lens: request {request} has {length} keys; legal: 0 to {capacity}, what its"
                 f" {block_tables.shape[1]} pages of {spec.page_size} hold"
             )
-        _check_pages(request, block_tables[request], 0, -(-length // spec.page_size), spec.num_pages)
+        _check_pages(f"request {request}", block_tables[request], 0, -(-length // spec.page_size), spec.num_pages)
     if cu_seqlens_q is not None:
         _check_offsets("cu_seqlens_q", cu_seqlens_q, spec.total_q_len, "max_q_len", spec.max_q_len)
 
 
 def prefill(spec: PrefillSpec, cu_seqlens_q: np.ndarray, cu_seqlens_kv: np.ndarray) -> None:
-    """ValueError unless both arrays of offsets are sound."""
+    """Both arrays of offsets are sound."""
     _check_offsets("cu_seqlens_q", cu_seqlens_q, spec.total_q_len, "max_q_len", spec.max_q_len)
     _check_offsets("cu_seqlens_kv", cu_seqlens_kv, spec.total_kv_len, "max_kv_len", spec.max_kv_len)
 
 
-def cache_write(spec: CacheWriteSpec, slot_mapping: np.ndarray) -> None:
-    """ValueError unless every slot is -1 or in the cache, and none is written twice."""
-    slots = spec.num_pages * spec.page_size
-    writer: dict[int, int] = {}
-    for token, slot in enumerate(slot_mapping.tolist()):
-        if slot == -1:
-            continue
-        if not 0 <= slot < slots:
-            raise ValueError(f"slot_mapping: token {token} goes to slot {slot}; legal: -1, or 0 to {slots - 1}")
-        if slot in writer:
-            raise ValueError(f"slot_mapping: tokens {writer[slot]} and {token} both go to slot {slot}")
-        writer[slot] = token
+def cache_write(spec: CacheWriteSpec, slots: np.ndarray) -> None:
+    """Every slot is -1 or in the cache, and none is written twice."""
+    slot_mapping(spec.num_pages * spec.page_size, slots)
 
 
 def cache_gather(spec: CacheGatherSpec, lens: np.ndarray, starts: np.ndarray, block_tables: np.ndarray) -> None:
-    """ValueError unless each range lies in its request's table, used pages exist and the rows fit."""
+    """Each range lies in its request's table, used pages exist and the rows fit."""
     capacity = block_tables.shape[1] * spec.page_size
     for request, (start, length) in enumerate(zip(starts.tolist(), lens.tolist(), strict=True)):
         if start < 0 or length < 0 or start + length > capacity:
@@ -65,19 +61,192 @@ def cache_gather(spec: CacheGatherSpec, lens: np.ndarray, starts: np.ndarray, bl
             )
         if length:
             first, last = start // spec.page_size, -(-(start + length) // spec.page_size)
-            _check_pages(request, block_tables[request], first, last, spec.num_pages)
+            _check_pages(f"request {request}", block_tables[request], first, last, spec.num_pages)
     total = int(lens.sum(dtype=np.int64))
     if total > spec.total_len:
         raise ValueError(f"lens: {total} tokens in all; legal: at most total_len = {spec.total_len}")
 
 
-def _check_pages(request: int, table: np.ndarray, first: int, last: int, num_pages: int) -> None:
+def slot_mapping(num_slots: int, slots: np.ndarray) -> None:
+    """Every slot is -1 or in the cache, and none is written twice."""
+    writer: dict[int, int] = {}
+    for token, slot in enumerate(slots.tolist()):
+        if slot == -1:
+            continue
+        if not 0 <= slot < num_slots:
+            raise ValueError(f"slot_mapping: token {token} goes to slot {slot}; legal: -1, or 0 to {num_slots - 1}")
+        if slot in writer:
+            raise ValueError(f"slot_mapping: tokens {writer[slot]} and {token} both go to slot {slot}")
+        writer[slot] = token
+
+
+# ---- the sparse operations
+
+
+def sparse_mla(spec: SparseMLASpec, indices: np.ndarray, lengths: np.ndarray | None = None) -> None:
+    """The active indices are slots of their cache."""
+    if lengths is not None:
+        _check_counts(
+            "lengths: token {} has {} active indices", lengths, spec.num_selected, f"K = {spec.num_selected}"
+        )
+    limit = np.full(spec.num_selected, spec.cache.num_slots)
+    if spec.compressed is not None:
+        limit[spec.window :] = spec.compressed.num_slots
+    active = np.ones(indices.shape, bool) if lengths is None else np.arange(spec.num_selected) < lengths[:, None]
+    bad = active & ((indices >= limit) | (indices < -1))
+    # A window may hold fewer tokens than columns: -1 then fills its end. Everywhere else a length says where a row
+    # ends, and a -1 before that end is a mistake.
+    if lengths is not None:
+        hole = active & (indices == -1)
+        if spec.compressed is not None:
+            window = indices[:, : spec.window]
+            later = np.flip(np.logical_or.accumulate(np.flip(window >= 0, 1), 1), 1)
+            hole[:, : spec.window] &= later
+        bad |= hole
+    where = np.argwhere(bad)
+    if where.size:
+        token, column = where[0].tolist()
+        raise ValueError(
+            f"indices: token {token} selects slot {indices[token, column]} in column {column}, which is active; "
+            f"legal: 0 to {limit[column] - 1}"
+        )
+
+
+def indexer_logits(spec: IndexerLogitsSpec, seq_lens: np.ndarray, block_tables: np.ndarray) -> None:
+    """Lengths fit the table and used pages exist."""
+    page_size = spec.cache.page_size
+    capacity = spec.max_pages * page_size
+    for token, length in enumerate(seq_lens.tolist()):
+        if not 0 <= length <= capacity:
+            raise ValueError(f"seq_lens: token {token} sees {length} keys; legal: 0 to {capacity}")
+        _check_pages(f"token {token}", block_tables[token], 0, -(-length // page_size), spec.cache.num_pages)
+
+
+def topk_lens(capacity: int, seq_lens: np.ndarray) -> None:
+    """Lengths of the rows of logits: 0 to the number of columns."""
+    _check_counts("seq_lens: token {} has {} logits", seq_lens, capacity)
+
+
+def compress(
+    spec: CompressSpec,
+    seq_lens: np.ndarray,
+    cu_seqlens_q: np.ndarray,
+    state_slots: np.ndarray,
+    ring_positions: np.ndarray,
+) -> None:
+    """Each request continues where its state left off."""
+    lens = np.diff(cu_seqlens_q)
+    cu_seqlens(spec.num_tokens, cu_seqlens_q)
+    owner: dict[int, int] = {}
+    for request, (end, length, slot) in enumerate(
+        zip(seq_lens.tolist(), lens.tolist(), state_slots.tolist(), strict=True)
+    ):
+        if length == 0:
+            continue
+        if slot == -1 and length < end:
+            raise ValueError(
+                f"state_slots: request {request} has no state (-1) and continues at position {end - length}; legal: "
+                f"-1 for new tokens from position 0 on"
+            )
+        if slot == -1:
+            continue
+        if not 0 <= slot < spec.num_states:
+            raise ValueError(
+                f"state_slots: request {request} has state {slot}; legal: -1, or 0 to {spec.num_states - 1}"
+            )
+        if slot in owner:
+            raise ValueError(f"state_slots: requests {owner[slot]} and {request} both have state {slot}")
+        owner[slot] = request
+        if length > end:
+            raise ValueError(
+                f"seq_lens: request {request} has length {end} and {length} new tokens; legal: at least those"
+            )
+        start = end - length
+        # The next entry to complete pools tokens that came before this call: those must be in the ring.
+        first = (start // spec.ratio - (spec.overlap - 1)) * spec.ratio
+        for position in range(max(first, 0), start):
+            held = ring_positions[slot, position % spec.ring]
+            if held != position:
+                raise ValueError(
+                    f"seq_lens: request {request} continues at position {start}, but its state holds position {held} "
+                    f"where {position} belongs; legal: positions that follow one another, skipping none"
+                )
+
+
+def cu_seqlens(num_tokens: int, offsets: np.ndarray) -> None:
+    """Where each request's new tokens start, and their end: in order, and within the `num_tokens` rows."""
+    if offsets[0] != 0 or (np.diff(offsets) < 0).any() or offsets[-1] > num_tokens:
+        raise ValueError(
+            f"cu_seqlens_q: got {offsets.tolist()}; legal: from 0, never decreasing, to at most {num_tokens}"
+        )
+
+
+def decode_lens(total_tokens: int, lens: np.ndarray) -> None:
+    """Query tokens a request: not negative, and at most `total_tokens` in all."""
+    for request, length in enumerate(lens.tolist()):
+        if length < 0:
+            raise ValueError(f"decode_lens: request {request} has {length} query tokens; legal: 0 or more")
+    total = int(lens.sum(dtype=np.int64))
+    if total > total_tokens:
+        raise ValueError(f"decode_lens: {total} query tokens in all; legal: at most total_tokens = {total_tokens}")
+
+
+def positions(capacity: int, array: np.ndarray) -> None:
+    """Positions within a sequence: each in its block table, or negative."""
+    bad = np.argwhere(array >= capacity)
+    if bad.size:
+        row, column = bad[0].tolist()
+        raise ValueError(
+            f"positions: row {row} asks for position {array[row, column]} in column {column}; legal: -1, or 0 to "
+            f"{capacity - 1}, what its block table holds"
+        )
+
+
+def rope_positions(num_positions: int, array: np.ndarray) -> None:
+    """Positions of rows to rotate: in the table of cos and sin, or negative."""
+    bad = np.flatnonzero(array >= num_positions)
+    if bad.size:
+        raise ValueError(
+            f"positions: row {bad[0]} has position {array[bad[0]]}; legal: at most {num_positions - 1}, "
+            f"the last of cos_sin"
+        )
+
+
+def rows_of_slots(name: str, slots: np.ndarray, lengths: np.ndarray | None = None) -> None:
+    """Slots come first in a row and -1 behind them; with lengths, no -1 in the first lengths[t] of row t."""
+    ends = (slots >= 0).sum(axis=1) if lengths is None else lengths
+    holes = np.argwhere((slots < 0) & (np.arange(slots.shape[1]) < ends[:, None]))
+    if holes.size:
+        token, column = holes[0].tolist()
+        raise ValueError(
+            f"{name}: token {token} has {slots[token, column]} in column {column}, before the end of its "
+            f"{ends[token]} slots; legal: slots first, -1 behind them"
+        )
+
+
+def counts(name: str, capacity: int, array: np.ndarray) -> None:
+    """Counts of active slots: 0 to the number of columns that hold them."""
+    _check_counts(name + ": token {} has {} slots", array, capacity)
+
+
+# ---- what several check
+
+
+def _check_counts(text: str, array: np.ndarray, most: int, legal: str = "") -> None:
+    """Each is 0 to `most`; `text` names the argument and has places for the token and its count."""
+    for token, count in enumerate(array.tolist()):
+        if not 0 <= count <= most:
+            raise ValueError(f"{text.format(token, count)}; legal: 0 to {legal or most}")
+
+
+def _check_pages(owner: str, table: np.ndarray, first: int, last: int, num_pages: int) -> None:
+    """Entries [first, last) of the owner's row of the block table name pages that exist."""
     used = table[first:last]
     bad = np.flatnonzero((used < 0) | (used >= num_pages))
     if bad.size:
         entry = first + int(bad[0])
         raise ValueError(
-            f"block_tables: request {request} names page {table[entry]} in entry {entry}, which it uses;"
+            f"block_tables: {owner} names page {table[entry]} in entry {entry}, which it uses;"
             f" legal: 0 to {num_pages - 1}"
         )
 

@@ -1,7 +1,7 @@
 """Which merge kernel serves a call: static configurations. Imports no cutlass.
 
-Everything here is a pure function of dtypes, widths and the number of parts, so that one compiled object serves every
-number of rows.
+Everything here is a pure function of dtypes, widths and the number of partial results, so one compiled object serves
+every number of rows.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from tsmla_kernels.cache_ops.config import INPUTS, MAX_THREADS, Tiling, tiling
 if TYPE_CHECKING:
     from tsmla_kernels.contract import MergeSpec
 
-MAX_PARTS = 8  # that a thread holds at once
+MAX_PARTS = 8  # partial results that a thread holds at once
 
 
 @dataclasses.dataclass(frozen=True)
 class MergeConfig:
-    """What an object of merge_attention_states is compiled for.
+    """The static facts that an object of merge_attention_states is compiled for.
 
     Attributes:
-      dtype: of the parts' outs and of the result's; all lse are float32.
-      head_dim: L. parts: N.
+      dtype: of all outs; all lses are float32.
+      head_dim: L. parts: N, the number of partial results.
       unroll: rows that a thread has in flight at once.
     """
 

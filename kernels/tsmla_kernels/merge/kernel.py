@@ -1,7 +1,7 @@
-"""merge_attention_states in one launch: partial attention results over disjoint keys to one, in place if wished.
+"""merge_attention_states in one launch: partial attention results over disjoint keys to one result, perhaps in place.
 
-As the cache kernels beside this, it moves rows once: a thread keeps 16 bytes of columns and walks down rows, a few of
-them in flight at once, with those of all parts. cache_ops/DESIGN.md says what it costs.
+As in the cache kernels, every row is moved once: a thread owns 16 bytes of columns and walks down the rows, with a few
+rows of all partial results in flight. cache_ops/DESIGN.md says what that costs.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ LOG2_E = math.log2(math.e)
 class MergeAttentionStates:
     """merge_attention_states: `config` is static, the number of rows is dynamic.
 
-    Operands of the launcher, for N parts: N outs [rows, L] (or rows of which these are the first columns, every row at
-    a multiple of 16 bytes), N lses [rows] f32, natural log, the merged out [rows, L] and lse [rows], which may be the
-    memory of one of the parts.
+    Operands of the launcher, for N partial results: N outs [rows, L], or wider rows that begin with these columns, each
+    row at a multiple of 16 bytes; N lses [rows] f32, natural log; the merged out [rows, L] and lse [rows], which may be
+    the memory of one partial result.
     """
 
     def __init__(self, config: MergeConfig) -> None:
@@ -46,44 +46,45 @@ class MergeAttentionStates:
         tiling, unroll = self.tiling, self.config.unroll
         tidx, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        chunk, local = tidx % tiling.chunks, tidx // tiling.chunks
-        first = block * (tiling.rows * unroll) + local
-        total = lse.shape[0]
+        chunk, local_row = tidx % tiling.chunks, tidx // tiling.chunks
+        first_row = block * (tiling.rows * unroll) + local_row
+        num_rows = lse.shape[0]
         column = chunk * (tiling.vector * self.dtype.width // 8)
 
-        rows, values, logs = [], [], []
+        rows, values, partial_lses = [], [], []
         for u in cutlass.range_constexpr(unroll):
-            row = cutlass.min(first + u * tiling.rows, total - 1)
-            rows.append(first + u * tiling.rows)
-            values.append([load(self.dtype, row_address(part, row, column), tiling.vector) for part in outs])
-            logs.append([part[row] for part in lses])
-        # In place one of a row's threads writes what all of them have read.
+            row = cutlass.min(first_row + u * tiling.rows, num_rows - 1)
+            rows.append(first_row + u * tiling.rows)
+            values.append([load(self.dtype, row_address(partial, row, column), tiling.vector) for partial in outs])
+            partial_lses.append([partial[row] for partial in lses])
+        # In place, one thread of a row overwrites the lse that all threads of the row have to read first.
         cute.arch.sync_threads()
         for u in cutlass.range_constexpr(unroll):
-            shares, merged_log = self.shares(logs[u])
+            weights, merged_lse = self.weights(partial_lses[u])
             merged = cute.make_rmem_tensor((tiling.vector,), Float32)
             for i in cutlass.range_constexpr(tiling.vector):
-                terms = [value[i].to(Float32) * share for value, share in zip(values[u], shares, strict=True)]
-                # What has no share may be NaN.
-                seen = [
-                    cutlass.select_(share == 0.0, Float32(0.0), term) for term, share in zip(terms, shares, strict=True)
+                terms = [value[i].to(Float32) * weight for value, weight in zip(values[u], weights, strict=True)]
+                # A value whose weight is 0 may be NaN.
+                terms = [
+                    cutlass.select_(weight == 0.0, Float32(0.0), term)
+                    for term, weight in zip(terms, weights, strict=True)
                 ]
-                merged[i] = sum(seen[1:], seen[0])
-            if rows[u] < total:
+                merged[i] = sum(terms[1:], terms[0])
+            if rows[u] < num_rows:
                 store(self.dtype, row_address(out, rows[u], column), merged)
                 if chunk == 0:
-                    lse[rows[u]] = merged_log
+                    lse[rows[u]] = merged_lse
 
-    def shares(self, logs):
-        """Each part's share of a row, and the logarithm of their sum; 0 and -inf where no part saw a key."""
-        high = logs[0]
-        for log in logs[1:]:
-            high = cute.arch.fmax(high, log)
-        nothing = high == -Float32.inf
-        high = cutlass.select_(nothing, Float32(0.0), high)  # avoids inf - inf
-        # Shares of the sum, not exp(log - merged): rounding that would cost 1e-4 of a share at 3000.
-        terms = [cute.math.exp2((log - high) * LOG2_E, fastmath=True) for log in logs]
-        total = cutlass.select_(nothing, Float32(1.0), sum(terms[1:], terms[0]))
+    def weights(self, lses):
+        """The weight of each partial result in a row, and the merged lse; 0 and -inf where none of them saw a key."""
+        maximum = lses[0]
+        for lse in lses[1:]:
+            maximum = cute.arch.fmax(maximum, lse)
+        no_keys = maximum == -Float32.inf
+        maximum = cutlass.select_(no_keys, Float32(0.0), maximum)  # avoids inf - inf
+        # Not exp(lse - merged): rounding the merged lse would cost 1e-4 of a weight at an lse of 3000.
+        terms = [cute.math.exp2((lse - maximum) * LOG2_E, fastmath=True) for lse in lses]
+        total = cutlass.select_(no_keys, Float32(1.0), sum(terms[1:], terms[0]))
         inverse = Float32(1.0) / total
-        merged = cutlass.select_(nothing, -Float32.inf, high + cute.math.log(total))
+        merged = cutlass.select_(no_keys, -Float32.inf, maximum + cute.math.log(total))
         return [term * inverse for term in terms], merged

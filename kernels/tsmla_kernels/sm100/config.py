@@ -1,8 +1,8 @@
 """How TokenSpeed's Blackwell kernels serve a call: static configurations, query tiles, splits and workspaces.
 
-The decisions are those of tokenspeed-mla 2.0 (its functions' names are in the docstrings; tests/blackwell compares them
-with these), made here from static shapes so that nothing of that package, of cutlass or of torch has to be imported to
-make them. What the package can't do is a reason here; that is where a call learns of it.
+The decisions are those of tokenspeed-mla 2.0, whose functions the docstrings name and tests/kernels/sm100 compares with
+these. They are made here from static shapes, without importing that package, cutlass or torch. A call that the package
+can't run gets the reason here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tsmla_kernels.contract import DecodeSpec, Dim, PrefillSpec
 
 ARCHS = ("sm_100a", "sm_103a", "sm_107a")
-CHECKED_VERSION = "2.0.4"  # of tokenspeed-mla: what this adapter was compiled with and compared to
+CHECKED_VERSION = "2.0.4"  # of tokenspeed-mla, which this adapter was compiled with and compared to
 INSTALL = 'pip install "tsmla-jax[blackwell]"'
 
 NOTICE = (
@@ -24,15 +24,15 @@ NOTICE = (
     " by us"
 )
 
-FINITE = "unused slots in the last page of a request must hold finite numbers"  # tokenspeed's decode weighs them with 0
+FINITE = "unused slots in the last page of a request must hold finite numbers"  # they are multiplied by 0
 
 LATENT_DIM, ROPE_DIM = 512, 64
-KEY_TILE = 128  # keys that a CTA pair handles at once
+KEY_TILE = 128  # keys of one step of a CTA pair
 PAGE_SIZES = (16, 32, 64, 128)
 MAX_HEADS = 128  # rows of the largest query tile; the heads of one token must fit one
-MAX_Q_LEN = 256  # the kernels hold one step of code for each query token
+MAX_Q_LEN = 256  # the kernels' code has one step for each query token
 MAX_ELEMENTS = 1 << 31  # of a result, which the kernels index in 32 bits
-LEAST_WORKSPACE = 16  # bytes: the operand is there when nothing is split, too
+LEAST_WORKSPACE = 16  # bytes: the operand exists even if no request is split
 
 QK_HEAD_DIM, V_HEAD_DIM = 192, 128
 PREFILL_ROWS = 256  # query rows of one CTA
@@ -44,7 +44,7 @@ _FP8 = "float8_e4m3fn"
 
 
 def capability(arch: str) -> tuple[int, int]:
-    """The compute capability, as the package wants it. ValueError for another architecture than these three."""
+    """The compute capability, as the package takes it. ValueError for an architecture that is not in ARCHS."""
     if arch not in _CAPABILITIES:
         raise ValueError(f"arch: got {arch!r}; TokenSpeed's kernels are written for {', '.join(ARCHS)}")
     return _CAPABILITIES[arch]
@@ -55,13 +55,13 @@ def capability(arch: str) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """What a decode object is compiled for. All else is dynamic.
+    """The static facts that a decode object is compiled for. All else is dynamic.
 
     Attributes:
       dtype: "float8_e4m3fn", "bfloat16" or "float16", of q and cache; out is bfloat16 for fp8.
       num_heads: H. max_q_len: S, or the bound on a ragged request's queries. page_size: Z, or half of it.
-      traced_scales: whether the scales are read from device memory, in the kernel's loops. Otherwise the launch passes
-        them by value; the object serves every value in both cases.
+      traced_scales: whether the kernel's loops read the scales from device memory. If not, the launch passes them by
+        value. The object serves every value in both cases.
     """
 
     dtype: str
@@ -78,13 +78,13 @@ class DecodeConfig:
 @dataclasses.dataclass(frozen=True)
 class QueryTiles:
     """How the S * H query rows of a request lie in the tiles of the matrix unit: row r of the request is query token
-    r // H, head r % H, and tile t holds `stride` rows from t * stride on.
+    r // H, head r % H, and tile t begins with row t * stride.
 
     Attributes:
       rows: M of a tile. count: tiles of one request.
-      stride: query rows that a tile takes of them; the rest of the tile is padding.
-      fold: whole query tokens of a tile (the package's fold_sq_factor), 1 when packed.
-      packed: whether tiles are filled across query tokens (its pack_q).
+      stride: query rows in a tile; the rest of the tile is padding.
+      fold: whole query tokens in a tile (the package's fold_sq_factor), 1 when packed.
+      packed: whether a tile may hold a part of a query token's heads (the package's pack_q).
     """
 
     rows: int
@@ -125,8 +125,8 @@ def decode_config(spec: DecodeSpec, *, traced_scales: bool = False) -> DecodeCon
         dtype=spec.q_dtype,
         num_heads=spec.num_heads,
         max_q_len=spec.max_q_len,
-        # For pages of 128 the package's fp8 kernels don't compile in the small tile, and spill in the other. Such a
-        # page is two of 64 on end.
+        # With pages of 128 the package's fp8 kernels don't compile for the small tile, and spill for the large one. A
+        # page of 128 is passed as two consecutive pages of 64.
         page_size=64 if spec.q_dtype == _FP8 and spec.page_size == 128 else spec.page_size,
         traced_scales=traced_scales,
     )
@@ -137,8 +137,8 @@ def query_tiles(config: DecodeConfig, arch: str) -> QueryTiles:
     tokenspeed_mla_decode itself)."""
     heads, tokens = config.num_heads, config.max_q_len
     rows = 64 if config.fp8 and arch == "sm_100a" and heads * tokens <= 64 else 128
-    most = min(tokens, rows // heads)
-    fold = next((fold for fold in range(most, 1, -1) if tokens % fold == 0), 1)
+    max_fold = min(tokens, rows // heads)
+    fold = next((fold for fold in range(max_fold, 1, -1) if tokens % fold == 0), 1)
     packed_count = -(-heads * tokens // rows)
     if rows == 128 and packed_count < tokens // fold:
         return QueryTiles(rows, packed_count, rows, fold=1, packed=True)
@@ -146,8 +146,8 @@ def query_tiles(config: DecodeConfig, arch: str) -> QueryTiles:
 
 
 def reducer_splits(config: DecodeConfig, arch: str) -> int:
-    """Splits that the kernel which merges them can hold: as many as split_count ever gives, so that one object serves
-    every batch. (The package compiles one for each power of two.)"""
+    """The most splits that the merging kernel takes: the largest split_count, so that one object serves every batch.
+    (The package compiles one object for each power of two.)"""
     return 64 if query_tiles(config, arch).rows == 64 else 32
 
 
@@ -161,8 +161,8 @@ def split_count(
     minimum: Callable[[Any, Any], Any] = min,
     maximum: Callable[[Any, Any], Any] = max,
 ) -> Dim:
-    """Pieces that every request's keys are cut into (_get_split_kv_and_workspace_size); max_keys is what a row of the
-    block table can name. For symbolic sizes `minimum` and `maximum` are jax's."""
+    """Pieces that every request's keys are cut into (_get_split_kv_and_workspace_size). max_keys is the number of keys
+    in the pages of one row of the block table. For symbolic sizes `minimum` and `maximum` are jax's."""
     tiles = query_tiles(config, arch)
     ctas = 1 if tiles.rows == 64 else 2
     split = maximum(1, num_sms // batch // (tiles.count * ctas))
@@ -186,8 +186,8 @@ def workspace_shape(
     minimum: Callable[[Any, Any], Any] = min,
     maximum: Callable[[Any, Any], Any] = max,
 ) -> tuple[Dim, Dim]:
-    """The int8 workspace: [splits, bytes a split], of which the launcher takes the number of splits. In all it is the
-    package's get_workspace_size, whose 0 for a single split is LEAST_WORKSPACE here."""
+    """The int8 workspace [splits, bytes a split], from whose shape the launcher reads the number of splits. Its size is
+    the package's get_workspace_size, but LEAST_WORKSPACE where that is 0, for a single split."""
     tiles = query_tiles(config, arch)
     size = batch * tiles.stride * tiles.count * (LATENT_DIM + 1) * 4
     return splits, maximum(LEAST_WORKSPACE, size * (minimum(splits, 2) - 1))
@@ -198,7 +198,7 @@ def workspace_shape(
 
 @dataclasses.dataclass(frozen=True)
 class PrefillConfig:
-    """What a prefill object is compiled for. All else is dynamic, the number of heads too.
+    """The static facts that a prefill object is compiled for. All else is dynamic, the number of heads too.
 
     Attributes:
       dtype: "float8_e4m3fn" or "bfloat16", of q, k and v; out is bfloat16.
@@ -237,24 +237,24 @@ SCALE_OPERANDS = ("logit_scale_high", "logit_scale_low", "out_scale_high", "out_
 
 
 def scale_sizes(logit_scale: float, out_scale: float) -> tuple[int, ...]:
-    """Sizes of the SCALE_OPERANDS, by which a launch passes two float32 values: an array's size is the only number that
-    XLA's custom call hands to a host function."""
+    """The sizes of the SCALE_OPERANDS, which encode two float32 values: an array's size is the only number that XLA's
+    custom call passes to a host function."""
     bits = struct.unpack("<2I", struct.pack("<2f", logit_scale, out_scale))
     return tuple(half + 1 for word in bits for half in (word >> 16, word & 0xFFFF))
 
 
 def _too_large(name: str, size: Dim, elements: int) -> list[str]:
-    """The reason against `size` rows of so many elements each, if they are too many or may be."""
-    most = (MAX_ELEMENTS - 1) // elements
+    """The reason against `size` rows of `elements` elements each, if that is or may be more than MAX_ELEMENTS."""
+    largest = (MAX_ELEMENTS - 1) // elements
     try:
-        if size <= most:
+        if size <= largest:
             return []
     except Exception:  # jax's error for a comparison of symbolic sizes that it can't decide
         return [
-            f"{name} is {size}, which may be too large: TokenSpeed's kernels index 2^31 elements, {name} <= {most};"
-            f' a bound says so, jax.export.symbolic_shape("{size}", constraints=["{size} <= {min(most, 4096)}"])'
+            f"{name} is {size}, which may be too large: TokenSpeed's kernels index 2^31 elements, {name} <= {largest};"
+            f' a bound says so, jax.export.symbolic_shape("{size}", constraints=["{size} <= {min(largest, 4096)}"])'
         ]
-    return [f"{name} is {size}; TokenSpeed's kernels index 2^31 elements, {name} <= {most} here"]
+    return [f"{name} is {size}; TokenSpeed's kernels index 2^31 elements, {name} <= {largest} here"]
 
 
 def _ceil_div(a: Dim, b: Dim) -> Dim:

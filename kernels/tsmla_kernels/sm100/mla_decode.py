@@ -1,10 +1,10 @@
 """Absorbed MLA decode on Blackwell by the kernels of the package tokenspeed-mla: fp8, bf16 and f16.
 
-The device code is the package's. This launcher gives its host function the views that it expects, takes the number of
-splits from the workspace's size, and launches one kernel or, where keys are split, two: one object serves every batch.
-How many keys each query token sees is given as `local_visible_lens`, the package's way to say it token by token: so it
-masks with -inf (its other way, a score of -1e6, is not below every fp8 score), and a row that sees nothing gives 0 and
--inf, whatever the lengths.
+The device code is the package's. This launcher gives the package's host function the views that it expects, reads the
+number of splits from the workspace's size, and launches one kernel or, if keys are split, two: one object serves every
+batch. `local_visible_lens` tells the package how many keys each query token sees. With it the package masks with -inf
+(without it, with a score of -1e6, which is not below every fp8 score), and a row that sees no key gives 0 and -inf for
+all lengths.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class MlaDecode:
     Operands of the launcher: q [B, S, H, 576], kv_cache [P, Z, 576], block_tables [B, M] i32 with M * Z a multiple of
     128, seq_lens [B] i32, visible_lens [B, S] i32 (how many keys each query token sees, at most seq_lens), with traced
     scales [2] f32 (logits' scale, output's scale), out [B, S, H, 512], lse [B, S, H] f32 (**base 2**), workspace int8
-    [splits, bytes] of choose.workspace_shape, and without traced scales the four of choose.SCALE_OPERANDS.
+    [splits, bytes] of config.workspace_shape, and without traced scales the four of config.SCALE_OPERANDS.
 
     Raises ModuleNotFoundError if tokenspeed-mla, or for bf16 and f16 torch, isn't installed.
     """
 
     def __init__(self, config: DecodeConfig) -> None:
         self.config = config
-        # The kernels keep what they derived from a launch's arguments: one object for each of the two launches.
+        # A kernel object keeps values derived from its launch's arguments, so each of the two launches has its own.
         self.whole, self.split = (attention(config, target_arch()) for _ in range(2))
 
     @cute.jit
@@ -64,7 +64,7 @@ class MlaDecode:
         visible = cute.make_tensor(
             visible_lens.iterator, cute.make_layout(tuple(visible_lens.shape), stride=(config.max_q_len, 1))
         )
-        # The fp8 class has one argument more: a bound of its own for context parallelism.
+        # The fp8 class takes one more argument: lengths for context parallelism.
         lengths = (seq_lens, seq_lens) if cutlass.const_expr(config.fp8) else (seq_lens,)
         ends = (*lengths, None, logit_scale, out_scale, stream, False, visible)
         splits = workspace.shape[0]
@@ -84,13 +84,13 @@ def attention(config: DecodeConfig, arch: str) -> Any:
         lse_dtype=Float32,
         mma_qk_tiler_mn=(tiles.rows, 128),
         mma_pv_tiler_mn=(tiles.rows, 256),
-        max_active_clusters=1,  # only of the persistent schedule, which fixed lengths use
+        max_active_clusters=1,  # used by the persistent schedule only, which is for fixed lengths
         page_size=config.page_size,
         is_persistent=False,
         is_var_seq=True,
         is_var_split_kv=False,
         fold_sq_factor=tiles.fold,
-        is_causal=True,  # without effect: visible_lens says it
+        is_causal=True,  # without effect: visible_lens decides
         num_heads=config.num_heads,
         seq_len_q=config.max_q_len,
         window_left=-1,
@@ -106,7 +106,7 @@ def attention(config: DecodeConfig, arch: str) -> Any:
     return BlackwellMultiHeadLatentAttentionForwardFP8(
         skip_correction_threshold=8.0,
         reducer_max_splits=splits,
-        # A thread of the merge holds its columns of every split: all 64 splits of a whole row would spill.
+        # A merging thread holds its columns of every split, and would spill with 64 splits of a whole row.
         reducer_d_tiles=2 if splits > 32 else 1,
         partial_fp16=False,
         **options,
@@ -116,8 +116,8 @@ def attention(config: DecodeConfig, arch: str) -> Any:
 def decode_views(q: Any, kv_cache: Any, out: Any, lse: Any, config: DecodeConfig) -> tuple[Any, ...]:
     """q_latent, q_rope, c_latent, c_rope, o and lse as the package's host function takes them.
 
-    Strides are constants where the config says them, which saves registers; the sizes that its scheduler and its
-    workspace are computed from must stay run-time values."""
+    Strides that the config determines are constants, which saves registers. The sizes that the package computes its
+    schedule and its workspace from must stay run-time values."""
     tokens, heads = config.max_q_len, config.num_heads
     latent_dim = cute.assume(Int32(LATENT_DIM), divby=LATENT_DIM)
     out_strides = (tokens * heads * LATENT_DIM, heads * LATENT_DIM, LATENT_DIM, 1)
@@ -138,13 +138,13 @@ def columns(tensor: Any, start: int, count: int) -> Any:
 
 
 def target_arch() -> str:
-    """The architecture that is being compiled for."""
+    """The architecture that the DSL compiles for now."""
     return str(CuTeDSL._get_dsl().envar.arch)
 
 
 @contextlib.contextmanager
 def package() -> Iterator[None]:
-    """Imports from tokenspeed_mla, whose absence is said with what to install."""
+    """For imports from tokenspeed_mla: if it is missing, the error says what to install."""
     try:
         yield
     except ImportError as e:

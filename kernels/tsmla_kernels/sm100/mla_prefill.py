@@ -1,7 +1,7 @@
 """Ragged prefill attention (192 wide keys, 128 wide values) on Blackwell by the package tokenspeed-mla: fp8 and bf16.
 
 The device code is the package's, in the configuration that its own wrapper uses. The longest query, which decides the
-grid, comes as the size of an operand, so that one object serves every length.
+grid, is passed as the size of an operand, so that one object serves every length.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class MlaPrefill:
 
     Operands of the launcher: q [Tq, H, 192], k [Tk, H, 192], v [Tk, H, 128], cu_seqlens_q, cu_seqlens_kv [B + 1] i32,
     with traced scales [2] f32 (logits' scale, output's scale), out [Tq, H, 128], lse [Tq, H] f32 (natural logarithm),
-    longest_q int8 [max_q_len], whose size alone is read, and without traced scales the four of choose.SCALE_OPERANDS.
+    longest_q int8 [max_q_len], whose size alone is read, and without traced scales the four of config.SCALE_OPERANDS.
 
     Raises ModuleNotFoundError if tokenspeed-mla or torch isn't installed.
     """

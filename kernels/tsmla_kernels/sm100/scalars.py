@@ -1,4 +1,4 @@
-"""Float32 arguments of TokenSpeed's kernels that no host value can stand for. Imports cutlass."""
+"""Float32 arguments of TokenSpeed's kernels that the host doesn't know as numbers. Imports cutlass."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from cutlass._mlir.dialects import llvm
 
 
 class LoadedFloat32:
-    """A float32 in device memory, times a constant, where a kernel's host function expects a Float32 by value.
+    """A float32 in device memory, times a constant, in the place of a Float32 that a host function takes by value.
 
-    Up to the launch this is a pointer (the DSL asks an argument for the values that it consists of, and builds it again
-    inside the kernel from its parameters); inside it is the number, loaded where it is used. So XLA may compute the
-    scale on the device, and the kernel's source stays as it is.
+    Until the launch this is a pointer: the DSL asks an argument for its values and builds it again inside the kernel
+    from the kernel's parameters. Inside the kernel it is the number, loaded where it is used. XLA can thus compute the
+    scale on the device, without a change of the kernel's source.
     """
 
     def __init__(self, pointer: Any, factor: float = 1.0) -> None:
@@ -25,7 +25,7 @@ class LoadedFloat32:
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        # The DSL casts an argument that isn't what its annotation says.
+        # The DSL casts an argument whose class isn't the annotated one.
         return Float32
 
     def __mul__(self, factor: float) -> LoadedFloat32:
@@ -39,8 +39,8 @@ class LoadedFloat32:
 
 
 class _Float32AtUse(Float32):
-    """A Float32 whose value is loaded anew by every operation that takes it: a register that held it through the
-    kernel's loops, where a parameter takes none, would make most of these kernels spill."""
+    """A Float32 that every operation loads again. Keeping it in a register through the kernel's loops would make most
+    of these kernels spill; a parameter needs no register."""
 
     def __init__(self, pointer: Any, factor: float) -> None:
         self._pointer, self._factor = pointer, factor
@@ -57,7 +57,7 @@ class _Float32AtUse(Float32):
 
 
 def _outside_vectorized_loops() -> contextlib.AbstractContextManager[Any]:
-    """Where operations are put that the compiler can't make vectors of: before the outermost loop that it shall."""
+    """The place for operations that can't be vectorized: before the outermost loop that the compiler must vectorize."""
     block: Any = ir.InsertionPoint.current.block
     operation, loop = block.owner, None
     while operation is not None:
@@ -68,14 +68,14 @@ def _outside_vectorized_loops() -> contextlib.AbstractContextManager[Any]:
 
 
 def float_of_sizes(high: Any, low: Any) -> Float32:
-    """The float32 that choose.scale_sizes made two arrays' sizes of."""
+    """The float32 that config.scale_sizes encoded as the sizes of two arrays."""
     bits = ((high.shape[0] - 1) << 16) | (low.shape[0] - 1)
     return Float32(llvm.bitcast(Float32.mlir_type, Int32(bits).ir_value()))
 
 
 def outputs_and_scales(operands: tuple[Any, ...], traced: bool) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
-    """A launcher's operands after its inputs, as (outputs, (the logits' scale, the outputs' scale)): traced scales are
-    one array before the outputs, others the four choose.SCALE_OPERANDS after them."""
+    """A launcher's operands after its inputs, as (outputs, (the logits' scale, the outputs' scale)). Traced scales are
+    one array before the outputs; scales by value are the four config.SCALE_OPERANDS after the outputs."""
     if traced:
         scales, *outputs = operands
         return tuple(outputs), (LoadedFloat32(scales.iterator), LoadedFloat32(scales.iterator + 1))

@@ -1,16 +1,12 @@
-"""What the Hopper kernels' warps do alike: a base class of the kernels."""
+"""What the warps of the Hopper kernels do alike."""
 
-import math
+from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
-from tsmla_kernels.sm90.decode.config import FP8
-
-LOG2_E = math.log2(math.e)
-LN_2 = math.log(2.0)
-LOWEST = -1e30  # of a running maximum: finite, so that a row without keys needs no case of its own
+from tsmla_kernels.sm90.constants import FP8
 
 DTYPES = {
     "float32": cutlass.Float32,
@@ -21,94 +17,118 @@ DTYPES = {
 
 
 def quotient(value: Int32, divisor: int) -> Int32:
-    """value // divisor for a power of 2: a shift, which floors too. Where the compiler can't know the sign it takes six
-    instructions, and in code that runs once every instruction waits to be fetched."""
+    """value // divisor for a power of 2: a shift, which floors too. The compiler takes six instructions if it does not
+    know the sign, and in code that runs once every instruction waits to be fetched."""
     return value >> (divisor.bit_length() - 1)
 
 
 def remainder(value: Int32, divisor: int) -> Int32:
-    """value % divisor likewise."""
+    """value % divisor for a power of 2."""
     return value & (divisor - 1)
 
 
+@cute.jit
+def divide(a: Int32, b: Int32):
+    """a // b for a >= 0 and b > 0, with a quarter of the compiler's instructions: see `quotient`."""
+    inverse = cute.arch.rcp_approx(Float32(b))
+    q = Int32(Float32(a) * inverse)
+    q += Int32(Float32(a - q * b) * inverse)
+    rest = a - q * b
+    if rest < 0:
+        q -= 1
+    if rest >= b:
+        q += 1
+    return q
+
+
+@cute.jit
+def prefetch(array: cute.Tensor, offset: Int32):
+    """Prefetch 128 bytes from element `offset` on into the L2 cache, if the array is that long."""
+    if Int64(offset) < Int64(array.shape[0]) * array.shape[1]:
+        cute.arch.prefetch((array.iterator + offset).to_llvm_ptr(), cache_level="L2")
+
+
 def element(tensor: cute.Tensor, offset: Int32, align: int) -> cute.Pointer:
-    """Where element `offset` of a dense `tensor` in global memory begins: a multiple of `align` bytes, as is believed
-    (`Pointer.align` rounds, by three instructions)."""
+    """The address of element `offset` of a dense `tensor` in global memory.
+
+    Unchecked: the caller guarantees the alignment. `Pointer.align` would round at run time (three instructions).
+    """
     dtype = tensor.element_type
     address = tensor.iterator.toint() + Int64(offset) * (dtype.width // 8)
     return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
 
 
-class WarpHelpers:
-    """Device functions of decode and prefill. `stages` is how many stages a kernel's ring has."""
+@cute.jit
+def uniform(value: Int32):
+    """Move a value that all lanes hold to a uniform register: code that depends on it alone runs once a warp."""
+    return cute.arch.warp_redux_sync(value, "max")
 
-    stages: int
 
-    @cute.jit
-    def uniform(self, value: Int32):
-        """A value that all lanes hold, in a uniform register: what depends on it alone is computed once a warp."""
-        return cute.arch.warp_redux_sync(value, "max")
+@cute.jit
+def kept(value: Int32):
+    """Keep a value in its register: the compiler would compute it again at every use, from the thread's index."""
+    return cute.arch.shuffle_sync_bfly(value, offset=0)
 
-    @cute.jit
-    def kept(self, value: Int32):
-        """A value that stays in its register: what comes of a thread's index the compiler would find again, by a dozen
-        instructions, wherever it is used."""
-        return cute.arch.shuffle_sync_bfly(value, offset=0)
 
-    @cute.jit
-    def advance(self, index: Int32, phase: Int32):
-        """The stage after `index`, and the parity of its barriers."""
-        index += 1
-        if index == self.stages:
-            index = Int32(0)
-            phase ^= 1
-        return index, phase
+@cute.jit
+def advance(index: Int32, phase: Int32, stages: cutlass.Constexpr[int]):
+    """The stage after `index`, and the parity of its barriers."""
+    index += 1
+    if index == stages:
+        index = Int32(0)
+        phase ^= 1
+    return index, phase
 
-    def load_transposed(self, address: Int32):
-        """Four 8 x 8 matrices of 16-bit words, transposed; a lane gives the address of one of their rows."""
-        return cute.arch.inline_ptx(
-            "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-            write_only_types=[Int32] * 4,
-            read_only_args=[address],
-        )
 
-    def load_matrices(self, address: Int32):
-        """Four 8 x 8 matrices of 16-bit words; a lane gives the address of one of their rows."""
-        return cute.arch.inline_ptx(
-            "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-            write_only_types=[Int32] * 4,
-            read_only_args=[address],
-        )
+def load_transposed(address: Int32):
+    """Four 8 x 8 matrices of 16-bit words, transposed; a lane gives the address of one of their rows."""
+    return cute.arch.inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address],
+    )
 
-    def store_transposed(self, address: Int32, a: Int32, b: Int32, c: Int32, d: Int32):
-        """Four 8 x 8 matrices of 16-bit words, transposed; a lane gives the address of one row of what is written."""
-        cute.arch.inline_ptx(
-            "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-            read_only_args=[address, a, b, c, d],
-        )
 
-    def store_matrices(self, address: Int32, a: Int32, b: Int32, c: Int32, d: Int32):
-        """Four 8 x 8 matrices of 16-bit words; a lane gives the address of one of their rows."""
-        cute.arch.inline_ptx(
-            "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-            read_only_args=[address, a, b, c, d],
-        )
+def load_matrices(address: Int32):
+    """Four 8 x 8 matrices of 16-bit words; a lane gives the address of one of their rows."""
+    return cute.arch.inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address],
+    )
 
-    @cute.jit
-    def transpose_quad(self, words: cute.Tensor, quad: Int32):
-        """4 x 4 transpose among the four lanes of a row: word j of lane q becomes word q of lane j."""
-        for step in cutlass.range_constexpr(2):
-            offset = 2 >> step
-            upper = (quad // offset) % 2
-            for j in cutlass.range_constexpr(4):
-                if const_expr((j // offset) % 2 == 0):
-                    a, b = words[j], words[j + offset]
-                    sent = b
-                    if upper == 1:
-                        sent = a
-                    received = cute.arch.shuffle_sync_bfly(sent, offset=offset)
-                    if upper == 1:
-                        a = received
-                    else:
-                        b = received
-                    words[j], words[j + offset] = a, b
+
+def store_transposed(address: Int32, a: Int32, b: Int32, c: Int32, d: Int32):
+    """Four 8 x 8 matrices of 16-bit words, transposed; a lane gives the address of one row of what is written."""
+    cute.arch.inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, a, b, c, d],
+    )
+
+
+def store_matrices(address: Int32, a: Int32, b: Int32, c: Int32, d: Int32):
+    """Four 8 x 8 matrices of 16-bit words; a lane gives the address of one of their rows."""
+    cute.arch.inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, a, b, c, d],
+    )
+
+
+@cute.jit
+def transpose_quad(words: cute.Tensor, quad: Int32):
+    """4 x 4 transpose among the four lanes of a row: word j of lane q becomes word q of lane j."""
+    for step in cutlass.range_constexpr(2):
+        offset = 2 >> step
+        upper = (quad // offset) % 2
+        for j in cutlass.range_constexpr(4):
+            if const_expr((j // offset) % 2 == 0):
+                a, b = words[j], words[j + offset]
+                sent = b
+                if upper == 1:
+                    sent = a
+                received = cute.arch.shuffle_sync_bfly(sent, offset=offset)
+                if upper == 1:
+                    a = received
+                else:
+                    b = received
+                words[j], words[j + offset] = a, b

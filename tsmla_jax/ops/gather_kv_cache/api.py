@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from tsmla_jax.ops import checks, dispatch, explicit
-from tsmla_jax.ops.arrays import Scale, describe, describe_scale
+from tsmla_jax.ops import checks
+from tsmla_jax.ops.inputs import Scale, describe_call, dtype_name
+from tsmla_jax.ops.operation import Implementation, Operation
 from tsmla_kernels import contract
 
 if TYPE_CHECKING:
@@ -46,38 +47,41 @@ def gather_kv_cache(
       TypeError, ValueError: an argument is not legal; NotImplementedError: the named implementation can't run this
         call.
     """
-    described = spec(kv_cache, block_tables, starts, lens, total_len=total_len, kv_scale=kv_scale, out_dtype=out_dtype)
-    run = dispatch.select("gather_kv_cache", described, implementation)
+    spec = OPERATION.spec(
+        kv_cache=kv_cache,
+        block_tables=block_tables,
+        starts=starts,
+        lens=lens,
+        total_len=total_len,
+        kv_scale=kv_scale,
+        out_dtype=out_dtype,
+    )
+    chosen = OPERATION.select(spec, implementation)
     kv_cache, block_tables, starts, lens = map(jnp.asarray, (kv_cache, block_tables, starts, lens))
-    lens = checks.cache_gather(described, lens, starts, block_tables)
-    if 0 in (described.batch, described.total_len, described.max_pages, described.num_pages):
-        return jnp.zeros((described.total_len, described.head_dim), described.out_dtype)
-    return explicit.call(
-        run,
+    lens = checks.cache_gather(spec, lens, starts, block_tables)
+    if 0 in (spec.batch, spec.total_len, spec.max_pages, spec.num_pages):
+        return jnp.zeros((spec.total_len, spec.head_dim), spec.out_dtype)
+    return chosen.call(
         (kv_cache, block_tables, starts, lens),
         lambda: PartitionSpec(None, None),  # its rows come from requests that may lie on different devices
-        spec=described,
+        spec=spec,
         kv_scale=kv_scale,
     )
 
 
-def spec(
-    kv_cache: jax.Array,
-    block_tables: jax.Array,
-    starts: jax.Array,
-    lens: jax.Array,
-    *,
-    total_len: Any,
-    kv_scale: Any = None,
-    out_dtype: Any = None,
-) -> contract.CacheGatherSpec:
-    """The contract's spec of a call of gather_kv_cache; raises as gather_kv_cache does."""
-    return contract.cache_gather_spec(
-        kv_cache=describe("kv_cache", kv_cache),
-        block_tables=describe("block_tables", block_tables),
-        starts=describe("starts", starts),
-        lens=describe("lens", lens),
-        total_len=total_len,
-        kv_scale=describe_scale("kv_scale", kv_scale),
-        out_dtype=None if out_dtype is None else jnp.dtype(out_dtype).name,
-    )
+def _spec(*, out_dtype: Any = None, **arguments: Any) -> contract.CacheGatherSpec:
+    return describe_call(contract.cache_gather_spec, out_dtype=dtype_name(out_dtype), **arguments)
+
+
+def _implementations() -> Mapping[str, Implementation]:
+    from tsmla_jax.ops import device
+    from tsmla_jax.ops.gather_kv_cache import cute, reference, xla
+
+    return {
+        "cute": Implementation(cute.gather_kv_cache, cute.why_not, device.why_not_untested),
+        "xla": Implementation(xla.gather_kv_cache),
+        "reference": Implementation(reference.gather_kv_cache),
+    }
+
+
+OPERATION = Operation(gather_kv_cache, _spec, _implementations)

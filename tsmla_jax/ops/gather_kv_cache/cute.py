@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from tsmla_jax.ops import cache_call, cute_call
+from tsmla_jax.ops import device, transforms
 from tsmla_jax.ops.gather_kv_cache import xla
-from tsmla_jax.ops.gather_kv_cache.api import spec as spec_of
+from tsmla_jax.ops.inputs import describe_call, scale_operand
+from tsmla_jax.ops.kernel_call import kernel_call
 from tsmla_kernels import contract
 from tsmla_kernels.cache_ops import config as cache_config
 from tsmla_kernels.catalog import GATHER_KV_CACHE
@@ -21,12 +22,7 @@ from tsmla_kernels.contract import CacheGatherSpec
 
 def why_not(spec: CacheGatherSpec) -> list[str]:
     """The reasons why the kernel can't run this call; empty if it can."""
-    return cute_call.why_not(GATHER_KV_CACHE) + cache_config.gather_reasons(spec)
-
-
-def why_not_by_default(spec: CacheGatherSpec) -> list[str]:
-    """The reasons against the kernel that stand only when implementation is None."""
-    return cache_call.why_not_by_default()
+    return device.why_not(GATHER_KV_CACHE) + cache_config.gather_reasons(spec)
 
 
 def gather_kv_cache(
@@ -39,13 +35,11 @@ def gather_kv_cache(
     kv_scale: float | jax.Array | None,
 ) -> jax.Array:
     """The packed rows, as the public gather_kv_cache documents them."""
-    arch = cute_call.target_arch()
-    if arch is None:
-        raise contract.not_runnable("gather_kv_cache", "cute", why_not(spec))
+    arch = device.arch_for(GATHER_KV_CACHE)
     # A symbolic size is good for one export and can't be told from another's.
     make = _transformable if isinstance(spec.total_len, int) else _transformable.__wrapped__
     run = make(cache_config.gather_config(spec), arch, spec.total_len)
-    result: jax.Array = run(kv_cache, block_tables, starts, lens, cache_call.scale_operand(kv_scale))
+    result: jax.Array = run(kv_cache, block_tables, starts, lens, scale_operand(kv_scale))
     return result
 
 
@@ -58,7 +52,7 @@ def _transformable(config: cache_config.GatherConfig, arch: str, total_len: Any)
     ) -> jax.Array:
         inputs = (kv_cache, block_tables, starts, lens, kv_scale)
         shape = (total_len, config.head_dim)
-        return cute_call.cute_call(GATHER_KV_CACHE, config, inputs, (shape,), arch=arch)[0]
+        return kernel_call(GATHER_KV_CACHE, config, inputs, (shape,), arch=arch)[0]
 
     def fold(
         run: Callable[..., Any],
@@ -79,7 +73,7 @@ def _transformable(config: cache_config.GatherConfig, arch: str, total_len: Any)
         starts = jnp.pad(starts, ((0, 0), (0, 1)), constant_values=block_tables.shape[2] * page_size)
         rows = _transformable(config, arch, axis_size * total_len)(
             kv_cache.reshape(axis_size * pages, page_size, width),
-            *map(cache_call.fold_rows, (block_tables, starts, jnp.diff(ends, axis=1))),
+            *map(transforms.fold_rows, (block_tables, starts, jnp.diff(ends, axis=1))),
             kv_scale,
         )
         return rows.reshape(axis_size, total_len, width)
@@ -87,18 +81,27 @@ def _transformable(config: cache_config.GatherConfig, arch: str, total_len: Any)
     def derivative(
         kv_cache: jax.Array, block_tables: jax.Array, starts: jax.Array, lens: jax.Array, kv_scale: jax.Array
     ) -> jax.Array:
-        spec = spec_of(kv_cache, block_tables, starts, lens, total_len=total_len, out_dtype=config.out_dtype)
+        spec = describe_call(
+            contract.cache_gather_spec,
+            kv_cache=kv_cache,
+            block_tables=block_tables,
+            starts=starts,
+            lens=lens,
+            total_len=total_len,
+            out_dtype=config.out_dtype,
+        )
         return xla.gather_kv_cache(kv_cache, block_tables, starts, lens, spec=spec, kv_scale=kv_scale[0])
 
-    return cache_call.transformable(
+    return transforms.transformable(
         on_device,
         rule="p z d, b m, b, b, c -> n d",
         fixed=("p", "z", "d", "b", "m", "c", "n"),
         partition=_partition,
         fold=fold,
+        shared=1,
         derivative=derivative,
     )
 
 
-def _partition(shapes: Sequence[Any]) -> cache_call.Partition:
+def _partition(shapes: Sequence[Any]) -> transforms.Partition:
     return (P(None, None, None), P(None, None), P(None), P(None), P(None)), P(None, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops.arrays import accumulation_dtype, as_scale
+from tsmla_jax.ops.inputs import accumulation_dtype, as_scale
 from tsmla_jax.ops.ragged import row_owner
 from tsmla_kernels.contract import CacheGatherSpec
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops import dispatch, explicit
-from tsmla_jax.ops.arrays import describe
+from tsmla_jax.ops.inputs import describe
+from tsmla_jax.ops.operation import Implementation, Operation, row_specs
 from tsmla_kernels import contract
 
 if TYPE_CHECKING:
@@ -40,15 +40,14 @@ def merge_attention_states(
       TypeError, ValueError: an argument is not legal; NotImplementedError: the named implementation can't run this
         call.
     """
-    described = spec(outs, lses)
-    run = dispatch.select("merge_attention_states", described, implementation)
+    spec = OPERATION.spec(outs=outs, lses=lses)
+    chosen = OPERATION.select(spec, implementation)
     # By index: iterating over a sharded array loses its sharding.
-    arrays = tuple(tuple(jnp.asarray(parts[i]) for i in range(described.num_parts)) for parts in (outs, lses))
-    return explicit.call(run, arrays, lambda: explicit.row_specs(arrays[0][0]), spec=described)
+    arrays = tuple(tuple(jnp.asarray(parts[i]) for i in range(spec.num_parts)) for parts in (outs, lses))
+    return chosen.call(arrays, lambda: row_specs(arrays[0][0]), spec=spec)
 
 
-def spec(outs: Sequence[jax.Array] | jax.Array, lses: Sequence[jax.Array] | jax.Array) -> contract.MergeSpec:
-    """The contract's spec of a call of merge_attention_states; raises as merge_attention_states does."""
+def _spec(outs: Sequence[jax.Array] | jax.Array, lses: Sequence[jax.Array] | jax.Array) -> contract.MergeSpec:
     return contract.merge_spec(outs=_parts("outs", outs), lses=_parts("lses", lses))
 
 
@@ -61,3 +60,17 @@ def _parts(name: str, parts: Sequence[jax.Array] | jax.Array) -> list[contract.A
             f"{name}: got an array of shape {stacked.shape}; its first axis, the parts, must be a static int"
         )
     return [contract.Array(stacked.shape[1:], stacked.dtype)] * stacked.shape[0]
+
+
+def _implementations() -> Mapping[str, Implementation]:
+    from tsmla_jax.ops import device
+    from tsmla_jax.ops.merge_attention_states import cute, reference, xla
+
+    return {
+        "cute": Implementation(cute.merge_attention_states, cute.why_not, device.why_not_untested),
+        "xla": Implementation(xla.merge_attention_states),
+        "reference": Implementation(reference.merge_attention_states),
+    }
+
+
+OPERATION = Operation(merge_attention_states, _spec, _implementations)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops.arrays import accumulation_dtype
+from tsmla_jax.ops.inputs import accumulation_dtype
 from tsmla_kernels.contract import MergeSpec
 
 

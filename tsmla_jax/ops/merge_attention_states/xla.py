@@ -8,7 +8,7 @@ from functools import partial, reduce
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops.arrays import accumulation_dtype
+from tsmla_jax.ops.inputs import accumulation_dtype
 from tsmla_jax.ops.loops import carry
 from tsmla_kernels.contract import MergeSpec
 
@@ -18,7 +18,7 @@ State = tuple[jax.Array, jax.Array]
 
 def merge_attention_states(outs: Parts, lses: Parts, *, spec: MergeSpec) -> State:
     """out and lse, as the public merge_attention_states documents them."""
-    # Typed alike before the custom derivative, as its cotangents are.
+    # All operands get one varying type before the custom derivative, as their cotangents have.
     return _merge(spec, *(tuple(carry(x, *outs, *lses) for x in parts) for parts in (outs, lses)))
 
 
@@ -44,7 +44,7 @@ def _weights(lses: Parts, dtype: jnp.dtype) -> tuple[list[jax.Array], jax.Array]
 
 def _weighted(out: jax.Array, weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
     weight = weight[..., None]
-    return jnp.where(weight == 0, 0, out.astype(dtype) * weight)  # what has no weight may be NaN
+    return jnp.where(weight == 0, 0, out.astype(dtype) * weight)  # a part without weight may be NaN
 
 
 def _forward(spec: MergeSpec, outs: Parts, lses: Parts) -> tuple[State, tuple[Parts, Parts, jax.Array]]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING
 
-import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops import checks, dispatch, explicit
-from tsmla_jax.ops.arrays import Scale, describe, describe_optional, describe_scale
+from tsmla_jax.ops import checks
+from tsmla_jax.ops.inputs import Scale, Scales, attention_of_no_keys, describe_call
+from tsmla_jax.ops.operation import Implementation, Operation, row_specs
 from tsmla_kernels import contract
 
 if TYPE_CHECKING:
@@ -72,11 +74,11 @@ def mla_decode(
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
       NotImplementedError: the named implementation can't run this call, with every reason.
     """
-    described = spec(
-        q,
-        kv_cache,
-        block_tables,
-        seq_lens,
+    spec = OPERATION.spec(
+        q=q,
+        kv_cache=kv_cache,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
         softmax_scale=softmax_scale,
         latent_dim=latent_dim,
         cu_seqlens_q=cu_seqlens_q,
@@ -87,48 +89,28 @@ def mla_decode(
         return_lse=return_lse,
         batch_invariant=batch_invariant,
     )
-    run = dispatch.select("mla_decode", described, implementation)
+    chosen = OPERATION.select(spec, implementation)
     q, kv_cache, block_tables, seq_lens = map(jnp.asarray, (q, kv_cache, block_tables, seq_lens))
     cu_seqlens_q = None if cu_seqlens_q is None else jnp.asarray(cu_seqlens_q)
-    seq_lens = checks.decode(described, seq_lens, block_tables, cu_seqlens_q)
-    if 0 in (described.batch, described.total_q_len, described.max_pages, described.num_pages):  # nobody, or no key
-        out = jnp.zeros((*q.shape[:-1], latent_dim), described.out_dtype)
-        lse = jnp.full(q.shape[:-1], -jnp.inf, described.lse_dtype)
+    seq_lens = checks.decode(spec, seq_lens, block_tables, cu_seqlens_q)
+    if 0 in (spec.batch, spec.total_q_len, spec.max_pages, spec.num_pages):  # nobody, or no key
+        out, lse = attention_of_no_keys(q, latent_dim, spec)
     else:
-        out, lse = explicit.call(
-            run,
-            (q, kv_cache, block_tables, seq_lens),
-            lambda: explicit.row_specs(q),
-            spec=described,
-            softmax_scale=softmax_scale,
-            cu_seqlens_q=cu_seqlens_q,
-            q_scale=q_scale,
-            kv_scale=kv_scale,
-        )
+        scales = Scales(softmax_scale, q_scale, kv_scale, kv_scale)
+        arrays = (q, kv_cache, block_tables, seq_lens, cu_seqlens_q, scales)
+        out, lse = chosen.call(arrays, lambda: row_specs(q), spec=spec)
     return (out, lse) if return_lse else out
 
 
-def spec(
-    q: jax.Array,
-    kv_cache: jax.Array,
-    block_tables: jax.Array,
-    seq_lens: jax.Array,
-    *,
-    softmax_scale: Scale,
-    cu_seqlens_q: jax.Array | None = None,
-    q_scale: Scale | None = None,
-    kv_scale: Scale | None = None,
-    **static: Any,
-) -> contract.DecodeSpec:
-    """The contract's spec of a call of mla_decode (arrays or ShapeDtypeStructs); raises as mla_decode does."""
-    return contract.decode_spec(
-        q=describe("q", q),
-        kv_cache=describe("kv_cache", kv_cache),
-        block_tables=describe("block_tables", block_tables),
-        seq_lens=describe("seq_lens", seq_lens),
-        softmax_scale=describe_scale("softmax_scale", softmax_scale),
-        cu_seqlens_q=describe_optional("cu_seqlens_q", cu_seqlens_q),
-        q_scale=describe_scale("q_scale", q_scale),
-        kv_scale=describe_scale("kv_scale", kv_scale),
-        **static,
-    )
+def _implementations() -> Mapping[str, Implementation]:
+    from tsmla_jax.ops import device
+    from tsmla_jax.ops.mla_decode import cute, reference, xla
+
+    return {
+        "cute": Implementation(cute.mla_decode, cute.why_not, device.why_not_by_default, cute.notes),
+        "xla": Implementation(xla.mla_decode),
+        "reference": Implementation(reference.mla_decode),
+    }
+
+
+OPERATION = Operation(mla_decode, partial(describe_call, contract.decode_spec), _implementations)

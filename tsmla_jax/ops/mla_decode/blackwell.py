@@ -1,13 +1,13 @@
-"""mla_decode on Blackwell: the operands of TokenSpeed's kernels for a call on one device, and what guards them.
+"""mla_decode on Blackwell: the operands of TokenSpeed's kernels for a call on one device, made safe for any input.
 
-The kernels read whole tiles of 128 keys. So block tables are widened to whole tiles, and what a request doesn't use is
-given the number after the last page, which the copy engine reads as zeros: entries past a request's end can hold
-anything. Each query token's visible keys are counted here, lengths outside the table included. Ragged queries become
-[B, max_q_len, H, D], each request's tokens at the end of its row. The kernels' lse has base 2.
+The kernels read whole tiles of 128 keys. So block tables are widened to whole tiles, and entries that a request doesn't
+use get the number after the last page, which the copy engine reads as zeros: entries past a request's end can hold
+anything. Each query token's visible keys are counted here, also for lengths outside the table. Ragged queries become
+[B, max_q_len, H, D], with each request's tokens at the end of its row. The kernels' lse has base 2.
 
-One thing is not guarded: a slot beyond a request's length in the last page that it uses must hold a finite number,
-since the matrix product multiplies it by a weight of 0. So do caches that start as zeros and get finite tokens; for
-others TSMLA_CHECK=1 says which request is wrong.
+One case stays unsafe: a slot beyond a request's length in the last page that it uses must hold a finite number, since
+the matrix product multiplies it by a weight of 0. Caches that start as zeros and get finite tokens satisfy this; for
+others TSMLA_CHECK=1 names the request that is wrong.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsmla_jax.ops import checks, cute_call
+from tsmla_jax.ops import checks
+from tsmla_jax.ops.kernel_call import kernel_call
 from tsmla_jax.ops.ragged import row_owner
 from tsmla_kernels import contract
 from tsmla_kernels.catalog import MLA_DECODE_SM100
@@ -66,8 +67,8 @@ def on_one_device(
     """out and lse of a call whose arrays lie on one device; spec describes those.
 
     Args:
-      scales: [2] float32, what logits and what outputs are multiplied by. static_scales: the same as numbers where they
-        are known, so that the launch can pass them by value.
+      scales: [2] float32, the factors of the logits and of the outputs. static_scales: the same as numbers if they are
+        known, so that the launch can pass them by value.
 
     Raises NotImplementedError where vmap made the call larger than the kernels can index.
     """
@@ -97,7 +98,7 @@ def on_one_device(
     block_tables = block_tables.reshape(spec.batch, spec.max_pages * pieces)
     table = whole_tiles(block_tables, seq_lens, config.page_size, spec.num_pages * pieces)
     inputs = (q, kv_cache, table, seq_lens, visible_lens)
-    out, lse, *_ = cute_call.cute_call(
+    out, lse, *_ = kernel_call(
         MLA_DECODE_SM100,
         config,
         inputs if static_scales else (*inputs, scales),
@@ -114,22 +115,22 @@ def on_one_device(
 
 
 def visible_keys(seq_lens: Any, q_lens: Any, *, tokens: int, causal: bool) -> Any:
-    """How many keys each query token sees, [B, tokens] int32, in jax's arrays or numpy's.
+    """How many keys each query token sees, [B, tokens] int32, as jax's arrays or numpy's.
 
     Args:
-      seq_lens: [B] int32, at least 0. q_lens: [B] int32, a ragged request's queries, the last of which is the row's
-        last; None for `tokens` each.
+      seq_lens: [B] int32, at least 0. q_lens: [B] int32, the queries of each ragged request, which end at the row's
+        end; None for `tokens` each.
     """
     slots = (jnp if isinstance(seq_lens, jax.Array) else np).arange(tokens, dtype=np.int32)
     if not causal:
         return seq_lens[:, None] + 0 * slots
-    # Of a request with more tokens than a row only the first so many are computed.
+    # A request with more tokens than a row has only its first `tokens` computed.
     ends = seq_lens if q_lens is None else seq_lens - (q_lens - tokens).clip(0)
     return (ends[:, None] - (tokens - 1) + slots).clip(0)
 
 
 def whole_tiles(block_tables: jax.Array, seq_lens: jax.Array, page_size: int, num_pages: Dim) -> jax.Array:
-    """The table [B, M] widened to whole key tiles, and what a request doesn't use made a page that isn't there."""
+    """The table [B, M] widened to whole key tiles; unused entries name a page that doesn't exist."""
     batch, max_pages = block_tables.shape
     pages_a_tile = sm100.KEY_TILE // page_size
     width = -(-max_pages // pages_a_tile) * pages_a_tile
@@ -139,7 +140,7 @@ def whole_tiles(block_tables: jax.Array, seq_lens: jax.Array, page_size: int, nu
 
 
 def _bounds(*sizes: Any) -> dict[str, Callable[[Any, Any], Any]]:
-    """min and max, or jax's own where a size is symbolic, whose expressions can't be compared."""
+    """min and max for plain ints; jax's own for symbolic sizes, which can't be compared."""
     if all(isinstance(size, int) for size in sizes):
         return {}
     return {"minimum": jax.core.min_dim, "maximum": jax.core.max_dim}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops.arrays import accumulation_dtype, as_scale
+from tsmla_jax.ops.inputs import Scales, accumulation_dtype, as_scale
 from tsmla_jax.ops.ragged import to_packed, to_padded
 from tsmla_kernels.contract import DecodeSpec
 
@@ -15,12 +15,10 @@ def mla_decode(
     kv_cache: jax.Array,
     block_tables: jax.Array,
     seq_lens: jax.Array,
+    cu_seqlens_q: jax.Array | None,
+    scales: Scales,
     *,
     spec: DecodeSpec,
-    softmax_scale: float | jax.Array,
-    cu_seqlens_q: jax.Array | None,
-    q_scale: float | jax.Array | None,
-    kv_scale: float | jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """out and lse as the public mla_decode documents them; both are always returned. Differentiable."""
     dtype = accumulation_dtype(spec.q_dtype)
@@ -28,7 +26,7 @@ def mla_decode(
     if cu_seqlens_q is not None:
         q_len = cu_seqlens_q[1:] - cu_seqlens_q[:-1]
         q = to_padded(q, cu_seqlens_q, spec.max_q_len)
-    q = q.astype(dtype) * as_scale(q_scale, dtype)
+    q = q.astype(dtype) * as_scale(scales.q, dtype)
 
     num_keys = spec.max_pages * spec.page_size
     position = jnp.arange(num_keys)
@@ -36,10 +34,10 @@ def mla_decode(
     used = position < seq_lens[:, None]
     page_used = jnp.arange(spec.max_pages) * spec.page_size < seq_lens[:, None]
     pages = jnp.where(page_used, jnp.clip(block_tables, 0, spec.num_pages - 1), 0)
-    kv = kv_cache[pages].reshape(spec.batch, num_keys, spec.head_dim).astype(dtype) * as_scale(kv_scale, dtype)
+    kv = kv_cache[pages].reshape(spec.batch, num_keys, spec.head_dim).astype(dtype) * as_scale(scales.k, dtype)
     kv = jnp.where(used[..., None], kv, 0)  # an unused slot may hold NaN, and 0 * NaN is NaN
 
-    scores = jnp.einsum("bshd,bkd->bshk", q, kv, precision="highest") * as_scale(softmax_scale, dtype)
+    scores = jnp.einsum("bshd,bkd->bshk", q, kv, precision="highest") * as_scale(scales.softmax, dtype)
     visible = used[:, None, :]
     if spec.causal:
         query = jnp.arange(spec.max_q_len)[None, :]

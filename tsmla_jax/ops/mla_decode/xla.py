@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tsmla_jax.ops.arrays import accumulation_dtype, as_scale
-from tsmla_jax.ops.loops import carry
+from tsmla_jax.ops import online_softmax
+from tsmla_jax.ops.inputs import Scales, accumulation_dtype, as_scale
 from tsmla_jax.ops.ragged import to_packed, to_padded
 from tsmla_kernels import contract
 from tsmla_kernels.contract import DecodeSpec
@@ -30,12 +30,10 @@ def mla_decode(
     kv_cache: jax.Array,
     block_tables: jax.Array,
     seq_lens: jax.Array,
+    cu_seqlens_q: jax.Array | None,
+    scales: Scales,
     *,
     spec: DecodeSpec,
-    softmax_scale: float | jax.Array,
-    cu_seqlens_q: jax.Array | None,
-    q_scale: float | jax.Array | None,
-    kv_scale: float | jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """out and lse as the public mla_decode documents them; both are always returned. Not differentiable."""
     dtype = accumulation_dtype(spec.q_dtype)
@@ -43,8 +41,8 @@ def mla_decode(
     if cu_seqlens_q is not None:
         q_lens = cu_seqlens_q[1:] - cu_seqlens_q[:-1]
         q = to_padded(q, cu_seqlens_q, spec.max_q_len)
-    logit_scale = as_scale(softmax_scale, dtype) * as_scale(q_scale, dtype) * as_scale(kv_scale, dtype)
-    out, lse = _decode_padded(spec, q, kv_cache, block_tables, seq_lens, q_lens, logit_scale, as_scale(kv_scale, dtype))
+    factors = (scales.logits(dtype), as_scale(scales.v, dtype))
+    out, lse = _decode_padded(spec, q, kv_cache, block_tables, seq_lens, q_lens, *factors)
     if cu_seqlens_q is not None:
         out = to_packed(out, cu_seqlens_q, spec.total_q_len, 0.0)
         lse = to_packed(lse, cu_seqlens_q, spec.total_q_len, -jnp.inf)
@@ -114,8 +112,7 @@ def _attend_one(
     token = jnp.repeat(jnp.arange(q.shape[0], dtype=jnp.int32), q.shape[1], total_repeat_length=rows)
     end = jnp.minimum(seq_len, seq_len - (q_len - 1) + token) if spec.causal else jnp.full_like(token, seq_len)
 
-    def step(i: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        maximum, total, out = state
+    def step(i: jax.Array, state: online_softmax.State) -> online_softmax.State:
         entry = i * pages_per_block + jnp.arange(pages_per_block, dtype=jnp.int32)
         page = jnp.clip(table[jnp.minimum(entry, spec.max_pages - 1)], 0, spec.num_pages - 1)
         page = jnp.where(entry * page_size < seq_len, page, 0)  # an unused entry may hold anything
@@ -126,24 +123,13 @@ def _attend_one(
         kv = jnp.where((position < seq_len)[:, None], kv, 0)  # an unused slot may hold NaN, and 0 * NaN is NaN
         scores = lax.dot_general(query, kv, (((1,), (1,)), ((), ())), precision=precision) * logit_scale
         scores = jnp.where(position < end[:, None], scores, -jnp.inf)
-        new_maximum = jnp.maximum(maximum, scores.max(-1))
-        # While a row has seen nothing its maximum is -inf; 0 stands in for it, so that no inf - inf arises.
-        shift = jnp.where(new_maximum == -jnp.inf, 0, new_maximum)
-        weights = jnp.exp(scores - shift[:, None])
-        decay = jnp.exp(maximum - shift)
-        total = total * decay + weights.sum(-1)
-        values = lax.dot(weights, kv[:, :latent_dim], precision=precision)
-        return new_maximum, total, out * decay[:, None] + values
+        return online_softmax.update(
+            state, scores, lambda weights: lax.dot(weights, kv[:, :latent_dim], precision=precision)
+        )
 
-    start = (
-        jnp.full((rows,), -jnp.inf, dtype),
-        jnp.zeros((rows,), dtype),
-        jnp.zeros((rows, latent_dim), dtype),
-    )
     operands = (q, kv_cache, table, seq_len, q_len, num_blocks, logit_scale)
-    maximum, total, out = lax.fori_loop(0, num_blocks, step, tuple(carry(x, *operands) for x in start))
-    seen = maximum != -jnp.inf
-    out = jnp.where(seen[:, None], out / jnp.where(seen, total, 1)[:, None] * out_scale, 0)
-    lse = jnp.where(seen, maximum + jnp.log(jnp.where(seen, total, 1)), -jnp.inf)
+    state = lax.fori_loop(0, num_blocks, step, online_softmax.start((rows,), latent_dim, dtype, *operands))
+    seen, total, lse = online_softmax.finish(state)
+    out = jnp.where(seen[:, None], state.out / total[:, None] * out_scale, 0)
     shape = q.shape[:2]
     return out.reshape(*shape, latent_dim).astype(spec.out_dtype), lse.reshape(shape).astype(spec.lse_dtype)

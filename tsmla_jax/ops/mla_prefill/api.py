@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING
 
-import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops import checks, dispatch, explicit
-from tsmla_jax.ops.arrays import Scale, describe, describe_scale
+from tsmla_jax.ops import checks
+from tsmla_jax.ops.inputs import Scale, Scales, attention_of_no_keys, describe_call
+from tsmla_jax.ops.operation import Implementation, Operation, row_specs
 from tsmla_kernels import contract
 
 if TYPE_CHECKING:
@@ -64,10 +66,10 @@ def mla_prefill(
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
       NotImplementedError: the named implementation can't run this call, with every reason.
     """
-    described = spec(
-        q,
-        k,
-        v,
+    spec = OPERATION.spec(
+        q=q,
+        k=k,
+        v=v,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_kv=cu_seqlens_kv,
         max_q_len=max_q_len,
@@ -79,52 +81,26 @@ def mla_prefill(
         v_scale=v_scale,
         return_lse=return_lse,
     )
-    run = dispatch.select("mla_prefill", described, implementation)
+    chosen = OPERATION.select(spec, implementation)
     q, k, v, cu_seqlens_q, cu_seqlens_kv = map(jnp.asarray, (q, k, v, cu_seqlens_q, cu_seqlens_kv))
-    cu_seqlens_q = checks.prefill(described, cu_seqlens_q, cu_seqlens_kv)
-    empty = (described.batch, described.total_q_len, described.total_kv_len, described.max_q_len, described.max_kv_len)
-    if 0 in empty:
-        out = jnp.zeros((*q.shape[:-1], described.v_head_dim), described.out_dtype)
-        lse = jnp.full(q.shape[:-1], -jnp.inf, described.lse_dtype)
+    cu_seqlens_q = checks.prefill(spec, cu_seqlens_q, cu_seqlens_kv)
+    if 0 in (spec.batch, spec.total_q_len, spec.total_kv_len, spec.max_q_len, spec.max_kv_len):
+        out, lse = attention_of_no_keys(q, spec.v_head_dim, spec)
     else:
-        out, lse = explicit.call(
-            run,
-            (q, k, v),
-            lambda: explicit.row_specs(q),
-            spec=described,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_kv=cu_seqlens_kv,
-            softmax_scale=softmax_scale,
-            q_scale=q_scale,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        )
+        arrays = (q, k, v, cu_seqlens_q, cu_seqlens_kv, Scales(softmax_scale, q_scale, k_scale, v_scale))
+        out, lse = chosen.call(arrays, lambda: row_specs(q), spec=spec)
     return (out, lse) if return_lse else out
 
 
-def spec(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    cu_seqlens_q: jax.Array,
-    cu_seqlens_kv: jax.Array,
-    softmax_scale: Scale,
-    q_scale: Scale | None = None,
-    k_scale: Scale | None = None,
-    v_scale: Scale | None = None,
-    **static: Any,
-) -> contract.PrefillSpec:
-    """The contract's spec of a call of mla_prefill; raises as mla_prefill does."""
-    return contract.prefill_spec(
-        q=describe("q", q),
-        k=describe("k", k),
-        v=describe("v", v),
-        cu_seqlens_q=describe("cu_seqlens_q", cu_seqlens_q),
-        cu_seqlens_kv=describe("cu_seqlens_kv", cu_seqlens_kv),
-        softmax_scale=describe_scale("softmax_scale", softmax_scale),
-        q_scale=describe_scale("q_scale", q_scale),
-        k_scale=describe_scale("k_scale", k_scale),
-        v_scale=describe_scale("v_scale", v_scale),
-        **static,
-    )
+def _implementations() -> Mapping[str, Implementation]:
+    from tsmla_jax.ops import device
+    from tsmla_jax.ops.mla_prefill import cute, reference, xla
+
+    return {
+        "cute": Implementation(cute.mla_prefill, cute.why_not, device.why_not_by_default, cute.notes),
+        "xla": Implementation(xla.mla_prefill),
+        "reference": Implementation(reference.mla_prefill),
+    }
+
+
+OPERATION = Operation(mla_prefill, partial(describe_call, contract.prefill_spec), _implementations)

@@ -1,9 +1,9 @@
-"""mla_prefill on Blackwell: the operands of TokenSpeed's kernel for a call on one device, and what guards them.
+"""mla_prefill on Blackwell: the operands of TokenSpeed's kernel for a call on one device, made safe for any input.
 
-The kernel's causal loop waits for ever at a tile of queries none of which sees a key, which a request with many more
-queries than keys has. Its queries that see nothing are therefore made a request of their own, without keys: those it
-handles. A tile of v has rows of what follows its request, under a weight of 0, so that those must not be NaN: the rows
-behind the last request are made zeros here (those of another request are what that request says).
+The kernel's causal loop never ends at a tile whose queries all see no key. A request with many more queries than keys
+has such a tile. Its queries that see nothing therefore become a request of their own without keys, which the kernel
+handles. A tile of v includes rows behind its request, with a weight of 0, so they must not be NaN. Rows behind the last
+request become zeros here; rows of another request are that request's to keep finite.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops import cute_call
+from tsmla_jax.ops.kernel_call import kernel_call
 from tsmla_jax.ops.ragged import row_owner
 from tsmla_kernels import contract
 from tsmla_kernels.catalog import MLA_PREFILL_SM100
@@ -34,8 +34,8 @@ def on_one_device(
     """out and lse of a call whose arrays lie on one device; spec describes those.
 
     Args:
-      scales: [2] float32, what logits and what outputs are multiplied by. static_scales: the same as numbers where they
-        are known, so that the launch can pass them by value.
+      scales: [2] float32, the factors of the logits and of the outputs. static_scales: the same as numbers if they are
+        known, so that the launch can pass them by value.
 
     Raises NotImplementedError where vmap made the call larger than the kernel can index.
     """
@@ -48,13 +48,13 @@ def on_one_device(
     kernel_q, kernel_kv = starts_q, starts_kv
     if config.causal and spec.max_q_len > sm100.PREFILL_ROWS:
         kernel_q, kernel_kv = unseeing_apart(starts_q, starts_kv)
-    else:  # A request's first tile has its last query, unless it is longer than was said: then nothing is computed.
+    else:  # A request's first tile holds its last query. If one is longer than max_q_len, nothing is computed.
         starts_q = kernel_q = jnp.where((q_lens > spec.max_q_len).any(), 0, starts_q)
 
     v = v.at[starts_kv[-1] + jnp.arange(sm100.KEY_TILE, dtype=jnp.int32)].set(jnp.zeros((), v.dtype), mode="drop")
     outputs = ((*q.shape[:2], sm100.V_HEAD_DIM), q.shape[:2], (spec.max_q_len,))
     inputs = (q, k, v, kernel_q, kernel_kv)
-    out, lse, *_ = cute_call.cute_call(
+    out, lse, *_ = kernel_call(
         MLA_PREFILL_SM100,
         config,
         inputs if static_scales else (*inputs, scales),
@@ -69,8 +69,8 @@ def on_one_device(
 
 
 def unseeing_apart(starts_q: jax.Array, starts_kv: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Offsets [2 B + 1] of queries and of keys, in which the queries of each request that see none of its keys under a
-    causal mask are a request before it, without keys."""
+    """Offsets [2 B + 1] of queries and of keys: each request's queries that see no key under a causal mask come before
+    it as a request without keys."""
     q_lens, kv_lens = jnp.diff(starts_q), jnp.diff(starts_kv)
     unseeing = jnp.clip(q_lens - kv_lens, 0, jnp.maximum(q_lens, 0))
     return _interleave(starts_q, starts_q[:-1] + unseeing), _interleave(starts_kv, starts_kv[:-1])

@@ -1,29 +1,21 @@
-"""mla_prefill by the CuTe DSL kernels: their operands, and what jax's transformations make of a call.
-
-From the outside in: the derivative is that of "xla", from the kernel's out and lse (custom_vjp), vmap folds its axis
-into the heads (custom_vmap), partitioning splits heads (custom_partitioning), and what remains is one custom call on
-the shapes of one device.
-"""
+"""mla_prefill by the CuTe DSL kernels: their operands, the derivative (that of "xla" from the kernel's results), how
+vmap's axis becomes heads, and how heads are split over devices."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.custom_batching import custom_vmap
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tsmla_jax.ops import cute_call
-from tsmla_jax.ops.arrays import as_scale
-from tsmla_jax.ops.loops import carry
+from tsmla_jax.ops import device, transforms
+from tsmla_jax.ops.inputs import Scales, describe_call
+from tsmla_jax.ops.kernel_call import kernel_call
 from tsmla_jax.ops.mla_prefill import blackwell, xla
 from tsmla_kernels import contract
 from tsmla_kernels.catalog import MLA_PREFILL, MLA_PREFILL_SM100
@@ -32,71 +24,42 @@ from tsmla_kernels.sm90.prefill import config as sm90_prefill
 from tsmla_kernels.sm100 import config as sm100
 
 Results = tuple[jax.Array, jax.Array]
+Saved = tuple[tuple[jax.Array, ...], Results]
+"""The operands and the results of a call, which its derivative needs."""
 
 
 def why_not(spec: PrefillSpec) -> list[str]:
     """The reasons why no kernel can run this call; empty if one can."""
-    if cute_call.target_arch() not in MLA_PREFILL_SM100.archs:
-        return cute_call.why_not(MLA_PREFILL) + sm90_prefill.prefill_reasons(spec)
-    reasons = cute_call.why_not(MLA_PREFILL_SM100) + sm100.prefill_reasons(spec)
-    return reasons or cute_call.why_not_made(MLA_PREFILL_SM100, sm100.prefill_config(spec))
-
-
-def why_not_by_default(spec: PrefillSpec) -> list[str]:
-    """The reasons against the kernels that stand only when implementation is None."""
-    return cute_call.why_not_by_default()
+    if device.target_arch() not in MLA_PREFILL_SM100.archs:
+        return device.why_not(MLA_PREFILL) + sm90_prefill.prefill_reasons(spec)
+    reasons = device.why_not(MLA_PREFILL_SM100) + sm100.prefill_reasons(spec)
+    return reasons or device.why_not_made(MLA_PREFILL_SM100, sm100.prefill_config(spec))
 
 
 def notes(spec: PrefillSpec) -> list[str]:
-    """What is to be known of the kernels of this architecture."""
-    return [sm100.NOTICE] if cute_call.target_arch() in MLA_PREFILL_SM100.archs else []
+    """What a user should know about this architecture's kernels."""
+    return [sm100.NOTICE] if device.target_arch() in MLA_PREFILL_SM100.archs else []
 
 
 def mla_prefill(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    *,
-    spec: PrefillSpec,
     cu_seqlens_q: jax.Array,
     cu_seqlens_kv: jax.Array,
-    softmax_scale: float | jax.Array,
-    q_scale: float | jax.Array | None,
-    k_scale: float | jax.Array | None,
-    v_scale: float | jax.Array | None,
+    scales: Scales,
+    *,
+    spec: PrefillSpec,
 ) -> Results:
     """out and lse as the public mla_prefill documents them; both are always returned. Reverse-mode differentiable."""
-    arch = cute_call.target_arch()
-    if arch is None:
-        raise contract.not_runnable("mla_prefill", "cute", why_not(spec))
-    call = _Call(spec.causal, spec.max_q_len, spec.max_kv_len, arch, cute_call.num_sms(arch))
-    scales = _scales(softmax_scale, q_scale, k_scale, v_scale)
-    if arch in MLA_PREFILL_SM100.archs and isinstance(scales, np.ndarray):
-        call = replace(call, static_scales=(float(scales[0]), float(scales[1])))
-    operands = (q, k, v, scales, cu_seqlens_q, cu_seqlens_kv)
-    # Typed alike before the custom derivative, so that shard_map sums a replicated operand's cotangent by itself.
-    arrays = [x for x in operands if isinstance(x, jax.Array)]
-    return _differentiable(call)(*(carry(jnp.asarray(x), *arrays) for x in operands))
-
-
-def _scales(
-    softmax_scale: float | jax.Array,
-    q_scale: float | jax.Array | None,
-    k_scale: float | jax.Array | None,
-    v_scale: float | jax.Array | None,
-) -> jax.Array | np.ndarray:
-    """The kernel's operand: what logits and what outputs are multiplied by. Python numbers are multiplied here, so that
-    they reach the device as a constant and cost no computation there."""
-    given = (softmax_scale, *(1.0 if scale is None else scale for scale in (q_scale, k_scale, v_scale)))
-    if all(isinstance(scale, float | int) for scale in given):
-        return np.array([given[0] * given[1] * given[2], given[3]], np.float32)
-    softmax, query, key, value = (as_scale(scale, jnp.float32) for scale in given)
-    return jnp.stack([softmax * query * key, value])
+    operand = scales.operand()
+    results: Results = _differentiable(static_part(spec, operand))(q, k, v, operand, cu_seqlens_q, cu_seqlens_kv)
+    return results
 
 
 @dataclass(frozen=True)
-class _Call:
-    """What is static in a call beside its shapes. The bounds on lengths are for the derivative and for Blackwell;
+class Call:
+    """The static part of a call, without its shapes. The bounds on lengths are for the derivative and for Blackwell;
     static_scales are the scales where a kernel takes them by value."""
 
     causal: bool
@@ -104,142 +67,103 @@ class _Call:
     max_kv_len: int
     arch: str
     num_sms: int
-    static_scales: tuple[float, float] | None = None
+    static_scales: tuple[float, float] | None
 
-    def spec(self, q: jax.Array, k: jax.Array, v: jax.Array, cu_seqlens_q: jax.Array) -> PrefillSpec:
+    def spec(self, q: Any, k: Any, v: Any, cu_seqlens_q: jax.Array, cu_seqlens_kv: jax.Array) -> PrefillSpec:
         """The spec of a call on these arrays, which may be those of one device, or of several calls."""
-        dtype = jnp.dtype(q.dtype).name
-        return PrefillSpec(
-            batch=cu_seqlens_q.shape[0] - 1,
-            total_q_len=q.shape[0],
-            total_kv_len=k.shape[0],
+        return describe_call(
+            contract.prefill_spec,
+            q=q,
+            k=k,
+            v=v,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_kv,
             max_q_len=self.max_q_len,
             max_kv_len=self.max_kv_len,
-            num_heads=q.shape[1],
-            qk_head_dim=q.shape[2],
-            v_head_dim=v.shape[2],
-            q_dtype=dtype,
-            kv_dtype=dtype,
-            out_dtype=contract.attention_out_dtype(dtype),
-            lse_dtype="float32",
+            softmax_scale=1.0,
             causal=self.causal,
             return_lse=True,
         )
 
 
-# ---- the derivative
+def static_part(spec: PrefillSpec, scales: jax.Array | np.ndarray) -> Call:
+    """The static part of the call that `spec` describes."""
+    arch = device.arch_for(MLA_PREFILL)
+    by_value = arch in MLA_PREFILL_SM100.archs and isinstance(scales, np.ndarray)
+    static_scales = (float(scales[0]), float(scales[1])) if by_value else None
+    return Call(spec.causal, spec.max_q_len, spec.max_kv_len, arch, device.num_sms(arch), static_scales)
 
 
 @functools.cache
-def _differentiable(call: _Call) -> Callable[..., Results]:
+def _differentiable(call: Call) -> Callable[..., Any]:
     """The call as a function (q, k, v, scales, cu_seqlens_q, cu_seqlens_kv) -> (out, lse)."""
-    run = _transformable(call)
 
-    def forward(*operands: jax.Array) -> tuple[Results, tuple[tuple[jax.Array, ...], Results]]:
-        results = run(*operands)
-        return results, (operands, results)
+    def derivative(saved: Saved, cotangents: Results) -> tuple[jax.Array | None, ...]:
+        q, k, v, _, *offsets = saved[0]
+        return backward(call.spec(q, k, v, *offsets), saved, cotangents)
 
-    def backward(saved: tuple[tuple[jax.Array, ...], Results], cotangents: Results) -> tuple[jax.Array | None, ...]:
-        (q, k, v, scales, cu_seqlens_q, cu_seqlens_kv), results = saved
-        operands = (q, k, v, scales[0], scales[1], cu_seqlens_q, cu_seqlens_kv)
-        spec = call.spec(q, k, v, cu_seqlens_q)
-        d_q, d_k, d_v, d_logit_scale, d_v_scale, _, _ = xla.backward(spec, (operands, results), cotangents)
-        return d_q, d_k, d_v, jnp.stack([d_logit_scale, d_v_scale]), None, None
-
-    attend = jax.custom_vjp(lambda *operands: run(*operands))
-    attend.defvjp(forward, backward)
-    return attend
+    return transforms.with_backward(_transformable(call), derivative)
 
 
-# ---- the custom call
+def backward(spec: PrefillSpec, saved: Saved, cotangents: Results) -> tuple[jax.Array | None, ...]:
+    """The cotangents of q, k, v and the scales; the offsets have none."""
+    (q, k, v, scales, *offsets), results = saved
+    d_q, d_k, d_v, d_logit_scale, d_v_scale, *_ = xla.backward(
+        spec, ((q, k, v, scales[0], scales[1], *offsets), results), cotangents
+    )
+    return d_q, d_k, d_v, jnp.stack([d_logit_scale, d_v_scale]), None, None
 
 
 @functools.cache
-def _transformable(call: _Call) -> Callable[..., Results]:
-    """The call without its derivative, for one set of arrays."""
+def _transformable(call: Call) -> Callable[..., Any]:
+    """The call without its derivative."""
 
-    # custom_partitioning reads the parameters' number from the signature.
-    def on_device(q: Any, k: Any, v: Any, scales: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any) -> Results:
-        return _on_one_device(call, q, k, v, scales, cu_seqlens_q, cu_seqlens_kv)
+    def on_device(q: jax.Array, k: jax.Array, v: jax.Array, scales: jax.Array, *offsets: jax.Array) -> Results:
+        spec = call.spec(q, k, v, *offsets)
+        if call.arch not in MLA_PREFILL_SM100.archs:
+            return on_hopper(call, spec, (q, k, v, *offsets, scales))
+        return blackwell.on_one_device(
+            q, k, v, scales, *offsets, spec=spec, static_scales=call.static_scales, arch=call.arch
+        )
 
-    partitioned = custom_partitioning(on_device)
-    partitioned.def_partition(
-        partition=functools.partial(_partition, on_device),
-        infer_sharding_from_operands=_infer_shardings,
-        sharding_rule="t h k, s h k, s h v, c, b, b -> t h v, t h",
-        need_replication_factors=("t", "k", "s", "v", "c", "b"),
+    return transforms.transformable(
+        on_device,
+        rule="t h k, s h k, s h v, c, b, b -> t h v, t h",
+        fixed=("t", "k", "s", "v", "c", "b"),
+        partition=_partition,
+        fold=_fold,
+        shared=3,
     )
-    batched = custom_vmap(lambda *arrays: partitioned(*arrays))
-    batched.def_vmap(functools.partial(_fold_vmap, call))
-    return jax.jit(batched)
 
 
-def _on_one_device(
-    call: _Call,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    scales: jax.Array,
-    cu_seqlens_q: jax.Array,
-    cu_seqlens_kv: jax.Array,
-) -> Results:
-    """The kernel on the arrays of one device, whose number of heads may be a part of the whole."""
-    spec = call.spec(q, k, v, cu_seqlens_q)
-    if call.arch in MLA_PREFILL_SM100.archs:
-        operands = (q, k, v, scales, cu_seqlens_q, cu_seqlens_kv)
-        return blackwell.on_one_device(*operands, spec=spec, static_scales=call.static_scales, arch=call.arch)
+def on_hopper(call: Call, spec: PrefillSpec, inputs: tuple[jax.Array, ...], rope_dim: int = 0) -> Results:
+    """The Hopper kernel on the arrays of one device, whose number of heads may be a part of the whole.
+
+    inputs: the kernel's operands (rope_dim as in PrefillConfig decides whether they are k and v, or kv and k_rope)."""
     workspaces = sm90_prefill.prefill_workspaces(spec.batch, call.num_sms)
-    out, lse, *_ = cute_call.cute_call(
+    rows = (spec.total_q_len, spec.num_heads)
+    out, lse, *_ = kernel_call(
         MLA_PREFILL,
-        sm90_prefill.prefill_config(spec),
-        (q, k, v, cu_seqlens_q, cu_seqlens_kv, scales),
-        ((*q.shape[:2], v.shape[2]), q.shape[:2], *(shape for shape, _ in workspaces.values())),
+        sm90_prefill.prefill_config(spec, rope_dim),
+        inputs,
+        ((*rows, spec.v_head_dim), rows, *(shape for shape, _ in workspaces.values())),
         arch=call.arch,
     )
     return out, lse
 
 
-# ---- vmap
-
-
-def _fold_vmap(
-    call: _Call, axis_size: int, in_batched: Sequence[bool], *arrays: jax.Array
-) -> tuple[Results, tuple[bool, bool]]:
-    """vmap's axis V, leading where an array has it, becomes V * H heads of one call. Calls with other lengths or scales
-    can't be one call: they come one after another."""
-    run = _transformable(call)
-    whole = [
-        a if batched else jnp.broadcast_to(a, (axis_size, *a.shape))
-        for a, batched in zip(arrays, in_batched, strict=True)
-    ]
-    if any(in_batched[3:]):
-        return lax.map(lambda each: run(*each), tuple(whole)), (True, True)
-    q, k, v = (x.swapaxes(0, 1).reshape(x.shape[1], -1, x.shape[3]) for x in whole[:3])
-    out, lse = run(q, k, v, *arrays[3:])
+def _fold(
+    run: Callable[..., Results], axis_size: int, q: jax.Array, k: jax.Array, v: jax.Array, *shared: jax.Array
+) -> Results:
+    """vmap's axis V, leading in q, k and v, becomes V * H heads of one call."""
+    q, k, v = (x.swapaxes(0, 1).reshape(x.shape[1], -1, x.shape[3]) for x in (q, k, v))
+    out, lse = run(q, k, v, *shared)
     split = (out.shape[0], axis_size, -1)
-    return (out.reshape(*split, out.shape[2]).swapaxes(0, 1), lse.reshape(split).swapaxes(0, 1)), (True, True)
+    return out.reshape(*split, out.shape[2]).swapaxes(0, 1), lse.reshape(split).swapaxes(0, 1)
 
 
-# ---- partitioning
-
-# Heads split everything that has them. Rows can't be split: where a request ends is only known on the device.
-
-
-def _shardings(mesh: Any, shapes: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
-    """Operands' and results' shardings: q's along heads, everything else whole."""
-    spec = tuple(shapes[0].sharding.spec) if isinstance(shapes[0].sharding, NamedSharding) else ()
-    heads = (*spec, None, None)[1]
+def _partition(shapes: Sequence[Any]) -> transforms.Partition:
+    """Heads split everything that has them. Rows can't be split: where a request ends is only known on the device."""
+    heads = transforms.named_axes(shapes[0])[1]
     rows, line = P(None, heads, None), P(None)
-    named = functools.partial(NamedSharding, mesh)
-    return tuple(map(named, (rows, rows, rows, line, line, line))), (named(rows), named(P(None, heads)))
-
-
-def _partition(
-    on_device: Callable[..., Results], mesh: Any, arg_shapes: Sequence[Any], result_shape: Any
-) -> tuple[Any, ...]:
-    operands, results = _shardings(mesh, arg_shapes)
-    return mesh, on_device, results, operands
-
-
-def _infer_shardings(mesh: Any, arg_shapes: Sequence[Any], result_shape: Any) -> tuple[Any, Any]:
-    return _shardings(mesh, arg_shapes)[1]
+    return (rows, rows, rows, line, line, line), (rows, P(None, heads))

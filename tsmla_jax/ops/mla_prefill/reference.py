@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops.arrays import accumulation_dtype, as_scale
+from tsmla_jax.ops.inputs import Scales, accumulation_dtype, as_scale
 from tsmla_jax.ops.ragged import row_owner
 from tsmla_kernels.contract import PrefillSpec
 
@@ -14,14 +14,11 @@ def mla_prefill(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    *,
-    spec: PrefillSpec,
     cu_seqlens_q: jax.Array,
     cu_seqlens_kv: jax.Array,
-    softmax_scale: float | jax.Array,
-    q_scale: float | jax.Array | None,
-    k_scale: float | jax.Array | None,
-    v_scale: float | jax.Array | None,
+    scales: Scales,
+    *,
+    spec: PrefillSpec,
 ) -> tuple[jax.Array, jax.Array]:
     """out and lse as the public mla_prefill documents them; both are always returned. Differentiable."""
     dtype = accumulation_dtype(spec.q_dtype)
@@ -37,10 +34,10 @@ def mla_prefill(
     visible = visible[:, None, :]
 
     # Padding rows may hold NaN, and 0 * NaN is NaN.
-    q = jnp.where(q_owned[:, None, None], q.astype(dtype), 0) * as_scale(q_scale, dtype)
-    k = jnp.where(kv_owned[:, None, None], k.astype(dtype), 0) * as_scale(k_scale, dtype)
-    v = jnp.where(kv_owned[:, None, None], v.astype(dtype), 0) * as_scale(v_scale, dtype)
-    scores = jnp.einsum("qhd,khd->qhk", q, k, precision="highest") * as_scale(softmax_scale, dtype)
+    q = jnp.where(q_owned[:, None, None], q.astype(dtype), 0) * as_scale(scales.q, dtype)
+    k = jnp.where(kv_owned[:, None, None], k.astype(dtype), 0) * as_scale(scales.k, dtype)
+    v = jnp.where(kv_owned[:, None, None], v.astype(dtype), 0) * as_scale(scales.v, dtype)
+    scores = jnp.einsum("qhd,khd->qhk", q, k, precision="highest") * as_scale(scales.softmax, dtype)
     scores = jnp.where(visible, scores, -jnp.inf)
     any_visible = visible.any(-1)
     # A row that sees nothing has no maximum; 0 stands in for it, so that no inf - inf arises.

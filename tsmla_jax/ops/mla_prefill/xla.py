@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tsmla_jax.ops.arrays import accumulation_dtype, as_scale
+from tsmla_jax.ops import online_softmax
+from tsmla_jax.ops.inputs import Scales, accumulation_dtype, as_scale
 from tsmla_jax.ops.loops import carry
 from tsmla_kernels.contract import PrefillSpec
 
@@ -26,7 +27,7 @@ Operands = tuple[jax.Array, ...]
 
 
 class _Tile(NamedTuple):
-    """Q_TILE packed rows from `row` on, of which those that are `valid` belong to the tile's request."""
+    """Q_TILE packed rows from `row` on; the `valid` ones belong to the tile's request."""
 
     row: jax.Array
     valid: jax.Array
@@ -40,20 +41,17 @@ def mla_prefill(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    *,
-    spec: PrefillSpec,
     cu_seqlens_q: jax.Array,
     cu_seqlens_kv: jax.Array,
-    softmax_scale: float | jax.Array,
-    q_scale: float | jax.Array | None,
-    k_scale: float | jax.Array | None,
-    v_scale: float | jax.Array | None,
+    scales: Scales,
+    *,
+    spec: PrefillSpec,
 ) -> tuple[jax.Array, jax.Array]:
     """out and lse as the public mla_prefill documents them; both are always returned. Reverse-mode differentiable."""
     dtype = accumulation_dtype(spec.q_dtype)
-    logit_scale = as_scale(softmax_scale, dtype) * as_scale(q_scale, dtype) * as_scale(k_scale, dtype)
-    operands = (q, k, v, logit_scale, as_scale(v_scale, dtype), cu_seqlens_q, cu_seqlens_kv)
-    # Typed alike before the custom derivative, so that shard_map sums a replicated operand's cotangent by itself.
+    operands = (q, k, v, scales.logits(dtype), as_scale(scales.v, dtype), cu_seqlens_q, cu_seqlens_kv)
+    # All operands get one varying type before the custom derivative: shard_map then sums a replicated operand's
+    # cotangent.
     return _attend(spec, *(carry(x, *operands) for x in operands))
 
 
@@ -79,28 +77,16 @@ def _attend(
         tile = tile_of(t)
         query = _rows(padded_q, tile.row, Q_TILE).astype(dtype)
 
-        def block(i: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-            maximum, total, out = state
+        def block(i: jax.Array, state: online_softmax.State) -> online_softmax.State:
             _, key, value, visible = _block(tile, i, padded_k, padded_v, dtype)
             scores = _dot("qhd,khd->hqk", query, key, spec) * logit_scale
             scores = jnp.where(visible, scores, -jnp.inf)
-            new_maximum = jnp.maximum(maximum, scores.max(-1))
-            # While a row has seen nothing its maximum is -inf; 0 stands in for it, so that no inf - inf arises.
-            shift = jnp.where(new_maximum == -jnp.inf, 0, new_maximum)
-            weights = jnp.exp(scores - shift[..., None])
-            decay = jnp.exp(maximum - shift)
-            total = total * decay + weights.sum(-1)
-            return new_maximum, total, out * decay[..., None] + _dot("hqk,khv->hqv", weights, value, spec)
+            return online_softmax.update(state, scores, lambda weights: _dot("hqk,khv->hqv", weights, value, spec))
 
-        start = (
-            jnp.full((heads, Q_TILE), -jnp.inf, dtype),
-            jnp.zeros((heads, Q_TILE), dtype),
-            jnp.zeros((heads, Q_TILE, v_dim), dtype),
-        )
-        maximum, total, out = lax.fori_loop(0, tile.num_blocks, block, tuple(carry(x, *operands) for x in start))
-        seen = maximum != -jnp.inf
-        out = jnp.where(seen[..., None], out / jnp.where(seen, total, 1)[..., None] * v_scale, 0)
-        lse = jnp.where(seen, maximum + jnp.log(jnp.where(seen, total, 1)), -jnp.inf)
+        start = online_softmax.start((heads, Q_TILE), v_dim, dtype, *operands)
+        state = lax.fori_loop(0, tile.num_blocks, block, start)
+        seen, total, lse = online_softmax.finish(state)
+        out = jnp.where(seen[..., None], state.out / total[..., None] * v_scale, 0)
         outs = _replace(outs, out.swapaxes(0, 1).astype(spec.out_dtype), tile)
         return outs, _replace(lses, lse.swapaxes(0, 1).astype(spec.lse_dtype), tile)
 
@@ -120,8 +106,8 @@ def _forward(spec: PrefillSpec, *operands: jax.Array) -> tuple[tuple[jax.Array, 
 def backward(
     spec: PrefillSpec, saved: tuple[Operands, tuple[jax.Array, jax.Array]], cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[Any, ...]:
-    """The cotangents of the seven operands (of the offsets none), from those operands, the forward pass' out and lse,
-    and their cotangents; whichever implementation computed out and lse."""
+    """The cotangents of the seven operands (None for the offsets), from the operands, the forward pass' out and lse and
+    their cotangents. Any implementation may have computed out and lse."""
     (q, k, v, logit_scale, v_scale, cu_seqlens_q, cu_seqlens_kv), (out, lse) = saved
     d_out, d_lse = cotangents
     operands = (q, k, v, logit_scale, v_scale, cu_seqlens_q, cu_seqlens_kv, d_out, d_lse)
@@ -189,7 +175,7 @@ def _tiling(
         q_start, q_len = cu_seqlens_q[request], q_lens[request]
         kv_start, kv_len = cu_seqlens_kv[request], kv_lens[request]
         first = q_start + (t - (ends[request] - tiles[request])) * Q_TILE
-        # The last tile of all may reach past the array: it then starts earlier, and `valid` skips what came before.
+        # The last tile of all may reach past the array. It then starts earlier, and `valid` skips the rows before it.
         row = jnp.clip(first, 0, num_rows - Q_TILE)
         rows = row + jnp.arange(Q_TILE, dtype=jnp.int32)
         valid = (rows >= first) & (rows < q_start + q_len)
@@ -211,7 +197,7 @@ def _block(
     row = jnp.clip(first, 0, k.shape[0] - KV_BLOCK)
     rows = row + jnp.arange(KV_BLOCK, dtype=jnp.int32)
     used = (rows >= first) & (rows < tile.kv_end)
-    # What lies past a request's end may be NaN, and 0 * NaN is NaN.
+    # Rows past a request's end may be NaN, and 0 * NaN is NaN.
     key = jnp.where(used[:, None, None], _rows(k, row, KV_BLOCK).astype(dtype), 0)
     value = jnp.where(used[:, None, None], _rows(v, row, KV_BLOCK).astype(dtype), 0)
     visible = tile.valid[:, None] & used & (rows <= tile.last_visible[:, None])
@@ -225,7 +211,7 @@ def _dot(equation: str, a: jax.Array, b: jax.Array, spec: PrefillSpec) -> jax.Ar
 
 
 def _at_least(x: jax.Array, rows: int) -> jax.Array:
-    """x with at least `rows` rows, so that a slice of that many fits; a symbolic length always gets that many more."""
+    """x padded to at least `rows` rows, so that a slice of `rows` fits; a symbolic length always gets `rows` more."""
     length = x.shape[0]
     missing = max(0, rows - length) if isinstance(length, int) else rows
     return jnp.pad(x, ((0, missing), *[(0, 0)] * (x.ndim - 1))) if missing else x

@@ -1,14 +1,15 @@
-"""rope_write_kv_cache: what stands between a layer's projections and its decode kernel, in one operation."""
+"""rope_write_kv_cache: rope, quantisation and the cache write between a layer's projections and its decode kernel."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops import checks, dispatch, explicit
-from tsmla_jax.ops.arrays import Scale, describe, describe_scale
+from tsmla_jax.ops import checks
+from tsmla_jax.ops.inputs import Scale, describe_call, dtype_name
+from tsmla_jax.ops.operation import Implementation, Operation, row_specs, same_spec
 from tsmla_kernels.contract import cache as cache_contract
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def rope_write_kv_cache(
     implementation: str | None = None,
 ) -> tuple[Float[Array, "T H D"], Float[Array, "P Z D"]]:
     """The query of mla_decode, rotated and quantised, and the cache with the new tokens written: rope, quantisation,
-    concatenation and write_kv_cache as one launch (what engines call the fused rope, quantise and cache update).
+    concatenation and write_kv_cache as one launch (engines call it the fused rope, quantise and cache update).
 
     The result is that of the separate steps: q_rope and k_rope are rotated in float32 and rounded to their dtype;
     [q_nope | q_rope] / q_scale becomes q, and [latent | k_rope] / kv_scale goes to the slots, in place when the cache
@@ -48,11 +49,11 @@ def rope_write_kv_cache(
       q_rope: [T, H, R] in q_nope's dtype, not rotated yet.
       latent: [T, L] in that dtype, the normalised latents. k_rope: [T, R] in that dtype, not rotated yet.
       slot_mapping: [T] int32, slot = page * Z + offset; -1 writes nothing for the token. Slots must differ.
-      cos, sin: [T, R / 2] float32, of each token's position, with what yarn multiplies both by.
+      cos, sin: [T, R / 2] float32, of each token's position, multiplied by yarn's attention factor.
       q_scale, kv_scale: divisors before the conversions; float or float32 scalar array, may be traced; None is 1.
-      q_dtype: of the query; None is float8_e4m3fn where q_scale is given, and q_nope's where it is not.
+      q_dtype: dtype of the query; None is float8_e4m3fn if q_scale is given, else q_nope's dtype.
       rope_interleave: whether the pairs of q_rope and k_rope are columns 2i and 2i + 1; otherwise i and i + R / 2.
-      rope_layout: "interleaved" or "halves", the same of the rotated columns in q and in the cache.
+      rope_layout: "interleaved" or "halves", the order of the rotated columns in q and in the cache.
       implementation: "cute", "xla", "reference", or None for the best that can run; see `explain`.
 
     Returns:
@@ -65,63 +66,49 @@ def rope_write_kv_cache(
       TypeError, ValueError: an argument is not legal; NotImplementedError: the named implementation can't run this
         call.
     """
-    described = spec(
-        kv_cache,
-        q_nope,
-        q_rope,
-        latent,
-        k_rope,
-        slot_mapping,
-        cos,
-        sin,
+    spec = OPERATION.spec(
+        kv_cache=kv_cache,
+        q_nope=q_nope,
+        q_rope=q_rope,
+        latent=latent,
+        k_rope=k_rope,
+        slot_mapping=slot_mapping,
+        cos=cos,
+        sin=sin,
         q_scale=q_scale,
         kv_scale=kv_scale,
         q_dtype=q_dtype,
         rope_interleave=rope_interleave,
         rope_layout=rope_layout,
     )
-    run = dispatch.select("rope_write_kv_cache", described, implementation)
-    arrays = tuple(map(jnp.asarray, (kv_cache, q_nope, q_rope, latent, k_rope, slot_mapping, cos, sin)))
-    if described.write.num_tokens == 0:
-        return jnp.zeros((*q_nope.shape[:-1], described.write.head_dim), described.q_dtype), arrays[0]
-    slot_mapping = checks.cache_write(described.write, arrays[5])
-    return explicit.call(
-        run,
-        (*arrays[:5], slot_mapping, *arrays[6:]),
-        lambda: (explicit.row_specs(arrays[1])[0], explicit.same_spec(arrays[0])),
-        spec=described,
+    chosen = OPERATION.select(spec, implementation)
+    kv_cache, q_nope, slot_mapping = map(jnp.asarray, (kv_cache, q_nope, slot_mapping))
+    if spec.write.num_tokens == 0:
+        return jnp.zeros((*q_nope.shape[:-1], spec.write.head_dim), spec.q_dtype), kv_cache
+    slot_mapping = checks.cache_write(spec.write, slot_mapping)
+    q_rope, latent, k_rope, cos, sin = map(jnp.asarray, (q_rope, latent, k_rope, cos, sin))
+    return chosen.call(
+        (kv_cache, q_nope, q_rope, latent, k_rope, slot_mapping, cos, sin),
+        lambda: (row_specs(q_nope)[0], same_spec(kv_cache)),
+        spec=spec,
         q_scale=q_scale,
         kv_scale=kv_scale,
     )
 
 
-def spec(
-    kv_cache: jax.Array,
-    q_nope: jax.Array,
-    q_rope: jax.Array,
-    latent: jax.Array,
-    k_rope: jax.Array,
-    slot_mapping: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    *,
-    q_scale: Any = None,
-    kv_scale: Any = None,
-    q_dtype: Any = None,
-    **static: Any,
-) -> cache_contract.RopeWriteSpec:
-    """The contract's spec of a call of rope_write_kv_cache; raises as rope_write_kv_cache does."""
-    return cache_contract.rope_write_spec(
-        kv_cache=describe("kv_cache", kv_cache),
-        q_nope=describe("q_nope", q_nope),
-        q_rope=describe("q_rope", q_rope),
-        latent=describe("latent", latent),
-        k_rope=describe("k_rope", k_rope),
-        slot_mapping=describe("slot_mapping", slot_mapping),
-        cos=describe("cos", cos),
-        sin=describe("sin", sin),
-        q_scale=describe_scale("q_scale", q_scale),
-        kv_scale=describe_scale("kv_scale", kv_scale),
-        q_dtype=None if q_dtype is None else jnp.dtype(q_dtype).name,
-        **static,
-    )
+def _spec(*, q_dtype: Any = None, **arguments: Any) -> cache_contract.RopeWriteSpec:
+    return describe_call(cache_contract.rope_write_spec, q_dtype=dtype_name(q_dtype), **arguments)
+
+
+def _implementations() -> Mapping[str, Implementation]:
+    from tsmla_jax.ops import device
+    from tsmla_jax.ops.rope_write_kv_cache import cute, reference, xla
+
+    return {
+        "cute": Implementation(cute.rope_write_kv_cache, cute.why_not, device.why_not_untested),
+        "xla": Implementation(xla.rope_write_kv_cache),
+        "reference": Implementation(reference.rope_write_kv_cache),
+    }
+
+
+OPERATION = Operation(rope_write_kv_cache, _spec, _implementations)

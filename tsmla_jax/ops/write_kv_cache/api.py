@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING
 
-import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops import checks, dispatch, explicit
-from tsmla_jax.ops.arrays import Scale, describe, describe_optional, describe_scale
+from tsmla_jax.ops import checks
+from tsmla_jax.ops.inputs import Scale, describe_call
+from tsmla_jax.ops.operation import Implementation, Operation, same_spec
 from tsmla_kernels import contract
 
 if TYPE_CHECKING:
@@ -45,35 +47,28 @@ def write_kv_cache(
       TypeError, ValueError: an argument is not legal; NotImplementedError: the named implementation can't run this
         call.
     """
-    described = spec(kv_cache, latent, k_rope, slot_mapping, kv_scale=kv_scale)
-    run = dispatch.select("write_kv_cache", described, implementation)
+    spec = OPERATION.spec(
+        kv_cache=kv_cache, latent=latent, k_rope=k_rope, slot_mapping=slot_mapping, kv_scale=kv_scale
+    )
+    chosen = OPERATION.select(spec, implementation)
     kv_cache, latent, slot_mapping = map(jnp.asarray, (kv_cache, latent, slot_mapping))
     k_rope = jnp.zeros((*latent.shape[:1], 0), latent.dtype) if k_rope is None else jnp.asarray(k_rope)
-    slot_mapping = checks.cache_write(described, slot_mapping)
-    if 0 in (described.num_tokens, described.num_pages):
+    slot_mapping = checks.cache_write(spec, slot_mapping)
+    if 0 in (spec.num_tokens, spec.num_pages):
         return kv_cache
-    return explicit.call(
-        run,
-        (kv_cache, latent, k_rope, slot_mapping),
-        lambda: explicit.same_spec(kv_cache),
-        spec=described,
-        kv_scale=kv_scale,
-    )
+    arrays = (kv_cache, latent, k_rope, slot_mapping)
+    return chosen.call(arrays, lambda: same_spec(kv_cache), spec=spec, kv_scale=kv_scale)
 
 
-def spec(
-    kv_cache: jax.Array,
-    latent: jax.Array,
-    k_rope: jax.Array | None,
-    slot_mapping: jax.Array,
-    *,
-    kv_scale: Any = None,
-) -> contract.CacheWriteSpec:
-    """The contract's spec of a call of write_kv_cache; raises as write_kv_cache does."""
-    return contract.cache_write_spec(
-        kv_cache=describe("kv_cache", kv_cache),
-        latent=describe("latent", latent),
-        k_rope=describe_optional("k_rope", k_rope),
-        slot_mapping=describe("slot_mapping", slot_mapping),
-        kv_scale=describe_scale("kv_scale", kv_scale),
-    )
+def _implementations() -> Mapping[str, Implementation]:
+    from tsmla_jax.ops import device
+    from tsmla_jax.ops.write_kv_cache import cute, reference, xla
+
+    return {
+        "cute": Implementation(cute.write_kv_cache, cute.why_not, device.why_not_untested),
+        "xla": Implementation(xla.write_kv_cache),
+        "reference": Implementation(reference.write_kv_cache),
+    }
+
+
+OPERATION = Operation(write_kv_cache, partial(describe_call, contract.cache_write_spec), _implementations)

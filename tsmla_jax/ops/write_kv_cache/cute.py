@@ -10,9 +10,10 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from tsmla_jax.ops import cache_call, cute_call
+from tsmla_jax.ops import device, transforms
+from tsmla_jax.ops.inputs import describe_call, scale_operand
+from tsmla_jax.ops.kernel_call import kernel_call
 from tsmla_jax.ops.write_kv_cache import xla
-from tsmla_jax.ops.write_kv_cache.api import spec as spec_of
 from tsmla_kernels import contract
 from tsmla_kernels.cache_ops import config as cache_config
 from tsmla_kernels.catalog import WRITE_KV_CACHE
@@ -21,12 +22,7 @@ from tsmla_kernels.contract import CacheWriteSpec
 
 def why_not(spec: CacheWriteSpec) -> list[str]:
     """The reasons why the kernel can't run this call; empty if it can."""
-    return cute_call.why_not(WRITE_KV_CACHE) + cache_config.write_reasons(spec)
-
-
-def why_not_by_default(spec: CacheWriteSpec) -> list[str]:
-    """The reasons against the kernel that stand only when implementation is None."""
-    return cache_call.why_not_by_default()
+    return device.why_not(WRITE_KV_CACHE) + cache_config.write_reasons(spec)
 
 
 def write_kv_cache(
@@ -39,11 +35,9 @@ def write_kv_cache(
     kv_scale: float | jax.Array | None,
 ) -> jax.Array:
     """The new cache, as the public write_kv_cache documents it."""
-    arch = cute_call.target_arch()
-    if arch is None:
-        raise contract.not_runnable("write_kv_cache", "cute", why_not(spec))
+    arch = device.arch_for(WRITE_KV_CACHE)
     run = _transformable(cache_config.write_config(spec), arch)
-    result: jax.Array = run(kv_cache, latent, k_rope, slot_mapping, cache_call.scale_operand(kv_scale))
+    result: jax.Array = run(kv_cache, latent, k_rope, slot_mapping, scale_operand(kv_scale))
     return result
 
 
@@ -56,21 +50,22 @@ def _transformable(config: cache_config.WriteConfig, arch: str) -> Callable[...,
     ) -> jax.Array:
         k_rope = k_rope if config.rope_dim else latent  # an array without columns has no address to pass
         inputs = (kv_cache, latent, k_rope, slot_mapping, kv_scale)
-        return cute_call.cute_call(WRITE_KV_CACHE, config, inputs, (kv_cache.shape,), arch=arch)[0]
+        return kernel_call(WRITE_KV_CACHE, config, inputs, (kv_cache.shape,), arch=arch)[0]
 
-    return cache_call.transformable(
+    return transforms.transformable(
         on_device,
         rule="p z d, t l, t r, t, c -> p z d",
         fixed=("z", "d", "t", "l", "r", "c"),
         partition=_partition,
         fold=_fold,
         derivative=_derivative,
+        shared=1,
         slots=3,
     )
 
 
-def _partition(shapes: Sequence[Any]) -> cache_call.Partition:
-    cache = P(cute_call.named_axes(shapes[0])[0], None, None)
+def _partition(shapes: Sequence[Any]) -> transforms.Partition:
+    cache = P(transforms.named_axes(shapes[0])[0], None, None)
     return (cache, P(None, None), P(None, None), P(None), P(None)), cache
 
 
@@ -83,14 +78,16 @@ def _fold(
     slots: jax.Array,
     kv_scale: jax.Array,
 ) -> jax.Array | None:
-    if (folded := cache_call.fold_pages(kv_cache, slots)) is None:
+    if (folded := transforms.fold_pages(kv_cache, slots)) is None:
         return None
-    written = run(folded[0], cache_call.fold_rows(latent), cache_call.fold_rows(k_rope), folded[1], kv_scale)
+    written = run(folded[0], transforms.fold_rows(latent), transforms.fold_rows(k_rope), folded[1], kv_scale)
     return written.reshape(kv_cache.shape)
 
 
 def _derivative(
     kv_cache: jax.Array, latent: jax.Array, k_rope: jax.Array, slots: jax.Array, kv_scale: jax.Array
 ) -> jax.Array:
-    spec = spec_of(kv_cache, latent, k_rope, slots)
+    spec = describe_call(
+        contract.cache_write_spec, kv_cache=kv_cache, latent=latent, k_rope=k_rope, slot_mapping=slots
+    )
     return xla.by_scatter(kv_cache, latent, k_rope, slots, spec=spec, kv_scale=kv_scale[0])

@@ -1,7 +1,7 @@
 """write_kv_cache in portable XLA, in place when the cache is donated.
 
-A scatter of rows, except on CPUs: XLA's CPU backend converts the whole of a 16-bit or fp8 cache to float32 and back
-around a scatter, and doesn't around a loop of slice updates.
+A scatter of rows, except on CPUs. There XLA converts a whole 16-bit or fp8 cache to float32 and back around a scatter,
+but not around a loop of slice updates.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def by_scatter(
     spec: CacheWriteSpec,
     kv_scale: float | jax.Array | None,
 ) -> jax.Array:
-    """write_kv_cache by a scatter on every platform: this one can be differentiated in reverse mode."""
+    """write_kv_cache by a scatter on every platform, which can be differentiated in reverse mode."""
     return _scatter(kv_cache, *_rows_and_places(latent, k_rope, slot_mapping, spec, kv_scale))
 
 
@@ -50,22 +50,21 @@ def _rows_and_places(
     spec: CacheWriteSpec,
     kv_scale: float | jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The rows in the cache's dtype, their pages and offsets, and whether they are to be written."""
+    """The rows in the cache's dtype, their pages and offsets, and whether each has a legal slot."""
     rows = to_cache_dtype(jnp.concatenate([latent, k_rope], axis=-1), kv_scale, spec.kv_dtype)
     page, offset = slot_mapping // spec.page_size, slot_mapping % spec.page_size
     return rows, page, offset, (slot_mapping >= 0) & (page < spec.num_pages)
 
 
 def _scatter(kv_cache: jax.Array, rows: jax.Array, page: jax.Array, offset: jax.Array, legal: jax.Array) -> jax.Array:
-    # What must not be written goes past the end, where "drop" drops it.
+    # Skipped rows go past the end, where mode="drop" drops them.
     return kv_cache.at[jnp.where(legal, page, kv_cache.shape[0]), offset].set(rows, mode="drop")
 
 
 def _slice_by_slice(
     kv_cache: jax.Array, rows: jax.Array, page: jax.Array, offset: jax.Array, legal: jax.Array
 ) -> jax.Array:
-    # The tokens to write come first and the loop ends after them: to skip one inside it would mean to read the cache
-    # back.
+    # The tokens to write come first and the loop ends after them. Skipping one inside the loop would read the cache.
     order = jnp.argsort(~legal, stable=True)
 
     def write(i: jax.Array, cache: jax.Array) -> jax.Array:

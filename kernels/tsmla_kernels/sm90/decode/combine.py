@@ -1,55 +1,135 @@
-"""Merging what several CTAs of decode found for the same rows: a second, small kernel."""
+"""Merging the results of several CTAs of decode for the same rows: a second, small kernel."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils as utils
 from cutlass import Float32, Int32, Int64, const_expr
 
-from tsmla_kernels.sm90.decode.config import ROWS
-from tsmla_kernels.sm90.decode.schedule import FIRST_BUSY, LAST_BUSY, DecodeSchedule
-from tsmla_kernels.sm90.warp import LN_2, LOWEST, element, quotient, remainder
+from tsmla_kernels.sm90.constants import LN_2, LOWEST
+from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
+from tsmla_kernels.sm90.decode.memory import Busy, CombineBarrier, SplitEntry
+from tsmla_kernels.sm90.warp import DTYPES, divide, element, kept, quotient, remainder, transpose_quad
 
-COMBINE_SPARE_BYTES = 100 << 10
-COMBINE_GROUP = 256  # threads that merge one row tile together
-COMBINE_GROUPS = 2  # of a CTA
-COMBINE_THREADS = COMBINE_GROUP * COMBINE_GROUPS
-COMBINE_PIECES = {32: 2, 16: 8}  # that a thread reads at once, by the bits of partial_out's elements
-COMBINE_SHARE = 4  # threads that share a unit when batch_invariant: the order of additions must not follow the batch
+SPARE_BYTES = 100 << 10
+GROUP_THREADS = 256  # threads that merge one row tile together
+GROUPS = 2  # thread groups of a CTA
+COMBINE_THREADS = GROUP_THREADS * GROUPS
+PIECES_AT_ONCE = {32: 2, 16: 8}  # pieces that a thread loads at once, by the bits of partial_out's elements
+# Threads that share an octet when batch_invariant: the order of additions must not depend on the batch.
+INVARIANT_SHARERS = 4
 
 
-class DecodeCombine(DecodeSchedule):
-    """The combine of a decode kernel, which sets these.
+class WarpSums(NamedTuple):
+    """Shared memory in which warps add their sums: [columns or octets, warp]."""
+
+    acc: cute.Tensor
+    highest: cute.Tensor
+    weight: cute.Tensor
+
+
+class Merge(NamedTuple):
+    """What a thread group reads and writes.
 
     Attributes:
-      latent: L. cluster: CTAs of `attend` that share keys, each with ROWS rows.
-      out_dtype: of the output. partial_dtype: of partial_out.
-      swapped: whether partial_out has columns as a WGMMA accumulator's lanes hold them: 2 from each of four groups of 8
-        together, of which the quad has four.
+      partial_out, partial_lse, out, lse: operands.
+      sums: shared memory.
+      entry: the row tile's SplitEntry, in registers. group: this thread group of the CTA.
     """
 
-    latent: int
-    cluster: int
-    out_dtype: type[cutlass.Numeric]
-    partial_dtype: type[cutlass.Numeric]
-    swapped: bool
+    partial_out: cute.Tensor
+    partial_lse: cute.Tensor
+    out: cute.Tensor
+    lse: cute.Tensor
+    sums: WarpSums
+    entry: cute.Tensor
+    group: Int32
+
+
+class Slice(NamedTuple):
+    """A thread group's part of a row tile: of slices [index, index + taken) of `slices`, part `member` of `members`."""
+
+    index: Int32
+    slices: Int32
+    taken: Int32
+    member: Int32
+    members: Int32
+
+
+class Octets(NamedTuple):
+    """Octets [begin, begin + size), 8 columns of a row each, counted from row `first_row` of a row tile."""
+
+    first_row: Int32
+    begin: Int32
+    size: Int32
+
+
+class Team(NamedTuple):
+    """The threads that share an octet: this thread in its group, this thread among the sharers, and their number."""
+
+    thread: Int32
+    member: Int32
+    sharers: Int32
+
+
+class Merged(NamedTuple):
+    """A thread's octets: weighted sums, sums of the weights, greatest log weights, rows and columns."""
+
+    acc: cute.Tensor
+    weight: cute.Tensor
+    highest: cute.Tensor
+    rows: cute.Tensor
+    columns: cute.Tensor
+
+
+class Loaded(NamedTuple):
+    """What a thread loads of a piece: columns, log weights and scales of its octets."""
+
+    lines: cute.Tensor
+    weights: cute.Tensor
+    scales: cute.Tensor
+
+
+@cute.jit
+def partial_row(slot: Int32, row: Int32, config: cutlass.Constexpr):
+    """Row `row` of a slot, counted from partial_out's first row. 64 bits when batch_invariant, which has many slots."""
+    if const_expr(config.batch_invariant):
+        slot = Int64(slot)
+    return slot * config.tile_rows + row
+
+
+class Combine:
+    """The combine kernel.
+
+    Attributes:
+      batch_invariant, cluster, tile_rows, latent, out_dtype, partial_dtype, partial_is_lane_order: as in DecodeConfig.
+    """
+
+    def __init__(self, config: DecodeConfig) -> None:
+        self.config = config
+        self.batch_invariant, self.cluster = config.batch_invariant, config.cluster
+        self.tile_rows, self.latent = config.tile_rows, config.latent_dim
+        self.out_dtype, self.partial_dtype = DTYPES[config.out_dtype], DTYPES[config.partial_dtype]
+        self.partial_is_lane_order = config.partial_is_lane_order
 
     @cute.kernel
-    def combine(
+    def merge_pieces(
         self,
         partial_out: cute.Tensor,
         partial_lse: cute.Tensor,
         split_info: cute.Tensor,
         out: cute.Tensor,
         lse: cute.Tensor,
-        parts: Int32,
+        num_clusters: Int32,
     ):
         """Merge the pieces of every row tile that was cut.
 
-        Each cluster of `attend` left word of the pieces that it made; here its CTAs merge a portion of those row tiles'
-        outputs, half of one where they have two tiles, so that nothing has to be searched for or shared out. When
-        batch_invariant a row tile's portions go to one CTA, or to several where there are some to spare.
+        Each cluster of `attend` described its pieces in split_info. Here the same CTAs merge a slice of the outputs of
+        those row tiles, or half a slice of each of two tiles, so that nothing has to be searched for or shared out.
+        When batch_invariant a thread group merges a row tile, or a slice of it if there are more groups than tiles.
         """
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -61,279 +141,271 @@ class DecodeCombine(DecodeSchedule):
             acc: cute.struct.Align[cute.struct.MemRange[Float32, 64 * warps], 16]
             highest: cute.struct.MemRange[Float32, 8 * warps]
             weight: cute.struct.MemRange[Float32, 8 * warps]
-            # So much that the multiprocessor keeps the division of memory that `attend` had: changing it takes 2 us.
-            spare: cute.struct.MemRange[Int32, COMBINE_SPARE_BYTES // 4]
+            # Makes the multiprocessor keep attend's division of its memory: changing that takes 2 us.
+            spare: cute.struct.MemRange[Int32, SPARE_BYTES // 4]
 
         storage = utils.SmemAllocator().allocate(Storage)
-        of_warps = (
+        sums = WarpSums(
             storage.acc.get_tensor(cute.make_layout((64, warps), stride=(1, 64))),
             storage.highest.get_tensor(cute.make_layout((8, warps), stride=(1, 8))),
             storage.weight.get_tensor(cute.make_layout((8, warps), stride=(1, 8))),
         )
         tidx, _, _ = cute.arch.thread_idx()
-        group = cute.arch.make_warp_uniform(tidx // COMBINE_GROUP)
-        entry = cute.make_rmem_tensor((4,), Int32)
+        group = cute.arch.make_warp_uniform(tidx // GROUP_THREADS)
+        entry = cute.make_rmem_tensor((len(SplitEntry),), Int32)
+        merge = Merge(partial_out, partial_lse, out, lse, sums, entry, group)
         cute.arch.griddepcontrol_wait()
-        if const_expr(self.invariant):
-            groups = ctas * COMBINE_GROUPS
-            units = split_info.shape[0] - parts
-            portions = cutlass.max(groups // units, 1)
-            first_item = cta * COMBINE_GROUPS + group
-            for item in cutlass.range(first_item, units * portions, groups, unroll=1):
-                cute.autovec_copy(split_info[parts + item // portions, None], entry)
-                self.merge(
-                    partial_out, partial_lse, out, lse, of_warps, entry, Int32(0), entry[1], item % portions, portions,
-                    1, Int32(0), 1, group,
-                )  # fmt: skip
+        if const_expr(self.batch_invariant):
+            groups = ctas * GROUPS
+            row_tiles = split_info.shape[0] - num_clusters
+            slices = cutlass.max(groups // row_tiles, 1)
+            first_item = cta * GROUPS + group
+            for work_item in cutlass.range(first_item, row_tiles * slices, groups, unroll=1):
+                cute.autovec_copy(split_info[num_clusters + work_item // slices, None], entry)
+                part = Slice(work_item % slices, slices, 1, Int32(0), 1)
+                self.merge(merge, Int32(0), entry[SplitEntry.ROWS], part)
         else:
-            part, rank = quotient(cta, self.cluster), remainder(cta, self.cluster)
-            # The piece that ends a row tile and the one that starts another: a group each, or both groups for the one.
-            start = cute.make_rmem_tensor((4,), Int32)
-            cute.autovec_copy(split_info[2 * part, None], entry)
-            cute.autovec_copy(split_info[2 * part + 1, None], start)
-            place = part - quotient(entry[2], 2)
-            if (entry[3] == 0) or (start[3] > 0 and group == 1):
-                place = Int32(0)
+            cluster_index, rank = quotient(cta, self.cluster), remainder(cta, self.cluster)
+            # A cluster leaves up to two pieces. With two, each thread group merges one; with one, both groups share it.
+            start_entry = cute.make_rmem_tensor((len(SplitEntry),), Int32)
+            slot = 2 * cluster_index
+            next_slot = slot + 1
+            cute.autovec_copy(split_info[slot, None], entry)
+            cute.autovec_copy(split_info[next_slot, None], start_entry)
+            position = cluster_index - quotient(entry[SplitEntry.SLOT], 2)
+            if (entry[SplitEntry.PIECES] == 0) or (start_entry[SplitEntry.PIECES] > 0 and group == 1):
+                position = Int32(0)
             member, members = Int32(0), Int32(1)
-            if entry[3] == 0 or start[3] == 0:
+            if entry[SplitEntry.PIECES] == 0 or start_entry[SplitEntry.PIECES] == 0:
                 member, members = group, Int32(2)
-            if (entry[3] == 0) or (start[3] > 0 and group == 1):
-                for i in cutlass.range_constexpr(4):
-                    entry[i] = start[i]
-            # Portions are halves where some cluster has another row tile too: those take one, the others two.
-            first_busy, last_busy = remainder(quotient(entry[3], FIRST_BUSY), 2), quotient(entry[3], LAST_BUSY)
-            entry[3] = remainder(entry[3], FIRST_BUSY)
+            if (entry[SplitEntry.PIECES] == 0) or (start_entry[SplitEntry.PIECES] > 0 and group == 1):
+                for word in cutlass.range_constexpr(len(SplitEntry)):
+                    entry[word] = start_entry[word]
+            # If some cluster has a second row tile, slices are halves: that cluster takes one, the others take two.
+            first_busy = remainder(quotient(entry[SplitEntry.PIECES], Busy.FIRST), 2)
+            last_busy = quotient(entry[SplitEntry.PIECES], Busy.LAST)
+            entry[SplitEntry.PIECES] = remainder(entry[SplitEntry.PIECES], Busy.FIRST)
+            pieces = entry[SplitEntry.PIECES]
             taken = 1 + (first_busy | last_busy)
-            portion, portions = taken * place, taken * entry[3] - first_busy - last_busy
-            if place == 0:
+            index, slices = taken * position, taken * pieces - first_busy - last_busy
+            if position == 0:
                 taken -= first_busy
             else:
-                portion -= first_busy
-            if place == entry[3] - 1:
+                index -= first_busy
+            if position == pieces - 1:
                 taken -= last_busy
-            rows = cutlass.min(entry[1] - rank * ROWS, ROWS)
-            self.merge(
-                partial_out, partial_lse, out, lse, of_warps, entry, rank * ROWS, rows, portion, portions, taken,
-                member, members, group,
-            )  # fmt: skip
+            rows = cutlass.min(entry[SplitEntry.ROWS] - rank * ROWS, ROWS)
+            self.merge(merge, rank * ROWS, rows, Slice(index, slices, taken, member, members))
 
     @cute.jit
     def slot(self, first: Int32, i: Int32):
-        """Where piece i of an entry lies: a cluster's slots are (the end of a tile, the start of one)."""
+        """The slot of piece i of an entry. A cluster has two slots: for the end of a tile and for the start of one."""
         slot = first + i
-        if const_expr(not self.invariant):
+        if const_expr(not self.batch_invariant):
             slot = first + 2 * i - 1
             if i == 0:
                 slot = first
         return slot
 
     @cute.jit
-    def partial_row(self, slot: Int32, row: Int32):
-        """Row `row` of a slot, as one of all of partial_out's: when batch_invariant there may be very many."""
-        if const_expr(self.invariant):
-            slot = Int64(slot)
-        return slot * self.tile_rows + row
+    def merge(self, merge: Merge, first_row: Int32, rows: Int32, part: Slice):
+        """Merge a Slice of `rows` rows of a row tile, from `first_row` on: the mean of the pieces' results, weighted by
+        exp2(their lse).
 
-    @cute.jit
-    def merge(
-        self,
-        partial_out: cute.Tensor,
-        partial_lse: cute.Tensor,
-        out: cute.Tensor,
-        lse: cute.Tensor,
-        of_warps: cutlass.Constexpr,
-        entry: cute.Tensor,
-        first_row: Int32,
-        rows: Int32,
-        portion: Int32,
-        portions: Int32,
-        taken: Int32,
-        part: Int32,
-        parts: Int32,
-        group: Int32,
-    ):
-        """Part `part` of `parts` of so many `taken` portions from `portion` on, of `portions` of `rows` rows of a row
-        tile: each piece's result weighted by exp2(its lse), over the weights.
-
-        A thread has a unit, 8 columns of a row, and eight lanes 128 bytes of a piece; where there are threads to spare,
-        several share a unit and take every so many pieces: four of a warp, and further warps. A running maximum keeps
-        the weights at most 1.
+        A thread has an octet, 8 columns of a row; eight lanes have 128 bytes of a piece. If there are more threads than
+        octets, several share an octet and each takes some of the pieces: up to four lanes of a warp, then further
+        warps. A running maximum keeps the weights at most 1.
         """
-        count = entry[3]
-        units = rows * (self.latent // 8)
-        here = Int32(0)
+        count = merge.entry[SplitEntry.PIECES]
+        tile_octets = rows * (self.latent // 8)
+        size = Int32(0)
         if count > 0:
-            here = (self.divide(units - 1, portions) + 8) & -8  # in eights: 128 bytes of a line
-        begin = portion * here
-        here = cutlass.min(taken * here, units - begin)
-        if parts > 1:
-            half = quotient(here + 15, 16) * 8
-            begin += part * half
-            here = cutlass.min(here - part * half, half)
-        if here > 0:
-            # A thread's loads that are under way at once: of several pieces, or where these are few of several units.
-            pieces = COMBINE_PIECES[self.partial_dtype.width]
-            operands = (partial_out, partial_lse, out, lse, of_warps, entry, first_row, begin, here, group)
-            if const_expr(self.invariant):
-                self.merge_units(operands, 1, pieces)
+            size = (divide(tile_octets - 1, part.slices) + 8) & -8  # in eights: 128 bytes of a line
+        begin = part.index * size
+        size = cutlass.min(part.taken * size, tile_octets - begin)
+        if part.members > 1:
+            half = quotient(size + 15, 16) * 8
+            begin += part.member * half
+            size = cutlass.min(size - part.member * half, half)
+        if size > 0:
+            # A thread has eight loads in flight: of several pieces, or of several octets if the pieces are few.
+            pieces = PIECES_AT_ONCE[self.partial_dtype.width]
+            octets = Octets(first_row, begin, size)
+            if const_expr(self.batch_invariant):
+                self.merge_octets(merge, octets, 1, pieces)
             else:
-                if here <= COMBINE_GROUP or count > 4:
-                    self.merge_units(operands, 1, pieces)
+                if size <= GROUP_THREADS or count > 4:
+                    self.merge_octets(merge, octets, 1, pieces)
                 elif const_expr(pieces == 2):
-                    self.merge_units(operands, 2, 2)
+                    self.merge_octets(merge, octets, 2, 2)
                 elif count > 2:
-                    self.merge_units(operands, 2, 4)
+                    self.merge_octets(merge, octets, 2, 4)
                 else:
-                    self.merge_units(operands, 4, 2)
+                    self.merge_octets(merge, octets, 4, 2)
 
     @cute.jit
-    def merge_units(
+    def merge_octets(
         self,
-        operands: cutlass.Constexpr,
-        units_at_once: cutlass.Constexpr[int],
+        merge: Merge,
+        octets: Octets,
+        octets_at_once: cutlass.Constexpr[int],
         pieces_at_once: cutlass.Constexpr[int],
     ):
-        """`here` units of a row tile from `begin` on: so many of a thread at once, or one that it may share."""
-        partial_out, partial_lse, out, lse, of_warps, entry, first_row, begin, here, group = operands
-        row_base, first, count = entry[0], entry[2], entry[3]
-        units_of_row = self.latent // 8
+        """Merge `octets`. A thread has `octets_at_once` of them, or shares one with others."""
+        entry, size = merge.entry, octets.size
+        count = entry[SplitEntry.PIECES]
         tidx, _, _ = cute.arch.thread_idx()
-        t = tidx % COMBINE_GROUP
-        # Units worked on at once: 2 ** bits.
-        bits = Int32((COMBINE_GROUP // COMBINE_SHARE).bit_length() - 1)
-        if const_expr(units_at_once > 1):
-            bits = Int32(COMBINE_GROUP.bit_length() - 1)
-        elif const_expr(not self.invariant):
-            bits = 32 - Int32(cute.arch.clz(here - 1))
-            bits = cutlass.min(cutlass.max(bits, 3), COMBINE_GROUP.bit_length() - 1)
-        spread, share = Int32(1) << bits, Int32(COMBINE_GROUP) >> bits
-        member = (t >> 3) & (share - 1)
-        eight = t >> (COMBINE_GROUP.bit_length() + 2 - bits)
-        acc = cute.make_rmem_tensor((8, units_at_once), Float32)
-        lines = cute.make_rmem_tensor((8, pieces_at_once, units_at_once), self.partial_dtype)
-        weights = cute.make_rmem_tensor((pieces_at_once, units_at_once), Float32)
-        scales = cute.make_rmem_tensor((pieces_at_once, units_at_once), Float32)
-        weight = cute.make_rmem_tensor((units_at_once,), Float32)
-        highest = cute.make_rmem_tensor((units_at_once,), Float32)
-        rows = cute.make_rmem_tensor((units_at_once,), Int32)
-        columns = cute.make_rmem_tensor((units_at_once,), Int32)
-        for base in cutlass.range(0, here, spread * units_at_once, unroll=1):
-            first_unit = base + eight * 8 + t % 8
+        t = tidx % GROUP_THREADS
+        # The group works on 2 ** bits octets at once.
+        bits = Int32((GROUP_THREADS // INVARIANT_SHARERS).bit_length() - 1)
+        if const_expr(octets_at_once > 1):
+            bits = Int32(GROUP_THREADS.bit_length() - 1)
+        elif const_expr(not self.batch_invariant):
+            bits = 32 - Int32(cute.arch.clz(size - 1))
+            bits = cutlass.min(cutlass.max(bits, 3), GROUP_THREADS.bit_length() - 1)
+        spread, sharers = Int32(1) << bits, Int32(GROUP_THREADS) >> bits
+        team = Team(t, (t >> 3) & (sharers - 1), sharers)
+        eight = t >> (GROUP_THREADS.bit_length() + 2 - bits)
+        acc = cute.make_rmem_tensor((8, octets_at_once), Float32)
+        lines = cute.make_rmem_tensor((8, pieces_at_once, octets_at_once), self.partial_dtype)
+        weights = cute.make_rmem_tensor((pieces_at_once, octets_at_once), Float32)
+        scales = cute.make_rmem_tensor((pieces_at_once, octets_at_once), Float32)
+        weight = cute.make_rmem_tensor((octets_at_once,), Float32)
+        highest = cute.make_rmem_tensor((octets_at_once,), Float32)
+        rows = cute.make_rmem_tensor((octets_at_once,), Int32)
+        columns = cute.make_rmem_tensor((octets_at_once,), Int32)
+        merged, loaded = Merged(acc, weight, highest, rows, columns), Loaded(lines, weights, scales)
+        for base in cutlass.range(0, size, spread * octets_at_once, unroll=1):
+            first_octet = base + eight * 8 + t % 8
             acc.fill(0.0)
             weight.fill(0.0)
             highest.fill(LOWEST)
-            for v in cutlass.range_constexpr(units_at_once):
-                unit = begin + cutlass.min(first_unit + v * COMBINE_GROUP, here - 1)
-                rows[v], columns[v] = first_row + quotient(unit, units_of_row), remainder(unit, units_of_row) * 8
-            for step in cutlass.range(0, count, pieces_at_once * share, unroll=1):
-                for v in cutlass.range_constexpr(units_at_once):
-                    scale_of = 1 + quotient(columns[v], self.latent // 2)
-                    for u in cutlass.range_constexpr(pieces_at_once):
-                        i = step + u * share + member
-                        slot = self.slot(first, cutlass.min(i, count - 1))
-                        values = cute.make_tensor(
-                            element(partial_lse, self.partial_row(3 * slot, rows[v]), 4),
-                            cute.make_layout(3, stride=self.tile_rows),
-                        )
-                        weights[u, v], scales[u, v] = values[0], values[scale_of]
-                        if i >= count:
-                            weights[u, v] = -Float32.inf
-                        line = cute.make_tensor(
-                            element(partial_out, self.partial_row(slot, rows[v]) * self.latent + columns[v], 16),
-                            cute.make_layout(8),
-                        )
-                        cute.autovec_copy(line, lines[None, u, v])
-                cute.arch.sync_warp()  # keeps the compiler from waiting for one load before it issues the next
-                for v in cutlass.range_constexpr(units_at_once):
-                    top = highest[v]
-                    for u in cutlass.range_constexpr(pieces_at_once):
-                        top = cute.arch.fmax(top, weights[u, v])
-                    factor = cute.math.exp2(highest[v] - top, fastmath=True)
-                    highest[v] = top
-                    weight[v] = weight[v] * factor
-                    for c in cutlass.range_constexpr(8):
-                        acc[c, v] = acc[c, v] * factor
-                    for u in cutlass.range_constexpr(pieces_at_once):
-                        w = cute.math.exp2(weights[u, v] - top, fastmath=True)
-                        weight[v] += w
-                        w = w * scales[u, v]
-                        for c in cutlass.range_constexpr(8):
-                            acc[c, v] += w * lines[c, u, v].to(Float32)
-            if const_expr(units_at_once == 1):
-                step = Int32(1)
-                while step < cutlass.min(share, 4):
-                    other = cute.arch.shuffle_sync_bfly(highest[0], offset=8 * step)
-                    top = cute.arch.fmax(highest[0], other)
-                    mine = cute.math.exp2(highest[0] - top, fastmath=True)
-                    theirs = cute.math.exp2(other - top, fastmath=True)
-                    highest[0] = top
-                    weight[0] = weight[0] * mine + cute.arch.shuffle_sync_bfly(weight[0], offset=8 * step) * theirs
-                    for c in cutlass.range_constexpr(8):
-                        acc[c, 0] = acc[c, 0] * mine + cute.arch.shuffle_sync_bfly(acc[c, 0], offset=8 * step) * theirs
-                    step *= 2
-            counts = first_unit < here
-            if const_expr(not self.invariant and units_at_once == 1):
-                if share > 4:
-                    self.merge_warps(
-                        out, lse, of_warps, acc, weight[0], highest[0], row_base + rows[0], begin + eight * 8, counts,
-                        member, share // 4, group,
-                    )  # fmt: skip
+            for v in cutlass.range_constexpr(octets_at_once):
+                octet = octets.begin + cutlass.min(first_octet + v * GROUP_THREADS, size - 1)
+                rows[v] = octets.first_row + quotient(octet, self.latent // 8)
+                columns[v] = remainder(octet, self.latent // 8) * 8
+            for step in cutlass.range(0, count, pieces_at_once * sharers, unroll=1):
+                self.load_pieces(step, merge, merged, loaded, team)
+                cute.arch.sync_warp()  # or the compiler would wait for one load before it issues the next
+                self.add_pieces(merged, loaded)
+            if const_expr(octets_at_once == 1):
+                self.merge_lanes(merged, sharers)
+            counts = first_octet < size
+            if const_expr(not self.batch_invariant and octets_at_once == 1):
+                if sharers > 4:
+                    row = entry[SplitEntry.ROW] + rows[0]
+                    self.merge_warps(merge, merged, row, octets.begin + eight * 8, counts, team)
                     counts = cutlass.Boolean(False)
-            if (share <= 4) or self.invariant:
-                for v in cutlass.range_constexpr(units_at_once):
-                    factor = Float32(0.0)
-                    value = -Float32.inf
-                    if weight[v] > 0.0 or weight[v] != weight[v]:
-                        factor = cute.arch.rcp_approx(weight[v])
-                        value = (highest[v] + cute.math.log2(weight[v], fastmath=True)) * LN_2
-                    narrow = cute.make_rmem_tensor((8,), self.out_dtype)
-                    for c in cutlass.range_constexpr(8):
-                        narrow[c] = (acc[c, v] * factor).to(self.out_dtype)
-                    if const_expr(self.swapped):
-                        self.transpose_quad(cute.recast_tensor(narrow, Int32), t % 4)
+            if (sharers <= 4) or self.batch_invariant:
+                for v in cutlass.range_constexpr(octets_at_once):
                     if const_expr(v > 0):
-                        counts = first_unit + v * COMBINE_GROUP < here
-                    if counts and member == 0:
-                        target = cute.make_tensor(
-                            element(out, Int64(row_base + rows[v]) * self.latent + columns[v], 16),
-                            cute.make_layout(8),
-                        )
-                        cute.autovec_copy(narrow, target)
-                        if columns[v] == 0:
-                            lse[row_base + rows[v]] = value
+                        counts = first_octet + v * GROUP_THREADS < size
+                    self.write_octet(v, counts, merge, merged, team)
 
     @cute.jit
-    def merge_warps(
-        self,
-        out: cute.Tensor,
-        lse: cute.Tensor,
-        of_warps: cutlass.Constexpr,
-        acc: cute.Tensor,
-        weight: Float32,
-        highest: Float32,
-        row: Int32,
-        unit: Int32,
-        counts: cutlass.Boolean,
-        member: Int32,
-        sharers: Int32,
-        group: Int32,
-    ):
-        """The end of `merge` where `sharers` warps share eight units: their sums through shared memory, and out."""
-        lane = self.kept(cute.arch.lane_idx())  # so that what comes of it is not found before the loads
+    def load_pieces(self, step: Int32, merge: Merge, merged: Merged, loaded: Loaded, team: Team):
+        """Load a thread's pieces from `step` on, for each of its octets. Pieces past the last have weight 0."""
+        first, count = merge.entry[SplitEntry.SLOT], merge.entry[SplitEntry.PIECES]
+        rows, columns = merged.rows, merged.columns
+        lines, weights, scales = loaded.lines, loaded.weights, loaded.scales
+        for v in cutlass.range_constexpr(cute.size(rows)):
+            scale_of = 1 + quotient(columns[v], self.latent // 2)
+            for u in cutlass.range_constexpr(cute.size(weights, mode=[0])):
+                i = step + u * team.sharers + team.member
+                slot = self.slot(first, cutlass.min(i, count - 1))
+                values = cute.make_tensor(
+                    element(merge.partial_lse, partial_row(3 * slot, rows[v], self.config), 4),
+                    cute.make_layout(3, stride=self.tile_rows),
+                )
+                weights[u, v], scales[u, v] = values[0], values[scale_of]
+                if i >= count:
+                    weights[u, v] = -Float32.inf
+                line = cute.make_tensor(
+                    element(merge.partial_out, partial_row(slot, rows[v], self.config) * self.latent + columns[v], 16),
+                    cute.make_layout(8),
+                )
+                cute.autovec_copy(line, lines[None, u, v])
+
+    @cute.jit
+    def add_pieces(self, merged: Merged, loaded: Loaded):
+        """Add the loaded pieces to a thread's octets, against the running maximum of the weights."""
+        acc, weight, highest = merged.acc, merged.weight, merged.highest
+        lines, weights, scales = loaded.lines, loaded.weights, loaded.scales
+        for v in cutlass.range_constexpr(cute.size(weight)):
+            top = highest[v]
+            for u in cutlass.range_constexpr(cute.size(weights, mode=[0])):
+                top = cute.arch.fmax(top, weights[u, v])
+            factor = cute.math.exp2(highest[v] - top, fastmath=True)
+            highest[v] = top
+            weight[v] = weight[v] * factor
+            for c in cutlass.range_constexpr(8):
+                acc[c, v] = acc[c, v] * factor
+            for u in cutlass.range_constexpr(cute.size(weights, mode=[0])):
+                w = cute.math.exp2(weights[u, v] - top, fastmath=True)
+                weight[v] += w
+                w = w * scales[u, v]
+                for c in cutlass.range_constexpr(8):
+                    acc[c, v] += w * lines[c, u, v].to(Float32)
+
+    @cute.jit
+    def merge_lanes(self, merged: Merged, sharers: Int32):
+        """Add up the sums of the lanes of a warp that share an octet."""
+        acc, weight, highest = merged.acc, merged.weight, merged.highest
+        step = Int32(1)
+        while step < cutlass.min(sharers, 4):
+            other = cute.arch.shuffle_sync_bfly(highest[0], offset=8 * step)
+            top = cute.arch.fmax(highest[0], other)
+            mine = cute.math.exp2(highest[0] - top, fastmath=True)
+            theirs = cute.math.exp2(other - top, fastmath=True)
+            highest[0] = top
+            weight[0] = weight[0] * mine + cute.arch.shuffle_sync_bfly(weight[0], offset=8 * step) * theirs
+            for c in cutlass.range_constexpr(8):
+                acc[c, 0] = acc[c, 0] * mine + cute.arch.shuffle_sync_bfly(acc[c, 0], offset=8 * step) * theirs
+            step *= 2
+
+    @cute.jit
+    def write_octet(self, v: cutlass.Constexpr[int], counts: cutlass.Boolean, merge: Merge, merged: Merged, team: Team):
+        """Write octet v of the thread, and its row's log-sum-exp."""
+        out, lse, row_base = merge.out, merge.lse, merge.entry[SplitEntry.ROW]
+        acc, weight, rows, columns = merged.acc, merged.weight, merged.rows, merged.columns
+        factor = Float32(0.0)
+        value = -Float32.inf
+        if weight[v] > 0.0 or weight[v] != weight[v]:
+            factor = cute.arch.rcp_approx(weight[v])
+            value = (merged.highest[v] + cute.math.log2(weight[v], fastmath=True)) * LN_2
+        narrow = cute.make_rmem_tensor((8,), self.out_dtype)
+        for c in cutlass.range_constexpr(8):
+            narrow[c] = (acc[c, v] * factor).to(self.out_dtype)
+        if const_expr(self.partial_is_lane_order):
+            transpose_quad(cute.recast_tensor(narrow, Int32), team.thread % 4)
+        if counts and team.member == 0:
+            target = cute.make_tensor(
+                element(out, Int64(row_base + rows[v]) * self.latent + columns[v], 16),
+                cute.make_layout(8),
+            )
+            cute.autovec_copy(narrow, target)
+            if columns[v] == 0:
+                lse[row_base + rows[v]] = value
+
+    @cute.jit
+    def merge_warps(self, merge: Merge, merged: Merged, row: Int32, octet: Int32, counts: cutlass.Boolean, team: Team):
+        """Add up the sums of warps that share eight octets, from `octet` on, in shared memory; store the result."""
+        lse, sharers = merge.lse, team.sharers // 4
+        lane = kept(cute.arch.lane_idx())  # so that addresses are not computed before the loads
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        of_acc, of_highest, of_weight = of_warps
+        of_acc, of_highest, of_weight = merge.sums.acc, merge.sums.highest, merge.sums.weight
         if lane < 8:
             cute.autovec_copy(
-                acc[None, 0], cute.make_tensor((of_acc.iterator + (warp_idx * 64 + lane * 8)).align(16), 8)
+                merged.acc[None, 0], cute.make_tensor((of_acc.iterator + (warp_idx * 64 + lane * 8)).align(16), 8)
             )
-            of_highest[lane, warp_idx] = highest
-            of_weight[lane, warp_idx] = weight
-        cute.arch.barrier(barrier_id=1 + group, number_of_threads=COMBINE_GROUP)
-        if cute.arch.make_warp_uniform(member) < 4 and counts:
+            of_highest[lane, warp_idx] = merged.highest[0]
+            of_weight[lane, warp_idx] = merged.weight[0]
+        cute.arch.barrier(barrier_id=CombineBarrier.GROUP + merge.group, number_of_threads=GROUP_THREADS)
+        if cute.arch.make_warp_uniform(team.member) < 4 and counts:
             # A lane has two columns.
             eighth = lane // 4
             top = Float32(LOWEST)
-            for w in cutlass.range_constexpr(COMBINE_GROUP // 32):
+            for w in cutlass.range_constexpr(GROUP_THREADS // 32):
                 top = cute.arch.fmax(top, of_highest[eighth, warp_idx + cutlass.min(w, sharers - 1)])
             total = Float32(0.0)
             columns = cute.make_rmem_tensor((2,), Float32)
@@ -348,15 +420,15 @@ class DecodeCombine(DecodeSchedule):
             if total > 0.0 or total != total:
                 factor = cute.arch.rcp_approx(total)
                 value = (top + cute.math.log2(total, fastmath=True)) * LN_2
-            at = remainder(unit, self.latent // 8) * 8
+            first_column = remainder(octet, self.latent // 8) * 8
             column = 2 * lane
-            if const_expr(self.swapped):
-                # Of 32 columns, group lane % 4 and in it the pair of lane // 4 % 4.
+            if const_expr(self.partial_is_lane_order):
+                # In 32 columns: group lane % 4, and in that group pair lane // 4 % 4.
                 column = lane // 16 * 32 + lane % 4 * 8 + lane // 4 % 4 * 2
             pair = cute.make_rmem_tensor((2,), self.out_dtype)
             for c in cutlass.range_constexpr(2):
                 pair[c] = (columns[c] * factor).to(self.out_dtype)
-            target = element(out, Int64(row) * self.latent + at + column, 4)
+            target = element(merge.out, Int64(row) * self.latent + first_column + column, 4)
             cute.autovec_copy(pair, cute.make_tensor(target, cute.make_layout(2)))
-            if at == 0 and lane == 0:
+            if first_column == 0 and lane == 0:
                 lse[row] = value

@@ -9,25 +9,26 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from tsmla_kernels.sm90.constants import FP8, SMEM_BYTES
+
 if TYPE_CHECKING:
     from tsmla_kernels.contract import DecodeSpec
 
-ROWS = 64  # query rows (tokens x heads) of one CTA: the M of one warpgroup's WGMMA
-FP8 = "float8_e4m3fn"
-SMEM_BYTES = 232_448  # shared memory that one CTA may have on sm_90
-SHARERS = 32  # lanes of the scores that have keys of a query row, where each of their four warps has keys of its own
-FEW_ROWS = 32  # query rows, at most, whose partial results are in fp32
-INVARIANT_CHUNKS = 32  # most pieces a request is cut into when batch_invariant
-INVARIANT_MIN_KEYS = 512  # fewest keys of such a piece
+ROWS = 64  # query rows (tokens x heads) of one CTA: M of one warpgroup's WGMMA
+OVERHEAD = 5  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
+SHARERS = 32  # softmax lanes that have keys of one query row if the four softmax warps have different keys
+FEW_ROWS = 32  # up to this many query rows, partial results are fp32
+INVARIANT_MAX_PIECES = 32  # most pieces of a request when batch_invariant
+INVARIANT_MIN_KEYS = 512  # fewest keys of a piece when batch_invariant
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """What a decode object is compiled for. All else is dynamic.
+    """What a decode object is compiled for. Everything else is dynamic.
 
     Attributes:
-      dtype: of q: "bfloat16", "float16", or "float8_e4m3fn" with a cache of it.
-      kv_dtype: of the cache: q's, or "float8_e4m3fn". None: q's.
+      dtype: of q: "bfloat16", "float16", or "float8_e4m3fn" if the cache has it too.
+      kv_dtype: of the cache: None (q's dtype) or "float8_e4m3fn".
       num_heads: H.
       max_q_len: S, or the longest query of a ragged batch.
       latent_dim: L. rope_dim: R. page_size: Z.
@@ -55,13 +56,17 @@ class DecodeConfig:
 
     @property
     def fp8_scores(self) -> bool:
-        """Whether Q K^T is multiplied in fp8: where queries and cache are."""
+        """Whether queries and cache are fp8, so that Q K^T is multiplied in fp8."""
         return self.dtype == FP8
 
     @property
     def mixed(self) -> bool:
-        """Whether queries of 16 bits meet an fp8 cache, which is widened in the kernel."""
+        """Whether queries have 16 bits and the cache is fp8, which the kernel widens."""
         return self.cache_dtype == FP8 and not self.fp8_scores
+
+    @property
+    def fp8_cache(self) -> bool:
+        return self.cache_dtype == FP8
 
     @property
     def block(self) -> int:
@@ -70,16 +75,20 @@ class DecodeConfig:
 
     @property
     def q_rows(self) -> int:
-        """Query rows that a stage takes."""
+        """Query rows that a stage holds."""
         return self.block // 2 if self.mixed else self.block
 
     @property
     def p_rows(self) -> int:
-        """Query rows as the product of the values has them: where the cache is fp8, no more than a tile may have."""
+        """Query rows of P V: 64, or with an fp8 cache the fewest of 16, 32 and 64 that a row tile needs."""
         if self.cache_dtype != FP8:
             return ROWS
         rows = min(self.max_q_len * self.num_heads, ROWS)
         return next(n for n in (16, 32, ROWS) if n >= rows)
+
+    @property
+    def q_may_take_two_stages(self) -> bool:
+        return self.p_rows > self.q_rows
 
     @property
     def out_dtype(self) -> str:
@@ -91,9 +100,9 @@ class DecodeConfig:
 
     @property
     def stage_bytes(self) -> int:
-        """Shared memory of one stage: a block of keys, and P where the rope columns cannot hold it.
+        """Shared memory of one stage: a block of keys, and P if the rope columns cannot hold it.
 
-        Where Q is the first operand of Q K^T, P has as many rows as WGMMA, be there query rows for them or not.
+        If Q is the first operand of Q K^T, P has all 64 rows of WGMMA, however few query rows there are.
         """
         p_bytes = (self.p_rows if self.mixed else ROWS) * self.block * 2
         if self.cache_dtype == FP8:
@@ -102,47 +111,49 @@ class DecodeConfig:
 
     @property
     def exchanged_words(self) -> int:
-        """Words of shared memory in which the scores' warps tell each other of their keys, where these are parted."""
-        # What each lane has of a row, what that changes, and the row's maximum: MlaDecodeMixed.score.
+        """Shared-memory words for reducing over keys across the four softmax warps (mixed kernel only)."""
+        # scores_mixed.Exchange: a row's partials of each lane, its two changes and its maximum.
         return self.p_rows * (SHARERS + 2 + 1) if self.mixed else 0
 
     @property
     def stages(self) -> int:
-        others = 4096  # barriers, descriptions of pieces, row factors
+        reserved = 4096  # barriers, descriptions of pieces, row factors
         if self.fp8_scores:
-            others += ROWS * self.head_dim  # Q
+            reserved += ROWS * self.head_dim  # Q
         elif self.mixed:
-            others += self.p_rows * self.head_dim * 2 + self.exchanged_words * 4
-        return min(8, (SMEM_BYTES - others) // self.stage_bytes)
+            reserved += self.p_rows * self.head_dim * 2 + self.exchanged_words * 4
+        return min(8, (SMEM_BYTES - reserved) // self.stage_bytes)
 
     @property
     def tile_rows(self) -> int:
-        """Query rows that a cluster handles at once."""
+        """Query rows of a row tile, which a cluster handles at once."""
         return ROWS * self.cluster
 
     @property
     def few_rows(self) -> bool:
-        """Whether a row tile is so small that merging its pieces takes instructions rather than bytes."""
+        """Whether a row tile is so small that instructions and not bytes bound the merging of its pieces."""
         return self.max_q_len * self.num_heads <= FEW_ROWS
 
     @property
     def partial_dtype(self) -> str:
-        """Of a piece's result. In f16 it is half the bytes to write and to read again, but takes a scale of its own."""
+        """Dtype of a piece's result. f16 halves the bytes to write and read again, but needs a scale."""
         return "float32" if self.few_rows else "float16"
+
+    @property
+    def partial_needs_scale(self) -> bool:
+        """Whether a piece's result may exceed the range of partial_out, so that the value warps scale it."""
+        return self.partial_dtype == "float16" and self.cache_dtype == "bfloat16"
+
+    @property
+    def partial_is_lane_order(self) -> bool:
+        """Whether partial_out has its columns in the order of a WGMMA accumulator's lanes: the four lanes of a row have
+        8 columns each, 2 from each of four groups of 8."""
+        return not self.fp8_cache
 
     @property
     def max_tiles(self) -> int:
         """Row tiles of the longest query."""
         return -(-self.max_q_len * self.num_heads // self.tile_rows)
-
-
-def fp8_lse_error(head_dim: int) -> float:
-    """How far lse may be off with fp8 queries and cache, as a part of the greatest score.
-
-    Hopper's fp8 tensor cores keep some 13 bits behind the leading one of a running sum (DeepSeek-V3's report, section
-    3.3.2), and cut off the rest at each of their 32-column steps.
-    """
-    return -(-head_dim // 32) * 2.0**-13
 
 
 def decode_reasons(spec: DecodeSpec) -> list[str]:
@@ -166,8 +177,8 @@ def decode_reasons(spec: DecodeSpec) -> list[str]:
 def decode_config(spec: DecodeSpec) -> DecodeConfig:
     """The configuration that serves `spec`.
 
-    One CTA holds 64 rows. With more rows than that a request's keys are needed by several CTAs: two of them form a
-    cluster and multicast, which halves the reads of the L2 cache.
+    One CTA holds 64 rows. If a request has more rows, several CTAs need its keys: two of them form a cluster and
+    multicast, which halves the reads of the L2 cache.
     """
     return DecodeConfig(
         dtype=spec.q_dtype,
@@ -184,10 +195,10 @@ def decode_config(spec: DecodeSpec) -> DecodeConfig:
     )
 
 
-def invariant_chunk(config: DecodeConfig, max_pages: int) -> int:
-    """Key blocks of one piece of a request when batch_invariant: depends on the table's width alone."""
+def invariant_piece_blocks(config: DecodeConfig, max_pages: int) -> int:
+    """Key blocks of one piece of a request when batch_invariant: depends on the table's width only."""
     blocks = -(-max_pages * config.page_size // config.block)
-    return INVARIANT_MIN_KEYS // config.block - 1 - (-blocks // INVARIANT_CHUNKS)
+    return INVARIANT_MIN_KEYS // config.block - 1 - (-blocks // INVARIANT_MAX_PIECES)
 
 
 def workspace_shapes(
@@ -195,19 +206,20 @@ def workspace_shapes(
 ) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shapes and dtypes of the kernel's workspaces, in the order of its operands.
 
-    `split_info` has one entry for each cluster of the grid, whose size the kernel takes from it; when batch_invariant
-    entries for each row tile of each request follow. A cluster leaves at most two pieces of requests that other
-    clusters share: the end of one and the start of another. `partial_lse` has a row's log-sum-exp of a piece, base 2,
-    and what the first and the second half of its columns of `partial_out` are to be multiplied by.
+    A cluster has two slots of `partial_out` and two entries of `split_info`: it leaves at most two pieces of row tiles
+    that other clusters share, the end of one and the start of another. When batch_invariant, a row tile has its own
+    slots and one entry, after one unused entry for each cluster. The kernel derives the number of clusters from the
+    number of entries. `partial_lse` has the base-2 log-sum-exp of a piece's rows, and the factors by which the first
+    and the second half of their columns of `partial_out` must be multiplied.
     """
-    parts = max(1, num_sms // config.cluster)
+    num_clusters = max(1, num_sms // config.cluster)
     if config.batch_invariant:
-        units = batch * config.max_tiles
+        row_tiles = batch * config.max_tiles
         blocks = -(-max_pages * config.page_size // config.block)
-        slots = units * -(-blocks // invariant_chunk(config, max_pages))
-        entries = parts + units
+        slots = row_tiles * -(-blocks // invariant_piece_blocks(config, max_pages))
+        entries = num_clusters + row_tiles
     else:
-        slots = entries = 2 * parts
+        slots = entries = 2 * num_clusters
     return {
         "partial_out": ((slots, config.tile_rows, config.latent_dim), config.partial_dtype),
         "partial_lse": ((slots, 3, config.tile_rows), "float32"),

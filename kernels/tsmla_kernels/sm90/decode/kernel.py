@@ -1,169 +1,223 @@
-"""What the decode kernels have in common beside their arithmetic: operands, shared memory, launch and set-up."""
+"""Absorbed MLA decode over a paged latent cache, for Hopper: launch, shared memory, set-up and the warps' roles.
+
+DESIGN.md beside this says why it is so. Warpgroups of a CTA share 64 query rows (token * H + head) and a ring of stages
+of 32 or 64 keys:
+
+  warpgroup 0   softmax: S = Q K^T, softmax, P into shared memory (scores_*.py)
+  1 and 2       values: O[:, half] += P V[:, half] and the epilogue (values_*.py); first warp of 2: the schedule
+  3             first warp: the copies (Q and keys go through the same ring); with a cache of 16 bits there is no
+                warpgroup 3, and the first warp of 1 copies
+
+A second, small kernel merges the requests that several CTAs (or clusters) shared; it is launched with programmatic
+dependent launch behind the first.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
-import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
-from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
+import cutlass.utils as utils
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
 
-from tsmla_kernels.sm90.decode.combine import COMBINE_THREADS, DecodeCombine
-from tsmla_kernels.sm90.decode.config import ROWS, SMEM_BYTES, DecodeConfig
-from tsmla_kernels.sm90.decode.ring import DecodeRing
-from tsmla_kernels.sm90.decode.schedule import DESCRIPTOR_WORDS
-from tsmla_kernels.sm90.decode.softmax import DecodeSoftmax
-from tsmla_kernels.sm90.warp import DTYPES, remainder
+from tsmla_kernels.sm90.constants import SMEM_BYTES
+from tsmla_kernels.sm90.decode.combine import COMBINE_THREADS, Combine
+from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
+from tsmla_kernels.sm90.decode.copies import TABLE_AHEAD, Copier
+from tsmla_kernels.sm90.decode.memory import (
+    COPY_STATE_WORDS,
+    PIECES_KEPT,
+    SCHEDULE_WARP,
+    Arrays,
+    Copies,
+    Piece,
+    Schedule,
+    Scratch,
+    Tma,
+)
+from tsmla_kernels.sm90.decode.ring import Ring
+from tsmla_kernels.sm90.decode.scores_16bit import Scores16bit
+from tsmla_kernels.sm90.decode.scores_fp8 import ScoresFp8
+from tsmla_kernels.sm90.decode.scores_mixed import ScoresMixed
+from tsmla_kernels.sm90.decode.share import MAX_SORTED, STATE_WORDS
+from tsmla_kernels.sm90.decode.values_16bit import Values16bit
+from tsmla_kernels.sm90.decode.values_fp8 import ValuesFp8
+from tsmla_kernels.sm90.decode.walk import PieceWalk
+from tsmla_kernels.sm90.warp import prefetch
 
 
-class DecodeKernel(DecodeRing, DecodeSoftmax, DecodeCombine):
-    """A base of the decode kernels, which set these.
+class Registers(NamedTuple):
+    """Registers of a thread: at launch, and then in the softmax, the value and the copying warpgroups."""
 
-    Attributes:
-      threads: of a CTA.
-      dtype, p_dtype: of what the ring holds, and of P, in shared memory.
-      keys_swizzle, q_swizzle, p_swizzle: how rows of keys, of Q and of P are exchanged there.
-      p_rows: rows of P that the values read.
-      p_offset: bytes from the beginning of a stage to its P.
+    start: int
+    scores: int
+    values: int
+    copies: int
+
+
+class MlaDecode:
+    """One compiled decode: `config` is static; all shapes but H, L, R and Z are dynamic.
+
+    The launcher takes a stream, q [N, D] of N = T * H query rows, kv_cache [P, Z, D], and the fields of memory.Arrays.
     """
 
-    threads: int
-    dtype: type[cutlass.Numeric]
-    p_dtype: type[cutlass.Numeric]
-    keys_swizzle: SmemLayoutAtomKind
-    q_swizzle: SmemLayoutAtomKind
-    p_swizzle: SmemLayoutAtomKind
-    p_rows: int
-    p_offset: int
+    def __init__(self, config: DecodeConfig) -> None:
+        if config.stages < 3:
+            raise ValueError(f"{config} leaves {config.stages} stages of shared memory; 3 are needed")
+        self.config, self.cluster = config, config.cluster
+        self.ring = Ring(config)
+        self.walk = PieceWalk(config)
+        self.copier = Copier(config, self.ring)
+        self.combine = Combine(config)
+        self.scores: Scores16bit | ScoresFp8 | ScoresMixed
+        self.values: Values16bit | ValuesFp8
+        if config.fp8_cache:
+            self.threads = 512
+            wide = config.p_rows == ROWS and not config.mixed
+            self.registers = Registers(128, 104, 192, 24) if wide else Registers(128, 120, 184, 24)
+            self.scores = ScoresMixed(config, self.ring) if config.mixed else ScoresFp8(config, self.ring)
+            self.values = ValuesFp8(config, self.ring, self.walk, self.copier)
+        else:
+            self.threads = 384
+            self.registers = Registers(168, 184, 160, 160)  # 184 + 2 x 160 is what 384 threads start with
+            self.scores = Scores16bit(config, self.ring)
+            self.values = Values16bit(config, self.ring, self.walk, self.copier)
 
-    def __init__(self, config: DecodeConfig, dtype: type[cutlass.Numeric], p_dtype: type[cutlass.Numeric]) -> None:
-        self.config, self.dtype, self.p_dtype = config, dtype, p_dtype
-        self.itemsize = dtype.width // 8
-        self.heads, self.max_q_len = config.num_heads, config.max_q_len
-        self.latent, self.depth = config.latent_dim, config.head_dim
-        self.page_size, self.ragged, self.causal = config.page_size, config.ragged, config.causal
-        self.invariant, self.cluster = config.batch_invariant, config.cluster
-        self.partial_dtype = DTYPES[config.partial_dtype]
-        self.scaled = self.partial_dtype == cutlass.Float16 and config.cache_dtype == "bfloat16"
-        self.stages, self.tile_rows, self.max_tiles = config.stages, config.tile_rows, config.max_tiles
-        self.stage_elements = config.stage_bytes // self.itemsize
-        self.block, self.q_rows, self.p_rows = config.block, config.q_rows, config.p_rows
-        self.out_dtype = DTYPES[config.out_dtype]
-        self.least_payload = 1 if config.few_rows else 2
-        self.few = config.few_rows
-        self.column_tiles = self.depth // 64
-        self.box = min(self.block, self.page_size)  # keys of one TMA copy: a page may be shorter than a stage
-        self.half = self.latent // 2
-        if self.stages < 3:
-            raise ValueError(f"{config} leaves {self.stages} stages of shared memory; 3 are needed")
+    @cute.jit
+    def __call__(self, stream: cuda.CUstream, q: cute.Tensor, kv_cache: cute.Tensor, *others: cute.Tensor):
+        arrays = Arrays(*others)
+        tma = self.copier.tensor_maps(q, kv_cache)
+        score_mma, value_mma = self.scores.mma(), self.values.mma()
 
-    def tensor_maps(self, q: cute.Tensor, kv_cache: cute.Tensor) -> tuple[Any, ...]:
-        """(TMA atom, tensor) of q and of the cache.
+        @cute.struct
+        class Storage:
+            full: cute.struct.MemRange[Int64, self.ring.stages]
+            empty: cute.struct.MemRange[Int64, self.ring.stages]
+            ready: cute.struct.MemRange[Int64, self.ring.stages]
+            pieces: cute.struct.MemRange[Int32, PIECES_KEPT * len(Piece)]
+            rescale: cute.struct.Align[cute.struct.MemRange[Float32, self.ring.stages * ROWS], 16]
+            moved: cute.struct.Align[cute.struct.MemRange[Int32, self.ring.stages * 4], 16]
+            inverse: cute.struct.Align[cute.struct.MemRange[Float32, self.ring.inverses_kept * ROWS], 16]
+            schedule_state: cute.struct.MemRange[Int32, STATE_WORDS]
+            copy_state: cute.struct.MemRange[Int32, COPY_STATE_WORDS]
+            pages: cute.struct.MemRange[Int32, TABLE_AHEAD]
+            exchange: cute.struct.Align[cute.struct.MemRange[Float32, self.config.exchanged_words], 16]
+            q: cute.struct.Align[cute.struct.MemRange[self.scores.q_dtype, self.scores.q_elements], 1024]
+            ring: cute.struct.Align[cute.struct.MemRange[self.ring.dtype, self.ring.elements], 1024]
 
-        One copy brings a block's keys with all their columns: (key, 64 columns, column tile, page) as four modes. Where
-        pages are shorter than a block, a copy is one column tile, for a block is not one box.
-        """
-        atom = warpgroup.make_smem_layout_atom(self.keys_swizzle, self.dtype)
-        tiles = self.column_tiles if self.box == self.block else 1
-        box_layout = cute.tile_to_shape(atom, (self.box, 64, tiles), (0, 1, 2))
-        q_atom = warpgroup.make_smem_layout_atom(self.q_swizzle, q.element_type)
-        q_layout = cute.tile_to_shape(q_atom, (self.q_rows, 64, self.column_tiles), (0, 1, 2))
-        row, page = kv_cache.stride[1], kv_cache.stride[0]
-        keys = cute.make_tensor(
-            kv_cache.iterator,
-            cute.make_layout((self.page_size, 64, self.column_tiles, kv_cache.shape[0]), stride=(row, 1, 64, page)),
+        self.check_storage(Storage)
+        num_clusters = self.num_clusters(arrays.seq_lens, arrays.split_info)
+        grid = [num_clusters * self.cluster, 1, 1]
+        self.attend(q, tma, arrays, score_mma, value_mma, num_clusters).launch(
+            grid=grid, block=[self.threads, 1, 1], cluster=[self.cluster, 1, 1], stream=stream, min_blocks_per_mp=1
         )
-        queries = cute.make_tensor(
-            q.iterator, cute.make_layout((q.shape[0], 64, self.column_tiles), stride=(q.stride[0], 1, 64))
-        )
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        load_keys = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.cluster > 1 else load
-        return (
-            *cpasync.make_tiled_tma_atom(load, queries, q_layout, (self.q_rows, 64, self.column_tiles)),
-            *cpasync.make_tiled_tma_atom(load_keys, keys, box_layout, (self.box, 64, tiles)),
-        )
+        self.combine.merge_pieces(
+            arrays.partial_out, arrays.partial_lse, arrays.split_info, arrays.out, arrays.lse, num_clusters
+        ).launch(grid=grid, block=[COMBINE_THREADS, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1)
 
     def check_storage(self, storage: Any) -> None:
-        """Keep the struct of shared memory; ValueError if a CTA may not have so much."""
+        """Keep the struct of shared memory; ValueError if it is larger than a CTA may have."""
         self.storage = storage
         if storage.size_in_bytes() > SMEM_BYTES:
             raise ValueError(f"{self.config} takes {storage.size_in_bytes()} bytes of shared memory of {SMEM_BYTES}")
 
-    def parts(self, seq_lens: cute.Tensor, split_info: cute.Tensor) -> Int32:
-        """How many clusters share the work: as many as split_info has entries for."""
-        if const_expr(self.invariant):
-            return Int32(split_info.shape[0] - seq_lens.shape[0] * self.max_tiles)
+    def num_clusters(self, seq_lens: cute.Tensor, split_info: cute.Tensor) -> Int32:
+        """How many clusters share the work. split_info has two entries for each; when batch_invariant, one for each
+        cluster and one for each row tile."""
+        if const_expr(self.config.batch_invariant):
+            return Int32(split_info.shape[0] - seq_lens.shape[0] * self.config.max_tiles)
         return Int32(split_info.shape[0] // 2)
 
-    def launch(self, attend: Any, parts: Int32, stream: cuda.CUstream, *merged: cute.Tensor) -> None:
-        """Both kernels: `attend`, called with its arguments, and behind it `combine` with `merged` and parts."""
-        grid = [parts * self.cluster, 1, 1]
-        attend.launch(
-            grid=grid, block=[self.threads, 1, 1], cluster=[self.cluster, 1, 1], stream=stream, min_blocks_per_mp=1
-        )
-        self.combine(*merged, parts).launch(
-            grid=grid, block=[COMBINE_THREADS, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1
-        )
+    @cute.kernel
+    def attend(
+        self, q: cute.Tensor, tma: Tma, arrays: Arrays, score_mma: Any, value_mma: cute.TiledMma, num_clusters: Int32
+    ):
+        """One CTA: set up the barriers, find the first piece of work, then give each warpgroup its role."""
+        tidx, _, _ = cute.arch.thread_idx()
+        block_idx, _, _ = cute.arch.block_idx()
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cute.arch.make_warp_uniform(tidx // 128)
+        rank = cute.arch.make_warp_uniform(block_idx % self.cluster)
+        cluster_index = cute.arch.make_warp_uniform(block_idx // self.cluster)
 
-    # ---- in the attention kernel
+        early = self.walk.batch.early_numbers(arrays.seq_lens, arrays.cu_seqlens_q)
+        smem = utils.SmemAllocator()
+        storage = smem.allocate(self.storage)
+        shared = self.ring.views(storage)
 
-    @cute.jit
-    def factors(self, storage: cutlass.Constexpr):
-        """(descriptor, rescale, moved, inverse) in shared memory."""
-        return (
-            storage.descriptor.get_tensor(
-                cute.make_layout((DESCRIPTOR_WORDS, self.descriptors), stride=(1, DESCRIPTOR_WORDS))
-            ),
-            storage.rescale.get_tensor(cute.make_layout((ROWS, self.stages), stride=(1, ROWS))),
-            storage.moved.get_tensor(cute.make_layout((4, self.stages), stride=(1, 4))),
-            storage.inverse.get_tensor(cute.make_layout((ROWS, self.inverses), stride=(1, ROWS))),
-        )
+        if warp_idx == self.copier.warp:
+            cpasync.prefetch_descriptor(tma.q_atom)
+            cpasync.prefetch_descriptor(tma.keys_atom)
+        first_idle_warp = max(self.copier.warp, SCHEDULE_WARP) + 1
+        if warp_idx >= first_idle_warp:
+            self.prefetch_operands(q, arrays.block_tables, warp_idx - first_idle_warp)
+        if warp_idx == 0:
+            self.ring.init_barriers(shared)
+        self.sync_barriers()
 
-    @cute.jit
-    def ring_tensors(self, ring: cute.Pointer):
-        """The keys and the P of all stages."""
-        tile = cute.tile_to_shape(
-            warpgroup.make_smem_layout_atom(self.keys_swizzle, self.dtype), (self.block, self.depth), (0, 1)
-        )
-        key_layout = cute.make_layout(
-            (*tile.outer.shape, self.stages), stride=(*tile.outer.stride, self.stage_elements)
-        )
-        p_tile = cute.tile_to_shape(
-            warpgroup.make_smem_layout_atom(self.p_swizzle, self.p_dtype), (self.p_rows, self.block), (0, 1)
-        )
-        p_layout = cute.make_layout(
-            (*p_tile.outer.shape, self.stages),
-            stride=(*p_tile.outer.stride, self.stage_elements * self.dtype.width // self.p_dtype.width),
-        )
-        p_begin = ring + self.p_offset // self.itemsize
-        return (
-            cute.make_tensor(cute.recast_ptr(ring, tile.inner, dtype=self.dtype), key_layout),
-            cute.make_tensor(cute.recast_ptr(p_begin, p_tile.inner, dtype=self.p_dtype), p_layout),
-        )
+        state = storage.schedule_state.get_tensor(cute.make_layout(STATE_WORDS))
+        # Sorted in the first stage: Q comes there, which no other CTA copies.
+        order = cute.make_tensor(cute.recast_ptr(storage.ring.data_ptr(), dtype=Int32), cute.make_layout(MAX_SORTED))
+        schedule = Schedule(
+            arrays.block_tables, arrays.seq_lens, arrays.cu_seqlens_q, arrays.partial_lse, arrays.split_info,
+            shared.pieces, state, num_clusters, cluster_index, rank, arrays.lse.shape[0], order,
+        )  # fmt: skip
+        copies = Copies(
+            tma, arrays.block_tables, shared.keys, shared.pieces,
+            storage.copy_state.get_tensor(cute.make_layout(COPY_STATE_WORDS)),
+            storage.pages.get_tensor(cute.make_layout(TABLE_AHEAD)), shared.full, rank,
+        )  # fmt: skip
+        if warp_idx == self.copier.warp:
+            self.walk.begin(schedule, early)
+            self.walk.next_piece(Int32(0), schedule)
+            self.copier.begin(copies)
+        cute.arch.sync_threads()
+        if const_expr(self.config.fp8_cache):
+            if group == 3:
+                self.set_registers(self.registers.copies)
+                if warp_idx == self.copier.warp:
+                    self.copier.run(shared.empty, copies)
+            else:
+                if group == 0:
+                    self.set_registers(self.registers.scores)
+                    scratch = Scratch(storage.q.data_ptr(), storage.exchange.data_ptr())
+                    self.scores.score(arrays, shared, scratch, score_mma, rank)
+                else:
+                    self.set_registers(self.registers.values)
+                    self.values.accumulate(arrays, shared, value_mma, group - 1, warp_idx, schedule, copies)
+                # Idle warps must not signal: `combine` would launch immediately and occupy the SM while waiting.
+                cute.arch.griddepcontrol_launch_dependents()
+        else:
+            if group == 0:
+                self.set_registers(self.registers.scores)
+                scratch = Scratch(storage.q.data_ptr(), storage.exchange.data_ptr())
+                self.scores.score(arrays, shared, scratch, score_mma, rank)
+            else:
+                self.set_registers(self.registers.values)
+                self.values.accumulate(arrays, shared, value_mma, group - 1, warp_idx, schedule, copies)
+            cute.arch.griddepcontrol_launch_dependents()
+        self.end()
+
+    def set_registers(self, count: int) -> None:
+        """Set the registers of this warpgroup's threads."""
+        if count > self.registers.start:
+            cute.arch.setmaxregister_increase(count)
+        else:
+            cute.arch.setmaxregister_decrease(count)
 
     @cute.jit
     def prefetch_operands(self, q: cute.Tensor, block_tables: cute.Tensor, warp: Int32):
-        """Into the L2 cache beside the schedule's first loads, which these would otherwise follow: by three warps."""
+        """Prefetch into the L2 cache by three idle warps, while the schedule's first loads are in flight."""
         block_idx, _, _ = cute.arch.block_idx()
-        at = (block_idx * 3 + warp) * 32 + cute.arch.lane_idx()
-        self.prefetch(block_tables, at * 32)
-        self.prefetch(q, at * (128 // self.itemsize))
-
-    @cute.jit
-    def init_barriers(self, full: cute.Pointer, empty: cute.Pointer, ready: cute.Pointer):
-        """The ring's barriers."""
-        with cute.arch.elect_one():
-            for i in cutlass.range_constexpr(self.stages):
-                cute.arch.mbarrier_init(full + i, 1)
-                cute.arch.mbarrier_init(empty + i, 8 * self.leavers * self.cluster)
-                cute.arch.mbarrier_init(ready + i, 4 * 8)  # DecodeRing.signal of four warps
+        line = (block_idx * 3 + warp) * 32 + cute.arch.lane_idx()
+        prefetch(block_tables, line * 32)
+        prefetch(q, line * (128 // self.ring.itemsize))
 
     @cute.jit
     def sync_barriers(self):
-        """No barrier is used before every CTA that uses it sees it."""
+        """Wait until every CTA sees the barriers that it uses."""
         cute.arch.mbarrier_init_fence()
         if const_expr(self.cluster > 1):
             cute.arch.cluster_arrive_relaxed()
@@ -173,57 +227,8 @@ class DecodeKernel(DecodeRing, DecodeSoftmax, DecodeCombine):
 
     @cute.jit
     def end(self):
-        """Leave, when the peers have done with this CTA's shared memory."""
+        """Wait until the peer has finished with this CTA's shared memory."""
         if const_expr(self.cluster > 1):
-            # A CTA whose shared memory is still written or signalled by its peer must not leave.
+            # A CTA must not exit while its peer still writes or signals its shared memory.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
-
-    @cute.jit
-    def described(self, descriptor: cute.Tensor, piece: Int32):
-        """Where `piece` is described, its first key block, and the one after its last: the same, if there is none."""
-        at = remainder(piece, self.descriptors)
-        return at, self.uniform(descriptor[0, at]), self.uniform(descriptor[1, at])
-
-    @cute.jit
-    def address(self, s_k: cute.Tensor, index: Int32):
-        """Where stage `index` begins.
-
-        WGMMA takes its descriptors from uniform registers, and the compiler does not see that a stage's index is
-        uniform: it moved every descriptor there one by one, which took a fifth of the scores' time. So the address
-        goes through an instruction whose result is uniform.
-        """
-        return self.uniform(s_k.iterator.toint() + index * (self.stage_elements * self.itemsize))
-
-    @cute.jit
-    def store_p(self, address: Int32, p_words: cute.Tensor):
-        """A warp's P into shared memory, where the lane's first row of it is at `address`."""
-        for i in cutlass.range_constexpr(self.block // 16):
-            four = [p_words[4 * i + j] for j in range(4)]
-            self.store_matrices(address ^ (i << 5), *four)
-        cute.arch.sync_warp()
-
-    @cute.jit
-    def look_ahead(self, full: cute.Pointer, index: Int32, phase: Int32, s_k: cute.Tensor):
-        """Of the stage that the scores come to next: whether it is there already, its address, and the stage behind it
-        with its parity. Behind Q K^T of the block before, for asking takes its time, and beside Q K^T its last step
-        would wait for these."""
-        arrived = Int32(cute.arch.mbarrier_test_wait(full + index, phase))
-        address = self.address(s_k, index)
-        following, phase_following = self.advance(index, phase)
-        return arrived, address, following, phase_following
-
-    @cute.jit
-    def stage_tensors(self, s_k: cute.Tensor, s_p: cute.Tensor, address: Int32):
-        """The keys and the P of the stage at `address`, for WGMMA."""
-        keys_ptr = cute.make_ptr(self.dtype, address, cute.AddressSpace.smem, assumed_align=1024)
-        p_ptr = cute.make_ptr(self.p_dtype, address + self.p_offset, cute.AddressSpace.smem, assumed_align=1024)
-        keys_swizzle = warpgroup.make_smem_layout_atom(self.keys_swizzle, self.dtype).inner
-        p_swizzle = warpgroup.make_smem_layout_atom(self.p_swizzle, self.p_dtype).inner
-        keys = cute.make_tensor(
-            cute.recast_ptr(keys_ptr, keys_swizzle, dtype=self.dtype), cute.slice_(s_k.layout, (None, None, 0))
-        )
-        p = cute.make_tensor(
-            cute.recast_ptr(p_ptr, p_swizzle, dtype=self.p_dtype), cute.slice_(s_p.layout, (None, None, 0))
-        )
-        return keys, p

@@ -1,129 +1,131 @@
-"""The ring of shared-memory stages that decode's keys and queries go through: filling it, handing stages on."""
+"""The ring of shared-memory stages that decode's keys, queries and P go through: its layout and its barriers."""
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
-from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 
-from tsmla_kernels.sm90.warp import WarpHelpers, quotient, remainder
+from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
+from tsmla_kernels.sm90.decode.memory import (
+    PIECE_BARRIERS,
+    PIECES_KEPT,
+    READ_THREADS,
+    Ahead,
+    Barrier,
+    Described,
+    Piece,
+    Shared,
+)
+from tsmla_kernels.sm90.warp import DTYPES, advance, remainder, store_matrices, uniform
 
-TABLE_AHEAD = 32  # block-table entries read at once
-Q_THREADS = 384  # of the scores' warpgroup and the two of the values
-FIRST_COPIES = 3  # stages that are asked for before the warps take their roles
 
-
-class DecodeRing(WarpHelpers):
-    """The ring of a decode kernel, which sets these.
+class Ring:
+    """The ring of a decode kernel.
 
     Attributes:
-      page_size, cluster: as in choose.DecodeConfig.
-      depth: columns of a key.
-      block: keys of a stage. box: those of one TMA copy, for a page may be shorter than a stage.
-      q_rows: query rows that a stage takes.
-      column_tiles: groups of 64 columns.
-      stage_elements: elements from one stage to the next. itemsize: bytes of one.
-      descriptors: places in the ring of pieces' descriptions.
-      leavers: lanes of a warp of the values that arrive when it leaves a stage: all that read what the scores said of
-        their maxima, if racecheck is to follow that.
+      dtype, q_dtype, p_dtype: of the keys, of Q, and of P, in shared memory.
+      keys_swizzle, q_swizzle, p_swizzle: the swizzles of their rows there.
+      block, q_rows: keys, or query rows, of a stage. p_rows: rows of P that the value warpgroups read.
+      depth: columns of a key. column_tiles: groups of 64 columns. box: keys of one TMA copy; a page may be shorter than
+        a stage.
+      stage_elements: elements from one stage to the next. elements: of all stages. itemsize: bytes of an element.
+      p_offset: bytes from the beginning of a stage to its P.
+      inverses_kept: pieces whose row sums are kept: the softmax warpgroup is fewer pieces ahead of the values.
+      releasing_lanes: lanes of a value warp that arrive on `empty`. Must include every lane that reads `rescale` or
+        `moved`, because racecheck tracks only arriving lanes.
     """
 
-    page_size: int
-    cluster: int
-    depth: int
-    block: int
-    box: int
-    q_rows: int
-    column_tiles: int
-    stage_elements: int
-    itemsize: int
-    descriptors: int
-    leavers: int
+    def __init__(self, config: DecodeConfig) -> None:
+        self.mixed, self.cluster = config.mixed, config.cluster
+        self.dtype, self.q_dtype = DTYPES[config.cache_dtype], DTYPES[config.dtype]
+        self.stages, self.block, self.q_rows, self.p_rows = config.stages, config.block, config.q_rows, config.p_rows
+        self.depth, self.column_tiles = config.head_dim, config.head_dim // 64
+        self.box = min(config.block, config.page_size)
+        self.itemsize = self.dtype.width // 8
+        self.stage_elements = config.stage_bytes // self.itemsize
+        self.elements = self.stages * self.stage_elements
+        wide, narrow = SmemLayoutAtomKind.K_SW128, SmemLayoutAtomKind.K_SW64
+        if config.fp8_cache:
+            self.p_dtype, self.p_swizzle = cutlass.Float16, wide
+            self.keys_swizzle, self.q_swizzle = narrow, wide if config.mixed else narrow
+            self.p_offset = config.block * config.head_dim
+            self.releasing_lanes = 4
+            self.inverses_kept = config.stages // 2 + 1  # a piece takes two stages or more
+        else:
+            self.p_dtype, self.p_swizzle = self.dtype, narrow
+            self.keys_swizzle = self.q_swizzle = wide
+            # P overwrites the rope columns of its own keys, which nothing reads after S.
+            self.p_offset = config.block * config.latent_dim * 2
+            self.releasing_lanes = 1
+            # A piece takes two stages or more; the value warps read its row sums before they release its last stage.
+            self.inverses_kept = (config.stages + 1) // 2
+
+    def advance(self, index: Int32, phase: Int32) -> tuple[Int32, Int32]:
+        """The stage after `index`, and the parity of its barriers."""
+        return advance(index, phase, self.stages)
+
+    # ---- layout
 
     @cute.jit
-    def begin_copies(self, copies: cutlass.Constexpr):
-        """Ask for the first stages, of the first piece alone, by the warp that has just described it."""
-        fill = copies[7]
-        lane = cute.arch.lane_idx()
-        if lane < 8:
-            fill[lane] = Int32(0)
-        cute.arch.sync_warp()
-        filled = Int32(0)
-        while filled < FIRST_COPIES and (fill[3] == 0 or fill[0] < fill[1]):
-            self.produce(filled, copies)
-            filled += 1
-        if lane == 0:
-            fill[6] = filled
-        cute.arch.sync_warp()
+    def views(self, storage: cutlass.Constexpr) -> Shared:
+        """The ring in shared memory."""
+        full, empty, ready = storage.full.data_ptr(), storage.empty.data_ptr(), storage.ready.data_ptr()
+        pieces = storage.pieces.get_tensor(cute.make_layout((len(Piece), PIECES_KEPT), stride=(1, len(Piece))))
+        rescale = storage.rescale.get_tensor(cute.make_layout((ROWS, self.stages), stride=(1, ROWS)))
+        moved = storage.moved.get_tensor(cute.make_layout((4, self.stages), stride=(1, 4)))
+        inverse = storage.inverse.get_tensor(cute.make_layout((ROWS, self.inverses_kept), stride=(1, ROWS)))
+        keys, p = self.stage_views(storage.ring.data_ptr())
+        return Shared(keys, p, full, empty, ready, rescale, moved, inverse, pieces)
 
     @cute.jit
-    def fill_ring(self, copies: cutlass.Constexpr):
-        """Fill the stages that begin_copies left, by the same warp, or by another that sees what it noted."""
-        fill = copies[7]
-        # The first copies need but the first piece's description; the others are there at the barrier.
-        behind = Int32(1)
-        for i in cutlass.range(fill[6], self.stages, unroll=1):
-            if behind == 1 and fill[3] == 1 and fill[0] == fill[1]:
-                behind = Int32(0)
-                cute.arch.barrier(barrier_id=2, number_of_threads=64)
-            self.produce(i, copies)
-        if behind == 1:
-            cute.arch.barrier(barrier_id=2, number_of_threads=64)
+    def stage_views(self, ring: cute.Pointer):
+        """The keys and the P of all stages."""
+        tile = cute.tile_to_shape(
+            warpgroup.make_smem_layout_atom(self.keys_swizzle, self.dtype), (self.block, self.depth), (0, 1)
+        )
+        key_layout = cute.make_layout(
+            (*tile.outer.shape, self.stages), stride=(*tile.outer.stride, self.stage_elements)
+        )
+        p_tile = cute.tile_to_shape(
+            warpgroup.make_smem_layout_atom(self.p_swizzle, self.p_dtype), (self.p_rows, self.block), (0, 1)
+        )
+        p_layout = cute.make_layout(
+            (*p_tile.outer.shape, self.stages),
+            stride=(*p_tile.outer.stride, self.stage_elements * self.dtype.width // self.p_dtype.width),
+        )
+        p_begin = ring + self.p_offset // self.itemsize
+        return (
+            cute.make_tensor(cute.recast_ptr(ring, tile.inner, dtype=self.dtype), key_layout),
+            cute.make_tensor(cute.recast_ptr(p_begin, p_tile.inner, dtype=self.p_dtype), p_layout),
+        )
 
     @cute.jit
-    def produce(self, index: Int32, copies: cutlass.Constexpr):
-        """Fill the free stage `index` with what comes next: rows of Q, as many as keys, a block of keys, or the end.
+    def stage_tensors(self, shared: Shared, address: Int32):
+        """The keys and the P of the stage at `address`, for WGMMA."""
+        keys_ptr = cute.make_ptr(self.dtype, address, cute.AddressSpace.smem, assumed_align=1024)
+        p_ptr = cute.make_ptr(self.p_dtype, address + self.p_offset, cute.AddressSpace.smem, assumed_align=1024)
+        keys_swizzle = warpgroup.make_smem_layout_atom(self.keys_swizzle, self.dtype).inner
+        p_swizzle = warpgroup.make_smem_layout_atom(self.p_swizzle, self.p_dtype).inner
+        keys = cute.make_tensor(
+            cute.recast_ptr(keys_ptr, keys_swizzle, dtype=self.dtype), cute.slice_(shared.keys.layout, (None, None, 0))
+        )
+        p = cute.make_tensor(
+            cute.recast_ptr(p_ptr, p_swizzle, dtype=self.p_dtype), cute.slice_(shared.p.layout, (None, None, 0))
+        )
+        return keys, p
 
-        Its state lies in shared memory: the registers of this warp are taken by O.
+    @cute.jit
+    def address(self, s_k: cute.Tensor, index: Int32):
+        """The address of stage `index`.
+
+        WGMMA takes its descriptors from uniform registers, and the compiler does not see that a stage's index is
+        uniform: it moved every descriptor there one by one, which took a fifth of the softmax warpgroup's time. So the
+        address goes through an instruction whose result is uniform.
         """
-        (
-            tma_q, tma_q_tensor, tma_k, tma_k_tensor, block_tables, s_k, descriptor, fill, pages, full, rank,
-        ) = copies[:11]  # fmt: skip
-        lane = cute.arch.lane_idx()
-        stage_bytes = self.block * self.depth * self.itemsize
-        cute.arch.sync_warp()
-        b, b_end, first = fill[0], fill[1], fill[2]
-        if b < b_end:
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full + index, stage_bytes)
-            if quotient(b * self.block + self.block - 1, self.page_size) >= first + TABLE_AHEAD:
-                first = quotient(b * self.block, self.page_size)
-                under_way = remainder(fill[3] - 1, self.descriptors)  # fill[3] is the piece after this one
-                cute.arch.sync_warp()
-                self.read_table(block_tables, descriptor, under_way, fill, pages, first, lane)
-            self.copy_keys(tma_k, tma_k_tensor, self.boxes(s_k, self.box), pages, full, index, b, first, rank)
-            cute.arch.sync_warp()
-            if lane == 0:
-                fill[0] = b + 1
-        elif fill[5] == 0:
-            # A piece begins: its Q, in one or two stages; or there is none.
-            piece, q_part = fill[3], fill[4]
-            at = remainder(piece, self.descriptors)
-            b_begin, b_end, q_stages = descriptor[0, at], descriptor[1, at], descriptor[9, at]
-            cute.arch.sync_warp()
-            if b_begin == b_end:
-                # The end. The consumers read the same descriptor.
-                if lane == 0:
-                    fill[5] = 1
-                    cute.arch.mbarrier_arrive(full + index)
-            else:
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full + index, stage_bytes)
-                row = descriptor[5, at] + q_part * self.q_rows
-                self.copy_q(tma_q, tma_q_tensor, self.q_boxes(s_k), full, index, row)
-                if lane == 0:
-                    fill[4] = q_part + 1
-                if q_part + 1 == q_stages:
-                    self.read_table(
-                        block_tables, descriptor, at, fill, pages, quotient(b_begin * self.block, self.page_size), lane
-                    )
-                    if lane == 0:
-                        fill[0] = b_begin
-                        fill[1] = b_end
-                        fill[3] = piece + 1
-                        fill[4] = 0
-        cute.arch.sync_warp()
+        return uniform(s_k.iterator.toint() + index * (self.stage_elements * self.itemsize))
 
     @cute.jit
     def boxes(self, s_k: cute.Tensor, keys: cutlass.Constexpr[int]):
@@ -139,138 +141,96 @@ class DecodeRing(WarpHelpers):
 
     @cute.jit
     def q_boxes(self, s_k: cute.Tensor):
-        """The ring as TMA boxes of Q's rows: where they have the keys' type, as many as keys."""
-        return self.boxes(s_k, self.block)
+        """The ring as TMA boxes of Q's rows. If Q has the keys' dtype, a stage takes as many rows of Q as keys."""
+        if const_expr(self.mixed):
+            swizzle = warpgroup.make_smem_layout_atom(self.q_swizzle, self.q_dtype).inner
+            boxes = cute.make_tensor(
+                cute.recast_ptr(s_k.iterator, swizzle, dtype=self.q_dtype),
+                cute.make_layout(
+                    ((8, self.q_rows // 8), 64, self.column_tiles, 1, 1, self.stages),
+                    stride=((64, 512), 1, 64 * self.q_rows, 0, 0, self.stage_elements // 2),
+                ),
+            )
+        else:
+            boxes = self.boxes(s_k, self.block)
+        return boxes
 
     @cute.jit
-    def copy_q(
-        self,
-        tma_q: cute.CopyAtom,
-        tma_q_tensor: cute.Tensor,
-        boxes: cute.Tensor,
-        barriers: cute.Pointer,
-        index: Int32,
-        row: Int32,
-    ):
-        """`q_rows` rows of Q, from `row` on, into box `index`."""
-        g_q = cute.local_tile(
-            cute.domain_offset((row, 0, 0), tma_q_tensor), (self.q_rows, 64, self.column_tiles), (0, 0, 0)
-        )
-        t_qs, t_qg = cpasync.tma_partition(
-            tma_q, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 3), cute.group_modes(g_q, 0, 3)
-        )
-        cute.copy(tma_q, t_qg, t_qs[None, 0, 0, index], tma_bar_ptr=barriers + index)
+    def described(self, number: Int32, pieces: cute.Tensor) -> tuple[Described, Int32, Int32]:
+        """(piece `number`, its first key block, the one after its last). Two equal blocks mean the end of the work."""
+        piece = Described(pieces, remainder(number, PIECES_KEPT))
+        return piece, uniform(piece[Piece.BLOCK_BEGIN]), uniform(piece[Piece.BLOCK_END])
 
     @cute.jit
-    def read_table(
-        self,
-        block_tables: cute.Tensor,
-        descriptor: cute.Tensor,
-        at: Int32,
-        fill: cute.Tensor,
-        pages: cute.Tensor,
-        first: Int32,
-        lane: Int32,
-    ):
-        """The next TABLE_AHEAD pages of piece `at`'s request, from position `first` of its table on, into `pages`.
-
-        0 past its last page, where the table may hold anything.
-        """
-        position = first + lane
-        page = Int32(0)
-        if position < block_tables.shape[1] and position * self.page_size < descriptor[2, at]:
-            page = block_tables[descriptor[8, at], position]
-        pages[lane] = page
-        if lane == 0:
-            fill[2] = first
+    def store_p(self, address: Int32, p_words: cute.Tensor):
+        """Store a warp's P to shared memory. The lane's first row of it begins at `address`."""
+        for i in cutlass.range_constexpr(self.block // 16):
+            four = [p_words[4 * i + j] for j in range(4)]
+            store_matrices(address ^ (i << 5), *four)
         cute.arch.sync_warp()
 
+    # ---- barriers
+
     @cute.jit
-    def copy_keys(
-        self,
-        tma_k: cute.CopyAtom,
-        tma_k_tensor: cute.Tensor,
-        boxes: cute.Tensor,
-        pages: cute.Tensor,
-        full: cute.Pointer,
-        index: Int32,
-        b: Int32,
-        first: Int32,
-        rank: Int32,
-    ):
-        """Block b of the request into box `index`; in a cluster each CTA copies every other block, for both."""
-        tiles = self.column_tiles if const_expr(self.box == self.block) else 1
-        g_k = cute.local_tile(tma_k_tensor, (self.box, 64, tiles), (None, 0, None, None))  # (.., box, columns, page)
-        t_ks, t_kg = cpasync.tma_partition(
-            tma_k,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(boxes, 0, 3),
-            cute.group_modes(g_k, 0, 3),
-        )
-        for h in cutlass.range_constexpr(self.block // self.box):
-            key = b * self.block + h * self.box
-            page = pages[quotient(key, self.page_size) - first]
-            box = quotient(remainder(key, self.page_size), self.box)
-            for c in cutlass.range(self.column_tiles // tiles, unroll=1):
-                if const_expr(self.cluster == 1):
-                    cute.copy(tma_k, t_kg[None, box, c, page], t_ks[None, h, c, index], tma_bar_ptr=full + index)
-                elif remainder(b, 2) == rank:
-                    cute.copy(
-                        tma_k, t_kg[None, box, c, page], t_ks[None, h, c, index], tma_bar_ptr=full + index,
-                        mcast_mask=cutlass.Int16((1 << self.cluster) - 1),
-                    )  # fmt: skip
+    def init_barriers(self, shared: Shared):
+        """Initialise the ring's barriers."""
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(self.stages):
+                cute.arch.mbarrier_init(shared.full + i, 1)
+                cute.arch.mbarrier_init(shared.empty + i, 8 * self.releasing_lanes * self.cluster)
+                cute.arch.mbarrier_init(shared.ready + i, 4 * 8)  # signal() of the four softmax warps
+
+    @cute.jit
+    def look_ahead(self, index: Int32, phase: Int32, shared: Shared) -> Ahead:
+        """Poll the next stage: has it arrived, its address, the stage after it, that stage's parity.
+
+        Call after the last Q K^T step: polling is slow, and among the steps it stalls WGMMA.
+        """
+        arrived = Int32(cute.arch.mbarrier_test_wait(shared.full + index, phase))
+        address = self.address(shared.keys, index)
+        following, phase_following = self.advance(index, phase)
+        return Ahead(arrived, address, following, phase_following)
 
     def signals(self, lane: Int32) -> cutlass.Boolean:
-        """Whether a lane arrives in `signal`."""
+        """Whether a lane arrives on `ready` in `signal`."""
         return lane % 4 == 0
 
     @cute.jit
     def signal(self, ready: cute.Pointer, index: Int32, lane: Int32):
-        """One warp has done its part with a stage: Q's rows are in registers, or P is in shared memory.
+        """A softmax warp has finished its part of a stage: Q's rows are in registers, or P is in shared memory.
 
-        The eight lanes that write row factors arrive, each for its own: so racecheck can follow it too.
+        The eight lanes that write row factors arrive, because racecheck tracks only arriving lanes.
         """
         cute.arch.sync_warp()
         if self.signals(lane):
             cute.arch.mbarrier_arrive(ready + index)
 
     def signal_if(self, holds: Int32, ready: cute.Pointer, index: Int32) -> None:
-        """signal, behind a warp's barrier, by the lanes where `holds` is 1. Without a branch: there the compiler would
-        part the WGMMAs before from those behind, which begin late then."""
+        """Arrive on `ready` by the lanes whose `holds` is 1, after sync_warp. No branch: the compiler would separate
+        the WGMMAs before it from the WGMMAs after it, which would begin late."""
         cute.arch.inline_ptx(
             "{ .reg .pred holds; setp.ne.s32 holds, {$r0}, 0; @holds mbarrier.arrive.shared::cta.b64 _, [{$r1}]; }",
             read_only_args=[holds, (ready + index).toint()],
         )
 
-    def q_is_read(self, piece: Int32) -> None:
-        """The scores' word that they have read a piece's Q, where the values' warps write its stage next by ordinary
-        stores. `ready` says so too, but by eight lanes of a warp for all, and racecheck counts those alone."""
-        cute.arch.barrier_arrive(barrier_id=self._q_barrier(piece), number_of_threads=Q_THREADS)
+    def arrive_read(self, what: Barrier, number: Int32) -> None:
+        """The softmax warpgroup has read Q_READ: piece `number`'s Q, or KEYS_READ: its last keys, by ordinary loads.
 
-    def wait_for_q_read(self, piece: Int32) -> None:
-        """The values' part of it."""
-        cute.arch.barrier(barrier_id=self._q_barrier(piece), number_of_threads=Q_THREADS)
+        Value warps may then overwrite these by ordinary stores. `ready` orders that too, but by eight lanes of a warp,
+        and racecheck tracks only arriving lanes.
+        """
+        cute.arch.barrier_arrive(barrier_id=what + remainder(number, PIECE_BARRIERS), number_of_threads=READ_THREADS)
 
-    def keys_are_read(self, piece: Int32) -> None:
-        """Likewise, that they have read the keys of a piece's last block, where they do so by ordinary loads and the
-        values zero some."""
-        cute.arch.barrier_arrive(barrier_id=4 + self._q_barrier(piece), number_of_threads=Q_THREADS)
-
-    def wait_for_keys_read(self, piece: Int32) -> None:
-        """The values' part of it."""
-        cute.arch.barrier(barrier_id=4 + self._q_barrier(piece), number_of_threads=Q_THREADS)
-
-    def _q_barrier(self, piece: Int32) -> Int32:
-        """One of four: the scores are fewer pieces ahead of the values."""
-        return 3 + remainder(piece, 4)
+    def wait_read(self, what: Barrier, number: Int32) -> None:
+        """A value warp waits for arrive_read."""
+        cute.arch.barrier(barrier_id=what + remainder(number, PIECE_BARRIERS), number_of_threads=READ_THREADS)
 
     @cute.jit
-    def leave(self, index: Int32, empty: cute.Pointer):
-        """One warp is done with a stage: told to every CTA that may write it."""
-        if const_expr(self.leavers > 1):
+    def release(self, index: Int32, empty: cute.Pointer):
+        """A value warp has finished with a stage: arrive on `empty` of every CTA that may write the stage."""
+        if const_expr(self.releasing_lanes > 1):
             cute.arch.sync_warp()
-            if cute.arch.lane_idx() < self.leavers:
+            if cute.arch.lane_idx() < self.releasing_lanes:
                 self.arrive(empty + index)
         else:
             with cute.arch.elect_one():
@@ -278,7 +238,7 @@ class DecodeRing(WarpHelpers):
 
     @cute.jit
     def arrive(self, barrier: cute.Pointer):
-        """An arrival at `barrier` of each CTA of the cluster."""
+        """Arrive on `barrier` of each CTA of the cluster."""
         if const_expr(self.cluster == 1):
             cute.arch.mbarrier_arrive(barrier)
         else:

@@ -9,93 +9,90 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from tsmla_kernels.sm90.decode.config import ROWS
-from tsmla_kernels.sm90.warp import LN_2, LOWEST, WarpHelpers
+from tsmla_kernels.sm90.constants import LN_2, LOWEST
+from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
+from tsmla_kernels.sm90.decode.memory import Described, Piece, Place, Results, Running, Shared, ThreadScores
+from tsmla_kernels.sm90.warp import uniform
 
 
 def tree(combine: Callable[[Float32, Float32], Float32], values: list[Float32]) -> Float32:
-    """All values in one, as many as a power of 2: a chain would be as many latencies long."""
+    """Reduce a power of 2 of values as a tree: a chain would wait for one latency per value."""
     while len(values) > 1:
         values = [combine(a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
     return values[0]
 
 
-class DecodeSoftmax(WarpHelpers):
-    """The softmax of a decode kernel, which sets these.
+RESCALE_BITS = 8.0  # the running maximum may lag by 2**RESCALE_BITS
+
+
+class Softmax:
+    """The softmax of a decode kernel.
 
     Attributes:
-      heads, causal: as in choose.DecodeConfig.
-      block: keys whose scores come at once.
-      rescale_bits: how far the running maximum may lag, as a power of 2.
-      speculate: whether P is found before it is known whether the running maximum lags.
-      inverses: pieces whose row sums are kept: more than the scores may be ahead of the values.
-      scaled: whether a piece's result might lie beyond what partial_out holds, so that the values' warps scale it.
+      heads, causal, block: as in DecodeConfig.
+      rescale_bits: the running maximum may lag by 2**rescale_bits. 0: the greatest P of a row is exactly 1.
+      speculates: whether P is computed before it is known whether the running maximum lags.
+      inverses_kept: as in Ring.
+      partial_needs_scale: as in DecodeConfig.
     """
 
-    heads: int
-    causal: bool
-    block: int
-    rescale_bits: float
-    speculate: bool
-    inverses: int
-    scaled: bool
+    def __init__(self, config: DecodeConfig, inverses_kept: int) -> None:
+        self.heads, self.causal, self.block = config.num_heads, config.causal, config.block
+        self.partial_needs_scale, self.inverses_kept = config.partial_needs_scale, inverses_kept
+        if config.fp8_cache:
+            # P of f16 has the range for that lag, and rounds no worse. With few rows the value warpgroups wait for the
+            # scores; with many rows registers and instructions are scarce.
+            self.rescale_bits, self.speculates = RESCALE_BITS, config.p_rows < ROWS
+        else:
+            # Following the maximum at once is free if memory is the bound, and takes 10 % if arithmetic is.
+            self.rescale_bits = 0.0 if config.cluster == 1 else RESCALE_BITS
+            self.speculates = self.rescale_bits > 0.0
 
     @cute.jit
-    def begin_rows(self, m: cute.Tensor, l: cute.Tensor):
-        """The lane's rows, before they have seen a key."""
+    def begin_rows(self, running: Running):
+        """Reset the lane's rows."""
         for i in cutlass.range_constexpr(2):
-            m[i] = Float32(LOWEST)
-            l[i] = Float32(0.0)
+            running.m[i] = Float32(LOWEST)
+            running.l[i] = Float32(0.0)
 
     @cute.jit
-    def seen_by_all(self, descriptor: cute.Tensor, at: Int32):
-        """Keys that every row of piece `at` sees: blocks of these need no mask."""
-        seen = self.uniform(descriptor[2, at])
+    def seen_by_all(self, piece: Described):
+        """How many keys every row of a piece sees: blocks of these need no mask."""
+        seen = uniform(piece[Piece.KEYS])
         if const_expr(self.causal):
-            seen = self.uniform(cutlass.min(seen, descriptor[3, at] + descriptor[4, at] // self.heads))
+            seen = uniform(cutlass.min(seen, piece[Piece.FIRST_TOKEN_KEYS] + piece[Piece.ROW_IN_REQUEST] // self.heads))
         return seen
 
     @cute.jit
-    def mask(self, s: cute.Tensor, b: Int32, descriptor: cute.Tensor, at: Int32, row_low: Int32, lane: Int32):
-        """Scores of the keys that a row does not see."""
-        keys = descriptor[2, at]
+    def mask(self, s: cute.Tensor, b: Int32, piece: Described, place: Place):
+        """Set the scores of keys that a row does not see to -inf."""
+        keys = piece[Piece.KEYS]
         for i in cutlass.range_constexpr(2):
             limit = keys
             if const_expr(self.causal):
-                token = (descriptor[4, at] + row_low + 8 * i) // self.heads
-                limit = cutlass.min(keys, descriptor[3, at] + token)
+                token = (piece[Piece.ROW_IN_REQUEST] + place.row_low + 8 * i) // self.heads
+                limit = cutlass.min(keys, piece[Piece.FIRST_TOKEN_KEYS] + token)
             for c in cutlass.range_constexpr(self.block // 4):
-                column = b * self.block + (c // 2) * 8 + (lane % 4) * 2 + c % 2
+                column = b * self.block + (c // 2) * 8 + (place.lane % 4) * 2 + c % 2
                 if column >= limit:
                     s[i, c] = -Float32.inf
 
     @cute.jit
-    def softmax(
-        self,
-        s: cute.Tensor,
-        p: cute.Tensor,
-        m: cute.Tensor,
-        l: cute.Tensor,
-        scale: Float32,
-        rescale: cute.Tensor,
-        moved: cute.Tensor,
-        row_low: Int32,
-        lane: Int32,
-        warp_here: Int32,
-        index: Int32,
-    ):
+    def run(self, scores: ThreadScores, running: Running, scale: Float32, place: Place, shared: Shared, index: Int32):
         """S to P, against the running maximum m (base 2, scaled); row sums to l.
 
-        m follows the true maximum when it lags by more than rescale_bits, ever seldomer after the first blocks; then
-        `moved` tells the values' warps of the same rows to multiply O by `rescale`. With `speculate`, for which p must
-        not be s itself, P is found as if m did not lag, its sums say whether that was so, and the maximum is searched
-        for only where it was not.
+        The running maximum m is updated only when it lags by more than 2**rescale_bits, which becomes rare after the
+        first blocks. `moved` then tells the value warps of the same rows to multiply O by `rescale`. With `speculates`
+        P is computed as if m did not lag; its sums show whether m lags, and only then is the maximum searched for and P
+        computed again, so p must not be s.
         """
+        s, p, m, l = scores.s, scores.p, running.m, running.l
+        rescale, moved = shared.rescale, shared.moved
         total = cute.make_rmem_tensor((2,), Float32)
         high = cute.make_rmem_tensor((2,), Float32)
-        if const_expr(self.speculate):
+        if const_expr(self.speculates):
             self.exponentials(s, p, m, scale, total)
-            # No less than the greatest of what they sum up.
+            # A sum is no less than its greatest term.
             limit = 2.0**self.rescale_bits
             lags = total[0] > limit or total[1] > limit
         else:
@@ -103,7 +100,7 @@ class DecodeSoftmax(WarpHelpers):
             lags = high[0] * scale > m[0] + self.rescale_bits or high[1] * scale > m[1] + self.rescale_bits
         any_lags = cute.arch.vote_any_sync(lags)
         if any_lags:
-            if const_expr(self.speculate):
+            if const_expr(self.speculates):
                 self.maxima(s, high)
             for i in cutlass.range_constexpr(2):
                 top = high[i]
@@ -113,88 +110,61 @@ class DecodeSoftmax(WarpHelpers):
                 factor = cute.math.exp2(m[i] - new, fastmath=True)
                 m[i] = new
                 l[i] = l[i] * factor
-                if lane % 4 == 0:
-                    rescale[row_low + 8 * i, index] = factor
-            if const_expr(self.speculate):
+                if place.lane % 4 == 0:
+                    rescale[place.row_low + 8 * i, index] = factor
+            if const_expr(self.speculates):
                 self.exponentials(s, p, m, scale, total)
-        if lane == 0:
-            moved[warp_here, index] = Int32(any_lags)
-        if const_expr(not self.speculate):
+        if place.lane == 0:
+            moved[place.warp, index] = Int32(any_lags)
+        if const_expr(not self.speculates):
             self.exponentials(s, p, m, scale, total)
         for i in cutlass.range_constexpr(2):
             l[i] += total[i]
 
     @cute.jit
     def maxima(self, s: cute.Tensor, high: cute.Tensor):
-        """The greatest of the lane's scores, by rows."""
+        """The greatest of the lane's scores in each row."""
         for i in cutlass.range_constexpr(2):
             tops = [cute.arch.fmax(s[i, 2 * c], s[i, 2 * c + 1]) for c in range(self.block // 8)]
             high[i] = tree(cute.arch.fmax, tops)
 
     @cute.jit
     def exponentials(self, s: cute.Tensor, p: cute.Tensor, m: cute.Tensor, scale: Float32, total: cute.Tensor):
-        """P of the lane's scores, and their sums by rows."""
+        """P of the lane's scores, and its sum in each row."""
         for i in cutlass.range_constexpr(2):
             for c in cutlass.range_constexpr(self.block // 4):
                 p[i, c] = cute.math.exp2(s[i, c] * scale - m[i], fastmath=True)
             total[i] = tree(operator.add, [p[i, c] for c in range(self.block // 4)])
 
     @cute.jit
-    def finish(
-        self,
-        l: cute.Tensor,
-        m: cute.Tensor,
-        inverse: cute.Tensor,
-        lse: cute.Tensor,
-        partial_lse: cute.Tensor,
-        out_scale: Float32,
-        row_low: Int32,
-        lane: Int32,
-        descriptor: cute.Tensor,
-        at: Int32,
-        rank: Int32,
-        piece: Int32,
-    ):
-        """Row sums over the quad, 1 / sum for the epilogue, and the row's log-sum-exp."""
+    def finish(self, running: Running, place: Place, piece: Described, number: Int32, results: Results):
+        """Row sums over the quad; 1 / sum for the epilogue; the row's log-sum-exp."""
         for i in cutlass.range_constexpr(2):
-            total = l[i]
+            total = running.l[i]
             total += cute.arch.shuffle_sync_bfly(total, offset=1)
             total += cute.arch.shuffle_sync_bfly(total, offset=2)
-            if lane % 4 == 0:
-                self.finish_row(
-                    row_low + 8 * i, total, m[i], inverse, lse, partial_lse, out_scale, descriptor, at, rank, piece
-                )
+            if place.lane % 4 == 0:
+                self.finish_row(place.row_low + 8 * i, (total, running.m[i]), piece, number, results)
 
     @cute.jit
-    def finish_row(
-        self,
-        row: Int32,
-        total: Float32,
-        m: Float32,
-        inverse: cute.Tensor,
-        lse: cute.Tensor,
-        partial_lse: cute.Tensor,
-        out_scale: Float32,
-        descriptor: cute.Tensor,
-        at: Int32,
-        rank: Int32,
-        piece: Int32,
-    ):
-        """1 / sum of a row for the epilogue, and its log-sum-exp."""
-        slot = descriptor[7, at]
+    def finish_row(self, row: Int32, sums: tuple[Float32, Float32], piece: Described, number: Int32, results: Results):
+        """1 / sum of a row for the epilogue, and its log-sum-exp. `sums` are the row's (sum, maximum)."""
+        total, m = sums
+        inverse, lse, partial_lse = results.inverse, results.lse, results.partial_lse
+        slot = piece[Piece.SLOT]
         factor = Float32(0.0)
         value = -Float32.inf
         if total > 0.0 or total != total:
             factor = cute.arch.rcp_approx(total)
             value = m + cute.math.log2(total, fastmath=True)
-        if const_expr(self.scaled) or slot < 0:
-            factor = factor * out_scale
-        inverse[row, piece % self.inverses] = factor
-        if row < descriptor[6, at]:
+        if const_expr(self.partial_needs_scale) or slot < 0:
+            factor = factor * results.out_scale
+        inverse[row, number % self.inverses_kept] = factor
+        if row < piece[Piece.VALID_ROWS]:
             if slot < 0:
-                lse[descriptor[5, at] + row] = value * LN_2
+                lse[piece[Piece.ROW] + row] = value * LN_2
             else:
-                partial_lse[slot, 0, rank * ROWS + row] = value
-                if const_expr(not self.scaled):
+                partial_lse[slot, 0, results.rank * ROWS + row] = value
+                if const_expr(not self.partial_needs_scale):
                     for half in cutlass.range_constexpr(2):
-                        partial_lse[slot, 1 + half, rank * ROWS + row] = out_scale
+                        partial_lse[slot, 1 + half, results.rank * ROWS + row] = results.out_scale

@@ -18,7 +18,6 @@ ORDERS = ("value", "position")
 UNIT = 128  # columns that a warp reads at once: 16 bytes a lane
 BINS = 4096  # of a histogram
 MAX_LISTED = 512  # keys of one bin that are ranked among each other instead of being counted once more
-SMEM_BYTES = 232_448  # of a CTA
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Which Hopper prefill kernel serves a call: the static configuration and its workspace. Imports no cutlass.
+"""Which Hopper prefill kernel serves a call: its static configuration and its workspaces. Imports no cutlass.
 
-Everything here is a pure function of static shapes, so that one compiled object serves every number of heads, requests
-and tokens.
+All functions depend on static shapes only, so that one compiled object serves every number of heads, requests and
+tokens.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from tsmla_kernels.sm90.decode.config import FP8
+from tsmla_kernels.sm90.constants import FP8
 
 if TYPE_CHECKING:
     from tsmla_kernels.contract import PrefillSpec
@@ -22,15 +22,15 @@ FP8_HEAD_DIMS = ((192, 128),)
 
 @dataclasses.dataclass(frozen=True)
 class PrefillConfig:
-    """What a prefill object is compiled for. All else is dynamic.
+    """The static half of a prefill call. Numbers of heads, requests and tokens are dynamic.
 
     Attributes:
       dtype: "bfloat16" or "float16", of q, k, v and out, or "float8_e4m3fn" with a bfloat16 out.
       qk_head_dim, v_head_dim: widths of q and k, and of v and out.
-      rope_dim: 0 where k and v are arrays of their own; else the last columns of k that all heads share, where the
-        operands are kv [Tk, H, K - R + V] and k_rope [Tk, R].
+      rope_dim: 0 if k and v are separate arrays. Otherwise the number R of k's last columns, which all heads share;
+        the operands are then kv [Tk, H, K - R + V] and k_rope [Tk, R].
       causal: whether query i of n sees only keys j <= i + m - n.
-      groups: warpgroups that compute, each with 64 query rows of a tile.
+      groups: compute warpgroups, each with 64 query rows of a tile.
       block: keys of one pipeline stage.
       stages: stages of K, and of V.
     """
@@ -89,6 +89,6 @@ def prefill_config(spec: PrefillSpec, rope_dim: int = 0) -> PrefillConfig:
 def prefill_workspaces(batch: Any, num_sms: int = 132) -> dict[str, tuple[tuple[Any, ...], str]]:
     """Shapes and dtypes of the kernel's workspaces, in the order of its operands.
 
-    The plan has a row for each request and two for the query rows of none, before the first request and after the
-    last. `progress` has as many words as the grid has CTAs: the kernel takes the grid's size from it."""
+    The plan has a row for each request, and two for the query rows before the first request and after the last.
+    `progress` has one word per CTA: the launch takes the grid's size from it."""
     return {"plan": ((batch + 2, PLAN_WORDS), "int32"), "progress": ((num_sms,), "int32")}

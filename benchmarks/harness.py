@@ -1,0 +1,165 @@
+"""What the benchmarks of kernels share: their flags, launching, timing on one GPU, and recording."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+from absl import flags
+
+PEERS = flags.DEFINE_string("peers", None, "folder of the module `peers`")
+OUT = flags.DEFINE_string("out", None, "where the rows go")
+POINTS = flags.DEFINE_string("points", None, "points separated by /, instead of all")
+SECONDS = flags.DEFINE_float("seconds", 540.0, "stop starting points after this long")
+COMMIT = flags.DEFINE_string("commit", None, "recorded with the rows; git's by default")
+JIT = flags.DEFINE_bool("jit", False, "time ours through jax.jit too")
+
+ARCH = "sm_90a"
+Point = TypeVar("Point")
+
+
+def load_peers() -> tuple[Any, Any]:
+    """The module `peers` of the folder that --peers names and what its `load()` returns; (None, ()) without one."""
+    if not PEERS.value:
+        return None, ()
+    sys.path.insert(0, PEERS.value)
+    peers = importlib.import_module("peers")
+    return peers, peers.load()
+
+
+def has_fa4() -> bool:
+    """Whether FlashAttention-4 (flash_attn.cute) can be imported."""
+    try:
+        importlib.import_module("flash_attn.cute.interface")
+    except ImportError:
+        return False
+    return True
+
+
+def within_budget(points: Iterable[Point]) -> Iterator[Point]:
+    """The points in turn, until --seconds have passed; torch's memory is given back after each."""
+    import torch
+
+    begun = time.monotonic()
+    for point in points:
+        if time.monotonic() - begun > SECONDS.value:
+            print(f"stopped after {SECONDS.value:.0f} s, before {point}")
+            return
+        yield point
+        torch.cuda.empty_cache()
+
+
+def launch(launcher: Any, tensors: list[Any], results: Any) -> Callable[[], Any]:
+    """A function that launches a compiled object (a tsmla_kernels.launch.Launcher) on `tensors`, on torch's current
+    stream, and returns `results`. It keeps the tensors alive."""
+    import torch
+
+    from tsmla_kernels.launch import ArrayView
+
+    views = [ArrayView(t.data_ptr(), tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in tensors]
+
+    def run() -> Any:
+        launcher(torch.cuda.current_stream().cuda_stream, views)
+        return results
+
+    run.keep = tensors  # type: ignore[attr-defined]
+    return run
+
+
+def allocate(shapes: dict[str, tuple[tuple[int, ...], str]]) -> list[Any]:
+    """Uninitialised workspaces of these shapes and dtypes on the GPU."""
+    import torch
+
+    return [torch.empty(shape, dtype=getattr(torch, dtype), device="cuda") for shape, dtype in shapes.values()]
+
+
+class Record:
+    """Rows of results, written to --out as they come; `common` and the run's provenance go into each of them."""
+
+    def __init__(self, **common: Any) -> None:
+        import torch
+
+        self.rows: list[dict[str, Any]] = []
+        self.common = common | {
+            "device": torch.cuda.get_device_name(0),
+            "commit": COMMIT.value or head(),
+            "date": datetime.date.today().isoformat(),
+            "versions": versions(),
+            "command": "python3 " + " ".join(sys.argv),
+        }
+
+    def add(self, **row: Any) -> None:
+        self.rows.append(self.common | row)
+        if OUT.value:
+            with open(OUT.value, "w") as file:
+                file.write("[\n" + ",\n".join(map(json.dumps, self.rows)) + "\n]\n")
+
+
+def time_all(functions: dict[str, Callable[[], Any]], iterations: int) -> dict[str, float]:
+    """Median microseconds of each: CUDA-graph replays, interleaved in rotating order, the L2 cache flushed before each.
+
+    The order rotates because at the power limit it matters what ran before. The flush reads: one that writes leaves the
+    cache full of lines that have yet to go to memory, and what is timed pays for them: 8 to 10 us over 150 MB of reads.
+    """
+    import torch
+
+    flush = torch.zeros(64 << 20, dtype=torch.float32, device="cuda")
+    stream = torch.cuda.Stream()
+    graphs = {}
+    for name, function in functions.items():
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                function()
+        torch.cuda.synchronize()
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name], stream=stream):
+            function()
+        graphs[name].replay()
+    events: dict[str, list[Any]] = {name: [] for name in graphs}
+    order = list(graphs)
+    for i in range(iterations):
+        for name in order[i % len(order) :] + order[: i % len(order)]:
+            flush.amax()
+            start, stop = torch.cuda.Event(True), torch.cuda.Event(True)
+            start.record()
+            graphs[name].replay()
+            stop.record()
+            events[name].append((start, stop))
+    torch.cuda.synchronize()
+    return {name: sorted(a.elapsed_time(b) for a, b in pairs)[iterations // 2] * 1e3 for name, pairs in events.items()}
+
+
+def least_seconds(function: Callable[[], Any], turns: int) -> float:
+    """The shortest time on the host's clock of `function`, which waits for what it starts, after a call to warm up."""
+    function()
+    taken = []
+    for _ in range(turns):
+        begin = time.perf_counter()
+        function()
+        taken.append(time.perf_counter() - begin)
+    return min(taken)
+
+
+def head() -> str:
+    """The commit that is checked out, abbreviated."""
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(git, capture_output=True, text=True).stdout.strip()
+
+
+def versions() -> dict[str, str]:
+    from importlib import metadata
+
+    found = {"python": platform.python_version()}
+    for name in ("torch", "jax", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl", "flash_attn"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

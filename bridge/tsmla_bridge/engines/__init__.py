@@ -1,0 +1,1 @@
+"""What serving engines call: modules with the surface of packages that engines import."""

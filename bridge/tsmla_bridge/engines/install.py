@@ -1,0 +1,44 @@
+"""The module tokenspeed_mla under other names: the one that engines import, and its public name in tsmla_bridge."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from types import ModuleType
+
+import torch
+
+from tsmla_bridge import blackwell
+from tsmla_bridge.engines import tokenspeed_mla
+from tsmla_bridge.runtime import devices
+
+_SUBMODULES = ("mla_decode", "mla_kv_pack_quantize_fp8", "mla_prefill", "utils")
+
+
+def alias(name: str) -> None:
+    """Make tokenspeed_mla and its submodules importable as `name`: the same modules, not second copies of them."""
+    sys.modules[name] = tokenspeed_mla
+    for submodule in _SUBMODULES:
+        sys.modules[f"{name}.{submodule}"] = sys.modules[f"{tokenspeed_mla.__name__}.{submodule}"]
+
+
+def install_as_tokenspeed_mla() -> ModuleType:
+    """Make `import tokenspeed_mla` give tsmla_bridge.tokenspeed_mla in this process, and return the module it gives.
+
+    Call it before the engine imports the package, in each process that runs the model. On a machine with Blackwell GPUs
+    where the real package is installed, that one is returned and nothing is changed: its kernels are written for them.
+
+    Raises RuntimeError if the real package was imported already: what others took from it would stay as it is.
+    """
+    name = blackwell.PACKAGE
+    imported = sys.modules.get(name)
+    if imported is tokenspeed_mla:
+        return tokenspeed_mla
+    on_blackwell = torch.cuda.is_available() and devices.is_blackwell(devices.current_device())
+    if on_blackwell and (imported is not None or importlib.util.find_spec(name)):
+        return importlib.import_module(name)
+    if imported is not None:
+        raise RuntimeError(f"{name} was imported already; call install_as_tokenspeed_mla() before the engine does")
+    alias(name)
+    return tokenspeed_mla

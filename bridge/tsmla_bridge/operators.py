@@ -1,0 +1,113 @@
+"""What the operators of torch.library share. torch.compile, torch.export and dispatch modes see the operations as them.
+
+Each module of ops/ registers its own operators beside its eager function. An eager call on plain tensors goes past
+them: the dispatcher and its Python bindings would cost more than all the rest of a call. Scales arrive as the two
+numbers that the kernels multiply by, or as one tensor [2] of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from tsmla_bridge.runtime import scales, tensors
+from tsmla_bridge.runtime.results import Computed
+from tsmla_bridge.runtime.scales import Pair
+from tsmla_kernels import contract
+from tsmla_kernels.contract.attention import attention_lse_dtype
+
+PAIR_SCHEMA = "Tensor? scales, float logit_scale, float out_scale"
+"""The parameters of a schema that carry a pair of scales; `pair_arguments` makes their arguments."""
+
+SCALE_SCHEMA = "Tensor? kv_scale_tensor, float? kv_scale"
+"""The parameters of a schema that carry one scale; `scale_arguments` makes their arguments."""
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_watching = torch._C._len_torch_dispatch_stack  # the number of active dispatch modes
+
+
+def is_traced(*values: Any) -> bool:
+    """Whether a call on these must be seen as one operator: a dispatch mode is active, or one of the tensors (a pair
+    counts as its first) is of another class (a fake tensor, say), has no memory, or is on a GPU and asks for a
+    derivative."""
+    if _watching():
+        return True
+    for value in values:
+        kind = type(value)
+        if kind is tuple and value:
+            value = value[0]
+            kind = type(value)
+        if kind in _PLAIN:
+            if value.is_meta or (value.requires_grad and value.is_cuda and torch.is_grad_enabled()):
+                return True
+        elif isinstance(value, torch.Tensor):
+            return True
+    return False
+
+
+def register(name: str, function: Callable[..., Any], schema: str, writes: Sequence[str] = ()) -> Any:
+    """The operator tsmla::name with this schema, which calls `function` with its arguments by position. One that writes
+    to its arguments `writes` returns nothing. Calls keep no scales in memory that may belong to a graph."""
+
+    def run(*arguments: Any) -> Any:
+        with scales.none_kept():
+            return function(*arguments)
+
+    operator = torch.library.custom_op(f"tsmla::{name}", run, mutates_args=writes, schema=schema)
+    if writes:
+        operator.register_fake(lambda *arguments: None)
+    return operator
+
+
+def refuse_backward(operator: Any, name: str, alternative: str) -> None:
+    """Make the operator's derivative raise NotImplementedError."""
+
+    def backward(context: Any, *gradients: Any) -> NoReturn:
+        raise contract.not_differentiable(name, alternative)
+
+    operator.register_autograd(backward)
+
+
+def scale_arguments(scale: Any) -> tuple[torch.Tensor | None, float | None]:
+    """A scale as an operator takes it: a tensor or a number."""
+    return (scale, None) if isinstance(scale, torch.Tensor) else (None, scale)
+
+
+def pair_arguments(pair: Pair) -> tuple[torch.Tensor | None, float, float]:
+    """A pair of scales as an operator takes it: a tensor [2] or two numbers."""
+    return (pair, 1.0, 1.0) if isinstance(pair, torch.Tensor) else (None, *pair)
+
+
+def call_attention(
+    operator: Any,
+    operator_into: Any,
+    arguments: tuple[Any, ...],
+    new_results: Callable[[], Computed],
+    return_lse: bool,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    *workspace: torch.Tensor | None,
+) -> torch.Tensor | Computed:
+    """A call of attention as an operator: of `operator` where no memory is given, else of `operator_into`, into the
+    caller's memory or into `new_results`."""
+    if out is None and lse is None and not any(buffer is not None for buffer in workspace):
+        results = operator(*arguments)
+        return results if return_lse else results[0]
+    new_out, new_lse = new_results()
+    out = new_out if out is None else out
+    lse = new_lse if lse is None and return_lse else lse
+    operator_into(*arguments, out, lse, *workspace)
+    return (out, lse) if return_lse else out  # type: ignore[return-value]
+
+
+def new_results(q: torch.Tensor, width: int) -> Computed:
+    """New tensors of the shapes and dtypes that attention with this query gives."""
+    lse_dtype = tensors.DTYPES[attention_lse_dtype(tensors.dtype_name(q.dtype))]
+    return q.new_empty((*q.shape[:-1], width), dtype=out_dtype(q)), q.new_empty(q.shape[:-1], dtype=lse_dtype)
+
+
+def out_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype of results computed from this tensor."""
+    return tensors.DTYPES[contract.attention_out_dtype(tensors.dtype_name(tensor.dtype))]

@@ -1,0 +1,236 @@
+"""write_kv_cache and gather_kv_cache on torch tensors: rows into and out of the paged cache.
+
+On a Hopper GPU by the catalog's kernels, one launch each. In torch operations on CPUs and where the kernels can't serve
+the call: a dtype or width that cache_ops.config refuses, a cache, table or list of slots with gaps, rows that don't
+start at multiples of 16 bytes. Both give the same bits and read no value on the host, so both can be captured into CUDA
+graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from tsmla_bridge import operators, reference
+from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, scales, tensors
+from tsmla_bridge.runtime.tensors import DTYPES, Scale
+from tsmla_kernels import contract
+from tsmla_kernels.cache_ops import config as cache_config
+from tsmla_kernels.catalog import GATHER_KV_CACHE, WRITE_KV_CACHE, Config, Kernel
+from tsmla_kernels.contract import values
+from tsmla_kernels.launch import ArrayView
+
+
+def write_kv_cache(
+    kv_cache: torch.Tensor,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor | None,
+    slot_mapping: torch.Tensor,
+    *,
+    kv_scale: Scale | None = None,
+    implementation: str | None = None,
+) -> torch.Tensor:
+    """[latent | k_rope] / kv_scale written to the given slots of the cache (slot mapping as in vLLM), in place, as
+    tsmla_jax.write_kv_cache defines it.
+
+    Args:
+      kv_cache: [P, Z, D] or [P, 1, Z, D] with D = L + R, of any strides; float16, bfloat16, float8_e4m3fn, float32 or
+        float64.
+      latent, k_rope: [T, L] and [T, R] in one dtype: float16, bfloat16, float32 or float64; k_rope None when D = L.
+      slot_mapping: [T] int32, slot = page * Z + offset; -1 skips the token. Slots must differ; of two tokens with one
+        slot either may stay.
+      kv_scale: divisor before the conversion; float or float32 scalar tensor; None is 1.
+      implementation: "cute" (the kernel), "reference" (torch operations), or None: the kernel where it can run.
+
+    Returns:
+      kv_cache itself. Rows are multiplied by 1 / kv_scale in float32 and rounded to nearest even; an fp8 cache
+      saturates at +-448 (infinities too), so only a NaN input gives a NaN.
+
+    Raises:
+      TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
+      NotImplementedError: the named implementation can't run this call, with every reason.
+    """
+    arguments = (kv_cache, latent, k_rope, slot_mapping, *operators.scale_arguments(kv_scale), implementation)
+    if torch.compiler.is_compiling() or operators.is_traced(kv_cache, latent):
+        torch.ops.tsmla.write_kv_cache(*arguments)
+    else:
+        _write(*arguments)
+    return kv_cache
+
+
+def _write(
+    kv_cache: torch.Tensor,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor | None,
+    slot_mapping: torch.Tensor,
+    scale_tensor: torch.Tensor | None,
+    scale_number: float | None,
+    implementation: str | None,
+) -> None:
+    kv_scale = scale_number if scale_tensor is None else scale_tensor
+    kv_cache = tensors.without_head_axis(kv_cache)
+    spec = tensors.describe_call(
+        contract.cache_write_spec,
+        {"kv_cache": kv_cache, "latent": latent, "k_rope": k_rope, "slot_mapping": slot_mapping},
+        optional=("k_rope",),
+        scales={"kv_scale": kv_scale},
+    )
+    rows = {"latent": latent, "k_rope": k_rope if spec.rope_dim and k_rope is not None else latent}
+    dense = {"kv_cache": kv_cache, "slot_mapping": slot_mapping}
+
+    def why_not() -> list[str]:
+        return loaded_kernels.reasons(WRITE_KV_CACHE, kv_cache.device) or [
+            *cache_config.write_reasons(spec),
+            *_unreadable(dense, rows),
+        ]
+
+    by_kernel = loaded_kernels.is_chosen(WRITE_KV_CACHE, implementation, kv_cache.device, why_not)
+    data_checks.check(values.cache_write, spec, slot_mapping)
+    if 0 in (spec.num_tokens, spec.num_pages):
+        return
+    if not by_kernel:
+        reference.write_kv_cache(spec, kv_cache, latent, k_rope, slot_mapping, kv_scale)
+        return
+    pages = loaded_kernels.view(kv_cache)
+    # The kernel reads the first columns of rows that may be wider: the halves of a projection's output.
+    wide = {name: loaded_kernels.view(x, (x.shape[0], x.stride(0))) for name, x in rows.items()}
+    inputs = {"kv_cache": pages, **wide, "slot_mapping": loaded_kernels.view(slot_mapping)}
+    _launch(WRITE_KV_CACHE, cache_config.write_config(spec), kv_scale, inputs, {"new_kv_cache": pages}, kv_cache.device)
+
+
+def gather_kv_cache(
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    starts: torch.Tensor,
+    lens: torch.Tensor,
+    *,
+    total_len: int,
+    kv_scale: Scale | None = None,
+    out_dtype: torch.dtype | None = None,
+    implementation: str | None = None,
+) -> torch.Tensor:
+    """Tokens starts[b] to starts[b] + lens[b] of each request, packed one request after the other and multiplied by
+    kv_scale, as tsmla_jax.gather_kv_cache defines it: vLLM's gather of the MLA cache, dequantised.
+
+    Args:
+      kv_cache: as write_kv_cache's.
+      block_tables: [B, M] int32; entries that no asked-for token lies in are never used.
+      starts, lens: [B] int32; a length of 0 is legal. The offsets of the rows are those of cumsum(lens).
+      total_len: number of rows of the result; rows past sum(lens) are 0.
+      kv_scale: float or float32 scalar tensor; None is 1.
+      out_dtype: float16, bfloat16, float32 or float64; None is the cache's dtype, bfloat16 for an fp8 cache.
+      implementation: as write_kv_cache's.
+
+    Returns:
+      [total_len, D] in out_dtype, latent columns first. The product with kv_scale is in float32.
+
+    Raises as write_kv_cache does.
+    """
+    scale = operators.scale_arguments(kv_scale)
+    arguments = (kv_cache, block_tables, starts, lens, total_len, *scale, out_dtype, implementation)
+    traced = torch.compiler.is_compiling() or operators.is_traced(kv_cache)
+    return torch.ops.tsmla.gather_kv_cache(*arguments) if traced else _gather(*arguments)
+
+
+def _gather(
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    starts: torch.Tensor,
+    lens: torch.Tensor,
+    total_len: int,
+    scale_tensor: torch.Tensor | None,
+    scale_number: float | None,
+    out_dtype: torch.dtype | None,
+    implementation: str | None,
+) -> torch.Tensor:
+    kv_scale = scale_number if scale_tensor is None else scale_tensor
+    kv_cache = tensors.without_head_axis(kv_cache)
+    given = {"kv_cache": kv_cache, "block_tables": block_tables, "starts": starts, "lens": lens}
+    spec = tensors.describe_call(
+        contract.cache_gather_spec,
+        given,
+        scales={"kv_scale": kv_scale},
+        total_len=total_len,
+        out_dtype=None if out_dtype is None else tensors.dtype_name(out_dtype),
+    )
+
+    def why_not() -> list[str]:
+        return loaded_kernels.reasons(GATHER_KV_CACHE, kv_cache.device) or [
+            *cache_config.gather_reasons(spec),
+            *_unreadable(given),
+        ]
+
+    by_kernel = loaded_kernels.is_chosen(GATHER_KV_CACHE, implementation, kv_cache.device, why_not)
+    data_checks.check(values.cache_gather, spec, lens, starts, block_tables)
+    shape, dtype = (spec.total_len, spec.head_dim), DTYPES[spec.out_dtype]
+    if 0 in (spec.batch, spec.total_len, spec.max_pages, spec.num_pages):
+        return torch.zeros(shape, dtype=dtype, device=kv_cache.device)
+    if not by_kernel:
+        return reference.gather_kv_cache(spec, kv_cache, block_tables, starts, lens, kv_scale)
+    out = torch.empty(shape, dtype=dtype, device=kv_cache.device)
+    inputs = {name: loaded_kernels.view(tensor) for name, tensor in given.items()}
+    outputs = {"out": loaded_kernels.view(out)}
+    _launch(GATHER_KV_CACHE, cache_config.gather_config(spec), kv_scale, inputs, outputs, kv_cache.device)
+    return out
+
+
+# ---- the kernels
+
+
+def _unreadable(dense: dict[str, torch.Tensor], rows: dict[str, torch.Tensor] | None = None) -> Iterable[str]:
+    """Why the kernels can't read the tensors: `dense` ones must have no gaps, `rows` one stride, and both must be
+    aligned."""
+    for name, tensor in dense.items():
+        aligned = tensor.dtype == torch.int32 or tensor.data_ptr() % loaded_kernels.ROW_ALIGN == 0
+        if not (tensor.is_contiguous() and aligned):
+            yield loaded_kernels.unreadable(name, tensor)
+    for name, tensor in (rows or {}).items():
+        step = tensor.stride(0) * tensor.element_size()
+        aligned = tensor.data_ptr() % loaded_kernels.ROW_ALIGN == 0 == step % loaded_kernels.ROW_ALIGN
+        if not (tensor.stride(-1) == 1 and aligned):
+            yield loaded_kernels.unreadable(name, tensor)
+
+
+def _launch(
+    kernel: Kernel,
+    config: Config,
+    kv_scale: Scale | None,
+    inputs: dict[str, ArrayView],
+    outputs: dict[str, ArrayView],
+    device: torch.device,
+) -> None:
+    index = devices.index_of(device)
+    with devices.made_current(index):
+        stream = devices.current_stream(index)
+        if isinstance(kv_scale, torch.Tensor):
+            scale = kv_scale.to(torch.float32).reshape(1)
+        else:
+            scale = scales.on_device((1.0 if kv_scale is None else float(kv_scale), 1.0), index, stream)[:1]
+        arrays = {**inputs, "kv_scale": loaded_kernels.view(scale), **outputs}
+        loaded_kernels.run(kernel, config, index, stream, arrays)
+
+
+# ---- the operators
+
+
+write_operator = operators.register(
+    "write_kv_cache",
+    _write,
+    "(Tensor(a!) kv_cache, Tensor latent, Tensor? k_rope, Tensor slot_mapping,"
+    f" {operators.SCALE_SCHEMA}, str? implementation) -> ()",
+    writes=("kv_cache",),
+)
+gather_operator = operators.register(
+    "gather_kv_cache",
+    _gather,
+    "(Tensor kv_cache, Tensor block_tables, Tensor starts, Tensor lens, SymInt total_len,"
+    f" {operators.SCALE_SCHEMA}, ScalarType? out_dtype, str? implementation) -> Tensor",
+)
+operators.refuse_backward(gather_operator, "gather_kv_cache", "an eager call has one")
+
+
+@gather_operator.register_fake
+def _(cache: Any, tables: Any, starts: Any, lens: Any, rows: Any, scale: Any, number: Any, dtype: Any, _: Any) -> Any:
+    return cache.new_empty((rows, cache.shape[-1]), dtype=dtype or operators.out_dtype(cache))

@@ -1,0 +1,133 @@
+"""merge_attention_states on torch tensors: one attention result from partial results over disjoint keys.
+
+On a Hopper GPU by the catalog's kernel, one launch. In torch operations on CPUs, where a derivative is asked for, and
+where the kernel can't serve the call: a dtype or width that merge.config refuses, rows of uneven strides or not at
+multiples of 16 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tsmla_bridge import operators, reference
+from tsmla_bridge.runtime import devices, loaded_kernels, tensors
+from tsmla_bridge.runtime.results import Computed
+from tsmla_kernels import contract
+from tsmla_kernels.catalog import MERGE_ATTENTION_STATES
+from tsmla_kernels.contract import MergeSpec
+from tsmla_kernels.merge import config as merge_config
+
+Parts = Sequence[torch.Tensor]
+
+
+def merge_attention_states(
+    outs: Sequence[torch.Tensor] | torch.Tensor,
+    lses: Sequence[torch.Tensor] | torch.Tensor,
+    *,
+    implementation: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The exact merge of attention over disjoint sets of keys: weights exp(lse_i - logsumexp(lse)).
+
+    As merge_attn_states in vLLM and FlashInfer's cascade; used for chunked context, split keys and context parallelism.
+
+    Args:
+      outs: N partial results [..., H, L], a sequence or one tensor with N in front; float16 to float64.
+      lses: their logsumexps [..., H], natural logarithm; float32 or float64. A part with lse -inf saw no key: its out
+        is ignored whatever it holds, NaN included.
+      implementation: "cute" (the kernel), "reference" (torch operations), or None: the kernel where it can run.
+
+    Returns:
+      out [..., H, L] in outs' dtype and lse [..., H]; a row that no part saw is 0 with lse -inf. Computed in float32
+      (float64 for float64). Differentiable in outs and lses, in torch operations.
+
+    Raises:
+      TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
+      NotImplementedError: the named implementation can't run this call, with every reason.
+    """
+    outs, lses = _parts("outs", outs), _parts("lses", lses)
+    derived = _derivative_asked_for(outs, lses)
+    if torch.compiler.is_compiling() or (not derived and operators.is_traced(*outs, *lses)):
+        return torch.ops.tsmla.merge_attention_states(outs, lses, implementation)
+    return _merge(outs, lses, implementation)
+
+
+def _merge(outs: Parts, lses: Parts, implementation: str | None) -> Computed:
+    spec = contract.merge_spec(
+        outs=[tensors.describe(f"outs[{i}]", out) for i, out in enumerate(outs)],
+        lses=[tensors.describe(f"lses[{i}]", lse) for i, lse in enumerate(lses)],
+    )
+    for name, parts in (("outs", outs), ("lses", lses)):
+        tensors.same_device("outs[0]", outs[0], {f"{name}[{i}]": part for i, part in enumerate(parts)})
+    device = outs[0].device
+    rows = [_rows(out) for out in outs] if implementation == "cute" or devices.kind(device) == "cuda" else []
+
+    def why_not() -> list[str]:
+        reasons = loaded_kernels.reasons(MERGE_ATTENTION_STATES, device) + merge_config.merge_reasons(spec)
+        if _derivative_asked_for(outs, lses):
+            reasons.append("a derivative is asked for; the kernel has none")
+        unreadable = [i for i, seen in enumerate(rows) if seen is None]
+        return reasons + [loaded_kernels.unreadable(f"outs[{i}]", outs[i]) for i in unreadable]
+
+    if loaded_kernels.is_chosen(MERGE_ATTENTION_STATES, implementation, device, why_not):
+        return _launch(spec, [seen for seen in rows if seen is not None], outs, lses)
+    return reference.merge_attention_states(spec, outs, lses)
+
+
+def _derivative_asked_for(*parts: Parts) -> bool:
+    given = (part for some in parts for part in some if isinstance(part, torch.Tensor))
+    return torch.is_grad_enabled() and any(part.requires_grad for part in given)
+
+
+def _launch(spec: MergeSpec, rows: Parts, outs: Parts, lses: Parts) -> Computed:
+    out, lse = (torch.empty_like(parts[0], memory_format=torch.contiguous_format) for parts in (outs, lses))
+    if lse.numel() == 0:
+        return out, lse
+    # The kernel reads the first columns of rows that may be wider.
+    arrays = {f"out_{i}": loaded_kernels.view(part, (part.shape[0], part.stride(0))) for i, part in enumerate(rows)}
+    dense = [part.contiguous() for part in lses]  # lses are a small part of the bytes; the copies live until the launch
+    arrays |= {f"lse_{i}": loaded_kernels.view(part, (part.numel(),)) for i, part in enumerate(dense)}
+    arrays["out"] = loaded_kernels.view(out, (lse.numel(), out.shape[-1]))
+    arrays["lse"] = loaded_kernels.view(lse, (lse.numel(),))
+    index = devices.index_of(out.device)
+    with devices.made_current(index):
+        stream = devices.current_stream(index)
+        loaded_kernels.run(MERGE_ATTENTION_STATES, merge_config.merge_config(spec), index, stream, arrays)
+    return out, lse
+
+
+def _rows(part: torch.Tensor) -> torch.Tensor | None:
+    """A part as [rows, L], the rows of one stride and at multiples of 16 bytes; None if no such view exists."""
+    try:
+        rows = part.view(-1, part.shape[-1])
+    except RuntimeError:
+        return None
+    if len(rows) == 1:  # the stride of a single row may be anything
+        rows = rows.as_strided(rows.shape, (rows.shape[1], rows.stride(1)))
+    step = rows.stride(0) * rows.element_size()
+    aligned = step % loaded_kernels.ROW_ALIGN == 0 == rows.data_ptr() % loaded_kernels.ROW_ALIGN
+    return rows if aligned and rows.stride(1) == 1 and rows.stride(0) >= rows.shape[1] else None
+
+
+def _parts(name: str, parts: Parts | torch.Tensor) -> list[torch.Tensor]:
+    if isinstance(parts, list | tuple):
+        return list(parts)
+    stacked = tensors.describe(name, parts)
+    if not stacked.shape:
+        raise ValueError(f"{name}: got a tensor of shape []; its first axis must be the parts")
+    return list(parts)
+
+
+# ---- the operator
+
+merge_operator = operators.register(
+    "merge_attention_states", _merge, "(Tensor[] outs, Tensor[] lses, str? implementation) -> (Tensor, Tensor)"
+)
+operators.refuse_backward(merge_operator, "merge_attention_states", "an eager call has one")
+
+
+@merge_operator.register_fake
+def _(outs: Parts, lses: Parts, implementation: str | None) -> Computed:
+    dense = torch.contiguous_format
+    return torch.empty_like(outs[0], memory_format=dense), torch.empty_like(lses[0], memory_format=dense)

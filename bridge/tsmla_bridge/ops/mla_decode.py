@@ -1,0 +1,192 @@
+"""mla_decode: absorbed multi-head latent attention over a paged cache, on torch tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tsmla_bridge import operators
+from tsmla_bridge.ops.plans import DecodeInputs, DecodeOptions, plan_for, plan_of_latest
+from tsmla_bridge.runtime import scales, tensors
+from tsmla_bridge.runtime.results import Computed, Results
+from tsmla_bridge.runtime.scales import Pair
+from tsmla_bridge.runtime.tensors import Scale
+from tsmla_bridge.runtime.workspace import Workspace
+
+
+def mla_decode(
+    q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    softmax_scale: Scale,
+    latent_dim: int = 512,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_q_len: int | None = None,
+    causal: bool = True,
+    q_scale: Scale | None = None,
+    kv_scale: Scale | None = None,
+    return_lse: bool = False,
+    batch_invariant: bool = False,
+    implementation: str | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of the last query tokens of each request over its latent cache (absorbed MLA, one key head), as
+    tsmla_jax.mla_decode defines it: DeepSeek-V2's formulation (arXiv:2405.04434), the masks of vLLM and SGLang.
+
+    Axes: B requests, S query tokens a request, T query tokens over all requests, H query heads, L latent width, R rope
+    width, D = L + R, P pages, Z tokens a page, M pages a request at most.
+
+    Args:
+      q: [B, S, H, D], or ragged [T, H, D] with cu_seqlens_q and max_q_len; latent columns first, rope last. Also the
+        pair (q[..., :L], q[..., L:]) of such a tensor. float16, bfloat16 or float8_e4m3fn; on a CPU also float32 and
+        float64.
+      kv_cache: [P, Z, D] or [P, 1, Z, D], latent first, rope last, in q's dtype or float8_e4m3fn (any dtype with a
+        float32 q). Pages may lie a multiple of Z * D elements apart: one layer's slice of a pool.
+      block_tables: [B, M] int32; entries past a request's last page are never used. May be the first columns of a wider
+        table.
+      seq_lens: [B] int32, keys of each request, its new tokens included; 0 is legal.
+      softmax_scale: factor of the logits, float or float32 scalar tensor on q's device.
+      latent_dim: L; R = 0 (L = D) is legal.
+      cu_seqlens_q, max_q_len: [B + 1] int32, row where each request's query tokens start, and their end, and the bound
+        on a request's; with ragged q only. Rows past the bound give 0, -inf.
+      causal: query i of S sees key j iff j < seq_len - (S - 1) + i; otherwise iff j < seq_len.
+      q_scale, kv_scale: q holds query / q_scale and kv_cache holds kv / kv_scale; None is 1. Float or float32 scalar
+        tensor; a tensor is read on the device at every call, and at every replay of a CUDA graph.
+      return_lse: also return the logsumexp of the scaled logits.
+      batch_invariant: a request's rows are bitwise the same whatever else is in the batch.
+      implementation: "cute" (the kernels), "reference" (the definition in torch operations), or None: the kernels for
+        GPU tensors, the reference for CPU tensors.
+      out, lse: contiguous tensors for the results; lse only with return_lse.
+      workspace: memory for intermediate results; torch's allocator gives it otherwise.
+
+    Returns:
+      out [B, S, H, L] (or [T, H, L]) in q's dtype, bfloat16 when q is fp8; with return_lse also lse [B, S, H] (or [T,
+      H]), float32, natural logarithm. A row that sees no key gives out 0 and lse -inf.
+
+    The kernels run on torch's current stream and nothing waits for the device, so CUDA graphs can capture calls once a
+    call of the same static sizes has loaded its kernel. Calls from several threads and on several streams are
+    independent. torch.compile takes them as one operator. The kernels have no derivative; the reference on a CPU has.
+    TSMLA_CHECK=1, in force when shapes are first seen, checks what only the data shows: lengths, pages and offsets.
+
+    Raises:
+      TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
+      NotImplementedError: the implementation can't run this call, with every reason.
+      RuntimeError: CUDA refused a launch, or a kernel would have to be loaded during a capture.
+    """
+    # The latest plan's key: DecodeOptions as a plain tuple, because to make them takes 0.3 us of every call.
+    options = (latent_dim, max_q_len, causal, batch_invariant, implementation)
+    compiling = torch.compiler.is_compiling()
+    query: Any = q  # one tensor, once the plan is found
+    pair: Pair
+    plan = None if compiling else plan_of_latest(q, kv_cache, block_tables, seq_lens, cu_seqlens_q, options)
+    if plan is None:
+        named = DecodeOptions(*options)
+        if compiling or operators.is_traced(q, kv_cache):
+            inputs = DecodeInputs(_concatenated(q), kv_cache, block_tables, seq_lens, cu_seqlens_q)
+            pair = scales.product(softmax_scale, q_scale, kv_scale, kv_scale)
+            return call_operator(inputs, pair, named, return_lse, out, lse, workspace)
+        query = q if isinstance(q, torch.Tensor) else tensors.joined(q)
+        plan = plan_for(DecodeInputs(query, kv_cache, block_tables, seq_lens, cu_seqlens_q), named)
+    if type(softmax_scale) is float and q_scale is None and (kv_scale is None or type(kv_scale) is float):
+        pair = (softmax_scale, 1.0) if kv_scale is None else (softmax_scale * kv_scale, kv_scale)
+    elif type(softmax_scale) is float and q_scale is None and scales.is_usual(kv_scale, query):
+        pair = scales.product(softmax_scale, None, kv_scale, kv_scale)
+    else:
+        scales.check("softmax_scale", softmax_scale, optional=False)
+        scales.check("q_scale", q_scale)
+        scales.check("kv_scale", kv_scale)
+        tensors.same_device("q", query, {"softmax_scale": softmax_scale, "q_scale": q_scale, "kv_scale": kv_scale})
+        pair = scales.product(softmax_scale, q_scale, kv_scale, kv_scale)
+    result, result_lse = plan.run(
+        query, kv_cache, block_tables, seq_lens, cu_seqlens_q,
+        pair=pair, return_lse=return_lse, out=out, lse=lse, workspace=workspace,
+    )  # fmt: skip
+    return result if result_lse is None else (result, result_lse)
+
+
+# ---- the operators
+
+
+def _run_operator(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    pair_tensor: torch.Tensor | None,
+    logit_scale: float,
+    out_scale: float,
+    *options: Any,
+    return_lse: bool = True,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
+) -> Results:
+    inputs = DecodeInputs(q, kv_cache, block_tables, seq_lens, cu_seqlens_q)
+    pair = (logit_scale, out_scale) if pair_tensor is None else pair_tensor
+    plan = plan_for(inputs, DecodeOptions(*options))
+    return plan.run(*inputs, pair=pair, return_lse=return_lse, out=out, lse=lse, workspace=workspace)
+
+
+def _run_operator_into(*arguments: Any) -> None:
+    *given, out, lse, buffer = arguments
+    workspace = None if buffer is None else Workspace.of(buffer)
+    _run_operator(*given, return_lse=lse is not None, out=out, lse=lse, workspace=workspace)
+
+
+_PARAMETERS = (
+    "Tensor q, Tensor kv_cache, Tensor block_tables, Tensor seq_lens, Tensor? cu_seqlens_q,"
+    f" {operators.PAIR_SCHEMA}, int latent_dim, SymInt? max_q_len, bool causal, bool batch_invariant,"
+    " str? implementation"
+)
+decode_operator = operators.register("mla_decode", _run_operator, f"({_PARAMETERS}) -> (Tensor, Tensor)")
+decode_into_operator = operators.register(
+    "mla_decode_into",
+    _run_operator_into,
+    f"({_PARAMETERS}, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace) -> ()",
+    writes=("out", "lse", "workspace"),
+)
+operators.refuse_backward(
+    decode_operator,
+    "mla_decode",
+    "train through expanded attention, or use implementation='reference' on plain tensors",
+)
+
+
+@decode_operator.register_fake
+def _(q: Any, *arguments: Any) -> Computed:
+    options = DecodeOptions(*arguments[-len(DecodeOptions._fields) :])
+    return operators.new_results(q, options.latent_dim)
+
+
+def call_operator(
+    inputs: DecodeInputs,
+    pair: Pair,
+    options: DecodeOptions,
+    return_lse: bool,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    workspace: Workspace | None,
+) -> torch.Tensor | Computed:
+    """A call of mla_decode as an operator."""
+    return operators.call_attention(
+        torch.ops.tsmla.mla_decode,
+        torch.ops.tsmla.mla_decode_into,
+        (*inputs, *operators.pair_arguments(pair), *options),
+        lambda: operators.new_results(inputs.q, options.latent_dim),
+        return_lse,
+        out,
+        lse,
+        None if workspace is None else workspace.buffer,
+    )
+
+
+def _concatenated(q: Any) -> torch.Tensor:
+    """The query as one tensor. A pair is copied: traced tensors have no addresses that would show that its halves lie
+    side by side."""
+    return torch.cat(q, -1) if isinstance(q, tuple) else q

@@ -1,0 +1,332 @@
+"""Plans of mla_decode: what a call's shapes, strides, dtypes and options decide, worked out once and kept.
+
+A plan knows that the arguments are legal, which kernel runs and where its workspaces lie. Scales, lengths, tables and
+addresses belong to the call and are never part of a plan.
+
+A plan is found at two speeds. Most calls are like the one before (the layers of a model), so the tensors are first
+compared with those of the latest call that had the same options (`plan_of_latest`). If they differ, or torch.compile or
+a mode of torch's must see the call, all their properties are looked up (`plan_for`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from tsmla_bridge import blackwell, reference
+from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, scales, tensors
+from tsmla_bridge.runtime.results import Computed, ResultLayout, Results
+from tsmla_bridge.runtime.scales import Pair
+from tsmla_bridge.runtime.workspace import ALIGN, Workspace, decode_layout
+from tsmla_kernels import contract
+from tsmla_kernels.catalog import MLA_DECODE
+from tsmla_kernels.contract import DecodeSpec, values
+from tsmla_kernels.sm90.decode import config as sm90_decode
+
+MAX_PLANS = 4096
+"""Plans that are kept: one for each combination of shapes. When it is full, all are dropped and made anew."""
+
+
+class DecodeInputs(NamedTuple):
+    """The tensors of a call, as mla_decode takes them; q is one tensor."""
+
+    q: torch.Tensor
+    kv_cache: torch.Tensor
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor | None
+
+
+class DecodeOptions(NamedTuple):
+    """The arguments of a call that are part of its plan beside the tensors' shapes."""
+
+    latent_dim: int
+    max_q_len: int | None
+    causal: bool
+    batch_invariant: bool
+    implementation: str | None
+
+
+_plans: dict[Any, Plan] = {}
+_latest: dict[tuple[Any, ...], Plan] = {}  # by DecodeOptions
+
+
+def plan_of_latest(
+    q: Any, kv_cache: Any, block_tables: Any, seq_lens: Any, cu_seqlens_q: Any, options: tuple[Any, ...]
+) -> Plan | None:
+    """The plan of the latest call with these DecodeOptions if the tensors are like that call's; else None.
+
+    Takes the tensors one by one, and the options as any equal tuple: to make both NamedTuples would cost a tenth of an
+    eager call on the host."""
+    try:
+        plan = _latest[options]
+        if cu_seqlens_q is None:
+            return plan if plan.is_like(q, kv_cache, block_tables, seq_lens) else None
+        return plan if plan.is_like(q, kv_cache, block_tables, seq_lens, cu_seqlens_q) else None
+    except (KeyError, TypeError):  # no such call, an option without a hash, or the latest had another number of tensors
+        return None
+
+
+def plan_for(inputs: DecodeInputs, options: DecodeOptions) -> Plan:
+    """The plan of a call; raises as mla_decode does, except for the scales."""
+    try:
+        properties = [
+            None
+            if tensor is None
+            else (tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous() or tensor.stride())
+            for tensor in inputs
+        ]
+        key = (options, *properties)
+        plan = _plans.get(key)
+    except (AttributeError, TypeError):  # an argument that is no tensor, or an option without a hash
+        plan, key = None, None
+    if plan is None:
+        plan = _make_plan(inputs, options)
+        if len(_plans) >= MAX_PLANS:
+            _plans.clear()
+            _latest.clear()
+        _plans[key] = plan
+    if not (inputs.q.requires_grad or inputs.kv_cache.requires_grad):  # whether such a call is traced depends on more
+        given = [tensor for tensor in inputs if tensor is not None]
+        if not plan.is_like(*given):
+            plan.is_like = tensors.likeness(*given)
+        _latest[options] = plan
+    return plan
+
+
+def _make_plan(inputs: DecodeInputs, options: DecodeOptions) -> Plan:
+    inputs = inputs._replace(kv_cache=tensors.without_head_axis(inputs.kv_cache))
+    spec = tensors.describe_call(
+        contract.decode_spec,
+        inputs._asdict(),
+        scales={"softmax_scale": 1.0},  # scales are no part of a plan; the caller checks them
+        optional=("cu_seqlens_q",),
+        latent_dim=options.latent_dim,
+        max_q_len=options.max_q_len,
+        causal=options.causal,
+        return_lse=True,
+        batch_invariant=options.batch_invariant,
+    )
+    device = inputs.q.device
+    by_definition = loaded_kernels.is_by_definition(options.implementation, device)
+    on_blackwell = not by_definition and blackwell.is_device(device)
+    if not by_definition:
+        if on_blackwell:
+            reasons = blackwell.decode_reasons(spec)
+        else:
+            reasons = loaded_kernels.reasons(MLA_DECODE, device) + sm90_decode.decode_reasons(spec)
+        if reasons:
+            raise contract.not_runnable("mla_decode", "cute", reasons)
+    if 0 in (spec.batch, spec.total_q_len, spec.max_pages, spec.num_pages):
+        return EmptyPlan(spec, inputs)
+    if by_definition:
+        return ReferencePlan(spec, inputs)
+    return BlackwellPlan(spec, inputs) if on_blackwell else KernelPlan(spec, inputs)
+
+
+class Plan:
+    """What calls of the same shapes, strides, dtypes and options share."""
+
+    def __init__(self, spec: DecodeSpec, inputs: DecodeInputs) -> None:
+        self.spec = spec
+        self.layout = ResultLayout.of(inputs.q, spec.latent_dim, spec.out_dtype, spec.lse_dtype)
+        self.is_like: Callable[..., bool] = lambda *tensors: False  # whether tensors are like those of the latest call
+
+    def run(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        block_tables: torch.Tensor,
+        seq_lens: torch.Tensor,
+        cu_seqlens_q: torch.Tensor | None,
+        *,
+        pair: Pair,
+        return_lse: bool,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        workspace: Workspace | int | None,
+    ) -> Results:
+        """out, and lse if it is asked for. `workspace` may be an address that `address_in` returned.
+
+        The parameters are separate, and passed by name: a bundle of them would take 0.4 us of each call to make."""
+        inputs = DecodeInputs(q, tensors.without_head_axis(kv_cache), block_tables, seq_lens, cu_seqlens_q)
+        assert not isinstance(workspace, int)  # address_in gives these plans none
+        return self.layout.hand_over(self.attend(inputs, pair, workspace), return_lse, out, lse)
+
+    def attend(self, inputs: DecodeInputs, pair: Pair, workspace: Workspace | None) -> Computed:
+        """out and lse of a call, in new tensors."""
+        raise NotImplementedError
+
+    def check(self, inputs: DecodeInputs) -> None:
+        """Check the data of a call if TSMLA_CHECK asks for it."""
+        data_checks.check(values.decode, self.spec, inputs.seq_lens, inputs.block_tables, inputs.cu_seqlens_q)
+
+    def address_in(self, buffer: torch.Tensor) -> int | None:
+        """The address in this memory where a call can have its intermediate results; None if it can't."""
+        return None
+
+
+class EmptyPlan(Plan):
+    """No request, no query token, or no key."""
+
+    def attend(self, inputs: DecodeInputs, pair: Pair, workspace: Workspace | None) -> Computed:
+        return self.layout.without_keys()
+
+
+class ReferencePlan(Plan):
+    """The definition, in torch operations."""
+
+    def attend(self, inputs: DecodeInputs, pair: Pair, workspace: Workspace | None) -> Computed:
+        self.check(inputs)
+        return reference.mla_decode(self.spec, *inputs, *pair)
+
+
+class BlackwellPlan(Plan):
+    """The package tokenspeed_mla."""
+
+    def attend(self, inputs: DecodeInputs, pair: Pair, workspace: Workspace | None) -> Computed:
+        self.check(inputs)
+        return blackwell.mla_decode(
+            self.spec, inputs.q, inputs.kv_cache, inputs.block_tables, inputs.seq_lens, pair, workspace
+        )
+
+
+class KernelPlan(Plan):
+    """A compiled kernel, launched on torch's current stream. `run` is all that a call costs on the host."""
+
+    def __init__(self, spec: DecodeSpec, inputs: DecodeInputs) -> None:
+        super().__init__(spec, inputs)
+        q, block_tables = inputs.q, inputs.block_tables
+        for name, tensor in (("seq_lens", inputs.seq_lens), ("cu_seqlens_q", inputs.cu_seqlens_q), ("q", q)):
+            if tensor is not None:
+                tensors.check_dense(name, tensor)
+        self.device = q.device
+        self.index = index = q.get_device()
+        self.page_step = tensors.page_step(inputs.kv_cache)
+        self.table_is_slice, width = False, spec.max_pages
+        if self.page_step == 1:  # otherwise the table is written anew, and dense
+            self.table_is_slice, width = not block_tables.is_contiguous(), tensors.table_width(block_tables)
+            if spec.batch_invariant and width != spec.max_pages:
+                # The table's width decides where pieces begin.
+                tensors.check_dense("block_tables", block_tables)
+
+        config = sm90_decode.decode_config(spec)
+        sms, rows = devices.num_sms(index), spec.total_q_len * spec.num_heads
+        shapes = sm90_decode.workspace_shapes(config, sms, spec.batch, width)
+        operands = {
+            "q": (rows, spec.head_dim),
+            "kv_cache": ((spec.num_pages - 1) * self.page_step + 1, spec.page_size, spec.head_dim),
+            "block_tables": (spec.batch, width),
+            "seq_lens": (spec.batch,),
+            "cu_seqlens_q": (spec.batch + spec.ragged,),
+            "scales": (2,),
+            "out": (rows, spec.latent_dim),
+            "lse": (rows,),
+            **{name: shape for name, (shape, _) in shapes.items()},
+        }
+        launcher = loaded_kernels.launcher(MLA_DECODE, config, index)
+        loaded_kernels.check_operands(launcher, tuple(operands))
+        self.launch = launcher.bind(tuple(operands.values()))
+        # Under TSMLA_CHECK as it is now: to read the environment would be a tenth of what a call costs on the host.
+        self.checked = values.enabled()
+        memory = decode_layout(config, sms, spec.batch, width, rows)
+        self.size = memory.size
+        *self.offsets, self.lse_offset = memory.offsets.values()
+        layout = self.layout
+        self.new_out = (layout.shape, layout.strides, layout.dtype)
+        self.new_lse = (layout.rows, layout.row_strides, layout.lse_dtype)
+        self.has_fast_path = not (self.checked or self.page_step > 1 or self.table_is_slice or spec.ragged)
+
+    def address_in(self, buffer: torch.Tensor) -> int | None:
+        address = buffer.data_ptr()
+        fits = (
+            buffer.numel() * buffer.element_size() >= self.size
+            and buffer.is_contiguous()
+            and buffer.get_device() == self.index
+            and address % ALIGN == 0
+        )
+        return address if fits else None
+
+    def run(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        block_tables: torch.Tensor,
+        seq_lens: torch.Tensor,
+        cu_seqlens_q: torch.Tensor | None,
+        *,
+        pair: Pair,
+        return_lse: bool,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        workspace: Workspace | int | None,
+    ) -> Results:
+        if devices.current_device() != self.index:
+            with torch.cuda.device(self.index):
+                return self.run(
+                    q, kv_cache, block_tables, seq_lens, cu_seqlens_q,
+                    pair=pair, return_lse=return_lse, out=out, lse=lse, workspace=workspace,
+                )  # fmt: skip
+        if out is None and lse is None and (return_lse is False or return_lse is True):  # the usual, in one step
+            out = devices.new_tensor(*self.new_out)
+            if return_lse:
+                lse = devices.new_tensor(*self.new_lse)
+        else:
+            out, lse = self.layout.take(return_lse, out, lse)
+        stream = devices.current_stream(self.index)
+        if not self.has_fast_path:
+            block_tables = self.prepare(block_tables, seq_lens, cu_seqlens_q, out, lse)
+        lens_address = seq_lens.data_ptr()
+        first, second, third = self.offsets
+        pair_on_device = scales.on_device(pair, self.index, stream)
+        if workspace is None:
+            base = devices.borrow(self.size, stream)
+        elif isinstance(workspace, int):
+            base = workspace
+        else:
+            base = workspace.take("mla_decode", self.size, self.device, stream)
+        try:
+            self.launch(
+                stream,
+                (  # in the order of the operands that __init__ checks
+                    q.data_ptr(),
+                    kv_cache.data_ptr(),
+                    block_tables.data_ptr(),
+                    lens_address,
+                    lens_address if cu_seqlens_q is None else cu_seqlens_q.data_ptr(),  # never read without it
+                    pair_on_device.data_ptr(),
+                    out.data_ptr(),
+                    base + self.lse_offset if lse is None else lse.data_ptr(),
+                    base + first,
+                    base + second,
+                    base + third,
+                ),
+            )
+        finally:
+            if workspace is None:
+                devices.give_back(base)
+        return out, lse
+
+    def prepare(
+        self,
+        block_tables: torch.Tensor,
+        seq_lens: torch.Tensor,
+        cu_seqlens_q: torch.Tensor | None,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The steps that few calls need before their launch; returns the table as the kernel reads it."""
+        if self.checked:
+            data_checks.check(values.decode, self.spec, seq_lens, block_tables, cu_seqlens_q)
+        if self.page_step > 1:
+            block_tables = (block_tables * self.page_step).contiguous()
+        elif self.table_is_slice:
+            tensors.table_width(block_tables)  # this one may end where the plan's did not
+        if cu_seqlens_q is not None:
+            out.zero_()  # the kernel walks requests: it does not write the rows of no request
+            if lse is not None:
+                lse.fill_(-math.inf)
+        return block_tables

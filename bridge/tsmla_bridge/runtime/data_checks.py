@@ -1,0 +1,21 @@
+"""Checks of what only the data can show, under TSMLA_CHECK=1: reading the data waits for the device. While a CUDA graph
+is captured there are no values to check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tsmla_bridge.runtime import devices
+from tsmla_kernels.contract import values
+
+
+def check(checker: Callable[..., None], spec: object, *tensors: torch.Tensor | None) -> None:
+    """Call `checker`, a function of tsmla_kernels.contract.values, on the tensors' values if TSMLA_CHECK asks."""
+    if not values.enabled():
+        return
+    given = [tensor for tensor in tensors if tensor is not None]
+    if given and devices.kind(given[0].device) == "cuda" and devices.is_capturing():
+        return
+    checker(spec, *(tensor.cpu().numpy() for tensor in given))

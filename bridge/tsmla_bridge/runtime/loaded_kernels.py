@@ -1,0 +1,114 @@
+"""The compiled kernels that this process has loaded, and why a call can't have one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from tsmla_bridge.runtime import devices
+from tsmla_bridge.runtime.tensors import dtype_name
+from tsmla_kernels import contract, launch
+from tsmla_kernels.catalog import Config, Kernel
+
+IMPLEMENTATIONS = ("cute", "reference")
+
+PROVEN = ("sm_90a",)
+"""Architectures on which the kernels of all architectures have run; on others they must be named."""
+
+ROW_ALIGN = 16
+"""Alignment in bytes of the rows that the cache's kernels and merging read."""
+
+_lock = threading.Lock()
+
+
+def check_implementation(implementation: object) -> None:
+    """ValueError unless None or an implementation's name."""
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise contract.unknown_implementation(implementation, IMPLEMENTATIONS)
+
+
+def is_by_definition(implementation: str | None, device: torch.device) -> bool:
+    """Whether the definition runs a call of attention: where it is named, and on a CPU."""
+    check_implementation(implementation)
+    return implementation == "reference" or (implementation is None and devices.kind(device) == "cpu")
+
+
+def check_operands(launcher: launch.Launcher, names: Sequence[str]) -> None:
+    """NotImplementedError unless these are the kernel's operands: a kernel of another version takes others."""
+    taken = [operand.name for operand in launcher.operands]
+    if taken != list(names):
+        raise NotImplementedError(f"{launcher.name}: takes {', '.join(taken)}; this version passes {', '.join(names)}")
+
+
+def reasons(kernel: Kernel, device: torch.device) -> list[str]:
+    """Why `kernel` can't run on `device`; empty if it can."""
+    if devices.kind(device) != "cuda":
+        return [f"the tensors are on {device}; the kernels run on NVIDIA GPUs alone"]
+    arch = devices.arch(devices.index_of(device))
+    if arch not in kernel.archs:
+        return [f"the architecture is {arch}; {kernel.name} is written for {', '.join(kernel.archs)}"]
+    if launch.runtime_library() is None:
+        return [f"{launch.LIBRARY} was not found; it is part of nvidia-cutlass-dsl"]
+    return []
+
+
+def is_chosen(
+    kernel: Kernel, implementation: str | None, device: torch.device, why_not: Callable[[], list[str]]
+) -> bool:
+    """Whether a kernel of all architectures runs a call on `device`; torch operations run it otherwise.
+
+    `why_not` gives the reasons that the kernel can't run the call. If the kernel was named they are raised as
+    NotImplementedError."""
+    check_implementation(implementation)
+    if implementation == "reference" or (implementation is None and devices.kind(device) != "cuda"):
+        return False
+    if found := why_not():
+        if implementation == "cute":
+            raise contract.not_runnable(kernel.name, "cute", found)
+        return False
+    return implementation == "cute" or devices.arch(devices.index_of(device)) in PROVEN
+
+
+def unreadable(name: str, tensor: torch.Tensor) -> str:
+    """The reason against a tensor whose layout a kernel doesn't take."""
+    return f"{name} has strides {list(tensor.stride())} at address {tensor.data_ptr():#x}, which the kernel can't read"
+
+
+def launcher(kernel: Kernel, config: Config, index: int) -> launch.Launcher:
+    """The kernel for `config` on device `index`: from this process, from the cache on disk, or compiled.
+
+    Raises, beside what Launcher raises, RuntimeError if it would have to be loaded while a CUDA graph is captured."""
+    with _lock:
+        loaded = _loaded.get((kernel.name, config, index))
+        if loaded is None:
+            if devices.is_capturing():
+                raise RuntimeError(
+                    f"{kernel.name}: the first call with these static sizes loads its kernel, which a CUDA graph can't"
+                    " capture; make one such call before the capture"
+                )
+            loaded = _loaded[kernel.name, config, index] = _load(kernel, config, index)
+        return loaded
+
+
+def run(kernel: Kernel, config: Config, index: int, stream: int, arrays: Mapping[str, launch.ArrayView]) -> None:
+    """Launch a kernel on `stream`, the current stream of device `index`, with its operands by name, in their order."""
+    loaded = launcher(kernel, config, index)
+    check_operands(loaded, tuple(arrays))
+    loaded(stream, list(arrays.values()))
+
+
+def view(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> launch.ArrayView:
+    """A tensor's memory as an operand; `shape` if the kernel has another for it."""
+    return launch.ArrayView(
+        tensor.data_ptr(), tuple(tensor.shape) if shape is None else shape, dtype_name(tensor.dtype)
+    )
+
+
+_loaded: dict[tuple[str, Config, int], launch.Launcher] = {}
+
+
+def _load(kernel: Kernel, config: Config, index: int) -> launch.Launcher:
+    with torch.cuda.device(index):
+        return launch.Launcher(kernel, config, devices.arch(index))

@@ -1,0 +1,75 @@
+"""Where attention's results go: the caller's tensors, once they are checked, or new ones."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from tsmla_bridge.runtime import tensors
+from tsmla_bridge.runtime.tensors import DTYPES
+from tsmla_kernels import contract
+
+Results = tuple[torch.Tensor, torch.Tensor | None]
+"""out, and lse where it was asked for."""
+
+Computed = tuple[torch.Tensor, torch.Tensor]
+"""out and lse."""
+
+
+@dataclass(frozen=True)
+class ResultLayout:
+    """Shapes, strides and dtypes of a call's results: out is [*rows, width], lse [*rows]."""
+
+    rows: tuple[int, ...]
+    row_strides: tuple[int, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    lse_dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, q: torch.Tensor, width: int, out_dtype: str, lse_dtype: str) -> ResultLayout:
+        """For a query [*rows, D], and the contract's dtypes."""
+        rows = tuple(q.shape[:-1])
+        shape = (*rows, width)
+        dtypes = DTYPES[out_dtype], DTYPES[lse_dtype]
+        return cls(rows, _row_major(rows), shape, _row_major(shape), *dtypes, q.device)
+
+    def take(self, return_lse: bool, out: torch.Tensor | None, lse: torch.Tensor | None) -> Results:
+        """The tensors to write to. ValueError / TypeError if one of the caller's can't take its result."""
+        if return_lse is not True and return_lse is not False:
+            contract.static_bool("return_lse", return_lse)
+        if out is None:
+            out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+        else:
+            tensors.check_output("out", out, self.shape, self.dtype, self.device)
+        if lse is not None:
+            if not return_lse:
+                raise ValueError("lse: got a tensor; it is written with return_lse=True alone")
+            tensors.check_output("lse", lse, self.rows, self.lse_dtype, self.device)
+        elif return_lse:
+            lse = torch.empty_strided(self.rows, self.row_strides, dtype=self.lse_dtype, device=self.device)
+        return out, lse
+
+    def hand_over(
+        self, computed: Computed, return_lse: bool, out: torch.Tensor | None, lse: torch.Tensor | None
+    ) -> Results:
+        """Computed results, copied to where the caller wants them. Without out and lse they are returned as they are:
+        they carry derivatives."""
+        if out is None and lse is None:
+            return computed[0], computed[1] if contract.static_bool("return_lse", return_lse) else None
+        out, lse = self.take(return_lse, out, lse)
+        return out.copy_(computed[0]), None if lse is None else lse.copy_(computed[1])
+
+    def without_keys(self) -> Computed:
+        """The results of a call whose queries see no key."""
+        out = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        return out, torch.full(self.rows, -math.inf, dtype=self.lse_dtype, device=self.device)
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a dense tensor."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))

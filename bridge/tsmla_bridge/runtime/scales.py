@@ -1,0 +1,166 @@
+"""The pair of scales that the attention kernels read from device memory: what logits and outputs are multiplied by.
+
+Scales given as tensors are multiplied on the device, at every call, so a CUDA graph reads them at every replay. Python
+numbers are written to the device: each pair of values once for each stream, and found again by value, whichever call it
+came from. Only the stream or the capture that wrote a pair uses it, so streams need no ordering and nothing waits.
+Calls through torch's operators keep nothing: torch.compile may serve every allocation from a graph's memory, captured
+or not, and takes that memory back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Iterator
+from typing import Any, TypeGuard
+
+import torch
+
+from tsmla_bridge.runtime import devices
+from tsmla_bridge.runtime.tensors import Scale, describe_scale
+from tsmla_kernels.contract.rules import check_scale
+
+Pair = tuple[float, float] | torch.Tensor
+"""(logits' scale, outputs' scale) as numbers, or as a float32 tensor [2] (float64 on CPUs)."""
+
+MAX_PAIRS = 256
+"""Pairs kept for a stream: a model needs some for each kind of layer. Beyond that all are dropped and written anew."""
+
+DEFAULT_STREAM = 0
+"""The legacy default stream. CUDA can't capture it, so a call there doesn't ask whether a capture is under way."""
+
+GREATEST = torch.finfo(torch.float32).max
+
+_lock = threading.Lock()
+_of_stream: dict[tuple[int, int], dict[tuple[float, float], torch.Tensor]] = {}
+# Memory that a capture allocates belongs to its graph and is useless elsewhere: one capture a stream is remembered.
+_of_capture: dict[tuple[int, int], tuple[int, dict[tuple[float, float], torch.Tensor]]] = {}
+
+_of_thread = threading.local()
+
+
+@contextlib.contextmanager
+def none_kept() -> Iterator[None]:
+    """A context in which this thread's calls use pairs that are kept already, but keep none that they write."""
+    before = _keeps_none()
+    _of_thread.keeps_none = True
+    try:
+        yield
+    finally:
+        _of_thread.keeps_none = before
+
+
+def _keeps_none() -> bool:
+    return getattr(_of_thread, "keeps_none", False)
+
+
+def check(name: str, scale: object, *, optional: bool = True) -> None:
+    """The contract's ValueError / TypeError unless a number or a float32 scalar tensor (or None, if optional)."""
+    check_scale(name, describe_scale(name, scale), optional)
+
+
+def is_usual(scale: object, like: torch.Tensor) -> bool:
+    """Fast, conservative check: True only if this is a tensor that `check` accepts, on the device of `like`. It may be
+    False for legal ones."""
+    return (
+        type(scale) is torch.Tensor
+        and scale.dtype is torch.float32
+        and scale.dim() == 0
+        and scale.get_device() == like.get_device() >= 0
+    )
+
+
+def product(softmax_scale: Scale, q_scale: Scale | None, k_scale: Scale | None, out_scale: Scale | None) -> Pair:
+    """The pair for a call's scales: softmax_scale * q_scale * k_scale, and out_scale; None is 1.
+
+    Numbers are multiplied as numbers and rounded to float32 at the end; where one is a tensor all are float32, and
+    multiplied in this order. The front end for jax does the same, so the results are bitwise the same."""
+    query: Scale = 1.0 if q_scale is None else q_scale
+    key: Scale = 1.0 if k_scale is None else k_scale
+    out: Scale = 1.0 if out_scale is None else out_scale
+    numbers = not (isinstance(softmax_scale, torch.Tensor) or isinstance(query, torch.Tensor))
+    if numbers and key is out and not torch.compiler.is_compiling() and _is_plain(key):
+        # The usual call, in one operation: [number, 1] * key.
+        index = key.get_device()
+        factors = (_float32(softmax_scale) * _float32(query), 1.0)
+        return on_device(factors, index, devices.current_stream(index)) * key
+    given = [scale for scale in (softmax_scale, query, key, out) if isinstance(scale, torch.Tensor)]
+    if not given:
+        return softmax_scale * query * key, out  # type: ignore[return-value]
+    on_cpu = given[0].device.type == "cpu"
+    dtype = torch.float64 if on_cpu and any(scale.dtype == torch.float64 for scale in given) else torch.float32
+    like = (dtype, given[0].device)
+    if not numbers or torch.compiler.is_compiling():
+        logits = _tensor(softmax_scale, like) * _tensor(query, like) * _tensor(key, like)
+    else:
+        # The product of two floats is exact as a double, and is rounded when it meets the tensor.
+        number = softmax_scale if query == 1.0 else _float32(softmax_scale) * _float32(query)
+        logits = _tensor(key, like) * number
+    return torch.stack((logits, _tensor(out, like)))
+
+
+def on_device(pair: Pair, index: int, stream: int) -> torch.Tensor:
+    """The pair as float32 [2] on device `index`, ready on `stream`, its current stream. The caller keeps it until the
+    launch."""
+    if not isinstance(pair, tuple):
+        return pair
+    if stream != DEFAULT_STREAM and devices.is_capturing():
+        return _in_capture(pair, index, stream)
+    known = _of_stream.get((index, stream))
+    if known is not None and (found := known.get(pair)) is not None:
+        return found
+    written = _write(pair, index)
+    if _keeps_none():
+        return written
+    with _lock:
+        known = _of_stream.setdefault((index, stream), {})
+        if len(known) >= MAX_PAIRS:
+            known.clear()
+        known[pair] = written
+    return written
+
+
+def _in_capture(pair: tuple[float, float], index: int, stream: int) -> torch.Tensor:
+    if _keeps_none() or (capture := devices.capture_id(stream)) is None:
+        return _write(pair, index)
+    with _lock:
+        before, known = _of_capture.get((index, stream), (None, {}))
+        if before != capture:
+            known = {}
+            _of_capture[index, stream] = (capture, known)
+        if (found := known.get(pair)) is None:
+            found = known[pair] = _write(pair, index)
+        return found
+
+
+def _write(pair: tuple[float, float], index: int) -> torch.Tensor:
+    """One small kernel that carries the values as its arguments: no copy from the host, which could not be captured."""
+    dtype, device = torch.float32, devices.torch_device(index)
+    first, second = (_float32(value) for value in pair)
+    if abs(second - first) <= GREATEST:  # linspace adds 0 times the difference
+        return torch.linspace(first, second, 2, dtype=dtype, device=device)
+    return torch.stack((_tensor(first, (dtype, device)), _tensor(second, (dtype, device))))
+
+
+def _is_plain(scale: Scale) -> TypeGuard[torch.Tensor]:
+    """Whether this is an ordinary float32 tensor on the current CUDA device."""
+    return (
+        type(scale) is torch.Tensor
+        and scale.dtype == torch.float32
+        and not torch._C._len_torch_dispatch_stack()
+        and devices.kind(scale.device) == "cuda"
+        and devices.current_device() == scale.get_device()
+    )
+
+
+def _tensor(scale: Scale, like: tuple[torch.dtype, torch.device]) -> torch.Tensor:
+    dtype, device = like
+    if isinstance(scale, torch.Tensor):
+        return scale.to(device, dtype)
+    return torch.full((), scale, dtype=dtype, device=device)
+
+
+def _float32(value: Any) -> float:
+    """The nearest float32."""
+    return ctypes.c_float(value).value

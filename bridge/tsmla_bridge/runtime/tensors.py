@@ -1,0 +1,186 @@
+"""Tensors at the front door: described to the contract, and taken as the dense arrays that the kernels read.
+
+A view that is such an array under another shape is passed on without a copy; any other view raises. Nothing is copied
+behind the caller's back, and no stride is ever ignored.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from tsmla_kernels import contract
+from tsmla_kernels.contract.rules import show
+
+Spec = TypeVar("Spec")
+
+Scale = float | torch.Tensor
+"""A Python float, or a float32 scalar tensor on the device of the others."""
+
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "int8", "uint8", "int32")
+}
+
+
+TensorGuards = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
+"""torch's guard of compiled code; None in a version of torch that no longer has it here."""
+
+
+def likeness(*tensors: torch.Tensor) -> Callable[..., bool]:
+    """A function that compares other tensors with these, one by one. It returns True if they have the same classes,
+    dtypes, devices, sizes, strides and requires_grad, and torch's modes (dispatch, autocast, inference) are the same as
+    now. Without TensorGuards it always returns False."""
+    if TensorGuards is None:
+        return lambda *others: False
+    return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+
+
+def describe(name: str, value: Any) -> contract.Array:
+    """Shape and dtype of a tensor argument; TypeError if it isn't one."""
+    if not isinstance(value, torch.Tensor):
+        raise contract.not_an_array(name, value)
+    return contract.Array(tuple(value.shape), dtype_name(value.dtype))
+
+
+def describe_scale(name: str, value: Any) -> Any:
+    """A scale for the contract: tensors by shape and dtype; anything else unchanged, for the contract to judge."""
+    return describe(name, value) if isinstance(value, torch.Tensor) else value
+
+
+def describe_call(
+    make_spec: Callable[..., Spec],
+    tensors: Mapping[str, Any],
+    *,
+    scales: Mapping[str, Any],
+    optional: Sequence[str] = (),
+    **static: Any,
+) -> Spec:
+    """The spec of a call, from the contract's function `make_spec`; raises as that does, and ValueError unless all are
+    on the device of the first tensor. The tensors named in `optional` may be None; `static` arguments are passed on."""
+    described: dict[str, Any] = {
+        name: None if value is None and name in optional else describe(name, value) for name, value in tensors.items()
+    }
+    for name, value in scales.items():
+        described[name] = describe_scale(name, value)
+    spec = make_spec(**described, **static)
+    first = next(iter(tensors))
+    same_device(first, tensors[first], {**tensors, **scales})
+    return spec
+
+
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """The dtype's name as the contract and the catalog have it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def accumulation_dtype(dtype: str) -> torch.dtype:
+    """float32, or float64 for float64 inputs."""
+    return torch.float64 if dtype == "float64" else torch.float32
+
+
+def same_device(first: str, tensor: torch.Tensor, others: dict[str, Any]) -> None:
+    """ValueError unless all the tensors among `others` are where `tensor`, named `first`, is."""
+    for name, other in others.items():
+        if isinstance(other, torch.Tensor) and other.device != tensor.device:
+            raise ValueError(f"{name}: got a tensor on {other.device}; it must be on {first}'s device, {tensor.device}")
+
+
+def without_head_axis(kv_cache: torch.Tensor) -> torch.Tensor:
+    """The cache as [P, Z, D]: engines also pass it as [P, 1, Z, D], with its one key head."""
+    if isinstance(kv_cache, torch.Tensor) and kv_cache.dim() == 4 and kv_cache.shape[1] == 1:
+        return kv_cache.select(1, 0)
+    return kv_cache
+
+
+def joined(q: Any) -> torch.Tensor:
+    """For a pair (q[..., :L], q[..., L:]) of one tensor that tensor again, without a copy.
+
+    Raises ValueError if the two are not the halves of the same rows."""
+    if not isinstance(q, tuple):
+        raise contract.not_an_array("q", q)
+    if len(q) != 2:
+        raise ValueError(f"q: got {len(q)} tensors; legal: one, or the pair of its latent and its rope columns")
+    latent, rope = q
+    for part in q:
+        describe("q", part)
+    width = latent.shape[-1] + rope.shape[-1]
+    one = (
+        latent.dtype == rope.dtype
+        and latent.device == rope.device
+        and latent.dim() >= 2
+        and latent.shape[:-1] == rope.shape[:-1]
+        and latent.stride() == rope.stride()
+        and latent.untyped_storage().data_ptr() == rope.untyped_storage().data_ptr()
+        and rope.storage_offset() == latent.storage_offset() + latent.shape[-1]
+    )
+    if not one:
+        raise ValueError(
+            f"q: got a pair of shapes {show(tuple(latent.shape))} and {show(tuple(rope.shape))} that are not the"
+            " latent and the rope columns of one tensor; torch.cat(q, -1) makes one of them"
+        )
+    return latent.as_strided((*latent.shape[:-1], width), latent.stride())
+
+
+def check_dense(name: str, tensor: torch.Tensor) -> None:
+    """ValueError unless row-major without gaps."""
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{name}: got shape {show(tuple(tensor.shape))} with strides {show(tensor.stride())};"
+            f" the kernel takes row-major tensors without gaps (.contiguous() copies into one)"
+        )
+
+
+def page_step(kv_cache: torch.Tensor) -> int:
+    """How many pages of Z * D elements lie between the starts of two pages of the cache [P, Z, D]: 1 where it is dense,
+    N for one layer's slice of a pool [P, N, Z, D]. ValueError if the kernels can't address it."""
+    num_pages, page_size, head_dim = kv_cache.shape
+    page, row, column = kv_cache.stride()
+    size = page_size * head_dim
+    rows_dense = (column == 1 or head_dim == 1) and (row == head_dim or page_size == 1)
+    if rows_dense and (num_pages <= 1 or page == size):
+        return 1
+    if rows_dense and page > 0 and page % size == 0:
+        if num_pages * (page // size) >= 2**31:
+            raise ValueError(
+                f"kv_cache: got strides {show(kv_cache.stride())} of {num_pages} pages; counted in pages of {size}"
+                " elements its extent must stay below 2^31"
+            )
+        return page // size
+    raise ValueError(
+        f"kv_cache: got shape {show(tuple(kv_cache.shape))} with strides {show(kv_cache.stride())}; legal: rows of D"
+        f" elements without gaps, and pages a multiple of Z * D = {size} elements apart (a layer's slice of a pool)"
+    )
+
+
+def table_width(block_tables: torch.Tensor) -> int:
+    """Entries from one row of the table to the next. A slice table[:, :M] is read as the wide table that it is a part
+    of; ValueError if it isn't one, or its last row has no memory up to that width."""
+    rows, width = block_tables.shape
+    if block_tables.is_contiguous():
+        return width
+    row, column = block_tables.stride()
+    end = block_tables.storage_offset() + rows * row
+    storage = block_tables.untyped_storage().nbytes() // block_tables.element_size()
+    if (column == 1 or width == 1) and row >= width and end <= storage:
+        return row
+    raise ValueError(
+        f"block_tables: got shape {show(tuple(block_tables.shape))} with strides {show(block_tables.stride())}; legal:"
+        " row-major, or the first columns of a row-major table (.contiguous() copies into one)"
+    )
+
+
+def check_output(name: str, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """ValueError / TypeError unless `tensor` can take a result."""
+    if not isinstance(tensor, torch.Tensor):
+        raise contract.not_an_array(name, tensor)
+    if tensor.shape != shape or tensor.dtype != dtype:
+        got = f"{dtype_name(tensor.dtype)}{show(tuple(tensor.shape))}"
+        raise ValueError(f"{name}: got {got}; legal: {dtype_name(dtype)}{show(shape)}")
+    if tensor.device != device:
+        raise ValueError(f"{name}: got a tensor on {tensor.device}; it must be on q's device, {device}")
+    check_dense(name, tensor)

@@ -1,0 +1,144 @@
+"""Memory for a kernel's intermediate results: sized by a function, owned by the caller, one for each stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tsmla_bridge.runtime import devices
+from tsmla_bridge.runtime.tensors import dtype_name
+from tsmla_kernels import contract
+from tsmla_kernels.catalog import ITEMSIZE
+from tsmla_kernels.sm90.decode import config as sm90_decode
+
+ALIGN = 256  # bytes, of every array in a workspace: cudaMalloc's alignment, and more than any operand needs
+
+Shapes = Mapping[str, tuple[tuple[int, ...], str]]
+
+
+class Layout:
+    """Named arrays one behind the other. offsets: bytes from the start, by name; size: bytes in all."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        self.offsets: dict[str, int] = {}
+        self.size = 0
+        for name, (shape, dtype) in shapes.items():
+            self.offsets[name] = self.size
+            count = ITEMSIZE[dtype]
+            for length in shape:
+                count *= length
+            self.size += -(-count // ALIGN) * ALIGN
+
+
+class Workspace:
+    """Memory for the kernels' intermediate results, for calls on one stream, one after the other.
+
+    With it (and out=) a call allocates nothing. Calls on different streams may run at the same time and would write
+    over each other, so each stream needs its own: a workspace belongs to the stream of its first call, and a call on
+    another raises until `release` is called. Calls that are captured into a CUDA graph are not checked: graphs that are
+    replayed at the same time need workspaces of their own.
+
+    Args:
+      size: bytes; decode_workspace_size says how many a call needs.
+      device: where; the current CUDA device by default.
+    """
+
+    def __init__(self, size: int, device: torch.device | str | int | None = None) -> None:
+        self.buffer = torch.empty(
+            contract.static_int("size", size), dtype=torch.uint8, device="cuda" if device is None else device
+        )
+        self._stream: int | None = None
+
+    @classmethod
+    def of(cls, buffer: torch.Tensor) -> Workspace:
+        """A workspace for one call in `buffer`, a contiguous uint8 tensor."""
+        self = cls.__new__(cls)
+        self.buffer, self._stream = buffer, None
+        return self
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.buffer.numel()
+
+    def release(self) -> None:
+        """Let another stream use it. Its work must be ordered after this stream's (Stream.wait_stream)."""
+        self._stream = None
+
+    def take(self, op: str, size: int, device: torch.device, stream: int) -> int:
+        """The address of `size` bytes for a call on `stream`. ValueError if it is too small, elsewhere or another
+        stream's."""
+        if self.buffer.numel() < size:
+            raise ValueError(f"workspace: got {self.size} bytes; this call of {op} needs {size}")
+        if self.buffer.device != device:
+            raise ValueError(f"workspace: got one on {self.buffer.device}; it must be on q's device, {device}")
+        if self._stream != stream and not devices.is_capturing():
+            if self._stream is not None:
+                raise ValueError(
+                    f"workspace: got the one of stream {self._stream:#x} for a call on stream {stream:#x}; each stream"
+                    " needs its own (or order the streams and call release())"
+                )
+            self._stream = stream
+        return self.buffer.data_ptr()
+
+
+def decode_layout(config: sm90_decode.DecodeConfig, num_sms: int, batch: int, max_pages: int, rows: int) -> Layout:
+    """The kernel's workspaces, and an lse for calls that return none."""
+    shapes: dict[str, Any] = dict(sm90_decode.workspace_shapes(config, num_sms, batch, max_pages))
+    return Layout({**shapes, "lse": ((rows,), "float32")})
+
+
+def decode_workspace_size(
+    *,
+    max_batch: int,
+    num_heads: int,
+    max_q_len: int = 1,
+    page_size: int = 64,
+    latent_dim: int = 512,
+    rope_dim: int = 64,
+    max_pages: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
+    ragged: bool = False,
+    causal: bool = True,
+    batch_invariant: bool = False,
+    device: torch.device | str | int | None = None,
+) -> int:
+    """Bytes that mla_decode needs at most, for calls of up to max_batch requests of up to max_q_len query tokens.
+
+    Args:
+      max_batch: B. num_heads: H. max_pages: M of the block table, which matters for batch_invariant calls alone.
+      dtype: of q. kv_dtype: of the cache, if another.
+      device: its number of multiprocessors decides; the current CUDA device by default.
+
+    Raises:
+      NotImplementedError: no kernel runs such calls, with the reasons.
+    """
+    sms = devices.num_sms(devices.index_of(torch.device("cuda" if device is None else device)))
+    size = 0
+    for q_len in range(1, max_q_len + 1):
+        spec = contract.DecodeSpec(
+            batch=max_batch,
+            total_q_len=max_batch * q_len,
+            max_q_len=q_len,
+            num_heads=num_heads,
+            latent_dim=latent_dim,
+            rope_dim=rope_dim,
+            num_pages=1,
+            page_size=page_size,
+            max_pages=max_pages,
+            q_dtype=dtype_name(dtype),
+            kv_dtype=dtype_name(kv_dtype or dtype),
+            ragged=ragged,
+            causal=causal,
+            return_lse=True,
+            batch_invariant=batch_invariant,
+        )
+        if reasons := sm90_decode.decode_reasons(spec):
+            raise contract.not_runnable("mla_decode", "cute", reasons)
+        config = sm90_decode.decode_config(spec)
+        layout = decode_layout(config, sms, max_batch, max_pages, max_batch * q_len * num_heads)
+        size = max(size, layout.size)
+    return size

@@ -1,0 +1,121 @@
+"""How a kernel is described: its operands, where its code is, and which package that code is from.
+
+A kernel is a class whose instances are `@cute.jit` launchers, built from a frozen config. Its record says where that
+class is, and which operands the launcher takes in which order for a config; compile.py, object_cache.py and both front
+ends need nothing else. The record.py of each kernel's folder has its record, catalog.py the list of them. Imports no
+cutlass, jax or torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Config = Any  # a frozen dataclass of ints, bools and strings; each kernel has its own
+
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}
+"""Bytes of an element, by the dtype's name."""
+
+MODELS = (
+    ("deepseek-v2", (("num_heads", "128"),)),
+    ("deepseek-v2-lite", (("num_heads", "16"),)),
+    ("deepseek-v3", (("num_heads", "128"),)),
+    ("kimi-k2", (("num_heads", "64"),)),
+)
+"""Presets: query heads of public models, all with L = 512 and R = 64; tensor_parallel divides them."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One array of a kernel's launcher, row-major and dense.
+
+    Attributes:
+      name: the launcher's parameter.
+      dtype: the dtype's name, a key of ITEMSIZE.
+      shape: the sizes compiled in, None where the size is read from the array at the launch.
+      output: whether the kernel writes it; outputs follow the inputs.
+      wide: keep the first axis' stride a 64-bit run-time value even if it is known when compiling: the product of a
+        page number and a static stride is computed in 32 bits and wraps beyond 2^31 elements.
+      align: bytes; the array's address is a multiple of them.
+      alias: the input that this output is written over, in the same memory.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | None, ...]
+    output: bool = False
+    wide: bool = False
+    align: int = 16
+    alias: str | None = None
+
+    def check(self, shape: tuple[Any, ...], dtype: str) -> None:
+        """ValueError unless an array of this shape and dtype may be passed; symbolic sizes pass for dynamic ones."""
+        fits = len(shape) == len(self.shape) and all(
+            want is None or want == got for want, got in zip(self.shape, shape, strict=True)
+        )
+        if not fits or dtype != self.dtype:
+            legal = ", ".join("any" if size is None else str(size) for size in self.shape)
+            got = ", ".join(map(str, shape))
+            raise ValueError(f"{self.name}: got {dtype}[{got}]; the kernel takes {self.dtype}[{legal}]")
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package of others that kernels take their device code from.
+
+    Attributes:
+      module: the name that it is imported by.
+      distribution: the name that it is installed by.
+      install: the command that installs it.
+      checked: the version that the kernels were checked with; objects are taken to be of it where the package isn't
+        installed.
+    """
+
+    module: str
+    distribution: str
+    install: str
+    checked: str
+
+    @property
+    def version(self) -> str:
+        """The installed version, found without importing the package, else `checked`."""
+        try:
+            return importlib.metadata.version(self.distribution)
+        except importlib.metadata.PackageNotFoundError:
+            return self.checked
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """How one kernel is made.
+
+    Attributes:
+      name: unique among all kernels of all architectures.
+      archs: the architectures it can be compiled for, as in CUTE_DSL_ARCH.
+      launcher: "module:name"; name(config), a class or a function, is the `@cute.jit` callable (stream, *operands). A
+        string, because that module imports cutlass: two seconds that a process with a warm cache must not pay.
+      config: the config's dataclass.
+      operands: the launcher's operands for a config.
+      from_options: the config that options of the command line name; ValueError if they are not legal.
+      presets: options by the name of a model.
+      compiler_options: for the DSL, beside those that every kernel is compiled with.
+      package: the package that the device code is from, None if it is this one's.
+    """
+
+    name: str
+    archs: tuple[str, ...]
+    launcher: str
+    config: type
+    operands: Callable[[Any], tuple[Operand, ...]]
+    from_options: Callable[[Mapping[str, str]], Config]
+    presets: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = MODELS
+    compiler_options: str = ""
+    package: Package | None = None
+
+    def config_json(self, config: Config) -> str:
+        """The config as a line of JSON, the same for equal configs."""
+        return json.dumps(dataclasses.asdict(config), sort_keys=True)

@@ -1,0 +1,143 @@
+"""Options of the command line, as text, to the spec of a call, and so to the config that such a call is given.
+
+A call gets its config from its spec in the same way, so `tsmla compile --config` compiles the objects that calls ask
+for. Options are the static fields of a spec, with shorter names for the dtypes. Every ValueError names the option.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from tsmla_kernels import contract
+from tsmla_kernels.contract.cache import ROPE_LAYOUTS
+from tsmla_kernels.contract.sparse import TopKSpec
+from tsmla_kernels.kernel import Config
+
+Spec = TypeVar("Spec")
+
+# The options of each kind of kernel and their defaults, "" where there is none. Options after a model's preset are for
+# every kernel, so a kernel also accepts options that only the kernels before it read.
+_DECODE = {
+    "num_heads": "",
+    "tensor_parallel": "1",
+    "dtype": "bfloat16",
+    "kv_dtype": "",
+    "max_q_len": "1",
+    "latent_dim": "512",
+    "rope_dim": "64",
+    "page_size": "64",
+    "ragged": "false",
+    "causal": "true",
+    "batch_invariant": "false",
+}
+_PREFILL = {**_DECODE, "qk_head_dim": "192", "v_head_dim": "128", "shared_rope": "false"}
+del _PREFILL["kv_dtype"]
+_CACHE = {**_DECODE, **_PREFILL, "rope_interleave": "true", "rope_layout": "interleaved"}
+_MERGE = {**_CACHE, "parts": "2"}
+_TOPK = {**_MERGE, "num_tokens": "64", "num_columns": "131072", "k": "2048"}
+
+
+def decode_spec(options: Mapping[str, str]) -> contract.DecodeSpec:
+    """The spec of mla_decode. tensor_parallel is the number of devices that share the heads."""
+    values = _filled_in(options, _DECODE)
+    if not values["num_heads"]:
+        raise ValueError("--config: num_heads is needed, or a preset that has it")
+    heads, devices = (_parsed(values, name, int) for name in ("num_heads", "tensor_parallel"))
+    if heads % devices:
+        raise ValueError(f"--config: got tensor_parallel={devices}; it must divide num_heads={heads}")
+    return _spec(contract.DecodeSpec, values, num_heads=heads // devices)
+
+
+def prefill_spec(options: Mapping[str, str]) -> contract.PrefillSpec:
+    """The spec of mla_prefill. The kernels read the number of heads and the lengths at the launch."""
+    values = _filled_in(options, _PREFILL)
+    return _spec(contract.PrefillSpec, values, num_heads=1, max_q_len=1)
+
+
+def rope_write_spec(options: Mapping[str, str]) -> contract.RopeWriteSpec:
+    """The spec of rope_write_kv_cache. `dtype` is the query's and, without a kv_dtype, the cache's; the inputs have it
+    too, or bfloat16 where it is fp8."""
+    values = _filled_in(options, _CACHE)
+    if values["rope_layout"] not in ROPE_LAYOUTS:
+        raise ValueError(f"--config: got rope_layout={values['rope_layout']}; legal: {' or '.join(ROPE_LAYOUTS)}")
+    in_dtype = contract.attention_out_dtype(values["dtype"])
+    write = _spec(contract.CacheWriteSpec, values, page_size=1, in_dtype=in_dtype)
+    return _spec(contract.RopeWriteSpec, values, write=write, num_heads=1)
+
+
+def cache_write_spec(options: Mapping[str, str]) -> contract.CacheWriteSpec:
+    """The spec of write_kv_cache, with the dtypes of rope_write_spec."""
+    return rope_write_spec(options).write
+
+
+def cache_gather_spec(options: Mapping[str, str]) -> contract.CacheGatherSpec:
+    """The spec of gather_kv_cache, with the dtypes of rope_write_spec: rows come out as they would be written from."""
+    write = cache_write_spec(options)
+    dtypes = {"kv_dtype": write.kv_dtype, "out_dtype": write.in_dtype}
+    return _spec(contract.CacheGatherSpec, {}, head_dim=write.head_dim, **dtypes)
+
+
+def merge_spec(options: Mapping[str, str]) -> contract.MergeSpec:
+    """The spec of merge_attention_states. `dtype` is that of attention's inputs, v_head_dim its results' width."""
+    values = _filled_in(options, _MERGE)
+    num_parts, head_dim = (_parsed(values, name, int) for name in ("parts", "v_head_dim"))
+    return contract.MergeSpec(num_parts, (1,), head_dim, contract.attention_out_dtype(values["dtype"]), "float32")
+
+
+def topk_spec(options: Mapping[str, str]) -> TopKSpec:
+    """The spec of select_topk: num_tokens rows of num_columns."""
+    return _spec(TopKSpec, _filled_in(options, _TOPK))
+
+
+def flag(options: Mapping[str, str], name: str) -> bool:
+    """An option that is true or false, and false where it isn't given."""
+    return bool(_parsed({name: "false", **options}, name, bool))
+
+
+def config_of(
+    spec: Callable[[Mapping[str, str]], Spec],
+    reasons: Callable[[Spec], list[str]],
+    config: Callable[[Spec], Config],
+    options: Mapping[str, str],
+) -> Config:
+    """The config that serves the spec of these options. ValueError with the reasons if no config does."""
+    described = spec(options)
+    if found := reasons(described):
+        raise ValueError(f"--config: no kernel for it: {'; '.join(found)}")
+    return config(described)
+
+
+def _filled_in(options: Mapping[str, str], defaults: Mapping[str, str]) -> dict[str, str]:
+    if unknown := sorted(options.keys() - defaults.keys()):
+        raise ValueError(f"--config: got option {unknown[0]!r}; legal: {', '.join(sorted(defaults))}")
+    values = {**defaults, **options}
+    return {**values, "q_dtype": values["dtype"], "kv_dtype": values.get("kv_dtype") or values["dtype"]}
+
+
+def _spec(kind: type[Spec], values: Mapping[str, str], **settled: Any) -> Spec:
+    """A spec with the `settled` fields; the others are read from the options of the same name. A size without an option
+    is 1, because kernels read it at the launch, and a flag without one is True: kernels always compute lse."""
+    types = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        name, of_field = field.name, types[field.name]
+        if name not in settled:
+            settled[name] = _parsed(values, name, of_field) if name in values else of_field is bool or 1
+    return kind(**settled)
+
+
+def _parsed(values: Mapping[str, str], name: str, kind: Any) -> Any:
+    """The value of an option for a field of this type: bool, str, or else a size."""
+    value = values[name]
+    if kind is str:
+        return value
+    if kind is bool:
+        if value not in ("true", "false"):
+            raise ValueError(f"--config: got {name}={value}; legal: true or false")
+        return value == "true"
+    minimum = 0 if name == "rope_dim" else 1
+    if not value.isdecimal() or int(value) < minimum:
+        raise ValueError(f"--config: got {name}={value}; legal: an int >= {minimum}")
+    return int(value)

@@ -1,0 +1,85 @@
+"""TokenSpeed's kernels for Blackwell: their operands and their records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from tsmla_kernels.contract import attention_out_dtype
+from tsmla_kernels.kernel import Config, Kernel, Operand, Package
+from tsmla_kernels.options import config_of, decode_spec, flag, prefill_spec
+from tsmla_kernels.sm100 import config as sm100
+
+
+def sm100_decode_operands(config: sm100.DecodeConfig) -> tuple[Operand, ...]:
+    """S and H are read at the launch, although they are known: the package's host code computes with them there."""
+    head_dim = sm100.LATENT_DIM + sm100.ROPE_DIM
+    return (
+        Operand("q", config.dtype, (None, None, None, head_dim), wide=True),
+        Operand("kv_cache", config.dtype, (None, config.page_size, head_dim), wide=True),
+        Operand("block_tables", "int32", (None, None), align=4),
+        Operand("seq_lens", "int32", (None,), align=4),
+        Operand("visible_lens", "int32", (None, None), align=4),
+        *_sm100_outputs(
+            config.traced_scales,
+            Operand("out", attention_out_dtype(config.dtype), (None, None, None, sm100.LATENT_DIM), output=True),
+            Operand("lse", "float32", (None, None, None), output=True, align=4),
+            Operand("workspace", "int8", (None, None), output=True, align=32),
+        ),
+    )
+
+
+def sm100_prefill_operands(config: sm100.PrefillConfig) -> tuple[Operand, ...]:
+    """Everything is packed, as mla_prefill takes it."""
+    return (
+        Operand("q", config.dtype, (None, None, sm100.QK_HEAD_DIM)),
+        Operand("k", config.dtype, (None, None, sm100.QK_HEAD_DIM)),
+        Operand("v", config.dtype, (None, None, sm100.V_HEAD_DIM)),
+        Operand("cu_seqlens_q", "int32", (None,), align=4),
+        Operand("cu_seqlens_kv", "int32", (None,), align=4),
+        *_sm100_outputs(
+            config.traced_scales,
+            Operand("out", attention_out_dtype(config.dtype), (None, None, sm100.V_HEAD_DIM), output=True),
+            Operand("lse", "float32", (None, None), output=True, align=4),
+            Operand("longest_q", "int8", (None,), output=True, align=1),
+        ),
+    )
+
+
+def _sm100_outputs(traced_scales: bool, *outputs: Operand) -> tuple[Operand, ...]:
+    """The outputs, after the array of scales if there is one, else before the operands whose sizes encode them."""
+    if traced_scales:
+        return (Operand("scales", "float32", (2,), align=4), *outputs)
+    return (*outputs, *(Operand(name, "int8", (None,), output=True, align=1) for name in sm100.SCALE_OPERANDS))
+
+
+def sm100_config(spec: Any, reasons: Any, config: Any, options: Mapping[str, str]) -> Config:
+    """As options.config_of; traced_scales=true is for calls whose scales are computed on the device."""
+    others = {name: value for name, value in options.items() if name != "traced_scales"}
+    return config_of(spec, reasons, partial(config, traced_scales=flag(options, "traced_scales")), others)
+
+
+TOKENSPEED = Package("tokenspeed_mla", "tokenspeed-mla", sm100.INSTALL, sm100.CHECKED_VERSION)
+
+MLA_DECODE_SM100 = Kernel(
+    name="mla_decode_sm100",
+    archs=sm100.ARCHS,
+    launcher="tsmla_kernels.sm100.mla_decode:MlaDecode",
+    config=sm100.DecodeConfig,
+    operands=sm100_decode_operands,
+    from_options=partial(sm100_config, decode_spec, sm100.decode_reasons, sm100.decode_config),
+    compiler_options=sm100.COMPILER_OPTIONS,
+    package=TOKENSPEED,
+)
+
+MLA_PREFILL_SM100 = Kernel(
+    name="mla_prefill_sm100",
+    archs=sm100.ARCHS,
+    launcher="tsmla_kernels.sm100.mla_prefill:MlaPrefill",
+    config=sm100.PrefillConfig,
+    operands=sm100_prefill_operands,
+    from_options=partial(sm100_config, prefill_spec, sm100.prefill_reasons, sm100.prefill_config),
+    compiler_options=sm100.COMPILER_OPTIONS,
+    package=TOKENSPEED,
+)

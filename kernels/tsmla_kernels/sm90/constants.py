@@ -1,0 +1,9 @@
+"""Numbers that the Hopper kernels share. Imports no cutlass."""
+
+import math
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
+LOWEST = -1e30  # of a running maximum: finite, so that a row without keys needs no case of its own
+FP8 = "float8_e4m3fn"
+SMEM_BYTES = 232_448  # shared memory that one CTA may have on sm_90

@@ -1,0 +1,222 @@
+"""Filling decode's ring: one warp copies queries and keys, stage by stage."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+
+from tsmla_kernels.sm90.decode.config import DecodeConfig
+from tsmla_kernels.sm90.decode.memory import (
+    COPY_STATE_WORDS,
+    FIRST_PIECES_THREADS,
+    PIECES_KEPT,
+    Barrier,
+    Copies,
+    CopyState,
+    Described,
+    Piece,
+    Tma,
+)
+from tsmla_kernels.sm90.decode.ring import Ring
+from tsmla_kernels.sm90.warp import quotient, remainder
+
+TABLE_AHEAD = 32  # block-table entries that are read at once
+FIRST_COPIES = 3  # stages that are requested before the warps take their roles
+
+
+class Copier:
+    """The copies into `ring`, by warp `warp`. stage_bytes: of one stage; others: as in DecodeConfig and Ring."""
+
+    def __init__(self, config: DecodeConfig, ring: Ring) -> None:
+        self.ring = ring
+        self.page_size, self.cluster = config.page_size, config.cluster
+        self.stages, self.block, self.box, self.q_rows = ring.stages, ring.block, ring.box, ring.q_rows
+        self.column_tiles = ring.column_tiles
+        self.stage_bytes = ring.block * ring.depth * ring.itemsize
+        self.warp = 12 if config.fp8_cache else 4
+
+    def tensor_maps(self, q: cute.Tensor, kv_cache: cute.Tensor) -> Tma:
+        """TMA atoms and tensors of q and of the cache.
+
+        One copy brings a block's keys with all their columns: (key, 64 columns, column tile, page) as four modes. If
+        pages are shorter than a block, a copy brings one column tile, because a block is not one box.
+        """
+        atom = warpgroup.make_smem_layout_atom(self.ring.keys_swizzle, self.ring.dtype)
+        tiles = self.column_tiles if self.box == self.block else 1
+        box_layout = cute.tile_to_shape(atom, (self.box, 64, tiles), (0, 1, 2))
+        q_atom = warpgroup.make_smem_layout_atom(self.ring.q_swizzle, q.element_type)
+        q_layout = cute.tile_to_shape(q_atom, (self.q_rows, 64, self.column_tiles), (0, 1, 2))
+        row, page = kv_cache.stride[1], kv_cache.stride[0]
+        keys = cute.make_tensor(
+            kv_cache.iterator,
+            cute.make_layout((self.page_size, 64, self.column_tiles, kv_cache.shape[0]), stride=(row, 1, 64, page)),
+        )
+        queries = cute.make_tensor(
+            q.iterator, cute.make_layout((q.shape[0], 64, self.column_tiles), stride=(q.stride[0], 1, 64))
+        )
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        load_keys = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.cluster > 1 else load
+        return Tma(
+            *cpasync.make_tiled_tma_atom(load, queries, q_layout, (self.q_rows, 64, self.column_tiles)),
+            *cpasync.make_tiled_tma_atom(load_keys, keys, box_layout, (self.box, 64, tiles)),
+        )
+
+    @cute.jit
+    def begin(self, copies: Copies):
+        """Request the first stages, all of the first piece. Called by the warp that has just described that piece."""
+        state = copies.state
+        lane = cute.arch.lane_idx()
+        if lane < COPY_STATE_WORDS:
+            state[lane] = Int32(0)
+        cute.arch.sync_warp()
+        filled = Int32(0)
+        while filled < FIRST_COPIES and (
+            state[CopyState.NEXT_PIECE] == 0 or state[CopyState.BLOCK] < state[CopyState.BLOCK_END]
+        ):
+            self.produce(filled, copies)
+            filled += 1
+        if lane == 0:
+            state[CopyState.FILLED] = filled
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def fill(self, copies: Copies):
+        """Fill the stages that `begin` left."""
+        state = copies.state
+        # The first copies need only the first piece's description; the next pieces are described at the barrier.
+        waiting = Int32(1)
+        for i in cutlass.range(state[CopyState.FILLED], self.stages, unroll=1):
+            if (
+                waiting == 1
+                and state[CopyState.NEXT_PIECE] == 1
+                and state[CopyState.BLOCK] == state[CopyState.BLOCK_END]
+            ):
+                waiting = Int32(0)
+                self.meet_for_first_pieces()
+            self.produce(i, copies)
+        if waiting == 1:
+            self.meet_for_first_pieces()
+
+    def meet_for_first_pieces(self) -> None:
+        """The scheduling warp has described the first pieces; the copying warp waits for them."""
+        cute.arch.barrier(barrier_id=Barrier.FIRST_PIECES, number_of_threads=FIRST_PIECES_THREADS)
+
+    @cute.jit
+    def run(self, empty: cute.Pointer, copies: Copies):
+        """Fill the ring, and refill each stage when it is released, until the cluster's work ends."""
+        state = copies.state
+        self.fill(copies)
+        index, phase = Int32(0), Int32(0)
+        while state[CopyState.ENDED] == 0:
+            cute.arch.mbarrier_wait(empty + index, phase)
+            self.produce(index, copies)
+            index, phase = self.ring.advance(index, phase)
+
+    @cute.jit
+    def refill(self, index: Int32, phase: Int32, empty: cute.Pointer, warp_idx: Int32, copies: Copies):
+        """The copying warp waits until stage `index` is released, and fills it. index -1: no stage."""
+        if warp_idx == self.warp and index >= 0:
+            cute.arch.mbarrier_wait(empty + index, phase)
+            self.produce(index, copies)
+
+    @cute.jit
+    def produce(self, index: Int32, copies: Copies):
+        """Fill the free stage `index` with rows of Q, a block of keys, or the end of the work, whichever is next.
+
+        Its state lies in shared memory: O takes this warp's registers.
+        """
+        state, pieces, full = copies.state, copies.pieces, copies.full
+        lane = cute.arch.lane_idx()
+        cute.arch.sync_warp()
+        b, b_end, first_page = state[CopyState.BLOCK], state[CopyState.BLOCK_END], state[CopyState.FIRST_PAGE]
+        if b < b_end:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full + index, self.stage_bytes)
+            if quotient(b * self.block + self.block - 1, self.page_size) >= first_page + TABLE_AHEAD:
+                first_page = quotient(b * self.block, self.page_size)
+                under_way = remainder(state[CopyState.NEXT_PIECE] - 1, PIECES_KEPT)
+                cute.arch.sync_warp()
+                self.read_table(Described(pieces, under_way), first_page, lane, copies)
+            self.copy_keys(index, b, first_page, copies)
+            cute.arch.sync_warp()
+            if lane == 0:
+                state[CopyState.BLOCK] = b + 1
+        elif state[CopyState.ENDED] == 0:
+            # A piece begins with Q, in one or two stages; or the work ends.
+            number, q_stage = state[CopyState.NEXT_PIECE], state[CopyState.Q_STAGES]
+            piece = Described(pieces, remainder(number, PIECES_KEPT))
+            b_begin, b_end, q_stages = piece[Piece.BLOCK_BEGIN], piece[Piece.BLOCK_END], piece[Piece.Q_STAGES]
+            cute.arch.sync_warp()
+            if b_begin == b_end:
+                # The consumers see the end in the same description.
+                if lane == 0:
+                    state[CopyState.ENDED] = 1
+                    cute.arch.mbarrier_arrive(full + index)
+            else:
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full + index, self.stage_bytes)
+                self.copy_q(index, piece[Piece.ROW] + q_stage * self.q_rows, copies)
+                if lane == 0:
+                    state[CopyState.Q_STAGES] = q_stage + 1
+                if q_stage + 1 == q_stages:
+                    self.read_table(piece, quotient(b_begin * self.block, self.page_size), lane, copies)
+                    if lane == 0:
+                        state[CopyState.BLOCK] = b_begin
+                        state[CopyState.BLOCK_END] = b_end
+                        state[CopyState.NEXT_PIECE] = number + 1
+                        state[CopyState.Q_STAGES] = 0
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def copy_q(self, index: Int32, row: Int32, copies: Copies):
+        """Copy `q_rows` rows of Q, from `row` on, into stage `index`."""
+        tma = copies.tma
+        boxes = self.ring.q_boxes(copies.keys)
+        g_q = cute.local_tile(cute.domain_offset((row, 0, 0), tma.q), (self.q_rows, 64, self.column_tiles), (0, 0, 0))
+        t_qs, t_qg = cpasync.tma_partition(
+            tma.q_atom, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 3), cute.group_modes(g_q, 0, 3)
+        )
+        cute.copy(tma.q_atom, t_qg, t_qs[None, 0, 0, index], tma_bar_ptr=copies.full + index)
+
+    @cute.jit
+    def read_table(self, piece: Described, first_page: Int32, lane: Int32, copies: Copies):
+        """Read TABLE_AHEAD pages of a piece's request, from position `first_page` of its table on, into `pages`.
+
+        Pages past its last one become 0: the table may hold anything there.
+        """
+        block_tables, pages, state = copies.block_tables, copies.pages, copies.state
+        position = first_page + lane
+        page = Int32(0)
+        if position < block_tables.shape[1] and position * self.page_size < piece[Piece.KEYS]:
+            page = block_tables[piece[Piece.REQUEST], position]
+        pages[lane] = page
+        if lane == 0:
+            state[CopyState.FIRST_PAGE] = first_page
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def copy_keys(self, index: Int32, b: Int32, first_page: Int32, copies: Copies):
+        """Copy block b of the request into stage `index`. In a cluster each CTA copies every other block, for both."""
+        tma, pages, full = copies.tma, copies.pages, copies.full
+        boxes = self.ring.boxes(copies.keys, self.box)
+        tiles = self.column_tiles if const_expr(self.box == self.block) else 1
+        g_k = cute.local_tile(tma.keys, (self.box, 64, tiles), (None, 0, None, None))  # (.., box, columns, page)
+        t_ks, t_kg = cpasync.tma_partition(
+            tma.keys_atom, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 3), cute.group_modes(g_k, 0, 3)
+        )
+        for h in cutlass.range_constexpr(self.block // self.box):
+            key = b * self.block + h * self.box
+            page = pages[quotient(key, self.page_size) - first_page]
+            box = quotient(remainder(key, self.page_size), self.box)
+            for c in cutlass.range(self.column_tiles // tiles, unroll=1):
+                if const_expr(self.cluster == 1):
+                    cute.copy(
+                        tma.keys_atom, t_kg[None, box, c, page], t_ks[None, h, c, index], tma_bar_ptr=full + index
+                    )
+                elif remainder(b, 2) == copies.rank:
+                    cute.copy(
+                        tma.keys_atom, t_kg[None, box, c, page], t_ks[None, h, c, index], tma_bar_ptr=full + index,
+                        mcast_mask=cutlass.Int16((1 << self.cluster) - 1),
+                    )  # fmt: skip

@@ -1,0 +1,43 @@
+"""mla_decode on Hopper: its operands and its record."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from tsmla_kernels.kernel import Kernel, Operand
+from tsmla_kernels.options import config_of, decode_spec
+from tsmla_kernels.sm90.decode.config import DecodeConfig, decode_config, decode_reasons, workspace_shapes
+
+
+def mla_decode_operands(config: DecodeConfig) -> tuple[Operand, ...]:
+    """N = T * H query rows; the workspaces as in config.workspace_shapes."""
+    head_dim = config.latent_dim + config.rope_dim
+    # The workspaces' static sizes don't depend on the number of multiprocessors, the batch or the table.
+    workspaces = workspace_shapes(config, 1, 1, 1)
+    return (
+        Operand("q", config.dtype, (None, head_dim)),
+        Operand("kv_cache", config.cache_dtype, (None, config.page_size, head_dim), wide=True),
+        Operand("block_tables", "int32", (None, None), align=4),
+        Operand("seq_lens", "int32", (None,), align=4),
+        Operand("cu_seqlens_q", "int32", (None,), align=4),
+        Operand("scales", "float32", (2,), align=4),
+        Operand("out", config.out_dtype, (None, config.latent_dim), output=True),
+        Operand("lse", "float32", (None,), output=True, align=4),  # XLA may have it written into the middle of another
+        *(
+            Operand(name, dtype, (None, *shape[1:]), output=True, wide=True)
+            for name, (shape, dtype) in workspaces.items()
+        ),
+    )
+
+
+mla_decode_config = partial(config_of, decode_spec, decode_reasons, decode_config)
+"""(options of the command line) -> the DecodeConfig."""
+
+MLA_DECODE = Kernel(
+    name="mla_decode",
+    archs=("sm_90a",),
+    launcher="tsmla_kernels.sm90.decode.kernel:MlaDecode",
+    config=DecodeConfig,
+    operands=mla_decode_operands,
+    from_options=mla_decode_config,
+)

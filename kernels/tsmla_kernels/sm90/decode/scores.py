@@ -1,0 +1,127 @@
+"""The softmax warpgroup's walk through its pieces, for every kind of operands: Q K^T, softmax and P."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from tsmla_kernels.sm90.constants import LOG2_E
+from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
+from tsmla_kernels.sm90.decode.memory import (
+    SOFTMAX_THREADS,
+    Arrays,
+    Barrier,
+    Place,
+    Results,
+    Running,
+    Scratch,
+    Shared,
+)
+from tsmla_kernels.sm90.decode.ring import Ring
+from tsmla_kernels.sm90.decode.softmax import Softmax
+from tsmla_kernels.sm90.warp import kept
+
+
+class ScoreMma(NamedTuple):
+    """The MMA of Q K^T of a block."""
+
+    main: cute.TiledMma
+
+
+class Held(NamedTuple):
+    """What the softmax warpgroup holds from piece to piece, if it has scores as rows by keys.
+
+    Attributes:
+      mma: of Q K^T, with `main`. q: Q, as the kind of operands has it.
+      acc, probabilities: S and P of a block, which share registers unless the softmax speculates.
+      r_p: P as it is stored. p_offset: of the lane's row of P in a stage.
+      running: the lane's maxima and sums. scale: of the logits, base 2. results: of finished rows.
+      place: of the thread. signals: 1 if the lane arrives in Ring.signal.
+    """
+
+    mma: Any
+    q: Any
+    acc: cute.Tensor
+    probabilities: cute.Tensor
+    r_p: cute.Tensor
+    p_offset: Int32
+    running: Running
+    scale: Float32
+    results: Results
+    place: Place
+    signals: Int32
+
+
+class Scores:
+    """The base of the classes that compute S = Q K^T, softmax and P, one for each kind of operands.
+
+    A subclass defines `mma`, `take_q`, `score_blocks` and `finish_piece`; `begin`, or `kept_q_rows` and `queries` for
+    `begin`; and q_dtype and q_elements, the dtype and the size of Q's place in shared memory.
+    """
+
+    def __init__(self, config: DecodeConfig, ring: Ring) -> None:
+        self.config, self.ring = config, ring
+        self.softmax = Softmax(config, ring.inverses_kept)
+        self.block, self.depth, self.latent = config.block, config.head_dim, config.latent_dim
+
+    @cute.jit
+    def score(self, arrays: Arrays, shared: Shared, scratch: Scratch, mma: Any, rank: Int32):
+        """Warpgroup 0: take Q once a piece; then Q K^T, softmax and P for every block of keys."""
+        held = self.begin(arrays, shared, scratch, mma, rank)
+        index, phase, number = Int32(0), Int32(0), Int32(0)
+        running = Int32(1)
+        while running == 1:
+            cute.arch.mbarrier_wait(shared.full + index, phase)
+            piece, b_begin, b_end = self.ring.described(number, shared.pieces)
+            if b_begin == b_end:
+                running = Int32(0)
+                self.ring.signal(shared.ready, index, held.place.lane)
+            else:
+                taken = self.take_q(piece, number, index, phase, held, shared)
+                scored = self.score_blocks(piece, number, b_begin, b_end, taken, held, shared)
+                self.finish_piece(piece, number, b_end, scored.last, held, shared)
+                index, phase = scored.index, scored.phase
+                self.ring.signal(shared.ready, scored.last, held.place.lane)
+                number += 1
+
+    @cute.jit
+    def begin(self, arrays: Arrays, shared: Shared, scratch: Scratch, mma: Any, rank: Int32) -> Any:
+        """Set up what the softmax warpgroup holds from piece to piece."""
+        q_rows = self.kept_q_rows(scratch)
+        tidx, _, _ = cute.arch.thread_idx()
+        t = tidx % 128
+        lane = kept(t % 32)
+        signals = Int32(self.ring.signals(lane))
+        warp_here = cute.arch.make_warp_uniform(t // 32)
+        scale = arrays.scales[0] * LOG2_E
+        results = Results(shared.inverse, arrays.lse, arrays.partial_lse, arrays.scales[1], rank)
+        q = self.queries(q_rows, mma, t)
+        acc = cute.make_rmem_tensor(mma.main.get_slice(t).partition_shape_C((ROWS, self.block)), Float32)
+        probabilities = cute.make_rmem_tensor(acc.layout, Float32) if const_expr(self.softmax.speculates) else acc
+        # The lane stores rows of P by 16 bytes, its first or second ones; the swizzle permutes them.
+        r_p = cute.make_rmem_tensor(acc.layout, self.ring.p_dtype)
+        p_row = warp_here * 16 + lane % 16
+        p_offset = kept(self.ring.p_offset + p_row * (2 * self.block) + (((lane // 16) ^ self.swizzle(p_row)) << 4))
+        place = Place(t, warp_here, lane, warp_here * 16 + lane // 4)
+        running = Running(cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32))
+        return Held(mma, q, acc, probabilities, r_p, p_offset, running, scale, results, place, signals)
+
+    def swizzle(self, p_row: Int32) -> Int32:
+        """What the swizzle of P does to the numbers of a row's 16-byte groups: an exclusive or with this."""
+        return p_row & 7 if self.block == 64 else (p_row >> 1) & 3
+
+    def sync_softmax(self) -> None:
+        """Synchronise the softmax warpgroup."""
+        cute.arch.barrier(barrier_id=Barrier.SOFTMAX, number_of_threads=SOFTMAX_THREADS)
+
+    def any_of_warps(self, holds: Int32) -> Int32:
+        """Whether `holds` is 1 in any thread of the softmax warpgroup. Synchronises it too."""
+        return cute.arch.inline_ptx(
+            "{ .reg .pred holds, any; setp.ne.s32 holds, {$r0}, 0; "
+            f"barrier.cta.red.or.pred any, {Barrier.SOFTMAX:d}, {SOFTMAX_THREADS}, holds; "
+            "selp.s32 {$w0}, 1, 0, any; }",
+            write_only_types=[Int32],
+            read_only_args=[holds],
+        )

@@ -1,0 +1,489 @@
+"""S^T = K Q^T, softmax and P of decode for 16-bit queries over a cache of e4m3.
+
+K Q^T is multiplied in f16, which holds every e4m3 value. K is the operand that WGMMA takes from registers: it is
+widened there, and nothing goes back to shared memory. Each of the four softmax warps has 16 keys of a block of 64 and
+all query rows, so the four must agree in every block whether a row's maximum has moved. Q is f16 in shared memory,
+multiplied by a power of 2 if it exceeds f16's range.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu.warpgroup import Field, OperandSource
+
+from tsmla_kernels.sm90.constants import LOG2_E, LOWEST
+from tsmla_kernels.sm90.decode.config import ROWS, SHARERS, DecodeConfig
+from tsmla_kernels.sm90.decode.memory import (
+    Arrays,
+    Barrier,
+    Described,
+    Piece,
+    Place,
+    Results,
+    Running,
+    Scored,
+    Scratch,
+    Shared,
+    Taken,
+    two_rows,
+)
+from tsmla_kernels.sm90.decode.ring import Ring
+from tsmla_kernels.sm90.decode.scores import ScoreMma, Scores
+from tsmla_kernels.sm90.decode.softmax import tree
+from tsmla_kernels.sm90.warp import kept, load_matrices, quotient, remainder, store_transposed, uniform
+
+EARLY_STEPS = 4  # 16-column steps of K Q^T that remain when the last block's P V is released
+KEYS_AHEAD = 4  # fragments of K (16 keys, 32 columns) that a warp has or is loading in registers, as fp8
+KEYS_WIDE = 4  # halves of fragments that it has in registers as f16
+# bf16 queries become f16 unscaled if the greatest number of a row tile is in [2^-4, 2^15): then only numbers below
+# 2^-17 lose bits. The bounds are f16's bits.
+PLAIN_FROM, PLAIN_TO = 11 << 10, 30 << 10
+COPY, FIND, SCALE = 0, 1, 2  # kinds of a pass over Q: see copy_q_rows
+WARPS = 4  # of the softmax warpgroup
+
+
+def key_row(lane, warp):
+    """Offset in a stage of the row that a lane passes to ldmatrix: 16 columns of a key, of its first 32 columns."""
+    key = warp * 16 + lane % 16
+    return key * 64 + (((lane // 16) ^ ((key >> 1) & 3)) << 4)
+
+
+def key_fragment(first, g, block):
+    """The same for fragment g of 32 columns; `first` is the offset for fragment 0."""
+    return (first ^ ((g % 2) << 5)) + (g // 2) * (block * 64)
+
+
+def p_row(lane, warp):
+    """Offset in P of the row that a lane passes to stmatrix: 8 keys of one of the first 16 query rows."""
+    return (lane // 16 * 8 + lane % 8) * 128 + (((warp * 2 + lane // 8 % 2) ^ (lane % 8)) << 4)
+
+
+def q_pair_place(pair):
+    """The new place of pair `pair` of 16 columns of Q. Lane q has four neighbouring columns of a key, which WGMMA takes
+    as columns 2 q, 2 q + 1, 2 q + 8 and 2 q + 9. Q's columns are permuted to match."""
+    return 4 * (pair % 2) + pair // 2
+
+
+class Exchange(NamedTuple):
+    """Shared-memory scratch for reducing over the keys of the four softmax warps.
+
+    Attributes:
+      of_lanes: per-lane partials of each row.
+      changes: for each row, the rise of its maximum and the factor of its sum.
+      maxima: the running row maxima (kept here to save registers).
+    """
+
+    of_lanes: cute.Tensor
+    changes: cute.Tensor
+    maxima: cute.Tensor
+
+
+class Held(NamedTuple):
+    """What the softmax warpgroup holds from piece to piece.
+
+    Attributes:
+      mma_qk: of K Q^T. q: Q in shared memory. t_q: the same as an operand.
+      acc: S^T of a block. narrow, wide: fragments of K as fp8, and halves of fragments as f16.
+      k_offset, p_offset: of the lane's row of K and of P in a stage. p_words: P as it is stored.
+      exchanged: scratch. running: the lane's maxima and sums.
+      scales: the operand. results: of finished rows.
+      place: of the thread. signals: 1 if the lane arrives in Ring.signal.
+    """
+
+    mma_qk: cute.TiledMma
+    q: cute.Tensor
+    t_q: cute.Tensor
+    acc: cute.Tensor
+    narrow: cute.Tensor
+    wide: cute.Tensor
+    k_offset: Int32
+    p_offset: Int32
+    p_words: cute.Tensor
+    exchanged: Exchange
+    running: Running
+    scales: cute.Tensor
+    results: Results
+    place: Place
+    signals: Int32
+
+
+class ScoresMixed(Scores):
+    """K Q^T with 16-bit queries and keys of e4m3. q_dtype, q_elements: of Q in shared memory, which has p_rows rows."""
+
+    def __init__(self, config: DecodeConfig, ring: Ring) -> None:
+        super().__init__(config, ring)
+        self.heads, self.causal = config.num_heads, config.causal
+        self.p_dtype, self.p_rows = ring.p_dtype, ring.p_rows
+        self.q_rows, self.q_dtype = ring.q_rows, ring.p_dtype
+        self.q_elements = config.p_rows * config.head_dim
+
+    def mma(self) -> ScoreMma:
+        """The MMA of K Q^T of a block."""
+        dtype, k_major, shape = self.p_dtype, OperandMajorMode.K, (self.block, self.p_rows)
+        return ScoreMma(
+            sm90.make_trivial_tiled_mma(dtype, dtype, k_major, k_major, Float32, (1, 1, 1), shape, OperandSource.RMEM)
+        )
+
+    @cute.jit
+    def begin(self, arrays: Arrays, shared: Shared, scratch: Scratch, mma: ScoreMma, rank: Int32) -> Held:
+        """Set up what the softmax warpgroup holds from piece to piece."""
+        q_tile = cute.tile_to_shape(
+            warpgroup.make_smem_layout_atom(self.ring.q_swizzle, self.q_dtype), (self.p_rows, self.depth), (0, 1)
+        )
+        s_q = cute.make_tensor(cute.recast_ptr(scratch.q, q_tile.inner, dtype=self.q_dtype), q_tile.outer)
+        mma_qk, exchange = mma.main, scratch.exchange
+        tidx, _, _ = cute.arch.thread_idx()
+        t = kept(tidx % 128)
+        lane = t % 32
+        signals = Int32(self.ring.signals(lane))
+        warp_here = cute.arch.make_warp_uniform(t // 32)
+        results = Results(shared.inverse, arrays.lse, arrays.partial_lse, arrays.scales[1], rank)
+
+        t_q = mma_qk.make_fragment_B(mma_qk.get_slice(t).partition_B(s_q))
+        acc = cute.make_rmem_tensor(mma_qk.get_slice(t).partition_shape_C((self.block, self.p_rows)), Float32)
+        narrow = cute.make_rmem_tensor((4, KEYS_AHEAD), Int32)
+        wide = cute.make_rmem_tensor((4, KEYS_WIDE), Int32)
+        k_offset = kept(key_row(lane, warp_here))
+        p_offset = kept(self.ring.p_offset + p_row(lane, warp_here))
+        p_words = cute.make_rmem_tensor((2, self.p_rows // 8), Int32)
+        exchanged = Exchange(
+            cute.make_tensor(exchange, cute.make_layout((2, self.p_rows // 2, SHARERS))),
+            cute.make_tensor(exchange + self.p_rows * SHARERS, cute.make_layout((4, self.p_rows // 2))),
+            cute.make_tensor(exchange + self.p_rows * (SHARERS + 2), cute.make_layout((self.p_rows, 1))),
+        )
+        l = cute.make_rmem_tensor(cute.make_layout((2, self.p_rows // 8)), Float32)
+        m = cute.make_rmem_tensor(l.layout, Float32)
+        place = Place(t, warp_here, lane, lane % 4 * 2)
+        return Held(
+            mma_qk, s_q, t_q, acc, narrow, wide, k_offset, p_offset, p_words, exchanged, Running(m, l), arrays.scales,
+            results, place, signals,
+        )  # fmt: skip
+
+    @cute.jit
+    def take_q(self, piece: Described, number: Int32, index: Int32, phase: Int32, held: Held, shared: Shared) -> Taken:
+        """Move Q from one or two stages to its own place, in f16."""
+        t, lane, maxima = held.place.thread, held.place.lane, held.exchanged.maxima
+        first_index, second_index = index, index
+        index, phase = self.ring.advance(index, phase)
+        q_stages = Int32(1)
+        if const_expr(self.config.q_may_take_two_stages):
+            q_stages = uniform(piece[Piece.Q_STAGES])
+            if q_stages > 1:
+                cute.arch.mbarrier_wait(shared.full + index, phase)
+                second_index = index
+                index, phase = self.ring.advance(index, phase)
+        # All four warps must have read the previous Q.
+        self.sync_softmax()
+        if t < self.p_rows:
+            maxima[t, 0] = Float32(0.0)
+        q_factor = self.keep_q((first_index, second_index), piece[Piece.VALID_ROWS], held, shared)
+        scale = held.scales[0] * LOG2_E * q_factor
+        self.ring.arrive_read(Barrier.Q_READ, number)
+        self.ring.signal(shared.ready, first_index, lane)
+        if const_expr(self.config.q_may_take_two_stages):
+            if q_stages > 1:
+                self.ring.signal(shared.ready, second_index, lane)
+        return Taken(index, phase, scale)
+
+    @cute.jit
+    def score_blocks(
+        self, piece: Described, number: Int32, b_begin: Int32, b_end: Int32, taken: Taken, held: Held, shared: Shared
+    ) -> Scored:
+        """K Q^T, softmax and P of a piece's key blocks."""
+        mma_qk, acc, narrow, wide = held.mma_qk, held.acc, held.narrow, held.wide
+        place, running = held.place, held.running
+        # (query row of two, key of two, eight query rows)
+        s = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, self.p_rows // 8), stride=(1, 2, 4)))
+        a_shape = mma_qk.get_slice(place.thread).partition_shape_A((self.block, 16))
+        steps = self.depth // 16
+        index, phase = taken.index, taken.phase
+        running.l.fill(0.0)
+        seen_by_all = self.softmax.seen_by_all(piece)
+        previous, address = index, self.ring.address(shared.keys, index)
+        following, phase_following = self.ring.advance(index, phase)
+        arrived, stored = Int32(0), Int32(0)
+        for b in cutlass.range(b_begin, b_end, unroll=1):
+            if arrived == 0:
+                cute.arch.mbarrier_wait(shared.full + index, phase)
+            here = address + held.k_offset
+            for g in cutlass.range_constexpr(KEYS_AHEAD):
+                self.read_keys(here, g, narrow)
+            mma_qk.set(Field.ACCUMULATE, False)
+            for n in cutlass.range_constexpr(steps):
+                if const_expr(n >= KEYS_WIDE):
+                    warpgroup.wait_group(KEYS_WIDE - 1)
+                self.widen_keys(n, narrow, wide)
+                if const_expr(n % 2 == 1 and n // 2 + KEYS_AHEAD < steps // 2):
+                    self.read_keys(here, n // 2 + KEYS_AHEAD, narrow)
+                if const_expr(n == steps - EARLY_STEPS):
+                    # Release the previous block's P V, as in Scores16bit.
+                    self.ring.signal_if(stored, shared.ready, previous)
+                warpgroup.fence()
+                a = cute.make_tensor(
+                    cute.recast_ptr(wide[None, n % KEYS_WIDE].iterator, dtype=self.p_dtype), cute.make_layout(a_shape)
+                )
+                cute.gemm(mma_qk, acc, a[None, None, 0], held.t_q[None, None, n], acc)
+                mma_qk.set(Field.ACCUMULATE, True)
+                warpgroup.commit_group()
+            # The maxima are loaded before the product ends, because the load takes time.
+            for v in cutlass.range_constexpr(self.p_rows // 8):
+                two_rows(held.exchanged.maxima, Int32(0), v, place.lane, running.m[None, v])
+            warpgroup.wait_group(0)
+            previous, index, phase = index, following, phase_following
+            address_here = address
+            ahead = self.ring.look_ahead(index, phase, shared)
+            arrived, address = ahead.arrived, ahead.address
+            following, phase_following = ahead.following, ahead.phase
+            if (b + 1) * self.block > seen_by_all:
+                self.mask_keys(s, b, piece, place.thread)
+                if (b + 1) * self.block > uniform(piece[Piece.KEYS]):
+                    self.ring.arrive_read(Barrier.KEYS_READ, number)
+            self.softmax_of_keys(s, Int32(b == b_begin), taken.scale, held, shared, previous)
+            self.store_p_of_keys(address_here + held.p_offset, held.p_words)
+            stored = held.signals
+        return Scored(index, phase, previous)
+
+    @cute.jit
+    def finish_piece(self, piece: Described, number: Int32, b_end: Int32, last: Int32, held: Held, shared: Shared):
+        """Row sums over all keys; 1 / sum for the epilogue; the rows' log-sum-exps."""
+        t = held.place.thread
+        totals = self.over_keys(operator.add, held.running.l, held.exchanged.of_lanes, t)
+        if t % 4 == 0 and t < 2 * self.p_rows:
+            for e in cutlass.range_constexpr(2):
+                row = t // 2 + e
+                self.softmax.finish_row(row, (totals[e], held.exchanged.maxima[row, 0]), piece, number, held.results)
+
+    @cute.jit
+    def keep_q(self, stages: tuple[Int32, Int32], valid_rows: Int32, held: Held, shared: Shared):
+        """Move Q from its stages to its own place, in f16. Return the factor by which the logits must be multiplied.
+
+        The pairs of 16 columns are permuted: see q_pair_place. Rows past the tile's end become 0.
+        """
+        t, tops = held.place.thread, held.exchanged.changes
+        sources = (self.ring.address(shared.keys, stages[0]), self.ring.address(shared.keys, stages[1]))
+        top = self.copy_q_rows(held.q, sources, valid_rows, t, Float32(1.0), COPY)
+        factor = Float32(1.0)
+        if const_expr(self.ring.q_dtype == cutlass.BFloat16):
+            top = cutlass.max(top & 0xFFFF, (top >> 16) & 0xFFFF)
+            big = self.any_of_warps(Int32(top >= PLAIN_TO))
+            enough = self.any_of_warps(Int32(top >= PLAIN_FROM))
+            if big != 0 or enough == 0:
+                # Scale the greatest finite number to between 2^14 and 2^15.
+                top = self.copy_q_rows(held.q, sources, valid_rows, t, Float32(1.0), FIND)
+                top = cute.arch.warp_redux_sync(top, "max")
+                if t % 32 == 0:
+                    tops[t // 32, 0] = Int32(top).bitcast(Float32)
+                self.sync_softmax()
+                greatest = tree(cute.arch.fmax, [tops[w, 0] for w in range(WARPS)])
+                power = (greatest.bitcast(Int32) & 0x7F800000) - (14 << 23)
+                # Clamp to powers that have a reciprocal; zeros stay zeros.
+                power = cutlass.min(cutlass.max(power, 1 << 23), 253 << 23)
+                factor = power.bitcast(Float32)
+                inverse = (Int32(254 << 23) - power).bitcast(Float32)
+                self.copy_q_rows(held.q, sources, valid_rows, t, inverse, SCALE)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.sync_softmax()
+        return factor
+
+    @cute.jit
+    def copy_q_rows(
+        self,
+        s_q: cute.Tensor,
+        sources: tuple[Int32, Int32],
+        valid_rows: Int32,
+        t: Int32,
+        factor: Float32,
+        kind: cutlass.Constexpr[int],
+    ):
+        """One pass of keep_q.
+
+        COPY: copy Q; return the thread's greatest magnitudes but NaN, as a pair of f16. FIND: copy nothing; return the
+        thread's greatest finite magnitude, as fp32. SCALE: copy Q times `factor`.
+        """
+        row, first = remainder(t, self.p_rows), quotient(t, self.p_rows)
+        target = s_q.iterator.toint() + row * 128
+        source, source_high = sources
+        if row >= self.q_rows:
+            source = source_high
+        source += remainder(row, self.q_rows) * 128
+        groups, at_once = self.depth // 16, 128 // self.p_rows
+        words = cute.make_rmem_tensor((4, 2), Int32)
+        ordered = cute.make_rmem_tensor((4, 2), Int32)
+        top = Int32(0)  # a pair of f16; an fp32 number if `kind` is FIND
+        for base in cutlass.range(0, groups, at_once, unroll=1):
+            group = base + first
+            if group < groups:
+                words.fill(0)
+                tile, chunk = group // 4, 2 * (group % 4)
+                if row < valid_rows:
+                    for h in cutlass.range_constexpr(2):
+                        there = source + tile * (self.q_rows * 128) + (((chunk + h) ^ (row & 7)) << 4)
+                        cute.autovec_copy(self.four_words(there), words[None, h])
+                for i in cutlass.range_constexpr(8):
+                    pair = words[i]
+                    if const_expr(self.ring.q_dtype == cutlass.BFloat16):
+                        numbers = [(pair << 16).bitcast(Float32), (pair & -65536).bitcast(Float32)]
+                        if const_expr(kind == FIND):
+                            for number in numbers:
+                                bits = number.bitcast(Int32) & 0x7FFFFFFF
+                                top = cutlass.max(top, bits * Int32(bits < 0x7F800000))
+                        elif const_expr(kind == SCALE):
+                            numbers = [number * factor for number in numbers]
+                        pair = self.two_halves(*numbers)
+                        if const_expr(kind == COPY):
+                            top = self.greater_halves(top, pair)
+                    ordered[q_pair_place(i)] = pair
+                if const_expr(kind != FIND):
+                    for h in cutlass.range_constexpr(2):
+                        there = target + tile * (self.p_rows * 128) + (((chunk + h) ^ (row & 7)) << 4)
+                        cute.autovec_copy(ordered[None, h], self.four_words(there))
+        return top
+
+    def two_halves(self, low: Float32, high: Float32) -> Int32:
+        """Round two numbers to a pair of f16."""
+        return cute.arch.inline_ptx(
+            "cvt.rn.f16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Int32], read_only_args=[low, high]
+        )
+
+    def greater_halves(self, top: Int32, pair: Int32) -> Int32:
+        """The greater of `top` and the magnitude of `pair`, for each of the two f16. NaN is ignored."""
+        return cute.arch.inline_ptx(
+            "{ .reg .b32 size; abs.f16x2 size, {$r1}; max.f16x2 {$w0}, {$r0}, size; }",
+            write_only_types=[Int32],
+            read_only_args=[top, pair],
+        )
+
+    @cute.jit
+    def four_words(self, address: Int32):
+        """Four words of shared memory at `address`."""
+        pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=16)
+        return cute.make_tensor(pointer, cute.make_layout(4))
+
+    @cute.jit
+    def read_keys(self, here: Int32, g: cutlass.Constexpr[int], narrow: cute.Tensor):
+        """Read fragment g of this warp's keys into its column of `narrow`. A word is four columns of a key."""
+        fragment = narrow[None, g % KEYS_AHEAD]
+        fragment[0], fragment[1], fragment[2], fragment[3] = load_matrices(key_fragment(here, g, self.block))
+
+    @cute.jit
+    def widen_keys(self, n: cutlass.Constexpr[int], narrow: cute.Tensor, wide: cute.Tensor):
+        """Widen half n of the fragments of K to f16: 16 columns of two keys, as WGMMA's first operand."""
+        words = cute.make_rmem_tensor((2,), Int32)
+        for i in cutlass.range_constexpr(2):
+            words[i] = narrow[2 * (n % 2) + i, n // 2 % KEYS_AHEAD]
+        eight = cute.make_rmem_tensor((8,), self.p_dtype)
+        eight.store(cute.recast_tensor(words, self.ring.dtype).load().to(self.p_dtype))
+        pairs = cute.recast_tensor(eight, Int32)
+        for i in cutlass.range_constexpr(4):
+            # From four columns of one key, then of the other, to two columns of each, then the other two of each.
+            wide[i, n % KEYS_WIDE] = pairs[2 * (i % 2) + i // 2]
+
+    @cute.jit
+    def mask_keys(self, s: cute.Tensor, b: Int32, piece: Described, t: Int32):
+        """Set the scores of keys that a row does not see to -inf."""
+        for i in cutlass.range_constexpr(2):
+            key = b * self.block + t // 32 * 16 + t % 32 // 4 + 8 * i
+            first_row = Int32(0)  # that sees the key
+            if const_expr(self.causal):
+                first_row = (key + 1 - piece[Piece.FIRST_TOKEN_KEYS]) * self.heads - piece[Piece.ROW_IN_REQUEST]
+            if key >= piece[Piece.KEYS]:
+                first_row = Int32(ROWS)
+            first_row -= t % 4 * 2
+            for v in cutlass.range_constexpr(self.p_rows // 8):
+                for e in cutlass.range_constexpr(2):
+                    if 8 * v + e < first_row:
+                        s[e, i, v] = -Float32.inf
+
+    @cute.jit
+    def softmax_of_keys(self, s: cute.Tensor, first: Int32, scale: Float32, held: Held, shared: Shared, index: Int32):
+        """S to P, against the rows' maxima m (base 2, scaled), two rows to a word; row sums to l.
+
+        The maxima are updated as in Softmax.run, and always in a piece's `first` block. The four warps have different
+        keys of the same rows, so they vote and reduce together.
+        """
+        changes, maxima, p_words = held.exchanged.changes, held.exchanged.maxima, held.p_words
+        m, l, rescale, moved = held.running.m, held.running.l, shared.rescale, shared.moved
+        t, lane = held.place.thread, held.place.lane
+        for v in cutlass.range_constexpr(self.p_rows // 8):
+            for e in cutlass.range_constexpr(2):
+                for i in cutlass.range_constexpr(2):
+                    s[e, i, v] = s[e, i, v] * scale - m[e, v]
+        top = tree(cute.arch.fmax, [s[e, i, v] for v in range(self.p_rows // 8) for e in range(2) for i in range(2)])
+        lags = self.any_of_warps(first | Int32(top > self.softmax.rescale_bits))
+        if lags != 0:
+            tops = cute.make_rmem_tensor(l.layout, Float32)
+            for v in cutlass.range_constexpr(self.p_rows // 8):
+                for e in cutlass.range_constexpr(2):
+                    tops[e, v] = cute.arch.fmax(s[e, 0, v], s[e, 1, v])
+            found = self.over_keys(cute.arch.fmax, tops, held.exchanged.of_lanes, t)
+            if t % 4 == 0 and t < 2 * self.p_rows:
+                four = cute.make_rmem_tensor((4,), Float32)
+                for e in cutlass.range_constexpr(2):
+                    # A maximum only rises, except in the first block, which begins with 0 for no maximum.
+                    rise = cute.arch.fmax(found[e], Float32(first) * LOWEST)
+                    factor = cute.math.exp2(-cute.arch.fmax(rise, 0.0), fastmath=True)
+                    four[2 * e], four[2 * e + 1] = rise, factor
+                    row = t // 2 + e
+                    rescale[row, index] = factor
+                    maxima[row, 0] = maxima[row, 0] + rise
+                cute.autovec_copy(four, cute.make_tensor((changes.iterator + t).align(16), cute.make_layout(4)))
+            self.sync_softmax()
+            for v in cutlass.range_constexpr(self.p_rows // 8):
+                four = cute.make_rmem_tensor((4,), Float32)
+                cute.autovec_copy(
+                    cute.make_tensor((changes.iterator + (16 * v + lane % 4 * 4)).align(16), cute.make_layout(4)), four
+                )
+                for e in cutlass.range_constexpr(2):
+                    l[e, v] = l[e, v] * four[2 * e + 1]
+                    for i in cutlass.range_constexpr(2):
+                        s[e, i, v] = s[e, i, v] - four[2 * e]
+        if lane == 0:
+            moved[t // 32, index] = lags
+        pair = cute.make_rmem_tensor((2,), self.p_dtype)
+        for v in cutlass.range_constexpr(self.p_rows // 8):
+            p = [[cute.math.exp2(s[e, i, v], fastmath=True) for i in range(2)] for e in range(2)]
+            for e in cutlass.range_constexpr(2):
+                l[e, v] += p[e][0] + p[e][1]
+            for i in cutlass.range_constexpr(2):
+                for e in cutlass.range_constexpr(2):
+                    pair[e] = p[e][i].to(self.p_dtype)
+                p_words[i, v] = cute.recast_tensor(pair, Int32)[0]
+
+    @cute.jit
+    def store_p_of_keys(self, address: Int32, p_words: cute.Tensor):
+        """Store a warp's P to shared memory, transposed to rows by keys."""
+        for v in cutlass.range_constexpr(0, self.p_rows // 8, 2):
+            four = [p_words[i, v + j] for j in range(2) for i in range(2)]
+            store_transposed(address + 1024 * v, *four)
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def over_keys(self, combine: cutlass.Constexpr, values: cute.Tensor, of_lanes: cute.Tensor, t: Int32):
+        """Reduce the lanes' `values` of each row over all keys by `combine`. Threads 4 i to 4 i + 3 get rows 2 i and
+        2 i + 1; threads past the last row get 0."""
+        lane = t % 32
+        pair = cute.make_rmem_tensor((2,), Float32)
+        for v in cutlass.range_constexpr(self.p_rows // 8):
+            for e in cutlass.range_constexpr(2):
+                pair[e] = values[e, v]
+            cute.autovec_copy(pair, of_lanes[None, 4 * v + lane % 4, t // 4 // 8 * 8 + lane // 4])
+        self.sync_softmax()
+        found = cute.make_rmem_tensor((2,), Float32)
+        found.fill(0.0)
+        if t < 2 * self.p_rows:
+            cute.autovec_copy(of_lanes[None, t // 4, t % 4], found)
+            for i in cutlass.range(1, SHARERS // 4, unroll=SHARERS // 4 - 1):
+                cute.autovec_copy(of_lanes[None, t // 4, t % 4 + 4 * i], pair)
+                for e in cutlass.range_constexpr(2):
+                    found[e] = combine(found[e], pair[e])
+            for e in cutlass.range_constexpr(2):
+                for offset in cutlass.range_constexpr(2):
+                    found[e] = combine(found[e], cute.arch.shuffle_sync_bfly(found[e], offset=1 << offset))
+        return found

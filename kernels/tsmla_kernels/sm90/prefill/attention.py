@@ -1,0 +1,332 @@
+"""A compute warpgroup: attention of its 64 rows of every tile, in one sequence of key blocks without a break."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from tsmla_kernels.sm90.constants import LN_2, LOG2_E, LOWEST
+from tsmla_kernels.sm90.prefill.config import GROUP_ROWS
+from tsmla_kernels.sm90.prefill.gemms import Gemms
+from tsmla_kernels.sm90.prefill.memory import (
+    TILE_SLOTS,
+    WARPGROUP_THREADS,
+    Barrier,
+    Buffers,
+    KernelTraits,
+    Mma,
+    Products,
+    Results,
+    Rows,
+    Scale,
+    Shared,
+    Stage,
+    ThreadIndex,
+    Tile,
+    release,
+)
+from tsmla_kernels.sm90.prefill.softmax import LaggingSoftmax, Softmax
+from tsmla_kernels.sm90.warp import advance, transpose_quad, uniform
+
+
+class Warpgroup(NamedTuple):
+    """The memory and registers of a compute warpgroup. `next_rows` has the next tile's maxima and sums."""
+
+    shared: Shared
+    thread: ThreadIndex
+    products: Products
+    rows: Rows
+    next_rows: Rows
+    results: Results
+    out_scale: Float32
+
+
+class Cursor(NamedTuple):
+    """A position in the sequence of key blocks. A tile's blocks go from the last to the first."""
+
+    v_keys: Int32  # keys of the request from the start of block `v` on; V's rows behind them need zeros
+    v: Stage  # the block whose P is ready; its P V comes next
+    k: Stage  # the block after it
+    q_phase: Int32
+    blocks: Int32  # key blocks of the tile; 0 behind the last tile
+    keys: Int32  # keys of the tile's request
+    unmasked_keys: Int32  # keys that all rows of the warpgroup see
+    tile: Int32  # number of this CTA's tiles before this one
+
+
+class Attention:
+    """Device code of the compute warpgroups."""
+
+    def __init__(self, traits: KernelTraits) -> None:
+        self.traits = traits
+        self.stages = traits.stages
+        self.gemms = Gemms(traits)
+        self.softmax = Softmax(traits)
+        self.lagging_softmax = LaggingSoftmax(traits, self.softmax)
+
+    @cute.jit
+    def run(self, shared: Shared, mma: Mma, scales: cute.Tensor, results: Results, group: Int32) -> None:
+        """Compute warpgroup `group`'s rows of all tiles of this CTA."""
+        wg = self.set_up(shared, mma, scales, results, group)
+        cute.arch.mbarrier_wait(shared.q.full + group, 0)
+        blocks = uniform(shared.tiles[Tile.BLOCKS, 0])
+        if blocks > 0:
+            cursor = self.first_block(wg, blocks)
+            while cursor.blocks > 0:
+                cursor = self.finish_tile(wg, cursor)
+            self.last_values(wg, cursor)
+
+    @cute.jit
+    def set_up(self, shared: Shared, mma: Mma, scales: cute.Tensor, results: Results, group: Int32) -> Warpgroup:
+        """Make the warpgroup's operands, accumulators and softmax state."""
+        traits = self.traits
+        t = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
+        lane = t % 32
+        thread = ThreadIndex(group, t, lane, (t // 32) * 16 + lane // 4)
+        scale = scales[Scale.LOGITS] * LOG2_E
+        out_scale = scales[Scale.OUTPUT]
+        products = self.gemms.operands(shared, mma, thread)
+        rows = Rows(
+            self.row_view(products.acc_s, traits.block),
+            self.row_view(products.acc_o, traits.v_head_dim),
+            cute.make_rmem_tensor((2,), Float32),
+            cute.make_rmem_tensor((2,), Float32),
+            cute.make_rmem_tensor((2,), Int32),
+            scale,
+        )
+        next_rows = rows._replace(
+            maximum=cute.make_rmem_tensor((2,), Float32), total=cute.make_rmem_tensor((2,), Float32)
+        )
+        rows.maximum.fill(LOWEST)
+        rows.total.fill(0.0)
+        return Warpgroup(shared, thread, products, rows, next_rows, results, out_scale)
+
+    def row_view(self, accumulator: cute.Tensor, columns: int) -> cute.Tensor:
+        """A lane's part of an accumulator as [its 2 rows, its columns]."""
+        return cute.make_tensor(accumulator.iterator, cute.make_layout((2, (2, columns // 8)), stride=(2, (1, 4))))
+
+    @cute.jit
+    def first_block(self, wg: Warpgroup, blocks: Int32) -> Cursor:
+        """Compute P of the first tile's first block; returns the cursor behind it."""
+        shared, thread, products, rows = wg.shared, wg.thread, wg.products, wg.rows
+        self.gemms.start_turns(thread.group)
+        keys, unmasked_keys = self.limits(wg, Int32(0))
+        cute.arch.mbarrier_wait(shared.k.full, 0)
+        self.gemms.scores(products, shared.k.memory, Int32(0))
+        warpgroup.wait_group(0)
+        release(shared.k.empty)
+        block_index = blocks - 1
+        self.softmax.start_tile(rows, block_index, unmasked_keys, thread.lane)
+        self.softmax.write_p(products.acc_s, products.p_target)
+        v_keys = keys - block_index * self.traits.block
+        stage = Stage(Int32(0), Int32(0))
+        return Cursor(v_keys, stage, self.next_stage(stage), Int32(0), blocks, keys, unmasked_keys, Int32(0))
+
+    @cute.jit
+    def finish_tile(self, wg: Warpgroup, cursor: Cursor) -> Cursor:
+        """Compute the tile's other blocks; then start the next tile, or return a cursor without blocks."""
+        shared, group = wg.shared, wg.thread.group
+        cursor = self.other_blocks(wg, cursor)
+        v_keys = cursor.v_keys
+        if cursor.blocks > 1:
+            v_keys = cursor.keys
+        # All scores of the tile are done. With fp8 `issue` has released Q already, unless the tile has one block.
+        if const_expr(not self.traits.fp8) or cursor.blocks == 1:
+            release(shared.q.empty + group)
+        q_phase = cursor.q_phase ^ 1
+        cute.arch.mbarrier_wait(shared.q.full + group, q_phase)
+        blocks = uniform(shared.tiles[Tile.BLOCKS, (cursor.tile + 1) % TILE_SLOTS])
+        self.zero_rows(shared.v, cursor.v, v_keys, wg.thread)
+        cursor = cursor._replace(blocks=blocks, v_keys=v_keys, q_phase=q_phase)
+        k, v, tile = cursor.k, cursor.v, cursor.tile
+        keys, unmasked_keys = cursor.keys, cursor.unmasked_keys
+        if blocks > 0:
+            # Assigned one by one: the order of a branch's results decides which registers they get.
+            next_tile = self.start_tile(wg, cursor)
+            k, v, v_keys = next_tile.k, next_tile.v, next_tile.v_keys
+            blocks, keys, unmasked_keys = next_tile.blocks, next_tile.keys, next_tile.unmasked_keys
+            tile = next_tile.tile
+        return Cursor(v_keys, v, k, q_phase, blocks, keys, unmasked_keys, tile)
+
+    @cute.jit
+    def other_blocks(self, wg: Warpgroup, cursor: Cursor) -> Cursor:
+        """Compute the tile's blocks after its first one: those that need a mask, then the others."""
+        shared, thread, products, rows = wg.shared, wg.thread, wg.products, wg.rows
+        masked = self.masked_blocks(cursor)
+        for b in cutlass.range(masked, unroll=1):
+            block_index = cursor.blocks - 2 - b
+            self.zero_rows(shared.v, cursor.v, cursor.v_keys, thread)
+            self.issue(wg, cursor, block_index)
+            self.softmax.mask(rows, block_index, thread.lane)
+            self.softmax.finish_block(products, rows, shared.v, cursor.v)
+            v_keys = cursor.keys - block_index * self.traits.block
+            cursor = cursor._replace(k=self.next_stage(cursor.k), v=cursor.k, v_keys=v_keys)
+        for b in cutlass.range(masked, cursor.blocks - 1, unroll=1):
+            self.issue(wg, cursor, cursor.blocks - 2 - b)
+            if const_expr(self.traits.fp8):
+                self.lagging_softmax.finish_block(products, rows, shared.v, cursor.v.index)
+            else:
+                self.softmax.finish_block(products, rows, shared.v, cursor.v)
+            cursor = cursor._replace(k=self.next_stage(cursor.k), v=cursor.k)
+        return cursor
+
+    @cute.jit
+    def issue(self, wg: Warpgroup, cursor: Cursor, block_index: Int32) -> None:
+        """Compute S of the tile's next block while O += P V of the block before runs, and release K.
+
+        fp8 also releases Q after block 0, the last one: without turns the next tile's scores would wait for its Q.
+        """
+        shared, group = wg.shared, wg.thread.group
+        self.gemms.issue(shared, wg.products, cursor.k, cursor.v, group)
+        release(shared.k.empty + cursor.k.index)
+        if const_expr(self.traits.fp8):
+            if block_index == 0:
+                release(shared.q.empty + group)
+
+    @cute.jit
+    def start_tile(self, wg: Warpgroup, cursor: Cursor) -> Cursor:
+        """Issue the next tile's first scores with this tile's last values, and store this tile."""
+        traits, shared, thread, products = self.traits, wg.shared, wg.thread, wg.products
+        blocks, k = cursor.blocks, cursor.k
+        keys, unmasked_keys = self.limits(wg, (cursor.tile + 1) % TILE_SLOTS)
+        skips_block = Int32(0)
+        skipped_stage = k
+        if const_expr(traits.fp8 and traits.causal):
+            # A tile has more rows than a block has keys: its upper rows may see no key of its last block.
+            if blocks > 1 and unmasked_keys + GROUP_ROWS - 1 <= (blocks - 1) * traits.block:
+                skips_block = Int32(1)
+                blocks -= 1
+                self.gemms.wait(shared.k.full + k.index, k.phase)
+                release(shared.k.empty + k.index)
+                k = self.next_stage(k)
+        block_index = blocks - 1
+        self.gemms.issue(shared, products, k, cursor.v, thread.group)
+        release(shared.k.empty + k.index)
+        if const_expr(traits.fp8 and traits.causal):
+            if skips_block == 1:
+                self.gemms.wait(shared.v.full + skipped_stage.index, skipped_stage.phase)
+                release(shared.v.empty + skipped_stage.index)
+        wg.next_rows.maximum.fill(LOWEST)
+        wg.next_rows.total.fill(0.0)
+        self.softmax.start_tile(wg.next_rows, block_index, unmasked_keys, thread.lane)
+        cute.arch.mbarrier_wait(shared.v.full + cursor.v.index, cursor.v.phase)  # as in `Softmax.finish_block`
+        warpgroup.wait_group(0)
+        release(shared.v.empty + cursor.v.index)
+        self.softmax.write_p(products.acc_s, products.p_target)
+        self.store(wg, cursor)
+        products.acc_o.fill(0.0)
+        for i in cutlass.range_constexpr(2):
+            wg.rows.maximum[i], wg.rows.total[i] = wg.next_rows.maximum[i], wg.next_rows.total[i]
+        v_keys = keys - block_index * traits.block
+        return Cursor(v_keys, k, self.next_stage(k), cursor.q_phase, blocks, keys, unmasked_keys, cursor.tile + 1)
+
+    @cute.jit
+    def last_values(self, wg: Warpgroup, cursor: Cursor) -> None:
+        """Add the last P V to O, and store the last tile."""
+        shared, group = wg.shared, wg.thread.group
+        cute.arch.mbarrier_wait(shared.v.full + cursor.v.index, cursor.v.phase)
+        self.gemms.take_turn(group)
+        self.gemms.values(wg.products, shared.v.memory, cursor.v.index)
+        if group < self.traits.groups - 1:
+            self.gemms.pass_turn(group)
+        warpgroup.wait_group(0)
+        self.store(wg, cursor)
+
+    @cute.jit
+    def next_stage(self, stage: Stage) -> Stage:
+        """The stage after `stage`."""
+        index, phase = advance(stage.index, stage.phase, self.stages)
+        return Stage(index, phase)
+
+    @cute.jit
+    def masked_blocks(self, cursor: Cursor) -> Int32:
+        """Number of blocks after a tile's first one that need a mask, or zeros in V of the block before.
+
+        With fp8 the first of them always counts: rows that saw no key of the tile's first block have no maximum yet.
+        """
+        masked = cursor.blocks - 1 - cutlass.max(cursor.unmasked_keys, 0) // self.traits.block
+        if const_expr(self.traits.fp8) or cursor.v_keys < self.traits.block:
+            masked = cutlass.max(masked, 1)
+        return cutlass.min(cutlass.max(masked, 0), cursor.blocks - 1)
+
+    @cute.jit
+    def limits(self, wg: Warpgroup, slot: Int32) -> tuple[Int32, Int32]:
+        """(keys of the request, keys that all rows of this warpgroup see). Sets `rows.limit`."""
+        tiles, thread, limit = wg.shared.tiles, wg.thread, wg.rows.limit
+        keys = uniform(tiles[Tile.KEYS, slot])
+        unmasked_keys = keys
+        if const_expr(self.traits.causal):
+            first_row_keys = uniform(tiles[Tile.FIRST_ROW_KEYS, slot]) + thread.group * GROUP_ROWS
+            unmasked_keys = cutlass.min(keys, first_row_keys)
+            for i in cutlass.range_constexpr(2):
+                limit[i] = cutlass.min(keys, first_row_keys + thread.row + 8 * i)
+        else:
+            for i in cutlass.range_constexpr(2):
+                limit[i] = keys
+        return keys, unmasked_keys
+
+    @cute.jit
+    def zero_rows(self, v: Buffers, stage: Stage, keys: Int32, thread: ThreadIndex) -> None:
+        """Zero V's rows past a request's keys. P is 0 there, but V may be NaN, and 0 * NaN must not reach O.
+
+        Each warpgroup writes the same zeros. With fp8 the transpose warps have done it.
+        """
+        traits = self.traits
+        if const_expr(not traits.fp8):
+            if keys < traits.block:
+                v_words = cute.make_tensor(
+                    cute.recast_ptr(v.memory, cute.make_swizzle(0, 4, 3), dtype=Float32),
+                    cute.make_layout(
+                        (32, traits.block, traits.v_column_tiles, traits.stages),
+                        stride=(1, 32, 32 * traits.block, traits.v_elements // 2),
+                    ),
+                )
+                cute.arch.mbarrier_wait(v.full + stage.index, stage.phase)
+                for row in cutlass.range(cutlass.max(keys, 0) + thread.thread // 32, traits.block, 4, unroll=1):
+                    for c in cutlass.range_constexpr(traits.v_column_tiles):
+                        v_words[thread.thread % 32, row, c, stage.index] = Float32(0.0)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.barrier(barrier_id=Barrier.V_ZEROED + thread.group, number_of_threads=WARPGROUP_THREADS)
+
+    @cute.jit
+    def store(self, wg: Warpgroup, cursor: Cursor) -> None:
+        """Store the cursor's tile: O divided by the rows' sums, and the rows' log-sum-exp. Rows without keys get 0 and
+        -inf."""
+        traits, thread, rows, out, lse = self.traits, wg.thread, wg.rows, wg.results.out, wg.results.lse
+        tiles, slot = wg.shared.tiles, cursor.tile % TILE_SLOTS
+        first_row = tiles[Tile.FIRST_ROW, slot] + thread.group * GROUP_ROWS
+        group_rows = tiles[Tile.ROWS, slot] - thread.group * GROUP_ROWS
+        head = tiles[Tile.HEAD, slot]
+        quad = thread.lane % 4
+        column_groups = traits.v_head_dim // 8
+        for i in cutlass.range_constexpr(2):
+            row = thread.row + 8 * i
+            total = rows.total[i]
+            total += cute.arch.shuffle_sync_bfly(total, offset=1)
+            total += cute.arch.shuffle_sync_bfly(total, offset=2)
+            factor, row_lse = Float32(0.0), -Float32.inf
+            if total > 0.0 or total != total:
+                factor = wg.out_scale / total
+                row_lse = (rows.maximum[i] + cute.math.log2(total, fastmath=True)) * LN_2
+            row_index = Int64(first_row + row) * wg.results.heads + head
+            # A lane holds 2 columns of each group of 8. The four lanes of a row exchange columns so that each has the
+            # 8 columns, 16 bytes, of one group in four, and a row's stores fill whole sectors.
+            out_row = cute.make_tensor(
+                (out.iterator + (row_index * traits.v_head_dim + quad * 8)).align(16),
+                cute.make_layout((8, column_groups // 4), stride=(1, 32)),
+            )
+            pairs = cute.make_rmem_tensor((8,), traits.out_dtype)
+            words = cute.recast_tensor(pairs, Int32)
+            for g in cutlass.range_constexpr(column_groups // 4):
+                for j in cutlass.range_constexpr(4):
+                    pairs[2 * j] = (rows.o[i, 8 * g + 2 * j] * factor).to(traits.out_dtype)
+                    pairs[2 * j + 1] = (rows.o[i, 8 * g + 2 * j + 1] * factor).to(traits.out_dtype)
+                transpose_quad(words, quad)
+                if row < group_rows:
+                    cute.autovec_copy(pairs, out_row[None, g])
+            if row < group_rows and quad == 0:
+                lse[first_row + row, head] = row_lse

@@ -1,0 +1,183 @@
+"""The planner: a kernel of one CTA that turns the requests' lengths into tiles, the longest requests first."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils as utils
+from cutlass import Float32, Int32, const_expr
+
+from tsmla_kernels.sm90.prefill.memory import KernelTraits, PlanWord, Progress, Schedule
+
+PLAN_THREADS = 256
+LENGTH_CLASSES = 128  # of key lengths, four to each power of two
+SHORTEST_CLASS = 508  # of length 0: bits 21 and up of the float 1.0
+L2_BYTES = 32 << 20  # of keys and values that tiles at work at the same time should share
+MAX_SECTION_HEADS = 16  # with more, CTAs finish the last section at uneven times
+
+
+class Requests(NamedTuple):
+    """Where the requests begin in the operands, and the operands' lengths."""
+
+    cu_seqlens_q: cute.Tensor
+    cu_seqlens_kv: cute.Tensor
+    total_q: Int32
+    total_kv: Int32
+    batch: Int32
+
+
+class Request(NamedTuple):
+    """Query rows and keys of a request."""
+
+    first_row: Int32
+    rows: Int32
+    first_key: Int32
+    keys: Int32
+
+
+class Planner:
+    """Device code of the plan. `schedule.plan` has a row for each request, and two for the query rows of no request:
+    those before the first and those after the last, which have no keys."""
+
+    def __init__(self, traits: KernelTraits) -> None:
+        self.traits = traits
+
+    @cute.kernel
+    def make_plan(
+        self, cu_seqlens_q: cute.Tensor, cu_seqlens_kv: cute.Tensor, schedule: Schedule, heads: Int32, total_q: Int32,
+        total_kv: Int32,
+    ):  # fmt: skip
+        """Sort the requests by class of key length, and write their rows of the plan and the number of tiles."""
+        tidx = cute.arch.thread_idx()[0]
+        lane, warp_idx = tidx % 32, tidx // 32
+        cute.arch.griddepcontrol_launch_dependents()
+
+        @cute.struct
+        class Storage:
+            positions: cute.struct.MemRange[Int32, LENGTH_CLASSES]
+            warp_tiles: cute.struct.MemRange[Int32, PLAN_THREADS // 32]
+
+        smem = utils.SmemAllocator()
+        storage = smem.allocate(Storage)
+        positions = storage.positions.get_tensor(cute.make_layout(LENGTH_CLASSES))
+        warp_tiles = storage.warp_tiles.get_tensor(cute.make_layout(PLAN_THREADS // 32))
+        entries = schedule.plan.shape[0]
+        requests = Requests(cu_seqlens_q, cu_seqlens_kv, total_q, total_kv, entries - 2)
+
+        if tidx < LENGTH_CLASSES:
+            positions[tidx] = Int32(0)
+        cute.arch.sync_threads()
+        for index in cutlass.range(tidx, entries, PLAN_THREADS, unroll=1):
+            self.take_position(positions, self.request(requests, index).keys)
+        cute.arch.sync_threads()
+        if warp_idx == 0:
+            self.counts_to_positions(positions, lane)
+        cute.arch.sync_threads()
+        for index in cutlass.range(tidx, entries, PLAN_THREADS, unroll=1):
+            request = self.request(requests, index)
+            self.write_row(schedule.plan, self.take_position(positions, request.keys), request, heads)
+        cute.arch.sync_threads()
+        total = self.accumulate_tiles(schedule.plan, warp_tiles, heads)
+        if tidx == 0:
+            progress = schedule.progress
+            # Each CTA's first tile is that of the CTA's own number.
+            progress[Progress.NEXT_TILE] = Int32(progress.shape[0])
+            progress[Progress.TILES] = total
+
+    @cute.jit
+    def request(self, requests: Requests, index: Int32) -> Request:
+        """Request `index`; `batch` and `batch` + 1 are the rows before the first request and after the last.
+
+        Offsets are clamped to the operands: wrong ones must not lead to reads or writes outside of them.
+        """
+        q_begin, q_end = Int32(0), requests.total_q
+        kv_begin, kv_end = Int32(0), Int32(0)
+        if index < requests.batch:
+            q_begin, q_end = requests.cu_seqlens_q[index], requests.cu_seqlens_q[index + 1]
+            kv_begin, kv_end = requests.cu_seqlens_kv[index], requests.cu_seqlens_kv[index + 1]
+        elif index == requests.batch:
+            q_end = requests.cu_seqlens_q[0]
+        else:
+            q_begin = requests.cu_seqlens_q[requests.batch]
+        q_begin = cutlass.min(cutlass.max(q_begin, 0), requests.total_q)
+        kv_begin = cutlass.min(cutlass.max(kv_begin, 0), requests.total_kv)
+        q_len = cutlass.max(cutlass.min(q_end, requests.total_q) - q_begin, 0)
+        kv_len = cutlass.max(cutlass.min(kv_end, requests.total_kv) - kv_begin, 0)
+        return Request(q_begin, q_len, kv_begin, kv_len)
+
+    @cute.jit
+    def take_position(self, positions: cute.Tensor, keys: Int32) -> Int32:
+        """Add 1 to the entry of the length class of `keys`; returns the entry's old value. Class 0 is the longest."""
+        length = cute.make_rmem_tensor((1,), Float32)
+        length[0] = Float32(keys + 1)
+        bits = cute.recast_tensor(length, Int32)[0]
+        length_class = cutlass.max(LENGTH_CLASSES - 1 - ((bits >> 21) - SHORTEST_CLASS), 0)
+        return cute.arch.atomic_add(positions.iterator + length_class, Int32(1), sem="relaxed", scope="cta")
+
+    @cute.jit
+    def counts_to_positions(self, positions: cute.Tensor, lane: Int32) -> None:
+        """In one warp, replace each class's count by the number of requests in the classes before it."""
+        counts = cute.make_rmem_tensor((LENGTH_CLASSES // 32,), Int32)
+        lane_count = Int32(0)
+        for i in cutlass.range_constexpr(LENGTH_CLASSES // 32):
+            counts[i] = positions[lane * (LENGTH_CLASSES // 32) + i]
+            lane_count += counts[i]
+        position = self.prefix_sum(lane_count, lane) - lane_count
+        for i in cutlass.range_constexpr(LENGTH_CLASSES // 32):
+            positions[lane * (LENGTH_CLASSES // 32) + i] = position
+            position += counts[i]
+
+    @cute.jit
+    def write_row(self, plan: cute.Tensor, position: Int32, request: Request, heads: Int32) -> None:
+        """Write a request's row, except for the sum of tiles."""
+        traits = self.traits
+        head_bytes = cutlass.max(request.keys, 1) * (traits.element_bytes * (traits.qk_head_dim + traits.v_head_dim))
+        section = cutlass.min(cutlass.min(cutlass.max(L2_BYTES // head_bytes, 1), MAX_SECTION_HEADS), heads)
+        if const_expr(traits.fp8):
+            while heads % section != 0:  # a divisor of `heads`, so that all sections are equal
+                section -= 1
+        head_tiles = (request.rows + traits.tile_rows - 1) // traits.tile_rows
+        plan[position, PlanWord.FIRST_ROW] = request.first_row
+        plan[position, PlanWord.ROWS] = request.rows
+        plan[position, PlanWord.FIRST_KEY] = request.first_key
+        plan[position, PlanWord.KEYS] = request.keys
+        plan[position, PlanWord.HEAD_TILES] = head_tiles
+        plan[position, PlanWord.SECTION_HEADS] = section
+
+    @cute.jit
+    def accumulate_tiles(self, plan: cute.Tensor, warp_tiles: cute.Tensor, heads: Int32) -> Int32:
+        """Write the running sum of tiles to every row of the plan; returns the number of all tiles."""
+        tidx = cute.arch.thread_idx()[0]
+        lane, warp_idx = tidx % 32, tidx // 32
+        entries = plan.shape[0]
+        tiles_before = Int32(0)
+        for chunk in cutlass.range(0, entries, PLAN_THREADS, unroll=1):
+            index = chunk + tidx
+            tiles = Int32(0)
+            if index < entries:
+                tiles = plan[index, PlanWord.HEAD_TILES] * heads
+            tiles_end = self.prefix_sum(tiles, lane)
+            if lane == 31:
+                warp_tiles[warp_idx] = tiles_end
+            cute.arch.sync_threads()
+            for w in cutlass.range_constexpr(PLAN_THREADS // 32):
+                count = warp_tiles[w]
+                if w < warp_idx:
+                    tiles_end += count
+            if index < entries:
+                plan[index, PlanWord.TILES_END] = tiles_before + tiles_end
+            for w in cutlass.range_constexpr(PLAN_THREADS // 32):
+                tiles_before += warp_tiles[w]
+            cute.arch.sync_threads()
+        return tiles_before
+
+    @cute.jit
+    def prefix_sum(self, value: Int32, lane: Int32) -> Int32:
+        """Inclusive prefix sum over a warp's lanes."""
+        for step in cutlass.range_constexpr(5):
+            other = cute.arch.shuffle_sync_up(value, offset=1 << step, mask_and_clamp=0)
+            if lane >= (1 << step):
+                value += other
+        return value

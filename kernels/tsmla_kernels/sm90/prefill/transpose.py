@@ -1,0 +1,110 @@
+"""V's transposition in shared memory, for fp8: WGMMA takes 8-bit operands only with their k axis contiguous."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from tsmla_kernels.sm90.prefill.memory import TILE_SLOTS, KernelTraits, Shared, Tile
+from tsmla_kernels.sm90.warp import advance, load_transposed, store_matrices
+
+EVEN_COLUMNS, ODD_COLUMNS = 0x6420, 0x7531  # prmt selectors: bytes of two registers of transposed pairs
+
+
+class TransposeAddresses(NamedTuple):
+    """Byte addresses in shared memory of one lane of a transpose warp, in the first stage.
+
+    `half` is the column tile of the landing buffer that the warp transposes; `source` is the row of V that the lane
+    names to ldmatrix first, and `target` the row of V transposed that it names to stmatrix first. Later rows follow by
+    an exclusive or of 16-byte groups and a sum of rows.
+    """
+
+    half: Int32
+    source: Int32
+    target: Int32
+
+
+def transpose_addresses(lane: Int32, warp: Int32, landing: Int32, transposed: Int32, block: int) -> TransposeAddresses:
+    """The addresses of lane `lane` in transpose warp `warp`, for buffers that begin at `landing` and `transposed`."""
+    half = landing + warp * (64 * block)
+    source = half + lane * 64 + ((lane // 2) % 4) * 16
+    # Lane l names the target of row l % 8 of matrix l / 8. Two matrices come from the same registers. One has the even
+    # columns and the other the odd ones, and in their lower halves the other way round: the rows of a matrix then lie
+    # in eight different groups of banks.
+    odd = ((lane // 4) % 2) ^ ((lane // 8) % 2)
+    column = warp * 64 + (lane % 8) * 2 + odd
+    target = transposed + column * 128 + ((lane // 16) ^ (column % 8)) * 16
+    return TransposeAddresses(half, source, target)
+
+
+class ValueTransposer:
+    """Device code of the two transpose warps, 64 columns of V each.
+
+    ldmatrix transposes pairs of columns; prmt then joins bytes of two registers to four keys of a column. Of 16 keys
+    lane q of a row gets 2q, 2q + 1, 2q + 8 and 2q + 9. The keys stay in this order, because the accumulator holds the
+    scores in it: P becomes WGMMA's operand without an exchange between lanes.
+    """
+
+    def __init__(self, traits: KernelTraits) -> None:
+        self.traits = traits
+        self.stages = traits.stages
+
+    @cute.jit
+    def transpose_blocks(self, shared: Shared, warp: Int32) -> None:
+        """Transpose this warp's columns of V of every block, until a tile descriptor has no blocks."""
+        traits = self.traits
+        tiles, landing, v = shared.tiles, shared.landing, shared.v
+        lane = cute.arch.lane_idx()
+        addresses = transpose_addresses(lane, warp, landing.memory.toint(), v.memory.toint(), traits.block)
+        even_columns, odd_columns = Int32(EVEN_COLUMNS), Int32(ODD_COLUMNS)
+        if lane >= 16:
+            even_columns, odd_columns = odd_columns, even_columns
+
+        index, phase = Int32(0), Int32(0)
+        slot = Int32(0)
+        cute.arch.mbarrier_wait(landing.full, 0)
+        blocks = tiles[Tile.BLOCKS, slot]
+        while blocks > 0:
+            # Only the first block may reach past the request's end: blocks go from the last to the first.
+            keys = tiles[Tile.KEYS, slot] - (blocks - 1) * traits.block
+            for _ in cutlass.range(blocks, unroll=1):
+                cute.arch.mbarrier_wait(landing.full + index, phase)
+                if keys < traits.block:
+                    # Memory past the request's end may hold NaN, and 0 * NaN must not reach O.
+                    for row in cutlass.range(cutlass.max(keys, 0) + lane // 4, traits.block, 8, unroll=1):
+                        self.store_zeros(addresses.half + index * traits.v_elements + row * 64 + (lane % 4) * 16)
+                    cute.arch.sync_warp()
+                cute.arch.mbarrier_wait(v.empty + index, phase ^ 1)
+                self.transpose_block(addresses, index, even_columns, odd_columns)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(landing.empty + index)
+                    cute.arch.mbarrier_arrive(v.full + index)
+                keys = Int32(traits.block)
+                index, phase = advance(index, phase, self.stages)
+            slot = (slot + 1) % TILE_SLOTS
+            cute.arch.mbarrier_wait(landing.full + index, phase)
+            blocks = tiles[Tile.BLOCKS, slot]
+
+    def transpose_block(
+        self, addresses: TransposeAddresses, index: Int32, even_columns: Int32, odd_columns: Int32
+    ) -> None:
+        """Transpose this warp's columns of the block in stage `index`; each ldmatrix reads 32 keys of 16 columns."""
+        traits = self.traits
+        source = addresses.source + index * traits.v_elements
+        target = addresses.target + index * traits.transposed_elements
+        for step in range(traits.block // 32):
+            step_target = (target ^ ((step % 4) * 32)) + (step // 4) * 128 * traits.v_head_dim
+            for group in range(4):
+                pairs = load_transposed((source ^ (group * 16)) + step * 2048)
+                a, b = (cute.arch.prmt(*pairs[:2], columns) for columns in (even_columns, odd_columns))
+                c, d = (cute.arch.prmt(*pairs[2:], columns) for columns in (even_columns, odd_columns))
+                store_matrices(step_target + group * 2048, a, b, c, d)
+
+    def store_zeros(self, address: Int32) -> None:
+        """Store 16 bytes of zeros."""
+        cute.arch.inline_ptx("st.shared.v4.b32 [{$r0}], {0, 0, 0, 0};", read_only_args=[address])

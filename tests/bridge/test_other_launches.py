@@ -1,0 +1,117 @@
+"""mla_prefill, the cache's operations and merging on the stand-in for the GPU: what their kernels are given."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tsmla_bridge
+from tests.emulator.launcher import NUM_SMS, Gpu
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_prefill_goes_to_the_catalogs_kernel(gpu: Gpu, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(7, 2, width, generator=generator).to(dtype) for width in (192, 192, 128))
+    cu = torch.tensor([0, 3, 7], dtype=torch.int32)
+    options = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu, "max_q_len": 4, "max_kv_len": 4, "softmax_scale": 0.1}
+    options |= {"q_scale": 2.0, "k_scale": 0.5, "v_scale": torch.tensor(3.0)}
+    want, want_lse = tsmla_bridge.mla_prefill(q, k, v, **options, return_lse=True, implementation="reference")
+    assert not gpu.launches
+    got, got_lse = tsmla_bridge.mla_prefill(q, k, v, **options, return_lse=True)
+    assert got.dtype == torch.bfloat16 and torch.equal(got, want) and torch.equal(got_lse, want_lse)
+    assert torch.equal(tsmla_bridge.mla_prefill(q, k, v, **options), want)
+    assert len(gpu.launches) == 2
+    assert gpu.operands["progress"].shape == (NUM_SMS,)  # the kernel's grid is as large as this
+    wide = torch.cat((k, k), -1)[..., :192]
+    with pytest.raises(ValueError, match="k: got shape"):
+        tsmla_bridge.mla_prefill(q, wide, v, **options)
+
+
+def test_writes_and_gathers_go_to_the_catalogs_kernels(gpu: Gpu) -> None:
+    generator = torch.Generator().manual_seed(0)
+    kv = torch.randn(5, 80, generator=generator).bfloat16()
+    latent, k_rope = kv[:, :64], kv[:, 64:]
+    slots = torch.tensor([3, -1, 70, 16, 99], dtype=torch.int32)
+    cache = torch.randn(5, 16, 80, generator=generator).to(torch.float8_e4m3fn)
+    wanted = cache.clone()
+    tsmla_bridge.write_kv_cache(wanted, latent, k_rope, slots, kv_scale=0.5, implementation="reference")
+    assert not gpu.launches
+    for given in (cache, cache.clone()[:, None]):
+        written = tsmla_bridge.write_kv_cache(given, latent, k_rope, slots, kv_scale=torch.tensor(0.5))
+        assert written is given and torch.equal(given.view(cache.shape).float(), wanted.float())
+        operands = gpu.operands
+        assert operands["kv_cache"].data_ptr() == given.data_ptr()
+        assert operands["latent"].data_ptr() == kv.data_ptr() and operands["latent"].shape == (5, 80)
+    tables = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32)
+    starts, lens = torch.tensor([2, 0], dtype=torch.int32), torch.tensor([20, 9], dtype=torch.int32)
+    arrays = (cache, tables, starts, lens)
+    want = tsmla_bridge.gather_kv_cache(*arrays, total_len=33, kv_scale=0.5, implementation="reference")
+    assert torch.equal(tsmla_bridge.gather_kv_cache(*arrays, total_len=33, kv_scale=0.5), want)
+    assert len(gpu.launches) == 3 and gpu.operands["kv_cache"].data_ptr() == cache.data_ptr()
+
+    pool = torch.zeros(5, 2, 16, 80, dtype=torch.bfloat16)[:, 0]  # its pages have gaps: torch operations
+    tsmla_bridge.write_kv_cache(pool, latent, k_rope, slots)
+    assert len(gpu.launches) == 3 and pool.any()
+    with pytest.raises(NotImplementedError, match=r"write_kv_cache: .* kv_cache has strides .* the kernel can't read"):
+        tsmla_bridge.write_kv_cache(pool, latent, k_rope, slots, implementation="cute")
+
+
+@pytest.mark.parametrize("k_rope", [None, torch.empty(2, 0, dtype=torch.bfloat16)])
+def test_latents_without_rope_columns_go_to_the_kernel(gpu: Gpu, k_rope: torch.Tensor | None) -> None:
+    latent, slots = torch.randn(2, 64).bfloat16(), torch.tensor([17, 3], dtype=torch.int32)
+    cache = torch.zeros(2, 16, 64, dtype=torch.bfloat16)
+    tsmla_bridge.write_kv_cache(cache, latent, k_rope, slots)
+    ((_, operands),) = gpu.launches
+    assert operands["k_rope"].data_ptr() == latent.data_ptr()  # an address there must be
+    assert torch.equal(cache.view(32, 64)[slots], latent)
+
+
+def test_a_cache_narrower_than_one_store_is_written_by_torch(gpu: Gpu) -> None:
+    cache, slots = torch.zeros(2, 16, 8, dtype=torch.float8_e4m3fn), torch.tensor([17, 3], dtype=torch.int32)
+    latent = torch.ones(2, 8, dtype=torch.bfloat16)
+    tsmla_bridge.write_kv_cache(cache, latent, None, slots)
+    assert not gpu.launches and cache.float().sum() == 16
+    with pytest.raises(NotImplementedError, match="L is 8; with a float8_e4m3fn cache the cache kernels take multi"):
+        tsmla_bridge.write_kv_cache(cache, latent, None, slots, implementation="cute")
+
+
+def test_merges_go_to_the_catalogs_kernel(gpu: Gpu) -> None:
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(5, 3, 24, generator=generator).bfloat16()
+    outs = [torch.randn(5, 3, 16, generator=generator).bfloat16(), wide[..., :16], wide[..., 8:]]
+    lses = [torch.randn(5, 3, generator=generator), torch.randn(3, 5, generator=generator).T, torch.zeros(5, 3)]
+    lses[0][2], outs[0][2], lses[2][:] = -torch.inf, torch.nan, -torch.inf
+    want = tsmla_bridge.merge_attention_states(outs, lses, implementation="reference")
+    assert not gpu.launches
+    got = tsmla_bridge.merge_attention_states(outs, lses)
+    ((stream, operands),) = gpu.launches
+    assert stream == 0 and [x.dtype for x in got] == [torch.bfloat16, torch.float32]
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    assert operands["out_1"].data_ptr() == wide.data_ptr() and operands["out_1"].shape == (15, 24)
+    assert operands["lse_0"].data_ptr() == lses[0].data_ptr()
+    assert torch.isfinite(got[0]).all()
+
+    one = tsmla_bridge.merge_attention_states([wide[4, 2, 8:]], [torch.tensor(2.0)])  # a row of no other's stride
+    assert torch.equal(one[0], wide[4, 2, 8:]) and one[1] == 2 and len(gpu.launches) == 2
+    none = tsmla_bridge.merge_attention_states([out[:0] for out in outs], [lse[:0] for lse in lses])
+    assert none[0].shape == (0, 3, 16) and len(gpu.launches) == 2
+
+
+def test_merges_that_the_kernel_cannot_serve_are_torchs(gpu: Gpu) -> None:
+    outs, lses = torch.randn(2, 5, 3, 16), torch.randn(2, 5, 3)
+    turned = [out.transpose(0, 1) for out in torch.randn(2, 3, 5, 16)]
+    derived = outs.clone().requires_grad_()
+    for given, reason in (
+        (turned, r"outs\[0\] has strides .* which the kernel can't read"),
+        (list(outs.double()), "outs' dtype is float64; the merge kernel takes bfloat16, float16, float32"),
+        (list(outs[..., 1:]), "L is 15; in float32 the merge kernel takes a multiple of 4"),
+        (list(derived), "a derivative is asked for; the kernel has none"),
+    ):
+        out, _ = tsmla_bridge.merge_attention_states(given, list(lses))
+        want = torch.softmax(lses.to(out.dtype), 0)[..., None] * torch.stack(given)
+        torch.testing.assert_close(out, want.sum(0))
+        with pytest.raises(NotImplementedError, match=reason):
+            tsmla_bridge.merge_attention_states(given, list(lses), implementation="cute")
+    out.sum().backward()
+    assert derived.grad is not None and not gpu.launches

@@ -1,0 +1,208 @@
+"""A stand-in for the GPU that the bridge runs on: CPU tensors pass for CUDA ones, and a launch reads and writes their
+memory by address.
+
+The stand-in sees what the compiled kernel would see, addresses and sizes alone, so operands that are mixed up, views
+that are misread and workspaces that overlap show here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+import tsmla_bridge
+from tsmla_bridge import reference
+from tsmla_bridge.runtime import devices, loaded_kernels
+from tsmla_bridge.runtime.tensors import DTYPES
+from tsmla_kernels import launch
+from tsmla_kernels.catalog import Config, Kernel, Operand
+from tsmla_kernels.contract import Array, decode_spec, prefill_spec
+
+NUM_SMS = 4  # more than one, which would have no pieces to combine
+
+Operands = dict[str, torch.Tensor]
+
+
+@dataclass
+class Gpu:
+    """What the stand-in saw: the operands of every launch as (stream, {name: tensor over its memory}), and how often a
+    kernel was loaded. `stream` is the current stream of each thread; `capture` its capture's number, None without.
+    Launches are only recorded while `runs` is False."""
+
+    launches: list[tuple[int, Operands]] = field(default_factory=list)
+    loads: int = 0
+    runs: bool = True
+    state: threading.local = field(default_factory=threading.local)
+    capability: tuple[int, int] = (9, 0)
+    borrowed: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def operands(self) -> Operands:
+        """Of the latest launch."""
+        return self.launches[-1][1]
+
+    def borrow(self, size: int, stream: int) -> int:
+        """Memory as the allocator gives it, at addresses as even as a GPU's."""
+        memory = torch.empty(size + 512, dtype=torch.uint8)
+        address = memory.data_ptr() + -memory.data_ptr() % 512
+        self.borrowed[address] = memory
+        return address
+
+    def give_back(self, address: int) -> None:
+        del self.borrowed[address]
+
+    @property
+    def stream(self) -> int:
+        return getattr(self.state, "stream", 0)
+
+    @stream.setter
+    def stream(self, value: int) -> None:
+        self.state.stream = value
+
+    @property
+    def capture(self) -> int | None:
+        return getattr(self.state, "capture", None)
+
+    @capture.setter
+    def capture(self, value: int | None) -> None:
+        self.state.capture = value
+    @contextlib.contextmanager
+    def on_stream(self, stream: int, capture: int | None = None) -> Iterator[None]:
+        """Calls of this thread are on `stream` meanwhile, captured as number `capture` if there is one."""
+        before = self.stream, self.capture
+        self.stream, self.capture = stream, capture
+        try:
+            yield
+        finally:
+            self.stream, self.capture = before
+
+
+def over_memory(address: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    """A tensor over memory that someone else owns."""
+    count = 1
+    for size in shape:
+        count *= size
+    element = DTYPES[dtype]
+    if not count:
+        return torch.empty(shape, dtype=element)
+    buffer = (ctypes.c_uint8 * (count * element.itemsize)).from_address(address)
+    return torch.frombuffer(buffer, dtype=torch.uint8).view(element).view(shape)
+
+
+class StandInLauncher(launch.Launcher):
+    """A Launcher whose kernel is the reference, on the memory that its arguments point to."""
+
+    def __init__(self, gpu: Gpu, kernel: Kernel, config: Config) -> None:
+        self.gpu, self.config = gpu, config
+        self.name, self.operands, self._bound = kernel.name, kernel.operands(config), {}
+        gpu.loads += 1
+
+    def _run(self, arguments: ctypes.c_void_p, count: ctypes.c_size_t) -> int:  # type: ignore[override]
+        assert count.value == len(self.operands) + 2 and arguments.value is not None
+        pointers = (ctypes.c_void_p * count.value).from_address(arguments.value)
+        stream = ctypes.c_int64.from_address(pointers[0]).value
+        operands = {operand.name: self._operand(operand, pointers[1 + i]) for i, operand in enumerate(self.operands)}
+        self.gpu.launches.append((stream, operands))
+        if self.gpu.runs:
+            getattr(self, f"_{self.name}")(operands)
+        return 0
+
+    def _operand(self, operand: Operand, pointer: int) -> torch.Tensor:
+        descriptor = ctypes.c_int64.from_address(pointer).value
+        address, sizes = (ctypes.c_int64 * 2).from_address(descriptor)
+        shape = tuple((ctypes.c_int64 * len(operand.shape)).from_address(sizes))
+        assert address % operand.align == 0
+        return over_memory(address, shape, operand.dtype)
+
+    def _mla_decode(self, operands: Operands) -> None:
+        config = self.config
+        for name in ("partial_out", "partial_lse", "split_info"):
+            operands[name].view(torch.uint8).fill_(0xFF)  # anything else that lies there is spoilt
+        out, lse = (operands[name].view(-1, config.num_heads, *operands[name].shape[1:]) for name in ("out", "lse"))
+        q = operands["q"].view(-1, config.num_heads, config.head_dim)
+        offsets = operands["cu_seqlens_q"] if config.ragged else None
+        written = torch.ones(len(q), dtype=torch.bool)
+        if offsets is None:
+            q = q.view(-1, config.max_q_len, *q.shape[1:])
+        else:
+            written = torch.zeros(len(q), dtype=torch.bool)
+            for first, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+                written[first : min(stop, first + config.max_q_len)] = True
+        tensors = {"q": q, **{name: operands[name] for name in ("kv_cache", "block_tables", "seq_lens")}}
+        spec = decode_spec(
+            **describe(tensors | ({} if offsets is None else {"cu_seqlens_q": offsets})),
+            max_q_len=config.max_q_len,
+            softmax_scale=1.0,
+            latent_dim=config.latent_dim,
+            causal=config.causal,
+        )
+        found = reference.mla_decode(spec, *tensors.values(), offsets, *operands["scales"])
+        out[written], lse[written] = (x.view(y.shape)[written] for x, y in zip(found, (out, lse), strict=True))
+
+    def _mla_prefill(self, operands: Operands) -> None:
+        for name in ("plan", "progress"):
+            operands[name].view(torch.uint8).fill_(0xFF)
+        tensors = {name: operands[name] for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_kv")}
+        longest = 1 << 20
+        spec = prefill_spec(
+            **describe(tensors), max_q_len=longest, max_kv_len=longest, softmax_scale=1.0, causal=self.config.causal
+        )
+        found = reference.mla_prefill(spec, *tensors.values(), *operands["scales"])
+        for name, result in zip(("out", "lse"), found, strict=True):
+            operands[name].copy_(result)
+
+    def _write_kv_cache(self, operands: Operands) -> None:
+        config = self.config
+        cache, slots = operands["kv_cache"], operands["slot_mapping"]
+        assert operands["new_kv_cache"].data_ptr() == cache.data_ptr()
+        latent = operands["latent"][:, : config.latent_dim]
+        k_rope = operands["k_rope"][:, : config.rope_dim] if config.rope_dim else None
+        options = {"kv_scale": operands["kv_scale"][0], "implementation": "reference"}
+        tsmla_bridge.write_kv_cache(cache, latent, k_rope, slots, **options)
+
+    def _gather_kv_cache(self, operands: Operands) -> None:
+        out = operands["out"]
+        found = tsmla_bridge.gather_kv_cache(
+            *(operands[name] for name in ("kv_cache", "block_tables", "starts", "lens")), total_len=len(out),
+            kv_scale=operands["kv_scale"][0], out_dtype=out.dtype, implementation="reference",
+        )  # fmt: skip
+        out.copy_(found)
+
+    def _merge_attention_states(self, operands: Operands) -> None:
+        outs = [operands[f"out_{i}"][:, : self.config.head_dim] for i in range(self.config.parts)]
+        lses = [operands[f"lse_{i}"] for i in range(self.config.parts)]
+        found = tsmla_bridge.merge_attention_states(outs, lses, implementation="reference")
+        for name, result in zip(("out", "lse"), found, strict=True):
+            operands[name].copy_(result)
+
+
+def describe(tensors: Operands) -> dict[str, Array]:
+    return {name: Array(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in tensors.items()}
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """From here on CPU tensors are on a Hopper GPU that runs the stand-in."""
+    gpu = Gpu()
+    monkeypatch.setattr(devices, "kind", lambda device: "cuda")
+    monkeypatch.setattr(devices, "capability", lambda index: gpu.capability)
+    monkeypatch.setattr(devices, "num_sms", lambda index: NUM_SMS)
+    monkeypatch.setattr(devices, "current_device", lambda: -1)
+    monkeypatch.setattr(devices, "current_stream", lambda index: gpu.stream)
+    monkeypatch.setattr(devices, "torch_device", lambda index: torch.device("cpu"))
+    monkeypatch.setattr(
+        devices, "new_tensor", lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype)
+    )
+    monkeypatch.setattr(devices, "borrow", gpu.borrow)
+    monkeypatch.setattr(devices, "give_back", gpu.give_back)
+    monkeypatch.setattr(devices, "is_capturing", lambda: gpu.capture is not None)
+    monkeypatch.setattr(devices, "capture_id", lambda stream: gpu.capture)
+    monkeypatch.setattr(launch, "runtime_library", lambda: Path("standin"))
+    monkeypatch.setattr(loaded_kernels, "_load", lambda kernel, config, index: StandInLauncher(gpu, kernel, config))
+    return gpu

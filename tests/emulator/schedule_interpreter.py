@@ -1,0 +1,245 @@
+"""The decode kernels' schedule, run lane by lane in Python: what CuTe DSL would trace is executed with numbers.
+
+Stand-ins take the place of cutlass while the schedule's modules are imported. The 32 lanes of a warp are threads of
+Python; one runs at a time, until it meets the others, then the next.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import threading
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+import tsmla_kernels
+from tests.emulator.cache_interpreter import stand_in
+from tsmla_kernels.sm90.decode.config import DecodeConfig
+
+FOLDER = Path(tsmla_kernels.__file__).parent / "sm90"
+LANES = 32
+GARBAGE = 123456789
+
+
+class Warp:
+    """What the lanes of a warp exchange."""
+
+    def __init__(self) -> None:
+        self.here = threading.local()
+        self.turns: list[threading.Semaphore] = []
+        self.exchanged: list[list[Any]] = [[None] * LANES, [None] * LANES]
+        self.failures: list[BaseException] = []
+
+    def run(self, work: Callable[[], None]) -> None:
+        self.turns = [threading.Semaphore(0) for _ in range(LANES)]
+        self.failures = []
+
+        def thread(lane: int) -> None:
+            self.here.lane, self.here.meetings = lane, 0
+            try:
+                self._wait(lane)
+                work()
+            except BaseException as error:
+                self.failures.append(error)
+            self.turns[(lane + 1) % LANES].release()
+
+        threads = [threading.Thread(target=thread, args=(lane,)) for lane in range(LANES)]
+        for each in threads:
+            each.start()
+        self.turns[0].release()
+        for each in threads:
+            each.join()
+        if self.failures:
+            raise self.failures[0]
+
+    def _wait(self, lane: int) -> None:
+        if not self.turns[lane].acquire(timeout=20) or self.failures:
+            raise RuntimeError(f"lane {lane} waits for lanes that have ended or gone another way")
+
+    def exchange(self, value: Any = None) -> list[Any]:
+        """Every lane's value, when all have given theirs."""
+        lane = self.here.lane
+        given = self.exchanged[self.here.meetings % 2]
+        self.here.meetings += 1
+        given[lane] = value
+        self.turns[(lane + 1) % LANES].release()
+        self._wait(lane)
+        return given
+
+    def reduce(self, value: int, how: str) -> int:
+        values = self.exchange(value)
+        return sum(values) if how == "add" else max(values)
+
+    def shuffle(self, value: int, source: int) -> int:
+        return self.exchange(value)[source]
+
+    def shuffle_up(self, value: int, *, offset: int, mask_and_clamp: int) -> int:
+        values, lane = self.exchange(value), self.here.lane
+        return values[lane - offset] if lane >= offset else value
+
+    def ballot(self, value: bool) -> int:
+        return sum(bool(v) << lane for lane, v in enumerate(self.exchange(value)))
+
+
+class Array:
+    """A tensor of integers. Indices beyond it are errors."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array, self.shape = array, array.shape
+
+    @property
+    def iterator(self) -> Pointer:
+        return Pointer(self.array.reshape(-1))
+
+    def _index(self, index: Any) -> Any:
+        indices = index if isinstance(index, tuple) else (index,)
+        assert all(0 <= i < n for i, n in zip(indices, self.shape, strict=True)), f"{indices} of {self.shape}"
+        return indices
+
+    def __getitem__(self, index: Any) -> int:
+        return int(self.array[self._index(index)])
+
+    def __setitem__(self, index: Any, value: int) -> None:
+        self.array[self._index(index)] = value
+
+
+@dataclass
+class Pointer:
+    """An address within an array."""
+
+    array: np.ndarray
+
+    def __add__(self, elements: int) -> Pointer:
+        return Pointer(self.array[elements:])
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Key blocks [begin, end) of a row tile that begins at row `row` of the request, as cluster `cluster` has it."""
+
+    cluster: int
+    request: int
+    row: int
+    begin: int
+    end: int
+    slot: int
+
+
+class Interpreter:
+    """PieceWalk, to be run for the clusters of a batch."""
+
+    def __init__(self) -> None:
+        self.warp = Warp()
+        self.memory, self.share, self.walk = self._import()
+        self.flags = (self.memory.Busy.FIRST, self.memory.Busy.LAST)
+
+    def run(
+        self,
+        config: DecodeConfig,
+        num_clusters: int,
+        seq_lens: np.ndarray,
+        width: int,
+        cu_seqlens_q: np.ndarray | None = None,
+    ) -> tuple[list[Piece], np.ndarray]:
+        """(the pieces of all clusters, split_info) of a batch, with a table of `width` pages."""
+        walk = self.walk.PieceWalk(config)
+        rows = len(seq_lens) * config.max_q_len if cu_seqlens_q is None else int(cu_seqlens_q[-1])
+        split_info = Array(np.full((2 * num_clusters, len(self.memory.SplitEntry)), GARBAGE, np.int32))
+        lens, table = Array(seq_lens.astype(np.int32)), types.SimpleNamespace(shape=(len(seq_lens), width))
+        word = self.memory.Piece
+        offsets = lens if cu_seqlens_q is None else Array(cu_seqlens_q.astype(np.int32))
+        pieces = []
+        for cluster in range(num_clusters):
+            described = Array(np.full((len(word), self.memory.PIECES_KEPT), GARBAGE, np.int32))
+            state = self.memory.Schedule(
+                block_tables=table,
+                seq_lens=lens,
+                cu_seqlens_q=offsets,
+                partial_lse=None,
+                split_info=split_info,
+                pieces=described,
+                state=Array(np.full(self.share.STATE_WORDS, GARBAGE, np.int32)),
+                num_clusters=num_clusters,
+                cluster_index=cluster,
+                rank=0,
+                all_rows=rows * config.num_heads,
+                order=Array(np.full(self.share.MAX_SORTED, GARBAGE, np.int32)),
+            )
+
+            def work(state: Any = state, described: Array = described, cluster: int = cluster) -> None:
+                lane = self.warp.here.lane
+                walk.begin(state, walk.batch.numbers(min(lane, len(seq_lens) - 1), lens, offsets))
+                number = 0
+                while True:
+                    walk.next_piece(number, state)
+                    place = number % self.memory.PIECES_KEPT
+                    begin, end = described[word.BLOCK_BEGIN, place], described[word.BLOCK_END, place]
+                    if begin == end:
+                        break
+                    if lane == 0:
+                        request, row = described[word.REQUEST, place], described[word.ROW_IN_REQUEST, place]
+                        pieces.append(Piece(cluster, request, row, begin, end, described[word.SLOT, place]))
+                    number += 1
+                    self.warp.exchange()
+
+            self.warp.run(work)
+        return pieces, split_info.array
+
+    def _import(self) -> tuple[types.ModuleType, ...]:
+        """memory, share and walk of the decode kernels."""
+        warp = self.warp
+        arch = types.SimpleNamespace(
+            lane_idx=lambda: warp.here.lane,
+            sync_warp=lambda: warp.exchange(),
+            warp_redux_sync=warp.reduce,
+            shuffle_sync=warp.shuffle,
+            shuffle_sync_up=warp.shuffle_up,
+            vote_ballot_sync=warp.ballot,
+            popc=lambda value: value.bit_count(),
+            rcp_approx=lambda value: np.float32(1) / value,
+            fence_proxy=lambda *_, **__: None,
+        )
+        cute = stand_in(
+            "cutlass.cute",
+            jit=lambda function: function,
+            arch=arch,
+            Tensor=object,
+            Pointer=object,
+            make_layout=lambda shape: shape,
+            recast_ptr=lambda pointer, dtype: Pointer(pointer.array.view(dtype)),
+            make_tensor=lambda pointer, count: Array(pointer.array[:count]),
+            make_rmem_tensor=lambda shape, dtype: Array(np.full(shape, GARBAGE, np.int64)),
+        )
+        names = ("BFloat16", "Float16", "Float8E4M3FN", "Numeric", "Constexpr")
+        cutlass = stand_in(
+            "cutlass",
+            **dict.fromkeys(names, object),
+            Int8=np.int8,
+            Int32=int,
+            Int64=int,
+            Float32=np.float32,
+            Boolean=bool,
+            const_expr=lambda value: value,
+            range_constexpr=range,
+            range=lambda *bounds, unroll: range(*bounds),
+            min=min,
+            max=max,
+            cute=cute,
+        )
+        stand_ins = {"cutlass": cutlass, "cutlass.cute": cute}
+        modules = []
+        with mock.patch.dict(sys.modules, stand_ins):
+            for name in ("warp", "decode.memory", "decode.share", "decode.walk"):
+                full = f"tsmla_kernels.sm90.{name}"
+                spec = importlib.util.spec_from_file_location(full, FOLDER / f"{name.replace('.', '/')}.py")
+                assert spec is not None and spec.loader is not None
+                module = sys.modules[full] = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
+                modules.append(module)
+        return tuple(modules[1:])

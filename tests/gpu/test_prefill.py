@@ -1,0 +1,345 @@
+"""The prefill kernel inside jax on a GPU: right, compiled once, differentiated, transformed, with NaN beside data."""
+
+import itertools
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import tsmla_jax
+from tsmla_jax.nn import MLAConfig, functional, param_shapes
+from tsmla_jax.ops import kernel_call
+from tsmla_kernels import object_cache
+
+pytestmark = pytest.mark.gpu
+
+SCALE = 192**-0.5
+Results = tuple[jax.Array, jax.Array]
+
+
+@pytest.fixture(scope="module")
+def compiled_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has a folder of its own in one that all share
+        root = root.parent
+    return root / "gpu-prefill-objects"
+
+
+@pytest.fixture(autouse=True)
+def shared_cache(cache_directory: Path, compiled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One cache for the module: each object takes five to ten seconds to compile."""
+    kwargs = attend("cute", [1], [1]).keywords
+    kwargs.pop("implementation")
+    reasons = tsmla_jax.explain("mla_prefill", *arrays([1], [1]), **kwargs, implementation="cute").reasons["cute"]
+    if reasons:
+        pytest.skip("; ".join(reasons))
+    monkeypatch.setenv("TSMLA_CACHE_DIR", str(compiled_cache))
+
+
+def offsets(lens: Sequence[int]) -> jax.Array:
+    return jnp.asarray([0, *itertools.accumulate(lens)], jnp.int32)
+
+
+def arrays(
+    q_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    heads: int = 3,
+    dims: tuple[int, int] = (192, 128),
+    dtype: Any = jnp.bfloat16,
+    padding: int = 5,
+) -> list[jax.Array]:
+    """q, k and v with rows of NaN behind the last request."""
+    rng = np.random.default_rng(sum(q_lens) + sum(kv_lens))
+    given = []
+    for lens, width in ((q_lens, dims[0]), (kv_lens, dims[0]), (kv_lens, dims[1])):
+        x = rng.normal(size=(sum(lens) + padding, heads, width))
+        x[sum(lens) :] = np.nan
+        given.append(jnp.asarray(x, dtype))
+    return given
+
+
+def attend(implementation: str | None, q_lens: Sequence[int], kv_lens: Sequence[int], **kwargs: Any) -> Any:
+    fixed = {
+        "cu_seqlens_q": offsets(q_lens),
+        "cu_seqlens_kv": offsets(kv_lens),
+        "max_q_len": max(q_lens),
+        "max_kv_len": max(kv_lens),
+        "softmax_scale": SCALE,
+        "return_lse": True,
+        **kwargs,
+    }
+    return partial(tsmla_jax.mla_prefill, implementation=implementation, **fixed)
+
+
+def oracle(q: Any, k: Any, v: Any, q_lens: Sequence[int], kv_lens: Sequence[int], **options: Any) -> Any:
+    """out and lse in float64, on the host: the reference would compile anew for every case."""
+    causal, scale = options.get("causal", True), options.get("softmax_scale", SCALE)
+    q, k, v = (np.float64(x).swapaxes(0, 1) for x in (q, k, v))
+    out, lse = np.zeros((*q.shape[:2], v.shape[2])), np.full(q.shape[:2], -np.inf)
+    for q0, n, k0, m in zip(np.cumsum([0, *q_lens]), q_lens, np.cumsum([0, *kv_lens]), kv_lens, strict=False):
+        scores = q[:, q0 : q0 + n] @ k[:, k0 : k0 + m].swapaxes(1, 2) * scale
+        if causal:
+            scores = np.where(np.arange(m) <= np.arange(n)[:, None] + (m - n), scores, -np.inf)
+        high = np.maximum(scores.max(-1, initial=-np.inf, keepdims=True), -1e300)
+        weights = np.exp(scores - high)
+        total = weights.sum(-1)
+        seen = total > 0
+        values = weights @ v[:, k0 : k0 + m] / np.where(seen, total, 1)[..., None]
+        out[:, q0 : q0 + n] = np.where(seen[..., None], values, 0)
+        lse[:, q0 : q0 + n] = np.where(seen, high[..., 0] + np.log(np.where(seen, total, 1)), -np.inf)
+    return out.swapaxes(0, 1) * options.get("v_scale", 1.0), lse.swapaxes(0, 1)
+
+
+def assert_right(got: Results, want: Any) -> None:
+    """P and out are rounded to the inputs' dtype."""
+    out = np.float64(got[0])
+    assert np.isfinite(out).all()
+    step = 2**-8 if got[0].dtype == jnp.bfloat16 else 2**-11
+    assert np.linalg.norm(out - want[0]) <= step * np.linalg.norm(want[0])
+    np.testing.assert_allclose(out, want[0], atol=4 * step, rtol=2 * step)
+    np.testing.assert_allclose(np.asarray(got[1]), want[1], atol=1e-5, rtol=1e-5)
+
+
+LENS = {
+    "one": ([128], [128]),
+    "not a multiple of a tile": ([300, 65, 129, 1], [300, 65, 129, 1]),
+    "new tokens behind a context": ([5, 64, 200], [700, 65, 1000]),
+    "more queries than keys": ([300, 129, 64], [50, 128, 63]),
+    "zero lengths": ([0, 70, 0, 40, 0], [30, 0, 0, 40, 0]),
+    "many": ([17 * i % 200 for i in range(300)], [31 * i % 250 for i in range(300)]),
+}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", LENS)
+def test_right(name: str, causal: bool) -> None:
+    lens = LENS[name]
+    args = arrays(*lens)
+    got = jax.jit(attend("cute", *lens, causal=causal))(*args)
+    assert_right(got, oracle(*args, *lens, causal=causal))
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (128, 128), (64, 64)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_head_dims_and_dtypes(dims: tuple[int, int], dtype: Any) -> None:
+    lens = ([300, 64], [300, 200])
+    args = arrays(*lens, heads=5, dims=dims, dtype=dtype)
+    assert_right(attend("cute", *lens)(*args), oracle(*args, *lens))
+
+
+def assert_right_in_fp8(got: Results, want: Any, lse_rtol: float = 0.0, v_scale: float = 1.0) -> None:
+    """P is rounded to e4m3, and the tensor cores keep 13 bits of what they add up: on an H200 at most 2.7 % in out's
+    norm, 0.053 v_scale in one element beyond 2^-4 of it, 1.6e-3 in lse."""
+    out, lse = np.float64(got[0]), np.asarray(got[1])
+    assert got[0].dtype == jnp.bfloat16 and np.isfinite(out).all()
+    assert np.linalg.norm(out - want[0]) <= 0.03 * np.linalg.norm(want[0])
+    np.testing.assert_allclose(out, want[0], atol=2**-4 * v_scale, rtol=2**-4)
+    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want[1]))
+    seen = ~np.isneginf(want[1])
+    np.testing.assert_allclose(lse[seen], want[1][seen], atol=6e-3, rtol=lse_rtol)
+
+
+FP8 = jnp.float8_e4m3fn
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", LENS)
+def test_fp8(name: str, causal: bool) -> None:
+    lens = LENS[name]
+    args = arrays(*lens, dtype=FP8)
+    got = jax.jit(attend("cute", *lens, causal=causal))(*args)
+    assert_right_in_fp8(got, oracle(*args, *lens, causal=causal))
+
+
+def test_fp8_over_many_blocks() -> None:
+    lens = ([1500, 3], [4000, 2500])
+    args = arrays(*lens, heads=5, dtype=FP8)
+    assert_right_in_fp8(attend("cute", *lens)(*args), oracle(*args, *lens))
+
+
+def test_fp8_scales_are_read_at_every_call() -> None:
+    lens = ([200, 30], [200, 50])
+    args = arrays(*lens, dtype=FP8)
+    run = jax.jit(lambda *s: attend("cute", *lens, q_scale=s[0], k_scale=s[1], v_scale=s[2])(*args))
+    for q_scale, k_scale, v_scale in ((1.0, 1.0, 1.0), (0.5, 3.0, 0.25), (2.0, 0.1, 2.0)):
+        want = oracle(*args, *lens, softmax_scale=SCALE * q_scale * k_scale, v_scale=v_scale)
+        assert_right_in_fp8(run(*map(jnp.float32, (q_scale, k_scale, v_scale))), want, v_scale=v_scale)
+
+
+def test_fp8_maximum_that_rises_from_block_to_block() -> None:
+    """Blocks are read from the last to the first."""
+    lens = ([150], [1500])
+    q, k, v = arrays(*lens, dtype=jnp.float32, padding=0)
+    for steps in (1.02, 1.3, 2.0, 3.0):
+        growth = np.linspace(steps, 0.0, 1500)[:, None, None]
+        args = [x.astype(FP8) for x in (jnp.abs(q), jnp.abs(k) * growth, v)]
+        # Products of one sign: what each of them loses to the 13 bits of a step's greatest adds up. Measured: 1.4e-3
+        # of lse beyond the 6e-3.
+        assert_right_in_fp8(attend("cute", *lens)(*args), oracle(*args, *lens), lse_rtol=2e-3)
+
+
+def test_fp8_scores_further_apart_than_the_exponents_of_floats() -> None:
+    """P is made before it is known whether its maximum will do: here it overflows again and again."""
+    lens = ([1500, 3], [4000, 2500])
+    args = arrays(*lens, dtype=FP8)
+    scale = 60 * SCALE
+    out, lse = attend("cute", *lens, softmax_scale=scale)(*args)
+    want = oracle(*args, *lens, softmax_scale=scale)
+    assert np.linalg.norm(np.float64(out) - want[0]) <= 0.03 * np.linalg.norm(want[0])
+    np.testing.assert_allclose(np.asarray(lse), want[1], atol=0.4)  # of scores up to 300, in 13 bits
+
+
+def test_fp8_a_nan_in_one_query_stays_with_it() -> None:
+    """Rows that one thread holds share the look at their sums."""
+    lens = ([300], [1500])
+    q, k, v = arrays(*lens, dtype=FP8, padding=0)
+    out, lse = attend("cute", *lens)(q.at[::16].set(jnp.nan), k, v)
+    others = np.arange(300) % 16 > 0
+    assert np.isnan(np.float32(out)[~others]).all()
+    assert_right_in_fp8((out[others], lse[others]), [x[others] for x in oracle(q, k, v, *lens)])
+
+
+def test_fp8_repeated_calls_are_bitwise_the_same() -> None:
+    lens = ([700, 300, 20], [700, 300, 20])
+    args = arrays(*lens, heads=16, dtype=FP8)
+    run = jax.jit(attend("cute", *lens))
+    first = np.asarray(run(*args)[0].view(jnp.uint16))
+    for _ in range(20):
+        np.testing.assert_array_equal(np.asarray(run(*args)[0].view(jnp.uint16)), first)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, FP8])
+def test_nan_of_a_request_stays_with_it(dtype: Any) -> None:
+    lens = [100, 200, 65]
+    q, k, v = arrays(lens, lens, padding=0, dtype=dtype)
+    v, k = v.at[100:300].set(jnp.nan), k.at[100:300].set(jnp.nan)
+    out, _ = attend("cute", lens, lens)(q, k, v)
+    finite = np.isfinite(np.float32(out)).all((1, 2))
+    assert finite[:100].all() and finite[300:].all() and not finite[100:300].any()
+
+
+def test_none_chooses_the_kernel() -> None:
+    lens = ([100], [100])
+    args = arrays(*lens)
+    kwargs = attend(None, *lens).keywords
+    kwargs.pop("implementation")
+    assert tsmla_jax.explain("mla_prefill", *args, **kwargs).chosen == "cute"
+
+
+def test_scales_are_read_at_every_call() -> None:
+    lens = ([200, 30], [200, 50])
+    args = arrays(*lens)
+    run = jax.jit(lambda scale, v_scale: attend("cute", *lens, softmax_scale=scale, v_scale=v_scale)(*args))
+    for scale, v_scale in ((0.05, 1.0), (0.1, 0.5), (0.02, 2.0)):
+        want = oracle(*args, *lens, softmax_scale=scale, v_scale=v_scale)
+        assert_right(run(jnp.float32(scale), jnp.float32(v_scale)), want)
+
+
+def test_new_sizes_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend("cute", [10], [10])(*arrays([10], [10]))
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(object_cache, "compile_kernel", refuse)
+    object_cache._loaded.clear()
+    kernel_call._module.cache_clear()
+    for lens, heads in (([30], 1), ([1, 2, 3], 7), ([500, 20], 16)):
+        args = arrays(lens, lens, heads)
+        assert_right(jax.jit(attend("cute", lens, lens))(*args), oracle(*args, lens, lens))
+
+
+def test_gradients() -> None:
+    """Those of "xla", which the tests on CPUs hold to the reference's."""
+    lens = ([130, 0, 70], [130, 20, 200])
+    args = arrays(*lens, padding=0)
+    weight = jnp.asarray(np.random.default_rng(1).normal(size=(200, 3, 128)), jnp.float32)
+
+    def loss(implementation: str, *args: jax.Array) -> jax.Array:
+        out, lse = attend(implementation, *lens)(*args)
+        return (out.astype(jnp.float32) * weight).sum() + lse.sum()
+
+    got, want = (jax.jit(jax.grad(partial(loss, name), (0, 1, 2)))(*args) for name in ("cute", "xla"))
+    for g, w in zip(got, want, strict=True):
+        assert np.linalg.norm(np.float64(g) - np.float64(w)) < 2**-7 * np.linalg.norm(np.float64(w))
+
+
+def test_vmap() -> None:
+    lens = ([100, 30], [100, 60])
+    q, k, v = arrays(*lens)
+    qs = jnp.stack([q, -q])
+    got = jax.vmap(attend("cute", *lens), (0, None, None))(qs, k, v)
+    for i in range(2):
+        assert_right((got[0][i], got[1][i]), oracle(qs[i], k, v, *lens))
+
+
+def test_repeated_calls_are_bitwise_the_same() -> None:
+    lens = ([700, 300, 20], [700, 300, 20])
+    args = arrays(*lens, heads=16)
+    run = jax.jit(attend("cute", *lens))
+    first = np.asarray(run(*args)[0].view(jnp.uint16))
+    for _ in range(20):
+        np.testing.assert_array_equal(np.asarray(run(*args)[0].view(jnp.uint16)), first)
+
+
+def test_several_gpus_share_heads() -> None:
+    devices = jax.devices()
+    if len(devices) < 2:
+        pytest.skip("needs two GPUs")
+    lens = ([300], [300])
+    args = arrays(*lens, heads=8)
+    mesh = Mesh(np.array(devices[:2]), ("x",))
+    sharded = [jax.device_put(a, NamedSharding(mesh, P(None, "x"))) for a in args]
+    compiled = jax.jit(attend("cute", *lens)).lower(*sharded).compile()
+    assert "all-gather" not in compiled.as_text()
+    assert_right(compiled(*sharded), oracle(*args, *lens))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_kv_and_rope_as_the_layer_makes_them(causal: bool) -> None:
+    lens = ([300, 0, 64], [300, 50, 200])
+    rng = np.random.default_rng(5)
+    shapes = [(sum(lens[0]), 4, 192), (sum(lens[1]) + 3, 4, 256), (sum(lens[1]) + 3, 64)]
+    q, kv, k_rope = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
+    kv, k_rope = kv.at[sum(lens[1]) :].set(jnp.nan), k_rope.at[sum(lens[1]) :].set(jnp.nan)
+    kwargs = attend("cute", *lens, causal=causal).keywords
+    got = jax.jit(partial(tsmla_jax.mla_prefill_kv, **kwargs))(q, kv, k_rope)
+    rope = jnp.broadcast_to(k_rope[:, None], (*kv.shape[:2], 64))
+    k = jnp.concatenate([kv[..., :128], rope], -1)
+    v = kv[..., 128:]
+    assert_right(got, oracle(q, k, v, *lens, causal=causal))
+    same = attend("cute", *lens, causal=causal)(q, k, v)
+    np.testing.assert_array_equal(np.float32(got[0]), np.float32(same[0]))
+
+
+def test_a_layer_over_32k_tokens_needs_no_more_than_twice_its_keys_and_values() -> None:
+    """Beside inputs and weights: the queries, kv as the projection gives it and the results; no k of every head."""
+    config = MLAConfig(
+        hidden_size=7168,
+        num_attention_heads=128,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        q_lora_rank=1536,
+    )
+    tokens = 32768
+    struct = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    params = {name: struct(shape) for name, shape in param_shapes(config).items()}
+
+    def layer(params: Any, x: jax.Array, cu_seqlens: jax.Array) -> Any:
+        return functional.prefill(params, config, x, cu_seqlens_q=cu_seqlens, max_q_len=tokens, implementation="cute")
+
+    lowered = jax.jit(layer).lower(params, struct((tokens, 7168)), jax.ShapeDtypeStruct((2,), jnp.int32))
+    needs = lowered.compile().memory_analysis()
+    expanded = tokens * 128 * (192 + 128) * 2
+    print(f"temporary {needs.temp_size_in_bytes / expanded:.2f}, results {needs.output_size_in_bytes / expanded:.2f}")
+    assert needs.temp_size_in_bytes + needs.output_size_in_bytes <= 2 * expanded

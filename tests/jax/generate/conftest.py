@@ -1,0 +1,27 @@
+"""Fixtures of the tests of generation: one tiny checkpoint, loaded once."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.jax.generate.tiny import write_tiny
+from tsmla_jax.generate import ModelConfig, load_model
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_quickly(quick_compilation: None) -> None:
+    """In every module here."""
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A DeepSeek-V3 checkpoint directory in f32 with toy dimensions."""
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_checkpoint: Path) -> tuple[ModelConfig, Any]:
+    """Config and parameters of tiny_checkpoint."""
+    config = ModelConfig.from_hf(tiny_checkpoint)
+    return config, load_model(tiny_checkpoint, config)

@@ -1,0 +1,231 @@
+"""`tsmla generate` from the outside: its output, its JSON, and one line for everything that is wrong with the input."""
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from examples import make_checkpoint
+from tests.jax.generate.tiny import tiny_config, tiny_tensors, write_tiny
+from tsmla_jax import cli
+from tsmla_jax.generate.command import Stream
+
+ROOT = Path(__file__).resolve().parents[3]
+PROMPTS = [[5, 6, 7], [1], [2, 3, 2, 3, 2], [9] * 20]
+
+
+def run(*arguments: object) -> int:
+    return cli.run(cli.parse(["tsmla", "generate", *map(str, arguments)]))
+
+
+@pytest.fixture(scope="module")
+def dense_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without experts, which compiles in half the time."""
+    return write_tiny(tmp_path_factory.mktemp("dense"), first_k_dense_replace=2)
+
+
+@pytest.fixture
+def prompt_ids(tmp_path: Path) -> Path:
+    (tmp_path / "ids.json").write_text(json.dumps(PROMPTS))
+    return tmp_path / "ids.json"
+
+
+def test_ids_in_tokens_and_figures_out(
+    dense_checkpoint: Path, prompt_ids: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--checkpoint", dense_checkpoint, "--prompt-ids", prompt_ids, "--max-new-tokens", 8, "--chunk", 16]
+    paging = ["--page-size", 4, "--cache-tokens", 50, "--speculative", 3, "--implementation", "xla"]
+    assert run(*arguments, *paging, "--json", tmp_path / "out.json") == 0
+    record = json.loads((tmp_path / "out.json").read_text())
+    assert [len(tokens) for tokens in record["tokens"]] == [8] * 4
+    assert record["cache_bytes_per_token"] == 2 * 40 * 4 and record["cache_pages"] == 13
+    assert record["cache_bytes"] == 13 * 4 * record["cache_bytes_per_token"]
+    assert record["implementation"] == {"mla_prefill": "xla", "mla_decode": "xla"}
+    assert record["prefill_tokens_per_second"] > 0 and record["decode_tokens_per_second"] > 0
+    assert record["drafted_tokens"] >= record["accepted_tokens"] and 0 <= record["acceptance"] <= 1
+
+    output = capsys.readouterr().out
+    for index, tokens in enumerate(record["tokens"]):
+        assert f"[{index}] {' '.join(map(str, tokens))}" in [line.rstrip() for line in output.splitlines()]
+    for part in ("prefill  ", "decode  ", "tokens/s", "320 bytes/token (float32)", "13 pages of 4", "drafted tokens"):
+        assert part in output
+    assert "mla_decode   xla (as asked for)" in output
+
+    paging = ["--page-size", 4, "--cache-pages", 13, "--cache-dtype", "fp8", "--speculative", 3]
+    assert run(*arguments, *paging, "--json", tmp_path / "fp8.json") == 0
+    narrow = json.loads((tmp_path / "fp8.json").read_text())
+    assert narrow["cache_dtype"] == "float8_e4m3fn" and narrow["cache_bytes"] * 4 == record["cache_bytes"]
+    assert set(narrow["implementation"]) == {"mla_prefill", "mla_decode"} and all(narrow["why"].values())
+
+
+def test_text_in_text_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tokenizers")
+    tokenizer, _ = make_checkpoint.make_tokenizer()
+    size = len(tokenizer["model"]["vocab"]) + 2
+    write_tiny(tmp_path, vocab_size=size, bos_token_id=size - 2, first_k_dense_replace=2)
+    make_checkpoint.write_json(tmp_path / "tokenizer.json", tokenizer)
+    names = {"bos_token": {"content": make_checkpoint.BOS}, "add_bos_token": True}
+    make_checkpoint.write_json(tmp_path / "tokenizer_config.json", names)
+    (tmp_path / "prompts.txt").write_text("the river runs\n\nmoon, Zürich\n", encoding="utf-8")
+    arguments = ["--prompt-file", tmp_path / "prompts.txt", "--max-new-tokens", 3, "--json", tmp_path / "out.json"]
+    assert run("--checkpoint", tmp_path, *arguments) == 0
+    record = json.loads((tmp_path / "out.json").read_text())
+    import tokenizers
+
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    texts = [backend.decode(tokens) for tokens in record["tokens"]]
+    output = capsys.readouterr().out
+    assert output.startswith(f"[0] the river runs{texts[0]}\n[1] moon, Zürich{texts[1]}\n")
+    # The tokenizer's own tokens and the beginning of text before them.
+    lengths = [len(backend.encode(line).ids) for line in ("the river runs", "moon, Zürich")]
+    assert record["prompt_tokens"] == sum(lengths) + 2
+
+
+def test_streams_take_turns_and_wait_for_whole_characters() -> None:
+    class Bytes:
+        def decode(self, ids: list[int]) -> str:
+            return bytes(ids).decode("utf-8", errors="replace")
+
+    out = io.StringIO()
+    stream = Stream(out, ["a", "b", "c"], Bytes(), 3)  # type: ignore[arg-type]
+    steps = [
+        (0, [ord("x")], False, "[0] ax"),
+        (1, [ord("y")], False, "[0] ax"),
+        (2, [ord("z")], True, "[0] ax"),
+        (0, ["ü".encode()[0]], False, "[0] ax"),
+        (0, ["ü".encode()[1]], True, "[0] axü\n[1] by"),
+        (1, [ord("!")], True, "[0] axü\n[1] by!\n[2] cz\n"),
+    ]
+    for index, tokens, done, expected in steps:
+        stream(index, tokens, done)
+        assert out.getvalue() == expected
+
+
+Change = Callable[[Path], None]
+
+
+def truncate(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def unchanged(directory: Path) -> None: ...
+
+
+def without(name: str) -> Change:
+    def change(directory: Path) -> None:
+        tensors = tiny_tensors(tiny_config())
+        del tensors[name]
+        write_tiny(directory, tensors)
+
+    return change
+
+
+def misshapen(name: str) -> Change:
+    def change(directory: Path) -> None:
+        tensors = tiny_tensors(tiny_config())
+        write_tiny(directory, {**tensors, name: tensors[name][:-1]})
+
+    return change
+
+
+def writes(name: str, text: str) -> Change:
+    return lambda directory: (directory / name).write_text(text) and None
+
+
+def removes(name: str) -> Change:
+    return lambda directory: (directory / name).unlink()
+
+
+IDS = ["--prompt-ids", "ids.json"]
+GATE = "model.layers.1.mlp.gate.weight"
+
+WRONG = {
+    "no checkpoint": (unchanged, ["--checkpoint", "nowhere", *IDS], "--checkpoint nowhere"),
+    "no config": (removes("config.json"), IDS, "config.json"),
+    "config not json": (writes("config.json", "{"), IDS, "config.json"),
+    "another model": (writes("config.json", '{"model_type": "llama"}'), IDS, "model_type"),
+    "no weights": (removes("model.safetensors"), IDS, "model.safetensors"),
+    "truncated weights": (truncate, IDS, "truncated"),
+    "missing tensor": (without(GATE), IDS, GATE),
+    "misshapen tensor": (misshapen(GATE), IDS, GATE),
+    "prompt longer than the cache": (
+        unchanged,
+        [*IDS, "--cache-tokens", "16", "--page-size", "4", "--max-new-tokens", "4"],
+        "prompt 3: 20",
+    ),
+    "ids not json": (writes("ids.json", "[[1, 2"), IDS, "--prompt-ids ids.json"),
+    "ids not lists": (writes("ids.json", "[1, 2]"), IDS, "prompt 0 = 1"),
+    "ids not a list": (writes("ids.json", "{}"), IDS, "list of lists"),
+    "ids not integers": (writes("ids.json", "[[1], [2.5]]"), IDS, "prompt 1 holds 2.5"),
+    "empty prompt": (writes("ids.json", "[[1], []]"), IDS, "prompt 1: empty"),
+    "id outside the vocabulary": (writes("ids.json", "[[1], [101]]"), IDS, "prompt 1: token id 101; legal: 0 to 100"),
+    "negative id": (writes("ids.json", "[[-1]]"), IDS, "token id -1"),
+    "no ids file": (removes("ids.json"), IDS, "ids.json"),
+    "no tokenizer": (writes("p.txt", "hello"), ["--prompt-file", "p.txt"], "tokenizer.json"),
+    "unknown implementation": (unchanged, [*IDS, "--implementation", "cudnn"], "'cudnn'"),
+    "implementation that can't run": (unchanged, [*IDS, "--implementation", "cute"], "cute"),
+    "cache dtype": (unchanged, [*IDS, "--dtype", "bf16", "--cache-dtype", "f32"], "cache_dtype"),
+    "page size": (unchanged, [*IDS, "--page-size", "0"], "--page-size 0"),
+    "cache tokens": (unchanged, [*IDS, "--cache-tokens", "0"], "--cache-tokens 0"),
+    "top p": (unchanged, [*IDS, "--top-p", "1.5"], "top_p = 1.5"),
+    "json in no directory": (unchanged, [*IDS, "--json", "no/where.json"], "no/where.json"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_input_gets_one_line(
+    case: str,
+    tiny_checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    change, arguments, named = WRONG[case]
+    shutil.copytree(tiny_checkpoint, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "ids.json").write_text(json.dumps(PROMPTS))
+    change(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    checkpoint = [] if "--checkpoint" in arguments else ["--checkpoint", "."]
+    assert run(*checkpoint, *arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert captured.err.startswith("tsmla generate: error: ") and named in captured.err
+
+
+def test_no_traceback_from_a_process_of_its_own(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_checkpoint, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "ids.json").write_text(json.dumps(PROMPTS))
+    truncate(tmp_path)
+    paths = os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels", "bridge"))
+    command = [sys.executable, "-m", "tsmla_jax.cli", "generate", "--checkpoint", ".", *IDS]
+    environment = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("tsmla generate: error: ") and done.stderr.count("\n") == 1
+
+
+def test_the_demo_checkpoint_is_what_it_says(tmp_path: Path) -> None:
+    """Real head dimensions, shards with their index, a tokenizer that gives every prompt back."""
+    total = make_checkpoint.make_checkpoint(tmp_path)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    shards = sorted(set(index["weight_map"].values()))
+    assert index["metadata"]["total_size"] == total and len(shards) > 1
+    assert shards == sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    from tsmla_jax.nn import Checkpoint, MLAConfig, load_hf_attention
+
+    checkpoint, config = Checkpoint(tmp_path), MLAConfig.from_hf(tmp_path)
+    assert (config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim, config.kv_lora_rank) == (
+        128, 64, 128, 512,
+    )  # fmt: skip
+    assert load_hf_attention(checkpoint, 3)["w_uk"].shape == (8, 128, 512)
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for line in (tmp_path / "prompts.txt").read_text().splitlines():
+        assert tokenizer.decode(tokenizer.encode(line).ids) == line

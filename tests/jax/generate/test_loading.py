@@ -1,0 +1,222 @@
+"""Configs and checkpoints of whole models: fields and tensors that are read, and those refused by name."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from examples import make_checkpoint
+from tests.jax.generate.tiny import tiny_config, tiny_tensors, write_tiny
+from tsmla_jax.generate import ModelConfig, load_model
+from tsmla_jax.generate.loading import ProgressBar
+from tsmla_jax.nn.v4.names import module_name
+
+V2_LITE = {
+    "model_type": "deepseek_v2", "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27, "num_attention_heads": 16, "q_lora_rank": None, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 64,
+    "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "moe_layer_freq": 1, "n_group": 1,
+    "topk_group": 1, "topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0, "rope_theta": 10000, "vocab_size": 102400, "eos_token_id": 100001,
+    "max_position_embeddings": 163840, "torch_dtype": "bfloat16", "hidden_act": "silu", "rms_norm_eps": 1e-6,
+}  # fmt: skip
+
+
+def test_a_real_config_is_read() -> None:
+    config = ModelConfig.from_hf(V2_LITE)
+    assert config.moe is not None and (config.moe.num_experts, config.moe.top_k, config.moe.num_shared) == (64, 6, 2)
+    assert [config.is_moe_layer(layer) for layer in (0, 1, 26)] == [False, True, True]
+    assert config.eos_token_ids == (100001,) and config.dtype == "bfloat16" and not config.tie_word_embeddings
+    assert config.attention.kv_lora_rank == 512 and config.attention.q_lora_rank is None
+    dense = ModelConfig.from_hf({**V2_LITE, "n_routed_experts": None})
+    assert dense.moe is None and not dense.is_moe_layer(5)
+    # V3 and Kimi-K2 as transformers writes them, without the routing's name; experts in every second layer.
+    renamed = {key: value for key, value in V2_LITE.items() if key not in ("topk_method", "scoring_func")}
+    v3 = ModelConfig.from_hf({**renamed, "model_type": "kimi_k2", "moe_layer_freq": 2, "eos_token_id": [3, 4]})
+    assert v3.moe is not None and v3.moe.routing == "noaux_tc" and v3.eos_token_ids == (3, 4)
+    assert [v3.is_moe_layer(layer) for layer in (0, 1, 2)] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("model", "field", "value"),
+    [
+        ("v2-lite", "model_type", "llama"),
+        ("v2-lite", "hidden_act", "gelu"),
+        ("v2-lite", "torch_dtype", "int8"),
+        ("v2-lite", "vocab_size", None),
+        ("v2-lite", "num_hidden_layers", 0),
+        ("v2-lite", "moe_intermediate_size", None),
+        ("v2-lite", "topk_method", "random"),
+        ("v2-lite", "scoring_func", "sigmoid"),
+        ("v2-lite", "num_experts_per_tok", 65),
+        ("v2-lite", "eos_token_id", "end"),
+        ("v2-lite", "kv_lora_rank", None),
+        ("v3.2", "index_topk", None),
+        ("v3.2", "q_lora_rank", "none"),
+        ("v3.2", "scoring_func", "sqrtsoftplus"),
+        ("v3.2", "layer_types", ["indexed_attention", "full_attention"]),
+        ("v3.2", "mlp_layer_types", ["dense"]),
+        ("v3.2", "mlp_layer_types", ["dense", "hash_moe"]),
+        ("v4", "compress_ratios", [0, 4, 64]),
+        ("v4", "compress_ratios", [0, 4]),
+        ("v4", "compress_ratios", None),
+        ("v4", "mlp_layer_types", ["moe", "moe", "dense"]),
+        ("v4", "scoring_func", "softmax"),
+        ("v4", "norm_topk_prob", False),
+        ("v4", "n_shared_experts", 2),
+        ("v4", "n_routed_experts", None),
+        ("v4", "num_key_value_heads", 2),
+        ("v4", "n_group", 4),
+        ("v4", "attention_bias", True),
+        ("v4", "hc_mult", 0),
+        ("v4", "hc_sinkhorn_iters", 0),
+        ("v4", "swiglu_limit", -1.0),
+        ("v4", "o_groups", 3),
+        ("v4", "moe_intermediate_size", None),
+    ],
+)
+def test_bad_fields_are_named(model: str, field: str, value: Any, tmp_path: Path) -> None:
+    fields = {**(V2_LITE if model == "v2-lite" else tiny_config(model)), field: value}
+    if value is None:
+        del fields[field]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=field) as error:
+        ModelConfig.from_hf(tmp_path)
+    # Errors of one layer of V4 name the file at their end.
+    assert str(tmp_path / "config.json") in str(error.value)
+    assert model == "v4" or str(error.value).startswith(str(tmp_path / "config.json"))
+
+
+def test_generation_config_has_the_last_word_on_end_tokens(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(V2_LITE))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    assert ModelConfig.from_hf(tmp_path).eos_token_ids == (7, 8)
+
+
+def test_every_tensor_is_where_it_belongs(tiny_checkpoint: Path, tiny_model: tuple[ModelConfig, Any]) -> None:
+    _, params = tiny_model
+    tensors = tiny_tensors(tiny_config())
+    dense, sparse = params["layers"]
+    np.testing.assert_array_equal(params["lm_head"], tensors["lm_head.weight"])
+    gate, up = (tensors[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up"))
+    np.testing.assert_array_equal(dense["mlp"]["gate_up"], np.concatenate([gate, up]))
+    np.testing.assert_array_equal(sparse["mlp"]["down"][5], tensors["model.layers.1.mlp.experts.5.down_proj.weight"])
+    np.testing.assert_array_equal(
+        sparse["mlp"]["correction_bias"], tensors["model.layers.1.mlp.gate.e_score_correction_bias"]
+    )
+    np.testing.assert_array_equal(
+        sparse["attention"]["kv_a_proj_with_mqa"].T, tensors["model.layers.1.self_attn.kv_a_proj_with_mqa.weight"]
+    )
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert count == sum(tensor.size for tensor in tensors.values())
+
+
+def test_tied_models_have_no_head_and_extra_layers_are_left_alone(tmp_path: Path) -> None:
+    config = tiny_config(tie_word_embeddings=True)
+    tensors = tiny_tensors(config)
+    assert "lm_head.weight" not in tensors
+    # A multi-token-prediction layer comes after the last one.
+    extra = {name.replace("layers.1.", "layers.2."): value for name, value in tensors.items() if "layers.1." in name}
+    write_tiny(tmp_path, {**tensors, **extra}, tie_word_embeddings=True)
+    params = load_model(tmp_path, ModelConfig.from_hf(tmp_path))
+    assert "lm_head" not in params and len(params["layers"]) == 2
+
+
+def test_block_scaled_fp8_weights(tmp_path: Path) -> None:
+    config = tiny_config(hidden_size=160, moe_intermediate_size=136)
+    plain = tiny_tensors(config)
+    stored = dict(make_checkpoint.stored(iter(plain.items()), "float32", True))
+    name = "model.layers.1.mlp.experts.3.gate_proj.weight"
+    assert stored[name].dtype == ml_dtypes.float8_e4m3fn and stored[f"{name}_scale_inv"].shape == (2, 2)
+    write_tiny(tmp_path, stored, hidden_size=160, moe_intermediate_size=136)
+    params = load_model(tmp_path, ModelConfig.from_hf(tmp_path), dtype=jnp.float32)
+    loaded = np.asarray(params["layers"][1]["mlp"]["gate_up"][3][:136])
+    scales = np.kron(stored[f"{name}_scale_inv"], np.ones((128, 128), np.float32))[:136, :160]
+    np.testing.assert_array_equal(loaded, stored[name].astype(np.float32) * scales)
+    # e4m3 has 3 bits of mantissa: half a unit is a sixteenth, and below its normal range 2^-10 of a block's scale.
+    assert (np.abs(loaded - plain[name]) <= np.abs(plain[name]) / 16 + 2**-10 * scales).all()
+
+
+def test_parameters_take_the_dtype_asked_for(tiny_checkpoint: Path) -> None:
+    params = load_model(tiny_checkpoint, ModelConfig.from_hf(tiny_checkpoint), dtype="bfloat16")
+    routing = params["layers"][1]["mlp"]
+    assert routing["router"].dtype == routing["correction_bias"].dtype == jnp.float32
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(params["layers"][0])} == {"bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("v3", "model.embed_tokens.weight"),
+        ("v3", "lm_head.weight"),
+        ("v3", "model.norm.weight"),
+        ("v3", "model.layers.0.mlp.up_proj.weight"),
+        ("v3", "model.layers.1.self_attn.kv_b_proj.weight"),
+        ("v3", "model.layers.1.post_attention_layernorm.weight"),
+        ("v3", "model.layers.1.mlp.gate.weight"),
+        ("v3", "model.layers.1.mlp.gate.e_score_correction_bias"),
+        ("v3", "model.layers.1.mlp.experts.7.down_proj.weight"),
+        ("v3", "model.layers.1.mlp.shared_experts.gate_proj.weight"),
+        ("v3.2", "model.layers.0.self_attn.indexer.wk.weight"),
+        ("v3.2", "model.layers.1.self_attn.indexer.k_norm.bias"),
+        ("v3.2", "model.layers.1.mlp.gate.e_score_correction_bias"),
+        ("v4", "hc_head_fn"),
+        ("v4", "layers.0.hc_attn_base"),
+        ("v4", "layers.0.attn.attn_sink"),
+        ("v4", "layers.0.ffn.gate.tid2eid"),
+        ("v4", "layers.1.ffn.gate.bias"),
+        ("v4", "layers.1.attn.indexer.compressor.ape"),
+        ("v4", "layers.2.attn.compressor.wkv.weight"),
+        ("v4", "layers.2.ffn.experts.7.w2.weight"),
+    ],
+)
+def test_missing_and_misshapen_tensors_are_named(model: str, name: str, tmp_path: Path) -> None:
+    tensors = tiny_tensors(tiny_config(model))
+    directory = write_tiny(tmp_path / "misshapen", {**tensors, name: tensors[name][1:]}, model)
+    with pytest.raises(ValueError) as error:
+        load_model(directory, ModelConfig.from_hf(directory))
+    assert repr(name) in str(error.value) and str(tensors[name].shape) in str(error.value)
+    del tensors[name]
+    directory = write_tiny(tmp_path / "missing", tensors, model)
+    with pytest.raises(ValueError, match="missing") as error:
+        load_model(directory, ModelConfig.from_hf(directory))
+    # A checkpoint that lacks a tensor has no spelling for it: the modules' own is named.
+    assert repr(module_name(name) if model == "v4" else name) in str(error.value)
+    assert str(directory) in str(error.value)
+
+
+class Terminal:
+    """A stderr that is a terminal."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+    def flush(self) -> None: ...
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("with_tqdm", [True, False])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_progress_bar_ends_full(with_tqdm: bool, enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if with_tqdm:
+        pytest.importorskip("tqdm")
+    else:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    bar = ProgressBar(3, "loading", enabled=enabled)
+    for _ in range(3):
+        bar.step()
+    bar.close()
+    assert ("3/3" in terminal.text) == enabled == terminal.text.endswith("\n")

@@ -1,0 +1,35 @@
+"""The layer's examples run as they are; each checks its own numbers and leaves with an error if they are off."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_decode_loop(capsys: pytest.CaptureFixture[str]) -> None:
+    load("decode_loop").main()
+    assert "12 tokens for 3 requests" in capsys.readouterr().out
+
+
+def test_flax_nnx_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("flax", reason="needs flax: pip install 'tsmla-jax[flax]'")
+    pytest.importorskip("safetensors", reason="needs safetensors: pip install 'tsmla-jax[hf]'")
+    load("flax_nnx_layer").main([])
+    assert "decoded 4 tokens" in capsys.readouterr().out
+
+
+def test_linen_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("flax", reason="needs flax: pip install 'tsmla-jax[flax]'")
+    load("linen_layer").main()
+    assert "decode over the cache differs" in capsys.readouterr().out

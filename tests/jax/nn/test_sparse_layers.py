@@ -1,0 +1,64 @@
+"""The nnx modules: loaded from a checkpoint's files by their Hugging Face names, the same as the functional forms."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+from safetensors.numpy import save_file
+
+from tests.jax.nn import hf_layers
+from tsmla_jax.nn import V4Attention, V32Attention, v4
+
+LENGTH = 40
+ARGUMENTS = (jnp.arange(5, dtype=jnp.int32)[None], jnp.asarray([LENGTH]), jnp.asarray([0, LENGTH]), LENGTH)
+
+
+@pytest.mark.parametrize(("name", "module"), [("v3.2", V32Attention), ("csa", V4Attention)])
+def test_from_a_checkpoint(name: str, module: Any, tmp_path: Path) -> None:
+    case = hf_layers.case(name)
+    prefix = f"model.layers.{case.layer}.self_attn."
+    tensors = {prefix + key: np.ascontiguousarray(x) for key, x in case.tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(case.fields, default=str))
+    layer = module.from_hf(tmp_path, case.layer)
+    assert layer.config == case.config
+    run = nnx.jit(lambda layer, x, cache: layer(x, cache, case.step(*ARGUMENTS))[0])
+    y = run(layer, case.x[0, :LENGTH], case.cache(5))
+    np.testing.assert_allclose(y, case.y[0, :LENGTH], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "devices"), [("v3.2", 2), ("sliding", 3)])
+def test_heads_on_several_devices(name: str, devices: int) -> None:
+    case = hf_layers.case(name)
+    mesh = Mesh(np.asarray(jax.devices()[:devices]), "heads")
+
+    def run(params: dict[str, jax.Array], x: jax.Array, cache: Any) -> jax.Array:
+        y, _ = case.family.attend(params, case.config, x, cache, case.step(*ARGUMENTS))
+        return jax.lax.psum(y, "heads")
+
+    specs = (case.family.param_specs(case.config, "heads"), PartitionSpec(), PartitionSpec())
+    sharded = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=PartitionSpec()))
+    y = sharded(case.params, case.x[0, :LENGTH], case.cache(5))
+    np.testing.assert_allclose(y, case.y[0, :LENGTH], rtol=1e-5, atol=1e-5)
+
+
+def test_random_parameters_and_wrong_ones() -> None:
+    config = hf_layers.case("csa").config
+    layer = V4Attention(config, rngs=nnx.Rngs(0))
+    assert {k: v.shape for k, v in layer.params.items()} == v4.param_shapes(config)
+    v32_config = hf_layers.case("v3.2").config
+    params = V32Attention(v32_config, rngs=nnx.Rngs(0)).params
+    with pytest.raises(ValueError, match="needs params, or rngs"):
+        V4Attention(config)
+    with pytest.raises(ValueError, match="'w_uk' is missing"):
+        V32Attention(v32_config, params={k: x for k, x in params.items() if k != "w_uk"})
+    with pytest.raises(ValueError, match="'extra' is unknown"):
+        V32Attention(v32_config, params={**params, "extra": jnp.zeros(1)})
+    with pytest.raises(ValueError, match="'w_uk' must have shape"):
+        V32Attention(v32_config, params={**params, "w_uk": jnp.zeros(1)})

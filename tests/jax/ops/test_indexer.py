@@ -1,0 +1,221 @@
+"""The V3.2 indexer: quantisation, logits over paged keys, and the exact top-k."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, PartitionSpec
+
+import tsmla_jax
+from tests.jax.ops.programs import ints
+from tests.oracles import sparse as oracle
+from tsmla_jax import sparse
+
+P, Z, M, T, HEADS, DIM = 7, 4, 5, 6, 3, 128
+IMPLEMENTATIONS = ("xla", "reference")
+
+
+REFERENCE = jax.jit(functools.partial(tsmla_jax.indexer_logits, implementation="reference"))
+
+
+def problem(seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    seq_lens = np.asarray([0, 1, 4, 5, 17, M * Z])
+    tables = rng.integers(0, P, (T, M))
+    for row, length in zip(tables, seq_lens, strict=True):
+        row[-(-length // Z) :] = 10**6  # never read
+    return {
+        "q": rng.standard_normal((T, HEADS, DIM)).astype(np.float32),
+        "weights": rng.standard_normal((T, HEADS)).astype(np.float32),
+        "keys": rng.standard_normal((P * Z, DIM)).astype(np.float32),
+        "tables": tables,
+        "seq_lens": seq_lens,
+    }
+
+
+def keys_of(x: dict[str, np.ndarray], rows: np.ndarray) -> list[np.ndarray]:
+    pages = rows.reshape(P, Z, -1)
+    return [
+        np.asarray([pages[table[s // Z], s % Z] for s in range(n)]).reshape(n, rows.shape[1])
+        for table, n in zip(x["tables"], x["seq_lens"], strict=True)
+    ]
+
+
+def test_quantised_queries() -> None:
+    x = problem()
+    q = x["q"] * np.exp2(np.arange(T) - 40.0)[:, None, None].astype(np.float32)
+    q[0, 0] = 0
+    values, weights = jax.jit(sparse.indexer_quantize)(q, x["weights"])
+    for t in range(T):
+        for h in range(HEADS):
+            exponent = oracle.scale_exponent(np.abs(q[t, h]).max(), 1e-10)
+            want = oracle.e4m3(q[t, h] / np.float32(2.0**exponent))
+            assert np.array_equal(np.asarray(values[t, h]).view(np.uint8), want.view(np.uint8))
+            constant = DIM**-0.5 * HEADS**-0.5
+            np.testing.assert_allclose(weights[t, h], x["weights"][t, h] * 2.0**exponent * constant, rtol=3e-7)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_logits_over_packed_keys(implementation: str) -> None:
+    x = problem()
+    empty = jnp.zeros((P, Z, DIM + 4), jnp.uint8)
+    cache = jax.jit(sparse.write_indexer_cache)(empty, x["keys"], jnp.arange(P * Z, dtype=jnp.int32))
+    q8, weights = jax.jit(sparse.indexer_quantize)(x["q"], x["weights"])
+    run = jax.jit(functools.partial(tsmla_jax.indexer_logits, implementation=implementation))
+    got = run(q8, weights, cache, ints(x["tables"]), ints(x["seq_lens"]))
+    stored = np.stack(
+        [
+            oracle.e4m3(k / np.float32(s)).astype(np.float64) * s
+            for k in x["keys"]
+            for s in [2.0 ** oracle.scale_exponent(np.abs(k).max(), 1e-4)]
+        ]
+    )
+    want = oracle.indexer_logits(np.asarray(q8, np.float64), np.asarray(weights), keys_of(x, stored), M * Z)
+    assert np.array_equal(np.isneginf(got), np.isneginf(want))
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_logits_over_plain_keys_beside_nan(implementation: str) -> None:
+    x = problem(1)
+    used = {int(t[s // Z]) * Z + s % Z for t, n in zip(x["tables"], x["seq_lens"], strict=True) for s in range(n)}
+    x["keys"][sorted(set(range(P * Z)) - used)] = np.nan
+    cache = x["keys"].reshape(P, Z, DIM)
+    run = jax.jit(functools.partial(tsmla_jax.indexer_logits, implementation=implementation))
+    got = run(x["q"], x["weights"], cache, ints(x["tables"]), ints(x["seq_lens"]))
+    want = oracle.indexer_logits(x["q"], x["weights"], keys_of(x, x["keys"]), M * Z)
+    assert np.array_equal(np.isneginf(got), np.isneginf(want))
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-4)
+
+
+def test_blocks_of_tokens_and_of_keys_change_nothing() -> None:
+    rng = np.random.default_rng(2)
+    tokens, pages, size, table = 41, 40, 64, 19
+    q = jnp.asarray(rng.standard_normal((tokens, HEADS, 8)), jnp.bfloat16)
+    weights = rng.standard_normal((tokens, HEADS)).astype(np.float32)
+    cache = jnp.asarray(rng.standard_normal((pages, size, 8)), jnp.bfloat16)
+    tables, lens = rng.integers(0, pages, (tokens, table)), rng.integers(0, table * size + 1, tokens)
+    lens[:20] = np.minimum(lens[:20], 70)
+    args = (q, weights, cache, ints(tables), ints(lens))
+    got = jax.jit(tsmla_jax.indexer_logits)(*args)
+    np.testing.assert_allclose(got, REFERENCE(*args), rtol=1e-5, atol=1e-5)
+
+
+def test_shards_of_tokens_and_of_heads_and_vmap() -> None:
+    x = problem(3)
+    mesh = Mesh(np.asarray(jax.devices()[:3]), "x")
+    cache = x["keys"].reshape(P, Z, DIM)
+    whole = REFERENCE(x["q"], x["weights"], cache, ints(x["tables"]), ints(x["seq_lens"]))
+    spec = PartitionSpec
+    by_token = jax.shard_map(
+        tsmla_jax.indexer_logits,
+        mesh=mesh,
+        in_specs=(spec("x"), spec("x"), spec(), spec("x"), spec("x")),
+        out_specs=spec("x"),
+    )
+    args = (x["q"], x["weights"], cache, ints(x["tables"]), ints(x["seq_lens"]))
+    np.testing.assert_allclose(jax.jit(by_token)(*args), whole, rtol=1e-5, atol=1e-5)
+
+    def heads(q: jax.Array, weights: jax.Array, *rest: jax.Array) -> jax.Array:
+        return jax.lax.psum(tsmla_jax.indexer_logits(q, weights, *rest), "x")
+
+    by_head = jax.shard_map(
+        heads, mesh=mesh, in_specs=(spec(None, "x"), spec(None, "x"), spec(), spec(), spec()), out_specs=spec()
+    )
+    np.testing.assert_allclose(jax.jit(by_head)(*args), whole, rtol=1e-5, atol=1e-4)
+    twice = jax.tree.map(lambda a: jnp.stack([a, a]), args)
+    mapped = jax.jit(jax.vmap(tsmla_jax.indexer_logits))(*twice)
+    np.testing.assert_allclose(mapped[1], whole, rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=60)
+@given(
+    rows=st.lists(
+        st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.5, 1e-30, float("-inf")]), min_size=9, max_size=9),
+        min_size=3,
+        max_size=3,
+    ),
+    lens=st.lists(st.integers(0, 9), min_size=3, max_size=3),
+    k=st.sampled_from([1, 4, 12]),
+)
+def test_topk_is_exact_with_ties(rows: list[list[float]], lens: list[int], k: int) -> None:
+    logits = np.asarray(rows, np.float32)
+    for implementation in IMPLEMENTATIONS:
+        got = TOPK[implementation](logits, ints(lens), k)
+        want = [oracle.topk([float(v) for v in row], n, k) for row, n in zip(rows, lens, strict=True)]
+        assert got.tolist() == want, implementation
+
+
+TOPK = {
+    name: jax.jit(functools.partial(tsmla_jax.select_topk, implementation=name), static_argnums=2)
+    for name in IMPLEMENTATIONS
+}
+
+
+def test_topk_of_long_rows_in_blocks() -> None:
+    rng = np.random.default_rng(0)
+    logits = np.round(rng.standard_normal((300, 4097)), 2).astype(np.float32)  # many ties
+    lens = rng.integers(0, 4098, 300)
+    logits[np.arange(4097) >= lens[:, None]] = np.nan
+    got = np.asarray(TOPK["xla"](logits, ints(lens), 64))
+    assert np.array_equal(got, TOPK["reference"](logits, ints(lens), 64))
+    for t in (0, 7, 299):
+        assert got[t].tolist() == oracle.topk(list(map(float, logits[t, : lens[t]])), int(lens[t]), 64)
+
+
+def test_topk_ranks_nan_last() -> None:
+    logits = np.asarray([[np.nan, -5.0, np.nan, 3.0]], np.float32)
+    below = np.asarray([[np.nan, -np.inf, np.nan, 3.0, -np.inf, -np.inf]], np.float32)
+    for run in TOPK.values():
+        assert run(logits, ints([4]), 2).tolist() == [[3, 1]]
+        assert run(below, ints([5]), 6).tolist() == [[3, 1, 4, 0, 2, -1]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": np.zeros((T, HEADS, DIM), np.float32)}, "q: got dtype float32; with a packed k_cache"),
+        ({"weights": np.zeros((T, 2), np.float32)}, "weights: got shape.*Hi, q's heads"),
+        ({"weights": np.zeros((T, HEADS), np.int32)}, "weights: got dtype int32"),
+        ({"k_cache": jnp.zeros((P, Z, 100), jnp.uint8)}, "k_cache: got keys of width 96; q's Di is 128"),
+        ({"k_cache": jnp.zeros((P, 132), jnp.uint8)}, "k_cache: got shape"),
+        ({"block_tables": ints(np.zeros((2, M)))}, "block_tables.*expand_decode_metadata"),
+        ({"seq_lens": jnp.zeros(T)}, "seq_lens: got dtype float32; legal: int32"),
+    ],
+)
+def test_refuses(change: dict[str, object], message: str) -> None:
+    args = {
+        "q": jnp.zeros((T, HEADS, DIM), jnp.float8_e4m3fn),
+        "weights": jnp.zeros((T, HEADS)),
+        "k_cache": jnp.zeros((P, Z, DIM + 4), jnp.uint8),
+        "block_tables": ints(np.zeros((T, M))),
+        "seq_lens": ints(np.zeros(T)),
+    }
+    with pytest.raises(ValueError, match=message):
+        tsmla_jax.indexer_logits(**(args | change))
+
+
+def test_names_of_implementations() -> None:
+    logits = jnp.zeros((1, 4))
+    with pytest.raises(ValueError, match="implementation: got 'fast'"):
+        tsmla_jax.select_topk(logits, ints([1]), 2, implementation="fast")
+    with pytest.raises(NotImplementedError, match="there is no kernel"):
+        tsmla_jax.select_topk(logits, ints([1]), 2, implementation="cute")
+    with pytest.raises(TypeError, match="k: got"):
+        jax.jit(tsmla_jax.select_topk)(logits, ints([1]), 2)
+    assert tsmla_jax.explain("select_topk", logits, ints([1]), 2).chosen == "xla"
+
+
+def test_checks_see_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TSMLA_CHECK", "1")
+    args = (jnp.zeros((2, 1, 8)), jnp.zeros((2, 1)), jnp.zeros((3, 4, 8)))
+    with pytest.raises(ValueError, match="seq_lens: token 1 sees 9 keys; legal: 0 to 8"):
+        tsmla_jax.indexer_logits(*args, ints([[0, 1], [0, 1]]), ints([8, 9]))
+    with pytest.raises(ValueError, match="block_tables: token 1 names page 3 in entry 1, which it uses; legal: 0 to 2"):
+        tsmla_jax.indexer_logits(*args, ints([[0, 3], [0, 3]]), ints([4, 5]))
+    with pytest.raises(ValueError, match="seq_lens: token 0 has 5 logits; legal: 0 to 4"):
+        tsmla_jax.select_topk(jnp.zeros((1, 4)), ints([5]), 2)

@@ -1,0 +1,373 @@
+"""mla_prefill's custom call on CPUs: an emulation takes the kernel's place, the reference is the oracle."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import tsmla_jax
+from tests.emulator import decode as cute_emulation
+from tests.jax.ops.programs import assert_same, calls, collectives
+from tsmla_jax.ops import device
+from tsmla_jax.ops.inputs import Scales
+from tsmla_jax.ops.mla_prefill import cute, reference
+from tsmla_jax.ops.mla_prefill_kv import cute as cute_kv
+from tsmla_kernels import contract
+from tsmla_kernels.catalog import Kernel
+from tsmla_kernels.sm90.prefill.config import PrefillConfig
+
+pytestmark = [
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="emulates the kernel on CPUs"),
+    pytest.mark.usefixtures("quick_compilation"),
+]
+
+HEADS, K, V = 4, 192, 128
+FP8 = jnp.float8_e4m3fn
+Q_LENS, KV_LENS = (3, 0, 5, 1, 4), (7, 4, 5, 0, 2)
+PADDING = 2
+Results = tuple[jax.Array, jax.Array]
+
+
+def emulate(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cu_seqlens_q: jax.Array,
+    cu_seqlens_kv: jax.Array,
+    scales: jax.Array,
+    *,
+    kernel: Kernel,
+    config: PrefillConfig,
+    arch: str,
+    result_shapes: tuple[tuple[int, ...], ...],
+) -> list[jax.Array]:
+    """What the kernel computes from its own operands, through the reference; its workspaces are left as garbage."""
+    if config.rope_dim:
+        q, k, v = expanded(q, k, v)
+    spec = contract.PrefillSpec(
+        batch=cu_seqlens_q.shape[0] - 1,
+        total_q_len=q.shape[0],
+        total_kv_len=k.shape[0],
+        max_q_len=q.shape[0],
+        max_kv_len=k.shape[0],
+        num_heads=q.shape[1],
+        qk_head_dim=config.qk_head_dim,
+        v_head_dim=config.v_head_dim,
+        q_dtype=config.dtype,
+        kv_dtype=config.dtype,
+        causal=config.causal,
+        return_lse=True,
+    )
+    results = reference.mla_prefill(q, k, v, cu_seqlens_q, cu_seqlens_kv, Scales(scales[0], v=scales[1]), spec=spec)
+    operands = [operand for operand in kernel.operands(config) if operand.output]
+    workspaces: list[Any] = [
+        jnp.full(shape, 123, operand.dtype) for operand, shape in zip(operands[2:], result_shapes[2:], strict=True)
+    ]
+    return [*results, *workspaces]
+
+
+@pytest.fixture(autouse=True)
+def emulated(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    traced = (cute._transformable, cute._differentiable, cute_kv._differentiable)
+    with cute_emulation.emulated(*traced, by=emulate):
+        yield
+
+
+def offsets(lens: tuple[int, ...]) -> jax.Array:
+    return jnp.asarray(np.concatenate([[0], np.cumsum(lens)]), jnp.int32)
+
+
+def attend(implementation: str, **kwargs: Any) -> Callable[..., Results]:
+    fixed = {
+        "cu_seqlens_q": offsets(Q_LENS),
+        "cu_seqlens_kv": offsets(KV_LENS),
+        "max_q_len": max(Q_LENS),
+        "max_kv_len": max(KV_LENS),
+        "softmax_scale": 0.07,
+        "return_lse": True,
+        **kwargs,
+    }
+    return partial(tsmla_jax.mla_prefill, implementation=implementation, **fixed)
+
+
+def arrays(heads: int = HEADS, k_dim: int = K, v_dim: int = V, dtype: Any = jnp.bfloat16) -> list[jax.Array]:
+    rng = np.random.default_rng(0)
+    sizes = ((sum(Q_LENS), k_dim), (sum(KV_LENS), k_dim), (sum(KV_LENS), v_dim))
+    return [jnp.asarray(rng.normal(size=(rows + PADDING, heads, width)), dtype) for rows, width in sizes]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dims", [(192, 128), (128, 128), (64, 64)])
+def test_ragged(dims: tuple[int, int], causal: bool) -> None:
+    args = arrays(HEADS, *dims)
+    got = jax.jit(attend("cute", causal=causal))(*args)
+    assert_same(got, attend("reference", causal=causal)(*args))
+    assert np.all(np.asarray(got[1])[-PADDING:] == -np.inf) and np.all(np.float32(got[0])[-PADDING:] == 0)
+
+
+def test_scales() -> None:
+    kwargs = {"q_scale": 0.5, "k_scale": jnp.float32(1.5), "v_scale": 2.0}
+    assert_same(attend("cute", **kwargs)(*arrays()), attend("reference", **kwargs)(*arrays()))
+    constant = {"q_scale": 0.5, "v_scale": 2.0}
+    assert_same(attend("cute", **constant)(*arrays()), attend("reference", **constant)(*arrays()))
+
+
+def test_fp8_with_its_scales() -> None:
+    scales = {"q_scale": 0.5, "k_scale": jnp.float32(1.5), "v_scale": 2.0}
+    got = jax.jit(attend("cute", **scales))(*arrays(dtype=FP8))
+    assert got[0].dtype == jnp.bfloat16
+    assert_same(got, attend("reference", **scales)(*arrays(dtype=FP8)))
+    explanation = tsmla_jax.explain(
+        "mla_prefill", *arrays(dtype=FP8), **{k: v for k, v in attend("cute").keywords.items() if k != "implementation"}
+    )
+    assert not any("dtype" in reason for reason in explanation.reasons["cute"])
+
+
+def test_fp8_kv_and_rope() -> None:
+    args = [x.astype(FP8) for x in layer_arrays()]
+    assert_same(attend_kv("cute")(*args), attend("reference")(*expanded(*args)))
+
+
+def test_scales_may_be_traced() -> None:
+    def run(implementation: str) -> Results:
+        return jax.jit(lambda scale: attend(implementation, softmax_scale=scale, v_scale=scale)(*arrays()))(
+            jnp.float32(0.3)
+        )
+
+    assert_same(run("cute"), run("reference"))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_are_those_of_the_reference(causal: bool) -> None:
+    weight = jnp.asarray(np.random.default_rng(1).normal(size=(sum(Q_LENS) + PADDING, HEADS, V)), jnp.float32)
+
+    def loss(implementation: str, q: Any, k: Any, v: Any, scale: Any, v_scale: Any) -> jax.Array:
+        out, lse = attend(implementation, causal=causal, softmax_scale=scale, v_scale=v_scale)(q, k, v)
+        return (out.astype(jnp.float32) * weight).sum() + jnp.where(lse == -jnp.inf, 0, lse).sum() / 3
+
+    args = (*arrays(), jnp.float32(0.07), jnp.float32(1.5))
+    got = jax.jit(jax.grad(partial(loss, "cute"), argnums=(0, 1, 2, 3, 4)))(*args)
+    wide = (*(x.astype(jnp.float32) for x in args[:3]), *args[3:])
+    want = jax.grad(partial(loss, "reference"), argnums=(0, 1, 2, 3, 4))(*wide)
+    for g, w, argument in zip(got, want, args, strict=True):
+        assert g.dtype == argument.dtype
+        # The backward pass reads out rounded to bfloat16: an error of 2^-9 of its terms, some of which cancel.
+        np.testing.assert_allclose(np.float32(g), np.float32(w), atol=2e-2 * float(np.abs(w).max()), rtol=2e-2)
+
+
+@pytest.mark.parametrize("axes", [(0, 0, 0), (1, None, None), (None, 0, 2)], ids=str)
+def test_vmap_folds_into_heads(axes: tuple[int | None, ...]) -> None:
+    args = [a if axis is None else jnp.stack([a, -a, a * 2], axis) for a, axis in zip(arrays(), axes, strict=True)]
+    batched = jax.vmap(attend("cute"), axes)
+    assert_same(batched(*args), jax.vmap(attend("reference"), axes)(*args))
+    jaxpr = str(jax.make_jaxpr(batched)(*args))
+    assert calls(jaxpr) == 1 and f"bf16[{sum(Q_LENS) + PADDING},{3 * HEADS},{K}]" in jaxpr
+
+
+def test_vmap_of_lengths_and_scales() -> None:
+    lens = jnp.stack([offsets(Q_LENS), offsets((1, 2, 3, 4, 3)), offsets((0, 0, 0, 0, 13))])
+    scales = jnp.asarray([0.05, 0.1, 0.2], jnp.float32)
+
+    def over(implementation: str) -> Results:
+        def one(cu_seqlens_q: jax.Array, scale: jax.Array) -> Results:
+            return attend(implementation, cu_seqlens_q=cu_seqlens_q, max_q_len=13, softmax_scale=scale)(*arrays())
+
+        return jax.vmap(one)(lens, scales)
+
+    assert_same(over("cute"), over("reference"))
+
+
+@pytest.mark.slow
+def test_gradient_under_vmap() -> None:
+    q, k, v = arrays()
+    qs = jnp.stack([q, -q])
+
+    def loss(implementation: str, q: jax.Array) -> jax.Array:
+        return attend(implementation)(q, k, v)[0].astype(jnp.float32).sum()
+
+    got, want = (jax.vmap(jax.grad(partial(loss, name)))(qs) for name in ("cute", "xla"))
+    np.testing.assert_allclose(np.float32(got), np.float32(want), atol=1e-2, rtol=2e-2)
+
+
+def test_forward_mode_is_refused() -> None:
+    q, k, v = arrays()
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda q: attend("cute")(q, k, v)[0], (q,), (q,))
+
+
+# ---- several devices
+
+
+def test_heads_are_partitioned_without_moving_anything(mesh: Mesh) -> None:
+    args = [jax.device_put(a, NamedSharding(mesh, P(None, "model"))) for a in arrays()]
+    compiled = jax.jit(attend("cute")).lower(*args).compile()
+    assert collectives(compiled) == []
+    got = compiled(*args)
+    assert got[0].addressable_shards[0].data.shape[1] == HEADS // 2
+    assert_same(got, attend("reference")(*arrays()))
+
+
+def test_inside_shard_map_with_gradients(mesh: Mesh) -> None:
+    def per_device(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attend("cute")(q, k, v)[0]
+
+    def loss(run: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
+        return run(*args).astype(jnp.float32).sum()
+
+    rows = P(None, "model")
+    sharded = jax.shard_map(per_device, mesh=mesh, in_specs=(rows, rows, rows), out_specs=rows)
+    got = jax.jit(jax.grad(partial(loss, sharded), argnums=(0, 1, 2)))(*arrays())
+    want = jax.grad(partial(loss, per_device), argnums=(0, 1, 2))(*arrays())
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(np.float32(g), np.float32(w), atol=1e-2, rtol=1e-2)
+
+
+# ---- lowering for CUDA, which finds or compiles the object
+
+
+def test_export_for_cuda_with_symbolic_sizes() -> None:
+    tq, tk, h, b = export.symbolic_shape("tq, tk, h, b")
+    struct = jax.ShapeDtypeStruct
+
+    def run(q: Any, k: Any, v: Any, cu_q: Any, cu_kv: Any) -> Results:
+        return attend("cute", cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, max_q_len=4096, max_kv_len=4096)(q, k, v)
+
+    def run_kv(q: Any, kv: Any, k_rope: Any, cu_q: Any, cu_kv: Any) -> Results:
+        return attend_kv("cute", cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, max_q_len=4096, max_kv_len=4096)(q, kv, k_rope)
+
+    offsets = (struct((b + 1,), jnp.int32),) * 2
+    for function, *shapes in (
+        (run, (tq, h, K), (tk, h, K), (tk, h, V)),
+        (run_kv, (tq, h, K), (tk, h, 256), (tk, 64)),
+    ):
+        lower = export.export(
+            jax.jit(function), platforms=["cuda"], disabled_checks=device.export_disabled_checks()
+        )  # fmt: skip
+        exported = lower(*(struct(shape, jnp.bfloat16) for shape in shapes), *offsets)
+        assert device.TARGET in exported.mlir_module()
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        (arrays(dtype=jnp.float32), "q.dtype is float32; the sm_90 prefill kernel takes bfloat16, float16 or"),
+        (arrays(k_dim=64, v_dim=64, dtype=FP8), "the sm_90 prefill kernel takes 192 and 128 in float8_e4m3fn"),
+        (arrays(v_dim=64), "the head dims of k and v are 192 and 64; the sm_90 prefill kernel takes 192 and 128, "),
+    ],
+)
+def test_what_the_kernel_does_not_take_is_said(args: list[jax.Array], reason: str) -> None:
+    with pytest.raises(NotImplementedError, match=reason):
+        attend("cute")(*args)
+
+
+def test_none_chooses_xla_on_a_cpu() -> None:
+    kwargs = attend("cute").keywords
+    kwargs.pop("implementation")
+    explanation = tsmla_jax.explain("mla_prefill", *arrays(), **kwargs)
+    assert explanation.chosen == "xla"
+    assert explanation.reasons["cute"] == ("jax's default device is a cpu",)
+
+
+# ---- keys and values as the layer makes them
+
+
+def layer_arrays(heads: int = HEADS) -> list[jax.Array]:
+    rng = np.random.default_rng(3)
+    shapes = [(sum(Q_LENS) + PADDING, heads, K), (sum(KV_LENS) + PADDING, heads, 256), (sum(KV_LENS) + PADDING, 64)]
+    return [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes]
+
+
+def expanded(q: jax.Array, kv: jax.Array, k_rope: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    rope = jnp.broadcast_to(k_rope[:, None], (*kv.shape[:2], 64))
+    return q, jnp.concatenate([kv[..., :128], rope], -1), kv[..., 128:]
+
+
+def attend_kv(implementation: str, **kwargs: Any) -> Callable[..., Results]:
+    return partial(tsmla_jax.mla_prefill_kv, **{**attend(implementation).keywords, **kwargs})
+
+
+@pytest.mark.parametrize("implementation", ["cute", "xla", "reference"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_kv_and_rope(implementation: str, causal: bool) -> None:
+    run = attend_kv(implementation, causal=causal)
+    want = attend("reference", causal=causal)(*expanded(*layer_arrays()))
+    assert_same(run(*layer_arrays()), want)
+    jaxpr = str(jax.make_jaxpr(run)(*layer_arrays()))
+    assert ("concatenate" in jaxpr) == (implementation != "cute")  # the kernel reads them where they lie
+
+
+def test_gradients_of_kv_and_rope() -> None:
+    weight = jnp.asarray(np.random.default_rng(1).normal(size=(sum(Q_LENS) + PADDING, HEADS, V)), jnp.float32)
+
+    def loss(implementation: str, scale: jax.Array, *args: jax.Array) -> jax.Array:
+        out, lse = attend_kv(implementation, softmax_scale=scale)(*args)
+        return (out.astype(jnp.float32) * weight).sum() + jnp.where(lse == -jnp.inf, 0, lse).sum() / 3
+
+    args = (jnp.float32(0.07), *layer_arrays())
+    got = jax.jit(jax.grad(partial(loss, "cute"), (0, 1, 2, 3)))(*args)
+    want = jax.grad(partial(loss, "reference"), (0, 1, 2, 3))(args[0], *(x.astype(jnp.float32) for x in args[1:]))
+    for g, w in zip(got, want, strict=True):
+        # As in test_gradients_are_those_of_the_reference; k_rope's adds up the heads' in bfloat16.
+        np.testing.assert_allclose(np.float32(g), np.float32(w), atol=2e-2 * float(np.abs(w).max()), rtol=2e-2)
+
+
+def test_vmap_of_kv_and_rope() -> None:
+    q, kv, k_rope = layer_arrays()
+    kvs = jnp.stack([kv, -kv])
+    got = jax.vmap(attend_kv("cute"), (None, 0, None))(q, kvs, k_rope)
+    assert_same(got, jax.vmap(attend_kv("reference"), (None, 0, None))(q, kvs, k_rope))
+
+
+def test_heads_of_kv_are_partitioned_without_moving_anything(mesh: Mesh) -> None:
+    specs = (P(None, "model"), P(None, "model"), P())
+    args = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(layer_arrays(), specs, strict=True)]
+    compiled = jax.jit(attend_kv("cute")).lower(*args).compile()
+    assert collectives(compiled) == []
+    assert_same(compiled(*args), attend_kv("reference")(*layer_arrays()))
+
+
+@pytest.mark.parametrize("implementation", ["cute", "xla"])
+def test_kv_and_rope_on_explicit_axes(implementation: str) -> None:
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        specs = (P(None, "model"), P(None, "model"), P())
+        args = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(layer_arrays(), specs, strict=True)]
+        got = jax.jit(attend_kv(implementation))(*args)
+    assert jax.typeof(got[0]).sharding.spec == P(None, "model", None)
+    assert_same(got, attend_kv("reference")(*layer_arrays()))
+
+
+def test_no_rows_of_kv() -> None:
+    q, kv, k_rope = (x[:0] for x in layer_arrays())
+    out, lse = attend_kv("cute")(q, kv, k_rope)
+    assert out.shape == (0, HEADS, V) and lse.shape == (0, HEADS)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((4, 2, 192), (5, 2, 256), (4, 64)), r"k_rope: got shape \[4, 64\]; its Tk must equal kv's, 5"),
+        (((4, 2, 192), (5, 2, 256), (5, 192)), r"k_rope: got shape \[5, 192\]; its R must be between 1 and q's K - 1"),
+        (((4, 2, 192), (5, 2, 128), (5, 64)), r"kv: got shape \[5, 2, 128\]; its last axis must be wider than K - R"),
+        (((4, 2, 192), (5, 3, 256), (5, 64)), r"kv: got shape \[5, 3, 256\]; its H must equal q's, 2"),
+        (((4, 2, 192), (5, 256), (5, 64)), r"kv: got shape \[5, 256\]; legal: \[Tk, H, K - R \+ V\]"),
+    ],
+)
+def test_shapes_of_kv_and_rope(shapes: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attend_kv("cute")(*(jnp.zeros(shape, jnp.bfloat16) for shape in shapes))
+
+
+def test_dtypes_of_kv_and_rope() -> None:
+    q, kv, k_rope = layer_arrays()
+    with pytest.raises(ValueError, match="k_rope: got dtype float32; q, kv and k_rope must have one dtype"):
+        attend_kv("cute")(q, kv, k_rope.astype(jnp.float32))

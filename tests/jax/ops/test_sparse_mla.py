@@ -1,0 +1,337 @@
+"""Attention over selected slots: every layout, one cache and two, sinks, shards, memory, and what is refused."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, PartitionSpec
+
+import tsmla_jax
+from tests.jax.ops.programs import ints
+from tests.oracles import sparse as oracle
+from tsmla_jax import sparse
+
+SCALE = 192**-0.5
+IMPLEMENTATIONS = ("xla", "reference")
+RUN = {
+    name: jax.jit(
+        functools.partial(tsmla_jax.sparse_mla, return_lse=True, implementation=name),
+        static_argnames=("latent_dim", "window", "page_size", "page_span", "compressed_page_size"),
+    )
+    for name in IMPLEMENTATIONS
+}
+
+
+def rows_of(cache: np.ndarray, indices: np.ndarray, lengths: np.ndarray | None = None) -> list[np.ndarray]:
+    """The valid rows of each token, from a flat cache [slots, D]."""
+    if lengths is None:
+        lengths = np.full(len(indices), indices.shape[1])
+    return [cache[[i for i in row[:n] if i >= 0]] for row, n in zip(indices, lengths, strict=True)]
+
+
+def close(got: tuple[jax.Array, jax.Array], want: tuple[np.ndarray, np.ndarray], tolerance: float = 2e-5) -> None:
+    np.testing.assert_allclose(np.asarray(got[0], np.float64), want[0], rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(np.asarray(got[1], np.float64), want[1], rtol=tolerance, atol=tolerance)
+
+
+@settings(max_examples=12)
+@given(
+    seed=st.integers(0, 2**16),
+    sinks=st.booleans(),
+    lengths=st.booleans(),
+    heads=st.sampled_from([1, 5]),
+    implementation=st.sampled_from(IMPLEMENTATIONS),
+)
+def test_any_selection(seed: int, sinks: bool, lengths: bool, heads: int, implementation: str) -> None:
+    rng = np.random.default_rng(seed)
+    q = rng.standard_normal((5, heads, 24)).astype(np.float32)
+    cache = rng.standard_normal((6 * 4, 24)).astype(np.float32)
+    indices = rng.integers(0, 24, (5, 9))
+    indices[rng.random((5, 9)) < 0.3] = -1
+    indices[3] = -1
+    lens = rng.integers(0, 10, 5) if lengths else None
+    sink = rng.standard_normal(heads).astype(np.float32) if sinks else None
+    selected = rows_of(cache, indices, lens)
+    unused = sorted(
+        set(range(24)) - {i for row, n in zip(indices, lens if lengths else [9] * 5, strict=True) for i in row[:n]}
+    )
+    poisoned = cache.copy()
+    poisoned[unused] = np.nan
+    got = RUN[implementation](
+        q,
+        poisoned.reshape(6, 4, 24),
+        ints(indices),
+        None if lens is None else ints(lens),
+        softmax_scale=0.3,
+        latent_dim=16,
+        sinks=sink,
+    )
+    close(got, oracle.sparse_mla(q, selected, scale=0.3, latent_dim=16, sinks=sink))
+    assert (np.asarray(got[0])[3] == 0).all()
+    assert np.isneginf(np.asarray(got[1])[3]).all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("layout", ["bfloat16", "float8_e4m3fn", "packed"])
+def test_v32_layouts(implementation: str, layout: str) -> None:
+    rng = np.random.default_rng(0)
+    heads, pages, size, tokens, selected = 3, 5, 8, 4, 20
+    kv = rng.standard_normal((pages * size, 576)).astype(np.float32)
+    q = jnp.asarray(rng.standard_normal((tokens, heads, 576)), jnp.bfloat16)
+    indices = rng.integers(-1, pages * size, (tokens, selected))
+    kv_scale = None
+    slots = jnp.arange(pages * size, dtype=jnp.int32)
+    if layout == "packed":
+        empty = jnp.zeros((pages, size, 656), jnp.uint8)
+        cache = jax.jit(sparse.write_packed_kv_cache)(empty, kv[:, :512], kv[:, 512:], slots)
+        unpacked = jax.jit(sparse.unpack_v32_rows)(cache.reshape(-1, 656))
+        stored = np.concatenate([np.asarray(x, np.float32) for x in unpacked], axis=1)
+    else:
+        kv_scale = 0.02 if layout == "float8_e4m3fn" else None
+        stored = oracle.e4m3(kv / 0.02) if kv_scale else np.asarray(jnp.asarray(kv, jnp.bfloat16))
+        cache = jnp.asarray(stored).reshape(pages, size, 576)
+        stored = stored.astype(np.float64) * (kv_scale or 1)
+    got = RUN[implementation](q, cache, ints(indices), softmax_scale=SCALE, kv_scale=kv_scale)
+    assert got[0].dtype == jnp.bfloat16 and got[0].shape == (tokens, heads, 512)
+    assert got[1].dtype == jnp.float32
+    want = oracle.sparse_mla(np.asarray(q, np.float64), rows_of(stored, indices), scale=SCALE, latent_dim=512)
+    close((got[0], got[1]), want, 1e-2)
+    np.testing.assert_allclose(got[1], want[1], rtol=2e-5, atol=2e-5)
+
+
+def test_scaled_fp8_queries() -> None:
+    rng = np.random.default_rng(1)
+    q = oracle.e4m3(rng.standard_normal((2, 2, 32)) * 20)
+    cache = oracle.e4m3(rng.standard_normal((8, 32)) * 50)
+    indices = rng.integers(0, 8, (2, 5))
+    for run in RUN.values():
+        got = run(
+            q, cache.reshape(2, 4, 32), ints(indices), softmax_scale=0.2, latent_dim=32, q_scale=0.05, kv_scale=0.02
+        )
+        assert got[0].dtype == jnp.bfloat16
+        rows = rows_of(cache.astype(np.float64) * 0.02, indices)
+        close(got, oracle.sparse_mla(q.astype(np.float64) * 0.05, rows, scale=0.2, latent_dim=32), 1e-2)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("span", [8, 9])
+def test_two_caches_of_v4(implementation: str, span: int) -> None:
+    rng = np.random.default_rng(2)
+    heads, size, window = 3, 8, 8
+    near = rng.standard_normal((3 * size, 512)).astype(np.float32)
+    far = rng.standard_normal((2 * size, 512)).astype(np.float32)
+    slots = jnp.arange(len(near), dtype=jnp.int32)
+    # 8 rows of 584 bytes in 9 of 576 each: pages 9 rows apart.
+    near_cache = sparse.init_v4_cache(3, layout="packed", cache_dtype="fp8", page_size=size)
+    near_cache = jax.jit(functools.partial(sparse.write_v4_cache, page_size=size))(near_cache, near, slots)
+    far_cache = jnp.asarray(far, jnp.bfloat16).reshape(2, size, 512)
+    data, scales = jax.jit(sparse.pack_v4_rows)(near)
+    near = np.asarray(jax.jit(sparse.unpack_v4_rows)(data, scales))
+    far = np.asarray(far_cache.reshape(-1, 512), np.float32)
+    window_slots = rng.integers(0, len(near), (4, window))
+    window_slots[0, 3:] = -1
+    far_slots, far_lens = rng.integers(0, len(far), (4, 10)), np.asarray([0, 10, 3, 7])
+    build = functools.partial(sparse.build_mixed_sparse_indices, window_page=(size, span))
+    mixed = jax.jit(build)(ints(window_slots), ints(far_slots), ints(far_lens))
+    q = rng.standard_normal((4, heads, 512)).astype(np.float32)
+    sinks = rng.standard_normal(heads).astype(np.float32)
+    got = RUN[implementation](
+        q,
+        near_cache,
+        mixed.indices,
+        mixed.lengths,
+        softmax_scale=512**-0.5,
+        sinks=sinks,
+        compressed_kv_cache=far_cache,
+        window=mixed.window,
+        page_size=size,
+        page_span=span,
+    )
+    rows = [
+        np.concatenate([a, b])
+        for a, b in zip(rows_of(near, window_slots), rows_of(far, far_slots, far_lens), strict=True)
+    ]
+    close(got, oracle.sparse_mla(q, rows, scale=512**-0.5, latent_dim=512, sinks=sinks))
+
+
+def test_a_forgotten_span_would_show() -> None:
+    # If rows of different pages were equal, the test above would pass with any handling of a span of 8.
+    slots = ints([[0, 7, 8, 23]])
+    assert sparse.remap_slots(slots, 8, 9).tolist() == [[0, 7, 9, 25]]
+
+
+@pytest.mark.parametrize("layout", ["float32", "float8_e4m3fn"])
+def test_all_tokens_selected_is_dense_decode(layout: str) -> None:
+    rng = np.random.default_rng(3)
+    requests, heads, pages, size, columns = 4, 3, 12, 16, 3
+    lens = np.asarray([1, 16, 37, 0])
+    tables = rng.permutation(pages).reshape(requests, columns)
+    cache = jnp.asarray(rng.standard_normal((pages, size, 576)), jnp.dtype(layout))
+    q = jnp.asarray(rng.standard_normal((requests, heads, 576)), "float32" if layout == "float32" else "bfloat16")
+    positions = jnp.broadcast_to(jnp.arange(columns * size, dtype=jnp.int32), (requests, columns * size))
+    indices = jax.jit(sparse.positions_to_slots, static_argnums=2)(positions, ints(tables), size)
+    scale = 0.5 if layout == "float8_e4m3fn" else None
+    selected = RUN["xla"](q, cache, indices, ints(lens), softmax_scale=SCALE, kv_scale=scale)
+    decode = jax.jit(functools.partial(tsmla_jax.mla_decode, return_lse=True))
+    dense = decode(q[:, None], cache, ints(tables), ints(lens), softmax_scale=SCALE, kv_scale=scale)
+    tolerance = 2e-6 if layout == "float32" else 2**-7
+    np.testing.assert_allclose(
+        np.asarray(selected[0], np.float32), np.asarray(dense[0][:, 0], np.float32), rtol=tolerance, atol=tolerance
+    )
+    np.testing.assert_allclose(selected[1], dense[1][:, 0], rtol=1e-5, atol=1e-5)
+
+
+def test_blocks_of_tokens_and_of_slots_change_nothing() -> None:
+    rng = np.random.default_rng(4)
+    tokens, heads, selected = 67, 2, 700
+    q = jnp.asarray(rng.standard_normal((tokens, heads, 576)), jnp.bfloat16)
+    cache = jnp.asarray(rng.standard_normal((30, 32, 576)), jnp.bfloat16)
+    indices = ints(rng.integers(-1, 30 * 32, (tokens, selected)))
+    lengths = ints(rng.integers(0, selected + 1, tokens))
+    got, want = (run(q, cache, indices, lengths, softmax_scale=SCALE) for run in RUN.values())
+    np.testing.assert_allclose(*(np.asarray(x[0], np.float32) for x in (got, want)), rtol=2e-2, atol=1e-3)
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-5)
+
+
+def test_shards_of_heads_and_of_tokens_and_vmap() -> None:
+    rng = np.random.default_rng(5)
+    q = rng.standard_normal((6, 4, 24)).astype(np.float32)
+    cache = rng.standard_normal((4, 4, 24)).astype(np.float32)
+    indices, lengths = ints(rng.integers(0, 16, (6, 8))), ints([8, 0, 3, 5, 8, 1])
+    sinks = rng.standard_normal(4).astype(np.float32)
+
+    def run(q: jax.Array, cache: jax.Array, indices: jax.Array, lengths: jax.Array, sinks: jax.Array) -> tuple:
+        return tsmla_jax.sparse_mla(
+            q, cache, indices, lengths, softmax_scale=0.2, latent_dim=16, sinks=sinks, return_lse=True
+        )
+
+    args = (q, cache, indices, lengths, sinks)
+    whole = jax.jit(run)(*args)
+    spec = PartitionSpec
+    mesh = Mesh(np.asarray(jax.devices()[:2]), "x")
+    heads = jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=(spec(None, "x"), spec(), spec(), spec(), spec("x")),
+        out_specs=(spec(None, "x"), spec(None, "x")),
+    )
+    tokens = jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=(spec("x"), spec(), spec("x"), spec("x"), spec()),
+        out_specs=(spec("x"), spec("x")),
+    )
+    for sharded in (heads, tokens):
+        close(jax.jit(sharded)(*args), tuple(np.asarray(x) for x in whole), 1e-6)
+    mapped = jax.jit(jax.vmap(run, in_axes=(0, None, 0, 0, None)))(
+        *(jnp.stack([x, x]) if i in (0, 2, 3) else x for i, x in enumerate(args))
+    )
+    close((mapped[0][1], mapped[1][1]), tuple(np.asarray(x) for x in whole), 1e-6)
+
+
+@pytest.mark.parametrize("layout", ["plain", "v32", "v4"])
+def test_memory_stays_bounded(layout: str) -> None:
+    shape = jax.ShapeDtypeStruct
+    width = 512 if layout == "v4" else 576
+    cache = {
+        "plain": shape((256, 64, 576), jnp.bfloat16),
+        "v32": shape((256, 64, 656), jnp.uint8),
+        "v4": shape((256, 37440), jnp.uint8),
+    }[layout]
+    run = jax.jit(functools.partial(tsmla_jax.sparse_mla, softmax_scale=SCALE, return_lse=True))
+    compiled = run.lower(shape((512, 128, width), jnp.bfloat16), cache, shape((512, 2048), jnp.int32)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 64 << 20
+
+
+def test_only_the_reference_is_differentiable() -> None:
+    cache, indices = jnp.ones((1, 4, 8)), ints([[0, 1, -1]])
+    q = jnp.full((1, 1, 8), 0.3)
+
+    def loss(q: jax.Array, implementation: str) -> jax.Array:
+        return tsmla_jax.sparse_mla(
+            q, cache, indices, softmax_scale=1.0, latent_dim=4, implementation=implementation
+        ).sum()
+
+    assert np.isfinite(jax.jit(jax.grad(loss), static_argnums=1)(q, "reference")).all()
+    with pytest.raises(NotImplementedError, match="sparse_mla has no derivative"):
+        jax.jit(jax.grad(loss), static_argnums=1)(q, "xla")
+
+
+def call(**change: object) -> object:
+    args: dict[str, object] = {
+        "q": jnp.zeros((2, 1, 576)),
+        "kv_cache": jnp.zeros((3, 4, 576)),
+        "indices": ints([[0, 1, 2, 3]] * 2),
+        "softmax_scale": 1.0,
+    }
+    return tsmla_jax.sparse_mla(**(args | change))
+
+
+V4_CACHE = jnp.zeros((2, 37440), jnp.uint8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": jnp.zeros((2, 576))}, "q: got shape"),
+        ({"q": jnp.zeros((2, 1, 576), jnp.int32)}, "q: got dtype int32"),
+        ({"q": jnp.zeros((2, 1, 500))}, "latent_dim: got 512; it must be at most q's last axis D = 500"),
+        ({"indices": ints([[0]])}, "indices: got shape.*T, q's tokens"),
+        ({"indices": jnp.zeros((2, 4))}, "indices: got dtype float32; legal: int32"),
+        ({"lengths": ints([1])}, "lengths: got shape"),
+        ({"sinks": jnp.zeros(2)}, "sinks: got shape.*H, q's heads"),
+        ({"kv_cache": jnp.zeros((3, 4, 500), jnp.uint8)}, r"kv_cache: got shape.*\[P, Z, 656\].*\[P, page_bytes\]"),
+        ({"kv_cache": V4_CACHE}, "kv_cache: got keys of width 512 .v4.; q's D is 576"),
+        ({"kv_cache": V4_CACHE, "page_size": 65}, "stride is narrower than the page"),
+        ({"page_size": 5}, "page_span: got 4; legal: at least the page size 5"),
+        ({"page_span": 6}, "page_span: got 6; legal: kv_cache's axis 1, 4"),
+        ({"window": 2}, "window: got 2 without compressed_kv_cache"),
+        ({"compressed_kv_cache": jnp.zeros((3, 4, 576))}, "window: got None; compressed_kv_cache is given"),
+        ({"compressed_kv_cache": jnp.zeros((3, 4, 576)), "window": 5}, "window: got 5; it must be at most K = 4"),
+        (
+            {"compressed_kv_cache": jnp.zeros((3, 4, 576)), "window": 2, "indices": ints([[0, 1, 2]] * 2)},
+            "indices: got K = 3 with compressed_kv_cache; legal: a multiple of 4",
+        ),
+        ({"compressed_kv_cache": V4_CACHE, "window": 2}, "compressed_kv_cache: got keys of width 512"),
+        ({"kv_cache": jnp.zeros((3, 4, 656), jnp.uint8), "kv_scale": 2.0}, "kv_scale: got a scale for packed rows"),
+        ({"compressed_kv_scale": 2.0}, "compressed_kv_scale: got a scale for no cache"),
+        ({"softmax_scale": jnp.ones(2)}, "softmax_scale: got an array"),
+    ],
+)
+def test_refuses(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(**change)
+
+
+def test_refuses_types() -> None:
+    with pytest.raises(TypeError, match="softmax_scale: got NoneType"):
+        call(softmax_scale=None)
+    with pytest.raises(TypeError, match="q: got list"):
+        call(q=[1.0])
+    with pytest.raises(NotImplementedError, match="no kernel"):
+        call(implementation="cute")
+
+
+def test_checks_see_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TSMLA_CHECK", "1")
+    call(indices=ints([[0, 11, -1, -1]] * 2))
+    call(indices=ints([[0, 11, -1, 99]] * 2), lengths=ints([2, 2]))
+    for indices in ([[0, 1, 2, 12]] * 2, [[0, -2, 2, 3]] * 2):
+        with pytest.raises(ValueError, match=r"indices: token 0 selects slot .*legal: 0 to 11"):
+            call(indices=ints(indices))
+    with pytest.raises(ValueError, match="indices: token 1 selects slot -1 in column 1, which is active"):
+        call(indices=ints([[0, 1, 2, 3], [0, -1, 2, 3]]), lengths=ints([4, 3]))
+    with pytest.raises(ValueError, match="lengths: token 0 has 5 active indices; legal: 0 to K = 4"):
+        call(lengths=ints([5, 1]))
+    two = {"compressed_kv_cache": jnp.zeros((1, 4, 576)), "window": 2}
+    call(indices=ints([[5, -1, 2, 3]] * 2), lengths=ints([4, 3]), **two)
+    with pytest.raises(ValueError, match="token 0 selects slot -1 in column 0"):
+        call(indices=ints([[-1, 5, 2, 3]] * 2), lengths=ints([4, 3]), **two)
+    with pytest.raises(ValueError, match="token 0 selects slot 4 in column 2, which is active; legal: 0 to 3"):
+        call(indices=ints([[5, -1, 4, 3]] * 2), lengths=ints([4, 3]), **two)
+    with pytest.raises(Exception, match="token 1 selects slot -1"):
+        jax.block_until_ready(jax.jit(call)(indices=ints([[0, 1, 2, 3], [0, -1, 2, 3]]), lengths=ints([4, 3])))

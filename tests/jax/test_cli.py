@@ -1,0 +1,179 @@
+"""The `tsmla` command: its exit statuses, its one-line errors, and the doctor's report."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from absl.testing import parameterized
+
+from tsmla_jax import cli
+from tsmla_jax.cli import doctor
+from tsmla_jax.ops.explain import OPERATIONS
+
+ROOT = Path(__file__).resolve().parents[2]
+PATHS = os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels", "bridge"))
+
+
+def tsmla(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Run the command in a process of its own, on the CPU unless `variables` of the environment say otherwise."""
+    command = [sys.executable, "-m", "tsmla_jax.cli", *arguments]
+    environment = os.environ | {"PYTHONPATH": PATHS, "JAX_PLATFORMS": "cpu"} | variables
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd="/", timeout=120, check=False)
+
+
+def in_process(*arguments: str) -> int:
+    return cli.run(cli.parse(["tsmla", *arguments]))
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[object], int]], None]:
+    """A way to make `tsmla doctor` do something else."""
+
+    def install(action: Callable[[object], int]) -> None:
+        actions = cli.Actions(lambda parser: None, action)
+        monkeypatch.setitem(cli.COMMANDS, "doctor", cli.Command("fake", lambda: actions))
+
+    return install
+
+
+def raising(error: BaseException) -> Callable[[object], int]:
+    def action(arguments: object) -> int:
+        raise error
+
+    return action
+
+
+def test_help_names_every_command() -> None:
+    done = tsmla("--help")
+    assert done.returncode == 0 and done.stderr == ""
+    for name in ("generate", "doctor", "compile", "cache"):
+        assert f"\n    {name} " in done.stdout
+
+
+def test_help_imports_neither_the_model_nor_the_kernels() -> None:
+    code = "import sys; from tsmla_jax import cli\ntry: cli.parse(['tsmla', '--help'])\nexcept SystemExit: pass\n"
+    code += "print([m for m in ('tsmla_jax.generate', 'tsmla_jax.cli.kernels', 'cutlass') if m in sys.modules])"
+    environment = os.environ | {"PYTHONPATH": PATHS}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
+def test_each_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.parse(["tsmla", name, "--help"])
+    assert stopped.value.code == 0
+    assert cli.COMMANDS[name].summary.split()[0] in capsys.readouterr().out
+
+
+class Usage(parameterized.TestCase):
+    """Command lines that are wrong in themselves."""
+
+    @parameterized.parameters(
+        ([], "the following arguments are required: COMMAND"),
+        (["dance"], "invalid choice: 'dance'"),
+        (["doctor", "--loud"], "unrecognized arguments: --loud"),
+        (["--verbosity=loud", "doctor"], "--verbosity"),
+    )
+    def test_exits_2_with_one_line(self, arguments: list[str], said: str) -> None:
+        done = tsmla(*arguments)
+        self.assertEqual(done.returncode, 2)
+        self.assertIn(said, done.stderr)
+        self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
+        self.assertEqual(done.stdout, "")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("q has rank 2;\n legal: 4"), "tsmla doctor: error: q has rank 2; legal: 4"),
+        (FileNotFoundError(2, "No such file or directory", "x.json"), "No such file or directory: 'x.json'"),
+        (NotImplementedError(), "tsmla doctor: error: NotImplementedError"),
+        (ModuleNotFoundError("No module named 'flax'", name="flax"), 'pip install "tsmla-jax[flax]"'),
+    ],
+)
+def test_a_users_error_is_one_line(
+    fake: Callable[..., None], capsys: pytest.CaptureFixture[str], error: Exception, said: str
+) -> None:
+    fake(raising(error))
+    assert in_process("doctor") == 2
+    printed = capsys.readouterr()
+    assert said in printed.err and printed.err.count("\n") == 1 and printed.out == ""
+
+
+def test_a_fault_of_ours_keeps_its_traceback(fake: Callable[..., None]) -> None:
+    fake(raising(RuntimeError("broken")))
+    with pytest.raises(RuntimeError, match="broken"):
+        in_process("doctor")
+
+
+def test_a_missing_module_of_ours_is_a_fault_of_ours(fake: Callable[..., None]) -> None:
+    fake(raising(ModuleNotFoundError("No module named 'tsmla_jax.gone'", name="tsmla_jax.gone")))
+    with pytest.raises(ModuleNotFoundError, match="gone"):
+        in_process("doctor")
+
+
+def test_an_interrupt_has_its_own_status(fake: Callable[..., None]) -> None:
+    fake(raising(KeyboardInterrupt()))
+    assert in_process("doctor") == 130
+
+
+def test_a_closed_pipe_is_quiet() -> None:
+    command = f"{sys.executable} -m tsmla_jax.cli doctor | head -c 1"
+    environment = os.environ | {"PYTHONPATH": PATHS, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": ""}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, check=False)
+    assert (done.stdout, done.stderr) == ("t", "")
+
+
+def test_doctor_report(capsys: pytest.CaptureFixture[str]) -> None:
+    assert in_process("doctor") == 0
+    said = capsys.readouterr().out
+    for line in ("Devices (jax backend:", "  jax ", "mla_decode, bf16: ", "Blackwell (SM100, SM103, SM107): "):
+        assert line in said
+    assert "not run on one by us" in said
+    assert in_process("doctor", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["packages"]["jax"].count(".") == 2
+    assert {operation["op"] for operation in report["operations"]} == set(OPERATIONS)
+    for operation in report["operations"]:
+        # What was chosen can run; without a GPU that is never a kernel, and it says why.
+        assert operation["reasons"][operation["chosen"]] == []
+        assert report["driver"] or (operation["chosen"] == "xla" and operation["reasons"]["cute"])
+
+
+def test_doctor_outlives_a_jax_that_starts_no_backend() -> None:
+    done = tsmla("doctor", JAX_PLATFORMS="cuda", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    assert "Devices (jax backend: none;" in done.stdout
+    assert "jax starts no backend: " in done.stdout and "(JAX_PLATFORMS=cuda)" in done.stdout
+
+
+GPU = doctor.Device(0, "gpu", "NVIDIA H200", "sm_90")
+CPU = doctor.Device(0, "cpu", "cpu", None)
+EVERYTHING: dict[str, str | None] = {package.distribution: "1.0" for package in doctor.PACKAGES}
+
+
+def test_doctor_advises_nothing_where_all_is_there() -> None:
+    assert doctor.advise(EVERYTHING, "580.65.06", (GPU,), None) == ()
+
+
+@pytest.mark.parametrize(
+    ("absent", "driver", "devices", "failure", "said"),
+    [
+        ("jax-cuda13-plugin", "580.65.06", (CPU,), None, 'jax can\'t use it: pip install "tsmla-jax[cuda13]"'),
+        ("jax-cuda12-plugin", "535.1", (CPU,), None, 'jax can\'t use it: pip install "tsmla-jax[cuda12]"'),
+        (None, "580.65.06", (CPU,), None, "see JAX_PLATFORMS"),
+        (None, None, (CPU,), None, "need a Hopper GPU"),
+        (None, "580.65.06", (), "no such backend", "jax starts no backend: no such backend"),
+        ("flax", "580.65.06", (GPU,), None, 'MLAttention): pip install "tsmla-jax[flax]"'),
+    ],
+)
+def test_doctor_advises_what_is_missing(
+    absent: str | None, driver: str | None, devices: tuple[doctor.Device, ...], failure: str | None, said: str
+) -> None:
+    packages = EVERYTHING | ({absent: None} if absent else {})
+    assert said in doctor.advise(packages, driver, devices, failure)[0]

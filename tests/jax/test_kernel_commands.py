@@ -1,0 +1,138 @@
+"""`tsmla compile` and `tsmla cache`, on stand-in kernels."""
+
+import argparse
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.emulator.standin import SCALE, ScaleConfig
+from tsmla_jax.cli import kernels as kernel_commands
+from tsmla_kernels import object_cache
+from tsmla_kernels.catalog import MLA_DECODE
+from tsmla_kernels.sm90.decode.config import DecodeConfig
+
+
+@pytest.fixture(autouse=True)
+def catalog(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(kernel_commands.KERNELS, "scale", SCALE)
+
+
+def compile_command(*argv: str) -> int:
+    parser = argparse.ArgumentParser()
+    kernel_commands.add_compile_arguments(parser)
+    return kernel_commands.run_compile(parser.parse_args(argv))
+
+
+def cache_command(*argv: str) -> int:
+    parser = argparse.ArgumentParser()
+    kernel_commands.add_cache_arguments(parser)
+    return kernel_commands.run_cache(parser.parse_args(argv))
+
+
+def widths(entries: Sequence[object_cache.Entry]) -> list[int]:
+    return sorted(json.loads(entry.description["config"])["width"] for entry in entries)
+
+
+def test_compile_fills_the_cache_in_parallel(builds: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "--arch",
+        "sm_90a",
+        "--kernel",
+        "scale",
+        "--config",
+        "narrow",
+        "--config",
+        "wide",
+        "--config",
+        "width=64",
+    ]
+    assert compile_command(*arguments, "--jobs", "2") == 0
+    assert widths(object_cache.entries()) == [32, 64]
+    said = capsys.readouterr()
+    assert "2 compiled for sm_90a" in said.out
+    assert "[1/2] scale " in said.err and "[2/2] scale " in said.err  # no bar where nobody watches
+
+    assert compile_command(*arguments, "--config", "width=96", "--jobs", "1") == 0
+    assert "2 of 3 in the cache already" in capsys.readouterr().out
+    assert len(builds.read_text().splitlines()) == 3
+
+
+def test_compile_reports_what_fails_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        compile_command("--kernel", "scale", "--config", "width=32,fault=trace", "--config", "wide", "--jobs", "1") == 1
+    )
+    said = capsys.readouterr()
+    assert "failed: scale: " in said.err and "made not to compile" in said.err and "1 compiled" in said.out
+    assert widths(object_cache.entries()) == [64]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config", "deepseek-v9"], "got preset 'deepseek-v9'; legal: deepseek-v2, "),
+        (["--config", "wide,fast"], "got 'fast' in 'wide,fast'; legal: NAME=VALUE"),
+        (["--config", "wide", "--jobs", "0"], "--jobs: got 0; legal: an int >= 1"),
+        (["--config", "wide", "--arch", "sm_75"], "arch: got 'sm_75'; scale is written for sm_90a"),
+        (["--config", "deepseek-v3,rope_dim=63"], "no kernel for it: the rope width is 63"),
+    ],
+)
+def test_compile_says_what_is_wrong(arguments: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        compile_command(*arguments)
+
+
+def test_presets_are_the_configs_that_calls_get() -> None:
+    ((kernel, config),) = kernel_commands.configs("deepseek-v3,tensor_parallel=8,max_q_len=2", [MLA_DECODE, SCALE])
+    assert kernel is MLA_DECODE and isinstance(config, DecodeConfig)
+    assert (config.num_heads, config.max_q_len, config.latent_dim, config.rope_dim) == (16, 2, 512, 64)
+    assert config.dtype == "bfloat16" and config.causal and not config.ragged
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_bar() -> None:
+    terminal = Terminal()
+    with kernel_commands._Progress(2, terminal) as progress:
+        assert not progress.done(kernel_commands._Outcome("scale a", 1.0, None))
+        assert progress.done(kernel_commands._Outcome("scale b", 1.0, "no"))
+    drawn = terminal.getvalue()
+    assert "[........................] 0/2 kernels" in drawn and "[############............] 1/2 kernels" in drawn
+    assert (
+        "[########################] 2/2 kernels" in drawn and "scale b failed: no\n" in drawn and drawn.endswith("\n")
+    )
+
+
+def test_cache_lists_verifies_and_prunes(cache_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cache_command() == 0 and cache_command("verify") == 0
+    compile_command("--kernel", "scale", "--config", "narrow", "--config", "wide", "--jobs", "1")
+    capsys.readouterr()
+    assert cache_command("list") == 0
+    listed = capsys.readouterr().out
+    assert listed.count('scale sm_90a {"fault": "", "width": ') == 2 and "2 entries" in listed
+    assert "unused" not in listed
+
+    damaged = next(cache_directory.glob("*.obj"))
+    damaged.write_bytes(damaged.read_bytes()[:-3])
+    assert cache_command("verify") == 1
+    said = capsys.readouterr().out
+    assert f"{damaged.name}: damaged: " in said and "1 damaged" in said
+
+    assert cache_command("prune") == 0 and not damaged.exists()
+    assert "1 entries" in capsys.readouterr().out and len(object_cache.entries()) == 1
+    assert cache_command("prune", "--older-than", "1") == 0 and len(object_cache.entries()) == 1
+    assert cache_command("prune", "--all") == 0 and object_cache.entries() == []
+    with pytest.raises(ValueError, match="--all, --older-than: got list; they go with prune"):
+        cache_command("list", "--all")
+
+
+def test_is_stored_says_what_a_compilation_would_find() -> None:
+    config = ScaleConfig(width=32)
+    assert not object_cache.is_stored(SCALE, config, "sm_90a")
+    compile_command("--kernel", "scale", "--config", "narrow", "--jobs", "1")
+    assert object_cache.is_stored(SCALE, config, "sm_90a")

@@ -1,0 +1,90 @@
+"""The decode kernel as it is compiled: nothing spilled, nothing in local memory, no serialised WGMMA. Needs no GPU."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.object_checks import assert_small_enough_to_embed, assert_stays_in_registers
+from tsmla_kernels import object_cache
+from tsmla_kernels.catalog import MLA_DECODE, mla_decode_config
+from tsmla_kernels.compile import CompiledObject
+from tsmla_kernels.sm90.decode.config import FP8, ROWS
+
+ARCH = "sm_90a"
+
+CONFIGS = {
+    "16 heads": {"num_heads": "16"},
+    "128 heads in a cluster": {"num_heads": "128"},
+    "ragged, batch invariant": {"num_heads": "16", "max_q_len": "4", "ragged": "true", "batch_invariant": "true"},
+    "L 256 without rope, pages of 16, f16": {
+        "num_heads": "9",
+        "latent_dim": "256",
+        "rope_dim": "0",
+        "page_size": "16",
+        "dtype": "float16",
+    },
+    "fp8 cache and queries": {"num_heads": "16", "dtype": "float8_e4m3fn"},
+    "fp8 cache, 128 heads in a cluster": {"num_heads": "128", "max_q_len": "2", "kv_dtype": "float8_e4m3fn"},
+    "fp8 cache, ragged, batch invariant, pages of 16": {
+        "num_heads": "16",
+        "max_q_len": "4",
+        "page_size": "16",
+        "ragged": "true",
+        "batch_invariant": "true",
+        "dtype": "float16",
+        "kv_dtype": "float8_e4m3fn",
+    },
+    "fp8 cache, 16 heads": {"num_heads": "16", "kv_dtype": "float8_e4m3fn"},
+    "fp8 cache, few rows, not causal": {
+        "num_heads": "9",
+        "max_q_len": "3",
+        "kv_dtype": "float8_e4m3fn",
+        "causal": "false",
+    },
+    "fp8 queries, 128 heads in a cluster": {"num_heads": "128", "max_q_len": "2", "dtype": "float8_e4m3fn"},
+    "fp8 queries, L 256 without rope, pages of 128, batch invariant": {
+        "num_heads": "9",
+        "latent_dim": "256",
+        "rope_dim": "0",
+        "page_size": "128",
+        "batch_invariant": "true",
+        "dtype": "float8_e4m3fn",
+    },
+    "pages of 128, not causal": {"num_heads": "64", "max_q_len": "2", "page_size": "128", "causal": "false"},
+}
+FAST = ("16 heads", "128 heads in a cluster", "fp8 cache and queries", "fp8 cache, 128 heads in a cluster")
+"""Compiled in every run of the tests; each takes ten to twenty seconds. The others are slow tests."""
+
+
+@pytest.fixture(scope="module")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield tmp_path_factory.mktemp("decode-objects")
+
+
+@pytest.fixture(params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CONFIGS])
+def compiled(request: pytest.FixtureRequest, shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> CompiledObject:
+    monkeypatch.setenv("TSMLA_CACHE_DIR", str(shared_cache))
+    return object_cache.load_or_compile(MLA_DECODE, mla_decode_config(CONFIGS[request.param]), ARCH)
+
+
+def test_everything_stays_in_registers(compiled: CompiledObject) -> None:
+    assert_stays_in_registers(compiled, kernels=2)  # attention and combine
+
+
+def test_object_is_small_enough_to_embed(compiled: CompiledObject) -> None:
+    assert_small_enough_to_embed(compiled)
+
+
+@pytest.mark.parametrize("heads", [1, 16, 32, 33, 128])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("bfloat16", "bfloat16"), ("bfloat16", FP8), (FP8, FP8)])
+@pytest.mark.parametrize("rope_dim", [0, 64])
+def test_a_stage_holds_the_p_that_the_scores_store(heads: int, dtype: str, kv_dtype: str, rope_dim: int) -> None:
+    """All 64 rows of WGMMA, where those are query rows; and stages begin where swizzled rows may."""
+    options = {"num_heads": str(heads), "dtype": dtype, "kv_dtype": kv_dtype, "rope_dim": str(rope_dim)}
+    config = mla_decode_config(options)
+    mixed, itemsize = dtype != kv_dtype, 1 if kv_dtype == FP8 else 2
+    stored = (min(heads, ROWS) if mixed else ROWS) * config.block * 2
+    read_before = config.block * rope_dim * itemsize if itemsize == 2 else 0  # the rope columns, when S is there
+    assert config.stage_bytes - config.block * config.head_dim * itemsize + read_before >= stored
+    assert config.stage_bytes % 1024 == 0

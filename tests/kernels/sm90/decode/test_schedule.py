@@ -1,0 +1,159 @@
+"""The decode kernels' schedule without a GPU: every key block of every row tile in exactly one piece, pieces that
+`combine` finds again, and work in balance. See schedule_interpreter.py."""
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+from tests.emulator.schedule_interpreter import GARBAGE, Interpreter, Piece
+from tsmla_kernels.catalog import mla_decode_config
+from tsmla_kernels.sm90.decode.config import OVERHEAD, DecodeConfig
+
+PAGE = 64
+KINDS = ("equal", "nearly equal", "ragged", "some empty", "one long")
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Interpreter:
+    return Interpreter()
+
+
+def config_of(heads: int, q_len: int, *, dtype: str = "bfloat16", ragged: bool = False) -> DecodeConfig:
+    options = {"num_heads": heads, "max_q_len": q_len, "dtype": dtype, "kv_dtype": dtype, "ragged": ragged}
+    return mla_decode_config({name: str(value).lower() for name, value in options.items()})
+
+
+def check(
+    flags: tuple[int, int],
+    config: DecodeConfig,
+    num_clusters: int,
+    lens: np.ndarray,
+    queries: np.ndarray,
+    pieces: list[Piece],
+    split_info: np.ndarray,
+) -> None:
+    """Everything exactly once, and what `combine` reads is what the pieces say."""
+    blocks = np.maximum(-(-lens // config.block), 1)
+    starts = np.concatenate([[0], queries.cumsum()]) * config.num_heads
+    tiles = defaultdict(list)
+    for piece in pieces:
+        tiles[piece.request, piece.row].append(piece)
+    wanted = {(r, row) for r, n in enumerate(queries) for row in range(0, int(n) * config.num_heads, config.tile_rows)}
+    assert set(tiles) == wanted
+    slots = [piece.slot for piece in pieces if piece.slot >= 0]
+    assert len(slots) == len(set(slots))
+    written = {slot for slot in range(2 * num_clusters) if split_info[slot, 3] != 0}
+    assert written == set(slots) and not np.any(split_info[:, 3] == GARBAGE)
+    for (r, row), cut in tiles.items():
+        cut.sort(key=lambda piece: piece.begin)
+        edges = [0, *(piece.end for piece in cut)]
+        assert [piece.begin for piece in cut] == edges[:-1] and edges[-1] == blocks[r]
+        if len(cut) == 1:
+            assert cut[0].slot == -1
+            continue
+        # As Combine reads it: the slots of the entry, and one or two halves of a portion for each cluster of it.
+        rows = min(config.tile_rows, int(queries[r]) * config.num_heads - row)
+        busy = split_info[cut[0].slot, 3] - len(cut)
+        assert busy in (0, *flags, sum(flags))
+        for place, piece in enumerate(cut):
+            assert piece.slot // 2 == piece.cluster and piece.slot % 2 == (piece.begin == 0)
+            row_base, row_count, first, count = split_info[piece.slot]
+            assert (row_base, row_count, count) == (starts[r] + row, rows, len(cut) + busy)
+            assert piece.slot == (first if place == 0 else first + 2 * place - 1)
+            assert piece.cluster - first // 2 == place
+        for flag, piece in zip(flags, (cut[0], cut[-1]), strict=True):
+            if busy & flag:  # never said of a cluster that has nothing else to do
+                assert any(other.cluster == piece.cluster and other is not piece for other in pieces)
+
+
+def shares(num_clusters: int, pieces: list[Piece]) -> np.ndarray:
+    """Each cluster's work in key blocks, starts included."""
+    work = np.zeros(num_clusters)
+    for piece in pieces:
+        work[piece.cluster] += piece.end - piece.begin + OVERHEAD
+    return work
+
+
+def lengths(kind: str, count: int, keys: int, rng: np.random.Generator) -> np.ndarray:
+    if kind == "equal":
+        return np.full(count, keys)
+    if kind == "nearly equal":
+        return keys + rng.integers(-keys // 100, keys // 100 + 1, count)
+    drawn = rng.integers(keys // 2, keys * 3 // 2, count)
+    if kind == "some empty":
+        drawn[rng.random(count) < 0.3] = 0
+    if kind == "one long":
+        drawn[count // 2] = keys * count
+    return drawn
+
+
+@pytest.mark.parametrize("turn", [0, *(pytest.param(turn, marks=pytest.mark.slow) for turn in range(1, 5))])
+@pytest.mark.parametrize(
+    ("heads", "q_len", "dtype", "num_clusters"),
+    [
+        pytest.param(16, 1, "bfloat16", 12, id="one row tile"),
+        pytest.param(16, 1, "bfloat16", 7, id="odd clusters"),
+        pytest.param(128, 1, "float8_e4m3fn", 10, id="fp8"),
+        pytest.param(128, 3, "bfloat16", 9, id="three row tiles on tracks"),
+        pytest.param(128, 5, "bfloat16", 8, id="five row tiles on a line"),
+        pytest.param(128, 4, "bfloat16", 17, id="tracks, a cluster left over"),
+    ],
+)
+def test_every_block_once(
+    interpreter: Interpreter, heads: int, q_len: int, dtype: str, num_clusters: int, turn: int
+) -> None:
+    rng = np.random.default_rng(num_clusters)
+    config = config_of(heads, q_len, dtype=dtype)
+    # Fewer requests than clusters, about as many, twice as many and more than 32; short and long.
+    batches = ((1, 700), (3, 90), (5, 4000), (num_clusters - 1, 3000), (2 * num_clusters, 2500), (37, 900))
+    for i, (count, keys) in enumerate(batches):
+        kind = KINDS[(i + num_clusters + turn) % len(KINDS)]
+        lens = lengths(kind, count, keys, rng)
+        pieces, split_info = interpreter.run(config, num_clusters, lens, -(-int(lens.max()) // PAGE) + 1)
+        check(interpreter.flags, config, num_clusters, lens, np.full(count, q_len), pieces, split_info)
+        work = shares(num_clusters, pieces)
+        # A sixteenth to spare cuts and one that tracks may leave without work; and starts.
+        assert work.max() <= work.sum() / num_clusters * (1 + 1 / 16) ** 2 + 16, (kind, count, keys, work)
+
+
+def test_ragged_queries(interpreter: Interpreter) -> None:
+    rng = np.random.default_rng(1)
+    for heads, q_len, num_clusters in ((16, 4, 12), (128, 4, 7)):
+        config = config_of(heads, q_len, ragged=True)
+        for count, keys in ((1, 300), (6, 2000), (40, 700)):
+            queries = rng.integers(0, q_len + 1, count)
+            lens = lengths("some empty", count, keys, rng)
+            offsets = np.concatenate([[0], queries.cumsum()])
+            pieces, split_info = interpreter.run(config, num_clusters, lens, 40, offsets)
+            check(interpreter.flags, config, num_clusters, np.minimum(lens, 40 * PAGE), queries, pieces, split_info)
+
+
+def test_lengths_beyond_the_table_are_cut_to_it(interpreter: Interpreter) -> None:
+    lens = np.asarray([10**9, -5, 100])
+    config = config_of(16, 1)
+    pieces, split_info = interpreter.run(config, 6, lens, 3)
+    check(interpreter.flags, config, 6, np.clip(lens, 0, 3 * PAGE), np.ones(3, int), pieces, split_info)
+
+
+def test_requests_by_their_length_are_cut_less(interpreter: Interpreter) -> None:
+    """As many requests as clusters: at most one of two is cut; twice as many: none is. And every cluster has work."""
+    lens = np.random.default_rng(5).permutation(np.linspace(1500, 4500, 24).astype(int))
+    config = config_of(16, 1)
+    for num_clusters, most in ((24, 24), (12, 0)):
+        pieces, split_info = interpreter.run(config, num_clusters, lens, 80)
+        check(interpreter.flags, config, num_clusters, lens, np.ones(24, int), pieces, split_info)
+        assert sum(piece.slot >= 0 for piece in pieces) <= most
+        work = shares(num_clusters, pieces)
+        assert work.min() > 0.7 * work.max()
+
+
+def test_row_tiles_of_a_request_are_cut_alike(interpreter: Interpreter) -> None:
+    """Side by side, so that clusters walk the same keys at the same time."""
+    lens = np.random.default_rng(6).integers(500, 5000, 7)
+    pieces, _ = interpreter.run(config_of(128, 4), 16, lens, 80)
+    cuts = defaultdict(set)
+    for piece in pieces:
+        cuts[piece.request, piece.row].add((piece.begin, piece.end))
+    for (request, _), edges in cuts.items():
+        assert edges == cuts[request, 0]

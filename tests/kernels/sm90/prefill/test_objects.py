@@ -1,0 +1,72 @@
+"""The prefill kernel as it is compiled: nothing spilled, nothing in local memory, no serialised WGMMA. Needs no GPU."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.object_checks import assert_small_enough_to_embed, assert_stays_in_registers
+from tsmla_kernels import object_cache
+from tsmla_kernels.catalog import MLA_PREFILL, mla_prefill_config
+from tsmla_kernels.compile import CompiledObject
+
+ARCH = "sm_90a"
+
+CONFIGS = {
+    "192 and 128": {},
+    "192 and 128, not causal": {"causal": "false"},
+    "128 and 128, f16": {"qk_head_dim": "128", "dtype": "float16"},
+    "kv and k_rope": {"shared_rope": "true"},
+    "64 and 64": {"qk_head_dim": "64", "v_head_dim": "64"},
+    "fp8": {"dtype": "float8_e4m3fn"},
+    "fp8, not causal": {"dtype": "float8_e4m3fn", "causal": "false"},
+}
+FAST = ("192 and 128", "fp8")
+"""Compiled in every run of the tests; each takes five to ten seconds. The others are slow tests."""
+
+
+@pytest.fixture(scope="module")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield tmp_path_factory.mktemp("prefill-objects")
+
+
+@pytest.fixture(params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CONFIGS])
+def compiled(request: pytest.FixtureRequest, shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> CompiledObject:
+    monkeypatch.setenv("TSMLA_CACHE_DIR", str(shared_cache))
+    return object_cache.load_or_compile(MLA_PREFILL, mla_prefill_config(CONFIGS[request.param]), ARCH)
+
+
+def test_everything_stays_in_registers(compiled: CompiledObject) -> None:
+    assert_stays_in_registers(compiled, kernels=2)  # attention and its plan
+
+
+def test_object_is_small_enough_to_embed(compiled: CompiledObject) -> None:
+    assert_small_enough_to_embed(compiled)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"dtype": "float32"},
+            "no kernel for it: q.dtype is float32; the sm_90 prefill kernel takes bfloat16, float16 or float8_e4m3fn",
+        ),
+        (
+            {"dtype": "float8_e4m3fn", "qk_head_dim": "64", "v_head_dim": "64"},
+            "the head dims of k and v are 64 and 64; the sm_90 prefill kernel takes 192 and 128 in float8_e4m3fn",
+        ),
+        (
+            {"dtype": "float8_e4m3fn", "shared_rope": "true"},
+            "q.dtype is float8_e4m3fn; the sm_90 prefill kernel takes that only with k and v",
+        ),
+        (
+            {"v_head_dim": "64"},
+            "no kernel for it: the head dims of k and v are 192 and 64; the sm_90 prefill kernel takes",
+        ),
+        ({"head_dim": "64"}, "got option 'head_dim'; legal: batch_invariant, causal, "),
+        ({"causal": "maybe"}, "got causal=maybe; legal: true or false"),
+    ],
+)
+def test_options_that_are_not_legal(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mla_prefill_config(options)

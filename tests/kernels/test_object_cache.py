@@ -1,0 +1,296 @@
+"""The cache on disk: stored objects are found again, damaged ones are never loaded, and processes share the work."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.emulator.standin import SCALE, ScaleConfig
+from tsmla_kernels import object_cache
+from tsmla_kernels.compile import CompiledObject
+from tsmla_kernels.kernel import Kernel
+
+ARCH = "sm_90a"
+CONFIG = ScaleConfig(width=64)
+
+
+class FakeCompiler:
+    """Objects at no cost; `calls` counts them."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, kernel: Kernel, config: ScaleConfig, arch: str) -> CompiledObject:
+        self.calls += 1
+        version = object_cache.dsl_version() or "4.8.1"
+        return CompiledObject(kernel.name, kernel.config_json(config), arch, b"code" * 100, version, 1.5, "log")
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> FakeCompiler:
+    compiler = FakeCompiler()
+    monkeypatch.setattr(object_cache, "compile_kernel", compiler)
+    return compiler
+
+
+def forget() -> None:
+    """As a new process would find it."""
+    object_cache._loaded.clear()
+
+
+def only_file(directory: Path) -> Path:
+    (path,) = directory.iterdir()
+    return path
+
+
+def test_second_process_loads_what_the_first_stored(cache_directory: Path, compiled: FakeCompiler) -> None:
+    first = object_cache.load_or_compile(SCALE, CONFIG, ARCH)
+    forget()
+    assert object_cache.load_or_compile(SCALE, CONFIG, ARCH) == first
+    assert compiled.calls == 1
+    assert only_file(cache_directory).name.startswith("scale-sm_90a-")
+
+
+def test_one_process_reads_the_disk_once(cache_directory: Path, compiled: FakeCompiler) -> None:
+    first = object_cache.load_or_compile(SCALE, CONFIG, ARCH)
+    only_file(cache_directory).unlink()
+    assert object_cache.load_or_compile(SCALE, CONFIG, ARCH) is first
+
+
+@pytest.mark.parametrize("damage", ["empty", "header", "half", "last byte", "flipped", "other file", "not an object"])
+def test_damaged_entry_is_rebuilt_with_a_warning(cache_directory: Path, compiled: FakeCompiler, damage: str) -> None:
+    good = object_cache.load_or_compile(SCALE, CONFIG, ARCH)
+    path = only_file(cache_directory)
+    content = path.read_bytes()
+    middle = len(content) - 200
+    path.write_bytes(
+        {
+            "empty": b"",
+            "header": content[:20],
+            "half": content[: len(content) // 2],
+            "last byte": content[:-1],
+            "flipped": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
+            "other file": content + b"more",
+            "not an object": b"something else entirely" * 10,
+        }[damage]
+    )
+    forget()
+    with pytest.warns(RuntimeWarning, match="ignoring a cached kernel and compiling it again: scale-sm_90a"):
+        assert object_cache.load_or_compile(SCALE, CONFIG, ARCH) == dataclasses.replace(good)
+    forget()
+    assert object_cache.load_or_compile(SCALE, CONFIG, ARCH).module == good.module and compiled.calls == 2
+
+
+def test_entry_under_another_name_is_not_taken_for_it(cache_directory: Path, compiled: FakeCompiler) -> None:
+    object_cache.load_or_compile(SCALE, CONFIG, ARCH)
+    path = only_file(cache_directory)
+    other = ScaleConfig(width=32)
+    object_cache.load_or_compile(SCALE, other, ARCH)
+    target = next(p for p in cache_directory.iterdir() if p != path)
+    target.write_bytes(path.read_bytes())
+    forget()
+    with pytest.warns(RuntimeWarning, match="describes another object: config"):
+        object_cache.load_or_compile(SCALE, other, ARCH)
+
+
+def test_wrong_architecture_is_refused(compiled: FakeCompiler) -> None:
+    with pytest.raises(ValueError, match=r"arch: got 'sm_100a'; scale is written for sm_90a"):
+        object_cache.load_or_compile(SCALE, CONFIG, "sm_100a")
+
+
+def test_objects_of_another_host_are_not_loaded(compiled: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    object_cache.load_or_compile(SCALE, CONFIG, ARCH)
+    monkeypatch.setattr(object_cache, "_host", lambda: "linux aarch64 glibc")
+    (entry,) = object_cache.entries()
+    assert re.fullmatch("for a .* host; this one is linux aarch64 glibc", entry.problem or "")
+    forget()
+    object_cache.load_or_compile(SCALE, CONFIG, ARCH)
+    assert compiled.calls == 2
+
+
+@pytest.mark.parametrize("change", ["config", "package", "sources", "dsl", "environment"])
+def test_everything_the_code_depends_on_is_in_the_key(
+    compiled: FakeCompiler, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    object_cache.load_or_compile(SCALE, CONFIG, ARCH)
+    forget()
+    config = CONFIG
+    if change == "config":
+        config = ScaleConfig(width=32)
+    elif change == "package":
+        monkeypatch.setattr(object_cache, "__version__", "0.0.1")
+    elif change == "sources":
+        monkeypatch.setattr(object_cache, "sources_digest", lambda kernel: "changed")
+    elif change == "dsl":
+        monkeypatch.setattr(object_cache, "dsl_version", lambda: "9.9.9")
+    else:
+        monkeypatch.setenv("CUTE_DSL_COMPILER_OPT", "--opt-level 1")
+    object_cache.load_or_compile(SCALE, config, ARCH)
+    assert compiled.calls == 2
+
+
+def test_sources_digest_follows_imports_of_the_same_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "digested"
+    package.mkdir()
+    files = {
+        "__init__": "",
+        "kernel": "import os\nfrom digested import tiles\nfrom digested.roles import (\n    load,\n)\n",
+        "tiles": "ROWS = 64\n",
+        "roles": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from digested import spec\nload = 1\n",
+        "spec": "A = 1\n",
+        "unrelated": "B = 1\n",
+    }
+    for name, text in files.items():
+        (package / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    kernel = dataclasses.replace(SCALE, launcher="digested.kernel:Kernel")
+
+    def digest() -> str:
+        object_cache.sources_digest.cache_clear()
+        return object_cache.sources_digest(kernel)
+
+    before = digest()
+    for name, matters in (("kernel", True), ("tiles", True), ("roles", True), ("spec", False), ("unrelated", False)):
+        path = package / f"{name}.py"
+        path.write_text(files[name] + "# changed\n")
+        assert (digest() != before) is matters, name
+        path.write_text(files[name])
+        assert digest() == before
+    object_cache.sources_digest.cache_clear()
+    assert not [name for name in sys.modules if name.startswith("digested")]  # hashed, not imported
+
+
+def test_sources_digests_import_no_kernel(child_environment: dict[str, str]) -> None:
+    """A process that finds its objects in the cache must not pay for importing cutlass: two seconds."""
+    code = """
+import sys
+from tsmla_kernels import object_cache
+from tsmla_kernels.catalog import KERNELS
+before = set(sys.modules)
+for kernel in KERNELS.values():
+    assert object_cache.sources_digest(kernel)
+print(sorted(name for name in set(sys.modules) - before if name.startswith(("cutlass", "tsmla_kernels"))))
+"""
+    said = subprocess.run(
+        [sys.executable, "-c", code], env=child_environment, capture_output=True, text=True, check=True
+    )
+    assert said.stdout.strip() == "[]"
+
+
+def test_machine_without_the_dsl_finds_the_entry(compiled: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = object_cache.load_or_compile(SCALE, CONFIG, ARCH)
+    forget()
+    monkeypatch.setattr(object_cache, "dsl_version", lambda: None)
+    assert object_cache.load_or_compile(SCALE, CONFIG, ARCH) == there
+    assert compiled.calls == 1
+
+
+def test_unwritable_directory_costs_a_warning(
+    tmp_path: Path, compiled: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("TSMLA_CACHE_DIR", str(blocked / "below"))
+    with pytest.warns(RuntimeWarning, match="can't be stored"):
+        assert object_cache.load_or_compile(SCALE, CONFIG, ARCH).module
+    assert object_cache.load_or_compile(SCALE, CONFIG, ARCH) and compiled.calls == 1
+
+
+def test_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert object_cache.directory() == Path(os.environ["TSMLA_CACHE_DIR"])
+    monkeypatch.delenv("TSMLA_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert object_cache.directory() == tmp_path / "tsmla"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert object_cache.directory() == tmp_path / "home" / ".cache" / "tsmla"
+
+
+def test_interrupted_write_leaves_no_entry(
+    cache_directory: Path, compiled: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(object_cache.os, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            object_cache.load_or_compile(SCALE, CONFIG, ARCH)
+    assert list(cache_directory.iterdir()) == []
+    assert object_cache.load_or_compile(SCALE, CONFIG, ARCH) and len(object_cache.entries()) == 1
+
+
+def test_entries_and_prune(cache_directory: Path, compiled: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs = [ScaleConfig(width) for width in (32, 64, 96, 128)]
+    for config in configs[:3]:
+        object_cache.load_or_compile(SCALE, config, ARCH)
+    with monkeypatch.context() as patch:
+        patch.setattr(object_cache, "__version__", "0.0.1")
+        object_cache.load_or_compile(SCALE, configs[3], ARCH)
+    by_config = {entry.description["config"]: entry for entry in object_cache.entries()}
+    assert {json.loads(config)["width"] for config in by_config} == {32, 64, 96, 128}
+    assert by_config[SCALE.config_json(configs[0])].problem is None
+    assert "of version 0.0.1" in (by_config[SCALE.config_json(configs[3])].problem or "")
+    damaged = by_config[SCALE.config_json(configs[1])].path
+    damaged.write_bytes(b"short")
+    assert [entry.path for entry in object_cache.entries() if not entry.description] == [damaged]
+
+    stale = {damaged, by_config[SCALE.config_json(configs[3])].path}
+    assert {entry.path for entry in object_cache.prune()} == stale
+    assert len(object_cache.entries()) == 2 and object_cache.prune(older_than_days=1) == []
+    monkeypatch.setattr(object_cache.time, "time", lambda: time.monotonic() + 2 * 86400 + 4e9)
+    assert len(object_cache.prune(older_than_days=1)) == 2 and object_cache.entries() == []
+    monkeypatch.undo()
+
+
+def test_prune_everything(cache_directory: Path, compiled: FakeCompiler) -> None:
+    object_cache.load_or_compile(SCALE, CONFIG, ARCH)
+    left = cache_directory / ".writing-x.obj.tmp"
+    left.write_text("")
+    os.utime(left, (0, 0))
+    assert len(object_cache.prune(everything=True)) == 1 and list(cache_directory.iterdir()) == []
+
+
+COMPILE = """
+import hashlib
+from tsmla_kernels import object_cache
+from tsmla_kernels.catalog import Kernel
+from tests.emulator.standin import SCALE, ScaleConfig
+print(hashlib.sha256(object_cache.load_or_compile(SCALE, ScaleConfig(width=64), "sm_90a").module).hexdigest())
+"""
+
+
+def test_four_processes_with_an_empty_cache_compile_once(
+    cache_directory: Path, builds: Path, child_environment: dict[str, str]
+) -> None:
+    children = [
+        subprocess.Popen([sys.executable, "-c", COMPILE], env=child_environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
+    digests = {child.communicate(timeout=120)[0] for child in children}
+    assert [child.returncode for child in children] == [0] * 4 and len(digests) == 1
+    assert len(builds.read_text().splitlines()) == 1
+    (entry,) = object_cache.entries()
+    assert entry.problem is None and [entry.path] == list(cache_directory.iterdir())  # no lock, no half-written file
+
+
+def test_processes_without_locks_each_get_a_right_object(
+    cache_directory: Path, builds: Path, child_environment: dict[str, str]
+) -> None:
+    no_locks = "import fcntl\ndef flock(*_):\n    raise OSError('no locks here')\nfcntl.flock = flock\n"
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", no_locks + COMPILE], env=child_environment, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    digests = {child.communicate(timeout=120)[0] for child in children}
+    assert [child.returncode for child in children] == [0] * 2 and len(digests) == 1
+    assert 1 <= len(builds.read_text().splitlines()) <= 2 and len(object_cache.entries()) == 1

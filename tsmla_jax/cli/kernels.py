@@ -1,0 +1,220 @@
+"""`tsmla compile` and `tsmla cache`: filling the cache of compiled kernels ahead of use, and maintaining it.
+
+Neither needs a GPU, and neither starts jax's backend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TextIO
+
+from tsmla_kernels import object_cache
+from tsmla_kernels.catalog import KERNELS, Config, Kernel
+
+_BAR_WIDTH = 24
+
+
+# ---- tsmla compile
+
+
+def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `tsmla compile`."""
+    presets = sorted({name for kernel in KERNELS.values() for name, _ in kernel.presets})
+    archs = list(dict.fromkeys(arch for kernel in KERNELS.values() for arch in kernel.archs))
+    parser.add_argument(
+        "--arch",
+        default=os.environ.get("CUTE_DSL_ARCH") or archs[0],
+        help=f"architecture to compile for, one of {', '.join(archs)} (default: CUTE_DSL_ARCH, else %(default)s)",
+    )
+    parser.add_argument(
+        "--config",
+        action="append",
+        required=True,
+        metavar="PRESET|NAME=VALUE[,NAME=VALUE...]",
+        help=f"what to compile: a preset ({', '.join(presets)}), options, or a preset followed by options, as in"
+        " deepseek-v3,tensor_parallel=8,max_q_len=2; may be repeated",
+    )
+    parser.add_argument(
+        "--kernel",
+        action="append",
+        choices=sorted(KERNELS),
+        help="compile only this kernel (default: every one for the architecture that knows the options); may be"
+        " repeated",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="processes to compile in (default: one a core, %(default)s)",
+    )
+
+
+def run_compile(args: argparse.Namespace) -> int:
+    """Compile the kernels that the cache lacks. Returns 1 if one doesn't compile; ValueError for an illegal config."""
+    if args.jobs < 1:
+        raise ValueError(f"--jobs: got {args.jobs}; legal: an int >= 1")
+    named = [KERNELS[name] for name in args.kernel or KERNELS]
+    # If no kernel is for the architecture, compiling one raises the error that says so.
+    kernels = [kernel for kernel in named if args.arch in kernel.archs] or named
+    wanted = [(kernel, config) for text in args.config for kernel, config in configs(text, kernels)]
+    wanted = list(dict.fromkeys(wanted))
+    missing = [each for each in wanted if not object_cache.is_stored(*each, args.arch)]
+    if len(wanted) > len(missing):
+        print(f"{len(wanted) - len(missing)} of {len(wanted)} in the cache already")
+    failures = _compile_all(missing, args.arch, args.jobs)
+    print(f"{len(missing) - failures} compiled for {args.arch} into {object_cache.directory()}")
+    return 1 if failures else 0
+
+
+def configs(text: str, kernels: Sequence[Kernel]) -> list[tuple[Kernel, Config]]:
+    """The configs that one --config names, for each of the kernels that know it."""
+    first, *rest = text.split(",")
+    preset, options = (None, [first, *rest]) if "=" in first else (first, rest)
+    given = {}
+    for option in options:
+        name, equals, value = option.partition("=")
+        if not equals or not name or not value:
+            raise ValueError(f"--config: got {option!r} in {text!r}; legal: NAME=VALUE, after a preset or alone")
+        given[name] = value
+    found = []
+    for kernel in kernels:
+        presets = dict(kernel.presets)
+        if kernel.from_options is not None and (preset is None or preset in presets):
+            found.append((kernel, kernel.from_options({**dict(presets[preset] if preset else ()), **given})))
+    if not found:
+        known = sorted({name for kernel in kernels for name, _ in kernel.presets})
+        raise ValueError(f"--config: got preset {preset!r}; legal: {', '.join(known)}, or NAME=VALUE")
+    return found
+
+
+def _compile_all(missing: Sequence[tuple[Kernel, Config]], arch: str, jobs: int) -> int:
+    """Compile each; returns how many failed."""
+    failures = 0
+    with _Progress(len(missing), sys.stderr) as progress:
+        if jobs == 1 or len(missing) <= 1:
+            for kernel, config in missing:
+                failures += progress.done(_compile_one(kernel, config, arch))
+            return failures
+        # A new interpreter for each, because the DSL keeps state in its process and forking a started jax isn't safe.
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(min(jobs, len(missing)), mp_context=context) as pool:
+            pending = [pool.submit(_compile_one, kernel, config, arch) for kernel, config in missing]
+            for future in concurrent.futures.as_completed(pending):
+                failures += progress.done(future.result())
+    return failures
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    what: str
+    seconds: float
+    error: str | None
+
+
+def _compile_one(kernel: Kernel, config: Config, arch: str) -> _Outcome:
+    start = time.perf_counter()
+    error = None
+    try:
+        object_cache.load_or_compile(kernel, config, arch)
+    except (RuntimeError, ModuleNotFoundError) as e:
+        error = str(e)
+    return _Outcome(f"{kernel.name} {kernel.config_json(config)}", time.perf_counter() - start, error)
+
+
+class _Progress:
+    """A bar on a terminal, a line an object elsewhere."""
+
+    def __init__(self, total: int, stream: TextIO) -> None:
+        self.total, self.stream, self.count = total, stream, 0
+        self.start = time.perf_counter()
+        self.bar = stream.isatty()
+
+    def __enter__(self) -> _Progress:
+        self._draw()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar and self.total:
+            self.stream.write("\n")
+
+    def done(self, outcome: _Outcome) -> bool:
+        """Show one more as finished; returns whether it failed."""
+        self.count += 1
+        failed = outcome.error is not None
+        if failed or not self.bar:
+            clear = "\r\x1b[K" if self.bar else ""
+            said = f"failed: {outcome.error}" if failed else f"compiled in {outcome.seconds:.1f} s"
+            self.stream.write(f"{clear}[{self.count}/{self.total}] {outcome.what} {said}\n")
+        self._draw()
+        return failed
+
+    def _draw(self) -> None:
+        if self.bar and self.total:
+            filled = _BAR_WIDTH * self.count // self.total
+            elapsed = time.perf_counter() - self.start
+            bar = "#" * filled + "." * (_BAR_WIDTH - filled)
+            self.stream.write(f"\r\x1b[K[{bar}] {self.count}/{self.total} kernels, {elapsed:.0f} s")
+            self.stream.flush()
+
+
+# ---- tsmla cache
+
+
+def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `tsmla cache`."""
+    parser.add_argument(
+        "action",
+        nargs="?",
+        default="list",
+        choices=("list", "verify", "prune"),
+        help="list the entries (default), verify their checksums, or prune those that are damaged or will not be used",
+    )
+    parser.add_argument("--all", action="store_true", help="with prune: remove every entry")
+    parser.add_argument(
+        "--older-than", type=float, metavar="DAYS", help="with prune: also remove what was compiled so many days ago"
+    )
+
+
+def run_cache(args: argparse.Namespace) -> int:
+    """Returns 1 if verify finds a damaged entry."""
+    if args.action != "prune" and (args.all or args.older_than is not None):
+        raise ValueError(f"--all, --older-than: got {args.action}; they go with prune")
+    if args.action == "prune":
+        removed = object_cache.prune(everything=args.all, older_than_days=args.older_than)
+        for entry in removed:
+            print(f"{entry.path.name}: {entry.problem or 'removed as asked'}")
+        print(f"{len(removed)} entries, {_megabytes(sum(entry.size for entry in removed))} removed")
+        return 0
+    entries = object_cache.entries()
+    damaged = [entry for entry in entries if not entry.description]
+    for entry in damaged if args.action == "verify" else entries:
+        print(_line(entry))
+    size = _megabytes(sum(entry.size for entry in entries))
+    summary = f"{len(entries)} entries, {size} in {object_cache.directory()}"
+    if args.action == "verify":
+        summary += f"; {len(damaged)} damaged"
+    print(summary)
+    return 1 if args.action == "verify" and damaged else 0
+
+
+def _line(entry: object_cache.Entry) -> str:
+    said = entry.description
+    if not said:
+        return f"{entry.path.name}: damaged: {entry.problem}"
+    made = time.strftime("%Y-%m-%d %H:%M", time.localtime(said["created"]))
+    state = f", unused: {entry.problem}" if entry.problem else ""
+    return (
+        f"{said['kernel']} {said['arch']} {said['config']}: {_megabytes(entry.size)}, DSL {said['dsl']}, {made},"
+        f" compiled in {said['seconds']:.1f} s{state}"
+    )
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.2f} MB"

@@ -1,0 +1,123 @@
+"""Fields of a Hugging Face `config.json`, read and checked one by one."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tsmla_jax.nn.rope import YarnConfig
+
+_ABSENT: Any = object()
+
+
+def read_hf_config(source: Mapping[str, Any] | str | Path) -> tuple[Mapping[str, Any], str]:
+    """The fields of a Hugging Face config, and a name for it in error texts.
+
+    Args:
+        source: a mapping (returned as it is), a `config.json`, or the directory that holds one.
+
+    Raises:
+        ValueError: no such file, not JSON, or not a JSON object; names the file.
+        TypeError: source is neither a mapping nor a path.
+    """
+    if isinstance(source, Mapping):
+        return source, "config"
+    if not isinstance(source, str | Path):
+        raise TypeError(f"source={type(source).__name__} must be a mapping, or the path of a config.json or its folder")
+    path = Path(source)
+    if path.is_dir():
+        path = path / "config.json"
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot read the config: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path}: must hold a JSON object, got {type(fields).__name__}")
+    return fields, str(path)
+
+
+def hf_field(
+    fields: Mapping[str, Any],
+    name: str,
+    kind: type,
+    where: str,
+    *,
+    default: Any = _ABSENT,
+    nullable: bool = False,
+) -> Any:
+    """One field of a Hugging Face config, checked.
+
+    Args:
+        kind: int, float, bool, str or dict; an integer counts as a float, a bool never as a number.
+        where: the config's name in an error.
+        default: the value of an absent field (or a null one, unless nullable); without it the field is required.
+        nullable: null is legal and returned as None. The field must still be present unless it has a default.
+
+    Raises:
+        ValueError: naming `where` and the field.
+    """
+    value: Any = fields.get(name, _ABSENT)
+    if value is None and nullable:
+        return None
+    if value is _ABSENT or (value is None and default is not _ABSENT):
+        if default is _ABSENT:
+            raise ValueError(f"{where}: field {name!r} is missing")
+        return default
+    legal: Any = (int, float) if kind is float else kind
+    if not isinstance(value, legal) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{where}: field {name!r} must be {kind.__name__}, got {value!r}")
+    return float(value) if kind is float else value
+
+
+def rope_fields(fields: Mapping[str, Any], where: str) -> tuple[float, YarnConfig | None]:
+    """rope_theta and yarn, from the old spelling (rope_theta, rope_scaling), the new one (rope_parameters), or both.
+
+    transformers 5 writes rope_parameters, sometimes next to the old fields. Where both are present they must agree: a
+    silent choice between two angles is a model that is subtly wrong.
+    """
+    merged: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+
+    def take(source: str, key: str, value: Any) -> None:
+        if value is None:
+            return
+        if key in merged and merged[key] != value:
+            raise ValueError(f"{where}: fields {origin[key]!r} and {source!r} disagree: {merged[key]!r} and {value!r}")
+        merged[key], origin[key] = value, source
+
+    take("rope_theta", "rope_theta", fields.get("rope_theta"))
+    for group in ("rope_scaling", "rope_parameters"):
+        values = hf_field(fields, group, dict, where, default=None)
+        for key, value in (values or {}).items():
+            # "type" is the older spelling of "rope_type".
+            take(f"{group}.{key}", "rope_type" if key == "type" else key, value)
+
+    theta = hf_field(merged, "rope_theta", float, where)
+    kind = hf_field(merged, "rope_type", str, where, default="default")
+    if merged.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(
+            f"{where}: field {origin['partial_rotary_factor']!r} must be 1: MLA rotates all of qk_rope_head_dim, "
+            f"got {merged['partial_rotary_factor']!r}"
+        )
+    if kind == "default":
+        return theta, None
+    if kind != "yarn":
+        raise ValueError(f"{where}: field {origin['rope_type']!r} must be 'default' or 'yarn', got {kind!r}")
+    if merged.get("truncate", True) is not True:
+        raise ValueError(f"{where}: field {origin['truncate']!r} must be true, got {merged['truncate']!r}")
+    group_name = f"{where}: {origin['rope_type'].split('.')[0]}"
+    numbers = {
+        "factor": hf_field(merged, "factor", float, group_name),
+        "beta_fast": hf_field(merged, "beta_fast", float, group_name, default=32.0),
+        "beta_slow": hf_field(merged, "beta_slow", float, group_name, default=1.0),
+        "mscale": hf_field(merged, "mscale", float, group_name, default=1.0),
+        "mscale_all_dim": hf_field(merged, "mscale_all_dim", float, group_name, default=0.0),
+        "attention_factor": hf_field(merged, "attention_factor", float, group_name, default=None),
+    }
+    original_len = hf_field(merged, "original_max_position_embeddings", int, group_name)
+    try:
+        return theta, YarnConfig(original_max_position_embeddings=original_len, **numbers)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None

@@ -1,0 +1,128 @@
+"""The shape of one MLA layer, read from a Hugging Face `config.json`.
+
+An `MLAConfig` is static and hashable: it can be closed over, or be a static argument of `jax.jit`. It holds what
+attention needs and no other field of the model's config.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from tsmla_jax.nn.hf_config import hf_field, read_hf_config, rope_fields
+from tsmla_jax.nn.rope import YarnConfig, yarn_mscale
+
+RopeLayout = Literal["interleaved", "halves"]
+
+_REQUIRED_SIZES = (
+    "hidden_size",
+    "num_attention_heads",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class MLAConfig:
+    """One multi-head latent attention layer of DeepSeek-V2, V2-Lite, V3, R1 or Kimi-K2.
+
+    Attributes:
+        hidden_size: E, width of the residual stream.
+        num_attention_heads: H.
+        kv_lora_rank: L, width of the latent that the cache holds.
+        qk_nope_head_dim, qk_rope_head_dim, v_head_dim: N, R and V; a query or key head is N + R wide.
+        q_lora_rank: rank of the query's low-rank projection, or None when q comes straight from x (V2-Lite).
+        rope_theta: base of the rotary angles.
+        yarn: context extension, or None.
+        rope_layout: the order of rotated rope values in q and in the cached k_rope: "interleaved" (pairs 2i, 2i+1, as
+            DeepSeek's checkpoints have them) or "halves" (first members of all pairs, then the second). Attention is
+            the same; caches written in one layout can't be read in the other.
+        rope_interleave: whether the checkpoint's own rope columns are interleaved pairs (Hugging Face's field of that
+            name; true for every DeepSeek and Kimi checkpoint).
+        attention_bias: whether q_a_proj, kv_a_proj_with_mqa and o_proj have a bias.
+        a_layernorm_eps: epsilon of q_a_layernorm and kv_a_layernorm; 1e-6, independent of the model's rms_norm_eps.
+    """
+
+    hidden_size: int
+    num_attention_heads: int
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    q_lora_rank: int | None = None
+    rope_theta: float = 10000.0
+    yarn: YarnConfig | None = None
+    rope_layout: RopeLayout = "interleaved"
+    rope_interleave: bool = True
+    attention_bias: bool = False
+    a_layernorm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for name in (*_REQUIRED_SIZES, "q_lora_rank"):
+            value = getattr(self, name)
+            if name == "q_lora_rank" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+                raise ValueError(f"MLAConfig: {name}={value!r} must be a positive integer")
+        if self.qk_rope_head_dim % 2:
+            raise ValueError(f"MLAConfig: {self.qk_rope_head_dim=} must be even: rope rotates pairs")
+        if not self.rope_theta > 1.0:
+            raise ValueError(f"MLAConfig: {self.rope_theta=} must be > 1")
+        if self.rope_layout not in ("interleaved", "halves"):
+            raise ValueError(f"MLAConfig: {self.rope_layout=} must be 'interleaved' or 'halves'")
+
+    @property
+    def qk_head_dim(self) -> int:
+        """N + R, width of an expanded query or key head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def cache_dim(self) -> int:
+        """D = L + R, width of one cached token."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """(N + R)^-0.5, times ms(factor, mscale_all_dim)^2 with yarn and a non-zero mscale_all_dim."""
+        scale = self.qk_head_dim**-0.5
+        if self.yarn is not None and self.yarn.mscale_all_dim:
+            scale *= yarn_mscale(self.yarn.factor, self.yarn.mscale_all_dim) ** 2
+        return scale
+
+    @property
+    def rope_magnitude(self) -> float:
+        """What cos and sin are multiplied by; 1 without yarn."""
+        return 1.0 if self.yarn is None else self.yarn.magnitude
+
+    @classmethod
+    def from_hf(cls, source: Mapping[str, Any] | str | Path, *, rope_layout: RopeLayout | None = None) -> "MLAConfig":
+        """Reads the attention's fields of a Hugging Face config.
+
+        Args:
+            source: the parsed config, or the path of a `config.json` or of the directory that holds it.
+            rope_layout: the layout of rotated values; None means the checkpoint's own order.
+
+        Raises:
+            ValueError: a field is missing, has the wrong type or an impossible value, or the rope type is neither
+                default nor yarn. The text names the field and, when `source` is a path, the file.
+        """
+        fields, where = read_hf_config(source)
+        interleave = hf_field(fields, "rope_interleave", bool, where, default=True)
+        q_lora_rank = hf_field(fields, "q_lora_rank", int, where, nullable=True)
+        theta, yarn = rope_fields(fields, where)
+        sizes = {name: hf_field(fields, name, int, where) for name in _REQUIRED_SIZES}
+        bias = hf_field(fields, "attention_bias", bool, where, default=False)
+        try:
+            return cls(
+                **sizes,
+                q_lora_rank=q_lora_rank,
+                rope_theta=theta,
+                yarn=yarn,
+                rope_layout=rope_layout or ("interleaved" if interleave else "halves"),
+                rope_interleave=interleave,
+                attention_bias=bias,
+            )
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None

@@ -1,0 +1,302 @@
+"""The MLA layer as functions of a plain parameter pytree: what engines and non-Flax users call.
+
+Axes: B requests, S new tokens a request, T new tokens in all (ragged, packed one request after the other), E hidden
+width, H heads, N / R / V the nope, rope and value widths of a head, L latent width, D = L + R, P pages, Z page size,
+M pages a request at most.
+
+Parameters are the pytree of `tsmla_jax.nn.param_shapes`. The number of heads is always taken from the arrays,
+never from the config: under `shard_map` over heads the result is the partial sum over the local heads, for the caller
+to `jax.lax.psum`; under `jax.jit` with parameters placed by `param_specs`, XLA adds that sum itself.
+
+Every function has static shapes and works under `jax.jit` (config, max_q_len, context_chunk and implementation are
+static) and `jax.eval_shape`; `prefill` has a gradient.
+"""
+
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import tsmla_jax
+from tsmla_jax.nn.mla.config import MLAConfig
+from tsmla_jax.nn.norms import rms_norm
+from tsmla_jax.nn.rope import apply_rope, rope_cos_sin
+from tsmla_jax.nn.step import Step, needed_when_ragged, ragged_positions
+from tsmla_jax.nn.step import slots_of as slots_of
+from tsmla_jax.nn.weights import Params
+from tsmla_jax.ops.loops import carry
+
+
+def project_q(
+    params: Params, config: MLAConfig, x: jax.Array, cos: jax.Array, sin: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Queries of tokens x [..., E], with rope applied: q_nope [..., H, N] and q_rope [..., H, R].
+
+    cos and sin are f32 [..., R / 2] (`rope_cos_sin`); one pair serves a whole model's layers.
+    """
+    if config.q_lora_rank is None:
+        q = jnp.einsum("...e,ehd->...hd", x, params["q_proj"])
+    else:
+        q = jnp.einsum("...r,rhd->...hd", project_low_rank_q(params, config, x), params["q_b_proj"])
+    q_nope, q_rope = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
+    return q_nope, apply_rope(config, q_rope, cos[..., None, :], sin[..., None, :])
+
+
+def project_low_rank_q(params: Params, config: MLAConfig, x: jax.Array) -> jax.Array:
+    """The normed low-rank query [..., rank] of tokens x [..., E], where the config has a q_lora_rank."""
+    low = x @ params["q_a_proj"]
+    if config.attention_bias:
+        low = low + params["q_a_proj_bias"]
+    return rms_norm(low, params["q_a_layernorm"], config.a_layernorm_eps)
+
+
+def project_latent(
+    params: Params, config: MLAConfig, x: jax.Array, cos: jax.Array, sin: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The cached form of tokens x [..., E]: the normed latent [..., L] and the rotated k_rope [..., R]."""
+    joint = x @ params["kv_a_proj_with_mqa"]
+    if config.attention_bias:
+        joint = joint + params["kv_a_proj_with_mqa_bias"]
+    latent, k_rope = jnp.split(joint, [config.kv_lora_rank], axis=-1)
+    return rms_norm(latent, params["kv_a_layernorm"], config.a_layernorm_eps), apply_rope(config, k_rope, cos, sin)
+
+
+def expand_joint_kv(params: Params, latent: jax.Array) -> jax.Array:
+    """kv [T, H, N + V], a head's keys without rope columns and its values side by side: `mla_prefill_kv` takes them so,
+    and on Hopper reads them where they lie."""
+    return jnp.einsum("tl,hcl->thc", latent, jnp.concatenate([params["w_uk"], params["w_uv"]], axis=1))
+
+
+def absorb_q(params: Params, q_nope: jax.Array, q_rope: jax.Array) -> jax.Array:
+    """Queries against the latent itself, [..., H, L + R]: q_nope W_UK, then q_rope."""
+    return jnp.concatenate([jnp.einsum("...hn,hnl->...hl", q_nope, params["w_uk"]), q_rope], axis=-1)
+
+
+def project_out(params: Params, config: MLAConfig, heads: jax.Array) -> jax.Array:
+    """From head outputs [..., H, V] back to [..., E]; the partial sum of local heads under `shard_map`."""
+    y = jnp.einsum("...hv,hve->...e", heads, params["o_proj"])
+    return y + params["o_proj_bias"] if config.attention_bias else y
+
+
+def prefill(
+    params: Params,
+    config: MLAConfig,
+    x: jax.Array,
+    *,
+    cu_seqlens_q: jax.Array,
+    max_q_len: int,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Causal attention of whole prompts in the expanded form; no cache is read or written. Differentiable.
+
+    Args:
+        params: see `tsmla_jax.nn.param_shapes`.
+        x: [T, E], requests packed one after the other.
+        cu_seqlens_q: [B + 1] i32, where each starts; tokens from cu_seqlens_q[B] on are padding.
+        max_q_len: static bound of a request's length.
+        implementation: of `tsmla_jax.mla_prefill_kv`.
+
+    Returns:
+        y [T, E], and latent [T, L] and k_rope [T, R] for `tsmla_jax.write_kv_cache`. Rows of padding mean nothing.
+
+    Raises:
+        ValueError: x or cu_seqlens_q has the wrong rank or width.
+    """
+    _check_tokens("x", x, config, ranks=(2,))
+    cu_seqlens_q = _vector("cu_seqlens_q", cu_seqlens_q)
+    starts = jnp.zeros(cu_seqlens_q.shape[0] - 1, jnp.int32)
+    _, positions = ragged_positions(cu_seqlens_q, starts, x.shape[0])
+    cos, sin = rope_cos_sin(config, positions)
+    q = jnp.concatenate(project_q(params, config, x, cos, sin), axis=-1)
+    latent, k_rope = project_latent(params, config, x, cos, sin)
+    out = tsmla_jax.mla_prefill_kv(  # an array, as no lse is asked for
+        q,
+        expand_joint_kv(params, latent),
+        k_rope,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_q,
+        max_q_len=max_q_len,
+        max_kv_len=max_q_len,
+        softmax_scale=config.softmax_scale,
+        implementation=implementation,
+    )
+    return project_out(params, config, cast(jax.Array, out)), latent, k_rope
+
+
+def prefill_with_context(
+    params: Params,
+    config: MLAConfig,
+    x: jax.Array,
+    kv_cache: jax.Array,
+    step: Step,
+    *,
+    context_chunk: int,
+    kv_scale: float | jax.Array | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """New tokens that also attend to the tokens in the cache: chunked prefill, or a shared prefix.
+
+    The new tokens' causal part runs in the expanded form. The cached context is taken `context_chunk` tokens of every
+    request at a time: gathered, dequantised, expanded by W_UK and W_UV, attended to without a mask, and merged by lse.
+    So the chunk bounds the memory beyond the cache, however long the context; the number of passes follows the longest
+    context, on the device. New tokens see each other unquantised even if the cache is fp8.
+
+    Args:
+        x: [T, E] new tokens, requests packed one after the other.
+        kv_cache: [P, Z, D].
+        step: of ragged tokens; a request without context (all of seq_lens is new) is legal.
+        context_chunk: static, tokens of each request's context in one pass.
+        kv_scale: of an fp8 cache.
+        implementation: of `tsmla_jax.mla_prefill_kv`.
+
+    Returns:
+        y [T, E] and the cache with the new tokens written (in place if it is donated).
+
+    Raises:
+        ValueError: a wrong rank or width, a dense step, or context_chunk < 1.
+    """
+    _check_tokens("x", x, config, ranks=(2,))
+    if context_chunk < 1:
+        raise ValueError(f"{context_chunk=} must be >= 1")
+    _check_step(step)
+    cos, sin = rope_cos_sin(config, step.positions(x.shape[:-1]))
+    block_tables, context_lens = step.block_tables, step.context_lens
+    cu_seqlens_q, max_q_len = needed_when_ragged(step.cu_seqlens_q), needed_when_ragged(step.max_q_len)
+    q = jnp.concatenate(project_q(params, config, x, cos, sin), axis=-1)
+    latent, k_rope = project_latent(params, config, x, cos, sin)
+
+    def attend(
+        latent: jax.Array, k_rope: jax.Array, cu_seqlens_kv: jax.Array, max_kv_len: int, causal: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        out, lse = tsmla_jax.mla_prefill_kv(
+            q,
+            expand_joint_kv(params, latent),
+            k_rope,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_kv,
+            max_q_len=max_q_len,
+            max_kv_len=max_kv_len,
+            softmax_scale=config.softmax_scale,
+            causal=causal,
+            return_lse=True,
+            implementation=implementation,
+        )
+        # Partial results are merged once per chunk: at least in fp32, so that rounding doesn't grow with the context.
+        return out.astype(jnp.promote_types(out.dtype, jnp.float32)), lse
+
+    State = tuple[jax.Array, jax.Array, jax.Array]
+
+    def add_chunk(index: jax.Array, state: State) -> State:
+        out, lse, cache = state
+        starts = jnp.minimum(index * context_chunk, context_lens)
+        lens = jnp.minimum(context_lens - starts, context_chunk)
+        # The barrier ties the cache to this pass: otherwise XLA's CPU backend widens a whole 16-bit cache ahead of the
+        # loop. Only the barrier's result is used from here on: two live values of one buffer would cost a copy.
+        cache, starts = jax.lax.optimization_barrier((cache, starts))
+        rows = tsmla_jax.gather_kv_cache(
+            cache,
+            block_tables,
+            starts,
+            lens,
+            total_len=context_lens.shape[0] * context_chunk,
+            kv_scale=kv_scale,
+            out_dtype=latent.dtype,
+        )
+        cached, cached_rope = jnp.split(rows, [config.kv_lora_rank], axis=-1)
+        cu_seqlens_kv = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lens, dtype=jnp.int32)])
+        chunk_out, chunk_lse = attend(cached, cached_rope, cu_seqlens_kv, context_chunk, causal=False)
+        return *tsmla_jax.merge_attention_states([out, chunk_out], [lse, chunk_lse]), cache
+
+    chunks = (jnp.max(context_lens, initial=0) + context_chunk - 1) // context_chunk
+    # The cache goes through the loop, so that the write after it finds the donated buffer and needs no copy.
+    where = (kv_cache, block_tables, context_lens)
+    out, lse = attend(latent, k_rope, cu_seqlens_q, max_q_len, causal=True)
+    initial = (carry(out, *where), carry(lse, *where), carry(kv_cache, *where))
+    out, _, kv_cache = jax.lax.fori_loop(0, chunks, add_chunk, initial)
+    kv_cache = tsmla_jax.write_kv_cache(kv_cache, latent, k_rope, step.slot_mapping, kv_scale=kv_scale)
+    return project_out(params, config, out.astype(q.dtype)), kv_cache
+
+
+def decode(
+    params: Params,
+    config: MLAConfig,
+    x: jax.Array,
+    kv_cache: jax.Array,
+    step: Step,
+    *,
+    kv_scale: float | jax.Array | None = None,
+    q_scale: float | jax.Array | None = None,
+    batch_invariant: bool = False,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """A decode step in the absorbed form: writes the new tokens' latents, then attends over the latent cache.
+
+    One new token a request, several (MTP, speculative verify), or a different number for each (ragged).
+
+    Args:
+        x: [B, S, E] with a dense step, or [T, E] with a ragged one.
+        kv_cache: [P, Z, D].
+        step: the new tokens and where they belong.
+        kv_scale: of an fp8 cache.
+        q_scale: quantises the absorbed queries to float8_e4m3fn (q / q_scale); None leaves them in x's dtype.
+        batch_invariant, implementation: of `tsmla_jax.mla_decode`.
+
+    Returns:
+        y in x's shape, and the cache with the new tokens written (in place if it is donated).
+
+    Raises:
+        ValueError: a wrong rank or width, or a step of the other kind than x.
+    """
+    _check_tokens("x", x, config, ranks=(2, 3))
+    _check_step(step)
+    cos, sin = rope_cos_sin(config, step.positions(x.shape[:-1]))
+    latent, k_rope = project_latent(params, config, x, cos, sin)
+    kv_cache = tsmla_jax.write_kv_cache(
+        kv_cache,
+        latent.reshape(-1, latent.shape[-1]),
+        k_rope.reshape(-1, k_rope.shape[-1]),
+        step.slot_mapping.reshape(-1),
+        kv_scale=kv_scale,
+    )
+    q = absorb_q(params, *project_q(params, config, x, cos, sin))
+    if q_scale is not None:
+        limit = float(jnp.finfo(jnp.float8_e4m3fn).max)
+        q = jnp.clip(q.astype(jnp.float32) / q_scale, -limit, limit).astype(jnp.float8_e4m3fn)
+    out = tsmla_jax.mla_decode(
+        q,
+        kv_cache,
+        step.block_tables,
+        step.seq_lens,
+        softmax_scale=config.softmax_scale,
+        latent_dim=config.kv_lora_rank,
+        cu_seqlens_q=step.cu_seqlens_q,
+        max_q_len=step.max_q_len,
+        q_scale=q_scale,
+        kv_scale=kv_scale,
+        batch_invariant=batch_invariant,
+        implementation=implementation,
+    )
+    heads = jnp.einsum("...hl,hvl->...hv", cast(jax.Array, out).astype(latent.dtype), params["w_uv"])
+    return project_out(params, config, heads), kv_cache
+
+
+def _check_tokens(name: str, x: jax.Array, config: MLAConfig, ranks: tuple[int, ...]) -> None:
+    if x.ndim not in ranks or x.shape[-1] != config.hidden_size:
+        legal = " or ".join({2: "[T, E]", 3: "[B, S, E]"}[rank] for rank in ranks)
+        raise ValueError(f"{name}.shape={x.shape} must be {legal} with E = {config.hidden_size} (config.hidden_size)")
+
+
+def _check_step(step: Step) -> None:
+    _vector("seq_lens", step.seq_lens)
+    if step.cu_seqlens_q is not None:
+        _vector("cu_seqlens_q", step.cu_seqlens_q)
+
+
+def _vector(name: str, x: jax.Array) -> jax.Array:
+    """x as a jax array, if it is an int32 vector: another width is refused, not narrowed."""
+    if x.ndim != 1:
+        raise ValueError(f"{name}: got shape {x.shape}; legal: a vector")
+    if x.dtype != np.int32:
+        raise ValueError(f"{name}: got dtype {x.dtype}; legal: int32")
+    return jnp.asarray(x)

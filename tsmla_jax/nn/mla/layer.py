@@ -1,0 +1,105 @@
+"""MLA as a Flax nnx layer: the computation of `tsmla_jax.nn.functional` over its own parameters.
+
+Linen users wrap the class with `flax.nnx.bridge.ToLinen` (examples/linen_layer.py).
+"""
+
+import jax
+import jax.numpy as jnp
+
+from tsmla_jax.nn.layer import AttentionLayer
+from tsmla_jax.nn.mla import functional
+from tsmla_jax.nn.mla.weights import WEIGHTS
+from tsmla_jax.nn.step import Step, needed_when_ragged, refuse_ragged_arguments
+
+
+class MLAttention(AttentionLayer):
+    """One multi-head latent attention layer of an `MLAConfig`; arguments and errors of `AttentionLayer`."""
+
+    _weights = WEIGHTS
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        cu_seqlens_q: jax.Array | None = None,
+        max_q_len: int | None = None,
+        implementation: str | None = None,
+    ) -> jax.Array:
+        """Causal attention within x, without a cache, as in training. Differentiable.
+
+        Args:
+            x: [B, S, E], or ragged [T, E] with cu_seqlens_q [B + 1] i32 and a static max_q_len.
+            implementation: of `tsmla_jax.mla_prefill_kv`.
+
+        Returns:
+            y in x's shape.
+
+        Raises:
+            ValueError: a wrong rank or width, or cu_seqlens_q and max_q_len missing for ragged x.
+        """
+        flat = x.reshape(-1, x.shape[-1])
+        if x.ndim == 3:
+            refuse_ragged_arguments(cu_seqlens_q, max_q_len)
+            cu_seqlens_q, max_q_len = jnp.arange(x.shape[0] + 1, dtype=jnp.int32) * x.shape[1], x.shape[1]
+        cu_seqlens_q, max_q_len = needed_when_ragged(cu_seqlens_q), needed_when_ragged(max_q_len)
+        y, _, _ = self.prefill(flat, cu_seqlens_q=cu_seqlens_q, max_q_len=max_q_len, implementation=implementation)
+        return y.reshape(x.shape)
+
+    def prefill(
+        self, x: jax.Array, *, cu_seqlens_q: jax.Array, max_q_len: int, implementation: str | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Whole prompts, no cache; see `functional.prefill`. Returns y, latent and k_rope."""
+        return functional.prefill(
+            self.params,
+            self.config,
+            x,
+            cu_seqlens_q=cu_seqlens_q,
+            max_q_len=max_q_len,
+            implementation=implementation,
+        )
+
+    def prefill_with_context(
+        self,
+        x: jax.Array,
+        kv_cache: jax.Array,
+        step: Step,
+        *,
+        context_chunk: int,
+        kv_scale: float | jax.Array | None = None,
+        implementation: str | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """New tokens on top of cached context; see `functional.prefill_with_context`. Returns y and the cache."""
+        return functional.prefill_with_context(
+            self.params,
+            self.config,
+            x,
+            kv_cache,
+            step,
+            context_chunk=context_chunk,
+            kv_scale=kv_scale,
+            implementation=implementation,
+        )
+
+    def decode(
+        self,
+        x: jax.Array,
+        kv_cache: jax.Array,
+        step: Step,
+        *,
+        kv_scale: float | jax.Array | None = None,
+        q_scale: float | jax.Array | None = None,
+        batch_invariant: bool = False,
+        implementation: str | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """A decode step in the absorbed form; see `functional.decode`. Returns y and the cache."""
+        return functional.decode(
+            self.params,
+            self.config,
+            x,
+            kv_cache,
+            step,
+            kv_scale=kv_scale,
+            q_scale=q_scale,
+            batch_invariant=batch_invariant,
+            implementation=implementation,
+        )

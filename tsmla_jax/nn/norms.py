@@ -1,0 +1,22 @@
+"""The two RMS norms: a plain one for activations, and one whose order of summation is fixed."""
+
+import jax
+import jax.numpy as jnp
+
+from tsmla_jax.sparse import numerics
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis; statistics in fp32, result in x's dtype."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return normed.astype(x.dtype) * weight.astype(x.dtype)
+
+
+def rms_norm_fixed_order(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """The same for V4, which multiplies by its f32 weight before it rounds; result in x's dtype.
+
+    The order of summation does not depend on the shape, so a token gets the same bits whether it is prefilled in a
+    chunk or decoded alone. V4 needs that: a cache must not depend on how a text was cut.
+    """
+    return numerics.rms_norm(x, weight, eps).astype(x.dtype)

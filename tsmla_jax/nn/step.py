@@ -1,0 +1,149 @@
+"""The new tokens of one step and where they belong: the arguments that every layer of a model shares.
+
+Axes: B requests, S new tokens a request, T new tokens in all (ragged, packed one request after the other), M pages a
+request at most, Z page size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from tsmla_jax.ops.ragged import row_owner
+from tsmla_jax.sparse import checks
+
+_T = TypeVar("_T")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Step:
+    """One step over a paged cache; a pytree whose `max_q_len` is static. Make it once for all layers.
+
+    New tokens are either dense (x [B, S, E]; cu_seqlens_q and max_q_len are None) or ragged (x [T, E]).
+
+    Attributes:
+        block_tables: [B, M] i32, the pages of each request.
+        seq_lens: [B] i32, the new tokens included. New token i of S has position seq_lens - S + i.
+        slot_mapping: [B, S] or [T] i32, where the new tokens go (page * Z + offset); -1 is not written.
+        cu_seqlens_q: [B + 1] i32, where each request's new tokens start; tokens from cu_seqlens_q[B] on are padding.
+        max_q_len: static bound of the new tokens of a request.
+    """
+
+    block_tables: jax.Array
+    seq_lens: jax.Array
+    slot_mapping: jax.Array
+    cu_seqlens_q: jax.Array | None = None
+    max_q_len: int | None = field(default=None, metadata={"static": True})
+
+    @classmethod
+    def dense(cls, block_tables: jax.Array, seq_lens: jax.Array, *, new_tokens: int = 1, page_size: int) -> Step:
+        """The step that brings `new_tokens` (S) tokens of every request.
+
+        block_tables [B, M] i32; seq_lens [B] i32, the new tokens included; page_size Z.
+        """
+        seq_lens = jnp.asarray(seq_lens)
+        positions = dense_positions(seq_lens, new_tokens)
+        requests = jnp.arange(seq_lens.shape[0], dtype=jnp.int32)[:, None]
+        return cls(block_tables, seq_lens, slots_of(block_tables, requests, positions, page_size=page_size))
+
+    @classmethod
+    def ragged(
+        cls,
+        block_tables: jax.Array,
+        seq_lens: jax.Array,
+        cu_seqlens_q: jax.Array,
+        *,
+        total_tokens: int,
+        max_q_len: int | None = None,
+        page_size: int,
+    ) -> Step:
+        """The step of `total_tokens` (T) packed tokens, padding included.
+
+        block_tables [B, M], seq_lens [B] and cu_seqlens_q [B + 1] i32; page_size Z; max_q_len None is T.
+        """
+        requests, positions = ragged_positions(cu_seqlens_q, seq_lens - jnp.diff(cu_seqlens_q), total_tokens)
+        slots = slots_of(block_tables, requests, positions, page_size=page_size)
+        return cls(block_tables, seq_lens, slots, cu_seqlens_q, total_tokens if max_q_len is None else max_q_len)
+
+    @property
+    def new_lens(self) -> jax.Array:
+        """[B] i32, new tokens of each request. This and the next three raise ValueError for a dense step."""
+        return jnp.diff(needed_when_ragged(self.cu_seqlens_q))
+
+    @property
+    def context_lens(self) -> jax.Array:
+        """[B] i32, tokens of each request that are in the cache already."""
+        return self.seq_lens - self.new_lens
+
+    def ragged_tokens(self, total_tokens: int) -> tuple[jax.Array, jax.Array]:
+        """The request and the position of each packed token, as `ragged_positions` returns them."""
+        return ragged_positions(needed_when_ragged(self.cu_seqlens_q), self.context_lens, total_tokens)
+
+    def checked(self, total_tokens: int) -> Step:
+        """The same step; under TSMLA_CHECK=1 ValueError if its cu_seqlens_q can't be those of total_tokens tokens."""
+        cu_seqlens_q = jnp.asarray(needed_when_ragged(self.cu_seqlens_q))
+        return replace(self, cu_seqlens_q=checks.cu_seqlens(cu_seqlens_q, total_tokens))
+
+    def positions(self, shape: tuple[int, ...]) -> jax.Array:
+        """The position of each new token of x [*shape, E], i32; -1 for padding. ValueError for the other kind of x."""
+        if len(shape) == 1:
+            needed_when_ragged(self.max_q_len)
+            return self.ragged_tokens(*shape)[1]
+        refuse_ragged_arguments(self.cu_seqlens_q, self.max_q_len)
+        return dense_positions(self.seq_lens, shape[1])
+
+
+def needed_when_ragged(argument: _T | None) -> _T:
+    """cu_seqlens_q or max_q_len of a step; ValueError if it is None."""
+    if argument is None:
+        raise ValueError("ragged x [T, E] needs cu_seqlens_q and max_q_len")
+    return argument
+
+
+def refuse_ragged_arguments(cu_seqlens_q: jax.Array | None, max_q_len: int | None) -> None:
+    """ValueError if dense x [B, S, E] comes with the arguments of ragged x."""
+    if cu_seqlens_q is not None or max_q_len is not None:
+        raise ValueError("cu_seqlens_q and max_q_len go with ragged x [T, E]; x [B, S, E] must have neither")
+
+
+def dense_positions(seq_lens: jax.Array, new_tokens: int) -> jax.Array:
+    """Positions [B, S] i32 of the last `new_tokens` (S) tokens of requests of seq_lens [B] tokens."""
+    return seq_lens[:, None] - new_tokens + jnp.arange(new_tokens, dtype=jnp.int32)
+
+
+def ragged_positions(cu_seqlens_q: jax.Array, starts: jax.Array, total: int) -> tuple[jax.Array, jax.Array]:
+    """Which request each packed token belongs to, and its position there.
+
+    Args:
+        cu_seqlens_q: [B + 1] i32.
+        starts: [B] i32, position of each request's first new token (how many tokens are cached before it).
+        total: T, static; tokens from cu_seqlens_q[B] on are padding.
+
+    Returns:
+        request ids [T] i32 and positions [T] i32; padding has some request's id and position -1.
+    """
+    cu_seqlens_q, starts = jnp.asarray(cu_seqlens_q), jnp.asarray(starts)
+    request, local, owned = row_owner(cu_seqlens_q, total)
+    return request, jnp.where(owned, starts[request] + local, -1).astype(jnp.int32)
+
+
+def slots_of(block_tables: jax.Array, requests: jax.Array, positions: jax.Array, *, page_size: int) -> jax.Array:
+    """The slot_mapping of tokens: page * Z + offset.
+
+    Args:
+        block_tables: [B, M] i32.
+        requests, positions: i32 of one shape; the row of `block_tables` and the position of each token.
+        page_size: Z, static.
+
+    Returns:
+        i32 of the same shape; -1 (skipped by `write_kv_cache`) where the position is negative or past the table.
+    """
+    block_tables = jnp.asarray(block_tables)
+    page_index = positions // page_size
+    inside = (positions >= 0) & (page_index < block_tables.shape[1])
+    pages = block_tables[requests, jnp.clip(page_index, 0, block_tables.shape[1] - 1)]
+    return jnp.where(inside, pages * page_size + positions % page_size, -1).astype(jnp.int32)

@@ -1,0 +1,22 @@
+"""DeepSeek-V3.2's attention layer; as a Flax module it is `tsmla_jax.nn.V32Attention`."""
+
+from tsmla_jax.nn.v32.config import V32Config
+from tsmla_jax.nn.v32.functional import V32Cache, attend, init_cache
+from tsmla_jax.nn.v32.weights import WEIGHTS, param_shapes
+
+__all__ = [
+    "V32Cache",
+    "V32Config",
+    "attend",
+    "hf_attention_shapes",
+    "init_cache",
+    "load_hf_attention",
+    "param_shapes",
+    "param_specs",
+    "params_from_hf",
+]
+
+hf_attention_shapes = WEIGHTS.hf_attention_shapes
+load_hf_attention = WEIGHTS.load_hf_attention
+param_specs = WEIGHTS.param_specs
+params_from_hf = WEIGHTS.params_from_hf

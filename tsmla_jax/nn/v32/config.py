@@ -1,0 +1,46 @@
+"""The shape of one DeepSeek-V3.2 attention layer, read from a Hugging Face `config.json`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tsmla_jax.nn.hf_config import hf_field, read_hf_config
+from tsmla_jax.nn.mla.config import MLAConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class V32Config:
+    """One V3.2 attention layer.
+
+    Attributes:
+        mla: the attention itself; needs q_lora_rank, from whose normed output the indexer's queries come.
+        index_n_heads, index_head_dim: Hi and Di; the first qk_rope_head_dim columns of Di are rotated, as halves.
+        index_topk: how many keys a token attends to at most.
+    """
+
+    mla: MLAConfig
+    index_n_heads: int = 64
+    index_head_dim: int = 128
+    index_topk: int = 2048
+
+    def __post_init__(self) -> None:
+        for name in ("index_n_heads", "index_head_dim", "index_topk"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+                raise ValueError(f"V32Config: {name}={value!r} must be a positive integer")
+        if self.mla.q_lora_rank is None:
+            raise ValueError("V32Config: mla.q_lora_rank must not be None: the indexer reads the low-rank query")
+        if self.index_head_dim < self.mla.qk_rope_head_dim:
+            raise ValueError(
+                f"V32Config: {self.index_head_dim=} must be at least qk_rope_head_dim = {self.mla.qk_rope_head_dim}"
+            )
+
+    @classmethod
+    def from_hf(cls, source: Mapping[str, Any] | str | Path) -> V32Config:
+        """Reads the attention's fields of a Hugging Face config; arguments and errors of `MLAConfig.from_hf`."""
+        fields, where = read_hf_config(source)
+        sizes = {name: hf_field(fields, name, int, where) for name in ("index_n_heads", "index_head_dim", "index_topk")}
+        return cls(MLAConfig.from_hf(fields if isinstance(source, Mapping) else source), **sizes)

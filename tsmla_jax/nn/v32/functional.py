@@ -1,0 +1,143 @@
+"""DeepSeek-V3.2's attention: MLA over the tokens that a lightning indexer chooses, as functions of a parameter pytree.
+
+One function, `attend`, is prefill, chunked prefill, decode and speculative verify: new tokens of every request, packed;
+their latents and indexer keys are written first, then each chooses its keys from the cache and attends to them in the
+absorbed form. Axes: T new tokens in all, B requests, E hidden width, H heads, Hi indexer heads, Di indexer width,
+P pages, Z page size, M pages a request at most.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+import tsmla_jax
+from tsmla_jax.nn.mla import functional
+from tsmla_jax.nn.rope import rope_cos_sin
+from tsmla_jax.nn.step import Step
+from tsmla_jax.nn.v32.config import V32Config
+from tsmla_jax.nn.weights import Params
+from tsmla_jax.ops.rotation import rotate
+from tsmla_jax.sparse import indexer, layouts, metadata
+
+_NORM_EPS = 1e-6
+
+
+class V32Cache(NamedTuple):
+    """One layer's caches; both are addressed by the same slots.
+
+    kv       [P, Z, L + R] of floats or float8_e4m3fn, or uint8 [P, Z, 656], the packed layout
+    indexer  uint8 [P, Z, Di + 4] (fp8 keys), or [P, Z, Di] of floats (keys as they are)
+    """
+
+    kv: jax.Array
+    indexer: jax.Array
+
+
+def init_cache(
+    config: V32Config,
+    num_pages: int,
+    page_size: int,
+    *,
+    kv_dtype: DTypeLike = jnp.bfloat16,
+    indexer_dtype: DTypeLike = jnp.uint8,
+) -> V32Cache:
+    """Empty caches; kv_dtype uint8 is the packed layout of 656 bytes (latent 512, rope 64), indexer_dtype uint8 fp8
+    keys."""
+    packed_kv, packed_keys = jnp.dtype(kv_dtype) == jnp.uint8, jnp.dtype(indexer_dtype) == jnp.uint8
+    if packed_kv and (config.mla.kv_lora_rank, config.mla.qk_rope_head_dim) != (512, 64):
+        raise ValueError(
+            f"kv_dtype: got uint8 with kv_lora_rank={config.mla.kv_lora_rank}, "
+            f"qk_rope_head_dim={config.mla.qk_rope_head_dim}; the packed layout holds 512 and 64"
+        )
+    kv_width = 656 if packed_kv else config.mla.cache_dim
+    key_width = config.index_head_dim + (4 if packed_keys else 0)
+    return V32Cache(
+        jnp.zeros((num_pages, page_size, kv_width), kv_dtype),
+        jnp.zeros((num_pages, page_size, key_width), indexer_dtype),
+    )
+
+
+def attend(
+    params: Params,
+    config: V32Config,
+    x: jax.Array,
+    cache: V32Cache,
+    step: Step,
+    *,
+    kv_scale: float | jax.Array | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, V32Cache]:
+    """Attention of new tokens over the keys that the indexer chooses among their requests' tokens, new ones included.
+
+    Args:
+        params: see `param_shapes`.
+        x: [T, E], requests packed one after the other.
+        cache: holds the tokens before the new ones.
+        step: of ragged tokens.
+        kv_scale: of a float8_e4m3fn kv cache.
+        implementation: of `tsmla_jax.sparse_mla` and `tsmla_jax.indexer_logits`.
+
+    Returns:
+        y [T, E] and the caches with the new tokens written (in place if donated). Rows of padding mean nothing.
+    """
+    mla, num_tokens = config.mla, x.shape[0]
+    step = step.checked(num_tokens)
+    _, positions = step.ragged_tokens(num_tokens)
+    cos, sin = rope_cos_sin(mla, positions)
+    latent, k_rope = functional.project_latent(params, mla, x, cos, sin)
+    if cache.kv.dtype == jnp.uint8:
+        kv = layouts.write_packed_kv_cache(cache.kv, latent, k_rope, step.slot_mapping)
+    else:
+        kv = tsmla_jax.write_kv_cache(cache.kv, latent, k_rope, step.slot_mapping, kv_scale=kv_scale)
+    new_keys = _indexer_keys(params, x, cos, sin)
+    keys = indexer.write_indexer_cache(cache.indexer, new_keys, step.slot_mapping)
+
+    rows = metadata.expand_decode_metadata(step.seq_lens, step.block_tables, step.new_lens, total_tokens=num_tokens)
+    q_index, weights = _indexer_queries(params, config, x, cos, sin, quantise=keys.dtype == jnp.uint8)
+    logits = tsmla_jax.indexer_logits(
+        q_index, weights, keys, rows.block_tables, rows.seq_lens, implementation=implementation
+    )
+    chosen = tsmla_jax.select_topk(logits, rows.seq_lens, min(config.index_topk, logits.shape[1]))
+    out = tsmla_jax.sparse_mla(
+        functional.absorb_q(params, *functional.project_q(params, mla, x, cos, sin)),
+        kv,
+        metadata.positions_to_slots(chosen, rows.block_tables, kv.shape[1]),
+        softmax_scale=mla.softmax_scale,
+        latent_dim=mla.kv_lora_rank,
+        kv_scale=kv_scale,
+        implementation=implementation,
+    )
+    heads = jnp.einsum("thl,hvl->thv", cast(jax.Array, out).astype(x.dtype), params["w_uv"])
+    return functional.project_out(params, mla, heads), V32Cache(kv, keys)
+
+
+def _indexer_keys(params: Params, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Layer-normed and rotated keys [T, Di]."""
+    k = (x @ params["indexer_wk"]).astype(jnp.float32)
+    k = k - k.mean(-1, keepdims=True)
+    k = k * jax.lax.rsqrt((k * k).mean(-1, keepdims=True) + _NORM_EPS)
+    k = k * params["indexer_k_norm"] + params["indexer_k_norm_bias"]
+    return _rotate_halves(k, cos, sin)
+
+
+def _indexer_queries(
+    params: Params, config: V32Config, x: jax.Array, cos: jax.Array, sin: jax.Array, *, quantise: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Queries [T, Hi, Di] and the head weights with every constant folded in [T, Hi]."""
+    q = jnp.einsum("tr,rhd->thd", functional.project_low_rank_q(params, config.mla, x), params["indexer_wq_b"])
+    q = _rotate_halves(q.astype(jnp.float32), cos[:, None], sin[:, None])
+    weights = x @ params["indexer_weights_proj"]
+    if quantise:
+        return indexer.indexer_quantize(q, weights)
+    return q, indexer.fold_weights(weights, config.index_head_dim)
+
+
+def _rotate_halves(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rope on the first columns of x, pairs (i, i + R / 2): the indexer's own order, unlike the attention's."""
+    rope = 2 * cos.shape[-1]
+    rotated = rotate(x[..., :rope], cos, sin, interleave=False, layout="halves")
+    return jnp.concatenate([rotated, x[..., rope:]], axis=-1)

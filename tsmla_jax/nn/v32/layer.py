@@ -1,0 +1,26 @@
+"""DeepSeek-V3.2's attention as a Flax nnx layer."""
+
+import jax
+
+from tsmla_jax.nn.layer import AttentionLayer
+from tsmla_jax.nn.step import Step
+from tsmla_jax.nn.v32.functional import V32Cache, attend
+from tsmla_jax.nn.v32.weights import WEIGHTS
+
+
+class V32Attention(AttentionLayer):
+    """One DeepSeek-V3.2 attention layer of a `V32Config`; arguments and errors of `AttentionLayer`."""
+
+    _weights = WEIGHTS
+
+    def __call__(
+        self,
+        x: jax.Array,
+        cache: V32Cache,
+        step: Step,
+        *,
+        kv_scale: float | jax.Array | None = None,
+        implementation: str | None = None,
+    ) -> tuple[jax.Array, V32Cache]:
+        """Prefill, chunks and decode alike; see `tsmla_jax.nn.v32.attend`. Returns y and the caches."""
+        return attend(self.params, self.config, x, cache, step, kv_scale=kv_scale, implementation=implementation)

@@ -1,0 +1,32 @@
+"""The parameters of one DeepSeek-V3.2 layer: MLA's and those of its indexer.
+
+The indexer is replicated when heads are split, as its cache is: every device must choose the same keys.
+"""
+
+from typing import cast
+
+from tsmla_jax.nn.mla import weights as mla
+from tsmla_jax.nn.v32.config import V32Config
+from tsmla_jax.nn.weights import LayerWeights
+
+
+def param_shapes(config: V32Config) -> dict[str, tuple[int, ...]]:
+    """Those of `tsmla_jax.nn.param_shapes`, and indexer_wq_b [rank, Hi, Di], indexer_wk [E, Di], indexer_k_norm [Di]
+    and its bias indexer_k_norm_bias, indexer_weights_proj [E, Hi]."""
+    heads, width, hidden = config.index_n_heads, config.index_head_dim, config.mla.hidden_size
+    return {
+        **mla.param_shapes(config.mla),
+        "indexer_wq_b": (cast(int, config.mla.q_lora_rank), heads, width),
+        "indexer_wk": (hidden, width),
+        "indexer_k_norm": (width,),
+        "indexer_k_norm_bias": (width,),
+        "indexer_weights_proj": (hidden, heads),
+    }
+
+
+def _hf_name(name: str) -> str:
+    owner = "indexer." if name.startswith("indexer_") else ""
+    return owner + mla.hf_name(name.removeprefix("indexer_"))
+
+
+WEIGHTS = LayerWeights(lambda directory, layer: V32Config.from_hf(directory), param_shapes, _hf_name)

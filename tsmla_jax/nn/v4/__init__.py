@@ -1,0 +1,27 @@
+"""DeepSeek-V4's attention layer; as a Flax module it is `tsmla_jax.nn.V4Attention`."""
+
+from tsmla_jax.nn.v4.config import Kind, V4Config
+from tsmla_jax.nn.v4.functional import V4Cache, attend, init_cache
+from tsmla_jax.nn.v4.step import V4Step, make_step, rope_table
+from tsmla_jax.nn.v4.weights import WEIGHTS, param_shapes
+
+__all__ = [
+    "Kind",
+    "V4Cache",
+    "V4Config",
+    "V4Step",
+    "attend",
+    "hf_attention_shapes",
+    "init_cache",
+    "load_hf_attention",
+    "make_step",
+    "param_shapes",
+    "param_specs",
+    "params_from_hf",
+    "rope_table",
+]
+
+hf_attention_shapes = WEIGHTS.hf_attention_shapes
+load_hf_attention = WEIGHTS.load_hf_attention
+param_specs = WEIGHTS.param_specs
+params_from_hf = WEIGHTS.params_from_hf

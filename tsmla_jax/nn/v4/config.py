@@ -1,0 +1,153 @@
+"""The shape of one DeepSeek-V4 attention layer, read from a Hugging Face `config.json`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from tsmla_jax.nn.hf_config import hf_field, read_hf_config, rope_fields
+from tsmla_jax.nn.rope import YarnConfig
+
+Kind = Literal["sliding", "csa", "hca"]
+_KINDS: dict[str, Kind] = {
+    "sliding_attention": "sliding",
+    "compressed_sparse_attention": "csa",
+    "heavily_compressed_attention": "hca",
+}
+_SIZES = (
+    "hidden_size",
+    "num_attention_heads",
+    "head_dim",
+    "q_lora_rank",
+    "sliding_window",
+    "o_groups",
+    "o_lora_rank",
+    "index_n_heads",
+    "index_head_dim",
+    "index_topk",
+)
+_RATIOS: dict[Kind, int] = {"sliding": 0, "csa": 4, "hca": 128}
+
+
+@dataclasses.dataclass(frozen=True)
+class V4Config:
+    """One V4 attention layer.
+
+    Attributes:
+        kind: "sliding" (window alone), "csa" (overlapping windows, an indexer chooses) or "hca" (all entries seen).
+        ratio: tokens a compressed entry; 0 for "sliding".
+        hidden_size, num_attention_heads, head_dim, rope_dim, q_lora_rank: E, H, D, R (the last columns of D) and rank.
+        sliding_window: tokens a query sees as they are, its own included.
+        o_groups, o_lora_rank: of the grouped output projection; H is a multiple of o_groups.
+        index_n_heads, index_head_dim, index_topk: of a csa layer's indexer.
+        rope_theta, yarn: of this layer: plain for sliding layers, the compressor's for the others.
+        rms_norm_eps: of every norm.
+    """
+
+    kind: Kind
+    ratio: int
+    hidden_size: int
+    num_attention_heads: int
+    q_lora_rank: int
+    head_dim: int = 512
+    rope_dim: int = 64
+    sliding_window: int = 128
+    o_groups: int = 8
+    o_lora_rank: int = 1024
+    index_n_heads: int = 64
+    index_head_dim: int = 128
+    index_topk: int = 512
+    rope_theta: float = 10000.0
+    yarn: YarnConfig | None = None
+    rms_norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.kind not in _RATIOS:
+            raise ValueError(f"V4Config: {self.kind=} must be one of {', '.join(_RATIOS)}")
+        if (self.ratio == 0) != (self.kind == "sliding") or self.ratio < 0:
+            raise ValueError(f"V4Config: {self.ratio=} must be 0 for a sliding layer and positive for the others")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type == "int" and field.name != "ratio" and (type(value) is not int or value <= 0):
+                raise ValueError(f"V4Config: {field.name}={value!r} must be a positive integer")
+        if self.rope_dim % 2 or self.rope_dim > min(self.head_dim, self.index_head_dim):
+            raise ValueError(f"V4Config: {self.rope_dim=} must be even and at most head_dim and index_head_dim")
+        if not self.rope_theta > 1.0:
+            raise ValueError(f"V4Config: {self.rope_theta=} must be > 1")
+        if self.num_attention_heads % self.o_groups:
+            raise ValueError(f"V4Config: {self.num_attention_heads=} must be a multiple of {self.o_groups=}")
+
+    @property
+    def overlap(self) -> bool:
+        """Whether compressor rows hold two series and entries pool two windows."""
+        return self.kind == "csa"
+
+    @property
+    def compressors(self) -> tuple[tuple[str, int], ...]:
+        """Name and channels of the layer's compressors: none, the latents' own, and a csa layer's indexer's."""
+        both = (("compressor", self.head_dim), ("indexer", self.index_head_dim))
+        return both[: {"sliding": 0, "hca": 1, "csa": 2}[self.kind]]
+
+    @classmethod
+    def from_hf(cls, source: Mapping[str, Any] | str | Path, layer: int) -> V4Config:
+        """Layer `layer` of a Hugging Face config, as transformers writes it or as the checkpoints first had it.
+
+        Raises ValueError naming the field (and the file, when `source` is a path) that is missing or not legal.
+        """
+        fields, where = read_hf_config(source)
+        sizes = {name: hf_field(fields, name, int, where) for name in _SIZES}
+        kind = _layer_kind(fields, where, layer)
+        factor = hf_field(fields, "partial_rotary_factor", float, where, default=64 / 512)
+        rope_dim = hf_field(fields, "qk_rope_head_dim", int, where, default=int(sizes["head_dim"] * factor))
+        rates = hf_field(fields, "compress_rates", dict, where, default={})
+        legacy = {"csa": "compress_rate_csa", "hca": "compress_rate_hca"}
+        ratio = 0
+        if kind != "sliding":
+            long_name = next(name for name, short in _KINDS.items() if short == kind)
+            ratio = hf_field(rates, long_name, int, where, default=_RATIOS[kind])
+            ratio = hf_field(fields, legacy[kind], int, where, default=ratio)
+        theta, yarn = _layer_rope(fields, where, kind)
+        eps = hf_field(fields, "rms_norm_eps", float, where, default=1e-6)
+        try:
+            return cls(
+                kind=kind, ratio=ratio, rope_dim=rope_dim, rope_theta=theta, yarn=yarn, rms_norm_eps=eps, **sizes
+            )
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+
+
+def _layer_kind(fields: Mapping[str, Any], where: str, layer: int) -> Kind:
+    types, ratios = fields.get("layer_types"), fields.get("compress_ratios")
+    if not isinstance(types, list) and not isinstance(ratios, list):
+        raise ValueError(f"{where}: field 'layer_types' (or 'compress_ratios') must be a list")
+    name = "layer_types" if isinstance(types, list) else "compress_ratios"
+    entries: list[Any] = types if isinstance(types, list) else cast(list[Any], ratios)
+    if not 0 <= layer < len(entries):
+        raise ValueError(f"layer: got {layer}; legal: 0 to {len(entries) - 1}, the entries of {name!r} in {where}")
+    known: dict[Any, Kind] = _KINDS if isinstance(types, list) else {ratio: kind for kind, ratio in _RATIOS.items()}
+    if entries[layer] not in known:
+        raise ValueError(
+            f"{where}: field {name!r}: layer {layer} has type {entries[layer]!r}; legal: {', '.join(map(str, known))}"
+        )
+    return known[entries[layer]]
+
+
+def _layer_rope(fields: Mapping[str, Any], where: str, kind: Kind) -> tuple[float, YarnConfig | None]:
+    """theta and yarn of a layer; only layers with a compressor are extended, and their cos and sin are not scaled."""
+    label = "main" if kind == "sliding" else "compress"
+    parameters = hf_field(fields, "rope_parameters", dict, where, default=None)
+    if parameters is None:
+        parameters = hf_field(fields, "rope_scaling", dict, where, default={})
+    if isinstance(parameters.get(label), dict):
+        own = dict(parameters[label])
+    else:
+        own = {} if kind == "sliding" else dict(parameters)
+        name, default = ("rope_theta", 10000.0) if kind == "sliding" else ("compress_rope_theta", 160000.0)
+        own["rope_theta"] = hf_field(fields, name, float, where, default=default)
+    own.pop("partial_rotary_factor", None)  # it is what rope_dim comes from
+    theta, yarn = rope_fields({"rope_parameters": own}, where)
+    if yarn is not None and yarn.attention_factor is None:
+        yarn = dataclasses.replace(yarn, attention_factor=1.0)
+    return theta, yarn

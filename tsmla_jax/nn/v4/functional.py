@@ -1,0 +1,223 @@
+"""DeepSeek-V4's attention: a sliding window and compressed entries of all that came before, in one softmax with a sink.
+
+A layer compresses 4 tokens an entry and lets an indexer choose entries ("csa"), or 128 and sees all of them ("hca"), or
+has the window alone ("sliding"). `attend` is prefill, chunked prefill and decode in one; `make_step` makes once a step
+the arrays that do not depend on the layer. Axes: T new tokens in all, B requests, E hidden width, H heads, D head width
+(K = V = the shared latent), R rope width, G output groups, P pages, Z page size, Di indexer width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+import tsmla_jax
+from tsmla_jax.nn.norms import rms_norm_fixed_order
+from tsmla_jax.nn.v4.config import V4Config
+from tsmla_jax.nn.v4.step import V4Step
+from tsmla_jax.nn.weights import Params
+from tsmla_jax.sparse import indexer, layouts
+from tsmla_jax.sparse import v4 as sparse_v4
+from tsmla_jax.sparse.compressor import CompressedEntries, CompressorState, init_compressor_state
+from tsmla_jax.sparse.metadata import positions_to_slots
+from tsmla_jax.sparse.v4 import MixedIndices
+
+
+class V4Cache(NamedTuple):
+    """One layer's caches and compressor states; None where its kind has none.
+
+    window       [P, Z, D] floats or float8_e4m3fn, or uint8 [P, page_bytes]: every token's latent
+    compressed   the same of compressed entries
+    indexer      [P, Z, Di] floats, or uint8 [P, Z, Di + 4]: the indexer's compressed keys
+    compressor, indexer_compressor   CompressorState
+    """
+
+    window: jax.Array
+    compressed: jax.Array | None
+    indexer: jax.Array | None
+    compressor: CompressorState | None
+    indexer_compressor: CompressorState | None
+
+
+def init_cache(
+    config: V4Config,
+    *,
+    window_pages: int,
+    compressed_pages: int,
+    num_states: int,
+    page_size: int,
+    compressed_page_size: int | None = None,
+    dtype: DTypeLike = jnp.bfloat16,
+    indexer_dtype: DTypeLike = jnp.uint8,
+    spare: int = 0,
+) -> V4Cache:
+    """Empty caches; dtype uint8 is the packed layout (head_dim 512), indexer_dtype uint8 fp8 keys with scales.
+
+    num_states: how many requests can be under way; spare: how many tokens a request may take back; page_size and
+    compressed_page_size: rows a page of the window and of the compressed caches, equal unless the latter is given.
+    """
+    entries = page_size if compressed_page_size is None else compressed_page_size
+
+    def cache(pages: int, rows: int) -> jax.Array:
+        if jnp.dtype(dtype) == jnp.uint8:
+            return sparse_v4.init_v4_cache(
+                pages, layout="packed", cache_dtype="fp8", page_size=rows, head_dim=config.head_dim
+            )
+        return jnp.zeros((pages, rows, config.head_dim), dtype)
+
+    states: list[CompressorState | None] = [
+        init_compressor_state(num_states, ratio=config.ratio, channels=channels, overlap=config.overlap, spare=spare)
+        for _, channels in config.compressors
+    ]
+    states += [None] * (2 - len(states))
+    extra = 4 if jnp.dtype(indexer_dtype) == jnp.uint8 else 0
+    return V4Cache(
+        window=cache(window_pages, page_size),
+        compressed=None if config.kind == "sliding" else cache(compressed_pages, entries),
+        indexer=(
+            jnp.zeros((compressed_pages, entries, config.index_head_dim + extra), indexer_dtype)
+            if config.kind == "csa"
+            else None
+        ),
+        compressor=states[0],
+        indexer_compressor=states[1],
+    )
+
+
+def attend(
+    params: Params,
+    config: V4Config,
+    x: jax.Array,
+    cache: V4Cache,
+    step: V4Step,
+    *,
+    kv_scale: float | jax.Array | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, V4Cache]:
+    """Attention of new tokens over their window and their requests' compressed entries.
+
+    Args:
+        params: see `param_shapes`.
+        x: [T, E], requests packed one after the other.
+        cache: holds the tokens before the new ones.
+        step: of `make_step`, for this layer's kind.
+        kv_scale: of float8_e4m3fn window and compressed caches.
+        implementation: of `tsmla_jax.sparse_mla`, `tsmla_jax.compress_kv` and `tsmla_jax.indexer_logits`.
+
+    Returns:
+        y [T, E] and the caches with the new tokens written (in place if donated). Rows of padding mean nothing.
+    """
+    eps = config.rms_norm_eps
+    low = rms_norm_fixed_order(x @ params["q_a_proj"], params["q_a_norm"], eps)
+    q = jnp.einsum("tr,rhd->thd", low, params["q_b_proj"])
+    wide = q.astype(jnp.float32)
+    q = (wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + eps)).astype(q.dtype)
+    q = sparse_v4.apply_rope(q, step.positions, step.cos_sin)
+
+    kv = sparse_v4.norm_rope(x @ params["kv_proj"], params["kv_norm"], step.positions, step.cos_sin, eps=eps)
+    # A packed cache's shape does not say how many rows its pages have; the others' does.
+    packed = cache.window.dtype == jnp.uint8
+    page_size, entries_page_size = (step.page_size, step.compressed_page_size) if packed else (None, None)
+    slots = step.window.slot_mapping
+    window = layouts.write_v4_cache(cache.window, kv, slots, kv_scale=kv_scale, page_size=page_size)
+    cache = cache._replace(window=window)
+    rows = step.rows
+    if cache.compressed is not None and cache.compressor is not None:
+        entries, state = _compress(params, config, "compressor", x, cache.compressor, step, implementation)
+        slots = _entry_slots(entries, step)
+        compressed = layouts.write_v4_cache(
+            cache.compressed, entries.kv, slots, kv_scale=kv_scale, page_size=entries_page_size
+        )
+        cache = cache._replace(compressed=compressed, compressor=state)
+    if config.kind == "csa":
+        rows, cache = _choose(params, config, x, low, cache, step, implementation)
+    if rows is None:
+        raise ValueError(f"step: got one made for another kind of layer; this layer is {config.kind!r}")
+    out = tsmla_jax.sparse_mla(
+        q,
+        cache.window,
+        rows.indices,
+        rows.lengths,
+        softmax_scale=config.head_dim**-0.5,
+        latent_dim=config.head_dim,
+        sinks=params["sinks"],
+        compressed_kv_cache=cache.compressed,
+        window=None if cache.compressed is None else rows.window,
+        page_size=page_size,
+        compressed_page_size=None if cache.compressed is None else entries_page_size,
+        kv_scale=kv_scale,
+        compressed_kv_scale=None if cache.compressed is None else kv_scale,
+        implementation=implementation,
+    )
+    # Values carry the rope of their own positions; turning back by the query's position leaves the distance.
+    out = sparse_v4.apply_rope(cast(jax.Array, out), step.positions, step.cos_sin, inverse=True)
+    grouped = out.astype(x.dtype).reshape(x.shape[0], params["o_a_proj"].shape[0], -1)
+    mixed = jnp.einsum("tgi,gir->tgr", grouped, params["o_a_proj"])
+    return mixed.reshape(x.shape[0], -1) @ params["o_b_proj"], cache
+
+
+def _compress(
+    params: Params,
+    config: V4Config,
+    name: str,
+    x: jax.Array,
+    state: CompressorState,
+    step: V4Step,
+    implementation: str | None,
+) -> tuple[CompressedEntries, CompressorState]:
+    """The entries that the new tokens complete, normed and rotated, of one of the layer's compressors."""
+    wide = x.astype(jnp.float32)
+    projections = jnp.stack([params[f"{name}_kv_proj"], params[f"{name}_gate_proj"]], axis=1).astype(jnp.float32)
+    kv_score = jnp.einsum("te,esw->tsw", wide, projections, precision="highest")
+    entries, state = tsmla_jax.compress_kv(
+        kv_score,
+        params[f"{name}_position_bias"].astype(jnp.float32),
+        state,
+        state_slots=step.state_slots,
+        seq_lens=step.window.seq_lens,
+        cu_seqlens_q=cast(jax.Array, step.window.cu_seqlens_q),
+        ratio=config.ratio,
+        overlap=config.overlap,
+        implementation=implementation,
+    )
+    positions, eps = entries.positions * config.ratio, config.rms_norm_eps
+    rows = sparse_v4.norm_rope(entries.kv, params[f"{name}_kv_norm"], positions, step.cos_sin, eps=eps)
+    return entries._replace(kv=rows), state
+
+
+def _entry_slots(entries: CompressedEntries, step: V4Step) -> jax.Array:
+    """Where completed entries go, -1 for padding."""
+    tables = step.compressed_tables[jnp.maximum(entries.requests, 0)]
+    return positions_to_slots(entries.positions[:, None], tables, step.compressed_page_size)[:, 0]
+
+
+def _choose(
+    params: Params,
+    config: V4Config,
+    x: jax.Array,
+    low: jax.Array,
+    cache: V4Cache,
+    step: V4Step,
+    implementation: str | None,
+) -> tuple[MixedIndices, V4Cache]:
+    """The index rows of a csa layer: its indexer's compressed keys, their scores, the best of them."""
+    if cache.indexer is None or cache.indexer_compressor is None:
+        raise ValueError("cache: got none for the indexer; a csa layer needs one (see init_cache)")
+    entries, state = _compress(params, config, "indexer", x, cache.indexer_compressor, step, implementation)
+    keys = indexer.write_indexer_cache(cache.indexer, entries.kv, _entry_slots(entries, step))
+    q = jnp.einsum("tr,rhd->thd", low, params["indexer_q_b_proj"]).astype(jnp.float32)
+    q = sparse_v4.apply_rope(q, step.positions, step.cos_sin)
+    weights = x @ params["indexer_weights_proj"]
+    if keys.dtype == jnp.uint8:
+        q, weights = indexer.indexer_quantize(q, weights)
+    else:
+        weights = indexer.fold_weights(weights, config.index_head_dim)
+    visible = jnp.maximum(step.positions + 1, 0) // config.ratio
+    logits = tsmla_jax.indexer_logits(q, weights, keys, step.token_tables, visible, implementation=implementation)
+    chosen = tsmla_jax.select_topk(logits, visible, min(config.index_topk, logits.shape[1]))
+    chosen = positions_to_slots(chosen, step.token_tables, step.compressed_page_size)
+    rows = sparse_v4.build_mixed_sparse_indices(step.window_slots, chosen)
+    return rows, cache._replace(indexer=keys, indexer_compressor=state)

@@ -1,0 +1,26 @@
+"""DeepSeek-V4's attention as a Flax nnx layer."""
+
+import jax
+
+from tsmla_jax.nn.layer import AttentionLayer
+from tsmla_jax.nn.v4.functional import V4Cache, attend
+from tsmla_jax.nn.v4.step import V4Step
+from tsmla_jax.nn.v4.weights import WEIGHTS
+
+
+class V4Attention(AttentionLayer):
+    """One DeepSeek-V4 attention layer of a `V4Config`; arguments and errors of `AttentionLayer`."""
+
+    _weights = WEIGHTS
+
+    def __call__(
+        self,
+        x: jax.Array,
+        cache: V4Cache,
+        step: V4Step,
+        *,
+        kv_scale: float | jax.Array | None = None,
+        implementation: str | None = None,
+    ) -> tuple[jax.Array, V4Cache]:
+        """Prefill, chunks and decode alike; see `tsmla_jax.nn.v4.attend`. Returns y and the caches."""
+        return attend(self.params, self.config, x, cache, step, kv_scale=kv_scale, implementation=implementation)

@@ -1,0 +1,102 @@
+"""A step of DeepSeek-V4: the index rows that all layers of one kind share, made once a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+
+from tsmla_jax.nn.rope import inverse_frequencies
+from tsmla_jax.nn.step import Step
+from tsmla_jax.nn.v4.config import V4Config
+from tsmla_jax.sparse import v4 as sparse_v4
+from tsmla_jax.sparse.v4 import MixedIndices
+
+
+def rope_table(config: V4Config, num_positions: int) -> jax.Array:
+    """cos and sin for positions 0 to num_positions - 1, f32 [N, R]; one table for all layers of one rope."""
+    frequencies = inverse_frequencies(config.rope_dim, config.rope_theta, config.yarn)
+    magnitude = 1.0 if config.yarn is None else config.yarn.magnitude
+    return sparse_v4.rope_table(jnp.asarray(frequencies), num_positions, scale=magnitude)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class V4Step:
+    """A step of all layers of one kind; made by `make_step`.
+
+    Attributes:
+        window: the step over the window caches: lengths of the requests, slots of the new tokens.
+        positions: [T] i32 of the new tokens; -1 for padding.
+        state_slots: [B] i32, each request's compressor states; -1 for padding.
+        window_slots: [T, window] i32, the window cache's slots that each token sees.
+        compressed_tables, token_tables: pages of the compressed caches, i32 [B, Mc] and, a row a token, [T, Mc].
+        rows: what each token attends to; None in csa layers, which choose it.
+        cos_sin: f32 [N, R] of `rope_table`.
+        page_size, compressed_page_size: static, rows a page of the window and of the compressed caches.
+    """
+
+    window: Step
+    positions: jax.Array
+    state_slots: jax.Array
+    window_slots: jax.Array
+    compressed_tables: jax.Array
+    token_tables: jax.Array
+    rows: MixedIndices | None
+    cos_sin: jax.Array
+    page_size: int = field(metadata={"static": True})
+    compressed_page_size: int = field(metadata={"static": True})
+
+
+def make_step(
+    config: V4Config,
+    step: Step,
+    *,
+    state_slots: jax.Array,
+    compressed_tables: jax.Array,
+    cos_sin: jax.Array,
+    page_size: int,
+    compressed_page_size: int | None = None,
+) -> V4Step:
+    """The index rows of one step, for all layers of the config's kind, ratio, window and rope.
+
+    Args:
+        config: of any such layer.
+        step: of ragged tokens over the window caches: block_tables [B, M] are their pages (entries of pages wholly
+            before the window are not read), slot_mapping [T] the slots of the new tokens' latents.
+        state_slots: [B] i32, each request's compressor states.
+        compressed_tables: [B, Mc] i32, pages of the compressed caches (not read for sliding layers).
+        cos_sin: of `rope_table`.
+        page_size: Z of the window cache, static.
+        compressed_page_size: of the compressed caches; None is the same.
+
+    Raises:
+        ValueError: the errors of `window_slots` and `compressed_slots` (`tsmla_jax.sparse.v4`), a dense step, and under
+            TSMLA_CHECK=1 cu_seqlens_q that are not in order.
+    """
+    entries = page_size if compressed_page_size is None else compressed_page_size
+    num_tokens = step.slot_mapping.shape[0]
+    step = step.checked(num_tokens)
+    requests, positions = step.ragged_tokens(num_tokens)
+    window_tables = step.block_tables[requests]
+    window = sparse_v4.window_slots(positions, window_tables, page_size=page_size, window=config.sliding_window)
+    token_tables = compressed_tables[requests]
+    rows = None
+    if config.kind == "sliding":
+        rows = sparse_v4.build_mixed_sparse_indices(window)
+    elif config.kind == "hca":
+        chosen, lens = sparse_v4.compressed_slots(positions, token_tables, ratio=config.ratio, page_size=entries)
+        rows = sparse_v4.build_mixed_sparse_indices(window, chosen, lens)
+    return V4Step(
+        window=step,
+        positions=positions,
+        state_slots=state_slots,
+        window_slots=window,
+        compressed_tables=compressed_tables,
+        token_tables=token_tables,
+        rows=rows,
+        cos_sin=cos_sin,
+        page_size=page_size,
+        compressed_page_size=entries,
+    )

@@ -1,0 +1,152 @@
+"""The GPU that kernels are compiled for and run on, and the runtime library that launches them from XLA."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from tsmla_kernels import contract, launch, object_cache
+from tsmla_kernels.catalog import Config, Kernel
+
+TARGET = "CuteDSLRT_NvJaxCutlassCall_v2"
+"""The runtime's custom call that XLA may record into a CUDA graph (for jax from 0.9.1 on)."""
+
+NUM_SMS = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148, "sm_107a": 148}
+"""Multiprocessors to plan for where there is no device to ask: H100 SXM and H200; B200; B300; the last one's number is
+not published, so B300's stands for it. The number decides into how many pieces work is cut, not what comes out."""
+
+PROVEN = ("sm_90a",)
+"""The architectures on which the kernels of the caches and of merging have run; on others they must be named."""
+
+_TYPE = "CuteDSLRT_NvJaxCutlassCallTypes_v2"
+_register_lock = threading.Lock()
+_registered = False
+
+
+# ---- the device
+
+
+def gpu() -> Any | None:
+    """This process' first CUDA device, None if it has none."""
+    try:
+        return jax.local_devices(backend="cuda")[0]
+    except (RuntimeError, IndexError):
+        return None
+
+
+def target_arch() -> str | None:
+    """The architecture to compile for: that of the GPU, else CUTE_DSL_ARCH, else None."""
+    device = gpu()
+    if device is None:
+        return os.environ.get("CUTE_DSL_ARCH") or None
+    return f"sm_{device.compute_capability.replace('.', '')}a"
+
+
+def arch_for(kernel: Kernel) -> str:
+    """The architecture to compile `kernel` for; NotImplementedError where there is none to compile for."""
+    arch = target_arch()
+    if arch is None:
+        raise contract.not_runnable(kernel.name, "cute", why_not(kernel))
+    return arch
+
+
+def num_sms(arch: str) -> int:
+    """Multiprocessors of the GPU, or of the architecture's data-centre part where there is none."""
+    device = gpu()
+    return NUM_SMS[arch] if device is None else device.core_count
+
+
+def why_not(kernel: Kernel) -> list[str]:
+    """Why `kernel` can be neither run nor compiled in this process; empty if it can."""
+    arch, named = target_arch(), os.environ.get("CUTE_DSL_ARCH")
+    if arch is None:
+        return [
+            "there is no NVIDIA GPU that jax can use (to lower for one without having it, set CUTE_DSL_ARCH, e.g. to"
+            f" {kernel.archs[0]})"
+        ]
+    if gpu() is not None and named and named != arch:
+        return [f"CUTE_DSL_ARCH is {named}, but the GPU here is {arch}"]
+    if arch not in kernel.archs:
+        return [f"the architecture is {arch}; {kernel.name} is written for {', '.join(kernel.archs)}"]
+    if gpu() is not None and runtime_library() is None:
+        return [f"{launch.LIBRARY} was not found; it is part of nvidia-cutlass-dsl"]
+    return []
+
+
+def why_not_made(kernel: Kernel, config: Config) -> list[str]:
+    """Why there is no object of `kernel` for `config`: the package with its code isn't installed, and no object is
+    stored."""
+    package, arch = kernel.package, target_arch()
+    if package is None or arch is None or importlib.util.find_spec(package.module) is not None:
+        return []
+    if object_cache.is_stored(kernel, config, arch):
+        return []
+    return [f"{kernel.name} is made of {package.distribution}, which is not installed: {package.install}"]
+
+
+def why_not_by_default() -> list[str]:
+    """Why implementation=None should not run a kernel that could be named."""
+    device = getattr(jax.config, "jax_default_device", None)
+    platform = jax.default_backend() if device is None else getattr(device, "platform", device)
+    return [] if platform in ("gpu", "cuda") else [f"jax's default device is a {platform}"]
+
+
+def why_not_untested() -> list[str]:
+    """`why_not_by_default`, and that a kernel of the caches or of merging has not run on this architecture."""
+    arch = target_arch()
+    if arch is None or arch in PROVEN:
+        return why_not_by_default()
+    return [*why_not_by_default(), f'the kernel is untested on {arch}; pass implementation="cute" to use it anyway']
+
+
+# ---- the runtime library
+
+
+def runtime_library() -> Path | None:
+    """The DSL's runtime library for jax's CUDA version, else for another version; None if none is installed."""
+    return launch.runtime_library("cu12" if importlib.util.find_spec("jax_cuda12_plugin") else "cu13")
+
+
+def register_custom_calls() -> None:
+    """Make the runtime's custom call known to XLA, once per process. Lowering on a machine with a GPU does so too, so
+    only a process that runs a deserialized export without tracing anything has to call this function.
+
+    Raises FileNotFoundError if the runtime isn't installed."""
+    global _registered
+    with _register_lock:
+        if _registered:
+            return
+        path = runtime_library()
+        if path is None:
+            raise FileNotFoundError(f"{launch.LIBRARY} was not found; it is part of nvidia-cutlass-dsl")
+        library = ctypes.CDLL(str(path))
+
+        def symbol(name: str) -> Any:
+            function = getattr(library, f"CuteDSLRT_NvJaxCutlassCall{name}_v2")
+            function.restype = ctypes.c_void_p
+            return function
+
+        jax.ffi.register_ffi_type(
+            _TYPE,
+            {
+                "type_id": jax.ffi.pycapsule(symbol("StateTypeId")()),
+                "type_info": jax.ffi.pycapsule(symbol("StateTypeInfo")()),
+            },
+            platform="CUDA",
+        )
+        stages = {"instantiate": "Instantiate", "prepare": "Prepare", "execute": "Execute"}
+        handlers = {stage: jax.ffi.pycapsule(symbol(name)) for stage, name in stages.items()}
+        jax.ffi.register_ffi_target(TARGET, handlers, platform="CUDA")
+        _registered = True
+
+
+def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """The `disabled_checks` of jax.export.export for programs with kernels. jax guarantees the stability of its own
+    custom calls only, and refuses to export others without this list."""
+    return [jax.export.DisabledSafetyCheck.custom_call(TARGET)]

@@ -1,0 +1,30 @@
+"""The definition of indexer_logits: gather every key, score them all."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from tsmla_jax.sparse.indexer import read_indexer_pages
+from tsmla_kernels.contract.sparse import IndexerLogitsSpec
+
+
+def indexer_logits(
+    q: jax.Array,
+    weights: jax.Array,
+    k_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    spec: IndexerLogitsSpec,
+) -> jax.Array:
+    """logits [T, M * Z] as the public indexer_logits documents them."""
+    num_keys = spec.max_pages * spec.cache.page_size
+    used = jnp.arange(num_keys) < seq_lens[:, None]
+    keys, scales = read_indexer_pages(k_cache, jnp.clip(block_tables, 0, spec.cache.num_pages - 1), spec.cache)
+    keys = keys.reshape(spec.num_tokens, num_keys, spec.head_dim).astype(jnp.float32)
+    dots = jnp.einsum("thd,tkd->thk", q.astype(jnp.float32), keys, precision="highest")
+    logits = jnp.einsum("th,thk->tk", weights.astype(jnp.float32), jax.nn.relu(dots), precision="highest")
+    if scales is not None:
+        logits = logits * scales.reshape(logits.shape)
+    return jnp.where(used, logits, -jnp.inf)

@@ -1,0 +1,126 @@
+"""Arguments at the front door: describing them to the contract, and turning them into jax arrays afterwards."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar, get_type_hints
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tsmla_kernels import contract
+from tsmla_kernels.contract import rules
+
+Spec = TypeVar("Spec")
+Scale = float | jax.Array
+"""A Python float, or a float32 scalar array, traced or not."""
+
+
+def describe(name: str, value: Any) -> contract.Array:
+    """Shape and dtype of an array argument (or a ShapeDtypeStruct), before any conversion, so that an int64 table is
+    refused and not quietly narrowed. TypeError if it has no shape or dtype."""
+    if not _is_array(value):
+        raise contract.not_an_array(name, value)
+    return contract.Array(tuple(value.shape), jnp.dtype(value.dtype).name)
+
+
+def describe_as(
+    name: str, value: Any, axes: str, dtypes: Sequence[str], *sizes: tuple[contract.Dim, str]
+) -> contract.Array:
+    """`describe`, and the check of the axes, the dtype and the sizes of the first axes (contract.rules.check_array)."""
+    array = describe(name, value)
+    rules.check_array(name, array, axes, dtypes, *sizes)
+    return array
+
+
+def describe_ints(name: str, value: Any, axes: str, *sizes: tuple[contract.Dim, str]) -> contract.Array:
+    """`describe_as` for int32: indices into a cache are never converted quietly."""
+    return describe_as(name, value, axes, ("int32",), *sizes)
+
+
+def describe_call(make: Callable[..., Spec], **arguments: Any) -> Spec:
+    """The contract's spec of a call: make(**arguments), where every array becomes its contract.Array.
+
+    `make` is a function of the contract. Its type annotations say which arguments are arrays (Array), which may be
+    None (Array | None), and which are scales (Array | float). All others are static and are passed on unchanged.
+
+    Raises TypeError if an argument has to be an array and is none, and everything that `make` raises.
+    """
+    describers = _describers(make)
+    return make(**{name: describers.get(name, _unchanged)(name, value) for name, value in arguments.items()})
+
+
+@functools.cache
+def _describers(make: Callable[..., Any]) -> dict[str, Callable[[str, Any], Any]]:
+    """How to describe each parameter of `make` that may be an array."""
+    array = contract.Array
+    by_type: dict[Any, Callable[[str, Any], Any]] = {
+        array: describe,
+        array | None: lambda name, value: None if value is None else describe(name, value),
+        array | float: _describe_scale,
+        array | float | None: _describe_scale,
+    }
+    return {name: by_type[hint] for name, hint in get_type_hints(make).items() if hint in by_type}
+
+
+def _describe_scale(name: str, value: Any) -> Any:
+    return describe(name, value) if _is_array(value) else value  # the contract judges numbers and None
+
+
+def _unchanged(name: str, value: Any) -> Any:
+    return value
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def dtype_name(dtype: Any) -> str | None:
+    """The name of a dtype argument, as the contract takes it; None for None."""
+    return None if dtype is None else jnp.dtype(dtype).name
+
+
+def as_scale(value: Scale | None, dtype: Any) -> jax.Array:
+    """A scale as an operand of `dtype`; None means 1. It is an operand even when it is a Python float, so that no
+    implementation can keep its value."""
+    return jnp.asarray(1.0 if value is None else value, dtype)
+
+
+def scale_operand(scale: Scale | None) -> jax.Array | np.ndarray:
+    """A scale as the cache kernels take it, float32 [1]. A Python number is a constant and costs no computation."""
+    if scale is None or isinstance(scale, float | int):
+        return np.array([1.0 if scale is None else scale], np.float32)
+    return as_scale(scale, jnp.float32).reshape(1)
+
+
+class Scales(NamedTuple):
+    """The scales of an attention call: the factor of the logits, and what q, k and v were divided by (None is 1)."""
+
+    softmax: Scale
+    q: Scale | None = None
+    k: Scale | None = None
+    v: Scale | None = None
+
+    def logits(self, dtype: Any) -> jax.Array:
+        """The factor of q . k."""
+        return as_scale(self.softmax, dtype) * as_scale(self.q, dtype) * as_scale(self.k, dtype)
+
+    def operand(self) -> jax.Array | np.ndarray:
+        """The attention kernels' operand, float32 [2]: the factors of the logits and of the outputs. Python numbers are
+        multiplied here, so that they reach the device as a constant and cost no computation there."""
+        softmax, q, k, v = (1.0 if scale is None else scale for scale in self)
+        if all(isinstance(scale, float | int) for scale in (softmax, q, k, v)):
+            return np.array([softmax * q * k, v], np.float32)
+        return jnp.stack([self.logits(jnp.float32), as_scale(v, jnp.float32)])
+
+
+def attention_of_no_keys(q: jax.Array, width: int, spec: Any) -> tuple[jax.Array, jax.Array]:
+    """The out (0, `width` columns) and the lse (-inf) of queries that see no key, in the dtypes of the call's spec."""
+    return jnp.zeros((*q.shape[:-1], width), spec.out_dtype), jnp.full(q.shape[:-1], -jnp.inf, spec.lse_dtype)
+
+
+def accumulation_dtype(dtype: str) -> jnp.dtype:
+    """float32, or float64 for float64 inputs."""
+    return jnp.dtype("float64" if dtype == "float64" else "float32")

@@ -1,0 +1,1 @@
+"""The operation mla_prefill_kv: api, reference, xla and cute."""

@@ -1,0 +1,121 @@
+"""mla_prefill_kv: mla_prefill on keys and values as the layer makes them, without copies of them.
+
+The projection kv_b gives each head's keys without their rope columns and its values side by side, and the rope columns
+are the same for all heads. The Hopper kernel reads both where they lie; elsewhere k and v are made from them first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from tsmla_jax.ops import checks
+from tsmla_jax.ops.inputs import Scale, Scales, attention_of_no_keys, describe, describe_call
+from tsmla_jax.ops.operation import Implementation, Operation, row_specs
+from tsmla_kernels import contract
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32
+
+
+def mla_prefill_kv(
+    q: Float[Array, "Tq H K"],
+    kv: Float[Array, "Tk H N+V"],
+    k_rope: Float[Array, "Tk R"],
+    *,
+    cu_seqlens_q: Int32[Array, " B+1"],
+    cu_seqlens_kv: Int32[Array, " B+1"],
+    max_q_len: int,
+    max_kv_len: int,
+    softmax_scale: Scale,
+    causal: bool = True,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> Float[Array, "Tq H V"] | tuple[Float[Array, "Tq H V"], Float[Array, "Tq H"]]:
+    """mla_prefill with k = [kv[..., :N] | k_rope for every head] and v = kv[..., N:], where N = K - R.
+
+    On Hopper neither the slices nor the broadcast are made: in DeepSeek's shapes (K 192, R 64, V 128) that saves
+    reading and writing 640 bytes a token and head.
+
+    Args:
+      q: [Tq, H, K], rope columns last.
+      kv: [Tk, H, N + V], as kv_b gives it: keys without their rope columns, then values. q's dtype.
+      k_rope: [Tk, R] with rotation applied, shared by all heads. q's dtype.
+      others: as in `mla_prefill`.
+
+    Returns:
+      As `mla_prefill`; derivatives in reverse mode too.
+
+    Raises:
+      TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
+      NotImplementedError: the named implementation can't run this call, with every reason.
+    """
+    spec = OPERATION.spec(
+        q=q,
+        kv=kv,
+        k_rope=k_rope,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_kv,
+        max_q_len=max_q_len,
+        max_kv_len=max_kv_len,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        return_lse=return_lse,
+    )
+    chosen = OPERATION.select(spec, implementation)
+    q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv = map(jnp.asarray, (q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv))
+    cu_seqlens_q = checks.prefill(spec, cu_seqlens_q, cu_seqlens_kv)
+    if 0 in (spec.batch, spec.total_q_len, spec.total_kv_len, spec.max_q_len, spec.max_kv_len):
+        out, lse = attention_of_no_keys(q, spec.v_head_dim, spec)
+    else:
+        arrays = (q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv, Scales(softmax_scale))
+        out, lse = chosen.call(arrays, lambda: row_specs(q), spec=spec)
+    return (out, lse) if return_lse else out
+
+
+def _spec(*, q: Any, kv: Any, k_rope: Any, **arguments: Any) -> contract.PrefillSpec:
+    """The spec of the call of mla_prefill on k and v; ValueError names the argument that isn't legal."""
+    described = {name: describe(name, x) for name, x in (("q", q), ("kv", kv), ("k_rope", k_rope))}
+    for name, rank, legal in (("q", 3, "[Tq, H, K]"), ("kv", 3, "[Tk, H, K - R + V]"), ("k_rope", 2, "[Tk, R]")):
+        if len(described[name].shape) != rank:
+            raise ValueError(f"{name}: got shape {list(described[name].shape)}; legal: {legal}")
+    (_, heads, k_dim), (rows, kv_heads, width), (rope_rows, rope_dim) = (x.shape for x in described.values())
+    if rope_rows != rows:
+        raise ValueError(f"k_rope: got shape {[rope_rows, rope_dim]}; its Tk must equal kv's, {rows}")
+    if not 1 <= rope_dim < k_dim:
+        raise ValueError(
+            f"k_rope: got shape {[rope_rows, rope_dim]}; its R must be between 1 and q's K - 1 = {k_dim - 1}"
+        )
+    if width <= k_dim - rope_dim:
+        raise ValueError(
+            f"kv: got shape {[rows, kv_heads, width]}; its last axis must be wider than K - R = {k_dim - rope_dim},"
+            " the columns of the keys"
+        )
+    if kv_heads != heads:
+        raise ValueError(f"kv: got shape {[rows, kv_heads, width]}; its H must equal q's, {heads}")
+    for name in ("kv", "k_rope"):
+        if described[name].dtype != described["q"].dtype:
+            raise ValueError(
+                f"{name}: got dtype {described[name].dtype}; q, kv and k_rope must have one dtype, and q has"
+                f" {described['q'].dtype}"
+            )
+    k = contract.Array((rows, heads, k_dim), described["kv"].dtype)
+    v = contract.Array((rows, heads, width - (k_dim - rope_dim)), described["kv"].dtype)
+    return describe_call(contract.prefill_spec, q=q, k=k, v=v, **arguments)
+
+
+def _implementations() -> Mapping[str, Implementation]:
+    from tsmla_jax.ops import device
+    from tsmla_jax.ops.mla_prefill import cute as prefill
+    from tsmla_jax.ops.mla_prefill_kv import cute, reference, xla
+
+    return {
+        "cute": Implementation(cute.mla_prefill_kv, prefill.why_not, device.why_not_by_default, prefill.notes),
+        "xla": Implementation(xla.mla_prefill_kv),
+        "reference": Implementation(reference.mla_prefill_kv),
+    }
+
+
+OPERATION = Operation(mla_prefill_kv, _spec, _implementations)

@@ -1,0 +1,76 @@
+"""mla_prefill_kv by the CuTe DSL kernels. The Hopper kernel reads kv and k_rope where they lie; for dtypes and widths
+that it can't read this way, and on Blackwell, k and v are made first and go to mla_prefill's kernels."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from tsmla_jax.ops import device, transforms
+from tsmla_jax.ops.inputs import Scales
+from tsmla_jax.ops.mla_prefill import cute as prefill
+from tsmla_jax.ops.mla_prefill_kv import reference
+from tsmla_kernels.catalog import MLA_PREFILL
+from tsmla_kernels.contract import PrefillSpec
+from tsmla_kernels.sm90.prefill import config as sm90_prefill
+
+
+def mla_prefill_kv(
+    q: jax.Array,
+    kv: jax.Array,
+    k_rope: jax.Array,
+    cu_seqlens_q: jax.Array,
+    cu_seqlens_kv: jax.Array,
+    scales: Scales,
+    *,
+    spec: PrefillSpec,
+) -> prefill.Results:
+    """out and lse as the public mla_prefill_kv documents them; both are always returned. spec is that of the call on k
+    and v. Reverse-mode differentiable."""
+    if device.why_not(MLA_PREFILL) or sm90_prefill.shared_rope_reasons(spec, k_rope.shape[1]):
+        arrays = (q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv, scales)
+        return reference.mla_prefill_kv(*arrays, spec=spec, attend=prefill.mla_prefill)
+    operand = scales.operand()
+    attend = _differentiable(prefill.static_part(spec, operand))
+    results: prefill.Results = attend(q, kv, k_rope, operand, cu_seqlens_q, cu_seqlens_kv)
+    return results
+
+
+@functools.cache
+def _differentiable(call: prefill.Call) -> Callable[..., Any]:
+    """The call as a function (q, kv, k_rope, scales, cu_seqlens_q, cu_seqlens_kv) -> (out, lse). vmap makes one call
+    after another."""
+
+    def on_device(
+        q: jax.Array, kv: jax.Array, k_rope: jax.Array, scales: jax.Array, *offsets: jax.Array
+    ) -> prefill.Results:
+        expanded = jax.eval_shape(functools.partial(reference.expand, k_dim=q.shape[2]), kv, k_rope)
+        spec = call.spec(q, *expanded, *offsets)
+        return prefill.on_hopper(call, spec, (q, kv, k_rope, *offsets, scales), k_rope.shape[1])
+
+    run = transforms.transformable(
+        on_device,
+        rule="t h k, s h w, s r, c, b, b -> t h v, t h",
+        fixed=("t", "k", "s", "w", "r", "c", "b", "v"),
+        partition=_partition,
+    )
+
+    def derivative(saved: prefill.Saved, cotangents: prefill.Results) -> tuple[jax.Array | None, ...]:
+        (q, kv, k_rope, scales, *offsets), results = saved
+        (k, v), contract_keys = jax.vjp(functools.partial(reference.expand, k_dim=q.shape[2]), kv, k_rope)
+        saved = ((q, k, v, scales, *offsets), results)
+        d_q, d_k, d_v, *others = prefill.backward(call.spec(q, k, v, *offsets), saved, cotangents)
+        return d_q, *contract_keys((d_k, d_v)), *others
+
+    return transforms.with_backward(run, derivative)
+
+
+def _partition(shapes: Sequence[Any]) -> transforms.Partition:
+    """q's sharding along heads, everything else whole."""
+    heads = transforms.named_axes(shapes[0])[1]
+    rows, line = P(None, heads, None), P(None)
+    return (rows, rows, P(None, None), line, line, line), (rows, P(None, heads))

@@ -1,0 +1,45 @@
+"""The online softmax over blocks of keys (arXiv:1805.02867), which all attention in portable XLA shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tsmla_jax.ops.loops import carry
+
+
+class State(NamedTuple):
+    """Each row after the keys so far: the greatest score (-inf before the first visible key), and the sums of
+    exp(score - maximum) and of exp(score - maximum) * value."""
+
+    maximum: jax.Array
+    total: jax.Array
+    out: jax.Array
+
+
+def start(rows: tuple[int, ...], width: int, dtype: jnp.dtype, *operands: jax.Array) -> State:
+    """The state of `rows` before the first key, as a loop's carry whose body reads `operands`."""
+    state = jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype), jnp.zeros((*rows, width), dtype)
+    return State(*(carry(x, *operands) for x in state))
+
+
+def update(state: State, scores: jax.Array, weighted_sum: Callable[[jax.Array], jax.Array]) -> State:
+    """The state after a block of keys with these scores [*rows, keys], -inf for keys that a row doesn't see.
+    weighted_sum(weights) is the product of the block's weights and values."""
+    maximum = jnp.maximum(state.maximum, scores.max(-1))
+    # While a row has seen nothing its maximum is -inf; 0 stands in for it, so that no inf - inf arises.
+    shift = jnp.where(maximum == -jnp.inf, 0, maximum)
+    weights = jnp.exp(scores - shift[..., None])
+    decay = jnp.exp(state.maximum - shift)
+    total = state.total * decay + weights.sum(-1)
+    return State(maximum, total, state.out * decay[..., None] + weighted_sum(weights))
+
+
+def finish(state: State) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Which rows saw a key; their sum of weights, 1 for the others; and the lse, -inf for the others."""
+    seen = state.maximum != -jnp.inf
+    total = jnp.where(seen, state.total, 1)
+    return seen, total, jnp.where(seen, state.maximum + jnp.log(total), -jnp.inf)

@@ -1,0 +1,161 @@
+"""Operation: a public function, the spec of its calls, and its implementations in an explicit table.
+
+An operation is a folder tsmla_jax/ops/<op>/. Its api.py holds the public function and the `Operation`, whose table is
+a small function that imports the implementations. These are the only imports inside functions in this package: they
+happen at the first call of the operation, so that `import tsmla_jax` costs milliseconds and brings no compiler.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, PartitionSpec
+
+from tsmla_kernels import contract
+
+IMPLEMENTATIONS = ("cute", "xla", "reference")
+"""Best first: the order in which implementation=None tries them."""
+
+NO_KERNEL = "there is no kernel for this operation yet"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found: the implementation that None picks (or that was named), and for every implementation the
+    reasons why it can't run this call, none when it can. `notes` holds further facts about an implementation."""
+
+    op: str
+    spec: Any
+    chosen: str | None
+    reasons: dict[str, tuple[str, ...]]
+    notes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"{self.op}: {self.chosen or 'nothing'} runs this call"]
+        for name, reasons in self.reasons.items():
+            lines.append(f"  {name}: {'; '.join(reasons) if reasons else 'can run'}")
+            lines += [f"    {note}" for note in self.notes.get(name, ())]
+        return "\n".join(lines)
+
+
+def _nothing(*_: Any) -> list[str]:
+    return []
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute an operation.
+
+    run: the computation, of jax arrays and keyword options.
+    why_not: of the call's spec, the reasons why it can't run that call; empty if it can.
+    why_not_by_default: the reasons why implementation=None must not pick it although it can be named.
+    notes: of the spec, facts about it that `explain` tells.
+    """
+
+    run: Callable[..., Any]
+    why_not: Callable[[Any], list[str]] = _nothing
+    why_not_by_default: Callable[[], list[str]] = _nothing
+    notes: Callable[[Any], list[str]] = _nothing
+
+    def call(self, arrays: Sequence[Any], out_specs: Callable[[], Any], *, spec: Any, **options: Any) -> Any:
+        """run(*arrays, spec=spec, **options) on arrays whose sharding may be part of their type (explicit mesh axes).
+
+        jax refuses gathers and reshapes of explicitly sharded axes instead of partitioning them. Inside, `run` sees
+        those axes as automatic ones; outside, its results have the PartitionSpecs that out_specs() returns.
+        """
+        operands = [x for x in jax.tree.leaves((arrays, options)) if isinstance(x, jax.Array)]
+        meshes = (jax.typeof(x).sharding.mesh for x in operands)
+        mesh: Any = next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
+        if mesh is None:
+            return self.run(*arrays, spec=spec, **options)
+
+        def automatic(arrays: Sequence[Any], options: dict[str, Any]) -> Any:
+            return self.run(*arrays, spec=spec, **options)
+
+        kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        axes = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
+        with jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh)):
+            return jax.sharding.auto_axes(automatic, axes=axes, out_sharding=out_specs())(arrays, options)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A public function with its implementations.
+
+    function: the public function; its name is the operation's.
+    spec: of the function's arguments by keyword (without `implementation`), the contract's spec of the call.
+    implementations: returns the table of implementations by name, for some of IMPLEMENTATIONS.
+    """
+
+    function: Callable[..., Any]
+    spec: Callable[..., Any]
+    implementations: Callable[[], Mapping[str, Implementation]]
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    @functools.cached_property
+    def table(self) -> Mapping[str, Implementation]:
+        """The implementations, imported at the first call."""
+        return self.implementations()
+
+    def spec_of(self, *args: Any, **kwargs: Any) -> Any:
+        """The spec of the call function(*args, **kwargs)."""
+        return self.spec(**inspect.signature(self.function).bind(*args, **kwargs).arguments)
+
+    def why_not(self, implementation: str, spec: Any, *, named: bool = True) -> list[str]:
+        """The reasons why `implementation` can't run this call, or (not named) why None doesn't choose it; empty if
+        there are none."""
+        found = self.table.get(implementation)
+        if found is None:
+            return [NO_KERNEL]
+        reasons = found.why_not(spec)
+        by_default = [] if named else found.why_not_by_default()
+        return reasons + [reason for reason in by_default if reason not in reasons]
+
+    def select(self, spec: Any, implementation: str | None) -> Implementation:
+        """The implementation that runs this call.
+
+        ValueError for an unknown name; NotImplementedError, with every reason, if the named one can't run."""
+        _check_name(implementation)
+        refused: list[str] = []
+        for name in IMPLEMENTATIONS if implementation is None else (implementation,):
+            reasons = self.why_not(name, spec, named=implementation is not None)
+            if not reasons:
+                return self.table[name]
+            refused += reasons if implementation else [f"{name}: {'; '.join(reasons)}"]
+        raise contract.not_runnable(self.name, implementation or "None", refused)
+
+    def explain(self, *args: Any, implementation: str | None = None, **kwargs: Any) -> Explanation:
+        """The explanation of the call function(*args, **kwargs); raises what the call raises for illegal arguments."""
+        spec = self.spec_of(*args, **kwargs)
+        _check_name(implementation)
+        named = implementation is not None
+        reasons = {name: tuple(self.why_not(name, spec, named=named)) for name in IMPLEMENTATIONS}
+        candidates = IMPLEMENTATIONS if implementation is None else (implementation,)
+        chosen = next((name for name in candidates if not reasons[name]), None)
+        notes = {name: tuple(found) for name, each in self.table.items() if (found := each.notes(spec))}
+        return Explanation(self.name, spec, chosen, reasons, notes)
+
+
+def _check_name(implementation: str | None) -> None:
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise contract.unknown_implementation(implementation, IMPLEMENTATIONS)
+
+
+def row_specs(x: jax.Array) -> tuple[PartitionSpec, PartitionSpec]:
+    """The specs of an array like x with another last axis, and of one without it: of an out and its lse."""
+    rows = tuple(same_spec(x))[: x.ndim - 1]
+    rows += (None,) * (x.ndim - 1 - len(rows))
+    return PartitionSpec(*rows, None), PartitionSpec(*rows)
+
+
+def same_spec(x: jax.Array) -> PartitionSpec:
+    """The spec of an array sharded like x."""
+    return jax.typeof(x).sharding.spec

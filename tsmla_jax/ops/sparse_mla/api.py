@@ -1,0 +1,121 @@
+"""sparse_mla: absorbed attention over selected cache slots, for V3.2 and V4, decode and prefill in one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from tsmla_jax.ops.inputs import Scale, Scales, describe_call
+from tsmla_jax.ops.operation import Implementation, Operation
+from tsmla_jax.sparse import checks
+from tsmla_kernels import contract
+from tsmla_kernels.contract import sparse as sparse_contract
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32
+
+
+def sparse_mla(
+    q: Float[Array, "T H D"],
+    kv_cache: Array,
+    indices: Int32[Array, "T K"],
+    lengths: Int32[Array, " T"] | None = None,
+    *,
+    softmax_scale: Scale,
+    latent_dim: int = 512,
+    sinks: Float[Array, " H"] | None = None,
+    compressed_kv_cache: Array | None = None,
+    window: int | None = None,
+    page_size: int | None = None,
+    page_span: int | None = None,
+    compressed_page_size: int | None = None,
+    compressed_page_span: int | None = None,
+    q_scale: Scale | None = None,
+    kv_scale: Scale | None = None,
+    compressed_kv_scale: Scale | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> Float[Array, "T H L"] | tuple[Float[Array, "T H L"], Float[Array, "T H"]]:
+    """Attention of each query token over the cache slots selected for it; one key head, values are the keys' latent.
+
+    out = softmax(softmax_scale * q . kv[indices]) kv[indices][:, :L], over the valid indices of the row.
+
+    Axes: T query tokens, H query heads (any number), D key width, L latent width, K selected slots a token, P pages,
+    Z tokens a page. DeepSeek-V3.2 has D = 576, L = 512 and softmax_scale 192^-0.5 (times yarn's); V4 has D = L = 512.
+
+    Args:
+      q: [T, H, D]; float16, bfloat16, float32, float64 or float8_e4m3fn.
+      kv_cache: plain [P, Z, D] of floats or float8_e4m3fn; uint8 [P, Z, 656], V3.2 packed rows; or uint8
+        [P, page_bytes], V4 packed pages.
+      indices: [T, K] int32 slots, page * Z + offset. -1 selects nothing. A slot given twice counts twice. With two
+        caches K is a multiple of 4.
+      lengths: [T] int32, the active columns of each row; the columns behind them are never used. None: all K.
+      softmax_scale: factor of the logits, float or float32 scalar array, may be traced.
+      latent_dim: L; the first L columns of a key are its value.
+      sinks: [H], a logit a head that takes weight and has no value: out is multiplied by 1 / (1 + exp(sink - lse)).
+      compressed_kv_cache: a second cache, of any layout. The first `window` columns of indices then select from
+        kv_cache and the others from this one (rows as build_mixed_sparse_indices makes them).
+      window: static; given with compressed_kv_cache and only then.
+      page_size: rows used of a page: 64 unless given for V4 pages, Z for the others.
+      page_span: slots between two pages, for packed V4 pages whose slots were remapped (see remap_slots).
+      compressed_page_size, compressed_page_span: the same of the second cache.
+      q_scale, kv_scale, compressed_kv_scale: q holds query / q_scale and the caches kv / scale; None is 1. Packed rows
+        bring their own scales and take no other.
+      return_lse: also return the logsumexp of the scaled logits, without the sink.
+      implementation: "xla" (blocks of tokens and of slots), "reference", or None for the best that can run.
+
+    Returns:
+      out [T, H, L] in q's dtype, bfloat16 when q is fp8; with return_lse also lse [T, H], float32, natural logarithm.
+      A row of no valid index gives out 0 and lse -inf. NaN in a slot that isn't selected never reaches a result.
+
+    vmap, jit and shard_map over heads or tokens work with both implementations.
+
+    Raises:
+      TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
+        Under TSMLA_CHECK=1 also: a slot outside its cache, a length outside of 0 to K, or, when lengths are given, a -1
+        before the end of a row (the end of a row's window may be filled with -1).
+      NotImplementedError: the named implementation can't run this call.
+    """
+    spec = OPERATION.spec(
+        q=q,
+        kv_cache=kv_cache,
+        indices=indices,
+        lengths=lengths,
+        softmax_scale=softmax_scale,
+        latent_dim=latent_dim,
+        sinks=sinks,
+        compressed_kv_cache=compressed_kv_cache,
+        window=window,
+        page_size=page_size,
+        page_span=page_span,
+        compressed_page_size=compressed_page_size,
+        compressed_page_span=compressed_page_span,
+        q_scale=q_scale,
+        kv_scale=kv_scale,
+        compressed_kv_scale=compressed_kv_scale,
+        return_lse=return_lse,
+    )
+    chosen = OPERATION.select(spec, implementation)
+    lengths, sinks = (None if x is None else jnp.asarray(x) for x in (lengths, sinks))
+    indices = checks.sparse_mla(spec, jnp.asarray(indices), lengths)
+    given = (kv_cache,) if compressed_kv_cache is None else (kv_cache, compressed_kv_cache)
+    caches, kv_scales = tuple(map(jnp.asarray, given)), (kv_scale, compressed_kv_scale)[: len(given)]
+    scales = Scales(softmax_scale, q_scale)
+    out, lse = chosen.run(jnp.asarray(q), caches, indices, lengths, sinks, scales, kv_scales, spec=spec)
+    return (out, lse) if return_lse else out
+
+
+def _spec(*, return_lse: bool = False, **arguments: Any) -> sparse_contract.SparseMLASpec:
+    contract.static_bool("return_lse", return_lse)
+    return describe_call(sparse_contract.sparse_mla_spec, **arguments)
+
+
+def _implementations() -> Mapping[str, Implementation]:
+    from tsmla_jax.ops.sparse_mla import reference, xla
+
+    return {"xla": Implementation(xla.sparse_mla), "reference": Implementation(reference.sparse_mla)}
+
+
+OPERATION = Operation(sparse_mla, _spec, _implementations)

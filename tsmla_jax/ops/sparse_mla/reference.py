@@ -1,0 +1,54 @@
+"""The definition of sparse_mla: gather every selected row, score them all, softmax in float32."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from tsmla_jax.ops.inputs import Scale, Scales, accumulation_dtype, as_scale
+from tsmla_jax.sparse.layouts import gather_rows, valid_slots
+from tsmla_kernels.contract.sparse import SparseMLASpec
+
+
+def sparse_mla(
+    q: jax.Array,
+    caches: tuple[jax.Array, ...],
+    indices: jax.Array,
+    lengths: jax.Array | None,
+    sinks: jax.Array | None,
+    scales: Scales,
+    kv_scales: tuple[Scale | None, ...],
+    *,
+    spec: SparseMLASpec,
+) -> tuple[jax.Array, jax.Array]:
+    """out and lse as the public sparse_mla documents them; both are always returned. Differentiable.
+
+    caches and their kv_scales are kv_cache and, if there is one, compressed_kv_cache."""
+    dtype = accumulation_dtype(spec.q_dtype)
+    parts, masks = [], []
+    sections = [(spec.cache, indices[:, : spec.window])]
+    if spec.compressed is not None:
+        sections.append((spec.compressed, indices[:, spec.window :]))
+    for (cache_spec, slots), cache, scale in zip(sections, caches, kv_scales, strict=True):
+        valid = valid_slots(slots, cache_spec)
+        parts.append(gather_rows(cache, jnp.where(valid, slots, 0), cache_spec, dtype) * as_scale(scale, dtype))
+        masks.append(valid)
+    valid = jnp.concatenate(masks, axis=1)
+    if lengths is not None:
+        valid &= jnp.arange(spec.num_selected) < lengths[:, None]
+    kv = jnp.where(valid[..., None], jnp.concatenate(parts, axis=1), 0)  # an unused slot may hold NaN
+
+    query = q.astype(dtype) * as_scale(scales.q, dtype)
+    scores = jnp.einsum("thd,tkd->thk", query, kv, precision="highest") * as_scale(scales.softmax, dtype)
+    scores = jnp.where(valid[:, None, :], scores, -jnp.inf)
+    seen = valid.any(-1)[:, None]
+    # A row that sees nothing has no maximum; 0 stands in for it, so that no inf - inf arises.
+    maximum = jax.lax.stop_gradient(jnp.where(seen, scores.max(-1, initial=-jnp.inf), 0))
+    weights = jnp.exp(scores - maximum[..., None])
+    total = jnp.where(seen, weights.sum(-1), 1)
+    out = jnp.einsum("thk,tkl->thl", weights, kv[..., : spec.latent_dim], precision="highest") / total[..., None]
+    lse = jnp.where(seen, maximum + jnp.log(total), -jnp.inf)
+    if sinks is not None:
+        share = jax.nn.sigmoid(jnp.where(seen, lse, 0) - sinks.astype(dtype))
+        out = out * share[..., None]
+    return out.astype(spec.out_dtype), lse.astype(spec.lse_dtype)

@@ -1,0 +1,158 @@
+"""sparse_mla in portable XLA: blocks of tokens, and for each of them blocks of slots with an online softmax.
+
+Beyond the operands and the results there is one gathered block at a time (BLOCK_BYTES, in a few forms): neither the
+gathered rows of a token nor the scores of all slots ever exist. Blocks of slots past the longest row of a block of
+tokens are not visited.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NoReturn
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tsmla_jax.ops import online_softmax
+from tsmla_jax.ops.inputs import Scale, Scales, accumulation_dtype, as_scale
+from tsmla_jax.sparse.blocks import over_token_blocks
+from tsmla_jax.sparse.layouts import gather_rows, valid_slots
+from tsmla_kernels import contract
+from tsmla_kernels.contract.layouts import CacheSpec
+from tsmla_kernels.contract.sparse import SparseMLASpec
+
+BLOCK_KEYS = 256
+"""Slots a step: enough to fill a matrix product, few enough that a token's float32 block stays in a core's cache."""
+BLOCK_BYTES = 4 << 20
+"""Bound on the float32 block of gathered rows, of scores and of the accumulator."""
+
+
+def sparse_mla(
+    q: jax.Array,
+    caches: tuple[jax.Array, ...],
+    indices: jax.Array,
+    lengths: jax.Array | None,
+    sinks: jax.Array | None,
+    scales: Scales,
+    kv_scales: tuple[Scale | None, ...],
+    *,
+    spec: SparseMLASpec,
+) -> tuple[jax.Array, jax.Array]:
+    """out and lse as the public sparse_mla documents them; both are always returned. Not differentiable."""
+    dtype = accumulation_dtype(spec.q_dtype)
+    if lengths is None:
+        lengths = jnp.full((spec.num_tokens,), spec.num_selected, jnp.int32)
+    if sinks is None:
+        sinks = jnp.full((spec.num_heads,), -jnp.inf, dtype)
+    factors = tuple(as_scale(scale, dtype) for scale in kv_scales)
+    return _sparse_mla(spec, q, indices, lengths, caches, sinks.astype(dtype), scales.logits(dtype), factors)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _sparse_mla(
+    spec: SparseMLASpec,
+    q: jax.Array,
+    indices: jax.Array,
+    lengths: jax.Array,
+    caches: tuple[jax.Array, ...],
+    sinks: jax.Array,
+    logit_scale: jax.Array,
+    kv_scales: tuple[jax.Array, ...],
+) -> tuple[jax.Array, jax.Array]:
+    dtype = accumulation_dtype(spec.q_dtype)
+    block_keys = min(BLOCK_KEYS, max(1, spec.num_selected))
+    widest = max(block_keys * spec.head_dim, spec.num_heads * max(block_keys, spec.latent_dim)) * dtype.itemsize
+    rows = (spec.num_tokens, spec.num_heads)
+    if spec.num_tokens == 0:
+        return jnp.zeros((*rows, spec.latent_dim), spec.out_dtype), jnp.zeros(rows, spec.lse_dtype)
+
+    def block(q: jax.Array, indices: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return _attend(spec, q, indices, lengths, caches, sinks, logit_scale, kv_scales)
+
+    out, lse = over_token_blocks(
+        block,
+        (q, indices, lengths),
+        (
+            jax.ShapeDtypeStruct((*rows, spec.latent_dim), jnp.dtype(spec.out_dtype)),
+            jax.ShapeDtypeStruct(rows, jnp.dtype(spec.lse_dtype)),
+        ),
+        block=max(1, BLOCK_BYTES // widest),
+        varying_with=(*caches, sinks, logit_scale, *kv_scales),
+    )
+    return out, lse
+
+
+@_sparse_mla.defjvp
+def _sparse_mla_jvp(spec: SparseMLASpec, primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> NoReturn:
+    raise contract.not_differentiable("sparse_mla", "use implementation='reference'")
+
+
+def _attend(
+    spec: SparseMLASpec,
+    q: jax.Array,
+    indices: jax.Array,
+    lengths: jax.Array,
+    caches: tuple[jax.Array, ...],
+    sinks: jax.Array,
+    logit_scale: jax.Array,
+    kv_scales: tuple[jax.Array, ...],
+) -> tuple[jax.Array, jax.Array]:
+    """A block of tokens: q [t, H, D], indices [t, K], lengths [t] -> out [t, H, L], lse [t, H]."""
+    dtype = accumulation_dtype(spec.q_dtype)
+    query = q.astype(dtype)
+    operands = (q, indices, lengths, *caches, sinks, logit_scale, *kv_scales)
+    rows = (q.shape[0], spec.num_heads)
+    state = online_softmax.start(rows, spec.latent_dim, dtype, *operands)
+    window = jnp.clip(lengths, 0, spec.window)
+    rest = jnp.clip(lengths, spec.window, spec.num_selected) - spec.window
+    sections = [(spec.cache, indices[:, : spec.window], window)]
+    if spec.compressed is not None:
+        sections.append((spec.compressed, indices[:, spec.window :], rest))
+    for (cache_spec, columns, active), cache, scale in zip(sections, caches, kv_scales, strict=True):
+        if columns.shape[1]:
+            state = _accumulate(spec, cache_spec, state, query, cache, columns, active, logit_scale, scale)
+    seen, total, lse = online_softmax.finish(state)
+    # -inf sinks take nothing: sigmoid(inf) is 1.
+    share = jax.nn.sigmoid(jnp.where(seen, lse, 0) - sinks) / total
+    out = jnp.where(seen[..., None], state.out * share[..., None], 0)
+    return out.astype(spec.out_dtype), lse.astype(spec.lse_dtype)
+
+
+def _accumulate(
+    spec: SparseMLASpec,
+    cache_spec: CacheSpec,
+    state: online_softmax.State,
+    query: jax.Array,
+    cache: jax.Array,
+    indices: jax.Array,
+    active: jax.Array,
+    logit_scale: jax.Array,
+    kv_scale: jax.Array,
+) -> online_softmax.State:
+    """The online softmax's state after the slots `indices` [t, K] of one cache, the first active[t] of each row."""
+    dtype = query.dtype
+    # Values of 16 bits, and packed ones, are exact in tf32 and bf16 products; a per-tensor scale makes them wider.
+    narrow = spec.q_dtype not in ("float32", "float64") and cache_spec.dtype in ("bfloat16", "float16", "uint8")
+    precision = lax.Precision.DEFAULT if narrow else lax.Precision.HIGHEST
+    num_columns = indices.shape[1]
+    block_keys = min(BLOCK_KEYS, num_columns)
+
+    def step(i: jax.Array, state: online_softmax.State) -> online_softmax.State:
+        # The last block moves back to end at the last column, and skips what the one before it has seen.
+        start = jnp.minimum(i * block_keys, num_columns - block_keys)
+        slots = lax.dynamic_slice_in_dim(indices, start, block_keys, axis=1)
+        column = start + jnp.arange(block_keys, dtype=jnp.int32)
+        valid = valid_slots(slots, cache_spec) & (column >= i * block_keys) & (column < active[:, None])
+        kv = gather_rows(cache, jnp.where(valid, slots, 0), cache_spec, dtype) * kv_scale
+        kv = jnp.where(valid[..., None], kv, 0)  # slot 0 stands in and may hold NaN, and 0 * NaN is NaN
+        scores = lax.dot_general(query, kv, (((2,), (2,)), ((0,), (0,))), precision=precision) * logit_scale
+        scores = jnp.where(valid[:, None, :], scores, -jnp.inf)
+        latent = kv[..., : spec.latent_dim]
+        numbers = (((2,), (1,)), ((0,), (0,)))
+        return online_softmax.update(
+            state, scores, lambda weights: lax.dot_general(weights, latent, numbers, precision=precision)
+        )
+
+    blocks = (active.max() + (block_keys - 1)) // block_keys
+    return lax.fori_loop(0, blocks, step, state)

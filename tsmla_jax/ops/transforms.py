@@ -1,0 +1,159 @@
+"""jax's transformations of a kernel's call, written once for all kernels.
+
+From the outside in: a derivative, vmap (custom_vmap), partitioning over devices (custom_partitioning), and inside one
+custom call on the shapes of one device.
+
+A program over several devices is exported through shard_map: automatic partitioning calls back into this process, which
+jax can't serialise.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tsmla_jax.ops.loops import carry
+
+MAX_SLOTS = 2**31
+"""Slots are int32."""
+
+Partition = tuple[tuple[P, ...], Any]
+"""The specs of operands, and of the results."""
+
+
+def transformable(
+    on_device: Callable[..., Any],
+    *,
+    rule: str,
+    fixed: tuple[str, ...],
+    partition: Callable[[Sequence[Any]], Partition],
+    fold: Callable[..., Any] | None = None,
+    shared: int = 0,
+    unexpanded: int | None = None,
+    derivative: Callable[..., Any] | None = None,
+    slots: int | None = None,
+) -> Callable[..., Any]:
+    """`on_device`, a function of arrays, under jax's transformations.
+
+    Args:
+      rule: the sharding rule of custom_partitioning. fixed: its factors that are never split.
+      partition: the specs that the operands' and results' shapes (with shardings) should have.
+      fold: called with (run, axis_size, *arrays), all batched but the shared ones: one call of `run` in the place of
+        axis_size calls. It may return None where one call can't hold them. Without a fold, vmap makes one call after
+        another.
+      shared: the number of operands at the end that one call has one value of. Calls that differ in them come one after
+        another.
+      unexpanded: an operand that `fold` takes without the batch axis when vmap gives it none.
+      derivative: the same function in XLA, whose derivative is taken in either mode; it may raise to refuse. None
+        leaves the derivative to `with_backward`.
+      slots: the operand that holds slots, if the first operand is a cache whose pages may be split.
+    """
+
+    def shardings(mesh: Any, shapes: Sequence[Any]) -> tuple[Any, Any]:
+        operands, results = partition(shapes)
+        named = functools.partial(NamedSharding, mesh)
+        return tuple(map(named, operands)), jax.tree.map(named, results, is_leaf=lambda x: isinstance(x, P))
+
+    def split(mesh: Any, shapes: Sequence[Any], _: Any) -> tuple[Any, ...]:
+        operands, results = shardings(mesh, shapes)
+        pages = operands[0].spec[0]
+
+        def local(*arrays: jax.Array) -> Any:
+            if slots is None or pages is None:
+                return on_device(*arrays)
+            first = lax.axis_index(pages) * (arrays[0].shape[0] * arrays[0].shape[1])
+            here = jnp.where(arrays[slots] < 0, -1, arrays[slots] - first)  # other devices' slots are out of range
+            return on_device(*arrays[:slots], here, *arrays[slots + 1 :])
+
+        return mesh, local, results, operands
+
+    partitioned = custom_partitioning(on_device)
+    partitioned.def_partition(
+        partition=split,
+        infer_sharding_from_operands=lambda mesh, shapes, _: shardings(mesh, shapes)[1],
+        sharding_rule=rule,
+        need_replication_factors=fixed,
+    )
+    batched = custom_vmap(lambda *arrays: partitioned(*arrays))
+
+    @batched.def_vmap
+    def over_axis(axis_size: int, in_batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
+        def expand(i: int) -> jax.Array:
+            return arrays[i] if in_batched[i] else jnp.broadcast_to(arrays[i], (axis_size, *arrays[i].shape))
+
+        each = range(len(arrays))
+        results = None
+        if fold is not None and not any(in_batched[len(arrays) - shared :]):
+            kept = (unexpanded, *each[len(arrays) - shared :])
+            results = fold(run, axis_size, *(arrays[i] if i in kept else expand(i) for i in each))
+        if results is None:
+            results = lax.map(lambda one: run(*one), tuple(map(expand, each)))
+        return results, jax.tree.map(lambda _: True, results)
+
+    if derivative is None:
+        run: Callable[..., Any] = jax.jit(batched)
+        return run
+
+    differentiable = jax.custom_jvp(lambda *arrays: batched(*arrays))
+
+    @differentiable.defjvp
+    def jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        tangents_out = jax.jvp(derivative, primals, tangents)[1]
+        return run(*primals), tangents_out
+
+    run = jax.jit(differentiable)
+    return run
+
+
+def with_backward(run: Callable[..., Any], backward: Callable[[Any, Any], tuple[Any, ...]]) -> Callable[..., Any]:
+    """`run`, a function of arrays, with a derivative in reverse mode.
+
+    backward: of ((operands, results), the results' cotangents), the operands' cotangents.
+    """
+
+    def forward(*operands: jax.Array) -> tuple[Any, tuple[tuple[jax.Array, ...], Any]]:
+        results = run(*operands)
+        return results, (operands, results)
+
+    differentiable = jax.custom_vjp(lambda *operands: run(*operands))
+    differentiable.defvjp(forward, backward)
+
+    def call(*operands: Any) -> Any:
+        # All operands get one varying type before the custom derivative: shard_map then sums a replicated operand's
+        # cotangent.
+        arrays = [x for x in operands if isinstance(x, jax.Array)]
+        return differentiable(*(carry(jnp.asarray(x), *arrays) for x in operands))
+
+    return call
+
+
+def named_axes(shape: Any) -> tuple[Any, ...]:
+    """The mesh axes of each dimension of a custom partitioning's operand; None for all if its sharding has no names."""
+    spec = tuple(shape.sharding.spec) if isinstance(shape.sharding, NamedSharding) else ()
+    return spec + (None,) * (len(shape.shape) - len(spec))
+
+
+def fold_pages(kv_cache: jax.Array, slots: jax.Array) -> tuple[jax.Array, jax.Array] | None:
+    """Caches [V, P, Z, D] and slots [V, T] as one cache of V * P pages, and V * T slots; None if there are more than
+    int32 can count."""
+    axis_size, pages, page_size, width = kv_cache.shape
+    each = pages * page_size
+    if not isinstance(pages, int) or axis_size * each > MAX_SLOTS:
+        return None
+    first = jnp.arange(axis_size, dtype=jnp.int32)[:, None] * each
+    folded = jnp.where((slots >= 0) & (slots < each), slots + first, -1)
+    return kv_cache.reshape(axis_size * pages, page_size, width), folded.reshape(-1)
+
+
+def fold_rows(array: jax.Array) -> jax.Array:
+    """[V, T, ...] as [V * T, ...]."""
+    return array.reshape(-1, *array.shape[2:])

@@ -1,0 +1,61 @@
+"""The plumbing of DeepSeek-V3.2's and V4's sparse attention: packed caches, slots, index rows and metadata.
+
+The operations themselves (sparse_mla, indexer_logits, select_topk, compress_kv) are in `tsmla_jax`.
+"""
+
+from tsmla_jax.sparse.compressor import CompressedEntries, CompressorState, init_compressor_state
+from tsmla_jax.sparse.indexer import indexer_quantize, write_indexer_cache
+from tsmla_jax.sparse.layouts import (
+    pack_v4_rows,
+    pack_v32_rows,
+    unpack_v4_rows,
+    unpack_v32_rows,
+    write_packed_kv_cache,
+    write_v4_cache,
+)
+from tsmla_jax.sparse.metadata import (
+    DecodeMetadata,
+    expand_decode_metadata,
+    localize_context_lens,
+    positions_to_slots,
+    remap_slots,
+)
+from tsmla_jax.sparse.v4 import (
+    MixedIndices,
+    apply_rope,
+    build_mixed_sparse_indices,
+    compressed_slots,
+    init_v4_cache,
+    norm_rope,
+    resolve_cache_dtype,
+    rope_table,
+    window_slots,
+)
+
+__all__ = [
+    "CompressedEntries",
+    "CompressorState",
+    "DecodeMetadata",
+    "MixedIndices",
+    "apply_rope",
+    "build_mixed_sparse_indices",
+    "compressed_slots",
+    "expand_decode_metadata",
+    "indexer_quantize",
+    "init_compressor_state",
+    "init_v4_cache",
+    "localize_context_lens",
+    "norm_rope",
+    "pack_v4_rows",
+    "pack_v32_rows",
+    "positions_to_slots",
+    "remap_slots",
+    "resolve_cache_dtype",
+    "rope_table",
+    "unpack_v4_rows",
+    "unpack_v32_rows",
+    "window_slots",
+    "write_indexer_cache",
+    "write_packed_kv_cache",
+    "write_v4_cache",
+]

@@ -1,0 +1,72 @@
+"""Checks of the sparse operations' values under TSMLA_CHECK=1, as `tsmla_jax.ops.checks` does for the dense ones.
+
+Every function returns its first array, which then waits for the verdict.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+
+from tsmla_jax.ops.checks import behind
+from tsmla_kernels.contract import values
+from tsmla_kernels.contract.sparse import CompressSpec, IndexerLogitsSpec, SparseMLASpec
+
+
+def decode_lens(lens: jax.Array, total_tokens: int) -> jax.Array:
+    """Query tokens a request: not negative, and all of them fit the rows."""
+    return behind(partial(values.decode_lens, total_tokens), lens)
+
+
+def positions(array: jax.Array, capacity: int) -> jax.Array:
+    """Positions within a sequence: each in its block table, or negative."""
+    return behind(partial(values.positions, capacity), array)
+
+
+def rope_positions(array: jax.Array, num_positions: int) -> jax.Array:
+    """Positions of rows to rotate: in the table of cos and sin, or negative."""
+    return behind(partial(values.rope_positions, num_positions), array)
+
+
+def slot_mapping(slots: jax.Array, num_slots: int) -> jax.Array:
+    """Slots to write: -1 or in the cache, none twice."""
+    return behind(partial(values.slot_mapping, num_slots), slots)
+
+
+def sparse_mla(spec: SparseMLASpec, indices: jax.Array, lengths: jax.Array | None) -> jax.Array:
+    """indices, behind the check that the active ones are slots of their cache."""
+    arrays = (indices,) if lengths is None else (indices, lengths)
+    return behind(partial(values.sparse_mla, spec), *arrays)
+
+
+def indexer_logits(spec: IndexerLogitsSpec, seq_lens: jax.Array, block_tables: jax.Array) -> jax.Array:
+    """seq_lens, behind the check that lengths fit the table and used pages exist."""
+    return behind(partial(values.indexer_logits, spec), seq_lens, block_tables)
+
+
+def topk_lens(seq_lens: jax.Array, capacity: int) -> jax.Array:
+    """Lengths of the rows of logits: 0 to the number of columns."""
+    return behind(partial(values.topk_lens, capacity), seq_lens)
+
+
+def compress(
+    spec: CompressSpec, seq_lens: jax.Array, cu_seqlens_q: jax.Array, state_slots: jax.Array, ring_positions: jax.Array
+) -> jax.Array:
+    """seq_lens, behind the check that each request continues where its state left off."""
+    return behind(partial(values.compress, spec), seq_lens, cu_seqlens_q, state_slots, ring_positions)
+
+
+def cu_seqlens(array: jax.Array, num_tokens: int) -> jax.Array:
+    """Where each request's new tokens start, and their end: in order, and within the tokens there are."""
+    return behind(partial(values.cu_seqlens, num_tokens), array)
+
+
+def rows_of_slots(name: str, slots: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
+    """Rows whose slots come first, -1 behind them; with lengths, no -1 in the first lengths[t] of row t."""
+    return behind(partial(values.rows_of_slots, name), *((slots,) if lengths is None else (slots, lengths)))
+
+
+def counts(name: str, array: jax.Array, capacity: int) -> jax.Array:
+    """Counts of active slots: 0 to the number of columns that hold them."""
+    return behind(partial(values.counts, name, capacity), array)

@@ -1,0 +1,56 @@
+"""The data of compress_kv: the state that V4's compressor keeps of each request, and the entries that it makes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tsmla_kernels import contract
+
+
+class CompressorState(NamedTuple):
+    """The last tokens of every request, as a ring: the token at position p lies in row p % ring.
+
+    kv_score   [N, ring, 2, W] float32: kv, and score with its position bias added
+    positions  [N, ring] int32: the position that each row holds, -1 for none; read by the checks of TSMLA_CHECK=1 only
+
+    A ring of n tokens more than the window of one entry lets a request take back up to n tokens (rejected drafts): call
+    again with a smaller seq_len.
+    """
+
+    kv_score: jax.Array
+    positions: jax.Array
+
+
+class CompressedEntries(NamedTuple):
+    """The entries that a call completed, in the tokens' order; padding behind them.
+
+    kv         [E, C] float32: pooled, before norm and rope; 0 for padding
+    requests   [E] int32: the request of each, -1 for padding
+    positions  [E] int32: its place in the request's compressed sequence, last token's position // ratio; -1 for padding
+    """
+
+    kv: jax.Array
+    requests: jax.Array
+    positions: jax.Array
+
+
+def init_compressor_state(
+    num_states: int, *, ratio: int, channels: int, overlap: bool, spare: int = 0
+) -> CompressorState:
+    """An empty CompressorState for `num_states` requests.
+
+    overlap: whether entries pool two windows from two series (ratio 4), so that rows are 2 * channels wide.
+    spare: how many tokens a request may take back.
+    """
+    num_states = contract.static_int("num_states", num_states, minimum=1)
+    ratio = contract.static_int("ratio", ratio, minimum=1)
+    channels = contract.static_int("channels", channels, minimum=1)
+    spare = contract.static_int("spare", spare)
+    series = 2 if overlap else 1
+    ring = ratio * series + spare
+    return CompressorState(
+        jnp.zeros((num_states, ring, 2, series * channels), jnp.float32), jnp.full((num_states, ring), -1, jnp.int32)
+    )

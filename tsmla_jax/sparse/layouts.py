@@ -1,0 +1,192 @@
+"""The packed cache layouts, byte for byte, and the functions that write them.
+
+V3.2, 656 bytes a row: 512 e4m3 | 4 f32 scales, one per 128 channels, powers of two | 64 bf16 rope.
+V4, 584 bytes a row: a page is Z rows of 448 e4m3 | 64 bf16, then Z rows of 8 UE8M0 scale bytes (7 used, one per 64
+channels, and a zero), then padding up to a multiple of 576 bytes. Both follow the caches of vLLM and FlashMLA.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from tsmla_jax.ops.inputs import describe, describe_ints
+from tsmla_jax.sparse import checks, numerics
+from tsmla_jax.sparse.blocks import fetch, put_rows
+from tsmla_kernels import contract
+from tsmla_kernels.contract import FLOATS, rules
+from tsmla_kernels.contract.layouts import V4_PACKED, V32_PACKED, CacheSpec, cache_spec
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32, UInt8
+
+
+def pack_v32_rows(latent: Float[Array, "*N 512"], k_rope: Float[Array, "*N 64"]) -> UInt8[Array, "*N 656"]:
+    """V3.2 packed rows of latents and rope parts.
+
+    Each group of 128 latent channels has the scale 2^ceil(log2(max(amax, 1e-4) / 448)); rope is rounded to bf16.
+    Raises ValueError for other widths.
+    """
+    *rows, _ = _describe_wide("latent", latent, V32_PACKED.latent_dim).shape
+    *rope_rows, _ = _describe_wide("k_rope", k_rope, V32_PACKED.rope_dim).shape
+    if rope_rows != rows:
+        raise ValueError(f"k_rope: got rows {rope_rows}; latent has {rows}")
+    latent, k_rope = jnp.asarray(latent), jnp.asarray(k_rope)
+    groups = latent.reshape(*latent.shape[:-1], V32_PACKED.num_scales, V32_PACKED.group)
+    values, scales, _ = numerics.quantize_pow2(groups, V32_PACKED.floor)
+    parts = (values.reshape(latent.shape), scales, k_rope.astype(jnp.bfloat16))
+    return jnp.concatenate([numerics.to_bytes(part) for part in parts], axis=-1)
+
+
+def unpack_v32_rows(rows: UInt8[Array, "*N 656"]) -> tuple[Float[Array, "*N 512"], Float[Array, "*N 64"]]:
+    """(latent f32, k_rope bf16) of V3.2 packed rows. Raises ValueError for rows of another width or dtype."""
+    _describe_bytes("rows", rows, V32_PACKED.row_bytes)
+    rows = jnp.asarray(rows)
+    scales_at = V32_PACKED.latent_dim
+    rope_at = scales_at + 4 * V32_PACKED.num_scales
+    values = numerics.from_bytes(rows[..., :scales_at], numerics.E4M3).astype(jnp.float32)
+    scales = numerics.from_bytes(rows[..., scales_at:rope_at], jnp.float32)
+    groups = values.reshape(*values.shape[:-1], V32_PACKED.num_scales, V32_PACKED.group)
+    latent = (groups * scales[..., None]).reshape(values.shape)
+    return latent, numerics.from_bytes(rows[..., rope_at:], jnp.bfloat16)
+
+
+def pack_v4_rows(kv: Float[Array, "*N 512"]) -> tuple[UInt8[Array, "*N 576"], UInt8[Array, "*N 8"]]:
+    """(data bytes, scale bytes) of V4 packed rows; a page keeps them in two regions.
+
+    Each group of 64 of the first 448 channels has the scale 2^ceil(log2(max(amax, 1e-4) / 448)), stored as the byte
+    exponent + 127; the last 64 channels (rope) are rounded to bf16. Raises ValueError for another width.
+    """
+    _describe_wide("kv", kv, V4_PACKED.head_dim)
+    kv = jnp.asarray(kv)
+    nope, rope = kv[..., : V4_PACKED.nope_dim], kv[..., V4_PACKED.nope_dim :]
+    groups = nope.reshape(*kv.shape[:-1], V4_PACKED.num_scales, V4_PACKED.group)
+    values, _, exponents = numerics.quantize_pow2(groups, V4_PACKED.floor)
+    data = [numerics.to_bytes(values.reshape(nope.shape)), numerics.to_bytes(rope.astype(jnp.bfloat16))]
+    unused = V4_PACKED.scale_row_bytes - V4_PACKED.num_scales
+    scales = jnp.pad(numerics.exponent_to_ue8m0(exponents), [(0, 0)] * (kv.ndim - 1) + [(0, unused)])
+    return jnp.concatenate(data, axis=-1), scales
+
+
+def unpack_v4_rows(data: UInt8[Array, "*N 576"], scales: UInt8[Array, "*N 8"]) -> Float[Array, "*N 512"]:
+    """f32 rows of V4 packed data and scale bytes. Raises ValueError for other widths or dtypes."""
+    _describe_bytes("data", data, V4_PACKED.data_row_bytes)
+    _describe_bytes("scales", scales, V4_PACKED.scale_row_bytes)
+    data, scales = jnp.asarray(data), jnp.asarray(scales)
+    values = numerics.from_bytes(data[..., : V4_PACKED.nope_dim], numerics.E4M3).astype(jnp.float32)
+    factors = numerics.ue8m0_to_f32(scales[..., : V4_PACKED.num_scales])
+    groups = values.reshape(*values.shape[:-1], V4_PACKED.num_scales, V4_PACKED.group)
+    nope = (groups * factors[..., None]).reshape(values.shape)
+    rope = numerics.from_bytes(data[..., V4_PACKED.nope_dim :], jnp.bfloat16).astype(jnp.float32)
+    return jnp.concatenate([nope, rope], axis=-1)
+
+
+def write_packed_kv_cache(
+    kv_cache: UInt8[Array, "P Z 656"],
+    latent: Float[Array, "T 512"],
+    k_rope: Float[Array, "T 64"],
+    slot_mapping: Int32[Array, " T"],
+) -> UInt8[Array, "P Z 656"]:
+    """Write V3.2 packed rows into the slots page * Z + offset; slot -1 is skipped; in place under donation.
+
+    Raises:
+      ValueError: kv_cache isn't uint8 [P, Z, 656], or the tokens disagree.
+      Under TSMLA_CHECK=1: ValueError for a slot outside the cache or given twice.
+    """
+    spec = cache_spec("kv_cache", describe("kv_cache", kv_cache))
+    if spec.layout != "v32":
+        raise ValueError(f"kv_cache: got the {spec.layout} layout; legal: uint8 [P, Z, {V32_PACKED.row_bytes}]")
+    slots = masked_slots(slot_mapping, describe("latent", latent), spec)
+    rows = pack_v32_rows(latent, k_rope)
+    return put_rows(jnp.asarray(kv_cache), rows, slots)
+
+
+def write_v4_cache(
+    kv_cache: Array,
+    kv: Float[Array, "T D"],
+    slot_mapping: Int32[Array, " T"],
+    *,
+    kv_scale: float | Float[Array, ""] | None = None,
+    page_size: int | None = None,
+    page_span: int | None = None,
+) -> Array:
+    """Write rows of a shared latent (K = V) into a cache of any layout; in place under donation.
+
+    Args:
+      kv_cache: [P, Z, D] of bf16, f16, f32 or float8_e4m3fn, or uint8 [P, page_bytes] (the packed 584-byte layout).
+      kv: [T, D], norm and rope already applied. An fp8 cache rounds it to bf16, divides by kv_scale and clamps to 448.
+      slot_mapping: [T] int32, page * page_span + offset; -1 is skipped.
+      kv_scale: the per-tensor scale of an fp8 cache, None is 1; not legal with another layout.
+      page_size: rows of a packed page (64), or of a plain page strided wider than its rows.
+      page_span: the slots between two packed pages, page_size unless slots were remapped (see remap_slots).
+
+    Raises:
+      ValueError: a layout, width, dtype, page size or scale that is not legal.
+      Under TSMLA_CHECK=1: ValueError for a slot outside the cache or given twice.
+    """
+    spec = cache_spec("kv_cache", describe("kv_cache", kv_cache), page_size=page_size, page_span=page_span)
+    described = _describe_wide("kv", kv, spec.head_dim)
+    if spec.layout == "v32":
+        raise ValueError("kv_cache: got V3.2 rows of 656 bytes; write them with write_packed_kv_cache")
+    if kv_scale is not None and spec.dtype != "float8_e4m3fn":
+        raise ValueError(f"kv_scale: got a scale with a cache of {spec.dtype}; legal with float8_e4m3fn only")
+    slots = masked_slots(slot_mapping, described, spec)
+    kv_cache, kv = jnp.asarray(kv_cache), jnp.asarray(kv)
+    if spec.layout == "plain":
+        if spec.dtype == "float8_e4m3fn":
+            rows = numerics.quantize_per_tensor(kv, 1.0 if kv_scale is None else kv_scale)
+        else:
+            rows = kv.astype(kv_cache.dtype)
+        return put_rows(kv_cache, rows, slots)
+    data, scales = pack_v4_rows(kv)
+    page, offset = slots // spec.span, slots % spec.span  # a dropped slot's page is past the last one
+    scales_at = spec.page_size * V4_PACKED.data_row_bytes
+    kv_cache = numerics.scatter_bytes(kv_cache, page, offset * V4_PACKED.data_row_bytes, data)
+    return numerics.scatter_bytes(kv_cache, page, scales_at + offset * V4_PACKED.scale_row_bytes, scales)
+
+
+def gather_rows(cache: jax.Array, slots: jax.Array, spec: CacheSpec, dtype: jnp.dtype) -> jax.Array:
+    """[..., D] rows of a cache in `dtype`, unscaled for a per-tensor fp8 cache. Slots must lie inside the cache."""
+    if spec.layout == "plain":
+        rows = cache.reshape(spec.num_slots, spec.head_dim)
+        return fetch(rows, slots, lambda rows, at: rows[at]).astype(dtype)
+    if spec.layout == "v32":
+        latent, rope = unpack_v32_rows(cache.reshape(spec.num_slots, V32_PACKED.row_bytes)[slots])
+        return jnp.concatenate([latent.astype(dtype), rope.astype(dtype)], axis=-1)
+    page, offset = slots // spec.span, slots % spec.span
+    scales_at = spec.page_size * V4_PACKED.data_row_bytes
+    data = numerics.gather_bytes(cache, page, offset * V4_PACKED.data_row_bytes, V4_PACKED.data_row_bytes)
+    scales = numerics.gather_bytes(
+        cache, page, scales_at + offset * V4_PACKED.scale_row_bytes, V4_PACKED.scale_row_bytes
+    )
+    return unpack_v4_rows(data, scales).astype(dtype)
+
+
+def valid_slots(slots: jax.Array, spec: CacheSpec) -> jax.Array:
+    """Which slots name a row of the cache: inside it, and not in the gap behind a page strided wider than its rows."""
+    inside = (slots >= 0) & (slots < spec.num_slots)
+    return inside if spec.span == spec.page_size else inside & (slots % spec.span < spec.page_size)
+
+
+def masked_slots(slot_mapping: Array, rows: contract.Array, spec: CacheSpec) -> jax.Array:
+    """Slots with the skipped ones past the end, where a dropping scatter ignores them (-1 would wrap round)."""
+    rules.check_rank("rows to write", rows, "T D")
+    describe_ints("slot_mapping", slot_mapping, "T", (rows.shape[0], "T, the rows to write"))
+    slots = checks.slot_mapping(jnp.asarray(slot_mapping), spec.num_slots)
+    return jnp.where(valid_slots(slots, spec), slots, spec.num_slots)
+
+
+def _describe_wide(name: str, value: Array, width: int, dtypes: tuple[str, ...] = FLOATS) -> contract.Array:
+    """The description of an array of one of the dtypes whose last axis is `width` wide; ValueError for others."""
+    array = describe(name, value)
+    rules.check_dtype(name, array, dtypes)
+    if not array.shape or array.shape[-1] != width:
+        unit = " bytes" if dtypes == ("uint8",) else ""
+        raise ValueError(f"{name}: got shape {list(array.shape)}; its last axis must be {width}{unit}")
+    return array
+
+
+def _describe_bytes(name: str, value: Array, width: int) -> contract.Array:
+    return _describe_wide(name, value, width, ("uint8",))

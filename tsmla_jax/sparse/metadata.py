@@ -1,0 +1,159 @@
+"""Indexer metadata: one row per query token from one row per request, lengths under context parallelism, and slots.
+
+Everything is static in shape and computed on the device: no host synchronisation, capturable in a CUDA graph.
+Source: the sparse-attention metadata builders of vLLM, with their length-0 underflow clamped.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tsmla_jax.ops.inputs import describe, describe_ints
+from tsmla_jax.ops.ragged import row_owner
+from tsmla_jax.sparse import checks
+from tsmla_kernels import contract
+from tsmla_kernels.contract import rules
+from tsmla_kernels.contract.layouts import check_page_span
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int32
+
+
+class DecodeMetadata(NamedTuple):
+    """One row per query token.
+
+    seq_lens      [N] int32: keys the token sees, itself included; 0 for a padding row
+    block_tables  [N, M] int32: the block table of the token's request; zeros for a padding row
+    decode_lens   [N] int32: all ones, the query tokens of each row from here on
+    request_ids   [N] int32: the request a row belongs to, -1 for a padding row
+    """
+
+    seq_lens: jax.Array
+    block_tables: jax.Array
+    decode_lens: jax.Array
+    request_ids: jax.Array
+
+
+def expand_decode_metadata(
+    seq_lens: Int32[Array, " B"],
+    block_tables: Int32[Array, "B M"],
+    decode_lens: int | Int32[Array, " B"],
+    *,
+    total_tokens: int,
+) -> DecodeMetadata:
+    """Flatten B requests of several query tokens into one-token rows (MTP, speculative decoding, prefill).
+
+    Args:
+      seq_lens: [B] int32, keys of each request, its new tokens included; 0 is legal and gives rows of length 0.
+      block_tables: [B, M] int32.
+      decode_lens: an int m (every request has m tokens) or [B] int32; 0 gives a request no row.
+      total_tokens: N, the static number of rows. Rows past the real ones are padding: length 0, page 0.
+
+    Returns:
+      DecodeMetadata. Row j of a request of m tokens has length max(seq_len - m + j + 1, 0).
+
+    Raises:
+      ValueError: shapes or dtypes disagree, or m * B > total_tokens. TypeError: total_tokens isn't static.
+      Under TSMLA_CHECK=1: ValueError when decode_lens are negative or sum past total_tokens.
+    """
+    requests = (describe_ints("seq_lens", seq_lens, "B").shape[0], "B, seq_lens's requests")
+    num_requests, num_pages = describe_ints("block_tables", block_tables, "B M", requests).shape
+    total_tokens = contract.static_int("total_tokens", total_tokens)
+    seq_lens, block_tables = jnp.asarray(seq_lens), jnp.asarray(block_tables)
+    if isinstance(decode_lens, int):
+        each = contract.static_int("decode_lens", decode_lens)
+        if each * num_requests > total_tokens:
+            raise ValueError(
+                f"total_tokens: got {total_tokens}; {num_requests} requests of {each} tokens need {each * num_requests}"
+            )
+        lens = jnp.full((num_requests,), each, jnp.int32)
+    else:
+        describe_ints("decode_lens", decode_lens, "B", requests)
+        lens = checks.decode_lens(jnp.asarray(decode_lens), total_tokens)
+    ones = jnp.ones((total_tokens,), jnp.int32)
+    if num_requests == 0:
+        return DecodeMetadata(0 * ones, jnp.zeros((total_tokens, num_pages), jnp.int32), ones, -ones)
+    cu_seqlens = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(lens, dtype=jnp.int32)])
+    request, local, real = row_owner(cu_seqlens, total_tokens)
+    length = jnp.maximum(seq_lens[request] - lens[request] + local + 1, 0)
+    return DecodeMetadata(
+        seq_lens=jnp.where(real, length, 0),
+        block_tables=jnp.where(real[:, None], block_tables[request], 0),
+        decode_lens=ones,
+        request_ids=jnp.where(real, request, -1),
+    )
+
+
+def localize_context_lens(
+    seq_lens: Int32[Array, "*N"], *, rank: int | Int32[Array, ""], world: int, interleave: int = 1
+) -> Int32[Array, "*N"]:
+    """How many of each request's tokens live on `rank` of `world`, tokens dealt out `interleave` at a time.
+
+    Args:
+      seq_lens: int32 of any shape, global lengths.
+      rank: in [0, world); may be traced (jax.lax.axis_index).
+      world, interleave: positive ints.
+
+    Returns:
+      int32 like seq_lens; 0 for an empty shard, whose attention is out 0, lse -inf and leaves a merge unchanged.
+
+    Raises:
+      ValueError: world or interleave not positive, rank outside [0, world), seq_lens not int32.
+    """
+    rules.check_dtype("seq_lens", describe("seq_lens", seq_lens), ("int32",))
+    world = contract.static_int("world", world, minimum=1)
+    interleave = contract.static_int("interleave", interleave, minimum=1)
+    if isinstance(rank, int) and not 0 <= rank < world:
+        raise ValueError(f"rank: got {rank}; legal: 0 to world - 1 = {world - 1}")
+    seq_lens = jnp.asarray(seq_lens)
+    full = seq_lens // (world * interleave)
+    rest = seq_lens - full * (world * interleave)
+    return full * interleave + jnp.clip(rest - rank * interleave, 0, interleave)
+
+
+def positions_to_slots(
+    positions: Int32[Array, "N K"],
+    block_tables: Int32[Array, "N M"],
+    page_size: int,
+    *,
+    page_span: int | None = None,
+) -> Int32[Array, "N K"]:
+    """Cache slots of positions within a sequence: block_table[position // Z] * span + position % Z; -1 stays -1.
+
+    Args:
+      positions: [N, K] int32; a negative one is "nothing here".
+      block_tables: [N, M] int32, the table of each row's request.
+      page_size: Z.
+      page_span: the stride between pages counted in rows, Z unless pages are strided wider.
+
+    Raises:
+      ValueError: shapes or dtypes disagree, page_span < page_size, or a table of no page.
+      Under TSMLA_CHECK=1: ValueError when a position lies past the block table.
+    """
+    num_rows = describe_ints("positions", positions, "N K").shape[0]
+    max_pages = describe_ints("block_tables", block_tables, "N M", (num_rows, "N, positions's rows")).shape[1]
+    page_size = contract.static_int("page_size", page_size, minimum=1)
+    span = check_page_span("page_span", page_size if page_span is None else page_span, page_size)
+    capacity = max_pages * page_size
+    positions, block_tables = jnp.asarray(positions), jnp.asarray(block_tables)
+    if capacity == 0:
+        raise ValueError("block_tables: got shape [N, 0]; legal: at least one page a row")
+    positions = checks.positions(positions, capacity)
+    safe = jnp.clip(positions, 0, capacity - 1)
+    pages = jnp.take_along_axis(block_tables, safe // page_size, axis=1)
+    return jnp.where(positions >= 0, pages * span + safe % page_size, -1)
+
+
+def remap_slots(slots: Int32[Array, "*N"], page_size: int, page_span: int) -> Int32[Array, "*N"]:
+    """Slots of pages of `page_size` rows as rows of an array whose pages are `page_span` rows apart.
+
+    slot -> (slot // page_size) * page_span + slot % page_size; negative slots become -1.
+    Raises ValueError for a span narrower than the page.
+    """
+    page_size = contract.static_int("page_size", page_size, minimum=1)
+    span = check_page_span("page_span", page_span, page_size)
+    slots = jnp.asarray(slots)
+    return jnp.where(slots >= 0, (slots // page_size) * span + slots % page_size, -1)
