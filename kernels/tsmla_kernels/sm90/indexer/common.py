@@ -45,6 +45,7 @@ class Total(enum.IntEnum):
     GREATEST = 3
     BASE = 4
 
+
 class Histogram(NamedTuple):
     """Counts of the bins, and the sums of their groups."""
 
@@ -124,9 +125,7 @@ class ClusterSearch:
         return list(found) if count > 1 else [found]
 
     @cute.jit
-    def find(
-        self, histogram: cutlass.Constexpr, shared: cutlass.Constexpr, place: cutlass.Constexpr, needed: Int32
-    ):
+    def find(self, histogram: cutlass.Constexpr, shared: cutlass.Constexpr, place: cutlass.Constexpr, needed: Int32):
         """The bin that holds the cluster's key number `needed`, counted from the greatest, into Found. All threads."""
         lane = place.lane
         groups = GROUPS // self.warps

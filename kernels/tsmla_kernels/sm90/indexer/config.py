@@ -17,7 +17,6 @@ MAX_COLUMNS = (1 << 31) - 256  # positions, rounded up to a unit, are counted in
 ORDERS = ("value", "position")
 UNIT = 128  # columns that a warp reads at once: 16 bytes a lane
 BINS = 4096  # of a histogram
-MAX_LISTED = 512  # keys of one bin that are ranked among each other instead of being counted once more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +33,7 @@ class TopkConfig:
         shared memory is read once, a longer one once for every pass.
       held: chunks, of 16 bytes a thread, of a row that a CTA holds. most_chunks: of a CTA's share of a row that it does
         not leave to ExactSearch: more than are held, and it keeps some when it reads them. depth: chunks read at once.
+      most_listed: keys of one bin that are ranked among each other instead of being counted once more.
       eager: copy a row's columns, as many as the array has, before its length is known; for few rows.
     """
 
@@ -49,6 +49,7 @@ class TopkConfig:
     held: int = 4
     most_chunks: int = 4
     depth: int = 4
+    most_listed: int = 512
 
     @property
     def threads(self) -> int:
@@ -57,7 +58,7 @@ class TopkConfig:
     @property
     def listed(self) -> int:
         """Keys of one bin that are ranked among each other."""
-        return min(MAX_LISTED, self.threads)
+        return min(self.most_listed, self.threads)
 
     @property
     def sorted_entries(self) -> int:
@@ -82,7 +83,7 @@ class TopkConfig:
     @property
     def held_words(self) -> int:
         """Of shared memory, for what is held of a row, and later for what is kept, or for the ring."""
-        kept = (self.kept + 1) * 2 if self.streams else 0
+        kept = self.kept + 1 if self.streams else 0
         return max(self.threads * max(4 * self.held, kept), self.warps * self.stages * self.stage_units * UNIT)
 
     @property

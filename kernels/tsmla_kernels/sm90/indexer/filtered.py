@@ -134,9 +134,7 @@ class FilteredSearch(ClusterSearch):
                 if element < span.lead or element >= span.behind:
                     values[i] = Float32(NAN)
                 elif vector >= span.full:
-                    address = span.address + Int64(element) * 4
-                    source = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
-                    values[i] = cute.make_tensor(source, cute.make_layout(1))[0]
+                    values[i] = global_column(span.address, element)
         return changed
 
     def held_vector(self, shared: cutlass.Constexpr, place: cutlass.Constexpr, index: Int32) -> cute.Tensor:
@@ -167,11 +165,12 @@ class FilteredSearch(ClusterSearch):
         """Keep the columns of the share that are at least `low`, and count them by bins."""
         threads, depth = self.config.threads, self.config.depth
         counts = Int32(shared.counts.bins.iterator.toint())
-        begin = Int32(shared.held.iterator.toint()) + place.thread * 8
-        at, last = begin, begin + self.config.kept * (threads * 8)
+        begin = Int32(shared.held.iterator.toint()) + place.thread * 4
+        at, last = begin, begin + self.config.kept * (threads * 4)
         values = cute.make_rmem_tensor((4 * depth,), Float32)
         vector, after = span.begin + place.thread, span.begin + span.chunks * threads
         share = span._replace(full=cutlass.min(span.full, after), behind=cutlass.min(span.behind, after * 4))
+        number = Int32(0)  # of a column among the thread's
         for _ in cutlass.range((span.chunks + (depth - 1)) // depth, unroll=1):
             for i in cutlass.range_constexpr(depth):
                 found = global_vector(share.address, vector + i * threads, share.full)
@@ -183,9 +182,11 @@ class FilteredSearch(ClusterSearch):
                 for j in cutlass.range_constexpr(2):
                     for side, offset in enumerate(pair_bins(part[2 * j], part[2 * j + 1])):
                         column = 2 * j + side
-                        at = keep(part[column], low, at, vector * 4 + column, counts + offset, (threads * 8, last))
+                        ends = (low, threads * 4, last)
+                        at = keep(part[column], at, number + column, (counts, offset), ends)
                 vector += threads
-        shared.kept[place.thread] = quotient(at - begin, threads * 8)
+                number += 4
+        shared.kept[place.thread] = quotient(at - begin, threads * 4)
         if at == last:
             shared.counts.bins[LAST_BIN] = Int32(PLENTY)
         cute.arch.sync_threads()
@@ -219,25 +220,24 @@ class FilteredSearch(ClusterSearch):
     @cute.jit
     def split_kept(self, span: cutlass.Constexpr, shared: cutlass.Constexpr, place: cutlass.Constexpr, index: Int32):
         """Mark the columns above the bin, and list those in it, of all that were kept. Returns how many are above."""
-        low, high = least_float(bin_floor(index)), least_float(bin_floor(index + 1))
         above = Int32(0)
-        at = Int32(shared.held.iterator.toint()) + place.thread * 8
+        at = Int32(shared.held.iterator.toint()) + place.thread * 4
         count = shared.kept[place.thread]
         # As often for all lanes: where a loop is left one by one and two branches meet behind it, ptxas was seen not to
         # bring the warp together again.
-        for index in cutlass.range(cute.arch.warp_redux_sync(count, "max"), unroll=1):
-            value, element = cute.arch.inline_ptx(
-                "{ .reg .b32 t; ld.shared.v2.b32 {t, {$w1}}, [{$r0}]; mov.b32 {$w0}, t; }",
-                write_only_types=[Float32, Int32],
-                read_only_args=[at],
-            )
-            if index < count:
-                if value >= high:
+        for i in cutlass.range(cute.arch.warp_redux_sync(count, "max"), unroll=1):
+            word = cute.arch.inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[at])
+            number = word & 0xFFFF
+            vector = span.begin + place.thread + quotient(number, 4) * self.config.threads
+            element = vector * 4 + (number & 3)
+            if i < count:
+                if word >= (index + 1) << 18:
                     above += 1
                     self.mark(span, shared, element)
-                elif value >= low:
-                    self.list(span, shared, value, element)
-            at += self.config.threads * 8
+                elif word >= index << 18:
+                    # What is kept has the bin alone.
+                    self.list(span, shared, global_column(span.address, element), element)
+            at += self.config.threads * 4
         return above
 
     @cute.jit
@@ -386,13 +386,22 @@ def global_vector(address: Int64, vector: Int32, full: Int32):
     )
 
 
-def keep(value: Float32, low: Float32, at: Int32, element: Int32, counter: Int32, ends: tuple[int, Int32]) -> Int32:
-    """Where the thread's next column goes: `at`, or behind it where `value` is at least `low` and is kept."""
-    step, last = ends
+def global_column(address: Int64, element: Int32) -> Float32:
+    """One column in global memory."""
+    source = cute.make_ptr(Float32, address + Int64(element) * 4, cute.AddressSpace.gmem, assumed_align=4)
+    return cute.make_tensor(source, cute.make_layout(1))[0]
+
+
+def keep(
+    value: Float32, at: Int32, number: Int32, counter: tuple[Int32, Int32], ends: tuple[Float32, int, Int32]
+) -> Int32:
+    """Where the thread's next column goes: `at`, or behind it where `value` is at least the bound and is counted and
+    kept, as bin and number in a word."""
+    low, step, last = ends
     return cute.arch.inline_ptx(
-        "{ .reg .pred p; .reg .b32 t, v; setp.ge.f32 p, {$r0}, {$r1}; mov.b32 v, {$r0};"
-        " @p st.shared.v2.b32 [{$r2}], {v, {$r3}}; @p red.relaxed.cta.shared::cta.add.u32 [{$r4}], 1;"
-        f" add.s32 t, {{$r2}}, {step}; min.s32 t, t, {{$r5}}; selp.b32 {{$w0}}, t, {{$r2}}, p; }}",
+        "{ .reg .pred p; .reg .b32 t, v; setp.ge.f32 p, {$r0}, {$r1}; mad.lo.s32 v, {$r5}, 65536, {$r3};"
+        " @p st.shared.b32 [{$r2}], v; add.s32 t, {$r4}, {$r5}; @p red.relaxed.cta.shared::cta.add.u32 [t], 1;"
+        f" add.s32 t, {{$r2}}, {step}; min.s32 t, t, {{$r6}}; selp.b32 {{$w0}}, t, {{$r2}}, p; }}",
         write_only_types=[Int32],
-        read_only_args=[value, low, at, element, counter, last],
+        read_only_args=[value, low, at, number, *counter, last],
     )
