@@ -198,6 +198,13 @@ class ClusterSearch:
         return self.remote(shared.totals, Int32(word), cutlass.min(place.lane, self.cluster - 1))[0]
 
     @cute.jit
+    def bounds(self, shared: cutlass.Constexpr, place: cutlass.Constexpr):
+        """The least and the greatest key that the cluster has in the bin."""
+        least = Uint32(self.of_clusters(shared, place, Total.LEAST))
+        greatest = Uint32(self.of_clusters(shared, place, Total.GREATEST))
+        return cute.arch.warp_redux_sync(least, "umin"), cute.arch.warp_redux_sync(greatest, "umax")
+
+    @cute.jit
     def before(self, counts: Int32, index: Int32, lane: Int32):
         """The sum of the counts of the lanes before `index`."""
         if lane >= index:

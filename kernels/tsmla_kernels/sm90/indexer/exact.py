@@ -171,13 +171,6 @@ class ExactSearch(RowWalker, ClusterSearch):
         return a, b
 
     @cute.jit
-    def bounds(self, shared: cutlass.Constexpr, place: cutlass.Constexpr):
-        """The least and the greatest key that the cluster has in the bin, where these are not listed."""
-        least = Uint32(self.of_clusters(shared, place, Total.LEAST))
-        greatest = Uint32(self.of_clusters(shared, place, Total.GREATEST))
-        return cute.arch.warp_redux_sync(least, "umin"), cute.arch.warp_redux_sync(greatest, "umax")
-
-    @cute.jit
     def rank_listed(self, shared: cutlass.Constexpr, place: cutlass.Constexpr):
         """(the k-th largest key, the last position of an equal that is selected, where the warp's columns go), by
         ranking the keys that are listed."""

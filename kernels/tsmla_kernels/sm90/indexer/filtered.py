@@ -2,7 +2,8 @@
 
 A CTA holds its share of a short row. Of a long one it holds a sample, from which a bound is guessed that about 1.3 k
 columns reach; these alone are kept when the row is read. The guess is checked: a row with fewer such columns than k, or
-with more than there is room for, or with too many keys in one bin, is left to `ExactSearch`.
+with more than there is room for, or with too many different keys in one bin, is left to `ExactSearch`. Of too many
+equal keys in one bin the first are selected.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, Uint64, const_expr
 
-from tsmla_kernels.sm90.indexer.common import ClusterSearch, Found, Total, add_one, add_to, entry, position_of
+from tsmla_kernels.sm90.indexer.common import ClusterSearch, Found, Total, add_one, add_to, bound, entry, position_of
 from tsmla_kernels.sm90.indexer.config import BINS
 from tsmla_kernels.sm90.indexer.rows import NAN, NAN_BIN, bin_floor, least_float, ordered, pair_bins
 from tsmla_kernels.sm90.warp import quotient
 
 LAST_BIN = BINS - 1  # no float's: more columns than the buffers hold count here
 PLENTY = 1 << 26  # more than are ever selected
+ABOVE_MARKS = 0x0F0F0F0F  # of a word of marks: columns above the bin; the other bits are of equals
+EQUAL = 1 << 13  # counts of equals go above those of other selected columns, of which there are at most 4096
 SIGMAS = 5.0  # between the columns expected above the guessed bound and k
 
 
@@ -102,11 +105,11 @@ class FilteredSearch(ClusterSearch):
         self.find(shared.sample, shared, place, target)
         common, above = Boolean(False), Int32(0)
         index = shared.found[Found.BIN]
-        if index > NAN_BIN:
+        crowded, many = index, shared.found[Found.INSIDE] > config.listed
+        if index > NAN_BIN and not many:
             if whole:
-                if shared.found[Found.INSIDE] <= config.listed:
-                    common = Boolean(True)
-                    above = self.split_held(span, shared, place, index)
+                common = Boolean(True)
+                above = self.split_held(span, shared, place, index)
             else:
                 if const_expr(config.streams):
                     self.stream(span, shared, place, least_float(bin_floor(index)))
@@ -117,7 +120,11 @@ class FilteredSearch(ClusterSearch):
                         above = self.split_kept(span, shared, place, index)
         if common:
             self.total_above(shared, place, above)
-            self.finish(span, shared, place, output)
+            self.finish(span, shared, place)
+        elif crowded > NAN_BIN and many:
+            common = self.split_equals(span, shared, place, crowded)
+        if common:
+            self.write_marked(span, shared, place, output)
         return common
 
     # ---- reading
@@ -241,6 +248,70 @@ class FilteredSearch(ClusterSearch):
         return above
 
     @cute.jit
+    def split_equals(self, span: cutlass.Constexpr, shared: cutlass.Constexpr, place: cutlass.Constexpr, index: Int32):
+        """Mark the columns above a bin, and those in it as equals. True if these are equal and the k-th largest."""
+        threads, streams = self.config.threads, self.config.streams
+        low, high = least_float(bin_floor(index)), least_float(bin_floor(index + 1))
+        depth = self.config.depth if const_expr(streams) else 1
+        values = cute.make_rmem_tensor((4 * depth,), Float32)
+        lowest, highest = Float32(float("inf")), Float32(float("-inf"))
+        above, inside, local, after = Int32(0), Int32(0), place.thread, span.begin + span.chunks * threads
+        share = span._replace(full=cutlass.min(span.full, after), behind=cutlass.min(span.behind, after * 4))
+        for chunk in cutlass.range((span.chunks + (depth - 1)) // depth, unroll=1):
+            for i in cutlass.range_constexpr(depth):
+                part = cute.make_tensor(values.iterator + 4 * i, cute.make_layout(4))
+                if const_expr(streams):
+                    found = global_vector(share.address, share.begin + local + i * threads, share.full)
+                    for j in cutlass.range_constexpr(4):
+                        part[j] = found[j]
+                else:
+                    cute.autovec_copy(self.held_vector(shared, place, chunk), part)
+            for i in cutlass.range_constexpr(depth):
+                part = cute.make_tensor(values.iterator + 4 * i, cute.make_layout(4))
+                if const_expr(streams):
+                    self.mend_vector(share, share.begin + local, part)
+                mask = Int32(0)
+                for j in cutlass.range_constexpr(4):
+                    if part[j] >= high:
+                        mask |= 1 << j
+                    elif part[j] >= low:
+                        mask |= 16 << j
+                        lowest, highest = cute.arch.fmin(lowest, part[j]), cute.arch.fmax(highest, part[j])
+                if mask != 0:
+                    address = mark_of(shared, local) + (local & 3)
+                    cute.arch.inline_ptx("st.shared.u8 [{$r0}], {$r1};", read_only_args=[address, mask])
+                above += cute.arch.popc(mask & ABOVE_MARKS)
+                inside += cute.arch.popc(mask & ~ABOVE_MARKS)
+                local += threads
+        return self.share_marked(shared, place, (above, inside), (ordered(lowest), ordered(highest)))
+
+    @cute.jit
+    def share_marked(
+        self, shared: cutlass.Constexpr, place: cutlass.Constexpr, counts: cutlass.Constexpr, keys: cutlass.Constexpr
+    ):
+        """How many equals the CTA writes, and where: of a thread's (above, equals) and (least, greatest) of these. True
+        if the cluster's equals have one key and hold the k-th largest."""
+        for word, count in zip((Total.ABOVE, Total.INSIDE), counts, strict=True):
+            count = cute.arch.warp_redux_sync(count, "add")
+            if place.lane == 0:
+                add_to(shared.totals, word, count)
+        for word, kind, key in zip((Total.LEAST, Total.GREATEST), ("umin", "umax"), keys, strict=True):
+            key = cute.arch.warp_redux_sync(key, kind)
+            if place.lane == 0:
+                bound(shared.totals, word, kind, key)
+        self.meet()
+        above, equals = (self.of_clusters(shared, place, word) for word in (Total.ABOVE, Total.INSIDE))
+        cluster = Int32(self.config.cluster)
+        needed = Int32(self.config.k) - self.before(above, cluster, place.lane)
+        enough = (needed > 0) & (needed <= self.before(equals, cluster, place.lane))
+        least, greatest = self.bounds(shared, place)
+        base, earlier = self.before(above, place.rank, place.lane), self.before(equals, place.rank, place.lane)
+        if place.thread == 0:
+            shared.totals[Total.BASE] = base + cutlass.min(earlier, needed)
+            shared.found[Found.NEEDED] = cutlass.max(needed - earlier, 0)
+        return enough & (least == greatest)
+
+    @cute.jit
     def total_above(self, shared: cutlass.Constexpr, place: cutlass.Constexpr, above: Int32):
         """Add up the cluster's need of what each CTA has above the bin."""
         if const_expr(self.config.cluster > 1):
@@ -266,10 +337,8 @@ class FilteredSearch(ClusterSearch):
     # ---- what is written
 
     @cute.jit
-    def finish(
-        self, span: cutlass.Constexpr, shared: cutlass.Constexpr, place: cutlass.Constexpr, output: cutlass.Constexpr
-    ):
-        """Mark those of the listed keys that are selected, and write what is marked, in order."""
+    def finish(self, span: cutlass.Constexpr, shared: cutlass.Constexpr, place: cutlass.Constexpr):
+        """Mark those of the listed keys that are selected."""
         keys = shared.listed
         self.meet()
         if const_expr(self.config.cluster > 1):
@@ -290,12 +359,6 @@ class FilteredSearch(ClusterSearch):
                     add_to(shared.totals, Total.BASE, Int32(1))
                 elif element < after:
                     self.mark(span, shared, element)
-        if const_expr(self.config.cluster > 1):
-            cute.arch.cluster_arrive()  # nothing of another CTA is read from here on
-        cute.arch.sync_threads()
-        self.write_marked(span, shared, place, output)
-        if const_expr(self.config.cluster > 1):
-            cute.arch.cluster_wait()
 
     @cute.jit
     def merge_listed(self, shared: cutlass.Constexpr, place: cutlass.Constexpr):
@@ -317,32 +380,52 @@ class FilteredSearch(ClusterSearch):
     def write_marked(
         self, span: cutlass.Constexpr, shared: cutlass.Constexpr, place: cutlass.Constexpr, output: cutlass.Constexpr
     ):
-        """Write the positions that are marked."""
+        """Write the positions that are marked, in order, of equals as many as are needed."""
+        if const_expr(self.config.cluster > 1):
+            cute.arch.cluster_arrive()  # nothing of another CTA is read from here on
+        cute.arch.sync_threads()
         words = quotient(span.chunks + 3, 4)
         begin, count = place.thread * words, Int32(0)
         for i in cutlass.range(words, unroll=1):
-            count += cute.arch.popc(marks(shared, begin + i))
+            word = marks(shared, begin + i)
+            count += cute.arch.popc(word & ABOVE_MARKS) + cute.arch.popc(word & ~ABOVE_MARKS) * EQUAL
         through = self.running(count, place.lane)
         if place.lane == 31:
             shared.above[place.warp] = through
         cute.arch.sync_threads()
         chosen = shared.above[cutlass.min(place.lane, self.config.warps - 1)]
-        at = self.before(chosen, place.warp, place.lane) + through - count
+        first = self.before(chosen, place.warp, place.lane) + through - count
+        total = self.before(chosen, Int32(self.config.warps), place.lane)
+        needed = shared.found[Found.NEEDED]
+        at = (first & (EQUAL - 1)) + cutlass.min(quotient(first, EQUAL), needed)
+        total = (total & (EQUAL - 1)) + cutlass.min(quotient(total, EQUAL), needed)
+        needed -= quotient(first, EQUAL)
         for i in cutlass.range(words, unroll=1):
             word = marks(shared, begin + i)
+            equals = quotient(word, 16) & ABOVE_MARKS
+            word = word & ABOVE_MARKS
+            if needed >= cute.arch.popc(equals):
+                needed -= cute.arch.popc(equals)
+                word = word | equals
+            else:
+                while needed > 0:
+                    word = word | (equals & -equals)
+                    equals = equals & (equals - 1)
+                    needed -= 1
             position = (span.begin + (begin + i) * 4) * 4 - span.lead
             while word != 0:
                 bit = 31 - Int32(cute.arch.clz(word & -word))
                 shared.sample.bins[at] = position + (quotient(bit, 8) * 4 + (bit & 3))
                 word = word & (word - 1)
                 at += 1
-        total = self.before(chosen, Int32(self.config.warps), place.lane)
         base = Int32(0)
         if const_expr(self.config.cluster > 1):
             base = shared.totals[Total.BASE]
         cute.arch.sync_threads()
         for i in cutlass.range(place.thread, total, self.config.threads, unroll=1):
             self.put(output, place.row, base + i, shared.sample.bins[i])
+        if const_expr(self.config.cluster > 1):
+            cute.arch.cluster_wait()
 
 
 def sample_target(k: int, span: Span) -> Int32:
