@@ -56,6 +56,12 @@ class TopkConfig:
         return 32 * self.warps
 
     @property
+    def least_ctas(self) -> int:
+        """CTAs that a processor's registers must be enough for; 0 leaves that to the compiler, which gives too few to
+        slots in a wide cluster."""
+        return 1 if self.page_size and self.cluster == 8 else 0
+
+    @property
     def listed(self) -> int:
         """Keys of one bin that are ranked among each other."""
         return min(self.most_listed, self.threads)
@@ -129,7 +135,10 @@ def topk_config(
         if rows > 132:
             shape = (1, 16, 4, 16)
     elif columns <= 1 << 17:
-        shape = (8, 32, 4, 4) if rows <= 16 else (2, 16, 4, 32) if rows <= 66 else (1, 16, 4, 64)
+        shape = (2, 16, 4, 32) if rows <= 66 else (1, 16, 4, 64)
+        if rows <= 16:
+            # Slots through pages of any size take registers that 32 warps do not leave.
+            shape = (8, 16, 8, 8) if page_size else (8, 32, 4, 4)
     else:
         shape = (8, 16, 8, 64)
     cluster, warps, held, most_chunks = shape

@@ -7,6 +7,8 @@ with many equal or unusual keys go that of `ExactSearch`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -72,15 +74,16 @@ class SelectTopk(ExactSearch, FilteredSearch):
             totals: cute.struct.MemRange[Int32, len(Total)]
 
         self.storage = Storage
-        others = list(others)
-        row_starts = others.pop(0) if const_expr(config.row_starts) else None
-        block_tables = others.pop(0) if const_expr(config.page_size > 0) else None
-        indices = others.pop(0)
-        counts = others.pop(0) if const_expr(config.page_size > 0) else None
+        operands = list(others)
+        row_starts = operands.pop(0) if const_expr(config.row_starts) else None
+        block_tables = operands.pop(0) if const_expr(config.page_size > 0) else None
+        indices = operands.pop(0)
+        counts = operands.pop(0) if const_expr(config.page_size > 0) else None
         self.select(logits, seq_lens, row_starts, block_tables, indices, counts).launch(
             grid=[indices.shape[0] * self.cluster, 1, 1],
             block=[self.config.threads, 1, 1],
             cluster=[self.cluster, 1, 1],
+            min_blocks_per_mp=config.least_ctas,
             stream=stream,
         )
 
@@ -89,10 +92,10 @@ class SelectTopk(ExactSearch, FilteredSearch):
         self,
         logits: cute.Tensor,
         seq_lens: cute.Tensor,
-        row_starts: cute.Tensor | None,
-        block_tables: cute.Tensor | None,
+        row_starts: Any,
+        block_tables: Any,
         indices: cute.Tensor,
-        counts: cute.Tensor | None,
+        counts: Any,
     ):
         config = self.config
         storage = utils.SmemAllocator().allocate(self.storage)
