@@ -9,7 +9,8 @@ from tsmla_kernels.merge.record import MERGE_ATTENTION_STATES
 from tsmla_kernels.sm90.decode.record import MLA_DECODE
 from tsmla_kernels.sm90.decode.record import mla_decode_config as mla_decode_config
 from tsmla_kernels.sm90.indexer.record import SELECT_TOPK
-from tsmla_kernels.sm90.prefill.record import MLA_PREFILL
+from tsmla_kernels.sm90.prefill.record import MLA_PREFILL, MLA_PREFILL_BACKWARD
+from tsmla_kernels.sm90.prefill.record import mla_prefill_backward_config as mla_prefill_backward_config
 from tsmla_kernels.sm90.prefill.record import mla_prefill_config as mla_prefill_config
 from tsmla_kernels.sm100.record import MLA_DECODE_SM100, MLA_PREFILL_SM100
 
@@ -18,6 +19,7 @@ KERNELS = {
     for kernel in (
         MLA_DECODE,
         MLA_PREFILL,
+        MLA_PREFILL_BACKWARD,
         MLA_DECODE_SM100,
         MLA_PREFILL_SM100,
         WRITE_KV_CACHE,

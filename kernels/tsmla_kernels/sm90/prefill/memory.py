@@ -70,6 +70,7 @@ class PlanWord(IntEnum):
     KEYS = 4
     HEAD_TILES = 5  # tiles of one head
     SECTION_HEADS = 6  # heads whose tiles come together, so that K and V stay in L2
+    REQUEST = 7  # backward pass: the request's number in cu_seqlens
 
 
 class Progress(IntEnum):

@@ -37,18 +37,15 @@ class Request(NamedTuple):
     keys: Int32
 
 
-class Planner:
-    """Device code of the plan. `schedule.plan` has a row for each request, and two for the query rows of no request:
-    those before the first and those after the last, which have no keys."""
+class PlanWriter:
+    """Device code of a plan of tiles of query rows. `schedule.plan` has a row for each request, and two for the query
+    rows of no request: those before the first and those after the last, which have no keys.
 
-    def __init__(self, traits: KernelTraits) -> None:
-        self.traits = traits
+    The backward pass has tiles of keys: it exchanges the offsets of queries and keys, and has `write_row` of its own.
+    """
 
-    @cute.kernel
-    def make_plan(
-        self, cu_seqlens_q: cute.Tensor, cu_seqlens_kv: cute.Tensor, schedule: Schedule, heads: Int32, total_q: Int32,
-        total_kv: Int32,
-    ):  # fmt: skip
+    @cute.jit
+    def write_plan(self, requests: Requests, schedule: Schedule, heads: Int32) -> None:
         """Sort the requests by class of key length, and write their rows of the plan and the number of tiles."""
         tidx = cute.arch.thread_idx()[0]
         lane, warp_idx = tidx % 32, tidx // 32
@@ -64,7 +61,6 @@ class Planner:
         positions = storage.positions.get_tensor(cute.make_layout(LENGTH_CLASSES))
         warp_tiles = storage.warp_tiles.get_tensor(cute.make_layout(PLAN_THREADS // 32))
         entries = schedule.plan.shape[0]
-        requests = Requests(cu_seqlens_q, cu_seqlens_kv, total_q, total_kv, entries - 2)
 
         if tidx < LENGTH_CLASSES:
             positions[tidx] = Int32(0)
@@ -77,7 +73,7 @@ class Planner:
         cute.arch.sync_threads()
         for index in cutlass.range(tidx, entries, PLAN_THREADS, unroll=1):
             request = self.request(requests, index)
-            self.write_row(schedule.plan, self.take_position(positions, request.keys), request, heads)
+            self.write_row(schedule.plan, self.take_position(positions, request.keys), request, index, heads)
         cute.arch.sync_threads()
         total = self.accumulate_tiles(schedule.plan, warp_tiles, heads)
         if tidx == 0:
@@ -130,23 +126,6 @@ class Planner:
             position += counts[i]
 
     @cute.jit
-    def write_row(self, plan: cute.Tensor, position: Int32, request: Request, heads: Int32) -> None:
-        """Write a request's row, except for the sum of tiles."""
-        traits = self.traits
-        head_bytes = cutlass.max(request.keys, 1) * (traits.element_bytes * (traits.qk_head_dim + traits.v_head_dim))
-        section = cutlass.min(cutlass.min(cutlass.max(L2_BYTES // head_bytes, 1), MAX_SECTION_HEADS), heads)
-        if const_expr(traits.fp8):
-            while heads % section != 0:  # a divisor of `heads`, so that all sections are equal
-                section -= 1
-        head_tiles = (request.rows + traits.tile_rows - 1) // traits.tile_rows
-        plan[position, PlanWord.FIRST_ROW] = request.first_row
-        plan[position, PlanWord.ROWS] = request.rows
-        plan[position, PlanWord.FIRST_KEY] = request.first_key
-        plan[position, PlanWord.KEYS] = request.keys
-        plan[position, PlanWord.HEAD_TILES] = head_tiles
-        plan[position, PlanWord.SECTION_HEADS] = section
-
-    @cute.jit
     def accumulate_tiles(self, plan: cute.Tensor, warp_tiles: cute.Tensor, heads: Int32) -> Int32:
         """Write the running sum of tiles to every row of the plan; returns the number of all tiles."""
         tidx = cute.arch.thread_idx()[0]
@@ -181,3 +160,38 @@ class Planner:
             if lane >= (1 << step):
                 value += other
         return value
+
+
+class Planner(PlanWriter):
+    """The kernel that writes the forward pass' plan."""
+
+    def __init__(self, traits: KernelTraits) -> None:
+        self.traits = traits
+
+    @cute.kernel
+    def make_plan(
+        self, cu_seqlens_q: cute.Tensor, cu_seqlens_kv: cute.Tensor, schedule: Schedule, heads: Int32, total_q: Int32,
+        total_kv: Int32,
+    ):  # fmt: skip
+        """Write the plan and the counters, in one CTA."""
+        requests = Requests(cu_seqlens_q, cu_seqlens_kv, total_q, total_kv, schedule.plan.shape[0] - 2)
+        self.write_plan(requests, schedule, heads)
+
+    @cute.jit
+    def write_row(
+        self, plan: cute.Tensor, position: Int32, request: Request, index: Int32, heads: Int32
+    ) -> None:
+        """Write a request's row, except for the sum of tiles."""
+        traits = self.traits
+        head_bytes = cutlass.max(request.keys, 1) * (traits.element_bytes * (traits.qk_head_dim + traits.v_head_dim))
+        section = cutlass.min(cutlass.min(cutlass.max(L2_BYTES // head_bytes, 1), MAX_SECTION_HEADS), heads)
+        if const_expr(traits.fp8):
+            while heads % section != 0:  # a divisor of `heads`, so that all sections are equal
+                section -= 1
+        head_tiles = (request.rows + traits.tile_rows - 1) // traits.tile_rows
+        plan[position, PlanWord.FIRST_ROW] = request.first_row
+        plan[position, PlanWord.ROWS] = request.rows
+        plan[position, PlanWord.FIRST_KEY] = request.first_key
+        plan[position, PlanWord.KEYS] = request.keys
+        plan[position, PlanWord.HEAD_TILES] = head_tiles
+        plan[position, PlanWord.SECTION_HEADS] = section

@@ -1,4 +1,4 @@
-"""mla_prefill and mla_prefill_kv on Hopper: their operands and their record."""
+"""mla_prefill and mla_prefill_kv on Hopper and their gradient: operands and records."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import partial
 from tsmla_kernels.contract import PrefillSpec, attention_out_dtype
 from tsmla_kernels.kernel import Kernel, Operand
 from tsmla_kernels.options import config_of, flag, prefill_spec
+from tsmla_kernels.sm90.prefill import backward_config as sm90_backward
 from tsmla_kernels.sm90.prefill import config as sm90_prefill
 
 SHARED_ROPE_DIM = 64
@@ -53,4 +54,54 @@ MLA_PREFILL = Kernel(
     config=sm90_prefill.PrefillConfig,
     operands=mla_prefill_operands,
     from_options=mla_prefill_config,
+)
+
+
+def mla_prefill_backward_operands(config: sm90_backward.BackwardConfig) -> tuple[Operand, ...]:
+    """The operands of mla_prefill or mla_prefill_kv, its results and their cotangents; the gradients, and the
+    workspaces."""
+    # Leading sizes of the workspaces: two are read at the launch, but for these.
+    dynamic = {"dq_sum": (None, 2, None), "plan": (None,), "progress": (None,)}
+    leading = {
+        name: (dynamic.get(name, (None, None)), shape, dtype)
+        for name, (shape, dtype) in sm90_backward.backward_workspaces(config, 1, 1, 1, 1, 1).items()
+    }
+    k_dim, v_dim, rope_dim = config.qk_head_dim, config.v_head_dim, config.rope_dim
+    keys = (("k", (None, None, k_dim)), ("v", (None, None, v_dim)))
+    if rope_dim:
+        keys = (("kv", (None, None, k_dim - rope_dim + v_dim)), ("k_rope", (None, rope_dim)))
+    return (
+        Operand("q", config.dtype, (None, None, k_dim)),
+        *(Operand(name, config.dtype, shape) for name, shape in keys),
+        Operand("cu_seqlens_q", "int32", (None,), align=4),
+        Operand("cu_seqlens_kv", "int32", (None,), align=4),
+        Operand("scales", "float32", (2,), align=4),
+        Operand("out", config.dtype, (None, None, v_dim)),
+        Operand("lse", "float32", (None, None), align=4),
+        Operand("dout", config.dtype, (None, None, v_dim)),
+        Operand("dlse", "float32", (None, None), align=4),
+        Operand("dq", config.dtype, (None, None, k_dim), output=True),
+        *(Operand(f"d{name}", config.dtype, shape, output=True) for name, shape in keys),
+        *(Operand(name, dtype, (*first, *size[len(first) :]), True) for name, (first, size, dtype) in leading.items()),
+    )
+
+
+def mla_prefill_backward_config(options: Mapping[str, str]) -> sm90_backward.BackwardConfig:
+    """The config of options on the command line; as mla_prefill's, and deterministic=true for gradients that repeat
+    bit by bit."""
+    rest = {name: value for name, value in options.items() if name != "deterministic"}
+    rope_dim = SHARED_ROPE_DIM if flag(options, "shared_rope") else 0
+    config = partial(
+        sm90_backward.backward_config, rope_dim=rope_dim, deterministic=flag(options, "deterministic")
+    )
+    return config_of(prefill_spec, sm90_backward.backward_reasons, config, rest)
+
+
+MLA_PREFILL_BACKWARD = Kernel(
+    name="mla_prefill_backward",
+    archs=("sm_90a",),
+    launcher="tsmla_kernels.sm90.prefill.backward:MlaPrefillBackward",
+    config=sm90_backward.BackwardConfig,
+    operands=mla_prefill_backward_operands,
+    from_options=mla_prefill_backward_config,
 )

@@ -1,0 +1,151 @@
+"""The gradient of expanded MLA prefill (keys wider than values) over ragged batches, bf16 and f16, for Hopper.
+
+Three launches: rowsum(dout * out) and the plan; the gradients of tiles of keys, with dq's sums in float32; dq. A CTA of
+the second walks tiles of 128 keys of one head, in each the queries that see them, 64 at a time:
+
+  warpgroups 0 and 1   half of the keys each: dK and dV in registers (backward_products.py)
+  the last warpgroup   one warp claims tiles, and copies K, V, Q and dO (backward_copies.py); two warps add dQ to sums
+                       in global memory (backward_sums.py)
+"""
+
+from __future__ import annotations
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+import cutlass.utils as utils
+from cutlass import Int32, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from tsmla_kernels.sm90.prefill.backward_config import BackwardConfig
+from tsmla_kernels.sm90.prefill.backward_copies import Producer
+from tsmla_kernels.sm90.prefill.backward_memory import (
+    GROUPS,
+    Copies,
+    KeyGradients,
+    Mma,
+    Operands,
+    Saved,
+    Sums,
+    Traits,
+    init_mbarriers,
+    make_storage,
+    shared_memory,
+)
+from tsmla_kernels.sm90.prefill.backward_plan import BackwardPlanner
+from tsmla_kernels.sm90.prefill.backward_products import Consumer
+from tsmla_kernels.sm90.prefill.backward_rows import CTA_HEADS, ROW_THREADS, RowKernels, factors
+from tsmla_kernels.sm90.prefill.backward_sums import Reducer
+from tsmla_kernels.sm90.prefill.memory import Scale, Schedule
+from tsmla_kernels.sm90.prefill.plan import Requests
+
+
+class MlaPrefillBackward:
+    """One compiled gradient: `config` is static; numbers of heads, requests and tokens are dynamic."""
+
+    def __init__(self, config: BackwardConfig) -> None:
+        self.traits = Traits(config)
+        self.storage = make_storage(self.traits)
+        self.planner = BackwardPlanner(self.traits)
+        self.rows = RowKernels(self.traits)
+        self.producer = Producer(self.traits, self.planner)
+        self.consumer = Consumer(self.traits)
+        self.reducer = Reducer(self.traits)
+
+    @cute.jit
+    def __call__(self, stream: cuda.CUstream, *tensors: cute.Tensor) -> None:
+        """Launch the kernels on `stream`; `tensors` are the `Operands` in their order."""
+        operands = Operands(*tensors)
+        traits = self.traits
+        sums = Sums(operands.dq_sum, operands.row_terms, operands.turns, operands.dq_sum, operands.turns)
+        gradients = KeyGradients(operands.dk, operands.dv)
+        if const_expr(traits.rope_columns > 0):
+            sums = sums._replace(rope_sum=operands.rope_sum, rope_turns=operands.rope_turns)
+            gradients = KeyGradients(operands.dk, operands.dk)
+        schedule = Schedule(operands.plan, operands.progress)
+        heads, total_q = Int32(operands.q.shape[1]), Int32(operands.q.shape[0])
+        requests = Requests(
+            operands.cu_seqlens_q, operands.cu_seqlens_kv, total_q, Int32(operands.k.shape[0]),
+            Int32(operands.cu_seqlens_q.shape[0] - 1),
+        )  # fmt: skip
+        saved = Saved(operands.out, operands.lse, operands.dout, operands.dlse)
+        tiles, sections = Int32(operands.row_terms.shape[1]), (heads + CTA_HEADS - 1) // CTA_HEADS
+        # One CTA more than there are tiles makes the plan.
+        self.prepare(requests, saved, sums, schedule).launch(
+            grid=[tiles + 1, sections, 1], block=[ROW_THREADS, 1, 1], stream=stream
+        )
+        copies, mmas = self.producer.make_copies(operands), self.consumer.make_mmas()
+        self.differentiate(copies, sums, schedule, gradients, operands.scales, mmas, heads).launch(
+            grid=[operands.progress.shape[0], 1, 1], block=[traits.threads, 1, 1], stream=stream, min_blocks_per_mp=1,
+            use_pdl=True,
+        )  # fmt: skip
+        # One CTA more than there are tiles has the rows of no request.
+        self.finish(requests, sums, operands.scales, operands.dq, operands.dv).launch(
+            grid=[tiles + 1, sections, 1], block=[ROW_THREADS, 1, 1], stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def prepare(self, requests: Requests, saved: Saved, sums: Sums, schedule: Schedule):
+        """Before the main kernel: the plan, the rows' terms, zeros."""
+        cute.arch.griddepcontrol_launch_dependents()
+        tile, section, _ = cute.arch.block_idx()
+        tiles, sections, _ = cute.arch.grid_dim()
+        if tile == tiles - 1:
+            if section == 0:
+                self.planner.make_plan(requests, schedule, Int32(saved.lse.shape[1]))
+        else:
+            self.rows.prepare_rows(requests, saved, sums, tile, section * CTA_HEADS)
+            self.rows.zero_sums(sums, tile * sections + section, (tiles - 1) * sections)
+
+    @cute.kernel
+    def differentiate(
+        self,
+        copies: Copies,
+        sums: Sums,
+        schedule: Schedule,
+        gradients: KeyGradients,
+        scales: cute.Tensor,
+        mma: Mma,
+        heads: Int32,
+    ):
+        """One CTA: set up the barriers, then each warpgroup its role."""
+        tidx = cute.arch.thread_idx()[0]
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cute.arch.make_warp_uniform(tidx // 128)
+        traits = self.traits
+        smem = utils.SmemAllocator()
+        shared = shared_memory(smem.allocate(self.storage))
+        if warp_idx == traits.producer_warp:
+            for copy in copies:
+                cpasync.prefetch_descriptor(copy.atom)
+        if warp_idx == 0:
+            with cute.arch.elect_one():
+                init_mbarriers(shared)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        if group == GROUPS:
+            cute.arch.setmaxregister_decrease(traits.producer_registers)
+            if warp_idx == traits.producer_warp:
+                self.producer.copy_tiles(copies, sums, shared, schedule, heads)
+            reduced = warp_idx - traits.producer_warp - 1  # the compute warpgroup of a reducer warp
+            if reduced >= 0 and reduced < GROUPS:
+                if cute.arch.lane_idx() == 0:
+                    self.reducer.reduce_tiles(sums, shared, reduced)
+        else:
+            cute.arch.setmaxregister_increase(traits.compute_registers)
+            self.consumer.compute(gradients, factors(scales), shared, mma, group)
+
+    @cute.kernel
+    def finish(self, requests: Requests, sums: Sums, scales: cute.Tensor, dq: cute.Tensor, dk_rope: cute.Tensor):
+        """After the main kernel: dq, and the gradient of shared rope columns."""
+        tile, section, _ = cute.arch.block_idx()
+        tiles, sections, _ = cute.arch.grid_dim()
+        cute.arch.griddepcontrol_wait()
+        if const_expr(self.traits.rope_columns > 0):
+            cta, ctas = tile * sections + section, tiles * sections
+            self.rows.store_rope(sums, scales[Scale.LOGITS], dk_rope, cta, ctas)
+        if tile == tiles - 1:
+            self.rows.zero_dq(requests, dq, section, sections)
+        else:
+            self.rows.store_dq(requests, sums, scales[Scale.LOGITS], dq, tile, section * CTA_HEADS)

@@ -1,0 +1,102 @@
+"""Which Hopper kernel computes prefill's gradient: the static configuration and its workspaces. Imports no cutlass.
+
+As config.py beside this: everything here is a pure function of static shapes, so that one compiled object serves every
+number of heads, requests and tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tsmla_kernels.contract import PrefillSpec
+
+Q_ROWS = 64  # query rows of one step
+KEY_ROWS = 128  # keys of one tile: 64 for each of the two warpgroups that compute
+STAGES = 2  # pipeline stages of Q, and of dS
+ROPE_PARTIALS = 16  # deterministic: sums of the shared rope columns' gradient; head h adds to number h % 16
+BLOCK_ROWS = 8  # query rows of a block of dq's sums
+PLAN_WORDS = 8  # int32 of one row of the plan
+DTYPES = ("bfloat16", "float16")
+HEAD_DIMS = ((192, 128),)
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardConfig:
+    """What an object of the backward pass is compiled for. All else is dynamic.
+
+    Attributes:
+      dtype: "bfloat16" or "float16", of q, k, v, out, their gradients and out's cotangent.
+      qk_head_dim, v_head_dim: widths of q and k, and of v and out.
+      rope_dim: 0 where k and v are arrays of their own; else the last columns of k that all heads share, where the
+        operands are kv [Tk, H, K - R + V] and k_rope [Tk, R].
+      causal: whether query i of n sees only keys j <= i + m - n.
+      deterministic: whether sums over key tiles are added up in a fixed order, so that gradients repeat bit by bit.
+    """
+
+    dtype: str
+    qk_head_dim: int = 192
+    v_head_dim: int = 128
+    rope_dim: int = 0
+    causal: bool = True
+    deterministic: bool = False
+
+
+def backward_reasons(spec: PrefillSpec) -> list[str]:
+    """Why the Hopper kernel cannot compute the gradient of this call; empty if it can."""
+    reasons = []
+    if spec.q_dtype not in DTYPES:
+        reasons.append(f"q.dtype is {spec.q_dtype}; the sm_90 prefill gradient takes {' or '.join(DTYPES)}")
+    if (spec.qk_head_dim, spec.v_head_dim) not in HEAD_DIMS:
+        legal = ", ".join(f"{k} and {v}" for k, v in HEAD_DIMS)
+        reasons.append(
+            f"the head dims of k and v are {spec.qk_head_dim} and {spec.v_head_dim}; the sm_90 prefill gradient takes"
+            f" {legal}"
+        )
+    return reasons
+
+
+def backward_config(spec: PrefillSpec, rope_dim: int = 0, *, deterministic: bool = False) -> BackwardConfig:
+    """The configuration that serves the gradient of `spec`; rope_dim as in BackwardConfig."""
+    return BackwardConfig(
+        dtype=spec.q_dtype,
+        qk_head_dim=spec.qk_head_dim,
+        v_head_dim=spec.v_head_dim,
+        rope_dim=rope_dim,
+        causal=spec.causal,
+        deterministic=deterministic,
+    )
+
+
+def backward_workspaces(
+    config: BackwardConfig, batch: Any, total_q_len: Any, total_kv_len: Any, num_heads: Any, num_sms: int = 132
+) -> dict[str, tuple[tuple[Any, ...], str]]:
+    """Shapes and dtypes of the kernel's workspaces, in the order of its operands.
+
+    dq_sum: float32 sums of dq, in blocks of BLOCK_ROWS rows of one request and half of the columns, each block in the
+      order of `sum_position`.
+    row_terms: for each head and tile of Q_ROWS queries of one request, -lse in base 2, then the cotangent of lse minus
+      rowsum(dout * out).
+    turns: deterministic: how many key tiles each half of a tile of dq has received.
+    plan: a row for each request and two for the keys of no request.
+    progress: one word per CTA, because the launch takes the grid's size from it.
+    rope_sum, rope_turns (with rope_dim): the same sums for the shared columns of k, and how many heads each half of a
+      key tile has received.
+    """
+    tiles = total_q_len // Q_ROWS + batch
+    blocks = total_q_len // BLOCK_ROWS + batch
+    deterministic = config.deterministic
+    shapes = {
+        "dq_sum": ((num_heads, 2, blocks, BLOCK_ROWS * config.qk_head_dim // 2), "float32"),
+        "row_terms": ((num_heads, tiles, 2, Q_ROWS), "float32"),
+        "turns": ((num_heads if deterministic else 1, tiles if deterministic else 1, 2), "int32"),
+        "plan": ((batch + 2, PLAN_WORDS), "int32"),
+        "progress": ((num_sms,), "int32"),
+    }
+    if config.rope_dim:
+        partials = ROPE_PARTIALS if deterministic else 1
+        key_tiles = total_kv_len // KEY_ROWS + batch if deterministic else 1
+        shapes["rope_sum"] = ((partials, total_kv_len, config.rope_dim), "float32")
+        shapes["rope_turns"] = ((partials, key_tiles, 2), "int32")
+    return shapes

@@ -1,0 +1,268 @@
+"""Every record, buffer and barrier of the kernels that compute prefill's gradient, by name."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
+
+from tsmla_kernels.sm90.decode.config import SMEM_BYTES
+from tsmla_kernels.sm90.prefill.backward_config import KEY_ROWS, Q_ROWS, STAGES, BackwardConfig
+from tsmla_kernels.sm90.prefill.memory import Buffers, TmaCopy
+from tsmla_kernels.sm90.warp import DTYPES
+
+GROUPS = 2  # warpgroups that compute, each with half of a tile's keys and half of dq's columns
+GROUP_KEYS = KEY_ROWS // GROUPS
+COMPUTE_WARPS = 4 * GROUPS
+TILE_SLOTS = 4  # ring of tile descriptors: the producer is at most two tiles ahead of an epilogue
+TILE_WORDS = 12
+BUFFERS = {"q": STAGES, "k": 1, "v": 1, "dout": 1, "ds": STAGES, "sums": GROUPS}  # how many of each operand
+NO_HEAD = -1  # Tile.HEAD where the sequence of tiles ends
+
+
+class Tile(IntEnum):
+    """Words of a tile descriptor: up to KEY_ROWS keys of one head of one request, and the queries that see them."""
+
+    HEAD = 0  # NO_HEAD ends the sequence of tiles
+    FIRST_KEY = 1
+    KEYS = 2
+    STEPS = 3  # tiles of Q_ROWS queries
+    FIRST_ROW = 4  # of the first step's queries
+    ROWS = 5  # from there to the request's end
+    FIRST_TERMS = 6  # the first step's tile of row_terms
+    DIAGONAL = 7  # causal: query x from FIRST_ROW on sees key j of the tile if x >= j + DIAGONAL
+    FIRST_BLOCK = 8  # the first step's block of dq_sum
+    ORDER = 9  # which of the request's key tiles it is: sums for dq are added in this order
+    ROPE_TURN = 10  # the key tile's counter in rope_turns
+
+
+class Term(IntEnum):
+    """The two numbers of a query row and head."""
+
+    LSE = 0  # -lse in base 2; -inf where the row saw no key
+    DELTA = 1  # lse's cotangent minus rowsum(dout * out)
+
+
+class Operands(NamedTuple):
+    """The arrays of a launch, in the launcher's order, all dense.
+
+    q [Tq, H, K], k [Tk, H, K], v [Tk, H, V] in the config's dtype; cu_seqlens_q and cu_seqlens_kv [B + 1] int32;
+    scales [2] float32, see `Scale`; out [Tq, H, V] and lse [Tq, H] float32 (natural log) as the forward pass left
+    them; their cotangents dout and dlse; the gradients dq, dk and dv; the workspaces of `backward_workspaces`, the last
+    two only with a `rope_dim`. With a `rope_dim` R > 0 `k` is kv [Tk, H, K - R + V], a row's keys without their rope
+    columns and its values, `v` is k_rope [Tk, R], which all heads share, and dk and dv are their gradients.
+    """
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    cu_seqlens_q: cute.Tensor
+    cu_seqlens_kv: cute.Tensor
+    scales: cute.Tensor
+    out: cute.Tensor
+    lse: cute.Tensor
+    dout: cute.Tensor
+    dlse: cute.Tensor
+    dq: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
+    dq_sum: cute.Tensor
+    row_terms: cute.Tensor
+    turns: cute.Tensor
+    plan: cute.Tensor
+    progress: cute.Tensor
+    rope_sum: cute.Tensor | None = None
+    rope_turns: cute.Tensor | None = None
+
+
+class Copies(NamedTuple):
+    """The TMA loads of the operands. `rope` loads K's rope columns if all heads share them, else it equals `k`."""
+
+    q: TmaCopy
+    k: TmaCopy
+    rope: TmaCopy
+    v: TmaCopy
+    dout: TmaCopy
+
+
+class Saved(NamedTuple):
+    """What the forward pass left, and the cotangents of its results."""
+
+    out: cute.Tensor
+    lse: cute.Tensor
+    dout: cute.Tensor
+    dlse: cute.Tensor
+
+
+class Sums(NamedTuple):
+    """Workspaces: the float32 sums of dq and of the shared rope columns, the counters that order the additions, and the
+    terms of query rows. Without shared rope columns `rope_sum` and `rope_turns` are placeholders."""
+
+    dq_sum: cute.Tensor
+    row_terms: cute.Tensor
+    turns: cute.Tensor
+    rope_sum: cute.Tensor
+    rope_turns: cute.Tensor
+
+
+class KeyGradients(NamedTuple):
+    """The gradients of keys and values, [Tk, H, columns]. With shared rope columns both are dkv [Tk, H, K - R + V]: dk
+    without its rope columns, then dv."""
+
+    dk: cute.Tensor
+    dv: cute.Tensor
+
+
+class Mma(NamedTuple):
+    """The tiled MMAs. The scores' start with `scores_first`, dq's with `dq_first`; the others add."""
+
+    scores_first: cute.TiledMma
+    scores: cute.TiledMma
+    dk: cute.TiledMma
+    dv: cute.TiledMma
+    dq_first: cute.TiledMma
+    dq: cute.TiledMma
+
+
+class Shared(NamedTuple):
+    """The shared memory of the main kernel. K and V have one buffer; the others, row_terms included, one a stage.
+
+    row_terms arrive with Q and leave with it. `ds` is dS transposed, [KEY_ROWS, Q_ROWS]. `sums` has a buffer for each
+    compute warpgroup, with the float32 numbers that a reducer warp adds to sums in global memory.
+    """
+
+    tiles: cute.Tensor
+    row_terms: cute.Tensor
+    q: Buffers
+    k: Buffers
+    v: Buffers
+    dout: Buffers
+    ds: Buffers
+    sums: Buffers
+
+
+class Accumulators(NamedTuple):
+    """Registers of a warpgroup: WGMMA's accumulators, P in float32, and P and dS as operands: [GROUP_KEYS, Q_ROWS]."""
+
+    s: cute.Tensor
+    p_float: cute.Tensor
+    dp: cute.Tensor
+    p: cute.Tensor
+    ds: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
+
+
+class Factors(NamedTuple):
+    """The logits' scale, as it is and times log2(e), and the output's scale."""
+
+    logits: Float32
+    logits_log2: Float32
+    output: Float32
+
+
+class Block(NamedTuple):
+    """Rows and columns of an operand in shared memory: column tiles of `width` columns, each with `pitch` rows."""
+
+    rows: int
+    columns: int
+    width: int
+    pitch: int
+
+
+class Traits:
+    """Static sizes, dtypes and layouts that all parts of the kernel share. Sizes are counted in elements."""
+
+    def __init__(self, config: BackwardConfig) -> None:
+        self.config = config
+        self.dtype = DTYPES[config.dtype]
+        self.element_bytes = self.dtype.width // 8
+        self.causal, self.deterministic = config.causal, config.deterministic
+        self.qk_head_dim, self.v_head_dim = config.qk_head_dim, config.v_head_dim
+        self.rope_columns, self.nope_columns = config.rope_dim, config.qk_head_dim - config.rope_dim
+        self.dq_columns = self.qk_head_dim // GROUPS
+        self.staging_bytes = Q_ROWS * self.dq_columns * 4  # of a warpgroup's sums in shared memory
+        # dq's halves each take whole column tiles of K.
+        k_width = 64 if self.dq_columns % 64 == 0 else 32
+        self.q = Block(Q_ROWS, self.qk_head_dim, 64, Q_ROWS)
+        self.k = Block(KEY_ROWS, self.qk_head_dim, k_width, KEY_ROWS)
+        self.nope = self.k._replace(columns=self.nope_columns)
+        self.rope = self.k._replace(columns=self.rope_columns)
+        self.v = Block(KEY_ROWS, self.v_head_dim, 64, KEY_ROWS)
+        self.dout = Block(Q_ROWS, self.v_head_dim, 64, Q_ROWS)
+        self.ds = Block(KEY_ROWS, Q_ROWS, 64, KEY_ROWS)
+        self.threads = 128 * (GROUPS + 1)
+        self.producer_warp = COMPUTE_WARPS
+        self.compute_registers, self.producer_registers = 240, 24
+
+    def query_tile(self, step: Int32, steps: Int32) -> Int32:
+        """Which tile of queries a step takes. Deterministic: the last queries come first. The key tile that adds before
+        then has its first step first and only ends later, so that the two walk one behind the other."""
+        return steps - 1 - step if self.deterministic else step
+
+    def layout_atom(self, block: Block):
+        """The swizzled layout of an operand in shared memory, as TMA writes it and WGMMA reads it."""
+        kind = {64: SmemLayoutAtomKind.K_SW128, 32: SmemLayoutAtomKind.K_SW64}[block.width]
+        return warpgroup.make_smem_layout_atom(kind, self.dtype)
+
+    def bytes_of(self, block: Block) -> int:
+        return block.rows * block.columns * self.element_bytes
+
+
+def make_storage(traits: Traits):
+    """The struct of the main kernel's shared memory. Raises ValueError if it is more than Hopper has."""
+
+    def barriers(count: int):
+        return cute.struct.MemRange[Int64, count]
+
+    def buffers(count: int, block: Block):
+        return cute.struct.Align[cute.struct.MemRange[traits.dtype, count * block.rows * block.columns], 1024]
+
+    fields = {}
+    for name, count in BUFFERS.items():
+        fields |= {f"{name}_full": barriers(count), f"{name}_empty": barriers(count)}
+    fields["tiles"] = cute.struct.MemRange[Int32, TILE_SLOTS * TILE_WORDS]
+    fields["row_terms"] = cute.struct.Align[cute.struct.MemRange[Float32, STAGES * len(Term) * Q_ROWS], 128]
+    for name, count in BUFFERS.items():
+        if name != "sums":
+            fields[name] = buffers(count, getattr(traits, name))
+    fields["sums"] = cute.struct.Align[cute.struct.MemRange[Float32, GROUPS * Q_ROWS * traits.dq_columns], 128]
+    storage = cute.struct(type("Storage", (), {"__annotations__": fields}))
+    if storage.size_in_bytes() > SMEM_BYTES:
+        raise ValueError(f"{traits.config} takes {storage.size_in_bytes()} bytes of shared memory of {SMEM_BYTES}")
+    return storage
+
+
+def shared_memory(storage) -> Shared:
+    """Views of the allocated `storage`."""
+
+    def buffers(name: str) -> Buffers:
+        memory, full, empty = (getattr(storage, name + end).data_ptr() for end in ("", "_full", "_empty"))
+        return Buffers(memory, full, empty)
+
+    tiles = storage.tiles.get_tensor(cute.make_layout((TILE_WORDS, TILE_SLOTS), stride=(1, TILE_WORDS)))
+    terms = cute.make_layout((Q_ROWS, len(Term), STAGES), stride=(1, Q_ROWS, len(Term) * Q_ROWS))
+    return Shared(tiles, storage.row_terms.get_tensor(terms), **{name: buffers(name) for name in BUFFERS})
+
+
+def init_mbarriers(shared: Shared) -> None:
+    """Initialise the mbarriers, in one thread, with the number of arrivals that complete a phase. A warp arrives once.
+    """
+    copied = (1, COMPUTE_WARPS)  # arrivals on `full` and on `empty`
+    arrivals = {
+        "q": copied,
+        "k": (1, COMPUTE_WARPS + GROUPS),  # reducer warps read the tile descriptor that arrives with K
+        "v": copied,
+        "dout": copied,
+        "ds": (COMPUTE_WARPS, COMPUTE_WARPS),
+        "sums": (COMPUTE_WARPS // GROUPS, 1),
+    }
+    for name, count in BUFFERS.items():
+        buffers = getattr(shared, name)
+        for index in range(count):
+            cute.arch.mbarrier_init(buffers.full + index, arrivals[name][0])
+            cute.arch.mbarrier_init(buffers.empty + index, arrivals[name][1])

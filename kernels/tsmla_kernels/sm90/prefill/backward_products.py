@@ -1,0 +1,417 @@
+"""The warpgroups that compute prefill's gradient. All products are on transposed scores, so that keys are rows:
+
+    S = K Q^T, P = exp2(S scale - lse), dV += P dO, dP = V dO^T, dS = P (dP - delta), dK += dS Q, dQ += dS^T K
+
+Each warpgroup has half of a tile's keys: P and dS stay in its registers as operands of dV and dK. dQ sums over all
+keys, so dS goes through shared memory too, and each warpgroup computes half of dQ's columns, one step behind.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu.warpgroup import Field, OperandSource
+from cutlass.utils import hopper_helpers as sm90
+
+from tsmla_kernels.sm90.prefill.backward_config import KEY_ROWS, Q_ROWS
+from tsmla_kernels.sm90.prefill.backward_memory import (
+    GROUP_KEYS,
+    NO_HEAD,
+    TILE_SLOTS,
+    Accumulators,
+    Block,
+    Factors,
+    KeyGradients,
+    Mma,
+    Shared,
+    Term,
+    Tile,
+    Traits,
+)
+from tsmla_kernels.sm90.prefill.backward_sums import SumStaging
+from tsmla_kernels.sm90.prefill.memory import Stage, ThreadIndex
+from tsmla_kernels.sm90.warp import store_matrices, transpose_quad, uniform
+
+FAR = 2**31 - 1
+ZERO_BARRIER = 1  # and 2, one a warpgroup: its 128 threads have zeroed rows that belong to no query or key
+
+
+class Consumer:
+    """Device code of a compute warpgroup."""
+
+    def __init__(self, traits: Traits) -> None:
+        self.traits = traits
+        self.staging = SumStaging(traits)
+
+    def make_mmas(self) -> Mma:
+        dtype, k_major, mn_major = self.traits.dtype, OperandMajorMode.K, OperandMajorMode.MN
+
+        def mma(a_major, b_major, shape, source=OperandSource.SMEM):
+            return sm90.make_trivial_tiled_mma(dtype, dtype, a_major, b_major, Float32, (1, 1, 1), shape, source)
+
+        scores, dq = (GROUP_KEYS, Q_ROWS), (Q_ROWS, self.traits.dq_columns)
+        return Mma(
+            mma(k_major, k_major, scores),
+            mma(k_major, k_major, scores),
+            mma(k_major, mn_major, (GROUP_KEYS, self.traits.qk_head_dim), OperandSource.RMEM),
+            mma(k_major, mn_major, (GROUP_KEYS, self.traits.v_head_dim), OperandSource.RMEM),
+            mma(mn_major, mn_major, dq),
+            mma(mn_major, mn_major, dq),
+        )
+
+    # ---- operands in shared memory
+
+    @cute.jit
+    def operand(self, memory: cute.Pointer, offset: Int32, block: cutlass.Constexpr):
+        """A block for WGMMA, `offset` bytes into `memory`, its address through an instruction whose result is uniform:
+        WGMMA takes its descriptors from uniform registers."""
+        address = uniform(memory.toint() + offset)
+        pointer = cute.make_ptr(self.traits.dtype, address, cute.AddressSpace.smem, assumed_align=512)
+        swizzle = self.traits.layout_atom(block).inner
+        layout = cute.make_layout(
+            ((8, block.rows // 8), (block.width, block.columns // block.width)),
+            stride=((block.width, 8 * block.width), (1, block.pitch * block.width)),
+        )
+        return cute.make_tensor(cute.recast_ptr(pointer, swizzle, dtype=self.traits.dtype), layout)
+
+    def transposed(self, x: cute.Tensor) -> cute.Tensor:
+        return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 0]))
+
+    # ---- tiles
+
+    @cute.jit
+    def compute(self, gradients: KeyGradients, factors: Factors, shared: Shared, mma: Mma, group: Int32):
+        """One warpgroup: its half of the keys of every tile."""
+        thread = cute.arch.thread_idx()[0] % 128
+        lane = thread % 32
+        t = ThreadIndex(group, thread, lane, (thread // 32) * 16 + lane // 4)
+        # Set here once: setting them between products that are in flight serialises these.
+        for products, adds in zip(mma, (False, True, True, True, False, True), strict=True):
+            products.set(Field.ACCUMULATE, adds)
+        acc = self.accumulators(mma, t)
+        # Few counters, each read in several ways: registers are scarce.
+        tiles, count = Int32(0), Int32(0)
+        cute.arch.mbarrier_wait(shared.k.full, tiles)
+        head = uniform(shared.tiles[Tile.HEAD, tiles])
+        while head != NO_HEAD:
+            slot = tiles % TILE_SLOTS
+            steps = uniform(shared.tiles[Tile.STEPS, slot])
+            acc.dk.fill(0.0)
+            acc.dv.fill(0.0)
+            cute.arch.mbarrier_wait(shared.v.full, tiles & 1)
+            self.zero_keys(shared, slot, t)
+            for step in cutlass.range(steps, unroll=1):
+                stage, previous = self.stage(count), self.stage(count - 1)
+                tile = self.traits.query_tile(step, steps)
+                self.probabilities(acc, factors, shared, mma, stage, slot, tile, t)
+                self.keys_products(acc, factors, shared, mma, stage, t)
+                warpgroup.wait_group(1)
+                self.leave(shared.dout.empty)
+                cute.arch.mbarrier_wait(shared.ds.full + previous.index, previous.phase)
+                warpgroup.wait_group(0)
+                self.leave(shared.q.empty + stage.index)
+                if step > 0:
+                    self.put_dq(shared, mma, previous, tiles, t)
+                count += 1
+            if steps > 0:
+                last = self.stage(count - 1)
+                cute.arch.mbarrier_wait(shared.ds.full + last.index, last.phase)
+                self.put_dq(shared, mma, last, tiles, t)
+            self.leave(shared.k.empty)
+            self.leave(shared.v.empty)
+            if const_expr(self.traits.rope_columns > 0):
+                columns = range(self.traits.nope_columns, self.traits.qk_head_dim)
+                dk = self.rows_of(acc.dk, self.traits.qk_head_dim)
+                self.staging.put(shared, dk, columns, shared.tiles[Tile.FIRST_KEY, slot], (count + tiles) & 1, t)
+            dv_column = self.traits.nope_columns if self.traits.rope_columns else 0
+            dk_columns = range(self.traits.nope_columns)
+            dv_columns = range(dv_column, dv_column + self.traits.v_head_dim)
+            self.store(gradients.dk, dk_columns, acc.dk, factors.logits, shared.tiles, slot, t)
+            self.store(gradients.dv, dv_columns, acc.dv, factors.output, shared.tiles, slot, t)
+            tiles += 1
+            cute.arch.mbarrier_wait(shared.k.full, tiles & 1)
+            head = uniform(shared.tiles[Tile.HEAD, tiles % TILE_SLOTS])
+
+    def stage(self, count: Int32) -> Stage:
+        """The stage of the step that follows `count` others. There are two."""
+        return Stage(count & 1, (count >> 1) & 1)
+
+    def accumulators(self, mma: Mma, t: ThreadIndex) -> Accumulators:
+        scores, dk, dv = mma.scores.get_slice(t.thread), mma.dk.get_slice(t.thread), mma.dv.get_slice(t.thread)
+        shape = (GROUP_KEYS, Q_ROWS)
+        s, dp = (cute.make_rmem_tensor(scores.partition_shape_C(shape), Float32) for _ in range(2))
+        p, ds = (cute.make_rmem_tensor(dv.partition_shape_A(shape), self.traits.dtype) for _ in range(2))
+        return Accumulators(
+            s,
+            cute.make_rmem_tensor((GROUP_KEYS * Q_ROWS // 128,), Float32),
+            dp,
+            p,
+            ds,
+            cute.make_rmem_tensor(dk.partition_shape_C((GROUP_KEYS, self.traits.qk_head_dim)), Float32),
+            cute.make_rmem_tensor(dv.partition_shape_C((GROUP_KEYS, self.traits.v_head_dim)), Float32),
+        )
+
+    def dout_stage(self, stage: Stage) -> Stage:
+        """The stage of dO. It has one buffer, whose parity changes with every step as the index of Q's stages does."""
+        return Stage(Int32(0), stage.index)
+
+    def rows_of(self, accumulator: cute.Tensor, columns: int) -> cute.Tensor:
+        """An accumulator as [2 rows, a quarter of the columns]: of 8 columns a lane has two."""
+        layout = cute.make_layout((2, (2, columns // 8)), stride=(2, (1, 4)))
+        return cute.make_tensor(accumulator.iterator, layout)
+
+    @cute.jit
+    def leave(self, barrier: cute.Pointer):
+        """One warp is done with a buffer, or has filled its part of it."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(barrier)
+
+    # ---- a step
+
+    @cute.jit
+    def probabilities(
+        self,
+        acc: Accumulators,
+        factors: Factors,
+        shared: Shared,
+        mma: Mma,
+        stage: Stage,
+        slot: Int32,
+        step: Int32,
+        t: ThreadIndex,
+    ):
+        """S = K Q^T, P, and dP = V dO^T."""
+        cute.arch.mbarrier_wait(shared.q.full + stage.index, stage.phase)
+        rows = uniform(shared.tiles[Tile.ROWS, slot]) - step * Q_ROWS
+        if rows < Q_ROWS:
+            dout = self.dout_stage(stage)
+            cute.arch.mbarrier_wait(shared.dout.full + dout.index, dout.phase)
+            self.zero_queries(shared, stage, rows, t)
+        self.multiply_scores(acc.s, mma, (shared.k, self.traits.k), (shared.q, self.traits.q), stage, t)
+        warpgroup.wait_group(0)
+        s = self.rows_of(acc.s, Q_ROWS)
+        diagonal = uniform(shared.tiles[Tile.DIAGONAL, slot]) - step * Q_ROWS
+        keys = uniform(shared.tiles[Tile.KEYS, slot])
+        if diagonal > 1 - KEY_ROWS or keys < KEY_ROWS:
+            self.mask(s, diagonal, keys, t)
+        self.powers(acc, factors, shared, stage, t)
+        dout = self.dout_stage(stage)
+        cute.arch.mbarrier_wait(shared.dout.full + dout.index, dout.phase)
+        self.multiply_scores(acc.dp, mma, (shared.v, self.traits.v), (shared.dout, self.traits.dout), dout, t)
+        cute.arch.mbarrier_wait(shared.ds.empty + stage.index, stage.phase ^ 1)
+        warpgroup.wait_group(0)
+
+    def powers(self, acc: Accumulators, factors: Factors, shared: Shared, stage: Stage, t: ThreadIndex):
+        """P from S."""
+        for g in range(Q_ROWS // 8):
+            lse = self.terms(shared, stage, Term.LSE, g, t)
+            for i in range(2):
+                for e in range(2):
+                    at = 4 * g + 2 * i + e
+                    power = acc.s[at] * factors.logits_log2 + lse[e]
+                    acc.p_float[at] = cute.math.exp2(power, fastmath=True)
+
+    @cute.jit
+    def multiply_scores(
+        self,
+        acc: cute.Tensor,
+        mma: Mma,
+        keys: cutlass.Constexpr,
+        queries: cutlass.Constexpr,
+        stage: Stage,
+        t: ThreadIndex,
+    ):
+        """S = K Q^T or dP = V dO^T, issued. keys and queries are pairs of buffers and their block."""
+        (key_buffers, key_block), (query_buffers, query_block) = keys, queries
+        half = Block(GROUP_KEYS, key_block.columns, key_block.width, key_block.pitch)
+        key_offset = t.group * (GROUP_KEYS * key_block.width * self.traits.element_bytes)
+        thr = mma.scores.get_slice(t.thread)
+        a = mma.scores.make_fragment_A(thr.partition_A(self.operand(key_buffers.memory, key_offset, half)))
+        query_offset = stage.index * self.traits.bytes_of(query_block)
+        b = mma.scores.make_fragment_B(
+            thr.partition_B(self.operand(query_buffers.memory, query_offset, query_block))
+        )  # fmt: skip
+        warpgroup.fence()
+        cute.gemm(mma.scores_first, acc, a[None, None, 0], b[None, None, 0], acc)
+        for k in cutlass.range_constexpr(1, key_block.columns // 16):
+            cute.gemm(mma.scores, acc, a[None, None, k], b[None, None, k], acc)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def keys_products(
+        self, acc: Accumulators, factors: Factors, shared: Shared, mma: Mma, stage: Stage, t: ThreadIndex
+    ):
+        """dS from P and dP; dV += P dO and dK += dS Q, issued; dS to shared memory."""
+        for k in cutlass.range_constexpr(Q_ROWS // 16):
+            # Eight values a lane of 16 queries: in an accumulator in the order of an operand in registers.
+            p = cute.make_rmem_tensor((8,), Float32)
+            p.store(cute.make_tensor(acc.p_float.iterator + 8 * k, cute.make_layout(8)).load())
+            for g in cutlass.range_constexpr(2):
+                delta = self.terms(shared, stage, Term.DELTA, 2 * k + g, t)
+                for i in cutlass.range_constexpr(2):
+                    for e in cutlass.range_constexpr(2):
+                        at = 4 * g + 2 * i + e
+                        ds = p[at] * (acc.dp[8 * k + at] * factors.output + delta[e])
+                        acc.ds[8 * k + at] = ds.to(self.traits.dtype)
+            cute.make_tensor(acc.p.iterator + 8 * k, cute.make_layout(8)).store(p.load().to(self.traits.dtype))
+        self.multiply_keys(acc.dv, mma.dv, acc.p, shared.dout, self.traits.dout, self.dout_stage(stage), t)
+        self.multiply_keys(acc.dk, mma.dk, acc.ds, shared.q, self.traits.q, stage, t)
+        packed = cute.recast_tensor(acc.ds, Int32)
+        target = shared.ds.memory.toint() + stage.index * self.traits.bytes_of(self.traits.ds)
+        key = t.group * GROUP_KEYS + (t.thread // 32) * 16 + t.lane % 16
+        target += key * (Q_ROWS * self.traits.element_bytes) + ((t.lane // 16) ^ (t.lane % 8)) * 16
+        for k in cutlass.range_constexpr(Q_ROWS // 16):
+            store_matrices(target ^ (32 * k), *(packed[4 * k + w] for w in range(4)))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        self.leave(shared.ds.full + stage.index)
+
+    @cute.jit
+    def multiply_keys(
+        self,
+        acc: cute.Tensor,
+        mma: cute.TiledMma,
+        scores: cute.Tensor,
+        buffers: cutlass.Constexpr,
+        block: cutlass.Constexpr,
+        stage: Stage,
+        t: ThreadIndex,
+    ):
+        """acc += scores times a stage's queries, issued."""
+        queries = self.operand(buffers.memory, stage.index * self.traits.bytes_of(block), block)
+        b = mma.make_fragment_B(mma.get_slice(t.thread).partition_B(self.transposed(queries)))
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(Q_ROWS // 16):
+            cute.gemm(mma, acc, scores[None, None, k], b[None, None, k], acc)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def terms(self, shared: Shared, stage: Stage, term: cutlass.Constexpr, g: cutlass.Constexpr, t: ThreadIndex):
+        """A term of this lane's two queries of the g-th eight."""
+        address = shared.row_terms.iterator.toint()
+        address += ((stage.index * len(Term) + term) * Q_ROWS + g * 8 + (t.lane % 4) * 2) * 4
+        pointer = cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=8)
+        pair = cute.make_rmem_tensor((2,), Float32)
+        cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(2)), pair)
+        return pair
+
+    @cute.jit
+    def mask(self, s: cute.Tensor, diagonal: Int32, keys: Int32, t: ThreadIndex):
+        """Scores of the queries that do not see a key, and of keys that are not the request's."""
+        for i in cutlass.range_constexpr(2):
+            key = t.group * GROUP_KEYS + t.row + 8 * i
+            first_seeing = key + diagonal - (t.lane % 4) * 2
+            if key >= keys:
+                first_seeing = Int32(FAR)
+            for c in cutlass.range_constexpr(Q_ROWS // 4):
+                s[i, c] = cutlass.select_((c // 2) * 8 + c % 2 >= first_seeing, s[i, c], -Float32.inf)
+
+    # ---- dQ
+
+    @cute.jit
+    def put_dq(self, shared: Shared, mma: Mma, stage: Stage, tiles: Int32, t: ThreadIndex):
+        """This warpgroup's columns of dQ of a step, left for the reducer warp."""
+        block = self.traits.k
+        part = Block(block.rows, self.traits.dq_columns, block.width, block.pitch)
+        offset = t.group * (self.traits.dq_columns * block.pitch * self.traits.element_bytes)
+        keys = self.transposed(self.operand(shared.k.memory, offset, part))
+        ds_offset = stage.index * self.traits.bytes_of(self.traits.ds)
+        ds = self.transposed(self.operand(shared.ds.memory, ds_offset, self.traits.ds))
+        thr = mma.dq.get_slice(t.thread)
+        a, b = mma.dq.make_fragment_A(thr.partition_A(ds)), mma.dq.make_fragment_B(thr.partition_B(keys))
+        acc = cute.make_rmem_tensor(thr.partition_shape_C((Q_ROWS, self.traits.dq_columns)), Float32)
+        warpgroup.fence()
+        cute.gemm(mma.dq_first, acc, a[None, None, 0], b[None, None, 0], acc)
+        for k in cutlass.range_constexpr(1, KEY_ROWS // 16):
+            cute.gemm(mma.dq, acc, a[None, None, k], b[None, None, k], acc)
+        warpgroup.commit_group()
+        warpgroup.wait_group(0)
+        self.leave(shared.ds.empty + stage.index)
+        phase = stage.index
+        if const_expr(self.traits.rope_columns > 0):
+            phase ^= tiles & 1  # the buffer had the rope columns of every tile before too
+        columns = range(self.traits.dq_columns)
+        self.staging.put(shared, self.rows_of(acc, self.traits.dq_columns), columns, Int32(0), phase, t)
+
+    # ---- the ends of requests
+
+    @cute.jit
+    def zero_keys(self, shared: Shared, slot: Int32, t: ThreadIndex):
+        """dS and P are 0 past a request's keys, but what lies there may be NaN: 0 * NaN must not reach dQ. Each
+        warpgroup zeroes what it reads: all keys of its columns of K, its own keys of V."""
+        keys = uniform(shared.tiles[Tile.KEYS, slot])
+        if keys < KEY_ROWS:
+            k, v = self.traits.k, self.traits.v
+            columns = Block(KEY_ROWS, self.traits.dq_columns, k.width, k.pitch)
+            offset = t.group * (self.traits.dq_columns * k.pitch * self.traits.element_bytes)
+            self.zero_rows(shared.k.memory, offset, columns, keys, t)
+            half = Block(GROUP_KEYS, v.columns, v.width, v.pitch)
+            offset = t.group * (GROUP_KEYS * v.width * self.traits.element_bytes)
+            self.zero_rows(shared.v.memory, offset, half, cutlass.max(keys - t.group * GROUP_KEYS, 0), t)
+            self.zeroed(t)
+
+    @cute.jit
+    def zero_queries(self, shared: Shared, stage: Stage, rows: Int32, t: ThreadIndex):
+        """As zero_keys, for the last step's queries. Both warpgroups write the same zeros, and each reads only after
+        its own."""
+        q, dout = self.traits.q, self.traits.dout
+        self.zero_rows(shared.q.memory, stage.index * self.traits.bytes_of(q), q, rows, t)
+        dout_index = self.dout_stage(stage).index
+        self.zero_rows(shared.dout.memory, dout_index * self.traits.bytes_of(dout), dout, rows, t)
+        self.zeroed(t)
+
+    @cute.jit
+    def zero_rows(self, memory: cute.Pointer, offset: Int32, block: cutlass.Constexpr, first: Int32, t: ThreadIndex):
+        """The rows of a block from `first` on."""
+        chunks = block.width // 8  # of 16 bytes, in a row of a column tile
+        address = memory.toint() + offset
+        for row in cutlass.range(first + t.thread // chunks, block.rows, 128 // chunks, unroll=1):
+            for tile in cutlass.range_constexpr(block.columns // block.width):
+                at = address + (tile * block.pitch + row) * (2 * block.width) + (t.thread % chunks) * 16
+                cute.arch.inline_ptx("st.shared.v4.b32 [{$r0}], {0, 0, 0, 0};", read_only_args=[at])
+
+    @cute.jit
+    def zeroed(self, t: ThreadIndex):
+        """This warpgroup's zeros are where WGMMA reads."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=ZERO_BARRIER + t.group, number_of_threads=128)
+
+    # ---- results
+
+    @cute.jit
+    def store(
+        self,
+        target: cute.Tensor,
+        columns: cutlass.Constexpr[range],
+        acc: cute.Tensor,
+        factor: Float32,
+        tiles: cute.Tensor,
+        slot: Int32,
+        t: ThreadIndex,
+    ):
+        """This warpgroup's keys of dK or dV, the first columns of `acc`, to `columns` of the target."""
+        head, first = tiles[Tile.HEAD, slot], tiles[Tile.FIRST_KEY, slot]
+        keys = tiles[Tile.KEYS, slot]
+        heads, width = target.shape[1], target.shape[2]
+        groups, quad = len(columns) // 8, t.lane % 4
+        values = self.rows_of(acc, len(columns))
+        for i in cutlass.range_constexpr(2):
+            key = t.group * GROUP_KEYS + t.row + 8 * i
+            at_row = Int64(first + key) * heads + head
+            # A lane holds 2 columns of each group of 8. The four lanes of a row swap so that each has the 8 columns
+            # of one group in four, 16 bytes, and a row's stores fill whole sectors.
+            line = cute.make_tensor(
+                (target.iterator + (at_row * width + columns.start + quad * 8)).align(16),
+                cute.make_layout((8, groups // 4), stride=(1, 32)),
+            )
+            pairs = cute.make_rmem_tensor((8,), self.traits.dtype)
+            words = cute.recast_tensor(pairs, Int32)
+            for g in cutlass.range_constexpr(groups // 4):
+                for j in cutlass.range_constexpr(4):
+                    pairs[2 * j] = (values[i, 8 * g + 2 * j] * factor).to(self.traits.dtype)
+                    pairs[2 * j + 1] = (values[i, 8 * g + 2 * j + 1] * factor).to(self.traits.dtype)
+                transpose_quad(words, quad)
+                if key < keys:
+                    cute.autovec_copy(pairs, line[None, g])

@@ -1,0 +1,208 @@
+"""What prefill's gradient needs of query rows: their terms and zeroed sums before the main kernel, dq after it."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from tsmla_kernels.sm90.constants import LOG2_E
+from tsmla_kernels.sm90.prefill.backward_config import BLOCK_ROWS, Q_ROWS
+from tsmla_kernels.sm90.prefill.backward_memory import Factors, Saved, Sums, Term, Traits
+from tsmla_kernels.sm90.prefill.backward_plan import first_index
+from tsmla_kernels.sm90.prefill.backward_sums import sum_position
+from tsmla_kernels.sm90.prefill.memory import Scale
+from tsmla_kernels.sm90.prefill.plan import Requests
+
+ROW_THREADS = 256
+CTA_HEADS = 4  # heads whose rows' terms a CTA computes, of one tile of queries
+LANES = 16  # that share a row of out
+VECTOR = 8  # elements of out that a lane loads at once
+SUM_VECTOR = 16  # sums that a thread converts at once
+SUM_UNROLL = 4
+UNROLL = 4
+
+
+def global_tensor(tensor: cute.Tensor, offset: Int64, count: int) -> cute.Tensor:
+    """`count` elements of a dense tensor in global memory from element `offset` on, a multiple of 16 bytes."""
+    address = tensor.iterator.toint() + offset * (tensor.element_type.width // 8)
+    pointer = cute.make_ptr(tensor.element_type, address, cute.AddressSpace.gmem, assumed_align=16)
+    return cute.make_tensor(pointer, cute.make_layout(count))
+
+
+class RowKernels:
+    """Device code for query rows."""
+
+    def __init__(self, traits: Traits) -> None:
+        self.traits = traits
+
+    # ---- before the main kernel
+
+    @cute.jit
+    def prepare_rows(self, requests: Requests, saved: Saved, sums: Sums, tile: Int32, first_head: Int32):
+        """One CTA: the terms of one tile of row_terms and CTA_HEADS heads. Rows of no request see no key."""
+        tidx = cute.arch.thread_idx()[0]
+        batch, heads = requests.cu_seqlens_q.shape[0] - 1, saved.lse.shape[1]
+        e = self.owner(requests, tile, batch)
+        first_row = self.clamped(requests, e)
+        row_begin = first_row + (tile - first_index(first_row, e, Q_ROWS)) * Q_ROWS
+        row_end = self.clamped(requests, e + 1)
+        lane = tidx % LANES
+        for first in cutlass.range(0, Q_ROWS * CTA_HEADS, UNROLL * ROW_THREADS // LANES, unroll=1):
+            rows, products = [], []
+            for u in cutlass.range_constexpr(UNROLL):
+                item = first + u * (ROW_THREADS // LANES) + tidx // LANES
+                row, head = item // CTA_HEADS, first_head + item % CTA_HEADS
+                rows.append((row, head))
+                product = Float32(0.0)
+                if row_begin + row < row_end and head < heads:
+                    product = self.partial_product(saved, row_begin + row, head, lane)
+                products.append(product)
+            for u in cutlass.range_constexpr(UNROLL):
+                row, head = rows[u]
+                total = products[u]
+                for offset in (8, 4, 2, 1):
+                    total += cute.arch.shuffle_sync_bfly(total, offset=offset)
+                if lane == 0 and head < heads:
+                    lse, delta = -Float32.inf, Float32(0.0)
+                    if row_begin + row < row_end:
+                        row_lse = saved.lse[row_begin + row, head]
+                        if row_lse != -Float32.inf:
+                            lse = -row_lse * LOG2_E
+                            delta = saved.dlse[row_begin + row, head] - total
+                    sums.row_terms[head, tile, Term.LSE, row] = lse
+                    sums.row_terms[head, tile, Term.DELTA, row] = delta
+
+    @cute.jit
+    def owner(self, requests: Requests, tile: Int32, batch: Int32):
+        """The request whose rows a tile of row_terms has: the last one that begins at or before the tile."""
+        low, high = Int32(0), batch
+        while high - low > 1:
+            middle = (low + high) // 2
+            if first_index(self.clamped(requests, middle), middle, Q_ROWS) <= tile:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    @cute.jit
+    def clamped(self, requests: Requests, e: Int32):
+        """The first query row of request `e`, within the operands."""
+        return cutlass.min(cutlass.max(requests.cu_seqlens_q[e], 0), requests.total_q)
+
+    @cute.jit
+    def partial_product(self, saved: Saved, row: Int32, head: Int32, lane: Int32):
+        """A lane's part of rowsum(dout * out)."""
+        width, heads = self.traits.v_head_dim, saved.lse.shape[1]
+        total = Float32(0.0)
+        for part in cutlass.range_constexpr(width // (LANES * VECTOR)):
+            at = (Int64(row) * heads + head) * width + part * LANES * VECTOR + lane * VECTOR
+            out = cute.make_rmem_tensor((VECTOR,), self.traits.dtype)
+            dout = cute.make_rmem_tensor((VECTOR,), self.traits.dtype)
+            cute.autovec_copy(global_tensor(saved.out, at, VECTOR), out)
+            cute.autovec_copy(global_tensor(saved.dout, at, VECTOR), dout)
+            for i in cutlass.range_constexpr(VECTOR):
+                total += out[i].to(Float32) * dout[i].to(Float32)
+        return total
+
+    @cute.jit
+    def zero_sums(self, sums: Sums, cta: Int32, ctas: Int32):
+        """One CTA of `ctas`: its share of dq's sums, and of the counters."""
+        tidx = cute.arch.thread_idx()[0]
+        traits = self.traits
+        zeros = cute.make_rmem_tensor((4,), Float32)
+        zeros.fill(0.0)
+        targets = (sums.dq_sum, sums.rope_sum) if traits.rope_columns else (sums.dq_sum,)
+        for target in targets:
+            for i in cutlass.range(cta * ROW_THREADS + tidx, cute.size(target) // 4, ctas * ROW_THREADS, unroll=4):
+                cute.autovec_copy(zeros, global_tensor(target, Int64(i) * 4, 4))
+        if const_expr(traits.deterministic):
+            counters = (sums.turns, sums.rope_turns) if traits.rope_columns else (sums.turns,)
+            for target in counters:
+                dense = cute.make_tensor(target.iterator, cute.make_layout(cute.size(target)))
+                for i in cutlass.range(cta * ROW_THREADS + tidx, cute.size(target), ctas * ROW_THREADS, unroll=1):
+                    dense[i] = Int32(0)
+
+    # ---- after it
+
+    @cute.jit
+    def store_dq(
+        self, requests: Requests, sums: Sums, factor: Float32, dq: cute.Tensor, tile: Int32, first_head: Int32
+    ) -> None:
+        """One CTA: a tile of row_terms and CTA_HEADS heads of dq from their sums."""
+        tidx = cute.arch.thread_idx()[0]
+        heads, batch = dq.shape[1], requests.cu_seqlens_q.shape[0] - 1
+        e = self.owner(requests, tile, batch)
+        first_row, row_end = self.clamped(requests, e), self.clamped(requests, e + 1)
+        relative = (tile - first_index(first_row, e, Q_ROWS)) * Q_ROWS
+        block = first_index(first_row, e, BLOCK_ROWS) + relative // BLOCK_ROWS
+        row_lanes = self.traits.dq_columns // SUM_VECTOR  # of a block's row
+        block_lanes = BLOCK_ROWS * row_lanes
+        half_lanes = Q_ROWS // BLOCK_ROWS * block_lanes
+        lanes = 2 * half_lanes * cutlass.min(CTA_HEADS, heads - first_head)
+        for first in cutlass.range(tidx, lanes, SUM_UNROLL * ROW_THREADS, unroll=1):
+            totals, places = [], []
+            for u in cutlass.range_constexpr(SUM_UNROLL):
+                item = first + u * ROW_THREADS
+                half, lane = item // half_lanes, item % half_lanes
+                head = first_head + half // 2
+                row = first_row + relative + lane // row_lanes
+                exists = item < lanes and row >= first_row and row < row_end
+                total = cute.make_rmem_tensor((SUM_VECTOR,), Float32)
+                if exists:
+                    line = (Int64(head) * 2 + half % 2) * sums.dq_sum.shape[2] + block
+                    at = (line * block_lanes + lane) * SUM_VECTOR
+                    cute.autovec_copy(global_tensor(sums.dq_sum, at, SUM_VECTOR), total)
+                column = (half % 2) * self.traits.dq_columns + (lane % row_lanes ^ lane // row_lanes % 2) * SUM_VECTOR
+                totals.append(total)
+                places.append((exists, (Int64(row) * heads + head) * self.traits.qk_head_dim + column))
+            for u in cutlass.range_constexpr(SUM_UNROLL):
+                exists, at = places[u]
+                rounded = cute.make_rmem_tensor((SUM_VECTOR,), self.traits.dtype)
+                for i in cutlass.range_constexpr(SUM_VECTOR):
+                    rounded[i] = (totals[u][sum_position(0, i, self.traits.dq_columns)] * factor).to(self.traits.dtype)
+                if exists:
+                    cute.autovec_copy(rounded, global_tensor(dq, at, SUM_VECTOR))
+
+    @cute.jit
+    def store_rope(self, sums: Sums, factor: Float32, dk_rope: cute.Tensor, cta: Int32, ctas: Int32):
+        """One CTA of `ctas`: its share of the gradient of the shared rope columns, 16 columns a thread."""
+        tidx = cute.arch.thread_idx()[0]
+        partials, total_kv = sums.rope_sum.shape[0], sums.rope_sum.shape[1]
+        row_items = self.traits.rope_columns // SUM_VECTOR
+        for item in cutlass.range(cta * ROW_THREADS + tidx, total_kv * row_items, ctas * ROW_THREADS, unroll=1):
+            row, sixteen = item // row_items, item % row_items
+            total = cute.make_rmem_tensor((SUM_VECTOR,), Float32)
+            total.fill(0.0)
+            for partial in cutlass.range(partials, unroll=4):
+                part = cute.make_rmem_tensor((SUM_VECTOR,), Float32)
+                at = ((Int64(partial) * total_kv + row) * row_items + (sixteen ^ row % 2)) * SUM_VECTOR
+                cute.autovec_copy(global_tensor(sums.rope_sum, at, SUM_VECTOR), part)
+                for i in cutlass.range_constexpr(SUM_VECTOR):
+                    total[i] = total[i] + part[i]
+            rounded = cute.make_rmem_tensor((SUM_VECTOR,), self.traits.dtype)
+            for i in cutlass.range_constexpr(SUM_VECTOR):
+                rounded[i] = (total[sum_position(0, i, self.traits.rope_columns)] * factor).to(self.traits.dtype)
+            cute.autovec_copy(rounded, global_tensor(dk_rope, Int64(item) * SUM_VECTOR, SUM_VECTOR))
+
+    @cute.jit
+    def zero_dq(self, requests: Requests, dq: cute.Tensor, section: Int32, sections: Int32):
+        """One CTA of `sections`: rows of no request, those before the first one and those after the last."""
+        tidx = cute.arch.thread_idx()[0]
+        vectors = dq.shape[1] * (self.traits.qk_head_dim // VECTOR)  # of a row
+        first, last = self.clamped(requests, Int32(0)), self.clamped(requests, requests.cu_seqlens_q.shape[0] - 1)
+        zeros = cute.make_rmem_tensor((VECTOR,), self.traits.dtype)
+        zeros.fill(0.0)
+        for row in cutlass.range(section, first + requests.total_q - last, sections, unroll=1):
+            at_row = row
+            if row >= first:
+                at_row += last - first
+            for i in cutlass.range(tidx, vectors, ROW_THREADS, unroll=1):
+                at = (Int64(at_row) * vectors + i) * VECTOR
+                cute.autovec_copy(zeros, global_tensor(dq, at, VECTOR))
+
+
+def factors(scales: cute.Tensor) -> Factors:
+    """The scales as the main kernel uses them."""
+    logits = scales[Scale.LOGITS]
+    return Factors(logits, logits * LOG2_E, scales[Scale.OUTPUT])

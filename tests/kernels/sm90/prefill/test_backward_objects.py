@@ -1,0 +1,76 @@
+"""The gradient of prefill as it is compiled: nothing spilled, nothing in local memory, no serialised WGMMA. Needs no
+GPU."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.object_checks import assert_small_enough_to_embed, assert_stays_in_registers
+from tsmla_kernels import object_cache
+from tsmla_kernels.catalog import MLA_PREFILL_BACKWARD, mla_prefill_backward_config
+from tsmla_kernels.compile import CompiledObject
+from tsmla_kernels.sm90.prefill.backward_config import backward_workspaces
+from tsmla_kernels.sm90.prefill.backward_sums import sum_position
+
+CONFIGS = {
+    "causal": {},
+    "causal, deterministic": {"deterministic": "true"},
+    "not causal, f16": {"causal": "false", "dtype": "float16"},
+    "shared rope columns": {"shared_rope": "true"},
+    "shared rope columns, deterministic": {"shared_rope": "true", "deterministic": "true"},
+}
+FAST = ("causal",)
+
+
+@pytest.fixture(scope="module")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield tmp_path_factory.mktemp("prefill-backward-objects")
+
+
+@pytest.fixture(params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CONFIGS])
+def compiled(request: pytest.FixtureRequest, shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> CompiledObject:
+    monkeypatch.setenv("TSMLA_CACHE_DIR", str(shared_cache))
+    config = mla_prefill_backward_config(CONFIGS[request.param])
+    return object_cache.load_or_compile(MLA_PREFILL_BACKWARD, config, "sm_90a")
+
+
+def test_everything_stays_in_registers(compiled: CompiledObject) -> None:
+    assert_stays_in_registers(compiled, kernels=3)  # the rows' terms and the plan, the gradients, dq
+
+
+def test_object_is_small_enough_to_embed(compiled: CompiledObject) -> None:
+    assert_small_enough_to_embed(compiled)
+
+
+@pytest.mark.parametrize("options", CONFIGS.values(), ids=CONFIGS)
+def test_operands_take_the_workspaces(options: dict[str, str]) -> None:
+    config = mla_prefill_backward_config(options)
+    operands = MLA_PREFILL_BACKWARD.operands(config)
+    workspaces = backward_workspaces(config, 3, 1000, 2000, 16)
+    assert [operand.name for operand in operands[13:]] == list(workspaces)
+    for operand in operands[13:]:
+        operand.check(*workspaces[operand.name])
+
+
+@pytest.mark.parametrize("columns", [96, 64])
+def test_sum_positions_are_a_permutation_of_a_block(columns: int) -> None:
+    positions = [sum_position(row, column, columns) for row in range(8) for column in range(columns)]
+    assert sorted(positions) == list(range(8 * columns))
+    # Lane 1 of a row's four has columns 2, 3, 10 and 11 of an accumulator's first sixteen.
+    assert [sum_position(0, column, columns) for column in (2, 3, 10, 11)] == [4, 5, 6, 7]
+    # The eight lanes that store together have two rows: their 128 bytes use every bank once.
+    assert {sum_position(row, column, columns) % 32 for row in (0, 1) for column in range(16)} == set(range(32))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "float8_e4m3fn"}, "q.dtype is float8_e4m3fn; the sm_90 prefill gradient takes bfloat16 or float16"),
+        ({"qk_head_dim": "64", "v_head_dim": "64"}, "are 64 and 64; the sm_90 prefill gradient takes 192 and 128"),
+        ({"deterministic": "maybe"}, "got deterministic=maybe; legal: true or false"),
+    ],
+)
+def test_options_that_are_not_legal(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mla_prefill_backward_config(options)
