@@ -67,10 +67,10 @@ def mla_prefill(
       out [Tq, H, V] in q's dtype, bfloat16 when q is fp8; with return_lse also lse [Tq, H], float32, natural logarithm.
       A row that sees no key gives out 0 and lse -inf.
 
-    q, k and v have gradients, computed from the saved inputs, out and lse: by a kernel on Hopper in float16 and bfloat16
-    with head dims 192 and 128, else by torch operations, which make all scores of a request at once. Gradients of
-    gradients, of scales and of calls with out= or lse= raise; implementation="reference" on plain tensors, made of
-    ordinary torch operations, has them all.
+    q, k and v have gradients, computed from the saved inputs, out and lse: by a kernel on Hopper, in float16 and
+    bfloat16 with head dims 192 and 128; else by torch operations, which make all scores of a request at once. Gradients
+    of gradients, of scales, and of calls with out= or lse= raise NotImplementedError; implementation="reference" on
+    plain tensors is ordinary torch operations and has them all.
 
     Streams, threads, CUDA graphs, torch.compile and what it raises are as mla_decode says.
     """
