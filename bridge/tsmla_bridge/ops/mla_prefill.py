@@ -211,7 +211,7 @@ def _run_kernel(
     for name, tensor in inputs._asdict().items():
         tensors.check_dense(name, tensor)
     index = inputs.q.get_device()
-    memory = Layout({name: other for name, other in others.items() if not isinstance(other, torch.Tensor)})
+    memory = Layout({name: other for name, other in others.items() if isinstance(other, tuple)})
     with devices.made_current(index):
         stream = devices.current_stream(index)
         scratch = torch.empty(memory.size, dtype=torch.uint8, device=inputs.q.device)
@@ -220,10 +220,10 @@ def _run_kernel(
         arrays = {name: loaded_kernels.view(tensor) for name, tensor in inputs._asdict().items()}
         arrays["scales"] = loaded_kernels.view(pair_on_device)
         for name, other in others.items():
-            if isinstance(other, torch.Tensor):
-                arrays[name] = loaded_kernels.view(other)
-            else:
+            if isinstance(other, tuple):
                 arrays[name] = ArrayView(base + memory.offsets[name], *other)
+            else:
+                arrays[name] = loaded_kernels.view(other)
         loaded_kernels.run(kernel, config, index, stream, arrays)
 
 
