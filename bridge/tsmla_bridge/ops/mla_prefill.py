@@ -23,6 +23,9 @@ from tsmla_kernels.sm90.prefill import config as sm90_prefill
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Those of q, k and v."""
 
+TensorOrShape = torch.Tensor | tuple[tuple[int, ...], str]
+"""An operand, or shape and dtype of one that lives until the kernel has run."""
+
 
 def mla_prefill(
     q: torch.Tensor,
@@ -204,10 +207,9 @@ def _run_kernel(
     config: Config,
     inputs: PrefillInputs,
     pair: Pair,
-    others: Mapping[str, torch.Tensor | tuple[tuple[int, ...], str]],
+    others: Mapping[str, TensorOrShape],
 ) -> None:
-    """Launch a kernel whose operands are the inputs, the scales and the others: tensors, or shape and dtype of memory
-    that lives until the kernel has run."""
+    """Launch a kernel whose operands are the inputs, the scales and the others, in this order."""
     for name, tensor in inputs._asdict().items():
         tensors.check_dense(name, tensor)
     index = inputs.q.get_device()
@@ -238,7 +240,8 @@ def _run_backward(
     deterministic = options.deterministic or torch.are_deterministic_algorithms_enabled()
     spec = _spec(inputs, options._replace(deterministic=deterministic), {"softmax_scale": 1.0})
     layout = ResultLayout.of(inputs.q, spec.v_head_dim, spec.out_dtype, spec.lse_dtype)
-    given = {"out": out, "lse": lse, "dout": dout.contiguous(), "dlse": dlse.contiguous()}
+    dout, dlse = dout.contiguous(), dlse.contiguous()
+    given = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
     for name in ("out", "dout"):
         tensors.check_output(name, given[name], layout.shape, layout.dtype, layout.device)
     for name in ("lse", "dlse"):
@@ -252,7 +255,7 @@ def _run_backward(
             return _launch_backward(spec, inputs, pair, given)
         if options.implementation == "cute":
             raise contract.not_runnable("the gradient of mla_prefill", "cute", reasons)
-    return reference.mla_prefill_backward(spec, *given.values(), *inputs, *pair)
+    return reference.mla_prefill_backward(spec, out, lse, dout, dlse, *inputs, *pair)
 
 
 def _launch_backward(
@@ -263,7 +266,7 @@ def _launch_backward(
         config, spec.batch, spec.total_q_len, spec.total_kv_len, spec.num_heads, num_sms
     )
     dq, dk, dv = _new_gradients(inputs)
-    others = {**given, "dq": dq, "dk": dk, "dv": dv, **workspaces}
+    others: dict[str, TensorOrShape] = {**given, "dq": dq, "dk": dk, "dv": dv, **workspaces}
     _run_kernel(MLA_PREFILL_BACKWARD, config, inputs, pair, others)
     return dq, dk, dv
 
