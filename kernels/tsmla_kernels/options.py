@@ -33,7 +33,7 @@ _DECODE = {
     "causal": "true",
     "batch_invariant": "false",
 }
-_PREFILL = {**_DECODE, "qk_head_dim": "192", "v_head_dim": "128", "shared_rope": "false"}
+_PREFILL = {**_DECODE, "qk_head_dim": "192", "v_head_dim": "128", "shared_rope": "false", "deterministic": "false"}
 del _PREFILL["kv_dtype"]
 _CACHE = {**_DECODE, **_PREFILL, "rope_interleave": "true", "rope_layout": "interleaved"}
 _MERGE = {**_CACHE, "parts": "2"}

@@ -76,7 +76,8 @@ class DecodeSpec(ResultDtypes):
 
 @dataclass(frozen=True)
 class PrefillSpec(ResultDtypes):
-    """One call of mla_prefill: total_q_len and total_kv_len are Tq and Tk, the packed lengths."""
+    """One call of mla_prefill: total_q_len and total_kv_len are Tq and Tk, the packed lengths. deterministic is about its
+    gradients."""
 
     batch: Dim
     total_q_len: Dim
@@ -90,6 +91,7 @@ class PrefillSpec(ResultDtypes):
     kv_dtype: str
     causal: bool
     return_lse: bool
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)
@@ -194,10 +196,12 @@ def prefill_spec(
     k_scale: Scale = None,
     v_scale: Scale = None,
     return_lse: bool = False,
+    deterministic: bool = False,
 ) -> PrefillSpec:
     """The spec of mla_prefill, or ValueError / TypeError naming the argument that is not legal."""
     causal = static_bool("causal", causal)
     return_lse = static_bool("return_lse", return_lse)
+    deterministic = static_bool("deterministic", deterministic)
     max_q_len = static_int("max_q_len", max_q_len, minimum=0)
     max_kv_len = static_int("max_kv_len", max_kv_len, minimum=0)
     for name, array in (("q", q), ("k", k), ("v", v)):
@@ -237,6 +241,7 @@ def prefill_spec(
         kv_dtype=k.dtype,
         causal=causal,
         return_lse=return_lse,
+        deterministic=deterministic,
     )
 
 

@@ -130,6 +130,7 @@ CASES = [
     Case("mla_prefill", "k_scale", zeros(2), r"shape \[2\]"),
     Case("mla_prefill", "v_scale", zeros(dtype=I32), r"dtype int32"),
     Case("mla_prefill", "causal", zeros(), r"True or False", error=TypeError),
+    Case("mla_prefill", "deterministic", 1, r"got int; legal: True or False", error=TypeError),
     Case("mla_prefill", "implementation", "flash", r"legal: None, 'cute', 'xla', 'reference'"),
     Case("write_kv_cache", "kv_cache", zeros(96, 48), r"rank 2; legal: \[P, Z, D\]"),
     Case("write_kv_cache", "latent", zeros(3, 1, 32), r"rank 3; legal: \[T, L\]"),

@@ -32,6 +32,7 @@ def mla_prefill_kv(
     softmax_scale: Scale,
     causal: bool = True,
     return_lse: bool = False,
+    deterministic: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "Tq H V"] | tuple[Float[Array, "Tq H V"], Float[Array, "Tq H"]]:
     """mla_prefill with k = [kv[..., :N] | k_rope for every head] and v = kv[..., N:], where N = K - R.
@@ -63,6 +64,7 @@ def mla_prefill_kv(
         softmax_scale=softmax_scale,
         causal=causal,
         return_lse=return_lse,
+        deterministic=deterministic,
     )
     chosen = OPERATION.select(spec, implementation)
     q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv = map(jnp.asarray, (q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv))

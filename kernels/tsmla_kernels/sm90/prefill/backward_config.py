@@ -57,7 +57,7 @@ def backward_reasons(spec: PrefillSpec) -> list[str]:
     return reasons
 
 
-def backward_config(spec: PrefillSpec, rope_dim: int = 0, *, deterministic: bool = False) -> BackwardConfig:
+def backward_config(spec: PrefillSpec, rope_dim: int = 0) -> BackwardConfig:
     """The configuration that serves the gradient of `spec`; rope_dim as in BackwardConfig."""
     return BackwardConfig(
         dtype=spec.q_dtype,
@@ -65,7 +65,7 @@ def backward_config(spec: PrefillSpec, rope_dim: int = 0, *, deterministic: bool
         v_head_dim=spec.v_head_dim,
         rope_dim=rope_dim,
         causal=spec.causal,
-        deterministic=deterministic,
+        deterministic=spec.deterministic,
     )
 
 

@@ -89,12 +89,9 @@ def mla_prefill_backward_operands(config: sm90_backward.BackwardConfig) -> tuple
 def mla_prefill_backward_config(options: Mapping[str, str]) -> sm90_backward.BackwardConfig:
     """The config of options on the command line; as mla_prefill's, and deterministic=true for gradients that repeat
     bit by bit."""
-    rest = {name: value for name, value in options.items() if name != "deterministic"}
     rope_dim = SHARED_ROPE_DIM if flag(options, "shared_rope") else 0
-    config = partial(
-        sm90_backward.backward_config, rope_dim=rope_dim, deterministic=flag(options, "deterministic")
-    )
-    return config_of(prefill_spec, sm90_backward.backward_reasons, config, rest)
+    config = partial(sm90_backward.backward_config, rope_dim=rope_dim)
+    return config_of(prefill_spec, sm90_backward.backward_reasons, config, options)
 
 
 MLA_PREFILL_BACKWARD = Kernel(
