@@ -257,21 +257,6 @@ def test_new_sizes_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_right(jax.jit(attend("cute", lens, lens))(*args), oracle(*args, lens, lens))
 
 
-def test_gradients() -> None:
-    """Those of "xla", which the tests on CPUs hold to the reference's."""
-    lens = ([130, 0, 70], [130, 20, 200])
-    args = arrays(*lens, padding=0)
-    weight = jnp.asarray(np.random.default_rng(1).normal(size=(200, 3, 128)), jnp.float32)
-
-    def loss(implementation: str, *args: jax.Array) -> jax.Array:
-        out, lse = attend(implementation, *lens)(*args)
-        return (out.astype(jnp.float32) * weight).sum() + lse.sum()
-
-    got, want = (jax.jit(jax.grad(partial(loss, name), (0, 1, 2)))(*args) for name in ("cute", "xla"))
-    for g, w in zip(got, want, strict=True):
-        assert np.linalg.norm(np.float64(g) - np.float64(w)) < 2**-7 * np.linalg.norm(np.float64(w))
-
-
 def test_vmap() -> None:
     lens = ([100, 30], [100, 60])
     q, k, v = arrays(*lens)
@@ -343,3 +328,137 @@ def test_a_layer_over_32k_tokens_needs_no_more_than_twice_its_keys_and_values() 
     expanded = tokens * 128 * (192 + 128) * 2
     print(f"temporary {needs.temp_size_in_bytes / expanded:.2f}, results {needs.output_size_in_bytes / expanded:.2f}")
     assert needs.temp_size_in_bytes + needs.output_size_in_bytes <= 2 * expanded
+
+
+# ---- gradients
+
+
+def gradient_oracle(
+    arrays: Sequence[Any], lens: tuple[Sequence[int], Sequence[int]], cotangents: Sequence[Any], **options: Any
+) -> list[Any]:
+    """The gradients of q, k and v in float64, for cotangents of out and lse."""
+    causal, scale, v_scale = options.get("causal", True), options.get("softmax_scale", SCALE), options.get("v_scale", 1)
+    q, k, v, d_out, d_lse = (np.float64(x).swapaxes(0, 1) for x in (*arrays, *cotangents))
+    gradients = [np.zeros(x.shape) for x in (q, k, v)]
+    ends = [np.cumsum([0, *each]) for each in lens]
+    for q0, n, k0, m in zip(ends[0], lens[0], ends[1], lens[1], strict=False):
+        rows, keys = slice(q0, q0 + n), slice(k0, k0 + m)
+        scores = q[:, rows] @ k[:, keys].swapaxes(1, 2) * scale
+        if causal:
+            scores = np.where(np.arange(m) <= np.arange(n)[:, None] + (m - n), scores, -np.inf)
+        weights = np.exp(scores - np.maximum(scores.max(-1, initial=-np.inf, keepdims=True), -1e300))
+        weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)
+        d_weights = d_out[:, rows] @ v[:, keys].swapaxes(1, 2) * v_scale
+        shift = (weights * d_weights).sum(-1) - d_lse[:, rows]
+        d_scores = weights * (d_weights - shift[..., None]) * scale
+        gradients[0][:, rows] = d_scores @ k[:, keys]
+        gradients[1][:, keys] = d_scores.swapaxes(1, 2) @ q[:, rows]
+        gradients[2][:, keys] = weights.swapaxes(1, 2) @ d_out[:, rows] * v_scale
+    return [x.swapaxes(0, 1) for x in gradients]
+
+
+def make_cotangents(rows: int, heads: int, padding: int, dtype: Any = jnp.bfloat16) -> Results:
+    """Cotangents of out and lse, NaN in the rows of no request."""
+    rng = np.random.default_rng(rows)
+    d_out, d_lse = rng.normal(size=(rows + padding, heads, 128)), rng.normal(size=(rows + padding, heads))
+    d_out[rows:], d_lse[rows:] = np.nan, np.nan
+    return jnp.asarray(d_out, dtype), jnp.asarray(d_lse, jnp.float32)
+
+
+def gradients_of(run: Any, cotangents: Results, *args: jax.Array) -> tuple[jax.Array, ...]:
+    return jax.vjp(run, *args)[1](cotangents)
+
+
+def assert_right_gradients(got: Sequence[jax.Array], want: Sequence[Any]) -> None:
+    """P and dS are rounded to the inputs' dtype, and so is the out that the backward pass reads."""
+    for g, w in zip(got, want, strict=True):
+        step = 2**-7 if g.dtype == jnp.bfloat16 else 2**-10
+        assert np.isfinite(np.float64(g)).all()
+        assert np.linalg.norm(np.float64(g) - w) <= step * np.linalg.norm(w)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", LENS)
+def test_gradients(name: str, causal: bool) -> None:
+    lens = LENS[name]
+    args, cotangents = arrays(*lens), make_cotangents(sum(lens[0]), 3, 5)
+    got = jax.jit(partial(gradients_of, attend("cute", *lens, causal=causal)))(cotangents, *args)
+    assert_right_gradients(got, gradient_oracle(args, lens, cotangents, causal=causal))
+
+
+def test_gradients_in_float16_and_under_vmap() -> None:
+    lens = LENS["not a multiple of a tile"]
+    args, cotangents = arrays(*lens, dtype=jnp.float16), make_cotangents(sum(lens[0]), 3, 5, jnp.float16)
+    twice = [jnp.stack([x, -x]) for x in cotangents]
+    got = jax.vmap(partial(gradients_of, attend("cute", *lens)), (0, None, None, None))(tuple(twice), *args)
+    for i, sign in enumerate((1, -1)):
+        want = gradient_oracle(args, lens, [sign * x for x in cotangents])
+        assert_right_gradients([x[i] for x in got], want)
+
+
+def test_gradients_of_the_scales() -> None:
+    lens = LENS["new tokens behind a context"]
+    args, cotangents = arrays(*lens), make_cotangents(sum(lens[0]), 3, 5)
+
+    def run(scale: jax.Array, v_scale: jax.Array, *args: jax.Array) -> Results:
+        return attend("cute", *lens, softmax_scale=scale, v_scale=v_scale)(*args)
+
+    scales = {"softmax_scale": 0.1, "v_scale": 1.5}
+    got = jax.jit(partial(gradients_of, run))(cotangents, *map(jnp.float32, scales.values()), *args)
+    want = gradient_oracle(args, lens, cotangents, **scales)
+    assert_right_gradients(got[2:], want)
+    for g, d, x, scale in ((got[0], want[0], args[0], 0.1), (got[1], want[2], args[2], 1.5)):
+        terms = np.where(d == 0, 0, d * np.float64(x)) / scale
+        assert abs(float(g) - terms.sum()) <= 2**-7 * np.linalg.norm(terms) + 2**-7 * abs(terms.sum())
+
+
+def layer_arrays(lens: tuple[Sequence[int], Sequence[int]], heads: int = 4) -> list[jax.Array]:
+    """q, kv and k_rope with rows of NaN behind the last request."""
+    rng = np.random.default_rng(5)
+    given = []
+    for rows, *widths in ((sum(lens[0]), heads, 192), (sum(lens[1]), heads, 256), (sum(lens[1]), 64)):
+        x = rng.normal(size=(rows + 5, *widths))
+        x[rows:] = np.nan
+        given.append(jnp.asarray(x, jnp.bfloat16))
+    return given
+
+
+def attend_kv(lens: tuple[Sequence[int], Sequence[int]], **options: Any) -> Any:
+    return partial(tsmla_jax.mla_prefill_kv, **attend("cute", *lens, **options).keywords)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_of_kv_and_rope(causal: bool) -> None:
+    lens = LENS["not a multiple of a tile"]
+    q, kv, k_rope = layer_arrays(lens)
+    cotangents = make_cotangents(sum(lens[0]), 4, 5)
+    got = jax.jit(partial(gradients_of, attend_kv(lens, causal=causal)))(cotangents, q, kv, k_rope)
+    rope = jnp.broadcast_to(k_rope[:, None], (*kv.shape[:2], 64))
+    expanded = (q, jnp.concatenate([kv[..., :128], rope], -1), kv[..., 128:])
+    d_q, d_k, d_v = gradient_oracle(expanded, lens, cotangents, causal=causal)
+    want = (d_q, np.concatenate([d_k[..., :128], d_v], -1), d_k[..., 128:].sum(1))
+    assert_right_gradients(got, want)
+
+
+@pytest.mark.parametrize("shared_rope", [False, True])
+def test_deterministic_gradients_are_bitwise_the_same(shared_rope: bool) -> None:
+    lens = ([2000, 300, 20], [2000, 300, 20])
+    args = layer_arrays(lens, 16) if shared_rope else arrays(*lens, heads=16)
+    call = attend_kv(lens, deterministic=True) if shared_rope else attend("cute", *lens, deterministic=True)
+    run = jax.jit(partial(gradients_of, call, make_cotangents(sum(lens[0]), 16, 5)))
+    first = [np.asarray(x.view(jnp.uint16)) for x in run(*args)]
+    for _ in range(10):
+        for got, want in zip(run(*args), first, strict=True):
+            np.testing.assert_array_equal(np.asarray(got.view(jnp.uint16)), want)
+
+
+def test_memory_of_the_gradient_is_linear_in_the_tokens() -> None:
+    """Beside operands and results: out, the sums of dq in float32, and some numbers a row and head."""
+    tokens, heads = 16384, 16
+    struct = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    q, k, v, d_out = (struct((tokens, heads, width)) for width in (192, 192, 128, 128))
+    d_lse = jax.ShapeDtypeStruct((tokens, heads), jnp.float32)
+    run = partial(gradients_of, attend("cute", [tokens], [tokens]))
+    needs = jax.jit(run).lower((d_out, d_lse), q, k, v).compile().memory_analysis()
+    print(f"temporary {needs.temp_size_in_bytes / (tokens * heads * 4):.0f} float32 numbers a row and head")
+    assert needs.temp_size_in_bytes <= tokens * heads * (4 * 192 + 2 * 128 + 4 * 16)

@@ -41,6 +41,7 @@ def transformable(
     unexpanded: int | None = None,
     derivative: Callable[..., Any] | None = None,
     slots: int | None = None,
+    summed: int | None = None,
 ) -> Callable[..., Any]:
     """`on_device`, a function of arrays, under jax's transformations.
 
@@ -54,8 +55,9 @@ def transformable(
         another.
       unexpanded: an operand that `fold` takes without the batch axis when vmap gives it none.
       derivative: the same function in XLA, whose derivative is taken in either mode; it may raise to refuse. None
-        leaves the derivative to `with_backward`.
+        leaves the derivative to `with_backward`; with both, only second derivatives ask for this one.
       slots: the operand that holds slots, if the first operand is a cache whose pages may be split.
+      summed: a result that sums over the second axis of the first operand. Devices that split this axis add up theirs.
     """
 
     def shardings(mesh: Any, shapes: Sequence[Any]) -> tuple[Any, Any]:
@@ -65,9 +67,13 @@ def transformable(
 
     def split(mesh: Any, shapes: Sequence[Any], _: Any) -> tuple[Any, ...]:
         operands, results = shardings(mesh, shapes)
-        pages = operands[0].spec[0]
+        pages, *others = operands[0].spec
 
         def local(*arrays: jax.Array) -> Any:
+            if summed is not None and others[0] is not None:
+                parts = on_device(*arrays)
+                total = lax.psum(parts[summed].astype(jnp.float32), others[0]).astype(parts[summed].dtype)
+                return (*parts[:summed], total, *parts[summed + 1 :])
             if slots is None or pages is None:
                 return on_device(*arrays)
             first = lax.axis_index(pages) * (arrays[0].shape[0] * arrays[0].shape[1])

@@ -76,8 +76,8 @@ class DecodeSpec(ResultDtypes):
 
 @dataclass(frozen=True)
 class PrefillSpec(ResultDtypes):
-    """One call of mla_prefill: total_q_len and total_kv_len are Tq and Tk, the packed lengths. deterministic is about its
-    gradients."""
+    """One call of mla_prefill: total_q_len and total_kv_len are Tq and Tk, the packed lengths. `deterministic` is about
+    the gradients."""
 
     batch: Dim
     total_q_len: Dim

@@ -1,8 +1,5 @@
 """mla_prefill's custom call on CPUs: an emulation takes the kernel's place, the reference is the oracle."""
 
-from collections.abc import Callable, Iterator
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,95 +11,27 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tsmla_jax
-from tests.emulator import decode as cute_emulation
+from tests.emulator.prefill import Results, expanded
+from tests.jax.ops.prefill_calls import (
+    HEADS,
+    PADDING,
+    Q_LENS,
+    K,
+    V,
+    arrays,
+    attend,
+    attend_kv,
+    layer_arrays,
+    offsets,
+)
 from tests.jax.ops.programs import assert_same, calls, collectives
 from tsmla_jax.ops import device
-from tsmla_jax.ops.inputs import Scales
-from tsmla_jax.ops.mla_prefill import cute, reference
-from tsmla_jax.ops.mla_prefill_kv import cute as cute_kv
-from tsmla_kernels import contract
-from tsmla_kernels.catalog import Kernel
-from tsmla_kernels.sm90.prefill.config import PrefillConfig
 
+FP8 = jnp.float8_e4m3fn
 pytestmark = [
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="emulates the kernel on CPUs"),
-    pytest.mark.usefixtures("quick_compilation"),
+    pytest.mark.usefixtures("quick_compilation", "emulated_prefill"),
 ]
-
-HEADS, K, V = 4, 192, 128
-FP8 = jnp.float8_e4m3fn
-Q_LENS, KV_LENS = (3, 0, 5, 1, 4), (7, 4, 5, 0, 2)
-PADDING = 2
-Results = tuple[jax.Array, jax.Array]
-
-
-def emulate(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    cu_seqlens_q: jax.Array,
-    cu_seqlens_kv: jax.Array,
-    scales: jax.Array,
-    *,
-    kernel: Kernel,
-    config: PrefillConfig,
-    arch: str,
-    result_shapes: tuple[tuple[int, ...], ...],
-) -> list[jax.Array]:
-    """What the kernel computes from its own operands, through the reference; its workspaces are left as garbage."""
-    if config.rope_dim:
-        q, k, v = expanded(q, k, v)
-    spec = contract.PrefillSpec(
-        batch=cu_seqlens_q.shape[0] - 1,
-        total_q_len=q.shape[0],
-        total_kv_len=k.shape[0],
-        max_q_len=q.shape[0],
-        max_kv_len=k.shape[0],
-        num_heads=q.shape[1],
-        qk_head_dim=config.qk_head_dim,
-        v_head_dim=config.v_head_dim,
-        q_dtype=config.dtype,
-        kv_dtype=config.dtype,
-        causal=config.causal,
-        return_lse=True,
-    )
-    results = reference.mla_prefill(q, k, v, cu_seqlens_q, cu_seqlens_kv, Scales(scales[0], v=scales[1]), spec=spec)
-    operands = [operand for operand in kernel.operands(config) if operand.output]
-    workspaces: list[Any] = [
-        jnp.full(shape, 123, operand.dtype) for operand, shape in zip(operands[2:], result_shapes[2:], strict=True)
-    ]
-    return [*results, *workspaces]
-
-
-@pytest.fixture(autouse=True)
-def emulated(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
-    traced = (cute._transformable, cute._differentiable, cute_kv._differentiable)
-    with cute_emulation.emulated(*traced, by=emulate):
-        yield
-
-
-def offsets(lens: tuple[int, ...]) -> jax.Array:
-    return jnp.asarray(np.concatenate([[0], np.cumsum(lens)]), jnp.int32)
-
-
-def attend(implementation: str, **kwargs: Any) -> Callable[..., Results]:
-    fixed = {
-        "cu_seqlens_q": offsets(Q_LENS),
-        "cu_seqlens_kv": offsets(KV_LENS),
-        "max_q_len": max(Q_LENS),
-        "max_kv_len": max(KV_LENS),
-        "softmax_scale": 0.07,
-        "return_lse": True,
-        **kwargs,
-    }
-    return partial(tsmla_jax.mla_prefill, implementation=implementation, **fixed)
-
-
-def arrays(heads: int = HEADS, k_dim: int = K, v_dim: int = V, dtype: Any = jnp.bfloat16) -> list[jax.Array]:
-    rng = np.random.default_rng(0)
-    sizes = ((sum(Q_LENS), k_dim), (sum(KV_LENS), k_dim), (sum(KV_LENS), v_dim))
-    return [jnp.asarray(rng.normal(size=(rows + PADDING, heads, width)), dtype) for rows, width in sizes]
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -146,24 +75,6 @@ def test_scales_may_be_traced() -> None:
     assert_same(run("cute"), run("reference"))
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_gradients_are_those_of_the_reference(causal: bool) -> None:
-    weight = jnp.asarray(np.random.default_rng(1).normal(size=(sum(Q_LENS) + PADDING, HEADS, V)), jnp.float32)
-
-    def loss(implementation: str, q: Any, k: Any, v: Any, scale: Any, v_scale: Any) -> jax.Array:
-        out, lse = attend(implementation, causal=causal, softmax_scale=scale, v_scale=v_scale)(q, k, v)
-        return (out.astype(jnp.float32) * weight).sum() + jnp.where(lse == -jnp.inf, 0, lse).sum() / 3
-
-    args = (*arrays(), jnp.float32(0.07), jnp.float32(1.5))
-    got = jax.jit(jax.grad(partial(loss, "cute"), argnums=(0, 1, 2, 3, 4)))(*args)
-    wide = (*(x.astype(jnp.float32) for x in args[:3]), *args[3:])
-    want = jax.grad(partial(loss, "reference"), argnums=(0, 1, 2, 3, 4))(*wide)
-    for g, w, argument in zip(got, want, args, strict=True):
-        assert g.dtype == argument.dtype
-        # The backward pass reads out rounded to bfloat16: an error of 2^-9 of its terms, some of which cancel.
-        np.testing.assert_allclose(np.float32(g), np.float32(w), atol=2e-2 * float(np.abs(w).max()), rtol=2e-2)
-
-
 @pytest.mark.parametrize("axes", [(0, 0, 0), (1, None, None), (None, 0, 2)], ids=str)
 def test_vmap_folds_into_heads(axes: tuple[int | None, ...]) -> None:
     args = [a if axis is None else jnp.stack([a, -a, a * 2], axis) for a, axis in zip(arrays(), axes, strict=True)]
@@ -186,18 +97,6 @@ def test_vmap_of_lengths_and_scales() -> None:
     assert_same(over("cute"), over("reference"))
 
 
-@pytest.mark.slow
-def test_gradient_under_vmap() -> None:
-    q, k, v = arrays()
-    qs = jnp.stack([q, -q])
-
-    def loss(implementation: str, q: jax.Array) -> jax.Array:
-        return attend(implementation)(q, k, v)[0].astype(jnp.float32).sum()
-
-    got, want = (jax.vmap(jax.grad(partial(loss, name)))(qs) for name in ("cute", "xla"))
-    np.testing.assert_allclose(np.float32(got), np.float32(want), atol=1e-2, rtol=2e-2)
-
-
 def test_forward_mode_is_refused() -> None:
     q, k, v = arrays()
     with pytest.raises(TypeError, match="forward-mode"):
@@ -214,21 +113,6 @@ def test_heads_are_partitioned_without_moving_anything(mesh: Mesh) -> None:
     got = compiled(*args)
     assert got[0].addressable_shards[0].data.shape[1] == HEADS // 2
     assert_same(got, attend("reference")(*arrays()))
-
-
-def test_inside_shard_map_with_gradients(mesh: Mesh) -> None:
-    def per_device(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return attend("cute")(q, k, v)[0]
-
-    def loss(run: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
-        return run(*args).astype(jnp.float32).sum()
-
-    rows = P(None, "model")
-    sharded = jax.shard_map(per_device, mesh=mesh, in_specs=(rows, rows, rows), out_specs=rows)
-    got = jax.jit(jax.grad(partial(loss, sharded), argnums=(0, 1, 2)))(*arrays())
-    want = jax.grad(partial(loss, per_device), argnums=(0, 1, 2))(*arrays())
-    for g, w in zip(got, want, strict=True):
-        np.testing.assert_allclose(np.float32(g), np.float32(w), atol=1e-2, rtol=1e-2)
 
 
 # ---- lowering for CUDA, which finds or compiles the object
@@ -280,21 +164,6 @@ def test_none_chooses_xla_on_a_cpu() -> None:
 # ---- keys and values as the layer makes them
 
 
-def layer_arrays(heads: int = HEADS) -> list[jax.Array]:
-    rng = np.random.default_rng(3)
-    shapes = [(sum(Q_LENS) + PADDING, heads, K), (sum(KV_LENS) + PADDING, heads, 256), (sum(KV_LENS) + PADDING, 64)]
-    return [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes]
-
-
-def expanded(q: jax.Array, kv: jax.Array, k_rope: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    rope = jnp.broadcast_to(k_rope[:, None], (*kv.shape[:2], 64))
-    return q, jnp.concatenate([kv[..., :128], rope], -1), kv[..., 128:]
-
-
-def attend_kv(implementation: str, **kwargs: Any) -> Callable[..., Results]:
-    return partial(tsmla_jax.mla_prefill_kv, **{**attend(implementation).keywords, **kwargs})
-
-
 @pytest.mark.parametrize("implementation", ["cute", "xla", "reference"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_kv_and_rope(implementation: str, causal: bool) -> None:
@@ -303,21 +172,6 @@ def test_kv_and_rope(implementation: str, causal: bool) -> None:
     assert_same(run(*layer_arrays()), want)
     jaxpr = str(jax.make_jaxpr(run)(*layer_arrays()))
     assert ("concatenate" in jaxpr) == (implementation != "cute")  # the kernel reads them where they lie
-
-
-def test_gradients_of_kv_and_rope() -> None:
-    weight = jnp.asarray(np.random.default_rng(1).normal(size=(sum(Q_LENS) + PADDING, HEADS, V)), jnp.float32)
-
-    def loss(implementation: str, scale: jax.Array, *args: jax.Array) -> jax.Array:
-        out, lse = attend_kv(implementation, softmax_scale=scale)(*args)
-        return (out.astype(jnp.float32) * weight).sum() + jnp.where(lse == -jnp.inf, 0, lse).sum() / 3
-
-    args = (jnp.float32(0.07), *layer_arrays())
-    got = jax.jit(jax.grad(partial(loss, "cute"), (0, 1, 2, 3)))(*args)
-    want = jax.grad(partial(loss, "reference"), (0, 1, 2, 3))(args[0], *(x.astype(jnp.float32) for x in args[1:]))
-    for g, w in zip(got, want, strict=True):
-        # As in test_gradients_are_those_of_the_reference; k_rope's adds up the heads' in bfloat16.
-        np.testing.assert_allclose(np.float32(g), np.float32(w), atol=2e-2 * float(np.abs(w).max()), rtol=2e-2)
 
 
 def test_vmap_of_kv_and_rope() -> None:

@@ -62,8 +62,10 @@ def mla_prefill(
       out [Tq, H, V] in q's dtype, bfloat16 when q is fp8; with return_lse also lse [Tq, H], float32, natural logarithm.
       A row that sees no key gives out 0 and lse -inf.
 
-    Derivatives: reverse mode in q, k, v and the scales, in memory linear in Tq + Tk ("xla"; from the saved lse, as
-    FlashAttention's backward); "reference" differentiates in every mode.
+    Derivatives: reverse mode in q, k, v and the scales, in memory linear in Tq + Tk (from the saved lse, as
+    FlashAttention's backward). "cute" has a kernel for the gradient on Hopper, for float16 and bfloat16 with K 192 and
+    V 128; a scale's gradient is NaN there if the scale is 0. Otherwise its derivative is that of "xla". "reference"
+    differentiates in every mode.
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.

@@ -1,31 +1,24 @@
-"""mla_prefill by the CuTe DSL kernels: their operands, the derivative (that of "xla" from the kernel's results), how
-vmap's axis becomes heads, and how heads are split over devices."""
+"""mla_prefill by the CuTe DSL kernels: their operands, how vmap's axis becomes heads, and how heads are split over
+devices."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from tsmla_jax.ops import device, transforms
-from tsmla_jax.ops.inputs import Scales, describe_call
+from tsmla_jax.ops.inputs import Scales
 from tsmla_jax.ops.kernel_call import kernel_call
-from tsmla_jax.ops.mla_prefill import blackwell, xla
-from tsmla_kernels import contract
+from tsmla_jax.ops.mla_prefill import backward, blackwell
+from tsmla_jax.ops.mla_prefill.call import Call, Results, refuse_second_derivative, static_part
 from tsmla_kernels.catalog import MLA_PREFILL, MLA_PREFILL_SM100
 from tsmla_kernels.contract import PrefillSpec
 from tsmla_kernels.sm90.prefill import config as sm90_prefill
 from tsmla_kernels.sm100 import config as sm100
-
-Results = tuple[jax.Array, jax.Array]
-Saved = tuple[tuple[jax.Array, ...], Results]
-"""The operands and the results of a call, which its derivative needs."""
 
 
 def why_not(spec: PrefillSpec) -> list[str]:
@@ -37,8 +30,10 @@ def why_not(spec: PrefillSpec) -> list[str]:
 
 
 def notes(spec: PrefillSpec) -> list[str]:
-    """What a user should know about this architecture's kernels."""
-    return [sm100.NOTICE] if device.target_arch() in MLA_PREFILL_SM100.archs else []
+    """What a user should know about this architecture's kernels, and which derivative a call has that they can run."""
+    arch = device.target_arch()
+    about = [sm100.NOTICE] if arch in MLA_PREFILL_SM100.archs else []
+    return about if arch is None or why_not(spec) else [*about, backward.note(spec, arch)]
 
 
 def mla_prefill(
@@ -57,61 +52,10 @@ def mla_prefill(
     return results
 
 
-@dataclass(frozen=True)
-class Call:
-    """The static part of a call, without its shapes. The bounds on lengths are for the derivative and for Blackwell;
-    static_scales are the scales where a kernel takes them by value."""
-
-    causal: bool
-    max_q_len: int
-    max_kv_len: int
-    arch: str
-    num_sms: int
-    static_scales: tuple[float, float] | None
-
-    def spec(self, q: Any, k: Any, v: Any, cu_seqlens_q: jax.Array, cu_seqlens_kv: jax.Array) -> PrefillSpec:
-        """The spec of a call on these arrays, which may be those of one device, or of several calls."""
-        return describe_call(
-            contract.prefill_spec,
-            q=q,
-            k=k,
-            v=v,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_kv=cu_seqlens_kv,
-            max_q_len=self.max_q_len,
-            max_kv_len=self.max_kv_len,
-            softmax_scale=1.0,
-            causal=self.causal,
-            return_lse=True,
-        )
-
-
-def static_part(spec: PrefillSpec, scales: jax.Array | np.ndarray) -> Call:
-    """The static part of the call that `spec` describes."""
-    arch = device.arch_for(MLA_PREFILL)
-    by_value = arch in MLA_PREFILL_SM100.archs and isinstance(scales, np.ndarray)
-    static_scales = (float(scales[0]), float(scales[1])) if by_value else None
-    return Call(spec.causal, spec.max_q_len, spec.max_kv_len, arch, device.num_sms(arch), static_scales)
-
-
 @functools.cache
 def _differentiable(call: Call) -> Callable[..., Any]:
     """The call as a function (q, k, v, scales, cu_seqlens_q, cu_seqlens_kv) -> (out, lse)."""
-
-    def derivative(saved: Saved, cotangents: Results) -> tuple[jax.Array | None, ...]:
-        q, k, v, _, *offsets = saved[0]
-        return backward(call.spec(q, k, v, *offsets), saved, cotangents)
-
-    return transforms.with_backward(_transformable(call), derivative)
-
-
-def backward(spec: PrefillSpec, saved: Saved, cotangents: Results) -> tuple[jax.Array | None, ...]:
-    """The cotangents of q, k, v and the scales; the offsets have none."""
-    (q, k, v, scales, *offsets), results = saved
-    d_q, d_k, d_v, d_logit_scale, d_v_scale, *_ = xla.backward(
-        spec, ((q, k, v, scales[0], scales[1], *offsets), results), cotangents
-    )
-    return d_q, d_k, d_v, jnp.stack([d_logit_scale, d_v_scale]), None, None
+    return transforms.with_backward(_transformable(call), functools.partial(backward.backward, call))
 
 
 @functools.cache
@@ -133,6 +77,7 @@ def _transformable(call: Call) -> Callable[..., Any]:
         partition=_partition,
         fold=_fold,
         shared=3,
+        derivative=refuse_second_derivative,
     )
 
 

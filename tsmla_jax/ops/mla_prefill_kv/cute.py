@@ -12,11 +12,21 @@ from jax.sharding import PartitionSpec as P
 
 from tsmla_jax.ops import device, transforms
 from tsmla_jax.ops.inputs import Scales
+from tsmla_jax.ops.mla_prefill import backward
 from tsmla_jax.ops.mla_prefill import cute as prefill
+from tsmla_jax.ops.mla_prefill.call import (
+    Call,
+    Cotangents,
+    Results,
+    Saved,
+    refuse_second_derivative,
+    static_part,
+)
 from tsmla_jax.ops.mla_prefill_kv import reference
 from tsmla_kernels.catalog import MLA_PREFILL
 from tsmla_kernels.contract import PrefillSpec
 from tsmla_kernels.sm90.prefill import config as sm90_prefill
+from tsmla_kernels.sm90.prefill.record import SHARED_ROPE_DIM
 
 
 def mla_prefill_kv(
@@ -28,26 +38,26 @@ def mla_prefill_kv(
     scales: Scales,
     *,
     spec: PrefillSpec,
-) -> prefill.Results:
+) -> Results:
     """out and lse as the public mla_prefill_kv documents them; both are always returned. spec is that of the call on k
     and v. Reverse-mode differentiable."""
     if device.why_not(MLA_PREFILL) or sm90_prefill.shared_rope_reasons(spec, k_rope.shape[1]):
         arrays = (q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv, scales)
         return reference.mla_prefill_kv(*arrays, spec=spec, attend=prefill.mla_prefill)
     operand = scales.operand()
-    attend = _differentiable(prefill.static_part(spec, operand))
-    results: prefill.Results = attend(q, kv, k_rope, operand, cu_seqlens_q, cu_seqlens_kv)
+    attend = _differentiable(static_part(spec, operand))
+    results: Results = attend(q, kv, k_rope, operand, cu_seqlens_q, cu_seqlens_kv)
     return results
 
 
 @functools.cache
-def _differentiable(call: prefill.Call) -> Callable[..., Any]:
+def _differentiable(call: Call) -> Callable[..., Any]:
     """The call as a function (q, kv, k_rope, scales, cu_seqlens_q, cu_seqlens_kv) -> (out, lse). vmap makes one call
     after another."""
 
     def on_device(
         q: jax.Array, kv: jax.Array, k_rope: jax.Array, scales: jax.Array, *offsets: jax.Array
-    ) -> prefill.Results:
+    ) -> Results:
         expanded = jax.eval_shape(functools.partial(reference.expand, k_dim=q.shape[2]), kv, k_rope)
         spec = call.spec(q, *expanded, *offsets)
         return prefill.on_hopper(call, spec, (q, kv, k_rope, *offsets, scales), k_rope.shape[1])
@@ -57,13 +67,18 @@ def _differentiable(call: prefill.Call) -> Callable[..., Any]:
         rule="t h k, s h w, s r, c, b, b -> t h v, t h",
         fixed=("t", "k", "s", "w", "r", "c", "b", "v"),
         partition=_partition,
+        derivative=refuse_second_derivative,
     )
 
-    def derivative(saved: prefill.Saved, cotangents: prefill.Results) -> tuple[jax.Array | None, ...]:
+    def derivative(saved: Saved, cotangents: Results) -> Cotangents:
         (q, kv, k_rope, scales, *offsets), results = saved
-        (k, v), contract_keys = jax.vjp(functools.partial(reference.expand, k_dim=q.shape[2]), kv, k_rope)
+        expand = functools.partial(reference.expand, k_dim=q.shape[2])
+        spec = call.spec(q, *jax.eval_shape(expand, kv, k_rope), *offsets)
+        if k_rope.shape[1] == SHARED_ROPE_DIM and not backward.why_no_kernel(spec, call.arch):
+            return backward.by_kernel(call, saved, cotangents)
+        (k, v), contract_keys = jax.vjp(expand, kv, k_rope)
         saved = ((q, k, v, scales, *offsets), results)
-        d_q, d_k, d_v, *others = prefill.backward(call.spec(q, k, v, *offsets), saved, cotangents)
+        d_q, d_k, d_v, *others = backward.backward(call, saved, cotangents)
         return d_q, *contract_keys((d_k, d_v)), *others
 
     return transforms.with_backward(run, derivative)

@@ -67,7 +67,7 @@ def mla_prefill_backward_operands(config: sm90_backward.BackwardConfig) -> tuple
         for name, (shape, dtype) in sm90_backward.backward_workspaces(config, 1, 1, 1, 1, 1).items()
     }
     k_dim, v_dim, rope_dim = config.qk_head_dim, config.v_head_dim, config.rope_dim
-    keys = (("k", (None, None, k_dim)), ("v", (None, None, v_dim)))
+    keys: tuple[tuple[str, tuple[int | None, ...]], ...] = (("k", (None, None, k_dim)), ("v", (None, None, v_dim)))
     if rope_dim:
         keys = (("kv", (None, None, k_dim - rope_dim + v_dim)), ("k_rope", (None, rope_dim)))
     return (
