@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from absl import flags
 
-PEERS = flags.DEFINE_string("peers", None, "folder of the module `peers`")
+PEERS = flags.DEFINE_string("peers", None, "folder of the module of peers")
 OUT = flags.DEFINE_string("out", None, "where the rows go")
 POINTS = flags.DEFINE_string("points", None, "points separated by /, instead of all")
 SECONDS = flags.DEFINE_float("seconds", 540.0, "stop starting points after this long")
@@ -25,12 +25,12 @@ ARCH = "sm_90a"
 Point = TypeVar("Point")
 
 
-def load_peers() -> tuple[Any, Any]:
-    """The module `peers` of the folder that --peers names and what its `load()` returns; (None, ()) without one."""
+def load_peers(name: str = "peers") -> tuple[Any, Any]:
+    """The module `name` of the folder that --peers names and what its `load()` returns; (None, ()) without one."""
     if not PEERS.value:
         return None, ()
     sys.path.insert(0, PEERS.value)
-    peers = importlib.import_module("peers")
+    peers = importlib.import_module(name)
     return peers, peers.load()
 
 

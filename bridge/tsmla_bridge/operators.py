@@ -28,10 +28,10 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _watching = torch._C._len_torch_dispatch_stack  # the number of active dispatch modes
 
 
-def is_traced(*values: Any) -> bool:
+def is_traced(*values: Any, derivatives: bool = True) -> bool:
     """Whether a call on these must be seen as one operator: a dispatch mode is active, or one of the tensors (a pair
-    counts as its first) is of another class (a fake tensor, say), has no memory, or is on a GPU and asks for a
-    derivative."""
+    counts as its first) is of another class (a fake tensor, say), has no memory, or (unless derivatives=False) is on a
+    GPU and asks for a derivative."""
     if _watching():
         return True
     for value in values:
@@ -40,7 +40,7 @@ def is_traced(*values: Any) -> bool:
             value = value[0]
             kind = type(value)
         if kind in _PLAIN:
-            if value.is_meta or (value.requires_grad and value.is_cuda and torch.is_grad_enabled()):
+            if value.is_meta or (derivatives and value.requires_grad and value.is_cuda and torch.is_grad_enabled()):
                 return True
         elif isinstance(value, torch.Tensor):
             return True

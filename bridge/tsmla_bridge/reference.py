@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -67,18 +67,57 @@ def mla_prefill(
     dtype = accumulation_dtype(spec.q_dtype)
     out = torch.zeros((*q.shape[:2], spec.v_head_dim), dtype=dtype, device=q.device)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=dtype, device=q.device)
+    for mine, theirs, visible in _requests(spec, cu_seqlens_q, cu_seqlens_kv):
+        found = _attend(q[mine].to(dtype), k[theirs].to(dtype), v[theirs].to(dtype), visible, logit_scale, out_scale)
+        out[mine], lse[mine] = found
+    return out.to(DTYPES[spec.out_dtype]), lse.to(DTYPES[spec.lse_dtype])
+
+
+def mla_prefill_backward(
+    spec: PrefillSpec,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    logit_scale: Scale,
+    out_scale: Scale,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of q, k and v from mla_prefill's results and their cotangents, in the dtypes of q, k and v."""
+    dtype = accumulation_dtype(spec.q_dtype)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
+    # d scores = weights * (d weights - shift): the softmax's own term, and lse's direct one.
+    shift = (dout.to(dtype) * out.to(dtype)).sum(-1) - dlse.to(dtype)
+    for mine, theirs, visible in _requests(spec, cu_seqlens_q, cu_seqlens_kv):
+        query, d_rows, key, value = (x.to(dtype) for x in (q[mine], dout[mine], k[theirs], v[theirs]))
+        hidden = ~visible[:, None, :]
+        scores = torch.einsum("shd,khd->shk", query, key) * logit_scale
+        weights = torch.exp(scores - lse[mine].to(dtype)[..., None]).masked_fill(hidden, 0)
+        d_weights = torch.einsum("shv,khv->shk", d_rows, value) * out_scale
+        d_scores = (weights * (d_weights - shift[mine][..., None])).masked_fill(hidden, 0) * logit_scale
+        dq[mine] = torch.einsum("shk,khd->shd", d_scores, key)
+        dk[theirs] = torch.einsum("shk,shd->khd", d_scores, query)
+        dv[theirs] = torch.einsum("shk,shv->khv", weights, d_rows) * out_scale
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _requests(
+    spec: PrefillSpec, cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor
+) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    """The rows of each request's queries, those of its keys, and which query sees which key [S, K]."""
     queries, keys = _spans(cu_seqlens_q, spec.total_q_len), _spans(cu_seqlens_kv, spec.total_kv_len)
     for (first_q, stop_q), (first_k, stop_k) in zip(queries, keys, strict=True):
         q_len, kv_len = stop_q - first_q, stop_k - first_k
         mine = slice(first_q, first_q + min(q_len, spec.max_q_len))
         theirs = slice(first_k, first_k + min(kv_len, spec.max_kv_len))
-        position = torch.arange(kv_len, device=q.device)[: spec.max_kv_len]
-        token = torch.arange(q_len, device=q.device)[: spec.max_q_len]
+        position = torch.arange(kv_len, device=cu_seqlens_q.device)[: spec.max_kv_len]
+        token = torch.arange(q_len, device=cu_seqlens_q.device)[: spec.max_q_len]
         last = token + (kv_len - q_len) if spec.causal else torch.full_like(token, kv_len)
-        visible = position <= last[:, None]
-        found = _attend(q[mine].to(dtype), k[theirs].to(dtype), v[theirs].to(dtype), visible, logit_scale, out_scale)
-        out[mine], lse[mine] = found
-    return out.to(DTYPES[spec.out_dtype]), lse.to(DTYPES[spec.lse_dtype])
+        yield mine, theirs, position <= last[:, None]
 
 
 def _attend(

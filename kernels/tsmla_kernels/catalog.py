@@ -8,6 +8,7 @@ from tsmla_kernels.kernel import Operand as Operand
 from tsmla_kernels.merge.record import MERGE_ATTENTION_STATES
 from tsmla_kernels.sm90.decode.record import MLA_DECODE
 from tsmla_kernels.sm90.decode.record import mla_decode_config as mla_decode_config
+from tsmla_kernels.sm90.indexer.record import SELECT_TOPK
 from tsmla_kernels.sm90.prefill.record import MLA_PREFILL, MLA_PREFILL_BACKWARD
 from tsmla_kernels.sm90.prefill.record import mla_prefill_backward_config as mla_prefill_backward_config
 from tsmla_kernels.sm90.prefill.record import mla_prefill_config as mla_prefill_config
@@ -25,5 +26,6 @@ KERNELS = {
         ROPE_WRITE_KV_CACHE,
         GATHER_KV_CACHE,
         MERGE_ATTENTION_STATES,
+        SELECT_TOPK,
     )
 }

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from tsmla_kernels import contract
 from tsmla_kernels.contract.cache import ROPE_LAYOUTS
+from tsmla_kernels.contract.sparse import TopKSpec
 from tsmla_kernels.kernel import Config
 
 Spec = TypeVar("Spec")
@@ -36,6 +37,7 @@ _PREFILL = {**_DECODE, "qk_head_dim": "192", "v_head_dim": "128", "shared_rope":
 del _PREFILL["kv_dtype"]
 _CACHE = {**_DECODE, **_PREFILL, "rope_interleave": "true", "rope_layout": "interleaved"}
 _MERGE = {**_CACHE, "parts": "2"}
+_TOPK = {**_MERGE, "num_tokens": "64", "num_columns": "131072", "k": "2048"}
 
 
 def decode_spec(options: Mapping[str, str]) -> contract.DecodeSpec:
@@ -83,6 +85,11 @@ def merge_spec(options: Mapping[str, str]) -> contract.MergeSpec:
     values = _filled_in(options, _MERGE)
     num_parts, head_dim = (_parsed(values, name, int) for name in ("parts", "v_head_dim"))
     return contract.MergeSpec(num_parts, (1,), head_dim, contract.attention_out_dtype(values["dtype"]), "float32")
+
+
+def topk_spec(options: Mapping[str, str]) -> TopKSpec:
+    """The spec of select_topk: num_tokens rows of num_columns."""
+    return _spec(TopKSpec, _filled_in(options, _TOPK))
 
 
 def flag(options: Mapping[str, str], name: str) -> bool:

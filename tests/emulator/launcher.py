@@ -158,6 +158,19 @@ class StandInLauncher(launch.Launcher):
         for name, result in zip(("out", "lse"), found, strict=True):
             operands[name].copy_(result)
 
+    def _mla_prefill_backward(self, operands: Operands) -> None:
+        for name in ("dq_sum", "row_terms", "turns", "plan", "progress"):
+            operands[name].view(torch.uint8).fill_(0xFF)
+        tensors = {name: operands[name] for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_kv")}
+        longest = 1 << 20
+        spec = prefill_spec(
+            **describe(tensors), max_q_len=longest, max_kv_len=longest, softmax_scale=1.0, causal=self.config.causal
+        )
+        given = (operands[name] for name in ("out", "lse", "dout", "dlse"))
+        found = reference.mla_prefill_backward(spec, *given, *tensors.values(), *operands["scales"])
+        for name, result in zip(("dq", "dk", "dv"), found, strict=True):
+            operands[name].copy_(result)
+
     def _write_kv_cache(self, operands: Operands) -> None:
         config = self.config
         cache, slots = operands["kv_cache"], operands["slot_mapping"]

@@ -169,8 +169,10 @@ def test_topk_of_long_rows_in_blocks() -> None:
 
 def test_topk_ranks_nan_last() -> None:
     logits = np.asarray([[np.nan, -5.0, np.nan, 3.0]], np.float32)
+    below = np.asarray([[np.nan, -np.inf, np.nan, 3.0, -np.inf, -np.inf]], np.float32)
     for run in TOPK.values():
         assert run(logits, ints([4]), 2).tolist() == [[3, 1]]
+        assert run(below, ints([5]), 6).tolist() == [[3, 1, 4, 0, 2, -1]]
 
 
 @pytest.mark.parametrize(

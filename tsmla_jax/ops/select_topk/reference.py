@@ -10,8 +10,9 @@ def select_topk(logits: jax.Array, seq_lens: jax.Array, *, k: int) -> jax.Array:
     """positions [T, k] as the public select_topk documents them."""
     num_keys = logits.shape[1]
     in_row = jnp.arange(num_keys) < seq_lens[:, None]
-    value = jnp.where(in_row & ~jnp.isnan(logits), logits, -jnp.inf)
-    # The last key of lexsort decides first, so columns past the row's length go behind all others.
-    order = jnp.lexsort((-value, ~in_row), axis=-1).astype(jnp.int32)
+    nan = jnp.isnan(logits)
+    value = jnp.where(in_row & ~nan, logits, -jnp.inf)
+    # The last key of lexsort decides first; NaN goes behind -inf, what is past the row's length behind everything.
+    order = jnp.lexsort((-value, nan, ~in_row), axis=-1).astype(jnp.int32)
     order = jnp.pad(order[:, :k], ((0, 0), (0, max(0, k - num_keys))))
     return jnp.where(jnp.arange(k) < seq_lens[:, None], order, -1)

@@ -20,11 +20,16 @@ def select_topk(logits: jax.Array, seq_lens: jax.Array, *, k: int) -> jax.Array:
 
     def block(logits: jax.Array, lens: jax.Array) -> tuple[jax.Array]:
         in_row = jnp.arange(num_keys, dtype=jnp.int32) < lens[:, None]
-        value = jnp.where(in_row & ~jnp.isnan(logits), logits, -jnp.inf)
+        nan = in_row & jnp.isnan(logits)
+        value = jnp.where(in_row & ~nan, logits, -jnp.inf)
         # XLA orders -0.0 below 0.0, and a sum of relus times negative weights is -0.0 as often as not.
         value = jnp.where(value == 0, jnp.zeros_like(value), value)
-        # Ties go to the lower index, so a -inf inside the row comes before those past its end.
-        _, order = lax.top_k(value, min(k, num_keys))
+
+        def sort_all() -> jax.Array:
+            return jnp.lexsort((-value, nan, ~in_row), axis=-1).astype(jnp.int32)[:, : min(k, num_keys)]
+
+        # Ties go to the lower index, so a -inf inside the row comes before those past its end, but not before NaN.
+        order = lax.cond(nan.any(), sort_all, lambda: lax.top_k(value, min(k, num_keys))[1])
         order = jnp.pad(order, ((0, 0), (0, max(0, k - num_keys))))
         return (jnp.where(jnp.arange(k, dtype=jnp.int32) < lens[:, None], order, -1),)
 

@@ -56,7 +56,8 @@ class BackwardPlanner(PlanWriter):
             position = self.search(tile, position, plan)
             index = tile
             if position > 0:
-                index = tile - plan[position - 1, PlanWord.TILES_END]
+                before = position - 1
+                index = tile - plan[before, PlanWord.TILES_END]
             rows, keys = plan[position, PlanWord.ROWS], plan[position, PlanWord.KEYS]
             first_row, first_key = plan[position, PlanWord.FIRST_ROW], plan[position, PlanWord.FIRST_KEY]
             request = plan[position, PlanWord.REQUEST]

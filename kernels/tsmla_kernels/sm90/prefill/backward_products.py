@@ -258,12 +258,12 @@ class Consumer:
             cute.make_tensor(acc.p.iterator + 8 * k, cute.make_layout(8)).store(p.load().to(self.traits.dtype))
         self.multiply_keys(acc.dv, mma.dv, acc.p, shared.dout, self.traits.dout, self.dout_stage(stage), t)
         self.multiply_keys(acc.dk, mma.dk, acc.ds, shared.q, self.traits.q, stage, t)
-        words = cute.recast_tensor(acc.ds, Int32)
+        packed = cute.recast_tensor(acc.ds, Int32)
         target = shared.ds.memory.toint() + stage.index * self.traits.bytes_of(self.traits.ds)
         key = t.group * GROUP_KEYS + (t.thread // 32) * 16 + t.lane % 16
         target += key * (Q_ROWS * self.traits.element_bytes) + ((t.lane // 16) ^ (t.lane % 8)) * 16
         for k in cutlass.range_constexpr(Q_ROWS // 16):
-            store_matrices(target ^ (32 * k), *(words[4 * k + w] for w in range(4)))
+            store_matrices(target ^ (32 * k), *(packed[4 * k + w] for w in range(4)))
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         self.leave(shared.ds.full + stage.index)

@@ -1,0 +1,1 @@
+"""The indexer's Hopper kernels: which keys a query token attends to."""

@@ -1,0 +1,157 @@
+"""Which top-k kernel serves a call: static configurations. Imports no cutlass.
+
+One object serves every number of rows and columns; `topk_config` picks how a row is shared out from both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tsmla_kernels.contract.sparse import TopKSpec
+
+MAX_K = 4096
+MAX_COLUMNS = (1 << 31) - 256  # positions, rounded up to a unit, are counted in int32
+ORDERS = ("value", "position")
+UNIT = 128  # columns that a warp reads at once: 16 bytes a lane
+BINS = 4096  # of a histogram
+
+
+@dataclasses.dataclass(frozen=True)
+class TopkConfig:
+    """What an object of select_topk is compiled for. Rows and columns are dynamic.
+
+    Attributes:
+      k: positions of a row.
+      order: "position", ascending, or "value", descending with ties by position.
+      page_size: Z of the block table through which positions become slots; 0 where positions are written.
+      row_starts: whether rows begin at columns of their own.
+      cluster: CTAs that share a row. warps: warps of a CTA.
+      stages, stage_units: shared memory of a warp, in copies and in UNITs of a copy. A row that fits into the cluster's
+        shared memory is read once, a longer one once for every pass.
+      held: chunks, of 16 bytes a thread, of a row that a CTA holds. most_chunks: of a CTA's share of a row that it does
+        not leave to ExactSearch: more than are held, and it keeps some when it reads them. depth: chunks read at once.
+      most_listed: keys of one bin that are ranked among each other instead of being counted once more.
+      eager: copy a row's columns, as many as the array has, before its length is known; for few rows.
+    """
+
+    k: int
+    order: str = "position"
+    page_size: int = 0
+    row_starts: bool = False
+    cluster: int = 1
+    warps: int = 16
+    stages: int = 4
+    stage_units: int = 2
+    eager: bool = False
+    held: int = 4
+    most_chunks: int = 4
+    depth: int = 4
+    most_listed: int = 512
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def least_ctas(self) -> int:
+        """CTAs that a processor's registers must be enough for; 0 leaves that to the compiler, which gives too few to
+        slots in a wide cluster."""
+        return 1 if self.page_size and self.cluster == 8 else 0
+
+    @property
+    def listed(self) -> int:
+        """Keys of one bin that are ranked among each other."""
+        return min(self.most_listed, self.threads)
+
+    @property
+    def sorted_entries(self) -> int:
+        """Places of the buffer that order="value" sorts: the power of two that holds k."""
+        return 1 << max(6, (self.k - 1).bit_length()) if self.order == "value" else 1
+
+    @property
+    def streams(self) -> bool:
+        """Whether a CTA's share of a row may be more than it holds."""
+        return self.most_chunks > self.held and self.order == "position"
+
+    @property
+    def histograms(self) -> int:
+        return 2 if self.streams else 1
+
+    @property
+    def kept(self) -> int:
+        """Columns of a row that a thread has room for: the 1.5 k that are expected, and five deviations."""
+        expected = 1.5 * self.k / (self.threads * self.cluster)
+        return math.ceil(expected + 5 * math.sqrt(expected)) + 4
+
+    @property
+    def held_words(self) -> int:
+        """Of shared memory, for what is held of a row, and later for what is kept, or for the ring."""
+        kept = self.kept + 1 if self.streams else 0
+        return max(self.threads * max(4 * self.held, kept), self.warps * self.stages * self.stage_units * UNIT)
+
+    @property
+    def mark_words(self) -> int:
+        return self.threads * -(-self.most_chunks // 4)
+
+    @property
+    def row_columns(self) -> int:
+        """Columns of a row that the cluster's shared memory holds, wherever the row begins."""
+        return self.cluster * self.warps * (self.stages * self.stage_units) * UNIT - UNIT
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of a CTA, alignment aside."""
+        words = self.held_words + self.histograms * BINS + self.mark_words + self.threads + 6 * self.listed
+        return words * 4 + self.warps * (self.stages * 8 + 8) + self.sorted_entries * 8 + 1024
+
+
+def topk_reasons(spec: TopKSpec, order: str = "position", page_size: int | None = None) -> list[str]:
+    """Why the kernel cannot run this call; empty if it can."""
+    reasons = []
+    if spec.k > MAX_K:
+        reasons.append(f"k is {spec.k}; the sm_90 top-k kernel takes at most {MAX_K}")
+    if spec.num_columns > MAX_COLUMNS:
+        reasons.append(f"N is {spec.num_columns}; the sm_90 top-k kernel takes at most {MAX_COLUMNS}")
+    if order not in ORDERS:
+        reasons.append(f"order is {order!r}; the sm_90 top-k kernel takes {' or '.join(ORDERS)}")
+    if order == "value" and page_size:
+        reasons.append("slots are written by position; order is 'value'")
+    return reasons
+
+
+def topk_config(
+    spec: TopKSpec, order: str = "position", page_size: int | None = None, row_starts: bool = False
+) -> TopkConfig:
+    """The configuration that serves `spec`: a few for all sizes, so that few objects are compiled."""
+    rows, columns = spec.num_tokens, spec.num_columns
+    # cluster, warps, held, most_chunks: a row is held as a whole where that leaves no processor idle.
+    if columns <= 1 << 13:
+        shape = (1, 16, 4, 4) if rows <= 264 else (1, 8, 8, 8)
+    elif columns <= 1 << 15:
+        shape = (4, 16, 4, 4) if rows <= 32 else (2, 32, 4, 4) if rows <= 66 else (1, 32, 8, 8)
+        if rows > 132:
+            shape = (1, 16, 4, 16)
+    elif columns <= 1 << 17:
+        shape = (2, 16, 4, 32) if rows <= 66 else (1, 16, 4, 64)
+        if rows <= 16:
+            # Slots through pages of any size take registers that 32 warps do not leave.
+            shape = (8, 16, 8, 8) if page_size else (8, 32, 4, 4)
+    else:
+        shape = (8, 16, 8, 64)
+    cluster, warps, held, most_chunks = shape
+    return TopkConfig(
+        k=spec.k,
+        order=order,
+        page_size=page_size or 0,
+        row_starts=row_starts,
+        cluster=cluster,
+        warps=warps,
+        stages=4,
+        stage_units=1,
+        eager=rows * columns <= 1 << 20 and not row_starts,
+        held=held,
+        most_chunks=most_chunks,
+    )

@@ -1,0 +1,57 @@
+"""The top-k kernel as it is compiled: nothing spilled, and shared memory that fits. Needs no GPU."""
+
+import pytest
+
+from tests.kernels.object_checks import assert_small_enough_to_embed, assert_stays_in_registers
+from tsmla_kernels import object_cache
+from tsmla_kernels.catalog import SELECT_TOPK
+from tsmla_kernels.contract.sparse import TopKSpec
+from tsmla_kernels.sm90.constants import SMEM_BYTES
+from tsmla_kernels.sm90.indexer.config import MAX_COLUMNS, UNIT, TopkConfig, topk_config, topk_reasons
+
+ARCH = "sm_90a"
+
+CONFIGS = {
+    "few short rows": topk_config(TopKSpec(1, 8192, 2048)),
+    "few long rows": topk_config(TopKSpec(8, 131072, 2048)),
+    "many short rows": topk_config(TopKSpec(4096, 8192, 2048)),
+    "long rows": topk_config(TopKSpec(64, 131072, 2048)),
+    "by value": topk_config(TopKSpec(64, 32768, 4096), order="value"),
+    "by value in a cluster": topk_config(TopKSpec(8, 32768, 2048), order="value"),
+    "slots, row starts": topk_config(TopKSpec(64, 32768, 1), page_size=64, row_starts=True),
+    "slots of pages of 48 in a cluster": topk_config(TopKSpec(8, 131072, 512), page_size=48),
+}
+FAST = ("few short rows", "few long rows", "slots, row starts")
+"""Compiled in every run of the tests. The others are slow tests."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in FAST else pytest.mark.slow) for x in CONFIGS])
+def test_everything_stays_in_registers(name: str) -> None:
+    compiled = object_cache.load_or_compile(SELECT_TOPK, CONFIGS[name], ARCH)
+    assert_stays_in_registers(compiled, kernels=1)
+    assert_small_enough_to_embed(compiled)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64, 128, 4096])
+@pytest.mark.parametrize("columns", [1, 8192, 8193, 32768, 131072, 1 << 24])
+@pytest.mark.parametrize("order", ["value", "position"])
+def test_a_configuration_fits(rows: int, columns: int, order: str) -> None:
+    config = topk_config(TopKSpec(rows, columns, 4096), order=order)
+    assert config.smem_bytes <= SMEM_BYTES
+    assert config.threads <= 1024 and config.listed <= config.threads
+    for size in (config.cluster, config.warps, config.stages):
+        assert size & (size - 1) == 0
+
+
+def test_a_row_of_row_columns_fits_wherever_it_begins() -> None:
+    config = TopkConfig(2048, cluster=2, warps=16, stages=4, stage_units=2)
+    units = (3 + config.row_columns + UNIT - 1) // UNIT
+    assert units <= config.cluster * config.warps * config.stages * config.stage_units
+
+
+def test_reasons_name_what_is_not_taken() -> None:
+    assert topk_reasons(TopKSpec(1, 8192, 2048)) == []
+    assert "k is 4097" in topk_reasons(TopKSpec(1, 8192, 4097))[0]
+    assert "N is" in topk_reasons(TopKSpec(1, MAX_COLUMNS + 1, 1))[0]
+    assert "order is 'random'" in topk_reasons(TopKSpec(1, 8, 1), order="random")[0]
+    assert "slots" in topk_reasons(TopKSpec(1, 8, 1), order="value", page_size=64)[0]
