@@ -135,7 +135,7 @@ def topk_config(
         if rows > 132:
             shape = (1, 16, 4, 16)
     elif columns <= 1 << 17:
-        shape = (2, 16, 4, 32) if rows <= 66 else (1, 16, 4, 64)
+        shape = (2, 16, 4, 32) if rows <= 66 or rows > 264 else (1, 16, 4, 64)
         if rows <= 16:
             # Slots through pages of any size take registers that 32 warps do not leave.
             shape = (8, 16, 8, 8) if page_size else (8, 32, 4, 4)
