@@ -43,7 +43,7 @@ def config(rows: int, columns: int, mode: str) -> Any:
     from tsmla_kernels.contract.sparse import TopKSpec
     from tsmla_kernels.sm90.indexer.config import topk_config
 
-    return topk_config(TopKSpec(rows, columns, K), order=MODES[mode])
+    return topk_config(TopKSpec(rows, columns, K, MODES[mode]))
 
 
 def compile_one(wanted: Any) -> None:

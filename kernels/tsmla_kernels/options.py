@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from tsmla_kernels import contract
 from tsmla_kernels.contract.cache import ROPE_LAYOUTS
-from tsmla_kernels.contract.sparse import TopKSpec
+from tsmla_kernels.contract.sparse import TOPK_ORDERS, TopKSpec
 from tsmla_kernels.kernel import Config
 
 Spec = TypeVar("Spec")
@@ -37,7 +37,7 @@ _PREFILL = {**_DECODE, "qk_head_dim": "192", "v_head_dim": "128", "shared_rope":
 del _PREFILL["kv_dtype"]
 _CACHE = {**_DECODE, **_PREFILL, "rope_interleave": "true", "rope_layout": "interleaved"}
 _MERGE = {**_CACHE, "parts": "2"}
-_TOPK = {**_MERGE, "num_tokens": "64", "num_columns": "131072", "k": "2048"}
+_TOPK = {**_MERGE, "num_tokens": "64", "num_columns": "131072", "k": "2048", "order": "position"}
 
 
 def decode_spec(options: Mapping[str, str]) -> contract.DecodeSpec:
@@ -88,8 +88,11 @@ def merge_spec(options: Mapping[str, str]) -> contract.MergeSpec:
 
 
 def topk_spec(options: Mapping[str, str]) -> TopKSpec:
-    """The spec of select_topk: num_tokens rows of num_columns."""
-    return _spec(TopKSpec, _filled_in(options, _TOPK))
+    """The spec of select_topk: num_tokens rows of num_columns, float32 whatever attention's dtype is."""
+    values = _filled_in(options, _TOPK)
+    if values["order"] not in TOPK_ORDERS:
+        raise ValueError(f"--config: got order={values['order']}; legal: {' or '.join(TOPK_ORDERS)}")
+    return _spec(TopKSpec, values, dtype="float32")
 
 
 def flag(options: Mapping[str, str], name: str) -> bool:

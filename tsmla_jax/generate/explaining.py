@@ -166,7 +166,7 @@ def _explain_indexer(add: Add, config: V32Config | V4Config, keys: Any, sizes: _
         _integers(tokens),
     )
     # The layers never name an implementation of this one.
-    add("select_topk", _floats(tokens, columns), _integers(tokens), chosen, implementation=None)
+    add("select_topk", _floats(tokens, columns), _integers(tokens), chosen, order="position", implementation=None)
     return chosen
 
 

@@ -23,12 +23,16 @@ from tsmla_kernels.contract.rules import (
     check_scale,
     check_scales,
     check_size,
+    listed,
     show,
     static_int,
 )
 
 INDEX_ROW_ALIGNMENT = 4
 """Rows of int32 indices are padded to a multiple of this: vector loads and TMA gathers need 16 bytes."""
+
+TOPK_ORDERS = ("value", "position")
+"""The orders in which select_topk writes a row."""
 
 
 @dataclass(frozen=True)
@@ -166,18 +170,23 @@ def indexer_logits_spec(
 
 @dataclass(frozen=True)
 class TopKSpec:
-    """The static facts of one select_topk call."""
+    """The static facts of one select_topk call. `dtype` is that of the logits."""
 
     num_tokens: int
     num_columns: int
     k: int
+    order: str = "value"
+    dtype: str = "float32"
 
 
-def topk_spec(*, logits: Array, seq_lens: Array, k: int) -> TopKSpec:
+def topk_spec(*, logits: Array, seq_lens: Array, k: int, order: str = "value") -> TopKSpec:
     """The spec of select_topk, or ValueError / TypeError naming the argument that is not legal."""
     check_array("logits", logits, "T N", FLOATS)
     check_ints("seq_lens", seq_lens, "T", (logits.shape[0], "T, the rows of logits"))
-    return TopKSpec(logits.shape[0], logits.shape[1], static_int("k", k, minimum=1))
+    k = static_int("k", k, minimum=1)
+    if order not in TOPK_ORDERS:
+        raise ValueError(f"order: got {order!r}; legal: {listed([repr(name) for name in TOPK_ORDERS])}")
+    return TopKSpec(*logits.shape, k, order, logits.dtype)
 
 
 @dataclass(frozen=True)

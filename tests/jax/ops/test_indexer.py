@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 import tsmla_jax
-from tests.jax.ops.programs import ints
+from tests.jax.ops.programs import calls, ints, lower
 from tests.oracles import sparse as oracle
 from tsmla_jax import sparse
+from tsmla_jax.ops import device
 
 P, Z, M, T, HEADS, DIM = 7, 4, 5, 6, 3, 128
 IMPLEMENTATIONS = ("xla", "reference")
@@ -144,14 +145,22 @@ def test_shards_of_tokens_and_of_heads_and_vmap() -> None:
 )
 def test_topk_is_exact_with_ties(rows: list[list[float]], lens: list[int], k: int) -> None:
     logits = np.asarray(rows, np.float32)
+    want = [oracle.topk([float(v) for v in row], n, k) for row, n in zip(rows, lens, strict=True)]
     for implementation in IMPLEMENTATIONS:
-        got = TOPK[implementation](logits, ints(lens), k)
-        want = [oracle.topk([float(v) for v in row], n, k) for row, n in zip(rows, lens, strict=True)]
-        assert got.tolist() == want, implementation
+        assert TOPK[implementation](logits, ints(lens), k).tolist() == want, implementation
+        got = TOPK[implementation](logits, ints(lens), k, order="position")
+        assert got.tolist() == [ascending(row) for row in want], implementation
+
+
+def ascending(row: list[int]) -> list[int]:
+    """A row of positions in order="position"."""
+    return sorted(row, key=lambda position: (position < 0, position))
 
 
 TOPK = {
-    name: jax.jit(functools.partial(tsmla_jax.select_topk, implementation=name), static_argnums=2)
+    name: jax.jit(
+        functools.partial(tsmla_jax.select_topk, implementation=name), static_argnums=2, static_argnames="order"
+    )
     for name in IMPLEMENTATIONS
 }
 
@@ -203,8 +212,10 @@ def test_names_of_implementations() -> None:
     logits = jnp.zeros((1, 4))
     with pytest.raises(ValueError, match="implementation: got 'fast'"):
         tsmla_jax.select_topk(logits, ints([1]), 2, implementation="fast")
-    with pytest.raises(NotImplementedError, match="there is no kernel"):
-        tsmla_jax.select_topk(logits, ints([1]), 2, implementation="cute")
+    with pytest.raises(NotImplementedError, match="logits' dtype is bfloat16; the sm_90 top-k kernel takes float32"):
+        tsmla_jax.select_topk(logits.astype(jnp.bfloat16), ints([1]), 2, implementation="cute")
+    with pytest.raises(ValueError, match="order: got 'index'; legal: 'value', 'position'$"):
+        tsmla_jax.select_topk(logits, ints([1]), 2, order="index")
     with pytest.raises(TypeError, match="k: got"):
         jax.jit(tsmla_jax.select_topk)(logits, ints([1]), 2)
     assert tsmla_jax.explain("select_topk", logits, ints([1]), 2).chosen == "xla"
@@ -219,3 +230,20 @@ def test_checks_see_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
         tsmla_jax.indexer_logits(*args, ints([[0, 3], [0, 3]]), ints([4, 5]))
     with pytest.raises(ValueError, match="seq_lens: token 0 has 5 logits; legal: 0 to 4"):
         tsmla_jax.select_topk(jnp.zeros((1, 4)), ints([5]), 2)
+
+
+@pytest.mark.usefixtures("cache_directory")
+def test_topk_is_one_kernel_call_however_it_is_transformed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    run = functools.partial(tsmla_jax.select_topk, k=4, order="position", implementation="cute")
+    struct = jax.ShapeDtypeStruct
+    text = lower(run, struct((3, 9), jnp.float32), struct((3,), jnp.int32))
+    assert text.count(f"@{device.TARGET}(") == 1
+    batch = jnp.zeros((2, 3, 9)), ints(np.zeros((2, 3)))
+    assert calls(jax.make_jaxpr(jax.vmap(run))(*batch)) == 1
+    for axes in ((0, None), (None, 0)):
+        args = [x if axis == 0 else x[0] for x, axis in zip(batch, axes, strict=True)]
+        assert jax.eval_shape(jax.vmap(run, axes), *args).shape == (2, 3, 4)
+    # Positions carry no derivative, so that of a function of them and the logits is taken as in XLA.
+    assert calls(jax.make_jaxpr(jax.grad(lambda x: (x * (run(x, batch[1][0])[0, 0] + 1)).sum()))(batch[0][0])) == 1
+    assert device.TARGET not in lower(run, struct((3, 0), jnp.float32), struct((3,), jnp.int32))

@@ -101,7 +101,8 @@ def attend(
     logits = tsmla_jax.indexer_logits(
         q_index, weights, keys, rows.block_tables, rows.seq_lens, implementation=implementation
     )
-    chosen = tsmla_jax.select_topk(logits, rows.seq_lens, min(config.index_topk, logits.shape[1]))
+    num_selected = min(config.index_topk, logits.shape[1])
+    chosen = tsmla_jax.select_topk(logits, rows.seq_lens, num_selected, order="position")
     out = tsmla_jax.sparse_mla(
         functional.absorb_q(params, *functional.project_q(params, mla, x, cos, sin)),
         kv,

@@ -217,7 +217,7 @@ def _choose(
         weights = indexer.fold_weights(weights, config.index_head_dim)
     visible = jnp.maximum(step.positions + 1, 0) // config.ratio
     logits = tsmla_jax.indexer_logits(q, weights, keys, step.token_tables, visible, implementation=implementation)
-    chosen = tsmla_jax.select_topk(logits, visible, min(config.index_topk, logits.shape[1]))
+    chosen = tsmla_jax.select_topk(logits, visible, min(config.index_topk, logits.shape[1]), order="position")
     chosen = positions_to_slots(chosen, step.token_tables, step.compressed_page_size)
     rows = sparse_v4.build_mixed_sparse_indices(step.window_slots, chosen)
     return rows, cache._replace(indexer=keys, indexer_compressor=state)

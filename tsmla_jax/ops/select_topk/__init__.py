@@ -1,1 +1,1 @@
-"""The operation select_topk: api, reference and xla."""
+"""The operation select_topk: api, cute, reference and xla."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 MAX_K = 4096
 MAX_COLUMNS = (1 << 31) - 256  # positions, rounded up to a unit, are counted in int32
-ORDERS = ("value", "position")
+MANY_ROWS = 1 << 20  # what a symbolic number of rows is taken for
 UNIT = 128  # columns that a warp reads at once: 16 bytes a lane
 BINS = 4096  # of a histogram
 
@@ -108,25 +108,28 @@ class TopkConfig:
         return words * 4 + self.warps * (self.stages * 8 + 8) + self.sorted_entries * 8 + 1024
 
 
-def topk_reasons(spec: TopKSpec, order: str = "position", page_size: int | None = None) -> list[str]:
+def topk_reasons(spec: TopKSpec, page_size: int | None = None) -> list[str]:
     """Why the kernel cannot run this call; empty if it can."""
     reasons = []
+    if spec.dtype != "float32":
+        reasons.append(f"logits' dtype is {spec.dtype}; the sm_90 top-k kernel takes float32")
     if spec.k > MAX_K:
         reasons.append(f"k is {spec.k}; the sm_90 top-k kernel takes at most {MAX_K}")
-    if spec.num_columns > MAX_COLUMNS:
+    if not isinstance(spec.num_columns, int):
+        reasons.append(f"N is {spec.num_columns}; the sm_90 top-k kernel takes a static N")
+    elif spec.num_columns > MAX_COLUMNS:
         reasons.append(f"N is {spec.num_columns}; the sm_90 top-k kernel takes at most {MAX_COLUMNS}")
-    if order not in ORDERS:
-        reasons.append(f"order is {order!r}; the sm_90 top-k kernel takes {' or '.join(ORDERS)}")
-    if order == "value" and page_size:
+    if spec.order == "value" and page_size:
         reasons.append("slots are written by position; order is 'value'")
     return reasons
 
 
-def topk_config(
-    spec: TopKSpec, order: str = "position", page_size: int | None = None, row_starts: bool = False
-) -> TopkConfig:
-    """The configuration that serves `spec`: a few for all sizes, so that few objects are compiled."""
+def topk_config(spec: TopKSpec, page_size: int | None = None, row_starts: bool = False) -> TopkConfig:
+    """The configuration that serves `spec`: a few for all sizes, so that few objects are compiled. The number of rows
+    may be symbolic."""
     rows, columns = spec.num_tokens, spec.num_columns
+    if not isinstance(rows, int):
+        rows = MANY_ROWS
     # cluster, warps, held, most_chunks: a row is held as a whole where that leaves no processor idle.
     if columns <= 1 << 13:
         shape = (1, 16, 4, 4) if rows <= 264 else (1, 8, 8, 8)
@@ -144,7 +147,7 @@ def topk_config(
     cluster, warps, held, most_chunks = shape
     return TopkConfig(
         k=spec.k,
-        order=order,
+        order=spec.order,
         page_size=page_size or 0,
         row_starts=row_starts,
         cluster=cluster,

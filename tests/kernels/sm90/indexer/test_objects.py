@@ -12,14 +12,14 @@ from tsmla_kernels.sm90.indexer.config import MAX_COLUMNS, UNIT, TopkConfig, top
 ARCH = "sm_90a"
 
 CONFIGS = {
-    "few short rows": topk_config(TopKSpec(1, 8192, 2048)),
-    "few long rows": topk_config(TopKSpec(8, 131072, 2048)),
-    "many short rows": topk_config(TopKSpec(4096, 8192, 2048)),
-    "long rows": topk_config(TopKSpec(64, 131072, 2048)),
-    "by value": topk_config(TopKSpec(64, 32768, 4096), order="value"),
-    "by value in a cluster": topk_config(TopKSpec(8, 32768, 2048), order="value"),
-    "slots, row starts": topk_config(TopKSpec(64, 32768, 1), page_size=64, row_starts=True),
-    "slots of pages of 48 in a cluster": topk_config(TopKSpec(8, 131072, 512), page_size=48),
+    "few short rows": topk_config(TopKSpec(1, 8192, 2048, "position")),
+    "few long rows": topk_config(TopKSpec(8, 131072, 2048, "position")),
+    "many short rows": topk_config(TopKSpec(4096, 8192, 2048, "position")),
+    "long rows": topk_config(TopKSpec(64, 131072, 2048, "position")),
+    "by value": topk_config(TopKSpec(64, 32768, 4096)),
+    "by value in a cluster": topk_config(TopKSpec(8, 32768, 2048)),
+    "slots, row starts": topk_config(TopKSpec(64, 32768, 1, "position"), page_size=64, row_starts=True),
+    "slots of pages of 48 in a cluster": topk_config(TopKSpec(8, 131072, 512, "position"), page_size=48),
 }
 FAST = ("few short rows", "few long rows", "slots, row starts")
 """Compiled in every run of the tests. The others are slow tests."""
@@ -36,7 +36,7 @@ def test_everything_stays_in_registers(name: str) -> None:
 @pytest.mark.parametrize("columns", [1, 8192, 8193, 32768, 131072, 1 << 24])
 @pytest.mark.parametrize("order", ["value", "position"])
 def test_a_configuration_fits(rows: int, columns: int, order: str) -> None:
-    config = topk_config(TopKSpec(rows, columns, 4096), order=order)
+    config = topk_config(TopKSpec(rows, columns, 4096, order))
     assert config.smem_bytes <= SMEM_BYTES
     assert config.threads <= 1024 and config.listed <= config.threads
     for size in (config.cluster, config.warps, config.stages):
@@ -53,5 +53,5 @@ def test_reasons_name_what_is_not_taken() -> None:
     assert topk_reasons(TopKSpec(1, 8192, 2048)) == []
     assert "k is 4097" in topk_reasons(TopKSpec(1, 8192, 4097))[0]
     assert "N is" in topk_reasons(TopKSpec(1, MAX_COLUMNS + 1, 1))[0]
-    assert "order is 'random'" in topk_reasons(TopKSpec(1, 8, 1), order="random")[0]
-    assert "slots" in topk_reasons(TopKSpec(1, 8, 1), order="value", page_size=64)[0]
+    assert "dtype is float64" in topk_reasons(TopKSpec(1, 8, 1, dtype="float64"))[0]
+    assert "slots" in topk_reasons(TopKSpec(1, 8, 1), page_size=64)[0]
