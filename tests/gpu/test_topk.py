@@ -26,7 +26,7 @@ def compiled_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shared_cache(cache_directory: Path, compiled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One object cache for the module."""
     arrays = jax.ShapeDtypeStruct((ROWS, 1024), jnp.float32), jax.ShapeDtypeStruct((ROWS,), jnp.int32)
-    if reasons := tsmla_jax.explain("select_topk", *arrays, K).reasons["cute"]:
+    if reasons := tsmla_jax.explain("select_topk", *arrays, K, implementation="cute").reasons["cute"]:
         pytest.skip("; ".join(reasons))
     monkeypatch.setenv("TSMLA_CACHE_DIR", str(compiled_cache))
 
@@ -78,13 +78,13 @@ def test_under_vmap(order: str) -> None:
     np.testing.assert_array_equal(one_length, got)
 
 
-def test_chosen_without_a_name_and_under_a_gradient() -> None:
+def test_named_and_under_a_gradient() -> None:
     logits, lens = jnp.asarray(logits_of("random", (ROWS, 1021))), jnp.asarray(lens_of(1021))
-    assert tsmla_jax.explain("select_topk", logits, lens, K, order="position").chosen == "cute"
+    assert tsmla_jax.explain("select_topk", logits, lens, K, order="position", implementation="cute").chosen == "cute"
 
     def largest(name: str | None, logits: jax.Array) -> jax.Array:
         positions = select(name, "value")(logits, lens)
         return jnp.where(positions >= 0, jnp.take_along_axis(logits, jnp.maximum(positions, 0), 1), 0).sum()
 
-    got, want = (jax.grad(functools.partial(largest, name))(logits) for name in (None, "reference"))
+    got, want = (jax.grad(functools.partial(largest, name))(logits) for name in ("cute", "reference"))
     np.testing.assert_array_equal(got, want)

@@ -214,7 +214,7 @@ def test_names_of_implementations() -> None:
         tsmla_jax.select_topk(logits, ints([1]), 2, implementation="fast")
     with pytest.raises(NotImplementedError, match="logits' dtype is bfloat16; the sm_90 top-k kernel takes float32"):
         tsmla_jax.select_topk(logits.astype(jnp.bfloat16), ints([1]), 2, implementation="cute")
-    with pytest.raises(ValueError, match="order: got 'index'; legal: 'value', 'position'$"):
+    with pytest.raises(ValueError, match=r"order: got 'index'; legal: 'value', 'position'$"):
         tsmla_jax.select_topk(logits, ints([1]), 2, order="index")
     with pytest.raises(TypeError, match="k: got"):
         jax.jit(tsmla_jax.select_topk)(logits, ints([1]), 2)

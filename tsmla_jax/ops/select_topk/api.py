@@ -51,11 +51,10 @@ def select_topk(
 
 
 def _implementations() -> Mapping[str, Implementation]:
-    from tsmla_jax.ops import device
     from tsmla_jax.ops.select_topk import cute, reference, xla
 
     return {
-        "cute": Implementation(cute.select_topk, cute.why_not, device.why_not_untested),
+        "cute": Implementation(cute.select_topk, cute.why_not, cute.why_not_by_default),
         "xla": Implementation(xla.select_topk),
         "reference": Implementation(reference.select_topk),
     }

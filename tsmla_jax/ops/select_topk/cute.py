@@ -24,6 +24,12 @@ def why_not(spec: TopKSpec) -> list[str]:
     return device.why_not(SELECT_TOPK) + topk_reasons(spec)
 
 
+def why_not_by_default() -> list[str]:
+    """The reasons why implementation=None must not pick the kernel."""
+    untested = 'the kernel is untested inside jax on a GPU; pass implementation="cute" to use it anyway'
+    return [*device.why_not_by_default(), untested]
+
+
 def select_topk(logits: jax.Array, seq_lens: jax.Array, *, spec: TopKSpec) -> jax.Array:
     """positions [T, k] as the public select_topk documents them. Positions have no derivative, as in XLA."""
     if 0 in logits.shape:

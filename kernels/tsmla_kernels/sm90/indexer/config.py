@@ -157,4 +157,5 @@ def topk_config(spec: TopKSpec, page_size: int | None = None, row_starts: bool =
         eager=rows * columns <= 1 << 20 and not row_starts,
         held=held,
         most_chunks=most_chunks,
+        most_listed=144 if columns <= 1 << 13 and rows > 264 else 512,
     )
