@@ -186,7 +186,8 @@ def topk_spec(*, logits: Array, seq_lens: Array, k: int, order: str = "value") -
     k = static_int("k", k, minimum=1)
     if order not in TOPK_ORDERS:
         raise ValueError(f"order: got {order!r}; legal: {listed([repr(name) for name in TOPK_ORDERS])}")
-    return TopKSpec(*logits.shape, k, order, logits.dtype)
+    num_tokens, num_columns = logits.shape
+    return TopKSpec(num_tokens, num_columns, k, order, logits.dtype)
 
 
 @dataclass(frozen=True)
