@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import tsmla_jax
-from tests.jax.ops.programs import calls, ints, lower
+from tests.emulator.decode import emulated
+from tests.jax.ops.programs import calls, collectives, ints, lower
 from tests.oracles import sparse as oracle
 from tsmla_jax import sparse
 from tsmla_jax.ops import device
+from tsmla_jax.ops.select_topk import cute
 
 P, Z, M, T, HEADS, DIM = 7, 4, 5, 6, 3, 128
 IMPLEMENTATIONS = ("xla", "reference")
@@ -247,3 +249,29 @@ def test_topk_is_one_kernel_call_however_it_is_transformed(monkeypatch: pytest.M
     # Positions carry no derivative, so that of a function of them and the logits is taken as in XLA.
     assert calls(jax.make_jaxpr(jax.grad(lambda x: (x * (run(x, batch[1][0])[0, 0] + 1)).sum()))(batch[0][0])) == 1
     assert device.TARGET not in lower(run, struct((3, 0), jnp.float32), struct((3,), jnp.int32))
+
+
+@pytest.mark.usefixtures("cache_directory")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_rows_of_the_topk_kernel_stay_where_they_are(kind: AxisType, monkeypatch: pytest.MonkeyPatch) -> None:
+    if jax.default_backend() != "cpu":
+        pytest.skip("emulates the kernel on CPUs")
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    rng = np.random.default_rng(4)
+    logits, lens = rng.standard_normal((4, 2, 9)).astype(np.float32), ints(rng.integers(0, 10, (4, 2)))
+    mesh = Mesh(np.asarray(jax.devices()[:2]), "x", axis_types=(kind,))
+    rows = NamedSharding(mesh, PartitionSpec("x"))
+    run = functools.partial(tsmla_jax.select_topk, k=4, implementation="cute")
+
+    def emulate(logits: jax.Array, lens: jax.Array, **_: object) -> list[jax.Array]:
+        return [tsmla_jax.select_topk(logits, lens, 4, implementation="reference")]
+
+    with emulated(cute._transformable, by=emulate):
+        args = jax.device_put((logits[:, 0], lens[:, 0]), rows)
+        compiled = jax.jit(run).lower(*args).compile()
+        assert not collectives(compiled)
+        got = compiled(*args)
+        assert got.sharding.is_equivalent_to(rows, 2)
+        mapped = jax.jit(jax.vmap(run))(logits, lens)
+    assert np.array_equal(got, TOPK["reference"](logits[:, 0], lens[:, 0], 4))
+    assert np.array_equal(mapped.reshape(8, 4), TOPK["reference"](logits.reshape(8, 9), lens.reshape(8), 4))

@@ -1,5 +1,5 @@
-"""select_topk by the CuTe DSL kernel: one custom call, one launch. vmap's axis becomes rows; rows are
-partitioned."""
+"""select_topk by the CuTe DSL kernel: one custom call, one launch. Rows are partitioned, and vmap's axis is folded
+into them."""
 
 from __future__ import annotations
 
