@@ -1,10 +1,6 @@
 """The list of kernels. Each kernel's record is in the record.py of its folder. Imports no cutlass, jax or torch."""
 
 from tsmla_kernels.cache_ops.record import GATHER_KV_CACHE, ROPE_WRITE_KV_CACHE, WRITE_KV_CACHE
-from tsmla_kernels.kernel import ITEMSIZE as ITEMSIZE
-from tsmla_kernels.kernel import Config as Config
-from tsmla_kernels.kernel import Kernel as Kernel
-from tsmla_kernels.kernel import Operand as Operand
 from tsmla_kernels.merge.record import MERGE_ATTENTION_STATES
 from tsmla_kernels.sm90.decode.record import MLA_DECODE
 from tsmla_kernels.sm90.decode.record import mla_decode_config as mla_decode_config

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from tsmla_jax.ops.ragged import row_owner
-from tsmla_kernels.catalog import Kernel
+from tsmla_kernels.kernel import Kernel
 from tsmla_kernels.sm100 import config as sm100
 
 LOG2_E = 1.4426950408889634

@@ -18,7 +18,7 @@ from tsmla_jax.ops.kernel_call import _elsewhere, kernel_call_p
 from tsmla_jax.ops.mla_decode import reference
 from tsmla_jax.ops.ragged import row_owner
 from tsmla_kernels import contract
-from tsmla_kernels.catalog import Kernel
+from tsmla_kernels.kernel import Kernel
 from tsmla_kernels.sm90.decode.config import DecodeConfig
 
 

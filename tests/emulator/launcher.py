@@ -22,8 +22,8 @@ from tsmla_bridge import reference
 from tsmla_bridge.runtime import devices, loaded_kernels
 from tsmla_bridge.runtime.tensors import DTYPES
 from tsmla_kernels import launch
-from tsmla_kernels.catalog import Config, Kernel, Operand
 from tsmla_kernels.contract import Array, decode_spec, prefill_spec
+from tsmla_kernels.kernel import Config, Kernel, Operand
 
 NUM_SMS = 4  # more than one, which would have no pieces to combine
 

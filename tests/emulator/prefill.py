@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from tsmla_jax.ops.inputs import Scales
 from tsmla_jax.ops.mla_prefill import reference
 from tsmla_kernels import contract
-from tsmla_kernels.catalog import Kernel
+from tsmla_kernels.kernel import Kernel
 from tsmla_kernels.sm90.prefill.backward_config import BackwardConfig
 from tsmla_kernels.sm90.prefill.config import PrefillConfig
 

@@ -207,7 +207,6 @@ def test_deterministic_gradients_repeat() -> None:
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_gradient_has_the_bits_of_jax(causal: bool) -> None:
-    pytest.importorskip("tsmla_jax.ops.mla_prefill.backward", reason="needs the gradient's kernel in jax")
     packed = dataclasses.replace(RAGGED, causal=causal)
     numbers, options = packed.numbers(torch.bfloat16, "cuda"), packed.options("cuda") | {"deterministic": True}
     got = gradients(numbers, options)

@@ -12,8 +12,9 @@ import pytest
 from tests.emulator.standin import DECODE, SCALE, ScaleConfig
 from tsmla_jax.ops import device
 from tsmla_kernels import launch
-from tsmla_kernels.catalog import MLA_DECODE, Operand, mla_decode_config
+from tsmla_kernels.catalog import MLA_DECODE, mla_decode_config
 from tsmla_kernels.compile import CompiledObject, compile_kernel
+from tsmla_kernels.kernel import Operand
 from tsmla_kernels.resources import cubin_of, resource_report
 
 ARCH = "sm_90a"

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from tsmla_kernels.catalog import Operand
+from tsmla_kernels.kernel import Operand
 from tsmla_kernels.launch import launch_of
 
 

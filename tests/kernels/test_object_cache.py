@@ -261,7 +261,7 @@ def test_prune_everything(cache_directory: Path, compiled: FakeCompiler) -> None
 COMPILE = """
 import hashlib
 from tsmla_kernels import object_cache
-from tsmla_kernels.catalog import Kernel
+from tsmla_kernels.kernel import Kernel
 from tests.emulator.standin import SCALE, ScaleConfig
 print(hashlib.sha256(object_cache.load_or_compile(SCALE, ScaleConfig(width=64), "sm_90a").module).hexdigest())
 """

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from tsmla_kernels import object_cache
-from tsmla_kernels.catalog import KERNELS, Config, Kernel
+from tsmla_kernels.catalog import KERNELS
+from tsmla_kernels.kernel import Config, Kernel
 
 _BAR_WIDTH = 24
 

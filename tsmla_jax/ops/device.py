@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from tsmla_kernels import contract, launch, object_cache
-from tsmla_kernels.catalog import Config, Kernel
+from tsmla_kernels.kernel import Config, Kernel
 
 TARGET = "CuteDSLRT_NvJaxCutlassCall_v2"
 """The runtime's custom call that XLA may record into a CUDA graph (for jax from 0.9.1 on)."""

@@ -21,7 +21,7 @@ from jax.interpreters import mlir
 from tsmla_jax.ops import device
 from tsmla_jax.ops.loops import carry
 from tsmla_kernels import object_cache
-from tsmla_kernels.catalog import Config, Kernel
+from tsmla_kernels.kernel import Config, Kernel
 
 kernel_call_p = jax.extend.core.Primitive("tsmla_kernel_call")
 kernel_call_p.multiple_results = True

@@ -18,8 +18,9 @@ from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, scales, t
 from tsmla_bridge.runtime.tensors import DTYPES, Scale
 from tsmla_kernels import contract
 from tsmla_kernels.cache_ops import config as cache_config
-from tsmla_kernels.catalog import GATHER_KV_CACHE, WRITE_KV_CACHE, Config, Kernel
+from tsmla_kernels.catalog import GATHER_KV_CACHE, WRITE_KV_CACHE
 from tsmla_kernels.contract import values
+from tsmla_kernels.kernel import Config, Kernel
 from tsmla_kernels.launch import ArrayView
 
 

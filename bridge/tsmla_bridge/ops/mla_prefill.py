@@ -14,8 +14,9 @@ from tsmla_bridge.runtime.scales import Pair
 from tsmla_bridge.runtime.tensors import Scale
 from tsmla_bridge.runtime.workspace import Layout
 from tsmla_kernels import contract
-from tsmla_kernels.catalog import MLA_PREFILL, MLA_PREFILL_BACKWARD, Config, Kernel
+from tsmla_kernels.catalog import MLA_PREFILL, MLA_PREFILL_BACKWARD
 from tsmla_kernels.contract import PrefillSpec, values
+from tsmla_kernels.kernel import Config, Kernel
 from tsmla_kernels.launch import ArrayView
 from tsmla_kernels.sm90.prefill import backward_config as sm90_backward
 from tsmla_kernels.sm90.prefill import config as sm90_prefill

@@ -10,7 +10,7 @@ import torch
 from tsmla_bridge.runtime import devices
 from tsmla_bridge.runtime.tensors import dtype_name
 from tsmla_kernels import contract, launch
-from tsmla_kernels.catalog import Config, Kernel
+from tsmla_kernels.kernel import Config, Kernel
 
 IMPLEMENTATIONS = ("cute", "reference")
 

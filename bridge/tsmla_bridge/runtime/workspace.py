@@ -10,7 +10,7 @@ import torch
 from tsmla_bridge.runtime import devices
 from tsmla_bridge.runtime.tensors import dtype_name
 from tsmla_kernels import contract
-from tsmla_kernels.catalog import ITEMSIZE
+from tsmla_kernels.kernel import ITEMSIZE
 from tsmla_kernels.sm90.decode import config as sm90_decode
 
 ALIGN = 256  # bytes, of every array in a workspace: cudaMalloc's alignment, and more than any operand needs

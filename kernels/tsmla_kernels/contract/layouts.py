@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tsmla_kernels.contract.rules import FLOATS, FP8, VALUES, Array, check_dtype, check_rank, show, static_int
-from tsmla_kernels.contract.rules import check_ints as check_ints  # for helpers that take their rules from here
-from tsmla_kernels.contract.rules import check_size as check_size
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ from tsmla_jax.ops.write_kv_cache.api import OPERATION as WRITE
 from tsmla_kernels import compile, object_cache
 from tsmla_kernels.cache_ops import config as cache_config
 from tsmla_kernels.cache_ops.config import ARCHS, GatherConfig, RopeWriteConfig, WriteConfig, tiling
-from tsmla_kernels.catalog import GATHER_KV_CACHE, ROPE_WRITE_KV_CACHE, WRITE_KV_CACHE, Kernel
+from tsmla_kernels.catalog import GATHER_KV_CACHE, ROPE_WRITE_KV_CACHE, WRITE_KV_CACHE
+from tsmla_kernels.kernel import Kernel
 from tsmla_kernels.resources import resource_report
 
 ARCH = "sm_90a"

@@ -83,12 +83,6 @@ class RowWalker:
         )
 
     @cute.jit
-    def shortened(self, row: cutlass.Constexpr, length: Int32):
-        """The same row, of which only `length` columns count: the copies remain as they are."""
-        units = (row.lead + length + (UNIT - 1)) // UNIT
-        return row._replace(length=length, units=units)
-
-    @cute.jit
     def init_stages(self, barriers: cute.Pointer):
         """The warp's barriers, which only the warp itself uses."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -125,12 +119,6 @@ class RowWalker:
                         Int32(barrier.toint()),
                     ],
                 )
-
-    @cute.jit
-    def await_copies(self, row: cutlass.Constexpr):
-        """Nothing may be under way when a CTA leaves."""
-        for chunk in cutlass.range(cutlass.min(row.chunks, self.config.stages), unroll=1):
-            cute.arch.mbarrier_wait(row.barriers + chunk, 0)
 
     @cute.jit
     def walk(
