@@ -2,7 +2,8 @@
 #   make demo      write a small checkpoint in the Hugging Face format, if there is none, and generate from it
 #   make test      the test suite          make test-slow  the slow tests
 #   make lint      ruff and mypy           make figures    the benchmark figures and the README's table
-#   make wheel     build the wheel, install it in an empty environment and use it outside the tree
+#   make docs      the documentation, in build/site; every warning fails
+#   make wheel     build the wheels of tsmla-jax and tsmla-torch into dist, after tests of them in empty environments
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
@@ -11,15 +12,17 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 # Blackwell's kernels, that the tests compile; without its own needs, CUDA's libraries among them.
 TOKENSPEED ?= tokenspeed-mla>=2.0,<3
+# The documentation's builder.
+DOCS ?= 'zensical>=0.0.73,<0.2' 'mkdocstrings-python>=2.0,<3'
 CHECKPOINT ?= demo-checkpoint
 PROMPTS ?= $(CHECKPOINT)/prompts.txt
 # Two workers: the suite is sized for a machine of two cores.
 PYTEST_ARGS ?= -n 2 -q
 
 BIN := $(VENV)/bin
-SRC := tsmla_jax kernels bridge tests examples benchmarks
+SRC := tsmla_jax kernels bridge tests examples benchmarks docs
 
-.PHONY: help demo test test-slow lint format figures wheel clean
+.PHONY: help demo test test-slow lint format figures docs wheel clean
 .DELETE_ON_ERROR:
 
 help:
@@ -42,6 +45,11 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.demo
 	$(BIN)/python -m pip install --quiet --no-deps '$(TOKENSPEED)'
 	@touch $@
 
+# The site's builder and what reads docstrings; neither imports the packages.
+$(VENV)/.docs: Makefile | $(BIN)/python
+	$(BIN)/python -m pip install --quiet $(DOCS)
+	@touch $@
+
 $(CHECKPOINT)/config.json: | $(VENV)/.demo
 	$(BIN)/python examples/make_checkpoint.py $(CHECKPOINT)
 
@@ -51,7 +59,7 @@ demo: $(VENV)/.demo $(CHECKPOINT)/config.json
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-test-slow: $(VENV)/.dev
+test-slow: $(VENV)/.dev $(VENV)/.docs
 	$(BIN)/python -m pytest -q -m slow
 
 lint: $(VENV)/.dev
@@ -61,8 +69,13 @@ lint: $(VENV)/.dev
 figures: $(VENV)/.dev
 	$(BIN)/python benchmarks/figures.py
 
+docs: $(VENV)/.docs
+	$(BIN)/python docs/build.py
+
 wheel: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -m slow tests/test_packaging.py
+	$(BIN)/python -m hatchling build --target wheel --directory dist
+	cd bridge && $(abspath $(BIN))/python -m hatchling build --target wheel --directory ../dist
 
 clean:
 	rm -rf $(VENV) $(CHECKPOINT) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,11 +2,11 @@
 
     python3 benchmarks/bridge_overhead.py --out FILE.json [--peers DIR] [--calls 300] [--rounds 7]
 
-DIR holds the module `peers` that benchmarks/decode.py takes. The GPU is given little to do (B 4, S 1, H 16, 256 keys)
-and every function is called `calls` times in a row without waiting, then waited for; a call's time is that until it
-returns. "its launch alone" is what the compiled object takes for its two kernels: hosts differ in that by a factor of
-two. The functions take turns, so that a slow moment of the host meets all of them. Medians and 90th percentiles; rows
-go to FILE.json.
+DIR holds the module `peers` that benchmarks/decode.py takes. The GPU is given little to do (B 4, S 1, H 16, 256 keys;
+sparse_mla as many slots of V3.2 rows) and every function is called `calls` times in a row without waiting, then waited
+for; a call's time is that until it returns. "its launch alone" is what the compiled object takes for
+its two kernels: hosts differ in that by a factor of two. The functions take turns, so that a slow moment of
+the host meets all of them. Medians and 90th percentiles; rows go to FILE.json.
 """
 
 from __future__ import annotations
@@ -72,10 +72,46 @@ def functions() -> dict[str, Callable[[], Any]]:
             q, cache, tables, lens, None, None, scale, 1.0, 512, None, True, False, None
         ),
     }  # fmt: skip
+    found |= sparse_functions(scale)
     peers, loaded = load_peers()
     if "flashmla" in loaded:
         found["FlashMLA's operator"] = peers.flashmla(q, cache.view(-1, PAGE, 1, 576), tables, lens, scale, True)
     return found
+
+
+def sparse_functions(scale: float) -> dict[str, Callable[[], Any]]:
+    """Ways to call sparse_mla over packed rows."""
+    import torch
+
+    import tsmla_bridge
+    from tsmla_bridge.ops import plans
+    from tsmla_bridge.ops.sparse_plans import SparseInputs, SparseOptions, make_plan
+
+    q = torch.randn(BATCH, HEADS, 576).bfloat16().cuda()
+    cache = torch.zeros(BATCH * PAGES, PAGE, 656, dtype=torch.uint8, device="cuda")
+    indices = torch.arange(PAGES * PAGE, dtype=torch.int32, device="cuda").repeat(BATCH, 1)
+    inputs = SparseInputs(q, cache, None, indices, None, None)
+    plan: Any = plans.find(inputs, SparseOptions(512, None, None, None, None, None, False, None), make_plan)
+    workspace = tsmla_bridge.Workspace(plan.size)
+    out, lse = torch.empty(BATCH, HEADS, 512, dtype=q.dtype, device="cuda"), torch.empty(BATCH, HEADS, device="cuda")
+    factors = torch.tensor([scale, 1.0, 1.0], device="cuda")
+    tensors = (q, cache, indices, factors, out, lse)
+    base, stream = workspace.buffer.data_ptr(), torch.cuda.current_stream().cuda_stream
+    addresses = (*(x.data_ptr() for x in tensors), *(base + offset for offset in plan.offsets))
+
+    def launch() -> tuple[torch.Tensor, ...]:
+        plan.launch(stream, addresses)
+        return tensors  # which lie at these addresses
+
+    def call(**options: Any) -> Any:
+        return tsmla_bridge.sparse_mla(q, cache, indices, softmax_scale=scale, **options)
+
+    memory = {"out": out, "lse": lse, "workspace": workspace, "return_lse": True}
+    return {
+        "sparse_mla": call,
+        "sparse_mla, its launch alone": launch,
+        "sparse_mla, with lse, out= and a workspace": lambda: call(**memory),
+    }
 
 
 def main(argv: list[str]) -> int:

@@ -20,9 +20,7 @@ from harness import ARCH, Record, time_all, within_budget
 from harness import launch as launch_object
 
 TOKENS = flags.DEFINE_list("tokens", ["1", "128", "4096", "16384", "65536"], "numbers of tokens")
-OPS = flags.DEFINE_list(
-    "ops", ["write_kv_cache", "rope_write_kv_cache", "gather_kv_cache", "merge_attention_states"], "operations"
-)
+OPS = flags.DEFINE_list("ops", None, "operations; all by default")
 HEADS = flags.DEFINE_integer("query_heads", 16, "query heads of rope_write_kv_cache and merge_attention_states")
 
 PAGE, WIDTH, V_WIDTH = 64, LATENT + ROPE, 128
@@ -32,8 +30,12 @@ DTYPES = {
     "rope_write_kv_cache": (("bfloat16", "bfloat16"), (FP8, FP8)),
     "gather_kv_cache": (("bfloat16", "bfloat16"), (FP8, "bfloat16")),
     "merge_attention_states": (("bfloat16", "bfloat16"), ("float32", "float32")),
+    "write_packed_kv_cache": (("bfloat16", "uint8"),),
+    "write_indexer_cache": (("bfloat16", "uint8"), ("float32", "uint8")),
+    "indexer_quantize": (("bfloat16", FP8),),
 }
-"""In and cache; query and cache; cache and out; parts and out."""
+"""In and cache; query and cache; cache and out; parts and out; in and cache twice; q and q8."""
+INDEXER_HEADS, INDEXER_WIDTH = 64, 128
 
 
 def write_call(tokens: int, dtypes: tuple[str, str], **options: Any) -> tuple[Callable[[], Any], int]:
@@ -55,10 +57,9 @@ def rope_write_call(tokens: int, dtypes: tuple[str, str], **options: Any) -> tup
 
     rows = tokens * HEADS.value
     cache = empty_cache(tokens, dtypes[1])
-    cos, sin = (torch.randn(tokens, ROPE // 2, device="cuda") for _ in range(2))
     q = torch.empty(rows, WIDTH, dtype=getattr(torch, dtypes[0]), device="cuda")
     inputs = [random(rows, LATENT), random(rows, ROPE), random(tokens, LATENT), random(tokens, ROPE)]
-    arrays = [cache, *inputs, slots(tokens), cos, sin, scale(), scale(), q, cache]
+    arrays = [cache, *inputs, slots(tokens), *angles(tokens), scale(), scale(), q, cache]
     config = ROPE_WRITE_KV_CACHE.config("bfloat16", *dtypes, **options)
     return launch(ROPE_WRITE_KV_CACHE, config, arrays), moved(arrays[1:11], tokens, dtypes[1])
 
@@ -92,7 +93,46 @@ def merge_call(tokens: int, dtypes: tuple[str, str], **options: Any) -> tuple[Ca
     lses = [torch.randn(rows, device="cuda") for _ in range(3)]
     arrays = [*outs[:2], *lses[:2], outs[2], lses[2]]
     config = MERGE_ATTENTION_STATES.config(dtypes[0], V_WIDTH, **options)
-    return launch(MERGE_ATTENTION_STATES, config, arrays), sum(x.numel() * x.element_size() for x in arrays)
+    return launch(MERGE_ATTENTION_STATES, config, arrays), whole(arrays)
+
+
+def packed_write_call(tokens: int, dtypes: tuple[str, str], **options: Any) -> tuple[Callable[[], Any], int]:
+    """A launch of write_packed_kv_cache with a rotation, and the bytes that it moves."""
+    from tsmla_kernels.catalog import WRITE_PACKED_KV_CACHE
+
+    cache = empty_cache(tokens, dtypes[1], 656)
+    inputs = [random(tokens, LATENT), random(tokens, ROPE), slots(tokens), *angles(tokens)]
+    call = launch(WRITE_PACKED_KV_CACHE, WRITE_PACKED_KV_CACHE.config(dtypes[0], True), [cache, *inputs, cache])
+    return call, whole(inputs) + tokens * 656
+
+
+def indexer_write_call(tokens: int, dtypes: tuple[str, str], **options: Any) -> tuple[Callable[[], Any], int]:
+    """A launch of write_indexer_cache with a rotation, and the bytes that it moves."""
+    import torch
+
+    from tsmla_kernels.catalog import WRITE_INDEXER_CACHE
+
+    cache = empty_cache(tokens, dtypes[1], 132)
+    inputs = [random(tokens, INDEXER_WIDTH).to(getattr(torch, dtypes[0])), slots(tokens), *angles(tokens)]
+    call = launch(WRITE_INDEXER_CACHE, WRITE_INDEXER_CACHE.config(dtypes[0], ROPE), [cache, *inputs, cache])
+    return call, whole(inputs) + tokens * 132
+
+
+def quantize_call(tokens: int, dtypes: tuple[str, str], **options: Any) -> tuple[Callable[[], Any], int]:
+    """A launch of indexer_quantize with a rotation, and the bytes that it moves."""
+    import torch
+
+    from tsmla_kernels.catalog import INDEXER_QUANTIZE
+    from tsmla_kernels.contract.packed import IndexerQuantizeSpec, Rotation
+    from tsmla_kernels.sparse_cache.config import indexer_quantize_config
+
+    rows = tokens * INDEXER_HEADS
+    q8 = torch.empty(rows, INDEXER_WIDTH, device="cuda").to(torch.float8_e4m3fn)
+    weights = random(rows, 1).reshape(rows)
+    arrays = [random(rows, INDEXER_WIDTH), weights, *angles(tokens), q8, torch.empty(rows, device="cuda")]
+    rotation = Rotation(ROPE, 0, "halves")
+    spec = IndexerQuantizeSpec(tokens, INDEXER_HEADS, INDEXER_WIDTH, dtypes[0], dtypes[0], rotation)
+    return launch(INDEXER_QUANTIZE, indexer_quantize_config(spec), arrays), whole(arrays)
 
 
 CALLS = {
@@ -100,6 +140,9 @@ CALLS = {
     "rope_write_kv_cache": rope_write_call,
     "gather_kv_cache": gather_call,
     "merge_attention_states": merge_call,
+    "write_packed_kv_cache": packed_write_call,
+    "write_indexer_cache": indexer_write_call,
+    "indexer_quantize": quantize_call,
 }
 
 
@@ -115,11 +158,11 @@ def copy_calls(size: int) -> dict[str, Callable[[], Any]]:
     }
 
 
-def empty_cache(tokens: int, dtype: str) -> Any:
+def empty_cache(tokens: int, dtype: str, width: int = WIDTH) -> Any:
     import torch
 
     pages = -(-2 * tokens // PAGE)
-    return torch.zeros(pages, PAGE, WIDTH, dtype=torch.uint8, device="cuda").to(getattr(torch, dtype))
+    return torch.zeros(pages, PAGE, width, dtype=torch.uint8, device="cuda").to(getattr(torch, dtype))
 
 
 def random(rows: int, columns: int) -> Any:
@@ -134,6 +177,18 @@ def slots(tokens: int) -> Any:
     return torch.randperm(2 * tokens, device="cuda")[:tokens].to(torch.int32)
 
 
+def angles(tokens: int) -> list[Any]:
+    """cos and sin of a token each."""
+    import torch
+
+    return [torch.randn(tokens, ROPE // 2, device="cuda") for _ in range(2)]
+
+
+def whole(arrays: list[Any]) -> int:
+    """Bytes of arrays that are read or written whole."""
+    return sum(array.numel() * array.element_size() for array in arrays)
+
+
 def scale() -> Any:
     import torch
 
@@ -143,7 +198,7 @@ def scale() -> Any:
 def moved(arrays: list[Any], tokens: int, kv_dtype: str) -> int:
     """Bytes of arrays that are read or written whole, and of the cache's rows of `tokens` tokens."""
     width = WIDTH * (1 if kv_dtype == FP8 else 2)
-    return sum(array.numel() * array.element_size() for array in arrays) + tokens * width
+    return whole(arrays) + tokens * width
 
 
 def launch(kernel: Any, config: Any, arrays: list[Any]) -> Callable[[], Any]:
@@ -156,7 +211,8 @@ def launch(kernel: Any, config: Any, arrays: list[Any]) -> Callable[[], Any]:
 def main(argv: list[str]) -> int:
     del argv
     record = Record(page=PAGE)
-    points = [(op, dtypes, int(tokens)) for op in OPS.value for dtypes in DTYPES[op] for tokens in TOKENS.value]
+    ops, tokens_of = OPS.value or CALLS, [int(tokens) for tokens in TOKENS.value]
+    points = [(op, dtypes, tokens) for op in ops for dtypes in DTYPES[op] for tokens in tokens_of]
     for op, dtypes, tokens in within_budget(points):
         call, size = CALLS[op](tokens, dtypes)
         timed = time_all({"us": call, **copy_calls(size)}, 30)

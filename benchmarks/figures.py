@@ -1,11 +1,12 @@
-"""Draw the decode figures and write the README's tables from the recorded results (`make figures`).
+"""Draw the figures and write the tables of README.md and benchmarks/README.md from the records (`make figures`).
 
 Every number shown comes from `benchmarks/results/<device>/decode_<dtype>.json`: a list of objects, one a point and
 peer, with b, s, h, keys, varlen, page, dtype, peer (ours is "tsmla"), us, floor_us, rel_err, device, commit, date and
 versions. Each file gives two PNGs and a full table under `benchmarks/figures/`, and the README's short table between
-the comments `<!-- decode_<dtype> -->` and `<!-- /decode_<dtype> -->`. The records of `prefill.py` and `cache.py`
-(prefill.json, cache.json) give a full table each, the README's table between the comments `prefill` and its sentence
-between `cache`; that of `decode_cpu.py` gives a page of its own.
+the comments `<!-- decode_<dtype> -->` and `<!-- /decode_<dtype> -->`. benchmarks/README.md has the others' between
+comments of their names: of `sparse_mla.py`, whose record has a `mode` too and gives a PNG for each of its modes and
+one full table; of `prefill.py` and `cache.py`, a full table each; of `prefill_backward.py`, a figure and a full table;
+of `generate.py`. That of `decode_cpu.py` gives a page of its own.
 """
 
 import argparse
@@ -17,12 +18,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import backward_figures
+from figure_pages import between_markers, provenance
+
 ROOT = Path(__file__).resolve().parent.parent
 OURS = "tsmla"
 # Compared with nobody: the same kernel as XLA runs it, since the peers are timed as kernels; and bf16 queries over an
 # fp8 cache, which no peer takes.
 OURS_TOO = {"tsmla_jit": "in jax.jit", "tsmla_bf16_q": "bf16 queries"}
-PEER_NAMES = {OURS: "tsmla", "flashmla": "FlashMLA", "fa3": "FA3", "fa4": "FA4 SM90"}
+PEER_NAMES = {OURS: "tsmla", "flashmla": "FlashMLA", "legacy": "SGLang", "fa3": "FA3", "fa4": "FA4 SM90"}
+MODE_NAMES = {"v32": "V3.2", "v4-512": "V4, 128 + 512", "v4-1024": "V4, 128 + 1024"}
 # The README shows these (B, S, H, keys), of uniform lengths; the full tables are beside the figures.
 SHORT_TABLE = (
     (1, 1, 16, 4096),
@@ -32,6 +37,9 @@ SHORT_TABLE = (
     (64, 4, 128, 8192),
     (32, 4, 128, 81920),
 )
+# Of the sparse record, all modes.
+SHORT_SPARSE = (("v32", 1, 1, 16), ("v32", 8, 1, 16), ("v32", 64, 1, 16), ("v32", 64, 1, 128), ("v32", 128, 2, 128),
+                ("v4-512", 64, 1, 64), ("v4-1024", 64, 1, 128))  # fmt: skip
 SHORT_PREFILL = 4  # rows of the README's table of prefill
 
 LATENT, ROPE = 512, 64
@@ -45,7 +53,8 @@ Row = dict[str, object]
 
 @dataclass(frozen=True, order=True)
 class Case:
-    """One point of the grid: requests, query tokens a request, heads, keys a request, ragged lengths, page size."""
+    """One point of the grid: requests, query tokens a request, heads, keys a request, ragged lengths, page size, and
+    of the sparse record the mode."""
 
     h: int
     s: int
@@ -53,6 +62,7 @@ class Case:
     keys: int
     varlen: bool
     page: int
+    mode: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,8 +74,10 @@ class Point:
     us: dict[str, float]
 
     def best_peer_us(self) -> float | None:
-        """The fastest of the others, or None where only we were measured."""
-        others = [us for peer, us in self.us.items() if peer in PEER_NAMES and peer != OURS]
+        """The fastest of the others that read the same cache, or None where only we were measured. FA3's sparse form
+        reads a bf16 cache."""
+        left_out = {OURS, "fa3"} if self.case.mode else {OURS}
+        others = [us for peer, us in self.us.items() if peer in PEER_NAMES.keys() - left_out]
         return min(others) if others else None
 
     def ratio(self) -> float | None:
@@ -87,7 +99,8 @@ def load(path: Path) -> tuple[list[Point], list[Row]]:
     # A point measured again replaces the older one.
     for row in sorted(rows, key=lambda row: str(row.get("date"))):
         try:
-            case = Case(row["h"], row["s"], row["b"], row["keys"], bool(row["varlen"]), row["page"])
+            sizes = row["h"], row["s"], row["b"], row["keys"]
+            case = Case(*sizes, bool(row["varlen"]), row["page"], row.get("mode", ""))
             peer, us, floor_us = str(row["peer"]), float(row["us"]), float(row["floor_us"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: {row}: {type(error).__name__} {error}") from error
@@ -123,7 +136,7 @@ def table(points: Sequence[Point]) -> str:
     lines = ["| " + " | ".join(heads) + " |", "|---" + "|---:" * (len(heads) - 1) + "|"]
     for point in points:
         case, ours, ratio = point.case, point.us.get(OURS), point.ratio()
-        name = f"{case.b}, {case.s}, {case.h}, {case.keys}" + (", ragged" if case.varlen else "")
+        name = f"{case.b}, {case.s}, {case.h}, {MODE_NAMES.get(case.mode, case.keys)}" + ", ragged" * case.varlen
         cells = [
             name,
             f"{point.floor_us:.1f}",
@@ -142,19 +155,6 @@ def short(points: Sequence[Point]) -> list[Point]:
     uniform = [point for point in points if not point.case.varlen]
     chosen = [p for p in uniform if (p.case.b, p.case.s, p.case.h, p.case.keys) in SHORT_TABLE]
     return chosen or (uniform or list(points))[: len(SHORT_TABLE)]
-
-
-def between_markers(text: str, name: str, body: str) -> str:
-    """`text` with what stands between `<!-- name -->` and `<!-- /name -->` replaced.
-
-    Raises:
-      ValueError: the two comments are not there once each, in this order.
-    """
-    opening, closing = f"<!-- {name} -->", f"<!-- /{name} -->"
-    if text.count(opening) != 1 or text.count(closing) != 1 or text.index(opening) > text.index(closing):
-        raise ValueError(f"the README must hold {opening} and {closing} once each, in this order")
-    head, _, rest = text.partition(opening)
-    return f"{head}{opening}\n{body}\n{closing}{rest.partition(closing)[2]}"
 
 
 def draw_roofline(points: Sequence[Point], dtype: str, path: Path) -> None:
@@ -190,7 +190,7 @@ def draw_roofline(points: Sequence[Point], dtype: str, path: Path) -> None:
     pyplot.close(figure)
 
 
-def draw_relative(points: Sequence[Point], dtype: str, path: Path) -> None:
+def draw_relative(points: Sequence[Point], label: str, path: Path) -> None:
     """Our time over the best peer's, a panel for each number of heads, a dot a point; under the line is faster."""
     from matplotlib import pyplot
 
@@ -208,7 +208,7 @@ def draw_relative(points: Sequence[Point], dtype: str, path: Path) -> None:
         axes.set_title(f"H = {h}", fontsize=10)
         axes.set_xticks(range(len(sizes)), [f"{b} x {keys}" for b, keys in sizes], rotation=90, fontsize=7)
         axes.grid(True, axis="y", alpha=0.3)
-    panels[0][0].set_ylabel(f"time / best peer's, {dtype}")
+    panels[0][0].set_ylabel(f"time / best peer's, {label}")
     panels[0][0].set_ylim(bottom=0)
     panels[0][-1].legend(frameon=False, fontsize=8)
     figure.supxlabel("B x keys", fontsize=9)
@@ -244,16 +244,44 @@ def write(results: Path, figures: Path, readme: Path) -> str:
     return said
 
 
+def write_sparse(results: Path, figures: Path, page: Path) -> str:
+    """Write the figures, the full table and the short table of the record of `sparse_mla.py`; return its summary."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    points, rows = load(results)
+    modes = [mode for mode in MODE_NAMES if any(point.case.mode == mode for point in points)]
+    if not modes or any(point.case.mode not in MODE_NAMES for point in points):
+        raise ValueError(f"{results}: its rows need a mode; known: {', '.join(MODE_NAMES)}")
+    figures.mkdir(parents=True, exist_ok=True)
+    sentences, images = [], []
+    for mode in modes:
+        mine = [point for point in points if point.case.mode == mode]
+        sentence = f"{MODE_NAMES[mode]}: {summary(mine, []).partition('. Device')[0]}"
+        if fa3 := [point.us[OURS] / point.us["fa3"] for point in mine if {OURS, "fa3"} <= point.us.keys()]:
+            mean = math.exp(sum(map(math.log, fa3)) / len(fa3))
+            sentence += f"; over FA3's on a bf16 cache {mean:.2f}, worst {max(fa3):.2f}"
+        sentences.append(f"{sentence}.")
+        draw_relative(mine, MODE_NAMES[mode], figures / f"sparse_mla_{mode}_relative.png")
+        images.append(f"sparse_mla_{mode}_relative.png")
+    said = f"Microseconds, medians, bf16 queries over packed caches. {' '.join(sentences)} {provenance(rows)}"
+    drawn = [f"![time of sparse_mla over the best peer's]({{}}{name})" for name in images]
+    full = ["# Sparse MLA, decode", said, *(image.format("") for image in drawn), table(points)]
+    (figures / "sparse_mla.md").write_text("\n\n".join(full) + "\n")
+    folder = figures.relative_to(page.parent).as_posix()
+    shown = [p for p in points if (p.case.mode, p.case.b, p.case.s, p.case.h) in SHORT_SPARSE] or points[:6]
+    shown.sort(key=lambda point: list(MODE_NAMES).index(point.case.mode))
+    body = f"{said} All points: [sparse_mla.md]({folder}/sparse_mla.md)."
+    text = "\n\n".join([body, table(shown), drawn[0].format(f"{folder}/")])
+    page.write_text(between_markers(page.read_text(), "sparse_mla", text))
+    return said
+
+
 PREFILL_NAMES = {"fa3": "FA3", "fa4": "FA4 SM90", "cudnn": "cuDNN"}
 OURS_FP8 = "tsmla_fp8"
 
 
-def provenance(row: Row) -> str:
-    """What a file of one run was measured on and when, from any of its rows."""
-    return f"Device: {row['device']}; commit {row['commit']}; {row['date']}."
-
-
-def write_prefill(results: Path, figures: Path, readme: Path) -> str:
+def write_prefill(results: Path, figures: Path, page: Path) -> str:
     """Write the full and the README's table of the record of `prefill.py`; return its summary."""
     rows = json.loads(results.read_text())
     try:
@@ -273,9 +301,9 @@ def write_prefill(results: Path, figures: Path, readme: Path) -> str:
         ]
         for point, times in us.items():
             peers = (f"{times[peer]:.0f}" if peer in times else "-" for peer in PREFILL_NAMES)
-            ratio = times[OURS] / times["fa3"]
+            ratio = f"{times[OURS] / times['fa3']:.2f}" if "fa3" in times else "-"
             rate = ours[point]["tflops"]
-            line = f"| {point} | {' | '.join(peers)} | **{times[OURS]:.0f}** | {ratio:.2f} | {rate:.0f} |"
+            line = f"| {point} | {' | '.join(peers)} | **{times[OURS]:.0f}** | {ratio} | {rate:.0f} |"
             if OURS_FP8 in times:
                 line += f" {times[OURS_FP8]:.0f} | {times[OURS_FP8] / times[OURS]:.2f} |"
             lines.append(line)
@@ -284,20 +312,20 @@ def write_prefill(results: Path, figures: Path, readme: Path) -> str:
             f"Causal {first['dtype']}, head dims {first['head_dims'][0]} and {first['head_dims'][1]}, microseconds. "
             f"tsmla's time over {', '.join(means)}, geometric means over the points that each ran. "
             + "fp8 is tsmla's own, q, k and v in e4m3. " * fp8
-            + provenance(first)
+            + provenance(rows)
         )
     except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
         raise ValueError(f"{results}: {type(error).__name__} {error}") from error
     figures.mkdir(parents=True, exist_ok=True)
     (figures / "prefill.md").write_text("\n\n".join(["# MLA prefill", said, "\n".join(lines)]) + "\n")
-    link = f"All points: [prefill.md]({figures.relative_to(readme.parent).as_posix()}/prefill.md)."
+    link = f"All points: [prefill.md]({figures.relative_to(page.parent).as_posix()}/prefill.md)."
     shown = "\n".join(lines[: 2 + SHORT_PREFILL])
-    readme.write_text(between_markers(readme.read_text(), "prefill", f"{said} {link}\n\n{shown}"))
+    page.write_text(between_markers(page.read_text(), "prefill", f"{said} {link}\n\n{shown}"))
     return said
 
 
-def write_cache(results: Path, figures: Path, readme: Path) -> str:
-    """Write the full table of the record of `cache.py` and the README's sentence; return the table's summary."""
+def write_cache(results: Path, figures: Path, page: Path) -> str:
+    """Write the full table of the record of `cache.py` and the sentence; return the table's summary."""
     rows = json.loads(results.read_text())
     try:
         tokens = sorted({row["tokens"] for row in rows if row["tokens"] >= 4096})
@@ -313,8 +341,7 @@ def write_cache(results: Path, figures: Path, readme: Path) -> str:
                 for row in [times[op, dtypes, count]]
             )
             lines.append(f"| `{op}`, {' to '.join(dict.fromkeys(dtypes))} | {' | '.join(cells)} |")
-        first = rows[0]
-        said = f"Microseconds, and in brackets over the time of copying the same bytes. {provenance(first)}"
+        said = f"Microseconds, and in brackets over the time of copying the same bytes. {provenance(rows)}"
     except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
         raise ValueError(f"{results}: {type(error).__name__} {error}") from error
     figures.mkdir(parents=True, exist_ok=True)
@@ -322,9 +349,29 @@ def write_cache(results: Path, figures: Path, readme: Path) -> str:
     ratios = [row["us"] / row["copy_us"] for row in rows if row["tokens"] in tokens]
     sentence = (
         f"The kernels of the cache take {min(ratios):.2f} to {max(ratios):.2f} times a copy of the same bytes from "
-        f"{tokens[0]} tokens on: [cache.md]({figures.relative_to(readme.parent).as_posix()}/cache.md)."
+        f"{tokens[0]} tokens on: [cache.md]({figures.relative_to(page.parent).as_posix()}/cache.md)."
     )
-    readme.write_text(between_markers(readme.read_text(), "cache", sentence))
+    page.write_text(between_markers(page.read_text(), "cache", sentence))
+    return said
+
+
+def write_generate(results: Path, page: Path) -> str:
+    """Write the table of the record of `generate.py`; return its caption."""
+    rows = json.loads(results.read_text())
+    try:
+        lines = ["| model, step | B | floor | **tsmla** | of floor | tokens/s |", "|---|---:|---:|---:|---:|---:|"]
+        for row in rows:
+            lines.append(
+                f"| {row['mode']} | {row['b']} | {row['floor_us'] / 1e3:.2f} | **{row['us'] / 1e3:.2f}** | "
+                f"{row['floor_us'] / row['us']:.0%} | {row['tokens_per_s']:,} |"
+            )
+        said = (
+            f"Milliseconds a step, random weights, {rows[0]['context']} tokens of context. The floor takes experts "
+            f"that are chosen evenly; tokens of random weights choose somewhat fewer of them. {provenance(rows)}"
+        )
+    except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
+        raise ValueError(f"{results}: {type(error).__name__} {error}") from error
+    page.write_text(between_markers(page.read_text(), "generate", "\n\n".join([said, "\n".join(lines)])))
     return said
 
 
@@ -356,14 +403,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--figures", type=Path, default=ROOT / "benchmarks" / "figures")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--page", type=Path, default=ROOT / "benchmarks" / "README.md", help="of what is not decode")
     arguments = parser.parse_args(argv)
-    readme, figures = arguments.readme.resolve(), arguments.figures.resolve()
+    readme, page, figures = (path.resolve() for path in (arguments.readme, arguments.page, arguments.figures))
     written = [
         (path, partial(write, path, figures, readme)) for path in arguments.results.glob("decode_*.json")
     ]
-    for name, function in (("prefill", write_prefill), ("cache", write_cache)):
+    tables = (
+        ("prefill", write_prefill),
+        ("prefill_backward", backward_figures.write),
+        ("cache", write_cache),
+        ("sparse_mla", write_sparse),
+    )
+    for name, function in tables:
         if (path := arguments.results / f"{name}.json").exists():
-            written.append((path, partial(function, path, figures, readme)))
+            written.append((path, partial(function, path, figures, page)))
+    if (path := arguments.results / "generate.json").exists():
+        written.append((path, partial(write_generate, path, page)))
     if arguments.cpu_results.exists():
         written.append((arguments.cpu_results, partial(write_cpu, arguments.cpu_results, figures)))
     if not written:

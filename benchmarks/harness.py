@@ -25,13 +25,14 @@ ARCH = "sm_90a"
 Point = TypeVar("Point")
 
 
-def load_peers(name: str = "peers") -> tuple[Any, Any]:
-    """The module `name` of the folder that --peers names and what its `load()` returns; (None, ()) without one."""
+def load_peers(name: str = "peers", *which: Any) -> tuple[Any, Any]:
+    """The module `name` of the folder that --peers names and what its `load(*which)` returns; (None, ()) without
+    one."""
     if not PEERS.value:
         return None, ()
     sys.path.insert(0, PEERS.value)
     peers = importlib.import_module(name)
-    return peers, peers.load()
+    return peers, peers.load(*which)
 
 
 def has_fa4() -> bool:

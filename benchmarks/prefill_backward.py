@@ -1,14 +1,17 @@
-"""Time the gradient of MLA prefill on Hopper against cuDNN's on one GPU in one run: the backward pass alone.
+"""Time the gradient of MLA prefill on Hopper against every peer at hand on one GPU in one run: the backward pass alone.
 
-    python3 benchmarks/prefill_backward.py --out FILE.json [--points 8192h16/...] [--seconds 100]
+    python3 benchmarks/prefill_backward.py --out FILE.json [--points 8192h16/...] [--names cudnn/...] [--seconds 100]
+
+With --noerrors only times are measured.
 
 "tsmla" is the compiled object that jax and torch launch, "tsmla_deterministic" the one whose gradients repeat bit by
-bit, "tsmla_kv" the one that reads kv and shared rope columns. "cudnn" is torch.autograd.grad of torch's scaled dot
-product attention under cuDNN, with the graph retained, for requests of one length. Head dims are 192 and 128, masks
-causal, inputs random normal bf16. Times are medians of CUDA events around several calls, in turns: cuDNN's backward
-pass through autograd can't be captured into a CUDA graph. Errors are relative (Frobenius) and against float64; they
-are measured on one request of 2048 tokens and 16 heads, and every row of a peer repeats them. A table goes to standard
-output as it is made, rows go to FILE.json, and the geometric means over the points that both ran come last.
+bit, "tsmla_kv" the one that reads kv and shared rope columns. The peers are those of backward_peers.py; one that can't
+be imported or does not run a point is left out and said. Head dims are 192 and 128, masks causal, inputs random normal
+bf16. Times are medians of several calls, in turns: by CUDA events for what runs on torch's stream (cuDNN's backward
+pass through autograd can't be captured into a CUDA graph), by the host's clock for jax. Errors are relative (Frobenius)
+and against float64; they are measured on one request of 2048 tokens and 16 heads, and every row of a peer repeats them.
+A table goes to standard output as it is made, rows go to FILE.json, and the geometric means over the points that both
+ran come last.
 """
 
 from __future__ import annotations
@@ -18,18 +21,22 @@ import itertools
 import math
 import random
 import statistics
+import time
 from collections.abc import Callable
 from concurrent import futures
 from dataclasses import dataclass
 from typing import Any
 
 from absl import app, flags
+from backward_peers import IN_JAX, PEERS, Saved, as_torch
 from harness import ARCH, POINTS, Record, allocate, launch, within_budget
 
 from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import MLA_PREFILL, MLA_PREFILL_BACKWARD, mla_prefill_backward_config, mla_prefill_config
 
+NAMES = flags.DEFINE_string("names", None, "peers separated by /, instead of all")
 ROUNDS = flags.DEFINE_integer("rounds", 3, "turns of each peer at a point")
+ERRORS = flags.DEFINE_bool("errors", True, "measure errors too")
 
 DTYPE, QK_DIM, V_DIM, ROPE_DIM = "bf16", 192, 128, 64
 NOPE_DIM = QK_DIM - ROPE_DIM
@@ -66,6 +73,8 @@ def ragged(heads: int) -> Point:
 
 
 CHECKED = Point("2048h16", (2048,), 16)
+FAST = {"cudnn", "cudnn_jax", "fa4", "tokamax"}
+"""The peers in the modes that they have by default, of which one is the best."""
 ALL = (
     *(Point(f"{length}h{heads}", (length,), heads) for heads in (16, 64, 128) for length in (4096, 8192, 16384)),
     ragged(16),
@@ -118,23 +127,6 @@ class Inputs:
         saved = [self.out, self.lse, self.d_out, torch.zeros_like(self.lse)]
         return launch(launcher(name), [*inputs, *self.static, *saved, *gradients, *allocate(workspaces)], gradients)
 
-    def cudnn(self) -> Callable[[], list[Any]]:
-        """The gradients of q, k and v, of one request."""
-        import torch
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        inputs = [x.detach().transpose(0, 1)[None].requires_grad_() for x in (self.q, self.k, self.v)]
-        q, k, v = inputs
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE)
-        d_out = self.d_out.transpose(0, 1)[None]
-
-        def run() -> list[Any]:
-            gradients = torch.autograd.grad(out, inputs, d_out, retain_graph=True)
-            return [x[0].transpose(0, 1) for x in gradients]
-
-        return run
-
     def in_float64(self) -> list[Any]:
         """The gradients of q, k and v of one request, one head after another."""
         import torch
@@ -151,16 +143,24 @@ class Inputs:
             gradients[2][:, h] = weights.T @ d_out[:, h]
         return gradients
 
-    def functions(self) -> dict[str, Callable[[], list[Any]]]:
-        """Every peer that runs this point."""
-        found = {name: self.ours(name) for name in OPTIONS}
-        if len(self.point.lens) == 1:
+    def saved(self) -> Saved:
+        """What the peers take."""
+        tensors = (self.q, self.k, self.v, self.out, self.lse, self.d_out)
+        return Saved(self.point.lens, SCALE, *tensors, self.static[0])
+
+    def functions(self) -> dict[str, Callable[[], Any]]:
+        """Ours, and every peer that runs this point."""
+        import torch
+
+        found: dict[str, Callable[[], Any]] = {name: self.ours(name) for name in OPTIONS}
+        for name in NAMES.value.split("/") if NAMES.value else PEERS:
             try:
-                found["cudnn"] = self.cudnn()
-                found["cudnn"]()
-            except RuntimeError as error:  # this torch, or its cuDNN, does not take these head dims
-                print(f"cudnn failed at {self.point.name}: {str(error)[:120]}")
-                found.pop("cudnn", None)
+                run = PEERS[name](self.saved())
+                run()
+                torch.cuda.synchronize()
+                found[name] = run
+            except Exception as error:
+                print(f"{name} failed at {self.point.name}: {type(error).__name__}: {str(error)[:160]}", flush=True)
         return found
 
 
@@ -195,10 +195,12 @@ def measured_errors() -> dict[str, list[float]]:
     d_q, d_k, d_v = inputs.in_float64()
     found = {}
     for name, function in inputs.functions().items():
-        got, want = function(), [d_q, d_k, d_v]
         if name == "tsmla_kv":
-            got = [got[0], together(got[1][..., :NOPE_DIM], got[2]), got[1][..., NOPE_DIM:]]
+            got_q, d_kv, d_rope = function()
+            got = [got_q, together(d_kv[..., :NOPE_DIM], d_rope), d_kv[..., NOPE_DIM:]]
             want = [d_q, together(d_k[..., :NOPE_DIM], d_k[..., NOPE_DIM:].sum(1)), d_v]
+        else:
+            got, want = as_torch(function()), [d_q, d_k, d_v]
         errors = [float((g.double() - w).norm() / w.norm()) for g, w in zip(got, want, strict=True)]
         found[name] = errors
         print(f"{CHECKED.name} {name:20s} relative errors " + " ".join(f"{error:.2e}" for error in errors), flush=True)
@@ -212,35 +214,66 @@ def together(nope: Any, rope: Any) -> Any:
     return torch.cat([nope.flatten(), rope.flatten()])
 
 
-def time_in_turns(functions: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Median microseconds a call of each, over ROUNDS turns of TURN_MS."""
+def seconds_on_torchs_stream(function: Callable[[], Any], calls: int) -> float:
+    """What a number of calls take, by CUDA events, after one."""
     import torch
 
-    def several(function: Callable[[], Any], calls: int) -> float:
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    function()
+    start.record()
+    for _ in range(calls):
         function()
-        start.record()
-        for _ in range(calls):
-            function()
-        stop.record()
-        torch.cuda.synchronize()
-        return float(start.elapsed_time(stop)) / calls
+    stop.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(stop)) / 1e3
 
-    calls = {name: max(2, round(TURN_MS / several(function, 1))) for name, function in functions.items()}
+
+def seconds_in_jax(function: Callable[[], Any], calls: int) -> float:
+    """What a number of calls take, by the host's clock, after as many: jax's memory grows with the calls in flight."""
+    import jax
+
+    def several() -> None:
+        for _ in range(calls):
+            results = function()
+        jax.block_until_ready(results)
+
+    several()
+    begun = time.perf_counter()
+    several()
+    return time.perf_counter() - begun
+
+
+def time_in_turns(functions: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Median microseconds a call of each, over ROUNDS turns of TURN_MS."""
+    clocks = {name: seconds_in_jax if name in IN_JAX else seconds_on_torchs_stream for name in functions}
+    calls = {
+        name: max(2, round(TURN_MS / 1e3 / clocks[name](function, 1))) for name, function in functions.items()
+    }
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _, (name, function) in itertools.product(range(ROUNDS.value), functions.items()):
-        times[name].append(several(function, calls[name]))
-    return {name: statistics.median(each) * 1e3 for name, each in times.items()}
+        times[name].append(clocks[name](function, calls[name]) / calls[name])
+    return {name: statistics.median(each) * 1e6 for name, each in times.items()}
 
 
 def print_means(times: dict[str, dict[str, float]]) -> None:
-    """tsmla's time over cuDNN's, and the other forms' over tsmla's, over the points that both ran."""
-    for ours, peer in (("tsmla", "cudnn"), ("tsmla_deterministic", "tsmla"), ("tsmla_kv", "tsmla")):
-        ratios = {point: row[ours] / row[peer] for point, row in times.items() if {ours, peer} <= row.keys()}
+    """Ours over each peer's and over the best one's, and the other modes over ours, over the points that both ran."""
+    best = {point: {"best peer": min(us for name, us in row.items() if name in FAST)} for point, row in times.items()
+            if FAST & row.keys()}  # fmt: skip
+    rows = {point: row | best.get(point, {}) for point, row in times.items()}
+    pairs = [("tsmla", peer) for peer in ("best peer", *PEERS)]
+    pairs += [("tsmla_deterministic", peer) for peer in ("tsmla", *(name for name in PEERS if "deterministic" in name))]
+    for ours, peer in (*pairs, ("tsmla_kv", "tsmla")):
+        ratios = {point: row[ours] / row[peer] for point, row in rows.items() if {ours, peer} <= row.keys()}
         if ratios:
             worst = max(ratios, key=lambda point: ratios[point])
             mean = statistics.geometric_mean(ratios.values())
             print(f"{ours} over {peer}: {mean:.3f} in {len(ratios)} points; most {ratios[worst]:.3f}, {worst}")
+
+
+def mode_of(name: str) -> str:
+    if name == "tsmla_kv":
+        return "kv and k_rope"
+    return "deterministic" if name.endswith("deterministic") else "default"
 
 
 def main(argv: list[str]) -> int:
@@ -250,21 +283,20 @@ def main(argv: list[str]) -> int:
     with futures.ProcessPoolExecutor() as pool:  # before CUDA starts: processes are forked
         list(pool.map(compile_one, (None, *OPTIONS)))
     record = Record(dtype=DTYPE, head_dims=[QK_DIM, V_DIM], causal=True)
-    errors = measured_errors()
+    errors = measured_errors() if ERRORS.value else {}
     times: dict[str, dict[str, float]] = {}
     for point in within_budget(chosen):
         times[point.name] = time_in_turns(Inputs(point).functions())
         for name, us in times[point.name].items():
-            mode = {"tsmla_deterministic": "deterministic", "tsmla_kv": "kv and k_rope"}.get(name, "default")
-            case = {"length": max(point.lens), "b": len(point.lens), "h": point.heads, "mode": mode}
+            case = {"length": max(point.lens), "b": len(point.lens), "h": point.heads, "mode": mode_of(name)}
             rates = {"us": round(us, 2), "tflops": round(point.flops / us / 1e6, 1)}
-            rounded = (float(f"{error:.3e}") for error in errors[name])
+            rounded = (float(f"{error:.3e}") for error in errors.get(name, ()))
             record.add(
                 point=point.name,
                 **case,
                 peer=name,
                 **rates,
-                **dict(zip(("dq_err", "dk_err", "dv_err"), rounded, strict=True)),
+                **dict(zip(("dq_err", "dk_err", "dv_err"), rounded, strict=False)),
             )
         print(
             f"{point.name:12s} "

@@ -1,6 +1,7 @@
 """Writes a small random DeepSeek checkpoint in the real Hugging Face format.
 
-    python examples/make_checkpoint.py DIR [--model v3|v3.2|v4] [--dtype bfloat16|float32] [--fp8] [--tied] [--seed N]
+    python examples/make_checkpoint.py DIR [--model v2|v3|v3.2|v4] [--dtype bfloat16|float32] [--fp8] [--tied]
+                                           [--seed N]
 
 config.json, sharded safetensors with their index, a byte-level tokenizer.json, generation_config.json; and prompts.txt,
 something to say to it. The attention has DeepSeek's own head dimensions (128 + 64 and 128 over a latent of 512, or V4's
@@ -42,7 +43,7 @@ BOS, EOS = "<|begin_of_sentence|>", "<|end_of_sentence|>"
 FP8_BLOCK = 128
 SHARD_BYTES = 8 << 20
 
-MODELS = ("v3", "v3.2", "v4")
+MODELS = ("v2", "v3", "v3.2", "v4")
 Tensors = Iterator[tuple[str, np.ndarray]]
 
 _SAFETENSORS_NAMES = {"bfloat16": "BF16", "float32": "F32", "float8_e4m3fn": "F8_E4M3", "int64": "I64"}
@@ -156,6 +157,18 @@ def make_config(vocab_size: int, dtype: str, tied: bool, fp8: bool, model: str =
         },
         "max_position_embeddings": 163840,
     }
+    if model == "v2":
+        config |= {
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "model_type": "deepseek_v2",
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "topk_method": "greedy",
+            "scoring_func": "softmax",
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+        }
     if model == "v3.2":
         indexer = {"index_n_heads": 16, "index_head_dim": 128, "index_topk": 64}
         config |= {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", **indexer}
@@ -243,7 +256,8 @@ def weights(config: dict, words: list[int], seed: int) -> Tensors:
 
 
 def v3_weights(config: dict, words: list[int], source: Source) -> Tensors:
-    """V3's, under the names Hugging Face has for them; V3.2's are the same and an indexer's in every layer."""
+    """V3's, under the names Hugging Face has for them. V2-Lite's queries have no low rank, and its router has no bias;
+    V3.2 adds an indexer to every layer."""
     linear, norm = source.linear, source.norm
 
     def mlp(prefix: str, width: int) -> Tensors:
@@ -259,9 +273,12 @@ def v3_weights(config: dict, words: list[int], source: Source) -> Tensors:
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
         yield f"{prefix}.input_layernorm.weight", norm(hidden)
-        yield f"{prefix}.self_attn.q_a_proj.weight", linear(q_lora, hidden)
-        yield f"{prefix}.self_attn.q_a_layernorm.weight", norm(q_lora)
-        yield f"{prefix}.self_attn.q_b_proj.weight", linear(heads * (nope + rope), q_lora)
+        if q_lora is None:
+            yield f"{prefix}.self_attn.q_proj.weight", linear(heads * (nope + rope), hidden)
+        else:
+            yield f"{prefix}.self_attn.q_a_proj.weight", linear(q_lora, hidden)
+            yield f"{prefix}.self_attn.q_a_layernorm.weight", norm(q_lora)
+            yield f"{prefix}.self_attn.q_b_proj.weight", linear(heads * (nope + rope), q_lora)
         yield f"{prefix}.self_attn.kv_a_proj_with_mqa.weight", linear(latent + rope, hidden)
         yield f"{prefix}.self_attn.kv_a_layernorm.weight", norm(latent)
         yield f"{prefix}.self_attn.kv_b_proj.weight", linear(heads * (nope + value), latent)
@@ -279,7 +296,8 @@ def v3_weights(config: dict, words: list[int], source: Source) -> Tensors:
             continue
         experts = config["n_routed_experts"]
         yield f"{prefix}.mlp.gate.weight", linear(experts, hidden)
-        yield f"{prefix}.mlp.gate.e_score_correction_bias", 0.1 * source.small(experts)
+        if config["topk_method"] == "noaux_tc":
+            yield f"{prefix}.mlp.gate.e_score_correction_bias", 0.1 * source.small(experts)
         for expert in range(experts):
             yield from mlp(f"{prefix}.mlp.experts.{expert}", config["moe_intermediate_size"])
         yield from mlp(f"{prefix}.mlp.shared_experts", config["moe_intermediate_size"] * config["n_shared_experts"])
@@ -430,7 +448,7 @@ def make_checkpoint(
 
     Args:
       directory: made if it is not there; files of the same names are replaced.
-      model: "v3", "v3.2" or "v4".
+      model: "v2" (as V2-Lite), "v3", "v3.2" or "v4".
       dtype: "bfloat16" or "float32".
       fp8: store the projections as e4m3 with one scale per 128 x 128 block; not for v4.
       tied: no lm_head; the embedding is the output projection.

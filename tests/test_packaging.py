@@ -1,5 +1,6 @@
 """The packages: what importing them costs and brings along, what the wheel holds, that it works outside the tree."""
 
+import configparser
 import email
 import os
 import re
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import venv
 import zipfile
+from email.message import Message
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,32 @@ out = tsmla_jax.mla_decode(jnp.ones((1, 1, 2, 576), jnp.bfloat16), cache, jnp.ar
 np.testing.assert_array_equal(np.asarray(out, np.float32), np.ones((1, 1, 2, 512), np.float32))
 print(tsmla_jax.__file__, tsmla_kernels.__file__, tsmla_bridge.__file__, sep="\\n")
 """
+
+# The same by the front end for torch, in a process where no jax can be imported.
+USE_TORCH = """
+import sys
+sys.modules["jax"] = None
+import torch, tsmla_kernels, tsmla_bridge
+cache = torch.ones((3, 16, 576), dtype=torch.bfloat16)
+out = tsmla_bridge.mla_decode(torch.ones((1, 1, 2, 576), dtype=torch.bfloat16), cache,
+                              torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([20], dtype=torch.int32),
+                              softmax_scale=0.1)
+assert out.eq(1).all() and out.shape == (1, 1, 2, 512)
+print(tsmla_kernels.__file__, tsmla_bridge.__file__, sep="\\n")
+"""
+
+PLUGINS = ("vllm.general_plugins", "sglang.srt.plugins")
+
+# What the engines' metadata says of packages that this one needs, or that share requirements with these.
+ENGINE_PINS = {
+    "vllm 0.26.0": ("torch==2.11.0", "nvidia-cutlass-dsl==4.6.0"),
+    "vllm 0.33.0": (
+        "torch==2.14.0", "nvidia-cutlass-dsl[cu13]==4.8.0", "apache-tvm-ffi==0.1.11", "numba==0.65.0",
+        "tokenspeed-mla==2.0.3", "quack-kernels==0.6.5", "flashinfer-python==0.7.2.post1", "compressed-tensors==0.17.0",
+        "transformers>=5.16.1,<5.21.0",
+    ),
+    "sglang 0.5.23": ("sglang==0.5.23",),
+}  # fmt: skip
 
 
 def python(code: str, *, paths: str = PATHS, executable: str = sys.executable, cwd: str = "/") -> str:
@@ -72,40 +100,130 @@ def test_the_folders_of_packages_are_no_packages() -> None:
         assert not (ROOT / folder / "__init__.py").exists()
 
 
+def built(project: Path, folder: Path) -> Path:
+    """The wheel of the project in this folder of the tree."""
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from the tree."""
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    (built,) = folder.glob("*.whl")
-    return built
+    """The distribution with jax, built from the tree."""
+    return built(ROOT, tmp_path_factory.mktemp("wheel"))
 
 
-def test_the_wheel_holds_the_three_packages_and_nothing_else(wheel: Path) -> None:
+@pytest.fixture(scope="module")
+def torch_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The distribution without jax, built from the tree."""
+    return built(ROOT / "bridge", tmp_path_factory.mktemp("torch_wheel"))
+
+
+def metadata_of(wheel: Path) -> Message:
+    archive = zipfile.ZipFile(wheel)
+    (path,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    return email.message_from_bytes(archive.read(path))
+
+
+def entry_points_of(wheel: Path) -> configparser.ConfigParser:
+    archive = zipfile.ZipFile(wheel)
+    (path,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
+    points = configparser.ConfigParser()
+    points.read_string(archive.read(path).decode())
+    return points
+
+
+def check_holds(wheel: Path, packages: set[str]) -> None:
+    """The wheel holds these packages whole and no other."""
     names = set(zipfile.ZipFile(wheel).namelist())
     tops = {name.partition("/")[0] for name in names}
-    assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
-    for package, folder in PACKAGES.items():
+    assert {top for top in tops if not top.endswith(".dist-info")} == packages
+    for package in packages:
         assert f"{package}/py.typed" in names
+        folder = PACKAGES[package]
         sources = {path.relative_to(folder).as_posix() for path in (folder / package).rglob("*.py")}
         assert sources <= names
     assert not [name for name in names if name.endswith((".so", ".o", ".cubin", ".pyc"))]
 
 
+def test_the_wheel_holds_the_three_packages_and_nothing_else(wheel: Path) -> None:
+    check_holds(wheel, set(PACKAGES))
+
+
+def test_the_torch_wheel_holds_all_but_jaxs_front_end(torch_wheel: Path) -> None:
+    check_holds(torch_wheel, set(PACKAGES) - {"tsmla_jax"})
+
+
 def test_the_wheels_metadata(wheel: Path) -> None:
-    archive = zipfile.ZipFile(wheel)
-    (path,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-    metadata = email.message_from_bytes(archive.read(path))
+    metadata = metadata_of(wheel)
     assert metadata["Requires-Python"] == "<3.14,>=3.11"
     extras = {"cuda13", "cuda12", "flax", "torch", "hf", "blackwell", "bench", "dev"}
     assert set(metadata.get_all("Provides-Extra", [])) == extras
     always = {need for need in metadata.get_all("Requires-Dist", []) if "extra ==" not in need}
     assert {re.split(r"[<>=\[]", need)[0] for need in always} == {"jax", "absl-py", "numpy"}
     assert "jax>=0.9.1" in always
-    (path,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
-    assert "tsmla = tsmla_jax.cli:main" in archive.read(path).decode()
+    assert entry_points_of(wheel)["console_scripts"]["tsmla"] == "tsmla_jax.cli:main"
+
+
+def test_the_torch_wheels_metadata(torch_wheel: Path, wheel: Path) -> None:
+    metadata = metadata_of(torch_wheel)
+    for field in ("Requires-Python", "Version", "License-Expression"):
+        assert metadata[field] == metadata_of(wheel)[field]
+    needs = metadata.get_all("Requires-Dist", [])
+    always = {re.split(r"[<>=\[]", need)[0] for need in needs if "extra ==" not in need}
+    assert always == {"torch", "numpy", "nvidia-cutlass-dsl"}
+    assert not [need for need in needs if need.startswith("jax")]
+    assert entry_points_of(torch_wheel)["console_scripts"]["tsmla"] == "tsmla_bridge.cli:main"
+
+
+@pytest.mark.parametrize("group", PLUGINS)
+def test_both_wheels_name_the_plug_ins(wheel: Path, torch_wheel: Path, group: str) -> None:
+    for built_wheel in (wheel, torch_wheel):
+        module, _, function = entry_points_of(built_wheel)[group]["tsmla"].partition(":")
+        # Neither an engine nor torch is imported before the engine calls the function.
+        code = f"import sys, {module}; assert callable({module}.{function}); print('torch' in sys.modules)"
+        assert python(code) == "False\n"
+
+
+def test_the_torch_wheel_works_without_jax(torch_wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(torch_wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    files = python(USE_TORCH, paths=str(tmp_path / "site"), cwd=str(tmp_path)).split()
+    assert all(Path(file).is_relative_to(tmp_path / "site") for file in files), files
+
+
+@pytest.mark.slow
+def test_the_torch_wheel_installs_without_jax(torch_wheel: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "empty"
+    venv.create(folder, with_pip=True)
+    pip = [str(folder / "bin" / "python"), "-m", "pip"]
+    done = subprocess.run([*pip, "install", "--quiet", str(torch_wheel)], capture_output=True, text=True, check=False)
+    if "Could not find a version" in done.stderr:
+        pytest.skip("pip has no index with torch and the CuTe DSL")
+    assert done.returncode == 0, done.stderr
+    packages = subprocess.run([*pip, "list"], capture_output=True, text=True, check=True).stdout.split()
+    assert "torch" in packages and not [name for name in packages if name.startswith("jax")]
+    files = python(USE_TORCH, paths="", executable=pip[0], cwd=str(tmp_path)).split()
+    assert all(Path(file).is_relative_to(folder) for file in files), files
+    doctor = subprocess.run([folder / "bin" / "tsmla", "doctor"], capture_output=True, text=True, check=True)
+    assert "--attention-backend CUSTOM" in doctor.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINE_PINS)
+def test_the_torch_wheel_resolves_beside_an_engine(torch_wheel: Path, engine: str) -> None:
+    """By pip's resolver, with the versions that the engine's metadata pins; nothing is installed."""
+    pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--ignore-installed"]
+
+    def resolve(*requirements: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run([*pip, *requirements], capture_output=True, text=True, timeout=900, check=False)
+
+    done = resolve(str(torch_wheel), *ENGINE_PINS[engine])
+    if done.returncode and resolve(*ENGINE_PINS[engine]).returncode:
+        pytest.skip(f"pip's index doesn't have what {engine} pins")
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_wheel_works_outside_the_tree(wheel: Path, tmp_path: Path) -> None:
@@ -141,11 +259,10 @@ def test_the_readmes_example_runs() -> None:
 
 def test_the_readmes_table_is_the_tree() -> None:
     readme = (ROOT / "README.md").read_text()
-    table = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+?) \| (.+?) \|$", readme, flags=re.MULTILINE)
+    table = re.findall(r"^\| `(?:sparse\.)?(\w+)` \| (.+?) \| (.+?) \| (.+?) \|$", readme, flags=re.MULTILINE)
     assert {op for op, *_ in table} == set(OPERATIONS)
     for op, anywhere, hopper, blackwell in table:
-        (api,) = (ROOT / "tsmla_jax" / "ops").rglob(f"{op}/api.py")
-        there = {name for name in ("reference", "xla", "cute") if api.with_name(f"{name}.py").exists()}
+        there = set(OPERATIONS[op].table)
         assert set(re.findall("reference|xla", anywhere)) == there - {"cute"}, op
         assert ("cute" in hopper) == ("cute" in there), op
         assert ("cute" in blackwell) == (f"{op}_sm100" in KERNELS), op

@@ -1,35 +1,57 @@
 """DeepSeek's multi-head latent attention (MLA) for JAX: paged decode and prefill, their caches, and a Flax layer.
 
 `tsmla_jax.sparse` holds what surrounds the sparse attention of V3.2 and V4, `tsmla_jax.nn` the layers. Importing
-tsmla_jax touches no device, compiles nothing and imports neither flax, torch nor cutlass.
+tsmla_jax touches no device, compiles nothing and imports nothing else: what a name stands for is imported when the name
+is first used.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from tsmla_jax import sparse
-from tsmla_jax.ops.compress_kv.api import compress_kv
-from tsmla_jax.ops.explain import explain
-from tsmla_jax.ops.gather_kv_cache.api import gather_kv_cache
-from tsmla_jax.ops.indexer_logits.api import indexer_logits
-from tsmla_jax.ops.merge_attention_states.api import merge_attention_states
-from tsmla_jax.ops.mla_decode.api import mla_decode
-from tsmla_jax.ops.mla_prefill.api import mla_prefill
-from tsmla_jax.ops.mla_prefill_kv.api import mla_prefill_kv
-from tsmla_jax.ops.rope_write_kv_cache.api import rope_write_kv_cache
-from tsmla_jax.ops.select_topk.api import select_topk
-from tsmla_jax.ops.sparse_mla.api import sparse_mla
-from tsmla_jax.ops.write_kv_cache.api import write_kv_cache
 from tsmla_kernels import __version__
 
 if TYPE_CHECKING:
-    from tsmla_jax import nn
+    from tsmla_jax import nn, sparse
+    from tsmla_jax.ops.compress_kv.api import compress_kv
+    from tsmla_jax.ops.compress_write_kv_cache.api import compress_write_kv_cache
     from tsmla_jax.ops.device import export_disabled_checks, register_custom_calls
+    from tsmla_jax.ops.explain import explain
+    from tsmla_jax.ops.gather_kv_cache.api import gather_kv_cache
+    from tsmla_jax.ops.indexer_logits.api import indexer_logits
+    from tsmla_jax.ops.merge_attention_states.api import merge_attention_states
+    from tsmla_jax.ops.mla_decode.api import mla_decode
+    from tsmla_jax.ops.mla_prefill.api import mla_prefill
+    from tsmla_jax.ops.mla_prefill_kv.api import mla_prefill_kv
+    from tsmla_jax.ops.rope_write_kv_cache.api import rope_write_kv_cache
+    from tsmla_jax.ops.select_topk.api import select_topk
+    from tsmla_jax.ops.sparse_mla.api import sparse_mla
+    from tsmla_jax.ops.write_kv_cache.api import write_kv_cache
+
+_MODULES = {
+    "compress_kv": "ops.compress_kv.api",
+    "compress_write_kv_cache": "ops.compress_write_kv_cache.api",
+    "explain": "ops.explain",
+    "export_disabled_checks": "ops.device",
+    "gather_kv_cache": "ops.gather_kv_cache.api",
+    "indexer_logits": "ops.indexer_logits.api",
+    "merge_attention_states": "ops.merge_attention_states.api",
+    "mla_decode": "ops.mla_decode.api",
+    "mla_prefill": "ops.mla_prefill.api",
+    "mla_prefill_kv": "ops.mla_prefill_kv.api",
+    "register_custom_calls": "ops.device",
+    "rope_write_kv_cache": "ops.rope_write_kv_cache.api",
+    "select_topk": "ops.select_topk.api",
+    "sparse_mla": "ops.sparse_mla.api",
+    "write_kv_cache": "ops.write_kv_cache.api",
+}
+_PACKAGES = ("nn", "sparse")
 
 __all__ = [
     "__version__",
     "compress_kv",
+    "compress_write_kv_cache",
     "explain",
     "export_disabled_checks",
     "gather_kv_cache",
@@ -49,12 +71,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "nn":  # imports flax, so only on demand
-        import tsmla_jax.nn as nn
+    if name in _PACKAGES:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
 
-        return nn
-    if name in ("export_disabled_checks", "register_custom_calls"):  # programs without kernels don't need these
-        from tsmla_jax.ops import device
 
-        return getattr(device, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted(__all__)

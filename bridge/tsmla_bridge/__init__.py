@@ -9,42 +9,68 @@ from tsmla_kernels import __version__
 
 if TYPE_CHECKING:
     from tsmla_bridge.engines import tokenspeed_mla as tokenspeed_mla
-    from tsmla_bridge.engines.install import install_as_tokenspeed_mla
+    from tsmla_bridge.engines.install import install_as_flash_mla, install_as_tokenspeed_mla
     from tsmla_bridge.interop import jax_function, to_jax, to_torch
     from tsmla_bridge.ops.cache_ops import gather_kv_cache, write_kv_cache
+    from tsmla_bridge.ops.compress import compress_write_kv_cache
+    from tsmla_bridge.ops.indexer_logits import indexer_logits
     from tsmla_bridge.ops.merge import merge_attention_states
     from tsmla_bridge.ops.mla_decode import mla_decode
     from tsmla_bridge.ops.mla_prefill import mla_prefill
-    from tsmla_bridge.runtime.workspace import Workspace, decode_workspace_size
+    from tsmla_bridge.ops.mla_prefill_kv import mla_prefill_kv
+    from tsmla_bridge.ops.packed_caches import indexer_quantize, write_indexer_cache, write_packed_kv_cache
+    from tsmla_bridge.ops.select_topk import select_topk
+    from tsmla_bridge.ops.sparse_mla import sparse_mla
+    from tsmla_bridge.runtime.workspace import Workspace, decode_workspace_size, sparse_workspace_size
 
 _MODULES = {
     "Workspace": "runtime.workspace",
+    "compress_write_kv_cache": "ops.compress",
     "decode_workspace_size": "runtime.workspace",
     "gather_kv_cache": "ops.cache_ops",
+    "indexer_quantize": "ops.packed_caches",
+    "indexer_logits": "ops.indexer_logits",
+    "install_as_flash_mla": "engines.install",
     "install_as_tokenspeed_mla": "engines.install",
     "jax_function": "interop",
     "merge_attention_states": "ops.merge",
     "mla_decode": "ops.mla_decode",
     "mla_prefill": "ops.mla_prefill",
+    "mla_prefill_kv": "ops.mla_prefill_kv",
+    "select_topk": "ops.select_topk",
+    "sparse_mla": "ops.sparse_mla",
+    "sparse_workspace_size": "runtime.workspace",
     "to_jax": "interop",
     "to_torch": "interop",
     "tokenspeed_mla": "engines.install",
+    "write_indexer_cache": "ops.packed_caches",
     "write_kv_cache": "ops.cache_ops",
+    "write_packed_kv_cache": "ops.packed_caches",
 }
 
 __all__ = [
     "Workspace",
     "__version__",
+    "compress_write_kv_cache",
     "decode_workspace_size",
     "gather_kv_cache",
+    "indexer_logits",
+    "indexer_quantize",
+    "install_as_flash_mla",
     "install_as_tokenspeed_mla",
     "jax_function",
     "merge_attention_states",
     "mla_decode",
     "mla_prefill",
+    "mla_prefill_kv",
+    "select_topk",
+    "sparse_mla",
+    "sparse_workspace_size",
     "to_jax",
     "to_torch",
+    "write_indexer_cache",
     "write_kv_cache",
+    "write_packed_kv_cache",
 ]
 
 

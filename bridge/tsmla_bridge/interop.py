@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     import jax
 
 
+_WIDE = (torch.int64, torch.uint64, torch.float64, torch.complex128)
+"""The dtypes that jax has only under jax_enable_x64; it would narrow them, to a copy."""
+
+
 def to_jax(tensor: torch.Tensor) -> jax.Array:
     """A torch tensor's memory as a jax array: same device, shape and dtype, float8_e4m3fn and bfloat16 included.
 
@@ -23,10 +27,16 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     (jax_function does that).
 
     Raises:
-      ValueError: the tensor isn't contiguous, or jax would have to copy it. RuntimeError: jax has no such device.
+      TypeError: it is no torch tensor. ValueError: the tensor isn't contiguous, jax would have to copy it, or has its
+        dtype only under jax_enable_x64. RuntimeError: jax has no such device.
     """
     import jax
 
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"tensor: got {type(tensor).__name__}; legal: a torch.Tensor (jax.numpy.asarray takes others)")
+    if tensor.dtype in _WIDE and not jax.config.read("jax_enable_x64"):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise ValueError(f"tensor: got dtype {dtype}; legal: one that jax has without jax_enable_x64 (.to() converts)")
     if not tensor.is_contiguous():
         raise ValueError(
             f"tensor: got strides {list(tensor.stride())} of shape {list(tensor.shape)}; legal: a contiguous one"
@@ -41,7 +51,11 @@ def to_torch(array: jax.Array) -> torch.Tensor:
     """A jax array's memory as a torch tensor, ready on torch's current stream. Not to be written to: jax takes its
     arrays as constant.
 
-    Raises ValueError if the array lies on several devices."""
+    Raises TypeError if it is no jax array, ValueError if it lies on several devices."""
+    import jax
+
+    if not isinstance(array, jax.Array):
+        raise TypeError(f"array: got {type(array).__name__}; legal: a jax.Array")
     if len(array.devices()) != 1:
         raise ValueError(f"array: got one on {len(array.devices())} devices; legal: on one")
     return torch.from_dlpack(array)

@@ -7,6 +7,7 @@ numbers that the kernels multiply by, or as one tensor [2] of them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -26,13 +27,15 @@ SCALE_SCHEMA = "Tensor? kv_scale_tensor, float? kv_scale"
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _watching = torch._C._len_torch_dispatch_stack  # the number of active dispatch modes
+_transformation = torch._C._functorch.peek_interpreter_stack  # the innermost of torch.func's that is under way
+_VMAP = torch._C._functorch.TransformType.Vmap
 
 
 def is_traced(*values: Any, derivatives: bool = True) -> bool:
-    """Whether a call on these must be seen as one operator: a dispatch mode is active, or one of the tensors (a pair
-    counts as its first) is of another class (a fake tensor, say), has no memory, or (unless derivatives=False) is on a
-    GPU and asks for a derivative."""
-    if _watching():
+    """Whether a call on these must be seen as one operator: a dispatch mode or torch.vmap is active, or one of the
+    tensors (a pair counts as its first) is of another class (a fake tensor, say), has no memory, or (unless
+    derivatives=False) is on a GPU and asks for a derivative."""
+    if _watching() or ((transformation := _transformation()) is not None and transformation.key() == _VMAP):
         return True
     for value in values:
         kind = type(value)
@@ -49,16 +52,39 @@ def is_traced(*values: Any, derivatives: bool = True) -> bool:
 
 def register(name: str, function: Callable[..., Any], schema: str, writes: Sequence[str] = ()) -> Any:
     """The operator tsmla::name with this schema, which calls `function` with its arguments by position. One that writes
-    to its arguments `writes` returns nothing. Calls keep no scales in memory that may belong to a graph."""
+    to its arguments `writes` returns nothing. Calls keep no scales in memory that may belong to a graph. torch.vmap is
+    refused."""
 
     def run(*arguments: Any) -> Any:
         with scales.none_kept():
             return function(*arguments)
 
     operator = torch.library.custom_op(f"tsmla::{name}", run, mutates_args=writes, schema=schema)
+    operator.register_vmap(functools.partial(_refuse_vmap, name))
     if writes:
-        operator.register_fake(lambda *arguments: None)
+        register_fake(operator, lambda *arguments: None)
     return operator
+
+
+def register_fake(operator: Any, results: Callable[..., Any]) -> None:
+    """Let `results` make the operator's results where its tensors have no memory. ValueError unless all tensors are on
+    the device of the first: the results of a call on a "meta" tensor among others would never be written."""
+    names = [argument.name for argument in operator._opoverload._schema.arguments]
+
+    def run(*arguments: Any) -> Any:
+        given = {name: value for name, value in zip(names, arguments, strict=False) if isinstance(value, torch.Tensor)}
+        for name, value in given.items():
+            tensors.same_device(names[0], next(iter(given.values())), {name: value})
+        return results(*arguments)
+
+    operator.register_fake(run)
+
+
+def _refuse_vmap(name: str, info: Any, in_dims: Any, *arguments: Any) -> NoReturn:
+    raise NotImplementedError(
+        f"{name}: got tensors under torch.vmap, which it has no rule for; call it on all requests at once, packed one"
+        " after the other"
+    )
 
 
 def refuse_backward(operator: Any, name: str, alternative: str) -> None:

@@ -18,6 +18,7 @@ import torch
 from tsmla_bridge.runtime.results import Computed
 from tsmla_bridge.runtime.tensors import DTYPES, Scale, accumulation_dtype, dtype_name
 from tsmla_kernels.contract import FP8, FP8_MAX, CacheGatherSpec, CacheWriteSpec, DecodeSpec, MergeSpec, PrefillSpec
+from tsmla_kernels.contract.sparse import IndexerLogitsSpec
 
 
 def mla_decode(
@@ -45,9 +46,10 @@ def mla_decode(
         stops = length - (q_len - 1) + token if spec.causal else torch.full_like(token, length)
         position = torch.arange(length, device=q.device)
         visible = position < stops[:, None]
-        found = _attend(
-            rows[mine].to(dtype), keys[:, None], keys[:, None, : spec.latent_dim], visible, logit_scale, out_scale
-        )
+        # NaN in a key that some queries don't see is in the scores of those that do, and in no product with values.
+        latents = keys[:, None, : spec.latent_dim]
+        latents = torch.where(latents.isfinite(), latents, 0)
+        found = _attend(rows[mine].to(dtype), keys[:, None], latents, visible, logit_scale, out_scale)
         out[mine], lse[mine] = found
     out = out.reshape(*q.shape[:-1], spec.latent_dim).to(DTYPES[spec.out_dtype])
     return out, lse.reshape(q.shape[:-1]).to(DTYPES[spec.lse_dtype])
@@ -167,19 +169,22 @@ def write_kv_cache(
     """write_kv_cache, in place, of at least one token into at least one page."""
     rows = latent if k_rope is None else torch.cat((latent, k_rope), -1)
     rows = _to_cache_dtype(rows.detach(), kv_scale, spec.kv_dtype)
-    slots = slot_mapping.long()
-    page = slots.div(spec.page_size, rounding_mode="floor")
-    legal = (slots >= 0) & (page < spec.num_pages)
-    # A token to skip repeats the write of one that isn't: nothing is left out, so no count is needed on the host. If
-    # there is none, all write back what the first slot holds.
-    first = legal.int().argmax()
-    source = torch.where(legal, torch.arange(len(slots), device=slots.device), first)
-    target = torch.where(legal.any(), slots[source], 0)
+    target, source, any_legal = targets(slot_mapping, spec.num_pages * spec.page_size)
     page, offset = target.div(spec.page_size, rounding_mode="floor"), target % spec.page_size
     # As integers: torch has no indexed writes of float8.
     bits = _BITS[rows.element_size()]
     cache, rows = kv_cache.detach().view(bits), rows.view(bits)[source]
-    cache[page, offset] = torch.where(legal.any(), rows, cache[0, 0])
+    cache[page, offset] = torch.where(any_legal, rows, cache[0, 0])
+
+
+def targets(slot_mapping: torch.Tensor, num_slots: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(slot, token written there, whether there is any) for each token. A token to skip repeats the write of one that
+    isn't: nothing is left out, so no count is needed on the host. If there is none, all name slot 0, to write back what
+    it holds."""
+    slots = slot_mapping.long()
+    legal = (slots >= 0) & (slots < num_slots)
+    source = torch.where(legal, torch.arange(len(slots), device=slots.device), legal.int().argmax())
+    return torch.where(legal.any(), slots[source], 0), source, legal.any()
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -248,3 +253,47 @@ def merge_attention_states(spec: MergeSpec, outs: Sequence[torch.Tensor], lses: 
     merged_lse = (maximum + total.log()).masked_fill(nothing, -torch.inf)
     # Dense, as the kernel's results are, whatever the parts' strides.
     return merged.to(DTYPES[spec.out_dtype]).contiguous(), merged_lse.to(DTYPES[spec.lse_dtype]).contiguous()
+
+
+def indexer_logits(
+    spec: IndexerLogitsSpec,
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+) -> torch.Tensor:
+    """logits [T, M * Z] of indexer_logits."""
+    num_keys = spec.max_pages * spec.cache.page_size
+    if 0 in (spec.num_tokens, spec.num_requests, spec.cache.num_pages, num_keys):
+        return torch.full((spec.num_tokens, num_keys), -torch.inf, device=q.device)
+    if cu_seqlens_q is not None:
+        row = torch.arange(spec.num_tokens, device=q.device)
+        request = (torch.searchsorted(cu_seqlens_q, row, right=True) - 1).clamp(0, spec.num_requests - 1)
+        seen = (seq_lens[request] - cu_seqlens_q[request + 1] + 1 + row).clamp(min=0)
+        seq_lens = torch.where(row < cu_seqlens_q[-1], seen, 0)
+        block_tables = block_tables[request]
+    position = torch.arange(num_keys, device=q.device)
+    rows = []
+    for token in range(spec.num_tokens):
+        keys, scales = _indexer_keys(spec, k_cache, block_tables[token])
+        heads = torch.relu(keys @ q[token].float().T)
+        logits = heads @ weights[token].float() * scales
+        rows.append(logits.masked_fill(position >= seq_lens[token], -torch.inf))
+    return torch.stack(rows)
+
+
+def _indexer_keys(
+    spec: IndexerLogitsSpec, k_cache: torch.Tensor, table: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """The keys [M * Z, Di] of one row of the block table in float32, and their scales [M * Z], 1.0 in a plain cache."""
+    pages = table.long().clamp(0, spec.cache.num_pages - 1)
+    if not spec.cache.packed:
+        # As integers: torch has no indexed reads of float8.
+        bits = _BITS[k_cache.element_size()]
+        return k_cache.view(bits)[pages].view(k_cache.dtype).float().reshape(-1, spec.head_dim), 1.0
+    raw = k_cache.reshape(spec.cache.num_pages, -1)[pages]
+    scales_at = spec.cache.page_size * spec.head_dim
+    keys = raw[:, :scales_at].contiguous().view(torch.float8_e4m3fn).float().reshape(-1, spec.head_dim)
+    return keys, raw[:, scales_at:].contiguous().view(torch.float32).reshape(-1)

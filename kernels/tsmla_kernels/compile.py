@@ -26,8 +26,9 @@ _HOST_TARGETS = {
     "x86_64": "llvm -mtriple=x86_64-unknown-linux-gnu -mcpu=x86-64-v2",
     "aarch64": "llvm -mtriple=aarch64-unknown-linux-gnu",
 }
-# Makes the assembler report registers, spills and serialised WGMMA.
+# Makes the assembler report registers, spills and serialised WGMMA. Older versions of the DSL refuse the option.
 _REMARKS = "remarks{ptx}"
+_FIRST_WITH_REMARKS = (4, 7)
 
 # Tracing changes the state of the whole process.
 _lock = threading.RLock()
@@ -96,7 +97,7 @@ def compile_kernel(kernel: Kernel, config: Config, arch: str) -> CompiledObject:
                     *placeholders(operands),
                     launcher=resolve(kernel.launcher)(config),
                     operands=operands,
-                    options=f"--host-target '{host_target}' {_REMARKS} {kernel.compiler_options}",
+                    options=f"--host-target '{host_target}' {_remarks(cutlass.__version__)} {kernel.compiler_options}",
                 )
                 module = compiled.dump_to_object(ENTRY_PREFIX)
             # The DSL's warnings are advice for the author of a kernel, not for its caller.
@@ -127,6 +128,12 @@ def resolve(name: str) -> Any:
     """The object that "module:attribute" names."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+def _remarks(version: str) -> str:
+    """The option that makes this version of the DSL report the assembler's remarks; "" if it has none."""
+    major, minor = (int(number) for number in version.split(".")[:2])
+    return _REMARKS if (major, minor) >= _FIRST_WITH_REMARKS else ""
 
 
 @contextlib.contextmanager

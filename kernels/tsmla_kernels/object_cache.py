@@ -2,9 +2,10 @@
 
 An entry is one file, named by everything that its bytes depend on: the package's version, the kernel's sources, the
 architecture, the host, the config, the DSL's version. It carries a description of itself and a checksum; a damaged
-entry is reported and compiled again, never loaded. Files are written under another name and then renamed, so a reader
-sees all of an entry or nothing. With a warm cache nothing of the DSL is imported, and a machine that has only the DSL's
-runtime can use entries that were compiled elsewhere.
+entry is reported and compiled again, never loaded; nor is one that another user can have written, for it is native
+code. Files are written under another name and then renamed, so a reader sees all of an entry or nothing. With a warm
+cache nothing of the DSL is imported, and a machine that has only the DSL's runtime can use entries that were compiled
+elsewhere.
 """
 
 from __future__ import annotations
@@ -20,26 +21,21 @@ import json
 import os
 import platform
 import re
-import struct
 import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tsmla_kernels import __version__
+from tsmla_kernels import __version__, object_files
 from tsmla_kernels.catalog import KERNELS
 from tsmla_kernels.compile import CompiledObject, check_arch, compile_kernel
 from tsmla_kernels.kernel import Config, Kernel
+from tsmla_kernels.object_files import SUFFIX, DamagedEntry, UntrustedDirectory
 
-_MAGIC = b"TSMLAOB1"
-_DIGEST_SIZE = 32
-_SUFFIX = ".obj"
-_LOCK_SUFFIX = ".lock"
-_TEMPORARY_PREFIX = ".writing-"
 # Read by the DSL when it generates code. CUTE_DSL_ARCH is not one of them: the architecture is an argument here.
 _CODE_VARIABLES = tuple(
     f"CUTE_DSL_{name}"
@@ -53,10 +49,6 @@ _COMPILER_SOURCES = ("tsmla_kernels.kernel", "tsmla_kernels.compile", "tsmla_ker
 
 _lock = threading.RLock()
 _loaded: dict[str, CompiledObject] = {}
-
-
-class DamagedEntry(Exception):
-    """A file in the cache is truncated, changed, or of another program."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +68,19 @@ class Entry:
     problem: str | None
 
 
+@dataclass(frozen=True)
+class Pruned:
+    """What `prune` did.
+
+    Attributes:
+      removed: the entries that are gone.
+      kept: those that should be and could not be removed, each with the reason.
+    """
+
+    removed: list[Entry]
+    kept: list[tuple[Entry, str]]
+
+
 def directory() -> Path:
     """TSMLA_CACHE_DIR, else tsmla in the XDG cache directory, else ~/.cache/tsmla. It need not exist."""
     if named := os.environ.get("TSMLA_CACHE_DIR"):
@@ -88,8 +93,8 @@ def directory() -> Path:
 def load_or_compile(kernel: Kernel, config: Config, arch: str) -> CompiledObject:
     """The object of `kernel` for `config` and `arch`: from this process, from disk, or compiled and stored.
 
-    If several processes want the same object, one compiles it and the others wait. If the cache can't be written, each
-    process compiles, with a warning.
+    If several processes want the same object, one compiles it and the others wait. If the cache can't be written, or
+    others may write to it, each process compiles, with a warning.
 
     Raises:
       ValueError: the kernel isn't written for `arch`.
@@ -101,7 +106,12 @@ def load_or_compile(kernel: Kernel, config: Config, arch: str) -> CompiledObject
     path = _path(identity)
     with _lock:
         if (found := _loaded.get(str(path))) is None:
-            found = _read_usable(path, identity) or _compile_once(kernel, config, arch, path, identity)
+            try:
+                object_files.check_directory(path.parent)
+                found = _read_usable(path, identity) or _compile_once(kernel, config, arch, path, identity)
+            except UntrustedDirectory as e:
+                warnings.warn(f"tsmla: compiling a kernel without its cache: {e}", RuntimeWarning, stacklevel=2)
+                found = compile_kernel(kernel, config, arch)
             _loaded[str(path)] = found
         return found
 
@@ -109,17 +119,41 @@ def load_or_compile(kernel: Kernel, config: Config, arch: str) -> CompiledObject
 def is_stored(kernel: Kernel, config: Config, arch: str) -> bool:
     """Whether a sound entry is on disk already."""
     check_arch(kernel, arch)
+    try:
+        object_files.check_directory(directory())
+    except UntrustedDirectory:
+        return False
     identity = _identity(kernel, config, arch)
     return _read_usable(_path(identity), identity) is not None
 
 
+def check_writable() -> None:
+    """OSError or UntrustedDirectory if no entry can be stored, with the directory and the reason. Makes the directory
+    if there is none."""
+    where = directory()
+    try:
+        where.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=where):
+            pass
+    except OSError as e:
+        raise OSError(
+            f"the cache of compiled kernels {where} can't be written ({e.strerror or e}); TSMLA_CACHE_DIR names another"
+            " directory"
+        ) from None
+    object_files.check_directory(where)
+
+
 def entries() -> list[Entry]:
-    """Every entry of the cache, damaged ones included, by path."""
+    """Every entry of the cache, damaged ones included, by path.
+
+    UntrustedDirectory if others may write into the cache's directory."""
+    object_files.check_directory(directory())
     found = []
-    for path in sorted(_files(_SUFFIX)):
+    for path in _files(object_files.is_entry):
+        size = 0
         try:
             size = path.stat().st_size
-            description, _ = _unpack(path)
+            description, _ = object_files.read(path)
             problem = _staleness(description)
         except FileNotFoundError:
             continue  # another process has pruned it
@@ -129,25 +163,34 @@ def entries() -> list[Entry]:
     return found
 
 
-def prune(*, everything: bool = False, older_than_days: float | None = None) -> list[Entry]:
-    """Remove entries that will not be loaded any more, or those older than some days too, or all; return the removed.
+def prune(*, everything: bool = False, older_than_days: float | None = None) -> Pruned:
+    """Remove entries that will not be loaded any more, or those older than some days too, or all.
 
     Entries of another version of the package, its kernels or the DSL are removed too: an installation that still has
-    that version compiles them again."""
-    removed = []
+    that version compiles them again. Files of other names stay.
+
+    Raises:
+      ValueError: older_than_days is negative or not finite.
+      UntrustedDirectory: others may write into the cache's directory.
+    """
+    if older_than_days is not None and not 0 <= older_than_days < float("inf"):
+        raise ValueError(f"older_than_days: got {older_than_days}; legal: a number of days, at least 0")
+    done = Pruned([], [])
     for entry in entries():
         age = time.time() - entry.description.get("created", 0)
         old = older_than_days is not None and age > older_than_days * 86400
         if everything or old or entry.problem:
-            entry.path.unlink(missing_ok=True)
-            removed.append(entry)
+            try:
+                entry.path.unlink(missing_ok=True)
+                done.removed.append(entry)
+            except OSError as e:
+                done.kept.append((entry, e.strerror or str(e)))
     # Files that a killed process left. A live process holds its files for minutes at most.
-    for suffix in (_LOCK_SUFFIX, _SUFFIX + ".tmp"):
-        for path in _files(suffix):
-            with contextlib.suppress(OSError):
-                if time.time() - path.stat().st_mtime > 3600:
-                    path.unlink()
-    return removed
+    for path in _files(object_files.is_leftover):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > 3600:
+                path.unlink()
+    return done
 
 
 # ---- the identity of an entry
@@ -177,9 +220,9 @@ def _path(identity: dict[str, Any]) -> Path:
     # The DSL's version is in the name, not in the digest, so that a machine without the DSL finds the entry.
     stem = f"{identity['kernel']}-{identity['arch']}-{digest}"
     if (version := dsl_version()) is not None:
-        return directory() / f"{stem}-dsl{version}{_SUFFIX}"
-    stored = sorted(directory().glob(f"{stem}-dsl*{_SUFFIX}"), key=_natural)
-    return stored[-1] if stored else directory() / f"{stem}-dsl-none{_SUFFIX}"
+        return directory() / f"{stem}-dsl{version}{SUFFIX}"
+    stored = sorted(directory().glob(f"{stem}-dsl*{SUFFIX}"), key=_natural)
+    return stored[-1] if stored else directory() / f"{stem}-dsl-none{SUFFIX}"
 
 
 def _natural(path: Path) -> list[int]:
@@ -266,8 +309,8 @@ def _staleness(description: dict[str, Any]) -> str | None:
     kernel = KERNELS.get(description["kernel"])
     if kernel is not None and description["sources"] != sources_digest(kernel):
         return "its kernel's sources have changed"
-    if kernel is not None and (made_of := _made_of(kernel)) and description["made_of"] != made_of["made_of"]:
-        return f"made of {description['made_of']}; this installation wants {made_of['made_of']}"
+    if kernel is not None and (made_of := _made_of(kernel)) and description.get("made_of") != made_of["made_of"]:
+        return f"made of {description.get('made_of')}; this installation wants {made_of['made_of']}"
     return None
 
 
@@ -283,7 +326,7 @@ def _compile_once(kernel: Kernel, config: Config, arch: str, path: Path, identit
         if found is None:
             found = compile_kernel(kernel, config, arch)
             # The version that the DSL itself reports.
-            path = path.with_name(f"{path.name.rpartition('-dsl')[0]}-dsl{found.dsl}{_SUFFIX}")
+            path = path.with_name(f"{path.name.rpartition('-dsl')[0]}-dsl{found.dsl}{SUFFIX}")
             _store(path, identity, found)
     return found
 
@@ -296,15 +339,15 @@ def _store(path: Path, identity: dict[str, Any], compiled: CompiledObject) -> No
         "created": time.time(),
         "log": compiled.log,
     }
-    header = json.dumps(description).encode()
-    content = b"".join((_MAGIC, struct.pack("<Q", len(header)), header, compiled.module))
+    content = object_files.pack(description, compiled.module)
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor, temporary = tempfile.mkstemp(prefix=_TEMPORARY_PREFIX, suffix=_SUFFIX + ".tmp", dir=path.parent)
+        descriptor, temporary = tempfile.mkstemp(
+            prefix=object_files.TEMPORARY_PREFIX, suffix=object_files.TEMPORARY_SUFFIX, dir=path.parent
+        )
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content)
-                file.write(hashlib.sha256(content).digest())
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
@@ -323,7 +366,7 @@ def _store(path: Path, identity: dict[str, Any], compiled: CompiledObject) -> No
 def _read_usable(path: Path, identity: dict[str, Any]) -> CompiledObject | None:
     """The object at `path`. None if it can't be used, with a warning if the file exists."""
     try:
-        description, module = _unpack(path)
+        description, module = object_files.read(path)
         if different := [name for name, value in identity.items() if description.get(name) != value]:
             raise DamagedEntry(f"{path.name} describes another object: {', '.join(different)}")
         fields = ("kernel", "config", "arch", "dsl", "seconds", "log")
@@ -339,20 +382,8 @@ def _read_usable(path: Path, identity: dict[str, Any]) -> CompiledObject | None:
         return None
 
 
-def _unpack(path: Path) -> tuple[dict[str, Any], bytes]:
-    content = path.read_bytes()
-    start = len(_MAGIC) + 8
-    if len(content) < start + _DIGEST_SIZE or not content.startswith(_MAGIC):
-        raise DamagedEntry(f"{path.name} is not a compiled kernel, or only its beginning ({len(content)} bytes)")
-    body, digest = content[:-_DIGEST_SIZE], content[-_DIGEST_SIZE:]
-    if hashlib.sha256(body).digest() != digest:
-        raise DamagedEntry(f"{path.name} does not match its checksum: it is damaged or incomplete")
-    (length,) = struct.unpack_from("<Q", body, len(_MAGIC))
-    return json.loads(body[start : start + length]), body[start + length :]
-
-
-def _files(suffix: str) -> list[Path]:
-    return list(directory().glob(f"*{suffix}"))
+def _files(is_ours: Callable[[str], bool]) -> list[Path]:
+    return [path for path in object_files.in_directory(directory()) if is_ours(path.name)]
 
 
 @contextlib.contextmanager
@@ -361,7 +392,7 @@ def _only_process(path: Path) -> Iterator[None]:
     stores a right one, and the last stays."""
     import fcntl
 
-    lock = path.with_name(path.name + _LOCK_SUFFIX)
+    lock = path.with_name(path.name + object_files.LOCK_SUFFIX)
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # a directory that can't be written has nothing to protect
             lock.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

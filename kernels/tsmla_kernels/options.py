@@ -13,7 +13,11 @@ from typing import Any, TypeVar
 
 from tsmla_kernels import contract
 from tsmla_kernels.contract.cache import ROPE_LAYOUTS
-from tsmla_kernels.contract.sparse import TOPK_ORDERS, TopKSpec
+from tsmla_kernels.contract.compress import CompressWriteSpec
+from tsmla_kernels.contract.layouts import INDEXER, V4_PACKED, V32_PACKED, CacheSpec, IndexerCacheSpec
+from tsmla_kernels.contract.packed import IndexerQuantizeSpec, IndexerWriteSpec, PackedWriteSpec, Rotation
+from tsmla_kernels.contract.rules import FP8
+from tsmla_kernels.contract.sparse import TOPK_ORDERS, CompressSpec, IndexerLogitsSpec, SparseMLASpec, TopKSpec
 from tsmla_kernels.kernel import Config
 
 Spec = TypeVar("Spec")
@@ -38,6 +42,20 @@ del _PREFILL["kv_dtype"]
 _CACHE = {**_DECODE, **_PREFILL, "rope_interleave": "true", "rope_layout": "interleaved"}
 _MERGE = {**_CACHE, "parts": "2"}
 _TOPK = {**_MERGE, "num_tokens": "64", "num_columns": "131072", "k": "2048", "order": "position"}
+_PACKED = {**_TOPK, "index_n_heads": "64", "rope_offset": "0"}
+_COMPRESS = {**_PACKED, "ratio": "4", "overlap": "true", "channels": "512", "cache": "v4", "eps": "1e-6"}
+_LOGITS = {**_TOPK, "num_requests": "64", "num_heads": "64", "head_dim": "128", "packed": "true"}
+_SPARSE = {
+    **_TOPK,
+    "layout": "v32",
+    "head_dim": "576",
+    "page_span": "",
+    "window": "",
+    "compressed_page_size": "",
+    "compressed_page_span": "",
+    "lengths": "false",
+    "sinks": "false",
+}
 
 
 def decode_spec(options: Mapping[str, str]) -> contract.DecodeSpec:
@@ -92,7 +110,96 @@ def topk_spec(options: Mapping[str, str]) -> TopKSpec:
     values = _filled_in(options, _TOPK)
     if values["order"] not in TOPK_ORDERS:
         raise ValueError(f"--config: got order={values['order']}; legal: {' or '.join(TOPK_ORDERS)}")
-    return _spec(TopKSpec, values, dtype="float32")
+    return _spec(TopKSpec, values, dtype="float32", page_size=0, row_starts=False)
+
+
+def packed_write_spec(options: Mapping[str, str]) -> PackedWriteSpec:
+    """The spec of write_packed_kv_cache with a rotation. `dtype` is attention's; rows are bfloat16 where it is fp8."""
+    values = _filled_in(options, _PACKED)
+    cache = CacheSpec("v32", 1, 1, 1, V32_PACKED.latent_dim + V32_PACKED.rope_dim, "uint8")
+    in_dtype = contract.attention_out_dtype(values["dtype"])
+    return _spec(PackedWriteSpec, values, cache=cache, in_dtype=in_dtype, rope_dtype=in_dtype)
+
+
+def indexer_write_spec(options: Mapping[str, str]) -> IndexerWriteSpec:
+    """The spec of write_indexer_cache, with the dtype of packed_write_spec."""
+    values = _filled_in(options, _PACKED)
+    cache = IndexerCacheSpec(1, 1, INDEXER.head_dim, True)
+    in_dtype = contract.attention_out_dtype(values["dtype"])
+    return IndexerWriteSpec(1, cache, in_dtype, _indexer_rotation(values))
+
+
+def indexer_quantize_spec(options: Mapping[str, str]) -> IndexerQuantizeSpec:
+    """The spec of indexer_quantize, with the dtype of packed_write_spec for the queries and the weights."""
+    values = _filled_in(options, _PACKED)
+    in_dtype = contract.attention_out_dtype(values["dtype"])
+    heads = _parsed(values, "index_n_heads", int)
+    return IndexerQuantizeSpec(1, heads, INDEXER.head_dim, in_dtype, in_dtype, _indexer_rotation(values))
+
+
+def compress_write_spec(options: Mapping[str, str]) -> CompressWriteSpec:
+    """The spec of compress_write_kv_cache, with the dtype of packed_write_spec for the norm's weights. `cache` is v4,
+    indexer, or a plain cache's dtype."""
+    values = _filled_in(options, _COMPRESS)
+    series = 2 if _parsed(values, "overlap", bool) else 1
+    ratio, channels, rope_dim = (_parsed(values, name, int) for name in ("ratio", "channels", "rope_dim"))
+    page_size = V4_PACKED.page_size if "page_size" not in options else _parsed(values, "page_size", int)
+    try:
+        eps = float(values["eps"])
+    except ValueError:
+        raise ValueError(f"--config: got eps={values['eps']}; legal: a float") from None
+    compress = CompressSpec(1, 1, ratio, series, channels, 1, ratio * series)
+    weight_dtype = contract.attention_out_dtype(values["dtype"])
+    return CompressWriteSpec(compress, values["cache"], 1, page_size, weight_dtype, rope_dim, eps)
+
+
+def _indexer_rotation(values: Mapping[str, str]) -> Rotation | None:
+    """Rope on rope_dim columns from rope_offset on, as halves; None where rope_dim is 0."""
+    width, offset = (_parsed(values, name, int) for name in ("rope_dim", "rope_offset"))
+    return Rotation(width, offset, "halves") if width else None
+
+
+def indexer_logits_spec(options: Mapping[str, str]) -> IndexerLogitsSpec:
+    """The spec of indexer_logits: num_heads indexer heads, e4m3 queries and keys whatever attention's dtype is."""
+    values = _filled_in(options, _LOGITS)
+    page_size, head_dim = (_parsed(values, name, int) for name in ("page_size", "head_dim"))
+    cache = IndexerCacheSpec(1, page_size, head_dim, _parsed(values, "packed", bool))
+    cache_dtype = "uint8" if cache.packed else FP8
+    return _spec(
+        IndexerLogitsSpec, values, cache=cache, q_dtype=FP8, weights_dtype="float32", cache_dtype=cache_dtype
+    )
+
+
+def sparse_mla_spec(options: Mapping[str, str]) -> SparseMLASpec:
+    """The spec of sparse_mla: caches of one layout, "v32", "v4" or "plain"; `window` is given where there are two.
+
+    head_dim is the width of a plain cache's keys, kv_dtype their dtype. A page_span that is not given is the page size.
+    """
+    values = _filled_in(options, _SPARSE)
+    if not values["num_heads"]:
+        raise ValueError("--config: num_heads is needed")
+    if values["layout"] not in _ROWS:
+        raise ValueError(f"--config: got layout={values['layout']}; legal: {', '.join(_ROWS)}")
+    cache, compressed = _sparse_cache(values, ""), None
+    columns, window = 1, 1
+    if values["window"]:
+        compressed, window = _sparse_cache(values, "compressed_"), _parsed(values, "window", int)
+        columns = window
+    widths = {"head_dim": cache.head_dim, "num_selected": columns, "window": window}
+    return _spec(SparseMLASpec, values, cache=cache, compressed=compressed, **widths)
+
+
+_ROWS = {"v32": V32_PACKED.latent_dim + V32_PACKED.rope_dim, "v4": V4_PACKED.head_dim, "plain": None}
+"""Width of a key by a sparse cache's layout; a plain cache may have any."""
+
+
+def _sparse_cache(values: Mapping[str, str], which: str) -> CacheSpec:
+    """The cache of these options, whose pages' options begin with `which`."""
+    layout = values["layout"]
+    page_size = _parsed(values, f"{which}page_size" if values[f"{which}page_size"] else "page_size", int)
+    span = _parsed(values, f"{which}page_span", int) if values[f"{which}page_span"] else page_size
+    width = _ROWS[layout] or _parsed(values, "head_dim", int)
+    return CacheSpec(layout, 1, page_size, span, width, values["kv_dtype"] if layout == "plain" else "uint8")
 
 
 def flag(options: Mapping[str, str], name: str) -> bool:
@@ -140,7 +247,7 @@ def _parsed(values: Mapping[str, str], name: str, kind: Any) -> Any:
         if value not in ("true", "false"):
             raise ValueError(f"--config: got {name}={value}; legal: true or false")
         return value == "true"
-    minimum = 0 if name == "rope_dim" else 1
+    minimum = 0 if name in ("rope_dim", "rope_offset") else 1
     if not value.isdecimal() or int(value) < minimum:
         raise ValueError(f"--config: got {name}={value}; legal: an int >= {minimum}")
     return int(value)

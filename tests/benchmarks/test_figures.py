@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def figures() -> ModuleType:
+    sys.path.insert(0, str(ROOT / "benchmarks"))  # as for a program of that folder
     spec = importlib.util.spec_from_file_location("figures", ROOT / "benchmarks" / "figures.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -36,7 +37,8 @@ def place(folder: Path, rows: object) -> list[str]:
 
 
 def arguments(folder: Path) -> list[str]:
-    paths = {"results": ".", "figures": "figures", "readme": "README.md", "cpu-results": "cpu.json"}
+    paths = {"results": ".", "figures": "figures", "cpu-results": "cpu.json"}
+    paths |= {"readme": "README.md", "page": "README.md"}
     return [f"--{name}={folder / path}" for name, path in paths.items()]
 
 
@@ -84,6 +86,25 @@ def test_only_ours_measured_shows_no_comparison(figures: ModuleType, tmp_path: P
     readme = (tmp_path / "README.md").read_text()
     assert "geometric mean" not in readme
     assert "| 4, 1, 16, 4096 | 5.0 | **10.0** | - | 50% |" in readme
+
+
+def test_the_sparse_record_has_modes_and_fa3_apart(figures: ModuleType, tmp_path: Path) -> None:
+    sizes = {"tsmla": 15.0, "flashmla": 30.0, "legacy": 25.0, "fa3": 20.0}
+    rows = [row(peer, us, b=8, keys=2048, mode="v32") for peer, us in sizes.items()]
+    rows += [row(peer, us, b=64, h=64, keys=640, mode="v4-512") for peer, us in (("tsmla", 10.0), ("legacy", 40.0))]
+    (tmp_path / "sparse_mla.json").write_text(json.dumps(rows))
+    (tmp_path / "README.md").write_text("before\n<!-- sparse_mla -->\nold\n<!-- /sparse_mla -->\nafter\n")
+    assert figures.main(arguments(tmp_path)) == 0
+    readme = (tmp_path / "README.md").read_text()
+    assert "| B, S, H, keys | floor | FlashMLA | SGLang | FA3 | **tsmla** | / best peer | of floor |" in readme
+    assert "| 8, 1, 16, V3.2 | 5.0 | 30.0 | 25.0 | 20.0 | **15.0** | 0.60 | 33% |" in readme
+    assert "| 64, 1, 64, V4, 128 + 512 | 5.0 | - | 40.0 | - | **10.0** | 0.25 | 50% |" in readme
+    assert "V3.2: 1 points; tsmla's time over the best peer's: geometric mean 0.60" in readme
+    assert "over FA3's on a bf16 cache 0.75, worst 0.75" in readme
+    for mode in ("v32", "v4-512"):
+        assert (tmp_path / "figures" / f"sparse_mla_{mode}_relative.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "sparse_mla.json").write_text(json.dumps([row("tsmla", 3.0)]))
+    assert figures.main(arguments(tmp_path)) == 2
 
 
 @pytest.mark.parametrize(
@@ -171,7 +192,34 @@ def test_prefill_and_cache_tables_come_from_their_files(figures: ModuleType, tmp
     assert "| **300** | 0.75 | 600 | 210 | 0.70 |" in (tmp_path / "README.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["prefill", "cache"])
+def test_the_gradients_figure_and_sentence_come_from_its_file(figures: ModuleType, tmp_path: Path) -> None:
+    common = {"dtype": "bf16", "b": 1, "device": "NVIDIA H200", "commit": "abc1234", "date": "2026-11-21"}
+    times = {
+        4096: {"tsmla": 400.0, "tsmla_deterministic": 440.0, "cudnn": 600.0, "fa4": 500.0},
+        8192: {"tsmla": 1800.0, "tsmla_deterministic": 1800.0, "cudnn": 2000.0},
+    }
+    rows = [
+        {"point": f"{length}h16", "length": length, "h": 16, "peer": peer, "us": us, "tflops": 500.0, **common}
+        for length, each in times.items()
+        for peer, us in each.items()
+    ]
+    (tmp_path / "prefill_backward.json").write_text(json.dumps(rows))
+    (tmp_path / "README.md").write_text("<!-- prefill_backward -->\nold\n<!-- /prefill_backward -->\n")
+    assert figures.main(arguments(tmp_path)) == 0
+    readme = (tmp_path / "README.md").read_text()
+    assert "old" not in readme and "(figures/prefill_backward.md)" in readme
+    # sqrt(400 / 500 * 1800 / 2000), sqrt(400 / 600 * 1800 / 2000), sqrt(440 / 400)
+    assert "over the best peer 0.85 (worst 0.90, 2 points), cuDNN 0.77 (worst 0.90, 2 points)" in readme
+    assert "FA4 SM90 0.80 (worst 0.80, 1 points)" in readme
+    assert "deterministic over default 1.05 (worst 1.10, 2 points)" in readme
+    page = (tmp_path / "figures" / "prefill_backward.md").read_text()
+    assert "| B x T, H | **tsmla** | deterministic | cuDNN | FA4 SM90 | TFLOP/s |" in page
+    assert "| 8192h16 | 1800 | 1800 | 2000 | - | 500 |" in page
+    png = (tmp_path / "figures" / "prefill_backward_relative.png").read_bytes()
+    assert png.startswith(b"\x89PNG") and 2_000 < len(png) < 300_000
+
+
+@pytest.mark.parametrize("name", ["prefill", "prefill_backward", "cache"])
 def test_a_file_without_its_fields_is_named(
     figures: ModuleType, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,3 +227,15 @@ def test_a_file_without_its_fields_is_named(
     (tmp_path / "README.md").write_text(f"<!-- {name} -->\n<!-- /{name} -->\n")
     assert figures.main(arguments(tmp_path)) == 2
     assert f"{name}.json: KeyError" in capsys.readouterr().err
+
+
+def test_whole_models_become_the_readmes_table(figures: ModuleType, tmp_path: Path) -> None:
+    fixed = {"device": "NVIDIA H200", "commit": "abc1234", "date": "2026-11-23", "context": 512}
+    rows = [{**fixed, "b": 16, "mode": "v2-lite decode", "us": 8000.0, "floor_us": 6000.0, "tokens_per_s": 2000}]
+    (tmp_path / "generate.json").write_text(json.dumps(rows))
+    (tmp_path / "README.md").write_text("before\n<!-- generate -->\n<!-- /generate -->\nafter\n")
+    assert figures.main(arguments(tmp_path)) == 0
+    readme = (tmp_path / "README.md").read_text()
+    assert "| v2-lite decode | 16 | 6.00 | **8.00** | 75% | 2,000 |" in readme and "512 tokens of context" in readme
+    (tmp_path / "generate.json").write_text(json.dumps([{**fixed, "b": 16}]))
+    assert figures.main(arguments(tmp_path)) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tsmla_bridge import operators
 from tsmla_bridge.ops import plans
 from tsmla_bridge.runtime import tensors
 from tsmla_kernels import contract
+from tsmla_kernels.sm90.decode import config as sm90_decode
 
 POISON = 2**31 - 1
 
@@ -201,10 +203,55 @@ def test_no_view_is_read_beyond_its_memory(gpu: Gpu) -> None:
         assert operand.data_ptr() + operand.numel() * operand.element_size() <= end
 
 
+def split_queries(case: Inputs) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Queries whose two parts are tensors of their own, as vLLM has them: the rope part lies in a wider tensor."""
+    latent, rope = case.q[..., :256].clone(), case.q[..., 256:]
+    wide = torch.full((*rope.shape[:-1], 192), math.nan, dtype=rope.dtype)
+    wide[..., 128:] = rope
+    parts = {"dense": rope.clone(), "rope of a joined query": rope, "wide": wide[..., 128:]}
+    heads_first = latent.movedim(-2, 0).contiguous().movedim(0, -2)
+    return {name: (latent, part) for name, part in parts.items()} | {"heads first": (heads_first, parts["wide"])}
+
+
+@pytest.mark.parametrize("which", ["dense", "rope of a joined query", "wide", "heads first"])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_queries_in_two_tensors_are_not_copied(gpu: Gpu, which: str, ragged: bool) -> None:
+    case = served([5, 33, 0], s=2, q_lens=[1, 2, 2] if ragged else None, heads=4)
+    latent, rope = split_queries(case)[which]
+    for _ in range(2):  # the second call finds the plan of the first
+        assert_right(attend(case, q=(latent, rope), implementation="cute"), case)
+        assert gpu.operands["q"].data_ptr() == latent.data_ptr()
+        assert gpu.operands["q_rope"].data_ptr() == rope.data_ptr()
+        assert gpu.operands["q_rope"].shape[1] == {"dense": 64, "rope of a joined query": 320}.get(which, 192)
+        assert gpu.operands["q"].dim() == (3 if which == "heads first" else 2)
+        assert_right(attend(case), case)  # one tensor, by a plan of its own
+        assert "q_rope" not in gpu.operands
+    assert gpu.loads == 2
+
+
+def test_a_pair_on_a_cpu_may_be_any() -> None:
+    case = served([5, 33], s=2, heads=4)
+    pairs = split_queries(case)
+    del pairs["heads first"]  # by name alone
+    for pair in pairs.values():
+        assert_right(attend(case, q=pair), case)
+
+
+def test_rope_columns_at_odd_addresses_are_refused(gpu: Gpu) -> None:
+    case = served([5, 33], s=2)
+    latent, rope = split_queries(case)["dense"]
+    attend(case, q=(latent, rope))
+    shifted = torch.empty(rope.numel() + 1, dtype=rope.dtype)[1:].view(rope.shape).copy_(rope)
+    with pytest.raises(ValueError, match="q_rope: got address 0x"):
+        attend(case, q=(latent, shifted))
+
+
 def test_a_pair_that_is_no_query_is_refused(gpu: Gpu) -> None:
     case = served([5, 33], s=2)
     latent, rope = case.q[..., :256], case.q[..., 256:]
-    for pair in ((latent, rope.clone()), (latent.clone(), rope), (rope, latent)):
+    uneven = torch.zeros(2, 2, 4, 64, dtype=rope.dtype)[:, :, :3]  # rows of no one stride
+    three_heads = split_queries(case)["heads first"]
+    for pair in ((latent, rope.clone()), (latent.clone(), uneven), (rope, latent), three_heads):
         with pytest.raises(ValueError, match=r"q: got a pair .* torch\.cat\(q, -1\) makes one of them"):
             attend(case, q=pair)
     with pytest.raises(ValueError, match="q: got 3 tensors; legal: one, or the pair"):
@@ -274,6 +321,42 @@ def test_with_out_and_a_workspace_nothing_is_allocated(gpu: Gpu) -> None:
     inside = range(workspace.buffer.data_ptr(), workspace.buffer.data_ptr() + workspace.size)
     assert all(addresses[name] in inside for name in ("partial_out", "partial_lse", "split_info"))
     assert (addresses["out"], addresses["lse"]) == (out.data_ptr(), lse.data_ptr())
+
+
+@pytest.mark.parametrize("shape", [{"s": 2}, {"s": 3, "q_lens": [2, 0, 3, 1, 1], "padding_rows": 2}])
+@pytest.mark.parametrize("each", [1, 2, 3])
+def test_a_large_invariant_batch_takes_several_launches(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any], each: int
+) -> None:
+    lens = [40, 33, 5, 0, 17]
+    case = served(lens, **shape)
+    attend(case, batch_invariant=True)
+    whole = gpu.operands["partial_out"].numel()
+    assert len(gpu.launches) == 1
+    for kept in (plans._plans, plans._latest):
+        kept.clear()
+    width = case.block_tables.shape[1]
+    config = sm90_decode.DecodeConfig("bfloat16", 3, shape["s"], 256, page_size=16, batch_invariant=True)
+    slot = sm90_decode.workspace_shapes(config, 1, 1, width)["partial_out"][0]
+    monkeypatch.setattr(sm90_decode, "INVARIANT_WORKSPACE", each * slot[0] * slot[1] * (slot[2] * 4 + 12))
+    sizes = {"max_batch": 5, "max_q_len": shape["s"], "max_pages": width, "ragged": "q_lens" in shape}
+    size = workspace_size(**sizes, batch_invariant=True)
+    for options in ({}, {"workspace": tsmla_bridge.Workspace(size, "cpu")}):
+        gpu.launches.clear()
+        assert_right(attend(case, batch_invariant=True, **options), case)
+        assert len(gpu.launches) == -(-len(lens) // each)
+        assert all(seen["partial_out"].numel() < whole for _, seen in gpu.launches)
+
+
+@pytest.mark.parametrize("shape", [{"s": 2}, {"s": 3, "q_lens": [2, 0, 3, 1, 1], "padding_rows": 2}])
+@pytest.mark.parametrize("which", ["dense", "wide", "heads first"])
+def test_several_launches_of_queries_in_two_tensors(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any], which: str
+) -> None:
+    monkeypatch.setattr(sm90_decode, "INVARIANT_WORKSPACE", 1)  # one request in each
+    case = served([40, 33, 5, 0, 17], heads=4, **shape)
+    assert_right(attend(case, q=split_queries(case)[which], batch_invariant=True, implementation="cute"), case)
+    assert len(gpu.launches) == 5
 
 
 def test_a_workspace_is_enough_for_what_it_is_sized_for(gpu: Gpu) -> None:

@@ -22,6 +22,8 @@ def as_torch(value: Any) -> Any:
     """Arrays as tensors and dtypes as torch's; a list of arrays as a list of tensors."""
     if isinstance(value, jax.Array | np.ndarray):
         return torch.from_numpy(value) if isinstance(value, np.ndarray) else tensor(value)
+    if isinstance(value, np.bool_):
+        return value
     if isinstance(value, type) or hasattr(value, "dtype"):
         return getattr(torch, np.dtype(value).name)
     return [as_torch(part) for part in value] if isinstance(value, list) and value else value
@@ -43,6 +45,68 @@ def test_both_front_ends_say_the_same(case: test_bad_input.Case) -> None:
     got = said(case.error, ours, arguments)
     want = said(case.error, getattr(tsmla_jax, case.op), case.arguments)
     assert got == want.replace("ArrayImpl", "Tensor").replace(", 'xla'", "")
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"), [("latent_dim", 32.0), ("causal", 1), ("batch_invariant", 0), ("max_q_len", True)]
+)
+def test_a_legal_call_before_makes_nothing_legal(argument: str, value: Any) -> None:
+    arguments = {name: as_torch(value) for name, value in test_bad_input.DECODE.items()}
+    arguments |= {"max_q_len": 1, "batch_invariant": False, "causal": True}
+    tsmla_bridge.mla_decode(**arguments)
+    tsmla_bridge.mla_decode(**arguments)
+    with pytest.raises(TypeError, match=f"{argument}: got "):
+        tsmla_bridge.mla_decode(**arguments | {argument: value})
+
+
+def test_a_legal_scale_before_makes_no_other_legal() -> None:
+    arguments = {name: as_torch(value) for name, value in test_bad_input.DECODE.items()}
+    for scale in ({"softmax_scale": -0.1}, {"softmax_scale": float("nan")}, {"kv_scale": 0.0}):
+        tsmla_bridge.mla_decode(**arguments)
+        with pytest.raises(ValueError, match="legal: a positive, finite number"):
+            tsmla_bridge.mla_decode(**arguments | scale)
+
+
+@pytest.mark.parametrize("argument", ["kv_cache", "latent", "k_rope"])
+def test_a_write_has_no_derivative(argument: str) -> None:
+    arguments = {name: as_torch(value) for name, value in test_bad_input.WRITE.items()}
+    arguments[argument].requires_grad_()
+    with pytest.raises(NotImplementedError, match=r"write_kv_cache has no derivative.*torch\.no_grad"):
+        tsmla_bridge.write_kv_cache(**arguments)
+    with torch.no_grad():
+        tsmla_bridge.write_kv_cache(**arguments)
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_a_meta_tensor_among_others_is_refused(op: str) -> None:
+    """Its results would be memory that nobody writes."""
+    base = {name: as_torch(value) for name, value in test_bad_input.BASES[op].items()}
+    for argument, value in base.items():
+        if isinstance(value, torch.Tensor):
+            mixed = base | {argument: value.to("meta")}
+        elif isinstance(value, list):
+            mixed = base | {argument: [value[0], value[1].to("meta")]}
+        else:
+            continue
+        with pytest.raises(ValueError, match=r"device|meta"):
+            getattr(tsmla_bridge, op)(**mixed)
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_vmap_is_refused_by_name(op: str) -> None:
+    base = {name: as_torch(value) for name, value in test_bad_input.BASES[op].items()}
+    mapped = [name for name, value in base.items() if isinstance(value, torch.Tensor | list)]
+    both = [base[name] if isinstance(base[name], list) else [base[name]] for name in mapped]
+    doubled = [[torch.stack([x, x]) for x in values] for values in both]
+    twice = [d if isinstance(base[name], list) else d[0] for name, d in zip(mapped, doubled, strict=True)]
+
+    def call(*values: Any) -> Any:
+        return getattr(tsmla_bridge, op)(**base | dict(zip(mapped, values, strict=True)))
+
+    with pytest.raises(NotImplementedError, match=f"{op}: got tensors under torch.vmap"):
+        torch.vmap(call)(*twice)
+    with pytest.raises(NotImplementedError, match=f"{op}: got tensors under torch.vmap"):  # one of them alone
+        torch.vmap(call, in_dims=(None,) * (len(mapped) - 1) + (0,))(*[base[m] for m in mapped[:-1]], twice[-1])
 
 
 def test_the_bases_are_legal() -> None:

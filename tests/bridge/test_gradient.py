@@ -11,6 +11,7 @@ import torch
 import tsmla_bridge
 from tests.emulator.launcher import NUM_SMS, Gpu
 from tests.oracles.gradients import Packed, Tensors
+from tsmla_bridge import operators
 from tsmla_bridge.ops import mla_prefill
 from tsmla_bridge.runtime import loaded_kernels
 from tsmla_kernels.sm90.prefill.backward_config import BackwardConfig
@@ -99,9 +100,9 @@ def test_opcheck() -> None:
     q, k, v, dout, dlse = (x.nan_to_num() for x in packed.numbers(torch.float32))
     cu_q, cu_kv = (packed.options()[name] for name in ("cu_seqlens_q", "cu_seqlens_kv"))
     rest = (cu_q, cu_kv, None, 0.3, 1.0, 5, 9, True, False, None)
-    torch.library.opcheck(mla_prefill.prefill_operator, (*(x.clone().requires_grad_() for x in (q, k, v)), *rest))
-    out, lse = mla_prefill.prefill_operator(q, k, v, *rest)
-    torch.library.opcheck(mla_prefill.backward_operator, (dout, dlse, out, lse, q, k, v, *rest))
+    torch.library.opcheck(mla_prefill.OPERATORS.forward, (*(x.clone().requires_grad_() for x in (q, k, v)), *rest))
+    out, lse = mla_prefill.OPERATORS.forward(q, k, v, *rest)
+    torch.library.opcheck(mla_prefill.OPERATORS.backward, (dout, dlse, out, lse, q, k, v, *rest))
 
 
 # ---- what the kernel is given
@@ -170,7 +171,7 @@ def test_without_queries_or_keys_nothing_is_launched(gpu: Gpu, q_len: int, kv_le
 
 
 def test_without_a_derivative_the_operator_is_not_called(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mla_prefill.operators, "call_attention", lambda *_: pytest.fail("an operator is called"))
+    monkeypatch.setattr(operators, "call_attention", lambda *_: pytest.fail("an operator is called"))
     q, k, v, *_ = KERNEL.numbers(torch.bfloat16)
     assert not tsmla_bridge.mla_prefill(q, k, v, **KERNEL.options()).requires_grad
     with torch.no_grad():

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 
@@ -45,6 +46,22 @@ def test_what_would_be_a_copy_is_refused() -> None:
     )
     with pytest.raises(ValueError, match="array: got one on 2 devices; legal: on one"):
         tsmla_bridge.to_torch(sharded)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
+def test_a_dtype_that_jax_would_narrow_is_named(dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(ValueError, match=f"tensor: got dtype {name}; legal: one that jax has without jax_enable_x64"):
+        tsmla_bridge.to_jax(torch.ones(64, dtype=dtype))
+    with jax.enable_x64(True):
+        assert tsmla_bridge.to_jax(torch.ones(64, dtype=dtype)).dtype.name == name
+
+
+def test_what_is_no_tensor_is_named() -> None:
+    with pytest.raises(TypeError, match=r"tensor: got ndarray; legal: a torch\.Tensor"):
+        tsmla_bridge.to_jax(np.ones(4))
+    with pytest.raises(TypeError, match=r"array: got Tensor; legal: a jax\.Array"):
+        tsmla_bridge.to_torch(torch.ones(4))
 
 
 def test_a_jax_function_takes_tensors_in_any_structure() -> None:

@@ -28,6 +28,38 @@ def test_prefill_goes_to_the_catalogs_kernel(gpu: Gpu, dtype: torch.dtype) -> No
         tsmla_bridge.mla_prefill(q, wide, v, **options)
 
 
+@pytest.mark.parametrize("tokens", [7, 1])
+@pytest.mark.parametrize("heads", [3, 1])
+def test_prefill_reads_values_in_a_wider_tensor(gpu: Gpu, tokens: int, heads: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, kv = (torch.randn(tokens, heads, width, generator=generator).bfloat16() for width in (192, 192, 256))
+    cu = torch.tensor([0, tokens], dtype=torch.int32)
+    options = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu, "max_q_len": 7, "max_kv_len": 7, "softmax_scale": 0.1}
+    v = kv[..., 128:]
+    want = tsmla_bridge.mla_prefill(q, k, v.contiguous(), **options)
+    assert gpu.operands["v"].shape == (tokens, heads, 128)
+    assert torch.equal(tsmla_bridge.mla_prefill(q, k, v, **options), want)
+    if not v.is_contiguous():
+        assert gpu.operands["v"].shape == (tokens, heads, 256) and gpu.operands["v"].data_ptr() == v.data_ptr()
+
+
+def test_other_views_of_values_are_refused(gpu: Gpu) -> None:
+    q, k = (torch.zeros(7, 3, 192, dtype=torch.bfloat16) for _ in range(2))
+    cu = torch.tensor([0, 7], dtype=torch.int32)
+    options = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu, "max_q_len": 7, "max_kv_len": 7, "softmax_scale": 0.1}
+    for v in (
+        torch.zeros(7, 3, 200, dtype=torch.bfloat16)[..., :128],  # no multiple of 64
+        torch.zeros(7, 3, 320, dtype=torch.bfloat16)[..., 4:132],  # at no multiple of 16 bytes
+        torch.zeros(7, 5, 128, dtype=torch.bfloat16)[:, :3],  # some of the heads
+        torch.zeros(3, 7, 128, dtype=torch.bfloat16).transpose(0, 1),
+    ):
+        with pytest.raises(ValueError, match="v: got shape"):
+            tsmla_bridge.mla_prefill(q, k, v, **options)
+    v = torch.zeros(7, 3, 256, dtype=torch.bfloat16)[..., 128:].requires_grad_()
+    with pytest.raises(ValueError, match="v: got shape"):  # the derivative's kernel takes dense tensors alone
+        tsmla_bridge.mla_prefill(q, k, v, **options)
+
+
 def test_writes_and_gathers_go_to_the_catalogs_kernels(gpu: Gpu) -> None:
     generator = torch.Generator().manual_seed(0)
     kv = torch.randn(5, 80, generator=generator).bfloat16()
@@ -115,3 +147,31 @@ def test_merges_that_the_kernel_cannot_serve_are_torchs(gpu: Gpu) -> None:
             tsmla_bridge.merge_attention_states(given, list(lses), implementation="cute")
     out.sum().backward()
     assert derived.grad is not None and not gpu.launches
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_indexer_logits_go_to_the_catalogs_kernel(gpu: Gpu, ragged: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, keys = (torch.randn(n, 8, 128, generator=generator).to(torch.float8_e4m3fn) for n in (3, 10))
+    cache = keys.view(5, 16, 128)
+    rows = 2 if ragged else 3
+    tables = torch.randint(0, 5, (rows, 2), generator=generator, dtype=torch.int32)
+    given = {
+        "q": q,
+        "weights": torch.randn(3, 8, generator=generator),
+        "k_cache": cache,
+        "block_tables": tables,
+        "seq_lens": torch.tensor([20, 32, 1][:rows], dtype=torch.int32),
+    }
+    if ragged:
+        given["cu_seqlens_q"] = torch.tensor([0, 1, 3], dtype=torch.int32)
+    want = tsmla_bridge.indexer_logits(**given, implementation="reference")
+    assert not gpu.launches
+    assert torch.equal(tsmla_bridge.indexer_logits(**given), want)
+    out = torch.empty_like(want)
+    assert tsmla_bridge.indexer_logits(**given, out=out) is out and torch.equal(out, want)
+    assert len(gpu.launches) == 2 and gpu.operands["logits"].data_ptr() == out.data_ptr()
+    wide = torch.cat((cache, cache), -1)[..., :128]  # keys with gaps: torch operations
+    assert torch.equal(tsmla_bridge.indexer_logits(**(given | {"k_cache": wide})), want)
+    with pytest.raises(NotImplementedError, match=r"indexer_logits: .* k_cache has strides .* the kernel can't read"):
+        tsmla_bridge.indexer_logits(**(given | {"k_cache": wide}), implementation="cute")

@@ -19,6 +19,17 @@ from tests.oracles import attention as oracle
 F32, BF16 = 2e-5, 2**-7
 
 
+def test_a_hidden_key_reaches_nobody() -> None:
+    case = inputs([40], s=3, q_dtype="float32", kv_dtype="float32")
+    last = (case.block_tables[0, 39 // 16], 39 % 16, 3)
+    case.kv_cache[last] = case.case.kv_cache[last] = torch.nan
+    out, lse = tsmla_bridge.mla_decode(*case.arrays, **case.options, return_lse=True)
+    want, want_lse = case.want()
+    assert not np.isnan(want[0, :2]).any() and torch.isnan(out[0, 2]).all()
+    np.testing.assert_allclose(out[0, :2].numpy(), want[0, :2], atol=1e-5)
+    np.testing.assert_allclose(lse[0, :2].numpy(), want_lse[0, :2], atol=1e-5)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
     "shape",

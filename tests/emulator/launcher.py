@@ -18,11 +18,14 @@ import pytest
 import torch
 
 import tsmla_bridge
-from tsmla_bridge import reference
+from tests.emulator.sparse import call_of
+from tsmla_bridge import reference, sparse_reference
+from tsmla_bridge.ops.sparse_plans import SparseInputs
 from tsmla_bridge.runtime import devices, loaded_kernels
 from tsmla_bridge.runtime.tensors import DTYPES
 from tsmla_kernels import launch
-from tsmla_kernels.contract import Array, decode_spec, prefill_spec
+from tsmla_kernels.contract import Array, PrefillSpec, decode_spec, prefill_spec
+from tsmla_kernels.contract.sparse import sparse_mla_spec
 from tsmla_kernels.kernel import Config, Kernel, Operand
 
 NUM_SMS = 4  # more than one, which would have no pieces to combine
@@ -126,7 +129,12 @@ class StandInLauncher(launch.Launcher):
         for name in ("partial_out", "partial_lse", "split_info"):
             operands[name].view(torch.uint8).fill_(0xFF)  # anything else that lies there is spoilt
         out, lse = (operands[name].view(-1, config.num_heads, *operands[name].shape[1:]) for name in ("out", "lse"))
-        q = operands["q"].view(-1, config.num_heads, config.head_dim)
+        q = operands["q"]
+        if config.heads_first:
+            q = q.transpose(0, 1).reshape(-1, config.latent_dim)
+        if config.split_q:  # of its rows only the first columns
+            q = torch.cat((q, operands["q_rope"][:, : config.rope_dim]), -1)
+        q = q.view(-1, config.num_heads, config.head_dim)
         offsets = operands["cu_seqlens_q"] if config.ragged else None
         written = torch.ones(len(q), dtype=torch.bool)
         if offsets is None:
@@ -146,30 +154,54 @@ class StandInLauncher(launch.Launcher):
         found = reference.mla_decode(spec, *tensors.values(), offsets, *operands["scales"])
         out[written], lse[written] = (x.view(y.shape)[written] for x, y in zip(found, (out, lse), strict=True))
 
-    def _mla_prefill(self, operands: Operands) -> None:
-        for name in ("plan", "progress"):
-            operands[name].view(torch.uint8).fill_(0xFF)
-        tensors = {name: operands[name] for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_kv")}
+    def _prefill_call(self, operands: Operands) -> tuple[PrefillSpec, list[torch.Tensor]]:
+        """The spec of the call on k and v, and the operands of its definition."""
+        inputs = [operands[name] for name in (("q", "kv", "k_rope") if self.config.rope_dim else ("q", "k", "v"))]
+        if self.config.rope_dim:
+            q, kv, k_rope = inputs
+            nope = q.shape[2] - k_rope.shape[1]
+            rope = k_rope[:, None].expand(-1, kv.shape[1], -1)
+            inputs = [q, torch.cat((kv[..., :nope], rope), -1), kv[..., nope:]]
+        inputs[2] = inputs[2][..., : self.config.v_head_dim]
+        tensors = dict(zip(("q", "k", "v"), inputs, strict=True))
+        tensors |= {name: operands[name] for name in ("cu_seqlens_q", "cu_seqlens_kv")}
         longest = 1 << 20
         spec = prefill_spec(
             **describe(tensors), max_q_len=longest, max_kv_len=longest, softmax_scale=1.0, causal=self.config.causal
         )
-        found = reference.mla_prefill(spec, *tensors.values(), *operands["scales"])
-        for name, result in zip(("out", "lse"), found, strict=True):
+        return spec, [*tensors.values(), *operands["scales"]]
+
+    def _mla_prefill(self, operands: Operands) -> None:
+        for name in ("plan", "progress"):
+            operands[name].view(torch.uint8).fill_(0xFF)
+        spec, given = self._prefill_call(operands)
+        for name, result in zip(("out", "lse"), reference.mla_prefill(spec, *given), strict=True):
             operands[name].copy_(result)
 
     def _mla_prefill_backward(self, operands: Operands) -> None:
         for name in ("dq_sum", "row_terms", "turns", "plan", "progress"):
             operands[name].view(torch.uint8).fill_(0xFF)
-        tensors = {name: operands[name] for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_kv")}
-        longest = 1 << 20
-        spec = prefill_spec(
-            **describe(tensors), max_q_len=longest, max_kv_len=longest, softmax_scale=1.0, causal=self.config.causal
-        )
-        given = (operands[name] for name in ("out", "lse", "dout", "dlse"))
-        found = reference.mla_prefill_backward(spec, *given, *tensors.values(), *operands["scales"])
-        for name, result in zip(("dq", "dk", "dv"), found, strict=True):
+        spec, given = self._prefill_call(operands)
+        saved = (operands[name] for name in ("out", "lse", "dout", "dlse"))
+        found = dict(zip(("dq", "dk", "dv"), reference.mla_prefill_backward(spec, *saved, *given), strict=True))
+        if self.config.rope_dim:
+            dk, nope = found.pop("dk"), found["dq"].shape[2] - self.config.rope_dim
+            found["dkv"] = torch.cat((dk[..., :nope], found.pop("dv")), -1)
+            found["dk_rope"] = dk[..., nope:].float().sum(1)
+        for name, result in found.items():
             operands[name].copy_(result)
+
+    def _sparse_mla(self, operands: Operands) -> None:
+        for name in ("partial_out", "partial_lse", "split_info"):
+            operands[name].view(torch.uint8).fill_(0xFF)
+        given = call_of(self.config, operands)
+        arrays = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        spec = sparse_mla_spec(**(given | describe(arrays)))
+        found = sparse_reference.sparse_mla(
+            spec, *(given.get(name) for name in SparseInputs._fields), operands["scales"]
+        )  # fmt: skip
+        for name, result in zip(("out", "lse"), found, strict=True):
+            operands[name].copy_(result.view(operands[name].shape))
 
     def _write_kv_cache(self, operands: Operands) -> None:
         config = self.config
@@ -194,6 +226,10 @@ class StandInLauncher(launch.Launcher):
         found = tsmla_bridge.merge_attention_states(outs, lses, implementation="reference")
         for name, result in zip(("out", "lse"), found, strict=True):
             operands[name].copy_(result)
+
+    def _indexer_logits(self, operands: Operands) -> None:
+        given = {name: operands[name] for name in operands if name != "logits"}
+        operands["logits"].copy_(tsmla_bridge.indexer_logits(**given, implementation="reference"))
 
 
 def describe(tensors: Operands) -> dict[str, Array]:

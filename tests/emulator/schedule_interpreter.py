@@ -146,9 +146,10 @@ class Interpreter:
         seq_lens: np.ndarray,
         width: int,
         cu_seqlens_q: np.ndarray | None = None,
+        equal_lengths: bool = False,
     ) -> tuple[list[Piece], np.ndarray]:
         """(the pieces of all clusters, split_info) of a batch, with a table of `width` pages."""
-        walk = self.walk.PieceWalk(config)
+        walk = self.walk.PieceWalk(config, equal_lengths=equal_lengths)
         rows = len(seq_lens) * config.max_q_len if cu_seqlens_q is None else int(cu_seqlens_q[-1])
         split_info = Array(np.full((2 * num_clusters, len(self.memory.SplitEntry)), GARBAGE, np.int32))
         lens, table = Array(seq_lens.astype(np.int32)), types.SimpleNamespace(shape=(len(seq_lens), width))

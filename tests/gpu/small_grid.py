@@ -1,17 +1,18 @@
 """Every operation of the bridge on small inputs: odd sizes, ragged and empty requests, NaN where nothing may be read.
 
-    python3 -m tests.gpu.small_grid [--op NAME] [--device cuda]
+    python3 -m tests.gpu.small_grid [--op NAME] [--only TEXT] [--device cuda]
 
 What comes out is compared with the same call on the CPU, which the reference answers. test_small_grid.py makes these
 calls too. As a program of its own, without jax, compute-sanitizer can watch them, one operation and one sanitizer at
 a time (run it once without, so that the kernels are compiled):
 
-    compute-sanitizer --tool racecheck python3 -m tests.gpu.small_grid --op mla_prefill
+    compute-sanitizer --tool racecheck python3 -m tests.gpu.small_grid --op mla_prefill --only float8
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 
 import tsmla_bridge
+from tests.oracles import sparse_inputs
 from tests.oracles.inputs import poisoned_cache
 
 LATENT, ROPE, PAGE = 512, 64, 64
@@ -44,6 +46,11 @@ class Call(NamedTuple):
 
 def normal(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(shape, generator=generator).to(dtype)
+
+
+def numbers(array: np.ndarray) -> torch.Tensor:
+    """A tensor of a numpy array, of ml_dtypes too."""
+    return torch.from_numpy(array.view(f"i{array.itemsize}").copy()).view(getattr(torch, array.dtype.name))
 
 
 def int32(values: list[int]) -> torch.Tensor:
@@ -89,6 +96,50 @@ def prefill_calls(generator: torch.Generator) -> Iterator[Call]:
             yield Call(name, tsmla_bridge.mla_prefill, {"q": q, "k": k.to(dtype), "v": v.to(dtype), **offsets}, options)
 
 
+def gradients(
+    function: Callable[..., Any], inputs: dict[str, torch.Tensor], dout: torch.Tensor, dlse: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """The gradients of the inputs of a function, for these cotangents of its results."""
+    leaves = {name: x.requires_grad_() for name, x in inputs.items()}
+    return torch.autograd.grad(function(**leaves, return_lse=True), list(leaves.values()), (dout, dlse))
+
+
+def prefill_gradient(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, ...]:
+    """Those of q, k and v by mla_prefill."""
+    call = functools.partial(tsmla_bridge.mla_prefill, **options)
+    return gradients(call, {"q": q, "k": k, "v": v}, dout, dlse)
+
+
+def prefill_kv_gradient(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, ...]:
+    """Those of q, kv and k_rope by mla_prefill_kv. All heads share the rope columns of the first."""
+    call = functools.partial(tsmla_bridge.mla_prefill_kv, **options)
+    kv, k_rope = torch.cat((k[..., :-ROPE], v), -1), k[:, 0, -ROPE:].contiguous()
+    return gradients(call, {"q": q, "kv": kv, "k_rope": k_rope}, dout, dlse)
+
+
+def gradient_calls(generator: torch.Generator, function: Callable[..., Any] = prefill_gradient) -> Iterator[Call]:
+    """The gradient of prefill: ragged, empty queries and keys, behind a context, causal and not, in both modes."""
+    lengths = [([70, 0, 5], [70, 30, 200]), ([3], [0]), ([130, 1], [131, 64])]
+    modes = itertools.product((True, False), (True, False))
+    for dtype, (causal, deterministic) in itertools.product((torch.bfloat16, torch.float16), modes):
+        for q_lens, kv_lens in lengths:
+            rows, widths = (sum(q_lens), sum(kv_lens), sum(kv_lens), sum(q_lens)), (192, 192, 128, 128)
+            given = [normal(generator, n + 2, 3, w, dtype=torch.float32) for n, w in zip(rows, widths, strict=True)]
+            for x, n in zip(given, rows, strict=True):
+                x[n:] = float("nan")
+            tensors = dict(zip(("q", "k", "v", "dout"), (x.to(dtype) for x in given), strict=True))
+            tensors["dlse"] = normal(generator, sum(q_lens) + 2, 3, dtype=torch.float32)
+            offsets = {f"cu_seqlens_{name}": offsets_of(lens) for name, lens in (("q", q_lens), ("kv", kv_lens))}
+            bounds = {"max_q_len": max(q_lens), "max_kv_len": max(kv_lens)}
+            options = {**bounds, "softmax_scale": SCALE, "causal": causal, "deterministic": deterministic}
+            name = f"{dtype} {q_lens} over {kv_lens}{' causal' * causal}{' deterministic' * deterministic}"
+            yield Call(name, function, {**tensors, **offsets}, options)
+
+
 def cache_calls(generator: torch.Generator) -> Iterator[Call]:
     """write_kv_cache, with slots that are left out, and gather_kv_cache of what was there before."""
     for dtype in (torch.bfloat16, FP8):
@@ -113,11 +164,104 @@ def merge_calls(generator: torch.Generator) -> Iterator[Call]:
         yield Call(f"{dtype} {parts} parts", tsmla_bridge.merge_attention_states, {"outs": outs, "lses": lses}, {})
 
 
+def topk_calls(generator: torch.Generator) -> Iterator[Call]:
+    """select_topk: rows of every kind, by value and by position, of columns of their own, and slots."""
+    for columns, k in ((77, 64), (3001, 512), (40000, 256)):
+        logits = normal(generator, 5, columns, dtype=torch.float32)
+        logits[1] = 1.5
+        logits[2, ::2], logits[2, 1::3] = float("nan"), -torch.inf
+        tensors = {"logits": logits, "seq_lens": int32([columns, columns, columns - 3, 0, columns // 2])}
+        starts = {**tensors, "row_starts": int32([0, 0, 3, 5, 13])}
+        tables = torch.randint(0, 900, (5, columns // 64), generator=generator, dtype=torch.int32)
+        slots: dict[str, Any] = {"k": k, "order": "position", "page_size": 64}
+        for order in ("value", "position"):
+            for name, given in (("whole", tensors), ("from their starts", starts)):
+                yield Call(f"{columns} {order} {name}", tsmla_bridge.select_topk, given, {"k": k, "order": order})
+        yield Call(f"{columns} slots", tsmla_bridge.select_topk, {**tensors, "block_tables": tables}, slots)
+
+
+def packed_calls(generator: torch.Generator) -> Iterator[Call]:
+    """write_packed_kv_cache, write_indexer_cache and indexer_quantize, rotated and not; some slots are left out."""
+    for tokens, dtype in itertools.product((1, 33), (torch.bfloat16, torch.float32)):
+        slots = torch.randperm(3 * PAGE, generator=generator)[:tokens].to(torch.int32)
+        slots[1::5] = -1
+        turn = {name: normal(generator, tokens, 32, dtype=torch.float32) for name in ("cos", "sin")}
+        latent, rope, k = (normal(generator, tokens, width, dtype=dtype) for width in (LATENT, ROPE, 128))
+        queries = {"q": normal(generator, tokens, 6, 128, dtype=dtype), "weights": rope[:, :6].contiguous()}
+        caches = [torch.full((3, PAGE, width), 7, dtype=torch.uint8) for width in (656, 132)]
+        packed = {"kv_cache": caches[0], "latent": latent, "k_rope": rope, "slot_mapping": slots}
+        keys = {"k_cache": caches[1], "k": k, "slot_mapping": slots}
+        for angles in ({}, turn):
+            name = f"{tokens} {dtype}{' rotated' * bool(angles)}"
+            yield Call(f"rows {name}", tsmla_bridge.write_packed_kv_cache, {**packed, **angles}, {})
+            yield Call(f"keys {name}", tsmla_bridge.write_indexer_cache, {**keys, **angles}, {})
+            yield Call(f"queries {name}", tsmla_bridge.indexer_quantize, {**queries, **angles}, {})
+
+
+def compress_calls(generator: torch.Generator) -> Iterator[Call]:
+    """compress_write_kv_cache: requests that begin, go on and complete nothing, over every kind of cache."""
+
+    def run(**tensors: Any) -> tuple[torch.Tensor, ...]:
+        cache = tsmla_bridge.compress_write_kv_cache(**tensors)
+        return cache.float() if cache.dtype == torch.bfloat16 else cache, tensors["state"], tensors["state_positions"]
+
+    caches = {
+        "v4": torch.zeros(4, 65 * 576, dtype=torch.uint8),
+        "indexer": torch.zeros(4, 64, 132, dtype=torch.uint8),
+        "plain": torch.zeros(4, 64, 512, dtype=torch.bfloat16),
+    }
+    for (name, cache), (ratio, overlap) in itertools.product(caches.items(), ((4, True), (128, False))):
+        channels = 128 if name == "indexer" else 512
+        width, window = channels * (1 + overlap), ratio * (1 + overlap)
+        new = [1, 130, 3, 1]
+        arrays = {
+            "cache": cache,
+            "kv_score": normal(generator, sum(new) + 2, 2, width, dtype=torch.float32),
+            "ape": normal(generator, ratio, width, dtype=torch.float32),
+            "state": normal(generator, 5, window, 2, width, dtype=torch.float32),
+            "state_positions": torch.zeros(5, window, dtype=torch.int32),
+            "norm_weight": normal(generator, channels, dtype=torch.bfloat16),
+            "cos_sin": normal(generator, 300, 64, dtype=torch.float32),
+            "block_tables": int32([2, 0, 3, 1])[:, None],
+            "state_slots": int32([4, 0, 2, 1]),
+            "seq_lens": int32([256, 190, 3, 255]),
+            "cu_seqlens_q": offsets_of(new),
+        }
+        yield Call(f"{name} {ratio}", run, arrays, {"ratio": ratio, "overlap": overlap, "eps": 1e-6})
+
+
+def sparse_calls(generator: torch.Generator) -> Iterator[Call]:
+    """sparse_mla: every format of rows, one cache and two, few heads and many, odd sizes, rows of no slot."""
+    del generator  # the inputs have a seed
+    cases: list[dict[str, Any]] = [
+        {"layout": "v32", "heads": 16, "selected": 200, "tokens": 5},
+        {"layout": "v32", "heads": 128, "selected": 70, "tokens": 3, "gap": 2, "sinks": True},
+        {"layout": "v32", "heads": 5, "selected": 33, "lengths": False, "dtype": "float16"},
+        {"layout": "v4", "heads": 16, "selected": 12, "gap": 1},
+        {"layout": "v4", "heads": 64, "selected": 192, "window": 128, "sinks": True},
+        {"layout": "plain", "heads": 3, "selected": 129},
+        {"layout": "plain", "heads": 16, "selected": 68, "window": 4, "width": 512, "sinks": True},
+        {"layout": "plain", "heads": 64, "selected": 68, "window": 4, "width": 512, "kv_dtype": "bfloat16"},
+        {"layout": "plain", "heads": 16, "selected": 40, "dtype": "float16", "kv_dtype": "float16"},
+    ]
+    for case, invariant in itertools.product(cases, (False, True)):
+        call = sparse_inputs.call(**case)
+        tensors = {name: numbers(array) for name, array in call.arrays.items()}
+        options = call.options | {"return_lse": True, "batch_invariant": invariant}
+        yield Call(f"{case}{' invariant' * invariant}", tsmla_bridge.sparse_mla, tensors, options)
+
+
 CALLS: dict[str, Callable[[torch.Generator], Iterator[Call]]] = {
     "mla_decode": decode_calls,
     "mla_prefill": prefill_calls,
+    "mla_prefill_gradient": gradient_calls,
+    "mla_prefill_kv_gradient": functools.partial(gradient_calls, function=prefill_kv_gradient),
     "kv_cache": cache_calls,
     "merge_attention_states": merge_calls,
+    "select_topk": topk_calls,
+    "packed_caches": packed_calls,
+    "compress_write_kv_cache": compress_calls,
+    "sparse_mla": sparse_calls,
 }
 
 
@@ -130,10 +274,11 @@ def apart(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((a - b)[finite].norm() / b[finite].norm().clamp(min=1e-30))
 
 
-def failures(op: str, device: torch.device) -> list[str]:
-    """The calls of `op` on `device` that differ from those on the CPU by more than P in fp8 explains."""
+def failures(op: str, device: torch.device, only: str = "") -> list[str]:
+    """The calls of `op` on `device`, of those whose names hold `only`, that differ from those on the CPU by more than P
+    in fp8 explains."""
     found = []
-    for call in CALLS[op](torch.Generator().manual_seed(0)):
+    for call in (call for call in CALLS[op](torch.Generator().manual_seed(0)) if only in call.name):
         errors = [apart(a, b) for a, b in zip(call.on(device), call.on(torch.device("cpu")), strict=True)]
         if not max(errors) < 0.04:
             found.append(f"{op} {call.name}: {errors}")
@@ -143,9 +288,10 @@ def failures(op: str, device: torch.device) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     parser: Any = argparse.ArgumentParser(description="every operation of the bridge on small inputs")
     parser.add_argument("--op", choices=list(CALLS), action="append", help="all by default")
+    parser.add_argument("--only", default="", help="calls whose names hold this text, a dtype say")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args(argv)
-    found = [line for op in args.op or CALLS for line in failures(op, torch.device(args.device))]
+    found = [line for op in args.op or CALLS for line in failures(op, torch.device(args.device), args.only)]
     print("\n".join(found) or "all as on the CPU")
     return bool(found)
 

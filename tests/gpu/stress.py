@@ -19,7 +19,7 @@ import faulthandler
 import random
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ SCALES = (192**-0.5, 0.05, 0.1)
 SHAPES = [(1, 1, 16, 40), (4, 2, 16, 9), (17, 1, 16, 3), (3, 4, 16, 12), (9, 1, 128, 6)]
 SMALL = [(2, 1, 16, 4), (3, 2, 16, 3), (2, 1, 128, 3)]
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Attend = Callable[[int, float, Workspace | None], Sequence[torch.Tensor]]
 
 
 def arrays(
@@ -58,10 +59,18 @@ def failures(
     def attend(which: int, scale: float, workspace: Workspace | None = None) -> Sequence[torch.Tensor]:
         return tsmla_bridge.mla_decode(*inputs[which], softmax_scale=scale, return_lse=True, workspace=workspace)
 
-    wants = {(i, scale): attend(i, scale) for i in range(len(shapes)) for scale in SCALES}
-    torch.cuda.synchronize()
     sizes = {"max_batch": max(s[0] for s in shapes), "max_q_len": max(s[1] for s in shapes), "dtype": dtype}
     size = max(decode_workspace_size(num_heads=s[2], kv_dtype=kv_dtype, **sizes) for s in shapes)
+    return in_threads(attend, len(shapes), size, threads, calls)
+
+
+def in_threads(attend: Attend, inputs: int, size: int, threads: int, calls: int) -> list[BaseException]:
+    """What went wrong in `calls` calls of each thread, half of them with a workspace of `size` bytes.
+
+    attend: a call on inputs of this number, below `inputs`, with this scale and workspace.
+    """
+    wants = {(i, scale): attend(i, scale, None) for i in range(inputs) for scale in SCALES}
+    torch.cuda.synchronize()
     found: list[BaseException] = []
 
     def work(seed: int) -> None:
@@ -70,7 +79,7 @@ def failures(
             with torch.cuda.stream(stream):
                 workspace = Workspace(size)
                 for _ in range(calls):
-                    call = rng.randrange(len(shapes)), rng.choice(SCALES)
+                    call = rng.randrange(inputs), rng.choice(SCALES)
                     got = attend(*call, workspace if rng.random() < 0.5 else None)
                     stream.synchronize()
                     assert_same_bits(got, wants[call])

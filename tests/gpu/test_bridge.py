@@ -1,14 +1,11 @@
 """The PyTorch front end on a GPU: the same bits as through jax, captured, threaded, compiled, without allocations.
-test_decode_values.py has decode's values."""
+test_decode_values.py has decode's values, test_bridge_gradient.py prefill's gradient."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 import torch
@@ -16,35 +13,16 @@ import torch
 import tsmla_bridge
 import tsmla_jax
 from tests.gpu import stress
+from tests.gpu.object_cache import compiled_cache, shared_cache  # noqa: F401  (fixtures)
 from tests.gpu.stress import arrays, assert_same_bits
 from tests.oracles.attention import fp8_lse_error
-from tests.oracles.gradients import Packed, Tensors
 from tsmla_bridge import Workspace, decode_workspace_size, tokenspeed_mla
-from tsmla_bridge.ops import mla_decode, mla_prefill
-from tsmla_bridge.runtime import loaded_kernels
-from tsmla_kernels.catalog import MLA_DECODE
+from tsmla_bridge.ops import mla_decode
 
 pytestmark = pytest.mark.gpu
 
 SCALE = 192**-0.5
 STRESS_CALLS = int(os.environ.get("TSMLA_STRESS_CALLS", "200"))  # of each thread
-
-
-@pytest.fixture(scope="module")
-def compiled_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The cache that is named, which several runs may share, or a new one."""
-    named = os.environ.get("TSMLA_CACHE_DIR")
-    return Path(named) if named else tmp_path_factory.mktemp("gpu-objects")
-
-
-@pytest.fixture(autouse=True)
-def shared_cache(compiled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One cache for the module: each object takes ten to twenty seconds to compile."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs torch with CUDA")
-    if reasons := loaded_kernels.reasons(MLA_DECODE, torch.device("cuda")):
-        pytest.skip("; ".join(reasons))
-    monkeypatch.setenv("TSMLA_CACHE_DIR", str(compiled_cache))
 
 
 def attend(*args: torch.Tensor, **options: Any) -> Any:
@@ -152,113 +130,22 @@ def test_prefill_has_the_bits_of_jax(dtype: torch.dtype, causal: bool) -> None:
     assert_same_bits(got, tsmla_bridge.jax_function(in_jax)(q, k, v, cu))
 
 
-# ---- the gradient of prefill
-
-
-RAGGED = Packed([200, 0, 65, 1, 300], [200, 130, 300, 64, 250], heads=4, dims=(192, 128), scale=SCALE, v_scale=0.7)
-# The last rows of dq, dk and dv are of no request; the first 50 queries of the last request see no key when causal.
-
-
-def gradients(numbers: Tensors, options: dict[str, Any]) -> Tensors:
-    """dq, dk and dv of the sum of the results times their cotangents."""
-    *given, dout, dlse = numbers
-    q, k, v = (x.detach().requires_grad_() for x in given)
-    out, lse = tsmla_bridge.mla_prefill(q, k, v, **options, return_lse=True)
-    return torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 4e-3), (torch.float16, 6e-4)])
-def test_gradient(dtype: torch.dtype, error: float, causal: bool, deterministic: bool) -> None:
-    packed = dataclasses.replace(RAGGED, causal=causal)
-    numbers = packed.numbers(dtype, "cuda")
-    found = gradients(numbers, packed.options("cuda") | {"deterministic": deterministic})
-    for got, want in zip(found, packed.want(*numbers), strict=True):
-        assert got.dtype == dtype and not got[-packed.padding :].any()
-        assert (got.double() - want).norm() < error * want.norm()
-    if causal:
-        assert not found[0][266:316].any()
-
-
-def test_gradient_of_a_sum() -> None:
-    """The cotangent of out has strides of 0, that of lse is made by autograd."""
-    q, k, v, *_ = (x.nan_to_num().requires_grad_() for x in RAGGED.numbers(torch.bfloat16, "cuda"))
-    tsmla_bridge.mla_prefill(q, k, v, **RAGGED.options("cuda")).sum().backward()
-    want = RAGGED.want(q, k, v, torch.ones(len(q), 4, 128, device="cuda"), torch.zeros(len(q), 4, device="cuda"))
-    assert v.grad is not None
-    assert (v.grad.double() - want[2]).norm() < 4e-3 * want[2].norm()
-
-
-def test_gradient_of_fp8_is_that_of_torch_operations() -> None:
-    numbers = RAGGED.numbers(torch.bfloat16, "cuda")
-    numbers = *(x.to(torch.float8_e4m3fn) for x in numbers[:3]), *numbers[3:]
-    for got, want in zip(gradients(numbers, RAGGED.options("cuda")), RAGGED.want(*numbers), strict=True):
-        assert (got.double() - want).norm() < 2**-4 * want.norm()
-
-
-def test_deterministic_gradients_repeat() -> None:
-    packed = Packed([700, 1348], [700, 1348], heads=16, dims=(192, 128), scale=SCALE)
-    numbers, options = packed.numbers(torch.bfloat16, "cuda"), packed.options("cuda") | {"deterministic": True}
-    first = gradients(numbers, options)
-    for _ in range(10):
-        assert_same_bits(gradients(numbers, options), first)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_gradient_has_the_bits_of_jax(causal: bool) -> None:
-    packed = dataclasses.replace(RAGGED, causal=causal)
-    numbers, options = packed.numbers(torch.bfloat16, "cuda"), packed.options("cuda") | {"deterministic": True}
-    got = gradients(numbers, options)
-    offsets = {name: options.pop(name) for name in ("cu_seqlens_q", "cu_seqlens_kv")}
-
-    def in_jax(q: Any, k: Any, v: Any, dout: Any, dlse: Any, offsets: dict[str, Any]) -> Any:
-        def attend(*inputs: Any) -> Any:
-            return tsmla_jax.mla_prefill(*inputs, **offsets, **options, return_lse=True, implementation="cute")
-
-        return jax.vjp(attend, q, k, v)[1]((dout, dlse))
-
-    assert_same_bits(got, tsmla_bridge.jax_function(in_jax)(*numbers, offsets))
-
-
-def test_gradient_compiled() -> None:
-    pytest.importorskip("triton", reason="torch.compile makes Triton kernels")
-    *given, dout, dlse = (x.nan_to_num() for x in RAGGED.numbers(torch.bfloat16, "cuda"))
-    options = RAGGED.options("cuda") | {"deterministic": True}
-
-    def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out, lse = tsmla_bridge.mla_prefill(q * 2, k, v, **options, return_lse=True)
-        return (out.float() * dout).sum() + (lse.nan_to_num(neginf=0) * dlse).sum()
-
-    found = []
-    for function in (loss, torch.compile(loss, fullgraph=True)):
-        leaves = [x.detach().requires_grad_() for x in given]
-        found.append(torch.autograd.grad(function(*leaves), leaves))
-    assert_same_bits(*found)
-
-
-def test_gradient_in_a_graph() -> None:
-    numbers, options = RAGGED.numbers(torch.bfloat16, "cuda"), RAGGED.options("cuda") | {"deterministic": True}
-    gradients(numbers, options)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = gradients(numbers, options)
-    for factor in (1.0, 0.5):
-        for x in numbers:
-            x.mul_(factor)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert_same_bits(found, gradients(numbers, options))
-
-
-def test_gradient_opcheck() -> None:
-    packed = dataclasses.replace(RAGGED, padding=0)
-    q, k, v, dout, dlse = packed.numbers(torch.bfloat16, "cuda")
-    offsets = (packed.options("cuda")[name] for name in ("cu_seqlens_q", "cu_seqlens_kv"))
-    rest = (*offsets, None, SCALE, 0.7, 300, 300, False, True, None)
-    torch.library.opcheck(mla_prefill.prefill_operator, (*(x.clone().requires_grad_() for x in (q, k, v)), *rest))
-    out, lse = mla_prefill.prefill_operator(q, k, v, *rest)
-    torch.library.opcheck(mla_prefill.backward_operator, (dout, dlse, out, lse, q, k, v, *rest))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("heads", [4, 1])
+def test_prefill_of_values_in_a_wider_tensor_has_the_bits_of_dense_ones(
+    dtype: torch.dtype, causal: bool, heads: int
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(300, heads, width, generator=generator).to("cuda", dtype) for width in (192, 192, 128))
+    wide = torch.full((300, heads, 256), torch.nan, device="cuda").to(dtype)
+    wide.view(torch.uint8)[..., 128 * dtype.itemsize :] = v.view(torch.uint8)
+    cu = torch.tensor([0, 130, 130, 290], dtype=torch.int32, device="cuda")
+    options = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu, "max_q_len": 160, "max_kv_len": 160, "softmax_scale": SCALE}
+    options |= {"causal": causal, "return_lse": True}
+    assert_same_bits(
+        tsmla_bridge.mla_prefill(q, k, wide[..., 128:], **options), tsmla_bridge.mla_prefill(q, k, v, **options)
+    )
 
 
 # ---- views

@@ -20,11 +20,13 @@ from jax.sharding import PartitionSpec as P
 
 import tsmla_jax
 from tests.oracles.attention import batched_decode, fp8_lse_error
-from tests.oracles.inputs import decode_numbers
+from tests.oracles.inputs import decode_numbers, poisoned_cache
 from tsmla_jax.ops import kernel_call
+from tsmla_jax.ops.mla_decode import cute
 from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import MLA_DECODE, mla_decode_config
 from tsmla_kernels.launch import ArrayView, Launcher
+from tsmla_kernels.sm90.decode import config as decode_config
 from tsmla_kernels.sm90.decode.config import workspace_shapes
 
 pytestmark = pytest.mark.gpu
@@ -104,6 +106,62 @@ def test_every_way_to_share_a_batch_out(
     assert np.all(np.isfinite(np.asarray(got[0], np.float32)))
     step = fp8_lse_error(576) if narrow else 1e-5
     np.testing.assert_allclose(lse, want_lse, atol=step, rtol=step)
+
+
+@pytest.mark.parametrize("batch", [256, 512, 1024])
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
+def test_large_ragged_batches(batch: int, heads: int, dtype: Any) -> None:
+    """Requests of 0 to 3 query tokens, some without keys, and rows of padding."""
+    rng = np.random.default_rng(batch)
+    lengths = np.where(rng.random(batch) < 0.1, 0, rng.integers(1, 400, batch)).astype(np.int32)
+    lengths[:2] = 4000, 0
+    cache, tables = poisoned_cache(rng, lengths.tolist(), 64, 576)
+    cache = (cache / 3).astype(dtype)
+    offsets = np.concatenate([[0], np.cumsum(rng.integers(0, 4, batch))]).astype(np.int32)
+    total, padding = int(offsets[-1]), 5
+    q = (rng.standard_normal((total + padding, heads, 576), np.float32) / 4).astype(dtype)
+    q[total:] = np.nan
+    run = jax.jit(attend("cute", max_q_len=3))
+    args = map(jnp.asarray, (q, cache, tables, lengths))
+    out, lse = (np.float64(x) for x in run(*args, cu_seqlens_q=jnp.asarray(offsets)))
+    assert np.isfinite(out).all() and not out[total:].any() and np.all(lse[total:] == -np.inf)
+    step = fp8_lse_error(576) if dtype == jnp.float8_e4m3fn else 1e-5
+    for r in [0, 1, batch // 3, batch - 1, *rng.integers(0, batch, 12)]:
+        mine = slice(offsets[r], offsets[r + 1])
+        if mine.start == mine.stop:
+            continue
+        want, want_lse = oracle(q[mine][None], cache, tables[r : r + 1], lengths[r : r + 1])
+        assert np.linalg.norm(out[mine] - want[0]) <= 2**-8 * np.linalg.norm(want[0])
+        np.testing.assert_allclose(lse[mine], want_lse[0], atol=step, rtol=step)
+
+
+@pytest.mark.parametrize("exponent", [31, 32])
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
+def test_caches_of_more_elements_than_32_bits_count(exponent: int, heads: int, dtype: Any) -> None:
+    """Pages before, at and behind element 2**exponent of the cache, among pages of NaN."""
+    edge = 2**exponent // (64 * 576)
+    num_pages = edge + 40
+    q, small, tables, lens = decode_numbers(3, 2, heads, 6, lengths=[330, 384, 65])
+    used = tables < len(small)
+    in_use_first = np.argsort(~np.isin(np.arange(len(small)), tables[used]), kind="stable")
+    moved = np.empty(len(small), np.int32)
+    moved[in_use_first] = [0, edge - 1, edge, edge + 1, num_pages - 1, *range(edge + 3, edge + len(small) - 2)]
+    far = np.where(used, moved[np.where(used, tables, 0)], tables).astype(np.int32)
+
+    @partial(jax.jit, donate_argnums=0)
+    def fill(cache: jax.Array, pages: jax.Array) -> jax.Array:
+        return cache.at[jnp.asarray(moved)].set(pages)
+
+    pages = jnp.asarray(small.astype(dtype))
+    cache = fill(jnp.full((num_pages, 64, 576), jnp.nan, dtype), pages)
+    args = (jnp.asarray(q.astype(dtype)), cache, jnp.asarray(far), jnp.asarray(lens.astype(np.int32)))
+    out, lse = jax.jit(attend("cute"))(*args)
+    want, want_lse = oracle(np.asarray(args[0]), np.asarray(pages), tables, lens)
+    assert np.linalg.norm(np.float64(out) - want) < 2**-8 * np.linalg.norm(want)
+    step = fp8_lse_error(576) if dtype == jnp.float8_e4m3fn else 1e-5
+    np.testing.assert_allclose(np.float64(lse), want_lse, atol=step, rtol=step)
 
 
 @lru_cache(maxsize=12)
@@ -220,6 +278,17 @@ def test_batch_invariant_rows_are_bitwise_the_same() -> None:
         alone = run(q[i : i + 1], kv, tables[i : i + 1], lens[i : i + 1])
         for a, b in zip(alone, together, strict=True):
             np.testing.assert_array_equal(np.asarray(a[0]), np.asarray(b[i]))
+
+
+def test_several_launches_of_a_batch_invariant_call_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = arrays(8, 1, 16, 40)
+    whole = jax.jit(attend("cute", batch_invariant=True))(*args)
+    monkeypatch.setattr(decode_config, "INVARIANT_WORKSPACE", 1 << 20)
+    cute._transformable.cache_clear()
+    assert len(decode_config.launches(mla_decode_config({"num_heads": "16", "batch_invariant": "true"}), 8, 40)) > 1
+    for a, b in zip(jax.jit(attend("cute", batch_invariant=True))(*args), whole, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    cute._transformable.cache_clear()
 
 
 def test_repeated_calls_are_bitwise_the_same() -> None:

@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tsmla_jax
+from tests.oracles.gradients import Packed
 from tsmla_jax.nn import MLAConfig, functional, param_shapes
 from tsmla_jax.ops import kernel_call
 from tsmla_kernels import object_cache
@@ -79,23 +81,19 @@ def attend(implementation: str | None, q_lens: Sequence[int], kv_lens: Sequence[
     return partial(tsmla_jax.mla_prefill, implementation=implementation, **fixed)
 
 
+def packed(q_lens: Sequence[int], kv_lens: Sequence[int], **options: Any) -> Packed:
+    """The call of `attend` with these options, for the definition in float64."""
+    scales = {"scale": options.get("softmax_scale", SCALE), "v_scale": options.get("v_scale", 1.0)}
+    return Packed(q_lens, kv_lens, causal=options.get("causal", True), **scales)
+
+
+def in_torch(arrays: Sequence[Any]) -> list[torch.Tensor]:
+    return [torch.from_numpy(np.float64(x)) for x in arrays]
+
+
 def oracle(q: Any, k: Any, v: Any, q_lens: Sequence[int], kv_lens: Sequence[int], **options: Any) -> Any:
     """out and lse in float64, on the host: the reference would compile anew for every case."""
-    causal, scale = options.get("causal", True), options.get("softmax_scale", SCALE)
-    q, k, v = (np.float64(x).swapaxes(0, 1) for x in (q, k, v))
-    out, lse = np.zeros((*q.shape[:2], v.shape[2])), np.full(q.shape[:2], -np.inf)
-    for q0, n, k0, m in zip(np.cumsum([0, *q_lens]), q_lens, np.cumsum([0, *kv_lens]), kv_lens, strict=False):
-        scores = q[:, q0 : q0 + n] @ k[:, k0 : k0 + m].swapaxes(1, 2) * scale
-        if causal:
-            scores = np.where(np.arange(m) <= np.arange(n)[:, None] + (m - n), scores, -np.inf)
-        high = np.maximum(scores.max(-1, initial=-np.inf, keepdims=True), -1e300)
-        weights = np.exp(scores - high)
-        total = weights.sum(-1)
-        seen = total > 0
-        values = weights @ v[:, k0 : k0 + m] / np.where(seen, total, 1)[..., None]
-        out[:, q0 : q0 + n] = np.where(seen[..., None], values, 0)
-        lse[:, q0 : q0 + n] = np.where(seen, high[..., 0] + np.log(np.where(seen, total, 1)), -np.inf)
-    return out.swapaxes(0, 1) * options.get("v_scale", 1.0), lse.swapaxes(0, 1)
+    return [x.numpy() for x in packed(q_lens, kv_lens, **options).results(*in_torch((q, k, v)))]
 
 
 def assert_right(got: Results, want: Any) -> None:
@@ -337,24 +335,7 @@ def gradient_oracle(
     arrays: Sequence[Any], lens: tuple[Sequence[int], Sequence[int]], cotangents: Sequence[Any], **options: Any
 ) -> list[Any]:
     """The gradients of q, k and v in float64, for cotangents of out and lse."""
-    causal, scale, v_scale = options.get("causal", True), options.get("softmax_scale", SCALE), options.get("v_scale", 1)
-    q, k, v, d_out, d_lse = (np.float64(x).swapaxes(0, 1) for x in (*arrays, *cotangents))
-    gradients = [np.zeros(x.shape) for x in (q, k, v)]
-    ends = [np.cumsum([0, *each]) for each in lens]
-    for q0, n, k0, m in zip(ends[0], lens[0], ends[1], lens[1], strict=False):
-        rows, keys = slice(q0, q0 + n), slice(k0, k0 + m)
-        scores = q[:, rows] @ k[:, keys].swapaxes(1, 2) * scale
-        if causal:
-            scores = np.where(np.arange(m) <= np.arange(n)[:, None] + (m - n), scores, -np.inf)
-        weights = np.exp(scores - np.maximum(scores.max(-1, initial=-np.inf, keepdims=True), -1e300))
-        weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)
-        d_weights = d_out[:, rows] @ v[:, keys].swapaxes(1, 2) * v_scale
-        shift = (weights * d_weights).sum(-1) - d_lse[:, rows]
-        d_scores = weights * (d_weights - shift[..., None]) * scale
-        gradients[0][:, rows] = d_scores @ k[:, keys]
-        gradients[1][:, keys] = d_scores.swapaxes(1, 2) @ q[:, rows]
-        gradients[2][:, keys] = weights.swapaxes(1, 2) @ d_out[:, rows] * v_scale
-    return [x.swapaxes(0, 1) for x in gradients]
+    return [x.numpy() for x in packed(*lens, **options).want(*in_torch((*arrays, *cotangents)))]
 
 
 def make_cotangents(rows: int, heads: int, padding: int, dtype: Any = jnp.bfloat16) -> Results:
@@ -452,13 +433,24 @@ def test_deterministic_gradients_are_bitwise_the_same(shared_rope: bool) -> None
             np.testing.assert_array_equal(np.asarray(got.view(jnp.uint16)), want)
 
 
-def test_memory_of_the_gradient_is_linear_in_the_tokens() -> None:
-    """Beside operands and results: out, the sums of dq in float32, and some numbers a row and head."""
-    tokens, heads = 16384, 16
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("shared_rope", [False, True])
+def test_memory_of_the_gradient(shared_rope: bool, heads: int, deterministic: bool) -> None:
+    """Beside operands and results: out, the sums of dq in float32, 8 numbers a row and head (lse, its cotangent, the
+    rows' terms), and sums of the shared rope columns, whose number does not grow with the heads."""
+    tokens = 16384
     struct = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-    q, k, v, d_out = (struct((tokens, heads, width)) for width in (192, 192, 128, 128))
-    d_lse = jax.ShapeDtypeStruct((tokens, heads), jnp.float32)
-    run = partial(gradients_of, attend("cute", [tokens], [tokens]))
-    needs = jax.jit(run).lower((d_out, d_lse), q, k, v).compile().memory_analysis()
-    print(f"temporary {needs.temp_size_in_bytes / (tokens * heads * 4):.0f} float32 numbers a row and head")
-    assert needs.temp_size_in_bytes <= tokens * heads * (4 * 192 + 2 * 128 + 4 * 16)
+    d_out, d_lse = struct((tokens, heads, 128)), jax.ShapeDtypeStruct((tokens, heads), jnp.float32)
+    lens = ([tokens], [tokens])
+    if shared_rope:
+        call = attend_kv(lens, deterministic=deterministic)
+        inputs = [struct((tokens, heads, 192)), struct((tokens, heads, 256)), struct((tokens, 64))]
+    else:
+        call = attend("cute", *lens, deterministic=deterministic)
+        inputs = [struct((tokens, heads, width)) for width in (192, 192, 128)]
+    needs = jax.jit(partial(gradients_of, call)).lower((d_out, d_lse), *inputs).compile().memory_analysis()
+    rope_sums = (16 if deterministic else 1) * tokens * 64 * 4 if shared_rope else 0
+    numbers = (needs.temp_size_in_bytes - rope_sums) / (tokens * heads * 4)
+    print(f"beside operands, results and {rope_sums} bytes of rope sums {numbers:.1f} float32 numbers a row and head")
+    assert numbers <= 192 + 128 / 2 + 8

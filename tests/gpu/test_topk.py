@@ -1,4 +1,4 @@
-"""The top-k kernel on a GPU, inside jax, against the reference: both orders, and rows that are hard to select from."""
+"""The top-k kernel on a GPU, inside jax, against numpy: both orders, and rows that are hard to select from."""
 
 import functools
 from collections.abc import Callable
@@ -53,19 +53,30 @@ def select(name: str | None, order: str) -> Callable[..., jax.Array]:
     return jax.jit(functools.partial(tsmla_jax.select_topk, k=K, order=order, implementation=name))
 
 
+def wanted(logits: np.ndarray, lens: np.ndarray, order: str, starts: np.ndarray | None = None) -> np.ndarray:
+    """The positions that select_topk defines, row by row."""
+    positions = np.full((len(logits), K), -1, np.int32)
+    for row, length in enumerate(lens):
+        start = 0 if starts is None else starts[row]
+        values = logits[row, start : start + length]
+        nan = np.isnan(values)
+        best = np.lexsort((np.arange(len(values)), np.where(nan, 0, -values), nan))[:K]
+        positions[row, : len(best)] = np.sort(best) if order == "position" else best
+    return positions
+
+
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("columns", [1021, 8192, 20011, 70001])
 @pytest.mark.parametrize("kind", ["random", "relu-like", "equal", "nan"])
-def test_as_the_reference(kind: str, columns: int, order: str) -> None:
+def test_every_kind_of_row(kind: str, columns: int, order: str) -> None:
     logits, lens = logits_of(kind, (ROWS, columns)), lens_of(columns)
-    got, want = (select(name, order)(logits, lens) for name in ("cute", "reference"))
-    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(select("cute", order)(logits, lens), wanted(logits, lens, order))
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_rows_shorter_than_k(order: str) -> None:
     logits, lens = logits_of("random", (ROWS, 77)), np.asarray([77, 0, 1, 76, 40, 3], np.int32)
-    np.testing.assert_array_equal(select("cute", order)(logits, lens), select("reference", order)(logits, lens))
+    np.testing.assert_array_equal(select("cute", order)(logits, lens), wanted(logits, lens, order))
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -73,7 +84,7 @@ def test_under_vmap(order: str) -> None:
     logits, lens = logits_of("random", (3, ROWS, 1021)), np.stack([lens_of(1021)] * 3)
     got = jax.jit(jax.vmap(select("cute", order)))(logits, lens)
     for i in range(3):
-        np.testing.assert_array_equal(got[i], select("reference", order)(logits[i], lens[i]))
+        np.testing.assert_array_equal(got[i], wanted(logits[i], lens[i], order))
     one_length = jax.vmap(select("cute", order), (0, None))(logits, lens[0])
     np.testing.assert_array_equal(one_length, got)
 
@@ -88,3 +99,43 @@ def test_named_and_under_a_gradient() -> None:
 
     got, want = (jax.grad(functools.partial(largest, name))(logits) for name in ("cute", "reference"))
     np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("columns", [1021, 20011, 70001])
+@pytest.mark.parametrize("kind", ["random", "equal", "nan"])
+def test_rows_that_begin_anywhere(kind: str, columns: int, order: str) -> None:
+    starts = np.asarray([0, 5, 131, columns // 3, columns - 600, columns], np.int32)
+    lens = np.asarray([columns, K + 1, 777, columns // 2, 600, 0], np.int32)
+    logits = logits_of(kind, (ROWS, columns))
+    run = functools.partial(tsmla_jax.select_topk, k=K, order=order, implementation="cute")
+    got = jax.jit(run)(logits, lens, row_starts=jnp.asarray(starts))
+    np.testing.assert_array_equal(got, wanted(logits, lens, order, starts))
+
+
+@pytest.mark.parametrize("with_starts", [False, True])
+@pytest.mark.parametrize("page_size", [64, 48])
+@pytest.mark.parametrize("columns", [1021, 20011, 70001])
+def test_slots_and_counts(columns: int, page_size: int, with_starts: bool) -> None:
+    width = columns // page_size  # the last positions lie past the table
+    tables = np.random.default_rng(columns).integers(0, 1000, (ROWS, width)).astype(np.int32)
+    starts = np.asarray([3, 0, 9, 100, 17, 1], np.int32) if with_starts else np.zeros(ROWS, np.int32)
+    lens = np.minimum(lens_of(columns), columns - starts)
+    arrays = {"block_tables": jnp.asarray(tables)} | ({"row_starts": jnp.asarray(starts)} if with_starts else {})
+    run = functools.partial(
+        tsmla_jax.select_topk, k=K, order="position", page_size=page_size, implementation="cute"
+    )
+    for kind in ("random", "equal"):
+        logits = logits_of(kind, (ROWS, columns))
+        slots, counts = jax.jit(run)(logits, lens, **arrays)
+        positions = wanted(logits, lens, "position", starts)
+        page = positions // page_size
+        pages = np.take_along_axis(tables, np.clip(page, 0, width - 1), 1)
+        inside = (positions >= 0) & (page < width)
+        np.testing.assert_array_equal(slots, np.where(inside, pages * page_size + positions % page_size, -1))
+        np.testing.assert_array_equal(counts, np.minimum(lens, K))
+
+
+def test_none_chooses_the_kernel() -> None:
+    logits, lens = jnp.zeros((ROWS, 1021)), jnp.asarray(lens_of(1021))
+    assert tsmla_jax.explain("select_topk", logits, lens, K).chosen == "cute"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from absl.testing import parameterized
 
-from tsmla_jax import cli
+from tsmla_jax.cli import commands as cli
 from tsmla_jax.cli import doctor
 from tsmla_jax.ops.explain import OPERATIONS
 
@@ -50,16 +50,22 @@ def raising(error: BaseException) -> Callable[[object], int]:
 def test_help_names_every_command() -> None:
     done = tsmla("--help")
     assert done.returncode == 0 and done.stderr == ""
-    for name in ("generate", "doctor", "compile", "cache"):
+    for name in ("generate", "doctor", "explain", "compile", "cache"):
         assert f"\n    {name} " in done.stdout
 
 
 def test_help_imports_neither_the_model_nor_the_kernels() -> None:
-    code = "import sys; from tsmla_jax import cli\ntry: cli.parse(['tsmla', '--help'])\nexcept SystemExit: pass\n"
-    code += "print([m for m in ('tsmla_jax.generate', 'tsmla_jax.cli.kernels', 'cutlass') if m in sys.modules])"
+    code = "import sys; from tsmla_jax.cli import commands\n"
+    code += "try: commands.parse(['tsmla', '--help'])\nexcept SystemExit: pass\n"
+    code += "print([m for m in ('tsmla_jax.generate', 'tsmla_jax.cli.kernels', 'cutlass', 'jax') if m in sys.modules])"
     environment = os.environ | {"PYTHONPATH": PATHS}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_nothing_asked_prints_the_help() -> None:
+    bare, asked = tsmla(), tsmla("--help")
+    assert bare.returncode == 0 and bare.stdout == asked.stdout and bare.stderr == ""
 
 
 @pytest.mark.parametrize("name", sorted(cli.COMMANDS))
@@ -74,7 +80,6 @@ class Usage(parameterized.TestCase):
     """Command lines that are wrong in themselves."""
 
     @parameterized.parameters(
-        ([], "the following arguments are required: COMMAND"),
         (["dance"], "invalid choice: 'dance'"),
         (["doctor", "--loud"], "unrecognized arguments: --loud"),
         (["--verbosity=loud", "doctor"], "--verbosity"),
@@ -122,6 +127,53 @@ def test_an_interrupt_has_its_own_status(fake: Callable[..., None]) -> None:
     assert in_process("doctor") == 130
 
 
+INTERRUPTED = """
+import os, signal, sys, threading, time
+from tsmla_jax.cli import main
+signal.set_wakeup_fd(-1)
+threading.Thread(target=lambda: (time.sleep({after}), os.kill(os.getpid(), signal.SIGINT)), daemon=True).start()
+{during}
+sys.argv = ["tsmla", *{arguments!r}]
+main()
+"""
+
+
+def interrupted(arguments: list[str], after: float, during: str = "", **variables: str) -> tuple[int, str]:
+    """The exit status and the errors of the command, to which SIGINT comes after so many seconds."""
+    code = INTERRUPTED.format(arguments=arguments, after=after, during=during)
+    environment = os.environ | {"PYTHONPATH": PATHS, "JAX_PLATFORMS": "cpu"} | variables
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120, check=False
+    )
+    return done.returncode, done.stderr
+
+
+SLOW_DISK = """
+import importlib.abc
+class Slow(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, *_):
+        for _ in range(200 if name == "jax" else 0):
+            time.sleep(0.01)
+sys.meta_path.insert(0, Slow())
+"""
+
+
+@pytest.mark.parametrize("after", [0.2, 0.4, 0.7])
+def test_an_interrupt_while_importing_is_one_line(after: float) -> None:
+    assert interrupted(["doctor"], after, SLOW_DISK) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_an_interrupt_while_compiling_is_one_line(jobs: str, tmp_path: Path) -> None:
+    """In the compiler's C++ frames, or in a process that has started others."""
+    pytest.importorskip("cutlass")
+    configs = ["--config", "deepseek-v3", "--config", "deepseek-v3,tensor_parallel=8"]
+    arguments = ["compile", "--arch", "sm_90a", "--kernel", "mla_decode", *configs, "--jobs", jobs]
+    for after in (3.0, 4.5):
+        done = interrupted(arguments, after, TSMLA_CACHE_DIR=str(tmp_path / "cache"))
+        assert done == (130, "interrupted\n")
+
+
 def test_a_closed_pipe_is_quiet() -> None:
     command = f"{sys.executable} -m tsmla_jax.cli doctor | head -c 1"
     environment = os.environ | {"PYTHONPATH": PATHS, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": ""}
@@ -143,6 +195,42 @@ def test_doctor_report(capsys: pytest.CaptureFixture[str]) -> None:
         # What was chosen can run; without a GPU that is never a kernel, and it says why.
         assert operation["reasons"][operation["chosen"]] == []
         assert report["driver"] or (operation["chosen"] == "xla" and operation["reasons"]["cute"])
+
+
+def test_doctor_gives_each_reason_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert in_process("doctor") == 0
+    reasons = [line for line in capsys.readouterr().out.splitlines() if line.startswith("    not ")]
+    assert reasons and len(reasons) == len(set(reasons))
+
+
+def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    assert in_process("explain") == 0
+    everything = capsys.readouterr().out
+    assert all(f"{name}, " in everything for name in OPERATIONS)
+    assert in_process("explain", "mla_decode") == 0
+    said = capsys.readouterr().out
+    assert "mla_decode, fp8: xla\n  not cute: " in said and "mla_prefill" not in said
+    call = ["q=bf16[2,1,16,576]", "kv_cache=bf16[9,64,576]", "block_tables=i32[2,4]", "seq_lens=i32[2]"]
+    assert in_process("explain", "mla_decode", *call, "softmax_scale=0.1", "causal=False") == 0
+    assert "mla_decode: xla runs this call" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["attention"], "OP: got 'attention'; legal: mla_decode"),
+        (["mla_decode", "q"], "got 'q'; legal: NAME=VALUE"),
+        (["mla_decode", "q=int4[2]"], "q: got dtype 'int4'; legal: bf16"),
+        (["mla_decode", "q=bf16[2,1,16,576]"], "missing a required argument: 'kv_cache'; explain takes"),
+        (["select_topk", "logits=f32[2,9]", "seq_lens=i32[2]", "k=x"], "k: got str"),
+    ],
+)
+def test_explain_says_what_is_wrong(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert in_process("explain", *arguments) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("tsmla explain: error: ") and said in errors and errors.count("\n") == 1
 
 
 def test_doctor_outlives_a_jax_that_starts_no_backend() -> None:

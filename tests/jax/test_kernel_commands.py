@@ -131,6 +131,43 @@ def test_cache_lists_verifies_and_prunes(cache_directory: Path, capsys: pytest.C
         cache_command("list", "--all")
 
 
+@pytest.mark.parametrize("days", ["-1", "nan", "inf"])
+def test_prune_refuses_ages_that_are_none(days: str) -> None:
+    with pytest.raises(ValueError, match=f"--older-than: got {float(days)}; legal: a number of days, at least 0"):
+        cache_command("prune", "--all", f"--older-than={days}")
+
+
+def test_prune_says_what_it_can_not_remove(cache_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compile_command("--kernel", "scale", "--config", "narrow", "--jobs", "1")
+    path = next(cache_directory.glob("*.obj"))
+    path.unlink()
+    path.mkdir()
+    assert cache_command() == 0 and cache_command("verify") == 1 and cache_command("prune") == 1
+    assert f"{path.name}: can't be removed: " in capsys.readouterr().err
+
+
+def test_compile_refuses_a_directory_that_can_not_be_written(
+    tmp_path: Path, builds: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TSMLA_CACHE_DIR", str(tmp_path / "file" / "below"))
+    with pytest.raises(OSError, match=r"file/below can't be written .*TSMLA_CACHE_DIR names another"):
+        compile_command("--kernel", "scale", "--config", "narrow", "--jobs", "1")
+    assert not builds.read_text()
+
+
+def test_compile_fails_where_an_object_could_not_be_stored(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(object_cache.os, "replace", full)
+    with pytest.warns(RuntimeWarning, match="No space left"):
+        assert compile_command("--kernel", "scale", "--config", "narrow", "--jobs", "1") == 1
+    assert "failed: compiled, and not stored in " in capsys.readouterr().err
+
+
 def test_is_stored_says_what_a_compilation_would_find() -> None:
     config = ScaleConfig(width=32)
     assert not object_cache.is_stored(SCALE, config, "sm_90a")

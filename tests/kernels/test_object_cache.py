@@ -1,9 +1,12 @@
 """The cache on disk: stored objects are found again, damaged ones are never loaded, and processes share the work."""
 
 import dataclasses
+import hashlib
 import json
 import os
 import re
+import stat
+import struct
 import subprocess
 import sys
 import time
@@ -12,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.emulator.standin import SCALE, ScaleConfig
-from tsmla_kernels import object_cache
+from tsmla_kernels import __version__, object_cache, object_files
 from tsmla_kernels.compile import CompiledObject
 from tsmla_kernels.kernel import Kernel
 
@@ -171,7 +174,7 @@ def test_sources_digests_import_no_kernel(child_environment: dict[str, str]) -> 
     """A process that finds its objects in the cache must not pay for importing cutlass: two seconds."""
     code = """
 import sys
-from tsmla_kernels import object_cache
+from tsmla_kernels import __version__, object_cache, object_files
 from tsmla_kernels.catalog import KERNELS
 before = set(sys.modules)
 for kernel in KERNELS.values():
@@ -243,24 +246,138 @@ def test_entries_and_prune(cache_directory: Path, compiled: FakeCompiler, monkey
     assert [entry.path for entry in object_cache.entries() if not entry.description] == [damaged]
 
     stale = {damaged, by_config[SCALE.config_json(configs[3])].path}
-    assert {entry.path for entry in object_cache.prune()} == stale
-    assert len(object_cache.entries()) == 2 and object_cache.prune(older_than_days=1) == []
+    assert {entry.path for entry in object_cache.prune().removed} == stale
+    assert len(object_cache.entries()) == 2 and object_cache.prune(older_than_days=1).removed == []
     monkeypatch.setattr(object_cache.time, "time", lambda: time.monotonic() + 2 * 86400 + 4e9)
-    assert len(object_cache.prune(older_than_days=1)) == 2 and object_cache.entries() == []
+    assert len(object_cache.prune(older_than_days=1).removed) == 2 and object_cache.entries() == []
     monkeypatch.undo()
 
 
 def test_prune_everything(cache_directory: Path, compiled: FakeCompiler) -> None:
     object_cache.load_or_compile(SCALE, CONFIG, ARCH)
-    left = cache_directory / ".writing-x.obj.tmp"
-    left.write_text("")
-    os.utime(left, (0, 0))
-    assert len(object_cache.prune(everything=True)) == 1 and list(cache_directory.iterdir()) == []
+    entry = only_file(cache_directory)
+    for left in (cache_directory / ".writing-x.obj.tmp", cache_directory / f"{entry.name}.lock"):
+        left.write_text("")
+        os.utime(left, (0, 0))
+    assert len(object_cache.prune(everything=True).removed) == 1 and list(cache_directory.iterdir()) == []
+
+
+def test_prune_leaves_the_files_of_others(cache_directory: Path, compiled: FakeCompiler) -> None:
+    object_cache.load_or_compile(SCALE, CONFIG, ARCH)
+    others = ["uv.lock", "Cargo.lock", "model.obj", "scale-sm_90a-1234-dsl4.8.1.obj", "x.obj.tmp", "notes-dsl.obj.lock"]
+    for name in others:
+        (cache_directory / name).write_text("kept")
+        os.utime(cache_directory / name, (0, 0))
+    assert len(object_cache.entries()) == 1
+    object_cache.prune(everything=True, older_than_days=0)
+    assert sorted(path.name for path in cache_directory.iterdir()) == sorted(others)
+
+
+@pytest.mark.parametrize("days", [-1.0, float("nan"), float("inf")])
+def test_prune_refuses_ages_that_are_none(days: float, compiled: FakeCompiler) -> None:
+    object_cache.load_or_compile(SCALE, CONFIG, ARCH)
+    with pytest.raises(ValueError, match=r"older_than_days: got .*; legal: a number of days, at least 0"):
+        object_cache.prune(older_than_days=days)
+    assert len(object_cache.entries()) == 1
+
+
+def test_one_bad_file_does_not_keep_prune_from_the_others(cache_directory: Path, compiled: FakeCompiler) -> None:
+    object_cache.load_or_compile(SCALE, CONFIG, ARCH)
+    name = only_file(cache_directory).name
+    folder, pipe = (cache_directory / f"{kind}-{name}".replace("-scale", "") for kind in ("a_folder", "a_pipe"))
+    folder.mkdir()
+    os.mkfifo(pipe)
+    done = object_cache.prune(everything=True)
+    assert {entry.path.name for entry in done.removed} == {name, pipe.name}
+    assert [entry.path.name for entry, reason in done.kept] == [folder.name] and done.kept[0][1]
+
+
+GOOD = {
+    "kernel": "scale", "config": "{}", "arch": ARCH, "host": "h", "package": "0", "sources": "s", "environment": {},
+    "dsl": "4", "seconds": 1.0, "created": 1.0, "log": "",
+}  # fmt: skip
+ODD = [b"", b"[]", b"3", b"null", b"\xff", b"{", b"[" * 100_000, b'{"kernel": "scale"}'] + [
+    json.dumps({**GOOD, **change}).encode()
+    for change in (
+        {"kernel": 3}, {"host": None}, {"dsl": "4\x1b[2J"}, {"created": "today"}, {"created": 1e300},
+        {"created": float("nan")}, {"seconds": None}, {"environment": []}, {"made_of": 1}, {"log": 0},
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("header", [*ODD, None], ids=range(len(ODD) + 1))
+def test_an_odd_description_is_a_damaged_entry(
+    cache_directory: Path, compiled: FakeCompiler, header: bytes | None
+) -> None:
+    object_cache.load_or_compile(SCALE, CONFIG, ARCH)
+    path = only_file(cache_directory)
+    size = 2**63 if header is None else len(header)
+    content = b"TSMLAOB1" + struct.pack("<Q", size) + (header or b"") + b"code"
+    path.write_bytes(content + hashlib.sha256(content).digest())
+    (entry,) = object_cache.entries()
+    assert entry.description == {} and entry.problem and "description" in entry.problem
+    forget()
+    with pytest.warns(RuntimeWarning, match="ignoring a cached kernel"):
+        assert object_cache.load_or_compile(SCALE, CONFIG, ARCH).module
+    path.write_bytes(content + hashlib.sha256(content).digest())
+    assert [each.path for each in object_cache.prune().removed] == [path]
+
+
+def test_a_description_without_the_package_it_is_made_of(cache_directory: Path, compiled: FakeCompiler) -> None:
+    """Of a kernel that is made of one: stale, not an error."""
+    description = {**GOOD, "kernel": "mla_decode_sm100", "host": object_cache._host(), "package": __version__}
+    description |= {"dsl": object_cache.dsl_version() or "4", "sources": "x"}
+    for kernel in object_cache.KERNELS.values():
+        description["kernel"], description["sources"] = kernel.name, object_cache.sources_digest(kernel)
+        assert (object_cache._staleness(description) is None) == (kernel.package is None)
+
+
+def test_a_file_that_others_may_write_is_not_run(cache_directory: Path, compiled: FakeCompiler) -> None:
+    object_cache.load_or_compile(SCALE, CONFIG, ARCH)
+    path = only_file(cache_directory)
+    path.chmod(0o666)
+    (entry,) = object_cache.entries()
+    assert "may be written by others (mode 666)" in (entry.problem or "") and "chmod" in (entry.problem or "")
+    forget()
+    with pytest.warns(RuntimeWarning, match="may be written by others"):
+        object_cache.load_or_compile(SCALE, CONFIG, ARCH)
+    assert compiled.calls == 2 and path.stat().st_mode & 0o777 == 0o600  # written anew, and ours
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707])
+def test_a_directory_that_others_may_write_is_not_used(
+    cache_directory: Path, compiled: FakeCompiler, mode: int
+) -> None:
+    object_cache.load_or_compile(SCALE, CONFIG, ARCH)
+    cache_directory.chmod(mode)
+    said = f"{cache_directory} may be written by others .*chmod go-w .*TSMLA_CACHE_DIR"
+    for refused in (object_cache.entries, object_cache.prune, object_cache.check_writable):
+        with pytest.raises(ValueError, match=said):
+            refused()
+    forget()
+    assert not object_cache.is_stored(SCALE, CONFIG, ARCH)
+    with pytest.warns(RuntimeWarning, match=said):
+        assert object_cache.load_or_compile(SCALE, CONFIG, ARCH).module
+    assert compiled.calls == 2
+    cache_directory.chmod(0o755)
+    assert object_cache.is_stored(SCALE, CONFIG, ARCH)
+
+
+@pytest.mark.parametrize(
+    ("owner", "user", "reason"),
+    [(1000, 1000, None), (0, 1000, None), (1001, 1000, "belongs to another user (uid 1001)")],
+)
+def test_only_this_user_and_root_are_trusted(
+    owner: int, user: int, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_files.os, "geteuid", lambda: user)
+    status = os.stat_result((stat.S_IFREG | 0o600, 1, 1, 1, owner, owner, 1, 0, 0, 0))
+    assert object_files.why_untrusted(status) == reason
 
 
 COMPILE = """
 import hashlib
-from tsmla_kernels import object_cache
+from tsmla_kernels import __version__, object_cache, object_files
 from tsmla_kernels.kernel import Kernel
 from tests.emulator.standin import SCALE, ScaleConfig
 print(hashlib.sha256(object_cache.load_or_compile(SCALE, ScaleConfig(width=64), "sm_90a").module).hexdigest())

@@ -1,4 +1,4 @@
-"""The gradient of mla_prefill in float64: torch's autograd through the softmax as it is written down."""
+"""mla_prefill in float64 and its gradient: torch's autograd through the softmax as it is written down."""
 
 from __future__ import annotations
 
@@ -55,26 +55,53 @@ class Packed:
             "causal": self.causal,
         }
 
+    def results(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """out and lse in float64; 0 and -inf in rows that see no key, and in those of no request."""
+        q, k, v = q.double(), k.double(), v.double()
+        out = q.new_zeros((*q.shape[:2], v.shape[2]))
+        lse = q.new_full(q.shape[:2], -torch.inf)
+        first_q = first_k = 0
+        for n, m in zip(self.q_lens, self.kv_lens, strict=True):
+            unseen = max(n - m, 0) if self.causal else (0 if m else n)  # rows in front that see no key
+            mine, theirs = slice(first_q + unseen, first_q + n), slice(first_k, first_k + m)
+            first_q, first_k = first_q + n, first_k + m
+            if unseen == n:
+                continue
+            scores = torch.einsum("shd,khd->hsk", q[mine], k[theirs]) * self.scale
+            if self.causal:
+                visible = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)[unseen:]
+                scores = scores.masked_fill(~visible, -torch.inf)
+            out[mine] = torch.einsum("hsk,khv->shv", scores.softmax(-1), v[theirs]) * self.v_scale
+            lse[mine] = scores.logsumexp(-1).T
+        return out, lse
+
     def want(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor
     ) -> Tensors:
         """dq, dk and dv in float64; 0 in rows of no request."""
         leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
-        total = torch.zeros((), dtype=torch.float64, device=q.device)
-        first_q = first_k = 0
-        for n, m in zip(self.q_lens, self.kv_lens, strict=True):
-            mine, theirs = slice(first_q, first_q + n), slice(first_k, first_k + m)
-            first_q, first_k = first_q + n, first_k + m
-            unseen = max(n - m, 0) if self.causal else (0 if m else n)  # rows in front that see no key
-            if unseen == n:
-                continue
-            scores = torch.einsum("shd,khd->hsk", leaves[0][mine], leaves[1][theirs])[:, unseen:] * self.scale
-            if self.causal:
-                visible = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)[unseen:]
-                scores = scores.masked_fill(~visible, -torch.inf)
-            out = torch.einsum("hsk,khv->shv", scores.softmax(-1), leaves[2][theirs]) * self.v_scale
-            total = total + (out * dout[mine][unseen:]).sum()
-            total = total + (scores.logsumexp(-1).T * dlse[mine][unseen:]).sum()
-        if not total.requires_grad:
+        out, lse = self.results(*leaves)
+        seen = lse != -torch.inf
+        if not seen.any():
             return tuple(torch.zeros_like(x) for x in leaves)
-        return torch.autograd.grad(total, leaves)
+        return torch.autograd.grad((out[seen], lse[seen]), leaves, (dout[seen].double(), dlse[seen].double()))
+
+    def kv_numbers(self, dtype: torch.dtype, device: str = "cpu", rope_dim: int = 64) -> Tensors:
+        """q, kv, k_rope, dout and dlse of the call as mla_prefill_kv takes it: all heads share k's last columns."""
+        q, k, v, dout, dlse = self.numbers(dtype, device)
+        nope = self.dims[0] - rope_dim
+        return q, torch.cat((k[..., :nope], v), -1), k[:, 0, nope:].contiguous(), dout, dlse
+
+    def expanded(self, q: torch.Tensor, kv: torch.Tensor, k_rope: torch.Tensor) -> Tensors:
+        """q, k and v of a call of mla_prefill_kv."""
+        nope = q.shape[2] - k_rope.shape[1]
+        rope = k_rope[:, None].expand(-1, kv.shape[1], -1)
+        return q, torch.cat((kv[..., :nope], rope), -1), kv[..., nope:]
+
+    def want_kv(
+        self, q: torch.Tensor, kv: torch.Tensor, k_rope: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor
+    ) -> Tensors:
+        """dq, dkv and dk_rope in float64."""
+        dq, dk, dv = self.want(*self.expanded(q, kv, k_rope), dout, dlse)
+        nope = q.shape[2] - k_rope.shape[1]
+        return dq, torch.cat((dk[..., :nope], dv), -1), dk[..., nope:].sum(1)

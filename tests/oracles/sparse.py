@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
@@ -53,6 +55,74 @@ def v4_page(rows: np.ndarray, page_size: int) -> bytes:
     return page.ljust(-(-len(page) // 576) * 576, b"\0")
 
 
+def v32_values(rows: np.ndarray) -> np.ndarray:
+    """What V3.2 rows [..., 656] of bytes hold, [..., 576]: each value times the scale of its 128 channels."""
+    rows = np.ascontiguousarray(rows)
+    latent = rows[..., :512].view(ml_dtypes.float8_e4m3fn).astype(np.float64).reshape(*rows.shape[:-1], 4, 128)
+    scales = np.ascontiguousarray(rows[..., 512:528]).view(np.float32).astype(np.float64)
+    rope = np.ascontiguousarray(rows[..., 528:]).view(ml_dtypes.bfloat16).astype(np.float64)
+    return np.concatenate([(latent * scales[..., None]).reshape(*rows.shape[:-1], 512), rope], -1)
+
+
+def v4_values(data: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """What V4 rows [..., 576] of bytes and their scale bytes [..., 8] hold, [..., 512]: 2^(byte - 127) scales 64."""
+    nope = np.ascontiguousarray(data[..., :448]).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    factors = np.exp2(scales[..., :7].astype(np.float64) - 127)
+    nope = (nope.reshape(*data.shape[:-1], 7, 64) * factors[..., None]).reshape(*data.shape[:-1], 448)
+    rope = np.ascontiguousarray(data[..., 448:]).view(ml_dtypes.bfloat16).astype(np.float64)
+    return np.concatenate([nope, rope], -1)
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A cache as sparse_mla takes it: plain [P, Z, D], V3.2 rows u8 [P, Z, 656], or V4 pages u8 [P, bytes].
+
+    page_size: rows used of a page. span: slots from one page to the next. scale: of the values of a plain cache."""
+
+    array: np.ndarray
+    page_size: int
+    span: int
+    scale: float = 1.0
+
+    @classmethod
+    def of(cls, array: np.ndarray, *, page_size: int | None = None, span: int | None = None, scale: float = 1.0):
+        """With sparse_mla's defaults of the page's size and of the span."""
+        stride = 64 if array.ndim == 2 else array.shape[1]
+        size = stride if page_size is None else page_size
+        return cls(array, size, (size if array.ndim == 2 else stride) if span is None else span, scale)
+
+    @property
+    def head_dim(self) -> int:
+        if self.array.dtype != np.uint8:
+            return self.array.shape[-1]
+        return 512 if self.array.ndim == 2 else 576
+
+    def has(self, slots: np.ndarray) -> np.ndarray:
+        """Which slots name a row."""
+        return (slots >= 0) & (slots < len(self.array) * self.span) & (slots % self.span < self.page_size)
+
+    def rows(self, slots: np.ndarray) -> np.ndarray:
+        """What the rows of these slots hold, [n, D]."""
+        page, offset = slots // self.span, slots % self.span
+        if self.array.ndim == 3:
+            rows = self.array[page, offset]
+            return v32_values(rows) if self.array.dtype == np.uint8 else rows.astype(np.float64) * self.scale
+        data = self.array[:, : 576 * self.page_size].reshape(len(self.array), self.page_size, 576)
+        scales = self.array[:, 576 * self.page_size : 584 * self.page_size]
+        return v4_values(data[page, offset], scales.reshape(len(self.array), self.page_size, 8)[page, offset])
+
+
+def selected(
+    indices: np.ndarray, lengths: np.ndarray | None, caches: Sequence[Cache], window: int | None = None
+) -> Iterator[np.ndarray]:
+    """The rows [n_t, D] that each token attends to: those of its valid slots, a row twice for a slot given twice."""
+    for t, row in enumerate(indices):
+        row = row[: len(row) if lengths is None else max(lengths[t], 0)]
+        sections = [row] if window is None else [row[:window], row[window:]]
+        parts = [cache.rows(slots[cache.has(slots)]) for cache, slots in zip(caches, sections, strict=True)]
+        yield np.concatenate(parts)
+
+
 def indexer_page(keys: np.ndarray) -> bytes:
     """All the keys of the page as e4m3, then one f32 scale a key."""
     values, scales = b"", b""
@@ -82,7 +152,7 @@ def topk(logits: np.ndarray, length: int, k: int) -> list[int]:
 
 
 def sparse_mla(
-    q: np.ndarray, rows: list[np.ndarray], *, scale: float, latent_dim: int, sinks: np.ndarray | None = None
+    q: np.ndarray, rows: Iterable[np.ndarray], *, scale: float, latent_dim: int, sinks: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """q [T, H, D] over each token's own rows [n_t, D]."""
     num_tokens, num_heads, _ = q.shape
@@ -98,6 +168,26 @@ def sparse_mla(
             out[t, h] = weights @ kv[:, :latent_dim].astype(np.float64) / weights.sum()
             if sinks is not None:
                 out[t, h] /= 1 + math.exp(float(sinks[h]) - lse[t, h])
+    return out, lse
+
+
+def quick_sparse_mla(
+    q: np.ndarray, rows: Iterable[np.ndarray], *, scale: float, latent_dim: int, sinks: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """`sparse_mla` a token at a time, which is quick at a GPU's sizes."""
+    num_tokens, num_heads, _ = q.shape
+    out, lse = np.zeros((num_tokens, num_heads, latent_dim)), np.full((num_tokens, num_heads), -np.inf)
+    for t, kv in enumerate(rows):
+        if len(kv):
+            scores = q[t].astype(np.float64) @ kv.T * scale
+            maximum = scores.max(-1, keepdims=True)
+            weights = np.exp(scores - maximum)
+            total = weights.sum(-1, keepdims=True)
+            lse[t] = (maximum + np.log(total))[:, 0]
+            out[t] = weights @ kv[:, :latent_dim] / total
+    if sinks is not None:
+        seen = np.where(np.isneginf(lse), 0, lse)
+        out /= 1 + np.exp(sinks.astype(np.float64) - seen)[..., None]
     return out, lse
 
 

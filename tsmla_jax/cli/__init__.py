@@ -1,151 +1,34 @@
-"""The `tsmla` command: generate, doctor, compile and cache. `tsmla --help` imports neither the model nor the kernels.
+"""The `tsmla` command: generate, doctor, explain, compile and cache."""
 
-Flags are argparse's; absl's flags (`--verbosity`, `--logtostderr`, ...) stand before the subcommand.
-"""
+from __future__ import annotations
 
-import argparse
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
-from absl import app, flags, logging
-from absl.flags import argparse_flags
-
-from tsmla_jax.cli import doctor
-from tsmla_kernels import __version__
-
-EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
-EXIT_BROKEN_PIPE = 141
-
-# A wrong argument, a bad file or a missing package raises one of these. Their message suffices, so the user gets one
-# line. Any other exception is a fault of this library and keeps its traceback.
-_USER_ERRORS = (ValueError, NotImplementedError, OSError, ImportError)
-
-
-class Actions(NamedTuple):
-    """What a subcommand does: `add_arguments` fills the subcommand's parser, and `run` takes the parsed arguments and
-    returns the exit status."""
-
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
-
-
-@dataclass(frozen=True)
-class Command:
-    """A subcommand: its line in --help, and the function that imports its module when the command line names it."""
-
-    summary: str
-    load: Callable[[], Actions]
-
-
-def _generate() -> Actions:
-    from tsmla_jax.generate import command
-
-    return Actions(command.add_arguments, command.run)
-
-
-def _compile() -> Actions:
-    from tsmla_jax.cli import kernels
-
-    return Actions(kernels.add_compile_arguments, kernels.run_compile)
-
-
-def _cache() -> Actions:
-    from tsmla_jax.cli import kernels
-
-    return Actions(kernels.add_cache_arguments, kernels.run_cache)
-
-
-COMMANDS = {
-    "generate": Command("generate tokens from a DeepSeek checkpoint directory", _generate),
-    "doctor": Command(
-        "say which devices, versions and implementations there are, and what to install for the others",
-        lambda: Actions(doctor.add_arguments, doctor.run),
-    ),
-    "compile": Command(
-        "compile kernels into the on-disk cache ahead of use, on a machine with or without a GPU", _compile
-    ),
-    "cache": Command("list, verify and prune the on-disk cache of compiled kernels", _cache),
-}
-
-
-class _Parser(argparse_flags.ArgumentParser):
-    """argparse with absl's flags, and usage errors in one line instead of the whole usage text."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USER_ERROR, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
-
-
-class _SubParser(_Parser):
-    """A subcommand's parser. absl's flags belong to the parser above, or each would be read twice."""
-
-    def __init__(self, **kwargs: object) -> None:
-        super().__init__(inherited_absl_flags=None, **kwargs)
-
-
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the whole command line, `argv[0]` included; exits with status 2 and one line when it is wrong."""
-    parser = _Parser(prog="tsmla", description="DeepSeek's multi-head latent attention for JAX.")
-    parser.add_argument("--version", action="version", version=f"tsmla {__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_SubParser)
-    for name, command in COMMANDS.items():
-        subparser = subparsers.add_parser(name, help=command.summary, description=command.summary)
-        # Only the modules that the command line names are imported, so that `tsmla --help` is quick.
-        if name in argv[1:]:
-            command.load().add_arguments(subparser)
-    try:
-        parsed: argparse.Namespace = parser.parse_args(list(argv[1:]))
-    except flags.Error as error:  # a wrong absl flag raises instead of calling parser.error
-        parser.error(str(error))
-    if flags.FLAGS["verbosity"].using_default_value:
-        # Otherwise app.run turns INFO on, and jax logs every backend that it doesn't find.
-        logging.set_verbosity(logging.WARNING)
-    return parsed
-
-
-def _one_line(error: BaseException) -> str:
-    """The error's message in one line, with how to install a missing package. A missing module of this project is a
-    fault of the project, not of the user, and is raised again."""
-    line = " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, ImportError):
-        if (error.name or "").startswith("tsmla_"):
-            raise error
-        line += doctor.install_hint(error.name)
-    return line
-
-
-def _flush_nowhere() -> None:
-    """Make the interpreter's last flush succeed although the pipe is closed."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Run the parsed subcommand and return its exit status: 2, with one line on stderr, for a user's error."""
-    command = COMMANDS[arguments.command]
-    try:
-        status = command.load().run(arguments)
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:
-        _flush_nowhere()
-        return EXIT_BROKEN_PIPE
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except _USER_ERRORS as error:
-        logging.debug("Where it was raised:", exc_info=True)
-        print(f"tsmla {arguments.command}: error: {_one_line(error)}", file=sys.stderr)
-        return EXIT_USER_ERROR
 
 
 def main() -> NoReturn:
-    """The entry point of the `tsmla` script."""
-    try:
-        app.run(run, flags_parser=parse)
-    except ImportError as error:  # a subcommand's module needs a package that isn't installed
-        print(f"tsmla: error: {_one_line(error)}", file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR)
-    raise AssertionError("app.run exits")
+    """The entry point of the `tsmla` script. What it runs is imported after Ctrl-C has its answer: imports take most of
+    the first second."""
+    signal.signal(signal.SIGINT, end_interrupted)
+    from tsmla_jax.cli import commands
+
+    commands.main()
+
+
+def end_interrupted(*_: object) -> NoReturn:
+    """End the process with one line and status 130, from a signal's handler.
+
+    At once: a KeyboardInterrupt would have to pass through the compilers' C++ frames, which end in a segmentation
+    fault."""
+    with contextlib.suppress(Exception):  # a stream that was being written to can't be flushed
+        assert sys.__stdout__ is not None
+        sys.__stdout__.flush()
+    # Not through sys.stderr, which is another stream while a kernel is being compiled.
+    with contextlib.suppress(OSError):
+        os.write(2, b"interrupted\n")
+    os._exit(EXIT_INTERRUPTED)

@@ -5,7 +5,6 @@ Imports jax alone. It looks the other packages up by their metadata, so that a b
 
 import argparse
 import dataclasses
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -14,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tsmla_bridge.engines import versions as engine_versions
 from tsmla_kernels import __version__
 from tsmla_kernels.sm100 import config as sm100
 
@@ -62,14 +62,6 @@ def install_hint(module: str | None) -> str:
     return f": {install_command(extra)}" if extra else ""
 
 
-def version_of(distribution: str) -> str | None:
-    """The installed version, or None."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 @dataclasses.dataclass(frozen=True)
 class Device:
     """One of jax's devices; `arch` is "sm_90" and the like for NVIDIA GPUs."""
@@ -103,10 +95,11 @@ class Report:
     devices: tuple[Device, ...]
     operations: tuple[UsualCall, ...]
     architectures: dict[str, str]
+    engines: tuple[engine_versions.Found, ...]
     advice: tuple[str, ...]
 
 
-def _usual_calls() -> tuple[UsualCall, ...]:
+def usual_calls() -> tuple[UsualCall, ...]:
     """The usual calls at DeepSeek's sizes, and which implementation runs each. Nothing is allocated."""
     import jax
     import jax.numpy as jnp
@@ -129,7 +122,8 @@ def _usual_calls() -> tuple[UsualCall, ...]:
         "cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_q_len": 1024, "max_kv_len": 1024, "softmax_scale": 0.135,
     }  # fmt: skip
     row, row_rope = of((128, 512), bf16), of((128, 64), bf16)
-    rope_write = (of((128, 128, 512), bf16), of((128, 128, 64), bf16), row, row_rope, slots, *[of((128, 32), f32)] * 2)
+    angles = [of((128, 32), f32)] * 2
+    rope_write = (of((128, 128, 512), bf16), of((128, 128, 64), bf16), row, row_rope, slots, *angles)
     wide, values = of((4096, 128, 192), bf16), of((4096, 128, 128), bf16)
     kv = of((4096, 128, 256), bf16), of((4096, 64), bf16)
     parts = [of((64, 128, 512), bf16)] * 2, [of((64, 128), f32)] * 2
@@ -154,6 +148,12 @@ def _usual_calls() -> tuple[UsualCall, ...]:
         usual("select_topk", "V3.2", of((64, 4096), f32), tokens, 2048),
         usual("compress_kv", "V4, ratio 4", of((512, 2, 1024), f32), of((4, 1024), f32), state, state_slots=lens,
               seq_lens=lens, cu_seqlens_q=starts, ratio=4, overlap=True),
+        usual("compress_write_kv_cache", "V4, ratio 4", of((512, 37440), jnp.uint8), of((512, 2, 1024), f32),
+              of((4, 1024), f32), state, of((512,), bf16), of((4096, 64), f32), tables, state_slots=lens, seq_lens=lens,
+              cu_seqlens_q=starts, ratio=4, overlap=True, eps=1e-6),
+        usual("write_packed_kv_cache", "V3.2", packed, row, row_rope, slots, *angles),
+        usual("write_indexer_cache", "V3.2", index[2], of((128, 128), bf16), slots, *angles),
+        usual("indexer_quantize", "V3.2", of((128, 64, 128), bf16), of((128, 64), bf16), *angles),
     )  # fmt: skip
 
 
@@ -222,7 +222,7 @@ def advise(
 
 def examine() -> Report:
     """Look at this machine. Starts jax's backend; allocates nothing on a GPU."""
-    packages = {package.distribution: version_of(package.distribution) for package in PACKAGES}
+    packages = {package.distribution: engine_versions.version_of(package.distribution) for package in PACKAGES}
     driver = _driver()
     backend, devices, failure = _devices()
     return Report(
@@ -233,10 +233,17 @@ def examine() -> Report:
         driver=driver,
         backend=backend,
         devices=devices,
-        operations=_usual_calls() if devices else (),
+        operations=usual_calls() if devices else (),
         architectures=_architectures(),
+        engines=engine_versions.examine(),
         advice=advise(packages, driver, devices, failure),
     )
+
+
+def lines_of(call: UsualCall) -> list[str]:
+    """A usual call and what runs it, then why the others don't, a line each."""
+    refused = [f"  not {name}: {'; '.join(reasons)}" for name, reasons in call.reasons.items() if reasons]
+    return [f"{call.op}, {call.call}: {call.chosen or 'nothing can run it'}", *refused]
 
 
 def render(report: Report) -> str:
@@ -252,13 +259,15 @@ def render(report: Report) -> str:
         purpose = package.purpose + ("" if package.used else " (which this version doesn't have yet)")
         lines.append(f"  {package.distribution:{width}}  {version:14}  {purpose}")
     lines += ["", "Operations, and the implementation that runs the usual calls of DeepSeek's models"]
+    said: set[str] = set()
     for operation in report.operations:
-        lines.append(f"  {operation.op}, {operation.call}: {operation.chosen or 'nothing can run it'}")
-        for name, reasons in operation.reasons.items():
-            if reasons:
-                lines.append(f"    not {name}: {'; '.join(reasons)}")
+        # The same reason usually keeps the kernels from every call: it is given where it first stands.
+        call, *reasons = lines_of(operation)
+        lines += [f"  {call}", *(f"  {reason}" for reason in reasons if reason not in said)]
+        said.update(reasons)
     lines += ["", "Kernels by architecture"]
     lines += [f"  {name}: {there}" for name, there in report.architectures.items()]
+    lines += ["", *engine_versions.render(report.engines)]
     if report.advice:
         lines += ["", "What is missing, and how to get it", *(f"  {line}" for line in report.advice)]
     return "\n".join(lines)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import multiprocessing
 import os
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -58,7 +60,8 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_compile(args: argparse.Namespace) -> int:
-    """Compile the kernels that the cache lacks. Returns 1 if one doesn't compile; ValueError for an illegal config."""
+    """Compile the kernels that the cache lacks. Returns 1 if one doesn't compile or can't be stored; ValueError for an
+    illegal config, ValueError or OSError for a directory that nothing can be stored in."""
     if args.jobs < 1:
         raise ValueError(f"--jobs: got {args.jobs}; legal: an int >= 1")
     named = [KERNELS[name] for name in args.kernel or KERNELS]
@@ -66,6 +69,7 @@ def run_compile(args: argparse.Namespace) -> int:
     kernels = [kernel for kernel in named if args.arch in kernel.archs] or named
     wanted = [(kernel, config) for text in args.config for kernel, config in configs(text, kernels)]
     wanted = list(dict.fromkeys(wanted))
+    object_cache.check_writable()  # what is compiled into nowhere helps nobody
     missing = [each for each in wanted if not object_cache.is_stored(*each, args.arch)]
     if len(wanted) > len(missing):
         print(f"{len(wanted) - len(missing)} of {len(wanted)} in the cache already")
@@ -105,11 +109,40 @@ def _compile_all(missing: Sequence[tuple[Kernel, Config]], arch: str, jobs: int)
             return failures
         # A new interpreter for each, because the DSL keeps state in its process and forking a started jax isn't safe.
         context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(min(jobs, len(missing)), mp_context=context) as pool:
-            pending = [pool.submit(_compile_one, kernel, config, arch) for kernel, config in missing]
-            for future in concurrent.futures.as_completed(pending):
-                failures += progress.done(future.result())
+        with (
+            _interruptible(),
+            concurrent.futures.ProcessPoolExecutor(min(jobs, len(missing)), mp_context=context) as pool,
+        ):
+            try:
+                with _children_ignore_interrupts():
+                    pending = [pool.submit(_compile_one, kernel, config, arch) for kernel, config in missing]
+                for future in concurrent.futures.as_completed(pending):
+                    failures += progress.done(future.result())
+            except KeyboardInterrupt:
+                for child in multiprocessing.active_children():
+                    child.terminate()
+                raise
     return failures
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt inside: this process compiles nothing, and has children to end."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def _children_ignore_interrupts() -> Iterator[None]:
+    """Processes started inside get no SIGINT, which a terminal sends to all: this process ends them."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 @dataclass(frozen=True)
@@ -124,6 +157,8 @@ def _compile_one(kernel: Kernel, config: Config, arch: str) -> _Outcome:
     error = None
     try:
         object_cache.load_or_compile(kernel, config, arch)
+        if not object_cache.is_stored(kernel, config, arch):
+            error = f"compiled, and not stored in {object_cache.directory()}"
     except (RuntimeError, ModuleNotFoundError) as e:
         error = str(e)
     return _Outcome(f"{kernel.name} {kernel.config_json(config)}", time.perf_counter() - start, error)
@@ -184,15 +219,19 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_cache(args: argparse.Namespace) -> int:
-    """Returns 1 if verify finds a damaged entry."""
+    """Returns 1 if verify finds a damaged entry, or prune can't remove one."""
     if args.action != "prune" and (args.all or args.older_than is not None):
         raise ValueError(f"--all, --older-than: got {args.action}; they go with prune")
     if args.action == "prune":
-        removed = object_cache.prune(everything=args.all, older_than_days=args.older_than)
-        for entry in removed:
+        if args.older_than is not None and not 0 <= args.older_than < float("inf"):
+            raise ValueError(f"--older-than: got {args.older_than}; legal: a number of days, at least 0")
+        done = object_cache.prune(everything=args.all, older_than_days=args.older_than)
+        for entry in done.removed:
             print(f"{entry.path.name}: {entry.problem or 'removed as asked'}")
-        print(f"{len(removed)} entries, {_megabytes(sum(entry.size for entry in removed))} removed")
-        return 0
+        for entry, reason in done.kept:
+            print(f"{entry.path.name}: can't be removed: {reason}", file=sys.stderr)
+        print(f"{len(done.removed)} entries, {_megabytes(sum(entry.size for entry in done.removed))} removed")
+        return 1 if done.kept else 0
     entries = object_cache.entries()
     damaged = [entry for entry in entries if not entry.description]
     for entry in damaged if args.action == "verify" else entries:

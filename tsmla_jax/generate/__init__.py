@@ -4,8 +4,9 @@ The library is the attention; this is its main job end to end. `tsmla generate` 
 """
 
 from tsmla_jax.generate.config import ModelConfig, MoEConfig
-from tsmla_jax.generate.engine import Engine, Figures, Generation
+from tsmla_jax.generate.engine import Engine, Generation, Tokens
+from tsmla_jax.generate.figures import Figures
 from tsmla_jax.generate.loading import load_model
 from tsmla_jax.generate.plan import EngineOptions
 
-__all__ = ["Engine", "EngineOptions", "Figures", "Generation", "MoEConfig", "ModelConfig", "load_model"]
+__all__ = ["Engine", "EngineOptions", "Figures", "Generation", "MoEConfig", "ModelConfig", "Tokens", "load_model"]

@@ -5,20 +5,41 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
+import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
+
+Result = TypeVar("Result")
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 CACHE_DTYPES = {**DTYPES, "fp8": "float8_e4m3fn", "packed": "packed"}
+
+# The least and the most that a flag may be, checked before anything is read or allocated.
+_BOUNDS = {
+    "--max-new-tokens": (1, 2**31 - 1),
+    "--page-size": (1, 2**20),
+    "--cache-pages": (1, 2**31 - 1),
+    "--cache-tokens": (1, 2**31 - 1),
+    "--max-batch": (1, 1024),
+    "--chunk": (1, 2**20),
+    "--speculative": (0, 1024),
+    "--seed": (0, 2**32 - 1),
+}
+# The engine's options that have another name on the command line, as its errors begin: "max_batch = 0; legal: ...".
+_FLAGS = {"num_pages": "--cache-pages"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `tsmla generate`."""
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="Hugging Face checkpoint directory")
     prompts = parser.add_mutually_exclusive_group(required=True)
+    prompts.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="a prompt; may be repeated; needs the package tokenizers"
+    )
     prompts.add_argument("--prompt-file", metavar="F", help="one prompt a line; needs the package tokenizers")
     prompts.add_argument("--prompt-ids", metavar="FILE", help="prompts as token ids: a JSON list of lists")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="at most N a prompt (default 64)")
@@ -36,6 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--page-size", type=int, metavar="Z", help="tokens a page of the cache (default 64; 256 for DeepSeek-V4)"
     )
+    parser.add_argument(
+        "--widen",
+        action="store_true",
+        help="widen block-scaled fp8 weights to --dtype when they are loaded (default: in each step, except on a CPU)",
+    )
     cache = parser.add_mutually_exclusive_group()
     cache.add_argument("--cache-pages", type=int, metavar="P", help="pages of the cache (default: as the prompts need)")
     cache.add_argument("--cache-tokens", type=int, metavar="N", help="the same in tokens, rounded up to pages")
@@ -43,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-batch", type=int, default=32, metavar="B", help="texts that decode together (default 32)"
     )
     parser.add_argument(
-        "--chunk", type=int, default=512, metavar="T", help="prompt tokens a prefill step (default 512)"
+        "--chunk", type=int, default=2048, metavar="T", help="prompt tokens a prefill step (default 2048)"
     )
     parser.add_argument(
         "--implementation", metavar="NAME", help="cute, xla or reference (default: the best that can run)"
@@ -63,22 +89,22 @@ def run(args: argparse.Namespace) -> int:
     except BrokenPipeError:
         raise
     except (ValueError, NotImplementedError, ImportError, OSError) as error:
-        return _fail(error)
+        return _fail(str(error))
     except Exception as error:
         # The class is compared by name: importing jax for it would delay every refusal.
         if type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError") and "RESOURCE_EXHAUSTED" in str(error):
-            return _fail(error)
+            return _fail(str(error))
         raise
     return 0
 
 
-def _fail(error: Exception) -> int:
-    print("tsmla generate: error: " + " ".join(str(error).split()), file=sys.stderr)
+def _fail(message: str) -> int:
+    print("tsmla generate: error: " + " ".join(message.split()), file=sys.stderr)
     return 2
 
 
 def _generate(args: argparse.Namespace) -> None:
-    from tsmla_jax.generate.caches import default_page_size
+    from tsmla_jax.generate.caches import cache_bytes, default_page_size
     from tsmla_jax.generate.config import ModelConfig
     from tsmla_jax.generate.engine import Engine
     from tsmla_jax.generate.loading import load_model
@@ -88,14 +114,13 @@ def _generate(args: argparse.Namespace) -> None:
     checkpoint = Path(args.checkpoint)
     if not checkpoint.is_dir():
         raise ValueError(f"--checkpoint {checkpoint}: there is no such directory")
-    for flag, value in (("--page-size", args.page_size), ("--cache-tokens", args.cache_tokens)):
-        if value is not None and value < 1:
-            raise ValueError(f"{flag} {value}; legal: at least 1")
+    _check_bounds(args)
     config = ModelConfig.from_hf(checkpoint)
     num_pages = args.cache_pages
     if args.cache_tokens is not None:
         num_pages = pages_for(args.cache_tokens, args.page_size or default_page_size(config))
-    options = EngineOptions(
+    options = _in_flags(
+        EngineOptions,
         page_size=args.page_size,
         num_pages=num_pages,
         max_batch=args.max_batch,
@@ -107,21 +132,25 @@ def _generate(args: argparse.Namespace) -> None:
         cache_dtype=CACHE_DTYPES.get(args.cache_dtype),
         implementation=args.implementation,
     )
-    tokenizer = _load_tokenizer(checkpoint) if args.prompt_file else None
+    tokenizer = None if args.prompt_ids else _load_tokenizer(checkpoint)
     if tokenizer:
-        lines, prompts = _read_prompts(Path(args.prompt_file), tokenizer)
+        lines = args.prompt or _read_lines(Path(args.prompt_file))
+        prompts = [tokenizer.encode(line) for line in lines]
     else:
         lines, prompts = [], read_prompt_ids(Path(args.prompt_ids))
     if args.json and not Path(args.json).absolute().parent.is_dir():
         raise ValueError(f"--json {args.json}: there is no such directory")
     # The prompts are checked before the weights are read, which may take minutes.
-    plan = make_plan(config, options, prompts, args.max_new_tokens, DTYPES.get(args.dtype, config.dtype))
+    dtype = DTYPES.get(args.dtype, config.dtype)
+    plan = _in_flags(make_plan, config, options, prompts, args.max_new_tokens, dtype)
+    _check_memory(cache_bytes(config, plan.layout).total)
 
+    keep_compiled_programs()
     begin = time.perf_counter()
-    params = load_model(checkpoint, config, dtype=plan.dtype, progress=True)
+    params = load_model(checkpoint, config, dtype=plan.dtype, keep_fp8=False if args.widen else None, progress=True)
     load_seconds = time.perf_counter() - begin
     stream = Stream(sys.stdout, lines, tokenizer, len(prompts))
-    result = Engine(params, config, options).generate(prompts, args.max_new_tokens, stream, _say_compiling)
+    result = Engine(params, config, options, _say_compiling).generate(prompts, args.max_new_tokens, stream)
     record = {
         "tokens": result.tokens,
         **dataclasses.asdict(result.figures),
@@ -139,10 +168,58 @@ def _generate(args: argparse.Namespace) -> None:
         Path(args.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def _say_compiling(step: str) -> None:
-    """Says on a terminal why nothing happens for some seconds."""
-    if sys.stderr.isatty():
-        print(f"compiling: {step}", file=sys.stderr, flush=True)
+def _check_bounds(args: argparse.Namespace) -> None:
+    """ValueError for a number that no run can be made with."""
+    for flag, (least, most) in _BOUNDS.items():
+        value = getattr(args, flag[2:].replace("-", "_"))
+        if value is not None and not least <= value <= most:
+            raise ValueError(f"{flag} {value}; legal: {least} to {most}")
+
+
+def _in_flags(make: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+    """make(*args, **kwargs), whose errors about an option speak of its flag."""
+    try:
+        return make(*args, **kwargs)
+    except ValueError as error:
+        named = re.match(r"([a-z_]+)( = |: got )", str(error))
+        if named is None:
+            raise
+        flag = _FLAGS.get(named[1], "--" + named[1].replace("_", "-"))
+        said = str(error)[named.end() :]
+        for short, long in CACHE_DTYPES.items():
+            said = re.sub(rf"\b{long}\b", short, said) if named[1] == "cache_dtype" else said
+        raise ValueError(f"{flag} {said.replace('legal: None, ', 'legal: ').replace(', or None', '')}") from None
+
+
+def _check_memory(size: int) -> None:
+    """ValueError if the caches can't be allocated on a CPU, where the system would end this process or another. A GPU
+    says so itself."""
+    import jax
+
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if jax.default_backend() == "cpu" and size > memory:
+        raise ValueError(
+            f"the caches take {size / 1e9:.1f} GB, and this machine has {memory / 1e9:.1f} GB; --cache-pages,"
+            " --cache-tokens, --page-size and --max-batch make them smaller"
+        )
+
+
+def keep_compiled_programs() -> None:
+    """Turns jax's persistent compilation cache on, beside the cache of compiled kernels, unless one is set up already
+    (JAX_COMPILATION_CACHE_DIR)."""
+    import jax
+
+    from tsmla_kernels import object_cache
+
+    # The value is an attribute that jax's types do not know.
+    if getattr(jax.config, "jax_compilation_cache_dir") is None:  # noqa: B009
+        jax.config.update("jax_compilation_cache_dir", str(object_cache.directory() / "xla"))
+
+
+def _say_compiling(step: str, seconds: float | None) -> None:
+    """Says why nothing happens for some time, also where nobody may be looking: a log is read later."""
+    took = "" if seconds is None else f": {seconds:.1f} s"
+    print(f"{'compiling' if seconds is None else 'compiled'} {step}{took}", file=sys.stderr, flush=True)
 
 
 def read_prompt_ids(path: Path) -> list[list[int]]:
@@ -155,6 +232,8 @@ def read_prompt_ids(path: Path) -> list[list[int]]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"--prompt-ids {path}: there is no such file") from None
+    except RecursionError:
+        raise ValueError(f"--prompt-ids {path}: not readable as JSON: nested too deeply") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"--prompt-ids {path}: not readable as JSON: {error}") from None
     if not isinstance(value, list) or not value:
@@ -170,7 +249,7 @@ def read_prompt_ids(path: Path) -> list[list[int]]:
     return value
 
 
-def _read_prompts(path: Path, tokenizer: Tokenizer) -> tuple[list[str], list[list[int]]]:
+def _read_lines(path: Path) -> list[str]:
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except FileNotFoundError:
@@ -179,7 +258,7 @@ def _read_prompts(path: Path, tokenizer: Tokenizer) -> tuple[list[str], list[lis
         raise ValueError(f"--prompt-file {path}: not readable as UTF-8 text: {error}") from None
     if not lines:
         raise ValueError(f"--prompt-file {path}: holds no prompt; legal: one a line")
-    return lines, [tokenizer.encode(line) for line in lines]
+    return lines
 
 
 class Tokenizer:
@@ -199,14 +278,16 @@ class Tokenizer:
 
 
 def _load_tokenizer(checkpoint: Path) -> Tokenizer:
+    from tsmla_jax.nn.hf_config import read_hf_config
+
     path = checkpoint / "tokenizer.json"
     if not path.is_file():
-        raise ValueError(f"{path}: there is no such file; --prompt-file needs it, --prompt-ids does not")
+        raise ValueError(f"{path}: there is no such file; --prompt and --prompt-file need it, --prompt-ids does not")
     try:
         from tokenizers import Tokenizer as Backend
     except ImportError:
         raise ImportError(
-            "--prompt-file needs the package tokenizers: pip install 'tsmla-jax[hf]'; --prompt-ids does not"
+            "--prompt and --prompt-file need the package tokenizers: pip install 'tsmla-jax[hf]'; --prompt-ids does not"
         ) from None
     try:
         backend = Backend.from_file(str(path))
@@ -216,12 +297,11 @@ def _load_tokenizer(checkpoint: Path) -> Tokenizer:
     bos = None
     config_path = checkpoint / "tokenizer_config.json"
     if config_path.is_file():
-        try:
-            config = json.loads(config_path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{config_path}: not readable as JSON: {error}") from None
+        config, _ = read_hf_config(config_path)
         token = config.get("bos_token")
         token = token.get("content") if isinstance(token, dict) else token
+        if token is not None and not isinstance(token, str):
+            raise ValueError(f"{config_path}: bos_token = {token!r:.60}; legal: a token's text, or null")
         if config.get("add_bos_token") and token is not None:
             bos = backend.token_to_id(token)
     return Tokenizer(backend, bos)

@@ -21,6 +21,11 @@ SCORINGS: tuple[Scoring, ...] = ("softmax", "sigmoid", "sqrtsoftplus")
 MLPKind = Literal["dense", "moe", "hash_moe"]
 LayerAttention = MLAConfig | V32Config | V4Config
 
+MAX_SIZE = 2**31 - 1
+"""Greatest size in a `config.json`: XLA's and the kernels' own."""
+MAX_LAYERS = 10_000
+"""Most layers: some hundred times those of any model. A config has an entry for each of them."""
+
 # The routing of a checkpoint without `topk_method`: transformers writes none for V3, whose only routing is noaux_tc.
 _DEFAULT_ROUTING: dict[str, Routing] = {
     "deepseek_v2": "greedy",
@@ -28,6 +33,39 @@ _DEFAULT_ROUTING: dict[str, Routing] = {
     "deepseek_v32": "noaux_tc",
     "deepseek_v4": "noaux_tc",
     "kimi_k2": "noaux_tc",
+}
+# What transformers' configuration of each model type takes for a field that `config.json` leaves out. Kimi-K2 has no
+# configuration there: its fields are required.
+_V3_DEFAULTS: dict[str, Any] = {
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "max_position_embeddings": 4096,
+}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 0,
+        "max_position_embeddings": 2048,
+    },
+    "deepseek_v3": _V3_DEFAULTS,
+    "deepseek_v32": {**_V3_DEFAULTS, "max_position_embeddings": 163840},
+    "deepseek_v4": {
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "max_position_embeddings": 1048576,
+    },
+    "kimi_k2": {},
 }
 _SCORING: dict[Routing, Scoring] = {"greedy": "softmax", "group_limited_greedy": "softmax", "noaux_tc": "sigmoid"}
 _MLP_KINDS: dict[str, MLPKind] = {"dense": "dense", "sparse": "moe", "moe": "moe", "hash_moe": "hash_moe"}
@@ -190,23 +228,24 @@ class ModelConfig:
         if dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"{where}: torch_dtype = {dtype!r}; legal: 'float32', 'bfloat16', 'float16'")
 
-        def positive(name: str, **options: Any) -> int:
+        def positive(name: str, *, most: int = MAX_SIZE, **options: Any) -> int:
             value = hf_field(fields, name, int, where, **options)
-            if value < 1:
-                raise ValueError(f"{where}: {name} = {value}; legal: a positive integer")
+            if not 1 <= value <= most:
+                raise ValueError(f"{where}: {name} = {value!s:.20}; legal: 1 to {most}")
             return value
 
         is_v4 = model_type == "deepseek_v4"
+        longest = _default(model_type, "max_position_embeddings")
         if model_type == "deepseek_v32" and set(fields.get("layer_types") or ()) - {"indexed_attention"}:
             raise ValueError(f"{where}: layer_types = {fields['layer_types']!r:.80}; legal: 'indexed_attention' alone")
-        num_layers = positive("num_hidden_layers")
+        num_layers = positive("num_hidden_layers", most=MAX_LAYERS)
         attention: MLAConfig | V32Config | tuple[V4Config, ...]
         try:
             if is_v4:
                 _refuse_unlike_v4(fields, where)
             moe = _moe_from_hf(fields, model_type, where)
             streams = _streams_from_hf(fields, where) if is_v4 else None
-            mlp_layers = _mlp_layers_from_hf(fields, where, num_layers, moe is not None, is_v4)
+            mlp_layers = _mlp_layers_from_hf(fields, model_type, where, num_layers, moe is not None)
         except ValueError as error:
             raise ValueError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
         if is_v4:
@@ -226,10 +265,15 @@ class ModelConfig:
             num_layers=num_layers,
             rms_norm_eps=hf_field(fields, "rms_norm_eps", float, where, default=1e-6),
             tie_word_embeddings=hf_field(fields, "tie_word_embeddings", bool, where, default=False),
-            max_position_embeddings=positive("max_position_embeddings", default=2048),
+            max_position_embeddings=positive("max_position_embeddings", **longest),
             eos_token_ids=_eos_token_ids(source, fields, where),
             dtype=dtype,
         )
+
+
+def _default(model_type: str, name: str) -> dict[str, Any]:
+    """The option of `hf_field` that gives an absent field its model type's default; none where it has no default."""
+    return {"default": _DEFAULTS[model_type][name]} if name in _DEFAULTS[model_type] else {}
 
 
 def _eos_token_ids(source: Mapping[str, Any] | str | Path, fields: Mapping[str, Any], where: str) -> tuple[int, ...]:
@@ -256,18 +300,22 @@ def _moe_from_hf(fields: Mapping[str, Any], model_type: str, where: str) -> MoEC
         scoring = hf_field(fields, "scoring_func", str, where, default="sqrtsoftplus")
     elif scoring is not None and scoring != _SCORING.get(routing, scoring):
         raise ValueError(f"scoring_func = {scoring!r}; legal with topk_method {routing!r}: {_SCORING[routing]!r}")
-    # transformers writes no norm_topk_prob for a V4 that has the default, and its code knows no other.
-    norm = hf_field(fields, "norm_topk_prob", bool, where, default=is_v4)
+
+    def field(name: str, kind: type) -> Any:
+        # For V2 and V4 null is the default too. V3's code would take null for false, or fail.
+        has_default = name not in fields or model_type in ("deepseek_v2", "deepseek_v4")
+        return hf_field(fields, name, kind, where, **(_default(model_type, name) if has_default else {}))
+
     return MoEConfig(
         num_experts=hf_field(fields, "n_routed_experts", int, where),
         top_k=hf_field(fields, "num_experts_per_tok", int, where),
         intermediate_size=hf_field(fields, "moe_intermediate_size", int, where),
-        num_shared=hf_field(fields, "n_shared_experts", int, where, default=1 if is_v4 else 0),
+        num_shared=field("n_shared_experts", int),
         routing=routing,
-        n_group=hf_field(fields, "n_group", int, where, default=1),
-        topk_group=hf_field(fields, "topk_group", int, where, default=1),
-        norm_topk_prob=norm,
-        routed_scaling_factor=hf_field(fields, "routed_scaling_factor", float, where, default=1.5 if is_v4 else 1.0),
+        n_group=field("n_group", int),
+        topk_group=field("topk_group", int),
+        norm_topk_prob=field("norm_topk_prob", bool),
+        routed_scaling_factor=field("routed_scaling_factor", float),
         scoring=scoring,
         swiglu_limit=hf_field(fields, "swiglu_limit", float, where, default=10.0) if is_v4 else None,
     )
@@ -304,9 +352,10 @@ def _streams_from_hf(fields: Mapping[str, Any], where: str) -> StreamsConfig:
 
 
 def _mlp_layers_from_hf(
-    fields: Mapping[str, Any], where: str, num_layers: int, has_experts: bool, is_v4: bool
+    fields: Mapping[str, Any], model_type: str, where: str, num_layers: int, has_experts: bool
 ) -> tuple[MLPKind, ...]:
     """The kind of every layer's MLP: listed one by one, or in the older fields that count the layers which differ."""
+    is_v4 = model_type == "deepseek_v4"
     listed = fields.get("mlp_layer_types")
     if listed is not None:
         legal = ("hash_moe", "moe") if is_v4 else ("dense", "sparse")
@@ -318,7 +367,7 @@ def _mlp_layers_from_hf(
     if is_v4:
         hashed = hf_field(fields, "num_hash_layers", int, where, default=3)
         return tuple("hash_moe" if layer < hashed else "moe" for layer in range(num_layers))
-    first = hf_field(fields, "first_k_dense_replace", int, where, default=0)
+    first = hf_field(fields, "first_k_dense_replace", int, where, **_default(model_type, "first_k_dense_replace"))
     every = hf_field(fields, "moe_layer_freq", int, where, default=1)
     if every < 1:
         raise ValueError(f"{where}: moe_layer_freq = {every}; legal: a positive integer")

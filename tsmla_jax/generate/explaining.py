@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import tsmla_jax
 from tsmla_jax.generate.caches import WINDOW_PAGE, CacheLayout, entries_per_page, init_cache
 from tsmla_jax.generate.config import ModelConfig
+from tsmla_jax.generate.moe import why_not_grouped
 from tsmla_jax.nn import MLAConfig
 from tsmla_jax.nn.v4 import V4Cache, V4Config
 from tsmla_jax.nn.v32 import V32Cache, V32Config
@@ -105,7 +106,17 @@ def explain_step(
             choice if same else replace(choice, op=f"{op} ({place})")
             for place, choice in list(by_place.items())[: 1 if same else None]
         ]
-    return choices
+    return choices + _explain_experts(config, dtype)
+
+
+def _explain_experts(config: ModelConfig, dtype: Any) -> list[Choice]:
+    if config.moe is None or not any(map(config.is_moe_layer, range(config.num_layers))):
+        return []
+    reasons = why_not_grouped(dtype, config.hidden_size, config.moe.intermediate_size, narrow=False)
+    if reasons:
+        form = "one by one" if jax.default_backend() == "cpu" else "lax.ragged_dot"
+        return [Choice("experts", form, f"not grouped: {'; '.join(reasons)}")]
+    return [Choice("experts", "grouped", "the best there is")]
 
 
 def _array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
@@ -157,16 +168,29 @@ def _explain_indexer(add: Add, config: V32Config | V4Config, keys: Any, sizes: _
     query = jnp.float8_e4m3fn if keys.dtype == jnp.uint8 else jnp.float32
     columns = max_pages * keys.shape[1]
     chosen = min(config.index_topk, columns)
+    # V4's tokens see compressed entries, which are not counted token by token.
+    rows = tokens if isinstance(config, V4Config) else sizes.requests
+    offsets = {} if isinstance(config, V4Config) else {"cu_seqlens_q": _integers(sizes.requests + 1)}
     add(
         "indexer_logits",
         _array(query, tokens, heads, width),
         _floats(tokens, heads),
         keys,
-        _integers(tokens, max_pages),
-        _integers(tokens),
+        _integers(rows, max_pages),
+        _integers(rows),
+        **offsets,
     )
     # The layers never name an implementation of this one.
-    add("select_topk", _floats(tokens, columns), _integers(tokens), chosen, order="position", implementation=None)
+    add(
+        "select_topk",
+        _floats(tokens, columns),
+        _integers(tokens),
+        chosen,
+        order="position",
+        block_tables=_integers(tokens, max_pages),
+        page_size=keys.shape[1],
+        implementation=None,
+    )
     return chosen
 
 
@@ -186,14 +210,22 @@ def _explain_v32(add: Add, config: V32Config, dtype: Any, cache: V32Cache, sizes
 def _explain_v4(add: Add, config: V4Config, dtype: Any, cache: V4Cache, sizes: _Sizes, entries: int) -> None:
     """entries: a page's compressed entries."""
     tokens, requests = sizes.tokens, sizes.requests
-    for state in (cache.compressor, cache.indexer_compressor):
-        if state is not None:
+    for written, state in ((cache.compressed, cache.compressor), (cache.indexer, cache.indexer_compressor)):
+        if written is not None and state is not None:
             width = state.kv_score.shape[-1]
+            is_entries = written is cache.compressed
             add(
-                "compress_kv",
+                "compress_write_kv_cache",
+                written,
                 _floats(tokens, 2, width),
                 _floats(config.ratio, width),
                 state,
+                _array(dtype, config.head_dim if is_entries else config.index_head_dim),
+                _floats(1, config.rope_dim),
+                _integers(requests, sizes.max_pages),
+                eps=config.rms_norm_eps,
+                kv_scale=_scale(written) if is_entries else None,
+                page_size=entries if is_entries and written.dtype == jnp.uint8 else None,
                 state_slots=_integers(requests),
                 seq_lens=_integers(requests),
                 cu_seqlens_q=_integers(requests + 1),

@@ -1,7 +1,7 @@
 """A Hugging Face checkpoint directory, turned into the parameters of `tsmla_jax.generate.model`.
 
-Tensors are read one at a time; the host holds at most one layer beside the memory map. Block-scaled fp8
-and fp4 weights come dequantised to the dtype asked for.
+Tensors are read one at a time; the host holds at most one layer beside the memory map. Matrices in e4m3 with scales for
+blocks of 128 x 128 may stay so; other block-scaled weights come dequantised to the dtype asked for.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsmla_jax.generate.config import ModelConfig
+from tsmla_jax.generate.config import ModelConfig, MoEConfig
 from tsmla_jax.generate.model import Params
 from tsmla_jax.nn import Checkpoint, CheckpointError, MLAConfig, V4Config, V32Config
+from tsmla_jax.nn.block_scaled import BLOCK, BlockScaled, stack_size
 from tsmla_jax.nn.mla.weights import WEIGHTS as MLA_WEIGHTS
 from tsmla_jax.nn.v4.names import stored_names
 from tsmla_jax.nn.v4.weights import WEIGHTS as V4_WEIGHTS
@@ -29,6 +30,9 @@ from tsmla_jax.nn.v32.weights import WEIGHTS as V32_WEIGHTS
 from tsmla_jax.nn.weights import LayerWeights
 
 Array = np.ndarray[Any, Any]
+
+# Projections of MLA that may stay block-scaled. kv_b_proj may not: decode sums over its rows.
+_NARROW = ("q_proj.weight", "q_a_proj.weight", "q_b_proj.weight", "kv_a_proj_with_mqa.weight", "o_proj.weight")
 
 _ATTENTION: dict[type, LayerWeights[Any]] = {MLAConfig: MLA_WEIGHTS, V32Config: V32_WEIGHTS, V4Config: V4_WEIGHTS}
 
@@ -77,8 +81,10 @@ class ProgressBar:
 class _Reader:
     """Reads tensors by the names of transformers' modules, and remembers which of the checkpoint's were read."""
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, dtype: Any, progress: bool) -> None:
-        self.dtype, self._checkpoint = dtype, checkpoint
+    def __init__(
+        self, checkpoint: Checkpoint, config: ModelConfig, dtype: Any, keep_fp8: bool, progress: bool
+    ) -> None:
+        self.dtype, self._checkpoint, self._keep_fp8 = dtype, checkpoint, keep_fp8
         is_v4 = isinstance(config.attention, tuple)
         self._stored = stored_names(checkpoint) if is_v4 else {name: name for name in checkpoint.names()}
         self._expected = {stored for name, stored in self._stored.items() if not _is_left_out(name, stored, config)}
@@ -99,6 +105,20 @@ class _Reader:
     def put(self, name: str, shape: Sequence[int], dtype: Any = None) -> jax.Array:
         """The same, on the device."""
         return jnp.asarray(self(name, shape, dtype))
+
+    def keeps(self, *names: str) -> bool:
+        """Whether all these matrices stay block-scaled."""
+        return self._keep_fp8 and all(
+            self._checkpoint.is_block_scaled(self._stored.get(name, name)) for name in names
+        )
+
+    def narrow(self, name: str, shape: Sequence[int]) -> BlockScaled:
+        """A matrix that stays block-scaled, on the host."""
+        stored = self._stored.get(name, name)
+        values, scales = self._checkpoint.read_block_scaled(stored, shape=shape)
+        self._read |= {stored, self._checkpoint.scale_name(stored) or stored}
+        self._bar.step()
+        return BlockScaled(values, scales)  # type: ignore[arg-type]  # of numpy, until it goes to the device
 
     def close(self) -> None:
         """Ends the progress bar."""
@@ -124,7 +144,12 @@ def _is_left_out(name: str, stored: str, config: ModelConfig) -> bool:
 
 
 def load_model(
-    checkpoint_dir: str | Path, config: ModelConfig, *, dtype: Any | None = None, progress: bool = False
+    checkpoint_dir: str | Path,
+    config: ModelConfig,
+    *,
+    dtype: Any | None = None,
+    keep_fp8: bool | None = None,
+    progress: bool = False,
 ) -> Params:
     """All parameters of a checkpoint but those of multi-token prediction (layers past `config.num_layers`).
 
@@ -133,6 +158,9 @@ def load_model(
       config: the model, as `ModelConfig.from_hf(checkpoint_dir)` reads it.
       dtype: of the parameters; None takes the config's. The router and its bias stay f32, where routing happens; so do
         V4's norms, sinks, position biases and streams.
+      keep_fp8: matrices of MLA, of the MLPs and of the experts that are e4m3 with scales for blocks of 128 x 128 stay
+        so (`BlockScaled`), except kv_b_proj and where a block has gate and up rows; steps widen them. False widens
+        them here, to twice the memory. None keeps them unless jax's default device is a CPU, which widens slowly.
       progress: show a progress bar on stderr.
 
     Returns:
@@ -147,7 +175,8 @@ def load_model(
     # V4 computes with its norms in f32 whatever the other parameters' dtype is.
     norm_dtype = dtype if config.streams is None else jnp.dtype(jnp.float32)
     hidden = (config.hidden_size,)
-    with contextlib.closing(_Reader(Checkpoint(checkpoint_dir), config, dtype, progress)) as read:
+    keep_fp8 = jax.default_backend() != "cpu" if keep_fp8 is None else keep_fp8
+    with contextlib.closing(_Reader(Checkpoint(checkpoint_dir), config, dtype, keep_fp8, progress)) as read:
         params: dict[str, Any] = {
             "embed": read.put("model.embed_tokens.weight", (config.vocab_size, *hidden)),
             "norm": read.put("model.norm.weight", hidden, norm_dtype),
@@ -174,8 +203,9 @@ def _read_layer(read: _Reader, config: ModelConfig, index: int, norm_dtype: Any)
     if config.is_moe_layer(index):
         layer["mlp"] = _read_moe(read, f"{prefix}.mlp", config, config.mlp_layers[index] == "hash_moe")
     else:
-        gate_up, down = _read_mlp(read, f"{prefix}.mlp", config.hidden_size, config.intermediate_size)
-        layer["mlp"] = {"gate_up": jnp.asarray(gate_up), "down": jnp.asarray(down)}
+        keep = read.keeps(*_mlp_names(f"{prefix}.mlp")) and config.intermediate_size % BLOCK == 0
+        gate_up, down = _read_mlp(read, f"{prefix}.mlp", config.hidden_size, config.intermediate_size, keep)
+        layer["mlp"] = jax.tree.map(jnp.asarray, {"gate_up": gate_up, "down": down})
     if config.streams is not None:
         count = config.streams.count
         for name, block in (("attention_streams", "attn_hc"), ("mlp_streams", "ffn_hc")):
@@ -186,14 +216,17 @@ def _read_layer(read: _Reader, config: ModelConfig, index: int, norm_dtype: Any)
 
 def _read_attention(
     read: _Reader, prefix: str, config: ModelConfig, index: int, norm_dtype: Any
-) -> dict[str, jax.Array]:
+) -> dict[str, Any]:
     attention = config.layer(index).attention
     weights = _ATTENTION[type(attention)]
     kept = ("norm.weight", "sinks", "position_bias")
-    tensors = {
-        name: read(f"{prefix}.{name}", shape, norm_dtype if name.endswith(kept) else None)
-        for name, shape in weights.hf_attention_shapes(attention).items()
-    }
+    tensors: dict[str, Any] = {}
+    for name, shape in weights.hf_attention_shapes(attention).items():
+        whole = f"{prefix}.{name}"
+        if not isinstance(attention, V4Config) and name in _NARROW and read.keeps(whole):
+            tensors[name] = read.narrow(whole, shape)
+        else:
+            tensors[name] = read(whole, shape, norm_dtype if name.endswith(kept) else None)
     return weights.params_from_hf(attention, tensors)
 
 
@@ -202,18 +235,22 @@ def _read_streams(read: _Reader, prefix: str, rows: int, width: int, scales: int
     return {name: read.put(f"{prefix}{name}", shape, np.float32) for name, shape in shapes.items()}
 
 
-def _read_mlp(read: _Reader, prefix: str, hidden: int, width: int) -> tuple[Array, Array]:
-    """gate and up in one array [2 I, C], and down [C, I]."""
-    gate = read(f"{prefix}.gate_proj.weight", (width, hidden))
-    up = read(f"{prefix}.up_proj.weight", (width, hidden))
-    return np.concatenate([gate, up]), read(f"{prefix}.down_proj.weight", (hidden, width))
+def _mlp_names(prefix: str) -> list[str]:
+    return [f"{prefix}.{part}_proj.weight" for part in ("gate", "up", "down")]
+
+
+def _read_mlp(read: _Reader, prefix: str, hidden: int, width: int, keep: bool) -> tuple[Any, Any]:
+    """gate and up in one matrix [2 I, C], and down [C, I]; block-scaled if `keep`."""
+    reader = read.narrow if keep else read
+    shapes = [(width, hidden), (width, hidden), (hidden, width)]
+    gate, up, down = (reader(name, shape) for name, shape in zip(_mlp_names(prefix), shapes, strict=True))
+    return jax.tree.map(lambda *parts: np.concatenate(parts), gate, up), down
 
 
 def _read_moe(read: _Reader, prefix: str, config: ModelConfig, by_token: bool) -> dict[str, Any]:
     moe = config.moe
     assert moe is not None
-    hidden, width = config.hidden_size, moe.intermediate_size
-    params = {"router": read.put(f"{prefix}.gate.weight", (moe.num_experts, hidden), np.float32)}
+    params = {"router": read.put(f"{prefix}.gate.weight", (moe.num_experts, config.hidden_size), np.float32)}
     if by_token:
         name = f"{prefix}.gate.tid2eid"
         table = read(name, (config.vocab_size, moe.top_k), np.int32)
@@ -224,17 +261,55 @@ def _read_moe(read: _Reader, prefix: str, config: ModelConfig, by_token: bool) -
         params["expert_table"] = jnp.asarray(table)
     elif moe.routing == "noaux_tc":
         params["correction_bias"] = read.put(f"{prefix}.gate.e_score_correction_bias", (moe.num_experts,), np.float32)
-    if f"{prefix}.experts.gate_up_proj" in read:
+    gate_up, down = _read_experts(read, prefix, config.hidden_size, moe)
+    return {**params, **jax.tree.map(jnp.asarray, {"gate_up": gate_up, "down": down})}
+
+
+def _read_experts(read: _Reader, prefix: str, hidden: int, moe: MoEConfig) -> tuple[Any, Any]:
+    """gate_up [E + S, 2 I, C] and down [E + S, C, I], on the host: the routed experts, then the shared ones."""
+    width, merged = moe.intermediate_size, f"{prefix}.experts.gate_up_proj" in read
+    owners = [f"{prefix}.experts.{expert}" for expert in range(0 if merged else moe.num_experts)]
+    shared = f"{prefix}.shared_experts"
+    names = [name for owner in [*owners, *([shared] if moe.num_shared else [])] for name in _mlp_names(owner)]
+    keep = not merged and width % BLOCK == 0 and read.keeps(*names)
+
+    count, both = moe.num_experts + moe.num_shared, ((2 * width, hidden), (hidden, width))
+    stacks = tuple(_empty_stack(count, shape, read.dtype, keep) for shape in both)
+
+    def put(index: Any, weights: Any) -> None:
+        jax.tree.map(lambda stack, weight: stack.__setitem__(index, weight), stacks, weights)
+
+    for expert, owner in enumerate(owners):
+        put(expert, _read_mlp(read, owner, hidden, width, keep))
+    if merged:
         # All experts in one tensor, as transformers' modules hold them.
-        params["gate_up"] = read.put(f"{prefix}.experts.gate_up_proj", (moe.num_experts, 2 * width, hidden))
-        params["down"] = read.put(f"{prefix}.experts.down_proj", (moe.num_experts, hidden, width))
-    else:
-        gate_up = np.empty((moe.num_experts, 2 * width, hidden), read.dtype)
-        down = np.empty((moe.num_experts, hidden, width), read.dtype)
-        for expert in range(moe.num_experts):
-            gate_up[expert], down[expert] = _read_mlp(read, f"{prefix}.experts.{expert}", hidden, width)
-        params["gate_up"], params["down"] = jnp.asarray(gate_up), jnp.asarray(down)
+        shapes = [(moe.num_experts, *shape) for shape in both]
+        own = (f"{prefix}.experts.gate_up_proj", f"{prefix}.experts.down_proj")
+        put(slice(moe.num_experts), tuple(read(name, shape) for name, shape in zip(own, shapes, strict=True)))
     if moe.num_shared:
-        shared = _read_mlp(read, f"{prefix}.shared_experts", hidden, width * moe.num_shared)
-        params["shared_gate_up"], params["shared_down"] = (jnp.asarray(weight) for weight in shared)
-    return params
+        gate_up, down = _read_mlp(read, shared, hidden, width * moe.num_shared, keep)
+        put(slice(moe.num_experts, count), _apart(gate_up, down, moe.num_shared))
+    return stacks
+
+
+def _empty_stack(count: int, shape: tuple[int, int], dtype: Any, keep: bool) -> Any:
+    if not keep:
+        return np.empty((count, *shape), dtype)
+    blocks = tuple(-(-size // BLOCK) for size in shape)
+    return BlockScaled(
+        np.zeros((stack_size(count, *shape), *shape), jnp.float8_e4m3fn),  # type: ignore[arg-type]
+        np.empty((count, *blocks), np.float32),  # type: ignore[arg-type]
+    )
+
+
+def _apart(gate_up: Any, down: Any, count: int) -> tuple[Any, Any]:
+    """An MLP of width count * I, [2 count I, C] and [C, count I], as `count` of width I, whose sum it is."""
+
+    def rows(weight: Array) -> Array:
+        parts = weight.reshape(2, count, -1, weight.shape[1])
+        return parts.swapaxes(0, 1).reshape(count, -1, weight.shape[1])
+
+    def columns(weight: Array) -> Array:
+        return weight.reshape(weight.shape[0], count, -1).swapaxes(0, 1)
+
+    return jax.tree.map(rows, gate_up), jax.tree.map(columns, down)

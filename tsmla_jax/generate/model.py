@@ -1,9 +1,8 @@
 """A DeepSeek decoder as pure functions over a pytree of parameters.
 
 Attention is `tsmla_jax.nn`, over paged caches: in V2 and V3 chunks of prompts in the expanded form and decode in the
-absorbed form; in V3.2 and V4 one function of the sparse layers for both. Every function works under `jax.jit`; an
-engine compiles `decoder_layer` once for each kind of layer, so that compilation takes the same time for 2 layers and
-for 61.
+absorbed form; in V3.2 and V4 one function of the sparse layers for both. Every function works under `jax.jit`.
+Layers of one kind are traced once, and compiled once where `run_layers` is not part of a larger program.
 
 Axes: T tokens of a step (ragged, requests packed one after the other), B requests, M pages a request at most, N rows
 whose logits are wanted, V vocabulary, C hidden width, P pages, Z page size, D width of a cached token, S streams (V4).
@@ -13,29 +12,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+import tsmla_jax
 from tsmla_jax.generate.caches import WINDOW_PAGE, entries_per_page
 from tsmla_jax.generate.config import LayerConfig, ModelConfig
 from tsmla_jax.generate.moe import gated_mlp, mixture_of_experts
 from tsmla_jax.generate.pages import pages_for
 from tsmla_jax.generate.streams import close_streams, open_streams, read_streams, write_streams
-from tsmla_jax.nn import functional, v4, v32
+from tsmla_jax.nn import MLAConfig, functional, v4, v32
 from tsmla_jax.nn.norms import rms_norm, rms_norm_fixed_order
 from tsmla_jax.nn.step import Step, needed_when_ragged
 from tsmla_jax.nn.v4 import V4Config, V4Step
 from tsmla_jax.nn.v32 import V32Config
 
-Phase = Literal["prefill", "decode"]
+Phase = Literal["fresh", "prefill", "decode"]
 
 # {"embed": [V, C], "layers": [layer, ...], "norm": [C], "lm_head": [V, C] unless tied}; a layer is
 # {"attention_norm": [C], "attention": ..., "mlp_norm": [C], "mlp": ...}; "attention" is as in `param_shapes` of
-# tsmla_jax.nn, nn.v32 or nn.v4; "mlp" is {"gate_up": [2 I, C], "down": [C, I]} in a dense layer, else as
-# moe.mixture_of_experts takes it. In V4 a layer also has "attention_streams" and "mlp_streams" (streams.read_streams),
-# and the model "streams" (streams.close_streams).
+# tsmla_jax.nn, nn.v32 or nn.v4, or as `fold` leaves it; "mlp" is {"gate_up": [2 I, C], "down": [C, I]} in a dense
+# layer, else as moe.mixture_of_experts takes it. Matrices may be `nn.block_scaled.BlockScaled`. In V4 a layer also has
+# "attention_streams" and "mlp_streams" (streams.read_streams), and the model "streams" (streams.close_streams).
 Params = Mapping[str, Any]
 
 
@@ -61,17 +62,35 @@ class StepOptions:
     """The static options of a step.
 
     Attributes:
-      phase: of V2 and V3: "prefill" attends in the expanded form, "decode" in the absorbed one.
-      context_chunk: prefill of V2 and V3 alone: cached tokens of each request that one pass expands.
+      phase: of V2 and V3: "fresh" and "prefill" attend in the expanded form, "decode" in the absorbed one. In "fresh"
+        no text has tokens in the cache: no program is needed for those.
+      context_chunk, context_passes: "prefill" of V2 and V3 alone: cached tokens of each request that one pass expands,
+        and the number of passes; None counts them on the device.
       implementation: of the operations; None is the best that can run.
       page_size, window_rows: V4 alone, as in `CacheLayout`.
     """
 
     phase: Phase
     context_chunk: int = 512
+    context_passes: int | None = None
     implementation: str | None = None
     page_size: int = 64
     window_rows: int = 0
+
+
+def fold(params: Params, config: ModelConfig) -> Params:
+    """The parameters as steps read them fastest: those of MLA's attention folded (`functional.fold`)."""
+    layers = []
+    for index, layer in enumerate(params["layers"]):
+        attention = config.layer(index).attention
+        mla = attention.mla if isinstance(attention, V32Config) else attention
+        if isinstance(mla, MLAConfig) and "in_proj" not in layer["attention"]:
+            layer = {**layer, "attention": _fold_attention(layer["attention"], mla)}
+        layers.append(layer)
+    return {**params, "layers": layers}
+
+
+_fold_attention = jax.jit(functional.fold, static_argnames="config")
 
 
 def embed(params: Params, config: ModelConfig, tokens: jax.Array) -> jax.Array:
@@ -125,6 +144,7 @@ def shared_steps(
     }
 
 
+@partial(jax.jit, static_argnames=("config", "options"), donate_argnames=("x", "cache"))
 def decoder_layer(
     layer: Params,
     config: LayerConfig,
@@ -194,6 +214,8 @@ def _attend(
         return v32.attend(params, attention, x, cache, batch.step, kv_scale=kv_scale, implementation=name)
     if options.phase == "decode":
         return functional.decode(params, attention, x, cache, batch.step, kv_scale=kv_scale, implementation=name)
+    if options.phase == "fresh":
+        return _attend_fresh(params, attention, x, cache, batch.step, kv_scale, name)
     return functional.prefill_with_context(
         params,
         attention,
@@ -201,9 +223,31 @@ def _attend(
         cache,
         batch.step,
         context_chunk=options.context_chunk,
+        context_passes=options.context_passes,
         kv_scale=kv_scale,
         implementation=name,
     )
+
+
+def _attend_fresh(
+    params: Params,
+    config: MLAConfig,
+    x: jax.Array,
+    cache: jax.Array,
+    step: Step,
+    kv_scale: jax.Array | None,
+    implementation: str | None,
+) -> tuple[jax.Array, jax.Array]:
+    """The attention of texts that begin with this step: y [T, C] and the cache."""
+    y, latent, k_rope = functional.prefill(
+        params,
+        config,
+        x,
+        cu_seqlens_q=needed_when_ragged(step.cu_seqlens_q),
+        max_q_len=needed_when_ragged(step.max_q_len),
+        implementation=implementation,
+    )
+    return y, tsmla_jax.write_kv_cache(cache, latent, k_rope, step.slot_mapping, kv_scale=kv_scale)
 
 
 def _norm(x: jax.Array, weight: jax.Array, config: LayerConfig | ModelConfig) -> jax.Array:
@@ -219,6 +263,35 @@ def logits(params: Params, config: ModelConfig, x: jax.Array, rows: jax.Array) -
     normed = _norm(x, params["norm"], config)
     output = params["embed"] if config.tie_word_embeddings else params["lm_head"]
     return jnp.einsum("nc,vc->nv", normed, output, preferred_element_type=jnp.float32)
+
+
+def run_layers(
+    params: Params,
+    config: ModelConfig,
+    x: jax.Array,
+    caches: Sequence[Any],
+    batch: Batch,
+    kv_scale: jax.Array | None,
+    options: StepOptions,
+    shared: Mapping[str, V4Step],
+) -> tuple[jax.Array, list[Any]]:
+    """All layers, one after the other.
+
+    Args:
+      x: of `embed`.
+      caches: one a layer.
+      shared: of `shared_steps`.
+      others: as in `decoder_layer`.
+
+    Returns:
+      x and the caches, with the new tokens written.
+    """
+    written = []
+    for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
+        own = config.layer(index)
+        x, cache = decoder_layer(layer, own, x, cache, batch, kv_scale, options, shared.get(own.kind))
+        written.append(cache)
+    return x, written
 
 
 def forward(
@@ -240,9 +313,5 @@ def forward(
     ropes = rope_tables(config, batch.step.block_tables.shape[1] * options.page_size)
     shared = shared_steps(config, batch, ropes, options)
     x = embed(params, config, batch.tokens)
-    written = []
-    for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
-        own = config.layer(index)
-        x, cache = decoder_layer(layer, own, x, cache, batch, kv_scale, options, shared.get(own.kind))
-        written.append(cache)
+    x, written = run_layers(params, config, x, caches, batch, kv_scale, options, shared)
     return logits(params, config, x, rows), written

@@ -8,17 +8,23 @@ DeepSeek-V4 (section 2.1).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from tsmla_jax.generate.config import MoEConfig
+from tsmla_jax.nn.block_scaled import BlockScaled
+from tsmla_jax.nn.grouped_matmul import Tile, grouped_matmul, make_blocks, why_not_kernel
+from tsmla_jax.nn.linear import linear
 
 _MAX_BLOCK_ROWS = 128
 
+Weight = jax.Array | BlockScaled
 
-def gated_mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array, limit: float | None = None) -> jax.Array:
+
+def gated_mlp(x: jax.Array, gate_up: Weight, down: Weight, limit: float | None = None) -> jax.Array:
     """silu(x W_gate) * (x W_up), projected down.
 
     Args:
@@ -30,10 +36,15 @@ def gated_mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array, limit: float | 
     Returns:
       [T, C] in x's dtype.
     """
-    gate, up = jnp.split(x @ gate_up.T, 2, axis=-1)
+    return linear(activate(linear(x, gate_up), limit), down)
+
+
+def activate(gate_up: jax.Array, limit: float | None) -> jax.Array:
+    """silu(gate) * up of [..., 2 I], the gate first: [..., I]; limit as in `gated_mlp`."""
+    gate, up = jnp.split(gate_up, 2, axis=-1)
     if limit is not None:
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-    return (jax.nn.silu(gate) * up) @ down.T
+    return jax.nn.silu(gate) * up
 
 
 def route(
@@ -90,6 +101,104 @@ def _limit_to_groups(choice: jax.Array, config: MoEConfig, best: int) -> jax.Arr
     return jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(choice.shape)
 
 
+def apply_experts(
+    x: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    valid: jax.Array,
+    gate_up: Weight,
+    down: Weight,
+    limit: float | None = None,
+) -> jax.Array:
+    """The weighted sum of each token's experts.
+
+    Args:
+      x: [T, C].
+      experts, weights: [T, K], from `route`.
+      valid: [T] bool; padding tokens visit no expert and get 0.
+      gate_up: [E, 2 I, C]; down: [E, C, I]; either may have unused weights behind its last.
+      limit: as in `gated_mlp`.
+
+    Returns:
+      [T, C] in x's dtype.
+    """
+    # A stack may have more weights than there are experts (block_scaled.stack_size).
+    num_experts = min(gate_up.shape[0], down.shape[0])
+    _, hidden, width = down.shape
+    experts = jnp.where(valid[:, None], experts, num_experts)
+    if not why_not_grouped(x.dtype, hidden, width, isinstance(down, BlockScaled)):
+        per_pair = _grouped_experts(x, experts, gate_up, down, limit)
+    elif jax.default_backend() == "cpu":
+        per_pair = _experts_in_turn(x, experts, gate_up, down, limit)
+    else:
+        per_pair = _ragged_experts(x, experts, gate_up, down, limit)
+    mixed = (per_pair.astype(jnp.float32) * weights[:, :, None]).sum(axis=1)
+    return jnp.where(valid[:, None], mixed, 0).astype(x.dtype)
+
+
+def why_not_grouped(dtype: Any, hidden: int, width: int, narrow: bool) -> list[str]:
+    """Why the experts of a step can't run as grouped matrix products; empty if they can.
+
+    Args:
+      dtype: of the activations.
+      hidden, width: C and I.
+      narrow: whether the weights are block-scaled.
+    """
+    products = ((2 * width, hidden), (hidden, width))
+    reasons = [reason for shape in products for reason in why_not_kernel(dtype, *shape, narrow)]
+    # What holds for both is said once.
+    return list(dict.fromkeys(reasons))
+
+
+def _tiles(rows: int, num_experts: int, hidden: int, width: int, narrow: bool) -> tuple[int, Tile, Tile]:
+    """Places of a block, and the tiles of the two products, for so many pairs of token and expert.
+
+    Until an expert has some ten rows the time is that of reading the weights: blocks are as low as a tensor core's
+    tile. From some hundred on it is that of multiplying.
+    hidden, width: C and I."""
+    depth = 128 if width % 128 == 0 and hidden % 128 == 0 else 64
+    if rows <= 16:
+        return 16, Tile(32, depth, 4, 3), Tile(64, depth, 4, 4)
+    if rows <= 12 * num_experts:
+        return 16, Tile(64, depth, 4, 4), Tile(depth, depth, 4, 4)
+    if rows <= 48 * num_experts:
+        return 32, Tile(64, depth, 4, 3), Tile(depth, depth, 4, 3)
+    if narrow:
+        return 128, Tile(64, depth, 8, 3), Tile(depth, depth, 8, 3)
+    return 128, Tile(depth, depth // 2, 8, 4), Tile(256 if hidden % 256 == 0 else 64, depth // 2, 8, 4)
+
+
+def _grouped_experts(
+    x: jax.Array, experts: jax.Array, gate_up: Weight, down: Weight, limit: float | None
+) -> jax.Array:
+    """What each token's experts make of it, [T, K, C]: two products of all experts in use, on an NVIDIA GPU."""
+    num_experts, (_, hidden, width) = min(gate_up.shape[0], down.shape[0]), down.shape
+    block, tile_up, tile_down = _tiles(experts.size, num_experts, hidden, width, isinstance(down, BlockScaled))
+    blocks = make_blocks(experts, num_experts, block)
+    inner = grouped_matmul(x, gate_up, blocks, tile_up, gated=True, gather=True, limit=limit)
+    out = grouped_matmul(inner, down, blocks, tile_down)
+    # A token without experts gets some row's values, which its caller drops.
+    return out[jnp.minimum(blocks.places, out.shape[0] - 1)]
+
+
+def _ragged_experts(
+    x: jax.Array, experts: jax.Array, gate_up: Weight, down: Weight, limit: float | None
+) -> jax.Array:
+    """The same by XLA's ragged product, where the kernel can't run. Some versions of it multiply every row with every
+    expert."""
+    num_tokens, top_k = experts.shape
+    count = min(gate_up.shape[0], down.shape[0])
+    order = jnp.argsort(experts.reshape(-1), stable=True)
+    sizes = (experts.reshape(-1)[:, None] == jnp.arange(count)).sum(axis=0, dtype=jnp.int32)
+
+    def product(rows: jax.Array, weight: Weight) -> jax.Array:
+        wide = weight.widened(x.dtype) if isinstance(weight, BlockScaled) else weight
+        return lax.ragged_dot(rows, wide[:count].swapaxes(1, 2), sizes)
+
+    out = product(activate(product(x[order // top_k], gate_up), limit), down)
+    return out[jnp.argsort(order)].reshape(num_tokens, top_k, -1)
+
+
 def _block_rows(rows: int, num_experts: int) -> int:
     """Rows an expert's block holds: about the mean load of an expert, a power of two in 8 to 128."""
     size = 8
@@ -98,38 +207,22 @@ def _block_rows(rows: int, num_experts: int) -> int:
     return size
 
 
-def apply_experts(
-    x: jax.Array,
-    experts: jax.Array,
-    weights: jax.Array,
-    valid: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
-    limit: float | None = None,
+def _experts_in_turn(
+    x: jax.Array, experts: jax.Array, gate_up: Weight, down: Weight, limit: float | None
 ) -> jax.Array:
-    """The weighted sum of each token's routed experts.
+    """The same, one block of one expert after the other: for a CPU, which has no launches to wait for.
 
     The (token, expert) pairs are sorted by expert and cut into blocks of one expert each; a loop runs over the blocks
     that exist. Work and weight traffic follow the experts in use, shapes stay static, and nothing of size E x T is
     made (`lax.ragged_dot` makes it on a CPU).
-
-    Args:
-      x: [T, C].
-      experts, weights: [T, K], from `route`.
-      valid: [T] bool; padding tokens visit no expert and get 0.
-      gate_up: [E, 2 I, C]; down: [E, C, I].
-      limit: as in `gated_mlp`.
-
-    Returns:
-      [T, C] in x's dtype.
     """
     num_tokens, top_k = experts.shape
-    num_experts = gate_up.shape[0]
+    num_experts = min(gate_up.shape[0], down.shape[0])
     rows = num_tokens * top_k
     block = _block_rows(rows, num_experts)
 
     # Padding sorts behind every expert, where no block reaches.
-    row_expert = jnp.where(valid[:, None], experts, num_experts).reshape(rows)
+    row_expert = experts.reshape(rows)
     order = jnp.argsort(row_expert, stable=True)
     # Both searches compare everything at once: the default one is a loop, which costs a GPU a launch for every step.
     experts_up_to = jnp.arange(num_experts + 1, dtype=jnp.int32)
@@ -146,25 +239,23 @@ def apply_experts(
         expert = block_expert[index]
         start = row_starts[expert] + (index - (block_ends[expert] - blocks[expert])) * block
         rows_in = lax.dynamic_slice_in_dim(x_sorted, start, block)
-        rows_out = gated_mlp(rows_in, gate_up[expert], down[expert], limit)
+        own_gate_up, own_down = jax.tree.map(lambda weight: weight[expert], (gate_up, down))
+        rows_out = gated_mlp(rows_in, own_gate_up, own_down, limit)
         # A last block runs over into the next expert's rows; that expert's own blocks come later and overwrite them.
         return lax.dynamic_update_slice_in_dim(out, rows_out, start, axis=0)
 
     out = lax.fori_loop(0, block_ends[-1], one_block, jnp.zeros_like(x_sorted))
-    per_pair = out[jnp.argsort(order)].reshape(num_tokens, top_k, -1).astype(jnp.float32)
-    mixed = (per_pair * weights[:, :, None]).sum(axis=1)
-    return jnp.where(valid[:, None], mixed, 0).astype(x.dtype)
+    return out[jnp.argsort(order)].reshape(num_tokens, top_k, -1)
 
 
 def mixture_of_experts(
-    params: Mapping[str, jax.Array], x: jax.Array, valid: jax.Array, config: MoEConfig, tokens: jax.Array
+    params: Mapping[str, Any], x: jax.Array, valid: jax.Array, config: MoEConfig, tokens: jax.Array
 ) -> jax.Array:
-    """Routed experts plus the shared ones.
+    """Routed experts plus the shared ones, which are experts that every token visits with weight 1.
 
     Args:
-      params: "router" [E, C], "gate_up" [E, 2 I, C], "down" [E, C, I]; with noaux_tc "correction_bias" [E], or, in a
-        layer whose experts go by token id, "expert_table" i32 [V, K]; with shared experts "shared_gate_up" [2 I S, C]
-        and "shared_down" [C, I S].
+      params: "router" [E, C], "gate_up" [E + S, 2 I, C] and "down" [E + S, C, I], the S shared experts last; with
+        noaux_tc "correction_bias" [E], or, in a layer whose experts go by token id, "expert_table" i32 [V, K].
       x: [T, C].
       valid: [T] bool, False for padding.
       config: sizes and routing.
@@ -175,8 +266,9 @@ def mixture_of_experts(
     """
     chosen = params["expert_table"][tokens] if "expert_table" in params else None
     experts, weights = route(x, params["router"], params.get("correction_bias"), config, chosen)
-    limit = config.swiglu_limit
-    out = apply_experts(x, experts, weights, valid, params["gate_up"], params["down"], limit)
     if config.num_shared:
-        out = out + gated_mlp(x, params["shared_gate_up"], params["shared_down"], limit)
-    return out
+        shared = (x.shape[0], config.num_shared)
+        ids = jnp.arange(config.num_experts, config.num_experts + config.num_shared, dtype=jnp.int32)
+        experts = jnp.concatenate([experts, jnp.broadcast_to(ids, shared)], axis=1)
+        weights = jnp.concatenate([weights, jnp.ones(shared, weights.dtype)], axis=1)
+    return apply_experts(x, experts, weights, valid, params["gate_up"], params["down"], config.swiglu_limit)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 
 def pages_for(tokens: int, page_size: int) -> int:
     """Pages that `tokens` tokens fill."""
@@ -72,12 +70,6 @@ class PageTable:
                 raise ValueError(f"tokens = {tokens}; legal: at most {len(self.pages) * self._page_size}, as reserved")
             self.pages.append(self._allocator.take())
             self._unused -= 1
-
-    def slots(self, start: int, stop: int) -> np.ndarray:
-        """The cache slots (page * Z + offset) of tokens [start, stop), i32; their pages must have been taken."""
-        positions = np.arange(start, stop)
-        pages = np.asarray(self.pages, dtype=np.int64)[positions // self._page_size]
-        return (pages * self._page_size + positions % self._page_size).astype(np.int32)
 
     def release(self) -> None:
         """Gives everything back; the table is empty after."""

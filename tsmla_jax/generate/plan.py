@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+import jax
 import jax.numpy as jnp
 
 from tsmla_jax.generate.caches import (
@@ -19,6 +21,14 @@ from tsmla_jax.generate.config import ModelConfig
 from tsmla_jax.generate.explaining import Choice, explain_step
 from tsmla_jax.generate.pages import pages_for
 
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+"""Texts of a decode step. No other sizes are compiled: a smaller batch has rows of padding."""
+
+SHORT_PROMPT = 256
+"""Prompts of that many tokens fill a prefill step; of shorter ones it may have room for more than it takes."""
+
+Program = Literal["step", "layer"]
+
 
 @dataclass(frozen=True)
 class EngineOptions:
@@ -27,7 +37,7 @@ class EngineOptions:
     Attributes:
       page_size: tokens a page, Z; None is `caches.default_page_size`. In V4 a multiple of its ratios, so of 128.
       num_pages: pages of the cache; None makes it hold max_batch of the given prompts at once.
-      max_batch: texts that decode together.
+      max_batch: texts that decode together, at most the last of BATCH_SIZES.
       chunk: most prompt tokens of one prefill step. The indexers of V3.2 and V4 score each of them against every key
         of its text, in f32: a bound for their memory.
       speculative: most tokens drafted a step; 0 for none.
@@ -38,12 +48,14 @@ class EngineOptions:
         with scales of V3.2 and V4.
       kv_scale: an fp8 cache holds values / kv_scale.
       implementation: of the operations; None is the best that can run.
+      program: "step" compiles a step as one program, the fastest to run; "layer" compiles a layer of each kind, in a
+        fraction of the time. None is "layer" where jax's default device is a CPU, else "step".
     """
 
     page_size: int | None = None
     num_pages: int | None = None
     max_batch: int = 32
-    chunk: int = 512
+    chunk: int = 2048
     speculative: int = 0
     temperature: float = 0.0
     top_p: float = 1.0
@@ -51,11 +63,16 @@ class EngineOptions:
     cache_dtype: str | None = None
     kv_scale: float = 1.0
     implementation: str | None = None
+    program: Program | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("max_batch", 1), ("chunk", 1), ("speculative", 0), ("seed", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} = {getattr(self, name)}; legal: at least {least}")
+        if self.max_batch > BATCH_SIZES[-1]:
+            raise ValueError(f"max_batch = {self.max_batch}; legal: at most {BATCH_SIZES[-1]}")
+        if self.program not in ("step", "layer", None):
+            raise ValueError(f"program = {self.program!r}; legal: 'step', 'layer', None")
         for name in ("page_size", "num_pages"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -72,29 +89,41 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class Plan:
-    """One call of `Engine.generate`.
+    """The shapes of a run.
 
     Attributes:
-      needs: pages that each prompt and its continuation may take.
       batch: texts that decode together.
       max_pages: width of the block tables.
+      prefill_sizes: tokens that a prefill step is padded to, the chunk last.
       dtype: name of the dtype of the activations.
       layout: of the caches.
+      at_once: a step is one program.
       choices: which implementation runs each operation and why.
     """
 
-    needs: tuple[int, ...]
     batch: int
     max_pages: int
+    prefill_sizes: tuple[int, ...]
     dtype: str
     layout: CacheLayout
+    at_once: bool
     choices: tuple[Choice, ...]
+
+    @property
+    def rows(self) -> int:
+        """Rows of a decode step that has all texts."""
+        return next(size for size in BATCH_SIZES if size >= self.batch)
+
+    @property
+    def prefill_rows(self) -> int:
+        """Prompts that share a prefill step."""
+        return min(self.batch, max(4, self.prefill_sizes[-1] // SHORT_PROMPT))
 
 
 def make_plan(
     config: ModelConfig, options: EngineOptions, prompts: Sequence[Sequence[int]], max_new_tokens: int, dtype: str
 ) -> Plan:
-    """Checks prompts and options against each other.
+    """Checks prompts and options against each other, and plans for a cache that these prompts need.
 
     Args:
       config: the model.
@@ -108,44 +137,80 @@ def make_plan(
         page size or cache dtype that does not go with the model or its parameters, an unknown implementation.
       NotImplementedError: the implementation that was asked for can't run this.
     """
-    _check_prompts(config, prompts, max_new_tokens)
+    if not prompts:
+        raise ValueError("prompts: none given; legal: at least one")
+    for index, prompt in enumerate(prompts):
+        _check_prompt(config, f"prompt {index}", prompt, max_new_tokens)
+    page_size = _page_size(config, options)
+    # The last token that is generated never enters the cache.
+    lengths = [len(prompt) + max_new_tokens - 1 for prompt in prompts]
+    needs = [pages_for(length, page_size) for length in lengths]
+    batch = min(options.max_batch, len(prompts))
+    num_pages = options.num_pages or sum(sorted(needs)[-batch:])
+    for index, need in enumerate(needs):
+        _check_room(f"prompt {index}", prompts[index], max_new_tokens, need, num_pages, page_size)
+    return _plan(config, options, batch, num_pages, max(lengths), dtype)
+
+
+def make_serving_plan(config: ModelConfig, options: EngineOptions, dtype: str) -> Plan:
+    """The plan for texts that are not known yet: options.max_batch of them, each as long as cache and model allow.
+
+    Raises:
+      ValueError: options.num_pages is None; or as `make_plan`, for the options.
+      NotImplementedError: the implementation that was asked for can't run this.
+    """
+    if options.num_pages is None:
+        raise ValueError("num_pages = None; legal for texts that come one by one: at least 1")
+    longest = min(options.num_pages * _page_size(config, options), config.max_position_embeddings)
+    return _plan(config, options, options.max_batch, options.num_pages, longest, dtype)
+
+
+def check_text(config: ModelConfig, plan: Plan, name: str, tokens: Sequence[int], limit: int) -> int:
+    """The pages that a text needs; ValueError, which begins with its name, if it can't be generated under the plan."""
+    _check_prompt(config, name, tokens, limit)
+    page_size = plan.layout.page_size
+    need = pages_for(len(tokens) + limit - 1, page_size)
+    _check_room(name, tokens, limit, need, min(plan.max_pages, plan.layout.num_pages), page_size)
+    return need
+
+
+def _page_size(config: ModelConfig, options: EngineOptions) -> int:
     page_size = default_page_size(config) if options.page_size is None else options.page_size
     if page_size % page_multiple(config):
         raise ValueError(
             f"page_size = {page_size}; legal for this model: a multiple of {page_multiple(config)}, of which a page "
             f"holds whole compressed entries"
         )
-    # The last token that is generated never enters the cache.
-    lengths = [len(prompt) + max_new_tokens - 1 for prompt in prompts]
-    needs = tuple(pages_for(length, page_size) for length in lengths)
-    batch = min(options.max_batch, len(prompts))
-    num_pages = options.num_pages or sum(sorted(needs)[-batch:])
-    for index, need in enumerate(needs):
-        if need > num_pages:
-            raise ValueError(
-                f"prompt {index}: {len(prompts[index])} tokens and {max_new_tokens} new ones need {need} pages of "
-                f"{page_size}; the cache has {num_pages}"
-            )
-    step_tokens = max(options.chunk, options.speculative + 1)
+    return page_size
+
+
+def _plan(
+    config: ModelConfig, options: EngineOptions, batch: int, num_pages: int, longest: int, dtype: str
+) -> Plan:
+    """longest: tokens of the longest text."""
+    page_size = _page_size(config, options)
     layout = CacheLayout(
         num_pages=num_pages,
         page_size=page_size,
         state_slots=batch,
-        window_rows=window_rows(config, step_tokens, max(lengths)),
+        window_rows=window_rows(config, max(options.chunk, options.speculative + 1), longest),
         spare=options.speculative,
         dtype=_cache_dtype(config, options.cache_dtype or dtype, dtype),
     )
+    max_pages = pages_for(longest, page_size)
     choices = explain_step(
         config,
         dtype=jnp.dtype(dtype),
         layout=layout,
         batch=batch,
-        max_pages=max(needs),
+        max_pages=max_pages,
         chunk=options.chunk,
         max_q_len=options.speculative + 1,
         implementation=options.implementation,
     )
-    return Plan(needs, batch, max(needs), dtype, layout, tuple(choices))
+    sizes = sorted({max(1, options.chunk // 16), max(1, options.chunk // 4), options.chunk})
+    program = options.program or ("layer" if jax.default_backend() == "cpu" else "step")
+    return Plan(batch, max_pages, tuple(sizes), dtype, layout, program == "step", tuple(choices))
 
 
 def _cache_dtype(config: ModelConfig, cache_dtype: str, dtype: str) -> str:
@@ -161,19 +226,24 @@ def _cache_dtype(config: ModelConfig, cache_dtype: str, dtype: str) -> str:
     return cache_dtype
 
 
-def _check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-    if not prompts:
-        raise ValueError("prompts: none given; legal: at least one")
+def _check_prompt(config: ModelConfig, name: str, tokens: Sequence[int], max_new_tokens: int) -> None:
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens = {max_new_tokens}; legal: at least 1")
-    for index, prompt in enumerate(prompts):
-        if not prompt:
-            raise ValueError(f"prompt {index}: empty; legal: at least one token")
-        for token in prompt:
-            if not 0 <= token < config.vocab_size:
-                raise ValueError(f"prompt {index}: token id {token}; legal: 0 to {config.vocab_size - 1}")
-        if len(prompt) + max_new_tokens > config.max_position_embeddings:
-            raise ValueError(
-                f"prompt {index}: {len(prompt)} tokens and {max_new_tokens} new ones; the model was made for "
-                f"{config.max_position_embeddings} (max_position_embeddings)"
-            )
+    if not tokens:
+        raise ValueError(f"{name}: empty; legal: at least one token")
+    for token in tokens:
+        if not 0 <= token < config.vocab_size:
+            raise ValueError(f"{name}: token id {token}; legal: 0 to {config.vocab_size - 1}")
+    if len(tokens) + max_new_tokens > config.max_position_embeddings:
+        raise ValueError(
+            f"{name}: {len(tokens)} tokens and {max_new_tokens} new ones; the model was made for "
+            f"{config.max_position_embeddings} (max_position_embeddings)"
+        )
+
+
+def _check_room(name: str, tokens: Sequence[int], new: int, need: int, num_pages: int, page_size: int) -> None:
+    if need > num_pages:
+        raise ValueError(
+            f"{name}: {len(tokens)} tokens and {new} new ones need {need} pages of {page_size}; the cache has "
+            f"{num_pages}"
+        )

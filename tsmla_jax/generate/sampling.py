@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
+
+
+class Sampling(NamedTuple):
+    """How to sample, as `select_tokens` takes it: u32, f32 and f32 scalars."""
+
+    seed: Any
+    temperature: Any
+    top_p: Any
 
 
 def select_tokens(

@@ -15,6 +15,8 @@ import ml_dtypes
 import numpy as np
 from jax.typing import DTypeLike
 
+from tsmla_jax.nn.hf_config import read_json
+
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 DEFAULT_BLOCK = (128, 128)
@@ -144,6 +146,28 @@ class Checkpoint:
             return dequantise_blocks(raw, scales, block=self.block, dtype=narrow)
         return np.array(raw, dtype=info.dtype if dtype is None else np.dtype(dtype))
 
+    def is_block_scaled(self, name: str) -> bool:
+        """Whether a tensor is e4m3 with a scale for every 128 x 128 values, so that `read_block_scaled` takes it."""
+        return (
+            name in self
+            and self.info(name).dtype == ml_dtypes.float8_e4m3fn
+            and self.block == DEFAULT_BLOCK
+            and self.scale_name(name) is not None
+        )
+
+    def read_block_scaled(
+        self, name: str, *, shape: Sequence[int]
+    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """One tensor of `is_block_scaled` as it is stored: its e4m3 values, and its f32 scales.
+
+        Raises:
+            CheckpointError: as `read`.
+        """
+        info = self.info(name)
+        if info.shape != tuple(shape):
+            raise CheckpointError(f"{info.file}: tensor {name!r} must have shape {tuple(shape)}, got {info.shape}")
+        return np.array(self._raw(info)), self._scales(name, info, info.shape, self.block)
+
     def scale_name(self, name: str) -> str | None:
         """The tensor that holds a tensor's block scales, or None when it has none."""
         names = (f"{name}_scale_inv", f"{name.removesuffix('.weight')}.scale")
@@ -195,7 +219,7 @@ class Checkpoint:
 
     def _read_index(self, index: Path) -> dict[str, Path]:
         try:
-            content = json.loads(index.read_text(encoding="utf-8"))
+            content = read_json(index)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{index}: not a readable JSON index: {error}") from None
         weight_map = content.get("weight_map") if isinstance(content, dict) else None
@@ -217,7 +241,7 @@ class Checkpoint:
     def _block_size(self) -> tuple[int, int]:
         """The block of fp8 scales, from config.json's quantization_config when it says so."""
         try:
-            config = json.loads((self.directory / "config.json").read_text(encoding="utf-8"))
+            config = read_json(self.directory / "config.json")
             block = config["quantization_config"]["weight_block_size"]
         except (OSError, ValueError, KeyError, TypeError):
             # The reader of config.json reports a missing or broken file; the block has a default.
@@ -294,13 +318,15 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
     header itself, because its numpy reader doesn't know the fp8 types.
     """
     safe_open, safetensor_error = _require_safetensors()
+    if file.exists() and not file.is_file():
+        raise CheckpointError(f"{file}: not a regular file")  # opening a named pipe would wait for ever
     try:
         with safe_open(file, framework="np"), file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(length))
     except safetensor_error as error:
         raise CheckpointError(f"{file}: truncated, or not a safetensors file: {error}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: cannot be read: {error}") from None
     tensors = {}
     for name, entry in header.items():

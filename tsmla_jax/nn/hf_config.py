@@ -1,5 +1,6 @@
 """Fields of a Hugging Face `config.json`, read and checked one by one."""
 
+import errno
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,6 +9,21 @@ from typing import Any
 from tsmla_jax.nn.rope import YarnConfig
 
 _ABSENT: Any = object()
+
+
+def read_json(path: Path) -> Any:
+    """The value in a JSON file.
+
+    Raises:
+        OSError: it is no regular file (reading a named pipe may wait for ever), or can't be read.
+        ValueError: it isn't JSON, or is nested too deeply to be a description of anything.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def read_hf_config(source: Mapping[str, Any] | str | Path) -> tuple[Mapping[str, Any], str]:
@@ -28,7 +44,7 @@ def read_hf_config(source: Mapping[str, Any] | str | Path) -> tuple[Mapping[str,
     if path.is_dir():
         path = path / "config.json"
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = read_json(path)
     except OSError as error:
         raise ValueError(f"{path}: cannot read the config: {error.strerror or error}") from None
     except ValueError as error:

@@ -15,9 +15,10 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from tsmla_jax.nn.block_scaled import BlockScaled
 from tsmla_jax.nn.checkpoint import Checkpoint
 
-Params = Mapping[str, jax.Array]
+Params = Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
 _Config = TypeVar("_Config")
 
@@ -66,12 +67,13 @@ class LayerWeights(Generic[_Config]):
 
     def params_from_hf(
         self, config: _Config, tensors: Mapping[str, Any], dtype: DTypeLike | None = None
-    ) -> dict[str, jax.Array]:
+    ) -> dict[str, Any]:
         """Parameters from the arrays of one attention layer.
 
         Args:
             config: the layer's shape.
-            tensors: arrays by their name below `self_attn.`, shaped as `hf_attention_shapes` says.
+            tensors: arrays by their name below `self_attn.`, shaped as `hf_attention_shapes` says. Of MLA's projections
+                all but kv_b_proj may be `BlockScaled`, and stay so, with the shape of the tensor.
             dtype: of the parameters; None keeps each array's own.
 
         Returns:
@@ -82,18 +84,23 @@ class LayerWeights(Generic[_Config]):
         """
         shapes = self.param_shapes(config)
         arrays: dict[str, np.ndarray[Any, Any]] = {}
+        narrow: dict[str, BlockScaled] = {}
         for name, shape in _stored_shapes(shapes).items():
             hf_name, legal = self.hf_name(name), _hf_shape(name, shape)
             if hf_name not in tensors:
                 raise ValueError(f"tensor {hf_name!r} is missing")
-            array = np.asarray(tensors[hf_name])
+            tensor = tensors[hf_name]
+            if isinstance(tensor, BlockScaled):
+                narrow[name] = jax.tree.map(jnp.asarray, tensor)
+                continue
+            array = np.asarray(tensor)
             if array.shape != legal:
                 raise ValueError(f"tensor {hf_name!r} must have shape {legal}, got {array.shape}")
             arrays[name] = _from_hf(name, shape, array)
         if "kv_b_proj" in arrays:
             parts = np.split(arrays.pop("kv_b_proj"), [shapes["w_uk"][1]], axis=1)
             arrays.update(zip(("w_uk", "w_uv"), parts, strict=True))
-        return {name: jnp.asarray(array, dtype=dtype) for name, array in arrays.items()}
+        return {**{name: jnp.asarray(array, dtype=dtype) for name, array in arrays.items()}, **narrow}
 
     def load_hf_attention(
         self,

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from tsmla_jax.ops.compress_kv import api as compress_kv
+from tsmla_jax.ops.compress_write_kv_cache import api as compress_write_kv_cache
 from tsmla_jax.ops.gather_kv_cache import api as gather_kv_cache
 from tsmla_jax.ops.indexer_logits import api as indexer_logits
+from tsmla_jax.ops.indexer_quantize import api as indexer_quantize
 from tsmla_jax.ops.merge_attention_states import api as merge_attention_states
 from tsmla_jax.ops.mla_decode import api as mla_decode
 from tsmla_jax.ops.mla_prefill import api as mla_prefill
@@ -16,7 +18,9 @@ from tsmla_jax.ops.operation import Explanation
 from tsmla_jax.ops.rope_write_kv_cache import api as rope_write_kv_cache
 from tsmla_jax.ops.select_topk import api as select_topk
 from tsmla_jax.ops.sparse_mla import api as sparse_mla
+from tsmla_jax.ops.write_indexer_cache import api as write_indexer_cache
 from tsmla_jax.ops.write_kv_cache import api as write_kv_cache
+from tsmla_jax.ops.write_packed_kv_cache import api as write_packed_kv_cache
 
 OPERATIONS = {
     api.OPERATION.name: api.OPERATION
@@ -30,8 +34,12 @@ OPERATIONS = {
         merge_attention_states,
         sparse_mla,
         compress_kv,
+        compress_write_kv_cache,
         indexer_logits,
         select_topk,
+        indexer_quantize,
+        write_indexer_cache,
+        write_packed_kv_cache,
     )
 }
 

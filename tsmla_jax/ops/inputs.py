@@ -66,7 +66,10 @@ def _describers(make: Callable[..., Any]) -> dict[str, Callable[[str, Any], Any]
 
 
 def _describe_scale(name: str, value: Any) -> Any:
-    return describe(name, value) if _is_array(value) else value  # the contract judges numbers and None
+    """The contract judges numbers and None. A scalar of numpy is an array whose value is known."""
+    if isinstance(value, np.floating):
+        rules.check_scale(name, float(value))
+    return describe(name, value) if _is_array(value) else value
 
 
 def _unchanged(name: str, value: Any) -> Any:

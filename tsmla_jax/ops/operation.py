@@ -107,7 +107,15 @@ class Operation:
 
     def spec_of(self, *args: Any, **kwargs: Any) -> Any:
         """The spec of the call function(*args, **kwargs)."""
-        return self.spec(**inspect.signature(self.function).bind(*args, **kwargs).arguments)
+        signature = inspect.signature(self.function)
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(
+                f"{self.name}: {error}; explain takes the operation's own arguments after its name, arrays or"
+                f" jax.ShapeDtypeStruct: {self.name}({', '.join(signature.parameters)})"
+            ) from None
+        return self.spec(**given)
 
     def why_not(self, implementation: str, spec: Any, *, named: bool = True) -> list[str]:
         """The reasons why `implementation` can't run this call, or (not named) why None doesn't choose it; empty if

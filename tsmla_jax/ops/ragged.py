@@ -33,3 +33,11 @@ def to_packed(padded: jax.Array, cu_seqlens: jax.Array, num_rows: int, fill: flo
     owned &= position < padded.shape[1]
     packed = padded[request, jnp.minimum(position, padded.shape[1] - 1)]
     return jnp.where(owned.reshape(-1, *[1] * (packed.ndim - 1)), packed, jnp.asarray(fill, packed.dtype))
+
+
+def seen_keys(seq_lens: jax.Array, cu_seqlens: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
+    """For each of num_rows packed query tokens: its request, and how many keys it sees: token i of S sees the first
+    seq_len - (S - 1) + i. A row of no request sees none."""
+    request, position, owned = row_owner(cu_seqlens, num_rows)
+    lens = seq_lens[request] - (cu_seqlens[request + 1] - cu_seqlens[request]) + 1 + position
+    return request, jnp.where(owned, jnp.maximum(lens, 0), 0)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,10 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tsmla_jax.ops.kernel_call import kernel_call
 from tsmla_jax.ops.loops import carry
+from tsmla_kernels import contract
+from tsmla_kernels.kernel import Config, Kernel
 
 MAX_SLOTS = 2**31
 """Slots are int32."""
@@ -38,7 +41,7 @@ def transformable(
     partition: Callable[[Sequence[Any]], Partition],
     fold: Callable[..., Any] | None = None,
     shared: int = 0,
-    unexpanded: int | None = None,
+    unexpanded: tuple[int, ...] = (),
     derivative: Callable[..., Any] | None = None,
     slots: int | None = None,
     summed: int | None = None,
@@ -53,7 +56,7 @@ def transformable(
         another.
       shared: the number of operands at the end that one call has one value of. Calls that differ in them come one after
         another.
-      unexpanded: an operand that `fold` takes without the batch axis when vmap gives it none.
+      unexpanded: operands that `fold` takes without the batch axis when vmap gives them none.
       derivative: the same function in XLA, whose derivative is taken in either mode; it may raise to refuse. None
         leaves the derivative to `with_backward`; with both, only second derivatives ask for this one.
       slots: the operand that holds slots, if the first operand is a cache whose pages may be split.
@@ -99,7 +102,7 @@ def transformable(
         each = range(len(arrays))
         results = None
         if fold is not None and not any(in_batched[len(arrays) - shared :]):
-            kept = (unexpanded, *each[len(arrays) - shared :])
+            kept = (*unexpanded, *each[len(arrays) - shared :])
             results = fold(run, axis_size, *(arrays[i] if i in kept else expand(i) for i in each))
         if results is None:
             results = lax.map(lambda one: run(*one), tuple(map(expand, each)))
@@ -118,6 +121,40 @@ def transformable(
 
     run = jax.jit(differentiable)
     return run
+
+
+def row_writer(kernel: Kernel, config: Config, arch: str, *, rule: str, slots: int) -> Callable[..., Any]:
+    """A kernel that writes a row a token into the slots of its first operand, as a function of its inputs under jax's
+    transformations but for derivatives. Pages may be split; tokens are whole on every device.
+
+    Args:
+      rule: of the operands; the first three factors are the cache's.
+      slots: the operand that holds slots.
+    """
+
+    def on_device(cache: jax.Array, *arrays: jax.Array) -> jax.Array:
+        return kernel_call(kernel, config, (cache, *arrays), (cache.shape,), arch=arch)[0]
+
+    def partition(shapes: Sequence[Any]) -> Partition:
+        cache = P(named_axes(shapes[0])[0], None, None)
+        return (cache, *(P(*(None,) * len(shape.shape)) for shape in shapes[1:])), cache
+
+    def fold(run: Callable[..., Any], axis_size: int, cache: jax.Array, *arrays: jax.Array) -> jax.Array | None:
+        if (folded := fold_pages(cache, arrays[slots - 1])) is None:
+            return None
+        rows = list(map(fold_rows, arrays))
+        rows[slots - 1] = folded[1]
+        return run(folded[0], *rows).reshape(cache.shape)
+
+    factors = dict.fromkeys(rule.replace(",", "").split())
+    return transformable(
+        on_device,
+        rule=f"{rule} -> p z d",
+        fixed=tuple(factor for factor in factors if factor != "p"),
+        partition=partition,
+        fold=fold,
+        slots=slots,
+    )
 
 
 def with_backward(run: Callable[..., Any], backward: Callable[[Any, Any], tuple[Any, ...]]) -> Callable[..., Any]:
@@ -140,6 +177,24 @@ def with_backward(run: Callable[..., Any], backward: Callable[[Any, Any], tuple[
         return differentiable(*(carry(jnp.asarray(x), *arrays) for x in operands))
 
     return call
+
+
+def without_derivative(results: Any, known: Any, op: str, alternative: str) -> Any:
+    """`results` of a loop whose number of passes depends on the array `known`. Under jax.jit that number is not known,
+    such a loop has no derivative in reverse mode, and NotImplementedError says so."""
+    if not isinstance(known, jax.core.Tracer):
+        return results
+
+    @jax.custom_jvp
+    def same(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return arrays
+
+    @same.defjvp
+    def refuse(primals: Any, tangents: Any) -> NoReturn:
+        raise contract.not_differentiable(f"{op} under jax.jit", alternative)
+
+    leaves, structure = jax.tree.flatten(results)
+    return jax.tree.unflatten(structure, same(*leaves))
 
 
 def named_axes(shape: Any) -> tuple[Any, ...]:

@@ -3,14 +3,15 @@
 The operations themselves (sparse_mla, indexer_logits, select_topk, compress_kv) are in `tsmla_jax`.
 """
 
+from tsmla_jax.ops.indexer_quantize.api import indexer_quantize
+from tsmla_jax.ops.write_indexer_cache.api import write_indexer_cache
+from tsmla_jax.ops.write_packed_kv_cache.api import write_packed_kv_cache
 from tsmla_jax.sparse.compressor import CompressedEntries, CompressorState, init_compressor_state
-from tsmla_jax.sparse.indexer import indexer_quantize, write_indexer_cache
 from tsmla_jax.sparse.layouts import (
     pack_v4_rows,
     pack_v32_rows,
     unpack_v4_rows,
     unpack_v32_rows,
-    write_packed_kv_cache,
     write_v4_cache,
 )
 from tsmla_jax.sparse.metadata import (

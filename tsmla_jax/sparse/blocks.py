@@ -87,7 +87,8 @@ def _update_rows(flat: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Arra
 
     def write(i: jax.Array, flat: jax.Array) -> jax.Array:
         row = order[i]
-        return lax.dynamic_update_slice(flat, rows[row][None], (slots[row], 0))
+        where = (slots[row], jnp.zeros((), slots.dtype))  # of one dtype, under jax_enable_x64 too
+        return lax.dynamic_update_slice(flat, rows[row][None], where)
 
     return lax.fori_loop(0, (~dropped).sum(dtype=jnp.int32), write, flat)
 

@@ -40,14 +40,22 @@ def sparse_mla(spec: SparseMLASpec, indices: jax.Array, lengths: jax.Array | Non
     return behind(partial(values.sparse_mla, spec), *arrays)
 
 
-def indexer_logits(spec: IndexerLogitsSpec, seq_lens: jax.Array, block_tables: jax.Array) -> jax.Array:
-    """seq_lens, behind the check that lengths fit the table and used pages exist."""
-    return behind(partial(values.indexer_logits, spec), seq_lens, block_tables)
+def indexer_logits(
+    spec: IndexerLogitsSpec, seq_lens: jax.Array, block_tables: jax.Array, cu_seqlens_q: jax.Array | None
+) -> jax.Array:
+    """seq_lens, behind the check that lengths fit the table, used pages exist and cu_seqlens_q is sound."""
+    offsets = () if cu_seqlens_q is None else (cu_seqlens_q,)
+    return behind(partial(values.indexer_logits, spec), seq_lens, block_tables, *offsets)
 
 
 def topk_lens(seq_lens: jax.Array, capacity: int) -> jax.Array:
     """Lengths of the rows of logits: 0 to the number of columns."""
     return behind(partial(values.topk_lens, capacity), seq_lens)
+
+
+def topk_rows(seq_lens: jax.Array, row_starts: jax.Array, capacity: int) -> jax.Array:
+    """seq_lens, behind the check that rows that begin at row_starts lie inside the columns."""
+    return behind(partial(values.topk_rows, capacity), seq_lens, row_starts)
 
 
 def compress(

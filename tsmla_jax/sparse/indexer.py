@@ -1,46 +1,18 @@
-"""The V3.2 indexer before its logits: quantising queries and keys, and the 132-byte key cache.
+"""The V3.2 indexer before its logits: the pieces of its queries and weights, and reading the 132-byte key cache.
 
 Source: DeepSeek-V3.2-Exp's lightning indexer, with the cache layout of vLLM and SGLang.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops.inputs import describe, describe_as
+from tsmla_jax.ops.rotation import rotate
 from tsmla_jax.sparse import numerics
-from tsmla_jax.sparse.blocks import fetch, put_rows
-from tsmla_jax.sparse.layouts import masked_slots
-from tsmla_kernels.contract import FLOATS, rules
-from tsmla_kernels.contract.layouts import INDEXER, IndexerCacheSpec, indexer_cache_spec
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int32, UInt8
-
-
-def indexer_quantize(
-    q: Float[Array, "T Hi Di"], weights: Float[Array, "T Hi"]
-) -> tuple[Float[Array, "T Hi Di"], Float[Array, "T Hi"]]:
-    """Quantise indexer queries to e4m3 and fold their scales, and the logits' constants, into the head weights.
-
-    Args:
-      q: [T, Hi, Di] (64 heads of 128), rope applied.
-      weights: [T, Hi], the head weights as projected.
-
-    Returns:
-      q8 [T, Hi, Di] float8_e4m3fn with the power-of-two scale s = 2^ceil(log2(max(amax, 1e-10) / 448)) a row, and
-      w' [T, Hi] float32 = weights * s * Di^-0.5 * Hi^-0.5.
-
-    Raises:
-      ValueError: shapes or dtypes that are not legal.
-    """
-    num_tokens, num_heads, head_dim = describe_as("q", q, "T Hi Di", FLOATS).shape
-    describe_as("weights", weights, "T Hi", FLOATS, (num_tokens, "T, q's tokens"), (num_heads, "Hi, q's heads"))
-    values, scales, _ = numerics.quantize_pow2(jnp.asarray(q), INDEXER.query_floor)
-    return values, fold_weights(jnp.asarray(weights), head_dim) * scales
+from tsmla_jax.sparse.blocks import fetch
+from tsmla_kernels.contract.layouts import IndexerCacheSpec
+from tsmla_kernels.contract.packed import Rotation
 
 
 def fold_weights(weights: jax.Array, head_dim: int) -> jax.Array:
@@ -49,36 +21,17 @@ def fold_weights(weights: jax.Array, head_dim: int) -> jax.Array:
     return weights.astype(jnp.float32) * constant
 
 
-def write_indexer_cache(
-    k_cache: UInt8[Array, "P Z Di+4"], k: Float[Array, "T Di"], slot_mapping: Int32[Array, " T"]
-) -> UInt8[Array, "P Z Di+4"]:
-    """Write indexer keys into their cache; slot = page * Z + offset, -1 is skipped; in place under donation.
-
-    Args:
-      k_cache: uint8 [P, Z, Di + 4]; a page's bytes are Z keys of Di e4m3 and then Z scales of f32, 132 bytes a token
-        when Di is 128. Or plain floats [P, Z, Di], which hold the keys as they are.
-      k: [T, Di], normed and rope applied; quantised with scale 2^ceil(log2(max(amax, 1e-4) / 448)).
-      slot_mapping: [T] int32.
-
-    Raises:
-      ValueError: shapes or dtypes that are not legal. Under TSMLA_CHECK=1 also a slot outside the cache or given twice.
-    """
-    spec = indexer_cache_spec(describe("k_cache", k_cache))
-    described = describe_as("k", k, "T Di", FLOATS)
-    rules.check_size("k", described, 1, spec.head_dim, "Di, k_cache's key width")
-    slots = masked_slots(slot_mapping, described, spec.as_plain())
-    k_cache, k = jnp.asarray(k_cache), jnp.asarray(k)
-    if not spec.packed:
-        return put_rows(k_cache, k.astype(k_cache.dtype), slots)
-    values, scales, _ = numerics.quantize_pow2(k, INDEXER.key_floor)
-    page, offset = slots // spec.page_size, slots % spec.page_size
-    pages = k_cache.reshape(spec.num_pages, -1)
-    pages = numerics.scatter_bytes(pages, page, offset * spec.head_dim, numerics.to_bytes(values))
-    scales_at = spec.page_size * spec.head_dim
-    pages = numerics.scatter_bytes(
-        pages, page, scales_at + offset * INDEXER.scale_bytes, numerics.to_bytes(scales[:, None])
-    )
-    return pages.reshape(k_cache.shape)
+def rotate_columns(x: jax.Array, angles: tuple[jax.Array, ...], rotation: Rotation) -> jax.Array:
+    """x [..., Di] in float32 with rope on the rotation's columns; angles are cos and sin, broadcastable to
+    [..., R / 2]."""
+    cos, sin = angles
+    end = rotation.offset + rotation.dim
+    before, rope, behind = jnp.split(x.astype(jnp.float32), [rotation.offset, end], axis=-1)
+    if rotation.layout == "interleaved":
+        rope = numerics.rotate_pairs(rope, cos, sin)
+    else:
+        rope = rotate(rope, cos, sin, interleave=False, layout="halves")
+    return jnp.concatenate([before, rope, behind], axis=-1)
 
 
 def read_indexer_pages(

@@ -16,7 +16,7 @@ from tsmla_jax.ops.inputs import describe, describe_ints
 from tsmla_jax.sparse import checks, numerics
 from tsmla_jax.sparse.blocks import fetch, put_rows
 from tsmla_kernels import contract
-from tsmla_kernels.contract import FLOATS, rules
+from tsmla_kernels.contract import FLOATS, packed, rules
 from tsmla_kernels.contract.layouts import V4_PACKED, V32_PACKED, CacheSpec, cache_spec
 
 if TYPE_CHECKING:
@@ -29,10 +29,7 @@ def pack_v32_rows(latent: Float[Array, "*N 512"], k_rope: Float[Array, "*N 64"])
     Each group of 128 latent channels has the scale 2^ceil(log2(max(amax, 1e-4) / 448)); rope is rounded to bf16.
     Raises ValueError for other widths.
     """
-    *rows, _ = _describe_wide("latent", latent, V32_PACKED.latent_dim).shape
-    *rope_rows, _ = _describe_wide("k_rope", k_rope, V32_PACKED.rope_dim).shape
-    if rope_rows != rows:
-        raise ValueError(f"k_rope: got rows {rope_rows}; latent has {rows}")
+    packed.check_packed_rows(describe("latent", latent), describe("k_rope", k_rope))
     latent, k_rope = jnp.asarray(latent), jnp.asarray(k_rope)
     groups = latent.reshape(*latent.shape[:-1], V32_PACKED.num_scales, V32_PACKED.group)
     values, scales, _ = numerics.quantize_pow2(groups, V32_PACKED.floor)
@@ -81,26 +78,6 @@ def unpack_v4_rows(data: UInt8[Array, "*N 576"], scales: UInt8[Array, "*N 8"]) -
     nope = (groups * factors[..., None]).reshape(values.shape)
     rope = numerics.from_bytes(data[..., V4_PACKED.nope_dim :], jnp.bfloat16).astype(jnp.float32)
     return jnp.concatenate([nope, rope], axis=-1)
-
-
-def write_packed_kv_cache(
-    kv_cache: UInt8[Array, "P Z 656"],
-    latent: Float[Array, "T 512"],
-    k_rope: Float[Array, "T 64"],
-    slot_mapping: Int32[Array, " T"],
-) -> UInt8[Array, "P Z 656"]:
-    """Write V3.2 packed rows into the slots page * Z + offset; slot -1 is skipped; in place under donation.
-
-    Raises:
-      ValueError: kv_cache isn't uint8 [P, Z, 656], or the tokens disagree.
-      Under TSMLA_CHECK=1: ValueError for a slot outside the cache or given twice.
-    """
-    spec = cache_spec("kv_cache", describe("kv_cache", kv_cache))
-    if spec.layout != "v32":
-        raise ValueError(f"kv_cache: got the {spec.layout} layout; legal: uint8 [P, Z, {V32_PACKED.row_bytes}]")
-    slots = masked_slots(slot_mapping, describe("latent", latent), spec)
-    rows = pack_v32_rows(latent, k_rope)
-    return put_rows(jnp.asarray(kv_cache), rows, slots)
 
 
 def write_v4_cache(
@@ -175,6 +152,11 @@ def masked_slots(slot_mapping: Array, rows: contract.Array, spec: CacheSpec) -> 
     rules.check_rank("rows to write", rows, "T D")
     describe_ints("slot_mapping", slot_mapping, "T", (rows.shape[0], "T, the rows to write"))
     slots = checks.slot_mapping(jnp.asarray(slot_mapping), spec.num_slots)
+    return kept_slots(slots, spec)
+
+
+def kept_slots(slots: jax.Array, spec: CacheSpec) -> jax.Array:
+    """Slots with those that name no row past the end."""
     return jnp.where(valid_slots(slots, spec), slots, spec.num_slots)
 
 
@@ -182,9 +164,7 @@ def _describe_wide(name: str, value: Array, width: int, dtypes: tuple[str, ...] 
     """The description of an array of one of the dtypes whose last axis is `width` wide; ValueError for others."""
     array = describe(name, value)
     rules.check_dtype(name, array, dtypes)
-    if not array.shape or array.shape[-1] != width:
-        unit = " bytes" if dtypes == ("uint8",) else ""
-        raise ValueError(f"{name}: got shape {list(array.shape)}; its last axis must be {width}{unit}")
+    packed.check_width(name, array, width, " bytes" if dtypes == ("uint8",) else "")
     return array
 
 

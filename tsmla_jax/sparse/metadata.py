@@ -151,9 +151,10 @@ def remap_slots(slots: Int32[Array, "*N"], page_size: int, page_span: int) -> In
     """Slots of pages of `page_size` rows as rows of an array whose pages are `page_span` rows apart.
 
     slot -> (slot // page_size) * page_span + slot % page_size; negative slots become -1.
-    Raises ValueError for a span narrower than the page.
+    Raises ValueError for a span narrower than the page, and for slots that are not int32.
     """
     page_size = contract.static_int("page_size", page_size, minimum=1)
     span = check_page_span("page_span", page_span, page_size)
+    rules.check_dtype("slots", describe("slots", slots), ("int32",))
     slots = jnp.asarray(slots)
     return jnp.where(slots >= 0, (slots // page_size) * span + slots % page_size, -1)

@@ -73,17 +73,25 @@ def apply_rope(
     if len(array.shape) < 2:
         raise ValueError(f"x: got shape {list(array.shape)}; legal: [T, D] or [T, H, D]")
     describe_ints("positions", positions, "T", (array.shape[0], "T, x's rows"))
-    num_positions, rope_dim = table.shape
+    rope_dim = table.shape[1]
     if rope_dim % 2 or rope_dim > array.shape[-1]:
         raise ValueError(f"cos_sin: got width R = {rope_dim}; legal: even, at most x's D = {array.shape[-1]}")
     x, cos_sin = jnp.asarray(x), jnp.asarray(cos_sin)
-    positions = checks.rope_positions(jnp.asarray(positions), num_positions)
-    angles = cos_sin[jnp.clip(positions, 0, num_positions - 1)]
-    angles = angles.reshape(angles.shape[0], *[1] * (x.ndim - 2), rope_dim)
+    cos, sin = (row.reshape(x.shape[0], *[1] * (x.ndim - 2), rope_dim // 2) for row in angles(positions, cos_sin))
     nope, rope = x[..., : x.shape[-1] - rope_dim], x[..., x.shape[-1] - rope_dim :]
-    half = rope_dim // 2
-    rotated = numerics.rotate_pairs(rope, angles[..., :half], angles[..., half:], inverse=inverse)
+    rotated = numerics.rotate_pairs(rope, cos, sin, inverse=inverse)
     return jnp.concatenate([nope, rotated.astype(x.dtype)], axis=-1)
+
+
+def angles(
+    positions: Int32[Array, " T"], cos_sin: Float[Array, "N R"]
+) -> tuple[Float[Array, "T R/2"], Float[Array, "T R/2"]]:
+    """cos and sin of each row's position; a negative one (padding) counts as 0, one past the table as its last.
+    Under TSMLA_CHECK=1 ValueError for a position past the table."""
+    num_positions, rope_dim = cos_sin.shape
+    positions = checks.rope_positions(jnp.asarray(positions), num_positions)
+    cos, sin = jnp.split(cos_sin[jnp.clip(positions, 0, num_positions - 1)], [rope_dim // 2], axis=-1)
+    return cos, sin
 
 
 def norm_rope(

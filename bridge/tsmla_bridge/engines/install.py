@@ -1,4 +1,4 @@
-"""The module tokenspeed_mla under other names: the one that engines import, and its public name in tsmla_bridge."""
+"""The modules tokenspeed_mla and flash_mla under the names that engines import."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 
 from tsmla_bridge import blackwell
-from tsmla_bridge.engines import tokenspeed_mla
+from tsmla_bridge.engines import flash_mla, tokenspeed_mla
 from tsmla_bridge.runtime import devices
 
 _SUBMODULES = ("mla_decode", "mla_kv_pack_quantize_fp8", "mla_prefill", "utils")
@@ -42,3 +42,18 @@ def install_as_tokenspeed_mla() -> ModuleType:
         raise RuntimeError(f"{name} was imported already; call install_as_tokenspeed_mla() before the engine does")
     alias(name)
     return tokenspeed_mla
+
+
+def install_as_flash_mla() -> ModuleType:
+    """Make `import flash_mla` give tsmla_bridge.engines.flash_mla in this process, and return that module.
+
+    Call it before the engine imports the package, in each process that runs the model.
+
+    Raises RuntimeError if the real package was imported already: what others took from it would stay as it is.
+    """
+    imported = sys.modules.get("flash_mla")
+    if imported is not None and imported is not flash_mla:
+        raise RuntimeError("flash_mla was imported already; call install_as_flash_mla() before the engine does")
+    sys.modules["flash_mla"] = flash_mla
+    sys.modules["flash_mla.flash_mla_interface"] = flash_mla.flash_mla_interface
+    return flash_mla

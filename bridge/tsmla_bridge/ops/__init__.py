@@ -2,6 +2,6 @@
 
 All are imported together: an exported program may call any of the operators."""
 
-from tsmla_bridge.ops import cache_ops, merge, mla_decode, mla_prefill
+from tsmla_bridge.ops import cache_ops, merge, mla_decode, mla_prefill, mla_prefill_kv, sparse_mla
 
-__all__ = ["cache_ops", "merge", "mla_decode", "mla_prefill"]
+__all__ = ["cache_ops", "merge", "mla_decode", "mla_prefill", "mla_prefill_kv", "sparse_mla"]

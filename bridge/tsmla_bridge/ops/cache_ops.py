@@ -51,8 +51,11 @@ def write_kv_cache(
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
-      NotImplementedError: the named implementation can't run this call, with every reason.
+      NotImplementedError: the named implementation can't run this call, with every reason; a tensor requires a
+        derivative.
     """
+    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (kv_cache, latent, k_rope)):
+        raise contract.not_differentiable("write_kv_cache", "call it under torch.no_grad(), or on detached tensors")
     arguments = (kv_cache, latent, k_rope, slot_mapping, *operators.scale_arguments(kv_scale), implementation)
     if torch.compiler.is_compiling() or operators.is_traced(kv_cache, latent):
         torch.ops.tsmla.write_kv_cache(*arguments)
@@ -125,13 +128,14 @@ def gather_kv_cache(
       implementation: as write_kv_cache's.
 
     Returns:
-      [total_len, D] in out_dtype, latent columns first. The product with kv_scale is in float32.
+      [total_len, D] in out_dtype, latent columns first. The product with kv_scale is in float32. Differentiable in
+      kv_cache, in torch operations.
 
     Raises as write_kv_cache does.
     """
     scale = operators.scale_arguments(kv_scale)
     arguments = (kv_cache, block_tables, starts, lens, total_len, *scale, out_dtype, implementation)
-    traced = torch.compiler.is_compiling() or operators.is_traced(kv_cache)
+    traced = torch.compiler.is_compiling() or (not _derived(kv_cache) and operators.is_traced(kv_cache))
     return torch.ops.tsmla.gather_kv_cache(*arguments) if traced else _gather(*arguments)
 
 
@@ -160,6 +164,7 @@ def _gather(
     def why_not() -> list[str]:
         return loaded_kernels.reasons(GATHER_KV_CACHE, kv_cache.device) or [
             *cache_config.gather_reasons(spec),
+            *(["a derivative is asked for; the kernel has none"] if _derived(kv_cache) else []),
             *_unreadable(given),
         ]
 
@@ -175,6 +180,10 @@ def _gather(
     outputs = {"out": loaded_kernels.view(out)}
     _launch(GATHER_KV_CACHE, cache_config.gather_config(spec), kv_scale, inputs, outputs, kv_cache.device)
     return out
+
+
+def _derived(kv_cache: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and kv_cache.requires_grad
 
 
 # ---- the kernels
@@ -232,6 +241,10 @@ gather_operator = operators.register(
 operators.refuse_backward(gather_operator, "gather_kv_cache", "an eager call has one")
 
 
-@gather_operator.register_fake
-def _(cache: Any, tables: Any, starts: Any, lens: Any, rows: Any, scale: Any, number: Any, dtype: Any, _: Any) -> Any:
+def _fake_gather(
+    cache: Any, tables: Any, starts: Any, lens: Any, rows: Any, scale: Any, number: Any, dtype: Any, _: Any
+) -> Any:
     return cache.new_empty((rows, cache.shape[-1]), dtype=dtype or operators.out_dtype(cache))
+
+
+operators.register_fake(gather_operator, _fake_gather)

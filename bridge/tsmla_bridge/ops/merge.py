@@ -129,5 +129,7 @@ operators.refuse_backward(merge_operator, "merge_attention_states", "an eager ca
 
 @merge_operator.register_fake
 def _(outs: Parts, lses: Parts, implementation: str | None) -> Computed:
+    for name, parts in (("outs", outs), ("lses", lses)):
+        tensors.same_device("outs[0]", outs[0], {f"{name}[{i}]": part for i, part in enumerate(parts)})
     dense = torch.contiguous_format
     return torch.empty_like(outs[0], memory_format=dense), torch.empty_like(lses[0], memory_format=dense)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from tsmla_bridge import operators
 from tsmla_bridge.ops.plans import DecodeInputs, DecodeOptions, plan_for, plan_of_latest
-from tsmla_bridge.runtime import scales, tensors
+from tsmla_bridge.runtime import loaded_kernels, scales, tensors
 from tsmla_bridge.runtime.results import Computed, Results
 from tsmla_bridge.runtime.scales import Pair
 from tsmla_bridge.runtime.tensors import Scale
 from tsmla_bridge.runtime.workspace import Workspace
+from tsmla_kernels.catalog import MLA_DECODE
+from tsmla_kernels.contract import DecodeSpec
+from tsmla_kernels.sm90.decode import config as sm90_decode
 
 
 def mla_decode(
@@ -43,8 +47,11 @@ def mla_decode(
 
     Args:
       q: [B, S, H, D], or ragged [T, H, D] with cu_seqlens_q and max_q_len; latent columns first, rope last. Also the
-        pair (q[..., :L], q[..., L:]) of such a tensor. float16, bfloat16 or float8_e4m3fn; on a CPU also float32 and
-        float64.
+        pair (q[..., :L], q[..., L:]) of such a tensor, or of two: the latent one dense, and the rope columns in rows of
+        one stride, 16 bytes or a multiple, as a slice of a wider tensor has them. Nothing is copied. Where
+        implementation="cute" is named the latent one may be dense as [H, ..., L], if H is a power of 2 (copied where a
+        batch_invariant call takes several launches); that kernel has not been run on a GPU by us. float16,
+        bfloat16 or float8_e4m3fn; on a CPU also float32 and float64.
       kv_cache: [P, Z, D] or [P, 1, Z, D], latent first, rope last, in q's dtype or float8_e4m3fn (any dtype with a
         float32 q). Pages may lie a multiple of Z * D elements apart: one layer's slice of a pool.
       block_tables: [B, M] int32; entries past a request's last page are never used. May be the first columns of a wider
@@ -56,7 +63,8 @@ def mla_decode(
         on a request's; with ragged q only. Rows past the bound give 0, -inf.
       causal: query i of S sees key j iff j < seq_len - (S - 1) + i; otherwise iff j < seq_len.
       q_scale, kv_scale: q holds query / q_scale and kv_cache holds kv / kv_scale; None is 1. Float or float32 scalar
-        tensor; a tensor is read on the device at every call, and at every replay of a CUDA graph.
+        tensor; a tensor is read on the device at every call, and at every replay of a CUDA graph. Scales are positive
+        and finite; that is checked of numbers, and a tensor with another value gives rows without meaning.
       return_lse: also return the logsumexp of the scaled logits.
       batch_invariant: a request's rows are bitwise the same whatever else is in the batch.
       implementation: "cute" (the kernels), "reference" (the definition in torch operations), or None: the kernels for
@@ -67,6 +75,9 @@ def mla_decode(
     Returns:
       out [B, S, H, L] (or [T, H, L]) in q's dtype, bfloat16 when q is fp8; with return_lse also lse [B, S, H] (or [T,
       H]), float32, natural logarithm. A row that sees no key gives out 0 and lse -inf.
+
+    NaN in new tokens' keys and unsound lengths, pages and offsets do what tsmla_jax.mla_decode says; where it says that
+    rows have no meaning, they differ from jax's.
 
     The kernels run on torch's current stream and nothing waits for the device, so CUDA graphs can capture calls once a
     call of the same static sizes has loaded its kernel. Calls from several threads and on several streams are
@@ -81,32 +92,67 @@ def mla_decode(
     # The latest plan's key: DecodeOptions as a plain tuple, because to make them takes 0.3 us of every call.
     options = (latent_dim, max_q_len, causal, batch_invariant, implementation)
     compiling = torch.compiler.is_compiling()
-    query: Any = q  # one tensor, once the plan is found
+    query: Any = q  # one tensor, once the plan is found; its latent columns where `rope` is another
+    rope: torch.Tensor | None = None
     pair: Pair
-    plan = None if compiling else plan_of_latest(q, kv_cache, block_tables, seq_lens, cu_seqlens_q, options)
+    # 8.0 and True are equal to 8 and 1: a plan is looked up only by options of the legal types.
+    usual = (
+        type(latent_dim) is int
+        and (max_q_len is None or type(max_q_len) is int)
+        and (causal is True or causal is False)
+        and (batch_invariant is True or batch_invariant is False)
+        and not compiling
+    )
+    plan = plan_of_latest(q, kv_cache, block_tables, seq_lens, cu_seqlens_q, options) if usual else None
     if plan is None:
         named = DecodeOptions(*options)
         if compiling or operators.is_traced(q, kv_cache):
             inputs = DecodeInputs(_concatenated(q), kv_cache, block_tables, seq_lens, cu_seqlens_q)
+            _check_scales(softmax_scale, q_scale, kv_scale)
             pair = scales.product(softmax_scale, q_scale, kv_scale, kv_scale)
             return call_operator(inputs, pair, named, return_lse, out, lse, workspace)
-        query = q if isinstance(q, torch.Tensor) else tensors.joined(q)
-        plan = plan_for(DecodeInputs(query, kv_cache, block_tables, seq_lens, cu_seqlens_q), named)
-    if type(softmax_scale) is float and q_scale is None and (kv_scale is None or type(kv_scale) is float):
-        pair = (softmax_scale, 1.0) if kv_scale is None else (softmax_scale * kv_scale, kv_scale)
-    elif type(softmax_scale) is float and q_scale is None and scales.is_usual(kv_scale, query):
+        query, rope = (q, None) if isinstance(q, torch.Tensor) else _apart(q, implementation)
+        plan = plan_for(DecodeInputs(query, kv_cache, block_tables, seq_lens, cu_seqlens_q, rope), named)
+    elif type(q) is tuple:
+        query, rope = q
+    if type(softmax_scale) is not float or not 0.0 < softmax_scale < math.inf or q_scale is not None:
+        pair = _checked_pair(query, softmax_scale, q_scale, kv_scale)
+    elif kv_scale is None:
+        pair = (softmax_scale, 1.0)
+    elif type(kv_scale) is float and 0.0 < kv_scale < math.inf:
+        pair = (softmax_scale * kv_scale, kv_scale)
+    elif scales.is_usual(kv_scale, query):
         pair = scales.product(softmax_scale, None, kv_scale, kv_scale)
     else:
-        scales.check("softmax_scale", softmax_scale, optional=False)
-        scales.check("q_scale", q_scale)
-        scales.check("kv_scale", kv_scale)
-        tensors.same_device("q", query, {"softmax_scale": softmax_scale, "q_scale": q_scale, "kv_scale": kv_scale})
-        pair = scales.product(softmax_scale, q_scale, kv_scale, kv_scale)
+        pair = _checked_pair(query, softmax_scale, None, kv_scale)
     result, result_lse = plan.run(
         query, kv_cache, block_tables, seq_lens, cu_seqlens_q,
-        pair=pair, return_lse=return_lse, out=out, lse=lse, workspace=workspace,
+        pair=pair, return_lse=return_lse, out=out, lse=lse, workspace=workspace, q_rope=rope,
     )  # fmt: skip
     return result if result_lse is None else (result, result_lse)
+
+
+def _checked_pair(query: torch.Tensor, softmax_scale: Scale, q_scale: Scale | None, kv_scale: Scale | None) -> Pair:
+    """The pair of a call's scales; raises as mla_decode does."""
+    _check_scales(softmax_scale, q_scale, kv_scale)
+    tensors.same_device("q", query, {"softmax_scale": softmax_scale, "q_scale": q_scale, "kv_scale": kv_scale})
+    return scales.product(softmax_scale, q_scale, kv_scale, kv_scale)
+
+
+def _check_scales(softmax_scale: Scale, q_scale: Scale | None, kv_scale: Scale | None) -> None:
+    scales.check("softmax_scale", softmax_scale, optional=False)
+    scales.check("q_scale", q_scale)
+    scales.check("kv_scale", kv_scale)
+def _apart(q: Any, implementation: str | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A pair as the kernels read it. Heads in front only by name: GPU tests have not run that kernel yet."""
+    return tensors.query_of_pair(q, heads_first=implementation == "cute")
+
+
+def warm(spec: DecodeSpec, index: int, *, split_q: bool = False, heads_first: bool = False) -> None:
+    """Load the kernel that serves `spec` on device `index`; split_q: for queries in two tensors; heads_first: with the
+    latent one as [H, ..., L]."""
+    config = sm90_decode.decode_config(spec, split_q=split_q, heads_first=heads_first)
+    loaded_kernels.launcher(MLA_DECODE, config, index)
 
 
 # ---- the operators
@@ -130,7 +176,7 @@ def _run_operator(
     inputs = DecodeInputs(q, kv_cache, block_tables, seq_lens, cu_seqlens_q)
     pair = (logit_scale, out_scale) if pair_tensor is None else pair_tensor
     plan = plan_for(inputs, DecodeOptions(*options))
-    return plan.run(*inputs, pair=pair, return_lse=return_lse, out=out, lse=lse, workspace=workspace)
+    return plan.run(*inputs[:5], pair=pair, return_lse=return_lse, out=out, lse=lse, workspace=workspace)
 
 
 def _run_operator_into(*arguments: Any) -> None:
@@ -158,10 +204,12 @@ operators.refuse_backward(
 )
 
 
-@decode_operator.register_fake
-def _(q: Any, *arguments: Any) -> Computed:
+def _fake(q: Any, *arguments: Any) -> Computed:
     options = DecodeOptions(*arguments[-len(DecodeOptions._fields) :])
     return operators.new_results(q, options.latent_dim)
+
+
+operators.register_fake(decode_operator, _fake)
 
 
 def call_operator(
@@ -177,7 +225,7 @@ def call_operator(
     return operators.call_attention(
         torch.ops.tsmla.mla_decode,
         torch.ops.tsmla.mla_decode_into,
-        (*inputs, *operators.pair_arguments(pair), *options),
+        (*inputs[:5], *operators.pair_arguments(pair), *options),
         lambda: operators.new_results(inputs.q, options.latent_dim),
         return_lse,
         out,

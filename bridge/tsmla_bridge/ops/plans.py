@@ -11,6 +11,7 @@ a mode of torch's must see the call, all their properties are looked up (`plan_f
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from tsmla_bridge.runtime.workspace import ALIGN, Workspace, decode_layout
 from tsmla_kernels import contract
 from tsmla_kernels.catalog import MLA_DECODE
 from tsmla_kernels.contract import DecodeSpec, values
+from tsmla_kernels.kernel import ITEMSIZE
 from tsmla_kernels.sm90.decode import config as sm90_decode
 
 MAX_PLANS = 4096
@@ -31,13 +33,19 @@ MAX_PLANS = 4096
 
 
 class DecodeInputs(NamedTuple):
-    """The tensors of a call, as mla_decode takes them; q is one tensor."""
+    """The tensors of a call, as mla_decode takes them. q is one tensor, or its latent columns where the rope columns,
+    q_rope, are a tensor of their own."""
 
     q: torch.Tensor
     kv_cache: torch.Tensor
     block_tables: torch.Tensor
     seq_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor | None
+    q_rope: torch.Tensor | None = None
+
+    def joined(self) -> DecodeInputs:
+        """With q as one tensor; a copy where it is two."""
+        return self if self.q_rope is None else self._replace(q=torch.cat((self.q, self.q_rope), -1), q_rope=None)
 
 
 class DecodeOptions(NamedTuple):
@@ -50,28 +58,55 @@ class DecodeOptions(NamedTuple):
     implementation: str | None
 
 
-_plans: dict[Any, Plan] = {}
-_latest: dict[tuple[Any, ...], Plan] = {}  # by DecodeOptions
+_plans: dict[Any, Any] = {}  # of all operations: options of two of them are never equal
+_latest: dict[tuple[Any, ...], Any] = {}  # by the options; for queries in two tensors by (DecodeOptions, True)
 
 
 def plan_of_latest(
     q: Any, kv_cache: Any, block_tables: Any, seq_lens: Any, cu_seqlens_q: Any, options: tuple[Any, ...]
 ) -> Plan | None:
-    """The plan of the latest call with these DecodeOptions if the tensors are like that call's; else None.
+    """The plan of the latest call with these DecodeOptions if the tensors are like that call's; else None. q may be a
+    pair of tensors.
 
     Takes the tensors one by one, and the options as any equal tuple: to make both NamedTuples would cost a tenth of an
     eager call on the host."""
     try:
+        if type(q) is tuple:
+            latent, rope = q
+            plan, lengths = _latest[options, True], () if cu_seqlens_q is None else (cu_seqlens_q,)
+            return plan if plan.is_like(latent, kv_cache, block_tables, seq_lens, *lengths, rope) else None
         plan = _latest[options]
         if cu_seqlens_q is None:
             return plan if plan.is_like(q, kv_cache, block_tables, seq_lens) else None
         return plan if plan.is_like(q, kv_cache, block_tables, seq_lens, cu_seqlens_q) else None
-    except (KeyError, TypeError):  # no such call, an option without a hash, or the latest had another number of tensors
+    except (KeyError, TypeError, ValueError):
+        # No such call, an option without a hash, no pair, or the latest had another number of tensors.
+        return None
+
+
+def latest(options: tuple[Any, ...], *given: Any) -> Any | None:
+    """The plan of the latest call with these options if the tensors are like that call's; else None."""
+    try:
+        plan = _latest[options]
+        return plan if plan.is_like(*given) else None
+    except (KeyError, TypeError):  # as in plan_of_latest
         return None
 
 
 def plan_for(inputs: DecodeInputs, options: DecodeOptions) -> Plan:
     """The plan of a call; raises as mla_decode does, except for the scales."""
+    plan: Plan = find(inputs, options, _make_plan, None if inputs.q_rope is None else (options, True))
+    return plan
+
+
+def find(inputs: Any, options: Any, make: Callable[[Any, Any], Any], latest_key: Any = None) -> Any:
+    """The plan of a call of any operation: the one that was made for tensors and options like these, or make(inputs,
+    options). It has an attribute is_like, which `latest` calls.
+
+    Args:
+      inputs: a NamedTuple of the call's tensors and of None. options: a NamedTuple of its other arguments.
+      latest_key: what the latest plan is kept under; the options by default.
+    """
     try:
         properties = [
             None
@@ -79,29 +114,33 @@ def plan_for(inputs: DecodeInputs, options: DecodeOptions) -> Plan:
             else (tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous() or tensor.stride())
             for tensor in inputs
         ]
-        key = (options, *properties)
+        key = (options, *map(type, options), *properties)  # True is 1 and 8.0 is 8, and not legal in its place
         plan = _plans.get(key)
     except (AttributeError, TypeError):  # an argument that is no tensor, or an option without a hash
         plan, key = None, None
     if plan is None:
-        plan = _make_plan(inputs, options)
+        plan = make(inputs, options)
         if len(_plans) >= MAX_PLANS:
             _plans.clear()
             _latest.clear()
         _plans[key] = plan
-    if not (inputs.q.requires_grad or inputs.kv_cache.requires_grad):  # whether such a call is traced depends on more
-        given = [tensor for tensor in inputs if tensor is not None]
+    given = [tensor for tensor in inputs if tensor is not None]
+    if not any(tensor.requires_grad for tensor in given):  # whether such a call is traced depends on more
         if not plan.is_like(*given):
             plan.is_like = tensors.likeness(*given)
-        _latest[options] = plan
+        _latest[options if latest_key is None else latest_key] = plan
     return plan
 
 
 def _make_plan(inputs: DecodeInputs, options: DecodeOptions) -> Plan:
     inputs = inputs._replace(kv_cache=tensors.without_head_axis(inputs.kv_cache))
+    described = inputs._asdict()
+    if (rope := described.pop("q_rope")) is not None:
+        width = inputs.q.shape[-1] + rope.shape[-1]
+        described["q"] = inputs.q[..., :1].expand(*inputs.q.shape[:-1], width)  # the shape alone, without memory
     spec = tensors.describe_call(
         contract.decode_spec,
-        inputs._asdict(),
+        described,
         scales={"softmax_scale": 1.0},  # scales are no part of a plan; the caller checks them
         optional=("cu_seqlens_q",),
         latent_dim=options.latent_dim,
@@ -148,13 +187,14 @@ class Plan:
         out: torch.Tensor | None,
         lse: torch.Tensor | None,
         workspace: Workspace | int | None,
+        q_rope: torch.Tensor | None = None,
     ) -> Results:
         """out, and lse if it is asked for. `workspace` may be an address that `address_in` returned.
 
         The parameters are separate, and passed by name: a bundle of them would take 0.4 us of each call to make."""
-        inputs = DecodeInputs(q, tensors.without_head_axis(kv_cache), block_tables, seq_lens, cu_seqlens_q)
+        inputs = DecodeInputs(q, tensors.without_head_axis(kv_cache), block_tables, seq_lens, cu_seqlens_q, q_rope)
         assert not isinstance(workspace, int)  # address_in gives these plans none
-        return self.layout.hand_over(self.attend(inputs, pair, workspace), return_lse, out, lse)
+        return self.layout.hand_over(self.attend(inputs.joined(), pair, workspace), return_lse, out, lse)
 
     def attend(self, inputs: DecodeInputs, pair: Pair, workspace: Workspace | None) -> Computed:
         """out and lse of a call, in new tensors."""
@@ -169,6 +209,13 @@ class Plan:
         return None
 
 
+class LaunchPart(NamedTuple):
+    """A launch that serves some of a call's requests, and how many bytes its operands lie behind those of the call."""
+
+    launch: Callable[[int, tuple[int, ...]], None]
+    offsets: tuple[int, ...]
+
+
 class EmptyPlan(Plan):
     """No request, no query token, or no key."""
 
@@ -181,7 +228,7 @@ class ReferencePlan(Plan):
 
     def attend(self, inputs: DecodeInputs, pair: Pair, workspace: Workspace | None) -> Computed:
         self.check(inputs)
-        return reference.mla_decode(self.spec, *inputs, *pair)
+        return reference.mla_decode(self.spec, *inputs[:5], *pair)
 
 
 class BlackwellPlan(Plan):
@@ -200,8 +247,10 @@ class KernelPlan(Plan):
     def __init__(self, spec: DecodeSpec, inputs: DecodeInputs) -> None:
         super().__init__(spec, inputs)
         q, block_tables = inputs.q, inputs.block_tables
+        rope = inputs.q_rope
+        heads_first = rope is not None and not q.is_contiguous()
         for name, tensor in (("seq_lens", inputs.seq_lens), ("cu_seqlens_q", inputs.cu_seqlens_q), ("q", q)):
-            if tensor is not None:
+            if tensor is not None and not (heads_first and tensor is q):
                 tensors.check_dense(name, tensor)
         self.device = q.device
         self.index = index = q.get_device()
@@ -213,23 +262,44 @@ class KernelPlan(Plan):
                 # The table's width decides where pieces begin.
                 tensors.check_dense("block_tables", block_tables)
 
-        config = sm90_decode.decode_config(spec)
+        split_q = rope is not None
+        config = sm90_decode.decode_config(spec, split_q=split_q, heads_first=heads_first)
+        launches = sm90_decode.launches(config, spec.batch, width)
+        # A launch of some requests can't find the next head's rows of all of them.
+        self.copies_q = heads_first and len(launches) > 1
+        if self.copies_q:
+            heads_first, config = False, sm90_decode.decode_config(spec, split_q=split_q)
         sms, rows = devices.num_sms(index), spec.total_q_len * spec.num_heads
-        shapes = sm90_decode.workspace_shapes(config, sms, spec.batch, width)
-        operands = {
-            "q": (rows, spec.head_dim),
-            "kv_cache": ((spec.num_pages - 1) * self.page_step + 1, spec.page_size, spec.head_dim),
-            "block_tables": (spec.batch, width),
-            "seq_lens": (spec.batch,),
-            "cu_seqlens_q": (spec.batch + spec.ragged,),
-            "scales": (2,),
-            "out": (rows, spec.latent_dim),
-            "lse": (rows,),
-            **{name: shape for name, (shape, _) in shapes.items()},
-        }
+        rope_step = 0 if rope is None else tensors.row_step(rope)
         launcher = loaded_kernels.launcher(MLA_DECODE, config, index)
-        loaded_kernels.check_operands(launcher, tuple(operands))
-        self.launch = launcher.bind(tuple(operands.values()))
+        row_bytes = {  # of a request's rows, by operand; a ragged call's rows lie where its offsets say
+            "q": spec.max_q_len * spec.num_heads * config.q_dim * ITEMSIZE[spec.q_dtype],
+            "q_rope": spec.max_q_len * spec.num_heads * rope_step * ITEMSIZE[spec.q_dtype],
+            "out": spec.max_q_len * spec.num_heads * spec.latent_dim * ITEMSIZE[spec.out_dtype],
+            "lse": spec.max_q_len * spec.num_heads * ITEMSIZE["float32"],
+        }
+        self.parts: list[LaunchPart] = []
+        for first, stop in launches:
+            count = stop - first
+            part_rows = rows if spec.ragged else count * spec.max_q_len * spec.num_heads
+            shapes = sm90_decode.workspace_shapes(config, sms, count, width)
+            operands = {
+                "q": (spec.num_heads, spec.total_q_len, config.q_dim) if heads_first else (part_rows, config.q_dim),
+                **({"q_rope": (part_rows, rope_step)} if split_q else {}),
+                "kv_cache": ((spec.num_pages - 1) * self.page_step + 1, spec.page_size, spec.head_dim),
+                "block_tables": (count, width),
+                "seq_lens": (count,),
+                "cu_seqlens_q": (count + spec.ragged,),
+                "scales": (2,),
+                "out": (part_rows, spec.latent_dim),
+                "lse": (part_rows,),
+                **{name: shape for name, (shape, _) in shapes.items()},
+            }
+            loaded_kernels.check_operands(launcher, tuple(operands))
+            steps = {"block_tables": 4 * width, "seq_lens": 4, "cu_seqlens_q": 4, **({} if spec.ragged else row_bytes)}
+            offsets = tuple(first * steps.get(name, 0) for name in operands)
+            self.parts.append(LaunchPart(launcher.bind(tuple(operands.values())), offsets))
+        self.launch = self.parts[0].launch if len(self.parts) == 1 else self.launch_parts
         # Under TSMLA_CHECK as it is now: to read the environment would be a tenth of what a call costs on the host.
         self.checked = values.enabled()
         memory = decode_layout(config, sms, spec.batch, width, rows)
@@ -239,6 +309,11 @@ class KernelPlan(Plan):
         self.new_out = (layout.shape, layout.strides, layout.dtype)
         self.new_lse = (layout.rows, layout.row_strides, layout.lse_dtype)
         self.has_fast_path = not (self.checked or self.page_step > 1 or self.table_is_slice or spec.ragged)
+
+    def launch_parts(self, stream: int, addresses: tuple[int, ...]) -> None:
+        """Launch a call of several launches, one after the other in the same workspaces."""
+        for part in self.parts:
+            part.launch(stream, tuple(map(operator.add, addresses, part.offsets)))
 
     def address_in(self, buffer: torch.Tensor) -> int | None:
         address = buffer.data_ptr()
@@ -263,12 +338,13 @@ class KernelPlan(Plan):
         out: torch.Tensor | None,
         lse: torch.Tensor | None,
         workspace: Workspace | int | None,
+        q_rope: torch.Tensor | None = None,
     ) -> Results:
         if devices.current_device() != self.index:
             with torch.cuda.device(self.index):
                 return self.run(
                     q, kv_cache, block_tables, seq_lens, cu_seqlens_q,
-                    pair=pair, return_lse=return_lse, out=out, lse=lse, workspace=workspace,
+                    pair=pair, return_lse=return_lse, out=out, lse=lse, workspace=workspace, q_rope=q_rope,
                 )  # fmt: skip
         if out is None and lse is None and (return_lse is False or return_lse is True):  # the usual, in one step
             out = devices.new_tensor(*self.new_out)
@@ -282,6 +358,13 @@ class KernelPlan(Plan):
         lens_address = seq_lens.data_ptr()
         first, second, third = self.offsets
         pair_on_device = scales.on_device(pair, self.index, stream)
+        queries: tuple[int, ...]
+        if q_rope is None:
+            queries = (q.data_ptr(),)
+        else:
+            if self.copies_q:
+                q = q.contiguous()
+            queries = q.data_ptr(), q_rope.data_ptr()
         if workspace is None:
             base = devices.borrow(self.size, stream)
         elif isinstance(workspace, int):
@@ -292,7 +375,7 @@ class KernelPlan(Plan):
             self.launch(
                 stream,
                 (  # in the order of the operands that __init__ checks
-                    q.data_ptr(),
+                    *queries,
                     kv_cache.data_ptr(),
                     block_tables.data_ptr(),
                     lens_address,

@@ -1,4 +1,5 @@
 """The pair of scales that the attention kernels read from device memory: what logits and outputs are multiplied by.
+The sparse kernel reads three factors in the same way.
 
 Scales given as tensors are multiplied on the device, at every call, so a CUDA graph reads them at every replay. Python
 numbers are written to the device: each pair of values once for each stream, and found again by value, whichever call it
@@ -24,6 +25,10 @@ from tsmla_kernels.contract.rules import check_scale
 Pair = tuple[float, float] | torch.Tensor
 """(logits' scale, outputs' scale) as numbers, or as a float32 tensor [2] (float64 on CPUs)."""
 
+Factors = tuple[float, float, float] | torch.Tensor
+"""(logits' factor, that of the values in the first cache, that of those in the second) as numbers, or as a float32
+tensor [3] (float64 on CPUs)."""
+
 MAX_PAIRS = 256
 """Pairs kept for a stream: a model needs some for each kind of layer. Beyond that all are dropped and written anew."""
 
@@ -33,9 +38,9 @@ DEFAULT_STREAM = 0
 GREATEST = torch.finfo(torch.float32).max
 
 _lock = threading.Lock()
-_of_stream: dict[tuple[int, int], dict[tuple[float, float], torch.Tensor]] = {}
+_of_stream: dict[tuple[int, int], dict[tuple[float, ...], torch.Tensor]] = {}
 # Memory that a capture allocates belongs to its graph and is useless elsewhere: one capture a stream is remembered.
-_of_capture: dict[tuple[int, int], tuple[int, dict[tuple[float, float], torch.Tensor]]] = {}
+_of_capture: dict[tuple[int, int], tuple[int, dict[tuple[float, ...], torch.Tensor]]] = {}
 
 _of_thread = threading.local()
 
@@ -100,9 +105,28 @@ def product(softmax_scale: Scale, q_scale: Scale | None, k_scale: Scale | None, 
     return torch.stack((logits, _tensor(out, like)))
 
 
-def on_device(pair: Pair, index: int, stream: int) -> torch.Tensor:
-    """The pair as float32 [2] on device `index`, ready on `stream`, its current stream. The caller keeps it until the
-    launch."""
+def factors(
+    softmax_scale: Scale, q_scale: Scale | None, kv_scale: Scale | None, compressed_kv_scale: Scale | None
+) -> Factors:
+    """The factors of a call of sparse_mla: softmax_scale * q_scale and the two others; None is 1."""
+    given = [1.0 if s is None else s for s in (softmax_scale, q_scale, kv_scale, compressed_kv_scale)]
+    known = [scale for scale in given if isinstance(scale, torch.Tensor)]
+    if not known:
+        softmax, query, first, second = given
+        return softmax * query, first, second  # type: ignore[return-value]
+    on_cpu = known[0].device.type == "cpu"
+    dtype = torch.float64 if on_cpu and any(scale.dtype == torch.float64 for scale in known) else torch.float32
+    like = (dtype, known[0].device)
+    if not any(isinstance(scale, torch.Tensor) for scale in given[:2]):
+        logits = _tensor(given[0] * given[1], like)  # multiplied as numbers, as the front end for jax does
+    else:
+        logits = _tensor(given[0], like) * _tensor(given[1], like)
+    return torch.stack((logits, _tensor(given[2], like), _tensor(given[3], like)))
+
+
+def on_device(pair: Pair | Factors, index: int, stream: int) -> torch.Tensor:
+    """The pair or the factors as a float32 tensor on device `index`, ready on `stream`, its current stream. The caller
+    keeps it until the launch."""
     if not isinstance(pair, tuple):
         return pair
     if stream != DEFAULT_STREAM and devices.is_capturing():
@@ -121,7 +145,7 @@ def on_device(pair: Pair, index: int, stream: int) -> torch.Tensor:
     return written
 
 
-def _in_capture(pair: tuple[float, float], index: int, stream: int) -> torch.Tensor:
+def _in_capture(pair: tuple[float, ...], index: int, stream: int) -> torch.Tensor:
     if _keeps_none() or (capture := devices.capture_id(stream)) is None:
         return _write(pair, index)
     with _lock:
@@ -134,13 +158,19 @@ def _in_capture(pair: tuple[float, float], index: int, stream: int) -> torch.Ten
         return found
 
 
-def _write(pair: tuple[float, float], index: int) -> torch.Tensor:
-    """One small kernel that carries the values as its arguments: no copy from the host, which could not be captured."""
+def _write(numbers: tuple[float, ...], index: int) -> torch.Tensor:
+    """Small kernels, for a pair one, that carry the values as arguments: no copy from the host, which could not be
+    captured."""
     dtype, device = torch.float32, devices.torch_device(index)
-    first, second = (_float32(value) for value in pair)
-    if abs(second - first) <= GREATEST:  # linspace adds 0 times the difference
-        return torch.linspace(first, second, 2, dtype=dtype, device=device)
-    return torch.stack((_tensor(first, (dtype, device)), _tensor(second, (dtype, device))))
+    first, *others = (_float32(value) for value in numbers)
+    last = others[-1]
+    if len(numbers) == 2 and abs(last - first) <= GREATEST:  # linspace adds 0 times the difference
+        return torch.linspace(first, last, 2, dtype=dtype, device=device)
+    written = torch.full((len(numbers),), last, dtype=dtype, device=device)
+    for i, value in enumerate((first, *others)):
+        if value != last:
+            written[i].fill_(value)
+    return written
 
 
 def _is_plain(scale: Scale) -> TypeGuard[torch.Tensor]:

@@ -14,6 +14,7 @@ import torch
 
 from tsmla_kernels import contract
 from tsmla_kernels.contract.rules import show
+from tsmla_kernels.sm90.decode.config import reads_heads_first
 
 Spec = TypeVar("Spec")
 
@@ -25,6 +26,15 @@ DTYPES: dict[str, torch.dtype] = {
     for name in ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "int8", "uint8", "int32")
 }
 
+
+WIDE_COLUMNS = 64
+"""Elements that the pitch of a wide tensor's rows is a multiple of."""
+
+HEADS_FIRST_COLUMNS = 64
+"""What the width of rows whose heads come first is a multiple of."""
+
+ROW_BYTES = 16
+"""What addresses and strides that TMA reads are multiples of."""
 
 TensorGuards = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 """torch's guard of compiled code; None in a version of torch that no longer has it here."""
@@ -97,10 +107,11 @@ def without_head_axis(kv_cache: torch.Tensor) -> torch.Tensor:
     return kv_cache
 
 
-def joined(q: Any) -> torch.Tensor:
-    """For a pair (q[..., :L], q[..., L:]) of one tensor that tensor again, without a copy.
+def query_of_pair(q: Any, *, heads_first: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A pair of latent and rope columns as the kernels read it, without a copy: (the tensor that both are columns of,
+    None), or the two as they are. heads_first: the latent one may have its heads in front.
 
-    Raises ValueError if the two are not the halves of the same rows."""
+    Raises ValueError if the kernels can read neither."""
     if not isinstance(q, tuple):
         raise contract.not_an_array("q", q)
     if len(q) != 2:
@@ -109,21 +120,63 @@ def joined(q: Any) -> torch.Tensor:
     for part in q:
         describe("q", part)
     width = latent.shape[-1] + rope.shape[-1]
-    one = (
+    same = (
         latent.dtype == rope.dtype
         and latent.device == rope.device
         and latent.dim() >= 2
         and latent.shape[:-1] == rope.shape[:-1]
+    )
+    one = (
+        same
         and latent.stride() == rope.stride()
         and latent.untyped_storage().data_ptr() == rope.untyped_storage().data_ptr()
         and rope.storage_offset() == latent.storage_offset() + latent.shape[-1]
     )
-    if not one:
+    if one:
+        return latent.as_strided((*latent.shape[:-1], width), latent.stride()), None
+    dense = same and (latent.is_contiguous() or (heads_first and is_heads_first(latent)))
+    if not dense or row_step(rope) == 0:
         raise ValueError(
             f"q: got a pair of shapes {show(tuple(latent.shape))} and {show(tuple(rope.shape))} that are not the"
             " latent and the rope columns of one tensor; torch.cat(q, -1) makes one of them"
         )
-    return latent.as_strided((*latent.shape[:-1], width), latent.stride())
+    return latent, rope
+
+
+def is_heads_first(q: torch.Tensor) -> bool:
+    """Whether q [..., H, L] is dense with its heads' axis in front, [H, ..., L], and the kernels read it so."""
+    heads, width = q.shape[-2:]
+    moved = q.movedim(-2, 0)
+    return width % HEADS_FIRST_COLUMNS == 0 and reads_heads_first(heads) and moved.is_contiguous()
+
+
+def row_step(rows: torch.Tensor) -> int:
+    """Elements from one row of [..., R] to the next; 0 where TMA can't read the rows: their columns lie apart, they
+    have no one stride, or it is not a multiple of 16 bytes."""
+    if rows.shape[-1] > 1 and rows.stride(-1) != 1:
+        return 0
+    step, count, width = 0, 1, rows.shape[-1]
+    for size, stride in zip(reversed(rows.shape[:-1]), reversed(rows.stride()[:-1]), strict=True):
+        if size == 1:
+            continue
+        if step == 0:
+            step = stride
+        elif stride != step * count:
+            return 0
+        count *= size
+    step = step or width
+    return step if step >= width and step * rows.element_size() % ROW_BYTES == 0 else 0
+
+
+def wide_shape(name: str, tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape [T, H, W] of the dense tensor that this one, [T, H, V], has the first columns of; ValueError if it is
+    another view, if W is no multiple of 64, or if the address is no multiple of 16."""
+    tokens, heads, width = tensor.shape
+    pitch = tensor.stride(1) if heads > 1 else tensor.stride(0)
+    rows = tokens <= 1 or heads <= 1 or tensor.stride(0) == heads * pitch
+    if tensor.stride(2) != 1 or not rows or pitch < width or pitch % WIDE_COLUMNS or tensor.data_ptr() % ROW_BYTES:
+        check_dense(name, tensor)
+    return tokens, heads, pitch
 
 
 def check_dense(name: str, tensor: torch.Tensor) -> None:
@@ -135,7 +188,7 @@ def check_dense(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def page_step(kv_cache: torch.Tensor) -> int:
+def page_step(kv_cache: torch.Tensor, name: str = "kv_cache") -> int:
     """How many pages of Z * D elements lie between the starts of two pages of the cache [P, Z, D]: 1 where it is dense,
     N for one layer's slice of a pool [P, N, Z, D]. ValueError if the kernels can't address it."""
     num_pages, page_size, head_dim = kv_cache.shape
@@ -147,12 +200,12 @@ def page_step(kv_cache: torch.Tensor) -> int:
     if rows_dense and page > 0 and page % size == 0:
         if num_pages * (page // size) >= 2**31:
             raise ValueError(
-                f"kv_cache: got strides {show(kv_cache.stride())} of {num_pages} pages; counted in pages of {size}"
+                f"{name}: got strides {show(kv_cache.stride())} of {num_pages} pages; counted in pages of {size}"
                 " elements its extent must stay below 2^31"
             )
         return page // size
     raise ValueError(
-        f"kv_cache: got shape {show(tuple(kv_cache.shape))} with strides {show(kv_cache.stride())}; legal: rows of D"
+        f"{name}: got shape {show(tuple(kv_cache.shape))} with strides {show(kv_cache.stride())}; legal: rows of D"
         f" elements without gaps, and pages a multiple of Z * D = {size} elements apart (a layer's slice of a pool)"
     )
 

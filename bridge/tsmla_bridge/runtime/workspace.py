@@ -12,6 +12,7 @@ from tsmla_bridge.runtime.tensors import dtype_name
 from tsmla_kernels import contract
 from tsmla_kernels.kernel import ITEMSIZE
 from tsmla_kernels.sm90.decode import config as sm90_decode
+from tsmla_kernels.sm90.sparse import config as sm90_sparse
 
 ALIGN = 256  # bytes, of every array in a workspace: cudaMalloc's alignment, and more than any operand needs
 
@@ -41,7 +42,7 @@ class Workspace:
     replayed at the same time need workspaces of their own.
 
     Args:
-      size: bytes; decode_workspace_size says how many a call needs.
+      size: bytes; decode_workspace_size and sparse_workspace_size say how many a call needs.
       device: where; the current CUDA device by default.
     """
 
@@ -85,9 +86,37 @@ class Workspace:
 
 
 def decode_layout(config: sm90_decode.DecodeConfig, num_sms: int, batch: int, max_pages: int, rows: int) -> Layout:
-    """The kernel's workspaces, and an lse for calls that return none."""
-    shapes: dict[str, Any] = dict(sm90_decode.workspace_shapes(config, num_sms, batch, max_pages))
+    """The workspaces of a call's largest launch, and an lse for calls that return none."""
+    largest = max((stop - first for first, stop in sm90_decode.launches(config, batch, max_pages)), default=0)
+    shapes: dict[str, Any] = dict(sm90_decode.workspace_shapes(config, num_sms, largest, max_pages))
     return Layout({**shapes, "lse": ((rows,), "float32")})
+
+
+def sparse_layout(config: sm90_sparse.SparseConfig, num_sms: int, num_tokens: int, num_selected: int) -> Layout:
+    """The sparse kernel's workspaces, and an lse for calls that return none."""
+    shapes: dict[str, Any] = dict(sm90_sparse.workspace_shapes(config, num_sms, num_tokens, num_selected))
+    return Layout({**shapes, "lse": ((num_tokens * config.num_heads,), "float32")})
+
+
+def sparse_workspace_size(
+    *,
+    max_tokens: int,
+    num_heads: int,
+    max_selected: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    batch_invariant: bool = False,
+    device: torch.device | str | int | None = None,
+) -> int:
+    """Bytes that sparse_mla needs at most, for calls of up to max_tokens query tokens, over caches of any layout.
+
+    Args:
+      max_tokens: T. num_heads: H. max_selected: K of indices, which matters for batch_invariant calls alone.
+      dtype: of q.
+      device: its number of multiprocessors decides; the current CUDA device by default.
+    """
+    sms = devices.num_sms(devices.index_of(torch.device("cuda" if device is None else device)))
+    config = sm90_sparse.SparseConfig(dtype_name(dtype), num_heads, batch_invariant=batch_invariant)
+    return sparse_layout(config, sms, max_tokens, max_selected).size
 
 
 def decode_workspace_size(
@@ -107,6 +136,9 @@ def decode_workspace_size(
     device: torch.device | str | int | None = None,
 ) -> int:
     """Bytes that mla_decode needs at most, for calls of up to max_batch requests of up to max_q_len query tokens.
+
+    batch_invariant calls need some 256 MB at most, unless one request alone needs more: larger batches take several
+    launches.
 
     Args:
       max_batch: B. num_heads: H. max_pages: M of the block table, which matters for batch_invariant calls alone.

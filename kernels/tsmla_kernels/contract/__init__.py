@@ -12,6 +12,7 @@ from tsmla_kernels.contract.attention import (
     PrefillSpec,
     decode_spec,
     merge_spec,
+    prefill_kv_spec,
     prefill_spec,
 )
 from tsmla_kernels.contract.cache import (

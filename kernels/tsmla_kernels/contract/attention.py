@@ -245,6 +245,63 @@ def prefill_spec(
     )
 
 
+def prefill_kv_spec(
+    *,
+    q: Array,
+    kv: Array,
+    k_rope: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_kv: Array,
+    max_q_len: int,
+    max_kv_len: int,
+    softmax_scale: Scale,
+    causal: bool = True,
+    return_lse: bool = False,
+    deterministic: bool = False,
+) -> PrefillSpec:
+    """The spec of mla_prefill_kv, which is that of mla_prefill on the k and v that kv and k_rope stand for, or
+    ValueError / TypeError naming the argument that is not legal."""
+    for name, array, rank, legal in (
+        ("q", q, 3, "[Tq, H, K]"),
+        ("kv", kv, 3, "[Tk, H, K - R + V]"),
+        ("k_rope", k_rope, 2, "[Tk, R]"),
+    ):
+        if len(array.shape) != rank:
+            raise ValueError(f"{name}: got shape {show(array.shape)}; legal: {legal}")
+    (_, heads, k_dim), (rows, kv_heads, width), (rope_rows, rope_dim) = q.shape, kv.shape, k_rope.shape
+    if rope_rows != rows:
+        raise ValueError(f"k_rope: got shape {show(k_rope.shape)}; its Tk must equal kv's, {rows}")
+    if not 1 <= rope_dim < k_dim:
+        raise ValueError(
+            f"k_rope: got shape {show(k_rope.shape)}; its R must be between 1 and q's K - 1 = {k_dim - 1}"
+        )
+    if width <= k_dim - rope_dim:
+        raise ValueError(
+            f"kv: got shape {show(kv.shape)}; its last axis must be wider than K - R = {k_dim - rope_dim},"
+            " the columns of the keys"
+        )
+    if kv_heads != heads:
+        raise ValueError(f"kv: got shape {show(kv.shape)}; its H must equal q's, {heads}")
+    for name, array in (("kv", kv), ("k_rope", k_rope)):
+        if array.dtype != q.dtype:
+            raise ValueError(
+                f"{name}: got dtype {array.dtype}; q, kv and k_rope must have one dtype, and q has {q.dtype}"
+            )
+    return prefill_spec(
+        q=q,
+        k=Array((rows, heads, k_dim), kv.dtype),
+        v=Array((rows, heads, width - (k_dim - rope_dim)), kv.dtype),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_kv,
+        max_q_len=max_q_len,
+        max_kv_len=max_kv_len,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        return_lse=return_lse,
+        deterministic=deterministic,
+    )
+
+
 def merge_spec(*, outs: Sequence[Array], lses: Sequence[Array]) -> MergeSpec:
     """The spec of merge_attention_states, or ValueError naming the argument that is not legal."""
     if not outs:

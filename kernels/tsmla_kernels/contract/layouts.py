@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tsmla_kernels.contract.rules import FLOATS, FP8, VALUES, Array, check_dtype, check_rank, show, static_int
+from tsmla_kernels.contract.rules import FP8, VALUES, Array, check_dtype, check_rank, show, static_int
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def _v4_cache_spec(name: str, cache: Array, page_size: int | None, page_span: in
 
 
 def check_pages(name: str, cache: Array) -> None:
-    if min(cache.shape) < 1:
+    if any(size < 1 for size in cache.shape):
         raise ValueError(f"{name}: got shape {show(cache.shape)}; every axis must be at least 1")
 
 
@@ -178,7 +178,7 @@ class IndexerCacheSpec:
 
 def indexer_cache_spec(k_cache: Array) -> IndexerCacheSpec:
     """The layout of an indexer cache, or ValueError."""
-    check_dtype("k_cache", k_cache, ("uint8", *FLOATS))
+    check_dtype("k_cache", k_cache, ("uint8", *VALUES))
     packed = k_cache.dtype == "uint8"
     check_rank("k_cache", k_cache, "P Z Di+4" if packed else "P Z Di")
     num_pages, page_size, width = k_cache.shape

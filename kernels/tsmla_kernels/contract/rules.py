@@ -90,7 +90,9 @@ def static_dim(name: str, value: Any) -> Dim:
 def static_bool(name: str, value: object) -> bool:
     """`value`. TypeError unless it is a bool: a traced flag can't choose code."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name}: got {type(value).__name__}; legal: True or False, static")
+        kind = type(value)
+        got = f"{kind.__module__}.{kind.__name__}" if kind.__name__ == "bool" else kind.__name__  # numpy has its own
+        raise TypeError(f"{name}: got {got}; legal: True or False, static")
     return value
 
 
@@ -181,7 +183,8 @@ def check_scales(**scales: Scale) -> None:
 
 
 def check_scale(name: str, scale: Scale, optional: bool = True) -> None:
-    """ValueError / TypeError unless a number or a float32 scalar array (float64 under x64), or None where optional."""
+    """ValueError / TypeError unless a positive, finite number or a float32 scalar array (float64 under x64), or None
+    where optional. The value of an array is not known here."""
     legal = "a float or a float32 scalar array" + (", or None for 1" if optional else "")
     if scale is None and optional:
         return
@@ -192,6 +195,8 @@ def check_scale(name: str, scale: Scale, optional: bool = True) -> None:
             raise ValueError(f"{name}: got an array of dtype {scale.dtype}; legal: {legal}")
     elif isinstance(scale, bool) or not isinstance(scale, int | float):
         raise TypeError(f"{name}: got {type(scale).__name__}; legal: {legal}")
+    elif not 0 < scale < float("inf"):  # false for NaN
+        raise ValueError(f"{name}: got {scale}; legal: a positive, finite number")
 
 
 def show(shape: Sequence[Dim]) -> str:

@@ -25,6 +25,7 @@ from tsmla_kernels.contract.rules import (
     check_size,
     listed,
     show,
+    static_bool,
     static_int,
 )
 
@@ -49,6 +50,7 @@ class SparseMLASpec(ResultDtypes):
     cache: CacheSpec
     compressed: CacheSpec | None
     q_dtype: str
+    batch_invariant: bool = False
 
 
 def sparse_mla_spec(
@@ -69,6 +71,7 @@ def sparse_mla_spec(
     q_scale: Scale = None,
     kv_scale: Scale = None,
     compressed_kv_scale: Scale = None,
+    batch_invariant: bool = False,
 ) -> SparseMLASpec:
     """The spec of sparse_mla, or ValueError / TypeError naming the argument that is not legal."""
     check_array("q", q, "T H D", VALUES)
@@ -116,11 +119,15 @@ def sparse_mla_spec(
             page_span=compressed_page_span,
         )
         _check_key_width("compressed_kv_cache", compressed, head_dim)
-    check_scales(softmax_scale=softmax_scale, q_scale=q_scale)
-    for name, scale, rows in (("kv_scale", kv_scale, cache), ("compressed_kv_scale", compressed_kv_scale, compressed)):
-        check_scale(name, scale)
-        if scale is not None and (rows is None or rows.layout != "plain"):
-            raise ValueError(f"{name}: got a scale for {'no cache' if rows is None else 'packed rows'}; legal: None")
+    batch_invariant = static_bool("batch_invariant", batch_invariant)
+    check_sparse_scales(
+        cache,
+        compressed,
+        softmax_scale=softmax_scale,
+        q_scale=q_scale,
+        kv_scale=kv_scale,
+        compressed_kv_scale=compressed_kv_scale,
+    )
     return SparseMLASpec(
         num_tokens=num_tokens,
         num_heads=num_heads,
@@ -131,7 +138,25 @@ def sparse_mla_spec(
         cache=cache,
         compressed=compressed,
         q_dtype=q.dtype,
+        batch_invariant=batch_invariant,
     )
+
+
+def check_sparse_scales(
+    cache: CacheSpec,
+    compressed: CacheSpec | None,
+    *,
+    softmax_scale: Scale,
+    q_scale: Scale,
+    kv_scale: Scale,
+    compressed_kv_scale: Scale,
+) -> None:
+    """ValueError / TypeError for a scale of sparse_mla that is not legal with these caches."""
+    check_scales(softmax_scale=softmax_scale, q_scale=q_scale)
+    for name, scale, rows in (("kv_scale", kv_scale, cache), ("compressed_kv_scale", compressed_kv_scale, compressed)):
+        check_scale(name, scale)
+        if scale is not None and (rows is None or rows.layout != "plain"):
+            raise ValueError(f"{name}: got a scale for {'no cache' if rows is None else 'packed rows'}; legal: None")
 
 
 def _check_key_width(name: str, cache: CacheSpec, head_dim: int) -> None:
@@ -141,53 +166,107 @@ def _check_key_width(name: str, cache: CacheSpec, head_dim: int) -> None:
 
 @dataclass(frozen=True)
 class IndexerLogitsSpec:
-    """The static facts of one indexer_logits call; its result is [T, M * Z]."""
+    """The static facts of one indexer_logits call; its result is [T, M * Z]. Without `ragged` each token is a request
+    of its own."""
 
     num_tokens: int
+    num_requests: int
     num_heads: int
     head_dim: int
     max_pages: int
     cache: IndexerCacheSpec
+    ragged: bool
+    q_dtype: str
+    weights_dtype: str
+    cache_dtype: str
 
 
 def indexer_logits_spec(
-    *, q: Array, weights: Array, k_cache: Array, block_tables: Array, seq_lens: Array
+    *,
+    q: Array,
+    weights: Array,
+    k_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    cu_seqlens_q: Array | None = None,
 ) -> IndexerLogitsSpec:
     """The spec of indexer_logits, or ValueError naming the argument that is not legal."""
     check_array("q", q, "T Hi Di", VALUES)
     num_tokens, num_heads, head_dim = q.shape
     heads = (num_heads, "Hi, q's heads")
     check_array("weights", weights, "T Hi", ("float32", "float64"), (num_tokens, "T, q's tokens"), heads)
-    check_ints("block_tables", block_tables, "T M", (num_tokens, "T, one row a token: see expand_decode_metadata"))
-    check_ints("seq_lens", seq_lens, "T", (num_tokens, "T, one length a token: see expand_decode_metadata"))
+    if cu_seqlens_q is None:
+        check_ints("block_tables", block_tables, "T M", (num_tokens, "T, one row a token: see expand_decode_metadata"))
+        check_ints("seq_lens", seq_lens, "T", (num_tokens, "T, one length a token: see expand_decode_metadata"))
+    else:
+        check_ints("block_tables", block_tables, "B M")
+        requests = block_tables.shape[0]
+        check_ints("seq_lens", seq_lens, "B", (requests, "B from block_tables"))
+        check_ints("cu_seqlens_q", cu_seqlens_q, "B+1", (requests + 1, "B + 1, B from block_tables"))
     cache = indexer_cache_spec(k_cache)
     if cache.head_dim != head_dim:
         raise ValueError(f"k_cache: got keys of width {cache.head_dim}; q's Di is {head_dim}")
     if cache.packed and q.dtype != FP8:
         raise ValueError(f"q: got dtype {q.dtype}; with a packed k_cache legal: {FP8} (see indexer_quantize)")
-    return IndexerLogitsSpec(num_tokens, num_heads, head_dim, block_tables.shape[1], cache)
+    num_requests, max_pages = block_tables.shape
+    return IndexerLogitsSpec(
+        num_tokens=num_tokens,
+        num_requests=num_requests,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        max_pages=max_pages,
+        cache=cache,
+        ragged=cu_seqlens_q is not None,
+        q_dtype=q.dtype,
+        weights_dtype=weights.dtype,
+        cache_dtype=k_cache.dtype,
+    )
 
 
 @dataclass(frozen=True)
 class TopKSpec:
-    """The static facts of one select_topk call. `dtype` is that of the logits."""
+    """The static facts of one select_topk call. `dtype` is that of the logits. page_size: of the block table through
+    which positions become slots; 0 where positions are written. row_starts: whether rows begin at columns of their own.
+    """
 
     num_tokens: int
     num_columns: int
     k: int
     order: str = "value"
     dtype: str = "float32"
+    page_size: int = 0
+    row_starts: bool = False
 
 
-def topk_spec(*, logits: Array, seq_lens: Array, k: int, order: str = "value") -> TopKSpec:
+def topk_spec(
+    *,
+    logits: Array,
+    seq_lens: Array,
+    k: int,
+    order: str = "value",
+    row_starts: Array | None = None,
+    block_tables: Array | None = None,
+    page_size: int | None = None,
+) -> TopKSpec:
     """The spec of select_topk, or ValueError / TypeError naming the argument that is not legal."""
     check_array("logits", logits, "T N", FLOATS)
-    check_ints("seq_lens", seq_lens, "T", (logits.shape[0], "T, the rows of logits"))
+    rows = (logits.shape[0], "T, the rows of logits")
+    check_ints("seq_lens", seq_lens, "T", rows)
     k = static_int("k", k, minimum=1)
     if order not in TOPK_ORDERS:
         raise ValueError(f"order: got {order!r}; legal: {listed([repr(name) for name in TOPK_ORDERS])}")
+    if row_starts is not None:
+        check_ints("row_starts", row_starts, "T", rows)
+    if block_tables is None:
+        if page_size is not None:
+            raise ValueError(f"page_size: got {page_size} without block_tables; legal: None")
+    else:
+        check_ints("block_tables", block_tables, "T M", rows)
+        if page_size is None:
+            raise ValueError("page_size: got None with block_tables; legal: the tokens of a page")
+        page_size = static_int("page_size", page_size, minimum=1)
     num_tokens, num_columns = logits.shape
-    return TopKSpec(num_tokens, num_columns, k, order, logits.dtype)
+    return TopKSpec(num_tokens, num_columns, k, order, logits.dtype, page_size or 0, row_starts is not None)
 
 
 @dataclass(frozen=True)

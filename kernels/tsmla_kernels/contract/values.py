@@ -112,19 +112,34 @@ def sparse_mla(spec: SparseMLASpec, indices: np.ndarray, lengths: np.ndarray | N
         )
 
 
-def indexer_logits(spec: IndexerLogitsSpec, seq_lens: np.ndarray, block_tables: np.ndarray) -> None:
-    """Lengths fit the table and used pages exist."""
+def indexer_logits(
+    spec: IndexerLogitsSpec, seq_lens: np.ndarray, block_tables: np.ndarray, cu_seqlens_q: np.ndarray | None = None
+) -> None:
+    """Lengths fit the table, used pages exist and cu_seqlens_q is sound."""
     page_size = spec.cache.page_size
     capacity = spec.max_pages * page_size
-    for token, length in enumerate(seq_lens.tolist()):
+    for row, length in enumerate(seq_lens.tolist()):
+        owner, verb = ("request", "has") if spec.ragged else ("token", "sees")
         if not 0 <= length <= capacity:
-            raise ValueError(f"seq_lens: token {token} sees {length} keys; legal: 0 to {capacity}")
-        _check_pages(f"token {token}", block_tables[token], 0, -(-length // page_size), spec.cache.num_pages)
+            raise ValueError(f"seq_lens: {owner} {row} {verb} {length} keys; legal: 0 to {capacity}")
+        _check_pages(f"{owner} {row}", block_tables[row], 0, -(-length // page_size), spec.cache.num_pages)
+    if cu_seqlens_q is not None:
+        cu_seqlens(spec.num_tokens, cu_seqlens_q)
 
 
 def topk_lens(capacity: int, seq_lens: np.ndarray) -> None:
     """Lengths of the rows of logits: 0 to the number of columns."""
     _check_counts("seq_lens: token {} has {} logits", seq_lens, capacity)
+
+
+def topk_rows(capacity: int, seq_lens: np.ndarray, row_starts: np.ndarray) -> None:
+    """Rows of logits that begin at columns of their own: inside the columns, lengths too."""
+    for token, (start, length) in enumerate(zip(row_starts.tolist(), seq_lens.tolist(), strict=True)):
+        if start < 0 or length < 0 or start + length > capacity:
+            raise ValueError(
+                f"row_starts, seq_lens: token {token} has {length} logits from column {start} on; legal: inside the"
+                f" {capacity} columns"
+            )
 
 
 def compress(

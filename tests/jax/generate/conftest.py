@@ -6,12 +6,18 @@ from typing import Any
 import pytest
 
 from tests.jax.generate.tiny import write_tiny
-from tsmla_jax.generate import ModelConfig, load_model
+from tsmla_jax.generate import ModelConfig, command, load_model
 
 
 @pytest.fixture(autouse=True, scope="module")
 def compiled_quickly(quick_compilation: None) -> None:
     """In every module here."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command would write to the user's cache, for this process and all later ones."""
+    monkeypatch.setattr(command, "keep_compiled_programs", lambda: None)
 
 
 @pytest.fixture(scope="session")

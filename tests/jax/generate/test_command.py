@@ -9,12 +9,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import pytest
 
 from examples import make_checkpoint
 from tests.jax.generate.tiny import tiny_config, tiny_tensors, write_tiny
-from tsmla_jax import cli
-from tsmla_jax.generate.command import Stream
+from tsmla_jax.cli import commands as cli
+from tsmla_jax.generate.command import Stream, keep_compiled_programs
 
 ROOT = Path(__file__).resolve().parents[3]
 PROMPTS = [[5, 6, 7], [1], [2, 3, 2, 3, 2], [9] * 20]
@@ -82,6 +83,10 @@ def test_text_in_text_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     texts = [backend.decode(tokens) for tokens in record["tokens"]]
     output = capsys.readouterr().out
     assert output.startswith(f"[0] the river runs{texts[0]}\n[1] moon, Zürich{texts[1]}\n")
+    (tmp_path / "prompts.txt").unlink()
+    prompts = ["--prompt", "the river runs", "--prompt", "moon, Zürich"]
+    assert run("--checkpoint", tmp_path, *prompts, "--max-new-tokens", 3) == 0
+    assert capsys.readouterr().out.startswith(f"[0] the river runs{texts[0]}\n[1] moon, Zürich{texts[1]}\n")
     # The tokenizer's own tokens and the beginning of text before them.
     lengths = [len(backend.encode(line).ids) for line in ("the river runs", "moon, Zürich")]
     assert record["prompt_tokens"] == sum(lengths) + 2
@@ -105,6 +110,28 @@ def test_streams_take_turns_and_wait_for_whole_characters() -> None:
     for index, tokens, done, expected in steps:
         stream(index, tokens, done)
         assert out.getvalue() == expected
+
+
+def test_compiled_programs_are_kept_unless_jax_keeps_them_already(cache_directory: Path) -> None:
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        keep_compiled_programs()
+        assert jax.config.jax_compilation_cache_dir == str(cache_directory / "xla")
+        jax.config.update("jax_compilation_cache_dir", "elsewhere")
+        keep_compiled_programs()
+        assert jax.config.jax_compilation_cache_dir == "elsewhere"
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_compiling_is_said_where_no_terminal_is(
+    dense_checkpoint: Path, prompt_ids: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--checkpoint", dense_checkpoint, "--prompt-ids", prompt_ids, "--max-new-tokens", 8, "--chunk", 16]
+    assert run(*arguments, "--page-size", 4, "--cache-tokens", 50) == 0
+    said = capsys.readouterr().err
+    assert "compiling decode of 4 tokens, up to 4 texts\ncompiled decode of 4 tokens, up to 4 texts: " in said
 
 
 Change = Callable[[Path], None]
@@ -143,6 +170,28 @@ def removes(name: str) -> Change:
     return lambda directory: (directory / name).unlink()
 
 
+def pipe(name: str) -> Change:
+    def change(directory: Path) -> None:
+        (directory / name).unlink()
+        os.mkfifo(directory / name)
+
+    return change
+
+
+def sized(**sizes: int) -> Change:
+    return writes("config.json", json.dumps(tiny_config(**sizes)))
+
+
+def tokenizer_config(text: str) -> Change:
+    def change(directory: Path) -> None:
+        tokenizer, _ = make_checkpoint.make_tokenizer()
+        make_checkpoint.write_json(directory / "tokenizer.json", tokenizer)
+        (directory / "tokenizer_config.json").write_text(text)
+
+    return change
+
+
+NESTED = "[" * 100_000
 IDS = ["--prompt-ids", "ids.json"]
 GATE = "model.layers.1.mlp.gate.weight"
 
@@ -171,12 +220,32 @@ WRONG = {
     "no tokenizer": (writes("p.txt", "hello"), ["--prompt-file", "p.txt"], "tokenizer.json"),
     "unknown implementation": (unchanged, [*IDS, "--implementation", "cudnn"], "'cudnn'"),
     "implementation that can't run": (unchanged, [*IDS, "--implementation", "cute"], "cute"),
-    "cache dtype": (unchanged, [*IDS, "--dtype", "bf16", "--cache-dtype", "f32"], "cache_dtype"),
+    "cache dtype": (unchanged, [*IDS, "--dtype", "bf16", "--cache-dtype", "f32"],
+                    "--cache-dtype 'f32'; legal with parameters of bf16: bf16, fp8"),
     "page size": (unchanged, [*IDS, "--page-size", "0"], "--page-size 0"),
     "cache tokens": (unchanged, [*IDS, "--cache-tokens", "0"], "--cache-tokens 0"),
-    "top p": (unchanged, [*IDS, "--top-p", "1.5"], "top_p = 1.5"),
+    "top p": (unchanged, [*IDS, "--top-p", "1.5"], "--top-p 1.5; legal"),
+    "no new token": (unchanged, [*IDS, "--max-new-tokens", "0"], "--max-new-tokens 0; legal: 1 to"),
+    "huge chunk": (unchanged, [*IDS, "--chunk", "1000000000"], "--chunk 1000000000; legal: 1 to 1048576"),
+    "huge drafts": (unchanged, [*IDS, "--speculative", "1000000000"], "--speculative 1000000000; legal: 0 to 1024"),
+    "huge cache": (unchanged, [*IDS, "--cache-pages", str(10**30)], f"--cache-pages {10**30}; legal: 1 to"),
+    "cache beyond memory": (unchanged, [*IDS, "--cache-pages", str(10**9)], "GB, and this machine has"),
+    "negative seed": (unchanged, [*IDS, "--seed", "-1"], "--seed -1; legal: 0 to"),
+    "temperature": (unchanged, [*IDS, "--temperature", "-1"], "--temperature -1.0; legal"),
+    "layers without end": (sized(num_hidden_layers=10**30), IDS, "num_hidden_layers = 1000000"),
+    "vocabulary without end": (sized(vocab_size=10**30), IDS, "vocab_size = 1000000"),
+    "nested config": (writes("config.json", NESTED), IDS, "config.json: not valid JSON: nested too deeply"),
+    "nested ids": (writes("ids.json", NESTED), IDS, "--prompt-ids ids.json: not readable as JSON: nested too deeply"),
+    "nested index": (writes("model.safetensors.index.json", NESTED), IDS, "index.json: not a readable JSON index"),
+    "config is a pipe": (pipe("config.json"), IDS, "config.json: cannot read the config: not a regular file"),
+    "weights are a pipe": (pipe("model.safetensors"), IDS, "model.safetensors: not a regular file"),
+    "tokenizer config is a list": (tokenizer_config("[]"), ["--prompt", "a"], "must hold a JSON object, got list"),
+    "tokenizer config is a number": (tokenizer_config("3"), ["--prompt", "a"], "must hold a JSON object, got int"),
+    "tokenizer config is nested": (tokenizer_config(NESTED), ["--prompt", "a"], "nested too deeply"),
+    "odd beginning of text": (tokenizer_config('{"bos_token": 7, "add_bos_token": true}'), ["--prompt", "a"],
+                              "bos_token = 7; legal: a token's text, or null"),
     "json in no directory": (unchanged, [*IDS, "--json", "no/where.json"], "no/where.json"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from tsmla_jax.generate import Engine, EngineOptions, Generation, ModelConfig
-from tsmla_jax.generate import engine as engine_module
-from tsmla_jax.generate.model import Batch, StepOptions, forward
+from tsmla_jax.generate.model import Batch, StepOptions, decoder_layer, forward
 from tsmla_jax.nn import Step
 
 Model = tuple[ModelConfig, Any]
@@ -36,7 +35,7 @@ def test_figures_add_up(greedy: Generation, tiny_model: Model) -> None:
     assert figures.cache_bytes_per_token == 2 * (32 + 8) * 4 == config.num_layers * config.attention.cache_dim * 4
     assert figures.cache_bytes == figures.cache_bytes_per_token * 40 * 4
     assert figures.prefill_tokens_per_second > 0 and figures.decode_tokens_per_second > 0
-    assert [choice.op for choice in greedy.choices] == ["mla_prefill", "mla_decode"]
+    assert [choice.op for choice in greedy.choices] == ["mla_prefill", "mla_decode", "experts"]
     assert all(choice.implementation and choice.why for choice in greedy.choices)
 
 
@@ -115,18 +114,24 @@ def test_tokens_are_streamed_as_they_come(greedy: Generation, tiny_model: Model)
 
 def test_nothing_is_compiled_twice(greedy: Generation, tiny_model: Model) -> None:
     config, params = tiny_model
-    engine = Engine(params, config, OPTIONS)
     compiled: list[str] = []
-    engine.generate(PROMPTS, NEW, on_compile=compiled.append)
+    ended: list[str] = []
+
+    def note(step: str, seconds: float | None) -> None:
+        (compiled if seconds is None else ended).append(step)
+
+    engine = Engine(params, config, OPTIONS, note)
+    engine.generate(PROMPTS, NEW)
     # The rests of the chunks decide which shapes are needed.
-    shapes = {f"prefill of {tokens} tokens, up to {texts} texts" for tokens in (1, 4, 16) for texts in (1, 3)}
-    assert {*compiled} <= shapes | {"decode of 3 tokens, up to 3 texts"}
-    assert len(compiled) == len({*compiled}) >= 2
+    shapes = {f"fresh of {tokens} tokens, up to 3 texts" for tokens in (1, 4, 16)}
+    shapes |= {f"prefill of {tokens} tokens, up to 1 texts" for tokens in (1, 4, 16)}
+    assert {*compiled} <= shapes | {"decode of 4 tokens, up to 4 texts"}
+    assert ended == compiled and len(compiled) == len({*compiled}) >= 2
     compiled.clear()
-    before = engine_module._decoder_layer._cache_size()
+    before = decoder_layer._cache_size()
     other = [prompt[::-1] for prompt in PROMPTS[:-1]] + [PROMPTS[-1][:3]]
-    assert engine.generate(other, NEW, on_compile=compiled.append).figures.compile_seconds == 0 and not compiled
-    assert engine_module._decoder_layer._cache_size() == before
+    assert engine.generate(other, NEW).figures.compile_seconds == 0 and not compiled
+    assert decoder_layer._cache_size() == before
 
 
 @pytest.mark.parametrize(("dtype", "kv_scale"), [("bfloat16", None), ("float8_e4m3fn", 0.5)])

@@ -13,8 +13,9 @@ import pytest
 
 from examples import make_checkpoint
 from tests.jax.generate.tiny import tiny_config, tiny_tensors, write_tiny
-from tsmla_jax.generate import ModelConfig, load_model
+from tsmla_jax.generate import Engine, EngineOptions, ModelConfig, load_model
 from tsmla_jax.generate.loading import ProgressBar
+from tsmla_jax.nn.block_scaled import BlockScaled
 from tsmla_jax.nn.v4.names import module_name
 
 V2_LITE = {
@@ -43,6 +44,40 @@ def test_a_real_config_is_read() -> None:
     assert [v3.is_moe_layer(layer) for layer in (0, 1, 2)] == [False, False, True]
 
 
+ROUTING = ("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group", "n_shared_experts")
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4"])
+def test_absent_fields_have_the_defaults_of_transformers(model_type: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = {"deepseek_v2": "v3", "deepseek_v3": "v3", "deepseek_v32": "v3.2", "deepseek_v4": "v4"}[model_type]
+    fields = tiny_config(model, model_type=model_type, n_routed_experts=64, num_experts_per_tok=8)
+    for name in (*ROUTING, "topk_method", "scoring_func", "first_k_dense_replace", "max_position_embeddings"):
+        fields.pop(name, None)
+    config, theirs = ModelConfig.from_hf(fields), transformers.AutoConfig.for_model(model_type)
+    assert config.moe is not None
+    ours = {
+        "norm_topk_prob": config.moe.norm_topk_prob,
+        "routed_scaling_factor": config.moe.routed_scaling_factor,
+        "n_group": config.moe.n_group,
+        "topk_group": config.moe.topk_group,
+        "n_shared_experts": config.moe.num_shared,
+        "max_position_embeddings": config.max_position_embeddings,
+        "first_k_dense_replace": config.mlp_layers.count("dense") if model_type == "deepseek_v2" else 3,
+    }
+    groups = {"n_group": 1, "topk_group": 1}  # None in V2 and nothing in V4: one group
+    for name, value in ours.items():
+        legal = getattr(theirs, name, None)
+        assert value == (groups.get(name, value) if legal is None else legal), name
+
+
+@pytest.mark.parametrize("field", [*ROUTING, "first_k_dense_replace", "max_position_embeddings"])
+def test_a_model_type_that_transformers_lacks_must_give_every_field(field: str) -> None:
+    fields = {**V2_LITE, "model_type": "kimi_k2", "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    with pytest.raises(ValueError, match=f"field '{field}' is missing"):
+        ModelConfig.from_hf({name: value for name, value in fields.items() if name != field})
+
+
 @pytest.mark.parametrize(
     ("model", "field", "value"),
     [
@@ -58,6 +93,7 @@ def test_a_real_config_is_read() -> None:
         ("v2-lite", "eos_token_id", "end"),
         ("v2-lite", "kv_lora_rank", None),
         ("v3.2", "index_topk", None),
+        ("v3.2", "norm_topk_prob", "null"),
         ("v3.2", "q_lora_rank", "none"),
         ("v3.2", "scoring_func", "sqrtsoftplus"),
         ("v3.2", "layer_types", ["indexed_attention", "full_attention"]),
@@ -85,12 +121,23 @@ def test_bad_fields_are_named(model: str, field: str, value: Any, tmp_path: Path
     fields = {**(V2_LITE if model == "v2-lite" else tiny_config(model)), field: value}
     if value is None:
         del fields[field]
+    elif value == "null":
+        fields[field] = None
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ValueError, match=field) as error:
         ModelConfig.from_hf(tmp_path)
     # Errors of one layer of V4 name the file at their end.
     assert str(tmp_path / "config.json") in str(error.value)
     assert model == "v4" or str(error.value).startswith(str(tmp_path / "config.json"))
+
+
+def test_a_v2_checkpoint_is_read_to_the_last_tensor(tmp_path: Path) -> None:
+    config = ModelConfig.from_hf(write_tiny(tmp_path, model="v2"))
+    assert config.moe is not None and (config.moe.routing, config.moe.scoring) == ("greedy", "softmax")
+    assert config.layer(0).attention.q_lora_rank is None
+    params = load_model(tmp_path, config)
+    assert "correction_bias" not in params["layers"][1]["mlp"] and "q_proj" in params["layers"][1]["attention"]
+    assert make_checkpoint.make_checkpoint(tmp_path / "demo", model="v2") > 0
 
 
 def test_generation_config_has_the_last_word_on_end_tokens(tmp_path: Path) -> None:
@@ -141,6 +188,37 @@ def test_block_scaled_fp8_weights(tmp_path: Path) -> None:
     np.testing.assert_array_equal(loaded, stored[name].astype(np.float32) * scales)
     # e4m3 has 3 bits of mantissa: half a unit is a sixteenth, and below its normal range 2^-10 of a block's scale.
     assert (np.abs(loaded - plain[name]) <= np.abs(plain[name]) / 16 + 2**-10 * scales).all()
+
+
+@pytest.mark.parametrize("model", ["v3", "v3.2"])
+def test_fp8_weights_stay_narrow_and_mean_the_same(model: str, tmp_path: Path) -> None:
+    """Kept as they are stored, with the shared expert behind the others; the generated texts are those of wide ones."""
+    sizes = {"hidden_size": 160, "intermediate_size": 256, "moe_intermediate_size": 128, "num_attention_heads": 8}
+    plain = tiny_tensors(tiny_config(model, **sizes))
+    write_tiny(tmp_path, dict(make_checkpoint.stored(iter(plain.items()), "float32", True)), model, **sizes)
+    config = ModelConfig.from_hf(tmp_path)
+    kept, wide = (load_model(tmp_path, config, keep_fp8=keep) for keep in (True, False))
+    dense, sparse = kept["layers"]
+    narrow = {name for name, value in sparse["attention"].items() if isinstance(value, BlockScaled)}
+    assert narrow == {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"}
+    for layer, other in zip((dense, sparse), wide["layers"], strict=True):
+        for name in ("gate_up", "down"):
+            assert isinstance(layer["mlp"][name], BlockScaled)
+            np.testing.assert_array_equal(layer["mlp"][name].widened(jnp.float32), other["mlp"][name])
+    assert sparse["mlp"]["gate_up"].shape == (9, 256, 160)
+    options = EngineOptions(page_size=4, chunk=8)
+    texts = [Engine(params, config, options).generate([[1, 2, 3], [4] * 11], 6) for params in (kept, wide)]
+    assert texts[0].tokens == texts[1].tokens
+    assert texts[0].figures.weight_bytes < 0.5 * texts[1].figures.weight_bytes
+
+
+def test_gate_and_up_that_share_a_block_are_widened(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 160, "moe_intermediate_size": 136}
+    plain = tiny_tensors(tiny_config(**sizes))
+    write_tiny(tmp_path, dict(make_checkpoint.stored(iter(plain.items()), "float32", True)), **sizes)
+    params = load_model(tmp_path, ModelConfig.from_hf(tmp_path), keep_fp8=True)
+    assert not isinstance(params["layers"][1]["mlp"]["gate_up"], BlockScaled)
+    assert isinstance(params["layers"][1]["attention"]["o_proj"], BlockScaled)
 
 
 def test_parameters_take_the_dtype_asked_for(tiny_checkpoint: Path) -> None:

@@ -1,5 +1,7 @@
 """Routing against the papers' formulas written token by token, and the experts' blocks against a plain sum."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -109,9 +111,15 @@ def test_a_table_chooses_by_token_id_and_the_router_weighs() -> None:
     np.testing.assert_allclose(out, expected, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("form", ["one by one", "ragged"])
 @pytest.mark.parametrize("tokens", [1, 7, 200])
 @pytest.mark.parametrize("spread", ["even", "one expert", "random"])
-def test_experts_equal_the_plain_sum(tokens: int, spread: str) -> None:
+def test_experts_equal_the_plain_sum(
+    tokens: int, spread: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if form == "ragged":
+        # Of the forms that a CPU can run, what another device falls back to.
+        monkeypatch.setattr(moe, "_experts_in_turn", moe._ragged_experts)
     rng = np.random.default_rng(tokens)
     top_k = 2
     experts = {
@@ -125,7 +133,7 @@ def test_experts_equal_the_plain_sum(tokens: int, spread: str) -> None:
     x[~valid] = np.nan
     gate_up = rng.standard_normal((EXPERTS, 10, WIDTH), np.float32)
     down = rng.standard_normal((EXPERTS, WIDTH, 5), np.float32)
-    out = jax.jit(moe.apply_experts)(x, experts.astype(np.int32), weights, valid, gate_up, down)
+    out = jax.jit(partial(moe.apply_experts))(x, experts.astype(np.int32), weights, valid, gate_up, down)
 
     expected = np.zeros((tokens, WIDTH))
     for token in np.flatnonzero(valid):

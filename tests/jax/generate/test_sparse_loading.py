@@ -69,7 +69,8 @@ def test_every_tensor_of_v4_is_where_it_belongs(v4_tensors: Tensors, tmp_path: P
     assert_array_equal(hca["attention"]["compressor_kv_norm"], v4_tensors["layers.2.attn.compressor.norm.weight"])
     gate, up = (v4_tensors[f"layers.1.ffn.experts.5.w{n}.weight"] for n in (1, 3))
     assert_array_equal(csa["mlp"]["gate_up"][5], np.concatenate([gate, up]))
-    assert_array_equal(csa["mlp"]["shared_down"], v4_tensors["layers.1.ffn.shared_experts.w2.weight"])
+    # The shared expert comes behind the eight routed ones.
+    assert_array_equal(csa["mlp"]["down"][8], v4_tensors["layers.1.ffn.shared_experts.w2.weight"])
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == sum(tensor.size for tensor in v4_tensors.values())
 
 

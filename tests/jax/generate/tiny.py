@@ -54,7 +54,7 @@ TINY_V4 = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-_SIZES = {"v3": TINY, "v3.2": TINY_V32, "v4": TINY_V4}
+_SIZES = {"v2": {**TINY, "q_lora_rank": None}, "v3": TINY, "v3.2": TINY_V32, "v4": TINY_V4}
 
 
 def tiny_config(model: str = "v3", **overrides: Any) -> dict[str, Any]:

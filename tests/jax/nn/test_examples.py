@@ -33,3 +33,9 @@ def test_linen_layer(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("flax", reason="needs flax: pip install 'tsmla-jax[flax]'")
     load("linen_layer").main()
     assert "decode over the cache differs" in capsys.readouterr().out
+
+
+def test_train_transformer(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("flax", reason="needs flax: pip install 'tsmla-jax[flax]'")
+    load("train_transformer").main(["--steps", "30"])
+    assert "from the reference's" in capsys.readouterr().out

@@ -111,6 +111,20 @@ CASES = [
     Case("mla_decode", "q_scale", "1", r"got str; legal: a float", error=TypeError),
     Case("mla_decode", "q_scale", zeros(dtype=jnp.bfloat16), r"dtype bfloat16; legal: a float or a float32 scalar"),
     Case("mla_decode", "kv_scale", zeros(4), r"shape \[4\]"),
+    Case("mla_decode", "causal", np.True_, r"got numpy\.bool; legal: True or False", error=TypeError),
+    *(
+        Case(op, name, value, rf"got {value}; legal: a positive, finite number")
+        for op, name in (
+            ("mla_decode", "softmax_scale"),
+            ("mla_decode", "q_scale"),
+            ("mla_decode", "kv_scale"),
+            ("mla_prefill", "softmax_scale"),
+            ("mla_prefill", "v_scale"),
+            ("write_kv_cache", "kv_scale"),
+            ("gather_kv_cache", "kv_scale"),
+        )
+        for value in (0, -0.5, float("nan"), float("inf"))
+    ),
     Case("mla_decode", "implementation", "cuda", r"got 'cuda'; legal: None, 'cute', 'xla', 'reference'"),
     Case("mla_prefill", "q", zeros(5, 96), r"rank 2; legal: \[Tq, H, head_dim\]"),
     Case("mla_prefill", "q", zeros(5, 0, 24), r"H must be at least 1", base=PREFILL | {"k": zeros(7, 0, 24)}),
@@ -227,6 +241,14 @@ def test_explain_says_what_none_picks() -> None:
     assert "xla: can run" in str(explanation)
     with pytest.raises(ValueError, match=r"op: got 'attention'; legal: .*mla_decode"):
         tsmla_jax.explain("attention")
+    with pytest.raises(TypeError, match=r"mla_decode: missing a required argument: 'q'; explain takes .*q, kv_cache"):
+        tsmla_jax.explain("mla_decode")
+
+
+def test_a_scale_that_numpy_knows_is_refused_too() -> None:
+    with pytest.raises(ValueError, match=r"kv_scale: got -1\.0; legal: a positive, finite number"):
+        call("mla_decode", DECODE | {"kv_scale": np.float32(-1)})
+    call("mla_decode", DECODE | {"kv_scale": np.float32(2)})
 
 
 def test_dtype_pairs_of_query_and_cache() -> None:

@@ -70,6 +70,26 @@ def ints(arguments: tuple[Any, ...]) -> list[np.ndarray]:
     return [np.asarray(x, np.int32) for x in arguments]
 
 
+UNSOUND = ([0, 4, 2, 9], [5, 0, 3, 7], [-3, 2, 2, 99])
+"""Offsets of three requests in six rows that decrease, begin behind 0, or leave the rows."""
+
+
+@pytest.mark.parametrize("offsets", UNSOUND)
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_unsound_offsets_give_rows_of_the_right_shape(implementation: str, offsets: list[int]) -> None:
+    """Rows without meaning, as the docstrings say, and made of the arguments alone: no NaN comes from elsewhere."""
+    q, cache = jnp.ones((6, 2, 48)), jnp.ones((6, 16, 48))
+    tables, lens = jnp.arange(6, dtype=jnp.int32).reshape(3, 2), jnp.asarray([20, 3, 7], jnp.int32)
+    starts = jnp.asarray(offsets, jnp.int32)
+    out = tsmla_jax.mla_decode(
+        q, cache, tables, lens, softmax_scale=0.1, latent_dim=32, cu_seqlens_q=starts, max_q_len=2,
+        implementation=implementation,
+    )  # fmt: skip
+    assert out.shape == (6, 2, 32) and jnp.isin(jnp.round(out, 3), jnp.asarray([0.0, 1.0])).all()
+    for operation in (tsmla_jax.mla_decode, tsmla_jax.mla_prefill):
+        assert "nsound" in (operation.__doc__ or "") and "TSMLA_CHECK" in (operation.__doc__ or "")
+
+
 @pytest.mark.parametrize(("call", "arguments", "message"), WRONG)
 def test_wrong_data_is_named(
     call: Any, arguments: tuple[Any, ...], message: str, monkeypatch: pytest.MonkeyPatch

@@ -25,6 +25,18 @@ RUN = {
 }
 
 
+def expected(inputs: Paged) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """out and lse of each request by the oracle."""
+    return oracle.decode(
+        inputs.per_request(),
+        inputs.kv_cache,
+        inputs.block_tables,
+        inputs.seq_lens,
+        scale=inputs.scale,
+        latent_dim=inputs.latent_dim,
+    )
+
+
 def run(name: str, inputs: Paged, **options: object) -> tuple[np.ndarray, np.ndarray]:
     arrays = (inputs.q, inputs.kv_cache, inputs.block_tables, inputs.seq_lens)
     out, lse = RUN[name](*arrays, **(inputs.options() | options))
@@ -121,14 +133,7 @@ def test_bf16_error_is_at_most_twice_that_of_plain_bf16(heads: int, page: int, l
     inputs = paged(
         lens, heads=heads, page_size=page, q_dtype="bfloat16", kv_dtype="bfloat16", latent_dim=512, rope_dim=64
     )
-    exact, exact_lse = oracle.decode(
-        inputs.per_request(),
-        inputs.kv_cache,
-        inputs.block_tables,
-        inputs.seq_lens,
-        scale=inputs.scale,
-        latent_dim=inputs.latent_dim,
-    )
+    exact, exact_lse = expected(inputs)
     out, lse = run("xla", inputs)
     assert out.dtype == jnp.bfloat16
     assert lse.dtype == np.float32
@@ -169,14 +174,7 @@ def test_fp8_cache_is_exact_for_the_dequantised_inputs(name: str, q_dtype: str) 
 def test_no_rope_and_f16(name: str) -> None:
     inputs = paged([40, 7], s=2, rope_dim=0, q_dtype="float16", kv_dtype="float16")
     out, lse = run(name, inputs)
-    outs, lses = oracle.decode(
-        inputs.per_request(),
-        inputs.kv_cache,
-        inputs.block_tables,
-        inputs.seq_lens,
-        scale=inputs.scale,
-        latent_dim=inputs.latent_dim,
-    )
+    outs, lses = expected(inputs)
     assert out.dtype == np.float16
     np.testing.assert_allclose(out.astype(np.float64), np.stack(outs), rtol=2**-10, atol=1e-5)
     assert_same_lse(lse, np.stack(lses), 1e-5)
@@ -185,19 +183,45 @@ def test_no_rope_and_f16(name: str) -> None:
 def test_float64_is_computed_in_float64() -> None:
     with jax.enable_x64(True):
         inputs = paged([40, 7], s=2, q_dtype="float64", kv_dtype="float64")
-        outs, lses = oracle.decode(
-            inputs.per_request(),
-            inputs.kv_cache,
-            inputs.block_tables,
-            inputs.seq_lens,
-            scale=inputs.scale,
-            latent_dim=inputs.latent_dim,
-        )
+        outs, lses = expected(inputs)
         for name in IMPLEMENTATIONS:
             out, lse = run(name, inputs)
             assert out.dtype == lse.dtype == np.float64
             np.testing.assert_allclose(out, np.stack(outs), rtol=1e-12, atol=1e-13)
             np.testing.assert_allclose(lse, np.stack(lses), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+@pytest.mark.parametrize("q_lens", [None, [3, 1]])
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_a_hidden_key_reaches_nobody(name: str, q_lens: list[int] | None, number: float) -> None:
+    """NaN in the key of the last new token, in a column of the latent and in one of the rope: the token itself sees
+    it, and the tokens before do not. 0 * NaN is NaN."""
+    inputs = paged([40, 33], s=3, q_lens=q_lens)
+    last = [(inputs.block_tables[b, (n - 1) // 16], (n - 1) % 16) for b, n in enumerate(inputs.seq_lens)]
+    inputs.kv_cache[last[0]][3] = number
+    inputs.kv_cache[last[1]][-1] = np.nan
+    out, lse = run(name, inputs)
+    outs, lses = expected(inputs)
+    hidden = np.arange(len(outs[0])) < len(outs[0]) - 1
+    for request in range(2) if q_lens is None else range(1):
+        got = (out[request], lse[request]) if q_lens is None else (out[:3], lse[:3])
+        assert np.isfinite(outs[request][hidden]).all()
+        np.testing.assert_allclose(got[0][hidden], outs[request][hidden], atol=1e-5)
+        np.testing.assert_allclose(got[1][hidden], lses[request][hidden], atol=1e-5)
+        assert number == np.inf or np.isnan(got[0][~hidden]).all()
+
+
+def test_a_hidden_key_reaches_no_derivative() -> None:
+    inputs = paged([40], s=2)
+    inputs.kv_cache[inputs.block_tables[0, 39 // 16], 39 % 16] = np.nan
+
+    def first_token(q: jax.Array) -> jax.Array:
+        arrays = (q, inputs.kv_cache, inputs.block_tables, inputs.seq_lens)
+        return tsmla_jax.mla_decode(*arrays, **inputs.options(), implementation="reference")[:, 0].sum()
+
+    gradient = jax.grad(first_token)(jnp.asarray(inputs.q))
+    assert jnp.isfinite(gradient[:, 0]).all() and jnp.abs(gradient[:, 0]).max() > 0
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)

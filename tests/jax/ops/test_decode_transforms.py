@@ -17,6 +17,7 @@ import tsmla_jax
 from tests.emulator import decode as cute_emulation
 from tests.jax.ops.programs import assert_same, calls, collectives
 from tsmla_jax.ops.mla_decode import cute
+from tsmla_kernels.sm90.decode import config as sm90_decode
 
 pytestmark = [
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="emulates the kernel on CPUs"),
@@ -74,6 +75,23 @@ def scaled(name: str, q: jax.Array, kv: jax.Array, *rest: jax.Array) -> Results:
     *others, q_scale, kv_scale = rest
     fp8 = {"q_scale": q_scale} if q.dtype == jnp.float8_e4m3fn else {}
     return attend(name, kv_scale=kv_scale, **fp8)(q, kv, *others)
+
+
+@pytest.mark.parametrize("each", [1, 3, 8])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_large_invariant_batch_takes_several_launches(
+    each: int, ragged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = arrays(ragged=ragged)
+    options = {"cu_seqlens_q": jnp.asarray(CU_SEQLENS_Q, jnp.int32), "max_q_len": Q_LEN} if ragged else {}
+    config = sm90_decode.DecodeConfig("bfloat16", HEADS, Q_LEN, LATENT, page_size=PAGE, batch_invariant=True)
+    slots, rows, width = sm90_decode.workspace_shapes(config, 1, 1, MAX_PAGES)["partial_out"][0]
+    monkeypatch.setattr(sm90_decode, "INVARIANT_WORKSPACE", each * slots * rows * (width * 4 + 12))
+    cute._transformable.cache_clear()
+    run = jax.jit(attend("cute", batch_invariant=True, **options))
+    assert calls(jax.make_jaxpr(run)(*args)) == -(-BATCH // each)
+    assert_same(run(*args), attend("reference", **options)(*args))
+    cute._transformable.cache_clear()
 
 
 @pytest.mark.parametrize("jit", [False, True])

@@ -95,6 +95,24 @@ def test_logits_over_plain_keys_beside_nan(implementation: str) -> None:
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_requests_of_several_tokens(implementation: str) -> None:
+    x = problem(5)
+    q_lens, lens = [2, 0, T - 4, 1], [M * Z, 3, T - 6, 0]  # requests with fewer keys than tokens, and a row of none
+    rng = np.random.default_rng(5)
+    tables = rng.integers(0, P, (len(lens), M))
+    cache = x["keys"].reshape(P, Z, DIM)
+    run = jax.jit(functools.partial(tsmla_jax.indexer_logits, implementation=implementation))
+    offsets = ints(np.cumsum([0, *q_lens]))
+    got = run(x["q"], x["weights"], cache, ints(tables), ints(lens), cu_seqlens_q=offsets)
+    owners = [r for r, count in enumerate(q_lens) for _ in range(count)] + [0]
+    seen = [lens[r] - count + 1 + i for r, count in enumerate(q_lens) for i in range(count)] + [0]
+    rows = ints(tables[owners]), ints(np.maximum(seen, 0))
+    want = REFERENCE(x["q"], x["weights"], cache, *rows)
+    assert np.array_equal(np.isneginf(got), np.isneginf(want))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
 def test_blocks_of_tokens_and_of_keys_change_nothing() -> None:
     rng = np.random.default_rng(2)
     tokens, pages, size, table = 41, 40, 64, 19
@@ -196,6 +214,7 @@ def test_topk_ranks_nan_last() -> None:
         ({"k_cache": jnp.zeros((P, 132), jnp.uint8)}, "k_cache: got shape"),
         ({"block_tables": ints(np.zeros((2, M)))}, "block_tables.*expand_decode_metadata"),
         ({"seq_lens": jnp.zeros(T)}, "seq_lens: got dtype float32; legal: int32"),
+        ({"cu_seqlens_q": ints(np.zeros(3))}, "cu_seqlens_q: .*B \\+ 1, B from block_tables"),
     ],
 )
 def test_refuses(change: dict[str, object], message: str) -> None:
@@ -230,6 +249,10 @@ def test_checks_see_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
         tsmla_jax.indexer_logits(*args, ints([[0, 1], [0, 1]]), ints([8, 9]))
     with pytest.raises(ValueError, match="block_tables: token 1 names page 3 in entry 1, which it uses; legal: 0 to 2"):
         tsmla_jax.indexer_logits(*args, ints([[0, 3], [0, 3]]), ints([4, 5]))
+    with pytest.raises(ValueError, match="seq_lens: request 1 has 9 keys; legal: 0 to 8"):
+        tsmla_jax.indexer_logits(*args, ints([[0, 1], [0, 1]]), ints([8, 9]), cu_seqlens_q=ints([0, 1, 2]))
+    with pytest.raises(ValueError, match=r"cu_seqlens_q: .* never decreasing, to at most 2"):
+        tsmla_jax.indexer_logits(*args, ints([[0, 1], [0, 1]]), ints([8, 8]), cu_seqlens_q=ints([0, 3, 2]))
     with pytest.raises(ValueError, match="seq_lens: token 0 has 5 logits; legal: 0 to 4"):
         tsmla_jax.select_topk(jnp.zeros((1, 4)), ints([5]), 2)
 

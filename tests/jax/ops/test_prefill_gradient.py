@@ -214,6 +214,30 @@ def test_inside_shard_map(call: Attend, make: Any, mesh: Mesh) -> None:
     assert_gradients(got, jax.grad(partial(loss, partial(on_one, "reference")), every)(scale, *in_float32(make())))
 
 
+@both_forms
+def test_inside_shard_map_over_tokens(call: Attend, make: Any, mesh: Mesh) -> None:
+    """Every device has requests of its own, and its offsets; they share the scale."""
+    lens = jnp.stack([offsets(Q_LENS), offsets((1, 2, 3, 4, 3))])
+    args = [jnp.concatenate([x, -x / 2]) for x in make()]
+    scale = jnp.float32(0.07)
+
+    def on_one(implementation: str, scale: jax.Array, lens: jax.Array, *args: jax.Array) -> Results:
+        return call(implementation, softmax_scale=scale, cu_seqlens_q=lens[0])(*args)
+
+    rows = P("model")
+    specs = (P(), rows, *(rows for _ in args))
+    sharded = jax.shard_map(partial(on_one, "cute"), mesh=mesh, in_specs=specs, out_specs=rows)
+
+    def one_after_another(scale: jax.Array, lens: jax.Array, *args: jax.Array) -> Results:
+        halves = zip(*(jnp.split(x, 2) for x in (lens, *args)), strict=True)
+        found = [on_one("reference", scale, *half) for half in halves]
+        return tuple(jnp.concatenate(x) for x in zip(*found, strict=True))
+
+    every = (0, 2, 3, 4)
+    got = jax.jit(jax.grad(partial(loss, sharded), every))(scale, lens, *args)
+    assert_gradients(got, jax.grad(partial(loss, one_after_another), every)(scale, lens, *in_float32(args)))
+
+
 @pytest.mark.slow
 def test_gradient_is_exported_for_cuda_with_symbolic_sizes() -> None:
     tq, tk, h, b = export.symbolic_shape("tq, tk, h, b")

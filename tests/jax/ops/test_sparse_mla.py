@@ -16,13 +16,13 @@ from tests.oracles import sparse as oracle
 from tsmla_jax import sparse
 
 SCALE = 192**-0.5
-IMPLEMENTATIONS = ("xla", "reference")
+IMPLEMENTATIONS = ("xla", "reference")  # on any backend; tests/gpu/test_sparse_mla.py adds "cute"
 RUN = {
     name: jax.jit(
         functools.partial(tsmla_jax.sparse_mla, return_lse=True, implementation=name),
-        static_argnames=("latent_dim", "window", "page_size", "page_span", "compressed_page_size"),
+        static_argnames=("latent_dim", "window", "page_size", "page_span", "compressed_page_size", "batch_invariant"),
     )
-    for name in IMPLEMENTATIONS
+    for name in (*IMPLEMENTATIONS, "cute")
 }
 
 
@@ -108,8 +108,8 @@ def test_scaled_fp8_queries() -> None:
     q = oracle.e4m3(rng.standard_normal((2, 2, 32)) * 20)
     cache = oracle.e4m3(rng.standard_normal((8, 32)) * 50)
     indices = rng.integers(0, 8, (2, 5))
-    for run in RUN.values():
-        got = run(
+    for name in IMPLEMENTATIONS:
+        got = RUN[name](
             q, cache.reshape(2, 4, 32), ints(indices), softmax_scale=0.2, latent_dim=32, q_scale=0.05, kv_scale=0.02
         )
         assert got[0].dtype == jnp.bfloat16
@@ -158,6 +158,39 @@ def test_two_caches_of_v4(implementation: str, span: int) -> None:
     close(got, oracle.sparse_mla(q, rows, scale=512**-0.5, latent_dim=512, sinks=sinks))
 
 
+def test_the_reference_reads_bytes_as_the_oracle_does() -> None:
+    rng = np.random.default_rng(6)
+    q, sinks = rng.standard_normal((5, 3, 512)).astype(np.float32), rng.standard_normal(3).astype(np.float32)
+    near = np.stack([np.frombuffer(oracle.v4_page(page, 8), np.uint8) for page in rng.standard_normal((3, 8, 512))])
+    far = rng.standard_normal((4, 6, 512)).astype(np.float32)
+    caches = oracle.Cache.of(near, page_size=8, span=9), oracle.Cache.of(far, page_size=5, span=6, scale=0.5)
+    indices = np.concatenate([rng.integers(-1, 30, (5, 6)), rng.integers(-1, 30, (5, 10))], 1)
+    indices[4], lengths = indices[4, 7], np.asarray([16, 0, 5, 11, 16])
+    got = RUN["reference"](
+        q,
+        near,
+        ints(indices),
+        ints(lengths),
+        softmax_scale=0.1,
+        sinks=sinks,
+        compressed_kv_cache=far,
+        window=6,
+        page_size=8,
+        page_span=9,
+        compressed_page_size=5,
+        compressed_kv_scale=0.5,
+    )
+    rows = oracle.selected(indices, lengths, caches, 6)
+    close(got, oracle.sparse_mla(q, rows, scale=0.1, latent_dim=512, sinks=sinks))
+
+    rows32 = [oracle.v32_row(row[:512], row[512:]) for row in rng.standard_normal((12, 576))]
+    packed = np.frombuffer(b"".join(rows32), np.uint8).reshape(3, 4, 656)
+    q, indices = rng.standard_normal((5, 3, 576)).astype(np.float32), rng.integers(-1, 12, (5, 9))
+    got = RUN["reference"](q, packed, ints(indices), softmax_scale=0.1)
+    rows = oracle.selected(indices, None, (oracle.Cache.of(packed),))
+    close(got, oracle.sparse_mla(q, rows, scale=0.1, latent_dim=512))
+
+
 def test_a_forgotten_span_would_show() -> None:
     # If rows of different pages were equal, the test above would pass with any handling of a span of 8.
     slots = ints([[0, 7, 8, 23]])
@@ -192,9 +225,22 @@ def test_blocks_of_tokens_and_of_slots_change_nothing() -> None:
     cache = jnp.asarray(rng.standard_normal((30, 32, 576)), jnp.bfloat16)
     indices = ints(rng.integers(-1, 30 * 32, (tokens, selected)))
     lengths = ints(rng.integers(0, selected + 1, tokens))
-    got, want = (run(q, cache, indices, lengths, softmax_scale=SCALE) for run in RUN.values())
+    got, want = (RUN[name](q, cache, indices, lengths, softmax_scale=SCALE) for name in IMPLEMENTATIONS)
     np.testing.assert_allclose(*(np.asarray(x[0], np.float32) for x in (got, want)), rtol=2e-2, atol=1e-3)
     np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-5)
+
+
+def test_a_batch_changes_no_bits() -> None:
+    rng = np.random.default_rng(7)
+    q = jnp.asarray(rng.standard_normal((9, 3, 40)), jnp.bfloat16)
+    cache = jnp.asarray(rng.standard_normal((4, 8, 40)), jnp.bfloat16)
+    indices, lengths = ints(rng.integers(-1, 32, (9, 300))), ints(rng.integers(0, 301, 9))
+    run = functools.partial(RUN["xla"], kv_cache=cache, softmax_scale=0.2, latent_dim=32, batch_invariant=True)
+    whole = run(q, indices=indices, lengths=lengths)
+    for rows in ([4], [8, 1], [3, 0, 5]):
+        at = ints(rows)
+        for part, all_rows in zip(run(q[at], indices=indices[at], lengths=lengths[at]), whole, strict=True):
+            np.testing.assert_array_equal(part, all_rows[at])
 
 
 def test_shards_of_heads_and_of_tokens_and_vmap() -> None:
@@ -261,47 +307,50 @@ def test_only_the_reference_is_differentiable() -> None:
         jax.jit(jax.grad(loss), static_argnums=1)(q, "xla")
 
 
+ARGUMENTS = {
+    "q": jnp.zeros((2, 1, 576)),
+    "kv_cache": jnp.zeros((3, 4, 576)),
+    "indices": ints([[0, 1, 2, 3]] * 2),
+    "softmax_scale": 1.0,
+}
+
+
 def call(**change: object) -> object:
-    args: dict[str, object] = {
-        "q": jnp.zeros((2, 1, 576)),
-        "kv_cache": jnp.zeros((3, 4, 576)),
-        "indices": ints([[0, 1, 2, 3]] * 2),
-        "softmax_scale": 1.0,
-    }
-    return tsmla_jax.sparse_mla(**(args | change))
+    return tsmla_jax.sparse_mla(**(ARGUMENTS | change))
 
 
 V4_CACHE = jnp.zeros((2, 37440), jnp.uint8)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"q": jnp.zeros((2, 576))}, "q: got shape"),
-        ({"q": jnp.zeros((2, 1, 576), jnp.int32)}, "q: got dtype int32"),
-        ({"q": jnp.zeros((2, 1, 500))}, "latent_dim: got 512; it must be at most q's last axis D = 500"),
-        ({"indices": ints([[0]])}, "indices: got shape.*T, q's tokens"),
-        ({"indices": jnp.zeros((2, 4))}, "indices: got dtype float32; legal: int32"),
-        ({"lengths": ints([1])}, "lengths: got shape"),
-        ({"sinks": jnp.zeros(2)}, "sinks: got shape.*H, q's heads"),
-        ({"kv_cache": jnp.zeros((3, 4, 500), jnp.uint8)}, r"kv_cache: got shape.*\[P, Z, 656\].*\[P, page_bytes\]"),
-        ({"kv_cache": V4_CACHE}, "kv_cache: got keys of width 512 .v4.; q's D is 576"),
-        ({"kv_cache": V4_CACHE, "page_size": 65}, "stride is narrower than the page"),
-        ({"page_size": 5}, "page_span: got 4; legal: at least the page size 5"),
-        ({"page_span": 6}, "page_span: got 6; legal: kv_cache's axis 1, 4"),
-        ({"window": 2}, "window: got 2 without compressed_kv_cache"),
-        ({"compressed_kv_cache": jnp.zeros((3, 4, 576))}, "window: got None; compressed_kv_cache is given"),
-        ({"compressed_kv_cache": jnp.zeros((3, 4, 576)), "window": 5}, "window: got 5; it must be at most K = 4"),
-        (
-            {"compressed_kv_cache": jnp.zeros((3, 4, 576)), "window": 2, "indices": ints([[0, 1, 2]] * 2)},
-            "indices: got K = 3 with compressed_kv_cache; legal: a multiple of 4",
-        ),
-        ({"compressed_kv_cache": V4_CACHE, "window": 2}, "compressed_kv_cache: got keys of width 512"),
-        ({"kv_cache": jnp.zeros((3, 4, 656), jnp.uint8), "kv_scale": 2.0}, "kv_scale: got a scale for packed rows"),
-        ({"compressed_kv_scale": 2.0}, "compressed_kv_scale: got a scale for no cache"),
-        ({"softmax_scale": jnp.ones(2)}, "softmax_scale: got an array"),
-    ],
-)
+REFUSED = [
+    ({"q": jnp.zeros((2, 576))}, "q: got shape"),
+    ({"q": jnp.zeros((2, 1, 576), jnp.int32)}, "q: got dtype int32"),
+    ({"q": jnp.zeros((2, 1, 500))}, "latent_dim: got 512; it must be at most q's last axis D = 500"),
+    ({"indices": ints([[0]])}, "indices: got shape.*T, q's tokens"),
+    ({"indices": jnp.zeros((2, 4))}, "indices: got dtype float32; legal: int32"),
+    ({"lengths": ints([1])}, "lengths: got shape"),
+    ({"sinks": jnp.zeros(2)}, "sinks: got shape.*H, q's heads"),
+    ({"kv_cache": jnp.zeros((3, 4, 500), jnp.uint8)}, r"kv_cache: got shape.*\[P, Z, 656\].*\[P, page_bytes\]"),
+    ({"kv_cache": V4_CACHE}, "kv_cache: got keys of width 512 .v4.; q's D is 576"),
+    ({"kv_cache": V4_CACHE, "page_size": 65}, "stride is narrower than the page"),
+    ({"page_size": 5}, "page_span: got 4; legal: at least the page size 5"),
+    ({"page_span": 6}, "page_span: got 6; legal: kv_cache's axis 1, 4"),
+    ({"window": 2}, "window: got 2 without compressed_kv_cache"),
+    ({"compressed_kv_cache": jnp.zeros((3, 4, 576))}, "window: got None; compressed_kv_cache is given"),
+    ({"compressed_kv_cache": jnp.zeros((3, 4, 576)), "window": 5}, "window: got 5; it must be at most K = 4"),
+    (
+        {"compressed_kv_cache": jnp.zeros((3, 4, 576)), "window": 2, "indices": ints([[0, 1, 2]] * 2)},
+        "indices: got K = 3 with compressed_kv_cache; legal: a multiple of 4",
+    ),
+    ({"compressed_kv_cache": V4_CACHE, "window": 2}, "compressed_kv_cache: got keys of width 512"),
+    ({"kv_cache": jnp.zeros((3, 4, 656), jnp.uint8), "kv_scale": 2.0}, "kv_scale: got a scale for packed rows"),
+    ({"compressed_kv_scale": 2.0}, "compressed_kv_scale: got a scale for no cache"),
+    ({"softmax_scale": jnp.ones(2)}, "softmax_scale: got an array"),
+]
+"""What is changed in ARGUMENTS, and what the ValueError says."""
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED)
 def test_refuses(change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(**change)
@@ -312,7 +361,9 @@ def test_refuses_types() -> None:
         call(softmax_scale=None)
     with pytest.raises(TypeError, match="q: got list"):
         call(q=[1.0])
-    with pytest.raises(NotImplementedError, match="no kernel"):
+    with pytest.raises(TypeError, match="batch_invariant: got int; legal: True or False"):
+        call(batch_invariant=1)
+    with pytest.raises(NotImplementedError, match="sparse_mla: implementation='cute' can't run this call"):
         call(implementation="cute")
 
 

@@ -95,6 +95,7 @@ def test_positions_become_slots() -> None:
         (lambda: sparse.localize_context_lens(ints([1]), rank=0, world=2, interleave=0), "interleave: got 0"),
         (lambda: sparse.remap_slots(ints([1]), 4, 3), "page_span: got 3.*at least the page size 4"),
         (lambda: sparse.positions_to_slots(ints([[1]]), ints([[1]]), 4, page_span=2), "page_span: got 2"),
+        (lambda: sparse.remap_slots(jnp.ones(1), 4, 5), "slots: got dtype float32; legal: int32"),
     ],
 )
 def test_refuses(call: object, message: str) -> None:

@@ -20,7 +20,7 @@ from tsmla_kernels.sm100.config import ARCHS, DecodeConfig, PrefillConfig
 
 def compiled_by(monkeypatch: pytest.MonkeyPatch, *argv: str) -> list[tuple[Any, Any, str]]:
     asked: list[tuple[Any, Any, str]] = []
-    monkeypatch.setattr(object_cache, "is_stored", lambda *each: False)
+    monkeypatch.setattr(object_cache, "is_stored", lambda *each: each in asked)
     monkeypatch.setattr(object_cache, "load_or_compile", lambda *each: asked.append(each))
     parser = argparse.ArgumentParser()
     kernel_commands.add_compile_arguments(parser)

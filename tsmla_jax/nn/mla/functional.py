@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import tsmla_jax
+from tsmla_jax.nn.linear import contract, joined_rows, linear, rows_of
 from tsmla_jax.nn.mla.config import MLAConfig
 from tsmla_jax.nn.norms import rms_norm
 from tsmla_jax.nn.rope import apply_rope, rope_cos_sin
@@ -26,6 +27,40 @@ from tsmla_jax.nn.step import Step, needed_when_ragged, ragged_positions
 from tsmla_jax.nn.step import slots_of as slots_of
 from tsmla_jax.nn.weights import Params
 from tsmla_jax.ops.loops import carry
+from tsmla_jax.ops.transforms import without_derivative
+
+
+def fold(params: Params, config: MLAConfig) -> dict[str, jax.Array]:
+    """The parameters of a layer as a step reads them fastest, for `decode`, `prefill` and `prefill_with_context`.
+
+    Every matrix has the axis that a product sums over last, so that a single token's product is a sum along rows; the
+    two products of x are one, in_proj [A + L + R, E], with A = rank or H (N + R); q_b_proj becomes [H (N + R), rank],
+    o_proj [E, H V], w_uk [H, L, N]; and w_uk and w_uv side by side are w_ukv [H, N + V, L]. It knows folded parameters
+    by in_proj. They can't be split over heads, and block-scaled weights stay so.
+    """
+    first = "q_proj" if config.q_lora_rank is None else "q_a_proj"
+    folded = dict(params)
+    parts = [rows_of(folded.pop(name)) for name in (first, "kv_a_proj_with_mqa")]
+    folded["in_proj"] = joined_rows(parts)
+    if config.attention_bias:
+        rest = jnp.zeros(config.num_attention_heads * config.qk_head_dim) if config.q_lora_rank is None else None
+        bias = [folded.pop("q_a_proj_bias") if rest is None else rest, folded.pop("kv_a_proj_with_mqa_bias")]
+        folded["in_proj_bias"] = jnp.concatenate([part.astype(bias[1].dtype) for part in bias])
+    if "q_b_proj" in folded:
+        folded["q_b_proj"] = rows_of(folded["q_b_proj"])
+    folded["o_proj"] = rows_of(folded["o_proj"], inputs=2)
+    folded["w_ukv"] = jnp.concatenate([params["w_uk"], params["w_uv"]], axis=1)
+    folded["w_uk"] = params["w_uk"].swapaxes(1, 2)
+    return folded
+
+
+def _project_in(params: Params, config: MLAConfig, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x times the first matrix of the query, [..., A], and times kv_a_proj_with_mqa [..., L + R], of folded
+    parameters. Made in two places of a layer, and once by the compiler."""
+    both = linear(x, params["in_proj"])
+    if config.attention_bias:
+        both = both + params["in_proj_bias"]
+    return both[..., : -config.cache_dim], both[..., -config.cache_dim :]
 
 
 def project_q(
@@ -35,19 +70,24 @@ def project_q(
 
     cos and sin are f32 [..., R / 2] (`rope_cos_sin`); one pair serves a whole model's layers.
     """
-    if config.q_lora_rank is None:
-        q = jnp.einsum("...e,ehd->...hd", x, params["q_proj"])
+    if config.q_lora_rank is not None:
+        low = project_low_rank_q(params, config, x)
+        q = linear(low, params["q_b_proj"]) if "in_proj" in params else contract(low, params["q_b_proj"])
     else:
-        q = jnp.einsum("...r,rhd->...hd", project_low_rank_q(params, config, x), params["q_b_proj"])
+        q = _project_in(params, config, x)[0] if "in_proj" in params else contract(x, params["q_proj"])
+    q = q.reshape(*x.shape[:-1], -1, config.qk_head_dim)
     q_nope, q_rope = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
     return q_nope, apply_rope(config, q_rope, cos[..., None, :], sin[..., None, :])
 
 
 def project_low_rank_q(params: Params, config: MLAConfig, x: jax.Array) -> jax.Array:
     """The normed low-rank query [..., rank] of tokens x [..., E], where the config has a q_lora_rank."""
-    low = x @ params["q_a_proj"]
-    if config.attention_bias:
-        low = low + params["q_a_proj_bias"]
+    if "in_proj" in params:
+        low, _ = _project_in(params, config, x)
+    else:
+        low = contract(x, params["q_a_proj"])
+        if config.attention_bias:
+            low = low + params["q_a_proj_bias"]
     return rms_norm(low, params["q_a_layernorm"], config.a_layernorm_eps)
 
 
@@ -55,27 +95,41 @@ def project_latent(
     params: Params, config: MLAConfig, x: jax.Array, cos: jax.Array, sin: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The cached form of tokens x [..., E]: the normed latent [..., L] and the rotated k_rope [..., R]."""
-    joint = x @ params["kv_a_proj_with_mqa"]
-    if config.attention_bias:
-        joint = joint + params["kv_a_proj_with_mqa_bias"]
+    latent, k_rope = project_latent_unrotated(params, config, x)
+    return latent, apply_rope(config, k_rope, cos, sin)
+
+
+def project_latent_unrotated(params: Params, config: MLAConfig, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`project_latent` before its rotation, for a cache write that rotates."""
+    if "in_proj" in params:
+        _, joint = _project_in(params, config, x)
+    else:
+        joint = contract(x, params["kv_a_proj_with_mqa"])
+        if config.attention_bias:
+            joint = joint + params["kv_a_proj_with_mqa_bias"]
     latent, k_rope = jnp.split(joint, [config.kv_lora_rank], axis=-1)
-    return rms_norm(latent, params["kv_a_layernorm"], config.a_layernorm_eps), apply_rope(config, k_rope, cos, sin)
+    return rms_norm(latent, params["kv_a_layernorm"], config.a_layernorm_eps), k_rope
 
 
 def expand_joint_kv(params: Params, latent: jax.Array) -> jax.Array:
     """kv [T, H, N + V], a head's keys without rope columns and its values side by side: `mla_prefill_kv` takes them so,
     and on Hopper reads them where they lie."""
-    return jnp.einsum("tl,hcl->thc", latent, jnp.concatenate([params["w_uk"], params["w_uv"]], axis=1))
+    both = params["w_ukv"] if "w_ukv" in params else jnp.concatenate([params["w_uk"], params["w_uv"]], axis=1)
+    return jnp.einsum("tl,hcl->thc", latent, both)
 
 
 def absorb_q(params: Params, q_nope: jax.Array, q_rope: jax.Array) -> jax.Array:
     """Queries against the latent itself, [..., H, L + R]: q_nope W_UK, then q_rope."""
-    return jnp.concatenate([jnp.einsum("...hn,hnl->...hl", q_nope, params["w_uk"]), q_rope], axis=-1)
+    axes = "...hn,hln->...hl" if "in_proj" in params else "...hn,hnl->...hl"
+    return jnp.concatenate([jnp.einsum(axes, q_nope, params["w_uk"]), q_rope], axis=-1)
 
 
 def project_out(params: Params, config: MLAConfig, heads: jax.Array) -> jax.Array:
     """From head outputs [..., H, V] back to [..., E]; the partial sum of local heads under `shard_map`."""
-    y = jnp.einsum("...hv,hve->...e", heads, params["o_proj"])
+    if "in_proj" in params:
+        y = linear(heads.reshape(*heads.shape[:-2], -1), params["o_proj"])
+    else:
+        y = contract(heads, params["o_proj"], axes=2)
     return y + params["o_proj_bias"] if config.attention_bias else y
 
 
@@ -86,6 +140,7 @@ def prefill(
     *,
     cu_seqlens_q: jax.Array,
     max_q_len: int,
+    deterministic: bool = False,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Causal attention of whole prompts in the expanded form; no cache is read or written. Differentiable.
@@ -95,7 +150,7 @@ def prefill(
         x: [T, E], requests packed one after the other.
         cu_seqlens_q: [B + 1] i32, where each starts; tokens from cu_seqlens_q[B] on are padding.
         max_q_len: static bound of a request's length.
-        implementation: of `tsmla_jax.mla_prefill_kv`.
+        deterministic, implementation: of `tsmla_jax.mla_prefill_kv`.
 
     Returns:
         y [T, E], and latent [T, L] and k_rope [T, R] for `tsmla_jax.write_kv_cache`. Rows of padding mean nothing.
@@ -119,6 +174,7 @@ def prefill(
         max_q_len=max_q_len,
         max_kv_len=max_q_len,
         softmax_scale=config.softmax_scale,
+        deterministic=deterministic,
         implementation=implementation,
     )
     return project_out(params, config, cast(jax.Array, out)), latent, k_rope
@@ -132,6 +188,7 @@ def prefill_with_context(
     step: Step,
     *,
     context_chunk: int,
+    context_passes: int | None = None,
     kv_scale: float | jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -140,13 +197,15 @@ def prefill_with_context(
     The new tokens' causal part runs in the expanded form. The cached context is taken `context_chunk` tokens of every
     request at a time: gathered, dequantised, expanded by W_UK and W_UV, attended to without a mask, and merged by lse.
     So the chunk bounds the memory beyond the cache, however long the context; the number of passes follows the longest
-    context, on the device. New tokens see each other unquantised even if the cache is fp8.
+    context, on the device, unless it is given. New tokens see each other unquantised even if the cache is fp8.
 
     Args:
         x: [T, E] new tokens, requests packed one after the other.
         kv_cache: [P, Z, D].
         step: of ragged tokens; a request without context (all of seq_lens is new) is legal.
         context_chunk: static, tokens of each request's context in one pass.
+        context_passes: static, a number of passes that is enough for the longest context; a GPU runs them without
+            asking the host. None counts them on the device.
         kv_scale: of an fp8 cache.
         implementation: of `tsmla_jax.mla_prefill_kv`.
 
@@ -155,6 +214,7 @@ def prefill_with_context(
 
     Raises:
         ValueError: a wrong rank or width, a dense step, or context_chunk < 1.
+        NotImplementedError: a derivative is asked for under jax.jit, where the number of passes is not known.
     """
     _check_tokens("x", x, config, ranks=(2,))
     if context_chunk < 1:
@@ -208,12 +268,14 @@ def prefill_with_context(
         chunk_out, chunk_lse = attend(cached, cached_rope, cu_seqlens_kv, context_chunk, causal=False)
         return *tsmla_jax.merge_attention_states([out, chunk_out], [lse, chunk_lse]), cache
 
-    chunks = (jnp.max(context_lens, initial=0) + context_chunk - 1) // context_chunk
+    needed = (jnp.max(context_lens, initial=0) + context_chunk - 1) // context_chunk
     # The cache goes through the loop, so that the write after it finds the donated buffer and needs no copy.
     where = (kv_cache, block_tables, context_lens)
     out, lse = attend(latent, k_rope, cu_seqlens_q, max_q_len, causal=True)
     initial = (carry(out, *where), carry(lse, *where), carry(kv_cache, *where))
-    out, _, kv_cache = jax.lax.fori_loop(0, chunks, add_chunk, initial)
+    passes = needed if context_passes is None else context_passes
+    out, _, kv_cache = jax.lax.fori_loop(0, passes, add_chunk, initial)
+    out = without_derivative(out, needed, "prefill_with_context", "train with prefill, on whole texts without a cache")
     kv_cache = tsmla_jax.write_kv_cache(kv_cache, latent, k_rope, step.slot_mapping, kv_scale=kv_scale)
     return project_out(params, config, out.astype(q.dtype)), kv_cache
 

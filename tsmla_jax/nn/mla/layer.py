@@ -23,13 +23,14 @@ class MLAttention(AttentionLayer):
         *,
         cu_seqlens_q: jax.Array | None = None,
         max_q_len: int | None = None,
+        deterministic: bool = False,
         implementation: str | None = None,
     ) -> jax.Array:
         """Causal attention within x, without a cache, as in training. Differentiable.
 
         Args:
             x: [B, S, E], or ragged [T, E] with cu_seqlens_q [B + 1] i32 and a static max_q_len.
-            implementation: of `tsmla_jax.mla_prefill_kv`.
+            deterministic, implementation: of `tsmla_jax.mla_prefill_kv`.
 
         Returns:
             y in x's shape.
@@ -42,11 +43,23 @@ class MLAttention(AttentionLayer):
             refuse_ragged_arguments(cu_seqlens_q, max_q_len)
             cu_seqlens_q, max_q_len = jnp.arange(x.shape[0] + 1, dtype=jnp.int32) * x.shape[1], x.shape[1]
         cu_seqlens_q, max_q_len = needed_when_ragged(cu_seqlens_q), needed_when_ragged(max_q_len)
-        y, _, _ = self.prefill(flat, cu_seqlens_q=cu_seqlens_q, max_q_len=max_q_len, implementation=implementation)
+        y, *_ = self.prefill(
+            flat,
+            cu_seqlens_q=cu_seqlens_q,
+            max_q_len=max_q_len,
+            deterministic=deterministic,
+            implementation=implementation,
+        )
         return y.reshape(x.shape)
 
     def prefill(
-        self, x: jax.Array, *, cu_seqlens_q: jax.Array, max_q_len: int, implementation: str | None = None
+        self,
+        x: jax.Array,
+        *,
+        cu_seqlens_q: jax.Array,
+        max_q_len: int,
+        deterministic: bool = False,
+        implementation: str | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Whole prompts, no cache; see `functional.prefill`. Returns y, latent and k_rope."""
         return functional.prefill(
@@ -55,6 +68,7 @@ class MLAttention(AttentionLayer):
             x,
             cu_seqlens_q=cu_seqlens_q,
             max_q_len=max_q_len,
+            deterministic=deterministic,
             implementation=implementation,
         )
 

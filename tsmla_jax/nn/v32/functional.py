@@ -15,13 +15,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 import tsmla_jax
+from tsmla_jax import sparse
 from tsmla_jax.nn.mla import functional
-from tsmla_jax.nn.rope import rope_cos_sin
+from tsmla_jax.nn.rope import apply_rope, rope_cos_sin
 from tsmla_jax.nn.step import Step
 from tsmla_jax.nn.v32.config import V32Config
 from tsmla_jax.nn.weights import Params
-from tsmla_jax.ops.rotation import rotate
-from tsmla_jax.sparse import indexer, layouts, metadata
+from tsmla_jax.sparse import indexer, metadata
+from tsmla_kernels.contract.packed import Rotation
 
 _NORM_EPS = 1e-6
 
@@ -88,25 +89,47 @@ def attend(
     step = step.checked(num_tokens)
     _, positions = step.ragged_tokens(num_tokens)
     cos, sin = rope_cos_sin(mla, positions)
-    latent, k_rope = functional.project_latent(params, mla, x, cos, sin)
+    latent, k_rope = functional.project_latent_unrotated(params, mla, x)
     if cache.kv.dtype == jnp.uint8:
-        kv = layouts.write_packed_kv_cache(cache.kv, latent, k_rope, step.slot_mapping)
+        kv = sparse.write_packed_kv_cache(
+            cache.kv,
+            latent,
+            k_rope,
+            step.slot_mapping,
+            cos,
+            sin,
+            rope_interleave=mla.rope_interleave,
+            rope_layout=mla.rope_layout,
+        )
     else:
+        k_rope = apply_rope(mla, k_rope, cos, sin)
         kv = tsmla_jax.write_kv_cache(cache.kv, latent, k_rope, step.slot_mapping, kv_scale=kv_scale)
-    new_keys = _indexer_keys(params, x, cos, sin)
-    keys = indexer.write_indexer_cache(cache.indexer, new_keys, step.slot_mapping)
+    keys = sparse.write_indexer_cache(cache.indexer, _indexer_keys(params, x), step.slot_mapping, cos, sin)
 
     rows = metadata.expand_decode_metadata(step.seq_lens, step.block_tables, step.new_lens, total_tokens=num_tokens)
     q_index, weights = _indexer_queries(params, config, x, cos, sin, quantise=keys.dtype == jnp.uint8)
     logits = tsmla_jax.indexer_logits(
-        q_index, weights, keys, rows.block_tables, rows.seq_lens, implementation=implementation
+        q_index,
+        weights,
+        keys,
+        step.block_tables,
+        step.seq_lens,
+        cu_seqlens_q=step.cu_seqlens_q,
+        implementation=implementation,
     )
     num_selected = min(config.index_topk, logits.shape[1])
-    chosen = tsmla_jax.select_topk(logits, rows.seq_lens, num_selected, order="position")
+    slots, _ = tsmla_jax.select_topk(
+        logits,
+        rows.seq_lens,
+        num_selected,
+        order="position",
+        block_tables=rows.block_tables,
+        page_size=kv.shape[1],
+    )
     out = tsmla_jax.sparse_mla(
         functional.absorb_q(params, *functional.project_q(params, mla, x, cos, sin)),
         kv,
-        metadata.positions_to_slots(chosen, rows.block_tables, kv.shape[1]),
+        slots,
         softmax_scale=mla.softmax_scale,
         latent_dim=mla.kv_lora_rank,
         kv_scale=kv_scale,
@@ -116,13 +139,12 @@ def attend(
     return functional.project_out(params, mla, heads), V32Cache(kv, keys)
 
 
-def _indexer_keys(params: Params, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Layer-normed and rotated keys [T, Di]."""
+def _indexer_keys(params: Params, x: jax.Array) -> jax.Array:
+    """Layer-normed keys [T, Di], not rotated yet."""
     k = (x @ params["indexer_wk"]).astype(jnp.float32)
     k = k - k.mean(-1, keepdims=True)
     k = k * jax.lax.rsqrt((k * k).mean(-1, keepdims=True) + _NORM_EPS)
-    k = k * params["indexer_k_norm"] + params["indexer_k_norm_bias"]
-    return _rotate_halves(k, cos, sin)
+    return k * params["indexer_k_norm"] + params["indexer_k_norm_bias"]
 
 
 def _indexer_queries(
@@ -130,15 +152,9 @@ def _indexer_queries(
 ) -> tuple[jax.Array, jax.Array]:
     """Queries [T, Hi, Di] and the head weights with every constant folded in [T, Hi]."""
     q = jnp.einsum("tr,rhd->thd", functional.project_low_rank_q(params, config.mla, x), params["indexer_wq_b"])
-    q = _rotate_halves(q.astype(jnp.float32), cos[:, None], sin[:, None])
     weights = x @ params["indexer_weights_proj"]
     if quantise:
-        return indexer.indexer_quantize(q, weights)
+        return sparse.indexer_quantize(q, weights, cos, sin)
+    rotation = Rotation(config.mla.qk_rope_head_dim, 0, "halves")
+    q = indexer.rotate_columns(q, (cos[:, None], sin[:, None]), rotation)
     return q, indexer.fold_weights(weights, config.index_head_dim)
-
-
-def _rotate_halves(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rope on the first columns of x, pairs (i, i + R / 2): the indexer's own order, unlike the attention's."""
-    rope = 2 * cos.shape[-1]
-    rotated = rotate(x[..., :rope], cos, sin, interleave=False, layout="halves")
-    return jnp.concatenate([rotated, x[..., rope:]], axis=-1)

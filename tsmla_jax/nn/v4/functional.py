@@ -8,21 +8,21 @@ the arrays that do not depend on the layer. Axes: T new tokens in all, B request
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 import tsmla_jax
+from tsmla_jax import sparse
 from tsmla_jax.nn.norms import rms_norm_fixed_order
 from tsmla_jax.nn.v4.config import V4Config
 from tsmla_jax.nn.v4.step import V4Step
 from tsmla_jax.nn.weights import Params
 from tsmla_jax.sparse import indexer, layouts
 from tsmla_jax.sparse import v4 as sparse_v4
-from tsmla_jax.sparse.compressor import CompressedEntries, CompressorState, init_compressor_state
-from tsmla_jax.sparse.metadata import positions_to_slots
+from tsmla_jax.sparse.compressor import CompressorState, init_compressor_state
 from tsmla_jax.sparse.v4 import MixedIndices
 
 
@@ -105,7 +105,7 @@ def attend(
         cache: holds the tokens before the new ones.
         step: of `make_step`, for this layer's kind.
         kv_scale: of float8_e4m3fn window and compressed caches.
-        implementation: of `tsmla_jax.sparse_mla`, `tsmla_jax.compress_kv` and `tsmla_jax.indexer_logits`.
+        implementation: of `tsmla_jax.sparse_mla`, `tsmla_jax.compress_write_kv_cache` and `tsmla_jax.indexer_logits`.
 
     Returns:
         y [T, E] and the caches with the new tokens written (in place if donated). Rows of padding mean nothing.
@@ -126,11 +126,9 @@ def attend(
     cache = cache._replace(window=window)
     rows = step.rows
     if cache.compressed is not None and cache.compressor is not None:
-        entries, state = _compress(params, config, "compressor", x, cache.compressor, step, implementation)
-        slots = _entry_slots(entries, step)
-        compressed = layouts.write_v4_cache(
-            cache.compressed, entries.kv, slots, kv_scale=kv_scale, page_size=entries_page_size
-        )
+        options = {"kv_scale": kv_scale, "page_size": entries_page_size, "implementation": implementation}
+        held = cache.compressed, cache.compressor
+        compressed, state = _compress(params, config, "compressor", x, held, step, **options)
         cache = cache._replace(compressed=compressed, compressor=state)
     if config.kind == "csa":
         rows, cache = _choose(params, config, x, low, cache, step, implementation)
@@ -164,34 +162,31 @@ def _compress(
     config: V4Config,
     name: str,
     x: jax.Array,
-    state: CompressorState,
+    held: tuple[jax.Array, CompressorState],
     step: V4Step,
-    implementation: str | None,
-) -> tuple[CompressedEntries, CompressorState]:
-    """The entries that the new tokens complete, normed and rotated, of one of the layer's compressors."""
+    **options: Any,
+) -> tuple[jax.Array, CompressorState]:
+    """The cache and the state of one of the layer's compressors, with the entries that the new tokens complete."""
     wide = x.astype(jnp.float32)
     projections = jnp.stack([params[f"{name}_kv_proj"], params[f"{name}_gate_proj"]], axis=1).astype(jnp.float32)
     kv_score = jnp.einsum("te,esw->tsw", wide, projections, precision="highest")
-    entries, state = tsmla_jax.compress_kv(
+    cache, state = held
+    return tsmla_jax.compress_write_kv_cache(
+        cache,
         kv_score,
         params[f"{name}_position_bias"].astype(jnp.float32),
         state,
+        params[f"{name}_kv_norm"],
+        step.cos_sin,
+        step.compressed_tables,
         state_slots=step.state_slots,
         seq_lens=step.window.seq_lens,
         cu_seqlens_q=cast(jax.Array, step.window.cu_seqlens_q),
         ratio=config.ratio,
         overlap=config.overlap,
-        implementation=implementation,
+        eps=config.rms_norm_eps,
+        **options,
     )
-    positions, eps = entries.positions * config.ratio, config.rms_norm_eps
-    rows = sparse_v4.norm_rope(entries.kv, params[f"{name}_kv_norm"], positions, step.cos_sin, eps=eps)
-    return entries._replace(kv=rows), state
-
-
-def _entry_slots(entries: CompressedEntries, step: V4Step) -> jax.Array:
-    """Where completed entries go, -1 for padding."""
-    tables = step.compressed_tables[jnp.maximum(entries.requests, 0)]
-    return positions_to_slots(entries.positions[:, None], tables, step.compressed_page_size)[:, 0]
 
 
 def _choose(
@@ -206,18 +201,26 @@ def _choose(
     """The index rows of a csa layer: its indexer's compressed keys, their scores, the best of them."""
     if cache.indexer is None or cache.indexer_compressor is None:
         raise ValueError("cache: got none for the indexer; a csa layer needs one (see init_cache)")
-    entries, state = _compress(params, config, "indexer", x, cache.indexer_compressor, step, implementation)
-    keys = indexer.write_indexer_cache(cache.indexer, entries.kv, _entry_slots(entries, step))
-    q = jnp.einsum("tr,rhd->thd", low, params["indexer_q_b_proj"]).astype(jnp.float32)
-    q = sparse_v4.apply_rope(q, step.positions, step.cos_sin)
+    held = cache.indexer, cache.indexer_compressor
+    keys, state = _compress(params, config, "indexer", x, held, step, implementation=implementation)
+    q = jnp.einsum("tr,rhd->thd", low, params["indexer_q_b_proj"])
     weights = x @ params["indexer_weights_proj"]
     if keys.dtype == jnp.uint8:
-        q, weights = indexer.indexer_quantize(q, weights)
+        cos, sin = sparse_v4.angles(step.positions, step.cos_sin)
+        offset = config.index_head_dim - config.rope_dim
+        q, weights = sparse.indexer_quantize(q, weights, cos, sin, rope_offset=offset, rope_layout="interleaved")
     else:
+        q = sparse_v4.apply_rope(q.astype(jnp.float32), step.positions, step.cos_sin)
         weights = indexer.fold_weights(weights, config.index_head_dim)
     visible = jnp.maximum(step.positions + 1, 0) // config.ratio
     logits = tsmla_jax.indexer_logits(q, weights, keys, step.token_tables, visible, implementation=implementation)
-    chosen = tsmla_jax.select_topk(logits, visible, min(config.index_topk, logits.shape[1]), order="position")
-    chosen = positions_to_slots(chosen, step.token_tables, step.compressed_page_size)
+    chosen, _ = tsmla_jax.select_topk(
+        logits,
+        visible,
+        min(config.index_topk, logits.shape[1]),
+        order="position",
+        block_tables=step.token_tables,
+        page_size=step.compressed_page_size,
+    )
     rows = sparse_v4.build_mixed_sparse_indices(step.window_slots, chosen)
     return rows, cache._replace(indexer=keys, indexer_compressor=state)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tsmla_jax.ops.compress_kv.windows import completed_entries, updated_state, window_rows
+from tsmla_jax.ops.transforms import without_derivative
 from tsmla_jax.sparse.blocks import over_token_blocks
 from tsmla_jax.sparse.numerics import tree_max, tree_sum
 from tsmla_kernels.contract.sparse import CompressSpec
@@ -53,6 +54,7 @@ def compress_kv(
         varying_with=(kv_score, ape, state[0], seq_lens, cu_seqlens_q),
         num_used=entry.total,
     )
+    pooled = without_derivative(pooled, entry.total, "compress_kv", "use implementation='reference'")
     new_state = updated_state(spec, kv_score, ape, state, state_slots, seq_lens, cu_seqlens_q)
     return (
         pooled,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from tsmla_jax.ops.inputs import describe_call
-from tsmla_jax.ops.operation import Implementation, Operation
+from tsmla_jax.ops.operation import Implementation, Operation, row_specs
 from tsmla_jax.sparse import checks
 from tsmla_kernels.contract import sparse as sparse_contract
 
@@ -21,9 +21,10 @@ def indexer_logits(
     q: Float[Array, "T Hi Di"],
     weights: Float[Array, "T Hi"],
     k_cache: Array,
-    block_tables: Int32[Array, "T M"],
-    seq_lens: Int32[Array, " T"],
+    block_tables: Int32[Array, "B M"],
+    seq_lens: Int32[Array, " B"],
     *,
+    cu_seqlens_q: Int32[Array, " B+1"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "T M*Z"]:
     """The indexer's score of every cached key for every query token.
@@ -34,30 +35,43 @@ def indexer_logits(
       q: [T, Hi, Di]; float8_e4m3fn with a packed cache (see indexer_quantize), any float with a plain one.
       weights: [T, Hi] float32, scales and constants folded in.
       k_cache: uint8 [P, Z, Di + 4] (see write_indexer_cache) or plain floats [P, Z, Di].
-      block_tables: [T, M] int32, one row a token (see expand_decode_metadata); entries past a row's last page are
-        never used.
-      seq_lens: [T] int32, keys token t sees; 0 is legal.
-      implementation: "xla" (blocks of keys), "reference", or None for the best that can run.
+      block_tables: [T, M] int32, one row a token (see expand_decode_metadata), or with cu_seqlens_q [B, M], one row a
+        request; entries past a row's last page are never used.
+      seq_lens: [T] int32, keys token t sees; or with cu_seqlens_q [B], keys of request b; 0 is legal.
+      cu_seqlens_q: [B + 1] int32, where each request's tokens begin in q, or None. Token i of a request's S sees key j
+        iff j < seq_len - (S - 1) + i, as in mla_decode; rows of no request see none. The kernel then reads a request's
+        keys once for several tokens.
+      implementation: "cute", "xla" (blocks of keys), "reference", or None for the best that can run; see `explain`.
 
     Returns:
-      [T, M * Z] float32, column s the key at position s of the token's sequence, -inf from seq_lens[t] on.
+      [T, M * Z] float32, column s the key at position s of the token's sequence, -inf from the first key on that token
+      t does not see.
 
     Raises:
       TypeError, ValueError: an argument is not legal; under TSMLA_CHECK=1 also a length past the table or a page out of
       range. NotImplementedError: the named implementation can't run this call.
     """
     spec = OPERATION.spec(
-        q=q, weights=weights, k_cache=k_cache, block_tables=block_tables, seq_lens=seq_lens
+        q=q, weights=weights, k_cache=k_cache, block_tables=block_tables, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q
     )
     chosen = OPERATION.select(spec, implementation)
-    seq_lens = checks.indexer_logits(spec, jnp.asarray(seq_lens), jnp.asarray(block_tables))
-    return chosen.run(*map(jnp.asarray, (q, weights, k_cache, block_tables)), seq_lens, spec=spec)
+    if cu_seqlens_q is not None:
+        cu_seqlens_q = jnp.asarray(cu_seqlens_q)
+    seq_lens = checks.indexer_logits(spec, jnp.asarray(seq_lens), jnp.asarray(block_tables), cu_seqlens_q)
+    weights = jnp.asarray(weights)
+    arrays = (jnp.asarray(q), weights, jnp.asarray(k_cache), jnp.asarray(block_tables), seq_lens, cu_seqlens_q)
+    logits: Array = chosen.call(arrays, lambda: row_specs(weights)[0], spec=spec)
+    return logits
 
 
 def _implementations() -> Mapping[str, Implementation]:
-    from tsmla_jax.ops.indexer_logits import reference, xla
+    from tsmla_jax.ops.indexer_logits import cute, reference, xla
 
-    return {"xla": Implementation(xla.indexer_logits), "reference": Implementation(reference.indexer_logits)}
+    return {
+        "cute": Implementation(cute.indexer_logits, cute.why_not, cute.why_not_by_default),
+        "xla": Implementation(xla.indexer_logits),
+        "reference": Implementation(reference.indexer_logits),
+    }
 
 
 OPERATION = Operation(

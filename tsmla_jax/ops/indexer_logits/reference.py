@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from tsmla_jax.ops.ragged import seen_keys
 from tsmla_jax.sparse.indexer import read_indexer_pages
 from tsmla_kernels.contract.sparse import IndexerLogitsSpec
 
@@ -15,10 +16,14 @@ def indexer_logits(
     k_cache: jax.Array,
     block_tables: jax.Array,
     seq_lens: jax.Array,
+    cu_seqlens_q: jax.Array | None = None,
     *,
     spec: IndexerLogitsSpec,
 ) -> jax.Array:
     """logits [T, M * Z] as the public indexer_logits documents them."""
+    if cu_seqlens_q is not None:
+        request, seq_lens = seen_keys(seq_lens, cu_seqlens_q, spec.num_tokens)
+        block_tables = block_tables[request]
     num_keys = spec.max_pages * spec.cache.page_size
     used = jnp.arange(num_keys) < seq_lens[:, None]
     keys, scales = read_indexer_pages(k_cache, jnp.clip(block_tables, 0, spec.cache.num_pages - 1), spec.cache)

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from tsmla_jax.ops.loops import carry
+from tsmla_jax.ops.ragged import seen_keys
+from tsmla_jax.ops.transforms import without_derivative
 from tsmla_jax.sparse.blocks import over_token_blocks
 from tsmla_jax.sparse.indexer import read_indexer_pages
 from tsmla_kernels.contract.sparse import IndexerLogitsSpec
@@ -27,6 +29,7 @@ def indexer_logits(
     k_cache: jax.Array,
     block_tables: jax.Array,
     seq_lens: jax.Array,
+    cu_seqlens_q: jax.Array | None = None,
     *,
     spec: IndexerLogitsSpec,
 ) -> jax.Array:
@@ -35,6 +38,9 @@ def indexer_logits(
     num_keys = spec.max_pages * page_size
     if spec.num_tokens == 0 or num_keys == 0:
         return jnp.full((spec.num_tokens, num_keys), -jnp.inf, jnp.float32)
+    if cu_seqlens_q is not None:
+        request, seq_lens = seen_keys(seq_lens, cu_seqlens_q, spec.num_tokens)
+        block_tables = block_tables[request]
     pages_per_block = min(max(1, BLOCK_KEYS // page_size), spec.max_pages)
     block_keys = pages_per_block * page_size
     # e4m3 and 16-bit products are exact in any fast matrix product.
@@ -70,4 +76,5 @@ def indexer_logits(
         block=max(1, BLOCK_BYTES // widest),
         varying_with=(k_cache,),
     )
-    return logits
+    found: jax.Array = without_derivative(logits, seq_lens, "indexer_logits", "use implementation='reference'")
+    return found

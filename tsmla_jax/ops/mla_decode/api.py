@@ -55,7 +55,8 @@ def mla_decode(
       max_q_len: static bound on the query tokens of one request; required with cu_seqlens_q. Rows past it give 0, -inf.
       causal: query i of S sees key j iff j < seq_len - (S - 1) + i; otherwise iff j < seq_len.
       q_scale, kv_scale: q holds query / q_scale and kv_cache holds kv / kv_scale (fp8 usually); None is 1. Float or
-        float32 scalar array; always operands of the compiled program, never constants kept from an earlier call.
+        float32 scalar array; always operands of the compiled program, never constants kept from an earlier call. Scales
+        are positive and finite; that is checked of numbers, and an array with another value gives rows without meaning.
       return_lse: also return the logsumexp of the scaled logits.
       batch_invariant: a request's rows are bitwise the same whatever else is in the batch.
       implementation: "cute", "xla", "reference", or None for the best that can run; see `explain`.
@@ -64,6 +65,11 @@ def mla_decode(
       out [B, S, H, L] (or [T, H, L]) in q's dtype, bfloat16 when q is fp8; with return_lse also lse [B, S, H] (or [T,
       H]), float32, natural logarithm. A row that sees no key gives out 0 and lse -inf. With fp8 q, "cute" on Hopper has
       its scores from fp8 tensor cores: lse is off by up to D / 32 * 2^-13 of the greatest score.
+
+    Slots behind seq_lens and unused entries of the table may hold anything. NaN or an infinity in the key of a new
+    token reaches the queries that see it; with "cute" also those of the same request that the causal mask hides it
+    from. Unsound lengths, pages and offsets (negative, decreasing, past their end) read nothing outside the arrays and
+    give rows without meaning, other ones in each implementation and front end; TSMLA_CHECK=1 raises instead.
 
     Derivatives: implementation="reference" can be differentiated; "xla" and "cute" raise NotImplementedError (train
     through mla_prefill). vmap, jit, eval_shape, jax.export and shard_map over heads or batch work with all of them;

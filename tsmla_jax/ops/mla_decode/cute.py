@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -117,7 +118,7 @@ def _transformable(call: _Call) -> Callable[..., Any]:
         partition=functools.partial(_partition, call.ragged),
         fold=functools.partial(_fold, call),
         shared=1,
-        unexpanded=1,  # a cache that all of vmap's calls share stays one
+        unexpanded=(1,),  # a cache that all of vmap's calls share stays one
         derivative=_refuse_derivative,
     )
 
@@ -157,24 +158,38 @@ def _on_one_device(
             *arrays, spec=spec, static_scales=static_scales, arch=call.arch, num_sms=call.num_sms
         )
     config = sm90_decode.decode_config(spec)
-    rows = spec.total_q_len * spec.num_heads
-    workspaces = sm90_decode.workspace_shapes(config, call.num_sms, spec.batch, spec.max_pages)
-    offsets = seq_lens if cu_seqlens_q is None else cu_seqlens_q  # the kernel has this operand in both cases
-    out, lse, *_ = kernel_call(
-        MLA_DECODE,
-        config,
-        (q.reshape(rows, spec.head_dim), kv_cache, block_tables, seq_lens, offsets, scales),
-        ((rows, call.latent_dim), (rows,), *(shape for shape, _ in workspaces.values())),
-        arch=call.arch,
-    )
-    out, lse = out.reshape(*q.shape[:-1], call.latent_dim), lse.reshape(q.shape[:-1])
-    if cu_seqlens_q is not None:
-        # The kernel walks requests: it doesn't write rows of none, and max_q_len is only its bound.
-        _, position, owned = row_owner(cu_seqlens_q, spec.total_q_len)
-        kept = owned & (position < spec.max_q_len)
-        out = jnp.where(kept[:, None, None], out, jnp.zeros((), out.dtype))
-        lse = jnp.where(kept[:, None], lse, -jnp.inf)
-    return out, lse
+
+    def launch(first: Any, stop: Any) -> Results:
+        """The rows of requests first to stop - 1. Those of a ragged call's other requests are not written."""
+        mine = slice(first, stop)
+        rows_of = q if call.ragged else q[mine]
+        rows = math.prod(rows_of.shape[:-1])
+        workspaces = sm90_decode.workspace_shapes(config, call.num_sms, stop - first, spec.max_pages)
+        # The kernel has the operand of offsets in both cases.
+        offsets = seq_lens[mine] if cu_seqlens_q is None else cu_seqlens_q[first : stop + 1]
+        out, lse, *_ = kernel_call(
+            MLA_DECODE,
+            config,
+            (rows_of.reshape(rows, spec.head_dim), kv_cache, block_tables[mine], seq_lens[mine], offsets, scales),
+            ((rows, call.latent_dim), (rows,), *(shape for shape, _ in workspaces.values())),
+            arch=call.arch,
+        )
+        return out.reshape(*rows_of.shape[:-1], call.latent_dim), lse.reshape(rows_of.shape[:-1])
+
+    parts = sm90_decode.launches(config, spec.batch, spec.max_pages)
+    results = [launch(first, stop) for first, stop in parts]
+    if cu_seqlens_q is None:
+        outs, lses = zip(*results, strict=True)
+        return results[0] if len(parts) == 1 else (jnp.concatenate(outs), jnp.concatenate(lses))
+    # The kernel walks requests: it doesn't write rows of none, and max_q_len is only its bound.
+    request, position, owned = row_owner(cu_seqlens_q, spec.total_q_len)
+    kept = owned & (position < spec.max_q_len)
+    out, lse = results[0]
+    for (first, _), (later_out, later_lse) in zip(parts[1:], results[1:], strict=True):
+        later = request >= first
+        out, lse = jnp.where(later[:, None, None], later_out, out), jnp.where(later[:, None], later_lse, lse)
+    out = jnp.where(kept[:, None, None], out, jnp.zeros((), out.dtype))
+    return out, jnp.where(kept[:, None], lse, -jnp.inf)
 
 
 def _fold(

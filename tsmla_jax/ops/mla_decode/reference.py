@@ -36,8 +36,14 @@ def mla_decode(
     pages = jnp.where(page_used, jnp.clip(block_tables, 0, spec.num_pages - 1), 0)
     kv = kv_cache[pages].reshape(spec.batch, num_keys, spec.head_dim).astype(dtype) * as_scale(scales.k, dtype)
     kv = jnp.where(used[..., None], kv, 0)  # an unused slot may hold NaN, and 0 * NaN is NaN
+    # A new token's key may hold NaN too, and must not reach the queries that don't see it, nor their derivatives: its
+    # score is NaN, which its queries' softmax hands on, and its numbers enter no product.
+    is_nan = jnp.isnan(kv)
+    values = jnp.where(jnp.isfinite(kv), kv, 0)[..., : spec.latent_dim]
+    kv = jnp.where(is_nan, 0, kv)
 
     scores = jnp.einsum("bshd,bkd->bshk", q, kv, precision="highest") * as_scale(scales.softmax, dtype)
+    scores = jnp.where(is_nan.any(-1)[:, None, None], jnp.nan, scores)
     visible = used[:, None, :]
     if spec.causal:
         query = jnp.arange(spec.max_q_len)[None, :]
@@ -50,7 +56,7 @@ def mla_decode(
     maximum = jax.lax.stop_gradient(jnp.where(any_visible, scores.max(-1), 0))
     weights = jnp.exp(scores - maximum[..., None])
     total = weights.sum(-1)
-    out = jnp.einsum("bshk,bkl->bshl", weights, kv[..., : spec.latent_dim], precision="highest")
+    out = jnp.einsum("bshk,bkl->bshl", weights, values, precision="highest")
     out = out / jnp.where(any_visible, total, 1)[..., None]
     lse = jnp.where(any_visible, maximum + jnp.log(jnp.where(any_visible, total, 1)), -jnp.inf)
 

@@ -123,9 +123,11 @@ def _attend_one(
         kv = jnp.where((position < seq_len)[:, None], kv, 0)  # an unused slot may hold NaN, and 0 * NaN is NaN
         scores = lax.dot_general(query, kv, (((1,), (1,)), ((), ())), precision=precision) * logit_scale
         scores = jnp.where(position < end[:, None], scores, -jnp.inf)
-        return online_softmax.update(
-            state, scores, lambda weights: lax.dot(weights, kv[:, :latent_dim], precision=precision)
-        )
+        values = kv[:, :latent_dim]
+        if spec.causal and q.shape[0] > 1:
+            # Some queries see a key that others don't. NaN in it is in the scores of those that do.
+            values = jnp.where(jnp.isfinite(values), values, 0)
+        return online_softmax.update(state, scores, lambda weights: lax.dot(weights, values, precision=precision))
 
     operands = (q, kv_cache, table, seq_len, q_len, num_blocks, logit_scale)
     state = lax.fori_loop(0, num_blocks, step, online_softmax.start((rows,), latent_dim, dtype, *operands))

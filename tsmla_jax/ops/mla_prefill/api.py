@@ -60,7 +60,8 @@ def mla_prefill(
 
     Returns:
       out [Tq, H, V] in q's dtype, bfloat16 when q is fp8; with return_lse also lse [Tq, H], float32, natural logarithm.
-      A row that sees no key gives out 0 and lse -inf.
+      A row that sees no key gives out 0 and lse -inf. Legal scales, and what unsound offsets do without TSMLA_CHECK,
+      are as `mla_decode` says.
 
     Derivatives: reverse mode in q, k, v and the scales, in memory linear in Tq + Tk (from the saved lse, as
     FlashAttention's backward). "cute" has a kernel for the gradient on Hopper, for float16 and bfloat16 with K 192 and

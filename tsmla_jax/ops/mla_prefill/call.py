@@ -21,6 +21,9 @@ Saved = tuple[tuple[jax.Array, ...], Results]
 Cotangents = tuple[jax.Array | None, ...]
 """The cotangents of a call's operands; None for the offsets."""
 
+SEVERAL_TIMES = "implementation='reference' can be differentiated several times"
+"""What to do where the gradient's own derivative is refused."""
+
 
 @dataclass(frozen=True)
 class Call:
@@ -70,6 +73,4 @@ def static_part(spec: PrefillSpec, scales: jax.Array | np.ndarray) -> Call:
 
 def refuse_second_derivative(*_: jax.Array) -> NoReturn:
     """The derivative of the kernels themselves, which only a derivative of their gradient asks for."""
-    raise contract.not_differentiable(
-        "the gradient of mla_prefill", "implementation='reference' can be differentiated several times"
-    )
+    raise contract.not_differentiable("the gradient of mla_prefill", SEVERAL_TIMES)

@@ -7,12 +7,13 @@ are the same for all heads. The Hopper kernel reads both where they lie; elsewhe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
 from tsmla_jax.ops import checks
-from tsmla_jax.ops.inputs import Scale, Scales, attention_of_no_keys, describe, describe_call
+from tsmla_jax.ops.inputs import Scale, Scales, attention_of_no_keys, describe_call
 from tsmla_jax.ops.operation import Implementation, Operation, row_specs
 from tsmla_kernels import contract
 
@@ -77,37 +78,6 @@ def mla_prefill_kv(
     return (out, lse) if return_lse else out
 
 
-def _spec(*, q: Any, kv: Any, k_rope: Any, **arguments: Any) -> contract.PrefillSpec:
-    """The spec of the call of mla_prefill on k and v; ValueError names the argument that isn't legal."""
-    described = {name: describe(name, x) for name, x in (("q", q), ("kv", kv), ("k_rope", k_rope))}
-    for name, rank, legal in (("q", 3, "[Tq, H, K]"), ("kv", 3, "[Tk, H, K - R + V]"), ("k_rope", 2, "[Tk, R]")):
-        if len(described[name].shape) != rank:
-            raise ValueError(f"{name}: got shape {list(described[name].shape)}; legal: {legal}")
-    (_, heads, k_dim), (rows, kv_heads, width), (rope_rows, rope_dim) = (x.shape for x in described.values())
-    if rope_rows != rows:
-        raise ValueError(f"k_rope: got shape {[rope_rows, rope_dim]}; its Tk must equal kv's, {rows}")
-    if not 1 <= rope_dim < k_dim:
-        raise ValueError(
-            f"k_rope: got shape {[rope_rows, rope_dim]}; its R must be between 1 and q's K - 1 = {k_dim - 1}"
-        )
-    if width <= k_dim - rope_dim:
-        raise ValueError(
-            f"kv: got shape {[rows, kv_heads, width]}; its last axis must be wider than K - R = {k_dim - rope_dim},"
-            " the columns of the keys"
-        )
-    if kv_heads != heads:
-        raise ValueError(f"kv: got shape {[rows, kv_heads, width]}; its H must equal q's, {heads}")
-    for name in ("kv", "k_rope"):
-        if described[name].dtype != described["q"].dtype:
-            raise ValueError(
-                f"{name}: got dtype {described[name].dtype}; q, kv and k_rope must have one dtype, and q has"
-                f" {described['q'].dtype}"
-            )
-    k = contract.Array((rows, heads, k_dim), described["kv"].dtype)
-    v = contract.Array((rows, heads, width - (k_dim - rope_dim)), described["kv"].dtype)
-    return describe_call(contract.prefill_spec, q=q, k=k, v=v, **arguments)
-
-
 def _implementations() -> Mapping[str, Implementation]:
     from tsmla_jax.ops import device
     from tsmla_jax.ops.mla_prefill import cute as prefill
@@ -120,4 +90,4 @@ def _implementations() -> Mapping[str, Implementation]:
     }
 
 
-OPERATION = Operation(mla_prefill_kv, _spec, _implementations)
+OPERATION = Operation(mla_prefill_kv, partial(describe_call, contract.prefill_kv_spec), _implementations)

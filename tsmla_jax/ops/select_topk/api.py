@@ -1,13 +1,14 @@
-"""select_topk: the positions of the largest logits of each row, exact."""
+"""select_topk: the positions or slots of the largest logits of each row, exact."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 import jax.numpy as jnp
 
+from tsmla_jax.ops import device
 from tsmla_jax.ops.inputs import describe_call
 from tsmla_jax.ops.operation import Implementation, Operation, row_specs
 from tsmla_jax.sparse import checks
@@ -17,44 +18,100 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
 
 
+@overload
+def select_topk(
+    logits: Float[Array, "T N"],
+    seq_lens: Int32[Array, " T"],
+    k: int,
+    *,
+    order: str = ...,
+    row_starts: Int32[Array, " T"] | None = ...,
+    block_tables: None = ...,
+    page_size: None = ...,
+    implementation: str | None = ...,
+) -> Int32[Array, "T k"]: ...
+
+
+@overload
+def select_topk(
+    logits: Float[Array, "T N"],
+    seq_lens: Int32[Array, " T"],
+    k: int,
+    *,
+    order: str = ...,
+    row_starts: Int32[Array, " T"] | None = ...,
+    block_tables: Int32[Array, "T M"],
+    page_size: int,
+    implementation: str | None = ...,
+) -> tuple[Int32[Array, "T k"], Int32[Array, " T"]]: ...
+
+
 def select_topk(
     logits: Float[Array, "T N"],
     seq_lens: Int32[Array, " T"],
     k: int,
     *,
     order: str = "value",
+    row_starts: Int32[Array, " T"] | None = None,
+    block_tables: Int32[Array, "T M"] | None = None,
+    page_size: int | None = None,
     implementation: str | None = None,
-) -> Int32[Array, "T k"]:
-    """The positions of the k largest of the first seq_lens[t] logits of each row, exact.
+) -> Int32[Array, "T k"] | tuple[Int32[Array, "T k"], Int32[Array, " T"]]:
+    """The positions of the k largest of seq_lens[t] logits of each row, exact; or their slots in a cache.
 
     Args:
-      logits: [T, N]; columns from seq_lens[t] on are never looked at, whatever they hold.
+      logits: [T, N]; columns outside of a row's are never looked at, whatever they hold.
       seq_lens: [T] int32, 0 to N.
       k: static, at least 1 (2048 in V3.2).
       order: of the positions in a row: "value", the largest logit first, or "position", ascending, which is faster on
         Hopper. Both orders hold the same positions.
+      row_starts: [T] int32, the column where each row begins: of ragged prefill, whose logits are over the keys of all
+        requests. Positions count from there. None is column 0 for all.
+      block_tables: [T, M] int32, the pages of each row's keys: slots are returned in the place of positions.
+      page_size: Z of the block tables, static: position p is slot block_tables[t, p // Z] * Z + p % Z.
       implementation: "cute", "xla", "reference", or None for the best that can run; see `explain`.
 
     Returns:
       [T, k] int32. Of equal logits (0.0 and -0.0 are equal) the one at the lower position is the larger, and NaN is
-      below every number. -1 after the min(k, seq_lens[t]) positions of a row.
+      below every number. -1 after the min(k, seq_lens[t]) positions of a row. With block_tables: the slots in the order
+      of the positions, -1 for a position past the table; and [T] int32, min(k, seq_lens[t]).
 
     Raises:
-      TypeError, ValueError: an argument is not legal; under TSMLA_CHECK=1 also a length outside of 0 to N;
+      TypeError, ValueError: an argument is not legal; under TSMLA_CHECK=1 also a length outside of 0 to N, or a row
+        that ends past N;
       NotImplementedError: the named implementation can't run this call.
     """
-    spec = OPERATION.spec(logits=logits, seq_lens=seq_lens, k=k, order=order)
+    spec = OPERATION.spec(
+        logits=logits,
+        seq_lens=seq_lens,
+        k=k,
+        order=order,
+        row_starts=row_starts,
+        block_tables=block_tables,
+        page_size=page_size,
+    )
     chosen = OPERATION.select(spec, implementation)
-    logits, seq_lens = jnp.asarray(logits), checks.topk_lens(jnp.asarray(seq_lens), spec.num_columns)
-    positions: Array = chosen.call((logits, seq_lens), lambda: row_specs(logits)[0], spec=spec)
-    return positions
+    logits, seq_lens = jnp.asarray(logits), jnp.asarray(seq_lens)
+    arrays = [logits]
+    if row_starts is None:
+        arrays.append(checks.topk_lens(seq_lens, spec.num_columns))
+    else:
+        row_starts = jnp.asarray(row_starts)
+        arrays += [checks.topk_rows(seq_lens, row_starts, spec.num_columns), row_starts]
+    if block_tables is not None:
+        arrays.append(jnp.asarray(block_tables))
+    whole, each = row_specs(logits)
+    results: Array | tuple[Array, Array] = chosen.call(
+        arrays, lambda: (whole, each) if spec.page_size else whole, spec=spec
+    )
+    return results
 
 
 def _implementations() -> Mapping[str, Implementation]:
     from tsmla_jax.ops.select_topk import cute, reference, xla
 
     return {
-        "cute": Implementation(cute.select_topk, cute.why_not, cute.why_not_by_default),
+        "cute": Implementation(cute.select_topk, cute.why_not, device.why_not_by_default),
         "xla": Implementation(xla.select_topk),
         "reference": Implementation(reference.select_topk),
     }

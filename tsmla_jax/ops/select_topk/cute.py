@@ -3,6 +3,7 @@ into them."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from tsmla_jax.ops import device, transforms
 from tsmla_jax.ops.kernel_call import kernel_call
+from tsmla_jax.ops.select_topk.reference import Results, results_of, rows_of
 from tsmla_kernels.catalog import SELECT_TOPK
 from tsmla_kernels.contract.sparse import TopKSpec
 from tsmla_kernels.sm90.indexer.config import topk_config, topk_reasons
@@ -24,38 +26,46 @@ def why_not(spec: TopKSpec) -> list[str]:
     return device.why_not(SELECT_TOPK) + topk_reasons(spec)
 
 
-def why_not_by_default() -> list[str]:
-    """The reasons why implementation=None must not pick the kernel."""
-    untested = 'the kernel is untested inside jax on a GPU; pass implementation="cute" to use it anyway'
-    return [*device.why_not_by_default(), untested]
-
-
-def select_topk(logits: jax.Array, seq_lens: jax.Array, *, spec: TopKSpec) -> jax.Array:
-    """positions [T, k] as the public select_topk documents them. Positions have no derivative, as in XLA."""
-    if 0 in logits.shape:
-        return jnp.full((logits.shape[0], spec.k), -1, jnp.int32)
-    run = _transformable(spec.k, spec.order, device.arch_for(SELECT_TOPK))
-    positions: jax.Array = run(lax.stop_gradient(logits), seq_lens)
-    return positions
+def select_topk(logits: jax.Array, seq_lens: jax.Array, *others: jax.Array, spec: TopKSpec) -> Results:
+    """What the public select_topk documents. Positions have no derivative, as in XLA."""
+    if 0 in logits.shape or (spec.page_size and 0 in others[-1].shape):
+        nothing = jnp.full((logits.shape[0], spec.k), -1, jnp.int32)
+        return results_of(spec, rows_of(spec, seq_lens, *others), nothing)
+    run = _transformable(dataclasses.replace(spec, num_tokens=0, num_columns=0), device.arch_for(SELECT_TOPK))
+    results: Results = run(lax.stop_gradient(logits), seq_lens, *others)
+    return results
 
 
 @functools.cache
-def _transformable(k: int, order: str, arch: str) -> Callable[..., Any]:
-    """The call as a function (logits, seq_lens) -> positions [T, k]."""
+def _transformable(spec: TopKSpec, arch: str) -> Callable[..., Any]:
+    """The call as a function (logits, seq_lens[, row_starts][, block_tables]) -> positions [T, k], or slots [T, k] and
+    counts [T]; of rows and columns of any number, whatever the spec's are."""
 
-    def on_device(logits: jax.Array, seq_lens: jax.Array) -> jax.Array:
+    def on_device(logits: jax.Array, *others: jax.Array) -> Results:
         rows, columns = logits.shape
-        config = topk_config(TopKSpec(rows, columns, k, order))  # the rows of this device decide
-        return kernel_call(SELECT_TOPK, config, (logits, seq_lens), ((rows, k),), arch=arch)[0]
+        # The rows of this device decide.
+        config = topk_config(dataclasses.replace(spec, num_tokens=rows, num_columns=columns))
+        shapes = ((rows, spec.k), (rows,)) if spec.page_size else ((rows, spec.k),)
+        results = kernel_call(SELECT_TOPK, config, (logits, *others), shapes, arch=arch)
+        return (results[0], results[1]) if spec.page_size else results[0]
 
-    def fold(run: Callable[..., Any], axis_size: int, logits: jax.Array, seq_lens: jax.Array) -> jax.Array:
-        positions: jax.Array = run(*map(transforms.fold_rows, (logits, seq_lens)))
-        return positions.reshape(axis_size, -1, k)
+    def fold(run: Callable[..., Any], axis_size: int, *arrays: jax.Array) -> Results:
+        results = run(*map(transforms.fold_rows, arrays))
+        apart: Results = jax.tree.map(lambda x: x.reshape(axis_size, -1, *x.shape[1:]), results)
+        return apart
 
-    return transforms.transformable(on_device, rule="t n, t -> t k", fixed=("n", "k"), partition=_partition, fold=fold)
+    starts, tables = ", t" if spec.row_starts else "", ", t m" if spec.page_size else ""
+    return transforms.transformable(
+        on_device,
+        rule=f"t n, t{starts}{tables} -> t k" + (", t" if spec.page_size else ""),
+        fixed=("n", "k", "m") if spec.page_size else ("n", "k"),
+        partition=functools.partial(_partition, bool(spec.page_size)),
+        fold=fold,
+    )
 
 
-def _partition(shapes: Sequence[Any]) -> transforms.Partition:
+def _partition(has_slots: bool, shapes: Sequence[Any]) -> transforms.Partition:
     """Rows as those of the logits, columns whole."""
     rows = transforms.named_axes(shapes[0])[0]
-    return (P(rows, None), P(rows)), P(rows, None)
+    operands = tuple(P(rows, *(None,) * (len(shape.shape) - 1)) for shape in shapes)
+    return operands, (P(rows, None), P(rows)) if has_slots else P(rows, None)

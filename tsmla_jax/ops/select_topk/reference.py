@@ -2,23 +2,61 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
 from tsmla_kernels.contract.sparse import TopKSpec
 
+Results = jax.Array | tuple[jax.Array, jax.Array]
+"""Positions; or slots and counts."""
 
-def select_topk(logits: jax.Array, seq_lens: jax.Array, *, spec: TopKSpec) -> jax.Array:
-    """positions [T, k] as the public select_topk documents them."""
+
+class Rows(NamedTuple):
+    """Which columns are a row's: lengths [T] inside the array, first columns [T], and block tables [T, M] or None."""
+
+    lens: jax.Array
+    starts: jax.Array
+    block_tables: jax.Array | None
+
+
+def rows_of(spec: TopKSpec, seq_lens: jax.Array, *others: jax.Array) -> Rows:
+    """The rows of a call; `others` are row_starts and block_tables, where there are any."""
+    starts = jnp.zeros_like(seq_lens)
+    if spec.row_starts:
+        starts = jnp.clip(others[0], 0, spec.num_columns)
+    lens = jnp.clip(seq_lens, 0, spec.num_columns - starts)
+    return Rows(lens, starts, others[-1] if spec.page_size else None)
+
+
+def select_topk(logits: jax.Array, seq_lens: jax.Array, *others: jax.Array, spec: TopKSpec) -> Results:
+    """What the public select_topk documents."""
     num_keys, k = logits.shape[1], spec.k
-    in_row = jnp.arange(num_keys) < seq_lens[:, None]
+    rows = rows_of(spec, seq_lens, *others)
+    column = jnp.arange(num_keys) - rows.starts[:, None]
+    in_row = (column >= 0) & (column < rows.lens[:, None])
     nan = jnp.isnan(logits)
     value = jnp.where(in_row & ~nan, logits, -jnp.inf)
-    # The last key of lexsort decides first; NaN goes behind -inf, what is past the row's length behind everything.
+    # The last key of lexsort decides first; NaN goes behind -inf, what is not the row's behind everything.
     order = jnp.lexsort((-value, nan, ~in_row), axis=-1).astype(jnp.int32)
-    order = jnp.pad(order[:, :k], ((0, 0), (0, max(0, k - num_keys))))
-    positions = jnp.where(jnp.arange(k) < seq_lens[:, None], order, -1)
-    return ascending(positions) if spec.order == "position" else positions
+    order = jnp.pad(order[:, :k], ((0, 0), (0, max(0, k - num_keys)))) - rows.starts[:, None]
+    positions = jnp.where(jnp.arange(k) < rows.lens[:, None], order, -1)
+    return results_of(spec, rows, ascending(positions) if spec.order == "position" else positions)
+
+
+def results_of(spec: TopKSpec, rows: Rows, positions: jax.Array) -> Results:
+    """The positions, or their slots through the block tables and the counts of selected ones."""
+    if rows.block_tables is None:
+        return positions
+    counts = jnp.minimum(rows.lens, spec.k)
+    width = rows.block_tables.shape[1]
+    if width == 0:
+        return jnp.full_like(positions, -1), counts
+    page = positions // spec.page_size
+    pages = jnp.take_along_axis(rows.block_tables, jnp.clip(page, 0, width - 1), axis=1)
+    inside = (positions >= 0) & (page < width)
+    return jnp.where(inside, pages * spec.page_size + positions % spec.page_size, -1), counts
 
 
 def ascending(positions: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tsmla_jax.ops.select_topk.reference import ascending
+from tsmla_jax.ops.select_topk.reference import Results, ascending, results_of, rows_of
 from tsmla_jax.sparse.blocks import over_token_blocks
 from tsmla_kernels.contract.sparse import TopKSpec
 
@@ -14,14 +14,19 @@ BLOCK_BYTES = 4 << 20
 """Bound on the block of logits that is sorted at a time; the sort's own workspace is a small multiple of it."""
 
 
-def select_topk(logits: jax.Array, seq_lens: jax.Array, *, spec: TopKSpec) -> jax.Array:
-    """positions [T, k] as the public select_topk documents them."""
+def select_topk(logits: jax.Array, seq_lens: jax.Array, *others: jax.Array, spec: TopKSpec) -> Results:
+    """What the public select_topk documents."""
     (num_tokens, num_keys), k = logits.shape, spec.k
+    rows = rows_of(spec, seq_lens, *others)
     if num_keys == 0 or num_tokens == 0:
-        return jnp.full((num_tokens, k), -1, jnp.int32)
+        return results_of(spec, rows, jnp.full((num_tokens, k), -1, jnp.int32))
 
-    def block(logits: jax.Array, lens: jax.Array) -> tuple[jax.Array]:
-        in_row = jnp.arange(num_keys, dtype=jnp.int32) < lens[:, None]
+    def block(logits: jax.Array, lens: jax.Array, starts: jax.Array) -> tuple[jax.Array]:
+        column = jnp.arange(num_keys, dtype=jnp.int32)
+        in_row = column < lens[:, None]
+        if spec.row_starts:
+            column = column - starts[:, None]
+            in_row = (column >= 0) & (column < lens[:, None])
         nan = in_row & jnp.isnan(logits)
         value = jnp.where(in_row & ~nan, logits, -jnp.inf)
         # XLA orders -0.0 below 0.0, and a sum of relus times negative weights is -0.0 as often as not.
@@ -31,15 +36,17 @@ def select_topk(logits: jax.Array, seq_lens: jax.Array, *, spec: TopKSpec) -> ja
             return jnp.lexsort((-value, nan, ~in_row), axis=-1).astype(jnp.int32)[:, : min(k, num_keys)]
 
         # Ties go to the lower index, so a -inf inside the row comes before those past its end, but not before NaN.
-        order = lax.cond(nan.any(), sort_all, lambda: lax.top_k(value, min(k, num_keys))[1])
-        order = jnp.pad(order, ((0, 0), (0, max(0, k - num_keys))))
+        # With starts there may also be -inf before the row, at lower positions than those inside.
+        unusual = nan.any() | (in_row & jnp.isneginf(value)).any() if spec.row_starts else nan.any()
+        order = lax.cond(unusual, sort_all, lambda: lax.top_k(value, min(k, num_keys))[1])
+        order = jnp.pad(order, ((0, 0), (0, max(0, k - num_keys)))) - starts[:, None]
         positions = jnp.where(jnp.arange(k, dtype=jnp.int32) < lens[:, None], order, -1)
         return (ascending(positions) if spec.order == "position" else positions,)
 
     (positions,) = over_token_blocks(
         block,
-        (logits, seq_lens),
+        (logits, rows.lens, rows.starts),
         (jax.ShapeDtypeStruct((num_tokens, k), jnp.int32),),
         block=max(1, BLOCK_BYTES // (num_keys * logits.dtype.itemsize)),
     )
-    return positions
+    return results_of(spec, rows, positions)

@@ -1,1 +1,1 @@
-"""The operation sparse_mla: api, reference and xla."""
+"""The operation sparse_mla: api, reference, xla and cute."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from tsmla_jax.ops.inputs import Scale, Scales, describe_call
-from tsmla_jax.ops.operation import Implementation, Operation
+from tsmla_jax.ops.operation import Implementation, Operation, row_specs
 from tsmla_jax.sparse import checks
 from tsmla_kernels import contract
 from tsmla_kernels.contract import sparse as sparse_contract
@@ -36,11 +36,12 @@ def sparse_mla(
     kv_scale: Scale | None = None,
     compressed_kv_scale: Scale | None = None,
     return_lse: bool = False,
+    batch_invariant: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "T H L"] | tuple[Float[Array, "T H L"], Float[Array, "T H"]]:
     """Attention of each query token over the cache slots selected for it; one key head, values are the keys' latent.
 
-    out = softmax(softmax_scale * q . kv[indices]) kv[indices][:, :L], over the valid indices of the row.
+    out = softmax(softmax_scale * q . kv[indices]) kv[indices, :L], over the valid indices of the row.
 
     Axes: T query tokens, H query heads (any number), D key width, L latent width, K selected slots a token, P pages,
     Z tokens a page. DeepSeek-V3.2 has D = 576, L = 512 and softmax_scale 192^-0.5 (times yarn's); V4 has D = L = 512.
@@ -64,13 +65,18 @@ def sparse_mla(
       q_scale, kv_scale, compressed_kv_scale: q holds query / q_scale and the caches kv / scale; None is 1. Packed rows
         bring their own scales and take no other.
       return_lse: also return the logsumexp of the scaled logits, without the sink.
-      implementation: "xla" (blocks of tokens and of slots), "reference", or None for the best that can run.
+      batch_invariant: a token's rows are bitwise the same whatever other tokens are in the call.
+      implementation: "cute", "xla" (blocks of tokens and of slots), "reference", or None for the best that can run; see
+        `explain`. "cute" on Hopper takes bf16 and f16 queries over V3.2 rows, V4 pages and plain rows of
+        float8_e4m3fn, bf16 and f16.
 
     Returns:
       out [T, H, L] in q's dtype, bfloat16 when q is fp8; with return_lse also lse [T, H], float32, natural logarithm.
       A row of no valid index gives out 0 and lse -inf. NaN in a slot that isn't selected never reaches a result.
 
-    vmap, jit and shard_map over heads or tokens work with both implementations.
+    Derivatives: implementation="reference" can be differentiated; "xla" and "cute" raise NotImplementedError. vmap,
+    jit, jax.export and shard_map over heads or tokens work with all of them; "cute" is also partitioned automatically
+    over heads and tokens, without moving a cache, and to be exported needs disabled_checks=export_disabled_checks().
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
@@ -96,14 +102,17 @@ def sparse_mla(
         kv_scale=kv_scale,
         compressed_kv_scale=compressed_kv_scale,
         return_lse=return_lse,
+        batch_invariant=batch_invariant,
     )
     chosen = OPERATION.select(spec, implementation)
+    q = jnp.asarray(q)
     lengths, sinks = (None if x is None else jnp.asarray(x) for x in (lengths, sinks))
     indices = checks.sparse_mla(spec, jnp.asarray(indices), lengths)
     given = (kv_cache,) if compressed_kv_cache is None else (kv_cache, compressed_kv_cache)
     caches, kv_scales = tuple(map(jnp.asarray, given)), (kv_scale, compressed_kv_scale)[: len(given)]
     scales = Scales(softmax_scale, q_scale)
-    out, lse = chosen.run(jnp.asarray(q), caches, indices, lengths, sinks, scales, kv_scales, spec=spec)
+    arrays = (q, caches, indices, lengths, sinks, scales, kv_scales)
+    out, lse = chosen.call(arrays, lambda: row_specs(q), spec=spec)
     return (out, lse) if return_lse else out
 
 
@@ -113,9 +122,14 @@ def _spec(*, return_lse: bool = False, **arguments: Any) -> sparse_contract.Spar
 
 
 def _implementations() -> Mapping[str, Implementation]:
-    from tsmla_jax.ops.sparse_mla import reference, xla
+    from tsmla_jax.ops import device
+    from tsmla_jax.ops.sparse_mla import cute, reference, xla
 
-    return {"xla": Implementation(xla.sparse_mla), "reference": Implementation(reference.sparse_mla)}
+    return {
+        "cute": Implementation(cute.sparse_mla, cute.why_not, device.why_not_by_default),
+        "xla": Implementation(xla.sparse_mla),
+        "reference": Implementation(reference.sparse_mla),
+    }
 
 
 OPERATION = Operation(sparse_mla, _spec, _implementations)

@@ -70,6 +70,7 @@ def _sparse_mla(
     def block(q: jax.Array, indices: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
         return _attend(spec, q, indices, lengths, caches, sinks, logit_scale, kv_scales)
 
+    tokens = max(1, BLOCK_BYTES // widest)
     out, lse = over_token_blocks(
         block,
         (q, indices, lengths),
@@ -77,7 +78,8 @@ def _sparse_mla(
             jax.ShapeDtypeStruct((*rows, spec.latent_dim), jnp.dtype(spec.out_dtype)),
             jax.ShapeDtypeStruct(rows, jnp.dtype(spec.lse_dtype)),
         ),
-        block=max(1, BLOCK_BYTES // widest),
+        # One token at a time: neither its block count nor the shape of its products depends on the others.
+        block=1 if spec.batch_invariant else tokens,
         varying_with=(*caches, sinks, logit_scale, *kv_scales),
     )
     return out, lse

@@ -27,7 +27,7 @@ def write_kv_cache(
     """The new cache, as the public write_kv_cache documents it."""
     arguments = _rows_and_places(latent, k_rope, slot_mapping, spec, kv_scale)
     kv_cache = carry(kv_cache, arguments[0], slot_mapping)
-    return lax.platform_dependent(kv_cache, *arguments, cpu=_slice_by_slice, default=_scatter)
+    return _place(kv_cache, *arguments)
 
 
 def by_scatter(
@@ -61,6 +61,17 @@ def _scatter(kv_cache: jax.Array, rows: jax.Array, page: jax.Array, offset: jax.
     return kv_cache.at[jnp.where(legal, page, kv_cache.shape[0]), offset].set(rows, mode="drop")
 
 
+@jax.custom_jvp
+def _place(kv_cache: jax.Array, rows: jax.Array, page: jax.Array, offset: jax.Array, legal: jax.Array) -> jax.Array:
+    """The rows with a legal slot, in place. The derivative is that of a scatter: the loop has none in reverse mode."""
+    return lax.platform_dependent(kv_cache, rows, page, offset, legal, cpu=_slice_by_slice, default=_scatter)
+
+
+@_place.defjvp
+def _place_jvp(primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    return _place(*primals), jax.jvp(_scatter, primals, tangents)[1]
+
+
 def _slice_by_slice(
     kv_cache: jax.Array, rows: jax.Array, page: jax.Array, offset: jax.Array, legal: jax.Array
 ) -> jax.Array:
@@ -69,6 +80,7 @@ def _slice_by_slice(
 
     def write(i: jax.Array, cache: jax.Array) -> jax.Array:
         token = order[i]
-        return lax.dynamic_update_slice(cache, rows[token][None, None], (page[token], offset[token], 0))
+        where = (page[token], offset[token], jnp.zeros((), page.dtype))  # of one dtype, under jax_enable_x64 too
+        return lax.dynamic_update_slice(cache, rows[token][None, None], where)
 
     return lax.fori_loop(0, legal.sum(dtype=jnp.int32), write, kv_cache)

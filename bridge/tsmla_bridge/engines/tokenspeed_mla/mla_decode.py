@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tsmla_bridge import blackwell, operators
+from tsmla_bridge.engines.context_parallel import held_keys
 from tsmla_bridge.ops import merge, mla_decode
 from tsmla_bridge.ops.plans import DecodeInputs, DecodeOptions, plan_for, plan_of_latest
 from tsmla_bridge.runtime import tensors
@@ -229,18 +230,10 @@ def _visible(
     all_keys = keys if causal_seqs is None or world == 1 else causal_seqs.to(torch.int32)[:, None]
     token = torch.arange(q_len, dtype=torch.int32, device=seq_lens.device)
     last = all_keys - (q_len - 1) + token if causal else all_keys + 0 * token
-    stops = torch.minimum(_held(last, *ranks), keys)
+    stops = torch.minimum(held_keys(last, *ranks), keys)
     if window_left < 0:
         return None, stops
-    return _held(all_keys - q_len - window_left + token, *ranks), stops
-
-
-def _held(count: torch.Tensor, world: int, rank: int, interleave: int) -> torch.Tensor:
-    """How many of the first `count` keys of a request the rank holds."""
-    count = count.clamp(min=0)
-    rounds = count.div(world * interleave, rounding_mode="floor")
-    rest = count - rounds * (world * interleave)
-    return rounds * interleave + (rest - rank * interleave).clamp(0, interleave)
+    return held_keys(all_keys - q_len - window_left + token, *ranks), stops
 
 
 def _check_sizes(

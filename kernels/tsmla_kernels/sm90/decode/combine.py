@@ -9,9 +9,10 @@ import cutlass.cute as cute
 import cutlass.utils as utils
 from cutlass import Float32, Int32, Int64, const_expr
 
-from tsmla_kernels.sm90.constants import LN_2, LOWEST
+from tsmla_kernels.sm90.constants import LN_2, LOG2_E, LOWEST
 from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
 from tsmla_kernels.sm90.decode.memory import Busy, CombineBarrier, SplitEntry
+from tsmla_kernels.sm90.decode.softmax import share_beside_sink
 from tsmla_kernels.sm90.warp import DTYPES, divide, element, kept, quotient, remainder, transpose_quad
 
 SPARE_BYTES = 100 << 10
@@ -38,6 +39,7 @@ class Merge(NamedTuple):
       partial_out, partial_lse, out, lse: operands.
       sums: shared memory.
       entry: the row tile's SplitEntry, in registers. group: this thread group of the CTA.
+      sinks: [H], or None.
     """
 
     partial_out: cute.Tensor
@@ -47,6 +49,7 @@ class Merge(NamedTuple):
     sums: WarpSums
     entry: cute.Tensor
     group: Int32
+    sinks: cute.Tensor | None
 
 
 class Slice(NamedTuple):
@@ -105,11 +108,12 @@ class Combine:
     """The combine kernel.
 
     Attributes:
+      sinks: whether heads have sinks.
       batch_invariant, cluster, tile_rows, latent, out_dtype, partial_dtype, partial_is_lane_order: as in DecodeConfig.
     """
 
-    def __init__(self, config: DecodeConfig) -> None:
-        self.config = config
+    def __init__(self, config: DecodeConfig, sinks: bool = False) -> None:
+        self.config, self.sinks = config, sinks
         self.batch_invariant, self.cluster = config.batch_invariant, config.cluster
         self.tile_rows, self.latent = config.tile_rows, config.latent_dim
         self.out_dtype, self.partial_dtype = DTYPES[config.out_dtype], DTYPES[config.partial_dtype]
@@ -124,6 +128,7 @@ class Combine:
         out: cute.Tensor,
         lse: cute.Tensor,
         num_clusters: Int32,
+        sinks: cute.Tensor | None = None,
     ):
         """Merge the pieces of every row tile that was cut.
 
@@ -153,7 +158,7 @@ class Combine:
         tidx, _, _ = cute.arch.thread_idx()
         group = cute.arch.make_warp_uniform(tidx // GROUP_THREADS)
         entry = cute.make_rmem_tensor((len(SplitEntry),), Int32)
-        merge = Merge(partial_out, partial_lse, out, lse, sums, entry, group)
+        merge = Merge(partial_out, partial_lse, out, lse, sums, entry, group, sinks)
         cute.arch.griddepcontrol_wait()
         if const_expr(self.batch_invariant):
             groups = ctas * GROUPS
@@ -373,6 +378,8 @@ class Combine:
         if weight[v] > 0.0 or weight[v] != weight[v]:
             factor = cute.arch.rcp_approx(weight[v])
             value = (merged.highest[v] + cute.math.log2(weight[v], fastmath=True)) * LN_2
+            if const_expr(self.sinks):
+                factor = factor * self.keys_share(value, row_base + rows[v], merge)
         narrow = cute.make_rmem_tensor((8,), self.out_dtype)
         for c in cutlass.range_constexpr(8):
             narrow[c] = (acc[c, v] * factor).to(self.out_dtype)
@@ -386,6 +393,11 @@ class Combine:
             cute.autovec_copy(narrow, target)
             if columns[v] == 0:
                 lse[row_base + rows[v]] = value
+
+    @cute.jit
+    def keys_share(self, lse: Float32, row: Int32, merge: Merge):
+        """What the keys of row `row` have of its weight, beside its head's sink; `lse` is the natural one."""
+        return share_beside_sink(lse * LOG2_E, row % self.config.num_heads, merge.sinks)
 
     @cute.jit
     def merge_warps(self, merge: Merge, merged: Merged, row: Int32, octet: Int32, counts: cutlass.Boolean, team: Team):
@@ -420,6 +432,8 @@ class Combine:
             if total > 0.0 or total != total:
                 factor = cute.arch.rcp_approx(total)
                 value = (top + cute.math.log2(total, fastmath=True)) * LN_2
+                if const_expr(self.sinks):
+                    factor = factor * self.keys_share(value, row, merge)
             first_column = remainder(octet, self.latent // 8) * 8
             column = 2 * lane
             if const_expr(self.partial_is_lane_order):

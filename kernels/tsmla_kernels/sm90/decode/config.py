@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from tsmla_kernels.kernel import ITEMSIZE
 from tsmla_kernels.sm90.constants import FP8, SMEM_BYTES
 
 if TYPE_CHECKING:
     from tsmla_kernels.contract import DecodeSpec
+    from tsmla_kernels.contract.rules import Dim
 
 ROWS = 64  # query rows (tokens x heads) of one CTA: M of one warpgroup's WGMMA
 OVERHEAD = 5  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
@@ -20,6 +22,7 @@ SHARERS = 32  # softmax lanes that have keys of one query row if the four softma
 FEW_ROWS = 32  # up to this many query rows, partial results are fp32
 INVARIANT_MAX_PIECES = 32  # most pieces of a request when batch_invariant
 INVARIANT_MIN_KEYS = 512  # fewest keys of a piece when batch_invariant
+INVARIANT_WORKSPACE = 1 << 28  # most bytes of partial results of one launch when batch_invariant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +39,8 @@ class DecodeConfig:
       causal: whether query i of S sees only keys j < seq_len - (S - 1) + i.
       batch_invariant: cut requests at fixed keys, so that a row's bits do not depend on the rest of the batch.
       cluster: CTAs (1 or 2) that walk the same keys with different rows; each loads half and multicasts it.
+      split_q: whether the rope columns of q are an array of their own, whose rows may be wider.
+      heads_first: whether the latent columns of a split q are [H, T, L], as a product over heads leaves them.
     """
 
     dtype: str
@@ -49,6 +54,8 @@ class DecodeConfig:
     batch_invariant: bool = False
     cluster: int = 1
     kv_dtype: str | None = None
+    split_q: bool = False
+    heads_first: bool = False
 
     @property
     def cache_dtype(self) -> str:
@@ -99,6 +106,11 @@ class DecodeConfig:
         return self.latent_dim + self.rope_dim
 
     @property
+    def q_dim(self) -> int:
+        """Columns of the operand q."""
+        return self.latent_dim if self.split_q else self.head_dim
+
+    @property
     def stage_bytes(self) -> int:
         """Shared memory of one stage: a block of keys, and P if the rope columns cannot hold it.
 
@@ -133,6 +145,11 @@ class DecodeConfig:
     def few_rows(self) -> bool:
         """Whether a row tile is so small that instructions and not bytes bound the merging of its pieces."""
         return self.max_q_len * self.num_heads <= FEW_ROWS
+
+    @property
+    def min_share(self) -> int:
+        """Fewest key blocks of a cluster's share: a shorter one costs more in merging than it saves."""
+        return 1 if self.few_rows else 2
 
     @property
     def partial_dtype(self) -> str:
@@ -174,8 +191,14 @@ def decode_reasons(spec: DecodeSpec) -> list[str]:
     return reasons
 
 
-def decode_config(spec: DecodeSpec) -> DecodeConfig:
-    """The configuration that serves `spec`.
+def reads_heads_first(num_heads: int) -> bool:
+    """Whether the kernel can copy query rows whose heads come first: one copy takes some heads of one token, or all
+    heads of some tokens."""
+    return num_heads & (num_heads - 1) == 0
+
+
+def decode_config(spec: DecodeSpec, *, split_q: bool = False, heads_first: bool = False) -> DecodeConfig:
+    """The configuration that serves `spec`; split_q and heads_first as in DecodeConfig.
 
     One CTA holds 64 rows. If a request has more rows, several CTAs need its keys: two of them form a cluster and
     multicast, which halves the reads of the L2 cache.
@@ -192,19 +215,39 @@ def decode_config(spec: DecodeSpec) -> DecodeConfig:
         batch_invariant=spec.batch_invariant,
         cluster=2 if spec.max_q_len * spec.num_heads > ROWS else 1,
         kv_dtype=FP8 if spec.kv_dtype == FP8 else None,
+        split_q=split_q,
+        heads_first=heads_first,
     )
 
 
 def invariant_piece_blocks(config: DecodeConfig, max_pages: int) -> int:
     """Key blocks of one piece of a request when batch_invariant: depends on the table's width only."""
-    blocks = -(-max_pages * config.page_size // config.block)
+    blocks = _blocks(config, max_pages)
     return INVARIANT_MIN_KEYS // config.block - 1 - (-blocks // INVARIANT_MAX_PIECES)
+
+
+def launches(config: DecodeConfig, batch: Dim, max_pages: Dim) -> list[tuple[Dim, Dim]]:
+    """The requests [first, stop) of each launch that a call takes: all in one, except that a large batch that is
+    batch_invariant has its partial results in INVARIANT_WORKSPACE bytes, and takes as many launches as that asks for. A
+    request's bits depend neither on the batch nor on the launch."""
+    if not config.batch_invariant or not (isinstance(batch, int) and isinstance(max_pages, int)):
+        return [(0, batch)]
+    row_bytes = config.latent_dim * ITEMSIZE[config.partial_dtype] + 3 * ITEMSIZE["float32"]
+    slots = config.max_tiles * -(-_blocks(config, max_pages) // invariant_piece_blocks(config, max_pages))
+    each = max(1, INVARIANT_WORKSPACE // (slots * config.tile_rows * row_bytes))
+    return [(first, min(first + each, batch)) for first in range(0, batch, each)]
+
+
+def _blocks(config: DecodeConfig, max_pages: int) -> int:
+    """Key blocks of a full table."""
+    return -(-max_pages * config.page_size // config.block)
 
 
 def workspace_shapes(
     config: DecodeConfig, num_sms: int, batch: int, max_pages: int
 ) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shapes and dtypes of the kernel's workspaces, in the order of its operands.
+    """Shapes and dtypes of the kernel's workspaces, in the order of its operands, for a launch that serves `batch`
+    requests.
 
     A cluster has two slots of `partial_out` and two entries of `split_info`: it leaves at most two pieces of row tiles
     that other clusters share, the end of one and the start of another. When batch_invariant, a row tile has its own
@@ -215,8 +258,7 @@ def workspace_shapes(
     num_clusters = max(1, num_sms // config.cluster)
     if config.batch_invariant:
         row_tiles = batch * config.max_tiles
-        blocks = -(-max_pages * config.page_size // config.block)
-        slots = row_tiles * -(-blocks // invariant_piece_blocks(config, max_pages))
+        slots = row_tiles * -(-_blocks(config, max_pages) // invariant_piece_blocks(config, max_pages))
         entries = num_clusters + row_tiles
     else:
         slots = entries = 2 * num_clusters

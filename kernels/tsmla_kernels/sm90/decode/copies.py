@@ -34,11 +34,16 @@ class Copier:
         self.page_size, self.cluster = config.page_size, config.cluster
         self.stages, self.block, self.box, self.q_rows = ring.stages, ring.block, ring.box, ring.q_rows
         self.column_tiles = ring.column_tiles
+        self.split_q, self.heads_first, self.heads = config.split_q, config.heads_first, config.num_heads
+        # Of rows whose heads come first, one copy takes so many heads of so many tokens.
+        self.box_heads = min(config.num_heads, self.q_rows)
+        self.box_tokens = self.q_rows // self.box_heads
+        self.q_tiles = self.column_tiles - 1 if config.split_q else self.column_tiles  # of the array q
         self.stage_bytes = ring.block * ring.depth * ring.itemsize
         self.warp = 12 if config.fp8_cache else 4
 
-    def tensor_maps(self, q: cute.Tensor, kv_cache: cute.Tensor) -> Tma:
-        """TMA atoms and tensors of q and of the cache.
+    def tensor_maps(self, q: cute.Tensor, kv_cache: cute.Tensor, q_rope: cute.Tensor | None = None) -> Tma:
+        """TMA atoms and tensors of q, of the cache, and of q's rope columns if they are apart.
 
         One copy brings a block's keys with all their columns: (key, 64 columns, column tile, page) as four modes. If
         pages are shorter than a block, a copy brings one column tile, because a block is not one box.
@@ -47,21 +52,44 @@ class Copier:
         tiles = self.column_tiles if self.box == self.block else 1
         box_layout = cute.tile_to_shape(atom, (self.box, 64, tiles), (0, 1, 2))
         q_atom = warpgroup.make_smem_layout_atom(self.ring.q_swizzle, q.element_type)
-        q_layout = cute.tile_to_shape(q_atom, (self.q_rows, 64, self.column_tiles), (0, 1, 2))
+        q_layout = cute.tile_to_shape(q_atom, (self.q_rows, 64, self.q_tiles), (0, 1, 2))
         row, page = kv_cache.stride[1], kv_cache.stride[0]
         keys = cute.make_tensor(
             kv_cache.iterator,
             cute.make_layout((self.page_size, 64, self.column_tiles, kv_cache.shape[0]), stride=(row, 1, 64, page)),
         )
-        queries = cute.make_tensor(
-            q.iterator, cute.make_layout((q.shape[0], 64, self.column_tiles), stride=(q.stride[0], 1, 64))
-        )
         load = cpasync.CopyBulkTensorTileG2SOp()
         load_keys = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.cluster > 1 else load
-        return Tma(
-            *cpasync.make_tiled_tma_atom(load, queries, q_layout, (self.q_rows, 64, self.column_tiles)),
+        q_box: tuple[int, ...]
+        if const_expr(self.heads_first):
+            shape, strides = (*q.shape[:2], 64, self.q_tiles), (*q.stride[:2], 1, 64)
+            q_box = (self.box_heads, self.box_tokens, 64, self.q_tiles)
+            q_layout = cute.make_composed_layout(
+                q_layout.inner, 0, cute.make_layout(q_box, stride=self.heads_first_strides())
+            )
+        else:
+            shape, strides = (q.shape[0], 64, self.q_tiles), (q.stride[0], 1, 64)
+            q_box = (self.q_rows, 64, self.q_tiles)
+        queries = cute.make_tensor(q.iterator, cute.make_layout(shape, stride=strides))
+        tma = Tma(
+            *cpasync.make_tiled_tma_atom(load, queries, q_layout, q_box),
             *cpasync.make_tiled_tma_atom(load_keys, keys, box_layout, (self.box, 64, tiles)),
         )
+        if q_rope is None:
+            return tma
+        aligned = 128 // q.element_type.width
+        ropes = cute.make_tensor(
+            q_rope.iterator,
+            # TMA wants rows at multiples of 16 bytes, which the host has checked.
+            cute.make_layout((q_rope.shape[0], 64, 1), stride=(cute.assume(q_rope.shape[1], divby=aligned), 1, 64)),
+        )
+        rope_layout = cute.tile_to_shape(q_atom, (self.q_rows, 64, 1), (0, 1, 2))
+        atom, ropes = cpasync.make_tiled_tma_atom(load, ropes, rope_layout, (self.q_rows, 64, 1))
+        return tma._replace(q_rope_atom=atom, q_rope=ropes)
+
+    def heads_first_strides(self) -> tuple[int, ...]:
+        """Strides of (head, token, column, column tile) in a stage: rows lie as ever, token by token."""
+        return (64, 64 * self.box_heads, 1, 64 * self.q_rows)
 
     @cute.jit
     def begin(self, copies: Copies):
@@ -174,11 +202,50 @@ class Copier:
         """Copy `q_rows` rows of Q, from `row` on, into stage `index`."""
         tma = copies.tma
         boxes = self.ring.q_boxes(copies.keys)
-        g_q = cute.local_tile(cute.domain_offset((row, 0, 0), tma.q), (self.q_rows, 64, self.column_tiles), (0, 0, 0))
-        t_qs, t_qg = cpasync.tma_partition(
-            tma.q_atom, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 3), cute.group_modes(g_q, 0, 3)
+        if const_expr(self.split_q):
+            if const_expr(self.heads_first):
+                self.copy_heads(index, row, boxes, copies)
+            else:
+                self.copy_columns(index, row, tma.q_atom, tma.q, self.columns_of(boxes, 0, self.q_tiles), copies)
+            rope = self.columns_of(boxes, self.q_tiles, 1)
+            self.copy_columns(index, row, tma.q_rope_atom, tma.q_rope, rope, copies)
+        else:
+            self.copy_columns(index, row, tma.q_atom, tma.q, boxes, copies)
+
+    def columns_of(self, boxes: cute.Tensor, first: int, tiles: int) -> cute.Tensor:
+        """The part of Q's boxes that has `tiles` column tiles from `first` on."""
+        shape = (*boxes.shape[:2], tiles, *boxes.shape[3:])
+        layout = cute.make_layout(shape, stride=boxes.stride)
+        return cute.make_tensor(boxes.iterator + first * boxes.stride[2], layout)
+
+    @cute.jit
+    def copy_heads(self, index: Int32, row: Int32, boxes: cute.Tensor, copies: Copies):
+        """Copy the latent columns of `q_rows` rows, from `row` on, into stage `index`, where q is [H, T, L]."""
+        tma = copies.tma
+        token, head = quotient(row, self.heads), remainder(row, self.heads)
+        q_box = (self.box_heads, self.box_tokens, 64, self.q_tiles)
+        rows = cute.make_tensor(
+            boxes.iterator,
+            cute.make_layout(
+                (*q_box, self.stages), stride=(*self.heads_first_strides(), boxes.stride[5])
+            ),
         )
-        cute.copy(tma.q_atom, t_qg, t_qs[None, 0, 0, index], tma_bar_ptr=copies.full + index)
+        g_q = cute.local_tile(cute.domain_offset((head, token, 0, 0), tma.q), q_box, (0, 0, 0, 0))
+        t_qs, t_qg = cpasync.tma_partition(
+            tma.q_atom, 0, cute.make_layout(1), cute.group_modes(rows, 0, 4), cute.group_modes(g_q, 0, 4)
+        )
+        cute.copy(tma.q_atom, t_qg, t_qs[None, index], tma_bar_ptr=copies.full + index)
+
+    @cute.jit
+    def copy_columns(
+        self, index: Int32, row: Int32, atom: cute.CopyAtom, q: cute.Tensor, boxes: cute.Tensor, copies: Copies
+    ):
+        """Copy the column tiles that `boxes` has of the rows of `q`, from `row` on, into stage `index`."""
+        g_q = cute.local_tile(cute.domain_offset((row, 0, 0), q), (self.q_rows, 64, q.shape[2]), (0, 0, 0))
+        t_qs, t_qg = cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 3), cute.group_modes(g_q, 0, 3)
+        )
+        cute.copy(atom, t_qg, t_qs[None, 0, 0, index], tma_bar_ptr=copies.full + index)
 
     @cute.jit
     def read_table(self, piece: Described, first_page: Int32, lane: Int32, copies: Copies):

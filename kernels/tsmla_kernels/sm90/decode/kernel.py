@@ -61,6 +61,7 @@ class MlaDecode:
     """One compiled decode: `config` is static; all shapes but H, L, R and Z are dynamic.
 
     The launcher takes a stream, q [N, D] of N = T * H query rows, kv_cache [P, Z, D], and the fields of memory.Arrays.
+    With config.split_q it takes q [N, L], or [H, T, L], and q_rope [N, W] in place of q.
     """
 
     def __init__(self, config: DecodeConfig) -> None:
@@ -86,9 +87,14 @@ class MlaDecode:
             self.values = Values16bit(config, self.ring, self.walk, self.copier)
 
     @cute.jit
-    def __call__(self, stream: cuda.CUstream, q: cute.Tensor, kv_cache: cute.Tensor, *others: cute.Tensor):
-        arrays = Arrays(*others)
-        tma = self.copier.tensor_maps(q, kv_cache)
+    def __call__(self, stream: cuda.CUstream, q: cute.Tensor, *others: cute.Tensor):
+        if const_expr(self.config.split_q):
+            q_rope, kv_cache, *rest = others
+            tma = self.copier.tensor_maps(q, kv_cache, q_rope)
+        else:
+            kv_cache, *rest = others
+            tma = self.copier.tensor_maps(q, kv_cache)
+        arrays = Arrays(*rest)
         score_mma, value_mma = self.scores.mma(), self.values.mma()
 
         @cute.struct
@@ -150,6 +156,8 @@ class MlaDecode:
         if warp_idx == self.copier.warp:
             cpasync.prefetch_descriptor(tma.q_atom)
             cpasync.prefetch_descriptor(tma.keys_atom)
+            if const_expr(self.config.split_q):
+                cpasync.prefetch_descriptor(tma.q_rope_atom)
         first_idle_warp = max(self.copier.warp, SCHEDULE_WARP) + 1
         if warp_idx >= first_idle_warp:
             self.prefetch_operands(q, arrays.block_tables, warp_idx - first_idle_warp)
@@ -213,7 +221,8 @@ class MlaDecode:
         block_idx, _, _ = cute.arch.block_idx()
         line = (block_idx * 3 + warp) * 32 + cute.arch.lane_idx()
         prefetch(block_tables, line * 32)
-        prefetch(q, line * (128 // self.ring.itemsize))
+        if const_expr(not self.config.heads_first):
+            prefetch(q, line * (128 // self.ring.itemsize))
 
     @cute.jit
     def sync_barriers(self):

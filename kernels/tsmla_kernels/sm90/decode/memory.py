@@ -113,10 +113,12 @@ class Tma(NamedTuple):
     q: cute.Tensor
     keys_atom: cute.CopyAtom
     keys: cute.Tensor
+    q_rope_atom: cute.CopyAtom | None = None  # where the rope columns are an array of their own
+    q_rope: cute.Tensor | None = None
 
 
 class Arrays(NamedTuple):
-    """The launcher's operands after q and kv_cache: those that are read and written by ordinary instructions.
+    """The launcher's operands after q, q_rope and kv_cache: those that are read and written by ordinary instructions.
 
     Attributes:
       block_tables: [B, M] i32. seq_lens: [B] i32.
@@ -275,13 +277,14 @@ class Scored(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Where a row's 1 / sum and log-sum-exp go; `out_scale` multiplies the output."""
+    """Where a row's 1 / sum and log-sum-exp go; `out_scale` multiplies the output. `sinks`: [H], or None."""
 
     inverse: cute.Tensor
     lse: cute.Tensor
     partial_lse: cute.Tensor
     out_scale: Float32
     rank: Int32
+    sinks: cute.Tensor | None = None
 
 
 class Ahead(NamedTuple):

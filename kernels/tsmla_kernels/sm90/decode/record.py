@@ -10,12 +10,17 @@ from tsmla_kernels.sm90.decode.config import DecodeConfig, decode_config, decode
 
 
 def mla_decode_operands(config: DecodeConfig) -> tuple[Operand, ...]:
-    """N = T * H query rows; the workspaces as in config.workspace_shapes."""
+    """N = T * H query rows; the workspaces as in config.workspace_shapes. q_rope [N, W] has the rope columns first: the
+    kernel reads no others, so W may be a stride, and the last row need not be whole. With heads_first q is [H, T, L].
+    """
     head_dim = config.latent_dim + config.rope_dim
     # The workspaces' static sizes don't depend on the number of multiprocessors, the batch or the table.
     workspaces = workspace_shapes(config, 1, 1, 1)
+    q_rope = (Operand("q_rope", config.dtype, (None, None)),) if config.split_q else ()
+    q_shape = (config.num_heads, None, config.q_dim) if config.heads_first else (None, config.q_dim)
     return (
-        Operand("q", config.dtype, (None, head_dim)),
+        Operand("q", config.dtype, q_shape),
+        *q_rope,
         Operand("kv_cache", config.cache_dtype, (None, config.page_size, head_dim), wide=True),
         Operand("block_tables", "int32", (None, None), align=4),
         Operand("seq_lens", "int32", (None,), align=4),

@@ -33,10 +33,13 @@ class Ring:
         a stage.
       stage_elements: elements from one stage to the next. elements: of all stages. itemsize: bytes of an element.
       p_offset: bytes from the beginning of a stage to its P.
+      pieces_kept: places in the ring of descriptions.
       inverses_kept: pieces whose row sums are kept: the softmax warpgroup is fewer pieces ahead of the values.
       releasing_lanes: lanes of a value warp that arrive on `empty`. Must include every lane that reads `rescale` or
         `moved`, because racecheck tracks only arriving lanes.
     """
+
+    pieces_kept = PIECES_KEPT
 
     def __init__(self, config: DecodeConfig) -> None:
         self.mixed, self.cluster = config.mixed, config.cluster
@@ -73,7 +76,7 @@ class Ring:
     def views(self, storage: cutlass.Constexpr) -> Shared:
         """The ring in shared memory."""
         full, empty, ready = storage.full.data_ptr(), storage.empty.data_ptr(), storage.ready.data_ptr()
-        pieces = storage.pieces.get_tensor(cute.make_layout((len(Piece), PIECES_KEPT), stride=(1, len(Piece))))
+        pieces = storage.pieces.get_tensor(cute.make_layout((len(Piece), self.pieces_kept), stride=(1, len(Piece))))
         rescale = storage.rescale.get_tensor(cute.make_layout((ROWS, self.stages), stride=(1, ROWS)))
         moved = storage.moved.get_tensor(cute.make_layout((4, self.stages), stride=(1, 4)))
         inverse = storage.inverse.get_tensor(cute.make_layout((ROWS, self.inverses_kept), stride=(1, ROWS)))
@@ -158,7 +161,7 @@ class Ring:
     @cute.jit
     def described(self, number: Int32, pieces: cute.Tensor) -> tuple[Described, Int32, Int32]:
         """(piece `number`, its first key block, the one after its last). Two equal blocks mean the end of the work."""
-        piece = Described(pieces, remainder(number, PIECES_KEPT))
+        piece = Described(pieces, remainder(number, self.pieces_kept))
         return piece, uniform(piece[Piece.BLOCK_BEGIN]), uniform(piece[Piece.BLOCK_END])
 
     @cute.jit

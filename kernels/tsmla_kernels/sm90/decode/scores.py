@@ -10,9 +10,7 @@ from cutlass import Float32, Int32, const_expr
 from tsmla_kernels.sm90.constants import LOG2_E
 from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
 from tsmla_kernels.sm90.decode.memory import (
-    SOFTMAX_THREADS,
     Arrays,
-    Barrier,
     Place,
     Results,
     Running,
@@ -111,17 +109,3 @@ class Scores:
     def swizzle(self, p_row: Int32) -> Int32:
         """What the swizzle of P does to the numbers of a row's 16-byte groups: an exclusive or with this."""
         return p_row & 7 if self.block == 64 else (p_row >> 1) & 3
-
-    def sync_softmax(self) -> None:
-        """Synchronise the softmax warpgroup."""
-        cute.arch.barrier(barrier_id=Barrier.SOFTMAX, number_of_threads=SOFTMAX_THREADS)
-
-    def any_of_warps(self, holds: Int32) -> Int32:
-        """Whether `holds` is 1 in any thread of the softmax warpgroup. Synchronises it too."""
-        return cute.arch.inline_ptx(
-            "{ .reg .pred holds, any; setp.ne.s32 holds, {$r0}, 0; "
-            f"barrier.cta.red.or.pred any, {Barrier.SOFTMAX:d}, {SOFTMAX_THREADS}, holds; "
-            "selp.s32 {$w0}, 1, 0, any; }",
-            write_only_types=[Int32],
-            read_only_args=[holds],
-        )

@@ -23,6 +23,7 @@ from tsmla_kernels.sm90.decode.memory import (
 )
 from tsmla_kernels.sm90.decode.ring import Ring
 from tsmla_kernels.sm90.decode.scores import Held, Scores
+from tsmla_kernels.sm90.decode.softmax import sync_softmax
 from tsmla_kernels.sm90.warp import uniform
 
 EARLY_STEPS = 9  # 16-column steps of Q K^T that remain when the last block's P V is released
@@ -139,7 +140,7 @@ class Scores16bit(Scores):
                 cute.autovec_copy(rope_here[None, t, i], rope_word)
                 cute.autovec_copy(rope_word, rope_there[None, t, i, h])
         cute.arch.fence_proxy("async.shared", space="cta")
-        self.sync_softmax()
+        sync_softmax()
 
     @cute.jit
     def score_blocks(
@@ -191,7 +192,7 @@ class Scores16bit(Scores):
             self.softmax.run(scores, running, held.scale, place, shared, previous)
             held.r_p.store(held.probabilities.load().to(self.ring.dtype))
             # P overwrites these keys' rope columns: all four warps must have read them.
-            self.sync_softmax()
+            sync_softmax()
             self.ring.store_p(address_here + held.p_offset, cute.recast_tensor(held.r_p, Int32))
             stored = held.signals
         return Scored(index, phase, previous)

@@ -15,6 +15,7 @@ from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
 from tsmla_kernels.sm90.decode.memory import Barrier, Described, Scored, Scratch, Shared, Taken, ThreadScores
 from tsmla_kernels.sm90.decode.ring import Ring
 from tsmla_kernels.sm90.decode.scores import Held, ScoreMma, Scores
+from tsmla_kernels.sm90.decode.softmax import sync_softmax
 from tsmla_kernels.sm90.warp import quotient
 
 EARLY_STEPS = 8  # 32-column steps of Q K^T that remain when the last block's P V is released
@@ -62,12 +63,12 @@ class ScoresFp8(Scores):
             cute.recast_ptr(shared.keys[None, None, index].iterator, plain, dtype=Float32), q_words
         )
         # All four warps must have read the previous Q.
-        self.sync_softmax()
+        sync_softmax()
         for i in cutlass.range(cute.size(q_words, mode=[2]), unroll=3):
             cute.autovec_copy(q_here[None, t, i], word)
             cute.autovec_copy(word, q_there[None, t, i])
         cute.arch.fence_proxy("async.shared", space="cta")
-        self.sync_softmax()
+        sync_softmax()
         self.ring.arrive_read(Barrier.Q_READ, number)
         self.ring.signal(shared.ready, index, held.place.lane)
         index, phase = self.ring.advance(index, phase)

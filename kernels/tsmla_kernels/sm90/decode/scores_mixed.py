@@ -18,8 +18,9 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, OperandSource
 
-from tsmla_kernels.sm90.constants import LOG2_E, LOWEST
+from tsmla_kernels.sm90.constants import LOG2_E
 from tsmla_kernels.sm90.decode.config import ROWS, SHARERS, DecodeConfig
+from tsmla_kernels.sm90.decode.key_softmax import Exchange, KeySoftmax, p_row
 from tsmla_kernels.sm90.decode.memory import (
     Arrays,
     Barrier,
@@ -34,19 +35,15 @@ from tsmla_kernels.sm90.decode.memory import (
     Taken,
     two_rows,
 )
+from tsmla_kernels.sm90.decode.query import QueryCopy
 from tsmla_kernels.sm90.decode.ring import Ring
 from tsmla_kernels.sm90.decode.scores import ScoreMma, Scores
-from tsmla_kernels.sm90.decode.softmax import tree
-from tsmla_kernels.sm90.warp import kept, load_matrices, quotient, remainder, store_transposed, uniform
+from tsmla_kernels.sm90.decode.softmax import sync_softmax
+from tsmla_kernels.sm90.warp import kept, load_matrices, uniform
 
 EARLY_STEPS = 4  # 16-column steps of K Q^T that remain when the last block's P V is released
 KEYS_AHEAD = 4  # fragments of K (16 keys, 32 columns) that a warp has or is loading in registers, as fp8
 KEYS_WIDE = 4  # halves of fragments that it has in registers as f16
-# bf16 queries become f16 unscaled if the greatest number of a row tile is in [2^-4, 2^15): then only numbers below
-# 2^-17 lose bits. The bounds are f16's bits.
-PLAIN_FROM, PLAIN_TO = 11 << 10, 30 << 10
-COPY, FIND, SCALE = 0, 1, 2  # kinds of a pass over Q: see copy_q_rows
-WARPS = 4  # of the softmax warpgroup
 
 
 def key_row(lane, warp):
@@ -58,31 +55,6 @@ def key_row(lane, warp):
 def key_fragment(first, g, block):
     """The same for fragment g of 32 columns; `first` is the offset for fragment 0."""
     return (first ^ ((g % 2) << 5)) + (g // 2) * (block * 64)
-
-
-def p_row(lane, warp):
-    """Offset in P of the row that a lane passes to stmatrix: 8 keys of one of the first 16 query rows."""
-    return (lane // 16 * 8 + lane % 8) * 128 + (((warp * 2 + lane // 8 % 2) ^ (lane % 8)) << 4)
-
-
-def q_pair_place(pair):
-    """The new place of pair `pair` of 16 columns of Q. Lane q has four neighbouring columns of a key, which WGMMA takes
-    as columns 2 q, 2 q + 1, 2 q + 8 and 2 q + 9. Q's columns are permuted to match."""
-    return 4 * (pair % 2) + pair // 2
-
-
-class Exchange(NamedTuple):
-    """Shared-memory scratch for reducing over the keys of the four softmax warps.
-
-    Attributes:
-      of_lanes: per-lane partials of each row.
-      changes: for each row, the rise of its maximum and the factor of its sum.
-      maxima: the running row maxima (kept here to save registers).
-    """
-
-    of_lanes: cute.Tensor
-    changes: cute.Tensor
-    maxima: cute.Tensor
 
 
 class Held(NamedTuple):
@@ -123,6 +95,8 @@ class ScoresMixed(Scores):
         self.p_dtype, self.p_rows = ring.p_dtype, ring.p_rows
         self.q_rows, self.q_dtype = ring.q_rows, ring.p_dtype
         self.q_elements = config.p_rows * config.head_dim
+        self.query = QueryCopy(config.head_dim, ring.p_rows, ring.q_rows, ring.q_dtype)
+        self.key_softmax = KeySoftmax(self.softmax, ring.p_rows, ring.p_dtype, self.over_keys)
 
     def mma(self) -> ScoreMma:
         """The MMA of K Q^T of a block."""
@@ -180,10 +154,12 @@ class ScoresMixed(Scores):
                 second_index = index
                 index, phase = self.ring.advance(index, phase)
         # All four warps must have read the previous Q.
-        self.sync_softmax()
+        sync_softmax()
         if t < self.p_rows:
             maxima[t, 0] = Float32(0.0)
-        q_factor = self.keep_q((first_index, second_index), piece[Piece.VALID_ROWS], held, shared)
+        valid_rows, tops = piece[Piece.VALID_ROWS], held.exchanged.changes
+        sources = (self.ring.address(shared.keys, first_index), self.ring.address(shared.keys, second_index))
+        q_factor = self.query.keep(held.q.iterator.toint(), sources, valid_rows, t, tops)
         scale = held.scales[0] * LOG2_E * q_factor
         self.ring.arrive_read(Barrier.Q_READ, number)
         self.ring.signal(shared.ready, first_index, lane)
@@ -245,8 +221,8 @@ class ScoresMixed(Scores):
                 self.mask_keys(s, b, piece, place.thread)
                 if (b + 1) * self.block > uniform(piece[Piece.KEYS]):
                     self.ring.arrive_read(Barrier.KEYS_READ, number)
-            self.softmax_of_keys(s, Int32(b == b_begin), taken.scale, held, shared, previous)
-            self.store_p_of_keys(address_here + held.p_offset, held.p_words)
+            self.key_softmax.softmax_of_keys(s, Int32(b == b_begin), taken.scale, held, shared, previous)
+            self.key_softmax.store_p_of_keys(address_here + held.p_offset, held.p_words)
             stored = held.signals
         return Scored(index, phase, previous)
 
@@ -259,112 +235,6 @@ class ScoresMixed(Scores):
             for e in cutlass.range_constexpr(2):
                 row = t // 2 + e
                 self.softmax.finish_row(row, (totals[e], held.exchanged.maxima[row, 0]), piece, number, held.results)
-
-    @cute.jit
-    def keep_q(self, stages: tuple[Int32, Int32], valid_rows: Int32, held: Held, shared: Shared):
-        """Move Q from its stages to its own place, in f16. Return the factor by which the logits must be multiplied.
-
-        The pairs of 16 columns are permuted: see q_pair_place. Rows past the tile's end become 0.
-        """
-        t, tops = held.place.thread, held.exchanged.changes
-        sources = (self.ring.address(shared.keys, stages[0]), self.ring.address(shared.keys, stages[1]))
-        top = self.copy_q_rows(held.q, sources, valid_rows, t, Float32(1.0), COPY)
-        factor = Float32(1.0)
-        if const_expr(self.ring.q_dtype == cutlass.BFloat16):
-            top = cutlass.max(top & 0xFFFF, (top >> 16) & 0xFFFF)
-            big = self.any_of_warps(Int32(top >= PLAIN_TO))
-            enough = self.any_of_warps(Int32(top >= PLAIN_FROM))
-            if big != 0 or enough == 0:
-                # Scale the greatest finite number to between 2^14 and 2^15.
-                top = self.copy_q_rows(held.q, sources, valid_rows, t, Float32(1.0), FIND)
-                top = cute.arch.warp_redux_sync(top, "max")
-                if t % 32 == 0:
-                    tops[t // 32, 0] = Int32(top).bitcast(Float32)
-                self.sync_softmax()
-                greatest = tree(cute.arch.fmax, [tops[w, 0] for w in range(WARPS)])
-                power = (greatest.bitcast(Int32) & 0x7F800000) - (14 << 23)
-                # Clamp to powers that have a reciprocal; zeros stay zeros.
-                power = cutlass.min(cutlass.max(power, 1 << 23), 253 << 23)
-                factor = power.bitcast(Float32)
-                inverse = (Int32(254 << 23) - power).bitcast(Float32)
-                self.copy_q_rows(held.q, sources, valid_rows, t, inverse, SCALE)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        self.sync_softmax()
-        return factor
-
-    @cute.jit
-    def copy_q_rows(
-        self,
-        s_q: cute.Tensor,
-        sources: tuple[Int32, Int32],
-        valid_rows: Int32,
-        t: Int32,
-        factor: Float32,
-        kind: cutlass.Constexpr[int],
-    ):
-        """One pass of keep_q.
-
-        COPY: copy Q; return the thread's greatest magnitudes but NaN, as a pair of f16. FIND: copy nothing; return the
-        thread's greatest finite magnitude, as fp32. SCALE: copy Q times `factor`.
-        """
-        row, first = remainder(t, self.p_rows), quotient(t, self.p_rows)
-        target = s_q.iterator.toint() + row * 128
-        source, source_high = sources
-        if row >= self.q_rows:
-            source = source_high
-        source += remainder(row, self.q_rows) * 128
-        groups, at_once = self.depth // 16, 128 // self.p_rows
-        words = cute.make_rmem_tensor((4, 2), Int32)
-        ordered = cute.make_rmem_tensor((4, 2), Int32)
-        top = Int32(0)  # a pair of f16; an fp32 number if `kind` is FIND
-        for base in cutlass.range(0, groups, at_once, unroll=1):
-            group = base + first
-            if group < groups:
-                words.fill(0)
-                tile, chunk = group // 4, 2 * (group % 4)
-                if row < valid_rows:
-                    for h in cutlass.range_constexpr(2):
-                        there = source + tile * (self.q_rows * 128) + (((chunk + h) ^ (row & 7)) << 4)
-                        cute.autovec_copy(self.four_words(there), words[None, h])
-                for i in cutlass.range_constexpr(8):
-                    pair = words[i]
-                    if const_expr(self.ring.q_dtype == cutlass.BFloat16):
-                        numbers = [(pair << 16).bitcast(Float32), (pair & -65536).bitcast(Float32)]
-                        if const_expr(kind == FIND):
-                            for number in numbers:
-                                bits = number.bitcast(Int32) & 0x7FFFFFFF
-                                top = cutlass.max(top, bits * Int32(bits < 0x7F800000))
-                        elif const_expr(kind == SCALE):
-                            numbers = [number * factor for number in numbers]
-                        pair = self.two_halves(*numbers)
-                        if const_expr(kind == COPY):
-                            top = self.greater_halves(top, pair)
-                    ordered[q_pair_place(i)] = pair
-                if const_expr(kind != FIND):
-                    for h in cutlass.range_constexpr(2):
-                        there = target + tile * (self.p_rows * 128) + (((chunk + h) ^ (row & 7)) << 4)
-                        cute.autovec_copy(ordered[None, h], self.four_words(there))
-        return top
-
-    def two_halves(self, low: Float32, high: Float32) -> Int32:
-        """Round two numbers to a pair of f16."""
-        return cute.arch.inline_ptx(
-            "cvt.rn.f16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Int32], read_only_args=[low, high]
-        )
-
-    def greater_halves(self, top: Int32, pair: Int32) -> Int32:
-        """The greater of `top` and the magnitude of `pair`, for each of the two f16. NaN is ignored."""
-        return cute.arch.inline_ptx(
-            "{ .reg .b32 size; abs.f16x2 size, {$r1}; max.f16x2 {$w0}, {$r0}, size; }",
-            write_only_types=[Int32],
-            read_only_args=[top, pair],
-        )
-
-    @cute.jit
-    def four_words(self, address: Int32):
-        """Four words of shared memory at `address`."""
-        pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=16)
-        return cute.make_tensor(pointer, cute.make_layout(4))
 
     @cute.jit
     def read_keys(self, here: Int32, g: cutlass.Constexpr[int], narrow: cute.Tensor):
@@ -402,69 +272,6 @@ class ScoresMixed(Scores):
                         s[e, i, v] = -Float32.inf
 
     @cute.jit
-    def softmax_of_keys(self, s: cute.Tensor, first: Int32, scale: Float32, held: Held, shared: Shared, index: Int32):
-        """S to P, against the rows' maxima m (base 2, scaled), two rows to a word; row sums to l.
-
-        The maxima are updated as in Softmax.run, and always in a piece's `first` block. The four warps have different
-        keys of the same rows, so they vote and reduce together.
-        """
-        changes, maxima, p_words = held.exchanged.changes, held.exchanged.maxima, held.p_words
-        m, l, rescale, moved = held.running.m, held.running.l, shared.rescale, shared.moved
-        t, lane = held.place.thread, held.place.lane
-        for v in cutlass.range_constexpr(self.p_rows // 8):
-            for e in cutlass.range_constexpr(2):
-                for i in cutlass.range_constexpr(2):
-                    s[e, i, v] = s[e, i, v] * scale - m[e, v]
-        top = tree(cute.arch.fmax, [s[e, i, v] for v in range(self.p_rows // 8) for e in range(2) for i in range(2)])
-        lags = self.any_of_warps(first | Int32(top > self.softmax.rescale_bits))
-        if lags != 0:
-            tops = cute.make_rmem_tensor(l.layout, Float32)
-            for v in cutlass.range_constexpr(self.p_rows // 8):
-                for e in cutlass.range_constexpr(2):
-                    tops[e, v] = cute.arch.fmax(s[e, 0, v], s[e, 1, v])
-            found = self.over_keys(cute.arch.fmax, tops, held.exchanged.of_lanes, t)
-            if t % 4 == 0 and t < 2 * self.p_rows:
-                four = cute.make_rmem_tensor((4,), Float32)
-                for e in cutlass.range_constexpr(2):
-                    # A maximum only rises, except in the first block, which begins with 0 for no maximum.
-                    rise = cute.arch.fmax(found[e], Float32(first) * LOWEST)
-                    factor = cute.math.exp2(-cute.arch.fmax(rise, 0.0), fastmath=True)
-                    four[2 * e], four[2 * e + 1] = rise, factor
-                    row = t // 2 + e
-                    rescale[row, index] = factor
-                    maxima[row, 0] = maxima[row, 0] + rise
-                cute.autovec_copy(four, cute.make_tensor((changes.iterator + t).align(16), cute.make_layout(4)))
-            self.sync_softmax()
-            for v in cutlass.range_constexpr(self.p_rows // 8):
-                four = cute.make_rmem_tensor((4,), Float32)
-                cute.autovec_copy(
-                    cute.make_tensor((changes.iterator + (16 * v + lane % 4 * 4)).align(16), cute.make_layout(4)), four
-                )
-                for e in cutlass.range_constexpr(2):
-                    l[e, v] = l[e, v] * four[2 * e + 1]
-                    for i in cutlass.range_constexpr(2):
-                        s[e, i, v] = s[e, i, v] - four[2 * e]
-        if lane == 0:
-            moved[t // 32, index] = lags
-        pair = cute.make_rmem_tensor((2,), self.p_dtype)
-        for v in cutlass.range_constexpr(self.p_rows // 8):
-            p = [[cute.math.exp2(s[e, i, v], fastmath=True) for i in range(2)] for e in range(2)]
-            for e in cutlass.range_constexpr(2):
-                l[e, v] += p[e][0] + p[e][1]
-            for i in cutlass.range_constexpr(2):
-                for e in cutlass.range_constexpr(2):
-                    pair[e] = p[e][i].to(self.p_dtype)
-                p_words[i, v] = cute.recast_tensor(pair, Int32)[0]
-
-    @cute.jit
-    def store_p_of_keys(self, address: Int32, p_words: cute.Tensor):
-        """Store a warp's P to shared memory, transposed to rows by keys."""
-        for v in cutlass.range_constexpr(0, self.p_rows // 8, 2):
-            four = [p_words[i, v + j] for j in range(2) for i in range(2)]
-            store_transposed(address + 1024 * v, *four)
-        cute.arch.sync_warp()
-
-    @cute.jit
     def over_keys(self, combine: cutlass.Constexpr, values: cute.Tensor, of_lanes: cute.Tensor, t: Int32):
         """Reduce the lanes' `values` of each row over all keys by `combine`. Threads 4 i to 4 i + 3 get rows 2 i and
         2 i + 1; threads past the last row get 0."""
@@ -474,7 +281,7 @@ class ScoresMixed(Scores):
             for e in cutlass.range_constexpr(2):
                 pair[e] = values[e, v]
             cute.autovec_copy(pair, of_lanes[None, 4 * v + lane % 4, t // 4 // 8 * 8 + lane // 4])
-        self.sync_softmax()
+        sync_softmax()
         found = cute.make_rmem_tensor((2,), Float32)
         found.fill(0.0)
         if t < 2 * self.p_rows:

@@ -16,6 +16,7 @@ LONG_RUN_KEYS = 1 << 16  # a cluster with more keys than this runs so long that 
 MIN_SORTED_SHARE = 32  # requests are sorted only if a cluster has this many key blocks
 MAX_SORTED = 128  # most requests that are sorted by length: their numbers are bytes
 MAX_SORTED_BLOCKS = 1 << 24  # a sorted request's key blocks and number share one word
+MOST_KEYS = (1 << 31) - 1
 MAX_REQUESTS = 16  # most sorted requests that a cluster takes
 # A ScheduleState; a cluster's sorted requests, a byte each, start in its last word.
 STATE_WORDS = ScheduleState.TRACKS + MAX_REQUESTS // 4
@@ -90,21 +91,23 @@ class BatchShare:
 
     Attributes:
       heads, max_q_len, page_size, ragged, batch_invariant, tile_rows, max_tiles, block, few_rows: as in DecodeConfig.
-      min_share: fewest key blocks of a share: a shorter one costs more in merging than it saves.
+      min_share: as in DecodeConfig.
       equal_row_counts: whether all requests have the same number of query rows, and cuts may depend on the batch.
       may_use_tracks: whether the row tiles of a request may lie side by side, each on its own track.
       may_sort_requests: whether requests may be dealt out by length.
+      equal_lengths: whether every request has as many keys as its row of the table; seq_lens is not read then.
     """
 
-    def __init__(self, config: DecodeConfig) -> None:
+    def __init__(self, config: DecodeConfig, equal_lengths: bool = False) -> None:
+        self.equal_lengths = equal_lengths
         self.heads, self.max_q_len, self.page_size = config.num_heads, config.max_q_len, config.page_size
         self.ragged, self.batch_invariant = config.ragged, config.batch_invariant
         self.tile_rows, self.max_tiles = config.tile_rows, config.max_tiles
         self.block, self.few_rows = config.block, config.few_rows
-        self.min_share = 1 if config.few_rows else 2
+        self.min_share = config.min_share
         self.equal_row_counts = not config.ragged and not config.batch_invariant
         self.may_use_tracks = self.equal_row_counts and config.max_tiles > 1
-        self.may_sort_requests = self.equal_row_counts and config.max_tiles == 1
+        self.may_sort_requests = self.equal_row_counts and config.max_tiles == 1 and not equal_lengths
 
     @cute.jit
     def numbers(self, r: Int32, seq_lens: cute.Tensor, cu_seqlens_q: cute.Tensor) -> tuple[Int32, Int32, Int32]:
@@ -112,7 +115,8 @@ class BatchShare:
         begin, end = Int32(0), Int32(0)
         if const_expr(self.ragged):
             begin, end = cu_seqlens_q[r], cu_seqlens_q[r + 1]
-        return seq_lens[r], begin, end
+        length = Int32(MOST_KEYS) if const_expr(self.equal_lengths) else seq_lens[r]
+        return length, begin, end
 
     @cute.jit
     def request(self, r: Int32, numbers: tuple[Int32, Int32, Int32], schedule: Schedule) -> Request:
@@ -229,7 +233,10 @@ class BatchShare:
           request, padded with empty ones to the number of clusters, and cut the longer one.
         """
         piece_blocks = self.fixed_pieces(schedule).blocks
-        measure = self.measure(piece_blocks, schedule, early)
+        if const_expr(self.equal_lengths):
+            measure = self.measure_equal(piece_blocks, schedule, early)
+        else:
+            measure = self.measure(piece_blocks, schedule, early)
         track = self.track_of(measure.tracks, schedule)
         sharing = self.choose(measure, track, schedule)
         return self.find_start(measure, track, sharing, piece_blocks, schedule)
@@ -269,6 +276,21 @@ class BatchShare:
                 tracks, tiles = Int32(1), Int32(self.max_tiles)
                 total, row_tiles = total * tiles, row_tiles * tiles
         return Measure(total, row_tiles, longest, tracks, tiles, blocks)
+
+    @cute.jit
+    def measure_equal(self, piece_blocks: Int32, schedule: Schedule, early: tuple[Int32, Int32, Int32]) -> Measure:
+        """Measure a batch of equal requests, on tracks if they fit: no request needs to be looked at."""
+        batch = schedule.seq_lens.shape[0]
+        request = self.request(Int32(0), early, schedule)
+        tracks = Int32(self.max_tiles) if const_expr(self.may_use_tracks) else Int32(1)
+        tiles, none = self.on_line(request.tiles, tracks), Int32(0)
+        row_tiles = batch * tiles
+        total = row_tiles * self.cost_on_line(request.blocks, piece_blocks, none, none, none)
+        if const_expr(self.may_use_tracks):
+            if not self.tracks_fit(total, schedule.num_clusters):
+                tracks, tiles = Int32(1), Int32(self.max_tiles)
+                total, row_tiles = total * tiles, row_tiles * tiles
+        return Measure(total, row_tiles, request.blocks, tracks, tiles, request.blocks)
 
     @cute.jit
     def choose(self, measure: Measure, track: Track, schedule: Schedule) -> Sharing:
@@ -416,6 +438,14 @@ class BatchShare:
                         r, begin, tile_start = Int32(0), Int32(0), Int32(0)
                         length = cutlass.max(divide(batch - 1, track.clusters) + 1, 2)
                         self.note_requests(track.position, track.clusters, batch, schedule.order, schedule.state)
+        if const_expr(self.equal_lengths):
+            if searching == 1:
+                searching = Int32(0)
+                cost = self.cost_on_line(blocks, piece_blocks, kind, equal_cost, length)
+                row_tile = divide(begin, cost)
+                tile_start = row_tile * cost
+                r = divide(row_tile, tiles)
+                tile = row_tile - r * tiles
         base = Int32(0)
         while searching == 1 and base < batch:
             cost, tile_cost = Int32(0), Int32(1)

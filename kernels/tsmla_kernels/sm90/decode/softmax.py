@@ -9,9 +9,19 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from tsmla_kernels.sm90.constants import LN_2, LOWEST
+from tsmla_kernels.sm90.constants import LN_2, LOG2_E, LOWEST
 from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
-from tsmla_kernels.sm90.decode.memory import Described, Piece, Place, Results, Running, Shared, ThreadScores
+from tsmla_kernels.sm90.decode.memory import (
+    SOFTMAX_THREADS,
+    Barrier,
+    Described,
+    Piece,
+    Place,
+    Results,
+    Running,
+    Shared,
+    ThreadScores,
+)
 from tsmla_kernels.sm90.warp import uniform
 
 
@@ -20,6 +30,29 @@ def tree(combine: Callable[[Float32, Float32], Float32], values: list[Float32]) 
     while len(values) > 1:
         values = [combine(a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
     return values[0]
+
+
+@cute.jit
+def share_beside_sink(lse: Float32, head: Int32, sinks: cute.Tensor):
+    """The part of a row's weight that its keys have, if the row's log-sum-exp (base 2) is `lse`: the head's sink has
+    the rest."""
+    return cute.arch.rcp_approx(1.0 + cute.math.exp2(sinks[head] * LOG2_E - lse, fastmath=True))
+
+
+def sync_softmax() -> None:
+    """Synchronise the softmax warpgroup."""
+    cute.arch.barrier(barrier_id=Barrier.SOFTMAX, number_of_threads=SOFTMAX_THREADS)
+
+
+def any_of_warps(holds: Int32) -> Int32:
+    """Whether `holds` is 1 in any thread of the softmax warpgroup. Synchronises it too."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred holds, any; setp.ne.s32 holds, {$r0}, 0; "
+        f"barrier.cta.red.or.pred any, {Barrier.SOFTMAX:d}, {SOFTMAX_THREADS}, holds; "
+        "selp.s32 {$w0}, 1, 0, any; }",
+        write_only_types=[Int32],
+        read_only_args=[holds],
+    )
 
 
 RESCALE_BITS = 8.0  # the running maximum may lag by 2**RESCALE_BITS
@@ -159,6 +192,9 @@ class Softmax:
             value = m + cute.math.log2(total, fastmath=True)
         if const_expr(self.partial_needs_scale) or slot < 0:
             factor = factor * results.out_scale
+        if const_expr(results.sinks is not None):
+            if slot < 0 and factor != 0.0:
+                factor = factor * share_beside_sink(value, piece[Piece.ROW_IN_REQUEST] + row, results.sinks)
         inverse[row, number % self.inverses_kept] = factor
         if row < piece[Piece.VALID_ROWS]:
             if slot < 0:

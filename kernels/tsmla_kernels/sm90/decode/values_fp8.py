@@ -6,7 +6,7 @@ fp8 would cause most of the output's error.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -83,16 +83,17 @@ class ValuesFp8:
 
     Attributes:
       m_tiles: how many tiles of 64 latents a value warpgroup has.
+      lookahead: a piece is described this many pieces before the value warpgroups reach it.
       scores_load_keys: whether the softmax warps read keys by ordinary loads instead of by WGMMA.
     """
 
-    def __init__(self, config: DecodeConfig, ring: Ring, walk: PieceWalk, copier: Copier) -> None:
+    def __init__(self, config: DecodeConfig, ring: Ring, walk: PieceWalk, copier: Copier | Any) -> None:
         self.config, self.ring, self.walk, self.copier = config, ring, walk, copier
         self.block, self.latent, self.half = config.block, config.latent_dim, config.latent_dim // 2
         self.out_dtype, self.partial_dtype = DTYPES[config.out_dtype], DTYPES[config.partial_dtype]
         self.p_dtype, self.p_rows = ring.p_dtype, ring.p_rows
         self.m_tiles = self.half // 64
-        self.scores_load_keys = config.mixed
+        self.scores_load_keys, self.lookahead = config.mixed, LOOKAHEAD
 
     def mma(self) -> cute.TiledMma:
         """The MMA of V^T P^T: 64 latents by query rows."""
@@ -128,39 +129,62 @@ class ValuesFp8:
         )
         wide = cute.make_rmem_tensor((8, WIDE), self.p_dtype)
         narrow = cute.make_rmem_tensor((4, AHEAD), Int32)
-        first_tile = half * (self.half // 16) + (t // 32) * self.m_tiles  # of 16 latents
-        # The first tile's columns of this lane's key, of the first 32 keys of a stage.
-        offset = kept((first_tile // 4) * (64 * self.block) + lane * 64 + (((first_tile % 4) ^ ((lane >> 1) & 3)) << 4))
+        first_tile = self.first_tile(half, t // 32)
+        offset = kept(self.first_values(first_tile, lane))
         held = Held(mma_pv, acc, o, wide, narrow, offset, t, lane)
 
         index, phase, number = Int32(0), Int32(0), Int32(0)
         if warp_idx == SCHEDULE_WARP:
             # After the first piece, so that the first copies do not wait for these.
-            for i in cutlass.range(1, LOOKAHEAD, unroll=1):
+            for i in cutlass.range(1, self.lookahead, unroll=1):
                 self.walk.next_piece(i, schedule)
             self.copier.meet_for_first_pieces()
         running = Int32(1)
         while running == 1:
-            # Every use of a stage, Q's too, goes full -> ready -> empty, so that the three barriers stay in step.
-            cute.arch.mbarrier_wait(shared.ready + index, phase)
+            self.wait_for_piece(index, phase, shared)
             piece, b_begin, b_end = self.ring.described(number, shared.pieces)
             if b_begin == b_end:
                 running = Int32(0)
             else:
-                self.ring.wait_read(Barrier.Q_READ, number)
-                self.ring.release(index, shared.empty)
-                index, phase = self.ring.advance(index, phase)
-                if const_expr(self.config.q_may_take_two_stages):
-                    if piece[Piece.Q_STAGES] > 1:
-                        cute.arch.mbarrier_wait(shared.ready + index, phase)
-                        self.ring.release(index, shared.empty)
-                        index, phase = self.ring.advance(index, phase)
+                index, phase = self.pass_q(piece, number, index, phase, shared)
                 index, phase = self.add_blocks(piece, number, b_begin, b_end, index, phase, held, shared)
-                rows = OutRows(shared.inverse, number % self.ring.inverses_kept, first_tile * 16, lane)
+                rows = OutRows(shared.inverse, number % self.ring.inverses_kept, self.first_latent(first_tile), lane)
                 self.store(o, rows, piece, arrays, schedule.rank)
                 if warp_idx == SCHEDULE_WARP:
-                    self.walk.next_piece(number + LOOKAHEAD, schedule)
+                    self.walk.next_piece(number + self.lookahead, schedule)
                 number += 1
+
+    def first_tile(self, half: Int32, warp: Int32) -> Int32:
+        """The first tile of 16 latents of a warp of value warpgroup `half`."""
+        return half * (self.half // 16) + warp * self.m_tiles
+
+    def first_latent(self, first_tile: Int32) -> Int32:
+        """The first latent of a tile, for a piece's results."""
+        return first_tile * 16
+
+    def first_values(self, first_tile: Int32, lane: Int32) -> Int32:
+        """Offset in a stage of the columns of tile `first_tile` of this lane's key, of the first 32 keys."""
+        return (first_tile // 4) * (64 * self.block) + lane * 64 + (((first_tile % 4) ^ ((lane >> 1) & 3)) << 4)
+
+    def wait_for_piece(self, index: Int32, phase: Int32, shared: Shared) -> None:
+        """Wait until the next piece has been described; `index` is its first stage.
+
+        Every use of a stage, Q's too, goes full -> ready -> empty, so that the three barriers stay in step.
+        """
+        cute.arch.mbarrier_wait(shared.ready + index, phase)
+
+    @cute.jit
+    def pass_q(self, piece: Described, number: Int32, index: Int32, phase: Int32, shared: Shared):
+        """Release the stages that have had Q. Return the stage after them and its parity."""
+        self.ring.wait_read(Barrier.Q_READ, number)
+        self.ring.release(index, shared.empty)
+        index, phase = self.ring.advance(index, phase)
+        if const_expr(self.config.q_may_take_two_stages):
+            if piece[Piece.Q_STAGES] > 1:
+                cute.arch.mbarrier_wait(shared.ready + index, phase)
+                self.ring.release(index, shared.empty)
+                index, phase = self.ring.advance(index, phase)
+        return index, phase
 
     @cute.jit
     def add_blocks(

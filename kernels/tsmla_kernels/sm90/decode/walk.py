@@ -52,12 +52,14 @@ class PieceWalk:
     """Finds a cluster's pieces in its share of the batch.
 
     Attributes:
-      batch: shares the batch out to the clusters.
+      batch: shares the batch out to the clusters. pieces_kept: as in Ring.
       heads, q_rows, tile_rows, max_tiles, ragged, batch_invariant: as in DecodeConfig.
     """
 
-    def __init__(self, config: DecodeConfig) -> None:
-        self.batch = BatchShare(config)
+    def __init__(
+        self, config: DecodeConfig, pieces_kept: int = PIECES_KEPT, equal_lengths: bool = False
+    ) -> None:
+        self.batch, self.pieces_kept = BatchShare(config, equal_lengths), pieces_kept
         self.heads, self.q_rows = config.num_heads, config.q_rows
         self.tile_rows, self.max_tiles = config.tile_rows, config.max_tiles
         self.ragged, self.batch_invariant = config.ragged, config.batch_invariant
@@ -128,7 +130,7 @@ class PieceWalk:
         cute.arch.sync_warp()
         fixed = self.batch.fixed_pieces(schedule)
         lead = self.lead(kind)
-        place = remainder(number, PIECES_KEPT)
+        place = remainder(number, self.pieces_kept)
         found = Int32(0)
         while found == 0 and r < batch and tile_start + lead < end:
             if const_expr(self.batch.may_sort_requests):

@@ -74,7 +74,7 @@ class TopkConfig:
     @property
     def streams(self) -> bool:
         """Whether a CTA's share of a row may be more than it holds."""
-        return self.most_chunks > self.held and self.order == "position"
+        return self.most_chunks > self.held
 
     @property
     def histograms(self) -> int:
@@ -108,7 +108,7 @@ class TopkConfig:
         return words * 4 + self.warps * (self.stages * 8 + 8) + self.sorted_entries * 8 + 1024
 
 
-def topk_reasons(spec: TopKSpec, page_size: int | None = None) -> list[str]:
+def topk_reasons(spec: TopKSpec) -> list[str]:
     """Why the kernel cannot run this call; empty if it can."""
     reasons = []
     if spec.dtype != "float32":
@@ -119,12 +119,12 @@ def topk_reasons(spec: TopKSpec, page_size: int | None = None) -> list[str]:
         reasons.append(f"N is {spec.num_columns}; the sm_90 top-k kernel takes a static N")
     elif spec.num_columns > MAX_COLUMNS:
         reasons.append(f"N is {spec.num_columns}; the sm_90 top-k kernel takes at most {MAX_COLUMNS}")
-    if spec.order == "value" and page_size:
+    if spec.order == "value" and spec.page_size:
         reasons.append("slots are written by position; order is 'value'")
     return reasons
 
 
-def topk_config(spec: TopKSpec, page_size: int | None = None, row_starts: bool = False) -> TopkConfig:
+def topk_config(spec: TopKSpec) -> TopkConfig:
     """The configuration that serves `spec`: a few for all sizes, so that few objects are compiled. The number of rows
     may be symbolic."""
     rows, columns = spec.num_tokens, spec.num_columns
@@ -138,23 +138,23 @@ def topk_config(spec: TopKSpec, page_size: int | None = None, row_starts: bool =
         if rows > 132:
             shape = (1, 16, 4, 16)
     elif columns <= 1 << 17:
-        shape = (2, 16, 4, 32) if rows <= 66 or rows > 264 else (1, 16, 4, 64)
+        shape = (2, 32, 2, 16) if rows <= 66 else (1, 32, 4, 32)
         if rows <= 16:
             # Slots through pages of any size take registers that 32 warps do not leave.
-            shape = (8, 16, 8, 8) if page_size else (8, 32, 4, 4)
+            shape = (8, 16, 8, 8) if spec.page_size else (8, 32, 4, 4)
     else:
         shape = (8, 16, 8, 64)
     cluster, warps, held, most_chunks = shape
     return TopkConfig(
         k=spec.k,
         order=spec.order,
-        page_size=page_size or 0,
-        row_starts=row_starts,
+        page_size=spec.page_size,
+        row_starts=spec.row_starts,
         cluster=cluster,
         warps=warps,
         stages=4,
         stage_units=1,
-        eager=rows * columns <= 1 << 20 and not row_starts,
+        eager=rows * columns <= 1 << 20 and not spec.row_starts,
         held=held,
         most_chunks=most_chunks,
         most_listed=144 if columns <= 1 << 13 and rows > 264 else 512,

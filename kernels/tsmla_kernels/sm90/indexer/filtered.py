@@ -380,7 +380,7 @@ class FilteredSearch(ClusterSearch):
     def write_marked(
         self, span: cutlass.Constexpr, shared: cutlass.Constexpr, place: cutlass.Constexpr, output: cutlass.Constexpr
     ):
-        """Write the positions that are marked, in order, of equals as many as are needed."""
+        """Write the positions that are marked, in order, of equals as many as are needed; by value, sort them first."""
         if const_expr(self.config.cluster > 1):
             cute.arch.cluster_arrive()  # nothing of another CTA is read from here on
         cute.arch.sync_threads()
@@ -395,6 +395,9 @@ class FilteredSearch(ClusterSearch):
         cute.arch.sync_threads()
         chosen = shared.above[cutlass.min(place.lane, self.config.warps - 1)]
         first = self.before(chosen, place.warp, place.lane) + through - count
+        by_value, base = self.config.order == "value", Int32(0)
+        if const_expr(self.config.cluster > 1):
+            base = shared.totals[Total.BASE]
         total = self.before(chosen, Int32(self.config.warps), place.lane)
         needed = shared.found[Found.NEEDED]
         at = (first & (EQUAL - 1)) + cutlass.min(quotient(first, EQUAL), needed)
@@ -415,17 +418,22 @@ class FilteredSearch(ClusterSearch):
             position = (span.begin + (begin + i) * 4) * 4 - span.lead
             while word != 0:
                 bit = 31 - Int32(cute.arch.clz(word & -word))
-                shared.sample.bins[at] = position + (quotient(bit, 8) * 4 + (bit & 3))
+                column = position + (quotient(bit, 8) * 4 + (bit & 3))
+                if const_expr(by_value):
+                    key = ordered(global_column(span.address, column + span.lead))
+                    self.enter(shared.entries, base + at, entry(key, column))
+                else:
+                    shared.sample.bins[at] = column
                 word = word & (word - 1)
                 at += 1
-        base = Int32(0)
-        if const_expr(self.config.cluster > 1):
-            base = shared.totals[Total.BASE]
-        cute.arch.sync_threads()
-        for i in cutlass.range(place.thread, total, self.config.threads, unroll=1):
-            self.put(output, place.row, base + i, shared.sample.bins[i])
+        if const_expr(not by_value):
+            cute.arch.sync_threads()
+            for i in cutlass.range(place.thread, total, self.config.threads, unroll=1):
+                self.put(output, place.row, base + i, shared.sample.bins[i])
         if const_expr(self.config.cluster > 1):
             cute.arch.cluster_wait()
+        if const_expr(by_value):
+            self.sort_entries(shared, place, output)
 
 
 def sample_target(k: int, span: Span) -> Int32:

@@ -1,12 +1,14 @@
-"""select_topk on Hopper: its operands and its record."""
+"""The indexer's kernels on Hopper, indexer_logits and select_topk: their operands and records."""
 
 from __future__ import annotations
 
 from functools import partial
 
 from tsmla_kernels.kernel import Kernel, Operand
-from tsmla_kernels.options import config_of, topk_spec
+from tsmla_kernels.options import config_of, indexer_logits_spec, topk_spec
+from tsmla_kernels.sm90.constants import FP8
 from tsmla_kernels.sm90.indexer.config import TopkConfig, topk_config, topk_reasons
+from tsmla_kernels.sm90.indexer.logits_config import HEAD_DIM, LogitsConfig, logits_config, logits_reasons
 
 
 def topk_operands(config: TopkConfig) -> tuple[Operand, ...]:
@@ -31,5 +33,31 @@ SELECT_TOPK = Kernel(
     config=TopkConfig,
     operands=topk_operands,
     from_options=partial(config_of, topk_spec, topk_reasons, topk_config),
+    presets=(),
+)
+
+
+def logits_operands(config: LogitsConfig) -> tuple[Operand, ...]:
+    """T query tokens; B requests, or T where requests have one token each."""
+    requests = (Operand("cu_seqlens_q", "int32", (None,), align=4),) if config.ragged else ()
+    width, dtype = (HEAD_DIM + 4, "uint8") if config.packed else (HEAD_DIM, FP8)
+    return (
+        Operand("q", FP8, (None, config.num_heads, HEAD_DIM)),
+        Operand("weights", "float32", (None, config.num_heads)),
+        Operand("k_cache", dtype, (None, config.page_size, width), wide=True),
+        Operand("block_tables", "int32", (None, None), align=4),
+        Operand("seq_lens", "int32", (None,), align=4),
+        *requests,
+        Operand("logits", "float32", (None, None), output=True),
+    )
+
+
+INDEXER_LOGITS = Kernel(
+    name="indexer_logits",
+    archs=("sm_90a",),
+    launcher="tsmla_kernels.sm90.indexer.logits:IndexerLogits",
+    config=LogitsConfig,
+    operands=logits_operands,
+    from_options=partial(config_of, indexer_logits_spec, logits_reasons, logits_config),
     presets=(),
 )

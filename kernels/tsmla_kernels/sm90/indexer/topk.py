@@ -31,6 +31,7 @@ from tsmla_kernels.sm90.indexer.config import BINS, TopkConfig
 from tsmla_kernels.sm90.indexer.exact import ExactSearch
 from tsmla_kernels.sm90.indexer.filtered import PLENTY, FilteredSearch
 from tsmla_kernels.sm90.indexer.rows import ordered
+from tsmla_kernels.sm90.indexer.sort import EntrySort
 from tsmla_kernels.sm90.warp import quotient, remainder
 
 
@@ -45,6 +46,7 @@ class SelectTopk(ExactSearch, FilteredSearch):
         self.config = config
         self.cluster, self.warps = config.cluster, config.warps
         self.by_value = config.order == "value"
+        self.sort = EntrySort(config.sorted_entries, config.threads)
 
     @cute.jit
     def __call__(self, stream: cuda.CUstream, logits: cute.Tensor, seq_lens: cute.Tensor, *others: cute.Tensor):
@@ -114,9 +116,9 @@ class SelectTopk(ExactSearch, FilteredSearch):
         if const_expr(not config.eager):
             columns = cutlass.min(cutlass.max(length, 0), columns)
         span = self.span(logits, first, columns, place)
-        if const_expr(not self.by_value):
-            self.hold(span, shared, place)
-            self.clear(span, shared, place)
+        self.hold(span, shared, place)
+        self.clear(span, shared, place)
+        self.clear_entries(shared, place)
         length = cutlass.min(cutlass.max(length, 0), columns)
         span = span._replace(behind=span.lead + length)
         output = Output(indices, block_tables)
@@ -125,17 +127,17 @@ class SelectTopk(ExactSearch, FilteredSearch):
                 counts[place.row] = cutlass.min(length, config.k)
         cute.arch.sync_threads()
 
-        if const_expr(self.by_value):
-            self.select_any(logits, (first, length), storage, place, output)
-        else:
-            if length <= config.k:
-                self.select_all(length, place, output)
+        if length <= config.k:
+            if const_expr(self.by_value):
+                self.select_any(logits, (first, length), storage, place, output)
             else:
-                common = Boolean(False)
-                if span.chunks <= config.most_chunks:
-                    common = self.search(span, shared, place, output)
-                if not common:
-                    self.select_any(logits, (first, length), storage, place, output)
+                self.select_all(length, place, output)
+        else:
+            common = Boolean(False)
+            if span.chunks <= config.most_chunks:
+                common = self.search(span, shared, place, output)
+            if not common:
+                self.select_any(logits, (first, length), storage, place, output)
 
     @cute.jit
     def select_any(
@@ -254,25 +256,8 @@ class SelectTopk(ExactSearch, FilteredSearch):
         """Write the entries in descending order, by a bitonic sort in the first CTA."""
         self.meet()
         if place.rank == 0:
-            entries, places = shared.entries, self.config.sorted_entries
-            size, earlier = Int32(2), Int32(places)
-            while size <= places:
-                stride = size >> 1
-                while stride > 0:
-                    # 32 neighbouring pairs are a warp's own 64 entries while they are at most 32 apart.
-                    if cutlass.max(stride, earlier) > 32:
-                        cute.arch.sync_threads()
-                    else:
-                        cute.arch.sync_warp()
-                    for pair in cutlass.range(place.thread, places // 2, self.config.threads, unroll=1):
-                        i = 2 * pair - (pair & (stride - 1))
-                        one, other = entries[i], entries[i + stride]
-                        if (one < other) == ((i & size) == 0):
-                            entries[i], entries[i + stride] = other, one
-                    earlier = stride
-                    stride = stride >> 1
-                size = size << 1
-            cute.arch.sync_threads()
+            entries = shared.entries
+            self.sort.descending(entries, place.thread)
             for i in cutlass.range(place.thread, self.config.k, self.config.threads, unroll=1):
                 if entries[i] > Uint64(0):
                     self.put(output, place.row, i, position_of(entries[i]))

@@ -250,11 +250,11 @@ def shared_memory(storage) -> Shared:
 
 
 def init_mbarriers(shared: Shared) -> None:
-    """Initialise the mbarriers, in one thread, with the number of arrivals that complete a phase. A warp arrives once.
-    """
+    """Initialise the mbarriers, in one thread, with the number of arrivals that complete a phase. A warp arrives once,
+    but for `q.empty`, where all its lanes arrive."""
     copied = (1, COMPUTE_WARPS)  # arrivals on `full` and on `empty`
     arrivals = {
-        "q": copied,
+        "q": (1, COMPUTE_WARPS * 32),
         "k": (1, COMPUTE_WARPS + GROUPS),  # reducer warps read the tile descriptor that arrives with K
         "v": copied,
         "dout": copied,

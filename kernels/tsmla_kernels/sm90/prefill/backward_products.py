@@ -111,7 +111,8 @@ class Consumer:
                 self.leave(shared.dout.empty)
                 cute.arch.mbarrier_wait(shared.ds.full + previous.index, previous.phase)
                 warpgroup.wait_group(0)
-                self.leave(shared.q.empty + stage.index)
+                # All lanes arrive: all read the rows' terms, and racecheck tracks only arriving lanes.
+                cute.arch.mbarrier_arrive(shared.q.empty + stage.index)
                 if step > 0:
                     self.put_dq(shared, mma, previous, tiles, t)
                 count += 1

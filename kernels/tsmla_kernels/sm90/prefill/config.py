@@ -33,6 +33,7 @@ class PrefillConfig:
       groups: compute warpgroups, each with 64 query rows of a tile.
       block: keys of one pipeline stage.
       stages: stages of K, and of V.
+      wide_v: whether the operand v is [Tk, H, W], with v in the first V of W columns.
     """
 
     dtype: str
@@ -43,6 +44,7 @@ class PrefillConfig:
     groups: int = 2
     block: int = 128
     stages: int = 2
+    wide_v: bool = False
 
     @property
     def tile_rows(self) -> int:
@@ -74,8 +76,8 @@ def shared_rope_reasons(spec: PrefillSpec, rope_dim: int) -> list[str]:
     return []
 
 
-def prefill_config(spec: PrefillSpec, rope_dim: int = 0) -> PrefillConfig:
-    """The configuration that serves `spec`; rope_dim as in PrefillConfig."""
+def prefill_config(spec: PrefillSpec, rope_dim: int = 0, *, wide_v: bool = False) -> PrefillConfig:
+    """The configuration that serves `spec`; rope_dim and wide_v as in PrefillConfig."""
     return PrefillConfig(
         dtype=spec.q_dtype,
         qk_head_dim=spec.qk_head_dim,
@@ -83,6 +85,7 @@ def prefill_config(spec: PrefillSpec, rope_dim: int = 0) -> PrefillConfig:
         rope_dim=rope_dim,
         causal=spec.causal,
         groups=3 if spec.q_dtype == FP8 else 2,
+        wide_v=wide_v,
     )
 
 

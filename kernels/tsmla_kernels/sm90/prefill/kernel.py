@@ -97,6 +97,8 @@ class MlaPrefill:
     ) -> TmaCopy:
         """The TMA load of `rows` rows and 64 * `column_tiles` columns, from `first_column` on, of x [T, H, any]."""
         row, head = cute.assume(x.stride[0], divby=64), x.stride[1]
+        if const_expr(not isinstance(head, int)):
+            head = cute.assume(head, divby=64)
         view = cute.make_tensor(
             x.iterator + first_column,
             cute.make_layout((x.shape[0], 64, column_tiles, x.shape[1]), stride=(row, 1, 64, head)),

@@ -113,7 +113,7 @@ class Operands(NamedTuple):
     q [Tq, H, K], k [Tk, H, K], v [Tk, H, V] in the config's dtype; cu_seqlens_q and cu_seqlens_kv [B + 1] int32;
     scales [2] float32, see `Scale`; out [Tq, H, V]; lse [Tq, H] float32 (natural log); and the workspaces of
     `config.prefill_workspaces`. With a `rope_dim` R > 0 `k` is kv [Tk, H, K - R + V], a row's keys without their rope
-    columns and its values, and `v` is k_rope [Tk, R], which all heads share.
+    columns and its values, and `v` is k_rope [Tk, R], which all heads share. With `wide_v` `v` is [Tk, H, W].
     """
 
     q: cute.Tensor

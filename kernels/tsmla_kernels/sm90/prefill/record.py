@@ -17,10 +17,11 @@ SHARED_ROPE_DIM = 64
 
 def mla_prefill_operands(config: sm90_prefill.PrefillConfig) -> tuple[Operand, ...]:
     """q, k and v as mla_prefill takes them, or kv and k_rope as mla_prefill_kv does; the number of heads is read at the
-    launch."""
+    launch. With wide_v, v [Tk, H, W] has a stride of W for a shape, and the last row need not be whole."""
     workspaces = sm90_prefill.prefill_workspaces(1, 1)
     k_dim, v_dim, rope_dim = config.qk_head_dim, config.v_head_dim, config.rope_dim
-    keys = (Operand("k", config.dtype, (None, None, k_dim)), Operand("v", config.dtype, (None, None, v_dim)))
+    v_width = None if config.wide_v else v_dim
+    keys = (Operand("k", config.dtype, (None, None, k_dim)), Operand("v", config.dtype, (None, None, v_width)))
     if rope_dim:
         kv = Operand("kv", config.dtype, (None, None, k_dim - rope_dim + v_dim))
         keys = (kv, Operand("k_rope", config.dtype, (None, rope_dim)))

@@ -11,7 +11,8 @@ from tests.emulator.warp_model import LANES, ldmatrix, narrow_tiles, stmatrix_tr
 
 pytest.importorskip("cutlass")
 
-from tsmla_kernels.sm90.decode.scores_mixed import key_fragment, key_row, p_row, q_pair_place
+from tsmla_kernels.sm90.decode.query import q_pair_place
+from tsmla_kernels.sm90.decode.scores_mixed import key_fragment, key_row, p_row
 
 BLOCK, WARPS = 64, 4
 

@@ -1,5 +1,6 @@
 """The decode kernel as it is compiled: nothing spilled, nothing in local memory, no serialised WGMMA. Needs no GPU."""
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,7 +54,27 @@ CONFIGS = {
     },
     "pages of 128, not causal": {"num_heads": "64", "max_q_len": "2", "page_size": "128", "causal": "false"},
 }
-FAST = ("16 heads", "128 heads in a cluster", "fp8 cache and queries", "fp8 cache, 128 heads in a cluster")
+SPLIT = {
+    "16 heads, rope apart": {"num_heads": "16"},
+    "128 heads in a cluster, rope apart": {"num_heads": "128"},
+    "fp8 cache, rope apart": {"num_heads": "16", "kv_dtype": "float8_e4m3fn"},
+    "fp8 cache and queries, rope apart": {"num_heads": "16", "dtype": "float8_e4m3fn"},
+}
+"""Queries in two arrays."""
+
+HEADS_FIRST = {
+    "16 heads, in front of tokens": {"num_heads": "16"},
+    "128 heads in a cluster, in front of tokens": {"num_heads": "128"},
+    "fp8 cache, heads in front of tokens": {"num_heads": "16", "kv_dtype": "float8_e4m3fn"},
+}
+
+FAST = (
+    "16 heads",
+    "16 heads, rope apart",
+    "128 heads in a cluster",
+    "fp8 cache and queries",
+    "fp8 cache, 128 heads in a cluster",
+)
 """Compiled in every run of the tests; each takes ten to twenty seconds. The others are slow tests."""
 
 
@@ -62,10 +83,16 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield tmp_path_factory.mktemp("decode-objects")
 
 
-@pytest.fixture(params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CONFIGS])
+NAMES = (*CONFIGS, *SPLIT, *HEADS_FIRST)
+
+
+@pytest.fixture(params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in NAMES])
 def compiled(request: pytest.FixtureRequest, shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> CompiledObject:
     monkeypatch.setenv("TSMLA_CACHE_DIR", str(shared_cache))
-    return object_cache.load_or_compile(MLA_DECODE, mla_decode_config(CONFIGS[request.param]), ARCH)
+    config = mla_decode_config((CONFIGS | SPLIT | HEADS_FIRST)[request.param])
+    heads_first = request.param in HEADS_FIRST
+    config = dataclasses.replace(config, split_q=heads_first or request.param in SPLIT, heads_first=heads_first)
+    return object_cache.load_or_compile(MLA_DECODE, config, ARCH)
 
 
 def test_everything_stays_in_registers(compiled: CompiledObject) -> None:

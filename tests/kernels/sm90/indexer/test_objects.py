@@ -18,8 +18,8 @@ CONFIGS = {
     "long rows": topk_config(TopKSpec(64, 131072, 2048, "position")),
     "by value": topk_config(TopKSpec(64, 32768, 4096)),
     "by value in a cluster": topk_config(TopKSpec(8, 32768, 2048)),
-    "slots, row starts": topk_config(TopKSpec(64, 32768, 1, "position"), page_size=64, row_starts=True),
-    "slots of pages of 48 in a cluster": topk_config(TopKSpec(8, 131072, 512, "position"), page_size=48),
+    "slots, row starts": topk_config(TopKSpec(64, 32768, 1, "position", page_size=64, row_starts=True)),
+    "slots of pages of 48 in a cluster": topk_config(TopKSpec(8, 131072, 512, "position", page_size=48)),
 }
 FAST = ("few short rows", "few long rows", "slots, row starts")
 """Compiled in every run of the tests. The others are slow tests."""
@@ -54,4 +54,4 @@ def test_reasons_name_what_is_not_taken() -> None:
     assert "k is 4097" in topk_reasons(TopKSpec(1, 8192, 4097))[0]
     assert "N is" in topk_reasons(TopKSpec(1, MAX_COLUMNS + 1, 1))[0]
     assert "dtype is float64" in topk_reasons(TopKSpec(1, 8, 1, dtype="float64"))[0]
-    assert "slots" in topk_reasons(TopKSpec(1, 8, 1), page_size=64)[0]
+    assert "slots" in topk_reasons(TopKSpec(1, 8, 1, page_size=64))[0]

@@ -1,6 +1,7 @@
 """The gradient of prefill as it is compiled: nothing spilled, nothing in local memory, no serialised WGMMA. Needs no
 GPU."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,6 +52,25 @@ def test_operands_take_the_workspaces(options: dict[str, str]) -> None:
     assert [operand.name for operand in operands[13:]] == list(workspaces)
     for operand in operands[13:]:
         operand.check(*workspaces[operand.name])
+
+
+@pytest.mark.parametrize("options", CONFIGS.values(), ids=CONFIGS)
+def test_workspaces_are_dq_in_float32_and_some_numbers_a_row(options: dict[str, str]) -> None:
+    """The numbers of docs/guides/derivatives.md."""
+    config, batch, tokens, keys = mla_prefill_backward_config(options), 3, 10_000, 20_000
+    sizes = {}
+    for heads in (16, 128):
+        shapes = backward_workspaces(config, batch, tokens, keys, heads)
+        sizes[heads] = {name: 4 * math.prod(shape) for name, (shape, _) in shapes.items()}
+        assert sizes[heads].pop("dq_sum") <= 4 * 192 * heads * (tokens + 8 * batch)
+        assert sizes[heads].pop("row_terms") <= 8 * heads * (tokens + 64 * batch)
+        turns = 8 * heads * (tokens // 64 + batch) if config.deterministic else 8
+        assert sizes[heads].pop("turns") == turns
+        partials = 16 if config.deterministic else 1
+        assert sizes[heads].pop("rope_sum", 0) == (4 * 64 * keys * partials if config.rope_dim else 0)
+        assert sizes[heads].pop("rope_turns", 0) <= partials * 8 * (keys // 128 + batch)
+        assert sum(sizes[heads].values()) < 1000
+    assert sizes[16] == sizes[128]
 
 
 @pytest.mark.parametrize("columns", [96, 64])

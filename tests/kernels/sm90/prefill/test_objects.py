@@ -1,5 +1,6 @@
 """The prefill kernel as it is compiled: nothing spilled, nothing in local memory, no serialised WGMMA. Needs no GPU."""
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,8 @@ CONFIGS = {
     "fp8": {"dtype": "float8_e4m3fn"},
     "fp8, not causal": {"dtype": "float8_e4m3fn", "causal": "false"},
 }
+WIDE_V = {"192 and 128, v in a wider tensor": {}, "fp8, v in a wider tensor": {"dtype": "float8_e4m3fn"}}
+
 FAST = ("192 and 128", "fp8")
 """Compiled in every run of the tests; each takes five to ten seconds. The others are slow tests."""
 
@@ -30,10 +33,15 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield tmp_path_factory.mktemp("prefill-objects")
 
 
-@pytest.fixture(params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CONFIGS])
+NAMES = (*CONFIGS, *WIDE_V)
+
+
+@pytest.fixture(params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in NAMES])
 def compiled(request: pytest.FixtureRequest, shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> CompiledObject:
     monkeypatch.setenv("TSMLA_CACHE_DIR", str(shared_cache))
-    return object_cache.load_or_compile(MLA_PREFILL, mla_prefill_config(CONFIGS[request.param]), ARCH)
+    wide_v = request.param in WIDE_V
+    config = mla_prefill_config(WIDE_V[request.param] if wide_v else CONFIGS[request.param])
+    return object_cache.load_or_compile(MLA_PREFILL, dataclasses.replace(config, wide_v=wide_v), ARCH)
 
 
 def test_everything_stays_in_registers(compiled: CompiledObject) -> None:

@@ -1,0 +1,108 @@
+"""The figure, the table and the README's sentence of the record of `prefill_backward.py`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from figure_pages import between_markers, provenance
+
+OURS = "tsmla"
+NAMES = {
+    "tsmla": "**tsmla**",
+    "tsmla_deterministic": "deterministic",
+    "tsmla_kv": "kv and k_rope",
+    "tsmla_jit": "in jax.jit",
+    "cudnn": "cuDNN",
+    "cudnn_jax": "cuDNN, jax",
+    "fa4": "FA4 SM90",
+    "tokamax": "tokamax",
+    "fa4_deterministic": "FA4, det.",
+    "cudnn_jax_deterministic": "cuDNN, jax, det.",
+    "cudnn_deterministic": "cuDNN, det.",
+}
+PEERS = ("cudnn", "cudnn_jax", "fa4", "tokamax")
+
+
+def relative_times(times: dict[str, dict[str, float]], ours: str, *peers: str) -> list[float]:
+    """Our time over the fastest of the peers', at the points that ours and one of them ran."""
+    found = []
+    for row in times.values():
+        others = [row[peer] for peer in peers if peer in row]
+        if ours in row and others:
+            found.append(row[ours] / min(others))
+    return found
+
+
+def mean_and_worst(ratios: Sequence[float]) -> str:
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    return f"{mean:.2f} (worst {max(ratios):.2f}, {len(ratios)} points)"
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Times over that of cuDNN through torch by length, a panel for each number of heads; under the line is faster."""
+    from matplotlib import pyplot
+
+    us = {(row["h"], row["length"], row["peer"]): float(row["us"]) for row in rows if row["b"] == 1}
+    heads, lengths = (sorted({key[i] for key in us}) for i in (0, 1))
+    figure, panels = pyplot.subplots(1, len(heads), figsize=(2 + 2.2 * len(heads), 3.6), sharey=True, squeeze=False,
+                                     layout="constrained")  # fmt: skip
+    for axes, h in zip(panels[0], heads, strict=True):
+        for peer in ("tsmla", "tsmla_deterministic", "fa4", "cudnn_jax", "tokamax"):
+            at = [n for n in lengths if {(h, n, peer), (h, n, "cudnn")} <= us.keys()]
+            ratios = [us[h, n, peer] / us[h, n, "cudnn"] for n in at]
+            label = f"tsmla, {NAMES[peer]}" if peer.startswith("tsmla_") else NAMES[peer].strip("*")
+            axes.plot([lengths.index(n) for n in at], ratios, marker="o", markersize=4, linewidth=1, label=label)
+        axes.axhline(1, color="0.4", linewidth=1)
+        axes.set_title(f"H = {h}", fontsize=10)
+        axes.set_xticks(range(len(lengths)), [str(n) for n in lengths], fontsize=8)
+        axes.grid(True, axis="y", alpha=0.3)
+    panels[0][0].set_ylabel("time / cuDNN's")
+    panels[0][0].set_ylim(bottom=0)
+    panels[0][-1].legend(frameon=False, fontsize=7)
+    figure.supxlabel("tokens of the request", fontsize=9)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def write(results: Path, figures: Path, readme: Path) -> str:
+    """Write the figure and the table of the record of `prefill_backward.py`, and the README's sentence; return it."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    rows = json.loads(results.read_text())
+    try:
+        times: dict[str, dict[str, float]] = {}
+        for row in rows:
+            times.setdefault(row["point"], {})[row["peer"]] = float(row["us"])
+        rates = {row["point"]: float(row["tflops"]) for row in rows if row["peer"] == OURS}
+        shown = [peer for peer in NAMES if any(peer in row for row in times.values())]
+        heads = ["B x T, H", *(NAMES[peer] for peer in shown), "TFLOP/s"]
+        lines = ["| " + " | ".join(heads) + " |", "|---" + "|---:" * (len(heads) - 1) + "|"]
+        for point, us in times.items():
+            cells = (f"{us[peer]:.0f}" if peer in us else "-" for peer in shown)
+            lines.append(f"| {point} | {' | '.join(cells)} | {rates[point]:.0f} |")
+        means = [
+            f"{name} {mean_and_worst(ratios)}"
+            for name, peers in (("the best peer", PEERS), *((NAMES[p], (p,)) for p in PEERS))
+            if (ratios := relative_times(times, OURS, *peers))
+        ]
+        repeats = relative_times(times, "tsmla_deterministic", OURS)
+        said = (
+            f"The gradient of prefill on Hopper, the backward pass alone, causal {rows[0]['dtype']}: tsmla's time over "
+            f"{', '.join(means)}, geometric means; deterministic over default {mean_and_worst(repeats)}. "
+        )
+        said += provenance(rows)
+        figures.mkdir(parents=True, exist_ok=True)
+        draw(rows, figures / "prefill_backward_relative.png")
+    except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
+        raise ValueError(f"{results}: {type(error).__name__} {error}") from error
+    image = "![time of the backward pass over cuDNN's](prefill_backward_relative.png)"
+    page = ["# The gradient of MLA prefill", f"Microseconds. {said}", image, "\n".join(lines)]
+    (figures / "prefill_backward.md").write_text("\n\n".join(page) + "\n")
+    link = f"All points: [prefill_backward.md]({figures.relative_to(readme.parent).as_posix()}/prefill_backward.md)."
+    readme.write_text(between_markers(readme.read_text(), "prefill_backward", f"{said} {link}"))
+    return said

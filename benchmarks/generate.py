@@ -1,0 +1,301 @@
+"""Time whole models with random weights on one GPU, through the engine: decode steps, prefill, and compilation.
+
+    python3 benchmarks/generate.py --out FILE.json [--points v2-lite,bf16,1/v2-lite,bf16,prefill/...] [--seconds 500]
+
+A point is a model (v2-lite, or v3-slice: one dense layer and 5 of experts in bf16, 10 in fp8), the format of its
+weights (bf16, or fp8: e4m3 with scales for blocks of 128 x 128 in all matrices that a checkpoint of V3 has so), and a
+batch size or "prefill". Weights are made on the device; texts are random ids, so that tokens choose their experts
+nearly evenly. A decode row is the median step of 64, of B texts of 512 tokens over caches of noise; a prefill row is
+prompts of 512 tokens, a chunk at a time. floor_us is the time of the bytes that a step must read (weights once, of the
+experts those that B tokens can be expected to choose if all are alike; the caches), or of the products of a prefill.
+compile_s is what it takes to compile the decode step, tracing included; warm_s is the same with jax's compilation cache
+filled by a run with --compile_only. v3-slice needs XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import tempfile
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+from figures import BYTES_PER_S
+from harness import POINTS, Record, within_budget
+
+from tsmla_jax.generate import Engine, EngineOptions, ModelConfig
+from tsmla_jax.generate import step as steps
+from tsmla_jax.generate.engine import StepKind
+from tsmla_jax.generate.model import fold
+from tsmla_jax.nn import param_shapes
+from tsmla_jax.nn.block_scaled import BLOCK, BlockScaled, stack_size
+
+CHUNK = flags.DEFINE_integer("chunk", 4096, "prompt tokens of a prefill step")
+CACHE = flags.DEFINE_string("compilation_cache", None, "folder of jax's compilation cache; a new one by default")
+COMPILE = flags.DEFINE_bool("compile_only", False, "fill the compilation cache and print the seconds; needs no memory")
+
+CONTEXT, STEPS = 512, 64
+BATCHES = (1, 16, 64, 256)
+FLOPS_PER_S = 798e12
+"""Of a product of bf16 matrices of 8192 x 8192, as measured on an H200."""
+
+_YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+V2_LITE = {
+    "model_type": "deepseek_v2", "vocab_size": 102400, "hidden_size": 2048, "intermediate_size": 10944,
+    "moe_intermediate_size": 1408, "num_hidden_layers": 27, "num_attention_heads": 16, "q_lora_rank": None,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 64,
+    "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+    "topk_method": "greedy", "norm_topk_prob": False, "routed_scaling_factor": 1.0, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000, "rope_scaling": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}, "eos_token_id": None,
+    "max_position_embeddings": 163840, "torch_dtype": "bfloat16",
+}  # fmt: skip
+V3 = {
+    "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
+    "moe_intermediate_size": 2048, "num_attention_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256,
+    "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 1, "n_group": 8, "topk_group": 4,
+    "topk_method": "noaux_tc", "norm_topk_prob": True, "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000, "rope_scaling": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}, "eos_token_id": None,
+    "max_position_embeddings": 163840, "torch_dtype": "bfloat16",
+}  # fmt: skip
+MODELS = {
+    ("v2-lite", "bf16"): V2_LITE,
+    ("v2-lite", "fp8"): V2_LITE,
+    ("v3-slice", "bf16"): {**V3, "num_hidden_layers": 6},
+    ("v3-slice", "fp8"): {**V3, "num_hidden_layers": 10},
+}
+
+
+def shapes(config: ModelConfig, narrow: bool) -> dict[str, Any]:
+    """The parameters' shapes and dtypes, as `load_model` would return them."""
+
+    def wide(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def matrix(*shape: int) -> Any:
+        if not narrow:
+            return wide(*shape)
+        blocks = (-(-size // BLOCK) for size in shape[-2:])
+        scales = wide(*shape[:-2], *blocks, dtype=jnp.float32)
+        stack = (stack_size(*shape), *shape[1:]) if len(shape) == 3 else shape
+        return BlockScaled(wide(*stack, dtype=jnp.float8_e4m3fn), scales)
+
+    moe, hidden = config.moe, config.hidden_size
+    assert moe is not None
+    layers = []
+    for index in range(config.num_layers):
+        attention = {name: wide(*shape) for name, shape in param_shapes(config.attention).items()}
+        for name, shape in param_shapes(config.attention).items():
+            if narrow and len(shape) > 1 and not name.startswith("w_u"):
+                inputs = 2 if name == "o_proj" else 1
+                attention[name] = matrix(math.prod(shape[inputs:]), math.prod(shape[:inputs]))
+        mlp: dict[str, Any] = {}
+        if config.is_moe_layer(index):
+            count, width = moe.num_experts + moe.num_shared, moe.intermediate_size
+            mlp = {"gate_up": matrix(count, 2 * width, hidden), "down": matrix(count, hidden, width)}
+            mlp["router"] = wide(moe.num_experts, hidden, dtype=jnp.float32)
+            if moe.routing == "noaux_tc":
+                mlp["correction_bias"] = wide(moe.num_experts, dtype=jnp.float32)
+        else:
+            width = config.intermediate_size
+            mlp = {"gate_up": matrix(2 * width, hidden), "down": matrix(hidden, width)}
+        norms = {"attention_norm": wide(hidden), "mlp_norm": wide(hidden)}
+        layers.append({"attention": attention, "mlp": mlp, **norms})
+    vocabulary = wide(config.vocab_size, hidden)
+    return {"embed": vocabulary, "lm_head": vocabulary, "norm": wide(hidden), "layers": layers}
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def noise(seed: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Uniform values of variance 1 / (last axis), or of a scale of such values in e4m3; without temporaries."""
+    bits = jnp.uint32(seed)
+    for axis in range(len(shape)):
+        bits = (bits ^ jax.lax.broadcasted_iota(jnp.uint32, shape, axis)) * jnp.uint32(0x9E3779B1)
+        bits ^= bits >> 15
+    uniform = (bits >> 8).astype(jnp.float32) / 2**23 - 1
+    if dtype == jnp.float8_e4m3fn:
+        return (uniform * 400).astype(dtype)
+    return (uniform * math.sqrt(3 / shape[-1])).astype(dtype)
+
+
+def random_params(config: ModelConfig, narrow: bool) -> dict[str, Any]:
+    """Random parameters on the device; norms are 1, and block scales bring e4m3 to the variance of the others."""
+    seeds = iter(range(1, 1 << 20))
+
+    def make(leaf: Any) -> Any:
+        if isinstance(leaf, BlockScaled):
+            values = noise(jnp.uint32(next(seeds)), leaf.values.shape, leaf.values.dtype)
+            return BlockScaled(values, jnp.full(leaf.scales.shape, math.sqrt(3 / leaf.shape[-1]) / 400, jnp.float32))
+        if len(leaf.shape) == 1:
+            return jnp.full(leaf.shape, 0 if leaf.dtype == jnp.float32 else 1, leaf.dtype)
+        return noise(jnp.uint32(next(seeds)), leaf.shape, leaf.dtype)
+
+    return jax.tree.map(make, shapes(config, narrow), is_leaf=lambda leaf: isinstance(leaf, BlockScaled))
+
+
+def _bytes(tree: Any) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def decode_floor(config: ModelConfig, narrow: bool, batch: int) -> float:
+    """Microseconds to read what a decode step must."""
+    moe = config.moe
+    assert moe is not None
+    params = shapes(config, narrow)
+    total = _bytes({**params, "embed": ()})
+    chosen = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** batch)
+    for layer in params["layers"]:
+        if "router" in layer["mlp"]:
+            stacks = jax.tree.leaves([layer["mlp"]["gate_up"], layer["mlp"]["down"]])
+            each = sum(math.prod(stack.shape[1:]) * stack.dtype.itemsize for stack in stacks)
+            total += each * (chosen + moe.num_shared) - _bytes(stacks)
+    total += batch * CONTEXT * config.attention.cache_dim * 2 * config.num_layers
+    return total / BYTES_PER_S * 1e6
+
+
+def prefill_floor(config: ModelConfig, tokens: int) -> float:
+    """Microseconds of the products for that many tokens of prompts of CONTEXT tokens; the head sees one in CONTEXT."""
+    moe, attention = config.moe, config.attention
+    assert moe is not None
+    weights = 0.0
+    for layer in shapes(config, False)["layers"]:
+        weights += sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(layer["attention"]))
+        matrices = sum(math.prod(layer["mlp"][name].shape) for name in ("gate_up", "down"))
+        if "router" in layer["mlp"]:
+            matrices *= (moe.top_k + moe.num_shared) / (moe.num_experts + moe.num_shared)
+        weights += matrices
+    widths = attention.qk_head_dim + attention.v_head_dim
+    scores = config.num_layers * attention.num_attention_heads * widths * CONTEXT / 2
+    return 2 * tokens * (weights + scores) / FLOPS_PER_S * 1e6
+
+
+def prompts(config: ModelConfig, count: int) -> list[list[int]]:
+    """Random prompts of CONTEXT tokens."""
+    return np.random.default_rng(0).integers(0, config.vocab_size, (count, CONTEXT)).tolist()
+
+
+def place_texts(engine: Engine, config: ModelConfig, batch: int, limit: int) -> None:
+    """Texts as if their prompts of CONTEXT tokens had been prefilled, over caches of noise."""
+    for text, prompt in enumerate(prompts(config, batch)):
+        assert engine.admit(text, prompt, limit)
+    session = engine._opened()
+    session.arrived.clear()
+    session.caches = [noise(jnp.uint32(layer), cache.shape, cache.dtype) for layer, cache in enumerate(session.caches)]
+    arrays = [np.zeros(array.shape, np.int32) for array in session.state]
+    state = type(session.state)(*arrays)
+    for text in session.texts.values():
+        text.cached, text.scheduled, text.generated = CONTEXT, 1, [text.prompt[0]]
+        state.tokens[text.row], state.cached[text.row], state.remaining[text.row] = text.prompt[0], CONTEXT, limit - 1
+        state.block_tables[text.row, : len(text.table.pages)] = text.table.pages
+    session.state = jax.device_put(state)
+
+
+def time_decode(engine: Engine, config: ModelConfig, batch: int) -> float:
+    """Median microseconds of a step of `batch` texts; their tokens are read by the host, as ever."""
+    place_texts(engine, config, batch, STEPS + 12)
+    while engine.figures.decode_steps < 8:
+        engine.step()
+    times = []
+    for _ in range(STEPS):
+        begin = time.perf_counter()
+        assert len(engine.step()) == batch
+        times.append(time.perf_counter() - begin)
+    engine.close()
+    return sorted(times)[STEPS // 2] * 1e6
+
+
+def time_prefill(engine: Engine, config: ModelConfig, count: int) -> float:
+    """Microseconds of a prefill step of --chunk tokens, of `count` prompts one after the other."""
+    waiting, begin = list(enumerate(prompts(config, count))), time.perf_counter()
+    done = 0
+    while done < count:
+        while waiting and engine.admit(*waiting[0], 1):
+            waiting.pop(0)
+        done += len(engine.step())
+    taken = time.perf_counter() - begin
+    engine.close()
+    return taken * 1e6 * CHUNK.value / (count * CONTEXT)
+
+
+def options(batch: int) -> EngineOptions:
+    """For texts of CONTEXT tokens and some more."""
+    return EngineOptions(max_batch=batch, num_pages=batch * (CONTEXT // 64 + 2), chunk=CHUNK.value)
+
+
+def compile_step(config: ModelConfig, narrow: bool, what: str) -> None:
+    """Compiles the steps of a point into the cache and prints how long that takes, tracing included."""
+    params = jax.eval_shape(lambda params: fold(params, config), shapes(config, narrow))
+    engine = Engine(params, config, options(32 if what == "prefill" else int(what)))
+    engine.open()
+    plan = engine.plan
+    if what == "prefill":
+        kind = StepKind("fresh", plan.prefill_rows)
+        run, arguments = engine.call(kind, steps.no_prompts(CHUNK.value, kind.rows, plan.max_pages))
+    else:
+        run, arguments = engine.call(StepKind("decode", plan.rows), steps.no_drafts(plan.rows))
+    begin = time.perf_counter()
+    lowered = run.lower(*arguments)
+    traced = time.perf_counter()
+    lowered.compile()
+    print(f"{what}: traced in {traced - begin:.1f} s, compiled in {time.perf_counter() - traced:.1f} s", flush=True)
+
+
+def measure(record: Record, params: Any, model: tuple[str, str], what: str) -> None:
+    """One point: a batch size, or "prefill"."""
+    config, narrow = ModelConfig.from_hf(MODELS[model]), model[1] == "fp8"
+    name = model[0] if not narrow else f"{model[0]} fp8"
+    if what == "prefill":
+        batch = 32
+        engine = Engine(params, config, options(batch))
+        time_prefill(engine, config, batch)
+        us, floor, tokens = time_prefill(engine, config, 2 * batch), prefill_floor(config, CHUNK.value), CHUNK.value
+        row = {"b": CHUNK.value // CONTEXT, "mode": f"{name} prefill"}
+    else:
+        batch = tokens = int(what)
+        engine = Engine(params, config, options(batch))
+        engine.compile_ahead(prefill=False)
+        compiled = engine.figures.compile_seconds
+        us, floor = time_decode(engine, config, batch), decode_floor(config, narrow, batch)
+        row = {"b": batch, "mode": f"{name} decode", "warm_s" if CACHE.value else "compile_s": round(compiled, 1)}
+    rate = tokens / us * 1e6
+    sizes = {"context": CONTEXT, "layers": config.num_layers, "heads": config.attention.num_attention_heads}
+    record.add(**sizes, **row, peer="tsmla", us=round(us, 1), floor_us=round(floor, 1), tokens_per_s=round(rate))
+    extra = " ".join(f"{key} {value}" for key, value in row.items() if key.endswith("_s"))
+    print(f"{row['mode']:22s} B {row['b']:4d} {us:9.1f} us, floor {floor:8.1f} ({floor / us:4.0%}), "
+          f"{rate:9.0f} tokens/s {extra}", flush=True)  # fmt: skip
+
+
+def all_points() -> Iterable[tuple[str, str, str]]:
+    for model, weights in MODELS:
+        for what in (*map(str, BATCHES), "prefill"):
+            yield model, weights, what
+
+
+def main(argv: list[str]) -> int:
+    del argv
+    points = [tuple(point.split(",")) for point in POINTS.value.split("/")] if POINTS.value else list(all_points())
+    # A cache of this run's own: what is found in it was compiled by this run.
+    jax.config.update("jax_compilation_cache_dir", CACHE.value or tempfile.mkdtemp())
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    if COMPILE.value:
+        for model, weights, what in points:
+            compile_step(ModelConfig.from_hf(MODELS[model, weights]), weights == "fp8", what)
+        return 0
+    record = Record()
+    params: dict[tuple[str, str], Any] = {}
+    for model, weights, what in within_budget(points):
+        if (model, weights) not in params:
+            params.clear()
+            config = ModelConfig.from_hf(MODELS[model, weights])
+            params[model, weights] = random_params(config, weights == "fp8")
+        measure(record, params[model, weights], (model, weights), what)
+    return 0
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,99 @@
+"""The engines that have a plug-in here: which are installed, whether their versions were tested, and the flag to pass.
+
+Imports no engine: versions come from the installed distributions' metadata.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+logger = logging.getLogger(__name__)
+
+
+class Engine(NamedTuple):
+    """An engine with a plug-in.
+
+    distribution: its name. tested: the versions whose own code the tests run, oldest first. significant: how many
+    numbers of a version must equal a tested one's. flags: the command line that chooses the backends.
+    """
+
+    distribution: str
+    tested: tuple[str, ...]
+    significant: int
+    flags: str
+
+
+VLLM = Engine(
+    "vllm",
+    ("0.26.0", "0.30.0", "0.33.0"),
+    2,
+    """--attention-backend CUSTOM --attention-config '{"mla_prefill_backend": "CUSTOM"}'""",
+)
+SGLANG = Engine("sglang", ("0.5.23",), 3, "--attention-backend tsmla --page-size 64")
+ENGINES = (VLLM, SGLANG)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What `tsmla doctor` says of an engine. version: None where it isn't installed. status: whether that version was
+    tested, in words. flags: the command line that chooses the backends."""
+
+    engine: str
+    version: str | None
+    status: str
+    flags: str
+
+
+def examine() -> tuple[Found, ...]:
+    """All engines, installed or not."""
+    return tuple(_examine(engine, version_of(engine.distribution)) for engine in ENGINES)
+
+
+def render(found: Iterable[Found]) -> list[str]:
+    """The lines of a report for a terminal."""
+    lines = ["Engines, and the flags that choose the backends of this project"]
+    for engine in found:
+        lines.append(f"  {engine.engine:8}{engine.version or 'not installed':16}{engine.status}")
+        lines.append(f"          {engine.flags}")
+    return lines
+
+
+def version_of(distribution: str) -> str | None:
+    """The installed version, or None."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _examine(engine: Engine, version: str | None) -> Found:
+    status = f"tested: {', '.join(engine.tested)}" if version is None else status_of(engine, version)
+    return Found(engine.distribution, version, status, engine.flags)
+
+
+def status_of(engine: Engine, version: str) -> str:
+    """Whether the tests ran this version's own code, in words."""
+    if any(numbers(version, engine.significant) == numbers(tested, engine.significant) for tested in engine.tested):
+        return "tested"
+    oldest, newest = numbers(engine.tested[0]), numbers(engine.tested[-1])
+    between = oldest < numbers(version) < newest
+    return f"{'between tested versions' if between else 'untested'}; tested: {', '.join(engine.tested)}"
+
+
+def warn_if_untested(engine: Engine, version: str) -> None:
+    """Log a warning if the engine's version lies outside the tested ones. To be called where a backend is chosen."""
+    if status_of(engine, version).startswith("untested"):
+        logger.warning(
+            "tsmla's backends for %s were not tested with its version %s (tested: %s)",
+            engine.distribution, version, ", ".join(engine.tested),
+        )  # fmt: skip
+
+
+def numbers(version: str, count: int = 3) -> tuple[int, ...]:
+    """The first numbers of a version, for comparisons."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:count])

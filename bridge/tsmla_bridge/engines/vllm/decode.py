@@ -1,0 +1,337 @@
+"""The MLA decode backend for vLLM: dense latent attention over its paged cache on Hopper.
+
+The classes and their hooks are vLLM's (vllm/model_executor/layers/attention/mla_attention.py). Imported when the
+backend is chosen, not when it is registered.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import vllm
+import vllm.envs as envs
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonBackend,
+    MLACommonDecodeMetadata,
+    MLACommonImpl,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+    QueryLenSupport,
+)
+from vllm.v1.attention.backend import AttentionCGSupport
+
+from tsmla_bridge.engines import versions
+from tsmla_bridge.engines.context_parallel import held_keys
+from tsmla_bridge.ops import mla_decode as op
+from tsmla_bridge.runtime import devices
+from tsmla_bridge.runtime.tensors import dtype_name
+from tsmla_kernels.contract import DecodeSpec
+from tsmla_kernels.sm90.decode import config as sm90_decode
+
+PAGE_SIZES = (64, 128, 32, 16)  # the first is the best
+DIMENSIONS = {576: (512, 64), 512: (512, 0), 320: (256, 64)}  # head size: latent and rope width
+FP8_CACHES = ("fp8", "fp8_e4m3")
+SHORT_EXTEND = 16  # requests with up to this many new tokens take the decode path
+
+versions.warn_if_untested(versions.VLLM, vllm.__version__)
+
+
+def takes_fp8_queries(kv_cache_dtype: str | None) -> bool:
+    """Whether queries are quantised, as the cache is. TSMLA_VLLM_FP8_QUERIES=0 leaves them in 16 bits."""
+    return kv_cache_dtype in FP8_CACHES and os.environ.get("TSMLA_VLLM_FP8_QUERIES", "1") != "0"
+
+
+def describe(
+    head_size: int, page_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, **changed: Any
+) -> DecodeSpec:
+    """The spec of a decode call with vLLM's names for its properties; `changed` are fields of the spec."""
+    latent_dim, rope_dim = DIMENSIONS[head_size]
+    model_dtype = dtype_name(dtype)
+    kv_dtype = "float8_e4m3fn" if kv_cache_dtype in FP8_CACHES else model_dtype
+    if kv_cache_dtype in ("float16", "bfloat16"):
+        kv_dtype = kv_cache_dtype
+    fields: dict[str, Any] = {
+        "batch": 1, "total_q_len": 1, "max_q_len": 1, "num_heads": 1, "latent_dim": latent_dim, "rope_dim": rope_dim,
+        "num_pages": 1, "page_size": page_size, "max_pages": 1, "kv_dtype": kv_dtype,
+        "q_dtype": kv_dtype if takes_fp8_queries(kv_cache_dtype) else model_dtype,
+        "ragged": False, "causal": True, "return_lse": True, "batch_invariant": False,
+    }  # fmt: skip
+    return DecodeSpec(**(fields | changed))
+
+
+class TsmlaMLABackend(MLACommonBackend):
+    """What vLLM asks of a backend before it makes a layer."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", "float16", *FP8_CACHES]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_builder_cls() -> type[TsmlaMLAMetadataBuilder]:
+        return TsmlaMLAMetadataBuilder
+
+    @staticmethod
+    def get_impl_cls() -> type[TsmlaMLAImpl]:
+        return TsmlaMLAImpl
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
+        return list(PAGE_SIZES)
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return PAGE_SIZES[0]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return list(DIMENSIONS)
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return capability.major == 9
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        # Which kernel runs a step follows from the query lengths that the host knows.
+        return False
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        *others: Any,
+    ) -> str | None:
+        """The reasons against a model and a cache, in the words of the kernels' own choice; None if there are none."""
+        if use_sparse:
+            return "tsmla has no sparse attention behind vLLM; FLASHMLA_SPARSE serves DeepSeek-V3.2 on Hopper"
+        if head_size not in DIMENSIONS:
+            legal = ", ".join(f"{size} ({latent} + {rope})" for size, (latent, rope) in DIMENSIONS.items())
+            return f"the head size is {head_size}; tsmla takes {legal}"
+        page_size = next((size for size in PAGE_SIZES if (block_size or size) % size == 0), block_size or 0)
+        reasons = sm90_decode.decode_reasons(describe(head_size, page_size, dtype, kv_cache_dtype))
+        return "; ".join(reasons) or None
+
+
+class TokenRequests(NamedTuple):
+    """Each query token as a request of its own: its row of the block table, and how many keys it sees."""
+
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    capture: int | None  # the capture that these were made in, if any
+
+
+@dataclass
+class TsmlaMLADecodeMetadata(MLACommonDecodeMetadata):
+    """A step's decode part. q_len: query tokens of every request, or None where the requests have different numbers.
+    max_q_len: a bound on them. interleave: keys that a rank of the context takes at a time."""
+
+    query_start_loc: torch.Tensor
+    q_len: int | None
+    max_q_len: int
+    interleave: int
+    token_requests: TokenRequests | None = None
+
+    def divided(self, num_tokens: int, world: int, rank: int) -> TokenRequests:
+        """The query tokens as requests, for causal calls of several tokens in context parallelism: which of a rank's
+        keys a token sees depends on the token. Made by a step's first layer, on the device from vLLM's own buffers, so
+        that a CUDA graph makes them anew at every replay; a capture never takes those of another."""
+        capture = devices.capture_id(devices.current_stream(self.seq_lens.get_device())) if _capturing() else None
+        if self.token_requests is None or self.token_requests.capture != capture:
+            starts, all_keys = self.query_start_loc, self.dcp_tot_seq_lens
+            assert all_keys is not None
+            token = torch.arange(num_tokens, dtype=torch.int32, device=starts.device)
+            # Tokens behind the last request are padding: they see nothing.
+            request = torch.searchsorted(starts[1:], token, right=True)
+            is_padding = request >= len(self.seq_lens)
+            request = request.clamp(max=len(self.seq_lens) - 1)
+            behind = starts[1:][request] - 1 - token  # query tokens of the request that follow this one
+            visible = held_keys(all_keys[request] - behind, world, rank, self.interleave)
+            visible = torch.minimum(visible, self.seq_lens[request]).masked_fill(is_padding, 0)
+            tables = self.block_table[request]
+            self.token_requests = TokenRequests(tables, visible.to(torch.int32), capture)
+        return self.token_requests
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and devices.is_capturing()
+
+
+class TsmlaMLAMetadata(MLACommonMetadata[TsmlaMLADecodeMetadata]):
+    pass
+
+
+class TsmlaMLAMetadataBuilder(MLACommonMetadataBuilder[TsmlaMLAMetadata]):
+    """Builds a step's metadata: the kernels make their schedule on the device, so there is little to build."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
+    supports_non_causal_multi_token_decode: ClassVar[bool] = True
+    supports_non_causal_multi_token_dcp: ClassVar[bool] = True
+    reorder_batch_threshold: int = SHORT_EXTEND
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(
+            kv_cache_spec, layer_names, vllm_config, device, TsmlaMLAMetadata, supports_dcp_with_varlen=True
+        )
+        speculative = vllm_config.speculative_config
+        drafts = 0 if speculative is None else speculative.num_speculative_tokens or 0
+        # The query lengths that kernels are compiled for: equal ones of all requests, and bounds on unequal ones.
+        self.uniform_q_lens = {1, 1 + drafts}
+        self.max_q_lens = sorted({1 + drafts, self.reorder_batch_threshold} - {1})
+        if device.type == "cuda":
+            self._compile(devices.index_of(device))
+
+    def _compile(self, index: int) -> None:
+        """Load every kernel that this layer's calls can ask for, from the cache on disk or compiled, so that no request
+        waits for the compiler."""
+        config, page_size = self.vllm_config, self.kv_cache_spec.block_size
+        head_size = self.mla_dims.kv_lora_rank + self.mla_dims.qk_rope_head_dim
+        if head_size not in DIMENSIONS or page_size not in PAGE_SIZES:
+            return
+        shared = {
+            "num_heads": self.num_heads * self.dcp_world_size,
+            "batch_invariant": bool(envs.VLLM_BATCH_INVARIANT),
+            "causal": not getattr(self, "non_causal_multi_token_decode", False),
+        }
+        lengths = [(q_len, False) for q_len in sorted(self.uniform_q_lens)]
+        if self.dcp_world_size == 1:  # otherwise tokens of unequal requests are requests of their own
+            lengths += [(bound, True) for bound in self.max_q_lens]
+        for q_len, ragged in lengths:
+            spec = describe(
+                head_size, page_size, config.model_config.dtype, config.cache_config.cache_dtype,
+                max_q_len=q_len, total_q_len=q_len, ragged=ragged, **shared,
+            )  # fmt: skip
+            # The layer hands a query of 16 bits over in two tensors; context parallelism gathers it in one.
+            in_two = self.dcp_world_size == 1 and spec.rope_dim > 0 and spec.q_dtype != "float8_e4m3fn"
+            op.warm(spec, index, split_q=in_two)
+
+    def _build_decode(  # called by keyword; the parameters differ from version to version
+        self,
+        *,
+        block_table_tensor: torch.Tensor,
+        seq_lens_device: torch.Tensor,
+        query_start_loc_cpu: torch.Tensor,
+        query_start_loc_device: torch.Tensor,
+        num_decode_tokens: int,
+        dcp_tot_seq_lens_device: torch.Tensor | None,
+        **others: Any,
+    ) -> TsmlaMLADecodeMetadata:
+        starts: list[int] = query_start_loc_cpu.tolist()
+        q_lens = [stop - start for start, stop in itertools.pairwise(starts)]
+        most = max(1, *q_lens)
+        # Padding of a CUDA graph: requests without tokens, behind the others.
+        last = max((i for i, count in enumerate(q_lens) if count), default=-1)
+        uniform = (
+            most in self.uniform_q_lens
+            and all(count == most for count in q_lens[: last + 1])
+            and most * len(q_lens) == num_decode_tokens
+        )
+        return TsmlaMLADecodeMetadata(
+            block_table=block_table_tensor,
+            seq_lens=seq_lens_device,
+            dcp_tot_seq_lens=dcp_tot_seq_lens_device,
+            query_start_loc=query_start_loc_device,
+            q_len=most if uniform else None,
+            max_q_len=next((bound for bound in self.max_q_lens if bound >= most), most),
+            interleave=self.cp_kv_cache_interleave_size,
+        )
+
+
+class TsmlaMLAImpl(MLACommonImpl[TsmlaMLAMetadata]):
+    """The decode attention of one layer."""
+
+    can_return_lse_for_decode: bool = True
+    supports_dcp: bool = True
+    supports_mtp_with_cp_non_trivial_interleave_size: bool = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        *others: Any,
+        **mla: Any,
+    ) -> None:
+        super().__init__(
+            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
+            *others, **mla,
+        )  # fmt: skip
+        refused = {
+            "alibi_slopes": alibi_slopes, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap
+        }  # fmt: skip
+        if given := [name for name, value in refused.items() if value]:
+            raise NotImplementedError(f"{', '.join(given)}: tsmla's decode backend has none")
+        self.supports_quant_query_input = takes_fp8_queries(kv_cache_dtype)
+        self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: TsmlaMLAMetadata,
+        layer: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Latent attention of the decode tokens.
+
+        q: [T, H, L + R], or the pair [T, H, L] and [T, H, R], which the kernel reads where they lie; fp8 where the
+        layer quantised it. Returns out [T, H, L] and, in context parallelism, lse [T, H] (natural logarithm)."""
+        decode = attn_metadata.decode
+        parts: tuple[torch.Tensor, ...] = q if isinstance(q, tuple) else (q,)
+        if len(parts) == 2 and parts[1].shape[-1] == 0:
+            parts = parts[:1]
+        num_tokens, num_heads, _ = parts[0].shape
+        causal = getattr(attn_metadata, "causal", True)  # vLLM 0.26 knows no other
+        block_tables, seq_lens, q_len = decode.block_table, decode.seq_lens, decode.q_len
+        ragged: dict[str, Any] = {}
+        if self.dcp_world_size > 1 and causal and q_len != 1:
+            block_tables, seq_lens, _ = decode.divided(num_tokens, self.dcp_world_size, self.dcp_rank)
+            q_len = 1
+        if q_len is None:
+            ragged = {"cu_seqlens_q": decode.query_start_loc, "max_q_len": decode.max_q_len}
+        else:
+            parts = tuple(part.view(-1, q_len, num_heads, part.shape[-1]) for part in parts)
+        parts = (parts[0].contiguous(), *parts[1:])  # to vLLM 0.27 the product over heads has their axis in front
+        fp8, return_lse = torch.float8_e4m3fn, self.need_to_return_lse_for_decode
+        results: Any = op.mla_decode(
+            parts if len(parts) == 2 else parts[0],
+            kv_c_and_k_pe_cache,
+            block_tables,
+            seq_lens,
+            softmax_scale=self.scale,
+            latent_dim=self.kv_lora_rank,
+            causal=causal,
+            q_scale=layer._q_scale_float if parts[0].dtype == fp8 else None,
+            kv_scale=layer._k_scale_float if kv_c_and_k_pe_cache.dtype == fp8 else None,
+            return_lse=return_lse,
+            batch_invariant=self.batch_invariant,
+            **ragged,
+        )
+        out, lse = results if return_lse else (results, None)
+        out = out.view(num_tokens, num_heads, self.kv_lora_rank)
+        return out, None if lse is None else lse.view(num_tokens, num_heads)

@@ -1,0 +1,161 @@
+"""compress_write_kv_cache on torch tensors: V4's compressor with the norm, rope, quantisation and cache write of its
+entries.
+
+On a Hopper GPU by the catalog's kernel, one launch. In torch operations on CPUs and where the kernel can't serve the
+call: sizes or dtypes that sparse_cache.compress_config refuses, tensors with gaps. Neither reads a value on the host,
+so both can be captured into CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tsmla_bridge import compress_reference, operators
+from tsmla_bridge.compress_reference import Arrays
+from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, scales, tensors
+from tsmla_bridge.runtime.tensors import Scale
+from tsmla_kernels.catalog import COMPRESS_WRITE_KV_CACHE
+from tsmla_kernels.contract import values
+from tsmla_kernels.contract.compress import CompressWriteSpec, compress_write_spec
+from tsmla_kernels.sparse_cache.compress_config import compress_write_config, compress_write_reasons
+
+
+def compress_write_kv_cache(
+    cache: torch.Tensor,
+    kv_score: torch.Tensor,
+    ape: torch.Tensor,
+    state: torch.Tensor,
+    state_positions: torch.Tensor,
+    norm_weight: torch.Tensor,
+    cos_sin: torch.Tensor,
+    block_tables: torch.Tensor,
+    *,
+    state_slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    ratio: int,
+    overlap: bool,
+    eps: float,
+    kv_scale: Scale | None = None,
+    page_size: int | None = None,
+    implementation: str | None = None,
+) -> torch.Tensor:
+    """Pool the tokens of every window that the new tokens complete, norm, rotate and quantise the entries, and write
+    them into the cache, as tsmla_jax.compress_write_kv_cache defines it; cache and state in place.
+
+    Args:
+      cache: uint8 [P, page_bytes] (V4 pages), uint8 [P, Z, C + 4] (the indexer's packed keys), or plain [P, Z, C] of
+        float16, bfloat16, float32 or float8_e4m3fn.
+      kv_score: [T, 2, W] float32, kv and scores of the new tokens. ape: [ratio, W] float32.
+      state: [N, ring, 2, W] float32, and state_positions: [N, ring] int32, -1 for none: each request's last tokens.
+      norm_weight: [C] floats. cos_sin: [N, R] float32, a row a position.
+      block_tables: [B, M] int32, pages of each request's entries.
+      state_slots, seq_lens: [B] int32. cu_seqlens_q: [B + 1] int32.
+      ratio: tokens an entry. overlap: whether entries pool two windows. eps: of the norm.
+      kv_scale: of a float8_e4m3fn cache; float or float32 scalar tensor; None is 1.
+      page_size: rows of a V4 page, 64 unless given.
+      implementation: "cute" (the kernel), "reference" (torch operations), or None: the kernel where it can run.
+
+    Returns cache itself. Raises as write_kv_cache does.
+    """
+    arrays = Arrays(
+        cache,
+        state,
+        state_positions,
+        kv_score,
+        ape,
+        state_slots,
+        seq_lens,
+        cu_seqlens_q,
+        norm_weight,
+        cos_sin,
+        block_tables,
+    )
+    if torch.compiler.is_compiling() or operators.is_traced(cache, kv_score):
+        scale = operators.scale_arguments(kv_scale)
+        options = (ratio, overlap, eps, page_size, *scale, implementation)
+        torch.ops.tsmla.compress_write_kv_cache(*arrays, *options)
+    else:
+        _compress(arrays, ratio, overlap, eps, page_size, kv_scale, implementation)
+    return cache
+
+
+def _compress(
+    arrays: Arrays,
+    ratio: int,
+    overlap: bool,
+    eps: float,
+    page_size: int | None,
+    kv_scale: Scale | None,
+    implementation: str | None,
+) -> None:
+    cache, lens, offsets = arrays.cache, arrays.seq_lens, arrays.cu_seqlens_q
+    given = arrays._asdict()
+    given["state_positions"] = given.pop("positions")
+    spec = tensors.describe_call(
+        compress_write_spec,
+        given,
+        scales={"kv_scale": kv_scale},
+        ratio=ratio,
+        overlap=overlap,
+        eps=eps,
+        page_size=page_size,
+    )
+
+    def why_not() -> list[str]:
+        found = loaded_kernels.reasons(COMPRESS_WRITE_KV_CACHE, cache.device) or compress_write_reasons(spec)
+        aligned = (name for name, x in given.items() if x.dtype != torch.int32)
+        gaps = [name for name, x in given.items() if not x.is_contiguous()]
+        gaps += [name for name in aligned if given[name].data_ptr() % loaded_kernels.ROW_ALIGN]
+        return [*found, *(loaded_kernels.unreadable(name, given[name]) for name in dict.fromkeys(gaps))]
+
+    by_kernel = loaded_kernels.is_chosen(COMPRESS_WRITE_KV_CACHE, implementation, cache.device, why_not)
+    data_checks.check(values.compress, spec.compress, lens, offsets, arrays.state_slots, arrays.positions)
+    if 0 in (spec.compress.num_tokens, spec.compress.num_requests):
+        return
+    with torch.no_grad():
+        if by_kernel:
+            _launch(spec, arrays, kv_scale)
+        else:
+            compress_reference.compress_write_kv_cache(spec, arrays, kv_scale)
+
+
+def _launch(spec: CompressWriteSpec, arrays: Arrays, kv_scale: Scale | None) -> None:
+    index = devices.index_of(arrays.cache.device)
+    view = loaded_kernels.view
+    row = arrays.state.shape[-1] * 2
+    cache, positions = view(arrays.cache), view(arrays.positions)
+    state = view(arrays.state, (*arrays.state.shape[:2], row))
+    views = {name: view(x) for name, x in arrays._asdict().items() if name not in ("cache", "state", "positions")}
+    views["kv_score"] = view(arrays.kv_score, (arrays.kv_score.shape[0], row))
+    with devices.made_current(index):
+        stream = devices.current_stream(index)
+        if isinstance(kv_scale, torch.Tensor):
+            scale = kv_scale.to(torch.float32).reshape(1)
+        else:
+            scale = scales.on_device((1.0 if kv_scale is None else float(kv_scale), 1.0), index, stream)[:1]
+        inputs = {"cache": cache, "state": state, "state_positions": positions, **views, "kv_scale": view(scale)}
+        outputs = {"new_cache": cache, "new_state": state, "new_positions": positions}
+        loaded_kernels.run(COMPRESS_WRITE_KV_CACHE, compress_write_config(spec), index, stream, inputs | outputs)
+
+
+# ---- the operator
+
+
+def _by_position(*arguments: Any) -> None:
+    arrays, options = arguments[: len(Arrays._fields)], arguments[len(Arrays._fields) :]
+    ratio, overlap, eps, page_size, *scale, implementation = options
+    kv_scale = scale[1] if scale[0] is None else scale[0]
+    _compress(Arrays(*arrays), ratio, overlap, eps, page_size, kv_scale, implementation)
+
+
+compress_operator = operators.register(
+    "compress_write_kv_cache",
+    _by_position,
+    "(Tensor(a!) cache, Tensor(b!) state, Tensor(c!) state_positions, Tensor kv_score, Tensor ape, Tensor state_slots,"
+    " Tensor seq_lens, Tensor cu_seqlens_q, Tensor norm_weight, Tensor cos_sin, Tensor block_tables, int ratio,"
+    f" bool overlap, float eps, int? page_size, {operators.SCALE_SCHEMA}, str? implementation) -> ()",
+    writes=("cache", "state", "state_positions"),
+)

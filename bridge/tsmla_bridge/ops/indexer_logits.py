@@ -1,0 +1,149 @@
+"""indexer_logits on torch tensors: the V3.2 indexer's score of every cached key for every query token.
+
+On a Hopper GPU by the catalog's kernel, one launch. In torch operations on CPUs and where the kernel can't serve the
+call: a dtype, width or number of heads that logits_config refuses, tensors with gaps. Neither reads a value on the
+host, so both can be captured into CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tsmla_bridge import operators, reference
+from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, tensors
+from tsmla_kernels.catalog import INDEXER_LOGITS
+from tsmla_kernels.contract import values
+from tsmla_kernels.contract.sparse import IndexerLogitsSpec, indexer_logits_spec
+from tsmla_kernels.sm90.indexer.logits_config import logits_config, logits_reasons
+
+
+def indexer_logits(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    implementation: str | None = None,
+) -> torch.Tensor:
+    """The indexer's score of every cached key for every query token, as tsmla_jax.indexer_logits defines it:
+    logits[t, s] = kscale[s] * sum over h of weights[t, h] * relu(q[t, h] . k[s]), float32.
+
+    Args:
+      q: [T, Hi, Di]; float8_e4m3fn with a packed cache, any float with a plain one.
+      weights: [T, Hi] float32, scales and constants folded in.
+      k_cache: uint8 [P, Z, Di + 4], a page's bytes Z keys of e4m3 and then Z scales of float32; or plain floats
+        [P, Z, Di].
+      block_tables: [T, M] int32, one row a token, or with cu_seqlens_q [B, M], one row a request; entries past a row's
+        last page are never used.
+      seq_lens: [T] int32, keys token t sees; or with cu_seqlens_q [B], keys of request b; 0 is legal.
+      cu_seqlens_q: [B + 1] int32, where each request's tokens begin in q, or None. Token i of a request's S sees key j
+        iff j < seq_len - (S - 1) + i; rows of no request see none.
+      out: float32 [T, M * Z] for the result, or None.
+      implementation: "cute" (the kernel), "reference" (torch operations), or None: the kernel where it can run.
+
+    Returns:
+      [T, M * Z] float32, column s the key at position s of the token's sequence, -inf from the first key on that token
+      t does not see; `out` if it is given.
+
+    Raises:
+      TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
+      NotImplementedError: the named implementation can't run this call, with every reason.
+    """
+    arguments = (q, weights, k_cache, block_tables, seq_lens, cu_seqlens_q)
+    if torch.compiler.is_compiling() or operators.is_traced(q, weights, k_cache, derivatives=False):
+        if out is None:
+            return torch.ops.tsmla.indexer_logits(*arguments, implementation)
+        torch.ops.tsmla.indexer_logits_into(*arguments, implementation, out)
+        return out
+    return _score(*arguments, implementation, out)
+
+
+def _score(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    implementation: str | None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    given: dict[str, Any] = {
+        "q": q,
+        "weights": weights,
+        "k_cache": k_cache,
+        "block_tables": block_tables,
+        "seq_lens": seq_lens,
+    }
+    if cu_seqlens_q is not None:
+        given["cu_seqlens_q"] = cu_seqlens_q
+    spec = tensors.describe_call(indexer_logits_spec, given, scales={})
+    shape = spec.num_tokens, spec.max_pages * spec.cache.page_size
+
+    def why_not() -> list[str]:
+        found = loaded_kernels.reasons(INDEXER_LOGITS, q.device) or [*logits_reasons(spec), *_unreadable(given)]
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given.values()):
+            found.append("a derivative is asked for; the kernel has none")
+        return found
+
+    by_kernel = loaded_kernels.is_chosen(INDEXER_LOGITS, implementation, q.device, why_not)
+    data_checks.check(values.indexer_logits, spec, seq_lens, block_tables, cu_seqlens_q)
+    if out is not None:
+        tensors.check_output("out", out, shape, torch.float32, q.device)
+    if not by_kernel or 0 in (*shape, spec.num_requests, spec.cache.num_pages):
+        logits = reference.indexer_logits(spec, q, weights, k_cache, block_tables, seq_lens, cu_seqlens_q)
+        return logits if out is None else out.copy_(logits)
+    if out is None:
+        out = torch.empty(shape, dtype=torch.float32, device=q.device)
+    _launch(spec, given, out)
+    return out
+
+
+def _unreadable(given: dict[str, torch.Tensor]) -> list[str]:
+    """Why the kernel can't read the tensors: they have gaps, or are not aligned."""
+    found = []
+    for name, tensor in given.items():
+        aligned = tensor.dtype == torch.int32 or tensor.data_ptr() % loaded_kernels.ROW_ALIGN == 0
+        if not (tensor.is_contiguous() and aligned):
+            found.append(loaded_kernels.unreadable(name, tensor))
+    return found
+
+
+def _launch(spec: IndexerLogitsSpec, given: dict[str, torch.Tensor], out: torch.Tensor) -> None:
+    index = devices.index_of(out.device)
+    config = logits_config(spec, devices.num_sms(index))
+    arrays = {name: loaded_kernels.view(tensor) for name, tensor in given.items()}
+    arrays["logits"] = loaded_kernels.view(out)
+    with devices.made_current(index):
+        loaded_kernels.run(INDEXER_LOGITS, config, index, devices.current_stream(index), arrays)
+
+
+# ---- the operators
+
+_SCHEMA = (
+    "Tensor q, Tensor weights, Tensor k_cache, Tensor block_tables, Tensor seq_lens, Tensor? cu_seqlens_q,"
+    " str? implementation"
+)
+
+
+def _write_into(*arguments: Any) -> None:
+    _score(*arguments)
+
+
+logits_operator = operators.register("indexer_logits", _score, f"({_SCHEMA}) -> Tensor")
+logits_into_operator = operators.register(
+    "indexer_logits_into", _write_into, f"({_SCHEMA}, Tensor(a!) out) -> ()", writes=("out",)
+)
+operators.refuse_backward(logits_operator, "indexer_logits", "an eager call has one")
+
+
+def _fake(q: Any, weights: Any, k_cache: Any, block_tables: Any, *_: Any) -> Any:
+    return q.new_empty((q.shape[0], block_tables.shape[1] * k_cache.shape[1]), dtype=torch.float32)
+
+
+operators.register_fake(logits_operator, _fake)

@@ -1,0 +1,129 @@
+"""mla_prefill_kv: mla_prefill on keys and values as the layer makes them, on torch tensors.
+
+The Hopper kernels read kv and k_rope where they lie. For other dtypes and widths, and on a CPU, k and v are made first
+and go to mla_prefill; the gradients of k and v are then added up to those of kv and k_rope.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tsmla_bridge.ops import mla_prefill, prefill_launch, prefill_operators
+from tsmla_bridge.ops.prefill_launch import Gradients, KvInputs, PrefillInputs, PrefillOptions, Saved
+from tsmla_bridge.ops.prefill_operators import Asked, Form
+from tsmla_bridge.runtime import data_checks, loaded_kernels, tensors
+from tsmla_bridge.runtime.results import Results
+from tsmla_bridge.runtime.scales import Pair
+from tsmla_bridge.runtime.tensors import Scale
+from tsmla_kernels import contract
+from tsmla_kernels.contract import PrefillSpec, values
+from tsmla_kernels.sm90.prefill import config as sm90_prefill
+from tsmla_kernels.sm90.prefill.record import SHARED_ROPE_DIM
+
+
+def mla_prefill_kv(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    k_rope: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    max_q_len: int,
+    max_kv_len: int,
+    softmax_scale: Scale,
+    causal: bool = True,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    implementation: str | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """mla_prefill with k = [kv[..., :N] | k_rope for every head] and v = kv[..., N:], where N = K - R.
+
+    On Hopper neither the slices nor the broadcast are made, in either pass.
+
+    Args:
+      q: [Tq, H, K], rope columns last.
+      kv: [Tk, H, N + V], as kv_b gives it: keys without their rope columns, then values. q's dtype.
+      k_rope: [Tk, R] with rotation applied, shared by all heads. q's dtype. All three without gaps on a GPU.
+      others: as in `mla_prefill`.
+
+    Returns:
+      As `mla_prefill`. q, kv and k_rope have gradients, that of k_rope summed over the heads: by the kernel where
+      mla_prefill's is a kernel and R is 64. The same derivatives are refused.
+    """
+    inputs = KvInputs(q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv)
+    options = PrefillOptions(max_q_len, max_kv_len, causal, deterministic, implementation)
+    given = {"softmax_scale": softmax_scale}
+    return prefill_operators.call(FORM, inputs, options, given, Asked(return_lse, out, lse))
+
+
+def _spec(inputs: KvInputs, options: PrefillOptions, given_scales: Mapping[str, Any]) -> PrefillSpec:
+    return tensors.describe_call(
+        contract.prefill_kv_spec,
+        inputs._asdict(),
+        scales=given_scales,
+        max_q_len=options.max_q_len,
+        max_kv_len=options.max_kv_len,
+        causal=options.causal,
+        deterministic=options.deterministic,
+    )
+
+
+def _value_width(q: torch.Tensor, kv: torch.Tensor, k_rope: torch.Tensor) -> int:
+    return kv.shape[-1] - (q.shape[-1] - k_rope.shape[-1])
+
+
+def _expanded(inputs: KvInputs) -> PrefillInputs:
+    """The same call on k and v."""
+    q, kv, k_rope, *offsets = inputs
+    nope = q.shape[-1] - k_rope.shape[-1]
+    rope = k_rope[:, None].expand(-1, kv.shape[1], -1)
+    # Dense, as the kernels take them.
+    return PrefillInputs(q, torch.cat((kv[..., :nope], rope), -1), kv[..., nope:].contiguous(), *offsets)
+
+
+def _reads_in_place(spec: PrefillSpec, inputs: KvInputs, implementation: str | None) -> bool:
+    """Whether the Hopper kernel reads kv and k_rope as they are. NotImplementedError if no kernel can run the call."""
+    if loaded_kernels.is_by_definition(implementation, inputs.q.device):
+        return False
+    if reasons := prefill_launch.reasons(spec, inputs.q.device):
+        raise contract.not_runnable("mla_prefill_kv", "cute", reasons)
+    return not sm90_prefill.shared_rope_reasons(spec, inputs.k_rope.shape[1])
+
+
+def _run(
+    spec: PrefillSpec,
+    inputs: KvInputs,
+    pair: Pair,
+    implementation: str | None,
+    return_lse: bool,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> Results:
+    if not _reads_in_place(spec, inputs, implementation) or prefill_launch.sees_no_key(spec):
+        return mla_prefill.run(spec, _expanded(inputs), pair, implementation, return_lse, out, lse)
+    data_checks.check(values.prefill, spec, inputs.cu_seqlens_q, inputs.cu_seqlens_kv)
+    out, lse = prefill_launch.result_layout(spec, inputs.q).take(return_lse, out, lse)
+    prefill_launch.launch(spec, inputs, pair, out, lse, inputs.k_rope.shape[1])
+    return out, lse
+
+
+def _gradients(inputs: KvInputs, pair: Pair, options: PrefillOptions, saved: Saved) -> Gradients:
+    """The gradients of q, kv and k_rope."""
+    spec = _spec(inputs, options.of_gradient(), {"softmax_scale": 1.0})
+    in_place = _reads_in_place(spec, inputs, options.implementation) and inputs.k_rope.shape[1] == SHARED_ROPE_DIM
+    if in_place and not (prefill_launch.sees_no_key(spec) or prefill_launch.backward_reasons(spec, inputs.q.device)):
+        return prefill_launch.launch_backward(spec, inputs, pair, saved.checked(spec, inputs.q), SHARED_ROPE_DIM)
+    dq, dk, dv = mla_prefill.gradients(_expanded(inputs), pair, options, saved)
+    nope = dk.shape[-1] - inputs.k_rope.shape[-1]
+    accumulated = tensors.accumulation_dtype(spec.q_dtype)
+    d_rope = dk[..., nope:].to(accumulated).sum(1).to(dk.dtype)
+    return dq, torch.cat((dk[..., :nope], dv), -1), d_rope
+
+
+FORM = Form("mla_prefill_kv", KvInputs, _spec, _run, _gradients, _value_width)
+OPERATORS = prefill_operators.register(FORM)

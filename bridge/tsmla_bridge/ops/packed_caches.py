@@ -1,0 +1,303 @@
+"""write_packed_kv_cache, write_indexer_cache and indexer_quantize on torch tensors: rope, quantisation and the write of
+V3.2's caches.
+
+On a Hopper GPU by the catalog's kernels, one launch each. In torch operations on CPUs and where the kernels can't serve
+the call: a dtype or width that sparse_cache.config refuses, a cache with gaps, rows that don't start at multiples of 16
+bytes. Both read no value on the host, so both can be captured into CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from tsmla_bridge import operators, sparse_reference
+from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, tensors
+from tsmla_kernels.catalog import INDEXER_QUANTIZE, WRITE_INDEXER_CACHE, WRITE_PACKED_KV_CACHE
+from tsmla_kernels.contract import packed, values
+from tsmla_kernels.kernel import Config, Kernel
+from tsmla_kernels.sparse_cache import config as packed_config
+
+_ANGLES = ("cos", "sin")
+
+
+def write_packed_kv_cache(
+    kv_cache: torch.Tensor,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    *,
+    rope_interleave: bool = True,
+    rope_layout: str = "interleaved",
+    implementation: str | None = None,
+) -> torch.Tensor:
+    """V3.2 packed rows written into the slots of the cache, in place, as tsmla_jax.sparse.write_packed_kv_cache defines
+    it.
+
+    Args:
+      kv_cache: uint8 [P, Z, 656] or [P, 1, Z, 656].
+      latent: [T, 512], the normalised latents; k_rope: [T, 64]; floats.
+      slot_mapping: [T] int32, slot = page * Z + offset; -1 skips the token. Slots must differ.
+      cos, sin: [T, 32] float32 of each token's position: k_rope is rotated in float32 and rounded to its dtype first.
+      rope_interleave: whether the pairs of k_rope are columns 2i and 2i + 1; otherwise i and i + 32.
+      rope_layout: "interleaved" or "halves", the order of the rotated columns in the cache.
+      implementation: "cute" (the kernel), "reference" (torch operations), or None: the kernel where it can run.
+
+    Returns kv_cache itself. Raises as write_kv_cache does.
+    """
+    arguments = (kv_cache, latent, k_rope, slot_mapping, cos, sin, rope_interleave, rope_layout, implementation)
+    if torch.compiler.is_compiling() or operators.is_traced(kv_cache, latent):
+        torch.ops.tsmla.write_packed_kv_cache(*arguments)
+    else:
+        _write_packed(*arguments)
+    return kv_cache
+
+
+def _write_packed(
+    kv_cache: torch.Tensor,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    rope_interleave: bool,
+    rope_layout: str,
+    implementation: str | None,
+) -> None:
+    kv_cache = tensors.without_head_axis(kv_cache)
+    arrays = {"kv_cache": kv_cache, "latent": latent, "k_rope": k_rope, "slot_mapping": slot_mapping}
+    spec = tensors.describe_call(
+        packed.packed_write_spec,
+        {**arrays, "cos": cos, "sin": sin},
+        optional=_ANGLES,
+        scales={},
+        rope_interleave=rope_interleave,
+        rope_layout=rope_layout,
+    )
+    rows = {"latent": latent, "k_rope": k_rope, **_given(cos, sin)}
+
+    def why_not() -> list[str]:
+        return loaded_kernels.reasons(WRITE_PACKED_KV_CACHE, kv_cache.device) or [
+            *packed_config.packed_write_reasons(spec),
+            *_unreadable({"kv_cache": kv_cache, "slot_mapping": slot_mapping}, rows),
+        ]
+
+    by_kernel = loaded_kernels.is_chosen(WRITE_PACKED_KV_CACHE, implementation, kv_cache.device, why_not)
+    data_checks.check(values.slot_mapping, spec.cache.num_slots, slot_mapping)
+    if spec.num_tokens == 0:
+        return
+    if not by_kernel:
+        with torch.no_grad():
+            sparse_reference.write_packed_kv_cache(spec, kv_cache, latent, k_rope, slot_mapping, cos, sin)
+        return
+    config = packed_config.packed_write_config(spec)
+    _launch(WRITE_PACKED_KV_CACHE, config, arrays | _given(cos, sin), {"new_kv_cache": kv_cache}, tuple(rows))
+
+
+def write_indexer_cache(
+    k_cache: torch.Tensor,
+    k: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    *,
+    rope_offset: int = 0,
+    rope_layout: str = "halves",
+    implementation: str | None = None,
+) -> torch.Tensor:
+    """Indexer keys written into the slots of their cache, in place, as tsmla_jax.sparse.write_indexer_cache defines it.
+
+    Args:
+      k_cache: uint8 [P, Z, Di + 4], a page's bytes Z keys of e4m3 and then Z scales of float32; or floats [P, Z, Di].
+      k: [T, Di] floats, normed.
+      slot_mapping: as write_packed_kv_cache's.
+      cos, sin: [T, R / 2] float32: columns [rope_offset, rope_offset + R) of k are rotated in float32 first.
+      rope_layout: "halves" (pairs i and i + R / 2) or "interleaved" (2i and 2i + 1).
+      implementation: as write_packed_kv_cache's.
+
+    Returns k_cache itself. Raises as write_kv_cache does.
+    """
+    arguments = (k_cache, k, slot_mapping, cos, sin, rope_offset, rope_layout, implementation)
+    if torch.compiler.is_compiling() or operators.is_traced(k_cache, k):
+        torch.ops.tsmla.write_indexer_cache(*arguments)
+    else:
+        _write_keys(*arguments)
+    return k_cache
+
+
+def _write_keys(
+    k_cache: torch.Tensor,
+    k: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    rope_offset: int,
+    rope_layout: str,
+    implementation: str | None,
+) -> None:
+    arrays = {"k_cache": k_cache, "k": k, "slot_mapping": slot_mapping}
+    spec = tensors.describe_call(
+        packed.indexer_write_spec,
+        {**arrays, "cos": cos, "sin": sin},
+        optional=_ANGLES,
+        scales={},
+        rope_offset=rope_offset,
+        rope_layout=rope_layout,
+    )
+    rows = {"k": k, **_given(cos, sin)}
+
+    def why_not() -> list[str]:
+        return loaded_kernels.reasons(WRITE_INDEXER_CACHE, k_cache.device) or [
+            *packed_config.indexer_write_reasons(spec),
+            *_unreadable({"k_cache": k_cache, "slot_mapping": slot_mapping}, rows),
+        ]
+
+    by_kernel = loaded_kernels.is_chosen(WRITE_INDEXER_CACHE, implementation, k_cache.device, why_not)
+    data_checks.check(values.slot_mapping, spec.cache.as_plain().num_slots, slot_mapping)
+    if spec.num_tokens == 0:
+        return
+    if not by_kernel:
+        with torch.no_grad():
+            sparse_reference.write_indexer_cache(spec, k_cache, k, slot_mapping, cos, sin)
+        return
+    config = packed_config.indexer_write_config(spec)
+    _launch(WRITE_INDEXER_CACHE, config, arrays | _given(cos, sin), {"new_k_cache": k_cache}, tuple(rows))
+
+
+def indexer_quantize(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    *,
+    rope_offset: int = 0,
+    rope_layout: str = "halves",
+    implementation: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indexer queries as e4m3, their scales and the logits' constants folded into the head weights, as
+    tsmla_jax.sparse.indexer_quantize defines it.
+
+    Args:
+      q: [T, Hi, Di] and weights: [T, Hi], floats.
+      cos, sin, rope_offset, rope_layout: as write_indexer_cache's, of q's columns.
+      implementation: as write_packed_kv_cache's.
+
+    Returns:
+      q8 [T, Hi, Di] float8_e4m3fn and the folded weights [T, Hi] float32.
+
+    Raises as write_kv_cache does.
+    """
+    arguments = (q, weights, cos, sin, rope_offset, rope_layout, implementation)
+    traced = torch.compiler.is_compiling() or operators.is_traced(q, weights)
+    return torch.ops.tsmla.indexer_quantize(*arguments) if traced else _quantize(*arguments)
+
+
+def _quantize(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    rope_offset: int,
+    rope_layout: str,
+    implementation: str | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    spec = tensors.describe_call(
+        packed.indexer_quantize_spec,
+        {"q": q, "weights": weights, "cos": cos, "sin": sin},
+        optional=_ANGLES,
+        scales={},
+        rope_offset=rope_offset,
+        rope_layout=rope_layout,
+    )
+    angles = _given(cos, sin)
+
+    def why_not() -> list[str]:
+        return loaded_kernels.reasons(INDEXER_QUANTIZE, q.device) or [
+            *packed_config.indexer_quantize_reasons(spec),
+            *_unreadable({"q": q}, angles),
+            *([] if weights.is_contiguous() else [loaded_kernels.unreadable("weights", weights)]),
+        ]
+
+    by_kernel = loaded_kernels.is_chosen(INDEXER_QUANTIZE, implementation, q.device, why_not)
+    if not by_kernel or 0 in weights.shape:
+        with torch.no_grad():
+            return sparse_reference.indexer_quantize(spec, q, weights, cos, sin)
+    results = q.new_empty(q.shape, dtype=torch.float8_e4m3fn), weights.new_empty(weights.shape, dtype=torch.float32)
+    flat = {"q": q.detach().view(-1, spec.head_dim), "weights": weights.detach().view(-1), **angles}
+    outputs = {"q8": results[0].view(-1, spec.head_dim), "folded_weights": results[1].view(-1)}
+    _launch(INDEXER_QUANTIZE, packed_config.indexer_quantize_config(spec), flat, outputs, tuple(angles))
+    return results
+
+
+# ---- the kernels
+
+
+def _given(cos: torch.Tensor | None, sin: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    return {} if cos is None or sin is None else {"cos": cos, "sin": sin}
+
+
+def _unreadable(dense: dict[str, torch.Tensor], rows: dict[str, torch.Tensor]) -> Iterable[str]:
+    """Why the kernels can't read the tensors: `dense` ones must have no gaps, `rows` one stride, and both must be
+    aligned."""
+    for name, tensor in dense.items():
+        aligned = tensor.dtype == torch.int32 or tensor.data_ptr() % loaded_kernels.ROW_ALIGN == 0
+        if not (tensor.is_contiguous() and aligned):
+            yield loaded_kernels.unreadable(name, tensor)
+    for name, tensor in rows.items():
+        step = tensor.stride(0) * tensor.element_size()
+        aligned = tensor.data_ptr() % loaded_kernels.ROW_ALIGN == 0 == step % loaded_kernels.ROW_ALIGN
+        if not (tensor.stride(-1) == 1 and aligned):
+            yield loaded_kernels.unreadable(name, tensor)
+
+
+def _launch(
+    kernel: Kernel,
+    config: Config,
+    inputs: dict[str, torch.Tensor],
+    outputs: dict[str, torch.Tensor],
+    wide: tuple[str, ...],
+) -> None:
+    """Launch a kernel on the device of its inputs. It reads the first columns of the inputs `wide`, whose rows may be
+    wider."""
+    index = devices.index_of(next(iter(inputs.values())).device)
+    arrays = {
+        name: loaded_kernels.view(x, (x.shape[0], x.stride(0)) if name in wide else None) for name, x in inputs.items()
+    }
+    arrays |= {name: loaded_kernels.view(x) for name, x in outputs.items()}
+    with devices.made_current(index):
+        loaded_kernels.run(kernel, config, index, devices.current_stream(index), arrays)
+
+
+# ---- the operators
+
+packed_operator = operators.register(
+    "write_packed_kv_cache",
+    _write_packed,
+    "(Tensor(a!) kv_cache, Tensor latent, Tensor k_rope, Tensor slot_mapping, Tensor? cos, Tensor? sin,"
+    " bool rope_interleave, str rope_layout, str? implementation) -> ()",
+    writes=("kv_cache",),
+)
+keys_operator = operators.register(
+    "write_indexer_cache",
+    _write_keys,
+    "(Tensor(a!) k_cache, Tensor k, Tensor slot_mapping, Tensor? cos, Tensor? sin, int rope_offset, str rope_layout,"
+    " str? implementation) -> ()",
+    writes=("k_cache",),
+)
+quantize_operator = operators.register(
+    "indexer_quantize",
+    _quantize,
+    "(Tensor q, Tensor weights, Tensor? cos, Tensor? sin, int rope_offset, str rope_layout, str? implementation)"
+    " -> (Tensor, Tensor)",
+)
+
+
+def _fake_quantize(q: Any, weights: Any, *_: Any) -> Any:
+    return torch.empty_like(q, dtype=torch.float8_e4m3fn), torch.empty_like(weights, dtype=torch.float32)
+
+
+operators.register_fake(quantize_operator, _fake_quantize)

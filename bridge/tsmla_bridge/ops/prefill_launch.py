@@ -1,0 +1,191 @@
+"""What mla_prefill and mla_prefill_kv share on torch tensors: their arguments, and launching their kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from tsmla_bridge.runtime import devices, loaded_kernels, scales, tensors
+from tsmla_bridge.runtime.results import ResultLayout
+from tsmla_bridge.runtime.scales import Pair
+from tsmla_bridge.runtime.workspace import Layout
+from tsmla_kernels.catalog import MLA_PREFILL, MLA_PREFILL_BACKWARD
+from tsmla_kernels.contract import PrefillSpec
+from tsmla_kernels.kernel import Config, Kernel
+from tsmla_kernels.launch import ArrayView
+from tsmla_kernels.sm90.prefill import backward_config as sm90_backward
+from tsmla_kernels.sm90.prefill import config as sm90_prefill
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Those of q, k and v, or of q, kv and k_rope."""
+
+TensorOrShape = torch.Tensor | tuple[tuple[int, ...], str]
+"""An operand, or shape and dtype of one that lives until the kernel has run."""
+
+
+class PrefillInputs(NamedTuple):
+    """The tensors of a call of mla_prefill, in the order of the kernel's operands."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_kv: torch.Tensor
+
+
+class KvInputs(NamedTuple):
+    """The tensors of a call of mla_prefill_kv, in the order of the kernel's operands."""
+
+    q: torch.Tensor
+    kv: torch.Tensor
+    k_rope: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_kv: torch.Tensor
+
+
+Inputs = PrefillInputs | KvInputs
+
+
+class PrefillOptions(NamedTuple):
+    """The static arguments of a call."""
+
+    max_q_len: int
+    max_kv_len: int
+    causal: bool
+    deterministic: bool
+    implementation: str | None
+
+    def of_gradient(self) -> PrefillOptions:
+        """The same, deterministic where torch asks for that everywhere."""
+        return self._replace(deterministic=self.deterministic or torch.are_deterministic_algorithms_enabled())
+
+
+class Saved(NamedTuple):
+    """The results of a call and their cotangents, in the order of the backward kernel's operands."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor
+
+    def checked(self, spec: PrefillSpec, q: torch.Tensor) -> Saved:
+        """The same with dense cotangents. ValueError / TypeError unless all have the results' shapes and dtypes."""
+        layout = result_layout(spec, q)
+        saved = self._replace(dout=self.dout.contiguous(), dlse=self.dlse.contiguous())
+        for name, tensor in (("out", saved.out), ("dout", saved.dout)):
+            tensors.check_output(name, tensor, layout.shape, layout.dtype, layout.device)
+        for name, tensor in (("lse", saved.lse), ("dlse", saved.dlse)):
+            tensors.check_output(name, tensor, layout.rows, layout.lse_dtype, layout.device)
+        return saved
+
+
+def result_layout(spec: PrefillSpec, q: torch.Tensor) -> ResultLayout:
+    """Shapes and dtypes of the results of a call."""
+    return ResultLayout.of(q, spec.v_head_dim, spec.out_dtype, spec.lse_dtype)
+
+
+def sees_no_key(spec: PrefillSpec) -> bool:
+    """Whether the sizes alone say that no query sees a key."""
+    return 0 in (spec.batch, spec.total_q_len, spec.total_kv_len, spec.max_q_len, spec.max_kv_len)
+
+
+def derivative_asked_for(*given: Any) -> bool:
+    """Whether one of these is a tensor that requires a derivative."""
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in given)
+
+
+def check_derivable(given_scales: Mapping[str, Any], memory: Mapping[str, torch.Tensor | None]) -> None:
+    """Raise unless the operator can give the derivative of a call with these scales, into this memory."""
+    for name, scale in given_scales.items():
+        if derivative_asked_for(scale):
+            raise NotImplementedError(
+                f"{name}: got a tensor that requires a derivative; legal: a number, or a tensor that requires none"
+                f" ({name}.detach()). implementation='reference' on plain tensors has a derivative in {name}"
+            )
+    for name, tensor in memory.items():
+        if tensor is not None:
+            raise NotImplementedError(
+                f"{name}: got a tensor; results that have a derivative go to new memory alone (torch.no_grad() gives"
+                " results without one)"
+            )
+
+
+def reasons(spec: PrefillSpec, device: torch.device) -> list[str]:
+    """Why the kernel can't run this call; empty if it can."""
+    return loaded_kernels.reasons(MLA_PREFILL, device) + sm90_prefill.prefill_reasons(spec)
+
+
+def backward_reasons(spec: PrefillSpec, device: torch.device) -> list[str]:
+    """Why the kernel of the gradient can't run; empty if it can."""
+    return loaded_kernels.reasons(MLA_PREFILL_BACKWARD, device) + sm90_backward.backward_reasons(spec)
+
+
+def launch(
+    spec: PrefillSpec,
+    inputs: Inputs,
+    pair: Pair,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    rope_dim: int = 0,
+    *,
+    wide_v: bool = False,
+) -> None:
+    """Write the results of a call; rope_dim as in PrefillConfig says which inputs these are, and wide_v that v is
+    columns of a wider tensor."""
+    rows = tuple(inputs.q.shape[:2])
+    workspaces = sm90_prefill.prefill_workspaces(spec.batch, devices.num_sms(inputs.q.get_device()))
+    others = {"out": out, "lse": (rows, "float32") if lse is None else lse, **workspaces}
+    shapes = {"v": tensors.wide_shape("v", inputs[2])} if wide_v else {}
+    config = sm90_prefill.prefill_config(spec, rope_dim, wide_v=wide_v)
+    _run_kernel(MLA_PREFILL, config, inputs, pair, others, shapes)
+
+
+def launch_backward(spec: PrefillSpec, inputs: Inputs, pair: Pair, saved: Saved, rope_dim: int = 0) -> Gradients:
+    """The gradients of the first three inputs; rope_dim as in PrefillConfig says which inputs these are."""
+    config, num_sms = sm90_backward.backward_config(spec, rope_dim), devices.num_sms(inputs.q.get_device())
+    workspaces = sm90_backward.backward_workspaces(
+        config, spec.batch, spec.total_q_len, spec.total_kv_len, spec.num_heads, num_sms
+    )
+    gradients = new_gradients(inputs)
+    named = {f"d{name}": gradient for name, gradient in zip(inputs._fields, gradients, strict=False)}
+    _run_kernel(MLA_PREFILL_BACKWARD, config, inputs, pair, {**saved._asdict(), **named, **workspaces})
+    return gradients
+
+
+def new_gradients(inputs: Inputs) -> Gradients:
+    """New tensors for the gradients of the first three inputs."""
+    first, second, third = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3])
+    return first, second, third
+
+
+def _run_kernel(
+    kernel: Kernel,
+    config: Config,
+    inputs: Inputs,
+    pair: Pair,
+    others: Mapping[str, TensorOrShape],
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> None:
+    """Launch a kernel whose operands are the inputs, the scales and the others, in this order. `shapes` has those of
+    inputs that are passed as the wider tensor that they are columns of."""
+    shapes = shapes or {}
+    for name, tensor in inputs._asdict().items():
+        if name not in shapes:
+            tensors.check_dense(name, tensor)
+    index = inputs.q.get_device()
+    memory = Layout({name: other for name, other in others.items() if isinstance(other, tuple)})
+    with devices.made_current(index):
+        stream = devices.current_stream(index)
+        scratch = torch.empty(memory.size, dtype=torch.uint8, device=inputs.q.device)
+        base = scratch.data_ptr()
+        pair_on_device = scales.on_device(pair, index, stream)
+        arrays = {name: loaded_kernels.view(tensor, shapes.get(name)) for name, tensor in inputs._asdict().items()}
+        arrays["scales"] = loaded_kernels.view(pair_on_device)
+        for name, other in others.items():
+            if isinstance(other, tuple):
+                arrays[name] = ArrayView(base + memory.offsets[name], *other)
+            else:
+                arrays[name] = loaded_kernels.view(other)
+        loaded_kernels.run(kernel, config, index, stream, arrays)

@@ -1,0 +1,149 @@
+"""What mla_prefill and mla_prefill_kv share as functions: which calls go to the torch operator, and the operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from tsmla_bridge import operators
+from tsmla_bridge.ops import prefill_launch
+from tsmla_bridge.ops.prefill_launch import Gradients, Inputs, PrefillOptions, Saved
+from tsmla_bridge.runtime import scales
+from tsmla_bridge.runtime.results import Computed, Results
+from tsmla_bridge.runtime.scales import Pair
+from tsmla_kernels.contract import PrefillSpec
+
+NUM_INPUTS = 5
+"""Tensors of a call: three that have gradients, and the offsets."""
+
+OPTIONS_SCHEMA = "SymInt max_q_len, SymInt max_kv_len, bool causal, bool deterministic, str? implementation"
+"""The parameters of a schema that carry PrefillOptions."""
+
+
+class Asked(NamedTuple):
+    """Which results a call wants, and where."""
+
+    return_lse: bool
+    out: torch.Tensor | None
+    lse: torch.Tensor | None
+
+
+NEW_RESULTS = Asked(True, None, None)
+"""out and lse in new memory."""
+
+
+class Form(NamedTuple):
+    """One of the two operations.
+
+    name: of the operation. inputs: the class of its tensors. spec: of (inputs, options, scales by name). run: of a
+    checked call (spec, inputs, pair, implementation, return_lse, out, lse), the results. gradients: of (inputs, pair,
+    options, saved). value_width: of q and the two other inputs, out's last axis. run_eagerly: run, for calls past the
+    operators, which may take views that these don't; None: `run` itself.
+    """
+
+    name: str
+    inputs: Callable[..., Any]
+    spec: Callable[[Any, PrefillOptions, Mapping[str, Any]], PrefillSpec]
+    run: Callable[..., Results]
+    gradients: Callable[[Any, Pair, PrefillOptions, Saved], Gradients]
+    value_width: Callable[..., int]
+    run_eagerly: Callable[..., Results] | None = None
+
+
+class Operators(NamedTuple):
+    """The operators of a form as torch.library made them."""
+
+    forward: Any
+    into: Any
+    backward: Any
+
+
+def call(
+    form: Form, inputs: Inputs, options: PrefillOptions, given_scales: Mapping[str, Any], asked: Asked
+) -> torch.Tensor | Computed:
+    """The public function: a call that is traced or has a derivative goes to the operator, others past it."""
+    values = inputs[:3]
+    traced = torch.compiler.is_compiling() or operators.is_traced(*values, derivatives=False)
+    spec = None if traced else form.spec(inputs, options, given_scales)
+    if traced:
+        for name, scale in given_scales.items():
+            scales.check(name, scale, optional=name != "softmax_scale")
+    derived = torch.is_grad_enabled() and prefill_launch.derivative_asked_for(*values, *given_scales.values())
+    by_operator = spec is None or (derived and options.implementation != "reference")
+    if by_operator and derived:
+        prefill_launch.check_derivable(given_scales, {"out": asked.out, "lse": asked.lse})
+    others = (given_scales.get(name) for name in ("q_scale", "k_scale", "v_scale"))
+    pair = scales.product(given_scales["softmax_scale"], *others)
+    if spec is not None and not by_operator:
+        run = form.run_eagerly or form.run
+        out, lse = run(spec, inputs, pair, options.implementation, *asked)
+        return out if lse is None else (out, lse)
+    namespace = torch.ops.tsmla
+    return operators.call_attention(
+        getattr(namespace, form.name),
+        getattr(namespace, f"{form.name}_into"),
+        (*inputs, *operators.pair_arguments(pair), *options),
+        lambda: operators.new_results(inputs.q, form.value_width(*values)),
+        *asked,
+    )
+
+
+def register(form: Form) -> Operators:
+    """Register the operators of a form: the results, the results into the caller's memory, and the gradients."""
+
+    def unpacked(*arguments: Any) -> tuple[Any, Pair, PrefillOptions]:
+        inputs, others = form.inputs(*arguments[:NUM_INPUTS]), arguments[NUM_INPUTS:]
+        pair_tensor, logit_scale, out_scale, *options = others
+        return inputs, (logit_scale, out_scale) if pair_tensor is None else pair_tensor, PrefillOptions(*options)
+
+    def run(*arguments: Any, asked: Asked = NEW_RESULTS) -> Results:
+        inputs, pair, options = unpacked(*arguments)
+        spec = form.spec(inputs, options, {"softmax_scale": 1.0})
+        return form.run(spec, inputs, pair, options.implementation, *asked)
+
+    def run_into(*arguments: Any) -> None:
+        *given, out, lse = arguments
+        run(*given, asked=Asked(lse is not None, out, lse))
+
+    def run_backward(dout: torch.Tensor, dlse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *given: Any) -> Any:
+        inputs, pair, options = unpacked(*given)
+        return form.gradients(inputs, pair, options, Saved(out, lse, dout, dlse))
+
+    names = form.inputs._fields  # type: ignore[attr-defined]
+    tensors = ", ".join(f"Tensor {name}" for name in names)
+    parameters = f"{tensors}, {operators.PAIR_SCHEMA}, {OPTIONS_SCHEMA}"
+    forward = operators.register(form.name, run, f"({parameters}) -> (Tensor, Tensor)")
+    into = operators.register(
+        f"{form.name}_into", run_into, f"({parameters}, Tensor(a!) out, Tensor(b!)? lse) -> ()", writes=("out", "lse")
+    )
+    given = "Tensor dout, Tensor dlse, Tensor out, Tensor lse"
+    backward = operators.register(
+        f"{form.name}_backward", run_backward, f"({given}, {parameters}) -> (Tensor, Tensor, Tensor)"
+    )
+    operators.refuse_backward(
+        backward, f"the gradient of {form.name}", "use implementation='reference' on plain tensors"
+    )
+
+    def fake(*arguments: Any) -> Computed:
+        return operators.new_results(arguments[0], form.value_width(*arguments[:3]))
+
+    def fake_backward(dout: Any, dlse: Any, out: Any, lse: Any, *given: Any) -> Gradients:
+        inputs, *_ = unpacked(*given)
+        return prefill_launch.new_gradients(inputs)
+
+    operators.register_fake(forward, fake)
+    operators.register_fake(backward, fake_backward)
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Computed) -> None:
+        tensors_given = NUM_INPUTS + 1  # and the scales
+        ctx.save_for_backward(*output, *inputs[:tensors_given])
+        ctx.numbers = inputs[tensors_given:]
+
+    def differentiate(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        found = backward(dout, dlse, *ctx.saved_tensors, *ctx.numbers)
+        return *found, *(None for _ in ctx.needs_input_grad[len(found) :])
+
+    forward.register_autograd(differentiate, setup_context=save)
+    return Operators(forward, into, backward)

@@ -1,0 +1,156 @@
+"""select_topk on torch tensors: the positions or slots of the largest logits of each row, exact.
+
+On a Hopper GPU by the catalog's kernel, one launch. In torch operations on CPUs and where the kernel can't serve the
+call: logits of another dtype than float32, tensors with gaps. Neither reads a value on the host, so both can be
+captured into CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tsmla_bridge import operators, sparse_reference
+from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, tensors
+from tsmla_kernels.catalog import SELECT_TOPK
+from tsmla_kernels.contract import values
+from tsmla_kernels.contract.sparse import TopKSpec, topk_spec
+from tsmla_kernels.sm90.indexer.config import topk_config, topk_reasons
+
+Results = tuple[torch.Tensor, torch.Tensor]
+"""Positions or slots, and counts."""
+
+
+def select_topk(
+    logits: torch.Tensor,
+    seq_lens: torch.Tensor,
+    k: int,
+    *,
+    order: str = "value",
+    row_starts: torch.Tensor | None = None,
+    block_tables: torch.Tensor | None = None,
+    page_size: int | None = None,
+    out: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+    implementation: str | None = None,
+) -> torch.Tensor | Results:
+    """The positions of the k largest of seq_lens[t] logits of each row, exact, as tsmla_jax.select_topk defines it; or
+    their slots in a cache.
+
+    Args:
+      logits: [T, N]; columns outside of a row's are never looked at, whatever they hold.
+      seq_lens: [T] int32, 0 to N.
+      k: at least 1.
+      order: of the positions in a row: "value", the largest logit first, or "position", ascending, which is faster.
+      row_starts: [T] int32, the column where each row begins; positions count from there. None is column 0 for all.
+      block_tables: [T, M] int32, the pages of each row's keys: slots are returned in the place of positions.
+      page_size: of the block tables: position p is slot block_tables[t, p // page_size] * page_size + p % page_size.
+      out: int32 [T, k] for the positions or slots, or None.
+      counts: int32 [T] for the counts, or None; with block_tables alone.
+      implementation: "cute" (the kernel), "reference" (torch operations), or None: the kernel where it can run.
+
+    Returns:
+      int32 [T, k], `out` if it is given: -1 after the min(k, seq_lens[t]) positions of a row. Of equal logits the one
+      at the lower position is the larger, and NaN is below every number. With block_tables: the slots in the order of
+      the positions, -1 for a position past the table; and int32 [T], min(k, seq_lens[t]).
+
+    Raises:
+      TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
+      NotImplementedError: the named implementation can't run this call, with every reason.
+    """
+    if counts is not None and block_tables is None:
+        raise ValueError("counts: got a tensor without block_tables; legal: None")
+    arguments = (logits, seq_lens, k, order, row_starts, block_tables, page_size, implementation)
+    if torch.compiler.is_compiling() or operators.is_traced(logits, seq_lens, derivatives=False):
+        if out is None and counts is None:
+            results = torch.ops.tsmla.select_topk(*arguments)
+        else:
+            results = _new(logits, seq_lens, k) if out is None or counts is None else (out, counts)
+            results = (results[0] if out is None else out, results[1] if counts is None else counts)
+            torch.ops.tsmla.select_topk_into(*arguments, *results)
+    else:
+        results = _select(*arguments, out, counts)
+    return results[0] if block_tables is None else results
+
+
+def _new(logits: torch.Tensor, seq_lens: torch.Tensor, k: int) -> Results:
+    return logits.new_empty((logits.shape[0], k), dtype=torch.int32), torch.empty_like(seq_lens)
+
+
+def _select(
+    logits: torch.Tensor,
+    seq_lens: torch.Tensor,
+    k: int,
+    order: str,
+    row_starts: torch.Tensor | None,
+    block_tables: torch.Tensor | None,
+    page_size: int | None,
+    implementation: str | None,
+    out: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+) -> Results:
+    """The indices and the counts; without block tables the kernel writes no counts."""
+    given: dict[str, Any] = {"logits": logits, "seq_lens": seq_lens}
+    given |= {"row_starts": row_starts} if row_starts is not None else {}
+    given |= {"block_tables": block_tables} if block_tables is not None else {}
+    spec = tensors.describe_call(topk_spec, given, scales={}, k=k, order=order, page_size=page_size)
+
+    def why_not() -> list[str]:
+        found = loaded_kernels.reasons(SELECT_TOPK, logits.device) or topk_reasons(spec)
+        aligned = logits.data_ptr() % loaded_kernels.ROW_ALIGN == 0
+        gaps = (name for name, x in given.items() if not x.is_contiguous() or (x is logits and not aligned))
+        return [*found, *(loaded_kernels.unreadable(name, given[name]) for name in gaps)]
+
+    by_kernel = loaded_kernels.is_chosen(SELECT_TOPK, implementation, logits.device, why_not)
+    if row_starts is None:
+        data_checks.check(values.topk_lens, spec.num_columns, seq_lens)
+    else:
+        data_checks.check(values.topk_rows, spec.num_columns, seq_lens, row_starts)
+    rows = spec.num_tokens
+    for name, tensor, shape in (("out", out, (rows, spec.k)), ("counts", counts, (rows,))):
+        if tensor is not None:
+            tensors.check_output(name, tensor, shape, torch.int32, logits.device)
+    if not by_kernel or 0 in (rows, spec.num_columns) or (block_tables is not None and not block_tables.shape[1]):
+        found = sparse_reference.select_topk(spec, logits, seq_lens, row_starts, block_tables)
+        wanted = (out, counts)
+        return tuple(x if to is None else to.copy_(x) for x, to in zip(found, wanted, strict=True))  # type: ignore[return-value]
+    new = _new(logits, seq_lens, spec.k) if out is None or counts is None else (out, counts)
+    results = (new[0] if out is None else out, new[1] if counts is None else counts)
+    _launch(spec, given, results)
+    return results
+
+
+def _launch(spec: TopKSpec, given: dict[str, torch.Tensor], results: Results) -> None:
+    index = devices.index_of(results[0].device)
+    arrays = {name: loaded_kernels.view(tensor) for name, tensor in given.items()}
+    arrays["indices"] = loaded_kernels.view(results[0])
+    if spec.page_size:
+        arrays["counts"] = loaded_kernels.view(results[1])
+    with devices.made_current(index):
+        loaded_kernels.run(SELECT_TOPK, topk_config(spec), index, devices.current_stream(index), arrays)
+
+
+# ---- the operators
+
+_SCHEMA = (
+    "Tensor logits, Tensor seq_lens, int k, str order, Tensor? row_starts, Tensor? block_tables, int? page_size,"
+    " str? implementation"
+)
+
+
+def _select_into(*arguments: Any) -> None:
+    _select(*arguments)
+
+
+topk_operator = operators.register("select_topk", _select, f"({_SCHEMA}) -> (Tensor, Tensor)")
+topk_into_operator = operators.register(
+    "select_topk_into", _select_into, f"({_SCHEMA}, Tensor(a!) out, Tensor(b!) counts) -> ()", writes=("out", "counts")
+)
+
+
+def _fake(logits: Any, seq_lens: Any, k: Any, *_: Any) -> Any:
+    return _new(logits, seq_lens, k)
+
+
+operators.register_fake(topk_operator, _fake)

@@ -1,0 +1,187 @@
+"""sparse_mla: absorbed attention over selected cache slots, for DeepSeek-V3.2 and V4, on torch tensors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from tsmla_bridge import operators
+from tsmla_bridge.ops import plans
+from tsmla_bridge.ops.sparse_plans import SparseInputs, SparseOptions, make_plan
+from tsmla_bridge.runtime import scales, tensors
+from tsmla_bridge.runtime.results import Computed, Results
+from tsmla_bridge.runtime.scales import Factors
+from tsmla_bridge.runtime.tensors import Scale
+from tsmla_bridge.runtime.workspace import Workspace
+
+
+def sparse_mla(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    indices: torch.Tensor,
+    lengths: torch.Tensor | None = None,
+    *,
+    softmax_scale: Scale,
+    latent_dim: int = 512,
+    sinks: torch.Tensor | None = None,
+    compressed_kv_cache: torch.Tensor | None = None,
+    window: int | None = None,
+    page_size: int | None = None,
+    page_span: int | None = None,
+    compressed_page_size: int | None = None,
+    compressed_page_span: int | None = None,
+    q_scale: Scale | None = None,
+    kv_scale: Scale | None = None,
+    compressed_kv_scale: Scale | None = None,
+    return_lse: bool = False,
+    batch_invariant: bool = False,
+    implementation: str | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each query token over the cache slots selected for it, as tsmla_jax.sparse_mla defines it.
+
+    Axes: T query tokens, H query heads (any number), D key width, L latent width, K selected slots a token, P pages,
+    Z tokens a page. DeepSeek-V3.2 has D = 576, L = 512 and softmax_scale 192^-0.5 (times yarn's); V4 has D = L = 512.
+
+    Args:
+      q: [T, H, D]; float16 or bfloat16; by definition also float8_e4m3fn, float32 and float64.
+      kv_cache: uint8 [P, Z, 656], V3.2 packed rows; uint8 [P, page_bytes], V4 packed pages; or plain [P, Z, D] of
+        float8_e4m3fn, bfloat16 or float16, by definition of any float. The kernel takes up to 32 heads over plain rows
+        of 16 bits, any number over 512 columns of bfloat16. Pages may lie a multiple of their size apart: one layer's
+        slice of a pool, whose slots cost some further small kernels a call.
+      indices: [T, K] int32 slots, page * Z + offset. -1 selects nothing. A slot given twice counts twice. With two
+        caches K is a multiple of 4.
+      lengths: [T] int32, the active columns of each row; the columns behind them are never used. None: all K.
+      softmax_scale: factor of the logits, float or float32 scalar tensor on q's device.
+      latent_dim: L; the first L columns of a key are its value.
+      sinks: [H], a logit a head that takes weight and has no value: out is multiplied by 1 / (1 + exp(sink - lse)).
+        Other dtypes than float32 cost one more kernel a call.
+      compressed_kv_cache: a second cache, of the first one's rows (by definition of any). The first `window`
+        columns of indices then select from kv_cache and the others from this one.
+      window: given with compressed_kv_cache and only then.
+      page_size: rows used of a page: 64 unless given for V4 pages, Z for the others.
+      page_span: slots between two pages, for packed V4 pages whose slots were remapped.
+      compressed_page_size, compressed_page_span: the same of the second cache.
+      q_scale, kv_scale, compressed_kv_scale: q holds query / q_scale and plain caches kv / scale; None is 1. A tensor
+        is read on the device at every call, and at every replay of a CUDA graph.
+      return_lse: also return the logsumexp of the scaled logits, without the sink.
+      batch_invariant: a token's rows are bitwise the same whatever other tokens are in the call.
+      implementation, out, lse, workspace: as mla_decode's; sparse_workspace_size says how much memory a call needs.
+
+    Returns:
+      out [T, H, L] in q's dtype, bfloat16 when q is fp8; with return_lse also lse [T, H], float32, natural logarithm.
+      A row of no valid index gives out 0 and lse -inf. NaN in a slot that isn't selected never reaches a result.
+
+    Streams, threads, CUDA graphs (whose replays see new lengths, indices and scales), torch.compile, derivatives and
+    what it raises are as mla_decode says; TSMLA_CHECK=1 checks slots and lengths.
+    """
+    # The latest plan's key: SparseOptions as a plain tuple, because to make them takes time of every call.
+    options = (
+        latent_dim, window, page_size, page_span, compressed_page_size, compressed_page_span, batch_invariant,
+        implementation,
+    )  # fmt: skip
+    inputs = (q, kv_cache, compressed_kv_cache, indices, lengths, sinks)
+    compiling = torch.compiler.is_compiling()
+    # True is 1 and 8.0 is 8: a plan is looked up only by options of the legal types.
+    usual = not compiling and type(latent_dim) is int and type(batch_invariant) is bool
+    plan = None
+    if usual and _LEGAL_TYPES.issuperset(map(type, options[1:6])):
+        plan = plans.latest(options, *[tensor for tensor in inputs if tensor is not None])
+    if plan is None:
+        named, described = SparseInputs(*inputs), SparseOptions(*options)
+        if compiling or operators.is_traced(q, kv_cache, sinks):
+            scales.check("softmax_scale", softmax_scale, optional=False)
+            scales.check("q_scale", q_scale)
+            scales.check("kv_scale", kv_scale)
+            scales.check("compressed_kv_scale", compressed_kv_scale)
+            factors = scales.factors(softmax_scale, q_scale, kv_scale, compressed_kv_scale)
+            return _call_operator(named, factors, described, return_lse, out, lse, workspace)
+        plan = plans.find(named, described, make_plan)
+    unscaled = q_scale is None and kv_scale is None and compressed_kv_scale is None
+    if unscaled and type(softmax_scale) is float and 0.0 < softmax_scale < math.inf:
+        factors = (softmax_scale, 1.0, 1.0)
+    else:
+        given = {"softmax_scale": softmax_scale, "q_scale": q_scale, "kv_scale": kv_scale,
+                 "compressed_kv_scale": compressed_kv_scale}  # fmt: skip
+        plan.check_scales(given)
+        tensors.same_device("q", q, given)
+        factors = scales.factors(softmax_scale, q_scale, kv_scale, compressed_kv_scale)
+    result, result_lse = plan.run(inputs, factors, return_lse, out, lse, workspace)
+    return result if result_lse is None else (result, result_lse)
+
+
+# ---- the operators
+
+
+def _run_operator(
+    *arguments: Any,
+    return_lse: bool = True,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
+) -> Results:
+    """The arguments are those of _PARAMETERS."""
+    inputs, (in_memory, numbers), options = arguments[:_INPUTS], arguments[_INPUTS:_OPTIONS], arguments[_OPTIONS:]
+    plan = plans.find(SparseInputs(*inputs), SparseOptions(*options), make_plan)
+    factors = tuple(numbers) if in_memory is None else in_memory
+    results: Results = plan.run(inputs, factors, return_lse, out, lse, workspace)
+    return results
+
+
+def _run_operator_into(*arguments: Any) -> None:
+    *given, out, lse, buffer = arguments
+    workspace = None if buffer is None else Workspace.of(buffer)
+    _run_operator(*given, return_lse=lse is not None, out=out, lse=lse, workspace=workspace)
+
+
+_LEGAL_TYPES = frozenset((int, type(None)))  # of the options that count
+_INPUTS = len(SparseInputs._fields)
+_OPTIONS = _INPUTS + 2
+_PARAMETERS = (
+    "Tensor q, Tensor kv_cache, Tensor? compressed_kv_cache, Tensor indices, Tensor? lengths, Tensor? sinks,"
+    " Tensor? scales, float[] numbers, int latent_dim, SymInt? window, SymInt? page_size, SymInt? page_span,"
+    " SymInt? compressed_page_size, SymInt? compressed_page_span, bool batch_invariant, str? implementation"
+)
+sparse_operator = operators.register("sparse_mla", _run_operator, f"({_PARAMETERS}) -> (Tensor, Tensor)")
+sparse_into_operator = operators.register(
+    "sparse_mla_into",
+    _run_operator_into,
+    f"({_PARAMETERS}, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace) -> ()",
+    writes=("out", "lse", "workspace"),
+)
+operators.refuse_backward(sparse_operator, "sparse_mla", "use implementation='reference' on plain tensors")
+
+
+def _fake(q: Any, *arguments: Any) -> Computed:
+    options = SparseOptions(*arguments[-len(SparseOptions._fields) :])
+    return operators.new_results(q, options.latent_dim)
+
+
+operators.register_fake(sparse_operator, _fake)
+
+
+def _call_operator(
+    inputs: SparseInputs,
+    factors: Factors,
+    options: SparseOptions,
+    return_lse: bool,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    workspace: Workspace | None,
+) -> torch.Tensor | Computed:
+    """A call of sparse_mla as an operator."""
+    scales_given = (factors, ()) if isinstance(factors, torch.Tensor) else (None, factors)
+    return operators.call_attention(
+        torch.ops.tsmla.sparse_mla,
+        torch.ops.tsmla.sparse_mla_into,
+        (*inputs, *scales_given, *options),
+        lambda: operators.new_results(inputs.q, options.latent_dim),
+        return_lse,
+        out,
+        lse,
+        None if workspace is None else workspace.buffer,
+    )

@@ -1,0 +1,242 @@
+"""Plans of sparse_mla: what a call's shapes, strides, dtypes and options decide. plans.py keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from tsmla_bridge import sparse_reference
+from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, scales, tensors
+from tsmla_bridge.runtime.results import Computed, ResultLayout, Results
+from tsmla_bridge.runtime.scales import Factors
+from tsmla_bridge.runtime.workspace import Workspace, sparse_layout
+from tsmla_kernels import contract
+from tsmla_kernels.catalog import SPARSE_MLA
+from tsmla_kernels.contract import sparse as sparse_contract
+from tsmla_kernels.contract import values
+from tsmla_kernels.contract.layouts import CacheSpec
+from tsmla_kernels.contract.sparse import SparseMLASpec
+from tsmla_kernels.sm90.sparse import config as sm90_sparse
+
+
+class SparseInputs(NamedTuple):
+    """The tensors of a call, in the order of the kernel's operands."""
+
+    q: torch.Tensor
+    kv_cache: torch.Tensor
+    compressed_kv_cache: torch.Tensor | None
+    indices: torch.Tensor
+    lengths: torch.Tensor | None
+    sinks: torch.Tensor | None
+
+    @property
+    def caches(self) -> list[torch.Tensor]:
+        return [cache for cache in (self.kv_cache, self.compressed_kv_cache) if cache is not None]
+
+
+class SparseOptions(NamedTuple):
+    """The arguments of a call that are part of its plan beside the tensors' shapes."""
+
+    latent_dim: int
+    window: int | None
+    page_size: int | None
+    page_span: int | None
+    compressed_page_size: int | None
+    compressed_page_span: int | None
+    batch_invariant: bool
+    implementation: str | None
+
+
+def make_plan(inputs: SparseInputs, options: SparseOptions) -> Plan:
+    """The plan of a call; raises as sparse_mla does, except for the scales."""
+    *static, implementation = options
+    spec = tensors.describe_call(
+        sparse_contract.sparse_mla_spec,
+        inputs._asdict(),
+        scales={},  # scales are no part of a plan; the caller checks them
+        optional=("compressed_kv_cache", "lengths", "sinks"),
+        **dict(zip(SparseOptions._fields, static, strict=False)),
+    )
+    by_definition = loaded_kernels.is_by_definition(implementation, inputs.q.device)
+    if not by_definition:
+        reasons = loaded_kernels.reasons(SPARSE_MLA, inputs.q.device) + sm90_sparse.sparse_reasons(spec)
+        if reasons:
+            raise contract.not_runnable("sparse_mla", "cute", reasons)
+    if 0 in (spec.num_tokens, spec.num_selected):
+        return EmptyPlan(spec, inputs)
+    return ReferencePlan(spec, inputs) if by_definition else KernelPlan(spec, inputs)
+
+
+class Plan:
+    """What calls of the same shapes, strides, dtypes and options share."""
+
+    def __init__(self, spec: SparseMLASpec, inputs: SparseInputs) -> None:
+        self.spec = spec
+        self.layout = ResultLayout.of(inputs.q, spec.latent_dim, spec.out_dtype, spec.lse_dtype)
+        self.is_like: Callable[..., bool] = lambda *tensors: False  # whether tensors are like those of the latest call
+
+    def check_scales(self, given: Mapping[str, Any]) -> None:
+        """The contract's ValueError / TypeError unless these scales, by argument, are legal in such a call."""
+        described = {name: tensors.describe_scale(name, scale) for name, scale in given.items()}
+        sparse_contract.check_sparse_scales(self.spec.cache, self.spec.compressed, **described)
+
+    def run(
+        self,
+        inputs: tuple[torch.Tensor | None, ...],
+        factors: Factors,
+        return_lse: bool,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        workspace: Workspace | None,
+    ) -> Results:
+        """out, and lse if it is asked for. `inputs` are SparseInputs, or a plain tuple of the same."""
+        return self.layout.hand_over(self.attend(SparseInputs(*inputs), factors), return_lse, out, lse)  # type: ignore[arg-type]
+
+    def attend(self, inputs: SparseInputs, factors: Factors) -> Computed:
+        """out and lse of a call, in new tensors."""
+        raise NotImplementedError
+
+    def check(self, inputs: SparseInputs) -> None:
+        """Check the data of a call if TSMLA_CHECK asks for it."""
+        data_checks.check(values.sparse_mla, self.spec, inputs.indices, inputs.lengths)
+
+
+class EmptyPlan(Plan):
+    """No query token, or no selected slot."""
+
+    def attend(self, inputs: SparseInputs, factors: Factors) -> Computed:
+        return self.layout.without_keys()
+
+
+class ReferencePlan(Plan):
+    """The definition, in torch operations."""
+
+    def attend(self, inputs: SparseInputs, factors: Factors) -> Computed:
+        self.check(inputs)
+        return sparse_reference.sparse_mla(self.spec, *inputs, factors)
+
+
+class KernelPlan(Plan):
+    """The compiled kernel, launched on torch's current stream. `run` is all that a call costs on the host."""
+
+    def __init__(self, spec: SparseMLASpec, inputs: SparseInputs) -> None:
+        super().__init__(spec, inputs)
+        for name, tensor in inputs._asdict().items():
+            if tensor is not None and not name.endswith("kv_cache"):
+                tensors.check_dense(name, tensor)
+        specs = [cache for cache in (spec.cache, spec.compressed) if cache is not None]
+        self.pages = pages = [_Pages.of(*cache) for cache in zip(_CACHES, inputs.caches, specs, strict=False)]
+        self.device = inputs.q.device
+        self.index = index = inputs.q.get_device()
+        config = sm90_sparse.sparse_config(
+            spec,
+            lengths=inputs.lengths is not None,
+            sinks=inputs.sinks is not None,
+            batch_invariant=spec.batch_invariant,
+        )
+        sms, rows = devices.num_sms(index), spec.num_tokens * spec.num_heads
+        shapes = sm90_sparse.workspace_shapes(config, sms, spec.num_tokens, spec.num_selected)
+        operands = {
+            "q": (rows, spec.head_dim),
+            **{name: each.shape for name, each in zip(_CACHES, pages, strict=False)},
+            "indices": (spec.num_tokens, spec.num_selected),
+            **({} if inputs.lengths is None else {"lengths": (spec.num_tokens,)}),
+            **({} if inputs.sinks is None else {"sinks": (spec.num_heads,)}),
+            "scales": (sm90_sparse.NUM_SCALES,),
+            "out": (rows, spec.latent_dim),
+            "lse": (rows,),
+            **{name: shape for name, (shape, _) in shapes.items()},
+        }
+        launcher = loaded_kernels.launcher(SPARSE_MLA, config, index)
+        loaded_kernels.check_operands(launcher, tuple(operands))
+        self.launch = launcher.bind(tuple(operands.values()))
+        # Under TSMLA_CHECK as it is now: to read the environment would be a tenth of what a call costs on the host.
+        self.checked = values.enabled()
+        memory = sparse_layout(config, sms, spec.num_tokens, spec.num_selected)
+        self.size = memory.size
+        *self.offsets, self.lse_offset = memory.offsets.values()
+        layout = self.layout
+        self.new_out = (layout.shape, layout.strides, layout.dtype)
+        self.new_lse = (layout.rows, layout.row_strides, layout.lse_dtype)
+        self.widens_sinks = inputs.sinks is not None and inputs.sinks.dtype != torch.float32
+        self.has_fast_path = not (self.checked or self.widens_sinks or any(each.step > 1 for each in pages))
+
+    def run(
+        self,
+        inputs: tuple[torch.Tensor | None, ...],
+        factors: Factors,
+        return_lse: bool,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        workspace: Workspace | None,
+    ) -> Results:
+        if devices.current_device() != self.index:
+            with torch.cuda.device(self.index):
+                return self.run(inputs, factors, return_lse, out, lse, workspace)
+        if out is None and lse is None and (return_lse is False or return_lse is True):  # the usual, in one step
+            out = devices.new_tensor(*self.new_out)
+            if return_lse:
+                lse = devices.new_tensor(*self.new_lse)
+        else:
+            out, lse = self.layout.take(return_lse, out, lse)
+        stream = devices.current_stream(self.index)
+        if not self.has_fast_path:
+            inputs = self.prepare(SparseInputs(*inputs))  # type: ignore[arg-type]
+        addresses = [tensor.data_ptr() for tensor in inputs if tensor is not None]
+        on_device = scales.on_device(factors, self.index, stream)
+        if workspace is None:
+            base = devices.borrow(self.size, stream)
+        else:
+            base = workspace.take("sparse_mla", self.size, self.device, stream)
+        addresses += on_device.data_ptr(), out.data_ptr(), base + self.lse_offset if lse is None else lse.data_ptr()
+        try:
+            self.launch(stream, addresses + [base + offset for offset in self.offsets])
+        finally:
+            if workspace is None:
+                devices.give_back(base)
+        return out, lse
+
+    def prepare(self, inputs: SparseInputs) -> SparseInputs:
+        """The steps that few calls need before their launch; returns the tensors as the kernel reads them."""
+        self.check(inputs)
+        if any(each.step > 1 for each in self.pages):
+            cut = self.spec.window
+            sections = (inputs.indices[:, :cut], inputs.indices[:, cut:])
+            moved = [each.slots(slots) for each, slots in zip(self.pages, sections, strict=False)]
+            inputs = inputs._replace(indices=torch.cat(moved, 1) if len(moved) > 1 else moved[0])
+        if self.widens_sinks and inputs.sinks is not None:
+            inputs = inputs._replace(sinks=inputs.sinks.float())
+        return inputs
+
+
+_CACHES = ("kv_cache", "compressed_kv_cache")
+
+
+class _Pages(NamedTuple):
+    """How the kernel reads a cache: as an array of this shape. Its pages may be every `step`-th page of that array."""
+
+    shape: tuple[int, ...]
+    step: int
+    spec: CacheSpec
+
+    @classmethod
+    def of(cls, name: str, cache: torch.Tensor, spec: CacheSpec) -> _Pages:
+        """ValueError if the kernel can't address the cache."""
+        num_pages, *page = cache.shape
+        step = tensors.page_step(cache if cache.dim() == 3 else cache.unsqueeze(1), name)
+        if num_pages * step * spec.span >= 2**31:
+            raise ValueError(
+                f"{name}: got strides {list(cache.stride())} of {num_pages} pages; counted in slots its extent must"
+                " stay below 2^31"
+            )
+        return cls(((num_pages - 1) * step + 1, *page), step, spec)
+
+    def slots(self, slots: torch.Tensor) -> torch.Tensor:
+        """Slots of the cache as slots of the array that the kernel reads; invalid ones stay so."""
+        if self.step == 1:
+            return slots
+        valid = (slots >= 0) & (slots < self.spec.num_slots)
+        page = slots.div(self.spec.span, rounding_mode="floor")
+        return torch.where(valid, slots + page * ((self.step - 1) * self.spec.span), -1)

@@ -1,0 +1,238 @@
+"""The definitions of the sparse operations' torch front ends, in torch operations. They mean what tsmla_jax's mean,
+read no value on the host, and can be captured into CUDA graphs."""
+
+from __future__ import annotations
+
+import torch
+
+from tsmla_bridge.reference import targets
+from tsmla_bridge.runtime.results import Computed
+from tsmla_bridge.runtime.scales import Factors
+from tsmla_bridge.runtime.tensors import DTYPES, accumulation_dtype
+from tsmla_kernels.contract import FP8_MAX
+from tsmla_kernels.contract.layouts import INDEXER, V4_PACKED, V32_PACKED, CacheSpec
+from tsmla_kernels.contract.packed import IndexerQuantizeSpec, IndexerWriteSpec, PackedWriteSpec, Rotation
+from tsmla_kernels.contract.sparse import SparseMLASpec, TopKSpec
+
+_MANTISSA_BITS = 23
+_MANTISSA_MASK = (1 << _MANTISSA_BITS) - 1
+_BIAS = 127
+_FP8_MAX_EXPONENT = 8
+_FP8_MAX_MANTISSA = 0x600000
+
+
+def select_topk(
+    spec: TopKSpec,
+    logits: torch.Tensor,
+    seq_lens: torch.Tensor,
+    row_starts: torch.Tensor | None,
+    block_tables: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(positions or slots [T, k], the counts of them [T])."""
+    column = torch.arange(spec.num_columns, device=logits.device, dtype=torch.int32)[None, :]
+    most = torch.full_like(seq_lens, spec.num_columns)
+    if row_starts is not None:
+        starts = row_starts.clamp(0, spec.num_columns)
+        column, most = column - starts[:, None], most - starts
+    lens = torch.minimum(seq_lens.clamp(min=0), most)
+    in_row = (column >= 0) & (column < lens[:, None])
+    nan = logits.isnan()
+    value = torch.where(in_row & ~nan, logits, -torch.inf)
+    order = torch.sort(value, dim=1, descending=True, stable=True).indices
+    for last in (nan, ~in_row):  # the key sorted by last decides first
+        order = order.gather(1, torch.sort(last.gather(1, order).int(), dim=1, stable=True).indices)
+    order = torch.nn.functional.pad(order[:, : spec.k], (0, max(0, spec.k - spec.num_columns)))
+    if row_starts is not None:
+        order = order - starts[:, None]
+    inside = torch.arange(spec.k, device=logits.device) < lens[:, None]
+    if spec.order == "position":
+        order = torch.where(inside, order, torch.iinfo(torch.int32).max).sort(dim=1).values
+    if block_tables is not None:
+        width = block_tables.shape[1]
+        if width == 0:
+            inside = torch.zeros_like(inside)
+        else:
+            page = order // spec.page_size
+            inside = inside & (page < width)
+            pages = block_tables.gather(1, page.clamp(0, width - 1))
+            order = pages * spec.page_size + order % spec.page_size
+    return torch.where(inside, order, -1).int(), lens.clamp(max=spec.k)
+
+
+def quantize_pow2(x: torch.Tensor, floor: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """x as e4m3 with one power-of-two scale over the last axis, and the scales: 2^ceil(log2(max(amax, floor) / 448)),
+    computed on the bits."""
+    x = x.float()
+    bits = x.abs().amax(-1).clamp(min=floor).view(torch.int32)
+    exponent = (bits >> _MANTISSA_BITS) - _BIAS - _FP8_MAX_EXPONENT
+    exponent += ((bits & _MANTISSA_MASK) > _FP8_MAX_MANTISSA).int()
+    inverse = ((_BIAS - exponent) << _MANTISSA_BITS).view(torch.float32)
+    values = (x * inverse[..., None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return values, ((exponent + _BIAS) << _MANTISSA_BITS).view(torch.float32)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleave: bool, layout: str) -> torch.Tensor:
+    """Rotated vectors [..., R] in float32; as tsmla_jax's rotation."""
+    wide, half = x.float(), x.shape[-1] // 2
+    first, second = (wide[..., 0::2], wide[..., 1::2]) if interleave else (wide[..., :half], wide[..., half:])
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    if layout == "interleaved":
+        return torch.stack(rotated, -1).reshape(x.shape)
+    return torch.cat(rotated, -1)
+
+
+def write_packed_kv_cache(
+    spec: PackedWriteSpec,
+    kv_cache: torch.Tensor,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+) -> None:
+    """Write packed rows into kv_cache [P, Z, 656], in place."""
+    if cos is not None and sin is not None:
+        turned = rotate(k_rope, cos, sin, interleave=spec.rope_interleave, layout=spec.rope_layout)
+        k_rope = turned.to(k_rope.dtype)
+    groups = latent.reshape(-1, V32_PACKED.num_scales, V32_PACKED.group)
+    values, scales = quantize_pow2(groups, V32_PACKED.floor)
+    parts = (values.reshape(latent.shape), scales, k_rope.to(torch.bfloat16))
+    rows = torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=-1)
+    _put(kv_cache, rows, slot_mapping)
+
+
+def write_indexer_cache(
+    spec: IndexerWriteSpec,
+    k_cache: torch.Tensor,
+    k: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+) -> None:
+    """Write the indexer's keys into k_cache, in place: packed pages, or floats."""
+    k = _rotated(k, cos, sin, spec.rotation)
+    if not spec.cache.packed:
+        _put(k_cache, k.to(k_cache.dtype), slot_mapping)
+        return
+    values, scales = quantize_pow2(k, INDEXER.key_floor)
+    page_size, width = spec.cache.page_size, spec.cache.head_dim
+    pages = k_cache.view(spec.cache.num_pages, -1)
+    slots, source, any_legal = targets(slot_mapping, spec.cache.num_pages * page_size)
+    page, offset = slots // page_size, slots % page_size
+    for part, at in ((values, offset * width), (scales[:, None], page_size * width + offset * INDEXER.scale_bytes)):
+        raw = part.contiguous().view(torch.uint8)[source]
+        columns = at[:, None] + torch.arange(raw.shape[1], device=raw.device)
+        pages[page[:, None], columns] = torch.where(any_legal, raw, pages[page[:, None], columns])
+
+
+def indexer_quantize(
+    spec: IndexerQuantizeSpec,
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q8 and the folded weights."""
+    if cos is not None and sin is not None:
+        cos, sin = cos[:, None], sin[:, None]
+    values, scales = quantize_pow2(_rotated(q, cos, sin, spec.rotation), INDEXER.query_floor)
+    constant = torch.tensor(spec.head_dim**-0.5 * spec.num_heads**-0.5, dtype=torch.float32)
+    return values, weights.float() * constant * scales
+
+
+def _rotated(
+    x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None, rotation: Rotation | None
+) -> torch.Tensor:
+    """x, in float32 with rope on the rotation's columns where there is one."""
+    if rotation is None or cos is None or sin is None:
+        return x
+    end, interleave = rotation.offset + rotation.dim, rotation.layout == "interleaved"
+    turned = rotate(x[..., rotation.offset : end], cos, sin, interleave=interleave, layout=rotation.layout)
+    return torch.cat([x[..., : rotation.offset].float(), turned, x[..., end:].float()], -1)
+
+
+def _put(cache: torch.Tensor, rows: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Write rows [T, D] into the slots of cache [P, Z, D]; slots outside are skipped."""
+    num_pages, page_size, _ = cache.shape
+    slots, source, any_legal = targets(slot_mapping, num_pages * page_size)
+    page, offset = slots // page_size, slots % page_size
+    cache[page, offset] = torch.where(any_legal, rows[source], cache[page, offset])
+
+
+def sparse_mla(
+    spec: SparseMLASpec,
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    compressed_kv_cache: torch.Tensor | None,
+    indices: torch.Tensor,
+    lengths: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    factors: Factors,
+) -> Computed:
+    """out and lse of sparse_mla. Reads no value on the host; can be differentiated.
+
+    factors: of q . k, of the values in kv_cache, and of those in compressed_kv_cache.
+    """
+    dtype = accumulation_dtype(spec.q_dtype)
+    of_logits, of_first, of_second = factors
+    sections = [(spec.cache, kv_cache, indices[:, : spec.window], of_first)]
+    if spec.compressed is not None and compressed_kv_cache is not None:
+        sections.append((spec.compressed, compressed_kv_cache, indices[:, spec.window :], of_second))
+    parts, masks = [], []
+    for cache_spec, cache, slots, factor in sections:
+        valid = _valid_slots(slots, cache_spec)
+        rows = _rows(cache, torch.where(valid, slots, 0).long(), cache_spec).to(dtype) * factor
+        parts.append(rows.masked_fill(~valid[..., None], 0))  # slot 0 stands in and may hold NaN, and 0 * NaN is NaN
+        masks.append(valid)
+    visible, kv = torch.cat(masks, 1), torch.cat(parts, 1)
+    if lengths is not None:
+        visible &= torch.arange(spec.num_selected, device=q.device) < lengths[:, None]
+        kv = kv.masked_fill(~visible[..., None], 0)
+    scores = (torch.einsum("thd,tkd->thk", q.to(dtype), kv) * of_logits).masked_fill(~visible[:, None], -torch.inf)
+    seen = visible.any(-1)[:, None]
+    # A row that sees nothing has no maximum; 0 stands in for it, so that no inf - inf arises.
+    maximum = torch.where(seen, scores.amax(-1), 0).detach()
+    weights = torch.exp(scores - maximum[..., None])
+    total = torch.where(seen, weights.sum(-1), 1)
+    out = torch.einsum("thk,tkl->thl", weights, kv[..., : spec.latent_dim]) / total[..., None]
+    lse = maximum + torch.log(total)
+    if sinks is not None:
+        out = out * torch.sigmoid(lse - sinks.to(dtype))[..., None]
+    return out.to(DTYPES[spec.out_dtype]), lse.masked_fill(~seen, -torch.inf).to(DTYPES[spec.lse_dtype])
+
+
+def _valid_slots(slots: torch.Tensor, spec: CacheSpec) -> torch.Tensor:
+    """Which slots name a row of the cache: inside it, and not in the gap behind a page strided wider than its rows."""
+    inside = (slots >= 0) & (slots < spec.num_slots)
+    return inside if spec.span == spec.page_size else inside & (slots % spec.span < spec.page_size)
+
+
+def _rows(cache: torch.Tensor, slots: torch.Tensor, spec: CacheSpec) -> torch.Tensor:
+    """The rows [..., D] of these slots, in float32 where they are packed; without the scale of a plain cache."""
+    page, offset = slots.div(spec.span, rounding_mode="floor"), slots % spec.span
+    if spec.layout == "plain":
+        if cache.element_size() == 1:  # torch has no indexed reads of float8
+            return cache.view(torch.uint8)[page, offset].view(cache.dtype)
+        return cache[page, offset]
+    if spec.layout == "v32":
+        rows = cache[page, offset]
+        latent, scales = V32_PACKED.latent_dim, 4 * V32_PACKED.num_scales
+        values, factors, rope = rows.split((latent, scales, rows.shape[-1] - latent - scales), -1)
+        return _scaled(values, _as(factors, torch.float32), rope)
+    size, nope = V4_PACKED.data_row_bytes, V4_PACKED.nope_dim
+    data, scales = cache.split((spec.page_size * size, cache.shape[1] - spec.page_size * size), 1)
+    rows = data.unflatten(1, (spec.page_size, size))[page, offset]
+    exponents = scales[:, : spec.page_size * V4_PACKED.scale_row_bytes].unflatten(1, (spec.page_size, -1))[page, offset]
+    factors = torch.exp2(exponents[..., : V4_PACKED.num_scales].float() - 127)
+    return _scaled(rows[..., :nope], factors, rows[..., nope:])
+
+
+def _scaled(values: torch.Tensor, factors: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+    """Bytes of e4m3 [..., N], factors of groups [..., G] and bytes of bfloat16 as float32 [..., N + R]."""
+    groups = _as(values, torch.float8_e4m3fn).float().unflatten(-1, (factors.shape[-1], -1))
+    return torch.cat(((groups * factors[..., None]).flatten(-2), _as(rope, torch.bfloat16).float()), -1)
+
+
+def _as(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes as numbers of another dtype."""
+    return data.contiguous().view(dtype)

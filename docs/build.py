@@ -1,0 +1,122 @@
+"""Build the documentation, strictly: the builder's exit status is this program's (`make docs`).
+
+    python docs/build.py [--stage-only]
+
+The pages of docs/ are copied to build/docs, with what they take from elsewhere in the tree: rows and results of the
+README, the tables and plots of benchmarks/figures, and the kernels' own pages. A page asks for them by comments:
+
+    <!-- runs -->            the README's table of what runs where; <!-- runs OP --> one operation's row of it
+    <!-- readme NAME -->     a part of README.md or benchmarks/README.md that `make figures` writes
+    <!-- figure NAME -->     a table of benchmarks/figures
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+STAGE = ROOT / "build" / "docs"
+FIGURES = ROOT / "benchmarks" / "figures"
+KERNELS = ROOT / "kernels" / "tsmla_kernels"
+# The kernels' pages by their names here.
+KERNEL_PAGES = {
+    "decode.md": KERNELS / "sm90/decode/DESIGN.md",
+    "decode_log.md": KERNELS / "sm90/decode/LOG.md",
+    "prefill.md": KERNELS / "sm90/prefill/DESIGN.md",
+    "prefill_log.md": KERNELS / "sm90/prefill/LOG.md",
+    "prefill_backward.md": KERNELS / "sm90/prefill/BACKWARD.md",
+    "topk.md": KERNELS / "sm90/indexer/DESIGN.md",
+    "logits.md": KERNELS / "sm90/indexer/LOGITS.md",
+    "sparse.md": KERNELS / "sm90/sparse/DESIGN.md",
+    "caches.md": KERNELS / "cache_ops/DESIGN.md",
+    "sparse_caches.md": KERNELS / "sparse_cache/DESIGN.md",
+}
+_COMMENT = re.compile(r"^<!-- (runs|readme|figure)(?: (\w+))? -->$", re.MULTILINE)
+_LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:]+)((?:#[^)]*)?)\)")
+
+
+def main() -> int:
+    """Stage the pages and build them; the builder's exit status."""
+    stage()
+    if "--stage-only" in sys.argv[1:]:
+        return 0
+    builder = Path(sys.executable).with_name("zensical")
+    command = [str(builder), "build", "--strict", "--clean", "--config-file", str(ROOT / "zensical.toml")]
+    return subprocess.run(command, cwd=ROOT, check=False).returncode
+
+
+def stage() -> None:
+    """Write build/docs anew."""
+    shutil.rmtree(STAGE, ignore_errors=True)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    results = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    readme += results.replace("](figures/", "](benchmarks/figures/")
+    for source in sorted((ROOT / "docs").rglob("*.md")):
+        page = source.relative_to(ROOT / "docs")
+        up = "../" * (len(page.parts) - 1)
+        write(STAGE / page, filled(source.read_text(encoding="utf-8"), readme, up))
+    for source in sorted(FIGURES.glob("*.md")):
+        write(STAGE / "figures" / source.name, source.read_text(encoding="utf-8"))
+    for source in sorted(FIGURES.glob("*.png")):
+        shutil.copy(source, STAGE / "figures" / source.name)
+    names = {source: name for name, source in KERNEL_PAGES.items()}
+    for name, source in KERNEL_PAGES.items():
+        write(STAGE / "kernels" / name, kernel_page(source, names))
+
+
+def filled(page: str, readme: str, up: str) -> str:
+    """A page with what its comments ask for; `up` leads from its folder to that of all pages."""
+    return _COMMENT.sub(lambda found: insertion(readme, found[1], found[2], up), page)
+
+
+def insertion(readme: str, kind: str, name: str | None, up: str) -> str:
+    """What a comment of a page stands for. ValueError if there is no such thing."""
+    if kind == "runs":
+        return rows(readme, name)
+    if kind == "figure":
+        text = (FIGURES / f"{name}.md").read_text(encoding="utf-8")
+        return text.partition("\n")[2].strip()
+    part = re.search(rf"<!-- {name} -->\n(.*?)<!-- /{name} -->", readme, re.DOTALL)
+    if part is None:
+        raise ValueError(f"README.md and benchmarks/README.md have no part {name!r}")
+    return part[1].strip().replace("benchmarks/figures/", f"{up}figures/")
+
+
+def rows(readme: str, operation: str | None) -> str:
+    """The README's table of what runs where, or one operation's row of it."""
+    table = re.search(r"^\| operation \|.*?(?=\n\n)", readme, re.DOTALL | re.MULTILINE)
+    if table is None:
+        raise ValueError("README.md has no table of the operations")
+    head, line, *body = table[0].splitlines()
+    begins = (f"| `{operation}` |", f"| `sparse.{operation}` |")
+    found = [row for row in body if operation is None or row.startswith(begins)]
+    if not found:
+        raise ValueError(f"README.md's table has no row of {operation!r}")
+    return "\n".join([head, line, *found])
+
+
+def kernel_page(source: Path, names: dict[Path, str]) -> str:
+    """A kernel's page, its links to other staged pages kept and its links to other files made text."""
+
+    def link(found: re.Match[str]) -> str:
+        image, text, target, anchor = found.groups()
+        name = names.get((source.parent / target).resolve())
+        if name is None:
+            return f"`{Path(target).name}`" if not image else ""
+        return f"[{text}]({name}{anchor})"
+
+    return _LINK.sub(link, source.read_text(encoding="utf-8"))
+
+
+def write(path: Path, text: str) -> None:
+    """A page, its folder made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

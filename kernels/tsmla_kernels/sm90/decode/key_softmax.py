@@ -1,0 +1,114 @@
+"""Softmax of S^T, keys by query rows, for the kernels that widen keys in registers.
+
+Each of the four softmax warps has 16 keys of a block and all query rows, so the four must agree in every block whether
+a row's maximum has moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from tsmla_kernels.sm90.constants import LOWEST
+from tsmla_kernels.sm90.decode.memory import Shared
+from tsmla_kernels.sm90.decode.softmax import Softmax, any_of_warps, sync_softmax, tree
+from tsmla_kernels.sm90.warp import store_transposed
+
+
+def p_row(lane, warp):
+    """Offset in P of the row that a lane passes to stmatrix: 8 keys of one of the first 16 query rows."""
+    return (lane // 16 * 8 + lane % 8) * 128 + (((warp * 2 + lane // 8 % 2) ^ (lane % 8)) << 4)
+
+
+class Exchange(NamedTuple):
+    """Shared-memory scratch for reducing over the keys of the four softmax warps.
+
+    Attributes:
+      of_lanes: per-lane partials of each row.
+      changes: for each row, the rise of its maximum and the factor of its sum.
+      maxima: the running row maxima (kept here to save registers).
+    """
+
+    of_lanes: cute.Tensor
+    changes: cute.Tensor
+    maxima: cute.Tensor
+
+
+class KeySoftmax:
+    """Softmax over keys that the four softmax warps share.
+
+    Attributes:
+      softmax: of the kernel. p_rows, p_dtype: of P.
+      over_keys: (combine, values, of_lanes, thread) reduces the lanes' `values` of each row over all keys. Threads 4 i
+        to 4 i + 3 get rows 2 i and 2 i + 1; threads past the last row get 0.
+    """
+
+    def __init__(self, softmax: Softmax, p_rows: int, p_dtype: Any, over_keys: Callable[..., cute.Tensor]) -> None:
+        self.softmax, self.p_rows, self.p_dtype, self.over_keys = softmax, p_rows, p_dtype, over_keys
+
+    @cute.jit
+    def softmax_of_keys(self, s: cute.Tensor, first: Int32, scale: Float32, held: Any, shared: Shared, index: Int32):
+        """S to P, against the rows' maxima m (base 2, scaled), two rows to a word; row sums to l.
+
+        The maxima are updated as in Softmax.run, and always in a piece's `first` block. The four warps have different
+        keys of the same rows, so they vote and reduce together.
+        """
+        changes, maxima, p_words = held.exchanged.changes, held.exchanged.maxima, held.p_words
+        m, l, rescale, moved = held.running.m, held.running.l, shared.rescale, shared.moved
+        t, lane = held.place.thread, held.place.lane
+        for v in cutlass.range_constexpr(self.p_rows // 8):
+            for e in cutlass.range_constexpr(2):
+                for i in cutlass.range_constexpr(2):
+                    s[e, i, v] = s[e, i, v] * scale - m[e, v]
+        top = tree(cute.arch.fmax, [s[e, i, v] for v in range(self.p_rows // 8) for e in range(2) for i in range(2)])
+        lags = any_of_warps(first | Int32(top > self.softmax.rescale_bits))
+        if lags != 0:
+            tops = cute.make_rmem_tensor(l.layout, Float32)
+            for v in cutlass.range_constexpr(self.p_rows // 8):
+                for e in cutlass.range_constexpr(2):
+                    tops[e, v] = cute.arch.fmax(s[e, 0, v], s[e, 1, v])
+            found = self.over_keys(cute.arch.fmax, tops, held.exchanged.of_lanes, t)
+            if t % 4 == 0 and t < 2 * self.p_rows:
+                four = cute.make_rmem_tensor((4,), Float32)
+                for e in cutlass.range_constexpr(2):
+                    # A maximum only rises, except in the first block, which begins with 0 for no maximum.
+                    rise = cute.arch.fmax(found[e], Float32(first) * LOWEST)
+                    factor = cute.math.exp2(-cute.arch.fmax(rise, 0.0), fastmath=True)
+                    four[2 * e], four[2 * e + 1] = rise, factor
+                    row = t // 2 + e
+                    rescale[row, index] = factor
+                    maxima[row, 0] = maxima[row, 0] + rise
+                cute.autovec_copy(four, cute.make_tensor((changes.iterator + t).align(16), cute.make_layout(4)))
+            sync_softmax()
+            for v in cutlass.range_constexpr(self.p_rows // 8):
+                four = cute.make_rmem_tensor((4,), Float32)
+                cute.autovec_copy(
+                    cute.make_tensor((changes.iterator + (16 * v + lane % 4 * 4)).align(16), cute.make_layout(4)), four
+                )
+                for e in cutlass.range_constexpr(2):
+                    l[e, v] = l[e, v] * four[2 * e + 1]
+                    for i in cutlass.range_constexpr(2):
+                        s[e, i, v] = s[e, i, v] - four[2 * e]
+        if lane == 0:
+            moved[t // 32, index] = lags
+        pair = cute.make_rmem_tensor((2,), self.p_dtype)
+        for v in cutlass.range_constexpr(self.p_rows // 8):
+            p = [[cute.math.exp2(s[e, i, v], fastmath=True) for i in range(2)] for e in range(2)]
+            for e in cutlass.range_constexpr(2):
+                l[e, v] += p[e][0] + p[e][1]
+            for i in cutlass.range_constexpr(2):
+                for e in cutlass.range_constexpr(2):
+                    pair[e] = p[e][i].to(self.p_dtype)
+                p_words[i, v] = cute.recast_tensor(pair, Int32)[0]
+
+    @cute.jit
+    def store_p_of_keys(self, address: Int32, p_words: cute.Tensor):
+        """Store a warp's P to shared memory, transposed to rows by keys."""
+        for v in cutlass.range_constexpr(0, self.p_rows // 8, 2):
+            four = [p_words[i, v + j] for j in range(2) for i in range(2)]
+            store_transposed(address + 1024 * v, *four)
+        cute.arch.sync_warp()

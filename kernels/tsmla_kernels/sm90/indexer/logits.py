@@ -1,0 +1,128 @@
+"""indexer_logits in one launch: the score of every cached key for every query token, for Hopper.
+
+LOGITS.md beside this says why it looks as it does. Warpgroups of a CTA:
+
+  0 and 1   math: products of keys and queries in fp8, and their epilogue (logits_products.py)
+  2         first warp: the producer finds the CTA's share and copies (logits_share.py, logits_copies.py);
+            the others write -inf behind the rows' ends (logits_fill.py)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils as utils
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from tsmla_kernels.sm90.constants import SMEM_BYTES
+from tsmla_kernels.sm90.indexer.logits_config import BLOCK, HEAD_DIM, Q_STAGES, LogitsConfig
+from tsmla_kernels.sm90.indexer.logits_copies import Producer
+from tsmla_kernels.sm90.indexer.logits_fill import Fill
+from tsmla_kernels.sm90.indexer.logits_memory import Arrays, Buffers, Mma, Piece, Shared, Tma
+from tsmla_kernels.sm90.indexer.logits_products import Math
+from tsmla_kernels.sm90.warp import prefetch
+
+
+class IndexerLogits:
+    """indexer_logits: `config` is static, all sizes but Hi, Di and Z are dynamic.
+
+    Operands of the launcher: q [T, Hi, 128] e4m3, weights [T, Hi] f32, k_cache u8 [P, Z, 132] or e4m3 [P, Z, 128],
+    block_tables [B, M] i32, seq_lens [B] i32, cu_seqlens_q [B + 1] i32 (with config.ragged; otherwise B is T),
+    logits [T, M * Z] f32.
+    """
+
+    def __init__(self, config: LogitsConfig) -> None:
+        if config.stages < 4:
+            raise ValueError(f"{config} leaves {config.stages} stages of shared memory; 4 are needed")
+        self.config = config
+        self.producer_warp = 4 * config.groups
+        self.producer, self.math, self.fill = Producer(config), Math(config), Fill(config)
+
+    @cute.jit
+    def __call__(self, stream: cuda.CUstream, *operands: cute.Tensor):
+        config = self.config
+        offsets = operands[5] if const_expr(config.ragged) else None
+        arrays = Arrays._make([*operands[:5], offsets, operands[-1]])
+
+        @cute.struct
+        class Storage:
+            q_full: cute.struct.MemRange[Int64, Q_STAGES]
+            q_empty: cute.struct.MemRange[Int64, Q_STAGES]
+            keys_full: cute.struct.MemRange[Int64, config.stages]
+            keys_empty: cute.struct.MemRange[Int64, config.stages]
+            pieces: cute.struct.MemRange[Int32, Q_STAGES * len(Piece)]
+            scales: cute.struct.Align[cute.struct.MemRange[Float32, config.stages * BLOCK], 128]
+            weights: cute.struct.Align[cute.struct.MemRange[Float32, Q_STAGES * config.weight_words], 128]
+            q: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, Q_STAGES * config.q_bytes], 1024]
+            keys: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, config.stages * BLOCK * HEAD_DIM], 1024]
+
+        self.check_storage(Storage)
+        self.score(self.producer.tensor_maps(arrays), arrays, self.math.mma()).launch(
+            grid=[config.num_ctas, 1, 1], block=[128 * (config.groups + 1), 1, 1], stream=stream, min_blocks_per_mp=1
+        )
+
+    def check_storage(self, storage: Any) -> None:
+        """Keep the struct of shared memory; ValueError if it is larger than a CTA may have."""
+        self.storage = storage
+        if storage.size_in_bytes() > SMEM_BYTES:
+            raise ValueError(f"{self.config} takes {storage.size_in_bytes()} bytes of shared memory of {SMEM_BYTES}")
+
+    @cute.kernel
+    def score(self, tma: Tma, arrays: Arrays, mma: Mma):
+        """One CTA: set up the barriers, then give each warp its role."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
+        storage = utils.SmemAllocator().allocate(self.storage)
+        shared = self.shared_memory(storage)
+        if warp == self.producer_warp:
+            cpasync.prefetch_descriptor(tma.q.atom)
+            cpasync.prefetch_descriptor(tma.keys.atom)
+        if warp > self.producer_warp:
+            self.prefetch_operands(arrays, warp - self.producer_warp - 1)
+        if warp == 0:
+            self.init_barriers(shared)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        if group == self.config.groups:
+            cute.arch.setmaxregister_decrease(self.config.registers[2])
+            if warp == self.producer_warp:
+                self.producer.run(tma, arrays, shared)
+            else:
+                self.fill.run(arrays, warp - self.producer_warp - 1)
+        else:
+            cute.arch.setmaxregister_increase(self.config.registers[1])
+            self.math.run(arrays.logits, shared, mma, group)
+
+    def shared_memory(self, storage: Any) -> Shared:
+        """Views of the allocated `storage`."""
+        q = storage.q.data_ptr(), storage.weights.data_ptr(), storage.q_full.data_ptr(), storage.q_empty.data_ptr()
+        keys = (
+            storage.keys.data_ptr(), storage.scales.data_ptr(), storage.keys_full.data_ptr(),
+            storage.keys_empty.data_ptr(),
+        )  # fmt: skip
+        return Shared(
+            Buffers(*q),
+            Buffers(*keys),
+            storage.pieces.get_tensor(cute.make_layout((len(Piece), Q_STAGES), stride=(1, len(Piece)))),
+        )
+
+    @cute.jit
+    def init_barriers(self, shared: cutlass.Constexpr):
+        """Initialise the barriers with the number of arrivals that complete a phase."""
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(Q_STAGES):
+                cute.arch.mbarrier_init(shared.q.full + i, 1)
+                cute.arch.mbarrier_init(shared.q.empty + i, 4 * self.config.groups)
+            for i in cutlass.range_constexpr(self.config.stages):
+                cute.arch.mbarrier_init(shared.keys.full + i, 1)
+                cute.arch.mbarrier_init(shared.keys.empty + i, 4 * self.config.q_groups)
+
+    @cute.jit
+    def prefetch_operands(self, arrays: cutlass.Constexpr, warp: Int32):
+        """Prefetch the block table into the L2 cache while the lengths are on their way."""
+        block_idx, _, _ = cute.arch.block_idx()
+        prefetch(arrays.block_tables, ((block_idx * 3 + warp) * 32 + cute.arch.lane_idx()) * 32)

@@ -1,0 +1,74 @@
+"""-inf in the columns of indexer_logits that a token does not see, by the warps beside the producer."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from tsmla_kernels.sm90.indexer.logits_config import LogitsConfig
+
+FILL_WARPS = 3
+FILL_COLUMNS = 8192  # of a row that a warp fills at once
+
+
+class Fill:
+    """Device functions of the filling warps."""
+
+    def __init__(self, config: LogitsConfig) -> None:
+        self.config = config
+
+    @cute.jit
+    def run(self, arrays: cutlass.Constexpr, warp: Int32) -> None:
+        """Fill every so many parts of rows, as one of the grid's filling warps."""
+        block_idx, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        rows, width = arrays.logits.shape[0], arrays.logits.shape[1]
+        parts = (width + (FILL_COLUMNS - 1)) // FILL_COLUMNS
+        for i in cutlass.range(block_idx * FILL_WARPS + warp, rows * parts, grid * FILL_WARPS, unroll=1):
+            row = i // parts
+            first = (i - row * parts) * FILL_COLUMNS
+            begin = cutlass.max(self.seen(arrays, row), first)
+            end = cutlass.min(first + FILL_COLUMNS, width)
+            if begin < end:
+                self.fill(arrays.logits, row, begin, end)
+
+    @cute.jit
+    def seen(self, arrays: cutlass.Constexpr, row: Int32):
+        """Keys that the token of `row` sees; 0 for a row of no request."""
+        requests = arrays.seq_lens.shape[0]
+        keys = Int32(0)
+        if const_expr(self.config.ragged):
+            low, high = Int32(0), requests
+            while high - low > 1:
+                middle = (low + high) // 2
+                if arrays.cu_seqlens_q[middle] <= row:
+                    low = middle
+                else:
+                    high = middle
+            if requests > 0:
+                end = arrays.cu_seqlens_q[low + 1]
+                if row < end:
+                    keys = arrays.seq_lens[low] - end + 1 + row
+        else:
+            keys = arrays.seq_lens[row]
+        return cutlass.max(cutlass.min(keys, arrays.logits.shape[1]), 0)
+
+    @cute.jit
+    def fill(self, logits: cute.Tensor, row: Int32, begin: Int32, end: Int32) -> None:
+        """-inf in columns begin to end of a row, 16 bytes a lane where that is possible. Rows begin at multiples of
+        64 bytes."""
+        lane = cute.arch.lane_idx()
+        address = logits.iterator.toint() + Int64(row) * Int64(logits.shape[1]) * 4
+        aligned = cutlass.min((begin + 3) // 4 * 4, end)
+        if begin + lane < aligned:
+            self.store(address + Int64(begin + lane) * 4, 1)
+        for i in cutlass.range(aligned + lane * 4, end, 128, unroll=4):
+            self.store(address + Int64(i) * 4, 4)
+
+    def store(self, address: Int64, count: int) -> None:
+        """-inf in `count` columns."""
+        pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4 * count)
+        values = cute.make_rmem_tensor((count,), Float32)
+        values.fill(-float("inf"))
+        cute.autovec_copy(values, cute.make_tensor(pointer, cute.make_layout(count)))

@@ -1,0 +1,93 @@
+"""Records of indexer_logits: words of shared memory, and the bundles that its device functions pass on."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+
+class Piece(IntEnum):
+    """Words of a piece's description. A piece is a range of key blocks of one tile of query tokens."""
+
+    BLOCK_BEGIN = 0
+    BLOCK_END = 1  # equal to BLOCK_BEGIN: the CTA's work ends
+    ROW = 2  # the tile's first row of q and of the logits
+    TOKENS = 3  # query tokens of the tile
+    FIRST_KEYS = 4  # keys that the tile's first token sees
+
+
+class Arrays(NamedTuple):
+    """The arrays of a launch. cu_seqlens_q is None where each request has one token."""
+
+    q: cute.Tensor
+    weights: cute.Tensor
+    k_cache: cute.Tensor
+    block_tables: cute.Tensor
+    seq_lens: cute.Tensor
+    cu_seqlens_q: cute.Tensor | None
+    logits: cute.Tensor
+
+
+class TmaCopy(NamedTuple):
+    """A TMA load: its copy atom and the global tensor that the atom reads."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+
+
+class Tma(NamedTuple):
+    """The TMA loads of queries and keys."""
+
+    q: TmaCopy
+    keys: TmaCopy
+
+
+class Mma(NamedTuple):
+    """The tiled MMAs of a product: its first step, and those that add to it."""
+
+    first: cute.TiledMma
+    more: cute.TiledMma
+
+
+class Buffers(NamedTuple):
+    """Buffers in shared memory, each with a `full` and an `empty` barrier. `scales` lie beside them: a key's scale, or
+    a head's weight."""
+
+    memory: cute.Pointer
+    scales: cute.Pointer
+    full: cute.Pointer
+    empty: cute.Pointer
+
+
+class Shared(NamedTuple):
+    """A CTA's shared memory. pieces: the description [Piece, Q's stage] of the piece whose queries a stage holds."""
+
+    q: Buffers
+    keys: Buffers
+    pieces: cute.Tensor
+
+
+class Stage(NamedTuple):
+    """A stage of a ring, and the parity of the barrier that is waited for."""
+
+    index: Int32
+    phase: Int32
+
+
+class Request(NamedTuple):
+    """A request: its keys, its query tokens, the first one's row."""
+
+    keys: Int32
+    tokens: Int32
+    row: Int32
+
+
+class Position(NamedTuple):
+    """A place in the sequence of all key blocks of all tiles: request, tile from the request's end, block."""
+
+    request: Int32
+    tile: Int32
+    block: Int32

@@ -1,0 +1,229 @@
+"""The math warpgroups of indexer_logits: products of 64 keys and the heads of some tokens, and the logits from them.
+
+A product is S^T = K Q^T, keys by heads, in fp8. Its epilogue takes relu, weighs the heads, sums over them and scales by
+the key. While one warpgroup does that, the tensor cores compute the products of others.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu.warpgroup import Field
+
+from tsmla_kernels.sm90.indexer.logits_config import BLOCK, HEAD_DIM, Q_STAGES, LogitsConfig
+from tsmla_kernels.sm90.indexer.logits_copies import layout_atom
+from tsmla_kernels.sm90.indexer.logits_memory import Mma, Piece, Shared
+from tsmla_kernels.sm90.warp import advance, kept, quotient, remainder, uniform
+
+STEPS = HEAD_DIM // 32  # WGMMAs of a product
+
+
+class Lane(NamedTuple):
+    """A thread of a math warpgroup.
+
+    Attributes:
+      q_group: the group of tokens that its warpgroup multiplies. thread, lane: of the warpgroup, of the warp.
+      key: the key of a block whose logits it writes. token: the first of the tile's tokens whose logits it writes.
+      writes: 1 if it writes any.
+    """
+
+    q_group: Int32
+    thread: Int32
+    lane: Int32
+    key: Int32
+    token: Int32
+    writes: Int32
+
+
+class Held(NamedTuple):
+    """What a warpgroup holds for a piece.
+
+    Attributes:
+      q: Q of the warpgroup's tokens. weights: those of the lane's columns.
+      target: the address of the logit of the lane's key of block 0 and its first token. row_bytes: from token to token.
+      limit: keys behind the lane's that its first token sees. tokens: of the piece, from the lane's first one on.
+    """
+
+    q: cute.Tensor
+    weights: cute.Tensor
+    target: Int64
+    row_bytes: Int64
+    limit: Int32
+    tokens: Int32
+
+
+class Math:
+    """Device functions of the math warpgroups. written: tokens of an accumulator whose logits a lane writes."""
+
+    def __init__(self, config: LogitsConfig) -> None:
+        self.config = config
+        self.tokens, self.turns = config.tokens, config.groups // config.q_groups
+        self.written = max(1, config.tokens // 2)
+
+    def mma(self) -> Mma:
+        """The tiled MMAs of a product."""
+        k_major, shape = OperandMajorMode.K, (BLOCK, self.config.columns)
+        return Mma(*(
+            sm90.make_trivial_tiled_mma(Float8E4M3FN, Float8E4M3FN, k_major, k_major, Float32, (1, 1, 1), shape)
+            for _ in range(2)
+        ))  # fmt: skip
+
+    @cute.jit
+    def operand(self, address: Int32, rows: cutlass.Constexpr[int]) -> cute.Tensor:
+        """`rows` rows of shared memory from `address` on, as a WGMMA operand."""
+        layout = cute.tile_to_shape(layout_atom(), (rows, HEAD_DIM), (0, 1))
+        pointer = cute.make_ptr(Float8E4M3FN, address, cute.AddressSpace.smem, assumed_align=1024)
+        return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=Float8E4M3FN), layout.outer)
+
+    @cute.jit
+    def run(self, logits: cute.Tensor, shared: cutlass.Constexpr, mma: cutlass.Constexpr, group: Int32) -> None:
+        """The warpgroup's part of all pieces of this CTA: the products of one group of tokens, with every block or with
+        every so many."""
+        t = cute.arch.thread_idx()[0] % 128
+        lane = kept(t % 32)
+        writes = Int32(1)
+        if const_expr(self.tokens == 1):
+            writes = 1 - (lane // 2) % 2
+        key, token = (t // 32) * 16 + lane // 4 + 8 * (lane % 2), (lane // 2) % 2 * (self.tokens // 2)
+        q_group, turn = remainder(group, self.config.q_groups), quotient(group, self.config.q_groups)
+        place = Lane(q_group, t, lane, key, token + q_group * self.tokens, writes)
+        mma.first.set(Field.ACCUMULATE, False)
+        mma.more.set(Field.ACCUMULATE, True)
+        shape = mma.first.get_slice(t).partition_shape_C((BLOCK, self.config.columns))
+        acc = cute.make_rmem_tensor(shape, Float32)
+        q_index, q_phase = Int32(0), Int32(0)
+        index, phase = turn, Int32(0)
+        ahead = turn  # blocks of other warpgroups that come before this one's next block
+        running = Int32(1)
+        while running == 1:
+            cute.arch.mbarrier_wait(shared.q.full + q_index, q_phase)
+            begin = uniform(shared.pieces[Piece.BLOCK_BEGIN, q_index])
+            end = uniform(shared.pieces[Piece.BLOCK_END, q_index])
+            if begin == end:
+                running = Int32(0)
+            else:
+                held = self.hold(logits, shared, mma, q_index, place)
+                b = begin + ahead
+                while b < end:
+                    self.score(shared, mma, held, acc, place, (b, index, phase))
+                    index, phase = self.next_stage(index, phase)
+                    b += self.turns
+                ahead = b - end
+                self.release(shared.q.empty + q_index)
+                q_index, q_phase = advance(q_index, q_phase, Q_STAGES)
+
+    @cute.jit
+    def release(self, barrier: cute.Pointer) -> None:
+        """Arrive on `barrier`, once for the calling warp: the warp does not read the buffer any more."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(barrier)
+
+    def next_stage(self, index: Int32, phase: Int32) -> tuple[Int32, Int32]:
+        """The warpgroup's stage behind `index`."""
+        index += self.turns
+        wrapped = index >= self.config.stages
+        return cutlass.select_(wrapped, index - self.config.stages, index), phase ^ Int32(wrapped)
+
+    @cute.jit
+    def hold(
+        self, logits: cute.Tensor, shared: cutlass.Constexpr, mma: cutlass.Constexpr, q_index: Int32,
+        place: cutlass.Constexpr,
+    ) -> Held:  # fmt: skip
+        """What the warpgroup holds for the piece in Q's stage `q_index`."""
+        config, pieces = self.config, shared.pieces
+        row, width = pieces[Piece.ROW, q_index] + place.token, logits.shape[1]
+        tokens = pieces[Piece.TOKENS, q_index] - place.token
+        if place.writes == 0:
+            tokens = Int32(0)
+        limit = pieces[Piece.FIRST_KEYS, q_index] + place.token - place.key
+        target = logits.iterator.toint() + (Int64(row) * Int64(width) + Int64(place.key)) * 4
+        first = q_index * config.q_groups + place.q_group
+        rows = self.operand(
+            uniform(shared.q.memory.toint() + first * (config.columns * HEAD_DIM)), config.columns
+        )
+        q = mma.first.make_fragment_B(mma.first.get_slice(place.thread).partition_B(rows))
+        weights = self.load_weights(shared.q.scales + (first * config.columns + place.lane % 4 * 2))
+        return Held(q, weights, target, Int64(width) * 4, limit, tokens)
+
+    @cute.jit
+    def load_weights(self, first: cute.Pointer) -> cute.Tensor:
+        """The lane's weights: two columns of every eight."""
+        words = cute.make_rmem_tensor((2, self.config.columns // 8), Float32)
+        for i in cutlass.range_constexpr(self.config.columns // 8):
+            pair = cute.make_tensor((first + 8 * i).align(8), cute.make_layout(2))
+            cute.autovec_copy(pair, words[None, i])
+        return words
+
+    @cute.jit
+    def issue(
+        self, shared: cutlass.Constexpr, mma: cutlass.Constexpr, q: cute.Tensor, acc: cute.Tensor, address: Int32,
+        thread: Int32,
+    ) -> None:  # fmt: skip
+        """Issue the product of the keys at `address` and Q."""
+        k = mma.first.make_fragment_A(mma.first.get_slice(thread).partition_A(self.operand(address, BLOCK)))
+        warpgroup.fence()
+        cute.gemm(mma.first, acc, k[None, None, 0], q[None, None, 0], acc)
+        for step in cutlass.range_constexpr(1, STEPS):
+            cute.gemm(mma.more, acc, k[None, None, step], q[None, None, step], acc)
+        warpgroup.commit_group()
+
+    def key_scale(self, shared: Shared, index: Int32, place: Lane) -> Float32:
+        """The scale of the lane's key in stage `index`."""
+        if not self.config.packed:
+            return Float32(1.0)
+        return cute.make_tensor(shared.keys.scales + (index * BLOCK + place.key), cute.make_layout(1))[0]
+
+    @cute.jit
+    def score(
+        self, shared: cutlass.Constexpr, mma: cutlass.Constexpr, held: cutlass.Constexpr, acc: cute.Tensor,
+        place: cutlass.Constexpr, block: cutlass.Constexpr,
+    ) -> None:  # fmt: skip
+        """The logits of a block (its number, stage, parity)."""
+        b, index, phase = block
+        cute.arch.mbarrier_wait(shared.keys.full + index, phase)
+        address = uniform(shared.keys.memory.toint() + index * (BLOCK * HEAD_DIM))
+        self.issue(shared, mma, held.q, acc, address, place.thread)
+        scale = self.key_scale(shared, index, place)
+        warpgroup.wait_group(0)
+        self.release(shared.keys.empty + index)
+        sums = self.sum_of_quad(self.head_sums(acc, held.weights), place.lane)
+        target = held.target + Int64(b * (BLOCK * 4))
+        for i in cutlass.range_constexpr(self.written):
+            if i < held.tokens and b * BLOCK < held.limit + i:
+                pointer = cute.make_ptr(
+                    Float32, target + Int64(i) * held.row_bytes, cute.AddressSpace.gmem, assumed_align=4
+                )
+                cute.make_tensor(pointer, cute.make_layout(1))[0] = sums[i] * scale
+
+    def head_sums(self, acc: cute.Tensor, weights: cute.Tensor) -> list[Float32]:
+        """The lane's part of the sum over heads of weight * relu: for its two keys, for each token."""
+        pairs = self.config.num_heads // 8
+        values = cute.make_tensor(
+            acc.iterator, cute.make_layout((2, 2, self.config.columns // 8), stride=(2, 1, 4))
+        )  # [row, column of a pair, pair]
+        sums = [Float32(0.0) for _ in range(2 * self.tokens)]
+        # Neighbours in this order add to different sums: each addition waits for the one before it.
+        for pair, token, column, row in itertools.product(range(pairs), range(self.tokens), range(2), range(2)):
+            x, weight = values[row, column, token * pairs + pair], weights[column, token * pairs + pair]
+            sums[row * self.tokens + token] += cute.arch.fmax(x, 0.0, nan=True) * weight
+        return sums
+
+    def sum_of_quad(self, sums: list[Float32], lane: Int32) -> list[Float32]:
+        """Add up what four lanes have. Each lane keeps the sums of one key and of half of the tokens."""
+        for bit in range(2):
+            offset, upper, half = 1 << bit, ((lane >> bit) & 1) == 1, len(sums) // 2
+            if half > 0:
+                low, high = sums[:half], sums[half:]
+                kept_sums = [cutlass.select_(upper, b, a) for a, b in zip(low, high, strict=True)]
+                sent = [cutlass.select_(upper, a, b) for a, b in zip(low, high, strict=True)]
+            else:
+                kept_sums = sent = sums
+            sums = [a + cute.arch.shuffle_sync_bfly(b, offset=offset) for a, b in zip(kept_sums, sent, strict=True)]
+        return sums

@@ -1,0 +1,129 @@
+"""How the work of indexer_logits is shared out: equal ranges of a line of key blocks, found inside the kernel.
+
+A request's query tokens are cut into tiles from its last token on, so that all tiles but one are full and a tile that
+is `i` tiles before the last one sees exactly `i * tile_tokens` keys less. The line has the blocks of all tiles of all
+requests one after another; a CTA takes as many neighbouring blocks as the others.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from tsmla_kernels.sm90.indexer.logits_config import BLOCK, LogitsConfig
+from tsmla_kernels.sm90.indexer.logits_memory import Position, Request
+from tsmla_kernels.sm90.warp import quotient
+
+
+class Line:
+    """Device functions of a warp that finds its CTA's share."""
+
+    def __init__(self, config: LogitsConfig) -> None:
+        self.config = config
+        self.tile_tokens = config.tile_tokens
+        self.tiles_of_block = BLOCK // config.tile_tokens  # tiles after which a tile has one block less
+
+    @cute.jit
+    def request(self, arrays: cutlass.Constexpr, r: Int32):
+        """Request `r`; one without keys and tokens behind the last."""
+        width = arrays.logits.shape[1]
+        keys, tokens, row = Int32(0), Int32(0), r
+        if r < arrays.seq_lens.shape[0]:
+            keys = cutlass.max(cutlass.min(arrays.seq_lens[r], width), 0)
+            if const_expr(self.config.ragged):
+                row = arrays.cu_seqlens_q[r]
+                tokens = arrays.cu_seqlens_q[r + 1] - row
+            else:
+                tokens = Int32(1)
+        return Request(keys, tokens, row)
+
+    def tiles(self, request: Request) -> Int32:
+        """Tiles of a request that see keys."""
+        n = self.tile_tokens
+        return cutlass.min(quotient(request.tokens + (n - 1), n), quotient(request.keys + (n - 1), n))
+
+    def blocks(self, request: Request, tile: Int32) -> Int32:
+        """Key blocks of a tile."""
+        return quotient(request.keys - tile * self.tile_tokens + (BLOCK - 1), BLOCK)
+
+    def rising(self, count: Int32) -> Int32:
+        """The blocks of `count` tiles of which the first sees `tile_tokens` keys, and each other one as many more."""
+        per = self.tiles_of_block
+        whole = quotient(count, per)
+        return per * quotient(whole * (whole + 1), 2) + (count - whole * per) * (whole + 1)
+
+    def blocks_before(self, request: Request, tile: Int32) -> Int32:
+        """The blocks of the request's tiles before `tile`, which is at most `tiles`."""
+        if not self.config.ragged:
+            return tile * quotient(request.keys + (BLOCK - 1), BLOCK)
+        whole = quotient(request.keys + (self.tile_tokens - 1), self.tile_tokens)
+        return self.rising(whole) - self.rising(whole - tile)
+
+    def cost(self, request: Request) -> Int32:
+        """The blocks of all of a request's tiles."""
+        return self.blocks_before(request, self.tiles(request))
+
+    @cute.jit
+    def share(self, arrays: cutlass.Constexpr, cta: Int32, ctas: Int32):
+        """(position of the CTA's first block, number of its blocks)."""
+        lane = cute.arch.lane_idx()
+        requests = arrays.seq_lens.shape[0]
+        chunks = quotient(requests + 31, 32)
+        total = Int32(0)
+        for chunk in cutlass.range(chunks, unroll=4):
+            total += self.cost(self.request(arrays, chunk * 32 + lane))
+        total = cute.arch.warp_redux_sync(total, "add")
+        every = total // ctas
+        more = total - every * ctas
+        begin = cta * every + cutlass.min(cta, more)
+        count = every
+        if cta < more:
+            count += 1
+        # The request that holds block `begin` of the line.
+        r, before = Int32(0), Int32(0)
+        searching = Int32(1)
+        if count == 0:
+            searching = Int32(0)
+        base = Int32(0)
+        while searching == 1:
+            through = self.cost(self.request(arrays, base + lane))
+            for step in cutlass.range_constexpr(5):
+                other = cute.arch.shuffle_sync_up(through, offset=1 << step, mask_and_clamp=0)
+                if lane >= 1 << step:
+                    through += other
+            passed = cute.arch.popc(cute.arch.vote_ballot_sync(before + through <= begin))
+            last = cute.arch.shuffle_sync(through, cutlass.max(passed - 1, 0))
+            if passed > 0:
+                before += last
+            r = base + passed
+            base += 32
+            if passed < 32 or base >= requests:
+                searching = Int32(0)
+        request = self.request(arrays, r)
+        # Its tile: the last one that begins at the block or before.
+        low, high = Int32(0), self.tiles(request)
+        while high - low > 1:
+            middle = quotient(low + high, 2)
+            if before + self.blocks_before(request, middle) <= begin:
+                low = middle
+            else:
+                high = middle
+        block = begin - before - self.blocks_before(request, low)
+        return Position(r, low, block), count
+
+    @cute.jit
+    def next_tile(self, arrays: cutlass.Constexpr, position: cutlass.Constexpr, request: cutlass.Constexpr):
+        """(position, request) of the first block of the tile behind `position`; there must be one."""
+        r, tile = position.request, position.tile + 1
+        keys, tokens, row = request.keys, request.tokens, request.row
+        if tile >= self.tiles(request):
+            tile = Int32(0)
+            empty = Int32(1)
+            while empty == 1:
+                r += 1
+                following = self.request(arrays, r)
+                keys, tokens, row = following.keys, following.tokens, following.row
+                if self.tiles(following) > 0 or r >= arrays.seq_lens.shape[0]:
+                    empty = Int32(0)
+        return Position(r, tile, Int32(0)), Request(keys, tokens, row)

@@ -1,0 +1,1 @@
+"""sparse_mla on Hopper: attention over selected slots. See DESIGN.md."""

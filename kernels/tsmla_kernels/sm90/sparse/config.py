@@ -1,0 +1,270 @@
+"""Which Hopper kernel of sparse_mla serves a call: the static configuration and its workspaces. Imports no cutlass.
+
+The numbers of tokens, of columns of the indices, of pages and all lengths are dynamic. Queries are rows token * H +
+head; a token is what a request with one query token is to the dense decode, whose schedule and combine this kernel has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from tsmla_kernels.contract.layouts import V4_PACKED, V32_PACKED
+from tsmla_kernels.sm90.constants import FP8, SMEM_BYTES
+from tsmla_kernels.sm90.decode import config as decode
+from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
+
+if TYPE_CHECKING:
+    from tsmla_kernels.contract.layouts import CacheSpec
+    from tsmla_kernels.contract.sparse import SparseMLASpec
+
+MIN_STAGES = 2
+MAX_STAGES = 5  # LOOKAHEAD in memory.py is one more
+GATHER_WARPS = 4
+PARTIALS_PAD = 8  # words between two warps' partials, so that four lanes read those of a row at once
+LATENT_DIM = 512
+NUM_SCALES = 3  # the operand `scales`: softmax_scale * q_scale, kv_scale, compressed_kv_scale
+PLAIN = (FP8, "bfloat16", "float16")
+FEW_HEADS = 32  # a row tile of so few heads leaves room for rows of any kind
+FEW_TILES = {"v32": 4, "v4": 16, "plain": 4}  # up to so many row tiles of 64, tiles of 32 are faster
+NARROW_ROWS = (512, "bfloat16")  # rows of 16 bits that a row tile of 64 heads leaves room for: width and dtype
+WIDTHS = {"v32": (576,), "v4": (512,), "plain": (512, 576)}
+"""Widths of a key that the kernel takes, by the cache's layout."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TileConfig(DecodeConfig):
+    """A dense decode whose row tiles have at most `most_rows` rows."""
+
+    most_rows: int = ROWS
+
+    @property
+    def tile_rows(self) -> int:
+        return self.most_rows
+
+    @property
+    def p_rows(self) -> int:
+        return min(DecodeConfig.p_rows.fget(self), self.most_rows)
+
+    @property
+    def few_rows(self) -> bool:
+        return self.p_rows <= decode.FEW_ROWS
+
+    @property
+    def min_share(self) -> int:
+        return 1
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseConfig:
+    """What an object of sparse_mla is compiled for. Everything else is dynamic.
+
+    Attributes:
+      dtype: of q and out: "bfloat16" or "float16".
+      num_heads: H. head_dim: D, the width of a key. Values are its first 512 columns.
+      layout: of the caches' rows: "v32", "v4" or "plain".
+      kv_dtype: of plain rows: e4m3, "bfloat16" or "float16".
+      page_size, page_span: rows of a page, and slots from one page to the next. (0, 0) where a slot's number is its
+        row's number and every slot of a page has a row.
+      window: leading columns of the indices that select from the first cache; None if there is one cache only.
+      compressed_page_size, compressed_page_span: the same of the second cache.
+      lengths: whether tokens have lengths; otherwise all columns of the indices are active.
+      sinks: whether heads have sinks.
+      tile_rows: heads that one CTA works on at once: 64, or 32 where more CTAs are better than fewer.
+      batch_invariant: cut tokens at fixed columns, so that a row's bits do not depend on the rest of the batch.
+    """
+
+    dtype: str
+    num_heads: int
+    layout: str = "v32"
+    kv_dtype: str = "uint8"
+    head_dim: int = 576
+    page_size: int = 0
+    page_span: int = 0
+    window: int | None = None
+    compressed_page_size: int = 0
+    compressed_page_span: int = 0
+    lengths: bool = False
+    sinks: bool = False
+    tile_rows: int = ROWS
+    batch_invariant: bool = False
+
+    @property
+    def two_caches(self) -> bool:
+        return self.window is not None
+
+    @property
+    def two_scales(self) -> bool:
+        """Whether the rows of the two caches have a scale each."""
+        return self.two_caches and self.layout == "plain"
+
+    @cached_property
+    def decode(self) -> TileConfig:
+        """The dense decode whose schedule, row tiles, softmax and combine these are: a token is a request, and a column
+        of the indices a page of one key."""
+        return TileConfig(
+            dtype=self.dtype,
+            num_heads=self.num_heads,
+            max_q_len=1,
+            latent_dim=LATENT_DIM,
+            rope_dim=self.head_dim - LATENT_DIM,
+            page_size=1,
+            causal=False,
+            batch_invariant=self.batch_invariant,
+            kv_dtype=FP8,
+            most_rows=self.tile_rows,
+        )
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row that are copied at once."""
+        plain = self.head_dim * (1 if self.kv_dtype == FP8 else 2)
+        return {"v32": V32_PACKED.row_bytes, "v4": V4_PACKED.data_row_bytes, "plain": plain}[self.layout]
+
+    @property
+    def pitch(self) -> int:
+        """Bytes from one row to the next in shared memory: an odd multiple of 16, so that ldmatrix, which reads eight
+        rows at once, meets each bank once."""
+        return self.row_bytes + (16 if self.row_bytes % 32 == 0 else 0)
+
+    @property
+    def e4m3_columns(self) -> int:
+        """Leading columns of a key that are e4m3; the others have 16 bits."""
+        plain = 0 if self.kv_dtype == FP8 else self.head_dim
+        return self.head_dim - {"v32": V32_PACKED.rope_dim, "v4": V4_PACKED.rope_dim, "plain": plain}[self.layout]
+
+    @property
+    def bf16_columns(self) -> bool:
+        """Whether packed rows' bf16 columns meet bf16 queries, so that neither becomes f16."""
+        return self.layout != "plain" and self.dtype == "bfloat16"
+
+    @property
+    def scale_group(self) -> int:
+        """Columns of e4m3 that share a scale of the row; 0 if rows have no scales."""
+        return {"v32": V32_PACKED.group, "v4": V4_PACKED.group, "plain": 0}[self.layout]
+
+    @property
+    def scales_offset(self) -> int:
+        """Where scales begin in a stage: f32 in each V3.2 row, and for V4 a table of f16 behind P."""
+        return V32_PACKED.latent_dim if self.layout == "v32" else self.keys_bytes + self.p_bytes
+
+    @property
+    def rope_offset(self) -> int:
+        """Where a row's columns of 16 bits begin."""
+        return self.row_bytes - 2 * (self.head_dim - self.e4m3_columns)
+
+    @property
+    def keys_bytes(self) -> int:
+        """Shared memory of a block of keys."""
+        return self.decode.block * self.pitch
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of one stage: a block of keys, its P, and the table of V4's scales."""
+        table = 1024 if self.layout == "v4" else 0  # 7 groups x 64 keys of f16; P begins at a multiple of 1024
+        return self.keys_bytes + self.p_bytes + table
+
+    @property
+    def p_bytes(self) -> int:
+        return self.decode.p_rows * self.decode.block * 2
+
+    @property
+    def exchanged_words(self) -> int:
+        """Shared-memory words for reducing over keys: a row's partials of four warps, its changes and its maximum."""
+        return 4 * (self.decode.p_rows + PARTIALS_PAD) + self.decode.p_rows * (2 + 1)
+
+    @property
+    def q_bytes(self) -> int:
+        return self.decode.p_rows * self.head_dim * 2
+
+    @property
+    def stages(self) -> int:
+        reserved = 4096  # barriers, descriptions of pieces, row factors
+        free = SMEM_BYTES - reserved - self.q_bytes - self.exchanged_words * 4
+        return min(MAX_STAGES, free // self.stage_bytes)
+
+
+def sparse_reasons(spec: SparseMLASpec) -> list[str]:
+    """Why the Hopper kernel of sparse_mla cannot run this call; empty if it can."""
+    reasons = []
+    if spec.q_dtype not in ("bfloat16", "float16"):
+        reasons.append(f"q.dtype is {spec.q_dtype}; the sm_90 sparse kernel takes bfloat16 or float16")
+    if not isinstance(spec.num_heads, int):
+        reasons.append(f"num_heads is {spec.num_heads}; the sm_90 sparse kernel is compiled for a number")
+    if spec.latent_dim != LATENT_DIM:
+        reasons.append(f"latent_dim is {spec.latent_dim}; the sm_90 sparse kernel takes {LATENT_DIM}")
+    reasons += _cache_reasons("kv_cache", spec.cache)
+    # 64 rows of Q leave too little shared memory for rows of 1,152 bytes, and too few registers for rows of f16.
+    wide = spec.cache.layout == "plain" and spec.cache.dtype != FP8 and (spec.head_dim, spec.cache.dtype) != NARROW_ROWS
+    if not reasons and wide and spec.num_heads > FEW_HEADS:
+        reasons.append(
+            f"num_heads is {spec.num_heads}; the sm_90 sparse kernel takes at most {FEW_HEADS} with rows of"
+            f" {spec.cache.dtype} {spec.head_dim} wide"
+        )
+    if spec.compressed is not None:
+        reasons += _cache_reasons("compressed_kv_cache", spec.compressed)
+        if (spec.compressed.layout, spec.compressed.dtype) != (spec.cache.layout, spec.cache.dtype):
+            reasons.append(
+                f"compressed_kv_cache has {spec.compressed.layout} rows of {spec.compressed.dtype} and kv_cache"
+                f" {spec.cache.layout} rows of {spec.cache.dtype}; the sm_90 sparse kernel takes the same rows in both"
+            )
+    return reasons
+
+
+def _cache_reasons(name: str, cache: CacheSpec) -> list[str]:
+    reasons = []
+    if cache.layout == "plain" and cache.dtype not in PLAIN:
+        reasons.append(f"{name}.dtype is {cache.dtype}; the sm_90 sparse kernel takes packed rows, {', '.join(PLAIN)}")
+    if cache.head_dim not in WIDTHS[cache.layout]:
+        legal = " or ".join(map(str, WIDTHS[cache.layout]))
+        reasons.append(f"{name}'s keys are {cache.head_dim} wide; the sm_90 sparse kernel takes {legal}")
+    return reasons
+
+
+def sparse_config(
+    spec: SparseMLASpec, *, lengths: bool = False, sinks: bool = False, batch_invariant: bool = False
+) -> SparseConfig:
+    """The configuration that serves `spec`; `lengths` and `sinks` say whether the call has these operands. The keyword
+    batch_invariant is for specs that do not say so themselves."""
+    batch_invariant = batch_invariant or spec.batch_invariant
+    page_size, page_span = _pages(spec.cache)
+    compressed_page_size, compressed_page_span = (0, 0) if spec.compressed is None else _pages(spec.compressed)
+    return SparseConfig(
+        dtype=spec.q_dtype,
+        num_heads=spec.num_heads,
+        layout=spec.cache.layout,
+        kv_dtype=spec.cache.dtype,
+        head_dim=spec.head_dim,
+        page_size=page_size,
+        page_span=page_span,
+        window=None if spec.compressed is None else spec.window,
+        compressed_page_size=compressed_page_size,
+        compressed_page_span=compressed_page_span,
+        lengths=lengths,
+        sinks=sinks,
+        tile_rows=ROWS if batch_invariant else _tile_rows(spec),
+        batch_invariant=batch_invariant,
+    )
+
+
+def _tile_rows(spec: SparseMLASpec) -> int:
+    """Rows of a tile. Few tiles of 64 leave CTAs idle, and code that runs once costs less for 32 rows."""
+    if not isinstance(spec.num_tokens, int) or spec.num_heads <= FEW_HEADS:
+        return ROWS
+    tiles = spec.num_tokens * -(-spec.num_heads // ROWS)
+    return FEW_HEADS if tiles <= FEW_TILES[spec.cache.layout] else ROWS
+
+
+def _pages(cache: CacheSpec) -> tuple[int, int]:
+    """(page_size, page_span) of a SparseConfig."""
+    if cache.layout != "v4" and cache.page_size == cache.span:
+        return 0, 0
+    return cache.page_size, cache.span
+
+
+def workspace_shapes(
+    config: SparseConfig, num_sms: int, num_tokens: int, num_selected: int
+) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shapes and dtypes of the kernel's workspaces, in the order of its operands: those of the dense decode."""
+    return decode.workspace_shapes(config.decode, num_sms, num_tokens, num_selected)

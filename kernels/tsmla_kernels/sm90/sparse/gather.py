@@ -1,0 +1,216 @@
+"""Filling the sparse kernel's ring: four warps gather the selected rows, one bulk copy each."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from tsmla_kernels.contract.layouts import V4_PACKED
+from tsmla_kernels.sm90.decode.memory import Barrier, Piece
+from tsmla_kernels.sm90.sparse.config import SparseConfig
+from tsmla_kernels.sm90.sparse.memory import FIRST_PIECES_THREADS, GATHER_ROWS, Gather
+from tsmla_kernels.sm90.sparse.ring import SparseRing
+from tsmla_kernels.sm90.warp import element
+
+ALL_ROWS = (1 << GATHER_ROWS) - 1
+
+
+class Row(NamedTuple):
+    """A row of a cache: 1 if its slot exists, its address, and the address of a V4 row's scales."""
+
+    exists: Int32
+    address: Int64
+    scales: Int64
+
+
+class Pages(NamedTuple):
+    """How a cache's slots lie in pages; (0, 0): as in SparseConfig."""
+
+    size: int
+    span: int
+
+
+class Gatherer:
+    """The copies into `ring`. Warp w of the gathering warps copies rows 16 w to 16 w + 15 of every block, which are the
+    keys of softmax warp w. A row without a slot becomes zeros. Other attributes: as in SparseConfig and Ring."""
+
+    def __init__(self, config: SparseConfig, ring: SparseRing) -> None:
+        self.config, self.ring = config, ring
+        self.block, self.row_bytes, self.pitch = ring.block, config.row_bytes, config.pitch
+        self.pages = (
+            Pages(config.page_size, config.page_span),
+            Pages(config.compressed_page_size, config.compressed_page_span),
+        )
+        self.scales_apart = config.layout == "v4"
+
+    def meet_for_first_pieces(self) -> None:
+        """The scheduling warp has described the first pieces. It does not wait for the gathering warps: these may need
+        stages of the first piece released before they come to the second."""
+        cute.arch.barrier_arrive(barrier_id=Barrier.FIRST_PIECES, number_of_threads=FIRST_PIECES_THREADS)
+
+    def wait_for_first_pieces(self) -> None:
+        """A gathering warp waits until the first pieces have been described."""
+        cute.arch.barrier(barrier_id=Barrier.FIRST_PIECES, number_of_threads=FIRST_PIECES_THREADS)
+
+    @cute.jit
+    def run(self, gather: Gather, warp: Int32):
+        """Fill the ring, and refill each stage when it is released, until the CTA's work ends.
+
+        Lane i has row i % 16 of its warp. Slots are read two blocks ahead and a V4 row's scales one block ahead.
+        """
+        index, phase, number = Int32(0), Int32(0), Int32(0)
+        lane = cute.arch.lane_idx()
+        running = Int32(1)
+        while running == 1:
+            if number == 1:
+                self.wait_for_first_pieces()
+            piece, b_begin, b_end = self.ring.described(number, gather.pieces)
+            if b_begin == b_end:
+                # The consumers see the end in the same description.
+                if number == 0:
+                    self.wait_for_first_pieces()
+                cute.arch.mbarrier_wait(gather.empty + index, phase ^ 1)
+                if lane == 0:
+                    cute.arch.mbarrier_arrive(gather.full + index)
+                running = Int32(0)
+            else:
+                keys = piece[Piece.KEYS]
+                column = b_begin * self.block + warp * GATHER_ROWS + lane % GATHER_ROWS
+                selected = element(gather.indices, Int64(piece[Piece.REQUEST]) * gather.indices.shape[1], 4)
+                slot = self.slot_at(selected, column, keys)
+                following = self.slot_at(selected, column + self.block, keys)
+                low, high = self.scales_of(slot, column, gather)
+                for _ in cutlass.range(b_begin, b_end, unroll=1):
+                    here, low_here, high_here = slot, low, high
+                    slot = following
+                    low, high = self.scales_of(slot, column + self.block, gather)
+                    following = self.slot_at(selected, column + 2 * self.block, keys)
+                    cute.arch.mbarrier_wait(gather.empty + index, phase ^ 1)
+                    row = self.locate(here, column, gather)
+                    exist = self.copy_rows(row, index, warp, gather)
+                    if const_expr(self.scales_apart):
+                        self.store_scales(low_here, high_here, index, warp, gather)
+                    self.announce(exist, index, warp, gather)
+                    column += self.block
+                    index, phase = self.ring.advance(index, phase)
+                number += 1
+
+    @cute.jit
+    def slot_at(self, selected: cute.Pointer, column: Int32, keys: Int32):
+        """The slot in column `column` of the token's indices; -1 if that column is not active."""
+        slot = Int32(-1)
+        if column < keys:
+            slot = cute.make_tensor(selected, cute.make_layout(1 << 30))[column]
+        return slot
+
+    @cute.jit
+    def locate(self, slot: Int32, column: Int32, gather: Gather) -> Row:
+        """The row that column `column` selects."""
+        row = self.row_of(slot, gather.caches[0], self.pages[0])
+        exists, address, scales = row.exists, row.address, row.scales
+        if const_expr(self.config.two_caches):
+            if column >= self.config.window:
+                other = self.row_of(slot, gather.caches[1], self.pages[1])
+                exists, address, scales = other.exists, other.address, other.scales
+        return Row(exists, address, scales)
+
+    @cute.jit
+    def row_of(self, slot: Int32, cache: cute.Tensor, pages: cutlass.Constexpr) -> Row:
+        """The row of a slot of `cache`."""
+        base = cache.iterator.toint()
+        offset, slots = Int32(0), cache.shape[0] * (pages.span if const_expr(self.scales_apart) else cache.shape[1])
+        if const_expr(pages.span > 0):
+            page = slot // pages.span
+            offset = slot - page * pages.span
+        exists = Int32(0)
+        if slot >= 0 and slot < slots:
+            exists = Int32(1)
+            if const_expr(pages.span > pages.size):
+                exists = Int32(offset < pages.size)
+        if const_expr(self.scales_apart):
+            begin = base + Int64(page) * cache.shape[1]
+            address = begin + offset * self.row_bytes
+            scales = begin + (pages.size * self.row_bytes + offset * V4_PACKED.scale_row_bytes)
+        else:
+            address = base + Int64(slot) * self.row_bytes
+            scales = address
+        return Row(exists, address, scales)
+
+    @cute.jit
+    def scales_of(self, slot: Int32, column: Int32, gather: Gather):
+        """The eight bytes of scales of a V4 row, as two words; (0, 0) for other rows."""
+        eight = cute.make_rmem_tensor((2,), Int32)
+        eight.fill(0)
+        if const_expr(self.scales_apart):
+            row = self.locate(slot, column, gather)
+            if row.exists == 1:
+                pointer = cute.make_ptr(Int32, row.scales, cute.AddressSpace.gmem, assumed_align=8)
+                cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(2)), eight)
+        return eight[0], eight[1]
+
+    @cute.jit
+    def store_scales(self, low: Int32, high: Int32, index: Int32, warp: Int32, gather: Gather):
+        """Store a V4 row's scales, as f16, to the stage's table: see SparseRing.scale_place."""
+        lane = cute.arch.lane_idx()
+        table = gather.ring + (index * self.ring.stage_elements + self.config.scales_offset)
+        table += self.ring.scale_place(warp * GATHER_ROWS + lane % GATHER_ROWS)
+        if lane < GATHER_ROWS:
+            for group in cutlass.range_constexpr(V4_PACKED.num_scales):
+                # A byte is the exponent of an f32.
+                word, shift = (low, high)[group // 4], 8 * (group % 4)
+                number = (((word >> shift) & 255) << 23).bitcast(Float32)
+                pointer = cute.make_ptr(
+                    cutlass.Float16, table + group * self.ring.scales_of_group, cute.AddressSpace.smem, assumed_align=2
+                )
+                cute.make_tensor(pointer, cute.make_layout(1))[0] = number.to(cutlass.Float16)
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def copy_rows(self, row: Row, index: Int32, warp: Int32, gather: Gather):
+        """Copy this warp's rows of a block into the free stage `index`. Return a bit for each row that exists."""
+        lane = cute.arch.lane_idx()
+        exist = cute.arch.vote_ballot_sync(row.exists == 1) & ALL_ROWS
+        first = gather.ring + (index * self.ring.stage_elements + warp * (GATHER_ROWS * self.pitch))
+        if row.exists == 1 and lane < GATHER_ROWS:
+            copy_row(first + lane * self.pitch, row.address, self.row_bytes, (gather.full + index).toint())
+        cute.arch.sync_warp()
+        if exist != ALL_ROWS:
+            self.clear_rows(first, exist)
+        return exist
+
+    @cute.jit
+    def announce(self, exist: Int32, index: Int32, warp: Int32, gather: Gather):
+        """Tell the consumers of stage `index` which of this warp's rows exist and how many bytes are to come.
+
+        The copies may arrive before that: the stage is not full without this warp's arrival.
+        """
+        if cute.arch.lane_idx() == 0:
+            gather.valid[warp, index] = exist
+            cute.arch.mbarrier_arrive_and_expect_tx(gather.full + index, cute.arch.popc(exist) * self.row_bytes)
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def clear_rows(self, first: Int32, exist: Int32):
+        """Zero the rows of this warp that do not exist: their P is 0, but the stage may hold NaN."""
+        lane = cute.arch.lane_idx()
+        zeros = cute.make_rmem_tensor((4,), Int32)
+        zeros.fill(0)
+        for r in cutlass.range(GATHER_ROWS, unroll=1):
+            if ((exist >> r) & 1) == 0:
+                for chunk in cutlass.range(lane, self.row_bytes // 16, 32, unroll=1):
+                    address = first + (r * self.pitch + chunk * 16)
+                    target = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=16)
+                    cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(4)))
+        cute.arch.fence_proxy("async.shared", space="cta")  # before the next copy into this stage
+        cute.arch.sync_warp()
+
+
+def copy_row(target: Int32, source: Int64, size: int, barrier: Int32) -> None:
+    """Copy `size` bytes of global to shared memory; `barrier` counts the bytes. Addresses are multiples of 16."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[target, source, Int32(size), barrier],
+    )

@@ -1,0 +1,193 @@
+"""sparse_mla for Hopper: launch, shared memory, set-up and the warps' roles.
+
+DESIGN.md beside this says why it is so. A query token is what a request with one query token is to the dense decode:
+
+  warpgroup 0   softmax: S^T = K Q^T, softmax, P into shared memory (scores.py); it also takes Q (query.py)
+  1 and 2       values: O^T[half] += V^T[half] P^T and the epilogue (values.py); first warp of 2: the schedule
+  3             four warps gather the selected rows of the cache (gather.py)
+
+The dense decode's second, small kernel merges the tokens that several CTAs shared.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+import cutlass.utils as utils
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from tsmla_kernels.sm90.constants import FP8, SMEM_BYTES
+from tsmla_kernels.sm90.decode.combine import COMBINE_THREADS, Combine
+from tsmla_kernels.sm90.decode.config import ROWS
+from tsmla_kernels.sm90.decode.kernel import Registers
+from tsmla_kernels.sm90.decode.memory import Piece, Schedule
+from tsmla_kernels.sm90.decode.share import MAX_SORTED, STATE_WORDS
+from tsmla_kernels.sm90.decode.walk import PieceWalk
+from tsmla_kernels.sm90.sparse.config import GATHER_WARPS, MIN_STAGES, SparseConfig
+from tsmla_kernels.sm90.sparse.gather import Gatherer
+from tsmla_kernels.sm90.sparse.memory import GATHER_WARP, PIECES_KEPT, Arrays, Gather, Query, Scratch
+from tsmla_kernels.sm90.sparse.ring import SparseRing
+from tsmla_kernels.sm90.sparse.scores import SparseScores
+from tsmla_kernels.sm90.sparse.values import PlainValues, SparseValues, V4Values
+from tsmla_kernels.sm90.warp import prefetch
+
+THREADS = 512
+
+
+class SparseMla:
+    """One compiled sparse_mla: `config` is static. The launcher takes a stream and the operands of record.py."""
+
+    def __init__(self, config: SparseConfig) -> None:
+        if config.stages < MIN_STAGES:
+            raise ValueError(f"{config} leaves {config.stages} stages of shared memory; {MIN_STAGES} are needed")
+        self.config = config
+        self.ring = SparseRing(config)
+        self.walk = PieceWalk(config.decode, PIECES_KEPT, equal_lengths=not config.lengths)
+        self.gatherer = Gatherer(config, self.ring)
+        self.scores = SparseScores(config, self.ring)
+        plain = SparseValues if config.kv_dtype == FP8 else PlainValues
+        of_rows = {"v32": SparseValues, "v4": V4Values, "plain": plain}[config.layout]
+        self.values = of_rows(config, self.ring, self.walk, self.gatherer)
+        self.combine = Combine(config.decode, config.sinks)
+        # Values need the most where tiles have 64 rows, and gathering warps where they keep scales.
+        if config.decode.p_rows < ROWS:
+            self.registers = Registers(128, 136, 168, 40)
+        elif config.layout == "v4":
+            self.registers = Registers(128, 128, 176, 32)
+        else:
+            self.registers = Registers(128, 136, 176, 24)
+
+    @cute.jit
+    def __call__(self, stream: cuda.CUstream, q: cute.Tensor, *others: cute.Tensor):
+        config = self.config
+        operands = list(others)
+        caches = tuple(operands.pop(0) for _ in range(1 + config.two_caches))
+        indices = operands.pop(0)
+        if const_expr(config.lengths):
+            lengths = operands.pop(0)
+        else:
+            lengths = cute.make_tensor(indices.iterator, cute.make_layout((indices.shape[0],)))
+        sinks = operands.pop(0) if const_expr(config.sinks) else None
+        arrays = Arrays(indices, lengths, sinks, *operands)
+        atom, tma = self.scores.query.tensor_map(q)
+
+        @cute.struct
+        class Storage:
+            full: cute.struct.MemRange[Int64, self.ring.stages]
+            empty: cute.struct.MemRange[Int64, self.ring.stages]
+            ready: cute.struct.MemRange[Int64, self.ring.stages]
+            q_full: cute.struct.MemRange[Int64, 1]
+            pieces: cute.struct.MemRange[Int32, PIECES_KEPT * len(Piece)]
+            rescale: cute.struct.Align[cute.struct.MemRange[Float32, self.ring.stages * ROWS], 16]
+            moved: cute.struct.Align[cute.struct.MemRange[Int32, self.ring.stages * 4], 16]
+            valid: cute.struct.Align[cute.struct.MemRange[Int32, self.ring.stages * GATHER_WARPS], 16]
+            inverse: cute.struct.Align[cute.struct.MemRange[Float32, self.ring.inverses_kept * ROWS], 16]
+            schedule_state: cute.struct.MemRange[Int32, STATE_WORDS]
+            exchange: cute.struct.Align[cute.struct.MemRange[Float32, config.exchanged_words], 16]
+            q: cute.struct.Align[cute.struct.MemRange[self.ring.q_dtype, config.q_bytes // 2], 1024]
+            ring: cute.struct.Align[cute.struct.MemRange[self.ring.dtype, self.ring.elements], 1024]
+
+        self.check_storage(Storage)
+        ctas = self.num_ctas(arrays)
+        grid = [ctas, 1, 1]
+        self.attend(q, caches, (atom, tma), arrays, self.scores.mma(), self.values.mma(), ctas).launch(
+            grid=grid, block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1
+        )
+        self.combine.merge_pieces(
+            arrays.partial_out, arrays.partial_lse, arrays.split_info, arrays.out, arrays.lse, ctas, sinks
+        ).launch(grid=grid, block=[COMBINE_THREADS, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1)
+
+    def check_storage(self, storage: Any) -> None:
+        """Keep the struct of shared memory; ValueError if it is larger than a CTA may have."""
+        self.storage = storage
+        if storage.size_in_bytes() > SMEM_BYTES:
+            raise ValueError(f"{self.config} takes {storage.size_in_bytes()} bytes of shared memory of {SMEM_BYTES}")
+
+    def num_ctas(self, arrays: Arrays) -> Int32:
+        """How many CTAs share the work: see decode.config.workspace_shapes."""
+        entries = arrays.split_info.shape[0]
+        if const_expr(self.config.batch_invariant):
+            return Int32(entries - arrays.lengths.shape[0] * self.config.decode.max_tiles)
+        return Int32(entries // 2)
+
+    @cute.kernel
+    def attend(
+        self,
+        q: cute.Tensor,
+        caches: tuple[cute.Tensor, ...],
+        q_map: tuple[cute.CopyAtom, cute.Tensor],
+        arrays: Arrays,
+        score_mma: Any,
+        value_mma: cute.TiledMma,
+        ctas: Int32,
+    ):
+        """One CTA: set up the barriers, find the first piece of work, then give each warpgroup its role."""
+        tidx, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cute.arch.make_warp_uniform(tidx // 128)
+        atom, tma = q_map
+
+        early = self.walk.batch.early_numbers(arrays.lengths, arrays.lengths)
+        storage = utils.SmemAllocator().allocate(self.storage)
+        shared = self.ring.views(storage)
+        q_full = storage.q_full.data_ptr()
+        if warp_idx == 4:
+            cpasync.prefetch_descriptor(atom)
+        if warp_idx > GATHER_WARP:
+            self.prefetch_operands(q, arrays.indices, warp_idx - GATHER_WARP - 1)
+        if warp_idx == 0:
+            self.ring.init_barriers(shared)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_init(q_full, 1)
+            cute.arch.mbarrier_init_fence()
+
+        state = storage.schedule_state.get_tensor(cute.make_layout(STATE_WORDS))
+        # Sorted in the first stage, before any row is copied there.
+        order = cute.make_tensor(cute.recast_ptr(storage.ring.data_ptr(), dtype=Int32), cute.make_layout(MAX_SORTED))
+        schedule = Schedule(
+            arrays.indices, arrays.lengths, arrays.lengths, arrays.partial_lse, arrays.split_info, shared.pieces, state,
+            ctas, cta, Int32(0), arrays.lse.shape[0], order,
+        )  # fmt: skip
+        if warp_idx == GATHER_WARP:
+            self.walk.begin(schedule, early)
+            self.walk.next_piece(Int32(0), schedule)
+        valid = storage.valid.get_tensor(
+            cute.make_layout((GATHER_WARPS, self.ring.stages), stride=(1, GATHER_WARPS))
+        )
+        cute.arch.sync_threads()
+        if group == 3:
+            self.set_registers(self.registers.copies)
+            gather = Gather(
+                caches, arrays.indices, storage.ring.data_ptr().toint(), shared.full, shared.empty, valid, shared.pieces
+            )
+            self.gatherer.run(gather, warp_idx - GATHER_WARP)
+        else:
+            if group == 0:
+                self.set_registers(self.registers.scores)
+                query = Query(atom, tma, q, storage.q.data_ptr(), q_full)
+                scratch = Scratch(query, storage.exchange.data_ptr(), valid)
+                self.scores.score(arrays, shared, scratch, score_mma, Int32(0))
+            else:
+                self.set_registers(self.registers.values)
+                self.values.accumulate(arrays, shared, value_mma, group - 1, warp_idx, schedule, None)
+            # Idle warps must not signal: `combine` would launch immediately and occupy the SM while waiting.
+            cute.arch.griddepcontrol_launch_dependents()
+
+    def set_registers(self, count: int) -> None:
+        """Set the registers of this warpgroup's threads."""
+        if count > self.registers.start:
+            cute.arch.setmaxregister_increase(count)
+        else:
+            cute.arch.setmaxregister_decrease(count)
+
+    @cute.jit
+    def prefetch_operands(self, q: cute.Tensor, indices: cute.Tensor, warp: Int32):
+        """Prefetch into the L2 cache by three idle warps, while the schedule is computed."""
+        cta, _, _ = cute.arch.block_idx()
+        line = (cta * 3 + warp) * 32 + cute.arch.lane_idx()
+        prefetch(indices, line * 32)
+        prefetch(q, line * 64)

@@ -1,0 +1,428 @@
+"""S^T = K Q^T, softmax and P of the sparse kernel.
+
+K is widened to f16 in registers, and there multiplied by its scales; its columns of bf16 become f16 too. Which
+keys of a block exist is known from the gathering warps; the scores of others are replaced, never added to.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu.warpgroup import Field, OperandSource
+
+from tsmla_kernels.sm90.constants import LOG2_E
+from tsmla_kernels.sm90.decode.config import ROWS
+from tsmla_kernels.sm90.decode.key_softmax import Exchange, KeySoftmax, p_row
+from tsmla_kernels.sm90.decode.memory import (
+    Described,
+    Piece,
+    Place,
+    Results,
+    Running,
+    Scored,
+    Shared,
+    Taken,
+    two_rows,
+)
+from tsmla_kernels.sm90.decode.query import two_halves
+from tsmla_kernels.sm90.decode.scores import ScoreMma, Scores
+from tsmla_kernels.sm90.decode.softmax import sync_softmax
+from tsmla_kernels.sm90.sparse.config import PARTIALS_PAD, SparseConfig
+from tsmla_kernels.sm90.sparse.memory import GATHER_ROWS, Arrays, Query, Scratch
+from tsmla_kernels.sm90.sparse.query import SparseQuery
+from tsmla_kernels.sm90.sparse.ring import SparseRing
+from tsmla_kernels.sm90.sparse.words import as_f16, times
+from tsmla_kernels.sm90.warp import kept, load_matrices, uniform
+
+EARLY_STEPS = 2  # 16-column steps of K Q^T that remain when the last block's P V is released
+# Fragments of K (16 keys, 32 bytes) that a warp has or is loading in registers as they are. WGMMA reads a row's last
+# four, of bf16, there, so none of these may be loaded in the place of another.
+KEYS_AHEAD = 4
+KEYS_WIDE = 4  # steps of 16 columns that it has in registers as f16
+
+
+def key_row(lane, warp, pitch):
+    """Offset in a stage of the 16 bytes of a key that a lane passes to ldmatrix, of the key's first 32 bytes."""
+    return (warp * 16 + lane % 16) * pitch + lane // 16 * 16
+
+
+class Step(NamedTuple):
+    """16 columns of K Q^T: the fragment that has them, its half (None: all of it, of 16 bits each), and the group of
+    their scale (None: no scale)."""
+
+    fragment: int
+    half: int | None
+    group: int | None
+
+
+class Held(NamedTuple):
+    """What the softmax warpgroup holds from piece to piece.
+
+    Attributes:
+      mma_qk: of K Q^T. t_q: Q as an operand. mma_16, t_q_16: the same for columns of 16 bits. query: Q's way there.
+      acc: S^T of a block. narrow, wide: fragments of K as they are, and as f16. factors: scales of the lane's two keys.
+      k_offset, scales_offset, p_offset: of the lane's row of K, its first key's scales, and its row of P in a stage.
+      p_words: P as it is stored. exchanged: scratch. running: the lane's maxima and sums.
+      valid: which keys exist. scales: the operand. results: of finished rows.
+      place: of the thread. signals: 1 if the lane arrives in Ring.signal.
+    """
+
+    mma_qk: cute.TiledMma
+    t_q: cute.Tensor
+    mma_16: cute.TiledMma
+    t_q_16: cute.Tensor
+    query: Query
+    acc: cute.Tensor
+    narrow: cute.Tensor
+    wide: cute.Tensor
+    factors: cute.Tensor
+    k_offset: Int32
+    scales_offset: Int32
+    p_offset: Int32
+    p_words: cute.Tensor
+    exchanged: Exchange
+    running: Running
+    valid: cute.Tensor
+    scales: cute.Tensor
+    results: Results
+    place: Place
+    signals: Int32
+
+
+class SparseScores(Scores):
+    """K Q^T of gathered keys.
+
+    Attributes:
+      fragments: offsets of 32-byte fragments in a row. steps: Steps in order.
+      scales_early: steps between reading a group's scales and their use.
+    """
+
+    def __init__(self, config: SparseConfig, ring: SparseRing) -> None:
+        super().__init__(config.decode, ring)
+        self.sparse, self.pitch = config, config.pitch
+        self.p_dtype, self.p_rows = ring.p_dtype, ring.p_rows
+        self.scales_early = 0 if config.layout == "v4" and ring.p_rows == ROWS else 2  # as registers allow
+        self.query = SparseQuery(config, ring)
+        self.key_softmax = KeySoftmax(self.softmax, ring.p_rows, ring.p_dtype, self.over_keys)
+        narrow = config.e4m3_columns // 32
+        rope = range((config.head_dim - config.e4m3_columns) // 16)
+        self.fragments = [32 * g for g in range(narrow)] + [config.rope_offset + 32 * g for g in rope]
+        group = config.scale_group
+        self.steps = [
+            Step(n // 2, n % 2, 16 * n // group if group else None) for n in range(2 * narrow)
+        ] + [Step(narrow + g, None, None) for g in rope]
+
+    def mma(self) -> ScoreMma:
+        """The MMA of K Q^T of a block."""
+        return ScoreMma(self.mma_of(self.p_dtype))
+
+    def mma_of(self, dtype: type) -> cute.TiledMma:
+        """The MMA of K Q^T of columns of this dtype."""
+        k_major, shape = OperandMajorMode.K, (self.block, self.p_rows)
+        return sm90.make_trivial_tiled_mma(
+            dtype, dtype, k_major, k_major, Float32, (1, 1, 1), shape, OperandSource.RMEM
+        )
+
+    @cute.jit
+    def begin(self, arrays: Arrays, shared: Shared, scratch: Scratch, mma: ScoreMma, rank: Int32) -> Held:
+        """Request the first piece's Q, and set up what the softmax warpgroup holds from piece to piece."""
+        config = self.sparse
+        tidx, _, _ = cute.arch.thread_idx()
+        t = kept(tidx % 128)
+        lane = t % 32
+        warp_here = cute.arch.make_warp_uniform(t // 32)
+        first, b_begin, b_end = self.ring.described(Int32(0), shared.pieces)
+        if warp_here == 0 and b_begin != b_end:
+            self.query.request(first, scratch.query)
+        q_tile = cute.tile_to_shape(
+            warpgroup.make_smem_layout_atom(self.ring.q_swizzle, self.p_dtype), (self.p_rows, self.depth), (0, 1)
+        )
+        # In a uniform register, as in Ring.address: the steps' descriptors are made from it.
+        q_place = uniform(scratch.query.place.toint())
+        q_pointer = cute.make_ptr(self.p_dtype, q_place, cute.AddressSpace.smem, assumed_align=1024)
+        s_q = cute.make_tensor(cute.recast_ptr(q_pointer, q_tile.inner, dtype=self.p_dtype), q_tile.outer)
+        mma_qk, exchange = mma.main, scratch.exchange
+        signals = Int32(self.ring.signals(lane))
+        out_scale = arrays.scales[1] if const_expr(config.layout == "plain") else Float32(1.0)
+        results = Results(shared.inverse, arrays.lse, arrays.partial_lse, out_scale, rank, arrays.sinks)
+
+        t_q = mma_qk.make_fragment_B(mma_qk.get_slice(t).partition_B(s_q))
+        mma_16, t_q_16 = mma_qk, t_q
+        if const_expr(config.bf16_columns):
+            mma_16 = self.mma_of(self.ring.q_dtype)
+            mma_16.set(Field.ACCUMULATE, True)
+            pointer = cute.make_ptr(self.ring.q_dtype, q_place, cute.AddressSpace.smem, assumed_align=1024)
+            same_q = cute.make_tensor(
+                cute.recast_ptr(pointer, q_tile.inner, dtype=self.ring.q_dtype), q_tile.outer
+            )
+            t_q_16 = mma_16.make_fragment_B(mma_16.get_slice(t).partition_B(same_q))
+        acc = cute.make_rmem_tensor(mma_qk.get_slice(t).partition_shape_C((self.block, self.p_rows)), Float32)
+        narrow = cute.make_rmem_tensor((4, KEYS_AHEAD), Int32)
+        wide = cute.make_rmem_tensor((4, KEYS_WIDE), Int32)
+        factors = cute.make_rmem_tensor((2,), Int32)
+        k_offset = kept(key_row(lane, warp_here, self.pitch))
+        first_key = warp_here * 16 + lane // 4
+        of_key = first_key * self.pitch if const_expr(config.layout == "v32") else self.ring.scale_place(first_key)
+        scales_offset = kept(of_key + config.scales_offset)
+        p_offset = kept(self.ring.p_offset + p_row(lane, warp_here))
+        p_words = cute.make_rmem_tensor((2, self.p_rows // 8), Int32)
+        of_a_warp = self.p_rows + PARTIALS_PAD
+        exchanged = Exchange(
+            cute.make_tensor(exchange, cute.make_layout((2, self.p_rows // 2, 4), stride=(1, 2, of_a_warp))),
+            cute.make_tensor(exchange + 4 * of_a_warp, cute.make_layout((4, self.p_rows // 2))),
+            cute.make_tensor(exchange + 4 * of_a_warp + 2 * self.p_rows, cute.make_layout((self.p_rows, 1))),
+        )
+        l = cute.make_rmem_tensor(cute.make_layout((2, self.p_rows // 8)), Float32)
+        m = cute.make_rmem_tensor(l.layout, Float32)
+        place = Place(t, warp_here, lane, lane % 4 * 2)
+        return Held(
+            mma_qk, t_q, mma_16, t_q_16, scratch.query, acc, narrow, wide, factors, k_offset, scales_offset, p_offset,
+            p_words, exchanged, Running(m, l), scratch.valid, arrays.scales, results, place, signals,
+        )  # fmt: skip
+
+    @cute.jit
+    def take_q(self, piece: Described, number: Int32, index: Int32, phase: Int32, held: Held, shared: Shared) -> Taken:
+        """Wait for Q, which is requested here if the piece is not the first, and make it f16."""
+        t, query = held.place.thread, held.query
+        if number > 0:
+            # All four warps have read the previous Q: they have met since their last product.
+            if held.place.warp == 0:
+                self.query.request(piece, query)
+        sync_softmax()  # before maxima that finish_piece has read change
+        if t < self.p_rows:
+            held.exchanged.maxima[t, 0] = Float32(0.0)
+        cute.arch.mbarrier_wait(query.full, number & 1)
+        place = query.place.toint()
+        rows = query.q.iterator.toint() + cutlass.Int64(piece[Piece.ROW]) * (self.depth * 2)
+        factor = self.query.keep(place, (place, rows), piece[Piece.VALID_ROWS], t, held.exchanged.changes)
+        scale = held.scales[0] * LOG2_E * factor
+        if const_expr(self.sparse.layout == "plain"):
+            scale = scale * held.scales[1]
+        return Taken(index, phase, scale)
+
+    @cute.jit
+    def score_blocks(
+        self, piece: Described, number: Int32, b_begin: Int32, b_end: Int32, taken: Taken, held: Held, shared: Shared
+    ) -> Scored:
+        """K Q^T, softmax and P of a piece's blocks."""
+        place, running = held.place, held.running
+        # (query row of two, key of two, eight query rows)
+        s = cute.make_tensor(held.acc.iterator, cute.make_layout((2, 2, self.p_rows // 8), stride=(1, 2, 4)))
+        index, phase = taken.index, taken.phase
+        running.l.fill(0.0)
+        previous, address = index, self.ring.address(shared.keys, index)
+        following, phase_following = self.ring.advance(index, phase)
+        arrived, stored, fresh = Int32(0), Int32(0), Int32(1)
+        exist = cute.make_rmem_tensor((4,), Int32)
+        for b in cutlass.range(b_begin, b_end, unroll=1):
+            if arrived == 0:
+                cute.arch.mbarrier_wait(shared.full + index, phase)
+            self.multiply(address, stored, previous, held, shared)
+            # The maxima are loaded before the product ends, because the load takes time.
+            for v in cutlass.range_constexpr(self.p_rows // 8):
+                two_rows(held.exchanged.maxima, Int32(0), v, place.lane, running.m[None, v])
+            warpgroup.wait_group(0)
+            cute.autovec_copy(held.valid[None, index], exist)
+            previous, index, phase = index, following, phase_following
+            address_here = address
+            ahead = self.ring.look_ahead(index, phase, shared)
+            arrived, address = ahead.arrived, ahead.address
+            following, phase_following = ahead.following, ahead.phase
+            if const_expr(self.sparse.two_scales):
+                self.scale_keys(s, b, held)
+            if (exist[0] & exist[1] & exist[2] & exist[3]) != (1 << GATHER_ROWS) - 1:
+                self.mask_keys(s, held.valid[place.warp, previous], place.lane)
+            # A row has no maximum before its first key.
+            first = fresh & Int32((exist[0] | exist[1] | exist[2] | exist[3]) != 0)
+            fresh = fresh ^ first
+            self.key_softmax.softmax_of_keys(s, first, taken.scale, held, shared, previous)
+            if const_expr(self.sparse.two_scales):
+                self.scale_p(b, held)
+            self.key_softmax.store_p_of_keys(address_here + held.p_offset, held.p_words)
+            stored = held.signals
+        return Scored(index, phase, previous)
+
+    @cute.jit
+    def further_scale(self, i: cutlass.Constexpr[int], b: Int32, held: Held) -> Float32:
+        """The scale of the lane's i-th key of block b, over that of the first cache."""
+        scale = Float32(1.0)
+        if b * self.block + held.place.warp * 16 + held.place.lane // 4 + 8 * i >= self.sparse.window:
+            scale = held.scales[2] / held.scales[1]
+        return scale
+
+    @cute.jit
+    def scale_keys(self, s: cute.Tensor, b: Int32, held: Held):
+        """Give the scores of the second cache's keys their cache's scale."""
+        for i in cutlass.range_constexpr(2):
+            scale = self.further_scale(i, b, held)
+            for v in cutlass.range_constexpr(self.p_rows // 8):
+                for e in cutlass.range_constexpr(2):
+                    s[e, i, v] = s[e, i, v] * scale
+
+    @cute.jit
+    def scale_p(self, b: Int32, held: Held):
+        """The same for P, by which the second cache's rows are multiplied."""
+        for i in cutlass.range_constexpr(2):
+            scale = self.further_scale(i, b, held)
+            for v in cutlass.range_constexpr(self.p_rows // 8):
+                held.p_words[i, v] = times(held.p_words[i, v], two_halves(scale, scale))
+
+    @cute.jit
+    def multiply(self, address: Int32, stored: Int32, previous: Int32, held: Held, shared: Shared):
+        """Issue K Q^T of the stage at `address`; on the way release the previous block's P V."""
+        mma_qk, acc, narrow, wide = held.mma_qk, held.acc, held.narrow, held.wide
+        a_shape = mma_qk.get_slice(held.place.thread).partition_shape_A((self.block, 16))
+        here = address + held.k_offset
+        for g in cutlass.range_constexpr(KEYS_AHEAD):
+            self.read_keys(here, g, narrow)
+        scales, factors = address + held.scales_offset, held.factors
+        if const_expr(self.sparse.scale_group > 0):
+            self.read_factors(scales, 0, factors)
+            self.make_pairs(factors)
+        awaited = cute.make_rmem_tensor((2,), Int32)  # the next group's
+        mma_qk.set(Field.ACCUMULATE, False)
+        for n in cutlass.range_constexpr(len(self.steps)):
+            step = self.steps[n]
+            if const_expr(n >= KEYS_WIDE):
+                warpgroup.wait_group(KEYS_WIDE - 1)
+            self.widen_keys(n, narrow, wide, held.factors)
+            if const_expr(self.ends_group(n + self.scales_early)):
+                self.read_factors(scales, step.group + 1, awaited)
+            if const_expr(self.ends_group(n)):
+                for i in cutlass.range_constexpr(2):
+                    factors[i] = awaited[i]
+                self.make_pairs(factors)
+            if const_expr(step.half != 0 and step.fragment + KEYS_AHEAD < len(self.fragments)):
+                self.read_keys(here, step.fragment + KEYS_AHEAD, narrow)
+            if const_expr(n == len(self.steps) - EARLY_STEPS):
+                # Release the previous block's P V, as in Scores16bit.
+                self.ring.signal_if(stored, shared.ready, previous)
+            warpgroup.fence()
+            if const_expr(step.half is None and self.sparse.bf16_columns):
+                of_keys, dtype = narrow[None, step.fragment % KEYS_AHEAD], self.ring.q_dtype
+            else:
+                of_keys, dtype = wide[None, n % KEYS_WIDE], self.p_dtype
+            a = cute.make_tensor(cute.recast_ptr(of_keys.iterator, dtype=dtype), cute.make_layout(a_shape))
+            if const_expr(step.half is None and self.sparse.bf16_columns):
+                cute.gemm(held.mma_16, acc, a[None, None, 0], held.t_q_16[None, None, n], acc)
+            else:
+                cute.gemm(mma_qk, acc, a[None, None, 0], held.t_q[None, None, n], acc)
+            mma_qk.set(Field.ACCUMULATE, True)
+            warpgroup.commit_group()
+
+    @cute.jit
+    def finish_piece(self, piece: Described, number: Int32, b_end: Int32, last: Int32, held: Held, shared: Shared):
+        """Row sums over all keys; 1 / sum for the epilogue; the rows' log-sum-exps."""
+        t = kept(held.place.thread)  # behind a shuffle, so that no row's address is kept from piece to piece
+        totals = self.over_keys(operator.add, held.running.l, held.exchanged.of_lanes, t)
+        if t % 4 == 0 and t < 2 * self.p_rows:
+            for e in cutlass.range_constexpr(2):
+                row = t // 2 + e
+                self.softmax.finish_row(row, (totals[e], held.exchanged.maxima[row, 0]), piece, number, held.results)
+
+    @cute.jit
+    def read_keys(self, here: Int32, g: cutlass.Constexpr[int], narrow: cute.Tensor):
+        """Read fragment g of this warp's keys into its column of `narrow`."""
+        fragment = narrow[None, g % KEYS_AHEAD]
+        fragment[0], fragment[1], fragment[2], fragment[3] = load_matrices(here + self.fragments[g])
+
+    def ends_group(self, n: int) -> bool:
+        """Whether step n is the last one of a group of columns with one scale, and another such group follows."""
+        group = self.steps[n].group if n + 1 < len(self.steps) else None
+        return group is not None and self.steps[n + 1].group == group + 1
+
+    @cute.jit
+    def read_factors(self, address: Int32, group: cutlass.Constexpr[int], factors: cute.Tensor):
+        """Read the scales of the lane's two keys for a group of columns; the first key's are at `address`."""
+        dtype = Float32 if self.sparse.layout == "v32" else cutlass.Uint16
+        for i in cutlass.range_constexpr(2):
+            if const_expr(self.sparse.layout == "v32"):
+                there = address + (i * (8 * self.pitch) + 4 * group)
+            else:
+                there = address + (i * self.ring.scale_place(8) + group * self.ring.scales_of_group)
+            pointer = cute.make_ptr(dtype, there, cute.AddressSpace.smem, assumed_align=dtype.width // 8)
+            number = cute.make_tensor(pointer, cute.make_layout(1))[0]
+            factors[i] = number.bitcast(Int32) if const_expr(self.sparse.layout == "v32") else Int32(number)
+
+    def make_pairs(self, factors: cute.Tensor) -> None:
+        """Make pairs of f16 of the scales that read_factors has read."""
+        for i in range(2):
+            if self.sparse.layout == "v32":
+                number = factors[i].bitcast(Float32)
+                factors[i] = two_halves(number, number)
+            else:
+                factors[i] = Int32(cute.arch.prmt(factors[i], factors[i], 0x1010))
+
+    @cute.jit
+    def widen_keys(self, n: cutlass.Constexpr[int], narrow: cute.Tensor, wide: cute.Tensor, factors: cute.Tensor):
+        """Make step n of K f16: 16 columns of two keys, as WGMMA's first operand."""
+        fragment, half, group = self.steps[n]
+        if const_expr(half is None and self.sparse.bf16_columns):
+            pass  # read as WGMMA takes them
+        elif const_expr(half is None):
+            for i in cutlass.range_constexpr(4):
+                wide[i, n % KEYS_WIDE] = as_f16(narrow[i, fragment % KEYS_AHEAD], self.sparse.kv_dtype)
+        else:
+            words = cute.make_rmem_tensor((2,), Int32)
+            for i in cutlass.range_constexpr(2):
+                words[i] = narrow[2 * half + i, fragment % KEYS_AHEAD]
+            eight = cute.make_rmem_tensor((8,), self.p_dtype)
+            eight.store(cute.recast_tensor(words, self.ring.dtype).load().to(self.p_dtype))
+            pairs = cute.recast_tensor(eight, Int32)
+            for i in cutlass.range_constexpr(4):
+                # From four columns of one key, then of the other, to two columns of each, then the other two of each.
+                pair = pairs[2 * (i % 2) + i // 2]
+                if const_expr(group is not None):
+                    pair = times(pair, factors[i % 2])
+                wide[i, n % KEYS_WIDE] = pair
+
+    @cute.jit
+    def mask_keys(self, s: cute.Tensor, exist: Int32, lane: Int32):
+        """Set the scores of this warp's keys that do not exist to -inf."""
+        for i in cutlass.range_constexpr(2):
+            if ((exist >> (lane // 4 + 8 * i)) & 1) == 0:
+                for v in cutlass.range_constexpr(self.p_rows // 8):
+                    for e in cutlass.range_constexpr(2):
+                        s[e, i, v] = -Float32.inf
+
+    @cute.jit
+    def over_keys(self, combine: cutlass.Constexpr, values: cute.Tensor, of_lanes: cute.Tensor, t: Int32):
+        """Reduce the lanes' `values` of each row over all keys by `combine`: see KeySoftmax. First in each warp, whose
+        lanes with the same rows halve these in every exchange, then over the warps."""
+        lane, rows = t % 32, self.p_rows // 8
+        mine = cute.make_rmem_tensor((2, rows), Float32)
+        for i in cutlass.range_constexpr(2 * rows):
+            mine[i] = values[i]
+        for step in cutlass.range_constexpr(3):
+            offset, half = 16 >> step, (rows >> step) // 2
+            if const_expr(half > 0):
+                # -1 in lanes that keep the upper half: a selection without a branch.
+                upper = -((lane // offset) & 1)
+                for i in cutlass.range_constexpr(2 * half):
+                    low, high = mine[i].bitcast(Int32), mine[i + 2 * half].bitcast(Int32)
+                    change = (low ^ high) & upper
+                    own, sent = (low ^ change).bitcast(Float32), (high ^ change).bitcast(Float32)
+                    mine[i] = combine(own, cute.arch.shuffle_sync_bfly(sent, offset=offset))
+            else:
+                for e in cutlass.range_constexpr(2):
+                    mine[e] = combine(mine[e], cute.arch.shuffle_sync_bfly(mine[e], offset=offset))
+        pair = cute.make_rmem_tensor((2,), Float32)
+        for e in cutlass.range_constexpr(2):
+            pair[e] = mine[e]
+        if lane % (32 // rows) < 4:
+            cute.autovec_copy(pair, of_lanes[None, 4 * (lane // (32 // rows)) + lane % 4, t // 32])
+        sync_softmax()
+        found = cute.make_rmem_tensor((2,), Float32)
+        found.fill(0.0)
+        if t < 2 * self.p_rows:
+            cute.autovec_copy(of_lanes[None, t // 4, t % 4], found)
+            for e in cutlass.range_constexpr(2):
+                for offset in cutlass.range_constexpr(2):
+                    found[e] = combine(found[e], cute.arch.shuffle_sync_bfly(found[e], offset=1 << offset))
+        return found

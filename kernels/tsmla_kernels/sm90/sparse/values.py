@@ -1,0 +1,360 @@
+"""O^T += V^T P^T of the sparse kernel: as in the dense decode over a cache of e4m3, with a row's scales."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from tsmla_kernels.sm90.decode.memory import Described, Shared, two_rows
+from tsmla_kernels.sm90.decode.query import two_halves
+from tsmla_kernels.sm90.decode.values_fp8 import AHEAD, WIDE, Held, OutRows, Reading, ValuesFp8
+from tsmla_kernels.sm90.decode.walk import PieceWalk
+from tsmla_kernels.sm90.sparse.config import SparseConfig
+from tsmla_kernels.sm90.sparse.gather import Gatherer
+from tsmla_kernels.sm90.sparse.memory import LOOKAHEAD
+from tsmla_kernels.sm90.sparse.ring import SparseRing
+from tsmla_kernels.sm90.sparse.words import as_f16, times
+from tsmla_kernels.sm90.warp import kept, load_transposed
+
+LAST_TILE = 3  # of a warp's tiles of 16 latents, the one that is bf16 in V4's upper half
+
+
+def last_row(lane, pitch, chunk, chunks):
+    """Offset in a stage of the 16 bytes of a key that a lane passes to ldmatrix, of the first 16 keys.
+
+    The first eight keys are matrices 0 and 1, which have 16 bytes from `chunk` on each, or, with `chunks` 0, the same.
+    """
+    return (lane // 16 * 8 + lane % 8) * pitch + (chunk + lane // 8 % 2 * chunks) * 16
+
+
+def singles_of(target: cute.Pointer, further: Int32, dtype: type, layout: cute.Layout) -> cute.Tensor:
+    """The elements `further` behind `target` that a lane stores one by one."""
+    size = dtype.width // 8
+    address = target.toint() + Int64(further) * size
+    return cute.make_tensor(cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=size), layout)
+
+
+class SparseValues(ValuesFp8):
+    """P V of gathered rows.
+
+    Attributes:
+      sparse, pitch: the SparseConfig, and as there.
+      steps_at_once: steps of 16 keys whose scales are in registers.
+    """
+
+    def __init__(self, config: SparseConfig, ring: SparseRing, walk: PieceWalk, gatherer: Gatherer) -> None:
+        super().__init__(config.decode, ring, walk, gatherer)
+        self.sparse, self.pitch, self.lookahead = config, config.pitch, LOOKAHEAD
+        self.steps_at_once = 1 if config.layout == "v4" else self.block // 16
+
+    def first_values(self, first_tile: Int32, lane: Int32) -> Int32:
+        """Offset in a stage of the columns of tile `first_tile` of this lane's key, of the first 32 keys."""
+        return lane * self.pitch + first_tile * 16
+
+    def first_latent(self, first_tile: Int32) -> Int32:
+        """The warp's first latent, found once more: nothing that follows from it is kept from piece to piece."""
+        tidx, _, _ = cute.arch.thread_idx()
+        warp = kept(tidx) // 32 - 4
+        return self.first_tile(warp // 4, warp % 4) * 16
+
+    def wait_for_piece(self, index: Int32, phase: Int32, shared: Shared) -> None:
+        """Wait until the next piece has been described; `index` is its first stage."""
+        cute.arch.mbarrier_wait(shared.full + index, phase)
+
+    def pass_q(self, piece: Described, number: Int32, index: Int32, phase: Int32, shared: Shared):
+        """Q does not come through the ring."""
+        return index, phase
+
+    @cute.jit
+    def add_blocks(
+        self,
+        piece: Described,
+        number: Int32,
+        b_begin: Int32,
+        b_end: Int32,
+        index: Int32,
+        phase: Int32,
+        held: Held,
+        shared: Shared,
+    ) -> tuple[Int32, Int32]:
+        """Add P V of a piece's blocks to O. Return the stage after them and its parity."""
+        of_piece = held
+        mma_pv, lane, narrow, wide = held.mma_pv, held.lane, held.narrow, held.wide
+        thr = mma_pv.get_slice(held.thread)
+        a_shape, tile_shape = thr.partition_shape_A((64, 16)), thr.partition_shape_C((64, self.p_rows))
+        full, ready = shared.full, shared.ready
+        held.acc.fill(0.0)
+        factors = cute.make_rmem_tensor((2, self.steps_at_once), Int32)
+        # `begun`: whether this block's first values are in `narrow`.
+        begun, address = Int32(0), self.ring.address(shared.keys, index)
+        for b in cutlass.range(b_begin, b_end, unroll=1):
+            held = of_piece
+            if const_expr(self.sparse.layout == "v4"):
+                # Behind a shuffle: what follows from the offset is computed in every block and kept between none.
+                held = of_piece._replace(offset=kept(of_piece.offset))
+            t_p = mma_pv.make_fragment_B(thr.partition_B(self.ring.stage_p(shared, address)))
+            here = address + held.offset
+            if begun == 0:
+                cute.arch.mbarrier_wait(full + index, phase)
+                for g in cutlass.range_constexpr(AHEAD):
+                    self.read_values(here, g, narrow)
+            address_here = address
+            self.read_factors(address_here, held, 0, factors)
+            following, phase_following = self.ring.advance(index, phase)
+            address = self.ring.address(shared.keys, following)
+            begun, next_here = Int32(0), here
+            # V^T is read during the product, the beginning of the next block's too, as in ValuesFp8.
+            if b + 1 < b_end:
+                begun, next_here = Int32(1), address + held.offset
+            cute.arch.mbarrier_wait(ready + index, phase)
+            flag = Int32(0)
+            if lane < self.ring.releasing_lanes:
+                flag = shared.moved[lane, index]
+            cute.arch.fence_proxy("async.shared", space="cta")  # for the writes of P, as in Values16bit
+            awaited = begun
+            if cute.arch.mbarrier_test_wait(full + following, phase_following):
+                awaited = Int32(0)
+            reading = Reading(here, next_here, awaited, full + following, phase_following)
+            for n in cutlass.range_constexpr(WIDE):  # while the flag comes
+                self.widen_next(n, address_here, reading, factors, held)
+            self.rescale_out(held.o, shared.rescale, flag, index, lane)
+            for n in cutlass.range_constexpr(4 * self.m_tiles):
+                if const_expr(n >= WIDE):
+                    warpgroup.wait_group(WIDE - 1)
+                    self.widen_next(n, address_here, reading, factors, held)
+                warpgroup.fence()
+                a = cute.make_tensor(wide[None, n % WIDE].iterator, cute.make_layout(a_shape))
+                g, k = n // 2, n % 2
+                tile = cute.make_tensor(held.acc.iterator + g // 2 * (self.p_rows // 2), cute.make_layout(tile_shape))
+                cute.gemm(mma_pv, tile, a[None, None, 0], t_p[None, None, 2 * (g % 2) + k], tile)
+                warpgroup.commit_group()
+            warpgroup.wait_group(0)
+            self.ring.release(index, shared.empty)
+            index, phase = following, phase_following
+        return index, phase
+
+    @cute.jit
+    def read_values(self, here: Int32, g: cutlass.Constexpr[int], narrow: cute.Tensor):
+        """Read fragment g of V^T, 32 keys of a tile of latents, into its column of `narrow`."""
+        # A word holds two keys of two neighbouring latents.
+        self.load(here + (g // 2 * 16 + (g % 2) * (32 * self.pitch)), narrow[None, g % AHEAD])
+
+    def load(self, address: Int32, fragment: cute.Tensor) -> None:
+        """Read four matrices, transposed, into a column of `narrow`."""
+        fragment[0], fragment[1], fragment[2], fragment[3] = load_transposed(address)
+
+    @cute.jit
+    def read_factors(self, address: Int32, held: Held, n: cutlass.Constexpr[int], factors: cute.Tensor):
+        """Read the scales of this warp's latents for steps of 16 keys, from step n of the block on.
+
+        Word [i, j] has those of keys 8 i + 2 q and 8 i + 2 q + 1 of the j-th such step, as f16.
+        """
+        table = address + self.sparse.scales_offset
+        quad = held.lane % 4
+        if const_expr(self.sparse.layout == "v32"):
+            group = self.tile_of(held) // (self.sparse.scale_group // 16)
+            first = table + (group * 4 + quad * (2 * self.pitch))
+            pair = cute.make_rmem_tensor((2,), Float32)
+            for j in cutlass.range_constexpr(self.steps_at_once):
+                for i in cutlass.range_constexpr(2):
+                    for e in cutlass.range_constexpr(2):
+                        there = first + (16 * j + 8 * i + e) * self.pitch
+                        pointer = cute.make_ptr(Float32, there, cute.AddressSpace.smem, assumed_align=4)
+                        pair[e] = cute.make_tensor(pointer, cute.make_layout(1))[0]
+                    factors[i, j] = two_halves(pair[0], pair[1])
+        elif const_expr(self.sparse.layout == "v4"):
+            group = (self.tile_of(held) + n // 4) // (self.sparse.scale_group // 16)
+            first = table + (group * self.ring.scales_of_group + self.ring.scale_place(2 * quad))
+            there = cute.make_ptr(Int32, first + n % 4 * 8, cute.AddressSpace.smem, assumed_align=8)
+            cute.autovec_copy(cute.make_tensor(there, cute.make_layout(2)), factors[None, 0])
+
+    def tile_of(self, held: Held) -> Int32:
+        """The first tile of this warp, from the offset of its values."""
+        return (held.offset - held.lane * self.pitch) // 16
+
+    @cute.jit
+    def widen_scaled(self, n: cutlass.Constexpr[int], narrow: cute.Tensor, wide: cute.Tensor, factors: cute.Tensor):
+        """Make half n of the fragments of V^T f16, and multiply it by its keys' scales."""
+        self.widen(n, narrow, wide)
+        if const_expr(self.sparse.scale_group > 0):
+            pairs = cute.recast_tensor(wide[None, n % WIDE], Int32)
+            for i in cutlass.range_constexpr(2):
+                for e in cutlass.range_constexpr(2):
+                    # Pair 2 i + e: latent e of two, keys of half i of 16.
+                    pairs[2 * i + e] = times(pairs[2 * i + e], factors[i, n % self.steps_at_once])
+
+    @cute.jit
+    def narrow_to_wide(self, n: cutlass.Constexpr[int], narrow: cute.Tensor, wide: cute.Tensor):
+        """Make 16 keys of a tile of latents of 16 bits f16: step n of V^T."""
+        words = cute.recast_tensor(wide[None, n % WIDE], Int32)
+        for i in cutlass.range_constexpr(4):
+            words[i] = as_f16(narrow[i, n % AHEAD], self.sparse.kv_dtype)
+
+    @cute.jit
+    def widen_next(
+        self,
+        n: cutlass.Constexpr[int],
+        address: Int32,
+        reading: Reading,
+        factors: cute.Tensor,
+        held: Held,
+    ):
+        """Step n of V^T: widen what has been read, and read on."""
+        self.widen_scaled(n, held.narrow, held.wide, factors)
+        self.read_on(n, reading, held.narrow)
+
+
+class PlainValues(SparseValues):
+    """P V of rows of 16 bits. Rows g and g + 8 of the product are latents g and g + 8 of a tile."""
+
+    def first_values(self, first_tile: Int32, lane: Int32) -> Int32:
+        """Offset in a stage of the columns of tile `first_tile` of this lane's key, of the first 16 keys."""
+        return last_row(lane, self.pitch, 2 * first_tile, 1)
+
+    @cute.jit
+    def read_values(self, here: Int32, g: cutlass.Constexpr[int], narrow: cute.Tensor):
+        """Read step g of V^T, 16 keys of a tile of latents, into its column of `narrow`."""
+        self.load(here + (g // 4 * 32 + (g % 4) * (16 * self.pitch)), narrow[None, g % AHEAD])
+
+    @cute.jit
+    def widen_next(
+        self,
+        n: cutlass.Constexpr[int],
+        address: Int32,
+        reading: Reading,
+        factors: cute.Tensor,
+        held: Held,
+    ):
+        """Step n of V^T: make f16 what has been read, and read on."""
+        narrow, last = held.narrow, 4 * self.m_tiles
+        self.narrow_to_wide(n, narrow, held.wide)
+        if const_expr(n + AHEAD < last):
+            self.read_values(reading.here, n + AHEAD, narrow)
+        else:
+            if const_expr(n + AHEAD == last):
+                if reading.awaited == 1:
+                    cute.arch.mbarrier_wait(reading.full, reading.phase)
+            self.read_values(reading.next_here, n + AHEAD - last, narrow)
+
+    @cute.jit
+    def store_rows(
+        self, target: cute.Pointer, o: cute.Tensor, rows: OutRows, valid_rows: Int32, dtype: cutlass.Constexpr
+    ):
+        """Store a lane's part of O. `target` is where its rows would begin if it had pairs of latents."""
+        shape, strides = (2, 2, self.p_rows // 8, self.m_tiles), (8, self.latent, 8 * self.latent, 16)
+        singles = singles_of(target, -(rows.lane // 4), dtype, cute.make_layout(shape, stride=strides))
+        factors = cute.make_rmem_tensor((2,), Float32)
+        for v in cutlass.range_constexpr(self.p_rows // 8):
+            if 8 * v < valid_rows:
+                two_rows(rows.inverse, rows.kept, v, rows.lane, factors)
+                for i in cutlass.range_constexpr(2):
+                    if rows.lane % 4 * 2 + (8 * v + i) < valid_rows:
+                        for tile in cutlass.range_constexpr(self.m_tiles):
+                            for e in cutlass.range_constexpr(2):
+                                singles[e, i, v, tile] = (o[i, e, v, tile] * factors[i]).to(dtype)
+
+
+class V4Values(SparseValues):
+    """P V of V4 rows, whose last 64 latents are bf16.
+
+    In the upper warpgroup these are each warp's last tile, and its other three tiles are e4m3 like all of the lower
+    warpgroup's. Both run the same text, because code that runs once is slow to fetch: a last tile is read 16 keys at a
+    time, made f16 in both ways, and one result is taken.
+    """
+
+    def first_tile(self, half: Int32, warp: Int32) -> Int32:
+        """The first tile of 16 latents of a warp."""
+        return half * (self.half // 16) + warp * (self.m_tiles - half)
+
+    @cute.jit
+    def widen_next(
+        self,
+        n: cutlass.Constexpr[int],
+        address: Int32,
+        reading: Reading,
+        factors: cute.Tensor,
+        held: Held,
+    ):
+        """Step n of V^T: widen what has been read, and read on. A fragment of a last tile has 16 keys."""
+        narrow, last = held.narrow, 4 * LAST_TILE
+        if const_expr(n < last):
+            self.widen_scaled(n, narrow, held.wide, factors)
+        else:
+            self.widen_last(n, narrow, held, factors)
+        if const_expr(n + 1 < last + 4):
+            self.read_factors(address, held, n + 1, factors)
+        if const_expr(n + 3 < last):
+            self.read_on(n, reading, narrow)
+        elif const_expr(n < last and n % 2 == 1):
+            self.read_last(n // 2 + AHEAD - last // 2, address, held)
+        elif const_expr(n >= last and n + AHEAD < last + 4):
+            self.read_last(n + AHEAD - last, address, held)
+        elif const_expr(n >= last):
+            if const_expr(n + AHEAD == last + 4):
+                if reading.awaited == 1:
+                    cute.arch.mbarrier_wait(reading.full, reading.phase)
+            self.read_values(reading.next_here, n % AHEAD, narrow)
+
+    @cute.jit
+    def read_last(self, r: cutlass.Constexpr[int], address: Int32, held: Held):
+        """Read 16 keys, from 16 r on, of this warp's last tile."""
+        lane, tile = held.lane, self.tile_of(held)
+        row = last_row(lane, self.pitch, tile + LAST_TILE, 0)
+        if self.upper(tile):
+            row = last_row(lane, self.pitch, (self.sparse.rope_offset // 16) + held.thread // 32 * 2, 1)
+        self.load(address + row + 16 * r * self.pitch, held.narrow[None, r % AHEAD])
+
+    def upper(self, tile: Int32) -> cutlass.Boolean:
+        """Whether a warp whose first tile is `tile` has latents of bf16."""
+        return tile >= self.half // 16
+
+    @cute.jit
+    def widen_last(self, n: cutlass.Constexpr[int], narrow: cute.Tensor, held: Held, factors: cute.Tensor):
+        """Make a step of a last tile f16, as bf16 and as e4m3, and take what it is."""
+        bf16 = -Int32(self.upper(self.tile_of(held)))
+        pairs = cute.recast_tensor(held.wide[None, n % WIDE], Int32)
+        four = cute.make_rmem_tensor((4,), Int32)
+        for i in cutlass.range_constexpr(4):
+            four[i] = narrow[i, n % AHEAD]
+        keys = cute.make_rmem_tensor((2,), Int32)
+        for i in cutlass.range_constexpr(2):
+            keys[i] = Int32(cute.arch.prmt(four[2 * i], four[2 * i], 0x3120))
+        eight = cute.make_rmem_tensor((8,), self.p_dtype)
+        eight.store(cute.recast_tensor(keys, self.ring.dtype).load().to(self.p_dtype))
+        narrow_pairs = cute.recast_tensor(eight, Int32)
+        for i in cutlass.range_constexpr(4):
+            e4m3 = times(narrow_pairs[i], factors[i // 2, n % self.steps_at_once])
+            pairs[i] = (as_f16(four[i], "bfloat16") & bf16) | (e4m3 & ~bf16)
+
+    @cute.jit
+    def store_rows(
+        self, target: cute.Pointer, o: cute.Tensor, rows: OutRows, valid_rows: Int32, dtype: cutlass.Constexpr
+    ):
+        """Store a lane's part of O: pairs of latents from `target` on, and latents 1 or 8 apart of the last tile."""
+        tidx, _, _ = cute.arch.thread_idx()
+        lines = cute.make_tensor(
+            target, cute.make_layout((2, 2, self.p_rows // 8, LAST_TILE), stride=(1, self.latent, 8 * self.latent, 16))
+        )
+        further, apart = Int32(16 * LAST_TILE), Int32(1)
+        if self.upper(rows.first_latent // 16):
+            column = self.sparse.e4m3_columns + tidx % 128 // 32 * 16 + rows.lane // 4
+            further, apart = column - (rows.first_latent + rows.lane // 4 * 2), Int32(8)
+        layout = cute.make_layout((2, 2, self.p_rows // 8), stride=(apart, self.latent, 8 * self.latent))
+        singles = singles_of(target, further, dtype, layout)
+        pair = cute.make_rmem_tensor((2,), dtype)
+        factors = cute.make_rmem_tensor((2,), Float32)
+        for v in cutlass.range_constexpr(self.p_rows // 8):
+            if 8 * v < valid_rows:
+                two_rows(rows.inverse, rows.kept, v, rows.lane, factors)
+                for i in cutlass.range_constexpr(2):
+                    if rows.lane % 4 * 2 + (8 * v + i) < valid_rows:
+                        for tile in cutlass.range_constexpr(self.m_tiles):
+                            for e in cutlass.range_constexpr(2):
+                                pair[e] = (o[i, e, v, tile] * factors[i]).to(dtype)
+                            if const_expr(tile < LAST_TILE):
+                                cute.autovec_copy(pair, lines[None, i, v, tile])
+                            else:
+                                for e in cutlass.range_constexpr(2):
+                                    singles[e, i, v] = pair[e]

@@ -1,0 +1,121 @@
+"""Which kernel of compress_write_kv_cache serves a call: static configurations. Imports no cutlass."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from tsmla_kernels.contract.layouts import INDEXER, V4_PACKED
+
+if TYPE_CHECKING:
+    from tsmla_kernels.contract.compress import CompressWriteSpec
+
+PLAIN = ("bfloat16", "float16", "float32", "float8_e4m3fn")
+WEIGHTS = ("bfloat16", "float16", "float32")
+LANE_CHANNELS = 4
+"""Neighbouring channels that a thread pools: 16 bytes of a row."""
+MAX_THREADS = 256
+MAX_CLUSTER = 4
+ROWS_AT_ONCE = 4
+"""Rows of a window that a thread has in flight."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressWriteConfig:
+    """What an object of compress_write_kv_cache is compiled for. Tokens, requests, states, their ring, pages and the
+    page size of a cache of three axes are dynamic.
+
+    Attributes:
+      ratio: tokens an entry. series: 2 where an entry pools two windows, else 1. channels: C.
+      cache: "v4" (packed pages of two axes), "indexer" (packed keys), or the dtype of a plain cache.
+      weight_dtype: of the norm's weights.
+      rope_dim: rotated channels, the last.
+      eps: of the norm.
+      page_size: rows of a "v4" page; 0 otherwise.
+      cluster: CTAs that share a window. parts: parts of a CTA's rows, each pooled by threads of its own.
+    """
+
+    ratio: int
+    series: int
+    channels: int
+    cache: str
+    weight_dtype: str
+    rope_dim: int
+    eps: float
+    page_size: int = 0
+    cluster: int = 1
+    parts: int = 1
+
+    @property
+    def window(self) -> int:
+        """Tokens pooled into one entry."""
+        return self.ratio * self.series
+
+    @property
+    def width(self) -> int:
+        """W: columns of kv, and of the scores."""
+        return self.series * self.channels
+
+    @property
+    def lanes(self) -> int:
+        """Threads that hold a row of channels."""
+        return self.channels // LANE_CHANNELS
+
+    @property
+    def cta_rows(self) -> int:
+        """Rows of a window that a CTA pools."""
+        return self.window // self.cluster
+
+    @property
+    def threads(self) -> int:
+        return self.lanes * self.parts
+
+    @property
+    def merged(self) -> int:
+        """CTAs whose sums the first of a cluster merges."""
+        return self.cluster if self.cluster > 1 else 0
+
+    @property
+    def scale_group(self) -> int:
+        """Channels that share a scale; 0 for a plain cache."""
+        return {"v4": V4_PACKED.group, "indexer": INDEXER.head_dim}.get(self.cache, 0)
+
+
+def compress_write_reasons(spec: CompressWriteSpec) -> list[str]:
+    """Why the kernel cannot run this call; empty if it can."""
+    reasons, window = [], spec.compress.window
+    channels = spec.compress.channels
+    if channels not in (128, 256, 512, 1024):
+        reasons.append(f"C is {channels}; the kernel takes 128, 256, 512 and 1024")
+    if window & (window - 1):
+        reasons.append(f"an entry pools {window} tokens; the kernel takes powers of two")
+    if spec.rope_dim % LANE_CHANNELS:
+        reasons.append(f"R is {spec.rope_dim}; the kernel takes multiples of {LANE_CHANNELS}")
+    if spec.weight_dtype not in WEIGHTS:
+        reasons.append(f"norm_weight.dtype is {spec.weight_dtype}; the kernel takes {', '.join(WEIGHTS)}")
+    if spec.cache not in ("v4", "indexer", *PLAIN):
+        reasons.append(f"cache.dtype is {spec.cache}; the kernel takes uint8, {', '.join(PLAIN)}")
+    if spec.cache == "indexer" and channels != INDEXER.head_dim:
+        reasons.append(f"C is {channels}; the kernel writes indexer keys of {INDEXER.head_dim}")
+    return reasons
+
+
+def compress_write_config(spec: CompressWriteSpec) -> CompressWriteConfig:
+    """The configuration that serves `spec`."""
+    compress = spec.compress
+    lanes = compress.channels // LANE_CHANNELS
+    # As many threads as leave ROWS_AT_ONCE rows for each, in one CTA if they fit.
+    shares = max(compress.window // ROWS_AT_ONCE, 1)
+    parts = min(shares, max(MAX_THREADS // lanes, 1))
+    return CompressWriteConfig(
+        ratio=compress.ratio,
+        series=compress.overlap,
+        channels=compress.channels,
+        cache=spec.cache,
+        weight_dtype=spec.weight_dtype,
+        rope_dim=spec.rope_dim,
+        eps=spec.eps,
+        page_size=spec.page_size if spec.cache == "v4" else 0,
+        cluster=min(shares // parts, MAX_CLUSTER),
+        parts=parts,
+    )

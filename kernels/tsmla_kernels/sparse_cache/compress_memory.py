@@ -1,0 +1,88 @@
+"""What the device functions of compress_write_kv_cache pass to each other."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+
+class CompressArrays(NamedTuple):
+    """The operands behind cache, state and state_positions, which are not read under these names.
+
+    Attributes:
+      kv_score: [T, 2 W]. ape: [ratio, W]. state_slots, seq_lens: [B]. cu_seqlens_q: [B + 1].
+      norm_weight: [C]. cos_sin: [N, R]. block_tables: [B, M]. kv_scale: [1].
+      new_cache: [P, page bytes] or [P, Z, row]. new_state: [N, ring, 2 W]. new_positions: [N, ring].
+    """
+
+    kv_score: cute.Tensor
+    ape: cute.Tensor
+    state_slots: cute.Tensor
+    seq_lens: cute.Tensor
+    cu_seqlens_q: cute.Tensor
+    norm_weight: cute.Tensor
+    cos_sin: cute.Tensor
+    block_tables: cute.Tensor
+    kv_scale: cute.Tensor
+    new_cache: cute.Tensor
+    new_state: cute.Tensor
+    new_positions: cute.Tensor
+
+
+class Request(NamedTuple):
+    """A request: its index, its first new token, that token's position, its length with the new tokens, its state."""
+
+    index: Int32
+    token: Int32
+    start: Int32
+    length: Int32
+    state: Int32
+
+
+class Source(NamedTuple):
+    """Where a thread reads the rows of a request's windows.
+
+    Attributes:
+      new, old, bias: addresses of its first channel in the first new token, in the first row of the state's ring, and
+        in the first row of ape.
+      start: position of the request's first new token. token: a new token's index less its position.
+      last: index of the last token. ring: rows of the ring.
+    """
+
+    new: Int64
+    old: Int64
+    bias: Int64
+    start: Int32
+    token: Int32
+    last: Int32
+    ring: Int32
+
+
+class Sums(NamedTuple):
+    """Of a channel, over some rows of a window: the greatest score, the sum of the weights, the weighted sum of kv.
+    Tensors in shared memory [slots, C], or in registers."""
+
+    greatest: cute.Tensor
+    total: cute.Tensor
+    pooled: cute.Tensor
+
+
+class Target(NamedTuple):
+    """Where an entry goes, loaded before it is pooled: its page (-1 for none), its row there, and the cos and sin of a
+    thread's channels."""
+
+    page: Int32
+    offset: Int32
+    cos: cute.Tensor
+    sin: cute.Tensor
+
+
+class Place(NamedTuple):
+    """Where a thread is: its CTA of the cluster, its part of the CTA's rows, its lane of a row, its first channel."""
+
+    rank: Int32
+    part: Int32
+    lane: Int32
+    channel: Int32

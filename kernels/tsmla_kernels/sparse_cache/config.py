@@ -1,0 +1,150 @@
+"""Which kernel of the packed caches serves a call: static configurations. Imports no cutlass.
+
+Each is a function of dtypes, widths and the rotation alone, so that one compiled object serves every number of tokens
+and pages, and every page size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from tsmla_kernels.contract.layouts import INDEXER
+
+if TYPE_CHECKING:
+    from tsmla_kernels.contract.packed import IndexerQuantizeSpec, IndexerWriteSpec, PackedWriteSpec, Rotation
+
+INPUTS = ("bfloat16", "float16", "float32")
+WARPS = 4
+LANE_VALUES = 8
+"""Values of an indexer row that a lane holds: half a warp holds a row of 128."""
+FEW_ROWS = 1 << 14
+"""Rows of queries, up to which a launch's time is that of one row."""
+ROW_LANES = INDEXER.head_dim // LANE_VALUES
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedWriteConfig:
+    """What an object of write_packed_kv_cache is compiled for.
+
+    Attributes:
+      in_dtype: of latent and k_rope.
+      rotates: whether k_rope is rotated before it is written.
+      rope_interleave: whether the members of a rotated pair are neighbours in k_rope, and not in different halves.
+      rope_layout: "interleaved" or "halves": the same for the rotated values.
+    """
+
+    in_dtype: str
+    rotates: bool = False
+    rope_interleave: bool = True
+    rope_layout: str = "interleaved"
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexerWriteConfig:
+    """What an object of write_indexer_cache is compiled for.
+
+    Attributes:
+      in_dtype: of the keys.
+      rope_dim: rotated columns of a key; 0 for none. rope_offset: the first of them.
+      rope_layout: "interleaved" or "halves": where the members of a pair are, before and after.
+    """
+
+    in_dtype: str
+    rope_dim: int = 0
+    rope_offset: int = 0
+    rope_layout: str = "halves"
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexerQuantizeConfig:
+    """What an object of indexer_quantize is compiled for.
+
+    Attributes:
+      in_dtype: of q. weights_dtype: of the head weights.
+      num_heads: Hi.
+      rope_dim, rope_offset, rope_layout: as in IndexerWriteConfig.
+      unroll: rows that half a warp has in flight at once.
+    """
+
+    in_dtype: str
+    weights_dtype: str
+    num_heads: int
+    rope_dim: int = 0
+    rope_offset: int = 0
+    rope_layout: str = "halves"
+    unroll: int = 4
+
+    @property
+    def warp_rows(self) -> int:
+        """Neighbouring rows of q that a warp has."""
+        return 2 * self.unroll
+
+    @property
+    def constant(self) -> float:
+        """The constants of the indexer's logits, which are folded into the weights."""
+        return float(INDEXER.head_dim**-0.5 * self.num_heads**-0.5)
+
+
+def packed_write_reasons(spec: PackedWriteSpec) -> list[str]:
+    """Why the kernel of write_packed_kv_cache cannot run this call; empty if it can."""
+    reasons = _dtype_reasons("latent", spec.in_dtype)
+    if spec.rope_dtype != spec.in_dtype:
+        reasons.append(f"k_rope.dtype is {spec.rope_dtype}; the kernel takes latent's, {spec.in_dtype}")
+    return reasons
+
+
+def packed_write_config(spec: PackedWriteSpec) -> PackedWriteConfig:
+    """The configuration that serves `spec`."""
+    if not spec.rotates:
+        return PackedWriteConfig(spec.in_dtype)
+    return PackedWriteConfig(spec.in_dtype, True, spec.rope_interleave, spec.rope_layout)
+
+
+def indexer_write_reasons(spec: IndexerWriteSpec) -> list[str]:
+    """Why the kernel of write_indexer_cache cannot run this call; empty if it can."""
+    if not spec.cache.packed:
+        return ["k_cache holds floats; the kernel writes the packed layout of uint8"]
+    return _dtype_reasons("k", spec.in_dtype) + _width_reasons(spec.cache.head_dim, spec.rotation)
+
+
+def indexer_write_config(spec: IndexerWriteSpec) -> IndexerWriteConfig:
+    """The configuration that serves `spec`."""
+    return IndexerWriteConfig(spec.in_dtype, *_rotation(spec.rotation))
+
+
+def indexer_quantize_reasons(spec: IndexerQuantizeSpec) -> list[str]:
+    """Why the kernel of indexer_quantize cannot run this call; empty if it can."""
+    reasons = _dtype_reasons("q", spec.in_dtype) + _dtype_reasons("weights", spec.weights_dtype)
+    return reasons + _width_reasons(spec.head_dim, spec.rotation)
+
+
+def indexer_quantize_config(spec: IndexerQuantizeSpec) -> IndexerQuantizeConfig:
+    """The configuration that serves `spec`."""
+    few = isinstance(spec.num_tokens, int) and spec.num_tokens * spec.num_heads <= FEW_ROWS
+    return IndexerQuantizeConfig(
+        spec.in_dtype, spec.weights_dtype, spec.num_heads, *_rotation(spec.rotation), unroll=1 if few else 4
+    )
+
+
+def _rotation(rotation: Rotation | None) -> tuple[int, int, str]:
+    return (0, 0, "halves") if rotation is None else (rotation.dim, rotation.offset, rotation.layout)
+
+
+def _dtype_reasons(name: str, dtype: str) -> list[str]:
+    return [] if dtype in INPUTS else [f"{name}.dtype is {dtype}; the kernel takes {', '.join(INPUTS)}"]
+
+
+def _width_reasons(head_dim: int, rotation: Rotation | None) -> list[str]:
+    if head_dim != INDEXER.head_dim:
+        return [f"Di is {head_dim}; the kernel takes {INDEXER.head_dim}"]
+    if rotation is None:
+        return []
+    step = 2 * LANE_VALUES if rotation.layout == "halves" else LANE_VALUES
+    reasons = []
+    if rotation.dim % step:
+        reasons.append(f"R is {rotation.dim}; the kernel takes multiples of {step} where rope_layout is"
+                       f" '{rotation.layout}'")
+    if rotation.offset % LANE_VALUES:
+        reasons.append(f"rope_offset is {rotation.offset}; the kernel takes multiples of {LANE_VALUES}")
+    return reasons

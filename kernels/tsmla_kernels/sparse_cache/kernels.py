@@ -1,0 +1,230 @@
+"""Kernels that write V3.2's packed rows and the indexer's keys, and quantise its queries: rope, quantisation and the
+write in one launch. DESIGN.md beside this says why they look as they do.
+
+A warp has a packed row, half a warp a row of the indexer's: a maximum is found by shuffles, and nothing waits for
+another warp.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, const_expr
+
+from tsmla_kernels.cache_ops.kernels import DTYPES, is_written, load, row_address, store, values_at, widened
+from tsmla_kernels.contract.layouts import INDEXER, V32_PACKED
+from tsmla_kernels.sparse_cache.config import (
+    LANE_VALUES,
+    ROW_LANES,
+    WARPS,
+    IndexerQuantizeConfig,
+    IndexerWriteConfig,
+    PackedWriteConfig,
+)
+from tsmla_kernels.sparse_cache.values import RowRotation, greatest_bits, power_of_two, scale_exponent
+
+THREADS = 32 * WARPS
+LATENT_VALUES = V32_PACKED.latent_dim // 32
+"""Latent values of a lane."""
+GROUP_LANES = V32_PACKED.group // LATENT_VALUES
+SCALES_AT = V32_PACKED.latent_dim
+ROPE_AT = SCALES_AT + 4 * V32_PACKED.num_scales
+
+
+class WritePackedKvCache:
+    """write_packed_kv_cache: `config` is static, tokens, pages and the page size are dynamic.
+
+    Operands of the launcher: kv_cache [P, Z, 656] u8, which is not read; latent [T, 512] and k_rope [T, 64], or wider
+    rows that begin with these columns, every row at a multiple of 16 bytes; slot_mapping [T] i32; with config.rotates
+    cos and sin [T, 32] f32; new_kv_cache, the same memory as kv_cache.
+    """
+
+    def __init__(self, config: PackedWriteConfig) -> None:
+        self.config = config
+        self.in_dtype = DTYPES[config.in_dtype]
+        self.half = V32_PACKED.rope_dim // 2
+
+    @cute.jit
+    def __call__(
+        self,
+        stream: cuda.CUstream,
+        kv_cache: cute.Tensor,
+        latent: cute.Tensor,
+        k_rope: cute.Tensor,
+        slot_mapping: cute.Tensor,
+        *others: cute.Tensor,
+    ):
+        cos, sin = others[:2] if const_expr(self.config.rotates) else (None, None)
+        self.write(latent, k_rope, slot_mapping, cos, sin, others[-1]).launch(
+            grid=[cute.ceil_div(slot_mapping.shape[0], WARPS), 1, 1], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def write(
+        self,
+        latent: cute.Tensor,
+        k_rope: cute.Tensor,
+        slot_mapping: cute.Tensor,
+        cos: Any,
+        sin: Any,
+        cache: cute.Tensor,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        lane, row = thread & 31, block * WARPS + (thread >> 5)
+        token = cutlass.min(row, slot_mapping.shape[0] - 1)
+        slot = slot_mapping[token]
+        values = load(self.in_dtype, row_address(latent, token, lane * (LATENT_VALUES * self.in_dtype.width // 8)), 16)
+        pair = self.pair(row_address(k_rope, token, 0), lane)
+        if const_expr(self.config.rotates):
+            angle = [load(Float32, row_address(table, token, lane * 4), 1)[0] for table in (cos, sin)]
+            turned = pair[0] * angle[0] - pair[1] * angle[1], pair[1] * angle[0] + pair[0] * angle[1]
+            # Rounded to the inputs' dtype, as an unfused rotation would before it is packed.
+            pair = [value.to(self.in_dtype).to(Float32) for value in turned]
+
+        bits = greatest_bits(values, LATENT_VALUES)
+        for step in cutlass.range_constexpr(GROUP_LANES.bit_length() - 1):
+            bits = cutlass.max(bits, cute.arch.shuffle_sync_bfly(bits, offset=1 << step))
+        exponent = scale_exponent(bits, V32_PACKED.floor)
+        if is_written(row < slot_mapping.shape[0], cache, slot):
+            address = cache.iterator.toint() + Int64(slot) * V32_PACKED.row_bytes
+            store(Float8E4M3FN, address + Int64(lane * LATENT_VALUES), widened(values, power_of_two(-exponent)))
+            if lane % GROUP_LANES == 0:
+                values_at(Float32, address + Int64(SCALES_AT + lane // GROUP_LANES * 4), 1)[0] = power_of_two(exponent)
+            self.store_pair(address + ROPE_AT, lane, pair)
+
+    @cute.jit
+    def pair(self, address: Int64, index: Int32):
+        """The members, in float32, of one pair of the rope vector at `address`."""
+        size = self.in_dtype.width // 8
+        if const_expr(self.config.rope_interleave):
+            both = load(self.in_dtype, address + Int64(index * (2 * size)), 2)
+            return [both[i].to(Float32) for i in range(2)]
+        return [
+            load(self.in_dtype, address + Int64((index + i * self.half) * size), 1)[0].to(Float32) for i in range(2)
+        ]
+
+    @cute.jit
+    def store_pair(self, address: Int64, index: Int32, pair: cutlass.Constexpr):
+        """Write the members of a pair to the rope part of a row."""
+        if const_expr(self.config.rope_layout == "interleaved"):
+            both = cute.make_rmem_tensor((2,), BFloat16)
+            for i in cutlass.range_constexpr(2):
+                both[i] = pair[i].to(BFloat16)
+            cute.autovec_copy(both, values_at(BFloat16, address + Int64(index * 4), 2))
+        else:
+            for i in cutlass.range_constexpr(2):
+                values_at(BFloat16, address + Int64((index + i * self.half) * 2), 1)[0] = pair[i].to(BFloat16)
+
+
+class IndexerRows:
+    """Rows of the indexer's 128 values in half a warp. A lane is that of the row, 0 to 15."""
+
+    def __init__(self, config: IndexerWriteConfig | IndexerQuantizeConfig) -> None:
+        self.config: Any = config
+        self.in_dtype = DTYPES[config.in_dtype]
+        self.rotation = RowRotation(config)
+
+    def address(self, array: cute.Tensor, row: Int32, lane: Int32):
+        """The address of a lane's values of a row."""
+        return row_address(array, row, lane * (LANE_VALUES * self.in_dtype.width // 8))
+
+    @cute.jit
+    def quantized(self, values: cute.Tensor, floor: cutlass.Constexpr):
+        """The lane's values over the row's power-of-two scale, and the exponent of that. All lanes of the warp."""
+        bits = greatest_bits(values, LANE_VALUES)
+        for step in cutlass.range_constexpr(ROW_LANES.bit_length() - 1):
+            bits = cutlass.max(bits, cute.arch.shuffle_sync_bfly(bits, offset=1 << step))
+        exponent = scale_exponent(bits, floor)
+        return widened(values, power_of_two(-exponent)), exponent
+
+
+class WriteIndexerCache(IndexerRows):
+    """write_indexer_cache into packed pages: `config` is static, tokens, pages and the page size are dynamic.
+
+    Operands of the launcher: k_cache [P, Z, 132] u8, which is not read; k [T, 128], or wider rows that begin with these
+    columns, every row at a multiple of 16 bytes; slot_mapping [T] i32; with config.rope_dim cos and sin [T, R / 2] f32;
+    new_k_cache, the same memory as k_cache.
+    """
+
+    @cute.jit
+    def __call__(
+        self,
+        stream: cuda.CUstream,
+        k_cache: cute.Tensor,
+        k: cute.Tensor,
+        slot_mapping: cute.Tensor,
+        *others: cute.Tensor,
+    ):
+        cos, sin = others[:2] if const_expr(self.config.rope_dim > 0) else (None, None)
+        self.write(k, slot_mapping, cos, sin, others[-1]).launch(
+            grid=[cute.ceil_div(slot_mapping.shape[0], 2 * WARPS), 1, 1], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def write(self, k: cute.Tensor, slot_mapping: cute.Tensor, cos: Any, sin: Any, cache: cute.Tensor):
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        lane, row = thread % ROW_LANES, block * (2 * WARPS) + thread // ROW_LANES
+        token = cutlass.min(row, slot_mapping.shape[0] - 1)
+        slot = slot_mapping[token]
+        values = widened(load(self.in_dtype, self.address(k, token, lane), LANE_VALUES), Float32(1.0))
+        if const_expr(self.config.rope_dim > 0):
+            self.rotation.rotate(values, self.rotation.angles(cos, sin, token, lane), lane)
+        values, exponent = self.quantized(values, INDEXER.key_floor)
+        if is_written(row < slot_mapping.shape[0], cache, slot):
+            page_size = cache.shape[1]
+            page = slot // page_size
+            offset = slot - page * page_size
+            address = cache.iterator.toint() + Int64(page) * Int64(page_size * INDEXER.row_bytes)
+            store(Float8E4M3FN, address + Int64(offset * INDEXER.head_dim + lane * LANE_VALUES), values)
+            if lane == 0:
+                scale = address + Int64(page_size * INDEXER.head_dim + offset * INDEXER.scale_bytes)
+                values_at(Float32, scale, 1)[0] = power_of_two(exponent)
+
+
+class IndexerQuantize(IndexerRows):
+    """indexer_quantize: `config` is static, the number of tokens is dynamic.
+
+    Operands of the launcher: q [T * Hi, 128], or wider rows that begin with these columns, every row at a multiple of
+    16 bytes; weights [T * Hi]; with config.rope_dim cos and sin [T, R / 2] f32; q8 [T * Hi, 128] e4m3; folded_weights
+    [T * Hi] f32.
+    """
+
+    @cute.jit
+    def __call__(self, stream: cuda.CUstream, q: cute.Tensor, weights: cute.Tensor, *others: cute.Tensor):
+        cos, sin = others[:2] if const_expr(self.config.rope_dim > 0) else (None, None)
+        q8, folded = others[-2:]
+        self.quantize(q, weights, cos, sin, q8, folded).launch(
+            grid=[cute.ceil_div(weights.shape[0], WARPS * self.config.warp_rows), 1, 1],
+            block=[THREADS, 1, 1],
+            stream=stream,
+        )
+
+    @cute.kernel
+    def quantize(self, q: cute.Tensor, weights: cute.Tensor, cos: Any, sin: Any, q8: cute.Tensor, folded: cute.Tensor):
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        config, num_rows = self.config, weights.shape[0]
+        lane, first = thread % ROW_LANES, (block * WARPS + (thread >> 5)) * config.warp_rows
+        rotates, one_token = config.rope_dim > 0, config.num_heads % config.warp_rows == 0
+        rows, held, factors, angles = [], [], [], []
+        for u in cutlass.range_constexpr(config.unroll):
+            # A row beyond the last is the last once more: it is written again with the same values.
+            row = cutlass.min(first + 2 * u + (thread >> 4) % 2, num_rows - 1)
+            rows.append(row)
+            held.append(load(self.in_dtype, self.address(q, row, lane), LANE_VALUES))
+            factors.append(weights[row])
+            if const_expr(rotates and (u == 0 or not one_token)):
+                angles.append(self.rotation.angles(cos, sin, row // config.num_heads, lane))
+        for u in cutlass.range_constexpr(config.unroll):
+            values = widened(held[u], Float32(1.0))
+            if const_expr(rotates):
+                self.rotation.rotate(values, angles[0 if one_token else u], lane)
+            values, exponent = self.quantized(values, INDEXER.query_floor)
+            store(Float8E4M3FN, row_address(q8, rows[u], lane * LANE_VALUES), values)
+            if lane == 0:
+                folded[rows[u]] = factors[u].to(Float32) * Float32(config.constant) * power_of_two(exponent)

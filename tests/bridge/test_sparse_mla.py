@@ -1,0 +1,332 @@
+"""sparse_mla on torch tensors: by definition on a CPU, and as a launch on the stand-in for the GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import tsmla_bridge
+import tsmla_jax
+from tests.bridge.inputs import assert_close
+from tests.bridge.test_errors import as_torch, said
+from tests.emulator.launcher import Gpu
+from tests.gpu.small_grid import numbers
+from tests.jax.ops import test_sparse_mla as in_jax
+from tests.oracles import sparse_inputs
+from tests.oracles.sparse_inputs import LAYOUTS, Call
+from tsmla_bridge.ops import sparse_mla
+
+BF16 = 2**-7
+OPTIONS = ("window", "page_size", "page_span", "compressed_page_size", "compressed_page_span")
+
+
+def tensors_of(case: Call) -> dict[str, torch.Tensor]:
+    return {name: numbers(array) for name, array in case.arrays.items()}
+
+
+def attend(case: Call, **changed: Any) -> Any:
+    """The case with lse, some of its arguments changed."""
+    return tsmla_bridge.sparse_mla(**(tensors_of(case) | case.options | {"return_lse": True} | changed))
+
+
+def assert_right(got: Any, case: Call) -> None:
+    for result, want, tolerance in zip(got, case.want(), (BF16, 1e-4), strict=True):
+        assert_close(result, want, tolerance)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    **{layout: {"layout": layout} for layout in LAYOUTS},
+    "two caches": {"layout": "v4", "window": 4, "sinks": True},
+    "two plain caches": {"layout": "plain", "window": 4, "sinks": True, "dtype": "float16"},
+    "plain bf16": {"layout": "plain", "kv_dtype": "bfloat16", "window": 8},
+    "pages with gaps": {"layout": "v32", "gap": 3},
+    "V4 slots that were remapped": {"layout": "v4", "gap": 1, "window": 8},
+    "without lengths": {"layout": "v32", "lengths": False, "heads": 7, "selected": 5},
+    "V3.2 without rope": {"layout": "plain", "width": 512},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_by_definition(name: str) -> None:
+    case = sparse_inputs.call(**CASES[name])
+    assert_right(attend(case), case)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_launch(gpu: Gpu, name: str, batch_invariant: bool) -> None:
+    case = sparse_inputs.call(**CASES[name])
+    for _ in range(2):
+        assert_right(attend(case, batch_invariant=batch_invariant), case)
+    assert gpu.loads == 1 and len(gpu.launches) == 2
+
+
+def test_wide_types_by_definition() -> None:
+    case = sparse_inputs.call("plain", dtype="float64", sinks=True)
+    scaled = {name: torch.tensor(0.5 * case.options[name]) for name in ("softmax_scale", "kv_scale")}
+    got = attend(case, q_scale=2.0, **scaled, kv_cache=tensors_of(case)["kv_cache"].double() * 2)
+    for result, want in zip(got, case.want(), strict=True):
+        assert result.dtype == torch.float64
+        assert_close(result, want, 1e-6)
+
+
+def test_nothing_is_copied(gpu: Gpu) -> None:
+    case = sparse_inputs.call("v4", window=4, sinks=True)
+    given = tensors_of(case)
+    out, _ = attend(case, **given)
+    for name, array in given.items():
+        assert gpu.operands[name].data_ptr() == array.data_ptr(), name
+    assert gpu.operands["out"].data_ptr() == out.data_ptr()
+    assert gpu.operands["scales"].tolist() == pytest.approx([case.options["softmax_scale"], 1, 1])
+
+
+def test_calls_like_the_latest_and_others(gpu: Gpu) -> None:
+    first = sparse_inputs.call("v32")
+    others = {
+        "no lengths": sparse_inputs.call("v32", lengths=False),
+        "sinks": sparse_inputs.call("v32", sinks=True),
+        "sinks without lengths": sparse_inputs.call("v32", lengths=False, sinks=True),
+        "more tokens": sparse_inputs.call("v32", tokens=9),
+        "another dtype": sparse_inputs.call("v32", dtype="float16"),
+        "another layout": sparse_inputs.call("v4"),
+        "another batch": sparse_inputs.call("v32", seed=1),
+    }
+    for other in others.values():
+        for case in (first, other, first):
+            assert_right(attend(case), case)
+
+
+def test_scales_on_the_device_and_sinks_of_another_dtype(gpu: Gpu) -> None:
+    case = sparse_inputs.call("plain", window=4, sinks=True)
+    given = {name: torch.tensor(value) for name, value in case.options.items() if "scale" in name}
+    sinks = tensors_of(case)["sinks"].double()
+    assert_right(attend(case, **given, sinks=sinks), case)
+    got = attend(case, softmax_scale=case.options["softmax_scale"] / 2, q_scale=torch.tensor(2.0))
+    assert_right(got, case)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_layer_of_a_pool(gpu: Gpu, layout: str, window: int | None) -> None:
+    case = sparse_inputs.call(layout, window=window, lengths=False)
+    given = tensors_of(case)
+    changed = {}
+    for name in [name for name in given if name.endswith("kv_cache")]:
+        pool = torch.full((len(given[name]), 3, *given[name].shape[1:]), 0x7F, dtype=torch.uint8)
+        pool[:, 1] = given[name].view(torch.uint8)
+        changed[name] = pool.view(given[name].dtype)[:, 1]
+    given["indices"][0, 0] = 2**31 - 1
+    assert_right(attend(case, **(given | changed)), replaced(case, given["indices"]))
+    for name, view in changed.items():
+        operand = gpu.operands[name]
+        end = view.untyped_storage().data_ptr() + view.untyped_storage().nbytes()
+        assert operand.data_ptr() == view.data_ptr()
+        assert operand.data_ptr() + operand.numel() <= end
+
+
+def replaced(case: Call, indices: torch.Tensor) -> Call:
+    return Call(case.arrays | {"indices": indices.numpy()}, case.options, case.caches)
+
+
+def test_no_stride_is_ignored(gpu: Gpu) -> None:
+    case = sparse_inputs.call("v32", sinks=True)
+    for name, array in tensors_of(case).items():
+        wrong = torch.stack((array, array), -1)[..., 0]
+        with pytest.raises(ValueError, match=f"{name}: got shape .* with strides"):
+            attend(case, **{name: wrong})
+    assert not gpu.launches
+
+
+@pytest.mark.parametrize(("tokens", "selected"), [(0, 4), (3, 0)])
+def test_nothing_to_attend_to(gpu: Gpu, tokens: int, selected: int) -> None:
+    q, indices = torch.ones(tokens, 3, 576).bfloat16(), torch.ones(tokens, selected, dtype=torch.int32)
+    cache = torch.zeros(2, 4, 656, dtype=torch.uint8)
+    out, lse = tsmla_bridge.sparse_mla(q, cache, indices, softmax_scale=1.0, return_lse=True)
+    assert out.shape == (tokens, 3, 512) and not out.any() and torch.isneginf(lse).all()
+    assert not gpu.launches
+
+
+# ---- memory
+
+
+def test_with_out_and_a_workspace_nothing_is_allocated(gpu: Gpu) -> None:
+    case = sparse_inputs.call("v4", window=4, sinks=True)
+    given = tensors_of(case)
+    size = tsmla_bridge.sparse_workspace_size(max_tokens=8, num_heads=4, device="cuda:0")
+    workspace = tsmla_bridge.Workspace(size, "cpu")
+    want = attend(case, **given, workspace=workspace)
+    out, lse = torch.full_like(want[0], torch.nan), torch.full_like(want[1], torch.nan)
+    gpu.runs = False
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("empty", "empty_strided", "zeros", "full", "linspace", "stack"):
+            patch.setattr(torch, name, None)
+        for name in ("new_tensor", "borrow"):
+            patch.setattr(tsmla_bridge.runtime.devices, name, None)
+        attend(case, **given, workspace=workspace, out=out, lse=lse)
+    addresses = {name: operand.data_ptr() for name, operand in gpu.operands.items()}
+    inside = range(workspace.buffer.data_ptr(), workspace.buffer.data_ptr() + workspace.size)
+    assert all(addresses[name] in inside for name in ("partial_out", "partial_lse", "split_info"))
+    assert (addresses["out"], addresses["lse"]) == (out.data_ptr(), lse.data_ptr())
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_workspace_is_enough_for_what_it_is_sized_for(gpu: Gpu, batch_invariant: bool) -> None:
+    size = tsmla_bridge.sparse_workspace_size(
+        max_tokens=9, num_heads=130, max_selected=700, batch_invariant=batch_invariant, device="cuda:0"
+    )
+    workspace = tsmla_bridge.Workspace(size, "cpu")
+    for tokens, selected in ((9, 700), (1, 12), (5, 300)):
+        case = sparse_inputs.call("v32", tokens=tokens, selected=selected, heads=130, pages=20, page_size=64)
+        assert_right(attend(case, workspace=workspace, batch_invariant=batch_invariant), case)
+    attend(case, workspace=workspace, batch_invariant=batch_invariant, return_lse=False)
+    with pytest.raises(ValueError, match=r"workspace: got 64 bytes; this call of sparse_mla needs \d+"):
+        attend(case, workspace=tsmla_bridge.Workspace(64, "cpu"))
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(("change", "message"), in_jax.REFUSED)
+def test_both_front_ends_say_the_same(change: dict[str, Any], message: str) -> None:
+    given = in_jax.ARGUMENTS | change
+    got = said(ValueError, tsmla_bridge.sparse_mla, {name: as_torch(value) for name, value in given.items()})
+    assert got == said(ValueError, tsmla_jax.sparse_mla, given)
+
+
+def test_types_are_checked_after_legal_calls_too(gpu: Gpu) -> None:
+    case = sparse_inputs.call("v32")
+    attend(case)
+    for changed, message in (
+        ({"softmax_scale": None}, "softmax_scale: got NoneType"),
+        ({"kv_scale": "1"}, "kv_scale: got str"),
+        ({"return_lse": None}, "return_lse: got NoneType"),
+        ({"q": [1.0]}, "q: got list"),
+        ({"out": 3}, "out: got int"),
+        ({"latent_dim": 512.0}, "latent_dim: got float"),
+        ({"batch_invariant": 0}, "batch_invariant: got int"),
+        ({"page_size": 8.0}, "page_size: got float"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            attend(case, **changed)
+    with pytest.raises(ValueError, match="kv_scale: got a scale for packed rows"):
+        attend(case, kv_scale=2.0)
+    with pytest.raises(ValueError, match="indices: got a tensor on meta; it must be on q's device, cpu"):
+        attend(case, indices=tensors_of(case)["indices"].to("meta"))
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ({"layout": "v32", "dtype": "float32"}, r"q\.dtype is float32; the sm_90 sparse kernel takes"),
+        ({"layout": "plain", "kv_dtype": "float32"}, "kv_cache.dtype is float32; the sm_90 sparse kernel takes packed"),
+        ({"layout": "plain", "width": 640}, "keys are 640 wide; the sm_90 sparse kernel takes 512 or 576"),
+    ],
+)
+def test_what_no_kernel_serves_is_refused_on_a_gpu(gpu: Gpu, case: dict[str, Any], reason: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"sparse_mla: implementation='cute' can't run this call: .*{reason}"):
+        attend(sparse_inputs.call(**case))
+    with pytest.raises(ValueError, match="implementation: got 'cuda'; legal: None, 'cute', 'reference'"):
+        attend(sparse_inputs.call("v32"), implementation="cuda")
+
+
+def test_a_kernel_named_for_a_cpu_gives_the_reason() -> None:
+    with pytest.raises(NotImplementedError, match="sparse_mla: implementation='cute' can't run this call: the tensors"):
+        attend(sparse_inputs.call("v32"), implementation="cute")
+
+
+def test_data_is_checked_when_asked(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TSMLA_CHECK", "1")
+    case = sparse_inputs.call("v32", lengths=False)
+    assert_right(attend(case), case)
+    indices = tensors_of(case)["indices"]
+    indices[2, 3] = 40
+    with pytest.raises(ValueError, match="indices: token 2 selects slot 40 in column 3, which is active; legal: 0 to"):
+        attend(case, indices=indices)
+
+
+# ---- torch.compile, fake tensors, derivatives
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", ["v32", "two caches", "two plain caches"])
+def test_compiled_whole(name: str, dynamic: bool) -> None:
+    torch._dynamo.reset()
+    case = sparse_inputs.call(**CASES[name])
+    scale = torch.tensor(0.5)
+
+    def step(given: dict[str, torch.Tensor]) -> Any:
+        options = case.options | {"return_lse": True}
+        plain = tsmla_bridge.sparse_mla(**(given | options))
+        scaled = tsmla_bridge.sparse_mla(**(given | options | {"q_scale": scale}))
+        return *plain, *scaled
+
+    want = step(tensors_of(case))
+    got = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)(tensors_of(case))
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_into_the_callers_memory_when_compiled() -> None:
+    torch._dynamo.reset()
+    case = sparse_inputs.call("v32")
+    want = attend(case)
+    out, lse = torch.zeros_like(want[0]), torch.zeros_like(want[1])
+
+    def step(given: dict[str, torch.Tensor]) -> torch.Tensor:
+        return tsmla_bridge.sparse_mla(**given, **case.options, return_lse=True, out=out, lse=lse)[0] + 1
+
+    got = torch.compile(step, fullgraph=True, backend="aot_eager")(tensors_of(case))
+    assert torch.equal(out, want[0]) and torch.equal(lse, want[1]) and torch.equal(got, want[0] + 1)
+
+
+def operator_arguments(name: str) -> tuple[Any, ...]:
+    case = sparse_inputs.call(**CASES[name])
+    given = tensors_of(case)
+    options = (512, *(case.options.get(option) for option in OPTIONS), False, None)
+    inputs = (given.get(field) for field in sparse_mla.SparseInputs._fields)
+    scales = (None, [0.1, 1.0, 1.0]) if name == "v32" else (torch.tensor([0.1, 1.0, 1.0]), [])
+    return (*inputs, *scales, *options)
+
+
+@pytest.mark.parametrize("name", ["v32", "two caches"])
+def test_opcheck(name: str) -> None:
+    arguments = operator_arguments(name)
+    torch.library.opcheck(sparse_mla.sparse_operator, arguments)
+    q = arguments[0]
+    out, lse = torch.empty(*q.shape[:2], 512, dtype=q.dtype), torch.empty(q.shape[:2])
+    torch.library.opcheck(sparse_mla.sparse_into_operator, (*arguments, out, lse, None))
+
+
+def test_fake_results_are_shaped_as_real_ones() -> None:
+    case = sparse_inputs.call("v4", window=4, sinks=True)
+    want = attend(case)
+    with FakeTensorMode() as mode:
+        got = attend(case, **{name: mode.from_tensor(x) for name, x in tensors_of(case).items()})
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
+
+
+def test_derivatives() -> None:
+    arguments = operator_arguments("v32")
+    out, _ = sparse_mla.sparse_operator(arguments[0].requires_grad_(), *arguments[1:])
+    with pytest.raises(NotImplementedError, match="sparse_mla has no derivative in this implementation"):
+        out.sum().backward()
+    case = sparse_inputs.call("v32", sinks=True, dtype="float32", lengths=False, tokens=2, selected=6)
+    given = tensors_of(case)
+    leaves = {name: given[name].requires_grad_() for name in ("q", "sinks")}
+    out, lse = attend(case, **given)
+    (out.sum() + lse.nan_to_num(neginf=0).sum()).backward()
+
+    def loss(leaves: dict[str, jax.Array]) -> jax.Array:
+        options = case.options | {"implementation": "reference", "return_lse": True}
+        out, lse = tsmla_jax.sparse_mla(**(case.arrays | leaves), **options)
+        return out.sum() + jax.numpy.nan_to_num(lse, neginf=0).sum()
+
+    want = jax.grad(loss)({name: case.arrays[name] for name in leaves})
+    for name, leaf in leaves.items():
+        np.testing.assert_allclose(leaf.grad, want[name], rtol=1e-4, atol=1e-4)

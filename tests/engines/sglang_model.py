@@ -1,0 +1,223 @@
+"""SGLang's own pools, layers and DeepSeek forward methods on CPU tensors, around this project's backend.
+
+Imports sglang, unpacked from its wheel. Only Triton's kernels, which need a GPU, are stood in for: writing to the pool,
+listing a prefix's tokens, and merging partial results.
+"""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import numpy as np
+import torch
+
+# torchvision's compiled operators, without which its Python part doesn't import.
+for name in ("nms", "qnms"):
+    torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+import sglang.srt.layers.attention.merge_state as merge_state  # noqa: E402
+import sglang.srt.mem_cache.memory_pool as memory_pool  # noqa: E402
+import sglang.srt.model_executor.forward_batch_deepseek_mha_mixin as mha_mixin  # noqa: E402
+from sglang.srt.layers.radix_attention import RadixAttention  # noqa: E402
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode  # noqa: E402
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context  # noqa: E402
+from sglang.srt.models.deepseek_common.attention_forward_methods.forward_mha import (  # noqa: E402
+    DeepseekMHAForwardMixin,
+)
+from sglang.srt.models.deepseek_common.utils import (  # noqa: E402
+    FORWARD_ABSORB_CORE_ATTENTION_BACKENDS as FORWARD_ABSORB_CORE_ATTENTION_BACKENDS,
+)
+from sglang.srt.runtime_context import get_context, get_parallel, get_spec  # noqa: E402
+from sglang.srt.server_args import ServerArgs  # noqa: E402
+
+import tsmla_bridge  # noqa: E402
+from tests.oracles import attention as oracle  # noqa: E402
+from tsmla_bridge.engines.sglang import create_backend  # noqa: E402
+
+HEADS, LATENT, ROPE, NOPE, V_DIM, PAGE, CONTEXT = 4, 512, 64, 128, 128, 64, 512
+SCALE = (NOPE + ROPE) ** -0.5
+SPARE = 4  # rows of the request pool in use before the batch's
+
+
+get_context().set_server_args(ServerArgs(model_path="/nowhere", device="cpu"))
+
+
+class Batch(NamedTuple):
+    """Requests of `lens` keys whose last `new` tokens are queries, of which the pool has all keys but these."""
+
+    new: list[int]
+    lens: list[int]
+    rows: list[torch.Tensor]  # latent and rope of each request's keys, in the pool's precision
+    forward: Any
+
+
+class Model:
+    """A runner as the backend sees it, and an attention layer of DeepSeek's in both forms."""
+
+    def __init__(self, *, drafts: int = 0, kv_dtype: torch.dtype = torch.bfloat16, page_size: int = PAGE) -> None:
+        torch.manual_seed(0)
+        self.kv_dtype, self.drafts = kv_dtype, drafts
+        pool = memory_pool.MLATokenToKVPool(
+            size=64 * PAGE, page_size=page_size, dtype=kv_dtype, kv_lora_rank=LATENT, qk_rope_head_dim=ROPE,
+            layer_num=1, device="cpu", enable_memory_saver=False,
+        )  # fmt: skip
+        self.pool = pool
+        self.req_to_token = torch.zeros(SPARE + 8, CONTEXT, dtype=torch.int32)
+        self.runner = SimpleNamespace(
+            page_size=page_size, device="cpu", kv_cache_dtype=kv_dtype, dtype=torch.bfloat16, use_mla_backend=True,
+            req_to_token_pool=SimpleNamespace(req_to_token=self.req_to_token, size=8), token_to_kv_pool=pool,
+            kv_index_translator=SimpleNamespace(
+                reads_are_translated=False, translate_dcp_read_ids=lambda indices: indices
+            ),
+            model_config=SimpleNamespace(
+                context_len=CONTEXT, kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, qk_nope_head_dim=NOPE,
+                v_head_dim=V_DIM, num_attention_heads=HEADS,
+            ),
+        )  # fmt: skip
+        with settings(drafts):
+            self.backend = create_backend(self.runner)
+        self.mqa = RadixAttention(HEADS, LATENT + ROPE, SCALE, num_kv_heads=1, layer_id=0, v_head_dim=LATENT)
+        self.mha = RadixAttention(HEADS, NOPE + ROPE, SCALE, num_kv_heads=HEADS, layer_id=0, v_head_dim=V_DIM)
+        self.weight = torch.randn(HEADS, NOPE + V_DIM, LATENT, dtype=torch.bfloat16) * LATENT**-0.5
+
+    def batch(self, mode: Any, new: list[int], lens: list[int], counted: list[int]) -> Batch:
+        """A batch of this mode; seq_lens are `counted`."""
+        rows, loc = [], []
+        size = self.runner.page_size
+        per_request = -(-CONTEXT // size)
+        pages = 1 + torch.randperm(len(lens) * per_request).view(len(lens), -1)
+        for b, (n, fresh) in enumerate(zip(lens, new, strict=True)):
+            slots = (pages[b][:, None] * size + torch.arange(size)).flatten()[:CONTEXT]
+            self.req_to_token[SPARE + b] = slots.to(torch.int32)
+            row = torch.randn(n, LATENT + ROPE, dtype=torch.bfloat16)
+            if self.kv_dtype != torch.bfloat16:
+                row = row.to(self.kv_dtype).to(torch.bfloat16)
+            self.pool.get_key_buffer(0).view(torch.uint8 if self.kv_dtype.itemsize == 1 else self.kv_dtype)[
+                slots[: n - fresh], 0
+            ] = row[: n - fresh].to(self.kv_dtype).view(torch.uint8 if self.kv_dtype.itemsize == 1 else self.kv_dtype)
+            rows.append(row)
+            loc.append(slots[n - fresh : n])
+        forward = ForwardBatch(
+            forward_mode=mode, batch_size=len(lens), input_ids=torch.zeros(sum(new), dtype=torch.int64),
+            req_pool_indices=SPARE + torch.arange(len(lens)), seq_lens=torch.tensor(counted),
+            out_cache_loc=torch.cat(loc), seq_lens_sum=sum(counted),
+        )  # fmt: skip
+        forward.seq_lens_cpu = torch.tensor(counted)
+        forward.extend_seq_lens, forward.extend_seq_lens_cpu = torch.tensor(new), new
+        prefix = [n - fresh for n, fresh in zip(lens, new, strict=True)]
+        forward.extend_prefix_lens, forward.extend_prefix_lens_cpu = torch.tensor(prefix), prefix
+        return Batch(new, lens, rows, forward)
+
+    def fresh(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latent [T, 1, L] and rope [T, 1, R] of the new tokens."""
+        rows = torch.cat([row[len(row) - n :] for row, n in zip(batch.rows, batch.new, strict=True)])[:, None]
+        return rows[..., :LATENT], rows[..., LATENT:]
+
+    def attend(self, batch: Batch, q: torch.Tensor, **split: Any) -> Any:
+        """Absorbed attention of q [T, H, L + R] by the layer; `split` as SGLang passes rope apart."""
+        latent, rope = self.fresh(batch)
+        with settings(self.drafts), forward_context(ForwardContext(self.backend)):
+            self.backend.init_forward_metadata(batch.forward)
+            if split.get("apart"):
+                latent_q = q[..., :LATENT].contiguous()
+                if not split.get("dense"):  # as the product over heads leaves it
+                    latent_q = latent_q.transpose(0, 1).contiguous().transpose(0, 1)
+                parts = latent_q, q[..., LATENT:]
+                return self.mqa(parts[0], latent, latent, batch.forward, q_rope=parts[1], k_rope=rope)
+            return self.mqa(q.flatten(1), torch.cat((latent, rope), -1), latent, batch.forward)
+
+    def prefill(self, batch: Batch, q: torch.Tensor) -> torch.Tensor:
+        """Expanded attention of q [T, H, K] by DeepSeek's own chunked method: out [T, H, V]."""
+        attention = SimpleNamespace(
+            attn_mha=self.mha, num_local_heads=HEADS, v_head_dim=V_DIM, qk_nope_head_dim=NOPE, kv_lora_rank=LATENT,
+            qk_rope_head_dim=ROPE, qk_head_dim=NOPE + ROPE, o_proj=lambda x: (x, None),
+            kv_b_proj=lambda x: (self.expanded(x).flatten(1), None),
+        )  # fmt: skip
+        for name, method in vars(DeepseekMHAForwardMixin).items():
+            if callable(method):
+                setattr(attention, name, method.__get__(attention))
+        latent, rope = self.fresh(batch)
+        wide = self.expanded(latent[:, 0])
+        k = torch.cat((wide[..., :NOPE], rope.expand(-1, HEADS, -1)), -1)
+        with settings(self.drafts), forward_context(ForwardContext(self.backend)):
+            self.backend.init_forward_metadata(batch.forward)
+            out = attention.forward_normal_chunked_kv_core(q, k, wide[..., NOPE:], batch.forward)
+        return out.view(-1, HEADS, V_DIM)
+
+    def expanded(self, latent: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("hwl,tl->thw", self.weight, latent)
+
+    # ---- in float64
+
+    def want(self, batch: Batch, q: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Absorbed: out [T, H, L] and lse [T, H]."""
+        arrays = []
+        starts = [np.cumsum([0, *counts]).astype(np.int32) for counts in (batch.new, batch.lens)]
+        rows = torch.cat(batch.rows).double()[:, None].expand(-1, HEADS, -1)
+        arrays = (q.double(), rows, rows[..., :LATENT])
+        return oracle.prefill(*(x.numpy() for x in arrays), *starts, scale=SCALE, causal=True)
+
+    def want_expanded(self, batch: Batch, q: torch.Tensor) -> np.ndarray:
+        rows = torch.cat(batch.rows)
+        wide = torch.einsum("hwl,tl->thw", self.weight.double(), rows[:, :LATENT].double())
+        k = torch.cat((wide[..., :NOPE], rows[:, None, LATENT:].double().expand(-1, HEADS, -1)), -1)
+        starts = [np.cumsum([0, *counts]).astype(np.int32) for counts in (batch.new, batch.lens)]
+        arrays = (q.double(), k, wide[..., NOPE:])
+        return oracle.prefill(*(x.numpy() for x in arrays), *starts, scale=SCALE, causal=True)[0]
+
+
+class settings:
+    """SGLang's runtime as a server publishes it: one rank, and so many drafts."""
+
+    def __init__(self, drafts: int, dcp: int = 1, topk: int = 1) -> None:
+        self.parallel = get_parallel().override(
+            attn_tp_size=1, attn_dcp_size=dcp, attn_dcp_rank=0, dcp_enabled=dcp > 1
+        )
+        self.spec = get_spec().override(speculative_num_draft_tokens=drafts or None, speculative_eagle_topk=topk)
+
+    def __enter__(self) -> None:
+        self.parallel.__enter__()
+        self.spec.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.spec.__exit__(*error)
+        self.parallel.__exit__(*error)
+
+
+# ---- in place of Triton's kernels
+
+
+def _write(buffer: torch.Tensor, loc: torch.Tensor, nope: torch.Tensor, rope: torch.Tensor, *others: Any) -> None:
+    buffer[loc] = torch.cat((nope, rope), -1).view(len(loc), *buffer.shape[1:])
+
+
+class _Launch:
+    """A Triton kernel's `kernel[grid](...)`."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __getitem__(self, grid: Any) -> Any:
+        return self.function
+
+
+def _list_prefix(table: Any, requests: Any, starts: Any, lens: Any, cu_lens: Any, out: Any, *others: Any) -> None:
+    for b, request in enumerate(requests):
+        begin, count = int(starts[b]), int(lens[b])
+        out[int(cu_lens[b]) : int(cu_lens[b]) + count] = table[request, begin : begin + count]
+
+
+def _merge(a: Any, a_lse: Any, b: Any, b_lse: Any, out: Any, out_lse: Any) -> Any:
+    merged, lse = tsmla_bridge.merge_attention_states([a, b], [a_lse, b_lse])
+    return out.copy_(merged), out_lse.copy_(lse)
+
+
+memory_pool.set_mla_kv_buffer_triton = _write
+mha_mixin.create_chunked_prefix_cache_kv_indices = _Launch(_list_prefix)
+merge_state.merge_state_triton = _merge
+EXTEND, DECODE, VERIFY = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
+DRAFT_EXTEND = ForwardMode.DRAFT_EXTEND_V2

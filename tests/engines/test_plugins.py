@@ -1,0 +1,48 @@
+"""The plug-ins without an engine: registering breaks nothing, and versions are told apart."""
+
+import logging
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+from tsmla_bridge.engines import sglang, versions, vllm
+
+
+@pytest.mark.parametrize("plugin", [vllm, sglang])
+def test_registering_without_the_engine_says_so(plugin: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        plugin.register()
+    assert "not registered with this version of" in caplog.text
+
+
+@pytest.mark.parametrize("plugin", [vllm, sglang])
+def test_registering_imports_neither_torch_nor_jax(plugin: ModuleType, child_environment: dict[str, str]) -> None:
+    code = f"import sys; from {plugin.__name__} import register; register()\n"
+    code += "print({'torch', 'jax'} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=child_environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize(
+    ("engine", "version", "said"),
+    [
+        (versions.VLLM, "0.33.0", "tested"),
+        (versions.VLLM, "0.33.2+cu130", "tested"),
+        (versions.VLLM, "0.27.1", "between tested versions; tested: 0.26.0, 0.30.0, 0.33.0"),
+        (versions.VLLM, "0.34.0", "untested; tested: 0.26.0, 0.30.0, 0.33.0"),
+        (versions.VLLM, "0.22.1", "untested; tested: 0.26.0, 0.30.0, 0.33.0"),
+        (versions.SGLANG, "0.5.23", "tested"),
+        (versions.SGLANG, "0.5.24", "untested; tested: 0.5.23"),
+        (versions.SGLANG, "dev", "untested; tested: 0.5.23"),
+    ],
+)
+def test_versions(
+    engine: versions.Engine, version: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert versions.status_of(engine, version) == said
+    versions.warn_if_untested(engine, version)
+    assert bool(caplog.records) == said.startswith("untested")

@@ -1,0 +1,13 @@
+"""The plug-in under the code of SGLang's released versions."""
+
+import pytest
+
+from tests.engines import sources
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", sources.SGLANG)
+def test_cases(version: str) -> None:
+    if reason := sources.why_not("sglang", version):
+        pytest.skip(reason)
+    sources.run_cases("sglang", version, "tests/engines/sglang_cases.py")

@@ -1,0 +1,174 @@
+"""Texts one by one: admit, step, drop; the batch sizes and prefill sizes that are compiled; the state on the device."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from tsmla_jax.generate import Engine, EngineOptions, ModelConfig
+from tsmla_jax.generate import step as steps
+
+Model = tuple[ModelConfig, Any]
+
+PROMPTS = [np.random.default_rng(n).integers(0, 101, n).tolist() for n in (5, 3, 21, 9)]
+OPTIONS = EngineOptions(page_size=4, chunk=16, max_batch=3, num_pages=40)
+NEW = 7
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_model: Model) -> list[list[int]]:
+    """Each text as it comes without company."""
+    config, params = tiny_model
+    engine = Engine(params, config, OPTIONS)
+    return [engine.generate([prompt], NEW).tokens[0] for prompt in PROMPTS]
+
+
+def drain(engine: Engine, texts: dict[int, list[int]], steps_at_most: int = 100) -> None:
+    """Steps until every text has ended, whose tokens are added to `texts`."""
+    waiting = set(texts)
+    for _ in range(steps_at_most):
+        for text_id, tokens, finished in engine.step():
+            texts[text_id] += tokens
+            waiting -= {text_id} if finished else set()
+        if not waiting:
+            return
+    raise AssertionError(f"texts {waiting} did not end")
+
+
+@pytest.mark.parametrize("program", ["step", "layer"])
+@pytest.mark.parametrize("speculative", [0, 2])
+def test_texts_come_and_go(program: Any, speculative: int, tiny_model: Model, alone: list[list[int]]) -> None:
+    config, params = tiny_model
+    engine = Engine(params, config, replace(OPTIONS, program=program, speculative=speculative))
+    assert engine.step() == []
+    texts: dict[int, list[int]] = {7: [], 8: []}
+    assert engine.admit(7, PROMPTS[0], NEW) and engine.admit(8, PROMPTS[2], NEW)
+    for _ in range(3):
+        for text_id, tokens, _ in engine.step():
+            texts[text_id] += tokens
+    # The third text comes while the others are under way; the fourth finds no row.
+    assert engine.admit(5, PROMPTS[1], NEW) and not engine.admit(6, PROMPTS[3], NEW)
+    engine.drop(7)
+    assert engine.admit(6, PROMPTS[3], NEW)
+    dropped = texts.pop(7)
+    texts |= {5: [], 6: []}
+    drain(engine, texts)
+    assert [texts[8], texts[5], texts[6]] == [alone[2], alone[1], alone[3]]
+    assert dropped == alone[0][: len(dropped)]
+    assert engine.step() == []
+
+
+def test_a_text_that_is_dropped_before_its_prefill_leaves_no_trace(tiny_model: Model, alone: list[list[int]]) -> None:
+    config, params = tiny_model
+    engine = Engine(params, config, replace(OPTIONS, num_pages=8))
+    assert engine.admit(0, PROMPTS[2], NEW) and not engine.admit(1, PROMPTS[2], NEW)
+    engine.drop(0)
+    with pytest.raises(ValueError, match=r"text_id = 0; legal: a text under way"):
+        engine.drop(0)
+    texts: dict[int, list[int]] = {1: []}
+    assert engine.admit(1, PROMPTS[2], NEW)
+    drain(engine, texts)
+    assert texts[1] == alone[2]
+
+
+def test_the_host_reads_one_step_behind(tiny_model: Model) -> None:
+    config, params = tiny_model
+    engine = Engine(params, config, OPTIONS)
+    engine.admit(0, PROMPTS[0], 3)
+    # The prefill and two decode steps run; their tokens come a step later, the last ones when there is no other step.
+    assert [len(found) for found in (engine.step(), engine.step(), engine.step(), engine.step())] == [0, 1, 1, 1]
+    assert engine.figures.decode_steps == 2 and engine.step() == []
+
+
+def test_an_end_token_stops_a_text_on_the_device(tiny_model: Model, alone: list[list[int]]) -> None:
+    config, params = tiny_model
+    end = alone[0][2]
+    engine = Engine(params, replace(config, eos_token_ids=(end,)), OPTIONS)
+    texts: dict[int, list[int]] = {0: []}
+    engine.admit(0, PROMPTS[0], NEW)
+    drain(engine, texts)
+    assert texts[0] == alone[0][: alone[0].index(end) + 1]
+    # The row and the pages serve the next text, which runs through all its tokens.
+    assert end not in alone[1]
+    texts = {1: []}
+    engine.admit(1, PROMPTS[1], NEW)
+    drain(engine, texts)
+    assert texts[1] == alone[1]
+
+
+def test_compiled_sizes_are_few_and_known(tiny_model: Model) -> None:
+    config, params = tiny_model
+    compiled: list[str] = []
+    note = lambda step, seconds: None if seconds is None else compiled.append(step)  # noqa: E731
+    engine = Engine(params, config, replace(OPTIONS, max_batch=5), note)
+    engine.compile_ahead([2])
+    decodes = {f"decode of {size} tokens, up to {size} texts" for size in (2, 8)}
+    fresh = {f"fresh of {size} tokens, up to 4 texts" for size in (1, 4, 16)}
+    assert {*compiled} == decodes | fresh | {f"prefill of {size} tokens, up to 1 texts" for size in (1, 4, 16)}
+    engine.compile_ahead([2])
+    for text in range(5):
+        assert engine.admit(text, PROMPTS[text % 4], 2)
+    drain(engine, {text: [] for text in range(5)})
+    assert len(compiled) == len({*compiled}) == 8
+    with pytest.raises(ValueError, match=r"batch_sizes: got 3; legal: 1, 2, 4, 8"):
+        engine.compile_ahead([3])
+
+
+def test_long_prompts_after_their_first_chunk(tiny_model: Model) -> None:
+    """As one program a step: the number of passes over the cached part is a power of four, and enough."""
+    config, params = tiny_model
+    prompt = np.random.default_rng(5).integers(0, 101, 31).tolist()
+    compiled: list[str] = []
+    texts = []
+    for program in ("layer", "step"):
+        options = replace(OPTIONS, program=program, chunk=8)  # type: ignore[arg-type]
+        engine = Engine(params, config, options, lambda step, seconds: compiled.append(step) if seconds else None)
+        texts.append(engine.generate([prompt], 3).tokens)
+    assert texts[0] == texts[1]
+    found = [step for step in compiled if step.startswith("prefill")]
+    after = [f"prefill of 8 tokens{passes}, up to 1 texts" for passes in ("", " after up to 8", " after up to 32")]
+    assert found == after
+
+
+def test_a_step_takes_over_the_caches_and_the_state(tiny_model: Model) -> None:
+    config, params = tiny_model
+    engine = Engine(params, config, replace(OPTIONS, program="step"))
+    engine.admit(0, PROMPTS[0], NEW)
+    engine.step()
+    session = engine._opened()
+    before = [*session.caches, *session.state]
+    engine.step()
+    assert all(array.is_deleted() for array in before if array is not session.state.block_tables)
+    assert not any(array.is_deleted() for array in jax.tree.leaves(params))
+
+
+def test_what_cannot_be_admitted_is_refused(tiny_model: Model) -> None:
+    config, params = tiny_model
+    with pytest.raises(ValueError, match=r"num_pages = None; legal for texts that come one by one"):
+        Engine(params, config, replace(OPTIONS, num_pages=None)).admit(0, [1], 1)
+    engine = Engine(params, config, replace(OPTIONS, num_pages=5))
+    for text_id, tokens, limit, message in (
+        (0, [], 1, "text 0: empty"),
+        (1, [101], 1, "text 1: token id 101; legal: 0 to 100"),
+        (2, [1], 0, "max_new_tokens = 0"),
+        (3, [1] * 20, 2, "text 3: 20 tokens and 2 new ones need 6 pages of 4; the cache has 5"),
+        (-1, [1], 1, "text_id = -1; legal"),
+    ):
+        with pytest.raises(ValueError) as error:
+            engine.admit(text_id, tokens, limit)
+        assert str(error.value).startswith(message)
+    assert engine.admit(4, [1], 1)
+    with pytest.raises(ValueError, match="text_id = 4; legal"):
+        engine.admit(4, [1], 1)
+    with pytest.raises(ValueError, match="admitted texts are under way"):
+        engine.generate([[1]], 1)
+    engine.close()
+    assert engine.generate([[1]], 1).tokens
+
+
+def test_rows_without_a_text_stay_as_they_are() -> None:
+    state = steps.init_state(3, 2)
+    kept = steps.drop_row(state._replace(remaining=state.remaining + 5), np.int32(1))
+    assert kept.remaining.tolist() == [5, 0, 5]

@@ -1,0 +1,133 @@
+"""Block-scaled weights, grouped products in the kernel's interpreter, and folded parameters, against plain products."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tsmla_jax.nn import MLAConfig, Step, functional, init_params
+from tsmla_jax.nn.block_scaled import BlockScaled, stack_size
+from tsmla_jax.nn.grouped_matmul import Tile, grouped_matmul, make_blocks
+from tsmla_jax.nn.linear import contract, joined_rows, linear
+
+
+def narrow(rng: np.random.Generator, *shape: int) -> BlockScaled:
+    blocks = tuple(-(-size // 128) for size in shape[-2:])
+    values = jnp.asarray(rng.standard_normal(shape), jnp.float8_e4m3fn)
+    return BlockScaled(values, jnp.asarray(rng.uniform(0.5, 2, (*shape[:-2], *blocks)), jnp.float32))
+
+
+def widened(weight: BlockScaled) -> np.ndarray:
+    """The definition: every value times the scale of its block."""
+    rows, columns = weight.shape[-2:]
+    scales = np.kron(np.asarray(weight.scales), np.ones((128, 128)))[..., :rows, :columns]
+    return np.asarray(weight.values, np.float64) * scales
+
+
+def test_products_with_block_scaled_weights() -> None:
+    rng = np.random.default_rng(0)
+    weight = narrow(rng, 200, 300)
+    np.testing.assert_array_equal(np.asarray(weight.widened(jnp.float32)), widened(weight).astype(np.float32))
+    x = rng.standard_normal((2, 3, 300)).astype(np.float32)
+    expected = x @ widened(weight).T
+    np.testing.assert_allclose(linear(x, weight), expected, rtol=2e-5, atol=2e-4)
+    np.testing.assert_allclose(contract(x.reshape(2, 3, 3, 100), weight, axes=2), expected, rtol=2e-5, atol=2e-4)
+    plain = rng.standard_normal((3, 100, 4, 5)).astype(np.float32)
+    out = contract(jnp.asarray(x.reshape(2, 3, 3, 100)), jnp.asarray(plain), axes=2)
+    np.testing.assert_allclose(out, np.tensordot(x.reshape(2, 3, 3, 100), plain, 2), rtol=2e-5, atol=2e-4)
+
+
+def test_joined_weights_stay_narrow_where_blocks_allow() -> None:
+    rng = np.random.default_rng(1)
+    first, second = narrow(rng, 256, 130), narrow(rng, 72, 130)
+    joined = joined_rows([first, second])
+    assert isinstance(joined, BlockScaled)
+    np.testing.assert_array_equal(widened(joined), np.concatenate([widened(first), widened(second)]))
+    # The first one's last block would have rows of the second.
+    assert not isinstance(joined_rows([second, first]), BlockScaled)
+
+
+@pytest.mark.parametrize(("rows", "most", "block"), [(1, 3, 16), (9, 2, 16), (40, 3, 32), (1100, 2, 16)])
+def test_blocks_hold_every_pair_once(rows: int, most: int, block: int) -> None:
+    count = 5
+    rng = np.random.default_rng(rows)
+    groups = np.stack([rng.permutation(count)[:most] for _ in range(rows)]).astype(np.int32)
+    if rows > 1:
+        groups[3] = count
+    blocks = make_blocks(jnp.asarray(groups), count, block)
+    places, of_rows, of_blocks = (np.asarray(array) for array in (blocks.places, blocks.rows, blocks.groups))
+    inside = groups < count
+    assert len(np.unique(places[inside])) == inside.sum() and (places[~inside] >= len(of_rows)).all()
+    np.testing.assert_array_equal(of_rows[places[inside]], np.nonzero(inside)[0])
+    np.testing.assert_array_equal(of_blocks[places[inside] // block], groups[inside])
+    empty = set(range(len(of_blocks))) - set((places[inside] // block).tolist())
+    assert all(of_blocks[index] == count for index in empty)
+
+
+def test_stacks_avoid_sizes_that_are_counted_in_too_few_bits() -> None:
+    assert stack_size(257, 4096, 7168) == 257 and stack_size(66, 2816, 2048) == 66
+    assert stack_size(257, 7168, 2048) * 7168 * 2048 > 2**32 >= (stack_size(257, 7168, 2048) - 1) * 7168 * 2048
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(("limit", "swapped"), [(None, False), (0.5, True)])
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_grouped_products_equal_plain_ones(scaled: bool, limit: float | None, swapped: bool, backend: str) -> None:
+    """On a CPU by the kernel's interpreter; on a GPU by the kernel."""
+    if jax.default_backend() != backend:
+        pytest.skip(f"jax's default device is no {backend}")
+    rng = np.random.default_rng(2)
+    count, rows, hidden, width = 4, 7, 256, 128
+    make: Any = narrow if scaled else lambda rng, *shape: jnp.asarray(rng.standard_normal(shape) / 16, jnp.bfloat16)
+    gate_up, down = make(rng, count, 2 * width, hidden), make(rng, count, hidden, width)
+    x = jnp.asarray(rng.standard_normal((rows, hidden)), jnp.bfloat16)
+    groups = jnp.asarray(np.stack([rng.permutation(count)[:2] for _ in range(rows)]), jnp.int32)
+
+    def experts(x: jax.Array, gate_up: Any, down: Any) -> jax.Array:
+        blocks, tile = make_blocks(groups, count, 16), Tile(64, 128, 4, 3, swapped)
+        return grouped_matmul(grouped_matmul(x, gate_up, blocks, tile, gated=True, gather=True, limit=limit), down,
+                              blocks, tile)[blocks.places]  # fmt: skip
+
+    out = np.asarray(jax.jit(experts)(x, gate_up, down), np.float64)
+    wide_up, wide_down = (widened(w) if scaled else np.asarray(w, np.float64) for w in (gate_up, down))
+    for row in range(rows):
+        for index, group in enumerate(np.asarray(groups[row])):
+            gate, up = np.split(wide_up[group] @ np.asarray(x[row], np.float64), 2)
+            if limit is not None:
+                gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+            expected = wide_down[group] @ (gate / (1 + np.exp(-gate)) * up)
+            # bf16 rounds the hidden values to 8 bits, whose errors add up at random.
+            tolerance = 2**-7 * np.abs(expected).max()
+            np.testing.assert_allclose(out[row, index], expected, atol=tolerance)
+
+
+@pytest.mark.parametrize("rank", [None, 24])
+@pytest.mark.parametrize("bias", [False, True])
+def test_folded_parameters_mean_the_same(rank: int | None, bias: bool) -> None:
+    config = MLAConfig(
+        hidden_size=40, num_attention_heads=3, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12,
+        q_lora_rank=rank, attention_bias=bias,
+    )  # fmt: skip
+    keys = iter(jax.random.split(jax.random.key(0), 9))
+    params = init_params(next(keys), config)
+    params = {
+        name: value + jax.random.normal(next(keys), value.shape) if name.endswith("bias") else value
+        for name, value in params.items()
+    }
+    folded = functional.fold(params, config)
+    x = jax.random.normal(next(keys), (6, 40))
+    cu = jnp.asarray([0, 4, 6], jnp.int32)
+    fixed: Any = {"cu_seqlens_q": cu, "max_q_len": 4, "implementation": "xla"}
+    plain_results, other_results = (functional.prefill(p, config, x, **fixed) for p in (params, folded))
+    for plain, other in zip(plain_results, other_results, strict=True):
+        np.testing.assert_allclose(other, plain, atol=1e-5)
+    tables, lens = jnp.arange(4, dtype=jnp.int32).reshape(2, 2), jnp.asarray([5, 3], jnp.int32)
+    step = Step.ragged(tables, lens, cu, total_tokens=6, max_q_len=4, page_size=4)
+    cache = jax.random.normal(next(keys), (4, 4, config.cache_dim))
+    for p in ({}, {"context_chunk": 2}):
+        run: Any = functional.prefill_with_context if p else functional.decode
+        plain, other = (run(one, config, x, cache, step, implementation="xla", **p) for one in (params, folded))
+        for expected, got in zip(plain, other, strict=True):
+            np.testing.assert_allclose(got, expected, atol=1e-5)

@@ -1,0 +1,79 @@
+"""V3.2's and V4's layers call the sparse kernel where it can run: their programs, at the widths of the models."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.jax.ops.programs import calls
+from tsmla_jax.nn import Step, v4, v32
+from tsmla_jax.ops import device
+from tsmla_jax.ops.sparse_mla import api
+
+PAGE, PAGES, REQUESTS = 128, 4, 2
+V32 = v32.V32Config.from_hf(
+    {
+        "model_type": "deepseek_v32", "hidden_size": 64, "num_attention_heads": 3, "kv_lora_rank": 512,
+        "q_lora_rank": 32, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "index_n_heads": 4,
+        "index_head_dim": 128, "index_topk": 96, "max_position_embeddings": 512, "rope_theta": 1e4,
+        "rms_norm_eps": 1e-6,
+    }
+)  # fmt: skip
+
+# Of a cache, and how many kernels a layer calls over it.
+DTYPES = [(jnp.uint8, 1), (jnp.float8_e4m3fn, 1), (jnp.bfloat16, 1), (jnp.float32, 0)]
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing stands against kernels by default, except what the kernels themselves say."""
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    table = {
+        name: dataclasses.replace(each, why_not_by_default=list) for name, each in api.OPERATION.table.items()
+    }
+    monkeypatch.setitem(vars(api.OPERATION), "table", table)
+    monkeypatch.setattr(device, "num_sms", lambda arch: 132)
+
+
+def step() -> Step:
+    tables = jnp.arange(REQUESTS * PAGES // 2, dtype=jnp.int32).reshape(REQUESTS, -1)
+    lens = jnp.asarray([PAGE + 3, 9], jnp.int32)
+    return Step.ragged(tables, lens, jnp.asarray([0, 1, 2]), total_tokens=2, page_size=PAGE)
+
+
+def program(family: Any, config: Any, cache: Any, step: Any) -> Any:
+    params = {name: jnp.zeros(shape, jnp.bfloat16) for name, shape in family.param_shapes(config).items()}
+    x = jnp.zeros((2, 64), jnp.bfloat16)
+    return jax.make_jaxpr(lambda *arrays: family.attend(*arrays[:1], config, *arrays[1:]))(params, x, cache, step)
+
+
+@pytest.mark.parametrize(("dtype", "count"), DTYPES)
+def test_v32(dtype: Any, count: int) -> None:
+    cache = v32.init_cache(V32, PAGES, PAGE, kv_dtype=dtype, indexer_dtype=jnp.bfloat16)
+    assert calls(program(v32, V32, cache, step())) == count
+
+
+@pytest.mark.parametrize("kind", ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"])
+@pytest.mark.parametrize(("dtype", "count"), DTYPES)
+def test_v4(kind: str, dtype: Any, count: int) -> None:
+    config = v4.V4Config.from_hf({
+        "model_type": "deepseek_v4", "hidden_size": 64, "num_attention_heads": 6, "head_dim": 512,
+        "qk_rope_head_dim": 64, "q_lora_rank": 32, "sliding_window": 128, "o_groups": 3, "o_lora_rank": 10,
+        "index_n_heads": 4, "index_head_dim": 128, "index_topk": 64, "num_hidden_layers": 1, "layer_types": [kind],
+        "max_position_embeddings": 512, "rope_theta": 1e4, "compress_rope_theta": 4e4, "rms_norm_eps": 1e-6,
+    }, 0)  # fmt: skip
+    cache = v4.init_cache(
+        config, window_pages=PAGES, compressed_pages=PAGES, num_states=2, page_size=PAGE, dtype=dtype
+    )
+    made = v4.make_step(
+        config,
+        step(),
+        state_slots=jnp.arange(2, dtype=jnp.int32),
+        compressed_tables=step().block_tables,
+        cos_sin=v4.rope_table(config, 512),
+        page_size=PAGE,
+    )
+    assert calls(program(v4, config, cache, made)) == count

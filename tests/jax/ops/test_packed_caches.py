@@ -1,0 +1,248 @@
+"""The packed caches' operations without a GPU: what they mean, what is lowered around their kernels, and what jax's
+transformations make of these, where an emulation takes their place."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import tsmla_jax
+from tests.emulator.decode import emulated
+from tests.jax.ops.programs import calls, collectives, ints, lower
+from tsmla_jax import sparse
+from tsmla_jax.ops import device
+from tsmla_jax.ops.indexer_quantize import cute as quantize_cute
+from tsmla_jax.ops.indexer_quantize.api import OPERATION as QUANTIZE
+from tsmla_jax.ops.write_indexer_cache import cute as keys_cute
+from tsmla_jax.ops.write_indexer_cache.api import OPERATION as KEYS
+from tsmla_jax.ops.write_packed_kv_cache import cute as packed_cute
+from tsmla_jax.ops.write_packed_kv_cache.api import OPERATION as PACKED
+from tsmla_jax.sparse import CompressorState
+from tsmla_kernels.kernel import Kernel
+
+TOKENS, PAGES, PAGE, HEADS = 6, 4, 16, 4
+OPERATIONS = {operation.name: operation for operation in (PACKED, KEYS, QUANTIZE)}
+WRITES = (PACKED.name, KEYS.name)
+OPTIONS: dict[str, dict[str, Any]] = {
+    PACKED.name: {"rope_interleave": False},
+    KEYS.name: {"rope_offset": 64, "rope_layout": "interleaved"},
+    QUANTIZE.name: {"rope_offset": 0, "rope_layout": "halves"},
+}
+
+
+def arrays(op: str, seed: int = 0, tokens: int = TOKENS) -> tuple[jax.Array, ...]:
+    rng = np.random.default_rng(seed)
+
+    def drawn(*shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    slots = ints(rng.permutation(PAGES * PAGE)[:tokens]).at[1].set(-1)
+    turn = tuple(drawn(tokens, 32, dtype=jnp.float32) for _ in range(2))
+    width = 656 if op == PACKED.name else 132
+    cache = jnp.asarray(rng.integers(0, 256, (PAGES, PAGE, width), np.uint8))
+    return {
+        PACKED.name: (cache, drawn(tokens, 512), drawn(tokens, 64), slots, *turn),
+        KEYS.name: (cache, drawn(tokens, 128), slots, *turn),
+        QUANTIZE.name: (drawn(tokens, HEADS, 128), drawn(tokens, HEADS), *turn),
+    }[op]
+
+
+def run(op: str, name: str) -> Any:
+    return functools.partial(getattr(sparse, op), implementation=name, **OPTIONS[op])
+
+
+def assert_same(got: Any, want: Any) -> None:
+    """XLA may contract a rotation's products in one program and not in the other: here and there a byte is another."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        x, y = np.asarray(a), np.asarray(b)
+        assert x.dtype == y.dtype and x.shape == y.shape
+        assert np.mean(x != y) < 0.002
+
+
+def emulate(*given: jax.Array, kernel: Kernel, config: Any, arch: str, result_shapes: Any) -> list[jax.Array]:
+    """What a kernel computes from its own operands, through the reference."""
+    call = list(given)
+    if kernel.name == QUANTIZE.name:
+        call[:2] = given[0].reshape(-1, config.num_heads, 128), given[1].reshape(-1, config.num_heads)
+    results = run(kernel.name, "reference")(*call)
+    return [x.reshape(shape) for x, shape in zip(jax.tree.leaves(results), result_shapes, strict=True)]
+
+
+@pytest.fixture
+def emulation(monkeypatch: pytest.MonkeyPatch, cache_directory: Any) -> Any:
+    if jax.default_backend() != "cpu":
+        pytest.skip("emulates the kernels on CPUs")
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    with emulated(*(cute._transformable for cute in (packed_cute, keys_cute, quantize_cute)), by=emulate):
+        yield
+
+
+@pytest.mark.usefixtures("cache_directory")
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_the_call_is_one_kernel(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    text = lower(run(op, "cute"), *arrays(op), donate=(0,) if op in WRITES else ())
+    assert text.count(f"@{device.TARGET}(") == 1
+    assert ("output_tuple_indices = [], operand_index = 0" in text) == (op in WRITES)
+
+
+@pytest.mark.usefixtures("emulation")
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_jitted_and_mapped(op: str) -> None:
+    first, second = arrays(op), arrays(op, 7)
+    assert_same(jax.jit(run(op, "cute"))(*first), jax.jit(run(op, "reference"))(*first))
+    both = tuple(jnp.stack(pair) for pair in zip(first, second, strict=True))
+    mapped = jax.vmap(run(op, "cute"))
+    assert calls(jax.make_jaxpr(mapped)(*both)) == 1
+    assert_same(jax.jit(mapped)(*both), jax.jit(jax.vmap(run(op, "reference")))(*both))
+
+
+@pytest.mark.usefixtures("emulation")
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_pages_and_tokens_stay_on_their_devices(op: str) -> None:
+    given = arrays(op)
+    mesh = Mesh(np.asarray(jax.devices()[:2]), "x")
+    split, whole = NamedSharding(mesh, P("x")), NamedSharding(mesh, P())
+    shardings = [split if op not in WRITES or i == 0 else whole for i in range(len(given))]
+    placed = [jax.device_put(x, sharding) for x, sharding in zip(given, shardings, strict=True)]
+    compiled = jax.jit(run(op, "cute")).lower(*placed).compile()
+    assert not collectives(compiled)
+    assert_same(compiled(*placed), jax.jit(run(op, "reference"))(*given))
+
+
+@pytest.mark.usefixtures("emulation")
+def test_queries_have_the_references_derivative() -> None:
+    q, weights, *turn = arrays(QUANTIZE.name)
+
+    def loss(name: str, weights: jax.Array) -> jax.Array:
+        return (run(QUANTIZE.name, name)(q, weights, *turn)[1] ** 2).sum()
+
+    got, want = (jax.jit(jax.grad(functools.partial(loss, name)))(weights) for name in ("cute", "reference"))
+    np.testing.assert_allclose(np.float32(got), np.float32(want), rtol=1e-2)
+
+
+@pytest.mark.parametrize("op", WRITES)
+def test_a_rotation_is_that_of_the_rows(op: str) -> None:
+    """Rotated first, or by the operation."""
+    cache, *rows, slots, cos, sin = arrays(op)
+    if op == PACKED.name:
+        cos_sin = jnp.concatenate([cos, sin], axis=1)
+        turned = sparse.apply_rope(rows[1], jnp.arange(TOKENS, dtype=jnp.int32), cos_sin)
+        got = sparse.write_packed_kv_cache(cache, *rows, slots, cos, sin)
+        assert_same(got, sparse.write_packed_kv_cache(cache, rows[0], turned, slots))
+    else:
+        cos_sin = jnp.concatenate([cos, sin], axis=1)
+        turned = sparse.apply_rope(rows[0].astype(jnp.float32), jnp.arange(TOKENS, dtype=jnp.int32), cos_sin)
+        got = sparse.write_indexer_cache(cache, *rows, slots, cos, sin, **OPTIONS[op])
+        assert_same(got, sparse.write_indexer_cache(cache, turned, slots))
+
+
+@pytest.mark.parametrize(
+    ("op", "at", "value", "message"),
+    [
+        (PACKED.name, 1, jnp.zeros((TOKENS, 500)), "latent: got shape .*; its last axis must be 512"),
+        (PACKED.name, 2, jnp.zeros((3, 64)), r"k_rope: got rows \[3\]; latent has \[6\]"),
+        (PACKED.name, 4, None, "cos: got None; legal: cos and sin, or neither"),
+        (PACKED.name, 5, jnp.zeros((TOKENS, 16)), r"sin: got shape \[6, 16\]; legal: \[T, R / 2\] = \[6, 32\]"),
+        (KEYS.name, 1, jnp.zeros((TOKENS, 64)), "k: got shape .*Di, k_cache's key width"),
+        (KEYS.name, 3, jnp.zeros((TOKENS, 64)), r"sin: got shape \[6, 32\]; legal: \[T, R / 2\] = \[6, 64\]"),
+        (QUANTIZE.name, 1, jnp.zeros((TOKENS, 3)), "weights: got shape .*Hi, q's heads"),
+    ],
+)
+def test_refuses(op: str, at: int, value: Any, message: str) -> None:
+    given = list(arrays(op))
+    given[at] = value
+    with pytest.raises(ValueError, match=message):
+        run(op, "xla")(*given)
+
+
+def test_a_rotation_stays_inside_the_row() -> None:
+    with pytest.raises(ValueError, match="cos: got width R / 2 = 32 with rope_offset = 65; legal: columns"):
+        sparse.indexer_quantize(*arrays(QUANTIZE.name), rope_offset=65)
+    with pytest.raises(ValueError, match="rope_layout: got 'pairs'; legal: 'interleaved', 'halves'"):
+        sparse.indexer_quantize(*arrays(QUANTIZE.name), rope_layout="pairs")
+
+
+def test_checks_see_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TSMLA_CHECK", "1")
+    cache, k, slots, *turn = arrays(KEYS.name)
+    with pytest.raises(ValueError, match="slot_mapping: tokens 0 and 2 both go to slot"):
+        sparse.write_indexer_cache(cache, k, slots.at[2].set(slots[0]), *turn)
+
+
+def compress_arrays() -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    state = sparse.init_compressor_state(3, ratio=4, channels=128, overlap=True)
+    return {
+        "cache": jnp.zeros((5, 16, 132), jnp.uint8),
+        "kv_score": jnp.asarray(rng.standard_normal((30, 2, 256)), jnp.float32),
+        "ape": jnp.asarray(rng.standard_normal((4, 256)), jnp.float32),
+        "state": state,
+        "norm_weight": jnp.ones(128),
+        "cos_sin": jnp.asarray(rng.standard_normal((64, 64)), jnp.float32),
+        "block_tables": ints([[4], [2]]),
+        "state_slots": ints([2, 0]),
+        "seq_lens": ints([17, 12]),
+        "cu_seqlens_q": ints([0, 17, 29]),
+    }
+
+
+COMPRESS = functools.partial(tsmla_jax.compress_write_kv_cache, ratio=4, overlap=True, eps=1e-6)
+
+
+def test_compress_write_is_the_separate_steps() -> None:
+    given = compress_arrays()
+    entries, state = tsmla_jax.compress_kv(
+        given["kv_score"],
+        given["ape"],
+        given["state"],
+        **{name: given[name] for name in ("state_slots", "seq_lens", "cu_seqlens_q")},
+        ratio=4,
+        overlap=True,
+    )
+    rows = sparse.norm_rope(entries.kv, given["norm_weight"], entries.positions * 4, given["cos_sin"], eps=1e-6)
+    tables = given["block_tables"][jnp.maximum(entries.requests, 0)]
+    slots = sparse.positions_to_slots(entries.positions[:, None], tables, 16)[:, 0]
+    want = sparse.write_indexer_cache(given["cache"], rows, slots)
+    for name in ("xla", "reference"):
+        cache, new_state = jax.jit(functools.partial(COMPRESS, implementation=name))(**given)
+        assert_same(cache, want)
+        for a, b in zip(new_state, state, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.usefixtures("cache_directory")
+def test_compress_write_is_one_kernel_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    given = compress_arrays()
+    cache, state = given.pop("cache"), given.pop("state")
+
+    def step(cache: jax.Array, state: CompressorState) -> Any:
+        return COMPRESS(cache=cache, state=state, **given, implementation="cute")
+
+    text = lower(step, cache, state, donate=(0, 1))
+    assert text.count(f"@{device.TARGET}(") == 1
+    assert all(f"output_tuple_indices = [{i}], operand_index = {i}" in text for i in range(3))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cache": jnp.zeros((5, 16, 68), jnp.uint8)}, "cache: got rows of width 64; kv_score's C is 128"),
+        ({"kv_scale": 0.5}, "kv_scale: got a scale with a cache of uint8"),
+        ({"norm_weight": jnp.ones(64)}, "norm_weight: got shape"),
+        ({"cos_sin": jnp.ones((8, 130))}, "cos_sin: got shape"),
+        ({"block_tables": ints([[1]])}, "block_tables: got shape"),
+        ({"state_slots": ints([1])}, "state_slots: got shape"),
+    ],
+)
+def test_compress_write_refuses(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        COMPRESS(**{**compress_arrays(), **change})
+    with pytest.raises(TypeError, match="eps: got str; legal: a static float"):
+        COMPRESS(**compress_arrays(), **{"eps": "small"})

@@ -1,0 +1,265 @@
+"""sparse_mla by the kernel, on CPUs: its choice and its operands, and jax's transformations around it. An emulation
+takes the kernel's place; the reference is the oracle."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import tsmla_jax
+from tests.emulator import decode as cute_emulation
+from tests.emulator import sparse as emulation
+from tests.jax.ops.programs import assert_same, calls, collectives, ints
+from tests.oracles import sparse as oracle
+from tsmla_jax.ops import kernel_call
+from tsmla_jax.ops.sparse_mla import cute
+
+pytestmark = [
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="emulates the kernel on CPUs"),
+    pytest.mark.usefixtures("quick_compilation"),
+]
+
+TOKENS, HEADS, SELECTED, WINDOW, PAGE = 8, 4, 12, 4, 8
+Results = tuple[jax.Array, jax.Array]
+Struct = jax.ShapeDtypeStruct
+
+
+@pytest.fixture(autouse=True, scope="module")
+def emulated() -> Iterator[None]:
+    with cute_emulation.emulated(cute._transformable, by=emulation.emulate):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def architecture(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+
+
+def caches_of(layout: str) -> dict[str, jax.Array]:
+    """kv_cache of 5 pages, and for V4 a second one of 3."""
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((5, PAGE, 576))
+    if layout == "v32":
+        packed = b"".join(oracle.v32_row(row[:512], row[512:]) for row in rows.reshape(-1, 576))
+        return {"kv_cache": jnp.asarray(np.frombuffer(packed, np.uint8).reshape(5, PAGE, 656))}
+    if layout == "plain":
+        return {"kv_cache": jnp.asarray(oracle.e4m3(rows * 9))}
+    pages = np.stack([np.frombuffer(oracle.v4_page(page[:, :512], PAGE), np.uint8) for page in rows])
+    return {"kv_cache": jnp.asarray(pages), "compressed_kv_cache": jnp.asarray(pages[2:])}
+
+
+def arrays(layout: str) -> dict[str, jax.Array]:
+    """The arrays of a call: -1, duplicates, no key at all, and POISON behind the lengths."""
+    rng = np.random.default_rng(1)
+    indices = rng.integers(-1, 5 * PAGE, (TOKENS, SELECTED))
+    indices[:, WINDOW:] = rng.integers(-1, 3 * PAGE, (TOKENS, SELECTED - WINDOW))
+    lengths = np.asarray([12, 0, 3, 12, 7, 12, 1, 12])
+    indices[3], indices[4, 7:] = -1, 2**31 - 1
+    found = {
+        "q": jnp.asarray(rng.standard_normal((TOKENS, HEADS, 512 if layout == "v4" else 576)), jnp.bfloat16),
+        **caches_of(layout),
+        "indices": ints(indices),
+        "lengths": ints(lengths),
+    }
+    return found | ({"sinks": jnp.asarray(rng.standard_normal(HEADS), jnp.bfloat16)} if layout == "v4" else {})
+
+
+def attend(implementation: str | None, layout: str, **options: Any) -> Callable[..., Results]:
+    """sparse_mla of arrays by name."""
+    fixed: dict[str, Any] = {"softmax_scale": 0.135, "return_lse": True}
+    if layout == "v4":
+        fixed |= {"window": WINDOW, "page_size": PAGE, "compressed_page_size": PAGE}
+    elif layout == "plain":
+        fixed |= {"kv_scale": jnp.float32(1 / 9)}
+    run = partial(tsmla_jax.sparse_mla, implementation=implementation, **(fixed | options))
+    return lambda given: run(**given)
+
+
+LAYOUTS = ("v32", "v4", "plain")
+
+
+@pytest.mark.parametrize("without", [(), ("lengths",), ("sinks",)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_operands(layout: str, without: tuple[str, ...]) -> None:
+    given = {name: array for name, array in arrays(layout).items() if name not in without}
+    if "lengths" in without:
+        given["indices"] = jnp.where(given["indices"] > 99, -1, given["indices"])
+    for softmax_scale in (0.1, jnp.float32(0.2)):
+        options = {"softmax_scale": softmax_scale, "q_scale": 0.5}
+        got = jax.jit(attend("cute", layout, **options))(given)
+        assert_same(got, attend("reference", layout, **options)(given))
+        assert got[0].dtype == jnp.bfloat16 and got[0].shape == (TOKENS, HEADS, 512)
+
+
+@pytest.mark.parametrize("layout", ["plain", "v32"])
+def test_wide_pages_and_two_scales(layout: str) -> None:
+    given, options = arrays(layout), {"page_size": 5, "batch_invariant": True}
+    options |= {"compressed_kv_cache": given["kv_cache"][:4], "window": WINDOW, "compressed_page_size": 7}
+    if layout == "plain":
+        options |= {"kv_scale": 0.1, "compressed_kv_scale": jnp.float32(0.3)}
+    got, want = (attend(name, layout, **options)(given) for name in ("cute", "reference"))
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("tokens", [(0, SELECTED), (TOKENS, 0)])
+def test_nothing_to_attend_to(tokens: tuple[int, int]) -> None:
+    given = {name: array for name, array in arrays("v32").items() if name != "lengths"}
+    given |= {"q": given["q"][: tokens[0]], "indices": given["indices"][: tokens[0], : tokens[1]]}
+    out, lse = jax.jit(attend("cute", "v32"))(given)
+    assert out.shape == (tokens[0], HEADS, 512) and not np.float32(out).any() and np.isneginf(lse).all()
+
+
+# ---- vmap, derivatives
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("batched", [("q",), ("indices", "lengths"), ("kv_cache",), ("q", "kv_cache", "indices")])
+def test_vmap_folds_into_one_call(layout: str, batched: tuple[str, ...]) -> None:
+    given = arrays(layout)
+    stacked = {n: jnp.stack([x, x[::-1], x]) if n in batched else x for n, x in given.items()}
+    axes = ({name: 0 if name in batched else None for name in given},)
+    run = jax.vmap(attend("cute", layout), axes)
+    assert_same(run(stacked), jax.vmap(attend("reference", layout), axes)(stacked))
+    jaxpr = jax.make_jaxpr(run)(stacked)
+    assert calls(jaxpr) == 1 and f"bf16[{3 * TOKENS * HEADS}," in str(jaxpr)
+
+
+def test_vmap_over_sinks_and_scales_calls_one_after_another() -> None:
+    given = arrays("v4")
+    for axes in ({"sinks": 0}, {}):
+        stacked = given | ({"sinks": jnp.stack([given["sinks"], -given["sinks"]])} if axes else {})
+        scales = jnp.asarray([0.1, 0.1] if axes else [0.1, 0.2], jnp.float32)
+        found = [
+            jax.vmap(
+                lambda scale, given, kind=kind: attend(kind, "v4", softmax_scale=scale)(given),
+                (0, {n: axes.get(n) for n in given}),
+            )(scales, stacked)
+            for kind in ("cute", "reference")
+        ]
+        assert_same(*found)
+
+
+def test_derivatives_are_refused_with_the_alternative() -> None:
+    given = arrays("v32")
+
+    def loss(q: jax.Array) -> jax.Array:
+        return attend("cute", "v32")(given | {"q": q})[0].astype(jnp.float32).sum()
+
+    with pytest.raises(NotImplementedError, match=r"sparse_mla has no derivative .* implementation='reference'"):
+        jax.grad(loss)(given["q"])
+
+
+# ---- several devices
+
+
+SPECS = {
+    "heads": {"q": P(None, "model"), "sinks": P("model")},
+    "tokens": {"q": P("data"), "indices": P("data"), "lengths": P("data")},
+    "both": {"q": P("data", "model"), "indices": P("data"), "lengths": P("data"), "sinks": P("model")},
+    "indices only": {"indices": P("data")},
+}
+
+
+@pytest.mark.parametrize("layout", ["v32", "v4"])
+@pytest.mark.parametrize("name", SPECS)
+def test_automatic_partitioning_moves_nothing(mesh: Mesh, name: str, layout: str) -> None:
+    given = arrays(layout)
+    split = {n: jax.device_put(x, NamedSharding(mesh, SPECS[name].get(n, P()))) for n, x in given.items()}
+    compiled = jax.jit(attend("cute", layout)).lower(split).compile()
+    assert collectives(compiled) == []
+    got = compiled(split)
+    assert_same(got, attend("reference", layout)(given))
+    data, model = ("data" in str(SPECS[name])), ("model" in str(SPECS[name]))
+    assert got[0].addressable_shards[0].data.shape == (TOKENS // (4 if data else 1), HEADS // (2 if model else 1), 512)
+
+
+def test_explicit_axes() -> None:
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Explicit))
+    given = arrays("v4")
+    split = {n: jax.device_put(x, NamedSharding(mesh, SPECS["both"].get(n, P()))) for n, x in given.items()}
+    got = jax.jit(attend("cute", "v4"))(split)
+    assert_same(got, attend("reference", "v4")(given))
+    assert got[0].sharding.spec[:2] == ("data", "model")
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", ["heads", "tokens", "both"])
+def test_shard_map(mesh: Mesh, name: str, check_vma: bool) -> None:
+    given, specs = arrays("v4"), SPECS[name]
+    rows = specs["q"]
+    in_specs = ({n: specs.get(n, P()) for n in given},)
+    mapped = jax.shard_map(
+        attend("cute", "v4"), mesh=mesh, in_specs=in_specs, out_specs=(rows, rows), check_vma=check_vma
+    )
+    compiled = jax.jit(mapped).lower(given).compile()
+    assert collectives(compiled) == []
+    assert_same(compiled(given), attend("reference", "v4")(given))
+
+
+def test_export_once_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_call, "_module", lambda *_: (b"object", b"key"))
+    t, p = export.symbolic_shape("t, p")
+    checks = tsmla_jax.export_disabled_checks()
+    given = {
+        "q": Struct((t, 16, 576), jnp.bfloat16),
+        "kv_cache": Struct((p, 64, 656), jnp.uint8),
+        "indices": Struct((t, 2048), jnp.int32),
+    }
+    run = jax.jit(lambda given: attend("cute", "v32")(given))
+    exported = export.export(run, platforms=["cuda"], disabled_checks=checks)(given)
+    assert exported.out_avals[0].shape == (t, 16, 512)
+    with pytest.raises(ValueError, match="CuteDSLRT"):
+        export.export(run, platforms=["cuda"])(given)
+
+
+# ---- which implementation runs
+
+
+def explain(layout: str, **changed: Any) -> Any:
+    given = {name: Struct(x.shape, x.dtype) for name, x in arrays(layout).items()}
+    pages = {"window": WINDOW, "page_size": PAGE, "compressed_page_size": PAGE} if layout == "v4" else {}
+    return tsmla_jax.explain("sparse_mla", **(given | {"softmax_scale": 1.0} | pages | changed))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_named_and_by_default(layout: str) -> None:
+    named = explain(layout, implementation="cute")
+    assert named.chosen == "cute" and named.reasons["cute"] == ()
+    by_default = explain(layout)
+    assert by_default.chosen == "xla" and "jax's default device is a cpu" in by_default.reasons["cute"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"q": Struct((TOKENS, HEADS, 576), jnp.float32)}, "q.dtype is float32"),
+        ({"q": Struct((TOKENS, HEADS, 576), jnp.float8_e4m3fn)}, "q.dtype is float8_e4m3fn"),
+        ({"kv_cache": Struct((5, PAGE, 576), jnp.float32)}, "kv_cache.dtype is float32"),
+        ({"latent_dim": 256}, "latent_dim is 256"),
+        (
+            {"compressed_kv_cache": Struct((5, PAGE, 656), jnp.uint8), "window": WINDOW},
+            "compressed_kv_cache has v32 rows of uint8 and kv_cache plain rows of float8_e4m3fn",
+        ),
+    ],
+)
+def test_reasons_are_all_said(changed: dict[str, Any], reason: str) -> None:
+    explained = explain("plain", implementation="cute", **changed)
+    assert explained.chosen is None and any(reason in said for said in explained.reasons["cute"])
+
+
+def test_another_architecture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_100a")
+    text = re.escape("the architecture is sm_100a; sparse_mla is written for sm_90a")
+    with pytest.raises(NotImplementedError, match=text):
+        attend("cute", "v32")(arrays("v32"))

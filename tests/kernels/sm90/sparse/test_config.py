@@ -1,0 +1,112 @@
+"""The sparse kernel's configurations: what is taken, which object serves a call, and what fits into shared memory."""
+
+import dataclasses
+
+import pytest
+
+from tsmla_kernels.catalog import SPARSE_MLA, sparse_mla_config
+from tsmla_kernels.contract.layouts import CacheSpec
+from tsmla_kernels.contract.sparse import SparseMLASpec
+from tsmla_kernels.sm90.constants import FP8, SMEM_BYTES
+from tsmla_kernels.sm90.sparse.config import (
+    MAX_STAGES,
+    MIN_STAGES,
+    SparseConfig,
+    sparse_config,
+    sparse_reasons,
+    workspace_shapes,
+)
+
+V32 = CacheSpec("v32", 7, 64, 64, 576, "uint8")
+V4 = CacheSpec("v4", 7, 64, 64, 512, "uint8")
+PLAIN = CacheSpec("plain", 7, 64, 64, 512, FP8)
+V32_CALL = SparseMLASpec(5, 16, 576, 512, 2048, 2048, V32, None, "bfloat16")
+V4_CALL = SparseMLASpec(3, 64, 512, 512, 640, 128, V4, dataclasses.replace(V4, page_size=2, span=2), "bfloat16")
+
+
+def test_calls_of_any_size_share_an_object() -> None:
+    config = sparse_config(V32_CALL)
+    for other in (
+        {"num_tokens": 4096},
+        {"num_selected": 7, "window": 7},
+        {"cache": dataclasses.replace(V32, num_pages=1)},
+        {"cache": dataclasses.replace(V32, page_size=16, span=16)},
+    ):
+        assert sparse_config(dataclasses.replace(V32_CALL, **other)) == config
+    assert sparse_config(V32_CALL, lengths=True) != config != sparse_config(V32_CALL, sinks=True)
+
+
+def test_few_tokens_of_many_heads_have_narrow_tiles() -> None:
+    many = dataclasses.replace(V4_CALL, num_tokens=4096)
+    assert sparse_config(V4_CALL).decode.tile_rows == 32 and sparse_config(many).decode.tile_rows == 64
+    assert sparse_config(V4_CALL).decode.max_tiles == 2 and sparse_config(many).decode.max_tiles == 1
+    assert sparse_config(dataclasses.replace(V4_CALL, num_tokens="t")).decode.tile_rows == 64
+    assert sparse_config(dataclasses.replace(V4_CALL, batch_invariant=True)).decode.tile_rows == 64
+    assert sparse_config(dataclasses.replace(V4_CALL, num_heads=16)).decode.p_rows == 16
+
+
+def test_pages_with_gaps_and_v4_pages_are_compiled_in() -> None:
+    gaps = sparse_config(dataclasses.replace(V32_CALL, cache=dataclasses.replace(V32, span=72)))
+    assert (gaps.page_size, gaps.page_span) == (64, 72)
+    config = sparse_config(V4_CALL)
+    assert (config.page_size, config.page_span, config.window) == (64, 64, 128)
+    assert (config.compressed_page_size, config.compressed_page_span) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"q_dtype": "float32"}, "q.dtype is float32"),
+        ({"q_dtype": FP8}, "q.dtype is float8_e4m3fn"),
+        ({"latent_dim": 448}, "latent_dim is 448"),
+        ({"num_heads": "h"}, "num_heads is h"),
+        ({"cache": dataclasses.replace(PLAIN, dtype="float32")}, "kv_cache.dtype is float32"),
+        ({"cache": dataclasses.replace(PLAIN, head_dim=320)}, "kv_cache's keys are 320 wide"),
+        ({"cache": dataclasses.replace(PLAIN, dtype="float16")}, "num_heads is 64"),
+        ({"compressed": PLAIN}, "compressed_kv_cache has plain rows of float8_e4m3fn"),
+    ],
+)
+def test_reasons_name_what_is_not_taken(changes: dict, said: str) -> None:
+    assert sparse_reasons(V4_CALL) == sparse_reasons(V32_CALL) == []
+    call = dataclasses.replace(V4_CALL, **({"compressed": None} | changes))
+    assert sparse_reasons(call)[0].startswith(said)
+
+
+@pytest.mark.parametrize("heads", [1, 16, 17, 32, 33, 64, 65, 128])
+@pytest.mark.parametrize("layout", ["v32", "v4", "plain 512", "plain 576"])
+def test_shared_memory_holds_the_stages(heads: int, layout: str) -> None:
+    """A row's pitch is an odd multiple of 16 bytes, so that eight rows meet each bank once; P begins where WGMMA's
+    swizzle does; and gathered rows are copied in units of 16 bytes."""
+    layout, _, width = layout.partition(" ")
+    kv_dtype = FP8 if layout == "plain" else "uint8"
+    config = SparseConfig("bfloat16", heads, layout, kv_dtype, int(width or (576 if layout == "v32" else 512)))
+    assert MIN_STAGES <= config.stages <= MAX_STAGES
+    assert config.pitch // 16 % 2 == 1 and config.pitch % 16 == 0 and config.row_bytes % 16 == 0
+    assert config.keys_bytes % 1024 == 0 and config.stage_bytes % 1024 == 0
+    assert config.stages * config.stage_bytes + config.q_bytes + 4 * config.exchanged_words < SMEM_BYTES
+    assert config.rope_offset + 2 * (config.head_dim - config.e4m3_columns) == config.row_bytes
+
+
+def test_operands_are_those_of_the_call() -> None:
+    names = [operand.name for operand in SPARSE_MLA.operands(sparse_config(V32_CALL))]
+    assert names == ["q", "kv_cache", "indices", "scales", "out", "lse", "partial_out", "partial_lse", "split_info"]
+    config = sparse_config(V4_CALL, lengths=True, sinks=True)
+    operands = {operand.name: operand for operand in SPARSE_MLA.operands(config)}
+    assert list(operands)[:6] == ["q", "kv_cache", "compressed_kv_cache", "indices", "lengths", "sinks"]
+    assert operands["kv_cache"].shape == (None, None) and operands["sinks"].shape == (64,)
+    for name, (shape, dtype) in workspace_shapes(config, 132, 3, 640).items():
+        operands[name].check(shape, dtype)
+
+
+def test_options_name_the_object_of_a_call() -> None:
+    options = {"num_heads": "64", "layout": "v4", "window": "128", "compressed_page_size": "2", "sinks": "true"}
+    options["num_tokens"] = "3"
+    assert sparse_mla_config(options) == sparse_config(V4_CALL, sinks=True)
+    assert sparse_mla_config({"num_heads": "16", "lengths": "true"}) == sparse_config(V32_CALL, lengths=True)
+    for wrong, said in (
+        ({"num_heads": "16", "layout": "v5"}, "layout=v5"),
+        ({"layout": "v4"}, "num_heads is needed"),
+        ({"num_heads": "64", "layout": "plain"}, "num_heads is 64"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            sparse_mla_config(wrong)

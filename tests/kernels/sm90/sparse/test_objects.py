@@ -1,0 +1,81 @@
+"""The sparse kernel as it is compiled: nothing spilled, nothing in local memory, no serialised WGMMA. Needs no GPU."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.object_checks import assert_small_enough_to_embed, assert_stays_in_registers
+from tsmla_kernels import object_cache
+from tsmla_kernels.catalog import SPARSE_MLA, sparse_mla_config
+from tsmla_kernels.compile import CompiledObject
+
+ARCH = "sm_90a"
+
+CONFIGS = {
+    "16 heads": {"num_heads": "16"},
+    "128 heads, lengths": {"num_heads": "128", "lengths": "true"},
+    "32 heads, f16, lengths": {"num_heads": "32", "dtype": "float16", "lengths": "true"},
+    "9 heads, gaps between pages, batch invariant": {
+        "num_heads": "9",
+        "page_span": "72",
+        "lengths": "true",
+        "batch_invariant": "true",
+    },
+    "V4, two caches, sinks, 64 heads": {
+        "num_heads": "64",
+        "layout": "v4",
+        "window": "128",
+        "compressed_page_size": "32",
+        "lengths": "true",
+        "sinks": "true",
+    },
+    "V4, one cache, 16 heads": {"num_heads": "16", "layout": "v4"},
+    "V4, two caches, 128 heads, batch invariant": {
+        "num_heads": "128",
+        "layout": "v4",
+        "window": "100",
+        "sinks": "true",
+        "batch_invariant": "true",
+    },
+    "e4m3, D 576, 16 heads": {"num_heads": "16", "layout": "plain", "kv_dtype": "float8_e4m3fn"},
+    "64 heads, few tokens": {"num_heads": "64", "num_tokens": "1"},
+    "V4, two caches, 128 heads, few tokens": {
+        "num_heads": "128",
+        "num_tokens": "1",
+        "layout": "v4",
+        "window": "128",
+        "sinks": "true",
+    },
+    "bf16, D 576, 32 heads": {"num_heads": "32", "layout": "plain"},
+    "bf16, D 512, two caches, 64 heads": {"num_heads": "64", "layout": "plain", "head_dim": "512", "window": "128"},
+    "f16, D 576, 8 heads": {"num_heads": "8", "layout": "plain", "dtype": "float16"},
+    "e4m3, D 512, 64 heads": {
+        "num_heads": "64",
+        "layout": "plain",
+        "kv_dtype": "float8_e4m3fn",
+        "head_dim": "512",
+        "sinks": "true",
+    },
+}
+FAST = ("16 heads", "V4, two caches, sinks, 64 heads")
+"""Compiled in every run of the tests; each takes ten to twenty seconds. The others are slow tests."""
+
+
+@pytest.fixture(scope="module")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield tmp_path_factory.mktemp("sparse-objects")
+
+
+@pytest.fixture(params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CONFIGS])
+def compiled(request: pytest.FixtureRequest, shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> CompiledObject:
+    monkeypatch.setenv("TSMLA_CACHE_DIR", str(shared_cache))
+    return object_cache.load_or_compile(SPARSE_MLA, sparse_mla_config(CONFIGS[request.param]), ARCH)
+
+
+def test_everything_stays_in_registers(compiled: CompiledObject) -> None:
+    assert_stays_in_registers(compiled, kernels=2)  # attention and combine
+
+
+def test_object_is_small_enough_to_embed(compiled: CompiledObject) -> None:
+    assert_small_enough_to_embed(compiled)

@@ -1,0 +1,303 @@
+"""The two steps of generation: a chunk of prompts, and the next token (or drafts) of every text under way.
+
+The state of the texts under way stays on the device: a step reads it, computes and returns the next one, and the host
+need not see the tokens of one step to start another. `run_prefill` and `run_decode` are compositions of a few jitted
+parts. Under `jax.jit` a step is one program, which a GPU wants: it is launched once, as CUDA graphs. Called as they
+are, they launch a program a layer, and layers of one kind share theirs, which compiles in a fraction of the time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tsmla_jax.generate import model
+from tsmla_jax.generate.config import ModelConfig
+from tsmla_jax.generate.model import Batch, Params, StepOptions
+from tsmla_jax.generate.sampling import Sampling, select_tokens
+from tsmla_jax.nn.step import Step
+from tsmla_jax.ops.ragged import row_owner
+
+NO_TOKEN = -1
+"""In the results of a step: no token here."""
+
+
+class State(NamedTuple):
+    """The texts under way, one a row, on the device. A text's row is also its slot of V4's compressor states.
+
+    tokens        [R] i32, the last token of each text, which the next step brings into the cache
+    cached        [R] i32, its tokens in the cache
+    remaining     [R] i32, tokens that it may still generate; 0 in a row without a text or with one that has ended
+    requests      [R] i32, the number that its random bits depend on
+    block_tables  [R, M] i32, its pages
+    """
+
+    tokens: jax.Array
+    cached: jax.Array
+    remaining: jax.Array
+    requests: jax.Array
+    block_tables: jax.Array
+
+
+class Prompts(NamedTuple):
+    """A chunk of prompts, packed: r of them, T tokens in all; i32.
+
+    tokens        [T], those from cu_seqlens[r] on are padding
+    cu_seqlens    [r + 1], where each prompt's tokens of this chunk start
+    seq_lens      [r], tokens of each prompt up to the end of this chunk
+    rows          [r], its row of the state; -1 for padding
+    limits        [r], tokens to generate after this chunk; 0 where more of the prompt follows
+    requests      [r], as in `State`
+    block_tables  [r, M]
+    """
+
+    tokens: Any
+    cu_seqlens: Any
+    seq_lens: Any
+    rows: Any
+    limits: Any
+    requests: Any
+    block_tables: Any
+
+
+class Drafts(NamedTuple):
+    """Guesses at the tokens after each text's last one: tokens [B, K] i32, and how many there are, lens [B] i32."""
+
+    tokens: Any
+    lens: Any
+
+
+class Constants(NamedTuple):
+    """What all steps of a run share: ids that end a text [N] i32, the sampling, the scale of an fp8 cache (or None) and
+    V4's rope tables."""
+
+    ends: jax.Array
+    sampling: Sampling
+    kv_scale: jax.Array | None
+    ropes: dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """The static part of a step.
+
+    Attributes:
+      model: the model, without its end tokens, which are no concern of compiled programs.
+      options: of the layers.
+      rows: texts of the step, with padding.
+      greedy: whether tokens are the most likely ones.
+    """
+
+    model: ModelConfig
+    options: StepOptions
+    rows: int
+    greedy: bool
+
+
+def init_state(rows: int, max_pages: int) -> State:
+    """No texts: R rows, tables of M pages."""
+    # Arrays of their own: a step takes over the buffers of the state, each once.
+    return State(
+        tokens=jnp.zeros(rows, jnp.int32),
+        cached=jnp.zeros(rows, jnp.int32),
+        remaining=jnp.zeros(rows, jnp.int32),
+        requests=jnp.zeros(rows, jnp.int32),
+        block_tables=jnp.zeros((rows, max_pages), jnp.int32),
+    )
+
+
+@partial(jax.jit, donate_argnames="state")
+def drop_row(state: State, row: jax.Array) -> State:
+    """The state without the text of that row."""
+    return state._replace(remaining=state.remaining.at[row].set(0))
+
+
+def no_drafts(rows: int, most: int = 0) -> Drafts:
+    """No draft for any of `rows` texts, on the host: arrays to fill in with up to `most` each."""
+    return Drafts(np.zeros((rows, most), np.int32), np.zeros(rows, np.int32))
+
+
+def no_prompts(tokens: int, rows: int, max_pages: int) -> Prompts:
+    """A chunk of padding alone, on the host: arrays to fill in."""
+
+    def full(fill: int, *shape: int) -> Any:
+        return np.full(shape, fill, np.int32)
+
+    return Prompts(
+        tokens=full(0, tokens),
+        cu_seqlens=full(0, rows + 1),
+        seq_lens=full(0, rows),
+        rows=full(-1, rows),
+        limits=full(0, rows),
+        requests=full(0, rows),
+        block_tables=full(0, rows, max_pages),
+    )
+
+
+def run_prefill(
+    params: Params, caches: list[Any], state: State, constants: Constants, prompts: Prompts, config: StepConfig
+) -> tuple[State, list[Any], jax.Array]:
+    """Brings a chunk of prompts into the caches, and prompts that end in it into the state.
+
+    Args:
+      config: static.
+
+    Returns:
+      the state, the caches, and the token chosen after each prompt's last [r] i32, NO_TOKEN where more of it follows.
+    """
+    batch = _pack_prompts(prompts, config)
+    x, caches = _run_layers(params, caches, batch, constants, config)
+    state, tokens = _start_texts(_head(params), state, constants, prompts, x, config)
+    return state, caches, tokens
+
+
+def run_decode(
+    params: Params, caches: list[Any], state: State, constants: Constants, drafts: Drafts, config: StepConfig
+) -> tuple[State, list[Any], jax.Array]:
+    """The next token of the texts in the first config.rows rows of the state, and the drafts that it confirms.
+
+    A draft is accepted where it equals the token chosen in its place, as long as all before it were.
+
+    Args:
+      drafts: of the same rows; K may be 0. A text may have fewer drafts than it has tokens remaining.
+      config: static.
+
+    Returns:
+      the state, the caches, and the new tokens of each row [B, K + 1] i32, NO_TOKEN behind the last.
+    """
+    batch = _pack_texts(state, drafts, config)
+    x, caches = _run_layers(params, caches, batch, constants, config)
+    state, tokens = _continue_texts(_head(params), state, constants, drafts, x, config)
+    return state, caches, tokens
+
+
+run_prefill_at_once = jax.jit(run_prefill, static_argnames="config", donate_argnames=("caches", "state"))
+run_decode_at_once = jax.jit(run_decode, static_argnames="config", donate_argnames=("caches", "state"))
+
+_shared_steps = jax.jit(model.shared_steps, static_argnames=("config", "options"))
+_embed = jax.jit(model.embed, static_argnames="config")
+
+
+def _head(params: Params) -> Params:
+    """The parameters beside the layers'. Passed alone: flattening all of them would cost more than the call."""
+    return {name: value for name, value in params.items() if name != "layers"}
+
+
+def _run_layers(
+    params: Params, caches: list[Any], batch: Batch, constants: Constants, config: StepConfig
+) -> tuple[jax.Array, list[Any]]:
+    shared = _shared_steps(config.model, batch, constants.ropes, config.options) if constants.ropes else {}
+    x = _embed(_head(params), config.model, batch.tokens)
+    return model.run_layers(params, config.model, x, caches, batch, constants.kv_scale, config.options, shared)
+
+
+def _ragged_step(tables: Any, seq_lens: Any, cu_seqlens: Any, tokens: int, max_q_len: int, config: StepConfig) -> Step:
+    return Step.ragged(
+        tables,
+        seq_lens,
+        cu_seqlens,
+        total_tokens=tokens,
+        max_q_len=max_q_len,
+        page_size=config.options.page_size,
+    )
+
+
+@partial(jax.jit, static_argnames="config")
+def _pack_prompts(prompts: Prompts, config: StepConfig) -> Batch:
+    tokens = prompts.tokens.shape[0]
+    step = _ragged_step(prompts.block_tables, prompts.seq_lens, prompts.cu_seqlens, tokens, tokens, config)
+    return Batch(prompts.tokens, step, prompts.rows)
+
+
+@partial(jax.jit, static_argnames="config", donate_argnames="state")
+def _start_texts(
+    head: Params, state: State, constants: Constants, prompts: Prompts, x: jax.Array, config: StepConfig
+) -> tuple[State, jax.Array]:
+    last = jnp.maximum(prompts.cu_seqlens[1:] - 1, 0)
+    scores = model.logits(head, config.model, x, last)
+    positions = prompts.seq_lens
+    tokens = select_tokens(scores, prompts.requests, positions, *constants.sampling, greedy=config.greedy)
+    whole = prompts.limits > 0
+    ended = jnp.isin(tokens, constants.ends)
+    # A row past the last one is not written.
+    rows = jnp.where(whole, prompts.rows, state.tokens.shape[0])
+
+    def put(values: jax.Array, new: jax.Array) -> jax.Array:
+        return values.at[rows].set(new, mode="drop")
+
+    state = State(
+        tokens=put(state.tokens, tokens),
+        cached=put(state.cached, prompts.seq_lens),
+        remaining=put(state.remaining, jnp.where(ended, 0, prompts.limits - 1)),
+        requests=put(state.requests, prompts.requests),
+        block_tables=put(state.block_tables, prompts.block_tables),
+    )
+    return state, jnp.where(whole, tokens, NO_TOKEN)
+
+
+def _first_rows(state: State, rows: int) -> State:
+    return State(*(array[:rows] for array in state))
+
+
+def _cu_seqlens(texts: State, drafts: Drafts) -> tuple[jax.Array, jax.Array]:
+    """New tokens of each text, [B], and where they start among all of them, [B + 1]."""
+    new = jnp.where(texts.remaining > 0, 1 + drafts.lens, 0)
+    return new, jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(new, dtype=jnp.int32)])
+
+
+@partial(jax.jit, static_argnames="config")
+def _pack_texts(state: State, drafts: Drafts, config: StepConfig) -> Batch:
+    texts, most = _first_rows(state, config.rows), drafts.tokens.shape[1] + 1
+    active = texts.remaining > 0
+    new, cu_seqlens = _cu_seqlens(texts, drafts)
+    total = config.rows * most
+    owner, local, owned = row_owner(cu_seqlens, total)
+    candidates = jnp.concatenate([texts.tokens[:, None], drafts.tokens], axis=1)
+    tokens = jnp.where(owned, candidates[owner, jnp.minimum(local, most - 1)], 0)
+    seq_lens = jnp.where(active, texts.cached + new, 0)
+    step = _ragged_step(texts.block_tables, seq_lens, cu_seqlens, total, most, config)
+    return Batch(tokens, step, jnp.where(active, jnp.arange(config.rows, dtype=jnp.int32), -1))
+
+
+@partial(jax.jit, static_argnames="config", donate_argnames="state")
+def _continue_texts(
+    head: Params, state: State, constants: Constants, drafts: Drafts, x: jax.Array, config: StepConfig
+) -> tuple[State, jax.Array]:
+    texts, most = _first_rows(state, config.rows), drafts.tokens.shape[1] + 1
+    active = texts.remaining > 0
+    _, cu_seqlens = _cu_seqlens(texts, drafts)
+    total = config.rows * most
+    owner, local, _ = row_owner(cu_seqlens, total)
+    scores = model.logits(head, config.model, x, jnp.arange(total, dtype=jnp.int32))
+    positions = texts.cached[owner] + local + 1
+    packed = select_tokens(scores, texts.requests[owner], positions, *constants.sampling, greedy=config.greedy)
+
+    places = jnp.arange(most, dtype=jnp.int32)
+    chosen = packed[jnp.minimum(cu_seqlens[:-1, None] + places, total - 1)]
+    right = (drafts.tokens == chosen[:, :-1]) & (places[:-1] < drafts.lens[:, None])
+    count = 1 + jnp.cumprod(right, axis=1).sum(axis=1, dtype=jnp.int32)
+    ends = jnp.isin(chosen, constants.ends) & (places < count[:, None])
+    ended = ends.any(axis=1)
+    count = jnp.where(ended, jnp.argmax(ends, axis=1).astype(jnp.int32) + 1, count)
+    count = jnp.where(active, jnp.minimum(count, texts.remaining), 0)
+    last = jnp.take_along_axis(chosen, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+
+    def put(values: jax.Array, new: jax.Array) -> jax.Array:
+        return values.at[: config.rows].set(new)
+
+    state = state._replace(
+        tokens=put(state.tokens, jnp.where(active, last, texts.tokens)),
+        cached=put(state.cached, texts.cached + count),
+        remaining=put(state.remaining, jnp.where(ended, 0, texts.remaining - count)),
+    )
+    return state, jnp.where(places < count[:, None], chosen, NO_TOKEN)
+
+
+def without_ends(config: ModelConfig) -> ModelConfig:
+    """The model as programs see it: models that differ in their end tokens alone share programs."""
+    return replace(config, eos_token_ids=())

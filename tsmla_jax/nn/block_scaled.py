@@ -1,0 +1,48 @@
+"""Weights in e4m3 with a scale for every block of 128 x 128, as DeepSeek-V3's checkpoints hold them.
+
+They stay narrow on the device: a product reads one byte a weight and widens it on the way. Source: DeepSeek-V3
+(arXiv:2412.19437), section 3.3; the activations keep their dtype here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+BLOCK = 128
+
+
+def stack_size(count: int, rows: int, columns: int) -> int:
+    """How many weights a stack of `count` of e4m3 has, [rows, columns] each: at least count.
+
+    The compiler of `grouped_matmul` counts the elements of an array of at most 2^32 bytes in signed 32 bits. A stack of
+    2^31 to 2^32 of them gets unused weights behind its last, which make it one that is counted in 64 bits."""
+    size = count * rows * columns
+    return 2**32 // (rows * columns) + 1 if 2**31 < size <= 2**32 else count
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BlockScaled:
+    """A weight of 2 axes, or a stack of them: values [..., N, K] float8_e4m3fn, and scales f32 [..., N / 128, K / 128]
+    (rounded up), that multiply them.
+
+    Attributes:
+      values, scales: those arrays; K is the axis that a product sums over.
+    """
+
+    values: jax.Array
+    scales: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the values."""
+        return self.values.shape
+
+    def widened(self, dtype: jax.typing.DTypeLike) -> jax.Array:
+        """The weights themselves, [..., N, K]; multiplied in f32."""
+        rows, columns = self.values.shape[-2:]
+        scales = jnp.repeat(jnp.repeat(self.scales, BLOCK, axis=-2)[..., :rows, :], BLOCK, axis=-1)[..., :columns]
+        return (self.values.astype(jnp.float32) * scales).astype(dtype)

@@ -1,0 +1,70 @@
+"""Products with weights that may be block-scaled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from tsmla_jax.nn.block_scaled import BLOCK, BlockScaled
+from tsmla_jax.nn.grouped_matmul import Blocks, Tile, grouped_matmul, why_not_kernel
+
+
+def contract(x: jax.Array, weight: jax.Array | BlockScaled, axes: int = 1) -> jax.Array:
+    """The product of x's last `axes` axes with the weight's first, or with the K of a block-scaled weight.
+
+    Args:
+      x: [..., *I].
+      weight: [*I, *O], or block-scaled [N, K] with K = prod(I), for which the result is [..., N].
+
+    Returns:
+      [..., *O] in x's dtype.
+    """
+    if isinstance(weight, BlockScaled):
+        return linear(x.reshape(*x.shape[: x.ndim - axes], -1), weight)
+    return jnp.tensordot(x, weight, axes=axes)
+
+
+def linear(x: jax.Array, weight: jax.Array | BlockScaled) -> jax.Array:
+    """x [..., K] times the transpose of weight [N, K]: [..., N] in x's dtype."""
+    if not isinstance(weight, BlockScaled):
+        return x @ weight.T
+    rows, (columns, depth) = math.prod(x.shape[:-1]), weight.shape
+    if rows == 1 or why_not_kernel(x.dtype, columns, depth, narrow=True):
+        # For one row the compiler widens a weight where it is read.
+        return x @ weight.widened(x.dtype).T
+    out = _linear_by_kernel(x.reshape(rows, -1), weight)
+    return out.reshape(*x.shape[:-1], -1)
+
+
+def _linear_by_kernel(x: jax.Array, weight: BlockScaled) -> jax.Array:
+    """x [T, K] times a block-scaled weight [N, K] as a grouped product of one group."""
+    rows = x.shape[0]
+    block = 16 if rows <= 64 else 32 if rows <= 128 else 64 if rows <= 512 else 128
+    places = jnp.minimum(jnp.arange(-(-rows // block) * block, dtype=jnp.int32), rows - 1)
+    blocks = Blocks(places, jnp.zeros(places.shape[0] // block, jnp.int32), places[:rows, None], 1)
+    # Fewer programs than a GPU has multiprocessors would leave some of them without work.
+    programs = {columns: weight.shape[0] // columns * blocks.groups.shape[0] for columns in (64, 32, 16)}
+    columns = next((columns for columns, count in programs.items() if count >= 132), 16)
+    tile = Tile(columns, BLOCK, 4, 4) if block < 128 else Tile(64, BLOCK, 8, 3)
+    stack = BlockScaled(weight.values[None], weight.scales[None])
+    return grouped_matmul(x, stack, blocks, tile, gather=True)[:rows]
+
+
+def rows_of(weight: jax.Array | BlockScaled, inputs: int = 1) -> jax.Array | BlockScaled:
+    """A weight [*I, *O], of `inputs` axes I, as [prod(O), prod(I)]; a block-scaled one is so already."""
+    if isinstance(weight, BlockScaled):
+        return weight
+    return weight.reshape(math.prod(weight.shape[:inputs]), -1).T
+
+
+def joined_rows(weights: Sequence[jax.Array | BlockScaled]) -> jax.Array | BlockScaled:
+    """Weights [N1, K], [N2, K], ... as one [N1 + N2 + ..., K]; block-scaled if all are, and all but the last have whole
+    blocks."""
+    whole = all(weight.shape[0] % BLOCK == 0 for weight in weights[:-1])
+    if whole and all(isinstance(weight, BlockScaled) for weight in weights):
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts), *weights)
+    dtype = next((weight.dtype for weight in weights if isinstance(weight, jax.Array)), jnp.bfloat16)
+    return jnp.concatenate([w.widened(dtype) if isinstance(w, BlockScaled) else w for w in weights])

@@ -1,0 +1,121 @@
+"""compress_write_kv_cache: V4's compressor with the norm, rope, quantisation and cache write of its entries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from tsmla_jax.ops.checks import behind
+from tsmla_jax.ops.inputs import Scale, describe, describe_call
+from tsmla_jax.ops.operation import Implementation, Operation
+from tsmla_jax.sparse.compressor import CompressorState
+from tsmla_kernels.contract import compress, values
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Float32, Int32
+
+
+def compress_write_kv_cache(
+    cache: Array,
+    kv_score: Float32[Array, "T 2 W"],
+    ape: Float32[Array, "ratio W"],
+    state: CompressorState,
+    norm_weight: Float[Array, " C"],
+    cos_sin: Float32[Array, "N R"],
+    block_tables: Int32[Array, "B M"],
+    *,
+    state_slots: Int32[Array, " B"],
+    seq_lens: Int32[Array, " B"],
+    cu_seqlens_q: Int32[Array, " B+1"],
+    ratio: int,
+    overlap: bool,
+    eps: float,
+    kv_scale: Scale | None = None,
+    page_size: int | None = None,
+    implementation: str | None = None,
+) -> tuple[Array, CompressorState]:
+    """compress_kv with what V4 does to its entries: RMS norm, rope, quantisation and the write into the cache, as one
+    launch on Hopper. The cache and the state are written in place under donation.
+
+    The result is that of the separate steps: compress_kv; norm_rope at the position of each window's first token,
+    entry * ratio; positions_to_slots; then write_v4_cache, or write_indexer_cache.
+
+    Axes: those of compress_kv, P pages, Z entries a page, M pages a request at most, N positions of the table, R rope
+    width.
+
+    Args:
+      cache: of compressed entries: uint8 [P, page_bytes] (V4 pages, C 512), uint8 [P, Z, C + 4] (the indexer's packed
+        keys), or plain [P, Z, C] of float16, bfloat16, float32 or float8_e4m3fn.
+      kv_score, ape, state, state_slots, seq_lens, cu_seqlens_q, ratio, overlap: as in compress_kv.
+      norm_weight: [C] floats.
+      cos_sin: [N, R] float32 of rope_table; the last R channels are rotated, pairs 2i and 2i + 1.
+      block_tables: [B, M] int32, pages of each request's entries. Entries of pages that don't exist are not written.
+      eps: of the norm; static.
+      kv_scale: of a float8_e4m3fn cache, as in write_v4_cache.
+      page_size: Z of V4 pages, 64 unless given.
+      implementation: "cute", "xla", "reference", or None for the best that can run; see `explain`.
+
+    Returns:
+      (cache, the new CompressorState).
+
+    Raises:
+      TypeError, ValueError: an argument is not legal. Under TSMLA_CHECK=1 also what compress_kv checks.
+      NotImplementedError: the named implementation can't run this call.
+    """
+    spec = OPERATION.spec(
+        cache=cache,
+        kv_score=kv_score,
+        ape=ape,
+        state=state,
+        norm_weight=norm_weight,
+        cos_sin=cos_sin,
+        block_tables=block_tables,
+        state_slots=state_slots,
+        seq_lens=seq_lens,
+        cu_seqlens_q=cu_seqlens_q,
+        ratio=ratio,
+        overlap=overlap,
+        eps=eps,
+        kv_scale=kv_scale,
+        page_size=page_size,
+    )
+    chosen = OPERATION.select(spec, implementation)
+    arrays = [jnp.asarray(x) for x in (kv_score, ape, norm_weight, cos_sin, block_tables, state_slots, cu_seqlens_q)]
+    rings = (jnp.asarray(state.kv_score), jnp.asarray(state.positions))
+    lens = behind(
+        lambda *checked: values.compress(spec.compress, *checked),
+        jnp.asarray(seq_lens),
+        arrays[-1],
+        arrays[-2],
+        rings[1],
+    )
+    cache = jnp.asarray(cache)
+    if 0 in (spec.compress.num_tokens, spec.compress.num_requests):
+        return cache, CompressorState(*rings)
+    cache, rings = chosen.run(cache, rings, lens, *arrays, spec=spec, kv_scale=kv_scale)
+    return cache, CompressorState(*rings)
+
+
+def _spec(*, state: CompressorState, **arguments: Any) -> compress.CompressWriteSpec:
+    return describe_call(
+        compress.compress_write_spec,
+        state=describe("state.kv_score", state.kv_score),
+        state_positions=describe("state.positions", state.positions),
+        **arguments,
+    )
+
+
+def _implementations() -> Mapping[str, Implementation]:
+    from tsmla_jax.ops import device
+    from tsmla_jax.ops.compress_write_kv_cache import cute, reference, xla
+
+    return {
+        "cute": Implementation(cute.compress_write_kv_cache, cute.why_not, device.why_not_untested),
+        "xla": Implementation(xla.compress_write_kv_cache),
+        "reference": Implementation(reference.compress_write_kv_cache),
+    }
+
+
+OPERATION = Operation(compress_write_kv_cache, _spec, _implementations)

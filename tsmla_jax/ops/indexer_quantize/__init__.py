@@ -1,0 +1,1 @@
+"""The operation indexer_quantize: api, reference, xla and cute."""

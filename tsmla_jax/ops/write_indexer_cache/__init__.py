@@ -1,0 +1,1 @@
+"""The operation write_indexer_cache: api, reference, xla and cute."""

@@ -1,0 +1,1 @@
+"""The operation write_packed_kv_cache: api, reference, xla and cute."""
