@@ -24,6 +24,7 @@ from tests.jax.ops.programs import assert_same, calls, collectives, ints
 from tests.oracles import sparse as oracle
 from tsmla_jax.ops import kernel_call
 from tsmla_jax.ops.sparse_mla import cute
+from tsmla_kernels.sm90.decode import config as sm90_decode
 
 pytestmark = [
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="emulates the kernel on CPUs"),
@@ -118,6 +119,17 @@ def test_nothing_to_attend_to(tokens: tuple[int, int]) -> None:
     given |= {"q": given["q"][: tokens[0]], "indices": given["indices"][: tokens[0], : tokens[1]]}
     out, lse = jax.jit(attend("cute", "v32"))(given)
     assert out.shape == (tokens[0], HEADS, 512) and not np.float32(out).any() and np.isneginf(lse).all()
+
+
+@pytest.mark.parametrize(("layout", "each"), [("v4", 3), ("v32", 8), ("plain", 1)])
+def test_many_invariant_tokens_take_several_launches(layout: str, each: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = arrays(layout)
+    monkeypatch.setattr(sm90_decode, "INVARIANT_WORKSPACE", each * 64 * (512 * 4 + 12))
+    cute._transformable.cache_clear()
+    run = jax.jit(attend("cute", layout, batch_invariant=True))
+    assert calls(jax.make_jaxpr(run)(given)) == -(-TOKENS // each)
+    assert_same(run(given), attend("reference", layout)(given))
+    cute._transformable.cache_clear()
 
 
 # ---- vmap, derivatives

@@ -17,6 +17,7 @@ from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
 
 if TYPE_CHECKING:
     from tsmla_kernels.contract.layouts import CacheSpec
+    from tsmla_kernels.contract.rules import Dim
     from tsmla_kernels.contract.sparse import SparseMLASpec
 
 MIN_STAGES = 2
@@ -263,8 +264,15 @@ def _pages(cache: CacheSpec) -> tuple[int, int]:
     return cache.page_size, cache.span
 
 
+def launches(config: SparseConfig, num_tokens: Dim, num_selected: Dim) -> list[tuple[Dim, Dim]]:
+    """The tokens [first, stop) of each launch that a call takes: all in one, except where many are batch_invariant. See
+    the dense decode's."""
+    return decode.launches(config.decode, num_tokens, num_selected)
+
+
 def workspace_shapes(
     config: SparseConfig, num_sms: int, num_tokens: int, num_selected: int
 ) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shapes and dtypes of the kernel's workspaces, in the order of its operands: those of the dense decode."""
+    """Shapes and dtypes of the kernel's workspaces for a launch that serves `num_tokens` tokens, in the order of its
+    operands: those of the dense decode. Unless batch_invariant, they do not depend on the tokens and columns."""
     return decode.workspace_shapes(config.decode, num_sms, num_tokens, num_selected)

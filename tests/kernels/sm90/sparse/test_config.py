@@ -1,6 +1,8 @@
 """The sparse kernel's configurations: what is taken, which object serves a call, and what fits into shared memory."""
 
 import dataclasses
+import itertools
+import math
 
 import pytest
 
@@ -8,10 +10,12 @@ from tsmla_kernels.catalog import SPARSE_MLA, sparse_mla_config
 from tsmla_kernels.contract.layouts import CacheSpec
 from tsmla_kernels.contract.sparse import SparseMLASpec
 from tsmla_kernels.sm90.constants import FP8, SMEM_BYTES
+from tsmla_kernels.sm90.decode.config import INVARIANT_WORKSPACE
 from tsmla_kernels.sm90.sparse.config import (
     MAX_STAGES,
     MIN_STAGES,
     SparseConfig,
+    launches,
     sparse_config,
     sparse_reasons,
     workspace_shapes,
@@ -96,6 +100,25 @@ def test_operands_are_those_of_the_call() -> None:
     assert operands["kv_cache"].shape == (None, None) and operands["sinks"].shape == (64,)
     for name, (shape, dtype) in workspace_shapes(config, 132, 3, 640).items():
         operands[name].check(shape, dtype)
+
+
+def test_tokens_that_do_not_split_need_no_workspace_of_their_own() -> None:
+    """A prompt's partial results are those of two tiles a CTA, whatever its tokens; batch_invariant, where every tile
+    has slots of its own, bounds them by launches."""
+    prompt = dataclasses.replace(V32_CALL, num_tokens=32768, num_heads=128)
+    few = dataclasses.replace(prompt, num_tokens=200)
+    shapes = [workspace_shapes(sparse_config(call), 132, call.num_tokens, 2048) for call in (few, prompt)]
+    assert shapes[0] == shapes[1] and shapes[0]["partial_out"] == ((264, 64, 512), "float16")
+    assert launches(sparse_config(prompt), 32768, 2048) == [(0, 32768)]
+
+    config = sparse_config(dataclasses.replace(prompt, batch_invariant=True))
+    parts = launches(config, 32768, 2048)
+    assert parts[0][0] == 0 and parts[-1][1] == 32768 and len(parts) > 1
+    assert all(stop == first for (_, stop), (first, _) in itertools.pairwise(parts))
+    for first, stop in parts:
+        partial_out, _ = workspace_shapes(config, 132, stop - first, 2048)["partial_out"]
+        assert 2 * math.prod(partial_out) <= INVARIANT_WORKSPACE
+    assert launches(config, "t", 2048) == [(0, "t")]
 
 
 def test_options_name_the_object_of_a_call() -> None:
