@@ -3,6 +3,7 @@ takes the kernel's place; the reference is the oracle."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,7 +24,7 @@ from tests.emulator import sparse as emulation
 from tests.jax.ops.programs import assert_same, calls, collectives, ints
 from tests.oracles import sparse as oracle
 from tsmla_jax.ops import kernel_call
-from tsmla_jax.ops.sparse_mla import cute
+from tsmla_jax.ops.sparse_mla import api, cute
 from tsmla_kernels.sm90.decode import config as sm90_decode
 
 pytestmark = [
@@ -101,6 +102,15 @@ def test_operands(layout: str, without: tuple[str, ...]) -> None:
         got = jax.jit(attend("cute", layout, **options))(given)
         assert_same(got, attend("reference", layout, **options)(given))
         assert got[0].dtype == jnp.bfloat16 and got[0].shape == (TOKENS, HEADS, 512)
+
+
+@pytest.mark.parametrize("layout", ["plain", "v32"])
+def test_queries_of_e4m3(layout: str) -> None:
+    given = arrays(layout)
+    given["q"] = given["q"].astype(jnp.float8_e4m3fn)
+    got = jax.jit(attend("cute", layout, q_scale=jnp.float32(0.5)))(given)
+    assert_same(got, attend("reference", layout, q_scale=0.5)(given))
+    assert got[0].dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("layout", ["plain", "v32"])
@@ -252,11 +262,25 @@ def test_named_and_by_default(layout: str) -> None:
     assert by_default.chosen == "xla" and "jax's default device is a cpu" in by_default.reasons["cute"]
 
 
+def test_queries_of_e4m3_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = api.OPERATION.table
+    proven = dataclasses.replace(table["cute"], why_not_by_default=list)
+    monkeypatch.setitem(api.OPERATION.__dict__, "table", {**table, "cute": proven})
+    narrow = {"q": Struct((TOKENS, HEADS, 576), jnp.float8_e4m3fn)}
+    assert explain("v32").chosen == "cute"
+    by_default = explain("v32", **narrow)
+    assert by_default.chosen == "xla" and "untested with q of float8_e4m3fn" in by_default.reasons["cute"][0]
+    assert explain("v32", **narrow, implementation="cute").chosen == "cute"
+
+
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
         ({"q": Struct((TOKENS, HEADS, 576), jnp.float32)}, "q.dtype is float32"),
-        ({"q": Struct((TOKENS, HEADS, 576), jnp.float8_e4m3fn)}, "q.dtype is float8_e4m3fn"),
+        (
+            {"q": Struct((TOKENS, HEADS, 576), jnp.float8_e4m3fn), "kv_cache": Struct((5, PAGE, 576), jnp.bfloat16)},
+            "q.dtype is float8_e4m3fn and kv_cache has plain rows of bfloat16",
+        ),
         ({"kv_cache": Struct((5, PAGE, 576), jnp.float32)}, "kv_cache.dtype is float32"),
         ({"latent_dim": 256}, "latent_dim is 256"),
         (

@@ -18,6 +18,7 @@ from tsmla_kernels.sm90.sparse.config import (
     launches,
     sparse_config,
     sparse_reasons,
+    untested_reasons,
     workspace_shapes,
 )
 
@@ -61,7 +62,7 @@ def test_pages_with_gaps_and_v4_pages_are_compiled_in() -> None:
     ("changes", "said"),
     [
         ({"q_dtype": "float32"}, "q.dtype is float32"),
-        ({"q_dtype": FP8}, "q.dtype is float8_e4m3fn"),
+        ({"q_dtype": FP8}, "q.dtype is float8_e4m3fn and kv_cache has v4 rows of uint8"),
         ({"latent_dim": 448}, "latent_dim is 448"),
         ({"num_heads": "h"}, "num_heads is h"),
         ({"cache": dataclasses.replace(PLAIN, dtype="float32")}, "kv_cache.dtype is float32"),
@@ -89,6 +90,20 @@ def test_shared_memory_holds_the_stages(heads: int, layout: str) -> None:
     assert config.keys_bytes % 1024 == 0 and config.stage_bytes % 1024 == 0
     assert config.stages * config.stage_bytes + config.q_bytes + 4 * config.exchanged_words < SMEM_BYTES
     assert config.rope_offset + 2 * (config.head_dim - config.e4m3_columns) == config.row_bytes
+
+
+@pytest.mark.parametrize("heads", [1, 16, 32, 64, 128])
+def test_queries_of_e4m3(heads: int) -> None:
+    """They take half of the place, and their rope columns once more in bf16 over packed rows; out is bfloat16."""
+    call = dataclasses.replace(V32_CALL, q_dtype=FP8, num_heads=heads)
+    assert sparse_reasons(call) == [] and "untested" in untested_reasons(call)[0] and not untested_reasons(V32_CALL)
+    config, wide = sparse_config(call), sparse_config(dataclasses.replace(V32_CALL, num_heads=heads))
+    assert config.q_bytes == config.decode.p_rows * (576 + 2 * 64) and config.q_bytes % 1024 == 0
+    assert config.stages >= wide.stages and config.decode == wide.decode
+    operands = {operand.name: operand for operand in SPARSE_MLA.operands(config)}
+    assert (operands["q"].dtype, operands["out"].dtype) == (FP8, "bfloat16")
+    plain = dataclasses.replace(call, cache=dataclasses.replace(PLAIN, head_dim=576))
+    assert sparse_config(plain).q_bytes == config.decode.p_rows * 576
 
 
 def test_operands_are_those_of_the_call() -> None:
