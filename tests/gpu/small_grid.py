@@ -243,11 +243,14 @@ def sparse_calls(generator: torch.Generator) -> Iterator[Call]:
         {"layout": "plain", "heads": 16, "selected": 68, "window": 4, "width": 512, "sinks": True},
         {"layout": "plain", "heads": 64, "selected": 68, "window": 4, "width": 512, "kv_dtype": "bfloat16"},
         {"layout": "plain", "heads": 16, "selected": 40, "dtype": "float16", "kv_dtype": "float16"},
+        {"layout": "v32", "heads": 72, "selected": 130, "dtype": "float8_e4m3fn", "sinks": True},
+        {"layout": "plain", "heads": 5, "selected": 67, "dtype": "float8_e4m3fn"},
     ]
     for case, invariant in itertools.product(cases, (False, True)):
         call = sparse_inputs.call(**case)
         tensors = {name: numbers(array) for name, array in call.arrays.items()}
-        options = call.options | {"return_lse": True, "batch_invariant": invariant}
+        # Named, because None does not take the kernel of e4m3 queries.
+        options = call.options | {"return_lse": True, "batch_invariant": invariant, "implementation": "cute"}
         yield Call(f"{case}{' invariant' * invariant}", tsmla_bridge.sparse_mla, tensors, options)
 
 
