@@ -121,7 +121,7 @@ def sparse_workspace_size(
 
 
 def indexer_topk_workspace_size(*, max_tokens: int, max_keys: int) -> int:
-    """Bytes that indexer_topk needs at most: 32 MiB, or what fewer tokens or more than 524,288 keys need.
+    """Bytes that indexer_topk needs at most: 128 MiB, or what fewer tokens or more than 2,097,152 keys need.
 
     Args:
       max_tokens: T. max_keys: M * Z of the block table.

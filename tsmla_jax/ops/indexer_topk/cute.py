@@ -1,6 +1,5 @@
-"""indexer_topk by the CuTe DSL kernels of indexer_logits and select_topk: two custom calls for each chunk of query rows,
-whose logits stay in the L2 cache between them. Where each token has a row of the block table, tokens are partitioned,
-and vmap's axis is folded into them."""
+"""indexer_topk by the CuTe DSL kernels of indexer_logits and select_topk: two custom calls for each chunk of query rows.
+Where each token has a row of the block table, tokens are partitioned, and vmap's axis is folded into them."""
 
 from __future__ import annotations
 

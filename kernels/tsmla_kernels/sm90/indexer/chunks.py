@@ -1,8 +1,8 @@
 """indexer_topk by the kernels of indexer_logits and select_topk, launched in turn on chunks of query rows. Imports no
 cutlass.
 
-The logits of a chunk are written and read again before they leave the L2 cache, in a workspace whose size does not grow
-with the query tokens. LOGITS.md says why it is done so.
+The logits of a chunk are in a workspace whose size does not grow with the query tokens. LOGITS.md says why the chunks
+are as large as they are.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from tsmla_kernels.sm90.indexer.logits_config import LogitsConfig, logits_config
 if TYPE_CHECKING:
     from tsmla_kernels.contract.sparse import IndexerTopkSpec
 
-WORKSPACE_BYTES = 32 << 20
-"""Of a chunk's logits, which then stay in H200's 50 MB of L2 beside the keys that pass through it."""
+WORKSPACE_BYTES = 128 << 20
+"""Of a chunk's logits. Smaller chunks would stay in the L2 cache, but cost more in launches of few rows."""
 ROW_MULTIPLE = 16
 """Of a chunk's rows, where there are several chunks: the most query tokens that read a block of keys together. Rows too
-long for as many in WORKSPACE_BYTES, of more than 524,288 columns, make the workspace larger."""
+long for as many in WORKSPACE_BYTES, of more than 2,097,152 columns, make the workspace larger."""
 LOGIT_BYTES = 4
 
 
@@ -37,9 +37,9 @@ class Chunks(NamedTuple):
         return [min(start, num_tokens - self.rows) for start in range(0, num_tokens, self.rows)]
 
 
-def chunk_rows(num_tokens: int, num_columns: int) -> int:
-    """Rows of a chunk, of logits of `num_columns` columns."""
-    fitting = WORKSPACE_BYTES // (LOGIT_BYTES * num_columns)
+def chunk_rows(num_tokens: int, num_columns: int, workspace: int | None = None) -> int:
+    """Rows of a chunk, of logits of `num_columns` columns; None is a workspace of WORKSPACE_BYTES."""
+    fitting = (WORKSPACE_BYTES if workspace is None else workspace) // (LOGIT_BYTES * num_columns)
     return min(num_tokens, max(fitting // ROW_MULTIPLE, 1) * ROW_MULTIPLE)
 
 
