@@ -1,11 +1,11 @@
-"""Time indexer_topk on Hopper beside our two kernels, and beside DeepGEMM and the engines' top-k, on one GPU in one run.
+"""Time indexer_topk on Hopper beside our two kernels, and beside DeepGEMM and the engines' top-k, on one GPU.
 
     python3 benchmarks/indexer_topk.py --peers DIR --out FILE.json [--points 64,4,131072/prefill,4096,8192/...]
         [--workspaces 32,64,128,256]
 
-DIR is that of indexer_logits.py and of select_topk.py; without DIR ours runs alone. Points, operands and timing are those
-of indexer_logits.py: requests, query tokens of each, keys of each, 64 heads of 128, packed keys in pages of 64; 2,048
-keys are selected, in order of position. Functions of a point:
+DIR is that of indexer_logits.py and of select_topk.py; without DIR ours runs alone. Points, operands and timing are
+those of indexer_logits.py: requests, query tokens of each, keys of each, 64 heads of 128, packed keys in pages of 64;
+2,048 keys are selected, in order of position. Functions of a point, all in one run:
 
     tsmla           tsmla_bridge.indexer_topk, with the workspace of the library; tsmla_32 and so on with one of as many
                     MiB, of --workspaces
@@ -44,9 +44,7 @@ def spec(point: Point) -> Any:
 
     cache = IndexerCacheSpec(1, PAGE, indexer_logits.DIM, True)
     sizes = point.requests * point.tokens, point.requests, HEADS, indexer_logits.DIM, point.keys // PAGE
-    return IndexerTopkSpec(
-        IndexerLogitsSpec(*sizes, cache, point.tokens > 1, "float8_e4m3fn", "float32", "uint8"), K
-    )
+    return IndexerTopkSpec(IndexerLogitsSpec(*sizes, cache, point.tokens > 1, "float8_e4m3fn", "float32", "uint8"), K)
 
 
 def workspaces() -> dict[str, int]:
@@ -99,9 +97,7 @@ def fused(point: Point, operands: Operands, size: int) -> Callable[[], Any]:
 
     def run() -> Any:
         chunks.WORKSPACE_BYTES = size
-        return tsmla_bridge.indexer_topk(
-            *operands[:5], K, cu_seqlens_q=offsets, out=out, implementation="cute"
-        )
+        return tsmla_bridge.indexer_topk(*operands[:5], K, cu_seqlens_q=offsets, out=out, implementation="cute")
 
     return run
 

@@ -281,9 +281,7 @@ def indexer_logits(
     return torch.stack(rows)
 
 
-def seen_keys(
-    seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, num_tokens: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def seen_keys(seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """For each of num_tokens packed query tokens: its request, and how many keys it sees: token i of S sees the first
     seq_len - (S - 1) + i. A row behind the last request's sees none."""
     ends = cu_seqlens_q[1:]

@@ -181,8 +181,8 @@ def topk_calls(generator: torch.Generator) -> Iterator[Call]:
 
 
 def indexer_calls(generator: torch.Generator) -> Iterator[Call]:
-    """indexer_topk over packed keys: a row of the block table a token and one a request, positions and slots. Scores are
-    sums of small integers, so that every device selects the same."""
+    """indexer_topk over packed keys: a row of the block table a token and one a request, positions and slots. Scores
+    are sums of small integers, so that every device selects the same."""
     q_lens, lens, heads, pages = [3, 0, 70, 1], [500, 9, 1200, 1], 16, 40
 
     def whole(*shape: int) -> torch.Tensor:

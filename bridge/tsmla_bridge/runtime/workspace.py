@@ -43,7 +43,8 @@ class Workspace:
     replayed at the same time need workspaces of their own.
 
     Args:
-      size: bytes; decode_workspace_size, sparse_workspace_size and indexer_topk_workspace_size say how many a call needs.
+      size: bytes; decode_workspace_size, sparse_workspace_size and indexer_topk_workspace_size say how many a call
+        needs.
       device: where; the current CUDA device by default.
     """
 

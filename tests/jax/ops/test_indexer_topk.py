@@ -170,9 +170,7 @@ def emulate(*given: jax.Array, kernel: Kernel, config: Any, **_: object) -> list
     if kernel.name == "indexer_logits":
         q, weights, k_cache, tables, lens, *offsets = given
         arguments = {"cu_seqlens_q": offsets[0]} if offsets else {}
-        logits = tsmla_jax.indexer_logits(
-            q, weights, k_cache, tables, lens, **arguments, implementation="reference"
-        )
+        logits = tsmla_jax.indexer_logits(q, weights, k_cache, tables, lens, **arguments, implementation="reference")
         return [jnp.where(jnp.isneginf(logits), jnp.nan, logits)]  # the top-k does not look at these
     logits, lens, *tables = given
     slots: dict[str, Any] = {"block_tables": tables[0], "page_size": config.page_size} if tables else {}
@@ -202,9 +200,7 @@ def test_chunks_of_rows(ragged: bool, return_slots: bool) -> None:
         few = {name: x[:4] if x.shape[0] == T else x for name, x in given.items()}  # one chunk
         if ragged:
             few["cu_seqlens_q"] = jnp.minimum(given["cu_seqlens_q"], 4)
-        equal(
-            select("cute", return_slots=return_slots)(few), select("reference", return_slots=return_slots)(few)
-        )
+        equal(select("cute", return_slots=return_slots)(few), select("reference", return_slots=return_slots)(few))
 
 
 @pytest.mark.usefixtures("small_chunks")

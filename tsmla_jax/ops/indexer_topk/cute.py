@@ -1,4 +1,4 @@
-"""indexer_topk by the CuTe DSL kernels of indexer_logits and select_topk: two custom calls for each chunk of query rows.
+"""indexer_topk by the CuTe DSL kernels of indexer_logits and select_topk: two custom calls for each chunk of rows.
 Where each token has a row of the block table, tokens are partitioned, and vmap's axis is folded into them."""
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ def _by_chunks(given: dict[str, jax.Array], spec: IndexerTopkSpec, arch: str, nu
             tables, requests = where[0], (where[0], seen)
         else:
             row, request = where
-            own = (seq_lens, cu_seqlens_q) if plan.rows == tokens else of_chunk(seq_lens, cu_seqlens_q, row[0], plan.rows)
+            own = (seq_lens, cu_seqlens_q)
+            if plan.rows < tokens:
+                own = of_chunk(*own, row[0], plan.rows)
             tables, requests = block_tables[request], (block_tables, *own)
         operands = (q, weights, given["k_cache"], *requests)
         (logits,) = kernel_call(INDEXER_LOGITS, plan.logits, operands, ((plan.rows, spec.num_columns),), arch=arch)
@@ -127,9 +129,7 @@ def _by_chunks(given: dict[str, jax.Array], spec: IndexerTopkSpec, arch: str, nu
     return (results[0], results[1]) if spec.return_slots else results[0]
 
 
-def of_chunk(
-    seq_lens: jax.Array, cu_seqlens_q: jax.Array, first: jax.Array, rows: int
-) -> tuple[jax.Array, jax.Array]:
+def of_chunk(seq_lens: jax.Array, cu_seqlens_q: jax.Array, first: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
     """(seq_lens, cu_seqlens_q) of the `rows` query rows from `first` on, as if there were no others. No token in the
     chunk sees the keys of its request's tokens behind the chunk, which are its last ones."""
     behind = jnp.maximum(cu_seqlens_q[1:] - (first + rows), 0)

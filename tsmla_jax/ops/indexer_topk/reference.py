@@ -30,9 +30,7 @@ def indexer_topk(
     return topk_reference.select_topk(logits, seen, *tables, spec=spec.topk)
 
 
-def rows_of(
-    spec: IndexerTopkSpec, seq_lens: jax.Array, cu_seqlens_q: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
+def rows_of(spec: IndexerTopkSpec, seq_lens: jax.Array, cu_seqlens_q: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """For each query token: its row of the block table, and how many keys it sees."""
     if cu_seqlens_q is not None:
         return seen_keys(seq_lens, cu_seqlens_q, spec.logits.num_tokens)

@@ -57,9 +57,7 @@ def indexer_topk(
 
     def block(q: jax.Array, weights: jax.Array, request: jax.Array, seen: jax.Array) -> tuple[jax.Array]:
         rows = q.shape[0]
-        of_window = dataclasses.replace(
-            spec.logits, num_tokens=rows, num_requests=rows, max_pages=pages, ragged=False
-        )
+        of_window = dataclasses.replace(spec.logits, num_tokens=rows, num_requests=rows, max_pages=pages, ragged=False)
 
         def step(i: jax.Array, best: Best) -> Best:
             # The last window ends with the table; keys that it shares with the one before have been merged.
