@@ -82,10 +82,11 @@ def indexer_topk(
     for first in range(0, tokens, rows):
         chunk = slice(first, first + rows)
         tables, lens = block_tables[chunk if request is None else request[chunk]], seq_lens[chunk]
-        sizes = {"num_tokens": len(lens), "num_requests": len(lens), "ragged": False}
-        of_chunk = dataclasses.replace(spec, logits=dataclasses.replace(spec.logits, **sizes))
-        logits = indexer_logits(of_chunk.logits, q[chunk], weights[chunk], k_cache, tables, lens, None)
-        found.append(select_topk(of_chunk.topk, logits, lens, None, tables if spec.return_slots else None))
+        count = len(lens)
+        of_logits = dataclasses.replace(spec.logits, num_tokens=count, num_requests=count, ragged=False)
+        logits = indexer_logits(of_logits, q[chunk], weights[chunk], k_cache, tables, lens, None)
+        of_topk = dataclasses.replace(spec.topk, num_tokens=count)
+        found.append(select_topk(of_topk, logits, lens, None, tables if spec.return_slots else None))
     positions, counts = (torch.cat(parts) for parts in zip(*found, strict=True))
     return positions, counts
 

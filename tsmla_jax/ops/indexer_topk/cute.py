@@ -98,20 +98,21 @@ def _by_chunks(given: dict[str, jax.Array], spec: IndexerTopkSpec, arch: str, nu
     """The results of all query rows of a device; `given` are the operands by name."""
     plan = chunks.chunks_of(spec, num_sms)
     tokens = spec.logits.num_tokens
-    block_tables, seq_lens, cu_seqlens_q = (given.get(name) for name in ("block_tables", "seq_lens", "cu_seqlens_q"))
+    block_tables, seq_lens = given["block_tables"], given["seq_lens"]
+    cu_seqlens_q = given.get("cu_seqlens_q")
     request, seen = rows_of(spec, seq_lens, cu_seqlens_q)
     # What else a chunk has rows of: its rows of the block table, or each row's number and request.
     where = (block_tables,) if cu_seqlens_q is None else (jnp.arange(tokens, dtype=jnp.int32), request)
 
     def chunk(q: jax.Array, weights: jax.Array, seen: jax.Array, *where: jax.Array) -> Any:
+        requests: tuple[jax.Array, ...]
         if cu_seqlens_q is None:
-            tables, requests = where[0], (where[0], seen)
+            tables = where[0]
+            requests = tables, seen
         else:
             row, request = where
-            own = (seq_lens, cu_seqlens_q)
-            if plan.rows < tokens:
-                own = of_chunk(*own, row[0], plan.rows)
-            tables, requests = block_tables[request], (block_tables, *own)
+            tables, own = block_tables[request], (seq_lens, cu_seqlens_q)
+            requests = block_tables, *(own if plan.rows == tokens else of_chunk(*own, row[0], plan.rows))
         operands = (q, weights, given["k_cache"], *requests)
         (logits,) = kernel_call(INDEXER_LOGITS, plan.logits, operands, ((plan.rows, spec.num_columns),), arch=arch)
         slots = (tables,) if spec.return_slots else ()
