@@ -11,7 +11,6 @@ a mode of torch's must see the call, all their properties are looked up (`plan_f
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -209,13 +208,6 @@ class Plan:
         return None
 
 
-class LaunchPart(NamedTuple):
-    """A launch that serves some of a call's requests, and how many bytes its operands lie behind those of the call."""
-
-    launch: Callable[[int, tuple[int, ...]], None]
-    offsets: tuple[int, ...]
-
-
 class EmptyPlan(Plan):
     """No request, no query token, or no key."""
 
@@ -278,7 +270,7 @@ class KernelPlan(Plan):
             "out": spec.max_q_len * spec.num_heads * spec.latent_dim * ITEMSIZE[spec.out_dtype],
             "lse": spec.max_q_len * spec.num_heads * ITEMSIZE["float32"],
         }
-        self.parts: list[LaunchPart] = []
+        parts: list[loaded_kernels.LaunchPart] = []
         for first, stop in launches:
             count = stop - first
             part_rows = rows if spec.ragged else count * spec.max_q_len * spec.num_heads
@@ -298,8 +290,8 @@ class KernelPlan(Plan):
             loaded_kernels.check_operands(launcher, tuple(operands))
             steps = {"block_tables": 4 * width, "seq_lens": 4, "cu_seqlens_q": 4, **({} if spec.ragged else row_bytes)}
             offsets = tuple(first * steps.get(name, 0) for name in operands)
-            self.parts.append(LaunchPart(launcher.bind(tuple(operands.values())), offsets))
-        self.launch = self.parts[0].launch if len(self.parts) == 1 else self.launch_parts
+            parts.append(loaded_kernels.LaunchPart(launcher.bind(tuple(operands.values())), offsets))
+        self.launch = loaded_kernels.all_of(parts)
         # Under TSMLA_CHECK as it is now: to read the environment would be a tenth of what a call costs on the host.
         self.checked = values.enabled()
         memory = decode_layout(config, sms, spec.batch, width, rows)
@@ -309,11 +301,6 @@ class KernelPlan(Plan):
         self.new_out = (layout.shape, layout.strides, layout.dtype)
         self.new_lse = (layout.rows, layout.row_strides, layout.lse_dtype)
         self.has_fast_path = not (self.checked or self.page_step > 1 or self.table_is_slice or spec.ragged)
-
-    def launch_parts(self, stream: int, addresses: tuple[int, ...]) -> None:
-        """Launch a call of several launches, one after the other in the same workspaces."""
-        for part in self.parts:
-            part.launch(stream, tuple(map(operator.add, addresses, part.offsets)))
 
     def address_in(self, buffer: torch.Tensor) -> int | None:
         address = buffer.data_ptr()
