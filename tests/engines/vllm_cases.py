@@ -256,7 +256,7 @@ def test_served(changed: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"use_sparse": True}, "tsmla has no sparse attention behind vLLM"),
+        ({"use_sparse": True}, "CUSTOM with TSMLA_VLLM=sparse, is the sparse one"),
         ({"head_size": 192}, "the head size is 192; tsmla takes 576 (512 + 64)"),
         ({"block_size": 8}, "page size is 8; the sm_90 decode kernel takes 16, 32, 64 or 128"),
         ({"dtype": torch.float32}, "q.dtype is float32"),

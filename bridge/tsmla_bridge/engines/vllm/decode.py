@@ -124,7 +124,7 @@ class TsmlaMLABackend(MLACommonBackend):
     ) -> str | None:
         """The reasons against a model and a cache, in the words of the kernels' own choice; None if there are none."""
         if use_sparse:
-            return "tsmla has no sparse attention behind vLLM; FLASHMLA_SPARSE serves DeepSeek-V3.2 on Hopper"
+            return "this is tsmla's dense backend; TSMLA_SPARSE, or CUSTOM with TSMLA_VLLM=sparse, is the sparse one"
         if head_size not in DIMENSIONS:
             legal = ", ".join(f"{size} ({latent} + {rope})" for size, (latent, rope) in DIMENSIONS.items())
             return f"the head size is {head_size}; tsmla takes {legal}"
