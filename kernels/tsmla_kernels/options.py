@@ -36,6 +36,7 @@ _DECODE = {
     "ragged": "false",
     "causal": "true",
     "batch_invariant": "false",
+    "visible_lens": "false",
 }
 _PREFILL = {**_DECODE, "qk_head_dim": "192", "v_head_dim": "128", "shared_rope": "false", "deterministic": "false"}
 del _PREFILL["kv_dtype"]
