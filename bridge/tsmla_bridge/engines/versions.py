@@ -19,8 +19,8 @@ class Engine(NamedTuple):
     """An engine with a plug-in.
 
     distribution: its name. tested: the versions whose own code the tests run, oldest first. significant: how many
-    numbers of a version must equal a tested one's. flags: the command line that chooses the backends; sparse_flags: that
-    for models with DeepSeek-V3.2's sparse attention, None where there is no backend for them.
+    numbers of a version must equal a tested one's. flags: the command line that chooses the backends. sparse_flags: the
+    one for models with DeepSeek-V3.2's sparse attention, None where there is no backend for them.
     """
 
     distribution: str

@@ -183,8 +183,9 @@ def _run_operator(
     inputs = DecodeInputs(q, kv_cache, block_tables, seq_lens, cu_seqlens_q, visible_lens)
     pair = (logit_scale, out_scale) if pair_tensor is None else pair_tensor
     plan = plan_for(inputs, DecodeOptions(*options))
-    results = {"return_lse": return_lse, "out": out, "lse": lse}
-    return plan.run(*inputs[:5], pair=pair, **results, workspace=workspace, visible_lens=visible_lens)
+    return plan.run(
+        *inputs[:5], pair=pair, return_lse=return_lse, out=out, lse=lse, workspace=workspace, visible_lens=visible_lens
+    )
 
 
 def _run_operator_into(*arguments: Any) -> None:
@@ -194,8 +195,8 @@ def _run_operator_into(*arguments: Any) -> None:
 
 
 _PARAMETERS = (
-    "Tensor q, Tensor kv_cache, Tensor block_tables, Tensor seq_lens, Tensor? cu_seqlens_q,"
-    f" Tensor? visible_lens, {operators.PAIR_SCHEMA}, int latent_dim, SymInt? max_q_len, bool causal, bool batch_invariant,"
+    "Tensor q, Tensor kv_cache, Tensor block_tables, Tensor seq_lens, Tensor? cu_seqlens_q, Tensor? visible_lens,"
+    f" {operators.PAIR_SCHEMA}, int latent_dim, SymInt? max_q_len, bool causal, bool batch_invariant,"
     " str? implementation"
 )
 decode_operator = operators.register("mla_decode", _run_operator, f"({_PARAMETERS}) -> (Tensor, Tensor)")

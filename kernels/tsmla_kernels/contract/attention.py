@@ -50,8 +50,8 @@ class ResultDtypes:
 @dataclass(frozen=True)
 class DecodeSpec(ResultDtypes):
     """One call of mla_decode. For ragged queries max_q_len is the static bound on a request's query tokens and
-    total_q_len is T; for uniform ones max_q_len is S and total_q_len is B * S. visible_lens: whether each token's number
-    of keys is given, and takes the place of the causal rule."""
+    total_q_len is T; for uniform ones max_q_len is S and total_q_len is B * S. visible_lens: whether the call says how
+    many keys each token sees, in place of the causal rule."""
 
     batch: Dim
     total_q_len: Dim

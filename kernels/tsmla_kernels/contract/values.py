@@ -43,12 +43,13 @@ def decode(
         _check_offsets("cu_seqlens_q", cu_seqlens_q, spec.total_q_len, "max_q_len", spec.max_q_len)
     if visible_lens is not None:
         starts = np.arange(spec.batch + 1) * spec.max_q_len if cu_seqlens_q is None else cu_seqlens_q
-        owned = np.repeat(np.arange(spec.batch), np.diff(starts))
-        for token, (request, visible) in enumerate(zip(owned, visible_lens.flatten()[starts[0] :], strict=False)):
-            if not 0 <= visible <= seq_lens[request]:
+        owner = np.repeat(np.arange(spec.batch), np.diff(starts)).tolist()
+        first, visible = int(starts[0]), visible_lens.flatten()[starts[0] :].tolist()
+        for token, (of, count) in enumerate(zip(owner, visible, strict=False)):
+            if not 0 <= count <= seq_lens[of]:
                 raise ValueError(
-                    f"visible_lens: token {starts[0] + token} sees {visible} keys; legal: 0 to {seq_lens[request]}, the"
-                    f" keys of its request {request}"
+                    f"visible_lens: token {first + token} sees {count} keys; legal: 0 to {seq_lens[of]}, the keys of"
+                    f" its request {of}"
                 )
 
 

@@ -253,7 +253,7 @@ class TsmlaMLASparseImpl(vllm_sparse.SparseMLACommonImpl[TsmlaMLASparseMetadata]
         if isinstance(q, tuple):
             q = torch.cat(q, -1) if q[1].shape[-1] else q[0]
         rows, step = _rows(kv_c_and_k_pe_cache)
-        selected = self.topk_indices_buffer[: len(q)]  # type: ignore[index]
+        selected = self.topk_indices_buffer[: len(q)]
         slots, counts = self._slots(selected, attn_metadata, step)
         return_lse = self.need_to_return_lse_for_decode
         results: Any = op.sparse_mla(

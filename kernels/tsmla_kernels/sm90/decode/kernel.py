@@ -95,10 +95,9 @@ class MlaDecode:
         else:
             kv_cache, *rest = others
             tma = self.copier.tensor_maps(q, kv_cache)
-        if const_expr(self.config.visible_lens):
-            arrays = Arrays(*rest[:3], *rest[4:], visible_lens=rest[3])
-        else:
-            arrays = Arrays(*rest)
+        # visible_lens is the fourth operand, where there is one, and the last field.
+        fields = (*rest[:3], *rest[4:], rest[3]) if const_expr(self.config.visible_lens) else rest
+        arrays = Arrays(*fields)
         score_mma, value_mma = self.scores.mma(), self.values.mma()
 
         @cute.struct

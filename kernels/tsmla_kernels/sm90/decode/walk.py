@@ -179,7 +179,7 @@ class PieceWalk:
                             slot = 2 * schedule.cluster_index + 1
             if const_expr(schedule.visible_lens is not None):
                 if found == 1:
-                    self.note_fewest_keys(Described(pieces, place), rows, schedule)
+                    self.note_fewest_keys(Described(pieces, place), rows, schedule.visible_lens)
             if found == 1:
                 if lane == 0:
                     self.describe(Described(pieces, place), KeyBlocks(b_begin, b_end, slot), r, request, rows, rank)
@@ -258,9 +258,9 @@ class PieceWalk:
         piece[Piece.Q_STAGES] = 1 + quotient(q_rows - 1, self.q_rows)
 
     @cute.jit
-    def note_fewest_keys(self, piece: Described, rows: TileRows, schedule: Schedule):
+    def note_fewest_keys(self, piece: Described, rows: TileRows, visible_lens: cute.Tensor):
         """Write the fewest keys that a token of the row tile's `rows` sees. The whole warp."""
-        visible_lens, lane = schedule.visible_lens, cute.arch.lane_idx()
+        lane = cute.arch.lane_idx()
         first, last = rows.row // self.heads, (rows.row + rows.rows - 1) // self.heads
         fewest = Int32(MOST_KEYS)
         for token in cutlass.range(first + lane, cutlass.min(last + 1, visible_lens.shape[0]), 32, unroll=1):
