@@ -108,17 +108,18 @@ def mla_decode(
         and (batch_invariant is True or batch_invariant is False)
         and not compiling
     )
-    given = (q, kv_cache, block_tables, seq_lens, cu_seqlens_q)
-    plan = plan_of_latest(*given, options, visible_lens) if usual else None
+    plan = None
+    if usual:
+        plan = plan_of_latest(q, kv_cache, block_tables, seq_lens, cu_seqlens_q, options, visible_lens)
     if plan is None:
-        named = DecodeOptions(*options)
+        named, others = DecodeOptions(*options), (kv_cache, block_tables, seq_lens, cu_seqlens_q, visible_lens)
         if compiling or operators.is_traced(q, kv_cache):
-            inputs = DecodeInputs(_concatenated(q), *given[1:], visible_lens)
+            inputs = DecodeInputs(_concatenated(q), *others)
             _check_scales(softmax_scale, q_scale, kv_scale)
             pair = scales.product(softmax_scale, q_scale, kv_scale, kv_scale)
             return call_operator(inputs, pair, named, return_lse, out, lse, workspace)
         query, rope = (q, None) if isinstance(q, torch.Tensor) else _apart(q, implementation)
-        plan = plan_for(DecodeInputs(query, *given[1:], visible_lens, rope), named)
+        plan = plan_for(DecodeInputs(query, *others, rope), named)
     elif type(q) is tuple:
         query, rope = q
     if type(softmax_scale) is not float or not 0.0 < softmax_scale < math.inf or q_scale is not None:

@@ -45,6 +45,12 @@ def takes_fp8_queries(kv_cache_dtype: str | None) -> bool:
     return kv_cache_dtype in FP8_CACHES and os.environ.get("TSMLA_VLLM_FP8_QUERIES", "1") != "0"
 
 
+def refuse(backend: str, **features: Any) -> None:
+    """NotImplementedError that names the features that are given: this backend has none of them."""
+    if given := [name for name, value in features.items() if value]:
+        raise NotImplementedError(f"{', '.join(given)}: tsmla's {backend} backend has none")
+
+
 def describe(
     head_size: int, page_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, **changed: Any
 ) -> DecodeSpec:
@@ -287,11 +293,7 @@ class TsmlaMLAImpl(MLACommonImpl[TsmlaMLAMetadata]):
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
             *others, **mla,
         )  # fmt: skip
-        refused = {
-            "alibi_slopes": alibi_slopes, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap
-        }  # fmt: skip
-        if given := [name for name, value in refused.items() if value]:
-            raise NotImplementedError(f"{', '.join(given)}: tsmla's decode backend has none")
+        refuse("decode", alibi_slopes=alibi_slopes, sliding_window=sliding_window, logits_soft_cap=logits_soft_cap)
         self.supports_quant_query_input = takes_fp8_queries(kv_cache_dtype)
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         self.by_visible_lens = by_visible_lens()

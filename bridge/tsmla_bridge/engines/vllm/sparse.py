@@ -21,7 +21,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata
 from vllm.v1.attention.backends.mla import sparse_utils
 
 from tsmla_bridge.engines import versions
-from tsmla_bridge.engines.vllm.decode import DIMENSIONS, FP8_CACHES, PAGE_SIZES, SHORT_EXTEND
+from tsmla_bridge.engines.vllm.decode import DIMENSIONS, FP8_CACHES, PAGE_SIZES, SHORT_EXTEND, refuse
 from tsmla_bridge.ops import sparse_mla as op
 from tsmla_bridge.runtime import devices
 from tsmla_bridge.runtime.tensors import dtype_name
@@ -229,11 +229,7 @@ class TsmlaMLASparseImpl(vllm_sparse.SparseMLACommonImpl[TsmlaMLASparseMetadata]
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
             *others, **mla,
         )  # fmt: skip
-        refused = {
-            "alibi_slopes": alibi_slopes, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap
-        }  # fmt: skip
-        if given := [name for name, value in refused.items() if value]:
-            raise NotImplementedError(f"{', '.join(given)}: tsmla's sparse backend has none")
+        refuse("sparse", alibi_slopes=alibi_slopes, sliding_window=sliding_window, logits_soft_cap=logits_soft_cap)
         if self.topk_indices_buffer is None:
             raise ValueError("topk_indices_buffer: got None, and no indexer; sparse attention needs one of them")
         self.supports_quant_query_input = False  # the kernel takes queries of 16 bits over every cache
