@@ -28,6 +28,7 @@ def mla_decode(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     cu_seqlens_q: torch.Tensor | None,
+    visible_lens: torch.Tensor | None,
     logit_scale: Scale,
     out_scale: Scale,
 ) -> Computed:
@@ -43,7 +44,10 @@ def mla_decode(
         length = max(0, min(int(seq_lens[request]), spec.max_pages * spec.page_size))
         keys = _keys(spec, kv_cache, block_tables[request], length).to(dtype)
         token = torch.arange(q_len, device=q.device)[: spec.max_q_len]
-        stops = length - (q_len - 1) + token if spec.causal else torch.full_like(token, length)
+        if visible_lens is not None:
+            stops = visible_lens.flatten()[mine]
+        else:
+            stops = length - (q_len - 1) + token if spec.causal else torch.full_like(token, length)
         position = torch.arange(length, device=q.device)
         visible = position < stops[:, None]
         # NaN in a key that some queries don't see is in the scores of those that do, and in no product with values.
