@@ -235,6 +235,19 @@ def test_tokens_stay_where_they_are(kind: AxisType, ragged: bool) -> None:
 
 
 @pytest.mark.usefixtures("small_chunks")
+def test_devices_with_requests_of_their_own() -> None:
+    given = arrays(ragged=True, dtype=jnp.float8_e4m3fn)
+    twice = {name: x if name == "k_cache" else jnp.concatenate([x, x]) for name, x in given.items()}
+    mesh, rows = Mesh(np.asarray(jax.devices()[:2]), "x"), PartitionSpec("x")
+    specs = {name: PartitionSpec() if name == "k_cache" else rows for name in given}
+    with emulated(cute._transformable, by=emulate):
+        run = jax.shard_map(select("cute", return_slots=True), mesh=mesh, in_specs=(specs,), out_specs=rows)
+        got = jax.jit(run)(twice)
+    for one, other in zip(got, select("reference", return_slots=True)(given), strict=True):
+        equal(one, jnp.concatenate([other, other]))
+
+
+@pytest.mark.usefixtures("small_chunks")
 def test_nothing_to_select_from_launches_nothing() -> None:
     given = arrays(ragged=True, dtype=jnp.float8_e4m3fn)
     empty = given | {"block_tables": given["block_tables"][:, :0]}
