@@ -156,7 +156,7 @@ def test_explanations(monkeypatch: pytest.MonkeyPatch) -> None:
     offsets = struct((2,), jnp.int32)
     found = tsmla_jax.explain("indexer_topk", *arguments, 2048, cu_seqlens_q=offsets, implementation="cute")
     assert found.chosen == "cute"
-    assert "16 times in turn: the logits of 256 query rows, 128.0 MiB, and their top-k" in str(found)
+    assert "the logits of 256 query rows, 128.0 MiB, then their top-k; 16 times, by chunks of rows" in str(found)
     assert "have not run on a GPU yet" in str(found)
     wide = (struct(arguments[0].shape, jnp.float32), arguments[1], struct((4096, 64, 128), jnp.bfloat16))
     found = tsmla_jax.explain("indexer_topk", *wide, *arguments[3:], 2048, cu_seqlens_q=offsets, implementation="cute")

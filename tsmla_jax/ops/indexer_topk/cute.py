@@ -45,10 +45,11 @@ def notes(spec: IndexerTopkSpec) -> list[str]:
         return []
     plan = chunks.chunks_of(spec)
     count, size = len(plan.starts(tokens)), chunks.workspace_bytes(plan.rows, spec.num_columns) / 2**20
-    found = [f"{count} times in turn: the logits of {plan.rows} query rows, {size:.1f} MiB, and their top-k"]
+    times = f"; {count} times, by chunks of rows" if count > 1 else ""
+    found = [f"the logits of {plan.rows} query rows, {size:.1f} MiB, then their top-k{times}"]
     if reasons := logits_reasons(spec.logits):
         found.append(f"the logits as xla computes them: {'; '.join(reasons)}")
-    return [*found, "both kernels are tested on H200; in turn, by chunks of rows, they have not run on a GPU yet"]
+    return [*found, "both kernels are tested on H200; as one operation they have not run on a GPU yet"]
 
 
 def indexer_topk(
