@@ -289,10 +289,10 @@ def seen_keys(seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, num_tokens: in
     """For each of num_tokens packed query tokens: its request, and how many keys it sees: token i of S sees the first
     seq_len - (S - 1) + i. A row behind the last request's sees none."""
     ends = cu_seqlens_q[1:]
-    row = torch.arange(num_tokens, dtype=torch.int32, device=seq_lens.device)
-    request = torch.bucketize(row, ends, out_int32=True, right=True)
-    first_keys = torch.nn.functional.pad(seq_lens - ends + 1, (0, 1), value=-num_tokens)
-    return request.clamp(max=ends.shape[0] - 1), (first_keys[request] + row).clamp(min=0)
+    rows_through = torch.arange(1, num_tokens + 1, dtype=torch.int32, device=seq_lens.device)  # and with each row
+    request = torch.bucketize(rows_through, ends, out_int32=True)
+    first_keys = torch.nn.functional.pad(seq_lens - ends, (0, 1), value=-num_tokens)
+    return request.clamp(max=ends.shape[0] - 1), (first_keys[request] + rows_through).clamp(min=0)
 
 
 def _indexer_keys(
