@@ -1,11 +1,12 @@
 """sglang-jax's DeepSeek attention on NVIDIA GPUs: an MLA backend and its latent cache on the operations of tsmla_jax.
 
-sglang-jax 0.0.1's own MLA backend is a TPU kernel. Here are the same three pieces of its interface for any backend of
-jax, Hopper's kernels included: the attention backend that its layers call, the pool that holds the pages, and a
-ModelRunner that makes both for `--attention-backend fa` of an MLA model. `install` makes its server use them;
-launch_server.py is that server.
+sglang-jax's own MLA backend is a TPU kernel. Here are the same three pieces of its interface for any backend of jax,
+Hopper's kernels included: the attention backend that its layers call, the pool that holds the pages, and a ModelRunner
+that makes both for `--attention-backend fa` of an MLA model. `install` makes its server use them; launch_server.py is
+that server.
 
-Written against sgl-project/sglang-jax at commit cddbf6f (2026-08-21), with jax 0.10.2.
+Written against sgl-project/sglang-jax at commit cddbf6f (2026-08-21), with jax 0.10.2, and run on a CPU under its own
+scheduler; not run on a GPU yet. docs/guides/sglang-jax.md says what it lacks for DeepSeek on GPUs besides.
 """
 
 from __future__ import annotations
