@@ -80,4 +80,4 @@ wheel: $(VENV)/.dev
 	TSMLA_DIST=$(abspath dist) $(BIN)/python -m pytest -q -m "slow or not slow" tests/test_packaging.py || { rm -rf dist; exit 1; }
 
 clean:
-	rm -rf $(VENV) $(CHECKPOINT) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CHECKPOINT) build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
