@@ -231,6 +231,15 @@ class StandInLauncher(launch.Launcher):
         given = {name: operands[name] for name in operands if name != "logits"}
         operands["logits"].copy_(tsmla_bridge.indexer_logits(**given, implementation="reference"))
 
+    def _select_topk(self, operands: Operands) -> None:
+        config = self.config
+        given = {name: operands[name] for name in operands if name not in ("indices", "counts")}
+        given |= {"page_size": config.page_size} if config.page_size else {}
+        found = tsmla_bridge.select_topk(**given, k=config.k, order=config.order, implementation="reference")
+        results = found if isinstance(found, tuple) else (found,)
+        for name, result in zip(("indices", "counts"), results, strict=False):
+            operands[name].copy_(result)
+
 
 def describe(tensors: Operands) -> dict[str, Array]:
     return {name: Array(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in tensors.items()}

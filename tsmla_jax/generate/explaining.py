@@ -163,33 +163,23 @@ def _explain_decode(add: Add, config: MLAConfig, dtype: Any, cache: Any, sizes: 
 
 
 def _explain_indexer(add: Add, config: V32Config | V4Config, keys: Any, sizes: _Sizes) -> int:
-    """The indexer's two operations; returns how many keys a token chooses."""
+    """The indexer's selection; returns how many keys a token chooses."""
     heads, width, tokens, max_pages = config.index_n_heads, config.index_head_dim, sizes.tokens, sizes.max_pages
     query = jnp.float8_e4m3fn if keys.dtype == jnp.uint8 else jnp.float32
-    columns = max_pages * keys.shape[1]
-    chosen = min(config.index_topk, columns)
+    chosen = min(config.index_topk, max_pages * keys.shape[1])
     # V4's tokens see compressed entries, which are not counted token by token.
     rows = tokens if isinstance(config, V4Config) else sizes.requests
     offsets = {} if isinstance(config, V4Config) else {"cu_seqlens_q": _integers(sizes.requests + 1)}
     add(
-        "indexer_logits",
+        "indexer_topk",
         _array(query, tokens, heads, width),
         _floats(tokens, heads),
         keys,
         _integers(rows, max_pages),
         _integers(rows),
-        **offsets,
-    )
-    # The layers never name an implementation of this one.
-    add(
-        "select_topk",
-        _floats(tokens, columns),
-        _integers(tokens),
         chosen,
-        order="position",
-        block_tables=_integers(tokens, max_pages),
-        page_size=keys.shape[1],
-        implementation=None,
+        return_slots=True,
+        **offsets,
     )
     return chosen
 

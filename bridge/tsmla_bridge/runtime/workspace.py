@@ -12,6 +12,7 @@ from tsmla_bridge.runtime.tensors import dtype_name
 from tsmla_kernels import contract
 from tsmla_kernels.kernel import ITEMSIZE
 from tsmla_kernels.sm90.decode import config as sm90_decode
+from tsmla_kernels.sm90.indexer import chunks as sm90_indexer
 from tsmla_kernels.sm90.sparse import config as sm90_sparse
 
 ALIGN = 256  # bytes, of every array in a workspace: cudaMalloc's alignment, and more than any operand needs
@@ -42,7 +43,8 @@ class Workspace:
     replayed at the same time need workspaces of their own.
 
     Args:
-      size: bytes; decode_workspace_size and sparse_workspace_size say how many a call needs.
+      size: bytes; decode_workspace_size, sparse_workspace_size and indexer_topk_workspace_size say how many a call
+        needs.
       device: where; the current CUDA device by default.
     """
 
@@ -117,6 +119,17 @@ def sparse_workspace_size(
     sms = devices.num_sms(devices.index_of(torch.device("cuda" if device is None else device)))
     config = sm90_sparse.SparseConfig(dtype_name(dtype), num_heads, batch_invariant=batch_invariant)
     return sparse_layout(config, sms, max_tokens, max_selected).size
+
+
+def indexer_topk_workspace_size(*, max_tokens: int, max_keys: int) -> int:
+    """Bytes that indexer_topk needs at most: 128 MiB, or what fewer tokens or more than 2,097,152 keys need.
+
+    Args:
+      max_tokens: T. max_keys: M * Z of the block table.
+    """
+    return sm90_indexer.workspace_bytes(
+        contract.static_int("max_tokens", max_tokens), contract.static_int("max_keys", max_keys)
+    )
 
 
 def decode_workspace_size(
