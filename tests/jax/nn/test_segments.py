@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from tsmla_jax.nn import Segments, functional, segment_attention, segment_attention_kv
+from tsmla_jax.nn import Segments, segment_attention, segment_attention_kv
 
 HEADS, NOPE, ROPE, V = 2, 8, 4, 6
 ROWS, LEN = 2, 21
@@ -82,44 +82,29 @@ def test_values_and_gradients(attend: Any, causal: bool) -> None:
 
 
 def test_a_split_batch_and_split_heads() -> None:
-    """As trainers call it: rows over one axis of a mesh, heads over the other."""
+    """As trainers call it: rows over one axis of a mesh, heads over the other; segments split with their rows."""
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
-    heads = P("data", None, "tensor")
-    arrays = operands()
-
-    @jax.jit
-    @partial(jax.shard_map, mesh=mesh, in_specs=(P("data"), heads, heads, P("data")), out_specs=heads)
-    def attend(*arguments: jax.Array) -> jax.Array:
-        return packed_kv(True, *arguments)
-
-    def loss(function: Any, *arrays: jax.Array) -> jax.Array:
-        return (function(*arrays) ** 2).sum()
-
-    np.testing.assert_allclose(attend(IDS, *arrays), dense(IDS, True, *arrays), rtol=2e-5, atol=2e-5)
-    gradients = jax.grad(partial(loss, partial(attend, IDS)), argnums=(0, 1, 2))(*arrays)
-    expected = jax.grad(partial(loss, partial(dense, IDS, True)), argnums=(0, 1, 2))(*arrays)
-    for mine, theirs in zip(gradients, expected, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
-
-
-def test_the_same_segments_split_with_their_rows() -> None:
-    """Made once, outside of the shard_map."""
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
-    arrays = operands()
-    attend = jax.jit(
-        jax.shard_map(
-            partial(segment_attention_kv, softmax_scale=SCALE), mesh=mesh, in_specs=P("data"), out_specs=P("data")
-        )
+    rows, heads = P("data"), P("data", None, "tensor")
+    segments = Segments.from_ids(IDS, max_segments=MAX_SEGMENTS)
+    sharded = jax.shard_map(
+        partial(segment_attention_kv, softmax_scale=SCALE),
+        mesh=mesh,
+        in_specs=(heads, heads, rows, rows),
+        out_specs=heads,
     )
-    got = attend(*arrays, Segments.from_ids(IDS, max_segments=MAX_SEGMENTS))
-    np.testing.assert_allclose(got, dense(IDS, True, *arrays), rtol=2e-5, atol=2e-5)
+
+    def run(attend: Any) -> Any:
+        return jax.jit(jax.value_and_grad(lambda *arrays: (attend(*arrays) ** 2).sum(), (0, 1, 2)))(*operands())
+
+    got, expected = run(lambda *arrays: sharded(*arrays, segments)), run(partial(dense, IDS, True))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, expected)
 
 
 def test_a_row_of_too_many_segments_is_nan() -> None:
     arrays = operands()
     segments = Segments.from_ids(IDS, max_segments=3)
     assert segments.overflow.tolist() == [True, False]
-    got = np.asarray(segment_attention_kv(*arrays, segments, softmax_scale=SCALE))
+    got = np.asarray(jax.jit(segment_attention_kv)(*arrays, segments, softmax_scale=SCALE))
     assert np.isnan(got[0]).all()
     np.testing.assert_allclose(got[1], dense(IDS, True, *arrays)[1], rtol=2e-5, atol=2e-5)
 
@@ -127,7 +112,7 @@ def test_a_row_of_too_many_segments_is_nan() -> None:
 def test_long_padding_is_cut_into_pieces() -> None:
     """So that its cost is linear in its length; the pieces start with nothing in use."""
     mask = np.arange(4096)[None] < np.array([[700], [4096], [0]])
-    segments = Segments.from_ids(mask, max_segments=1)
+    segments = jax.jit(Segments.from_ids, static_argnames="max_segments")(mask, max_segments=1)
     assert segments.starts.shape == (3, 2 + 16)
     for starts, expected in zip(
         segments.starts.tolist(), ([0, 700, *range(768, 4096, 256)], [0], [*range(0, 4096, 256)]), strict=True
@@ -139,22 +124,8 @@ def test_long_padding_is_cut_into_pieces() -> None:
 
 def test_padding_may_hold_nan_where_no_gradient_is_taken() -> None:
     arrays = [jnp.where((IDS == 0).reshape(*IDS.shape, *[1] * (x.ndim - 2)), jnp.nan, x) for x in operands()]
-    np.testing.assert_allclose(packed_kv(True, IDS, *arrays), dense(IDS, True, *operands()), rtol=2e-5, atol=2e-5)
-
-
-def test_offsets_serve_the_layer() -> None:
-    """`nn.functional.prefill` takes packed rows by them, too."""
-    from tsmla_jax.nn import MLAConfig, init_params
-
-    config = MLAConfig(
-        hidden_size=24, num_attention_heads=2, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6
-    )
-    params = init_params(jax.random.key(0), config)
-    x = jax.random.normal(jax.random.key(1), (ROWS, LEN, 24))
-    offsets = Segments.from_ids(IDS, max_segments=MAX_SEGMENTS).cu_seqlens
-    y, _, _ = functional.prefill(params, config, x.reshape(-1, 24), cu_seqlens_q=offsets, max_q_len=LEN)
-    alone, _, _ = functional.prefill(params, config, x[1, 4:], cu_seqlens_q=jnp.array([0, 17]), max_q_len=17)
-    np.testing.assert_allclose(y.reshape(ROWS, LEN, 24)[1, 4:], alone, rtol=1e-5, atol=1e-5)
+    got = jax.jit(partial(packed_kv, True))(IDS, *arrays)
+    np.testing.assert_allclose(got, dense(IDS, True, *operands()), rtol=2e-5, atol=2e-5)
 
 
 def test_bad_input() -> None:
