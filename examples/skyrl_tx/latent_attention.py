@@ -33,7 +33,9 @@ from tsmla_jax.nn import Segments, Step, segment_attention_kv
 
 try:
     from skyrl.tx.models import deepseekv3
-except ModuleNotFoundError:
+except ModuleNotFoundError as error:
+    if error.name not in ("skyrl", "skyrl.tx"):
+        raise
     from tx.models import deepseekv3
 
 PAGE_SIZES = (64, 32, 16)

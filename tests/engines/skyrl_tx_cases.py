@@ -18,9 +18,8 @@ from flax import nnx
 from jax.sharding import AxisType
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "skyrl_tx"))
-from latent_attention import LatentAttention, attend_to_cache, install  # noqa: E402
-from tx.models import deepseekv3  # noqa: E402
-from tx.tinker.types import SamplingParams  # noqa: E402
+import benchmark  # noqa: E402
+from latent_attention import LatentAttention, attend_to_cache, deepseekv3, install  # noqa: E402
 
 TheirAttention = deepseekv3.DeepseekV3Attention
 LENS, LEN, ADAPTERS = (9, 5, 12, 1), 12, 3
@@ -46,6 +45,7 @@ class Config:
     kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim = 16, 8, 4, 6
     rope_theta = 10000.0
     rope_scaling = {"rope_type": "deepseek_yarn", "factor": 4.0, "mscale_all_dim": 1.0}  # noqa: RUF012
+    rope_parameters = {"rope_theta": rope_theta, **rope_scaling}  # noqa: RUF012
     max_lora_adapters, max_lora_rank, shard_attention_heads = ADAPTERS, 4, True
     tie_word_embeddings, output_hidden_states, loss_chunk_size, gradient_checkpointing = False, False, 0, False
 
@@ -116,7 +116,7 @@ def test_layer_and_its_gradients(q_lora_rank: int | None, monkeypatch: pytest.Mo
 def test_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     """tx's own generator: the same tokens and probabilities, greedy and sampled, and the latent cache."""
     sampling = [
-        SamplingParams(max_tokens=9, temperature=t, seed=i) for i, t in enumerate((0.0, 0.0, 0.7, 1.0))
+        benchmark.SamplingParams(max_tokens=9, temperature=t, seed=i) for i, t in enumerate((0.0, 0.0, 0.7, 1.0))
     ]
     found = []
     for cls in (TheirAttention, LatentAttention):
@@ -190,3 +190,12 @@ def test_install(monkeypatch: pytest.MonkeyPatch) -> None:
     install("reference")
     made = deepseekv3.DeepseekV3DecoderLayer(Config(), 0, dtype=jnp.float32, rngs=nnx.Rngs(0))
     assert type(made.self_attn) is LatentAttention and made.self_attn.implementation == "reference"
+
+
+@pytest.mark.parametrize("task", benchmark.TASKS)
+def test_benchmark(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a size for a CPU; on a GPU it tells memory too."""
+    monkeypatch.setattr(deepseekv3, "DeepseekV3Attention", TheirAttention)
+    load = benchmark.Load(batch=2, prompt=8, new=2, train=8)
+    found = benchmark.measure("tsmla", task, benchmark.SHAPES["toy"], load)
+    assert found["tokens_per_second"] > 0 and found["cache_elements"] == 16 + 4
