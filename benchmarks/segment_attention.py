@@ -190,9 +190,7 @@ def errors(point: Point, found: dict[str, Peer]) -> dict[str, list[float]]:
             compared = [*expected[:2], expected[2][..., :NOPE_DIM], expected[3]]
         else:
             compared = expected
-        result[name] = [
-            float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(got, compared, strict=False)
-        ]
+        result[name] = [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(got, compared, strict=False)]
     return result
 
 

@@ -102,7 +102,9 @@ def attend_in(
         raise ValueError(f"attention=tsmla: got {', '.join(asked)}; legal: none of them")
     packed = config.packing and config.dataset_type != "synthetic"
     if packed and config.max_segments_per_seq < 1:
-        raise ValueError(f"attention=tsmla with packing needs config.max_segments_per_seq >= 1, got {config.max_segments_per_seq}")
+        raise ValueError(
+            f"attention=tsmla with packing needs config.max_segments_per_seq >= 1, got {config.max_segments_per_seq}"
+        )
     rows, heads, length, columns = op._logical_to_mesh_axes(op.flash_axis_names_q)
     return attend(
         query,

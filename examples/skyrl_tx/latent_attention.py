@@ -10,8 +10,8 @@ shardings stay as they are. What changes:
   is not padded to the width of K, and no score matrix is made.
 - The cache holds 576 elements a token (the normed latent, then the rotated rope columns) in place of every head's keys
   and values, 40,960 of DeepSeek-V3. It lies in KVCache.keys as [B, S, 1, 576]; KVCache.values are [B, S, 1, 0].
-- Decoding runs `mla_decode` on that cache, whose rows are cut into pages. kv_b_proj is absorbed into the queries and the
-  results at each step, each sequence with its own adapter: adapters change while they are trained.
+- Decoding runs `mla_decode` on that cache, whose rows are cut into pages. Each step absorbs kv_b_proj into queries and
+  results, each sequence with its own adapter: adapters change while they are trained.
 
 Batches are right-padded, as tx makes them. Rows of padding give 0, where tx's mask gives them some average of values;
 nothing reads either. Works with skyrl-tx 0.3.0 and with the package skyrl, where tx lives since.
@@ -40,6 +40,16 @@ except ModuleNotFoundError as error:
 
 PAGE_SIZES = (64, 32, 16)
 """What the kernels read, the best first. tx's lengths are multiples of 16."""
+
+
+class Split(NamedTuple):
+    """How a mesh splits arrays [B, ...], and those [B, T, H, ...] that have heads."""
+
+    sequences: P
+    heads: P
+
+
+WHOLE = Split(P(), P())
 
 
 class Adapters(NamedTuple):
@@ -87,8 +97,8 @@ class LatentAttention(deepseekv3.DeepseekV3Attention):
             attention_mask: [B, T] without a cache, which shows the padding; not read with one.
             positions: [B, T] or [1, T].
             adapter_indices: [B], the LoRA adapter of each sequence, or None.
-            kv_cache: this layer's [B, S, 1, L + R] and [B, S, 1, 0]. The tokens of x are written at their positions, and
-                each attends to what stands before it.
+            kv_cache: this layer's [B, S, 1, L + R] and [B, S, 1, 0]. The tokens of x are written at their positions,
+                and each attends to what stands before it.
 
         Returns:
             [B, T, E], and the cache: of x's tokens, or the given one with x's tokens written.
@@ -139,16 +149,16 @@ class LatentAttention(deepseekv3.DeepseekV3Attention):
         kv = self.kv_b_proj(latent, adapter_indices=adapter_indices)
         kv = kv.reshape(*latent.shape[:2], self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
 
-        def attend(q: jax.Array, kv: jax.Array, k_rope: jax.Array, mask: jax.Array) -> jax.Array:
-            segments = Segments.from_ids(mask, max_segments=1)
-            return segment_attention_kv(
-                q, kv, k_rope, segments, softmax_scale=self.scaling, implementation=self.implementation
-            )
-
-        sequences, heads = self._specs(latent.shape[0])
         q = jnp.concatenate([q_nope, q_rope], axis=-1)
-        run = _on_each_device(attend, (heads, heads, sequences, sequences), heads)
-        return run(q, kv, k_rope, attention_mask.astype(bool))
+        return attend_to_prompts(
+            q,
+            kv,
+            k_rope,
+            attention_mask.astype(bool),
+            split=self._split(latent.shape[0]),
+            softmax_scale=self.scaling,
+            implementation=self.implementation,
+        )
 
     def _decode(
         self,
@@ -169,10 +179,16 @@ class LatentAttention(deepseekv3.DeepseekV3Attention):
         if adapters is not None:
             q = q + adapters.transposed(q_nope, keys)
         q = jnp.concatenate([q, q_rope], axis=-1)
-        attend = partial(attend_to_cache, softmax_scale=self.scaling, implementation=self.implementation)
-        sequences, heads = self._specs(latent.shape[0])
-        run = _on_each_device(attend, (heads, *[sequences] * 4), (heads, sequences))
-        out, cache = run(q, cache, latent, k_rope, positions[:, -1].astype(jnp.int32) + 1)
+        out, cache = attend_to_cache(
+            q,
+            cache,
+            latent,
+            k_rope,
+            positions[:, -1].astype(jnp.int32) + 1,
+            split=self._split(latent.shape[0]),
+            softmax_scale=self.scaling,
+            implementation=self.implementation,
+        )
         heads_out = jnp.einsum("bthl,lhv->bthv", out, weight[..., values])
         if adapters is not None:
             heads_out = heads_out + adapters.times(out, values)
@@ -186,15 +202,47 @@ class LatentAttention(deepseekv3.DeepseekV3Attention):
         a, b, scale = (x[...][adapter_indices] for x in (layer.lora_A, layer.lora_B, layer.lora_scaling))
         return Adapters(a, b.reshape(*b.shape[:2], self.num_heads, -1), scale)
 
-    def _specs(self, batch: int) -> tuple[P, P]:
-        """How tx's mesh splits arrays [B, ...] and [B, T, H, ...]: sequences over fsdp where they divide, heads over
-        tp."""
+    def _split(self, batch: int) -> Split:
+        """Over tx's mesh: sequences over fsdp where they divide, heads over tp."""
         axes = get_abstract_mesh().shape
         rows = "fsdp" if "fsdp" in axes and batch % axes["fsdp"] == 0 else None
         heads = "tp" if "tp" in axes and self.config.shard_attention_heads else None
-        return P(rows), P(rows, None, heads)
+        return Split(P(rows), P(rows, None, heads))
 
 
+# Jitted, so that all layers share one trace, and calls outside of jit, which tx's tests make, one program.
+@partial(jax.jit, static_argnames=("split", "softmax_scale", "implementation"))
+def attend_to_prompts(
+    q: jax.Array,
+    kv: jax.Array,
+    k_rope: jax.Array,
+    mask: jax.Array,
+    *,
+    split: Split = WHOLE,
+    softmax_scale: float,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Causal attention of whole sequences.
+
+    Args:
+        q: [B, T, H, N + R].
+        kv: [B, T, H, N + V].
+        k_rope: [B, T, R].
+        mask: [B, T] bool, the tokens that are no padding.
+
+    Returns:
+        [B, T, H, V], 0 for padding.
+    """
+
+    def attend(q: jax.Array, kv: jax.Array, k_rope: jax.Array, mask: jax.Array) -> jax.Array:
+        segments = Segments.from_ids(mask, max_segments=1)
+        return segment_attention_kv(q, kv, k_rope, segments, softmax_scale=softmax_scale, implementation=implementation)
+
+    sequences, heads = split
+    return _on_each_device(attend, (heads, heads, sequences, sequences), heads)(q, kv, k_rope, mask)
+
+
+@partial(jax.jit, static_argnames=("split", "softmax_scale", "implementation"))
 def attend_to_cache(
     q: jax.Array,
     cache: jax.Array,
@@ -202,6 +250,7 @@ def attend_to_cache(
     k_rope: jax.Array,
     seq_lens: jax.Array,
     *,
+    split: Split = WHOLE,
     softmax_scale: float,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -216,23 +265,31 @@ def attend_to_cache(
     Returns:
         [B, T, H, L], and the cache with the new tokens: in place where XLA can, as in a jitted loop that carries it.
     """
-    (batch, slots), width = cache.shape[:2], cache.shape[-1]
+    slots, width = cache.shape[1], cache.shape[-1]
     page_size = next((size for size in PAGE_SIZES if slots % size == 0), slots)
-    pages = cache.reshape(-1, page_size, width)
-    block_tables = jnp.arange(pages.shape[0], dtype=jnp.int32).reshape(batch, -1)
-    step = Step.dense(block_tables, seq_lens, new_tokens=q.shape[1], page_size=page_size)
-    rows = (x.reshape(-1, x.shape[-1]) for x in (latent, k_rope))
-    pages = tsmla_jax.write_kv_cache(pages, *rows, step.slot_mapping.reshape(-1))
-    out = tsmla_jax.mla_decode(
-        q,
-        pages,
-        block_tables,
-        seq_lens,
-        softmax_scale=softmax_scale,
-        latent_dim=latent.shape[-1],
-        implementation=implementation,
-    )
-    return out, pages.reshape(cache.shape)
+
+    def attend(
+        q: jax.Array, cache: jax.Array, latent: jax.Array, k_rope: jax.Array, seq_lens: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        pages = cache.reshape(-1, page_size, width)
+        block_tables = jnp.arange(pages.shape[0], dtype=jnp.int32).reshape(q.shape[0], -1)
+        step = Step.dense(block_tables, seq_lens, new_tokens=q.shape[1], page_size=page_size)
+        rows = (x.reshape(-1, x.shape[-1]) for x in (latent, k_rope))
+        pages = tsmla_jax.write_kv_cache(pages, *rows, step.slot_mapping.reshape(-1))
+        out = tsmla_jax.mla_decode(
+            q,
+            pages,
+            block_tables,
+            seq_lens,
+            softmax_scale=softmax_scale,
+            latent_dim=latent.shape[-1],
+            implementation=implementation,
+        )
+        return out, pages.reshape(cache.shape)
+
+    sequences, heads = split
+    run = _on_each_device(attend, (heads, *[sequences] * 4), (heads, sequences))
+    return run(q, cache, latent, k_rope, seq_lens)
 
 
 def install(implementation: str | None = None) -> None:

@@ -33,9 +33,7 @@ class AttentionOp:
     def __init__(self, **config: Any) -> None:
         fields = {"packing": True, "dataset_type": "hf", "max_segments_per_seq": 2, **config}
         self.config = SimpleNamespace(**fields)
-        self.mesh = jax.make_mesh(
-            (1, 2, 2, 1), ("data", "fsdp", "tensor", "context"), axis_types=(AxisType.Auto,) * 4
-        )
+        self.mesh = jax.make_mesh((1, 2, 2, 1), ("data", "fsdp", "tensor", "context"), axis_types=(AxisType.Auto,) * 4)
 
     def _logical_to_mesh_axes(self, names: tuple[str, ...]) -> PartitionSpec:
         return PartitionSpec(*(self.rules.get(name) for name in names))
