@@ -1,4 +1,7 @@
-"""Attention over packed rows against a dense softmax in float64 with a mask made from the ids alone."""
+"""Attention over packed rows against a dense softmax with a mask made from the ids alone.
+
+Over a mesh, and by the kernels' custom calls: tests/jax/ops/test_prefill_call.py.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 from tsmla_jax.nn import Segments, segment_attention, segment_attention_kv
 
@@ -79,25 +80,6 @@ def test_values_and_gradients(attend: Any, causal: bool) -> None:
             np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
         assert not np.asarray(got)[ids == 0].any()
     assert run._cache_size() == 1
-
-
-def test_a_split_batch_and_split_heads() -> None:
-    """As trainers call it: rows over one axis of a mesh, heads over the other; segments split with their rows."""
-    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
-    rows, heads = P("data"), P("data", None, "tensor")
-    segments = Segments.from_ids(IDS, max_segments=MAX_SEGMENTS)
-    sharded = jax.shard_map(
-        partial(segment_attention_kv, softmax_scale=SCALE),
-        mesh=mesh,
-        in_specs=(heads, heads, rows, rows),
-        out_specs=heads,
-    )
-
-    def run(attend: Any) -> Any:
-        return jax.jit(jax.value_and_grad(lambda *arrays: (attend(*arrays) ** 2).sum(), (0, 1, 2)))(*operands())
-
-    got, expected = run(lambda *arrays: sharded(*arrays, segments)), run(partial(dense, IDS, True))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, expected)
 
 
 def test_a_row_of_too_many_segments_is_nan() -> None:
