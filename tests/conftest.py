@@ -1,6 +1,7 @@
 """What every test shares: eight simulated CPU devices, repeatable property tests, and the gpu marker's skip."""
 
 import functools
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -25,6 +26,15 @@ jax.config.update("jax_num_cpu_devices", 8)
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_programs_are_freed() -> Iterator[None]:
+    """Ends a module's compiled programs with it. Each of XLA's programs for a CPU maps pieces of memory: a worker that
+    keeps those of the whole suite meets Linux's limit (vm.max_map_count, 65,530) and is ended by a signal."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,10 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
+from tests.engines import sources
+from tsmla_bridge.engines import versions
 from tsmla_jax.ops.explain import OPERATIONS
 from tsmla_kernels.catalog import KERNELS
 
@@ -48,7 +51,16 @@ PLUGINS = ("vllm.general_plugins", "sglang.srt.plugins")
 
 # What the engines' metadata says of packages that this one needs, or that share requirements with these.
 ENGINE_PINS = {
-    "vllm 0.26.0": ("torch==2.11.0", "nvidia-cutlass-dsl==4.6.0"),
+    "vllm 0.26.0": (
+        "torch==2.11.0", "nvidia-cutlass-dsl[cu13]==4.6.0", "apache-tvm-ffi==0.1.10", "numba==0.65.0",
+        "tokenspeed-mla==0.1.8", "quack-kernels>=0.4.0", "flashinfer-python==0.6.14", "compressed-tensors==0.17.0",
+        "transformers>=5.5.3",
+    ),
+    "vllm 0.30.0": (
+        "torch==2.13.0", "nvidia-cutlass-dsl[cu13]==4.7.1", "apache-tvm-ffi==0.1.11", "numba==0.65.0",
+        "tokenspeed-mla==0.1.8", "quack-kernels==0.6.5", "flashinfer-python==0.6.18.post1",
+        "compressed-tensors==0.17.0", "transformers>=5.10.4",
+    ),
     "vllm 0.33.0": (
         "torch==2.14.0", "nvidia-cutlass-dsl[cu13]==4.8.0", "apache-tvm-ffi==0.1.11", "numba==0.65.0",
         "tokenspeed-mla==2.0.3", "quack-kernels==0.6.5", "flashinfer-python==0.7.2.post1", "compressed-tensors==0.17.0",
@@ -209,6 +221,22 @@ def test_the_torch_wheel_installs_without_jax(torch_wheel: Path, tmp_path: Path)
     assert all(Path(file).is_relative_to(folder) for file in files), files
     doctor = subprocess.run([folder / "bin" / "tsmla", "doctor"], capture_output=True, text=True, check=True)
     assert "--attention-backend CUSTOM" in doctor.stdout
+
+
+def test_the_engines_pins_are_those_of_the_tested_versions() -> None:
+    tested = [f"{engine.distribution} {version}" for engine in versions.ENGINES for version in engine.tested]
+    assert list(ENGINE_PINS) == tested
+
+
+@pytest.mark.parametrize("engine", [name for name in ENGINE_PINS if name.startswith("vllm")])
+def test_the_pins_are_those_of_the_engines_metadata(engine: str) -> None:
+    if reason := sources.why_not(*engine.split()):
+        pytest.skip(reason)
+    (metadata,) = (sources.folder() / engine.replace(" ", "-")).glob("*.dist-info/METADATA")
+    asked = email.message_from_string(metadata.read_text()).get_all("Requires-Dist", [])
+    requirements = {(each.name, frozenset(each.extras), each.specifier) for each in map(Requirement, asked)}
+    for pin in map(Requirement, ENGINE_PINS[engine]):
+        assert (pin.name, frozenset(pin.extras), pin.specifier) in requirements, pin
 
 
 @pytest.mark.slow

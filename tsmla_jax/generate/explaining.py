@@ -80,9 +80,12 @@ def explain_step(
     """
     found: dict[str, dict[str, Choice]] = {}
 
-    def add(where: str, op: str, *arguments: Any, implementation: str | None = implementation, **named: Any) -> None:
+    def add(where: str, op: str, *arguments: Any, with_notes: bool = False, **named: Any) -> None:
         explanation = tsmla_jax.explain(op, *arguments, implementation=implementation, **named)
-        found.setdefault(op, {})[where] = _choice(op, explanation, implementation)
+        choice = _choice(op, explanation, implementation)
+        if with_notes and (notes := explanation.notes.get(choice.implementation)):
+            choice = replace(choice, why="; ".join((choice.why, *notes)))
+        found.setdefault(op, {})[where] = choice
 
     steps = {
         "prefill": _Sizes(tokens=chunk, max_q_len=chunk, requests=1, max_pages=max_pages),
@@ -163,33 +166,24 @@ def _explain_decode(add: Add, config: MLAConfig, dtype: Any, cache: Any, sizes: 
 
 
 def _explain_indexer(add: Add, config: V32Config | V4Config, keys: Any, sizes: _Sizes) -> int:
-    """The indexer's two operations; returns how many keys a token chooses."""
+    """The indexer's selection; returns how many keys a token chooses."""
     heads, width, tokens, max_pages = config.index_n_heads, config.index_head_dim, sizes.tokens, sizes.max_pages
     query = jnp.float8_e4m3fn if keys.dtype == jnp.uint8 else jnp.float32
-    columns = max_pages * keys.shape[1]
-    chosen = min(config.index_topk, columns)
+    chosen = min(config.index_topk, max_pages * keys.shape[1])
     # V4's tokens see compressed entries, which are not counted token by token.
     rows = tokens if isinstance(config, V4Config) else sizes.requests
     offsets = {} if isinstance(config, V4Config) else {"cu_seqlens_q": _integers(sizes.requests + 1)}
     add(
-        "indexer_logits",
+        "indexer_topk",
         _array(query, tokens, heads, width),
         _floats(tokens, heads),
         keys,
         _integers(rows, max_pages),
         _integers(rows),
-        **offsets,
-    )
-    # The layers never name an implementation of this one.
-    add(
-        "select_topk",
-        _floats(tokens, columns),
-        _integers(tokens),
         chosen,
-        order="position",
-        block_tables=_integers(tokens, max_pages),
-        page_size=keys.shape[1],
-        implementation=None,
+        return_slots=True,
+        with_notes=True,  # which part of it is a kernel's
+        **offsets,
     )
     return chosen
 

@@ -38,8 +38,7 @@ class EngineOptions:
       page_size: tokens a page, Z; None is `caches.default_page_size`. In V4 a multiple of its ratios, so of 128.
       num_pages: pages of the cache; None makes it hold max_batch of the given prompts at once.
       max_batch: texts that decode together, at most the last of BATCH_SIZES.
-      chunk: most prompt tokens of one prefill step. The indexers of V3.2 and V4 score each of them against every key
-        of its text, in f32: a bound for their memory.
+      chunk: most prompt tokens of one prefill step.
       speculative: most tokens drafted a step; 0 for none.
       temperature: 0 is greedy.
       top_p: the smallest set of most likely tokens whose probability reaches it is sampled from.

@@ -54,6 +54,7 @@ CONFIGS = [
     (WRITE_KV_CACHE, WriteConfig(BF16, BF16)),
     (WRITE_KV_CACHE, WriteConfig(BF16, FP8)),
     (WRITE_KV_CACHE, WriteConfig(F32, F16, 256, 0)),
+    (WRITE_KV_CACHE, WriteConfig(BF16, FP8, slot_dtype="int64")),
     (ROPE_WRITE_KV_CACHE, RopeWriteConfig(BF16, BF16, BF16)),
     (ROPE_WRITE_KV_CACHE, RopeWriteConfig(BF16, FP8, FP8)),
     (ROPE_WRITE_KV_CACHE, RopeWriteConfig(F16, F16, FP8, rope_interleave=False, rope_layout="halves")),

@@ -21,7 +21,7 @@ from tsmla_jax.nn.rope import apply_rope, rope_cos_sin
 from tsmla_jax.nn.step import Step
 from tsmla_jax.nn.v32.config import V32Config
 from tsmla_jax.nn.weights import Params
-from tsmla_jax.sparse import indexer, metadata
+from tsmla_jax.sparse import indexer
 from tsmla_kernels.contract.packed import Rotation
 
 _NORM_EPS = 1e-6
@@ -80,7 +80,7 @@ def attend(
         cache: holds the tokens before the new ones.
         step: of ragged tokens.
         kv_scale: of a float8_e4m3fn kv cache.
-        implementation: of `tsmla_jax.sparse_mla` and `tsmla_jax.indexer_logits`.
+        implementation: of `tsmla_jax.sparse_mla` and `tsmla_jax.indexer_topk`.
 
     Returns:
         y [T, E] and the caches with the new tokens written (in place if donated). Rows of padding mean nothing.
@@ -106,25 +106,17 @@ def attend(
         kv = tsmla_jax.write_kv_cache(cache.kv, latent, k_rope, step.slot_mapping, kv_scale=kv_scale)
     keys = sparse.write_indexer_cache(cache.indexer, _indexer_keys(params, x), step.slot_mapping, cos, sin)
 
-    rows = metadata.expand_decode_metadata(step.seq_lens, step.block_tables, step.new_lens, total_tokens=num_tokens)
     q_index, weights = _indexer_queries(params, config, x, cos, sin, quantise=keys.dtype == jnp.uint8)
-    logits = tsmla_jax.indexer_logits(
+    slots, _ = tsmla_jax.indexer_topk(
         q_index,
         weights,
         keys,
         step.block_tables,
         step.seq_lens,
+        min(config.index_topk, step.block_tables.shape[1] * keys.shape[1]),
         cu_seqlens_q=step.cu_seqlens_q,
+        return_slots=True,
         implementation=implementation,
-    )
-    num_selected = min(config.index_topk, logits.shape[1])
-    slots, _ = tsmla_jax.select_topk(
-        logits,
-        rows.seq_lens,
-        num_selected,
-        order="position",
-        block_tables=rows.block_tables,
-        page_size=kv.shape[1],
     )
     out = tsmla_jax.sparse_mla(
         functional.absorb_q(params, *functional.project_q(params, mla, x, cos, sin)),
