@@ -20,6 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 VLLM = ("0.26.0", "0.30.0", "0.33.0")
 SGLANG = ("0.5.23",)
 SGLANG_JAX = "cddbf6f1cc33cbdd453bd8f36ff7051cf46ca176"  # 2026-08-21
+SKYRL_TX = ("0.3.0",)
+MODULES = {"vllm": "vllm", "sglang": "sglang", "skyrl-tx": "tx"}
+"""The package that each wheel holds."""
 COMMAND = "python tests/engines/sources.py"
 # What `import vllm` and `import sglang` need, beside what this project's own tests do.
 PACKAGES = (
@@ -28,13 +31,15 @@ PACKAGES = (
     "py-cpuinfo", "prometheus_client", "fastapi", "partial_json_parser", "llguidance", "einops", "blake3",
     "setproctitle", "apache-tvm-ffi", "orjson", "ipython", "uvicorn", "python-multipart",
 )  # fmt: skip
-# Installed alone: these ask for torch, or for more than is imported. Those of SGLang would change what vLLM does.
+# Installed alone: these ask for torch, or for more than is imported. Those of SGLang would change what vLLM does, and
+# accelerate what SGLang does.
 ALONE = {
     "packages": ("xgrammar",),
     "packages-sglang": (
         "triton", "torchvision==0.28.0", "dill", "sentencepiece", "compressed-tensors", "loguru", "gguf"
     ),
-    "packages-sglang_jax": ("pathwaysutils", "httpx", "httpcore"),
+    "packages-sglang-jax": ("pathwaysutils", "httpx", "httpcore"),
+    "packages-skyrl-tx": ("cloudpathlib", "peft", "accelerate"),
 }  # fmt: skip
 
 
@@ -45,7 +50,7 @@ def folder() -> Path:
 
 def why_not(engine: str, version: str) -> str | None:
     """The reason that an engine's tests are skipped; None if its sources are here."""
-    if (folder() / f"{engine}-{version}" / engine).is_dir() and (folder() / "packages").is_dir():
+    if (folder() / f"{engine}-{version}" / MODULES[engine]).is_dir() and (folder() / "packages").is_dir():
         return None
     return f"needs {engine} {version} unpacked under {folder()}: {COMMAND}"
 
@@ -53,7 +58,7 @@ def why_not(engine: str, version: str) -> str | None:
 def why_no_sglang_jax() -> str | None:
     """The same of sglang-jax's repository."""
     clone = folder() / "sglang-jax"
-    if (clone / "python" / "sgl_jax").is_dir() and (folder() / "packages-sglang_jax").is_dir():
+    if (clone / "python" / "sgl_jax").is_dir() and (folder() / "packages-sglang-jax").is_dir():
         return None
     return (
         f"needs sglang-jax at {SGLANG_JAX[:7]}: git clone https://github.com/sgl-project/sglang-jax {clone}"
@@ -82,9 +87,9 @@ def fetch(target: Path) -> None:
     """Download the wheels and unpack them under `target`."""
     pip = [sys.executable, "-m", "pip"]
     target.mkdir(parents=True, exist_ok=True)
-    for engine, versions in (("vllm", VLLM), ("sglang", SGLANG)):
+    for engine, versions in (("vllm", VLLM), ("sglang", SGLANG), ("skyrl-tx", SKYRL_TX)):
         for version in versions:
-            if (target / f"{engine}-{version}" / engine).is_dir():
+            if (target / f"{engine}-{version}" / MODULES[engine]).is_dir():
                 continue
             with tempfile.TemporaryDirectory() as wheels:
                 subprocess.run(

@@ -210,6 +210,20 @@ def cu_seqlens(num_tokens: int, offsets: np.ndarray) -> None:
         )
 
 
+def segment_ids(max_segments: int, ids: np.ndarray) -> None:
+    """Each row of ids [B, S] has at most `max_segments` runs of an id other than 0, and no id in two of them."""
+    for row, line in enumerate(ids):
+        starts = np.flatnonzero((line != 0) & (np.diff(line, prepend=0) != 0))
+        if len(starts) > max_segments:
+            raise ValueError(f"ids: row {row} has {len(starts)} segments; legal: at most max_segments={max_segments}")
+        found, counts = np.unique(line[starts], return_counts=True)
+        if (counts > 1).any():
+            raise ValueError(
+                f"ids: row {row} has the id {found[counts > 1][0]} in more than one run; legal: one run for each id, as"
+                " each run is a segment"
+            )
+
+
 def decode_lens(total_tokens: int, lens: np.ndarray) -> None:
     """Query tokens a request: not negative, and at most `total_tokens` in all."""
     for request, length in enumerate(lens.tolist()):
