@@ -87,7 +87,7 @@ def test_one_options_with_and_without_it(gpu: Gpu) -> None:
 
 
 def test_the_kernel_must_be_named(gpu: Gpu) -> None:
-    with pytest.raises(NotImplementedError, match='visible_lens has not run on a GPU; pass implementation="cute"'):
+    with pytest.raises(NotImplementedError, match='untested with visible_lens; pass implementation="cute"'):
         attend(case(), visible_lens=VISIBLE)
     assert not gpu.launches
 
