@@ -28,6 +28,9 @@ _BOUNDS = {
     "--chunk": (1, 2**20),
     "--speculative": (0, 1024),
     "--seed": (0, 2**32 - 1),
+    "--data-parallel": (1, 2**16),
+    "--expert-parallel": (1, 2**16),
+    "--context-parallel": (1, 2**16),
 }
 # The engine's options that have another name on the command line, as its errors begin: "max_batch = 0; legal: ...".
 _FLAGS = {"num_pages": "--cache-pages"}
@@ -63,7 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="widen block-scaled fp8 weights to --dtype when they are loaded (default: in each step, except on a CPU)",
     )
     cache = parser.add_mutually_exclusive_group()
-    cache.add_argument("--cache-pages", type=int, metavar="P", help="pages of the cache (default: as the prompts need)")
+    cache.add_argument(
+        "--cache-pages", type=int, metavar="P", help="pages of each device's cache (default: as the prompts need)"
+    )
     cache.add_argument("--cache-tokens", type=int, metavar="N", help="the same in tokens, rounded up to pages")
     parser.add_argument(
         "--max-batch", type=int, default=32, metavar="B", help="texts that decode together (default 32)"
@@ -79,6 +84,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cache-dtype",
         choices=CACHE_DTYPES,
         help="of the cache (default: as --dtype); packed is the fp8 layout with scales of DeepSeek-V3.2 and V4",
+    )
+    mesh = parser.add_argument_group("several devices", "their number is the product of the three")
+    mesh.add_argument("--data-parallel", type=int, default=1, metavar="N", help="copies of the model (default 1)")
+    mesh.add_argument(
+        "--expert-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="devices of a copy that share its experts and have texts of their own (default 1)",
+    )
+    mesh.add_argument(
+        "--context-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="devices that the keys of one text are dealt out to; they share the experts, too (default 1)",
     )
 
 
@@ -131,6 +152,9 @@ def _generate(args: argparse.Namespace) -> None:
         seed=args.seed,
         cache_dtype=CACHE_DTYPES.get(args.cache_dtype),
         implementation=args.implementation,
+        data_parallel=args.data_parallel,
+        expert_parallel=args.expert_parallel,
+        context_parallel=args.context_parallel,
     )
     tokenizer = None if args.prompt_ids else _load_tokenizer(checkpoint)
     if tokenizer:
@@ -143,7 +167,7 @@ def _generate(args: argparse.Namespace) -> None:
     # The prompts are checked before the weights are read, which may take minutes.
     dtype = DTYPES.get(args.dtype, config.dtype)
     plan = _in_flags(make_plan, config, options, prompts, args.max_new_tokens, dtype)
-    _check_memory(cache_bytes(config, plan.layout).total)
+    _check_memory(cache_bytes(config, plan.layout).total * plan.mesh.size)
 
     keep_compiled_programs()
     begin = time.perf_counter()
@@ -162,6 +186,7 @@ def _generate(args: argparse.Namespace) -> None:
         "why": {choice.op: choice.why for choice in result.choices},
         "dtype": plan.dtype,
         "cache_dtype": plan.layout.dtype,
+        "mesh": dataclasses.asdict(plan.mesh),
     }
     print("\n" + table(record), flush=True)
     if args.json:
@@ -366,6 +391,7 @@ def table(record: dict[str, Any]) -> str:
         ("prefill", rate(record["prompt_tokens"], record["prefill_seconds"], record["prefill_tokens_per_second"])),
         ("decode", rate(record["decoded_tokens"], record["decode_seconds"], record["decode_tokens_per_second"])),
         ("setup", f"load {record['load_seconds']:.2f} s, compile {record['compile_seconds']:.2f} s"),
+        ("mesh", " x ".join(f"{axis} {size}" for axis, size in record["mesh"].items())),
         ("weights", f"{record['weight_bytes'] / 1e6:.1f} MB ({record['dtype']})"),
         (
             "cache",

@@ -71,13 +71,17 @@ class Step:
 
     @property
     def new_lens(self) -> jax.Array:
-        """[B] i32, new tokens of each request. This and the next three raise ValueError for a dense step."""
+        """[B] i32, new tokens of each request. This and the next four raise ValueError for a dense step."""
         return jnp.diff(needed_when_ragged(self.cu_seqlens_q))
 
     @property
     def context_lens(self) -> jax.Array:
         """[B] i32, tokens of each request that are in the cache already."""
         return self.seq_lens - self.new_lens
+
+    def owned_tokens(self, total_tokens: int) -> jax.Array:
+        """[T] bool, which of the packed tokens belong to a request; the others are padding."""
+        return jnp.arange(total_tokens, dtype=jnp.int32) < needed_when_ragged(self.cu_seqlens_q)[-1]
 
     def ragged_tokens(self, total_tokens: int) -> tuple[jax.Array, jax.Array]:
         """The request and the position of each packed token, as `ragged_positions` returns them."""

@@ -1,0 +1,93 @@
+"""A model on a mesh of simulated devices: the tokens of one device, whatever the batch and the lengths."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.jax.generate.tiny import tiny_config
+from tsmla_jax.generate import Engine, EngineOptions, ModelConfig
+from tsmla_jax.generate.mesh import MeshShape, check_mesh
+
+Model = tuple[ModelConfig, Any]
+
+PROMPTS = [np.random.default_rng(n).integers(0, 101, n).tolist() for n in (5, 1, 21, 9, 14)]
+OPTIONS = EngineOptions(page_size=4, chunk=16, max_batch=5, num_pages=24)
+NEW = 6
+
+
+@pytest.fixture(scope="module")
+def greedy(tiny_model: Model) -> list[list[int]]:
+    config, params = tiny_model
+    return Engine(params, config, OPTIONS).generate(PROMPTS, NEW).tokens
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Model) -> Engine:
+    """On two copies of the model, each with its experts split over two devices."""
+    config, params = tiny_model
+    return Engine(params, config, replace(OPTIONS, data_parallel=2, expert_parallel=2))
+
+
+def test_tokens_are_those_of_one_device(engine: Engine, greedy: list[list[int]]) -> None:
+    # Five texts on four replicas, the longest in two chunks; then one, and three replicas without any.
+    assert engine.generate(PROMPTS, NEW).tokens == greedy
+    assert engine.figures.cache_pages == 4 * OPTIONS.num_pages
+    assert engine.generate(PROMPTS[2:3], NEW).tokens == greedy[2:3]
+
+
+def test_texts_come_and_go_on_a_mesh(engine: Engine, greedy: list[list[int]]) -> None:
+    texts: dict[int, list[int]] = {number: [] for number in range(5)}
+    for number in (0, 2, 1, 3):
+        assert engine.admit(number, PROMPTS[number], NEW)
+    # Each text has a replica of its own.
+    assert {text.replica for text in engine._opened().texts.values()} == {0, 1, 2, 3}
+    engine.step()
+    engine.drop(1)
+    assert engine.admit(4, PROMPTS[4], NEW)
+    while engine._opened().texts:
+        for number, tokens, _ in engine.step():
+            texts[number] += tokens
+    engine.close()
+    assert [texts[number] for number in (0, 2, 3, 4)] == [greedy[number] for number in (0, 2, 3, 4)]
+
+
+def test_a_step_is_one_program_that_takes_over_its_buffers(engine: Engine) -> None:
+    assert engine.admit(0, PROMPTS[0], NEW)
+    engine.step()
+    session = engine._opened()
+    before = [*session.caches, *session.state]
+    programs = session.programs.decode._cache_size()
+    engine.step()
+    engine.step()
+    assert all(array.is_deleted() for array in before if array is not session.state.block_tables)
+    assert session.programs.decode._cache_size() == programs
+    # A device has its half of the experts, and the shared one.
+    stack = engine._params["layers"][1]["mlp"]["gate_up"]
+    assert {shard.data.shape[0] for shard in stack.addressable_shards} == {8 // 2 + 1}
+    engine.close()
+
+
+def test_a_mesh_that_does_not_fit_is_refused_in_one_line(tiny_model: Model) -> None:
+    config, params = tiny_model
+    with pytest.raises(
+        ValueError,
+        match=r"^data_parallel = 3, expert_parallel = 4, context_parallel = 1: needs 12 devices, and jax has 8 \(cpu\);"
+        r" what fits: data_parallel = 2$",
+    ):
+        Engine(params, config, EngineOptions(data_parallel=3, expert_parallel=4))
+    with pytest.raises(ValueError, match="what fits: products of the three up to 8$"):
+        check_mesh(replace(config, mlp_layers=("dense",) * config.num_layers), MeshShape(1, 1, 9))
+    with pytest.raises(ValueError, match="^expert_parallel = 3: 8 experts on .* = 3 devices; legal products: 1, 2, 4, 8$"):
+        check_mesh(config, MeshShape(1, 3, 1))
+    with pytest.raises(ValueError, match="^context_parallel = 3: 8 experts"):
+        check_mesh(config, MeshShape(1, 1, 3))
+    dense = ModelConfig.from_hf(tiny_config("v2", n_routed_experts=None))
+    with pytest.raises(ValueError, match="^expert_parallel = 2: the model has no experts; legal: 1"):
+        check_mesh(dense, MeshShape(1, 2, 1))
+    v4 = ModelConfig.from_hf(tiny_config("v4"))
+    with pytest.raises(ValueError, match="^context_parallel = 2: DeepSeek-V4's windows and states are not split"):
+        check_mesh(v4, MeshShape(1, 1, 2))
+    with pytest.raises(ValueError, match="^program = 'layer'; legal on a mesh: 'step', None$"):
+        EngineOptions(program="layer", data_parallel=2)
