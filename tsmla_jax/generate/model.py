@@ -22,7 +22,7 @@ import tsmla_jax
 from tsmla_jax.generate.caches import WINDOW_PAGE, entries_per_page
 from tsmla_jax.generate.config import LayerConfig, ModelConfig
 from tsmla_jax.generate.expert_parallel import mixture_of_split_experts
-from tsmla_jax.generate.mesh import MeshShape
+from tsmla_jax.generate.mesh import CONTEXT, MeshShape
 from tsmla_jax.generate.moe import gated_mlp, mixture_of_experts
 from tsmla_jax.generate.pages import pages_for
 from tsmla_jax.generate.streams import close_streams, open_streams, read_streams, write_streams
@@ -82,6 +82,11 @@ class StepOptions:
     page_size: int = 64
     window_rows: int = 0
     mesh: MeshShape = MeshShape()
+
+    @property
+    def context_axis(self) -> str | None:
+        """The mesh axis whose devices share the keys of every text, if there are several."""
+        return CONTEXT if self.mesh.context > 1 else None
 
 
 def fold(params: Params, config: ModelConfig) -> Params:
@@ -215,15 +220,16 @@ def _attend(
 ) -> tuple[jax.Array, Any]:
     """The attention of one layer of any model: y [T, C] and the cache."""
     attention, name = config.attention, options.implementation
+    common: dict[str, Any] = {"kv_scale": kv_scale, "implementation": name, "context_axis": options.context_axis}
     if isinstance(attention, V4Config):
         assert shared is not None
         return v4.attend(params, attention, x, cache, shared, kv_scale=kv_scale, implementation=name)
     if isinstance(attention, V32Config):
-        return v32.attend(params, attention, x, cache, batch.step, kv_scale=kv_scale, implementation=name)
+        return v32.attend(params, attention, x, cache, batch.step, **common)
     if options.phase == "decode":
-        return functional.decode(params, attention, x, cache, batch.step, kv_scale=kv_scale, implementation=name)
+        return functional.decode(params, attention, x, cache, batch.step, **common)
     if options.phase == "fresh":
-        return _attend_fresh(params, attention, x, cache, batch.step, kv_scale, name)
+        return _attend_fresh(params, attention, x, cache, batch.step, **common)
     return functional.prefill_with_context(
         params,
         attention,
@@ -232,8 +238,7 @@ def _attend(
         batch.step,
         context_chunk=options.context_chunk,
         context_passes=options.context_passes,
-        kv_scale=kv_scale,
-        implementation=name,
+        **common,
     )
 
 
@@ -243,7 +248,9 @@ def _attend_fresh(
     x: jax.Array,
     cache: jax.Array,
     step: Step,
+    *,
     kv_scale: jax.Array | None,
+    context_axis: str | None,
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     """The attention of texts that begin with this step: y [T, C] and the cache."""
@@ -253,6 +260,7 @@ def _attend_fresh(
         x,
         cu_seqlens_q=needed_when_ragged(step.cu_seqlens_q),
         max_q_len=needed_when_ragged(step.max_q_len),
+        context_axis=context_axis,
         implementation=implementation,
     )
     return y, tsmla_jax.write_kv_cache(cache, latent, k_rope, step.slot_mapping, kv_scale=kv_scale)

@@ -229,14 +229,16 @@ def _plan(
         dtype=_cache_dtype(config, options.cache_dtype or dtype, dtype),
     )
     max_pages = pages_for(longest, page_size * options.context_parallel)
+    # Where devices share the keys of a text, each of its new tokens decodes as a text of its own.
+    shared_keys = options.context_parallel > 1
     choices = explain_step(
         config,
         dtype=jnp.dtype(dtype),
         layout=layout,
-        batch=batch,
+        batch=batch * options.speculative + batch if shared_keys else batch,
         max_pages=max_pages,
         chunk=options.chunk,
-        max_q_len=options.speculative + 1,
+        max_q_len=1 if shared_keys else options.speculative + 1,
         implementation=options.implementation,
     )
     sizes = sorted({max(1, options.chunk // 16), max(1, options.chunk // 4), options.chunk})

@@ -207,6 +207,7 @@ def _ragged_step(tables: Any, seq_lens: Any, cu_seqlens: Any, tokens: int, max_q
         total_tokens=tokens,
         max_q_len=max_q_len,
         page_size=config.options.page_size,
+        context_axis=config.options.context_axis,
     )
 
 

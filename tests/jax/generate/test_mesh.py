@@ -1,13 +1,14 @@
 """A model on a mesh of simulated devices: the tokens of one device, whatever the batch and the lengths."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.jax.generate.tiny import tiny_config
-from tsmla_jax.generate import Engine, EngineOptions, ModelConfig
+from tests.jax.generate.tiny import tiny_config, write_tiny
+from tsmla_jax.generate import Engine, EngineOptions, ModelConfig, load_model
 from tsmla_jax.generate.mesh import MeshShape, check_mesh
 
 Model = tuple[ModelConfig, Any]
@@ -25,16 +26,15 @@ def greedy(tiny_model: Model) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def engine(tiny_model: Model) -> Engine:
-    """On two copies of the model, each with its experts split over two devices."""
+    """Two copies of the model, two replicas each, whose texts have their keys on two devices each."""
     config, params = tiny_model
-    return Engine(params, config, replace(OPTIONS, data_parallel=2, expert_parallel=2))
+    return Engine(params, config, replace(OPTIONS, data_parallel=2, expert_parallel=2, context_parallel=2))
 
 
 def test_tokens_are_those_of_one_device(engine: Engine, greedy: list[list[int]]) -> None:
-    # Five texts on four replicas, the longest in two chunks; then one, and three replicas without any.
+    # Five texts on four replicas, the longest in two chunks.
     assert engine.generate(PROMPTS, NEW).tokens == greedy
-    assert engine.figures.cache_pages == 4 * OPTIONS.num_pages
-    assert engine.generate(PROMPTS[2:3], NEW).tokens == greedy[2:3]
+    assert engine.figures.cache_pages == 8 * OPTIONS.num_pages
 
 
 def test_texts_come_and_go_on_a_mesh(engine: Engine, greedy: list[list[int]]) -> None:
@@ -63,10 +63,35 @@ def test_a_step_is_one_program_that_takes_over_its_buffers(engine: Engine) -> No
     engine.step()
     assert all(array.is_deleted() for array in before if array is not session.state.block_tables)
     assert session.programs.decode._cache_size() == programs
-    # A device has its half of the experts, and the shared one.
+    # A device has its quarter of the experts, and the shared one.
     stack = engine._params["layers"][1]["mlp"]["gate_up"]
-    assert {shard.data.shape[0] for shard in stack.addressable_shards} == {8 // 2 + 1}
+    assert {shard.data.shape[0] for shard in stack.addressable_shards} == {8 // 4 + 1}
     engine.close()
+
+
+def generated(model: str, directory: Path, options: EngineOptions, **mesh: Any) -> tuple[Any, Any]:
+    """The tokens of one device and of a mesh."""
+    kinds = {"num_hidden_layers": 2, "compress_ratios": [4, 128]} if model == "v4" else {}
+    config = ModelConfig.from_hf(write_tiny(directory, model=model, **kinds))
+    params = load_model(directory, config)
+    results = [Engine(params, config, given).generate(PROMPTS, NEW) for given in (options, replace(options, **mesh))]
+    return results[0].tokens, results[1].tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["v2", "v3.2", "v4"])
+def test_other_models(model: str, tmp_path: Path) -> None:
+    options = replace(OPTIONS, page_size=128) if model == "v4" else OPTIONS
+    context = 1 if model == "v4" else 2
+    one, mesh = generated(model, tmp_path, options, data_parallel=2, expert_parallel=2, context_parallel=context)
+    assert mesh == one
+
+
+@pytest.mark.slow
+def test_drafts_and_samples_on_a_mesh(tmp_path: Path) -> None:
+    options = replace(OPTIONS, speculative=3, temperature=0.5, top_p=0.9, seed=7)
+    one, mesh = generated("v3", tmp_path, options, expert_parallel=2, context_parallel=2)
+    assert mesh == one
 
 
 def test_a_mesh_that_does_not_fit_is_refused_in_one_line(tiny_model: Model) -> None:
