@@ -171,7 +171,14 @@ def _generate(args: argparse.Namespace) -> None:
 
     keep_compiled_programs()
     begin = time.perf_counter()
-    params = load_model(checkpoint, config, dtype=plan.dtype, keep_fp8=False if args.widen else None, progress=True)
+    params = load_model(
+        checkpoint,
+        config,
+        dtype=plan.dtype,
+        keep_fp8=False if args.widen else None,
+        mesh=options.mesh,
+        progress=True,
+    )
     load_seconds = time.perf_counter() - begin
     stream = Stream(sys.stdout, lines, tokenizer, len(prompts))
     result = Engine(params, config, options, _say_compiling).generate(prompts, args.max_new_tokens, stream)
