@@ -9,9 +9,12 @@ import os
 import re
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
+
+from tsmla_jax.generate import processes
 
 Result = TypeVar("Result")
 
@@ -101,10 +104,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="devices that the keys of one text are dealt out to; they share the experts, too (default 1)",
     )
+    hosts = parser.add_argument_group("several processes", "each runs this command; jax.distributed's arguments")
+    hosts.add_argument("--coordinator-address", metavar="HOST:PORT", help="where process 0 can be reached")
+    hosts.add_argument("--num-processes", type=int, metavar="N", help="how many there are")
+    hosts.add_argument("--process-id", type=int, metavar="I", help="which one this is, from 0; process 0 writes")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `tsmla generate`. Returns 0, or 2 after one line on stderr when the input is at fault."""
+    """Runs `tsmla generate`. Returns 0, or 2 after one line on stderr when the input is at fault. Where it is one of
+    several processes, one that fails ends the run."""
+    if args.num_processes is None:
+        return _run(args)
+    try:
+        status = _run(args)
+    except Exception as error:
+        status = 1
+        if _is_of_jax(error):
+            # Most likely a collective whose other end is gone.
+            status = _fail(f"a step with the other processes failed; has one of them ended? {error}")
+        else:
+            traceback.print_exc()
+    if status:
+        processes.end_at_once(status)
+    return status
+
+
+def _run(args: argparse.Namespace) -> int:
     try:
         _generate(args)
     except BrokenPipeError:
@@ -112,11 +137,15 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, NotImplementedError, ImportError, OSError) as error:
         return _fail(str(error))
     except Exception as error:
-        # The class is compared by name: importing jax for it would delay every refusal.
-        if type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError") and "RESOURCE_EXHAUSTED" in str(error):
+        if _is_of_jax(error) and "RESOURCE_EXHAUSTED" in str(error):
             return _fail(str(error))
         raise
     return 0
+
+
+def _is_of_jax(error: Exception) -> bool:
+    """Whether a program failed. The class is compared by name: importing jax for it would delay every refusal."""
+    return type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
 
 
 def _fail(message: str) -> int:
@@ -125,6 +154,9 @@ def _fail(message: str) -> int:
 
 
 def _generate(args: argparse.Namespace) -> None:
+    _in_flags(processes.join, args.coordinator_address, args.num_processes, args.process_id)
+    import jax
+
     from tsmla_jax.generate.caches import cache_bytes, default_page_size
     from tsmla_jax.generate.config import ModelConfig
     from tsmla_jax.generate.engine import Engine
@@ -167,9 +199,10 @@ def _generate(args: argparse.Namespace) -> None:
     # The prompts are checked before the weights are read, which may take minutes.
     dtype = DTYPES.get(args.dtype, config.dtype)
     plan = _in_flags(make_plan, config, options, prompts, args.max_new_tokens, dtype)
-    _check_memory(cache_bytes(config, plan.layout).total * plan.mesh.size)
+    _check_memory(cache_bytes(config, plan.layout).total * plan.mesh.size // jax.process_count())
 
     keep_compiled_programs()
+    writes = jax.process_index() == 0
     begin = time.perf_counter()
     params = load_model(
         checkpoint,
@@ -177,11 +210,14 @@ def _generate(args: argparse.Namespace) -> None:
         dtype=plan.dtype,
         keep_fp8=False if args.widen else None,
         mesh=options.mesh,
-        progress=True,
+        progress=writes,
     )
     load_seconds = time.perf_counter() - begin
-    stream = Stream(sys.stdout, lines, tokenizer, len(prompts))
-    result = Engine(params, config, options, _say_compiling).generate(prompts, args.max_new_tokens, stream)
+    stream = Stream(sys.stdout, lines, tokenizer, len(prompts)) if writes else None
+    engine = Engine(params, config, options, _say_compiling if writes else None)
+    result = engine.generate(prompts, args.max_new_tokens, stream)
+    if not writes:
+        return
     record = {
         "tokens": result.tokens,
         **dataclasses.asdict(result.figures),
