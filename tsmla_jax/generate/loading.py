@@ -133,9 +133,7 @@ class _Reader:
 
     def keeps(self, *names: str) -> bool:
         """Whether all these matrices stay block-scaled."""
-        return self._keep_fp8 and all(
-            self._checkpoint.is_block_scaled(self._stored.get(name, name)) for name in names
-        )
+        return self._keep_fp8 and all(self._checkpoint.is_block_scaled(self._stored.get(name, name)) for name in names)
 
     def narrow(self, name: str, shape: Sequence[int]) -> BlockScaled:
         """A matrix that stays block-scaled, on the host."""
@@ -243,9 +241,7 @@ def _read_layer(read: _Reader, config: ModelConfig, index: int, norm_dtype: Any)
     return layer
 
 
-def _read_attention(
-    read: _Reader, prefix: str, config: ModelConfig, index: int, norm_dtype: Any
-) -> dict[str, Any]:
+def _read_attention(read: _Reader, prefix: str, config: ModelConfig, index: int, norm_dtype: Any) -> dict[str, Any]:
     attention = config.layer(index).attention
     weights = _ATTENTION[type(attention)]
     kept = ("norm.weight", "sinks", "position_bias")

@@ -205,9 +205,7 @@ def _grouped_experts(
     return out[jnp.minimum(blocks.places, out.shape[0] - 1)]
 
 
-def _ragged_experts(
-    x: jax.Array, experts: jax.Array, gate_up: Weight, down: Weight, limit: float | None
-) -> jax.Array:
+def _ragged_experts(x: jax.Array, experts: jax.Array, gate_up: Weight, down: Weight, limit: float | None) -> jax.Array:
     """The same by XLA's ragged product, where the kernel can't run. Some versions of it multiply every row with every
     expert."""
     num_tokens, top_k = experts.shape
@@ -231,9 +229,7 @@ def _block_rows(rows: int, num_experts: int) -> int:
     return size
 
 
-def _experts_in_turn(
-    x: jax.Array, experts: jax.Array, gate_up: Weight, down: Weight, limit: float | None
-) -> jax.Array:
+def _experts_in_turn(x: jax.Array, experts: jax.Array, gate_up: Weight, down: Weight, limit: float | None) -> jax.Array:
     """The same, one block of one expert after the other: for a CPU, which has no launches to wait for.
 
     The (token, expert) pairs are sorted by expert and cut into blocks of one expert each; a loop runs over the blocks

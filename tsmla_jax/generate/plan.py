@@ -187,9 +187,7 @@ def make_serving_plan(config: ModelConfig, options: EngineOptions, dtype: str) -
     check_mesh(config, options.mesh)
     held = options.num_pages * _page_size(config, options) * options.context_parallel
     longest = min(held, config.max_position_embeddings)
-    return _plan(
-        config, options, _texts_of_replica(options, options.max_batch), options.num_pages, longest, dtype
-    )
+    return _plan(config, options, _texts_of_replica(options, options.max_batch), options.num_pages, longest, dtype)
 
 
 def _texts_of_replica(options: EngineOptions, texts: int) -> int:
@@ -215,9 +213,7 @@ def _page_size(config: ModelConfig, options: EngineOptions) -> int:
     return page_size
 
 
-def _plan(
-    config: ModelConfig, options: EngineOptions, batch: int, num_pages: int, longest: int, dtype: str
-) -> Plan:
+def _plan(config: ModelConfig, options: EngineOptions, batch: int, num_pages: int, longest: int, dtype: str) -> Plan:
     """batch: texts of a replica. longest: tokens of the longest text."""
     page_size = _page_size(config, options)
     layout = CacheLayout(
@@ -278,6 +274,5 @@ def _check_prompt(config: ModelConfig, name: str, tokens: Sequence[int], max_new
 def _check_room(name: str, tokens: Sequence[int], new: int, need: int, num_pages: int, span: int) -> None:
     if need > num_pages:
         raise ValueError(
-            f"{name}: {len(tokens)} tokens and {new} new ones need {need} pages of {span}; the cache has "
-            f"{num_pages}"
+            f"{name}: {len(tokens)} tokens and {new} new ones need {need} pages of {span}; the cache has {num_pages}"
         )

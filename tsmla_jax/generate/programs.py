@@ -68,7 +68,18 @@ class Programs:
 
     def put_work(self, work: Prompts | Drafts) -> Prompts | Drafts:
         """The prompts or drafts of a step. Arrays of the host go to one device with its program's call."""
-        return work if self.mesh is None else put(self.mesh, P(REPLICAS), work)
+        if self.mesh is None:
+            return work
+        if isinstance(work, Drafts) and not work.tokens.size:
+            return _no_drafts(self.mesh, work.lens.size)
+        return put(self.mesh, P(REPLICAS), work)
+
+
+@functools.cache
+def _no_drafts(mesh: Mesh, rows: int) -> Drafts:
+    """No draft for any text, which most decode steps are: on the mesh once and for all."""
+    drafts: Drafts = put(mesh, P(REPLICAS), steps.no_drafts(rows))
+    return drafts
 
 
 _drop_row = jax.jit(steps.drop_row, donate_argnames="state")

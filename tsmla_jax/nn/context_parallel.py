@@ -79,17 +79,13 @@ def mla_decode(
     if most == 1:
         lens = local_lens(seq_lens, context_axis, page_size)
         ragged: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "max_q_len": max_q_len}
-        out, lse = tsmla_jax.mla_decode(
-            q, kv_cache, block_tables, lens, return_lse=True, **ragged, **options
-        )
+        out, lse = tsmla_jax.mla_decode(q, kv_cache, block_tables, lens, return_lse=True, **ragged, **options)
     else:
         # Which keys of a device the tokens of one request see has no common end: each token is a request of its own.
         new = cast(int, most) if cu_seqlens_q is None else jnp.diff(cu_seqlens_q)
         tokens = metadata.expand_decode_metadata(seq_lens, block_tables, new, total_tokens=rows.shape[0])
         lens = local_lens(tokens.seq_lens, context_axis, page_size)
-        out, lse = tsmla_jax.mla_decode(
-            rows[:, None], kv_cache, tokens.block_tables, lens, return_lse=True, **options
-        )
+        out, lse = tsmla_jax.mla_decode(rows[:, None], kv_cache, tokens.block_tables, lens, return_lse=True, **options)
     return out.reshape(*rows.shape[:-1], -1), lse.reshape(rows.shape[:-1])
 
 
@@ -122,9 +118,7 @@ def project_merged(
     return gather_rows(project(merge_own_rows(out, lse, context_axis)), out.shape[0], context_axis)
 
 
-def merge_own_rows(
-    out: jax.Array, lse: jax.Array, context_axis: str, *parts: tuple[jax.Array, jax.Array]
-) -> jax.Array:
+def merge_own_rows(out: jax.Array, lse: jax.Array, context_axis: str, *parts: tuple[jax.Array, jax.Array]) -> jax.Array:
     """The results over all keys of this device's rows (`own_rows`), from all rows over each device's keys.
 
     parts: further results (out, lse) of this device's rows, over yet other keys.

@@ -104,7 +104,9 @@ def test_a_mesh_that_does_not_fit_is_refused_in_one_line(tiny_model: Model) -> N
         Engine(params, config, EngineOptions(data_parallel=3, expert_parallel=4))
     with pytest.raises(ValueError, match="what fits: products of the three up to 8$"):
         check_mesh(replace(config, mlp_layers=("dense",) * config.num_layers), MeshShape(1, 1, 9))
-    with pytest.raises(ValueError, match="^expert_parallel = 3: 8 experts on .* = 3 devices; legal products: 1, 2, 4, 8$"):
+    with pytest.raises(
+        ValueError, match="^expert_parallel = 3: 8 experts on .* = 3 devices; legal products: 1, 2, 4, 8$"
+    ):
         check_mesh(config, MeshShape(1, 3, 1))
     with pytest.raises(ValueError, match="^context_parallel = 3: 8 experts"):
         check_mesh(config, MeshShape(1, 1, 3))
