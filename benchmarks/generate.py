@@ -189,7 +189,8 @@ def decode_floor(config: ModelConfig, narrow: bool, batch: int) -> float:
 
 
 def prefill_floor(config: ModelConfig, tokens: int) -> float:
-    """Microseconds of a device's share of the products for that many tokens of prompts of CONTEXT tokens; the head sees one in CONTEXT."""
+    """Microseconds of a device's share of the products for that many tokens of prompts of CONTEXT tokens; the head sees
+    one in CONTEXT."""
     moe, attention = config.moe, config.attention
     assert moe is not None
     weights = 0.0

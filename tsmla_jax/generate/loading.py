@@ -1,8 +1,8 @@
 """A Hugging Face checkpoint directory, turned into the parameters of `tsmla_jax.generate.model`.
 
 Tensors are read one at a time; the host holds at most one layer beside the memory map, and on a mesh at most a
-device's experts of one layer: a process reads those that its devices hold and no others. Matrices in e4m3 with scales for
-blocks of 128 x 128 may stay so; other block-scaled weights come dequantised to the dtype asked for.
+device's experts of one layer: a process reads those that its devices hold and no others. Matrices in e4m3 with scales
+for blocks of 128 x 128 may stay so; other block-scaled weights come dequantised to the dtype asked for.
 """
 
 from __future__ import annotations
@@ -23,7 +23,17 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from tsmla_jax.generate.config import ModelConfig, MoEConfig
-from tsmla_jax.generate.mesh import CONTEXT, EXPERT, MeshShape, check_mesh, experts_of, make_mesh, put, put_shards
+from tsmla_jax.generate.mesh import (
+    CONTEXT,
+    EXPERT,
+    ONE_DEVICE,
+    MeshShape,
+    check_mesh,
+    experts_of,
+    make_mesh,
+    put,
+    put_shards,
+)
 from tsmla_jax.generate.model import Params
 from tsmla_jax.nn import Checkpoint, CheckpointError, MLAConfig, V4Config, V32Config
 from tsmla_jax.nn.block_scaled import BLOCK, BlockScaled, stack_size
@@ -171,7 +181,7 @@ def load_model(
     *,
     dtype: Any | None = None,
     keep_fp8: bool | None = None,
-    mesh: MeshShape = MeshShape(),  # noqa: B008 (frozen)
+    mesh: MeshShape = ONE_DEVICE,
     progress: bool = False,
 ) -> Params:
     """All parameters of a checkpoint but those of multi-token prediction (layers past `config.num_layers`).
@@ -192,8 +202,8 @@ def load_model(
       the pytree described at `tsmla_jax.generate.model.Params`; on a mesh as `mesh.put_params` leaves it.
 
     Raises:
-      ValueError: the mesh does not go with the model or with jax's devices; or a tensor is missing, misshapen or not of this model, or a file is truncated; the text names the file
-        and the tensor.
+      ValueError: the mesh does not go with the model or with jax's devices; or a tensor is missing, misshapen or not of
+        this model, or a file is truncated; the text names the file and the tensor.
       ImportError: the package safetensors is not installed (`pip install 'tsmla-jax[hf]'`).
     """
     dtype = jnp.dtype(config.dtype if dtype is None else dtype)

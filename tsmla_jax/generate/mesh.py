@@ -1,16 +1,17 @@
 """The mesh of devices that a model runs on, and which arrays are split over which of its axes.
 
-A copy of the model has expert x context devices, and there are `data` copies. Attention is shared out by texts: a latent
-cache has one head, so devices that split heads would all hold the whole cache. The devices of one place on the axes
-"data" and "expert" are a replica: they have texts and caches of their own, whose keys are dealt out over "context".
-Experts are split over all devices of a copy; everything else each device holds whole. The arrangement is that of
-"data parallel attention, expert parallel experts" in vLLM and SGLang (DeepSeek-V3, arXiv:2412.19437, section 3.4).
+A copy of the model has expert x context devices, and there are `data` copies. Attention is shared out by texts: a
+latent cache has one head, so devices that split heads would all hold the whole cache. The devices of one place on the
+axes "data" and "expert" are a replica: they have texts and caches of their own, whose keys are dealt out over
+"context". Experts are split over all devices of a copy; everything else each device holds whole. It is the data
+parallel attention with expert parallelism of vLLM and SGLang, after DeepSeek-V3 (arXiv:2412.19437, section 3.4).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -56,6 +57,9 @@ class MeshShape:
     def expert_shards(self) -> int:
         """Parts that the experts are split into."""
         return self.expert * self.context
+
+
+ONE_DEVICE = MeshShape()
 
 
 def check_mesh(config: ModelConfig, shape: MeshShape) -> None:
@@ -119,8 +123,9 @@ def put_shards(mesh: Mesh, read: Callable[[int], Any]) -> Any:
     sharding = NamedSharding(mesh, P(EXPERT_SHARDS))
     count = mesh.shape[EXPERT] * mesh.shape[CONTEXT]
     owners: dict[int, list[Any]] = {}
-    for device, (index,) in sharding.addressable_devices_indices_map((count,)).items():
-        owners.setdefault(index.start or 0, []).append(device)
+    for device, index in sharding.addressable_devices_indices_map((count,)).items():
+        assert index is not None
+        owners.setdefault(index[0].start or 0, []).append(device)
     parts: list[Any] = []
     for shard, devices in sorted(owners.items()):
         tree = read(shard)
@@ -158,7 +163,7 @@ def put_params(mesh: Mesh | None, params: Any, config: ModelConfig) -> Any:
         if moe is not None and "router" in mlp:
             both = {name: mlp[name] for name in ("gate_up", "down")}
             if jax.tree.leaves(both)[0].sharding.device_set != set(mesh.devices.flat):
-                mlp = {**mlp, **put_shards(mesh, lambda shard, both=both: _shard_of(mesh, both, moe, shard))}
+                mlp = {**mlp, **put_shards(mesh, partial(_shard_of, mesh, both, moe))}
         layers.append({**layer, "mlp": mlp})
     return put(mesh, P(), {**params, "layers": layers})
 

@@ -22,7 +22,7 @@ import tsmla_jax
 from tsmla_jax.generate.caches import WINDOW_PAGE, entries_per_page
 from tsmla_jax.generate.config import LayerConfig, ModelConfig
 from tsmla_jax.generate.expert_parallel import mixture_of_split_experts
-from tsmla_jax.generate.mesh import CONTEXT, MeshShape
+from tsmla_jax.generate.mesh import CONTEXT, ONE_DEVICE, MeshShape
 from tsmla_jax.generate.moe import gated_mlp, mixture_of_experts
 from tsmla_jax.generate.pages import pages_for
 from tsmla_jax.generate.streams import close_streams, open_streams, read_streams, write_streams
@@ -81,7 +81,7 @@ class StepOptions:
     implementation: str | None = None
     page_size: int = 64
     window_rows: int = 0
-    mesh: MeshShape = MeshShape()
+    mesh: MeshShape = ONE_DEVICE
 
     @property
     def context_axis(self) -> str | None:

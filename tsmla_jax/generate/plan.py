@@ -19,7 +19,7 @@ from tsmla_jax.generate.caches import (
 )
 from tsmla_jax.generate.config import ModelConfig
 from tsmla_jax.generate.explaining import Choice, explain_step
-from tsmla_jax.generate.mesh import MeshShape, check_mesh
+from tsmla_jax.generate.mesh import ONE_DEVICE, MeshShape, check_mesh
 from tsmla_jax.generate.pages import pages_for
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -39,8 +39,8 @@ class EngineOptions:
       page_size: tokens a page, Z; None is `caches.default_page_size`. In V4 a multiple of its ratios, so of 128.
       num_pages: pages of each device's cache; None makes them hold max_batch of the given prompts at once.
       max_batch: texts that decode together, over all replicas; at most the last of BATCH_SIZES.
-      chunk: most prompt tokens of one prefill step of a replica. The indexers of V3.2 and V4 score each of them against every key
-        of its text, in f32: a bound for their memory.
+      chunk: most prompt tokens of one prefill step of a replica. The indexers of V3.2 and V4 score each of them against
+        every key of its text, in f32: a bound for their memory.
       speculative: most tokens drafted a step; 0 for none.
       temperature: 0 is greedy.
       top_p: the smallest set of most likely tokens whose probability reaches it is sampled from.
@@ -124,7 +124,7 @@ class Plan:
     layout: CacheLayout
     at_once: bool
     choices: tuple[Choice, ...]
-    mesh: MeshShape = MeshShape()
+    mesh: MeshShape = ONE_DEVICE
 
     @property
     def span(self) -> int:
@@ -155,8 +155,9 @@ def make_plan(
       dtype: of the parameters.
 
     Raises:
-      ValueError: a mesh that does not go with the model or jax's devices, no prompt or an empty one, an id outside the vocabulary, a text longer than the cache or the model, a
-        page size or cache dtype that does not go with the model or its parameters, an unknown implementation.
+      ValueError: a mesh that does not go with the model or jax's devices, no prompt or an empty one, an id outside the
+        vocabulary, a text longer than the cache or the model, a page size or cache dtype that does not go with the
+        model or its parameters, an unknown implementation.
       NotImplementedError: the implementation that was asked for can't run this.
     """
     if not prompts:

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from tsmla_jax.generate import step as steps
 from tsmla_jax.generate.caches import CacheLayout, init_cache
 from tsmla_jax.generate.config import ModelConfig
-from tsmla_jax.generate.mesh import AXES, DATA, EXPERT, REPLICAS, param_specs, put
+from tsmla_jax.generate.mesh import AXES, REPLICAS, param_specs, put
 from tsmla_jax.generate.step import Constants, Drafts, Prompts, State, StepConfig
 
 _DONATED = ("caches", "state")
@@ -48,18 +48,13 @@ class Programs:
         layers = [config.layer(index).attention for index in range(config.num_layers)]
         if self.mesh is None:
             return [init_cache(attention, layout) for attention in layers]
-        specs = {"out_specs": P(AXES), "check_vma": False}
-        made = {one: jax.jit(jax.shard_map(partial(init_cache, one, layout), mesh=self.mesh, in_specs=(), **specs))
-                for one in layers}  # fmt: skip
-        return [made[attention]() for attention in layers]
+        return [_maker(self.mesh, P(AXES), init_cache, one, layout)() for one in layers]
 
     def init_state(self, rows: int, max_pages: int) -> State:
         """No texts; rows of each replica."""
         if self.mesh is None:
             return steps.init_state(rows, max_pages)
-        replicas = self.mesh.shape[DATA] * self.mesh.shape[EXPERT]
-        make = partial(steps.init_state, replicas * rows, max_pages)
-        state: State = jax.jit(make, out_shardings=NamedSharding(self.mesh, P(REPLICAS)))()
+        state: State = _maker(self.mesh, P(REPLICAS), steps.init_state, rows, max_pages)()
         return state
 
     def put_constants(self, constants: Constants) -> Constants:
@@ -73,6 +68,13 @@ class Programs:
         if isinstance(work, Drafts) and not work.tokens.size:
             return _no_drafts(self.mesh, work.lens.size)
         return put(self.mesh, P(REPLICAS), work)
+
+
+@functools.cache
+def _maker(mesh: Mesh, spec: P, make: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
+    """A program that makes, on each device, what make(*arguments) does on one."""
+    of_device = partial(make, *arguments)
+    return jax.jit(jax.shard_map(of_device, mesh=mesh, in_specs=(), out_specs=spec, check_vma=False))
 
 
 @functools.cache

@@ -7,8 +7,8 @@ block tables and slots are the device's own. Every device computes the queries o
 keys; the partial results are merged by their logsumexps, which gives the same bits on every device.
 
 Layout as in vLLM's decode context parallelism (cp_kv_cache_interleave_size); the merge is that of
-`tsmla_jax.merge_attention_states`. Axes: B requests, T tokens, H heads, V width of a head's result, M entries of a block
-table, P pages of a device, Z page size.
+`tsmla_jax.merge_attention_states`. Axes: B requests, T tokens, H heads, V width of a head's result, M entries of a
+block table, P pages of a device, Z page size.
 """
 
 from __future__ import annotations

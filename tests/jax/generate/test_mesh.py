@@ -31,26 +31,30 @@ def engine(tiny_model: Model) -> Engine:
     return Engine(params, config, replace(OPTIONS, data_parallel=2, expert_parallel=2, context_parallel=2))
 
 
-def test_tokens_are_those_of_one_device(engine: Engine, greedy: list[list[int]]) -> None:
-    # Five texts on four replicas, the longest in two chunks.
-    assert engine.generate(PROMPTS, NEW).tokens == greedy
-    assert engine.figures.cache_pages == 8 * OPTIONS.num_pages
-
-
-def test_texts_come_and_go_on_a_mesh(engine: Engine, greedy: list[list[int]]) -> None:
-    texts: dict[int, list[int]] = {number: [] for number in range(5)}
-    for number in (0, 2, 1, 3):
-        assert engine.admit(number, PROMPTS[number], NEW)
-    # Each text has a replica of its own.
-    assert {text.replica for text in engine._opened().texts.values()} == {0, 1, 2, 3}
-    engine.step()
-    engine.drop(1)
-    assert engine.admit(4, PROMPTS[4], NEW)
+def drain(engine: Engine, texts: dict[int, list[int]]) -> None:
+    """Steps until no text is under way; their tokens are added to `texts`."""
     while engine._opened().texts:
         for number, tokens, _ in engine.step():
             texts[number] += tokens
-    engine.close()
-    assert [texts[number] for number in (0, 2, 3, 4)] == [greedy[number] for number in (0, 2, 3, 4)]
+
+
+def test_tokens_are_those_of_one_device(engine: Engine, greedy: list[list[int]]) -> None:
+    """Five texts on four replicas, the longest in two chunks; later one, and three replicas without any."""
+    texts: dict[int, list[int]] = {number: [] for number in range(5)}
+    for number in (0, 2, 1, 3, 4):
+        assert engine.admit(number, PROMPTS[number], NEW)
+    assert not engine.admit(5, PROMPTS[1], NEW)
+    # No replica has more texts than it must.
+    places = [text.replica for text in engine._opened().texts.values()]
+    assert sorted(places[:4]) == [0, 1, 2, 3]
+    drain(engine, texts)
+    assert [texts[number] for number in range(5)] == greedy
+    assert engine.admit(7, PROMPTS[2], NEW) and engine.admit(1, PROMPTS[1], NEW)
+    engine.step()
+    engine.drop(1)
+    texts[7] = []
+    drain(engine, texts)
+    assert texts[7] == greedy[2] and engine.figures.cache_pages == 8 * OPTIONS.num_pages
 
 
 def test_a_step_is_one_program_that_takes_over_its_buffers(engine: Engine) -> None:
@@ -102,19 +106,19 @@ def test_a_mesh_that_does_not_fit_is_refused_in_one_line(tiny_model: Model) -> N
         r" what fits: data_parallel = 2$",
     ):
         Engine(params, config, EngineOptions(data_parallel=3, expert_parallel=4))
-    with pytest.raises(ValueError, match="what fits: products of the three up to 8$"):
+    with pytest.raises(ValueError, match=r"what fits: products of the three up to 8$"):
         check_mesh(replace(config, mlp_layers=("dense",) * config.num_layers), MeshShape(1, 1, 9))
     with pytest.raises(
-        ValueError, match="^expert_parallel = 3: 8 experts on .* = 3 devices; legal products: 1, 2, 4, 8$"
+        ValueError, match=r"^expert_parallel = 3: 8 experts on .* = 3 devices; legal products: 1, 2, 4, 8$"
     ):
         check_mesh(config, MeshShape(1, 3, 1))
-    with pytest.raises(ValueError, match="^context_parallel = 3: 8 experts"):
+    with pytest.raises(ValueError, match=r"^context_parallel = 3: 8 experts"):
         check_mesh(config, MeshShape(1, 1, 3))
     dense = ModelConfig.from_hf(tiny_config("v2", n_routed_experts=None))
-    with pytest.raises(ValueError, match="^expert_parallel = 2: the model has no experts; legal: 1"):
+    with pytest.raises(ValueError, match=r"^expert_parallel = 2: the model has no experts; legal: 1"):
         check_mesh(dense, MeshShape(1, 2, 1))
     v4 = ModelConfig.from_hf(tiny_config("v4"))
-    with pytest.raises(ValueError, match="^context_parallel = 2: DeepSeek-V4's windows and states are not split"):
+    with pytest.raises(ValueError, match=r"^context_parallel = 2: DeepSeek-V4's windows and states are not split"):
         check_mesh(v4, MeshShape(1, 1, 2))
-    with pytest.raises(ValueError, match="^program = 'layer'; legal on a mesh: 'step', None$"):
+    with pytest.raises(ValueError, match=r"^program = 'layer'; legal on a mesh: 'step', None$"):
         EngineOptions(program="layer", data_parallel=2)

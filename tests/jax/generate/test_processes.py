@@ -108,10 +108,7 @@ def test_a_process_that_ends_early_ends_the_run(
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (
-            ("host:1", None, 0),
-            r"^num_processes = None; legal: all of coordinator_address, num_processes, process_id, or",
-        ),
+        (("host:1", None, 0), r"^num_processes = nothing; legal beside a coordinator address and process id: a value$"),
         (("host", 2, 0), r"^coordinator_address = 'host'; legal: HOST:PORT"),
         (("host:1", 0, 0), r"^num_processes = 0; legal: at least 1"),
         (("host:1", 2, 2), r"^process_id = 2; legal: 0 to 1"),

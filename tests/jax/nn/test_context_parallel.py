@@ -87,8 +87,7 @@ def test_decode_of_one_token(mesh: Mesh, dtype: str) -> None:
     np.testing.assert_allclose(out.astype(np.float32), want_out[:, 0].astype(np.float32), atol=atol)
 
 
-@pytest.mark.parametrize("few_tokens", [256, 0])
-@pytest.mark.parametrize("ragged", [True, False])
+@pytest.mark.parametrize(("ragged", "few_tokens"), [(True, 256), (False, 0)])
 def test_a_layer_decodes_several_tokens(
     mesh: Mesh, ragged: bool, few_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,15 +112,14 @@ def test_a_layer_decodes_several_tokens(
     np.testing.assert_array_equal(written, dealt(np.asarray(want_written)))
 
 
-@pytest.mark.parametrize("passes", [None, 4])
-def test_a_chunk_of_prompts_over_a_context(mesh: Mesh, passes: int | None) -> None:
+def test_a_chunk_of_prompts_over_a_context(mesh: Mesh) -> None:
     params, cache = init_params(jax.random.key(0), CONFIG), random_cache()
     lens, new = LENS + np.asarray([4, 5, 0, 1], np.int32), np.asarray([0, 4, 9, 9, 10], np.int32)
     x = np.random.default_rng(1).normal(size=(11, CONFIG.hidden_size)).astype(np.float32)
 
     def run(tables: Any, axis: str | None, cache: jax.Array, x: jax.Array) -> Any:
         step = Step.ragged(tables, lens, new, total_tokens=11, page_size=PAGE, context_axis=axis)
-        options: dict[str, Any] = {"context_chunk": 8, "context_passes": passes, "context_axis": axis}
+        options: dict[str, Any] = {"context_chunk": 8, "context_axis": axis}
         return functional.prefill_with_context(params, CONFIG, x, cache, step, **options)
 
     y, written = on_devices(mesh, partial(run, TABLES, "context"), written=True)(dealt(cache), x)

@@ -12,7 +12,7 @@ Every function has static shapes and works under `jax.jit` (config, max_q_len, c
 static) and `jax.eval_shape`; `prefill` has a gradient.
 """
 
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -362,7 +362,7 @@ def decode(
     if q_scale is not None:
         limit = float(jnp.finfo(jnp.float8_e4m3fn).max)
         q = jnp.clip(q.astype(jnp.float32) / q_scale, -limit, limit).astype(jnp.float8_e4m3fn)
-    options = {
+    options: dict[str, Any] = {
         "softmax_scale": config.softmax_scale,
         "latent_dim": config.kv_lora_rank,
         "cu_seqlens_q": step.cu_seqlens_q,
