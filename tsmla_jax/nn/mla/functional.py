@@ -168,10 +168,11 @@ def prefill(
     _, positions = ragged_positions(cu_seqlens_q, starts, x.shape[0])
     cos, sin = rope_cos_sin(config, positions)
     latent, k_rope = project_latent(params, config, x, cos, sin)
-    own, own_q, own_kv = (x, cos, sin), cu_seqlens_q, cu_seqlens_q
+    own, own_q, own_kv, own_max_q_len = (x, cos, sin), cu_seqlens_q, cu_seqlens_q, max_q_len
     if context_axis is not None:
         own_q, own_kv = context_parallel.own_offsets(cu_seqlens_q, x.shape[0], context_axis)
         own = tuple(context_parallel.own_rows(rows, context_axis) for rows in own)  # type: ignore[assignment]
+        own_max_q_len = min(max_q_len, own[0].shape[0])
     q = jnp.concatenate(project_q(params, config, *own), axis=-1)
     out = tsmla_jax.mla_prefill_kv(  # an array, as no lse is asked for
         q,
@@ -179,7 +180,7 @@ def prefill(
         k_rope,
         cu_seqlens_q=own_q,
         cu_seqlens_kv=own_kv,
-        max_q_len=min(max_q_len, q.shape[0]),
+        max_q_len=own_max_q_len,
         max_kv_len=max_q_len,
         softmax_scale=config.softmax_scale,
         deterministic=deterministic,
@@ -250,7 +251,7 @@ def prefill_with_context(
             keys[1],
             cu_seqlens_q=offsets[0],
             cu_seqlens_kv=offsets[1],
-            max_q_len=min(max_q_len, q.shape[0]),
+            max_q_len=max_q_len if context_axis is None else min(max_q_len, q.shape[0]),
             max_kv_len=most,
             softmax_scale=config.softmax_scale,
             causal=causal,
