@@ -79,7 +79,7 @@ def chunk_64(row, chunk):
 
 
 class Fp8Query(SparseQuery):
-    """Q of e4m3, which stays as it is: tiles of 64 columns. Columns that meet keys of bf16 follow as bf16, once more."""
+    """Q of e4m3, which stays as it is: tiles of 64 columns. Those that meet keys of bf16 follow as bf16 once more."""
 
     def __init__(self, config: SparseConfig, ring: SparseRing) -> None:
         super().__init__(config, ring)
