@@ -9,7 +9,7 @@ has one new token and 32,768 keys in pages of 64, of which it attends to 2,048. 
 latent (656 bytes) and of the indexer key (132 bytes), quantisation of the indexer's queries (64 heads of 128), their
 selection and sparse_mla; both sides begin with the same numbers in buffers of the same layouts.
 
-Times are the host's clock over a chain of steps, of 36 less 12 of them, so that what a chain costs as a whole is not in
+Times are the host's clock over a chain of steps, of 20 less 8 of them, so that what a chain costs as a whole is not in
 it: ours one jitted function that updates the donated caches, the peers' one CUDA graph, each step on inputs of its own.
 L2 is not flushed. The parts are timed likewise, each alone in a chain of its kind; row "step" is the whole, "parts"
 the sum of the parts. The peers' step is that of the fastest top-k and attention among those that load. `same` is the
@@ -37,7 +37,7 @@ BATCHES, HEADS = (1, 8, 64), (128, 16)
 PAGE, KEYS, K = 64, 32768, 2048
 LATENT, ROPE, INDEX_HEADS, INDEX_DIM = 512, 64, 64, 128
 SCALE = 192**-0.5
-LONG, SHORT = 36, 12
+LONG, SHORT = 20, 8
 TURNS = 7
 TOPK, ATTENTION = ("vllm_cooperative", "vllm_persistent", "sgl"), ("flashmla", "legacy")
 MOST_COOPERATIVE = 32

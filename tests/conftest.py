@@ -16,7 +16,7 @@ from tsmla_kernels import object_cache
 
 # Most of the suite's time is XLA compiling small programs. Its older way of emitting fused loops takes half as long as
 # the one through MLIR. XLA ends the process over a flag that it doesn't know: only where it was seen to know this one.
-if jaxlib.__version__.startswith("0.10."):
+if jaxlib.__version__.startswith(("0.9.", "0.10.")):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
 
 # Before the first backend starts: shard_map tests need several devices, and one CPU can pretend to be eight.

@@ -4,7 +4,7 @@ scores that are exact, and as the two operations on random ones; CUDA graphs and
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 import tsmla_bridge
 import tsmla_jax
 from tests.gpu.front_ends import tensor
+from tsmla_jax.ops.indexer_topk import cute
 from tsmla_kernels.sm90.indexer import chunks
 
 pytestmark = pytest.mark.gpu
@@ -44,10 +45,13 @@ def shared_cache(cache_directory: Path, compiled_cache: Path, monkeypatch: pytes
 
 
 @pytest.fixture(params=["one chunk", "several"])
-def by_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def by_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """All rows at once, or chunks of 48 of the rows of `arguments`, which cut requests in two."""
     if request.param == "several":
         monkeypatch.setattr(chunks, "WORKSPACE_BYTES", 50 * 4 * Z * pages_of(max(LENS)))
+    cute._transformable.cache_clear()  # jax keeps the programs of these shapes
+    yield
+    cute._transformable.cache_clear()
 
 
 def pages_of(keys: int) -> int:

@@ -80,9 +80,12 @@ def explain_step(
     """
     found: dict[str, dict[str, Choice]] = {}
 
-    def add(where: str, op: str, *arguments: Any, implementation: str | None = implementation, **named: Any) -> None:
+    def add(where: str, op: str, *arguments: Any, with_notes: bool = False, **named: Any) -> None:
         explanation = tsmla_jax.explain(op, *arguments, implementation=implementation, **named)
-        found.setdefault(op, {})[where] = _choice(op, explanation, implementation)
+        choice = _choice(op, explanation, implementation)
+        if with_notes and (notes := explanation.notes.get(choice.implementation)):
+            choice = replace(choice, why="; ".join((choice.why, *notes)))
+        found.setdefault(op, {})[where] = choice
 
     steps = {
         "prefill": _Sizes(tokens=chunk, max_q_len=chunk, requests=1, max_pages=max_pages),
@@ -179,6 +182,7 @@ def _explain_indexer(add: Add, config: V32Config | V4Config, keys: Any, sizes: _
         _integers(rows),
         chosen,
         return_slots=True,
+        with_notes=True,  # which part of it is a kernel's
         **offsets,
     )
     return chosen

@@ -77,8 +77,9 @@ def indexer_topk(
       out: int32 [T, k] for the positions or slots, or None.
       counts: int32 [T] for the counts, or None; with return_slots alone.
       workspace: memory for a chunk's logits, or None; indexer_topk_workspace_size says how much. With it, out and
-        counts a call with a row of the block table a token allocates nothing; one with cu_seqlens_q allocates int32
-        arrays of T and of the requests, and with return_slots a chunk's rows of the block table.
+        counts a call with a row of the block table a token allocates nothing; one with cu_seqlens_q first computes the
+        keys that each token sees, in some small torch operations on int32 arrays of T and of the requests, and with
+        return_slots gathers a chunk's rows of the block table.
       implementation: "cute" (the kernels), "reference" (torch operations), or None: the kernels where they can run.
 
     Returns:

@@ -10,11 +10,14 @@ import torch
 from tsmla_bridge import operators
 from tsmla_bridge.ops import plans
 from tsmla_bridge.ops.sparse_plans import SparseInputs, SparseOptions, make_plan
-from tsmla_bridge.runtime import scales, tensors
+from tsmla_bridge.runtime import loaded_kernels, scales, tensors
 from tsmla_bridge.runtime.results import Computed, Results
 from tsmla_bridge.runtime.scales import Factors
 from tsmla_bridge.runtime.tensors import Scale
 from tsmla_bridge.runtime.workspace import Workspace
+from tsmla_kernels.catalog import SPARSE_MLA
+from tsmla_kernels.contract.sparse import SparseMLASpec
+from tsmla_kernels.sm90.sparse import config as sm90_sparse
 
 
 def sparse_mla(
@@ -113,6 +116,11 @@ def sparse_mla(
         factors = scales.factors(softmax_scale, q_scale, kv_scale, compressed_kv_scale)
     result, result_lse = plan.run(inputs, factors, return_lse, out, lse, workspace)
     return result if result_lse is None else (result, result_lse)
+
+
+def warm(spec: SparseMLASpec, index: int, *, lengths: bool = False, sinks: bool = False) -> None:
+    """Load the kernel that serves `spec` on device `index`; lengths, sinks: for calls with these arguments."""
+    loaded_kernels.launcher(SPARSE_MLA, sm90_sparse.sparse_config(spec, lengths=lengths, sinks=sinks), index)
 
 
 # ---- the operators

@@ -156,8 +156,11 @@ def test_explanations(monkeypatch: pytest.MonkeyPatch) -> None:
     offsets = struct((2,), jnp.int32)
     found = tsmla_jax.explain("indexer_topk", *arguments, 2048, cu_seqlens_q=offsets, implementation="cute")
     assert found.chosen == "cute"
-    assert "32 launches: the logits of 256 query rows, 128.0 MiB, then their top-k" in str(found)
+    assert "the logits of 256 query rows, 128.0 MiB, then their top-k; 16 times, by chunks of rows" in str(found)
     assert "have not run on a GPU yet" in str(found)
+    wide = (struct(arguments[0].shape, jnp.float32), arguments[1], struct((4096, 64, 128), jnp.bfloat16))
+    found = tsmla_jax.explain("indexer_topk", *wide, *arguments[3:], 2048, cu_seqlens_q=offsets, implementation="cute")
+    assert "the logits as xla computes them: q's dtype is float32; the sm_90 indexer kernel takes" in str(found)
     found = tsmla_jax.explain("indexer_topk", *arguments, 5000, cu_seqlens_q=offsets, implementation="cute")
     assert found.chosen is None and "k is 5000; the sm_90 top-k kernel takes at most 4096" in str(found)
 
@@ -204,6 +207,26 @@ def test_chunks_of_rows(ragged: bool, return_slots: bool) -> None:
 
 
 @pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("ragged", [False, True])
+def test_chunks_of_logits_that_the_kernel_does_not_take(ragged: bool) -> None:
+    given = arrays(ragged)
+    run = select("cute", return_slots=True)
+    assert calls(jax.make_jaxpr(run)(given)) == 1
+    with emulated(cute._transformable, by=emulate):
+        equal(run(given), select("reference", return_slots=True)(given))
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_derivative_passes_by_the_kernels() -> None:
+    given = arrays(ragged=False, dtype=jnp.float8_e4m3fn)
+
+    def first(weights: jax.Array) -> jax.Array:
+        return (weights * (select("cute")(given | {"weights": weights})[0, 0] + 1)).sum()
+
+    assert calls(jax.make_jaxpr(jax.grad(first))(given["weights"])) == 2
+
+
+@pytest.mark.usefixtures("small_chunks")
 def test_batches_are_rows_of_the_chunks() -> None:
     given = arrays(ragged=False, dtype=jnp.float8_e4m3fn, tokens=6)
     axes = {name: None if name == "k_cache" else 0 for name in given}
@@ -232,6 +255,19 @@ def test_tokens_stay_where_they_are(kind: AxisType, ragged: bool) -> None:
         assert bool(collectives(compiled)) == ragged  # a request's tokens may lie anywhere
         got = compiled(placed)
     equal(np.asarray(got), select("reference")(given))
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_devices_with_requests_of_their_own() -> None:
+    given = arrays(ragged=True, dtype=jnp.float8_e4m3fn)
+    twice = {name: x if name == "k_cache" else jnp.concatenate([x, x]) for name, x in given.items()}
+    mesh, rows = Mesh(np.asarray(jax.devices()[:2]), "x"), PartitionSpec("x")
+    specs = {name: PartitionSpec() if name == "k_cache" else rows for name in given}
+    with emulated(cute._transformable, by=emulate):
+        run = jax.shard_map(select("cute", return_slots=True), mesh=mesh, in_specs=(specs,), out_specs=rows)
+        got = jax.jit(run)(twice)
+    for one, other in zip(got, select("reference", return_slots=True)(given), strict=True):
+        equal(one, jnp.concatenate([other, other]))
 
 
 @pytest.mark.usefixtures("small_chunks")

@@ -74,8 +74,9 @@ def indexer_topk(
       cu_seqlens_q: [B + 1] int32, where each request's tokens begin in q, or None. Token i of a request's S sees key j
         iff j < seq_len - (S - 1) + i, as in mla_decode; rows of no request see none.
       return_slots: static; return slots and counts in the place of positions.
-      implementation: "cute", "xla" (blocks of keys and a running top-k), "reference" (all logits), or None for the best
-        that can run; see `explain`.
+      implementation: "cute" (the kernels, by chunks of query tokens; logits that their kernel doesn't take as in
+        "xla"), "xla" (blocks of keys and a running top-k), "reference" (all logits), or None for the best that can run;
+        see `explain`.
 
     Returns:
       [T, k] int32, the positions of the selected keys in the token's sequence, ascending, and -1 behind the

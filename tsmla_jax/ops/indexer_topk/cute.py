@@ -1,8 +1,12 @@
-"""indexer_topk by the CuTe DSL kernels of indexer_logits and select_topk: two custom calls for each chunk of rows.
-Where each token has a row of the block table, tokens are partitioned, and vmap's axis is folded into them."""
+"""indexer_topk by the CuTe DSL kernels of indexer_logits and select_topk: two custom calls for each chunk of rows. The
+logits that their kernel doesn't take, of keys that are not in e4m3, are computed as in xla.py, a chunk at a time.
+
+Where each token has a row of the block table, tokens are partitioned, and vmap's axis is folded into them.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from tsmla_jax.ops import device, transforms
+from tsmla_jax.ops.indexer_logits import xla as logits_xla
 from tsmla_jax.ops.indexer_topk.reference import nothing_selected, rows_of
 from tsmla_jax.ops.inputs import describe
 from tsmla_jax.ops.kernel_call import kernel_call
@@ -20,11 +25,12 @@ from tsmla_jax.sparse.blocks import over_token_blocks
 from tsmla_kernels.catalog import INDEXER_LOGITS, SELECT_TOPK
 from tsmla_kernels.contract.sparse import IndexerTopkSpec, indexer_topk_spec
 from tsmla_kernels.sm90.indexer import chunks
+from tsmla_kernels.sm90.indexer.logits_config import logits_reasons
 
 
 def why_not(spec: IndexerTopkSpec) -> list[str]:
-    """The reasons why the kernels can't run this call; empty if they can."""
-    return device.why_not(INDEXER_LOGITS) + chunks.indexer_topk_reasons(spec)
+    """The reasons why the top-k kernel can't run this call; empty if it can."""
+    return device.why_not(SELECT_TOPK) + chunks.selection_reasons(spec)
 
 
 def why_not_by_default() -> list[str]:
@@ -35,14 +41,15 @@ def why_not_by_default() -> list[str]:
 def notes(spec: IndexerTopkSpec) -> list[str]:
     """What a call launches, where it can."""
     tokens = spec.logits.num_tokens
-    if chunks.indexer_topk_reasons(spec) or 0 in (tokens, spec.num_columns):
+    if chunks.selection_reasons(spec) or 0 in (tokens, spec.num_columns):
         return []
-    found = chunks.chunks_of(spec)
-    count, size = len(found.starts(tokens)), chunks.workspace_bytes(found.rows, spec.num_columns)
-    return [
-        f"{2 * count} launches: the logits of {found.rows} query rows, {size / 2**20:.1f} MiB, then their top-k",
-        "both kernels are tested on H200; launched in turn by chunks they have not run on a GPU yet",
-    ]
+    plan = chunks.chunks_of(spec)
+    count, size = len(plan.starts(tokens)), chunks.workspace_bytes(plan.rows, spec.num_columns) / 2**20
+    times = f"; {count} times, by chunks of rows" if count > 1 else ""
+    found = [f"the logits of {plan.rows} query rows, {size:.1f} MiB, then their top-k{times}"]
+    if reasons := logits_reasons(spec.logits):
+        found.append(f"the logits as xla computes them: {'; '.join(reasons)}")
+    return [*found, "both kernels are tested on H200; as one operation they have not run on a GPU yet"]
 
 
 def indexer_topk(
@@ -58,7 +65,7 @@ def indexer_topk(
     """What the public indexer_topk documents."""
     if 0 in (spec.logits.num_tokens, spec.logits.num_requests, spec.num_columns):
         return nothing_selected(spec)
-    arch = device.arch_for(INDEXER_LOGITS)
+    arch = device.arch_for(SELECT_TOPK)
     offsets = () if cu_seqlens_q is None else (cu_seqlens_q,)
     run = _transformable(spec.k, spec.return_slots, spec.logits.ragged, arch, device.num_sms(arch))
     results: Results = run(q, weights, block_tables, seq_lens, *offsets, k_cache)
@@ -101,6 +108,8 @@ def _by_chunks(given: dict[str, jax.Array], spec: IndexerTopkSpec, arch: str, nu
     block_tables, seq_lens = given["block_tables"], given["seq_lens"]
     cu_seqlens_q = given.get("cu_seqlens_q")
     request, seen = rows_of(spec, seq_lens, cu_seqlens_q)
+    num_requests = spec.logits.num_requests if spec.logits.ragged else plan.rows
+    of_rows = dataclasses.replace(spec.logits, num_tokens=plan.rows, num_requests=num_requests)
     # What else a chunk has rows of: its rows of the block table, or each row's number and request.
     where = (block_tables,) if cu_seqlens_q is None else (jnp.arange(tokens, dtype=jnp.int32), request)
 
@@ -114,7 +123,10 @@ def _by_chunks(given: dict[str, jax.Array], spec: IndexerTopkSpec, arch: str, nu
             tables, own = block_tables[request], (seq_lens, cu_seqlens_q)
             requests = block_tables, *(own if plan.rows == tokens else of_chunk(*own, row[0], plan.rows))
         operands = (q, weights, given["k_cache"], *requests)
-        (logits,) = kernel_call(INDEXER_LOGITS, plan.logits, operands, ((plan.rows, spec.num_columns),), arch=arch)
+        if plan.logits is None:
+            logits = logits_xla.indexer_logits(*operands, spec=of_rows)
+        else:
+            (logits,) = kernel_call(INDEXER_LOGITS, plan.logits, operands, ((plan.rows, spec.num_columns),), arch=arch)
         slots = (tables,) if spec.return_slots else ()
         shapes = ((plan.rows, spec.k), (plan.rows,))[: 1 + spec.return_slots]
         return tuple(kernel_call(SELECT_TOPK, plan.topk, (logits, seen, *slots), shapes, arch=arch))

@@ -26,10 +26,10 @@ LOGIT_BYTES = 4
 
 class Chunks(NamedTuple):
     """How a call is launched: the query rows of a chunk, the last one of which ends at the last row, and each kernel's
-    configuration for all chunks."""
+    configuration for all chunks. logits is None where the kernel doesn't take the call's."""
 
     rows: int
-    logits: LogitsConfig
+    logits: LogitsConfig | None
     topk: TopkConfig
 
     def starts(self, num_tokens: int) -> list[int]:
@@ -51,7 +51,12 @@ def workspace_bytes(max_tokens: int, max_columns: int) -> int:
 
 def indexer_topk_reasons(spec: IndexerTopkSpec) -> list[str]:
     """Why the two kernels cannot run this call; empty if they can."""
-    reasons = logits_reasons(spec.logits) + topk_reasons(spec.topk)
+    return logits_reasons(spec.logits) + selection_reasons(spec)
+
+
+def selection_reasons(spec: IndexerTopkSpec) -> list[str]:
+    """Why the top-k kernel cannot select from chunks of this call's logits; empty if it can."""
+    reasons = topk_reasons(spec.topk)
     if not isinstance(spec.logits.num_tokens, int):
         reasons.append(f"T is {spec.logits.num_tokens}; chunks of query rows take a static T")
     return reasons
@@ -63,4 +68,4 @@ def chunks_of(spec: IndexerTopkSpec, num_sms: int = 132) -> Chunks:
     # How many query tokens a request has in the whole call decides how they are grouped; in a chunk, most requests may
     # have none.
     topk = topk_config(dataclasses.replace(spec.topk, num_tokens=rows))
-    return Chunks(rows, logits_config(spec.logits, num_sms), topk)
+    return Chunks(rows, None if logits_reasons(spec.logits) else logits_config(spec.logits, num_sms), topk)
