@@ -129,9 +129,7 @@ def _implementations() -> Mapping[str, Implementation]:
     from tsmla_kernels.sm90.sparse.config import untested_reasons
 
     return {
-        "cute": Implementation(
-            cute.sparse_mla, cute.why_not, device.why_not_by_default, untested=untested_reasons
-        ),
+        "cute": Implementation(cute.sparse_mla, cute.why_not, device.why_not_by_default, untested=untested_reasons),
         "xla": Implementation(xla.sparse_mla),
         "reference": Implementation(reference.sparse_mla),
     }

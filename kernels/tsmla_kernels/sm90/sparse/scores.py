@@ -97,9 +97,9 @@ class Held(NamedTuple):
     t_q_16: cute.Tensor
     query: Query
     acc: cute.Tensor
-    part: cute.Tensor | None
+    part: cute.Tensor
     narrow: cute.Tensor
-    wide: cute.Tensor | None
+    wide: cute.Tensor
     factors: cute.Tensor
     k_offset: Int32
     scales_offset: Int32
@@ -210,8 +210,8 @@ class SparseScores(Scores):
         s_q = cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=tile.dtype), layout.outer)
         return mma.make_fragment_B(mma.get_slice(t).partition_B(s_q))
 
-    def registers_of_keys(self, acc: cute.Tensor) -> tuple[cute.Tensor | None, cute.Tensor, cute.Tensor | None]:
-        """`part`, `narrow` and `wide` of Held."""
+    def registers_of_keys(self, acc: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
+        """`part`, `narrow` and `wide` of Held; None for one that is not used."""
         narrow, wide = (cute.make_rmem_tensor((4, count), Int32) for count in (KEYS_AHEAD, KEYS_WIDE))
         return None, narrow, wide
 

@@ -39,9 +39,7 @@ class Columns(NamedTuple):
 def columns_of(config: SparseConfig) -> list[Columns]:
     """The columns of a key in the order in which they are multiplied."""
     narrow = [32 * g for g in range(config.e4m3_columns // 32)]
-    groups = [
-        Columns(narrow[n : n + FRAGMENTS], n, False) for n in range(0, len(narrow), FRAGMENTS)
-    ]
+    groups = [Columns(narrow[n : n + FRAGMENTS], n, False) for n in range(0, len(narrow), FRAGMENTS)]
     steps = (config.head_dim - config.e4m3_columns) // 16
     return groups + ([Columns([config.rope_offset + 32 * g for g in range(steps)], 0, True)] if steps else [])
 
@@ -73,8 +71,8 @@ class SparseScoresFp8(SparseScores):
         t_q_16 = self.query_operand(mma_16, tile, q_place + self.query.bf16_place, t)
         return QueryOperands(mma_qk, t_q, mma_16, t_q_16)
 
-    def registers_of_keys(self, acc: cute.Tensor) -> tuple[cute.Tensor | None, cute.Tensor, cute.Tensor | None]:
-        """`part`, `narrow` and `wide` of Held."""
+    def registers_of_keys(self, acc: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
+        """`part`, `narrow` and `wide` of Held; None for one that is not used."""
         narrow = cute.make_rmem_tensor((4, self.buffers * FRAGMENTS), Int32)
         return cute.make_rmem_tensor(acc.layout, Float32) if self.scaled else None, narrow, None
 
