@@ -1,6 +1,7 @@
-"""Time whole models with random weights on one GPU, through the engine: decode steps, prefill, and compilation.
+"""Time whole models with random weights, through the engine: decode steps, prefill, and compilation.
 
     python3 benchmarks/generate.py --out FILE.json [--points v2-lite,bf16,1/v2-lite,bf16,prefill/...] [--seconds 500]
+        [--data_parallel N] [--expert_parallel N] [--context_parallel N]
 
 A point is a model (v2-lite, or v3-slice: one dense layer and 5 of experts in bf16, 10 in fp8), the format of its
 weights (bf16, or fp8: e4m3 with scales for blocks of 128 x 128 in all matrices that a checkpoint of V3 has so), and a
@@ -10,10 +11,15 @@ prompts of 512 tokens, a chunk at a time. floor_us is the time of the bytes that
 experts those that B tokens can be expected to choose if all are alike; the caches), or of the products of a prefill.
 compile_s is what it takes to compile the decode step, tracing included; warm_s is the same with jax's compilation cache
 filled by a run with --compile_only. v3-slice needs XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.
+
+On a mesh a batch is that of all replicas, a prefill step has a chunk for each of them, and floor_us is that of one
+device: the bytes that it must read, or its share of the products; collectives have none. Rows on one device beside
+those of a mesh are what a second run without the three flags records.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import tempfile
@@ -27,16 +33,22 @@ import numpy as np
 from absl import app, flags
 from figures import BYTES_PER_S
 from harness import POINTS, Record, within_budget
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tsmla_jax.generate import Engine, EngineOptions, ModelConfig
 from tsmla_jax.generate import step as steps
 from tsmla_jax.generate.engine import StepKind
+from tsmla_jax.generate.mesh import MeshShape, make_mesh, param_specs
 from tsmla_jax.generate.model import fold
 from tsmla_jax.nn import param_shapes
 from tsmla_jax.nn.block_scaled import BLOCK, BlockScaled, stack_size
 
 CHUNK = flags.DEFINE_integer("chunk", 4096, "prompt tokens of a prefill step")
 CACHE = flags.DEFINE_string("compilation_cache", None, "folder of jax's compilation cache; a new one by default")
+DATA = flags.DEFINE_integer("data_parallel", 1, "copies of the model", lower_bound=1)
+EXPERT = flags.DEFINE_integer("expert_parallel", 1, "devices of a copy that have texts of their own", lower_bound=1)
+CONTEXT_DEVICES = flags.DEFINE_integer("context_parallel", 1, "devices that share the keys of a text", lower_bound=1)
 COMPILE = flags.DEFINE_bool("compile_only", False, "fill the compilation cache and print the seconds; needs no memory")
 
 CONTEXT, STEPS = 512, 64
@@ -71,8 +83,13 @@ MODELS = {
 }
 
 
-def shapes(config: ModelConfig, narrow: bool) -> dict[str, Any]:
-    """The parameters' shapes and dtypes, as `load_model` would return them."""
+def mesh_shape() -> MeshShape:
+    """The mesh that the flags ask for."""
+    return MeshShape(DATA.value, EXPERT.value, CONTEXT_DEVICES.value)
+
+
+def shapes(config: ModelConfig, narrow: bool, shards: int = 1) -> dict[str, Any]:
+    """The parameters' shapes and dtypes, as `load_model` would return them on a mesh of so many shards of experts."""
 
     def wide(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -82,7 +99,7 @@ def shapes(config: ModelConfig, narrow: bool) -> dict[str, Any]:
             return wide(*shape)
         blocks = (-(-size // BLOCK) for size in shape[-2:])
         scales = wide(*shape[:-2], *blocks, dtype=jnp.float32)
-        stack = (stack_size(*shape), *shape[1:]) if len(shape) == 3 else shape
+        stack = (shards * stack_size(shape[0] // shards, *shape[1:]), *shape[1:]) if len(shape) == 3 else shape
         return BlockScaled(wide(*stack, dtype=jnp.float8_e4m3fn), scales)
 
     moe, hidden = config.moe, config.hidden_size
@@ -96,7 +113,7 @@ def shapes(config: ModelConfig, narrow: bool) -> dict[str, Any]:
                 attention[name] = matrix(math.prod(shape[inputs:]), math.prod(shape[:inputs]))
         mlp: dict[str, Any] = {}
         if config.is_moe_layer(index):
-            count, width = moe.num_experts + moe.num_shared, moe.intermediate_size
+            count, width = moe.num_experts + shards * moe.num_shared, moe.intermediate_size
             mlp = {"gate_up": matrix(count, 2 * width, hidden), "down": matrix(count, hidden, width)}
             mlp["router"] = wide(moe.num_experts, hidden, dtype=jnp.float32)
             if moe.routing == "noaux_tc":
@@ -110,32 +127,45 @@ def shapes(config: ModelConfig, narrow: bool) -> dict[str, Any]:
     return {"embed": vocabulary, "lm_head": vocabulary, "norm": wide(hidden), "layers": layers}
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
-def noise(seed: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def noise(seed: int, shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> jax.Array:
     """Uniform values of variance 1 / (last axis), or of a scale of such values in e4m3; without temporaries."""
-    bits = jnp.uint32(seed)
-    for axis in range(len(shape)):
-        bits = (bits ^ jax.lax.broadcasted_iota(jnp.uint32, shape, axis)) * jnp.uint32(0x9E3779B1)
-        bits ^= bits >> 15
-    uniform = (bits >> 8).astype(jnp.float32) / 2**23 - 1
-    if dtype == jnp.float8_e4m3fn:
-        return (uniform * 400).astype(dtype)
-    return (uniform * math.sqrt(3 / shape[-1])).astype(dtype)
+    values: jax.Array = _noise(shape, jnp.dtype(dtype), sharding)(jnp.uint32(seed))
+    return values
+
+
+@functools.cache
+def _noise(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
+    @functools.partial(jax.jit, out_shardings=sharding)
+    def make(bits: jax.Array) -> jax.Array:
+        for axis in range(len(shape)):
+            bits = (bits ^ jax.lax.broadcasted_iota(jnp.uint32, shape, axis)) * jnp.uint32(0x9E3779B1)
+            bits ^= bits >> 15
+        uniform = (bits >> 8).astype(jnp.float32) / 2**23 - 1
+        if dtype == jnp.float8_e4m3fn:
+            return (uniform * 400).astype(dtype)
+        return (uniform * math.sqrt(3 / shape[-1])).astype(dtype)
+
+    return make
 
 
 def random_params(config: ModelConfig, narrow: bool) -> dict[str, Any]:
-    """Random parameters on the device; norms are 1, and block scales bring e4m3 to the variance of the others."""
-    seeds = iter(range(1, 1 << 20))
+    """Random parameters on the devices; norms are 1, and block scales bring e4m3 to the variance of the others."""
+    seeds, mesh = iter(range(1, 1 << 20)), make_mesh(mesh_shape())
+    params = shapes(config, narrow, mesh_shape().expert_shards)
 
-    def make(leaf: Any) -> Any:
-        if isinstance(leaf, BlockScaled):
-            values = noise(jnp.uint32(next(seeds)), leaf.values.shape, leaf.values.dtype)
-            return BlockScaled(values, jnp.full(leaf.scales.shape, math.sqrt(3 / leaf.shape[-1]) / 400, jnp.float32))
+    def make(leaf: Any, spec: Any) -> Any:
+        narrowed = isinstance(leaf, BlockScaled)
+        sharding = None if mesh is None else NamedSharding(mesh, spec.values if narrowed else spec)
+        if narrowed:
+            values = noise(next(seeds), leaf.values.shape, leaf.values.dtype, sharding)
+            scale = math.sqrt(3 / leaf.shape[-1]) / 400
+            return BlockScaled(values, jnp.full(leaf.scales.shape, scale, jnp.float32, device=sharding))
         if len(leaf.shape) == 1:
-            return jnp.full(leaf.shape, 0 if leaf.dtype == jnp.float32 else 1, leaf.dtype)
-        return noise(jnp.uint32(next(seeds)), leaf.shape, leaf.dtype)
+            return jnp.full(leaf.shape, 0 if leaf.dtype == jnp.float32 else 1, leaf.dtype, device=sharding)
+        return noise(next(seeds), leaf.shape, leaf.dtype, sharding)
 
-    return jax.tree.map(make, shapes(config, narrow), is_leaf=lambda leaf: isinstance(leaf, BlockScaled))
+    specs = jax.tree.broadcast(param_specs(params), params, is_leaf=lambda node: isinstance(node, P))
+    return jax.tree.map(make, params, specs, is_leaf=lambda node: isinstance(node, BlockScaled))
 
 
 def _bytes(tree: Any) -> int:
@@ -143,23 +173,24 @@ def _bytes(tree: Any) -> int:
 
 
 def decode_floor(config: ModelConfig, narrow: bool, batch: int) -> float:
-    """Microseconds to read what a decode step must."""
-    moe = config.moe
+    """Microseconds that a device needs to read what a decode step must."""
+    moe, mesh = config.moe, mesh_shape()
     assert moe is not None
     params = shapes(config, narrow)
     total = _bytes({**params, "embed": ()})
-    chosen = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** batch)
+    chosen = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** (batch / mesh.data)) / mesh.expert_shards
     for layer in params["layers"]:
         if "router" in layer["mlp"]:
             stacks = jax.tree.leaves([layer["mlp"]["gate_up"], layer["mlp"]["down"]])
             each = sum(math.prod(stack.shape[1:]) * stack.dtype.itemsize for stack in stacks)
             total += each * (chosen + moe.num_shared) - _bytes(stacks)
-    total += batch * CONTEXT * config.attention.cache_dim * 2 * config.num_layers
+    total += batch / mesh.replicas * CONTEXT / mesh.context * config.attention.cache_dim * 2 * config.num_layers
     return total / BYTES_PER_S * 1e6
 
 
 def prefill_floor(config: ModelConfig, tokens: int) -> float:
-    """Microseconds of the products for that many tokens of prompts of CONTEXT tokens; the head sees one in CONTEXT."""
+    """Microseconds of a device's share of the products for that many tokens of prompts of CONTEXT tokens; the head sees
+    one in CONTEXT."""
     moe, attention = config.moe, config.attention
     assert moe is not None
     weights = 0.0
@@ -171,7 +202,7 @@ def prefill_floor(config: ModelConfig, tokens: int) -> float:
         weights += matrices
     widths = attention.qk_head_dim + attention.v_head_dim
     scores = config.num_layers * attention.num_attention_heads * widths * CONTEXT / 2
-    return 2 * tokens * (weights + scores) / FLOPS_PER_S * 1e6
+    return 2 * tokens * (weights + scores) / FLOPS_PER_S * 1e6 / mesh_shape().size
 
 
 def prompts(config: ModelConfig, count: int) -> list[list[int]]:
@@ -184,15 +215,18 @@ def place_texts(engine: Engine, config: ModelConfig, batch: int, limit: int) -> 
     for text, prompt in enumerate(prompts(config, batch)):
         assert engine.admit(text, prompt, limit)
     session = engine._opened()
-    session.arrived.clear()
-    session.caches = [noise(jnp.uint32(layer), cache.shape, cache.dtype) for layer, cache in enumerate(session.caches)]
+    for replica in session.replicas:
+        replica.arrived.clear()
+    for layer, cache in enumerate(session.caches):
+        session.caches[layer] = noise(layer, cache.shape, cache.dtype, cache.sharding)
     arrays = [np.zeros(array.shape, np.int32) for array in session.state]
     state = type(session.state)(*arrays)
     for text in session.texts.values():
         text.cached, text.scheduled, text.generated = CONTEXT, 1, [text.prompt[0]]
-        state.tokens[text.row], state.cached[text.row], state.remaining[text.row] = text.prompt[0], CONTEXT, limit - 1
-        state.block_tables[text.row, : len(text.table.pages)] = text.table.pages
-    session.state = jax.device_put(state)
+        row = text.replica * session.plan.rows + text.row
+        state.tokens[row], state.cached[row], state.remaining[row] = text.prompt[0], CONTEXT, limit - 1
+        state.block_tables[row, : len(text.table.pages)] = text.table.pages
+    session.state = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), state, session.state)
 
 
 def time_decode(engine: Engine, config: ModelConfig, batch: int) -> float:
@@ -210,7 +244,7 @@ def time_decode(engine: Engine, config: ModelConfig, batch: int) -> float:
 
 
 def time_prefill(engine: Engine, config: ModelConfig, count: int) -> float:
-    """Microseconds of a prefill step of --chunk tokens, of `count` prompts one after the other."""
+    """Microseconds of a prefill step of --chunk tokens a replica, of `count` prompts one after the other."""
     waiting, begin = list(enumerate(prompts(config, count))), time.perf_counter()
     done = 0
     while done < count:
@@ -219,12 +253,21 @@ def time_prefill(engine: Engine, config: ModelConfig, count: int) -> float:
         done += len(engine.step())
     taken = time.perf_counter() - begin
     engine.close()
-    return taken * 1e6 * CHUNK.value / (count * CONTEXT)
+    return taken * 1e6 * CHUNK.value * mesh_shape().replicas / (count * CONTEXT)
 
 
 def options(batch: int) -> EngineOptions:
     """For texts of CONTEXT tokens and some more."""
-    return EngineOptions(max_batch=batch, num_pages=batch * (CONTEXT // 64 + 2), chunk=CHUNK.value)
+    mesh = mesh_shape()
+    pages = -(-batch // mesh.replicas) * (CONTEXT // (64 * mesh.context) + 2)
+    return EngineOptions(
+        max_batch=batch,
+        num_pages=pages,
+        chunk=CHUNK.value,
+        data_parallel=mesh.data,
+        expert_parallel=mesh.expert,
+        context_parallel=mesh.context,
+    )
 
 
 def compile_step(config: ModelConfig, narrow: bool, what: str) -> None:
@@ -250,11 +293,12 @@ def measure(record: Record, params: Any, model: tuple[str, str], what: str) -> N
     config, narrow = ModelConfig.from_hf(MODELS[model]), model[1] == "fp8"
     name = model[0] if not narrow else f"{model[0]} fp8"
     if what == "prefill":
-        batch = 32
+        replicas = mesh_shape().replicas
+        batch, tokens = 32 * replicas, CHUNK.value * replicas
         engine = Engine(params, config, options(batch))
         time_prefill(engine, config, batch)
-        us, floor, tokens = time_prefill(engine, config, 2 * batch), prefill_floor(config, CHUNK.value), CHUNK.value
-        row = {"b": CHUNK.value // CONTEXT, "mode": f"{name} prefill"}
+        us, floor = time_prefill(engine, config, 2 * batch), prefill_floor(config, tokens)
+        row = {"b": tokens // CONTEXT, "mode": f"{name} prefill"}
     else:
         batch = tokens = int(what)
         engine = Engine(params, config, options(batch))
@@ -264,6 +308,8 @@ def measure(record: Record, params: Any, model: tuple[str, str], what: str) -> N
         row = {"b": batch, "mode": f"{name} decode", "warm_s" if CACHE.value else "compile_s": round(compiled, 1)}
     rate = tokens / us * 1e6
     sizes = {"context": CONTEXT, "layers": config.num_layers, "heads": config.attention.num_attention_heads}
+    if mesh_shape().size > 1:
+        sizes |= {f"{axis}_parallel": size for axis, size in dataclasses.asdict(mesh_shape()).items()}
     record.add(**sizes, **row, peer="tsmla", us=round(us, 1), floor_us=round(floor, 1), tokens_per_s=round(rate))
     extra = " ".join(f"{key} {value}" for key, value in row.items() if key.endswith("_s"))
     print(f"{row['mode']:22s} B {row['b']:4d} {us:9.1f} us, floor {floor:8.1f} ({floor / us:4.0%}), "
@@ -283,6 +329,8 @@ def main(argv: list[str]) -> int:
     jax.config.update("jax_compilation_cache_dir", CACHE.value or tempfile.mkdtemp())
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if COMPILE.value:
+        if mesh_shape().size > 1:
+            raise app.UsageError("--compile_only; legal on one device")
         for model, weights, what in points:
             compile_step(ModelConfig.from_hf(MODELS[model, weights]), weights == "fp8", what)
         return 0

@@ -7,6 +7,17 @@ from tsmla_jax.generate.config import ModelConfig, MoEConfig
 from tsmla_jax.generate.engine import Engine, Generation, Tokens
 from tsmla_jax.generate.figures import Figures
 from tsmla_jax.generate.loading import load_model
+from tsmla_jax.generate.mesh import MeshShape
 from tsmla_jax.generate.plan import EngineOptions
 
-__all__ = ["Engine", "EngineOptions", "Figures", "Generation", "MoEConfig", "ModelConfig", "Tokens", "load_model"]
+__all__ = [
+    "Engine",
+    "EngineOptions",
+    "Figures",
+    "Generation",
+    "MeshShape",
+    "MoEConfig",
+    "ModelConfig",
+    "Tokens",
+    "load_model",
+]

@@ -9,9 +9,12 @@ import os
 import re
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
+
+from tsmla_jax.generate import processes
 
 Result = TypeVar("Result")
 
@@ -28,6 +31,9 @@ _BOUNDS = {
     "--chunk": (1, 2**20),
     "--speculative": (0, 1024),
     "--seed": (0, 2**32 - 1),
+    "--data-parallel": (1, 2**16),
+    "--expert-parallel": (1, 2**16),
+    "--context-parallel": (1, 2**16),
 }
 # The engine's options that have another name on the command line, as its errors begin: "max_batch = 0; legal: ...".
 _FLAGS = {"num_pages": "--cache-pages"}
@@ -63,7 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="widen block-scaled fp8 weights to --dtype when they are loaded (default: in each step, except on a CPU)",
     )
     cache = parser.add_mutually_exclusive_group()
-    cache.add_argument("--cache-pages", type=int, metavar="P", help="pages of the cache (default: as the prompts need)")
+    cache.add_argument(
+        "--cache-pages", type=int, metavar="P", help="pages of each device's cache (default: as the prompts need)"
+    )
     cache.add_argument("--cache-tokens", type=int, metavar="N", help="the same in tokens, rounded up to pages")
     parser.add_argument(
         "--max-batch", type=int, default=32, metavar="B", help="texts that decode together (default 32)"
@@ -80,10 +88,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=CACHE_DTYPES,
         help="of the cache (default: as --dtype); packed is the fp8 layout with scales of DeepSeek-V3.2 and V4",
     )
+    mesh = parser.add_argument_group("several devices", "their number is the product of the three")
+    mesh.add_argument("--data-parallel", type=int, default=1, metavar="N", help="copies of the model (default 1)")
+    mesh.add_argument(
+        "--expert-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="devices of a copy that share its experts and have texts of their own (default 1)",
+    )
+    mesh.add_argument(
+        "--context-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="devices that the keys of one text are dealt out to; they share the experts, too (default 1)",
+    )
+    hosts = parser.add_argument_group("several processes", "each runs this command; jax.distributed's arguments")
+    hosts.add_argument("--coordinator-address", metavar="HOST:PORT", help="where process 0 can be reached")
+    hosts.add_argument("--num-processes", type=int, metavar="N", help="how many there are")
+    hosts.add_argument("--process-id", type=int, metavar="I", help="which one this is, from 0; process 0 writes")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `tsmla generate`. Returns 0, or 2 after one line on stderr when the input is at fault."""
+    """Runs `tsmla generate`. Returns 0, or 2 after one line on stderr when the input is at fault. Where it is one of
+    several processes, one that fails ends the run."""
+    if args.num_processes is None:
+        return _run(args)
+    try:
+        status = _run(args)
+    except Exception as error:
+        status = 1
+        if _is_of_jax(error):
+            # Most likely a collective whose other end is gone.
+            status = _fail(f"a step with the other processes failed; has one of them ended? {error}")
+        else:
+            traceback.print_exc()
+    if status:
+        processes.end_at_once(status)
+    return status
+
+
+def _run(args: argparse.Namespace) -> int:
     try:
         _generate(args)
     except BrokenPipeError:
@@ -91,11 +137,15 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, NotImplementedError, ImportError, OSError) as error:
         return _fail(str(error))
     except Exception as error:
-        # The class is compared by name: importing jax for it would delay every refusal.
-        if type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError") and "RESOURCE_EXHAUSTED" in str(error):
+        if _is_of_jax(error) and "RESOURCE_EXHAUSTED" in str(error):
             return _fail(str(error))
         raise
     return 0
+
+
+def _is_of_jax(error: Exception) -> bool:
+    """Whether a program failed. The class is compared by name: importing jax for it would delay every refusal."""
+    return type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
 
 
 def _fail(message: str) -> int:
@@ -104,6 +154,9 @@ def _fail(message: str) -> int:
 
 
 def _generate(args: argparse.Namespace) -> None:
+    _in_flags(processes.join, args.coordinator_address, args.num_processes, args.process_id)
+    import jax
+
     from tsmla_jax.generate.caches import cache_bytes, default_page_size
     from tsmla_jax.generate.config import ModelConfig
     from tsmla_jax.generate.engine import Engine
@@ -132,6 +185,9 @@ def _generate(args: argparse.Namespace) -> None:
         seed=args.seed,
         cache_dtype=CACHE_DTYPES.get(args.cache_dtype),
         implementation=args.implementation,
+        data_parallel=args.data_parallel,
+        expert_parallel=args.expert_parallel,
+        context_parallel=args.context_parallel,
     )
     tokenizer = None if args.prompt_ids else _load_tokenizer(checkpoint)
     if tokenizer:
@@ -144,14 +200,25 @@ def _generate(args: argparse.Namespace) -> None:
     # The prompts are checked before the weights are read, which may take minutes.
     dtype = DTYPES.get(args.dtype, config.dtype)
     plan = _in_flags(make_plan, config, options, prompts, args.max_new_tokens, dtype)
-    _check_memory(cache_bytes(config, plan.layout).total)
+    _check_memory(cache_bytes(config, plan.layout).total * plan.mesh.size // jax.process_count())
 
     keep_compiled_programs()
+    writes = jax.process_index() == 0
     begin = time.perf_counter()
-    params = load_model(checkpoint, config, dtype=plan.dtype, keep_fp8=False if args.widen else None, progress=True)
+    params = load_model(
+        checkpoint,
+        config,
+        dtype=plan.dtype,
+        keep_fp8=False if args.widen else None,
+        mesh=options.mesh,
+        progress=writes,
+    )
     load_seconds = time.perf_counter() - begin
-    stream = Stream(sys.stdout, lines, tokenizer, len(prompts))
-    result = Engine(params, config, options, _say_compiling).generate(prompts, args.max_new_tokens, stream)
+    stream = Stream(sys.stdout, lines, tokenizer, len(prompts)) if writes else None
+    engine = Engine(params, config, options, _say_compiling if writes else None)
+    result = engine.generate(prompts, args.max_new_tokens, stream)
+    if not writes:
+        return
     record = {
         "tokens": result.tokens,
         **dataclasses.asdict(result.figures),
@@ -163,6 +230,7 @@ def _generate(args: argparse.Namespace) -> None:
         "why": {choice.op: choice.why for choice in result.choices},
         "dtype": plan.dtype,
         "cache_dtype": plan.layout.dtype,
+        "mesh": dataclasses.asdict(plan.mesh),
     }
     print("\n" + table(record), flush=True)
     if args.json:
@@ -367,6 +435,7 @@ def table(record: dict[str, Any]) -> str:
         ("prefill", rate(record["prompt_tokens"], record["prefill_seconds"], record["prefill_tokens_per_second"])),
         ("decode", rate(record["decoded_tokens"], record["decode_seconds"], record["decode_tokens_per_second"])),
         ("setup", f"load {record['load_seconds']:.2f} s, compile {record['compile_seconds']:.2f} s"),
+        ("mesh", " x ".join(f"{axis} {size}" for axis, size in record["mesh"].items())),
         ("weights", f"{record['weight_bytes'] / 1e6:.1f} MB ({record['dtype']})"),
         (
             "cache",

@@ -1,7 +1,8 @@
 """A Hugging Face checkpoint directory, turned into the parameters of `tsmla_jax.generate.model`.
 
-Tensors are read one at a time; the host holds at most one layer beside the memory map. Matrices in e4m3 with scales for
-blocks of 128 x 128 may stay so; other block-scaled weights come dequantised to the dtype asked for.
+Tensors are read one at a time; the host holds at most one layer beside the memory map, and on a mesh at most a
+device's experts of one layer: a process reads those that its devices hold and no others. Matrices in e4m3 with scales
+for blocks of 128 x 128 may stay so; other block-scaled weights come dequantised to the dtype asked for.
 """
 
 from __future__ import annotations
@@ -18,8 +19,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from tsmla_jax.generate.config import ModelConfig, MoEConfig
+from tsmla_jax.generate.mesh import (
+    CONTEXT,
+    EXPERT,
+    ONE_DEVICE,
+    MeshShape,
+    check_mesh,
+    experts_of,
+    make_mesh,
+    put,
+    put_shards,
+)
 from tsmla_jax.generate.model import Params
 from tsmla_jax.nn import Checkpoint, CheckpointError, MLAConfig, V4Config, V32Config
 from tsmla_jax.nn.block_scaled import BLOCK, BlockScaled, stack_size
@@ -82,9 +96,17 @@ class _Reader:
     """Reads tensors by the names of transformers' modules, and remembers which of the checkpoint's were read."""
 
     def __init__(
-        self, checkpoint: Checkpoint, config: ModelConfig, dtype: Any, keep_fp8: bool, progress: bool
+        self,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        dtype: Any,
+        *,
+        mesh: Mesh | None,
+        keep_fp8: bool,
+        progress: bool,
     ) -> None:
-        self.dtype, self._checkpoint, self._keep_fp8 = dtype, checkpoint, keep_fp8
+        self.dtype, self.mesh = dtype, mesh
+        self._checkpoint, self._keep_fp8 = checkpoint, keep_fp8
         is_v4 = isinstance(config.attention, tuple)
         self._stored = stored_names(checkpoint) if is_v4 else {name: name for name in checkpoint.names()}
         self._expected = {stored for name, stored in self._stored.items() if not _is_left_out(name, stored, config)}
@@ -95,29 +117,39 @@ class _Reader:
     def __contains__(self, name: str) -> bool:
         return name in self._stored
 
-    def __call__(self, name: str, shape: Sequence[int], dtype: Any = None) -> Array:
+    def __call__(self, name: str, shape: Sequence[int], dtype: Any = None, rows: slice = slice(None)) -> Array:
+        """A tensor of this shape, or some of its rows, on the host."""
         stored = self._stored.get(name, name)
-        value = self._checkpoint.read(stored, shape=shape, dtype=self.dtype if dtype is None else dtype)
-        self._read |= {stored, self._checkpoint.scale_name(stored) or stored}
-        self._bar.step()
+        dtype = self.dtype if dtype is None else dtype
+        value = self._checkpoint.read(stored, shape=shape, dtype=dtype, rows=rows)
+        self.mark(name)
         return value
 
     def put(self, name: str, shape: Sequence[int], dtype: Any = None) -> jax.Array:
-        """The same, on the device."""
-        return jnp.asarray(self(name, shape, dtype))
+        """A tensor on the device, or on every device of the mesh."""
+        value: jax.Array = self.put_all(self(name, shape, dtype))
+        return value
+
+    def put_all(self, tree: Any) -> Any:
+        """A tree of arrays on the device, or on every device of the mesh."""
+        return put(self.mesh, P(), tree)
+
+    def mark(self, name: str) -> None:
+        """Counts a tensor as read: this process has read it, or others do."""
+        stored = self._stored.get(name, name)
+        if stored not in self._read:
+            self._bar.step()
+        self._read |= {stored, self._checkpoint.scale_name(stored) or stored}
 
     def keeps(self, *names: str) -> bool:
         """Whether all these matrices stay block-scaled."""
-        return self._keep_fp8 and all(
-            self._checkpoint.is_block_scaled(self._stored.get(name, name)) for name in names
-        )
+        return self._keep_fp8 and all(self._checkpoint.is_block_scaled(self._stored.get(name, name)) for name in names)
 
     def narrow(self, name: str, shape: Sequence[int]) -> BlockScaled:
         """A matrix that stays block-scaled, on the host."""
         stored = self._stored.get(name, name)
         values, scales = self._checkpoint.read_block_scaled(stored, shape=shape)
-        self._read |= {stored, self._checkpoint.scale_name(stored) or stored}
-        self._bar.step()
+        self.mark(name)
         return BlockScaled(values, scales)  # type: ignore[arg-type]  # of numpy, until it goes to the device
 
     def close(self) -> None:
@@ -149,6 +181,7 @@ def load_model(
     *,
     dtype: Any | None = None,
     keep_fp8: bool | None = None,
+    mesh: MeshShape = ONE_DEVICE,
     progress: bool = False,
 ) -> Params:
     """All parameters of a checkpoint but those of multi-token prediction (layers past `config.num_layers`).
@@ -161,14 +194,16 @@ def load_model(
       keep_fp8: matrices of MLA, of the MLPs and of the experts that are e4m3 with scales for blocks of 128 x 128 stay
         so (`BlockScaled`), except kv_b_proj and where a block has gate and up rows; steps widen them. False widens
         them here, to twice the memory. None keeps them unless jax's default device is a CPU, which widens slowly.
+      mesh: the devices that the parameters go to (`EngineOptions.mesh`): experts are split over them, and the other
+        parameters are on each. Of several processes each reads its part.
       progress: show a progress bar on stderr.
 
     Returns:
-      the pytree described at `tsmla_jax.generate.model.Params`.
+      the pytree described at `tsmla_jax.generate.model.Params`; on a mesh as `mesh.put_params` leaves it.
 
     Raises:
-      ValueError: a tensor is missing, misshapen or not of this model, or a file is truncated; the text names the file
-        and the tensor.
+      ValueError: the mesh does not go with the model or with jax's devices; or a tensor is missing, misshapen or not of
+        this model, or a file is truncated; the text names the file and the tensor.
       ImportError: the package safetensors is not installed (`pip install 'tsmla-jax[hf]'`).
     """
     dtype = jnp.dtype(config.dtype if dtype is None else dtype)
@@ -176,7 +211,9 @@ def load_model(
     norm_dtype = dtype if config.streams is None else jnp.dtype(jnp.float32)
     hidden = (config.hidden_size,)
     keep_fp8 = jax.default_backend() != "cpu" if keep_fp8 is None else keep_fp8
-    with contextlib.closing(_Reader(Checkpoint(checkpoint_dir), config, dtype, keep_fp8, progress)) as read:
+    check_mesh(config, mesh)
+    checkpoint, options = Checkpoint(checkpoint_dir), {"keep_fp8": keep_fp8, "progress": progress}
+    with contextlib.closing(_Reader(checkpoint, config, dtype, mesh=make_mesh(mesh), **options)) as read:
         params: dict[str, Any] = {
             "embed": read.put("model.embed_tokens.weight", (config.vocab_size, *hidden)),
             "norm": read.put("model.norm.weight", hidden, norm_dtype),
@@ -205,7 +242,7 @@ def _read_layer(read: _Reader, config: ModelConfig, index: int, norm_dtype: Any)
     else:
         keep = read.keeps(*_mlp_names(f"{prefix}.mlp")) and config.intermediate_size % BLOCK == 0
         gate_up, down = _read_mlp(read, f"{prefix}.mlp", config.hidden_size, config.intermediate_size, keep)
-        layer["mlp"] = jax.tree.map(jnp.asarray, {"gate_up": gate_up, "down": down})
+        layer["mlp"] = read.put_all({"gate_up": gate_up, "down": down})
     if config.streams is not None:
         count = config.streams.count
         for name, block in (("attention_streams", "attn_hc"), ("mlp_streams", "ffn_hc")):
@@ -214,9 +251,7 @@ def _read_layer(read: _Reader, config: ModelConfig, index: int, norm_dtype: Any)
     return layer
 
 
-def _read_attention(
-    read: _Reader, prefix: str, config: ModelConfig, index: int, norm_dtype: Any
-) -> dict[str, Any]:
+def _read_attention(read: _Reader, prefix: str, config: ModelConfig, index: int, norm_dtype: Any) -> dict[str, Any]:
     attention = config.layer(index).attention
     weights = _ATTENTION[type(attention)]
     kept = ("norm.weight", "sinks", "position_bias")
@@ -227,7 +262,8 @@ def _read_attention(
             tensors[name] = read.narrow(whole, shape)
         else:
             tensors[name] = read(whole, shape, norm_dtype if name.endswith(kept) else None)
-    return weights.params_from_hf(attention, tensors)
+    params: dict[str, Any] = read.put_all(weights.params_from_hf(attention, tensors))
+    return params
 
 
 def _read_streams(read: _Reader, prefix: str, rows: int, width: int, scales: int) -> dict[str, jax.Array]:
@@ -258,37 +294,57 @@ def _read_moe(read: _Reader, prefix: str, config: ModelConfig, by_token: bool) -
             raise CheckpointError(
                 f"tensor {name!r} names experts {table.min()} to {table.max()}; legal: 0 to {moe.num_experts - 1}"
             )
-        params["expert_table"] = jnp.asarray(table)
+        params["expert_table"] = read.put_all(table)
     elif moe.routing == "noaux_tc":
         params["correction_bias"] = read.put(f"{prefix}.gate.e_score_correction_bias", (moe.num_experts,), np.float32)
-    gate_up, down = _read_experts(read, prefix, config.hidden_size, moe)
-    return {**params, **jax.tree.map(jnp.asarray, {"gate_up": gate_up, "down": down})}
+    if read.mesh is None:
+        stacks = read.put_all(_read_experts(read, prefix, config.hidden_size, moe, range(moe.num_experts)))
+    else:
+        shards = read.mesh.shape[EXPERT] * read.mesh.shape[CONTEXT]
+
+        def read_shard(shard: int) -> Any:
+            return _read_experts(read, prefix, config.hidden_size, moe, experts_of(moe, shards, shard))
+
+        stacks = put_shards(read.mesh, read_shard)
+        for name in _expert_names(read, prefix, range(moe.num_experts)):
+            read.mark(name)
+    return {**params, "gate_up": stacks[0], "down": stacks[1]}
 
 
-def _read_experts(read: _Reader, prefix: str, hidden: int, moe: MoEConfig) -> tuple[Any, Any]:
-    """gate_up [E + S, 2 I, C] and down [E + S, C, I], on the host: the routed experts, then the shared ones."""
-    width, merged = moe.intermediate_size, f"{prefix}.experts.gate_up_proj" in read
-    owners = [f"{prefix}.experts.{expert}" for expert in range(0 if merged else moe.num_experts)]
-    shared = f"{prefix}.shared_experts"
-    names = [name for owner in [*owners, *([shared] if moe.num_shared else [])] for name in _mlp_names(owner)]
+def _is_merged(read: _Reader, prefix: str) -> bool:
+    """Whether all experts are in one tensor, as transformers' modules hold them."""
+    return f"{prefix}.experts.gate_up_proj" in read
+
+
+def _expert_names(read: _Reader, prefix: str, experts: range) -> list[str]:
+    """The tensors of these routed experts, if each expert has its own."""
+    owners = () if _is_merged(read, prefix) else experts
+    return [name for expert in owners for name in _mlp_names(f"{prefix}.experts.{expert}")]
+
+
+def _read_experts(read: _Reader, prefix: str, hidden: int, moe: MoEConfig, experts: range) -> tuple[Any, Any]:
+    """gate_up [N + S, 2 I, C] and down [N + S, C, I], on the host: these N routed experts, then the shared ones."""
+    width, merged, shared = moe.intermediate_size, _is_merged(read, prefix), f"{prefix}.shared_experts"
+    names = _expert_names(read, prefix, range(moe.num_experts)) + (_mlp_names(shared) if moe.num_shared else [])
     keep = not merged and width % BLOCK == 0 and read.keeps(*names)
 
-    count, both = moe.num_experts + moe.num_shared, ((2 * width, hidden), (hidden, width))
+    count, both = len(experts) + moe.num_shared, ((2 * width, hidden), (hidden, width))
     stacks = tuple(_empty_stack(count, shape, read.dtype, keep) for shape in both)
 
-    def put(index: Any, weights: Any) -> None:
+    def place(index: Any, weights: Any) -> None:
         jax.tree.map(lambda stack, weight: stack.__setitem__(index, weight), stacks, weights)
 
-    for expert, owner in enumerate(owners):
-        put(expert, _read_mlp(read, owner, hidden, width, keep))
+    for index, expert in enumerate(() if merged else experts):
+        place(index, _read_mlp(read, f"{prefix}.experts.{expert}", hidden, width, keep))
     if merged:
-        # All experts in one tensor, as transformers' modules hold them.
+        rows = slice(experts.start, experts.stop)
         shapes = [(moe.num_experts, *shape) for shape in both]
         own = (f"{prefix}.experts.gate_up_proj", f"{prefix}.experts.down_proj")
-        put(slice(moe.num_experts), tuple(read(name, shape) for name, shape in zip(own, shapes, strict=True)))
+        parts = (read(name, shape, rows=rows) for name, shape in zip(own, shapes, strict=True))
+        place(slice(len(experts)), tuple(parts))
     if moe.num_shared:
         gate_up, down = _read_mlp(read, shared, hidden, width * moe.num_shared, keep)
-        put(slice(moe.num_experts, count), _apart(gate_up, down, moe.num_shared))
+        place(slice(len(experts), count), _apart(gate_up, down, moe.num_shared))
     return stacks
 
 

@@ -21,6 +21,8 @@ import jax.numpy as jnp
 import tsmla_jax
 from tsmla_jax.generate.caches import WINDOW_PAGE, entries_per_page
 from tsmla_jax.generate.config import LayerConfig, ModelConfig
+from tsmla_jax.generate.expert_parallel import mixture_of_split_experts
+from tsmla_jax.generate.mesh import CONTEXT, ONE_DEVICE, MeshShape
 from tsmla_jax.generate.moe import gated_mlp, mixture_of_experts
 from tsmla_jax.generate.pages import pages_for
 from tsmla_jax.generate.streams import close_streams, open_streams, read_streams, write_streams
@@ -50,11 +52,13 @@ class Batch:
       step: pages, lengths and slots of the requests, of ragged tokens; slot -1 for padding.
       state_slots: [B], the compressor states and the window's pages of each request in V4; -1 for padding. None for
         other models.
+      expert_tokens: of `expert_parallel.gather_tokens` where experts are split over devices, else None.
     """
 
     tokens: jax.Array
     step: Step
     state_slots: jax.Array | None = None
+    expert_tokens: jax.Array | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ class StepOptions:
         and the number of passes; None counts them on the device.
       implementation: of the operations; None is the best that can run.
       page_size, window_rows: V4 alone, as in `CacheLayout`.
+      mesh: of more than one device only inside `jax.shard_map` over its axes.
     """
 
     phase: Phase
@@ -76,6 +81,12 @@ class StepOptions:
     implementation: str | None = None
     page_size: int = 64
     window_rows: int = 0
+    mesh: MeshShape = ONE_DEVICE
+
+    @property
+    def context_axis(self) -> str | None:
+        """The mesh axis whose devices share the keys of every text, if there are several."""
+        return CONTEXT if self.mesh.context > 1 else None
 
 
 def fold(params: Params, config: ModelConfig) -> Params:
@@ -170,7 +181,7 @@ def decoder_layer(
       x and the cache, with the new tokens written (in place if it is donated).
     """
     # Rows of padding are undefined after attention: a NaN in them must not reach the experts' blocks.
-    valid = batch.step.slot_mapping >= 0
+    valid = batch.step.owned_tokens(x.shape[0])
 
     def attention(x: jax.Array) -> jax.Array:
         nonlocal cache
@@ -184,6 +195,8 @@ def decoder_layer(
         if "router" not in params:
             return gated_mlp(normed, params["gate_up"], params["down"])
         assert config.moe is not None
+        if batch.expert_tokens is not None:
+            return mixture_of_split_experts(params, normed, batch.expert_tokens, config.moe, options.mesh)
         return mixture_of_experts(params, normed, valid, config.moe, batch.tokens)
 
     for name, block in (("attention_streams", attention), ("mlp_streams", mlp)):
@@ -207,15 +220,16 @@ def _attend(
 ) -> tuple[jax.Array, Any]:
     """The attention of one layer of any model: y [T, C] and the cache."""
     attention, name = config.attention, options.implementation
+    common: dict[str, Any] = {"kv_scale": kv_scale, "implementation": name, "context_axis": options.context_axis}
     if isinstance(attention, V4Config):
         assert shared is not None
         return v4.attend(params, attention, x, cache, shared, kv_scale=kv_scale, implementation=name)
     if isinstance(attention, V32Config):
-        return v32.attend(params, attention, x, cache, batch.step, kv_scale=kv_scale, implementation=name)
+        return v32.attend(params, attention, x, cache, batch.step, **common)
     if options.phase == "decode":
-        return functional.decode(params, attention, x, cache, batch.step, kv_scale=kv_scale, implementation=name)
+        return functional.decode(params, attention, x, cache, batch.step, **common)
     if options.phase == "fresh":
-        return _attend_fresh(params, attention, x, cache, batch.step, kv_scale, name)
+        return _attend_fresh(params, attention, x, cache, batch.step, **common)
     return functional.prefill_with_context(
         params,
         attention,
@@ -224,8 +238,7 @@ def _attend(
         batch.step,
         context_chunk=options.context_chunk,
         context_passes=options.context_passes,
-        kv_scale=kv_scale,
-        implementation=name,
+        **common,
     )
 
 
@@ -235,7 +248,9 @@ def _attend_fresh(
     x: jax.Array,
     cache: jax.Array,
     step: Step,
+    *,
     kv_scale: jax.Array | None,
+    context_axis: str | None,
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     """The attention of texts that begin with this step: y [T, C] and the cache."""
@@ -245,6 +260,7 @@ def _attend_fresh(
         x,
         cu_seqlens_q=needed_when_ragged(step.cu_seqlens_q),
         max_q_len=needed_when_ragged(step.max_q_len),
+        context_axis=context_axis,
         implementation=implementation,
     )
     return y, tsmla_jax.write_kv_cache(cache, latent, k_rope, step.slot_mapping, kv_scale=kv_scale)

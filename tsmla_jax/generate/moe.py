@@ -122,18 +122,40 @@ def apply_experts(
     Returns:
       [T, C] in x's dtype.
     """
+    absent = min(gate_up.shape[0], down.shape[0])
+    return mix_experts(x, jnp.where(valid[:, None], experts, absent), weights, gate_up, down, limit).astype(x.dtype)
+
+
+def mix_experts(
+    x: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    gate_up: Weight,
+    down: Weight,
+    limit: float | None = None,
+    load: int | None = None,
+) -> jax.Array:
+    """`apply_experts` in f32, where an expert of a token may be absent.
+
+    Args:
+      experts: [T, K] i32; one past the last expert for none, which adds nothing.
+      load: how many of the T K experts are expected to be there; None is all.
+      others: as there.
+
+    Returns:
+      [T, C] f32.
+    """
     # A stack may have more weights than there are experts (block_scaled.stack_size).
     num_experts = min(gate_up.shape[0], down.shape[0])
     _, hidden, width = down.shape
-    experts = jnp.where(valid[:, None], experts, num_experts)
     if not why_not_grouped(x.dtype, hidden, width, isinstance(down, BlockScaled)):
-        per_pair = _grouped_experts(x, experts, gate_up, down, limit)
+        per_pair = _grouped_experts(x, experts, gate_up, down, limit, experts.size if load is None else load)
     elif jax.default_backend() == "cpu":
         per_pair = _experts_in_turn(x, experts, gate_up, down, limit)
     else:
         per_pair = _ragged_experts(x, experts, gate_up, down, limit)
-    mixed = (per_pair.astype(jnp.float32) * weights[:, :, None]).sum(axis=1)
-    return jnp.where(valid[:, None], mixed, 0).astype(x.dtype)
+    weighted = per_pair.astype(jnp.float32) * weights[:, :, None]
+    return jnp.where((experts < num_experts)[:, :, None], weighted, 0).sum(axis=1)
 
 
 def why_not_grouped(dtype: Any, hidden: int, width: int, narrow: bool) -> list[str]:
@@ -169,21 +191,21 @@ def _tiles(rows: int, num_experts: int, hidden: int, width: int, narrow: bool) -
 
 
 def _grouped_experts(
-    x: jax.Array, experts: jax.Array, gate_up: Weight, down: Weight, limit: float | None
+    x: jax.Array, experts: jax.Array, gate_up: Weight, down: Weight, limit: float | None, load: int
 ) -> jax.Array:
-    """What each token's experts make of it, [T, K, C]: two products of all experts in use, on an NVIDIA GPU."""
+    """What each token's experts make of it, [T, K, C]: two products of all experts in use, on an NVIDIA GPU.
+
+    load: as in `mix_experts`."""
     num_experts, (_, hidden, width) = min(gate_up.shape[0], down.shape[0]), down.shape
-    block, tile_up, tile_down = _tiles(experts.size, num_experts, hidden, width, isinstance(down, BlockScaled))
+    block, tile_up, tile_down = _tiles(load, num_experts, hidden, width, isinstance(down, BlockScaled))
     blocks = make_blocks(experts, num_experts, block)
     inner = grouped_matmul(x, gate_up, blocks, tile_up, gated=True, gather=True, limit=limit)
     out = grouped_matmul(inner, down, blocks, tile_down)
-    # A token without experts gets some row's values, which its caller drops.
+    # An absent expert gets some row's values, which the caller drops.
     return out[jnp.minimum(blocks.places, out.shape[0] - 1)]
 
 
-def _ragged_experts(
-    x: jax.Array, experts: jax.Array, gate_up: Weight, down: Weight, limit: float | None
-) -> jax.Array:
+def _ragged_experts(x: jax.Array, experts: jax.Array, gate_up: Weight, down: Weight, limit: float | None) -> jax.Array:
     """The same by XLA's ragged product, where the kernel can't run. Some versions of it multiply every row with every
     expert."""
     num_tokens, top_k = experts.shape
@@ -207,9 +229,7 @@ def _block_rows(rows: int, num_experts: int) -> int:
     return size
 
 
-def _experts_in_turn(
-    x: jax.Array, experts: jax.Array, gate_up: Weight, down: Weight, limit: float | None
-) -> jax.Array:
+def _experts_in_turn(x: jax.Array, experts: jax.Array, gate_up: Weight, down: Weight, limit: float | None) -> jax.Array:
     """The same, one block of one expert after the other: for a CPU, which has no launches to wait for.
 
     The (token, expert) pairs are sorted by expert and cut into blocks of one expert each; a loop runs over the blocks
@@ -264,6 +284,15 @@ def mixture_of_experts(
     Returns:
       [T, C] in x's dtype.
     """
+    experts, weights = choose_experts(params, x, config, tokens)
+    return apply_experts(x, experts, weights, valid, params["gate_up"], params["down"], config.swiglu_limit)
+
+
+def choose_experts(
+    params: Mapping[str, Any], x: jax.Array, config: MoEConfig, tokens: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The experts of each token and their weights, as `route` returns them: the routed ones, then the shared ones with
+    ids from num_experts on. Arguments as of `mixture_of_experts`."""
     chosen = params["expert_table"][tokens] if "expert_table" in params else None
     experts, weights = route(x, params["router"], params.get("correction_bias"), config, chosen)
     if config.num_shared:
@@ -271,4 +300,4 @@ def mixture_of_experts(
         ids = jnp.arange(config.num_experts, config.num_experts + config.num_shared, dtype=jnp.int32)
         experts = jnp.concatenate([experts, jnp.broadcast_to(ids, shared)], axis=1)
         weights = jnp.concatenate([weights, jnp.ones(shared, weights.dtype)], axis=1)
-    return apply_experts(x, experts, weights, valid, params["gate_up"], params["down"], config.swiglu_limit)
+    return experts, weights

@@ -19,6 +19,7 @@ from tsmla_jax.generate.caches import (
 )
 from tsmla_jax.generate.config import ModelConfig
 from tsmla_jax.generate.explaining import Choice, explain_step
+from tsmla_jax.generate.mesh import ONE_DEVICE, MeshShape, check_mesh
 from tsmla_jax.generate.pages import pages_for
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -36,9 +37,9 @@ class EngineOptions:
 
     Attributes:
       page_size: tokens a page, Z; None is `caches.default_page_size`. In V4 a multiple of its ratios, so of 128.
-      num_pages: pages of the cache; None makes it hold max_batch of the given prompts at once.
-      max_batch: texts that decode together, at most the last of BATCH_SIZES.
-      chunk: most prompt tokens of one prefill step.
+      num_pages: pages of each device's cache; None makes them hold max_batch of the given prompts at once.
+      max_batch: texts that decode together, over all replicas; at most the last of BATCH_SIZES.
+      chunk: most prompt tokens of one prefill step of a replica.
       speculative: most tokens drafted a step; 0 for none.
       temperature: 0 is greedy.
       top_p: the smallest set of most likely tokens whose probability reaches it is sampled from.
@@ -48,7 +49,10 @@ class EngineOptions:
       kv_scale: an fp8 cache holds values / kv_scale.
       implementation: of the operations; None is the best that can run.
       program: "step" compiles a step as one program, the fastest to run; "layer" compiles a layer of each kind, in a
-        fraction of the time. None is "layer" where jax's default device is a CPU, else "step".
+        fraction of the time. None is "layer" where jax's default device is a CPU, else "step"; on a mesh it is "step".
+      data_parallel, expert_parallel, context_parallel: the mesh (`mesh.MeshShape`): copies of the model, devices of a
+        copy that attend for texts of their own, and devices that the keys of one text are dealt out to. The experts of
+        a copy are split over expert_parallel x context_parallel devices.
     """
 
     page_size: int | None = None
@@ -63,15 +67,21 @@ class EngineOptions:
     kv_scale: float = 1.0
     implementation: str | None = None
     program: Program | None = None
+    data_parallel: int = 1
+    expert_parallel: int = 1
+    context_parallel: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("max_batch", 1), ("chunk", 1), ("speculative", 0), ("seed", 0)):
+        counts = ("max_batch", "chunk", "data_parallel", "expert_parallel", "context_parallel")
+        for name, least in (*((count, 1) for count in counts), ("speculative", 0), ("seed", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} = {getattr(self, name)}; legal: at least {least}")
         if self.max_batch > BATCH_SIZES[-1]:
             raise ValueError(f"max_batch = {self.max_batch}; legal: at most {BATCH_SIZES[-1]}")
         if self.program not in ("step", "layer", None):
             raise ValueError(f"program = {self.program!r}; legal: 'step', 'layer', None")
+        if self.program == "layer" and self.mesh.size > 1:
+            raise ValueError("program = 'layer'; legal on a mesh: 'step', None")
         for name in ("page_size", "num_pages"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -85,19 +95,25 @@ class EngineOptions:
         if not 0 < self.kv_scale < float("inf"):
             raise ValueError(f"kv_scale = {self.kv_scale}; legal: a positive number")
 
+    @property
+    def mesh(self) -> MeshShape:
+        """The sizes of the mesh."""
+        return MeshShape(self.data_parallel, self.expert_parallel, self.context_parallel)
+
 
 @dataclass(frozen=True)
 class Plan:
     """The shapes of a run.
 
     Attributes:
-      batch: texts that decode together.
+      batch: texts of a replica that decode together.
       max_pages: width of the block tables.
       prefill_sizes: tokens that a prefill step is padded to, the chunk last.
       dtype: name of the dtype of the activations.
-      layout: of the caches.
+      layout: of the caches of a device.
       at_once: a step is one program.
       choices: which implementation runs each operation and why.
+      mesh: of the devices.
     """
 
     batch: int
@@ -107,6 +123,12 @@ class Plan:
     layout: CacheLayout
     at_once: bool
     choices: tuple[Choice, ...]
+    mesh: MeshShape = ONE_DEVICE
+
+    @property
+    def span(self) -> int:
+        """Tokens that an entry of a block table stands for: a page on each of the devices that share a text's keys."""
+        return self.layout.page_size * self.mesh.context
 
     @property
     def rows(self) -> int:
@@ -132,22 +154,24 @@ def make_plan(
       dtype: of the parameters.
 
     Raises:
-      ValueError: no prompt or an empty one, an id outside the vocabulary, a text longer than the cache or the model, a
-        page size or cache dtype that does not go with the model or its parameters, an unknown implementation.
+      ValueError: a mesh that does not go with the model or jax's devices, no prompt or an empty one, an id outside the
+        vocabulary, a text longer than the cache or the model, a page size or cache dtype that does not go with the
+        model or its parameters, an unknown implementation.
       NotImplementedError: the implementation that was asked for can't run this.
     """
     if not prompts:
         raise ValueError("prompts: none given; legal: at least one")
     for index, prompt in enumerate(prompts):
         _check_prompt(config, f"prompt {index}", prompt, max_new_tokens)
-    page_size = _page_size(config, options)
+    check_mesh(config, options.mesh)
+    span = _page_size(config, options) * options.context_parallel
     # The last token that is generated never enters the cache.
     lengths = [len(prompt) + max_new_tokens - 1 for prompt in prompts]
-    needs = [pages_for(length, page_size) for length in lengths]
-    batch = min(options.max_batch, len(prompts))
+    needs = [pages_for(length, span) for length in lengths]
+    batch = _texts_of_replica(options, min(options.max_batch, len(prompts)))
     num_pages = options.num_pages or sum(sorted(needs)[-batch:])
     for index, need in enumerate(needs):
-        _check_room(f"prompt {index}", prompts[index], max_new_tokens, need, num_pages, page_size)
+        _check_room(f"prompt {index}", prompts[index], max_new_tokens, need, num_pages, span)
     return _plan(config, options, batch, num_pages, max(lengths), dtype)
 
 
@@ -160,16 +184,22 @@ def make_serving_plan(config: ModelConfig, options: EngineOptions, dtype: str) -
     """
     if options.num_pages is None:
         raise ValueError("num_pages = None; legal for texts that come one by one: at least 1")
-    longest = min(options.num_pages * _page_size(config, options), config.max_position_embeddings)
-    return _plan(config, options, options.max_batch, options.num_pages, longest, dtype)
+    check_mesh(config, options.mesh)
+    held = options.num_pages * _page_size(config, options) * options.context_parallel
+    longest = min(held, config.max_position_embeddings)
+    return _plan(config, options, _texts_of_replica(options, options.max_batch), options.num_pages, longest, dtype)
+
+
+def _texts_of_replica(options: EngineOptions, texts: int) -> int:
+    """How many of so many texts a replica has at most, if they are shared out evenly."""
+    return -(-texts // options.mesh.replicas)
 
 
 def check_text(config: ModelConfig, plan: Plan, name: str, tokens: Sequence[int], limit: int) -> int:
     """The pages that a text needs; ValueError, which begins with its name, if it can't be generated under the plan."""
     _check_prompt(config, name, tokens, limit)
-    page_size = plan.layout.page_size
-    need = pages_for(len(tokens) + limit - 1, page_size)
-    _check_room(name, tokens, limit, need, min(plan.max_pages, plan.layout.num_pages), page_size)
+    need = pages_for(len(tokens) + limit - 1, plan.span)
+    _check_room(name, tokens, limit, need, min(plan.max_pages, plan.layout.num_pages), plan.span)
     return need
 
 
@@ -183,10 +213,8 @@ def _page_size(config: ModelConfig, options: EngineOptions) -> int:
     return page_size
 
 
-def _plan(
-    config: ModelConfig, options: EngineOptions, batch: int, num_pages: int, longest: int, dtype: str
-) -> Plan:
-    """longest: tokens of the longest text."""
+def _plan(config: ModelConfig, options: EngineOptions, batch: int, num_pages: int, longest: int, dtype: str) -> Plan:
+    """batch: texts of a replica. longest: tokens of the longest text."""
     page_size = _page_size(config, options)
     layout = CacheLayout(
         num_pages=num_pages,
@@ -196,20 +224,23 @@ def _plan(
         spare=options.speculative,
         dtype=_cache_dtype(config, options.cache_dtype or dtype, dtype),
     )
-    max_pages = pages_for(longest, page_size)
+    max_pages = pages_for(longest, page_size * options.context_parallel)
+    # Where devices share the keys of a text, each of its new tokens decodes as a text of its own.
+    shared_keys = options.context_parallel > 1
     choices = explain_step(
         config,
         dtype=jnp.dtype(dtype),
         layout=layout,
-        batch=batch,
+        batch=batch * options.speculative + batch if shared_keys else batch,
         max_pages=max_pages,
         chunk=options.chunk,
-        max_q_len=options.speculative + 1,
+        max_q_len=1 if shared_keys else options.speculative + 1,
         implementation=options.implementation,
     )
     sizes = sorted({max(1, options.chunk // 16), max(1, options.chunk // 4), options.chunk})
-    program = options.program or ("layer" if jax.default_backend() == "cpu" else "step")
-    return Plan(batch, max_pages, tuple(sizes), dtype, layout, program == "step", tuple(choices))
+    one_device = options.mesh.size == 1
+    program = options.program or ("layer" if one_device and jax.default_backend() == "cpu" else "step")
+    return Plan(batch, max_pages, tuple(sizes), dtype, layout, program == "step", tuple(choices), options.mesh)
 
 
 def _cache_dtype(config: ModelConfig, cache_dtype: str, dtype: str) -> str:
@@ -240,9 +271,8 @@ def _check_prompt(config: ModelConfig, name: str, tokens: Sequence[int], max_new
         )
 
 
-def _check_room(name: str, tokens: Sequence[int], new: int, need: int, num_pages: int, page_size: int) -> None:
+def _check_room(name: str, tokens: Sequence[int], new: int, need: int, num_pages: int, span: int) -> None:
     if need > num_pages:
         raise ValueError(
-            f"{name}: {len(tokens)} tokens and {new} new ones need {need} pages of {page_size}; the cache has "
-            f"{num_pages}"
+            f"{name}: {len(tokens)} tokens and {new} new ones need {need} pages of {span}; the cache has {num_pages}"
         )

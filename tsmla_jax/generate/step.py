@@ -3,7 +3,8 @@
 The state of the texts under way stays on the device: a step reads it, computes and returns the next one, and the host
 need not see the tokens of one step to start another. `run_prefill` and `run_decode` are compositions of a few jitted
 parts. Under `jax.jit` a step is one program, which a GPU wants: it is launched once, as CUDA graphs. Called as they
-are, they launch a program a layer, and layers of one kind share theirs, which compiles in a fraction of the time.
+are, they launch a program a layer, and layers of one kind share theirs, which compiles in a fraction of the time. On a
+mesh a step is what one device does for its replica's texts (programs.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 
 from tsmla_jax.generate import model
 from tsmla_jax.generate.config import ModelConfig
+from tsmla_jax.generate.expert_parallel import gather_tokens
 from tsmla_jax.generate.model import Batch, Params, StepOptions
 from tsmla_jax.generate.sampling import Sampling, select_tokens
 from tsmla_jax.nn.step import Step
@@ -111,22 +113,21 @@ def init_state(rows: int, max_pages: int) -> State:
     )
 
 
-@partial(jax.jit, donate_argnames="state")
 def drop_row(state: State, row: jax.Array) -> State:
     """The state without the text of that row."""
     return state._replace(remaining=state.remaining.at[row].set(0))
 
 
 def no_drafts(rows: int, most: int = 0) -> Drafts:
-    """No draft for any of `rows` texts, on the host: arrays to fill in with up to `most` each."""
+    """No draft for any of `rows` texts, of all replicas, on the host: arrays to fill in with up to `most` each."""
     return Drafts(np.zeros((rows, most), np.int32), np.zeros(rows, np.int32))
 
 
-def no_prompts(tokens: int, rows: int, max_pages: int) -> Prompts:
-    """A chunk of padding alone, on the host: arrays to fill in."""
+def no_prompts(tokens: int, rows: int, max_pages: int, replicas: int = 1) -> Prompts:
+    """A chunk of padding alone, on the host: arrays to fill in. Those of several replicas lie one after the other."""
 
-    def full(fill: int, *shape: int) -> Any:
-        return np.full(shape, fill, np.int32)
+    def full(fill: int, count: int, *shape: int) -> Any:
+        return np.full((replicas * count, *shape), fill, np.int32)
 
     return Prompts(
         tokens=full(0, tokens),
@@ -137,6 +138,11 @@ def no_prompts(tokens: int, rows: int, max_pages: int) -> Prompts:
         requests=full(0, rows),
         block_tables=full(0, rows, max_pages),
     )
+
+
+def of_replica(prompts: Prompts, replica: int, replicas: int) -> Prompts:
+    """Views of one replica's part of a chunk on the host."""
+    return Prompts(*(array.reshape(replicas, -1, *array.shape[1:])[replica] for array in prompts))
 
 
 def run_prefill(
@@ -176,9 +182,6 @@ def run_decode(
     return state, caches, tokens
 
 
-run_prefill_at_once = jax.jit(run_prefill, static_argnames="config", donate_argnames=("caches", "state"))
-run_decode_at_once = jax.jit(run_decode, static_argnames="config", donate_argnames=("caches", "state"))
-
 _shared_steps = jax.jit(model.shared_steps, static_argnames=("config", "options"))
 _embed = jax.jit(model.embed, static_argnames="config")
 
@@ -204,14 +207,22 @@ def _ragged_step(tables: Any, seq_lens: Any, cu_seqlens: Any, tokens: int, max_q
         total_tokens=tokens,
         max_q_len=max_q_len,
         page_size=config.options.page_size,
+        context_axis=config.options.context_axis,
     )
+
+
+def _batch(tokens: jax.Array, step: Step, state_slots: jax.Array, config: StepConfig) -> Batch:
+    mesh, split = config.options.mesh, None
+    if config.model.moe is not None and mesh.expert_shards > 1:
+        split = gather_tokens(tokens, step.owned_tokens(tokens.shape[0]), mesh)
+    return Batch(tokens, step, state_slots, split)
 
 
 @partial(jax.jit, static_argnames="config")
 def _pack_prompts(prompts: Prompts, config: StepConfig) -> Batch:
     tokens = prompts.tokens.shape[0]
     step = _ragged_step(prompts.block_tables, prompts.seq_lens, prompts.cu_seqlens, tokens, tokens, config)
-    return Batch(prompts.tokens, step, prompts.rows)
+    return _batch(prompts.tokens, step, prompts.rows, config)
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="state")
@@ -261,7 +272,7 @@ def _pack_texts(state: State, drafts: Drafts, config: StepConfig) -> Batch:
     tokens = jnp.where(owned, candidates[owner, jnp.minimum(local, most - 1)], 0)
     seq_lens = jnp.where(active, texts.cached + new, 0)
     step = _ragged_step(texts.block_tables, seq_lens, cu_seqlens, total, most, config)
-    return Batch(tokens, step, jnp.where(active, jnp.arange(config.rows, dtype=jnp.int32), -1))
+    return _batch(tokens, step, jnp.where(active, jnp.arange(config.rows, dtype=jnp.int32), -1), config)
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="state")

@@ -1,14 +1,14 @@
 """Attention layers: configs, rope, the functional forms, the Flax layers, and Hugging Face weights.
 
 `tsmla_jax.nn.functional` is MLA's (DeepSeek-V2, V3, Kimi-K2); `tsmla_jax.nn.v32` and `tsmla_jax.nn.v4` hold the sparse
-layers. Flax is imported only when a layer (`MLAttention`, `V32Attention`, `V4Attention`) is first used, safetensors
-only when a checkpoint is opened.
+layers; `tsmla_jax.nn.context_parallel` deals out the keys of a text to devices. Flax is imported only when a layer
+(`MLAttention`, `V32Attention`, `V4Attention`) is first used, safetensors only when a checkpoint is opened.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tsmla_jax.nn import v4, v32
+from tsmla_jax.nn import context_parallel, v4, v32
 from tsmla_jax.nn.checkpoint import Checkpoint, CheckpointError
 from tsmla_jax.nn.mla import functional
 from tsmla_jax.nn.mla.config import MLAConfig
@@ -38,6 +38,7 @@ __all__ = [
     "V32Attention",
     "V32Config",
     "YarnConfig",
+    "context_parallel",
     "functional",
     "hf_attention_shapes",
     "init_params",

@@ -111,7 +111,12 @@ class Checkpoint:
         return header[name]
 
     def read(
-        self, name: str, *, shape: Sequence[int] | None = None, dtype: DTypeLike | None = None
+        self,
+        name: str,
+        *,
+        shape: Sequence[int] | None = None,
+        dtype: DTypeLike | None = None,
+        rows: slice = slice(None),
     ) -> np.ndarray[Any, Any]:
         """One tensor's values.
 
@@ -124,6 +129,7 @@ class Checkpoint:
             name: the tensor's name in the checkpoint.
             shape: the shape it must have; not checked if None.
             dtype: what to convert to; None keeps the stored dtype, and makes a dequantised tensor bfloat16.
+            rows: the part of the first axis that is read; shape is the whole tensor's.
 
         Returns:
             an array that owns its memory.
@@ -140,11 +146,11 @@ class Checkpoint:
         raw = self._raw(info)
         narrow = ml_dtypes.bfloat16 if dtype is None else dtype
         if fp4:
-            return dequantise_fp4(raw, self._scales(name, info, stored_shape, FP4_BLOCK), dtype=narrow)
+            return dequantise_fp4(raw, self._scales(name, info, stored_shape, FP4_BLOCK), dtype=narrow)[rows]
         if info.dtype in _FP8:
             scales = self._scales(name, info, stored_shape, self.block)
-            return dequantise_blocks(raw, scales, block=self.block, dtype=narrow)
-        return np.array(raw, dtype=info.dtype if dtype is None else np.dtype(dtype))
+            return dequantise_blocks(raw, scales, block=self.block, dtype=narrow)[rows]
+        return np.array(raw[rows], dtype=info.dtype if dtype is None else np.dtype(dtype))
 
     def is_block_scaled(self, name: str) -> bool:
         """Whether a tensor is e4m3 with a scale for every 128 x 128 values, so that `read_block_scaled` takes it."""

@@ -12,6 +12,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
+from tsmla_jax.nn import context_parallel
 from tsmla_jax.ops.ragged import row_owner
 from tsmla_jax.sparse import checks
 
@@ -40,13 +41,21 @@ class Step:
     max_q_len: int | None = field(default=None, metadata={"static": True})
 
     @classmethod
-    def dense(cls, block_tables: jax.Array, seq_lens: jax.Array, *, new_tokens: int = 1, page_size: int) -> Step:
+    def dense(
+        cls,
+        block_tables: jax.Array,
+        seq_lens: jax.Array,
+        *,
+        new_tokens: int = 1,
+        page_size: int,
+        context_axis: str | None = None,
+    ) -> Step:
         """The step that brings `new_tokens` (S) tokens of every request.
 
-        block_tables [B, M] i32; seq_lens [B] i32, the new tokens included; page_size Z.
+        block_tables [B, M] i32; seq_lens [B] i32, the new tokens included; page_size Z; context_axis as in `ragged`.
         """
         seq_lens = jnp.asarray(seq_lens)
-        positions = dense_positions(seq_lens, new_tokens)
+        positions = _here(dense_positions(seq_lens, new_tokens), page_size, context_axis)
         requests = jnp.arange(seq_lens.shape[0], dtype=jnp.int32)[:, None]
         return cls(block_tables, seq_lens, slots_of(block_tables, requests, positions, page_size=page_size))
 
@@ -60,24 +69,32 @@ class Step:
         total_tokens: int,
         max_q_len: int | None = None,
         page_size: int,
+        context_axis: str | None = None,
     ) -> Step:
         """The step of `total_tokens` (T) packed tokens, padding included.
 
-        block_tables [B, M], seq_lens [B] and cu_seqlens_q [B + 1] i32; page_size Z; max_q_len None is T.
+        block_tables [B, M], seq_lens [B] and cu_seqlens_q [B + 1] i32; page_size Z; max_q_len None is T. context_axis:
+        the mesh axis whose devices share the keys (`nn.context_parallel`); the block tables are then the device's own,
+        and tokens whose page is another's have slot -1.
         """
         requests, positions = ragged_positions(cu_seqlens_q, seq_lens - jnp.diff(cu_seqlens_q), total_tokens)
+        positions = _here(positions, page_size, context_axis)
         slots = slots_of(block_tables, requests, positions, page_size=page_size)
         return cls(block_tables, seq_lens, slots, cu_seqlens_q, total_tokens if max_q_len is None else max_q_len)
 
     @property
     def new_lens(self) -> jax.Array:
-        """[B] i32, new tokens of each request. This and the next three raise ValueError for a dense step."""
+        """[B] i32, new tokens of each request. This and the next four raise ValueError for a dense step."""
         return jnp.diff(needed_when_ragged(self.cu_seqlens_q))
 
     @property
     def context_lens(self) -> jax.Array:
         """[B] i32, tokens of each request that are in the cache already."""
         return self.seq_lens - self.new_lens
+
+    def owned_tokens(self, total_tokens: int) -> jax.Array:
+        """[T] bool, which of the packed tokens belong to a request; the others are padding."""
+        return jnp.arange(total_tokens, dtype=jnp.int32) < needed_when_ragged(self.cu_seqlens_q)[-1]
 
     def ragged_tokens(self, total_tokens: int) -> tuple[jax.Array, jax.Array]:
         """The request and the position of each packed token, as `ragged_positions` returns them."""
@@ -95,6 +112,12 @@ class Step:
             return self.ragged_tokens(*shape)[1]
         refuse_ragged_arguments(self.cu_seqlens_q, self.max_q_len)
         return dense_positions(self.seq_lens, shape[1])
+
+
+def _here(positions: jax.Array, page_size: int, context_axis: str | None) -> jax.Array:
+    if context_axis is None:
+        return positions
+    return context_parallel.local_positions(positions, context_axis, page_size)
 
 
 def needed_when_ragged(argument: _T | None) -> _T:

@@ -15,6 +15,8 @@ from examples import make_checkpoint
 from tests.jax.generate.tiny import tiny_config, tiny_tensors, write_tiny
 from tsmla_jax.generate import Engine, EngineOptions, ModelConfig, load_model
 from tsmla_jax.generate.loading import ProgressBar
+from tsmla_jax.generate.mesh import MeshShape, make_mesh, put_params
+from tsmla_jax.nn import Checkpoint
 from tsmla_jax.nn.block_scaled import BlockScaled
 from tsmla_jax.nn.v4.names import module_name
 
@@ -210,6 +212,37 @@ def test_fp8_weights_stay_narrow_and_mean_the_same(model: str, tmp_path: Path) -
     texts = [Engine(params, config, options).generate([[1, 2, 3], [4] * 11], 6) for params in (kept, wide)]
     assert texts[0].tokens == texts[1].tokens
     assert texts[0].figures.weight_bytes < 0.5 * texts[1].figures.weight_bytes
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_mesh_gets_its_parts_as_they_are_read(
+    merged: bool, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every device's parameters are those that it gets from a model in memory, and no more than a shard of experts is
+    read at once."""
+    directory, config = tiny_checkpoint, ModelConfig.from_hf(tiny_checkpoint)
+    if merged:
+        tensors, prefix = tiny_tensors(tiny_config()), "model.layers.1.mlp.experts"
+        gate, up, down = (
+            np.stack([tensors.pop(f"{prefix}.{expert}.{name}_proj.weight") for expert in range(8)])
+            for name in ("gate", "up", "down")
+        )
+        tensors |= {f"{prefix}.gate_up_proj": np.concatenate([gate, up], axis=1), f"{prefix}.down_proj": down}
+        directory = write_tiny(tmp_path, tensors)
+    shape = MeshShape(data=2, expert=2, context=2)
+    want = put_params(make_mesh(shape), load_model(directory, config), config)
+    largest = []
+    read = Checkpoint.read
+    monkeypatch.setattr(Checkpoint, "read", lambda *args, **named: largest.append(read(*args, **named)) or largest[-1])
+    got = load_model(directory, config, mesh=shape)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert one.sharding == other.sharding and one.dtype == other.dtype
+        for here, there in zip(one.addressable_shards, other.addressable_shards, strict=True):
+            assert here.device == there.device
+            np.testing.assert_array_equal(here.data, there.data)
+    assert {value.shape[0] for value in largest if value.ndim == 3} == ({8 // 4} if merged else set())
+    assert got["layers"][1]["mlp"]["down"].addressable_shards[0].data.shape == (8 // 4 + 1, 32, 16)
 
 
 def test_gate_and_up_that_share_a_block_are_widened(tmp_path: Path) -> None:

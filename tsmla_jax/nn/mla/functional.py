@@ -12,13 +12,14 @@ Every function has static shapes and works under `jax.jit` (config, max_q_len, c
 static) and `jax.eval_shape`; `prefill` has a gradient.
 """
 
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import tsmla_jax
+from tsmla_jax.nn import context_parallel
 from tsmla_jax.nn.linear import contract, joined_rows, linear, rows_of
 from tsmla_jax.nn.mla.config import MLAConfig
 from tsmla_jax.nn.norms import rms_norm
@@ -28,6 +29,7 @@ from tsmla_jax.nn.step import slots_of as slots_of
 from tsmla_jax.nn.weights import Params
 from tsmla_jax.ops.loops import carry
 from tsmla_jax.ops.transforms import without_derivative
+from tsmla_jax.sparse import localize_context_lens
 
 
 def fold(params: Params, config: MLAConfig) -> dict[str, jax.Array]:
@@ -141,6 +143,7 @@ def prefill(
     cu_seqlens_q: jax.Array,
     max_q_len: int,
     deterministic: bool = False,
+    context_axis: str | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Causal attention of whole prompts in the expanded form; no cache is read or written. Differentiable.
@@ -151,6 +154,7 @@ def prefill(
         cu_seqlens_q: [B + 1] i32, where each starts; tokens from cu_seqlens_q[B] on are padding.
         max_q_len: static bound of a request's length.
         deterministic, implementation: of `tsmla_jax.mla_prefill_kv`.
+        context_axis: a mesh axis whose devices all have x and share the work: each attends for a part of the tokens.
 
     Returns:
         y [T, E], and latent [T, L] and k_rope [T, R] for `tsmla_jax.write_kv_cache`. Rows of padding mean nothing.
@@ -163,21 +167,29 @@ def prefill(
     starts = jnp.zeros(cu_seqlens_q.shape[0] - 1, jnp.int32)
     _, positions = ragged_positions(cu_seqlens_q, starts, x.shape[0])
     cos, sin = rope_cos_sin(config, positions)
-    q = jnp.concatenate(project_q(params, config, x, cos, sin), axis=-1)
     latent, k_rope = project_latent(params, config, x, cos, sin)
+    own, own_q, own_kv, own_max_q_len = (x, cos, sin), cu_seqlens_q, cu_seqlens_q, max_q_len
+    if context_axis is not None:
+        own_q, own_kv = context_parallel.own_offsets(cu_seqlens_q, x.shape[0], context_axis)
+        own = tuple(context_parallel.own_rows(rows, context_axis) for rows in own)  # type: ignore[assignment]
+        own_max_q_len = min(max_q_len, own[0].shape[0])
+    q = jnp.concatenate(project_q(params, config, *own), axis=-1)
     out = tsmla_jax.mla_prefill_kv(  # an array, as no lse is asked for
         q,
         expand_joint_kv(params, latent),
         k_rope,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_kv=cu_seqlens_q,
-        max_q_len=max_q_len,
+        cu_seqlens_q=own_q,
+        cu_seqlens_kv=own_kv,
+        max_q_len=own_max_q_len,
         max_kv_len=max_q_len,
         softmax_scale=config.softmax_scale,
         deterministic=deterministic,
         implementation=implementation,
     )
-    return project_out(params, config, cast(jax.Array, out)), latent, k_rope
+    y = project_out(params, config, cast(jax.Array, out))
+    if context_axis is not None:
+        y = context_parallel.gather_rows(y, x.shape[0], context_axis)
+    return y, latent, k_rope
 
 
 def prefill_with_context(
@@ -190,6 +202,7 @@ def prefill_with_context(
     context_chunk: int,
     context_passes: int | None = None,
     kv_scale: float | jax.Array | None = None,
+    context_axis: str | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """New tokens that also attend to the tokens in the cache: chunked prefill, or a shared prefix.
@@ -207,6 +220,9 @@ def prefill_with_context(
         context_passes: static, a number of passes that is enough for the longest context; a GPU runs them without
             asking the host. None counts them on the device.
         kv_scale: of an fp8 cache.
+        context_axis: a mesh axis whose devices share the keys of every request (`nn.context_parallel`) and all have x.
+            A device takes context_chunk / N of its keys at a time (in whole pages) for the queries of all tokens, and
+            the causal part of its share of the tokens. The step is made with the same axis.
         implementation: of `tsmla_jax.mla_prefill_kv`.
 
     Returns:
@@ -227,16 +243,16 @@ def prefill_with_context(
     latent, k_rope = project_latent(params, config, x, cos, sin)
 
     def attend(
-        latent: jax.Array, k_rope: jax.Array, cu_seqlens_kv: jax.Array, max_kv_len: int, causal: bool
+        q: jax.Array, keys: tuple[jax.Array, jax.Array], offsets: tuple[jax.Array, jax.Array], most: int, causal: bool
     ) -> tuple[jax.Array, jax.Array]:
         out, lse = tsmla_jax.mla_prefill_kv(
             q,
-            expand_joint_kv(params, latent),
-            k_rope,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_kv=cu_seqlens_kv,
-            max_q_len=max_q_len,
-            max_kv_len=max_kv_len,
+            expand_joint_kv(params, keys[0]),
+            keys[1],
+            cu_seqlens_q=offsets[0],
+            cu_seqlens_kv=offsets[1],
+            max_q_len=max_q_len if context_axis is None else min(max_q_len, q.shape[0]),
+            max_kv_len=most,
             softmax_scale=config.softmax_scale,
             causal=causal,
             return_lse=True,
@@ -245,12 +261,27 @@ def prefill_with_context(
         # Partial results are merged once per chunk: at least in fp32, so that rounding doesn't grow with the context.
         return out.astype(jnp.promote_types(out.dtype, jnp.float32)), lse
 
+    # The keys of the context that this device has, those of the device that has most, and how many a pass takes.
+    held_lens = longest_lens = context_lens
+    if context_axis is None:
+        out, lse = attend(q, (latent, k_rope), (cu_seqlens_q, cu_seqlens_q), max_q_len, causal=True)
+    else:
+        world, page_size = jax.lax.axis_size(context_axis), kv_cache.shape[1]
+        held_lens = context_parallel.local_lens(context_lens, context_axis, page_size)
+        longest_lens = localize_context_lens(context_lens, rank=0, world=world, interleave=page_size)
+        context_chunk = -(-context_chunk // (world * page_size)) * page_size
+        own_q = context_parallel.own_rows(q, context_axis)
+        own_offsets = context_parallel.own_offsets(cu_seqlens_q, x.shape[0], context_axis)
+        own = attend(own_q, (latent, k_rope), own_offsets, max_q_len, causal=True)
+        out = jnp.zeros((*q.shape[:2], own[0].shape[-1]), own[0].dtype)
+        lse = jnp.full(q.shape[:2], -jnp.inf, own[1].dtype)
+
     State = tuple[jax.Array, jax.Array, jax.Array]
 
     def add_chunk(index: jax.Array, state: State) -> State:
         out, lse, cache = state
-        starts = jnp.minimum(index * context_chunk, context_lens)
-        lens = jnp.minimum(context_lens - starts, context_chunk)
+        starts = jnp.minimum(index * context_chunk, held_lens)
+        lens = jnp.minimum(held_lens - starts, context_chunk)
         # The barrier ties the cache to this pass: otherwise XLA's CPU backend widens a whole 16-bit cache ahead of the
         # loop. Only the barrier's result is used from here on: two live values of one buffer would cost a copy.
         cache, starts = jax.lax.optimization_barrier((cache, starts))
@@ -265,19 +296,23 @@ def prefill_with_context(
         )
         cached, cached_rope = jnp.split(rows, [config.kv_lora_rank], axis=-1)
         cu_seqlens_kv = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lens, dtype=jnp.int32)])
-        chunk_out, chunk_lse = attend(cached, cached_rope, cu_seqlens_kv, context_chunk, causal=False)
+        offsets = (cu_seqlens_q, cu_seqlens_kv)
+        chunk_out, chunk_lse = attend(q, (cached, cached_rope), offsets, context_chunk, causal=False)
         return *tsmla_jax.merge_attention_states([out, chunk_out], [lse, chunk_lse]), cache
 
-    needed = (jnp.max(context_lens, initial=0) + context_chunk - 1) // context_chunk
+    needed = (jnp.max(longest_lens, initial=0) + context_chunk - 1) // context_chunk
     # The cache goes through the loop, so that the write after it finds the donated buffer and needs no copy.
     where = (kv_cache, block_tables, context_lens)
-    out, lse = attend(latent, k_rope, cu_seqlens_q, max_q_len, causal=True)
     initial = (carry(out, *where), carry(lse, *where), carry(kv_cache, *where))
     passes = needed if context_passes is None else context_passes
-    out, _, kv_cache = jax.lax.fori_loop(0, passes, add_chunk, initial)
+    out, lse, kv_cache = jax.lax.fori_loop(0, passes, add_chunk, initial)
     out = without_derivative(out, needed, "prefill_with_context", "train with prefill, on whole texts without a cache")
     kv_cache = tsmla_jax.write_kv_cache(kv_cache, latent, k_rope, step.slot_mapping, kv_scale=kv_scale)
-    return project_out(params, config, out.astype(q.dtype)), kv_cache
+    if context_axis is None:
+        return project_out(params, config, out.astype(q.dtype)), kv_cache
+    merged = context_parallel.merge_own_rows(out, lse, context_axis, own)
+    y = project_out(params, config, merged.astype(q.dtype))
+    return context_parallel.gather_rows(y, x.shape[0], context_axis), kv_cache
 
 
 def decode(
@@ -290,6 +325,7 @@ def decode(
     kv_scale: float | jax.Array | None = None,
     q_scale: float | jax.Array | None = None,
     batch_invariant: bool = False,
+    context_axis: str | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """A decode step in the absorbed form: writes the new tokens' latents, then attends over the latent cache.
@@ -303,6 +339,8 @@ def decode(
         kv_scale: of an fp8 cache.
         q_scale: quantises the absorbed queries to float8_e4m3fn (q / q_scale); None leaves them in x's dtype.
         batch_invariant, implementation: of `tsmla_jax.mla_decode`.
+        context_axis: a mesh axis whose devices share the keys of every request (`nn.context_parallel`) and all have x;
+            the step is made with the same axis. One collective merges what they attend to.
 
     Returns:
         y in x's shape, and the cache with the new tokens written (in place if it is donated).
@@ -325,22 +363,26 @@ def decode(
     if q_scale is not None:
         limit = float(jnp.finfo(jnp.float8_e4m3fn).max)
         q = jnp.clip(q.astype(jnp.float32) / q_scale, -limit, limit).astype(jnp.float8_e4m3fn)
-    out = tsmla_jax.mla_decode(
-        q,
-        kv_cache,
-        step.block_tables,
-        step.seq_lens,
-        softmax_scale=config.softmax_scale,
-        latent_dim=config.kv_lora_rank,
-        cu_seqlens_q=step.cu_seqlens_q,
-        max_q_len=step.max_q_len,
-        q_scale=q_scale,
-        kv_scale=kv_scale,
-        batch_invariant=batch_invariant,
-        implementation=implementation,
-    )
-    heads = jnp.einsum("...hl,hvl->...hv", cast(jax.Array, out).astype(latent.dtype), params["w_uv"])
-    return project_out(params, config, heads), kv_cache
+    options: dict[str, Any] = {
+        "softmax_scale": config.softmax_scale,
+        "latent_dim": config.kv_lora_rank,
+        "cu_seqlens_q": step.cu_seqlens_q,
+        "max_q_len": step.max_q_len,
+        "q_scale": q_scale,
+        "kv_scale": kv_scale,
+        "batch_invariant": batch_invariant,
+        "implementation": implementation,
+    }
+
+    def project(out: jax.Array) -> jax.Array:
+        heads = jnp.einsum("...hl,hvl->...hv", out.astype(latent.dtype), params["w_uv"])
+        return project_out(params, config, heads)
+
+    where = (kv_cache, step.block_tables, step.seq_lens)
+    if context_axis is None:
+        return project(cast(jax.Array, tsmla_jax.mla_decode(q, *where, **options))), kv_cache
+    out, lse = context_parallel.mla_decode(q, *where, context_axis=context_axis, **options)
+    return context_parallel.project_merged(out, lse, context_axis, project).reshape(x.shape), kv_cache
 
 
 def _check_tokens(name: str, x: jax.Array, config: MLAConfig, ranks: tuple[int, ...]) -> None:

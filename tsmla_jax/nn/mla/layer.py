@@ -59,6 +59,7 @@ class MLAttention(AttentionLayer):
         cu_seqlens_q: jax.Array,
         max_q_len: int,
         deterministic: bool = False,
+        context_axis: str | None = None,
         implementation: str | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Whole prompts, no cache; see `functional.prefill`. Returns y, latent and k_rope."""
@@ -69,6 +70,7 @@ class MLAttention(AttentionLayer):
             cu_seqlens_q=cu_seqlens_q,
             max_q_len=max_q_len,
             deterministic=deterministic,
+            context_axis=context_axis,
             implementation=implementation,
         )
 
@@ -80,6 +82,7 @@ class MLAttention(AttentionLayer):
         *,
         context_chunk: int,
         kv_scale: float | jax.Array | None = None,
+        context_axis: str | None = None,
         implementation: str | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """New tokens on top of cached context; see `functional.prefill_with_context`. Returns y and the cache."""
@@ -91,6 +94,7 @@ class MLAttention(AttentionLayer):
             step,
             context_chunk=context_chunk,
             kv_scale=kv_scale,
+            context_axis=context_axis,
             implementation=implementation,
         )
 
@@ -103,6 +107,7 @@ class MLAttention(AttentionLayer):
         kv_scale: float | jax.Array | None = None,
         q_scale: float | jax.Array | None = None,
         batch_invariant: bool = False,
+        context_axis: str | None = None,
         implementation: str | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """A decode step in the absorbed form; see `functional.decode`. Returns y and the cache."""
@@ -115,5 +120,6 @@ class MLAttention(AttentionLayer):
             kv_scale=kv_scale,
             q_scale=q_scale,
             batch_invariant=batch_invariant,
+            context_axis=context_axis,
             implementation=implementation,
         )

@@ -8,7 +8,7 @@ P pages, Z page size, M pages a request at most.
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,13 @@ from jax.typing import DTypeLike
 
 import tsmla_jax
 from tsmla_jax import sparse
+from tsmla_jax.nn import context_parallel
 from tsmla_jax.nn.mla import functional
 from tsmla_jax.nn.rope import apply_rope, rope_cos_sin
 from tsmla_jax.nn.step import Step
 from tsmla_jax.nn.v32.config import V32Config
 from tsmla_jax.nn.weights import Params
-from tsmla_jax.sparse import indexer
+from tsmla_jax.sparse import indexer, metadata
 from tsmla_kernels.contract.packed import Rotation
 
 _NORM_EPS = 1e-6
@@ -70,6 +71,7 @@ def attend(
     step: Step,
     *,
     kv_scale: float | jax.Array | None = None,
+    context_axis: str | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, V32Cache]:
     """Attention of new tokens over the keys that the indexer chooses among their requests' tokens, new ones included.
@@ -80,7 +82,9 @@ def attend(
         cache: holds the tokens before the new ones.
         step: of ragged tokens.
         kv_scale: of a float8_e4m3fn kv cache.
-        implementation: of `tsmla_jax.sparse_mla` and `tsmla_jax.indexer_topk`.
+        context_axis: a mesh axis whose devices share the keys of every request (`nn.context_parallel`) and all have x;
+            the step is made with the same axis. The chosen keys are the same as on one device.
+        implementation: of `tsmla_jax.sparse_mla` and `tsmla_jax.indexer_topk`; of `indexer_logits` with a context_axis.
 
     Returns:
         y [T, E] and the caches with the new tokens written (in place if donated). Rows of padding mean nothing.
@@ -107,6 +111,34 @@ def attend(
     keys = sparse.write_indexer_cache(cache.indexer, _indexer_keys(params, x), step.slot_mapping, cos, sin)
 
     q_index, weights = _indexer_queries(params, config, x, cos, sin, quantise=keys.dtype == jnp.uint8)
+    queries = functional.absorb_q(params, *functional.project_q(params, mla, x, cos, sin))
+    attention: dict[str, Any] = {
+        "softmax_scale": mla.softmax_scale,
+        "latent_dim": mla.kv_lora_rank,
+        "kv_scale": kv_scale,
+        "implementation": implementation,
+    }
+
+    def project(out: jax.Array) -> jax.Array:
+        heads = jnp.einsum("thl,hvl->thv", out.astype(x.dtype), params["w_uv"])
+        return functional.project_out(params, mla, heads)
+
+    if context_axis is not None:
+        rows = metadata.expand_decode_metadata(step.seq_lens, step.block_tables, step.new_lens, total_tokens=num_tokens)
+        lens = context_parallel.local_lens(rows.seq_lens, context_axis, kv.shape[1])
+        logits = tsmla_jax.indexer_logits(
+            q_index, weights, keys, rows.block_tables, lens, implementation=implementation
+        )
+        own, count = context_parallel.select_topk(
+            logits,
+            lens,
+            config.index_topk,
+            context_axis=context_axis,
+            block_tables=rows.block_tables,
+            page_size=kv.shape[1],
+        )
+        out, lse = tsmla_jax.sparse_mla(queries, kv, own, count, return_lse=True, **attention)
+        return context_parallel.project_merged(out, lse, context_axis, project), V32Cache(kv, keys)
     slots, _ = tsmla_jax.indexer_topk(
         q_index,
         weights,
@@ -118,17 +150,8 @@ def attend(
         return_slots=True,
         implementation=implementation,
     )
-    out = tsmla_jax.sparse_mla(
-        functional.absorb_q(params, *functional.project_q(params, mla, x, cos, sin)),
-        kv,
-        slots,
-        softmax_scale=mla.softmax_scale,
-        latent_dim=mla.kv_lora_rank,
-        kv_scale=kv_scale,
-        implementation=implementation,
-    )
-    heads = jnp.einsum("thl,hvl->thv", cast(jax.Array, out).astype(x.dtype), params["w_uv"])
-    return functional.project_out(params, mla, heads), V32Cache(kv, keys)
+    attended = tsmla_jax.sparse_mla(queries, kv, slots, **attention)
+    return project(cast(jax.Array, attended)), V32Cache(kv, keys)
 
 
 def _indexer_keys(params: Params, x: jax.Array) -> jax.Array:

@@ -1,0 +1,124 @@
+"""A model on a mesh of simulated devices: the tokens of one device, whatever the batch and the lengths."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.jax.generate.tiny import tiny_config, write_tiny
+from tsmla_jax.generate import Engine, EngineOptions, ModelConfig, load_model
+from tsmla_jax.generate.mesh import MeshShape, check_mesh
+
+Model = tuple[ModelConfig, Any]
+
+PROMPTS = [np.random.default_rng(n).integers(0, 101, n).tolist() for n in (5, 1, 21, 9, 14)]
+OPTIONS = EngineOptions(page_size=4, chunk=16, max_batch=5, num_pages=24)
+NEW = 6
+
+
+@pytest.fixture(scope="module")
+def greedy(tiny_model: Model) -> list[list[int]]:
+    config, params = tiny_model
+    return Engine(params, config, OPTIONS).generate(PROMPTS, NEW).tokens
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Model) -> Engine:
+    """Two copies of the model, two replicas each, whose texts have their keys on two devices each."""
+    config, params = tiny_model
+    return Engine(params, config, replace(OPTIONS, data_parallel=2, expert_parallel=2, context_parallel=2))
+
+
+def drain(engine: Engine, texts: dict[int, list[int]]) -> None:
+    """Steps until no text is under way; their tokens are added to `texts`."""
+    while engine._opened().texts:
+        for number, tokens, _ in engine.step():
+            texts[number] += tokens
+
+
+def test_tokens_are_those_of_one_device(engine: Engine, greedy: list[list[int]]) -> None:
+    """Five texts on four replicas, the longest in two chunks; later one, and three replicas without any."""
+    texts: dict[int, list[int]] = {number: [] for number in range(5)}
+    for number in (0, 2, 1, 3, 4):
+        assert engine.admit(number, PROMPTS[number], NEW)
+    assert not engine.admit(5, PROMPTS[1], NEW)
+    # No replica has more texts than it must.
+    places = [text.replica for text in engine._opened().texts.values()]
+    assert sorted(places[:4]) == [0, 1, 2, 3]
+    drain(engine, texts)
+    assert [texts[number] for number in range(5)] == greedy
+    assert engine.admit(7, PROMPTS[2], NEW) and engine.admit(1, PROMPTS[1], NEW)
+    engine.step()
+    engine.drop(1)
+    texts[7] = []
+    drain(engine, texts)
+    assert texts[7] == greedy[2] and engine.figures.cache_pages == 8 * OPTIONS.num_pages
+
+
+def test_a_step_is_one_program_that_takes_over_its_buffers(engine: Engine) -> None:
+    assert engine.admit(0, PROMPTS[0], NEW)
+    engine.step()
+    session = engine._opened()
+    before = [*session.caches, *session.state]
+    programs = session.programs.decode._cache_size()
+    engine.step()
+    engine.step()
+    assert all(array.is_deleted() for array in before if array is not session.state.block_tables)
+    assert session.programs.decode._cache_size() == programs
+    # A device has its quarter of the experts, and the shared one.
+    stack = engine._params["layers"][1]["mlp"]["gate_up"]
+    assert {shard.data.shape[0] for shard in stack.addressable_shards} == {8 // 4 + 1}
+    engine.close()
+
+
+def generated(model: str, directory: Path, options: EngineOptions, **mesh: Any) -> tuple[Any, Any]:
+    """The tokens of one device and of a mesh."""
+    kinds = {"num_hidden_layers": 2, "compress_ratios": [4, 128]} if model == "v4" else {}
+    config = ModelConfig.from_hf(write_tiny(directory, model=model, **kinds))
+    params = load_model(directory, config)
+    results = [Engine(params, config, given).generate(PROMPTS, NEW) for given in (options, replace(options, **mesh))]
+    return results[0].tokens, results[1].tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["v2", "v3.2", "v4"])
+def test_other_models(model: str, tmp_path: Path) -> None:
+    options = replace(OPTIONS, page_size=128) if model == "v4" else OPTIONS
+    context = 1 if model == "v4" else 2
+    one, mesh = generated(model, tmp_path, options, data_parallel=2, expert_parallel=2, context_parallel=context)
+    assert mesh == one
+
+
+@pytest.mark.slow
+def test_drafts_and_samples_on_a_mesh(tmp_path: Path) -> None:
+    options = replace(OPTIONS, speculative=3, temperature=0.5, top_p=0.9, seed=7)
+    one, mesh = generated("v3", tmp_path, options, expert_parallel=2, context_parallel=2)
+    assert mesh == one
+
+
+def test_a_mesh_that_does_not_fit_is_refused_in_one_line(tiny_model: Model) -> None:
+    config, params = tiny_model
+    with pytest.raises(
+        ValueError,
+        match=r"^data_parallel = 3, expert_parallel = 4, context_parallel = 1: needs 12 devices, and jax has 8 \(cpu\);"
+        r" what fits: data_parallel = 2$",
+    ):
+        Engine(params, config, EngineOptions(data_parallel=3, expert_parallel=4))
+    with pytest.raises(ValueError, match=r"what fits: products of the three up to 8$"):
+        check_mesh(replace(config, mlp_layers=("dense",) * config.num_layers), MeshShape(1, 1, 9))
+    with pytest.raises(
+        ValueError, match=r"^expert_parallel = 3: 8 experts on .* = 3 devices; legal products: 1, 2, 4, 8$"
+    ):
+        check_mesh(config, MeshShape(1, 3, 1))
+    with pytest.raises(ValueError, match=r"^context_parallel = 3: 8 experts"):
+        check_mesh(config, MeshShape(1, 1, 3))
+    dense = ModelConfig.from_hf(tiny_config("v2", n_routed_experts=None))
+    with pytest.raises(ValueError, match=r"^expert_parallel = 2: the model has no experts; legal: 1"):
+        check_mesh(dense, MeshShape(1, 2, 1))
+    v4 = ModelConfig.from_hf(tiny_config("v4"))
+    with pytest.raises(ValueError, match=r"^context_parallel = 2: DeepSeek-V4's windows and states are not split"):
+        check_mesh(v4, MeshShape(1, 1, 2))
+    with pytest.raises(ValueError, match=r"^program = 'layer'; legal on a mesh: 'step', None$"):
+        EngineOptions(program="layer", data_parallel=2)

@@ -1,0 +1,154 @@
+"""Keys dealt out over devices: what each attends to, merged, is what one device attends to."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import tsmla_jax
+from tsmla_jax.nn import MLAConfig, Step, context_parallel, functional, init_params
+
+DEVICES, PAGE, COLUMNS = 3, 4, 3  # entries of a block table on each device
+LENS = np.asarray([30, 1, 0, 17], np.int32)
+CONFIG = MLAConfig(
+    hidden_size=24, num_attention_heads=3, kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10
+)
+WIDTH = CONFIG.cache_dim
+TABLES = np.arange(len(LENS) * COLUMNS, dtype=np.int32).reshape(len(LENS), COLUMNS)
+WHOLE_TABLES = np.arange(len(LENS) * COLUMNS * DEVICES, dtype=np.int32).reshape(len(LENS), -1)
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Mesh:
+    return jax.make_mesh((DEVICES,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:DEVICES])
+
+
+def dealt(cache: np.ndarray) -> np.ndarray:
+    """The pages of WHOLE_TABLES as those of TABLES, of one device after the other: page j of a text is on device j
+    mod N."""
+    pages = cache.reshape(len(LENS), COLUMNS, DEVICES, *cache.shape[1:])
+    return np.moveaxis(pages, 2, 0).reshape(-1, *cache.shape[1:])
+
+
+def random_cache(dtype: Any = np.float32) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=(WHOLE_TABLES.size, PAGE, WIDTH)).astype(dtype)
+
+
+def on_devices(mesh: Mesh, run: Callable[..., Any], *, written: bool = False) -> Any:
+    """run(cache, ...) on the devices' own caches; with `written` it returns a result and the cache, else a result."""
+    out_specs = (P(), P("context")) if written else P()
+    return jax.jit(
+        lambda cache, *rest: jax.shard_map(
+            run, mesh=mesh, in_specs=(P("context"), *(P() for _ in rest)), out_specs=out_specs, check_vma=False
+        )(cache, *rest)
+    )
+
+
+def test_positions_there_and_back(mesh: Mesh) -> None:
+    def both(_: jax.Array) -> Any:
+        positions = jnp.arange(-1, 30, dtype=jnp.int32)
+        local = context_parallel.local_positions(positions, "context", PAGE)
+        back = context_parallel.global_positions(local, "context", PAGE)
+        count = context_parallel.local_lens(jnp.int32(30), "context", PAGE)
+        return jax.lax.all_gather((local, back, count), "context")
+
+    local, back, count = on_devices(mesh, both)(jnp.zeros(DEVICES))
+    # Every position is on one device, whose own positions are 0, 1, 2, ...
+    np.testing.assert_array_equal((local >= 0).sum(axis=0), [0] + [1] * 30)
+    np.testing.assert_array_equal(back.max(axis=0), np.arange(-1, 30))
+    for device in range(DEVICES):
+        np.testing.assert_array_equal(np.sort(local[device][local[device] >= 0]), np.arange(count[device]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_decode_of_one_token(mesh: Mesh, dtype: str) -> None:
+    cache, q = random_cache(dtype), np.random.default_rng(1).normal(size=(len(LENS), 1, 3, WIDTH)).astype(dtype)
+    options: dict[str, Any] = {"softmax_scale": 0.3, "latent_dim": CONFIG.kv_lora_rank}
+
+    def run(cache: jax.Array, q: jax.Array) -> Any:
+        out, lse = context_parallel.mla_decode(q, cache, TABLES, LENS, context_axis="context", **options)
+        return context_parallel.merge(out, lse, "context")
+
+    compiled = on_devices(mesh, run).lower(dealt(cache), q).compile()
+    # out and lse travel together: one collective, of integers, so that no bit changes.
+    collectives = re.findall(r"= (\w+)\[.* (all-\w+|collective-\w+|reduce-scatter)\(", compiled.as_text())
+    assert collectives == [("u32" if dtype == "float32" else "u16", "all-gather")]
+    out, lse = compiled(dealt(cache), q)
+    want_out, want_lse = tsmla_jax.mla_decode(q, cache, WHOLE_TABLES, LENS, return_lse=True, **options)
+    atol = 1e-5 if dtype == "float32" else 2e-2
+    np.testing.assert_allclose(lse, want_lse[:, 0], atol=atol)
+    np.testing.assert_allclose(out.astype(np.float32), want_out[:, 0].astype(np.float32), atol=atol)
+
+
+@pytest.mark.parametrize(("ragged", "few_tokens"), [(True, 256), (False, 0)])
+def test_a_layer_decodes_several_tokens(
+    mesh: Mesh, ragged: bool, few_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(context_parallel, "FEW_TOKENS", few_tokens)
+    params, cache, lens = init_params(jax.random.key(0), CONFIG), random_cache(), LENS + 2
+    new = np.asarray([0, 2, 3, 5, 7], np.int32)
+    shape = (8,) if ragged else (len(LENS), 2)
+    x = np.random.default_rng(1).normal(size=(*shape, CONFIG.hidden_size)).astype(np.float32)
+
+    def run(tables: Any, axis: str | None, cache: jax.Array, x: jax.Array) -> Any:
+        kind: dict[str, Any] = {"page_size": PAGE, "context_axis": axis}
+        if ragged:
+            step = Step.ragged(tables, lens, new, total_tokens=8, max_q_len=2, **kind)
+        else:
+            step = Step.dense(tables, lens, new_tokens=2, **kind)
+        return functional.decode(params, CONFIG, x, cache, step, context_axis=axis)
+
+    y, written = on_devices(mesh, partial(run, TABLES, "context"), written=True)(dealt(cache), x)
+    want, want_written = jax.jit(partial(run, WHOLE_TABLES, None))(cache, x)
+    kept = slice(None, 7) if ragged else slice(None)
+    np.testing.assert_allclose(y[kept], want[kept], atol=1e-5)
+    np.testing.assert_array_equal(written, dealt(np.asarray(want_written)))
+
+
+def test_a_chunk_of_prompts_over_a_context(mesh: Mesh) -> None:
+    params, cache = init_params(jax.random.key(0), CONFIG), random_cache()
+    lens, new = LENS + np.asarray([4, 5, 0, 1], np.int32), np.asarray([0, 4, 9, 9, 10], np.int32)
+    x = np.random.default_rng(1).normal(size=(11, CONFIG.hidden_size)).astype(np.float32)
+
+    def run(tables: Any, axis: str | None, cache: jax.Array, x: jax.Array) -> Any:
+        step = Step.ragged(tables, lens, new, total_tokens=11, page_size=PAGE, context_axis=axis)
+        options: dict[str, Any] = {"context_chunk": 8, "context_axis": axis}
+        return functional.prefill_with_context(params, CONFIG, x, cache, step, **options)
+
+    y, written = on_devices(mesh, partial(run, TABLES, "context"), written=True)(dealt(cache), x)
+    want, want_written = jax.jit(partial(run, WHOLE_TABLES, None))(cache, x)
+    np.testing.assert_allclose(y[:10], want[:10], atol=1e-5)
+    np.testing.assert_array_equal(written, dealt(np.asarray(want_written)))
+
+
+def test_the_best_keys_of_all_devices(mesh: Mesh) -> None:
+    """Ties go to the lower position, also where the positions are on different devices; NaN is below every number."""
+    rng = np.random.default_rng(2)
+    logits = rng.integers(-2, 3, (len(LENS), COLUMNS * DEVICES * PAGE)).astype(np.float32)
+    logits[0, [3, 8]], logits[3, [0, 9]], logits[0, 12] = np.nan, [-0.0, 0.0], -np.inf
+    shares = np.moveaxis(logits.reshape(len(LENS), COLUMNS, DEVICES, PAGE), 2, 0).reshape(DEVICES * len(LENS), -1)
+
+    def run(k: int, logits: jax.Array) -> Any:
+        lens = context_parallel.local_lens(jnp.asarray(LENS), "context", PAGE)
+        options: dict[str, Any] = {"block_tables": jnp.asarray(TABLES), "page_size": PAGE}
+        slots, count = context_parallel.select_topk(logits, lens, k, context_axis="context", **options)
+        return jax.lax.all_gather((slots, count), "context")
+
+    for k in (7, 29):
+        slots, count = on_devices(mesh, partial(run, k))(shares)
+        want = np.asarray(tsmla_jax.select_topk(logits, LENS, k))
+        for row in range(len(LENS)):
+            found = []
+            for device in range(DEVICES):
+                mine = np.asarray(slots[device, row])
+                assert (mine[count[device, row] :] == -1).all() and (np.diff(mine[: count[device, row]]) > 0).all()
+                local = mine[: count[device, row]] - TABLES[row, 0] * PAGE
+                found += list((local // PAGE * DEVICES + device) * PAGE + local % PAGE)
+            assert sorted(found) == sorted(want[row][want[row] >= 0])

@@ -1,0 +1,69 @@
+"""A mixture of experts that are split over devices, inside `jax.shard_map`.
+
+Every device sees the tokens of all that share the experts, and computes what its own experts make of them; sums go back
+to the tokens' devices. Two collectives a layer, whatever the number of devices: an all-gather of the activations and a
+reduce-scatter. A router's choice is computed by each device anew: sending it would be two collectives more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tsmla_jax.generate.config import MoEConfig
+from tsmla_jax.generate.mesh import CONTEXT, EXPERT, EXPERT_SHARDS, MeshShape
+from tsmla_jax.generate.moe import choose_experts, mix_experts
+
+
+def gather_tokens(tokens: jax.Array, valid: jax.Array, mesh: MeshShape) -> jax.Array:
+    """The ids of the tokens of all devices of the axis EXPERT, one device after the other, -1 for padding; i32 [N T]
+    from tokens [T] and valid [T]. All layers of a step share it."""
+    tokens = jnp.where(valid, tokens, -1)
+    return lax.all_gather(tokens, EXPERT, tiled=True) if mesh.expert > 1 else tokens
+
+
+def mixture_of_split_experts(
+    params: Mapping[str, Any], x: jax.Array, tokens: jax.Array, config: MoEConfig, mesh: MeshShape
+) -> jax.Array:
+    """`moe.mixture_of_experts` of this device's tokens.
+
+    Args:
+      params: as there, but that gate_up and down hold the experts of this device's shard, then the shared ones
+        (`mesh.put_params`).
+      x: [T, C], the same on all devices of the axis CONTEXT.
+      tokens: [N T], of `gather_tokens`.
+      config: sizes and routing.
+      mesh: sizes of the axes.
+
+    Returns:
+      [T, C] in x's dtype, the same on all devices of the axis CONTEXT.
+    """
+    every = lax.all_gather(x, EXPERT, tiled=True) if mesh.expert > 1 else x
+    experts, weights = choose_experts(params, every, config, tokens)
+    each, rows = config.num_experts // mesh.expert_shards, jnp.arange(every.shape[0], dtype=jnp.int32)[:, None]
+
+    # A shared expert is visited on one device, which is the token's own, or one of those that all have the token.
+    own = (rows // x.shape[0] == lax.axis_index(EXPERT)) & (rows % mesh.context == lax.axis_index(CONTEXT))
+    routed = experts - lax.axis_index(EXPERT_SHARDS) * each
+    is_shared = experts >= config.num_experts
+    held = jnp.where(is_shared, own, (routed >= 0) & (routed < each)) & (tokens >= 0)[:, None]
+    here = jnp.where(is_shared, experts - config.num_experts + each, routed)
+    absent = min(params["gate_up"].shape[0], params["down"].shape[0])
+    mixed = mix_experts(
+        every,
+        jnp.where(held, here, absent),
+        weights,
+        params["gate_up"],
+        params["down"],
+        config.swiglu_limit,
+        load=experts.size // mesh.expert_shards,
+    )
+    if mesh.expert > 1:
+        mixed = lax.psum_scatter(mixed, EXPERT, tiled=True)
+    if mesh.context > 1:
+        mixed = lax.psum(mixed, CONTEXT)
+    return mixed.astype(x.dtype)

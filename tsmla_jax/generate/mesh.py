@@ -1,0 +1,190 @@
+"""The mesh of devices that a model runs on, and which arrays are split over which of its axes.
+
+A copy of the model has expert x context devices, and there are `data` copies. Attention is shared out by texts: a
+latent cache has one head, so devices that split heads would all hold the whole cache. The devices of one place on the
+axes "data" and "expert" are a replica: they have texts and caches of their own, whose keys are dealt out over
+"context". Experts are split over all devices of a copy; everything else each device holds whole. It is the data
+parallel attention with expert parallelism of vLLM and SGLang, after DeepSeek-V3 (arXiv:2412.19437, section 3.4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tsmla_jax.generate.config import ModelConfig, MoEConfig
+from tsmla_jax.nn.block_scaled import BlockScaled, stack_size
+
+DATA, EXPERT, CONTEXT = AXES = ("data", "expert", "context")
+REPLICAS = (DATA, EXPERT)
+"""The axes that texts are shared out over."""
+EXPERT_SHARDS = (EXPERT, CONTEXT)
+"""The axes that experts are split over."""
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """Devices along each axis.
+
+    Attributes:
+      data: copies of the model.
+      expert: devices of a copy that attend for texts of their own.
+      context: devices that the keys of one text are dealt out to.
+    """
+
+    data: int = 1
+    expert: int = 1
+    context: int = 1
+
+    @property
+    def size(self) -> int:
+        """All devices."""
+        return self.data * self.expert * self.context
+
+    @property
+    def replicas(self) -> int:
+        """Caches that have texts of their own."""
+        return self.data * self.expert
+
+    @property
+    def expert_shards(self) -> int:
+        """Parts that the experts are split into."""
+        return self.expert * self.context
+
+
+ONE_DEVICE = MeshShape()
+
+
+def check_mesh(config: ModelConfig, shape: MeshShape) -> None:
+    """ValueError if the model can't be split so, or jax has too few devices; the text says what fits."""
+    data, expert, context, shards = shape.data, shape.expert, shape.context, shape.expert_shards
+    moe = config.moe if any(map(config.is_moe_layer, range(config.num_layers))) else None
+    if context > 1 and isinstance(config.attention, tuple):
+        raise ValueError(f"context_parallel = {context}: DeepSeek-V4's windows and states are not split; legal: 1")
+    if expert > 1 and moe is None:
+        raise ValueError(f"expert_parallel = {expert}: the model has no experts; legal: 1 (data_parallel shares texts)")
+    if moe is not None and moe.num_experts % shards:
+        legal = [count for count in range(1, moe.num_experts + 1) if moe.num_experts % count == 0]
+        name = f"expert_parallel = {expert}" if expert > 1 else f"context_parallel = {context}"
+        raise ValueError(
+            f"{name}: {moe.num_experts} experts on expert_parallel x context_parallel = {shards} devices; legal "
+            f"products: {', '.join(map(str, legal))}"
+        )
+    count, processes = jax.device_count(), jax.process_count()
+    if shape.size > count or (processes > 1 and shape.size != count):
+        kind = jax.devices()[0].platform
+        most = count // shards
+        fits = f"data_parallel = {most}" if most else f"products of the three up to {count}"
+        where = f"jax has {count} ({kind})" if processes == 1 else f"the {processes} processes have {count} ({kind})"
+        raise ValueError(
+            f"data_parallel = {data}, expert_parallel = {expert}, context_parallel = {context}: needs {shape.size} "
+            f"devices, and {where}; what fits: {fits}"
+        )
+
+
+def make_mesh(shape: MeshShape) -> Mesh | None:
+    """The mesh of jax's first devices; None for a single one, which needs none."""
+    if shape.size == 1:
+        return None
+    sizes = (shape.data, shape.expert, shape.context)
+    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[: shape.size])
+
+
+def put(mesh: Mesh | None, spec: P, tree: Any) -> Any:
+    """Arrays that this process has whole, of the host or of a device, on the mesh; on the default device without one.
+
+    Arrays that are on the mesh already stay as they are."""
+
+    def one(value: Any) -> jax.Array:
+        if mesh is None:
+            return jax.numpy.asarray(value)
+        sharding = NamedSharding(mesh, spec)
+        if isinstance(value, jax.Array) and value.sharding.device_set == sharding.device_set:
+            return value
+        whole = value if isinstance(value, jax.Array) else np.asarray(value)
+        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+    return jax.tree.map(one, tree)
+
+
+def put_shards(mesh: Mesh, read: Callable[[int], Any]) -> Any:
+    """Trees of arrays that are split over EXPERT_SHARDS along their first axis.
+
+    read: the tree of one shard, on the host; called for the shards that this process's devices hold, one after the
+      other, so that the host never holds more than one.
+    """
+    sharding = NamedSharding(mesh, P(EXPERT_SHARDS))
+    count = mesh.shape[EXPERT] * mesh.shape[CONTEXT]
+    owners: dict[int, list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map((count,)).items():
+        assert index is not None
+        owners.setdefault(index[0].start or 0, []).append(device)
+    parts: list[Any] = []
+    for shard, devices in sorted(owners.items()):
+        tree = read(shard)
+        parts += [jax.device_put(tree, device) for device in devices]
+
+    def join(*leaves: jax.Array) -> jax.Array:
+        shape = (count * leaves[0].shape[0], *leaves[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, sharding, list(leaves))
+
+    return jax.tree.map(join, *parts)
+
+
+def param_specs(params: Any) -> Any:
+    """The specs of a model's parameters on a mesh, as a prefix of their tree."""
+
+    def of_layer(layer: Any) -> Any:
+        mlp: Any = P()
+        if "router" in layer["mlp"]:
+            mlp = {name: P(EXPERT_SHARDS) if name in ("gate_up", "down") else P() for name in layer["mlp"]}
+        return {name: mlp if name == "mlp" else P() for name in layer}
+
+    rest = {name: P() for name in params if name != "layers"}
+    return {**rest, "layers": [of_layer(layer) for layer in params["layers"]]}
+
+
+def put_params(mesh: Mesh | None, params: Any, config: ModelConfig) -> Any:
+    """The parameters of `load_model` on the mesh; what is there already, stays.
+
+    A device has the weights of its experts, and behind them those of the shared experts, which all devices have."""
+    if mesh is None:
+        return params
+    moe, layers = config.moe, []
+    for layer in params["layers"]:
+        mlp = layer["mlp"]
+        if moe is not None and "router" in mlp:
+            both = {name: mlp[name] for name in ("gate_up", "down")}
+            if jax.tree.leaves(both)[0].sharding.device_set != set(mesh.devices.flat):
+                mlp = {**mlp, **put_shards(mesh, partial(_shard_of, mesh, both, moe))}
+        layers.append({**layer, "mlp": mlp})
+    return put(mesh, P(), {**params, "layers": layers})
+
+
+def experts_of(moe: MoEConfig, shards: int, shard: int) -> range:
+    """The routed experts of one of `shards` parts."""
+    each = moe.num_experts // shards
+    return range(shard * each, (shard + 1) * each)
+
+
+def _shard_of(mesh: Mesh, stacks: Any, moe: MoEConfig, shard: int) -> Any:
+    """A shard of stacks [E + S, ...] that this process has whole."""
+    own = experts_of(moe, mesh.shape[EXPERT] * mesh.shape[CONTEXT], shard)
+    ids = np.array([*own, *range(moe.num_experts, moe.num_experts + moe.num_shared)])
+
+    def one(weight: Any) -> Any:
+        if not isinstance(weight, BlockScaled):
+            return weight[ids]
+        values = weight.values[ids]
+        unused = stack_size(*values.shape) - len(ids)
+        padded = jax.numpy.pad(values, ((0, unused), (0, 0), (0, 0))) if unused else values
+        return BlockScaled(padded, weight.scales[ids])
+
+    return jax.tree.map(one, stacks, is_leaf=lambda leaf: isinstance(leaf, BlockScaled))

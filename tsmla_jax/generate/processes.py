@@ -1,0 +1,64 @@
+"""Several processes that run one model together, by jax.distributed, and the end of a run in which one of them fails.
+
+Each process runs the same command on the same prompts and decides the same; their devices make one mesh.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from typing import NoReturn
+
+HEARTBEAT_SECONDS = 20
+"""A process that is not heard of for so long has died: jax then ends the others, and says which one was lost."""
+
+
+def join(coordinator_address: str | None, num_processes: int | None, process_id: int | None) -> None:
+    """Waits until all processes are there. Before jax has looked for devices; nothing to do without any argument.
+
+    Args:
+      coordinator_address: HOST:PORT, where process 0 can be reached.
+      num_processes: how many there are.
+      process_id: which one this is, from 0.
+
+    Raises:
+      ValueError: some of the three are missing or not legal, or the processes don't find each other.
+    """
+    given = {
+        "coordinator_address": coordinator_address,
+        "num_processes": num_processes,
+        "process_id": process_id,
+    }
+    if all(value is None for value in given.values()):
+        return
+    for name, value in given.items():
+        if value is None:
+            others = " and ".join(other.replace("_", " ") for other, known in given.items() if known is not None)
+            raise ValueError(f"{name} = nothing; legal beside a {others}: a value")
+    assert coordinator_address is not None and num_processes is not None and process_id is not None
+    if not re.fullmatch(r".+:\d+", coordinator_address):
+        raise ValueError(f"coordinator_address = {coordinator_address!r}; legal: HOST:PORT")
+    if num_processes < 1:
+        raise ValueError(f"num_processes = {num_processes}; legal: at least 1")
+    if not 0 <= process_id < num_processes:
+        raise ValueError(f"process_id = {process_id}; legal: 0 to {num_processes - 1}")
+
+    import jax
+
+    # It would catch SIGTERM, and the process would live on.
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(
+            coordinator_address, num_processes, process_id, heartbeat_timeout_seconds=HEARTBEAT_SECONDS
+        )
+    except RuntimeError as error:
+        raise ValueError(f"coordinator_address = {coordinator_address!r}: {error}") from None
+
+
+def end_at_once(status: int) -> NoReturn:
+    """Ends this process, which has failed. An orderly end would wait for the others, which wait for this one; so they
+    lose it, and jax ends them."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

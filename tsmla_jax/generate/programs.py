@@ -1,0 +1,134 @@
+"""The programs of a run, and the arrays that they begin with: on one device, or on a mesh.
+
+On a mesh a step is still one program: `step.run_prefill` and `step.run_decode` inside `jax.shard_map`, where each
+device has the state and the caches of its replica, and its part of the experts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tsmla_jax.generate import step as steps
+from tsmla_jax.generate.caches import CacheLayout, init_cache
+from tsmla_jax.generate.config import ModelConfig
+from tsmla_jax.generate.mesh import AXES, REPLICAS, param_specs, put
+from tsmla_jax.generate.step import Constants, Drafts, Prompts, State, StepConfig
+
+_DONATED = ("caches", "state")
+
+
+@dataclass(frozen=True)
+class Programs:
+    """What the engine runs.
+
+    Attributes:
+      prefill, decode: `step.run_prefill` and `step.run_decode`. On a mesh the arrays of all replicas lie one after the
+        other along their first axis, and the tokens come back to every device.
+      drop_row: `step.drop_row`, of a row among those of all replicas.
+      mesh: None for one device.
+    """
+
+    prefill: Callable[..., Any]
+    decode: Callable[..., Any]
+    drop_row: Callable[[State, Any], State]
+    mesh: Mesh | None = None
+
+    def init_caches(self, config: ModelConfig, layout: CacheLayout) -> list[Any]:
+        """Empty caches of every layer, of each device as the layout says."""
+        layers = [config.layer(index).attention for index in range(config.num_layers)]
+        if self.mesh is None:
+            return [init_cache(attention, layout) for attention in layers]
+        return [_maker(self.mesh, P(AXES), init_cache, one, layout)() for one in layers]
+
+    def init_state(self, rows: int, max_pages: int) -> State:
+        """No texts; rows of each replica."""
+        if self.mesh is None:
+            return steps.init_state(rows, max_pages)
+        state: State = _maker(self.mesh, P(REPLICAS), steps.init_state, rows, max_pages)()
+        return state
+
+    def put_constants(self, constants: Constants) -> Constants:
+        """The constants of a run where the programs read them."""
+        return constants if self.mesh is None else put(self.mesh, P(), constants)
+
+    def put_work(self, work: Prompts | Drafts) -> Prompts | Drafts:
+        """The prompts or drafts of a step. Arrays of the host go to one device with its program's call."""
+        if self.mesh is None:
+            return work
+        if isinstance(work, Drafts) and not work.tokens.size:
+            return _no_drafts(self.mesh, work.lens.size)
+        return put(self.mesh, P(REPLICAS), work)
+
+
+@functools.cache
+def _maker(mesh: Mesh, spec: P, make: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
+    """A program that makes, on each device, what make(*arguments) does on one."""
+    of_device = partial(make, *arguments)
+    return jax.jit(jax.shard_map(of_device, mesh=mesh, in_specs=(), out_specs=spec, check_vma=False))
+
+
+@functools.cache
+def _no_drafts(mesh: Mesh, rows: int) -> Drafts:
+    """No draft for any text, which most decode steps are: on the mesh once and for all."""
+    drafts: Drafts = put(mesh, P(REPLICAS), steps.no_drafts(rows))
+    return drafts
+
+
+_drop_row = jax.jit(steps.drop_row, donate_argnames="state")
+_whole_steps = Programs(
+    jax.jit(steps.run_prefill, static_argnames="config", donate_argnames=_DONATED),
+    jax.jit(steps.run_decode, static_argnames="config", donate_argnames=_DONATED),
+    _drop_row,
+)
+_layer_by_layer = Programs(steps.run_prefill, steps.run_decode, _drop_row)
+
+
+def programs_for(mesh: Mesh | None, at_once: bool) -> Programs:
+    """The programs on a mesh, or on one device: a step `at_once`, or layer by layer. All engines share them."""
+    if mesh is None:
+        return _whole_steps if at_once else _layer_by_layer
+    return _on_mesh(mesh)
+
+
+@functools.cache
+def _on_mesh(mesh: Mesh) -> Programs:
+    rows, everywhere = NamedSharding(mesh, P(REPLICAS)), NamedSharding(mesh, P())
+    # Named, so that a step gives its state and caches back as the next step takes them.
+    results = rows, NamedSharding(mesh, P(AXES)), everywhere
+
+    def on_mesh(run: Callable[..., Any]) -> Callable[..., Any]:
+        @partial(jax.jit, static_argnames="config", donate_argnames=_DONATED, out_shardings=results)
+        def program(params: Any, caches: Any, state: State, constants: Constants, work: Any, config: StepConfig) -> Any:
+            def of_device(*arguments: Any) -> Any:
+                state, caches, tokens = run(*arguments, config)
+                return state, caches, lax.all_gather(tokens, REPLICAS, tiled=True)
+
+            # check_vma would need a proof that the devices of one replica agree; they do, as they compute the same.
+            mapped = jax.shard_map(
+                of_device,
+                mesh=mesh,
+                in_specs=(param_specs(params), P(AXES), P(REPLICAS), P(), P(REPLICAS)),
+                out_specs=(P(REPLICAS), P(AXES), P()),
+                check_vma=False,
+            )
+            return mapped(params, caches, state, constants, work)
+
+        return program
+
+    drop = jax.jit(steps.drop_row, donate_argnames="state", out_shardings=rows)
+    return Programs(
+        on_mesh(steps.run_prefill),
+        on_mesh(steps.run_decode),
+        lambda state, row: drop(state, put(mesh, P(), np.int32(row))),
+        mesh,
+    )
