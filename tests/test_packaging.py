@@ -4,9 +4,9 @@ import configparser
 import email
 import os
 import re
+import shutil
 import subprocess
 import sys
-import tarfile
 import venv
 import zipfile
 from collections.abc import Sequence
@@ -236,8 +236,7 @@ def test_the_torch_wheels_metadata(torch_wheel: Path, wheel: Path) -> None:
 
 
 def test_the_source_distribution_builds_the_same_wheel(distribution: Built, tmp_path: Path) -> None:
-    with tarfile.open(distribution.sdist) as archive:
-        archive.extractall(tmp_path, filter="data")
+    shutil.unpack_archive(distribution.sdist, tmp_path)
     (tree,) = tmp_path.iterdir()
     hatchling(tree, tmp_path / "again", "wheel")
     again = tmp_path / "again" / distribution.wheel.name
