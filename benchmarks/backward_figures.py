@@ -53,6 +53,8 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     for axes, h in zip(panels[0], heads, strict=True):
         for peer in ("tsmla", "tsmla_deterministic", "fa4", "cudnn_jax", "tokamax"):
             at = [n for n in lengths if {(h, n, peer), (h, n, "cudnn")} <= us.keys()]
+            if not at:
+                continue
             ratios = [us[h, n, peer] / us[h, n, "cudnn"] for n in at]
             label = f"tsmla, {NAMES[peer]}" if peer.startswith("tsmla_") else NAMES[peer].strip("*")
             axes.plot([lengths.index(n) for n in at], ratios, marker="o", markersize=4, linewidth=1, label=label)

@@ -1,6 +1,8 @@
-"""What the pages that `make figures` writes share: parts of the README, and where their numbers come from."""
+"""What the pages that `make figures` writes share: parts of the README, where their numbers come from, and plots."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 Row = Mapping[str, Any]
@@ -23,3 +25,25 @@ def provenance(rows: Sequence[Row]) -> str:
     """What rows were measured on and when."""
     said = {name: ", ".join(sorted({str(row[name]) for row in rows})) for name in ("device", "commit", "date")}
     return f"Device: {said['device']}; commit {said['commit']}; {said['date']}."
+
+
+@contextlib.contextmanager
+def drawn(
+    path: Path, size: tuple[float, float], panels: int, width_ratios: Sequence[float] | None = None
+) -> Iterator[Sequence[Any]]:
+    """The axes of panels side by side, with one y axis, to draw on; written to `path` at the end."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure, axes = pyplot.subplots(1, panels, figsize=size, sharey=True, squeeze=False, width_ratios=width_ratios,
+                                   layout="constrained")  # fmt: skip
+    for each in axes[0]:
+        each.grid(True, axis="y", alpha=0.3)
+    try:
+        yield axes[0]
+        figure.savefig(path, dpi=120)
+    finally:
+        pyplot.close(figure)

@@ -5,8 +5,9 @@ peer, with b, s, h, keys, varlen, page, dtype, peer (ours is "tsmla"), us, floor
 versions. Each file gives two PNGs and a full table under `benchmarks/figures/`, and the README's short table between
 the comments `<!-- decode_<dtype> -->` and `<!-- /decode_<dtype> -->`. benchmarks/README.md has the others' between
 comments of their names: of `sparse_mla.py`, whose record has a `mode` too and gives a PNG for each of its modes and
-one full table; of `prefill.py` and `cache.py`, a full table each; of `prefill_backward.py`, a figure and a full table;
-of `generate.py`. That of `decode_cpu.py` gives a page of its own.
+one full table; of `prefill.py`, a full table; of `prefill_backward.py`, `cache.py`, `indexer_logits.py` and
+`select_topk.py`, a figure and a full table; of `compress.py` and `generate.py`. All records that have errors give one
+figure of them. That of `decode_cpu.py` gives a page of its own.
 """
 
 import argparse
@@ -19,6 +20,8 @@ from functools import partial
 from pathlib import Path
 
 import backward_figures
+import indexer_figures
+import overview_figures
 from figure_pages import between_markers, provenance
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -344,8 +347,10 @@ def write_cache(results: Path, figures: Path, page: Path) -> str:
         said = f"Microseconds, and in brackets over the time of copying the same bytes. {provenance(rows)}"
     except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
         raise ValueError(f"{results}: {type(error).__name__} {error}") from error
-    figures.mkdir(parents=True, exist_ok=True)
-    (figures / "cache.md").write_text("\n\n".join(["# Cache kernels", said, "\n".join(lines)]) + "\n")
+    overview_figures.draw_cache(rows, figures / "cache_relative.png")
+    overview_figures.draw_bytes(figures / "cache_bytes.png")
+    image = "![time of the caches' kernels over a copy's](cache_relative.png)"
+    (figures / "cache.md").write_text("\n\n".join(["# Cache kernels", said, image, "\n".join(lines)]) + "\n")
     ratios = [row["us"] / row["copy_us"] for row in rows if row["tokens"] in tokens]
     sentence = (
         f"The kernels of the cache take {min(ratios):.2f} to {max(ratios):.2f} times a copy of the same bytes from "
@@ -355,8 +360,8 @@ def write_cache(results: Path, figures: Path, page: Path) -> str:
     return said
 
 
-def write_generate(results: Path, page: Path) -> str:
-    """Write the table of the record of `generate.py`; return its caption."""
+def write_generate(results: Path, figures: Path, page: Path) -> str:
+    """Write the figure and the table of the record of `generate.py`; return its caption."""
     rows = json.loads(results.read_text())
     try:
         lines = ["| model, step | B | floor | **tsmla** | of floor | tokens/s |", "|---|---:|---:|---:|---:|---:|"]
@@ -371,7 +376,9 @@ def write_generate(results: Path, page: Path) -> str:
         )
     except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
         raise ValueError(f"{results}: {type(error).__name__} {error}") from error
-    page.write_text(between_markers(page.read_text(), "generate", "\n\n".join([said, "\n".join(lines)])))
+    overview_figures.draw_models(rows, figures / "generate_decode.png")
+    image = f"![milliseconds a decode step]({figures.relative_to(page.parent).as_posix()}/generate_decode.png)"
+    page.write_text(between_markers(page.read_text(), "generate", "\n\n".join([said, "\n".join(lines), image])))
     return said
 
 
@@ -406,25 +413,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--page", type=Path, default=ROOT / "benchmarks" / "README.md", help="of what is not decode")
     arguments = parser.parse_args(argv)
     readme, page, figures = (path.resolve() for path in (arguments.readme, arguments.page, arguments.figures))
-    written = [
-        (path, partial(write, path, figures, readme)) for path in arguments.results.glob("decode_*.json")
-    ]
+    written = [(path, partial(write, path, figures, readme)) for path in arguments.results.glob("decode_*.json")]
     tables = (
         ("prefill", write_prefill),
         ("prefill_backward", backward_figures.write),
         ("cache", write_cache),
         ("sparse_mla", write_sparse),
+        ("indexer_logits", indexer_figures.write_logits),
+        ("select_topk", indexer_figures.write_topk),
+        ("compress", overview_figures.write_compress),
+        ("generate", write_generate),
     )
     for name, function in tables:
         if (path := arguments.results / f"{name}.json").exists():
             written.append((path, partial(function, path, figures, page)))
-    if (path := arguments.results / "generate.json").exists():
-        written.append((path, partial(write_generate, path, page)))
     if arguments.cpu_results.exists():
         written.append((arguments.cpu_results, partial(write_cpu, arguments.cpu_results, figures)))
     if not written:
         print(f"nothing recorded under {arguments.results}")
-    for path, function in sorted(written, key=lambda each: each[0]):
+    written.sort(key=lambda each: each[0])
+    if written:
+        written.append((Path("errors"), partial(overview_figures.write_errors, arguments.results, figures)))
+    for path, function in written:
         try:
             print(f"{path.name}: {function()}")
         except (ValueError, OSError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib
 import json
+import multiprocessing
 import platform
 import subprocess
 import sys
@@ -22,6 +23,8 @@ COMMIT = flags.DEFINE_string("commit", None, "recorded with the rows; git's by d
 JIT = flags.DEFINE_bool("jit", False, "time ours through jax.jit too")
 
 ARCH = "sm_90a"
+OURS = "tsmla"
+PATIENCE = 40  # seconds without a word after which a process is ended
 Point = TypeVar("Point")
 
 
@@ -79,6 +82,70 @@ def allocate(shapes: dict[str, tuple[tuple[int, ...], str]]) -> list[Any]:
     import torch
 
     return [torch.empty(shape, dtype=getattr(torch, dtype), device="cuda") for shape, dtype in shapes.values()]
+
+
+def started(
+    makers: dict[str, Callable[[], Callable[[], Any]]], point: Any, skipped: set[tuple[str, Any]], said: Any
+) -> dict[str, Callable[[], Any]]:
+    """The functions that `makers` make, by name, without those that fail at their first run; ours may not.
+
+    Puts ("at", name, point) into `said`, a pipe's end, before each one's first run, as in_processes wants to hear."""
+    import torch
+
+    functions = {}
+    for name, make in makers.items():
+        if (name, point) in skipped:
+            continue
+        said.send(("at", name, point))
+        try:
+            run = make()
+            run()
+            torch.cuda.synchronize()
+            time_all({name: run}, 1)
+            functions[name] = run
+        except RuntimeError as error:
+            if "CUDA" in str(error) or name == OURS:
+                raise  # nothing runs in this process any more
+            print(f"{name} failed at {tuple(point)}: {str(error)[:120]}", flush=True)
+    return functions
+
+
+def in_processes(
+    measure: Callable[..., None], points: list[Point], skipped: set[tuple[str, Point]]
+) -> Iterator[tuple[Point, Any]]:
+    """The points and their rows; a process that ends or hangs is followed by another one for the points left.
+
+    measure(points, skipped, said, argv) runs in a process of its own and puts ("rows", point, rows) into `said`."""
+    spawn = multiprocessing.get_context("spawn")
+    left, end = list(points), time.monotonic() + SECONDS.value
+    while left and time.monotonic() < end:
+        heard_from, said = spawn.Pipe(duplex=False)
+        process = spawn.Process(target=measure, args=(left, skipped, said, sys.argv), daemon=True)
+        process.start()
+        said.close()  # the child's is then the only one, and its end is seen here
+        at, heard = None, time.monotonic()
+        while left and time.monotonic() < end:
+            if not heard_from.poll(1):
+                if time.monotonic() < heard + PATIENCE:
+                    continue
+                break
+            try:
+                kind, *rest = heard_from.recv()
+            except EOFError:
+                break
+            heard = time.monotonic()
+            if kind == "rows":
+                left.remove(rest[0])
+                yield rest[0], rest[1]
+            else:
+                at = (rest[0], rest[1])
+        process.kill()
+        process.join()
+        if left and time.monotonic() < end:
+            if at is None or at[0] == OURS:
+                raise RuntimeError(f"the process ended at {at}; nothing of a peer's ran there")
+            print(f"{at[0]} ended its process at {tuple(at[1])}", flush=True)
+            skipped = skipped | {at}
 
 
 class Record:

@@ -23,14 +23,12 @@ import itertools
 import math
 import multiprocessing
 import os
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from absl import app, flags
 from figures import BYTES_PER_S, FLOPS_PER_S
-from harness import ARCH, POINTS, SECONDS, Record, allocate, launch, load_peers, time_all
+from harness import ARCH, POINTS, Record, allocate, in_processes, launch, load_peers, started, time_all
 
 SKIP = flags.DEFINE_string("skip", "", "points of peers to leave out, separated by /")
 
@@ -42,8 +40,6 @@ WINDOW, WINDOW_PAGES, COMPRESSED = 128, 4, 8192
 HEADS, TOKENS, BATCHES = (8, 16, 64, 128), (1, 2, 4), (1, 8, 32, 64, 128)
 MODES = {"v32": 2048, "v4-512": 512, "v4-1024": 1024}
 """The slots of each mode, the window's apart."""
-PATIENCE = 40  # seconds without a word after which a process is ended
-Functions = dict[str, Callable[[], tuple[Any, Any]]]
 
 
 class Point(NamedTuple):
@@ -109,9 +105,9 @@ def compile_one(wanted: Any) -> None:
     object_cache.load_or_compile(SPARSE_MLA, wanted, ARCH)
 
 
-def compile_all(points: list[Point]) -> None:
-    """Compile what the points need before the clock runs, a process a core."""
-    wanted = list(dict.fromkeys(map(config, points)))
+def compile_all(configs: Iterable[Any]) -> None:
+    """Compile these objects before the clock runs, a process a core."""
+    wanted = list(dict.fromkeys(configs))
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(min(max(len(wanted), 1), os.cpu_count() or 1), spawn) as pool:
         list(pool.map(compile_one, wanted))
@@ -120,53 +116,66 @@ def compile_all(points: list[Point]) -> None:
 # ---- inputs
 
 
+def e4m3_bytes(rows: int, width: int) -> Any:
+    """Random numbers of e4m3, of size 64, as bytes."""
+    import torch
+
+    values = torch.randn(rows, width, device="cuda") * 64
+    return values.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def v32_cache(rows: int) -> Any:
+    """Random V3.2 rows, [rows / PAGE, PAGE, 656]."""
+    import torch
+
+    packed = torch.empty((rows, 656), dtype=torch.uint8, device="cuda")
+    for part in packed.split(1 << 20):
+        part[:, :512] = e4m3_bytes(len(part), 512)
+        scales = torch.exp2(torch.randint(-8, -4, (len(part), 4), device="cuda").float())
+        part[:, 512:528] = scales.view(torch.uint8)
+        part[:, 528:] = torch.randn(len(part), 64, device="cuda").bfloat16().view(torch.uint8)
+    return packed.view(-1, PAGE, 656)
+
+
+def v4_pages(count: int) -> Any:
+    """Random V4 pages, [count, PAGE_BYTES]."""
+    import torch
+
+    pages = torch.zeros((count, PAGE_BYTES), dtype=torch.uint8, device="cuda")
+    data = pages[:, :DATA_BYTES].unflatten(1, (PAGE, 576))
+    data[..., :448] = e4m3_bytes(count * PAGE, 448).view(count, PAGE, 448)
+    data[..., 448:] = torch.randn(count, PAGE, 64, device="cuda").bfloat16().view(torch.uint8)
+    pages[:, DATA_BYTES:ROWS_BYTES] = torch.randint(119, 123, (count, PAGE * 8), dtype=torch.uint8, device="cuda")
+    return pages
+
+
+def widened(packed: Any) -> Any:
+    """What V3.2 rows [P, Z, 656] hold as bf16, [P * Z, 576]."""
+    import torch
+
+    packed = packed.view(-1, 656)
+    rows = torch.empty((len(packed), 576), dtype=torch.bfloat16, device="cuda")
+    for part, narrow in zip(rows.split(1 << 18), packed.split(1 << 18), strict=True):
+        part.copy_(v32_values(narrow))
+    return rows
+
+
 class Caches:
     """Random packed caches for all points of a kind of mode: for V4 the window's and the compressed one."""
 
     def __init__(self, is_v4: bool) -> None:
-        import torch
-
         self.is_v4 = is_v4
         batch = max(BATCHES)
         self.bf16 = None
         if is_v4:
-            self.arrays = [self._pages(batch * WINDOW_PAGES), self._pages(batch * COMPRESSED // PAGE)]
-            return
-        rows = batch * CONTEXT
-        packed = torch.empty((rows, 656), dtype=torch.uint8, device="cuda")
-        for part in packed.split(1 << 20):
-            part[:, :512] = self._e4m3(len(part), 512)
-            scales = torch.exp2(torch.randint(-8, -4, (len(part), 4), device="cuda").float())
-            part[:, 512:528] = scales.view(torch.uint8)
-            part[:, 528:] = torch.randn(len(part), 64, device="cuda").bfloat16().view(torch.uint8)
-        self.arrays = [packed.view(-1, PAGE, 656)]
-
-    @staticmethod
-    def _e4m3(rows: int, width: int) -> Any:
-        import torch
-
-        values = torch.randn(rows, width, device="cuda") * 64
-        return values.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-
-    def _pages(self, count: int) -> Any:
-        import torch
-
-        pages = torch.zeros((count, PAGE_BYTES), dtype=torch.uint8, device="cuda")
-        data = pages[:, :DATA_BYTES].unflatten(1, (PAGE, 576))
-        data[..., :448] = self._e4m3(count * PAGE, 448).view(count, PAGE, 448)
-        data[..., 448:] = torch.randn(count, PAGE, 64, device="cuda").bfloat16().view(torch.uint8)
-        pages[:, DATA_BYTES:ROWS_BYTES] = torch.randint(119, 123, (count, PAGE * 8), dtype=torch.uint8, device="cuda")
-        return pages
+            self.arrays = [v4_pages(batch * WINDOW_PAGES), v4_pages(batch * COMPRESSED // PAGE)]
+        else:
+            self.arrays = [v32_cache(batch * CONTEXT)]
 
     def as_bf16(self) -> Any:
         """The rows [N, 576] of V3.2's cache in bf16."""
-        import torch
-
         if self.bf16 is None:
-            packed = self.arrays[0].view(-1, 656)
-            self.bf16 = torch.empty((len(packed), 576), dtype=torch.bfloat16, device="cuda")
-            for part, rows in zip(self.bf16.split(1 << 18), packed.split(1 << 18), strict=True):
-                part.copy_(v32_values(rows))
+            self.bf16 = widened(self.arrays[0])
         return self.bf16
 
 
@@ -190,6 +199,31 @@ def v4_values(pages: Any, slots: Any) -> Any:
     factors = torch.exp2(exponents[:, :7].float() - 127)
     nope = data[:, :448].contiguous().view(torch.float8_e4m3fn).float().view(-1, 7, 64) * factors[..., None]
     return torch.cat([nope.view(-1, 448), data[:, 448:].contiguous().view(torch.bfloat16).float()], 1)
+
+
+def errors_of(
+    results: tuple[Any, Any], q: Any, keys: dict[int, Any], scale: float, sinks: Any, *, with_lse: bool
+) -> dict[str, float]:
+    """rel_err of out (norm) and, with_lse, lse_err, the greatest one, against float64 on the tokens of `keys`, which
+    has the rows that each of them selects. `results` may have more heads than q [T, H, D]."""
+    import torch
+
+    differs, norm, worst = 0.0, 0.0, 0.0
+    out, lse = results
+    out = out.reshape(len(q), -1, LATENT)[:, : q.shape[1]]
+    for token, rows in keys.items():
+        rows = rows.double()
+        scores = q[token].double() @ rows.T * scale
+        want_lse = torch.logsumexp(scores, -1)
+        want = torch.softmax(scores, -1) @ rows[:, :LATENT]
+        if sinks is not None:
+            want *= torch.sigmoid(want_lse - sinks.double())[:, None]
+        differs += float((out[token].double() - want).square().sum())
+        norm += float(want.square().sum())
+        if with_lse:
+            worst = max(worst, float((lse[token].double() - want_lse).abs().max()))
+    found = {"rel_err": float(f"{math.sqrt(differs / norm):.3e}")}
+    return found | ({"lse_err": float(f"{worst:.2e}")} if with_lse else {})
 
 
 class Inputs:
@@ -257,25 +291,9 @@ class Inputs:
         )
 
     def errors(self, results: tuple[Any, Any], ours: bool) -> dict[str, float]:
-        """rel_err of out (norm) and for ours lse_err, the greatest one, against float64 on the first and last token."""
-        import torch
-
-        differs, norm, worst = 0.0, 0.0, 0.0
-        out, lse = results
-        out = out.reshape(self.point.tokens, -1, LATENT)[:, : self.point.h]
-        for token in sorted({0, self.point.tokens - 1}):
-            keys = self._keys(token).double()
-            scores = self.q[token].double() @ keys.T * self.scale
-            want_lse = torch.logsumexp(scores, -1)
-            want = torch.softmax(scores, -1) @ keys[:, :LATENT]
-            if self.sinks is not None:
-                want *= torch.sigmoid(want_lse - self.sinks.double())[:, None]
-            differs += float((out[token].double() - want).square().sum())
-            norm += float(want.square().sum())
-            if ours:
-                worst = max(worst, float((lse[token].double() - want_lse).abs().max()))
-        found = {"rel_err": float(f"{math.sqrt(differs / norm):.3e}")}
-        return found | ({"lse_err": float(f"{worst:.2e}")} if ours else {})
+        """errors_of on the first and the last token."""
+        keys = {token: self._keys(token) for token in {0, self.point.tokens - 1}}
+        return errors_of(results, self.q, keys, self.scale, self.sinks, with_lse=ours)
 
     def _keys(self, token: int) -> Any:
         import torch
@@ -310,21 +328,12 @@ def measure(points: list[Point], skipped: set[tuple[str, Point]], said: Any, arg
         if point.is_v4 not in caches:
             caches[point.is_v4] = Caches(point.is_v4)
         inputs = Inputs(point, caches[point.is_v4])
-        functions: Functions = {}
-        for name in ("tsmla", *names):
-            if (name, point) in skipped or (name == "fa3" and point.is_v4):
-                continue
-            said.send(("at", name, point))
-            try:
-                run = inputs.ours() if name == "tsmla" else inputs.of_peer(peers, name)
-                run()
-                torch.cuda.synchronize()
-                time_all({name: run}, 1)
-                functions[name] = run
-            except RuntimeError as error:
-                if "CUDA" in str(error) or name == "tsmla":
-                    raise  # nothing runs in this process any more
-                print(f"{name} failed at {tuple(point)}: {str(error)[:120]}", flush=True)
+        makers = {
+            name: functools.partial(inputs.of_peer, peers, name)
+            for name in names
+            if not (name == "fa3" and point.is_v4)
+        }
+        functions = started({"tsmla": inputs.ours, **makers}, point, skipped, said)
         times = time_all(functions, 20 if point.floor_us < 200 else 10)
         rows = []
         for name, us in times.items():
@@ -333,40 +342,6 @@ def measure(points: list[Point], skipped: set[tuple[str, Point]], said: Any, arg
             rows.append({"peer": name, "us": round(us, 2)} | inputs.errors(results, name == "tsmla"))
         said.send(("rows", point, rows))
         del inputs, functions
-
-
-def in_processes(points: list[Point], skipped: set[tuple[str, Point]], argv: list[str]) -> Iterator[tuple[Point, Any]]:
-    """The points and their rows; a process that ends or hangs is followed by another one for the points left."""
-    spawn = multiprocessing.get_context("spawn")
-    left, end = list(points), time.monotonic() + SECONDS.value
-    while left and time.monotonic() < end:
-        heard_from, said = spawn.Pipe(duplex=False)
-        process = spawn.Process(target=measure, args=(left, skipped, said, argv), daemon=True)
-        process.start()
-        said.close()  # the child's is then the only one, and its end is seen here
-        at, heard = None, time.monotonic()
-        while left and time.monotonic() < end:
-            if not heard_from.poll(1):
-                if time.monotonic() < heard + PATIENCE:
-                    continue
-                break
-            try:
-                kind, *rest = heard_from.recv()
-            except EOFError:
-                break
-            heard = time.monotonic()
-            if kind == "rows":
-                left.remove(rest[0])
-                yield rest[0], rest[1]
-            else:
-                at = (rest[0], rest[1])
-        process.kill()
-        process.join()
-        if left and time.monotonic() < end:
-            if at is None or at[0] == "tsmla":
-                raise RuntimeError(f"the process ended at {at}; nothing of a peer's ran there")
-            print(f"{at[0]} ended its process at {tuple(at[1])}", flush=True)
-            skipped = skipped | {at}
 
 
 def points_of(text: str) -> list[Point]:
@@ -379,9 +354,9 @@ def main(argv: list[str]) -> int:
         Point(mode, b, s, h) for b, mode, h, s in itertools.product(BATCHES, MODES, HEADS, TOKENS)
     ]
     skipped = {(name, Point.parse(rest)) for name, _, rest in (x.partition(",") for x in SKIP.value.split("/") if x)}
-    compile_all([point for point in points if ("tsmla", point) not in skipped])
+    compile_all(config(point) for point in points if ("tsmla", point) not in skipped)
     record, ratios = Record(dtype="bf16", page=PAGE, varlen=False), {"packed": [], "fa3": []}
-    for point, rows in in_processes(points, skipped, sys.argv):
+    for point, rows in in_processes(measure, points, skipped):
         case = {"b": point.b, "s": point.s, "h": point.h, "keys": point.keys, "mode": point.mode}
         for row in rows:
             record.add(**case, floor_us=round(point.floor_us, 2), **row)

@@ -1,6 +1,7 @@
 """What every test shares: eight simulated CPU devices, repeatable property tests, and the gpu marker's skip."""
 
 import functools
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from tsmla_kernels import object_cache
 
 # Most of the suite's time is XLA compiling small programs. Its older way of emitting fused loops takes half as long as
 # the one through MLIR. XLA ends the process over a flag that it doesn't know: only where it was seen to know this one.
-if jaxlib.__version__.startswith("0.10."):
+if jaxlib.__version__.startswith(("0.9.", "0.10.")):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
 
 # Before the first backend starts: shard_map tests need several devices, and one CPU can pretend to be eight.
@@ -25,6 +26,15 @@ jax.config.update("jax_num_cpu_devices", 8)
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_programs_are_freed() -> Iterator[None]:
+    """Ends a module's compiled programs with it. Each of XLA's programs for a CPU maps pieces of memory: a worker that
+    keeps those of the whole suite meets Linux's limit (vm.max_map_count, 65,530) and is ended by a signal."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="module")

@@ -6,18 +6,26 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
+from collections.abc import Sequence
 from email.message import Message
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+from packaging.requirements import Requirement
 
+from tests.engines import sources
+from tsmla_bridge.engines import versions
 from tsmla_jax.ops.explain import OPERATIONS
+from tsmla_kernels import __version__
 from tsmla_kernels.catalog import KERNELS
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"tsmla_jax": ROOT, "tsmla_kernels": ROOT / "kernels", "tsmla_bridge": ROOT / "bridge"}
+DISTRIBUTIONS = {"tsmla_jax": ROOT, "tsmla_torch": ROOT / "bridge"}
 PATHS = os.pathsep.join(str(folder) for folder in PACKAGES.values())
 HEAVY = {"torch", "flax", "cutlass", "transformers", "safetensors", "matplotlib", "tokenspeed_mla"}
 
@@ -48,7 +56,16 @@ PLUGINS = ("vllm.general_plugins", "sglang.srt.plugins")
 
 # What the engines' metadata says of packages that this one needs, or that share requirements with these.
 ENGINE_PINS = {
-    "vllm 0.26.0": ("torch==2.11.0", "nvidia-cutlass-dsl==4.6.0"),
+    "vllm 0.26.0": (
+        "torch==2.11.0", "nvidia-cutlass-dsl[cu13]==4.6.0", "apache-tvm-ffi==0.1.10", "numba==0.65.0",
+        "tokenspeed-mla==0.1.8", "quack-kernels>=0.4.0", "flashinfer-python==0.6.14", "compressed-tensors==0.17.0",
+        "transformers>=5.5.3",
+    ),
+    "vllm 0.30.0": (
+        "torch==2.13.0", "nvidia-cutlass-dsl[cu13]==4.7.1", "apache-tvm-ffi==0.1.11", "numba==0.65.0",
+        "tokenspeed-mla==0.1.8", "quack-kernels==0.6.5", "flashinfer-python==0.6.18.post1",
+        "compressed-tensors==0.17.0", "transformers>=5.10.4",
+    ),
     "vllm 0.33.0": (
         "torch==2.14.0", "nvidia-cutlass-dsl[cu13]==4.8.0", "apache-tvm-ffi==0.1.11", "numba==0.65.0",
         "tokenspeed-mla==2.0.3", "quack-kernels==0.6.5", "flashinfer-python==0.7.2.post1", "compressed-tensors==0.17.0",
@@ -56,6 +73,13 @@ ENGINE_PINS = {
     ),
     "sglang 0.5.23": ("sglang==0.5.23",),
 }  # fmt: skip
+
+
+def run(command: Sequence[str | Path], cwd: Path | str = "/") -> str:
+    """The standard output of a program that has to succeed."""
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def python(code: str, *, paths: str = PATHS, executable: str = sys.executable, cwd: str = "/") -> str:
@@ -100,25 +124,58 @@ def test_the_folders_of_packages_are_no_packages() -> None:
         assert not (ROOT / folder / "__init__.py").exists()
 
 
-def built(project: Path, folder: Path) -> Path:
-    """The wheel of the project in this folder of the tree."""
-    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
-    done = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    (wheel,) = folder.glob("*.whl")
-    return wheel
+class Built(NamedTuple):
+    """A distribution as it is uploaded."""
+
+    wheel: Path
+    sdist: Path
+
+
+def hatchling(project: Path, folder: Path, *targets: str) -> None:
+    """Build these targets, "wheel" or "sdist", of the project in a folder."""
+    command = [sys.executable, "-m", "hatchling", "build", "--directory", str(folder)]
+    for target in targets:
+        command += ["--target", target]
+    run(command, cwd=project)
+
+
+def built(name: str, folder: Path) -> Built:
+    """The distribution of this name: from the folder where `make wheel` has built it, else built from the tree."""
+    if ready := os.environ.get("TSMLA_DIST"):
+        folder = Path(ready)
+    else:
+        hatchling(DISTRIBUTIONS[name], folder, "wheel", "sdist")
+    (wheel,), (sdist,) = folder.glob(f"{name}-*.whl"), folder.glob(f"{name}-*.tar.gz")
+    return Built(wheel, sdist)
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The distribution with jax, built from the tree."""
-    return built(ROOT, tmp_path_factory.mktemp("wheel"))
+def with_jax(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """The distribution tsmla-jax, built from the tree."""
+    return built("tsmla_jax", tmp_path_factory.mktemp("with_jax"))
 
 
 @pytest.fixture(scope="module")
-def torch_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The distribution without jax, built from the tree."""
-    return built(ROOT / "bridge", tmp_path_factory.mktemp("torch_wheel"))
+def without_jax(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """The distribution tsmla-torch, built from the tree."""
+    return built("tsmla_torch", tmp_path_factory.mktemp("without_jax"))
+
+
+@pytest.fixture(scope="module")
+def wheel(with_jax: Built) -> Path:
+    return with_jax.wheel
+
+
+@pytest.fixture(scope="module")
+def torch_wheel(without_jax: Built) -> Path:
+    return without_jax.wheel
+
+
+@pytest.fixture(params=["with_jax", "without_jax"])
+def distribution(request: pytest.FixtureRequest) -> Built:
+    """Each of the two distributions in turn."""
+    found: Built = request.getfixturevalue(request.param)
+    return found
 
 
 def metadata_of(wheel: Path) -> Message:
@@ -178,6 +235,44 @@ def test_the_torch_wheels_metadata(torch_wheel: Path, wheel: Path) -> None:
     assert entry_points_of(torch_wheel)["console_scripts"]["tsmla"] == "tsmla_bridge.cli:main"
 
 
+def test_the_source_distribution_builds_the_same_wheel(distribution: Built, tmp_path: Path) -> None:
+    with tarfile.open(distribution.sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (tree,) = tmp_path.iterdir()
+    hatchling(tree, tmp_path / "again", "wheel")
+    again = tmp_path / "again" / distribution.wheel.name
+    assert again.read_bytes() == distribution.wheel.read_bytes()
+
+
+def test_the_version_is_that_of_the_last_release(distribution: Built) -> None:
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    versions, days = zip(*re.findall(r"^## (\d+\.\d+\.\d+) - (\d{4}-\d\d-\d\d)$", changes, re.MULTILINE), strict=True)
+    assert list(versions) == sorted(versions, key=lambda version: [int(part) for part in version.split(".")])[::-1]
+    assert metadata_of(distribution.wheel)["Version"] == __version__ == versions[0]
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {__version__}\ndate-released: {days[0]}\n" in citation
+
+
+def test_both_distributions_hold_the_license(distribution: Built) -> None:
+    text = (ROOT / "LICENSE").read_bytes()
+    assert metadata_of(distribution.wheel).get_all("License-File") == ["LICENSE"]
+    archive = zipfile.ZipFile(distribution.wheel)
+    (path,) = (name for name in archive.namelist() if name.endswith(".dist-info/licenses/LICENSE"))
+    assert archive.read(path) == text
+
+
+def test_the_description_leads_nowhere_into_the_tree(distribution: Built) -> None:
+    """An index shows it without the files beside it."""
+    description = metadata_of(distribution.wheel).get_payload()
+    assert isinstance(description, str) and description.startswith("# tsmla")
+    assert re.findall(r"\]\((?!https?:|#)[^)]*\)", description) == []
+
+
+def test_the_readmes_links_lead_somewhere() -> None:
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", (ROOT / "README.md").read_text())
+    assert links and [link for link in links if not (ROOT / link).exists()] == []
+
+
 @pytest.mark.parametrize("group", PLUGINS)
 def test_both_wheels_name_the_plug_ins(wheel: Path, torch_wheel: Path, group: str) -> None:
     for built_wheel in (wheel, torch_wheel):
@@ -195,20 +290,39 @@ def test_the_torch_wheel_works_without_jax(torch_wheel: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_the_torch_wheel_installs_without_jax(torch_wheel: Path, tmp_path: Path) -> None:
+def test_the_torch_distribution_installs_without_jax(without_jax: Built, tmp_path: Path) -> None:
     folder = tmp_path / "empty"
     venv.create(folder, with_pip=True)
-    pip = [str(folder / "bin" / "python"), "-m", "pip"]
-    done = subprocess.run([*pip, "install", "--quiet", str(torch_wheel)], capture_output=True, text=True, check=False)
+    executable = str(folder / "bin" / "python")
+    pip = [executable, "-m", "pip", "install", "--quiet"]
+    done = subprocess.run([*pip, without_jax.wheel], capture_output=True, text=True, check=False)
     if "Could not find a version" in done.stderr:
         pytest.skip("pip has no index with torch and the CuTe DSL")
     assert done.returncode == 0, done.stderr
-    packages = subprocess.run([*pip, "list"], capture_output=True, text=True, check=True).stdout.split()
+    packages = run([executable, "-m", "pip", "list"]).split()
     assert "torch" in packages and not [name for name in packages if name.startswith("jax")]
-    files = python(USE_TORCH, paths="", executable=pip[0], cwd=str(tmp_path)).split()
-    assert all(Path(file).is_relative_to(folder) for file in files), files
-    doctor = subprocess.run([folder / "bin" / "tsmla", "doctor"], capture_output=True, text=True, check=True)
-    assert "--attention-backend CUSTOM" in doctor.stdout
+    for _ in range(2):
+        files = python(USE_TORCH, paths="", executable=executable, cwd=str(tmp_path)).split()
+        assert all(Path(file).is_relative_to(folder) for file in files), files
+        assert "--attention-backend CUSTOM" in run([folder / "bin" / "tsmla", "doctor"])
+        # Once more from the source distribution, which pip makes a wheel of.
+        run([*pip, "--force-reinstall", "--no-deps", without_jax.sdist])
+
+
+def test_the_engines_pins_are_those_of_the_tested_versions() -> None:
+    tested = [f"{engine.distribution} {version}" for engine in versions.ENGINES for version in engine.tested]
+    assert list(ENGINE_PINS) == tested
+
+
+@pytest.mark.parametrize("engine", [name for name in ENGINE_PINS if name.startswith("vllm")])
+def test_the_pins_are_those_of_the_engines_metadata(engine: str) -> None:
+    if reason := sources.why_not(*engine.split()):
+        pytest.skip(reason)
+    (metadata,) = (sources.folder() / engine.replace(" ", "-")).glob("*.dist-info/METADATA")
+    asked = email.message_from_string(metadata.read_text()).get_all("Requires-Dist", [])
+    requirements = {(each.name, frozenset(each.extras), each.specifier) for each in map(Requirement, asked)}
+    for pin in map(Requirement, ENGINE_PINS[engine]):
+        assert (pin.name, frozenset(pin.extras), pin.specifier) in requirements, pin
 
 
 @pytest.mark.slow
@@ -234,27 +348,33 @@ def test_the_wheel_works_outside_the_tree(wheel: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_wheel_installs_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", Built._fields)
+def test_it_installs_in_an_empty_environment(with_jax: Built, kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "empty"
     venv.create(folder, with_pip=True)
     executable = str(folder / "bin" / "python")
-    subprocess.run([executable, "-m", "pip", "install", "--quiet", str(wheel)], check=True, capture_output=True)
+    run([executable, "-m", "pip", "install", "--quiet", getattr(with_jax, kind)])
     files = python(USE, paths="", executable=executable, cwd=str(tmp_path)).split()
     assert all(Path(file).is_relative_to(folder) for file in files), files
     # Without the extras the command still runs, and says what to install for the rest.
-    doctor = subprocess.run(
-        [folder / "bin" / "tsmla", "doctor"], capture_output=True, text=True, cwd=tmp_path, check=False
-    )
-    assert doctor.returncode == 0, doctor.stderr
-    assert "mla_decode, bf16: xla" in doctor.stdout
-    assert 'pip install "tsmla-jax[flax]"' in doctor.stdout
+    doctor = run([folder / "bin" / "tsmla", "doctor"], cwd=tmp_path)
+    assert "mla_decode, bf16: xla" in doctor
+    assert 'pip install "tsmla-jax[flax]"' in doctor
 
 
-def test_the_readmes_example_runs() -> None:
+@pytest.mark.slow
+def test_an_index_takes_them(distribution: Built) -> None:
+    """Twine reads the metadata and renders the description as the package index does."""
+    pytest.importorskip("twine")
+    said = run([sys.executable, "-m", "twine", "--no-color", "check", "--strict", *distribution])
+    assert said.count("PASSED") == 2, said
+
+
+@pytest.mark.parametrize("front_end", ["jax", "torch"])
+def test_the_readmes_example_runs(front_end: str) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    jitted = [block for block in blocks if "@jax.jit" in block]
-    assert len(jitted) == 1
-    assert python(jitted[0]) == "(8, 1, 16, 512) bfloat16\n"
+    (block,) = (block for block in blocks if block.startswith(f"import {front_end}"))
+    assert python(block).strip() == block.rstrip().rpartition("# ")[2]
 
 
 def test_the_readmes_table_is_the_tree() -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tsmla_jax.ops.explain import explain
     from tsmla_jax.ops.gather_kv_cache.api import gather_kv_cache
     from tsmla_jax.ops.indexer_logits.api import indexer_logits
+    from tsmla_jax.ops.indexer_topk.api import indexer_topk
     from tsmla_jax.ops.merge_attention_states.api import merge_attention_states
     from tsmla_jax.ops.mla_decode.api import mla_decode
     from tsmla_jax.ops.mla_prefill.api import mla_prefill
@@ -36,6 +37,7 @@ _MODULES = {
     "export_disabled_checks": "ops.device",
     "gather_kv_cache": "ops.gather_kv_cache.api",
     "indexer_logits": "ops.indexer_logits.api",
+    "indexer_topk": "ops.indexer_topk.api",
     "merge_attention_states": "ops.merge_attention_states.api",
     "mla_decode": "ops.mla_decode.api",
     "mla_prefill": "ops.mla_prefill.api",
@@ -56,6 +58,7 @@ __all__ = [
     "export_disabled_checks",
     "gather_kv_cache",
     "indexer_logits",
+    "indexer_topk",
     "merge_attention_states",
     "mla_decode",
     "mla_prefill",

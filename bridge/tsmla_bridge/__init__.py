@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tsmla_bridge.ops.cache_ops import gather_kv_cache, write_kv_cache
     from tsmla_bridge.ops.compress import compress_write_kv_cache
     from tsmla_bridge.ops.indexer_logits import indexer_logits
+    from tsmla_bridge.ops.indexer_topk import indexer_topk
     from tsmla_bridge.ops.merge import merge_attention_states
     from tsmla_bridge.ops.mla_decode import mla_decode
     from tsmla_bridge.ops.mla_prefill import mla_prefill
@@ -21,7 +22,12 @@ if TYPE_CHECKING:
     from tsmla_bridge.ops.packed_caches import indexer_quantize, write_indexer_cache, write_packed_kv_cache
     from tsmla_bridge.ops.select_topk import select_topk
     from tsmla_bridge.ops.sparse_mla import sparse_mla
-    from tsmla_bridge.runtime.workspace import Workspace, decode_workspace_size, sparse_workspace_size
+    from tsmla_bridge.runtime.workspace import (
+        Workspace,
+        decode_workspace_size,
+        indexer_topk_workspace_size,
+        sparse_workspace_size,
+    )
 
 _MODULES = {
     "Workspace": "runtime.workspace",
@@ -30,6 +36,8 @@ _MODULES = {
     "gather_kv_cache": "ops.cache_ops",
     "indexer_quantize": "ops.packed_caches",
     "indexer_logits": "ops.indexer_logits",
+    "indexer_topk": "ops.indexer_topk",
+    "indexer_topk_workspace_size": "runtime.workspace",
     "install_as_flash_mla": "engines.install",
     "install_as_tokenspeed_mla": "engines.install",
     "jax_function": "interop",
@@ -56,6 +64,8 @@ __all__ = [
     "gather_kv_cache",
     "indexer_logits",
     "indexer_quantize",
+    "indexer_topk",
+    "indexer_topk_workspace_size",
     "install_as_flash_mla",
     "install_as_tokenspeed_mla",
     "jax_function",

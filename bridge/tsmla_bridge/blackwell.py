@@ -73,6 +73,8 @@ def decode_reasons(spec: DecodeSpec) -> list[str]:
         )
     if spec.page_size not in (32, 64):
         reasons.append(f"page size is {spec.page_size}; tokenspeed_mla takes 32 or 64 here")
+    if spec.visible_lens:
+        reasons.append("visible_lens is given; tokenspeed_mla takes the causal rule here")
     if spec.ragged:
         reasons.append("queries are ragged; tokenspeed_mla takes the same number of query tokens from every request")
     if spec.batch_invariant:

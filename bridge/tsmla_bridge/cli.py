@@ -23,7 +23,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     summary = "say which GPUs, packages and serving engines there are, and how the engines are told to use the kernels"
     doctor = commands.add_parser("doctor", help=summary, description=summary)
     doctor.add_argument("--json", action="store_true", help="print the report as JSON")
-    report = examine()
     as_json = parser.parse_args(argv).json
     report = examine()
     print(json.dumps(report, indent=2) if as_json else render(report))

@@ -28,6 +28,7 @@ def mla_decode(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     cu_seqlens_q: torch.Tensor | None,
+    visible_lens: torch.Tensor | None,
     logit_scale: Scale,
     out_scale: Scale,
 ) -> Computed:
@@ -43,7 +44,10 @@ def mla_decode(
         length = max(0, min(int(seq_lens[request]), spec.max_pages * spec.page_size))
         keys = _keys(spec, kv_cache, block_tables[request], length).to(dtype)
         token = torch.arange(q_len, device=q.device)[: spec.max_q_len]
-        stops = length - (q_len - 1) + token if spec.causal else torch.full_like(token, length)
+        if visible_lens is not None:
+            stops = visible_lens.flatten()[mine]
+        else:
+            stops = length - (q_len - 1) + token if spec.causal else torch.full_like(token, length)
         position = torch.arange(length, device=q.device)
         visible = position < stops[:, None]
         # NaN in a key that some queries don't see is in the scores of those that do, and in no product with values.
@@ -269,10 +273,7 @@ def indexer_logits(
     if 0 in (spec.num_tokens, spec.num_requests, spec.cache.num_pages, num_keys):
         return torch.full((spec.num_tokens, num_keys), -torch.inf, device=q.device)
     if cu_seqlens_q is not None:
-        row = torch.arange(spec.num_tokens, device=q.device)
-        request = (torch.searchsorted(cu_seqlens_q, row, right=True) - 1).clamp(0, spec.num_requests - 1)
-        seen = (seq_lens[request] - cu_seqlens_q[request + 1] + 1 + row).clamp(min=0)
-        seq_lens = torch.where(row < cu_seqlens_q[-1], seen, 0)
+        request, seq_lens = seen_keys(seq_lens, cu_seqlens_q, spec.num_tokens)
         block_tables = block_tables[request]
     position = torch.arange(num_keys, device=q.device)
     rows = []
@@ -282,6 +283,16 @@ def indexer_logits(
         logits = heads @ weights[token].float() * scales
         rows.append(logits.masked_fill(position >= seq_lens[token], -torch.inf))
     return torch.stack(rows)
+
+
+def seen_keys(seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each of num_tokens packed query tokens: its request, and how many keys it sees: token i of S sees the first
+    seq_len - (S - 1) + i. A row behind the last request's sees none."""
+    ends = cu_seqlens_q[1:]
+    rows_through = torch.arange(1, num_tokens + 1, dtype=torch.int32, device=seq_lens.device)  # and with each row
+    request = torch.bucketize(rows_through, ends, out_int32=True)
+    first_keys = torch.nn.functional.pad(seq_lens - ends, (0, 1), value=-num_tokens)
+    return request.clamp(max=ends.shape[0] - 1), (first_keys[request] + rows_through).clamp(min=0)
 
 
 def _indexer_keys(

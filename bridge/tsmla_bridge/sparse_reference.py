@@ -3,16 +3,19 @@ read no value on the host, and can be captured into CUDA graphs."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
-from tsmla_bridge.reference import targets
+from tsmla_bridge.reference import indexer_logits, seen_keys, targets
 from tsmla_bridge.runtime.results import Computed
 from tsmla_bridge.runtime.scales import Factors
 from tsmla_bridge.runtime.tensors import DTYPES, accumulation_dtype
 from tsmla_kernels.contract import FP8_MAX
 from tsmla_kernels.contract.layouts import INDEXER, V4_PACKED, V32_PACKED, CacheSpec
 from tsmla_kernels.contract.packed import IndexerQuantizeSpec, IndexerWriteSpec, PackedWriteSpec, Rotation
-from tsmla_kernels.contract.sparse import SparseMLASpec, TopKSpec
+from tsmla_kernels.contract.sparse import IndexerTopkSpec, SparseMLASpec, TopKSpec
+from tsmla_kernels.sm90.indexer.chunks import chunk_rows
 
 _MANTISSA_BITS = 23
 _MANTISSA_MASK = (1 << _MANTISSA_BITS) - 1
@@ -57,6 +60,35 @@ def select_topk(
             pages = block_tables.gather(1, page.clamp(0, width - 1))
             order = pages * spec.page_size + order % spec.page_size
     return torch.where(inside, order, -1).int(), lens.clamp(max=spec.k)
+
+
+def indexer_topk(
+    spec: IndexerTopkSpec,
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(positions or slots [T, k], the counts of them [T]): select_topk of indexer_logits, by chunks of query tokens."""
+    tokens = spec.logits.num_tokens
+    if 0 in (tokens, spec.logits.num_requests, spec.num_columns):
+        return seq_lens.new_full((tokens, spec.k), -1), seq_lens.new_zeros(tokens)
+    request = None
+    if cu_seqlens_q is not None:
+        request, seq_lens = seen_keys(seq_lens, cu_seqlens_q, tokens)
+    rows, found = chunk_rows(tokens, spec.num_columns), []
+    for first in range(0, tokens, rows):
+        chunk = slice(first, first + rows)
+        tables, lens = block_tables[chunk if request is None else request[chunk]], seq_lens[chunk]
+        count = len(lens)
+        of_logits = dataclasses.replace(spec.logits, num_tokens=count, num_requests=count, ragged=False)
+        logits = indexer_logits(of_logits, q[chunk], weights[chunk], k_cache, tables, lens, None)
+        of_topk = dataclasses.replace(spec.topk, num_tokens=count)
+        found.append(select_topk(of_topk, logits, lens, None, tables if spec.return_slots else None))
+    positions, counts = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return positions, counts
 
 
 def quantize_pow2(x: torch.Tensor, floor: float) -> tuple[torch.Tensor, torch.Tensor]:

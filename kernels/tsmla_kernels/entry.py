@@ -25,6 +25,7 @@ DTYPES = {
     "float16": cutlass.Float16,
     "float32": cutlass.Float32,
     "int32": cutlass.Int32,
+    "int64": cutlass.Int64,
     "int8": cutlass.Int8,
     "uint8": cutlass.Uint8,
     "float8_e4m3fn": cutlass.Float8E4M3FN,

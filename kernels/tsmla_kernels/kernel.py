@@ -17,7 +17,9 @@ from typing import Any
 
 Config = Any  # a frozen dataclass of ints, bools and strings; each kernel has its own
 
-ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}
+ITEMSIZE = {
+    "bfloat16": 2, "float16": 2, "float32": 4, "int64": 8, "int32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn": 1
+}  # fmt: skip
 """Bytes of an element, by the dtype's name."""
 
 MODELS = (

@@ -90,6 +90,11 @@ def directory() -> Path:
     return (Path(base) if base and os.path.isabs(base) else Path.home() / ".cache") / "tsmla"
 
 
+def programs_directory() -> Path:
+    """Where `tsmla generate` lets jax keep compiled programs, if nothing else names a place. It need not exist."""
+    return directory() / "xla"
+
+
 def load_or_compile(kernel: Kernel, config: Config, arch: str) -> CompiledObject:
     """The object of `kernel` for `config` and `arch`: from this process, from disk, or compiled and stored.
 

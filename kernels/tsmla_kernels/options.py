@@ -16,7 +16,7 @@ from tsmla_kernels.contract.cache import ROPE_LAYOUTS
 from tsmla_kernels.contract.compress import CompressWriteSpec
 from tsmla_kernels.contract.layouts import INDEXER, V4_PACKED, V32_PACKED, CacheSpec, IndexerCacheSpec
 from tsmla_kernels.contract.packed import IndexerQuantizeSpec, IndexerWriteSpec, PackedWriteSpec, Rotation
-from tsmla_kernels.contract.rules import FP8
+from tsmla_kernels.contract.rules import FP8, SLOTS
 from tsmla_kernels.contract.sparse import TOPK_ORDERS, CompressSpec, IndexerLogitsSpec, SparseMLASpec, TopKSpec
 from tsmla_kernels.kernel import Config
 
@@ -36,10 +36,11 @@ _DECODE = {
     "ragged": "false",
     "causal": "true",
     "batch_invariant": "false",
+    "visible_lens": "false",
 }
 _PREFILL = {**_DECODE, "qk_head_dim": "192", "v_head_dim": "128", "shared_rope": "false", "deterministic": "false"}
 del _PREFILL["kv_dtype"]
-_CACHE = {**_DECODE, **_PREFILL, "rope_interleave": "true", "rope_layout": "interleaved"}
+_CACHE = {**_DECODE, **_PREFILL, "rope_interleave": "true", "rope_layout": "interleaved", "slot_dtype": "int32"}
 _MERGE = {**_CACHE, "parts": "2"}
 _TOPK = {**_MERGE, "num_tokens": "64", "num_columns": "131072", "k": "2048", "order": "position"}
 _PACKED = {**_TOPK, "index_n_heads": "64", "rope_offset": "0"}
@@ -88,7 +89,8 @@ def rope_write_spec(options: Mapping[str, str]) -> contract.RopeWriteSpec:
 
 def cache_write_spec(options: Mapping[str, str]) -> contract.CacheWriteSpec:
     """The spec of write_kv_cache, with the dtypes of rope_write_spec."""
-    return rope_write_spec(options).write
+    values = _filled_in(options, _CACHE)
+    return dataclasses.replace(rope_write_spec(options).write, slot_dtype=_slot_dtype(values))
 
 
 def cache_gather_spec(options: Mapping[str, str]) -> contract.CacheGatherSpec:
@@ -118,7 +120,8 @@ def packed_write_spec(options: Mapping[str, str]) -> PackedWriteSpec:
     values = _filled_in(options, _PACKED)
     cache = CacheSpec("v32", 1, 1, 1, V32_PACKED.latent_dim + V32_PACKED.rope_dim, "uint8")
     in_dtype = contract.attention_out_dtype(values["dtype"])
-    return _spec(PackedWriteSpec, values, cache=cache, in_dtype=in_dtype, rope_dtype=in_dtype)
+    dtypes = {"in_dtype": in_dtype, "rope_dtype": in_dtype, "slot_dtype": _slot_dtype(values)}
+    return _spec(PackedWriteSpec, values, cache=cache, **dtypes)
 
 
 def indexer_write_spec(options: Mapping[str, str]) -> IndexerWriteSpec:
@@ -126,7 +129,13 @@ def indexer_write_spec(options: Mapping[str, str]) -> IndexerWriteSpec:
     values = _filled_in(options, _PACKED)
     cache = IndexerCacheSpec(1, 1, INDEXER.head_dim, True)
     in_dtype = contract.attention_out_dtype(values["dtype"])
-    return IndexerWriteSpec(1, cache, in_dtype, _indexer_rotation(values))
+    return IndexerWriteSpec(1, cache, in_dtype, _indexer_rotation(values), _slot_dtype(values))
+
+
+def _slot_dtype(values: Mapping[str, str]) -> str:
+    if values["slot_dtype"] not in SLOTS:
+        raise ValueError(f"--config: got slot_dtype={values['slot_dtype']}; legal: {' or '.join(SLOTS)}")
+    return values["slot_dtype"]
 
 
 def indexer_quantize_spec(options: Mapping[str, str]) -> IndexerQuantizeSpec:

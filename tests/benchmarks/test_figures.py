@@ -239,3 +239,73 @@ def test_whole_models_become_the_readmes_table(figures: ModuleType, tmp_path: Pa
     assert "| v2-lite decode | 16 | 6.00 | **8.00** | 75% | 2,000 |" in readme and "512 tokens of context" in readme
     (tmp_path / "generate.json").write_text(json.dumps([{**fixed, "b": 16}]))
     assert figures.main(arguments(tmp_path)) == 2
+
+
+FIXED = {"device": "NVIDIA H200", "commit": "abc1234", "date": "2026-11-23"}
+
+
+def with_markers(folder: Path, *names: str) -> list[str]:
+    """A README with these parts to fill; main's arguments."""
+    (folder / "README.md").write_text("".join(f"<!-- {name} -->\nold\n<!-- /{name} -->\n" for name in names))
+    return arguments(folder)
+
+
+def test_the_indexers_records_give_a_figure_and_a_table_each(figures: ModuleType, tmp_path: Path) -> None:
+    logits = [
+        {**FIXED, "mode": mode, "b": 1, "s": s, "keys": 8192, "floor_us": 5.0, "peer": peer, "us": us}
+        for mode, s in (("decode", 2), ("prefill", 4096))
+        for peer, us in (("tsmla", 8.0), ("deep_gemm", 10.0))
+    ]
+    topk = [
+        {**FIXED, "mode": mode, "b": 8, "keys": 32768, "k": 2048, "floor_us": 1.0, "peer": peer, "us": us}
+        for mode, peer, us in (
+            ("position", "tsmla", 9.0), ("value", "tsmla", 11.0), ("position", "sgl", 20.0),
+            ("position", "vllm_rows", 18.0),
+        )
+    ]  # fmt: skip
+    (tmp_path / "indexer_logits.json").write_text(json.dumps(logits))
+    (tmp_path / "select_topk.json").write_text(json.dumps(topk))
+    assert figures.main(with_markers(tmp_path, "indexer_logits", "select_topk")) == 0
+    readme, folder = (tmp_path / "README.md").read_text(), tmp_path / "figures"
+    assert "old" not in readme and "DeepGEMM's 0.80 (worst 0.80, 2 points)" in readme
+    assert "the best peer's 0.50 (worst 0.50, 1 points)" in readme and "The 2048 largest" in readme
+    page = (folder / "indexer_logits.md").read_text()
+    assert "| 1, 2, 8192 | 5.0 | 10.0 | **8.0** | 0.80 | 62% |" in page and "| 1, 4096, 8192, prefill |" in page
+    page = (folder / "select_topk.md").read_text()
+    assert "| 8 x 32768 | 1.0 | - | - | 18.0 | 20.0 | **9.0** | 0.50 | 11.0 | - | - |" in page
+    for name in ("indexer_logits", "select_topk"):
+        assert f"(figures/{name}_relative.png)" in readme
+        assert (folder / f"{name}_relative.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_compressors_table_comes_from_its_file(figures: ModuleType, tmp_path: Path) -> None:
+    rows = [
+        {**FIXED, "mode": mode, "kind": "v4_4", "b": b, "us": 9.0, "floor_us": 1.5}
+        for mode, b in (("all", 8), ("prefill", 4096))
+    ]
+    (tmp_path / "compress.json").write_text(json.dumps(rows))
+    assert figures.main(with_markers(tmp_path, "compress")) == 0
+    readme = (tmp_path / "README.md").read_text()
+    assert "| | V4, 1 in 4 |" in readme and "| prefill of 4096 tokens | 9.0 (1.5) |" in readme
+
+
+def test_errors_are_drawn_of_every_record_that_has_them(figures: ModuleType, tmp_path: Path) -> None:
+    gradient = {**FIXED, "peer": "cudnn", "dq_err": 2e-3, "dk_err": 3e-3, "dv_err": None}
+    overview = sys.modules["overview_figures"]
+    (tmp_path / "decode_fp8.json").write_text(json.dumps([row("tsmla", 9.0), row("flashmla", 9.0)]))
+    (tmp_path / "prefill_backward.json").write_text(json.dumps([gradient, {**FIXED, "peer": "tsmla", "us": 1.0}]))
+    assert list(overview._errors_of(gradient)) == [2e-3, 3e-3]
+    assert "norm of the difference over norm" in overview.write_errors(tmp_path, tmp_path / "figures")
+    assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == [
+        "errors.md", "errors_decode.png", "errors_prefill.png"
+    ]  # fmt: skip
+    assert overview.write_errors(tmp_path / "nowhere", tmp_path / "none") == "none recorded"
+    (tmp_path / "decode_fp8.json").write_text('[{"us": 1.0}]')
+    with pytest.raises(ValueError, match=r"decode_fp8.json: KeyError 'peer'"):
+        overview.write_errors(tmp_path, tmp_path / "figures")
+
+
+def test_bytes_of_a_token_are_those_of_the_layouts(figures: ModuleType) -> None:
+    sizes = sys.modules["overview_figures"].bytes_a_token()
+    assert sizes["latent, bf16 or f16"] == 1152 and sizes["V3.2: packed, and the indexer's keys"] == 656 + 132
+    assert list(sizes.values()) == sorted(sizes.values(), reverse=True)

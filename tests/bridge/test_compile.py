@@ -131,9 +131,9 @@ def test_compiled_by_inductor() -> None:
 
 def decode_arguments(**changed: Any) -> tuple[Any, ...]:
     case = inputs([5, 20], s=2)
-    given = {"cu_seqlens_q": None, "scales": None, "max_q_len": None} | changed
-    scales = (given["scales"], 0.1, 1.0)
-    return (*case.arrays, given["cu_seqlens_q"], *scales, 32, given["max_q_len"], True, False, None)
+    given = {"cu_seqlens_q": None, "visible_lens": None, "scales": None, "max_q_len": None} | changed
+    optional = (given["cu_seqlens_q"], given["visible_lens"], given["scales"], 0.1, 1.0)
+    return (*case.arrays, *optional, 32, given["max_q_len"], True, False, None)
 
 
 def opchecks() -> list[tuple[Any, tuple[Any, ...]]]:
@@ -145,6 +145,7 @@ def opchecks() -> list[tuple[Any, tuple[Any, ...]]]:
     return [
         (mla_decode.decode_operator, decode_arguments()),
         (mla_decode.decode_operator, decode_arguments(scales=torch.tensor([0.1, 2.0]))),
+        (mla_decode.decode_operator, decode_arguments(visible_lens=torch.tensor([[3, 5], [20, 1]], dtype=I32))),
         (mla_decode.decode_into_operator, (*decode_arguments(), place, place_lse, torch.empty(64, dtype=torch.uint8))),
         (mla_decode.decode_into_operator, (*decode_arguments(), place, None, None)),
         (mla_prefill.OPERATORS.forward, packed),

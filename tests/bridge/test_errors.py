@@ -42,6 +42,9 @@ def test_both_front_ends_say_the_same(case: test_bad_input.Case) -> None:
     if case.arguments.get("kv_cache") is not None and case.arguments["kv_cache"].shape == (6, 1, 16, 48):
         ours(**arguments)  # engines pass the cache with its one key head
         return
+    if case.op == "write_kv_cache" and getattr(case.arguments["slot_mapping"], "dtype", None) == np.int64:
+        ours(**arguments)  # engines have slots of int64
+        return
     got = said(case.error, ours, arguments)
     want = said(case.error, getattr(tsmla_jax, case.op), case.arguments)
     assert got == want.replace("ArrayImpl", "Tensor").replace(", 'xla'", "")

@@ -135,14 +135,20 @@ def test_write_has_the_bits_of_jax(dtype: str, scale: float | None) -> None:
     assert got is given
     want = tsmla_jax.write_kv_cache(cache, latent, k_rope, slots, kv_scale=scale)
     np.testing.assert_array_equal(ours.float().numpy(), np.asarray(want, np.float32))
+    again = tensor(cache)
+    tsmla_bridge.write_kv_cache(again, tensor(latent), tensor(k_rope), tensor(slots).long(), kv_scale=scale)
+    assert torch.equal(again.float(), ours.float())
 
 
 def test_write_of_nothing_legal_leaves_the_cache_as_it_is() -> None:
     cache = torch.arange(2 * 16 * 8.0).reshape(2, 16, 8)
     before = cache.clone()
-    slots = torch.tensor([-1, 32, -(2**31), 2**31 - 1], dtype=torch.int32)
-    tsmla_bridge.write_kv_cache(cache, torch.zeros(4, 8), None, slots)
-    assert torch.equal(cache, before)
+    for slots in (
+        torch.tensor([-1, 32, -(2**31), 2**31 - 1], dtype=torch.int32),
+        torch.tensor([-1, 32, 2**32, -(2**63)]),
+    ):
+        tsmla_bridge.write_kv_cache(cache, torch.zeros(4, 8), None, slots)
+        assert torch.equal(cache, before)
 
 
 def test_write_into_a_layer_of_a_pool() -> None:

@@ -77,7 +77,7 @@ def test_operators_keep_no_scales(gpu: Gpu, written: list[int]) -> None:
     for capture in (None, 1):
         with gpu.on_stream(7, capture):
             for _ in range(2):
-                out, _ = torch.ops.tsmla.mla_decode(*case.arrays, None, None, case.case.scale, 2.0, *options)
+                out, _ = torch.ops.tsmla.mla_decode(*case.arrays, None, None, None, case.case.scale, 2.0, *options)
                 assert_close(out, case.want()[0] * 2, 2 * BF16)
                 cache = torch.zeros(1, 16, 320, dtype=torch.bfloat16)
                 torch.ops.tsmla.write_kv_cache(cache, latent, None, slots, None, 2.0, None)
@@ -86,7 +86,7 @@ def test_operators_keep_no_scales(gpu: Gpu, written: list[int]) -> None:
     with gpu.on_stream(7):
         attend(case)
         kept = gpu.operands["scales"].data_ptr()
-        torch.ops.tsmla.mla_decode(*case.arrays, None, None, case.case.scale, 1.0, *options)
+        torch.ops.tsmla.mla_decode(*case.arrays, None, None, None, case.case.scale, 1.0, *options)
     assert gpu.operands["scales"].data_ptr() == kept and len(written) == 9  # a kept pair is used
 
 

@@ -115,6 +115,10 @@ def test_caches_are_written_as_in_jax(op: str, width: int, inputs: tuple[int, ..
     assert getattr(tsmla_bridge, op)(given, *map(as_torch, arrays[1:])) is given
     differ = np.asarray(given) != np.asarray(want)
     assert differ.mean() < (0.001 if rotates else 1e-9)
+    again = as_torch(cache)
+    *rows, slots = map(as_torch, arrays[1 : 2 + len(inputs)])
+    getattr(tsmla_bridge, op)(again, *rows, slots.long(), *map(as_torch, arrays[2 + len(inputs) :]))
+    assert torch.equal(again, given)
 
 
 def test_no_token_and_only_skipped_ones_write_nothing() -> None:

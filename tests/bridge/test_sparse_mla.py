@@ -19,7 +19,10 @@ from tests.gpu.small_grid import numbers
 from tests.jax.ops import test_sparse_mla as in_jax
 from tests.oracles import sparse_inputs
 from tests.oracles.sparse_inputs import LAYOUTS, Call
-from tsmla_bridge.ops import sparse_mla
+from tsmla_bridge.ops import plans, sparse_mla
+from tsmla_bridge.runtime.workspace import sparse_layout
+from tsmla_kernels.sm90.decode import config as sm90_decode
+from tsmla_kernels.sm90.sparse import config as sm90_sparse
 
 BF16 = 2**-7
 OPTIONS = ("window", "page_size", "page_span", "compressed_page_size", "compressed_page_span")
@@ -64,6 +67,19 @@ def test_launch(gpu: Gpu, name: str, batch_invariant: bool) -> None:
     for _ in range(2):
         assert_right(attend(case, batch_invariant=batch_invariant), case)
     assert gpu.loads == 1 and len(gpu.launches) == 2
+
+
+@pytest.mark.parametrize("layout", ["v32", "plain"])
+def test_queries_of_e4m3(gpu: Gpu, layout: str) -> None:
+    """Launched where the kernel is named, which no GPU has run; None doesn't take it."""
+    case = sparse_inputs.call(layout, dtype="float8_e4m3fn", sinks=True)
+    for implementation in ("reference", "cute"):
+        got = attend(case, implementation=implementation)
+        assert got[0].dtype == torch.bfloat16
+        assert_right(got, case)
+    assert len(gpu.launches) == 1 and gpu.operands["q"].dtype == torch.float8_e4m3fn
+    with pytest.raises(NotImplementedError, match='untested with q of float8_e4m3fn; pass implementation="cute"'):
+        attend(case)
 
 
 def test_wide_types_by_definition() -> None:
@@ -186,6 +202,38 @@ def test_a_workspace_is_enough_for_what_it_is_sized_for(gpu: Gpu, batch_invarian
     attend(case, workspace=workspace, batch_invariant=batch_invariant, return_lse=False)
     with pytest.raises(ValueError, match=r"workspace: got 64 bytes; this call of sparse_mla needs \d+"):
         attend(case, workspace=tsmla_bridge.Workspace(64, "cpu"))
+
+
+@pytest.mark.parametrize("name", ["two caches", "without lengths"])
+def test_many_invariant_tokens_take_several_launches(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    case = sparse_inputs.call(**CASES[name])
+    want = attend(case, batch_invariant=True)
+    assert len(gpu.launches) == 1
+    for kept in (plans._plans, plans._latest):
+        kept.clear()
+    monkeypatch.setattr(sm90_decode, "INVARIANT_WORKSPACE", 3 * 64 * (512 * 4 + 12))
+    heads = case.arrays["q"].shape[1]
+    size = tsmla_bridge.sparse_workspace_size(
+        max_tokens=8, num_heads=heads, max_selected=64, batch_invariant=True, device="cuda:0"
+    )
+    for options in ({}, {"workspace": tsmla_bridge.Workspace(size, "cpu")}):
+        gpu.launches.clear()
+        for got, whole in zip(attend(case, batch_invariant=True, **options), want, strict=True):
+            assert torch.equal(got, whole)
+        assert [len(seen["indices"]) for _, seen in gpu.launches] == [3, 3, 2]
+    for kept in (plans._plans, plans._latest):
+        kept.clear()
+
+
+def test_a_workspace_for_many_columns_serves_calls_of_fewer(gpu: Gpu) -> None:
+    """Fewer columns are fewer slots a token, and may be more of them in a launch."""
+    config = sm90_sparse.SparseConfig("bfloat16", 128, batch_invariant=True)
+    sizes = {"max_tokens": 5000, "num_heads": 128, "batch_invariant": True, "device": "cuda:0"}
+    enough = tsmla_bridge.sparse_workspace_size(max_selected=2048, **sizes)
+    sms = tsmla_bridge.runtime.devices.num_sms(0)
+    assert enough < 1.1 * sm90_decode.INVARIANT_WORKSPACE
+    for selected in (1, 512, 513, 700, 1500, 2048):
+        assert sparse_layout(config, sms, 5000, selected).size <= enough
 
 
 # ---- what is refused

@@ -28,13 +28,13 @@ def emulate(
     block_tables: jax.Array,
     seq_lens: jax.Array,
     cu_seqlens_q: jax.Array,
-    scales: jax.Array,
-    *,
+    *others: jax.Array,
     kernel: Kernel,
     config: DecodeConfig,
     arch: str,
     result_shapes: tuple[tuple[int, ...], ...],
 ) -> list[jax.Array]:
+    *visible_lens, scales = others
     tokens = q.shape[0] // config.num_heads
     spec = contract.DecodeSpec(
         batch=block_tables.shape[0],
@@ -52,6 +52,7 @@ def emulate(
         causal=config.causal,
         return_lse=True,
         batch_invariant=config.batch_invariant,
+        visible_lens=config.visible_lens,
     )
     shape = (tokens,) if config.ragged else (spec.batch, config.max_q_len)
     out, lse = reference.mla_decode(
@@ -60,6 +61,7 @@ def emulate(
         block_tables,
         seq_lens,
         cu_seqlens_q if config.ragged else None,
+        visible_lens[0].reshape(shape) if config.visible_lens else None,
         Scales(scales[0]),
         spec=spec,
     )

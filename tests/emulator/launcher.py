@@ -144,14 +144,16 @@ class StandInLauncher(launch.Launcher):
             for first, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
                 written[first : min(stop, first + config.max_q_len)] = True
         tensors = {"q": q, **{name: operands[name] for name in ("kv_cache", "block_tables", "seq_lens")}}
+        visible = operands["visible_lens"].view(q.shape[:-2]) if config.visible_lens else None
+        optional = {"cu_seqlens_q": offsets, "visible_lens": visible}
         spec = decode_spec(
-            **describe(tensors | ({} if offsets is None else {"cu_seqlens_q": offsets})),
+            **describe(tensors | {name: tensor for name, tensor in optional.items() if tensor is not None}),
             max_q_len=config.max_q_len,
             softmax_scale=1.0,
             latent_dim=config.latent_dim,
-            causal=config.causal,
+            causal=config.causal or config.visible_lens,
         )
-        found = reference.mla_decode(spec, *tensors.values(), offsets, *operands["scales"])
+        found = reference.mla_decode(spec, *tensors.values(), offsets, visible, *operands["scales"])
         out[written], lse[written] = (x.view(y.shape)[written] for x, y in zip(found, (out, lse), strict=True))
 
     def _prefill_call(self, operands: Operands) -> tuple[PrefillSpec, list[torch.Tensor]]:
@@ -230,6 +232,15 @@ class StandInLauncher(launch.Launcher):
     def _indexer_logits(self, operands: Operands) -> None:
         given = {name: operands[name] for name in operands if name != "logits"}
         operands["logits"].copy_(tsmla_bridge.indexer_logits(**given, implementation="reference"))
+
+    def _select_topk(self, operands: Operands) -> None:
+        config = self.config
+        given = {name: operands[name] for name in operands if name not in ("indices", "counts")}
+        given |= {"page_size": config.page_size} if config.page_size else {}
+        found = tsmla_bridge.select_topk(**given, k=config.k, order=config.order, implementation="reference")
+        results = found if isinstance(found, tuple) else (found,)
+        for name, result in zip(("indices", "counts"), results, strict=False):
+            operands[name].copy_(result)
 
 
 def describe(tensors: Operands) -> dict[str, Array]:

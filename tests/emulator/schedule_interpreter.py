@@ -74,7 +74,7 @@ class Warp:
 
     def reduce(self, value: int, how: str) -> int:
         values = self.exchange(value)
-        return sum(values) if how == "add" else max(values)
+        return {"add": sum, "max": max, "min": min}[how](values)
 
     def shuffle(self, value: int, source: int) -> int:
         return self.exchange(value)[source]
@@ -121,7 +121,8 @@ class Pointer:
 
 @dataclass(frozen=True)
 class Piece:
-    """Key blocks [begin, end) of a row tile that begins at row `row` of the request, as cluster `cluster` has it."""
+    """Key blocks [begin, end) of a row tile that begins at row `row` of the request, as cluster `cluster` has it;
+    fewest_keys: the word FEWEST_KEYS, which means that with visible_lens alone."""
 
     cluster: int
     request: int
@@ -129,6 +130,7 @@ class Piece:
     begin: int
     end: int
     slot: int
+    fewest_keys: int = 0
 
 
 class Interpreter:
@@ -147,6 +149,7 @@ class Interpreter:
         width: int,
         cu_seqlens_q: np.ndarray | None = None,
         equal_lengths: bool = False,
+        visible_lens: np.ndarray | None = None,
     ) -> tuple[list[Piece], np.ndarray]:
         """(the pieces of all clusters, split_info) of a batch, with a table of `width` pages."""
         walk = self.walk.PieceWalk(config, equal_lengths=equal_lengths)
@@ -171,6 +174,7 @@ class Interpreter:
                 rank=0,
                 all_rows=rows * config.num_heads,
                 order=Array(np.full(self.share.MAX_SORTED, GARBAGE, np.int32)),
+                visible_lens=None if visible_lens is None else Array(visible_lens),
             )
 
             def work(state: Any = state, described: Array = described, cluster: int = cluster) -> None:
@@ -185,7 +189,8 @@ class Interpreter:
                         break
                     if lane == 0:
                         request, row = described[word.REQUEST, place], described[word.ROW_IN_REQUEST, place]
-                        pieces.append(Piece(cluster, request, row, begin, end, described[word.SLOT, place]))
+                        slot, fewest = described[word.SLOT, place], described[word.FEWEST_KEYS, place]
+                        pieces.append(Piece(cluster, request, row, begin, end, slot, fewest))
                     number += 1
                     self.warp.exchange()
 

@@ -8,10 +8,11 @@ from tsmla_bridge.engines import versions
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", sources.VLLM)
-def test_cases(version: str) -> None:
+@pytest.mark.parametrize("cases", ["vllm_cases", "vllm_sparse_cases"])
+def test_cases(version: str, cases: str) -> None:
     if reason := sources.why_not("vllm", version):
         pytest.skip(reason)
-    sources.run_cases("vllm", version, "tests/engines/vllm_cases.py")
+    sources.run_cases("vllm", version, f"tests/engines/{cases}.py")
 
 
 def test_the_tested_versions_are_those_that_doctor_names() -> None:

@@ -135,9 +135,21 @@ def test_drafts_that_see_all_keys(speculative: Layer) -> None:
 
 @pytest.mark.parametrize("interleave", [1, 16])
 @pytest.mark.parametrize("new", [[1, 1, 1], [4, 4, 4], [4, 1, 3]], ids=str)
-def test_context_parallel(speculative: Layer, new: list[int], interleave: int) -> None:
+@pytest.mark.parametrize("by_visible_lens", [False, True])
+def test_context_parallel(
+    speculative: Layer, new: list[int], interleave: int, by_visible_lens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two ranks that hold every other key (or 16 keys in turn): their results, merged by lse, are the whole."""
     layer, world = speculative, 2
+    monkeypatch.setattr(layer.impl, "by_visible_lens", by_visible_lens)
+    batches: list[int] = []
+    attend = decode.op.mla_decode
+
+    def counted(q: Any, kv_cache: Any, block_tables: Any, *others: Any, **options: Any) -> Any:
+        batches.append(len(block_tables))
+        return attend(q, kv_cache, block_tables, *others, **options)
+
+    monkeypatch.setattr(decode.op, "mla_decode", counted)
     batch = layer.batch(new, [70, 5, 129])
     q = torch.randn(sum(new), HEADS, 576, dtype=torch.bfloat16)
     outs, lses = [], []
@@ -157,6 +169,21 @@ def test_context_parallel(speculative: Layer, new: list[int], interleave: int) -
     want, want_lse = vllm_layer.decoded(layer, q, vllm_layer.filled(layer, batch), batch)
     np.testing.assert_allclose(out.double().numpy(), want, atol=2 * ERROR, rtol=2 * ERROR)
     np.testing.assert_allclose(lse.numpy(), want_lse, atol=1e-3)
+    assert batches == [3 if by_visible_lens or max(new) == 1 else sum(new)] * world
+
+
+def test_graphs_of_context_parallelism_have_padding(speculative: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, batch = speculative, speculative.batch([4, 4], [70, 9])
+    q, local = torch.randn(12, HEADS, 576, dtype=torch.bfloat16), torch.tensor([35, 5, 0], dtype=torch.int32)
+    outs = []
+    for by_visible_lens in (False, True):
+        monkeypatch.setattr(layer.impl, "by_visible_lens", by_visible_lens)
+        with vllm_layer.context_parallel(layer, 2, 0, 1):
+            metadata = layer.metadata(batch, padding=(1, 4), dcp_local_seq_lens=local)
+            cache = vllm_layer.filled(layer, batch, lambda n: list(range(0, n, 2)))
+            outs.append(layer.impl.forward_mqa(q, cache, metadata, layer.layer)[0])
+    torch.testing.assert_close(*outs, atol=ERROR, rtol=ERROR)
+    assert not outs[0][8:].any() and not outs[1][8:].any() and outs[1][:8].any()
 
 
 def test_context_parallel_keeps_drafts_in_the_decode_path(speculative: Layer) -> None:
@@ -209,6 +236,20 @@ def test_kernels_are_compiled_before_the_first_request(speculative: Layer, monke
         assert (q_len, ragged) in [(spec.max_q_len, spec.ragged) for spec in specs]
 
 
+def test_kernels_of_context_parallelism(speculative: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    specs: list[Any] = []
+    monkeypatch.setattr(decode.op, "warm", lambda spec, index, split_q: specs.append(spec))
+    for asked, want in (
+        ("0", [(1, False, False), (4, False, False)]),
+        ("1", [(1, False, False), (4, False, True), (4, True, True), (16, True, True)]),
+    ):
+        monkeypatch.setenv("TSMLA_VLLM_VISIBLE_LENS", asked)
+        specs.clear()
+        with vllm_layer.context_parallel(speculative, 2, 0, 1):
+            speculative.builder._compile(0)
+        assert [(spec.max_q_len, spec.ragged, spec.visible_lens) for spec in specs] == want
+
+
 # ---- registration and refusals
 
 
@@ -256,7 +297,7 @@ def test_served(changed: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"use_sparse": True}, "tsmla has no sparse attention behind vLLM"),
+        ({"use_sparse": True}, "CUSTOM with TSMLA_VLLM=sparse, is the sparse one"),
         ({"head_size": 192}, "the head size is 192; tsmla takes 576 (512 + 64)"),
         ({"block_size": 8}, "page size is 8; the sm_90 decode kernel takes 16, 32, 64 or 128"),
         ({"dtype": torch.float32}, "q.dtype is float32"),

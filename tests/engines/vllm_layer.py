@@ -10,7 +10,7 @@ import inspect
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,7 +102,18 @@ class Batch(NamedTuple):
 
 
 class Layer:
-    """An MLAAttention layer of vLLM with this project's backends, and what a model runner does around it."""
+    """An MLAAttention layer of vLLM with this project's backends, and what a model runner does around it.
+
+    Attributes:
+      backend: of the layer. model: what its model's configuration has beside MODEL. arguments: the layer's own, beside
+        those of every layer.
+    """
+
+    backend: Any = TsmlaMLABackend
+    model: Mapping[str, Any] = {}
+
+    def arguments(self) -> dict[str, Any]:
+        return {}
 
     def __init__(
         self, *, latent: int = 512, rope: int = 64, cache_dtype: str = "auto", drafts: int = 0,
@@ -112,11 +123,13 @@ class Layer:
         self.latent, self.rope, self.page_size = latent, rope, page_size
         self.dtype = getattr(torch, dtype)
         self.scale = (NOPE + rope) ** -0.5
-        self.config = configuration(cache_dtype, dtype, page_size, kv_lora_rank=latent, qk_rope_head_dim=rope)
+        widths = {"kv_lora_rank": latent, "qk_rope_head_dim": rope}
+        self.config = configuration(cache_dtype, dtype, page_size, **widths, **self.model)
         if drafts:
             self.config.speculative_config = SimpleNamespace(
                 num_speculative_tokens=drafts, parallel_drafting=False, method="deepseek_mtp"
             )
+        self.is_packed = cache_dtype == "fp8_ds_mla"
         self.cache_dtype = torch.float8_e4m3fn if cache_dtype.startswith("fp8") else self.dtype
         make = mla_attention.MLAAttention
         given = known(make.__init__, prefill_backend_cls=TsmlaMLAPrefillBackend)
@@ -128,7 +141,7 @@ class Layer:
             self.layer = make(
                 num_heads=HEADS, scale=self.scale, qk_nope_head_dim=NOPE, qk_rope_head_dim=rope, v_head_dim=V_DIM,
                 q_lora_rank=None, kv_lora_rank=latent, kv_b_proj=self.kv_b, cache_config=self.config.cache_config,
-                prefix=NAME, attn_backend=TsmlaMLABackend, **given,
+                prefix=NAME, attn_backend=self.backend, **self.arguments(), **given,
             )  # fmt: skip
             self.kv_b.quant_method.process_weights_after_loading(self.kv_b)
             self.layer.process_weights_after_loading(self.dtype)
@@ -140,13 +153,15 @@ class Layer:
 
     def make_builder(self) -> Any:
         spec = self.layer.get_kv_cache_spec(self.config)
-        return TsmlaMLABackend.get_builder_cls()(spec, [NAME], self.config, torch.device("cpu"))
+        return self.backend.get_builder_cls()(spec, [NAME], self.config, torch.device("cpu"))
 
     def _write(self, latent: Any, rope: Any, cache: Any, slots: Any, *others: Any) -> None:
         scale = self.layer._k_scale_float if self.cache_dtype != self.dtype else None
-        cache = cache.view(self.cache_dtype)
         rope = rope.reshape(len(latent), self.rope)
-        tsmla_bridge.write_kv_cache(cache, latent, rope, slots.flatten().to(torch.int32), kv_scale=scale)
+        if self.is_packed:
+            tsmla_bridge.write_packed_kv_cache(cache, latent, rope, slots.flatten())
+        else:
+            tsmla_bridge.write_kv_cache(cache.view(self.cache_dtype), latent, rope, slots.flatten(), kv_scale=scale)
 
     def batch(self, new: list[int], lens: list[int]) -> Batch:
         latents = [torch.randn(n, self.latent, dtype=self.dtype) for n in lens]
@@ -165,6 +180,11 @@ class Layer:
             for at, j in enumerate(keys(n - new)):
                 row = torch.cat([batch.latents[b][j], batch.ropes[b][j]])
                 cache[tables[b, at // self.page_size], at % self.page_size] = row
+        if self.is_packed:
+            packed = torch.zeros(*cache.shape[:2], 656, dtype=torch.uint8)
+            rows = cache.view(-1, cache.shape[-1])
+            slots = torch.arange(len(rows), dtype=torch.int32)
+            return tsmla_bridge.write_packed_kv_cache(packed, rows[:, : self.latent], rows[:, self.latent :], slots)
         if self.cache_dtype == self.dtype:
             return cache
         return (cache.float() / self.layer._k_scale_float).to(self.cache_dtype).view(torch.uint8)

@@ -180,6 +180,30 @@ def topk_calls(generator: torch.Generator) -> Iterator[Call]:
         yield Call(f"{columns} slots", tsmla_bridge.select_topk, {**tensors, "block_tables": tables}, slots)
 
 
+def indexer_calls(generator: torch.Generator) -> Iterator[Call]:
+    """indexer_topk over packed keys: a row of the block table a token and one a request, positions and slots. Scores
+    are sums of small integers, so that every device selects the same."""
+    q_lens, lens, heads, pages = [3, 0, 70, 1], [500, 9, 1200, 1], 16, 40
+
+    def whole(*shape: int) -> torch.Tensor:
+        return torch.randint(-2, 3, shape, generator=generator).float()
+
+    tokens = sum(q_lens)
+    tables = torch.randint(0, pages, (len(lens), 20), generator=generator, dtype=torch.int32)
+    parts = whole(pages, PAGE * 128).to(FP8).view(torch.uint8), torch.ones(pages, PAGE).view(torch.uint8)
+    arrays = {
+        "q": whole(tokens, heads, 128).to(FP8),
+        "weights": whole(tokens, heads),
+        "k_cache": torch.cat(parts, 1).view(pages, PAGE, 132),
+    }
+    owner = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(q_lens))
+    flat = {"block_tables": tables[owner], "seq_lens": torch.arange(1, tokens + 1, dtype=torch.int32) * 17}
+    ragged = {"block_tables": tables, "seq_lens": int32(lens), "cu_seqlens_q": offsets_of(q_lens)}
+    for (name, where), return_slots in itertools.product((("flat", flat), ("ragged", ragged)), (False, True)):
+        options = {"k": 64, "return_slots": return_slots}
+        yield Call(f"{name}{' slots' * return_slots}", tsmla_bridge.indexer_topk, {**arrays, **where}, options)
+
+
 def packed_calls(generator: torch.Generator) -> Iterator[Call]:
     """write_packed_kv_cache, write_indexer_cache and indexer_quantize, rotated and not; some slots are left out."""
     for tokens, dtype in itertools.product((1, 33), (torch.bfloat16, torch.float32)):
@@ -230,6 +254,11 @@ def compress_calls(generator: torch.Generator) -> Iterator[Call]:
         yield Call(f"{name} {ratio}", run, arrays, {"ratio": ratio, "overlap": overlap, "eps": 1e-6})
 
 
+def sparse_attention(q: torch.Tensor, **given: Any) -> Any:
+    """sparse_mla, by its kernel on a GPU: that of e4m3 queries must be named."""
+    return tsmla_bridge.sparse_mla(q, **given, implementation="cute" if q.is_cuda else None)
+
+
 def sparse_calls(generator: torch.Generator) -> Iterator[Call]:
     """sparse_mla: every format of rows, one cache and two, few heads and many, odd sizes, rows of no slot."""
     del generator  # the inputs have a seed
@@ -243,12 +272,14 @@ def sparse_calls(generator: torch.Generator) -> Iterator[Call]:
         {"layout": "plain", "heads": 16, "selected": 68, "window": 4, "width": 512, "sinks": True},
         {"layout": "plain", "heads": 64, "selected": 68, "window": 4, "width": 512, "kv_dtype": "bfloat16"},
         {"layout": "plain", "heads": 16, "selected": 40, "dtype": "float16", "kv_dtype": "float16"},
+        {"layout": "v32", "heads": 72, "selected": 130, "dtype": "float8_e4m3fn", "sinks": True},
+        {"layout": "plain", "heads": 5, "selected": 67, "dtype": "float8_e4m3fn"},
     ]
     for case, invariant in itertools.product(cases, (False, True)):
         call = sparse_inputs.call(**case)
         tensors = {name: numbers(array) for name, array in call.arrays.items()}
         options = call.options | {"return_lse": True, "batch_invariant": invariant}
-        yield Call(f"{case}{' invariant' * invariant}", tsmla_bridge.sparse_mla, tensors, options)
+        yield Call(f"{case}{' invariant' * invariant}", sparse_attention, tensors, options)
 
 
 CALLS: dict[str, Callable[[torch.Generator], Iterator[Call]]] = {
@@ -259,6 +290,7 @@ CALLS: dict[str, Callable[[torch.Generator], Iterator[Call]]] = {
     "kv_cache": cache_calls,
     "merge_attention_states": merge_calls,
     "select_topk": topk_calls,
+    "indexer_topk": indexer_calls,
     "packed_caches": packed_calls,
     "compress_write_kv_cache": compress_calls,
     "sparse_mla": sparse_calls,

@@ -113,6 +113,13 @@ def test_cache_kernels_read_views_and_have_the_bits_of_torch(dtype: torch.dtype)
         )
         found.append((cache, gathered))
     assert_same_bits(*found)
+    wide_slots = torch.where(torch.arange(300, device="cuda") % 7 == 0, slots + 2**32, slots.long())
+    kept = torch.where(wide_slots < 2**31, slots, -1)
+    want, *others = (before.clone() for _ in range(3))
+    tsmla_bridge.write_kv_cache(want, latent, rope, kept, kv_scale=scale, implementation="reference")
+    for cache, implementation in zip(others, ("cute", None), strict=True):
+        tsmla_bridge.write_kv_cache(cache, latent, rope, wide_slots, kv_scale=scale, implementation=implementation)
+        assert_same_bits(cache, want)
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -31,6 +31,7 @@ from tsmla_kernels.catalog import SPARSE_MLA
 
 pytestmark = pytest.mark.gpu
 
+FP8 = "float8_e4m3fn"
 STRESS_CALLS = int(os.environ.get("TSMLA_STRESS_CALLS", "200"))  # of each thread
 Arrays = tuple[np.ndarray, ...]
 Tensors = dict[str, torch.Tensor]
@@ -58,8 +59,8 @@ def on_gpu(case: Call) -> Tensors:
 
 
 def attend(case: Call, given: Tensors, **changed: Any) -> Any:
-    """The case through torch, with lse."""
-    return tsmla_bridge.sparse_mla(**(given | case.options | {"return_lse": True} | changed))
+    """The case through torch, with lse; the kernel of e4m3 queries has to be named."""
+    return tsmla_bridge.sparse_mla(**(given | case.options | {"return_lse": True, "implementation": "cute"} | changed))
 
 
 def through_torch(case: Call, **options: Any) -> Arrays:
@@ -81,9 +82,12 @@ def through_jax(case: Call, **options: Any) -> Arrays:
 FRONT_ENDS: dict[str, Callable[..., Arrays]] = {"jax": through_jax, "torch": through_torch}
 
 
-def assert_right(got: Any, case: Call, lse_error: Any = 2**-12) -> None:
-    """Against float64: out in norm to the step of bf16, lse to `lse_error` and as much of its own size."""
+def assert_right(got: Any, case: Call, lse_error: Any = None) -> None:
+    """Against float64: out in norm to the step of bf16, lse to `lse_error` and as much of its own size. Scores of e4m3
+    queries are sums of fp8 tensor cores, which keep some 13 bits."""
     want, want_lse = case.want()
+    if lse_error is None:
+        lse_error = 2**-9 if case.arrays["q"].dtype.itemsize == 1 else 2**-12
     out, lse = (x.double().cpu().numpy() if isinstance(x, torch.Tensor) else np.float64(x) for x in got)
     unseen = np.isneginf(want_lse)
     assert np.isfinite(out).all() and not out[unseen].any()
@@ -114,6 +118,16 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16": {"layout": "plain", "heads": 16, "selected": 300, "kv_dtype": "bfloat16", "tokens": 50},
     "bf16 of V4": {"layout": "plain", "heads": 64, "selected": 640, "window": 128, "width": 512}
     | {"kv_dtype": "bfloat16"},
+    "e4m3 queries, H 64": {"layout": "v32", "heads": 64, "selected": 2048, "tokens": 33, "pages": 64, "dtype": FP8},
+    "e4m3 queries, H 5": {"layout": "v32", "heads": 5, "selected": 300, "tokens": 67, "dtype": FP8},
+    "e4m3 queries, H 24, sinks": {"layout": "v32", "heads": 24, "selected": 640, "sinks": True, "dtype": FP8},
+    "e4m3 queries, H 72, wide pages": {"layout": "v32", "heads": 72, "selected": 130, "gap": 3, "page_size": 5}
+    | {"dtype": FP8},
+    "e4m3 queries, H 128, all columns": {"layout": "v32", "heads": 128, "selected": 640, "tokens": 150}
+    | {"lengths": False, "dtype": FP8},
+    "e4m3 queries, plain": {"layout": "plain", "heads": 16, "selected": 515, "tokens": 30, "dtype": FP8},
+    "e4m3 queries, plain, H 100": {"layout": "plain", "heads": 100, "selected": 256, "width": 512, "dtype": FP8},
+    "e4m3 queries, two plain caches": {"layout": "plain", "heads": 64, "selected": 256, "window": 100, "dtype": FP8},
     "f16": {"layout": "plain", "heads": 30, "selected": 129, "dtype": "float16", "kv_dtype": "float16", "tokens": 40},
 }
 
@@ -147,7 +161,7 @@ def test_few_tokens_of_many_sizes(front_end: str) -> None:
 
 
 @pytest.mark.parametrize("exponents", [(-23, -20), (-12, -2), (3, 6)])
-@pytest.mark.parametrize("name", ["v32 H 16", "v32 H 128", "v4 H 16"])
+@pytest.mark.parametrize("name", ["v32 H 16", "v32 H 128", "v4 H 16", "e4m3 queries, H 64"])
 def test_scales_of_any_size(name: str, exponents: tuple[int, int]) -> None:
     """Of packed rows: from 1e-7 to 100."""
     case = case_of(name, exponents=exponents, seed=2)
@@ -173,6 +187,68 @@ def test_scales_that_are_no_powers_of_two(name: str) -> None:
 def test_the_cases_of_the_reference(layout: str) -> None:
     """Those of the reference's own tests that the kernel takes."""
     cases_of_jax.test_v32_layouts("cute", layout)
+
+
+# ---- prefill
+
+
+def of_tokens(case: Call, tokens: list[int]) -> Call:
+    """The case of some of its tokens."""
+    own = {name: case.arrays[name][tokens] for name in ("q", "indices", "lengths") if name in case.arrays}
+    return Call(case.arrays | own, case.options, case.caches)
+
+
+def prompt_of(name: str, tokens: int) -> tuple[Call, list[int]]:
+    """A case as of a text's first tokens, whose lengths grow with their position, and a sample of tokens."""
+    case = case_of(name, tokens=tokens, seed=4)
+    selected = case.arrays["indices"].shape[1]
+    lengths = np.minimum(np.arange(1, tokens + 1), selected).astype(np.int32)
+    indices = np.where(case.arrays["indices"] == sparse_inputs.POISON, -1, case.arrays["indices"])
+    case = Call(case.arrays | {"lengths": lengths, "indices": indices}, case.options, case.caches)
+    return case, [0, 1, 63, 64, tokens // 2, tokens - 2, tokens - 1]
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("tokens", [512, 2048, 4099])
+@pytest.mark.parametrize("name", ["v32 H 16", "v32 H 64", "v4 H 128", "e4m3 queries, H 128, all columns"])
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_prompts(front_end: str, name: str, tokens: int, batch_invariant: bool) -> None:
+    """Thousands of tokens in one call; batch_invariant, in several launches of the same bits as of few tokens."""
+    case, sample = prompt_of(name, tokens)
+    got = [x[sample] for x in FRONT_ENDS[front_end](case, batch_invariant=batch_invariant)]
+    few = of_tokens(case, sample)
+    assert_right(got, few)
+    if batch_invariant:
+        for a, b in zip(got, FRONT_ENDS[front_end](few, batch_invariant=True), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_a_prompt_needs_no_memory_of_its_own() -> None:
+    """Besides out and lse: partial results of two tiles a CTA."""
+    case, _ = prompt_of("v32 H 64", 4096)
+    given = on_gpu(case)
+    attend(case, given)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out, lse = attend(case, given)
+    used = torch.cuda.max_memory_allocated() - before
+    assert used < out.numel() * 2 + lse.numel() * 4 + (64 << 20)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", FP8])
+def test_results_past_2_to_the_31_elements(dtype: str) -> None:
+    """33,000 tokens of 128 heads; the last ones have the same results in a call of their own."""
+    tokens, case = 33_000, case_of("v32 H 128", tokens=4, selected=64, lengths=False)
+    given = on_gpu(case)
+    held = given["indices"][given["indices"] >= 0]  # the others hold NaN
+    given["q"] = torch.randn(tokens, 128, 576, device="cuda", dtype=torch.bfloat16).to(getattr(torch, dtype))
+    given["indices"] = held[torch.randint(0, len(held), (tokens, 64), device="cuda")]
+    whole = attend(case, given)
+    assert whole[0].numel() > 2**31
+    few = given | {name: given[name][-40:].contiguous() for name in ("q", "indices")}
+    for a, b in zip(whole, attend(case, few), strict=True):
+        torch.testing.assert_close(a[-40:].float(), b.float(), rtol=2**-7, atol=2**-7)
 
 
 # ---- past 2^32 bytes
@@ -202,7 +278,7 @@ def test_caches_past_2_to_the_32_bytes(layout: str) -> None:
 # ---- bits
 
 
-@pytest.mark.parametrize("name", ["v32 H 16", "v32 H 128", "v4 H 64", "plain"])
+@pytest.mark.parametrize("name", ["v32 H 16", "v32 H 128", "v4 H 64", "plain", "e4m3 queries, H 64"])
 def test_calls_repeat(name: str) -> None:
     case = case_of(name)
     given = on_gpu(case)
@@ -211,7 +287,7 @@ def test_calls_repeat(name: str) -> None:
         assert_same_bits(attend(case, given), first)
 
 
-@pytest.mark.parametrize("name", ["v32 H 16", "v4 H 64", "v32 H 128"])
+@pytest.mark.parametrize("name", ["v32 H 16", "v4 H 64", "v32 H 128", "e4m3 queries, H 5", "e4m3 queries, plain"])
 def test_batch_invariant(name: str) -> None:
     case = case_of(name)
     given = on_gpu(case)

@@ -10,6 +10,7 @@ import pytest
 
 from tests.emulator.standin import SCALE, ScaleConfig
 from tsmla_jax.cli import kernels as kernel_commands
+from tsmla_jax.cli.doctor import install_hint
 from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import MLA_DECODE
 from tsmla_kernels.sm90.decode.config import DecodeConfig
@@ -73,15 +74,32 @@ def test_compile_reports_what_fails_and_goes_on(capsys: pytest.CaptureFixture[st
     ("arguments", "message"),
     [
         (["--config", "deepseek-v9"], "got preset 'deepseek-v9'; legal: deepseek-v2, "),
+        (["--config", "narrow", "--kernel", "sparse_mla"], "got preset 'narrow'; legal: NAME=VALUE"),
         (["--config", "wide,fast"], "got 'fast' in 'wide,fast'; legal: NAME=VALUE"),
         (["--config", "wide", "--jobs", "0"], "--jobs: got 0; legal: an int >= 1"),
-        (["--config", "wide", "--arch", "sm_75"], "arch: got 'sm_75'; scale is written for sm_90a"),
+        (["--config", "wide", "--arch", "sm_75"], "--arch: got 'sm_75'; legal: sm_90a, sm_100a"),
         (["--config", "deepseek-v3,rope_dim=63"], "no kernel for it: the rope width is 63"),
     ],
 )
 def test_compile_says_what_is_wrong(arguments: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         compile_command(*arguments)
+
+
+def test_compile_asks_for_the_compiler_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_commands.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match="compiling needs the CuTe DSL, package nvidia-cutlass-dsl") as raised:
+        compile_command("--kernel", "scale", "--config", "wide")
+    assert install_hint(raised.value.name) == ': pip install "tsmla-jax[cuda13]"'
+
+
+def test_cache_lists_jaxs_programs_too(cache_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cache_command() == 0 and "compilation cache" not in capsys.readouterr().out
+    object_cache.programs_directory().mkdir(parents=True)
+    (cache_directory / "xla" / "jit_step-cache").write_bytes(bytes(20_000))
+    assert cache_command() == 0
+    assert f"1 files of jax's compilation cache, 0.02 MB in {cache_directory / 'xla'}" in capsys.readouterr().out
+    assert cache_command("prune", "--all") == 0 and (cache_directory / "xla" / "jit_step-cache").exists()
 
 
 def test_presets_are_the_configs_that_calls_get() -> None:

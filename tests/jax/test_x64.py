@@ -45,6 +45,10 @@ def calls() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         "sparse_mla": ((of(BF16, 5, 2, 48), cache, of(I32, 5, 8), slots), {"latent_dim": 32, "softmax_scale": 0.1}),
         "indexer_logits": ((of(F32, 5, 2, 32), of(F32, 5, 2), of(F32, 6, 16, 32), of(I32, 5, 2), slots), {}),
         "select_topk": ((of(F32, 5, 32), slots), {"k": 4}),
+        "indexer_topk": (
+            (of(F32, 5, 2, 32), of(F32, 5, 2), of(F32, 6, 16, 32), tables, lens, starts),
+            {"k": 4, "return_slots": True},
+        ),
         "compress_write_kv_cache": (
             (of(F32, 3, 8, 64), of(F32, 5, 2, 64), of(F32, 4, 64), state, *norm_and_rope, tables, lens, lens, starts),
             {"ratio": 4, "overlap": False, "eps": 1e-6},
@@ -60,6 +64,7 @@ NAMED = {
     "mla_decode": ("cu_seqlens_q",),
     "mla_prefill": ("cu_seqlens_q", "cu_seqlens_kv"),
     "mla_prefill_kv": ("cu_seqlens_q", "cu_seqlens_kv"),
+    "indexer_topk": ("cu_seqlens_q",),
     "compress_kv": ("state_slots", "seq_lens", "cu_seqlens_q"),
     "compress_write_kv_cache": ("state_slots", "seq_lens", "cu_seqlens_q"),
 }

@@ -146,6 +146,7 @@ def usual_calls() -> tuple[UsualCall, ...]:
               softmax_scale=0.135),
         usual("indexer_logits", "V3.2", *index),
         usual("select_topk", "V3.2", of((64, 4096), f32), tokens, 2048),
+        usual("indexer_topk", "V3.2", *index, 2048),
         usual("compress_kv", "V4, ratio 4", of((512, 2, 1024), f32), of((4, 1024), f32), state, state_slots=lens,
               seq_lens=lens, cu_seqlens_q=starts, ratio=4, overlap=True),
         usual("compress_write_kv_cache", "V4, ratio 4", of((512, 37440), jnp.uint8), of((512, 2, 1024), f32),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
+import importlib.util
 import multiprocessing
 import os
 import signal
@@ -61,16 +62,21 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_compile(args: argparse.Namespace) -> int:
     """Compile the kernels that the cache lacks. Returns 1 if one doesn't compile or can't be stored; ValueError for an
-    illegal config, ValueError or OSError for a directory that nothing can be stored in."""
+    illegal config or architecture, ModuleNotFoundError without the CuTe DSL, ValueError or OSError for a directory that
+    nothing can be stored in."""
     if args.jobs < 1:
         raise ValueError(f"--jobs: got {args.jobs}; legal: an int >= 1")
     named = [KERNELS[name] for name in args.kernel or KERNELS]
-    # If no kernel is for the architecture, compiling one raises the error that says so.
-    kernels = [kernel for kernel in named if args.arch in kernel.archs] or named
+    kernels = [kernel for kernel in named if args.arch in kernel.archs]
+    if not kernels:
+        legal = dict.fromkeys(arch for kernel in named for arch in kernel.archs)
+        raise ValueError(f"--arch: got {args.arch!r}; legal: {', '.join(legal)}")
     wanted = [(kernel, config) for text in args.config for kernel, config in configs(text, kernels)]
     wanted = list(dict.fromkeys(wanted))
     object_cache.check_writable()  # what is compiled into nowhere helps nobody
     missing = [each for each in wanted if not object_cache.is_stored(*each, args.arch)]
+    if missing and importlib.util.find_spec("cutlass") is None:  # once, not for each of them
+        raise ModuleNotFoundError("compiling needs the CuTe DSL, package nvidia-cutlass-dsl", name="cutlass")
     if len(wanted) > len(missing):
         print(f"{len(wanted) - len(missing)} of {len(wanted)} in the cache already")
     failures = _compile_all(missing, args.arch, args.jobs)
@@ -95,7 +101,7 @@ def configs(text: str, kernels: Sequence[Kernel]) -> list[tuple[Kernel, Config]]
             found.append((kernel, kernel.from_options({**dict(presets[preset] if preset else ()), **given})))
     if not found:
         known = sorted({name for kernel in kernels for name, _ in kernel.presets})
-        raise ValueError(f"--config: got preset {preset!r}; legal: {', '.join(known)}, or NAME=VALUE")
+        raise ValueError(f"--config: got preset {preset!r}; legal: {', '.join([*known, 'NAME=VALUE'])}")
     return found
 
 
@@ -241,6 +247,10 @@ def run_cache(args: argparse.Namespace) -> int:
     if args.action == "verify":
         summary += f"; {len(damaged)} damaged"
     print(summary)
+    programs = [path for path in object_cache.programs_directory().glob("*") if path.is_file()]
+    if programs and args.action == "list":
+        size = _megabytes(sum(path.stat().st_size for path in programs))
+        print(f"{len(programs)} files of jax's compilation cache, {size} in {object_cache.programs_directory()}")
     return 1 if args.action == "verify" and damaged else 0
 
 

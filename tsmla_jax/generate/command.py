@@ -166,7 +166,8 @@ def _generate(args: argparse.Namespace) -> None:
 
     checkpoint = Path(args.checkpoint)
     if not checkpoint.is_dir():
-        raise ValueError(f"--checkpoint {checkpoint}: there is no such directory")
+        why = "a file; legal: the directory that holds it" if checkpoint.exists() else "there is no such directory"
+        raise ValueError(f"--checkpoint {checkpoint}: {why}")
     _check_bounds(args)
     config = ModelConfig.from_hf(checkpoint)
     num_pages = args.cache_pages
@@ -281,7 +282,7 @@ def keep_compiled_programs() -> None:
 
     # The value is an attribute that jax's types do not know.
     if getattr(jax.config, "jax_compilation_cache_dir") is None:  # noqa: B009
-        jax.config.update("jax_compilation_cache_dir", str(object_cache.directory() / "xla"))
+        jax.config.update("jax_compilation_cache_dir", str(object_cache.programs_directory()))
 
 
 def _say_compiling(step: str, seconds: float | None) -> None:

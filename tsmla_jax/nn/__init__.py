@@ -14,6 +14,7 @@ from tsmla_jax.nn.mla import functional
 from tsmla_jax.nn.mla.config import MLAConfig
 from tsmla_jax.nn.mla.weights import WEIGHTS, param_shapes
 from tsmla_jax.nn.rope import YarnConfig
+from tsmla_jax.nn.segments import Segments, segment_attention, segment_attention_kv
 from tsmla_jax.nn.step import Step
 from tsmla_jax.nn.v4 import V4Config
 from tsmla_jax.nn.v32 import V32Config
@@ -30,6 +31,7 @@ __all__ = [
     "MLAConfig",
     "MLAttention",
     "Params",
+    "Segments",
     "Step",
     "V4Attention",
     "V4Config",
@@ -44,6 +46,8 @@ __all__ = [
     "param_shapes",
     "param_specs",
     "params_from_hf",
+    "segment_attention",
+    "segment_attention_kv",
     "v4",
     "v32",
 ]

@@ -19,10 +19,22 @@ from tsmla_kernels.contract import CacheGatherSpec, CacheWriteSpec, DecodeSpec, 
 enabled = values.enabled
 
 
-def decode(spec: DecodeSpec, seq_lens: jax.Array, block_tables: jax.Array, cu_seqlens_q: jax.Array | None) -> jax.Array:
-    """seq_lens, behind the check that lengths fit the table, used pages exist and cu_seqlens_q is sound."""
-    offsets = () if cu_seqlens_q is None else (cu_seqlens_q,)
-    return behind(partial(values.decode, spec), seq_lens, block_tables, *offsets)
+def decode(
+    spec: DecodeSpec,
+    seq_lens: jax.Array,
+    block_tables: jax.Array,
+    cu_seqlens_q: jax.Array | None,
+    visible_lens: jax.Array | None = None,
+) -> jax.Array:
+    """seq_lens, behind the check that lengths fit the table, used pages exist, cu_seqlens_q is sound and no token sees
+    more keys than there are."""
+    optional = {"cu_seqlens_q": cu_seqlens_q, "visible_lens": visible_lens}
+    given = {name: array for name, array in optional.items() if array is not None}
+
+    def check(seq_lens: np.ndarray, block_tables: np.ndarray, *others: np.ndarray) -> None:
+        values.decode(spec, seq_lens, block_tables, **dict(zip(given, others, strict=True)))
+
+    return behind(check, seq_lens, block_tables, *given.values())
 
 
 def prefill(spec: PrefillSpec, cu_seqlens_q: jax.Array, cu_seqlens_kv: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ from tsmla_jax.ops.compress_write_kv_cache import api as compress_write_kv_cache
 from tsmla_jax.ops.gather_kv_cache import api as gather_kv_cache
 from tsmla_jax.ops.indexer_logits import api as indexer_logits
 from tsmla_jax.ops.indexer_quantize import api as indexer_quantize
+from tsmla_jax.ops.indexer_topk import api as indexer_topk
 from tsmla_jax.ops.merge_attention_states import api as merge_attention_states
 from tsmla_jax.ops.mla_decode import api as mla_decode
 from tsmla_jax.ops.mla_prefill import api as mla_prefill
@@ -37,6 +38,7 @@ OPERATIONS = {
         compress_write_kv_cache,
         indexer_logits,
         select_topk,
+        indexer_topk,
         indexer_quantize,
         write_indexer_cache,
         write_packed_kv_cache,

@@ -29,6 +29,8 @@ from tsmla_kernels.kernel import Config, Kernel
 MAX_SLOTS = 2**31
 """Slots are int32."""
 
+_NO_MESH = jax.sharding.AbstractMesh((), ())
+
 Partition = tuple[tuple[P, ...], Any]
 """The specs of operands, and of the results."""
 
@@ -73,6 +75,12 @@ def transformable(
         pages, *others = operands[0].spec
 
         def local(*arrays: jax.Array) -> Any:
+            # What one device computes has no mesh, whatever jax.set_mesh has set: jax 0.12 would leave annotations of
+            # shardings in it, which nothing resolves any more.
+            with jax.sharding.use_abstract_mesh(_NO_MESH):
+                return on_shapes(*arrays)
+
+        def on_shapes(*arrays: jax.Array) -> Any:
             if summed is not None and others[0] is not None:
                 parts = on_device(*arrays)
                 total = lax.psum(parts[summed].astype(jnp.float32), others[0]).astype(parts[summed].dtype)

@@ -2,7 +2,39 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+
+
+class Deal(NamedTuple):
+    """How keys are dealt out: `world` ranks take turns of `interleave` keys. rank: this one's number."""
+
+    world: int
+    rank: int
+    interleave: int
+
+
+def visible_keys(
+    starts: torch.Tensor, all_lens: torch.Tensor, local_lens: torch.Tensor, num_tokens: int, deal: Deal
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """For query tokens under the causal rule: the request of each, [T] int64, and how many of the rank's keys it sees,
+    [T] int32. Made on the device, without a value on the host.
+
+    Args:
+      starts: [B + 1] int32, the first token of each request, and the end. Tokens behind it are padding, which sees
+        nothing and counts as the last request's.
+      all_lens, local_lens: [B] int32, the keys of each request, new ones included, and those that the rank holds.
+      num_tokens: T.
+    """
+    token = torch.arange(num_tokens, dtype=torch.int32, device=starts.device)
+    request = torch.searchsorted(starts[1:], token, right=True)
+    is_padding = request >= len(local_lens)
+    request = request.clamp(max=len(local_lens) - 1)
+    behind = starts[1:][request] - 1 - token  # query tokens of the request that follow this one
+    visible = held_keys(all_lens[request] - behind, *deal)
+    visible = torch.minimum(visible, local_lens[request]).masked_fill(is_padding, 0)
+    return request, visible.to(torch.int32)
 
 
 def held_keys(count: torch.Tensor, world: int, rank: int, interleave: int) -> torch.Tensor:

@@ -19,13 +19,15 @@ class Engine(NamedTuple):
     """An engine with a plug-in.
 
     distribution: its name. tested: the versions whose own code the tests run, oldest first. significant: how many
-    numbers of a version must equal a tested one's. flags: the command line that chooses the backends.
+    numbers of a version must equal a tested one's. flags: the command line that chooses the backends. sparse_flags: the
+    one for models with DeepSeek-V3.2's sparse attention, None where there is no backend for them.
     """
 
     distribution: str
     tested: tuple[str, ...]
     significant: int
     flags: str
+    sparse_flags: str | None = None
 
 
 VLLM = Engine(
@@ -33,6 +35,7 @@ VLLM = Engine(
     ("0.26.0", "0.30.0", "0.33.0"),
     2,
     """--attention-backend CUSTOM --attention-config '{"mla_prefill_backend": "CUSTOM"}'""",
+    "TSMLA_VLLM=sparse in the environment, and --attention-backend CUSTOM",
 )
 SGLANG = Engine("sglang", ("0.5.23",), 3, "--attention-backend tsmla --page-size 64")
 ENGINES = (VLLM, SGLANG)
@@ -41,12 +44,13 @@ ENGINES = (VLLM, SGLANG)
 @dataclass(frozen=True)
 class Found:
     """What `tsmla doctor` says of an engine. version: None where it isn't installed. status: whether that version was
-    tested, in words. flags: the command line that chooses the backends."""
+    tested, in words. flags, sparse_flags: as of the Engine."""
 
     engine: str
     version: str | None
     status: str
     flags: str
+    sparse_flags: str | None = None
 
 
 def examine() -> tuple[Found, ...]:
@@ -60,6 +64,8 @@ def render(found: Iterable[Found]) -> list[str]:
     for engine in found:
         lines.append(f"  {engine.engine:8}{engine.version or 'not installed':16}{engine.status}")
         lines.append(f"          {engine.flags}")
+        if engine.sparse_flags is not None:
+            lines.append(f"          DeepSeek-V3.2, GLM-5: {engine.sparse_flags}")
     return lines
 
 
@@ -73,7 +79,7 @@ def version_of(distribution: str) -> str | None:
 
 def _examine(engine: Engine, version: str | None) -> Found:
     status = f"tested: {', '.join(engine.tested)}" if version is None else status_of(engine, version)
-    return Found(engine.distribution, version, status, engine.flags)
+    return Found(engine.distribution, version, status, engine.flags, engine.sparse_flags)
 
 
 def status_of(engine: Engine, version: str) -> str:

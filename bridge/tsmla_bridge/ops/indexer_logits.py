@@ -86,7 +86,7 @@ def _score(
     shape = spec.num_tokens, spec.max_pages * spec.cache.page_size
 
     def why_not() -> list[str]:
-        found = loaded_kernels.reasons(INDEXER_LOGITS, q.device) or [*logits_reasons(spec), *_unreadable(given)]
+        found = loaded_kernels.reasons(INDEXER_LOGITS, q.device) or [*logits_reasons(spec), *unreadable_tensors(given)]
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given.values()):
             found.append("a derivative is asked for; the kernel has none")
         return found
@@ -104,8 +104,8 @@ def _score(
     return out
 
 
-def _unreadable(given: dict[str, torch.Tensor]) -> list[str]:
-    """Why the kernel can't read the tensors: they have gaps, or are not aligned."""
+def unreadable_tensors(given: dict[str, torch.Tensor]) -> list[str]:
+    """Why the kernel can't read the tensors of a call by name: they have gaps, or are not aligned."""
     found = []
     for name, tensor in given.items():
         aligned = tensor.dtype == torch.int32 or tensor.data_ptr() % loaded_kernels.ROW_ALIGN == 0

@@ -30,6 +30,7 @@ def mla_decode(
     cu_seqlens_q: torch.Tensor | None = None,
     max_q_len: int | None = None,
     causal: bool = True,
+    visible_lens: torch.Tensor | None = None,
     q_scale: Scale | None = None,
     kv_scale: Scale | None = None,
     return_lse: bool = False,
@@ -62,6 +63,10 @@ def mla_decode(
       cu_seqlens_q, max_q_len: [B + 1] int32, row where each request's query tokens start, and their end, and the bound
         on a request's; with ragged q only. Rows past the bound give 0, -inf.
       causal: query i of S sees key j iff j < seq_len - (S - 1) + i; otherwise iff j < seq_len.
+      visible_lens: [B, S] or, with ragged q, [T] int32, in place of the causal rule: the token sees the first
+        visible_lens keys of its request, at most seq_len of them. For decode context parallelism, where a rank holds
+        others of a request's keys for each of its tokens. On a GPU only with implementation="cute": that kernel has
+        not been run on one by us.
       q_scale, kv_scale: q holds query / q_scale and kv_cache holds kv / kv_scale; None is 1. Float or float32 scalar
         tensor; a tensor is read on the device at every call, and at every replay of a CUDA graph. Scales are positive
         and finite; that is checked of numbers, and a tensor with another value gives rows without meaning.
@@ -103,16 +108,18 @@ def mla_decode(
         and (batch_invariant is True or batch_invariant is False)
         and not compiling
     )
-    plan = plan_of_latest(q, kv_cache, block_tables, seq_lens, cu_seqlens_q, options) if usual else None
+    plan = None
+    if usual:
+        plan = plan_of_latest(q, kv_cache, block_tables, seq_lens, cu_seqlens_q, options, visible_lens)
     if plan is None:
-        named = DecodeOptions(*options)
+        named, others = DecodeOptions(*options), (kv_cache, block_tables, seq_lens, cu_seqlens_q, visible_lens)
         if compiling or operators.is_traced(q, kv_cache):
-            inputs = DecodeInputs(_concatenated(q), kv_cache, block_tables, seq_lens, cu_seqlens_q)
+            inputs = DecodeInputs(_concatenated(q), *others)
             _check_scales(softmax_scale, q_scale, kv_scale)
             pair = scales.product(softmax_scale, q_scale, kv_scale, kv_scale)
             return call_operator(inputs, pair, named, return_lse, out, lse, workspace)
         query, rope = (q, None) if isinstance(q, torch.Tensor) else _apart(q, implementation)
-        plan = plan_for(DecodeInputs(query, kv_cache, block_tables, seq_lens, cu_seqlens_q, rope), named)
+        plan = plan_for(DecodeInputs(query, *others, rope), named)
     elif type(q) is tuple:
         query, rope = q
     if type(softmax_scale) is not float or not 0.0 < softmax_scale < math.inf or q_scale is not None:
@@ -127,7 +134,7 @@ def mla_decode(
         pair = _checked_pair(query, softmax_scale, None, kv_scale)
     result, result_lse = plan.run(
         query, kv_cache, block_tables, seq_lens, cu_seqlens_q,
-        pair=pair, return_lse=return_lse, out=out, lse=lse, workspace=workspace, q_rope=rope,
+        pair=pair, return_lse=return_lse, out=out, lse=lse, workspace=workspace, q_rope=rope, visible_lens=visible_lens,
     )  # fmt: skip
     return result if result_lse is None else (result, result_lse)
 
@@ -164,6 +171,7 @@ def _run_operator(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     cu_seqlens_q: torch.Tensor | None,
+    visible_lens: torch.Tensor | None,
     pair_tensor: torch.Tensor | None,
     logit_scale: float,
     out_scale: float,
@@ -173,10 +181,12 @@ def _run_operator(
     lse: torch.Tensor | None = None,
     workspace: Workspace | None = None,
 ) -> Results:
-    inputs = DecodeInputs(q, kv_cache, block_tables, seq_lens, cu_seqlens_q)
+    inputs = DecodeInputs(q, kv_cache, block_tables, seq_lens, cu_seqlens_q, visible_lens)
     pair = (logit_scale, out_scale) if pair_tensor is None else pair_tensor
     plan = plan_for(inputs, DecodeOptions(*options))
-    return plan.run(*inputs[:5], pair=pair, return_lse=return_lse, out=out, lse=lse, workspace=workspace)
+    return plan.run(
+        *inputs[:5], pair=pair, return_lse=return_lse, out=out, lse=lse, workspace=workspace, visible_lens=visible_lens
+    )
 
 
 def _run_operator_into(*arguments: Any) -> None:
@@ -186,7 +196,7 @@ def _run_operator_into(*arguments: Any) -> None:
 
 
 _PARAMETERS = (
-    "Tensor q, Tensor kv_cache, Tensor block_tables, Tensor seq_lens, Tensor? cu_seqlens_q,"
+    "Tensor q, Tensor kv_cache, Tensor block_tables, Tensor seq_lens, Tensor? cu_seqlens_q, Tensor? visible_lens,"
     f" {operators.PAIR_SCHEMA}, int latent_dim, SymInt? max_q_len, bool causal, bool batch_invariant,"
     " str? implementation"
 )
@@ -225,7 +235,7 @@ def call_operator(
     return operators.call_attention(
         torch.ops.tsmla.mla_decode,
         torch.ops.tsmla.mla_decode_into,
-        (*inputs[:5], *operators.pair_arguments(pair), *options),
+        (*inputs[:6], *operators.pair_arguments(pair), *options),
         lambda: operators.new_results(inputs.q, options.latent_dim),
         return_lse,
         out,

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from tsmla_bridge import operators, sparse_reference
+from tsmla_bridge.ops.cache_ops import proven_slots
 from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, tensors
 from tsmla_kernels.catalog import INDEXER_QUANTIZE, WRITE_INDEXER_CACHE, WRITE_PACKED_KV_CACHE
-from tsmla_kernels.contract import packed, values
+from tsmla_kernels.contract import packed, rules, values
 from tsmla_kernels.kernel import Config, Kernel
 from tsmla_kernels.sparse_cache import config as packed_config
 
@@ -41,7 +42,8 @@ def write_packed_kv_cache(
     Args:
       kv_cache: uint8 [P, Z, 656] or [P, 1, Z, 656].
       latent: [T, 512], the normalised latents; k_rope: [T, 64]; floats.
-      slot_mapping: [T] int32, slot = page * Z + offset; -1 skips the token. Slots must differ.
+      slot_mapping: [T] int32 or int64, as write_kv_cache's: slot = page * Z + offset; -1 skips the token. Slots must
+        differ.
       cos, sin: [T, 32] float32 of each token's position: k_rope is rotated in float32 and rounded to its dtype first.
       rope_interleave: whether the pairs of k_rope are columns 2i and 2i + 1; otherwise i and i + 32.
       rope_layout: "interleaved" or "halves", the order of the rotated columns in the cache.
@@ -77,6 +79,7 @@ def _write_packed(
         scales={},
         rope_interleave=rope_interleave,
         rope_layout=rope_layout,
+        slot_dtypes=rules.SLOTS,
     )
     rows = {"latent": latent, "k_rope": k_rope, **_given(cos, sin)}
 
@@ -94,6 +97,7 @@ def _write_packed(
         with torch.no_grad():
             sparse_reference.write_packed_kv_cache(spec, kv_cache, latent, k_rope, slot_mapping, cos, sin)
         return
+    spec, arrays["slot_mapping"] = proven_slots(spec, slot_mapping, implementation)
     config = packed_config.packed_write_config(spec)
     _launch(WRITE_PACKED_KV_CACHE, config, arrays | _given(cos, sin), {"new_kv_cache": kv_cache}, tuple(rows))
 
@@ -147,6 +151,7 @@ def _write_keys(
         scales={},
         rope_offset=rope_offset,
         rope_layout=rope_layout,
+        slot_dtypes=rules.SLOTS,
     )
     rows = {"k": k, **_given(cos, sin)}
 
@@ -164,6 +169,7 @@ def _write_keys(
         with torch.no_grad():
             sparse_reference.write_indexer_cache(spec, k_cache, k, slot_mapping, cos, sin)
         return
+    spec, arrays["slot_mapping"] = proven_slots(spec, slot_mapping, implementation)
     config = packed_config.indexer_write_config(spec)
     _launch(WRITE_INDEXER_CACHE, config, arrays | _given(cos, sin), {"new_k_cache": k_cache}, tuple(rows))
 
@@ -244,7 +250,8 @@ def _unreadable(dense: dict[str, torch.Tensor], rows: dict[str, torch.Tensor]) -
     """Why the kernels can't read the tensors: `dense` ones must have no gaps, `rows` one stride, and both must be
     aligned."""
     for name, tensor in dense.items():
-        aligned = tensor.dtype == torch.int32 or tensor.data_ptr() % loaded_kernels.ROW_ALIGN == 0
+        is_index = tensor.dtype in (torch.int32, torch.int64)
+        aligned = is_index or tensor.data_ptr() % loaded_kernels.ROW_ALIGN == 0
         if not (tensor.is_contiguous() and aligned):
             yield loaded_kernels.unreadable(name, tensor)
     for name, tensor in rows.items():

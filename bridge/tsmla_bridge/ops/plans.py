@@ -11,7 +11,6 @@ a mode of torch's must see the call, all their properties are looked up (`plan_f
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -41,6 +40,7 @@ class DecodeInputs(NamedTuple):
     block_tables: torch.Tensor
     seq_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor | None
+    visible_lens: torch.Tensor | None = None
     q_rope: torch.Tensor | None = None
 
     def joined(self) -> DecodeInputs:
@@ -59,11 +59,18 @@ class DecodeOptions(NamedTuple):
 
 
 _plans: dict[Any, Any] = {}  # of all operations: options of two of them are never equal
-_latest: dict[tuple[Any, ...], Any] = {}  # by the options; for queries in two tensors by (DecodeOptions, True)
+# By the options; where mla_decode has queries in two tensors or visible_lens, by (DecodeOptions, the one, the other).
+_latest: dict[tuple[Any, ...], Any] = {}
 
 
 def plan_of_latest(
-    q: Any, kv_cache: Any, block_tables: Any, seq_lens: Any, cu_seqlens_q: Any, options: tuple[Any, ...]
+    q: Any,
+    kv_cache: Any,
+    block_tables: Any,
+    seq_lens: Any,
+    cu_seqlens_q: Any,
+    options: tuple[Any, ...],
+    visible_lens: Any = None,
 ) -> Plan | None:
     """The plan of the latest call with these DecodeOptions if the tensors are like that call's; else None. q may be a
     pair of tensors.
@@ -71,10 +78,11 @@ def plan_of_latest(
     Takes the tensors one by one, and the options as any equal tuple: to make both NamedTuples would cost a tenth of an
     eager call on the host."""
     try:
-        if type(q) is tuple:
-            latent, rope = q
-            plan, lengths = _latest[options, True], () if cu_seqlens_q is None else (cu_seqlens_q,)
-            return plan if plan.is_like(latent, kv_cache, block_tables, seq_lens, *lengths, rope) else None
+        if type(q) is tuple or visible_lens is not None:
+            parts = q if type(q) is tuple else (q,)
+            plan = _latest[options, len(parts) == 2, visible_lens is not None]
+            given = [tensor for tensor in (cu_seqlens_q, visible_lens, *parts[1:]) if tensor is not None]
+            return plan if plan.is_like(parts[0], kv_cache, block_tables, seq_lens, *given) else None
         plan = _latest[options]
         if cu_seqlens_q is None:
             return plan if plan.is_like(q, kv_cache, block_tables, seq_lens) else None
@@ -95,7 +103,9 @@ def latest(options: tuple[Any, ...], *given: Any) -> Any | None:
 
 def plan_for(inputs: DecodeInputs, options: DecodeOptions) -> Plan:
     """The plan of a call; raises as mla_decode does, except for the scales."""
-    plan: Plan = find(inputs, options, _make_plan, None if inputs.q_rope is None else (options, True))
+    split_q, visible_lens = inputs.q_rope is not None, inputs.visible_lens is not None
+    key = (options, split_q, visible_lens) if split_q or visible_lens else None
+    plan: Plan = find(inputs, options, _make_plan, key)
     return plan
 
 
@@ -142,7 +152,7 @@ def _make_plan(inputs: DecodeInputs, options: DecodeOptions) -> Plan:
         contract.decode_spec,
         described,
         scales={"softmax_scale": 1.0},  # scales are no part of a plan; the caller checks them
-        optional=("cu_seqlens_q",),
+        optional=("cu_seqlens_q", "visible_lens"),
         latent_dim=options.latent_dim,
         max_q_len=options.max_q_len,
         causal=options.causal,
@@ -157,6 +167,7 @@ def _make_plan(inputs: DecodeInputs, options: DecodeOptions) -> Plan:
             reasons = blackwell.decode_reasons(spec)
         else:
             reasons = loaded_kernels.reasons(MLA_DECODE, device) + sm90_decode.decode_reasons(spec)
+            reasons += sm90_decode.untested_reasons(spec) if options.implementation is None else []
         if reasons:
             raise contract.not_runnable("mla_decode", "cute", reasons)
     if 0 in (spec.batch, spec.total_q_len, spec.max_pages, spec.num_pages):
@@ -188,11 +199,13 @@ class Plan:
         lse: torch.Tensor | None,
         workspace: Workspace | int | None,
         q_rope: torch.Tensor | None = None,
+        visible_lens: torch.Tensor | None = None,
     ) -> Results:
         """out, and lse if it is asked for. `workspace` may be an address that `address_in` returned.
 
         The parameters are separate, and passed by name: a bundle of them would take 0.4 us of each call to make."""
-        inputs = DecodeInputs(q, tensors.without_head_axis(kv_cache), block_tables, seq_lens, cu_seqlens_q, q_rope)
+        kv_cache = tensors.without_head_axis(kv_cache)
+        inputs = DecodeInputs(q, kv_cache, block_tables, seq_lens, cu_seqlens_q, visible_lens, q_rope)
         assert not isinstance(workspace, int)  # address_in gives these plans none
         return self.layout.hand_over(self.attend(inputs.joined(), pair, workspace), return_lse, out, lse)
 
@@ -202,18 +215,13 @@ class Plan:
 
     def check(self, inputs: DecodeInputs) -> None:
         """Check the data of a call if TSMLA_CHECK asks for it."""
-        data_checks.check(values.decode, self.spec, inputs.seq_lens, inputs.block_tables, inputs.cu_seqlens_q)
+        data_checks.check(
+            values.decode, self.spec, inputs.seq_lens, inputs.block_tables, inputs.cu_seqlens_q, inputs.visible_lens
+        )
 
     def address_in(self, buffer: torch.Tensor) -> int | None:
         """The address in this memory where a call can have its intermediate results; None if it can't."""
         return None
-
-
-class LaunchPart(NamedTuple):
-    """A launch that serves some of a call's requests, and how many bytes its operands lie behind those of the call."""
-
-    launch: Callable[[int, tuple[int, ...]], None]
-    offsets: tuple[int, ...]
 
 
 class EmptyPlan(Plan):
@@ -228,7 +236,7 @@ class ReferencePlan(Plan):
 
     def attend(self, inputs: DecodeInputs, pair: Pair, workspace: Workspace | None) -> Computed:
         self.check(inputs)
-        return reference.mla_decode(self.spec, *inputs[:5], *pair)
+        return reference.mla_decode(self.spec, *inputs[:6], *pair)
 
 
 class BlackwellPlan(Plan):
@@ -249,7 +257,8 @@ class KernelPlan(Plan):
         q, block_tables = inputs.q, inputs.block_tables
         rope = inputs.q_rope
         heads_first = rope is not None and not q.is_contiguous()
-        for name, tensor in (("seq_lens", inputs.seq_lens), ("cu_seqlens_q", inputs.cu_seqlens_q), ("q", q)):
+        for name in ("seq_lens", "cu_seqlens_q", "visible_lens", "q"):
+            tensor = getattr(inputs, name)
             if tensor is not None and not (heads_first and tensor is q):
                 tensors.check_dense(name, tensor)
         self.device = q.device
@@ -273,12 +282,13 @@ class KernelPlan(Plan):
         rope_step = 0 if rope is None else tensors.row_step(rope)
         launcher = loaded_kernels.launcher(MLA_DECODE, config, index)
         row_bytes = {  # of a request's rows, by operand; a ragged call's rows lie where its offsets say
+            "visible_lens": spec.max_q_len * ITEMSIZE["int32"],
             "q": spec.max_q_len * spec.num_heads * config.q_dim * ITEMSIZE[spec.q_dtype],
             "q_rope": spec.max_q_len * spec.num_heads * rope_step * ITEMSIZE[spec.q_dtype],
             "out": spec.max_q_len * spec.num_heads * spec.latent_dim * ITEMSIZE[spec.out_dtype],
             "lse": spec.max_q_len * spec.num_heads * ITEMSIZE["float32"],
         }
-        self.parts: list[LaunchPart] = []
+        parts: list[loaded_kernels.LaunchPart] = []
         for first, stop in launches:
             count = stop - first
             part_rows = rows if spec.ragged else count * spec.max_q_len * spec.num_heads
@@ -290,6 +300,7 @@ class KernelPlan(Plan):
                 "block_tables": (count, width),
                 "seq_lens": (count,),
                 "cu_seqlens_q": (count + spec.ragged,),
+                **({"visible_lens": (part_rows // spec.num_heads,)} if spec.visible_lens else {}),
                 "scales": (2,),
                 "out": (part_rows, spec.latent_dim),
                 "lse": (part_rows,),
@@ -298,8 +309,8 @@ class KernelPlan(Plan):
             loaded_kernels.check_operands(launcher, tuple(operands))
             steps = {"block_tables": 4 * width, "seq_lens": 4, "cu_seqlens_q": 4, **({} if spec.ragged else row_bytes)}
             offsets = tuple(first * steps.get(name, 0) for name in operands)
-            self.parts.append(LaunchPart(launcher.bind(tuple(operands.values())), offsets))
-        self.launch = self.parts[0].launch if len(self.parts) == 1 else self.launch_parts
+            parts.append(loaded_kernels.LaunchPart(launcher.bind(tuple(operands.values())), offsets))
+        self.launch = loaded_kernels.all_of(parts)
         # Under TSMLA_CHECK as it is now: to read the environment would be a tenth of what a call costs on the host.
         self.checked = values.enabled()
         memory = decode_layout(config, sms, spec.batch, width, rows)
@@ -309,11 +320,6 @@ class KernelPlan(Plan):
         self.new_out = (layout.shape, layout.strides, layout.dtype)
         self.new_lse = (layout.rows, layout.row_strides, layout.lse_dtype)
         self.has_fast_path = not (self.checked or self.page_step > 1 or self.table_is_slice or spec.ragged)
-
-    def launch_parts(self, stream: int, addresses: tuple[int, ...]) -> None:
-        """Launch a call of several launches, one after the other in the same workspaces."""
-        for part in self.parts:
-            part.launch(stream, tuple(map(operator.add, addresses, part.offsets)))
 
     def address_in(self, buffer: torch.Tensor) -> int | None:
         address = buffer.data_ptr()
@@ -339,12 +345,14 @@ class KernelPlan(Plan):
         lse: torch.Tensor | None,
         workspace: Workspace | int | None,
         q_rope: torch.Tensor | None = None,
+        visible_lens: torch.Tensor | None = None,
     ) -> Results:
         if devices.current_device() != self.index:
             with torch.cuda.device(self.index):
                 return self.run(
                     q, kv_cache, block_tables, seq_lens, cu_seqlens_q,
                     pair=pair, return_lse=return_lse, out=out, lse=lse, workspace=workspace, q_rope=q_rope,
+                    visible_lens=visible_lens,
                 )  # fmt: skip
         if out is None and lse is None and (return_lse is False or return_lse is True):  # the usual, in one step
             out = devices.new_tensor(*self.new_out)
@@ -354,7 +362,7 @@ class KernelPlan(Plan):
             out, lse = self.layout.take(return_lse, out, lse)
         stream = devices.current_stream(self.index)
         if not self.has_fast_path:
-            block_tables = self.prepare(block_tables, seq_lens, cu_seqlens_q, out, lse)
+            block_tables = self.prepare(block_tables, seq_lens, cu_seqlens_q, visible_lens, out, lse)
         lens_address = seq_lens.data_ptr()
         first, second, third = self.offsets
         pair_on_device = scales.on_device(pair, self.index, stream)
@@ -380,6 +388,7 @@ class KernelPlan(Plan):
                     block_tables.data_ptr(),
                     lens_address,
                     lens_address if cu_seqlens_q is None else cu_seqlens_q.data_ptr(),  # never read without it
+                    *(() if visible_lens is None else (visible_lens.data_ptr(),)),
                     pair_on_device.data_ptr(),
                     out.data_ptr(),
                     base + self.lse_offset if lse is None else lse.data_ptr(),
@@ -398,12 +407,13 @@ class KernelPlan(Plan):
         block_tables: torch.Tensor,
         seq_lens: torch.Tensor,
         cu_seqlens_q: torch.Tensor | None,
+        visible_lens: torch.Tensor | None,
         out: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> torch.Tensor:
         """The steps that few calls need before their launch; returns the table as the kernel reads it."""
         if self.checked:
-            data_checks.check(values.decode, self.spec, seq_lens, block_tables, cu_seqlens_q)
+            data_checks.check(values.decode, self.spec, seq_lens, block_tables, cu_seqlens_q, visible_lens)
         if self.page_step > 1:
             block_tables = (block_tables * self.page_step).contiguous()
         elif self.table_is_slice:

@@ -10,11 +10,14 @@ import torch
 from tsmla_bridge import operators
 from tsmla_bridge.ops import plans
 from tsmla_bridge.ops.sparse_plans import SparseInputs, SparseOptions, make_plan
-from tsmla_bridge.runtime import scales, tensors
+from tsmla_bridge.runtime import loaded_kernels, scales, tensors
 from tsmla_bridge.runtime.results import Computed, Results
 from tsmla_bridge.runtime.scales import Factors
 from tsmla_bridge.runtime.tensors import Scale
 from tsmla_bridge.runtime.workspace import Workspace
+from tsmla_kernels.catalog import SPARSE_MLA
+from tsmla_kernels.contract.sparse import SparseMLASpec
+from tsmla_kernels.sm90.sparse import config as sm90_sparse
 
 
 def sparse_mla(
@@ -48,7 +51,8 @@ def sparse_mla(
     Z tokens a page. DeepSeek-V3.2 has D = 576, L = 512 and softmax_scale 192^-0.5 (times yarn's); V4 has D = L = 512.
 
     Args:
-      q: [T, H, D]; float16 or bfloat16; by definition also float8_e4m3fn, float32 and float64.
+      q: [T, H, D]; float16 or bfloat16; by definition also float8_e4m3fn, float32 and float64. The kernel of
+        float8_e4m3fn queries, over V3.2 and plain float8_e4m3fn rows, must be named: no GPU has run it yet.
       kv_cache: uint8 [P, Z, 656], V3.2 packed rows; uint8 [P, page_bytes], V4 packed pages; or plain [P, Z, D] of
         float8_e4m3fn, bfloat16 or float16, by definition of any float. The kernel takes up to 32 heads over plain rows
         of 16 bits, any number over 512 columns of bfloat16. Pages may lie a multiple of their size apart: one layer's
@@ -112,6 +116,11 @@ def sparse_mla(
         factors = scales.factors(softmax_scale, q_scale, kv_scale, compressed_kv_scale)
     result, result_lse = plan.run(inputs, factors, return_lse, out, lse, workspace)
     return result if result_lse is None else (result, result_lse)
+
+
+def warm(spec: SparseMLASpec, index: int, *, lengths: bool = False, sinks: bool = False) -> None:
+    """Load the kernel that serves `spec` on device `index`; lengths, sinks: for calls with these arguments."""
+    loaded_kernels.launcher(SPARSE_MLA, sm90_sparse.sparse_config(spec, lengths=lengths, sinks=sinks), index)
 
 
 # ---- the operators

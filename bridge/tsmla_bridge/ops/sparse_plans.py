@@ -18,6 +18,7 @@ from tsmla_kernels.contract import sparse as sparse_contract
 from tsmla_kernels.contract import values
 from tsmla_kernels.contract.layouts import CacheSpec
 from tsmla_kernels.contract.sparse import SparseMLASpec
+from tsmla_kernels.kernel import ITEMSIZE
 from tsmla_kernels.sm90.sparse import config as sm90_sparse
 
 
@@ -64,6 +65,8 @@ def make_plan(inputs: SparseInputs, options: SparseOptions) -> Plan:
         reasons = loaded_kernels.reasons(SPARSE_MLA, inputs.q.device) + sm90_sparse.sparse_reasons(spec)
         if reasons:
             raise contract.not_runnable("sparse_mla", "cute", reasons)
+        if implementation is None and (reasons := sm90_sparse.untested_reasons(spec)):
+            raise contract.not_runnable("sparse_mla", "None", reasons)
     if 0 in (spec.num_tokens, spec.num_selected):
         return EmptyPlan(spec, inputs)
     return ReferencePlan(spec, inputs) if by_definition else KernelPlan(spec, inputs)
@@ -136,22 +139,34 @@ class KernelPlan(Plan):
             sinks=inputs.sinks is not None,
             batch_invariant=spec.batch_invariant,
         )
-        sms, rows = devices.num_sms(index), spec.num_tokens * spec.num_heads
-        shapes = sm90_sparse.workspace_shapes(config, sms, spec.num_tokens, spec.num_selected)
-        operands = {
-            "q": (rows, spec.head_dim),
-            **{name: each.shape for name, each in zip(_CACHES, pages, strict=False)},
-            "indices": (spec.num_tokens, spec.num_selected),
-            **({} if inputs.lengths is None else {"lengths": (spec.num_tokens,)}),
-            **({} if inputs.sinks is None else {"sinks": (spec.num_heads,)}),
-            "scales": (sm90_sparse.NUM_SCALES,),
-            "out": (rows, spec.latent_dim),
-            "lse": (rows,),
-            **{name: shape for name, (shape, _) in shapes.items()},
-        }
+        sms = devices.num_sms(index)
         launcher = loaded_kernels.launcher(SPARSE_MLA, config, index)
-        loaded_kernels.check_operands(launcher, tuple(operands))
-        self.launch = launcher.bind(tuple(operands.values()))
+        row_bytes = {  # of a token, by operand
+            "q": spec.num_heads * spec.head_dim * ITEMSIZE[spec.q_dtype],
+            "indices": spec.num_selected * ITEMSIZE["int32"],
+            "lengths": ITEMSIZE["int32"],
+            "out": spec.num_heads * spec.latent_dim * ITEMSIZE[spec.out_dtype],
+            "lse": spec.num_heads * ITEMSIZE["float32"],
+        }
+        parts = []
+        for first, stop in sm90_sparse.launches(config, spec.num_tokens, spec.num_selected):
+            count = stop - first
+            shapes = sm90_sparse.workspace_shapes(config, sms, count, spec.num_selected)
+            operands = {
+                "q": (count * spec.num_heads, spec.head_dim),
+                **{name: each.shape for name, each in zip(_CACHES, pages, strict=False)},
+                "indices": (count, spec.num_selected),
+                **({} if inputs.lengths is None else {"lengths": (count,)}),
+                **({} if inputs.sinks is None else {"sinks": (spec.num_heads,)}),
+                "scales": (sm90_sparse.NUM_SCALES,),
+                "out": (count * spec.num_heads, spec.latent_dim),
+                "lse": (count * spec.num_heads,),
+                **{name: shape for name, (shape, _) in shapes.items()},
+            }
+            loaded_kernels.check_operands(launcher, tuple(operands))
+            offsets = tuple(first * row_bytes.get(name, 0) for name in operands)
+            parts.append(loaded_kernels.LaunchPart(launcher.bind(tuple(operands.values())), offsets))
+        self.launch = loaded_kernels.all_of(parts)
         # Under TSMLA_CHECK as it is now: to read the environment would be a tenth of what a call costs on the host.
         self.checked = values.enabled()
         memory = sparse_layout(config, sms, spec.num_tokens, spec.num_selected)

@@ -15,7 +15,7 @@ def check(checker: Callable[..., None], spec: object, *tensors: torch.Tensor | N
     """Call `checker`, a function of tsmla_kernels.contract.values, on the tensors' values if TSMLA_CHECK asks."""
     if not values.enabled():
         return
-    given = [tensor for tensor in tensors if tensor is not None]
+    given = [tensor for tensor in tensors if tensor is not None]  # the checkers take None for the others
     if given and devices.kind(given[0].device) == "cuda" and devices.is_capturing():
         return
-    checker(spec, *(tensor.cpu().numpy() for tensor in given))
+    checker(spec, *(None if tensor is None else tensor.cpu().numpy() for tensor in tensors))

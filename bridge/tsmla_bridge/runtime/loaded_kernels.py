@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -97,6 +99,24 @@ def run(kernel: Kernel, config: Config, index: int, stream: int, arrays: Mapping
     loaded = launcher(kernel, config, index)
     check_operands(loaded, tuple(arrays))
     loaded(stream, list(arrays.values()))
+
+
+class LaunchPart(NamedTuple):
+    """A launch that serves some of a call's requests or tokens, and how many bytes its operands lie behind those of the
+    call."""
+
+    launch: launch.Launch
+    offsets: tuple[int, ...]
+
+
+def all_of(parts: Sequence[LaunchPart]) -> launch.Launch:
+    """The launches of a call, one after the other in the same workspaces."""
+
+    def launch_all(stream: int, addresses: Sequence[int]) -> None:
+        for part in parts:
+            part.launch(stream, tuple(map(operator.add, addresses, part.offsets)))
+
+    return parts[0].launch if len(parts) == 1 else launch_all
 
 
 def view(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> launch.ArrayView:

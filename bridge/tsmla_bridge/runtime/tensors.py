@@ -23,7 +23,7 @@ Scale = float | torch.Tensor
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
-    for name in ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "int8", "uint8", "int32")
+    for name in ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "int8", "uint8", "int32", "int64")
 }
 
 

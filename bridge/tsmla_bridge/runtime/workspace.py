@@ -12,6 +12,7 @@ from tsmla_bridge.runtime.tensors import dtype_name
 from tsmla_kernels import contract
 from tsmla_kernels.kernel import ITEMSIZE
 from tsmla_kernels.sm90.decode import config as sm90_decode
+from tsmla_kernels.sm90.indexer import chunks as sm90_indexer
 from tsmla_kernels.sm90.sparse import config as sm90_sparse
 
 ALIGN = 256  # bytes, of every array in a workspace: cudaMalloc's alignment, and more than any operand needs
@@ -42,7 +43,8 @@ class Workspace:
     replayed at the same time need workspaces of their own.
 
     Args:
-      size: bytes; decode_workspace_size and sparse_workspace_size say how many a call needs.
+      size: bytes; decode_workspace_size, sparse_workspace_size and indexer_topk_workspace_size say how many a call
+        needs.
       device: where; the current CUDA device by default.
     """
 
@@ -93,8 +95,9 @@ def decode_layout(config: sm90_decode.DecodeConfig, num_sms: int, batch: int, ma
 
 
 def sparse_layout(config: sm90_sparse.SparseConfig, num_sms: int, num_tokens: int, num_selected: int) -> Layout:
-    """The sparse kernel's workspaces, and an lse for calls that return none."""
-    shapes: dict[str, Any] = dict(sm90_sparse.workspace_shapes(config, num_sms, num_tokens, num_selected))
+    """The workspaces of a call's largest launch, and an lse for calls that return none."""
+    largest = max((stop - first for first, stop in sm90_sparse.launches(config, num_tokens, num_selected)), default=0)
+    shapes: dict[str, Any] = dict(sm90_sparse.workspace_shapes(config, num_sms, largest, num_selected))
     return Layout({**shapes, "lse": ((num_tokens * config.num_heads,), "float32")})
 
 
@@ -109,6 +112,9 @@ def sparse_workspace_size(
 ) -> int:
     """Bytes that sparse_mla needs at most, for calls of up to max_tokens query tokens, over caches of any layout.
 
+    Some 17 MB hold the partial results of any number of tokens; batch_invariant calls need some 256 MB at most, because
+    many tokens take several launches.
+
     Args:
       max_tokens: T. num_heads: H. max_selected: K of indices, which matters for batch_invariant calls alone.
       dtype: of q.
@@ -116,7 +122,20 @@ def sparse_workspace_size(
     """
     sms = devices.num_sms(devices.index_of(torch.device("cuda" if device is None else device)))
     config = sm90_sparse.SparseConfig(dtype_name(dtype), num_heads, batch_invariant=batch_invariant)
-    return sparse_layout(config, sms, max_tokens, max_selected).size
+    # A call of fewer columns may put more tokens into a launch, and so need more.
+    columns = range(max(max_selected, 1), 0, -config.decode.block) if batch_invariant else (1,)
+    return max(sparse_layout(config, sms, max_tokens, selected).size for selected in columns)
+
+
+def indexer_topk_workspace_size(*, max_tokens: int, max_keys: int) -> int:
+    """Bytes that indexer_topk needs at most: 128 MiB, or what fewer tokens or more than 2,097,152 keys need.
+
+    Args:
+      max_tokens: T. max_keys: M * Z of the block table.
+    """
+    return sm90_indexer.workspace_bytes(
+        contract.static_int("max_tokens", max_tokens), contract.static_int("max_keys", max_keys)
+    )
 
 
 def decode_workspace_size(

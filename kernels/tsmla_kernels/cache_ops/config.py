@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_107a")
 INPUTS = ("bfloat16", "float16", "float32")
 CACHES = ("bfloat16", "float16", "float8_e4m3fn")
+PROVEN_SLOTS = ("int32",)
+"""Dtypes of slot mappings whose kernels have run on a GPU; those of others must be named."""
 STORE_BYTES = 16  # the widest store of a thread
 THREADS = 288  # the most threads of a CTA, unless one row needs more: 4 rows of 576 16-bit values, or 8 of fp8
 MAX_THREADS = 1024
@@ -57,6 +59,7 @@ class WriteConfig:
       in_dtype: of latent and k_rope. kv_dtype: of the cache.
       latent_dim: L. rope_dim: R.
       unroll: rows that a thread has in flight at once.
+      slot_dtype: of slot_mapping, "int32" or "int64".
     """
 
     in_dtype: str
@@ -64,6 +67,7 @@ class WriteConfig:
     latent_dim: int = 512
     rope_dim: int = 64
     unroll: int = 2
+    slot_dtype: str = "int32"
 
     @property
     def head_dim(self) -> int:
@@ -142,7 +146,7 @@ def write_reasons(spec: CacheWriteSpec) -> list[str]:
 
 def write_config(spec: CacheWriteSpec) -> WriteConfig:
     """The configuration that serves `spec`."""
-    return WriteConfig(spec.in_dtype, spec.kv_dtype, spec.latent_dim, spec.rope_dim)
+    return WriteConfig(spec.in_dtype, spec.kv_dtype, spec.latent_dim, spec.rope_dim, slot_dtype=spec.slot_dtype)
 
 
 def rope_write_reasons(spec: RopeWriteSpec) -> list[str]:

@@ -79,7 +79,7 @@ class WriteKvCache:
 
     Operands of the launcher: kv_cache [P, Z, D], which is not read; latent [T, L] and k_rope [T, R], or wider rows that
     begin with these columns, every row at a multiple of 16 bytes (k_rope is not read where R = 0); slot_mapping [T]
-    i32; kv_scale [1] f32; new_kv_cache, the same memory as kv_cache.
+    of config.slot_dtype; kv_scale [1] f32; new_kv_cache, the same memory as kv_cache.
     """
 
     def __init__(self, config: WriteConfig) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from tsmla_kernels.cache_ops import config as cache_config
-from tsmla_kernels.kernel import Kernel, Operand
+from tsmla_kernels.kernel import ITEMSIZE, Kernel, Operand
 from tsmla_kernels.options import cache_gather_spec, cache_write_spec, config_of, rope_write_spec
 
 
@@ -15,7 +15,7 @@ def cache_write_operands(config: cache_config.WriteConfig) -> tuple[Operand, ...
         Operand("kv_cache", config.kv_dtype, (None, None, config.head_dim), wide=True),
         Operand("latent", config.in_dtype, (None, None)),
         Operand("k_rope", config.in_dtype, (None, None)),
-        Operand("slot_mapping", "int32", (None,), align=4),
+        Operand("slot_mapping", config.slot_dtype, (None,), align=ITEMSIZE[config.slot_dtype]),
         Operand("kv_scale", "float32", (1,), align=4),
         Operand("new_kv_cache", config.kv_dtype, (None, None, config.head_dim), True, wide=True, alias="kv_cache"),
     )

@@ -50,7 +50,8 @@ class ResultDtypes:
 @dataclass(frozen=True)
 class DecodeSpec(ResultDtypes):
     """One call of mla_decode. For ragged queries max_q_len is the static bound on a request's query tokens and
-    total_q_len is T; for uniform ones max_q_len is S and total_q_len is B * S."""
+    total_q_len is T; for uniform ones max_q_len is S and total_q_len is B * S. visible_lens: whether the call says how
+    many keys each token sees, in place of the causal rule."""
 
     batch: Dim
     total_q_len: Dim
@@ -67,6 +68,7 @@ class DecodeSpec(ResultDtypes):
     causal: bool
     return_lse: bool
     batch_invariant: bool
+    visible_lens: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -116,6 +118,7 @@ def decode_spec(
     cu_seqlens_q: Array | None = None,
     max_q_len: int | None = None,
     causal: bool = True,
+    visible_lens: Array | None = None,
     q_scale: Scale = None,
     kv_scale: Scale = None,
     return_lse: bool = False,
@@ -160,6 +163,19 @@ def decode_spec(
             " (latent first, rope last)"
         )
     check_at_least_one("q", q.shape, -2, "H")
+    if visible_lens is not None:
+        check_rank("visible_lens", visible_lens, "T" if ragged else "B S")
+        if visible_lens.shape != q.shape[:-2]:
+            raise ValueError(
+                f"visible_lens: got shape {show(visible_lens.shape)}; it must be q's without the last two axes,"
+                f" {show(q.shape[:-2])}"
+            )
+        check_dtype("visible_lens", visible_lens, ("int32",))
+        if not causal:
+            raise ValueError(
+                "causal: got False with visible_lens, which says how many keys a token sees in place of that rule;"
+                " legal: True"
+            )
     _check_kv_dtype(q.dtype, kv_cache.dtype)
     check_scales(softmax_scale=softmax_scale, q_scale=q_scale, kv_scale=kv_scale)
     return DecodeSpec(
@@ -178,6 +194,7 @@ def decode_spec(
         causal=causal,
         return_lse=return_lse,
         batch_invariant=batch_invariant,
+        visible_lens=visible_lens is not None,
     )
 
 

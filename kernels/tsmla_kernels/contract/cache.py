@@ -6,11 +6,13 @@ size (tokens a page), B requests, M block-table width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tsmla_kernels.contract.rules import (
     FLOATS,
     FP8,
+    INDICES,
     VALUES,
     Array,
     Dim,
@@ -36,7 +38,7 @@ ROPE_LAYOUTS = ("interleaved", "halves")
 
 @dataclass(frozen=True)
 class CacheWriteSpec:
-    """One call of write_kv_cache: rows in in_dtype into a cache in kv_dtype."""
+    """One call of write_kv_cache: rows in in_dtype into a cache in kv_dtype, at slots in slot_dtype."""
 
     num_tokens: Dim
     latent_dim: int
@@ -45,6 +47,7 @@ class CacheWriteSpec:
     page_size: int
     in_dtype: str
     kv_dtype: str
+    slot_dtype: str = "int32"
 
     @property
     def head_dim(self) -> int:
@@ -85,8 +88,10 @@ def cache_write_spec(
     k_rope: Array | None,
     slot_mapping: Array,
     kv_scale: Scale = None,
+    slot_dtypes: Sequence[str] = INDICES,
 ) -> CacheWriteSpec:
-    """The spec of write_kv_cache, or ValueError / TypeError naming the argument that is not legal."""
+    """The spec of write_kv_cache, or ValueError / TypeError naming the argument that is not legal. slot_dtypes: those
+    of slot_mapping that the front end takes."""
     num_pages, page_size, head_dim = cache_shape(kv_cache)
     check_dtype("latent", latent, FLOATS)
     check_rank("latent", latent, "T L")
@@ -111,7 +116,7 @@ def cache_write_spec(
             )
         if k_rope.dtype != latent.dtype:
             raise ValueError(f"k_rope: got dtype {k_rope.dtype}; it must be latent's, {latent.dtype}")
-    check_ints_of_length("slot_mapping", slot_mapping, "T", num_tokens, "T from latent")
+    check_ints_of_length("slot_mapping", slot_mapping, "T", num_tokens, "T from latent", slot_dtypes)
     check_scale("kv_scale", kv_scale)
     return CacheWriteSpec(
         num_tokens=num_tokens,
@@ -121,6 +126,7 @@ def cache_write_spec(
         page_size=page_size,
         in_dtype=latent.dtype,
         kv_dtype=kv_cache.dtype,
+        slot_dtype=slot_mapping.dtype,
     )
 
 

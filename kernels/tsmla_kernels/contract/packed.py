@@ -6,12 +6,14 @@ Imports neither jax nor torch. Axes: T tokens, Hi indexer heads, Di indexer widt
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tsmla_kernels.contract.cache import ROPE_LAYOUTS
 from tsmla_kernels.contract.layouts import V32_PACKED, CacheSpec, IndexerCacheSpec, cache_spec, indexer_cache_spec
 from tsmla_kernels.contract.rules import (
     FLOATS,
+    INDICES,
     Array,
     Dim,
     check_array,
@@ -47,6 +49,7 @@ class PackedWriteSpec:
     rotates: bool
     rope_interleave: bool
     rope_layout: str
+    slot_dtype: str = "int32"
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class IndexerWriteSpec:
     cache: IndexerCacheSpec
     in_dtype: str
     rotation: Rotation | None
+    slot_dtype: str = "int32"
 
 
 @dataclass(frozen=True)
@@ -81,13 +85,15 @@ def packed_write_spec(
     sin: Array | None = None,
     rope_interleave: bool = True,
     rope_layout: str = "interleaved",
+    slot_dtypes: Sequence[str] = INDICES,
 ) -> PackedWriteSpec:
-    """The spec of write_packed_kv_cache, or ValueError / TypeError naming the argument that is not legal."""
+    """The spec of write_packed_kv_cache, or ValueError / TypeError naming the argument that is not legal. slot_dtypes
+    as in cache_write_spec."""
     cache = cache_spec("kv_cache", kv_cache)
     if cache.layout != "v32":
         raise ValueError(f"kv_cache: got the {cache.layout} layout; legal: uint8 [P, Z, {V32_PACKED.row_bytes}]")
     check_rank("rows to write", latent, "T D")
-    check_ints("slot_mapping", slot_mapping, "T", (latent.shape[0], "T, the rows to write"))
+    check_ints("slot_mapping", slot_mapping, "T", (latent.shape[0], "T, the rows to write"), dtypes=slot_dtypes)
     check_packed_rows(latent, k_rope)
     _angle_width(cos, sin, latent.shape[0], V32_PACKED.rope_dim // 2)
     rope_interleave = static_bool("rope_interleave", rope_interleave)
@@ -100,6 +106,7 @@ def packed_write_spec(
         rotates=cos is not None,
         rope_interleave=rope_interleave,
         rope_layout=rope_layout,
+        slot_dtype=slot_mapping.dtype,
     )
 
 
@@ -128,14 +135,16 @@ def indexer_write_spec(
     sin: Array | None = None,
     rope_offset: int = 0,
     rope_layout: str = "halves",
+    slot_dtypes: Sequence[str] = INDICES,
 ) -> IndexerWriteSpec:
-    """The spec of write_indexer_cache, or ValueError / TypeError naming the argument that is not legal."""
+    """The spec of write_indexer_cache, or ValueError / TypeError naming the argument that is not legal. slot_dtypes as
+    in cache_write_spec."""
     cache = indexer_cache_spec(k_cache)
     check_array("k", k, "T Di", FLOATS)
     check_size("k", k, 1, cache.head_dim, "Di, k_cache's key width")
-    check_ints("slot_mapping", slot_mapping, "T", (k.shape[0], "T, the rows to write"))
+    check_ints("slot_mapping", slot_mapping, "T", (k.shape[0], "T, the rows to write"), dtypes=slot_dtypes)
     rotation = _rotation(cos, sin, k.shape[0], cache.head_dim, rope_offset, rope_layout)
-    return IndexerWriteSpec(k.shape[0], cache, k.dtype, rotation)
+    return IndexerWriteSpec(k.shape[0], cache, k.dtype, rotation, slot_mapping.dtype)
 
 
 def indexer_quantize_spec(

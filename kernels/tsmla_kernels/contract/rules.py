@@ -19,6 +19,9 @@ FP8_MAX = 448.0
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 VALUES = (*FLOATS, FP8)
 SCALES = ("float32", "float64")
+INDICES = ("int32",)
+SLOTS = ("int32", "int64")
+"""Dtypes of a slot mapping where a front end takes the engines' own, which are int64."""
 
 Dim = Any  # an int or a symbolic dimension, which has no class that could be named without importing jax
 
@@ -144,17 +147,21 @@ def check_array(name: str, array: Array, axes: str, dtypes: Sequence[str], *size
         check_size(name, array, axis, size, meaning)
 
 
-def check_ints(name: str, array: Array, axes: str, *sizes: tuple[Dim, str]) -> None:
-    """`check_array` for int32: an integer that indexes a cache is never converted quietly."""
-    check_array(name, array, axes, ("int32",), *sizes)
+def check_ints(
+    name: str, array: Array, axes: str, *sizes: tuple[Dim, str], dtypes: Sequence[str] = INDICES
+) -> None:
+    """`check_array` for int32, or other `dtypes`: an integer that indexes a cache is never converted quietly."""
+    check_array(name, array, axes, dtypes, *sizes)
 
 
-def check_ints_of_length(name: str, array: Array, axis: str, length: Dim, source: str) -> None:
-    """ValueError unless int32 [axis] of this length; `source` says which argument decides it."""
+def check_ints_of_length(
+    name: str, array: Array, axis: str, length: Dim, source: str, dtypes: Sequence[str] = INDICES
+) -> None:
+    """ValueError unless int32 (or one of `dtypes`) [axis] of this length; `source` says which argument decides it."""
     check_rank(name, array, axis)
     if array.shape != (length,):
         raise ValueError(f"{name}: got shape {show(array.shape)}; legal: [{axis}] = {show((length,))} ({source})")
-    check_dtype(name, array, ("int32",))
+    check_dtype(name, array, dtypes)
 
 
 def check_size(name: str, array: Array, axis: int, size: Dim, meaning: str) -> None:

@@ -1,4 +1,4 @@
-"""What the sparse operations accept and return: sparse_mla, indexer_logits, select_topk and compress_kv.
+"""What the sparse operations accept and return: sparse_mla, indexer_logits, select_topk, indexer_topk and compress_kv.
 
 Imports neither jax nor torch. Axes: T query tokens, H query heads, D key width, L value (latent) width, R rope width, K
 selected entries a token, P pages, Z page size, M pages a request at most, B requests, E compressed entries, C channels
@@ -267,6 +267,45 @@ def topk_spec(
         page_size = static_int("page_size", page_size, minimum=1)
     num_tokens, num_columns = logits.shape
     return TopKSpec(num_tokens, num_columns, k, order, logits.dtype, page_size or 0, row_starts is not None)
+
+
+@dataclass(frozen=True)
+class IndexerTopkSpec:
+    """The static facts of one indexer_topk call: the logits that it never has all at once, and what is selected of
+    them. return_slots: whether slots and counts are returned, and not positions."""
+
+    logits: IndexerLogitsSpec
+    k: int
+    return_slots: bool = False
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of a row of logits."""
+        return self.logits.max_pages * self.logits.cache.page_size
+
+    @property
+    def topk(self) -> TopKSpec:
+        """The select_topk that would follow indexer_logits."""
+        page_size = self.logits.cache.page_size if self.return_slots else 0
+        return TopKSpec(self.logits.num_tokens, self.num_columns, self.k, "position", page_size=page_size)
+
+
+def indexer_topk_spec(
+    *,
+    q: Array,
+    weights: Array,
+    k_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    k: int,
+    cu_seqlens_q: Array | None = None,
+    return_slots: bool = False,
+) -> IndexerTopkSpec:
+    """The spec of indexer_topk, or ValueError / TypeError naming the argument that is not legal."""
+    logits = indexer_logits_spec(
+        q=q, weights=weights, k_cache=k_cache, block_tables=block_tables, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q
+    )
+    return IndexerTopkSpec(logits, static_int("k", k, minimum=1), static_bool("return_slots", return_slots))
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,13 @@ def enabled() -> bool:
 
 
 def decode(
-    spec: DecodeSpec, seq_lens: np.ndarray, block_tables: np.ndarray, cu_seqlens_q: np.ndarray | None = None
+    spec: DecodeSpec,
+    seq_lens: np.ndarray,
+    block_tables: np.ndarray,
+    cu_seqlens_q: np.ndarray | None = None,
+    visible_lens: np.ndarray | None = None,
 ) -> None:
-    """Lengths fit the table, used pages exist and cu_seqlens_q is sound."""
+    """Lengths fit the table, used pages exist, cu_seqlens_q is sound and no token sees more keys than there are."""
     capacity = block_tables.shape[1] * spec.page_size
     for request, length in enumerate(seq_lens.tolist()):
         if not 0 <= length <= capacity:
@@ -37,6 +41,16 @@ def decode(
         _check_pages(f"request {request}", block_tables[request], 0, -(-length // spec.page_size), spec.num_pages)
     if cu_seqlens_q is not None:
         _check_offsets("cu_seqlens_q", cu_seqlens_q, spec.total_q_len, "max_q_len", spec.max_q_len)
+    if visible_lens is not None:
+        starts = np.arange(spec.batch + 1) * spec.max_q_len if cu_seqlens_q is None else cu_seqlens_q
+        owner = np.repeat(np.arange(spec.batch), np.diff(starts)).tolist()
+        first, visible = int(starts[0]), visible_lens.flatten()[starts[0] :].tolist()
+        for token, (of, count) in enumerate(zip(owner, visible, strict=False)):
+            if not 0 <= count <= seq_lens[of]:
+                raise ValueError(
+                    f"visible_lens: token {first + token} sees {count} keys; legal: 0 to {seq_lens[of]}, the keys of"
+                    f" its request {of}"
+                )
 
 
 def prefill(spec: PrefillSpec, cu_seqlens_q: np.ndarray, cu_seqlens_kv: np.ndarray) -> None:
@@ -194,6 +208,20 @@ def cu_seqlens(num_tokens: int, offsets: np.ndarray) -> None:
         raise ValueError(
             f"cu_seqlens_q: got {offsets.tolist()}; legal: from 0, never decreasing, to at most {num_tokens}"
         )
+
+
+def segment_ids(max_segments: int, ids: np.ndarray) -> None:
+    """Each row of ids [B, S] has at most `max_segments` runs of an id other than 0, and no id in two of them."""
+    for row, line in enumerate(ids):
+        starts = np.flatnonzero((line != 0) & (np.diff(line, prepend=0) != 0))
+        if len(starts) > max_segments:
+            raise ValueError(f"ids: row {row} has {len(starts)} segments; legal: at most max_segments={max_segments}")
+        found, counts = np.unique(line[starts], return_counts=True)
+        if (counts > 1).any():
+            raise ValueError(
+                f"ids: row {row} has the id {found[counts > 1][0]} in more than one run; legal: one run for each id, as"
+                " each run is a segment"
+            )
 
 
 def decode_lens(total_tokens: int, lens: np.ndarray) -> None:

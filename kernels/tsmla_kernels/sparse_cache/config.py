@@ -32,12 +32,14 @@ class PackedWriteConfig:
       rotates: whether k_rope is rotated before it is written.
       rope_interleave: whether the members of a rotated pair are neighbours in k_rope, and not in different halves.
       rope_layout: "interleaved" or "halves": the same for the rotated values.
+      slot_dtype: of slot_mapping, "int32" or "int64".
     """
 
     in_dtype: str
     rotates: bool = False
     rope_interleave: bool = True
     rope_layout: str = "interleaved"
+    slot_dtype: str = "int32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +50,14 @@ class IndexerWriteConfig:
       in_dtype: of the keys.
       rope_dim: rotated columns of a key; 0 for none. rope_offset: the first of them.
       rope_layout: "interleaved" or "halves": where the members of a pair are, before and after.
+      slot_dtype: of slot_mapping, "int32" or "int64".
     """
 
     in_dtype: str
     rope_dim: int = 0
     rope_offset: int = 0
     rope_layout: str = "halves"
+    slot_dtype: str = "int32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,8 +101,8 @@ def packed_write_reasons(spec: PackedWriteSpec) -> list[str]:
 def packed_write_config(spec: PackedWriteSpec) -> PackedWriteConfig:
     """The configuration that serves `spec`."""
     if not spec.rotates:
-        return PackedWriteConfig(spec.in_dtype)
-    return PackedWriteConfig(spec.in_dtype, True, spec.rope_interleave, spec.rope_layout)
+        return PackedWriteConfig(spec.in_dtype, slot_dtype=spec.slot_dtype)
+    return PackedWriteConfig(spec.in_dtype, True, spec.rope_interleave, spec.rope_layout, spec.slot_dtype)
 
 
 def indexer_write_reasons(spec: IndexerWriteSpec) -> list[str]:
@@ -110,7 +114,7 @@ def indexer_write_reasons(spec: IndexerWriteSpec) -> list[str]:
 
 def indexer_write_config(spec: IndexerWriteSpec) -> IndexerWriteConfig:
     """The configuration that serves `spec`."""
-    return IndexerWriteConfig(spec.in_dtype, *_rotation(spec.rotation))
+    return IndexerWriteConfig(spec.in_dtype, *_rotation(spec.rotation), slot_dtype=spec.slot_dtype)
 
 
 def indexer_quantize_reasons(spec: IndexerQuantizeSpec) -> list[str]:

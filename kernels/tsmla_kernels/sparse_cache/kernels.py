@@ -38,8 +38,8 @@ class WritePackedKvCache:
     """write_packed_kv_cache: `config` is static, tokens, pages and the page size are dynamic.
 
     Operands of the launcher: kv_cache [P, Z, 656] u8, which is not read; latent [T, 512] and k_rope [T, 64], or wider
-    rows that begin with these columns, every row at a multiple of 16 bytes; slot_mapping [T] i32; with config.rotates
-    cos and sin [T, 32] f32; new_kv_cache, the same memory as kv_cache.
+    rows that begin with these columns, every row at a multiple of 16 bytes; slot_mapping [T] of config.slot_dtype;
+    with config.rotates cos and sin [T, 32] f32; new_kv_cache, the same memory as kv_cache.
     """
 
     def __init__(self, config: PackedWriteConfig) -> None:
@@ -146,8 +146,8 @@ class WriteIndexerCache(IndexerRows):
     """write_indexer_cache into packed pages: `config` is static, tokens, pages and the page size are dynamic.
 
     Operands of the launcher: k_cache [P, Z, 132] u8, which is not read; k [T, 128], or wider rows that begin with these
-    columns, every row at a multiple of 16 bytes; slot_mapping [T] i32; with config.rope_dim cos and sin [T, R / 2] f32;
-    new_k_cache, the same memory as k_cache.
+    columns, every row at a multiple of 16 bytes; slot_mapping [T] of config.slot_dtype; with config.rope_dim cos and
+    sin [T, R / 2] f32; new_k_cache, the same memory as k_cache.
     """
 
     @cute.jit

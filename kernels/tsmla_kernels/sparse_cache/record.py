@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from tsmla_kernels.contract.layouts import INDEXER, V32_PACKED
-from tsmla_kernels.kernel import Kernel, Operand
+from tsmla_kernels.kernel import ITEMSIZE, Kernel, Operand
 from tsmla_kernels.options import (
     compress_write_spec,
     config_of,
@@ -31,7 +31,7 @@ def packed_write_operands(config: packed_config.PackedWriteConfig) -> tuple[Oper
         Operand("kv_cache", "uint8", cache, wide=True),
         Operand("latent", config.in_dtype, (None, None)),
         Operand("k_rope", config.in_dtype, (None, None)),
-        Operand("slot_mapping", "int32", (None,), align=4),
+        Operand("slot_mapping", config.slot_dtype, (None,), align=ITEMSIZE[config.slot_dtype]),
         *_angles(config.rotates),
         Operand("new_kv_cache", "uint8", cache, True, wide=True, alias="kv_cache"),
     )
@@ -43,7 +43,7 @@ def indexer_write_operands(config: packed_config.IndexerWriteConfig) -> tuple[Op
     return (
         Operand("k_cache", "uint8", cache, wide=True),
         Operand("k", config.in_dtype, (None, None)),
-        Operand("slot_mapping", "int32", (None,), align=4),
+        Operand("slot_mapping", config.slot_dtype, (None,), align=ITEMSIZE[config.slot_dtype]),
         *_angles(config.rope_dim > 0),
         Operand("new_k_cache", "uint8", cache, True, wide=True, alias="k_cache"),
     )

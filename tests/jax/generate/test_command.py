@@ -196,6 +196,11 @@ IDS = ["--prompt-ids", "ids.json"]
 GATE = "model.layers.1.mlp.gate.weight"
 
 WRONG = {
+    "a file of the checkpoint": (
+        unchanged,
+        ["--checkpoint", "config.json", *IDS],
+        "--checkpoint config.json: a file; legal: the directory that holds it",
+    ),
     "no checkpoint": (unchanged, ["--checkpoint", "nowhere", *IDS], "--checkpoint nowhere"),
     "no config": (removes("config.json"), IDS, "config.json"),
     "config not json": (writes("config.json", "{"), IDS, "config.json"),

@@ -103,8 +103,7 @@ def test_grouped_products_equal_plain_ones(scaled: bool, limit: float | None, sw
             np.testing.assert_allclose(out[row, index], expected, atol=tolerance)
 
 
-@pytest.mark.parametrize("rank", [None, 24])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("rank", "bias"), [(None, False), (24, True)])
 def test_folded_parameters_mean_the_same(rank: int | None, bias: bool) -> None:
     config = MLAConfig(
         hidden_size=40, num_attention_heads=3, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12,

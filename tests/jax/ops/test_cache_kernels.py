@@ -54,6 +54,7 @@ CONFIGS = [
     (WRITE_KV_CACHE, WriteConfig(BF16, BF16)),
     (WRITE_KV_CACHE, WriteConfig(BF16, FP8)),
     (WRITE_KV_CACHE, WriteConfig(F32, F16, 256, 0)),
+    (WRITE_KV_CACHE, WriteConfig(BF16, FP8, slot_dtype="int64")),
     (ROPE_WRITE_KV_CACHE, RopeWriteConfig(BF16, BF16, BF16)),
     (ROPE_WRITE_KV_CACHE, RopeWriteConfig(BF16, FP8, FP8)),
     (ROPE_WRITE_KV_CACHE, RopeWriteConfig(F16, F16, FP8, rope_interleave=False, rope_layout="halves")),
@@ -429,6 +430,7 @@ def test_a_write_whose_result_no_loss_needs_costs_no_derivative() -> None:
 
 # ---- partitioning
 
+
 def placed(mesh: Mesh, given: Arrays, *specs: P) -> list[jax.Array]:
     specs += (P(),) * (len(given) - len(specs))
     return [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(given, specs, strict=True)]
@@ -474,6 +476,8 @@ def test_explicit_axes(op: str) -> None:
     specs = {"rope_write_kv_cache": (P("x"), P(None, "y"), P(None, "y")), "write_kv_cache": (P("x"),)}.get(op, ())
     args = placed(mesh, arrays(op), *specs)
     assert_same(jax.jit(run(op, "cute"))(*args), wanted(op))
+    with jax.set_mesh(mesh):
+        assert_same(jax.jit(run(op, "cute"))(*args), wanted(op))
 
 
 @pytest_emulated

@@ -25,6 +25,7 @@ from tests.jax.ops.prefill_calls import (
     offsets,
 )
 from tests.jax.ops.programs import assert_same, calls, collectives
+from tsmla_jax.nn import Segments, segment_attention_kv
 from tsmla_jax.ops import device
 
 FP8 = jnp.float8_e4m3fn
@@ -225,3 +226,26 @@ def test_dtypes_of_kv_and_rope() -> None:
     q, kv, k_rope = layer_arrays()
     with pytest.raises(ValueError, match="k_rope: got dtype float32; q, kv and k_rope must have one dtype"):
         attend_kv("cute")(q, kv, k_rope.astype(jnp.float32))
+
+
+def test_packed_segments_over_a_mesh() -> None:
+    """`nn.segment_attention_kv` with its gradient, rows over one axis and heads over the other, as trainers call it."""
+    ids = jnp.asarray([[1] * 5 + [2] * 4 + [0] * 3, [0, 0] + [3] * 10], jnp.int32)
+    q, kv, k_rope = (x[:12] for x in layer_arrays())
+    packed = [jnp.stack([x, x[::-1]]) for x in (q, kv, k_rope)]
+    rows, heads = P("rows"), P("rows", None, "heads")
+    mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(AxisType.Auto,) * 2)
+
+    def run(implementation: str) -> Any:
+        def attend(q: jax.Array, kv: jax.Array, k_rope: jax.Array, ids: jax.Array) -> jax.Array:
+            segments = Segments.from_ids(ids, max_segments=2)
+            return segment_attention_kv(q, kv, k_rope, segments, softmax_scale=0.07, implementation=implementation)
+
+        sharded = jax.shard_map(attend, mesh=mesh, in_specs=(heads, heads, rows, rows), out_specs=heads)
+        return jax.jit(jax.value_and_grad(lambda *x: sharded(*x, ids).astype(jnp.float32).sum(), (0, 1, 2)))(*packed)
+
+    (got, got_gradients), (expected, gradients) = run("cute"), run("reference")
+    np.testing.assert_allclose(got, expected, rtol=1e-2)
+    for mine, theirs in zip(got_gradients, gradients, strict=True):
+        np.testing.assert_allclose(np.float32(mine), np.float32(theirs), rtol=5e-2, atol=5e-2)
+        assert not np.float32(mine)[np.asarray(ids) == 0].any()

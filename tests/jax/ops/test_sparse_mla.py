@@ -13,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 import tsmla_jax
 from tests.jax.ops.programs import ints
 from tests.oracles import sparse as oracle
+from tests.oracles import sparse_inputs
 from tsmla_jax import sparse
 
 SCALE = 192**-0.5
@@ -115,6 +116,32 @@ def test_scaled_fp8_queries() -> None:
         assert got[0].dtype == jnp.bfloat16
         rows = rows_of(cache.astype(np.float64) * 0.02, indices)
         close(got, oracle.sparse_mla(q.astype(np.float64) * 0.05, rows, scale=0.2, latent_dim=32), 1e-2)
+
+
+@pytest.mark.parametrize(("spread", "error"), [(0.25, 0.012), (0.5, 0.02), (1.0, 0.035), (1.7, 0.042)])
+def test_the_error_of_queries_rounded_to_e4m3(spread: float, error: float) -> None:
+    """docs/guides/fp8.md has these numbers: relative errors of out, by the standard deviation of the logits."""
+    case = sparse_inputs.call("v32", tokens=8, heads=16, selected=2048, pages=64, page_size=64, lengths=False, seed=5)
+    rows = list(oracle.selected(case.arrays["indices"], None, case.caches))
+    q = case.arrays["q"]
+    narrow = oracle.e4m3(q.astype(np.float32))
+    scale = spread / np.std(np.float64(q[0]) @ rows[0].T)
+    want, _ = oracle.quick_sparse_mla(q, rows, scale=scale, latent_dim=512)
+    given = {name: jnp.asarray(array) for name, array in (case.arrays | {"q": narrow}).items()}
+    out, _ = RUN["reference"](**given, softmax_scale=scale)
+    assert out.dtype == jnp.bfloat16
+    found = np.linalg.norm(np.asarray(out, np.float64) - want) / np.linalg.norm(want)
+    assert 0.75 * error < found < 1.25 * error, found
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("layout", ["v32", "plain"])
+def test_queries_of_e4m3(implementation: str, layout: str) -> None:
+    case = sparse_inputs.call(layout, dtype="float8_e4m3fn", heads=5, sinks=True)
+    given = {name: jnp.asarray(array) for name, array in case.arrays.items()}
+    got = RUN[implementation](**given, **case.options)
+    assert got[0].dtype == jnp.bfloat16 and got[1].dtype == jnp.float32
+    close(got, case.want(), 2**-8)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -3,6 +3,7 @@ takes the kernel's place; the reference is the oracle."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,7 +24,8 @@ from tests.emulator import sparse as emulation
 from tests.jax.ops.programs import assert_same, calls, collectives, ints
 from tests.oracles import sparse as oracle
 from tsmla_jax.ops import kernel_call
-from tsmla_jax.ops.sparse_mla import cute
+from tsmla_jax.ops.sparse_mla import api, cute
+from tsmla_kernels.sm90.decode import config as sm90_decode
 
 pytestmark = [
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="emulates the kernel on CPUs"),
@@ -103,6 +105,15 @@ def test_operands(layout: str, without: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("layout", ["plain", "v32"])
+def test_queries_of_e4m3(layout: str) -> None:
+    given = arrays(layout)
+    given["q"] = given["q"].astype(jnp.float8_e4m3fn)
+    got = jax.jit(attend("cute", layout, q_scale=jnp.float32(0.5)))(given)
+    assert_same(got, attend("reference", layout, q_scale=0.5)(given))
+    assert got[0].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("layout", ["plain", "v32"])
 def test_wide_pages_and_two_scales(layout: str) -> None:
     given, options = arrays(layout), {"page_size": 5, "batch_invariant": True}
     options |= {"compressed_kv_cache": given["kv_cache"][:4], "window": WINDOW, "compressed_page_size": 7}
@@ -118,6 +129,17 @@ def test_nothing_to_attend_to(tokens: tuple[int, int]) -> None:
     given |= {"q": given["q"][: tokens[0]], "indices": given["indices"][: tokens[0], : tokens[1]]}
     out, lse = jax.jit(attend("cute", "v32"))(given)
     assert out.shape == (tokens[0], HEADS, 512) and not np.float32(out).any() and np.isneginf(lse).all()
+
+
+@pytest.mark.parametrize(("layout", "each"), [("v4", 3), ("v32", 8), ("plain", 1)])
+def test_many_invariant_tokens_take_several_launches(layout: str, each: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = arrays(layout)
+    monkeypatch.setattr(sm90_decode, "INVARIANT_WORKSPACE", each * 64 * (512 * 4 + 12))
+    cute._transformable.cache_clear()
+    run = jax.jit(attend("cute", layout, batch_invariant=True))
+    assert calls(jax.make_jaxpr(run)(given)) == -(-TOKENS // each)
+    assert_same(run(given), attend("reference", layout)(given))
+    cute._transformable.cache_clear()
 
 
 # ---- vmap, derivatives
@@ -240,11 +262,25 @@ def test_named_and_by_default(layout: str) -> None:
     assert by_default.chosen == "xla" and "jax's default device is a cpu" in by_default.reasons["cute"]
 
 
+def test_queries_of_e4m3_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = api.OPERATION.table
+    proven = dataclasses.replace(table["cute"], why_not_by_default=list)
+    monkeypatch.setitem(api.OPERATION.__dict__, "table", {**table, "cute": proven})
+    narrow = {"q": Struct((TOKENS, HEADS, 576), jnp.float8_e4m3fn)}
+    assert explain("v32").chosen == "cute"
+    by_default = explain("v32", **narrow)
+    assert by_default.chosen == "xla" and "untested with q of float8_e4m3fn" in by_default.reasons["cute"][0]
+    assert explain("v32", **narrow, implementation="cute").chosen == "cute"
+
+
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
         ({"q": Struct((TOKENS, HEADS, 576), jnp.float32)}, "q.dtype is float32"),
-        ({"q": Struct((TOKENS, HEADS, 576), jnp.float8_e4m3fn)}, "q.dtype is float8_e4m3fn"),
+        (
+            {"q": Struct((TOKENS, HEADS, 576), jnp.float8_e4m3fn), "kv_cache": Struct((5, PAGE, 576), jnp.bfloat16)},
+            "q.dtype is float8_e4m3fn and kv_cache has plain rows of bfloat16",
+        ),
         ({"kv_cache": Struct((5, PAGE, 576), jnp.float32)}, "kv_cache.dtype is float32"),
         ({"latent_dim": 256}, "latent_dim is 256"),
         (

@@ -114,6 +114,17 @@ def test_ragged_queries(causal: bool) -> None:
     close(x.run("cute", **options), x.run("reference", **options), "bfloat16")
 
 
+@pytest.mark.parametrize("ragged", [False, True])
+def test_visible_lens(ragged: bool) -> None:
+    lens, counts = [0, 70, 2, 33, 9, 80], [2, 1, 4, 0, 6, 3]
+    x = Decode(lens, tokens=4, total=sum(counts) + 5 if ragged else None, seed=3)
+    visible = np.random.default_rng(0).integers(-2, 90, x.q.shape[:-2])
+    options: dict[str, Any] = {"visible_lens": visible.astype(np.int32)}
+    if ragged:
+        options |= {"cu_seqlens_q": jnp.asarray(np.concatenate([[0], np.cumsum(counts)]), jnp.int32), "max_q_len": 4}
+    close(x.run("cute", **options), x.run("reference", **options), "bfloat16")
+
+
 def test_traced_scales_and_jit() -> None:
     x = Decode(LENGTHS, tokens=2, dtype="float8_e4m3fn")
 

@@ -36,7 +36,6 @@ DECODES = (
 PREFILLS = tuple(PrefillConfig(dtype, causal) for dtype in (FP8, "bfloat16") for causal in (True, False))
 FAST = (
     (MLA_DECODE_SM100, DECODES[0], "sm_100a"),
-    (MLA_DECODE_SM100, DECODES[8], "sm_103a"),
     (MLA_PREFILL_SM100, PREFILLS[2], "sm_107a"),
 )
 """Compiled in every run of the tests, each in some seconds; the others are slow tests."""

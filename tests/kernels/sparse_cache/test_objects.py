@@ -48,6 +48,8 @@ CONFIGS = [
     (WRITE_PACKED_KV_CACHE, PackedWriteConfig(BF16)),
     (WRITE_PACKED_KV_CACHE, PackedWriteConfig(BF16, True)),
     (WRITE_PACKED_KV_CACHE, PackedWriteConfig(F32, True, False, "halves")),
+    (WRITE_PACKED_KV_CACHE, PackedWriteConfig(BF16, slot_dtype="int64")),
+    (WRITE_INDEXER_CACHE, IndexerWriteConfig(BF16, slot_dtype="int64")),
     (WRITE_INDEXER_CACHE, IndexerWriteConfig(F32, 64)),
     (WRITE_INDEXER_CACHE, IndexerWriteConfig(BF16, 64, 64, "interleaved")),
     (INDEXER_QUANTIZE, IndexerQuantizeConfig(BF16, BF16, 64, 64)),

@@ -84,7 +84,8 @@ def attend(
         kv_scale: of a float8_e4m3fn kv cache.
         context_axis: a mesh axis whose devices share the keys of every request (`nn.context_parallel`) and all have x;
             the step is made with the same axis. The chosen keys are the same as on one device.
-        implementation: of `tsmla_jax.sparse_mla` and `tsmla_jax.indexer_logits`.
+        implementation: of `tsmla_jax.sparse_mla` and `tsmla_jax.indexer_topk`; with context_axis of
+            `tsmla_jax.indexer_logits`, whose logits the devices compare.
 
     Returns:
         y [T, E] and the caches with the new tokens written (in place if donated). Rows of padding mean nothing.
@@ -110,7 +111,6 @@ def attend(
         kv = tsmla_jax.write_kv_cache(cache.kv, latent, k_rope, step.slot_mapping, kv_scale=kv_scale)
     keys = sparse.write_indexer_cache(cache.indexer, _indexer_keys(params, x), step.slot_mapping, cos, sin)
 
-    rows = metadata.expand_decode_metadata(step.seq_lens, step.block_tables, step.new_lens, total_tokens=num_tokens)
     q_index, weights = _indexer_queries(params, config, x, cos, sin, quantise=keys.dtype == jnp.uint8)
     queries = functional.absorb_q(params, *functional.project_q(params, mla, x, cos, sin))
     attention: dict[str, Any] = {
@@ -125,6 +125,7 @@ def attend(
         return functional.project_out(params, mla, heads)
 
     if context_axis is not None:
+        rows = metadata.expand_decode_metadata(step.seq_lens, step.block_tables, step.new_lens, total_tokens=num_tokens)
         lens = context_parallel.local_lens(rows.seq_lens, context_axis, kv.shape[1])
         logits = tsmla_jax.indexer_logits(
             q_index, weights, keys, rows.block_tables, lens, implementation=implementation
@@ -139,23 +140,16 @@ def attend(
         )
         out, lse = tsmla_jax.sparse_mla(queries, kv, own, count, return_lse=True, **attention)
         return context_parallel.project_merged(out, lse, context_axis, project), V32Cache(kv, keys)
-    logits = tsmla_jax.indexer_logits(
+    slots, _ = tsmla_jax.indexer_topk(
         q_index,
         weights,
         keys,
         step.block_tables,
         step.seq_lens,
+        min(config.index_topk, step.block_tables.shape[1] * keys.shape[1]),
         cu_seqlens_q=step.cu_seqlens_q,
+        return_slots=True,
         implementation=implementation,
-    )
-    num_selected = min(config.index_topk, logits.shape[1])
-    slots, _ = tsmla_jax.select_topk(
-        logits,
-        rows.seq_lens,
-        num_selected,
-        order="position",
-        block_tables=rows.block_tables,
-        page_size=kv.shape[1],
     )
     attended = tsmla_jax.sparse_mla(queries, kv, slots, **attention)
     return project(cast(jax.Array, attended)), V32Cache(kv, keys)

@@ -105,7 +105,7 @@ def attend(
         cache: holds the tokens before the new ones.
         step: of `make_step`, for this layer's kind.
         kv_scale: of float8_e4m3fn window and compressed caches.
-        implementation: of `tsmla_jax.sparse_mla`, `tsmla_jax.compress_write_kv_cache` and `tsmla_jax.indexer_logits`.
+        implementation: of `tsmla_jax.sparse_mla`, `tsmla_jax.compress_write_kv_cache` and `tsmla_jax.indexer_topk`.
 
     Returns:
         y [T, E] and the caches with the new tokens written (in place if donated). Rows of padding mean nothing.
@@ -213,14 +213,15 @@ def _choose(
         q = sparse_v4.apply_rope(q.astype(jnp.float32), step.positions, step.cos_sin)
         weights = indexer.fold_weights(weights, config.index_head_dim)
     visible = jnp.maximum(step.positions + 1, 0) // config.ratio
-    logits = tsmla_jax.indexer_logits(q, weights, keys, step.token_tables, visible, implementation=implementation)
-    chosen, _ = tsmla_jax.select_topk(
-        logits,
+    chosen, _ = tsmla_jax.indexer_topk(
+        q,
+        weights,
+        keys,
+        step.token_tables,
         visible,
-        min(config.index_topk, logits.shape[1]),
-        order="position",
-        block_tables=step.token_tables,
-        page_size=step.compressed_page_size,
+        min(config.index_topk, step.token_tables.shape[1] * keys.shape[1]),
+        return_slots=True,
+        implementation=implementation,
     )
     rows = sparse_v4.build_mixed_sparse_indices(step.window_slots, chosen)
     return rows, cache._replace(indexer=keys, indexer_compressor=state)

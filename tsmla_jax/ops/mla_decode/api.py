@@ -28,6 +28,7 @@ def mla_decode(
     cu_seqlens_q: Int32[Array, " B+1"] | None = None,
     max_q_len: int | None = None,
     causal: bool = True,
+    visible_lens: Int32[Array, "*tokens"] | None = None,
     q_scale: Scale | None = None,
     kv_scale: Scale | None = None,
     return_lse: bool = False,
@@ -54,6 +55,10 @@ def mla_decode(
       cu_seqlens_q: [B + 1] int32, row where each request's query tokens start, and their end; with ragged q only.
       max_q_len: static bound on the query tokens of one request; required with cu_seqlens_q. Rows past it give 0, -inf.
       causal: query i of S sees key j iff j < seq_len - (S - 1) + i; otherwise iff j < seq_len.
+      visible_lens: [B, S] or, with ragged q, [T] int32, in place of the causal rule: the token sees the first
+        visible_lens keys of its request, at most seq_len of them, and none where it is negative. For keys that are
+        dealt out to several devices (vLLM's and SGLang's decode context parallelism), of which a device holds others
+        for each token of a request. The kernel that reads it has not been run on a GPU by us: it must be named.
       q_scale, kv_scale: q holds query / q_scale and kv_cache holds kv / kv_scale (fp8 usually); None is 1. Float or
         float32 scalar array; always operands of the compiled program, never constants kept from an earlier call. Scales
         are positive and finite; that is checked of numbers, and an array with another value gives rows without meaning.
@@ -90,6 +95,7 @@ def mla_decode(
         cu_seqlens_q=cu_seqlens_q,
         max_q_len=max_q_len,
         causal=causal,
+        visible_lens=visible_lens,
         q_scale=q_scale,
         kv_scale=kv_scale,
         return_lse=return_lse,
@@ -98,12 +104,13 @@ def mla_decode(
     chosen = OPERATION.select(spec, implementation)
     q, kv_cache, block_tables, seq_lens = map(jnp.asarray, (q, kv_cache, block_tables, seq_lens))
     cu_seqlens_q = None if cu_seqlens_q is None else jnp.asarray(cu_seqlens_q)
-    seq_lens = checks.decode(spec, seq_lens, block_tables, cu_seqlens_q)
+    visible_lens = None if visible_lens is None else jnp.asarray(visible_lens)
+    seq_lens = checks.decode(spec, seq_lens, block_tables, cu_seqlens_q, visible_lens)
     if 0 in (spec.batch, spec.total_q_len, spec.max_pages, spec.num_pages):  # nobody, or no key
         out, lse = attention_of_no_keys(q, latent_dim, spec)
     else:
         scales = Scales(softmax_scale, q_scale, kv_scale, kv_scale)
-        arrays = (q, kv_cache, block_tables, seq_lens, cu_seqlens_q, scales)
+        arrays = (q, kv_cache, block_tables, seq_lens, cu_seqlens_q, visible_lens, scales)
         out, lse = chosen.call(arrays, lambda: row_specs(q), spec=spec)
     return (out, lse) if return_lse else out
 
@@ -113,7 +120,9 @@ def _implementations() -> Mapping[str, Implementation]:
     from tsmla_jax.ops.mla_decode import cute, reference, xla
 
     return {
-        "cute": Implementation(cute.mla_decode, cute.why_not, device.why_not_by_default, cute.notes),
+        "cute": Implementation(
+            cute.mla_decode, cute.why_not, device.why_not_by_default, cute.notes, cute.untested_reasons
+        ),
         "xla": Implementation(xla.mla_decode),
         "reference": Implementation(reference.mla_decode),
     }

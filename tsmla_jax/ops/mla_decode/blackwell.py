@@ -57,6 +57,7 @@ def on_one_device(
     block_tables: jax.Array,
     seq_lens: jax.Array,
     cu_seqlens_q: jax.Array | None,
+    visible_lens: jax.Array | None,
     scales: jax.Array,
     *,
     spec: DecodeSpec,
@@ -82,8 +83,13 @@ def on_one_device(
         lengths = cu_seqlens_q[1:] - cu_seqlens_q[:-1]
         q_lens = jnp.clip(lengths, 0, tokens)
         rows = (cu_seqlens_q[:-1] - (tokens - q_lens))[:, None] + jnp.arange(tokens, dtype=jnp.int32)
-        q = q[jnp.clip(rows, 0, spec.total_q_len - 1)]
-    visible_lens = visible_keys(seq_lens, lengths, tokens=tokens, causal=spec.causal)
+        rows = jnp.clip(rows, 0, spec.total_q_len - 1)
+        q = q[rows]
+        visible_lens = None if visible_lens is None else visible_lens[rows]
+    if visible_lens is None:
+        visible_lens = visible_keys(seq_lens, lengths, tokens=tokens, causal=spec.causal)
+    else:
+        visible_lens = jnp.clip(visible_lens, 0, seq_lens[:, None])
 
     bounds = _bounds(spec.batch, spec.max_pages)
     splits = 1 if spec.batch_invariant else sm100.split_count(config, arch, spec.batch, num_sms, num_keys, **bounds)

@@ -40,6 +40,11 @@ def why_not(spec: DecodeSpec) -> list[str]:
     return reasons
 
 
+def untested_reasons(spec: DecodeSpec) -> list[str]:
+    """Why the kernels should not run this call unless they are named."""
+    return [] if device.target_arch() in MLA_DECODE_SM100.archs else sm90_decode.untested_reasons(spec)
+
+
 def notes(spec: DecodeSpec) -> list[str]:
     """What a user should know about this architecture's kernels."""
     return [sm100.NOTICE, sm100.FINITE] if device.target_arch() in MLA_DECODE_SM100.archs else []
@@ -51,6 +56,7 @@ def mla_decode(
     block_tables: jax.Array,
     seq_lens: jax.Array,
     cu_seqlens_q: jax.Array | None,
+    visible_lens: jax.Array | None,
     scales: Scales,
     *,
     spec: DecodeSpec,
@@ -64,21 +70,22 @@ def mla_decode(
         batch_invariant=spec.batch_invariant,
         arch=arch,
         num_sms=device.num_sms(arch),
+        visible_lens=spec.visible_lens,
     )
-    ragged = () if cu_seqlens_q is None else (cu_seqlens_q,)
+    optional = [array for array in (cu_seqlens_q, visible_lens) if array is not None]
     operand = scales.operand()
     if arch in MLA_DECODE_SM100.archs:
         seq_lens = blackwell.behind_check(spec, kv_cache, block_tables, seq_lens)
         if isinstance(operand, np.ndarray):
             call = replace(call, static_scales=(float(operand[0]), float(operand[1])))
-    results: Results = _transformable(call)(q, kv_cache, block_tables, seq_lens, *ragged, operand)
+    results: Results = _transformable(call)(q, kv_cache, block_tables, seq_lens, *optional, operand)
     return results
 
 
 @dataclass(frozen=True)
 class _Call:
     """The static part of a call, without its shapes. max_q_len is None where S is q's second axis; static_scales are
-    the scales where a kernel takes them by value."""
+    the scales where a kernel takes them by value; visible_lens: whether these are given."""
 
     max_q_len: int | None
     latent_dim: int
@@ -87,21 +94,26 @@ class _Call:
     arch: str
     num_sms: int
     static_scales: tuple[float, float] | None = None
+    visible_lens: bool = False
 
     @property
     def ragged(self) -> bool:
         return self.max_q_len is not None
+
+    def optional(self, others: Sequence[jax.Array]) -> tuple[jax.Array | None, jax.Array | None]:
+        """cu_seqlens_q and visible_lens, or None, of the arrays behind seq_lens."""
+        return others[0] if self.ragged else None, others[int(self.ragged)] if self.visible_lens else None
 
 
 # Heads split everything but the cache; requests split everything of theirs but the cache, whose pages any of them may
 # name. Ragged rows can't be split by requests: where one ends is only known on the device.
 _SHARDING_RULES = {
     False: (
-        "b s h d, p z e, b m, b, c -> b s h l, b s h",
+        "b s h d, p z e, b m, b, {}c -> b s h l, b s h",
         ("s", "d", "p", "z", "e", "m", "c", "l"),
     ),
     True: (
-        "t h d, p z e, b m, b, o, c -> t h l, t h",
+        "t h d, p z e, b m, b, o, {}c -> t h l, t h",
         ("t", "d", "p", "z", "e", "b", "m", "o", "c", "l"),
     ),
 }
@@ -109,13 +121,15 @@ _SHARDING_RULES = {
 
 @functools.cache
 def _transformable(call: _Call) -> Callable[..., Any]:
-    """The call as a function (q, kv_cache, block_tables, seq_lens, [cu_seqlens_q,] scales) -> (out, lse)."""
+    """The call as a function (q, kv_cache, block_tables, seq_lens, [cu_seqlens_q,] [visible_lens,] scales) -> (out,
+    lse)."""
     rule, fixed = _SHARDING_RULES[call.ragged]
+    visible_lens = "" if not call.visible_lens else "t, " if call.ragged else "b s, "
     return transforms.transformable(
         functools.partial(_on_one_device, call),
-        rule=rule,
+        rule=rule.format(visible_lens),
         fixed=fixed,
-        partition=functools.partial(_partition, call.ragged),
+        partition=functools.partial(_partition, call),
         fold=functools.partial(_fold, call),
         shared=1,
         unexpanded=(1,),  # a cache that all of vmap's calls share stays one
@@ -134,9 +148,8 @@ def _on_one_device(
     call: _Call, q: jax.Array, kv_cache: jax.Array, block_tables: jax.Array, seq_lens: jax.Array, *others: jax.Array
 ) -> Results:
     """The kernel on the arrays of one device, whose number of heads and requests may be a part of the whole. `others`
-    are cu_seqlens_q (ragged calls) and the scales."""
-    cu_seqlens_q = others[0] if call.ragged else None
-    scales = others[-1]
+    are cu_seqlens_q (ragged calls), visible_lens (calls that have these) and the scales."""
+    (cu_seqlens_q, visible_lens), scales = call.optional(others), others[-1]
     spec = describe_call(
         contract.decode_spec,
         q=q,
@@ -148,11 +161,12 @@ def _on_one_device(
         latent_dim=call.latent_dim,
         softmax_scale=1.0,
         causal=call.causal,
+        visible_lens=visible_lens,
         return_lse=True,
         batch_invariant=call.batch_invariant,
     )
     if call.arch in MLA_DECODE_SM100.archs:
-        arrays = (q, kv_cache, block_tables, seq_lens, cu_seqlens_q, scales)
+        arrays = (q, kv_cache, block_tables, seq_lens, cu_seqlens_q, visible_lens, scales)
         static_scales = call.static_scales
         return blackwell.on_one_device(
             *arrays, spec=spec, static_scales=static_scales, arch=call.arch, num_sms=call.num_sms
@@ -167,10 +181,14 @@ def _on_one_device(
         workspaces = sm90_decode.workspace_shapes(config, call.num_sms, stop - first, spec.max_pages)
         # The kernel has the operand of offsets in both cases.
         offsets = seq_lens[mine] if cu_seqlens_q is None else cu_seqlens_q[first : stop + 1]
+        visible: tuple[jax.Array, ...] = ()
+        if visible_lens is not None:
+            visible = (visible_lens if call.ragged else visible_lens[mine].reshape(-1),)
+        query = rows_of.reshape(rows, spec.head_dim)
         out, lse, *_ = kernel_call(
             MLA_DECODE,
             config,
-            (rows_of.reshape(rows, spec.head_dim), kv_cache, block_tables[mine], seq_lens[mine], offsets, scales),
+            (query, kv_cache, block_tables[mine], seq_lens[mine], offsets, *visible, scales),
             ((rows, call.latent_dim), (rows,), *(shape for shape, _ in workspaces.values())),
             arch=call.arch,
         )
@@ -208,19 +226,23 @@ def _fold(
         pages = kv_cache.shape[1]
         kv_cache = kv_cache.reshape(axis_size * pages, *kv_cache.shape[2:])
         block_tables = block_tables + (jnp.arange(axis_size, dtype=jnp.int32) * pages)[:, None, None]
-    *ragged, scales = others
-    if call.ragged:
-        offsets, fillers = _fold_offsets(ragged[0], q.shape[1], call.max_q_len or 1)
-        ragged = [offsets]
+    scales = others[-1]
+    cu_seqlens_q, visible_lens = call.optional(others)
+    optional = []
+    if cu_seqlens_q is not None:
+        offsets, fillers = _fold_offsets(cu_seqlens_q, q.shape[1], call.max_q_len or 1)
+        optional = [offsets]
         block_tables = jnp.pad(block_tables, ((0, 0), (0, fillers), (0, 0)))
         seq_lens = jnp.pad(seq_lens, ((0, 0), (0, fillers)))
         batch += fillers
+    if visible_lens is not None:
+        optional.append(visible_lens.reshape(axis_size * visible_lens.shape[1], *visible_lens.shape[2:]))
     out, lse = run(
         q.reshape(axis_size * q.shape[1], *q.shape[2:]),
         kv_cache,
         block_tables.reshape(axis_size * batch, max_pages),
         seq_lens.reshape(axis_size * batch),
-        *ragged,
+        *optional,
         scales,
     )
     split = (axis_size, q.shape[1])
@@ -241,12 +263,14 @@ def _fold_offsets(offsets: jax.Array, total: int, max_q_len: int) -> tuple[jax.A
     return jnp.concatenate([folded, jnp.full((1,), num_packings * total, jnp.int32)]), fillers
 
 
-def _partition(ragged: bool, shapes: Sequence[Any]) -> transforms.Partition:
+def _partition(call: _Call, shapes: Sequence[Any]) -> transforms.Partition:
     """q's sharding along heads and requests, everything else whole."""
     q, _, tables, lens, *_ = map(transforms.named_axes, shapes)
-    if ragged:
-        rows = P(None, q[1], None)
-        return (rows, P(None, None, None), P(None, None), P(None), P(None), P(None)), (rows, P(None, q[1]))
+    if call.ragged:
+        rows, visible = P(None, q[1], None), [P(None)] * call.visible_lens
+        inputs = (rows, P(None, None, None), P(None, None), P(None), P(None), *visible, P(None))
+        return inputs, (rows, P(None, q[1]))
     batch = q[0] or tables[0] or lens[0]
-    rows = P(batch, None, q[2], None)
-    return (rows, P(None, None, None), P(batch, None), P(batch), P(None)), (rows, P(batch, None, q[2]))
+    rows, visible = P(batch, None, q[2], None), [P(batch, None)] * call.visible_lens
+    inputs = (rows, P(None, None, None), P(batch, None), P(batch), *visible, P(None))
+    return inputs, (rows, P(batch, None, q[2]))

@@ -16,6 +16,7 @@ def mla_decode(
     block_tables: jax.Array,
     seq_lens: jax.Array,
     cu_seqlens_q: jax.Array | None,
+    visible_lens: jax.Array | None,
     scales: Scales,
     *,
     spec: DecodeSpec,
@@ -26,6 +27,7 @@ def mla_decode(
     if cu_seqlens_q is not None:
         q_len = cu_seqlens_q[1:] - cu_seqlens_q[:-1]
         q = to_padded(q, cu_seqlens_q, spec.max_q_len)
+        visible_lens = None if visible_lens is None else to_padded(visible_lens, cu_seqlens_q, spec.max_q_len)
     q = q.astype(dtype) * as_scale(scales.q, dtype)
 
     num_keys = spec.max_pages * spec.page_size
@@ -45,7 +47,9 @@ def mla_decode(
     scores = jnp.einsum("bshd,bkd->bshk", q, kv, precision="highest") * as_scale(scales.softmax, dtype)
     scores = jnp.where(is_nan.any(-1)[:, None, None], jnp.nan, scores)
     visible = used[:, None, :]
-    if spec.causal:
+    if visible_lens is not None:
+        visible = visible & (position < visible_lens[..., None])
+    elif spec.causal:
         query = jnp.arange(spec.max_q_len)[None, :]
         end = seq_lens[:, None] - (q_len[:, None] - 1) + query
         visible = visible & (position < end[..., None])

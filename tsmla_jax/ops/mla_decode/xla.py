@@ -31,6 +31,7 @@ def mla_decode(
     block_tables: jax.Array,
     seq_lens: jax.Array,
     cu_seqlens_q: jax.Array | None,
+    visible_lens: jax.Array | None,
     scales: Scales,
     *,
     spec: DecodeSpec,
@@ -41,12 +42,25 @@ def mla_decode(
     if cu_seqlens_q is not None:
         q_lens = cu_seqlens_q[1:] - cu_seqlens_q[:-1]
         q = to_padded(q, cu_seqlens_q, spec.max_q_len)
+        visible_lens = None if visible_lens is None else to_padded(visible_lens, cu_seqlens_q, spec.max_q_len)
     factors = (scales.logits(dtype), as_scale(scales.v, dtype))
-    out, lse = _decode_padded(spec, q, kv_cache, block_tables, seq_lens, q_lens, *factors)
+    seq_lens = jnp.clip(seq_lens, 0, spec.max_pages * spec.page_size)
+    ends = _ends(spec, seq_lens, q_lens, visible_lens)
+    out, lse = _decode_padded(spec, q, kv_cache, block_tables, seq_lens, ends, *factors)
     if cu_seqlens_q is not None:
         out = to_packed(out, cu_seqlens_q, spec.total_q_len, 0.0)
         lse = to_packed(lse, cu_seqlens_q, spec.total_q_len, -jnp.inf)
     return out, lse
+
+
+def _ends(spec: DecodeSpec, seq_lens: jax.Array, q_lens: jax.Array, visible_lens: jax.Array | None) -> jax.Array:
+    """How many keys each of the S query tokens of a request sees, [B, S]."""
+    if visible_lens is not None:
+        return jnp.minimum(seq_lens[:, None], visible_lens)
+    token = jnp.arange(spec.max_q_len, dtype=jnp.int32)
+    if not spec.causal:
+        return jnp.broadcast_to(seq_lens[:, None], (*seq_lens.shape, spec.max_q_len))
+    return jnp.minimum(seq_lens[:, None], seq_lens[:, None] - (q_lens[:, None] - 1) + token)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -56,28 +70,27 @@ def _decode_padded(
     kv_cache: jax.Array,
     block_tables: jax.Array,
     seq_lens: jax.Array,
-    q_lens: jax.Array,
+    ends: jax.Array,
     logit_scale: jax.Array,
     out_scale: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """q is [B, S, H, D] with q_lens [B] real tokens each."""
+    """q is [B, S, H, D], whose tokens see the first ends [B, S] keys each."""
     pages_per_block = max(1, BLOCK_KEYS // spec.page_size)
     block_keys = pages_per_block * spec.page_size
-    seq_lens = jnp.clip(seq_lens, 0, spec.max_pages * spec.page_size)
     num_blocks = (seq_lens + (block_keys - 1)) // block_keys
 
     def one(
-        q: jax.Array, table: jax.Array, seq_len: jax.Array, q_len: jax.Array, blocks: jax.Array
+        q: jax.Array, table: jax.Array, seq_len: jax.Array, ends: jax.Array, blocks: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         return _attend_one(
-            spec, q, kv_cache, table, seq_len, q_len, blocks, logit_scale, out_scale, pages_per_block=pages_per_block
+            spec, q, kv_cache, table, seq_len, ends, blocks, logit_scale, out_scale, pages_per_block=pages_per_block
         )
 
     if spec.batch_invariant:
         # One request at a time: neither its block count nor the shape of its products depends on the others.
-        return lax.map(lambda args: one(*args), (q, block_tables, seq_lens, q_lens, num_blocks))
+        return lax.map(lambda args: one(*args), (q, block_tables, seq_lens, ends, num_blocks))
     # One block count for all, so that the loop's condition isn't batched and its body needs no select.
-    return jax.vmap(one, in_axes=(0, 0, 0, 0, None))(q, block_tables, seq_lens, q_lens, num_blocks.max())
+    return jax.vmap(one, in_axes=(0, 0, 0, 0, None))(q, block_tables, seq_lens, ends, num_blocks.max())
 
 
 @_decode_padded.defjvp
@@ -93,14 +106,14 @@ def _attend_one(
     kv_cache: jax.Array,
     table: jax.Array,
     seq_len: jax.Array,
-    q_len: jax.Array,
+    ends: jax.Array,
     num_blocks: jax.Array,
     logit_scale: jax.Array,
     out_scale: jax.Array,
     *,
     pages_per_block: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """One request: q [S, H, D] and table [M] -> out [S, H, L], lse [S, H]."""
+    """One request: q [S, H, D], table [M] and ends [S] -> out [S, H, L], lse [S, H]."""
     dtype = accumulation_dtype(spec.q_dtype)
     wide = {spec.q_dtype, spec.kv_dtype} & {"float32", "float64"}
     # 16-bit inputs are exact in tf32 and in bf16 products, so the fast product of a GPU or TPU loses nothing on them.
@@ -109,8 +122,7 @@ def _attend_one(
     block_keys = pages_per_block * page_size
     rows = q.shape[0] * q.shape[1]
     query = q.astype(dtype).reshape(rows, spec.head_dim)
-    token = jnp.repeat(jnp.arange(q.shape[0], dtype=jnp.int32), q.shape[1], total_repeat_length=rows)
-    end = jnp.minimum(seq_len, seq_len - (q_len - 1) + token) if spec.causal else jnp.full_like(token, seq_len)
+    end = jnp.repeat(ends, q.shape[1], total_repeat_length=rows)
 
     def step(i: jax.Array, state: online_softmax.State) -> online_softmax.State:
         entry = i * pages_per_block + jnp.arange(pages_per_block, dtype=jnp.int32)
@@ -124,12 +136,12 @@ def _attend_one(
         scores = lax.dot_general(query, kv, (((1,), (1,)), ((), ())), precision=precision) * logit_scale
         scores = jnp.where(position < end[:, None], scores, -jnp.inf)
         values = kv[:, :latent_dim]
-        if spec.causal and q.shape[0] > 1:
+        if (spec.causal or spec.visible_lens) and q.shape[0] > 1:
             # Some queries see a key that others don't. NaN in it is in the scores of those that do.
             values = jnp.where(jnp.isfinite(values), values, 0)
         return online_softmax.update(state, scores, lambda weights: lax.dot(weights, values, precision=precision))
 
-    operands = (q, kv_cache, table, seq_len, q_len, num_blocks, logit_scale)
+    operands = (q, kv_cache, table, seq_len, ends, num_blocks, logit_scale)
     state = lax.fori_loop(0, num_blocks, step, online_softmax.start((rows,), latent_dim, dtype, *operands))
     seen, total, lse = online_softmax.finish(state)
     out = jnp.where(seen[:, None], state.out / total[:, None] * out_scale, 0)

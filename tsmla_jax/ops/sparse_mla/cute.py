@@ -20,7 +20,7 @@ from tsmla_kernels.catalog import SPARSE_MLA
 from tsmla_kernels.contract import sparse as sparse_contract
 from tsmla_kernels.contract.layouts import CacheSpec
 from tsmla_kernels.contract.sparse import SparseMLASpec
-from tsmla_kernels.sm90.sparse.config import sparse_config, sparse_reasons, workspace_shapes
+from tsmla_kernels.sm90.sparse.config import launches, sparse_config, sparse_reasons, workspace_shapes
 
 Results = tuple[jax.Array, jax.Array]
 
@@ -135,6 +135,12 @@ class _Operands(NamedTuple):
         every = (self.q, *self.caches, self.indices, self.lengths, self.sinks, self.scales)
         return tuple(array for array in every if array is not None)
 
+    def tokens(self, first: int, stop: int) -> _Operands:
+        """The operands of tokens first to stop - 1."""
+        mine = slice(first, stop)
+        lengths = None if self.lengths is None else self.lengths[mine]
+        return self._replace(q=self.q[mine], indices=self.indices[mine], lengths=lengths)
+
 
 def _factors(scales: Scales, kv_scales: tuple[Scale | None, ...]) -> jax.Array | np.ndarray:
     """The kernel's operand, float32 [3]: softmax_scale * q_scale, kv_scale and compressed_kv_scale. Python numbers are
@@ -177,17 +183,26 @@ def _on_one_device(call: _Call, *arrays: jax.Array) -> Results:
     operands = call.split(arrays)
     spec = call.spec(operands)
     config = sparse_config(spec, lengths=call.lengths, sinks=call.sinks, batch_invariant=call.batch_invariant)
-    rows = spec.num_tokens * spec.num_heads
-    workspaces = workspace_shapes(config, call.num_sms, spec.num_tokens, spec.num_selected)
-    out, lse, *_ = kernel_call(
-        SPARSE_MLA,
-        config,
-        operands._replace(q=operands.q.reshape(rows, spec.head_dim)).given,
-        ((rows, spec.latent_dim), (rows,), *(shape for shape, _ in workspaces.values())),
-        arch=call.arch,
-    )
-    shape = (spec.num_tokens, spec.num_heads)
-    return out.reshape(*shape, spec.latent_dim), lse.reshape(shape)
+    parts = launches(config, spec.num_tokens, spec.num_selected)
+
+    def launch(first: Any, stop: Any) -> Results:
+        """The rows of tokens first to stop - 1."""
+        mine = operands if len(parts) == 1 else operands.tokens(first, stop)
+        rows = (stop - first) * spec.num_heads
+        workspaces = workspace_shapes(config, call.num_sms, stop - first, spec.num_selected)
+        out, lse, *_ = kernel_call(
+            SPARSE_MLA,
+            config,
+            mine._replace(q=mine.q.reshape(rows, spec.head_dim)).given,
+            ((rows, spec.latent_dim), (rows,), *(shape for shape, _ in workspaces.values())),
+            arch=call.arch,
+        )
+        shape = (stop - first, spec.num_heads)
+        return out.reshape(*shape, spec.latent_dim), lse.reshape(shape)
+
+    results = [launch(first, stop) for first, stop in parts]
+    outs, lses = zip(*results, strict=True)
+    return results[0] if len(parts) == 1 else (jnp.concatenate(outs), jnp.concatenate(lses))
 
 
 def _fold(call: _Call, run: Callable[..., Results], axis_size: int, *arrays: jax.Array) -> Results | None:

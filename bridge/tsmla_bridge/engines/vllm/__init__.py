@@ -2,11 +2,14 @@
 
 vLLM loads it in every process, chosen or not. So it imports nothing but the registries, touches no GPU, and raises
 nothing. The backends are chosen with `--attention-backend CUSTOM` and `--attention-config '{"mla_prefill_backend":
-"CUSTOM"}'`, or by the name TSMLA where vLLM lets a plug-in add one (0.33).
+"CUSTOM"}'`, or by the names TSMLA and TSMLA_SPARSE where vLLM lets a plug-in add some (0.33).
 
 Environment variables:
   TSMLA_VLLM=auto: vLLM's automatic choice on Hopper (FLASH_ATTN_MLA) means this decode backend.
-  TSMLA_VLLM_FP8_QUERIES=0: with an fp8 cache, queries stay in 16 bits.
+  TSMLA_VLLM=sparse: CUSTOM means the sparse backend, for DeepSeek-V3.2 and GLM-5.
+  TSMLA_VLLM_VISIBLE_LENS=1: in context parallelism the tokens of a request share its keys, by a kernel that has not run
+    on a GPU yet; otherwise each token is a request of its own.
+  TSMLA_VLLM_FP8_QUERIES=0: with an fp8 cache, queries of dense attention stay in 16 bits.
 """
 
 from __future__ import annotations
@@ -14,10 +17,10 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
-NAME = "TSMLA"
 DECODE_BACKEND = f"{__name__}.decode.TsmlaMLABackend"
+SPARSE_BACKEND = f"{__name__}.sparse.TsmlaMLASparseBackend"
 PREFILL_BACKEND = f"{__name__}.prefill.TsmlaMLAPrefillBackend"
 
 _DECODE_REGISTRY = ("vllm.v1.attention.backends.registry", "AttentionBackendEnum", "register_backend")
@@ -28,39 +31,54 @@ _PREFILL_REGISTRY = (
 logger = logging.getLogger(__name__)
 
 
+class Entry(NamedTuple):
+    """A backend in a registry (module, enum, function that adds to it): its own name, and the class's path."""
+
+    registry: tuple[str, str, str]
+    name: str
+    path: str
+
+
+DECODE = Entry(_DECODE_REGISTRY, "TSMLA", DECODE_BACKEND)
+SPARSE = Entry(_DECODE_REGISTRY, "TSMLA_SPARSE", SPARSE_BACKEND)
+PREFILL = Entry(_PREFILL_REGISTRY, "TSMLA", PREFILL_BACKEND)
+
+
 def register() -> None:
     """Name the backends in vLLM's registries; vLLM's entry point. May be called again."""
-    for registry, path in ((_DECODE_REGISTRY, DECODE_BACKEND), (_PREFILL_REGISTRY, PREFILL_BACKEND)):
+    custom = SPARSE if os.environ.get("TSMLA_VLLM") == "sparse" else DECODE
+    for entry in (DECODE, SPARSE, PREFILL):
         try:
-            _register(registry, path)
+            _register(entry, is_custom=entry in (custom, PREFILL))
         except Exception as error:
             # A version of vLLM without this registry, or with another one. vLLM must start all the same.
-            logger.warning("%s: not registered with this version of vLLM: %s", path, error)
+            logger.warning("%s: not registered with this version of vLLM: %s", entry.path, error)
 
 
-def _register(registry: tuple[str, str, str], path: str) -> None:
-    module_name, enum_name, function_name = registry
+def _register(entry: Entry, *, is_custom: bool) -> None:
+    """Add the entry to its registry; is_custom: under CUSTOM too."""
+    module_name, enum_name, function_name = entry.registry
     module = importlib.import_module(module_name)
     backends, add = getattr(module, enum_name), getattr(module, function_name)
     named = hasattr(backends, "register")
-    if named and NAME not in backends.__members__:
-        add(NAME, path)
-        _make_picklable(backends[NAME], registry, path)
+    if named and entry.name not in backends.__members__:
+        add(entry.name, entry.path)
+        _make_picklable(backends[entry.name], entry)
     # CUSTOM is the one name for plug-ins of all vendors: leave it to another one that has it already, if it can.
-    if not (named and backends.CUSTOM.is_overridden()):
-        add(backends.CUSTOM, path)
-    if registry == _DECODE_REGISTRY and os.environ.get("TSMLA_VLLM") == "auto":
-        add(backends.FLASH_ATTN_MLA, path)
+    if is_custom and not (named and backends.CUSTOM.is_overridden()):
+        add(backends.CUSTOM, entry.path)
+    if entry == DECODE and os.environ.get("TSMLA_VLLM") == "auto":
+        add(backends.FLASH_ATTN_MLA, entry.path)
 
 
-def _make_picklable(member: Any, registry: tuple[str, str, str], path: str) -> None:
+def _make_picklable(member: Any, entry: Entry) -> None:
     """Let a process that has not loaded its plug-ins yet unpickle the added member. vLLM passes its configuration to
     spawned processes before they load their plug-ins, and an enum is unpickled by its value, which they don't have."""
-    member.__reduce_ex__ = lambda protocol: (added_member, (registry, path))
+    member.__reduce_ex__ = lambda protocol: (added_member, tuple(entry))
 
 
-def added_member(registry: tuple[str, str, str], path: str) -> Any:
-    """The member that `register` adds to this registry."""
+def added_member(registry: tuple[str, str, str], name: str, path: str) -> Any:
+    """The member that `register` adds to this registry under its own name."""
     module_name, enum_name, _ = registry
-    _register(registry, path)
-    return getattr(importlib.import_module(module_name), enum_name)[NAME]
+    _register(Entry(registry, name, path), is_custom=False)
+    return getattr(importlib.import_module(module_name), enum_name)[name]

@@ -25,7 +25,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from tsmla_bridge.engines import versions
-from tsmla_bridge.engines.context_parallel import held_keys
+from tsmla_bridge.engines.context_parallel import Deal, visible_keys
 from tsmla_bridge.ops import mla_decode as op
 from tsmla_bridge.runtime import devices
 from tsmla_bridge.runtime.tensors import dtype_name
@@ -43,6 +43,12 @@ versions.warn_if_untested(versions.VLLM, vllm.__version__)
 def takes_fp8_queries(kv_cache_dtype: str | None) -> bool:
     """Whether queries are quantised, as the cache is. TSMLA_VLLM_FP8_QUERIES=0 leaves them in 16 bits."""
     return kv_cache_dtype in FP8_CACHES and os.environ.get("TSMLA_VLLM_FP8_QUERIES", "1") != "0"
+
+
+def refuse(backend: str, **features: Any) -> None:
+    """NotImplementedError that names the features that are given: this backend has none of them."""
+    if given := [name for name, value in features.items() if value]:
+        raise NotImplementedError(f"{', '.join(given)}: tsmla's {backend} backend has none")
 
 
 def describe(
@@ -124,7 +130,7 @@ class TsmlaMLABackend(MLACommonBackend):
     ) -> str | None:
         """The reasons against a model and a cache, in the words of the kernels' own choice; None if there are none."""
         if use_sparse:
-            return "tsmla has no sparse attention behind vLLM; FLASHMLA_SPARSE serves DeepSeek-V3.2 on Hopper"
+            return "this is tsmla's dense backend; TSMLA_SPARSE, or CUSTOM with TSMLA_VLLM=sparse, is the sparse one"
         if head_size not in DIMENSIONS:
             legal = ", ".join(f"{size} ({latent} + {rope})" for size, (latent, rope) in DIMENSIONS.items())
             return f"the head size is {head_size}; tsmla takes {legal}"
@@ -133,11 +139,18 @@ class TsmlaMLABackend(MLACommonBackend):
         return "; ".join(reasons) or None
 
 
-class TokenRequests(NamedTuple):
-    """Each query token as a request of its own: its row of the block table, and how many keys it sees."""
+def by_visible_lens() -> bool:
+    """Whether, in context parallelism, the kernel is told how many keys each token of a request sees; otherwise tokens
+    are requests of their own. TSMLA_VLLM_VISIBLE_LENS=1 asks for that kernel, which has not run on a GPU yet."""
+    return os.environ.get("TSMLA_VLLM_VISIBLE_LENS", "0") == "1"
 
-    block_tables: torch.Tensor
-    seq_lens: torch.Tensor
+
+class QueryTokens(NamedTuple):
+    """A rank's query tokens in context parallelism: how many of its keys each sees, and, where tokens are requests of
+    their own, each one's row of the block table."""
+
+    visible_lens: torch.Tensor
+    block_tables: torch.Tensor | None
     capture: int | None  # the capture that these were made in, if any
 
 
@@ -150,27 +163,23 @@ class TsmlaMLADecodeMetadata(MLACommonDecodeMetadata):
     q_len: int | None
     max_q_len: int
     interleave: int
-    token_requests: TokenRequests | None = None
+    query_tokens: QueryTokens | None = None
 
-    def divided(self, num_tokens: int, world: int, rank: int) -> TokenRequests:
-        """The query tokens as requests, for causal calls of several tokens in context parallelism: which of a rank's
-        keys a token sees depends on the token. Made by a step's first layer, on the device from vLLM's own buffers, so
-        that a CUDA graph makes them anew at every replay; a capture never takes those of another."""
+    def tokens(self, num_tokens: int, world: int, rank: int, *, divided: bool) -> QueryTokens:
+        """The query tokens of causal calls of several tokens in context parallelism: which of a rank's keys a token
+        sees depends on the token. divided: as requests of their own. Made by a step's first layer, on the device from
+        vLLM's own buffers, so that a CUDA graph makes them anew at every replay; a capture never takes those of
+        another."""
         capture = devices.capture_id(devices.current_stream(self.seq_lens.get_device())) if _capturing() else None
-        if self.token_requests is None or self.token_requests.capture != capture:
-            starts, all_keys = self.query_start_loc, self.dcp_tot_seq_lens
-            assert all_keys is not None
-            token = torch.arange(num_tokens, dtype=torch.int32, device=starts.device)
-            # Tokens behind the last request are padding: they see nothing.
-            request = torch.searchsorted(starts[1:], token, right=True)
-            is_padding = request >= len(self.seq_lens)
-            request = request.clamp(max=len(self.seq_lens) - 1)
-            behind = starts[1:][request] - 1 - token  # query tokens of the request that follow this one
-            visible = held_keys(all_keys[request] - behind, world, rank, self.interleave)
-            visible = torch.minimum(visible, self.seq_lens[request]).masked_fill(is_padding, 0)
-            tables = self.block_table[request]
-            self.token_requests = TokenRequests(tables, visible.to(torch.int32), capture)
-        return self.token_requests
+        if self.query_tokens is None or self.query_tokens.capture != capture:
+            assert self.dcp_tot_seq_lens is not None
+            deal = Deal(world, rank, self.interleave)
+            request, visible_lens = visible_keys(
+                self.query_start_loc, self.dcp_tot_seq_lens, self.seq_lens, num_tokens, deal
+            )
+            tables = self.block_table[request] if divided else None
+            self.query_tokens = QueryTokens(visible_lens, tables, capture)
+        return self.query_tokens
 
 
 def _capturing() -> bool:
@@ -215,12 +224,14 @@ class TsmlaMLAMetadataBuilder(MLACommonMetadataBuilder[TsmlaMLAMetadata]):
             "causal": not getattr(self, "non_causal_multi_token_decode", False),
         }
         lengths = [(q_len, False) for q_len in sorted(self.uniform_q_lens)]
-        if self.dcp_world_size == 1:  # otherwise tokens of unequal requests are requests of their own
+        parallel = self.dcp_world_size > 1
+        visible_lens = parallel and by_visible_lens() and shared["causal"]
+        if not parallel or visible_lens:  # otherwise tokens of unequal requests are requests of their own
             lengths += [(bound, True) for bound in self.max_q_lens]
         for q_len, ragged in lengths:
             spec = describe(
                 head_size, page_size, config.model_config.dtype, config.cache_config.cache_dtype,
-                max_q_len=q_len, total_q_len=q_len, ragged=ragged, **shared,
+                max_q_len=q_len, total_q_len=q_len, ragged=ragged, visible_lens=visible_lens and q_len > 1, **shared,
             )  # fmt: skip
             # The layer hands a query of 16 bits over in two tensors; context parallelism gathers it in one.
             in_two = self.dcp_world_size == 1 and spec.rope_dim > 0 and spec.q_dtype != "float8_e4m3fn"
@@ -282,13 +293,10 @@ class TsmlaMLAImpl(MLACommonImpl[TsmlaMLAMetadata]):
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
             *others, **mla,
         )  # fmt: skip
-        refused = {
-            "alibi_slopes": alibi_slopes, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap
-        }  # fmt: skip
-        if given := [name for name, value in refused.items() if value]:
-            raise NotImplementedError(f"{', '.join(given)}: tsmla's decode backend has none")
+        refuse("decode", alibi_slopes=alibi_slopes, sliding_window=sliding_window, logits_soft_cap=logits_soft_cap)
         self.supports_quant_query_input = takes_fp8_queries(kv_cache_dtype)
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        self.by_visible_lens = by_visible_lens()
 
     def forward_mqa(
         self,
@@ -308,12 +316,18 @@ class TsmlaMLAImpl(MLACommonImpl[TsmlaMLAMetadata]):
         num_tokens, num_heads, _ = parts[0].shape
         causal = getattr(attn_metadata, "causal", True)  # vLLM 0.26 knows no other
         block_tables, seq_lens, q_len = decode.block_table, decode.seq_lens, decode.q_len
-        ragged: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if self.dcp_world_size > 1 and causal and q_len != 1:
-            block_tables, seq_lens, _ = decode.divided(num_tokens, self.dcp_world_size, self.dcp_rank)
-            q_len = 1
+            tokens = decode.tokens(
+                num_tokens, self.dcp_world_size, self.dcp_rank, divided=not self.by_visible_lens
+            )
+            if tokens.block_tables is None:
+                visible_lens = tokens.visible_lens if q_len is None else tokens.visible_lens.view(-1, q_len)
+                options = {"visible_lens": visible_lens, "implementation": "cute" if parts[0].is_cuda else None}
+            else:
+                block_tables, seq_lens, q_len = tokens.block_tables, tokens.visible_lens, 1
         if q_len is None:
-            ragged = {"cu_seqlens_q": decode.query_start_loc, "max_q_len": decode.max_q_len}
+            options |= {"cu_seqlens_q": decode.query_start_loc, "max_q_len": decode.max_q_len}
         else:
             parts = tuple(part.view(-1, q_len, num_heads, part.shape[-1]) for part in parts)
         parts = (parts[0].contiguous(), *parts[1:])  # to vLLM 0.27 the product over heads has their axis in front
@@ -330,7 +344,7 @@ class TsmlaMLAImpl(MLACommonImpl[TsmlaMLAMetadata]):
             kv_scale=layer._k_scale_float if kv_c_and_k_pe_cache.dtype == fp8 else None,
             return_lse=return_lse,
             batch_invariant=self.batch_invariant,
-            **ragged,
+            **options,
         )
         out, lse = results if return_lse else (results, None)
         out = out.view(num_tokens, num_heads, self.kv_lora_rank)

@@ -41,6 +41,7 @@ class DecodeConfig:
       cluster: CTAs (1 or 2) that walk the same keys with different rows; each loads half and multicasts it.
       split_q: whether the rope columns of q are an array of their own, whose rows may be wider.
       heads_first: whether the latent columns of a split q are [H, T, L], as a product over heads leaves them.
+      visible_lens: whether an array says how many keys each token sees, in place of the causal rule.
     """
 
     dtype: str
@@ -56,6 +57,7 @@ class DecodeConfig:
     kv_dtype: str | None = None
     split_q: bool = False
     heads_first: bool = False
+    visible_lens: bool = False
 
     @property
     def cache_dtype(self) -> str:
@@ -191,6 +193,13 @@ def decode_reasons(spec: DecodeSpec) -> list[str]:
     return reasons
 
 
+def untested_reasons(spec: DecodeSpec) -> list[str]:
+    """Why implementation=None should not run the kernel: no GPU has run it for such calls."""
+    if not spec.visible_lens:
+        return []
+    return ['the sm_90 decode kernel is untested with visible_lens; pass implementation="cute" to use it anyway']
+
+
 def reads_heads_first(num_heads: int) -> bool:
     """Whether the kernel can copy query rows whose heads come first: one copy takes some heads of one token, or all
     heads of some tokens."""
@@ -211,12 +220,13 @@ def decode_config(spec: DecodeSpec, *, split_q: bool = False, heads_first: bool 
         rope_dim=spec.rope_dim,
         page_size=spec.page_size,
         ragged=spec.ragged,
-        causal=spec.causal and spec.max_q_len > 1,
+        causal=spec.causal and spec.max_q_len > 1 and not spec.visible_lens,
         batch_invariant=spec.batch_invariant,
         cluster=2 if spec.max_q_len * spec.num_heads > ROWS else 1,
         kv_dtype=FP8 if spec.kv_dtype == FP8 else None,
         split_q=split_q,
         heads_first=heads_first,
+        visible_lens=spec.visible_lens,
     )
 
 

@@ -61,7 +61,8 @@ class MlaDecode:
     """One compiled decode: `config` is static; all shapes but H, L, R and Z are dynamic.
 
     The launcher takes a stream, q [N, D] of N = T * H query rows, kv_cache [P, Z, D], and the fields of memory.Arrays.
-    With config.split_q it takes q [N, L], or [H, T, L], and q_rope [N, W] in place of q.
+    With config.split_q it takes q [N, L], or [H, T, L], and q_rope [N, W] in place of q; with config.visible_lens that
+    array [T] behind cu_seqlens_q.
     """
 
     def __init__(self, config: DecodeConfig) -> None:
@@ -94,7 +95,9 @@ class MlaDecode:
         else:
             kv_cache, *rest = others
             tma = self.copier.tensor_maps(q, kv_cache)
-        arrays = Arrays(*rest)
+        # visible_lens is the fourth operand, where there is one, and the last field.
+        fields = (*rest[:3], *rest[4:], rest[3]) if const_expr(self.config.visible_lens) else rest
+        arrays = Arrays(*fields)
         score_mma, value_mma = self.scores.mma(), self.values.mma()
 
         @cute.struct
@@ -170,7 +173,7 @@ class MlaDecode:
         order = cute.make_tensor(cute.recast_ptr(storage.ring.data_ptr(), dtype=Int32), cute.make_layout(MAX_SORTED))
         schedule = Schedule(
             arrays.block_tables, arrays.seq_lens, arrays.cu_seqlens_q, arrays.partial_lse, arrays.split_info,
-            shared.pieces, state, num_clusters, cluster_index, rank, arrays.lse.shape[0], order,
+            shared.pieces, state, num_clusters, cluster_index, rank, arrays.lse.shape[0], order, arrays.visible_lens,
         )  # fmt: skip
         copies = Copies(
             tma, arrays.block_tables, shared.keys, shared.pieces,

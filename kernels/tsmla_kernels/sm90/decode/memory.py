@@ -20,6 +20,7 @@ class Piece(IntEnum):
     BLOCK_END = 1  # equal to BLOCK_BEGIN: no piece, the cluster's work ends
     KEYS = 2  # the request's length
     FIRST_TOKEN_KEYS = 3  # keys that the request's first query token sees, if causal
+    FEWEST_KEYS = 3  # in its place with visible_lens: the fewest keys that a token of the row tile sees
     ROW_IN_REQUEST = 4  # this CTA's first query row, counted in the request
     ROW = 5  # the same row, counted in q and out
     VALID_ROWS = 6  # of this CTA's 64 rows
@@ -126,6 +127,7 @@ class Arrays(NamedTuple):
       scales: [2] f32, the logits' scale and the output's.
       out: [N, L]. lse: [N] f32, natural log.
       partial_out, partial_lse, split_info: the workspaces of config.workspace_shapes.
+      visible_lens: [T] i32, how many keys each token sees; None where the causal rule, or none, says that.
     """
 
     block_tables: cute.Tensor
@@ -137,6 +139,7 @@ class Arrays(NamedTuple):
     partial_out: cute.Tensor
     partial_lse: cute.Tensor
     split_info: cute.Tensor
+    visible_lens: cute.Tensor | None = None
 
 
 
@@ -155,6 +158,7 @@ class Schedule(NamedTuple):
       num_clusters, cluster_index: the grid's clusters, and this one. rank: of this CTA in its cluster.
       all_rows: rows of out.
       order: scratch for sorting requests.
+      visible_lens: as in Arrays.
     """
 
     block_tables: cute.Tensor
@@ -169,6 +173,7 @@ class Schedule(NamedTuple):
     rank: Int32
     all_rows: Int32
     order: cute.Tensor
+    visible_lens: cute.Tensor | None = None
 
 
 class Copies(NamedTuple):

@@ -17,6 +17,7 @@ def mla_decode_operands(config: DecodeConfig) -> tuple[Operand, ...]:
     # The workspaces' static sizes don't depend on the number of multiprocessors, the batch or the table.
     workspaces = workspace_shapes(config, 1, 1, 1)
     q_rope = (Operand("q_rope", config.dtype, (None, None)),) if config.split_q else ()
+    visible_lens = (Operand("visible_lens", "int32", (None,), align=4),) if config.visible_lens else ()
     q_shape = (config.num_heads, None, config.q_dim) if config.heads_first else (None, config.q_dim)
     return (
         Operand("q", config.dtype, q_shape),
@@ -25,6 +26,7 @@ def mla_decode_operands(config: DecodeConfig) -> tuple[Operand, ...]:
         Operand("block_tables", "int32", (None, None), align=4),
         Operand("seq_lens", "int32", (None,), align=4),
         Operand("cu_seqlens_q", "int32", (None,), align=4),
+        *visible_lens,
         Operand("scales", "float32", (2,), align=4),
         Operand("out", config.out_dtype, (None, config.latent_dim), output=True),
         Operand("lse", "float32", (None,), output=True, align=4),  # XLA may have it written into the middle of another

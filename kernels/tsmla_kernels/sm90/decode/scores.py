@@ -37,6 +37,7 @@ class Held(NamedTuple):
       r_p: P as it is stored. p_offset: of the lane's row of P in a stage.
       running: the lane's maxima and sums. scale: of the logits, base 2. results: of finished rows.
       place: of the thread. signals: 1 if the lane arrives in Ring.signal.
+      visible_lens: as in Arrays.
     """
 
     mma: Any
@@ -50,6 +51,7 @@ class Held(NamedTuple):
     results: Results
     place: Place
     signals: Int32
+    visible_lens: cute.Tensor | None = None
 
 
 class Scores:
@@ -104,7 +106,9 @@ class Scores:
         p_offset = kept(self.ring.p_offset + p_row * (2 * self.block) + (((lane // 16) ^ self.swizzle(p_row)) << 4))
         place = Place(t, warp_here, lane, warp_here * 16 + lane // 4)
         running = Running(cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32))
-        return Held(mma, q, acc, probabilities, r_p, p_offset, running, scale, results, place, signals)
+        return Held(
+            mma, q, acc, probabilities, r_p, p_offset, running, scale, results, place, signals, arrays.visible_lens
+        )
 
     def swizzle(self, p_row: Int32) -> Int32:
         """What the swizzle of P does to the numbers of a row's 16-byte groups: an exclusive or with this."""

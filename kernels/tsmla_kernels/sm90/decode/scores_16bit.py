@@ -188,7 +188,7 @@ class Scores16bit(Scores):
             arrived, address = ahead.arrived, ahead.address
             following, phase_following = ahead.following, ahead.phase
             if (b + 1) * self.block > seen_by_all:
-                self.softmax.mask(scores.s, b, piece, place)
+                self.softmax.mask(scores.s, b, piece, place, held.visible_lens)
             self.softmax.run(scores, running, held.scale, place, shared, previous)
             held.r_p.store(held.probabilities.load().to(self.ring.dtype))
             # P overwrites these keys' rope columns: all four warps must have read them.

@@ -117,7 +117,7 @@ class ScoresFp8(Scores):
                 arrived, address = ahead.arrived, ahead.address
                 following, phase_following = ahead.following, ahead.phase
                 if const_expr(masked == 1):
-                    self.softmax.mask(scores.s, b, piece, place)
+                    self.softmax.mask(scores.s, b, piece, place, held.visible_lens)
                 self.softmax.run(scores, running, held.scale, place, shared, previous)
                 held.r_p.store(held.probabilities.load().to(self.ring.p_dtype))
                 self.ring.store_p(address_here + held.p_offset, cute.recast_tensor(held.r_p, Int32))

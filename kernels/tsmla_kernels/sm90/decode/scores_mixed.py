@@ -67,6 +67,7 @@ class Held(NamedTuple):
       exchanged: scratch. running: the lane's maxima and sums.
       scales: the operand. results: of finished rows.
       place: of the thread. signals: 1 if the lane arrives in Ring.signal.
+      visible_lens: as in Arrays.
     """
 
     mma_qk: cute.TiledMma
@@ -84,6 +85,7 @@ class Held(NamedTuple):
     results: Results
     place: Place
     signals: Int32
+    visible_lens: cute.Tensor | None = None
 
 
 class ScoresMixed(Scores):
@@ -137,7 +139,7 @@ class ScoresMixed(Scores):
         place = Place(t, warp_here, lane, lane % 4 * 2)
         return Held(
             mma_qk, s_q, t_q, acc, narrow, wide, k_offset, p_offset, p_words, exchanged, Running(m, l), arrays.scales,
-            results, place, signals,
+            results, place, signals, arrays.visible_lens,
         )  # fmt: skip
 
     @cute.jit
@@ -218,7 +220,10 @@ class ScoresMixed(Scores):
             arrived, address = ahead.arrived, ahead.address
             following, phase_following = ahead.following, ahead.phase
             if (b + 1) * self.block > seen_by_all:
-                self.mask_keys(s, b, piece, place.thread)
+                if const_expr(held.visible_lens is not None):
+                    self.mask_invisible_keys(s, b, piece, place.thread, held.visible_lens)
+                else:
+                    self.mask_keys(s, b, piece, place.thread)
                 if (b + 1) * self.block > uniform(piece[Piece.KEYS]):
                     self.ring.arrive_read(Barrier.KEYS_READ, number)
             self.key_softmax.softmax_of_keys(s, Int32(b == b_begin), taken.scale, held, shared, previous)
@@ -269,6 +274,17 @@ class ScoresMixed(Scores):
             for v in cutlass.range_constexpr(self.p_rows // 8):
                 for e in cutlass.range_constexpr(2):
                     if 8 * v + e < first_row:
+                        s[e, i, v] = -Float32.inf
+
+    @cute.jit
+    def mask_invisible_keys(self, s: cute.Tensor, b: Int32, piece: Described, t: Int32, visible_lens: cute.Tensor):
+        """The same where visible_lens says how many keys each token sees."""
+        first_key = b * self.block + t // 32 * 16 + t % 32 // 4
+        for v in cutlass.range_constexpr(self.p_rows // 8):
+            for e in cutlass.range_constexpr(2):
+                limit = self.softmax.visible(piece, 8 * v + e + t % 4 * 2, visible_lens)
+                for i in cutlass.range_constexpr(2):
+                    if first_key + 8 * i >= limit:
                         s[e, i, v] = -Float32.inf
 
     @cute.jit

@@ -62,7 +62,7 @@ class Softmax:
     """The softmax of a decode kernel.
 
     Attributes:
-      heads, causal, block: as in DecodeConfig.
+      heads, causal, visible_lens, block: as in DecodeConfig.
       rescale_bits: the running maximum may lag by 2**rescale_bits. 0: the greatest P of a row is exactly 1.
       speculates: whether P is computed before it is known whether the running maximum lags.
       inverses_kept: as in Ring.
@@ -71,6 +71,7 @@ class Softmax:
 
     def __init__(self, config: DecodeConfig, inverses_kept: int) -> None:
         self.heads, self.causal, self.block = config.num_heads, config.causal, config.block
+        self.visible_lens = config.visible_lens
         self.partial_needs_scale, self.inverses_kept = config.partial_needs_scale, inverses_kept
         if config.fp8_cache:
             # P of f16 has the range for that lag, and rounds no worse. With few rows the value warpgroups wait for the
@@ -92,16 +93,22 @@ class Softmax:
     def seen_by_all(self, piece: Described):
         """How many keys every row of a piece sees: blocks of these need no mask."""
         seen = uniform(piece[Piece.KEYS])
+        if const_expr(self.visible_lens):
+            seen = uniform(cutlass.min(seen, piece[Piece.FEWEST_KEYS]))
         if const_expr(self.causal):
             seen = uniform(cutlass.min(seen, piece[Piece.FIRST_TOKEN_KEYS] + piece[Piece.ROW_IN_REQUEST] // self.heads))
         return seen
 
     @cute.jit
-    def mask(self, s: cute.Tensor, b: Int32, piece: Described, place: Place):
-        """Set the scores of keys that a row does not see to -inf."""
+    def mask(
+        self, s: cute.Tensor, b: Int32, piece: Described, place: Place, visible_lens: cute.Tensor | None = None
+    ):
+        """Set the scores of keys that a row does not see to -inf. visible_lens: as in Arrays."""
         keys = piece[Piece.KEYS]
         for i in cutlass.range_constexpr(2):
             limit = keys
+            if const_expr(visible_lens is not None):
+                limit = self.visible(piece, place.row_low + 8 * i, visible_lens)
             if const_expr(self.causal):
                 token = (piece[Piece.ROW_IN_REQUEST] + place.row_low + 8 * i) // self.heads
                 limit = cutlass.min(keys, piece[Piece.FIRST_TOKEN_KEYS] + token)
@@ -109,6 +116,12 @@ class Softmax:
                 column = b * self.block + (c // 2) * 8 + (place.lane % 4) * 2 + c % 2
                 if column >= limit:
                     s[i, c] = -Float32.inf
+
+    @cute.jit
+    def visible(self, piece: Described, row: Int32, visible_lens: cute.Tensor):
+        """How many keys a piece's row sees. Rows behind the last are those of the last token."""
+        token = cutlass.min((piece[Piece.ROW] + row) // self.heads, visible_lens.shape[0] - 1)
+        return cutlass.min(piece[Piece.KEYS], visible_lens[token])
 
     @cute.jit
     def run(self, scores: ThreadScores, running: Running, scale: Float32, place: Place, shared: Shared, index: Int32):

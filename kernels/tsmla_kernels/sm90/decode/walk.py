@@ -19,7 +19,7 @@ from tsmla_kernels.sm90.decode.memory import (
     ScheduleState,
     SplitEntry,
 )
-from tsmla_kernels.sm90.decode.share import BatchShare, Request, Share, Track
+from tsmla_kernels.sm90.decode.share import MOST_KEYS, BatchShare, Request, Share, Track
 from tsmla_kernels.sm90.warp import divide, quotient, remainder
 
 
@@ -53,7 +53,7 @@ class PieceWalk:
 
     Attributes:
       batch: shares the batch out to the clusters. pieces_kept: as in Ring.
-      heads, q_rows, tile_rows, max_tiles, ragged, batch_invariant: as in DecodeConfig.
+      heads, q_rows, tile_rows, max_tiles, ragged, batch_invariant, visible_lens: as in DecodeConfig.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class PieceWalk:
         self.heads, self.q_rows = config.num_heads, config.q_rows
         self.tile_rows, self.max_tiles = config.tile_rows, config.max_tiles
         self.ragged, self.batch_invariant = config.ragged, config.batch_invariant
+        self.visible_lens = config.visible_lens
 
     @cute.jit
     def begin(self, schedule: Schedule, early: tuple[Int32, Int32, Int32]):
@@ -176,6 +177,9 @@ class PieceWalk:
                             slot = 2 * schedule.cluster_index
                         elif b_end < request.blocks:
                             slot = 2 * schedule.cluster_index + 1
+            if const_expr(schedule.visible_lens is not None):
+                if found == 1:
+                    self.note_fewest_keys(Described(pieces, place), rows, schedule.visible_lens)
             if found == 1:
                 if lane == 0:
                     self.describe(Described(pieces, place), KeyBlocks(b_begin, b_end, slot), r, request, rows, rank)
@@ -243,7 +247,8 @@ class PieceWalk:
         piece[Piece.BLOCK_BEGIN] = blocks.begin
         piece[Piece.BLOCK_END] = blocks.end
         piece[Piece.KEYS] = request.keys
-        piece[Piece.FIRST_TOKEN_KEYS] = request.keys + 1 - request.rows // self.heads
+        if const_expr(not self.visible_lens):
+            piece[Piece.FIRST_TOKEN_KEYS] = request.keys + 1 - request.rows // self.heads
         piece[Piece.ROW_IN_REQUEST] = rows.in_request + rank * ROWS
         piece[Piece.ROW] = rows.row + rank * ROWS
         piece[Piece.VALID_ROWS] = cutlass.min(rows.rows - rank * ROWS, ROWS)
@@ -251,6 +256,18 @@ class PieceWalk:
         piece[Piece.REQUEST] = r
         q_rows = cutlass.min(rows.rows, ROWS)
         piece[Piece.Q_STAGES] = 1 + quotient(q_rows - 1, self.q_rows)
+
+    @cute.jit
+    def note_fewest_keys(self, piece: Described, rows: TileRows, visible_lens: cute.Tensor):
+        """Write the fewest keys that a token of the row tile's `rows` sees. The whole warp."""
+        lane = cute.arch.lane_idx()
+        first, last = rows.row // self.heads, (rows.row + rows.rows - 1) // self.heads
+        fewest = Int32(MOST_KEYS)
+        for token in cutlass.range(first + lane, cutlass.min(last + 1, visible_lens.shape[0]), 32, unroll=1):
+            fewest = cutlass.min(fewest, visible_lens[token])
+        fewest = cute.arch.warp_redux_sync(fewest, "min")
+        if lane == 0:
+            piece[Piece.FEWEST_KEYS] = fewest
 
     @cute.jit
     def note_fixed_cut(self, entry: Int32, rows: TileRows, first_slot: Int32, cuts: Int32, schedule: Schedule):

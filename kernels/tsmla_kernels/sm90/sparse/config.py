@@ -17,6 +17,7 @@ from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
 
 if TYPE_CHECKING:
     from tsmla_kernels.contract.layouts import CacheSpec
+    from tsmla_kernels.contract.rules import Dim
     from tsmla_kernels.contract.sparse import SparseMLASpec
 
 MIN_STAGES = 2
@@ -61,7 +62,7 @@ class SparseConfig:
     """What an object of sparse_mla is compiled for. Everything else is dynamic.
 
     Attributes:
-      dtype: of q and out: "bfloat16" or "float16".
+      dtype: of q: "bfloat16", "float16" or, over V3.2 and plain rows of e4m3, "float8_e4m3fn".
       num_heads: H. head_dim: D, the width of a key. Values are its first 512 columns.
       layout: of the caches' rows: "v32", "v4" or "plain".
       kv_dtype: of plain rows: e4m3, "bfloat16" or "float16".
@@ -91,6 +92,11 @@ class SparseConfig:
     batch_invariant: bool = False
 
     @property
+    def fp8_queries(self) -> bool:
+        """Whether columns of e4m3 are multiplied by queries of e4m3, as they are; `dtype` of out is then bfloat16."""
+        return self.dtype == FP8
+
+    @property
     def two_caches(self) -> bool:
         return self.window is not None
 
@@ -104,7 +110,7 @@ class SparseConfig:
         """The dense decode whose schedule, row tiles, softmax and combine these are: a token is a request, and a column
         of the indices a page of one key."""
         return TileConfig(
-            dtype=self.dtype,
+            dtype="bfloat16" if self.fp8_queries else self.dtype,
             num_heads=self.num_heads,
             max_q_len=1,
             latent_dim=LATENT_DIM,
@@ -137,7 +143,7 @@ class SparseConfig:
     @property
     def bf16_columns(self) -> bool:
         """Whether packed rows' bf16 columns meet bf16 queries, so that neither becomes f16."""
-        return self.layout != "plain" and self.dtype == "bfloat16"
+        return self.layout != "plain" and self.dtype in ("bfloat16", FP8)
 
     @property
     def scale_group(self) -> int:
@@ -176,7 +182,9 @@ class SparseConfig:
 
     @property
     def q_bytes(self) -> int:
-        return self.decode.p_rows * self.head_dim * 2
+        """Shared memory of Q; queries of e4m3 are followed by bf16 ones for the columns of 16 bits."""
+        row = self.head_dim + 2 * (self.head_dim - self.e4m3_columns) if self.fp8_queries else 2 * self.head_dim
+        return self.decode.p_rows * row
 
     @property
     def stages(self) -> int:
@@ -188,8 +196,13 @@ class SparseConfig:
 def sparse_reasons(spec: SparseMLASpec) -> list[str]:
     """Why the Hopper kernel of sparse_mla cannot run this call; empty if it can."""
     reasons = []
-    if spec.q_dtype not in ("bfloat16", "float16"):
-        reasons.append(f"q.dtype is {spec.q_dtype}; the sm_90 sparse kernel takes bfloat16 or float16")
+    if spec.q_dtype not in ("bfloat16", "float16", FP8):
+        reasons.append(f"q.dtype is {spec.q_dtype}; the sm_90 sparse kernel takes bfloat16, float16 or {FP8}")
+    if spec.q_dtype == FP8 and not (spec.cache.layout == "v32" or spec.cache.dtype == FP8):
+        reasons.append(
+            f"q.dtype is {FP8} and kv_cache has {spec.cache.layout} rows of {spec.cache.dtype}; the sm_90 sparse kernel"
+            f" takes such queries over V3.2 rows and plain rows of {FP8}"
+        )
     if not isinstance(spec.num_heads, int):
         reasons.append(f"num_heads is {spec.num_heads}; the sm_90 sparse kernel is compiled for a number")
     if spec.latent_dim != LATENT_DIM:
@@ -210,6 +223,13 @@ def sparse_reasons(spec: SparseMLASpec) -> list[str]:
                 f" {spec.cache.layout} rows of {spec.cache.dtype}; the sm_90 sparse kernel takes the same rows in both"
             )
     return reasons
+
+
+def untested_reasons(spec: SparseMLASpec) -> list[str]:
+    """Why implementation=None should not run the kernel: no GPU has run it for such calls."""
+    if spec.q_dtype != FP8:
+        return []
+    return [f'the sm_90 sparse kernel is untested with q of {FP8}; pass implementation="cute" to use it anyway']
 
 
 def _cache_reasons(name: str, cache: CacheSpec) -> list[str]:
@@ -263,8 +283,15 @@ def _pages(cache: CacheSpec) -> tuple[int, int]:
     return cache.page_size, cache.span
 
 
+def launches(config: SparseConfig, num_tokens: Dim, num_selected: Dim) -> list[tuple[Dim, Dim]]:
+    """The tokens [first, stop) of each launch that a call takes: all in one, except where many are batch_invariant. See
+    the dense decode's."""
+    return decode.launches(config.decode, num_tokens, num_selected)
+
+
 def workspace_shapes(
     config: SparseConfig, num_sms: int, num_tokens: int, num_selected: int
 ) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shapes and dtypes of the kernel's workspaces, in the order of its operands: those of the dense decode."""
+    """Shapes and dtypes of the kernel's workspaces for a launch that serves `num_tokens` tokens, in the order of its
+    operands: those of the dense decode. Unless batch_invariant, they do not depend on the tokens and columns."""
     return decode.workspace_shapes(config.decode, num_sms, num_tokens, num_selected)

@@ -2,7 +2,8 @@
 
 DESIGN.md beside this says why it is so. A query token is what a request with one query token is to the dense decode:
 
-  warpgroup 0   softmax: S^T = K Q^T, softmax, P into shared memory (scores.py); it also takes Q (query.py)
+  warpgroup 0   softmax: S^T = K Q^T, softmax, P into shared memory (scores.py, scores_fp8.py for e4m3 queries); it also
+                takes Q (query.py)
   1 and 2       values: O^T[half] += V^T[half] P^T and the epilogue (values.py); first warp of 2: the schedule
   3             four warps gather the selected rows of the cache (gather.py)
 
@@ -31,6 +32,7 @@ from tsmla_kernels.sm90.sparse.gather import Gatherer
 from tsmla_kernels.sm90.sparse.memory import GATHER_WARP, PIECES_KEPT, Arrays, Gather, Query, Scratch
 from tsmla_kernels.sm90.sparse.ring import SparseRing
 from tsmla_kernels.sm90.sparse.scores import SparseScores
+from tsmla_kernels.sm90.sparse.scores_fp8 import SparseScoresFp8
 from tsmla_kernels.sm90.sparse.values import PlainValues, SparseValues, V4Values
 from tsmla_kernels.sm90.warp import prefetch
 
@@ -45,9 +47,10 @@ class SparseMla:
             raise ValueError(f"{config} leaves {config.stages} stages of shared memory; {MIN_STAGES} are needed")
         self.config = config
         self.ring = SparseRing(config)
+        self.q_elements = config.q_bytes * 8 // self.ring.q_dtype.width
         self.walk = PieceWalk(config.decode, PIECES_KEPT, equal_lengths=not config.lengths)
         self.gatherer = Gatherer(config, self.ring)
-        self.scores = SparseScores(config, self.ring)
+        self.scores = (SparseScoresFp8 if config.fp8_queries else SparseScores)(config, self.ring)
         plain = SparseValues if config.kv_dtype == FP8 else PlainValues
         of_rows = {"v32": SparseValues, "v4": V4Values, "plain": plain}[config.layout]
         self.values = of_rows(config, self.ring, self.walk, self.gatherer)
@@ -87,7 +90,7 @@ class SparseMla:
             inverse: cute.struct.Align[cute.struct.MemRange[Float32, self.ring.inverses_kept * ROWS], 16]
             schedule_state: cute.struct.MemRange[Int32, STATE_WORDS]
             exchange: cute.struct.Align[cute.struct.MemRange[Float32, config.exchanged_words], 16]
-            q: cute.struct.Align[cute.struct.MemRange[self.ring.q_dtype, config.q_bytes // 2], 1024]
+            q: cute.struct.Align[cute.struct.MemRange[self.ring.q_dtype, self.q_elements], 1024]
             ring: cute.struct.Align[cute.struct.MemRange[self.ring.dtype, self.ring.elements], 1024]
 
         self.check_storage(Storage)

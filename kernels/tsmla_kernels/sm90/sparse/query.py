@@ -1,17 +1,19 @@
-"""Q of the sparse kernel: one TMA copy a piece, to the place where Q stays, and there into f16."""
+"""Q of the sparse kernel: one TMA copy a piece, to the place where Q stays, and there into f16 if it has 16 bits."""
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from tsmla_kernels.sm90.decode.memory import Described, Piece
-from tsmla_kernels.sm90.decode.query import COPY, QueryCopy, four_words
+from tsmla_kernels.sm90.decode.query import COPY, QueryCopy, four_words, two_bf16
+from tsmla_kernels.sm90.decode.softmax import sync_softmax
 from tsmla_kernels.sm90.sparse.config import SparseConfig
 from tsmla_kernels.sm90.sparse.memory import Query
 from tsmla_kernels.sm90.sparse.ring import SparseRing
+from tsmla_kernels.sm90.warp import quotient, remainder
 
 
 class SparseQuery(QueryCopy):
@@ -21,7 +23,7 @@ class SparseQuery(QueryCopy):
         super().__init__(config.head_dim, ring.p_rows, ring.p_rows, ring.q_dtype)
         self.natural_from, self.as_they_are = config.e4m3_columns // 16, config.bf16_columns
         self.tiles = config.head_dim // 64
-        self.swizzle = ring.q_swizzle
+        self.swizzle, self.row_bytes = ring.q_swizzle, self.depth * ring.q_dtype.width // 8
 
     def tensor_map(self, q: cute.Tensor):
         """The TMA atom and tensor of q: p_rows rows in tiles of 64 columns."""
@@ -44,7 +46,7 @@ class SparseQuery(QueryCopy):
             ),
         )
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(query.full, self.p_rows * self.depth * 2)
+            cute.arch.mbarrier_arrive_and_expect_tx(query.full, self.p_rows * self.row_bytes)
         source = cute.local_tile(
             cute.domain_offset((piece[Piece.ROW], 0, 0), query.tma), (self.p_rows, 64, self.tiles), (0, 0, 0)
         )
@@ -57,7 +59,7 @@ class SparseQuery(QueryCopy):
     def row_source(self, sources: tuple[Int32, Int64], row: Int32, kind: cutlass.Constexpr[int]):
         """Where row `row` begins; `sources` are Q's place and the tile's first row in global memory."""
         place, rows = sources
-        return place + row * 128 if const_expr(kind == COPY) else rows + Int64(row) * (self.depth * 2)
+        return place + row * 128 if const_expr(kind == COPY) else rows + Int64(row) * self.row_bytes
 
     @cute.jit
     def source_words(self, source, row: Int32, tile: Int32, chunk: Int32, kind: cutlass.Constexpr[int]):
@@ -69,3 +71,53 @@ class SparseQuery(QueryCopy):
             pointer = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=16)
             words = cute.make_tensor(pointer, cute.make_layout(4))
         return words
+
+
+def chunk_64(row, chunk):
+    """Where 16 bytes `chunk` of a row's 64 lie, in a tile of 64 columns of e4m3 with a swizzle of 64 bytes."""
+    return row * 64 + ((chunk ^ (row // 2 & 3)) << 4)
+
+
+class Fp8Query(SparseQuery):
+    """Q of e4m3, which stays as it is: tiles of 64 columns. Columns that meet keys of bf16 follow as bf16, once more."""
+
+    def __init__(self, config: SparseConfig, ring: SparseRing) -> None:
+        super().__init__(config, ring)
+        self.bf16_tiles = (config.head_dim - config.e4m3_columns) // 64
+        self.bf16_place = self.p_rows * self.depth  # bytes from Q's place
+
+    @cute.jit
+    def keep(self, target: Int32, sources: tuple[Int32, Int64], valid_rows: Int32, t: Int32, tops: cute.Tensor):
+        """Zero the rows past the tile's end, and make the columns that need it bf16. Return 1, the factor of the
+        logits. `sources` and `tops` are not used."""
+        row, first = remainder(t, self.p_rows), quotient(t, self.p_rows)
+        step = 128 // self.p_rows
+        words = cute.make_rmem_tensor((4,), Int32)
+        words.fill(0)
+        if row >= valid_rows:
+            for i in cutlass.range(first, 4 * self.tiles, step, unroll=1):
+                there = target + quotient(i, 4) * (64 * self.p_rows) + row * 64 + remainder(i, 4) * 16
+                cute.autovec_copy(words, four_words(there))
+        if const_expr(self.bf16_tiles > 0):
+            last = target + (self.tiles - self.bf16_tiles) * (64 * self.p_rows)
+            rows = target + self.bf16_place + row * 128
+            for chunk in cutlass.range(first, 4, step, unroll=1):
+                words.fill(0)
+                if row < valid_rows:
+                    cute.autovec_copy(four_words(last + chunk_64(row, chunk)), words)
+                for h in cutlass.range_constexpr(2):
+                    wide = four_words(rows + (((2 * chunk + h) ^ (row & 7)) << 4))
+                    cute.autovec_copy(self.as_bf16(words[2 * h], words[2 * h + 1]), wide)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        sync_softmax()
+        return Float32(1.0)
+
+    def as_bf16(self, low: Int32, high: Int32) -> cute.Tensor:
+        """Eight numbers of e4m3 as bf16, exactly."""
+        narrow, wide = cute.make_rmem_tensor((2,), Int32), cute.make_rmem_tensor((4,), Int32)
+        narrow[0], narrow[1] = low, high
+        eight = cute.make_rmem_tensor((8,), cutlass.Float16)
+        eight.store(cute.recast_tensor(narrow, self.q_dtype).load().to(cutlass.Float16))
+        for i in range(4):
+            wide[i] = two_bf16(eight[2 * i].to(Float32), eight[2 * i + 1].to(Float32))
+        return wide

@@ -28,7 +28,9 @@ class SparseRing(Ring):
     def __init__(self, config: SparseConfig) -> None:
         self.mixed, self.cluster = True, 1
         self.dtype, self.q_dtype, self.p_dtype = DTYPES[FP8], DTYPES[config.dtype], cutlass.Float16
-        self.q_swizzle = self.p_swizzle = SmemLayoutAtomKind.K_SW128
+        self.p_swizzle = SmemLayoutAtomKind.K_SW128
+        # Tiles of 64 columns: 576 are a multiple of these alone.
+        self.q_swizzle = SmemLayoutAtomKind.K_SW64 if config.fp8_queries else self.p_swizzle
         self.stages, self.block, self.p_rows = config.stages, config.decode.block, config.decode.p_rows
         self.pitch, self.itemsize = config.pitch, 1
         self.stage_elements, self.p_offset = config.stage_bytes, config.keys_bytes

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from cutlass.cute.nvgpu.warpgroup import Field, OperandSource
+from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKind
 
 from tsmla_kernels.sm90.constants import LOG2_E
 from tsmla_kernels.sm90.decode.config import ROWS
@@ -61,12 +61,30 @@ class Step(NamedTuple):
     group: int | None
 
 
+class QueryTile(NamedTuple):
+    """How a row tile's Q lies in shared memory: its dtype, its swizzle and its columns."""
+
+    dtype: type
+    swizzle: SmemLayoutAtomKind
+    columns: int
+
+
+class QueryOperands(NamedTuple):
+    """The MMA of K Q^T and Q as its operand; the same for columns of 16 bits, which may be the first ones."""
+
+    mma_qk: cute.TiledMma
+    t_q: cute.Tensor
+    mma_16: cute.TiledMma
+    t_q_16: cute.Tensor
+
+
 class Held(NamedTuple):
     """What the softmax warpgroup holds from piece to piece.
 
     Attributes:
       mma_qk: of K Q^T. t_q: Q as an operand. mma_16, t_q_16: the same for columns of 16 bits. query: Q's way there.
-      acc: S^T of a block. narrow, wide: fragments of K as they are, and as f16. factors: scales of the lane's two keys.
+      acc: S^T of a block. part: that of a group of columns, if queries are e4m3. narrow, wide: fragments of K as they
+        are, and as f16 if queries have 16 bits. factors: scales of the lane's two keys.
       k_offset, scales_offset, p_offset: of the lane's row of K, its first key's scales, and its row of P in a stage.
       p_words: P as it is stored. exchanged: scratch. running: the lane's maxima and sums.
       valid: which keys exist. scales: the operand. results: of finished rows.
@@ -79,8 +97,9 @@ class Held(NamedTuple):
     t_q_16: cute.Tensor
     query: Query
     acc: cute.Tensor
+    part: cute.Tensor | None
     narrow: cute.Tensor
-    wide: cute.Tensor
+    wide: cute.Tensor | None
     factors: cute.Tensor
     k_offset: Int32
     scales_offset: Int32
@@ -99,6 +118,7 @@ class SparseScores(Scores):
     """K Q^T of gathered keys.
 
     Attributes:
+      k_dtype: in which columns that are e4m3 in the cache are multiplied.
       fragments: offsets of 32-byte fragments in a row. steps: Steps in order.
       scales_early: steps between reading a group's scales and their use.
     """
@@ -107,6 +127,7 @@ class SparseScores(Scores):
         super().__init__(config.decode, ring)
         self.sparse, self.pitch = config, config.pitch
         self.p_dtype, self.p_rows = ring.p_dtype, ring.p_rows
+        self.k_dtype = self.p_dtype
         self.scales_early = 0 if config.layout == "v4" and ring.p_rows == ROWS else 2  # as registers allow
         self.query = SparseQuery(config, ring)
         self.key_softmax = KeySoftmax(self.softmax, ring.p_rows, ring.p_dtype, self.over_keys)
@@ -120,7 +141,7 @@ class SparseScores(Scores):
 
     def mma(self) -> ScoreMma:
         """The MMA of K Q^T of a block."""
-        return ScoreMma(self.mma_of(self.p_dtype))
+        return ScoreMma(self.mma_of(self.k_dtype))
 
     def mma_of(self, dtype: type) -> cute.TiledMma:
         """The MMA of K Q^T of columns of this dtype."""
@@ -140,31 +161,15 @@ class SparseScores(Scores):
         first, b_begin, b_end = self.ring.described(Int32(0), shared.pieces)
         if warp_here == 0 and b_begin != b_end:
             self.query.request(first, scratch.query)
-        q_tile = cute.tile_to_shape(
-            warpgroup.make_smem_layout_atom(self.ring.q_swizzle, self.p_dtype), (self.p_rows, self.depth), (0, 1)
-        )
         # In a uniform register, as in Ring.address: the steps' descriptors are made from it.
         q_place = uniform(scratch.query.place.toint())
-        q_pointer = cute.make_ptr(self.p_dtype, q_place, cute.AddressSpace.smem, assumed_align=1024)
-        s_q = cute.make_tensor(cute.recast_ptr(q_pointer, q_tile.inner, dtype=self.p_dtype), q_tile.outer)
-        mma_qk, exchange = mma.main, scratch.exchange
-        signals = Int32(self.ring.signals(lane))
+        signals, exchange = Int32(self.ring.signals(lane)), scratch.exchange
         out_scale = arrays.scales[1] if const_expr(config.layout == "plain") else Float32(1.0)
         results = Results(shared.inverse, arrays.lse, arrays.partial_lse, out_scale, rank, arrays.sinks)
 
-        t_q = mma_qk.make_fragment_B(mma_qk.get_slice(t).partition_B(s_q))
-        mma_16, t_q_16 = mma_qk, t_q
-        if const_expr(config.bf16_columns):
-            mma_16 = self.mma_of(self.ring.q_dtype)
-            mma_16.set(Field.ACCUMULATE, True)
-            pointer = cute.make_ptr(self.ring.q_dtype, q_place, cute.AddressSpace.smem, assumed_align=1024)
-            same_q = cute.make_tensor(
-                cute.recast_ptr(pointer, q_tile.inner, dtype=self.ring.q_dtype), q_tile.outer
-            )
-            t_q_16 = mma_16.make_fragment_B(mma_16.get_slice(t).partition_B(same_q))
+        mma_qk, t_q, mma_16, t_q_16 = self.query_operands(mma.main, q_place, t)
         acc = cute.make_rmem_tensor(mma_qk.get_slice(t).partition_shape_C((self.block, self.p_rows)), Float32)
-        narrow = cute.make_rmem_tensor((4, KEYS_AHEAD), Int32)
-        wide = cute.make_rmem_tensor((4, KEYS_WIDE), Int32)
+        part, narrow, wide = self.registers_of_keys(acc)
         factors = cute.make_rmem_tensor((2,), Int32)
         k_offset = kept(key_row(lane, warp_here, self.pitch))
         first_key = warp_here * 16 + lane // 4
@@ -182,13 +187,37 @@ class SparseScores(Scores):
         m = cute.make_rmem_tensor(l.layout, Float32)
         place = Place(t, warp_here, lane, lane % 4 * 2)
         return Held(
-            mma_qk, t_q, mma_16, t_q_16, scratch.query, acc, narrow, wide, factors, k_offset, scales_offset, p_offset,
-            p_words, exchanged, Running(m, l), scratch.valid, arrays.scales, results, place, signals,
+            mma_qk, t_q, mma_16, t_q_16, scratch.query, acc, part, narrow, wide, factors, k_offset, scales_offset,
+            p_offset, p_words, exchanged, Running(m, l), scratch.valid, arrays.scales, results, place, signals,
         )  # fmt: skip
+
+    def query_operands(self, mma_qk: cute.TiledMma, q_place: Int32, t: Int32) -> QueryOperands:
+        """Q at `q_place` as the operand of both MMAs."""
+        q = QueryTile(self.k_dtype, self.ring.q_swizzle, self.depth)
+        t_q = self.query_operand(mma_qk, q, q_place, t)
+        if not self.sparse.bf16_columns:
+            return QueryOperands(mma_qk, t_q, mma_qk, t_q)
+        mma_16 = self.mma_of(self.ring.q_dtype)
+        mma_16.set(Field.ACCUMULATE, True)
+        t_q_16 = self.query_operand(mma_16, q._replace(dtype=self.ring.q_dtype), q_place, t)
+        return QueryOperands(mma_qk, t_q, mma_16, t_q_16)
+
+    def query_operand(self, mma: cute.TiledMma, tile: QueryTile, place: Int32, t: Int32) -> cute.Tensor:
+        """Q at `place` as the operand of `mma`."""
+        atom = warpgroup.make_smem_layout_atom(tile.swizzle, tile.dtype)
+        layout = cute.tile_to_shape(atom, (self.p_rows, tile.columns), (0, 1))
+        pointer = cute.make_ptr(tile.dtype, place, cute.AddressSpace.smem, assumed_align=1024)
+        s_q = cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=tile.dtype), layout.outer)
+        return mma.make_fragment_B(mma.get_slice(t).partition_B(s_q))
+
+    def registers_of_keys(self, acc: cute.Tensor) -> tuple[cute.Tensor | None, cute.Tensor, cute.Tensor | None]:
+        """`part`, `narrow` and `wide` of Held."""
+        narrow, wide = (cute.make_rmem_tensor((4, count), Int32) for count in (KEYS_AHEAD, KEYS_WIDE))
+        return None, narrow, wide
 
     @cute.jit
     def take_q(self, piece: Described, number: Int32, index: Int32, phase: Int32, held: Held, shared: Shared) -> Taken:
-        """Wait for Q, which is requested here if the piece is not the first, and make it f16."""
+        """Wait for Q, which is requested here if the piece is not the first, and make it what is multiplied."""
         t, query = held.place.thread, held.query
         if number > 0:
             # All four warps have read the previous Q: they have met since their last product.
@@ -199,7 +228,7 @@ class SparseScores(Scores):
             held.exchanged.maxima[t, 0] = Float32(0.0)
         cute.arch.mbarrier_wait(query.full, number & 1)
         place = query.place.toint()
-        rows = query.q.iterator.toint() + cutlass.Int64(piece[Piece.ROW]) * (self.depth * 2)
+        rows = query.q.iterator.toint() + cutlass.Int64(piece[Piece.ROW]) * self.query.row_bytes
         factor = self.query.keep(place, (place, rows), piece[Piece.VALID_ROWS], t, held.exchanged.changes)
         scale = held.scales[0] * LOG2_E * factor
         if const_expr(self.sparse.layout == "plain"):
@@ -275,7 +304,7 @@ class SparseScores(Scores):
 
     @cute.jit
     def multiply(self, address: Int32, stored: Int32, previous: Int32, held: Held, shared: Shared):
-        """Issue K Q^T of the stage at `address`; on the way release the previous block's P V."""
+        """Issue K Q^T of the stage at `address`, to `acc`; on the way release the previous block's P V."""
         mma_qk, acc, narrow, wide = held.mma_qk, held.acc, held.narrow, held.wide
         a_shape = mma_qk.get_slice(held.place.thread).partition_shape_A((self.block, 16))
         here = address + held.k_offset

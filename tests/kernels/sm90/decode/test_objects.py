@@ -52,6 +52,20 @@ CONFIGS = {
         "batch_invariant": "true",
         "dtype": "float8_e4m3fn",
     },
+    "visible keys, 16 heads": {"num_heads": "16", "max_q_len": "4", "visible_lens": "true"},
+    "visible keys, fp8 queries, ragged": {
+        "num_heads": "16",
+        "max_q_len": "4",
+        "ragged": "true",
+        "dtype": "float8_e4m3fn",
+        "visible_lens": "true",
+    },
+    "visible keys, fp8 cache, 128 heads in a cluster": {
+        "num_heads": "128",
+        "max_q_len": "2",
+        "kv_dtype": "float8_e4m3fn",
+        "visible_lens": "true",
+    },
     "pages of 128, not causal": {"num_heads": "64", "max_q_len": "2", "page_size": "128", "causal": "false"},
 }
 SPLIT = {

@@ -1,6 +1,7 @@
 """The decode kernels' schedule without a GPU: every key block of every row tile in exactly one piece, pieces that
 `combine` finds again, and work in balance. See schedule_interpreter.py."""
 
+import dataclasses
 from collections import defaultdict
 
 import numpy as np
@@ -17,6 +18,25 @@ KINDS = ("equal", "nearly equal", "ragged", "some empty", "one long")
 @pytest.fixture(scope="module")
 def interpreter() -> Interpreter:
     return Interpreter()
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize(("heads", "q_len"), [(16, 7), (1, 150), (128, 3), (40, 2)])
+def test_a_piece_knows_the_fewest_keys_of_its_tokens(
+    interpreter: Interpreter, heads: int, q_len: int, ragged: bool
+) -> None:
+    rng = np.random.default_rng(heads)
+    config = dataclasses.replace(config_of(heads, q_len, ragged=ragged), causal=False, visible_lens=True)
+    lens = rng.integers(0, 900, 5)
+    queries = rng.integers(0, q_len + 1, 5) if ragged else np.full(5, q_len)
+    starts = np.concatenate([[0], queries.cumsum()])
+    visible = rng.integers(-3, 1000, starts[-1]).astype(np.int32)
+    pieces, split_info = interpreter.run(config, 7, lens, 16, starts if ragged else None, visible_lens=visible)
+    check(interpreter.flags, config, 7, lens, queries, pieces, split_info)
+    for piece in pieces:
+        first = int(starts[piece.request]) * heads + piece.row
+        last = min(first + config.tile_rows, int(starts[piece.request + 1]) * heads) - 1
+        assert piece.fewest_keys == visible[first // heads : last // heads + 1].min()
 
 
 def config_of(heads: int, q_len: int, *, dtype: str = "bfloat16", ragged: bool = False) -> DecodeConfig:

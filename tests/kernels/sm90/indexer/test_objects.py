@@ -19,6 +19,7 @@ CONFIGS = {
     "by value": topk_config(TopKSpec(64, 32768, 4096)),
     "by value in a cluster": topk_config(TopKSpec(8, 32768, 2048)),
     "slots, row starts": topk_config(TopKSpec(64, 32768, 1, "position", page_size=64, row_starts=True)),
+    "slots of a chunk of rows": topk_config(TopKSpec(256, 131072, 2048, "position", page_size=64)),
     "slots of pages of 48 in a cluster": topk_config(TopKSpec(8, 131072, 512, "position", page_size=48)),
 }
 FAST = ("few short rows", "few long rows", "slots, row starts")

@@ -1,6 +1,8 @@
 """The sparse kernel's configurations: what is taken, which object serves a call, and what fits into shared memory."""
 
 import dataclasses
+import itertools
+import math
 
 import pytest
 
@@ -8,12 +10,15 @@ from tsmla_kernels.catalog import SPARSE_MLA, sparse_mla_config
 from tsmla_kernels.contract.layouts import CacheSpec
 from tsmla_kernels.contract.sparse import SparseMLASpec
 from tsmla_kernels.sm90.constants import FP8, SMEM_BYTES
+from tsmla_kernels.sm90.decode.config import INVARIANT_WORKSPACE
 from tsmla_kernels.sm90.sparse.config import (
     MAX_STAGES,
     MIN_STAGES,
     SparseConfig,
+    launches,
     sparse_config,
     sparse_reasons,
+    untested_reasons,
     workspace_shapes,
 )
 
@@ -57,7 +62,7 @@ def test_pages_with_gaps_and_v4_pages_are_compiled_in() -> None:
     ("changes", "said"),
     [
         ({"q_dtype": "float32"}, "q.dtype is float32"),
-        ({"q_dtype": FP8}, "q.dtype is float8_e4m3fn"),
+        ({"q_dtype": FP8}, "q.dtype is float8_e4m3fn and kv_cache has v4 rows of uint8"),
         ({"latent_dim": 448}, "latent_dim is 448"),
         ({"num_heads": "h"}, "num_heads is h"),
         ({"cache": dataclasses.replace(PLAIN, dtype="float32")}, "kv_cache.dtype is float32"),
@@ -87,6 +92,20 @@ def test_shared_memory_holds_the_stages(heads: int, layout: str) -> None:
     assert config.rope_offset + 2 * (config.head_dim - config.e4m3_columns) == config.row_bytes
 
 
+@pytest.mark.parametrize("heads", [1, 16, 32, 64, 128])
+def test_queries_of_e4m3(heads: int) -> None:
+    """They take half of the place, and their rope columns once more in bf16 over packed rows; out is bfloat16."""
+    call = dataclasses.replace(V32_CALL, q_dtype=FP8, num_heads=heads)
+    assert sparse_reasons(call) == [] and "untested" in untested_reasons(call)[0] and not untested_reasons(V32_CALL)
+    config, wide = sparse_config(call), sparse_config(dataclasses.replace(V32_CALL, num_heads=heads))
+    assert config.q_bytes == config.decode.p_rows * (576 + 2 * 64) and config.q_bytes % 1024 == 0
+    assert config.stages >= wide.stages and config.decode == wide.decode
+    operands = {operand.name: operand for operand in SPARSE_MLA.operands(config)}
+    assert (operands["q"].dtype, operands["out"].dtype) == (FP8, "bfloat16")
+    plain = dataclasses.replace(call, cache=dataclasses.replace(PLAIN, head_dim=576))
+    assert sparse_config(plain).q_bytes == config.decode.p_rows * 576
+
+
 def test_operands_are_those_of_the_call() -> None:
     names = [operand.name for operand in SPARSE_MLA.operands(sparse_config(V32_CALL))]
     assert names == ["q", "kv_cache", "indices", "scales", "out", "lse", "partial_out", "partial_lse", "split_info"]
@@ -96,6 +115,25 @@ def test_operands_are_those_of_the_call() -> None:
     assert operands["kv_cache"].shape == (None, None) and operands["sinks"].shape == (64,)
     for name, (shape, dtype) in workspace_shapes(config, 132, 3, 640).items():
         operands[name].check(shape, dtype)
+
+
+def test_tokens_that_do_not_split_need_no_workspace_of_their_own() -> None:
+    """A prompt's partial results are those of two tiles a CTA, whatever its tokens; batch_invariant, where every tile
+    has slots of its own, bounds them by launches."""
+    prompt = dataclasses.replace(V32_CALL, num_tokens=32768, num_heads=128)
+    few = dataclasses.replace(prompt, num_tokens=200)
+    shapes = [workspace_shapes(sparse_config(call), 132, call.num_tokens, 2048) for call in (few, prompt)]
+    assert shapes[0] == shapes[1] and shapes[0]["partial_out"] == ((264, 64, 512), "float16")
+    assert launches(sparse_config(prompt), 32768, 2048) == [(0, 32768)]
+
+    config = sparse_config(dataclasses.replace(prompt, batch_invariant=True))
+    parts = launches(config, 32768, 2048)
+    assert parts[0][0] == 0 and parts[-1][1] == 32768 and len(parts) > 1
+    assert all(stop == first for (_, stop), (first, _) in itertools.pairwise(parts))
+    for first, stop in parts:
+        partial_out, _ = workspace_shapes(config, 132, stop - first, 2048)["partial_out"]
+        assert 2 * math.prod(partial_out) <= INVARIANT_WORKSPACE
+    assert launches(config, "t", 2048) == [(0, "t")]
 
 
 def test_options_name_the_object_of_a_call() -> None:

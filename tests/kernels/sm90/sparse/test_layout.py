@@ -11,8 +11,10 @@ from tests.emulator.warp_model import LANES, ldmatrix, ldmatrix_transposed
 pytest.importorskip("cutlass")
 
 from tsmla_kernels.sm90.sparse.config import SparseConfig
+from tsmla_kernels.sm90.sparse.query import chunk_64
 from tsmla_kernels.sm90.sparse.ring import SparseRing
 from tsmla_kernels.sm90.sparse.scores import key_row
+from tsmla_kernels.sm90.sparse.scores_fp8 import columns_of
 from tsmla_kernels.sm90.sparse.values import last_row
 
 BLOCK, WARPS = 64, 4
@@ -86,3 +88,32 @@ def test_the_table_of_scales_has_a_lanes_pairs_side_by_side() -> None:
         for eight in range(8):
             for e in range(2):
                 assert ring.scale_place(8 * eight + 2 * q + e) == ring.scale_place(2 * q) + 4 * eight + 2 * e
+
+
+@pytest.mark.parametrize("config", [
+    SparseConfig("float8_e4m3fn", 16),
+    SparseConfig("float8_e4m3fn", 64, "plain", "float8_e4m3fn", 512),
+    SparseConfig("float8_e4m3fn", 64, "plain", "float8_e4m3fn", 576),
+], ids=["v32", "plain 512", "plain 576"])  # fmt: skip
+def test_queries_of_e4m3_meet_every_column_of_a_key_once(config: SparseConfig) -> None:
+    """A fragment of 32 bytes meets the step of Q with the same columns: 32 of e4m3, or 16 of bf16 behind them. Groups
+    of rows with scales have one scale each."""
+    e4m3, bf16 = [], []
+    for n, columns in enumerate(columns_of(config)):
+        for i, at in enumerate(columns.fragments):
+            if columns.bf16:
+                first = config.e4m3_columns + (at - config.rope_offset) // 2
+                assert first == config.e4m3_columns + 16 * (columns.first_step + i)
+                bf16 += range(first, first + 16)
+            else:
+                assert at == 32 * (columns.first_step + i) and at // 128 == n
+                e4m3 += range(at, at + 32)
+    assert e4m3 == list(range(config.e4m3_columns)) and bf16 == list(range(config.e4m3_columns, config.head_dim))
+
+
+def test_rows_of_64_bytes_are_swizzled_as_wgmma_reads_them() -> None:
+    """PTX's swizzle of 64 bytes: bits 4 and 5 of an address are xored with bits 7 and 8."""
+    for row in range(64):
+        for chunk in range(4):
+            plain = row * 64 + chunk * 16
+            assert chunk_64(row, chunk) == plain ^ ((plain >> 7 & 3) << 4)

@@ -57,6 +57,18 @@ CONFIGS = {
         "head_dim": "512",
         "sinks": "true",
     },
+    "queries of e4m3, 64 heads": {"num_heads": "64", "dtype": "float8_e4m3fn", "lengths": "true"},
+    "queries of e4m3, 16 heads, batch invariant": {
+        "num_heads": "16",
+        "dtype": "float8_e4m3fn",
+        "batch_invariant": "true",
+    },
+    "queries and rows of e4m3, D 576, 128 heads": {
+        "num_heads": "128",
+        "dtype": "float8_e4m3fn",
+        "layout": "plain",
+        "kv_dtype": "float8_e4m3fn",
+    },
 }
 FAST = ("16 heads", "V4, two caches, sinks, 64 heads")
 """Compiled in every run of the tests; each takes ten to twenty seconds. The others are slow tests."""

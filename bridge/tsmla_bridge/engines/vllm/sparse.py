@@ -1,0 +1,315 @@
+"""The sparse MLA backend for vLLM: latent attention over the keys that the indexer selected, on Hopper, for models with
+DeepSeek-V3.2's sparse attention (GLM-5 among them).
+
+The classes and their hooks are vLLM's (vllm/model_executor/layers/attention/sparse_mla_attention.py). vLLM's own layer
+runs the indexer and writes both caches; the backend gets a buffer of selected positions. Imported when the backend is
+chosen, not when it is registered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import vllm
+import vllm.envs as envs
+import vllm.model_executor.layers.attention.sparse_mla_attention as vllm_sparse
+from vllm.config import get_current_vllm_config_or_none
+from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata
+from vllm.v1.attention.backends.mla import sparse_utils
+
+from tsmla_bridge.engines import versions
+from tsmla_bridge.engines.vllm.decode import DIMENSIONS, FP8_CACHES, PAGE_SIZES, SHORT_EXTEND, refuse
+from tsmla_bridge.ops import sparse_mla as op
+from tsmla_bridge.runtime import devices
+from tsmla_bridge.runtime.tensors import dtype_name
+from tsmla_kernels.contract.layouts import V32_PACKED
+from tsmla_kernels.contract.rules import Array
+from tsmla_kernels.contract.sparse import SparseMLASpec, sparse_mla_spec
+from tsmla_kernels.sm90.sparse import config as sm90_sparse
+
+PACKED_CACHE = "fp8_ds_mla"  # vLLM's name for DeepSeek-V3.2's rows of 656 bytes
+PACKED_HEAD_SIZE = V32_PACKED.latent_dim + V32_PACKED.rope_dim
+MANY_TOKENS = 1 << 14  # which kernel serves a call depends on whether its tokens are few
+
+versions.warn_if_untested(versions.VLLM, vllm.__version__)
+
+
+def describe(
+    head_size: int,
+    dtype: torch.dtype,
+    kv_cache_dtype: str | None,
+    *,
+    num_heads: int = 1,
+    num_tokens: int = 1,
+    batch_invariant: bool = False,
+) -> SparseMLASpec:
+    """The spec of a call with vLLM's names for its properties. The size of pages is none: slots are row numbers."""
+    if kv_cache_dtype == PACKED_CACHE:
+        cache = Array((1, 1, V32_PACKED.row_bytes), "uint8")
+    else:
+        plain = "float8_e4m3fn" if kv_cache_dtype in FP8_CACHES else dtype_name(dtype)
+        given = kv_cache_dtype if kv_cache_dtype in ("float16", "bfloat16") else plain
+        cache = Array((1, 1, head_size), given)
+    return sparse_mla_spec(
+        q=Array((num_tokens, num_heads, head_size), dtype_name(dtype)),
+        kv_cache=cache,
+        indices=Array((num_tokens, 1), "int32"),
+        latent_dim=DIMENSIONS[head_size][0],
+        batch_invariant=batch_invariant,
+    )
+
+
+class TsmlaMLASparseBackend(MLACommonBackend):
+    """What vLLM asks of a backend before it makes a layer."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", "float16", *FP8_CACHES, PACKED_CACHE]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_builder_cls() -> type[TsmlaMLASparseMetadataBuilder]:
+        return TsmlaMLASparseMetadataBuilder
+
+    @staticmethod
+    def get_impl_cls() -> type[TsmlaMLASparseImpl]:
+        return TsmlaMLASparseImpl
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
+        return list(PAGE_SIZES)
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return PAGE_SIZES[0]
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """To vLLM 0.27; later it follows from the layer's spec."""
+        return num_blocks, block_size, V32_PACKED.row_bytes if cache_dtype_str == PACKED_CACHE else head_size
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """Pages of several layers that share memory must lie whole rows apart (vLLM 0.30 and later)."""
+        return sparse_utils.align_blocks_to_rows(spec) if hasattr(sparse_utils, "align_blocks_to_rows") else spec
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return [576, 512]
+
+    @classmethod
+    def is_sparse(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return capability.major == 9
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        *others: Any,
+    ) -> str | None:
+        """The reasons against a model and a cache, in the words of the kernels' own choice; None if there are none."""
+        if not use_sparse:
+            return "this is tsmla's sparse backend; TSMLA, or CUSTOM without TSMLA_VLLM=sparse, is the dense one"
+        if head_size not in cls.get_supported_head_sizes():
+            return f"the head size is {head_size}; tsmla's sparse attention takes 576 (512 + 64) or 512 (512 + 0)"
+        if kv_cache_dtype == PACKED_CACHE and head_size != PACKED_HEAD_SIZE:
+            return f"the head size is {head_size}; rows of {PACKED_CACHE} hold {PACKED_HEAD_SIZE} (512 + 64)"
+        num_heads, reasons = 1, []
+        config = get_current_vllm_config_or_none()
+        if config is not None and config.model_config is not None:
+            parallel = config.parallel_config
+            # Context parallelism gathers the heads of its ranks.
+            num_heads = config.model_config.get_num_attention_heads(parallel) * parallel.decode_context_parallel_size
+            if getattr(config.attention_config, "hisparse_config", None) is not None:
+                reasons.append("HiSparse keeps the cache on the host, which tsmla's sparse attention doesn't read")
+        spec = describe(head_size, dtype, kv_cache_dtype, num_heads=num_heads)
+        return "; ".join(reasons + sm90_sparse.sparse_reasons(spec)) or None
+
+
+if hasattr(vllm_sparse, "SparseMLACommonMetadata"):
+
+    @dataclass(kw_only=True)
+    class TsmlaMLASparseMetadata(vllm_sparse.SparseMLACommonMetadata):
+        """A step's metadata, which vLLM's builder fills."""
+
+else:  # vLLM 0.27 and earlier, where every backend declares what the builder fills
+
+    @dataclass
+    class TsmlaMLASparseMetadata(AttentionMetadata):  # type: ignore[no-redef]
+        """A step's metadata, which vLLM's builder fills."""
+
+        num_reqs: int
+        max_query_len: int
+        max_seq_len: int
+        num_actual_tokens: int
+        query_start_loc: torch.Tensor
+        slot_mapping: torch.Tensor
+        block_table: torch.Tensor
+        req_id_per_token: torch.Tensor
+        seq_lens: torch.Tensor
+        block_size: int
+        topk_tokens: int
+        num_decodes: int
+        num_prefills: int
+        num_decode_tokens: int
+        prefill_max_seq_len: int
+        prefill: Any
+        cp_kv_cache_interleave_size: int
+
+
+class TsmlaMLASparseMetadataBuilder(vllm_sparse.SparseMLACommonMetadataBuilder[TsmlaMLASparseMetadata]):
+    """Builds a step's metadata as vLLM does: the kernel makes its schedule on the device, from the lengths of rows."""
+
+    metadata_cls = TsmlaMLASparseMetadata
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # The selected positions say what a token sees, so requests may have any number of tokens.
+        self._init_reorder_batch_threshold(SHORT_EXTEND, supports_spec_as_decode=True, supports_dcp_with_varlen=True)
+        if device.type == "cuda":
+            self._compile(devices.index_of(device))
+
+    def _compile(self, index: int) -> None:
+        """Load every kernel that this layer's calls can ask for, from the cache on disk or compiled, so that no request
+        waits for the compiler."""
+        config = self.vllm_config
+        head_size = self.mla_dims.kv_lora_rank + self.mla_dims.qk_rope_head_dim
+        heads = self.model_config.get_num_attention_heads(config.parallel_config) * self.dcp_world_size
+        for num_tokens in (1, MANY_TOKENS):
+            spec = describe(
+                head_size, config.model_config.dtype, config.cache_config.cache_dtype,
+                num_heads=heads, num_tokens=num_tokens, batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
+            )  # fmt: skip
+            op.warm(spec, index, lengths=True)
+
+
+class TsmlaMLASparseImpl(vllm_sparse.SparseMLACommonImpl[TsmlaMLASparseMetadata]):
+    """The sparse attention of one layer. Short prompts, which see all their keys, take vLLM's dense prefill."""
+
+    can_return_lse_for_decode: bool = True
+    supports_dcp: bool = True
+    supports_mtp_with_cp_non_trivial_interleave_size: bool = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        *others: Any,
+        **mla: Any,
+    ) -> None:
+        super().__init__(
+            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
+            *others, **mla,
+        )  # fmt: skip
+        refuse("sparse", alibi_slopes=alibi_slopes, sliding_window=sliding_window, logits_soft_cap=logits_soft_cap)
+        if self.topk_indices_buffer is None:
+            raise ValueError("topk_indices_buffer: got None, and no indexer; sparse attention needs one of them")
+        self.supports_quant_query_input = False  # the kernel takes queries of 16 bits over every cache
+        self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: TsmlaMLASparseMetadata,
+        layer: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Latent attention of the first T tokens over the positions in vLLM's buffer of selected ones.
+
+        q: [T, H, L + R], or the pair [T, H, L] and [T, H, R], which is concatenated: the kernel gathers keys and has
+        one tensor of queries. Returns out [T, H, L] and, in context parallelism, lse [T, H] (natural logarithm)."""
+        if isinstance(q, tuple):
+            q = torch.cat(q, -1) if q[1].shape[-1] else q[0]
+        rows, step = _rows(kv_c_and_k_pe_cache)
+        selected = self.topk_indices_buffer[: len(q)]
+        slots, counts = self._slots(selected, attn_metadata, step)
+        return_lse = self.need_to_return_lse_for_decode
+        results: Any = op.sparse_mla(
+            q.contiguous(),
+            rows,
+            slots,
+            counts,
+            softmax_scale=self.scale,
+            latent_dim=self.kv_lora_rank,
+            kv_scale=layer._k_scale_float if rows.dtype == torch.float8_e4m3fn else None,
+            return_lse=return_lse,
+            batch_invariant=self.batch_invariant,
+        )
+        return results if return_lse else (results, None)
+
+    def _slots(
+        self, selected: torch.Tensor, metadata: TsmlaMLASparseMetadata, step: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of the cache that the selected positions [T, K] lie in, [T, K], and how many of each row count, [T],
+        by vLLM's own kernel. `step` is the number of rows from one page to the next."""
+        # To vLLM 0.27 pages lie side by side, and there is nothing to pass.
+        strided = {"BLOCK_STRIDE_ROWS": step} if hasattr(sparse_utils, "flat_kv_row_view") else {}
+        group = getattr(self, "index_group", None)
+        if self.dcp_world_size > 1:
+            slots, counts = sparse_utils.triton_filter_and_convert_dcp_index(
+                metadata.req_id_per_token[: len(selected)],
+                metadata.block_table,
+                selected,
+                dcp_size=self.dcp_world_size,
+                dcp_rank=self.dcp_rank,
+                cp_kv_cache_interleave_size=metadata.cp_kv_cache_interleave_size,
+                BLOCK_SIZE=metadata.block_size,
+                NUM_TOPK_TOKENS=selected.shape[1],
+                return_valid_counts=True,
+                **strided,
+            )
+        elif group is not None and group.num_layers > 1 and metadata.num_decode_tokens >= len(selected):
+            # Layers that share an indexer's result convert it once.
+            slots, counts = self._convert_logical_to_physical_topk(
+                selected, metadata, block_stride_rows=step, return_valid_counts=True
+            )
+        else:
+            slots, counts = sparse_utils.triton_convert_req_index_to_global_index(
+                metadata.req_id_per_token[: len(selected)],
+                metadata.block_table,
+                selected,
+                BLOCK_SIZE=metadata.block_size,
+                NUM_TOPK_TOKENS=selected.shape[1],
+                return_valid_counts=True,
+                **strided,
+            )
+        return slots, counts
+
+
+def _rows(cache: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """A cache [P, Z, D] as pages of one row, [N, 1, D], those between its pages included, and the rows from one page to
+    the next."""
+    num_pages, page_size, width = cache.shape
+    step, rest = divmod(cache.stride(0), width)
+    if rest or cache.stride()[1:] != (width, 1):
+        raise ValueError(f"kv_cache: got strides {cache.stride()}; pages must lie whole rows of {width} apart")
+    count = (num_pages - 1) * step + page_size
+    return cache.as_strided((count, 1, width), (width, width, 1)), step

@@ -1,0 +1,223 @@
+"""indexer_topk on torch tensors: the keys that the V3.2 indexer selects, without the logits of all query tokens.
+
+On a Hopper GPU by the kernels of indexer_logits and select_topk, launched in turn on chunks of query tokens. In torch
+operations on CPUs and where the kernels can't serve the call. Neither reads a value on the host, so both can be
+captured into CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from tsmla_bridge import operators, reference, sparse_reference
+from tsmla_bridge.ops.indexer_logits import unreadable_tensors
+from tsmla_bridge.ops.select_topk import Results
+from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, tensors
+from tsmla_bridge.runtime.workspace import Workspace
+from tsmla_kernels.catalog import INDEXER_LOGITS, SELECT_TOPK
+from tsmla_kernels.contract import values
+from tsmla_kernels.contract.sparse import IndexerTopkSpec, indexer_topk_spec
+from tsmla_kernels.launch import ArrayView
+from tsmla_kernels.sm90.indexer.chunks import Chunks, chunks_of, indexer_topk_reasons
+
+
+class Call(NamedTuple):
+    """The arguments of a call that are no place for results."""
+
+    q: torch.Tensor
+    weights: torch.Tensor
+    k_cache: torch.Tensor
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor | None
+    k: int
+    return_slots: bool
+    implementation: str | None
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By name, those that are given."""
+        named = zip(self._fields[:6], self[:6], strict=True)
+        return {name: tensor for name, tensor in named if tensor is not None}
+
+
+def indexer_topk(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    k: int,
+    *,
+    cu_seqlens_q: torch.Tensor | None = None,
+    return_slots: bool = False,
+    out: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
+    implementation: str | None = None,
+) -> torch.Tensor | Results:
+    """The cached keys with the k best scores of the indexer for every query token, as tsmla_jax.indexer_topk defines
+    it: select_topk(order="position") of indexer_logits, in memory that does not grow with the tokens times the keys.
+
+    Args:
+      q: [T, Hi, Di]; float8_e4m3fn with a packed cache, any float with a plain one.
+      weights: [T, Hi] float32, scales and constants folded in.
+      k_cache: uint8 [P, Z, Di + 4], a page's bytes Z keys of e4m3 and then Z scales of float32; or plain floats
+        [P, Z, Di].
+      block_tables: [T, M] int32, one row a token, or with cu_seqlens_q [B, M], one row a request; entries past a row's
+        last page are never used.
+      seq_lens: [T] int32, keys token t sees; or with cu_seqlens_q [B], keys of request b; 0 is legal.
+      k: at least 1.
+      cu_seqlens_q: [B + 1] int32, where each request's tokens begin in q, or None. Token i of a request's S sees key j
+        iff j < seq_len - (S - 1) + i; rows of no request see none.
+      return_slots: return slots and counts in the place of positions.
+      out: int32 [T, k] for the positions or slots, or None.
+      counts: int32 [T] for the counts, or None; with return_slots alone.
+      workspace: memory for a chunk's logits, or None; indexer_topk_workspace_size says how much. With it, out and
+        counts a call with a row of the block table a token allocates nothing; one with cu_seqlens_q first computes the
+        keys that each token sees, in some small torch operations on int32 arrays of T and of the requests, and with
+        return_slots gathers a chunk's rows of the block table.
+      implementation: "cute" (the kernels), "reference" (torch operations), or None: the kernels where they can run.
+
+    Returns:
+      int32 [T, k], `out` if it is given: the positions of the selected keys, ascending, and -1 behind the
+      min(k, keys seen) of them. Of equal scores the one at the lower position is the larger, and NaN is below every
+      number. With return_slots: their slots in k_cache in the same order, and int32 [T], min(k, keys seen).
+
+    Raises:
+      TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
+      NotImplementedError: the named implementation can't run this call, with every reason.
+    """
+    if counts is not None and not return_slots:
+        raise ValueError("counts: got a tensor without return_slots; legal: None")
+    call = Call(q, weights, k_cache, block_tables, seq_lens, cu_seqlens_q, k, return_slots, implementation)
+    if torch.compiler.is_compiling() or operators.is_traced(q, weights, k_cache, derivatives=False):
+        if out is None and counts is None and workspace is None:
+            results = torch.ops.tsmla.indexer_topk(*call)
+        else:
+            results = _results(q, k, out, counts)
+            torch.ops.tsmla.indexer_topk_into(*call, *results, None if workspace is None else workspace.buffer)
+    else:
+        results = _select(call, out, counts, workspace)
+    return results if return_slots else results[0]
+
+
+def _results(q: torch.Tensor, k: int, out: torch.Tensor | None = None, counts: torch.Tensor | None = None) -> Results:
+    """The caller's memory for the results, or new memory."""
+    rows = q.shape[0]
+    new_out = q.new_empty((rows, k), dtype=torch.int32) if out is None else out
+    return new_out, q.new_empty(rows, dtype=torch.int32) if counts is None else counts
+
+
+def _select(
+    call: Call, out: torch.Tensor | None = None, counts: torch.Tensor | None = None, workspace: Workspace | None = None
+) -> Results:
+    """The indices and the counts; without return_slots the kernels write no counts."""
+    given, device = call.tensors, call.q.device
+    spec = tensors.describe_call(indexer_topk_spec, given, scales={}, k=call.k, return_slots=call.return_slots)
+
+    def why_not() -> list[str]:
+        found = loaded_kernels.reasons(INDEXER_LOGITS, device)
+        return found or [*indexer_topk_reasons(spec), *unreadable_tensors(given)]
+
+    by_kernels = loaded_kernels.is_chosen(INDEXER_LOGITS, call.implementation, device, why_not)
+    data_checks.check(values.indexer_logits, spec.logits, call.seq_lens, call.block_tables, call.cu_seqlens_q)
+    tokens = spec.logits.num_tokens
+    for name, tensor, shape in (("out", out, (tokens, spec.k)), ("counts", counts, (tokens,))):
+        if tensor is not None:
+            tensors.check_output(name, tensor, shape, torch.int32, device)
+    if not by_kernels or 0 in (tokens, spec.logits.num_requests, spec.logits.cache.num_pages, spec.num_columns):
+        found = sparse_reference.indexer_topk(spec, *call[:6])
+        wanted = (out, counts)
+        return tuple(x if to is None else to.copy_(x) for x, to in zip(found, wanted, strict=True))  # type: ignore[return-value]
+    results = _results(call.q, spec.k, out, counts)
+    _launch(spec, call, results, workspace)
+    return results
+
+
+def _launch(spec: IndexerTopkSpec, call: Call, results: Results, workspace: Workspace | None) -> None:
+    index = devices.index_of(call.q.device)
+    plan, stream = chunks_of(spec, devices.num_sms(index)), devices.current_stream(index)
+    shape = plan.rows, spec.num_columns
+    if workspace is None:
+        buffer = torch.empty(shape, dtype=torch.float32, device=call.q.device)  # lives until the launches are queued
+        logits = loaded_kernels.view(buffer)
+    else:
+        size = shape[0] * shape[1] * 4
+        logits = ArrayView(workspace.take("indexer_topk", size, call.q.device, stream), shape, "float32")
+    with devices.made_current(index):
+        for of_logits, of_topk in _chunks(spec, plan, call, results):
+            operands = {name: loaded_kernels.view(tensor) for name, tensor in of_logits.items()}
+            loaded_kernels.run(INDEXER_LOGITS, plan.logits, index, stream, operands | {"logits": logits})
+            operands = {name: loaded_kernels.view(tensor) for name, tensor in of_topk.items()}
+            loaded_kernels.run(SELECT_TOPK, plan.topk, index, stream, {"logits": logits} | operands)
+
+
+Operands = dict[str, torch.Tensor]
+
+
+def _chunks(spec: IndexerTopkSpec, plan: Chunks, call: Call, results: Results) -> Iterator[tuple[Operands, Operands]]:
+    """What each chunk's two launches read and write beside its logits. The tensors live until the next chunk."""
+    rows, tokens, given = plan.rows, spec.logits.num_tokens, call.tensors
+    request, seen = None, call.seq_lens
+    if call.cu_seqlens_q is not None:
+        request, seen = reference.seen_keys(call.seq_lens, call.cu_seqlens_q, tokens)
+    for first in plan.starts(tokens):
+        own = {name: given[name].narrow(0, first, rows) for name in ("q", "weights")}
+        of_logits = given | own
+        if call.cu_seqlens_q is None:
+            tables = call.block_tables.narrow(0, first, rows)
+            of_logits |= {"block_tables": tables, "seq_lens": seen.narrow(0, first, rows)}
+        elif rows < tokens:
+            # No token in the chunk sees the keys of its request's tokens behind the chunk, which are its last ones.
+            behind = (call.cu_seqlens_q[1:] - (first + rows)).clamp(min=0)
+            of_logits |= {
+                "seq_lens": (call.seq_lens - behind).clamp(min=0),
+                "cu_seqlens_q": (call.cu_seqlens_q - first).clamp(0, rows),
+            }
+        of_topk = {"seq_lens": seen.narrow(0, first, rows)}
+        if spec.return_slots:
+            if request is not None:
+                tables = call.block_tables[request.narrow(0, first, rows)]
+            of_topk["block_tables"] = tables
+        of_topk["indices"] = results[0].narrow(0, first, rows)
+        if spec.return_slots:
+            of_topk["counts"] = results[1].narrow(0, first, rows)
+        yield of_logits, of_topk
+
+
+# ---- the operators
+
+_SCHEMA = (
+    "Tensor q, Tensor weights, Tensor k_cache, Tensor block_tables, Tensor seq_lens, Tensor? cu_seqlens_q, int k,"
+    " bool return_slots, str? implementation"
+)
+
+
+def _run_operator(*arguments: Any) -> Results:
+    return _select(Call(*arguments))
+
+
+def _run_operator_into(*arguments: Any) -> None:
+    *call, out, counts, buffer = arguments
+    _select(Call(*call), out, counts, None if buffer is None else Workspace.of(buffer))
+
+
+topk_operator = operators.register("indexer_topk", _run_operator, f"({_SCHEMA}) -> (Tensor, Tensor)")
+topk_into_operator = operators.register(
+    "indexer_topk_into",
+    _run_operator_into,
+    f"({_SCHEMA}, Tensor(a!) out, Tensor(b!) counts, Tensor(c!)? workspace) -> ()",
+    writes=("out", "counts", "workspace"),
+)
+
+
+def _fake(*arguments: Any) -> Results:
+    call = Call(*arguments)
+    return _results(call.q, call.k)
+
+
+operators.register_fake(topk_operator, _fake)

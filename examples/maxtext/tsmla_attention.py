@@ -1,0 +1,161 @@
+"""`attention: tsmla` for MaxText: multi-head latent attention of DeepSeek's models by tsmla_jax, with its gradient.
+
+    python examples/maxtext/tsmla_attention.py src/maxtext/configs/base.yml model_name=deepseek2-16b \
+        attention=tsmla packing=true max_segments_per_seq=32 ...
+
+trains as `python -m maxtext.trainers.pre_train.train` does. `attend` is the function for a branch of MaxText's own
+`AttentionOp.apply_attention`; `install` puts that branch there from outside. Written against MaxText of 2026-08-22
+(e591f30).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from tsmla_jax.nn import Segments, segment_attention
+
+ATTENTION_TYPES = ("global", "mla")
+# Arguments of apply_attention that ask for another attention.
+OTHERS = (
+    "previous_chunk", "bidirectional_mask", "sinks", "indexer_mask", "compressed_mask", "record_max_logits",
+    "decoder_segment_ids_kv",
+)  # fmt: skip
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    decoder_segment_ids: jax.Array | None,
+    *,
+    max_segments: int,
+    mesh: Mesh,
+    spec: PartitionSpec,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Causal attention within segments, on each device's rows and heads.
+
+    Args:
+        query: [batch, length, heads, 192], with MaxText's softmax scale in it.
+        key: [batch, length, heads, 192].
+        value: [batch, length, heads, 128].
+        decoder_segment_ids: [batch, length] i32, 0 for padding; None is one segment a row.
+        max_segments: static, the most segments of a row (max_segments_per_seq); a row with more becomes NaN.
+        mesh, spec: how [batch, length, heads, columns] is split over devices: rows and heads may be.
+        implementation: of `tsmla_jax.mla_prefill`.
+
+    Returns:
+        [batch, length, heads, 128] in query's dtype; 0 for padding.
+
+    Raises:
+        ValueError: spec splits the length (context parallelism) or the columns, or the arrays do not fit together.
+    """
+    rows, length, heads, columns = (*spec, *(None,) * (4 - len(spec)))
+    for name, axes in (("length", length), ("columns", columns)):
+        if _devices(mesh, axes) > 1:
+            raise ValueError(f"attention=tsmla: {spec=} splits the {name} over {axes!r}; legal: rows and heads only")
+    if decoder_segment_ids is None:
+        decoder_segment_ids = jnp.ones(query.shape[:2], jnp.int32)
+
+    def on_one_device(query: jax.Array, key: jax.Array, value: jax.Array, ids: jax.Array) -> jax.Array:
+        segments = Segments.from_ids(ids, max_segments=max_segments)
+        return segment_attention(query, key, value, segments, softmax_scale=1.0, implementation=implementation)
+
+    split = PartitionSpec(rows, None, heads)
+    run = jax.shard_map(on_one_device, mesh=mesh, in_specs=(split, split, split, PartitionSpec(rows)), out_specs=split)
+    return run(query, key, value, decoder_segment_ids)
+
+
+def attend_in(
+    op: Any,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    decoder_segment_ids: jax.Array | None,
+    *,
+    model_mode: str,
+    **others: Any,
+) -> jax.Array:
+    """`attend` with what MaxText's AttentionOp `op` knows: its mesh, its rules of sharding and its config.
+
+    others: the further arguments of `AttentionOp.apply_attention`.
+
+    Raises:
+        ValueError: the config or an argument asks for something else than causal attention of whole sequences.
+    """
+    config = op.config
+    attention_type = getattr(op.attention_type, "value", op.attention_type)
+    if attention_type not in ATTENTION_TYPES:
+        raise ValueError(f"attention=tsmla: got {attention_type=}; legal: {' or '.join(ATTENTION_TYPES)}")
+    if model_mode == "autoregressive":
+        raise ValueError("attention=tsmla trains and prefills; decode with attention=dot_product, or in an engine")
+    if op.attn_logits_soft_cap or op.dropout_rate:
+        raise ValueError(
+            f"attention=tsmla: got {op.attn_logits_soft_cap=} and {op.dropout_rate=}; legal: neither of them"
+        )
+    if asked := [name for name in OTHERS if others.get(name) is not None and others[name] is not False]:
+        raise ValueError(f"attention=tsmla: got {', '.join(asked)}; legal: none of them")
+    packed = config.packing and config.dataset_type != "synthetic"
+    if packed and config.max_segments_per_seq < 1:
+        raise ValueError(
+            f"attention=tsmla with packing needs config.max_segments_per_seq >= 1, got {config.max_segments_per_seq}"
+        )
+    rows, heads, length, columns = op._logical_to_mesh_axes(op.flash_axis_names_q)
+    return attend(
+        query,
+        key,
+        value,
+        decoder_segment_ids,
+        max_segments=config.max_segments_per_seq if packed else 1,
+        mesh=op.mesh,
+        spec=PartitionSpec(rows, length, heads, columns),
+    )
+
+
+def install() -> None:
+    """Give MaxText's AttentionOp the choice `attention=tsmla`; every other choice stays as it is."""
+    from maxtext.layers.attention_op import AttentionOp
+
+    theirs = AttentionOp.apply_attention
+
+    @functools.wraps(theirs)
+    def apply_attention(
+        self: Any,
+        query: jax.Array,
+        key: Any,
+        value: Any,
+        decoder_segment_ids: jax.Array | None,
+        segment_positions: jax.Array | None,
+        lengths: jax.Array | None,
+        model_mode: str,
+        **others: Any,
+    ) -> Any:
+        if self.attention_kernel != "tsmla":
+            return theirs(
+                self, query, key, value, decoder_segment_ids, segment_positions, lengths, model_mode, **others
+            )
+        out = attend_in(self, query, key, value, decoder_segment_ids, model_mode=model_mode, **others)
+        return out, None, None  # normalised already: no maximum and no sum
+
+    AttentionOp.apply_attention = apply_attention
+
+
+def _devices(mesh: Mesh, axes: str | tuple[str, ...] | None) -> int:
+    """Over how many devices a dimension is split that lies over these axes."""
+    count = 1
+    for axis in (axes,) if isinstance(axes, str) else axes or ():
+        count *= mesh.shape[axis]
+    return count
+
+
+if __name__ == "__main__":
+    from absl import app
+    from maxtext.trainers.pre_train import train
+
+    install()
+    app.run(train.main)

@@ -1,0 +1,71 @@
+"""indexer_topk by the kernels of indexer_logits and select_topk, launched in turn on chunks of query rows. Imports no
+cutlass.
+
+The logits of a chunk are in a workspace whose size does not grow with the query tokens. LOGITS.md says why the chunks
+are as large as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, NamedTuple
+
+from tsmla_kernels.sm90.indexer.config import TopkConfig, topk_config, topk_reasons
+from tsmla_kernels.sm90.indexer.logits_config import LogitsConfig, logits_config, logits_reasons
+
+if TYPE_CHECKING:
+    from tsmla_kernels.contract.sparse import IndexerTopkSpec
+
+WORKSPACE_BYTES = 128 << 20
+"""Of a chunk's logits. Smaller chunks would stay in the L2 cache, but cost more in launches of few rows."""
+ROW_MULTIPLE = 16
+"""Of a chunk's rows, where there are several chunks: the most query tokens that read a block of keys together. Rows too
+long for as many in WORKSPACE_BYTES, of more than 2,097,152 columns, make the workspace larger."""
+LOGIT_BYTES = 4
+
+
+class Chunks(NamedTuple):
+    """How a call is launched: the query rows of a chunk, the last one of which ends at the last row, and each kernel's
+    configuration for all chunks. logits is None where the kernel doesn't take the call's."""
+
+    rows: int
+    logits: LogitsConfig | None
+    topk: TopkConfig
+
+    def starts(self, num_tokens: int) -> list[int]:
+        """The first row of each chunk. The last chunk may share rows with the one before, which it computes again."""
+        return [min(start, num_tokens - self.rows) for start in range(0, num_tokens, self.rows)]
+
+
+def chunk_rows(num_tokens: int, num_columns: int, workspace: int | None = None) -> int:
+    """Rows of a chunk, of logits of `num_columns` columns; None is a workspace of WORKSPACE_BYTES."""
+    fitting = (WORKSPACE_BYTES if workspace is None else workspace) // (LOGIT_BYTES * num_columns)
+    return min(num_tokens, max(fitting // ROW_MULTIPLE, 1) * ROW_MULTIPLE)
+
+
+def workspace_bytes(max_tokens: int, max_columns: int) -> int:
+    """The most bytes of a chunk's logits, for up to as many query tokens and columns."""
+    row = LOGIT_BYTES * max_columns
+    return min(max_tokens * row, max(WORKSPACE_BYTES, ROW_MULTIPLE * row))
+
+
+def indexer_topk_reasons(spec: IndexerTopkSpec) -> list[str]:
+    """Why the two kernels cannot run this call; empty if they can."""
+    return logits_reasons(spec.logits) + selection_reasons(spec)
+
+
+def selection_reasons(spec: IndexerTopkSpec) -> list[str]:
+    """Why the top-k kernel cannot select from chunks of this call's logits; empty if it can."""
+    reasons = topk_reasons(spec.topk)
+    if not isinstance(spec.logits.num_tokens, int):
+        reasons.append(f"T is {spec.logits.num_tokens}; chunks of query rows take a static T")
+    return reasons
+
+
+def chunks_of(spec: IndexerTopkSpec, num_sms: int = 132) -> Chunks:
+    """The launches that serve `spec`, a call with at least one query token and one column."""
+    rows = chunk_rows(spec.logits.num_tokens, spec.num_columns)
+    # How many query tokens a request has in the whole call decides how they are grouped; in a chunk, most requests may
+    # have none.
+    topk = topk_config(dataclasses.replace(spec.topk, num_tokens=rows))
+    return Chunks(rows, None if logits_reasons(spec.logits) else logits_config(spec.logits, num_sms), topk)

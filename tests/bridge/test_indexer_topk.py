@@ -1,0 +1,137 @@
+"""indexer_topk on torch tensors: as tsmla_jax defines it, and by chunks of two kernels on the stand-in for the GPU."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import tsmla_bridge
+import tsmla_jax
+from tests.bridge.inputs import tensor
+from tests.emulator.launcher import Gpu
+from tsmla_bridge.ops import indexer_topk as module
+from tsmla_kernels.sm90.indexer import chunks
+
+HEADS, DIM, P, Z, M, T, K = 8, 128, 7, 16, 3, 23, 6
+OFFSETS, LENS = (0, 5, 5, 20, 22), (9, 5, 2, M * Z)  # a request without tokens, one with fewer keys, a row of none
+
+
+def problem(ragged: bool, dtype: Any = jnp.float32) -> dict[str, Any]:
+    """Arguments as numpy and jax arrays. Many scores tie: they are sums of small integers."""
+    rng = np.random.default_rng(3)
+    rows = len(LENS) if ragged else T
+    given: dict[str, Any] = {
+        "q": jnp.asarray(rng.integers(-2, 3, (T, HEADS, DIM)), dtype),
+        "weights": rng.integers(-1, 2, (T, HEADS)).astype(np.float32),
+        "k_cache": jnp.asarray(rng.integers(-1, 2, (P, Z, DIM)), dtype),
+        "block_tables": rng.integers(0, P, (rows, M)).astype(np.int32),
+        "seq_lens": np.asarray(LENS if ragged else rng.integers(0, M * Z + 1, T), np.int32),
+    }
+    return given | ({"cu_seqlens_q": np.asarray(OFFSETS, np.int32)} if ragged else {})
+
+
+def as_tensors(given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: tensor(value) for name, value in given.items()}
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of eight rows."""
+    monkeypatch.setattr(chunks, "WORKSPACE_BYTES", 9 * 4 * M * Z)
+    monkeypatch.setattr(chunks, "ROW_MULTIPLE", 4)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("ragged", [False, True])
+def test_as_jax_defines_it(ragged: bool) -> None:
+    given = problem(ragged)
+    call = functools.partial(tsmla_jax.indexer_topk, k=K, return_slots=True, implementation="xla")
+    want = jax.jit(call)(**given)
+    got = tsmla_bridge.indexer_topk(**as_tensors(given), k=K, return_slots=True)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("return_slots", [False, True])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_chunks_go_to_the_catalogs_kernels(gpu: Gpu, ragged: bool, return_slots: bool) -> None:
+    given = as_tensors(problem(ragged, jnp.float8_e4m3fn))
+    options = {"k": K, "return_slots": return_slots}
+    want = tsmla_bridge.indexer_topk(**given, **options, implementation="reference")
+    assert not gpu.launches
+    workspace = tsmla_bridge.Workspace(tsmla_bridge.indexer_topk_workspace_size(max_tokens=T, max_keys=M * Z), "cpu")
+    out, counts = torch.empty(T, K, dtype=torch.int32), torch.empty(T, dtype=torch.int32)
+    memory: dict[str, Any] = {"out": out, "workspace": workspace} | ({"counts": counts} if return_slots else {})
+    for places in ({}, memory):
+        gpu.launches.clear()
+        got = tsmla_bridge.indexer_topk(**given, **options, **places)
+        for one, other in zip(got, want, strict=True) if return_slots else ((got, want),):
+            assert torch.equal(one, other)
+        assert len(gpu.launches) == 6  # of three chunks, the last one of which shares a row with the one before
+        assert {operands["logits"].shape for _, operands in gpu.launches} == {(8, M * Z)}
+    assert got is out or got[0] is out
+    assert {operands["logits"].data_ptr() for _, operands in gpu.launches} == {workspace.buffer.data_ptr()}
+
+
+def test_one_chunk_reads_the_tensors_themselves(gpu: Gpu) -> None:
+    given = as_tensors(problem(True, jnp.float8_e4m3fn))
+    want = tsmla_bridge.indexer_topk(**given, k=K, implementation="reference")
+    assert torch.equal(tsmla_bridge.indexer_topk(**given, k=K), want)
+    (_, logits), _ = gpu.launches
+    assert all(logits[name].data_ptr() == given[name].data_ptr() for name in given)
+
+
+def test_as_an_operator() -> None:
+    given = as_tensors(problem(ragged=True))  # opcheck can't compare float8
+    arguments = (*given.values(), K, True, None)
+    memory = (torch.zeros(T, K, dtype=torch.int32), torch.zeros(T, dtype=torch.int32), None)
+    torch.library.opcheck(module.topk_operator, arguments)
+    torch.library.opcheck(module.topk_into_operator, (*arguments, *memory))
+    compiled = torch.compile(tsmla_bridge.indexer_topk, backend="eager", fullgraph=True)
+    for places in ({}, {"out": memory[0], "counts": memory[1]}):
+        got = compiled(**given, k=K, return_slots=True, **places)
+        for one, other in zip(got, tsmla_bridge.indexer_topk(**given, k=K, return_slots=True), strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"q": np.zeros((7, HEADS, DIM), np.float32)},
+        {"seq_lens": np.zeros(4, np.float32)},
+        {"cu_seqlens_q": np.zeros(4, np.int32)},
+        {"k": 0},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_both_front_ends_say_the_same(change: dict[str, Any]) -> None:
+    given = problem(ragged=True) | {"k": K} | change
+    with pytest.raises(ValueError) as theirs:
+        tsmla_jax.indexer_topk(**given)
+    with pytest.raises(ValueError) as ours:
+        tsmla_bridge.indexer_topk(**{n: v if n == "k" else tensor(v) for n, v in given.items()})
+    assert str(ours.value) == str(theirs.value)
+
+
+def test_what_is_refused() -> None:
+    given = as_tensors(problem(ragged=False))
+    with pytest.raises(NotImplementedError, match="the tensors are on cpu"):
+        tsmla_bridge.indexer_topk(**given, k=K, implementation="cute")
+    with pytest.raises(ValueError, match=r"out: got int32\[7, 3\]; legal: int32\[23, 6\]"):
+        tsmla_bridge.indexer_topk(**given, k=K, out=torch.empty(7, 3, dtype=torch.int32))
+    with pytest.raises(ValueError, match="counts: got a tensor without return_slots"):
+        tsmla_bridge.indexer_topk(**given, k=K, counts=torch.empty(T, dtype=torch.int32))
+
+
+def test_a_workspace_too_small_is_refused(gpu: Gpu) -> None:
+    given = as_tensors(problem(False, jnp.float8_e4m3fn))
+    with pytest.raises(ValueError, match="workspace: got 16 bytes; this call of indexer_topk needs 4416"):
+        tsmla_bridge.indexer_topk(**given, k=K, workspace=tsmla_bridge.Workspace(16, "cpu"))
+    assert not gpu.launches

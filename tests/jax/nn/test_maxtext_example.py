@@ -1,0 +1,157 @@
+"""examples/maxtext under a stand-in of MaxText's AttentionOp, which its installation can't bring here."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from tests.jax.nn.test_examples import load
+
+IDS = jnp.asarray([[1] * 5 + [2] * 4 + [0] * 3, [1] * 12], jnp.int32)
+
+
+class AttentionOp:
+    """What the example reads of MaxText's class, and the signature of the method that it wraps."""
+
+    attention_type, attention_kernel = SimpleNamespace(value="mla"), "tsmla"
+    attn_logits_soft_cap, dropout_rate = None, 0.0
+    flash_axis_names_q = ("activation_batch_attn", "activation_heads", "activation_length", "activation_kv")
+    rules: dict[str, Any] = {  # noqa: RUF012
+        "activation_batch_attn": ("data", "fsdp"),
+        "activation_heads": "tensor",
+        "activation_length": "context",
+    }
+
+    def __init__(self, **config: Any) -> None:
+        fields = {"packing": True, "dataset_type": "hf", "max_segments_per_seq": 2, **config}
+        self.config = SimpleNamespace(**fields)
+        self.mesh = jax.make_mesh((1, 2, 2, 1), ("data", "fsdp", "tensor", "context"), axis_types=(AxisType.Auto,) * 4)
+
+    def _logical_to_mesh_axes(self, names: tuple[str, ...]) -> PartitionSpec:
+        return PartitionSpec(*(self.rules.get(name) for name in names))
+
+    def apply_attention(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        decoder_segment_ids: Any,
+        segment_positions: Any,
+        lengths: Any,
+        model_mode: str,
+        use_ragged_attention: bool = False,
+        previous_chunk: Any = None,
+        bidirectional_mask: Any = None,
+        sinks: Any = None,
+        indexer_mask: Any = None,
+        compressed_mask: Any = None,
+        record_max_logits: bool = False,
+        decoder_segment_ids_kv: Any = None,
+        *,
+        qk_product_einsum: Any,
+        wv_product_einsum: Any,
+    ) -> Any:
+        return "theirs"
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The example, installed in the stand-in."""
+    layers = ModuleType("maxtext.layers.attention_op")
+    layers.AttentionOp = AttentionOp  # type: ignore[attr-defined]
+    for name in ("maxtext", "maxtext.layers"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "maxtext.layers.attention_op", layers)
+    monkeypatch.setattr(AttentionOp, "apply_attention", AttentionOp.apply_attention)
+    module = load("maxtext/tsmla_attention")
+    module.install()
+    return module
+
+
+def call(op: AttentionOp, *arrays: Any, ids: Any = IDS, model_mode: str = "train", **others: Any) -> Any:
+    """As AttentionOp.__call__ does."""
+    query, key, value = arrays
+    return op.apply_attention(
+        query=query,
+        key=key,
+        value=value,
+        decoder_segment_ids=ids,
+        segment_positions=None,
+        lengths=None,
+        model_mode=model_mode,
+        use_ragged_attention=False,
+        qk_product_einsum=None,
+        wv_product_einsum=None,
+        **others,
+    )
+
+
+def operands() -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(0), 3)
+    return [jax.random.normal(key, (2, 12, 2, d)) for key, d in zip(keys, (12, 12, 8), strict=True)]
+
+
+def dense(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    visible = (IDS[:, :, None] == IDS[:, None]) & (IDS != 0)[:, :, None] & np.tri(12, dtype=bool)
+    scores = jnp.where(visible[:, None], jnp.einsum("bqhd,bkhd->bhqk", query, key), -1e30)
+    weights = jnp.where(visible[:, None], jax.nn.softmax(scores, axis=-1), 0)
+    return jnp.einsum("bhqk,bkhv->bqhv", weights, value)
+
+
+def test_it_trains_over_a_mesh(example: Any) -> None:
+    def installed(*arrays: jax.Array) -> jax.Array:
+        out, maximum, total = call(AttentionOp(), *arrays)
+        assert maximum is None and total is None
+        return out
+
+    def run(attend: Any) -> Any:
+        return jax.jit(jax.value_and_grad(lambda *arrays: (attend(*arrays) ** 2).sum(), (0, 1, 2)))(*operands())
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), run(installed), run(dense))
+    assert Path(example.__file__).name == "tsmla_attention.py"
+
+
+@pytest.mark.usefixtures("example")
+def test_other_choices_stay_maxtexts() -> None:
+    op = AttentionOp()
+    op.attention_kernel = "cudnn_flash_te"
+    assert call(op, *operands()) == "theirs"
+
+
+@pytest.mark.usefixtures("example")
+def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = operands()
+    with pytest.raises(ValueError, match="attention=tsmla trains and prefills"):
+        call(AttentionOp(), *arrays, model_mode="autoregressive")
+    with pytest.raises(ValueError, match="got sinks, indexer_mask; legal: none of them"):
+        call(AttentionOp(), *arrays, sinks=arrays[0], indexer_mask=arrays[0])
+    with pytest.raises(ValueError, match=r"needs config.max_segments_per_seq >= 1, got -1"):
+        call(AttentionOp(max_segments_per_seq=-1), *arrays)
+    op = AttentionOp()
+    op.attention_type = SimpleNamespace(value="chunk")
+    with pytest.raises(ValueError, match="got attention_type='chunk'; legal: global or mla"):
+        call(op, *arrays)
+    op = AttentionOp()
+    op.dropout_rate = 0.1
+    with pytest.raises(ValueError, match=r"op.dropout_rate=0.1; legal: neither"):
+        call(op, *arrays)
+    monkeypatch.setitem(AttentionOp.rules, "activation_length", "tensor")
+    monkeypatch.setitem(AttentionOp.rules, "activation_heads", None)
+    with pytest.raises(ValueError, match="splits the length over 'tensor'; legal: rows and heads only"):
+        call(AttentionOp(), *arrays)
+
+
+@pytest.mark.usefixtures("example")
+def test_rows_that_are_not_packed() -> None:
+    """One segment a row, and None for the ids of rows without padding."""
+    op = AttentionOp(packing=False, max_segments_per_seq=-1)
+    out = jax.jit(lambda *arrays: call(op, *arrays, ids=None)[0])(*operands())
+    np.testing.assert_allclose(out[1], dense(*operands())[1], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,138 @@
+"""Attention over packed rows against a dense softmax with a mask made from the ids alone.
+
+Over a mesh, and by the kernels' custom calls: tests/jax/ops/test_prefill_call.py.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tsmla_jax.nn import Segments, segment_attention, segment_attention_kv
+
+HEADS, NOPE, ROPE, V = 2, 8, 4, 6
+ROWS, LEN = 2, 21
+IDS = np.array(
+    [
+        [1] * 5 + [2] * 3 + [0] * 2 + [7] * 6 + [3] * 1 + [0] * 4,  # padding inside and behind
+        [0] * 4 + [5] * 17,  # padding in front
+    ],
+    np.int32,
+)
+MAX_SEGMENTS = 4
+SCALE = 0.3
+
+
+def operands(seed: int = 0, dtype: Any = jnp.float32, ids: np.ndarray = IDS) -> list[jax.Array]:
+    """q, kv and k_rope."""
+    rng = np.random.default_rng(seed)
+    shapes = (HEADS, NOPE + ROPE), (HEADS, NOPE + V), (ROPE,)
+    return [jnp.asarray(rng.normal(size=(*ids.shape, *shape)), dtype) for shape in shapes]
+
+
+def expand(q: jax.Array, kv: jax.Array, k_rope: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """q, k and v."""
+    rope = jnp.broadcast_to(k_rope[:, :, None], (*kv.shape[:3], ROPE))
+    return q, jnp.concatenate([kv[..., :NOPE], rope], axis=-1), kv[..., NOPE:]
+
+
+def dense(ids: np.ndarray, causal: bool, q: jax.Array, kv: jax.Array, k_rope: jax.Array) -> jax.Array:
+    q, k, v = expand(q, kv, k_rope)
+    visible = (ids[:, :, None] == ids[:, None]) & (ids != 0)[:, :, None]
+    if causal:
+        visible = visible & np.tri(ids.shape[1], dtype=bool)
+    scores = jnp.where(visible[:, None], jnp.einsum("bqhd,bkhd->bhqk", q, k) * SCALE, -1e30)
+    weights = jnp.where(visible[:, None], jax.nn.softmax(scores, axis=-1), 0)
+    return jnp.einsum("bhqk,bkhv->bqhv", weights, v)
+
+
+def packed(causal: bool, ids: jax.Array, q: jax.Array, kv: jax.Array, k_rope: jax.Array) -> jax.Array:
+    segments = Segments.from_ids(ids, max_segments=MAX_SEGMENTS)
+    return segment_attention(*expand(q, kv, k_rope), segments, softmax_scale=SCALE, causal=causal)
+
+
+def packed_kv(causal: bool, ids: jax.Array, q: jax.Array, kv: jax.Array, k_rope: jax.Array) -> jax.Array:
+    segments = Segments.from_ids(ids, max_segments=MAX_SEGMENTS)
+    return segment_attention_kv(q, kv, k_rope, segments, softmax_scale=SCALE, causal=causal)
+
+
+@pytest.mark.parametrize(("attend", "causal"), [(packed, True), (packed_kv, False)])
+def test_values_and_gradients(attend: Any, causal: bool) -> None:
+    """Of one compiled program, whose ids are data."""
+    weight = jax.random.normal(jax.random.key(1), (ROWS, LEN, HEADS, V))
+
+    @jax.jit
+    def run(ids: jax.Array, *arrays: jax.Array) -> Any:
+        out, pull = jax.vjp(partial(attend, causal, ids), *arrays)
+        return out, pull(weight)
+
+    for seed, ids in enumerate((IDS, IDS[:, ::-1].copy(), np.ones_like(IDS))):
+        arrays = operands(seed)
+        out, pull = jax.vjp(partial(dense, ids, causal), *arrays)
+        got, gradients = run(ids, *arrays)
+        np.testing.assert_allclose(got, out, rtol=2e-5, atol=2e-5)
+        for mine, theirs in zip(gradients, pull(weight), strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
+        assert not np.asarray(got)[ids == 0].any()
+    assert run._cache_size() == 1
+
+
+def test_a_row_of_too_many_segments_is_nan() -> None:
+    arrays = operands()
+    segments = Segments.from_ids(IDS, max_segments=3)
+    assert segments.overflow.tolist() == [True, False]
+    got = np.asarray(jax.jit(segment_attention_kv)(*arrays, segments, softmax_scale=SCALE))
+    assert np.isnan(got[0]).all()
+    np.testing.assert_allclose(got[1], dense(IDS, True, *arrays)[1], rtol=2e-5, atol=2e-5)
+
+
+def test_long_padding_is_cut_into_pieces() -> None:
+    """So that its cost is linear in its length; the pieces start with nothing in use."""
+    mask = np.arange(4096)[None] < np.array([[700], [4096], [0]])
+    segments = jax.jit(Segments.from_ids, static_argnames="max_segments")(mask, max_segments=1)
+    assert segments.starts.shape == (3, 2 + 16)
+    for starts, expected in zip(
+        segments.starts.tolist(), ([0, 700, *range(768, 4096, 256)], [0], [*range(0, 4096, 256)]), strict=True
+    ):
+        assert starts == expected + [4096] * (18 - len(expected))
+    lens = np.diff(segments.cu_seqlens)
+    assert lens.shape == (3 * 18,) and lens.min() == 0 and lens.sum() == 3 * 4096
+
+
+def test_padding_may_hold_nan_where_no_gradient_is_taken() -> None:
+    arrays = [jnp.where((IDS == 0).reshape(*IDS.shape, *[1] * (x.ndim - 2)), jnp.nan, x) for x in operands()]
+    got = jax.jit(partial(packed_kv, True))(IDS, *arrays)
+    np.testing.assert_allclose(got, dense(IDS, True, *operands()), rtol=2e-5, atol=2e-5)
+
+
+def test_bad_input() -> None:
+    q, kv, k_rope = operands()
+    segments = Segments.from_ids(IDS, max_segments=MAX_SEGMENTS)
+    with pytest.raises(TypeError, match="ids must be integers or booleans, got float32"):
+        Segments.from_ids(jnp.ones((2, 3)), max_segments=1)
+    with pytest.raises(ValueError, match=r"ids must be \[B, S\], got shape \(3,\)"):
+        Segments.from_ids(jnp.ones(3, jnp.int32), max_segments=1)
+    with pytest.raises(ValueError, match="max_segments=0 must be >= 1"):
+        Segments.from_ids(IDS, max_segments=0)
+    # The same number of tokens in other rows.
+    turned = q.reshape(LEN, ROWS, *q.shape[2:])
+    with pytest.raises(ValueError, match=r"q must be \[B, S, H, columns\] with the segments' B, S = \(2, 21\)"):
+        segment_attention(turned, *expand(q, kv, k_rope)[1:], segments, softmax_scale=SCALE)
+    with pytest.raises(ValueError, match=r"k_rope must be \[B, S, R\]"):
+        segment_attention_kv(q, kv, k_rope[:, :, None], segments, softmax_scale=SCALE)
+    with pytest.raises(ValueError, match="nonesuch"):
+        segment_attention_kv(q, kv, k_rope, segments, softmax_scale=SCALE, implementation="nonesuch")
+
+
+def test_checks_of_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TSMLA_CHECK", "1")
+    Segments.from_ids(IDS, max_segments=MAX_SEGMENTS)
+    with pytest.raises(ValueError, match="ids: row 0 has 4 segments; legal: at most max_segments=3"):
+        Segments.from_ids(IDS, max_segments=3)
+    with pytest.raises(ValueError, match="ids: row 1 has the id 5 in more than one run"):
+        Segments.from_ids(np.array([[1, 1, 2, 2], [5, 0, 5, 4]]), max_segments=4)

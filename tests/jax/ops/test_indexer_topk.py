@@ -1,0 +1,288 @@
+"""indexer_topk: as its definition says whatever the blocks, in bounded memory, and by chunks of two kernels."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import tsmla_jax
+from tests.emulator.decode import emulated
+from tests.jax.ops.programs import calls, collectives, ints
+from tsmla_jax.ops.indexer_topk import cute, xla
+from tsmla_kernels.kernel import Kernel
+from tsmla_kernels.sm90.indexer import chunks
+
+HEADS, DIM, PAGES, Z, M, T, K = 8, 128, 5, 16, 4, 23, 6
+REQUESTS = [0, 5, 5, 20, 22]  # one has no token, and the last row is of no request
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def arrays(ragged: bool, dtype: Any = jnp.float32, tokens: int = T) -> dict[str, jax.Array]:
+    """Arguments; with `ragged` a row of the block table for each request. Many scores tie: weights are small integers,
+    and most scores of few keys are 0."""
+    rng = np.random.default_rng(1)
+    rows = len(REQUESTS) - 1 if ragged else tokens
+    lens = [M * Z, 7, 11, 1] if ragged else rng.integers(0, M * Z + 1, tokens)
+    given = {
+        "q": jnp.asarray(rng.integers(-2, 3, (tokens, HEADS, DIM)), dtype),
+        "weights": jnp.asarray(rng.integers(-1, 2, (tokens, HEADS)), jnp.float32),
+        "k_cache": jnp.asarray(rng.integers(-1, 2, (PAGES, Z, DIM)), dtype),
+        "block_tables": ints(rng.integers(0, PAGES, (rows, M))),
+        "seq_lens": ints(lens),
+    }
+    return given | ({"cu_seqlens_q": ints(REQUESTS)} if ragged else {})
+
+
+def select(name: str, k: int = K, return_slots: bool = False) -> Callable[..., Any]:
+    """The compiled call."""
+    run = functools.partial(tsmla_jax.indexer_topk, k=k, return_slots=return_slots, implementation=name)
+    return jax.jit(lambda given: run(**given))
+
+
+def equal(got: Any, want: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of two pages or 2 k keys, and blocks of some tokens."""
+    monkeypatch.setattr(xla, "MIN_WINDOW", 2 * Z)
+    monkeypatch.setattr(xla, "BLOCK_BYTES", 9 * 4 * 3 * Z)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("k", [K, 17, M * Z + 3])  # a window of 2 pages, of 3, which overlap, and of all
+@pytest.mark.usefixtures("small_blocks")
+def test_windows_of_keys_select_what_all_logits_select(ragged: bool, k: int) -> None:
+    given = arrays(ragged)
+    weights = given["weights"]
+    unusual = weights.at[3].set(jnp.nan).at[4].set(jnp.inf).at[6].set(-jnp.inf).at[8].set(0.0)
+    run = select("xla", k, return_slots=True)
+    for kind in (weights, unusual):
+        equal(run(given | {"weights": kind}), select("reference", k, return_slots=True)(given | {"weights": kind}))
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_what_is_defined(ragged: bool) -> None:
+    given = arrays(ragged)
+    logits = tsmla_jax.indexer_logits(**given)
+    requests = [0] * 5 + [2] * 15 + [3] * 2 + [0] if ragged else range(T)
+    tables = given["block_tables"][jnp.asarray(list(requests))]
+    lens = ints((np.asarray(logits) != -np.inf).sum(1))
+    equal(select("reference")(given), tsmla_jax.select_topk(logits, lens, K, order="position"))
+    want = tsmla_jax.select_topk(logits, lens, K, order="position", block_tables=tables, page_size=Z)
+    equal(select("reference", return_slots=True)(given), want)
+
+
+def test_memory_does_not_grow_with_the_keys() -> None:
+    struct = jax.ShapeDtypeStruct
+    tokens, width = 4096, 128
+    for keys in (1 << 13, 1 << 17):
+        pages = keys // 64
+        given = {
+            "q": struct((tokens, 64, width), jnp.bfloat16),
+            "weights": struct((tokens, 64), jnp.float32),
+            "k_cache": struct((pages, 64, width), jnp.bfloat16),
+            "block_tables": struct((1, pages), jnp.int32),
+            "seq_lens": struct((1,), jnp.int32),
+            "cu_seqlens_q": struct((2,), jnp.int32),
+        }
+        used = select("xla", 2048).lower(given).compile().memory_analysis()
+        assert used.temp_size_in_bytes < 100 << 20  # logits would be 2 GB
+        assert chunks.workspace_bytes(tokens, keys) == 128 << 20
+
+
+def test_positions_have_no_derivative() -> None:
+    given = arrays(ragged=True)
+
+    def first(weights: jax.Array, name: str) -> jax.Array:
+        return (weights * (select(name)(given | {"weights": weights})[0, 0] + 1)).sum()
+
+    slopes = [jax.grad(first)(given["weights"], name) for name in ("xla", "reference")]
+    equal(*slopes)
+    assert np.asarray(slopes[0]).any()
+
+
+def test_shards_and_batches_of_tokens() -> None:
+    given = arrays(ragged=False, tokens=6)
+    whole = select("xla")(given)
+    mesh, rows = Mesh(np.asarray(jax.devices()[:3]), "x"), PartitionSpec("x")
+    specs = {name: PartitionSpec() if name == "k_cache" else rows for name in given}
+    split = jax.shard_map(select("xla"), mesh=mesh, in_specs=(specs,), out_specs=rows)
+    equal(jax.jit(split)(given), whole)
+    mapped = jax.vmap(select("xla"))(jax.tree.map(lambda x: jnp.stack([x, x]), given))
+    equal(mapped[1], whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": jnp.zeros((T, HEADS, DIM), jnp.int32)}, "q: got dtype int32"),
+        ({"weights": jnp.zeros((T, 2))}, "weights: got shape.*Hi, q's heads"),
+        ({"block_tables": ints(np.zeros((2, M)))}, "seq_lens: got shape.*B from block_tables"),
+        ({"cu_seqlens_q": ints(np.zeros(3))}, "cu_seqlens_q: .*B \\+ 1, B from block_tables"),
+        ({"k": 0}, "k: got 0"),
+        ({"implementation": "fast"}, "implementation: got 'fast'"),
+    ],
+)
+def test_refuses(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tsmla_jax.indexer_topk(**(arrays(ragged=True) | {"k": K} | change))
+
+
+def test_refuses_what_is_not_static() -> None:
+    with pytest.raises(TypeError, match="return_slots: got int; legal: True or False, static"):
+        tsmla_jax.indexer_topk(**arrays(ragged=True), k=K, return_slots=1)  # type: ignore[call-overload]
+
+
+def test_explanations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    struct = jax.ShapeDtypeStruct
+    arguments = (
+        struct((4096, 64, 128), jnp.float8_e4m3fn),
+        struct((4096, 64), jnp.float32),
+        struct((4096, 64, 132), jnp.uint8),
+        struct((1, 2048), jnp.int32),
+        struct((1,), jnp.int32),
+    )
+    offsets = struct((2,), jnp.int32)
+    found = tsmla_jax.explain("indexer_topk", *arguments, 2048, cu_seqlens_q=offsets, implementation="cute")
+    assert found.chosen == "cute"
+    assert "the logits of 256 query rows, 128.0 MiB, then their top-k; 16 times, by chunks of rows" in str(found)
+    assert "have not run on a GPU yet" in str(found)
+    wide = (struct(arguments[0].shape, jnp.float32), arguments[1], struct((4096, 64, 128), jnp.bfloat16))
+    found = tsmla_jax.explain("indexer_topk", *wide, *arguments[3:], 2048, cu_seqlens_q=offsets, implementation="cute")
+    assert "the logits as xla computes them: q's dtype is float32; the sm_90 indexer kernel takes" in str(found)
+    found = tsmla_jax.explain("indexer_topk", *arguments, 5000, cu_seqlens_q=offsets, implementation="cute")
+    assert found.chosen is None and "k is 5000; the sm_90 top-k kernel takes at most 4096" in str(found)
+
+
+# ---- the kernels, emulated
+
+
+def emulate(*given: jax.Array, kernel: Kernel, config: Any, **_: object) -> list[jax.Array]:
+    """What the custom calls return."""
+    if kernel.name == "indexer_logits":
+        q, weights, k_cache, tables, lens, *offsets = given
+        arguments = {"cu_seqlens_q": offsets[0]} if offsets else {}
+        logits = tsmla_jax.indexer_logits(q, weights, k_cache, tables, lens, **arguments, implementation="reference")
+        return [jnp.where(jnp.isneginf(logits), jnp.nan, logits)]  # the top-k does not look at these
+    logits, lens, *tables = given
+    slots: dict[str, Any] = {"block_tables": tables[0], "page_size": config.page_size} if tables else {}
+    run = functools.partial(tsmla_jax.select_topk, order=config.order, implementation="reference")
+    return jax.tree.leaves(run(logits, lens, config.k, **slots))
+
+
+@pytest.fixture
+def small_chunks(cache_directory: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of eight rows."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("emulates the kernels on CPUs")
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    monkeypatch.setattr(chunks, "WORKSPACE_BYTES", 9 * 4 * M * Z)
+    monkeypatch.setattr(chunks, "ROW_MULTIPLE", 4)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("return_slots", [False, True])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_chunks_of_rows(ragged: bool, return_slots: bool) -> None:
+    given = arrays(ragged, jnp.float8_e4m3fn)
+    assert calls(jax.make_jaxpr(select("cute", return_slots=return_slots))(given)) == 2  # in a loop over the chunks
+    with emulated(cute._transformable, by=emulate):
+        got = select("cute", return_slots=return_slots)(given)
+        equal(got, select("reference", return_slots=return_slots)(given))
+        few = {name: x[:4] if x.shape[0] == T else x for name, x in given.items()}  # one chunk
+        if ragged:
+            few["cu_seqlens_q"] = jnp.minimum(given["cu_seqlens_q"], 4)
+        equal(select("cute", return_slots=return_slots)(few), select("reference", return_slots=return_slots)(few))
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("ragged", [False, True])
+def test_chunks_of_logits_that_the_kernel_does_not_take(ragged: bool) -> None:
+    given = arrays(ragged)
+    run = select("cute", return_slots=True)
+    assert calls(jax.make_jaxpr(run)(given)) == 1
+    with emulated(cute._transformable, by=emulate):
+        equal(run(given), select("reference", return_slots=True)(given))
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_derivative_passes_by_the_kernels() -> None:
+    given = arrays(ragged=False, dtype=jnp.float8_e4m3fn)
+
+    def first(weights: jax.Array) -> jax.Array:
+        return (weights * (select("cute")(given | {"weights": weights})[0, 0] + 1)).sum()
+
+    assert calls(jax.make_jaxpr(jax.grad(first))(given["weights"])) == 2
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_batches_are_rows_of_the_chunks() -> None:
+    given = arrays(ragged=False, dtype=jnp.float8_e4m3fn, tokens=6)
+    axes = {name: None if name == "k_cache" else 0 for name in given}
+    twice = {name: x if name == "k_cache" else jnp.stack([x, x[::-1]]) for name, x in given.items()}
+    run = jax.vmap(select("cute", return_slots=True), (axes,))
+    assert calls(jax.make_jaxpr(run)(twice)) == 2
+    with emulated(cute._transformable, by=emulate):
+        got = jax.jit(run)(twice)
+    want = select("reference", return_slots=True)(given)
+    equal([x[0] for x in got], list(want))
+    equal([x[1, ::-1] for x in got], list(want))
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_tokens_stay_where_they_are(kind: AxisType, ragged: bool) -> None:
+    given = arrays(ragged, jnp.float8_e4m3fn, tokens=24)
+    mesh = Mesh(np.asarray(jax.devices()[:2]), "x", axis_types=(kind,))
+    placed = {
+        name: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*("x",) * (x.shape[0] == 24))))
+        for name, x in given.items()
+    }
+    with emulated(cute._transformable, by=emulate):
+        compiled = select("cute").lower(placed).compile()
+        assert bool(collectives(compiled)) == ragged  # a request's tokens may lie anywhere
+        got = compiled(placed)
+    equal(np.asarray(got), select("reference")(given))
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_devices_with_requests_of_their_own() -> None:
+    given = arrays(ragged=True, dtype=jnp.float8_e4m3fn)
+    twice = {name: x if name == "k_cache" else jnp.concatenate([x, x]) for name, x in given.items()}
+    mesh, rows = Mesh(np.asarray(jax.devices()[:2]), "x"), PartitionSpec("x")
+    specs = {name: PartitionSpec() if name == "k_cache" else rows for name in given}
+    with emulated(cute._transformable, by=emulate):
+        run = jax.shard_map(select("cute", return_slots=True), mesh=mesh, in_specs=(specs,), out_specs=rows)
+        got = jax.jit(run)(twice)
+    for one, other in zip(got, select("reference", return_slots=True)(given), strict=True):
+        equal(one, jnp.concatenate([other, other]))
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_nothing_to_select_from_launches_nothing() -> None:
+    given = arrays(ragged=True, dtype=jnp.float8_e4m3fn)
+    empty = given | {"block_tables": given["block_tables"][:, :0]}
+    assert calls(jax.make_jaxpr(select("cute", return_slots=True))(empty)) == 0
+    for name in ("cute", "xla", "reference"):
+        slots, counts = select(name, return_slots=True)(empty)
+        assert (np.asarray(slots) == -1).all() and not np.asarray(counts).any()
+
+
+def test_the_workspace_is_bounded() -> None:
+    for tokens, columns, rows in ((64, 1 << 17, 64), (4096, 1 << 17, 256), (4096, 1 << 15, 1024), (7, 1 << 20, 7)):
+        assert chunks.chunk_rows(tokens, columns) == rows
+        assert 4 * rows * columns <= chunks.workspace_bytes(tokens, columns) <= 128 << 20
+    assert chunks.chunk_rows(100, 1 << 22) == 16  # rows too long for as many
+    assert chunks.workspace_bytes(100, 1 << 22) == 16 << 24

@@ -1,0 +1,169 @@
+"""Attention over rows [B, S] of packed segments, the batches of trainers (MaxText, TransformerEngine, SkyRL tx).
+
+Axes: B rows, S tokens a row, H heads, K / V the widths of keys and values, N nope and R rope columns with K = N + R.
+
+Segment ids are data: they become the ragged offsets of `mla_prefill` on the device, under `jax.jit` with static shapes.
+Every leaf of `Segments` leads with B, so `shard_map` and vmap split a batch and its segments alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+
+import tsmla_jax
+from tsmla_jax.ops import checks
+from tsmla_jax.ops.inputs import Scale
+from tsmla_kernels.contract import values
+
+# Padding is attended to like a segment, as the kernels know no rows between requests that belong to none. It is cut
+# into pieces, so that its cost is linear in its length, like the rest of the row's.
+_PADDING_PIECES, _LEAST_PIECE = 16, 128
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Segments:
+    """Which tokens of rows [B, S] belong together; a pytree. Make it once for all layers, by `from_ids`.
+
+    Attributes:
+        starts: [B, N] i32, the token at which each segment or piece of padding starts, in order; S where there is no
+            further one.
+        valid: [B, S] bool, the tokens that have a result: False in padding, and in rows of too many segments.
+        overflow: [B] bool, the rows that have more segments than was promised. Their results are NaN.
+        row_len: S.
+    """
+
+    starts: jax.Array
+    valid: jax.Array
+    overflow: jax.Array
+    row_len: int = field(metadata={"static": True})
+
+    @classmethod
+    def from_ids(cls, ids: jax.Array, *, max_segments: int) -> Segments:
+        """The segments of rows of ids.
+
+        Args:
+            ids: [B, S] integers or booleans, 0 for padding. A run of one id is a segment; padding may stand anywhere.
+                One segment a row behind a mask of the tokens in use is `from_ids(mask, max_segments=1)`.
+            max_segments: static, the most segments of a row: TransformerEngine's and MaxText's max_segments_per_seq.
+                The gradient's workspace grows by 16 tokens' sums of dq for each of them.
+
+        Raises:
+            TypeError, ValueError: ids are no integers or have another rank; max_segments < 1. With TSMLA_CHECK=1 also
+                a row of too many segments, or an id that comes back after another one.
+        """
+        ids = jnp.asarray(ids)
+        if not (jnp.issubdtype(ids.dtype, jnp.integer) or ids.dtype == jnp.bool_):
+            raise TypeError(f"ids must be integers or booleans, got {ids.dtype}")
+        if ids.ndim != 2:
+            raise ValueError(f"ids must be [B, S], got shape {ids.shape}")
+        if max_segments < 1:
+            raise ValueError(f"{max_segments=} must be >= 1")
+        ids = checks.behind(partial(values.segment_ids, max_segments), ids.astype(jnp.int32))
+        row_len = ids.shape[1]
+        piece = max(_LEAST_PIECE, -(-row_len // _PADDING_PIECES))
+        changes = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)[:, :row_len]
+        used = ids != 0
+        cuts = ~used & (jnp.arange(row_len) % piece == 0)
+        size = min(row_len, 2 * max_segments + _PADDING_PIECES)
+        find = partial(jnp.flatnonzero, size=size, fill_value=row_len)
+        overflow = (changes & used).sum(axis=1) > max_segments
+        return cls(jax.vmap(find)(changes | cuts).astype(jnp.int32), used & ~overflow[:, None], overflow, row_len)
+
+    @property
+    def cu_seqlens(self) -> jax.Array:
+        """[B N + 1] i32: the requests of the B S tokens, row after row, for `mla_prefill` or `nn.functional.prefill`.
+
+        A row's padding makes requests of its own; those that `starts` does not use have length 0.
+        """
+        rows = self.starts.shape[0]
+        firsts = self.starts + self.row_len * jnp.arange(rows, dtype=jnp.int32)[:, None]
+        return jnp.append(firsts.reshape(-1), jnp.int32(rows * self.row_len))
+
+
+def segment_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments,
+    *,
+    softmax_scale: Scale,
+    causal: bool = True,
+    deterministic: bool = False,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Attention within each segment of each row: `mla_prefill` of packed rows, with its gradient.
+
+    Args:
+        q: [B, S, H, K]; dtypes as in `mla_prefill`.
+        k, v: [B, S, H, K] and [B, S, H, V] in q's dtype.
+        segments: of the rows. Where sharded arrays meet, call this in `shard_map` over rows and heads: the ragged
+            offsets count through all rows at hand, so automatic partitioning would gather them.
+        softmax_scale: factor of the logits; 1 where q carries it, as MaxText's does.
+        causal: a token sees its segment up to itself, else all of it.
+        deterministic, implementation: of `mla_prefill`.
+
+    Returns:
+        out [B, S, H, V] in q's dtype, bfloat16 when q is fp8. Padding gives 0, and no derivative passes through it (its
+        q, k and v must be finite for that). Rows with more segments than promised are NaN, never another segment's.
+
+    Raises:
+        TypeError, ValueError: an argument is not legal.
+        NotImplementedError: the named implementation can't run this call, with every reason.
+    """
+    operands = _packed(segments, q=q, k=k, v=v)
+    attend = partial(tsmla_jax.mla_prefill, *operands, softmax_scale=softmax_scale, causal=causal)
+    return _within(segments, partial(attend, deterministic=deterministic, implementation=implementation))
+
+
+def segment_attention_kv(
+    q: jax.Array,
+    kv: jax.Array,
+    k_rope: jax.Array,
+    segments: Segments,
+    *,
+    softmax_scale: Scale,
+    causal: bool = True,
+    deterministic: bool = False,
+    implementation: str | None = None,
+) -> jax.Array:
+    """`segment_attention` on what kv_b made: no slices of it, and no copies of k_rope for each head, are needed.
+
+    Args:
+        q: [B, S, H, K], rope columns last.
+        kv: [B, S, H, N + V]: a head's keys without rope columns, then its values.
+        k_rope: [B, S, R], rotated, for all heads.
+        segments, softmax_scale, causal, deterministic, implementation: as in `segment_attention`.
+
+    Returns and raises as `segment_attention` does.
+    """
+    operands = _packed(segments, q=q, kv=kv, k_rope=k_rope)
+    attend = partial(tsmla_jax.mla_prefill_kv, *operands, softmax_scale=softmax_scale, causal=causal)
+    return _within(segments, partial(attend, deterministic=deterministic, implementation=implementation))
+
+
+def _packed(segments: Segments, **arrays: jax.Array) -> list[jax.Array]:
+    """The arrays with their axes B and S made one; ValueError if these are not the rows of the segments."""
+    rows = segments.valid.shape
+    for name, x in arrays.items():
+        axes = "[B, S, R]" if name == "k_rope" else "[B, S, H, columns]"
+        if x.ndim != axes.count(",") + 1 or x.shape[:2] != rows:
+            raise ValueError(f"{name} must be {axes} with the segments' B, S = {rows}, got shape {x.shape}")
+    return [x.reshape(-1, *x.shape[2:]) for x in arrays.values()]
+
+
+def _within(segments: Segments, attend: Callable[..., object]) -> jax.Array:
+    """What `attend`, a call of mla_prefill without its offsets, gives for the tokens of segments."""
+    (rows, row_len), offsets = segments.valid.shape, segments.cu_seqlens
+    out = cast(  # an array, as no lse is asked for
+        jax.Array, attend(cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_q_len=row_len, max_kv_len=row_len)
+    )
+    out = out.reshape(rows, row_len, *out.shape[1:])
+    instead = jnp.where(segments.overflow, jnp.nan, 0).astype(out.dtype)
+    return jnp.where(segments.valid[..., None, None], out, instead[:, None, None, None])

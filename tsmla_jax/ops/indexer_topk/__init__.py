@@ -1,0 +1,1 @@
+"""The operation indexer_topk: api, cute, reference and xla."""

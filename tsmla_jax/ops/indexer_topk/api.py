@@ -1,0 +1,128 @@
+"""indexer_topk: the keys that the V3.2 indexer selects for each query token, without the logits of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Literal, overload
+
+import jax.numpy as jnp
+from jax import lax
+
+from tsmla_jax.ops.inputs import describe_call
+from tsmla_jax.ops.operation import Implementation, Operation, row_specs
+from tsmla_jax.sparse import checks
+from tsmla_kernels.contract import sparse as sparse_contract
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32
+
+
+@overload
+def indexer_topk(
+    q: Float[Array, "T Hi Di"],
+    weights: Float[Array, "T Hi"],
+    k_cache: Array,
+    block_tables: Int32[Array, "B M"],
+    seq_lens: Int32[Array, " B"],
+    k: int,
+    *,
+    cu_seqlens_q: Int32[Array, " B+1"] | None = ...,
+    return_slots: Literal[False] = ...,
+    implementation: str | None = ...,
+) -> Int32[Array, "T k"]: ...
+
+
+@overload
+def indexer_topk(
+    q: Float[Array, "T Hi Di"],
+    weights: Float[Array, "T Hi"],
+    k_cache: Array,
+    block_tables: Int32[Array, "B M"],
+    seq_lens: Int32[Array, " B"],
+    k: int,
+    *,
+    cu_seqlens_q: Int32[Array, " B+1"] | None = ...,
+    return_slots: Literal[True],
+    implementation: str | None = ...,
+) -> tuple[Int32[Array, "T k"], Int32[Array, " T"]]: ...
+
+
+def indexer_topk(
+    q: Float[Array, "T Hi Di"],
+    weights: Float[Array, "T Hi"],
+    k_cache: Array,
+    block_tables: Int32[Array, "B M"],
+    seq_lens: Int32[Array, " B"],
+    k: int,
+    *,
+    cu_seqlens_q: Int32[Array, " B+1"] | None = None,
+    return_slots: bool = False,
+    implementation: str | None = None,
+) -> Int32[Array, "T k"] | tuple[Int32[Array, "T k"], Int32[Array, " T"]]:
+    """The cached keys with the k best scores of the indexer for every query token: select_topk(order="position") of
+    indexer_logits, in memory that does not grow with the query tokens times the keys.
+
+    Args:
+      q: [T, Hi, Di]; float8_e4m3fn with a packed cache (see indexer_quantize), any float with a plain one.
+      weights: [T, Hi] float32, scales and constants folded in.
+      k_cache: uint8 [P, Z, Di + 4] (see write_indexer_cache) or plain floats [P, Z, Di].
+      block_tables: [T, M] int32, one row a token (see expand_decode_metadata), or with cu_seqlens_q [B, M], one row a
+        request; entries past a row's last page are never used.
+      seq_lens: [T] int32, keys token t sees; or with cu_seqlens_q [B], keys of request b; 0 is legal.
+      k: static, at least 1 (2048 in V3.2).
+      cu_seqlens_q: [B + 1] int32, where each request's tokens begin in q, or None. Token i of a request's S sees key j
+        iff j < seq_len - (S - 1) + i, as in mla_decode; rows of no request see none.
+      return_slots: static; return slots and counts in the place of positions.
+      implementation: "cute" (the kernels, by chunks of query tokens; logits that their kernel doesn't take as in
+        "xla"), "xla" (blocks of keys and a running top-k), "reference" (all logits), or None for the best that can run;
+        see `explain`.
+
+    Returns:
+      [T, k] int32, the positions of the selected keys in the token's sequence, ascending, and -1 behind the
+      min(k, keys seen) of them. Of equal scores the one at the lower position is the larger, and NaN is below every
+      number. With return_slots: their slots in k_cache, block_tables[., p // Z] * Z + p % Z of position p, in the same
+      order; and the counts [T] int32, min(k, keys seen). Neither has a derivative.
+
+    Raises:
+      TypeError, ValueError: an argument is not legal; under TSMLA_CHECK=1 also a length past the table or a page out of
+      range. NotImplementedError: the named implementation can't run this call.
+
+    Source: the lightning indexer and the token selection of DeepSeek Sparse Attention (V3.2's technical report).
+    """
+    spec = OPERATION.spec(
+        q=q,
+        weights=weights,
+        k_cache=k_cache,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        k=k,
+        cu_seqlens_q=cu_seqlens_q,
+        return_slots=return_slots,
+    )
+    chosen = OPERATION.select(spec, implementation)
+    if cu_seqlens_q is not None:
+        cu_seqlens_q = jnp.asarray(cu_seqlens_q)
+    block_tables = jnp.asarray(block_tables)
+    seq_lens = checks.indexer_logits(spec.logits, jnp.asarray(seq_lens), block_tables, cu_seqlens_q)
+    q, weights, k_cache = map(lax.stop_gradient, map(jnp.asarray, (q, weights, k_cache)))
+    whole, each = row_specs(weights)
+    results: Array | tuple[Array, Array] = chosen.call(
+        (q, weights, k_cache, block_tables, seq_lens, cu_seqlens_q),
+        lambda: (whole, each) if spec.return_slots else whole,
+        spec=spec,
+    )
+    return results
+
+
+def _implementations() -> Mapping[str, Implementation]:
+    from tsmla_jax.ops.indexer_topk import cute, reference, xla
+
+    return {
+        "cute": Implementation(cute.indexer_topk, cute.why_not, cute.why_not_by_default, cute.notes),
+        "xla": Implementation(xla.indexer_topk),
+        "reference": Implementation(reference.indexer_topk),
+    }
+
+
+OPERATION = Operation(indexer_topk, partial(describe_call, sparse_contract.indexer_topk_spec), _implementations)

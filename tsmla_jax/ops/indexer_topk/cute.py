@@ -1,0 +1,157 @@
+"""indexer_topk by the CuTe DSL kernels of indexer_logits and select_topk: two custom calls for each chunk of rows. The
+logits that their kernel doesn't take, of keys that are not in e4m3, are computed as in xla.py, a chunk at a time.
+
+Where each token has a row of the block table, tokens are partitioned, and vmap's axis is folded into them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from tsmla_jax.ops import device, transforms
+from tsmla_jax.ops.indexer_logits import xla as logits_xla
+from tsmla_jax.ops.indexer_topk.reference import nothing_selected, rows_of
+from tsmla_jax.ops.inputs import describe
+from tsmla_jax.ops.kernel_call import kernel_call
+from tsmla_jax.ops.select_topk.reference import Results
+from tsmla_jax.sparse.blocks import over_token_blocks
+from tsmla_kernels.catalog import INDEXER_LOGITS, SELECT_TOPK
+from tsmla_kernels.contract.sparse import IndexerTopkSpec, indexer_topk_spec
+from tsmla_kernels.sm90.indexer import chunks
+from tsmla_kernels.sm90.indexer.logits_config import logits_reasons
+
+
+def why_not(spec: IndexerTopkSpec) -> list[str]:
+    """The reasons why the top-k kernel can't run this call; empty if it can."""
+    return device.why_not(SELECT_TOPK) + chunks.selection_reasons(spec)
+
+
+def why_not_by_default() -> list[str]:
+    """The reasons why implementation=None must not pick the kernels."""
+    return device.why_not_by_default()
+
+
+def notes(spec: IndexerTopkSpec) -> list[str]:
+    """What a call launches, where it can."""
+    tokens = spec.logits.num_tokens
+    if chunks.selection_reasons(spec) or 0 in (tokens, spec.num_columns):
+        return []
+    plan = chunks.chunks_of(spec)
+    count, size = len(plan.starts(tokens)), chunks.workspace_bytes(plan.rows, spec.num_columns) / 2**20
+    times = f"; {count} times, by chunks of rows" if count > 1 else ""
+    found = [f"the logits of {plan.rows} query rows, {size:.1f} MiB, then their top-k{times}"]
+    if reasons := logits_reasons(spec.logits):
+        found.append(f"the logits as xla computes them: {'; '.join(reasons)}")
+    return [*found, "both kernels are tested on H200; as one operation they have not run on a GPU yet"]
+
+
+def indexer_topk(
+    q: jax.Array,
+    weights: jax.Array,
+    k_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    cu_seqlens_q: jax.Array | None = None,
+    *,
+    spec: IndexerTopkSpec,
+) -> Results:
+    """What the public indexer_topk documents."""
+    if 0 in (spec.logits.num_tokens, spec.logits.num_requests, spec.num_columns):
+        return nothing_selected(spec)
+    arch = device.arch_for(SELECT_TOPK)
+    offsets = () if cu_seqlens_q is None else (cu_seqlens_q,)
+    run = _transformable(spec.k, spec.return_slots, spec.logits.ragged, arch, device.num_sms(arch))
+    results: Results = run(q, weights, block_tables, seq_lens, *offsets, k_cache)
+    return results
+
+
+@functools.cache
+def _transformable(k: int, return_slots: bool, ragged: bool, arch: str, num_sms: int) -> Callable[..., Any]:
+    """The call as a function of (q, weights, block_tables, seq_lens, cu_seqlens_q if ragged, k_cache)."""
+
+    def on_device(*arrays: jax.Array) -> Results:
+        names = ("q", "weights", "block_tables", "seq_lens", *("cu_seqlens_q",) * ragged, "k_cache")
+        given = dict(zip(names, arrays, strict=True))
+        described = {name: describe(name, array) for name, array in given.items()}
+        spec = indexer_topk_spec(**described, k=k, return_slots=return_slots)  # the rows of this device decide
+        return _by_chunks(given, spec, arch, num_sms)
+
+    def fold(run: Callable[..., Any], axis_size: int, *arrays: jax.Array) -> Any:
+        if ragged:
+            return None
+        *rows, k_cache = arrays
+        results = run(*map(transforms.fold_rows, rows), k_cache)
+        return jax.tree.map(lambda x: x.reshape(axis_size, -1, *x.shape[1:]), results)
+
+    rule = "t h d, t h, b m, b, c, p z e" if ragged else "t h d, t h, t m, t, p z e"
+    return transforms.transformable(
+        on_device,
+        rule=f"{rule} -> t k" + (", t" if return_slots else ""),
+        fixed=tuple("thdbmcpzek" if ragged else "hdmpzek"),
+        partition=functools.partial(_partition, ragged, return_slots),
+        fold=fold,
+        shared=1,
+    )
+
+
+def _by_chunks(given: dict[str, jax.Array], spec: IndexerTopkSpec, arch: str, num_sms: int) -> Results:
+    """The results of all query rows of a device; `given` are the operands by name."""
+    plan = chunks.chunks_of(spec, num_sms)
+    tokens = spec.logits.num_tokens
+    block_tables, seq_lens = given["block_tables"], given["seq_lens"]
+    cu_seqlens_q = given.get("cu_seqlens_q")
+    request, seen = rows_of(spec, seq_lens, cu_seqlens_q)
+    num_requests = spec.logits.num_requests if spec.logits.ragged else plan.rows
+    of_rows = dataclasses.replace(spec.logits, num_tokens=plan.rows, num_requests=num_requests)
+    # What else a chunk has rows of: its rows of the block table, or each row's number and request.
+    where = (block_tables,) if cu_seqlens_q is None else (jnp.arange(tokens, dtype=jnp.int32), request)
+
+    def chunk(q: jax.Array, weights: jax.Array, seen: jax.Array, *where: jax.Array) -> Any:
+        requests: tuple[jax.Array, ...]
+        if cu_seqlens_q is None:
+            tables = where[0]
+            requests = tables, seen
+        else:
+            row, request = where
+            tables, own = block_tables[request], (seq_lens, cu_seqlens_q)
+            requests = block_tables, *(own if plan.rows == tokens else of_chunk(*own, row[0], plan.rows))
+        operands = (q, weights, given["k_cache"], *requests)
+        if plan.logits is None:
+            logits = logits_xla.indexer_logits(*operands, spec=of_rows)
+        else:
+            (logits,) = kernel_call(INDEXER_LOGITS, plan.logits, operands, ((plan.rows, spec.num_columns),), arch=arch)
+        slots = (tables,) if spec.return_slots else ()
+        shapes = ((plan.rows, spec.k), (plan.rows,))[: 1 + spec.return_slots]
+        return tuple(kernel_call(SELECT_TOPK, plan.topk, (logits, seen, *slots), shapes, arch=arch))
+
+    outs = (jax.ShapeDtypeStruct((tokens, spec.k), jnp.int32), jax.ShapeDtypeStruct((tokens,), jnp.int32))
+    results = over_token_blocks(
+        chunk,
+        (given["q"], given["weights"], seen, *where),
+        outs[: 1 + spec.return_slots],
+        block=plan.rows,
+        varying_with=tuple(given.values()),
+    )
+    return (results[0], results[1]) if spec.return_slots else results[0]
+
+
+def of_chunk(seq_lens: jax.Array, cu_seqlens_q: jax.Array, first: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+    """(seq_lens, cu_seqlens_q) of the `rows` query rows from `first` on, as if there were no others. No token in the
+    chunk sees the keys of its request's tokens behind the chunk, which are its last ones."""
+    behind = jnp.maximum(cu_seqlens_q[1:] - (first + rows), 0)
+    return jnp.maximum(seq_lens - behind, 0), jnp.clip(cu_seqlens_q - first, 0, rows)
+
+
+def _partition(ragged: bool, return_slots: bool, shapes: Sequence[Any]) -> transforms.Partition:
+    """Tokens as those of q; nothing is split if requests have several."""
+    rows = None if ragged else transforms.named_axes(shapes[0])[0]
+    operands = (P(rows, None, None), P(rows, None), P(rows, None), P(rows))
+    results = (P(rows, None), P(rows)) if return_slots else P(rows, None)
+    return (*operands, *((P(None),) if ragged else ()), P(None, None, None)), results
