@@ -52,6 +52,16 @@ class Split(NamedTuple):
 WHOLE = Split(P(), P())
 
 
+class Tokens(NamedTuple):
+    """What a layer computes of its tokens: q_nope [B, T, H, N] and the rotated q_rope [B, T, H, R]; and what is cached,
+    the normed latent [B, T, L] and the rotated k_rope [B, T, R]."""
+
+    q_nope: jax.Array
+    q_rope: jax.Array
+    latent: jax.Array
+    k_rope: jax.Array
+
+
 class Adapters(NamedTuple):
     """The LoRA of kv_b_proj for each sequence: its weight is kv_b_proj's and scale a @ b.
 
@@ -92,7 +102,9 @@ class LatentAttention(deepseekv3.DeepseekV3Attention):
         adapter_indices: jax.Array | None = None,
         kv_cache: tuple[jax.Array, jax.Array] | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Args:
+        """The layer over whole prompts, or over new tokens and the cache before them.
+
+        Args:
             x: [B, T, E], sequences padded behind their tokens.
             attention_mask: [B, T] without a cache, which shows the padding; not read with one.
             positions: [B, T] or [1, T].
@@ -105,20 +117,17 @@ class LatentAttention(deepseekv3.DeepseekV3Attention):
         """
         rows = x.shape[:2]
         positions = jnp.broadcast_to(positions, rows)
-        q_nope, q_rope = self._project_q(x, positions, adapter_indices)
-        latent, k_rope = self._project_latent(x, positions, adapter_indices)
+        tokens = self._project(x, positions, adapter_indices)
         if kv_cache is None:
-            heads = self._prefill(q_nope, q_rope, latent, k_rope, attention_mask, adapter_indices)
-            cache = jnp.concatenate([latent, k_rope], axis=-1)[:, :, None]
+            heads = self._prefill(tokens, attention_mask, adapter_indices)
+            cache = jnp.concatenate([tokens.latent, tokens.k_rope], axis=-1)[:, :, None]
         else:
-            heads, cache = self._decode(q_nope, q_rope, latent, k_rope, kv_cache[0], positions, adapter_indices)
+            heads, cache = self._decode(tokens, kv_cache[0], positions, adapter_indices)
         y = self.o_proj(heads.reshape(*rows, -1), adapter_indices=adapter_indices)
         return y, (cache, jnp.zeros((*cache.shape[:3], 0), cache.dtype))
 
-    def _project_q(
-        self, x: jax.Array, positions: jax.Array, adapter_indices: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
-        """q_nope [B, T, H, N] and the rotated q_rope [B, T, H, R]."""
+    def _project(self, x: jax.Array, positions: jax.Array, adapter_indices: jax.Array | None) -> Tokens:
+        """Tokens x [B, T, E] at positions [B, T]."""
         if self.q_lora_rank is None:
             q = self.q_proj(x, adapter_indices=adapter_indices)
         else:
@@ -126,34 +135,20 @@ class LatentAttention(deepseekv3.DeepseekV3Attention):
             q = self.q_b_proj(low, adapter_indices=adapter_indices)
         q = q.reshape(*x.shape[:2], self.num_heads, self.qk_head_dim)
         q_nope, q_rope = jnp.split(q, [self.qk_nope_head_dim], axis=-1)
-        return q_nope, self.rotary_emb(q_rope, positions)
-
-    def _project_latent(
-        self, x: jax.Array, positions: jax.Array, adapter_indices: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
-        """What is cached: the normed latent [B, T, L] and the rotated k_rope [B, T, R]."""
         joint = self.kv_a_proj_with_mqa(x, adapter_indices=adapter_indices)
         latent, k_rope = jnp.split(joint, [self.kv_lora_rank], axis=-1)
-        return self.kv_a_layernorm(latent), self.rotary_emb(k_rope[:, :, None], positions)[:, :, 0]
+        k_rope = self.rotary_emb(k_rope[:, :, None], positions)[:, :, 0]
+        return Tokens(q_nope, self.rotary_emb(q_rope, positions), self.kv_a_layernorm(latent), k_rope)
 
-    def _prefill(
-        self,
-        q_nope: jax.Array,
-        q_rope: jax.Array,
-        latent: jax.Array,
-        k_rope: jax.Array,
-        attention_mask: jax.Array,
-        adapter_indices: jax.Array | None,
-    ) -> jax.Array:
+    def _prefill(self, tokens: Tokens, attention_mask: jax.Array, adapter_indices: jax.Array | None) -> jax.Array:
         """Head outputs [B, T, H, V] of whole sequences, in the expanded form."""
+        latent = tokens.latent
         kv = self.kv_b_proj(latent, adapter_indices=adapter_indices)
         kv = kv.reshape(*latent.shape[:2], self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
-
-        q = jnp.concatenate([q_nope, q_rope], axis=-1)
         return attend_to_prompts(
-            q,
+            jnp.concatenate([tokens.q_nope, tokens.q_rope], axis=-1),
             kv,
-            k_rope,
+            tokens.k_rope,
             attention_mask.astype(bool),
             split=self._split(latent.shape[0]),
             softmax_scale=self.scaling,
@@ -161,31 +156,23 @@ class LatentAttention(deepseekv3.DeepseekV3Attention):
         )
 
     def _decode(
-        self,
-        q_nope: jax.Array,
-        q_rope: jax.Array,
-        latent: jax.Array,
-        k_rope: jax.Array,
-        cache: jax.Array,
-        positions: jax.Array,
-        adapter_indices: jax.Array | None,
+        self, tokens: Tokens, cache: jax.Array, positions: jax.Array, adapter_indices: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
         """Head outputs [B, T, H, V] of new tokens over the cache [B, S, 1, L + R], in the absorbed form, and the cache
         with them."""
         keys, values = slice(self.qk_nope_head_dim), slice(self.qk_nope_head_dim, None)
         weight = self.kv_b_proj.kernel[...].reshape(self.kv_lora_rank, self.num_heads, -1)
         adapters = self._adapters(adapter_indices)
-        q = jnp.einsum("bthn,lhn->bthl", q_nope, weight[..., keys])
+        q = jnp.einsum("bthn,lhn->bthl", tokens.q_nope, weight[..., keys])
         if adapters is not None:
-            q = q + adapters.transposed(q_nope, keys)
-        q = jnp.concatenate([q, q_rope], axis=-1)
+            q = q + adapters.transposed(tokens.q_nope, keys)
         out, cache = attend_to_cache(
-            q,
+            jnp.concatenate([q, tokens.q_rope], axis=-1),
             cache,
-            latent,
-            k_rope,
+            tokens.latent,
+            tokens.k_rope,
             positions[:, -1].astype(jnp.int32) + 1,
-            split=self._split(latent.shape[0]),
+            split=self._split(q.shape[0]),
             softmax_scale=self.scaling,
             implementation=self.implementation,
         )

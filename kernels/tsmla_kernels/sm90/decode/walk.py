@@ -119,7 +119,6 @@ class PieceWalk:
         """Describe this cluster's next piece as piece `number`, or the end of its work."""
         pieces, state, rank = schedule.pieces, schedule.state, schedule.rank
         lane = cute.arch.lane_idx()
-        batch = schedule.seq_lens.shape[0]
         requests = self.batch.cluster_requests(state)
         cute.arch.sync_warp()
         r, tile = state[ScheduleState.REQUEST], state[ScheduleState.TILE]
@@ -133,7 +132,7 @@ class PieceWalk:
         lead = self.lead(kind)
         place = remainder(number, self.pieces_kept)
         found = Int32(0)
-        while found == 0 and r < batch and tile_start + lead < end:
+        while found == 0 and r < schedule.seq_lens.shape[0] and tile_start + lead < end:
             if const_expr(self.batch.may_sort_requests):
                 if kind == ScheduleKind.PACKED:
                     r = cutlass.max(Int32(requests[tile_start]), 0)
@@ -177,10 +176,9 @@ class PieceWalk:
                             slot = 2 * schedule.cluster_index
                         elif b_end < request.blocks:
                             slot = 2 * schedule.cluster_index + 1
-            if const_expr(schedule.visible_lens is not None):
-                if found == 1:
-                    self.note_fewest_keys(Described(pieces, place), rows, schedule.visible_lens)
             if found == 1:
+                if const_expr(schedule.visible_lens is not None):
+                    self.note_fewest_keys(Described(pieces, place), rows, schedule.visible_lens)
                 if lane == 0:
                     self.describe(Described(pieces, place), KeyBlocks(b_begin, b_end, slot), r, request, rows, rank)
             if const_expr(not self.batch_invariant):

@@ -79,7 +79,7 @@ def chunk_64(row, chunk):
 
 
 class Fp8Query(SparseQuery):
-    """Q of e4m3, which stays as it is: tiles of 64 columns. Columns that meet keys of bf16 follow as bf16, once more."""
+    """Q of e4m3, which stays as it is: tiles of 64 columns. Columns that meet bf16 keys follow once more, as bf16."""
 
     def __init__(self, config: SparseConfig, ring: SparseRing) -> None:
         super().__init__(config, ring)
@@ -92,22 +92,22 @@ class Fp8Query(SparseQuery):
         logits. `sources` and `tops` are not used."""
         row, first = remainder(t, self.p_rows), quotient(t, self.p_rows)
         step = 128 // self.p_rows
-        words = cute.make_rmem_tensor((4,), Int32)
-        words.fill(0)
+        quad = cute.make_rmem_tensor((4,), Int32)
+        quad.fill(0)
         if row >= valid_rows:
             for i in cutlass.range(first, 4 * self.tiles, step, unroll=1):
                 there = target + quotient(i, 4) * (64 * self.p_rows) + row * 64 + remainder(i, 4) * 16
-                cute.autovec_copy(words, four_words(there))
+                cute.autovec_copy(quad, four_words(there))
         if const_expr(self.bf16_tiles > 0):
             last = target + (self.tiles - self.bf16_tiles) * (64 * self.p_rows)
             rows = target + self.bf16_place + row * 128
             for chunk in cutlass.range(first, 4, step, unroll=1):
-                words.fill(0)
+                quad.fill(0)
                 if row < valid_rows:
-                    cute.autovec_copy(four_words(last + chunk_64(row, chunk)), words)
+                    cute.autovec_copy(four_words(last + chunk_64(row, chunk)), quad)
                 for h in cutlass.range_constexpr(2):
                     wide = four_words(rows + (((2 * chunk + h) ^ (row & 7)) << 4))
-                    cute.autovec_copy(self.as_bf16(words[2 * h], words[2 * h + 1]), wide)
+                    cute.autovec_copy(self.as_bf16(quad[2 * h], quad[2 * h + 1]), wide)
         cute.arch.fence_proxy("async.shared", space="cta")
         sync_softmax()
         return Float32(1.0)
