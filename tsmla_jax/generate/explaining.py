@@ -41,12 +41,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Sizes of a step: new tokens in all and of one request at most, requests, width of the block tables."""
+    """Sizes of a step: new tokens in all and of one request at most, requests, width of the block tables; and whether
+    devices share the keys of a request."""
 
     tokens: int
     max_q_len: int
     requests: int
     max_pages: int
+    shared_keys: bool
 
 
 def explain_step(
@@ -58,6 +60,7 @@ def explain_step(
     max_pages: int,
     chunk: int,
     max_q_len: int,
+    shared_keys: bool,
     implementation: str | None,
 ) -> list[Choice]:
     """The choices for prefill (chunk tokens) and decode (max_q_len tokens a request).
@@ -68,6 +71,8 @@ def explain_step(
       layout: of the caches.
       batch, max_pages: of the decode step.
       chunk, max_q_len: tokens of a prefill step, tokens of one request in a decode step.
+      shared_keys: whether devices share the keys of a request (`nn.context_parallel`): each new token then decodes as a
+        request of its own, and the indexers of the devices compare their logits.
       implementation: the one that the step asks for; None is the best that can run.
 
     Returns:
@@ -87,9 +92,11 @@ def explain_step(
             choice = replace(choice, why="; ".join((choice.why, *notes)))
         found.setdefault(op, {})[where] = choice
 
+    tokens = batch * max_q_len
+    each, requests = (1, tokens) if shared_keys else (max_q_len, batch)
     steps = {
-        "prefill": _Sizes(tokens=chunk, max_q_len=chunk, requests=1, max_pages=max_pages),
-        "decode": _Sizes(tokens=batch * max_q_len, max_q_len=max_q_len, requests=batch, max_pages=max_pages),
+        "prefill": _Sizes(chunk, max_q_len=chunk, requests=1, max_pages=max_pages, shared_keys=shared_keys),
+        "decode": _Sizes(tokens, max_q_len=each, requests=requests, max_pages=max_pages, shared_keys=shared_keys),
     }
     for attention in dict.fromkeys(config.layer(index).attention for index in range(config.num_layers)):
         cache = jax.eval_shape(partial(init_cache, attention, layout))
@@ -170,14 +177,16 @@ def _explain_indexer(add: Add, config: V32Config | V4Config, keys: Any, sizes: _
     heads, width, tokens, max_pages = config.index_n_heads, config.index_head_dim, sizes.tokens, sizes.max_pages
     query = jnp.float8_e4m3fn if keys.dtype == jnp.uint8 else jnp.float32
     chosen = min(config.index_topk, max_pages * keys.shape[1])
+    arguments = (_array(query, tokens, heads, width), _floats(tokens, heads), keys)
+    if sizes.shared_keys:
+        add("indexer_logits", *arguments, _integers(tokens, max_pages), _integers(tokens))
+        return chosen
     # V4's tokens see compressed entries, which are not counted token by token.
     rows = tokens if isinstance(config, V4Config) else sizes.requests
     offsets = {} if isinstance(config, V4Config) else {"cu_seqlens_q": _integers(sizes.requests + 1)}
     add(
         "indexer_topk",
-        _array(query, tokens, heads, width),
-        _floats(tokens, heads),
-        keys,
+        *arguments,
         _integers(rows, max_pages),
         _integers(rows),
         chosen,

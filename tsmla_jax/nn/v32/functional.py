@@ -84,7 +84,8 @@ def attend(
         kv_scale: of a float8_e4m3fn kv cache.
         context_axis: a mesh axis whose devices share the keys of every request (`nn.context_parallel`) and all have x;
             the step is made with the same axis. The chosen keys are the same as on one device.
-        implementation: of `tsmla_jax.sparse_mla` and `tsmla_jax.indexer_topk`; of `indexer_logits` with a context_axis.
+        implementation: of `tsmla_jax.sparse_mla` and `tsmla_jax.indexer_topk`; with context_axis of
+            `tsmla_jax.indexer_logits`, whose logits the devices compare.
 
     Returns:
         y [T, E] and the caches with the new tokens written (in place if donated). Rows of padding mean nothing.
