@@ -14,7 +14,7 @@ block table, P pages of a device, Z page size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,28 @@ def local_lens(seq_lens: jax.Array, context_axis: str, page_size: int) -> jax.Ar
     """How many of the first seq_lens keys of each text this device has; i32 of the same shape."""
     rank, world = lax.axis_index(context_axis), lax.axis_size(context_axis)
     return metadata.localize_context_lens(seq_lens, rank=rank, world=world, interleave=page_size)
+
+
+class HeldContext(NamedTuple):
+    """The keys of texts' contexts that a device has, as passes over them need it.
+
+    Attributes:
+        lens: [B] i32, of this device.
+        most_lens: [B] i32, of the device that has most of each text, so that all take the same number of passes.
+        chunk: static, how many of a text's a pass takes.
+    """
+
+    lens: jax.Array
+    most_lens: jax.Array
+    chunk: int
+
+
+def held_context(context_lens: jax.Array, chunk: int, context_axis: str, page_size: int) -> HeldContext:
+    """What a device has of contexts of which a pass takes `chunk` tokens a text over all devices, in whole pages."""
+    world = lax.axis_size(context_axis)
+    most = metadata.localize_context_lens(context_lens, rank=0, world=world, interleave=page_size)
+    own_chunk = -(-chunk // (world * page_size)) * page_size
+    return HeldContext(local_lens(context_lens, context_axis, page_size), most, own_chunk)
 
 
 def local_positions(positions: jax.Array, context_axis: str, page_size: int) -> jax.Array:

@@ -29,7 +29,6 @@ from tsmla_jax.nn.step import slots_of as slots_of
 from tsmla_jax.nn.weights import Params
 from tsmla_jax.ops.loops import carry
 from tsmla_jax.ops.transforms import without_derivative
-from tsmla_jax.sparse import localize_context_lens
 
 
 def fold(params: Params, config: MLAConfig) -> dict[str, jax.Array]:
@@ -261,15 +260,11 @@ def prefill_with_context(
         # Partial results are merged once per chunk: at least in fp32, so that rounding doesn't grow with the context.
         return out.astype(jnp.promote_types(out.dtype, jnp.float32)), lse
 
-    # The keys of the context that this device has, those of the device that has most, and how many a pass takes.
-    held_lens = longest_lens = context_lens
+    held = context_parallel.HeldContext(context_lens, context_lens, context_chunk)
     if context_axis is None:
         out, lse = attend(q, (latent, k_rope), (cu_seqlens_q, cu_seqlens_q), max_q_len, causal=True)
     else:
-        world, page_size = jax.lax.axis_size(context_axis), kv_cache.shape[1]
-        held_lens = context_parallel.local_lens(context_lens, context_axis, page_size)
-        longest_lens = localize_context_lens(context_lens, rank=0, world=world, interleave=page_size)
-        context_chunk = -(-context_chunk // (world * page_size)) * page_size
+        held = context_parallel.held_context(context_lens, context_chunk, context_axis, kv_cache.shape[1])
         own_q = context_parallel.own_rows(q, context_axis)
         own_offsets = context_parallel.own_offsets(cu_seqlens_q, x.shape[0], context_axis)
         own = attend(own_q, (latent, k_rope), own_offsets, max_q_len, causal=True)
@@ -280,8 +275,8 @@ def prefill_with_context(
 
     def add_chunk(index: jax.Array, state: State) -> State:
         out, lse, cache = state
-        starts = jnp.minimum(index * context_chunk, held_lens)
-        lens = jnp.minimum(held_lens - starts, context_chunk)
+        starts = jnp.minimum(index * held.chunk, held.lens)
+        lens = jnp.minimum(held.lens - starts, held.chunk)
         # The barrier ties the cache to this pass: otherwise XLA's CPU backend widens a whole 16-bit cache ahead of the
         # loop. Only the barrier's result is used from here on: two live values of one buffer would cost a copy.
         cache, starts = jax.lax.optimization_barrier((cache, starts))
@@ -290,17 +285,17 @@ def prefill_with_context(
             block_tables,
             starts,
             lens,
-            total_len=context_lens.shape[0] * context_chunk,
+            total_len=context_lens.shape[0] * held.chunk,
             kv_scale=kv_scale,
             out_dtype=latent.dtype,
         )
         cached, cached_rope = jnp.split(rows, [config.kv_lora_rank], axis=-1)
         cu_seqlens_kv = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lens, dtype=jnp.int32)])
         offsets = (cu_seqlens_q, cu_seqlens_kv)
-        chunk_out, chunk_lse = attend(q, (cached, cached_rope), offsets, context_chunk, causal=False)
+        chunk_out, chunk_lse = attend(q, (cached, cached_rope), offsets, held.chunk, causal=False)
         return *tsmla_jax.merge_attention_states([out, chunk_out], [lse, chunk_lse]), cache
 
-    needed = (jnp.max(longest_lens, initial=0) + context_chunk - 1) // context_chunk
+    needed = (jnp.max(held.most_lens, initial=0) + held.chunk - 1) // held.chunk
     # The cache goes through the loop, so that the write after it finds the donated buffer and needs no copy.
     where = (kv_cache, block_tables, context_lens)
     initial = (carry(out, *where), carry(lse, *where), carry(kv_cache, *where))
