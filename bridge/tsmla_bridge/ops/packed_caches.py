@@ -304,7 +304,7 @@ quantize_operator = operators.register(
 
 
 def _fake_quantize(q: Any, weights: Any, *_: Any) -> Any:
-    return torch.empty_like(q, dtype=torch.float8_e4m3fn), torch.empty_like(weights, dtype=torch.float32)
+    return q.new_empty(q.shape, dtype=torch.float8_e4m3fn), weights.new_empty(weights.shape, dtype=torch.float32)
 
 
 operators.register_fake(quantize_operator, _fake_quantize)
