@@ -89,9 +89,17 @@ def attend(
 
     Returns:
         y [T, E] and the caches with the new tokens written (in place if donated). Rows of padding mean nothing.
+
+    Raises:
+        ValueError: the caches have different pages, or the step is not of ragged tokens.
     """
     mla, num_tokens = config.mla, x.shape[0]
     step = step.checked(num_tokens)
+    if cache.kv.shape[:2] != cache.indexer.shape[:2]:
+        raise ValueError(
+            "cache.kv and cache.indexer must have the same pages, as one block table names them: got shapes"
+            f" {cache.kv.shape} and {cache.indexer.shape}"
+        )
     _, positions = step.ragged_tokens(num_tokens)
     cos, sin = rope_cos_sin(mla, positions)
     latent, k_rope = functional.project_latent_unrotated(params, mla, x)
