@@ -244,6 +244,17 @@ def test_rope_columns_that_all_heads_share_are_refused(gpu: Gpu) -> None:
         attend(case, q=(case.q[..., :256].clone(), shared))
 
 
+def test_a_pair_parted_at_another_column_is_refused(gpu: Gpu) -> None:
+    case = served([5, 33], s=2)
+    for pair in (
+        (case.q[..., :192].clone(), case.q[..., 192:].clone()),
+        (case.q[..., :264].clone(), case.q[..., 264:]),
+    ):
+        with pytest.raises(ValueError, match=r"q: got a pair of \d+ and \d+ columns; legal: 256 .* and 64"):
+            attend(case, q=pair)
+    assert not gpu.launches
+
+
 def test_a_pair_of_every_other_column_is_not_one_tensor() -> None:
     case = served([5, 33], s=2)
     wide = torch.zeros(*case.q.shape[:-1], 2 * case.q.shape[-1], dtype=case.q.dtype)

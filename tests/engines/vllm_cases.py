@@ -248,6 +248,14 @@ def test_kernels_of_context_parallelism(speculative: Layer, monkeypatch: pytest.
         with vllm_layer.context_parallel(speculative, 2, 0, 1):
             speculative.builder._compile(0)
         assert [(spec.max_q_len, spec.ragged, spec.visible_lens) for spec in specs] == want
+        # Drafts that see all keys take the kernel of unequal requests in either case.
+        specs.clear()
+        with vllm_layer.context_parallel(speculative, 2, 0, 1), monkeypatch.context() as drafts:
+            drafts.setattr(speculative.builder, "non_causal_multi_token_decode", True, raising=False)
+            speculative.builder._compile(0)
+        assert [(spec.max_q_len, spec.ragged, spec.causal) for spec in specs] == [
+            (1, False, False), (4, False, False), (4, True, False), (16, True, False)
+        ]  # fmt: skip
 
 
 # ---- registration and refusals

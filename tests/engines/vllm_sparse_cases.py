@@ -214,6 +214,14 @@ def test_pages_must_lie_whole_rows_apart() -> None:
         sparse._rows(torch.zeros(3 * 70).as_strided((3, 8, 8), (70, 8, 1)))
 
 
+def test_pages_apart_need_a_version_that_counts_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(sparse_utils, "flat_kv_row_view", raising=False)
+    rows, step = sparse._rows(torch.zeros(3, 8, 8))
+    assert (len(rows), step) == (24, 8)
+    with pytest.raises(ValueError, match="got pages 16 rows apart; this version of vLLM counts slots 8 apart"):
+        sparse._rows(torch.zeros(3, 16, 8)[:, :8])
+
+
 @pytest.mark.parametrize("interleave", [1, 16])
 @pytest.mark.parametrize("new", [[1, 1, 1], [4, 1, 3]], ids=str)
 def test_context_parallel(layer: SparseLayer, new: list[int], interleave: int) -> None:

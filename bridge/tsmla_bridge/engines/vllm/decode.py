@@ -224,9 +224,9 @@ class TsmlaMLAMetadataBuilder(MLACommonMetadataBuilder[TsmlaMLAMetadata]):
             "causal": not getattr(self, "non_causal_multi_token_decode", False),
         }
         lengths = [(q_len, False) for q_len in sorted(self.uniform_q_lens)]
-        parallel = self.dcp_world_size > 1
-        visible_lens = parallel and by_visible_lens() and shared["causal"]
-        if not parallel or visible_lens:  # otherwise tokens of unequal requests are requests of their own
+        by_token = self.dcp_world_size > 1 and shared["causal"]  # which of a rank's keys a token sees
+        visible_lens = by_token and by_visible_lens()
+        if not by_token or visible_lens:  # otherwise tokens of unequal requests are requests of their own
             lengths += [(bound, True) for bound in self.max_q_lens]
         for q_len, ragged in lengths:
             spec = describe(
@@ -318,9 +318,7 @@ class TsmlaMLAImpl(MLACommonImpl[TsmlaMLAMetadata]):
         block_tables, seq_lens, q_len = decode.block_table, decode.seq_lens, decode.q_len
         options: dict[str, Any] = {}
         if self.dcp_world_size > 1 and causal and q_len != 1:
-            tokens = decode.tokens(
-                num_tokens, self.dcp_world_size, self.dcp_rank, divided=not self.by_visible_lens
-            )
+            tokens = decode.tokens(num_tokens, self.dcp_world_size, self.dcp_rank, divided=not self.by_visible_lens)
             if tokens.block_tables is None:
                 visible_lens = tokens.visible_lens if q_len is None else tokens.visible_lens.view(-1, q_len)
                 options = {"visible_lens": visible_lens, "implementation": "cute" if parts[0].is_cuda else None}

@@ -311,5 +311,7 @@ def _rows(cache: torch.Tensor) -> tuple[torch.Tensor, int]:
     step, rest = divmod(cache.stride(0), width)
     if rest or cache.stride()[1:] != (width, 1):
         raise ValueError(f"kv_cache: got strides {cache.stride()}; pages must lie whole rows of {width} apart")
+    if num_pages > 1 and step != page_size and not hasattr(sparse_utils, "flat_kv_row_view"):
+        raise ValueError(f"kv_cache: got pages {step} rows apart; this version of vLLM counts slots {page_size} apart")
     count = (num_pages - 1) * step + page_size
     return cache.as_strided((count, 1, width), (width, width, 1)), step

@@ -25,6 +25,7 @@ MAX_STAGES = 5  # LOOKAHEAD in memory.py is one more
 GATHER_WARPS = 4
 PARTIALS_PAD = 8  # words between two warps' partials, so that four lanes read those of a row at once
 LATENT_DIM = 512
+MAX_SLOTS = 1 << 31  # of a cache, its pages times the slots between them: the kernel counts them in int32
 NUM_SCALES = 3  # the operand `scales`: softmax_scale * q_scale, kv_scale, compressed_kv_scale
 PLAIN = (FP8, "bfloat16", "float16")
 FEW_HEADS = 32  # a row tile of so few heads leaves room for rows of any kind
@@ -239,6 +240,8 @@ def _cache_reasons(name: str, cache: CacheSpec) -> list[str]:
     if cache.head_dim not in WIDTHS[cache.layout]:
         legal = " or ".join(map(str, WIDTHS[cache.layout]))
         reasons.append(f"{name}'s keys are {cache.head_dim} wide; the sm_90 sparse kernel takes {legal}")
+    if isinstance(cache.num_slots, int) and cache.num_slots >= MAX_SLOTS:
+        reasons.append(f"{name} has {cache.num_slots} slots; the sm_90 sparse kernel counts them below 2^31")
     return reasons
 
 

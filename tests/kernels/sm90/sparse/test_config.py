@@ -68,6 +68,7 @@ def test_pages_with_gaps_and_v4_pages_are_compiled_in() -> None:
         ({"cache": dataclasses.replace(PLAIN, dtype="float32")}, "kv_cache.dtype is float32"),
         ({"cache": dataclasses.replace(PLAIN, head_dim=320)}, "kv_cache's keys are 320 wide"),
         ({"cache": dataclasses.replace(PLAIN, dtype="float16")}, "num_heads is 64"),
+        ({"cache": dataclasses.replace(V4, num_pages=1 << 20, span=1 << 11)}, "kv_cache has 2147483648 slots"),
         ({"compressed": PLAIN}, "compressed_kv_cache has plain rows of float8_e4m3fn"),
     ],
 )
