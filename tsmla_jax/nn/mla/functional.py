@@ -154,6 +154,7 @@ def prefill(
         max_q_len: static bound of a request's length.
         deterministic, implementation: of `tsmla_jax.mla_prefill_kv`.
         context_axis: a mesh axis whose devices all have x and share the work: each attends for a part of the tokens.
+            Of derivatives that are taken inside `jax.shard_map` the mean over these devices is the whole one.
 
     Returns:
         y [T, E], and latent [T, L] and k_rope [T, R] for `tsmla_jax.write_kv_cache`. Rows of padding mean nothing.
