@@ -5,6 +5,7 @@ Each process runs the same command on the same prompts and decides the same; the
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -85,6 +86,8 @@ def check_agreement(**given: object) -> None:
 def end_at_once(status: int) -> NoReturn:
     """Ends this process, which has failed. An orderly end would wait for the others, which wait for this one; so they
     lose it, and jax ends them."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        # A pipe whose reader has gone must not turn this into an orderly end.
+        with contextlib.suppress(OSError):
+            stream.flush()
     os._exit(status)

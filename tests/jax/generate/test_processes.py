@@ -1,7 +1,9 @@
 """`tsmla generate` as several processes: the tokens of one, parts of the checkpoint for each, and no end that hangs."""
 
 import contextlib
+import io
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -122,6 +124,19 @@ def test_processes_with_other_prompts_are_refused(
     error = "tsmla generate: error: prompts: process 1 has another value than process 0; legal: the same for all\n"
     # Each says so, unless the other one has ended before its part of the comparison was done.
     assert all(child.returncode for child in children) and any(err.endswith(error) for _, err in said), said
+
+
+def test_a_failed_process_ends_though_nobody_reads_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one of several does behind `| head`."""
+
+    class Closed(io.StringIO):
+        def flush(self) -> None:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit, match="^3$"):
+        processes.end_at_once(3)
 
 
 @pytest.mark.parametrize("odd", [None, "seed"])
