@@ -135,7 +135,7 @@ def test_a_failed_process_ends_though_nobody_reads_what_it_says(monkeypatch: pyt
 
     monkeypatch.setattr(sys, "stdout", Closed())
     monkeypatch.setattr(os, "_exit", sys.exit)
-    with pytest.raises(SystemExit, match="^3$"):
+    with pytest.raises(SystemExit, match=r"^3$"):
         processes.end_at_once(3)
 
 

@@ -128,6 +128,22 @@ def test_a_chunk_of_prompts_over_a_context(mesh: Mesh) -> None:
     np.testing.assert_array_equal(written, dealt(np.asarray(want_written)))
 
 
+@pytest.mark.parametrize("made_with", [None, "context"])
+def test_a_step_of_another_axis_is_refused(made_with: str | None) -> None:
+    """Its slots would be those of another way to deal out keys. A step remembers its axis through every change."""
+    params, x = init_params(jax.random.key(0), CONFIG), jnp.zeros((2, CONFIG.hidden_size))
+    offsets = jnp.asarray([0, 2, 2, 2, 2], jnp.int32)
+    step = Step(jnp.asarray(TABLES), jnp.asarray(LENS), jnp.zeros(2, jnp.int32), offsets, 2, made_with)
+    step = jax.tree.map(lambda leaf: leaf, step).checked(2)
+    called_with = None if made_with else "context"
+    with pytest.raises(ValueError, match=rf"^context_axis={called_with!r}; legal: the step's, {made_with!r}$"):
+        functional.decode(params, CONFIG, x, jnp.asarray(random_cache()), step, context_axis=called_with)
+    with pytest.raises(ValueError, match=r"^context_axis="):
+        functional.prefill_with_context(
+            params, CONFIG, x, jnp.asarray(random_cache()), step, context_chunk=8, context_axis=called_with
+        )
+
+
 def test_the_derivative_of_whole_prompts(mesh: Mesh) -> None:
     """Of one device, around `shard_map`, and inside it as the mean over the devices."""
     params, offsets = init_params(jax.random.key(0), CONFIG), np.asarray([0, 7, 7, 10], np.int32)

@@ -89,8 +89,12 @@ def attend(
 
     Returns:
         y [T, E] and the caches with the new tokens written (in place if donated). Rows of padding mean nothing.
+
+    Raises:
+        ValueError: a dense step, or one of another context_axis.
     """
     mla, num_tokens = config.mla, x.shape[0]
+    step.check_axis(context_axis)
     step = step.checked(num_tokens)
     _, positions = step.ragged_tokens(num_tokens)
     cos, sin = rope_cos_sin(mla, positions)
