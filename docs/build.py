@@ -5,7 +5,7 @@
 The pages of docs/ are copied to build/docs, with what they take from elsewhere in the tree: rows and results of the
 README, the tables and plots of benchmarks/figures, and the kernels' own pages. A page asks for them by comments:
 
-    <!-- runs -->            the README's table of what runs where; <!-- runs OP --> one operation's row of it
+    <!-- runs -->            the README's table of what runs where; <!-- runs OP --> the row that names an operation
     <!-- readme NAME -->     a part of README.md or benchmarks/README.md that `make figures` writes
     <!-- figure NAME -->     a table of benchmarks/figures
 """
@@ -87,13 +87,13 @@ def insertion(readme: str, kind: str, name: str | None, up: str) -> str:
 
 
 def rows(readme: str, operation: str | None) -> str:
-    """The README's table of what runs where, or one operation's row of it."""
+    """The README's table of what runs where, or the row of it that names the operation."""
     table = re.search(r"^\| operation \|.*?(?=\n\n)", readme, re.DOTALL | re.MULTILINE)
     if table is None:
         raise ValueError("README.md has no table of the operations")
     head, line, *body = table[0].splitlines()
-    begins = (f"| `{operation}` |", f"| `sparse.{operation}` |")
-    found = [row for row in body if operation is None or row.startswith(begins)]
+    # Operations with the same kernels share a row.
+    found = [row for row in body if operation is None or f"`{operation}`" in row.split("|")[1]]
     if not found:
         raise ValueError(f"README.md's table has no row of {operation!r}")
     return "\n".join([head, line, *found])

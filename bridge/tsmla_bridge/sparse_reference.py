@@ -169,7 +169,8 @@ def indexer_quantize(
         cos, sin = cos[:, None], sin[:, None]
     values, scales = quantize_pow2(_rotated(q, cos, sin, spec.rotation), INDEXER.query_floor)
     constant = torch.tensor(spec.head_dim**-0.5 * spec.num_heads**-0.5, dtype=torch.float32)
-    return values, weights.float() * constant * scales
+    # Dense, as the kernel's results are, whatever the strides of q and weights.
+    return values.contiguous(), (weights.float() * constant * scales).contiguous()
 
 
 def _rotated(

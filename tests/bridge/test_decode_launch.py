@@ -237,6 +237,20 @@ def test_a_pair_on_a_cpu_may_be_any() -> None:
         assert_right(attend(case, q=pair), case)
 
 
+def test_rope_columns_that_all_heads_share_are_refused(gpu: Gpu) -> None:
+    case = served([5, 33], s=1, heads=4)
+    shared = case.q[:, :, :1, 256:].clone().expand(2, 1, 4, 64)
+    with pytest.raises(ValueError, match="q: got a pair"):
+        attend(case, q=(case.q[..., :256].clone(), shared))
+
+
+def test_a_pair_of_every_other_column_is_not_one_tensor() -> None:
+    case = served([5, 33], s=2)
+    wide = torch.zeros(*case.q.shape[:-1], 2 * case.q.shape[-1], dtype=case.q.dtype)
+    with pytest.raises(ValueError, match="q: got a pair"):  # the second begins 256 elements behind the first
+        attend(case, q=(wide[..., :512:2], wide[..., 256:384:2]))
+
+
 def test_rope_columns_at_odd_addresses_are_refused(gpu: Gpu) -> None:
     case = served([5, 33], s=2)
     latent, rope = split_queries(case)["dense"]

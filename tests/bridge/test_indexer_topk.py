@@ -23,15 +23,21 @@ OFFSETS, LENS = (0, 5, 5, 20, 22), (9, 5, 2, M * Z)  # a request without tokens,
 
 
 def problem(ragged: bool, dtype: Any = jnp.float32) -> dict[str, Any]:
-    """Arguments as numpy and jax arrays. Many scores tie: they are sums of small integers."""
+    """Arguments as numpy and jax arrays. Many scores tie: they are sums of small integers. What no token may read is a
+    page of NaN, or an illegal page."""
     rng = np.random.default_rng(3)
     rows = len(LENS) if ragged else T
+    lens = np.asarray(LENS) if ragged else rng.integers(0, M * Z + 1, T)
+    used = np.arange(M) < -(-lens[:, None] // Z)
+    unused = rng.choice([-1, P - 1, np.iinfo(np.int32).max], (rows, M))
+    keys = rng.integers(-1, 2, (P, Z, DIM)).astype(np.float32)
+    keys[-1] = np.nan
     given: dict[str, Any] = {
         "q": jnp.asarray(rng.integers(-2, 3, (T, HEADS, DIM)), dtype),
         "weights": rng.integers(-1, 2, (T, HEADS)).astype(np.float32),
-        "k_cache": jnp.asarray(rng.integers(-1, 2, (P, Z, DIM)), dtype),
-        "block_tables": rng.integers(0, P, (rows, M)).astype(np.int32),
-        "seq_lens": np.asarray(LENS if ragged else rng.integers(0, M * Z + 1, T), np.int32),
+        "k_cache": jnp.asarray(keys, dtype),
+        "block_tables": np.where(used, rng.integers(0, P - 1, (rows, M)), unused).astype(np.int32),
+        "seq_lens": lens.astype(np.int32),
     }
     return given | ({"cu_seqlens_q": np.asarray(OFFSETS, np.int32)} if ragged else {})
 
@@ -122,7 +128,7 @@ def test_both_front_ends_say_the_same(change: dict[str, Any]) -> None:
 
 def test_what_is_refused() -> None:
     given = as_tensors(problem(ragged=False))
-    with pytest.raises(NotImplementedError, match="the tensors are on cpu"):
+    with pytest.raises(NotImplementedError, match=r"^indexer_topk: implementation='cute'.*the tensors are on cpu"):
         tsmla_bridge.indexer_topk(**given, k=K, implementation="cute")
     with pytest.raises(ValueError, match=r"out: got int32\[7, 3\]; legal: int32\[23, 6\]"):
         tsmla_bridge.indexer_topk(**given, k=K, out=torch.empty(7, 3, dtype=torch.int32))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tsmla_bridge
 import tsmla_jax
@@ -103,10 +104,13 @@ SLOTS = np.asarray([3, -1, 0, 31, 77, 12, -1, 5, 16], np.int32)
 
 
 @pytest.mark.parametrize("rotates", [False, True])
-@pytest.mark.parametrize(("op", "width", "inputs"), [
-    ("write_packed_kv_cache", 656, (512, 64)),
-    ("write_indexer_cache", 132, (128,)),
-])
+@pytest.mark.parametrize(
+    ("op", "width", "inputs"),
+    [
+        ("write_packed_kv_cache", 656, (512, 64)),
+        ("write_indexer_cache", 132, (128,)),
+    ],
+)
 def test_caches_are_written_as_in_jax(op: str, width: int, inputs: tuple[int, ...], rotates: bool) -> None:
     cache = np.random.default_rng(5).integers(0, 256, (2, 16, width), np.uint8)
     arrays = (cache, *map(rows_of, inputs), SLOTS, *(angles() if rotates else ()))
@@ -139,6 +143,17 @@ def test_queries_are_those_of_jax(rotates: bool) -> None:
     differ = np.asarray(q8.view(torch.uint8)) != np.asarray(want.view(jnp.uint8))
     assert differ.mean() < (0.002 if rotates else 1e-9)
     np.testing.assert_allclose(folded, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rotates", [False, True])
+def test_quantized_queries_are_dense_whatever_the_strides(rotates: bool) -> None:
+    q, weights = torch.randn(4, 9, 128).transpose(0, 1), torch.randn(4, 9).t()
+    turn = tuple(map(as_torch, angles())) if rotates else ()
+    results = tsmla_bridge.indexer_quantize(q, weights, *turn)
+    with FakeTensorMode() as mode:
+        fakes = tsmla_bridge.indexer_quantize(*map(mode.from_tensor, (q, weights, *turn)))
+    for result, fake, dense in zip(results, fakes, (q, weights), strict=True):
+        assert result.stride() == fake.stride() == dense.contiguous().stride()
 
 
 def test_operators_are_seen_by_the_compiler() -> None:

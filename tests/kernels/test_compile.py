@@ -145,8 +145,12 @@ def test_decode_operands_are_those_of_the_launcher() -> None:
     from tests.emulator.standin_kernels import Decode
     from tsmla_kernels.sm90.decode.memory import Arrays
 
-    names = [operand.name for operand in MLA_DECODE.operands(mla_decode_config({"num_heads": "16"}))]
-    assert ["q", "kv_cache", *Arrays._fields] == names
+    def names_of(**options: str) -> list[str]:
+        return [operand.name for operand in MLA_DECODE.operands(mla_decode_config({"num_heads": "16", **options}))]
+
+    names = names_of()
+    assert ["q", "kv_cache", *(name for name in Arrays._fields if name not in Arrays._field_defaults)] == names
+    assert {"q", "kv_cache", *Arrays._fields} == set(names_of(visible_lens="true"))
     assert list(inspect.signature(Decode.__call__).parameters)[2:] == names
     assert DECODE.operands is MLA_DECODE.operands
 

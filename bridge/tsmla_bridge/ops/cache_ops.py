@@ -94,7 +94,7 @@ def _write(
             *_unreadable(dense, rows),
         ]
 
-    by_kernel = loaded_kernels.is_chosen(WRITE_KV_CACHE, implementation, kv_cache.device, why_not)
+    by_kernel = loaded_kernels.is_chosen("write_kv_cache", implementation, kv_cache.device, why_not)
     data_checks.check(values.cache_write, spec, slot_mapping)
     if 0 in (spec.num_tokens, spec.num_pages):
         return
@@ -173,7 +173,7 @@ def _gather(
             *_unreadable(given),
         ]
 
-    by_kernel = loaded_kernels.is_chosen(GATHER_KV_CACHE, implementation, kv_cache.device, why_not)
+    by_kernel = loaded_kernels.is_chosen("gather_kv_cache", implementation, kv_cache.device, why_not)
     data_checks.check(values.cache_gather, spec, lens, starts, block_tables)
     shape, dtype = (spec.total_len, spec.head_dim), DTYPES[spec.out_dtype]
     if 0 in (spec.batch, spec.total_len, spec.max_pages, spec.num_pages):

@@ -111,7 +111,7 @@ def _compress(
         gaps += [name for name in aligned if given[name].data_ptr() % loaded_kernels.ROW_ALIGN]
         return [*found, *(loaded_kernels.unreadable(name, given[name]) for name in dict.fromkeys(gaps))]
 
-    by_kernel = loaded_kernels.is_chosen(COMPRESS_WRITE_KV_CACHE, implementation, cache.device, why_not)
+    by_kernel = loaded_kernels.is_chosen("compress_write_kv_cache", implementation, cache.device, why_not)
     data_checks.check(values.compress, spec.compress, lens, offsets, arrays.state_slots, arrays.positions)
     if 0 in (spec.compress.num_tokens, spec.compress.num_requests):
         return

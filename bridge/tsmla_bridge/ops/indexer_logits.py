@@ -91,7 +91,7 @@ def _score(
             found.append("a derivative is asked for; the kernel has none")
         return found
 
-    by_kernel = loaded_kernels.is_chosen(INDEXER_LOGITS, implementation, q.device, why_not)
+    by_kernel = loaded_kernels.is_chosen("indexer_logits", implementation, q.device, why_not)
     data_checks.check(values.indexer_logits, spec, seq_lens, block_tables, cu_seqlens_q)
     if out is not None:
         tensors.check_output("out", out, shape, torch.float32, q.device)

@@ -123,7 +123,7 @@ def _select(
         found = loaded_kernels.reasons(INDEXER_LOGITS, device)
         return found or [*indexer_topk_reasons(spec), *unreadable_tensors(given)]
 
-    by_kernels = loaded_kernels.is_chosen(INDEXER_LOGITS, call.implementation, device, why_not)
+    by_kernels = loaded_kernels.is_chosen("indexer_topk", call.implementation, device, why_not)
     data_checks.check(values.indexer_logits, spec.logits, call.seq_lens, call.block_tables, call.cu_seqlens_q)
     tokens = spec.logits.num_tokens
     for name, tensor, shape in (("out", out, (tokens, spec.k)), ("counts", counts, (tokens,))):

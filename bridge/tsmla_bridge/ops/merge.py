@@ -70,7 +70,7 @@ def _merge(outs: Parts, lses: Parts, implementation: str | None) -> Computed:
         unreadable = [i for i, seen in enumerate(rows) if seen is None]
         return reasons + [loaded_kernels.unreadable(f"outs[{i}]", outs[i]) for i in unreadable]
 
-    if loaded_kernels.is_chosen(MERGE_ATTENTION_STATES, implementation, device, why_not):
+    if loaded_kernels.is_chosen("merge_attention_states", implementation, device, why_not):
         return _launch(spec, [seen for seen in rows if seen is not None], outs, lses)
     return reference.merge_attention_states(spec, outs, lses)
 

@@ -150,6 +150,8 @@ def _check_scales(softmax_scale: Scale, q_scale: Scale | None, kv_scale: Scale |
     scales.check("softmax_scale", softmax_scale, optional=False)
     scales.check("q_scale", q_scale)
     scales.check("kv_scale", kv_scale)
+
+
 def _apart(q: Any, implementation: str | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A pair as the kernels read it. Heads in front only by name: GPU tests have not run that kernel yet."""
     return tensors.query_of_pair(q, heads_first=implementation == "cute")

@@ -89,7 +89,7 @@ def _write_packed(
             *_unreadable({"kv_cache": kv_cache, "slot_mapping": slot_mapping}, rows),
         ]
 
-    by_kernel = loaded_kernels.is_chosen(WRITE_PACKED_KV_CACHE, implementation, kv_cache.device, why_not)
+    by_kernel = loaded_kernels.is_chosen("write_packed_kv_cache", implementation, kv_cache.device, why_not)
     data_checks.check(values.slot_mapping, spec.cache.num_slots, slot_mapping)
     if spec.num_tokens == 0:
         return
@@ -161,7 +161,7 @@ def _write_keys(
             *_unreadable({"k_cache": k_cache, "slot_mapping": slot_mapping}, rows),
         ]
 
-    by_kernel = loaded_kernels.is_chosen(WRITE_INDEXER_CACHE, implementation, k_cache.device, why_not)
+    by_kernel = loaded_kernels.is_chosen("write_indexer_cache", implementation, k_cache.device, why_not)
     data_checks.check(values.slot_mapping, spec.cache.as_plain().num_slots, slot_mapping)
     if spec.num_tokens == 0:
         return
@@ -228,7 +228,7 @@ def _quantize(
             *([] if weights.is_contiguous() else [loaded_kernels.unreadable("weights", weights)]),
         ]
 
-    by_kernel = loaded_kernels.is_chosen(INDEXER_QUANTIZE, implementation, q.device, why_not)
+    by_kernel = loaded_kernels.is_chosen("indexer_quantize", implementation, q.device, why_not)
     if not by_kernel or 0 in weights.shape:
         with torch.no_grad():
             return sparse_reference.indexer_quantize(spec, q, weights, cos, sin)
@@ -304,7 +304,7 @@ quantize_operator = operators.register(
 
 
 def _fake_quantize(q: Any, weights: Any, *_: Any) -> Any:
-    return torch.empty_like(q, dtype=torch.float8_e4m3fn), torch.empty_like(weights, dtype=torch.float32)
+    return q.new_empty(q.shape, dtype=torch.float8_e4m3fn), weights.new_empty(weights.shape, dtype=torch.float32)
 
 
 operators.register_fake(quantize_operator, _fake_quantize)

@@ -102,7 +102,7 @@ def _select(
         gaps = (name for name, x in given.items() if not x.is_contiguous() or (x is logits and not aligned))
         return [*found, *(loaded_kernels.unreadable(name, given[name]) for name in gaps)]
 
-    by_kernel = loaded_kernels.is_chosen(SELECT_TOPK, implementation, logits.device, why_not)
+    by_kernel = loaded_kernels.is_chosen("select_topk", implementation, logits.device, why_not)
     if row_starts is None:
         data_checks.check(values.topk_lens, spec.num_columns, seq_lens)
     else:

@@ -56,19 +56,17 @@ def reasons(kernel: Kernel, device: torch.device) -> list[str]:
     return []
 
 
-def is_chosen(
-    kernel: Kernel, implementation: str | None, device: torch.device, why_not: Callable[[], list[str]]
-) -> bool:
-    """Whether a kernel of all architectures runs a call on `device`; torch operations run it otherwise.
+def is_chosen(op: str, implementation: str | None, device: torch.device, why_not: Callable[[], list[str]]) -> bool:
+    """Whether kernels of all architectures run a call of `op` on `device`; torch operations run it otherwise.
 
-    `why_not` gives the reasons that the kernel can't run the call. If the kernel was named they are raised as
-    NotImplementedError."""
+    `why_not` gives the reasons that the kernels can't run the call. If they were named the reasons are raised
+    as NotImplementedError."""
     check_implementation(implementation)
     if implementation == "reference" or (implementation is None and devices.kind(device) != "cuda"):
         return False
     if found := why_not():
         if implementation == "cute":
-            raise contract.not_runnable(kernel.name, "cute", found)
+            raise contract.not_runnable(op, "cute", found)
         return False
     return implementation == "cute" or devices.arch(devices.index_of(device)) in PROVEN
 

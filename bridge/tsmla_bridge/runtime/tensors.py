@@ -128,6 +128,7 @@ def query_of_pair(q: Any, *, heads_first: bool = False) -> tuple[torch.Tensor, t
     )
     one = (
         same
+        and latent.stride(-1) == 1
         and latent.stride() == rope.stride()
         and latent.untyped_storage().data_ptr() == rope.untyped_storage().data_ptr()
         and rope.storage_offset() == latent.storage_offset() + latent.shape[-1]
@@ -155,16 +156,17 @@ def row_step(rows: torch.Tensor) -> int:
     have no one stride, or it is not a multiple of 16 bytes."""
     if rows.shape[-1] > 1 and rows.stride(-1) != 1:
         return 0
-    step, count, width = 0, 1, rows.shape[-1]
+    step: int | None = None
+    count, width = 1, rows.shape[-1]
     for size, stride in zip(reversed(rows.shape[:-1]), reversed(rows.stride()[:-1]), strict=True):
         if size == 1:
             continue
-        if step == 0:
+        if step is None:
             step = stride
         elif stride != step * count:
             return 0
         count *= size
-    step = step or width
+    step = width if step is None else step  # 0 for rows that are one and the same in memory, which TMA can't repeat
     return step if step >= width and step * rows.element_size() % ROW_BYTES == 0 else 0
 
 

@@ -27,15 +27,19 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 def arrays(ragged: bool, dtype: Any = jnp.float32, tokens: int = T) -> dict[str, jax.Array]:
     """Arguments; with `ragged` a row of the block table for each request. Many scores tie: weights are small integers,
-    and most scores of few keys are 0."""
+    and most scores of few keys are 0. What no token may read is a page of NaN, or an illegal page."""
     rng = np.random.default_rng(1)
     rows = len(REQUESTS) - 1 if ragged else tokens
-    lens = [M * Z, 7, 11, 1] if ragged else rng.integers(0, M * Z + 1, tokens)
+    lens = np.asarray([M * Z, 7, 11, 1]) if ragged else rng.integers(0, M * Z + 1, tokens)
+    used = np.arange(M) < -(-lens[:, None] // Z)
+    unused = rng.choice([-1, PAGES - 1, np.iinfo(np.int32).max], (rows, M))
+    keys = rng.integers(-1, 2, (PAGES, Z, DIM)).astype(np.float32)
+    keys[-1] = np.nan
     given = {
         "q": jnp.asarray(rng.integers(-2, 3, (tokens, HEADS, DIM)), dtype),
         "weights": jnp.asarray(rng.integers(-1, 2, (tokens, HEADS)), jnp.float32),
-        "k_cache": jnp.asarray(rng.integers(-1, 2, (PAGES, Z, DIM)), dtype),
-        "block_tables": ints(rng.integers(0, PAGES, (rows, M))),
+        "k_cache": jnp.asarray(keys, dtype),
+        "block_tables": ints(np.where(used, rng.integers(0, PAGES - 1, (rows, M)), unused)),
         "seq_lens": ints(lens),
     }
     return given | ({"cu_seqlens_q": ints(REQUESTS)} if ragged else {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,18 @@ def test_equals_the_oracle(name: str, ragged: bool, visible: np.ndarray) -> None
     np.testing.assert_allclose(out[: len(want)], want, atol=2e-6)
     np.testing.assert_allclose(lse[: len(want)], want_lse, atol=2e-6)
     assert not out[len(want) :].any() and np.isneginf(lse[len(want) :]).all()
+
+
+@pytest.mark.parametrize("name", ["reference", "xla"])
+def test_nan_reaches_no_token_that_does_not_see_it(name: str) -> None:
+    """One token a request, which sees fewer keys than its request has."""
+    inputs = paged([40, 20], seed=1)
+    cache = np.array(inputs.kv_cache)
+    page_size = cache.shape[1]
+    cache[inputs.block_tables[0, 35 // page_size], 35 % page_size] = np.nan
+    visible = np.asarray([[30], [20]], np.int32)
+    got = attend(name, replace(inputs, kv_cache=cache), visible)
+    assert_same(got, attend(name, inputs, visible))
 
 
 def test_the_causal_rule_is_a_special_case() -> None:

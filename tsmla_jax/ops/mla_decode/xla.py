@@ -136,8 +136,8 @@ def _attend_one(
         scores = lax.dot_general(query, kv, (((1,), (1,)), ((), ())), precision=precision) * logit_scale
         scores = jnp.where(position < end[:, None], scores, -jnp.inf)
         values = kv[:, :latent_dim]
-        if (spec.causal or spec.visible_lens) and q.shape[0] > 1:
-            # Some queries see a key that others don't. NaN in it is in the scores of those that do.
+        if spec.visible_lens or (spec.causal and q.shape[0] > 1):
+            # There are keys that not every query sees. NaN in it is in the scores of those that do.
             values = jnp.where(jnp.isfinite(values), values, 0)
         return online_softmax.update(state, scores, lambda weights: lax.dot(weights, values, precision=precision))
 
