@@ -183,6 +183,10 @@ def test_refuses_v32_configs_caches_and_steps() -> None:
     dense = Step.dense(ints([[0]]), ints([1]), page_size=16)
     with pytest.raises(ValueError, match=r"ragged x \[T, E\] needs cu_seqlens_q"):
         v32.attend(case.params, case.config, case.x[0, :1], case.cache(1), dense)
+    cache = case.cache(1)
+    step = Step.ragged(ints([[0]]), ints([1]), ints([0, 1]), total_tokens=1, max_q_len=1, page_size=16)
+    with pytest.raises(ValueError, match=r"must have the same pages.*got shapes \(\d+, \d+, \d+\) and \(9, 4, 8\)"):
+        v32.attend(case.params, case.config, case.x[0, :1], cache._replace(indexer=jnp.zeros((9, 4, 8))), step)
 
 
 @pytest.mark.parametrize("kind", ["hca", "sliding"])

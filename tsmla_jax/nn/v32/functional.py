@@ -91,11 +91,16 @@ def attend(
         y [T, E] and the caches with the new tokens written (in place if donated). Rows of padding mean nothing.
 
     Raises:
-        ValueError: a dense step, or one of another context_axis.
+        ValueError: the caches have different pages, or the step is not of ragged tokens or of another context_axis.
     """
     mla, num_tokens = config.mla, x.shape[0]
     step.check_axis(context_axis)
     step = step.checked(num_tokens)
+    if cache.kv.shape[:2] != cache.indexer.shape[:2]:
+        raise ValueError(
+            "cache.kv and cache.indexer must have the same pages, as one block table names them: got shapes"
+            f" {cache.kv.shape} and {cache.indexer.shape}"
+        )
     _, positions = step.ragged_tokens(num_tokens)
     cos, sin = rope_cos_sin(mla, positions)
     latent, k_rope = functional.project_latent_unrotated(params, mla, x)
