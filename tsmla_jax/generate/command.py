@@ -202,6 +202,9 @@ def _generate(args: argparse.Namespace) -> None:
     plan = _in_flags(make_plan, config, options, prompts, args.max_new_tokens, dtype)
     _check_memory(cache_bytes(config, plan.layout).total * plan.mesh.size // jax.process_count())
 
+    same = {"config": config, "options": options, "prompts": prompts, "max_new_tokens": args.max_new_tokens}
+    processes.check_agreement(**same, dtype=plan.dtype, widen=args.widen)
+
     keep_compiled_programs()
     writes = jax.process_index() == 0
     begin = time.perf_counter()

@@ -108,7 +108,7 @@ class Engine:
             took.
 
         Raises:
-          ValueError: the mesh does not go with the model or with jax's devices.
+          ValueError: the mesh does not go with the model or with jax's devices, or `params` were split for another.
         """
         self.config = config
         self.options = options or EngineOptions()

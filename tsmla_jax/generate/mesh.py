@@ -154,18 +154,45 @@ def param_specs(params: Any) -> Any:
 def put_params(mesh: Mesh | None, params: Any, config: ModelConfig) -> Any:
     """The parameters of `load_model` on the mesh; what is there already, stays.
 
-    A device has the weights of its experts, and behind them those of the shared experts, which all devices have."""
-    if mesh is None:
-        return params
-    moe, layers = config.moe, []
-    for layer in params["layers"]:
+    A device has the weights of its experts, and behind them those of the shared experts, which all devices have.
+
+    Raises:
+      ValueError: the experts are split, but for another mesh.
+    """
+    layers = []
+    for index, layer in enumerate(params["layers"]):
         mlp = layer["mlp"]
-        if moe is not None and "router" in mlp:
-            both = {name: mlp[name] for name in ("gate_up", "down")}
-            if jax.tree.leaves(both)[0].sharding.device_set != set(mesh.devices.flat):
-                mlp = {**mlp, **put_shards(mesh, partial(_shard_of, mesh, both, moe))}
-        layers.append({**layer, "mlp": mlp})
-    return put(mesh, P(), {**params, "layers": layers})
+        if config.moe is not None and "router" in mlp:
+            stacks = {name: mlp[name] for name in ("gate_up", "down")}
+            layer = {**layer, "mlp": {**mlp, **_put_experts(mesh, f"layer {index}", stacks, config.moe)}}
+        layers.append(layer)
+    params = {**params, "layers": layers}
+    return params if mesh is None else put(mesh, P(), params)
+
+
+def _put_experts(mesh: Mesh | None, layer: str, stacks: dict[str, Any], moe: MoEConfig) -> Any:
+    """The stacks of one layer's experts on the mesh."""
+    shards = 1 if mesh is None else mesh.shape[EXPERT] * mesh.shape[CONTEXT]
+    there = mesh is not None and jax.tree.leaves(stacks)[0].sharding.device_set == set(mesh.devices.flat)
+    if there and all(_has_shards(weight, moe, shards) for weight in stacks.values()):
+        return stacks
+    for name, weight in stacks.items():
+        if not _has_shards(weight, moe, 1):
+            raise ValueError(
+                f"params: {name} of {layer} has shape {weight.shape}, of experts split for another mesh; legal: "
+                f"{moe.num_experts} routed and {moe.num_shared} shared experts, or those that load_model puts on the "
+                f"same mesh"
+            )
+    return stacks if mesh is None else put_shards(mesh, partial(_shard_of, mesh, stacks, moe))
+
+
+def _has_shards(weight: Any, moe: MoEConfig, shards: int) -> bool:
+    """Whether a stack is as long as one of so many shards, each with the shared experts behind its own."""
+    each = len(experts_of(moe, shards, 0)) + moe.num_shared
+    if not isinstance(weight, BlockScaled):
+        return bool(weight.shape[0] == shards * each)
+    padded = stack_size(each, *weight.shape[1:])
+    return weight.scales.shape[0] == shards * each and weight.values.shape[0] in (shards * each, shards * padded)
 
 
 def experts_of(moe: MoEConfig, shards: int, shard: int) -> range:

@@ -5,6 +5,8 @@ Each process runs the same command on the same prompts and decides the same; the
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import re
 import sys
@@ -56,9 +58,36 @@ def join(coordinator_address: str | None, num_processes: int | None, process_id:
         raise ValueError(f"coordinator_address = {coordinator_address!r}: {error}") from None
 
 
+def check_agreement(**given: object) -> None:
+    """ValueError in every process if one has another value than process 0.
+
+    A step puts what each process has on that process's devices, as if it were the same: with other prompts there would
+    be wrong tokens, and with other options a collective that waits for ever. Nothing to do in a run of one process.
+
+    Args:
+      given: values by their names in the error; equal ones have equal texts (`repr`).
+    """
+    import jax
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    if jax.process_count() == 1:
+        return
+    digests = [hashlib.sha256(repr(value).encode()).digest() for value in given.values()]
+    own = np.stack([np.frombuffer(digest, np.uint32) for digest in digests])
+    every = multihost_utils.process_allgather(own)
+    differs = (every != every[0]).any(axis=-1)
+    if differs.any():
+        process, value = np.argwhere(differs)[0]
+        name = list(given)[value]
+        raise ValueError(f"{name}: process {process} has another value than process 0; legal: the same for all")
+
+
 def end_at_once(status: int) -> NoReturn:
     """Ends this process, which has failed. An orderly end would wait for the others, which wait for this one; so they
     lose it, and jax ends them."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        # A pipe whose reader has gone must not turn this into an orderly end.
+        with contextlib.suppress(OSError):
+            stream.flush()
     os._exit(status)

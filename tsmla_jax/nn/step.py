@@ -32,6 +32,8 @@ class Step:
         slot_mapping: [B, S] or [T] i32, where the new tokens go (page * Z + offset); -1 is not written.
         cu_seqlens_q: [B + 1] i32, where each request's new tokens start; tokens from cu_seqlens_q[B] on are padding.
         max_q_len: static bound of the new tokens of a request.
+        context_axis: static, the mesh axis whose devices share the keys (`nn.context_parallel`); slot_mapping and
+            block_tables are then the device's own.
     """
 
     block_tables: jax.Array
@@ -39,6 +41,7 @@ class Step:
     slot_mapping: jax.Array
     cu_seqlens_q: jax.Array | None = None
     max_q_len: int | None = field(default=None, metadata={"static": True})
+    context_axis: str | None = field(default=None, metadata={"static": True})
 
     @classmethod
     def dense(
@@ -57,7 +60,8 @@ class Step:
         seq_lens = jnp.asarray(seq_lens)
         positions = _here(dense_positions(seq_lens, new_tokens), page_size, context_axis)
         requests = jnp.arange(seq_lens.shape[0], dtype=jnp.int32)[:, None]
-        return cls(block_tables, seq_lens, slots_of(block_tables, requests, positions, page_size=page_size))
+        slots = slots_of(block_tables, requests, positions, page_size=page_size)
+        return cls(block_tables, seq_lens, slots, context_axis=context_axis)
 
     @classmethod
     def ragged(
@@ -80,7 +84,8 @@ class Step:
         requests, positions = ragged_positions(cu_seqlens_q, seq_lens - jnp.diff(cu_seqlens_q), total_tokens)
         positions = _here(positions, page_size, context_axis)
         slots = slots_of(block_tables, requests, positions, page_size=page_size)
-        return cls(block_tables, seq_lens, slots, cu_seqlens_q, total_tokens if max_q_len is None else max_q_len)
+        max_q_len = total_tokens if max_q_len is None else max_q_len
+        return cls(block_tables, seq_lens, slots, cu_seqlens_q, max_q_len, context_axis)
 
     @property
     def new_lens(self) -> jax.Array:
@@ -99,6 +104,11 @@ class Step:
     def ragged_tokens(self, total_tokens: int) -> tuple[jax.Array, jax.Array]:
         """The request and the position of each packed token, as `ragged_positions` returns them."""
         return ragged_positions(needed_when_ragged(self.cu_seqlens_q), self.context_lens, total_tokens)
+
+    def check_axis(self, context_axis: str | None) -> None:
+        """ValueError if a layer is called with another axis than the step was made with: its slots would be wrong."""
+        if context_axis != self.context_axis:
+            raise ValueError(f"{context_axis=}; legal: the step's, {self.context_axis!r}")
 
     def checked(self, total_tokens: int) -> Step:
         """The same step; under TSMLA_CHECK=1 ValueError if its cu_seqlens_q can't be those of total_tokens tokens."""

@@ -4,12 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.jax.generate.tiny import tiny_config, write_tiny
 from tsmla_jax.generate import Engine, EngineOptions, ModelConfig, load_model
-from tsmla_jax.generate.mesh import MeshShape, check_mesh
+from tsmla_jax.generate.mesh import MeshShape, check_mesh, make_mesh, put_params
 
 Model = tuple[ModelConfig, Any]
 
@@ -60,6 +62,7 @@ def test_tokens_are_those_of_one_device(engine: Engine, greedy: list[list[int]])
 def test_a_step_is_one_program_that_takes_over_its_buffers(engine: Engine) -> None:
     assert engine.admit(0, PROMPTS[0], NEW)
     engine.step()
+    engine.step()  # the first decode step, which may have to be compiled
     session = engine._opened()
     before = [*session.caches, *session.state]
     programs = session.programs.decode._cache_size()
@@ -71,6 +74,23 @@ def test_a_step_is_one_program_that_takes_over_its_buffers(engine: Engine) -> No
     stack = engine._params["layers"][1]["mlp"]["gate_up"]
     assert {shard.data.shape[0] for shard in stack.addressable_shards} == {8 // 4 + 1}
     engine.close()
+
+
+def test_experts_split_for_another_mesh_are_refused(tiny_checkpoint: Path, tiny_model: Model) -> None:
+    """Where experts lie in a stack depends on the mesh: on another one a token would visit other experts."""
+    config, whole = tiny_model
+    split = load_model(tiny_checkpoint, config, mesh=MeshShape(expert=2))
+    assert put_params(make_mesh(MeshShape(context=2)), split, config)["layers"][1]["mlp"] == split["layers"][1]["mlp"]
+    for options in (OPTIONS, replace(OPTIONS, data_parallel=2), replace(OPTIONS, expert_parallel=4)):
+        with pytest.raises(ValueError, match=r"^params: gate_up of layer 1 has shape \(10, 32, 32\), of experts split"):
+            Engine(split, config, options)
+    # Whole experts are split, also where they lie on the mesh's devices already.
+    mesh = make_mesh(MeshShape(expert=2))
+    assert mesh is not None
+    everywhere = jax.device_put(whole, NamedSharding(mesh, PartitionSpec()))
+    placed = put_params(mesh, everywhere, config)["layers"][1]["mlp"]
+    for name in ("gate_up", "down"):
+        np.testing.assert_array_equal(placed[name], split["layers"][1]["mlp"][name])
 
 
 def generated(model: str, directory: Path, options: EngineOptions, **mesh: Any) -> tuple[Any, Any]:

@@ -114,9 +114,7 @@ def test_a_table_chooses_by_token_id_and_the_router_weighs() -> None:
 @pytest.mark.parametrize("form", ["one by one", "ragged"])
 @pytest.mark.parametrize("tokens", [1, 7, 200])
 @pytest.mark.parametrize("spread", ["even", "one expert", "random"])
-def test_experts_equal_the_plain_sum(
-    tokens: int, spread: str, form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_equal_the_plain_sum(tokens: int, spread: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if form == "ragged":
         # Of the forms that a CPU can run, what another device falls back to.
         monkeypatch.setattr(moe, "_experts_in_turn", moe._ragged_experts)

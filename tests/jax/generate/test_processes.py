@@ -1,6 +1,9 @@
 """`tsmla generate` as several processes: the tokens of one, parts of the checkpoint for each, and no end that hangs."""
 
+import contextlib
+import io
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -8,7 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 
 from tsmla_jax.generate import Engine, EngineOptions, ModelConfig, processes
 
@@ -103,6 +109,51 @@ def test_a_process_that_ends_early_ends_the_run(
         assert children[1].returncode == 2
         error = f"tsmla generate: error: --checkpoint {tmp_path / 'nowhere'}: there is no such directory\n"
         assert said[1][1].endswith(error)
+
+
+@pytest.mark.slow
+def test_processes_with_other_prompts_are_refused(
+    tiny_checkpoint: Path, prompt_file: Path, tmp_path: Path, child_environment: dict[str, str]
+) -> None:
+    """Their devices would compute with different tokens as if they were the same."""
+    port, other = free_port(), tmp_path / "other.json"
+    other.write_text(json.dumps([[3, 2, 1], *PROMPTS[1:]]))
+    flags = ("--checkpoint", tiny_checkpoint, "--max-new-tokens", 5, "--prompt-ids")
+    children = [start(index, port, child_environment, *flags, path) for index, path in enumerate((prompt_file, other))]
+    said = [child.communicate(timeout=300) for child in children]
+    error = "tsmla generate: error: prompts: process 1 has another value than process 0; legal: the same for all\n"
+    # Each says so, unless the other one has ended before its part of the comparison was done.
+    assert all(child.returncode for child in children) and any(err.endswith(error) for _, err in said), said
+
+
+def test_a_failed_process_ends_though_nobody_reads_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one of several does behind `| head`."""
+
+    class Closed(io.StringIO):
+        def flush(self) -> None:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit, match=r"^3$"):
+        processes.end_at_once(3)
+
+
+@pytest.mark.parametrize("odd", [None, "seed"])
+def test_what_all_processes_must_have(odd: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    processes.check_agreement(prompts=PROMPTS, seed=1)
+
+    def gather(own: np.ndarray) -> np.ndarray:
+        """Of three processes, the last of which has another seed."""
+        every = np.stack([own, own, own])
+        every[2, 1, 0] += odd == "seed"
+        return every
+
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    monkeypatch.setattr(multihost_utils, "process_allgather", gather)
+    error = "^seed: process 2 has another value than process 0; legal: the same for all$"
+    with pytest.raises(ValueError, match=error) if odd else contextlib.nullcontext():
+        processes.check_agreement(prompts=PROMPTS, seed=1)
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,44 @@ def test_a_chunk_of_prompts_over_a_context(mesh: Mesh) -> None:
     np.testing.assert_array_equal(written, dealt(np.asarray(want_written)))
 
 
+@pytest.mark.parametrize("made_with", [None, "context"])
+def test_a_step_of_another_axis_is_refused(made_with: str | None) -> None:
+    """Its slots would be those of another way to deal out keys. A step remembers its axis through every change."""
+    params, x = init_params(jax.random.key(0), CONFIG), jnp.zeros((2, CONFIG.hidden_size))
+    offsets = jnp.asarray([0, 2, 2, 2, 2], jnp.int32)
+    step = Step(jnp.asarray(TABLES), jnp.asarray(LENS), jnp.zeros(2, jnp.int32), offsets, 2, made_with)
+    step = jax.tree.map(lambda leaf: leaf, step).checked(2)
+    called_with = None if made_with else "context"
+    with pytest.raises(ValueError, match=rf"^context_axis={called_with!r}; legal: the step's, {made_with!r}$"):
+        functional.decode(params, CONFIG, x, jnp.asarray(random_cache()), step, context_axis=called_with)
+    with pytest.raises(ValueError, match=r"^context_axis="):
+        functional.prefill_with_context(
+            params, CONFIG, x, jnp.asarray(random_cache()), step, context_chunk=8, context_axis=called_with
+        )
+
+
+def test_the_derivative_of_whole_prompts(mesh: Mesh) -> None:
+    """Of one device, around `shard_map`, and inside it as the mean over the devices."""
+    params, offsets = init_params(jax.random.key(0), CONFIG), np.asarray([0, 7, 7, 10], np.int32)
+    x, cotangent = np.random.default_rng(1).normal(size=(2, 11, CONFIG.hidden_size)).astype(np.float32)
+
+    def loss(axis: str | None, params: Any, x: jax.Array) -> jax.Array:
+        y, *_ = functional.prefill(params, CONFIG, x, cu_seqlens_q=offsets, max_q_len=7, context_axis=axis)
+        return (y * cotangent)[:10].sum()
+
+    def inside(params: Any, x: jax.Array) -> Any:
+        value, derivatives = jax.value_and_grad(partial(loss, "context"), argnums=(0, 1))(params, x)
+        return value, jax.lax.pmean(derivatives, "context")
+
+    def shared(run: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.shard_map(run, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False)
+
+    want = jax.jit(jax.value_and_grad(partial(loss, None), argnums=(0, 1)))(params, x)
+    around = jax.value_and_grad(shared(partial(loss, "context")), argnums=(0, 1))
+    for got in (jax.jit(around)(params, x), jax.jit(shared(inside))(params, x)):
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4), got, want)
+
+
 def test_the_best_keys_of_all_devices(mesh: Mesh) -> None:
     """Ties go to the lower position, also where the positions are on different devices; NaN is below every number."""
     rng = np.random.default_rng(2)

@@ -154,6 +154,7 @@ def prefill(
         max_q_len: static bound of a request's length.
         deterministic, implementation: of `tsmla_jax.mla_prefill_kv`.
         context_axis: a mesh axis whose devices all have x and share the work: each attends for a part of the tokens.
+            Of derivatives that are taken inside `jax.shard_map` the mean over these devices is the whole one.
 
     Returns:
         y [T, E], and latent [T, L] and k_rope [T, R] for `tsmla_jax.write_kv_cache`. Rows of padding mean nothing.
@@ -228,13 +229,14 @@ def prefill_with_context(
         y [T, E] and the cache with the new tokens written (in place if it is donated).
 
     Raises:
-        ValueError: a wrong rank or width, a dense step, or context_chunk < 1.
+        ValueError: a wrong rank or width, a dense step or one of another context_axis, or context_chunk < 1.
         NotImplementedError: a derivative is asked for under jax.jit, where the number of passes is not known.
     """
     _check_tokens("x", x, config, ranks=(2,))
     if context_chunk < 1:
         raise ValueError(f"{context_chunk=} must be >= 1")
     _check_step(step)
+    step.check_axis(context_axis)
     cos, sin = rope_cos_sin(config, step.positions(x.shape[:-1]))
     block_tables, context_lens = step.block_tables, step.context_lens
     cu_seqlens_q, max_q_len = needed_when_ragged(step.cu_seqlens_q), needed_when_ragged(step.max_q_len)
@@ -341,10 +343,11 @@ def decode(
         y in x's shape, and the cache with the new tokens written (in place if it is donated).
 
     Raises:
-        ValueError: a wrong rank or width, or a step of the other kind than x.
+        ValueError: a wrong rank or width, or a step of the other kind than x or of another context_axis.
     """
     _check_tokens("x", x, config, ranks=(2, 3))
     _check_step(step)
+    step.check_axis(context_axis)
     cos, sin = rope_cos_sin(config, step.positions(x.shape[:-1]))
     latent, k_rope = project_latent(params, config, x, cos, sin)
     kv_cache = tsmla_jax.write_kv_cache(

@@ -91,9 +91,10 @@ def attend(
         y [T, E] and the caches with the new tokens written (in place if donated). Rows of padding mean nothing.
 
     Raises:
-        ValueError: the caches have different pages, or the step is not of ragged tokens.
+        ValueError: the caches have different pages, or the step is not of ragged tokens or of another context_axis.
     """
     mla, num_tokens = config.mla, x.shape[0]
+    step.check_axis(context_axis)
     step = step.checked(num_tokens)
     if cache.kv.shape[:2] != cache.indexer.shape[:2]:
         raise ValueError(
