@@ -48,8 +48,11 @@ class HeldContext(NamedTuple):
     chunk: int
 
 
-def held_context(context_lens: jax.Array, chunk: int, context_axis: str, page_size: int) -> HeldContext:
-    """What a device has of contexts of which a pass takes `chunk` tokens a text over all devices, in whole pages."""
+def held_context(context_lens: jax.Array, chunk: int, context_axis: str | None, page_size: int) -> HeldContext:
+    """What a device has of contexts of which a pass takes `chunk` tokens a text: all of it without a context_axis, else
+    its part, in whole pages."""
+    if context_axis is None:
+        return HeldContext(context_lens, context_lens, chunk)
     world = lax.axis_size(context_axis)
     most = metadata.localize_context_lens(context_lens, rank=0, world=world, interleave=page_size)
     own_chunk = -(-chunk // (world * page_size)) * page_size

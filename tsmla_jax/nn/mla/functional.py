@@ -262,20 +262,17 @@ def prefill_with_context(
         # Partial results are merged once per chunk: at least in fp32, so that rounding doesn't grow with the context.
         return out.astype(jnp.promote_types(out.dtype, jnp.float32)), lse
 
-    held = context_parallel.HeldContext(context_lens, context_lens, context_chunk)
+    held = context_parallel.held_context(context_lens, context_chunk, context_axis, kv_cache.shape[1])
     if context_axis is None:
         out, lse = attend(q, (latent, k_rope), (cu_seqlens_q, cu_seqlens_q), max_q_len, causal=True)
     else:
-        held = context_parallel.held_context(context_lens, context_chunk, context_axis, kv_cache.shape[1])
         own_q = context_parallel.own_rows(q, context_axis)
         own_offsets = context_parallel.own_offsets(cu_seqlens_q, x.shape[0], context_axis)
         own = attend(own_q, (latent, k_rope), own_offsets, max_q_len, causal=True)
         out = jnp.zeros((*q.shape[:2], own[0].shape[-1]), own[0].dtype)
         lse = jnp.full(q.shape[:2], -jnp.inf, own[1].dtype)
 
-    State = tuple[jax.Array, jax.Array, jax.Array]
-
-    def add_chunk(index: jax.Array, state: State) -> State:
+    def add_chunk(index: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         out, lse, cache = state
         starts = jnp.minimum(index * held.chunk, held.lens)
         lens = jnp.minimum(held.lens - starts, held.chunk)
