@@ -7,12 +7,14 @@ device has the state and the caches of its replica, and its part of the experts.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
@@ -100,6 +102,36 @@ def programs_for(mesh: Mesh | None, at_once: bool) -> Programs:
     return _on_mesh(mesh)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Elements:
+    """A pytree whose arrays without elements stay outside of `jax.shard_map`: XLA's partitioner in jaxlib 0.11 ends the
+    process over one that enters it, such as the drafts of a step that has none.
+
+    Attributes:
+      arrays: the others, in order.
+      shapes: of all arrays on one device, with their dtypes. structure: of the pytree.
+    """
+
+    arrays: tuple[jax.Array, ...]
+    shapes: tuple[jax.ShapeDtypeStruct, ...] = field(metadata={"static": True})
+    structure: Any = field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, tree: Any, parts: int) -> _Elements:
+        """`tree`, whose arrays are split along their first axis into `parts`."""
+        arrays, structure = jax.tree.flatten(tree)
+        shapes = [(x.shape[0] // parts, *x.shape[1:]) if parts > 1 else x.shape for x in arrays]
+        structs = (jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, arrays, strict=True))
+        return cls(tuple(x for x in arrays if x.size), tuple(structs), structure)
+
+    def whole(self) -> Any:
+        """The pytree on one device."""
+        arrays = iter(self.arrays)
+        found = [next(arrays) if struct.size else jnp.zeros(struct.shape, struct.dtype) for struct in self.shapes]
+        return jax.tree.unflatten(self.structure, found)
+
+
 @functools.cache
 def _on_mesh(mesh: Mesh) -> Programs:
     rows, everywhere = NamedSharding(mesh, P(REPLICAS)), NamedSharding(mesh, P())
@@ -109,8 +141,11 @@ def _on_mesh(mesh: Mesh) -> Programs:
     def on_mesh(run: Callable[..., Any]) -> Callable[..., Any]:
         @partial(jax.jit, static_argnames="config", donate_argnames=_DONATED, out_shardings=results)
         def program(params: Any, caches: Any, state: State, constants: Constants, work: Any, config: StepConfig) -> Any:
-            def of_device(*arguments: Any) -> Any:
-                state, caches, tokens = run(*arguments, config)
+            replicas = math.prod(mesh.shape[axis] for axis in REPLICAS)
+            shared, of_replica = _Elements.of(constants, 1), _Elements.of(work, replicas)
+
+            def of_device(params: Any, caches: Any, state: State, shared: _Elements, of_replica: _Elements) -> Any:
+                state, caches, tokens = run(params, caches, state, shared.whole(), of_replica.whole(), config)
                 return state, caches, lax.all_gather(tokens, REPLICAS, tiled=True)
 
             # check_vma would need a proof that the devices of one replica agree; they do, as they compute the same.
@@ -121,7 +156,7 @@ def _on_mesh(mesh: Mesh) -> Programs:
                 out_specs=(P(REPLICAS), P(AXES), P()),
                 check_vma=False,
             )
-            return mapped(params, caches, state, constants, work)
+            return mapped(params, caches, state, shared, of_replica)
 
         return program
 

@@ -12,6 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.jax.generate.tiny import tiny_config, write_tiny
 from tsmla_jax.generate import Engine, EngineOptions, ModelConfig, load_model
 from tsmla_jax.generate.mesh import MeshShape, check_mesh, make_mesh, put_params
+from tsmla_jax.generate.programs import _Elements
+from tsmla_jax.generate.step import no_drafts
 
 Model = tuple[ModelConfig, Any]
 
@@ -57,6 +59,16 @@ def test_tokens_are_those_of_one_device(engine: Engine, greedy: list[list[int]])
     texts[7] = []
     drain(engine, texts)
     assert texts[7] == greedy[2] and engine.figures.cache_pages == 8 * OPTIONS.num_pages
+
+
+def test_arrays_without_elements_stay_outside_of_a_mesh() -> None:
+    """jaxlib 0.11 ends the process over one that enters shard_map."""
+    drafts = no_drafts(4)
+    inside = _Elements.of(drafts, parts=2)
+    assert [array.shape for array in inside.arrays] == [(4,)]
+    of_device = inside.whole()
+    assert type(of_device) is type(drafts) and of_device.tokens.shape == (2, 0) and of_device.tokens.dtype == np.int32
+    assert of_device.lens is drafts.lens  # shard_map cuts those that enter
 
 
 def test_a_step_is_one_program_that_takes_over_its_buffers(engine: Engine) -> None:
