@@ -270,8 +270,7 @@ class TsmlaMLASparseImpl(vllm_sparse.SparseMLACommonImpl[TsmlaMLASparseMetadata]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows of the cache that the selected positions [T, K] lie in, [T, K], and how many of each row count, [T],
         by vLLM's own kernel. `step` is the number of rows from one page to the next."""
-        # To vLLM 0.27 pages lie side by side, and there is nothing to pass.
-        strided = {"BLOCK_STRIDE_ROWS": step} if hasattr(sparse_utils, "flat_kv_row_view") else {}
+        strided = {"BLOCK_STRIDE_ROWS": step} if _counts_rows_between_pages() else {}
         group = getattr(self, "index_group", None)
         if self.dcp_world_size > 1:
             slots, counts = sparse_utils.triton_filter_and_convert_dcp_index(
@@ -304,6 +303,11 @@ class TsmlaMLASparseImpl(vllm_sparse.SparseMLACommonImpl[TsmlaMLASparseMetadata]
         return slots, counts
 
 
+def _counts_rows_between_pages() -> bool:
+    """Whether this vLLM's slots count the rows between two pages. To 0.27 pages lie side by side."""
+    return hasattr(sparse_utils, "flat_kv_row_view")
+
+
 def _rows(cache: torch.Tensor) -> tuple[torch.Tensor, int]:
     """A cache [P, Z, D] as pages of one row, [N, 1, D], those between its pages included, and the rows from one page to
     the next."""
@@ -311,7 +315,7 @@ def _rows(cache: torch.Tensor) -> tuple[torch.Tensor, int]:
     step, rest = divmod(cache.stride(0), width)
     if rest or cache.stride()[1:] != (width, 1):
         raise ValueError(f"kv_cache: got strides {cache.stride()}; pages must lie whole rows of {width} apart")
-    if num_pages > 1 and step != page_size and not hasattr(sparse_utils, "flat_kv_row_view"):
+    if num_pages > 1 and step != page_size and not _counts_rows_between_pages():
         raise ValueError(f"kv_cache: got pages {step} rows apart; this version of vLLM counts slots {page_size} apart")
     count = (num_pages - 1) * step + page_size
     return cache.as_strided((count, 1, width), (width, width, 1)), step
