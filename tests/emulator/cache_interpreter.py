@@ -22,9 +22,26 @@ import numpy as np
 
 import tsmla_kernels
 
-SOURCE = Path(tsmla_kernels.__file__).parent / "cache_ops" / "kernels.py"
+FOLDER = Path(tsmla_kernels.__file__).parent
+CACHE_OPS = ("cache_ops.kernels",)
+PACKED_CACHES = (*CACHE_OPS, "sparse_cache.values", "sparse_cache.kernels")
+"""Modules that an Interpreter imports, in their order; the last one has the kernels."""
 REGION = 1 << 32
 """Bytes of address space that each array has to itself."""
+
+
+class Word(int):
+    """An integer in a register, whose bits may be taken for a float's."""
+
+    def bitcast(self, dtype: Dtype) -> Values:
+        return Values(np.asarray(int(self) & 0xFFFFFFFF, np.uint32).view(dtype.kind))
+
+    def _word(name: str) -> Any:  # type: ignore[misc]
+        return lambda self, *others: Word(getattr(int, name)(self, *others))
+
+    __add__, __sub__, __and__, __lshift__, __rshift__, __neg__ = map(
+        _word, ("__add__", "__sub__", "__and__", "__lshift__", "__rshift__", "__neg__")
+    )
 
 
 class Dtype:
@@ -35,7 +52,7 @@ class Dtype:
         self.width = self.kind.itemsize * 8
 
     def __call__(self, value: float) -> Any:
-        return int(value) if self.kind.kind == "i" else Values(np.asarray(value, self.kind))
+        return Word(value) if self.kind.kind in "iu" else Values(np.asarray(value, self.kind))
 
 
 DTYPES = {
@@ -43,6 +60,8 @@ DTYPES = {
     "float16": Dtype(np.float16),
     "float32": Dtype(np.float32),
     "float8_e4m3fn": Dtype(ml_dtypes.float8_e4m3fn),
+    "uint8": Dtype(np.uint8),
+    "uint32": Dtype(np.uint32),
     "int32": Dtype(np.int32),
     "int64": Dtype(np.int64),
 }
@@ -60,6 +79,9 @@ class Values:
             array = np.clip(array, -448, 448)
         with np.errstate(over="ignore", invalid="ignore"):
             return Values(array.astype(dtype.kind))
+
+    def bitcast(self, dtype: Dtype) -> Any:
+        return Word(int(self.array.view(dtype.kind)))
 
     def _float32(compute: Callable[[Any, Any], Any]) -> Any:  # type: ignore[misc]
         def method(self: Values, other: Values) -> Values:
@@ -151,7 +173,11 @@ class Tensor:
 
     def __getitem__(self, index: int) -> Any:
         (value,) = (self.iterator + index).read(1)
-        return int(value) if self.element_type.kind.kind == "i" else Values(np.asarray(value))
+        return Word(value) if self.element_type.kind.kind == "i" else Values(np.asarray(value))
+
+    def __setitem__(self, index: int, value: Values) -> None:
+        assert value.array.dtype == self.element_type.kind
+        (self.iterator + index).read(1)[:] = value.array
 
 
 def stand_in(name: str, **attributes: Any) -> Any:
@@ -169,17 +195,17 @@ class Cta:
         self.block, self.threads = block, threads
         self.barrier = threading.Barrier(threads)
         self.shared: dict[str, list[int]] = {}
-        self.lanes: dict[int, list[int]] = {}
+        self.lanes: dict[int, list[Any]] = {}
         self.warps = [threading.Barrier(min(32, threads - first)) for first in range(0, threads, 32)]
 
 
 class Interpreter:
-    """The module of kernels, and the memory they work on."""
+    """The last of some modules, which has kernels, and the memory they work on."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: tuple[str, ...] = CACHE_OPS) -> None:
         self.memory = Memory()
         self.here = threading.local()
-        self.module = self._import()
+        self.module = self._import(modules)
 
     def launch(self, run: Callable[..., None], threads: int, grid: int, *operands: Any, meeting: bool = False) -> None:
         """Run a kernel for every thread of every CTA; `meeting` if its threads wait for each other."""
@@ -212,9 +238,12 @@ class Interpreter:
 
     # ---- stand-ins
 
-    def _import(self) -> Any:
+    def _import(self, modules: tuple[str, ...]) -> Any:
         arch = types.SimpleNamespace(
             thread_idx=lambda: (self.here.thread, 0, 0),
+            lane_idx=lambda: self.here.thread % 32,
+            shuffle_sync=self._shuffle,
+            shuffle_sync_bfly=lambda value, *, offset: self._shuffle(value, self.here.thread % 32 ^ offset),
             block_idx=lambda: (self.here.cta.block, 0, 0),
             sync_threads=lambda: self.here.cta.barrier.wait(),
             shuffle_sync_up=self._shuffle_up,
@@ -240,6 +269,7 @@ class Interpreter:
             Float8E4M3FN=DTYPES["float8_e4m3fn"],
             Int32=DTYPES["int32"],
             Int64=DTYPES["int64"],
+            Uint32=DTYPES["uint32"],
             Constexpr=object,
             const_expr=lambda value: value,
             range_constexpr=range,
@@ -259,11 +289,13 @@ class Interpreter:
             "cuda.bindings": bindings,
             "cuda.bindings.driver": driver,
         }
-        spec = importlib.util.spec_from_file_location("interpreted_cache_kernels", SOURCE)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
         with mock.patch.dict(sys.modules, stand_ins):
-            spec.loader.exec_module(module)
+            for name in modules:
+                full = f"tsmla_kernels.{name}"
+                spec = importlib.util.spec_from_file_location(full, FOLDER / f"{name.replace('.', '/')}.py")
+                assert spec is not None and spec.loader is not None
+                module = sys.modules[full] = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
         return module
 
     def _pointer(self, dtype: Dtype, address: int, space: Any, assumed_align: int) -> Pointer:
@@ -284,12 +316,19 @@ class Interpreter:
 
         return Storage()
 
-    def _shuffle_up(self, value: int, *, offset: int, mask_and_clamp: int) -> int:
-        cta, thread = self.here.cta, self.here.thread
-        warp, lane = divmod(thread, 32)
-        lanes = cta.lanes.setdefault(warp, [0] * 32)
+    def _shuffle_up(self, value: int, *, offset: int, mask_and_clamp: int) -> Any:
+        lane = self.here.thread % 32
+        other = self._shuffle(value, max(lane - offset, 0))
+        return other if lane >= offset else value
+
+    def _shuffle(self, value: Any, source: int) -> Any:
+        """The value that the warp's lane `source` gives."""
+        assert 0 <= source < 32
+        cta = self.here.cta
+        warp, lane = divmod(self.here.thread, 32)
+        lanes = cta.lanes.setdefault(warp, [None] * 32)
         lanes[lane] = value
         cta.warps[warp].wait()
-        other = lanes[lane - offset] if lane >= offset else value
+        other = lanes[source]
         cta.warps[warp].wait()
         return other

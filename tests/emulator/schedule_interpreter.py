@@ -20,7 +20,7 @@ import numpy as np
 
 import tsmla_kernels
 from tests.emulator.cache_interpreter import stand_in
-from tsmla_kernels.sm90.decode.config import DecodeConfig
+from tsmla_kernels.sm90.decode.config import DecodeConfig, workspace_shapes
 
 FOLDER = Path(tsmla_kernels.__file__).parent / "sm90"
 LANES = 32
@@ -152,9 +152,10 @@ class Interpreter:
         visible_lens: np.ndarray | None = None,
     ) -> tuple[list[Piece], np.ndarray]:
         """(the pieces of all clusters, split_info) of a batch, with a table of `width` pages."""
+        shapes = workspace_shapes(config, num_clusters * config.cluster, len(seq_lens), width)
         walk = self.walk.PieceWalk(config, equal_lengths=equal_lengths)
         rows = len(seq_lens) * config.max_q_len if cu_seqlens_q is None else int(cu_seqlens_q[-1])
-        split_info = Array(np.full((2 * num_clusters, len(self.memory.SplitEntry)), GARBAGE, np.int32))
+        split_info = Array(np.full(shapes["split_info"][0], GARBAGE, np.int32))
         lens, table = Array(seq_lens.astype(np.int32)), types.SimpleNamespace(shape=(len(seq_lens), width))
         word = self.memory.Piece
         offsets = lens if cu_seqlens_q is None else Array(cu_seqlens_q.astype(np.int32))
@@ -165,7 +166,7 @@ class Interpreter:
                 block_tables=table,
                 seq_lens=lens,
                 cu_seqlens_q=offsets,
-                partial_lse=None,
+                partial_lse=types.SimpleNamespace(shape=shapes["partial_lse"][0]),
                 split_info=split_info,
                 pieces=described,
                 state=Array(np.full(self.share.STATE_WORDS, GARBAGE, np.int32)),

@@ -72,6 +72,16 @@ def test_other_pages_and_dtypes(front_end: str, page: int, q_len: int, causal: b
     assert_right(front_end, *args, latent_dim=256, causal=causal)
 
 
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("bfloat16", None), (FP8, FP8), ("bfloat16", FP8)])
+@pytest.mark.parametrize("latent_dim", [256, 512])
+def test_many_short_requests(front_end: str, latent_dim: int, dtype: str, kv_dtype: str | None) -> None:
+    """A CTA has eight pieces of one block in a row, more than the ring has stages and descriptions ahead."""
+    lengths = np.random.default_rng(latent_dim).integers(0, 33, 1000)
+    sizes = {"page": 16, "dim": latent_dim + 64, "lengths": lengths}
+    args = arrays(1000, 1, 16, 2, dtype=dtype, kv_dtype=kv_dtype, **sizes)
+    assert_right(front_end, *args, latent_dim=latent_dim)
+
+
 def test_ragged_with_padding(front_end: str) -> None:
     q, *others = arrays(4, 3, 16, 6)
     ragged = q.reshape(12, 16, 576)[:9].copy()

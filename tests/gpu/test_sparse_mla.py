@@ -223,6 +223,15 @@ def test_prompts(front_end: str, name: str, tokens: int, batch_invariant: bool) 
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("name", ["v32 H 16", "v4 H 16", "plain", "plain, wide pages", "e4m3 queries, plain"])
+def test_many_tokens_of_few_keys(name: str) -> None:
+    """A CTA has eight pieces of one block in a row, more than the ring has stages and descriptions ahead."""
+    window = {"window": 20} if "window" in CASES[name] else {}
+    case = case_of(name, tokens=1000, selected=60, **window)
+    sample = list(range(0, 1000, 5))
+    assert_right([x[sample] for x in through_torch(case)], of_tokens(case, sample))
+
+
 def test_a_prompt_needs_no_memory_of_its_own() -> None:
     """Besides out and lse: partial results of two tiles a CTA."""
     case, _ = prompt_of("v32 H 64", 4096)

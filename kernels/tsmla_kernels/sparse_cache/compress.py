@@ -71,6 +71,8 @@ class CompressWriteKvCache:
     @cute.kernel
     def compress(self, arrays: CompressArrays):
         config = self.config
+        if const_expr(config.cluster > 1):
+            cute.arch.cluster_arrive_relaxed()
         storage = utils.SmemAllocator().allocate(self.storage)
         slots = cute.make_layout((config.parts, config.channels), stride=(config.channels, 1))
         parts = Sums(*(x.get_tensor(slots) for x in (storage.greatest, storage.total, storage.pooled)))
@@ -95,6 +97,8 @@ class CompressWriteKvCache:
             turns = cutlass.min(count, config.series)
         elif number >= config.series and number < count:
             turns = Int32(1)
+        if const_expr(config.cluster > 1):
+            cute.arch.cluster_wait()  # the first CTA runs, so that hand_over may write into its shared memory
         for turn in cutlass.range(turns, unroll=1):
             entry = first_entry + number + turn
             target = self.target(arrays, request, entry, place)

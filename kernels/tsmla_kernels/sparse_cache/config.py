@@ -109,7 +109,11 @@ def indexer_write_reasons(spec: IndexerWriteSpec) -> list[str]:
     """Why the kernel of write_indexer_cache cannot run this call; empty if it can."""
     if not spec.cache.packed:
         return ["k_cache holds floats; the kernel writes the packed layout of uint8"]
-    return _dtype_reasons("k", spec.in_dtype) + _width_reasons(spec.cache.head_dim, spec.rotation)
+    reasons = _dtype_reasons("k", spec.in_dtype) + _width_reasons(spec.cache.head_dim, spec.rotation)
+    if not isinstance(spec.cache.page_size, int) or spec.cache.page_size % 2:
+        # A page of Z * 132 bytes begins at a multiple of 8, as a lane's values are stored.
+        reasons.append(f"Z is {spec.cache.page_size}; the kernel takes even page sizes")
+    return reasons
 
 
 def indexer_write_config(spec: IndexerWriteSpec) -> IndexerWriteConfig:

@@ -95,6 +95,11 @@ def test_reasons_name_what_is_not_taken() -> None:
         assert reason in compress_write_reasons(dataclasses.replace(spec, **change))[0]
     plain, packed = (IndexerCacheSpec(1, 64, 128, is_packed) for is_packed in (False, True))
     assert "k_cache holds floats" in indexer_write_reasons(IndexerWriteSpec(1, plain, BF16, None))[0]
+    # A lane stores eight bytes: pages of Z * 132 bytes must begin at multiples of eight.
+    assert indexer_write_reasons(IndexerWriteSpec(1, packed, BF16, None)) == []
+    for page_size in (1, 5):
+        page = dataclasses.replace(packed, page_size=page_size)
+        assert f"Z is {page_size}" in indexer_write_reasons(IndexerWriteSpec(1, page, BF16, None))[0]
     odd = IndexerWriteSpec(1, packed, "float64", Rotation(12, 2, "halves"))
     assert [reason.split(";")[0] for reason in indexer_write_reasons(odd)] == [
         "k.dtype is float64",

@@ -20,6 +20,7 @@ ROWS = 64  # query rows (tokens x heads) of one CTA: M of one warpgroup's WGMMA
 OVERHEAD = 5  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
 SHARERS = 32  # softmax lanes that have keys of one query row if the four softmax warps have different keys
 FEW_ROWS = 32  # up to this many query rows, partial results are fp32
+MAX_STAGES = 6  # with more of them, warps would be further apart than LOOKAHEAD and PIECES_KEPT (memory.py) allow
 INVARIANT_MAX_PIECES = 32  # most pieces of a request when batch_invariant
 INVARIANT_MIN_KEYS = 512  # fewest keys of a piece when batch_invariant
 INVARIANT_WORKSPACE = 1 << 28  # most bytes of partial results of one launch when batch_invariant
@@ -136,7 +137,7 @@ class DecodeConfig:
             reserved += ROWS * self.head_dim  # Q
         elif self.mixed:
             reserved += self.p_rows * self.head_dim * 2 + self.exchanged_words * 4
-        return min(8, (SMEM_BYTES - reserved) // self.stage_bytes)
+        return min(MAX_STAGES, (SMEM_BYTES - reserved) // self.stage_bytes)
 
     @property
     def tile_rows(self) -> int:

@@ -62,7 +62,7 @@ class Softmax:
     """The softmax of a decode kernel.
 
     Attributes:
-      heads, causal, visible_lens, block: as in DecodeConfig.
+      heads, causal, visible_lens, block, p_rows: as in DecodeConfig.
       rescale_bits: the running maximum may lag by 2**rescale_bits. 0: the greatest P of a row is exactly 1.
       speculates: whether P is computed before it is known whether the running maximum lags.
       inverses_kept: as in Ring.
@@ -71,7 +71,7 @@ class Softmax:
 
     def __init__(self, config: DecodeConfig, inverses_kept: int) -> None:
         self.heads, self.causal, self.block = config.num_heads, config.causal, config.block
-        self.visible_lens = config.visible_lens
+        self.visible_lens, self.p_rows = config.visible_lens, config.p_rows
         self.partial_needs_scale, self.inverses_kept = config.partial_needs_scale, inverses_kept
         if config.fp8_cache:
             # P of f16 has the range for that lag, and rounds no worse. With few rows the value warpgroups wait for the
@@ -207,7 +207,10 @@ class Softmax:
             factor = factor * results.out_scale
         if const_expr(results.sinks is not None):
             if slot < 0 and factor != 0.0:
-                factor = factor * share_beside_sink(value, piece[Piece.ROW_IN_REQUEST] + row, results.sinks)
+                head = piece[Piece.ROW_IN_REQUEST] + row
+                if const_expr(self.heads % self.p_rows > 0):
+                    head = cutlass.min(head, self.heads - 1)  # rows behind the last head have a sum too
+                factor = factor * share_beside_sink(value, head, results.sinks)
         inverse[row, number % self.inverses_kept] = factor
         if row < piece[Piece.VALID_ROWS]:
             if slot < 0:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tsmla_kernels.contract.sparse import SparseMLASpec
 
 MIN_STAGES = 2
-MAX_STAGES = 5  # LOOKAHEAD in memory.py is one more
+MAX_STAGES = 5
 GATHER_WARPS = 4
 PARTIALS_PAD = 8  # words between two warps' partials, so that four lanes read those of a row at once
 LATENT_DIM = 512
@@ -192,6 +192,15 @@ class SparseConfig:
         reserved = 4096  # barriers, descriptions of pieces, row factors
         free = SMEM_BYTES - reserved - self.q_bytes - self.exchanged_words * 4
         return min(MAX_STAGES, free // self.stage_bytes)
+
+    @property
+    def lookahead(self) -> int:
+        """How many pieces before the value warpgroups reach it a piece is described.
+
+        A piece of one block takes one stage, and a gathering warp reads the description of the piece behind the last
+        stage that it could fill: that is the next one but `stages`. Rings of less than four stages would need fewer.
+        """
+        return max(self.stages, 4) + 2
 
 
 def sparse_reasons(spec: SparseMLASpec) -> list[str]:

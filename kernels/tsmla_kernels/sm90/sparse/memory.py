@@ -7,9 +7,8 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Int32
 
-from tsmla_kernels.sm90.sparse.config import GATHER_WARPS, MAX_STAGES
+from tsmla_kernels.sm90.sparse.config import GATHER_WARPS
 
-LOOKAHEAD = MAX_STAGES + 1  # a piece is described this many pieces before the value warpgroups reach it
 PIECES_KEPT = 16  # places in the ring of descriptions: those ahead, and those that the slowest warp has not left
 GATHER_WARP = 12  # the first gathering warp, which also finds the first piece
 GATHER_ROWS = 64 // GATHER_WARPS  # rows of a block that a gathering warp copies

@@ -13,7 +13,6 @@ from tsmla_kernels.sm90.decode.values_fp8 import AHEAD, WIDE, Held, OutRows, Rea
 from tsmla_kernels.sm90.decode.walk import PieceWalk
 from tsmla_kernels.sm90.sparse.config import SparseConfig
 from tsmla_kernels.sm90.sparse.gather import Gatherer
-from tsmla_kernels.sm90.sparse.memory import LOOKAHEAD
 from tsmla_kernels.sm90.sparse.ring import SparseRing
 from tsmla_kernels.sm90.sparse.words import as_f16, times
 from tsmla_kernels.sm90.warp import kept, load_transposed
@@ -46,7 +45,7 @@ class SparseValues(ValuesFp8):
 
     def __init__(self, config: SparseConfig, ring: SparseRing, walk: PieceWalk, gatherer: Gatherer) -> None:
         super().__init__(config.decode, ring, walk, gatherer)
-        self.sparse, self.pitch, self.lookahead = config, config.pitch, LOOKAHEAD
+        self.sparse, self.pitch, self.lookahead = config, config.pitch, config.lookahead
         self.steps_at_once = 1 if config.layout == "v4" else self.block // 16
 
     def first_values(self, first_tile: Int32, lane: Int32) -> Int32:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.emulator.schedule_interpreter import GARBAGE, Interpreter, Piece
 from tsmla_kernels.catalog import mla_decode_config
-from tsmla_kernels.sm90.decode.config import OVERHEAD, DecodeConfig
+from tsmla_kernels.sm90.decode.config import OVERHEAD, DecodeConfig, invariant_piece_blocks, workspace_shapes
 
 PAGE = 64
 KINDS = ("equal", "nearly equal", "ragged", "some empty", "one long")
@@ -85,6 +85,44 @@ def check(
         for flag, piece in zip(flags, (cut[0], cut[-1]), strict=True):
             if busy & flag:  # never said of a cluster that has nothing else to do
                 assert any(other.cluster == piece.cluster and other is not piece for other in pieces)
+
+
+def check_fixed_cuts(
+    config: DecodeConfig,
+    num_clusters: int,
+    lens: np.ndarray,
+    queries: np.ndarray,
+    width: int,
+    pieces: list[Piece],
+    split_info: np.ndarray,
+) -> None:
+    """When batch_invariant: everything once, cut where the table's width alone says, in slots that no two tiles share,
+    and an entry for every row tile that a request may have."""
+    slots = workspace_shapes(config, num_clusters * config.cluster, len(lens), width)["partial_out"][0][0]
+    of_tile = slots // (len(lens) * config.max_tiles)
+    table_blocks = -(-width * config.page_size // config.block)
+    each = max(-(-table_blocks // of_tile), 1)
+    assert each <= invariant_piece_blocks(config, width)
+    starts = np.concatenate([[0], queries.cumsum()]) * config.num_heads
+    tiles = defaultdict(list)
+    for piece in pieces:
+        tiles[piece.request, piece.row].append(piece)
+    wanted = {(r, row) for r, n in enumerate(queries) for row in range(0, int(n) * config.num_heads, config.tile_rows)}
+    assert set(tiles) == wanted
+    entries = split_info[num_clusters:]
+    assert len(entries) == len(lens) * config.max_tiles and not np.any(entries[:, 3] == GARBAGE)
+    described = {(r * config.max_tiles + row // config.tile_rows) for r, row in wanted}
+    assert not entries[[i for i in range(len(entries)) if i not in described], 3].any()
+    for (r, row), cut in tiles.items():
+        cut.sort(key=lambda piece: piece.begin)
+        blocks = max(-(-int(lens[r]) // config.block), 1)
+        begins = list(range(0, blocks, each))
+        assert [(piece.begin, piece.end) for piece in cut] == [(b, min(b + each, blocks)) for b in begins]
+        tile = r * config.max_tiles + row // config.tile_rows
+        first, rows = tile * of_tile, min(config.tile_rows, int(queries[r]) * config.num_heads - row)
+        assert len(cut) <= of_tile and first + len(cut) <= slots
+        assert [piece.slot for piece in cut] == ([-1] if len(cut) == 1 else [first + i for i in range(len(cut))])
+        assert tuple(entries[tile]) == (starts[r] + row, rows, first, len(cut) if len(cut) > 1 else 0)
 
 
 def shares(num_clusters: int, pieces: list[Piece]) -> np.ndarray:
@@ -177,3 +215,26 @@ def test_row_tiles_of_a_request_are_cut_alike(interpreter: Interpreter) -> None:
         cuts[piece.request, piece.row].add((piece.begin, piece.end))
     for (request, _), edges in cuts.items():
         assert edges == cuts[request, 0]
+
+
+@pytest.mark.parametrize(
+    ("heads", "q_len", "dtype", "ragged"),
+    [
+        (16, 1, "bfloat16", False),
+        (16, 4, "float8_e4m3fn", True),
+        (128, 3, "bfloat16", True),
+        (128, 2, "bfloat16", False),
+    ],
+)
+def test_cuts_do_not_depend_on_the_batch(
+    interpreter: Interpreter, heads: int, q_len: int, dtype: str, ragged: bool
+) -> None:
+    rng = np.random.default_rng(heads + q_len)
+    config = dataclasses.replace(config_of(heads, q_len, dtype=dtype, ragged=ragged), batch_invariant=True)
+    width = 40
+    for count, num_clusters, kind in ((1, 12, "equal"), (5, 7, "some empty"), (35, 9, "one long")):
+        lens = np.minimum(lengths(kind, count, 900, rng), width * PAGE)
+        queries = rng.integers(0, q_len + 1, count) if ragged else np.full(count, q_len)
+        offsets = np.concatenate([[0], queries.cumsum()]) if ragged else None
+        pieces, split_info = interpreter.run(config, num_clusters, lens, width, offsets)
+        check_fixed_cuts(config, num_clusters, lens, queries, width, pieces, split_info)

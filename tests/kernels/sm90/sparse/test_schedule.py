@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.emulator.schedule_interpreter import Interpreter
-from tests.kernels.sm90.decode.test_schedule import check
+from tests.kernels.sm90.decode.test_schedule import check, check_fixed_cuts
 from tsmla_kernels.sm90.sparse.config import SparseConfig
 
 CTAS = 20
@@ -34,3 +34,15 @@ def test_tokens_without_lengths(
     lens = np.full(tokens, selected)
     pieces, split_info = interpreter.run(config, CTAS, lens, selected, equal_lengths=True)
     check(interpreter.flags, config, CTAS, lens, np.ones(tokens, int), pieces, split_info)
+
+
+@pytest.mark.parametrize("equal_lengths", [False, True])
+@pytest.mark.parametrize(("heads", "tokens", "selected"), [(16, 33, 2048), (72, 7, 1000), (128, 3, 70), (9, 2, 1)])
+def test_tokens_are_cut_at_fixed_columns(
+    interpreter: Interpreter, heads: int, tokens: int, selected: int, equal_lengths: bool
+) -> None:
+    config = SparseConfig("bfloat16", heads, batch_invariant=True).decode
+    lens = np.random.default_rng(tokens).integers(-5, selected + 200, tokens)
+    pieces, split_info = interpreter.run(config, CTAS, lens, selected, equal_lengths=equal_lengths)
+    lens = np.full(tokens, selected) if equal_lengths else np.clip(lens, 0, selected)
+    check_fixed_cuts(config, CTAS, lens, np.ones(tokens, int), selected, pieces, split_info)
