@@ -6,8 +6,8 @@ versions. Each file gives two PNGs and a full table under `benchmarks/figures/`,
 the comments `<!-- decode_<dtype> -->` and `<!-- /decode_<dtype> -->`. benchmarks/README.md has the others' between
 comments of their names: of `sparse_mla.py`, whose record has a `mode` too and gives a PNG for each of its modes and
 one full table; of `prefill.py`, a full table; of `prefill_backward.py`, `cache.py`, `indexer_logits.py` and
-`select_topk.py`, a figure and a full table; of `compress.py` and `generate.py`. All records that have errors give one
-figure of them. That of `decode_cpu.py` gives a page of its own.
+`select_topk.py`, a figure and a full table; of `compress.py`, and of `generate.py` with rows of `vllm_steps.py`. All
+records that have errors give one figure of them. That of `decode_cpu.py` gives a page of its own.
 """
 
 import argparse
@@ -364,19 +364,26 @@ def write_generate(results: Path, figures: Path, page: Path) -> str:
     """Write the figure and the table of the record of `generate.py`; return its caption."""
     rows = json.loads(results.read_text())
     try:
+        ours, theirs = [row for row in rows if row["peer"] == OURS], overview_figures.vllm_times(rows)
         lines = ["| model, step | B | floor | **tsmla** | of floor | tokens/s |", "|---|---:|---:|---:|---:|---:|"]
-        for row in rows:
-            lines.append(
+        if theirs:
+            lines = [lines[0] + " vLLM | / vLLM |", lines[1] + "---:|---:|"]
+        for row in ours:
+            line = (
                 f"| {row['mode']} | {row['b']} | {row['floor_us'] / 1e3:.2f} | **{row['us'] / 1e3:.2f}** | "
                 f"{row['floor_us'] / row['us']:.0%} | {row['tokens_per_s']:,} |"
             )
+            peer = theirs.get((row["mode"], row["b"]))
+            line += f" {peer / 1e3:.2f} | {row['us'] / peer:.2f} |" if peer else " - | - |" * bool(theirs)
+            lines.append(line)
         said = (
-            f"Milliseconds a step, random weights, {rows[0]['context']} tokens of context. The floor takes experts "
-            f"that are chosen evenly; tokens of random weights choose somewhat fewer of them. {provenance(rows)}"
+            f"Milliseconds a step, random weights, {ours[0]['context']} tokens of context. The floor takes experts "
+            f"that are chosen evenly; tokens of random weights choose somewhat fewer of them."
+            f"{' vLLM reads the same checkpoint.' if theirs else ''} {provenance(ours)}"
         )
     except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
         raise ValueError(f"{results}: {type(error).__name__} {error}") from error
-    overview_figures.draw_models(rows, figures / "generate_decode.png")
+    overview_figures.draw_models(ours, theirs, figures / "generate_decode.png")
     image = f"![milliseconds a decode step]({figures.relative_to(page.parent).as_posix()}/generate_decode.png)"
     page.write_text(between_markers(page.read_text(), "generate", "\n\n".join([said, "\n".join(lines), image])))
     return said

@@ -1,7 +1,7 @@
 """Time whole models with random weights, through the engine: decode steps, prefill, and compilation.
 
     python3 benchmarks/generate.py --out FILE.json [--points v2-lite,bf16,1/v2-lite,bf16,prefill/...] [--seconds 500]
-        [--data_parallel N] [--expert_parallel N] [--context_parallel N]
+        [--checkpoints DIR [--compare VLLM.json]] [--data_parallel N] [--expert_parallel N] [--context_parallel N]
 
 A point is a model (v2-lite, or v3-slice: one dense layer and 5 of experts in bf16, 10 in fp8), the format of its
 weights (bf16, or fp8: e4m3 with scales for blocks of 128 x 128 in all matrices that a checkpoint of V3 has so), and a
@@ -10,7 +10,12 @@ nearly evenly. A decode row is the median step of 64, of B texts of 512 tokens o
 prompts of 512 tokens, a chunk at a time. floor_us is the time of the bytes that a step must read (weights once, of the
 experts those that B tokens can be expected to choose if all are alike; the caches), or of the products of a prefill.
 compile_s is what it takes to compile the decode step, tracing included; warm_s is the same with jax's compilation cache
-filled by a run with --compile_only. v3-slice needs XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.
+filled by a run with --compile_only.
+
+With --checkpoints weights are those of a checkpoint in that folder, which is written there from a seed unless it is
+there already (v2-lite takes 31 GB, in fp8 16), and the texts of decode rows are prefilled, so that their tokens mean
+something. Rows have the first of them; --compare adds the share of them that is equal in a record of vllm_steps.py,
+which reads the same checkpoints and has the same prompts.
 
 On a mesh a batch is that of all replicas, a prefill step has a chunk for each of them, and floor_us is that of one
 device: the bytes that it must read, or its share of the products; collectives have none. Rows on one device beside
@@ -22,10 +27,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 import tempfile
 import time
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from typing import Any
+
+# Before jax is: v3-slice needs nearly all of the GPU's memory.
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +45,10 @@ from figures import BYTES_PER_S
 from harness import POINTS, Record, within_budget
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from random_checkpoint import write_checkpoint
+from whole_models import CHECKPOINTS, KEPT_TOKENS, MODELS, checkpoint, equal_share, mode_name, prompts
 
-from tsmla_jax.generate import Engine, EngineOptions, ModelConfig
+from tsmla_jax.generate import Engine, EngineOptions, ModelConfig, load_model
 from tsmla_jax.generate import step as steps
 from tsmla_jax.generate.engine import StepKind
 from tsmla_jax.generate.mesh import MeshShape, make_mesh, param_specs
@@ -55,32 +67,6 @@ CONTEXT, STEPS = 512, 64
 BATCHES = (1, 16, 64, 256)
 FLOPS_PER_S = 798e12
 """Of a product of bf16 matrices of 8192 x 8192, as measured on an H200."""
-
-_YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
-V2_LITE = {
-    "model_type": "deepseek_v2", "vocab_size": 102400, "hidden_size": 2048, "intermediate_size": 10944,
-    "moe_intermediate_size": 1408, "num_hidden_layers": 27, "num_attention_heads": 16, "q_lora_rank": None,
-    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 64,
-    "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
-    "topk_method": "greedy", "norm_topk_prob": False, "routed_scaling_factor": 1.0, "rms_norm_eps": 1e-6,
-    "rope_theta": 10000, "rope_scaling": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}, "eos_token_id": None,
-    "max_position_embeddings": 163840, "torch_dtype": "bfloat16",
-}  # fmt: skip
-V3 = {
-    "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
-    "moe_intermediate_size": 2048, "num_attention_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256,
-    "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 1, "n_group": 8, "topk_group": 4,
-    "topk_method": "noaux_tc", "norm_topk_prob": True, "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-6,
-    "rope_theta": 10000, "rope_scaling": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}, "eos_token_id": None,
-    "max_position_embeddings": 163840, "torch_dtype": "bfloat16",
-}  # fmt: skip
-MODELS = {
-    ("v2-lite", "bf16"): V2_LITE,
-    ("v2-lite", "fp8"): V2_LITE,
-    ("v3-slice", "bf16"): {**V3, "num_hidden_layers": 6},
-    ("v3-slice", "fp8"): {**V3, "num_hidden_layers": 10},
-}
 
 
 def mesh_shape() -> MeshShape:
@@ -148,6 +134,22 @@ def _noise(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
     return make
 
 
+def config_of(model: tuple[str, str]) -> ModelConfig:
+    """The model's configuration; no token ends a text."""
+    return steps.without_ends(ModelConfig.from_hf(MODELS[model]))
+
+
+def params_of(model: tuple[str, str]) -> Any:
+    """The parameters of a model: those of its checkpoint, if checkpoints are asked for."""
+    config, narrow = config_of(model), model[1] == "fp8"
+    directory = checkpoint(model)
+    if directory is None:
+        return random_params(config, narrow)
+    if not (directory / "config.json").exists():
+        write_checkpoint(directory, MODELS[model])
+    return load_model(directory, config, keep_fp8=narrow, mesh=mesh_shape(), progress=True)
+
+
 def random_params(config: ModelConfig, narrow: bool) -> dict[str, Any]:
     """Random parameters on the devices; norms are 1, and block scales bring e4m3 to the variance of the others."""
     seeds, mesh = iter(range(1, 1 << 20)), make_mesh(mesh_shape())
@@ -205,15 +207,15 @@ def prefill_floor(config: ModelConfig, tokens: int) -> float:
     return 2 * tokens * (weights + scores) / FLOPS_PER_S * 1e6 / mesh_shape().size
 
 
-def prompts(config: ModelConfig, count: int) -> list[list[int]]:
-    """Random prompts of CONTEXT tokens."""
-    return np.random.default_rng(0).integers(0, config.vocab_size, (count, CONTEXT)).tolist()
+def admit_texts(engine: Engine, config: ModelConfig, batch: int, limit: int) -> None:
+    """Texts of CONTEXT tokens, to be prefilled."""
+    for text, prompt in enumerate(prompts(config.vocab_size, batch, CONTEXT)):
+        assert engine.admit(text, prompt, limit)
 
 
 def place_texts(engine: Engine, config: ModelConfig, batch: int, limit: int) -> None:
     """Texts as if their prompts of CONTEXT tokens had been prefilled, over caches of noise."""
-    for text, prompt in enumerate(prompts(config, batch)):
-        assert engine.admit(text, prompt, limit)
+    admit_texts(engine, config, batch, limit)
     session = engine._opened()
     for replica in session.replicas:
         replica.arrived.clear()
@@ -229,27 +231,37 @@ def place_texts(engine: Engine, config: ModelConfig, batch: int, limit: int) -> 
     session.state = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), state, session.state)
 
 
-def time_decode(engine: Engine, config: ModelConfig, batch: int) -> float:
-    """Median microseconds of a step of `batch` texts; their tokens are read by the host, as ever."""
-    place_texts(engine, config, batch, STEPS + 12)
+def time_decode(engine: Engine, config: ModelConfig, batch: int, *, prefilled: bool) -> tuple[float, list[list[int]]]:
+    """Median microseconds of a step of `batch` texts, and the first tokens of each text.
+
+    The host reads tokens as ever. prefilled: the texts' prompts are, and not the caches of noise."""
+    (admit_texts if prefilled else place_texts)(engine, config, batch, STEPS + 12)
+    texts: dict[int, list[int]] = defaultdict(list)
+
+    def step() -> int:
+        new = engine.step()
+        for text, tokens, _ in new:
+            texts[text] += tokens
+        return len(new)
+
     while engine.figures.decode_steps < 8:
-        engine.step()
+        step()
     times = []
     for _ in range(STEPS):
         begin = time.perf_counter()
-        assert len(engine.step()) == batch
+        assert step() == batch
         times.append(time.perf_counter() - begin)
     engine.close()
-    return sorted(times)[STEPS // 2] * 1e6
+    return sorted(times)[STEPS // 2] * 1e6, [texts[text][:KEPT_TOKENS] for text in range(batch)]
 
 
 def time_prefill(engine: Engine, config: ModelConfig, count: int) -> float:
     """Microseconds of a prefill step of --chunk tokens a replica, of `count` prompts one after the other."""
-    waiting, begin = list(enumerate(prompts(config, count))), time.perf_counter()
+    waiting, begin = deque(enumerate(prompts(config.vocab_size, count, CONTEXT))), time.perf_counter()
     done = 0
     while done < count:
         while waiting and engine.admit(*waiting[0], 1):
-            waiting.pop(0)
+            waiting.popleft()
         done += len(engine.step())
     taken = time.perf_counter() - begin
     engine.close()
@@ -264,6 +276,7 @@ def options(batch: int) -> EngineOptions:
         max_batch=batch,
         num_pages=pages,
         chunk=CHUNK.value,
+        program="step",  # as on a GPU, wherever this runs
         data_parallel=mesh.data,
         expert_parallel=mesh.expert,
         context_parallel=mesh.context,
@@ -290,28 +303,33 @@ def compile_step(config: ModelConfig, narrow: bool, what: str) -> None:
 
 def measure(record: Record, params: Any, model: tuple[str, str], what: str) -> None:
     """One point: a batch size, or "prefill"."""
-    config, narrow = ModelConfig.from_hf(MODELS[model]), model[1] == "fp8"
-    name = model[0] if not narrow else f"{model[0]} fp8"
+    config, narrow = config_of(model), model[1] == "fp8"
     if what == "prefill":
         replicas = mesh_shape().replicas
         batch, tokens = 32 * replicas, CHUNK.value * replicas
         engine = Engine(params, config, options(batch))
         time_prefill(engine, config, batch)
         us, floor = time_prefill(engine, config, 2 * batch), prefill_floor(config, tokens)
-        row = {"b": tokens // CONTEXT, "mode": f"{name} prefill"}
+        row = {"b": tokens // CONTEXT, "mode": mode_name(model, "prefill")}
     else:
         batch = tokens = int(what)
         engine = Engine(params, config, options(batch))
         engine.compile_ahead(prefill=False)
         compiled = engine.figures.compile_seconds
-        us, floor = time_decode(engine, config, batch), decode_floor(config, narrow, batch)
-        row = {"b": batch, "mode": f"{name} decode", "warm_s" if CACHE.value else "compile_s": round(compiled, 1)}
+        prefilled = bool(CHECKPOINTS.value)
+        us, texts = time_decode(engine, config, batch, prefilled=prefilled)
+        floor = decode_floor(config, narrow, batch)
+        row = {"b": batch, "mode": mode_name(model, "decode")}
+        row["warm_s" if CACHE.value else "compile_s"] = round(compiled, 1)
+        if prefilled:
+            row |= {"context": CONTEXT, "tokens": texts}
+            row |= {} if (share := equal_share(row)) is None else {"equal_tokens": round(share, 4)}
     rate = tokens / us * 1e6
     sizes = {"context": CONTEXT, "layers": config.num_layers, "heads": config.attention.num_attention_heads}
     if mesh_shape().size > 1:
         sizes |= {f"{axis}_parallel": size for axis, size in dataclasses.asdict(mesh_shape()).items()}
-    record.add(**sizes, **row, peer="tsmla", us=round(us, 1), floor_us=round(floor, 1), tokens_per_s=round(rate))
-    extra = " ".join(f"{key} {value}" for key, value in row.items() if key.endswith("_s"))
+    record.add(**sizes | row, peer="tsmla", us=round(us, 1), floor_us=round(floor, 1), tokens_per_s=round(rate))
+    extra = " ".join(f"{key} {value}" for key, value in row.items() if key.endswith(("_s", "equal_tokens")))
     print(f"{row['mode']:22s} B {row['b']:4d} {us:9.1f} us, floor {floor:8.1f} ({floor / us:4.0%}), "
           f"{rate:9.0f} tokens/s {extra}", flush=True)  # fmt: skip
 
@@ -332,15 +350,14 @@ def main(argv: list[str]) -> int:
         if mesh_shape().size > 1:
             raise app.UsageError("--compile_only; legal on one device")
         for model, weights, what in points:
-            compile_step(ModelConfig.from_hf(MODELS[model, weights]), weights == "fp8", what)
+            compile_step(config_of((model, weights)), weights == "fp8", what)
         return 0
     record = Record()
     params: dict[tuple[str, str], Any] = {}
     for model, weights, what in within_budget(points):
         if (model, weights) not in params:
             params.clear()
-            config = ModelConfig.from_hf(MODELS[model, weights])
-            params[model, weights] = random_params(config, weights == "fp8")
+            params[model, weights] = params_of((model, weights))
         measure(record, params[model, weights], (model, weights), what)
     return 0
 

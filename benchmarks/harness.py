@@ -156,7 +156,7 @@ class Record:
 
         self.rows: list[dict[str, Any]] = []
         self.common = common | {
-            "device": torch.cuda.get_device_name(0),
+            "device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU",
             "commit": COMMIT.value or head(),
             "date": datetime.date.today().isoformat(),
             "versions": versions(),

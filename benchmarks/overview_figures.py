@@ -164,14 +164,26 @@ def write_compress(results: Path, figures: Path, page: Path) -> str:
     return said
 
 
-def draw_models(rows: Sequence[Row], path: Path) -> None:
-    """Milliseconds a decode step by batch size, ours and the floor, a panel a model."""
+def vllm_times(rows: Sequence[Row]) -> dict[tuple[str, int], float]:
+    """Microseconds of vLLM by mode and batch, with the faster of its own attention backends."""
+    found: dict[tuple[str, int], float] = {}
+    for row in rows:
+        if row["peer"] == "vllm" and row["backend"] != "CUSTOM":
+            key = row["mode"], row["b"]
+            found[key] = min(row["us"], found.get(key, row["us"]))
+    return found
+
+
+def draw_models(rows: Sequence[Row], theirs: Mapping[tuple[str, int], float], path: Path) -> None:
+    """Milliseconds a decode step by batch size, ours, vLLM's if there are any, and the floor, a panel a model."""
     models = list(dict.fromkeys(row["mode"] for row in rows if row["mode"].endswith("decode")))
     with drawn(path, (2 + 2 * len(models), 3.6), len(models)) as panels:
         for axes, model in zip(panels, models, strict=True):
             mine = sorted((row["b"], row["us"] / 1e3, row["floor_us"] / 1e3) for row in rows if row["mode"] == model)
             batches, times, floors = zip(*mine, strict=True)
             axes.plot(batches, times, marker="o", markersize=4, linewidth=1, color=OURS, label="tsmla")
+            if peer := [(b, theirs[model, b] / 1e3) for b in batches if (model, b) in theirs]:
+                axes.plot(*zip(*peer, strict=True), marker="x", markersize=4, linewidth=1, color="0.6", label="vLLM")
             axes.plot(batches, floors, marker="_", linewidth=1, color="0.4", label="floor")
             axes.set(xscale="log", yscale="log")
             axes.set_xticks(batches, [str(b) for b in batches], fontsize=8)

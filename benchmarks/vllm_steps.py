@@ -1,21 +1,27 @@
 """Time vLLM's decode steps and prompts with one pair of attention backends: a whole engine, a model of random weights.
 
     python3 benchmarks/vllm_steps.py --backend CUSTOM --prefill CUSTOM --kv auto --out FILE.json [--points 1,512/...]
+        [--model v2-lite,bf16] [--checkpoints DIR] [--compare OTHER.json]
 
-The model has DeepSeek-V2-Lite's shape (27 layers, 16 heads, 64 experts), the engine runs in this process with full CUDA
-graphs for decode, and points are (requests, tokens of context). A step is the time between two steps of the engine that
-gave every request a token: the median over all steps of a run, and over `--runs` runs. Random weights send nearly all
-tokens to the same experts, so steps compare backends with each other, not with a real model. Each row has the first
-greedy tokens of each request, the same prompts for every backend; `--compare OTHER.json` adds the share of tokens that
-is equal in that file's row of the same point.
+The model is one of generate.py's, by default DeepSeek-V2-Lite's shape (27 layers, 16 heads, 64 experts). The engine
+runs in this process with full CUDA graphs for decode, without torch.compile unless --compile asks for vLLM's default,
+and points are (requests, tokens of context). A step is the time between two steps of the engine that gave every request
+a token: the median over all steps of a run, and over `--runs` runs. A prefill row has the best rate of all batches, as
+the time of 4,096 tokens.
+
+With --checkpoints the weights are those that generate.py wrote there, and rows compare with generate.py's. Without it
+they are vLLM's dummy weights, which send nearly all tokens to the same experts: such steps compare backends with each
+other alone, and their peer is "vllm, dummy weights". Each row has the first greedy tokens of each request, the same
+prompts for every backend and in generate.py; --compare adds the share of tokens that is equal in that file's row of the
+same step, batch and context.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import os
-import random
 import statistics
 import tempfile
 import time
@@ -30,6 +36,7 @@ os.environ |= {
 
 from absl import app, flags
 from harness import POINTS, Record, within_budget
+from whole_models import CHECKPOINTS, KEPT_TOKENS, MODELS, checkpoint, equal_share, mode_name, prompts
 
 BACKEND = flags.DEFINE_string("backend", "CUSTOM", "vLLM's decode backend: CUSTOM is this project's")
 PREFILL = flags.DEFINE_string("prefill", None, "vLLM's MLA prefill backend; its own choice by default")
@@ -37,22 +44,20 @@ KV = flags.DEFINE_string("kv", "auto", "dtype of the cache: auto or fp8")
 RUNS = flags.DEFINE_integer("runs", 3, "runs of a point")
 STEPS = flags.DEFINE_integer("steps", 48, "decode steps of a run")
 MAX_LEN = flags.DEFINE_integer("max_len", 16384, "longest request")
-COMPARE = flags.DEFINE_string("compare", None, "rows of another backend, to compare tokens with")
+MODEL = flags.DEFINE_string("model", "v2-lite,bf16", "a model and the format of its weights, as in generate.py")
+COMPILE = flags.DEFINE_bool("compile", False, "torch.compile and piecewise graphs too, as vLLM does by default")
 
-MODEL = {
-    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 2048,
-    "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512,
-    "q_lora_rank": None, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
-    "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_routed_experts": 64, "num_experts_per_tok": 6,
-    "n_shared_experts": 2, "first_k_dense_replace": 1, "moe_layer_freq": 1, "vocab_size": 102400, "n_group": 1,
-    "topk_group": 1, "topk_method": "greedy", "norm_topk_prob": False, "scoring_func": "softmax",
-    "routed_scaling_factor": 1.0, "rope_theta": 10000.0, "rope_scaling": None, "rope_interleave": True,
-    "max_position_embeddings": 163840, "hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_bias": False,
-    "attention_dropout": 0.0, "tie_word_embeddings": False, "bos_token_id": 100000, "eos_token_id": 100001,
-    "torch_dtype": "bfloat16", "dtype": "bfloat16",
-}  # fmt: skip
 ALL_POINTS = tuple((batch, context) for context in (512, 4096, 16000) for batch in (1, 16, 64, 256))
-KEPT_TOKENS = 8  # of each request
+PROMPT_TOKENS = 4096  # of a prefill row, as generate.py's chunk
+
+
+def model() -> tuple[str, str]:
+    """The key of --model among MODELS."""
+    name, _, weights = MODEL.value.partition(",")
+    if (name, weights) not in MODELS:
+        legal = " ".join(",".join(key) for key in MODELS)
+        raise app.UsageError(f"--model {MODEL.value}; legal: {legal}")
+    return name, weights
 
 
 class Run(NamedTuple):
@@ -63,23 +68,52 @@ class Run(NamedTuple):
     tokens: list[list[int]]
 
 
+def weights() -> tuple[Path, str]:
+    """The folder of the model, and vLLM's format of its weights: "auto", or "dummy" where there are none."""
+    folder = checkpoint(model())
+    if folder is None:
+        folder = Path(tempfile.mkdtemp(prefix=model()[0]))
+        (folder / "config.json").write_text(json.dumps(MODELS[model()]))
+        return folder, "dummy"
+    if not (folder / "config.json").exists():
+        raise app.UsageError(f"--checkpoints {CHECKPOINTS.value}: there is no {folder}; generate.py writes it")
+    return folder, "auto"
+
+
+def without_router_kernel() -> None:
+    """Turns off vLLM's CuTe DSL kernel for the router, for every backend alike: it wants another version of the DSL
+    than the backend CUSTOM, and compiles 64 variants at the start."""
+    try:
+        from vllm.model_executor.kernels.linear.cute_dsl import ll_bf16
+    except ImportError:
+        return  # a version without it
+    ll_bf16._cutedsl_available = False
+
+
 class Engine:
     """vLLM in this process."""
 
     def __init__(self, points: list[tuple[int, int]]) -> None:
+        folder, load_format = weights()
         from vllm import LLM
+        from vllm.engine.arg_utils import EngineArgs
 
-        folder = tempfile.mkdtemp(prefix="v2-lite")
-        Path(folder, "config.json").write_text(json.dumps(MODEL))
+        without_router_kernel()
         most = max(batch for batch, _ in points)
         attention = {"backend": BACKEND.value} | ({"mla_prefill_backend": PREFILL.value} if PREFILL.value else {})
         sizes = sorted({1, 2, 4, 8, *(batch for batch, _ in points)})
+        compilation: dict[str, Any] = {"cudagraph_capture_sizes": sizes}
+        if not COMPILE.value:
+            compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        known = inspect.signature(EngineArgs).parameters
+        # It compiles and times kernels of its own at the start, which this model does not use.
+        quick = {name: False for name in ("enable_flashinfer_autotune",) if name in known}
         self.llm = LLM(
-            model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=0, block_size=64,
-            enable_prefix_caching=False, gpu_memory_utilization=0.85, max_model_len=MAX_LEN.value,
-            max_num_seqs=max(256, most), max_num_batched_tokens=8192, attention_config=attention,
-            kv_cache_dtype=KV.value, disable_log_stats=True,
-            compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes},
+            model=str(folder), load_format=load_format, skip_tokenizer_init=True, dtype="bfloat16", seed=0,
+            block_size=64, enable_prefix_caching=False, gpu_memory_utilization=0.85,
+            max_model_len=MAX_LEN.value, max_num_seqs=max(256, most), max_num_batched_tokens=8192,
+            attention_config=attention, kv_cache_dtype=KV.value, disable_log_stats=True,
+            compilation_config=compilation, **quick,
         )  # fmt: skip
         self.taken: list[tuple[float, int]] = []  # when a step ended, and how many requests it gave a token
         core = self.llm.llm_engine.engine_core
@@ -101,9 +135,7 @@ class Engine:
         """`count` greedy tokens for each prompt."""
         from vllm import SamplingParams
 
-        sampling = SamplingParams(
-            temperature=0.0, max_tokens=count, min_tokens=count, ignore_eos=True, detokenize=False
-        )
+        sampling = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
         self.taken.clear()
         begin = time.perf_counter()
         given = [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -118,36 +150,27 @@ class Engine:
         return Run(seconds, steps, [list(output.outputs[0].token_ids) for output in outputs])
 
 
-def measure(engine: Engine, batch: int, context: int) -> dict[str, Any]:
-    """The row of a point."""
-    rng = random.Random(batch * 100003 + context)
-    prompts = [[rng.randrange(MODEL["vocab_size"]) for _ in range(context)] for _ in range(batch)]
-    engine.generate(prompts, 2)  # first use of this batch
-    prompt = [engine.generate(prompts, 1).seconds for _ in range(RUNS.value)]
-    runs = [engine.generate(prompts, STEPS.value) for _ in range(RUNS.value)]
-    medians = [statistics.median(run.steps) for run in runs if run.steps]
-    step = statistics.median(medians) if medians else None
-    return {
-        "batch": batch,
+def measure(engine: Engine, batch: int, context: int) -> tuple[dict[str, Any], float]:
+    """The decode row of a point, and its prompt tokens a second."""
+    given = prompts(MODELS[model()]["vocab_size"], batch, context)
+    engine.generate(given, 2)  # first use of this batch
+    prompt = [engine.generate(given, 1).seconds for _ in range(RUNS.value)]
+    runs = [engine.generate(given, STEPS.value) for _ in range(RUNS.value)]
+    medians = [statistics.median(run.steps) * 1e3 for run in runs if run.steps]
+    if not medians:
+        raise RuntimeError(f"no step gave all {batch} requests a token; legal: a batch that the engine runs at once")
+    us = statistics.median(medians)
+    row = {
+        "mode": mode_name(model(), "decode"),
+        "b": batch,
         "context": context,
-        "step_ms": step,
-        "step_ms_of_runs": medians,
+        "us": round(us, 1),
+        "us_of_runs": [round(each, 1) for each in medians],
         "full_steps": len(runs[0].steps),
-        "decode_tokens_per_s": batch / step * 1e3 if step else None,
-        "prompt_tokens_per_s": batch * context / statistics.median(prompt),
+        "tokens_per_s": round(batch / us * 1e6),
         "tokens": [tokens[:KEPT_TOKENS] for tokens in runs[0].tokens],
     }
-
-
-def equal_share(row: dict[str, Any]) -> float | None:
-    """The share of tokens that are those of --compare's row of the same point and cache."""
-    if not COMPARE.value:
-        return None
-    for other in json.loads(Path(COMPARE.value).read_text()):
-        if all(other[name] == row[name] for name in ("batch", "context")):
-            ours, theirs = (list(itertools.chain(*some["tokens"])) for some in (row, other))
-            return sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)
-    return None
+    return row, batch * context / statistics.median(prompt)
 
 
 def main(arguments: list[str]) -> None:
@@ -157,15 +180,23 @@ def main(arguments: list[str]) -> None:
     engine = Engine(points or list(ALL_POINTS))
     from vllm import __version__
 
-    record = Record(backend=BACKEND.value, prefill=PREFILL.value or "auto", kv=KV.value, vllm=__version__)
+    record = Record(
+        peer="vllm" if CHECKPOINTS.value else "vllm, dummy weights",
+        backend=BACKEND.value, prefill=PREFILL.value or "auto", kv=KV.value, vllm=__version__,
+    )  # fmt: skip
+    rates: dict[int, float] = {}
     for batch, context in within_budget(points or list(ALL_POINTS)):
         if batch * (context + STEPS.value) > engine.cache_tokens:
             print(f"{batch} requests of {context}: the cache holds {engine.cache_tokens} tokens", flush=True)
             continue
-        row = measure(engine, batch, context)
+        row, rate = measure(engine, batch, context)
+        rates[context] = max(rate, rates.get(context, 0.0))
         share = equal_share(row)
-        record.add(**row, **({} if share is None else {"equal_tokens": share}))
+        record.add(**row, **({} if share is None else {"equal_tokens": round(share, 4)}))
         print({name: value for name, value in row.items() if name != "tokens"}, share, flush=True)
+    for context, rate in rates.items():
+        shape = {"mode": mode_name(model(), "prefill"), "b": PROMPT_TOKENS // context, "context": context}
+        record.add(**shape, us=round(PROMPT_TOKENS / rate * 1e6, 1), tokens_per_s=round(rate))
 
 
 if __name__ == "__main__":

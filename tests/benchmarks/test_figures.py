@@ -231,12 +231,25 @@ def test_a_file_without_its_fields_is_named(
 
 def test_whole_models_become_the_readmes_table(figures: ModuleType, tmp_path: Path) -> None:
     fixed = {"device": "NVIDIA H200", "commit": "abc1234", "date": "2026-11-23", "context": 512}
-    rows = [{**fixed, "b": 16, "mode": "v2-lite decode", "us": 8000.0, "floor_us": 6000.0, "tokens_per_s": 2000}]
+    fixed |= {"mode": "v2-lite decode", "b": 16}
+    rows = [{**fixed, "peer": "tsmla", "us": 8000.0, "floor_us": 6000.0, "tokens_per_s": 2000}]
     (tmp_path / "generate.json").write_text(json.dumps(rows))
     (tmp_path / "README.md").write_text("before\n<!-- generate -->\n<!-- /generate -->\nafter\n")
     assert figures.main(arguments(tmp_path)) == 0
     readme = (tmp_path / "README.md").read_text()
-    assert "| v2-lite decode | 16 | 6.00 | **8.00** | 75% | 2,000 |" in readme and "512 tokens of context" in readme
+    assert "| v2-lite decode | 16 | 6.00 | **8.00** | 75% | 2,000 |\n" in readme and "512 tokens of context" in readme
+    # vLLM's rows of the same weights stand beside ours: the fastest of its own backends, no dummy weights.
+    for peer, backend, us in (
+        ("vllm", "FLASHMLA", 9000.0), ("vllm", "FLASH_ATTN_MLA", 10000.0), ("vllm", "CUSTOM", 7000.0),
+        ("vllm, dummy weights", "FLASHMLA", 4000.0),
+    ):  # fmt: skip
+        rows.append({**fixed, "peer": peer, "backend": backend, "us": us, "tokens_per_s": 1})
+    rows.append({**rows[0], "b": 1})
+    (tmp_path / "generate.json").write_text(json.dumps(rows))
+    assert figures.main(arguments(tmp_path)) == 0
+    readme = (tmp_path / "README.md").read_text()
+    assert "| v2-lite decode | 16 | 6.00 | **8.00** | 75% | 2,000 | 9.00 | 0.89 |\n" in readme
+    assert "| v2-lite decode | 1 | 6.00 | **8.00** | 75% | 2,000 | - | - |\n" in readme and "same checkpoint" in readme
     (tmp_path / "generate.json").write_text(json.dumps([{**fixed, "b": 16}]))
     assert figures.main(arguments(tmp_path)) == 2
 

@@ -19,7 +19,8 @@ from tsmla_jax.generate import processes
 Result = TypeVar("Result")
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
-CACHE_DTYPES = {**DTYPES, "fp8": "float8_e4m3fn", "packed": "packed"}
+Q_DTYPES = {**DTYPES, "fp8": "float8_e4m3fn"}
+CACHE_DTYPES = {**Q_DTYPES, "packed": "packed"}
 
 # The least and the most that a flag may be, checked before anything is read or allocated.
 _BOUNDS = {
@@ -87,6 +88,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cache-dtype",
         choices=CACHE_DTYPES,
         help="of the cache (default: as --dtype); packed is the fp8 layout with scales of DeepSeek-V3.2 and V4",
+    )
+    parser.add_argument(
+        "--q-dtype",
+        choices=Q_DTYPES,
+        help="of the absorbed queries (default: as --dtype); fp8 goes with a cache of fp8 or packed",
     )
     mesh = parser.add_argument_group("several devices", "their number is the product of the three")
     mesh.add_argument("--data-parallel", type=int, default=1, metavar="N", help="copies of the model (default 1)")
@@ -184,6 +190,7 @@ def _generate(args: argparse.Namespace) -> None:
         top_p=args.top_p,
         seed=args.seed,
         cache_dtype=CACHE_DTYPES.get(args.cache_dtype),
+        q_dtype=Q_DTYPES.get(args.q_dtype),
         implementation=args.implementation,
         data_parallel=args.data_parallel,
         expert_parallel=args.expert_parallel,
@@ -233,6 +240,7 @@ def _generate(args: argparse.Namespace) -> None:
         "why": {choice.op: choice.why for choice in result.choices},
         "dtype": plan.dtype,
         "cache_dtype": plan.layout.dtype,
+        "q_dtype": plan.q_dtype,
         "mesh": dataclasses.asdict(plan.mesh),
     }
     print("\n" + table(record), flush=True)
@@ -259,7 +267,7 @@ def _in_flags(make: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
         flag = _FLAGS.get(named[1], "--" + named[1].replace("_", "-"))
         said = str(error)[named.end() :]
         for short, long in CACHE_DTYPES.items():
-            said = re.sub(rf"\b{long}\b", short, said) if named[1] == "cache_dtype" else said
+            said = re.sub(rf"\b{long}\b", short, said) if named[1] in ("cache_dtype", "q_dtype") else said
         raise ValueError(f"{flag} {said.replace('legal: None, ', 'legal: ').replace(', or None', '')}") from None
 
 
@@ -440,6 +448,7 @@ def table(record: dict[str, Any]) -> str:
         ("setup", f"load {record['load_seconds']:.2f} s, compile {record['compile_seconds']:.2f} s"),
         ("mesh", " x ".join(f"{axis} {size}" for axis, size in record["mesh"].items())),
         ("weights", f"{record['weight_bytes'] / 1e6:.1f} MB ({record['dtype']})"),
+        ("queries", record["q_dtype"]),
         (
             "cache",
             f"{record['cache_bytes_per_token']} bytes/token{per_text} ({record['cache_dtype']}), "

@@ -24,13 +24,14 @@ from tsmla_jax.generate.drafting import NgramDrafter
 from tsmla_jax.generate.explaining import Choice
 from tsmla_jax.generate.figures import Figures
 from tsmla_jax.generate.mesh import check_mesh, make_mesh, put_params
-from tsmla_jax.generate.model import Params, Phase, StepOptions, fold, rope_tables
+from tsmla_jax.generate.model import Params, Phase, Scales, StepOptions, fold, rope_tables
 from tsmla_jax.generate.plan import BATCH_SIZES, EngineOptions, Plan, check_text, make_plan, make_serving_plan
 from tsmla_jax.generate.programs import Programs, programs_for
 from tsmla_jax.generate.replica import Replica, Text, fill_prompts
 from tsmla_jax.generate.sampling import Sampling
 from tsmla_jax.generate.step import Constants, Drafts, Prompts, State, StepConfig
 from tsmla_jax.nn import MLAConfig
+from tsmla_kernels.contract import FP8
 
 
 class Tokens(NamedTuple):
@@ -264,7 +265,10 @@ class Engine:
         constants = Constants(
             ends=jnp.asarray(self.config.eos_token_ids or (steps.NO_TOKEN,), jnp.int32),
             sampling=Sampling(np.uint32(given.seed), np.float32(given.temperature), np.float32(given.top_p)),
-            kv_scale=jnp.float32(given.kv_scale) if layout.dtype == "float8_e4m3fn" else None,
+            scales=Scales(
+                kv_scale=jnp.float32(given.kv_scale) if layout.dtype == FP8 else None,
+                q_scale=jnp.float32(given.q_scale) if plan.q_dtype == FP8 else None,
+            ),
             ropes=rope_tables(self.config, plan.max_pages * plan.span),
         )
         self._session = _Session(

@@ -41,13 +41,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Sizes of a step: new tokens in all and of one request at most, requests, width of the block tables; and whether
-    devices share the keys of a request."""
+    """Sizes of a step: new tokens in all and of one request at most, requests, width of the block tables; the dtype of
+    the absorbed queries; and whether devices share the keys of a request."""
 
     tokens: int
     max_q_len: int
     requests: int
     max_pages: int
+    q_dtype: Any
     shared_keys: bool
 
 
@@ -55,6 +56,7 @@ def explain_step(
     config: ModelConfig,
     *,
     dtype: Any,
+    q_dtype: Any,
     layout: CacheLayout,
     batch: int,
     max_pages: int,
@@ -67,7 +69,7 @@ def explain_step(
 
     Args:
       config: the model.
-      dtype: of the activations.
+      dtype, q_dtype: of the activations and of the absorbed queries.
       layout: of the caches.
       batch, max_pages: of the decode step.
       chunk, max_q_len: tokens of a prefill step, tokens of one request in a decode step.
@@ -94,18 +96,21 @@ def explain_step(
 
     tokens = batch * max_q_len
     each, requests = (1, tokens) if shared_keys else (max_q_len, batch)
+    common: dict[str, Any] = {"max_pages": max_pages, "q_dtype": q_dtype, "shared_keys": shared_keys}
     steps = {
-        "prefill": _Sizes(chunk, max_q_len=chunk, requests=1, max_pages=max_pages, shared_keys=shared_keys),
-        "decode": _Sizes(tokens, max_q_len=each, requests=requests, max_pages=max_pages, shared_keys=shared_keys),
+        "prefill": _Sizes(chunk, max_q_len=chunk, requests=1, **common),
+        "decode": _Sizes(tokens, max_q_len=each, requests=requests, **common),
     }
     for attention in dict.fromkeys(config.layer(index).attention for index in range(config.num_layers)):
         cache = jax.eval_shape(partial(init_cache, attention, layout))
         for phase, sizes in steps.items():
             if isinstance(attention, MLAConfig):
-                explain = _explain_prefill if phase == "prefill" else _explain_decode
-                explain(partial(add, phase), attention, dtype, cache, sizes)
+                if phase == "prefill":
+                    _explain_prefill(partial(add, phase), attention, dtype, sizes.tokens)
+                else:
+                    _explain_decode(partial(add, phase), attention, cache, sizes)
             elif isinstance(attention, V32Config):
-                _explain_v32(partial(add, phase), attention, dtype, cache, sizes)
+                _explain_v32(partial(add, phase), attention, cache, sizes)
             else:
                 entries = entries_per_page(attention, layout.page_size)
                 _explain_v4(partial(add, f"{phase}, {attention.kind}"), attention, dtype, cache, sizes, entries)
@@ -137,12 +142,12 @@ _integers = partial(_array, jnp.int32)
 _floats = partial(_array, jnp.float32)
 
 
-def _scale(cache: Any) -> Any:
-    return _floats() if cache.dtype == jnp.float8_e4m3fn else None
+def _scale(array: Any) -> Any:
+    return _floats() if array.dtype == jnp.float8_e4m3fn else None
 
 
-def _explain_prefill(add: Add, config: MLAConfig, dtype: Any, cache: Any, sizes: _Sizes) -> None:
-    heads, tokens = config.num_attention_heads, sizes.tokens
+def _explain_prefill(add: Add, config: MLAConfig, dtype: Any, tokens: int) -> None:
+    heads = config.num_attention_heads
     add(
         "mla_prefill",
         _array(dtype, tokens, heads, config.qk_head_dim),
@@ -157,10 +162,11 @@ def _explain_prefill(add: Add, config: MLAConfig, dtype: Any, cache: Any, sizes:
     )
 
 
-def _explain_decode(add: Add, config: MLAConfig, dtype: Any, cache: Any, sizes: _Sizes) -> None:
+def _explain_decode(add: Add, config: MLAConfig, cache: Any, sizes: _Sizes) -> None:
+    q = _array(sizes.q_dtype, sizes.tokens, config.num_attention_heads, config.cache_dim)
     add(
         "mla_decode",
-        _array(dtype, sizes.tokens, config.num_attention_heads, config.cache_dim),
+        q,
         cache,
         _integers(sizes.requests, sizes.max_pages),
         _integers(sizes.requests),
@@ -168,6 +174,7 @@ def _explain_decode(add: Add, config: MLAConfig, dtype: Any, cache: Any, sizes: 
         latent_dim=config.kv_lora_rank,
         cu_seqlens_q=_integers(sizes.requests + 1),
         max_q_len=sizes.max_q_len,
+        q_scale=_scale(q),
         kv_scale=_scale(cache),
     )
 
@@ -197,15 +204,17 @@ def _explain_indexer(add: Add, config: V32Config | V4Config, keys: Any, sizes: _
     return chosen
 
 
-def _explain_v32(add: Add, config: V32Config, dtype: Any, cache: V32Cache, sizes: _Sizes) -> None:
+def _explain_v32(add: Add, config: V32Config, cache: V32Cache, sizes: _Sizes) -> None:
     chosen = _explain_indexer(add, config, cache.indexer, sizes)
+    q = _array(sizes.q_dtype, sizes.tokens, config.mla.num_attention_heads, config.mla.cache_dim)
     add(
         "sparse_mla",
-        _array(dtype, sizes.tokens, config.mla.num_attention_heads, config.mla.cache_dim),
+        q,
         cache.kv,
         _integers(sizes.tokens, chosen),
         softmax_scale=config.mla.softmax_scale,
         latent_dim=config.mla.kv_lora_rank,
+        q_scale=_scale(q),
         kv_scale=_scale(cache.kv),
     )
 
@@ -241,9 +250,10 @@ def _explain_v4(add: Add, config: V4Config, dtype: Any, cache: V4Cache, sizes: _
     columns = config.sliding_window + chosen
     compressed = cache.compressed is not None
     packed = cache.window.dtype == jnp.uint8
+    q = _array(sizes.q_dtype, tokens, config.num_attention_heads, config.head_dim)
     add(
         "sparse_mla",
-        _array(dtype, tokens, config.num_attention_heads, config.head_dim),
+        q,
         cache.window,
         _integers(tokens, columns + -columns % INDEX_ROW_ALIGNMENT),
         _integers(tokens),
@@ -254,6 +264,7 @@ def _explain_v4(add: Add, config: V4Config, dtype: Any, cache: V4Cache, sizes: _
         window=config.sliding_window if compressed else None,
         page_size=WINDOW_PAGE if packed else None,
         compressed_page_size=entries if packed and compressed else None,
+        q_scale=_scale(q),
         kv_scale=_scale(cache.window),
         compressed_kv_scale=_scale(cache.compressed) if compressed else None,
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,14 @@ class Batch:
     step: Step
     state_slots: jax.Array | None = None
     expert_tokens: jax.Array | None = None
+
+
+class Scales(NamedTuple):
+    """Scales of all layers' attention, f32 [] each: kv_scale of fp8 caches, q_scale of fp8 queries; None where there
+    are none. Queries are fp8 where they are absorbed: in decode of V2 and V3, and in V3.2 and V4."""
+
+    kv_scale: jax.Array | None = None
+    q_scale: jax.Array | None = None
 
 
 @dataclass(frozen=True)
@@ -162,7 +170,7 @@ def decoder_layer(
     x: jax.Array,
     cache: Any,
     batch: Batch,
-    kv_scale: jax.Array | None,
+    scales: Scales,
     options: StepOptions,
     shared: V4Step | None,
 ) -> tuple[jax.Array, Any]:
@@ -174,7 +182,7 @@ def decoder_layer(
       x: [T, C], or [T, S, C] in V4.
       cache: this layer's (`caches.init_cache`).
       batch: the step.
-      kv_scale: of an fp8 cache, else None.
+      scales: of an fp8 cache and of fp8 queries.
       shared: V4 alone: of `shared_steps`, for this layer's kind.
 
     Returns:
@@ -186,7 +194,7 @@ def decoder_layer(
     def attention(x: jax.Array) -> jax.Array:
         nonlocal cache
         normed = _norm(x, layer["attention_norm"], config)
-        attended, cache = _attend(layer["attention"], config, normed, cache, batch, kv_scale, options, shared)
+        attended, cache = _attend(layer["attention"], config, normed, cache, batch, scales, options, shared)
         return jnp.where(valid[:, None], attended, 0)
 
     def mlp(x: jax.Array) -> jax.Array:
@@ -214,20 +222,21 @@ def _attend(
     x: jax.Array,
     cache: Any,
     batch: Batch,
-    kv_scale: jax.Array | None,
+    scales: Scales,
     options: StepOptions,
     shared: V4Step | None,
 ) -> tuple[jax.Array, Any]:
     """The attention of one layer of any model: y [T, C] and the cache."""
     attention, name = config.attention, options.implementation
-    common: dict[str, Any] = {"kv_scale": kv_scale, "implementation": name, "context_axis": options.context_axis}
     if isinstance(attention, V4Config):
         assert shared is not None
-        return v4.attend(params, attention, x, cache, shared, kv_scale=kv_scale, implementation=name)
+        return v4.attend(params, attention, x, cache, shared, **scales._asdict(), implementation=name)
+    common: dict[str, Any] = {"implementation": name, "context_axis": options.context_axis}
     if isinstance(attention, V32Config):
-        return v32.attend(params, attention, x, cache, batch.step, **common)
+        return v32.attend(params, attention, x, cache, batch.step, **scales._asdict(), **common)
     if options.phase == "decode":
-        return functional.decode(params, attention, x, cache, batch.step, **common)
+        return functional.decode(params, attention, x, cache, batch.step, **scales._asdict(), **common)
+    common["kv_scale"] = scales.kv_scale
     if options.phase == "fresh":
         return _attend_fresh(params, attention, x, cache, batch.step, **common)
     return functional.prefill_with_context(
@@ -287,7 +296,7 @@ def run_layers(
     x: jax.Array,
     caches: Sequence[Any],
     batch: Batch,
-    kv_scale: jax.Array | None,
+    scales: Scales,
     options: StepOptions,
     shared: Mapping[str, V4Step],
 ) -> tuple[jax.Array, list[Any]]:
@@ -305,7 +314,7 @@ def run_layers(
     written = []
     for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
         own = config.layer(index)
-        x, cache = decoder_layer(layer, own, x, cache, batch, kv_scale, options, shared.get(own.kind))
+        x, cache = decoder_layer(layer, own, x, cache, batch, scales, options, shared.get(own.kind))
         written.append(cache)
     return x, written
 
@@ -316,7 +325,7 @@ def forward(
     caches: Sequence[Any],
     batch: Batch,
     rows: jax.Array,
-    kv_scale: jax.Array | None,
+    scales: Scales,
     options: StepOptions,
 ) -> tuple[jax.Array, list[Any]]:
     """A whole step: the logits [N, V] after the tokens at `rows`, and the caches with the new tokens written.
@@ -329,5 +338,5 @@ def forward(
     ropes = rope_tables(config, batch.step.block_tables.shape[1] * options.page_size)
     shared = shared_steps(config, batch, ropes, options)
     x = embed(params, config, batch.tokens)
-    x, written = run_layers(params, config, x, caches, batch, kv_scale, options, shared)
+    x, written = run_layers(params, config, x, caches, batch, scales, options, shared)
     return logits(params, config, x, rows), written

@@ -21,6 +21,7 @@ from tsmla_jax.generate.config import ModelConfig
 from tsmla_jax.generate.explaining import Choice, explain_step
 from tsmla_jax.generate.mesh import ONE_DEVICE, MeshShape, check_mesh
 from tsmla_jax.generate.pages import pages_for
+from tsmla_kernels.contract import FP8
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Texts of a decode step. No other sizes are compiled: a smaller batch has rows of padding."""
@@ -48,6 +49,10 @@ class EngineOptions:
       cache_dtype: None takes the parameters' dtype; "float8_e4m3fn" halves a bf16 cache; "packed" is the fp8 layout
         with scales of V3.2 and V4.
       kv_scale: an fp8 cache holds values / kv_scale.
+      q_dtype: of the absorbed queries, those of V2's and V3's decode and all of V3.2's and V4's. None takes the
+        parameters' dtype; "float8_e4m3fn", for fp8 and packed caches, multiplies queries and keys in fp8, with the
+        error that docs/guides/fp8.md states.
+      q_scale: an fp8 query holds values / q_scale.
       implementation: of the operations; None is the best that can run.
       program: "step" compiles a step as one program, the fastest to run; "layer" compiles a layer of each kind, in a
         fraction of the time. None is "layer" where jax's default device is a CPU, else "step"; on a mesh it is "step".
@@ -66,6 +71,8 @@ class EngineOptions:
     seed: int = 0
     cache_dtype: str | None = None
     kv_scale: float = 1.0
+    q_dtype: str | None = None
+    q_scale: float = 1.0
     implementation: str | None = None
     program: Program | None = None
     data_parallel: int = 1
@@ -93,8 +100,9 @@ class EngineOptions:
             raise ValueError(f"temperature = {self.temperature}; legal: 0 (greedy) or a positive number")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p = {self.top_p}; legal: above 0, at most 1")
-        if not 0 < self.kv_scale < float("inf"):
-            raise ValueError(f"kv_scale = {self.kv_scale}; legal: a positive number")
+        for name in ("kv_scale", "q_scale"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} = {getattr(self, name)}; legal: a positive number")
 
     @property
     def mesh(self) -> MeshShape:
@@ -110,7 +118,7 @@ class Plan:
       batch: texts of a replica that decode together.
       max_pages: width of the block tables.
       prefill_sizes: tokens that a prefill step is padded to, the chunk last.
-      dtype: name of the dtype of the activations.
+      dtype, q_dtype: names of the dtypes of the activations and of the absorbed queries.
       layout: of the caches of a device.
       at_once: a step is one program.
       choices: which implementation runs each operation and why.
@@ -121,6 +129,7 @@ class Plan:
     max_pages: int
     prefill_sizes: tuple[int, ...]
     dtype: str
+    q_dtype: str
     layout: CacheLayout
     at_once: bool
     choices: tuple[Choice, ...]
@@ -156,8 +165,8 @@ def make_plan(
 
     Raises:
       ValueError: a mesh that does not go with the model or jax's devices, no prompt or an empty one, an id outside the
-        vocabulary, a text longer than the cache or the model, a page size or cache dtype that does not go with the
-        model or its parameters, an unknown implementation.
+        vocabulary, a text longer than the cache or the model, a page size or a dtype of the cache or the queries that
+        does not go with the model or its parameters, an unknown implementation.
       NotImplementedError: the implementation that was asked for can't run this.
     """
     if not prompts:
@@ -226,9 +235,11 @@ def _plan(config: ModelConfig, options: EngineOptions, batch: int, num_pages: in
         dtype=_cache_dtype(config, options.cache_dtype or dtype, dtype),
     )
     max_pages = pages_for(longest, page_size * options.context_parallel)
+    q_dtype = _q_dtype(options.q_dtype or dtype, layout.dtype, dtype)
     choices = explain_step(
         config,
         dtype=jnp.dtype(dtype),
+        q_dtype=jnp.dtype(q_dtype),
         layout=layout,
         batch=batch,
         max_pages=max_pages,
@@ -240,11 +251,11 @@ def _plan(config: ModelConfig, options: EngineOptions, batch: int, num_pages: in
     sizes = sorted({max(1, options.chunk // 16), max(1, options.chunk // 4), options.chunk})
     one_device = options.mesh.size == 1
     program = options.program or ("layer" if one_device and jax.default_backend() == "cpu" else "step")
-    return Plan(batch, max_pages, tuple(sizes), dtype, layout, program == "step", tuple(choices), options.mesh)
+    return Plan(batch, max_pages, tuple(sizes), dtype, q_dtype, layout, program == "step", tuple(choices), options.mesh)
 
 
 def _cache_dtype(config: ModelConfig, cache_dtype: str, dtype: str) -> str:
-    legal = [dtype, "float8_e4m3fn", *(["bfloat16", "float16"] if dtype == "float32" else [])]
+    legal = [dtype, FP8, *(["bfloat16", "float16"] if dtype == "float32" else [])]
     reasons = packed_reasons(config)
     if cache_dtype == PACKED and reasons:
         raise ValueError(f"cache_dtype = 'packed': {'; '.join(reasons)}; legal here: {', '.join(legal)}")
@@ -254,6 +265,15 @@ def _cache_dtype(config: ModelConfig, cache_dtype: str, dtype: str) -> str:
             f"{', '.join(legal if reasons else [*legal, PACKED])}"
         )
     return cache_dtype
+
+
+def _q_dtype(q_dtype: str, cache_dtype: str, dtype: str) -> str:
+    legal = [dtype, *([FP8] if cache_dtype in (FP8, PACKED) else [])]
+    if q_dtype not in legal:
+        raise ValueError(
+            f"q_dtype = {q_dtype!r}; legal with parameters of {dtype} and a cache of {cache_dtype}: {', '.join(legal)}"
+        )
+    return q_dtype
 
 
 def _check_prompt(config: ModelConfig, name: str, tokens: Sequence[int], max_new_tokens: int) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from tsmla_jax.generate import model
 from tsmla_jax.generate.config import ModelConfig
 from tsmla_jax.generate.expert_parallel import gather_tokens
-from tsmla_jax.generate.model import Batch, Params, StepOptions
+from tsmla_jax.generate.model import Batch, Params, Scales, StepOptions
 from tsmla_jax.generate.sampling import Sampling, select_tokens
 from tsmla_jax.nn.step import Step
 from tsmla_jax.ops.ragged import row_owner
@@ -75,12 +75,12 @@ class Drafts(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """What all steps of a run share: ids that end a text [N] i32, the sampling, the scale of an fp8 cache (or None) and
-    V4's rope tables."""
+    """What all steps of a run share: ids that end a text [N] i32, the sampling, the attention's scales and V4's rope
+    tables."""
 
     ends: jax.Array
     sampling: Sampling
-    kv_scale: jax.Array | None
+    scales: Scales
     ropes: dict[str, jax.Array]
 
 
@@ -196,7 +196,7 @@ def _run_layers(
 ) -> tuple[jax.Array, list[Any]]:
     shared = _shared_steps(config.model, batch, constants.ropes, config.options) if constants.ropes else {}
     x = _embed(_head(params), config.model, batch.tokens)
-    return model.run_layers(params, config.model, x, caches, batch, constants.kv_scale, config.options, shared)
+    return model.run_layers(params, config.model, x, caches, batch, constants.scales, config.options, shared)
 
 
 def _ragged_step(tables: Any, seq_lens: Any, cu_seqlens: Any, tokens: int, max_q_len: int, config: StepConfig) -> Step:

@@ -1,4 +1,4 @@
-"""Conversion of values to a cache's dtype, with the one rounding and saturation rule of the project."""
+"""Conversion of values to a cache's dtype or to fp8 queries, by the one rounding and saturation rule of the project."""
 
 from __future__ import annotations
 
@@ -21,3 +21,8 @@ def to_cache_dtype(x: jax.Array, scale: Scale | None, dtype: str) -> jax.Array:
         # The conversion alone would turn values out of range into NaN.
         x = jnp.clip(x.astype(accumulation_dtype(x.dtype.name)), -FP8_MAX, FP8_MAX)
     return x.astype(dtype)
+
+
+def quantize_q(q: jax.Array, q_scale: Scale | None) -> jax.Array:
+    """Queries as a layer gives them to attention: q / q_scale in float8_e4m3fn, or q itself where there is no scale."""
+    return q if q_scale is None else to_cache_dtype(q, q_scale, FP8)

@@ -58,10 +58,12 @@ def test_ids_in_tokens_and_figures_out(
         assert part in output
     assert "mla_decode   xla (as asked for)" in output
 
-    paging = ["--page-size", 4, "--cache-pages", 13, "--cache-dtype", "fp8", "--speculative", 3]
+    paging = ["--page-size", 4, "--cache-pages", 13, "--cache-dtype", "fp8", "--q-dtype", "fp8", "--speculative", 3]
+    assert record["q_dtype"] == "float32" and "queries      float32\n" in output
     assert run(*arguments, *paging, "--json", tmp_path / "fp8.json") == 0
     narrow = json.loads((tmp_path / "fp8.json").read_text())
-    assert narrow["cache_dtype"] == "float8_e4m3fn" and narrow["cache_bytes"] * 4 == record["cache_bytes"]
+    assert narrow["cache_dtype"] == narrow["q_dtype"] == "float8_e4m3fn"
+    assert narrow["cache_bytes"] * 4 == record["cache_bytes"]
     assert set(narrow["implementation"]) == {"mla_prefill", "mla_decode"} and all(narrow["why"].values())
 
 
@@ -227,6 +229,10 @@ WRONG = {
     "implementation that can't run": (unchanged, [*IDS, "--implementation", "cute"], "cute"),
     "cache dtype": (unchanged, [*IDS, "--dtype", "bf16", "--cache-dtype", "f32"],
                     "--cache-dtype 'f32'; legal with parameters of bf16: bf16, fp8"),
+    "q dtype": (unchanged, [*IDS, "--dtype", "bf16", "--cache-dtype", "fp8", "--q-dtype", "f16"],
+                "--q-dtype 'f16'; legal with parameters of bf16 and a cache of fp8: bf16, fp8"),
+    "fp8 queries over a wide cache": (unchanged, [*IDS, "--q-dtype", "fp8"],
+                                      "--q-dtype 'fp8'; legal with parameters of f32 and a cache of f32: f32"),
     "page size": (unchanged, [*IDS, "--page-size", "0"], "--page-size 0"),
     "cache tokens": (unchanged, [*IDS, "--cache-tokens", "0"], "--cache-tokens 0"),
     "top p": (unchanged, [*IDS, "--top-p", "1.5"], "--top-p 1.5; legal"),

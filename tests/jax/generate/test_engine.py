@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tsmla_jax.generate import Engine, EngineOptions, Generation, ModelConfig
-from tsmla_jax.generate.model import Batch, StepOptions, decoder_layer, forward
+from tsmla_jax.generate.model import Batch, Scales, StepOptions, decoder_layer, forward
 from tsmla_jax.nn import Step
 
 Model = tuple[ModelConfig, Any]
@@ -134,25 +134,38 @@ def test_nothing_is_compiled_twice(greedy: Generation, tiny_model: Model) -> Non
     assert decoder_layer._cache_size() == before
 
 
-@pytest.mark.parametrize(("dtype", "kv_scale"), [("bfloat16", None), ("float8_e4m3fn", 0.5)])
-def test_narrow_caches_cost_little_accuracy(dtype: str, kv_scale: float | None, tiny_model: Model) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "scales"),
+    [("bfloat16", Scales()), ("float8_e4m3fn", Scales(0.5)), ("float8_e4m3fn", Scales(0.5, q_scale=0.03))],
+)
+def test_narrow_caches_and_queries_cost_little_accuracy(dtype: str, scales: Scales, tiny_model: Model) -> None:
     config, params = tiny_model
     tokens = jnp.asarray(PROMPTS[2], jnp.int32)
     length = len(PROMPTS[2])
     tables, lens, cu = jnp.arange(6, dtype=jnp.int32)[None], jnp.asarray([length]), jnp.asarray([0, length])
     batch = Batch(tokens, Step.ragged(tables, lens, cu, total_tokens=length, page_size=4))
 
-    def all_logits(cache_dtype: str, kv_scale: float | None) -> np.ndarray:
+    def all_logits(cache_dtype: str, scales: Scales) -> np.ndarray:
         """Logits after every token, all of them read back from the cache."""
         caches = [jnp.full((6, 4, 40), jnp.nan, cache_dtype) for _ in range(config.num_layers)]
         step = jax.jit(forward, static_argnames=("config", "options"))
         rows = jnp.arange(length)
-        return np.asarray(step(params, config, caches, batch, rows, kv_scale, StepOptions("decode"))[0])
+        return np.asarray(step(params, config, caches, batch, rows, scales, StepOptions("decode"))[0])
 
-    exact = all_logits("float32", None)
-    error = np.abs(all_logits(dtype, kv_scale) - exact).mean() / np.abs(exact).mean()
+    exact = all_logits("float32", Scales())
+    error = np.abs(all_logits(dtype, scales) - exact).mean() / np.abs(exact).mean()
     # Rounding to bf16 is off by up to 2^-9 and to e4m3 by 2^-4 of a value; a layer's errors add up at random.
     assert 0 < error < {"bfloat16": 2**-7, "float8_e4m3fn": 2**-2}[dtype]
+
+
+def test_fp8_queries_decode_by_their_scale(tiny_model: Model) -> None:
+    """Texts over an fp8 cache: of one q_scale, of another, and with queries that its fp8 can't hold."""
+    config, params = tiny_model
+    narrow = replace(OPTIONS, cache_dtype="float8_e4m3fn", q_dtype="float8_e4m3fn")
+    texts = [Engine(params, config, replace(narrow, q_scale=scale)).generate(PROMPTS[:2], 4) for scale in (1.0, 2.0**9)]
+    # The first token comes from a prefill, whose queries are those of the parameters' dtype.
+    assert [text[0] for text in texts[0].tokens] == [text[0] for text in texts[1].tokens]
+    assert texts[0].tokens != texts[1].tokens
 
 
 @pytest.mark.parametrize(
@@ -169,6 +182,7 @@ def test_narrow_caches_cost_little_accuracy(dtype: str, kv_scale: float | None, 
         ({"temperature": float("nan")}, "temperature = nan"),
         ({"top_p": 0.0}, "top_p = 0.0"),
         ({"kv_scale": 0.0}, "kv_scale = 0.0"),
+        ({"q_scale": float("inf")}, "q_scale = inf"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], named: str) -> None:
@@ -187,6 +201,7 @@ def test_options_are_checked(options: dict[str, Any], named: str) -> None:
         ([[1], [1] * 20], 4, {"num_pages": 5}, "prompt 1: 20 tokens and 4 new ones need 6 pages of 4; the cache has 5"),
         ([[1] * 4000], 97, {}, "prompt 0: 4000 tokens and 97 new ones; the model was made for 4096"),
         ([[1]], 4, {"cache_dtype": "int8"}, "cache_dtype = 'int8'; legal"),
+        ([[1]], 4, {"q_dtype": "float16"}, "q_dtype = 'float16'; legal with parameters of float32 and a cache of"),
         ([[1]], 4, {"implementation": "cudnn"}, "implementation: got 'cudnn'; legal"),
     ],
 )

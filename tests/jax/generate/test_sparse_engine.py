@@ -16,9 +16,11 @@ from tests.jax.generate.tiny import tiny_config, write_tiny
 from tsmla_jax.cli import commands as cli
 from tsmla_jax.generate import Engine, EngineOptions, ModelConfig, load_model
 from tsmla_jax.generate.caches import CacheLayout, cache_bytes, default_page_size, init_cache, window_rows
-from tsmla_jax.generate.model import Batch, StepOptions, forward, rope_tables, shared_steps
+from tsmla_jax.generate.model import Batch, Scales, StepOptions, forward, rope_tables, shared_steps
 from tsmla_jax.generate.pages import pages_for
+from tsmla_jax.generate.plan import make_plan
 from tsmla_jax.nn import Step
+from tsmla_jax.ops.sparse_mla import api
 
 NEW = 12
 PROMPTS = [np.random.default_rng(n).integers(0, 101, n).tolist() for n in (5, 1, 150, 100)]
@@ -47,7 +49,9 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(request.param, tmp_path_factory.mktemp("sparse"))
 
 
-def all_logits(config: ModelConfig, params: Any, text: list[int], cache_dtype: str) -> np.ndarray:
+def all_logits(
+    config: ModelConfig, params: Any, text: list[int], cache_dtype: str, q_scale: float | None = None
+) -> np.ndarray:
     """Logits after every token of a text that is prefilled at once, without an engine."""
     page_size, length = default_page_size(config), len(text)
     pages = pages_for(length, page_size)
@@ -56,10 +60,10 @@ def all_logits(config: ModelConfig, params: Any, text: list[int], cache_dtype: s
     step = Step.ragged(tables, lens, cu, total_tokens=length, page_size=page_size)
     batch = Batch(jnp.asarray(text, jnp.int32), step, state_slots=jnp.zeros(1, jnp.int32))
     caches = [init_cache(config.layer(index).attention, layout) for index in range(config.num_layers)]
-    kv_scale = jnp.float32(0.02) if cache_dtype == "float8_e4m3fn" else None
+    scales = Scales(jnp.float32(0.02) if cache_dtype == "float8_e4m3fn" else None, q_scale)
     options = StepOptions("prefill", page_size=page_size, window_rows=layout.window_rows)
     run = jax.jit(forward, static_argnames=("config", "options"))
-    return np.asarray(run(params, config, caches, batch, step.slot_mapping, kv_scale, options)[0])
+    return np.asarray(run(params, config, caches, batch, step.slot_mapping, scales, options)[0])
 
 
 def test_texts_are_those_of_one_prefill(case: Case) -> None:
@@ -175,11 +179,34 @@ def test_wrong_options_get_one_line(
     assert captured.out == "" and captured.err.count("\n") == 1 and named in captured.err
 
 
+@pytest.mark.parametrize(
+    ("model", "why_not"),
+    [
+        ("v3.2", 'untested with q of float8_e4m3fn; pass implementation="cute" to use it anyway'),
+        ("v4", "q.dtype is float8_e4m3fn and kv_cache has v4 rows of uint8"),
+    ],
+)
+def test_the_choices_on_hopper_follow_the_queries(model: str, why_not: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    table = {name: replace(each, why_not_by_default=list) for name, each in api.OPERATION.table.items()}
+    monkeypatch.setitem(vars(api.OPERATION), "table", table)
+    config = ModelConfig.from_hf(make_checkpoint.make_config(900, "bfloat16", False, False, model))
+    options = EngineOptions(cache_dtype="packed")
+
+    def attention(**changes: Any) -> list[Any]:
+        plan = make_plan(config, replace(options, **changes), [[1]], 2, "bfloat16")
+        return [choice for choice in plan.choices if choice.op.startswith("sparse_mla")]
+
+    assert {choice.implementation for choice in attention()} == {"cute"}
+    narrow = attention(q_dtype="float8_e4m3fn")
+    assert {choice.implementation for choice in narrow} == {"xla"} and all(why_not in choice.why for choice in narrow)
+
+
 @pytest.mark.parametrize("model", ["v3.2", pytest.param("v4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "dtype", ["packed", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bfloat16", "float8_e4m3fn"))]
 )
-def test_narrow_caches_cost_little_accuracy(model: str, dtype: str, tmp_path: Path) -> None:
+def test_narrow_caches_and_queries_cost_little_accuracy(model: str, dtype: str, tmp_path: Path) -> None:
     # Real widths, for the packed layouts; keys are chosen all, so that a choice at the edge of them is no error.
     own = {"v3.2": {"kv_lora_rank": 512}, "v4": {"head_dim": 512, "compress_ratios": [4, 128]}}[model]
     sizes = {"num_hidden_layers": 2, "qk_rope_head_dim": 64, "index_head_dim": 64, "index_topk": 256}
@@ -187,6 +214,9 @@ def test_narrow_caches_cost_little_accuracy(model: str, dtype: str, tmp_path: Pa
     config = ModelConfig.from_hf(tmp_path)
     params = load_model(tmp_path, config)
     exact = all_logits(config, params, PROMPTS[2], "float32")
-    error = np.abs(all_logits(config, params, PROMPTS[2], dtype) - exact).mean() / np.abs(exact).mean()
+    queries = [None] if dtype == "bfloat16" else [None, 0.05]
+    found = [all_logits(config, params, PROMPTS[2], dtype, q_scale) for q_scale in queries]
+    errors = [np.abs(logits - exact).mean() / np.abs(exact).mean() for logits in found]
     # Rounding to bf16 is off by up to 2^-9 and to e4m3 by 2^-4 of a value; a layer's errors add up at random.
-    assert 0 < error < (2**-7 if dtype == "bfloat16" else 2**-2)
+    assert min(errors) > 0 and max(errors) < (2**-7 if dtype == "bfloat16" else 2**-2)
+    assert len(set(errors)) == len(queries)

@@ -21,9 +21,10 @@ MAX_CALL = 2 * 90
 
 
 def build(
-    name: str, dtype: Any = jnp.float32, indexer_dtype: Any = jnp.float32, kv_scale: float | None = None
+    name: str, dtype: Any = jnp.float32, indexer_dtype: Any = jnp.float32, **options: Any
 ) -> tuple[Run, Any, np.ndarray, np.ndarray]:
-    """run(x, cache, seq_lens, cu_seqlens_q), which gives its cache away; empty caches; input and output."""
+    """run(x, cache, seq_lens, cu_seqlens_q), which gives its cache away; empty caches; input and output. options: of
+    the layer's attend."""
     case = hf_layers.case(name)
     pages = -(-case.x.shape[1] // case.page_size)
     tables = jnp.asarray(np.random.default_rng(0).permutation(2 * pages).reshape(2, pages), jnp.int32)
@@ -32,7 +33,7 @@ def build(
     @functools.partial(jax.jit, donate_argnums=1, compiler_options={"xla_backend_optimization_level": 0})
     def run(x: jax.Array, cache: Any, seq_lens: jax.Array, cu: jax.Array) -> tuple[jax.Array, Any]:
         step = case.step(tables, seq_lens, cu, x.shape[0])
-        return case.family.attend(case.params, case.config, x, cache, step, kv_scale=kv_scale)
+        return case.family.attend(case.params, case.config, x, cache, step, **options)
 
     return run, case.cache(2 * pages, dtype, indexer_dtype), case.x, case.y
 
@@ -105,9 +106,9 @@ def test_no_split_shows_in_outputs_or_caches(name: str, data: st.DataObject) -> 
         np.testing.assert_allclose(np.asarray(got), whole, rtol=1e-5, atol=1e-5)
 
 
-def whole_error(name: str, *options: Any) -> tuple[np.ndarray, np.ndarray]:
+def whole_error(name: str, dtype: Any, indexer_dtype: Any, **options: Any) -> tuple[np.ndarray, np.ndarray]:
     """Error and output of the whole input at once over narrow caches."""
-    run, cache, x, y = build(name, *options)
+    run, cache, x, y = build(name, dtype, indexer_dtype, **options)
     length = x.shape[1]
     out, _ = run(np.concatenate(x), cache, ints([length, length]), ints([0, length, 2 * length]))
     return np.asarray(out, np.float32).reshape(y.shape) - y, y
@@ -115,8 +116,21 @@ def whole_error(name: str, *options: Any) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize(("dtype", "kv_scale", "tolerance"), [("bfloat16", None, 0.02), ("float8_e4m3fn", 0.03, 0.06)])
 def test_narrow_caches_come_close(dtype: str, kv_scale: float | None, tolerance: float) -> None:
-    error, y = whole_error("csa", jnp.dtype(dtype), jnp.uint8, kv_scale)
+    error, y = whole_error("csa", jnp.dtype(dtype), jnp.uint8, kv_scale=kv_scale)
     assert np.sqrt((error**2).mean()) < tolerance * np.sqrt((y**2).mean())
+
+
+@pytest.mark.parametrize(("name", "implementation"), [("v3.2", "xla"), ("csa", "reference")])
+def test_queries_of_e4m3_by_their_scale(name: str, implementation: str) -> None:
+    """With scales far from 1, beyond which the queries saturate: an unscaled query or logit would be seen."""
+    options = {"kv_scale": 2.0**-6, "implementation": implementation}
+    narrow = jnp.float8_e4m3fn, jnp.float32
+    wide, y = whole_error(name, *narrow, **options)
+    size = np.sqrt((y**2).mean())
+    scaled, _ = whole_error(name, *narrow, **options, q_scale=jnp.float32(2.0**-5))
+    assert 0 < np.sqrt(((scaled - wide) ** 2).mean()) < 0.03 * size
+    saturated, _ = whole_error(name, *narrow, **options, q_scale=2.0**-14)
+    assert np.sqrt(((saturated - wide) ** 2).mean()) > 0.05 * size
 
 
 def test_fp8_indexer_keys_choose_nearly_the_same() -> None:

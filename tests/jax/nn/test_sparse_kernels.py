@@ -1,6 +1,7 @@
 """V3.2's and V4's layers call the sparse kernel where it can run: their programs, at the widths of the models."""
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +45,29 @@ def step() -> Step:
     return Step.ragged(tables, lens, jnp.asarray([0, 1, 2]), total_tokens=2, page_size=PAGE)
 
 
-def program(family: Any, config: Any, cache: Any, step: Any) -> Any:
+def program(family: Any, config: Any, cache: Any, step: Any, **options: Any) -> Any:
     params = {name: jnp.zeros(shape, jnp.bfloat16) for name, shape in family.param_shapes(config).items()}
     x = jnp.zeros((2, 64), jnp.bfloat16)
-    return jax.make_jaxpr(lambda *arrays: family.attend(*arrays[:1], config, *arrays[1:]))(params, x, cache, step)
+    attend = functools.partial(family.attend, **options)
+    return jax.make_jaxpr(lambda *arrays: attend(*arrays[:1], config, *arrays[1:]))(params, x, cache, step)
 
 
 @pytest.mark.parametrize(("dtype", "count"), DTYPES)
 def test_v32(dtype: Any, count: int) -> None:
     cache = v32.init_cache(V32, PAGES, PAGE, kv_dtype=dtype, indexer_dtype=jnp.bfloat16)
     assert calls(program(v32, V32, cache, step())) == count
+    # With fp8 queries no kernel is taken unless it is named: those that take them have not run on a GPU.
+    assert calls(program(v32, V32, cache, step(), q_scale=0.5)) == 0
+
+
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.float8_e4m3fn])
+def test_v32_with_fp8_queries_calls_the_kernel_that_is_named(dtype: Any) -> None:
+    cache = v32.init_cache(V32, PAGES, PAGE, kv_dtype=dtype)
+    named = [calls(program(v32, V32, cache, step(), q_scale=q_scale, implementation="cute")) for q_scale in (None, 0.5)]
+    assert named[0] == named[1] > 0
+    with pytest.raises(NotImplementedError, match=r"q\.dtype is float8_e4m3fn and kv_cache has plain rows of bfloat16"):
+        wide = v32.init_cache(V32, PAGES, PAGE, kv_dtype=jnp.bfloat16)
+        program(v32, V32, wide, step(), q_scale=0.5, implementation="cute")
 
 
 @pytest.mark.parametrize("kind", ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"])
@@ -77,3 +91,4 @@ def test_v4(kind: str, dtype: Any, count: int) -> None:
         page_size=PAGE,
     )
     assert calls(program(v4, config, cache, made)) == count
+    assert calls(program(v4, config, cache, made, q_scale=0.5)) == 0

@@ -32,6 +32,12 @@ def test_from_a_checkpoint(name: str, module: Any, tmp_path: Path) -> None:
     y = run(layer, case.x[0, :LENGTH], case.cache(5))
     np.testing.assert_allclose(y, case.y[0, :LENGTH], rtol=1e-5, atol=1e-5)
 
+    def fp8_values(**scales: float) -> int:
+        traced = jax.make_jaxpr(lambda x, cache: layer(x, cache, case.step(*ARGUMENTS), **scales)[0])
+        return str(traced(case.x[0, :LENGTH], case.cache(5))).count("f8_e4m3fn[")
+
+    assert fp8_values() == 0 < fp8_values(q_scale=0.5)
+
 
 @pytest.mark.parametrize(("name", "devices"), [("v3.2", 2), ("sliding", 3)])
 def test_heads_on_several_devices(name: str, devices: int) -> None:

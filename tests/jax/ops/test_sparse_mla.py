@@ -118,7 +118,9 @@ def test_scaled_fp8_queries() -> None:
         close(got, oracle.sparse_mla(q.astype(np.float64) * 0.05, rows, scale=0.2, latent_dim=32), 1e-2)
 
 
-@pytest.mark.parametrize(("spread", "error"), [(0.25, 0.012), (0.5, 0.02), (1.0, 0.035), (1.7, 0.042)])
+@pytest.mark.parametrize(
+    ("spread", "error"), [(0.25, 0.012), (0.5, 0.02), (1.0, 0.035), (1.7, 0.042), (2.5, 0.053), (4.0, 0.063)]
+)
 def test_the_error_of_queries_rounded_to_e4m3(spread: float, error: float) -> None:
     """docs/guides/fp8.md has these numbers: relative errors of out, by the standard deviation of the logits."""
     case = sparse_inputs.call("v32", tokens=8, heads=16, selected=2048, pages=64, page_size=64, lengths=False, seed=5)

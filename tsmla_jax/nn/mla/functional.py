@@ -28,6 +28,7 @@ from tsmla_jax.nn.step import Step, needed_when_ragged, ragged_positions
 from tsmla_jax.nn.step import slots_of as slots_of
 from tsmla_jax.nn.weights import Params
 from tsmla_jax.ops.loops import carry
+from tsmla_jax.ops.quantize import quantize_q
 from tsmla_jax.ops.transforms import without_derivative
 
 
@@ -331,7 +332,8 @@ def decode(
         kv_cache: [P, Z, D].
         step: the new tokens and where they belong.
         kv_scale: of an fp8 cache.
-        q_scale: quantises the absorbed queries to float8_e4m3fn (q / q_scale); None leaves them in x's dtype.
+        q_scale: quantises the absorbed queries to float8_e4m3fn (q / q_scale), for a cache of that dtype; None leaves
+            them in x's dtype.
         batch_invariant, implementation: of `tsmla_jax.mla_decode`.
         context_axis: a mesh axis whose devices share the keys of every request (`nn.context_parallel`) and all have x;
             the step is made with the same axis. One collective merges what they attend to.
@@ -354,10 +356,7 @@ def decode(
         step.slot_mapping.reshape(-1),
         kv_scale=kv_scale,
     )
-    q = absorb_q(params, *project_q(params, config, x, cos, sin))
-    if q_scale is not None:
-        limit = float(jnp.finfo(jnp.float8_e4m3fn).max)
-        q = jnp.clip(q.astype(jnp.float32) / q_scale, -limit, limit).astype(jnp.float8_e4m3fn)
+    q = quantize_q(absorb_q(params, *project_q(params, config, x, cos, sin)), q_scale)
     options: dict[str, Any] = {
         "softmax_scale": config.softmax_scale,
         "latent_dim": config.kv_lora_rank,

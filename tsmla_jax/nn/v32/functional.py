@@ -22,6 +22,7 @@ from tsmla_jax.nn.rope import apply_rope, rope_cos_sin
 from tsmla_jax.nn.step import Step
 from tsmla_jax.nn.v32.config import V32Config
 from tsmla_jax.nn.weights import Params
+from tsmla_jax.ops.quantize import quantize_q
 from tsmla_jax.sparse import indexer, metadata
 from tsmla_kernels.contract.packed import Rotation
 
@@ -71,6 +72,7 @@ def attend(
     step: Step,
     *,
     kv_scale: float | jax.Array | None = None,
+    q_scale: float | jax.Array | None = None,
     context_axis: str | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, V32Cache]:
@@ -82,6 +84,7 @@ def attend(
         cache: holds the tokens before the new ones.
         step: of ragged tokens.
         kv_scale: of a float8_e4m3fn kv cache.
+        q_scale: quantises the absorbed queries to float8_e4m3fn (q / q_scale); None leaves them in x's dtype.
         context_axis: a mesh axis whose devices share the keys of every request (`nn.context_parallel`) and all have x;
             the step is made with the same axis. The chosen keys are the same as on one device.
         implementation: of `tsmla_jax.sparse_mla` and `tsmla_jax.indexer_topk`; with context_axis of
@@ -121,10 +124,11 @@ def attend(
     keys = sparse.write_indexer_cache(cache.indexer, _indexer_keys(params, x), step.slot_mapping, cos, sin)
 
     q_index, weights = _indexer_queries(params, config, x, cos, sin, quantise=keys.dtype == jnp.uint8)
-    queries = functional.absorb_q(params, *functional.project_q(params, mla, x, cos, sin))
+    queries = quantize_q(functional.absorb_q(params, *functional.project_q(params, mla, x, cos, sin)), q_scale)
     attention: dict[str, Any] = {
         "softmax_scale": mla.softmax_scale,
         "latent_dim": mla.kv_lora_rank,
+        "q_scale": q_scale,
         "kv_scale": kv_scale,
         "implementation": implementation,
     }

@@ -20,6 +20,7 @@ class V32Attention(AttentionLayer):
         step: Step,
         *,
         kv_scale: float | jax.Array | None = None,
+        q_scale: float | jax.Array | None = None,
         context_axis: str | None = None,
         implementation: str | None = None,
     ) -> tuple[jax.Array, V32Cache]:
@@ -31,6 +32,7 @@ class V32Attention(AttentionLayer):
             cache,
             step,
             kv_scale=kv_scale,
+            q_scale=q_scale,
             context_axis=context_axis,
             implementation=implementation,
         )

@@ -20,6 +20,7 @@ from tsmla_jax.nn.norms import rms_norm_fixed_order
 from tsmla_jax.nn.v4.config import V4Config
 from tsmla_jax.nn.v4.step import V4Step
 from tsmla_jax.nn.weights import Params
+from tsmla_jax.ops.quantize import quantize_q
 from tsmla_jax.sparse import indexer, layouts
 from tsmla_jax.sparse import v4 as sparse_v4
 from tsmla_jax.sparse.compressor import CompressorState, init_compressor_state
@@ -95,6 +96,7 @@ def attend(
     step: V4Step,
     *,
     kv_scale: float | jax.Array | None = None,
+    q_scale: float | jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, V4Cache]:
     """Attention of new tokens over their window and their requests' compressed entries.
@@ -105,6 +107,7 @@ def attend(
         cache: holds the tokens before the new ones.
         step: of `make_step`, for this layer's kind.
         kv_scale: of float8_e4m3fn window and compressed caches.
+        q_scale: quantises the queries to float8_e4m3fn (q / q_scale); None leaves them in x's dtype.
         implementation: of `tsmla_jax.sparse_mla`, `tsmla_jax.compress_write_kv_cache` and `tsmla_jax.indexer_topk`.
 
     Returns:
@@ -115,7 +118,7 @@ def attend(
     q = jnp.einsum("tr,rhd->thd", low, params["q_b_proj"])
     wide = q.astype(jnp.float32)
     q = (wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + eps)).astype(q.dtype)
-    q = sparse_v4.apply_rope(q, step.positions, step.cos_sin)
+    q = quantize_q(sparse_v4.apply_rope(q, step.positions, step.cos_sin), q_scale)
 
     kv = sparse_v4.norm_rope(x @ params["kv_proj"], params["kv_norm"], step.positions, step.cos_sin, eps=eps)
     # A packed cache's shape does not say how many rows its pages have; the others' does.
@@ -146,6 +149,7 @@ def attend(
         window=None if cache.compressed is None else rows.window,
         page_size=page_size,
         compressed_page_size=None if cache.compressed is None else entries_page_size,
+        q_scale=q_scale,
         kv_scale=kv_scale,
         compressed_kv_scale=None if cache.compressed is None else kv_scale,
         implementation=implementation,

@@ -1,0 +1,80 @@
+"""What the benchmarks of whole models share: the models, where their checkpoints are, prompts, and tokens compared."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+CHECKPOINTS = flags.DEFINE_string("checkpoints", None, "folder of checkpoints of random weights, one a model")
+COMPARE = flags.DEFINE_string("compare", None, "rows of another run, to compare tokens with")
+
+KEPT_TOKENS = 8  # of each text
+
+_YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+_COMMON = {
+    "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "moe_layer_freq": 1, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "max_position_embeddings": 163840, "tie_word_embeddings": False, "bos_token_id": 100000,
+    "eos_token_id": 100001, "torch_dtype": "bfloat16",
+}  # fmt: skip
+V2_LITE = {
+    **_COMMON, "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "vocab_size": 102400,
+    "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 27,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": None, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 64, "n_shared_experts": 2,
+    "num_experts_per_tok": 6, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "topk_method": "greedy",
+    "scoring_func": "softmax", "norm_topk_prob": False, "routed_scaling_factor": 1.0,
+    "rope_scaling": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+}  # fmt: skip
+V3 = {
+    **_COMMON, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 129280,
+    "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256, "n_shared_experts": 1,
+    "num_experts_per_tok": 8, "first_k_dense_replace": 1, "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+    "rope_scaling": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+}  # fmt: skip
+_FP8 = {
+    "quantization_config": {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+    }
+}  # fmt: skip
+MODELS: dict[tuple[str, str], dict[str, Any]] = {
+    ("v2-lite", "bf16"): V2_LITE,
+    ("v2-lite", "fp8"): {**V2_LITE, **_FP8},
+    ("v3-slice", "bf16"): {**V3, "num_hidden_layers": 6},
+    ("v3-slice", "fp8"): {**V3, **_FP8, "num_hidden_layers": 10},
+}
+"""config.json of each model, by its name and the format of its weights."""
+
+
+def mode_name(model: tuple[str, str], step: str) -> str:
+    """The mode of a row: "v2-lite decode", "v2-lite fp8 prefill"."""
+    return f"{model[0]}{' fp8' if model[1] == 'fp8' else ''} {step}"
+
+
+def prompts(vocab_size: int, batch: int, context: int) -> list[list[int]]:
+    """Random prompts, the same in every program: `batch` of `context` tokens."""
+    rng = random.Random(batch * 100003 + context)
+    return [[rng.randrange(vocab_size) for _ in range(context)] for _ in range(batch)]
+
+
+def equal_share(row: dict[str, Any]) -> float | None:
+    """The share of a row's tokens that are those of --compare's row of the same step and texts."""
+    if not COMPARE.value:
+        return None
+    for other in json.loads(Path(COMPARE.value).read_text()):
+        if "tokens" in other and all(other[name] == row[name] for name in ("mode", "b", "context")):
+            ours, theirs = (list(itertools.chain(*some["tokens"])) for some in (row, other))
+            return sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)
+    return None
+
+
+def checkpoint(model: tuple[str, str]) -> Path | None:
+    """The model's folder in --checkpoints, complete if it has a config.json; None without that flag."""
+    return Path(CHECKPOINTS.value, "-".join(model)) if CHECKPOINTS.value else None

@@ -1,0 +1,169 @@
+"""benchmarks/generate.py and vllm_steps.py on a CPU: tiny models, and a stand-in for vLLM."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from tsmla_jax.generate import ModelConfig, load_model
+
+pytest.importorskip("absl", reason="the benchmarks' flags")
+ROOT = Path(__file__).resolve().parents[2]
+TINY = {
+    "vocab_size": 97, "hidden_size": 256, "intermediate_size": 128, "moe_intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64, "n_routed_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
+
+QUICK = {"CUDA_VISIBLE_DEVICES": "", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+
+# What a program runs before its main: tiny models, and short texts.
+PATCH = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "benchmarks")!r})
+import whole_models
+for name, fields in whole_models.MODELS.items():
+    fields.update({TINY!r})
+    if name[0] == "v3-slice":
+        fields.update(q_lora_rank=128, n_group=2, topk_group=1)
+"""
+
+
+@pytest.fixture(scope="module")
+def modules(request: pytest.FixtureRequest) -> dict[str, ModuleType]:
+    sys.path.insert(0, str(ROOT / "benchmarks"))  # as for a program of that folder
+    request.addfinalizer(lambda: sys.path.remove(str(ROOT / "benchmarks")))
+    return {name: importlib.import_module(name) for name in ("whole_models", "random_checkpoint", "generate")}
+
+
+def run(program: str, arguments: list[Any], path: str = "", **patches: int) -> str:
+    """The output of a program of the benchmarks whose module has these values."""
+    code = PATCH + f"import {program} as program\nfrom absl import app\n"
+    code += "".join(f"program.{name} = {value}\n" for name, value in patches.items())
+    code += f"sys.argv = [{program + '.py'!r}, *sys.argv[1:]]\napp.run(program.main)\n"
+    paths = ":".join([path, *(str(ROOT / folder) for folder in ("", "kernels", "bridge"))]).strip(":")
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env={"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin", **QUICK},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("model", [("v2-lite", "fp8"), ("v3-slice", "bf16")])
+def test_checkpoints_of_random_weights(model: tuple[str, str], modules: dict[str, Any], tmp_path: Path) -> None:
+    v3 = {"q_lora_rank": 128, "n_group": 2, "topk_group": 1} if model[0] == "v3-slice" else {}
+    fields = modules["whole_models"].MODELS[model] | TINY | v3
+    config, narrow = ModelConfig.from_hf(fields), model[1] == "fp8"
+    writer = modules["random_checkpoint"]
+    for directory in (tmp_path / "a", tmp_path / "b"):
+        writer.write_checkpoint(directory, fields)
+    params = load_model(tmp_path / "a", config, keep_fp8=narrow)
+    # The parameters that the benchmark makes on the device have the same shapes and dtypes.
+    shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), params)
+    assert shapes == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), modules["generate"].shapes(config, narrow))
+    for left, right in zip(*(jax.tree.leaves(load_model(tmp_path / x, config)) for x in "ab"), strict=True):
+        np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
+    wide = load_model(tmp_path / "a", config, dtype="float32", keep_fp8=False)
+    experts = np.asarray(wide["layers"][1]["mlp"]["gate_up"])
+    np.testing.assert_allclose(experts.std() * fields["hidden_size"] ** 0.5, 1, atol=0.02)
+    assert not np.array_equal(np.sort(experts[0, 0]), np.sort(experts[1, 0]))
+
+
+@pytest.mark.slow
+def test_a_record_of_checkpoints(tmp_path: Path) -> None:
+    """The same weights give the same tokens again."""
+    common, sizes = ["--checkpoints", tmp_path, "--chunk", 64], {"CONTEXT": 64, "STEPS": 6}
+    points = ["v2-lite,bf16,4", "v2-lite,bf16,4/v2-lite,bf16,prefill/v2-lite,fp8,1"]
+    for out, some, more in (("first", points[0], []), ("second", points[1], ["--compare", tmp_path / "first"])):
+        run("generate", [*common, "--points", some, "--out", tmp_path / out, *more], **sizes)
+    rows = json.loads((tmp_path / "second").read_text())
+    assert [row["mode"] for row in rows] == ["v2-lite decode", "v2-lite prefill", "v2-lite fp8 decode"]
+    assert [row["b"] for row in rows] == [4, 1, 1] and all(row["peer"] == "tsmla" for row in rows)
+    assert all(row["us"] > 0 and row["floor_us"] > 0 and row["tokens_per_s"] > 0 for row in rows)
+    assert [len(row.get("tokens", ())) for row in rows] == [4, 0, 1] and rows[0]["equal_tokens"] == 1
+    assert all(row["command"].startswith("python3 generate.py --checkpoints") for row in rows)
+
+
+@pytest.mark.slow
+def test_steps_compile_without_weights(tmp_path: Path) -> None:
+    points = "v2-lite,fp8,1/v3-slice,bf16,prefill"
+    said = run("generate", ["--compile_only", "--compilation_cache", tmp_path, "--points", points], CONTEXT=64)
+    assert [line.partition(":")[0] for line in said.splitlines()] == ["1", "prefill"] and any(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_record_without_checkpoints(tmp_path: Path) -> None:
+    sizes = {"CONTEXT": 64, "STEPS": 6}
+    run("generate", ["--points", "v2-lite,bf16,4/v3-slice,fp8,4", "--out", tmp_path / "out.json"], **sizes)
+    assert not any("tokens" in row for row in json.loads((tmp_path / "out.json").read_text()))
+
+
+VLLM = '''
+"""A stand-in: every request's tokens are 7, 8, 9, ..."""
+import json, sys, types
+__version__ = "0.0"
+
+class SamplingParams:
+    def __init__(self, *, temperature, max_tokens, ignore_eos, detokenize):
+        assert temperature == 0 and ignore_eos
+        self.count = max_tokens
+
+class Core:
+    def get_output(self):
+        return types.SimpleNamespace(outputs=[None] * self.batch)
+
+class LLM:
+    def __init__(self, **given):
+        print("given", json.dumps(given, default=str))
+        cache = types.SimpleNamespace(num_gpu_blocks=1000, block_size=given["block_size"])
+        config = types.SimpleNamespace(cache_config=cache)
+        self.llm_engine = types.SimpleNamespace(engine_core=Core(), vllm_config=config)
+
+    def generate(self, prompts, sampling, use_tqdm):
+        core = self.llm_engine.engine_core
+        core.batch = len(prompts)
+        for _ in range(sampling.count):
+            core.get_output()
+        tokens = types.SimpleNamespace(token_ids=range(7, 7 + sampling.count))
+        return [types.SimpleNamespace(outputs=[tokens]) for _ in prompts]
+'''
+
+
+def test_vllms_rows_compare_with_ours(tmp_path: Path) -> None:
+    package = tmp_path / "vllm" / "engine"
+    package.mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text(VLLM)
+    (package / "arg_utils.py").write_text("class EngineArgs:\n    def __init__(self, model): ...\n")
+    (package / "__init__.py").touch()
+    arguments = ["--points", "2,16/4,16", "--steps", 10, "--runs", 1, "--out", tmp_path / "out.json"]
+    said = run("vllm_steps", arguments, path=str(tmp_path))
+    given = json.loads(said.partition("given ")[2].splitlines()[0])
+    assert given["load_format"] == "dummy" and given["compilation_config"]["mode"] == 0
+    rows = json.loads((tmp_path / "out.json").read_text())
+    assert {row["peer"] for row in rows} == {"vllm, dummy weights"}
+
+    folder = tmp_path / "checkpoints" / "v2-lite-fp8"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    ours = [{"mode": "v2-lite fp8 decode", "b": 2, "context": 16, "tokens": [[7] * 8, [7, 8, 9, 10, 11, 12, 13, 0]]}]
+    (tmp_path / "ours.json").write_text(json.dumps(ours))
+    arguments += ["--checkpoints", tmp_path / "checkpoints", "--model", "v2-lite,fp8"]
+    arguments += ["--compare", tmp_path / "ours.json"]
+    said = run("vllm_steps", arguments, path=str(tmp_path))
+    given = json.loads(said.partition("given ")[2].splitlines()[0])
+    assert given["load_format"] == "auto" and given["model"] == str(folder)
+    first, second, prompts = json.loads((tmp_path / "out.json").read_text())
+    assert (first["peer"], first["mode"], first["b"]) == ("vllm", "v2-lite fp8 decode", 2)
+    assert first["equal_tokens"] == 0.5 and "equal_tokens" not in second and first["full_steps"] == 9
+    assert (prompts["mode"], prompts["b"]) == ("v2-lite fp8 prefill", 256) and prompts["us"] > 0
