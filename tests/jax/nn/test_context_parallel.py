@@ -237,7 +237,7 @@ def test_a_chunk_of_prompts_whose_indexer_chooses(mesh: Mesh, few_tokens: int, m
         np.testing.assert_allclose(one, dealt(np.asarray(other)), atol=1e-6)
 
 
-@pytest.mark.parametrize("model", ["v3.2"])
+@pytest.mark.parametrize("model", ["v3.2", "v4"])
 def test_a_chunk_of_a_prompt_keeps_no_scores_of_all_keys(mesh: Mesh, model: str) -> None:
     """Of 1,024 tokens and 65,536 keys (V4: entries) on each device they would be 256 MB; rows of the block table, one
     a token, are 4."""

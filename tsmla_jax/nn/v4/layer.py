@@ -20,7 +20,17 @@ class V4Attention(AttentionLayer):
         step: V4Step,
         *,
         kv_scale: float | jax.Array | None = None,
+        context_axis: str | None = None,
         implementation: str | None = None,
     ) -> tuple[jax.Array, V4Cache]:
         """Prefill, chunks and decode alike; see `tsmla_jax.nn.v4.attend`. Returns y and the caches."""
-        return attend(self.params, self.config, x, cache, step, kv_scale=kv_scale, implementation=implementation)
+        return attend(
+            self.params,
+            self.config,
+            x,
+            cache,
+            step,
+            kv_scale=kv_scale,
+            context_axis=context_axis,
+            implementation=implementation,
+        )
