@@ -236,6 +236,7 @@ def indexer_topk(
         slots [T, min(k, N M Z)] i32 in the order of positions, -1 behind the last, and how many they are, [T] i32.
     """
     page_size = k_cache.shape[1]
+    q, weights, k_cache = map(lax.stop_gradient, (q, weights, k_cache))  # the results are integers
     positions, scores = tsmla_jax.indexer_topk(
         q,
         weights,
