@@ -70,11 +70,13 @@ def indexer_topk(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     cu_seqlens_q: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(positions or slots [T, k], the counts of them [T]): select_topk of indexer_logits, by chunks of query tokens."""
-    tokens = spec.logits.num_tokens
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(positions or slots [T, k], the counts of them [T], their scores [T, k] or, without return_scores, [T, 0]):
+    select_topk of indexer_logits, by chunks of query tokens."""
+    tokens, width = spec.logits.num_tokens, spec.k if spec.return_scores else 0
     if 0 in (tokens, spec.logits.num_requests, spec.num_columns):
-        return seq_lens.new_full((tokens, spec.k), -1), seq_lens.new_zeros(tokens)
+        scores = weights.new_full((tokens, width), -torch.inf)
+        return seq_lens.new_full((tokens, spec.k), -1), seq_lens.new_zeros(tokens), scores
     request = None
     if cu_seqlens_q is not None:
         request, seq_lens = seen_keys(seq_lens, cu_seqlens_q, tokens)
@@ -86,9 +88,26 @@ def indexer_topk(
         of_logits = dataclasses.replace(spec.logits, num_tokens=count, num_requests=count, ragged=False)
         logits = indexer_logits(of_logits, q[chunk], weights[chunk], k_cache, tables, lens, None)
         of_topk = dataclasses.replace(spec.topk, num_tokens=count)
-        found.append(select_topk(of_topk, logits, lens, None, tables if spec.return_slots else None))
-    positions, counts = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return positions, counts
+        selected, counts = select_topk(of_topk, logits, lens, None, tables if of_topk.page_size else None)
+        scores = scores_at(logits, selected) if spec.return_scores else logits.new_empty(count, 0)
+        if spec.return_slots and spec.return_scores:
+            selected = slots_at(spec, selected, tables)
+        found.append((selected, counts, scores))
+    positions, counts, scores = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return positions, counts, scores
+
+
+def scores_at(logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The logits at the selected positions [T, k], -inf where there is none."""
+    return logits.gather(1, positions.clamp(min=0).long()).masked_fill(positions < 0, -torch.inf)
+
+
+def slots_at(spec: IndexerTopkSpec, positions: torch.Tensor, block_tables: torch.Tensor) -> torch.Tensor:
+    """The slots of the selected positions [T, k], each row with its block table; -1 where there is none."""
+    page_size = spec.logits.cache.page_size
+    page = positions.clamp(min=0) // page_size
+    slots = block_tables.gather(1, page.long()) * page_size + positions % page_size
+    return slots.masked_fill(positions < 0, -1)
 
 
 def quantize_pow2(x: torch.Tensor, floor: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -57,32 +57,35 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("ragged", [False, True])
 def test_as_jax_defines_it(ragged: bool) -> None:
     given = problem(ragged)
-    call = functools.partial(tsmla_jax.indexer_topk, k=K, return_slots=True, implementation="xla")
-    want = jax.jit(call)(**given)
-    got = tsmla_bridge.indexer_topk(**as_tensors(given), k=K, return_slots=True)
-    for one, other in zip(got, want, strict=True):
-        np.testing.assert_array_equal(one, other)
+    for options in ({"return_slots": True}, {"return_scores": True}, {"return_slots": True, "return_scores": True}):
+        want = jax.jit(functools.partial(tsmla_jax.indexer_topk, k=K, implementation="xla", **options))(**given)
+        got = tsmla_bridge.indexer_topk(**as_tensors(given), k=K, **options)
+        for one, other in zip(got, want, strict=True):
+            np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("return_scores", [False, True])
 @pytest.mark.parametrize("return_slots", [False, True])
 @pytest.mark.parametrize("ragged", [False, True])
-def test_chunks_go_to_the_catalogs_kernels(gpu: Gpu, ragged: bool, return_slots: bool) -> None:
+def test_chunks_go_to_the_catalogs_kernels(gpu: Gpu, ragged: bool, return_slots: bool, return_scores: bool) -> None:
     given = as_tensors(problem(ragged, jnp.float8_e4m3fn))
-    options = {"k": K, "return_slots": return_slots}
+    options: dict[str, Any] = {"k": K, "return_slots": return_slots, "return_scores": return_scores}
     want = tsmla_bridge.indexer_topk(**given, **options, implementation="reference")
     assert not gpu.launches
     workspace = tsmla_bridge.Workspace(tsmla_bridge.indexer_topk_workspace_size(max_tokens=T, max_keys=M * Z), "cpu")
     out, counts = torch.empty(T, K, dtype=torch.int32), torch.empty(T, dtype=torch.int32)
     memory: dict[str, Any] = {"out": out, "workspace": workspace} | ({"counts": counts} if return_slots else {})
+    memory |= {"scores": torch.empty(T, K)} if return_scores else {}
+    several = return_slots or return_scores
     for places in ({}, memory):
         gpu.launches.clear()
         got = tsmla_bridge.indexer_topk(**given, **options, **places)
-        for one, other in zip(got, want, strict=True) if return_slots else ((got, want),):
+        for one, other in zip(got, want, strict=True) if several else ((got, want),):
             assert torch.equal(one, other)
         assert len(gpu.launches) == 6  # of three chunks, the last one of which shares a row with the one before
         assert {operands["logits"].shape for _, operands in gpu.launches} == {(8, M * Z)}
-    assert got is out or got[0] is out
+    assert got is out or (got[0] is out and got[-1] is memory["scores" if return_scores else "counts"])
     assert {operands["logits"].data_ptr() for _, operands in gpu.launches} == {workspace.buffer.data_ptr()}
 
 
@@ -96,15 +99,33 @@ def test_one_chunk_reads_the_tensors_themselves(gpu: Gpu) -> None:
 
 def test_as_an_operator() -> None:
     given = as_tensors(problem(ragged=True))  # opcheck can't compare float8
-    arguments = (*given.values(), K, True, None)
-    memory = (torch.zeros(T, K, dtype=torch.int32), torch.zeros(T, dtype=torch.int32), None)
+    arguments = (*given.values(), K, True, True, None)
+    memory = (torch.zeros(T, K, dtype=torch.int32), torch.zeros(T, dtype=torch.int32), torch.zeros(T, K), None)
     torch.library.opcheck(module.topk_operator, arguments)
     torch.library.opcheck(module.topk_into_operator, (*arguments, *memory))
     compiled = torch.compile(tsmla_bridge.indexer_topk, backend="eager", fullgraph=True)
+    options: dict[str, Any] = {"k": K, "return_slots": True, "return_scores": True}
     for places in ({}, {"out": memory[0], "counts": memory[1]}):
-        got = compiled(**given, k=K, return_slots=True, **places)
-        for one, other in zip(got, tsmla_bridge.indexer_topk(**given, k=K, return_slots=True), strict=True):
+        got = compiled(**given, **options, **places)
+        for one, other in zip(got, tsmla_bridge.indexer_topk(**given, **options), strict=True):
             assert torch.equal(one, other)
+
+
+def test_scores_have_a_derivative_in_torch_operations(gpu: Gpu) -> None:
+    given = as_tensors(problem(False, jnp.float8_e4m3fn))
+    given["k_cache"].view(torch.uint8)[-1] = 0  # the page of NaN: 0 times NaN is NaN in a derivative
+    positions, plain = tsmla_bridge.indexer_topk(**given, k=K, return_scores=True)
+    launches = len(gpu.launches)
+    weights = given["weights"].clone().requires_grad_()
+    _, scores = tsmla_bridge.indexer_topk(**(given | {"weights": weights}), k=K, return_scores=True)
+    assert len(gpu.launches) == launches and torch.equal(scores, plain)
+    scores[positions >= 0].sum().backward()
+    logits = tsmla_bridge.indexer_logits(**(given | {"weights": weights}), implementation="reference")
+    (want,) = torch.autograd.grad(logits.gather(1, positions.clamp(min=0).long())[positions >= 0].sum(), weights)
+    assert weights.grad is not None and torch.allclose(weights.grad, want) and want.any()
+    with pytest.raises(NotImplementedError, match="a derivative is asked for; the kernels have none"):
+        tsmla_bridge.indexer_topk(**(given | {"weights": weights}), k=K, return_scores=True, implementation="cute")
+    tsmla_bridge.indexer_topk(**(given | {"weights": weights}), k=K, implementation="cute")
 
 
 @pytest.mark.parametrize(
@@ -132,6 +153,11 @@ def test_what_is_refused() -> None:
         tsmla_bridge.indexer_topk(**given, k=K, implementation="cute")
     with pytest.raises(ValueError, match=r"out: got int32\[7, 3\]; legal: int32\[23, 6\]"):
         tsmla_bridge.indexer_topk(**given, k=K, out=torch.empty(7, 3, dtype=torch.int32))
+    with pytest.raises(ValueError, match="scores: got a tensor without return_scores"):
+        tsmla_bridge.indexer_topk(**given, k=K, scores=torch.empty(T, K))
+    with pytest.raises(ValueError, match=r"scores: got int32\[23, 6\]; legal: float32\[23, 6\]"):
+        wrong = torch.empty(T, K, dtype=torch.int32)
+        tsmla_bridge.indexer_topk(**given, k=K, return_scores=True, scores=wrong)
     with pytest.raises(ValueError, match="counts: got a tensor without return_slots"):
         tsmla_bridge.indexer_topk(**given, k=K, counts=torch.empty(T, dtype=torch.int32))
 

@@ -199,9 +199,11 @@ def indexer_calls(generator: torch.Generator) -> Iterator[Call]:
     owner = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(q_lens))
     flat = {"block_tables": tables[owner], "seq_lens": torch.arange(1, tokens + 1, dtype=torch.int32) * 17}
     ragged = {"block_tables": tables, "seq_lens": int32(lens), "cu_seqlens_q": offsets_of(q_lens)}
-    for (name, where), return_slots in itertools.product((("flat", flat), ("ragged", ragged)), (False, True)):
-        options = {"k": 64, "return_slots": return_slots}
-        yield Call(f"{name}{' slots' * return_slots}", tsmla_bridge.indexer_topk, {**arrays, **where}, options)
+    places = (("flat", flat), ("ragged", ragged))
+    for (name, where), slots, scores in itertools.product(places, (False, True), (False, True)):
+        options = {"k": 64, "return_slots": slots, "return_scores": scores}
+        what = f"{name}{' slots' * slots}{' scores' * scores}"
+        yield Call(what, tsmla_bridge.indexer_topk, {**arrays, **where}, options)
 
 
 def packed_calls(generator: torch.Generator) -> Iterator[Call]:

@@ -108,12 +108,12 @@ FRONT_ENDS: dict[str, Callable[..., list[np.ndarray]]] = {"jax": through_jax, "t
 
 @pytest.mark.usefixtures("by_chunks")
 @pytest.mark.parametrize("front_end", list(FRONT_ENDS))
-@pytest.mark.parametrize("return_slots", [False, True])
+@pytest.mark.parametrize("returned", ["", "return_slots", "return_scores", "return_slots return_scores"])
 @pytest.mark.parametrize("ragged", [False, True])
-def test_as_defined(ragged: bool, return_slots: bool, front_end: str) -> None:
-    given = arguments(ragged)
-    got = FRONT_ENDS[front_end](given, return_slots=return_slots)
-    for one, other in zip(got, through_jax(given, "xla", return_slots=return_slots), strict=True):
+def test_as_defined(ragged: bool, returned: str, front_end: str) -> None:
+    given, options = arguments(ragged), dict.fromkeys(returned.split(), True)
+    got = FRONT_ENDS[front_end](given, **options)
+    for one, other in zip(got, through_jax(given, "xla", **options), strict=True):
         np.testing.assert_array_equal(one, other)
 
 

@@ -42,14 +42,14 @@ class Choice:
 @dataclass(frozen=True)
 class _Sizes:
     """Sizes of a step: new tokens in all and of one request at most, requests, width of the block tables; the dtype of
-    the absorbed queries; and whether devices share the keys of a request."""
+    the absorbed queries; and how many devices share the keys of a request."""
 
     tokens: int
     max_q_len: int
     requests: int
     max_pages: int
     q_dtype: Any
-    shared_keys: bool
+    context: int
 
 
 def explain_step(
@@ -62,7 +62,7 @@ def explain_step(
     max_pages: int,
     chunk: int,
     max_q_len: int,
-    shared_keys: bool,
+    context: int,
     implementation: str | None,
 ) -> list[Choice]:
     """The choices for prefill (chunk tokens) and decode (max_q_len tokens a request).
@@ -73,8 +73,8 @@ def explain_step(
       layout: of the caches.
       batch, max_pages: of the decode step.
       chunk, max_q_len: tokens of a prefill step, tokens of one request in a decode step.
-      shared_keys: whether devices share the keys of a request (`nn.context_parallel`): each new token then decodes as a
-        request of its own, and the indexers of the devices compare their logits.
+      context: devices that share the keys of a request (`nn.context_parallel`): of several, each new token decodes as a
+        request of its own, and the indexers of the devices compare their scores.
       implementation: the one that the step asks for; None is the best that can run.
 
     Returns:
@@ -95,8 +95,8 @@ def explain_step(
         found.setdefault(op, {})[where] = choice
 
     tokens = batch * max_q_len
-    each, requests = (1, tokens) if shared_keys else (max_q_len, batch)
-    common: dict[str, Any] = {"max_pages": max_pages, "q_dtype": q_dtype, "shared_keys": shared_keys}
+    each, requests = (1, tokens) if context > 1 else (max_q_len, batch)
+    common: dict[str, Any] = {"max_pages": max_pages, "q_dtype": q_dtype, "context": context}
     steps = {
         "prefill": _Sizes(chunk, max_q_len=chunk, requests=1, **common),
         "decode": _Sizes(tokens, max_q_len=each, requests=requests, **common),
@@ -180,28 +180,26 @@ def _explain_decode(add: Add, config: MLAConfig, cache: Any, sizes: _Sizes) -> N
 
 
 def _explain_indexer(add: Add, config: V32Config | V4Config, keys: Any, sizes: _Sizes) -> int:
-    """The indexer's selection; returns how many keys a token chooses."""
+    """The indexer's selection; returns how many keys a token chooses at most, on all devices."""
     heads, width, tokens, max_pages = config.index_n_heads, config.index_head_dim, sizes.tokens, sizes.max_pages
     query = jnp.float8_e4m3fn if keys.dtype == jnp.uint8 else jnp.float32
-    chosen = min(config.index_topk, max_pages * keys.shape[1])
-    arguments = (_array(query, tokens, heads, width), _floats(tokens, heads), keys)
-    if sizes.shared_keys:
-        add("indexer_logits", *arguments, _integers(tokens, max_pages), _integers(tokens))
-        return chosen
-    # V4's tokens see compressed entries, which are not counted token by token.
-    rows = tokens if isinstance(config, V4Config) else sizes.requests
-    offsets = {} if isinstance(config, V4Config) else {"cu_seqlens_q": _integers(sizes.requests + 1)}
+    here = max_pages * keys.shape[1]
+    # V4's tokens see compressed entries, which are not counted token by token; nor are the keys of one of many devices.
+    by_token = isinstance(config, V4Config) or sizes.context > 1
+    rows = tokens if by_token else sizes.requests
     add(
         "indexer_topk",
-        *arguments,
+        _array(query, tokens, heads, width),
+        _floats(tokens, heads),
+        keys,
         _integers(rows, max_pages),
         _integers(rows),
-        chosen,
-        return_slots=True,
+        min(config.index_topk, here),
         with_notes=True,  # which part of it is a kernel's
-        **offsets,
+        cu_seqlens_q=None if by_token else _integers(sizes.requests + 1),
+        **{"return_slots" if sizes.context == 1 else "return_scores": True},
     )
-    return chosen
+    return min(config.index_topk, here * sizes.context)
 
 
 def _explain_v32(add: Add, config: V32Config, cache: V32Cache, sizes: _Sizes) -> None:
@@ -216,6 +214,7 @@ def _explain_v32(add: Add, config: V32Config, cache: V32Cache, sizes: _Sizes) ->
         latent_dim=config.mla.kv_lora_rank,
         q_scale=_scale(q),
         kv_scale=_scale(cache.kv),
+        return_lse=sizes.context > 1,
     )
 
 
@@ -234,7 +233,7 @@ def _explain_v4(add: Add, config: V4Config, dtype: Any, cache: V4Cache, sizes: _
                 state,
                 _array(dtype, config.head_dim if is_entries else config.index_head_dim),
                 _floats(1, config.rope_dim),
-                _integers(requests, sizes.max_pages),
+                _integers(requests, sizes.max_pages * sizes.context),
                 eps=config.rms_norm_eps,
                 kv_scale=_scale(written) if is_entries else None,
                 page_size=entries if is_entries and written.dtype == jnp.uint8 else None,
@@ -247,8 +246,10 @@ def _explain_v4(add: Add, config: V4Config, dtype: Any, cache: V4Cache, sizes: _
     chosen = sizes.max_pages * entries if config.kind == "hca" else 0
     if cache.indexer is not None:
         chosen = _explain_indexer(add, config, cache.indexer, sizes)
-    columns = config.sliding_window + chosen
     compressed = cache.compressed is not None
+    shared = compressed and sizes.context > 1
+    window = -(-config.sliding_window // (sizes.context if shared else 1))
+    columns = window + chosen
     packed = cache.window.dtype == jnp.uint8
     q = _array(sizes.q_dtype, tokens, config.num_attention_heads, config.head_dim)
     add(
@@ -259,9 +260,10 @@ def _explain_v4(add: Add, config: V4Config, dtype: Any, cache: V4Cache, sizes: _
         _integers(tokens),
         softmax_scale=config.head_dim**-0.5,
         latent_dim=config.head_dim,
-        sinks=_floats(config.num_attention_heads),
+        sinks=None if shared else _floats(config.num_attention_heads),  # the merge of the devices' results has them
+        return_lse=shared,
         compressed_kv_cache=cache.compressed,
-        window=config.sliding_window if compressed else None,
+        window=window if compressed else None,
         page_size=WINDOW_PAGE if packed else None,
         compressed_page_size=entries if packed and compressed else None,
         q_scale=_scale(q),

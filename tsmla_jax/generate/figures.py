@@ -18,7 +18,8 @@ class Figures:
       drafted_tokens, accepted_tokens: speculation's.
       weight_bytes: of all parameters; on a mesh experts count once, however many copies of the model there are.
       cache_bytes_per_token, cache_bytes_per_text, cache_bytes: of all layers, for a token, for a text whatever its
-        length (V4's window and compressor states), and in all, on all devices.
+        length (V4's window and compressor states, on each of the devices that share the text), and in all, on all
+        devices.
       cache_pages, peak_pages, page_size: the caches' size on all devices, and the most pages in use at once.
     """
 

@@ -66,8 +66,6 @@ def check_mesh(config: ModelConfig, shape: MeshShape) -> None:
     """ValueError if the model can't be split so, or jax has too few devices; the text says what fits."""
     data, expert, context, shards = shape.data, shape.expert, shape.context, shape.expert_shards
     moe = config.moe if any(map(config.is_moe_layer, range(config.num_layers))) else None
-    if context > 1 and isinstance(config.attention, tuple):
-        raise ValueError(f"context_parallel = {context}: DeepSeek-V4's windows and states are not split; legal: 1")
     if expert > 1 and moe is None:
         raise ValueError(f"expert_parallel = {expert}: the model has no experts; legal: 1 (data_parallel shares texts)")
     if moe is not None and moe.num_experts % shards:

@@ -140,7 +140,8 @@ def shared_steps(
         raise ValueError("batch.state_slots = None; legal for DeepSeek-V4: an array [B]")
     # The window is a ring: the pages of a state slot, over and over.
     ring_pages = options.window_rows // WINDOW_PAGE
-    columns = pages_for(batch.step.block_tables.shape[1] * options.page_size, WINDOW_PAGE)
+    span = options.page_size * options.mesh.context
+    columns = pages_for(batch.step.block_tables.shape[1] * span, WINDOW_PAGE)
     ring = jnp.arange(columns, dtype=jnp.int32) % ring_pages
     window = Step.ragged(
         jnp.maximum(batch.state_slots, 0)[:, None] * ring_pages + ring,
@@ -158,6 +159,7 @@ def shared_steps(
             cos_sin=ropes[layer.kind],
             page_size=WINDOW_PAGE,
             compressed_page_size=entries_per_page(layer, options.page_size),
+            context_axis=options.context_axis,
         )
         for layer in dict.fromkeys(config.attention)
     }
@@ -227,11 +229,11 @@ def _attend(
     shared: V4Step | None,
 ) -> tuple[jax.Array, Any]:
     """The attention of one layer of any model: y [T, C] and the cache."""
-    attention, name = config.attention, options.implementation
+    attention = config.attention
+    common: dict[str, Any] = {"implementation": options.implementation, "context_axis": options.context_axis}
     if isinstance(attention, V4Config):
         assert shared is not None
-        return v4.attend(params, attention, x, cache, shared, **scales._asdict(), implementation=name)
-    common: dict[str, Any] = {"implementation": name, "context_axis": options.context_axis}
+        return v4.attend(params, attention, x, cache, shared, **scales._asdict(), **common)
     if isinstance(attention, V32Config):
         return v32.attend(params, attention, x, cache, batch.step, **scales._asdict(), **common)
     if options.phase == "decode":

@@ -40,8 +40,7 @@ class EngineOptions:
       page_size: tokens a page, Z; None is `caches.default_page_size`. In V4 a multiple of its ratios, so of 128.
       num_pages: pages of each device's cache; None makes them hold max_batch of the given prompts at once.
       max_batch: texts that decode together, over all replicas; at most the last of BATCH_SIZES.
-      chunk: most prompt tokens of one prefill step of a replica. With context_parallel V3.2's indexer scores each
-        of them against every key that a device has of its text, in f32: a bound for its memory.
+      chunk: most prompt tokens of one prefill step of a replica.
       speculative: most tokens drafted a step; 0 for none.
       temperature: 0 is greedy.
       top_p: the smallest set of most likely tokens whose probability reaches it is sampled from.
@@ -245,7 +244,7 @@ def _plan(config: ModelConfig, options: EngineOptions, batch: int, num_pages: in
         max_pages=max_pages,
         chunk=options.chunk,
         max_q_len=options.speculative + 1,
-        shared_keys=options.context_parallel > 1,
+        context=options.context_parallel,
         implementation=options.implementation,
     )
     sizes = sorted({max(1, options.chunk // 16), max(1, options.chunk // 4), options.chunk})

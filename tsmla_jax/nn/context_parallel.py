@@ -4,7 +4,8 @@ For functions inside `jax.shard_map`, where a mesh axis (`context_axis`) has N d
 to (j + 1) Z - 1, lies on device j mod N and is that device's page j // N of the text. So the devices' shares of a text
 differ by a page at most, however long it is, and grow in turn. A step describes whole texts (seq_lens, positions); its
 block tables and slots are the device's own. Every device computes the queries of all tokens and attends over its own
-keys; the partial results are merged by their logsumexps, which gives the same bits on every device.
+keys; the partial results are merged by their logsumexps, which gives the same bits on every device. DeepSeek-V4's keys
+are its compressed entries, dealt out in pages of so many tokens; its window's latents every device has.
 
 Layout as in vLLM's decode context parallelism (cp_kv_cache_interleave_size); the merge is that of
 `tsmla_jax.merge_attention_states`. Axes: B requests, T tokens, H heads, V width of a head's result, M entries of a
@@ -129,29 +130,51 @@ def merge(out: jax.Array, lse: jax.Array, context_axis: str) -> tuple[jax.Array,
 
 
 def project_merged(
-    out: jax.Array, lse: jax.Array, context_axis: str, project: Callable[[jax.Array], jax.Array]
+    out: jax.Array,
+    lse: jax.Array,
+    context_axis: str,
+    project: Callable[..., jax.Array],
+    *rows: jax.Array,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """project(out of all keys), [T, E] on every device, from the results over each device's keys.
+    """project(out of all keys, *rows), [T, E] on every device, from the results over each device's keys.
 
     Args:
-        out, lse: [T, H, V] and [T, H].
+        out, lse: [T, H, V] and [T, H], without sinks.
         context_axis: the mesh axis.
-        project: from rows [t, H, V] to [t, E]; each device may be given a part of the rows.
+        project: from rows [t, H, V] and those of `rows` to [t, E]; each device may be given a part of the rows.
+        rows: [T, ...] each, the same on every device.
+        sinks: [H], as in `tsmla_jax.sparse_mla`: they take weight from the keys of all devices once, after the merge.
+            out then comes to `project` in float32.
     """
-    if out.shape[0] <= FEW_TOKENS:
-        return project(merge(out, lse, context_axis)[0])
-    return gather_rows(project(merge_own_rows(out, lse, context_axis)), out.shape[0], context_axis)
+    shared = out.shape[0] > FEW_TOKENS
+    merged = (merge_own_rows if shared else merge)(out, lse, context_axis)
+    if shared:
+        rows = tuple(own_rows(x, context_axis) for x in rows)
+    projected = project(merged[0] if sinks is None else beside_sinks(*merged, sinks), *rows)
+    return gather_rows(projected, out.shape[0], context_axis) if shared else projected
 
 
-def merge_own_rows(out: jax.Array, lse: jax.Array, context_axis: str, *parts: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """The results over all keys of this device's rows (`own_rows`), from all rows over each device's keys.
+def beside_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> jax.Array:
+    """What sinks [H] leave of results [t, H, V] with logsumexps [t, H], in float32 (float64 of float64): out divided by
+    1 + exp(sink - lse)."""
+    dtype = jnp.promote_types(out.dtype, jnp.float32)
+    # A row without a key is 0 already; -inf less a sink of -inf would make it NaN.
+    share = jax.nn.sigmoid(jnp.where(jnp.isneginf(lse), 0, lse) - sinks.astype(dtype))
+    return out.astype(dtype) * share[..., None]
+
+
+def merge_own_rows(
+    out: jax.Array, lse: jax.Array, context_axis: str, *parts: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """out and lse over all keys of this device's rows (`own_rows`), from all rows over each device's keys.
 
     parts: further results (out, lse) of this device's rows, over yet other keys.
     """
     packed = _split_rows(_packed(out, lse), context_axis)
     outs, lses = _unpacked(lax.all_to_all(packed, context_axis, split_axis=0, concat_axis=0), out, lse)
     every = [*zip(outs, lses, strict=True), *parts]
-    return tsmla_jax.merge_attention_states([one for one, _ in every], [one for _, one in every])[0]
+    return tsmla_jax.merge_attention_states([one for one, _ in every], [one for _, one in every])
 
 
 def own_rows(x: jax.Array, context_axis: str) -> jax.Array:
@@ -172,46 +195,102 @@ def own_offsets(cu_seqlens: jax.Array, num_rows: int, context_axis: str) -> tupl
     return jnp.clip(cu_seqlens - begin, 0, each), jnp.minimum(cu_seqlens, begin + each)
 
 
-def select_topk(
-    logits: jax.Array,
+def whole_tables(block_tables: jax.Array, context_axis: str) -> jax.Array:
+    """Block tables [B, N M] of whole texts from this device's, [B, M]: -1 for the pages of other devices."""
+    world = lax.axis_size(context_axis)
+    pages = jnp.arange(block_tables.shape[1] * world, dtype=jnp.int32)
+    return jnp.where(pages % world == lax.axis_index(context_axis), block_tables[:, pages // world], -1)
+
+
+def own_slots(slots: jax.Array, context_axis: str) -> jax.Array:
+    """This device's part of rows of slots [T, W] that all devices have: [T, ceil(W / N)], padded with -1."""
+    each = -(-slots.shape[1] // lax.axis_size(context_axis))
+    padding = each * lax.axis_size(context_axis) - slots.shape[1]
+    padded = jnp.pad(slots, ((0, 0), (0, padding)), constant_values=-1)
+    return lax.dynamic_slice_in_dim(padded, lax.axis_index(context_axis) * each, each, axis=1)
+
+
+def indexer_topk(
+    q: jax.Array,
+    weights: jax.Array,
+    k_cache: jax.Array,
+    block_tables: jax.Array,
     seq_lens: jax.Array,
     k: int,
     *,
     context_axis: str,
-    block_tables: jax.Array,
-    page_size: int,
+    implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """This device's slots among the k best keys of each token on all devices, exact: `tsmla_jax.select_topk`'s order.
-
-    Each device proposes its k best; one exchange of N k candidates a token decides.
+    """This device's slots among the keys of all devices with the k best scores of the indexer for every query token.
 
     Args:
-        logits: [T, M Z] f32, of this device's keys.
-        seq_lens: [T] i32, keys of each token here (`local_lens`).
+        q, weights: [T, Hi, Di] and [T, Hi], all queries.
+        k_cache: of `tsmla_jax.indexer_topk`, this device's pages of Z keys.
+        block_tables: [T, M] i32, this device's pages, one row a token.
+        seq_lens: [T] i32, keys that each token sees here (`local_lens`).
         k: static.
         context_axis: the mesh axis.
-        block_tables: [T, M] i32, this device's pages.
-        page_size: Z.
+        implementation: of `tsmla_jax.indexer_topk`.
 
     Returns:
         slots [T, min(k, N M Z)] i32 in the order of positions, -1 behind the last, and how many they are, [T] i32.
     """
-    best = min(k, logits.shape[1])
-    positions = tsmla_jax.select_topk(logits, seq_lens, best, order="position")
-    scores = jnp.take_along_axis(logits, jnp.maximum(positions, 0), axis=1)
+    page_size = k_cache.shape[1]
+    q, weights, k_cache = map(lax.stop_gradient, (q, weights, k_cache))  # the results are integers
+    positions, scores = tsmla_jax.indexer_topk(
+        q,
+        weights,
+        k_cache,
+        block_tables,
+        seq_lens,
+        min(k, block_tables.shape[1] * page_size),
+        return_scores=True,
+        implementation=implementation,
+    )
+    own = select_topk(positions, scores, k, context_axis=context_axis, page_size=page_size)
+    return metadata.positions_to_slots(own, block_tables, page_size), (own >= 0).sum(axis=1, dtype=jnp.int32)
+
+
+def select_topk(
+    positions: jax.Array, scores: jax.Array, k: int, *, context_axis: str, page_size: int
+) -> jax.Array:
+    """This device's positions among the k best keys of each token on all devices, exact: `tsmla_jax.select_topk`'s
+    order.
+
+    Each device proposes its k best; one exchange of N k candidates a token decides. Of many tokens a device decides on
+    a part, and a second exchange tells the others.
+
+    Args:
+        positions: [T, c] i32, of this device's best min(k, keys) among its own keys; -1 where there is none.
+        scores: [T, c] f32, theirs.
+        k: static.
+        context_axis: the mesh axis.
+        page_size: Z.
+
+    Returns:
+        positions [T, min(k, N c)] i32 among this device's keys, ascending, -1 behind the last.
+    """
     # Ascending keys, then ascending positions; where there is no candidate, behind all others.
     key = jnp.where(positions >= 0, -scores, jnp.nan)
     whole = jnp.where(positions >= 0, global_positions(positions, context_axis, page_size), _NOWHERE)
     packed = jnp.stack([lax.bitcast_convert_type(key, jnp.int32), whole], axis=-1)
-    every = lax.all_gather(packed, context_axis, axis=1).reshape(logits.shape[0], -1, 2)
-    keys = lax.bitcast_convert_type(every[..., 0], jnp.float32)
-    _, winners = lax.sort((keys, every[..., 1]), num_keys=2)
-    winners = winners[:, : min(k, winners.shape[1])]
-    mine = local_positions(jnp.where(winners == _NOWHERE, -1, winners), context_axis, page_size)
-    mine = jnp.sort(jnp.where(mine < 0, _NOWHERE, mine), axis=1)
-    mine = jnp.where(mine == _NOWHERE, -1, mine)
-    slots = metadata.positions_to_slots(mine, block_tables, page_size)
-    return slots, (mine >= 0).sum(axis=1, dtype=jnp.int32)
+    num_tokens = positions.shape[0]
+    if num_tokens <= FEW_TOKENS:
+        winners = _best_of(lax.all_gather(packed, context_axis), k)
+    else:
+        mine = lax.all_to_all(_split_rows(packed, context_axis), context_axis, split_axis=0, concat_axis=0)
+        winners = gather_rows(_best_of(mine, k), num_tokens, context_axis)
+    own = local_positions(jnp.where(winners == _NOWHERE, -1, winners), context_axis, page_size)
+    own = jnp.sort(jnp.where(own < 0, _NOWHERE, own), axis=1)
+    return jnp.where(own == _NOWHERE, -1, own)
+
+
+def _best_of(candidates: jax.Array, k: int) -> jax.Array:
+    """The positions in their texts [t, min(k, N c)] of the k best of the devices' candidates [N, t, c, 2]."""
+    by_token = jnp.moveaxis(candidates, 0, 1).reshape(candidates.shape[1], -1, 2)
+    keys = lax.bitcast_convert_type(by_token[..., 0], jnp.float32)
+    _, winners = lax.sort((keys, by_token[..., 1]), num_keys=2)
+    return winners[:, :k]
 
 
 _NOWHERE = 2**31 - 1

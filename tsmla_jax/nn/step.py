@@ -107,8 +107,7 @@ class Step:
 
     def check_axis(self, context_axis: str | None) -> None:
         """ValueError if a layer is called with another axis than the step was made with: its slots would be wrong."""
-        if context_axis != self.context_axis:
-            raise ValueError(f"{context_axis=}; legal: the step's, {self.context_axis!r}")
+        check_axis(context_axis, self.context_axis)
 
     def checked(self, total_tokens: int) -> Step:
         """The same step; under TSMLA_CHECK=1 ValueError if its cu_seqlens_q can't be those of total_tokens tokens."""
@@ -122,6 +121,12 @@ class Step:
             return self.ragged_tokens(*shape)[1]
         refuse_ragged_arguments(self.cu_seqlens_q, self.max_q_len)
         return dense_positions(self.seq_lens, shape[1])
+
+
+def check_axis(context_axis: str | None, made_with: str | None) -> None:
+    """ValueError if a layer is called with another axis than its step was made with."""
+    if context_axis != made_with:
+        raise ValueError(f"{context_axis=}; legal: the step's, {made_with!r}")
 
 
 def _here(positions: jax.Array, page_size: int, context_axis: str | None) -> jax.Array:

@@ -205,6 +205,22 @@ def without_derivative(results: Any, known: Any, op: str, alternative: str) -> A
     return jax.tree.unflatten(structure, same(*leaves))
 
 
+def refuse_derivative(result: jax.Array, operands: Sequence[jax.Array], op: str, alternative: str) -> jax.Array:
+    """`result`, which was computed from `operands` without their derivatives. NotImplementedError where one of them has
+    a derivative."""
+
+    @jax.custom_jvp
+    def same(result: jax.Array, *operands: jax.Array) -> jax.Array:
+        return result
+
+    @same.defjvp
+    def refuse(primals: Any, tangents: Any) -> NoReturn:
+        raise contract.not_differentiable(op, alternative)
+
+    found: jax.Array = same(result, *operands)
+    return found
+
+
 def named_axes(shape: Any) -> tuple[Any, ...]:
     """The mesh axes of each dimension of a custom partitioning's operand; None for all if its sharding has no names."""
     spec = tuple(shape.sharding.spec) if isinstance(shape.sharding, NamedSharding) else ()

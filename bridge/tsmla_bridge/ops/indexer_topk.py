@@ -14,14 +14,16 @@ import torch
 
 from tsmla_bridge import operators, reference, sparse_reference
 from tsmla_bridge.ops.indexer_logits import unreadable_tensors
-from tsmla_bridge.ops.select_topk import Results
 from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, tensors
 from tsmla_bridge.runtime.workspace import Workspace
 from tsmla_kernels.catalog import INDEXER_LOGITS, SELECT_TOPK
 from tsmla_kernels.contract import values
 from tsmla_kernels.contract.sparse import IndexerTopkSpec, indexer_topk_spec
-from tsmla_kernels.launch import ArrayView
-from tsmla_kernels.sm90.indexer.chunks import Chunks, chunks_of, indexer_topk_reasons
+from tsmla_kernels.sm90.indexer.chunks import LOGIT_BYTES, Chunks, chunks_of, indexer_topk_reasons
+
+Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Positions or slots [T, k], their counts [T] and their scores [T, k]. Of those that a call does not return, the counts
+mean nothing and the scores are empty."""
 
 
 class Call(NamedTuple):
@@ -35,6 +37,7 @@ class Call(NamedTuple):
     cu_seqlens_q: torch.Tensor | None
     k: int
     return_slots: bool
+    return_scores: bool
     implementation: str | None
 
     @property
@@ -42,6 +45,15 @@ class Call(NamedTuple):
         """By name, those that are given."""
         named = zip(self._fields[:6], self[:6], strict=True)
         return {name: tensor for name, tensor in named if tensor is not None}
+
+
+class Memory(NamedTuple):
+    """The caller's memory, where a call is given some."""
+
+    out: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
+    workspace: Workspace | None = None
 
 
 def indexer_topk(
@@ -54,11 +66,13 @@ def indexer_topk(
     *,
     cu_seqlens_q: torch.Tensor | None = None,
     return_slots: bool = False,
+    return_scores: bool = False,
     out: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
+    scores: torch.Tensor | None = None,
     workspace: Workspace | None = None,
     implementation: str | None = None,
-) -> torch.Tensor | Results:
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """The cached keys with the k best scores of the indexer for every query token, as tsmla_jax.indexer_topk defines
     it: select_topk(order="position") of indexer_logits, in memory that does not grow with the tokens times the keys.
 
@@ -74,18 +88,24 @@ def indexer_topk(
       cu_seqlens_q: [B + 1] int32, where each request's tokens begin in q, or None. Token i of a request's S sees key j
         iff j < seq_len - (S - 1) + i; rows of no request see none.
       return_slots: return slots and counts in the place of positions.
+      return_scores: return the scores of the selected keys, too, as the last result. On a GPU torch operations read
+        them from a chunk's logits, and make the slots if both are asked for.
       out: int32 [T, k] for the positions or slots, or None.
       counts: int32 [T] for the counts, or None; with return_slots alone.
+      scores: float32 [T, k] for the scores, or None; with return_scores alone.
       workspace: memory for a chunk's logits, or None; indexer_topk_workspace_size says how much. With it, out and
         counts a call with a row of the block table a token allocates nothing; one with cu_seqlens_q first computes the
         keys that each token sees, in some small torch operations on int32 arrays of T and of the requests, and with
-        return_slots gathers a chunk's rows of the block table.
+        return_slots gathers a chunk's rows of the block table; one with return_scores has some arrays of the results'
+        shape for each chunk.
       implementation: "cute" (the kernels), "reference" (torch operations), or None: the kernels where they can run.
 
     Returns:
       int32 [T, k], `out` if it is given: the positions of the selected keys, ascending, and -1 behind the
       min(k, keys seen) of them. Of equal scores the one at the lower position is the larger, and NaN is below every
-      number. With return_slots: their slots in k_cache in the same order, and int32 [T], min(k, keys seen).
+      number. With return_slots: their slots in k_cache in the same order, and int32 [T], min(k, keys seen). With
+      return_scores also float32 [T, k], their scores in the same order, -inf where there is no key. The scores have a
+      derivative in eager torch operations; where one is asked for, the kernels don't run.
 
     Raises:
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
@@ -93,48 +113,63 @@ def indexer_topk(
     """
     if counts is not None and not return_slots:
         raise ValueError("counts: got a tensor without return_slots; legal: None")
-    call = Call(q, weights, k_cache, block_tables, seq_lens, cu_seqlens_q, k, return_slots, implementation)
+    if scores is not None and not return_scores:
+        raise ValueError("scores: got a tensor without return_scores; legal: None")
+    flags = return_slots, return_scores
+    call = Call(q, weights, k_cache, block_tables, seq_lens, cu_seqlens_q, k, *flags, implementation)
+    memory = Memory(out, counts, scores, workspace)
     if torch.compiler.is_compiling() or operators.is_traced(q, weights, k_cache, derivatives=False):
-        if out is None and counts is None and workspace is None:
+        if all(place is None for place in memory):
             results = torch.ops.tsmla.indexer_topk(*call)
         else:
-            results = _results(q, k, out, counts)
+            results = _results(call, memory)
             torch.ops.tsmla.indexer_topk_into(*call, *results, None if workspace is None else workspace.buffer)
     else:
-        results = _select(call, out, counts, workspace)
-    return results if return_slots else results[0]
+        results = _select(call, memory)
+    indices, new_counts, new_scores = results
+    found = indices, *((new_counts,) if return_slots else ()), *((new_scores,) if return_scores else ())
+    return found if len(found) > 1 else indices
 
 
-def _results(q: torch.Tensor, k: int, out: torch.Tensor | None = None, counts: torch.Tensor | None = None) -> Results:
+def _results(call: Call, memory: Memory) -> Results:
     """The caller's memory for the results, or new memory."""
-    rows = q.shape[0]
-    new_out = q.new_empty((rows, k), dtype=torch.int32) if out is None else out
-    return new_out, q.new_empty(rows, dtype=torch.int32) if counts is None else counts
+    rows, k = call.q.shape[0], call.k
+
+    def new(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return call.q.new_empty(shape, dtype=dtype)
+
+    return (
+        new(torch.int32, rows, k) if memory.out is None else memory.out,
+        new(torch.int32, rows) if memory.counts is None else memory.counts,
+        new(torch.float32, rows, k if call.return_scores else 0) if memory.scores is None else memory.scores,
+    )
 
 
-def _select(
-    call: Call, out: torch.Tensor | None = None, counts: torch.Tensor | None = None, workspace: Workspace | None = None
-) -> Results:
-    """The indices and the counts; without return_slots the kernels write no counts."""
+def _select(call: Call, memory: Memory) -> Results:
+    """The indices, the counts and the scores; without return_slots the kernels write no counts."""
     given, device = call.tensors, call.q.device
-    spec = tensors.describe_call(indexer_topk_spec, given, scales={}, k=call.k, return_slots=call.return_slots)
+    options: dict[str, Any] = {"k": call.k, "return_slots": call.return_slots, "return_scores": call.return_scores}
+    spec = tensors.describe_call(indexer_topk_spec, given, scales={}, **options)
 
     def why_not() -> list[str]:
         found = loaded_kernels.reasons(INDEXER_LOGITS, device)
-        return found or [*indexer_topk_reasons(spec), *unreadable_tensors(given)]
+        found = found or [*indexer_topk_reasons(spec), *unreadable_tensors(given)]
+        if call.return_scores and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given.values()):
+            found.append("a derivative is asked for; the kernels have none")
+        return found
 
     by_kernels = loaded_kernels.is_chosen("indexer_topk", call.implementation, device, why_not)
     data_checks.check(values.indexer_logits, spec.logits, call.seq_lens, call.block_tables, call.cu_seqlens_q)
     tokens = spec.logits.num_tokens
-    for name, tensor, shape in (("out", out, (tokens, spec.k)), ("counts", counts, (tokens,))):
-        if tensor is not None:
-            tensors.check_output(name, tensor, shape, torch.int32, device)
+    shapes = ((tokens, spec.k), torch.int32), ((tokens,), torch.int32), ((tokens, spec.k), torch.float32)
+    for name, tensor, (shape, dtype) in zip(Memory._fields, memory[:3], shapes, strict=False):
+        if tensor is not None and (name != "scores" or call.return_scores):
+            tensors.check_output(name, tensor, shape, dtype, device)
     if not by_kernels or 0 in (tokens, spec.logits.num_requests, spec.logits.cache.num_pages, spec.num_columns):
         found = sparse_reference.indexer_topk(spec, *call[:6])
-        wanted = (out, counts)
-        return tuple(x if to is None else to.copy_(x) for x, to in zip(found, wanted, strict=True))  # type: ignore[return-value]
-    results = _results(call.q, spec.k, out, counts)
-    _launch(spec, call, results, workspace)
+        return tuple(x if to is None else to.copy_(x) for x, to in zip(found, memory[:3], strict=True))  # type: ignore[return-value]
+    results = _results(call, memory)
+    _launch(spec, call, results, memory.workspace)
     return results
 
 
@@ -144,23 +179,47 @@ def _launch(spec: IndexerTopkSpec, call: Call, results: Results, workspace: Work
     shape = plan.rows, spec.num_columns
     if workspace is None:
         buffer = torch.empty(shape, dtype=torch.float32, device=call.q.device)  # lives until the launches are queued
-        logits = loaded_kernels.view(buffer)
     else:
-        size = shape[0] * shape[1] * 4
-        logits = ArrayView(workspace.take("indexer_topk", size, call.q.device, stream), shape, "float32")
+        size = shape[0] * shape[1] * LOGIT_BYTES
+        workspace.take("indexer_topk", size, call.q.device, stream)
+        buffer = workspace.buffer[:size].view(torch.float32).view(shape)
+    logits = loaded_kernels.view(buffer)
     with devices.made_current(index):
-        for of_logits, of_topk in _chunks(spec, plan, call, results):
+        for of_logits, of_topk, rows in _chunks(spec, plan, call, results):
             operands = {name: loaded_kernels.view(tensor) for name, tensor in of_logits.items()}
             loaded_kernels.run(INDEXER_LOGITS, plan.logits, index, stream, operands | {"logits": logits})
             operands = {name: loaded_kernels.view(tensor) for name, tensor in of_topk.items()}
             loaded_kernels.run(SELECT_TOPK, plan.topk, index, stream, {"logits": logits} | operands)
+            if spec.return_scores:
+                _read_scores(spec, buffer, rows)
 
 
 Operands = dict[str, torch.Tensor]
 
 
-def _chunks(spec: IndexerTopkSpec, plan: Chunks, call: Call, results: Results) -> Iterator[tuple[Operands, Operands]]:
-    """What each chunk's two launches read and write beside its logits. The tensors live until the next chunk."""
+class Rows(NamedTuple):
+    """A chunk's query rows: their block tables, the keys that they see, and their results."""
+
+    block_tables: torch.Tensor | None
+    seen: torch.Tensor
+    results: Results
+
+
+def _read_scores(spec: IndexerTopkSpec, logits: torch.Tensor, rows: Rows) -> None:
+    """Writes a chunk's scores from its logits and selected positions; then slots in their place if slots are asked
+    for."""
+    indices, counts, scores = rows.results
+    scores.copy_(sparse_reference.scores_at(logits, indices))
+    if rows.block_tables is not None:
+        indices.copy_(sparse_reference.slots_at(spec, indices, rows.block_tables))
+        counts.copy_(rows.seen.clamp(0, min(spec.k, spec.num_columns)))
+
+
+def _chunks(
+    spec: IndexerTopkSpec, plan: Chunks, call: Call, results: Results
+) -> Iterator[tuple[Operands, Operands, Rows]]:
+    """What each chunk's two launches read and write beside its logits, and its rows. The tensors live until the next
+    chunk."""
     rows, tokens, given = plan.rows, spec.logits.num_tokens, call.tensors
     request, seen = None, call.seq_lens
     if call.cu_seqlens_q is not None:
@@ -178,46 +237,47 @@ def _chunks(spec: IndexerTopkSpec, plan: Chunks, call: Call, results: Results) -
                 "seq_lens": (call.seq_lens - behind).clamp(min=0),
                 "cu_seqlens_q": (call.cu_seqlens_q - first).clamp(0, rows),
             }
-        of_topk = {"seq_lens": seen.narrow(0, first, rows)}
+        indices, counts, scores = (result.narrow(0, first, rows) for result in results)
+        of_topk, tables_read = {"seq_lens": seen.narrow(0, first, rows)}, None
         if spec.return_slots:
-            if request is not None:
-                tables = call.block_tables[request.narrow(0, first, rows)]
-            of_topk["block_tables"] = tables
-        of_topk["indices"] = results[0].narrow(0, first, rows)
-        if spec.return_slots:
-            of_topk["counts"] = results[1].narrow(0, first, rows)
-        yield of_logits, of_topk
+            tables_read = tables if request is None else call.block_tables[request.narrow(0, first, rows)]
+        if tables_read is None or spec.return_scores:
+            of_topk["indices"] = indices
+        else:
+            of_topk |= {"block_tables": tables_read, "indices": indices, "counts": counts}
+        yield of_logits, of_topk, Rows(tables_read, of_topk["seq_lens"], (indices, counts, scores))
 
 
 # ---- the operators
 
 _SCHEMA = (
     "Tensor q, Tensor weights, Tensor k_cache, Tensor block_tables, Tensor seq_lens, Tensor? cu_seqlens_q, int k,"
-    " bool return_slots, str? implementation"
+    " bool return_slots, bool return_scores, str? implementation"
 )
 
 
 def _run_operator(*arguments: Any) -> Results:
-    return _select(Call(*arguments))
+    return _select(Call(*arguments), Memory())
 
 
 def _run_operator_into(*arguments: Any) -> None:
-    *call, out, counts, buffer = arguments
-    _select(Call(*call), out, counts, None if buffer is None else Workspace.of(buffer))
+    *call, out, counts, scores, buffer = arguments
+    workspace = None if buffer is None else Workspace.of(buffer)
+    _select(Call(*call), Memory(out, counts, scores, workspace))
 
 
-topk_operator = operators.register("indexer_topk", _run_operator, f"({_SCHEMA}) -> (Tensor, Tensor)")
+topk_operator = operators.register("indexer_topk", _run_operator, f"({_SCHEMA}) -> (Tensor, Tensor, Tensor)")
 topk_into_operator = operators.register(
     "indexer_topk_into",
     _run_operator_into,
-    f"({_SCHEMA}, Tensor(a!) out, Tensor(b!) counts, Tensor(c!)? workspace) -> ()",
-    writes=("out", "counts", "workspace"),
+    f"({_SCHEMA}, Tensor(a!) out, Tensor(b!) counts, Tensor(c!) scores, Tensor(d!)? workspace) -> ()",
+    writes=("out", "counts", "scores", "workspace"),
 )
+operators.refuse_backward(topk_operator, "indexer_topk (its scores)", "an eager call has one")
 
 
 def _fake(*arguments: Any) -> Results:
-    call = Call(*arguments)
-    return _results(call.q, call.k)
+    return _results(Call(*arguments), Memory())
 
 
 operators.register_fake(topk_operator, _fake)

@@ -272,11 +272,13 @@ def topk_spec(
 @dataclass(frozen=True)
 class IndexerTopkSpec:
     """The static facts of one indexer_topk call: the logits that it never has all at once, and what is selected of
-    them. return_slots: whether slots and counts are returned, and not positions."""
+    them. return_slots: whether slots and counts are returned, and not positions. return_scores: whether the selected
+    logits are returned, too."""
 
     logits: IndexerLogitsSpec
     k: int
     return_slots: bool = False
+    return_scores: bool = False
 
     @property
     def num_columns(self) -> int:
@@ -285,8 +287,9 @@ class IndexerTopkSpec:
 
     @property
     def topk(self) -> TopKSpec:
-        """The select_topk that would follow indexer_logits."""
-        page_size = self.logits.cache.page_size if self.return_slots else 0
+        """The select_topk that follows indexer_logits. Scores are read at the positions that it writes, so that it
+        writes slots only where no scores are returned."""
+        page_size = self.logits.cache.page_size if self.return_slots and not self.return_scores else 0
         return TopKSpec(self.logits.num_tokens, self.num_columns, self.k, "position", page_size=page_size)
 
 
@@ -300,12 +303,18 @@ def indexer_topk_spec(
     k: int,
     cu_seqlens_q: Array | None = None,
     return_slots: bool = False,
+    return_scores: bool = False,
 ) -> IndexerTopkSpec:
     """The spec of indexer_topk, or ValueError / TypeError naming the argument that is not legal."""
     logits = indexer_logits_spec(
         q=q, weights=weights, k_cache=k_cache, block_tables=block_tables, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q
     )
-    return IndexerTopkSpec(logits, static_int("k", k, minimum=1), static_bool("return_slots", return_slots))
+    return IndexerTopkSpec(
+        logits,
+        static_int("k", k, minimum=1),
+        static_bool("return_slots", return_slots),
+        static_bool("return_scores", return_scores),
+    )
 
 
 @dataclass(frozen=True)

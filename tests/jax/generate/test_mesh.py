@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.jax.generate.tiny import tiny_config, write_tiny
 from tsmla_jax.generate import Engine, EngineOptions, ModelConfig, load_model
 from tsmla_jax.generate.mesh import MeshShape, check_mesh, make_mesh, put_params
+from tsmla_jax.generate.plan import make_plan
 from tsmla_jax.generate.programs import _Elements
 from tsmla_jax.generate.step import no_drafts
 
@@ -118,9 +119,42 @@ def generated(model: str, directory: Path, options: EngineOptions, **mesh: Any) 
 @pytest.mark.parametrize("model", ["v2", "v3.2", "v4"])
 def test_other_models(model: str, tmp_path: Path) -> None:
     options = replace(OPTIONS, page_size=128) if model == "v4" else OPTIONS
-    context = 1 if model == "v4" else 2
-    one, mesh = generated(model, tmp_path, options, data_parallel=2, expert_parallel=2, context_parallel=context)
+    one, mesh = generated(model, tmp_path, options, data_parallel=2, expert_parallel=2, context_parallel=2)
     assert mesh == one
+
+
+@pytest.mark.parametrize("model", ["v3.2", "v4"])
+def test_what_runs_where_devices_share_keys(model: str) -> None:
+    """The indexers select among a device's own keys, with their scores; the plan knows the shapes of each step."""
+    config = ModelConfig.from_hf(tiny_config(model))
+    options = replace(OPTIONS, page_size=128, context_parallel=8, num_pages=None)
+    plan = make_plan(config, options, [[1] * 300], NEW, "float32")
+    assert plan.max_pages == plan.layout.num_pages == 1
+    ops = {choice.op.partition(" (")[0] for choice in plan.choices}
+    assert ops == {"indexer_topk", "sparse_mla", "experts", *(["compress_write_kv_cache"] if model == "v4" else [])}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("context", "speculative"), [(2, 3), (4, 0), (8, 3)])
+def test_texts_of_v4_come_and_go(context: int, speculative: int, tmp_path: Path) -> None:
+    """Texts of more pages than devices and of fewer; one is dropped, and another gets its row, ring and states."""
+    # Layers of two kinds compile in less time than of three.
+    kinds = {} if context == 2 else {"num_hidden_layers": 2, "compress_ratios": [4, 128]}
+    config = ModelConfig.from_hf(write_tiny(tmp_path, model="v4", **kinds))
+    params = load_model(tmp_path, config)
+    prompts = [np.random.default_rng(n).integers(0, 101, n).tolist() for n in (600, 200, 150)]
+    options = EngineOptions(page_size=128, chunk=256, max_batch=2, num_pages=7, speculative=speculative)
+    one = Engine(params, config, options).generate(prompts, NEW).tokens
+    engine = Engine(params, config, replace(options, context_parallel=context))
+    texts: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    assert engine.admit(1, prompts[1], NEW) and engine.admit(0, prompts[0], NEW)
+    engine.step()
+    engine.drop(1)
+    assert engine.admit(2, prompts[2], NEW)
+    drain(engine, texts)
+    assert engine.admit(1, prompts[1], NEW)
+    drain(engine, texts)
+    assert [texts[number] for number in range(3)] == one
 
 
 @pytest.mark.slow
@@ -150,7 +184,8 @@ def test_a_mesh_that_does_not_fit_is_refused_in_one_line(tiny_model: Model) -> N
     with pytest.raises(ValueError, match=r"^expert_parallel = 2: the model has no experts; legal: 1"):
         check_mesh(dense, MeshShape(1, 2, 1))
     v4 = ModelConfig.from_hf(tiny_config("v4"))
-    with pytest.raises(ValueError, match=r"^context_parallel = 2: DeepSeek-V4's windows and states are not split"):
-        check_mesh(v4, MeshShape(1, 1, 2))
+    check_mesh(v4, MeshShape(2, 2, 2))
+    with pytest.raises(ValueError, match=r"^context_parallel = 3: 8 experts on .*; legal products: 1, 2, 4, 8$"):
+        check_mesh(v4, MeshShape(1, 1, 3))
     with pytest.raises(ValueError, match=r"^program = 'layer'; legal on a mesh: 'step', None$"):
         EngineOptions(program="layer", data_parallel=2)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,9 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import tsmla_jax
-from tsmla_jax.nn import MLAConfig, Step, context_parallel, functional, init_params
+from tsmla_jax.nn import MLAConfig, Step, context_parallel, functional, init_params, v4, v32
+from tsmla_jax.nn.v4.weights import WEIGHTS as V4_WEIGHTS
+from tsmla_jax.nn.v32.weights import WEIGHTS as V32_WEIGHTS
 
 DEVICES, PAGE, COLUMNS = 3, 4, 3  # entries of a block table on each device
 LENS = np.asarray([30, 1, 0, 17], np.int32)
@@ -166,8 +169,10 @@ def test_the_derivative_of_whole_prompts(mesh: Mesh) -> None:
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4), got, want)
 
 
-def test_the_best_keys_of_all_devices(mesh: Mesh) -> None:
+@pytest.mark.parametrize("few_tokens", [256, 0])
+def test_the_best_keys_of_all_devices(mesh: Mesh, few_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ties go to the lower position, also where the positions are on different devices; NaN is below every number."""
+    monkeypatch.setattr(context_parallel, "FEW_TOKENS", few_tokens)
     rng = np.random.default_rng(2)
     logits = rng.integers(-2, 3, (len(LENS), COLUMNS * DEVICES * PAGE)).astype(np.float32)
     logits[0, [3, 8]], logits[3, [0, 9]], logits[0, 12] = np.nan, [-0.0, 0.0], -np.inf
@@ -175,18 +180,91 @@ def test_the_best_keys_of_all_devices(mesh: Mesh) -> None:
 
     def run(k: int, logits: jax.Array) -> Any:
         lens = context_parallel.local_lens(jnp.asarray(LENS), "context", PAGE)
-        options: dict[str, Any] = {"block_tables": jnp.asarray(TABLES), "page_size": PAGE}
-        slots, count = context_parallel.select_topk(logits, lens, k, context_axis="context", **options)
-        return jax.lax.all_gather((slots, count), "context")
+        positions = tsmla_jax.select_topk(logits, lens, min(k, logits.shape[1]), order="position")
+        scores = jnp.take_along_axis(logits, jnp.maximum(positions, 0), axis=1)
+        own = context_parallel.select_topk(positions, scores, k, context_axis="context", page_size=PAGE)
+        return jax.lax.all_gather(own, "context")
 
     for k in (7, 29):
-        slots, count = on_devices(mesh, partial(run, k))(shares)
+        own = on_devices(mesh, partial(run, k))(shares)
         want = np.asarray(tsmla_jax.select_topk(logits, LENS, k))
+        assert own.shape == (DEVICES, *want.shape)
         for row in range(len(LENS)):
             found = []
             for device in range(DEVICES):
-                mine = np.asarray(slots[device, row])
-                assert (mine[count[device, row] :] == -1).all() and (np.diff(mine[: count[device, row]]) > 0).all()
-                local = mine[: count[device, row]] - TABLES[row, 0] * PAGE
-                found += list((local // PAGE * DEVICES + device) * PAGE + local % PAGE)
+                local = np.asarray(own[device, row])
+                count = (local >= 0).sum()
+                assert (local[count:] == -1).all() and (np.diff(local[:count]) > 0).all()
+                found += list((local[:count] // PAGE * DEVICES + device) * PAGE + local[:count] % PAGE)
             assert sorted(found) == sorted(want[row][want[row] >= 0])
+
+
+INDEXER: dict[str, Any] = {"index_n_heads": 4, "index_head_dim": 12, "index_topk": 64}
+V32 = v32.V32Config(mla=replace(CONFIG, q_lora_rank=12), **INDEXER)
+V4 = v4.V4Config(
+    kind="csa",
+    ratio=4,
+    hidden_size=24,
+    num_attention_heads=4,
+    q_lora_rank=12,
+    head_dim=16,
+    rope_dim=8,
+    o_groups=2,
+    o_lora_rank=6,
+    **INDEXER,
+)
+
+
+@pytest.mark.parametrize("few_tokens", [256, 0])
+def test_a_chunk_of_prompts_whose_indexer_chooses(mesh: Mesh, few_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keys of one device, with fewer of them than are chosen, and with more."""
+    monkeypatch.setattr(context_parallel, "FEW_TOKENS", few_tokens)
+    config = replace(V32, index_topk=7)
+    params, rng = V32_WEIGHTS.init_params(jax.random.key(0), config, jnp.float32), np.random.default_rng(1)
+    lens, new = LENS + np.asarray([4, 5, 0, 1], np.int32), np.asarray([0, 4, 9, 9, 10], np.int32)
+    x = rng.normal(size=(11, config.mla.hidden_size)).astype(np.float32)
+    cache = v32.V32Cache(random_cache(), rng.normal(size=(WHOLE_TABLES.size, PAGE, 12)).astype(np.float32))
+
+    def run(tables: Any, axis: str | None, cache: v32.V32Cache, x: jax.Array) -> Any:
+        step = Step.ragged(jnp.asarray(tables), lens, new, total_tokens=11, page_size=PAGE, context_axis=axis)
+        return v32.attend(params, config, x, cache, step, context_axis=axis)
+
+    shared = v32.V32Cache(*map(dealt, cache))
+    y, written = on_devices(mesh, partial(run, TABLES, "context"), written=True)(shared, x)
+    want, want_written = jax.jit(partial(run, WHOLE_TABLES, None))(cache, x)
+    np.testing.assert_allclose(y[:10], want[:10], atol=1e-5)
+    for one, other in zip(written, want_written, strict=True):
+        np.testing.assert_allclose(one, dealt(np.asarray(other)), atol=1e-6)
+
+
+@pytest.mark.parametrize("model", ["v3.2", "v4"])
+def test_a_chunk_of_a_prompt_keeps_no_scores_of_all_keys(mesh: Mesh, model: str) -> None:
+    """Of 1,024 tokens and 65,536 keys (V4: entries) on each device they would be 256 MB; rows of the block table, one
+    a token, are 4."""
+    tokens, pages, page_size = 1024, 1024, 64
+    f32, i32 = (partial(jax.ShapeDtypeStruct, dtype=dtype) for dtype in (jnp.float32, jnp.int32))
+
+    def cache() -> Any:
+        if model == "v3.2":
+            return v32.init_cache(V32, pages, page_size, kv_dtype=jnp.float32, indexer_dtype=jnp.float32)
+        sizes = {"window_pages": 2, "compressed_pages": pages, "num_states": 1, "page_size": page_size}
+        return v4.init_cache(V4, **sizes, dtype=jnp.float32, indexer_dtype=jnp.float32)
+
+    def run(cache: Any, params: Any, x: jax.Array, tables: jax.Array, lens: jax.Array, cu: jax.Array) -> Any:
+        options: dict[str, Any] = {"total_tokens": tokens, "page_size": page_size}
+        if model == "v3.2":
+            step = Step.ragged(tables, lens, cu, **options, context_axis="context")
+            return v32.attend(params, V32, x, cache, step, context_axis="context")
+        window = Step.ragged(jnp.zeros((1, 4 * DEVICES * pages), jnp.int32), lens, cu, **options)
+        where = {"state_slots": jnp.zeros(1, jnp.int32), "compressed_tables": tables, "cos_sin": v4.rope_table(V4, 9)}
+        v4_step = v4.make_step(V4, window, **where, page_size=page_size, context_axis="context")
+        return v4.attend(params, V4, x, cache, v4_step, context_axis="context")
+
+    weights, config = (V32_WEIGHTS, V32) if model == "v3.2" else (V4_WEIGHTS, V4)
+    params = {name: f32(shape) for name, shape in weights.param_shapes(config).items()}
+    caches = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((DEVICES * leaf.shape[0], *leaf.shape[1:]), leaf.dtype), jax.eval_shape(cache)
+    )
+    arguments = (params, f32((tokens, 24)), i32((1, pages)), i32((1,)), i32((2,)))
+    compiled = on_devices(mesh, run, written=True).lower(caches, *arguments).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 64 << 20

@@ -45,9 +45,9 @@ def arrays(ragged: bool, dtype: Any = jnp.float32, tokens: int = T) -> dict[str,
     return given | ({"cu_seqlens_q": ints(REQUESTS)} if ragged else {})
 
 
-def select(name: str, k: int = K, return_slots: bool = False) -> Callable[..., Any]:
+def select(name: str, k: int = K, **options: bool) -> Callable[..., Any]:
     """The compiled call."""
-    run = functools.partial(tsmla_jax.indexer_topk, k=k, return_slots=return_slots, implementation=name)
+    run = functools.partial(tsmla_jax.indexer_topk, k=k, implementation=name, **options)
     return jax.jit(lambda given: run(**given))
 
 
@@ -69,9 +69,13 @@ def test_windows_of_keys_select_what_all_logits_select(ragged: bool, k: int) -> 
     given = arrays(ragged)
     weights = given["weights"]
     unusual = weights.at[3].set(jnp.nan).at[4].set(jnp.inf).at[6].set(-jnp.inf).at[8].set(0.0)
-    run = select("xla", k, return_slots=True)
+    options = {"return_slots": True, "return_scores": True}
+    run, want = select("xla", k, **options), select("reference", k, **options)
     for kind in (weights, unusual):
-        equal(run(given | {"weights": kind}), select("reference", k, return_slots=True)(given | {"weights": kind}))
+        equal(run(given | {"weights": kind}), want(given | {"weights": kind}))
+    alone = select("xla", k, return_scores=True)(given)
+    equal(alone, select("reference", k, return_scores=True)(given))
+    equal(alone[0], select("xla", k)(given))
 
 
 @pytest.mark.parametrize("ragged", [False, True])
@@ -84,6 +88,11 @@ def test_what_is_defined(ragged: bool) -> None:
     equal(select("reference")(given), tsmla_jax.select_topk(logits, lens, K, order="position"))
     want = tsmla_jax.select_topk(logits, lens, K, order="position", block_tables=tables, page_size=Z)
     equal(select("reference", return_slots=True)(given), want)
+    positions, scores = select("reference", return_scores=True)(given)
+    equal(positions, select("reference")(given))
+    for row, (places, of_row) in enumerate(zip(np.asarray(positions), np.asarray(scores), strict=True)):
+        equal(of_row, [logits[row, place] if place >= 0 else -np.inf for place in places])
+    equal(select("reference", return_slots=True, return_scores=True)(given), (*want, scores))
 
 
 def test_memory_does_not_grow_with_the_keys() -> None:
@@ -99,7 +108,7 @@ def test_memory_does_not_grow_with_the_keys() -> None:
             "seq_lens": struct((1,), jnp.int32),
             "cu_seqlens_q": struct((2,), jnp.int32),
         }
-        used = select("xla", 2048).lower(given).compile().memory_analysis()
+        used = select("xla", 2048, return_scores=True).lower(given).compile().memory_analysis()
         assert used.temp_size_in_bytes < 100 << 20  # logits would be 2 GB
         assert chunks.workspace_bytes(tokens, keys) == 128 << 20
 
@@ -115,15 +124,35 @@ def test_positions_have_no_derivative() -> None:
     assert np.asarray(slopes[0]).any()
 
 
+def test_scores_have_a_derivative_in_the_definition_alone() -> None:
+    given = arrays(ragged=True)
+
+    def total(weights: jax.Array, name: str) -> jax.Array:
+        positions, scores = select(name, return_scores=True)(given | {"weights": weights})
+        return jnp.where(positions >= 0, scores, 0).sum()
+
+    slope = jax.grad(total)(given["weights"], "reference")
+    positions = select("reference")(given)
+
+    def of_logits(weights: jax.Array) -> jax.Array:
+        logits = tsmla_jax.indexer_logits(**(given | {"weights": weights}), implementation="reference")
+        return jnp.where(positions >= 0, jnp.take_along_axis(logits, jnp.maximum(positions, 0), axis=1), 0).sum()
+
+    equal(slope, jax.grad(of_logits)(given["weights"]))
+    with pytest.raises(NotImplementedError, match=r"indexer_topk \(its scores\) has no derivative.*'reference'"):
+        jax.grad(total)(given["weights"], "xla")
+
+
 def test_shards_and_batches_of_tokens() -> None:
     given = arrays(ragged=False, tokens=6)
-    whole = select("xla")(given)
+    run = select("xla", return_scores=True)
+    whole = run(given)
     mesh, rows = Mesh(np.asarray(jax.devices()[:3]), "x"), PartitionSpec("x")
     specs = {name: PartitionSpec() if name == "k_cache" else rows for name in given}
-    split = jax.shard_map(select("xla"), mesh=mesh, in_specs=(specs,), out_specs=rows)
+    split = jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=rows)
     equal(jax.jit(split)(given), whole)
-    mapped = jax.vmap(select("xla"))(jax.tree.map(lambda x: jnp.stack([x, x]), given))
-    equal(mapped[1], whole)
+    mapped = jax.vmap(run)(jax.tree.map(lambda x: jnp.stack([x, x]), given))
+    equal([x[1] for x in mapped], list(whole))
 
 
 @pytest.mark.parametrize(
@@ -145,6 +174,8 @@ def test_refuses(change: dict[str, Any], message: str) -> None:
 def test_refuses_what_is_not_static() -> None:
     with pytest.raises(TypeError, match="return_slots: got int; legal: True or False, static"):
         tsmla_jax.indexer_topk(**arrays(ragged=True), k=K, return_slots=1)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="return_scores: got int; legal: True or False, static"):
+        tsmla_jax.indexer_topk(**arrays(ragged=True), k=K, return_scores=1)  # type: ignore[call-overload]
 
 
 def test_explanations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +192,10 @@ def test_explanations(monkeypatch: pytest.MonkeyPatch) -> None:
     found = tsmla_jax.explain("indexer_topk", *arguments, 2048, cu_seqlens_q=offsets, implementation="cute")
     assert found.chosen == "cute"
     assert "the logits of 256 query rows, 128.0 MiB, then their top-k; 16 times, by chunks of rows" in str(found)
-    assert "have not run on a GPU yet" in str(found)
+    assert "have not run on a GPU yet" in str(found) and "scores" not in str(found)
+    options: dict[str, Any] = {"cu_seqlens_q": offsets, "return_slots": True, "return_scores": True}
+    found = tsmla_jax.explain("indexer_topk", *arguments, 2048, **options, implementation="cute")
+    assert "XLA reads the scores from a chunk's logits, and makes slots of the positions" in str(found)
     wide = (struct(arguments[0].shape, jnp.float32), arguments[1], struct((4096, 64, 128), jnp.bfloat16))
     found = tsmla_jax.explain("indexer_topk", *wide, *arguments[3:], 2048, cu_seqlens_q=offsets, implementation="cute")
     assert "the logits as xla computes them: q's dtype is float32; the sm_90 indexer kernel takes" in str(found)
@@ -196,18 +230,18 @@ def small_chunks(cache_directory: object, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("return_slots", [False, True])
+@pytest.mark.parametrize("returned", ["", "return_slots", "return_scores", "return_slots return_scores"])
 @pytest.mark.parametrize("ragged", [False, True])
-def test_chunks_of_rows(ragged: bool, return_slots: bool) -> None:
-    given = arrays(ragged, jnp.float8_e4m3fn)
-    assert calls(jax.make_jaxpr(select("cute", return_slots=return_slots))(given)) == 2  # in a loop over the chunks
+def test_chunks_of_rows(ragged: bool, returned: str) -> None:
+    given, options = arrays(ragged, jnp.float8_e4m3fn), dict.fromkeys(returned.split(), True)
+    run, want = select("cute", **options), select("reference", **options)
+    assert calls(jax.make_jaxpr(run)(given)) == 2  # in a loop over the chunks
     with emulated(cute._transformable, by=emulate):
-        got = select("cute", return_slots=return_slots)(given)
-        equal(got, select("reference", return_slots=return_slots)(given))
+        equal(run(given), want(given))
         few = {name: x[:4] if x.shape[0] == T else x for name, x in given.items()}  # one chunk
         if ragged:
             few["cu_seqlens_q"] = jnp.minimum(given["cu_seqlens_q"], 4)
-        equal(select("cute", return_slots=return_slots)(few), select("reference", return_slots=return_slots)(few))
+        equal(run(few), want(few))
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -235,11 +269,11 @@ def test_batches_are_rows_of_the_chunks() -> None:
     given = arrays(ragged=False, dtype=jnp.float8_e4m3fn, tokens=6)
     axes = {name: None if name == "k_cache" else 0 for name in given}
     twice = {name: x if name == "k_cache" else jnp.stack([x, x[::-1]]) for name, x in given.items()}
-    run = jax.vmap(select("cute", return_slots=True), (axes,))
+    run = jax.vmap(select("cute", return_slots=True, return_scores=True), (axes,))
     assert calls(jax.make_jaxpr(run)(twice)) == 2
     with emulated(cute._transformable, by=emulate):
         got = jax.jit(run)(twice)
-    want = select("reference", return_slots=True)(given)
+    want = select("reference", return_slots=True, return_scores=True)(given)
     equal([x[0] for x in got], list(want))
     equal([x[1, ::-1] for x in got], list(want))
 
@@ -255,10 +289,10 @@ def test_tokens_stay_where_they_are(kind: AxisType, ragged: bool) -> None:
         for name, x in given.items()
     }
     with emulated(cute._transformable, by=emulate):
-        compiled = select("cute").lower(placed).compile()
+        compiled = select("cute", return_scores=True).lower(placed).compile()
         assert bool(collectives(compiled)) == ragged  # a request's tokens may lie anywhere
         got = compiled(placed)
-    equal(np.asarray(got), select("reference")(given))
+    equal([np.asarray(x) for x in got], list(select("reference", return_scores=True)(given)))
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -280,8 +314,8 @@ def test_nothing_to_select_from_launches_nothing() -> None:
     empty = given | {"block_tables": given["block_tables"][:, :0]}
     assert calls(jax.make_jaxpr(select("cute", return_slots=True))(empty)) == 0
     for name in ("cute", "xla", "reference"):
-        slots, counts = select(name, return_slots=True)(empty)
-        assert (np.asarray(slots) == -1).all() and not np.asarray(counts).any()
+        slots, counts, scores = select(name, return_slots=True, return_scores=True)(empty)
+        assert (np.asarray(slots) == -1).all() and not np.asarray(counts).any() and np.isneginf(scores).all()
 
 
 def test_the_workspace_is_bounded() -> None:

@@ -305,7 +305,7 @@ def prefill_with_context(
     kv_cache = tsmla_jax.write_kv_cache(kv_cache, latent, k_rope, step.slot_mapping, kv_scale=kv_scale)
     if context_axis is None:
         return project_out(params, config, out.astype(q.dtype)), kv_cache
-    merged = context_parallel.merge_own_rows(out, lse, context_axis, own)
+    merged, _ = context_parallel.merge_own_rows(out, lse, context_axis, own)
     y = project_out(params, config, merged.astype(q.dtype))
     return context_parallel.gather_rows(y, x.shape[0], context_axis), kv_cache
 

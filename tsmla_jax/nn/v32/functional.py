@@ -87,8 +87,7 @@ def attend(
         q_scale: quantises the absorbed queries to float8_e4m3fn (q / q_scale); None leaves them in x's dtype.
         context_axis: a mesh axis whose devices share the keys of every request (`nn.context_parallel`) and all have x;
             the step is made with the same axis. The chosen keys are the same as on one device.
-        implementation: of `tsmla_jax.sparse_mla` and `tsmla_jax.indexer_topk`; with context_axis of
-            `tsmla_jax.indexer_logits`, whose logits the devices compare.
+        implementation: of `tsmla_jax.sparse_mla` and `tsmla_jax.indexer_topk`.
 
     Returns:
         y [T, E] and the caches with the new tokens written (in place if donated). Rows of padding mean nothing.
@@ -140,16 +139,15 @@ def attend(
     if context_axis is not None:
         rows = metadata.expand_decode_metadata(step.seq_lens, step.block_tables, step.new_lens, total_tokens=num_tokens)
         lens = context_parallel.local_lens(rows.seq_lens, context_axis, kv.shape[1])
-        logits = tsmla_jax.indexer_logits(
-            q_index, weights, keys, rows.block_tables, lens, implementation=implementation
-        )
-        own, count = context_parallel.select_topk(
-            logits,
+        own, count = context_parallel.indexer_topk(
+            q_index,
+            weights,
+            keys,
+            rows.block_tables,
             lens,
             config.index_topk,
             context_axis=context_axis,
-            block_tables=rows.block_tables,
-            page_size=kv.shape[1],
+            implementation=implementation,
         )
         out, lse = tsmla_jax.sparse_mla(queries, kv, own, count, return_lse=True, **attention)
         return context_parallel.project_merged(out, lse, context_axis, project), V32Cache(kv, keys)

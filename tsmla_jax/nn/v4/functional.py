@@ -16,7 +16,9 @@ from jax.typing import DTypeLike
 
 import tsmla_jax
 from tsmla_jax import sparse
+from tsmla_jax.nn import context_parallel
 from tsmla_jax.nn.norms import rms_norm_fixed_order
+from tsmla_jax.nn.step import check_axis
 from tsmla_jax.nn.v4.config import V4Config
 from tsmla_jax.nn.v4.step import V4Step
 from tsmla_jax.nn.weights import Params
@@ -97,6 +99,7 @@ def attend(
     *,
     kv_scale: float | jax.Array | None = None,
     q_scale: float | jax.Array | None = None,
+    context_axis: str | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, V4Cache]:
     """Attention of new tokens over their window and their requests' compressed entries.
@@ -108,11 +111,17 @@ def attend(
         step: of `make_step`, for this layer's kind.
         kv_scale: of float8_e4m3fn window and compressed caches.
         q_scale: quantises the queries to float8_e4m3fn (q / q_scale); None leaves them in x's dtype.
+        context_axis: a mesh axis whose devices share the compressed entries of every request (`nn.context_parallel`)
+            and all have x, the window's cache and the compressors' states; the step is made with the same axis.
         implementation: of `tsmla_jax.sparse_mla`, `tsmla_jax.compress_write_kv_cache` and `tsmla_jax.indexer_topk`.
 
     Returns:
         y [T, E] and the caches with the new tokens written (in place if donated). Rows of padding mean nothing.
+
+    Raises:
+        ValueError: a step made for another kind of layer or with another context_axis.
     """
+    check_axis(context_axis, step.context_axis)
     eps = config.rms_norm_eps
     low = rms_norm_fixed_order(x @ params["q_a_proj"], params["q_a_norm"], eps)
     q = jnp.einsum("tr,rhd->thd", low, params["q_b_proj"])
@@ -137,28 +146,36 @@ def attend(
         rows, cache = _choose(params, config, x, low, cache, step, implementation)
     if rows is None:
         raise ValueError(f"step: got one made for another kind of layer; this layer is {config.kind!r}")
-    out = tsmla_jax.sparse_mla(
-        q,
-        cache.window,
-        rows.indices,
-        rows.lengths,
-        softmax_scale=config.head_dim**-0.5,
-        latent_dim=config.head_dim,
-        sinks=params["sinks"],
-        compressed_kv_cache=cache.compressed,
-        window=None if cache.compressed is None else rows.window,
-        page_size=page_size,
-        compressed_page_size=None if cache.compressed is None else entries_page_size,
-        q_scale=q_scale,
-        kv_scale=kv_scale,
-        compressed_kv_scale=None if cache.compressed is None else kv_scale,
-        implementation=implementation,
-    )
-    # Values carry the rope of their own positions; turning back by the query's position leaves the distance.
-    out = sparse_v4.apply_rope(cast(jax.Array, out), step.positions, step.cos_sin, inverse=True)
-    grouped = out.astype(x.dtype).reshape(x.shape[0], params["o_a_proj"].shape[0], -1)
-    mixed = jnp.einsum("tgi,gir->tgr", grouped, params["o_a_proj"])
-    return mixed.reshape(x.shape[0], -1) @ params["o_b_proj"], cache
+    attention: dict[str, Any] = {
+        "softmax_scale": config.head_dim**-0.5,
+        "latent_dim": config.head_dim,
+        "page_size": page_size,
+        "q_scale": q_scale,
+        "kv_scale": kv_scale,
+        "implementation": implementation,
+    }
+    if cache.compressed is not None:
+        attention |= {
+            "compressed_kv_cache": cache.compressed,
+            "window": rows.window,
+            "compressed_page_size": entries_page_size,
+            "compressed_kv_scale": kv_scale,
+        }
+
+    def project(out: jax.Array, positions: jax.Array) -> jax.Array:
+        # Values carry the rope of their own positions; turning back by the query's position leaves the distance.
+        out = sparse_v4.apply_rope(out, positions, step.cos_sin, inverse=True)
+        grouped = out.astype(x.dtype).reshape(out.shape[0], params["o_a_proj"].shape[0], -1)
+        mixed = jnp.einsum("tgi,gir->tgr", grouped, params["o_a_proj"])
+        return mixed.reshape(out.shape[0], -1) @ params["o_b_proj"]
+
+    indices, sinks = (rows.indices, rows.lengths), params["sinks"]
+    if context_axis is None or cache.compressed is None:  # a window alone is whole on every device
+        out = tsmla_jax.sparse_mla(q, cache.window, *indices, sinks=sinks, **attention)
+        return project(cast(jax.Array, out), step.positions), cache
+    out, lse = tsmla_jax.sparse_mla(q, cache.window, *indices, return_lse=True, **attention)
+    merged = context_parallel.project_merged(out, lse, context_axis, project, step.positions, sinks=sinks)
+    return merged, cache
 
 
 def _compress(
@@ -216,16 +233,15 @@ def _choose(
     else:
         q = sparse_v4.apply_rope(q.astype(jnp.float32), step.positions, step.cos_sin)
         weights = indexer.fold_weights(weights, config.index_head_dim)
-    visible = jnp.maximum(step.positions + 1, 0) // config.ratio
-    chosen, _ = tsmla_jax.indexer_topk(
-        q,
-        weights,
-        keys,
-        step.token_tables,
-        visible,
-        min(config.index_topk, step.token_tables.shape[1] * keys.shape[1]),
-        return_slots=True,
-        implementation=implementation,
-    )
+    if step.compressed_lens is None or step.rows is not None:
+        raise ValueError(f"step: got one made for another kind of layer; this layer is {config.kind!r}")
+    where = (q, weights, keys, step.token_tables, step.compressed_lens)
+    if step.context_axis is None:
+        most = min(config.index_topk, step.token_tables.shape[1] * keys.shape[1])
+        chosen, _ = tsmla_jax.indexer_topk(*where, most, return_slots=True, implementation=implementation)
+    else:
+        chosen, _ = context_parallel.indexer_topk(
+            *where, config.index_topk, context_axis=step.context_axis, implementation=implementation
+        )
     rows = sparse_v4.build_mixed_sparse_indices(step.window_slots, chosen)
     return rows, cache._replace(indexer=keys, indexer_compressor=state)

@@ -21,6 +21,7 @@ class V4Attention(AttentionLayer):
         *,
         kv_scale: float | jax.Array | None = None,
         q_scale: float | jax.Array | None = None,
+        context_axis: str | None = None,
         implementation: str | None = None,
     ) -> tuple[jax.Array, V4Cache]:
         """Prefill, chunks and decode alike; see `tsmla_jax.nn.v4.attend`. Returns y and the caches."""
@@ -32,5 +33,6 @@ class V4Attention(AttentionLayer):
             step,
             kv_scale=kv_scale,
             q_scale=q_scale,
+            context_axis=context_axis,
             implementation=implementation,
         )

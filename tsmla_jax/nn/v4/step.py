@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
+from tsmla_jax.nn import context_parallel
 from tsmla_jax.nn.rope import inverse_frequencies
 from tsmla_jax.nn.step import Step
 from tsmla_jax.nn.v4.config import V4Config
@@ -30,11 +31,15 @@ class V4Step:
         window: the step over the window caches: lengths of the requests, slots of the new tokens.
         positions: [T] i32 of the new tokens; -1 for padding.
         state_slots: [B] i32, each request's compressor states; -1 for padding.
-        window_slots: [T, window] i32, the window cache's slots that each token sees.
-        compressed_tables, token_tables: pages of the compressed caches, i32 [B, Mc] and, a row a token, [T, Mc].
+        window_slots: [T, window] i32, the window cache's slots that each token attends to on this device.
+        compressed_tables: [B, Mc] i32, pages of the compressed caches as entries are written: of whole texts, -1 for
+            those of other devices.
+        token_tables: [T, Mc] i32, this device's pages of them, a row a token.
+        compressed_lens: [T] i32, the entries that each token sees on this device; None in sliding layers.
         rows: what each token attends to; None in csa layers, which choose it.
         cos_sin: f32 [N, R] of `rope_table`.
         page_size, compressed_page_size: static, rows a page of the window and of the compressed caches.
+        context_axis: static, the mesh axis whose devices share the compressed entries (`nn.context_parallel`).
     """
 
     window: Step
@@ -43,10 +48,12 @@ class V4Step:
     window_slots: jax.Array
     compressed_tables: jax.Array
     token_tables: jax.Array
+    compressed_lens: jax.Array | None
     rows: MixedIndices | None
     cos_sin: jax.Array
     page_size: int = field(metadata={"static": True})
     compressed_page_size: int = field(metadata={"static": True})
+    context_axis: str | None = field(default=None, metadata={"static": True})
 
 
 def make_step(
@@ -58,6 +65,7 @@ def make_step(
     cos_sin: jax.Array,
     page_size: int,
     compressed_page_size: int | None = None,
+    context_axis: str | None = None,
 ) -> V4Step:
     """The index rows of one step, for all layers of the config's kind, ratio, window and rope.
 
@@ -70,24 +78,39 @@ def make_step(
         cos_sin: of `rope_table`.
         page_size: Z of the window cache, static.
         compressed_page_size: of the compressed caches; None is the same.
+        context_axis: a mesh axis whose devices share the compressed entries of every request (`nn.context_parallel`):
+            page j of a text's entries is on device j mod N. compressed_tables are then the device's own; `step` is that
+            of whole texts, for every device has the whole window.
 
     Raises:
-        ValueError: the errors of `window_slots` and `compressed_slots` (`tsmla_jax.sparse.v4`), a dense step, and under
-            TSMLA_CHECK=1 cu_seqlens_q that are not in order.
+        ValueError: the errors of `window_slots` and `compressed_slots` (`tsmla_jax.sparse.v4`), a dense step or one
+            made with a context_axis, and under TSMLA_CHECK=1 cu_seqlens_q that are not in order.
     """
+    if step.context_axis is not None:
+        raise ValueError(
+            f"step: got one made with context_axis={step.context_axis!r}; legal: None, as every device has the whole"
+            " window"
+        )
     entries = page_size if compressed_page_size is None else compressed_page_size
     num_tokens = step.slot_mapping.shape[0]
     step = step.checked(num_tokens)
     requests, positions = step.ragged_tokens(num_tokens)
     window_tables = step.block_tables[requests]
     window = sparse_v4.window_slots(positions, window_tables, page_size=page_size, window=config.sliding_window)
-    token_tables = compressed_tables[requests]
-    rows = None
+    token_tables, lens, rows = compressed_tables[requests], None, None
     if config.kind == "sliding":
         rows = sparse_v4.build_mixed_sparse_indices(window)
-    elif config.kind == "hca":
-        chosen, lens = sparse_v4.compressed_slots(positions, token_tables, ratio=config.ratio, page_size=entries)
-        rows = sparse_v4.build_mixed_sparse_indices(window, chosen, lens)
+    else:
+        lens = jnp.maximum(positions + 1, 0) // config.ratio
+        if context_axis is not None:
+            lens = context_parallel.local_lens(lens, context_axis, entries)
+            # Each device attends to a part of the window, so that the merge counts every token of it once.
+            window = context_parallel.own_slots(window, context_axis)
+            compressed_tables = context_parallel.whole_tables(compressed_tables, context_axis)
+        if config.kind == "hca":
+            last = lens * config.ratio - 1  # the position where a text of the entries here alone would have as many
+            chosen, lens = sparse_v4.compressed_slots(last, token_tables, ratio=config.ratio, page_size=entries)
+            rows = sparse_v4.build_mixed_sparse_indices(window, chosen, lens)
     return V4Step(
         window=step,
         positions=positions,
@@ -95,8 +118,10 @@ def make_step(
         window_slots=window,
         compressed_tables=compressed_tables,
         token_tables=token_tables,
+        compressed_lens=lens,
         rows=rows,
         cos_sin=cos_sin,
         page_size=page_size,
         compressed_page_size=entries,
+        context_axis=context_axis,
     )

@@ -11,11 +11,12 @@ from jax import lax
 
 from tsmla_jax.ops.inputs import describe_call
 from tsmla_jax.ops.operation import Implementation, Operation, row_specs
+from tsmla_jax.ops.transforms import refuse_derivative
 from tsmla_jax.sparse import checks
 from tsmla_kernels.contract import sparse as sparse_contract
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int32
+    from jaxtyping import Array, Float, Float32, Int32
 
 
 @overload
@@ -29,6 +30,7 @@ def indexer_topk(
     *,
     cu_seqlens_q: Int32[Array, " B+1"] | None = ...,
     return_slots: Literal[False] = ...,
+    return_scores: Literal[False] = ...,
     implementation: str | None = ...,
 ) -> Int32[Array, "T k"]: ...
 
@@ -43,9 +45,42 @@ def indexer_topk(
     k: int,
     *,
     cu_seqlens_q: Int32[Array, " B+1"] | None = ...,
+    return_slots: Literal[False] = ...,
+    return_scores: Literal[True],
+    implementation: str | None = ...,
+) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]: ...
+
+
+@overload
+def indexer_topk(
+    q: Float[Array, "T Hi Di"],
+    weights: Float[Array, "T Hi"],
+    k_cache: Array,
+    block_tables: Int32[Array, "B M"],
+    seq_lens: Int32[Array, " B"],
+    k: int,
+    *,
+    cu_seqlens_q: Int32[Array, " B+1"] | None = ...,
     return_slots: Literal[True],
+    return_scores: Literal[False] = ...,
     implementation: str | None = ...,
 ) -> tuple[Int32[Array, "T k"], Int32[Array, " T"]]: ...
+
+
+@overload
+def indexer_topk(
+    q: Float[Array, "T Hi Di"],
+    weights: Float[Array, "T Hi"],
+    k_cache: Array,
+    block_tables: Int32[Array, "B M"],
+    seq_lens: Int32[Array, " B"],
+    k: int,
+    *,
+    cu_seqlens_q: Int32[Array, " B+1"] | None = ...,
+    return_slots: Literal[True],
+    return_scores: Literal[True],
+    implementation: str | None = ...,
+) -> tuple[Int32[Array, "T k"], Int32[Array, " T"], Float32[Array, "T k"]]: ...
 
 
 def indexer_topk(
@@ -58,8 +93,9 @@ def indexer_topk(
     *,
     cu_seqlens_q: Int32[Array, " B+1"] | None = None,
     return_slots: bool = False,
+    return_scores: bool = False,
     implementation: str | None = None,
-) -> Int32[Array, "T k"] | tuple[Int32[Array, "T k"], Int32[Array, " T"]]:
+) -> Int32[Array, "T k"] | tuple[Array, ...]:
     """The cached keys with the k best scores of the indexer for every query token: select_topk(order="position") of
     indexer_logits, in memory that does not grow with the query tokens times the keys.
 
@@ -74,6 +110,7 @@ def indexer_topk(
       cu_seqlens_q: [B + 1] int32, where each request's tokens begin in q, or None. Token i of a request's S sees key j
         iff j < seq_len - (S - 1) + i, as in mla_decode; rows of no request see none.
       return_slots: static; return slots and counts in the place of positions.
+      return_scores: static; return the scores of the selected keys, too, as the last result.
       implementation: "cute" (the kernels, by chunks of query tokens; logits that their kernel doesn't take as in
         "xla"), "xla" (blocks of keys and a running top-k), "reference" (all logits), or None for the best that can run;
         see `explain`.
@@ -82,11 +119,14 @@ def indexer_topk(
       [T, k] int32, the positions of the selected keys in the token's sequence, ascending, and -1 behind the
       min(k, keys seen) of them. Of equal scores the one at the lower position is the larger, and NaN is below every
       number. With return_slots: their slots in k_cache, block_tables[., p // Z] * Z + p % Z of position p, in the same
-      order; and the counts [T] int32, min(k, keys seen). Neither has a derivative.
+      order; and the counts [T] int32, min(k, keys seen). With return_scores also the scores, [T, k] float32, of the
+      keys in the order of the positions (or slots), -inf where there is no key; they are the logits that the
+      implementation compared. Integers have no derivative; the scores have one in "reference" alone.
 
     Raises:
       TypeError, ValueError: an argument is not legal; under TSMLA_CHECK=1 also a length past the table or a page out of
-      range. NotImplementedError: the named implementation can't run this call.
+      range. NotImplementedError: the named implementation can't run this call, or a derivative of a call with
+      return_scores in "cute" or "xla".
 
     Source: the lightning indexer and the token selection of DeepSeek Sparse Attention (V3.2's technical report).
     """
@@ -99,20 +139,25 @@ def indexer_topk(
         k=k,
         cu_seqlens_q=cu_seqlens_q,
         return_slots=return_slots,
+        return_scores=return_scores,
     )
     chosen = OPERATION.select(spec, implementation)
     if cu_seqlens_q is not None:
         cu_seqlens_q = jnp.asarray(cu_seqlens_q)
     block_tables = jnp.asarray(block_tables)
     seq_lens = checks.indexer_logits(spec.logits, jnp.asarray(seq_lens), block_tables, cu_seqlens_q)
-    q, weights, k_cache = map(lax.stop_gradient, map(jnp.asarray, (q, weights, k_cache)))
-    whole, each = row_specs(weights)
-    results: Array | tuple[Array, Array] = chosen.call(
-        (q, weights, k_cache, block_tables, seq_lens, cu_seqlens_q),
-        lambda: (whole, each) if spec.return_slots else whole,
-        spec=spec,
+    floats = tuple(map(jnp.asarray, (q, weights, k_cache)))
+    has_derivative = spec.return_scores and chosen is OPERATION.table["reference"]
+    operands = floats if has_derivative else tuple(map(lax.stop_gradient, floats))
+    whole, each = row_specs(floats[1])
+    specs = whole, *((each,) if spec.return_slots else ()), *((whole,) if spec.return_scores else ())
+    results: Array | tuple[Array, ...] = chosen.call(
+        (*operands, block_tables, seq_lens, cu_seqlens_q), lambda: specs if len(specs) > 1 else whole, spec=spec
     )
-    return results
+    if not spec.return_scores or has_derivative:
+        return results
+    *others, scores = results
+    return *others, refuse_derivative(scores, floats, "indexer_topk (its scores)", "use implementation='reference'")
 
 
 def _implementations() -> Mapping[str, Implementation]:

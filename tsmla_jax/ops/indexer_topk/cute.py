@@ -17,10 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 from tsmla_jax.ops import device, transforms
 from tsmla_jax.ops.indexer_logits import xla as logits_xla
-from tsmla_jax.ops.indexer_topk.reference import nothing_selected, rows_of
+from tsmla_jax.ops.indexer_topk.reference import Results, nothing_selected, rows_of, unpacked, with_scores
 from tsmla_jax.ops.inputs import describe
 from tsmla_jax.ops.kernel_call import kernel_call
-from tsmla_jax.ops.select_topk.reference import Results
 from tsmla_jax.sparse.blocks import over_token_blocks
 from tsmla_kernels.catalog import INDEXER_LOGITS, SELECT_TOPK
 from tsmla_kernels.contract.sparse import IndexerTopkSpec, indexer_topk_spec
@@ -49,6 +48,9 @@ def notes(spec: IndexerTopkSpec) -> list[str]:
     found = [f"the logits of {plan.rows} query rows, {size:.1f} MiB, then their top-k{times}"]
     if reasons := logits_reasons(spec.logits):
         found.append(f"the logits as xla computes them: {'; '.join(reasons)}")
+    if spec.return_scores:
+        of_slots = ", and makes slots of the positions" if spec.return_slots else ""
+        found.append(f"XLA reads the scores from a chunk's logits{of_slots}")
     return [*found, "both kernels are tested on H200; as one operation they have not run on a GPU yet"]
 
 
@@ -64,23 +66,27 @@ def indexer_topk(
 ) -> Results:
     """What the public indexer_topk documents."""
     if 0 in (spec.logits.num_tokens, spec.logits.num_requests, spec.num_columns):
-        return nothing_selected(spec)
+        return unpacked(nothing_selected(spec))
     arch = device.arch_for(SELECT_TOPK)
     offsets = () if cu_seqlens_q is None else (cu_seqlens_q,)
-    run = _transformable(spec.k, spec.return_slots, spec.logits.ragged, arch, device.num_sms(arch))
+    options = (spec.k, spec.return_slots, spec.return_scores)
+    run = _transformable(options, spec.logits.ragged, arch, device.num_sms(arch))
     results: Results = run(q, weights, block_tables, seq_lens, *offsets, k_cache)
     return results
 
 
 @functools.cache
-def _transformable(k: int, return_slots: bool, ragged: bool, arch: str, num_sms: int) -> Callable[..., Any]:
-    """The call as a function of (q, weights, block_tables, seq_lens, cu_seqlens_q if ragged, k_cache)."""
+def _transformable(options: tuple[int, bool, bool], ragged: bool, arch: str, num_sms: int) -> Callable[..., Any]:
+    """The call as a function of (q, weights, block_tables, seq_lens, cu_seqlens_q if ragged, k_cache). options: k,
+    return_slots and return_scores."""
+    k, return_slots, return_scores = options
 
     def on_device(*arrays: jax.Array) -> Results:
         names = ("q", "weights", "block_tables", "seq_lens", *("cu_seqlens_q",) * ragged, "k_cache")
         given = dict(zip(names, arrays, strict=True))
         described = {name: describe(name, array) for name, array in given.items()}
-        spec = indexer_topk_spec(**described, k=k, return_slots=return_slots)  # the rows of this device decide
+        # The rows of this device decide.
+        spec = indexer_topk_spec(**described, k=k, return_slots=return_slots, return_scores=return_scores)
         return _by_chunks(given, spec, arch, num_sms)
 
     def fold(run: Callable[..., Any], axis_size: int, *arrays: jax.Array) -> Any:
@@ -93,9 +99,9 @@ def _transformable(k: int, return_slots: bool, ragged: bool, arch: str, num_sms:
     rule = "t h d, t h, b m, b, c, p z e" if ragged else "t h d, t h, t m, t, p z e"
     return transforms.transformable(
         on_device,
-        rule=f"{rule} -> t k" + (", t" if return_slots else ""),
+        rule=f"{rule} -> t k" + (", t" if return_slots else "") + (", t k" if return_scores else ""),
         fixed=tuple("thdbmcpzek" if ragged else "hdmpzek"),
-        partition=functools.partial(_partition, ragged, return_slots),
+        partition=functools.partial(_partition, ragged, return_slots, return_scores),
         fold=fold,
         shared=1,
     )
@@ -127,19 +133,19 @@ def _by_chunks(given: dict[str, jax.Array], spec: IndexerTopkSpec, arch: str, nu
             logits = logits_xla.indexer_logits(*operands, spec=of_rows)
         else:
             (logits,) = kernel_call(INDEXER_LOGITS, plan.logits, operands, ((plan.rows, spec.num_columns),), arch=arch)
-        slots = (tables,) if spec.return_slots else ()
-        shapes = ((plan.rows, spec.k), (plan.rows,))[: 1 + spec.return_slots]
-        return tuple(kernel_call(SELECT_TOPK, plan.topk, (logits, seen, *slots), shapes, arch=arch))
+        writes_slots = bool(spec.topk.page_size)
+        slots, shapes = (tables,) if writes_slots else (), ((plan.rows, spec.k), (plan.rows,))[: 1 + writes_slots]
+        selected = kernel_call(SELECT_TOPK, plan.topk, (logits, seen, *slots), shapes, arch=arch)
+        return with_scores(spec, logits, selected[0], tables, seen) if spec.return_scores else tuple(selected)
 
-    outs = (jax.ShapeDtypeStruct((tokens, spec.k), jnp.int32), jax.ShapeDtypeStruct((tokens,), jnp.int32))
     results = over_token_blocks(
         chunk,
         (given["q"], given["weights"], seen, *where),
-        outs[: 1 + spec.return_slots],
+        jax.eval_shape(lambda: nothing_selected(spec)),
         block=plan.rows,
         varying_with=tuple(given.values()),
     )
-    return (results[0], results[1]) if spec.return_slots else results[0]
+    return unpacked(results)
 
 
 def of_chunk(seq_lens: jax.Array, cu_seqlens_q: jax.Array, first: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
@@ -149,9 +155,10 @@ def of_chunk(seq_lens: jax.Array, cu_seqlens_q: jax.Array, first: jax.Array, row
     return jnp.maximum(seq_lens - behind, 0), jnp.clip(cu_seqlens_q - first, 0, rows)
 
 
-def _partition(ragged: bool, return_slots: bool, shapes: Sequence[Any]) -> transforms.Partition:
+def _partition(ragged: bool, return_slots: bool, return_scores: bool, shapes: Sequence[Any]) -> transforms.Partition:
     """Tokens as those of q; nothing is split if requests have several."""
     rows = None if ragged else transforms.named_axes(shapes[0])[0]
-    operands = (P(rows, None, None), P(rows, None), P(rows, None), P(rows))
-    results = (P(rows, None), P(rows)) if return_slots else P(rows, None)
-    return (*operands, *((P(None),) if ragged else ()), P(None, None, None)), results
+    cu_seqlens_q = (P(None),) if ragged else ()
+    operands = (P(rows, None, None), P(rows, None), P(rows, None), P(rows), *cu_seqlens_q, P(None, None, None))
+    results = P(rows, None), *((P(rows),) if return_slots else ()), *((P(rows, None),) if return_scores else ())
+    return operands, results if len(results) > 1 else results[0]

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from tsmla_jax.ops.indexer_logits import xla as logits_xla
-from tsmla_jax.ops.indexer_topk.reference import nothing_selected, rows_of
+from tsmla_jax.ops.indexer_topk.reference import Results, nothing_selected, rows_of, unpacked
 from tsmla_jax.ops.loops import carry
-from tsmla_jax.ops.select_topk.reference import Results, ascending
 from tsmla_jax.sparse.blocks import over_token_blocks
 from tsmla_kernels.contract.sparse import IndexerTopkSpec
 
@@ -48,14 +47,14 @@ def indexer_topk(
     """What the public indexer_topk documents."""
     tokens, num_keys, page_size = spec.logits.num_tokens, spec.num_columns, spec.logits.cache.page_size
     if 0 in (tokens, spec.logits.num_requests, num_keys):
-        return nothing_selected(spec)
+        return unpacked(nothing_selected(spec))
     pages = min(-(-max(MIN_WINDOW, 2 * spec.k) // page_size), spec.logits.max_pages)
     window = pages * page_size
     kept = min(spec.k, num_keys)
     request, seen = rows_of(spec, seq_lens, cu_seqlens_q)
     seen = jnp.clip(seen, 0, num_keys)
 
-    def block(q: jax.Array, weights: jax.Array, request: jax.Array, seen: jax.Array) -> tuple[jax.Array]:
+    def block(q: jax.Array, weights: jax.Array, request: jax.Array, seen: jax.Array) -> tuple[jax.Array, ...]:
         rows = q.shape[0]
         of_window = dataclasses.replace(spec.logits, num_tokens=rows, num_requests=rows, max_pages=pages, ragged=False)
 
@@ -76,20 +75,31 @@ def indexer_topk(
             best = step(jnp.zeros((), jnp.int32), best)
         else:
             best = lax.fori_loop(0, (seen.max() + (window - 1)) // window, step, best)
-        return (ascending(jnp.pad(best.positions, ((0, 0), (0, spec.k - kept)), constant_values=-1)),)
+        return by_position(best, spec.k)[: 1 + spec.return_scores]
 
-    (positions,) = over_token_blocks(
+    outs = tuple(jax.ShapeDtypeStruct((tokens, spec.k), dtype) for dtype in (jnp.int32, jnp.float32))
+    positions, *scores = over_token_blocks(
         block,
         (q, weights, request, seen),
-        (jax.ShapeDtypeStruct((tokens, spec.k), jnp.int32),),
+        outs[: 1 + spec.return_scores],
         block=max(1, BLOCK_BYTES // (4 * window)),
         varying_with=(k_cache, block_tables),
     )
     if not spec.return_slots:
-        return positions
+        return unpacked((positions, *scores))
     page = jnp.where(positions < 0, 0, positions // page_size)
     slots = block_tables[request[:, None], page] * page_size + positions % page_size
-    return jnp.where(positions < 0, -1, slots), jnp.minimum(seen, spec.k)
+    return jnp.where(positions < 0, -1, slots), jnp.minimum(seen, spec.k), *scores
+
+
+def by_position(best: Best, k: int) -> tuple[jax.Array, jax.Array]:
+    """Positions [T, k] in ascending order, -1 behind the last, and their logits, -inf there."""
+    padding = ((0, 0), (0, k - best.positions.shape[1]))
+    positions = jnp.pad(best.positions, padding, constant_values=-1)
+    logits = jnp.where(positions < 0, -jnp.inf, jnp.pad(best.logits, padding))
+    # -1 is the greatest unsigned number.
+    order, logits = lax.sort((positions.astype(jnp.uint32), logits), num_keys=1)
+    return order.astype(jnp.int32), logits
 
 
 def merge(best: Best, more: Best) -> Best:
