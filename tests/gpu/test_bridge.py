@@ -13,13 +13,12 @@ import torch
 import tsmla_bridge
 import tsmla_jax
 from tests.gpu import stress
-from tests.gpu.object_cache import compiled_cache, shared_cache  # noqa: F401  (fixtures)
 from tests.gpu.stress import arrays, assert_same_bits
 from tests.oracles.attention import fp8_lse_error
 from tsmla_bridge import Workspace, decode_workspace_size, tokenspeed_mla
 from tsmla_bridge.ops import mla_decode
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_in_torch")]
 
 SCALE = 192**-0.5
 STRESS_CALLS = int(os.environ.get("TSMLA_STRESS_CALLS", "200"))  # of each thread
