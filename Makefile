@@ -4,6 +4,8 @@
 #   make lint      ruff and mypy           make figures    the benchmark figures and the README's table
 #   make docs      the documentation, in build/site; every warning fails
 #   make wheel     build the wheels of tsmla-jax and tsmla-torch into dist, after tests of them in empty environments
+#   make test-gpu  the tests of kernels, on a Hopper GPU; make sanitize-gpu: compute-sanitizer over every operation
+#   make gpu-objects  compile ahead, without a GPU, what those two run
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
@@ -18,11 +20,18 @@ CHECKPOINT ?= demo-checkpoint
 PROMPTS ?= $(CHECKPOINT)/prompts.txt
 # Two workers: the suite is sized for a machine of two cores.
 PYTEST_ARGS ?= -n 2 -q
+# cuda12 for drivers older than 580.
+CUDA ?= cuda13
+# Several workers share a GPU: most of a test's time is the host's.
+GPU_ARGS ?= -n 8 --dist worksteal -q
+# The compiled kernels of the tests on a GPU. A copy of the folder serves other machines.
+GPU_OBJECTS ?= build/gpu-objects
+SANITIZERS ?= memcheck racecheck
 
 BIN := $(VENV)/bin
 SRC := hatch_build.py tsmla_jax kernels bridge tests examples benchmarks docs
 
-.PHONY: help demo test test-slow lint format figures docs wheel clean
+.PHONY: help demo test test-slow gpu-objects test-gpu sanitize-gpu lint format figures docs wheel clean
 .DELETE_ON_ERROR:
 
 help:
@@ -45,6 +54,10 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.demo
 	$(BIN)/python -m pip install --quiet --no-deps '$(TOKENSPEED)'
 	@touch $@
 
+$(VENV)/.gpu: pyproject.toml $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet --editable '.[$(CUDA)]'
+	@touch $@
+
 # The site's builder and what reads docstrings; neither imports the packages.
 $(VENV)/.docs: Makefile | $(BIN)/python
 	$(BIN)/python -m pip install --quiet $(DOCS)
@@ -61,6 +74,21 @@ test: $(VENV)/.dev
 
 test-slow: $(VENV)/.dev $(VENV)/.docs
 	$(BIN)/python -m pytest -q -m slow
+
+gpu-objects test-gpu sanitize-gpu: export TSMLA_CACHE_DIR := $(abspath $(GPU_OBJECTS))
+gpu-objects: $(VENV)/.dev
+	$(BIN)/tsmla compile --list tests/gpu/objects.jsonl
+
+# Several processes share the GPU's memory. What the folder holds in the end is what the next gpu-objects compiles.
+test-gpu: $(VENV)/.gpu
+	XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest $(GPU_ARGS) -m gpu tests/gpu
+	$(BIN)/tsmla cache list --json >tests/gpu/objects.jsonl
+
+# One after the other: several sanitizers on one GPU do not end.
+sanitize-gpu: $(VENV)/.gpu
+	for tool in $(SANITIZERS); do \
+	  compute-sanitizer --tool $$tool --error-exitcode 1 $(BIN)/python -m tests.gpu.small_grid || exit 1; \
+	done
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check $(SRC)

@@ -15,17 +15,15 @@ the requests. A table goes to standard output as it is made; rows go to FILE.jso
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import itertools
 import math
-import multiprocessing
-import os
 import time
 from collections.abc import Callable
 from typing import Any
 
 from absl import app, flags
+from compiling import compile_all
 from figures import BYTES_PER_KEY, BYTES_PER_S, FLOPS_PER_S, LATENT, ROPE
 from harness import (
     ARCH,
@@ -65,21 +63,6 @@ def modes() -> dict[str, tuple[str, str]]:
     if CACHE.value == "bf16":
         return {"tsmla": ("bfloat16", "bfloat16")}
     return {"tsmla": (E4M3, E4M3), "tsmla_bf16_q": ("bfloat16", E4M3)}
-
-
-def compile_one(config: tuple[int, int, str, str]) -> None:
-    from tsmla_kernels import object_cache
-    from tsmla_kernels.catalog import MLA_DECODE
-
-    object_cache.load_or_compile(MLA_DECODE, config_of(*config), ARCH)
-
-
-def compile_all(points: list[Point]) -> None:
-    """Fill the object cache in parallel, so that the loop below measures and does not compile."""
-    needed = sorted({(s, h, *dtypes) for _, s, h, _ in points for dtypes in modes().values()})
-    spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(min(len(needed), os.cpu_count() or 1), mp_context=spawn) as pool:
-        list(pool.map(compile_one, needed))
 
 
 @functools.cache
@@ -245,7 +228,8 @@ def main(argv: list[str]) -> int:
     points = [tuple(map(int, p.split(","))) for p in POINTS.value.split("/")] if POINTS.value else [
         (b, s, h, keys) for h, s, (b, keys) in itertools.product(HEADS, TOKENS, SIZES)
     ]  # fmt: skip
-    compile_all(points)
+    dtypes = modes().values()
+    compile_all(("mla_decode", config_of(s, h, *pair)) for _, s, h, _ in points for pair in dtypes)
     peers, loaded = load_peers()
     names = peer_names(loaded) if peers else []
     record = Record(dtype=CACHE.value, page=PAGE)

@@ -41,6 +41,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
+from compiling import COMPILE_ONLY
 from figures import BYTES_PER_S
 from harness import POINTS, Record, within_budget
 from jax.sharding import NamedSharding
@@ -61,7 +62,6 @@ CACHE = flags.DEFINE_string("compilation_cache", None, "folder of jax's compilat
 DATA = flags.DEFINE_integer("data_parallel", 1, "copies of the model", lower_bound=1)
 EXPERT = flags.DEFINE_integer("expert_parallel", 1, "devices of a copy that have texts of their own", lower_bound=1)
 CONTEXT_DEVICES = flags.DEFINE_integer("context_parallel", 1, "devices that share the keys of a text", lower_bound=1)
-COMPILE = flags.DEFINE_bool("compile_only", False, "fill the compilation cache and print the seconds; needs no memory")
 
 CONTEXT, STEPS = 512, 64
 BATCHES = (1, 16, 64, 256)
@@ -346,7 +346,7 @@ def main(argv: list[str]) -> int:
     # A cache of this run's own: what is found in it was compiled by this run.
     jax.config.update("jax_compilation_cache_dir", CACHE.value or tempfile.mkdtemp())
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    if COMPILE.value:
+    if COMPILE_ONLY.value:
         if mesh_shape().size > 1:
             raise app.UsageError("--compile_only; legal on one device")
         for model, weights, what in points:

@@ -25,6 +25,7 @@ JIT = flags.DEFINE_bool("jit", False, "time ours through jax.jit too")
 ARCH = "sm_90a"
 OURS = "tsmla"
 PATIENCE = 40  # seconds without a word after which a process is ended
+FIRST_PATIENCE = 180  # before its first word, which follows imports, peers' libraries and inputs
 Point = TypeVar("Point")
 
 
@@ -103,10 +104,10 @@ def started(
             torch.cuda.synchronize()
             time_all({name: run}, 1)
             functions[name] = run
-        except RuntimeError as error:
+        except Exception as error:
             if "CUDA" in str(error) or name == OURS:
                 raise  # nothing runs in this process any more
-            print(f"{name} failed at {tuple(point)}: {str(error)[:120]}", flush=True)
+            print(f"{name} failed at {tuple(point)}: {type(error).__name__}: {str(error)[:120]}", flush=True)
     return functions
 
 
@@ -123,17 +124,17 @@ def in_processes(
         process = spawn.Process(target=measure, args=(left, skipped, said, sys.argv), daemon=True)
         process.start()
         said.close()  # the child's is then the only one, and its end is seen here
-        at, heard = None, time.monotonic()
+        at, heard, patience = None, time.monotonic(), FIRST_PATIENCE
         while left and time.monotonic() < end:
             if not heard_from.poll(1):
-                if time.monotonic() < heard + PATIENCE:
+                if time.monotonic() < heard + patience:
                     continue
                 break
             try:
                 kind, *rest = heard_from.recv()
             except EOFError:
                 break
-            heard = time.monotonic()
+            heard, patience = time.monotonic(), PATIENCE
             if kind == "rows":
                 left.remove(rest[0])
                 yield rest[0], rest[1]

@@ -12,15 +12,13 @@ heads of 128, keys are packed in pages of 64, and a row of logits is as wide as 
 
 from __future__ import annotations
 
-import concurrent.futures
 import itertools
 import math
-import multiprocessing
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from absl import app
+from compiling import compile_all
 from figures import BYTES_PER_S, FLOPS_PER_S
 from harness import ARCH, POINTS, Record, launch, load_peers, time_all, within_budget
 
@@ -80,21 +78,6 @@ def config(point: Point) -> Any:
     return logits_config(
         IndexerLogitsSpec(tokens, point.requests, HEADS, DIM, pages, cache, point.tokens > 1, *types)
     )
-
-
-def compile_one(wanted: Any) -> None:
-    from tsmla_kernels import object_cache
-    from tsmla_kernels.catalog import INDEXER_LOGITS
-
-    object_cache.load_or_compile(INDEXER_LOGITS, wanted, ARCH)
-
-
-def compile_all(points: list[Point]) -> None:
-    """Compile what the points need before the clock runs, a process a core."""
-    wanted = list(dict.fromkeys(map(config, points)))
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(min(len(wanted), os.cpu_count() or 1), context) as pool:
-        list(pool.map(compile_one, wanted))
 
 
 def operands_of(point: Point) -> Operands:
@@ -184,7 +167,7 @@ def main(argv: list[str]) -> int:
     points = [Point(*sizes) for sizes in (*DECODE, *PREFILL)]
     if POINTS.value:
         points = [point_of(text) for text in POINTS.value.split("/")]
-    compile_all(points)
+    compile_all(("indexer_logits", config(point)) for point in points)
     peers, _ = load_peers("peers_sparse")
     record, ratios = Record(h=HEADS, page=PAGE), {"decode": [], "prefill": []}
     for point in within_budget(points):

@@ -19,17 +19,15 @@ Ours are compared with each other first: the positions must be equal. Rows go to
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import math
-import multiprocessing
-import os
 from collections.abc import Callable
 from typing import Any
 
 import indexer_logits
 import select_topk
 from absl import app, flags
+from compiling import compile_all
 from harness import ARCH, POINTS, Record, launch, load_peers, time_all, within_budget
 from indexer_logits import HEADS, PAGE, Operands, Point
 
@@ -68,21 +66,6 @@ def configs(points: list[Point]) -> list[tuple[str, Any]]:
             rows = chunks.chunk_rows(call.logits.num_tokens, call.num_columns, size)
             wanted.append(("select_topk", topk_config(dataclasses.replace(call.topk, num_tokens=rows))))
     return list(dict.fromkeys(wanted))
-
-
-def compile_one(wanted: tuple[str, Any]) -> None:
-    from tsmla_kernels import object_cache
-    from tsmla_kernels.catalog import KERNELS
-
-    object_cache.load_or_compile(KERNELS[wanted[0]], wanted[1], ARCH)
-
-
-def compile_all(points: list[Point]) -> None:
-    """Compile what the points need before the clock runs, a process a core."""
-    wanted = configs(points)
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(min(len(wanted), os.cpu_count() or 1), context) as pool:
-        list(pool.map(compile_one, wanted))
 
 
 def fused(point: Point, operands: Operands, size: int) -> Callable[[], Any]:
@@ -168,7 +151,7 @@ def main(argv: list[str]) -> int:
     points = [Point(*sizes) for sizes in (*indexer_logits.DECODE, *indexer_logits.PREFILL)]
     if POINTS.value:
         points = [indexer_logits.point_of(text) for text in POINTS.value.split("/")]
-    compile_all(points)
+    compile_all(configs(points))
     peers, _ = load_peers("peers_sparse")
     record, ratios = Record(h=HEADS, page=PAGE, k=K), {"tsmla_two": [], "tsmla_logits": [], "peers": []}
     for point in within_budget(points):

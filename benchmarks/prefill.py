@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from absl import app, flags
+from compiling import compile_all
 from harness import (
     ARCH,
     JIT,
@@ -195,12 +196,19 @@ class Inputs:
         return least_seconds(several, 3) / calls * 1e6
 
 
+def config(dtype: str) -> Any:
+    """The configuration of our kernel for inputs of this dtype."""
+    from tsmla_kernels.catalog import mla_prefill_config
+
+    return mla_prefill_config({"dtype": dtype})
+
+
 @functools.cache
 def launcher(dtype: str) -> Any:
-    from tsmla_kernels.catalog import MLA_PREFILL, mla_prefill_config
+    from tsmla_kernels.catalog import MLA_PREFILL
     from tsmla_kernels.launch import Launcher
 
-    return Launcher(MLA_PREFILL, mla_prefill_config({"dtype": dtype}), ARCH)
+    return Launcher(MLA_PREFILL, config(dtype), ARCH)
 
 
 def functions_of(inputs: Inputs, rounded: Inputs, peers: Any, names: list[str]) -> dict[str, Callable[[], Any]]:
@@ -244,6 +252,7 @@ def main(argv: list[str]) -> int:
     del argv
     points = {point.name: point for point in ALL}
     chosen = [points[name] for name in POINTS.value.split("/")] if POINTS.value else list(ALL)
+    compile_all(("mla_prefill", config(dtype)) for dtype in ("bfloat16", "float8_e4m3fn"))
     peers, loaded = load_peers()
     names = [name for name in ("fa3",) if name in loaded] + ["fa4"] * (peers is not None and has_fa4())
     record = Record(dtype=DTYPE, head_dims=[QK_DIM, V_DIM], causal=True)

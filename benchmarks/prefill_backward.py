@@ -23,15 +23,14 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from concurrent import futures
 from dataclasses import dataclass
 from typing import Any
 
 from absl import app, flags
 from backward_peers import IN_JAX, PEERS, Saved, as_torch
+from compiling import compile_all
 from harness import ARCH, POINTS, Record, allocate, launch, within_budget
 
-from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import MLA_PREFILL, MLA_PREFILL_BACKWARD, mla_prefill_backward_config, mla_prefill_config
 
 NAMES = flags.DEFINE_string("names", None, "peers separated by /, instead of all")
@@ -185,10 +184,6 @@ def kernel_and_config(name: str | None) -> tuple[Any, Any]:
     return MLA_PREFILL_BACKWARD, mla_prefill_backward_config(OPTIONS[name])
 
 
-def compile_one(name: str | None) -> None:
-    object_cache.load_or_compile(*kernel_and_config(name), ARCH)
-
-
 def measured_errors() -> dict[str, list[float]]:
     """Relative errors of every peer's gradients of q, k and v at CHECKED."""
     inputs = Inputs(CHECKED)
@@ -280,8 +275,8 @@ def main(argv: list[str]) -> int:
     del argv
     points = {point.name: point for point in ALL}
     chosen = [points[name] for name in POINTS.value.split("/")] if POINTS.value else list(ALL)
-    with futures.ProcessPoolExecutor() as pool:  # before CUDA starts: processes are forked
-        list(pool.map(compile_one, (None, *OPTIONS)))
+    wanted = [kernel_and_config(name) for name in (None, *OPTIONS)]
+    compile_all((kernel.name, config) for kernel, config in wanted)
     record = Record(dtype=DTYPE, head_dims=[QK_DIM, V_DIM], causal=True)
     errors = measured_errors() if ERRORS.value else {}
     times: dict[str, dict[str, float]] = {}

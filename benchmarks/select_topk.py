@@ -13,15 +13,13 @@ FILE.json.
 
 from __future__ import annotations
 
-import concurrent.futures
 import itertools
 import math
-import multiprocessing
-import os
 from collections.abc import Callable
 from typing import Any
 
 from absl import app
+from compiling import compile_all
 from figures import BYTES_PER_S
 from harness import ARCH, POINTS, Record, launch, load_peers, time_all, within_budget
 
@@ -44,21 +42,6 @@ def config(rows: int, columns: int, mode: str) -> Any:
     from tsmla_kernels.sm90.indexer.config import topk_config
 
     return topk_config(TopKSpec(rows, columns, K, MODES[mode]))
-
-
-def compile_one(wanted: Any) -> None:
-    from tsmla_kernels import object_cache
-    from tsmla_kernels.catalog import SELECT_TOPK
-
-    object_cache.load_or_compile(SELECT_TOPK, wanted, ARCH)
-
-
-def compile_all(points: list[tuple[int, int]]) -> None:
-    """Compile what the points need before the clock runs, a process a core."""
-    wanted = list(dict.fromkeys(config(*point, mode) for point in points for mode in MODES))
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(min(len(wanted), os.cpu_count() or 1), context) as pool:
-        list(pool.map(compile_one, wanted))
 
 
 def logits_of(rows: int, columns: int, mode: str) -> Any:
@@ -129,7 +112,7 @@ def main(argv: list[str]) -> int:
     points = list(itertools.product(ROWS, COLUMNS))
     if POINTS.value:
         points = [(int(rows), int(columns)) for rows, columns in (p.split(",") for p in POINTS.value.split("/"))]
-    compile_all(points)
+    compile_all(("select_topk", config(*point, mode)) for point in points for mode in MODES)
     peers, _ = load_peers("peers_sparse")
     record, ratios = Record(k=K), []
     for rows, columns in within_budget(points):

@@ -17,16 +17,14 @@ points, and another one the points that are left, without that peer at that poin
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import itertools
 import math
-import multiprocessing
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from absl import app, flags
+from compiling import compile_all
 from figures import BYTES_PER_S, FLOPS_PER_S
 from harness import ARCH, POINTS, Record, allocate, in_processes, launch, load_peers, started, time_all
 
@@ -96,21 +94,6 @@ def launcher(wanted: Any) -> Any:
     from tsmla_kernels.launch import Launcher
 
     return Launcher(SPARSE_MLA, wanted, ARCH)
-
-
-def compile_one(wanted: Any) -> None:
-    from tsmla_kernels import object_cache
-    from tsmla_kernels.catalog import SPARSE_MLA
-
-    object_cache.load_or_compile(SPARSE_MLA, wanted, ARCH)
-
-
-def compile_all(configs: Iterable[Any]) -> None:
-    """Compile these objects before the clock runs, a process a core."""
-    wanted = list(dict.fromkeys(configs))
-    spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(min(max(len(wanted), 1), os.cpu_count() or 1), spawn) as pool:
-        list(pool.map(compile_one, wanted))
 
 
 # ---- inputs
@@ -354,7 +337,7 @@ def main(argv: list[str]) -> int:
         Point(mode, b, s, h) for b, mode, h, s in itertools.product(BATCHES, MODES, HEADS, TOKENS)
     ]
     skipped = {(name, Point.parse(rest)) for name, _, rest in (x.partition(",") for x in SKIP.value.split("/") if x)}
-    compile_all(config(point) for point in points if ("tsmla", point) not in skipped)
+    compile_all(("sparse_mla", config(point)) for point in points if ("tsmla", point) not in skipped)
     record, ratios = Record(dtype="bf16", page=PAGE, varlen=False), {"packed": [], "fa3": []}
     for point, rows in in_processes(measure, points, skipped):
         case = {"b": point.b, "s": point.s, "h": point.h, "keys": point.keys, "mode": point.mode}

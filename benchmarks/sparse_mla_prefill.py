@@ -30,6 +30,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from absl import app, flags
+from compiling import compile_all
 from figures import BYTES_PER_S, FLOPS_PER_S
 from harness import OURS, POINTS, Record, allocate, in_processes, launch, load_peers, started, time_all
 from sparse_mla import (
@@ -37,7 +38,6 @@ from sparse_mla import (
     PAGE,
     SKIP,
     WINDOW,
-    compile_all,
     errors_of,
     launcher,
     v4_pages,
@@ -286,7 +286,7 @@ def main(argv: list[str]) -> int:
     points = given or list(itertools.starmap(Point, itertools.product(SELECTED, TOKENS, HEADS)))
     skipped = {(name, Point.parse(rest)) for name, _, rest in (x.partition(",") for x in SKIP.value.split("/") if x)}
     kinds = [(point, "bfloat16") for point in points] + [(p, "float8_e4m3fn") for p in points if not p.is_v4]
-    compile_all(itertools.starmap(config, kinds))
+    compile_all(("sparse_mla", config(*kind)) for kind in kinds)
     record, ratios = Record(dtype="bf16", page=PAGE), {OURS: [], FP8: []}
     for point, rows in in_processes(measure, points, skipped):
         for row in rows:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
+import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -121,3 +122,18 @@ class Kernel:
     def config_json(self, config: Config) -> str:
         """The config as a line of JSON, the same for equal configs."""
         return json.dumps(dataclasses.asdict(config), sort_keys=True)
+
+    def config_from_fields(self, given: Mapping[str, object]) -> Config:
+        """The config of these fields, as `config_json` writes them; ValueError if this version has none like it."""
+        fields = {field.name: field for field in dataclasses.fields(self.config)}
+        needed = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
+        if unknown := sorted(given.keys() - fields.keys()):
+            raise ValueError(f"{self.name}: got {', '.join(unknown)}; legal: {', '.join(fields)}")
+        if missing := sorted(needed - given.keys()):
+            raise ValueError(f"{self.name}: got no {', '.join(missing)}; a config has {', '.join(fields)}")
+        types = typing.get_type_hints(self.config)
+        for name, value in given.items():
+            if not isinstance(value, types[name]) or (isinstance(value, bool) and types[name] is not bool):
+                legal = getattr(types[name], "__name__", types[name])
+                raise ValueError(f"{self.name}: {name}: got {value!r}; legal: {legal}")
+        return self.config(**given)

@@ -13,12 +13,11 @@ import torch
 
 import tsmla_bridge
 import tsmla_jax
-from tests.gpu.object_cache import compiled_cache, shared_cache  # noqa: F401  (fixtures)
 from tests.gpu.stress import assert_same_bits
 from tests.oracles.gradients import Packed, Tensors
 from tsmla_bridge.ops import mla_prefill, mla_prefill_kv
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_in_torch")]
 
 SCALE = 192**-0.5
 RAGGED = Packed([200, 0, 65, 1, 300], [200, 130, 300, 64, 250], heads=4, dims=(192, 128), scale=SCALE)

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,19 +26,12 @@ SPECIAL = (
 )
 
 
-@pytest.fixture(scope="module")
-def compiled_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache-objects")
-
-
 @pytest.fixture(autouse=True)
-def shared_cache(cache_directory: Path, compiled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One object cache for the module."""
+def needs_the_kernel() -> None:
     of = jax.ShapeDtypeStruct
     arrays = of((4, 64, 576), FP8), of((1, 512), jnp.bfloat16), of((1, 64), jnp.bfloat16), of((1,), jnp.int32)
     if reasons := tsmla_jax.explain("write_kv_cache", *arrays).reasons["cute"]:
         pytest.skip("; ".join(reasons))
-    monkeypatch.setenv("TSMLA_CACHE_DIR", str(compiled_cache))
 
 
 def values(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> jax.Array:

@@ -1,7 +1,6 @@
 """compress_write_kv_cache on a GPU, inside jax, against torch operations: prefill, chunks, decode steps, all caches."""
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,18 +19,11 @@ pytestmark = pytest.mark.gpu
 EPS, ROPE = 1e-6, 64
 
 
-@pytest.fixture(scope="module")
-def compiled_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("compress-objects")
-
-
 @pytest.fixture(autouse=True)
-def shared_cache(cache_directory: Path, compiled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One object cache for the module."""
+def needs_the_kernel() -> None:
     arrays = jax.ShapeDtypeStruct((1, 64, 128), jnp.bfloat16), jax.ShapeDtypeStruct((1, 64), jnp.bfloat16)
     if reasons := tsmla_jax.explain("indexer_quantize", *arrays).reasons["cute"]:
         pytest.skip("; ".join(reasons))
-    monkeypatch.setenv("TSMLA_CACHE_DIR", str(compiled_cache))
 
 
 class Layer:

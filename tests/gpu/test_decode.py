@@ -35,17 +35,10 @@ SCALE = 192**-0.5
 Results = tuple[jax.Array, jax.Array]
 
 
-@pytest.fixture(scope="module")
-def compiled_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("gpu-objects")
-
-
 @pytest.fixture(autouse=True)
-def shared_cache(cache_directory: Path, compiled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One cache for the module: each object takes ten to twenty seconds to compile."""
+def needs_the_kernel() -> None:
     if reasons := tsmla_jax.explain("mla_decode", *arrays(1, 1, 16, 1), softmax_scale=SCALE).reasons["cute"]:
         pytest.skip("; ".join(reasons))
-    monkeypatch.setenv("TSMLA_CACHE_DIR", str(compiled_cache))
 
 
 def arrays(*shape: int, dtype: Any = jnp.bfloat16, **options: Any) -> list[jax.Array]:

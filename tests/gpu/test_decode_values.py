@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests.gpu.front_ends import FRONT_ENDS, Arrays
 from tests.oracles.attention import batched_decode, fp8_lse_error
 from tests.oracles.inputs import decode_numbers
-from tsmla_bridge.runtime import loaded_kernels
-from tsmla_kernels.catalog import MLA_DECODE
 
-pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("front_end", FRONT_ENDS)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("hopper_in_torch"),
+    pytest.mark.parametrize("front_end", FRONT_ENDS),
+]
 
 SCALE = 192**-0.5
 FP8 = "float8_e4m3fn"
 SHAPES = [(1, 1, 16, 64), (5, 1, 128, 20), (3, 4, 16, 9), (64, 2, 9, 3)]
-
-
-@pytest.fixture(scope="module")
-def compiled_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("gpu-objects")
-
-
-@pytest.fixture(autouse=True)
-def shared_cache(cache_directory: Path, compiled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One cache for the module: each object takes ten to twenty seconds to compile."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs torch with CUDA")
-    if reasons := loaded_kernels.reasons(MLA_DECODE, torch.device("cuda")):
-        pytest.skip("; ".join(reasons))
-    monkeypatch.setenv("TSMLA_CACHE_DIR", str(compiled_cache))
 
 
 def arrays(*shape: int, dtype: str = "bfloat16", kv_dtype: str | None = None, **options: Any) -> Arrays:

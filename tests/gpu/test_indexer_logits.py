@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -46,14 +45,8 @@ class Shape(NamedTuple):
     packed: bool = True
 
 
-@pytest.fixture(scope="module")
-def compiled_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("logits-objects")
-
-
 @pytest.fixture(autouse=True)
-def shared_cache(cache_directory: Path, compiled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One object cache for the module."""
+def needs_the_kernel() -> None:
     arrays = (
         jax.ShapeDtypeStruct((4, 64, DIM), jnp.float8_e4m3fn),
         jax.ShapeDtypeStruct((4, 64), jnp.float32),
@@ -63,7 +56,6 @@ def shared_cache(cache_directory: Path, compiled_cache: Path, monkeypatch: pytes
     )
     if reasons := tsmla_jax.explain("indexer_logits", *arrays, implementation="cute").reasons["cute"]:
         pytest.skip("; ".join(reasons))
-    monkeypatch.setenv("TSMLA_CACHE_DIR", str(compiled_cache))
 
 
 def problem(shape: Shape, ragged: bool) -> Problem:

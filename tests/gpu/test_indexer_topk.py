@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,18 +29,11 @@ Q_LENS, LENS = (40, 0, 1, 130, 4, 9), (4000, 77, 1, 3111, 2, 0)
 """Requests without tokens, with fewer keys than tokens, and without keys."""
 
 
-@pytest.fixture(scope="module")
-def compiled_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("indexer-topk-objects")
-
-
 @pytest.fixture(autouse=True)
-def shared_cache(cache_directory: Path, compiled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One object cache for the module."""
+def needs_the_kernel() -> None:
     given = {name: jnp.asarray(x) for name, x in arguments(ragged=True).items()}
     if reasons := tsmla_jax.explain("indexer_topk", **given, k=K, implementation="cute").reasons["cute"]:
         pytest.skip("; ".join(reasons))
-    monkeypatch.setenv("TSMLA_CACHE_DIR", str(compiled_cache))
 
 
 @pytest.fixture(params=["one chunk", "several"])

@@ -2,7 +2,6 @@
 nothing and NaN in what has no share."""
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,18 +16,11 @@ pytestmark = pytest.mark.gpu
 STEP = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2**-22}
 
 
-@pytest.fixture(scope="module")
-def compiled_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("merge-objects")
-
-
 @pytest.fixture(autouse=True)
-def shared_cache(cache_directory: Path, compiled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One object cache for the module."""
+def needs_the_kernel() -> None:
     arrays = [jax.ShapeDtypeStruct((3, 128), jnp.bfloat16)] * 2, [jax.ShapeDtypeStruct((3,), jnp.float32)] * 2
     if reasons := tsmla_jax.explain("merge_attention_states", *arrays).reasons["cute"]:
         pytest.skip("; ".join(reasons))
-    monkeypatch.setenv("TSMLA_CACHE_DIR", str(compiled_cache))
 
 
 merge = functools.partial(tsmla_jax.merge_attention_states, implementation="cute")

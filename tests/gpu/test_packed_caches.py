@@ -2,7 +2,6 @@
 rotated ones differ by a rounding."""
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,18 +19,11 @@ INPUTS = (jnp.bfloat16, jnp.float16, jnp.float32)
 LATENT, ROPE, WIDTH = 512, 64, 128
 
 
-@pytest.fixture(scope="module")
-def compiled_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("packed-objects")
-
-
 @pytest.fixture(autouse=True)
-def shared_cache(cache_directory: Path, compiled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One object cache for the module."""
+def needs_the_kernel() -> None:
     arrays = jax.ShapeDtypeStruct((1, 64, WIDTH), jnp.bfloat16), jax.ShapeDtypeStruct((1, 64), jnp.bfloat16)
     if reasons := tsmla_jax.explain("indexer_quantize", *arrays).reasons["cute"]:
         pytest.skip("; ".join(reasons))
-    monkeypatch.setenv("TSMLA_CACHE_DIR", str(compiled_cache))
 
 
 def jitted(op: str, name: str, **options: Any) -> Any:

@@ -1,10 +1,8 @@
 """The prefill kernel inside jax on a GPU: right, compiled once, differentiated, transformed, with NaN beside data."""
 
 import itertools
-import os
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,23 +25,13 @@ SCALE = 192**-0.5
 Results = tuple[jax.Array, jax.Array]
 
 
-@pytest.fixture(scope="module")
-def compiled_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has a folder of its own in one that all share
-        root = root.parent
-    return root / "gpu-prefill-objects"
-
-
 @pytest.fixture(autouse=True)
-def shared_cache(cache_directory: Path, compiled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One cache for the module: each object takes five to ten seconds to compile."""
+def needs_the_kernel() -> None:
     kwargs = attend("cute", [1], [1]).keywords
     kwargs.pop("implementation")
     reasons = tsmla_jax.explain("mla_prefill", *arrays([1], [1]), **kwargs, implementation="cute").reasons["cute"]
     if reasons:
         pytest.skip("; ".join(reasons))
-    monkeypatch.setenv("TSMLA_CACHE_DIR", str(compiled_cache))
 
 
 def offsets(lens: Sequence[int]) -> jax.Array:

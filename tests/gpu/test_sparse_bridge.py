@@ -3,7 +3,6 @@ under torch.compile."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,22 +10,9 @@ import torch
 
 import tsmla_bridge
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_in_torch")]
 
 ROWS, COLUMNS, K = 6, 20011, 512
-
-
-@pytest.fixture(scope="module")
-def compiled_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("sparse-bridge-objects")
-
-
-@pytest.fixture(autouse=True)
-def shared_cache(cache_directory: Path, compiled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One object cache for the module."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs a Hopper GPU that torch can use")
-    monkeypatch.setenv("TSMLA_CACHE_DIR", str(compiled_cache))
 
 
 def ints(*values: int) -> torch.Tensor:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,32 +25,13 @@ from tests.oracles import sparse, sparse_inputs
 from tests.oracles.sparse_inputs import Call
 from tsmla_bridge import Workspace, sparse_workspace_size
 from tsmla_bridge.ops import sparse_mla
-from tsmla_bridge.runtime import loaded_kernels
-from tsmla_kernels.catalog import SPARSE_MLA
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_in_torch")]
 
 FP8 = "float8_e4m3fn"
 STRESS_CALLS = int(os.environ.get("TSMLA_STRESS_CALLS", "200"))  # of each thread
 Arrays = tuple[np.ndarray, ...]
 Tensors = dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module")
-def compiled_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The cache that is named, which several runs may share, or a new one."""
-    named = os.environ.get("TSMLA_CACHE_DIR")
-    return Path(named) if named else tmp_path_factory.mktemp("sparse-objects")
-
-
-@pytest.fixture(autouse=True)
-def shared_cache(compiled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One cache for the module: each object takes ten to twenty seconds to compile."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs torch with CUDA")
-    if reasons := loaded_kernels.reasons(SPARSE_MLA, torch.device("cuda")):
-        pytest.skip("; ".join(reasons))
-    monkeypatch.setenv("TSMLA_CACHE_DIR", str(compiled_cache))
 
 
 def on_gpu(case: Call) -> Tensors:

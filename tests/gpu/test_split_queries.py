@@ -12,21 +12,11 @@ import torch
 import tsmla_bridge
 from tests.oracles.attention import batched_decode
 from tests.oracles.inputs import decode_numbers
-from tsmla_bridge.runtime import loaded_kernels
-from tsmla_kernels.catalog import MLA_DECODE
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_in_torch")]
 
 SCALE = 192**-0.5
 FP8 = torch.float8_e4m3fn
-
-
-@pytest.fixture(autouse=True)
-def needs_kernel() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs torch with CUDA")
-    if reasons := loaded_kernels.reasons(MLA_DECODE, torch.device("cuda")):
-        pytest.skip("; ".join(reasons))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,18 +16,11 @@ ROWS, K = 6, 512
 ORDERS = ("value", "position")
 
 
-@pytest.fixture(scope="module")
-def compiled_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("topk-objects")
-
-
 @pytest.fixture(autouse=True)
-def shared_cache(cache_directory: Path, compiled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One object cache for the module."""
+def needs_the_kernel() -> None:
     arrays = jax.ShapeDtypeStruct((ROWS, 1024), jnp.float32), jax.ShapeDtypeStruct((ROWS,), jnp.int32)
     if reasons := tsmla_jax.explain("select_topk", *arrays, K, implementation="cute").reasons["cute"]:
         pytest.skip("; ".join(reasons))
-    monkeypatch.setenv("TSMLA_CACHE_DIR", str(compiled_cache))
 
 
 def logits_of(kind: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -12,7 +12,7 @@ import tsmla_bridge
 from tests.gpu.stress import arrays, assert_same_bits
 from tests.oracles.attention import fp8_lse_error
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_in_torch")]
 
 SCALE = 192**-0.5
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn

@@ -109,6 +109,57 @@ def test_presets_are_the_configs_that_calls_get() -> None:
     assert config.dtype == "bfloat16" and config.causal and not config.ragged
 
 
+def test_what_a_cache_holds_is_compiled_elsewhere(
+    cache_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By another version too: the list says nothing of it."""
+    for config in ScaleConfig(32), ScaleConfig(64):
+        object_cache.load_or_compile(SCALE, config, "sm_90a")
+    assert cache_command("--json") == 0
+    listed = capsys.readouterr().out
+    assert listed.splitlines()[0] == '{"kernel": "scale", "arch": "sm_90a", "config": {"fault": "", "width": 32}}'
+    monkeypatch.setattr(object_cache, "__version__", "another")
+    object_cache.load_or_compile(SCALE, ScaleConfig(32), "sm_90a")
+    assert cache_command("--json") == 0 and capsys.readouterr().out == listed
+
+    lines = tmp_path / "objects.jsonl"
+    lines.write_text(listed)
+    monkeypatch.setenv("TSMLA_CACHE_DIR", str(tmp_path / "elsewhere"))
+    assert compile_command("--list", str(lines), "--kernel", "mla_decode") == 0
+    assert compile_command("--list", str(lines), "--arch", "sm_100a") == 0
+    assert object_cache.entries() == []
+    assert compile_command("--list", str(lines), "--jobs", "1") == 0
+    assert widths(object_cache.entries()) == [32, 64]
+    assert "2 compiled for sm_90a" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("scale", "got 'scale'; legal: a line that `tsmla cache list --json` printed"),
+        ({"kernel": "gone"}, "got kernel 'gone'; legal: mla_decode, "),
+        ({"arch": "sm_75"}, "got arch 'sm_75'; scale is written for sm_90a"),
+        ({"config": {}}, "scale: got no width; a config has width, fault"),
+        ({"config": {"width": 32, "depth": 1}}, "scale: got depth; legal: width, fault"),
+        ({"config": {"width": "32"}}, "scale: width: got '32'; legal: int"),
+        ({"config": {"width": True}}, "scale: width: got True; legal: int"),
+    ],
+    ids=str,
+)
+def test_a_list_of_another_version(
+    line: str | dict[str, object], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What this version does not have is said; the rest is compiled."""
+    good = {"kernel": "scale", "arch": "sm_90a", "config": {"width": 64}}
+    bad = line if isinstance(line, str) else json.dumps(good | line)
+    lines = tmp_path / "objects.jsonl"
+    lines.write_text(f"{bad}\n{json.dumps(good)}\n")
+    assert compile_command("--list", str(lines), "--jobs", "1") == 1
+    said = capsys.readouterr()
+    assert "1 compiled for sm_90a" in said.out and f"--list: {lines}, line 1: {message}" in said.err
+    assert widths(object_cache.entries()) == [64]
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

@@ -9,6 +9,7 @@ import argparse
 import concurrent.futures
 import contextlib
 import importlib.util
+import json
 import multiprocessing
 import os
 import signal
@@ -16,13 +17,22 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TextIO
+from pathlib import Path
+from typing import NamedTuple, TextIO
 
 from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import KERNELS
 from tsmla_kernels.kernel import Config, Kernel
 
 _BAR_WIDTH = 24
+
+
+class Wanted(NamedTuple):
+    """An object: what `tsmla cache list --json` prints of one, and `tsmla compile --list` reads."""
+
+    kernel: Kernel
+    config: Config
+    arch: str
 
 
 # ---- tsmla compile
@@ -34,16 +44,22 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
     archs = list(dict.fromkeys(arch for kernel in KERNELS.values() for arch in kernel.archs))
     parser.add_argument(
         "--arch",
-        default=os.environ.get("CUTE_DSL_ARCH") or archs[0],
-        help=f"architecture to compile for, one of {', '.join(archs)} (default: CUTE_DSL_ARCH, else %(default)s)",
+        help=f"architecture to compile for, one of {', '.join(archs)} (default: CUTE_DSL_ARCH, else {archs[0]}; with"
+        " --list every line's own)",
     )
-    parser.add_argument(
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
         "--config",
         action="append",
-        required=True,
         metavar="PRESET|NAME=VALUE[,NAME=VALUE...]",
         help=f"what to compile: a preset ({', '.join(presets)}), options, or a preset followed by options, as in"
         " deepseek-v3,tensor_parallel=8,max_q_len=2; may be repeated",
+    )
+    what.add_argument(
+        "--list",
+        type=Path,
+        metavar="FILE",
+        help="compile what its lines name, which `tsmla cache list --json` printed, here or elsewhere, of any version",
     )
     parser.add_argument(
         "--kernel",
@@ -66,22 +82,60 @@ def run_compile(args: argparse.Namespace) -> int:
     nothing can be stored in."""
     if args.jobs < 1:
         raise ValueError(f"--jobs: got {args.jobs}; legal: an int >= 1")
-    named = [KERNELS[name] for name in args.kernel or KERNELS]
-    kernels = [kernel for kernel in named if args.arch in kernel.archs]
-    if not kernels:
-        legal = dict.fromkeys(arch for kernel in named for arch in kernel.archs)
-        raise ValueError(f"--arch: got {args.arch!r}; legal: {', '.join(legal)}")
-    wanted = [(kernel, config) for text in args.config for kernel, config in configs(text, kernels)]
+    illegal: list[str] = []
+    wanted = _of_configs(args) if args.list is None else _of_list(args, illegal)
     wanted = list(dict.fromkeys(wanted))
     object_cache.check_writable()  # what is compiled into nowhere helps nobody
-    missing = [each for each in wanted if not object_cache.is_stored(*each, args.arch)]
+    missing = [each for each in wanted if not object_cache.is_stored(*each)]
     if missing and importlib.util.find_spec("cutlass") is None:  # once, not for each of them
         raise ModuleNotFoundError("compiling needs the CuTe DSL, package nvidia-cutlass-dsl", name="cutlass")
     if len(wanted) > len(missing):
         print(f"{len(wanted) - len(missing)} of {len(wanted)} in the cache already")
-    failures = _compile_all(missing, args.arch, args.jobs)
-    print(f"{len(missing) - failures} compiled for {args.arch} into {object_cache.directory()}")
-    return 1 if failures else 0
+    failures = _compile_all(missing, args.jobs)
+    archs = ", ".join(sorted({each.arch for each in wanted})) or "no architecture"
+    print(f"{len(missing) - failures} compiled for {archs} into {object_cache.directory()}")
+    print(*illegal, sep="\n", end="\n" * bool(illegal), file=sys.stderr)
+    return 1 if failures or illegal else 0
+
+
+def _of_configs(args: argparse.Namespace) -> list[Wanted]:
+    """What every --config names, for one architecture."""
+    arch = args.arch or os.environ.get("CUTE_DSL_ARCH") or next(iter(KERNELS.values())).archs[0]
+    named = [KERNELS[name] for name in args.kernel or KERNELS]
+    kernels = [kernel for kernel in named if arch in kernel.archs]
+    if not kernels:
+        legal = dict.fromkeys(each for kernel in named for each in kernel.archs)
+        raise ValueError(f"--arch: got {arch!r}; legal: {', '.join(legal)}")
+    return [Wanted(kernel, config, arch) for text in args.config for kernel, config in configs(text, kernels)]
+
+
+def _of_list(args: argparse.Namespace, illegal: list[str]) -> list[Wanted]:
+    """What the lines of --list name; `illegal` receives what is wrong with those that name nothing of this version."""
+    found = []
+    for number, line in enumerate(args.list.read_text().splitlines(), 1):
+        try:
+            wanted = wanted_of(line)
+        except ValueError as e:
+            illegal.append(f"--list: {args.list}, line {number}: {e}")
+            continue
+        if (args.kernel is None or wanted.kernel.name in args.kernel) and args.arch in (None, wanted.arch):
+            found.append(wanted)
+    return found
+
+
+def wanted_of(line: str) -> Wanted:
+    """The object that a line of `tsmla cache list --json` names; ValueError if this version has none like it."""
+    try:
+        said = json.loads(line)
+        name, arch, fields = said["kernel"], said["arch"], dict(said["config"])
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"got {line!r}; legal: a line that `tsmla cache list --json` printed") from None
+    if name not in KERNELS:
+        raise ValueError(f"got kernel {name!r}; legal: {', '.join(KERNELS)}")
+    kernel = KERNELS[name]
+    if arch not in kernel.archs:
+        raise ValueError(f"got arch {arch!r}; {name} is written for {', '.join(kernel.archs)}")
+    return Wanted(kernel, kernel.config_from_fields(fields), arch)
 
 
 def configs(text: str, kernels: Sequence[Kernel]) -> list[tuple[Kernel, Config]]:
@@ -105,13 +159,13 @@ def configs(text: str, kernels: Sequence[Kernel]) -> list[tuple[Kernel, Config]]
     return found
 
 
-def _compile_all(missing: Sequence[tuple[Kernel, Config]], arch: str, jobs: int) -> int:
+def _compile_all(missing: Sequence[Wanted], jobs: int) -> int:
     """Compile each; returns how many failed."""
     failures = 0
     with _Progress(len(missing), sys.stderr) as progress:
         if jobs == 1 or len(missing) <= 1:
-            for kernel, config in missing:
-                failures += progress.done(_compile_one(kernel, config, arch))
+            for each in missing:
+                failures += progress.done(_compile_one(*each))
             return failures
         # A new interpreter for each, because the DSL keeps state in its process and forking a started jax isn't safe.
         context = multiprocessing.get_context("spawn")
@@ -121,7 +175,7 @@ def _compile_all(missing: Sequence[tuple[Kernel, Config]], arch: str, jobs: int)
         ):
             try:
                 with _children_ignore_interrupts():
-                    pending = [pool.submit(_compile_one, kernel, config, arch) for kernel, config in missing]
+                    pending = [pool.submit(_compile_one, *each) for each in missing]
                 for future in concurrent.futures.as_completed(pending):
                     failures += progress.done(future.result())
             except KeyboardInterrupt:
@@ -218,6 +272,9 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("list", "verify", "prune"),
         help="list the entries (default), verify their checksums, or prune those that are damaged or will not be used",
     )
+    parser.add_argument(
+        "--json", action="store_true", help="with list: a line of JSON an object, for `tsmla compile --list`"
+    )
     parser.add_argument("--all", action="store_true", help="with prune: remove every entry")
     parser.add_argument(
         "--older-than", type=float, metavar="DAYS", help="with prune: also remove what was compiled so many days ago"
@@ -228,6 +285,11 @@ def run_cache(args: argparse.Namespace) -> int:
     """Returns 1 if verify finds a damaged entry, or prune can't remove one."""
     if args.action != "prune" and (args.all or args.older_than is not None):
         raise ValueError(f"--all, --older-than: got {args.action}; they go with prune")
+    if args.json:
+        if args.action != "list":
+            raise ValueError(f"--json: got {args.action}; it goes with list")
+        print(*_as_json(object_cache.entries()), sep="\n")
+        return 0
     if args.action == "prune":
         if args.older_than is not None and not 0 <= args.older_than < float("inf"):
             raise ValueError(f"--older-than: got {args.older_than}; legal: a number of days, at least 0")
@@ -252,6 +314,15 @@ def run_cache(args: argparse.Namespace) -> int:
         size = _megabytes(sum(path.stat().st_size for path in programs))
         print(f"{len(programs)} files of jax's compilation cache, {size} in {object_cache.programs_directory()}")
     return 1 if args.action == "verify" and damaged else 0
+
+
+def _as_json(entries: Sequence[object_cache.Entry]) -> list[str]:
+    """A line for each object of any version, sorted."""
+    found = set()
+    for said in (entry.description for entry in entries if entry.description):
+        config = json.loads(said["config"])
+        found.add(json.dumps({"kernel": said["kernel"], "arch": said["arch"], "config": config}))
+    return sorted(found)
 
 
 def _line(entry: object_cache.Entry) -> str:

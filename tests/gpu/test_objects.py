@@ -1,0 +1,15 @@
+"""The list of objects that `make gpu-objects` compiles, which `make test-gpu` writes."""
+
+from pathlib import Path
+
+from tsmla_jax.cli.kernels import wanted_of
+
+LINES = Path(__file__).with_name("objects.jsonl").read_text().splitlines()
+
+
+def test_every_line_names_an_object_of_this_version() -> None:
+    """A configuration with other fields than before: take its line away, the next run on a GPU writes the new one."""
+    assert sorted(set(LINES)) == LINES
+    for line in LINES:
+        kernel, config, arch = wanted_of(line)
+        assert arch == "sm_90a" and kernel.operands(config)
