@@ -60,7 +60,7 @@ def test_the_results_are_those_of_jax(kind: str, ratio: int, overlap: bool, chan
             "seq_lens": jnp.asarray(lens, jnp.int32),
             "cu_seqlens_q": jnp.asarray([0, *np.cumsum(new)], jnp.int32),
         }
-        kv_score = drawn(sum(new) + 2, 2, width)
+        kv_score = drawn(52, 2, width)  # as many rows in each step: one program serves all
         cache, state = jitted(cache, kv_score, ape, state, weight, cos_sin, tables, **where)
         rest = map(as_torch, (weight, cos_sin, tables))
         given = (mine[0], as_torch(kv_score), as_torch(ape), *mine[1:], *rest)

@@ -14,8 +14,8 @@ import tsmla_bridge
 from tests.bridge.inputs import Inputs, assert_right, attend, served
 from tests.emulator.launcher import Gpu
 from tsmla_bridge import operators
-from tsmla_bridge.ops import plans
-from tsmla_bridge.runtime import tensors
+from tsmla_bridge.ops import mla_decode, plans
+from tsmla_bridge.runtime import devices, tensors
 from tsmla_kernels import contract
 from tsmla_kernels.sm90.decode import config as sm90_decode
 
@@ -83,12 +83,31 @@ def test_a_plan_holds_no_value_of_a_call(gpu: Gpu, described: list[contract.Deco
     assert len(described) == 1
 
 
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("visible", [False, True])
+@pytest.mark.parametrize("pair", [False, True])
+def test_a_call_like_the_latest_is_looked_up_by_its_options_alone(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, pair: bool, visible: bool, ragged: bool
+) -> None:
+    case = served([5, 33], s=2, q_lens=[2, 1] if ragged else None, heads=4)
+    changed: dict[str, Any] = {"implementation": "cute"}
+    if pair:
+        changed["q"] = split_queries(case)["dense"]
+    if visible:
+        changed["visible_lens"] = torch.full(case.q.shape[:-2], 3, dtype=torch.int32)
+    attend(case, **changed)
+    monkeypatch.setattr(mla_decode, "plan_for", None)
+    attend(case, **changed)
+    assert len(gpu.launches) == 2
+
+
 def test_plans_do_not_pile_up(gpu: Gpu, described: list[contract.DecodeSpec], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "MAX_PLANS", 2)
     cases = [served([5] * batch) for batch in (1, 2, 3)]
-    for case in (*cases, cases[0]):
-        assert_right(attend(case), case)
+    for case, batch_invariant in zip((*cases, cases[0]), (True, False, False, False), strict=True):
+        assert_right(attend(case, batch_invariant=batch_invariant), case)
     assert [spec.batch for spec in described] == [1, 2, 3, 1]  # the third drops the others
+    assert len(plans._plans) == 2 and len(plans._latest) == 1
 
 
 def test_without_torchs_guard_plans_are_found_too(
@@ -328,6 +347,14 @@ def workspace_size(**sizes: Any) -> int:
     """For calls of `served` inputs."""
     options = {"num_heads": 3, "page_size": 16, "latent_dim": 256, "device": "cuda:0"}
     return tsmla_bridge.decode_workspace_size(**(options | sizes))
+
+
+def test_the_device_that_a_workspace_is_for_decides(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(devices, "num_sms", lambda index: asked.append(index) or 4)
+    workspace_size(max_batch=1, device="cuda:3")
+    tsmla_bridge.sparse_workspace_size(max_tokens=1, num_heads=4, device="cuda:3")
+    assert asked == [3, 3]
 
 
 def test_with_out_and_a_workspace_nothing_is_allocated(gpu: Gpu) -> None:

@@ -103,6 +103,9 @@ def test_opcheck() -> None:
     torch.library.opcheck(mla_prefill.OPERATORS.forward, (*(x.clone().requires_grad_() for x in (q, k, v)), *rest))
     out, lse = mla_prefill.OPERATORS.forward(q, k, v, *rest)
     torch.library.opcheck(mla_prefill.OPERATORS.backward, (dout, dlse, out, lse, q, k, v, *rest))
+    for name, wrong in (("dlse", (dout, dlse[1:], out, lse)), ("lse", (dout, dlse, out, lse.double()))):
+        with pytest.raises(ValueError, match=f"{name}: got"):
+            mla_prefill.OPERATORS.backward(*wrong, q, k, v, *rest)
 
 
 # ---- what the kernel is given
@@ -134,8 +137,8 @@ def test_the_kernel(gpu: Gpu, causal: bool, deterministic: bool) -> None:
     scaled = dataclasses.replace(packed, scale=packed.scale * 2, v_scale=3.0)
     want = scaled.want(q, k, v, dout, dlse)[0]
     assert (dq.double() - want).norm() < 2**-7 * want.norm()
-    wide = torch.cat((dout, dout), -1)[..., :128]  # a cotangent with gaps is made dense
-    assert torch.equal(torch.autograd.grad((out, lse), q, (wide, dlse))[0], dq)
+    gaps = torch.cat((dout, dout), -1)[..., :128], torch.stack((dlse, dlse), -1)[..., 0]  # these are made dense
+    assert torch.equal(torch.autograd.grad((out, lse), q, gaps)[0], dq)
 
 
 def test_torch_asks_for_deterministic_gradients(gpu: Gpu) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,6 +20,9 @@ from tsmla_jax import sparse
 HEADS, DIM, P, Z, M = 8, 32, 7, 4, 3
 Q_LENS, LENS = (2, 0, 3, 1), (9, 5, 2, 12)
 NAMES = ("q", "weights", "k_cache", "block_tables", "seq_lens", "cu_seqlens_q")
+# Compiled as a whole: eagerly, each operation would be compiled by itself.
+IN_JAX = jax.jit(functools.partial(tsmla_jax.indexer_logits, implementation="reference"))
+WRITE = jax.jit(sparse.write_indexer_cache)
 
 
 def problem(packed: bool, ragged: bool) -> dict[str, Any]:
@@ -28,7 +33,7 @@ def problem(packed: bool, ragged: bool) -> dict[str, Any]:
     keys = rng.standard_normal((P * Z, DIM)).astype(np.float32)
     cache: Any = keys.reshape(P, Z, DIM)
     if packed:
-        cache = sparse.write_indexer_cache(jnp.zeros((P, Z, DIM + 4), jnp.uint8), keys, jnp.arange(P * Z))
+        cache = WRITE(jnp.zeros((P, Z, DIM + 4), jnp.uint8), keys, jnp.arange(P * Z))
     rows = requests if ragged else tokens
     tables = rng.integers(0, P, (rows, M)).astype(np.int32)
     lens = np.asarray(LENS, np.int32) if ragged else rng.integers(0, M * Z + 1, tokens).astype(np.int32)
@@ -47,7 +52,7 @@ def as_tensors(given: dict[str, Any]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("ragged", [True, False])
 def test_as_jax_defines_it(packed: bool, ragged: bool) -> None:
     given = problem(packed, ragged)
-    want = tsmla_jax.indexer_logits(**given, implementation="reference")
+    want = IN_JAX(**given)
     got = tsmla_bridge.indexer_logits(**as_tensors(given))
     assert np.array_equal(np.isneginf(want), np.isneginf(got.numpy()))
     np.testing.assert_allclose(got.numpy(), want, rtol=2e-5, atol=1e-5)

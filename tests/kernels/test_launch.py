@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tsmla_kernels import launch as launching
 from tsmla_kernels.kernel import Operand
 from tsmla_kernels.launch import launch_of
 
@@ -55,3 +58,16 @@ def test_a_launch_that_failed_says_so_and_the_next_one_runs() -> None:
     with pytest.raises(ValueError, match="same size"):  # an address too many
         launch(9, (16, 32))
     assert found == [1, 7, 1, 8, 9]
+
+
+def test_the_runtime_of_the_preferred_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    libraries = {version: tmp_path / version / "lib" / launching.LIBRARY for version in ("cu12", "cu13")}
+    for path in libraries.values():
+        path.parent.mkdir(parents=True)
+        path.touch()
+    monkeypatch.delenv("CUTE_DSL_LIBS", raising=False)
+    package = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(launching.importlib.util, "find_spec", lambda name: package)
+    assert [launching.runtime_library(version) for version in libraries] == list(libraries.values())
+    libraries["cu13"].unlink()
+    assert launching.runtime_library("cu13") == libraries["cu12"]

@@ -58,6 +58,7 @@ def test_second_process_loads_what_the_first_stored(cache_directory: Path, compi
     assert object_cache.load_or_compile(SCALE, CONFIG, ARCH) == first
     assert compiled.calls == 1
     assert only_file(cache_directory).name.startswith("scale-sm_90a-")
+    assert stat.S_IMODE(cache_directory.stat().st_mode) == 0o700
 
 
 def test_one_process_reads_the_disk_once(cache_directory: Path, compiled: FakeCompiler) -> None:
@@ -84,8 +85,9 @@ def test_damaged_entry_is_rebuilt_with_a_warning(cache_directory: Path, compiled
         }[damage]
     )
     forget()
-    with pytest.warns(RuntimeWarning, match="ignoring a cached kernel and compiling it again: scale-sm_90a"):
+    with pytest.warns(RuntimeWarning, match="ignoring a cached kernel and compiling it again: scale-sm_90a") as said:
         assert object_cache.load_or_compile(SCALE, CONFIG, ARCH) == dataclasses.replace(good)
+    assert len(said) == 1
     forget()
     assert object_cache.load_or_compile(SCALE, CONFIG, ARCH).module == good.module and compiled.calls == 2
 
@@ -117,7 +119,7 @@ def test_objects_of_another_host_are_not_loaded(compiled: FakeCompiler, monkeypa
     assert compiled.calls == 2
 
 
-@pytest.mark.parametrize("change", ["config", "package", "sources", "dsl", "environment"])
+@pytest.mark.parametrize("change", ["config", "package", "sources", "dsl", "environment", "libc"])
 def test_everything_the_code_depends_on_is_in_the_key(
     compiled: FakeCompiler, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
@@ -132,6 +134,9 @@ def test_everything_the_code_depends_on_is_in_the_key(
         monkeypatch.setattr(object_cache, "sources_digest", lambda kernel: "changed")
     elif change == "dsl":
         monkeypatch.setattr(object_cache, "dsl_version", lambda: "9.9.9")
+    elif change == "libc":
+        monkeypatch.setattr(object_cache.platform, "libc_ver", lambda: ("musl", "1.2"))
+        monkeypatch.setattr(object_cache, "_host", object_cache._host.__wrapped__)
     else:
         monkeypatch.setenv("CUTE_DSL_COMPILER_OPT", "--opt-level 1")
     object_cache.load_or_compile(SCALE, config, ARCH)

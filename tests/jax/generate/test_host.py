@@ -126,3 +126,4 @@ def test_greedy_takes_the_lowest_id_among_equals() -> None:
     logits = jnp.asarray([[0.0, 2.0, 2.0], [3.0, 1.0, 3.0]], jnp.bfloat16)
     none = jnp.zeros(2, jnp.int32)
     assert choose(logits, none, none, 0, 0.0, 1.0, greedy=True).tolist() == [1, 0]
+    assert choose(jnp.asarray([[1.0, 1.001]]), none[:1], none[:1], 0, 0.0, 1.0, greedy=True) == 1  # not equal

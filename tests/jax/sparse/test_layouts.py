@@ -12,6 +12,8 @@ from tests.jax.ops.programs import ints
 from tests.oracles import sparse as oracle
 from tsmla_jax import sparse
 from tsmla_jax.sparse import numerics
+from tsmla_kernels.contract.layouts import cache_spec
+from tsmla_kernels.contract.rules import Array
 
 # Compiled as a whole: eagerly, each operation would be compiled for every small shape.
 PACK_V32, UNPACK_V32 = jax.jit(sparse.pack_v32_rows), jax.jit(sparse.unpack_v32_rows)
@@ -179,6 +181,13 @@ def test_cache_dtypes() -> None:
 
 
 @pytest.mark.parametrize(
+    ("shape", "dtype"), [((1, 1, 1), "float32"), ((1, 1, 656), "uint8"), ((1, 1152), "uint8")]
+)
+def test_one_page_of_one_row_is_a_cache(shape: tuple[int, ...], dtype: str) -> None:
+    assert cache_spec("kv_cache", Array(shape, dtype), page_size=1).num_slots == 1
+
+
+@pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: sparse.pack_v32_rows(np.zeros((2, 500)), np.zeros((2, 64))), "latent: got shape.*must be 512"),
@@ -188,6 +197,7 @@ def test_cache_dtypes() -> None:
         (lambda: sparse.resolve_cache_dtype("dense", "fp8"), "layout: got 'dense'"),
         (lambda: sparse.init_v4_cache(1, layout="packed", cache_dtype="fp8", head_dim=64), "head_dim: got 64"),
         (lambda: write_v4(jnp.zeros((1, 37375), jnp.uint8)), "need at least 37376: the stride is narrower"),
+        (lambda: write_v4(jnp.zeros((0, 37440), jnp.uint8)), "kv_cache: got shape.*at least 1"),
         (lambda: write_v4(jnp.zeros((1, 37441), jnp.uint8)), "multiple of 576, 37440 for 64 rows"),
         (lambda: write_v4(jnp.zeros((1, 37440), jnp.uint8), page_span=63), "page_span: got 63"),
         (

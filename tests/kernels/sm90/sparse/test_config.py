@@ -68,12 +68,14 @@ def test_pages_with_gaps_and_v4_pages_are_compiled_in() -> None:
         ({"cache": dataclasses.replace(PLAIN, dtype="float32")}, "kv_cache.dtype is float32"),
         ({"cache": dataclasses.replace(PLAIN, head_dim=320)}, "kv_cache's keys are 320 wide"),
         ({"cache": dataclasses.replace(PLAIN, dtype="float16")}, "num_heads is 64"),
+        ({"cache": dataclasses.replace(PLAIN, dtype="bfloat16", head_dim=576), "head_dim": 576}, "num_heads is 64"),
         ({"cache": dataclasses.replace(V4, num_pages=1 << 20, span=1 << 11)}, "kv_cache has 2147483648 slots"),
         ({"compressed": PLAIN}, "compressed_kv_cache has plain rows of float8_e4m3fn"),
     ],
 )
 def test_reasons_name_what_is_not_taken(changes: dict, said: str) -> None:
-    assert sparse_reasons(V4_CALL) == sparse_reasons(V32_CALL) == []
+    narrow = dataclasses.replace(V4_CALL, compressed=None, cache=dataclasses.replace(PLAIN, dtype="bfloat16"))
+    assert sparse_reasons(V4_CALL) == sparse_reasons(V32_CALL) == sparse_reasons(narrow) == []
     call = dataclasses.replace(V4_CALL, **({"compressed": None} | changes))
     assert sparse_reasons(call)[0].startswith(said)
 
