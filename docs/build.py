@@ -59,6 +59,7 @@ def stage() -> None:
         page = source.relative_to(ROOT / "docs")
         up = "../" * (len(page.parts) - 1)
         write(STAGE / page, filled(source.read_text(encoding="utf-8"), readme, up))
+    shutil.copy(ROOT / "docs" / "extra.css", STAGE)
     for source in sorted(FIGURES.glob("*.md")):
         write(STAGE / "figures" / source.name, source.read_text(encoding="utf-8"))
     for source in sorted(FIGURES.glob("*.png")):
