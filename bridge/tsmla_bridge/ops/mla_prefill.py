@@ -73,7 +73,10 @@ def mla_prefill(
     of gradients, of scales, and of calls with out= or lse= raise NotImplementedError; implementation="reference" on
     plain tensors is ordinary torch operations and has them all.
 
-    Streams, threads, CUDA graphs, torch.compile and what it raises are as mla_decode says.
+    Streams, threads, CUDA graphs and torch.compile are as mla_decode says.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError, RuntimeError: as mla_decode says.
     """
     inputs = PrefillInputs(q, k, v, cu_seqlens_q, cu_seqlens_kv)
     options = PrefillOptions(max_q_len, max_kv_len, causal, deterministic, implementation)

@@ -15,7 +15,12 @@ from tsmla_jax.sparse.v4 import MixedIndices
 
 
 def rope_table(config: V4Config, num_positions: int) -> jax.Array:
-    """cos and sin for positions 0 to num_positions - 1, f32 [N, R]; one table for all layers of one rope."""
+    """cos and sin for positions 0 to num_positions - 1, f32 [N, R]; one table for all layers of one rope.
+
+    Args:
+        config: of any such layer.
+        num_positions: N, at least 1.
+    """
     frequencies = inverse_frequencies(config.rope_dim, config.rope_theta, config.yarn)
     magnitude = 1.0 if config.yarn is None else config.yarn.magnitude
     return sparse_v4.rope_table(jnp.asarray(frequencies), num_positions, scale=magnitude)
@@ -31,10 +36,12 @@ class V4Step:
         positions: [T] i32 of the new tokens; -1 for padding.
         state_slots: [B] i32, each request's compressor states; -1 for padding.
         window_slots: [T, window] i32, the window cache's slots that each token sees.
-        compressed_tables, token_tables: pages of the compressed caches, i32 [B, Mc] and, a row a token, [T, Mc].
+        compressed_tables: [B, Mc] i32, pages of the compressed caches.
+        token_tables: [T, Mc] i32, the same with a row a token.
         rows: what each token attends to; None in csa layers, which choose it.
         cos_sin: f32 [N, R] of `rope_table`.
-        page_size, compressed_page_size: static, rows a page of the window and of the compressed caches.
+        page_size: static, rows a page of the window cache.
+        compressed_page_size: static, rows a page of the compressed caches.
     """
 
     window: Step
