@@ -83,8 +83,8 @@ def jax_function(function: Callable[..., Any], **jit_options: Any) -> Callable[.
       jit_options: of jax.jit: static_argnames, donate_argnums and others.
 
     Raises:
-      TypeError, ValueError, RuntimeError: at a call, as to_jax. A tensor that requires a derivative is a ValueError: none
-        passes through jax. torch.no_grad() allows it.
+      TypeError, ValueError, RuntimeError: at a call, as to_jax.
+      ValueError: a tensor requires a derivative, which does not pass through jax; torch.no_grad() allows the call.
     """
     import jax
 
