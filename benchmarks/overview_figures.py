@@ -73,7 +73,7 @@ def _draw_errors(found: Mapping[str, Mapping[str, Sequence[float]]], path: Path)
     """Errors by peer, a panel for each of `found`."""
     columns = [len(errors) for errors in found.values()]
     jitter = random.Random(0)
-    with drawn(path, (1.2 + 0.62 * sum(columns), 3.8), len(found), width_ratios=columns) as panels:
+    with drawn(path, (1.2 + 0.6 * sum(columns), 3.8), len(found), width_ratios=columns) as panels:
         for axes, (title, errors) in zip(panels, found.items(), strict=True):
             for i, (peer, each) in enumerate(errors.items()):
                 xs = [i + jitter.uniform(-0.25, 0.25) for _ in each]
@@ -109,8 +109,8 @@ def bytes_a_token() -> dict[str, float]:
     }
 
 
-def draw_bytes(path: Path) -> None:
-    """A bar a format."""
+def draw_bytes(path: Path) -> str:
+    """A bar a format; returns what is drawn."""
     formats = bytes_a_token()
     with drawn(path, (6.5, 2.8), 1) as (axes,):
         axes.barh(range(len(formats)), list(formats.values()), color=OURS, height=0.6)
@@ -123,12 +123,13 @@ def draw_bytes(path: Path) -> None:
         axes.set_xlabel("bytes a token and layer", fontsize=9)
         axes.grid(False, axis="y")
         axes.grid(True, axis="x", alpha=0.3)
+    return "bytes a token by cache format"
 
 
-def draw_cache(rows: Sequence[Row], path: Path) -> None:
+def draw_copies(rows: Sequence[Row], path: Path) -> None:
     """Times over that of copying the same bytes, a panel an operation and a line a pair of dtypes."""
     operations = list(dict.fromkeys(row["op"] for row in rows))
-    with drawn(path, (2 + 2 * len(operations), 3.6), len(operations)) as panels:
+    with drawn(path, (1.6 + 2.2 * len(operations), 3.6), len(operations)) as panels:
         for axes, op in zip(panels, operations, strict=True):
             for dtypes in dict.fromkeys(tuple(row["dtypes"]) for row in rows if row["op"] == op):
                 mine = sorted((row["tokens"], row["us"] / row["copy_us"]) for row in rows
@@ -167,13 +168,14 @@ def write_compress(results: Path, figures: Path, page: Path) -> str:
 def draw_models(rows: Sequence[Row], path: Path) -> None:
     """Milliseconds a decode step by batch size, ours and the floor, a panel a model."""
     models = list(dict.fromkeys(row["mode"] for row in rows if row["mode"].endswith("decode")))
-    with drawn(path, (2 + 2 * len(models), 3.6), len(models)) as panels:
+    batches = sorted({row["b"] for row in rows if row["mode"] in models})
+    with drawn(path, (1.6 + 2.2 * len(models), 3.6), len(models)) as panels:
         for axes, model in zip(panels, models, strict=True):
             mine = sorted((row["b"], row["us"] / 1e3, row["floor_us"] / 1e3) for row in rows if row["mode"] == model)
-            batches, times, floors = zip(*mine, strict=True)
-            axes.plot(batches, times, marker="o", markersize=4, linewidth=1, color=OURS, label="tsmla")
-            axes.plot(batches, floors, marker="_", linewidth=1, color="0.4", label="floor")
-            axes.set(xscale="log", yscale="log")
+            measured, times, floors = zip(*mine, strict=True)
+            axes.plot(measured, times, marker="o", markersize=4, linewidth=1, color=OURS, label="tsmla")
+            axes.plot(measured, floors, marker="_", linewidth=1, color="0.4", label="floor")
+            axes.set(xscale="log", yscale="log", xlim=(batches[0] / 1.4, batches[-1] * 1.4))
             axes.set_xticks(batches, [str(b) for b in batches], fontsize=8)
             axes.minorticks_off()
             axes.set_ylim(1, 50)
