@@ -43,6 +43,7 @@ def write_errors(results: Path, figures: Path) -> str:
       ValueError: a record can't be read.
     """
     rows: list[Row] = []
+    lines = ["| call | kernel | points | least | greatest | of lse |", "|---|---|---:|---:|---:|---:|"]
     for image, titles in ERRORS.items():
         found = {}
         for name, title in titles.items():
@@ -57,15 +58,22 @@ def write_errors(results: Path, figures: Path) -> str:
                 if any(errors.values()):
                     found[title] = {peer: each for peer, each in errors.items() if each}
                     rows += mine
+                    for peer, each in found[title].items():
+                        lse = [row["lse_err"] for row in mine if row["peer"] == peer and row.get("lse_err")]
+                        cells = [f"{min(each):.2%}", f"{max(each):.2%}", _small(max(lse)) if lse else "-"]
+                        points = sum(row["peer"] == peer for row in mine)
+                        name = PEERS[peer].replace("\n", " ")
+                        lines.append(f"| {title} | {name} | {points} | {' | '.join(cells)} |")
         if found:
             _draw_errors(found, figures / f"{image}.png")
     if not rows:
         return "none recorded"
     said = (
         "Errors relative to attention in float64 over the values that the inputs stand for (norm of the difference "
-        f"over norm), a dot a point; of the gradient, those of q, k and v. {provenance(rows)}"
+        "over norm); of the gradient, those of q, k and v. The last column has the greatest absolute error of the "
+        f"logsumexp, where it was measured. {provenance(rows)}"
     )
-    (figures / "errors.md").write_text(f"# Errors\n\n{said}\n")
+    (figures / "errors.md").write_text(f"# Errors\n\n{said}\n\n" + "\n".join(lines) + "\n")
     return said
 
 
@@ -86,6 +94,10 @@ def _draw_errors(found: Mapping[str, Mapping[str, Sequence[float]]], path: Path)
         panels[0].minorticks_off()
         panels[0].set_yticks([1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2], ["0.1%", "0.2%", "0.5%", "1%", "2%", "5%"])
         panels[0].set_ylabel("relative error")
+
+
+def _small(error: float) -> str:
+    return f"{error:.0e}".replace("e-0", "e-")
 
 
 def _errors_of(row: Row) -> Iterator[float]:

@@ -309,6 +309,9 @@ def test_errors_are_drawn_of_every_record_that_has_them(figures: ModuleType, tmp
     assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == [
         "errors.md", "errors_decode.png", "errors_prefill.png"
     ]  # fmt: skip
+    page = (tmp_path / "figures" / "errors.md").read_text()
+    assert "| decode, fp8 | tsmla | 1 | 0.20% | 0.20% | - |" in page
+    assert "| gradient, bf16 | cuDNN | 1 | 0.20% | 0.30% | - |" in page
     assert overview.write_errors(tmp_path / "nowhere", tmp_path / "none") == "none recorded"
     (tmp_path / "decode_fp8.json").write_text('[{"us": 1.0}]')
     with pytest.raises(ValueError, match=r"decode_fp8.json: KeyError 'peer'"):

@@ -1,0 +1,99 @@
+"""The documentation's pages as they are staged for the builder: links, tables, lists, code, and the records they name."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+WIDEST_CODE = 102  # columns that fit beside the sidebars
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, str]:
+    """Text by path of every staged page, the code in it left out."""
+    spec = importlib.util.spec_from_file_location("docs_build", ROOT / "docs" / "build.py")
+    assert spec and spec.loader
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    build.STAGE = tmp_path_factory.mktemp("docs")
+    build.stage()
+    return {path: CODE.sub("", path.read_text()) for path in build.STAGE.rglob("*.md")}
+
+
+def _anchors(text: str) -> set[str]:
+    """Of the headings, as Python-Markdown makes them, and of the objects that docstrings are shown of."""
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    plain = (re.sub(r"[^\w\s-]", "", re.sub(r"[`*]|\]\([^)]*\)", "", title)).strip().lower() for title in titles)
+    return {re.sub(r"[\s-]+", "-", title) for title in plain} | set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
+
+
+def test_links_lead_to_pages_and_headings(pages: dict[Path, str]) -> None:
+    broken = []
+    for path, text in pages.items():
+        for target in LINK.findall(re.sub(r"`[^`\n]*`", "", text)):
+            file, _, anchor = target.partition("#")
+            if "://" in file:
+                continue
+            page = (path.parent / file).resolve() if file else path
+            if not page.exists() or (anchor and anchor not in _anchors(pages[page])):
+                broken.append(f"{path.name}: {target}")
+    assert broken == []
+
+
+def _paragraphs(pages: dict[Path, str]) -> Iterator[tuple[str, list[str]]]:
+    """The blocks of lines of every page."""
+    for path, text in pages.items():
+        for block in re.split(r"\n\s*\n", text):
+            yield path.name, block.strip("\n").split("\n")
+
+
+def test_tables_have_rows_of_one_width(pages: dict[Path, str]) -> None:
+    """A table that follows a paragraph, or whose row has a cell too many, is shown as text or loses the cell."""
+    found = 0
+    for name, lines in _paragraphs(pages):
+        rows = [line for line in lines if line.startswith("|")]
+        if rows:
+            found += 1
+            assert rows == lines, f"{name}: {lines[0]}"
+            widths = {len(re.findall(r"(?<!\\)\|", re.sub(r"`[^`]*`", "", row))) for row in rows}
+            assert len(widths) == 1, f"{name}: {rows[0]}"
+    assert found > 50
+
+
+def test_lists_do_not_follow_a_paragraphs_line(pages: dict[Path, str]) -> None:
+    """The builder would run them into the paragraph."""
+    item = re.compile(r"(?:[-*]|\d+\.) ")
+    for name, lines in _paragraphs(pages):
+        assert item.match(lines[0]) or not any(item.match(line) for line in lines), f"{name}: {lines[0]}"
+
+
+def test_a_page_has_one_title_and_no_heading_twice(pages: dict[Path, str]) -> None:
+    for path, text in pages.items():
+        headings = re.findall(r"^(#+) (.+)$", text, re.MULTILINE)
+        assert [marks for marks, _ in headings].count("#") == 1 and headings[0][0] == "#", path.name
+        assert len({title for _, title in headings}) == len(headings), path.name
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.stem)
+def test_code_fits_the_page(page: Path) -> None:
+    blocks = CODE.findall(page.read_text()) + re.findall(r"^    .*$", page.read_text(), re.MULTILINE)
+    assert [line for block in blocks for line in block.split("\n") if len(line) > WIDEST_CODE] == []
+
+
+def test_every_record_says_how_it_was_made_and_every_command_exists() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text()
+    results = BENCHMARKS / "results"
+    names = {path.name if path.parent.name == "h200" else f"cpu/{path.name}" for path in results.rglob("*.json")}
+    assert names == set(re.findall(r"`([\w/]+\.json)`(?= \|)", page))
+    for script, options in re.findall(r"`python3 (benchmarks/\w+\.py)([^`]*)`", page):
+        source = (ROOT / script).read_text() + (BENCHMARKS / "harness.py").read_text()
+        for option in re.findall(r"--(\w+)", options):
+            assert f'"{option}"' in source or f'"--{option}"' in source, f"{script} --{option}"
