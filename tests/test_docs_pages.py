@@ -1,4 +1,4 @@
-"""The documentation's pages as they are staged for the builder: links, tables, lists, code, and the records they name."""
+"""The documentation's pages as they are staged for the builder: links, tables, lists, code and records."""
 
 from __future__ import annotations
 
