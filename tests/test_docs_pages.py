@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tsmla_kernels import contract
+from tsmla_kernels.kernel import ITEMSIZE
+from tsmla_kernels.sm90.decode import config as decode
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -97,3 +102,24 @@ def test_every_record_says_how_it_was_made_and_every_command_exists() -> None:
         source = (ROOT / script).read_text() + (BENCHMARKS / "harness.py").read_text()
         for option in re.findall(r"--(\w+)", options):
             assert f'"{option}"' in source or f'"--{option}"' in source, f"{script} --{option}"
+
+
+def _workspace(batch: int, heads: int, keys: int, batch_invariant: bool, *, whole: bool = False) -> float:
+    """Megabytes of a decode call's largest launch on an H200, or of all of it in one launch."""
+    spec = contract.DecodeSpec(
+        batch=batch, total_q_len=batch, max_q_len=1, num_heads=heads, latent_dim=512, rope_dim=64, num_pages=1,
+        page_size=64, max_pages=keys // 64, q_dtype="bfloat16", kv_dtype="bfloat16", ragged=False, causal=True,
+        return_lse=True, batch_invariant=batch_invariant,
+    )  # fmt: skip
+    config = decode.decode_config(spec)
+    largest = max(stop - first for first, stop in decode.launches(config, batch, spec.max_pages))
+    shapes = decode.workspace_shapes(config, 132, batch if whole else largest, spec.max_pages)
+    return sum(math.prod(shape) * ITEMSIZE[dtype] for shape, dtype in shapes.values()) / 1e6
+
+
+def test_the_workspaces_of_decode_are_as_its_page_says() -> None:
+    page = (ROOT / "docs" / "operations" / "mla_decode.md").read_text()
+    assert f"{_workspace(64, 128, 8192, False):.0f} MB in all" in page
+    assert f"({_workspace(64, 32, 8192, False):.0f} MB with at most 32" in page
+    assert f"{_workspace(256, 128, 131072, True, whole=True) / 1e3:.2f} GB" in page
+    assert _workspace(256, 128, 131072, True) * 1e6 < 1.01 * 2**28 and "at most 256 MiB" in page

@@ -115,8 +115,8 @@ def sparse_workspace_size(
 ) -> int:
     """Bytes that sparse_mla needs at most, for calls of up to max_tokens query tokens, over caches of any layout.
 
-    Some 17 MB hold the partial results of any number of tokens; batch_invariant calls need some 256 MB at most, because
-    many tokens take several launches.
+    On an H200 some 18 MB (35 with up to 32 heads) hold the partial results of any number of tokens. batch_invariant
+    calls need some 256 MiB at most, because many tokens take several launches.
 
     Args:
       max_tokens: T.
@@ -166,7 +166,7 @@ def decode_workspace_size(
 ) -> int:
     """Bytes that mla_decode needs at most, for calls of up to max_batch requests of up to max_q_len query tokens.
 
-    batch_invariant calls need some 256 MB at most, unless one request alone needs more: larger batches take several
+    batch_invariant calls need some 256 MiB at most, unless one request alone needs more: larger batches take several
     launches.
 
     Args:
