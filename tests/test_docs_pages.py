@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import importlib.util
 import math
 import re
@@ -91,6 +93,22 @@ def test_a_page_has_one_title_and_no_heading_twice(pages: dict[Path, str]) -> No
 def test_code_fits_the_page(page: Path) -> None:
     blocks = CODE.findall(page.read_text()) + re.findall(r"^    .*$", page.read_text(), re.MULTILINE)
     assert [line for block in blocks for line in block.split("\n") if len(line) > WIDEST_CODE] == []
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.stem)
+def test_programs_use_names_that_exist(page: Path) -> None:
+    """Those that need a GPU or a checkpoint, and are not run as examples."""
+    for program in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        for node in ast.walk(ast.parse(program)):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("tsmla"):
+                module = importlib.import_module(node.module)
+                assert [name.name for name in node.names if not hasattr(module, name.name)] == []
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id.startswith("tsmla")
+            ):
+                assert hasattr(importlib.import_module(node.value.id), node.attr), node.attr
 
 
 def test_every_record_says_how_it_was_made_and_every_command_exists() -> None:
