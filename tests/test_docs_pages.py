@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import json
 import math
 import re
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -141,3 +143,35 @@ def test_the_workspaces_of_decode_are_as_its_page_says() -> None:
     assert f"({_workspace(64, 32, 8192, False):.0f} MB with at most 32" in page
     assert f"{_workspace(256, 128, 131072, True, whole=True) / 1e3:.2f} GB" in page
     assert _workspace(256, 128, 131072, True) * 1e6 < 1.01 * 2**28 and "at most 256 MiB" in page
+
+
+def test_what_guides_say_of_decode_is_in_the_records() -> None:
+    """Several tokens a request, queries in e4m3, errors over an fp8 cache, and the host's time."""
+
+    def times(record: str, peer: str, field: str = "us") -> dict[tuple[int, ...], float]:
+        rows = json.loads((BENCHMARKS / "results" / "h200" / f"{record}.json").read_text())
+        names = ("b", "keys", "varlen", "h", "s")
+        return {tuple(row[name] for name in names): row[field] for row in rows if row["peer"] == peer}
+
+    bf16 = times("decode_bf16", "tsmla")
+    shared = [us / bf16[*case[:4], 1] for case, us in bf16.items() if not case[2] and 1 < case[4] <= 64 // case[3]]
+    page = (ROOT / "docs" / "guides" / "paged-caches.md").read_text()
+    middle = statistics.median(shared)
+    said = f"{min(shared):.2f} to {max(shared):.2f} times what one token takes, in the median {middle:.2f}"
+    assert said in page.replace("\n", " ")
+
+    fp8, wide = times("decode_fp8", "tsmla"), times("decode_fp8", "tsmla_bf16_q")
+    many = [us / wide[case] for case, us in fp8.items() if case[3] * case[4] >= 64]
+    said = f"take {min(many):.2f} to {max(many):.2f} of their time"
+    for name in ("guides/fp8.md", "faq.md"):
+        assert said in (ROOT / "docs" / name).read_text().replace("\n", " ")
+
+    ours, theirs = (times("decode_fp8", peer, "rel_err") for peer in ("tsmla", "flashmla"))
+    worse = [error / ours[case] for case, error in theirs.items()]
+    readme = (ROOT / "README.md").read_text()
+    for text in (readme, (ROOT / "docs" / "guides" / "fp8.md").read_text()):
+        assert f"{min(worse):.1f} to {max(worse):.0f} times" in text
+    host = json.loads((BENCHMARKS / "results" / "h200" / "bridge_overhead.json").read_text())
+    us = {row["function"]: row["us"] for row in host}
+    theirs_us = us["FlashMLA's operator"]
+    assert f"takes the host {us['tsmla']:.0f} us, FlashMLA's operator {theirs_us:.0f}" in readme
