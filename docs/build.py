@@ -3,8 +3,8 @@
     python docs/build.py [--stage-only]
 
 The pages of docs/ are copied to build/docs, with what they take from elsewhere in the tree: rows and results of the
-README, and the tables and plots of benchmarks/figures. The kernels' own pages and the engines' are added. A page asks for
-what it takes by comments:
+README, and the tables and plots of benchmarks/figures. The kernels' own pages and the engines' are added. A page asks
+for what it takes by comments:
 
     <!-- runs -->            the README's table of what runs where; <!-- runs OP --> the row that names an operation
     <!-- readme NAME -->     a part of README.md or benchmarks/README.md that `make figures` writes
