@@ -14,8 +14,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 # Blackwell's kernels, that the tests compile; without its own needs, CUDA's libraries among them.
 TOKENSPEED ?= tokenspeed-mla>=2.0,<3
-# The documentation's builder.
-DOCS ?= 'zensical>=0.0.73,<0.2' 'mkdocstrings-python>=2.0,<3'
+# The documentation's builder; ruff breaks the lines of long signatures.
+DOCS ?= 'zensical>=0.0.73,<0.2' 'mkdocstrings-python>=2.0,<3' 'ruff>=0.6'
 CHECKPOINT ?= demo-checkpoint
 PROMPTS ?= $(CHECKPOINT)/prompts.txt
 # Two workers: the suite is sized for a machine of two cores.

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from figure_pages import between_markers, provenance
+import roofline_figures
+from figure_pages import between_markers, drawn, provenance
 
 OURS = "tsmla"
 NAMES = {
@@ -44,30 +45,24 @@ def mean_and_worst(ratios: Sequence[float]) -> str:
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Times over that of cuDNN through torch by length, a panel for each number of heads; under the line is faster."""
-    from matplotlib import pyplot
-
     us = {(row["h"], row["length"], row["peer"]): float(row["us"]) for row in rows if row["b"] == 1}
     heads, lengths = (sorted({key[i] for key in us}) for i in (0, 1))
-    figure, panels = pyplot.subplots(1, len(heads), figsize=(2 + 2.2 * len(heads), 3.6), sharey=True, squeeze=False,
-                                     layout="constrained")  # fmt: skip
-    for axes, h in zip(panels[0], heads, strict=True):
-        for peer in ("tsmla", "tsmla_deterministic", "fa4", "cudnn_jax", "tokamax"):
-            at = [n for n in lengths if {(h, n, peer), (h, n, "cudnn")} <= us.keys()]
-            if not at:
-                continue
-            ratios = [us[h, n, peer] / us[h, n, "cudnn"] for n in at]
-            label = f"tsmla, {NAMES[peer]}" if peer.startswith("tsmla_") else NAMES[peer].strip("*")
-            axes.plot([lengths.index(n) for n in at], ratios, marker="o", markersize=4, linewidth=1, label=label)
-        axes.axhline(1, color="0.4", linewidth=1)
-        axes.set_title(f"H = {h}", fontsize=10)
-        axes.set_xticks(range(len(lengths)), [str(n) for n in lengths], fontsize=8)
-        axes.grid(True, axis="y", alpha=0.3)
-    panels[0][0].set_ylabel("time / cuDNN's")
-    panels[0][0].set_ylim(bottom=0)
-    panels[0][-1].legend(frameon=False, fontsize=7)
-    figure.supxlabel("tokens of the request", fontsize=9)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with drawn(path, (1.6 + 2.2 * len(heads), 3.6), len(heads)) as panels:
+        for axes, h in zip(panels, heads, strict=True):
+            for peer in ("tsmla", "tsmla_deterministic", "fa4", "cudnn_jax", "tokamax"):
+                at = [n for n in lengths if {(h, n, peer), (h, n, "cudnn")} <= us.keys()]
+                if not at:
+                    continue
+                ratios = [us[h, n, peer] / us[h, n, "cudnn"] for n in at]
+                label = f"tsmla, {NAMES[peer]}" if peer.startswith("tsmla_") else NAMES[peer].strip("*")
+                axes.plot([lengths.index(n) for n in at], ratios, marker="o", markersize=4, linewidth=1, label=label)
+            axes.axhline(1, color="0.4", linewidth=1)
+            axes.set_title(f"H = {h}", fontsize=10)
+            axes.set_xticks(range(len(lengths)), [f"{n // 1024}k" for n in lengths], fontsize=8)
+        panels[0].set_ylabel("time / cuDNN's")
+        panels[0].set_ylim(bottom=0)
+        panels[-1].legend(frameon=False, fontsize=8)
+        panels[0].figure.supxlabel("tokens of the request", fontsize=9)
 
 
 def write(results: Path, figures: Path, readme: Path) -> str:
@@ -100,10 +95,13 @@ def write(results: Path, figures: Path, readme: Path) -> str:
         said += provenance(rows)
         figures.mkdir(parents=True, exist_ok=True)
         draw(rows, figures / "prefill_backward_relative.png")
+        shown_rates = {peer: NAMES[peer] for peer in shown}
+        roofline_figures.draw_rates(rows, shown_rates, figures / "prefill_backward_rates.png")
     except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
         raise ValueError(f"{results}: {type(error).__name__} {error}") from error
     image = "![time of the backward pass over cuDNN's](prefill_backward_relative.png)"
-    page = ["# The gradient of MLA prefill", f"Microseconds. {said}", image, "\n".join(lines)]
+    rate = "![arithmetic rates of the backward pass](prefill_backward_rates.png)"
+    page = ["# The gradient of MLA prefill", f"Microseconds. {said}", image, rate, "\n".join(lines)]
     (figures / "prefill_backward.md").write_text("\n\n".join(page) + "\n")
     link = f"All points: [prefill_backward.md]({figures.relative_to(readme.parent).as_posix()}/prefill_backward.md)."
     readme.write_text(between_markers(readme.read_text(), "prefill_backward", f"{said} {link}"))

@@ -5,8 +5,8 @@ peer, with b, s, h, keys, varlen, page, dtype, peer (ours is "tsmla"), us, floor
 versions. Each file gives two PNGs and a full table under `benchmarks/figures/`, and the README's short table between
 the comments `<!-- decode_<dtype> -->` and `<!-- /decode_<dtype> -->`. benchmarks/README.md has the others' between
 comments of their names: of `sparse_mla.py`, whose record has a `mode` too and gives a PNG for each of its modes and
-one full table; of `prefill.py`, a full table; of `prefill_backward.py`, `cache.py`, `indexer_logits.py` and
-`select_topk.py`, a figure and a full table; of `compress.py`, and of `generate.py` with rows of `vllm_steps.py`. All
+one full table; of `prefill.py`, `prefill_backward.py`, `cache.py` (two records), `indexer_logits.py` and
+`select_topk.py`, figures and a full table; of `compress.py`, and of `generate.py` with rows of `vllm_steps.py`. All
 records that have errors give one figure of them. That of `decode_cpu.py` gives a page of its own.
 """
 
@@ -22,7 +22,8 @@ from pathlib import Path
 import backward_figures
 import indexer_figures
 import overview_figures
-from figure_pages import between_markers, provenance
+import roofline_figures
+from figure_pages import BYTES_PER_S, FLOPS_PER_S, between_markers, drawn, provenance
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = "tsmla"
@@ -44,11 +45,9 @@ SHORT_TABLE = (
 SHORT_SPARSE = (("v32", 1, 1, 16), ("v32", 8, 1, 16), ("v32", 64, 1, 16), ("v32", 64, 1, 128), ("v32", 128, 2, 128),
                 ("v4-512", 64, 1, 64), ("v4-1024", 64, 1, 128))  # fmt: skip
 SHORT_PREFILL = 4  # rows of the README's table of prefill
+MANY_TOKENS = 4096  # that a sentence about copies is of: fewer are bound by the launch
 
 LATENT, ROPE = 512, 64
-# Measured on an H200: the reads of a large copy, and a plain matrix product on random data.
-BYTES_PER_S = 4.35e12
-FLOPS_PER_S = {"bf16": 798e12, "fp8": 1596e12}
 BYTES_PER_KEY = {"bf16": 2 * (LATENT + ROPE), "fp8": LATENT + ROPE}
 
 Row = dict[str, object]
@@ -130,10 +129,11 @@ def summary(points: Sequence[Point], rows: Sequence[Row]) -> str:
     return f"{said}. Device: {distinct('device')}; commit {distinct('commit')}; {distinct('date')}."
 
 
-def table(points: Sequence[Point]) -> str:
-    """A Markdown table, a row a point; times in microseconds."""
-    peers = [peer for peer in PEER_NAMES if peer != OURS and any(peer in point.us for point in points)]
-    too = [name for name in OURS_TOO if any(name in point.us for point in points)]
+def table(points: Sequence[Point], among: Sequence[Point] = ()) -> str:
+    """A Markdown table, a row a point; times in microseconds. It has the columns that the points `among` need, too."""
+    measured = {name for point in (*points, *among) for name in point.us}
+    peers = [peer for peer in PEER_NAMES if peer != OURS and peer in measured]
+    too = [name for name in OURS_TOO if name in measured]
     heads = ["B, S, H, keys", "floor", *(PEER_NAMES[peer] for peer in peers), "**tsmla**", "/ best peer", "of floor"]
     heads += [OURS_TOO[name] for name in too]
     lines = ["| " + " | ".join(heads) + " |", "|---" + "|---:" * (len(heads) - 1) + "|"]
@@ -195,28 +195,25 @@ def draw_roofline(points: Sequence[Point], dtype: str, path: Path) -> None:
 
 def draw_relative(points: Sequence[Point], label: str, path: Path) -> None:
     """Our time over the best peer's, a panel for each number of heads, a dot a point; under the line is faster."""
-    from matplotlib import pyplot
-
     heads = sorted({point.case.h for point in points})
-    figure, panels = pyplot.subplots(1, len(heads), figsize=(2 + 2.2 * len(heads), 4.2), sharey=True, squeeze=False,
-                                     layout="constrained")  # fmt: skip
     sizes = sorted({(point.case.b, point.case.keys) for point in points}, key=lambda size: (size[0] * size[1], size))
+    same_keys = len({keys for _, keys in sizes}) == 1
     tokens = sorted({point.case.s for point in points})
-    for axes, h in zip(panels[0], heads, strict=True):
-        for i, s in enumerate(tokens):
-            at = [point for point in points if point.case.h == h and point.case.s == s and point.ratio()]
-            xs = [sizes.index((p.case.b, p.case.keys)) + 0.16 * (i - (len(tokens) - 1) / 2) for p in at]
-            axes.scatter(xs, [point.ratio() for point in at], s=14, linewidths=0, label=f"S = {s}")
-        axes.axhline(1, color="0.4", linewidth=1)
-        axes.set_title(f"H = {h}", fontsize=10)
-        axes.set_xticks(range(len(sizes)), [f"{b} x {keys}" for b, keys in sizes], rotation=90, fontsize=7)
-        axes.grid(True, axis="y", alpha=0.3)
-    panels[0][0].set_ylabel(f"time / best peer's, {label}")
-    panels[0][0].set_ylim(bottom=0)
-    panels[0][-1].legend(frameon=False, fontsize=8)
-    figure.supxlabel("B x keys", fontsize=9)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with drawn(path, (8.4, 3.1 * -(-len(heads) // 2) + 0.6), len(heads), columns=2) as panels:
+        for axes, h in zip(panels, heads, strict=True):
+            for i, s in enumerate(tokens):
+                at = [point for point in points if point.case.h == h and point.case.s == s and point.ratio()]
+                xs = [sizes.index((p.case.b, p.case.keys)) + 0.16 * (i - (len(tokens) - 1) / 2) for p in at]
+                axes.scatter(xs, [point.ratio() for point in at], s=18, linewidths=0, label=f"S = {s}")
+            axes.axhline(1, color="0.4", linewidth=1)
+            axes.set_title(f"H = {h}", fontsize=10)
+            names = [str(b) if same_keys else f"{b} x {keys // 1024}k" for b, keys in sizes]
+            axes.set_xticks(range(len(sizes)), names, fontsize=8)
+        ratios = [ratio for point in points if (ratio := point.ratio())]
+        panels[0].set_ylim(0, 1.05 * max([1.0, *ratios]))
+        panels[0].figure.supylabel(f"time / best peer's, {label}", fontsize=10)
+        panels[0].figure.supxlabel("B" if same_keys else "B x keys", fontsize=10)
+        panels[-1].legend(frameon=False, fontsize=8, ncols=2, loc="lower right")
 
 
 def write(results: Path, figures: Path, readme: Path) -> str:
@@ -237,7 +234,9 @@ def write(results: Path, figures: Path, readme: Path) -> str:
     said = summary(points, rows)
     unit = f"Microseconds, medians, {dtype}, page {', '.join(sorted({str(point.case.page) for point in points}))}."
     images = [f"![{kind} of decode, {dtype}]({name}_{kind}.png)" for kind in ("relative", "roofline")]
-    full = [f"# MLA decode, {dtype}", f"{unit} {said}", *images, table(points)]
+    full = [f"# MLA decode, {dtype}", f"{unit} {said}", *images]
+    for heads in sorted({point.case.h for point in points}):
+        full += [f"## {heads} heads", table([point for point in points if point.case.h == heads], points)]
     (figures / f"{name}.md").write_text("\n\n".join(full) + "\n")
     folder = figures.relative_to(readme.parent).as_posix()
     shown = short(points)
@@ -268,14 +267,24 @@ def write_sparse(results: Path, figures: Path, page: Path) -> str:
         draw_relative(mine, MODE_NAMES[mode], figures / f"sparse_mla_{mode}_relative.png")
         images.append(f"sparse_mla_{mode}_relative.png")
     said = f"Microseconds, medians, bf16 queries over packed caches. {' '.join(sentences)} {provenance(rows)}"
-    drawn = [f"![time of sparse_mla over the best peer's]({{}}{name})" for name in images]
-    full = ["# Sparse MLA, decode", said, *(image.format("") for image in drawn), table(points)]
+    floors = {
+        MODE_NAMES[mode]: [
+            (p.floor_us, p.us[OURS], p.best_peer_us()) for p in points if p.case.mode == mode and OURS in p.us
+        ]
+        for mode in modes
+    }
+    roofline_figures.draw_floors(floors, figures / "sparse_mla_floor.png")
+    pictures = [f"![time of sparse_mla over the best peer's]({{}}{name})" for name in images]
+    full = ["# Sparse MLA, decode", said, "![time of sparse_mla by its floor](sparse_mla_floor.png)"]
+    for mode, picture in zip(modes, pictures, strict=True):
+        mine = [point for point in points if point.case.mode == mode]
+        full += [f"## {MODE_NAMES[mode]}", picture.format(""), table(mine, points)]
     (figures / "sparse_mla.md").write_text("\n\n".join(full) + "\n")
     folder = figures.relative_to(page.parent).as_posix()
     shown = [p for p in points if (p.case.mode, p.case.b, p.case.s, p.case.h) in SHORT_SPARSE] or points[:6]
     shown.sort(key=lambda point: list(MODE_NAMES).index(point.case.mode))
     body = f"{said} All points: [sparse_mla.md]({folder}/sparse_mla.md)."
-    text = "\n\n".join([body, table(shown), drawn[0].format(f"{folder}/")])
+    text = "\n\n".join([body, table(shown), pictures[0].format(f"{folder}/")])
     page.write_text(between_markers(page.read_text(), "sparse_mla", text))
     return said
 
@@ -319,44 +328,53 @@ def write_prefill(results: Path, figures: Path, page: Path) -> str:
         )
     except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
         raise ValueError(f"{results}: {type(error).__name__} {error}") from error
-    figures.mkdir(parents=True, exist_ok=True)
-    (figures / "prefill.md").write_text("\n\n".join(["# MLA prefill", said, "\n".join(lines)]) + "\n")
-    link = f"All points: [prefill.md]({figures.relative_to(page.parent).as_posix()}/prefill.md)."
+    names = {OURS: "tsmla", **PREFILL_NAMES}
+    roofline_figures.draw_ratios(us, names, figures / "prefill_relative.png")
+    roofline_figures.draw_rates(rows, {**names, OURS_FP8: "tsmla, fp8"}, figures / "prefill_rates.png")
+    image = "![time of prefill over the peers']({}prefill_relative.png)"
+    rates = "![arithmetic rates of prefill](prefill_rates.png)"
+    full = ["# MLA prefill", said, image.format(""), rates, "\n".join(lines)]
+    (figures / "prefill.md").write_text("\n\n".join(full) + "\n")
+    folder = figures.relative_to(page.parent).as_posix()
+    link = f"All points: [prefill.md]({folder}/prefill.md)."
     shown = "\n".join(lines[: 2 + SHORT_PREFILL])
-    page.write_text(between_markers(page.read_text(), "prefill", f"{said} {link}\n\n{shown}"))
+    body = f"{said} {link}\n\n{shown}\n\n{image.format(f'{folder}/')}"
+    page.write_text(between_markers(page.read_text(), "prefill", body))
     return said
 
 
-def write_cache(results: Path, figures: Path, page: Path) -> str:
-    """Write the full table of the record of `cache.py` and the sentence; return the table's summary."""
+COPIES = {"cache": ("Cache kernels", "The kernels of the cache take"), "merge": ("Merging", "Merging takes")}
+
+
+def write_copies(results: Path, figures: Path, page: Path) -> str:
+    """Write the figure and the full table of a record of `cache.py` and the sentence; return the table's summary."""
+    name = results.stem
+    title, what = COPIES[name]
     rows = json.loads(results.read_text())
     try:
-        tokens = sorted({row["tokens"] for row in rows if row["tokens"] >= 4096})
+        tokens = sorted({row["tokens"] for row in rows})
         times = {(row["op"], tuple(row["dtypes"]), row["tokens"]): row for row in rows}
         lines = [
             "| | " + " | ".join(f"T {count}" for count in tokens) + " |",
             "|---" + "|---:" * len(tokens) + "|",
         ]
         for op, dtypes in dict.fromkeys((op, dtypes) for op, dtypes, _ in times):
-            cells = (
-                f"{row['us']:.1f} ({row['us'] / row['copy_us']:.2f})"
-                for count in tokens
-                for row in [times[op, dtypes, count]]
-            )
+            found = (times.get((op, dtypes, count)) for count in tokens)
+            cells = (f"{row['us']:.1f} ({row['us'] / row['copy_us']:.2f})" if row else "-" for row in found)
             lines.append(f"| `{op}`, {' to '.join(dict.fromkeys(dtypes))} | {' | '.join(cells)} |")
         said = f"Microseconds, and in brackets over the time of copying the same bytes. {provenance(rows)}"
+        many = [row["us"] / row["copy_us"] for row in rows if row["tokens"] >= MANY_TOKENS]
+        least, most = min(many), max(many)
     except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
         raise ValueError(f"{results}: {type(error).__name__} {error}") from error
-    overview_figures.draw_cache(rows, figures / "cache_relative.png")
-    overview_figures.draw_bytes(figures / "cache_bytes.png")
-    image = "![time of the caches' kernels over a copy's](cache_relative.png)"
-    (figures / "cache.md").write_text("\n\n".join(["# Cache kernels", said, image, "\n".join(lines)]) + "\n")
-    ratios = [row["us"] / row["copy_us"] for row in rows if row["tokens"] in tokens]
+    overview_figures.draw_copies(rows, figures / f"{name}_relative.png")
+    image = f"![time over that of copying the same bytes]({name}_relative.png)"
+    (figures / f"{name}.md").write_text("\n\n".join([f"# {title}", said, image, "\n".join(lines)]) + "\n")
     sentence = (
-        f"The kernels of the cache take {min(ratios):.2f} to {max(ratios):.2f} times a copy of the same bytes from "
-        f"{tokens[0]} tokens on: [cache.md]({figures.relative_to(page.parent).as_posix()}/cache.md)."
+        f"{what} {least:.2f} to {most:.2f} times a copy of the same bytes from {MANY_TOKENS} tokens on: "
+        f"[{name}.md]({figures.relative_to(page.parent).as_posix()}/{name}.md)."
     )
-    page.write_text(between_markers(page.read_text(), "cache", sentence))
+    page.write_text(between_markers(page.read_text(), name, sentence))
     return said
 
 
@@ -424,7 +442,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     tables = (
         ("prefill", write_prefill),
         ("prefill_backward", backward_figures.write),
-        ("cache", write_cache),
+        ("cache", write_copies),
+        ("merge", write_copies),
         ("sparse_mla", write_sparse),
         ("indexer_logits", indexer_figures.write_logits),
         ("select_topk", indexer_figures.write_topk),
@@ -441,6 +460,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     written.sort(key=lambda each: each[0])
     if written:
         written.append((Path("errors"), partial(overview_figures.write_errors, arguments.results, figures)))
+        written.append((Path("cache_bytes"), partial(overview_figures.draw_bytes, figures / "cache_bytes.png")))
     for path, function in written:
         try:
             print(f"{path.name}: {function()}")

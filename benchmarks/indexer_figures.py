@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import roofline_figures
 from backward_figures import mean_and_worst, relative_times
 from figure_pages import between_markers, drawn, provenance
 
@@ -44,6 +45,8 @@ def write_logits(results: Path, figures: Path, page: Path) -> str:
         said = f"tsmla's time over DeepGEMM's {mean_and_worst(relative_times(times, OURS, 'deep_gemm'))}, "
         said += f"geometric mean. 64 heads of 128, e4m3. {provenance(rows)}"
         _draw_logits(times, figures / "indexer_logits_relative.png")
+        measured = [(floors[point], us[OURS], us.get("deep_gemm")) for point, us in times.items()]
+        roofline_figures.draw_floors({"decode and prefill": measured}, figures / "indexer_logits_floor.png")
     except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
         raise ValueError(f"{results}: {type(error).__name__} {error}") from error
     image = "![time of the indexer's logits over DeepGEMM's]({}indexer_logits_relative.png)"
@@ -91,6 +94,9 @@ def write_topk(results: Path, figures: Path, page: Path) -> str:
         said = f"tsmla's time over the best peer's {mean_and_worst(relative_times(times, OURS, *TOPK_PEERS))}, "
         said += f"geometric mean. The {rows[0]['k']} largest, ours in ascending positions. {provenance(rows)}"
         _draw_topk(times, figures / "select_topk_relative.png")
+        best = {point: min((us[p] for p in TOPK_PEERS if p in us), default=None) for point, us in times.items()}
+        measured = [(floors[point], us[OURS], best[point]) for point, us in times.items()]
+        roofline_figures.draw_floors({f"top {rows[0]['k']}": measured}, figures / "select_topk_floor.png")
     except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
         raise ValueError(f"{results}: {type(error).__name__} {error}") from error
     image = "![time of top-k over the best peer's]({}select_topk_relative.png)"
@@ -126,7 +132,8 @@ def _key_axis(axes: Any, columns: Sequence[int]) -> None:
 
 def _write(figures: Path, page: Path, name: str, title: str, said: str, image: str, lines: Sequence[str]) -> str:
     """The full page, and the sentence with its figure between the page's comments; returns the sentence."""
-    full = [f"# {title}", f"Microseconds. {said}", image.format(""), "\n".join(lines)]
+    floor = f"![time by the floor of the bytes and operations]({name}_floor.png)"
+    full = [f"# {title}", f"Microseconds. {said}", image.format(""), floor, "\n".join(lines)]
     (figures / f"{name}.md").write_text("\n\n".join(full) + "\n")
     folder = figures.relative_to(page.parent).as_posix()
     body = f"{said} All points: [{name}.md]({folder}/{name}.md).\n\n{image.format(f'{folder}/')}"

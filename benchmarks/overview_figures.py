@@ -43,6 +43,7 @@ def write_errors(results: Path, figures: Path) -> str:
       ValueError: a record can't be read.
     """
     rows: list[Row] = []
+    lines = ["| call | kernel | points | least | greatest | of lse |", "|---|---|---:|---:|---:|---:|"]
     for image, titles in ERRORS.items():
         found = {}
         for name, title in titles.items():
@@ -57,15 +58,22 @@ def write_errors(results: Path, figures: Path) -> str:
                 if any(errors.values()):
                     found[title] = {peer: each for peer, each in errors.items() if each}
                     rows += mine
+                    for peer, each in found[title].items():
+                        lse = [row["lse_err"] for row in mine if row["peer"] == peer and row.get("lse_err")]
+                        cells = [f"{min(each):.2%}", f"{max(each):.2%}", _small(max(lse)) if lse else "-"]
+                        points = sum(row["peer"] == peer for row in mine)
+                        name = PEERS[peer].replace("\n", " ")
+                        lines.append(f"| {title} | {name} | {points} | {' | '.join(cells)} |")
         if found:
             _draw_errors(found, figures / f"{image}.png")
     if not rows:
         return "none recorded"
     said = (
         "Errors relative to attention in float64 over the values that the inputs stand for (norm of the difference "
-        f"over norm), a dot a point; of the gradient, those of q, k and v. {provenance(rows)}"
+        "over norm); of the gradient, those of q, k and v. The last column has the greatest absolute error of the "
+        f"logsumexp, where it was measured. {provenance(rows)}"
     )
-    (figures / "errors.md").write_text(f"# Errors\n\n{said}\n")
+    (figures / "errors.md").write_text(f"# Errors\n\n{said}\n\n" + "\n".join(lines) + "\n")
     return said
 
 
@@ -73,7 +81,7 @@ def _draw_errors(found: Mapping[str, Mapping[str, Sequence[float]]], path: Path)
     """Errors by peer, a panel for each of `found`."""
     columns = [len(errors) for errors in found.values()]
     jitter = random.Random(0)
-    with drawn(path, (1.2 + 0.62 * sum(columns), 3.8), len(found), width_ratios=columns) as panels:
+    with drawn(path, (1.2 + 0.6 * sum(columns), 3.8), len(found), width_ratios=columns) as panels:
         for axes, (title, errors) in zip(panels, found.items(), strict=True):
             for i, (peer, each) in enumerate(errors.items()):
                 xs = [i + jitter.uniform(-0.25, 0.25) for _ in each]
@@ -86,6 +94,10 @@ def _draw_errors(found: Mapping[str, Mapping[str, Sequence[float]]], path: Path)
         panels[0].minorticks_off()
         panels[0].set_yticks([1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2], ["0.1%", "0.2%", "0.5%", "1%", "2%", "5%"])
         panels[0].set_ylabel("relative error")
+
+
+def _small(error: float) -> str:
+    return f"{error:.0e}".replace("e-0", "e-")
 
 
 def _errors_of(row: Row) -> Iterator[float]:
@@ -109,8 +121,8 @@ def bytes_a_token() -> dict[str, float]:
     }
 
 
-def draw_bytes(path: Path) -> None:
-    """A bar a format."""
+def draw_bytes(path: Path) -> str:
+    """A bar a format; returns what is drawn."""
     formats = bytes_a_token()
     with drawn(path, (6.5, 2.8), 1) as (axes,):
         axes.barh(range(len(formats)), list(formats.values()), color=OURS, height=0.6)
@@ -123,12 +135,13 @@ def draw_bytes(path: Path) -> None:
         axes.set_xlabel("bytes a token and layer", fontsize=9)
         axes.grid(False, axis="y")
         axes.grid(True, axis="x", alpha=0.3)
+    return "bytes a token by cache format"
 
 
-def draw_cache(rows: Sequence[Row], path: Path) -> None:
+def draw_copies(rows: Sequence[Row], path: Path) -> None:
     """Times over that of copying the same bytes, a panel an operation and a line a pair of dtypes."""
     operations = list(dict.fromkeys(row["op"] for row in rows))
-    with drawn(path, (2 + 2 * len(operations), 3.6), len(operations)) as panels:
+    with drawn(path, (1.6 + 2.2 * len(operations), 3.6), len(operations)) as panels:
         for axes, op in zip(panels, operations, strict=True):
             for dtypes in dict.fromkeys(tuple(row["dtypes"]) for row in rows if row["op"] == op):
                 mine = sorted((row["tokens"], row["us"] / row["copy_us"]) for row in rows
@@ -177,15 +190,16 @@ def vllm_times(rows: Sequence[Row]) -> dict[tuple[str, int], float]:
 def draw_models(rows: Sequence[Row], theirs: Mapping[tuple[str, int], float], path: Path) -> None:
     """Milliseconds a decode step by batch size, ours, vLLM's if there are any, and the floor, a panel a model."""
     models = list(dict.fromkeys(row["mode"] for row in rows if row["mode"].endswith("decode")))
-    with drawn(path, (2 + 2 * len(models), 3.6), len(models)) as panels:
+    batches = sorted({row["b"] for row in rows if row["mode"] in models})
+    with drawn(path, (1.6 + 2.2 * len(models), 3.6), len(models)) as panels:
         for axes, model in zip(panels, models, strict=True):
             mine = sorted((row["b"], row["us"] / 1e3, row["floor_us"] / 1e3) for row in rows if row["mode"] == model)
-            batches, times, floors = zip(*mine, strict=True)
-            axes.plot(batches, times, marker="o", markersize=4, linewidth=1, color=OURS, label="tsmla")
-            if peer := [(b, theirs[model, b] / 1e3) for b in batches if (model, b) in theirs]:
+            measured, times, floors = zip(*mine, strict=True)
+            axes.plot(measured, times, marker="o", markersize=4, linewidth=1, color=OURS, label="tsmla")
+            if peer := [(b, theirs[model, b] / 1e3) for b in measured if (model, b) in theirs]:
                 axes.plot(*zip(*peer, strict=True), marker="x", markersize=4, linewidth=1, color="0.6", label="vLLM")
-            axes.plot(batches, floors, marker="_", linewidth=1, color="0.4", label="floor")
-            axes.set(xscale="log", yscale="log")
+            axes.plot(measured, floors, marker="_", linewidth=1, color="0.4", label="floor")
+            axes.set(xscale="log", yscale="log", xlim=(batches[0] / 1.4, batches[-1] * 1.4))
             axes.set_xticks(batches, [str(b) for b in batches], fontsize=8)
             axes.minorticks_off()
             axes.set_ylim(1, 50)

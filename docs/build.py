@@ -3,7 +3,8 @@
     python docs/build.py [--stage-only]
 
 The pages of docs/ are copied to build/docs, with what they take from elsewhere in the tree: rows and results of the
-README, the tables and plots of benchmarks/figures, and the kernels' own pages. A page asks for them by comments:
+README, and the tables and plots of benchmarks/figures. The kernels' own pages and the engines' are added. A page asks
+for what it takes by comments:
 
     <!-- runs -->            the README's table of what runs where; <!-- runs OP --> the row that names an operation
     <!-- readme NAME -->     a part of README.md or benchmarks/README.md that `make figures` writes
@@ -35,6 +36,7 @@ KERNEL_PAGES = {
     "caches.md": KERNELS / "cache_ops/DESIGN.md",
     "sparse_caches.md": KERNELS / "sparse_cache/DESIGN.md",
 }
+ENGINES = ROOT / "examples" / "engines.md"
 _COMMENT = re.compile(r"^<!-- (runs|readme|figure)(?: (\w+))? -->$", re.MULTILINE)
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:]+)((?:#[^)]*)?)\)")
 
@@ -59,13 +61,15 @@ def stage() -> None:
         page = source.relative_to(ROOT / "docs")
         up = "../" * (len(page.parts) - 1)
         write(STAGE / page, filled(source.read_text(encoding="utf-8"), readme, up))
+    shutil.copy(ROOT / "docs" / "extra.css", STAGE)
     for source in sorted(FIGURES.glob("*.md")):
         write(STAGE / "figures" / source.name, source.read_text(encoding="utf-8"))
     for source in sorted(FIGURES.glob("*.png")):
         shutil.copy(source, STAGE / "figures" / source.name)
+    write(STAGE / "guides" / "engines_served.md", page_from(ENGINES, {}))
     names = {source: name for name, source in KERNEL_PAGES.items()}
     for name, source in KERNEL_PAGES.items():
-        write(STAGE / "kernels" / name, kernel_page(source, names))
+        write(STAGE / "kernels" / name, page_from(source, names))
 
 
 def filled(page: str, readme: str, up: str) -> str:
@@ -99,8 +103,8 @@ def rows(readme: str, operation: str | None) -> str:
     return "\n".join([head, line, *found])
 
 
-def kernel_page(source: Path, names: dict[Path, str]) -> str:
-    """A kernel's page, its links to other staged pages kept and its links to other files made text."""
+def page_from(source: Path, names: dict[Path, str]) -> str:
+    """A page from elsewhere, its links to the staged pages of `names` kept and its links to other files made text."""
 
     def link(found: re.Match[str]) -> str:
         image, text, target, anchor = found.groups()

@@ -26,9 +26,13 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     jax takes arrays as constant: until it has read this one, write to the tensor only in work that is ordered after it
     (jax_function does that).
 
+    Args:
+      tensor: contiguous, of any shape; a dtype that jax has without jax_enable_x64, or with it where it is on.
+
     Raises:
-      TypeError: it is no torch tensor. ValueError: the tensor isn't contiguous, jax would have to copy it, or has its
-        dtype only under jax_enable_x64. RuntimeError: jax has no such device.
+      TypeError: it is no torch tensor.
+      ValueError: it isn't contiguous, jax would have to copy it, or has its dtype only under jax_enable_x64.
+      RuntimeError: jax has no such device.
     """
     import jax
 
@@ -51,7 +55,13 @@ def to_torch(array: jax.Array) -> torch.Tensor:
     """A jax array's memory as a torch tensor, ready on torch's current stream. Not to be written to: jax takes its
     arrays as constant.
 
-    Raises TypeError if it is no jax array, ValueError if it lies on several devices."""
+    Args:
+      array: of any shape and dtype, on one device.
+
+    Raises:
+      TypeError: it is no jax array.
+      ValueError: it lies on several devices.
+    """
     import jax
 
     if not isinstance(array, jax.Array):
@@ -68,7 +78,13 @@ def jax_function(function: Callable[..., Any], **jit_options: Any) -> Callable[.
     without copies. Work on torch's current stream before the call is done before jax reads the tensors, and work after
     the call begins when all results are there, so the tensors may be written to again at once.
 
-    No derivative passes through: a tensor that requires one raises ValueError, unless torch.no_grad() is in force.
+    Args:
+      function: of jax arrays.
+      jit_options: of jax.jit: static_argnames, donate_argnums and others.
+
+    Raises:
+      TypeError, ValueError, RuntimeError: at a call, as to_jax.
+      ValueError: a tensor requires a derivative, which does not pass through jax; torch.no_grad() allows the call.
     """
     import jax
 

@@ -54,6 +54,7 @@ def test_readme_table_and_figures_come_from_the_file(figures: ModuleType, tmp_pa
     assert "| 4, 1, 16, 4096 | 5.0 | 40.0 | 20.0 | **10.0** | 0.50 | 50% |" in readme
     assert "ragged" not in readme  # the short table leaves it out, the full one has it
     full = (tmp_path / "figures" / "decode_bf16.md").read_text()
+    assert "## 128 heads\n\n| B, S, H, keys | floor | FlashMLA | FA3 | FA4 SM90 |" in full  # the columns of all heads
     assert "| 4, 1, 128, 4096, ragged | 5.0 | - | 6.0 | - | **9.0** | 1.50 | 56% |" in full
     assert "(figures/decode_bf16_relative.png)" in readme and "(figures/decode_bf16.md)" in readme
     assert "2 points; tsmla's time over the best peer's: geometric mean 0.87" in readme  # sqrt(0.5 * 1.5)
@@ -176,7 +177,9 @@ def test_prefill_and_cache_tables_come_from_their_files(figures: ModuleType, tmp
     ]
     (tmp_path / "prefill.json").write_text(json.dumps(prefill))
     (tmp_path / "cache.json").write_text(json.dumps(cache))
-    names = ("prefill", "cache")
+    merged = [{**cache[0], "op": "merge_attention_states", "tokens": tokens, "us": 4.0} for tokens in (1, 4096)]
+    (tmp_path / "merge.json").write_text(json.dumps(merged))
+    names = ("prefill", "cache", "merge")
     (tmp_path / "README.md").write_text("".join(f"<!-- {name} -->\nold\n<!-- /{name} -->\n" for name in names))
     assert figures.main(arguments(tmp_path)) == 0
     readme = (tmp_path / "README.md").read_text()
@@ -185,6 +188,11 @@ def test_prefill_and_cache_tables_come_from_their_files(figures: ModuleType, tmp
     assert "FA3 0.75 (worst 0.75)" in readme and "| 1x2048h128 | 400 | - | 600 | **300** | 0.75 | 600 |" in readme
     assert "take 1.20 to 1.20 times a copy of the same bytes from 4096 tokens on" in readme
     assert "| `write_kv_cache`, bfloat16 | 6.0 (1.20) |" in (tmp_path / "figures" / "cache.md").read_text()
+    assert "Merging takes 0.80 to 0.80 times a copy of the same bytes from 4096 tokens on" in readme
+    page = (tmp_path / "figures" / "merge.md").read_text()
+    assert "| | T 1 | T 4096 |" in page and "| `merge_attention_states`, bfloat16 | 4.0 (0.80) | 4.0 (0.80) |" in page
+    for name in ("prefill_relative", "prefill_rates", "cache_relative", "merge_relative"):
+        assert (tmp_path / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert "fp8" not in readme
     prefill.append({**prefill[0], "peer": "tsmla_fp8", "us": 210.0})
     (tmp_path / "prefill.json").write_text(json.dumps(prefill))
@@ -288,7 +296,9 @@ def test_the_indexers_records_give_a_figure_and_a_table_each(figures: ModuleType
     assert "| 8 x 32768 | 1.0 | - | - | 18.0 | 20.0 | **9.0** | 0.50 | 11.0 | - | - |" in page
     for name in ("indexer_logits", "select_topk"):
         assert f"(figures/{name}_relative.png)" in readme
-        assert (folder / f"{name}_relative.png").read_bytes().startswith(b"\x89PNG")
+        for kind in ("relative", "floor"):
+            assert f"({name}_{kind}.png)" in (folder / f"{name}.md").read_text()
+            assert (folder / f"{name}_{kind}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_compressors_table_comes_from_its_file(figures: ModuleType, tmp_path: Path) -> None:
@@ -312,6 +322,9 @@ def test_errors_are_drawn_of_every_record_that_has_them(figures: ModuleType, tmp
     assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == [
         "errors.md", "errors_decode.png", "errors_prefill.png"
     ]  # fmt: skip
+    page = (tmp_path / "figures" / "errors.md").read_text()
+    assert "| decode, fp8 | tsmla | 1 | 0.20% | 0.20% | - |" in page
+    assert "| gradient, bf16 | cuDNN | 1 | 0.20% | 0.30% | - |" in page
     assert overview.write_errors(tmp_path / "nowhere", tmp_path / "none") == "none recorded"
     (tmp_path / "decode_fp8.json").write_text('[{"us": 1.0}]')
     with pytest.raises(ValueError, match=r"decode_fp8.json: KeyError 'peer'"):

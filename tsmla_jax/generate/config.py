@@ -82,7 +82,8 @@ class MoEConfig:
       num_shared: shared experts, fused into one MLP of width num_shared * intermediate_size; 0 for none.
       routing: "greedy" (top-k), "group_limited_greedy" (top-k within the topk_group groups with the best single expert)
         or "noaux_tc" (score + correction bias selects, groups by their best two).
-      n_group, topk_group: number of expert groups, and how many of them a token may use.
+      n_group: number of expert groups.
+      topk_group: how many of them a token may use.
       norm_topk_prob: the chosen weights are divided by their sum.
       routed_scaling_factor: multiplies the chosen weights, after the division.
       scoring: from logits to scores: "softmax", "sigmoid" or "sqrtsoftplus"; None is the routing's own, sigmoid for
@@ -176,7 +177,10 @@ class ModelConfig:
       moe: the experts, or None when every layer is dense.
       streams: V4's residual streams, or None for a plain residual.
       mlp_layers: of every layer "dense", "moe" (a router chooses the experts) or "hash_moe" (a table by token id does).
-      vocab_size, hidden_size, intermediate_size, num_layers: as in `config.json`.
+      vocab_size: tokens that there are.
+      hidden_size: width of the residual stream.
+      intermediate_size: width of a dense layer's MLP.
+      num_layers: decoder layers, without those of multi-token prediction.
       rms_norm_eps: of the layers' and the final norm (the attention's own norms have theirs in `attention`).
       tie_word_embeddings: the output projection is the embedding.
       max_position_embeddings: the longest text the model was made for, in tokens.

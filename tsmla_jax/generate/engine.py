@@ -35,7 +35,13 @@ from tsmla_kernels.contract import FP8
 
 
 class Tokens(NamedTuple):
-    """New tokens of one text: its number, the ids, and whether the last of them ends it."""
+    """New tokens of one text.
+
+    Attributes:
+      text_id: its number.
+      tokens: their ids.
+      finished: whether the last of them ends the text.
+    """
 
     text_id: int
     tokens: list[int]
@@ -44,8 +50,13 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Generation:
-    """The generated ids of each prompt (the token that ended the text included), the run's figures, and which
-    implementation of each operation ran and why."""
+    """What `Engine.generate` returns.
+
+    Attributes:
+      tokens: the generated ids of each prompt, the token that ended the text included.
+      figures: the costs of the run.
+      choices: which implementation of each operation ran and why.
+    """
 
     tokens: list[list[int]]
     figures: Figures
@@ -204,7 +215,14 @@ class Engine:
         return self._read(keep=1 if started and not self.options.speculative else 0)
 
     def drop(self, text_id: int) -> None:
-        """Ends a text; those of its tokens that have not been returned are lost. ValueError if it is not under way."""
+        """Ends a text; those of its tokens that have not been returned are lost.
+
+        Args:
+          text_id: its number.
+
+        Raises:
+          ValueError: it is not under way.
+        """
         session = self._session
         text = session.texts.get(text_id) if session else None
         if session is None or text is None:

@@ -55,9 +55,13 @@ class EngineOptions:
       implementation: of the operations; None is the best that can run.
       program: "step" compiles a step as one program, the fastest to run; "layer" compiles a layer of each kind, in a
         fraction of the time. None is "layer" where jax's default device is a CPU, else "step"; on a mesh it is "step".
-      data_parallel, expert_parallel, context_parallel: the mesh (`mesh.MeshShape`): copies of the model, devices of a
-        copy that attend for texts of their own, and devices that the keys of one text are dealt out to. The experts of
-        a copy are split over expert_parallel x context_parallel devices.
+      data_parallel: of the mesh (`MeshShape`): copies of the model.
+      expert_parallel: devices of a copy that attend for texts of their own. The experts of a copy are split over
+        expert_parallel x context_parallel devices.
+      context_parallel: devices that the keys of one text are dealt out to.
+
+    Raises:
+      ValueError: a value is not legal.
     """
 
     page_size: int | None = None

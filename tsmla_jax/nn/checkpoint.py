@@ -99,6 +99,9 @@ class Checkpoint:
     def info(self, name: str) -> TensorInfo:
         """Dtype, shape and place of a tensor, without reading it.
 
+        Args:
+            name: the tensor's name in the checkpoint.
+
         Raises:
             CheckpointError: the checkpoint has no such tensor, or its file is broken.
         """
@@ -153,7 +156,11 @@ class Checkpoint:
         return np.array(raw[rows], dtype=info.dtype if dtype is None else np.dtype(dtype))
 
     def is_block_scaled(self, name: str) -> bool:
-        """Whether a tensor is e4m3 with a scale for every 128 x 128 values, so that `read_block_scaled` takes it."""
+        """Whether a tensor is e4m3 with a scale for every 128 x 128 values, so that `read_block_scaled` takes it.
+
+        Args:
+            name: the tensor's name in the checkpoint.
+        """
         return (
             name in self
             and self.info(name).dtype == ml_dtypes.float8_e4m3fn
@@ -166,6 +173,10 @@ class Checkpoint:
     ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """One tensor of `is_block_scaled` as it is stored: its e4m3 values, and its f32 scales.
 
+        Args:
+            name: the tensor's name in the checkpoint.
+            shape: the shape it must have.
+
         Raises:
             CheckpointError: as `read`.
         """
@@ -175,7 +186,11 @@ class Checkpoint:
         return np.array(self._raw(info)), self._scales(name, info, info.shape, self.block)
 
     def scale_name(self, name: str) -> str | None:
-        """The tensor that holds a tensor's block scales, or None when it has none."""
+        """The tensor that holds a tensor's block scales, or None when it has none.
+
+        Args:
+            name: the tensor's name in the checkpoint.
+        """
         names = (f"{name}_scale_inv", f"{name.removesuffix('.weight')}.scale")
         return next((scale for scale in names[: 2 if name.endswith(".weight") else 1] if scale in self), None)
 

@@ -30,7 +30,13 @@ that a device merges and projects a part of the tokens: two collectives, but a f
 
 
 def local_lens(seq_lens: jax.Array, context_axis: str, page_size: int) -> jax.Array:
-    """How many of the first seq_lens keys of each text this device has; i32 of the same shape."""
+    """How many of the first seq_lens keys of each text this device has; i32 of the same shape.
+
+    Args:
+        seq_lens: i32 of any shape.
+        context_axis: the mesh axis.
+        page_size: Z.
+    """
     rank, world = lax.axis_index(context_axis), lax.axis_size(context_axis)
     return metadata.localize_context_lens(seq_lens, rank=rank, world=world, interleave=page_size)
 
@@ -61,14 +67,26 @@ def held_context(context_lens: jax.Array, chunk: int, context_axis: str | None, 
 
 
 def local_positions(positions: jax.Array, context_axis: str, page_size: int) -> jax.Array:
-    """Where positions of texts are among this device's keys; -1 for those of other devices, and for negative ones."""
+    """Where positions of texts are among this device's keys; -1 for those of other devices, and for negative ones.
+
+    Args:
+        positions: i32 of any shape.
+        context_axis: the mesh axis.
+        page_size: Z.
+    """
     page, world = positions // page_size, lax.axis_size(context_axis)
     here = (positions >= 0) & (page % world == lax.axis_index(context_axis))
     return jnp.where(here, page // world * page_size + positions % page_size, -1)
 
 
 def global_positions(positions: jax.Array, context_axis: str, page_size: int) -> jax.Array:
-    """The positions in their texts of this device's keys; negative ones stay negative."""
+    """The positions in their texts of this device's keys; negative ones stay negative.
+
+    Args:
+        positions: i32 of any shape, among this device's keys.
+        context_axis: the mesh axis.
+        page_size: Z.
+    """
     page = positions // page_size * lax.axis_size(context_axis) + lax.axis_index(context_axis)
     return jnp.where(positions >= 0, page * page_size + positions % page_size, positions)
 
@@ -92,6 +110,7 @@ def mla_decode(
         block_tables: [B, M] i32, this device's pages of each request.
         seq_lens: [B] i32, keys of each request on all devices, its new tokens included.
         context_axis: the mesh axis.
+        cu_seqlens_q, max_q_len: of ragged queries, as in `tsmla_jax.mla_decode`.
         options: of `tsmla_jax.mla_decode`: softmax_scale, latent_dim, scales, batch_invariant, implementation.
 
     Returns:

@@ -28,11 +28,14 @@ class YarnConfig:
     Attributes:
         factor: how much longer the context is than the original one, >= 1.
         original_max_position_embeddings: context length of the pretraining, in tokens.
-        beta_fast, beta_slow: rotations over the original context above which a frequency is kept as it is, and below
-            which it is interpolated by `factor`; a linear ramp in between.
-        mscale, mscale_all_dim: cos and sin are multiplied by ms(factor, mscale) / ms(factor, mscale_all_dim), and the
-            softmax scale by ms(factor, mscale_all_dim)^2 when mscale_all_dim is not zero.
+        beta_fast: rotations over the original context above which a frequency is kept as it is.
+        beta_slow: rotations below which it is interpolated by `factor`; a linear ramp in between.
+        mscale: cos and sin are multiplied by ms(factor, mscale) / ms(factor, mscale_all_dim).
+        mscale_all_dim: the softmax scale is multiplied by ms(factor, mscale_all_dim)^2 when this is not zero.
         attention_factor: if given, the multiplier of cos and sin in place of the ratio above.
+
+    Raises:
+        ValueError: a value is out of its range.
     """
 
     factor: float

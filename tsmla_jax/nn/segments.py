@@ -141,7 +141,11 @@ def segment_attention_kv(
         k_rope: [B, S, R], rotated, for all heads.
         segments, softmax_scale, causal, deterministic, implementation: as in `segment_attention`.
 
-    Returns and raises as `segment_attention` does.
+    Returns:
+        as `segment_attention`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `segment_attention`.
     """
     operands = _packed(segments, q=q, kv=kv, k_rope=k_rope)
     attend = partial(tsmla_jax.mla_prefill_kv, *operands, softmax_scale=softmax_scale, causal=causal)

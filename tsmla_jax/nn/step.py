@@ -55,7 +55,12 @@ class Step:
     ) -> Step:
         """The step that brings `new_tokens` (S) tokens of every request.
 
-        block_tables [B, M] i32; seq_lens [B] i32, the new tokens included; page_size Z; context_axis as in `ragged`.
+        Args:
+            block_tables: [B, M] i32.
+            seq_lens: [B] i32, the new tokens included.
+            new_tokens: S, static.
+            page_size: Z, static.
+            context_axis: as in `ragged`.
         """
         seq_lens = jnp.asarray(seq_lens)
         positions = _here(dense_positions(seq_lens, new_tokens), page_size, context_axis)
@@ -77,9 +82,15 @@ class Step:
     ) -> Step:
         """The step of `total_tokens` (T) packed tokens, padding included.
 
-        block_tables [B, M], seq_lens [B] and cu_seqlens_q [B + 1] i32; page_size Z; max_q_len None is T. context_axis:
-        the mesh axis whose devices share the keys (`nn.context_parallel`); the block tables are then the device's own,
-        and tokens whose page is another's have slot -1.
+        Args:
+            block_tables: [B, M] i32.
+            seq_lens: [B] i32, the new tokens included.
+            cu_seqlens_q: [B + 1] i32, where each request's new tokens start.
+            total_tokens: T, static.
+            page_size: Z, static.
+            max_q_len: static bound of the new tokens of a request; None is T.
+            context_axis: the mesh axis whose devices share the keys (`nn.context_parallel`); the block tables are then
+                the device's own, and tokens whose page is another's have slot -1.
         """
         requests, positions = ragged_positions(cu_seqlens_q, seq_lens - jnp.diff(cu_seqlens_q), total_tokens)
         positions = _here(positions, page_size, context_axis)

@@ -45,14 +45,24 @@ class LayerWeights(Generic[_Config]):
 
     def init_params(self, key: jax.Array, config: _Config, dtype: DTypeLike = jnp.float32) -> dict[str, jax.Array]:
         """Random parameters, for training from scratch and tests: normal with variance 1 / fan-in; norms are 1, sinks
-        and biases 0."""
+        and biases 0.
+
+        Args:
+            key: of jax.random.
+            config: the layer's shape.
+            dtype: of the parameters.
+        """
         return _random_params(key, tuple(self.param_shapes(config).items()), dtype)
 
     def param_specs(self, config: _Config, heads_axis: str | None) -> dict[str, PartitionSpec]:
-        """How to split the parameters over the heads (tensor parallelism): `heads_axis` names the mesh axis.
+        """How to split the parameters over the heads (tensor parallelism).
 
         What has no heads is replicated, as the caches are; V4's groups of heads are split, so the axis divides their
         number. Under `shard_map` a layer returns the partial sum over the local heads, for the caller to psum.
+
+        Args:
+            config: the layer's shape.
+            heads_axis: the mesh axis; None replicates all.
         """
         specs = {}
         for name, shape in self.param_shapes(config).items():
@@ -61,7 +71,11 @@ class LayerWeights(Generic[_Config]):
         return specs
 
     def hf_attention_shapes(self, config: _Config) -> dict[str, tuple[int, ...]]:
-        """Names below `self_attn.` and shapes ([out, in]) of one layer in a Hugging Face checkpoint."""
+        """Names below `self_attn.` and shapes ([out, in]) of one layer in a Hugging Face checkpoint.
+
+        Args:
+            config: the layer's shape.
+        """
         stored = _stored_shapes(self.param_shapes(config))
         return {self.hf_name(name): _hf_shape(name, shape) for name, shape in stored.items()}
 

@@ -117,7 +117,9 @@ def register_custom_calls() -> None:
     """Make the runtime's custom call known to XLA, once per process. Lowering on a machine with a GPU does so too, so
     only a process that runs a deserialized export without tracing anything has to call this function.
 
-    Raises FileNotFoundError if the runtime isn't installed."""
+    Raises:
+      FileNotFoundError: the runtime isn't installed.
+    """
     global _registered
     with _register_lock:
         if _registered:

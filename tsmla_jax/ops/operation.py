@@ -26,8 +26,15 @@ NO_KERNEL = "there is no kernel for this operation yet"
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found: the implementation that None picks (or that was named), and for every implementation the
-    reasons why it can't run this call, none when it can. `notes` holds further facts about an implementation."""
+    """What `explain` found; str() gives it as text.
+
+    Attributes:
+      op: the operation's name.
+      spec: what the contract read from the arguments, of tsmla_kernels.contract.
+      chosen: the implementation that None picks, or that was named; None if it can't run.
+      reasons: of every implementation, why it can't run this call; none when it can.
+      notes: further facts about an implementation.
+    """
 
     op: str
     spec: Any

@@ -13,11 +13,12 @@ from tsmla_kernels import contract
 class CompressorState(NamedTuple):
     """The last tokens of every request, as a ring: the token at position p lies in row p % ring.
 
-    kv_score   [N, ring, 2, W] float32: kv, and score with its position bias added
-    positions  [N, ring] int32: the position that each row holds, -1 for none; read by the checks of TSMLA_CHECK=1 only
-
     A ring of n tokens more than the window of one entry lets a request take back up to n tokens (rejected drafts): call
     again with a smaller seq_len.
+
+    Attributes:
+      kv_score: [N, ring, 2, W] float32: kv, and score with its position bias added.
+      positions: [N, ring] int32: the position that each row holds, -1 for none; read by TSMLA_CHECK=1's checks only.
     """
 
     kv_score: jax.Array
@@ -27,9 +28,11 @@ class CompressorState(NamedTuple):
 class CompressedEntries(NamedTuple):
     """The entries that a call completed, in the tokens' order; padding behind them.
 
-    kv         [E, C] float32: pooled, before norm and rope; 0 for padding
-    requests   [E] int32: the request of each, -1 for padding
-    positions  [E] int32: its place in the request's compressed sequence, last token's position // ratio; -1 for padding
+    Attributes:
+      kv: [E, C] float32: pooled, before norm and rope; 0 for padding.
+      requests: [E] int32: the request of each, -1 for padding.
+      positions: [E] int32: its place in the request's compressed sequence, last token's position // ratio; -1 for
+        padding.
     """
 
     kv: jax.Array
@@ -42,8 +45,15 @@ def init_compressor_state(
 ) -> CompressorState:
     """An empty CompressorState for `num_states` requests.
 
-    overlap: whether entries pool two windows from two series (ratio 4), so that rows are 2 * channels wide.
-    spare: how many tokens a request may take back.
+    Args:
+      num_states: N, at least 1.
+      ratio: tokens an entry, at least 1.
+      channels: C, width of an entry.
+      overlap: whether entries pool two windows from two series (ratio 4), so that rows are 2 * channels wide.
+      spare: how many tokens a request may take back.
+
+    Raises:
+      TypeError, ValueError: a size is no int, or too small.
     """
     num_states = contract.static_int("num_states", num_states, minimum=1)
     ratio = contract.static_int("ratio", ratio, minimum=1)

@@ -27,7 +27,13 @@ def pack_v32_rows(latent: Float[Array, "*N 512"], k_rope: Float[Array, "*N 64"])
     """V3.2 packed rows of latents and rope parts.
 
     Each group of 128 latent channels has the scale 2^ceil(log2(max(amax, 1e-4) / 448)); rope is rounded to bf16.
-    Raises ValueError for other widths.
+
+    Args:
+      latent: [..., 512] floats.
+      k_rope: [..., 64] floats, rotated.
+
+    Raises:
+      ValueError: other widths.
     """
     packed.check_packed_rows(describe("latent", latent), describe("k_rope", k_rope))
     latent, k_rope = jnp.asarray(latent), jnp.asarray(k_rope)
@@ -38,7 +44,14 @@ def pack_v32_rows(latent: Float[Array, "*N 512"], k_rope: Float[Array, "*N 64"])
 
 
 def unpack_v32_rows(rows: UInt8[Array, "*N 656"]) -> tuple[Float[Array, "*N 512"], Float[Array, "*N 64"]]:
-    """(latent f32, k_rope bf16) of V3.2 packed rows. Raises ValueError for rows of another width or dtype."""
+    """(latent f32, k_rope bf16) of V3.2 packed rows.
+
+    Args:
+      rows: uint8 [..., 656].
+
+    Raises:
+      ValueError: rows of another width or dtype.
+    """
     _describe_bytes("rows", rows, V32_PACKED.row_bytes)
     rows = jnp.asarray(rows)
     scales_at = V32_PACKED.latent_dim
@@ -54,7 +67,13 @@ def pack_v4_rows(kv: Float[Array, "*N 512"]) -> tuple[UInt8[Array, "*N 576"], UI
     """(data bytes, scale bytes) of V4 packed rows; a page keeps them in two regions.
 
     Each group of 64 of the first 448 channels has the scale 2^ceil(log2(max(amax, 1e-4) / 448)), stored as the byte
-    exponent + 127; the last 64 channels (rope) are rounded to bf16. Raises ValueError for another width.
+    exponent + 127; the last 64 channels (rope) are rounded to bf16.
+
+    Args:
+      kv: [..., 512] floats, normed and rotated.
+
+    Raises:
+      ValueError: another width.
     """
     _describe_wide("kv", kv, V4_PACKED.head_dim)
     kv = jnp.asarray(kv)
@@ -68,7 +87,15 @@ def pack_v4_rows(kv: Float[Array, "*N 512"]) -> tuple[UInt8[Array, "*N 576"], UI
 
 
 def unpack_v4_rows(data: UInt8[Array, "*N 576"], scales: UInt8[Array, "*N 8"]) -> Float[Array, "*N 512"]:
-    """f32 rows of V4 packed data and scale bytes. Raises ValueError for other widths or dtypes."""
+    """f32 rows of V4 packed data and scale bytes.
+
+    Args:
+      data: uint8 [..., 576].
+      scales: uint8 [..., 8].
+
+    Raises:
+      ValueError: other widths or dtypes.
+    """
     _describe_bytes("data", data, V4_PACKED.data_row_bytes)
     _describe_bytes("scales", scales, V4_PACKED.scale_row_bytes)
     data, scales = jnp.asarray(data), jnp.asarray(scales)

@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 class DecodeMetadata(NamedTuple):
     """One row per query token.
 
-    seq_lens      [N] int32: keys the token sees, itself included; 0 for a padding row
-    block_tables  [N, M] int32: the block table of the token's request; zeros for a padding row
-    decode_lens   [N] int32: all ones, the query tokens of each row from here on
-    request_ids   [N] int32: the request a row belongs to, -1 for a padding row
+    Attributes:
+      seq_lens: [N] int32: keys the token sees, itself included; 0 for a padding row.
+      block_tables: [N, M] int32: the block table of the token's request; zeros for a padding row.
+      decode_lens: [N] int32: all ones, the query tokens of each row from here on.
+      request_ids: [N] int32: the request a row belongs to, -1 for a padding row.
     """
 
     seq_lens: jax.Array
@@ -151,7 +152,14 @@ def remap_slots(slots: Int32[Array, "*N"], page_size: int, page_span: int) -> In
     """Slots of pages of `page_size` rows as rows of an array whose pages are `page_span` rows apart.
 
     slot -> (slot // page_size) * page_span + slot % page_size; negative slots become -1.
-    Raises ValueError for a span narrower than the page, and for slots that are not int32.
+
+    Args:
+      slots: int32 of any shape.
+      page_size: Z.
+      page_span: rows from one page to the next, at least Z.
+
+    Raises:
+      ValueError: a span narrower than the page, or slots that are not int32.
     """
     page_size = contract.static_int("page_size", page_size, minimum=1)
     span = check_page_span("page_span", page_span, page_size)

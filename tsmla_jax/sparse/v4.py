@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 class MixedIndices:
     """Index rows for sparse_mla with two caches.
 
-    indices  [T, K] int32: `window` window slots (-1 behind the last), then compressed slots, then -1; K % 4 == 0
-    lengths  [T] int32: active columns: window + the row's compressed slots; without compressed slots, its window slots
-    window   int, static: how many leading columns are window slots
+    Attributes:
+      indices: [T, K] int32: `window` window slots (-1 behind the last), then compressed slots, then -1; K % 4 == 0.
+      lengths: [T] int32: active columns: window + the row's compressed slots; without these, its window slots.
+      window: static: how many leading columns are window slots.
     """
 
     indices: jax.Array
@@ -42,7 +43,14 @@ def rope_table(inv_freq: Float[Array, " half"], num_positions: int, *, scale: fl
     """cos and sin of position * inv_freq, side by side: [num_positions, 2 * half] float32, angles in float32.
 
     A table, not a computation at each use: every use of a position then has bitwise the same angles.
-    scale multiplies both (yarn's attention factor).
+
+    Args:
+      inv_freq: [half] floats.
+      num_positions: N, at least 1.
+      scale: multiplies both (yarn's attention factor).
+
+    Raises:
+      TypeError, ValueError: num_positions is no int, or less than 1.
     """
     num_positions = contract.static_int("num_positions", num_positions, minimum=1)
     angles = jnp.arange(num_positions, dtype=jnp.float32)[:, None] * jnp.asarray(inv_freq, jnp.float32)
@@ -107,7 +115,16 @@ def norm_rope(
     The result is stored for a token (at its own position) or for a compressed entry (at position entry * ratio, its
     window's first token); write it with write_v4_cache or write_indexer_cache. A row is bitwise the same whatever other
     rows come with it.
-    Raises ValueError for shapes or dtypes that are not legal.
+
+    Args:
+      kv: [T, D] floats.
+      norm_weight: [D] floats; None for none.
+      positions: [T] int32; a negative one (padding) counts as 0.
+      cos_sin: [N, R] float32 of rope_table.
+      eps: of the norm.
+
+    Raises:
+      ValueError: shapes or dtypes that are not legal; under TSMLA_CHECK=1 also a position past the table.
     """
     described = describe("kv", kv)
     rules.check_rank("kv", described, "T D")
@@ -129,8 +146,15 @@ def window_slots(
 ) -> Int32[Array, "T window"]:
     """Slots of the last `window` tokens up to each query's own, oldest first, -1 behind them; negative positions: none.
 
-    block_tables: one row a token (see expand_decode_metadata). page_span: the slots between two pages, if
-    not page_size. Raises ValueError as positions_to_slots does.
+    Args:
+      positions: [T] int32.
+      block_tables: [T, M] int32, one row a token (see expand_decode_metadata).
+      page_size: Z.
+      window: static, columns of the result.
+      page_span: the slots between two pages, if not page_size.
+
+    Raises:
+      ValueError: as positions_to_slots.
     """
     window = contract.static_int("window", window, minimum=1)
     describe_ints("positions", positions, "T")
@@ -153,8 +177,16 @@ def compressed_slots(
     For layers of ratio 128: the same rows for every such layer, so build them once a step. Layers that choose theirs
     turn the chosen entries into slots with positions_to_slots.
 
-    max_entries: static number of columns, all that the block table holds unless given.
-    Raises ValueError as positions_to_slots does; under TSMLA_CHECK=1 also when a query sees more than max_entries.
+    Args:
+      positions: [T] int32; a negative one sees no entry.
+      block_tables: [T, M] int32, pages of the compressed cache, one row a token.
+      ratio: tokens an entry.
+      page_size: entries a page.
+      max_entries: static number of columns, all that the block table holds unless given.
+      page_span: the slots between two pages, if not page_size.
+
+    Raises:
+      ValueError: as positions_to_slots; under TSMLA_CHECK=1 also a query that sees more than max_entries.
     """
     ratio = contract.static_int("ratio", ratio, minimum=1)
     describe_ints("positions", positions, "T")
@@ -224,12 +256,31 @@ def build_mixed_sparse_indices(
 
 def resolve_cache_dtype(layout: str, cache_dtype: str) -> jnp.dtype:
     """The storage dtype of a V4 cache: "packed" takes only fp8 names and becomes uint8; "plain" maps fp8 names to
-    float8_e4m3fn and every other to bfloat16. Raises ValueError for anything else."""
+    float8_e4m3fn and every other to bfloat16.
+
+    Args:
+      layout: "packed" or "plain".
+      cache_dtype: a name, as engines have it.
+
+    Raises:
+      ValueError: another layout, or a packed cache of another dtype.
+    """
     return jnp.dtype(layouts.resolve_cache_dtype(layout, cache_dtype))
 
 
 def init_v4_cache(num_pages: int, *, layout: str, cache_dtype: str, page_size: int = 64, head_dim: int = 512) -> Array:
-    """An empty cache for write_v4_cache: [P, Z, D], or uint8 [P, page_bytes] for the packed layout (D 512 only)."""
+    """An empty cache for write_v4_cache: [P, Z, D], or uint8 [P, page_bytes] for the packed layout (D 512 only).
+
+    Args:
+      num_pages: P.
+      layout: "packed" or "plain".
+      cache_dtype: as in resolve_cache_dtype.
+      page_size: Z.
+      head_dim: D.
+
+    Raises:
+      TypeError, ValueError: a size, layout or dtype that is not legal.
+    """
     dtype = resolve_cache_dtype(layout, cache_dtype)
     num_pages = contract.static_int("num_pages", num_pages, minimum=1)
     page_size = contract.static_int("page_size", page_size, minimum=1)

@@ -136,7 +136,8 @@ def gather_kv_cache(
       [total_len, D] in out_dtype, latent columns first. The product with kv_scale is in float32. Differentiable in
       kv_cache, in torch operations.
 
-    Raises as write_kv_cache does.
+    Raises:
+      TypeError, ValueError, NotImplementedError: as write_kv_cache says.
     """
     scale = operators.scale_arguments(kv_scale)
     arguments = (kv_cache, block_tables, starts, lens, total_len, *scale, out_dtype, implementation)

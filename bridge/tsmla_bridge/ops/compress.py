@@ -48,17 +48,28 @@ def compress_write_kv_cache(
     Args:
       cache: uint8 [P, page_bytes] (V4 pages), uint8 [P, Z, C + 4] (the indexer's packed keys), or plain [P, Z, C] of
         float16, bfloat16, float32 or float8_e4m3fn.
-      kv_score: [T, 2, W] float32, kv and scores of the new tokens. ape: [ratio, W] float32.
-      state: [N, ring, 2, W] float32, and state_positions: [N, ring] int32, -1 for none: each request's last tokens.
-      norm_weight: [C] floats. cos_sin: [N, R] float32, a row a position.
+      kv_score: [T, 2, W] float32, kv and scores of the new tokens.
+      ape: [ratio, W] float32.
+      state: [N, ring, 2, W] float32, each request's last tokens.
+      state_positions: [N, ring] int32, their positions; -1 for none.
+      norm_weight: [C] floats.
+      cos_sin: [N, R] float32, a row a position.
       block_tables: [B, M] int32, pages of each request's entries.
-      state_slots, seq_lens: [B] int32. cu_seqlens_q: [B + 1] int32.
-      ratio: tokens an entry. overlap: whether entries pool two windows. eps: of the norm.
+      state_slots: [B] int32, where each request's state is, of N.
+      seq_lens: [B] int32, tokens of each request, the new ones included.
+      cu_seqlens_q: [B + 1] int32, where each request's new tokens start, and their end.
+      ratio: tokens an entry.
+      overlap: whether entries pool two windows.
+      eps: of the norm.
       kv_scale: of a float8_e4m3fn cache; float or float32 scalar tensor; None is 1.
       page_size: rows of a V4 page, 64 unless given.
       implementation: "cute" (the kernel), "reference" (torch operations), or None: the kernel where it can run.
 
-    Returns cache itself. Raises as write_kv_cache does.
+    Returns:
+      cache itself.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as write_kv_cache says.
     """
     arrays = Arrays(
         cache,

@@ -49,11 +49,15 @@ def mla_prefill_kv(
       q: [Tq, H, K], rope columns last.
       kv: [Tk, H, N + V], as kv_b gives it: keys without their rope columns, then values. q's dtype.
       k_rope: [Tk, R] with rotation applied, shared by all heads. q's dtype. All three without gaps on a GPU.
-      others: as in `mla_prefill`.
+      cu_seqlens_q, cu_seqlens_kv, max_q_len, max_kv_len, softmax_scale, causal: as mla_prefill's.
+      return_lse, deterministic, implementation, out, lse: as mla_prefill's.
 
     Returns:
       As `mla_prefill`. q, kv and k_rope have gradients, that of k_rope summed over the heads: by the kernel where
       mla_prefill's is a kernel and R is 64. The same derivatives are refused.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError, RuntimeError: as mla_decode says.
     """
     inputs = KvInputs(q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv)
     options = PrefillOptions(max_q_len, max_kv_len, causal, deterministic, implementation)

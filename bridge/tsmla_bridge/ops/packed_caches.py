@@ -41,7 +41,8 @@ def write_packed_kv_cache(
 
     Args:
       kv_cache: uint8 [P, Z, 656] or [P, 1, Z, 656].
-      latent: [T, 512], the normalised latents; k_rope: [T, 64]; floats.
+      latent: [T, 512] floats, the normalised latents.
+      k_rope: [T, 64] floats.
       slot_mapping: [T] int32 or int64, as write_kv_cache's: slot = page * Z + offset; -1 skips the token. Slots must
         differ.
       cos, sin: [T, 32] float32 of each token's position: k_rope is rotated in float32 and rounded to its dtype first.
@@ -49,7 +50,11 @@ def write_packed_kv_cache(
       rope_layout: "interleaved" or "halves", the order of the rotated columns in the cache.
       implementation: "cute" (the kernel), "reference" (torch operations), or None: the kernel where it can run.
 
-    Returns kv_cache itself. Raises as write_kv_cache does.
+    Returns:
+      kv_cache itself.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as write_kv_cache says.
     """
     arguments = (kv_cache, latent, k_rope, slot_mapping, cos, sin, rope_interleave, rope_layout, implementation)
     if torch.compiler.is_compiling() or operators.is_traced(kv_cache, latent):
@@ -120,10 +125,15 @@ def write_indexer_cache(
       k: [T, Di] floats, normed.
       slot_mapping: as write_packed_kv_cache's.
       cos, sin: [T, R / 2] float32: columns [rope_offset, rope_offset + R) of k are rotated in float32 first.
+      rope_offset: 0 in V3.2, Di - R in V4.
       rope_layout: "halves" (pairs i and i + R / 2) or "interleaved" (2i and 2i + 1).
       implementation: as write_packed_kv_cache's.
 
-    Returns k_cache itself. Raises as write_kv_cache does.
+    Returns:
+      k_cache itself.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as write_kv_cache says.
     """
     arguments = (k_cache, k, slot_mapping, cos, sin, rope_offset, rope_layout, implementation)
     if torch.compiler.is_compiling() or operators.is_traced(k_cache, k):
@@ -188,14 +198,16 @@ def indexer_quantize(
     tsmla_jax.sparse.indexer_quantize defines it.
 
     Args:
-      q: [T, Hi, Di] and weights: [T, Hi], floats.
+      q: [T, Hi, Di] floats.
+      weights: [T, Hi] floats, the head weights as projected.
       cos, sin, rope_offset, rope_layout: as write_indexer_cache's, of q's columns.
       implementation: as write_packed_kv_cache's.
 
     Returns:
       q8 [T, Hi, Di] float8_e4m3fn and the folded weights [T, Hi] float32.
 
-    Raises as write_kv_cache does.
+    Raises:
+      TypeError, ValueError, NotImplementedError: as write_kv_cache says.
     """
     arguments = (q, weights, cos, sin, rope_offset, rope_layout, implementation)
     traced = torch.compiler.is_compiling() or operators.is_traced(q, weights)

@@ -80,8 +80,11 @@ def sparse_mla(
       out [T, H, L] in q's dtype, bfloat16 when q is fp8; with return_lse also lse [T, H], float32, natural logarithm.
       A row of no valid index gives out 0 and lse -inf. NaN in a slot that isn't selected never reaches a result.
 
-    Streams, threads, CUDA graphs (whose replays see new lengths, indices and scales), torch.compile, derivatives and
-    what it raises are as mla_decode says; TSMLA_CHECK=1 checks slots and lengths.
+    Streams, threads, CUDA graphs (whose replays see new lengths, indices and scales), torch.compile, and
+    derivatives are as mla_decode says; TSMLA_CHECK=1 checks slots and lengths.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError, RuntimeError: as mla_decode says.
     """
     # The latest plan's key: SparseOptions as a plain tuple, because to make them takes time of every call.
     options = (

@@ -46,6 +46,9 @@ class Workspace:
       size: bytes; decode_workspace_size, sparse_workspace_size and indexer_topk_workspace_size say how many a call
         needs.
       device: where; the current CUDA device by default.
+
+    Raises:
+      TypeError, ValueError: size is no int, or negative.
     """
 
     def __init__(self, size: int, device: torch.device | str | int | None = None) -> None:
@@ -112,12 +115,15 @@ def sparse_workspace_size(
 ) -> int:
     """Bytes that sparse_mla needs at most, for calls of up to max_tokens query tokens, over caches of any layout.
 
-    Some 17 MB hold the partial results of any number of tokens; batch_invariant calls need some 256 MB at most, because
-    many tokens take several launches.
+    On an H200 some 18 MB (35 with up to 32 heads) hold the partial results of any number of tokens. batch_invariant
+    calls need some 256 MiB at most, because many tokens take several launches.
 
     Args:
-      max_tokens: T. num_heads: H. max_selected: K of indices, which matters for batch_invariant calls alone.
+      max_tokens: T.
+      num_heads: H.
+      max_selected: K of indices, which matters for batch_invariant calls alone.
       dtype: of q.
+      batch_invariant: as the calls have it.
       device: its number of multiprocessors decides; the current CUDA device by default.
     """
     sms = devices.num_sms(devices.index_of(torch.device("cuda" if device is None else device)))
@@ -131,7 +137,11 @@ def indexer_topk_workspace_size(*, max_tokens: int, max_keys: int) -> int:
     """Bytes that indexer_topk needs at most: 128 MiB, or what fewer tokens or more than 2,097,152 keys need.
 
     Args:
-      max_tokens: T. max_keys: M * Z of the block table.
+      max_tokens: T.
+      max_keys: M * Z of the block table.
+
+    Raises:
+      TypeError, ValueError: one of them is no int, or negative.
     """
     return sm90_indexer.workspace_bytes(
         contract.static_int("max_tokens", max_tokens), contract.static_int("max_keys", max_keys)
@@ -156,12 +166,19 @@ def decode_workspace_size(
 ) -> int:
     """Bytes that mla_decode needs at most, for calls of up to max_batch requests of up to max_q_len query tokens.
 
-    batch_invariant calls need some 256 MB at most, unless one request alone needs more: larger batches take several
+    batch_invariant calls need some 256 MiB at most, unless one request alone needs more: larger batches take several
     launches.
 
     Args:
-      max_batch: B. num_heads: H. max_pages: M of the block table, which matters for batch_invariant calls alone.
-      dtype: of q. kv_dtype: of the cache, if another.
+      max_batch: B.
+      num_heads: H.
+      max_q_len: S, or the bound of ragged queries.
+      page_size, latent_dim, rope_dim: Z, L and R.
+      max_pages: M of the block table, which matters for batch_invariant calls alone.
+      dtype: of q.
+      kv_dtype: of the cache, if another.
+      ragged: whether the calls give cu_seqlens_q.
+      causal, batch_invariant: as the calls have them.
       device: its number of multiprocessors decides; the current CUDA device by default.
 
     Raises:

@@ -32,7 +32,9 @@ class MLAConfig:
         hidden_size: E, width of the residual stream.
         num_attention_heads: H.
         kv_lora_rank: L, width of the latent that the cache holds.
-        qk_nope_head_dim, qk_rope_head_dim, v_head_dim: N, R and V; a query or key head is N + R wide.
+        qk_nope_head_dim: N, width of a head's query and key without rope.
+        qk_rope_head_dim: R, even; a query or key head is N + R wide.
+        v_head_dim: V.
         q_lora_rank: rank of the query's low-rank projection, or None when q comes straight from x (V2-Lite).
         rope_theta: base of the rotary angles.
         yarn: context extension, or None.
@@ -43,6 +45,9 @@ class MLAConfig:
             name; true for every DeepSeek and Kimi checkpoint).
         attention_bias: whether q_a_proj, kv_a_proj_with_mqa and o_proj have a bias.
         a_layernorm_eps: epsilon of q_a_layernorm and kv_a_layernorm; 1e-6, independent of the model's rms_norm_eps.
+
+    Raises:
+        ValueError: a value is not legal.
     """
 
     hidden_size: int

@@ -150,6 +150,7 @@ def prefill(
 
     Args:
         params: see `tsmla_jax.nn.param_shapes`.
+        config: the layer's shape.
         x: [T, E], requests packed one after the other.
         cu_seqlens_q: [B + 1] i32, where each starts; tokens from cu_seqlens_q[B] on are padding.
         max_q_len: static bound of a request's length.
@@ -214,6 +215,7 @@ def prefill_with_context(
     context, on the device, unless it is given. New tokens see each other unquantised even if the cache is fp8.
 
     Args:
+        params, config: as in `prefill`.
         x: [T, E] new tokens, requests packed one after the other.
         kv_cache: [P, Z, D].
         step: of ragged tokens; a request without context (all of seq_lens is new) is legal.
@@ -328,6 +330,7 @@ def decode(
     One new token a request, several (MTP, speculative verify), or a different number for each (ragged).
 
     Args:
+        params, config: as in `prefill`.
         x: [B, S, E] with a dense step, or [T, E] with a ragged one.
         kv_cache: [P, Z, D].
         step: the new tokens and where they belong.

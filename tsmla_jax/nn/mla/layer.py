@@ -62,7 +62,7 @@ class MLAttention(AttentionLayer):
         context_axis: str | None = None,
         implementation: str | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Whole prompts, no cache; see `functional.prefill`. Returns y, latent and k_rope."""
+        """Whole prompts, no cache: arguments, results and errors of `functional.prefill`."""
         return functional.prefill(
             self.params,
             self.config,
@@ -85,7 +85,7 @@ class MLAttention(AttentionLayer):
         context_axis: str | None = None,
         implementation: str | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """New tokens on top of cached context; see `functional.prefill_with_context`. Returns y and the cache."""
+        """New tokens on top of cached context: arguments, results and errors of `functional.prefill_with_context`."""
         return functional.prefill_with_context(
             self.params,
             self.config,
@@ -110,7 +110,7 @@ class MLAttention(AttentionLayer):
         context_axis: str | None = None,
         implementation: str | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """A decode step in the absorbed form; see `functional.decode`. Returns y and the cache."""
+        """A decode step in the absorbed form: arguments, results and errors of `functional.decode`."""
         return functional.decode(
             self.params,
             self.config,

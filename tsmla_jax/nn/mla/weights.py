@@ -15,6 +15,9 @@ def param_shapes(config: MLAConfig) -> dict[str, tuple[int, ...]]:
     kv_a_proj_with_mqa [E, L + R] (latent first, rope last); kv_a_layernorm [L]; w_uk [H, N, L] and w_uv [H, V, L] (the
     two parts of Hugging Face's kv_b_proj); o_proj [H, V, E]; with attention_bias also q_a_proj_bias,
     kv_a_proj_with_mqa_bias and o_proj_bias.
+
+    Args:
+        config: the layer's shape.
     """
     heads, hidden, rank = config.num_attention_heads, config.hidden_size, config.q_lora_rank
     shapes: dict[str, tuple[int, ...]] = {}

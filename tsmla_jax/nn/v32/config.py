@@ -17,8 +17,12 @@ class V32Config:
 
     Attributes:
         mla: the attention itself; needs q_lora_rank, from whose normed output the indexer's queries come.
-        index_n_heads, index_head_dim: Hi and Di; the first qk_rope_head_dim columns of Di are rotated, as halves.
+        index_n_heads: Hi, heads of the indexer.
+        index_head_dim: Di; its first qk_rope_head_dim columns are rotated, as halves.
         index_topk: how many keys a token attends to at most.
+
+    Raises:
+        ValueError: a value is not legal.
     """
 
     mla: MLAConfig
@@ -40,7 +44,14 @@ class V32Config:
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | Path) -> V32Config:
-        """Reads the attention's fields of a Hugging Face config; arguments and errors of `MLAConfig.from_hf`."""
+        """Reads the attention's fields of a Hugging Face config.
+
+        Args:
+            source: the parsed config, or the path of a `config.json` or of the directory that holds it.
+
+        Raises:
+            ValueError: as `MLAConfig.from_hf`.
+        """
         fields, where = read_hf_config(source)
         sizes = {name: hf_field(fields, name, int, where) for name in ("index_n_heads", "index_head_dim", "index_topk")}
         return cls(MLAConfig.from_hf(fields if isinstance(source, Mapping) else source), **sizes)

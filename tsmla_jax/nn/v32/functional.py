@@ -32,8 +32,9 @@ _NORM_EPS = 1e-6
 class V32Cache(NamedTuple):
     """One layer's caches; both are addressed by the same slots.
 
-    kv       [P, Z, L + R] of floats or float8_e4m3fn, or uint8 [P, Z, 656], the packed layout
-    indexer  uint8 [P, Z, Di + 4] (fp8 keys), or [P, Z, Di] of floats (keys as they are)
+    Attributes:
+        kv: [P, Z, L + R] of floats or float8_e4m3fn, or uint8 [P, Z, 656], the packed layout.
+        indexer: uint8 [P, Z, Di + 4] (fp8 keys), or [P, Z, Di] of floats (keys as they are).
     """
 
     kv: jax.Array
@@ -48,8 +49,18 @@ def init_cache(
     kv_dtype: DTypeLike = jnp.bfloat16,
     indexer_dtype: DTypeLike = jnp.uint8,
 ) -> V32Cache:
-    """Empty caches; kv_dtype uint8 is the packed layout of 656 bytes (latent 512, rope 64), indexer_dtype uint8 fp8
-    keys."""
+    """Empty caches.
+
+    Args:
+        config: the layer's shape.
+        num_pages: P.
+        page_size: Z.
+        kv_dtype: uint8 is the packed layout of 656 bytes.
+        indexer_dtype: uint8 is fp8 keys with scales.
+
+    Raises:
+        ValueError: the packed layout with other widths than latent 512 and rope 64.
+    """
     packed_kv, packed_keys = jnp.dtype(kv_dtype) == jnp.uint8, jnp.dtype(indexer_dtype) == jnp.uint8
     if packed_kv and (config.mla.kv_lora_rank, config.mla.qk_rope_head_dim) != (512, 64):
         raise ValueError(
@@ -80,6 +91,7 @@ def attend(
 
     Args:
         params: see `param_shapes`.
+        config: the layer's shape.
         x: [T, E], requests packed one after the other.
         cache: holds the tokens before the new ones.
         step: of ragged tokens.

@@ -12,7 +12,11 @@ from tsmla_jax.nn.weights import LayerWeights
 
 def param_shapes(config: V32Config) -> dict[str, tuple[int, ...]]:
     """Those of `tsmla_jax.nn.param_shapes`, and indexer_wq_b [rank, Hi, Di], indexer_wk [E, Di], indexer_k_norm [Di]
-    and its bias indexer_k_norm_bias, indexer_weights_proj [E, Hi]."""
+    and its bias indexer_k_norm_bias, indexer_weights_proj [E, Hi].
+
+    Args:
+        config: the layer's shape.
+    """
     heads, width, hidden = config.index_n_heads, config.index_head_dim, config.mla.hidden_size
     return {
         **mla.param_shapes(config.mla),

@@ -38,12 +38,23 @@ class V4Config:
     Attributes:
         kind: "sliding" (window alone), "csa" (overlapping windows, an indexer chooses) or "hca" (all entries seen).
         ratio: tokens a compressed entry; 0 for "sliding".
-        hidden_size, num_attention_heads, head_dim, rope_dim, q_lora_rank: E, H, D, R (the last columns of D) and rank.
+        hidden_size: E.
+        num_attention_heads: H.
+        q_lora_rank: rank of the query's low-rank projection.
+        head_dim: D.
+        rope_dim: R, the last columns of D.
         sliding_window: tokens a query sees as they are, its own included.
-        o_groups, o_lora_rank: of the grouped output projection; H is a multiple of o_groups.
-        index_n_heads, index_head_dim, index_topk: of a csa layer's indexer.
-        rope_theta, yarn: of this layer: plain for sliding layers, the compressor's for the others.
+        o_groups: groups of the output projection; H is a multiple.
+        o_lora_rank: rank of a group of it.
+        index_n_heads: Hi, of a csa layer's indexer.
+        index_head_dim: Di.
+        index_topk: how many entries a token attends to at most.
+        rope_theta: of this layer: plain for sliding layers, the compressor's for the others.
+        yarn: as rope_theta.
         rms_norm_eps: of every norm.
+
+    Raises:
+        ValueError: a value is not legal.
     """
 
     kind: Kind
@@ -94,7 +105,12 @@ class V4Config:
     def from_hf(cls, source: Mapping[str, Any] | str | Path, layer: int) -> V4Config:
         """Layer `layer` of a Hugging Face config, as transformers writes it or as the checkpoints first had it.
 
-        Raises ValueError naming the field (and the file, when `source` is a path) that is missing or not legal.
+        Args:
+            source: the parsed config, or the path of a `config.json` or of the directory that holds it.
+            layer: its index, counted from 0.
+
+        Raises:
+            ValueError: names the field (and the file, when `source` is a path) that is missing or not legal.
         """
         fields, where = read_hf_config(source)
         sizes = {name: hf_field(fields, name, int, where) for name in _SIZES}

@@ -32,10 +32,12 @@ from tsmla_jax.sparse.v4 import MixedIndices
 class V4Cache(NamedTuple):
     """One layer's caches and compressor states; None where its kind has none.
 
-    window       [P, Z, D] floats or float8_e4m3fn, or uint8 [P, page_bytes]: every token's latent
-    compressed   the same of compressed entries
-    indexer      [P, Z, Di] floats, or uint8 [P, Z, Di + 4]: the indexer's compressed keys
-    compressor, indexer_compressor   CompressorState
+    Attributes:
+        window: [P, Z, D] floats or float8_e4m3fn, or uint8 [P, page_bytes]: every token's latent.
+        compressed: the same of compressed entries.
+        indexer: [P, Z, Di] floats, or uint8 [P, Z, Di + 4]: the indexer's compressed keys.
+        compressor: the state of the entries' compressor.
+        indexer_compressor: the state of the indexer's.
     """
 
     window: jax.Array
@@ -59,8 +61,19 @@ def init_cache(
 ) -> V4Cache:
     """Empty caches; dtype uint8 is the packed layout (head_dim 512), indexer_dtype uint8 fp8 keys with scales.
 
-    num_states: how many requests can be under way; spare: how many tokens a request may take back; page_size and
-    compressed_page_size: rows a page of the window and of the compressed caches, equal unless the latter is given.
+    Args:
+        config: the layer's shape.
+        window_pages: pages of the window cache.
+        compressed_pages: pages of the compressed caches.
+        num_states: how many requests can be under way.
+        page_size: rows a page of the window cache.
+        compressed_page_size: rows a page of the compressed caches; None is the same.
+        dtype: of window and compressed caches.
+        indexer_dtype: of the indexer's keys.
+        spare: how many tokens a request may take back.
+
+    Raises:
+        ValueError: the packed layout with another head_dim than 512, or a size that is not legal.
     """
     entries = page_size if compressed_page_size is None else compressed_page_size
 
@@ -106,6 +119,7 @@ def attend(
 
     Args:
         params: see `param_shapes`.
+        config: the layer's shape.
         x: [T, E], requests packed one after the other.
         cache: holds the tokens before the new ones.
         step: of `make_step`, for this layer's kind.
@@ -120,6 +134,7 @@ def attend(
 
     Raises:
         ValueError: a step made for another kind of layer or with another context_axis.
+        NotImplementedError: the named implementation can't run this call.
     """
     check_axis(context_axis, step.context_axis)
     eps = config.rms_norm_eps

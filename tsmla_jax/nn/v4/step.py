@@ -16,7 +16,12 @@ from tsmla_jax.sparse.v4 import MixedIndices
 
 
 def rope_table(config: V4Config, num_positions: int) -> jax.Array:
-    """cos and sin for positions 0 to num_positions - 1, f32 [N, R]; one table for all layers of one rope."""
+    """cos and sin for positions 0 to num_positions - 1, f32 [N, R]; one table for all layers of one rope.
+
+    Args:
+        config: of any such layer.
+        num_positions: N, at least 1.
+    """
     frequencies = inverse_frequencies(config.rope_dim, config.rope_theta, config.yarn)
     magnitude = 1.0 if config.yarn is None else config.yarn.magnitude
     return sparse_v4.rope_table(jnp.asarray(frequencies), num_positions, scale=magnitude)
@@ -38,7 +43,8 @@ class V4Step:
         compressed_lens: [T] i32, the entries that each token sees on this device; None in sliding layers.
         rows: what each token attends to; None in csa layers, which choose it.
         cos_sin: f32 [N, R] of `rope_table`.
-        page_size, compressed_page_size: static, rows a page of the window and of the compressed caches.
+        page_size: static, rows a page of the window cache.
+        compressed_page_size: static, rows a page of the compressed caches.
         context_axis: static, the mesh axis whose devices share the compressed entries (`nn.context_parallel`).
     """
 

@@ -18,6 +18,9 @@ def param_shapes(config: V4Config) -> dict[str, tuple[int, ...]]:
     overlap): compressor_kv_proj and compressor_gate_proj [E, W], compressor_position_bias [ratio, W] and
     compressor_kv_norm [D]. With an indexer the same four as indexer_*, D replaced by Di, and indexer_q_b_proj
     [rank, Hi, Di] and indexer_weights_proj [E, Hi].
+
+    Args:
+        config: the layer's shape.
     """
     heads, width, hidden, rank = config.num_attention_heads, config.head_dim, config.hidden_size, config.q_lora_rank
     groups = config.o_groups

@@ -45,7 +45,8 @@ def mla_prefill_kv(
       q: [Tq, H, K], rope columns last.
       kv: [Tk, H, N + V], as kv_b gives it: keys without their rope columns, then values. q's dtype.
       k_rope: [Tk, R] with rotation applied, shared by all heads. q's dtype.
-      others: as in `mla_prefill`.
+      cu_seqlens_q, cu_seqlens_kv, max_q_len, max_kv_len, softmax_scale, causal: as in `mla_prefill`.
+      return_lse, deterministic, implementation: as in `mla_prefill`.
 
     Returns:
       As `mla_prefill`; derivatives in reverse mode too.

@@ -47,7 +47,8 @@ def rope_write_kv_cache(
       kv_cache: [P, Z, D]; float16, bfloat16, float8_e4m3fn, float32 or float64.
       q_nope: [T, H, L], the absorbed queries (q_nope W_UK); float16, bfloat16, float32 or float64.
       q_rope: [T, H, R] in q_nope's dtype, not rotated yet.
-      latent: [T, L] in that dtype, the normalised latents. k_rope: [T, R] in that dtype, not rotated yet.
+      latent: [T, L] in that dtype, the normalised latents.
+      k_rope: [T, R] in that dtype, not rotated yet.
       slot_mapping: [T] int32, slot = page * Z + offset; -1 writes nothing for the token. Slots must differ.
       cos, sin: [T, R / 2] float32, of each token's position, multiplied by yarn's attention factor.
       q_scale, kv_scale: divisors before the conversions; float or float32 scalar array, may be traced; None is 1.
@@ -63,8 +64,8 @@ def rope_write_kv_cache(
     without moving either.
 
     Raises:
-      TypeError, ValueError: an argument is not legal; NotImplementedError: the named implementation can't run this
-        call.
+      TypeError, ValueError: an argument is not legal.
+      NotImplementedError: the named implementation can't run this call.
     """
     spec = OPERATION.spec(
         kv_cache=kv_cache,

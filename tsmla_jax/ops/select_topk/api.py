@@ -78,7 +78,7 @@ def select_topk(
 
     Raises:
       TypeError, ValueError: an argument is not legal; under TSMLA_CHECK=1 also a length outside of 0 to N, or a row
-        that ends past N;
+        that ends past N.
       NotImplementedError: the named implementation can't run this call.
     """
     spec = OPERATION.spec(

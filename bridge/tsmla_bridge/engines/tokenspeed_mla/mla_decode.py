@@ -51,7 +51,9 @@ def tokenspeed_mla_decode(
       kv_cache: [P, Z, D] or [P, 1, Z, D], in query's dtype.
       workspace_buffer: int8, contiguous. A call that needs more takes its memory from torch's allocator instead, so no
         size is too small. A buffer belongs to one stream.
-      block_tables: [B, M] int32, pages of each request in order. seq_lens: [B], keys of each request; 0 is legal.
+      kv_lora_rank, qk_rope_head_dim: 512 and 64 in DeepSeek.
+      block_tables: [B, M] int32, pages of each request in order.
+      seq_lens: [B], keys of each request; 0 is legal.
       max_seq_len: bound on seq_lens.
       softmax_scale, output_scale: factors of logits and outputs: softmax's own scale times those of query and cache,
         and the cache's.
@@ -74,7 +76,8 @@ def tokenspeed_mla_decode(
     page that a window begins in, and the kernel's result for the other pages is merged with theirs.
 
     Raises:
-      ValueError, TypeError: an argument is not legal. NotImplementedError: no kernel runs the call, with the reasons.
+      ValueError, TypeError: an argument is not legal.
+      NotImplementedError: no kernel runs the call, with the reasons.
     """
     if blackwell.runs("tokenspeed_mla_decode", query):
         real: Any = blackwell.package()

@@ -21,7 +21,9 @@ def mla_kv_pack_quantize_fp8(
     """[k_nope | k_pe for every head] * k_scale_inv and v * v_scale_inv as fp8.
 
     Args:
-      k_nope: [T, H, N], bfloat16 or float16, of any strides. k_pe: [T, R] or [T, 1, R]. v: [T, H, V].
+      k_nope: [T, H, N], bfloat16 or float16, of any strides.
+      k_pe: [T, R] or [T, 1, R].
+      v: [T, H, V].
       k_scale_inv, v_scale_inv: factors before the conversion, which is from float32.
       k_out, v_out: where the results go; new tensors otherwise.
       fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.

@@ -35,10 +35,11 @@ def tokenspeed_mla_prefill(
     """Attention of packed requests with their own packed keys.
 
     Args:
-      query: [Tq, H, K]. key: [Tk, H, K]. value: [Tk, H, V]. bfloat16, float16 or float8_e4m3fn, all three alike. One
-        with gaps (a half of a wider tensor) is copied first.
+      query: [Tq, H, K], bfloat16, float16 or float8_e4m3fn. One with gaps (a half of a wider tensor) is copied first.
+      key, value: [Tk, H, K] and [Tk, H, V] in query's dtype; copied as query is.
       seq_lens, batch_size: ignored; cum_seq_lens says both.
-      cum_seq_lens: [B + 1], row where each request's keys start, and the end. max_seq_len: bound on one's keys.
+      cum_seq_lens: [B + 1], row where each request's keys start, and the end.
+      max_seq_len: bound on one request's keys.
       softmax_scale: factor of the logits.
       is_causal: bottom-right aligned, else a query sees all keys of its request.
       return_lse: also return the logsumexp of the scaled logits.
@@ -51,7 +52,8 @@ def tokenspeed_mla_prefill(
       and -inf.
 
     Raises:
-      ValueError, TypeError: an argument is not legal. NotImplementedError: no kernel runs the call, with the reasons.
+      ValueError, TypeError: an argument is not legal.
+      NotImplementedError: no kernel runs the call, with the reasons.
     """
     if blackwell.runs("tokenspeed_mla_prefill", query):
         real: Any = blackwell.package()
@@ -100,7 +102,13 @@ def warmup_compile_prefill(
 ) -> None:
     """Load, and compile if the cache on disk lacks them, the kernels for causal and other calls, ahead of the first.
 
-    Where no kernel serves such calls nothing is done: the calls themselves say why. Safe to call again."""
+    Where no kernel serves such calls nothing is done: the calls themselves say why. Safe to call again.
+
+    Args:
+      q_dtype: of query, key and value.
+      d_qk, d_v: K and V.
+      enable_pdl: ignored.
+    """
     for is_causal in (True, False):
         config = (q_dtype, d_qk, d_v, is_causal, True, enable_pdl, _enable_ex2_emulation())
         if config not in _compiled_kernels:
