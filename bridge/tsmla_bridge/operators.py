@@ -96,6 +96,13 @@ def refuse_backward(operator: Any, name: str, alternative: str) -> None:
     operator.register_autograd(backward)
 
 
+def refuse_derivative(name: str, *values: Any) -> None:
+    """NotImplementedError if one of these, tensors or not, asks for a derivative: `name` writes in place or to integers
+    and would drop it."""
+    if torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in values):
+        raise contract.not_differentiable(name, "call it under torch.no_grad(), or on detached tensors")
+
+
 def scale_arguments(scale: Any) -> tuple[torch.Tensor | None, float | None]:
     """A scale as an operator takes it: a tensor or a number."""
     return (scale, None) if isinstance(scale, torch.Tensor) else (None, scale)

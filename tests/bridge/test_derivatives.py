@@ -3,6 +3,8 @@ test_gradient.py and test_prefill_kv.py."""
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -62,5 +64,65 @@ def test_a_write_is_refused() -> None:
     message = "write_kv_cache has no derivative in this implementation; call it under torch.no_grad"
     with pytest.raises(NotImplementedError, match=message):
         tsmla_bridge.write_kv_cache(cache, latent, None, slots)
+    with pytest.raises(NotImplementedError, match=message):
+        tsmla_bridge.write_kv_cache(cache, latent.detach(), None, slots, kv_scale=torch.tensor(2.0, requires_grad=True))
+    assert not cache.any()
     written = tsmla_bridge.write_kv_cache(cache, latent.detach(), None, slots)
     assert not written.requires_grad and torch.equal(written.view(32, 64)[[17, 3]], latent.detach())
+
+
+def packed_arguments(op: str) -> dict[str, torch.Tensor]:
+    """Arguments of an operation on packed caches; its results are zeros before it has run."""
+    slots, angles = torch.tensor([17, 3], dtype=torch.int32), {name: torch.randn(2, 32) for name in ("cos", "sin")}
+    one = torch.ones(1, dtype=torch.int32)
+    return {
+        "write_packed_kv_cache": {
+            "kv_cache": torch.zeros(2, 16, 656, dtype=torch.uint8),
+            "latent": torch.randn(2, 512),
+            "k_rope": torch.randn(2, 64),
+            "slot_mapping": slots,
+            **angles,
+        },
+        "write_indexer_cache": {
+            "k_cache": torch.zeros(2, 16, 128),
+            "k": torch.randn(2, 128),
+            "slot_mapping": slots,
+            **angles,
+        },
+        "indexer_quantize": {"q": torch.randn(2, 4, 128), "weights": torch.randn(2, 4), **angles},
+        "compress_write_kv_cache": {
+            "cache": torch.zeros(2, 16, 64),
+            "kv_score": torch.randn(2, 2, 64),
+            "ape": torch.randn(2, 64),
+            "state": torch.zeros(1, 2, 2, 64),
+            "state_positions": torch.full((1, 2), -1, dtype=torch.int32),
+            "norm_weight": torch.randn(64),
+            "cos_sin": torch.randn(4, 8),
+            "block_tables": one[None],
+            "state_slots": 0 * one,
+            "seq_lens": 2 * one,
+            "cu_seqlens_q": torch.tensor([0, 2], dtype=torch.int32),
+        },
+    }[op]
+
+
+@pytest.mark.parametrize(
+    "op", ["write_packed_kv_cache", "write_indexer_cache", "indexer_quantize", "compress_write_kv_cache"]
+)
+def test_what_packs_is_refused(op: str) -> None:
+    given = packed_arguments(op)
+    static = {"ratio": 2, "overlap": False, "eps": 1e-6} if op == "compress_write_kv_cache" else {}
+    call = functools.partial(getattr(tsmla_bridge, op), **static)
+    for name, tensor in given.items():
+        if not tensor.is_floating_point():
+            continue
+        asking = given | {name: tensor.clone().requires_grad_()}
+        with pytest.raises(NotImplementedError, match=f"{op} has no derivative in this implementation; call it under"):
+            call(**asking)
+        with torch.no_grad():
+            call(**asking)
+    if "cache" in op:
+        first = next(iter(given.values()))
+        first.zero_()
+        call(**given)
+        assert first.any()

@@ -60,6 +60,8 @@ def compress_write_kv_cache(
 
     Returns cache itself. Raises as write_kv_cache does.
     """
+    derivable = (cache, kv_score, ape, state, norm_weight, cos_sin, kv_scale)
+    operators.refuse_derivative("compress_write_kv_cache", *derivable)
     arrays = Arrays(
         cache,
         state,

@@ -51,6 +51,7 @@ def write_packed_kv_cache(
 
     Returns kv_cache itself. Raises as write_kv_cache does.
     """
+    operators.refuse_derivative("write_packed_kv_cache", latent, k_rope, cos, sin)
     arguments = (kv_cache, latent, k_rope, slot_mapping, cos, sin, rope_interleave, rope_layout, implementation)
     if torch.compiler.is_compiling() or operators.is_traced(kv_cache, latent):
         torch.ops.tsmla.write_packed_kv_cache(*arguments)
@@ -125,6 +126,7 @@ def write_indexer_cache(
 
     Returns k_cache itself. Raises as write_kv_cache does.
     """
+    operators.refuse_derivative("write_indexer_cache", k_cache, k, cos, sin)
     arguments = (k_cache, k, slot_mapping, cos, sin, rope_offset, rope_layout, implementation)
     if torch.compiler.is_compiling() or operators.is_traced(k_cache, k):
         torch.ops.tsmla.write_indexer_cache(*arguments)
@@ -197,6 +199,7 @@ def indexer_quantize(
 
     Raises as write_kv_cache does.
     """
+    operators.refuse_derivative("indexer_quantize", q, weights, cos, sin)
     arguments = (q, weights, cos, sin, rope_offset, rope_layout, implementation)
     traced = torch.compiler.is_compiling() or operators.is_traced(q, weights)
     return torch.ops.tsmla.indexer_quantize(*arguments) if traced else _quantize(*arguments)

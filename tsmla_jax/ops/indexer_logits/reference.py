@@ -21,10 +21,12 @@ def indexer_logits(
     spec: IndexerLogitsSpec,
 ) -> jax.Array:
     """logits [T, M * Z] as the public indexer_logits documents them."""
+    num_keys = spec.max_pages * spec.cache.page_size
+    if 0 in (spec.num_tokens, spec.num_requests, num_keys):
+        return jnp.full((spec.num_tokens, num_keys), -jnp.inf, jnp.float32)
     if cu_seqlens_q is not None:
         request, seq_lens = seen_keys(seq_lens, cu_seqlens_q, spec.num_tokens)
         block_tables = block_tables[request]
-    num_keys = spec.max_pages * spec.cache.page_size
     used = jnp.arange(num_keys) < seq_lens[:, None]
     keys, scales = read_indexer_pages(k_cache, jnp.clip(block_tables, 0, spec.cache.num_pages - 1), spec.cache)
     keys = keys.reshape(spec.num_tokens, num_keys, spec.head_dim).astype(jnp.float32)

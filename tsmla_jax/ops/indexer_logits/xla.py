@@ -36,7 +36,7 @@ def indexer_logits(
     """logits [T, M * Z] as the public indexer_logits documents them."""
     page_size = spec.cache.page_size
     num_keys = spec.max_pages * page_size
-    if spec.num_tokens == 0 or num_keys == 0:
+    if 0 in (spec.num_tokens, spec.num_requests, num_keys):
         return jnp.full((spec.num_tokens, num_keys), -jnp.inf, jnp.float32)
     if cu_seqlens_q is not None:
         request, seq_lens = seen_keys(seq_lens, cu_seqlens_q, spec.num_tokens)
