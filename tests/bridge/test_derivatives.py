@@ -7,6 +7,7 @@ import functools
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import tsmla_bridge
 from tests.emulator.launcher import Gpu
@@ -121,6 +122,8 @@ def test_what_packs_is_refused(op: str) -> None:
             call(**asking)
         with torch.no_grad():
             call(**asking)
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=f"{op} has no derivative"):
+            call(**given | {name: forward_ad.make_dual(tensor, tensor)})
     if "cache" in op:
         first = next(iter(given.values()))
         first.zero_()
