@@ -39,9 +39,11 @@ class Call(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By name, those that are given."""
-        named = zip(self._fields[:6], self[:6], strict=True)
-        return {name: tensor for name, tensor in named if tensor is not None}
+        """By name; cu_seqlens_q where it is given."""
+        named = dict(zip(self._fields[:6], self[:6], strict=True))
+        if self.cu_seqlens_q is None:
+            del named["cu_seqlens_q"]
+        return named
 
 
 def indexer_topk(
@@ -116,8 +118,9 @@ def _select(
     call: Call, out: torch.Tensor | None = None, counts: torch.Tensor | None = None, workspace: Workspace | None = None
 ) -> Results:
     """The indices and the counts; without return_slots the kernels write no counts."""
-    given, device = call.tensors, call.q.device
+    given = call.tensors
     spec = tensors.describe_call(indexer_topk_spec, given, scales={}, k=call.k, return_slots=call.return_slots)
+    device = call.q.device
 
     def why_not() -> list[str]:
         found = loaded_kernels.reasons(INDEXER_LOGITS, device)

@@ -17,6 +17,7 @@ from tsmla_kernels.contract.rules import (
     Array,
     Dim,
     check_array,
+    check_at_least_one,
     check_dtype,
     check_ints,
     check_rank,
@@ -159,6 +160,8 @@ def indexer_quantize_spec(
     """The spec of indexer_quantize, or ValueError / TypeError naming the argument that is not legal."""
     check_array("q", q, "T Hi Di", FLOATS)
     num_tokens, num_heads, head_dim = q.shape
+    check_at_least_one("q", q.shape, 1, "Hi")
+    check_at_least_one("q", q.shape, 2, "Di")
     check_array("weights", weights, "T Hi", FLOATS, (num_tokens, "T, q's tokens"), (num_heads, "Hi, q's heads"))
     rotation = _rotation(cos, sin, num_tokens, head_dim, rope_offset, rope_layout)
     return IndexerQuantizeSpec(num_tokens, num_heads, head_dim, q.dtype, weights.dtype, rotation)
