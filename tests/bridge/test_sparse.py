@@ -167,9 +167,10 @@ def test_queries_are_those_of_jax(rotates: bool) -> None:
 @pytest.mark.parametrize(("shape", "axis"), [((2, 3, 0), "Di"), ((2, 0, 8), "Hi")])
 def test_queries_of_no_column_or_head_are_refused(shape: tuple[int, ...], axis: str) -> None:
     q, weights = np.zeros(shape, np.float32), np.zeros(shape[:2], np.float32)
-    for quantize, convert in ((tsmla_bridge.indexer_quantize, torch.from_numpy), (sparse.indexer_quantize, jnp.asarray)):
-        with pytest.raises(ValueError, match=rf"q: got shape \[.*\]; {axis} must be at least 1"):
-            quantize(convert(q), convert(weights))
+    with pytest.raises(ValueError, match=rf"q: got shape \[.*\]; {axis} must be at least 1"):
+        tsmla_bridge.indexer_quantize(torch.from_numpy(q), torch.from_numpy(weights))
+    with pytest.raises(ValueError, match=rf"q: got shape \[.*\]; {axis} must be at least 1"):
+        sparse.indexer_quantize(q, weights)
 
 
 @pytest.mark.parametrize("rotates", [False, True])

@@ -93,7 +93,7 @@ def packed_write_spec(
     cache = cache_spec("kv_cache", kv_cache)
     if cache.layout != "v32":
         raise ValueError(f"kv_cache: got the {cache.layout} layout; legal: uint8 [P, Z, {V32_PACKED.row_bytes}]")
-    check_rank("rows to write", latent, "T D")
+    check_rank("latent", latent, "T 512")
     check_ints("slot_mapping", slot_mapping, "T", (latent.shape[0], "T, the rows to write"), dtypes=slot_dtypes)
     check_packed_rows(latent, k_rope)
     _angle_width(cos, sin, latent.shape[0], V32_PACKED.rope_dim // 2)
