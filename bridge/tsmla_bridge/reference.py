@@ -289,9 +289,13 @@ def indexer_logits(
     rows = []
     for token in range(spec.num_tokens):
         keys, scales = _indexer_keys(spec, k_cache, block_tables[token])
+        unused = position >= seq_lens[token]
+        keys = keys.masked_fill(unused[:, None], 0)  # NaN there would be 0 * NaN in a derivative, and that is NaN
+        if isinstance(scales, torch.Tensor):
+            scales = scales.masked_fill(unused, 0)
         heads = torch.relu(keys @ q[token].float().T)
         logits = heads @ weights[token].float() * scales
-        rows.append(logits.masked_fill(position >= seq_lens[token], -torch.inf))
+        rows.append(logits.masked_fill(unused, -torch.inf))
     return torch.stack(rows)
 
 

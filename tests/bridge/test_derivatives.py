@@ -5,11 +5,16 @@ from __future__ import annotations
 
 import functools
 
+import jax
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 from torch.autograd import forward_ad
 
 import tsmla_bridge
+import tsmla_jax
+from tests.bridge.inputs import tensor
 from tests.emulator.launcher import Gpu
 
 TABLES = torch.tensor([[1, 0]], dtype=torch.int32)
@@ -70,6 +75,33 @@ def test_a_write_is_refused() -> None:
     assert not cache.any()
     written = tsmla_bridge.write_kv_cache(cache, latent.detach(), None, slots)
     assert not written.requires_grad and torch.equal(written.view(32, 64)[[17, 3]], latent.detach())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_nan_of_unused_keys_is_in_no_derivative_of_logits(packed: bool) -> None:
+    """In jax too. One key is seen, by the first of two tokens; the second is of no request."""
+    q, weights = np.random.default_rng(0).standard_normal((2, 3, 8)), np.ones((2, 3), np.float32)
+    q = q.astype(ml_dtypes.float8_e4m3fn if packed else np.float32)
+    cache = np.full((1, 4, 12), 255, np.uint8) if packed else np.full((1, 4, 8), np.nan, np.float32)
+    if packed:
+        cache.reshape(-1)[:8] = 56  # e4m3's 1.0
+        cache.reshape(-1)[32:36] = np.ones(1, np.float32).view(np.uint8)
+    else:
+        cache[0, 0] = 1
+    tables, lens, offsets = np.zeros((1, 1), np.int32), np.ones(1, np.int32), np.asarray([0, 1], np.int32)
+    seen = np.maximum(q[0].astype(np.float32).sum(1), 0)
+    for name in ("xla", "reference"):
+
+        def total(weights: jax.Array, name: str = name) -> jax.Array:
+            arrays = (q, weights, cache, tables, lens)
+            return tsmla_jax.indexer_logits(*arrays, cu_seqlens_q=offsets, implementation=name)[0, 0]
+
+        np.testing.assert_allclose(jax.grad(total)(weights), [seen, 0 * seen], rtol=1e-5)
+    asking = torch.from_numpy(weights).requires_grad_()
+    given = (tensor(q), asking, *map(torch.from_numpy, (cache, tables, lens)))
+    tsmla_bridge.indexer_logits(*given, cu_seqlens_q=torch.from_numpy(offsets))[0, 0].backward()
+    assert asking.grad is not None
+    np.testing.assert_allclose(asking.grad, [seen, 0 * seen], rtol=1e-5)
 
 
 def packed_arguments(op: str) -> dict[str, torch.Tensor]:
