@@ -146,16 +146,16 @@ def test_what_packs_is_refused(op: str) -> None:
     given = packed_arguments(op)
     static = {"ratio": 2, "overlap": False, "eps": 1e-6} if op == "compress_write_kv_cache" else {}
     call = functools.partial(getattr(tsmla_bridge, op), **static)
-    for name, tensor in given.items():
-        if not tensor.is_floating_point():
+    for name, value in given.items():
+        if not value.is_floating_point():
             continue
-        asking = given | {name: tensor.clone().requires_grad_()}
+        asking = given | {name: value.clone().requires_grad_()}
         with pytest.raises(NotImplementedError, match=f"{op} has no derivative in this implementation; call it under"):
             call(**asking)
         with torch.no_grad():
             call(**asking)
         with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=f"{op} has no derivative"):
-            call(**given | {name: forward_ad.make_dual(tensor, tensor)})
+            call(**given | {name: forward_ad.make_dual(value, value)})
     if "cache" in op:
         first = next(iter(given.values()))
         first.zero_()

@@ -40,7 +40,7 @@ class Call(NamedTuple):
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """By name; cu_seqlens_q where it is given."""
-        named = dict(zip(self._fields[:6], self[:6], strict=True))
+        named: dict[str, Any] = dict(zip(self._fields[:6], self[:6], strict=True))
         if self.cu_seqlens_q is None:
             del named["cu_seqlens_q"]
         return named
