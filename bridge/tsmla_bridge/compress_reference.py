@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from tsmla_bridge.reference import targets
+from tsmla_bridge.reference import put_rows, targets
 from tsmla_bridge.runtime.tensors import DTYPES, Scale
-from tsmla_bridge.sparse_reference import quantize_pow2, rotate
+from tsmla_bridge.sparse_reference import put_sections, quantize_pow2, rotate
 from tsmla_kernels.contract import FP8, FP8_MAX
 from tsmla_kernels.contract.compress import CompressWriteSpec
 from tsmla_kernels.contract.layouts import INDEXER, V4_PACKED
@@ -106,7 +106,6 @@ def _write_rows(
     spec: CompressWriteSpec, cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, kv_scale: Scale | None
 ) -> None:
     """Quantise rows [E, C] as the cache asks for, and put them into their slots."""
-    page_size = spec.page_size
     if spec.cache == "v4":
         groups = rows[:, : V4_PACKED.nope_dim].reshape(len(rows), V4_PACKED.num_scales, V4_PACKED.group)
         values, scales = quantize_pow2(groups, V4_PACKED.floor)
@@ -122,15 +121,9 @@ def _write_rows(
         if spec.cache == FP8:
             divisor = torch.as_tensor(1.0 if kv_scale is None else kv_scale, dtype=torch.float32, device=rows.device)
             rows = (rows.to(torch.bfloat16).float() / divisor).clamp(-FP8_MAX, FP8_MAX)
-        raw = [rows.to(DTYPES[spec.cache]).view(torch.uint8)]
-    pages = cache.view(torch.uint8).view(spec.num_pages, -1)
-    slot, source, any_legal = targets(slots, spec.num_pages * page_size)
-    page, offset = slot // page_size, slot % page_size
-    begin = 0
-    for part in raw:
-        columns = begin + offset[:, None] * part.shape[1] + torch.arange(part.shape[1], device=part.device)
-        pages[page[:, None], columns] = torch.where(any_legal, part[source], pages[page[:, None], columns])
-        begin += page_size * part.shape[1]
+        put_rows(cache, rows.to(DTYPES[spec.cache]), slots)
+        return
+    put_sections(cache, raw, slots, spec.page_size)
 
 
 def _keep(spec: CompressWriteSpec, arrays: Arrays) -> None:
@@ -145,9 +138,8 @@ def _keep(spec: CompressWriteSpec, arrays: Arrays) -> None:
     kept = kept & (held >= 0) & (held < compress.num_states)
     place = torch.where(kept, held * compress.ring + position % compress.ring, -1)
     place, source, any_legal = targets(place, compress.num_states * compress.ring)
+    state, slot = place // compress.ring, place % compress.ring
     new = arrays.kv_score.clone()
     new[:, 1] += arrays.ape[position % compress.ratio]
-    rows = arrays.state.view(-1, *arrays.state.shape[2:])
-    rows[place] = torch.where(any_legal, new[source], rows[place])
-    numbers = arrays.positions.view(-1)
-    numbers[place] = torch.where(any_legal, position[source].int(), numbers[place])
+    arrays.state[state, slot] = torch.where(any_legal, new[source], arrays.state[0, 0])
+    arrays.positions[state, slot] = torch.where(any_legal, position[source].int(), arrays.positions[0, 0])

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch.autograd import forward_ad
 
 from tsmla_bridge.runtime import scales, tensors
 from tsmla_bridge.runtime.results import Computed
@@ -94,6 +95,20 @@ def refuse_backward(operator: Any, name: str, alternative: str) -> None:
         raise contract.not_differentiable(name, alternative)
 
     operator.register_autograd(backward)
+
+
+def refuse_derivative(name: str, *values: Any) -> None:
+    """NotImplementedError if one of these, tensors or not, asks for a derivative, in reverse or in forward mode: `name`
+    writes in place or to integers and would drop it."""
+    if torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) or _is_dual(value) for value in values):
+        raise contract.not_differentiable(name, "call it under torch.no_grad(), or on detached tensors")
+
+
+def _is_dual(value: Any) -> bool:
+    """Whether it is a tensor with a tangent of forward-mode differentiation."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0 or not isinstance(value, torch.Tensor):
+        return False
+    return forward_ad.unpack_dual(value).tangent is not None
 
 
 def scale_arguments(scale: Any) -> tuple[torch.Tensor | None, float | None]:

@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 
+from tsmla_bridge.runtime.devices import in_own_precision
 from tsmla_bridge.runtime.results import Computed
 from tsmla_bridge.runtime.tensors import DTYPES, Scale, accumulation_dtype, dtype_name
 from tsmla_kernels.contract import FP8, FP8_MAX, CacheGatherSpec, CacheWriteSpec, DecodeSpec, MergeSpec, PrefillSpec
 from tsmla_kernels.contract.sparse import IndexerLogitsSpec
 
 
+@in_own_precision
 def mla_decode(
     spec: DecodeSpec,
     q: torch.Tensor,
@@ -37,7 +39,7 @@ def mla_decode(
     rows = q.reshape(spec.total_q_len, spec.num_heads, spec.head_dim)
     out = torch.zeros((*rows.shape[:2], spec.latent_dim), dtype=dtype, device=q.device)
     lse = torch.full(rows.shape[:2], -torch.inf, dtype=dtype, device=q.device)
-    starts = torch.arange(spec.batch + 1) * spec.max_q_len if cu_seqlens_q is None else cu_seqlens_q
+    starts = torch.arange(spec.batch + 1, device="cpu") * spec.max_q_len if cu_seqlens_q is None else cu_seqlens_q
     for request, (first, stop) in enumerate(_spans(starts, spec.total_q_len)):
         q_len = stop - first
         mine = slice(first, first + min(q_len, spec.max_q_len))
@@ -59,6 +61,7 @@ def mla_decode(
     return out, lse.reshape(q.shape[:-1]).to(DTYPES[spec.lse_dtype])
 
 
+@in_own_precision
 def mla_prefill(
     spec: PrefillSpec,
     q: torch.Tensor,
@@ -79,6 +82,7 @@ def mla_prefill(
     return out.to(DTYPES[spec.out_dtype]), lse.to(DTYPES[spec.lse_dtype])
 
 
+@in_own_precision
 def mla_prefill_backward(
     spec: PrefillSpec,
     out: torch.Tensor,
@@ -172,12 +176,17 @@ def write_kv_cache(
 ) -> None:
     """write_kv_cache, in place, of at least one token into at least one page."""
     rows = latent if k_rope is None else torch.cat((latent, k_rope), -1)
-    rows = _to_cache_dtype(rows.detach(), kv_scale, spec.kv_dtype)
-    target, source, any_legal = targets(slot_mapping, spec.num_pages * spec.page_size)
-    page, offset = target.div(spec.page_size, rounding_mode="floor"), target % spec.page_size
+    put_rows(kv_cache.detach(), to_cache_dtype(rows.detach(), kv_scale, spec.kv_dtype), slot_mapping)
+
+
+def put_rows(cache: torch.Tensor, rows: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Write rows [T, D] into the slots of cache [P, Z, D], of one dtype and any strides; slots outside are skipped."""
+    num_pages, page_size, _ = cache.shape
+    target, source, any_legal = targets(slot_mapping, num_pages * page_size)
+    page, offset = target.div(page_size, rounding_mode="floor"), target % page_size
     # As integers: torch has no indexed writes of float8.
     bits = _BITS[rows.element_size()]
-    cache, rows = kv_cache.detach().view(bits), rows.view(bits)[source]
+    cache, rows = cache.view(bits), rows.view(bits)[source]
     cache[page, offset] = torch.where(any_legal, rows, cache[0, 0])
 
 
@@ -194,7 +203,7 @@ def targets(slot_mapping: torch.Tensor, num_slots: int) -> tuple[torch.Tensor, t
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _to_cache_dtype(x: torch.Tensor, scale: Scale | None, dtype: str) -> torch.Tensor:
+def to_cache_dtype(x: torch.Tensor, scale: Scale | None, dtype: str) -> torch.Tensor:
     """x * (1 / scale) in float32 (float64 for float64), rounded to nearest even; fp8 saturates at +-448."""
     wide = accumulation_dtype(dtype_name(x.dtype))
     if scale is not None:
@@ -259,6 +268,7 @@ def merge_attention_states(spec: MergeSpec, outs: Sequence[torch.Tensor], lses: 
     return merged.to(DTYPES[spec.out_dtype]).contiguous(), merged_lse.to(DTYPES[spec.lse_dtype]).contiguous()
 
 
+@in_own_precision
 def indexer_logits(
     spec: IndexerLogitsSpec,
     q: torch.Tensor,
@@ -271,7 +281,7 @@ def indexer_logits(
     """logits [T, M * Z] of indexer_logits."""
     num_keys = spec.max_pages * spec.cache.page_size
     if 0 in (spec.num_tokens, spec.num_requests, spec.cache.num_pages, num_keys):
-        return torch.full((spec.num_tokens, num_keys), -torch.inf, device=q.device)
+        return torch.full((spec.num_tokens, num_keys), -torch.inf, dtype=torch.float32, device=q.device)
     if cu_seqlens_q is not None:
         request, seq_lens = seen_keys(seq_lens, cu_seqlens_q, spec.num_tokens)
         block_tables = block_tables[request]
@@ -279,9 +289,13 @@ def indexer_logits(
     rows = []
     for token in range(spec.num_tokens):
         keys, scales = _indexer_keys(spec, k_cache, block_tables[token])
+        unused = position >= seq_lens[token]
+        keys = keys.masked_fill(unused[:, None], 0)  # NaN there would be 0 * NaN in a derivative, and that is NaN
+        if isinstance(scales, torch.Tensor):
+            scales = scales.masked_fill(unused, 0)
         heads = torch.relu(keys @ q[token].float().T)
         logits = heads @ weights[token].float() * scales
-        rows.append(logits.masked_fill(position >= seq_lens[token], -torch.inf))
+        rows.append(logits.masked_fill(unused, -torch.inf))
     return torch.stack(rows)
 
 

@@ -4,13 +4,15 @@ read no value on the host, and can be captured into CUDA graphs."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
-from tsmla_bridge.reference import indexer_logits, seen_keys, targets
+from tsmla_bridge.reference import indexer_logits, put_rows, seen_keys, targets, to_cache_dtype
+from tsmla_bridge.runtime.devices import in_own_precision
 from tsmla_bridge.runtime.results import Computed
 from tsmla_bridge.runtime.scales import Factors
-from tsmla_bridge.runtime.tensors import DTYPES, accumulation_dtype
+from tsmla_bridge.runtime.tensors import DTYPES, accumulation_dtype, dtype_name
 from tsmla_kernels.contract import FP8_MAX
 from tsmla_kernels.contract.layouts import INDEXER, V4_PACKED, V32_PACKED, CacheSpec
 from tsmla_kernels.contract.packed import IndexerQuantizeSpec, IndexerWriteSpec, PackedWriteSpec, Rotation
@@ -149,7 +151,7 @@ def write_packed_kv_cache(
     values, scales = quantize_pow2(groups, V32_PACKED.floor)
     parts = (values.reshape(latent.shape), scales, k_rope.to(torch.bfloat16))
     rows = torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=-1)
-    _put(kv_cache, rows, slot_mapping)
+    put_rows(kv_cache, rows, slot_mapping)
 
 
 def write_indexer_cache(
@@ -163,17 +165,11 @@ def write_indexer_cache(
     """Write the indexer's keys into k_cache, in place: packed pages, or floats."""
     k = _rotated(k, cos, sin, spec.rotation)
     if not spec.cache.packed:
-        _put(k_cache, k.to(k_cache.dtype), slot_mapping)
+        put_rows(k_cache, to_cache_dtype(k, None, dtype_name(k_cache.dtype)), slot_mapping)
         return
     values, scales = quantize_pow2(k, INDEXER.key_floor)
-    page_size, width = spec.cache.page_size, spec.cache.head_dim
-    pages = k_cache.view(spec.cache.num_pages, -1)
-    slots, source, any_legal = targets(slot_mapping, spec.cache.num_pages * page_size)
-    page, offset = slots // page_size, slots % page_size
-    for part, at in ((values, offset * width), (scales[:, None], page_size * width + offset * INDEXER.scale_bytes)):
-        raw = part.contiguous().view(torch.uint8)[source]
-        columns = at[:, None] + torch.arange(raw.shape[1], device=raw.device)
-        pages[page[:, None], columns] = torch.where(any_legal, raw, pages[page[:, None], columns])
+    raw = [part.contiguous().view(torch.uint8) for part in (values, scales[:, None])]
+    put_sections(k_cache, raw, slot_mapping, spec.cache.page_size)
 
 
 def indexer_quantize(
@@ -187,7 +183,7 @@ def indexer_quantize(
     if cos is not None and sin is not None:
         cos, sin = cos[:, None], sin[:, None]
     values, scales = quantize_pow2(_rotated(q, cos, sin, spec.rotation), INDEXER.query_floor)
-    constant = torch.tensor(spec.head_dim**-0.5 * spec.num_heads**-0.5, dtype=torch.float32)
+    constant = torch.tensor(spec.head_dim**-0.5 * spec.num_heads**-0.5, dtype=torch.float32, device="cpu")
     # Dense, as the kernel's results are, whatever the strides of q and weights.
     return values.contiguous(), (weights.float() * constant * scales).contiguous()
 
@@ -203,14 +199,22 @@ def _rotated(
     return torch.cat([x[..., : rotation.offset].float(), turned, x[..., end:].float()], -1)
 
 
-def _put(cache: torch.Tensor, rows: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Write rows [T, D] into the slots of cache [P, Z, D]; slots outside are skipped."""
-    num_pages, page_size, _ = cache.shape
-    slots, source, any_legal = targets(slot_mapping, num_pages * page_size)
-    page, offset = slots // page_size, slots % page_size
-    cache[page, offset] = torch.where(any_legal, rows[source], cache[page, offset])
+def put_sections(
+    cache: torch.Tensor, raw: Sequence[torch.Tensor], slot_mapping: torch.Tensor, page_size: int
+) -> None:
+    """Write bytes into the slots of a packed cache, [P, bytes] or [P, Z, width] of any strides. A page's bytes are, for
+    each of `raw` [T, N], N bytes a row of the page; slots outside are skipped."""
+    slots, source, any_legal = targets(slot_mapping, cache.shape[0] * page_size)
+    page, offset = (slots // page_size)[:, None], (slots % page_size)[:, None]
+    begin = 0
+    for part in raw:
+        byte = begin + offset * part.shape[1] + torch.arange(part.shape[1], device=part.device)
+        place = (page, byte) if cache.dim() == 2 else (page, byte // cache.shape[2], byte % cache.shape[2])
+        cache[place] = torch.where(any_legal, part[source], cache[place])
+        begin += page_size * part.shape[1]
 
 
+@in_own_precision
 def sparse_mla(
     spec: SparseMLASpec,
     q: torch.Tensor,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -87,3 +88,51 @@ def test_no_token_writes_nothing_and_refusals_are_the_contracts() -> None:
         tsmla_bridge.compress_write_kv_cache(torch.ones(2, 8, 32), *arrays[1:], **where, **options)
     with pytest.raises(NotImplementedError, match="the tensors are on cpu"):
         tsmla_bridge.compress_write_kv_cache(*arrays, **where, **options, implementation="cute")
+
+
+def call_of_two(cache: torch.Tensor, state: torch.Tensor, positions: torch.Tensor, **changed: Any) -> None:
+    """Eight new tokens of two requests, two entries each."""
+    draw = torch.Generator().manual_seed(0)
+    width = 512 if cache.dim() == 2 else 64
+    arrays = (
+        torch.randn(16, 2, width, generator=draw),
+        torch.randn(4, width, generator=draw),
+        state,
+        positions,
+        torch.randn(width, generator=draw),
+        torch.randn(8, 8, generator=draw),
+        torch.tensor([[1], [2]], dtype=torch.int32),
+    )
+    where = {"state_slots": [1, 0], "seq_lens": [8, 8], "cu_seqlens_q": [0, 8, 16]}
+    placed = {name: torch.tensor(value, dtype=torch.int32) for name, value in where.items()}
+    options = {"ratio": 4, "overlap": False, "eps": 1e-6, "page_size": 4 if cache.dim() == 2 else None}
+    tsmla_bridge.compress_write_kv_cache(cache, *arrays, **placed, **(options | changed))
+
+
+@pytest.mark.parametrize("kind", ["v4", "indexer", "plain"])
+def test_caches_and_states_with_gaps_are_written(kind: str) -> None:
+    shape = {"v4": (3, 2880), "indexer": (3, 4, 68), "plain": (3, 4, 64)}[kind]
+    dtype = torch.float32 if kind == "plain" else torch.uint8
+    width = 512 if kind == "v4" else 64
+    dense = torch.zeros(shape, dtype=dtype), torch.zeros(2, 4, 2, width), torch.full((2, 4), -1, dtype=torch.int32)
+    apart = [torch.stack([x, x], 2)[:, :, 0] for x in dense]  # every second element of axis 1
+    assert not any(x.is_contiguous() for x in apart)
+    call_of_two(*dense)
+    call_of_two(*apart)
+    assert all(torch.equal(a, b) for a, b in zip(apart, dense, strict=True)) and dense[0].any()
+
+
+@pytest.mark.parametrize(
+    ("option", "error", "message"),
+    [
+        ({"overlap": 1}, TypeError, "overlap: got int; legal: True or False, static"),
+        ({"overlap": None}, TypeError, "overlap: got NoneType; legal: True or False, static"),
+        ({"eps": float("nan")}, ValueError, "eps: got nan; legal: a finite number, at least 0"),
+        ({"eps": -1e-6}, ValueError, "eps: got -1e-06; legal: a finite number, at least 0"),
+    ],
+)
+def test_static_options_that_are_not_legal(option: dict[str, Any], error: type[Exception], message: str) -> None:
+    cache, state = torch.zeros(3, 4, 64), torch.zeros(2, 4, 2, 64)
+    with pytest.raises(error, match=message):
+        call_of_two(cache, state, torch.full((2, 4), -1, dtype=torch.int32), **option)
+    assert not cache.any() and not state.any()

@@ -3,10 +3,18 @@ test_gradient.py and test_prefill_kv.py."""
 
 from __future__ import annotations
 
+import functools
+
+import jax
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import tsmla_bridge
+import tsmla_jax
+from tests.bridge.inputs import tensor
 from tests.emulator.launcher import Gpu
 
 TABLES = torch.tensor([[1, 0]], dtype=torch.int32)
@@ -62,5 +70,94 @@ def test_a_write_is_refused() -> None:
     message = "write_kv_cache has no derivative in this implementation; call it under torch.no_grad"
     with pytest.raises(NotImplementedError, match=message):
         tsmla_bridge.write_kv_cache(cache, latent, None, slots)
+    with pytest.raises(NotImplementedError, match=message):
+        tsmla_bridge.write_kv_cache(cache, latent.detach(), None, slots, kv_scale=torch.tensor(2.0, requires_grad=True))
+    assert not cache.any()
     written = tsmla_bridge.write_kv_cache(cache, latent.detach(), None, slots)
     assert not written.requires_grad and torch.equal(written.view(32, 64)[[17, 3]], latent.detach())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_nan_of_unused_keys_is_in_no_derivative_of_logits(packed: bool) -> None:
+    """In jax too. One key is seen, by the first of two tokens; the second is of no request."""
+    q, weights = np.random.default_rng(0).standard_normal((2, 3, 8)), np.ones((2, 3), np.float32)
+    q = q.astype(ml_dtypes.float8_e4m3fn if packed else np.float32)
+    cache = np.full((1, 4, 12), 255, np.uint8) if packed else np.full((1, 4, 8), np.nan, np.float32)
+    if packed:
+        cache.reshape(-1)[:8] = 56  # e4m3's 1.0
+        cache.reshape(-1)[32:36] = np.ones(1, np.float32).view(np.uint8)
+    else:
+        cache[0, 0] = 1
+    tables, lens, offsets = np.zeros((1, 1), np.int32), np.ones(1, np.int32), np.asarray([0, 1], np.int32)
+    seen = np.maximum(q[0].astype(np.float32).sum(1), 0)
+    for name in ("xla", "reference"):
+
+        def total(weights: jax.Array, name: str = name) -> jax.Array:
+            arrays = (q, weights, cache, tables, lens)
+            return tsmla_jax.indexer_logits(*arrays, cu_seqlens_q=offsets, implementation=name)[0, 0]
+
+        np.testing.assert_allclose(jax.grad(total)(weights), [seen, 0 * seen], rtol=1e-5)
+    asking = torch.from_numpy(weights).requires_grad_()
+    given = (tensor(q), asking, *map(torch.from_numpy, (cache, tables, lens)))
+    tsmla_bridge.indexer_logits(*given, cu_seqlens_q=torch.from_numpy(offsets))[0, 0].backward()
+    assert asking.grad is not None
+    np.testing.assert_allclose(asking.grad, [seen, 0 * seen], rtol=1e-5)
+
+
+def packed_arguments(op: str) -> dict[str, torch.Tensor]:
+    """Arguments of an operation on packed caches; its results are zeros before it has run."""
+    slots, angles = torch.tensor([17, 3], dtype=torch.int32), {name: torch.randn(2, 32) for name in ("cos", "sin")}
+    one = torch.ones(1, dtype=torch.int32)
+    return {
+        "write_packed_kv_cache": {
+            "kv_cache": torch.zeros(2, 16, 656, dtype=torch.uint8),
+            "latent": torch.randn(2, 512),
+            "k_rope": torch.randn(2, 64),
+            "slot_mapping": slots,
+            **angles,
+        },
+        "write_indexer_cache": {
+            "k_cache": torch.zeros(2, 16, 128),
+            "k": torch.randn(2, 128),
+            "slot_mapping": slots,
+            **angles,
+        },
+        "indexer_quantize": {"q": torch.randn(2, 4, 128), "weights": torch.randn(2, 4), **angles},
+        "compress_write_kv_cache": {
+            "cache": torch.zeros(2, 16, 64),
+            "kv_score": torch.randn(2, 2, 64),
+            "ape": torch.randn(2, 64),
+            "state": torch.zeros(1, 2, 2, 64),
+            "state_positions": torch.full((1, 2), -1, dtype=torch.int32),
+            "norm_weight": torch.randn(64),
+            "cos_sin": torch.randn(4, 8),
+            "block_tables": one[None],
+            "state_slots": 0 * one,
+            "seq_lens": 2 * one,
+            "cu_seqlens_q": torch.tensor([0, 2], dtype=torch.int32),
+        },
+    }[op]
+
+
+@pytest.mark.parametrize(
+    "op", ["write_packed_kv_cache", "write_indexer_cache", "indexer_quantize", "compress_write_kv_cache"]
+)
+def test_what_packs_is_refused(op: str) -> None:
+    given = packed_arguments(op)
+    static = {"ratio": 2, "overlap": False, "eps": 1e-6} if op == "compress_write_kv_cache" else {}
+    call = functools.partial(getattr(tsmla_bridge, op), **static)
+    for name, value in given.items():
+        if not value.is_floating_point():
+            continue
+        asking = given | {name: value.clone().requires_grad_()}
+        with pytest.raises(NotImplementedError, match=f"{op} has no derivative in this implementation; call it under"):
+            call(**asking)
+        with torch.no_grad():
+            call(**asking)
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=f"{op} has no derivative"):
+            call(**given | {name: forward_ad.make_dual(value, value)})
+    if "cache" in op:
+        first = next(iter(given.values()))
+        first.zero_()
+        call(**given)
+        assert first.any()

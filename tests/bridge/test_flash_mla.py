@@ -120,6 +120,28 @@ def test_refusals(changed: dict[str, Any], error: type[Exception], said: str) ->
         attend(case([70, 5], q_dtype="bfloat16", kv_dtype="bfloat16"), "cpu", **changed)
 
 
+@pytest.mark.parametrize(
+    ("argument", "shape", "said"),
+    [
+        ("indices", (3, 2, 64), r"indices: got shape \[3, 2, 64\]; legal: \[B, S, K\] = \[2, 3, K\]"),
+        ("indices", (2, 1, 192), r"indices: got shape \[2, 1, 192\]; legal: \[B, S, K\] = \[2, 3, K\]"),
+        ("indices", (2, 192), r"indices: got shape \[2, 192\]; legal: \[B, S, K\] = \[2, 3, K\]"),
+        ("topk_length", (1, 2), r"topk_length: got shape \[1, 2\]; legal: \[B\] = \[2\], B from q"),
+        ("q", (6, HEADS, 576), r"q: got shape \[6, 4, 576\]; legal: \[B, S, H, D\]"),
+    ],
+)
+def test_shapes_of_sparse_decode(argument: str, shape: tuple[int, ...], said: str) -> None:
+    """As many elements as a legal call has are no legal call."""
+    q = torch.zeros(2, 3, HEADS, 576, dtype=torch.bfloat16)
+    given = {"q": q, "indices": torch.zeros(2, 3, 64, dtype=torch.int32), "topk_length": torch.ones(2).int()}
+    given |= {argument: torch.zeros(shape, dtype=given[argument].dtype)}
+    with pytest.raises(ValueError, match=said):
+        flash_mla.flash_mla_with_kvcache(
+            given.pop("q"), torch.zeros(2, 64, 1, 656, dtype=torch.uint8), None, None, 512,
+            *flash_mla.get_mla_metadata(), is_fp8_kvcache=True, **given,
+        )  # fmt: skip
+
+
 def test_sparse_prefill_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="flash_mla_sparse_fwd: of sparse attention only"):
         flash_mla.flash_mla_sparse_fwd(torch.zeros(1), torch.zeros(1), torch.zeros(1), 1.0)

@@ -126,6 +126,25 @@ def test_caches_are_written_as_in_jax(op: str, width: int, inputs: tuple[int, ..
     assert torch.equal(again, given)
 
 
+def test_indexer_caches_with_gaps_are_written() -> None:
+    dense, k, slots = torch.zeros(2, 16, 132, dtype=torch.uint8), as_torch(rows_of(128)), as_torch(SLOTS)
+    apart = torch.stack([dense, dense], 2)[:, :, 0]
+    for cache in (dense, apart):
+        tsmla_bridge.write_indexer_cache(cache, k, slots)
+    assert not apart.is_contiguous() and torch.equal(apart, dense) and dense.any()
+
+
+def test_plain_fp8_keys_saturate_as_in_jax() -> None:
+    k = as_torch(np.asarray([[1e3] * 8, [-1e9] * 8, [np.nan] * 8], np.float32))
+    slots = torch.arange(3, dtype=torch.int32)
+    mine = tsmla_bridge.write_indexer_cache(torch.zeros(1, 4, 8).to(torch.float8_e4m3fn), k, slots)
+    for name in ("xla", "reference"):
+        cache = jnp.zeros((1, 4, 8), jnp.float8_e4m3fn)
+        want = sparse.write_indexer_cache(cache, k.numpy(), slots.numpy(), implementation=name)
+        np.testing.assert_array_equal(mine.float(), np.asarray(want, np.float32))
+        assert want[0, :2, 0].tolist() == [448.0, -448.0]
+
+
 def test_no_token_and_only_skipped_ones_write_nothing() -> None:
     cache = as_torch(np.random.default_rng(5).integers(0, 256, (2, 16, 132), np.uint8))
     before = cache.clone()
@@ -144,6 +163,15 @@ def test_queries_are_those_of_jax(rotates: bool) -> None:
     differ = np.asarray(q8.view(torch.uint8)) != np.asarray(want.view(jnp.uint8))
     assert differ.mean() < (0.002 if rotates else 1e-9)
     np.testing.assert_allclose(folded, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((2, 3, 0), "Di"), ((2, 0, 8), "Hi")])
+def test_queries_of_no_column_or_head_are_refused(shape: tuple[int, ...], axis: str) -> None:
+    q, weights = np.zeros(shape, np.float32), np.zeros(shape[:2], np.float32)
+    with pytest.raises(ValueError, match=rf"q: got shape \[.*\]; {axis} must be at least 1"):
+        tsmla_bridge.indexer_quantize(torch.from_numpy(q), torch.from_numpy(weights))
+    with pytest.raises(ValueError, match=rf"q: got shape \[.*\]; {axis} must be at least 1"):
+        sparse.indexer_quantize(q, weights)
 
 
 @pytest.mark.parametrize("rotates", [False, True])

@@ -17,6 +17,19 @@ def test_registering_without_the_engine_says_so(plugin: ModuleType, caplog: pyte
     assert "not registered with this version of" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["TSMLA_VLLM", "TSMLA_VLLM_FP8_QUERIES", "TSMLA_VLLM_VISIBLE_LENS"])
+def test_a_variable_that_is_not_understood(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = f"{name}: got 'false', which is taken as if it were not set; legal: "
+    for value in (None, "sparse" if name == "TSMLA_VLLM" else "0", "false"):
+        if value is not None:
+            monkeypatch.setenv(name, value)
+        assert said not in caplog.text
+        vllm.register()
+    assert said in caplog.text
+
+
 @pytest.mark.parametrize("plugin", [vllm, sglang])
 def test_registering_imports_neither_torch_nor_jax(plugin: ModuleType, child_environment: dict[str, str]) -> None:
     code = f"import sys; from {plugin.__name__} import register; register()\n"

@@ -26,6 +26,9 @@ from tsmla_kernels.contract import FP8
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Texts of a decode step. No other sizes are compiled: a smaller batch has rows of padding."""
 
+LEAST_TEMPERATURE = 1e-30
+"""Least temperature of sampling: logits over less are infinities in f32, from which nothing can be drawn."""
+
 SHORT_PROMPT = 256
 """Prompts of that many tokens fill a prefill step; of shorter ones it may have room for more than it takes."""
 
@@ -42,7 +45,7 @@ class EngineOptions:
       max_batch: texts that decode together, over all replicas; at most the last of BATCH_SIZES.
       chunk: most prompt tokens of one prefill step of a replica.
       speculative: most tokens drafted a step; 0 for none.
-      temperature: 0 is greedy.
+      temperature: 0 is greedy, else at least LEAST_TEMPERATURE.
       top_p: the smallest set of most likely tokens whose probability reaches it is sampled from.
       seed: of the sampling.
       cache_dtype: None takes the parameters' dtype; "float8_e4m3fn" halves a bf16 cache; "packed" is the fp8 layout
@@ -99,8 +102,10 @@ class EngineOptions:
                 raise ValueError(f"{name} = {value}; legal: at least 1, or None")
         if self.seed >= 2**32:
             raise ValueError(f"seed = {self.seed}; legal: below 2**32")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature = {self.temperature}; legal: 0 (greedy) or a positive number")
+        if self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature < float("inf"):
+            raise ValueError(
+                f"temperature = {self.temperature}; legal: 0 (greedy), or a number from {LEAST_TEMPERATURE} on"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p = {self.top_p}; legal: above 0, at most 1")
         for name in ("kv_scale", "q_scale"):
@@ -285,7 +290,7 @@ def _check_prompt(config: ModelConfig, name: str, tokens: Sequence[int], max_new
     if not tokens:
         raise ValueError(f"{name}: empty; legal: at least one token")
     for token in tokens:
-        if not 0 <= token < config.vocab_size:
+        if not hasattr(token, "__index__") or not 0 <= token < config.vocab_size:
             raise ValueError(f"{name}: token id {token}; legal: 0 to {config.vocab_size - 1}")
     if len(tokens) + max_new_tokens > config.max_position_embeddings:
         raise ValueError(

@@ -58,8 +58,8 @@ def _keep_top_p(logits: jax.Array, top_p: jax.Array) -> jax.Array:
     """Logits [N, V] with -inf outside each row's nucleus (Holtzman et al., arXiv:1904.09751)."""
     order = jnp.argsort(-logits, axis=-1, stable=True)
     probabilities = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1), axis=-1)
-    # The mass before a token: 0 for the most likely one, which therefore stays even if top_p is tiny.
-    before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    kept_sorted = (before < top_p) | (top_p >= 1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities  # the mass before a token
+    # The most likely token stays even if top_p is so small that it is 0 in f32.
+    kept_sorted = (before < top_p) | (top_p >= 1) | (jnp.arange(logits.shape[-1]) == 0)
     kept = jnp.put_along_axis(jnp.zeros_like(kept_sorted), order, kept_sorted, axis=-1, inplace=False)
     return jnp.where(kept, logits, -jnp.inf)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax.typing import DTypeLike
@@ -138,8 +139,9 @@ class Checkpoint:
             an array that owns its memory.
 
         Raises:
-            CheckpointError: a missing tensor, another shape, an fp8 tensor without scales, misshapen scales, or a file
-                that is truncated or not safetensors. The text names the file and the tensor.
+            CheckpointError: a missing tensor, another shape, integers to be read as floats (or the other way round), an
+                fp8 tensor without scales, misshapen scales, or a file that is truncated or not safetensors. The text
+                names the file and the tensor.
         """
         info = self.info(name)
         fp4 = info.dtype in _BYTES and len(info.shape) == 2 and self.scale_name(name) is not None
@@ -153,7 +155,19 @@ class Checkpoint:
         if info.dtype in _FP8:
             scales = self._scales(name, info, stored_shape, self.block)
             return dequantise_blocks(raw, scales, block=self.block, dtype=narrow)[rows]
-        return np.array(raw[rows], dtype=info.dtype if dtype is None else np.dtype(dtype))
+        kind = info.dtype if dtype is None else np.dtype(dtype)
+        if jnp.issubdtype(kind, jnp.floating) != jnp.issubdtype(info.dtype, jnp.floating):
+            raise self.unlike(name, kind.name)
+        return np.array(raw[rows], dtype=kind)
+
+    def unlike(self, name: str, wanted: str) -> CheckpointError:
+        """The error for a tensor that is read as `wanted`, floats or integers, and holds the other. Its numbers alone
+        mean nothing: it is quantised in a way that isn't known here."""
+        info = self.info(name)
+        return CheckpointError(
+            f"{info.file}: tensor {name!r} is {info.dtype.name} and can't be read as {wanted}; of quantised weights fp8"
+            " and fp4 with block scales are read"
+        )
 
     def is_block_scaled(self, name: str) -> bool:
         """Whether a tensor is e4m3 with a scale for every 128 x 128 values, so that `read_block_scaled` takes it.

@@ -15,6 +15,7 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import tsmla_jax
 from tsmla_jax.ops import checks
@@ -55,17 +56,22 @@ class Segments:
                 The gradient's workspace grows by 16 tokens' sums of dq for each of them.
 
         Raises:
-            TypeError, ValueError: ids are no integers or have another rank; max_segments < 1. With TSMLA_CHECK=1 also
-                a row of too many segments, or an id that comes back after another one.
+            TypeError, ValueError: ids are no integers or have another rank, or are 64-bit integers of numpy that jax
+                would cut to 32 bits; max_segments < 1. With TSMLA_CHECK=1 also a row of too many segments, or an id
+                that comes back after another one.
         """
-        ids = jnp.asarray(ids)
+        given, ids = ids, jnp.asarray(ids)
+        if isinstance(given, np.ndarray) and (given != given.astype(ids.dtype)).any():
+            raise ValueError(f"ids: got {given.dtype} beyond {ids.dtype}; legal: ids of 32 bits, or jax_enable_x64")
         if not (jnp.issubdtype(ids.dtype, jnp.integer) or ids.dtype == jnp.bool_):
             raise TypeError(f"ids must be integers or booleans, got {ids.dtype}")
         if ids.ndim != 2:
             raise ValueError(f"ids must be [B, S], got shape {ids.shape}")
         if max_segments < 1:
             raise ValueError(f"{max_segments=} must be >= 1")
-        ids = checks.behind(partial(values.segment_ids, max_segments), ids.astype(jnp.int32))
+        # Ids are compared as they are: cut to 32 bits, two of 64 may become one, or padding.
+        ids = ids.astype(jnp.int32) if ids.dtype == jnp.bool_ else ids
+        ids = checks.behind(partial(values.segment_ids, max_segments), ids)
         row_len = ids.shape[1]
         piece = max(_LEAST_PIECE, -(-row_len // _PADDING_PIECES))
         changes = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1)[:, :row_len]

@@ -151,7 +151,10 @@ class LayerWeights(Generic[_Config]):
         tensors = {}
         for name, shape in self.hf_attention_shapes(config).items():
             whole = prefix.format(layer=layer) + name
-            tensors[name] = checkpoint.read(stored.get(whole, whole), shape=shape, dtype=dtype)
+            tensor = checkpoint.read(stored.get(whole, whole), shape=shape, dtype=dtype)
+            if not jnp.issubdtype(tensor.dtype, jnp.floating):
+                raise checkpoint.unlike(stored.get(whole, whole), "a weight")
+            tensors[name] = tensor
         return self.params_from_hf(config, tensors)
 
 

@@ -107,7 +107,7 @@ def localize_context_lens(
     rules.check_dtype("seq_lens", describe("seq_lens", seq_lens), ("int32",))
     world = contract.static_int("world", world, minimum=1)
     interleave = contract.static_int("interleave", interleave, minimum=1)
-    if isinstance(rank, int) and not 0 <= rank < world:
+    if not isinstance(rank, jax.Array) and not contract.static_int("rank", rank) < world:
         raise ValueError(f"rank: got {rank}; legal: 0 to world - 1 = {world - 1}")
     seq_lens = jnp.asarray(seq_lens)
     full = seq_lens // (world * interleave)

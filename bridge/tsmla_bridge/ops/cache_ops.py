@@ -57,8 +57,7 @@ def write_kv_cache(
       NotImplementedError: the named implementation can't run this call, with every reason; a tensor requires a
         derivative.
     """
-    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (kv_cache, latent, k_rope)):
-        raise contract.not_differentiable("write_kv_cache", "call it under torch.no_grad(), or on detached tensors")
+    operators.refuse_derivative("write_kv_cache", kv_cache, latent, k_rope, kv_scale)
     arguments = (kv_cache, latent, k_rope, slot_mapping, *operators.scale_arguments(kv_scale), implementation)
     if torch.compiler.is_compiling() or operators.is_traced(kv_cache, latent):
         torch.ops.tsmla.write_kv_cache(*arguments)

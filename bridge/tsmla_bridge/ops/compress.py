@@ -71,6 +71,8 @@ def compress_write_kv_cache(
     Raises:
       TypeError, ValueError, NotImplementedError: as write_kv_cache says.
     """
+    derivable = (cache, kv_score, ape, state, norm_weight, cos_sin, kv_scale)
+    operators.refuse_derivative("compress_write_kv_cache", *derivable)
     arrays = Arrays(
         cache,
         state,

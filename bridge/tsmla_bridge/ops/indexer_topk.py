@@ -42,9 +42,11 @@ class Call(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By name, those that are given."""
-        named = zip(self._fields[:6], self[:6], strict=True)
-        return {name: tensor for name, tensor in named if tensor is not None}
+        """By name; cu_seqlens_q where it is given."""
+        named: dict[str, Any] = dict(zip(self._fields[:6], self[:6], strict=True))
+        if self.cu_seqlens_q is None:
+            del named["cu_seqlens_q"]
+        return named
 
 
 class Memory(NamedTuple):
@@ -147,9 +149,10 @@ def _results(call: Call, memory: Memory) -> Results:
 
 def _select(call: Call, memory: Memory) -> Results:
     """The indices, the counts and the scores; without return_slots the kernels write no counts."""
-    given, device = call.tensors, call.q.device
+    given = call.tensors
     options: dict[str, Any] = {"k": call.k, "return_slots": call.return_slots, "return_scores": call.return_scores}
     spec = tensors.describe_call(indexer_topk_spec, given, scales={}, **options)
+    device = call.q.device
 
     def why_not() -> list[str]:
         found = loaded_kernels.reasons(INDEXER_LOGITS, device)

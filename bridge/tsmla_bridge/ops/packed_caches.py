@@ -56,6 +56,7 @@ def write_packed_kv_cache(
     Raises:
       TypeError, ValueError, NotImplementedError: as write_kv_cache says.
     """
+    operators.refuse_derivative("write_packed_kv_cache", latent, k_rope, cos, sin)
     arguments = (kv_cache, latent, k_rope, slot_mapping, cos, sin, rope_interleave, rope_layout, implementation)
     if torch.compiler.is_compiling() or operators.is_traced(kv_cache, latent):
         torch.ops.tsmla.write_packed_kv_cache(*arguments)
@@ -135,6 +136,7 @@ def write_indexer_cache(
     Raises:
       TypeError, ValueError, NotImplementedError: as write_kv_cache says.
     """
+    operators.refuse_derivative("write_indexer_cache", k_cache, k, cos, sin)
     arguments = (k_cache, k, slot_mapping, cos, sin, rope_offset, rope_layout, implementation)
     if torch.compiler.is_compiling() or operators.is_traced(k_cache, k):
         torch.ops.tsmla.write_indexer_cache(*arguments)
@@ -209,6 +211,7 @@ def indexer_quantize(
     Raises:
       TypeError, ValueError, NotImplementedError: as write_kv_cache says.
     """
+    operators.refuse_derivative("indexer_quantize", q, weights, cos, sin)
     arguments = (q, weights, cos, sin, rope_offset, rope_layout, implementation)
     traced = torch.compiler.is_compiling() or operators.is_traced(q, weights)
     return torch.ops.tsmla.indexer_quantize(*arguments) if traced else _quantize(*arguments)

@@ -8,9 +8,12 @@ import ctypes
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 _guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 
@@ -120,3 +123,16 @@ def made_current(index: int) -> AbstractContextManager[Any]:
 def index_of(device: torch.device) -> int:
     """The index of a CUDA device, the current one's if it names none."""
     return current_device() if device.index is None else device.index
+
+
+def in_own_precision(definition: Callable[P, Result]) -> Callable[P, Result]:
+    """`definition`, a function of some tensors on one device, where torch.autocast changes nothing: it would round the
+    operands of a definition's products to 16 bits, and the kernels know nothing of it."""
+
+    @functools.wraps(definition)
+    def run(*args: P.args, **kwargs: P.kwargs) -> Result:
+        device = next(x.device for x in args if isinstance(x, torch.Tensor))
+        with torch.autocast(device.type, enabled=False):
+            return definition(*args, **kwargs)
+
+    return run

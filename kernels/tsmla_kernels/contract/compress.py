@@ -85,6 +85,8 @@ def compress_write_spec(
     check_ints("block_tables", block_tables, "B M", (compress.num_requests, "B, seq_lens's requests"))
     if isinstance(eps, bool) or not isinstance(eps, int | float):
         raise TypeError(f"eps: got {type(eps).__name__}; legal: a static float")
+    if not 0 <= eps < float("inf"):  # false for NaN
+        raise ValueError(f"eps: got {eps}; legal: a finite number, at least 0")
     return CompressWriteSpec(
         compress=compress,
         cache=kind,

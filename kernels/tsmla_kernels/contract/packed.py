@@ -17,6 +17,7 @@ from tsmla_kernels.contract.rules import (
     Array,
     Dim,
     check_array,
+    check_at_least_one,
     check_dtype,
     check_ints,
     check_rank,
@@ -92,7 +93,7 @@ def packed_write_spec(
     cache = cache_spec("kv_cache", kv_cache)
     if cache.layout != "v32":
         raise ValueError(f"kv_cache: got the {cache.layout} layout; legal: uint8 [P, Z, {V32_PACKED.row_bytes}]")
-    check_rank("rows to write", latent, "T D")
+    check_rank("latent", latent, "T 512")
     check_ints("slot_mapping", slot_mapping, "T", (latent.shape[0], "T, the rows to write"), dtypes=slot_dtypes)
     check_packed_rows(latent, k_rope)
     _angle_width(cos, sin, latent.shape[0], V32_PACKED.rope_dim // 2)
@@ -159,6 +160,8 @@ def indexer_quantize_spec(
     """The spec of indexer_quantize, or ValueError / TypeError naming the argument that is not legal."""
     check_array("q", q, "T Hi Di", FLOATS)
     num_tokens, num_heads, head_dim = q.shape
+    check_at_least_one("q", q.shape, 1, "Hi")
+    check_at_least_one("q", q.shape, 2, "Di")
     check_array("weights", weights, "T Hi", FLOATS, (num_tokens, "T, q's tokens"), (num_heads, "Hi, q's heads"))
     rotation = _rotation(cos, sin, num_tokens, head_dim, rope_offset, rope_layout)
     return IndexerQuantizeSpec(num_tokens, num_heads, head_dim, q.dtype, weights.dtype, rotation)

@@ -360,7 +360,7 @@ def compress_spec(
 ) -> CompressSpec:
     """The spec of compress_kv, or ValueError / TypeError naming the argument that is not legal."""
     ratio = static_int("ratio", ratio, minimum=1)
-    series = 2 if overlap else 1
+    series = 2 if static_bool("overlap", overlap) else 1
     check_array("kv_score", kv_score, "T 2 W", ("float32",))
     check_size("kv_score", kv_score, 1, 2, "kv, score")
     num_tokens, _, width = kv_score.shape

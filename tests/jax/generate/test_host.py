@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tsmla_jax.generate.drafting import NgramDrafter
 from tsmla_jax.generate.pages import PageAllocator, PageTable, pages_for
+from tsmla_jax.generate.plan import LEAST_TEMPERATURE
 from tsmla_jax.generate.sampling import select_tokens
 
 
@@ -107,7 +108,8 @@ def test_samples_follow_the_tempered_nucleus() -> None:
         observed = np.array([counts[token] for token in range(5)]) / len(rows)
         np.testing.assert_allclose(observed, expected, atol=5 * 0.5 / len(rows) ** 0.5)
         assert not observed[expected == 0].any()
-    assert set(sample(rows[:100], top_p=1e-6).tolist()) == {1}
+    for extreme in ({"top_p": 1e-6}, {"top_p": 1e-50}, {"temperature": LEAST_TEMPERATURE}):  # 1e-50 is 0 in f32
+        assert set(sample(rows[:100], **extreme).tolist()) == {1}
 
 
 def test_a_sample_depends_on_seed_request_and_position_alone() -> None:

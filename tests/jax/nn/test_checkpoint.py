@@ -208,6 +208,19 @@ def test_fp8_without_scales_or_with_wrong_ones(tmp_path: Path) -> None:
         Checkpoint(tmp_path).read("w")
 
 
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+def test_integers_are_no_weights(tmp_path: Path, dtype: Any) -> None:
+    """Of a checkpoint in int8 with a scale a row, whose numbers alone are none of the model's."""
+    tensors = attention_tensors()
+    name = "model.layers.2.self_attn.o_proj.weight"
+    tensors[name] = tensors[name].astype(np.int8)
+    write_single(tmp_path, tensors | {f"{name}_scale": np.ones((200, 1), np.float32)})
+    with pytest.raises(CheckpointError, match=f"{SINGLE_NAME}: tensor '{name}' is int8 and can't be read as "):
+        load_hf_attention(tmp_path, 2, dtype=dtype)
+    with pytest.raises(CheckpointError, match="is float32 and can't be read as int32"):
+        Checkpoint(tmp_path).read(f"{name}_scale", dtype=np.int32)
+
+
 @pytest.mark.parametrize("keep", [4, 100, -1])
 def test_truncated_file(tmp_path: Path, keep: int) -> None:
     write_single(tmp_path, attention_tensors())

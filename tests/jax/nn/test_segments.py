@@ -129,6 +129,18 @@ def test_bad_input() -> None:
         segment_attention_kv(q, kv, k_rope, segments, softmax_scale=SCALE, implementation="nonesuch")
 
 
+def test_wide_ids_are_not_cut() -> None:
+    """2^32 is no padding, and 2^32 + 1 is not 1."""
+    ids = np.asarray([[2**32 + 1, 1, 2**32, 0]])
+    with pytest.raises(ValueError, match="ids: got int64 beyond int32; legal: ids of 32 bits, or jax_enable_x64"):
+        Segments.from_ids(ids, max_segments=4)
+    with jax.enable_x64(True):
+        found = Segments.from_ids(ids, max_segments=4)
+    assert found.starts[0, :4].tolist() == [0, 1, 2, 3] and found.valid.tolist() == [[True, True, True, False]]
+    high = Segments.from_ids(np.asarray([[2**32 - 1, 2**31]], np.uint32), max_segments=2)
+    assert high.starts[0, :2].tolist() == [0, 1] and high.valid.all()
+
+
 def test_checks_of_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TSMLA_CHECK", "1")
     Segments.from_ids(IDS, max_segments=MAX_SEGMENTS)

@@ -113,6 +113,26 @@ def test_requests_of_several_tokens(implementation: str) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("tokens", "requests", "pages"), [(2, 0, M), (0, 2, M), (2, 2, 0), (0, None, M)])
+def test_nobody_or_no_key(tokens: int, requests: int | None, pages: int, implementation: str) -> None:
+    """Over packed keys; without requests each token has a row of the block table."""
+    rows = tokens if requests is None else requests
+    offsets = None if requests is None else ints(np.linspace(0, tokens, requests + 1))
+    call = (
+        jnp.ones((tokens, HEADS, DIM), jnp.float8_e4m3fn),
+        jnp.ones((tokens, HEADS)),
+        jnp.zeros((P, Z, DIM + 4), jnp.uint8),
+        jnp.zeros((rows, pages), jnp.int32),
+        jnp.zeros(rows, jnp.int32),
+    )
+    options = {"cu_seqlens_q": offsets, "implementation": implementation}
+    logits = tsmla_jax.indexer_logits(*call, **options)
+    assert logits.shape == (tokens, pages * Z) and np.isneginf(logits).all()
+    slots, counts = tsmla_jax.indexer_topk(*call, k=3, return_slots=True, **options)
+    assert slots.shape == (tokens, 3) and (np.asarray(slots) == -1).all() and not np.asarray(counts).any()
+
+
 def test_blocks_of_tokens_and_of_keys_change_nothing() -> None:
     rng = np.random.default_rng(2)
     tokens, pages, size, table = 41, 40, 64, 19

@@ -92,6 +92,7 @@ def test_positions_become_slots() -> None:
         (lambda: sparse.expand_decode_metadata(jnp.ones(1), ints([[0]]), 3, total_tokens=3), "seq_lens: got dtype"),
         (lambda: sparse.expand_decode_metadata(ints([1]), ints([[0]]), ints([1, 1]), total_tokens=2), "decode_lens"),
         (lambda: sparse.localize_context_lens(ints([1]), rank=2, world=2), "rank: got 2"),
+        (lambda: sparse.localize_context_lens(ints([1]), rank=np.int64(2), world=2), "rank: got 2"),
         (lambda: sparse.localize_context_lens(ints([1]), rank=0, world=2, interleave=0), "interleave: got 0"),
         (lambda: sparse.remap_slots(ints([1]), 4, 3), "page_span: got 3.*at least the page size 4"),
         (lambda: sparse.positions_to_slots(ints([[1]]), ints([[1]]), 4, page_span=2), "page_span: got 2"),

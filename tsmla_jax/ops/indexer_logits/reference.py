@@ -21,15 +21,18 @@ def indexer_logits(
     spec: IndexerLogitsSpec,
 ) -> jax.Array:
     """logits [T, M * Z] as the public indexer_logits documents them."""
+    num_keys = spec.max_pages * spec.cache.page_size
+    if 0 in (spec.num_tokens, spec.num_requests, num_keys):
+        return jnp.full((spec.num_tokens, num_keys), -jnp.inf, jnp.float32)
     if cu_seqlens_q is not None:
         request, seq_lens = seen_keys(seq_lens, cu_seqlens_q, spec.num_tokens)
         block_tables = block_tables[request]
-    num_keys = spec.max_pages * spec.cache.page_size
     used = jnp.arange(num_keys) < seq_lens[:, None]
     keys, scales = read_indexer_pages(k_cache, jnp.clip(block_tables, 0, spec.cache.num_pages - 1), spec.cache)
     keys = keys.reshape(spec.num_tokens, num_keys, spec.head_dim).astype(jnp.float32)
+    keys = jnp.where(used[..., None], keys, 0)  # an unused slot may hold NaN, and 0 * NaN in a derivative is NaN
     dots = jnp.einsum("thd,tkd->thk", q.astype(jnp.float32), keys, precision="highest")
     logits = jnp.einsum("th,thk->tk", weights.astype(jnp.float32), jax.nn.relu(dots), precision="highest")
     if scales is not None:
-        logits = logits * scales.reshape(logits.shape)
+        logits = logits * jnp.where(used, scales.reshape(logits.shape), 0)
     return jnp.where(used, logits, -jnp.inf)

@@ -36,7 +36,7 @@ def indexer_logits(
     """logits [T, M * Z] as the public indexer_logits documents them."""
     page_size = spec.cache.page_size
     num_keys = spec.max_pages * page_size
-    if spec.num_tokens == 0 or num_keys == 0:
+    if 0 in (spec.num_tokens, spec.num_requests, num_keys):
         return jnp.full((spec.num_tokens, num_keys), -jnp.inf, jnp.float32)
     if cu_seqlens_q is not None:
         request, seq_lens = seen_keys(seq_lens, cu_seqlens_q, spec.num_tokens)
@@ -55,13 +55,15 @@ def indexer_logits(
             entry = jnp.minimum(i * pages_per_block, spec.max_pages - pages_per_block)
             page = lax.dynamic_slice_in_dim(tables, entry, pages_per_block, axis=1)
             keys, scales = read_indexer_pages(k_cache, jnp.clip(page, 0, spec.cache.num_pages - 1), spec.cache)
+            position = entry * page_size + jnp.arange(block_keys, dtype=jnp.int32)
+            used = position < lens[:, None]
             keys = keys.reshape(-1, block_keys, spec.head_dim).astype(jnp.float32)
+            keys = jnp.where(used[..., None], keys, 0)  # an unused slot may hold NaN: 0 * NaN in a derivative is NaN
             dots = lax.dot_general(query, keys, (((2,), (2,)), ((0,), (0,))), precision=precision)
             part = jnp.einsum("th,thk->tk", weights, jnp.maximum(dots, 0.0), precision="highest")
             if scales is not None:
-                part = part * scales.reshape(part.shape)
-            position = entry * page_size + jnp.arange(block_keys, dtype=jnp.int32)
-            part = jnp.where(position < lens[:, None], part, -jnp.inf)
+                part = part * jnp.where(used, scales.reshape(part.shape), 0)
+            part = jnp.where(used, part, -jnp.inf)
             return lax.dynamic_update_slice_in_dim(out, part, entry * page_size, axis=1)
 
         start = jnp.full((q.shape[0], num_keys), -jnp.inf, jnp.float32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from tsmla_jax.ops.quantize import to_cache_dtype
 from tsmla_jax.sparse import numerics
 from tsmla_jax.sparse.blocks import put_rows
 from tsmla_jax.sparse.indexer import rotate_columns
@@ -22,7 +23,7 @@ def write_indexer_cache(
     if spec.rotation is not None:
         k = rotate_columns(k, angles, spec.rotation)
     if not cache.packed:
-        return put_rows(k_cache, k.astype(k_cache.dtype), slots)
+        return put_rows(k_cache, to_cache_dtype(k, None, k_cache.dtype.name), slots)
     values, scales, _ = numerics.quantize_pow2(k, INDEXER.key_floor)
     page, offset = slots // cache.page_size, slots % cache.page_size
     pages: jax.Array = k_cache.reshape(cache.num_pages, -1)

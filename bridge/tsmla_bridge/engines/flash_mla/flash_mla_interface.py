@@ -74,6 +74,8 @@ def flash_mla_with_kvcache(
     }  # fmt: skip
     if given := [name for name, value in extra.items() if value is not None]:
         _refuse(f"flash_mla_with_kvcache: got {', '.join(given)}")
+    if q.dim() != 4:
+        raise ValueError(f"q: got shape {show(tuple(q.shape))}; legal: [B, S, H, D]")
     softmax_scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     if indices is not None:
         if causal or not is_fp8_kvcache:
@@ -86,8 +88,6 @@ def flash_mla_with_kvcache(
         raise ValueError(f"{', '.join(given)}: got tensors; they go with indices alone")
     if block_table is None or cache_seqlens is None:
         raise ValueError("block_table, cache_seqlens: got None; without indices both are needed")
-    if q.dim() != 4:
-        raise ValueError(f"q: got shape {show(tuple(q.shape))}; legal: [B, S, H, D]")
     if k_cache.dim() != 4 or k_cache.shape[2] != 1:
         raise ValueError(f"k_cache: got shape {show(tuple(k_cache.shape))}; legal: [P, Z, 1, D]")
     if is_fp8_kvcache != (k_cache.dtype == torch.float8_e4m3fn):
@@ -123,11 +123,19 @@ def _sparse_decode(
     if k_cache.dim() != 4 or k_cache.shape[2:] != (1, V32_ROW):
         _refuse(f"flash_mla_with_kvcache: got indices for a k_cache of shape {show(tuple(k_cache.shape))}")
     batch, q_len, heads, head_dim = q.shape
+    if indices.dim() != 3 or indices.shape[:2] != (batch, q_len):
+        raise ValueError(
+            f"indices: got shape {show(tuple(indices.shape))}; legal: [B, S, K] = [{batch}, {q_len}, K], B and S from q"
+        )
+    if topk_length is not None and topk_length.shape != (batch,):
+        raise ValueError(
+            f"topk_length: got shape {show(tuple(topk_length.shape))}; legal: [B] = [{batch}], B from q"
+        )
     lengths = None if topk_length is None else topk_length.repeat_interleave(q_len)
     out, lse = sparse_mla.sparse_mla(
         q.reshape(batch * q_len, heads, head_dim),
         k_cache.select(2, 0).view(torch.uint8),
-        indices.reshape(batch * q_len, -1),
+        indices.reshape(batch * q_len, indices.shape[2]),
         lengths,
         softmax_scale=softmax_scale,
         latent_dim=head_dim_v,

@@ -12,6 +12,7 @@ from tsmla_bridge.engines.context_parallel import held_keys
 from tsmla_bridge.ops import merge, mla_decode
 from tsmla_bridge.ops.plans import DecodeInputs, DecodeOptions, plan_for, plan_of_latest
 from tsmla_bridge.runtime import tensors
+from tsmla_bridge.runtime.devices import in_own_precision
 from tsmla_bridge.runtime.results import Computed, Results
 from tsmla_kernels.contract.rules import show
 
@@ -180,6 +181,7 @@ def _attend_masked(
     return result.view(*shape, latent_dim), None if lse is None else lse.view(shape)
 
 
+@in_own_precision
 def _attend_window(
     query: torch.Tensor, block_tables: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor, shared: _Shared
 ) -> Computed:

@@ -44,8 +44,20 @@ SPARSE = Entry(_DECODE_REGISTRY, "TSMLA_SPARSE", SPARSE_BACKEND)
 PREFILL = Entry(_PREFILL_REGISTRY, "TSMLA", PREFILL_BACKEND)
 
 
+_VARIABLES = {
+    "TSMLA_VLLM": ("", "auto", "sparse"),
+    "TSMLA_VLLM_FP8_QUERIES": ("0", "1"),
+    "TSMLA_VLLM_VISIBLE_LENS": ("0", "1"),
+}
+"""Variables of the environment that the plug-in reads, and their legal values."""
+
+
 def register() -> None:
     """Name the backends in vLLM's registries; vLLM's entry point. May be called again."""
+    for name, legal in _VARIABLES.items():
+        if (value := os.environ.get(name, legal[0])) not in legal:
+            values = ", ".join(map(repr, legal))
+            logger.warning("%s: got %r, which is taken as if it were not set; legal: %s", name, value, values)
     custom = SPARSE if os.environ.get("TSMLA_VLLM") == "sparse" else DECODE
     for entry in (DECODE, SPARSE, PREFILL):
         try:
