@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 
 from tsmla_bridge.engines import sglang, versions, vllm
+from tsmla_kernels import __version__
 
 
 @pytest.mark.parametrize("plugin", [vllm, sglang])
@@ -15,6 +16,24 @@ def test_registering_without_the_engine_says_so(plugin: ModuleType, caplog: pyte
     with caplog.at_level(logging.WARNING):
         plugin.register()
     assert "not registered with this version of" in caplog.text
+
+
+@pytest.mark.parametrize(("choice", "warned"), [("", False), ("auto", False), ("sparse", False), ("1", True)])
+def test_an_unknown_choice_is_said(
+    choice: str, warned: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TSMLA_VLLM", choice)
+    vllm.register()
+    assert ("TSMLA_VLLM: got '1'; legal: auto, sparse" in caplog.text) == warned
+
+
+@pytest.mark.parametrize("engine", versions.ENGINES)
+def test_a_backend_that_serves_says_so_once(engine: versions.Engine, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger=engine.distribution):
+        for _ in range(2):
+            versions.say_active(engine, "a test runs on this backend")
+    said = [f"tsmla {__version__}: a test runs on this backend"]
+    assert [record.getMessage() for record in caplog.records if record.name == f"{engine.distribution}.tsmla"] == said
 
 
 @pytest.mark.parametrize("plugin", [vllm, sglang])

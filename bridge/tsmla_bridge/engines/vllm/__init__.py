@@ -46,7 +46,10 @@ PREFILL = Entry(_PREFILL_REGISTRY, "TSMLA", PREFILL_BACKEND)
 
 def register() -> None:
     """Name the backends in vLLM's registries; vLLM's entry point. May be called again."""
-    custom = SPARSE if os.environ.get("TSMLA_VLLM") == "sparse" else DECODE
+    choice = os.environ.get("TSMLA_VLLM", "")
+    if choice not in ("", "auto", "sparse"):
+        logger.warning("TSMLA_VLLM: got %r; legal: auto, sparse. It is ignored", choice)
+    custom = SPARSE if choice == "sparse" else DECODE
     for entry in (DECODE, SPARSE, PREFILL):
         try:
             _register(entry, is_custom=entry in (custom, PREFILL))
