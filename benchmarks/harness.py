@@ -11,11 +11,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 from absl import flags
 
-PEERS = flags.DEFINE_string("peers", None, "folder of the module of peers")
+PEERS = flags.DEFINE_string("peers", None, "folder of the module of peers, and of versions.json: their versions")
 OUT = flags.DEFINE_string("out", None, "where the rows go")
 POINTS = flags.DEFINE_string("points", None, "points separated by /, instead of all")
 SECONDS = flags.DEFINE_float("seconds", 540.0, "stop starting points after this long")
@@ -24,6 +25,10 @@ JIT = flags.DEFINE_bool("jit", False, "time ours through jax.jit too")
 
 ARCH = "sm_90a"
 OURS = "tsmla"
+PACKAGES = (
+    "torch", "jax", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl", "flash_attn", "flash-attn-4",
+    "nvidia-cudnn-cu12", "nvidia-cudnn-cu13",
+)  # fmt: skip
 PATIENCE = 40  # seconds without a word after which a process is ended
 FIRST_PATIENCE = 180  # before its first word, which follows imports, peers' libraries and inputs
 Point = TypeVar("Point")
@@ -223,12 +228,14 @@ def head() -> str:
 
 
 def versions() -> dict[str, str]:
+    """Of the packages that are installed here, and those that versions.json in the folder of the peers names."""
     from importlib import metadata
 
     found = {"python": platform.python_version()}
-    for name in ("torch", "jax", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl", "flash_attn"):
+    for name in PACKAGES:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    path = Path(PEERS.value or ".") / "versions.json"
+    return found | (json.loads(path.read_text()) if PEERS.value and path.exists() else {})

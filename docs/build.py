@@ -36,6 +36,7 @@ KERNEL_PAGES = {
     "caches.md": KERNELS / "cache_ops/DESIGN.md",
     "sparse_caches.md": KERNELS / "sparse_cache/DESIGN.md",
 }
+KERNEL_NAMES = {source: name for name, source in KERNEL_PAGES.items()}
 ENGINES = ROOT / "examples" / "engines.md"
 _COMMENT = re.compile(r"^<!-- (runs|readme|figure)(?: (\w+))? -->$", re.MULTILINE)
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:]+)((?:#[^)]*)?)\)")
@@ -60,16 +61,32 @@ def stage() -> None:
     for source in sorted((ROOT / "docs").rglob("*.md")):
         page = source.relative_to(ROOT / "docs")
         up = "../" * (len(page.parts) - 1)
-        write(STAGE / page, filled(source.read_text(encoding="utf-8"), readme, up))
+        write(STAGE / page, filled(staged_links(source, up), readme, up))
     shutil.copy(ROOT / "docs" / "extra.css", STAGE)
     for source in sorted(FIGURES.glob("*.md")):
         write(STAGE / "figures" / source.name, source.read_text(encoding="utf-8"))
     for source in sorted(FIGURES.glob("*.png")):
         shutil.copy(source, STAGE / "figures" / source.name)
     write(STAGE / "guides" / "engines_served.md", page_from(ENGINES, {}))
-    names = {source: name for name, source in KERNEL_PAGES.items()}
     for name, source in KERNEL_PAGES.items():
-        write(STAGE / "kernels" / name, page_from(source, names))
+        write(STAGE / "kernels" / name, page_from(source, KERNEL_NAMES))
+
+
+def staged_links(source: Path, up: str) -> str:
+    """A page of docs/, its links into the tree turned to where kernels' pages, figures and the engines' page are staged."""
+
+    def link(found: re.Match[str]) -> str:
+        image, text, target, anchor = found.groups()
+        path = (source.parent / target).resolve()
+        if path in KERNEL_NAMES:
+            target = f"{up}kernels/{KERNEL_NAMES[path]}"
+        elif path.parent == FIGURES:
+            target = f"{up}figures/{path.name}"
+        elif path == ENGINES:
+            target = f"{up}guides/engines_served.md"
+        return f"{image}[{text}]({target}{anchor})"
+
+    return _LINK.sub(link, source.read_text(encoding="utf-8"))
 
 
 def filled(page: str, readme: str, up: str) -> str:
@@ -108,7 +125,7 @@ def page_from(source: Path, names: dict[Path, str]) -> str:
 
     def link(found: re.Match[str]) -> str:
         image, text, target, anchor = found.groups()
-        name = names.get((source.parent / target).resolve())
+        name = KERNEL_NAMES.get((source.parent / target).resolve())
         if name is None:
             return f"`{Path(target).name}`" if not image else ""
         return f"[{text}]({name}{anchor})"

@@ -7,7 +7,9 @@ done before jax reads it, and the other way round. The host never waits. jax is 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +20,14 @@ if TYPE_CHECKING:
 
 _WIDE = (torch.int64, torch.uint64, torch.float64, torch.complex128)
 """The dtypes that jax has only under jax_enable_x64; it would narrow them, to a copy."""
+
+
+def _jax() -> ModuleType:
+    """The module jax. ImportError, with the way out, where it isn't installed."""
+    try:
+        return importlib.import_module("jax")
+    except ImportError as error:
+        raise ImportError(f"arrays between jax and torch need the package jax: pip install jax ({error})") from None
 
 
 def to_jax(tensor: torch.Tensor) -> jax.Array:
@@ -34,8 +44,7 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
       ValueError: it isn't contiguous, jax would have to copy it, or has its dtype only under jax_enable_x64.
       RuntimeError: jax has no such device.
     """
-    import jax
-
+    jax = _jax()
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"tensor: got {type(tensor).__name__}; legal: a torch.Tensor (jax.numpy.asarray takes others)")
     if tensor.dtype in _WIDE and not jax.config.read("jax_enable_x64"):
@@ -62,8 +71,7 @@ def to_torch(array: jax.Array) -> torch.Tensor:
       TypeError: it is no jax array.
       ValueError: it lies on several devices.
     """
-    import jax
-
+    jax = _jax()
     if not isinstance(array, jax.Array):
         raise TypeError(f"array: got {type(array).__name__}; legal: a jax.Array")
     if len(array.devices()) != 1:
@@ -86,8 +94,7 @@ def jax_function(function: Callable[..., Any], **jit_options: Any) -> Callable[.
       TypeError, ValueError, RuntimeError: at a call, as to_jax.
       ValueError: a tensor requires a derivative, which does not pass through jax; torch.no_grad() allows the call.
     """
-    import jax
-
+    jax = _jax()
     compiled = jax.jit(function, **jit_options)
 
     @functools.wraps(function)

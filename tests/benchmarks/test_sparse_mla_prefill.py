@@ -3,7 +3,7 @@
 import importlib
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -15,6 +15,17 @@ torch = pytest.importorskip("torch")
 def benchmark() -> ModuleType:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # as for a program of that folder
     return importlib.import_module("sparse_mla_prefill")
+
+
+def test_a_record_names_the_peers_versions(
+    benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = sys.modules["harness"]
+    (tmp_path / "versions.json").write_text('{"FlashMLA": "of vLLM 0.26.0"}')
+    monkeypatch.setattr(harness, "PEERS", SimpleNamespace(value=str(tmp_path)))
+    assert harness.versions()["FlashMLA"] == "of vLLM 0.26.0"
+    monkeypatch.setattr(harness, "PEERS", SimpleNamespace(value=None))
+    assert set(harness.versions()) >= {"python", "torch"} and "FlashMLA" not in harness.versions()
 
 
 @pytest.mark.parametrize("mode", ["random", "shared80"])

@@ -47,7 +47,8 @@ def test_both_front_ends_say_the_same(case: test_bad_input.Case) -> None:
         return
     got = said(case.error, ours, arguments)
     want = said(case.error, getattr(tsmla_jax, case.op), case.arguments)
-    assert got == want.replace("ArrayImpl", "Tensor").replace(", 'xla'", "")
+    want = want.replace("ArrayImpl", "Tensor").replace(", 'xla'", "")
+    assert got == want.replace("legal: an array", "legal: a torch.Tensor")
 
 
 @pytest.mark.parametrize(
@@ -202,3 +203,25 @@ def test_tensors_on_other_devices_are_refused() -> None:
     case = inputs([5])
     with pytest.raises(ValueError, match=r"seq_lens: got a tensor on meta; it must be on q's device, cpu"):
         tsmla_bridge.mla_decode(*case.arrays[:3], case.seq_lens.to("meta"), **case.options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch has the GPU that these calls miss")
+@pytest.mark.parametrize("device", [None, "cuda:0", 0, "cpu"])
+def test_without_a_gpu_the_sizes_of_workspaces_say_what_is_missing(device: Any) -> None:
+    for size in (
+        lambda: tsmla_bridge.decode_workspace_size(max_batch=8, num_heads=16, device=device),
+        lambda: tsmla_bridge.sparse_workspace_size(max_tokens=8, num_heads=16, device=device),
+    ):
+        with pytest.raises(ValueError, match=rf"^device: got {device}; legal: a CUDA device that torch can use \("):
+            size()
+    if device is None:
+        with pytest.raises(ValueError, match=r"^device: got None, which is the current CUDA device"):
+            tsmla_bridge.Workspace(64)
+
+
+def test_a_pair_that_the_kernels_cannot_read_is_refused_with_its_strides() -> None:
+    arguments = {name: as_torch(value) for name, value in test_bad_input.DECODE.items()}
+    latent, rope = arguments["q"].split((32, 16), -1)
+    arguments["q"] = latent.contiguous(), rope[..., :14].contiguous()
+    with pytest.raises(ValueError, match=r"strides \[.*\] and \[.*14, 1\]; legal: .* a multiple of 16 bytes"):
+        tsmla_bridge.mla_decode(**arguments)

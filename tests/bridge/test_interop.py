@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -160,3 +161,10 @@ def test_memory_that_torch_gave_up_is_not_reused_too_early() -> None:
         others = [torch.full((1 << 16,), -100.0, device="cuda") for _ in range(8)]
         torch.testing.assert_close(got.mean().cpu(), torch.tensor(float(i)), rtol=1e-3, atol=0)
         del others
+
+
+@pytest.mark.parametrize("function", [tsmla_bridge.to_jax, tsmla_bridge.to_torch, tsmla_bridge.jax_function])
+def test_without_jax_it_says_what_to_install(function: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jax", None)
+    with pytest.raises(ImportError, match="need the package jax: pip install jax"):
+        function(torch.ones(2))

@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 
 from tsmla_bridge.engines import sglang, versions, vllm
+from tsmla_kernels import __version__
 
 
 @pytest.mark.parametrize("plugin", [vllm, sglang])
@@ -28,6 +29,15 @@ def test_a_variable_that_is_not_understood(
         assert said not in caplog.text
         vllm.register()
     assert said in caplog.text
+
+
+@pytest.mark.parametrize("engine", versions.ENGINES)
+def test_a_backend_that_serves_says_so_once(engine: versions.Engine, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger=engine.distribution):
+        for _ in range(2):
+            versions.say_active(engine, "a test runs on this backend")
+    said = [f"tsmla {__version__}: a test runs on this backend"]
+    assert [record.getMessage() for record in caplog.records if record.name == f"{engine.distribution}.tsmla"] == said
 
 
 @pytest.mark.parametrize("plugin", [vllm, sglang])

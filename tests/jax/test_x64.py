@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import jax
@@ -140,3 +141,20 @@ def test_the_layer() -> None:
         dense, after = jax.eval_shape(decode, params, of(BF16, 3, 1, 32), cache, tables, lens, of(I32, 3, 1))
         ragged, _ = jax.eval_shape(prefill, params, of(BF16, 5, 32), cache, tables, lens, of(I32, 5), starts)
     assert (dense.dtype, after.dtype, ragged.dtype) == (jnp.bfloat16,) * 3
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_without_it_doubles_of_numpy_are_floats_as_under_jit(implementation: str) -> None:
+    """And no code of this project asks jax for a float64 that it can't have: warnings are errors."""
+    rng = np.random.default_rng(0)
+    q, cache = rng.normal(size=(2, 1, 3, 12)), rng.normal(size=(4, 5, 12))
+    tables, lens = np.array([[0, 3], [2, 1]], np.int32), np.array([7, 5], np.int32)
+
+    def attend(q: Any, cache: Any) -> jax.Array:
+        options = {"latent_dim": 8, "softmax_scale": 0.3, "implementation": implementation}
+        return tsmla_jax.mla_decode(q, cache, tables, lens, **options)
+
+    with warnings.catch_warnings(action="error"):
+        out = attend(q, cache)
+    assert out.dtype == F32
+    np.testing.assert_array_equal(out, attend(q.astype(np.float32), cache.astype(np.float32)))

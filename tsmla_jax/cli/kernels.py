@@ -65,8 +65,8 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
         "--kernel",
         action="append",
         choices=sorted(KERNELS),
-        help="compile only this kernel (default: every one for the architecture that knows the options); may be"
-        " repeated",
+        help="compile this kernel alone, with options that others may not know (default: every one for the"
+        " architecture); may be repeated",
     )
     parser.add_argument(
         "--jobs",
@@ -151,8 +151,12 @@ def configs(text: str, kernels: Sequence[Kernel]) -> list[tuple[Kernel, Config]]
     found = []
     for kernel in kernels:
         presets = dict(kernel.presets)
-        if kernel.from_options is not None and (preset is None or preset in presets):
-            found.append((kernel, kernel.from_options({**dict(presets[preset] if preset else ()), **given})))
+        if preset is None or preset in presets:
+            try:
+                config = kernel.from_options({**dict(presets[preset] if preset else ()), **given})
+            except ValueError as error:
+                raise ValueError(f"{error} (kernel {kernel.name}; --kernel names those to compile)") from None
+            found.append((kernel, config))
     if not found:
         known = sorted({name for kernel in kernels for name, _ in kernel.presets})
         raise ValueError(f"--config: got preset {preset!r}; legal: {', '.join([*known, 'NAME=VALUE'])}")

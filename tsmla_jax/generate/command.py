@@ -172,7 +172,8 @@ def _generate(args: argparse.Namespace) -> None:
 
     checkpoint = Path(args.checkpoint)
     if not checkpoint.is_dir():
-        why = "a file; legal: the directory that holds it" if checkpoint.exists() else "there is no such directory"
+        missing = "there is no such directory; nothing is downloaded (hf download NAME --local-dir DIR does that)"
+        why = "a file; legal: the directory that holds it" if checkpoint.exists() else missing
         raise ValueError(f"--checkpoint {checkpoint}: {why}")
     _check_bounds(args)
     config = ModelConfig.from_hf(checkpoint)

@@ -384,9 +384,10 @@ class Engine:
         if key in self._compiled:
             return
         tokens = work.tokens.size if isinstance(work, Prompts) else work.tokens.size + work.lens.size
-        step = f"{kind.phase} of {tokens} tokens"
-        if kind.context_passes:
-            step += f" after up to {kind.context_passes * self.options.chunk}"
+        step = f"{'decode' if kind.phase == 'decode' else 'prefill'} of {tokens} tokens"
+        if kind.phase == "prefill":
+            most = f"up to {kind.context_passes * self.options.chunk} " if kind.context_passes else ""
+            step += f" after {most}cached ones"
         replicas = self.plan.mesh.replicas
         step += f", up to {replicas * kind.rows} texts" + (f" on {replicas} replicas" if replicas > 1 else "")
         if self._on_compile:

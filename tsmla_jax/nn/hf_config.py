@@ -45,6 +45,11 @@ def read_hf_config(source: Mapping[str, Any] | str | Path) -> tuple[Mapping[str,
         path = path / "config.json"
     try:
         fields = read_json(path)
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path}: cannot read the config: no such file; legal: the path of a config.json or of its folder (nothing"
+            " is downloaded)"
+        ) from None
     except OSError as error:
         raise ValueError(f"{path}: cannot read the config: {error.strerror or error}") from None
     except ValueError as error:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tsmla_jax.nn.block_scaled import BLOCK, BlockScaled
 from tsmla_jax.nn.grouped_matmul import Blocks, Tile, grouped_matmul, why_not_kernel
@@ -24,7 +25,16 @@ def contract(x: jax.Array, weight: jax.Array | BlockScaled, axes: int = 1) -> ja
     """
     if isinstance(weight, BlockScaled):
         return linear(x.reshape(*x.shape[: x.ndim - axes], -1), weight)
-    return jnp.tensordot(x, weight, axes=axes)
+    return jnp.tensordot(x, weight, axes=axes, out_sharding=_out_sharding(x, weight, axes))
+
+
+def _out_sharding(x: jax.Array, weight: jax.Array, axes: int) -> NamedSharding | None:
+    """Where the product goes if the axes that it sums over are split over a mesh's explicit axes: jax wants that said.
+    None, and so jax's own choice, everywhere else."""
+    left, right = jax.typeof(x).sharding, jax.typeof(weight).sharding
+    if AxisType.Explicit not in right.mesh.axis_types or not any(right.spec[:axes]):
+        return None
+    return NamedSharding(right.mesh, PartitionSpec(*left.spec[: x.ndim - axes], *right.spec[axes:]))
 
 
 def linear(x: jax.Array, weight: jax.Array | BlockScaled) -> jax.Array:

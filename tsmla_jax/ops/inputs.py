@@ -20,10 +20,14 @@ Scale = float | jax.Array
 
 def describe(name: str, value: Any) -> contract.Array:
     """Shape and dtype of an array argument (or a ShapeDtypeStruct), before any conversion, so that an int64 table is
-    refused and not quietly narrowed. TypeError if it has no shape or dtype."""
+    refused and not quietly narrowed. Floats of numpy are what jax makes of them: float64 needs jax_enable_x64.
+    TypeError if it has no shape or dtype."""
     if not _is_array(value):
         raise contract.not_an_array(name, value)
-    return contract.Array(tuple(value.shape), jnp.dtype(value.dtype).name)
+    dtype = jnp.dtype(value.dtype)
+    if isinstance(value, np.ndarray) and dtype.kind == "f":
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    return contract.Array(tuple(value.shape), dtype.name)
 
 
 def describe_as(

@@ -5,12 +5,15 @@ Imports no engine: versions come from the installed distributions' metadata.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import logging
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from tsmla_kernels import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +101,13 @@ def warn_if_untested(engine: Engine, version: str) -> None:
             "tsmla's backends for %s were not tested with its version %s (tested: %s)",
             engine.distribution, version, ", ".join(engine.tested),
         )  # fmt: skip
+
+
+@functools.cache
+def say_active(engine: Engine, what: str) -> None:
+    """Log, once in a process, that a backend of this project serves the engine. To be called where its kernels are
+    loaded. The logger is below the engine's own, whose level and output it takes."""
+    logging.getLogger(f"{engine.distribution}.tsmla").info("tsmla %s: %s", __version__, what)
 
 
 def numbers(version: str, count: int = 3) -> tuple[int, ...]:

@@ -79,7 +79,7 @@ def mla_decode(
 
     Returns:
       out [B, S, H, L] (or [T, H, L]) in q's dtype, bfloat16 when q is fp8; with return_lse also lse [B, S, H] (or [T,
-      H]), float32, natural logarithm. A row that sees no key gives out 0 and lse -inf.
+      H]), float32 (float64 for float64), natural logarithm. A row that sees no key gives out 0 and lse -inf.
 
     NaN in new tokens' keys and unsound lengths, pages and offsets do what tsmla_jax.mla_decode says; where it says that
     rows have no meaning, they differ from jax's.

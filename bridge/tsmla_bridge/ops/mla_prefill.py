@@ -64,9 +64,9 @@ def mla_prefill(
         asks for everywhere. With it the backward kernel takes 1 to 8 % longer on an H200.
 
     Returns:
-      out [Tq, H, V] in q's dtype, bfloat16 when q is fp8; with return_lse also lse [Tq, H], float32, natural logarithm.
-      A row that sees no key gives out 0 and lse -inf. Legal scales, and what unsound offsets do without TSMLA_CHECK,
-      are as mla_decode says.
+      out [Tq, H, V] in q's dtype, bfloat16 when q is fp8; with return_lse also lse [Tq, H], float32 (float64 for
+      float64), natural logarithm. A row that sees no key gives out 0 and lse -inf. Legal scales, and what unsound
+      offsets do without TSMLA_CHECK, are as mla_decode says.
 
     q, k and v have gradients, computed from the saved inputs, out and lse: by a kernel on Hopper, in float16 and
     bfloat16 with head dims 192 and 128; else by torch operations, which make all scores of a request at once. Gradients

@@ -77,8 +77,9 @@ def sparse_mla(
       implementation, out, lse, workspace: as mla_decode's; sparse_workspace_size says how much memory a call needs.
 
     Returns:
-      out [T, H, L] in q's dtype, bfloat16 when q is fp8; with return_lse also lse [T, H], float32, natural logarithm.
-      A row of no valid index gives out 0 and lse -inf. NaN in a slot that isn't selected never reaches a result.
+      out [T, H, L] in q's dtype, bfloat16 when q is fp8; with return_lse also lse [T, H], float32 (float64 for
+      float64), natural logarithm. A row of no valid index gives out 0 and lse -inf. NaN in a slot that isn't selected
+      never reaches a result.
 
     Streams, threads, CUDA graphs (whose replays see new lengths, indices and scales), torch.compile, and
     derivatives are as mla_decode says; TSMLA_CHECK=1 checks slots and lengths.

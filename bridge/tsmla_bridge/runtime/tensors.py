@@ -26,6 +26,8 @@ DTYPES: dict[str, torch.dtype] = {
     for name in ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "int8", "uint8", "int32", "int64")
 }
 
+TENSOR = "a torch.Tensor"
+"""What the contract's errors call an array here."""
 
 WIDE_COLUMNS = 64
 """Elements that the pitch of a wide tensor's rows is a multiple of."""
@@ -52,7 +54,7 @@ def likeness(*tensors: torch.Tensor) -> Callable[..., bool]:
 def describe(name: str, value: Any) -> contract.Array:
     """Shape and dtype of a tensor argument; TypeError if it isn't one."""
     if not isinstance(value, torch.Tensor):
-        raise contract.not_an_array(name, value)
+        raise contract.not_an_array(name, value, TENSOR)
     return contract.Array(tuple(value.shape), dtype_name(value.dtype))
 
 
@@ -113,7 +115,7 @@ def query_of_pair(q: Any, *, heads_first: bool = False) -> tuple[torch.Tensor, t
 
     Raises ValueError if the kernels can read neither."""
     if not isinstance(q, tuple):
-        raise contract.not_an_array("q", q)
+        raise contract.not_an_array("q", q, TENSOR)
     if len(q) != 2:
         raise ValueError(f"q: got {len(q)} tensors; legal: one, or the pair of its latent and its rope columns")
     latent, rope = q
@@ -138,8 +140,10 @@ def query_of_pair(q: Any, *, heads_first: bool = False) -> tuple[torch.Tensor, t
     dense = same and (latent.is_contiguous() or (heads_first and is_heads_first(latent)))
     if not dense or row_step(rope) == 0:
         raise ValueError(
-            f"q: got a pair of shapes {show(tuple(latent.shape))} and {show(tuple(rope.shape))} that are not the"
-            " latent and the rope columns of one tensor; torch.cat(q, -1) makes one of them"
+            f"q: got a pair of shapes {show(tuple(latent.shape))} and {show(tuple(rope.shape))}, strides"
+            f" {show(latent.stride())} and {show(rope.stride())}; legal: the latent and the rope columns of one tensor,"
+            " or a contiguous latent part and rope rows of one stride, a multiple of 16 bytes;"
+            " torch.cat(q, -1) makes one of them"
         )
     return latent, rope
 
@@ -232,7 +236,7 @@ def table_width(block_tables: torch.Tensor) -> int:
 def check_output(name: str, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     """ValueError / TypeError unless `tensor` can take a result."""
     if not isinstance(tensor, torch.Tensor):
-        raise contract.not_an_array(name, tensor)
+        raise contract.not_an_array(name, tensor, TENSOR)
     if tensor.shape != shape or tensor.dtype != dtype:
         got = f"{dtype_name(tensor.dtype)}{show(tuple(tensor.shape))}"
         raise ValueError(f"{name}: got {got}; legal: {dtype_name(dtype)}{show(shape)}")

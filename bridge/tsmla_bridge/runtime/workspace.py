@@ -48,13 +48,14 @@ class Workspace:
       device: where; the current CUDA device by default.
 
     Raises:
-      TypeError, ValueError: size is no int, or negative.
+      TypeError, ValueError: size is no int, or negative; or device is None where torch can use no GPU.
     """
 
     def __init__(self, size: int, device: torch.device | str | int | None = None) -> None:
-        self.buffer = torch.empty(
-            contract.static_int("size", size), dtype=torch.uint8, device="cuda" if device is None else device
-        )
+        count = contract.static_int("size", size)
+        if device is None and not torch.cuda.is_available():
+            raise ValueError("device: got None, which is the current CUDA device; torch can use none here")
+        self.buffer = torch.empty(count, dtype=torch.uint8, device="cuda" if device is None else device)
         self._stream: int | None = None
 
     @classmethod
@@ -104,6 +105,19 @@ def sparse_layout(config: sm90_sparse.SparseConfig, num_sms: int, num_tokens: in
     return Layout({**shapes, "lse": ((num_tokens * config.num_heads,), "float32")})
 
 
+def _num_sms(device: torch.device | str | int | None) -> int:
+    """Multiprocessors of the CUDA device that an argument names, of the current one for None. ValueError if torch can't
+    use it, or if it is of another kind."""
+    try:
+        named = torch.device("cuda" if device is None else device)
+        if named.type == "cuda":
+            return devices.num_sms(devices.index_of(named))
+        why = "its number of multiprocessors decides"
+    except (AssertionError, RuntimeError) as error:  # torch without CUDA, without a GPU, or with fewer of them
+        why = str(error).splitlines()[0]
+    raise ValueError(f"device: got {device}; legal: a CUDA device that torch can use ({why})")
+
+
 def sparse_workspace_size(
     *,
     max_tokens: int,
@@ -125,8 +139,11 @@ def sparse_workspace_size(
       dtype: of q.
       batch_invariant: as the calls have it.
       device: its number of multiprocessors decides; the current CUDA device by default.
+
+    Raises:
+      ValueError: torch can't use the device.
     """
-    sms = devices.num_sms(devices.index_of(torch.device("cuda" if device is None else device)))
+    sms = _num_sms(device)
     config = sm90_sparse.SparseConfig(dtype_name(dtype), num_heads, batch_invariant=batch_invariant)
     # A call of fewer columns may put more tokens into a launch, and so need more.
     columns = range(max(max_selected, 1), 0, -config.decode.block) if batch_invariant else (1,)
@@ -182,9 +199,10 @@ def decode_workspace_size(
       device: its number of multiprocessors decides; the current CUDA device by default.
 
     Raises:
+      ValueError: torch can't use the device.
       NotImplementedError: no kernel runs such calls, with the reasons.
     """
-    sms = devices.num_sms(devices.index_of(torch.device("cuda" if device is None else device)))
+    sms = _num_sms(device)
     size = 0
     for q_len in range(1, max_q_len + 1):
         spec = contract.DecodeSpec(

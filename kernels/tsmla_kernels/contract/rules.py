@@ -62,9 +62,9 @@ def not_differentiable(op: str, alternative: str) -> NotImplementedError:
     return NotImplementedError(f"{op} has no derivative in this implementation; {alternative}")
 
 
-def not_an_array(name: str, value: object) -> TypeError:
-    """The error for an argument that should have been an array."""
-    return TypeError(f"{name}: got {type(value).__name__}; legal: an array")
+def not_an_array(name: str, value: object, legal: str = "an array") -> TypeError:
+    """The error for an argument that should have been an array; `legal` is the front end's word for one."""
+    return TypeError(f"{name}: got {type(value).__name__}; legal: {legal}")
 
 
 def static_int(name: str, value: object, minimum: int = 0) -> int:

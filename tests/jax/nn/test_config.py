@@ -141,10 +141,17 @@ def test_missing_fields(name: str) -> None:
         MLAConfig.from_hf({key: value for key, value in V3.items() if key != name})
 
 
+def test_a_model_without_mla_lacks_the_latent() -> None:
+    with pytest.raises(ValueError, match="field 'kv_lora_rank' is missing"):
+        MLAConfig.from_hf({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4})
+
+
 def test_bad_files(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     with pytest.raises(ValueError, match=r"config\.json: cannot read the config"):
         MLAConfig.from_hf(tmp_path)
+    with pytest.raises(ValueError, match=r"^deepseek-ai/DeepSeek-V3: .* no such file; .*nothing is downloaded"):
+        MLAConfig.from_hf("deepseek-ai/DeepSeek-V3")
     path.write_text("{")
     with pytest.raises(ValueError, match=r"config\.json: not valid JSON"):
         MLAConfig.from_hf(tmp_path)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import tsmla_jax
 from tsmla_jax.nn import MLAConfig, Step, YarnConfig, functional, init_params, param_shapes, param_specs
@@ -149,23 +149,36 @@ def test_a_donated_cache_is_updated_in_place(path: str) -> None:
     assert memory.temp_size_in_bytes < 0.2 * size
 
 
-@pytest.mark.parametrize("path", ["prefill", "decode"])
-def test_sharded_over_heads_by_jit(path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("prefill", AxisType.Auto),
+        ("decode", AxisType.Auto),
+        ("gradient", AxisType.Explicit),
+        ("decode", AxisType.Explicit),
+    ],
+)
+def test_sharded_over_heads_by_jit(path: str, kind: AxisType) -> None:
     """Parameters placed by param_specs over two devices: the same numbers."""
     if jax.device_count() < 2:
         pytest.skip("needs two devices: XLA_FLAGS=--xla_force_host_platform_device_count=2")
     params, x = inputs()
-    mesh = Mesh(np.asarray(jax.devices()[:2]), ("heads",))
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("heads",), axis_types=(kind,))
     placed = {
         name: jax.device_put(params[name], NamedSharding(mesh, spec))
         for name, spec in param_specs(CONFIG, "heads").items()
     }
     assert len(placed["w_uk"].sharding.device_set) == 2 and not placed["w_uk"].sharding.is_fully_replicated
-    if path == "prefill":
-        run = jax.jit(lambda params: prefill(params, x)[0][:8])
-    else:
-        run = jax.jit(lambda params: functional.decode(params, CONFIG, implementation="xla", **decode_arguments())[0])
-    np.testing.assert_allclose(run(placed), run(params), atol=1e-5)
+    arguments = decode_arguments()
+
+    def run(params: Any) -> Any:
+        if path == "decode":
+            return functional.decode(params, CONFIG, implementation="xla", **arguments)[0]
+        if path == "gradient":
+            return jax.grad(lambda params: jnp.mean(prefill(params, x)[0][:8] ** 2))(params)
+        return prefill(params, x)[0][:8]
+
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), jax.jit(run)(placed), jax.jit(run)(params))
 
 
 @pytest.mark.parametrize("path", ["decode", "context"])

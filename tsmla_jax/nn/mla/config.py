@@ -115,9 +115,10 @@ class MLAConfig:
         """
         fields, where = read_hf_config(source)
         interleave = hf_field(fields, "rope_interleave", bool, where, default=True)
+        # First what a model without MLA lacks.
+        sizes = {name: hf_field(fields, name, int, where) for name in _REQUIRED_SIZES}
         q_lora_rank = hf_field(fields, "q_lora_rank", int, where, nullable=True)
         theta, yarn = rope_fields(fields, where)
-        sizes = {name: hf_field(fields, name, int, where) for name in _REQUIRED_SIZES}
         bias = hf_field(fields, "attention_bias", bool, where, default=False)
         try:
             return cls(

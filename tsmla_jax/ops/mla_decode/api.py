@@ -68,8 +68,9 @@ def mla_decode(
 
     Returns:
       out [B, S, H, L] (or [T, H, L]) in q's dtype, bfloat16 when q is fp8; with return_lse also lse [B, S, H] (or [T,
-      H]), float32, natural logarithm. A row that sees no key gives out 0 and lse -inf. With fp8 q, "cute" on Hopper has
-      its scores from fp8 tensor cores: lse is off by up to D / 32 * 2^-13 of the greatest score.
+      H]), float32 (float64 for float64), natural logarithm. A row that sees no key gives out 0 and lse -inf. With fp8
+      q, "cute" on Hopper has its scores from fp8 tensor cores: lse is off by up to D / 32 * 2^-13 of the greatest
+      score.
 
     Slots behind seq_lens and unused entries of the table may hold anything. NaN or an infinity in the key of a new
     token reaches the queries that see it; with "cute" also those of the same request that the causal mask or

@@ -59,9 +59,9 @@ def mla_prefill(
       implementation: "cute", "xla", "reference", or None for the best that can run; see `explain`.
 
     Returns:
-      out [Tq, H, V] in q's dtype, bfloat16 when q is fp8; with return_lse also lse [Tq, H], float32, natural logarithm.
-      A row that sees no key gives out 0 and lse -inf. Legal scales, and what unsound offsets do without TSMLA_CHECK,
-      are as `mla_decode` says.
+      out [Tq, H, V] in q's dtype, bfloat16 when q is fp8; with return_lse also lse [Tq, H], float32 (float64 for
+      float64), natural logarithm. A row that sees no key gives out 0 and lse -inf. Legal scales, and what unsound
+      offsets do without TSMLA_CHECK, are as `mla_decode` says.
 
     Derivatives: reverse mode in q, k, v and the scales, in memory linear in Tq + Tk (from the saved lse, as
     FlashAttention's backward). "cute" has a kernel for the gradient on Hopper, for float16 and bfloat16 with K 192 and

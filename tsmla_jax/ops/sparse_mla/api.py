@@ -72,9 +72,10 @@ def sparse_mla(
         the tensor cores multiply in fp8; no GPU has run that yet, so that it must be named.
 
     Returns:
-      out [T, H, L] in q's dtype, bfloat16 when q is fp8; with return_lse also lse [T, H], float32, natural logarithm.
-      What rounding the queries to e4m3 costs is in docs/guides/fp8.md: 1 to 6 % of out, by the spread of the logits.
-      A row of no valid index gives out 0 and lse -inf. NaN in a slot that isn't selected never reaches a result.
+      out [T, H, L] in q's dtype, bfloat16 when q is fp8; with return_lse also lse [T, H], float32 (float64 for
+      float64), natural logarithm. What rounding the queries to e4m3 costs is in docs/guides/fp8.md: 1 to 6 % of out, by
+      the spread of the logits. A row of no valid index gives out 0 and lse -inf. NaN in a slot that isn't selected
+      never reaches a result.
 
     Derivatives: implementation="reference" can be differentiated; "xla" and "cute" raise NotImplementedError. vmap,
     jit, jax.export and shard_map over heads or tokens work with all of them; "cute" is also partitioned automatically

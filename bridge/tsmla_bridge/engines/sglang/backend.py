@@ -103,6 +103,7 @@ class TsmlaBackend(AttentionBackend):
         self._take_rope_apart(config)
         if self.device.type == "cuda":
             self._compile((config.qk_nope_head_dim + self.rope_dim, config.v_head_dim))
+        versions.say_active(versions.SGLANG, "MLA attention runs on this backend")
 
     def _check(self, runner: Any) -> None:
         """ValueError or NotImplementedError for what this backend can't serve."""

@@ -210,6 +210,7 @@ class TsmlaMLAMetadataBuilder(MLACommonMetadataBuilder[TsmlaMLAMetadata]):
         self.max_q_lens = sorted({1 + drafts, self.reorder_batch_threshold} - {1})
         if device.type == "cuda":
             self._compile(devices.index_of(device))
+        versions.say_active(versions.VLLM, "MLA decode runs on this backend")
 
     def _compile(self, index: int) -> None:
         """Load every kernel that this layer's calls can ask for, from the cache on disk or compiled, so that no request

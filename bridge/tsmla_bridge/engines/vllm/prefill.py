@@ -61,6 +61,7 @@ class TsmlaMLAPrefillBackend(MLAPrefillBackend):
             for causal in (True, False):
                 spec = describe(config.model_config.dtype, self, causal=causal)
                 op.warm(spec, devices.current_device(), wide_v=True)
+        versions.say_active(versions.VLLM, "MLA prefill runs on this backend")
 
     def supports_out(self) -> bool:
         return True

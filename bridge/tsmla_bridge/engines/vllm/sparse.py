@@ -190,6 +190,7 @@ class TsmlaMLASparseMetadataBuilder(vllm_sparse.SparseMLACommonMetadataBuilder[T
         self._init_reorder_batch_threshold(SHORT_EXTEND, supports_spec_as_decode=True, supports_dcp_with_varlen=True)
         if device.type == "cuda":
             self._compile(devices.index_of(device))
+        versions.say_active(versions.VLLM, "sparse MLA runs on this backend")
 
     def _compile(self, index: int) -> None:
         """Load every kernel that this layer's calls can ask for, from the cache on disk or compiled, so that no request
