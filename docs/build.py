@@ -73,7 +73,7 @@ def stage() -> None:
 
 
 def staged_links(source: Path, up: str) -> str:
-    """A page of docs/, its links into the tree turned to where kernels' pages, figures and the engines' page are staged."""
+    """A page of docs/, its links into the tree turned to where these pages and figures are staged."""
 
     def link(found: re.Match[str]) -> str:
         image, text, target, anchor = found.groups()

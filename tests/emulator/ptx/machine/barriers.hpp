@@ -1,0 +1,99 @@
+// mbarriers, in eight bytes of shared memory, and the barriers of blocks and clusters.
+#pragma once
+
+#include "memory.hpp"
+
+// Phase (1 bit), arrivals pending and expected (20 bits each), bytes expected and not there yet (23 bits, signed).
+struct MBarrier {
+  uint64_t phase : 1, pending : 20, expected : 20;
+  int64_t bytes : 23;
+};
+static_assert(sizeof(MBarrier) == 8);
+
+inline MBarrier* barrier_at(Cluster& cluster, uint32_t address) {
+  aligned(address, 8);
+  Block& block = owner(cluster, address);
+  if (!block.barriers.count(offset_of(address))) fault("uses an mbarrier that was not initialised");
+  return reinterpret_cast<MBarrier*>(shared(cluster, address, 8));
+}
+
+inline void settle(MBarrier* barrier) {
+  if (barrier->pending || barrier->bytes) return;
+  barrier->phase ^= 1;
+  barrier->pending = barrier->expected;
+}
+
+inline void initialise(Cluster& cluster, uint32_t address, uint64_t count) {
+  if (!count || count >= 1 << 20) fault("an mbarrier for " + std::to_string(count) + " arrivals");
+  owner(cluster, address).barriers.insert(offset_of(address));
+  *barrier_at(cluster, address) = {0, count, count, 0};
+}
+
+inline void arrive(Cluster& cluster, uint32_t address, uint64_t count) {
+  ++cluster.machine->events;
+  MBarrier* barrier = barrier_at(cluster, address);
+  if (barrier->pending < count) fault("more arrivals at an mbarrier than it expects in a phase");
+  barrier->pending -= count;
+  settle(barrier);
+}
+
+inline void expect(Cluster& cluster, uint32_t address, int64_t bytes) { barrier_at(cluster, address)->bytes += bytes; }
+
+inline void complete(Cluster& cluster, uint32_t address, int64_t bytes) {
+  MBarrier* barrier = barrier_at(cluster, address);
+  ++cluster.machine->events;
+  barrier->bytes -= bytes;
+  settle(barrier);
+}
+
+inline bool passed(Cluster& cluster, uint32_t address, uint32_t parity) {
+  return barrier_at(cluster, address)->phase != (parity & 1);
+}
+
+struct Meeting {
+  uint32_t number;
+  int threads;  // that meet; negative: all of the block
+  bool wait;
+  int32_t result;  // the slot for whether `any` holds in some lane, or -1
+  bool any;
+};
+
+inline void meet(Warp& warp, const Meeting& meeting) {
+  if (meeting.number >= 16) fault("barrier " + std::to_string(meeting.number) + " of 16");
+  NamedBarrier& barrier = warp.block->named[meeting.number];
+  const int threads = meeting.threads < 0 ? warp.block->live_warps * LANES : meeting.threads;
+  if (threads % LANES || !threads) fault("a barrier for " + std::to_string(threads) + " threads");
+  if (barrier.arrived && barrier.expected != threads) fault("a barrier whose warps disagree how many arrive");
+  ++machine(warp).events;
+  barrier.expected = threads;
+  barrier.arrived += LANES;
+  barrier.any = barrier.any || meeting.any;
+  if (meeting.result >= 0) barrier.results.emplace_back(&warp, meeting.result);
+  if (meeting.wait) {
+    barrier.waiting.push_back(&warp);
+    warp.stopped = true;
+  }
+  if (barrier.arrived < threads) return;
+  for (auto& [waiting, slot] : barrier.results)
+    for (int lane = 0; lane < LANES; ++lane) waiting->slot(slot)[lane] = barrier.any;
+  for (Warp* waiting : barrier.waiting) waiting->stopped = false;
+  barrier = {};
+}
+
+// A warp that ends counts as one that arrives, at barriers of all threads and of the cluster.
+inline void release_cluster(Cluster& cluster) {
+  ++cluster.machine->events;
+  if (cluster.arrived < cluster.live_warps) return;
+  cluster.arrived = 0;
+  ++cluster.phase;
+  for (auto& [warp, phase] : cluster.waiting)
+    if (phase < cluster.phase) warp->stopped = false;
+  std::erase_if(cluster.waiting, [&](const auto& entry) { return entry.second < cluster.phase; });
+}
+
+inline void end_warp(Warp& warp) {
+  Block& block = *warp.block;
+  --block.live_warps;
+  --block.cluster->live_warps;
+  if (block.cluster->live_warps) release_cluster(*block.cluster);
+}

@@ -1,0 +1,95 @@
+// Addresses as memory: global regions with bounds, shared memory with who wrote it last.
+#pragma once
+
+#include <utility>
+
+#include "numbers.hpp"
+#include "state.hpp"
+
+[[noreturn]] inline void fault(const std::string& text) { throw Fault(text); }
+
+inline const Region* Machine::find(uint64_t address, uint64_t bytes, bool write) const {
+  for (const Region& region : regions)
+    if (address >= region.base && address + bytes <= region.base + region.size) {
+      if (write && !region.writable) fault("writes into " + region.name + ", an input");
+      return &region;
+    }
+  for (const Region& region : regions)
+    if (address + bytes > region.base && address < region.base + region.size)
+      fault("reaches over the end of " + region.name);
+  char text[96];
+  std::snprintf(text, sizeof text, "touches %llu bytes at %#llx, outside of all arrays",
+                static_cast<unsigned long long>(bytes), static_cast<unsigned long long>(address));
+  fault(text);
+}
+
+inline Block& owner(Cluster& cluster, uint32_t address) {
+  const uint32_t rank = address >> RANK_SHIFT;
+  if (rank >= cluster.blocks.size()) fault("a shared address of block " + std::to_string(rank) + " of the cluster");
+  return cluster.blocks[rank];
+}
+
+inline uint32_t offset_of(uint32_t address) { return address & ((1u << RANK_SHIFT) - 1); }
+
+inline uint8_t* shared(Cluster& cluster, uint32_t address, uint64_t bytes) {
+  Block& block = owner(cluster, address);
+  const uint32_t offset = offset_of(address);
+  if (offset < 1024 || offset + bytes > block.shared.size())
+    fault("touches shared memory at " + std::to_string(offset) + ", of " + std::to_string(block.shared.size()));
+  return block.shared.data() + offset;
+}
+
+inline void aligned(uint64_t address, uint64_t bytes) {
+  if (address % bytes) fault("address not aligned to " + std::to_string(bytes));
+}
+
+// A store by an ordinary instruction. Before the async proxy reads the bytes or writes over them, the thread that stored
+// must execute fence.proxy.async, or the one that lets the async proxy do so, behind the barrier between both.
+inline void note_write(Warp& warp, int lane, uint32_t address, uint64_t bytes) {
+  const Writer writer{warp.block->rank * MOST_THREADS + warp.thread(lane), machine(warp).events, warp.line};
+  Block& block = owner(*warp.block->cluster, address);
+  const uint32_t offset = offset_of(address);
+  for (uint32_t granule = offset / GRANULE; granule <= (offset + bytes - 1) / GRANULE; ++granule)
+    block.writers[granule] = writer;
+}
+
+inline void check_proxy(Warp& warp, int lane, uint32_t address, uint64_t bytes, const char* what) {
+  Cluster& cluster = *warp.block->cluster;
+  Block& block = owner(cluster, address);
+  const uint32_t offset = offset_of(address);
+  for (uint32_t granule = offset / GRANULE; granule <= (offset + bytes - 1) / GRANULE; ++granule) {
+    const Writer writer = std::exchange(block.writers[granule], {});
+    if (writer.thread < 0 || warp.block->fenced[warp.thread(lane)] > writer.time) continue;
+    if (cluster.blocks[writer.thread / MOST_THREADS].fenced[writer.thread % MOST_THREADS] > writer.time) continue;
+    cluster.machine->hazards.insert(std::string(what) + " (line " + std::to_string(warp.line) + ") what a store wrote (line " +
+                                    std::to_string(writer.line) + ") without fence.proxy.async");
+  }
+}
+
+enum class Space { global, shared };
+
+// The memory at a lane's address, checked.
+template <Space space>
+uint8_t* at(Warp& warp, uint64_t address, uint64_t bytes, uint64_t alignment, bool write) {
+  aligned(address, alignment);
+  if (space == Space::shared || address >= SHARED_WINDOW)
+    return shared(*warp.block->cluster, static_cast<uint32_t>(space == Space::shared ? address : address - SHARED_WINDOW), bytes);
+  return machine(warp).global(address, bytes, write);
+}
+
+// A store. One of what lies there already changes nothing that the async proxy could miss.
+template <Space space>
+void put(Warp& warp, int lane, uint64_t address, const void* value, uint64_t bytes, uint64_t alignment) {
+  uint8_t* memory = at<space>(warp, address, bytes, alignment, true);
+  ++machine(warp).events;
+  if (!std::memcmp(memory, value, bytes)) return;
+  std::memcpy(memory, value, bytes);
+  if (space == Space::shared || address >= SHARED_WINDOW)
+    note_write(warp, lane, static_cast<uint32_t>(space == Space::shared ? address : address - SHARED_WINDOW), bytes);
+}
+
+inline uint64_t hash_bytes(const uint8_t* memory, size_t bytes, uint64_t seed) {
+  uint64_t hash = seed * 0x9E3779B97F4A7C15ull + 1;
+  for (size_t i = 0; i < bytes; ++i) hash = (hash ^ memory[i]) * 0x100000001B3ull;
+  return hash;
+}

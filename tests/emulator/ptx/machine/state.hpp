@@ -1,0 +1,156 @@
+// What a running grid consists of: clusters of blocks of warps, their registers, memory and barriers.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <random>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+constexpr int LANES = 32;
+constexpr uint32_t ALL_LANES = 0xffffffffu;
+constexpr uint64_t SHARED_WINDOW = 1ull << 60;  // generic addresses of shared memory begin here
+constexpr int RANK_SHIFT = 24;                  // a shared address: the block's rank in its cluster, then the offset
+constexpr int MOST_THREADS = 1024;              // of a block
+constexpr int GRANULE = 16;                     // bytes of shared memory for which the last writer is known
+
+struct Fault : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+struct Warp;
+struct Block;
+struct Cluster;
+struct Machine;
+struct Instruction;
+
+// What follows an instruction: the next one; a pause, for the warp waits in a loop; or a stop until others release it.
+enum class Flow { next, pause, stop };
+using Handler = Flow (*)(Warp&, const Instruction&, uint32_t mask);
+enum class Kind { plain, branch, exit, converge };
+
+struct Instruction {
+  Handler run;
+  Kind kind;
+  int32_t guard;  // the slot of a predicate, or -1
+  int32_t negated;
+  int32_t line;
+  int32_t members;  // for Kind::converge: the slot of the mask of lanes that must come together, or -1 for all
+  int32_t aux;      // the number of a vector's elements, or what else belongs to the opcode
+  int32_t count;
+  const int32_t* slots;
+  const char* name;
+};
+
+struct Program {
+  std::string name;
+  std::vector<Instruction> code;
+  std::vector<int32_t> slots;
+  std::vector<std::string> names;
+  int32_t registers = 0;
+  std::vector<uint64_t> constants;
+  std::vector<int32_t> constant_kinds;  // 0: a number; 1: an offset in the parameters; 2: one in shared memory; from 16: special
+  std::vector<int32_t> parameters;      // offset and size of each
+  int32_t parameter_bytes = 0;
+  int32_t threads = 0;
+};
+
+struct Region {
+  uint64_t base, size;
+  bool writable;
+  std::string name;
+};
+
+struct NamedBarrier {
+  int arrived = 0, expected = 0;
+  bool any = false;  // of the predicates that barrier.red was given
+  std::vector<Warp*> waiting;
+  std::vector<std::pair<Warp*, int32_t>> results;  // the slots that barrier.red writes
+};
+
+// A copy that the async proxy makes at some later time.
+struct Copy {
+  std::function<void()> run;
+};
+
+struct Product;  // a WGMMA whose operands in shared memory must stay as they are (wgmma.hpp)
+
+struct BulkGroup {
+  std::vector<std::function<void()>> checks;  // that what is read has not changed until it is waited for
+};
+
+struct Warp {
+  Block* block = nullptr;
+  int index = 0;  // in the block
+  uint32_t live = 0;
+  uint32_t spinning = 0;
+  bool stopped = false;
+  int32_t line = 0;                    // of the instruction that runs
+  const Instruction* waits = nullptr;  // at which the warp stopped last
+  int32_t pc[LANES] = {};
+  std::vector<uint64_t> registers;  // [slot][lane]; constants behind the registers
+  std::vector<Product> open_products;
+  std::vector<std::vector<Product>> product_groups;
+  std::vector<BulkGroup> bulk_groups[LANES];
+  BulkGroup open_bulk[LANES];
+  std::vector<std::function<void()>> open_copies[LANES];  // cp.async that were not waited for
+
+  uint64_t* slot(int32_t number) { return registers.data() + static_cast<size_t>(number) * LANES; }
+  int thread(int lane) const { return index * LANES + lane; }
+  Warp();
+  Warp(Warp&&) noexcept;
+  ~Warp();
+};
+
+// Who stored to a granule of shared memory last; no thread if the async proxy did, or knows of it.
+struct Writer {
+  int32_t thread = -1;  // in the cluster
+  uint64_t time = 0;    // by Machine::events
+  int32_t line = 0;
+};
+
+struct Block {
+  Cluster* cluster = nullptr;
+  uint32_t id[3] = {};
+  int rank = 0;  // in the cluster
+  std::vector<uint8_t> shared;
+  std::vector<Writer> writers;  // of each granule
+  std::vector<uint64_t> fenced;  // when each thread made its latest fence.proxy.async
+  std::set<uint32_t> barriers;   // offsets of initialised mbarriers
+  NamedBarrier named[16];
+  std::vector<Warp> warps;
+  int live_warps = 0;
+};
+
+struct Cluster {
+  Machine* machine = nullptr;
+  const Program* program = nullptr;
+  uint32_t grid[3] = {}, size[3] = {1, 1, 1}, id[3] = {};
+  std::vector<Block> blocks;
+  std::vector<Copy> copies;
+  int arrived = 0, live_warps = 0;
+  uint64_t phase = 0;
+  std::vector<std::pair<Warp*, uint64_t>> waiting;
+};
+
+struct Machine {
+  std::vector<Region> regions;
+  std::mt19937_64 random;
+  std::set<std::string> hazards;
+  uint64_t budget = 0;  // of instructions of warps that are left
+  uint64_t events = 0;  // that another warp could wait for: the machine's time
+  const Region* last = nullptr;
+
+  uint8_t* global(uint64_t address, uint64_t bytes, bool write) {
+    if (!last || address < last->base || address + bytes > last->base + last->size || (write && !last->writable))
+      last = find(address, bytes, write);
+    return reinterpret_cast<uint8_t*>(address);
+  }
+  const Region* find(uint64_t address, uint64_t bytes, bool write) const;
+};
+
+inline Machine& machine(Warp& warp) { return *warp.block->cluster->machine; }
+[[noreturn]] void fault(const std::string& text);

@@ -1,0 +1,185 @@
+"""The machine that runs PTX: what it computes, and the faults and hazards that it finds."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.emulator.ptx import machine
+from tests.emulator.ptx.machine import Memory, Order
+
+pytestmark = pytest.mark.skipif(machine.COMPILER is None, reason="needs g++, which builds the machine")
+
+HEAD = """.version 8.7
+.target sm_90a
+.address_size 64
+.extern .shared .align 1024 .b8 memory[];
+.visible .entry kernel(.param .u64 source, .param .u64 target)
+.reqntid {threads}, 1, 1
+{{
+.reg .pred %p<8>;
+.reg .b16 %h<8>;
+.reg .b32 %r<32>;
+.reg .b64 %rd<16>;
+ld.param.b64 %rd1, [source];
+ld.param.b64 %rd2, [target];
+mov.u32 %r1, %tid.x;
+mul.wide.u32 %rd3, %r1, 4;
+add.s64 %rd4, %rd1, %rd3;
+add.s64 %rd5, %rd2, %rd3;
+shl.b32 %r2, %r1, 2;
+mov.b32 %r3, memory;
+add.s32 %r4, %r3, %r2;
+setp.eq.s32 %p1, %r1, 0;
+{body}
+ret;
+}}
+"""
+
+
+def run(
+    body: str, source: np.ndarray, count: int = 0, threads: int = 32, seed: int = 0
+) -> tuple[np.ndarray, list[str]]:
+    """What `body` leaves in a target of `count` words, and the hazards. %rd4 and %rd5 are the thread's words of source
+    and target, %r4 its word of shared memory; %p1 holds in the first thread."""
+    target = np.zeros(count or source.size, np.int32)
+    memory = [
+        Memory("source", source.ctypes.data, source.nbytes, writable=False),
+        Memory("target", target.ctypes.data, target.nbytes, writable=True),
+    ]
+    text = HEAD.format(threads=threads, body=body)
+    hazards = machine.run_text(text, memory, [source.ctypes.data, target.ctypes.data], Order(seed))
+    return target, hazards
+
+
+NUMBERS = np.arange(1, 257, dtype=np.int32)
+
+
+def test_lanes_that_part_meet_again() -> None:
+    body = """
+    ld.global.b32 %r5, [%rd4];
+    and.b32 %r6, %r5, 1;
+    setp.eq.s32 %p2, %r6, 0;
+    @%p2 bra EVEN;
+    mul.lo.s32 %r5, %r5, 10;
+    bra.uni JOIN;
+    EVEN:
+    add.s32 %r5, %r5, 1000;
+    JOIN:
+    shfl.sync.bfly.b32 %r7, %r5, 1, 31, -1;
+    st.global.b32 [%rd5], %r7;
+    """
+    got, _ = run(body, NUMBERS[:32])
+    own = np.where(NUMBERS[:32] % 2, NUMBERS[:32] * 10, NUMBERS[:32] + 1000)
+    assert np.array_equal(got, own.reshape(-1, 2)[:, ::-1].ravel())
+
+
+@pytest.mark.parametrize(
+    ("instruction", "dtype", "bits"),
+    [
+        ("cvt.rn.satfinite.e4m3x2.f32 %h1, %r5, %r5; cvt.u32.u16 %r6, %h1; and.b32 %r6, %r6, 255;", "float8_e4m3fn", 8),
+        ("cvt.rn.bf16x2.f32 %r6, %r5, %r5; and.b32 %r6, %r6, 65535;", "bfloat16", 16),
+        ("cvt.rn.f16x2.f32 %r6, %r5, %r5; and.b32 %r6, %r6, 65535;", "float16", 16),
+    ],
+)
+def test_rounding_is_that_of_ml_dtypes(instruction: str, dtype: str, bits: int) -> None:
+    generator = np.random.default_rng(0)
+    values = (generator.standard_normal(256) * 2.0 ** generator.integers(-30, 8, 256)).astype(np.float32)
+    values[:8] = 0.0, -0.0, 448.0, 2.0**-9, 2.0**-10, 1.0625, 17.0, -2.0**-24
+    body = f"ld.global.b32 %r5, [%rd4]; {instruction} st.global.b32 [%rd5], %r6;"
+    got, _ = run(body, values.view(np.int32), threads=256)
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    want = np.clip(values, -448, 448).astype(kind) if bits == 8 else values.astype(kind)
+    assert np.array_equal(got, want.view(f"u{bits // 8}").astype(np.int32))
+
+
+def test_a_read_outside_of_the_arrays_is_found() -> None:
+    with pytest.raises(AssertionError, match=r"reaches over the end of source|outside of all arrays"):
+        run("ld.global.b32 %r5, [%rd4+4]; st.global.b32 [%rd5], %r5;", NUMBERS[:32])
+
+
+def test_a_write_into_an_input_is_found() -> None:
+    with pytest.raises(AssertionError, match=r"writes into source, an input \(st.global.b32, line \d+ of the PTX"):
+        run("st.global.b32 [%rd4], 1;", NUMBERS[:32])
+
+
+def test_a_misaligned_access_is_found() -> None:
+    with pytest.raises(AssertionError, match="not aligned to 8"):
+        run("ld.global.v2.b32 {%r5, %r6}, [%rd4]; st.global.b32 [%rd5], %r5;", NUMBERS[:64], 32)
+
+
+BARRIER = "@%p1 mbarrier.init.shared.b64 [%r3+1024], 1; bar.sync 0;"
+
+
+def test_a_barrier_that_never_completes_is_found() -> None:
+    wait = "AGAIN: mbarrier.try_wait.parity.shared.b64 %p2, [%r3+1024], 0; @!%p2 bra AGAIN;"
+    with pytest.raises(AssertionError, match=r"nothing moves any more: .*mbarrier.try_wait"):
+        run(f"{BARRIER} {wait}", NUMBERS[:32])
+
+
+def test_an_arrival_too_many_is_found() -> None:
+    with pytest.raises(AssertionError, match="more arrivals at an mbarrier than it expects"):
+        twice = "mbarrier.arrive.shared.b64 %rd6, [%r3+1024], 2;"
+        run(f"{BARRIER} @%p1 {twice}", NUMBERS[:32])
+
+
+def test_an_exchange_that_lanes_miss_is_found() -> None:
+    with pytest.raises(AssertionError, match="nothing moves any more"):
+        run("setp.gt.s32 %p2, %r1, 15; @%p2 bra OVER; bar.sync 0; OVER: bar.sync 0;", NUMBERS[:32])
+
+
+COPY = """
+@!%p1 bra WAIT;
+mbarrier.arrive.expect_tx.shared.b64 %rd6, [%r3+1024], 512;
+cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r3], [%rd1], 512, [%r3+1024];
+WAIT:
+"""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_copy_is_there_when_its_barrier_says_so(seed: int) -> None:
+    wait = "AGAIN: mbarrier.try_wait.parity.shared.b64 %p2, [%r3+1024], 0; @!%p2 bra AGAIN;"
+    read = "ld.shared.b32 %r5, [%r4]; st.global.b32 [%rd5], %r5;"
+    got, hazards = run(f"{BARRIER} {COPY} {wait} {read}", NUMBERS[:128], threads=128, seed=seed)
+    assert np.array_equal(got, NUMBERS[:128]) and hazards == []
+
+
+def test_a_copy_that_is_not_waited_for_is_late() -> None:
+    read = "ld.shared.b32 %r5, [%r4]; st.global.b32 [%rd5], %r5;"
+    found = [run(f"{BARRIER} {COPY} {read}", NUMBERS[:128], threads=128, seed=seed)[0] for seed in range(8)]
+    assert not all(np.array_equal(got, NUMBERS[:128]) for got in found)
+
+
+STORE = """
+ld.global.b32 %r5, [%rd4];
+st.shared.b32 [%r4], %r5;
+{fence}
+bar.sync 0;
+@!%p1 bra DONE;
+cp.async.bulk.global.shared::cta.bulk_group [%rd2], [%r3], 128;
+cp.async.bulk.commit_group;
+{between}
+cp.async.bulk.wait_group.read 0;
+DONE:
+"""
+
+
+def test_a_store_that_the_async_proxy_may_not_see_is_found() -> None:
+    got, hazards = run(STORE.format(fence="fence.proxy.async.shared::cta;", between=""), NUMBERS[:32])
+    assert np.array_equal(got, NUMBERS[:32]) and hazards == []
+    _, hazards = run(STORE.format(fence="", between=""), NUMBERS[:32])
+    (hazard,) = hazards
+    assert hazard.startswith("a bulk store reads") and "without fence.proxy.async" in hazard
+
+
+def test_a_write_under_a_bulk_store_is_found() -> None:
+    text = STORE.format(fence="fence.proxy.async.shared::cta;", between="st.shared.b32 [%r3], 7;")
+    _, hazards = run(text, NUMBERS[:32])
+    assert hazards == ["shared memory is written again before a bulk store has read it"]
+
+
+def test_an_unknown_instruction_is_refused() -> None:
+    with pytest.raises((AssertionError, NotImplementedError), match="tanh"):
+        run("tanh.approx.f32 %r5, %r6;", NUMBERS[:32])
+
