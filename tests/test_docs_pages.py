@@ -20,6 +20,8 @@ from tsmla_kernels.sm90.decode import config as decode
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
+SHARED_BY_BENCHMARKS = tuple(BENCHMARKS / name for name in ("harness.py", "compiling.py", "whole_models.py"))
+"""Modules whose flags several benchmarks have."""
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 WIDEST_CODE = 102  # columns that fit beside the sidebars
@@ -119,7 +121,7 @@ def test_every_record_says_how_it_was_made_and_every_command_exists() -> None:
     names = {path.name if path.parent.name == "h200" else f"cpu/{path.name}" for path in results.rglob("*.json")}
     assert names == set(re.findall(r"`([\w/]+\.json)`(?= \|)", page))
     for script, options in re.findall(r"`python3 (benchmarks/\w+\.py)([^`]*)`", page):
-        source = (ROOT / script).read_text() + (BENCHMARKS / "harness.py").read_text()
+        source = "".join(path.read_text() for path in (ROOT / script, *SHARED_BY_BENCHMARKS))
         for option in re.findall(r"--(\w+)", options):
             assert f'"{option}"' in source or f'"--{option}"' in source, f"{script} --{option}"
 
