@@ -179,6 +179,42 @@ def test_a_write_under_a_bulk_store_is_found() -> None:
     assert hazards == ["shared memory is written again before a bulk store has read it"]
 
 
+NEIGHBOUR = """
+ld.global.b32 %r5, [%rd4];
+st.shared.b32 [%r4], %r5;
+{barrier}
+xor.b32 %r6, %r2, 128;
+add.s32 %r6, %r6, %r3;
+ld.shared.b32 %r7, [%r6];
+{again}
+st.global.b32 [%rd5], %r7;
+"""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_no_barrier_orders_is_found_in_every_order(seed: int) -> None:
+    got, hazards = run(NEIGHBOUR.format(barrier="bar.sync 0;", again=""), NUMBERS[:64], threads=64, seed=seed)
+    assert np.array_equal(got, np.roll(NUMBERS[:64], 32)) and hazards == []
+    _, hazards = run(NEIGHBOUR.format(barrier="", again=""), NUMBERS[:64], threads=64, seed=seed)
+    assert hazards and all(hazard.startswith("no barrier orders a") for hazard in hazards)
+
+
+def test_a_store_that_overtakes_a_read_is_found() -> None:
+    text = NEIGHBOUR.format(barrier="bar.sync 0;", again="st.shared.b32 [%r4], 7;")
+    _, hazards = run(text, NUMBERS[:64], threads=64)
+    assert any("no barrier orders a store" in hazard and "behind a read" in hazard for hazard in hazards)
+
+
+def test_a_copy_over_what_others_read_is_found() -> None:
+    read = "ld.shared.b32 %r5, [%r4]; st.global.b32 [%rd5], %r5;"
+    wait = "AGAIN: mbarrier.try_wait.parity.shared.b64 %p2, [%r3+1024], 0; @!%p2 bra AGAIN;"
+    again = COPY.replace("WAIT", "OVER")
+    _, hazards = run(f"{BARRIER} {COPY} {wait} {read} bar.sync 0; {again}", NUMBERS[:128], threads=128)
+    assert hazards == []
+    _, hazards = run(f"{BARRIER} {COPY} {wait} {read} {again}", NUMBERS[:128], threads=128)
+    assert any("no barrier orders a copy" in hazard for hazard in hazards)
+
+
 def test_an_unknown_instruction_is_refused() -> None:
     with pytest.raises((AssertionError, NotImplementedError), match="tanh"):
         run("tanh.approx.f32 %r5, %r6;", NUMBERS[:32])

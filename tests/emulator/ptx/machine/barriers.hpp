@@ -25,13 +25,19 @@ inline void settle(MBarrier* barrier) {
 
 inline void initialise(Cluster& cluster, uint32_t address, uint64_t count) {
   if (!count || count >= 1 << 20) fault("an mbarrier for " + std::to_string(count) + " arrivals");
-  owner(cluster, address).barriers.insert(offset_of(address));
+  owner(cluster, address).barriers[offset_of(address)] = {};
   *barrier_at(cluster, address) = {0, count, count, 0};
 }
 
-inline void arrive(Cluster& cluster, uint32_t address, uint64_t count) {
+inline Clock& handed_on(Cluster& cluster, uint32_t address) {
+  return owner(cluster, address).barriers.at(offset_of(address));
+}
+
+inline void arrive(Warp& warp, uint32_t address, uint64_t count) {
+  Cluster& cluster = *warp.block->cluster;
   ++cluster.machine->events;
   MBarrier* barrier = barrier_at(cluster, address);
+  release(warp, handed_on(cluster, address));
   if (barrier->pending < count) fault("more arrivals at an mbarrier than it expects in a phase");
   barrier->pending -= count;
   settle(barrier);
@@ -66,6 +72,7 @@ inline void meet(Warp& warp, const Meeting& meeting) {
   if (barrier.arrived && barrier.expected != threads) fault("a barrier whose warps disagree how many arrive");
   ++machine(warp).events;
   barrier.expected = threads;
+  release(warp, barrier.clock);
   barrier.arrived += LANES;
   barrier.any = barrier.any || meeting.any;
   if (meeting.result >= 0) barrier.results.emplace_back(&warp, meeting.result);
@@ -76,7 +83,10 @@ inline void meet(Warp& warp, const Meeting& meeting) {
   if (barrier.arrived < threads) return;
   for (auto& [waiting, slot] : barrier.results)
     for (int lane = 0; lane < LANES; ++lane) waiting->slot(slot)[lane] = barrier.any;
-  for (Warp* waiting : barrier.waiting) waiting->stopped = false;
+  for (Warp* waiting : barrier.waiting) {
+    acquire(*waiting, barrier.clock);
+    waiting->stopped = false;
+  }
   barrier = {};
 }
 
@@ -85,9 +95,13 @@ inline void release_cluster(Cluster& cluster) {
   ++cluster.machine->events;
   if (cluster.arrived < cluster.live_warps) return;
   cluster.arrived = 0;
+  join(cluster.known, cluster.arrivals);
   ++cluster.phase;
   for (auto& [warp, phase] : cluster.waiting)
-    if (phase < cluster.phase) warp->stopped = false;
+    if (phase < cluster.phase && warp->stopped) {
+      acquire(*warp, cluster.known);
+      warp->stopped = false;
+    }
   std::erase_if(cluster.waiting, [&](const auto& entry) { return entry.second < cluster.phase; });
 }
 

@@ -61,13 +61,14 @@ struct TensorMap {
 inline void load_tensor(Warp& warp, int lane, const TensorMap& map, const int32_t* at, uint32_t to, uint32_t barrier) {
   Cluster& cluster = *warp.block->cluster;
   check_proxy(warp, lane, to, map.bytes(), "a copy writes over");
+  const Clock known = note_copy(warp, owner(cluster, to), offset_of(to), map.bytes());
   aligned(offset_of(to), map.swizzle ? 128 : 16);
   barrier_at(cluster, barrier);
   struct Place {
     int32_t at[TENSOR_DIMS];
   } place;
   std::copy(at, at + TENSOR_DIMS, place.at);
-  cluster.copies.push_back({[&cluster, map, place, to, barrier] {
+  cluster.copies.push_back({[&cluster, map, place, to, barrier, known] {
     map.each(place.at, to, [&](uint32_t shared_address, uint64_t from) {
       uint8_t* memory = shared(cluster, shared_address, map.element);
       if (from)
@@ -75,6 +76,7 @@ inline void load_tensor(Warp& warp, int lane, const TensorMap& map, const int32_
       else
         std::memset(memory, 0, map.element);
     });
+    join(handed_on(cluster, barrier), known);
     complete(cluster, barrier, static_cast<int64_t>(map.bytes()));
   }});
 }
@@ -82,10 +84,12 @@ inline void load_tensor(Warp& warp, int lane, const TensorMap& map, const int32_
 inline void load_bulk(Warp& warp, int lane, uint64_t from, uint32_t to, uint32_t bytes, uint32_t barrier) {
   Cluster& cluster = *warp.block->cluster;
   if (bytes) check_proxy(warp, lane, to, bytes, "a copy writes over");
+  const Clock known = bytes ? note_copy(warp, owner(cluster, to), offset_of(to), bytes) : warp.clock;
   aligned(from | offset_of(to) | bytes, 16);
   barrier_at(cluster, barrier);
-  cluster.copies.push_back({[&cluster, from, to, bytes, barrier] {
+  cluster.copies.push_back({[&cluster, from, to, bytes, barrier, known] {
     if (bytes) std::memcpy(shared(cluster, to, bytes), cluster.machine->global(from, bytes, false), bytes);
+    join(handed_on(cluster, barrier), known);
     complete(cluster, barrier, bytes);
   }});
 }
@@ -94,8 +98,10 @@ inline void load_bulk(Warp& warp, int lane, uint64_t from, uint32_t to, uint32_t
 inline void keep_until_waited(Warp& warp, int lane, uint32_t from, uint32_t bytes) {
   Cluster& cluster = *warp.block->cluster;
   check_proxy(warp, lane, from, bytes, "a bulk store reads");
+  note_read(warp, owner(cluster, from), offset_of(from), bytes, "a bulk store");
   const uint64_t before = hash_bytes(shared(cluster, from, bytes), bytes, from);
-  warp.open_bulk[lane].checks.push_back([&cluster, from, bytes, before] {
+  warp.open_bulk[lane].checks.push_back([&warp, &cluster, from, bytes, before] {
+    note_read(warp, owner(cluster, from), offset_of(from), bytes, "a bulk store");  // until now
     if (hash_bytes(shared(cluster, from, bytes), bytes, from) != before)
       cluster.machine->hazards.insert("shared memory is written again before a bulk store has read it");
   });

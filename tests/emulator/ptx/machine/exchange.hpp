@@ -11,7 +11,7 @@ inline uint64_t address_of(Warp& warp, const Instruction& i, int first, int lane
 
 inline uint32_t shared_address(Warp& warp, const Instruction& i, int first, int lane) {
   const uint64_t address = address_of(warp, i, first, lane);
-  return static_cast<uint32_t>(address >= SHARED_WINDOW ? address - SHARED_WINDOW : address);
+  return without_window(address);
 }
 
 // aux: the elements of a vector. Slots: the registers, then base and offset.
@@ -19,7 +19,7 @@ template <class T, Space space>
 Flow load(Warp& warp, const Instruction& i, uint32_t mask) {
   EACH_LANE {
     const uint64_t bytes = sizeof(T) * i.aux;
-    const uint8_t* memory = at<space>(warp, address_of(warp, i, i.aux, lane), bytes, bytes, false);
+    const uint8_t* memory = look<space>(warp, address_of(warp, i, i.aux, lane), bytes, bytes);
     for (int part = 0; part < i.aux; ++part) {
       T value;
       std::memcpy(&value, memory + part * sizeof(T), sizeof(T));
@@ -50,7 +50,7 @@ Flow atomic(Warp& warp, const Instruction& i, uint32_t mask) {  // aux: 1 if the
     T before;
     std::memcpy(&before, at<space>(warp, address, sizeof(T), sizeof(T), true), sizeof(T));
     const T after = F()(before, read<T>(warp, i.slots[i.aux + 2], lane));
-    put<space>(warp, lane, address, &after, sizeof(T), sizeof(T));
+    put<space>(warp, lane, address, &after, sizeof(T), sizeof(T), true);
     if (i.aux) write<T>(warp, i.slots[0], lane, before);
   }
   return Flow::next;
@@ -149,7 +149,7 @@ Flow matrices(Warp& warp, const Instruction& i, uint32_t) {
     uint16_t elements[8][8];
     for (int row = 0; row < 8; ++row) {
       const int lane = matrix * 8 + row;
-      if (loads) std::memcpy(elements[row], at<Space::shared>(warp, shared_address(warp, i, address, lane), 16, 16, false), 16);
+      if (loads) std::memcpy(elements[row], look<Space::shared>(warp, shared_address(warp, i, address, lane), 16, 16), 16);
     }
     for (int lane = 0; lane < LANES; ++lane) {
       uint64_t& word = warp.slot(i.slots[registers + matrix])[lane];
@@ -179,7 +179,7 @@ inline Flow barrier_arrive(Warp& warp, const Instruction& i, uint32_t mask) {
     const uint64_t number = i.slots[2] < 0 ? 1 : read<uint32_t>(warp, i.slots[2], lane);
     if (i.aux == 3) initialise(cluster, address, number);
     if (i.aux == 1 || i.aux == 2) expect(cluster, address, static_cast<int64_t>(number));
-    if (i.aux < 2) arrive(cluster, address, i.aux ? 1 : number);
+    if (i.aux < 2) arrive(warp, address, i.aux ? 1 : number);
   }
   return Flow::next;
 }
@@ -187,7 +187,9 @@ inline Flow barrier_arrive(Warp& warp, const Instruction& i, uint32_t mask) {
 inline Flow barrier_test(Warp& warp, const Instruction& i, uint32_t mask) {
   bool all = true;
   EACH_LANE {
-    const bool done = passed(*warp.block->cluster, shared_address(warp, i, 1, lane), read<uint32_t>(warp, i.slots[3], lane));
+    const uint32_t address = shared_address(warp, i, 1, lane);
+    const bool done = passed(*warp.block->cluster, address, read<uint32_t>(warp, i.slots[3], lane));
+    if (done) acquire(warp, handed_on(*warp.block->cluster, address));
     warp.slot(i.slots[0])[lane] = done;
     all = all && done;
   }
@@ -207,6 +209,7 @@ inline Flow barrier_meet(Warp& warp, const Instruction& i, uint32_t mask) {
 inline Flow cluster_arrive(Warp& warp, const Instruction&, uint32_t) {
   Cluster& cluster = *warp.block->cluster;
   cluster.waiting.emplace_back(&warp, cluster.phase);
+  release(warp, cluster.arrivals);
   ++cluster.arrived;
   release_cluster(cluster);
   return Flow::next;
@@ -215,6 +218,7 @@ inline Flow cluster_arrive(Warp& warp, const Instruction&, uint32_t) {
 inline Flow cluster_wait(Warp& warp, const Instruction&, uint32_t) {
   for (auto& [waiting, phase] : warp.block->cluster->waiting)
     if (waiting == &warp) warp.stopped = true;
+  if (!warp.stopped) acquire(warp, warp.block->cluster->known);
   return warp.stopped ? Flow::stop : Flow::next;
 }
 

@@ -103,6 +103,7 @@ class Grid {
         rest /= size[axis];
       }
       block.shared.assign(1024 + shared_bytes, 0xff);  // NaN in every format
+      block.words.resize(block.shared.size() / WORD + 1);
       block.writers.resize(block.shared.size() / GRANULE + 1);
       block.fenced.assign(warps * LANES, 0);
       block.warps.resize(warps);
@@ -118,6 +119,9 @@ class Grid {
     warp.block = &block;
     warp.index = index;
     const int threads = std::min(LANES, program_.threads - index * LANES);
+    warp.agent = block.rank * static_cast<int>(block.warps.size()) + index;
+    warp.clock.assign(block.cluster->blocks.size() * block.warps.size() + 1, 0);
+    warp.clock[warp.agent] = 1;
     warp.live = threads == LANES ? ALL_LANES : (1u << threads) - 1;
     warp.registers.assign((program_.registers + program_.constants.size()) * LANES, 0xbad0bad0bad0bad0ull);
     for (size_t number = 0; number < program_.constants.size(); ++number)

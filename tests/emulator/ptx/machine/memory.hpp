@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "numbers.hpp"
-#include "state.hpp"
+#include "races.hpp"
 
 [[noreturn]] inline void fault(const std::string& text) { throw Fault(text); }
 
@@ -68,24 +68,45 @@ inline void check_proxy(Warp& warp, int lane, uint32_t address, uint64_t bytes, 
 
 enum class Space { global, shared };
 
+template <Space space>
+bool is_shared(uint64_t address) {
+  return space == Space::shared || address >= SHARED_WINDOW;
+}
+
+inline uint32_t without_window(uint64_t address) {
+  return static_cast<uint32_t>(address >= SHARED_WINDOW ? address - SHARED_WINDOW : address);
+}
+
 // The memory at a lane's address, checked.
 template <Space space>
 uint8_t* at(Warp& warp, uint64_t address, uint64_t bytes, uint64_t alignment, bool write) {
   aligned(address, alignment);
-  if (space == Space::shared || address >= SHARED_WINDOW)
-    return shared(*warp.block->cluster, static_cast<uint32_t>(space == Space::shared ? address : address - SHARED_WINDOW), bytes);
-  return machine(warp).global(address, bytes, write);
+  if (!is_shared<space>(address)) return machine(warp).global(address, bytes, write);
+  return shared(*warp.block->cluster, without_window(address), bytes);
 }
 
-// A store. One of what lies there already changes nothing that the async proxy could miss.
+// The same, of a load.
 template <Space space>
-void put(Warp& warp, int lane, uint64_t address, const void* value, uint64_t bytes, uint64_t alignment) {
+const uint8_t* look(Warp& warp, uint64_t address, uint64_t bytes, uint64_t alignment) {
+  const uint8_t* memory = at<space>(warp, address, bytes, alignment, false);
+  if (is_shared<space>(address)) {
+    const uint32_t offset = without_window(address);
+    note_read(warp, owner(*warp.block->cluster, offset), offset_of(offset), bytes);
+  }
+  return memory;
+}
+
+// A store. One of what lies there already changes nothing that anyone could miss.
+template <Space space>
+void put(Warp& warp, int lane, uint64_t address, const void* value, uint64_t bytes, uint64_t alignment, bool atomic = false) {
   uint8_t* memory = at<space>(warp, address, bytes, alignment, true);
   ++machine(warp).events;
   if (!std::memcmp(memory, value, bytes)) return;
   std::memcpy(memory, value, bytes);
-  if (space == Space::shared || address >= SHARED_WINDOW)
-    note_write(warp, lane, static_cast<uint32_t>(space == Space::shared ? address : address - SHARED_WINDOW), bytes);
+  if (!is_shared<space>(address)) return;
+  const uint32_t offset = without_window(address);
+  note_write(warp, lane, offset, bytes);
+  note_overwrite(warp, owner(*warp.block->cluster, offset), offset_of(offset), bytes, atomic);
 }
 
 inline uint64_t hash_bytes(const uint8_t* memory, size_t bytes, uint64_t seed) {

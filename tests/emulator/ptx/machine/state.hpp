@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <random>
 #include <set>
@@ -15,6 +16,7 @@ constexpr uint32_t ALL_LANES = 0xffffffffu;
 constexpr uint64_t SHARED_WINDOW = 1ull << 60;  // generic addresses of shared memory begin here
 constexpr int RANK_SHIFT = 24;                  // a shared address: the block's rank in its cluster, then the offset
 constexpr int MOST_THREADS = 1024;              // of a block
+constexpr int WORD = 4;                         // bytes of shared memory whose accesses are known
 constexpr int GRANULE = 16;                     // bytes of shared memory for which the last writer is known
 
 struct Fault : std::runtime_error {
@@ -64,7 +66,23 @@ struct Region {
   std::string name;
 };
 
+// The latest moment that is known of each agent: the warps of a cluster, and its copies.
+using Clock = std::vector<uint32_t>;
+
+struct Access {
+  int agent = -1;
+  uint32_t clock = 0;
+  int32_t line = 0;
+};
+
+struct Word {
+  Access written;
+  std::vector<Access> read;  // since it was written, the latest of each agent
+  bool atomic = false, by_copy = false;
+};
+
 struct NamedBarrier {
+  Clock clock;
   int arrived = 0, expected = 0;
   bool any = false;  // of the predicates that barrier.red was given
   std::vector<Warp*> waiting;
@@ -98,6 +116,9 @@ struct Warp {
   BulkGroup open_bulk[LANES];
   std::vector<std::function<void()>> open_copies[LANES];  // cp.async that were not waited for
 
+  int agent = 0;
+  Clock clock;
+
   uint64_t* slot(int32_t number) { return registers.data() + static_cast<size_t>(number) * LANES; }
   int thread(int lane) const { return index * LANES + lane; }
   Warp();
@@ -119,7 +140,8 @@ struct Block {
   std::vector<uint8_t> shared;
   std::vector<Writer> writers;  // of each granule
   std::vector<uint64_t> fenced;  // when each thread made its latest fence.proxy.async
-  std::set<uint32_t> barriers;   // offsets of initialised mbarriers
+  std::vector<Word> words;
+  std::map<uint32_t, Clock> barriers;  // what initialised mbarriers hand on, by offset
   NamedBarrier named[16];
   std::vector<Warp> warps;
   int live_warps = 0;
@@ -133,6 +155,8 @@ struct Cluster {
   std::vector<Copy> copies;
   int arrived = 0, live_warps = 0;
   uint64_t phase = 0;
+  Clock arrivals, known;  // at the barrier of the cluster: of those that have arrived, and of its latest phase
+  uint32_t copy_clock = 0;
   std::vector<std::pair<Warp*, uint64_t>> waiting;
 };
 

@@ -43,12 +43,18 @@ struct Product {
   uint64_t before;
 };
 
+inline const uint8_t* touched(Warp& warp, uint32_t address, int bytes) {
+  if (address % WORD == 0) note_read(warp, *warp.block, offset_of(address), bytes, "a WGMMA");
+  return shared(*warp.block->cluster, address, bytes);
+}
+
+// The bytes of an operand, which the product reads until it is waited for.
 inline uint64_t hash_of(Warp& warp, const Operand& operand) {
   uint64_t hash = 0;
   const uint32_t rank = static_cast<uint32_t>(warp.block->rank) << RANK_SHIFT;
   for (int row = 0; row < operand.rows; ++row)
     for (int k = 0; k < operand.depth; ++k)
-      hash = hash_bytes(shared(*warp.block->cluster, rank | operand.place(row, k), operand.element), operand.element, hash);
+      hash = hash_bytes(touched(warp, rank | operand.place(row, k), operand.element), operand.element, hash);
   return hash;
 }
 
