@@ -213,6 +213,14 @@ def test_a_store_that_overtakes_a_read_is_found() -> None:
     assert any("no barrier orders a store" in hazard and "behind a read" in hazard for hazard in hazards)
 
 
+def test_warps_that_store_the_same_need_no_barrier() -> None:
+    text = "st.shared.b32 [%r3], 7; ld.shared.b32 %r5, [%r3]; st.global.b32 [%rd5], %r5;"
+    got, hazards = run(text, NUMBERS[:64], threads=64)
+    assert np.array_equal(got, np.full(64, 7)) and hazards == []
+    _, hazards = run(f"{text} st.shared.b32 [%r3], 8;", NUMBERS[:64], threads=64)
+    assert hazards
+
+
 def test_a_copy_over_what_others_read_is_found() -> None:
     read = "ld.shared.b32 %r5, [%r4]; st.global.b32 [%rd5], %r5;"
     wait = "AGAIN: mbarrier.try_wait.parity.shared.b64 %p2, [%r3+1024], 0; @!%p2 bra AGAIN;"

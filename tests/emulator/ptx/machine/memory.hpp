@@ -96,17 +96,19 @@ const uint8_t* look(Warp& warp, uint64_t address, uint64_t bytes, uint64_t align
   return memory;
 }
 
-// A store. One of what lies there already changes nothing that anyone could miss.
+// A store. One of what lies there already changes nothing that the async proxy could miss.
 template <Space space>
 void put(Warp& warp, int lane, uint64_t address, const void* value, uint64_t bytes, uint64_t alignment, bool atomic = false) {
   uint8_t* memory = at<space>(warp, address, bytes, alignment, true);
   ++machine(warp).events;
-  if (!std::memcmp(memory, value, bytes)) return;
+  const bool equal = !std::memcmp(memory, value, bytes);
   std::memcpy(memory, value, bytes);
   if (!is_shared<space>(address)) return;
   const uint32_t offset = without_window(address);
+  Block& block = owner(*warp.block->cluster, offset);
+  if (equal) return note_equal(warp, block, offset_of(offset), bytes);
   note_write(warp, lane, offset, bytes);
-  note_overwrite(warp, owner(*warp.block->cluster, offset), offset_of(offset), bytes, atomic);
+  note_overwrite(warp, block, offset_of(offset), bytes, atomic);
 }
 
 inline uint64_t hash_bytes(const uint8_t* memory, size_t bytes, uint64_t seed) {

@@ -77,6 +77,7 @@ struct Access {
 
 struct Word {
   Access written;
+  std::vector<Access> equal;  // stores of the same value since: a warp that made one knows the value
   std::vector<Access> read;  // since it was written, the latest of each agent
   bool atomic = false, by_copy = false;
 };
