@@ -382,7 +382,8 @@ def write_generate(results: Path, figures: Path, page: Path) -> str:
     """Write the figure and the table of the record of `generate.py`; return its caption."""
     rows = json.loads(results.read_text())
     try:
-        ours, theirs = [row for row in rows if row["peer"] == OURS], overview_figures.vllm_times(rows)
+        ours = [row for row in rows if row["peer"] == OURS]
+        theirs = overview_figures.vllm_times(rows, ours[0]["context"])
         lines = ["| model, step | B | floor | **tsmla** | of floor | tokens/s |", "|---|---:|---:|---:|---:|---:|"]
         if theirs:
             lines = [lines[0] + " vLLM | / vLLM |", lines[1] + "---:|---:|"]

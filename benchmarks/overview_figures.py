@@ -177,11 +177,13 @@ def write_compress(results: Path, figures: Path, page: Path) -> str:
     return said
 
 
-def vllm_times(rows: Sequence[Row]) -> dict[tuple[str, int], float]:
-    """Microseconds of vLLM by mode and batch, with the faster of its own attention backends."""
+def vllm_times(rows: Sequence[Row], context: int) -> dict[tuple[str, int], float]:
+    """Microseconds of vLLM by mode and batch, of texts of `context` tokens over caches of the weights' dtype, with the
+    faster of its own attention backends."""
     found: dict[tuple[str, int], float] = {}
     for row in rows:
-        if row["peer"] == "vllm" and row["backend"] != "CUSTOM":
+        alike = row["peer"] == "vllm" and (row["context"], row["kv"]) == (context, "auto")
+        if alike and row["backend"] != "CUSTOM":
             key = row["mode"], row["b"]
             found[key] = min(row["us"], found.get(key, row["us"]))
     return found

@@ -67,9 +67,9 @@ def stage() -> None:
         write(STAGE / "figures" / source.name, source.read_text(encoding="utf-8"))
     for source in sorted(FIGURES.glob("*.png")):
         shutil.copy(source, STAGE / "figures" / source.name)
-    write(STAGE / "guides" / "engines_served.md", page_from(ENGINES, {}))
+    write(STAGE / "guides" / "engines_served.md", page_from(ENGINES, "../kernels/"))
     for name, source in KERNEL_PAGES.items():
-        write(STAGE / "kernels" / name, page_from(source, KERNEL_NAMES))
+        write(STAGE / "kernels" / name, page_from(source, ""))
 
 
 def staged_links(source: Path, up: str) -> str:
@@ -120,15 +120,16 @@ def rows(readme: str, operation: str | None) -> str:
     return "\n".join([head, line, *found])
 
 
-def page_from(source: Path, names: dict[Path, str]) -> str:
-    """A page from elsewhere, its links to the staged pages of `names` kept and its links to other files made text."""
+def page_from(source: Path, to_kernels: str) -> str:
+    """A page from elsewhere, its links to the kernels' pages (in the folder `to_kernels`) kept and its links to other
+    files made text."""
 
     def link(found: re.Match[str]) -> str:
         image, text, target, anchor = found.groups()
         name = KERNEL_NAMES.get((source.parent / target).resolve())
         if name is None:
             return f"`{Path(target).name}`" if not image else ""
-        return f"[{text}]({name}{anchor})"
+        return f"[{text}]({to_kernels}{name}{anchor})"
 
     return _LINK.sub(link, source.read_text(encoding="utf-8"))
 

@@ -100,8 +100,15 @@ def refuse_backward(operator: Any, name: str, alternative: str) -> None:
 def refuse_derivative(name: str, *values: Any) -> None:
     """NotImplementedError if one of these, tensors or not, asks for a derivative, in reverse or in forward mode: `name`
     writes in place or to integers and would drop it."""
-    if torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) or _is_dual(value) for value in values):
+    if asks_for_derivative(*values):
         raise contract.not_differentiable(name, "call it under torch.no_grad(), or on detached tensors")
+
+
+def asks_for_derivative(*values: Any) -> bool:
+    """Whether one of these, tensors or not, has or wants a derivative, in reverse or in forward mode."""
+    return torch.is_grad_enabled() and any(
+        getattr(value, "requires_grad", False) or _is_dual(value) for value in values
+    )
 
 
 def _is_dual(value: Any) -> bool:

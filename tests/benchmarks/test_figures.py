@@ -246,12 +246,14 @@ def test_whole_models_become_the_readmes_table(figures: ModuleType, tmp_path: Pa
     assert figures.main(arguments(tmp_path)) == 0
     readme = (tmp_path / "README.md").read_text()
     assert "| v2-lite decode | 16 | 6.00 | **8.00** | 75% | 2,000 |\n" in readme and "512 tokens of context" in readme
-    # vLLM's rows of the same weights stand beside ours: the fastest of its own backends, no dummy weights.
-    for peer, backend, us in (
-        ("vllm", "FLASHMLA", 9000.0), ("vllm", "FLASH_ATTN_MLA", 10000.0), ("vllm", "CUSTOM", 7000.0),
-        ("vllm, dummy weights", "FLASHMLA", 4000.0),
+    # vLLM's rows of the same weights stand beside ours: the fastest of its own backends, no dummy weights, no narrower
+    # cache, no texts of another length.
+    for peer, backend, us, other in (
+        ("vllm", "FLASHMLA", 9000.0, {}), ("vllm", "FLASH_ATTN_MLA", 10000.0, {}), ("vllm", "CUSTOM", 7000.0, {}),
+        ("vllm, dummy weights", "FLASHMLA", 4000.0, {}), ("vllm", "FLASHMLA", 5000.0, {"kv": "fp8"}),
+        ("vllm", "FLASHMLA", 6000.0, {"context": 256}),
     ):  # fmt: skip
-        rows.append({**fixed, "peer": peer, "backend": backend, "us": us, "tokens_per_s": 1})
+        rows.append({**fixed, "peer": peer, "backend": backend, "us": us, "tokens_per_s": 1, "kv": "auto", **other})
     rows.append({**rows[0], "b": 1})
     (tmp_path / "generate.json").write_text(json.dumps(rows))
     assert figures.main(arguments(tmp_path)) == 0

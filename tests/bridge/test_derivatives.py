@@ -37,6 +37,9 @@ def test_a_gather_is_differentiated_in_torch_operations(gpu: Gpu) -> None:
     want = torch.zeros(2, 16, 64)
     want[1, 2:], want[0, :6] = 0.5, 0.5
     assert cache.grad is not None and torch.equal(cache.grad.float(), want)
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(gather(forward_ad.make_dual(cache.detach(), torch.ones_like(cache)))).tangent
+    assert len(gpu.launches) == 1 and tangent is not None and tangent.float().sum() == 0.5 * 20 * 64
     with pytest.raises(NotImplementedError, match="can't run this call: a derivative is asked for; the kernel has"):
         gather(cache, "cute")
     with torch.no_grad():

@@ -114,8 +114,14 @@ def test_what_a_cache_holds_is_compiled_elsewhere(
     cache_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By another version too: the list says nothing of it."""
+    lines = tmp_path / "objects.jsonl"
+    assert cache_command("--json") == 0
+    lines.write_text(capsys.readouterr().out)
+    assert compile_command("--list", str(lines)) == 0  # an empty cache names nothing, and nothing is wrong with that
+
     for config in ScaleConfig(32), ScaleConfig(64):
         object_cache.load_or_compile(SCALE, config, "sm_90a")
+    capsys.readouterr()
     assert cache_command("--json") == 0
     listed = capsys.readouterr().out
     assert listed.splitlines()[0] == '{"kernel": "scale", "arch": "sm_90a", "config": {"fault": "", "width": 32}}'
@@ -123,11 +129,12 @@ def test_what_a_cache_holds_is_compiled_elsewhere(
     object_cache.load_or_compile(SCALE, ScaleConfig(32), "sm_90a")
     assert cache_command("--json") == 0 and capsys.readouterr().out == listed
 
-    lines = tmp_path / "objects.jsonl"
     lines.write_text(listed)
     monkeypatch.setenv("TSMLA_CACHE_DIR", str(tmp_path / "elsewhere"))
     assert compile_command("--list", str(lines), "--kernel", "mla_decode") == 0
     assert compile_command("--list", str(lines), "--arch", "sm_100a") == 0
+    with pytest.raises(ValueError, match="--arch: got 'sm_90'; legal: sm_90a, "):
+        compile_command("--list", str(lines), "--arch", "sm_90")
     assert object_cache.entries() == []
     assert compile_command("--list", str(lines), "--jobs", "1") == 0
     assert widths(object_cache.entries()) == [32, 64]
@@ -139,6 +146,7 @@ def test_what_a_cache_holds_is_compiled_elsewhere(
     [
         ("scale", "got 'scale'; legal: a line that `tsmla cache list --json` printed"),
         ({"kernel": "gone"}, "got kernel 'gone'; legal: mla_decode, "),
+        ({"kernel": ["scale"]}, "got '{"),
         ({"arch": "sm_75"}, "got arch 'sm_75'; scale is written for sm_90a"),
         ({"config": {}}, "scale: got no width; a config has width, fault"),
         ({"config": {"width": 32, "depth": 1}}, "scale: got depth; legal: width, fault"),

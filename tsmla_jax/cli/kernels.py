@@ -101,26 +101,32 @@ def run_compile(args: argparse.Namespace) -> int:
 def _of_configs(args: argparse.Namespace) -> list[Wanted]:
     """What every --config names, for one architecture."""
     arch = args.arch or os.environ.get("CUTE_DSL_ARCH") or next(iter(KERNELS.values())).archs[0]
-    named = [KERNELS[name] for name in args.kernel or KERNELS]
-    kernels = [kernel for kernel in named if arch in kernel.archs]
-    if not kernels:
-        legal = dict.fromkeys(each for kernel in named for each in kernel.archs)
-        raise ValueError(f"--arch: got {arch!r}; legal: {', '.join(legal)}")
+    kernels = _kernels(args.kernel, arch)
     return [Wanted(kernel, config, arch) for text in args.config for kernel, config in configs(text, kernels)]
 
 
 def _of_list(args: argparse.Namespace, illegal: list[str]) -> list[Wanted]:
     """What the lines of --list name; `illegal` receives what is wrong with those that name nothing of this version."""
-    found = []
+    kernels, found = _kernels(args.kernel, args.arch), []
     for number, line in enumerate(args.list.read_text().splitlines(), 1):
         try:
             wanted = wanted_of(line)
         except ValueError as e:
             illegal.append(f"--list: {args.list}, line {number}: {e}")
             continue
-        if (args.kernel is None or wanted.kernel.name in args.kernel) and args.arch in (None, wanted.arch):
+        if wanted.kernel in kernels and args.arch in (None, wanted.arch):
             found.append(wanted)
     return found
+
+
+def _kernels(names: Sequence[str] | None, arch: str | None) -> list[Kernel]:
+    """Those of --kernel, or all, that can be compiled for an architecture; ValueError if none can."""
+    named = [KERNELS[name] for name in names or KERNELS]
+    kernels = [kernel for kernel in named if arch is None or arch in kernel.archs]
+    if not kernels:
+        legal = dict.fromkeys(each for kernel in named for each in kernel.archs)
+        raise ValueError(f"--arch: got {arch!r}; legal: {', '.join(legal)}")
+    return kernels
 
 
 def wanted_of(line: str) -> Wanted:
@@ -128,11 +134,11 @@ def wanted_of(line: str) -> Wanted:
     try:
         said = json.loads(line)
         name, arch, fields = said["kernel"], said["arch"], dict(said["config"])
+        kernel = KERNELS.get(name)
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"got {line!r}; legal: a line that `tsmla cache list --json` printed") from None
-    if name not in KERNELS:
+    if kernel is None:
         raise ValueError(f"got kernel {name!r}; legal: {', '.join(KERNELS)}")
-    kernel = KERNELS[name]
     if arch not in kernel.archs:
         raise ValueError(f"got arch {arch!r}; {name} is written for {', '.join(kernel.archs)}")
     return Wanted(kernel, kernel.config_from_fields(fields), arch)
@@ -292,7 +298,8 @@ def run_cache(args: argparse.Namespace) -> int:
     if args.json:
         if args.action != "list":
             raise ValueError(f"--json: got {args.action}; it goes with list")
-        print(*_as_json(object_cache.entries()), sep="\n")
+        for line in _as_json(object_cache.entries()):
+            print(line)
         return 0
     if args.action == "prune":
         if args.older_than is not None and not 0 <= args.older_than < float("inf"):

@@ -96,6 +96,11 @@ class StepOptions:
         """The mesh axis whose devices share the keys of every text, if there are several."""
         return CONTEXT if self.mesh.context > 1 else None
 
+    @property
+    def span(self) -> int:
+        """Tokens that an entry of a block table stands for, as `Plan.span`."""
+        return self.page_size * self.mesh.context
+
 
 def fold(params: Params, config: ModelConfig) -> Params:
     """The parameters as steps read them fastest: those of MLA's attention folded (`functional.fold`)."""
@@ -140,8 +145,7 @@ def shared_steps(
         raise ValueError("batch.state_slots = None; legal for DeepSeek-V4: an array [B]")
     # The window is a ring: the pages of a state slot, over and over.
     ring_pages = options.window_rows // WINDOW_PAGE
-    span = options.page_size * options.mesh.context
-    columns = pages_for(batch.step.block_tables.shape[1] * span, WINDOW_PAGE)
+    columns = pages_for(batch.step.block_tables.shape[1] * options.span, WINDOW_PAGE)
     ring = jnp.arange(columns, dtype=jnp.int32) % ring_pages
     window = Step.ragged(
         jnp.maximum(batch.state_slots, 0)[:, None] * ring_pages + ring,
@@ -337,7 +341,7 @@ def forward(
       rows: [N] i32, indices into the step's tokens.
       others: as in `decoder_layer`.
     """
-    ropes = rope_tables(config, batch.step.block_tables.shape[1] * options.page_size)
+    ropes = rope_tables(config, batch.step.block_tables.shape[1] * options.span)
     shared = shared_steps(config, batch, ropes, options)
     x = embed(params, config, batch.tokens)
     x, written = run_layers(params, config, x, caches, batch, scales, options, shared)

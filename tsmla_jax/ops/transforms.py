@@ -192,33 +192,23 @@ def without_derivative(results: Any, known: Any, op: str, alternative: str) -> A
     such a loop has no derivative in reverse mode, and NotImplementedError says so."""
     if not isinstance(known, jax.core.Tracer):
         return results
+    return refuse_derivative(results, (), f"{op} under jax.jit", alternative)
+
+
+def refuse_derivative(results: Any, operands: Sequence[jax.Array], op: str, alternative: str) -> Any:
+    """`results`. NotImplementedError where one of them has a derivative, or one of `operands`, from which they were
+    computed without it."""
+    leaves, structure = jax.tree.flatten(results)
 
     @jax.custom_jvp
     def same(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return arrays
-
-    @same.defjvp
-    def refuse(primals: Any, tangents: Any) -> NoReturn:
-        raise contract.not_differentiable(f"{op} under jax.jit", alternative)
-
-    leaves, structure = jax.tree.flatten(results)
-    return jax.tree.unflatten(structure, same(*leaves))
-
-
-def refuse_derivative(result: jax.Array, operands: Sequence[jax.Array], op: str, alternative: str) -> jax.Array:
-    """`result`, which was computed from `operands` without their derivatives. NotImplementedError where one of them has
-    a derivative."""
-
-    @jax.custom_jvp
-    def same(result: jax.Array, *operands: jax.Array) -> jax.Array:
-        return result
+        return arrays[: len(leaves)]
 
     @same.defjvp
     def refuse(primals: Any, tangents: Any) -> NoReturn:
         raise contract.not_differentiable(op, alternative)
 
-    found: jax.Array = same(result, *operands)
-    return found
+    return jax.tree.unflatten(structure, same(*leaves, *operands))
 
 
 def named_axes(shape: Any) -> tuple[Any, ...]:

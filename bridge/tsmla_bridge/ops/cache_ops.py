@@ -140,7 +140,8 @@ def gather_kv_cache(
     """
     scale = operators.scale_arguments(kv_scale)
     arguments = (kv_cache, block_tables, starts, lens, total_len, *scale, out_dtype, implementation)
-    traced = torch.compiler.is_compiling() or (not _derived(kv_cache) and operators.is_traced(kv_cache))
+    derived = operators.asks_for_derivative(kv_cache)
+    traced = torch.compiler.is_compiling() or (not derived and operators.is_traced(kv_cache))
     return torch.ops.tsmla.gather_kv_cache(*arguments) if traced else _gather(*arguments)
 
 
@@ -169,7 +170,7 @@ def _gather(
     def why_not() -> list[str]:
         return loaded_kernels.reasons(GATHER_KV_CACHE, kv_cache.device) or [
             *cache_config.gather_reasons(spec),
-            *(["a derivative is asked for; the kernel has none"] if _derived(kv_cache) else []),
+            *(["a derivative is asked for; the kernel has none"] if operators.asks_for_derivative(kv_cache) else []),
             *_unreadable(given),
         ]
 
@@ -185,10 +186,6 @@ def _gather(
     outputs = {"out": loaded_kernels.view(out)}
     _launch(GATHER_KV_CACHE, cache_config.gather_config(spec), kv_scale, inputs, outputs, kv_cache.device)
     return out
-
-
-def _derived(kv_cache: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and kv_cache.requires_grad
 
 
 # ---- the kernels

@@ -87,7 +87,7 @@ def _score(
 
     def why_not() -> list[str]:
         found = loaded_kernels.reasons(INDEXER_LOGITS, q.device) or [*logits_reasons(spec), *unreadable_tensors(given)]
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given.values()):
+        if operators.asks_for_derivative(*given.values()):
             found.append("a derivative is asked for; the kernel has none")
         return found
 

@@ -157,7 +157,7 @@ def _select(call: Call, memory: Memory) -> Results:
     def why_not() -> list[str]:
         found = loaded_kernels.reasons(INDEXER_LOGITS, device)
         found = found or [*indexer_topk_reasons(spec), *unreadable_tensors(given)]
-        if call.return_scores and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given.values()):
+        if call.return_scores and operators.asks_for_derivative(*given.values()):
             found.append("a derivative is asked for; the kernels have none")
         return found
 

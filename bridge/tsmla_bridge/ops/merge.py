@@ -47,7 +47,7 @@ def merge_attention_states(
       NotImplementedError: the named implementation can't run this call, with every reason.
     """
     outs, lses = _parts("outs", outs), _parts("lses", lses)
-    derived = _derivative_asked_for(outs, lses)
+    derived = operators.asks_for_derivative(*outs, *lses)
     if torch.compiler.is_compiling() or (not derived and operators.is_traced(*outs, *lses)):
         return torch.ops.tsmla.merge_attention_states(outs, lses, implementation)
     return _merge(outs, lses, implementation)
@@ -65,7 +65,7 @@ def _merge(outs: Parts, lses: Parts, implementation: str | None) -> Computed:
 
     def why_not() -> list[str]:
         reasons = loaded_kernels.reasons(MERGE_ATTENTION_STATES, device) + merge_config.merge_reasons(spec)
-        if _derivative_asked_for(outs, lses):
+        if operators.asks_for_derivative(*outs, *lses):
             reasons.append("a derivative is asked for; the kernel has none")
         unreadable = [i for i, seen in enumerate(rows) if seen is None]
         return reasons + [loaded_kernels.unreadable(f"outs[{i}]", outs[i]) for i in unreadable]
@@ -73,11 +73,6 @@ def _merge(outs: Parts, lses: Parts, implementation: str | None) -> Computed:
     if loaded_kernels.is_chosen("merge_attention_states", implementation, device, why_not):
         return _launch(spec, [seen for seen in rows if seen is not None], outs, lses)
     return reference.merge_attention_states(spec, outs, lses)
-
-
-def _derivative_asked_for(*parts: Parts) -> bool:
-    given = (part for some in parts for part in some if isinstance(part, torch.Tensor))
-    return torch.is_grad_enabled() and any(part.requires_grad for part in given)
 
 
 def _launch(spec: MergeSpec, rows: Parts, outs: Parts, lses: Parts) -> Computed:

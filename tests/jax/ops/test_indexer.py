@@ -129,7 +129,9 @@ def test_nobody_or_no_key(tokens: int, requests: int | None, pages: int, impleme
     options = {"cu_seqlens_q": offsets, "implementation": implementation}
     logits = tsmla_jax.indexer_logits(*call, **options)
     assert logits.shape == (tokens, pages * Z) and np.isneginf(logits).all()
+    positions = tsmla_jax.indexer_topk(*call, k=3, **options)
     slots, counts = tsmla_jax.indexer_topk(*call, k=3, return_slots=True, **options)
+    assert isinstance(positions, jax.Array) and np.array_equal(positions, slots)
     assert slots.shape == (tokens, 3) and (np.asarray(slots) == -1).all() and not np.asarray(counts).any()
 
 

@@ -28,7 +28,7 @@ def indexer_topk(
 ) -> Results:
     """What the public indexer_topk documents."""
     if 0 in (spec.logits.num_tokens, spec.logits.num_requests, spec.num_columns):
-        return nothing_selected(spec)
+        return unpacked(nothing_selected(spec))
     operands = (q, weights, k_cache, block_tables, seq_lens, cu_seqlens_q)
     logits = logits_reference.indexer_logits(*operands, spec=spec.logits)
     request, seen = rows_of(spec, seq_lens, cu_seqlens_q)
