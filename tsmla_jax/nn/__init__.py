@@ -46,6 +46,8 @@ __all__ = [
     "param_shapes",
     "param_specs",
     "params_from_hf",
+    "params_to_hf",
+    "save_hf_attention",
     "segment_attention",
     "segment_attention_kv",
     "v4",
@@ -57,6 +59,8 @@ init_params = WEIGHTS.init_params
 load_hf_attention = WEIGHTS.load_hf_attention
 param_specs = WEIGHTS.param_specs
 params_from_hf = WEIGHTS.params_from_hf
+params_to_hf = WEIGHTS.params_to_hf
+save_hf_attention = WEIGHTS.save_hf_attention
 
 _FLAX = {
     "MLAttention": "tsmla_jax.nn.mla.layer",
