@@ -444,7 +444,8 @@ class Engine:
 
     def _read(self, keep: int) -> list[Tokens]:
         """The new tokens of all steps that were started but the last `keep`."""
-        session, found = self._opened(), []
+        session = self._opened()
+        found: list[Tokens] = []
         while len(session.started) > keep:
             started = session.started.popleft()
             tokens = np.asarray(started.tokens)

@@ -6,6 +6,7 @@ layers; `tsmla_jax.nn.context_parallel` deals out the keys of a text to devices.
 """
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from tsmla_jax.nn import context_parallel, v4, v32
@@ -67,6 +68,10 @@ _FLAX = {
     "V4Attention": "tsmla_jax.nn.v4.layer",
     "V32Attention": "tsmla_jax.nn.v32.layer",
 }
+
+if importlib.util.find_spec("flax") is None:
+    # `import *` takes what there is; a layer that is named says what it needs.
+    __all__ = [name for name in __all__ if name not in _FLAX]
 
 
 def __getattr__(name: str) -> Any:

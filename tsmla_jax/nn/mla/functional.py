@@ -24,7 +24,7 @@ from tsmla_jax.nn.linear import contract, joined_rows, linear, rows_of, split_ro
 from tsmla_jax.nn.mla.config import MLAConfig
 from tsmla_jax.nn.norms import rms_norm
 from tsmla_jax.nn.rope import apply_rope, rope_cos_sin
-from tsmla_jax.nn.step import Step, needed_when_ragged, ragged_positions
+from tsmla_jax.nn.step import Step, check_step, needed_when_ragged, ragged_positions
 from tsmla_jax.nn.step import slots_of as slots_of
 from tsmla_jax.nn.weights import Params
 from tsmla_jax.ops.loops import carry
@@ -411,6 +411,7 @@ def _check_tokens(name: str, x: jax.Array, config: MLAConfig, ranks: tuple[int, 
 
 
 def _check_step(step: Step) -> None:
+    check_step(step, Step, "Step.dense or Step.ragged")
     _vector("seq_lens", step.seq_lens)
     if step.cu_seqlens_q is not None:
         _vector("cu_seqlens_q", step.cu_seqlens_q)
