@@ -3,7 +3,7 @@
     python docs/build.py [--stage-only]
 
 The pages of docs/ are copied to build/docs, with what they take from elsewhere in the tree: rows and results of the
-README, and the tables and plots of benchmarks/figures. The kernels' own pages and the engines' are added. A page asks
+README, and the tables and plots of benchmarks/figures. The kernels' own pages are added. A page asks
 for what it takes by comments:
 
     <!-- runs -->            the README's table of what runs where; <!-- runs OP --> the row that names an operation
@@ -37,7 +37,6 @@ KERNEL_PAGES = {
     "sparse_caches.md": KERNELS / "sparse_cache/DESIGN.md",
 }
 KERNEL_NAMES = {source: name for name, source in KERNEL_PAGES.items()}
-ENGINES = ROOT / "examples" / "engines.md"
 _COMMENT = re.compile(r"^<!-- (runs|readme|figure)(?: (\w+))? -->$", re.MULTILINE)
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:]+)((?:#[^)]*)?)\)")
 
@@ -67,9 +66,8 @@ def stage() -> None:
         write(STAGE / "figures" / source.name, source.read_text(encoding="utf-8"))
     for source in sorted(FIGURES.glob("*.png")):
         shutil.copy(source, STAGE / "figures" / source.name)
-    write(STAGE / "guides" / "engines_served.md", page_from(ENGINES, "../kernels/"))
     for name, source in KERNEL_PAGES.items():
-        write(STAGE / "kernels" / name, page_from(source, ""))
+        write(STAGE / "kernels" / name, page_from(source))
 
 
 def staged_links(source: Path, up: str) -> str:
@@ -82,8 +80,6 @@ def staged_links(source: Path, up: str) -> str:
             target = f"{up}kernels/{KERNEL_NAMES[path]}"
         elif path.parent == FIGURES:
             target = f"{up}figures/{path.name}"
-        elif path == ENGINES:
-            target = f"{up}guides/engines_served.md"
         return f"{image}[{text}]({target}{anchor})"
 
     return _LINK.sub(link, source.read_text(encoding="utf-8"))
@@ -120,9 +116,8 @@ def rows(readme: str, operation: str | None) -> str:
     return "\n".join([head, line, *found])
 
 
-def page_from(source: Path, to_kernels: str) -> str:
-    """A page from elsewhere, its links to the kernels' pages (in the folder `to_kernels`) kept and its links to other
-    files made text."""
+def page_from(source: Path) -> str:
+    """A page from elsewhere, its links to the kernels' pages kept and its links to other files made text."""
 
     def link(found: re.Match[str]) -> str:
         image, text, target, anchor = found.groups()

@@ -27,7 +27,15 @@ PUBLIC = (
     "tsmla_bridge",
 )
 # Methods of one object in three modules, which the reference has once, and names of types.
-LAYER_WEIGHTS = {"hf_attention_shapes", "init_params", "load_hf_attention", "param_specs", "params_from_hf"}
+LAYER_WEIGHTS = {
+    "hf_attention_shapes",
+    "init_params",
+    "load_hf_attention",
+    "param_specs",
+    "params_from_hf",
+    "params_to_hf",
+    "save_hf_attention",
+}
 TYPES = {"Kind", "Params"}
 # V32Config and V4Config are public in nn, too.
 AT_HOME = {"tsmla_jax.nn.v32.V32Config", "tsmla_jax.nn.v4.V4Config"}

@@ -104,7 +104,7 @@ class Kernel:
       config: the config's dataclass.
       operands: the launcher's operands for a config.
       from_options: the config that options of the command line name; ValueError if they are not legal.
-      presets: options by the name of a model.
+      presets: options by the name of a model; a name comes again for another operation of the same kernel.
       compiler_options: for the DSL, beside those that every kernel is compiled with.
       package: the package that the device code is from, None if it is this one's.
     """

@@ -12,7 +12,7 @@ from tests.emulator.standin import SCALE, ScaleConfig
 from tsmla_jax.cli import kernels as kernel_commands
 from tsmla_jax.cli.doctor import install_hint
 from tsmla_kernels import object_cache
-from tsmla_kernels.catalog import MLA_DECODE
+from tsmla_kernels.catalog import MLA_DECODE, MLA_PREFILL, MLA_PREFILL_BACKWARD
 from tsmla_kernels.sm90.decode.config import DecodeConfig
 
 
@@ -108,6 +108,16 @@ def test_presets_are_the_configs_that_calls_get() -> None:
     assert kernel is MLA_DECODE and isinstance(config, DecodeConfig)
     assert (config.num_heads, config.max_q_len, config.latent_dim, config.rope_dim) == (16, 2, 512, 64)
     assert config.dtype == "bfloat16" and config.causal and not config.ragged
+
+
+@pytest.mark.parametrize("options", ["", ",tensor_parallel=8", ",dtype=float16"])
+def test_presets_have_both_operations_of_prefill(options: str) -> None:
+    found = kernel_commands.configs(f"deepseek-v3{options}", [MLA_PREFILL, MLA_PREFILL_BACKWARD])
+    assert [(kernel.name, config.rope_dim) for kernel, config in found] == [
+        (kernel.name, rope_dim) for kernel in (MLA_PREFILL, MLA_PREFILL_BACKWARD) for rope_dim in (0, 64)
+    ]
+    both = kernel_commands.configs("deepseek-v3,shared_rope=true", [MLA_PREFILL])
+    assert {config.rope_dim for _, config in both} == {64}
 
 
 def test_what_a_cache_holds_is_compiled_elsewhere(

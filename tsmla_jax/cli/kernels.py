@@ -156,11 +156,13 @@ def configs(text: str, kernels: Sequence[Kernel]) -> list[tuple[Kernel, Config]]
         given[name] = value
     found = []
     for kernel in kernels:
-        presets = dict(kernel.presets)
-        if preset is None or preset in presets:
+        of_preset = [dict(options) for name, options in kernel.presets if name == preset] if preset else [{}]
+        for number, options_of in enumerate(of_preset):
             try:
-                config = kernel.from_options({**dict(presets[preset] if preset else ()), **given})
+                config = kernel.from_options({**options_of, **given})
             except ValueError as error:
+                if number:  # the other operation of this kernel has none for these options
+                    continue
                 raise ValueError(f"{error} (kernel {kernel.name}; --kernel names those to compile)") from None
             found.append((kernel, config))
     if not found:

@@ -9,6 +9,7 @@ from tsmla_jax.generate.figures import Figures
 from tsmla_jax.generate.loading import load_model
 from tsmla_jax.generate.mesh import MeshShape
 from tsmla_jax.generate.plan import EngineOptions
+from tsmla_jax.generate.saving import save_model
 
 __all__ = [
     "Engine",
@@ -20,4 +21,5 @@ __all__ = [
     "ModelConfig",
     "Tokens",
     "load_model",
+    "save_model",
 ]

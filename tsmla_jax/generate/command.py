@@ -140,7 +140,7 @@ def _run(args: argparse.Namespace) -> int:
         _generate(args)
     except BrokenPipeError:
         raise
-    except (ValueError, NotImplementedError, ImportError, OSError) as error:
+    except (ValueError, NotImplementedError, ImportError, OSError, FloatingPointError) as error:
         return _fail(str(error))
     except Exception as error:
         if _is_of_jax(error) and "RESOURCE_EXHAUSTED" in str(error):

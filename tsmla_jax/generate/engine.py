@@ -28,7 +28,7 @@ from tsmla_jax.generate.model import Params, Phase, Scales, StepOptions, fold, r
 from tsmla_jax.generate.plan import BATCH_SIZES, EngineOptions, Plan, check_text, make_plan, make_serving_plan
 from tsmla_jax.generate.programs import Programs, programs_for
 from tsmla_jax.generate.replica import Replica, Text, fill_prompts
-from tsmla_jax.generate.sampling import Sampling
+from tsmla_jax.generate.sampling import NOT_FINITE, Sampling
 from tsmla_jax.generate.step import Constants, Drafts, Prompts, State, StepConfig
 from tsmla_jax.nn import MLAConfig
 from tsmla_kernels.contract import FP8
@@ -148,6 +148,7 @@ class Engine:
 
         Raises:
           ValueError, NotImplementedError: as `make_plan`; and ValueError while admitted texts are under way.
+          FloatingPointError: the logits of a text are NaN or infinite; names it and its token.
         """
         if self._session is not None and self._session.texts:
             raise ValueError("generate: admitted texts are under way; legal: after their last step, or after close")
@@ -205,6 +206,10 @@ class Engine:
 
         They are those of the step before, where speculation does not need them at once: the host works while the device
         does. Nothing is under way when an empty list comes back twice.
+
+        Raises:
+          FloatingPointError: the logits of a text are NaN or infinite; names it and its token. That text is ended, and
+            the others can go on.
         """
         session = self._session
         if session is None:
@@ -281,7 +286,7 @@ class Engine:
         layout, given, mesh = plan.layout, self.options, plan.mesh
         programs = programs_for(self._mesh, plan.at_once)
         constants = Constants(
-            ends=jnp.asarray(self.config.eos_token_ids or (steps.NO_TOKEN,), jnp.int32),
+            ends=jnp.asarray((*self.config.eos_token_ids, NOT_FINITE), jnp.int32),
             sampling=Sampling(np.uint32(given.seed), np.float32(given.temperature), np.float32(given.top_p)),
             scales=Scales(
                 kv_scale=jnp.float32(given.kv_scale) if layout.dtype == FP8 else None,
@@ -439,10 +444,18 @@ class Engine:
 
     def _read(self, keep: int) -> list[Tokens]:
         """The new tokens of all steps that were started but the last `keep`."""
-        session, found = self._opened(), []
+        session = self._opened()
+        found: list[Tokens] = []
         while len(session.started) > keep:
             started = session.started.popleft()
             tokens = np.asarray(started.tokens)
+            if (tokens == NOT_FINITE).any():
+                # Read again by the next call, so that no token of another text is lost.
+                session.started.appendleft(started)
+                if found:
+                    break
+                self._refuse_unfinite(session, started, tokens)
+                session.started.popleft()
             now = time.perf_counter()
             setattr(self.figures, started.seconds, getattr(self.figures, started.seconds) + now - self._marked)
             self._marked = now
@@ -455,6 +468,16 @@ class Engine:
                         self.figures.decoded_tokens += len(new)
                         self.figures.accepted_tokens += len(new) - 1
         return found
+
+    def _refuse_unfinite(self, session: _Session, started: _Started, tokens: np.ndarray[Any, Any]) -> None:
+        """FloatingPointError for the first text of a step whose logits are not finite, which it ends."""
+        for row, text in started.texts.items():
+            if not text.done and (tokens[row] == NOT_FINITE).any():
+                place, kind = len(text.generated) + 1, started.seconds.partition("_")[0]
+                self._finish(session, text)
+                raise FloatingPointError(
+                    f"text {text.text_id}: the logits of its new token {place} are NaN or infinite (a {kind} step)"
+                )
 
     def _append(self, session: _Session, text: Text, tokens: list[int]) -> Tokens:
         """Adds generated tokens to a text, and ends it where its last one does."""

@@ -48,7 +48,11 @@ Array = np.ndarray[Any, Any]
 # Projections of MLA that may stay block-scaled. kv_b_proj may not: decode sums over its rows.
 _NARROW = ("q_proj.weight", "q_a_proj.weight", "q_b_proj.weight", "kv_a_proj_with_mqa.weight", "o_proj.weight")
 
-_ATTENTION: dict[type, LayerWeights[Any]] = {MLAConfig: MLA_WEIGHTS, V32Config: V32_WEIGHTS, V4Config: V4_WEIGHTS}
+ATTENTION_WEIGHTS: dict[type, LayerWeights[Any]] = {
+    MLAConfig: MLA_WEIGHTS,
+    V32Config: V32_WEIGHTS,
+    V4Config: V4_WEIGHTS,
+}
 
 
 class ProgressBar:
@@ -107,9 +111,8 @@ class _Reader:
     ) -> None:
         self.dtype, self.mesh = dtype, mesh
         self._checkpoint, self._keep_fp8 = checkpoint, keep_fp8
-        is_v4 = isinstance(config.attention, tuple)
-        self._stored = stored_names(checkpoint) if is_v4 else {name: name for name in checkpoint.names()}
-        self._expected = {stored for name, stored in self._stored.items() if not _is_left_out(name, stored, config)}
+        self._stored = spelled_names(checkpoint, config)
+        self._expected = expected_names(checkpoint, config)
         self._read: set[str] = set()
         scales = {checkpoint.scale_name(stored) for stored in self._expected}
         self._bar = ProgressBar(len(self._expected - scales), "loading", enabled=progress)
@@ -158,13 +161,19 @@ class _Reader:
 
     def refuse_others(self) -> None:
         """CheckpointError for expected tensors that were not read: a model without them would be another model."""
-        others = sorted(self._expected - self._read)
-        if others:
-            some = ", ".join(map(repr, others[:3])) + (", ..." if len(others) > 3 else "")
-            raise CheckpointError(
-                f"{self._checkpoint.directory}: config.json describes a model without {len(others)} of the tensors: "
-                f"{some}"
-            )
+        self._checkpoint.refuse_others(self._expected - self._read)
+
+
+def spelled_names(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, str]:
+    """What each tensor is called in a checkpoint, by its name in transformers' modules."""
+    is_v4 = isinstance(config.attention, tuple)
+    return stored_names(checkpoint) if is_v4 else {name: name for name in checkpoint.names()}
+
+
+def expected_names(checkpoint: Checkpoint, config: ModelConfig) -> set[str]:
+    """The tensors of a checkpoint that are parameters of this model, as the checkpoint spells them."""
+    names = spelled_names(checkpoint, config)
+    return {stored for name, stored in names.items() if not _is_left_out(name, stored, config)}
 
 
 def _is_left_out(name: str, stored: str, config: ModelConfig) -> bool:
@@ -240,7 +249,7 @@ def _read_layer(read: _Reader, config: ModelConfig, index: int, norm_dtype: Any)
     if config.is_moe_layer(index):
         layer["mlp"] = _read_moe(read, f"{prefix}.mlp", config, config.mlp_layers[index] == "hash_moe")
     else:
-        keep = read.keeps(*_mlp_names(f"{prefix}.mlp")) and config.intermediate_size % BLOCK == 0
+        keep = read.keeps(*mlp_names(f"{prefix}.mlp")) and config.intermediate_size % BLOCK == 0
         gate_up, down = _read_mlp(read, f"{prefix}.mlp", config.hidden_size, config.intermediate_size, keep)
         layer["mlp"] = read.put_all({"gate_up": gate_up, "down": down})
     if config.streams is not None:
@@ -253,7 +262,7 @@ def _read_layer(read: _Reader, config: ModelConfig, index: int, norm_dtype: Any)
 
 def _read_attention(read: _Reader, prefix: str, config: ModelConfig, index: int, norm_dtype: Any) -> dict[str, Any]:
     attention = config.layer(index).attention
-    weights = _ATTENTION[type(attention)]
+    weights = ATTENTION_WEIGHTS[type(attention)]
     kept = ("norm.weight", "sinks", "position_bias")
     tensors: dict[str, Any] = {}
     for name, shape in weights.hf_attention_shapes(attention).items():
@@ -271,7 +280,8 @@ def _read_streams(read: _Reader, prefix: str, rows: int, width: int, scales: int
     return {name: read.put(f"{prefix}{name}", shape, np.float32) for name, shape in shapes.items()}
 
 
-def _mlp_names(prefix: str) -> list[str]:
+def mlp_names(prefix: str) -> list[str]:
+    """The tensors of an MLP: gate, up and down."""
     return [f"{prefix}.{part}_proj.weight" for part in ("gate", "up", "down")]
 
 
@@ -279,7 +289,7 @@ def _read_mlp(read: _Reader, prefix: str, hidden: int, width: int, keep: bool) -
     """gate and up in one matrix [2 I, C], and down [C, I]; block-scaled if `keep`."""
     reader = read.narrow if keep else read
     shapes = [(width, hidden), (width, hidden), (hidden, width)]
-    gate, up, down = (reader(name, shape) for name, shape in zip(_mlp_names(prefix), shapes, strict=True))
+    gate, up, down = (reader(name, shape) for name, shape in zip(mlp_names(prefix), shapes, strict=True))
     return jax.tree.map(lambda *parts: np.concatenate(parts), gate, up), down
 
 
@@ -319,13 +329,13 @@ def _is_merged(read: _Reader, prefix: str) -> bool:
 def _expert_names(read: _Reader, prefix: str, experts: range) -> list[str]:
     """The tensors of these routed experts, if each expert has its own."""
     owners = () if _is_merged(read, prefix) else experts
-    return [name for expert in owners for name in _mlp_names(f"{prefix}.experts.{expert}")]
+    return [name for expert in owners for name in mlp_names(f"{prefix}.experts.{expert}")]
 
 
 def _read_experts(read: _Reader, prefix: str, hidden: int, moe: MoEConfig, experts: range) -> tuple[Any, Any]:
     """gate_up [N + S, 2 I, C] and down [N + S, C, I], on the host: these N routed experts, then the shared ones."""
     width, merged, shared = moe.intermediate_size, _is_merged(read, prefix), f"{prefix}.shared_experts"
-    names = _expert_names(read, prefix, range(moe.num_experts)) + (_mlp_names(shared) if moe.num_shared else [])
+    names = _expert_names(read, prefix, range(moe.num_experts)) + (mlp_names(shared) if moe.num_shared else [])
     keep = not merged and width % BLOCK == 0 and read.keeps(*names)
 
     count, both = len(experts) + moe.num_shared, ((2 * width, hidden), (hidden, width))

@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+NOT_FINITE = -2
+"""In the place of a token: the logits that it would be chosen by are NaN or infinite."""
+
 
 class Sampling(NamedTuple):
     """How to sample, as `select_tokens` takes it: u32, f32 and f32 scalars."""
@@ -41,17 +44,20 @@ def select_tokens(
       greedy: take the most likely token; the lowest id among equals.
 
     Returns:
-      [N] i32.
+      [N] i32; NOT_FINITE in a row whose largest logit is no finite number, of which NaN counts as the largest.
     """
     logits = logits.astype(jnp.float32)
     if greedy:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        best = jnp.argmax(logits, axis=-1)
+        largest = jnp.take_along_axis(logits, best[:, None], axis=-1)[:, 0]
+        return jnp.where(jnp.isfinite(largest), best.astype(jnp.int32), NOT_FINITE)
 
     def sample(row: jax.Array, request: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), request), position)
         return jax.random.categorical(key, row)
 
-    return jax.vmap(sample)(_keep_top_p(logits / temperature, top_p), requests, positions).astype(jnp.int32)
+    tokens = jax.vmap(sample)(_keep_top_p(logits / temperature, top_p), requests, positions).astype(jnp.int32)
+    return jnp.where(jnp.isfinite(logits.max(axis=-1)), tokens, NOT_FINITE)
 
 
 def _keep_top_p(logits: jax.Array, top_p: jax.Array) -> jax.Array:

@@ -6,6 +6,7 @@ layers; `tsmla_jax.nn.context_parallel` deals out the keys of a text to devices.
 """
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from tsmla_jax.nn import context_parallel, v4, v32
@@ -46,6 +47,8 @@ __all__ = [
     "param_shapes",
     "param_specs",
     "params_from_hf",
+    "params_to_hf",
+    "save_hf_attention",
     "segment_attention",
     "segment_attention_kv",
     "v4",
@@ -57,12 +60,18 @@ init_params = WEIGHTS.init_params
 load_hf_attention = WEIGHTS.load_hf_attention
 param_specs = WEIGHTS.param_specs
 params_from_hf = WEIGHTS.params_from_hf
+params_to_hf = WEIGHTS.params_to_hf
+save_hf_attention = WEIGHTS.save_hf_attention
 
 _FLAX = {
     "MLAttention": "tsmla_jax.nn.mla.layer",
     "V4Attention": "tsmla_jax.nn.v4.layer",
     "V32Attention": "tsmla_jax.nn.v32.layer",
 }
+
+if importlib.util.find_spec("flax") is None:
+    # `import *` takes what there is; a layer that is named says what it needs.
+    __all__ = [name for name in __all__ if name not in _FLAX]
 
 
 def __getattr__(name: str) -> Any:

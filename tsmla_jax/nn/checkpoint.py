@@ -7,7 +7,7 @@ of hundreds of gigabytes costs its headers only. Values are numpy arrays (bf16 a
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +169,20 @@ class Checkpoint:
             " and fp4 with block scales are read"
         )
 
+    def refuse_others(self, names: Iterable[str]) -> None:
+        """CheckpointError for tensors that a model or a layer of this config has no use for: with them it would be
+        another one. Frequencies of rope, which old checkpoints hold, are computed.
+
+        Args:
+            names: in the checkpoint, of tensors that were not read.
+        """
+        others = sorted(name for name in names if not name.endswith("rotary_emb.inv_freq"))
+        if others:
+            some = ", ".join(map(repr, others[:3])) + (", ..." if len(others) > 3 else "")
+            raise CheckpointError(
+                f"{self.directory}: config.json describes a model without {len(others)} of the tensors: {some}"
+            )
+
     def is_block_scaled(self, name: str) -> bool:
         """Whether a tensor is e4m3 with a scale for every 128 x 128 values, so that `read_block_scaled` takes it.
 
@@ -198,6 +212,17 @@ class Checkpoint:
         if info.shape != tuple(shape):
             raise CheckpointError(f"{info.file}: tensor {name!r} must have shape {tuple(shape)}, got {info.shape}")
         return np.array(self._raw(info)), self._scales(name, info, info.shape, self.block)
+
+    def stored(self, name: str) -> np.ndarray[Any, Any]:
+        """One tensor's values as they are stored: a view of the memory map, nothing dequantised.
+
+        Args:
+            name: the tensor's name in the checkpoint.
+
+        Raises:
+            CheckpointError: as `info`.
+        """
+        return self._raw(self.info(name))
 
     def scale_name(self, name: str) -> str | None:
         """The tensor that holds a tensor's block scales, or None when it has none.

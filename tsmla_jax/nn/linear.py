@@ -70,6 +70,23 @@ def rows_of(weight: jax.Array | BlockScaled, inputs: int = 1) -> jax.Array | Blo
     return weight.reshape(math.prod(weight.shape[:inputs]), -1).T
 
 
+def weight_of(rows: jax.Array | BlockScaled, *shape: int) -> jax.Array | BlockScaled:
+    """The weight of this shape, [*I, *O], that `rows_of` made `rows` of."""
+    return rows if isinstance(rows, BlockScaled) else rows.T.reshape(shape)
+
+
+def split_rows(weight: jax.Array | BlockScaled, first: int) -> tuple[jax.Array | BlockScaled, jax.Array | BlockScaled]:
+    """The two weights that `joined_rows` joined, the first of `first` rows; counted from the end if negative."""
+    if not isinstance(weight, BlockScaled):
+        return weight[:first], weight[first:]
+    first %= weight.shape[0]
+    blocks = first // BLOCK
+    return (
+        BlockScaled(weight.values[:first], weight.scales[:blocks]),
+        BlockScaled(weight.values[first:], weight.scales[blocks:]),
+    )
+
+
 def joined_rows(weights: Sequence[jax.Array | BlockScaled]) -> jax.Array | BlockScaled:
     """Weights [N1, K], [N2, K], ... as one [N1 + N2 + ..., K]; block-scaled if all are, and all but the last have whole
     blocks."""

@@ -134,6 +134,13 @@ class Step:
         return dense_positions(self.seq_lens, shape[1])
 
 
+def check_step(step: object, kind: type, made_by: str) -> None:
+    """ValueError if a layer's or function's step is no `kind`, whose makers made_by names."""
+    if not isinstance(step, kind):
+        got = "None" if step is None else f"a {type(step).__name__}"
+        raise ValueError(f"step: got {got}; legal: a {kind.__name__}, which {made_by} makes")
+
+
 def check_axis(context_axis: str | None, made_with: str | None) -> None:
     """ValueError if a layer is called with another axis than its step was made with."""
     if context_axis != made_with:

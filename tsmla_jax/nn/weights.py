@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from tsmla_jax.nn.block_scaled import BlockScaled
 from tsmla_jax.nn.checkpoint import Checkpoint
+from tsmla_jax.nn.checkpoint_writer import MAX_SHARD_BYTES, save_checkpoint
 
 Params = Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -36,12 +37,16 @@ class LayerWeights(Generic[_Config]):
         param_shapes: name and shape of every parameter.
         hf_name: the tensor behind a parameter, below `self_attn.`.
         stored_names: the names in a checkpoint whose spelling is another one, by the names of transformers' modules.
+        stored_name: the spelling of one of these names in a new checkpoint.
+        unfold: parameters as `param_shapes` describes them from folded ones, where a model's can be folded.
     """
 
     read_config: Callable[[Path, int], _Config]
     param_shapes: Callable[[_Config], dict[str, tuple[int, ...]]]
     hf_name: Callable[[str], str]
     stored_names: Callable[[Checkpoint], Mapping[str, str]] | None = None
+    stored_name: Callable[[str], str] | None = None
+    unfold: Callable[[Params, _Config], Params] | None = None
 
     def init_params(self, key: jax.Array, config: _Config, dtype: DTypeLike = jnp.float32) -> dict[str, jax.Array]:
         """Random parameters, for training from scratch and tests: normal with variance 1 / fan-in; norms are 1, sinks
@@ -116,6 +121,37 @@ class LayerWeights(Generic[_Config]):
             arrays.update(zip(("w_uk", "w_uv"), parts, strict=True))
         return {**{name: jnp.asarray(array, dtype=dtype) for name, array in arrays.items()}, **narrow}
 
+    def params_to_hf(self, config: _Config, params: Params, dtype: DTypeLike | None = None) -> dict[str, Any]:
+        """The inverse of `params_from_hf`: the arrays of one attention layer under Hugging Face's names.
+
+        Args:
+            config: the layer's shape.
+            params: the pytree described at `param_shapes`, or `functional.fold` of it; on this process's devices.
+            dtype: of the arrays, float32, bfloat16 or float16; None keeps each parameter's own.
+
+        Returns:
+            numpy arrays by their name below `self_attn.`, shaped as `hf_attention_shapes` says; `BlockScaled` where the
+            parameter is, whatever dtype says.
+
+        Raises:
+            ValueError: a parameter is missing, unknown or of another shape, w_uk and w_uv have two dtypes, or dtype is
+                none of the three.
+        """
+        check_dtype(dtype)
+        params = self.unfold(params, config) if self.unfold and "in_proj" in params else params
+        shapes = self.param_shapes(config)
+        stored = _stored_shapes(shapes)
+        narrow = {name for name, value in params.items() if isinstance(value, BlockScaled) and name in stored}
+        check_params(params, {**shapes, **{name: _hf_shape(name, stored[name]) for name in narrow}})
+        tensors: dict[str, Any] = {}
+        for name, shape in stored.items():
+            if name in narrow:
+                tensors[self.hf_name(name)] = jax.tree.map(np.asarray, params[name])
+                continue
+            array = _joined(params) if name == "kv_b_proj" else np.asarray(params[name])
+            tensors[self.hf_name(name)] = _to_hf(name, shape, array if dtype is None else array.astype(dtype))
+        return tensors
+
     def load_hf_attention(
         self,
         checkpoint_dir: str | Path | Checkpoint,
@@ -139,28 +175,93 @@ class LayerWeights(Generic[_Config]):
             the pytree described at `param_shapes`.
 
         Raises:
-            ValueError: the config or a tensor is missing or misshapen, a file is truncated, or layer is negative; the
-                text names the file and the tensor.
+            ValueError: the config or a tensor is missing or misshapen, the layer has a tensor that its config has no
+                use for (a bias, an indexer), a file is truncated, or layer is negative; the text names the tensor.
             ImportError: the package safetensors is not installed (`pip install 'tsmla-jax[hf]'`).
         """
         if layer < 0:
             raise ValueError(f"{layer=} must be >= 0")
         checkpoint = open_checkpoint(checkpoint_dir)
         config = self.read_config(checkpoint.directory, layer) if config is None else config
-        stored = self.stored_names(checkpoint) if self.stored_names else {}
+        spelled, start = self._spelled(checkpoint), prefix.format(layer=layer)
+        others = {stored for name, stored in spelled.items() if name.startswith(start)}
         tensors = {}
         for name, shape in self.hf_attention_shapes(config).items():
-            whole = prefix.format(layer=layer) + name
-            tensor = checkpoint.read(stored.get(whole, whole), shape=shape, dtype=dtype)
+            stored = spelled.get(start + name, start + name)
+            tensor = checkpoint.read(stored, shape=shape, dtype=dtype)
             if not jnp.issubdtype(tensor.dtype, jnp.floating):
-                raise checkpoint.unlike(stored.get(whole, whole), "a weight")
+                raise checkpoint.unlike(stored, "a weight")
             tensors[name] = tensor
+            others -= {stored, checkpoint.scale_name(stored) or stored}
+        checkpoint.refuse_others(others)
         return self.params_from_hf(config, tensors)
+
+    def save_hf_attention(
+        self,
+        checkpoint_dir: str | Path,
+        layers: Mapping[int, Params],
+        *,
+        config: _Config | Mapping[int, _Config] | None = None,
+        base: str | Path | Checkpoint | None = None,
+        dtype: DTypeLike | None = None,
+        prefix: str = "model.layers.{layer}.self_attn.",
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+    ) -> None:
+        """The inverse of `load_hf_attention`, of all layers at once: safetensors under the Hugging Face names.
+
+        Args:
+            checkpoint_dir: the folder to write to, made if it is not there; it must not hold safetensors yet.
+            layers: the parameters of each layer by its index, as `params_to_hf` takes them.
+            config: the layers' shape, or each layer's by its index; None reads `config.json` of base.
+            base: a checkpoint whose other tensors are copied as they are stored, and its config and tokenizer: the
+                folder is then a whole model with these layers in the place of its own. None writes the layers alone.
+            dtype: as in `params_to_hf`.
+            prefix: what comes before `q_proj.weight` and the others; `{layer}` stands for the index.
+            max_shard_bytes: more tensors than fit this size go to several files with an index; of one tensor at least.
+
+        Raises:
+            ValueError: as `params_to_hf`; the folder holds safetensors, or neither config nor base is given; base lacks
+                a tensor, has it in another shape, or stores it block-scaled where the parameter is not.
+            ImportError: the package safetensors is not installed (`pip install 'tsmla-jax[hf]'`).
+        """
+        given = None if base is None else open_checkpoint(base)
+        spelled = self._spelled(given) if given else {}
+
+        def config_of(layer: int) -> _Config:
+            if isinstance(config, Mapping):
+                if layer not in config:
+                    raise ValueError(f"config: layer {layer} is missing; legal: a config for each of layers")
+                return cast(_Config, config[layer])
+            if config is None and given is None:
+                raise ValueError("config=None; legal: the layers' config, or base, whose config.json is read")
+            return self.read_config(cast(Checkpoint, given).directory, layer) if config is None else config
+
+        def tensors() -> Iterator[tuple[str, Any]]:
+            for layer, params in layers.items():
+                for name, value in self.params_to_hf(config_of(layer), params, dtype).items():
+                    whole = prefix.format(layer=layer) + name
+                    new = self.stored_name(whole) if self.stored_name else whole
+                    yield spelled.get(whole, whole if given else new), value
+
+        if not layers or min(layers) < 0:
+            raise ValueError(f"layers: got indices {sorted(layers)}; legal: at least one, and none below 0")
+        save_checkpoint(checkpoint_dir, tensors(), base=given, max_shard_bytes=max_shard_bytes)
+
+    def _spelled(self, checkpoint: Checkpoint) -> Mapping[str, str]:
+        """What each tensor of a checkpoint is called there, by its name in transformers' modules."""
+        return self.stored_names(checkpoint) if self.stored_names else {name: name for name in checkpoint.names()}
 
 
 def open_checkpoint(checkpoint_dir: str | Path | Checkpoint) -> Checkpoint:
     """The checkpoint, opened unless it is open."""
     return checkpoint_dir if isinstance(checkpoint_dir, Checkpoint) else Checkpoint(checkpoint_dir)
+
+
+def check_dtype(dtype: DTypeLike | None) -> None:
+    """ValueError for a dtype that weights without scales are not stored in."""
+    legal = ("float32", "bfloat16", "float16")
+    if dtype is not None and jnp.dtype(dtype).name not in legal:
+        raise ValueError(f"dtype: got {jnp.dtype(dtype).name}; legal: {', '.join(legal)}, None")
 
 
 def check_params(params: Params, shapes: Shapes) -> None:
@@ -227,3 +328,23 @@ def _from_hf(name: str, shape: tuple[int, ...], array: np.ndarray[Any, Any]) -> 
         groups, inner, rank = shape
         return array.reshape(groups, rank, inner).transpose(0, 2, 1)
     return array.T.reshape(shape)
+
+
+def _to_hf(name: str, shape: tuple[int, ...], array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The inverse of `_from_hf`."""
+    legal = _hf_shape(name, shape)
+    if _is_no_projection(name, shape) or name == "kv_b_proj":
+        return array.reshape(legal)
+    if name == "o_a_proj":
+        return array.transpose(0, 2, 1).reshape(legal)
+    return array.reshape(legal[::-1]).T
+
+
+def _joined(params: Params) -> np.ndarray[Any, Any]:
+    """w_uk and w_uv as the rows of kv_b_proj, by heads."""
+    w_uk, w_uv = np.asarray(params["w_uk"]), np.asarray(params["w_uv"])
+    if w_uk.dtype != w_uv.dtype:
+        raise ValueError(
+            f"params: w_uk is {w_uk.dtype} and w_uv {w_uv.dtype}; legal: one dtype, for they are one tensor, kv_b_proj"
+        )
+    return np.concatenate([w_uk, w_uv], axis=1)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tsmla_jax.generate.drafting import NgramDrafter
 from tsmla_jax.generate.pages import PageAllocator, PageTable, pages_for
 from tsmla_jax.generate.plan import LEAST_TEMPERATURE
-from tsmla_jax.generate.sampling import select_tokens
+from tsmla_jax.generate.sampling import NOT_FINITE, select_tokens
 
 
 @given(st.integers(1, 40), st.integers(1, 7), st.lists(st.tuples(st.booleans(), st.integers(1, 60)), max_size=40))
@@ -110,6 +110,15 @@ def test_samples_follow_the_tempered_nucleus() -> None:
         assert not observed[expected == 0].any()
     for extreme in ({"top_p": 1e-6}, {"top_p": 1e-50}, {"temperature": LEAST_TEMPERATURE}):  # 1e-50 is 0 in f32
         assert set(sample(rows[:100], **extreme).tolist()) == {1}
+
+
+def test_logits_without_a_largest_number_choose_nothing() -> None:
+    logits = np.array([[0, 1], [np.nan, 1], [0, np.nan], [np.inf, 0], [-np.inf, -np.inf], [-np.inf, 2]], np.float32)
+    none = np.zeros(len(logits), np.int32)
+    greedy = choose(jnp.asarray(logits), none, none, 0, 0.0, 1.0, greedy=True).tolist()
+    assert greedy == [1, *[NOT_FINITE] * 4, 1]
+    for top_p in (0.5, 1.0):
+        assert sample(logits, top_p=top_p)[1:].tolist() == greedy[1:]
 
 
 def test_a_sample_depends_on_seed_request_and_position_alone() -> None:

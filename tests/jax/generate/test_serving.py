@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -173,3 +174,26 @@ def test_rows_without_a_text_stay_as_they_are() -> None:
     state = steps.init_state(3, 2)
     kept = steps.drop_row(state._replace(remaining=state.remaining + 5), np.int32(1))
     assert kept.remaining.tolist() == [5, 0, 5]
+
+
+@pytest.mark.parametrize("speculative", [0, 2])
+def test_logits_that_are_no_numbers_are_no_token(
+    speculative: int, tiny_model: Model, alone: list[list[int]]
+) -> None:
+    """The text is named and ended; what the others say is neither lost nor changed."""
+    config, params = tiny_model
+    spoiled = {**params, "embed": params["embed"].at[100].set(jnp.nan)}
+    engine = Engine(spoiled, config, replace(OPTIONS, speculative=speculative))
+    clean = [index for index, prompt in enumerate(PROMPTS) if 100 not in [*prompt, *alone[index]]][:2]
+    texts: dict[int, list[int]] = {index: [] for index in clean}
+    for index in clean:
+        assert engine.admit(index, PROMPTS[index], NEW)
+    assert engine.admit(9, [5, 100, 6], NEW)
+    with pytest.raises(FloatingPointError, match=r"text 9: the logits of its new token 1 are .* \(a prefill step\)"):
+        drain(engine, texts)
+    drain(engine, texts)
+    assert [texts[index] for index in clean] == [alone[index] for index in clean]
+    assert engine.admit(10, PROMPTS[clean[0]], NEW)  # the row is free again
+    with pytest.raises(FloatingPointError, match=r"text 1: .* token 1 "):
+        engine.close()
+        engine.generate([PROMPTS[clean[0]], [100]], NEW)

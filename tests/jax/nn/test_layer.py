@@ -159,3 +159,19 @@ except AttributeError as error:
     assert done.returncode == 0, done.stderr
     assert "pip install 'tsmla-jax[flax]'" in done.stdout
     assert "has no attribute 'MLAttentio'" in done.stdout
+
+
+def test_everything_but_the_layers_is_there_without_flax() -> None:
+    program = "import sys; sys.modules['flax'] = None; from tsmla_jax.nn import *; print(Step, 'V4Attention' in dir())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
+    assert "nn.step.Step" in done.stdout and done.stdout.split()[-1] == "False"
+
+
+@pytest.mark.parametrize("step", [None, (1, 2)])
+def test_a_step_that_is_none_is_named(step: Any) -> None:
+    layer = MLAttention(CONFIG, rngs=nnx.Rngs(0))
+    cache, legal = paged_arguments()["kv_cache"], "legal: a Step, which Step.dense or Step.ragged makes"
+    with pytest.raises(ValueError, match=f"step: got .*{legal}"):
+        layer.decode(jnp.zeros((2, 1, 48)), cache, step)
+    with pytest.raises(ValueError, match=f"step: got .*{legal}"):
+        layer.prefill_with_context(jnp.zeros((2, 48)), cache, step, context_chunk=4)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from safetensors.numpy import save_file
 
 from tests.jax.nn import hf_layers
-from tsmla_jax.nn import V4Attention, V32Attention, v4
+from tsmla_jax.nn import Step, V4Attention, V32Attention, v4, v32
 
 LENGTH = 40
 ARGUMENTS = (jnp.arange(5, dtype=jnp.int32)[None], jnp.asarray([LENGTH]), jnp.asarray([0, LENGTH]), LENGTH)
@@ -68,3 +68,12 @@ def test_random_parameters_and_wrong_ones() -> None:
         V32Attention(v32_config, params={**params, "extra": jnp.zeros(1)})
     with pytest.raises(ValueError, match="'w_uk' must have shape"):
         V32Attention(v32_config, params={**params, "w_uk": jnp.zeros(1)})
+
+
+def test_sparse_layers_name_a_step_of_another_kind() -> None:
+    dense, sparse = hf_layers.case("v3.2"), hf_layers.case("hca")
+    with pytest.raises(ValueError, match=r"step: got None; legal: a Step, which Step\.ragged makes"):
+        v32.attend(dense.params, dense.config, dense.x[0], dense.cache(1), None)  # type: ignore[arg-type]
+    step = Step.ragged(jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32), jnp.arange(2), total_tokens=1, page_size=8)
+    with pytest.raises(ValueError, match=r"step: got a Step; legal: a V4Step, which v4\.make_step makes"):
+        v4.attend(sparse.params, sparse.config, sparse.x[0, :1], sparse.cache(1), step)  # type: ignore[arg-type]

@@ -20,11 +20,11 @@ import numpy as np
 
 import tsmla_jax
 from tsmla_jax.nn import context_parallel
-from tsmla_jax.nn.linear import contract, joined_rows, linear, rows_of
+from tsmla_jax.nn.linear import contract, joined_rows, linear, rows_of, split_rows, weight_of
 from tsmla_jax.nn.mla.config import MLAConfig
 from tsmla_jax.nn.norms import rms_norm
 from tsmla_jax.nn.rope import apply_rope, rope_cos_sin
-from tsmla_jax.nn.step import Step, needed_when_ragged, ragged_positions
+from tsmla_jax.nn.step import Step, check_step, needed_when_ragged, ragged_positions
 from tsmla_jax.nn.step import slots_of as slots_of
 from tsmla_jax.nn.weights import Params
 from tsmla_jax.ops.loops import carry
@@ -54,6 +54,28 @@ def fold(params: Params, config: MLAConfig) -> dict[str, jax.Array]:
     folded["w_ukv"] = jnp.concatenate([params["w_uk"], params["w_uv"]], axis=1)
     folded["w_uk"] = params["w_uk"].swapaxes(1, 2)
     return folded
+
+
+def unfold(params: Params, config: MLAConfig) -> dict[str, Any]:
+    """The inverse of `fold`, bit by bit, where all parameters had one dtype; block-scaled weights stay so."""
+    unfolded = dict(params)
+    bias = unfolded.pop("in_proj_bias", None)
+    first, kv_a = split_rows(unfolded.pop("in_proj"), -config.cache_dim)
+    heads, nope = config.num_attention_heads, config.qk_nope_head_dim
+    if config.q_lora_rank is None:
+        unfolded["q_proj"] = weight_of(first, config.hidden_size, heads, config.qk_head_dim)
+    else:
+        unfolded["q_a_proj"] = weight_of(first, config.hidden_size, config.q_lora_rank)
+        unfolded["q_b_proj"] = weight_of(params["q_b_proj"], config.q_lora_rank, heads, config.qk_head_dim)
+    unfolded["kv_a_proj_with_mqa"] = weight_of(kv_a, config.hidden_size, config.cache_dim)
+    unfolded["o_proj"] = weight_of(params["o_proj"], heads, config.v_head_dim, config.hidden_size)
+    unfolded["w_uk"] = params["w_uk"].swapaxes(1, 2)
+    unfolded["w_uv"] = unfolded.pop("w_ukv")[:, nope:]
+    if bias is not None:
+        if config.q_lora_rank is not None:
+            unfolded["q_a_proj_bias"] = bias[: -config.cache_dim]
+        unfolded["kv_a_proj_with_mqa_bias"] = bias[-config.cache_dim :]
+    return unfolded
 
 
 def _project_in(params: Params, config: MLAConfig, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -389,6 +411,7 @@ def _check_tokens(name: str, x: jax.Array, config: MLAConfig, ranks: tuple[int, 
 
 
 def _check_step(step: Step) -> None:
+    check_step(step, Step, "Step.dense or Step.ragged")
     _vector("seq_lens", step.seq_lens)
     if step.cu_seqlens_q is not None:
         _vector("cu_seqlens_q", step.cu_seqlens_q)

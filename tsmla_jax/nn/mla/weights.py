@@ -4,6 +4,7 @@ Each weight has an axis for heads of its own, so that tensor parallelism is a ma
 the two parts that are used apart, W_UK and W_UV.
 """
 
+from tsmla_jax.nn.mla import functional
 from tsmla_jax.nn.mla.config import MLAConfig
 from tsmla_jax.nn.weights import LayerWeights
 
@@ -45,4 +46,6 @@ def hf_name(name: str) -> str:
     return f"{name.removesuffix('_bias')}.bias" if name.endswith("_bias") else f"{name}.weight"
 
 
-WEIGHTS = LayerWeights(lambda directory, layer: MLAConfig.from_hf(directory), param_shapes, hf_name)
+WEIGHTS = LayerWeights(
+    lambda directory, layer: MLAConfig.from_hf(directory), param_shapes, hf_name, unfold=functional.unfold
+)

@@ -14,9 +14,13 @@ __all__ = [
     "param_shapes",
     "param_specs",
     "params_from_hf",
+    "params_to_hf",
+    "save_hf_attention",
 ]
 
 hf_attention_shapes = WEIGHTS.hf_attention_shapes
 load_hf_attention = WEIGHTS.load_hf_attention
 param_specs = WEIGHTS.param_specs
 params_from_hf = WEIGHTS.params_from_hf
+params_to_hf = WEIGHTS.params_to_hf
+save_hf_attention = WEIGHTS.save_hf_attention

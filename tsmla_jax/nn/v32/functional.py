@@ -19,7 +19,7 @@ from tsmla_jax import sparse
 from tsmla_jax.nn import context_parallel
 from tsmla_jax.nn.mla import functional
 from tsmla_jax.nn.rope import apply_rope, rope_cos_sin
-from tsmla_jax.nn.step import Step
+from tsmla_jax.nn.step import Step, check_step
 from tsmla_jax.nn.v32.config import V32Config
 from tsmla_jax.nn.weights import Params
 from tsmla_jax.ops.quantize import quantize_q
@@ -108,6 +108,7 @@ def attend(
         ValueError: the caches have different pages, or the step is not of ragged tokens or of another context_axis.
     """
     mla, num_tokens = config.mla, x.shape[0]
+    check_step(step, Step, "Step.ragged")
     step.check_axis(context_axis)
     step = step.checked(num_tokens)
     if cache.kv.shape[:2] != cache.indexer.shape[:2]:

@@ -18,7 +18,7 @@ import tsmla_jax
 from tsmla_jax import sparse
 from tsmla_jax.nn import context_parallel
 from tsmla_jax.nn.norms import rms_norm_fixed_order
-from tsmla_jax.nn.step import check_axis
+from tsmla_jax.nn.step import check_axis, check_step
 from tsmla_jax.nn.v4.config import V4Config
 from tsmla_jax.nn.v4.step import V4Step
 from tsmla_jax.nn.weights import Params
@@ -136,6 +136,7 @@ def attend(
         ValueError: a step made for another kind of layer or with another context_axis.
         NotImplementedError: the named implementation can't run this call.
     """
+    check_step(step, V4Step, "v4.make_step")
     check_axis(context_axis, step.context_axis)
     eps = config.rms_norm_eps
     low = rms_norm_fixed_order(x @ params["q_a_proj"], params["q_a_norm"], eps)

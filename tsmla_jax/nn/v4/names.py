@@ -64,6 +64,22 @@ def module_name(stored: str) -> str:
     return f"model.{name}"
 
 
+def stored_name(name: str) -> str:
+    """How a model saved by transformers spells the tensor that its modules call `name`: of what `module_name` returns
+    the same again."""
+    if not name.startswith("model.layers."):
+        return "head.weight" if name == "lm_head.weight" else name
+    for old, new in reversed(_OWNERS.items()):
+        name = name.replace(new, old)
+    for old, new in _PARTS.items():
+        if "." in new:
+            name = name.replace(f".{new}", f".{old}")
+    parts = {new: old for old, new in _PARTS.items()}
+    # Two parts are called gate_proj, the compressor's and the MLP's.
+    parts["gate_proj"] = "wgate" if ".self_attn." in name else "w1"
+    return ".".join(parts.get(part, part) for part in name.split("."))
+
+
 def stored_names(checkpoint: Checkpoint) -> dict[str, str]:
     """What each tensor is called in a checkpoint, by its name in transformers' modules.
 

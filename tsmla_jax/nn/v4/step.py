@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from tsmla_jax.nn import context_parallel
 from tsmla_jax.nn.rope import inverse_frequencies
-from tsmla_jax.nn.step import Step
+from tsmla_jax.nn.step import Step, check_step
 from tsmla_jax.nn.v4.config import V4Config
 from tsmla_jax.sparse import v4 as sparse_v4
 from tsmla_jax.sparse.v4 import MixedIndices
@@ -92,6 +92,7 @@ def make_step(
         ValueError: the errors of `window_slots` and `compressed_slots` (`tsmla_jax.sparse.v4`), a dense step or one
             made with a context_axis, and under TSMLA_CHECK=1 cu_seqlens_q that are not in order.
     """
+    check_step(step, Step, "Step.ragged")
     if step.context_axis is not None:
         raise ValueError(
             f"step: got one made with context_axis={step.context_axis!r}; legal: None, as every device has the whole"

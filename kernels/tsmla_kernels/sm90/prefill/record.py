@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from tsmla_kernels.contract import PrefillSpec, attention_out_dtype
-from tsmla_kernels.kernel import Kernel, Operand
+from tsmla_kernels.kernel import MODELS, Kernel, Operand
 from tsmla_kernels.options import config_of, flag, prefill_spec
 from tsmla_kernels.sm90.prefill import backward_config as sm90_backward
 from tsmla_kernels.sm90.prefill import config as sm90_prefill
@@ -48,6 +48,9 @@ def mla_prefill_config(options: Mapping[str, str]) -> sm90_prefill.PrefillConfig
     return config_of(prefill_spec, reasons, partial(sm90_prefill.prefill_config, rope_dim=SHARED_ROPE_DIM), options)
 
 
+# mla_prefill and mla_prefill_kv, which the layers call.
+_PRESETS = (*MODELS, *((name, (*options, ("shared_rope", "true"))) for name, options in MODELS))
+
 MLA_PREFILL = Kernel(
     name="mla_prefill",
     archs=("sm_90a",),
@@ -55,6 +58,7 @@ MLA_PREFILL = Kernel(
     config=sm90_prefill.PrefillConfig,
     operands=mla_prefill_operands,
     from_options=mla_prefill_config,
+    presets=_PRESETS,
 )
 
 
@@ -102,4 +106,5 @@ MLA_PREFILL_BACKWARD = Kernel(
     config=sm90_backward.BackwardConfig,
     operands=mla_prefill_backward_operands,
     from_options=mla_prefill_backward_config,
+    presets=_PRESETS,
 )

@@ -1,0 +1,161 @@
+"""The parameters of `tsmla_jax.generate.model`, turned into a Hugging Face checkpoint directory: `load_model` inverted.
+
+Experts have tensors of their own each, as DeepSeek's checkpoints do; the host holds the experts of one layer at a time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from tsmla_jax.generate.config import ModelConfig, MoEConfig
+from tsmla_jax.generate.loading import ATTENTION_WEIGHTS, expected_names, mlp_names, spelled_names
+from tsmla_jax.generate.model import Params
+from tsmla_jax.nn import Checkpoint
+from tsmla_jax.nn.block_scaled import BlockScaled
+from tsmla_jax.nn.checkpoint_writer import MAX_SHARD_BYTES, save_checkpoint
+from tsmla_jax.nn.v4.names import stored_name
+from tsmla_jax.nn.weights import check_dtype, open_checkpoint
+
+# What `load_model` keeps in f32 (or i32) whatever its dtype is.
+_F32 = re.compile(r"\.mlp\.gate\.(weight|e_score_correction_bias|tid2eid)$")
+_F32_OF_V4 = re.compile(r"norm\.weight$|\.sinks$|\.position_bias$|\.hc_head\.|\.(attn|ffn)_hc\.")
+
+
+def save_model(
+    checkpoint_dir: str | Path,
+    params: Params,
+    config: ModelConfig,
+    *,
+    base: str | Path | Checkpoint | None = None,
+    dtype: DTypeLike | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """All parameters of a model as safetensors under the Hugging Face names; `load_model` reads the same ones again.
+
+    Args:
+      checkpoint_dir: the folder to write to, made if it is not there; it must not hold safetensors yet.
+      params: the pytree described at `tsmla_jax.generate.model.Params`, whole in this process, on a mesh or not.
+      config: the model.
+      base: a checkpoint of this model whose config, tokenizer, and tensors for multi-token prediction are copied. None
+        writes the weights alone: config.json is then yours to write.
+      dtype: float32, bfloat16 or float16, of the parameters that `load_model` has a dtype for; None keeps each one's.
+        Block-scaled ones stay so.
+      max_shard_bytes: more tensors than fit this size go to several files with an index; of one tensor at least.
+
+    Raises:
+      ValueError: params are not of this config, or dtype is none of the three; the folder holds safetensors; base lacks
+        a tensor or has others, has one in another shape, or stores it block-scaled where the parameter is not.
+      ImportError: the package safetensors is not installed (`pip install 'tsmla-jax[hf]'`).
+    """
+    check_dtype(dtype)
+    if len(params["layers"]) != config.num_layers:
+        raise ValueError(f"params: has {len(params['layers'])} layers; legal: the config's, {config.num_layers}")
+    given = None if base is None else open_checkpoint(base)
+    tensors = _stored_tensors(params, config, given, None if dtype is None else jnp.dtype(dtype))
+    save_checkpoint(checkpoint_dir, tensors, base=given, max_shard_bytes=max_shard_bytes)
+
+
+def _stored_tensors(
+    params: Params, config: ModelConfig, base: Checkpoint | None, dtype: Any
+) -> Iterator[tuple[str, Any]]:
+    """Every tensor by its name in the new checkpoint, in the dtype that it gets there."""
+    is_v4 = config.streams is not None
+    spelled = {} if base is None else spelled_names(base, config)
+    others = set() if base is None else expected_names(base, config)
+    for name, value in _model_tensors(params, config):
+        stored = stored_name(name) if is_v4 and base is None else spelled.get(name, name)
+        if base is not None:
+            others -= {stored, base.scale_name(stored) or stored}
+        kept = isinstance(value, BlockScaled) or _F32.search(name) or (is_v4 and _F32_OF_V4.search(name))
+        yield stored, value if kept or dtype is None else np.asarray(value).astype(dtype)
+    if base is not None:
+        base.refuse_others(others)
+
+
+def _model_tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, Any]]:
+    """Every tensor by its name in transformers' modules."""
+    yield "model.embed_tokens.weight", params["embed"]
+    yield "model.norm.weight", params["norm"]
+    if not config.tie_word_embeddings:
+        yield "lm_head.weight", params["lm_head"]
+    if config.streams is not None:
+        yield from ((f"model.hc_head.hc_{name}", value) for name, value in params["streams"].items())
+    for index, layer in enumerate(params["layers"]):
+        prefix, attention = f"model.layers.{index}", config.layer(index).attention
+        yield f"{prefix}.input_layernorm.weight", layer["attention_norm"]
+        yield f"{prefix}.post_attention_layernorm.weight", layer["mlp_norm"]
+        tensors = ATTENTION_WEIGHTS[type(attention)].params_to_hf(attention, layer["attention"])
+        yield from ((f"{prefix}.self_attn.{name}", value) for name, value in tensors.items())
+        if "router" in layer["mlp"]:
+            assert config.moe is not None
+            yield from _moe_tensors(f"{prefix}.mlp", layer["mlp"], config.moe)
+        else:
+            yield from _mlp_tensors(f"{prefix}.mlp", layer["mlp"]["gate_up"], layer["mlp"]["down"])
+        if config.streams is not None:
+            for streams, block in (("attention_streams", "attn_hc"), ("mlp_streams", "ffn_hc")):
+                yield from ((f"{prefix}.{block}.{name}", value) for name, value in layer[streams].items())
+
+
+def _mlp_tensors(prefix: str, gate_up: Any, down: Any) -> Iterator[tuple[str, Any]]:
+    """gate_up [2 I, C] and down [C, I] as three tensors."""
+    halves = [jax.tree.map(lambda rows, half=half: np.split(np.asarray(rows), 2)[half], gate_up) for half in (0, 1)]
+    yield from zip(mlp_names(prefix), (*halves, down), strict=True)
+
+
+def _moe_tensors(prefix: str, mlp: Mapping[str, Any], moe: MoEConfig) -> Iterator[tuple[str, Any]]:
+    yield f"{prefix}.gate.weight", mlp["router"]
+    if "expert_table" in mlp:
+        yield f"{prefix}.gate.tid2eid", np.asarray(mlp["expert_table"]).astype(np.int64)
+    elif moe.routing == "noaux_tc":
+        yield f"{prefix}.gate.e_score_correction_bias", mlp["correction_bias"]
+    routed, shared = zip(*(_experts(prefix, mlp[name], moe) for name in ("gate_up", "down")), strict=True)
+    for expert, weights in enumerate(zip(*routed, strict=True)):
+        yield from _mlp_tensors(f"{prefix}.experts.{expert}", *weights)
+    if moe.num_shared:
+        yield from _mlp_tensors(f"{prefix}.shared_experts", *_together(*shared))
+
+
+def _experts(prefix: str, stack: Any, moe: MoEConfig) -> tuple[list[Any], Any]:
+    """The routed experts of a stack, [M, K] each, and the stack of the shared ones, on the host. Split over devices, a
+    stack has the shared experts behind those of each part."""
+    stack = jax.tree.map(np.asarray, stack)
+    length = (stack.scales if isinstance(stack, BlockScaled) else stack).shape[0]
+    shards = (length - moe.num_experts) // moe.num_shared if moe.num_shared else 1
+    if shards < 1 or moe.num_experts % shards or length != moe.num_experts + shards * moe.num_shared:
+        raise ValueError(
+            f"params: {prefix} has {length} experts; legal: {moe.num_experts} routed ones, and {moe.num_shared} shared "
+            f"ones behind each device's"
+        )
+
+    def apart(array: Any) -> Any:
+        # Values of a block-scaled stack may be more than its experts (`stack_size`).
+        parts = array.reshape(shards, -1, *array.shape[1:])
+        each = moe.num_experts // shards
+        routed = parts[:, :each].reshape(-1, *array.shape[1:])
+        return routed, parts[0, each : each + moe.num_shared]
+
+    if not isinstance(stack, BlockScaled):
+        routed, shared = apart(stack)
+        return list(routed), shared
+    (values, shared_values), (scales, shared_scales) = apart(stack.values), apart(stack.scales)
+    return [BlockScaled(*one) for one in zip(values, scales, strict=True)], BlockScaled(shared_values, shared_scales)
+
+
+def _together(gate_up: Any, down: Any) -> tuple[Any, Any]:
+    """MLPs [S, 2 I, C] and [S, C, I] as one of width S I, which is their sum."""
+
+    def rows(weight: Any) -> Any:
+        return weight.reshape(len(weight), 2, -1, weight.shape[2]).swapaxes(0, 1).reshape(-1, weight.shape[2])
+
+    def columns(weight: Any) -> Any:
+        return weight.swapaxes(0, 1).reshape(weight.shape[1], -1)
+
+    return jax.tree.map(rows, gate_up), jax.tree.map(columns, down)
