@@ -124,7 +124,7 @@ def page_from(source: Path) -> str:
         name = KERNEL_NAMES.get((source.parent / target).resolve())
         if name is None:
             return f"`{Path(target).name}`" if not image else ""
-        return f"[{text}]({to_kernels}{name}{anchor})"
+        return f"[{text}]({name}{anchor})"
 
     return _LINK.sub(link, source.read_text(encoding="utf-8"))
 

@@ -44,7 +44,8 @@ def is_traced(*values: Any, derivatives: bool = True) -> bool:
             value = value[0]
             kind = type(value)
         if kind in _PLAIN:
-            if value.is_meta or (derivatives and value.requires_grad and value.is_cuda and torch.is_grad_enabled()):
+            derived = (value.requires_grad and torch.is_grad_enabled()) or _is_dual(value)
+            if value.is_meta or (derivatives and derived and value.is_cuda):
                 return True
         elif isinstance(value, torch.Tensor):
             return True
@@ -140,6 +141,8 @@ def call_attention(
 ) -> torch.Tensor | Computed:
     """A call of attention as an operator: of `operator` where no memory is given, else of `operator_into`, into the
     caller's memory or into `new_results`."""
+    if any(map(_is_dual, arguments)):  # the dispatcher would drop a tangent
+        raise contract.not_differentiable(operator.__name__, "call it on tensors without a tangent of forward mode")
     if out is None and lse is None and not any(buffer is not None for buffer in workspace):
         results = operator(*arguments)
         return results if return_lse else results[0]

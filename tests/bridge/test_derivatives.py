@@ -47,6 +47,20 @@ def test_a_gather_is_differentiated_in_torch_operations(gpu: Gpu) -> None:
     assert len(gpu.launches) == 2
 
 
+def test_kernels_without_a_derivative_drop_no_tangent(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    q, cache = torch.randn(1, 1, 16, 576).bfloat16(), torch.randn(2, 64, 576).bfloat16()
+    for _ in range(2):  # the second call finds the first one's plan
+        tsmla_bridge.mla_decode(q, cache, TABLES, LENS, softmax_scale=0.1)
+    launches = len(gpu.launches)
+    for given in ({"q": q}, {"kv_cache": cache}):
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="mla_decode has no derivative"):
+            tangents = {name: forward_ad.make_dual(value, torch.ones_like(value)) for name, value in given.items()}
+            call = {"q": q, "kv_cache": cache} | tangents
+            tsmla_bridge.mla_decode(**call, block_tables=TABLES, seq_lens=LENS, softmax_scale=0.1)
+    assert len(gpu.launches) == launches
+
+
 @pytest.mark.parametrize("name", ["gather_kv_cache", "merge_attention_states", "mla_decode"])
 def test_under_torch_compile_these_are_refused(name: str) -> None:
     torch._dynamo.reset()

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from tsmla_bridge import blackwell, reference
 from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, scales, tensors
@@ -77,6 +78,8 @@ def plan_of_latest(
 
     Takes the tensors one by one, and the options as any equal tuple: to make both NamedTuples would cost a tenth of an
     eager call on the host."""
+    if forward_ad._current_level >= 0:  # a tangent does not show in a tensor's properties
+        return None
     try:
         if type(q) is tuple or visible_lens is not None:
             parts = q if type(q) is tuple else (q,)
@@ -94,6 +97,8 @@ def plan_of_latest(
 
 def latest(options: tuple[Any, ...], *given: Any) -> Any | None:
     """The plan of the latest call with these options if the tensors are like that call's; else None."""
+    if forward_ad._current_level >= 0:  # as in plan_of_latest
+        return None
     try:
         plan = _latest[options]
         return plan if plan.is_like(*given) else None
