@@ -28,7 +28,7 @@ from tsmla_jax.generate.model import Params, Phase, Scales, StepOptions, fold, r
 from tsmla_jax.generate.plan import BATCH_SIZES, EngineOptions, Plan, check_text, make_plan, make_serving_plan
 from tsmla_jax.generate.programs import Programs, programs_for
 from tsmla_jax.generate.replica import Replica, Text, fill_prompts
-from tsmla_jax.generate.sampling import Sampling
+from tsmla_jax.generate.sampling import NOT_FINITE, Sampling
 from tsmla_jax.generate.step import Constants, Drafts, Prompts, State, StepConfig
 from tsmla_jax.nn import MLAConfig
 from tsmla_kernels.contract import FP8
@@ -147,7 +147,8 @@ class Engine:
           on_tokens: called with (prompt's index, new tokens, finished) as tokens come.
 
         Raises:
-          ValueError, NotImplementedError: as `make_plan`; and ValueError while admitted texts are under way.
+          ValueError, NotImplementedError: as `make_plan`; and ValueError while admitted texts are under way, and as
+            `step`.
         """
         if self._session is not None and self._session.texts:
             raise ValueError("generate: admitted texts are under way; legal: after their last step, or after close")
@@ -205,6 +206,9 @@ class Engine:
 
         They are those of the step before, where speculation does not need them at once: the host works while the device
         does. Nothing is under way when an empty list comes back twice.
+
+        Raises:
+          ValueError: the logits after some text have a NaN or an infinity. The engine is closed.
         """
         session = self._session
         if session is None:
@@ -449,6 +453,12 @@ class Engine:
             for row, text in started.texts.items():
                 # A text that ended in the step before had a row in this one, too.
                 new = [] if text.done else [token for token in tokens[row].ravel().tolist() if token != steps.NO_TOKEN]
+                if NOT_FINITE in new:
+                    self.close()
+                    raise ValueError(
+                        f"text {text.text_id}: the logits after {len(text.prompt) + len(text.generated)} tokens have a "
+                        f"NaN or an infinity; legal: weights without them, and dtypes and scales that hold all values"
+                    )
                 if new:
                     found.append(self._append(session, text, new))
                     if started.seconds == "decode_seconds":

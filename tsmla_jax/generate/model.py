@@ -337,7 +337,8 @@ def forward(
       rows: [N] i32, indices into the step's tokens.
       others: as in `decoder_layer`.
     """
-    ropes = rope_tables(config, batch.step.block_tables.shape[1] * options.page_size)
+    span = options.page_size * options.mesh.context
+    ropes = rope_tables(config, batch.step.block_tables.shape[1] * span)
     shared = shared_steps(config, batch, ropes, options)
     x = embed(params, config, batch.tokens)
     x, written = run_layers(params, config, x, caches, batch, scales, options, shared)

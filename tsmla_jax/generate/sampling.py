@@ -16,6 +16,10 @@ class Sampling(NamedTuple):
     top_p: Any
 
 
+NOT_FINITE = -2
+"""In the place of a token: its logits have a NaN or an infinity, so that none can be chosen."""
+
+
 def select_tokens(
     logits: jax.Array,
     requests: jax.Array,
@@ -41,17 +45,19 @@ def select_tokens(
       greedy: take the most likely token; the lowest id among equals.
 
     Returns:
-      [N] i32.
+      [N] i32; NOT_FINITE where that is so.
     """
     logits = logits.astype(jnp.float32)
+    finite = jnp.isfinite(logits).all(axis=-1)
     if greedy:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return jnp.where(finite, jnp.argmax(logits, axis=-1), NOT_FINITE).astype(jnp.int32)
 
     def sample(row: jax.Array, request: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), request), position)
         return jax.random.categorical(key, row)
 
-    return jax.vmap(sample)(_keep_top_p(logits / temperature, top_p), requests, positions).astype(jnp.int32)
+    sampled = jax.vmap(sample)(_keep_top_p(logits / temperature, top_p), requests, positions)
+    return jnp.where(finite, sampled, NOT_FINITE).astype(jnp.int32)
 
 
 def _keep_top_p(logits: jax.Array, top_p: jax.Array) -> jax.Array:

@@ -168,6 +168,17 @@ def test_fp8_queries_decode_by_their_scale(tiny_model: Model) -> None:
     assert texts[0].tokens != texts[1].tokens
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_logits_without_a_meaning_choose_no_token(temperature: float, tiny_model: Model) -> None:
+    """The argmax of NaN is the first of them: texts of that token would look like any others."""
+    config, params = tiny_model
+    head = params["lm_head"].at[3, 0].set(np.nan)
+    engine = Engine({**params, "lm_head": head}, config, replace(OPTIONS, temperature=temperature))
+    with pytest.raises(ValueError, match=r"^text 0: the logits after 5 tokens have a NaN or an infinity; legal: "):
+        engine.generate([[1, 2, 3, 4, 5]], 4)
+    assert engine.step() == []
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
