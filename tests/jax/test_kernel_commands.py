@@ -155,15 +155,16 @@ def test_what_a_cache_holds_is_compiled_elsewhere(
     ("line", "message"),
     [
         ("scale", "got 'scale'; legal: a line that `tsmla cache list --json` printed"),
+        ("[" * 100_000, "got '[[["),
         ({"kernel": "gone"}, "got kernel 'gone'; legal: mla_decode, "),
-        ({"kernel": ["scale"]}, "got '{"),
+        ({"kernel": ["scale"]}, "got kernel ['scale']; legal: mla_decode, "),
         ({"arch": "sm_75"}, "got arch 'sm_75'; scale is written for sm_90a"),
         ({"config": {}}, "scale: got no width; a config has width, fault"),
         ({"config": {"width": 32, "depth": 1}}, "scale: got depth; legal: width, fault"),
         ({"config": {"width": "32"}}, "scale: width: got '32'; legal: int"),
         ({"config": {"width": True}}, "scale: width: got True; legal: int"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:40],
 )
 def test_a_list_of_another_version(
     line: str | dict[str, object], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -134,11 +134,11 @@ def wanted_of(line: str) -> Wanted:
     try:
         said = json.loads(line)
         name, arch, fields = said["kernel"], said["arch"], dict(said["config"])
-        kernel = KERNELS.get(name)
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"got {line!r}; legal: a line that `tsmla cache list --json` printed") from None
-    if kernel is None:
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ValueError(f"got {line!r:.400}; legal: a line that `tsmla cache list --json` printed") from None
+    if not isinstance(name, str) or name not in KERNELS:
         raise ValueError(f"got kernel {name!r}; legal: {', '.join(KERNELS)}")
+    kernel = KERNELS[name]
     if arch not in kernel.archs:
         raise ValueError(f"got arch {arch!r}; {name} is written for {', '.join(kernel.archs)}")
     return Wanted(kernel, kernel.config_from_fields(fields), arch)

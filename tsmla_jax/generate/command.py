@@ -166,7 +166,7 @@ def _generate(args: argparse.Namespace) -> None:
     from tsmla_jax.generate.caches import cache_bytes, default_page_size
     from tsmla_jax.generate.config import ModelConfig
     from tsmla_jax.generate.engine import Engine
-    from tsmla_jax.generate.loading import load_model
+    from tsmla_jax.generate.loading import load_model, sample_checkpoint
     from tsmla_jax.generate.pages import pages_for
     from tsmla_jax.generate.plan import EngineOptions, make_plan
 
@@ -211,6 +211,8 @@ def _generate(args: argparse.Namespace) -> None:
     _check_memory(cache_bytes(config, plan.layout).total * plan.mesh.size // jax.process_count())
 
     same = {"config": config, "options": options, "prompts": prompts, "max_new_tokens": args.max_new_tokens}
+    if jax.process_count() > 1:
+        same |= {"checkpoint": sample_checkpoint(checkpoint), **processes.environment()}
     processes.check_agreement(**same, dtype=plan.dtype, widen=args.widen)
 
     keep_compiled_programs()

@@ -8,6 +8,7 @@ for blocks of 128 x 128 may stay so; other block-scaled weights come dequantised
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import re
 import sys
@@ -237,6 +238,27 @@ def load_model(
             params["layers"].append(_read_layer(read, config, index, norm_dtype))
         read.refuse_others()
     return params
+
+
+_SAMPLES, _SAMPLE_BYTES = 16, 4096
+
+
+def sample_checkpoint(checkpoint_dir: str | Path) -> str:
+    """A hash of a checkpoint's files: of their names and sizes, and of bytes in 16 places of each, as reading all would
+    take minutes. Checkpoints of one model that were trained apart differ there.
+
+    Raises:
+      ValueError: as `Checkpoint`. OSError: a file can't be read.
+    """
+    digest, checkpoint = hashlib.sha256(), Checkpoint(checkpoint_dir)
+    for path in sorted({checkpoint.info(name).file for name in checkpoint.names()}):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for place in range(_SAMPLES):
+                file.seek(max(0, size - _SAMPLE_BYTES) * place // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def _read_layer(read: _Reader, config: ModelConfig, index: int, norm_dtype: Any) -> dict[str, Any]:

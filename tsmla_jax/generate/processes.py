@@ -83,6 +83,26 @@ def check_agreement(**given: object) -> None:
         raise ValueError(f"{name}: process {process} has another value than process 0; legal: the same for all")
 
 
+def environment() -> dict[str, object]:
+    """What beside the options decides which program a process runs, by its name in the error of `check_agreement`."""
+    import jax
+
+    from tsmla_kernels import __version__
+
+    flags = {name: getattr(jax.config, name) for name in _FLAGS}
+    check = os.environ.get("TSMLA_CHECK")
+    return {"jax.__version__": jax.__version__, "tsmla_jax.__version__": __version__, "TSMLA_CHECK": check, **flags}
+
+
+_FLAGS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_numpy_dtype_promotion",
+    "jax_threefry_partitionable",
+)
+
+
 def end_at_once(status: int) -> NoReturn:
     """Ends this process, which has failed. An orderly end would wait for the others, which wait for this one; so they
     lose it, and jax ends them."""

@@ -140,8 +140,9 @@ class Checkpoint:
 
         Raises:
             CheckpointError: a missing tensor, another shape, integers to be read as floats (or the other way round), an
-                fp8 tensor without scales, misshapen scales, or a file that is truncated or not safetensors. The text
-                names the file and the tensor.
+                fp8 tensor without scales, scales that are misshapen, negative or not finite, scales of a tensor that is
+                neither fp8 nor fp4, values past the greatest float16 to be read as such, or a file that is truncated
+                or not safetensors. The text names the file and the tensor.
         """
         info = self.info(name)
         fp4 = info.dtype in _BYTES and len(info.shape) == 2 and self.scale_name(name) is not None
@@ -151,14 +152,38 @@ class Checkpoint:
         raw = self._raw(info)
         narrow = ml_dtypes.bfloat16 if dtype is None else dtype
         if fp4:
-            return dequantise_fp4(raw, self._scales(name, info, stored_shape, FP4_BLOCK), dtype=narrow)[rows]
+            scales = self._scales(name, info, stored_shape, FP4_BLOCK)
+            with np.errstate(over="ignore"):  # `_in_range` says so
+                wide = dequantise_fp4(raw, scales, dtype=narrow)[rows]
+            return self._in_range(name, wide, raw)
         if info.dtype in _FP8:
             scales = self._scales(name, info, stored_shape, self.block)
-            return dequantise_blocks(raw, scales, block=self.block, dtype=narrow)[rows]
+            with np.errstate(over="ignore"):  # `_in_range` says so
+                wide = dequantise_blocks(raw, scales, block=self.block, dtype=narrow)[rows]
+            return self._in_range(name, wide, raw)
+        if (scale_name := self.scale_name(name)) is not None:
+            raise CheckpointError(
+                f"{info.file}: tensor {name!r} is {info.dtype.name} and has block scales {scale_name!r}; legal: scales"
+                " of fp8 and fp4 tensors"
+            )
         kind = info.dtype if dtype is None else np.dtype(dtype)
         if jnp.issubdtype(kind, jnp.floating) != jnp.issubdtype(info.dtype, jnp.floating):
             raise self.unlike(name, kind.name)
-        return np.array(raw[rows], dtype=kind)
+        with np.errstate(over="ignore"):
+            return self._in_range(name, np.array(raw[rows], dtype=kind), raw[rows])
+
+    def _in_range(
+        self, name: str, value: np.ndarray[Any, Any], stored: np.ndarray[Any, Any]
+    ) -> np.ndarray[Any, Any]:
+        """The value; CheckpointError if it is float16 and has infinities that are not stored as such."""
+        if value.dtype == np.float16 != stored.dtype and np.isinf(value).any():
+            of_floats = jnp.issubdtype(stored.dtype, jnp.floating)
+            if not of_floats or not np.isinf(stored.astype(np.float32)).any():
+                raise CheckpointError(
+                    f"{self.info(name).file}: tensor {name!r} has values past the greatest float16, 65504; legal:"
+                    " another dtype"
+                )
+        return value
 
     def unlike(self, name: str, wanted: str) -> CheckpointError:
         """The error for a tensor that is read as `wanted`, floats or integers, and holds the other. Its numbers alone
@@ -252,7 +277,18 @@ class Checkpoint:
             )
         raw = self._raw(scale_info)
         # A scale of one byte is an exponent, also where the file calls it an integer.
-        return (raw.view(ml_dtypes.float8_e8m0fnu) if raw.dtype in _BYTES else raw).astype(np.float32)
+        raw = raw.view(ml_dtypes.float8_e8m0fnu) if raw.dtype in _BYTES else raw
+        if not jnp.issubdtype(raw.dtype, jnp.floating) or raw.dtype in _FP8:
+            raise CheckpointError(
+                f"{scale_info.file}: tensor {scale_name!r} is {raw.dtype.name}; legal for block scales: float32,"
+                " bfloat16, float16, float64, float8_e8m0fnu or its bytes"
+            )
+        scales = raw.astype(np.float32)
+        if not (scales >= 0).all() or np.isinf(scales).any():
+            raise CheckpointError(
+                f"{scale_info.file}: tensor {scale_name!r} has scales that are negative or not finite; legal: 0 or more"
+            )
+        return scales
 
     def _raw(self, info: TensorInfo) -> np.ndarray[Any, Any]:
         """A view of the stored values in the memory map."""

@@ -111,14 +111,18 @@ def mla_decode(
         seq_lens: [B] i32, keys of each request on all devices, its new tokens included.
         context_axis: the mesh axis.
         cu_seqlens_q, max_q_len: of ragged queries, as in `tsmla_jax.mla_decode`.
-        options: of `tsmla_jax.mla_decode`: softmax_scale, latent_dim, scales, batch_invariant, implementation.
+        options: of `tsmla_jax.mla_decode`: softmax_scale, latent_dim, q_scale, kv_scale, batch_invariant,
+            implementation.
 
     Returns:
         out [T, H, L] (T is B S for dense q) and lse [T, H], for `merge`; rows without a key here have lse -inf.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as `tsmla_jax.mla_decode`.
+        TypeError: another option. TypeError, ValueError, NotImplementedError: as `tsmla_jax.mla_decode`.
     """
+    for name in options:
+        if name not in _DECODE_OPTIONS:  # causal and visible_lens, of whole texts, would hide other keys of a device
+            raise TypeError(f"{name}: no option over a context_axis; legal: {', '.join(_DECODE_OPTIONS)}")
     page_size, rows = kv_cache.shape[1], q.reshape(-1, *q.shape[-2:])
     most = q.shape[1] if cu_seqlens_q is None else max_q_len
     if most == 1:
@@ -132,6 +136,9 @@ def mla_decode(
         lens = local_lens(tokens.seq_lens, context_axis, page_size)
         out, lse = tsmla_jax.mla_decode(rows[:, None], kv_cache, tokens.block_tables, lens, return_lse=True, **options)
     return out.reshape(*rows.shape[:-1], -1), lse.reshape(rows.shape[:-1])
+
+
+_DECODE_OPTIONS = ("softmax_scale", "latent_dim", "q_scale", "kv_scale", "batch_invariant", "implementation")
 
 
 def merge(out: jax.Array, lse: jax.Array, context_axis: str) -> tuple[jax.Array, jax.Array]:

@@ -16,14 +16,25 @@ def read_json(path: Path) -> Any:
 
     Raises:
         OSError: it is no regular file (reading a named pipe may wait for ever), or can't be read.
-        ValueError: it isn't JSON, or is nested too deeply to be a description of anything.
+        ValueError: it isn't JSON, is nested too deeply to be a description of anything, or gives a name two values.
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Of two values of one name Python's reader would take the last without a word."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        # By their texts, in which 1 is not True.
+        if name in found and repr(found[name]) != repr(value):
+            raise ValueError(f"{name!r} has two values, {found[name]!r:.60} and {value!r:.60}")
+        found[name] = value
+    return found
 
 
 def read_hf_config(source: Mapping[str, Any] | str | Path) -> tuple[Mapping[str, Any], str]:

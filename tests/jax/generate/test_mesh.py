@@ -10,11 +10,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.jax.generate.tiny import tiny_config, write_tiny
-from tsmla_jax.generate import Engine, EngineOptions, ModelConfig, load_model
+from tsmla_jax.generate import Engine, EngineOptions, ModelConfig, load_model, model
 from tsmla_jax.generate.mesh import MeshShape, check_mesh, make_mesh, put_params
 from tsmla_jax.generate.plan import make_plan
 from tsmla_jax.generate.programs import _Elements
 from tsmla_jax.generate.step import no_drafts
+from tsmla_jax.nn import Step
 
 Model = tuple[ModelConfig, Any]
 
@@ -132,6 +133,26 @@ def test_what_runs_where_devices_share_keys(model: str) -> None:
     assert plan.max_pages == plan.layout.num_pages == 1
     ops = {choice.op.partition(" (")[0] for choice in plan.choices}
     assert ops == {"indexer_topk", "sparse_mla", "experts", *(["compress_write_kv_cache"] if model == "v4" else [])}
+
+
+def test_a_whole_step_on_a_mesh_has_angles_for_every_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry of a device's block table stands for a page on each device."""
+    config, columns, rows = ModelConfig.from_hf(tiny_config("v4")), 2, []
+
+    class MadeSteps(Exception):
+        pass
+
+    def shared_steps(config: Any, batch: Any, ropes: Any, options: Any) -> None:
+        rows.extend(len(table) for table in ropes.values())
+        raise MadeSteps
+
+    monkeypatch.setattr(model, "shared_steps", shared_steps)
+    tokens = np.zeros(3, np.int32)
+    step = Step(np.zeros((1, columns), np.int32), tokens[:1], tokens, tokens[:2], 3)  # type: ignore[arg-type]
+    options = model.StepOptions("decode", page_size=128, mesh=MeshShape(context=4))
+    with pytest.raises(MadeSteps):
+        model.forward({}, config, [], model.Batch(tokens, step), tokens, model.Scales(), options)  # type: ignore[arg-type]
+    assert set(rows) == {columns * 4 * 128}
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 from jax.experimental import multihost_utils
 
-from tsmla_jax.generate import Engine, EngineOptions, ModelConfig, processes
+from tsmla_jax.generate import Engine, EngineOptions, ModelConfig, loading, processes
 
 PROMPTS = [[1, 2, 3], [5] * 9, [7]]
 
@@ -154,6 +155,24 @@ def test_what_all_processes_must_have(odd: str | None, monkeypatch: pytest.Monke
     error = "^seed: process 2 has another value than process 0; legal: the same for all$"
     with pytest.raises(ValueError, match=error) if odd else contextlib.nullcontext():
         processes.check_agreement(prompts=PROMPTS, seed=1)
+
+
+def test_programs_of_other_flags_and_checkpoints_of_other_weights_are_told_apart(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of other flags would run other programs together, and those of other weights a mixture of two models."""
+    ours = processes.environment()
+    with jax.default_matmul_precision("highest"):
+        assert processes.environment() != ours
+    monkeypatch.setenv("TSMLA_CHECK", "1")
+    assert processes.environment() != ours
+    other = tmp_path / "other"
+    shutil.copytree(tiny_checkpoint, other)
+    assert loading.sample_checkpoint(other) == loading.sample_checkpoint(tiny_checkpoint)
+    with (other / "model.safetensors").open("r+b") as file:
+        file.seek(-3, os.SEEK_END)
+        file.write(b"x")
+    assert loading.sample_checkpoint(other) != loading.sample_checkpoint(tiny_checkpoint)
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,31 @@ def test_fp8_without_scales_or_with_wrong_ones(tmp_path: Path) -> None:
     write_single(tmp_path, {"w": weight.reshape(-1), "w_scale_inv": scales})
     with pytest.raises(CheckpointError, match="fp8 tensor 'w' must have 2 axes"):
         Checkpoint(tmp_path).read("w")
+    for wrong in (scales.astype(np.int32), scales > 0):
+        write_single(tmp_path, {"w": weight, "w_scale_inv": wrong})
+        with pytest.raises(CheckpointError, match=f"'w_scale_inv' is {wrong.dtype.name}; legal for block scales: "):
+            Checkpoint(tmp_path).read("w")
+    for value in (-1, np.nan, np.inf):
+        write_single(tmp_path, {"w": weight, "w_scale_inv": np.full_like(scales, value)})
+        with pytest.raises(CheckpointError, match="'w_scale_inv' has scales that are negative or not finite"):
+            Checkpoint(tmp_path).read("w")
+
+
+def test_scales_of_a_wide_tensor_are_not_passed_over(tmp_path: Path) -> None:
+    write_single(tmp_path, {"w": np.ones((4, 4), np.float32), "w_scale_inv": np.full((1, 1), 2, np.float32)})
+    with pytest.raises(CheckpointError, match="'w' is float32 and has block scales 'w_scale_inv'; legal: "):
+        Checkpoint(tmp_path).read("w")
+
+
+def test_float16_holds_all_values_or_none_is_read(tmp_path: Path) -> None:
+    weight, scales = quantize_blocks(np.full((2, 2), 1e5))
+    tensors = {"large": np.full((2, 2), 1e5, np.float32), "w": weight, "w_scale_inv": scales}
+    write_single(tmp_path, tensors | {"infinite": np.full((2, 2), np.inf, np.float32)})
+    checkpoint = Checkpoint(tmp_path)
+    for name in ("large", "w"):
+        with pytest.raises(CheckpointError, match=f"'{name}' has values past the greatest float16, 65504"):
+            checkpoint.read(name, dtype=np.float16)
+    assert np.isinf(checkpoint.read("infinite", dtype=np.float16)).all()
 
 
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
@@ -261,6 +286,7 @@ def test_missing_index_shard_or_directory(tmp_path: Path) -> None:
         ("[]", "must hold an object 'weight_map'"),
         ('{"weight_map": {"a": 3}}', "must hold an object 'weight_map'"),
         ('{"weight_map": {"a": "../a.safetensors"}}', "must be a plain file name"),
+        ('{"weight_map": {"a": "x", "a": "y"}}', "not a readable JSON index: 'a' has two values, 'x' and 'y'"),
     ],
 )
 def test_bad_index(tmp_path: Path, text: str, message: str) -> None:

@@ -90,6 +90,18 @@ def test_decode_of_one_token(mesh: Mesh, dtype: str) -> None:
     np.testing.assert_allclose(out.astype(np.float32), want_out[:, 0].astype(np.float32), atol=atol)
 
 
+@pytest.mark.parametrize("option", [{"causal": False}, {"visible_lens": LENS[:, None]}, {"return_lse": True}])
+def test_options_of_whole_texts_are_refused(mesh: Mesh, option: dict[str, Any]) -> None:
+    """They would hide or show other keys of a device than of the whole text."""
+    q, given = jnp.zeros((len(LENS), 1, 3, WIDTH)), {"softmax_scale": 0.3, "latent_dim": CONFIG.kv_lora_rank}
+
+    def run(cache: jax.Array) -> Any:
+        return context_parallel.mla_decode(q, cache, TABLES, LENS, context_axis="context", **given, **option)
+
+    with pytest.raises(TypeError, match=f"^{next(iter(option))}: no option over a context_axis; legal: softmax_scale"):
+        on_devices(mesh, run)(dealt(random_cache()))
+
+
 @pytest.mark.parametrize(("ragged", "few_tokens"), [(True, 256), (False, 0)])
 def test_a_layer_decodes_several_tokens(
     mesh: Mesh, ragged: bool, few_tokens: int, monkeypatch: pytest.MonkeyPatch
