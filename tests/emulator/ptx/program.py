@@ -82,7 +82,7 @@ _PARAMETER = re.compile(r"\.param (?:\.align (\d+) )?\.(\w+) (\w+)(?:\[(\d+)\])?
 _SHARED = re.compile(r"\.shared (?:\.align (\d+) )?\.(\w+) (\w+)(?:\[(\d*)\])?")
 _REGISTERS = re.compile(r"\.reg \.(\w+)\s+(.*)")
 _NAME_OR_RANGE = re.compile(r"([%\w$]+)(?:<(\d+)>)?")
-_LABEL = re.compile(r"([\w$]+):$")
+_LABEL = re.compile(r"(?:^|;)\s*([\w$]+):(?!:)")
 _GUARD = re.compile(r"@(!?)([%\w]+)\s+(.*)")
 _WORD = re.compile(r"[%$]?[A-Za-z_][\w$]*")
 _IGNORED = (".pragma", ".loc", ".file", ".section", ".minnctapersm", ".maxntid", ".reqnctapercluster", ".maxnreg")
@@ -164,7 +164,7 @@ class _Body:
             rest = line.strip()
             while rest:
                 if not statement and rest[0] in "{}":
-                    self._scope(rest[0], lines[number - self.first_line :])
+                    self._scope(rest[0], [rest[1:], *lines[number - self.first_line :]])
                     rest = rest[1:].strip()
                     continue
                 if not statement and (match := re.match(r"([\w$]+):\s*(?![\w:])", rest)):
@@ -185,10 +185,10 @@ class _Body:
         self.opened += 1
         names: dict[str, str] = {}
         for line in following:
-            if line.strip().startswith("}"):
+            text, closed, _ = re.sub(r"\{[^{}]*\}", "", line).partition("}")
+            names |= {label: f"{label}@{self.opened}" for label in _LABEL.findall(text)}
+            if closed:
                 break
-            if match := re.match(r"\s*([\w$]+):", line):
-                names[match[1]] = f"{match[1]}@{self.opened}"
         self.scopes.append(names)
 
     def _resolve(self, name: str) -> str:

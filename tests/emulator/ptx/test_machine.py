@@ -75,6 +75,14 @@ def test_lanes_that_part_meet_again() -> None:
     assert np.array_equal(got, own.reshape(-1, 2)[:, ::-1].ravel())
 
 
+def test_labels_in_braces_are_those_of_the_braces() -> None:
+    """Inline assembly has the same labels at every place."""
+    count = "{{ .reg .pred p; AGAIN: add.s32 %r5, %r5, {step}; setp.lt.s32 p, %r5, 10; @p bra AGAIN; }}"
+    body = f"mov.b32 %r5, 0; {count.format(step=5)} {count.format(step=3)} st.global.b32 [%rd5], %r5;"
+    got, _ = run(body, NUMBERS[:32])
+    assert (got == 13).all()
+
+
 @pytest.mark.parametrize(
     ("instruction", "dtype", "bits"),
     [

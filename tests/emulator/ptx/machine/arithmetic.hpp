@@ -171,6 +171,7 @@ inline void add_floats(Handlers& handlers) {
   handlers["mul.sat.f32"] = OP2(float, float, std::isnan(a * b) ? 0.f : std::clamp(a * b, 0.f, 1.f));
   handlers["setp.eq.f32"] = OP2(bool, float, a == b);
   handlers["setp.ne.f32"] = OP2(bool, float, a < b || a > b);
+  handlers["setp.equ.f32"] = OP2(bool, float, !(a < b || a > b));
   handlers["setp.neu.f32"] = OP2(bool, float, a != b);
   handlers["setp.lt.f32"] = OP2(bool, float, a < b);
   handlers["setp.le.f32"] = OP2(bool, float, a <= b);

@@ -329,11 +329,9 @@ inline Flow product(Warp& warp, const Instruction& i, uint32_t) {
   } else {
     const Operand operand(warp.slot(i.slots[first])[0], i.aux >> 25 & 1, 64, shape.depth, shape.element);
     read_operand(warp, operand, shape.format, warp.index % 4 * 16, 16, a.data());
-    warp.open_products.push_back({operand, hash_of(warp, operand)});
   }
   const Operand operand(warp.slot(i.slots[behind])[0], i.aux >> 26 & 1, shape.columns, shape.depth, shape.element);
   read_operand(warp, operand, shape.format, 0, shape.columns, b.data());
-  warp.open_products.push_back({operand, hash_of(warp, operand)});
   accumulate(warp, i.slots, a.data(), b.data(), shape, warp.slot(i.slots[behind + 1])[0] & 1);
   return Flow::next;
 }

@@ -38,20 +38,25 @@ struct Operand {
   }
 };
 
+// A product's operand: the rows that this warp reads, all of B and its own of A, which it may write again when it has
+// waited.
 struct Product {
   Operand operand;
+  int first, count;
   uint64_t before;
+  int32_t line;
 };
 
-inline uint64_t hash_of(Warp& warp, const Operand& operand) {
+inline uint64_t hash_of(Warp& warp, const Operand& operand, int first, int count) {
   uint64_t hash = 0;
   const uint32_t rank = static_cast<uint32_t>(warp.block->rank) << RANK_SHIFT;
-  for (int row = 0; row < operand.rows; ++row)
+  for (int row = first; row < first + count; ++row)
     for (int k = 0; k < operand.depth; ++k)
       hash = hash_bytes(shared(*warp.block->cluster, rank | operand.place(row, k), operand.element), operand.element, hash);
   return hash;
 }
 
+// Reads rows, which from now on must not change until the warp has waited for the product.
 inline void read_operand(Warp& warp, const Operand& operand, Format format, int first, int count, float* values) {
   const float* decoded = table(format);
   const uint32_t rank = static_cast<uint32_t>(warp.block->rank) << RANK_SHIFT;
@@ -64,6 +69,7 @@ inline void read_operand(Warp& warp, const Operand& operand, Format format, int 
       values[row * operand.depth + k] =
           decoded[operand.element == 2 ? *reinterpret_cast<const uint16_t*>(memory) : *memory];
     }
+  warp.open_products.push_back({operand, first, count, hash_of(warp, operand, first, count), warp.line});
 }
 
 struct Shape {
@@ -103,8 +109,9 @@ inline void wait_products(Warp& warp, size_t left) {
   auto& groups = warp.product_groups;
   while (groups.size() > left) {
     for (const Product& product : groups.front())
-      if (hash_of(warp, product.operand) != product.before)
-        machine(warp).hazards.insert("shared memory is written again before a WGMMA has read it");
+      if (hash_of(warp, product.operand, product.first, product.count) != product.before)
+        machine(warp).hazards.insert("shared memory is written again before a WGMMA (line " + std::to_string(product.line) +
+                                     ") has read it");
     groups.erase(groups.begin());
   }
 }
