@@ -3,17 +3,13 @@ against the reference on the CPU. Warps run and copies arrive in several random 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-import tsmla_bridge
 from tests.emulator.ptx import launcher, machine
 from tests.emulator.ptx.machine import Order
-from tests.gpu import small_grid
 from tests.gpu.small_grid import CALLS, Call, apart
 from tsmla_bridge.ops import plans
 from tsmla_bridge.runtime import loaded_kernels, scales
@@ -31,14 +27,6 @@ FAST = {
     "sparse_mla": ("{'layout': 'v32', 'heads': 16, 'selected': 200, 'tokens': 5}",),
 }
 """Calls of every run of the tests, by the beginning of their names: compiling takes a second, or ten for attention."""
-
-
-def on_the_kernel(call: Call) -> Call:
-    """The call with the kernel that the operation does not choose by itself."""
-    if call.function is not small_grid.sparse_attention:
-        return call
-    function: Callable[..., Any] = functools.partial(tsmla_bridge.sparse_mla, implementation="cute")
-    return call._replace(function=function)
 
 
 def calls() -> list[Any]:
@@ -65,7 +53,7 @@ def test_compiled_kernels_agree_with_the_reference(call: Call, monkeypatch: pyte
     gpu = launcher.install(monkeypatch)
     for order in ORDERS:
         monkeypatch.setattr(launcher.EmulatedLauncher, "order", order)
-        got = on_the_kernel(call).on(cpu)
+        got = call.on(cpu, kernel=True)
         assert max(apart(a, b) for a, b in zip(got, want, strict=True)) < TOLERANCE
     assert len(gpu.launches) >= len(ORDERS)
     assert launcher.EmulatedLauncher.hazards == []

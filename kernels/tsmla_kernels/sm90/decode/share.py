@@ -241,7 +241,7 @@ class BatchShare:
         sharing = self.choose(measure, track, schedule)
         found = self.find_start(measure, track, sharing, piece_blocks, schedule)
         if const_expr(self.may_sort_requests):
-            # `order` lies in the ring's first stage: no copy may fill it before all lanes have read and written `order`.
+            # `order` lies in the ring's first stage: no copy may fill it before all lanes are done.
             cute.arch.sync_warp()
             cute.arch.fence_proxy("async.shared", space="cta")
         return found
