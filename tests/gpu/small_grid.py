@@ -28,19 +28,29 @@ from tests.oracles.inputs import poisoned_cache
 LATENT, ROPE, PAGE = 512, 64, 64
 FP8 = torch.float8_e4m3fn
 SCALE = 192**-0.5
+MANY = 800
+"""Tokens or requests of which every CTA of a GPU gets several."""
 
 
 class Call(NamedTuple):
-    """One call: a function of the bridge, its tensors on the CPU and its other arguments."""
+    """One call: a function of the bridge, its tensors on the CPU and its other arguments.
+
+    named: whether the kernel must be named, as the function does not choose it by itself.
+    """
 
     name: str
     function: Callable[..., Any]
     tensors: dict[str, torch.Tensor]
     options: dict[str, Any]
+    named: bool = False
 
-    def on(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """The results of the call on copies of its tensors there."""
-        results = self.function(**{k: x.to(device, copy=True) for k, x in self.tensors.items()}, **self.options)
+    def on(self, device: torch.device, kernel: bool | None = None) -> tuple[torch.Tensor, ...]:
+        """The results of the call on copies of its tensors there. kernel: whether a kernel serves it; on a GPU by
+        default."""
+        options = self.options
+        if self.named and (device.type == "cuda" if kernel is None else kernel):
+            options = options | {"implementation": "cute"}
+        results = self.function(**{k: x.to(device, copy=True) for k, x in self.tensors.items()}, **options)
         return results if isinstance(results, tuple) else (results,)
 
 
@@ -79,6 +89,41 @@ def decode_calls(generator: torch.Generator) -> Iterator[Call]:
             name = f"{dtype} {kv_dtype} H {heads} S {q_len} {lengths}{' invariant' * invariant}"
             options = {"softmax_scale": SCALE, "return_lse": True, "batch_invariant": invariant}
             yield Call(name, tsmla_bridge.mla_decode, tensors, options)
+    yield from decode_kinds(generator)
+
+
+def decode_kinds(generator: torch.Generator) -> Iterator[Call]:
+    """mla_decode with visible_lens, with a query in two tensors, and of many short requests, ragged and not."""
+    options: dict[str, Any] = {"softmax_scale": SCALE, "return_lse": True}
+
+    def made(lengths: list[int], tokens: tuple[int, ...], heads: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        cache, table = paged(lengths, dtype)
+        q = normal(generator, *tokens, heads, LATENT + ROPE, dtype=dtype)
+        return {"q": q, "kv_cache": cache, "block_tables": table, "seq_lens": int32(lengths)}
+
+    for dtype, heads in ((torch.bfloat16, 16), (FP8, 8)):
+        lengths = [300, 0, 65]
+        tensors = made(lengths, (3, 4), heads, dtype)
+        visible = torch.randint(-3, 310, (3, 4), generator=generator, dtype=torch.int32)
+        given = {**tensors, "visible_lens": visible}
+        yield Call(f"{dtype} visible_lens", tsmla_bridge.mla_decode, given, options, named=True)
+        parts = {"q": tensors["q"][..., :LATENT].contiguous(), "q_rope": tensors["q"][..., LATENT:]}
+        yield Call(f"{dtype} in two tensors", decode_of_pair, {**tensors, **parts}, options)
+        first = options | {"heads_first": True}
+        yield Call(f"{dtype} in two tensors heads first", decode_of_pair, {**tensors, **parts}, first, named=True)
+    lengths = [n * 7 % 65 for n in range(300)]
+    yield Call("short requests", tsmla_bridge.mla_decode, made(lengths, (300, 1), 4, torch.bfloat16), options)
+    tensors = made(lengths, (450,), 4, torch.bfloat16)
+    tensors["cu_seqlens_q"] = offsets_of([1 + n % 2 for n in range(300)])
+    yield Call("short requests ragged", tsmla_bridge.mla_decode, tensors, options | {"max_q_len": 2})
+
+
+def decode_of_pair(q: torch.Tensor, q_rope: torch.Tensor, *, heads_first: bool = False, **given: Any) -> Any:
+    """mla_decode of a query in two tensors. heads_first: the latent one lies in memory heads first where the kernel is
+    named; nothing else takes it."""
+    if heads_first and "implementation" in given:
+        q = q.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+    return tsmla_bridge.mla_decode((q, q_rope), **given)
 
 
 def prefill_calls(generator: torch.Generator) -> Iterator[Call]:
@@ -148,10 +193,18 @@ def cache_calls(generator: torch.Generator) -> Iterator[Call]:
         slots = torch.randperm(cache.shape[0] * PAGE, generator=generator)[:33].to(torch.int32)
         slots[::5] = -1
         rows = {"latent": latent, "k_rope": rope, "slot_mapping": slots}
-        yield Call(f"write {dtype}", tsmla_bridge.write_kv_cache, {"kv_cache": cache, **rows}, {"kv_scale": 0.5})
+        for kind in (torch.int32, torch.int64):
+            given = {"kv_cache": cache, **rows, "slot_mapping": slots.to(kind)}
+            name = f"write {dtype}{' int64 slots' * (kind == torch.int64)}"
+            options = {"kv_scale": 0.5}
+            yield Call(name, tsmla_bridge.write_kv_cache, given, options, named=kind == torch.int64)
         tables = {"block_tables": table, "starts": int32([3, 0, 10]), "lens": int32([90, 7, 0])}
-        options = {"total_len": 97, "kv_scale": 0.5}
-        yield Call(f"gather {dtype}", tsmla_bridge.gather_kv_cache, {"kv_cache": cache, **tables}, options)
+        yield Call(
+            f"gather {dtype}",
+            tsmla_bridge.gather_kv_cache,
+            {"kv_cache": cache, **tables},
+            {"total_len": 97, "kv_scale": 0.5},
+        )
 
 
 def merge_calls(generator: torch.Generator) -> Iterator[Call]:
@@ -225,7 +278,8 @@ def packed_calls(generator: torch.Generator) -> Iterator[Call]:
 
 
 def compress_calls(generator: torch.Generator) -> Iterator[Call]:
-    """compress_write_kv_cache: requests that begin, go on and complete nothing, over every kind of cache."""
+    """compress_write_kv_cache: requests that begin, go on and complete nothing, over every kind of cache, of short
+    windows and of long ones, which a cluster pools."""
 
     def run(**tensors: Any) -> tuple[torch.Tensor, ...]:
         cache = tsmla_bridge.compress_write_kv_cache(**tensors)
@@ -236,7 +290,7 @@ def compress_calls(generator: torch.Generator) -> Iterator[Call]:
         "indexer": torch.zeros(4, 64, 132, dtype=torch.uint8),
         "plain": torch.zeros(4, 64, 512, dtype=torch.bfloat16),
     }
-    for (name, cache), (ratio, overlap) in itertools.product(caches.items(), ((4, True), (128, False))):
+    for (name, cache), (ratio, overlap) in itertools.product(caches.items(), ((4, True), (128, False), (128, True))):
         channels = 128 if name == "indexer" else 512
         width, window = channels * (1 + overlap), ratio * (1 + overlap)
         new = [1, 130, 3, 1]
@@ -253,16 +307,13 @@ def compress_calls(generator: torch.Generator) -> Iterator[Call]:
             "seq_lens": int32([256, 190, 3, 255]),
             "cu_seqlens_q": offsets_of(new),
         }
-        yield Call(f"{name} {ratio}", run, arrays, {"ratio": ratio, "overlap": overlap, "eps": 1e-6})
-
-
-def sparse_attention(q: torch.Tensor, **given: Any) -> Any:
-    """sparse_mla, by its kernel on a GPU: that of e4m3 queries must be named."""
-    return tsmla_bridge.sparse_mla(q, **given, implementation="cute" if q.is_cuda else None)
+        options = {"ratio": ratio, "overlap": overlap, "eps": 1e-6}
+        yield Call(f"{name} {ratio}{' overlapping' * overlap}", run, arrays, options)
 
 
 def sparse_calls(generator: torch.Generator) -> Iterator[Call]:
-    """sparse_mla: every format of rows, one cache and two, few heads and many, odd sizes, rows of no slot."""
+    """sparse_mla: every format of rows, one cache and two, few heads and many, odd sizes, rows of no slot, and many
+    tokens of few keys: short pieces, one after another."""
     del generator  # the inputs have a seed
     cases: list[dict[str, Any]] = [
         {"layout": "v32", "heads": 16, "selected": 200, "tokens": 5},
@@ -276,12 +327,13 @@ def sparse_calls(generator: torch.Generator) -> Iterator[Call]:
         {"layout": "plain", "heads": 16, "selected": 40, "dtype": "float16", "kv_dtype": "float16"},
         {"layout": "v32", "heads": 72, "selected": 130, "dtype": "float8_e4m3fn", "sinks": True},
         {"layout": "plain", "heads": 5, "selected": 67, "dtype": "float8_e4m3fn"},
+        {"layout": "v4", "heads": 16, "selected": 12, "gap": 1, "tokens": MANY},
     ]
     for case, invariant in itertools.product(cases, (False, True)):
         call = sparse_inputs.call(**case)
         tensors = {name: numbers(array) for name, array in call.arrays.items()}
         options = call.options | {"return_lse": True, "batch_invariant": invariant}
-        yield Call(f"{case}{' invariant' * invariant}", sparse_attention, tensors, options)
+        yield Call(f"{case}{' invariant' * invariant}", tsmla_bridge.sparse_mla, tensors, options, named=True)
 
 
 CALLS: dict[str, Callable[[torch.Generator], Iterator[Call]]] = {

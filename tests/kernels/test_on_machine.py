@@ -3,18 +3,14 @@ against the reference on the CPU. Warps run and copies arrive in several random 
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-import tsmla_bridge
 from tests.emulator.ptx import launcher, machine
 from tests.emulator.ptx.machine import Order
-from tests.gpu import small_grid
 from tests.gpu.small_grid import CALLS, Call, apart
 from tsmla_bridge.ops import plans
 from tsmla_bridge.runtime import loaded_kernels, scales
@@ -37,14 +33,6 @@ FAST = {
 MASKED_KEYS = re.compile(r"mla_prefill_backward: (no barrier orders a WGMMA|WGMMA reads) .* a store ")
 """The gradient's scores of rows behind the last key may see them before or after the other warpgroup's zeros: they are
 masked (sm90/prefill/backward_products.py, `zero_keys`)."""
-
-
-def on_the_kernel(call: Call) -> Call:
-    """The call with the kernel that the operation does not choose by itself."""
-    if call.function is not small_grid.sparse_attention:
-        return call
-    function: Callable[..., Any] = functools.partial(tsmla_bridge.sparse_mla, implementation="cute")
-    return call._replace(function=function)
 
 
 def calls() -> list[Any]:
@@ -71,7 +59,7 @@ def test_compiled_kernels_agree_with_the_reference(call: Call, monkeypatch: pyte
     gpu = launcher.install(monkeypatch)
     for order in ORDERS:
         monkeypatch.setattr(launcher.EmulatedLauncher, "order", order)
-        got = on_the_kernel(call).on(cpu)
+        got = call.on(cpu, kernel=True)
         assert max(apart(a, b) for a, b in zip(got, want, strict=True)) < TOLERANCE
     assert len(gpu.launches) >= len(ORDERS)
     assert [hazard for hazard in launcher.EmulatedLauncher.hazards if not MASKED_KEYS.match(hazard)] == []

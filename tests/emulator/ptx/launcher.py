@@ -34,8 +34,8 @@ class EmulatedLauncher(launcher.StandInLauncher):
             self.compiled[key] = EmulatedKernel(kernel, config)
         self.emulated = self.compiled[key]
 
-    def _run(self, arguments: ctypes.c_void_p, count: ctypes.c_size_t) -> int:  # type: ignore[override]
-        pointers = (ctypes.c_void_p * count.value).from_address(arguments.value or 0)
+    def _run(self, arguments: ctypes.c_void_p, count: ctypes.c_size_t) -> int:
+        pointers = (ctypes.c_int64 * count.value).from_address(arguments.value or 0)
         stream = ctypes.c_int64.from_address(pointers[0]).value
         tensors = {operand.name: self._operand(operand, pointers[1 + i]) for i, operand in enumerate(self.operands)}
         self.gpu.launches.append((stream, tensors))

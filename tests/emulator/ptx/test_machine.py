@@ -94,7 +94,7 @@ def test_labels_in_braces_are_those_of_the_braces() -> None:
 def test_rounding_is_that_of_ml_dtypes(instruction: str, dtype: str, bits: int) -> None:
     generator = np.random.default_rng(0)
     values = (generator.standard_normal(256) * 2.0 ** generator.integers(-30, 8, 256)).astype(np.float32)
-    values[:8] = 0.0, -0.0, 448.0, 2.0**-9, 2.0**-10, 1.0625, 17.0, -2.0**-24
+    values[:8] = 0.0, -0.0, 448.0, 2.0**-9, 2.0**-10, 1.0625, 17.0, -(2.0**-24)
     body = f"ld.global.b32 %r5, [%rd4]; {instruction} st.global.b32 [%rd5], %r6;"
     got, _ = run(body, values.view(np.int32), threads=256)
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
@@ -234,4 +234,3 @@ def test_a_copy_over_what_others_read_is_found() -> None:
 def test_an_unknown_instruction_is_refused() -> None:
     with pytest.raises((AssertionError, NotImplementedError), match="tanh"):
         run("tanh.approx.f32 %r5, %r6;", NUMBERS[:32])
-

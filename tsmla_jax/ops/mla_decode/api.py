@@ -58,7 +58,8 @@ def mla_decode(
       visible_lens: [B, S] or, with ragged q, [T] int32, in place of the causal rule: the token sees the first
         visible_lens keys of its request, at most seq_len of them, and none where it is negative. For keys that are
         dealt out to several devices (vLLM's and SGLang's decode context parallelism), of which a device holds others
-        for each token of a request. The kernel that reads it has not been run on a GPU by us: it must be named.
+        for each token of a request. The kernel that reads it must be named: its PTX agrees with the reference on an
+        emulator, and no GPU has run it yet.
       q_scale, kv_scale: q holds query / q_scale and kv_cache holds kv / kv_scale (fp8 usually); None is 1. Float or
         float32 scalar array; always operands of the compiled program, never constants kept from an earlier call. Scales
         are positive and finite; that is checked of numbers, and an array with another value gives rows without meaning.

@@ -69,7 +69,8 @@ def sparse_mla(
       implementation: "cute", "xla" (blocks of tokens and of slots), "reference", or None for the best that can run; see
         `explain`. "cute" on Hopper takes bf16 and f16 queries over V3.2 rows, V4 pages and plain rows of
         float8_e4m3fn, bf16 and f16. Over V3.2 and plain float8_e4m3fn rows it takes float8_e4m3fn queries too, which
-        the tensor cores multiply in fp8; no GPU has run that yet, so that it must be named.
+        the tensor cores multiply in fp8. That must be named: its PTX agrees with the reference on an emulator, and no
+        GPU has run it yet.
 
     Returns:
       out [T, H, L] in q's dtype, bfloat16 when q is fp8; with return_lse also lse [T, H], float32 (float64 for

@@ -195,7 +195,8 @@ def decode_reasons(spec: DecodeSpec) -> list[str]:
 
 
 def untested_reasons(spec: DecodeSpec) -> list[str]:
-    """Why implementation=None should not run the kernel: no GPU has run it for such calls."""
+    """Why implementation=None should not run the kernel: no GPU has run it for such calls, only the machine of
+    tests/emulator/ptx."""
     if not spec.visible_lens:
         return []
     return ['the sm_90 decode kernel is untested with visible_lens; pass implementation="cute" to use it anyway']

@@ -239,7 +239,12 @@ class BatchShare:
             measure = self.measure(piece_blocks, schedule, early)
         track = self.track_of(measure.tracks, schedule)
         sharing = self.choose(measure, track, schedule)
-        return self.find_start(measure, track, sharing, piece_blocks, schedule)
+        found = self.find_start(measure, track, sharing, piece_blocks, schedule)
+        if const_expr(self.may_sort_requests):
+            # `order` lies in the ring's first stage: no copy may fill it before all lanes are done.
+            cute.arch.sync_warp()
+            cute.arch.fence_proxy("async.shared", space="cta")
+        return found
 
     @cute.jit
     def measure(self, piece_blocks: Int32, schedule: Schedule, early: tuple[Int32, Int32, Int32]) -> Measure:
@@ -491,5 +496,3 @@ class BatchShare:
             if i < batch:
                 r = MAX_SORTED - 1 - remainder(order[i], MAX_SORTED)
             requests[lane] = cutlass.Int8(r)
-        cute.arch.sync_warp()
-        cute.arch.fence_proxy("async.shared", space="cta")
