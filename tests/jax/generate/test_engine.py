@@ -123,8 +123,8 @@ def test_nothing_is_compiled_twice(greedy: Generation, tiny_model: Model) -> Non
     engine = Engine(params, config, OPTIONS, note)
     engine.generate(PROMPTS, NEW)
     # The rests of the chunks decide which shapes are needed.
-    shapes = {f"fresh of {tokens} tokens, up to 3 texts" for tokens in (1, 4, 16)}
-    shapes |= {f"prefill of {tokens} tokens, up to 1 texts" for tokens in (1, 4, 16)}
+    shapes = {f"prefill of {tokens} tokens, up to 3 texts" for tokens in (1, 4, 16)}
+    shapes |= {f"prefill of {tokens} tokens after cached ones, up to 1 texts" for tokens in (1, 4, 16)}
     assert {*compiled} <= shapes | {"decode of 4 tokens, up to 4 texts"}
     assert ended == compiled and len(compiled) == len({*compiled}) >= 2
     compiled.clear()

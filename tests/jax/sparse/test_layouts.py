@@ -192,7 +192,7 @@ def test_one_page_of_one_row_is_a_cache(shape: tuple[int, ...], dtype: str) -> N
     [
         (lambda: sparse.pack_v32_rows(np.zeros((2, 500)), np.zeros((2, 64))), "latent: got shape.*must be 512"),
         (lambda: sparse.pack_v32_rows(np.zeros((2, 512)), np.zeros((3, 64))), "k_rope: got rows"),
-        (lambda: sparse.unpack_v32_rows(np.zeros((2, 656))), "rows: got dtype float64; legal: uint8"),
+        (lambda: sparse.unpack_v32_rows(np.zeros((2, 656), np.float32)), "rows: got dtype float32; legal: uint8"),
         (lambda: sparse.resolve_cache_dtype("packed", "bfloat16"), "cache_dtype: got 'bfloat16'"),
         (lambda: sparse.resolve_cache_dtype("dense", "fp8"), "layout: got 'dense'"),
         (lambda: sparse.init_v4_cache(1, layout="packed", cache_dtype="fp8", head_dim=64), "head_dim: got 64"),
