@@ -124,9 +124,10 @@ def indexer_topk(
       implementation compared. Integers have no derivative; the scores have one in "reference" alone.
 
     Raises:
-      TypeError, ValueError: an argument is not legal; under TSMLA_CHECK=1 also a length past the table or a page out of
-      range. NotImplementedError: the named implementation can't run this call, or a derivative of a call with
-      return_scores in "cute" or "xla".
+      TypeError, ValueError: an argument is not legal; under TSMLA_CHECK=1 also a length past the table or a page out
+        of range.
+      NotImplementedError: the named implementation can't run this call, or a derivative of a call with return_scores in
+        "cute" or "xla".
 
     Source: the lightning indexer and the token selection of DeepSeek Sparse Attention (V3.2's technical report).
     """
