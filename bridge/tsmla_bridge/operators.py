@@ -44,8 +44,7 @@ def is_traced(*values: Any, derivatives: bool = True) -> bool:
             value = value[0]
             kind = type(value)
         if kind in _PLAIN:
-            derived = (value.requires_grad and torch.is_grad_enabled()) or _is_dual(value)
-            if value.is_meta or (derivatives and derived and value.is_cuda):
+            if value.is_meta or (derivatives and value.is_cuda and _is_derived(value)):
                 return True
         elif isinstance(value, torch.Tensor):
             return True
@@ -112,9 +111,14 @@ def asks_for_derivative(*values: Any) -> bool:
     )
 
 
+def _is_derived(tensor: torch.Tensor) -> bool:
+    """Whether a derivative is asked for, in reverse mode or, which torch.no_grad() does not end, in forward mode."""
+    return (tensor.requires_grad and torch.is_grad_enabled()) or _is_dual(tensor)
+
+
 def _is_dual(value: Any) -> bool:
     """Whether it is a tensor with a tangent of forward-mode differentiation."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0 or not isinstance(value, torch.Tensor):
+    if forward_ad._current_level < 0 or torch.compiler.is_compiling() or not isinstance(value, torch.Tensor):
         return False
     return forward_ad.unpack_dual(value).tangent is not None
 
