@@ -207,7 +207,7 @@ class EmulatedKernel:
         self._library = ctypes.c_void_p()
         self.hazards: list[str] = []
 
-    def run(self, arguments: ctypes.c_void_p, memory: Sequence[Memory], order: Order = IN_ORDER) -> int:
+    def run(self, arguments: ctypes.c_void_p, memory: Sequence[Memory], order: Order = IN_ORDER) -> None:
         """Call the host function, as tsmla_kernels.launch does; every kernel has run when this returns.
 
         Raises AssertionError, with the kernel's name, the instruction and its line in the PTX, for what would be an
@@ -219,7 +219,6 @@ class EmulatedKernel:
         self._entry(arguments)
         machine.check()
         self.hazards = machine.hazards
-        return 0
 
 
 def _entry_name(module: Path) -> str:

@@ -271,7 +271,6 @@ struct World {
   std::vector<std::unique_ptr<Program>> programs;
   std::string error;
   int resident = 1;
-  int launches = 0;
 } world;
 
 // cudaLaunchConfig_t and cudaLaunchAttribute, as far as they matter here.
@@ -312,7 +311,6 @@ void machine_reset(uint64_t seed, uint64_t budget, int resident) {
   world.programs.clear();
   world.error.clear();
   world.resident = resident;
-  world.launches = 0;
 }
 
 int machine_program(const Encoded* encoded) {
@@ -350,7 +348,6 @@ void machine_region(const char* name, uint64_t base, uint64_t size, int writable
 }
 
 const char* machine_error() { return world.error.c_str(); }
-int machine_launches() { return world.launches; }
 
 const char* machine_hazards() {
   static std::string text;
@@ -387,7 +384,6 @@ int _cudaLaunchKernelEx(const LaunchConfig* config, void* kernel, void** argumen
       if (config->attributes[i].id == CLUSTER_DIMENSION) std::copy_n(config->attributes[i].value, 3, size);
     const uint32_t threads = config->block[0] * config->block[1] * config->block[2];
     if (static_cast<int32_t>(threads) != program.threads) fault("a launch with another number of threads than the kernel has");
-    ++world.launches;
     Grid(world.machine, program, std::move(parameters)).run(config->grid, size, config->shared_bytes, world.resident);
   } catch (const Fault& error) {
     world.error = program.name.substr(0, 60) + ": " + error.what();

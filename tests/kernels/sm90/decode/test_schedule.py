@@ -44,6 +44,18 @@ def config_of(heads: int, q_len: int, *, dtype: str = "bfloat16", ragged: bool =
     return mla_decode_config({name: str(value).lower() for name, value in options.items()})
 
 
+def pieces_by_tile(
+    config: DecodeConfig, queries: np.ndarray, pieces: list[Piece]
+) -> dict[tuple[int, int], list[Piece]]:
+    """The pieces by (request, first row in it) of their row tile: every tile of the queries, and no other."""
+    tiles = defaultdict(list)
+    for piece in pieces:
+        tiles[piece.request, piece.row].append(piece)
+    wanted = {(r, row) for r, n in enumerate(queries) for row in range(0, int(n) * config.num_heads, config.tile_rows)}
+    assert set(tiles) == wanted
+    return tiles
+
+
 def check(
     flags: tuple[int, int],
     config: DecodeConfig,
@@ -56,11 +68,7 @@ def check(
     """Everything exactly once, and what `combine` reads is what the pieces say."""
     blocks = np.maximum(-(-lens // config.block), 1)
     starts = np.concatenate([[0], queries.cumsum()]) * config.num_heads
-    tiles = defaultdict(list)
-    for piece in pieces:
-        tiles[piece.request, piece.row].append(piece)
-    wanted = {(r, row) for r, n in enumerate(queries) for row in range(0, int(n) * config.num_heads, config.tile_rows)}
-    assert set(tiles) == wanted
+    tiles = pieces_by_tile(config, queries, pieces)
     slots = [piece.slot for piece in pieces if piece.slot >= 0]
     assert len(slots) == len(set(slots))
     written = {slot for slot in range(2 * num_clusters) if split_info[slot, 3] != 0}
@@ -104,14 +112,10 @@ def check_fixed_cuts(
     each = max(-(-table_blocks // of_tile), 1)
     assert each <= invariant_piece_blocks(config, width)
     starts = np.concatenate([[0], queries.cumsum()]) * config.num_heads
-    tiles = defaultdict(list)
-    for piece in pieces:
-        tiles[piece.request, piece.row].append(piece)
-    wanted = {(r, row) for r, n in enumerate(queries) for row in range(0, int(n) * config.num_heads, config.tile_rows)}
-    assert set(tiles) == wanted
+    tiles = pieces_by_tile(config, queries, pieces)
     entries = split_info[num_clusters:]
     assert len(entries) == len(lens) * config.max_tiles and not np.any(entries[:, 3] == GARBAGE)
-    described = {(r * config.max_tiles + row // config.tile_rows) for r, row in wanted}
+    described = {(r * config.max_tiles + row // config.tile_rows) for r, row in tiles}
     assert not entries[[i for i in range(len(entries)) if i not in described], 3].any()
     for (r, row), cut in tiles.items():
         cut.sort(key=lambda piece: piece.begin)
