@@ -135,9 +135,12 @@ def test_what_runs_where_devices_share_keys(model: str) -> None:
     assert ops == {"indexer_topk", "sparse_mla", "experts", *(["compress_write_kv_cache"] if model == "v4" else [])}
 
 
-def test_a_whole_step_on_a_mesh_has_angles_for_every_position(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("columns", "page_size", "context"), [(2, 128, 4), (3, 256, 2)])
+def test_a_whole_step_on_a_mesh_has_angles_for_every_position(
+    columns: int, page_size: int, context: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An entry of a device's block table stands for a page on each device."""
-    config, columns, rows = ModelConfig.from_hf(tiny_config("v4")), 2, []
+    config, rows = ModelConfig.from_hf(tiny_config("v4")), []
 
     class MadeSteps(Exception):
         pass
@@ -149,10 +152,10 @@ def test_a_whole_step_on_a_mesh_has_angles_for_every_position(monkeypatch: pytes
     monkeypatch.setattr(model, "shared_steps", shared_steps)
     tokens = np.zeros(3, np.int32)
     step = Step(np.zeros((1, columns), np.int32), tokens[:1], tokens, tokens[:2], 3)  # type: ignore[arg-type]
-    options = model.StepOptions("decode", page_size=128, mesh=MeshShape(context=4))
+    options = model.StepOptions("decode", page_size=page_size, mesh=MeshShape(context=context))
     with pytest.raises(MadeSteps):
         model.forward({}, config, [], model.Batch(tokens, step), tokens, model.Scales(), options)  # type: ignore[arg-type]
-    assert set(rows) == {columns * 4 * 128}
+    assert set(rows) == {columns * context * page_size}
 
 
 @pytest.mark.slow

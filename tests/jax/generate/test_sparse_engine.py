@@ -14,9 +14,8 @@ import pytest
 from examples import make_checkpoint
 from tests.jax.generate.tiny import tiny_config, write_tiny
 from tsmla_jax.cli import commands as cli
-from tsmla_jax.generate import Engine, EngineOptions, ModelConfig, load_model, model
+from tsmla_jax.generate import Engine, EngineOptions, ModelConfig, load_model
 from tsmla_jax.generate.caches import CacheLayout, cache_bytes, default_page_size, init_cache, window_rows
-from tsmla_jax.generate.mesh import MeshShape
 from tsmla_jax.generate.model import Batch, Scales, StepOptions, forward, rope_tables, shared_steps
 from tsmla_jax.generate.pages import pages_for
 from tsmla_jax.generate.plan import make_plan
@@ -65,23 +64,6 @@ def all_logits(
     options = StepOptions("prefill", page_size=page_size, window_rows=layout.window_rows)
     run = jax.jit(forward, static_argnames=("config", "options"))
     return np.asarray(run(params, config, caches, batch, step.slot_mapping, scales, options)[0])
-
-
-def test_ropes_reach_as_far_as_the_pages_of_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of a text whose keys several devices share has positions on all of them."""
-    found: list[int] = []
-
-    def ropes(config: ModelConfig, num_positions: int) -> dict[str, jax.Array]:
-        found.append(num_positions)
-        raise InterruptedError
-
-    monkeypatch.setattr(model, "rope_tables", ropes)
-    one, tables = jnp.ones(1, jnp.int32), jnp.zeros((1, 3), jnp.int32)
-    step = Step.ragged(tables, one, jnp.arange(2), total_tokens=1, page_size=256)
-    options = StepOptions("decode", page_size=256, mesh=MeshShape(context=2))
-    with pytest.raises(InterruptedError):
-        forward({}, ModelConfig.from_hf(tiny_config(model="v4")), [], Batch(one, step), one, Scales(), options)
-    assert found == [3 * 256 * 2]
 
 
 def test_texts_are_those_of_one_prefill(case: Case) -> None:
