@@ -14,14 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import save_file
 
 from tsmla_jax.generate import ModelConfig
 from tsmla_jax.nn import hf_attention_shapes
 from tsmla_jax.nn.block_scaled import BLOCK
+from tsmla_jax.nn.checkpoint_writer import save_checkpoint
 
 SEED = 0
-SHARD_BYTES = 4 << 30
 GREATEST_E4M3 = 400.0  # of the values before their scales
 
 Shape = tuple[int, ...]
@@ -64,30 +63,14 @@ def write_checkpoint(directory: Path, fields: dict[str, Any]) -> None:
     Matrices have the variance of 1 / (their inputs), norms are 1 and biases 0. With a quantization_config projections
     are e4m3, with scales for blocks of 128 x 128 that give them the same variance.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     narrow = "quantization_config" in fields
-    shards: list[list[tuple[int, str, Shape]]] = [[]]
-    held = 0
-    for index, (name, shape) in enumerate(tensor_shapes(fields)):
-        size = math.prod(shape) * (1 if narrow and _is_projection(name) else 2)
-        if held and held + size > SHARD_BYTES:
-            shards.append([])
-            held = 0
-        shards[-1].append((index, name, shape))
-        held += size
-    places: dict[str, str] = {}
-    total = 0
-    for number, shard in enumerate(shards, start=1):
-        tensors: dict[str, Any] = {}
-        for index, name, shape in shard:
-            tensors |= _draw(index, name, shape, narrow)
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(tensors, directory / file)
-        places |= dict.fromkeys(tensors, file)
-        total += sum(array.nbytes for array in tensors.values())
-        print(f"{directory}: wrote {file}, {total / 1e9:.1f} GB", flush=True)
-    index_file = {"metadata": {"total_size": total}, "weight_map": places}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index_file))
+
+    def drawn() -> Iterator[tuple[str, Any]]:
+        for index, (name, shape) in enumerate(tensor_shapes(fields)):
+            yield from _draw(index, name, shape, narrow).items()
+
+    print(f"{directory}: writing random weights", flush=True)
+    save_checkpoint(directory, drawn())
     # Last: a directory that has a config.json is complete.
     (directory / "config.json").write_text(json.dumps(fields, indent=1))
 
