@@ -284,21 +284,27 @@ def options(batch: int) -> EngineOptions:
 
 
 def compile_step(config: ModelConfig, narrow: bool, what: str) -> None:
-    """Compiles the steps of a point into the cache and prints how long that takes, tracing included."""
+    """Compiles the steps of a point into the cache and prints how long that takes, tracing included. With --checkpoints
+    those of a decode row's prompts are among them."""
     params = jax.eval_shape(lambda params: fold(params, config), shapes(config, narrow))
-    engine = Engine(params, config, options(32 if what == "prefill" else int(what)))
+    batch = 32 if what == "prefill" else int(what)
+    engine = Engine(params, config, options(batch))
     engine.open()
     plan = engine.plan
-    if what == "prefill":
+    calls = {}
+    if what != "prefill":
+        calls["decode"] = engine.call(StepKind("decode", plan.rows), steps.no_drafts(plan.rows))
+    if what == "prefill" or CHECKPOINTS.value:
         kind = StepKind("fresh", plan.prefill_rows)
-        run, arguments = engine.call(kind, steps.no_prompts(CHUNK.value, kind.rows, plan.max_pages))
-    else:
-        run, arguments = engine.call(StepKind("decode", plan.rows), steps.no_drafts(plan.rows))
-    begin = time.perf_counter()
-    lowered = run.lower(*arguments)
-    traced = time.perf_counter()
-    lowered.compile()
-    print(f"{what}: traced in {traced - begin:.1f} s, compiled in {time.perf_counter() - traced:.1f} s", flush=True)
+        size = next(size for size in plan.prefill_sizes if size >= min(CHUNK.value, batch * CONTEXT))
+        calls["prefill"] = engine.call(kind, steps.no_prompts(size, kind.rows, plan.max_pages))
+    for step, (run, arguments) in calls.items():
+        begin = time.perf_counter()
+        lowered = run.lower(*arguments)
+        traced = time.perf_counter()
+        lowered.compile()
+        seconds = time.perf_counter() - traced
+        print(f"{step} of {what}: traced in {traced - begin:.1f} s, compiled in {seconds:.1f} s", flush=True)
 
 
 def measure(record: Record, params: Any, model: tuple[str, str], what: str) -> None:

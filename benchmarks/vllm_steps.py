@@ -6,8 +6,9 @@
 The model is one of generate.py's, by default DeepSeek-V2-Lite's shape (27 layers, 16 heads, 64 experts). The engine
 runs in this process with full CUDA graphs for decode, without torch.compile unless --compile asks for vLLM's default,
 and points are (requests, tokens of context). A step is the time between two steps of the engine that gave every request
-a token: the median over all steps of a run, and over `--runs` runs. A prefill row has the best rate of all batches, as
-the time of 4,096 tokens.
+a token: the median over all steps of a run, and over `--runs` runs, whose prompts are in the engine's prefix cache from
+a run before. A prefill row has the best rate of the batches of up to 131,072 tokens, medians over runs of prompts that
+no run had before, as the time of 4,096 tokens.
 
 With --checkpoints the weights are those that generate.py wrote there, and rows compare with generate.py's. Without it
 they are vLLM's dummy weights, which send nearly all tokens to the same experts: such steps compare backends with each
@@ -42,13 +43,14 @@ BACKEND = flags.DEFINE_string("backend", "CUSTOM", "vLLM's decode backend: CUSTO
 PREFILL = flags.DEFINE_string("prefill", None, "vLLM's MLA prefill backend; its own choice by default")
 KV = flags.DEFINE_string("kv", "auto", "dtype of the cache: auto or fp8")
 RUNS = flags.DEFINE_integer("runs", 3, "runs of a point")
-STEPS = flags.DEFINE_integer("steps", 48, "decode steps of a run")
+STEPS = flags.DEFINE_integer("steps", 48, "decode steps of a run", lower_bound=KEPT_TOKENS)
 MAX_LEN = flags.DEFINE_integer("max_len", 16384, "longest request")
 MODEL = flags.DEFINE_string("model", "v2-lite,bf16", "a model and the format of its weights, as in generate.py")
 COMPILE = flags.DEFINE_bool("compile", False, "torch.compile and piecewise graphs too, as vLLM does by default")
 
 ALL_POINTS = tuple((batch, context) for context in (512, 4096, 16000) for batch in (1, 16, 64, 256))
 PROMPT_TOKENS = 4096  # of a prefill row, as generate.py's chunk
+MOST_RATED_TOKENS = 131072  # of the prompts of a batch whose rate is measured
 
 
 def model() -> tuple[str, str]:
@@ -110,7 +112,7 @@ class Engine:
         quick = {name: False for name in ("enable_flashinfer_autotune",) if name in known}
         self.llm = LLM(
             model=str(folder), load_format=load_format, skip_tokenizer_init=True, dtype="bfloat16", seed=0,
-            block_size=64, enable_prefix_caching=False, gpu_memory_utilization=0.85,
+            block_size=64, enable_prefix_caching=True, gpu_memory_utilization=0.85,
             max_model_len=MAX_LEN.value, max_num_seqs=max(256, most), max_num_batched_tokens=8192,
             attention_config=attention, kv_cache_dtype=KV.value, disable_log_stats=True,
             compilation_config=compilation, **quick,
@@ -150,11 +152,16 @@ class Engine:
         return Run(seconds, steps, [list(output.outputs[0].token_ids) for output in outputs])
 
 
-def measure(engine: Engine, batch: int, context: int) -> tuple[dict[str, Any], float]:
-    """The decode row of a point, and its prompt tokens a second."""
-    given = prompts(MODELS[model()]["vocab_size"], batch, context)
-    engine.generate(given, 2)  # first use of this batch
-    prompt = [engine.generate(given, 1).seconds for _ in range(RUNS.value)]
+def measure(engine: Engine, batch: int, context: int) -> tuple[dict[str, Any], float | None]:
+    """The decode row of a point, and its prompt tokens a second, for a batch that is not too large."""
+    vocabulary = MODELS[model()]["vocab_size"]
+    rate = None
+    if batch * context <= MOST_RATED_TOKENS:
+        engine.generate(prompts(vocabulary, batch, context, draw=1), 2)  # first use of this batch
+        draws = (prompts(vocabulary, batch, context, draw=2 + run) for run in range(RUNS.value))
+        rate = batch * context / statistics.median(engine.generate(given, 1).seconds for given in draws)
+    given = prompts(vocabulary, batch, context)
+    first = engine.generate(given, STEPS.value)
     runs = [engine.generate(given, STEPS.value) for _ in range(RUNS.value)]
     medians = [statistics.median(run.steps) * 1e3 for run in runs if run.steps]
     if not medians:
@@ -168,9 +175,9 @@ def measure(engine: Engine, batch: int, context: int) -> tuple[dict[str, Any], f
         "us_of_runs": [round(each, 1) for each in medians],
         "full_steps": len(runs[0].steps),
         "tokens_per_s": round(batch / us * 1e6),
-        "tokens": [tokens[:KEPT_TOKENS] for tokens in runs[0].tokens],
+        "tokens": [tokens[:KEPT_TOKENS] for tokens in first.tokens],
     }
-    return row, batch * context / statistics.median(prompt)
+    return row, rate
 
 
 def main(arguments: list[str]) -> None:
@@ -190,12 +197,13 @@ def main(arguments: list[str]) -> None:
             print(f"{batch} requests of {context}: the cache holds {engine.cache_tokens} tokens", flush=True)
             continue
         row, rate = measure(engine, batch, context)
-        rates[context] = max(rate, rates.get(context, 0.0))
+        if rate is not None:
+            rates[context] = max(rate, rates.get(context, 0.0))
         share = equal_share(row)
         record.add(**row, **({} if share is None else {"equal_tokens": round(share, 4)}))
         print({name: value for name, value in row.items() if name != "tokens"}, share, flush=True)
     for context, rate in rates.items():
-        shape = {"mode": mode_name(model(), "prefill"), "b": PROMPT_TOKENS // context, "context": context}
+        shape = {"mode": mode_name(model(), "prefill"), "b": max(1, PROMPT_TOKENS // context), "context": context}
         record.add(**shape, us=round(PROMPT_TOKENS / rate * 1e6, 1), tokens_per_s=round(rate))
 
 

@@ -58,9 +58,9 @@ def mode_name(model: tuple[str, str], step: str) -> str:
     return f"{model[0]}{' fp8' if model[1] == 'fp8' else ''} {step}"
 
 
-def prompts(vocab_size: int, batch: int, context: int) -> list[list[int]]:
-    """Random prompts, the same in every program: `batch` of `context` tokens."""
-    rng = random.Random(batch * 100003 + context)
+def prompts(vocab_size: int, batch: int, context: int, *, draw: int = 0) -> list[list[int]]:
+    """Random prompts, the same in every program: `batch` of `context` tokens; others for each `draw`."""
+    rng = random.Random(batch * 100003 + context + (draw << 40))
     return [[rng.randrange(vocab_size) for _ in range(context)] for _ in range(batch)]
 
 
