@@ -9,23 +9,27 @@ has one new token and 32,768 keys in pages of 64, of which it attends to 2,048. 
 latent (656 bytes) and of the indexer key (132 bytes), quantisation of the indexer's queries (64 heads of 128), their
 selection and sparse_mla; both sides begin with the same numbers in buffers of the same layouts.
 
-Times are the host's clock over a chain of steps, of 20 less 8 of them, so that what a chain costs as a whole is not in
+Times are the GPU's clock over a chain of steps, of 20 less 8 of them, so that what a chain costs as a whole is not in
 it: ours one jitted function that updates the donated caches, the peers' one CUDA graph, each step on inputs of its own.
-L2 is not flushed. The parts are timed likewise, each alone in a chain of its kind; row "step" is the whole, "parts"
-the sum of the parts. The peers' step is that of the fastest top-k and attention among those that load. `same` is the
-part of the peers' slots that ours has too: their fp8 logits are summed in another order. Rows go to FILE.json.
+The GPU is kept busy until a chain has been launched (gpu_clock.py). L2 is not flushed. The parts are timed likewise,
+each alone in a chain of its kind; row "step" is the whole, "parts" the sum of the parts, and "step by the host's clock"
+what a step takes a host that waits for each chain: the arguments of a chain, 11 arrays a step, are in it for jax. The
+peers' step is that of the fastest top-k and attention among those that load. `same` is the part of the peers' slots
+that ours has too: their fp8 logits are summed in another order. Rows go to FILE.json.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from absl import app
+from gpu_clock import JaxClock, TorchClock
 from harness import POINTS, Record, least_seconds, load_peers, within_budget
 
 import tsmla_bridge
@@ -39,6 +43,7 @@ LATENT, ROPE, INDEX_HEADS, INDEX_DIM = 512, 64, 64, 128
 SCALE = 192**-0.5
 LONG, SHORT = 20, 8
 TURNS = 7
+ON_HOST = "step by the host's clock"
 TOPK, ATTENTION = ("vllm_cooperative", "vllm_persistent", "sgl"), ("flashmla", "legacy")
 MOST_COOPERATIVE = 32
 
@@ -175,40 +180,55 @@ class Ours:
             self.caches, between, _ = whole(self.layer, self.caches, step, Between(None, None, None, None))
             self.betweens.append(between)
 
-    def microseconds(self, names: tuple[str, ...]) -> float:
-        """A step's time of these parts. No two steps of a chain have the same inputs: XLA would make one of them."""
+    def chains(self, names: tuple[str, ...]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        """Functions that start LONG and SHORT steps of these parts. No two steps of a chain have the same inputs: XLA
+        would make one of them."""
 
-        def seconds(count: int) -> float:
-            @functools.partial(jax.jit, donate_argnums=0)
-            def chain(caches: Caches, layer: Any, steps: Any, betweens: Any) -> Any:
-                results = []
-                for step, between in zip(steps, betweens, strict=True):
-                    caches, _, last = run_parts(names, layer, caches, step, between)
-                    results.append(last)
-                return caches, results
+        @functools.partial(jax.jit, donate_argnums=0)
+        def chain(caches: Caches, layer: Any, steps: Any, betweens: Any) -> Any:
+            results = []
+            for step, between in zip(steps, betweens, strict=True):
+                caches, _, last = run_parts(names, layer, caches, step, between)
+                results.append(last)
+            return caches, results
 
-            def run() -> None:
-                operands = self.layer, self.steps[:count], self.betweens[:count]
-                self.caches, results = chain(self.caches, *operands)
-                jax.block_until_ready((self.caches, results))
+        def start(count: int) -> Any:
+            self.caches, results = chain(self.caches, self.layer, self.steps[:count], self.betweens[:count])
+            return self.caches, results
 
-            return least_seconds(run, TURNS)
-
-        return (seconds(LONG) - seconds(SHORT)) / (LONG - SHORT) * 1e6
+        return functools.partial(start, LONG), functools.partial(start, SHORT)
 
     def times(self) -> dict[str, float]:
-        parts = {name: self.microseconds((name,)) for name in PARTS}
-        return parts | {"step": self.microseconds(tuple(PARTS))}
+        clock = JaxClock()
+        times = {name: step_us(clock, *self.chains((name,))) for name in PARTS}
+        whole = self.chains(tuple(PARTS))
+        times["step"] = step_us(clock, *whole)
+        return times | {ON_HOST: host_step_us(*whole, wait=jax.block_until_ready)}
+
+
+def step_us(clock: JaxClock | TorchClock, long: Callable[[], Any], short: Callable[[], Any]) -> float:
+    """The GPU's microseconds a step, of functions that start LONG and SHORT of them."""
+    taken = []
+    for start in (long, short):
+        start()  # compiled, and recorded
+        taken.append(statistics.median(clock.microseconds(start) for _ in range(TURNS)))
+    return (taken[0] - taken[1]) / (LONG - SHORT)
+
+
+def host_step_us(long: Callable[[], Any], short: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
+    """The same by the clock of a host that waits for the results of each."""
+    long_seconds, short_seconds = (least_seconds(lambda start=start: wait(start()), TURNS) for start in (long, short))
+    return (long_seconds - short_seconds) / (LONG - SHORT) * 1e6
 
 
 # ---- the peers
 
 
-def graph_us(run: Callable[[Any], None], steps: list[Any]) -> float:
-    """A step's time of `run`, a function of the step's inputs, in a CUDA graph of several steps."""
+def graphs(run: Callable[[Any], None], steps: list[Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Functions that start LONG and SHORT steps of `run`, a function of the step's inputs, as one CUDA graph each."""
     import torch
 
-    def seconds(count: int) -> float:
+    def graph_of(count: int) -> Any:
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -217,14 +237,9 @@ def graph_us(run: Callable[[Any], None], steps: list[Any]) -> float:
         with torch.cuda.graph(graph, stream=stream):
             for step in steps[:count]:
                 run(step)
+        return graph.replay
 
-        def replay() -> None:
-            graph.replay()
-            torch.cuda.synchronize()
-
-        return least_seconds(replay, TURNS)
-
-    return (seconds(LONG) - seconds(SHORT)) / (LONG - SHORT) * 1e6
+    return graph_of(LONG), graph_of(SHORT)
 
 
 def peer_layers(peers: Any, layer: Any, steps: list[Any]) -> dict[tuple[str, str], Any]:
@@ -248,17 +263,21 @@ def peer_layers(peers: Any, layer: Any, steps: list[Any]) -> dict[tuple[str, str
 
 def peer_times(peers: Any, layer: Any, steps: list[Any]) -> tuple[dict[str, float], str, Any]:
     """The times of the parts and of the whole step, its top-k and attention, and what its last step selects."""
+    import torch
+
     last = steps[-1]._make(x.clone() for x in steps[-1])  # rope works in place
     found = peer_layers(peers, layer, steps)
     if not found:
         return {}, "", None
-    wholes = {names: graph_us(run, steps) for names, run in found.items()}
+    clock = TorchClock()
+    wholes = {names: step_us(clock, *graphs(run, steps)) for names, run in found.items()}
     best = min(wholes, key=wholes.__getitem__)
     run = found[best]
     run(last)
     slots = run.slots[:, 0].clone()
-    times = {name: graph_us(part, steps) for name, part in run.parts.items()}
-    return times | {"step": wholes[best]}, " ".join(best), slots
+    times = {name: step_us(clock, *graphs(part, steps)) for name, part in run.parts.items()}
+    on_host = host_step_us(*graphs(run, steps), wait=lambda _: torch.cuda.synchronize())
+    return times | {"step": wholes[best], ON_HOST: on_host}, " ".join(best), slots
 
 
 def same_slots(ours: Any, theirs: Any) -> float:
@@ -287,7 +306,8 @@ def main(argv: list[str]) -> int:
             rows += [("engines", kernels, times)] if times else []
             same = None if slots is None else round(same_slots(ours.betweens[-1].slots, slots), 4)
         for peer, kernels, times in rows:
-            for part, us in (times | {"parts": sum(times.values()) - times["step"]}).items():
+            parts = sum(us for part, us in times.items() if part not in ("step", ON_HOST))
+            for part, us in (times | {"parts": parts}).items():
                 record.add(b=batch, h=heads, peer=peer, kernels=kernels, part=part, us=round(us, 2), same=same)
             said = " ".join(f"{part} {us:.1f}" for part, us in times.items())
             print(f"{batch:3d} {heads:4d} {peer} {kernels}: {said}", flush=True)

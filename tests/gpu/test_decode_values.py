@@ -28,8 +28,10 @@ def arrays(*shape: int, dtype: str = "bfloat16", kv_dtype: str | None = None, **
     return q.astype(dtype), cache.astype(kv_dtype or dtype), tables, lens.astype(np.int32)
 
 
-def assert_right(front_end: str, *args: np.ndarray, causal: bool = True, **options: Any) -> Arrays:
-    """FlashMLA's tolerances for out. Returns the results."""
+def assert_right(
+    front_end: str, *args: np.ndarray, causal: bool = True, absolute: float = 8e-4, **options: Any
+) -> Arrays:
+    """FlashMLA's tolerances for out, or another absolute one. Returns the results."""
     got = FRONT_ENDS[front_end](*args, softmax_scale=SCALE, causal=causal, **options)
     q, kv_scale = args[0].astype(np.float64) * options.get("q_scale", 1.0), options.get("kv_scale", 1.0)
     offsets, latent_dim = options.get("cu_seqlens_q"), options.get("latent_dim", 512)
@@ -38,7 +40,7 @@ def assert_right(front_end: str, *args: np.ndarray, causal: bool = True, **optio
     )
     assert got[0].dtype == ("bfloat16" if args[0].dtype == FP8 else args[0].dtype)
     out = got[0].astype(np.float64)
-    np.testing.assert_allclose(out, want, atol=8e-4, rtol=2.01 / 128)
+    np.testing.assert_allclose(out, want, atol=absolute, rtol=2.01 / 128)
     if (norm := np.sum(want**2) + np.sum(out**2)) > 0:
         assert 1 - 2 * np.sum(out * want) / norm < 5e-6
     step = fp8_lse_error(args[0].shape[-1]) if args[0].dtype == FP8 else 1e-5
@@ -60,11 +62,15 @@ def test_other_pages_and_dtypes(front_end: str, page: int, q_len: int, causal: b
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [("bfloat16", None), (FP8, FP8), ("bfloat16", FP8)])
 @pytest.mark.parametrize("latent_dim", [256, 512])
 def test_many_short_requests(front_end: str, latent_dim: int, dtype: str, kv_dtype: str | None) -> None:
-    """A CTA has eight pieces of one block in a row, more than the ring has stages and descriptions ahead."""
+    """A CTA has eight pieces of one block in a row, more than the ring has stages and descriptions ahead.
+
+    Few keys don't average the rounding of their probabilities to bfloat16, at most 2^-9 of each: out is then off by up
+    to 2^-9 of the greatest latent, which cancels out of some sums."""
     lengths = np.random.default_rng(latent_dim).integers(0, 33, 1000)
     sizes = {"page": 16, "dim": latent_dim + 64, "lengths": lengths}
     args = arrays(1000, 1, 16, 2, dtype=dtype, kv_dtype=kv_dtype, **sizes)
-    assert_right(front_end, *args, latent_dim=latent_dim)
+    greatest = np.nanmax(np.abs(args[1][..., :latent_dim].astype(np.float64)))
+    assert_right(front_end, *args, latent_dim=latent_dim, absolute=max(8e-4, 2**-9 * greatest))
 
 
 def test_ragged_with_padding(front_end: str) -> None:
