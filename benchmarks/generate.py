@@ -113,6 +113,24 @@ def shapes(config: ModelConfig, narrow: bool, shards: int = 1) -> dict[str, Any]
     return {"embed": vocabulary, "lm_head": vocabulary, "norm": wide(hidden), "layers": layers}
 
 
+def shapes_here(config: ModelConfig, narrow: bool) -> dict[str, Any]:
+    """`shapes` on the mesh that the flags ask for."""
+    return shapes(config, narrow, mesh_shape().expert_shards)
+
+
+def placed(params: Any) -> Any:
+    """Descriptions of parameters, and of where they lie on that mesh."""
+    mesh = make_mesh(mesh_shape())
+    if mesh is None:
+        return params
+    specs = jax.tree.broadcast(param_specs(params), params, is_leaf=lambda node: isinstance(node, P))
+    return jax.tree.map(
+        lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)),
+        params,
+        specs,
+    )
+
+
 def noise(seed: int, shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> jax.Array:
     """Uniform values of variance 1 / (last axis), or of a scale of such values in e4m3; without temporaries."""
     values: jax.Array = _noise(shape, jnp.dtype(dtype), sharding)(jnp.uint32(seed))
@@ -153,7 +171,7 @@ def params_of(model: tuple[str, str]) -> Any:
 def random_params(config: ModelConfig, narrow: bool) -> dict[str, Any]:
     """Random parameters on the devices; norms are 1, and block scales bring e4m3 to the variance of the others."""
     seeds, mesh = iter(range(1, 1 << 20)), make_mesh(mesh_shape())
-    params = shapes(config, narrow, mesh_shape().expert_shards)
+    params = shapes_here(config, narrow)
 
     def make(leaf: Any, spec: Any) -> Any:
         narrowed = isinstance(leaf, BlockScaled)
@@ -286,18 +304,20 @@ def options(batch: int) -> EngineOptions:
 def compile_step(config: ModelConfig, narrow: bool, what: str) -> None:
     """Compiles the steps of a point into the cache and prints how long that takes, tracing included. With --checkpoints
     those of a decode row's prompts are among them."""
-    params = jax.eval_shape(lambda params: fold(params, config), shapes(config, narrow))
-    batch = 32 if what == "prefill" else int(what)
+    replicas = mesh_shape().replicas
+    batch = 32 * replicas if what == "prefill" else int(what)
+    params = placed(jax.eval_shape(lambda params: fold(params, config), shapes_here(config, narrow)))
     engine = Engine(params, config, options(batch))
     engine.open()
     plan = engine.plan
     calls = {}
     if what != "prefill":
-        calls["decode"] = engine.call(StepKind("decode", plan.rows), steps.no_drafts(plan.rows))
+        calls["decode"] = engine.call(StepKind("decode", plan.rows), steps.no_drafts(replicas * plan.rows))
     if what == "prefill" or CHECKPOINTS.value:
         kind = StepKind("fresh", plan.prefill_rows)
-        size = next(size for size in plan.prefill_sizes if size >= min(CHUNK.value, batch * CONTEXT))
-        calls["prefill"] = engine.call(kind, steps.no_prompts(size, kind.rows, plan.max_pages))
+        each = -(-batch // replicas) * CONTEXT
+        size = next(size for size in plan.prefill_sizes if size >= min(CHUNK.value, each))
+        calls["prefill"] = engine.call(kind, engine._no_prompts(kind, size))
     for step, (run, arguments) in calls.items():
         begin = time.perf_counter()
         lowered = run.lower(*arguments)
@@ -353,8 +373,6 @@ def main(argv: list[str]) -> int:
     jax.config.update("jax_compilation_cache_dir", CACHE.value or tempfile.mkdtemp())
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if COMPILE_ONLY.value:
-        if mesh_shape().size > 1:
-            raise app.UsageError("--compile_only; legal on one device")
         for model, weights, what in points:
             compile_step(config_of((model, weights)), weights == "fp8", what)
         return 0

@@ -43,15 +43,16 @@ def modules(request: pytest.FixtureRequest) -> dict[str, ModuleType]:
     return {name: importlib.import_module(name) for name in ("whole_models", "random_checkpoint", "generate")}
 
 
-def run(program: str, arguments: list[Any], path: str = "", **patches: int) -> str:
-    """The output of a program of the benchmarks whose module has these values."""
+def run(program: str, arguments: list[Any], path: str = "", devices: int = 1, **patches: int) -> str:
+    """The output of a program of the benchmarks whose module has these values, on so many CPU devices."""
     code = PATCH + f"import {program} as program\nfrom absl import app\n"
     code += "".join(f"program.{name} = {value}\n" for name, value in patches.items())
     code += f"sys.argv = [{program + '.py'!r}, *sys.argv[1:]]\napp.run(program.main)\n"
+    quick = {**QUICK, "XLA_FLAGS": f"{QUICK['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"}
     paths = ":".join([path, *(str(ROOT / folder) for folder in ("", "kernels", "bridge"))]).strip(":")
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
-        env={"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin", **QUICK},
+        env={"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin", **quick},
         capture_output=True,
         text=True,
         timeout=600,
@@ -99,7 +100,20 @@ def test_a_record_of_checkpoints(tmp_path: Path) -> None:
 def test_steps_compile_without_weights(tmp_path: Path) -> None:
     points = "v2-lite,fp8,1/v3-slice,bf16,prefill"
     said = run("generate", ["--compile_only", "--compilation_cache", tmp_path, "--points", points], CONTEXT=64)
-    assert [line.partition(":")[0] for line in said.splitlines()] == ["1", "prefill"] and any(tmp_path.iterdir())
+    assert [line.partition(":")[0] for line in said.splitlines()] == ["decode of 1", "prefill of prefill"]
+    assert any(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["data", "expert", "context"])
+def test_steps_of_a_mesh_compile_without_weights(tmp_path: Path, axis: str) -> None:
+    """And are those that a run with weights makes: it adds no program of a step to the compilation cache."""
+    arguments = ["--compilation_cache", tmp_path, "--points", "v3-slice,bf16,4", f"--{axis}_parallel", 2]
+    sizes = {"CONTEXT": 64, "STEPS": 2}
+    run("generate", ["--compile_only", *arguments], devices=2, **sizes)
+    compiled = {path.name for path in tmp_path.glob("jit_program*")}
+    run("generate", [*arguments, "--out", tmp_path / "out.json"], devices=2, **sizes)
+    assert compiled and {path.name for path in tmp_path.glob("jit_program*")} == compiled
 
 
 @pytest.mark.slow

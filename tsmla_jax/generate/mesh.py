@@ -98,13 +98,14 @@ def make_mesh(shape: MeshShape) -> Mesh | None:
 def put(mesh: Mesh | None, spec: P, tree: Any) -> Any:
     """Arrays that this process has whole, of the host or of a device, on the mesh; on the default device without one.
 
-    Arrays that are on the mesh already stay as they are."""
+    Arrays that are on the mesh already, and descriptions of such, stay as they are."""
 
     def one(value: Any) -> jax.Array:
         if mesh is None:
             return jax.numpy.asarray(value)
         sharding = NamedSharding(mesh, spec)
-        if isinstance(value, jax.Array) and value.sharding.device_set == sharding.device_set:
+        given = getattr(value, "sharding", None)
+        if given is not None and given.device_set == sharding.device_set:
             return value
         whole = value if isinstance(value, jax.Array) else np.asarray(value)
         return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
