@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import roofline_figures
-from figure_pages import between_markers, drawn, provenance
+from figure_pages import between_markers, drawn, mean_and_worst, provenance, reading, relative_times
 
 OURS = "tsmla"
 NAMES = {
@@ -26,21 +25,6 @@ NAMES = {
     "cudnn_deterministic": "cuDNN, det.",
 }
 PEERS = ("cudnn", "cudnn_jax", "fa4", "tokamax")
-
-
-def relative_times(times: dict[str, dict[str, float]], ours: str, *peers: str) -> list[float]:
-    """Our time over the fastest of the peers', at the points that ours and one of them ran."""
-    found = []
-    for row in times.values():
-        others = [row[peer] for peer in peers if peer in row]
-        if ours in row and others:
-            found.append(row[ours] / min(others))
-    return found
-
-
-def mean_and_worst(ratios: Sequence[float]) -> str:
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    return f"{mean:.2f} (worst {max(ratios):.2f}, {len(ratios)} points)"
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -71,7 +55,7 @@ def write(results: Path, figures: Path, readme: Path) -> str:
 
     matplotlib.use("agg")
     rows = json.loads(results.read_text())
-    try:
+    with reading(results):
         times: dict[str, dict[str, float]] = {}
         for row in rows:
             times.setdefault(row["point"], {})[row["peer"]] = float(row["us"])
@@ -97,8 +81,6 @@ def write(results: Path, figures: Path, readme: Path) -> str:
         draw(rows, figures / "prefill_backward_relative.png")
         shown_rates = {peer: NAMES[peer] for peer in shown}
         roofline_figures.draw_rates(rows, shown_rates, figures / "prefill_backward_rates.png")
-    except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
-        raise ValueError(f"{results}: {type(error).__name__} {error}") from error
     image = "![time of the backward pass over cuDNN's](prefill_backward_relative.png)"
     rate = "![arithmetic rates of the backward pass](prefill_backward_rates.png)"
     page = ["# The gradient of MLA prefill", f"Microseconds. {said}", image, rate, "\n".join(lines)]

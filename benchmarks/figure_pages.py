@@ -1,7 +1,8 @@
 """What the pages that `make figures` writes share: parts of the README, where their numbers come from, and plots."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,58 @@ def provenance(rows: Sequence[Row]) -> str:
     """What rows were measured on and when."""
     said = {name: ", ".join(sorted({str(row[name]) for row in rows})) for name in ("device", "commit", "date")}
     return f"Device: {said['device']}; commit {said['commit']}; {said['date']}."
+
+
+@contextlib.contextmanager
+def reading(results: Path) -> Iterator[None]:
+    """Turns what a row lacks into a ValueError that names the record."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
+        raise ValueError(f"{results}: {type(error).__name__} {error}") from error
+
+
+def table_of(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; the first column has names, the others numbers."""
+    lines = ["| " + " | ".join(heads) + " |", "|---" + "|---:" * (len(heads) - 1) + "|"]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def quotient(ours: float | None, theirs: float | None) -> str:
+    """A cell of one time over another; "-" where one is missing."""
+    return f"{ours / theirs:.2f}" if ours and theirs else "-"
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    """A cell of a time; "-" where it is missing."""
+    return f"{value:.{digits}f}" if value else "-"
+
+
+def relative_times(times: Mapping[Any, Mapping[str, float]], ours: str, *peers: str) -> list[float]:
+    """Our time over the fastest of the peers', at the points that ours and one of them ran."""
+    found = []
+    for row in times.values():
+        others = [row[peer] for peer in peers if peer in row]
+        if ours in row and others:
+            found.append(row[ours] / min(others))
+    return found
+
+
+def mean_and_worst(ratios: Sequence[float]) -> str:
+    """The geometric mean of ratios of times, the worst of them, and their number."""
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    return f"{mean:.2f} (worst {max(ratios):.2f}, {len(ratios)} points)"
+
+
+def write_part(figures: Path, page: Path, name: str, full: Sequence[str], body: Sequence[str]) -> None:
+    """Write the blocks `full` as the page NAME.md of `figures`, and between the comments of that name in `page` those
+    of `body`, in which {} stands for the folder of figures; the first gets a link to the full page."""
+    figures.mkdir(parents=True, exist_ok=True)
+    (figures / f"{name}.md").write_text("\n\n".join(block.replace("{}", "") for block in full) + "\n")
+    folder = figures.relative_to(page.parent).as_posix()
+    linked = [f"{body[0]} All points: [{name}.md]({{}}{name}.md).", *body[1:]]
+    text = "\n\n".join(linked).replace("{}", f"{folder}/")
+    page.write_text(between_markers(page.read_text(), name, text))
 
 
 @contextlib.contextmanager

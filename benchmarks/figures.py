@@ -5,9 +5,9 @@ peer, with b, s, h, keys, varlen, page, dtype, peer (ours is "tsmla"), us, floor
 versions. Each file gives two PNGs and a full table under `benchmarks/figures/`, and the README's short table between
 the comments `<!-- decode_<dtype> -->` and `<!-- /decode_<dtype> -->`. benchmarks/README.md has the others' between
 comments of their names: of `sparse_mla.py`, whose record has a `mode` too and gives a PNG for each of its modes and
-one full table; of `prefill.py`, `prefill_backward.py`, `cache.py` (two records), `indexer_logits.py` and
-`select_topk.py`, figures and a full table; of `compress.py`, and of `generate.py` with rows of `vllm_steps.py`. All
-records that have errors give one figure of them. That of `decode_cpu.py` gives a page of its own.
+one full table; of the other programs that time kernels, figures and a full table (of `compress.py` a table); of
+`generate.py`, `vllm_steps.py` and `context_parallel.py`. All records that have errors give one figure of them. That of
+`decode_cpu.py` gives a page of its own.
 """
 
 import argparse
@@ -21,9 +21,12 @@ from pathlib import Path
 
 import backward_figures
 import indexer_figures
+import model_figures
 import overview_figures
+import prefill_figures
 import roofline_figures
-from figure_pages import BYTES_PER_S, FLOPS_PER_S, between_markers, drawn, provenance
+import sparse_figures
+from figure_pages import BYTES_PER_S, FLOPS_PER_S, between_markers, drawn, provenance, reading
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = "tsmla"
@@ -44,7 +47,6 @@ SHORT_TABLE = (
 # Of the sparse record, all modes.
 SHORT_SPARSE = (("v32", 1, 1, 16), ("v32", 8, 1, 16), ("v32", 64, 1, 16), ("v32", 64, 1, 128), ("v32", 128, 2, 128),
                 ("v4-512", 64, 1, 64), ("v4-1024", 64, 1, 128))  # fmt: skip
-SHORT_PREFILL = 4  # rows of the README's table of prefill
 MANY_TOKENS = 4096  # that a sentence about copies is of: fewer are bound by the launch
 
 LATENT, ROPE = 512, 64
@@ -289,60 +291,6 @@ def write_sparse(results: Path, figures: Path, page: Path) -> str:
     return said
 
 
-PREFILL_NAMES = {"fa3": "FA3", "fa4": "FA4 SM90", "cudnn": "cuDNN"}
-OURS_FP8 = "tsmla_fp8"
-
-
-def write_prefill(results: Path, figures: Path, page: Path) -> str:
-    """Write the full and the README's table of the record of `prefill.py`; return its summary."""
-    rows = json.loads(results.read_text())
-    try:
-        us: dict[str, dict[str, float]] = {}
-        for row in rows:
-            us.setdefault(row["point"], {})[row["peer"]] = float(row["us"])
-        ours = {row["point"]: row for row in rows if row["peer"] == OURS}
-        means = []
-        for peer, name in PREFILL_NAMES.items():
-            if ratios := [times[OURS] / times[peer] for times in us.values() if peer in times]:
-                mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-                means.append(f"{name} {mean:.2f} (worst {max(ratios):.2f})")
-        fp8 = any(OURS_FP8 in times for times in us.values())
-        lines = [
-            "| B x T, H | FA3 | FA4 SM90 | cuDNN | **tsmla** | / FA3 | TFLOP/s |" + " fp8 | / bf16 |" * fp8,
-            "|---|---:|---:|---:|---:|---:|---:|" + "---:|---:|" * fp8,
-        ]
-        for point, times in us.items():
-            peers = (f"{times[peer]:.0f}" if peer in times else "-" for peer in PREFILL_NAMES)
-            ratio = f"{times[OURS] / times['fa3']:.2f}" if "fa3" in times else "-"
-            rate = ours[point]["tflops"]
-            line = f"| {point} | {' | '.join(peers)} | **{times[OURS]:.0f}** | {ratio} | {rate:.0f} |"
-            if OURS_FP8 in times:
-                line += f" {times[OURS_FP8]:.0f} | {times[OURS_FP8] / times[OURS]:.2f} |"
-            lines.append(line)
-        first = rows[0]
-        said = (
-            f"Causal {first['dtype']}, head dims {first['head_dims'][0]} and {first['head_dims'][1]}, microseconds. "
-            f"tsmla's time over {', '.join(means)}, geometric means over the points that each ran. "
-            + "fp8 is tsmla's own, q, k and v in e4m3. " * fp8
-            + provenance(rows)
-        )
-    except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
-        raise ValueError(f"{results}: {type(error).__name__} {error}") from error
-    names = {OURS: "tsmla", **PREFILL_NAMES}
-    roofline_figures.draw_ratios(us, names, figures / "prefill_relative.png")
-    roofline_figures.draw_rates(rows, {**names, OURS_FP8: "tsmla, fp8"}, figures / "prefill_rates.png")
-    image = "![time of prefill over the peers']({}prefill_relative.png)"
-    rates = "![arithmetic rates of prefill](prefill_rates.png)"
-    full = ["# MLA prefill", said, image.format(""), rates, "\n".join(lines)]
-    (figures / "prefill.md").write_text("\n\n".join(full) + "\n")
-    folder = figures.relative_to(page.parent).as_posix()
-    link = f"All points: [prefill.md]({folder}/prefill.md)."
-    shown = "\n".join(lines[: 2 + SHORT_PREFILL])
-    body = f"{said} {link}\n\n{shown}\n\n{image.format(f'{folder}/')}"
-    page.write_text(between_markers(page.read_text(), "prefill", body))
-    return said
-
-
 COPIES = {"cache": ("Cache kernels", "The kernels of the cache take"), "merge": ("Merging", "Merging takes")}
 
 
@@ -351,7 +299,7 @@ def write_copies(results: Path, figures: Path, page: Path) -> str:
     name = results.stem
     title, what = COPIES[name]
     rows = json.loads(results.read_text())
-    try:
+    with reading(results):
         tokens = sorted({row["tokens"] for row in rows})
         times = {(row["op"], tuple(row["dtypes"]), row["tokens"]): row for row in rows}
         lines = [
@@ -365,8 +313,6 @@ def write_copies(results: Path, figures: Path, page: Path) -> str:
         said = f"Microseconds, and in brackets over the time of copying the same bytes. {provenance(rows)}"
         many = [row["us"] / row["copy_us"] for row in rows if row["tokens"] >= MANY_TOKENS]
         least, most = min(many), max(many)
-    except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
-        raise ValueError(f"{results}: {type(error).__name__} {error}") from error
     overview_figures.draw_copies(rows, figures / f"{name}_relative.png")
     image = f"![time over that of copying the same bytes]({name}_relative.png)"
     (figures / f"{name}.md").write_text("\n\n".join([f"# {title}", said, image, "\n".join(lines)]) + "\n")
@@ -378,40 +324,10 @@ def write_copies(results: Path, figures: Path, page: Path) -> str:
     return said
 
 
-def write_generate(results: Path, figures: Path, page: Path) -> str:
-    """Write the figure and the table of the record of `generate.py`; return its caption."""
-    rows = json.loads(results.read_text())
-    try:
-        ours = [row for row in rows if row["peer"] == OURS]
-        theirs = overview_figures.vllm_times(rows, ours[0]["context"])
-        lines = ["| model, step | B | floor | **tsmla** | of floor | tokens/s |", "|---|---:|---:|---:|---:|---:|"]
-        if theirs:
-            lines = [lines[0] + " vLLM | / vLLM |", lines[1] + "---:|---:|"]
-        for row in ours:
-            line = (
-                f"| {row['mode']} | {row['b']} | {row['floor_us'] / 1e3:.2f} | **{row['us'] / 1e3:.2f}** | "
-                f"{row['floor_us'] / row['us']:.0%} | {row['tokens_per_s']:,} |"
-            )
-            peer = theirs.get((row["mode"], row["b"]))
-            line += f" {peer / 1e3:.2f} | {row['us'] / peer:.2f} |" if peer else " - | - |" * bool(theirs)
-            lines.append(line)
-        said = (
-            f"Milliseconds a step, random weights, {ours[0]['context']} tokens of context. The floor takes experts "
-            f"that are chosen evenly; tokens of random weights choose somewhat fewer of them."
-            f"{' vLLM reads the same checkpoint.' if theirs else ''} {provenance(ours)}"
-        )
-    except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
-        raise ValueError(f"{results}: {type(error).__name__} {error}") from error
-    overview_figures.draw_models(ours, theirs, figures / "generate_decode.png")
-    image = f"![milliseconds a decode step]({figures.relative_to(page.parent).as_posix()}/generate_decode.png)"
-    page.write_text(between_markers(page.read_text(), "generate", "\n\n".join([said, "\n".join(lines), image])))
-    return said
-
-
 def write_cpu(results: Path, figures: Path) -> str:
     """Write a sentence about the record of `decode_cpu.py`, a page of its own; return it."""
     record = json.loads(results.read_text())
-    try:
+    with reading(results):
         xla, gather = record["xla"], record["gather"]
         said = (
             f"On a CPU ({record['machine']}; commit {record['commit'][:7]}, {record['date'][:10]}), {record['dtype']} "
@@ -420,8 +336,6 @@ def write_cpu(results: Path, figures: Path) -> str:
             f"peak memory, as a multiple of cache, inputs and outputs, is {xla['compiled_peak_ratio']:.2f} against "
             f"{gather['compiled_peak_ratio']:.2f}."
         )
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{results}: {type(error).__name__} {error}") from error
     figures.mkdir(parents=True, exist_ok=True)
     (figures / "decode_cpu.md").write_text(f"# MLA decode on a CPU\n\n{said}\n")
     return said
@@ -432,6 +346,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "h200")
     parser.add_argument(
+        "--mesh-results", type=Path, default=ROOT / "benchmarks" / "results" / "h200x2", help="of several GPUs"
+    )
+    parser.add_argument(
         "--cpu-results", type=Path, default=ROOT / "benchmarks" / "results" / "cpu" / "decode_xla.json", metavar="FILE"
     )
     parser.add_argument("--figures", type=Path, default=ROOT / "benchmarks" / "figures")
@@ -441,18 +358,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     readme, page, figures = (path.resolve() for path in (arguments.readme, arguments.page, arguments.figures))
     written = [(path, partial(write, path, figures, readme)) for path in arguments.results.glob("decode_*.json")]
     tables = (
-        ("prefill", write_prefill),
+        ("prefill", prefill_figures.write),
         ("prefill_backward", backward_figures.write),
+        ("segment_attention", prefill_figures.write_segments),
         ("cache", write_copies),
         ("merge", write_copies),
         ("sparse_mla", write_sparse),
+        ("sparse_mla_prefill", sparse_figures.write_prefill),
+        ("sparse_layer", sparse_figures.write_layer),
         ("indexer_logits", indexer_figures.write_logits),
         ("select_topk", indexer_figures.write_topk),
+        ("indexer_topk", indexer_figures.write_indexer_topk),
         ("compress", overview_figures.write_compress),
-        ("generate", write_generate),
+        ("generate", model_figures.write),
+        ("vllm", model_figures.write_vllm),
     )
+    of_several = (("context_parallel", model_figures.write_context), ("generate", model_figures.write_mesh))
     for name, function in tables:
         if (path := arguments.results / f"{name}.json").exists():
+            written.append((path, partial(function, path, figures, page)))
+    for name, function in of_several:
+        if (path := arguments.mesh_results / f"{name}.json").exists():
             written.append((path, partial(function, path, figures, page)))
     if arguments.cpu_results.exists():
         written.append((arguments.cpu_results, partial(write_cpu, arguments.cpu_results, figures)))

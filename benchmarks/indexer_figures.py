@@ -1,15 +1,24 @@
-"""The figures, tables and sentences of the indexer's records, of `indexer_logits.py` and `select_topk.py`."""
+"""The figures, tables and sentences of the records of `indexer_logits.py`, `select_topk.py` and `indexer_topk.py`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import roofline_figures
-from backward_figures import mean_and_worst, relative_times
-from figure_pages import between_markers, drawn, provenance
+from figure_pages import (
+    drawn,
+    mean_and_worst,
+    number,
+    provenance,
+    quotient,
+    reading,
+    relative_times,
+    table_of,
+    write_part,
+)
 
 OURS = "tsmla"
 TOPK_PEERS = {
@@ -25,7 +34,7 @@ TOPK_MODES = {"value": "by value", "equal": "equal rows", "halfzero": "half zero
 def write_logits(results: Path, figures: Path, page: Path) -> str:
     """Write the figure and the table of the record of `indexer_logits.py`, and the page's sentence; return it."""
     rows = json.loads(results.read_text())
-    try:
+    with reading(results):
         times: dict[tuple[str, int, int, int], dict[str, float]] = {}
         for row in rows:
             times.setdefault((row["mode"], row["b"], row["s"], row["keys"]), {})[row["peer"]] = float(row["us"])
@@ -44,18 +53,24 @@ def write_logits(results: Path, figures: Path, page: Path) -> str:
             lines.append(f"| {name} | {floors[point]:.1f} | {peer} | **{us[OURS]:.1f}** | {ratio} | {share} |")
         said = f"tsmla's time over DeepGEMM's {mean_and_worst(relative_times(times, OURS, 'deep_gemm'))}, "
         said += f"geometric mean. 64 heads of 128, e4m3. {provenance(rows)}"
-        _draw_logits(times, figures / "indexer_logits_relative.png")
+        _draw_by_keys(_ratios(times, OURS, "deep_gemm"), "time / DeepGEMM's", figures / "indexer_logits_relative.png")
         measured = [(floors[point], us[OURS], us.get("deep_gemm")) for point, us in times.items()]
         roofline_figures.draw_floors({"decode and prefill": measured}, figures / "indexer_logits_floor.png")
-    except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
-        raise ValueError(f"{results}: {type(error).__name__} {error}") from error
     image = "![time of the indexer's logits over DeepGEMM's]({}indexer_logits_relative.png)"
-    return _write(figures, page, "indexer_logits", "The indexer's logits", said, image, lines)
+    _write(figures, page, ("indexer_logits", "The indexer's logits"), said, image, "\n".join(lines))
+    return said
 
 
-def _draw_logits(times: dict[tuple[str, int, int, int], dict[str, float]], path: Path) -> None:
+Sizes = tuple[str, int, int, int]
+"""Mode, requests, query tokens of each, keys of each."""
+
+
+def _ratios(times: Mapping[Sizes, Mapping[str, float]], ours: str, theirs: str) -> dict[Sizes, float]:
+    return {point: us[ours] / us[theirs] for point, us in times.items() if {ours, theirs} <= us.keys()}
+
+
+def _draw_by_keys(ratios: Mapping[Sizes, float], label: str, path: Path) -> None:
     """A panel for each number of requests of a decode step, and one for prefill; a line a number of query tokens."""
-    ratios = {point: us[OURS] / us["deep_gemm"] for point, us in times.items() if {OURS, "deep_gemm"} <= us.keys()}
     shown = sorted({(mode, b) for mode, b, _, _ in ratios})
     with drawn(path, (2 + 1.8 * len(shown), 3.6), len(shown)) as panels:
         for axes, (mode, b) in zip(panels, shown, strict=True):
@@ -69,14 +84,14 @@ def _draw_logits(times: dict[tuple[str, int, int, int], dict[str, float]], path:
             axes.set_title(f"{mode}, B = {b}", fontsize=9)
             axes.legend(frameon=False, fontsize=7, loc="lower right")
         panels[0].set_ylim(bottom=0)  # at the end: it holds the top too
-        panels[0].set_ylabel("time / DeepGEMM's")
+        panels[0].set_ylabel(label)
         panels[0].figure.supxlabel("keys of a request", fontsize=9)
 
 
 def write_topk(results: Path, figures: Path, page: Path) -> str:
     """Write the figure and the table of the record of `select_topk.py`, and the page's sentence; return it."""
     rows = json.loads(results.read_text())
-    try:
+    with reading(results):
         times: dict[tuple[int, int], dict[str, float]] = {}
         for row in rows:
             name = row["peer"] if row["mode"] == "position" else row["mode"]
@@ -97,10 +112,9 @@ def write_topk(results: Path, figures: Path, page: Path) -> str:
         best = {point: min((us[p] for p in TOPK_PEERS if p in us), default=None) for point, us in times.items()}
         measured = [(floors[point], us[OURS], best[point]) for point, us in times.items()]
         roofline_figures.draw_floors({f"top {rows[0]['k']}": measured}, figures / "select_topk_floor.png")
-    except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
-        raise ValueError(f"{results}: {type(error).__name__} {error}") from error
     image = "![time of top-k over the best peer's]({}select_topk_relative.png)"
-    return _write(figures, page, "select_topk", "Top-k", said, image, lines)
+    _write(figures, page, ("select_topk", "Top-k"), said, image, "\n".join(lines))
+    return said
 
 
 def _draw_topk(times: dict[tuple[int, int], dict[str, float]], path: Path) -> None:
@@ -130,12 +144,50 @@ def _key_axis(axes: Any, columns: Sequence[int]) -> None:
     axes.set_xlim(-0.4, len(columns) - 0.6)
 
 
-def _write(figures: Path, page: Path, name: str, title: str, said: str, image: str, lines: Sequence[str]) -> str:
-    """The full page, and the sentence with its figure between the page's comments; returns the sentence."""
-    floor = f"![time by the floor of the bytes and operations]({name}_floor.png)"
-    full = [f"# {title}", f"Microseconds. {said}", image.format(""), floor, "\n".join(lines)]
-    (figures / f"{name}.md").write_text("\n\n".join(full) + "\n")
-    folder = figures.relative_to(page.parent).as_posix()
-    body = f"{said} All points: [{name}.md]({folder}/{name}.md).\n\n{image.format(f'{folder}/')}"
-    page.write_text(between_markers(page.read_text(), name, body))
+def write_indexer_topk(results: Path, figures: Path, page: Path) -> str:
+    """Write the figure and the table of the record of `indexer_topk.py`, and the page's sentence; return it.
+
+    The peers' time is the sum of DeepGEMM's and of the fastest top-k's, each timed alone."""
+    rows = json.loads(results.read_text())
+    with reading(results):
+        times: dict[Sizes, dict[str, float]] = {}
+        for row in rows:
+            times.setdefault((row["mode"], row["b"], row["s"], row["keys"]), {})[row["peer"]] = float(row["us"])
+        for us in times.values():
+            if "deep_gemm" in us and (best := min((us[peer] for peer in TOPK_PEERS if peer in us), default=None)):
+                us["peers"] = us["deep_gemm"] + best
+        floors = {(row["mode"], row["b"], row["s"], row["keys"]): float(row["floor_us"]) for row in rows}
+        sizes = sorted({int(name.removeprefix("tsmla_")) for us in times.values() for name in us
+                        if name.removeprefix("tsmla_").isdigit()})  # fmt: skip
+        heads = ["B, S, keys", "floor", "DeepGEMM, top-k", "two kernels", "**tsmla**", "/ DeepGEMM, top-k"]
+        heads += ["/ two kernels", *(f"{size} MiB" for size in sizes)]
+        lines = []
+        for (mode, b, s, keys), us in times.items():
+            cells = [f"{b}, {s}, {keys}" + ", prefill" * (mode == "prefill"), number(floors[mode, b, s, keys])]
+            cells += [number(us.get("peers")), number(us.get("tsmla_two")), f"**{us[OURS]:.1f}**"]
+            cells += [quotient(us[OURS], us.get("peers")), quotient(us[OURS], us.get("tsmla_two"))]
+            lines.append([*cells, *(number(us.get(f"tsmla_{size}")) for size in sizes)])
+        said = "tsmla's time over the sum of DeepGEMM's and the fastest top-k's "
+        said += f"{mean_and_worst(relative_times(times, OURS, 'peers'))}, "
+        one = {point: us for point, us in times.items() if point[2] == 1}
+        if alone := relative_times(one, OURS, "peers"):
+            said += f"with one token a request {mean_and_worst(alone)}, "
+        said += "over our two kernels one after the other, which are given the rows' lengths and keep all logits, "
+        said += f"{mean_and_worst(relative_times(times, OURS, 'tsmla_two'))}, "
+        said += f"geometric means. The {rows[0]['k']} largest of {rows[0]['h']} heads of 128, e4m3. {provenance(rows)}"
+        label = "time / DeepGEMM's and top-k's"
+        _draw_by_keys(_ratios(times, OURS, "peers"), label, figures / "indexer_topk_relative.png")
+        measured = [(floors[point], us[OURS], us.get("peers")) for point, us in times.items()]
+        roofline_figures.draw_floors({"logits and top-k": measured}, figures / "indexer_topk_floor.png")
+    image = "![time of indexer_topk over the peers']({}indexer_topk_relative.png)"
+    _write(figures, page, ("indexer_topk", "The indexer's selection"), said, image, table_of(heads, lines))
     return said
+
+
+def _write(figures: Path, page: Path, names: tuple[str, str], said: str, image: str, table: str) -> None:
+    """The full page, and the sentence with its figure between the page's comments. names: of the record, and a
+    title."""
+    name, title = names
+    floor = f"![time by the floor of the bytes and operations]({name}_floor.png)"
+    full = [f"# {title}", f"Microseconds. {said}", image, floor, table]
+    write_part(figures, page, name, full, [said, image])

@@ -1,4 +1,4 @@
-"""Figures over several records or none: errors, bytes of a cached token, caches' kernels, and whole models."""
+"""Figures over several records or none: errors, bytes of a cached token, caches' kernels, and the compressor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from figure_pages import between_markers, drawn, provenance
+from figure_pages import between_markers, drawn, provenance, reading
 
 from tsmla_kernels.contract.layouts import INDEXER, V4_PACKED, V32_PACKED
 
@@ -19,6 +19,7 @@ PEERS = {
     "tsmla": "tsmla",
     "tsmla_bf16_q": "tsmla,\nbf16 q",
     "tsmla_fp8": "tsmla,\nfp8",
+    "tsmla fp8 queries": "tsmla,\nfp8 q",
     "tsmla_deterministic": "tsmla,\ndet.",
     "flashmla": "FlashMLA",
     "legacy": "SGLang",
@@ -28,7 +29,12 @@ PEERS = {
 }
 ERRORS = {
     "errors_decode": {"decode_bf16": "decode, bf16", "decode_fp8": "decode, fp8", "sparse_mla": "sparse decode"},
-    "errors_prefill": {"prefill": "prefill", "prefill_backward": "gradient, bf16"},
+    "errors_prefill": {
+        "prefill": "prefill",
+        "prefill_fa4": "prefill, earlier run",
+        "sparse_mla_prefill": "sparse prefill",
+        "prefill_backward": "gradient, bf16",
+    },
 }
 """The figures of errors, and the panels of each: a record's name and a title."""
 COMPRESSORS = {"v4_4": "V4, 1 in 4", "v4_128": "V4, 1 in 128", "indexer_4": "V4's indexer, 1 in 4"}
@@ -92,7 +98,9 @@ def _draw_errors(found: Mapping[str, Mapping[str, Sequence[float]]], path: Path)
             axes.set_yscale("log")
             axes.set_title(title, fontsize=9)
         panels[0].minorticks_off()
-        panels[0].set_yticks([1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2], ["0.1%", "0.2%", "0.5%", "1%", "2%", "5%"])
+        panels[0].set_yticks(
+            [1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1], ["0.1%", "0.2%", "0.5%", "1%", "2%", "5%", "10%"]
+        )
         panels[0].set_ylabel("relative error")
 
 
@@ -160,7 +168,7 @@ def draw_copies(rows: Sequence[Row], path: Path) -> None:
 def write_compress(results: Path, figures: Path, page: Path) -> str:
     """Write the figure and the table of the record of `compress.py`, and the page's part; return its caption."""
     rows = json.loads(results.read_text())
-    try:
+    with reading(results):
         us = {(row["mode"], row["kind"], row["b"]): (float(row["us"]), float(row["floor_us"])) for row in rows}
         sizes = list(dict.fromkeys((mode, b) for mode, _, b in us))
         kinds = [kind for kind in COMPRESSORS if any(kind == each for _, each, _ in us)]
@@ -171,42 +179,5 @@ def write_compress(results: Path, figures: Path, page: Path) -> str:
             texts = (f"{cell[0]:.1f} ({cell[1]:.1f})" if cell else "-" for cell in cells)
             lines.append(f"| {name} | {' | '.join(texts)} |")
         said = f"`compress_write_kv_cache`, microseconds, and in brackets the floor of its bytes. {provenance(rows)}"
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise ValueError(f"{results}: {type(error).__name__} {error}") from error
     page.write_text(between_markers(page.read_text(), "compress", f"{said}\n\n" + "\n".join(lines)))
     return said
-
-
-def vllm_times(rows: Sequence[Row], context: int) -> dict[tuple[str, int], float]:
-    """Microseconds of vLLM by mode and batch, of texts of `context` tokens over caches of the weights' dtype, with the
-    faster of its own attention backends."""
-    found: dict[tuple[str, int], float] = {}
-    for row in rows:
-        alike = row["peer"] == "vllm" and (row["context"], row["kv"]) == (context, "auto")
-        if alike and row["backend"] != "CUSTOM":
-            key = row["mode"], row["b"]
-            found[key] = min(row["us"], found.get(key, row["us"]))
-    return found
-
-
-def draw_models(rows: Sequence[Row], theirs: Mapping[tuple[str, int], float], path: Path) -> None:
-    """Milliseconds a decode step by batch size, ours, vLLM's if there are any, and the floor, a panel a model."""
-    models = list(dict.fromkeys(row["mode"] for row in rows if row["mode"].endswith("decode")))
-    batches = sorted({row["b"] for row in rows if row["mode"] in models})
-    with drawn(path, (1.6 + 2.2 * len(models), 3.6), len(models)) as panels:
-        for axes, model in zip(panels, models, strict=True):
-            mine = sorted((row["b"], row["us"] / 1e3, row["floor_us"] / 1e3) for row in rows if row["mode"] == model)
-            measured, times, floors = zip(*mine, strict=True)
-            axes.plot(measured, times, marker="o", markersize=4, linewidth=1, color=OURS, label="tsmla")
-            if peer := [(b, theirs[model, b] / 1e3) for b in measured if (model, b) in theirs]:
-                axes.plot(*zip(*peer, strict=True), marker="x", markersize=4, linewidth=1, color="0.6", label="vLLM")
-            axes.plot(measured, floors, marker="_", linewidth=1, color="0.4", label="floor")
-            axes.set(xscale="log", yscale="log", xlim=(batches[0] / 1.4, batches[-1] * 1.4))
-            axes.set_xticks(batches, [str(b) for b in batches], fontsize=8)
-            axes.minorticks_off()
-            axes.set_ylim(1, 50)
-            axes.set_yticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
-            axes.set_title(model, fontsize=9)
-        panels[0].set_ylabel("ms a step")
-        panels[-1].legend(frameon=False, fontsize=8, loc="upper left")
-        panels[0].figure.supxlabel("texts", fontsize=9)

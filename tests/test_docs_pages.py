@@ -118,7 +118,10 @@ def test_programs_use_names_that_exist(page: Path) -> None:
 def test_every_record_says_how_it_was_made_and_every_command_exists() -> None:
     page = (ROOT / "docs" / "performance.md").read_text()
     results = BENCHMARKS / "results"
-    names = {path.name if path.parent.name == "h200" else f"cpu/{path.name}" for path in results.rglob("*.json")}
+    names = {
+        path.name if path.parent.name == "h200" else f"{path.parent.name}/{path.name}"
+        for path in results.rglob("*.json")
+    }
     assert names == set(re.findall(r"`([\w/]+\.json)`(?= \|)", page))
     for script, options in re.findall(r"`python3 (benchmarks/\w+\.py)([^`]*)`", page):
         source = "".join(path.read_text() for path in (ROOT / script, *SHARED_BY_BENCHMARKS))

@@ -37,7 +37,7 @@ def place(folder: Path, rows: object) -> list[str]:
 
 
 def arguments(folder: Path) -> list[str]:
-    paths = {"results": ".", "figures": "figures", "cpu-results": "cpu.json"}
+    paths = {"results": ".", "figures": "figures", "cpu-results": "cpu.json", "mesh-results": "mesh"}
     paths |= {"readme": "README.md", "page": "README.md"}
     return [f"--{name}={folder / path}" for name, path in paths.items()]
 
@@ -185,7 +185,7 @@ def test_prefill_and_cache_tables_come_from_their_files(figures: ModuleType, tmp
     readme = (tmp_path / "README.md").read_text()
     assert "old" not in readme
     assert "| 1x2048h128 | 400 |" in (tmp_path / "figures" / "prefill.md").read_text()
-    assert "FA3 0.75 (worst 0.75)" in readme and "| 1x2048h128 | 400 | - | 600 | **300** | 0.75 | 600 |" in readme
+    assert "FA3 0.75 (worst 0.75, 1 points)" in readme and "| 1x2048h128 | 400 | 600 | **300** | 0.75 | 600 |" in readme
     assert "take 1.20 to 1.20 times a copy of the same bytes from 4096 tokens on" in readme
     assert "| `write_kv_cache`, bfloat16 | 6.0 (1.20) |" in (tmp_path / "figures" / "cache.md").read_text()
     assert "Merging takes 0.80 to 0.80 times a copy of the same bytes from 4096 tokens on" in readme
@@ -198,6 +198,13 @@ def test_prefill_and_cache_tables_come_from_their_files(figures: ModuleType, tmp
     (tmp_path / "prefill.json").write_text(json.dumps(prefill))
     assert figures.main(arguments(tmp_path)) == 0
     assert "| **300** | 0.75 | 600 | 210 | 0.70 |" in (tmp_path / "README.md").read_text()
+    # Another run is compared within itself alone.
+    earlier = [{**prefill[0], "us": 330.0, "commit": "0ld0000"}, {**prefill[0], "peer": "fa4", "us": 300.0}]
+    (tmp_path / "prefill_fa4.json").write_text(json.dumps(earlier))
+    assert figures.main(arguments(tmp_path)) == 0
+    page = (tmp_path / "figures" / "prefill.md").read_text()
+    assert "| 1x2048h128 | 400 | 600 | **300** |" in page and "| 1x2048h128 | 300 | **330** | - | 600 |" in page
+    assert "FA4 SM90 1.10 (worst 1.10, 1 points); commit 0ld0000" in (tmp_path / "README.md").read_text()
 
 
 def test_the_gradients_figure_and_sentence_come_from_its_file(figures: ModuleType, tmp_path: Path) -> None:
@@ -227,11 +234,13 @@ def test_the_gradients_figure_and_sentence_come_from_its_file(figures: ModuleTyp
     assert png.startswith(b"\x89PNG") and 2_000 < len(png) < 300_000
 
 
-@pytest.mark.parametrize("name", ["prefill", "prefill_backward", "cache"])
+@pytest.mark.parametrize(
+    "name", ["prefill", "prefill_backward", "cache", "sparse_layer", "segment_attention", "indexer_topk", "vllm"]
+)
 def test_a_file_without_its_fields_is_named(
     figures: ModuleType, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / f"{name}.json").write_text('[{"peer": "tsmla"}]')
+    (tmp_path / f"{name}.json").write_text('[{"peer": "%s"}]' % ("vllm" if name == "vllm" else "tsmla"))
     (tmp_path / "README.md").write_text(f"<!-- {name} -->\n<!-- /{name} -->\n")
     assert figures.main(arguments(tmp_path)) == 2
     assert f"{name}.json: KeyError" in capsys.readouterr().err
@@ -246,20 +255,35 @@ def test_whole_models_become_the_readmes_table(figures: ModuleType, tmp_path: Pa
     assert figures.main(arguments(tmp_path)) == 0
     readme = (tmp_path / "README.md").read_text()
     assert "| v2-lite decode | 16 | 6.00 | **8.00** | 75% | 2,000 |\n" in readme and "512 tokens of context" in readme
-    # vLLM's rows of the same weights stand beside ours: the fastest of its own backends, no dummy weights, no narrower
-    # cache, no texts of another length.
-    for peer, backend, us, other in (
-        ("vllm", "FLASHMLA", 9000.0, {}), ("vllm", "FLASH_ATTN_MLA", 10000.0, {}), ("vllm", "CUSTOM", 7000.0, {}),
-        ("vllm, dummy weights", "FLASHMLA", 4000.0, {}), ("vllm", "FLASHMLA", 5000.0, {"kv": "fp8"}),
-        ("vllm", "FLASHMLA", 6000.0, {"context": 256}),
-    ):  # fmt: skip
-        rows.append({**fixed, "peer": peer, "backend": backend, "us": us, "tokens_per_s": 1, "kv": "auto", **other})
+    # vLLM's rows of the same weights stand beside ours: the fastest of its own backends and ours in it, no dummy
+    # weights, no narrower cache, no texts of another length.
+    vllm = [
+        {**fixed, "peer": peer, "backend": backend, "us": us, "tokens_per_s": 1, "kv": "auto", "prefill": "auto",
+         "vllm": "0.26.0", **other}
+        for peer, backend, us, other in (
+            ("vllm", "FLASHMLA", 9000.0, {}), ("vllm", "FLASH_ATTN_MLA", 10000.0, {}),
+            ("vllm", "CUSTOM", 7000.0, {"prefill": "CUSTOM"}), ("vllm, dummy weights", "FLASHMLA", 4000.0, {}),
+            ("vllm", "FLASHMLA", 5000.0, {"kv": "fp8"}), ("vllm", "FLASHMLA", 6000.0, {"context": 256}),
+            ("vllm", "CUSTOM", 6000.0, {"kv": "fp8", "prefill": "CUSTOM"}),
+            ("vllm", "CUSTOM", 50000.0, {"mode": "v2-lite prefill", "prefill": "CUSTOM"}),
+        )
+    ]  # fmt: skip
     rows.append({**rows[0], "b": 1})
     (tmp_path / "generate.json").write_text(json.dumps(rows))
-    assert figures.main(arguments(tmp_path)) == 0
+    (tmp_path / "vllm.json").write_text(json.dumps(vllm))
+    assert figures.main(with_markers(tmp_path, "generate", "vllm")) == 0
     readme = (tmp_path / "README.md").read_text()
-    assert "| v2-lite decode | 16 | 6.00 | **8.00** | 75% | 2,000 | 9.00 | 0.89 |\n" in readme
-    assert "| v2-lite decode | 1 | 6.00 | **8.00** | 75% | 2,000 | - | - |\n" in readme and "same checkpoint" in readme
+    assert "| v2-lite decode | 16 | 6.00 | **8.00** | 75% | 2,000 | 9.00 | 0.89 | 7.00 | 1.14 |\n" in readme
+    assert "| v2-lite decode | 1 | 6.00 | **8.00** | 75% | 2,000 | - | - | - | - |\n" in readme
+    assert "timed (FLASHMLA, FLASH_ATTN_MLA)" in readme and "vLLM 0.26.0 read the same checkpoint" in readme
+    page = (tmp_path / "figures" / "vllm.md").read_text()
+    names = "FLASHMLA | FLASH_ATTN_MLA | **tsmla** | FLASHMLA, fp8 cache | **tsmla**, fp8 cache"
+    assert f"| step, context, B | {names} | tsmla / best other | tsmla / best other, fp8 cache |" in page
+    assert "| v2-lite decode, 512, 16 | 9.00 | 10.00 | 7.00 | 5.00 | 6.00 | 0.78 | 1.20 |" in page
+    assert "| v2-lite decode, 256, 16 | 6.00 | - | - | - | - | - | - |" in page
+    assert "decode 0.78 (worst 0.78, 1 points), decode, fp8 cache 1.20 (worst 1.20, 1 points)" in readme
+    assert page.rstrip().endswith("| v2-lite prefill, 512, 16 | - | - | 50.00 | - | - | - | - |")
+    assert (tmp_path / "figures" / "vllm_decode.png").read_bytes().startswith(b"\x89PNG")
     (tmp_path / "generate.json").write_text(json.dumps([{**fixed, "b": 16}]))
     assert figures.main(arguments(tmp_path)) == 2
 
@@ -301,6 +325,103 @@ def test_the_indexers_records_give_a_figure_and_a_table_each(figures: ModuleType
         for kind in ("relative", "floor"):
             assert f"({name}_{kind}.png)" in (folder / f"{name}.md").read_text()
             assert (folder / f"{name}_{kind}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_selection_is_compared_with_the_peers_two_kernels(figures: ModuleType, tmp_path: Path) -> None:
+    times = {"tsmla": 12.0, "tsmla_32": 13.0, "tsmla_two": 10.0, "tsmla_logits": 6.0, "deep_gemm": 8.0}
+    times |= {"vllm_rows": 20.0, "sgl": 16.0}
+    case = {**FIXED, "mode": "decode", "b": 8, "s": 1, "keys": 8192, "k": 2048, "h": 64, "floor_us": 2.0}
+    rows = [{**case, "peer": peer, "us": us} for peer, us in times.items()]
+    (tmp_path / "indexer_topk.json").write_text(json.dumps(rows))
+    assert figures.main(with_markers(tmp_path, "indexer_topk")) == 0
+    readme = (tmp_path / "README.md").read_text()
+    assert "fastest top-k's 0.50 (worst 0.50, 1 points), with one token a request 0.50" in readme
+    assert "keep all logits, 1.20 (worst 1.20, 1 points)" in readme
+    page = (tmp_path / "figures" / "indexer_topk.md").read_text()
+    assert "| 8, 1, 8192 | 2.0 | 24.0 | 10.0 | **12.0** | 0.50 | 1.20 | 13.0 |" in page
+    for kind in ("relative", "floor"):
+        assert (tmp_path / "figures" / f"indexer_topk_{kind}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_sparse_prefill_is_compared_by_heads(figures: ModuleType, tmp_path: Path) -> None:
+    times = {"tsmla": 50.0, "tsmla fp8 queries": 40.0, "flashmla": 100.0, "widen": 62.0}
+    rows = [
+        {**FIXED, "mode": "random", "length": 4096, "h": 16, "keys": 2048, "floor_us": 20.0, "rel_err": 0.01,
+         "peer": peer, "us": us}
+        for peer, us in times.items()
+    ]  # fmt: skip
+    rows += [{**rows[i], "mode": "v4", "h": 64, "us": us} for i, us in ((0, 120.0), (2, 100.0))]
+    (tmp_path / "sparse_mla_prefill.json").write_text(json.dumps(rows))
+    assert figures.main(with_markers(tmp_path, "sparse_mla_prefill")) == 0
+    readme = (tmp_path / "README.md").read_text()
+    assert "FlashMLA's 0.77 (worst 1.20, 2 points), geometric mean" in readme  # sqrt(0.5 * 1.2)
+    assert "16 heads 0.50 (worst 0.50, 1 points), 64 heads 1.20 (worst 1.20, 1 points)" in readme
+    assert "takes 62 to 62 us, which are not in its time" in readme and "fp8 queries take 0.80 (" in readme
+    assert "| 4096, 16, V3.2, random keys | 20.0 | 100.0 | **50.0** | 0.50 | 40% | 40.0 |" in readme
+    page = (tmp_path / "figures" / "sparse_mla_prefill.md").read_text()
+    assert "## V4, 128 + 512\n\n| T, H |" in page and "| 4096, 64 | 20.0 | 100.0 | **120.0** | 1.20 | 17% | - |" in page
+    for kind in ("relative", "floor"):
+        assert (tmp_path / "figures" / f"sparse_mla_prefill_{kind}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_sparse_layer_is_shown_by_step_and_by_part(figures: ModuleType, tmp_path: Path) -> None:
+    case = {**FIXED, "page": 64, "keys": 32768, "k": 2048, "h": 16, "same": 0.99}
+    parts = {"write_kv": 7.0, "step": 40.0, "step by the host's clock": 60.0, "parts": 45.0}
+    rows = [{**case, "b": b, "peer": "tsmla", "kernels": "", "part": part, "us": us}
+            for b in (8, 1) for part, us in parts.items()]  # fmt: skip
+    rows += [{**case, "b": 8, "peer": "engines", "kernels": "sgl legacy", "part": part, "us": 2 * us}
+             for part, us in {"rope": 1.0, **parts}.items()]  # fmt: skip
+    (tmp_path / "sparse_layer.json").write_text(json.dumps(rows))
+    assert figures.main(with_markers(tmp_path, "sparse_layer")) == 0
+    readme = (tmp_path / "README.md").read_text()
+    assert "32,768 keys a request of which 2,048 are selected" in readme
+    assert "tsmla's time over theirs 0.50 (worst 0.50, 1 points)" in readme
+    assert "| 1, 16 | - | **40.0** | - | - | 45.0 | - | 60.0 |" in readme
+    assert "| 8, 16 | 80.0 | **40.0** | 0.50 | 90.0 | 45.0 | 120.0 | 60.0 |" in readme
+    page = (tmp_path / "figures" / "sparse_layer.md").read_text()
+    assert "| `write_kv` | 7.0 | 7.0 |" in page and "| `rope` | 2.0 |\n" in page and "| sgl legacy |" in page
+    assert (tmp_path / "figures" / "sparse_layer.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_packed_rows_are_shown_forward_and_with_the_gradient(figures: ModuleType, tmp_path: Path) -> None:
+    case = {**FIXED, "dtype": "bf16", "errors_at": "2x512h16s3", "point": "4x4096h16s8"}
+    rows = [
+        {**case, "peer": "tsmla", "forward_us": 50.0, "us": 300.0, "rel_err": [0.002, 0.003, 0.003, 0.002]},
+        {**case, "peer": "cudnn", "forward_us": 100.0, "us": 400.0, "rel_err": [0.002, 0.004, 0.003, 0.002]},
+        {**case, "peer": "tsmla_kv", "forward_us": 45.0, "us": 310.0, "rel_err": None},
+    ]
+    (tmp_path / "segment_attention.json").write_text(json.dumps(rows))
+    assert figures.main(with_markers(tmp_path, "segment_attention")) == 0
+    readme = (tmp_path / "README.md").read_text()
+    assert "forward 0.50 (worst 0.50, 1 points), with its gradient 0.75 (worst 0.75, 1 points)" in readme
+    assert "| 4x4096h16s8 | 400.0 | 300.0 | 310.0 | 0.75 |" in readme
+    page = (tmp_path / "figures" / "segment_attention.md").read_text()
+    assert (
+        "| 4x4096h16s8 | 100.0 | 50.0 | 45.0 | 0.50 |" in page and "| cuDNN | 0.20% | 0.40% | 0.30% | 0.20% |" in page
+    )
+    assert (tmp_path / "figures" / "segment_attention.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "segment_attention.json").write_text(json.dumps(rows[:1]))  # ours alone
+    assert figures.main(with_markers(tmp_path, "segment_attention")) == 0
+    assert "cuDNN" not in (tmp_path / "README.md").read_text()
+
+
+def test_several_gpus_are_compared_with_one(figures: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "mesh").mkdir()
+    case = {**FIXED, "b": 4, "heads": 16, "keys": 131072, "mode": "decode attention", "peer": "tsmla", "layers": 8}
+    rows = [{**case, "context_parallel": n, "us": us, "floor_us": 140.0 / n} for n, us in ((1, 150.0), (2, 90.0))]
+    (tmp_path / "mesh" / "context_parallel.json").write_text(json.dumps(rows))
+    step = {**FIXED, "peer": "tsmla", "context": 512, "mode": "v2-lite decode", "b": 64, "us": 10000.0}
+    step |= {"floor_us": 7000.0, "tokens_per_s": 6400}
+    mesh = {"data_parallel": 1, "expert_parallel": 2, "context_parallel": 1, "us": 8000.0, "tokens_per_s": 8000}
+    (tmp_path / "mesh" / "generate.json").write_text(json.dumps([step, {**step, **mesh}, {**step, **mesh, "b": 1}]))
+    assert figures.main(with_markers(tmp_path, "context_parallel", "generate_mesh")) == 0
+    readme = (tmp_path / "README.md").read_text()
+    assert "old" not in readme and "2 GPUs 0.60 (worst 0.60, 1 points)" in readme
+    assert "| 4, 16, 131072 | 140.0 | 150.0 | 70.0 | 90.0 | 0.60 |" in readme
+    assert "| v2-lite decode | one GPU | 64 | 7.00 | **10.00** | 70% | 6,400 | - |" in readme
+    assert "| v2-lite decode | expert 2 | 64 | 7.00 | **8.00** | 88% | 8,000 | 1.25 |" in readme
+    assert "| v2-lite decode | expert 2 | 1 | 7.00 | **8.00** | 88% | 8,000 | - |" in readme
+    assert (tmp_path / "figures" / "context_parallel.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_compressors_table_comes_from_its_file(figures: ModuleType, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def notes(spec: IndexerTopkSpec) -> list[str]:
     if spec.return_scores:
         of_slots = ", and makes slots of the positions" if spec.return_slots else ""
         found.append(f"XLA reads the scores from a chunk's logits{of_slots}")
-    return [*found, "both kernels are tested on H200; as one operation they have not run on a GPU yet"]
+    return found
 
 
 def indexer_topk(
