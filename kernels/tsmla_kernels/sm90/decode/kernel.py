@@ -8,8 +8,8 @@ of 32 or 64 keys:
   3             first warp: the copies (Q and keys go through the same ring); with a cache of 16 bits there is no
                 warpgroup 3, and the first warp of 1 copies
 
-A second, small kernel merges the requests that several CTAs (or clusters) shared; it is launched with programmatic
-dependent launch behind the first.
+A second, small kernel merges the requests that several CTAs (or clusters) shared. Both are launched with programmatic
+dependent launch: the first behind whatever runs before it on the stream, the second behind the first.
 """
 
 from __future__ import annotations
@@ -120,8 +120,9 @@ class MlaDecode:
         num_clusters = self.num_clusters(arrays.seq_lens, arrays.split_info)
         grid = [num_clusters * self.cluster, 1, 1]
         self.attend(q, tma, arrays, score_mma, value_mma, num_clusters).launch(
-            grid=grid, block=[self.threads, 1, 1], cluster=[self.cluster, 1, 1], stream=stream, min_blocks_per_mp=1
-        )
+            grid=grid, block=[self.threads, 1, 1], cluster=[self.cluster, 1, 1], stream=stream, min_blocks_per_mp=1,
+            use_pdl=True,
+        )  # fmt: skip
         self.combine.merge_pieces(
             arrays.partial_out, arrays.partial_lse, arrays.split_info, arrays.out, arrays.lse, num_clusters
         ).launch(grid=grid, block=[COMBINE_THREADS, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1)
@@ -151,6 +152,9 @@ class MlaDecode:
         rank = cute.arch.make_warp_uniform(block_idx % self.cluster)
         cluster_index = cute.arch.make_warp_uniform(block_idx // self.cluster)
 
+        # Until here the kernel before may still write q, the cache, lengths and tables, and the last call's `combine`
+        # may read the workspaces. The lengths come next, and barriers are initialised while the lengths come.
+        cute.arch.griddepcontrol_wait()
         early = self.walk.batch.early_numbers(arrays.seq_lens, arrays.cu_seqlens_q)
         smem = utils.SmemAllocator()
         storage = smem.allocate(self.storage)
