@@ -40,7 +40,9 @@ class Copier:
         self.box_tokens = self.q_rows // self.box_heads
         self.q_tiles = self.column_tiles - 1 if config.split_q else self.column_tiles  # of the array q
         self.stage_bytes = ring.block * ring.depth * ring.itemsize
-        self.warp = 12 if config.fp8_cache else 4
+        self.warp = 12 if config.transposed_out else 4
+        # The next keys then overwrite P, which ordinary stores have written.
+        self.p_in_keys = not config.fp8_cache
 
     def tensor_maps(self, q: cute.Tensor, kv_cache: cute.Tensor, q_rope: cute.Tensor | None = None) -> Tma:
         """TMA atoms and tensors of q, of the cache, and of q's rope columns if they are apart.
@@ -139,6 +141,8 @@ class Copier:
         index, phase = Int32(0), Int32(0)
         while state[CopyState.ENDED] == 0:
             cute.arch.mbarrier_wait(empty + index, phase)
+            if const_expr(self.p_in_keys):
+                cute.arch.fence_proxy("async.shared", space="cta")
             self.produce(index, copies)
             index, phase = self.ring.advance(index, phase)
 

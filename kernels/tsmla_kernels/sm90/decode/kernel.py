@@ -5,8 +5,8 @@ of 32 or 64 keys:
 
   warpgroup 0   softmax: S = Q K^T, softmax, P into shared memory (scores_*.py)
   1 and 2       values: O[:, half] += P V[:, half] and the epilogue (values_*.py); first warp of 2: the schedule
-  3             first warp: the copies (Q and keys go through the same ring); with a cache of 16 bits there is no
-                warpgroup 3, and the first warp of 1 copies
+  3             first warp: the copies (Q and keys go through the same ring); with a cache of 16 bits and more than 32
+                query rows there is no warpgroup 3, and the first warp of 1 copies
 
 A second, small kernel merges the requests that several CTAs (or clusters) shared. Both are launched with programmatic
 dependent launch: the first behind whatever runs before it on the stream, the second behind the first.
@@ -43,6 +43,7 @@ from tsmla_kernels.sm90.decode.scores_fp8 import ScoresFp8
 from tsmla_kernels.sm90.decode.scores_mixed import ScoresMixed
 from tsmla_kernels.sm90.decode.share import MAX_SORTED, STATE_WORDS
 from tsmla_kernels.sm90.decode.values_16bit import Values16bit
+from tsmla_kernels.sm90.decode.values_few_rows import ValuesFewRows
 from tsmla_kernels.sm90.decode.values_fp8 import ValuesFp8
 from tsmla_kernels.sm90.decode.walk import PieceWalk
 from tsmla_kernels.sm90.warp import prefetch
@@ -74,13 +75,18 @@ class MlaDecode:
         self.copier = Copier(config, self.ring)
         self.combine = Combine(config)
         self.scores: Scores16bit | ScoresFp8 | ScoresMixed
-        self.values: Values16bit | ValuesFp8
+        self.values: Values16bit | ValuesFewRows | ValuesFp8
         if config.fp8_cache:
             self.threads = 512
             wide = config.p_rows == ROWS and not config.mixed
             self.registers = Registers(128, 104, 192, 24) if wide else Registers(128, 120, 184, 24)
             self.scores = ScoresMixed(config, self.ring) if config.mixed else ScoresFp8(config, self.ring)
             self.values = ValuesFp8(config, self.ring, self.walk, self.copier)
+        elif config.transposed_out:
+            self.threads = 512
+            self.registers = Registers(128, 216, 136, 24)
+            self.scores = Scores16bit(config, self.ring)
+            self.values = ValuesFewRows(config, self.ring, self.walk, self.copier)
         else:
             self.threads = 384
             self.registers = Registers(168, 184, 160, 160)  # 184 + 2 x 160 is what 384 threads start with
@@ -189,7 +195,7 @@ class MlaDecode:
             self.walk.next_piece(Int32(0), schedule)
             self.copier.begin(copies)
         cute.arch.sync_threads()
-        if const_expr(self.config.fp8_cache):
+        if const_expr(self.config.transposed_out):
             if group == 3:
                 self.set_registers(self.registers.copies)
                 if warp_idx == self.copier.warp:

@@ -55,16 +55,15 @@ class Ring:
             self.p_dtype, self.p_swizzle = cutlass.Float16, wide
             self.keys_swizzle, self.q_swizzle = narrow, wide if config.mixed else narrow
             self.p_offset = config.block * config.head_dim
-            self.releasing_lanes = 4
-            self.inverses_kept = config.stages // 2 + 1  # a piece takes two stages or more
         else:
             self.p_dtype, self.p_swizzle = self.dtype, narrow
             self.keys_swizzle = self.q_swizzle = wide
             # P overwrites the rope columns of its own keys, which nothing reads after S.
             self.p_offset = config.block * config.latent_dim * 2
-            self.releasing_lanes = 1
-            # A piece takes two stages or more; the value warps read its row sums before they release its last stage.
-            self.inverses_kept = (config.stages + 1) // 2
+        self.releasing_lanes = 4 if config.transposed_out else 1
+        # A piece takes two stages or more. With a cache of 16 bits the value warps read its row sums before they release
+        # its last stage.
+        self.inverses_kept = config.stages // 2 + 1 if config.fp8_cache else (config.stages + 1) // 2
 
     def advance(self, index: Int32, phase: Int32) -> tuple[Int32, Int32]:
         """The stage after `index`, and the parity of its barriers."""

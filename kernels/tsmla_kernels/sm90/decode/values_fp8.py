@@ -46,6 +46,7 @@ class Held(NamedTuple):
       wide: halves of V^T's fragments as f16. narrow: fragments as fp8.
       offset: of the lane's first values in a stage.
       thread, lane: the thread's number in its warpgroup and in its warp.
+      factors: 1 / row sum of the lane's rows, if those are read before the last stage is released.
     """
 
     mma_pv: cute.TiledMma
@@ -56,6 +57,7 @@ class Held(NamedTuple):
     offset: Int32
     thread: Int32
     lane: Int32
+    factors: Any = None  # a tensor, or None
 
 
 class Reading(NamedTuple):
@@ -70,12 +72,13 @@ class Reading(NamedTuple):
 
 
 class OutRows(NamedTuple):
-    """What a lane stores: its rows' factors are column `kept` of `inverse`; its first latent; the lane."""
+    """What a lane stores: its rows' factors are column `kept` of `inverse`, or `factors`; its first latent; the lane."""
 
     inverse: cute.Tensor
     kept: Int32
     first_latent: Int32
     lane: Int32
+    factors: Any = None  # a tensor, or None
 
 
 class ValuesFp8:
@@ -85,7 +88,10 @@ class ValuesFp8:
       m_tiles: how many tiles of 64 latents a value warpgroup has.
       lookahead: a piece is described this many pieces before the value warpgroups reach it.
       scores_load_keys: whether the softmax warps read keys by ordinary loads instead of by WGMMA.
+      neighbours: how many neighbouring latents a lane has.
     """
+
+    neighbours = 2
 
     def __init__(self, config: DecodeConfig, ring: Ring, walk: PieceWalk, copier: Copier | Any) -> None:
         self.config, self.ring, self.walk, self.copier = config, ring, walk, copier
@@ -127,11 +133,9 @@ class ValuesFp8:
         o = cute.make_tensor(
             acc.iterator, cute.make_layout((2, 2, self.p_rows // 8, self.m_tiles), stride=(1, 2, 4, self.p_rows // 2))
         )
-        wide = cute.make_rmem_tensor((8, WIDE), self.p_dtype)
-        narrow = cute.make_rmem_tensor((4, AHEAD), Int32)
+        wide, narrow, factors = self.fragments()
         first_tile = self.first_tile(half, t // 32)
-        offset = kept(self.first_values(first_tile, lane))
-        held = Held(mma_pv, acc, o, wide, narrow, offset, t, lane)
+        held = Held(mma_pv, acc, o, wide, narrow, self.offset(half, first_tile, lane), t, lane, factors)
 
         index, phase, number = Int32(0), Int32(0), Int32(0)
         if warp_idx == SCHEDULE_WARP:
@@ -148,11 +152,20 @@ class ValuesFp8:
             else:
                 index, phase = self.pass_q(piece, number, index, phase, shared)
                 index, phase = self.add_blocks(piece, number, b_begin, b_end, index, phase, held, shared)
-                rows = OutRows(shared.inverse, number % self.ring.inverses_kept, self.first_latent(first_tile), lane)
+                kept_at, first_latent = number % self.ring.inverses_kept, self.first_latent(first_tile)
+                rows = OutRows(shared.inverse, kept_at, first_latent, lane, factors)
                 self.store(o, rows, piece, arrays, schedule.rank)
                 if warp_idx == SCHEDULE_WARP:
                     self.walk.next_piece(number + self.lookahead, schedule)
                 number += 1
+
+    def fragments(self) -> tuple[cute.Tensor | None, cute.Tensor | None, cute.Tensor | None]:
+        """`wide`, `narrow` and `factors` of Held."""
+        return cute.make_rmem_tensor((8, WIDE), self.p_dtype), cute.make_rmem_tensor((4, AHEAD), Int32), None
+
+    def offset(self, half: Int32, first_tile: Int32, lane: Int32) -> Int32:
+        """Offset in a stage of this lane's first values."""
+        return kept(self.first_values(first_tile, lane))
 
     def first_tile(self, half: Int32, warp: Int32) -> Int32:
         """The first tile of 16 latents of a warp of value warpgroup `half`."""
@@ -338,14 +351,18 @@ class ValuesFp8:
         """Store O times `inverse`, 1 / row sum, to `out` or to the piece's slot of partial_out."""
         lane = rows.lane
         out_row, valid_rows, slot = piece[Piece.ROW], piece[Piece.VALID_ROWS], piece[Piece.SLOT]
-        # Pairs of neighbouring latents of eight lanes fill a sector.
-        row_low, column = lane % 4 * 2, rows.first_latent + lane // 4 * 2
+        # Neighbouring latents of eight lanes fill a sector.
+        row_low, column = lane % 4 * 2, rows.first_latent + lane // 4 * self.neighbours
         if slot < 0:
-            target = element(arrays.out, Int64(out_row + row_low) * self.latent + column, 4)
+            target = element(
+                arrays.out, Int64(out_row + row_low) * self.latent + column, self.neighbours * self.out_dtype.width // 8
+            )
             self.store_rows(target, o, rows, valid_rows, self.out_dtype)
         else:
             row = partial_row(slot, rank * ROWS + row_low, self.config)
-            target = element(arrays.partial_out, row * self.latent + column, 2 * self.partial_dtype.width // 8)
+            target = element(
+                arrays.partial_out, row * self.latent + column, self.neighbours * self.partial_dtype.width // 8
+            )
             self.store_rows(target, o, rows, valid_rows, self.partial_dtype)
 
     @cute.jit
