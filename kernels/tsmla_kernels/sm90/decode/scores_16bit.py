@@ -201,8 +201,8 @@ class Scores16bit(Scores):
         return Scored(index, phase, previous)
 
     @cute.jit
-    def finish_piece(self, piece: Described, number: Int32, b_end: Int32, last: Int32, held: Held, shared: Shared):
-        """Zero the keys past the end, and finish the rows.
+    def zero_keys(self, piece: Described, b_end: Int32, last: Int32, held: Held, shared: Shared):
+        """Zero the keys past the end.
 
         P is 0 past the end, but unused slots may hold NaN, and 0 * NaN must not reach O.
         """
@@ -216,4 +216,8 @@ class Scores16bit(Scores):
         for row in cutlass.range(cutlass.max(piece[Piece.KEYS] - (b_end - 1) * self.block, 0), self.block, unroll=1):
             for c in cutlass.range_constexpr(self.latent // 256):
                 zero_words[held.place.lane, row, held.place.warp + 4 * c, last] = Float32(0.0)
+
+    @cute.jit
+    def finish_piece(self, piece: Described, number: Int32, held: Held, shared: Shared):
+        """Finish the rows."""
         self.softmax.finish(held.running, held.place, piece, number, held.results)

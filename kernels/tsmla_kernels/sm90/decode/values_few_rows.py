@@ -13,7 +13,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field
 
-from tsmla_kernels.sm90.decode.memory import Described, Shared, two_rows
+from tsmla_kernels.sm90.decode.memory import Barrier, Described, Shared, two_rows
 from tsmla_kernels.sm90.decode.values_fp8 import Held, OutRows, ValuesFp8
 from tsmla_kernels.sm90.warp import uniform
 
@@ -48,6 +48,9 @@ class ValuesFewRows(ValuesFp8):
         """Release the stage that has had Q. Return the stage after it and its parity."""
         self.ring.release(index, shared.empty)
         return self.ring.advance(index, phase)
+
+    def wait_for_sums(self, number: Int32) -> None:
+        """add_blocks has waited."""
 
     @cute.jit
     def add_blocks(
@@ -84,6 +87,7 @@ class ValuesFewRows(ValuesFp8):
                 mma_pv.set(Field.ACCUMULATE, True)
             warpgroup.commit_group()
             if b + 1 == b_end:
+                self.ring.wait_for(Barrier.SUMS, number)
                 for v in cutlass.range_constexpr(self.p_rows // 8):
                     two_rows(shared.inverse, number % self.ring.inverses_kept, v, lane, held.factors[None, v])
             warpgroup.wait_group(0)
