@@ -46,7 +46,7 @@ from tsmla_kernels.sm90.decode.values_16bit import Values16bit
 from tsmla_kernels.sm90.decode.values_few_rows import ValuesFewRows
 from tsmla_kernels.sm90.decode.values_fp8 import ValuesFp8
 from tsmla_kernels.sm90.decode.walk import PieceWalk
-from tsmla_kernels.sm90.warp import prefetch
+from tsmla_kernels.sm90.warp import kept, prefetch
 
 
 class Registers(NamedTuple):
@@ -191,9 +191,14 @@ class MlaDecode:
             storage.pages.get_tensor(cute.make_layout(TABLE_AHEAD)), shared.full, rank,
         )  # fmt: skip
         if warp_idx == self.copier.warp:
+            requested = self.copier.request_only_q(Int32(arrays.seq_lens.shape[0]), copies)
+            if const_expr(self.copier.q_known_early):
+                # Behind a shuffle: the compiler would compute with the length, and wait for it, before the request.
+                length, begin, end = early
+                early = (kept(length), begin, end)
             self.walk.begin(schedule, early)
             self.walk.next_piece(Int32(0), schedule)
-            self.copier.begin(copies)
+            self.copier.begin(copies, requested)
         cute.arch.sync_threads()
         if const_expr(self.config.transposed_out):
             if group == 3:
