@@ -36,8 +36,9 @@ ORDERING = {
     *("L1::no_allocate", "L1::evict_last", "L1::evict_first", "L2::128B", "L2::256B", "L2::64B"),
 }
 NOTHING = (
-    *("griddepcontrol", "prefetch", "prefetchu", "setmaxnreg", "membar", "fence.mbarrier_init", "fence.acq_rel"),
-    *("fence.sc", "fence.proxy.tensormap", "fence.proxy.async.global", "wgmma.fence", "discard", "applypriority"),
+    *("griddepcontrol.launch_dependents", "prefetch", "prefetchu", "setmaxnreg", "membar", "fence.mbarrier_init"),
+    *("fence.acq_rel", "fence.sc", "fence.proxy.tensormap", "fence.proxy.async.global", "wgmma.fence", "discard"),
+    "applypriority",
 )
 """Opcodes, or their beginnings, that change nothing here."""
 
@@ -356,5 +357,6 @@ _SPECIAL_FORMS: dict[str, Callable[[_Encoder, Instruction], Encoding]] = {
     "fence": _Encoder.fence,
     "cp": _Encoder.copy,
     "wgmma": _Encoder.product,
+    "griddepcontrol": lambda self, i: Encoding(i.opcode, (), Kind.CONVERGE),
     "nanosleep": lambda self, i: Encoding("sleep", ()),
 }

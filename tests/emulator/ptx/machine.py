@@ -4,9 +4,10 @@ What is modelled: warps whose lanes diverge and meet, shared memory with NaN in 
 barriers, tensor maps, bulk and tensor copies that arrive late and in any order, WGMMA with its descriptors and
 swizzles, the async proxy. What is found: wrong numbers, reads and writes outside of arrays, barriers that never
 complete or get too many arrivals, accesses of two warps to shared memory that no barrier orders (in whatever order they
-ran), memory that is written again while a copy or a product reads it, a missing fence.proxy.async. What is not:
-anything below PTX (ptxas' work, registers, timing), races within a warp or in global memory, and the approximate
-instructions' last bits.
+ran), memory that is written again while a copy or a product reads it, a missing fence.proxy.async, arrays that a call's
+first kernel touches before griddepcontrol.wait if it is a programmatic dependent launch. What is not: anything below
+PTX (ptxas' work, registers, timing), races within a warp or in global memory, and the approximate instructions' last
+bits.
 """
 
 from __future__ import annotations
@@ -165,15 +166,34 @@ class Machine:
         return list(self.library.machine_hazards().decode().splitlines())
 
 
-def run_text(text: str, memory: Sequence[Memory], arguments: Sequence[int], order: Order = IN_ORDER) -> list[str]:
+class _LaunchAttribute(ctypes.Structure):
+    """cudaLaunchAttribute with a value of one word."""
+
+    _fields_ = (("id", ctypes.c_int32), ("padding", ctypes.c_int32), ("value", ctypes.c_uint32 * 16))
+
+
+PROGRAMMATIC_SERIALIZATION = 6
+"""cudaLaunchAttributeProgrammaticStreamSerialization."""
+
+
+def run_text(
+    text: str,
+    memory: Sequence[Memory],
+    arguments: Sequence[int],
+    order: Order = IN_ORDER,
+    programmatic: bool = False,
+) -> list[str]:
     """Run the one kernel of a module's text, whose parameters have 64 bits, as one block with 4 KB of shared memory.
-    Returns the hazards."""
+    programmatic: as a programmatic dependent launch. Returns the hazards."""
     (program,) = [encode(function) for function in parse(text).values()]
     machine = Machine([_structure(program)], memory, order)
     kernel = ctypes.c_void_p()
     name = program.function.name.encode()
     machine.check(machine.library._cudaLibraryGetKernel(ctypes.byref(kernel), None, name))
-    config = _LaunchConfig((1, 1, 1), (program.function.threads, 1, 1), 4096)
+    attributes = (_LaunchAttribute * 1)(_LaunchAttribute(PROGRAMMATIC_SERIALIZATION, 0, (1,)))
+    config = _LaunchConfig(
+        (1, 1, 1), (program.function.threads, 1, 1), 4096, None, ctypes.addressof(attributes), int(programmatic)
+    )
     values = [ctypes.c_uint64(value) for value in arguments]
     pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
     machine.check(machine.library._cudaLaunchKernelEx(ctypes.byref(config), kernel, pointers))

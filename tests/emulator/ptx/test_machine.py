@@ -39,7 +39,7 @@ ret;
 
 
 def run(
-    body: str, source: np.ndarray, count: int = 0, threads: int = 32, seed: int = 0
+    body: str, source: np.ndarray, count: int = 0, threads: int = 32, seed: int = 0, programmatic: bool = False
 ) -> tuple[np.ndarray, list[str]]:
     """What `body` leaves in a target of `count` words, and the hazards. %rd4 and %rd5 are the thread's words of source
     and target, %r4 its word of shared memory; %p1 holds in the first thread."""
@@ -49,7 +49,7 @@ def run(
         Memory("target", target.ctypes.data, target.nbytes, writable=True),
     ]
     text = HEAD.format(threads=threads, body=body)
-    hazards = machine.run_text(text, memory, [source.ctypes.data, target.ctypes.data], Order(seed))
+    hazards = machine.run_text(text, memory, [source.ctypes.data, target.ctypes.data], Order(seed), programmatic)
     return target, hazards
 
 
@@ -110,6 +110,16 @@ def test_a_read_outside_of_the_arrays_is_found() -> None:
 def test_a_write_into_an_input_is_found() -> None:
     with pytest.raises(AssertionError, match=r"writes into source, an input \(st.global.b32, line \d+ of the PTX"):
         run("st.global.b32 [%rd4], 1;", NUMBERS[:32])
+
+
+@pytest.mark.parametrize("early", ["ld.global.b32 %r5, [%rd4];", "st.global.b32 [%rd5], %r5;"])
+def test_an_array_touched_before_the_kernel_before_has_ended_is_found(early: str) -> None:
+    wait, copy = "griddepcontrol.wait;", "ld.global.b32 %r5, [%rd4]; st.global.b32 [%rd5], %r5;"
+    got, _ = run(wait + copy, NUMBERS[:32], programmatic=True)
+    assert np.array_equal(got, NUMBERS[:32])
+    run(copy, NUMBERS[:32])  # not launched before that kernel's end
+    with pytest.raises(AssertionError, match=r"touches an array before griddepcontrol.wait"):
+        run(early + wait + copy, NUMBERS[:32], programmatic=True)
 
 
 def test_a_misaligned_access_is_found() -> None:

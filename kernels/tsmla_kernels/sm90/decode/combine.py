@@ -136,6 +136,8 @@ class Combine:
         those row tiles, or half a slice of each of two tiles, so that nothing has to be searched for or shared out.
         When batch_invariant a thread group merges a row tile, or a slice of it if there are more groups than tiles.
         """
+        # The next call's `attend` needs a whole multiprocessor: its CTAs start as those of this kernel end.
+        cute.arch.griddepcontrol_launch_dependents()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
 

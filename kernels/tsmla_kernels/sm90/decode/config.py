@@ -90,11 +90,15 @@ class DecodeConfig:
 
     @property
     def p_rows(self) -> int:
-        """Query rows of P V: 64, or with an fp8 cache the fewest of 16, 32 and 64 that a row tile needs."""
-        if self.cache_dtype != FP8:
-            return ROWS
+        """Query rows of P V: the fewest of 16, 32 and 64 that a row tile needs."""
         rows = min(self.max_q_len * self.num_heads, ROWS)
         return next(n for n in (16, 32, ROWS) if n >= rows)
+
+    @property
+    def transposed_out(self) -> bool:
+        """Whether P V is computed as O^T = V^T P^T, so that WGMMA's 64 rows are latents, not query rows. A fourth
+        warpgroup then copies, because O leaves registers for one."""
+        return self.fp8_cache or self.p_rows < ROWS
 
     @property
     def q_may_take_two_stages(self) -> bool:
@@ -168,7 +172,7 @@ class DecodeConfig:
     def partial_is_lane_order(self) -> bool:
         """Whether partial_out has its columns in the order of a WGMMA accumulator's lanes: the four lanes of a row have
         8 columns each, 2 from each of four groups of 8."""
-        return not self.fp8_cache
+        return not self.transposed_out
 
     @property
     def max_tiles(self) -> int:

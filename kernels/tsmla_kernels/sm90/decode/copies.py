@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from tsmla_kernels.sm90.decode.config import DecodeConfig
+from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
 from tsmla_kernels.sm90.decode.memory import (
     COPY_STATE_WORDS,
     FIRST_PIECES_THREADS,
@@ -40,7 +40,11 @@ class Copier:
         self.box_tokens = self.q_rows // self.box_heads
         self.q_tiles = self.column_tiles - 1 if config.split_q else self.column_tiles  # of the array q
         self.stage_bytes = ring.block * ring.depth * ring.itemsize
-        self.warp = 12 if config.fp8_cache else 4
+        self.warp = 12 if config.transposed_out else 4
+        # The next keys then overwrite P, which ordinary stores have written.
+        self.p_in_keys = not config.fp8_cache
+        # A single request's rows are one stage of one row tile.
+        self.q_known_early = not config.ragged and config.p_rows < ROWS
 
     def tensor_maps(self, q: cute.Tensor, kv_cache: cute.Tensor, q_rope: cute.Tensor | None = None) -> Tma:
         """TMA atoms and tensors of q, of the cache, and of q's rope columns if they are apart.
@@ -92,8 +96,22 @@ class Copier:
         return (64, 64 * self.box_heads, 1, 64 * self.q_rows)
 
     @cute.jit
-    def begin(self, copies: Copies):
-        """Request the first stages, all of the first piece. Called by the warp that has just described that piece."""
+    def request_only_q(self, batch: Int32, copies: Copies) -> Int32:
+        """Request the Q of a batch of one request, while its length is on its way: whatever the length is, a cluster
+        that gets a piece begins with these rows. Returns whether that was done; `begin` then goes on behind it."""
+        requested = Int32(0)
+        if const_expr(self.q_known_early):
+            if batch == 1:
+                requested = Int32(1)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(copies.full, self.stage_bytes)
+                self.copy_q(Int32(0), Int32(0), copies)
+        return requested
+
+    @cute.jit
+    def begin(self, copies: Copies, requested: Int32):
+        """Request the first stages, all of the first piece. Called by the warp that has just described that piece.
+        requested: what request_only_q returned."""
         state = copies.state
         lane = cute.arch.lane_idx()
         if lane < COPY_STATE_WORDS:
@@ -103,7 +121,11 @@ class Copier:
         while filled < FIRST_COPIES and (
             state[CopyState.NEXT_PIECE] == 0 or state[CopyState.BLOCK] < state[CopyState.BLOCK_END]
         ):
-            self.produce(filled, copies)
+            if const_expr(self.q_known_early):
+                self.produce(filled, copies, requested)
+                requested = Int32(0)
+            else:
+                self.produce(filled, copies)
             filled += 1
         if lane == 0:
             state[CopyState.FILLED] = filled
@@ -139,6 +161,8 @@ class Copier:
         index, phase = Int32(0), Int32(0)
         while state[CopyState.ENDED] == 0:
             cute.arch.mbarrier_wait(empty + index, phase)
+            if const_expr(self.p_in_keys):
+                cute.arch.fence_proxy("async.shared", space="cta")
             self.produce(index, copies)
             index, phase = self.ring.advance(index, phase)
 
@@ -150,8 +174,9 @@ class Copier:
             self.produce(index, copies)
 
     @cute.jit
-    def produce(self, index: Int32, copies: Copies):
+    def produce(self, index: Int32, copies: Copies, requested: Int32 | int = 0):
         """Fill the free stage `index` with rows of Q, a block of keys, or the end of the work, whichever is next.
+        requested: whether what comes first is on its way already.
 
         Its state lies in shared memory: O takes this warp's registers.
         """
@@ -181,11 +206,13 @@ class Copier:
                 # The consumers see the end in the same description.
                 if lane == 0:
                     state[CopyState.ENDED] = 1
-                    cute.arch.mbarrier_arrive(full + index)
+                    if requested == 0:
+                        cute.arch.mbarrier_arrive(full + index)
             else:
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full + index, self.stage_bytes)
-                self.copy_q(index, piece[Piece.ROW] + q_stage * self.q_rows, copies)
+                if requested == 0:
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(full + index, self.stage_bytes)
+                    self.copy_q(index, piece[Piece.ROW] + q_stage * self.q_rows, copies)
                 if lane == 0:
                     state[CopyState.Q_STAGES] = q_stage + 1
                 if q_stage + 1 == q_stages:

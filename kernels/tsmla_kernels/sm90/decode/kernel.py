@@ -5,11 +5,11 @@ of 32 or 64 keys:
 
   warpgroup 0   softmax: S = Q K^T, softmax, P into shared memory (scores_*.py)
   1 and 2       values: O[:, half] += P V[:, half] and the epilogue (values_*.py); first warp of 2: the schedule
-  3             first warp: the copies (Q and keys go through the same ring); with a cache of 16 bits there is no
-                warpgroup 3, and the first warp of 1 copies
+  3             first warp: the copies (Q and keys go through the same ring); with a cache of 16 bits and more than 32
+                query rows there is no warpgroup 3, and the first warp of 1 copies
 
-A second, small kernel merges the requests that several CTAs (or clusters) shared; it is launched with programmatic
-dependent launch behind the first.
+A second, small kernel merges the requests that several CTAs (or clusters) shared. Both are launched with programmatic
+dependent launch: the first behind whatever runs before it on the stream, the second behind the first.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ from tsmla_kernels.sm90.decode.scores_fp8 import ScoresFp8
 from tsmla_kernels.sm90.decode.scores_mixed import ScoresMixed
 from tsmla_kernels.sm90.decode.share import MAX_SORTED, STATE_WORDS
 from tsmla_kernels.sm90.decode.values_16bit import Values16bit
+from tsmla_kernels.sm90.decode.values_few_rows import ValuesFewRows
 from tsmla_kernels.sm90.decode.values_fp8 import ValuesFp8
 from tsmla_kernels.sm90.decode.walk import PieceWalk
-from tsmla_kernels.sm90.warp import prefetch
+from tsmla_kernels.sm90.warp import kept, prefetch
 
 
 class Registers(NamedTuple):
@@ -74,13 +75,18 @@ class MlaDecode:
         self.copier = Copier(config, self.ring)
         self.combine = Combine(config)
         self.scores: Scores16bit | ScoresFp8 | ScoresMixed
-        self.values: Values16bit | ValuesFp8
+        self.values: Values16bit | ValuesFewRows | ValuesFp8
         if config.fp8_cache:
             self.threads = 512
             wide = config.p_rows == ROWS and not config.mixed
             self.registers = Registers(128, 104, 192, 24) if wide else Registers(128, 120, 184, 24)
             self.scores = ScoresMixed(config, self.ring) if config.mixed else ScoresFp8(config, self.ring)
             self.values = ValuesFp8(config, self.ring, self.walk, self.copier)
+        elif config.transposed_out:
+            self.threads = 512
+            self.registers = Registers(128, 216, 136, 24)
+            self.scores = Scores16bit(config, self.ring)
+            self.values = ValuesFewRows(config, self.ring, self.walk, self.copier)
         else:
             self.threads = 384
             self.registers = Registers(168, 184, 160, 160)  # 184 + 2 x 160 is what 384 threads start with
@@ -120,8 +126,9 @@ class MlaDecode:
         num_clusters = self.num_clusters(arrays.seq_lens, arrays.split_info)
         grid = [num_clusters * self.cluster, 1, 1]
         self.attend(q, tma, arrays, score_mma, value_mma, num_clusters).launch(
-            grid=grid, block=[self.threads, 1, 1], cluster=[self.cluster, 1, 1], stream=stream, min_blocks_per_mp=1
-        )
+            grid=grid, block=[self.threads, 1, 1], cluster=[self.cluster, 1, 1], stream=stream, min_blocks_per_mp=1,
+            use_pdl=True,
+        )  # fmt: skip
         self.combine.merge_pieces(
             arrays.partial_out, arrays.partial_lse, arrays.split_info, arrays.out, arrays.lse, num_clusters
         ).launch(grid=grid, block=[COMBINE_THREADS, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1)
@@ -151,6 +158,9 @@ class MlaDecode:
         rank = cute.arch.make_warp_uniform(block_idx % self.cluster)
         cluster_index = cute.arch.make_warp_uniform(block_idx // self.cluster)
 
+        # Until here the kernel before may still write q, the cache, lengths and tables, and the last call's `combine`
+        # may read the workspaces. The lengths come next, and barriers are initialised while the lengths come.
+        cute.arch.griddepcontrol_wait()
         early = self.walk.batch.early_numbers(arrays.seq_lens, arrays.cu_seqlens_q)
         smem = utils.SmemAllocator()
         storage = smem.allocate(self.storage)
@@ -181,11 +191,16 @@ class MlaDecode:
             storage.pages.get_tensor(cute.make_layout(TABLE_AHEAD)), shared.full, rank,
         )  # fmt: skip
         if warp_idx == self.copier.warp:
+            requested = self.copier.request_only_q(Int32(arrays.seq_lens.shape[0]), copies)
+            if const_expr(self.copier.q_known_early):
+                # Behind a shuffle: the compiler would compute with the length, and wait for it, before the request.
+                length, begin, end = early
+                early = (kept(length), begin, end)
             self.walk.begin(schedule, early)
             self.walk.next_piece(Int32(0), schedule)
-            self.copier.begin(copies)
+            self.copier.begin(copies, requested)
         cute.arch.sync_threads()
-        if const_expr(self.config.fp8_cache):
+        if const_expr(self.config.transposed_out):
             if group == 3:
                 self.set_registers(self.registers.copies)
                 if warp_idx == self.copier.warp:

@@ -92,13 +92,14 @@ class Barrier(IntEnum):
     FIRST_PIECES = 2  # the scheduling warp has described the first pieces; the copying warp waits
     Q_READ = 3  # 3 to 6, by piece % PIECE_BARRIERS: the softmax warpgroup has read Q; the value warpgroups wait
     KEYS_READ = 7  # 7 to 10, likewise: it has read a piece's last keys
+    SUMS = 11  # 11 to 14, likewise: it has written a piece's row sums
 
 
 PIECE_BARRIERS = 4  # more than the softmax warpgroup is ahead of the value warpgroups, in pieces
 SCHEDULE_WARP = 8  # the first warp of the second value warpgroup
 SOFTMAX_THREADS = 128
 FIRST_PIECES_THREADS = 64
-READ_THREADS = 384  # the softmax warpgroup and both value warpgroups
+PIECE_THREADS = 384  # the softmax warpgroup and both value warpgroups
 
 
 class CombineBarrier(IntEnum):

@@ -11,8 +11,8 @@ from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
 from tsmla_kernels.sm90.decode.memory import (
     PIECE_BARRIERS,
+    PIECE_THREADS,
     PIECES_KEPT,
-    READ_THREADS,
     Ahead,
     Barrier,
     Described,
@@ -55,16 +55,15 @@ class Ring:
             self.p_dtype, self.p_swizzle = cutlass.Float16, wide
             self.keys_swizzle, self.q_swizzle = narrow, wide if config.mixed else narrow
             self.p_offset = config.block * config.head_dim
-            self.releasing_lanes = 4
-            self.inverses_kept = config.stages // 2 + 1  # a piece takes two stages or more
         else:
             self.p_dtype, self.p_swizzle = self.dtype, narrow
             self.keys_swizzle = self.q_swizzle = wide
             # P overwrites the rope columns of its own keys, which nothing reads after S.
             self.p_offset = config.block * config.latent_dim * 2
-            self.releasing_lanes = 1
-            # A piece takes two stages or more; the value warps read its row sums before they release its last stage.
-            self.inverses_kept = (config.stages + 1) // 2
+        self.releasing_lanes = 4 if config.transposed_out else 1
+        # A piece takes two stages or more. With a cache of 16 bits the value warps read its row sums before they
+        # release its last stage.
+        self.inverses_kept = config.stages // 2 + 1 if config.fp8_cache else (config.stages + 1) // 2
 
     def advance(self, index: Int32, phase: Int32) -> tuple[Int32, Int32]:
         """The stage after `index`, and the parity of its barriers."""
@@ -216,17 +215,18 @@ class Ring:
             read_only_args=[holds, (ready + index).toint()],
         )
 
-    def arrive_read(self, what: Barrier, number: Int32) -> None:
-        """The softmax warpgroup has read Q_READ: piece `number`'s Q, or KEYS_READ: its last keys, by ordinary loads.
+    def arrive_for(self, what: Barrier, number: Int32) -> None:
+        """The softmax warpgroup has read Q_READ: piece `number`'s Q, or KEYS_READ: its last keys, by ordinary loads; or
+        it has written SUMS: its row sums.
 
-        Value warps may then overwrite these by ordinary stores. `ready` orders that too, but by eight lanes of a warp,
-        and racecheck tracks only arriving lanes.
+        Value warps may then overwrite what was read by ordinary stores. `ready` orders that too, but by eight lanes of
+        a warp, and racecheck tracks only arriving lanes.
         """
-        cute.arch.barrier_arrive(barrier_id=what + remainder(number, PIECE_BARRIERS), number_of_threads=READ_THREADS)
+        cute.arch.barrier_arrive(barrier_id=what + remainder(number, PIECE_BARRIERS), number_of_threads=PIECE_THREADS)
 
-    def wait_read(self, what: Barrier, number: Int32) -> None:
-        """A value warp waits for arrive_read."""
-        cute.arch.barrier(barrier_id=what + remainder(number, PIECE_BARRIERS), number_of_threads=READ_THREADS)
+    def wait_for(self, what: Barrier, number: Int32) -> None:
+        """A value warp waits for arrive_for."""
+        cute.arch.barrier(barrier_id=what + remainder(number, PIECE_BARRIERS), number_of_threads=PIECE_THREADS)
 
     @cute.jit
     def release(self, index: Int32, empty: cute.Pointer):

@@ -11,6 +11,8 @@ from tsmla_kernels.sm90.constants import LOG2_E
 from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
 from tsmla_kernels.sm90.decode.memory import (
     Arrays,
+    Barrier,
+    Described,
     Place,
     Results,
     Running,
@@ -59,10 +61,13 @@ class Scores:
 
     A subclass defines `mma`, `take_q`, `score_blocks` and `finish_piece`; `begin`, or `kept_q_rows` and `queries` for
     `begin`; and q_dtype and q_elements, the dtype and the size of Q's place in shared memory.
+
+    Attributes:
+      sums_later: whether a piece's last P V begins before the row sums are finished, and value warps wait for SUMS.
     """
 
     def __init__(self, config: DecodeConfig, ring: Ring) -> None:
-        self.config, self.ring = config, ring
+        self.config, self.ring, self.sums_later = config, ring, config.transposed_out
         self.softmax = Softmax(config, ring.inverses_kept)
         self.block, self.depth, self.latent = config.block, config.head_dim, config.latent_dim
 
@@ -81,10 +86,20 @@ class Scores:
             else:
                 taken = self.take_q(piece, number, index, phase, held, shared)
                 scored = self.score_blocks(piece, number, b_begin, b_end, taken, held, shared)
-                self.finish_piece(piece, number, b_end, scored.last, held, shared)
                 index, phase = scored.index, scored.phase
-                self.ring.signal(shared.ready, scored.last, held.place.lane)
+                if const_expr(self.sums_later):
+                    self.zero_keys(piece, b_end, scored.last, held, shared)
+                    self.ring.signal(shared.ready, scored.last, held.place.lane)
+                    self.finish_piece(piece, number, held, shared)
+                    self.ring.arrive_for(Barrier.SUMS, number)
+                else:
+                    self.zero_keys(piece, b_end, scored.last, held, shared)
+                    self.finish_piece(piece, number, held, shared)
+                    self.ring.signal(shared.ready, scored.last, held.place.lane)
                 number += 1
+
+    def zero_keys(self, piece: Described, b_end: Int32, last: Int32, held: Any, shared: Shared) -> None:
+        """Zero the keys past the end, in stage `last`, unless value warps do."""
 
     @cute.jit
     def begin(self, arrays: Arrays, shared: Shared, scratch: Scratch, mma: Any, rank: Int32) -> Any:

@@ -49,13 +49,13 @@ class Scores16bit(Scores):
 
     Attributes:
       shared_steps: how many of Q's 16-column steps stay in shared memory, because registers are short: the rope's if L
-        is 512.
+        is 512 and O has 64 rows.
       q_dtype, q_elements: of Q in shared memory.
     """
 
     def __init__(self, config: DecodeConfig, ring: Ring) -> None:
         super().__init__(config, ring)
-        self.shared_steps = 4 if self.depth > 512 else 0
+        self.shared_steps = 4 if self.depth > 512 and not config.transposed_out else 0
         self.q_dtype = ring.q_dtype
         self.q_elements = max(ROWS * 16 * self.shared_steps, 8)
 
@@ -98,20 +98,23 @@ class Scores16bit(Scores):
 
         first_index, q_index = index, index
         index, phase = self.ring.advance(index, phase)
-        q_stages = uniform(piece[Piece.Q_STAGES])
-        if q_stages == 2:
-            cute.arch.mbarrier_wait(shared.full + index, phase)
-            if held.place.warp >= 2:
-                q_index = index
+        q_stages = Int32(1)
+        if const_expr(self.config.q_may_take_two_stages):
+            q_stages = uniform(piece[Piece.Q_STAGES])
+            if q_stages == 2:
+                cute.arch.mbarrier_wait(shared.full + index, phase)
+                if held.place.warp >= 2:
+                    q_index = index
         q_stage = s_k[None, None, q_index]
         q_tile = cute.make_tensor(q_stage.iterator, q_tile_layout)
         cute.copy(load_q, thr_load_q.partition_S(q_tile), thr_load_q.retile(held.q.registers))
         if const_expr(self.shared_steps > 0):
             self.keep_q_rope((first_index, index), q_stages, held, shared)
         self.ring.signal(shared.ready, first_index, held.place.lane)
-        if q_stages == 2:
-            self.ring.signal(shared.ready, index, held.place.lane)
-            index, phase = self.ring.advance(index, phase)
+        if const_expr(self.config.q_may_take_two_stages):
+            if q_stages == 2:
+                self.ring.signal(shared.ready, index, held.place.lane)
+                index, phase = self.ring.advance(index, phase)
         return Taken(index, phase, held.scale)
 
     @cute.jit
@@ -198,8 +201,8 @@ class Scores16bit(Scores):
         return Scored(index, phase, previous)
 
     @cute.jit
-    def finish_piece(self, piece: Described, number: Int32, b_end: Int32, last: Int32, held: Held, shared: Shared):
-        """Zero the keys past the end, and finish the rows.
+    def zero_keys(self, piece: Described, b_end: Int32, last: Int32, held: Held, shared: Shared):
+        """Zero the keys past the end.
 
         P is 0 past the end, but unused slots may hold NaN, and 0 * NaN must not reach O.
         """
@@ -213,4 +216,8 @@ class Scores16bit(Scores):
         for row in cutlass.range(cutlass.max(piece[Piece.KEYS] - (b_end - 1) * self.block, 0), self.block, unroll=1):
             for c in cutlass.range_constexpr(self.latent // 256):
                 zero_words[held.place.lane, row, held.place.warp + 4 * c, last] = Float32(0.0)
+
+    @cute.jit
+    def finish_piece(self, piece: Described, number: Int32, held: Held, shared: Shared):
+        """Finish the rows."""
         self.softmax.finish(held.running, held.place, piece, number, held.results)

@@ -53,9 +53,10 @@ class ScoresFp8(Scores):
 
     @cute.jit
     def take_q(self, piece: Described, number: Int32, index: Int32, phase: Int32, held: Held, shared: Shared) -> Taken:
-        """Copy Q from its stage to its own place, as 16-byte words in the same order."""
+        """Copy the query rows from their stage to Q's own place, as 16-byte words in the same order."""
         t = held.place.thread
-        q_words = cute.make_layout((4, 128, ROWS * self.depth // (16 * 128)), stride=(1, 4, 512))
+        q_words = self.words_of_rows()
+        tiles = self.depth // 64
         plain = cute.make_swizzle(0, 4, 3)
         q_there = cute.make_tensor(cute.recast_ptr(held.q.rows.iterator, plain, dtype=Float32), q_words)
         word = cute.make_rmem_tensor((4,), Float32)
@@ -64,15 +65,36 @@ class ScoresFp8(Scores):
         )
         # All four warps must have read the previous Q.
         sync_softmax()
-        for i in cutlass.range(cute.size(q_words, mode=[2]), unroll=3):
-            cute.autovec_copy(q_here[None, t, i], word)
-            cute.autovec_copy(word, q_there[None, t, i])
+        if const_expr(self.config.p_rows == ROWS):
+            for i in cutlass.range(cute.size(q_words, mode=[2]), unroll=3):
+                cute.autovec_copy(q_here[None, t, i], word)
+                cute.autovec_copy(word, q_there[None, t, i])
+        else:
+            # Few words: all loads are in flight at once.
+            words = cute.make_rmem_tensor((4, cute.size(q_words, mode=[2])), Float32)
+            at_once = q_words.shape[1][1]
+            for to_words in cutlass.range_constexpr(2):
+                for i in cutlass.range_constexpr(cute.size(q_words, mode=[2])):
+                    if at_once * i + t * at_once // 128 < tiles:
+                        if const_expr(to_words == 0):
+                            cute.autovec_copy(q_here[None, t, i], words[None, i])
+                        else:
+                            cute.autovec_copy(words[None, i], q_there[None, t, i])
         cute.arch.fence_proxy("async.shared", space="cta")
         sync_softmax()
-        self.ring.arrive_read(Barrier.Q_READ, number)
+        self.ring.arrive_for(Barrier.Q_READ, number)
         self.ring.signal(shared.ready, index, held.place.lane)
         index, phase = self.ring.advance(index, phase)
         return Taken(index, phase, held.scale)
+
+    def words_of_rows(self) -> cute.Layout:
+        """The words of p_rows rows of Q: (word of four, thread, turn). A tile of 64 columns is 64 rows of 64 bytes."""
+        rows, tile = self.config.p_rows, ROWS * 64 // 4
+        if rows == ROWS:
+            return cute.make_layout((4, 128, self.depth // 32), stride=(1, 4, 512))
+        at_once = 128 // (4 * rows)  # tiles
+        turns = -(-(self.depth // 64) // at_once)
+        return cute.make_layout((4, (128 // at_once, at_once), turns), stride=(1, (4, tile), tile * at_once))
 
     @cute.jit
     def score_blocks(
@@ -125,6 +147,6 @@ class ScoresFp8(Scores):
         return Scored(index, phase, previous)
 
     @cute.jit
-    def finish_piece(self, piece: Described, number: Int32, b_end: Int32, last: Int32, held: Held, shared: Shared):
-        """Finish the rows. Value warps zero the keys past the end."""
+    def finish_piece(self, piece: Described, number: Int32, held: Held, shared: Shared):
+        """Finish the rows."""
         self.softmax.finish(held.running, held.place, piece, number, held.results)

@@ -163,7 +163,7 @@ class ScoresMixed(Scores):
         sources = (self.ring.address(shared.keys, first_index), self.ring.address(shared.keys, second_index))
         q_factor = self.query.keep(held.q.iterator.toint(), sources, valid_rows, t, tops)
         scale = held.scales[0] * LOG2_E * q_factor
-        self.ring.arrive_read(Barrier.Q_READ, number)
+        self.ring.arrive_for(Barrier.Q_READ, number)
         self.ring.signal(shared.ready, first_index, lane)
         if const_expr(self.config.q_may_take_two_stages):
             if q_stages > 1:
@@ -225,14 +225,14 @@ class ScoresMixed(Scores):
                 else:
                     self.mask_keys(s, b, piece, place.thread)
                 if (b + 1) * self.block > uniform(piece[Piece.KEYS]):
-                    self.ring.arrive_read(Barrier.KEYS_READ, number)
+                    self.ring.arrive_for(Barrier.KEYS_READ, number)
             self.key_softmax.softmax_of_keys(s, Int32(b == b_begin), taken.scale, held, shared, previous)
             self.key_softmax.store_p_of_keys(address_here + held.p_offset, held.p_words)
             stored = held.signals
         return Scored(index, phase, previous)
 
     @cute.jit
-    def finish_piece(self, piece: Described, number: Int32, b_end: Int32, last: Int32, held: Held, shared: Shared):
+    def finish_piece(self, piece: Described, number: Int32, held: Held, shared: Shared):
         """Row sums over all keys; 1 / sum for the epilogue; the rows' log-sum-exps."""
         t = held.place.thread
         totals = self.over_keys(operator.add, held.running.l, held.exchanged.of_lanes, t)

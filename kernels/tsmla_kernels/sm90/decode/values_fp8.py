@@ -46,6 +46,7 @@ class Held(NamedTuple):
       wide: halves of V^T's fragments as f16. narrow: fragments as fp8.
       offset: of the lane's first values in a stage.
       thread, lane: the thread's number in its warpgroup and in its warp.
+      factors: 1 / row sum of the lane's rows, if those are read before the last stage is released.
     """
 
     mma_pv: cute.TiledMma
@@ -56,6 +57,7 @@ class Held(NamedTuple):
     offset: Int32
     thread: Int32
     lane: Int32
+    factors: Any = None  # a tensor, or None
 
 
 class Reading(NamedTuple):
@@ -70,12 +72,14 @@ class Reading(NamedTuple):
 
 
 class OutRows(NamedTuple):
-    """What a lane stores: its rows' factors are column `kept` of `inverse`; its first latent; the lane."""
+    """What a lane stores: its rows' factors are column `kept` of `inverse`, or `factors`; its first latent; its number
+    in the warp."""
 
     inverse: cute.Tensor
     kept: Int32
     first_latent: Int32
     lane: Int32
+    factors: Any = None  # a tensor, or None
 
 
 class ValuesFp8:
@@ -85,7 +89,10 @@ class ValuesFp8:
       m_tiles: how many tiles of 64 latents a value warpgroup has.
       lookahead: a piece is described this many pieces before the value warpgroups reach it.
       scores_load_keys: whether the softmax warps read keys by ordinary loads instead of by WGMMA.
+      neighbours: how many neighbouring latents a lane has.
     """
+
+    neighbours = 2
 
     def __init__(self, config: DecodeConfig, ring: Ring, walk: PieceWalk, copier: Copier | Any) -> None:
         self.config, self.ring, self.walk, self.copier = config, ring, walk, copier
@@ -127,11 +134,9 @@ class ValuesFp8:
         o = cute.make_tensor(
             acc.iterator, cute.make_layout((2, 2, self.p_rows // 8, self.m_tiles), stride=(1, 2, 4, self.p_rows // 2))
         )
-        wide = cute.make_rmem_tensor((8, WIDE), self.p_dtype)
-        narrow = cute.make_rmem_tensor((4, AHEAD), Int32)
+        wide, narrow, factors = self.fragments()
         first_tile = self.first_tile(half, t // 32)
-        offset = kept(self.first_values(first_tile, lane))
-        held = Held(mma_pv, acc, o, wide, narrow, offset, t, lane)
+        held = Held(mma_pv, acc, o, wide, narrow, self.offset(half, first_tile, lane), t, lane, factors)
 
         index, phase, number = Int32(0), Int32(0), Int32(0)
         if warp_idx == SCHEDULE_WARP:
@@ -148,11 +153,25 @@ class ValuesFp8:
             else:
                 index, phase = self.pass_q(piece, number, index, phase, shared)
                 index, phase = self.add_blocks(piece, number, b_begin, b_end, index, phase, held, shared)
-                rows = OutRows(shared.inverse, number % self.ring.inverses_kept, self.first_latent(first_tile), lane)
+                self.wait_for_sums(number)
+                kept_at, first_latent = number % self.ring.inverses_kept, self.first_latent(first_tile)
+                rows = OutRows(shared.inverse, kept_at, first_latent, lane, factors)
                 self.store(o, rows, piece, arrays, schedule.rank)
                 if warp_idx == SCHEDULE_WARP:
                     self.walk.next_piece(number + self.lookahead, schedule)
                 number += 1
+
+    def fragments(self) -> tuple[cute.Tensor | None, cute.Tensor | None, cute.Tensor | None]:
+        """`wide`, `narrow` and `factors` of Held."""
+        return cute.make_rmem_tensor((8, WIDE), self.p_dtype), cute.make_rmem_tensor((4, AHEAD), Int32), None
+
+    def offset(self, half: Int32, first_tile: Int32, lane: Int32) -> Int32:
+        """Offset in a stage of this lane's first values."""
+        return kept(self.first_values(first_tile, lane))
+
+    def wait_for_sums(self, number: Int32) -> None:
+        """Wait until piece `number`'s row sums are there."""
+        self.ring.wait_for(Barrier.SUMS, number)
 
     def first_tile(self, half: Int32, warp: Int32) -> Int32:
         """The first tile of 16 latents of a warp of value warpgroup `half`."""
@@ -176,7 +195,7 @@ class ValuesFp8:
     @cute.jit
     def pass_q(self, piece: Described, number: Int32, index: Int32, phase: Int32, shared: Shared):
         """Release the stages that have had Q. Return the stage after them and its parity."""
-        self.ring.wait_read(Barrier.Q_READ, number)
+        self.ring.wait_for(Barrier.Q_READ, number)
         self.ring.release(index, shared.empty)
         index, phase = self.ring.advance(index, phase)
         if const_expr(self.config.q_may_take_two_stages):
@@ -204,7 +223,9 @@ class ValuesFp8:
         a_shape, tile_shape = thr.partition_shape_A((64, 16)), thr.partition_shape_C((64, self.p_rows))
         full, ready, moved = shared.full, shared.ready, shared.moved
         keys = uniform(piece[Piece.KEYS])
-        held.acc.fill(0.0)
+        few = self.p_rows < ROWS
+        if const_expr(not few):
+            held.acc.fill(0.0)
         # `begun`: whether this block's first values are in `narrow`.
         begun, address = Int32(0), self.ring.address(shared.keys, index)
         for b in cutlass.range(b_begin, b_end, unroll=1):
@@ -218,7 +239,7 @@ class ValuesFp8:
                     # warps have read these keys by then, and no other warp reads this warp's latents.
                     cute.arch.mbarrier_wait(ready + index, phase)
                     if const_expr(self.scores_load_keys):
-                        self.ring.wait_read(Barrier.KEYS_READ, number)
+                        self.ring.wait_for(Barrier.KEYS_READ, number)
                     self.clear(here, keys - b * self.block, lane)
                 for g in cutlass.range_constexpr(AHEAD):
                     self.read_values(here, g, narrow)
@@ -233,7 +254,11 @@ class ValuesFp8:
             cute.arch.mbarrier_wait(ready + index, phase)
             # Only the lanes that arrive on `empty` read `moved` and `rescale`: racecheck tracks no others.
             flag = Int32(0)
-            if lane < self.ring.releasing_lanes:
+            # The first product of few rows replaces what O held: fewer instructions, which run once in a short piece.
+            adds = cutlass.Boolean(True)
+            if const_expr(few):
+                adds = b > b_begin
+            if lane < self.ring.releasing_lanes and adds:
                 flag = moved[lane, index]
             cute.arch.fence_proxy("async.shared", space="cta")  # for the writes of P, as in Values16bit
             # The softmax warpgroup started the next block before it released this block's product, so the next block
@@ -255,6 +280,8 @@ class ValuesFp8:
                 a = cute.make_tensor(wide[None, n % WIDE].iterator, cute.make_layout(a_shape))
                 g, k = n // 2, n % 2
                 tile = cute.make_tensor(held.acc.iterator + g // 2 * (self.p_rows // 2), cute.make_layout(tile_shape))
+                if const_expr(few):
+                    mma_pv.set(Field.ACCUMULATE, adds if n % 4 == 0 else True)
                 cute.gemm(mma_pv, tile, a[None, None, 0], t_p[None, None, 2 * (g % 2) + k], tile)
                 warpgroup.commit_group()
             warpgroup.wait_group(0)
@@ -338,14 +365,18 @@ class ValuesFp8:
         """Store O times `inverse`, 1 / row sum, to `out` or to the piece's slot of partial_out."""
         lane = rows.lane
         out_row, valid_rows, slot = piece[Piece.ROW], piece[Piece.VALID_ROWS], piece[Piece.SLOT]
-        # Pairs of neighbouring latents of eight lanes fill a sector.
-        row_low, column = lane % 4 * 2, rows.first_latent + lane // 4 * 2
+        # Neighbouring latents of eight lanes fill a sector.
+        row_low, column = lane % 4 * 2, rows.first_latent + lane // 4 * self.neighbours
         if slot < 0:
-            target = element(arrays.out, Int64(out_row + row_low) * self.latent + column, 4)
+            target = element(
+                arrays.out, Int64(out_row + row_low) * self.latent + column, self.neighbours * self.out_dtype.width // 8
+            )
             self.store_rows(target, o, rows, valid_rows, self.out_dtype)
         else:
             row = partial_row(slot, rank * ROWS + row_low, self.config)
-            target = element(arrays.partial_out, row * self.latent + column, 2 * self.partial_dtype.width // 8)
+            target = element(
+                arrays.partial_out, row * self.latent + column, self.neighbours * self.partial_dtype.width // 8
+            )
             self.store_rows(target, o, rows, valid_rows, self.partial_dtype)
 
     @cute.jit

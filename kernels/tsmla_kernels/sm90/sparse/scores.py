@@ -126,6 +126,7 @@ class SparseScores(Scores):
     def __init__(self, config: SparseConfig, ring: SparseRing) -> None:
         super().__init__(config.decode, ring)
         self.sparse, self.pitch = config, config.pitch
+        self.sums_later = False  # a piece may take one stage: softmax warps run further ahead than barriers of pieces
         self.p_dtype, self.p_rows = ring.p_dtype, ring.p_rows
         self.k_dtype = self.p_dtype
         self.scales_early = 0 if config.layout == "v4" and ring.p_rows == ROWS else 2  # as registers allow
@@ -346,7 +347,7 @@ class SparseScores(Scores):
             warpgroup.commit_group()
 
     @cute.jit
-    def finish_piece(self, piece: Described, number: Int32, b_end: Int32, last: Int32, held: Held, shared: Shared):
+    def finish_piece(self, piece: Described, number: Int32, held: Held, shared: Shared):
         """Row sums over all keys; 1 / sum for the epilogue; the rows' log-sum-exps."""
         t = kept(held.place.thread)  # behind a shuffle, so that no row's address is kept from piece to piece
         totals = self.over_keys(operator.add, held.running.l, held.exchanged.of_lanes, t)

@@ -62,6 +62,9 @@ class SparseValues(ValuesFp8):
         """Wait until the next piece has been described; `index` is its first stage."""
         cute.arch.mbarrier_wait(shared.full + index, phase)
 
+    def wait_for_sums(self, number: Int32) -> None:
+        """Row sums are there when P is."""
+
     def pass_q(self, piece: Described, number: Int32, index: Int32, phase: Int32, shared: Shared):
         """Q does not come through the ring."""
         return index, phase

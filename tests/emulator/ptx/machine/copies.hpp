@@ -59,6 +59,7 @@ struct TensorMap {
 
 // Into shared memory, at some later time; the bytes then count at the mbarrier.
 inline void load_tensor(Warp& warp, int lane, const TensorMap& map, const int32_t* at, uint32_t to, uint32_t barrier) {
+  must_have_waited(warp);
   Cluster& cluster = *warp.block->cluster;
   check_proxy(warp, lane, to, map.bytes(), "a copy writes over");
   const Clock known = note_copy(warp, owner(cluster, to), offset_of(to), map.bytes());
@@ -82,6 +83,7 @@ inline void load_tensor(Warp& warp, int lane, const TensorMap& map, const int32_
 }
 
 inline void load_bulk(Warp& warp, int lane, uint64_t from, uint32_t to, uint32_t bytes, uint32_t barrier) {
+  must_have_waited(warp);
   Cluster& cluster = *warp.block->cluster;
   if (bytes) check_proxy(warp, lane, to, bytes, "a copy writes over");
   const Clock known = bytes ? note_copy(warp, owner(cluster, to), offset_of(to), bytes) : warp.clock;
@@ -108,6 +110,7 @@ inline void keep_until_waited(Warp& warp, int lane, uint32_t from, uint32_t byte
 }
 
 inline void store_bulk(Warp& warp, int lane, uint64_t to, uint32_t from, uint32_t bytes, bool add) {
+  must_have_waited(warp);
   aligned(to | offset_of(from) | bytes, 16);
   if (!bytes) return;
   keep_until_waited(warp, lane, from, bytes);
@@ -123,6 +126,7 @@ inline void store_bulk(Warp& warp, int lane, uint64_t to, uint32_t from, uint32_
 }
 
 inline void store_tensor(Warp& warp, int lane, const TensorMap& map, const int32_t* at, uint32_t from, bool add) {
+  must_have_waited(warp);
   keep_until_waited(warp, lane, from, static_cast<uint32_t>(map.bytes()));
   map.each(at, from, [&](uint32_t shared_address, uint64_t to) {
     if (!to) return;

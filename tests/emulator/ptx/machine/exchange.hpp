@@ -302,6 +302,7 @@ inline Flow copy_later(Warp& warp, const Instruction& i, uint32_t mask) {
     const auto bytes = read<uint32_t>(warp, i.slots[4], lane);
     const uint32_t used = i.slots[5] < 0 ? bytes : std::min(bytes, read<uint32_t>(warp, i.slots[5], lane));
     aligned(from | to, bytes);
+    must_have_waited(warp);
     warp.open_copies[lane].push_back([&warp, lane, from, to, bytes, used] {
       uint8_t value[16] = {};
       if (used) std::memcpy(value, machine(warp).global(from, used, false), used);
@@ -346,6 +347,11 @@ inline Flow products_commit(Warp& warp, const Instruction&, uint32_t) {
   return Flow::next;
 }
 
+inline Flow kernels_wait(Warp& warp, const Instruction&, uint32_t) {
+  warp.waited = true;
+  return Flow::next;
+}
+
 inline Flow products_wait(Warp& warp, const Instruction& i, uint32_t) {
   wait_products(warp, warp.slot(i.slots[0])[0]);
   return Flow::next;
@@ -380,6 +386,7 @@ inline void add_exchange(Handlers& handlers) {
   handlers["bulk_wait"] = bulk_wait;
   handlers["copy_later"] = copy_later;
   handlers["copy_wait_all"] = copy_wait_all;
+  handlers["griddepcontrol.wait"] = kernels_wait;
   handlers["wgmma"] = product;
   handlers["wgmma.commit"] = products_commit;
   handlers["wgmma.wait"] = products_wait;

@@ -60,7 +60,7 @@ class Grid {
     const uint64_t blocks = static_cast<uint64_t>(size[0]) * size[1] * size[2];
     for (int axis = 0; axis < 3; ++axis)
       if (!grid[axis] || grid[axis] % size[axis]) fault("a grid that clusters don't fill");
-    machine_.regions.push_back({reinterpret_cast<uint64_t>(parameters_.data()), parameters_.size() * sizeof(Chunk), false, "parameters"});
+    machine_.regions.push_back({reinterpret_cast<uint64_t>(parameters_.data()), parameters_.size() * sizeof(Chunk), false, PARAMETERS});
     machine_.last = nullptr;
     const uint64_t clusters = static_cast<uint64_t>(grid[0]) * grid[1] * grid[2] / blocks;
     std::vector<std::unique_ptr<Cluster>> running;
@@ -285,7 +285,7 @@ struct LaunchConfig {
   const LaunchAttribute* attributes;
   uint32_t count;
 };
-constexpr int CLUSTER_DIMENSION = 4;
+constexpr int CLUSTER_DIMENSION = 4, PROGRAMMATIC_SERIALIZATION = 6;
 
 }  // namespace
 
@@ -380,8 +380,12 @@ int _cudaLaunchKernelEx(const LaunchConfig* config, void* kernel, void** argumen
     for (size_t i = 0; i < program.parameters.size() / 2; ++i)
       std::memcpy(memory + program.parameters[2 * i], arguments[i], program.parameters[2 * i + 1]);
     uint32_t size[3] = {1, 1, 1};
-    for (uint32_t i = 0; i < config->count; ++i)
+    bool programmatic = false;
+    for (uint32_t i = 0; i < config->count; ++i) {
       if (config->attributes[i].id == CLUSTER_DIMENSION) std::copy_n(config->attributes[i].value, 3, size);
+      if (config->attributes[i].id == PROGRAMMATIC_SERIALIZATION) programmatic = config->attributes[i].value[0];
+    }
+    world.machine.overlaps = programmatic && !world.machine.launches++;
     const uint32_t threads = config->block[0] * config->block[1] * config->block[2];
     if (static_cast<int32_t>(threads) != program.threads) fault("a launch with another number of threads than the kernel has");
     Grid(world.machine, program, std::move(parameters)).run(config->grid, size, config->shared_bytes, world.resident);

@@ -77,11 +77,20 @@ inline uint32_t without_window(uint64_t address) {
   return static_cast<uint32_t>(address >= SHARED_WINDOW ? address - SHARED_WINDOW : address);
 }
 
+// Until the kernel before has ended it may write what this one reads, and read what this one writes.
+inline void must_have_waited(Warp& warp) {
+  if (machine(warp).overlaps && !warp.waited) fault("touches an array before griddepcontrol.wait");
+}
+
 // The memory at a lane's address, checked.
 template <Space space>
 uint8_t* at(Warp& warp, uint64_t address, uint64_t bytes, uint64_t alignment, bool write) {
   aligned(address, alignment);
-  if (!is_shared<space>(address)) return machine(warp).global(address, bytes, write);
+  if (!is_shared<space>(address)) {
+    uint8_t* memory = machine(warp).global(address, bytes, write);
+    if (machine(warp).last->name != PARAMETERS) must_have_waited(warp);
+    return memory;
+  }
   return shared(*warp.block->cluster, without_window(address), bytes);
 }
 

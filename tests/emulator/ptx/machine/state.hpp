@@ -19,6 +19,8 @@ constexpr int MOST_THREADS = 1024;              // of a block
 constexpr int WORD = 4;                         // bytes of shared memory whose accesses are known
 constexpr int GRANULE = 16;                     // bytes of shared memory for which the last writer is known
 
+const std::string PARAMETERS = "parameters";  // of the kernel: a region as arrays are
+
 struct Fault : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -107,6 +109,7 @@ struct Warp {
   uint32_t live = 0;
   uint32_t spinning = 0;
   bool stopped = false;
+  bool waited = false;                 // for the kernels before: griddepcontrol.wait
   int32_t line = 0;                    // of the instruction that runs
   const Instruction* waits = nullptr;  // at which the warp stopped last
   int32_t pc[LANES] = {};
@@ -168,6 +171,8 @@ struct Machine {
   uint64_t budget = 0;  // of instructions of warps that are left
   uint64_t events = 0;  // that another warp could wait for: the machine's time
   const Region* last = nullptr;
+  int launches = 0;        // of the call
+  bool overlaps = false;   // the grid begins while the kernel before the call may still run
 
   uint8_t* global(uint64_t address, uint64_t bytes, bool write) {
     if (!last || address < last->base || address + bytes > last->base + last->size || (write && !last->writable))
