@@ -77,6 +77,7 @@ class SparseConfig:
       tile_rows: heads that one CTA works on at once: 64, or 32 where more CTAs are better than fewer.
       batch_invariant: cut tokens at fixed columns, so that a row's bits do not depend on the rest of the batch.
       dealt: deal row tiles out in turn where every CTA gets several.
+      early_q: request a piece's Q as soon as the piece before has been multiplied by its own.
     """
 
     dtype: str
@@ -94,6 +95,7 @@ class SparseConfig:
     tile_rows: int = ROWS
     batch_invariant: bool = False
     dealt: bool = False
+    early_q: bool = False
 
     @property
     def fp8_queries(self) -> bool:
@@ -282,6 +284,7 @@ def sparse_config(
         tile_rows=ROWS if batch_invariant else _tile_rows(spec),
         batch_invariant=batch_invariant,
         dealt=not batch_invariant and _has_many_tiles(spec),
+        early_q=_has_many_tiles(spec),
     )
 
 

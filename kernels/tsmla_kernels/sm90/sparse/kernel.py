@@ -167,7 +167,8 @@ class SparseMla:
         if group == 3:
             self.set_registers(self.registers.copies)
             gather = Gather(
-                caches, arrays.indices, storage.ring.data_ptr().toint(), shared.full, shared.empty, valid, shared.pieces
+                q, caches, arrays.indices, storage.ring.data_ptr().toint(), shared.full, shared.empty, valid,
+                shared.pieces,
             )
             self.gatherer.run(gather, warp_idx - GATHER_WARP)
         else:
