@@ -134,11 +134,11 @@ class Piece:
 
 
 class Interpreter:
-    """PieceWalk, to be run for the clusters of a batch."""
+    """PieceWalk, or DealtWalk of the sparse kernel, to be run for the clusters of a batch."""
 
     def __init__(self) -> None:
         self.warp = Warp()
-        self.memory, self.share, self.walk = self._import()
+        self.memory, self.share, self.walk, self.deal = self._import()
         self.flags = (self.memory.Busy.FIRST, self.memory.Busy.LAST)
 
     def run(
@@ -150,10 +150,14 @@ class Interpreter:
         cu_seqlens_q: np.ndarray | None = None,
         equal_lengths: bool = False,
         visible_lens: np.ndarray | None = None,
+        dealt: bool = False,
     ) -> tuple[list[Piece], np.ndarray]:
         """(the pieces of all clusters, split_info) of a batch, with a table of `width` pages."""
         shapes = workspace_shapes(config, num_clusters * config.cluster, len(seq_lens), width)
-        walk = self.walk.PieceWalk(config, equal_lengths=equal_lengths)
+        walk_of, words = self.walk.PieceWalk, self.share.STATE_WORDS
+        if dealt:
+            walk_of, words = self.deal.DealtWalk, self.deal.DEALT_STATE_WORDS
+        walk = walk_of(config, self.memory.PIECES_KEPT, equal_lengths)
         rows = len(seq_lens) * config.max_q_len if cu_seqlens_q is None else int(cu_seqlens_q[-1])
         split_info = Array(np.full(shapes["split_info"][0], GARBAGE, np.int32))
         lens, table = Array(seq_lens.astype(np.int32)), types.SimpleNamespace(shape=(len(seq_lens), width))
@@ -169,7 +173,7 @@ class Interpreter:
                 partial_lse=types.SimpleNamespace(shape=shapes["partial_lse"][0]),
                 split_info=split_info,
                 pieces=described,
-                state=Array(np.full(self.share.STATE_WORDS, GARBAGE, np.int32)),
+                state=Array(np.full(words, GARBAGE, np.int32)),
                 num_clusters=num_clusters,
                 cluster_index=cluster,
                 rank=0,
@@ -199,7 +203,7 @@ class Interpreter:
         return pieces, split_info.array
 
     def _import(self) -> tuple[types.ModuleType, ...]:
-        """memory, share and walk of the decode kernels."""
+        """memory, share and walk of the decode kernels, and deal of the sparse one."""
         warp = self.warp
         arch = types.SimpleNamespace(
             lane_idx=lambda: warp.here.lane,
@@ -220,7 +224,7 @@ class Interpreter:
             Pointer=object,
             make_layout=lambda shape: shape,
             recast_ptr=lambda pointer, dtype: Pointer(pointer.array.view(dtype)),
-            make_tensor=lambda pointer, count: Array(pointer.array[:count]),
+            make_tensor=lambda pointer, shape: Array(pointer.array[: shape[0] if isinstance(shape, tuple) else shape]),
             make_rmem_tensor=lambda shape, dtype: Array(np.full(shape, GARBAGE, np.int64)),
         )
         names = ("BFloat16", "Float16", "Float8E4M3FN", "Numeric", "Constexpr")
@@ -242,7 +246,7 @@ class Interpreter:
         stand_ins = {"cutlass": cutlass, "cutlass.cute": cute}
         modules = []
         with mock.patch.dict(sys.modules, stand_ins):
-            for name in ("warp", "decode.memory", "decode.share", "decode.walk"):
+            for name in ("warp", "decode.memory", "decode.share", "decode.walk", "sparse.deal"):
                 full = f"tsmla_kernels.sm90.{name}"
                 spec = importlib.util.spec_from_file_location(full, FOLDER / f"{name.replace('.', '/')}.py")
                 assert spec is not None and spec.loader is not None

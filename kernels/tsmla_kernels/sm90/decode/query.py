@@ -33,11 +33,12 @@ class QueryCopy:
     Attributes:
       depth: columns of a row. p_rows: rows in Q's place. q_rows: rows of a stage. q_dtype: of Q in the stages.
       natural_from: the groups of 16 columns from this one on are not permuted. as_they_are: nor made f16.
+      in_flight: groups of 16 columns that a thread copies at once.
     """
 
     def __init__(self, depth: int, p_rows: int, q_rows: int, q_dtype: Any) -> None:
         self.depth, self.p_rows, self.q_rows, self.q_dtype = depth, p_rows, q_rows, q_dtype
-        self.natural_from, self.as_they_are = depth // 16, False
+        self.natural_from, self.as_they_are, self.in_flight = depth // 16, False, 1
 
     @cute.jit
     def keep(self, target: Int32, sources: Any, valid_rows: Int32, t: Int32, tops: cute.Tensor):
@@ -86,7 +87,7 @@ class QueryCopy:
         halves = cute.make_rmem_tensor((4, 2), Int32) if const_expr(self.natural_from < groups) else words
         ordered = cute.make_rmem_tensor((4, 2), Int32)
         top = Int32(0)  # a pair of f16; an fp32 number if `kind` is FIND
-        for base in cutlass.range(0, groups, at_once, unroll=1):
+        for base in cutlass.range(0, groups, at_once, unroll=self.in_flight if const_expr(kind == COPY) else 1):
             group = base + first
             if group < groups:
                 words.fill(0)

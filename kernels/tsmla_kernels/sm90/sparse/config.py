@@ -30,6 +30,7 @@ NUM_SCALES = 3  # the operand `scales`: softmax_scale * q_scale, kv_scale, compr
 PLAIN = (FP8, "bfloat16", "float16")
 FEW_HEADS = 32  # a row tile of so few heads leaves room for rows of any kind
 FEW_TILES = {"v32": 4, "v4": 16, "plain": 4}  # up to so many row tiles of 64, tiles of 32 are faster
+MANY_TILES = 384  # from so many row tiles on a GPU's CTAs get several each, and an object of its own deals them out
 NARROW_ROWS = (512, "bfloat16")  # rows of 16 bits that a row tile of 64 heads leaves room for: width and dtype
 WIDTHS = {"v32": (576,), "v4": (512,), "plain": (512, 576)}
 """Widths of a key that the kernel takes, by the cache's layout."""
@@ -75,6 +76,8 @@ class SparseConfig:
       sinks: whether heads have sinks.
       tile_rows: heads that one CTA works on at once: 64, or 32 where more CTAs are better than fewer.
       batch_invariant: cut tokens at fixed columns, so that a row's bits do not depend on the rest of the batch.
+      dealt: deal row tiles out in turn where every CTA gets several.
+      early_q: request a piece's Q as soon as the piece before has been multiplied by its own.
     """
 
     dtype: str
@@ -91,6 +94,8 @@ class SparseConfig:
     sinks: bool = False
     tile_rows: int = ROWS
     batch_invariant: bool = False
+    dealt: bool = False
+    early_q: bool = False
 
     @property
     def fp8_queries(self) -> bool:
@@ -278,7 +283,14 @@ def sparse_config(
         sinks=sinks,
         tile_rows=ROWS if batch_invariant else _tile_rows(spec),
         batch_invariant=batch_invariant,
+        dealt=not batch_invariant and _has_many_tiles(spec),
+        early_q=_has_many_tiles(spec),
     )
+
+
+def _has_many_tiles(spec: SparseMLASpec) -> bool:
+    """Whether the call has so many row tiles that they are dealt out in turn."""
+    return isinstance(spec.num_tokens, int) and spec.num_tokens * -(-spec.num_heads // ROWS) >= MANY_TILES
 
 
 def _tile_rows(spec: SparseMLASpec) -> int:

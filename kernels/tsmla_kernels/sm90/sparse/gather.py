@@ -9,13 +9,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from tsmla_kernels.contract.layouts import V4_PACKED
-from tsmla_kernels.sm90.decode.memory import Barrier, Piece
-from tsmla_kernels.sm90.sparse.config import SparseConfig
+from tsmla_kernels.sm90.decode.memory import Barrier, Described, Piece
+from tsmla_kernels.sm90.sparse.config import GATHER_WARPS, SparseConfig
 from tsmla_kernels.sm90.sparse.memory import FIRST_PIECES_THREADS, GATHER_ROWS, Gather
 from tsmla_kernels.sm90.sparse.ring import SparseRing
 from tsmla_kernels.sm90.warp import element
 
 ALL_ROWS = (1 << GATHER_ROWS) - 1
+LINE = 128  # bytes
 
 
 class Row(NamedTuple):
@@ -77,6 +78,9 @@ class Gatherer:
                     cute.arch.mbarrier_arrive(gather.full + index)
                 running = Int32(0)
             else:
+                if const_expr(self.config.early_q):
+                    if number > 0:
+                        self.prefetch_query(piece, warp, gather)
                 keys = piece[Piece.KEYS]
                 column = b_begin * self.block + warp * GATHER_ROWS + lane % GATHER_ROWS
                 selected = element(gather.indices, Int64(piece[Piece.REQUEST]) * gather.indices.shape[1], 4)
@@ -97,6 +101,17 @@ class Gatherer:
                     column += self.block
                     index, phase = self.ring.advance(index, phase)
                 number += 1
+
+    @cute.jit
+    def prefetch_query(self, piece: Described, warp: Int32, gather: Gather):
+        """Prefetch a piece's Q into the L2 cache, before the softmax warpgroup requests it."""
+        row_bytes = gather.q.shape[1] * gather.q.element_type.width // 8
+        first = gather.q.iterator.toint() + Int64(piece[Piece.ROW]) * row_bytes
+        size = piece[Piece.VALID_ROWS] * row_bytes
+        begin, step = (warp * 32 + cute.arch.lane_idx()) * LINE, GATHER_WARPS * 32 * LINE
+        for offset in cutlass.range(begin, size, step, unroll=1):
+            line = cute.make_ptr(Int32, first + offset, cute.AddressSpace.gmem, assumed_align=16)
+            cute.arch.prefetch(line.to_llvm_ptr(), cache_level="L2")
 
     @cute.jit
     def slot_at(self, selected: cute.Pointer, column: Int32, keys: Int32):

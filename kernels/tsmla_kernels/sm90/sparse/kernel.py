@@ -28,6 +28,7 @@ from tsmla_kernels.sm90.decode.memory import Piece, Schedule
 from tsmla_kernels.sm90.decode.share import MAX_SORTED, STATE_WORDS
 from tsmla_kernels.sm90.decode.walk import PieceWalk
 from tsmla_kernels.sm90.sparse.config import GATHER_WARPS, MIN_STAGES, SparseConfig
+from tsmla_kernels.sm90.sparse.deal import DEALT_STATE_WORDS, DealtWalk
 from tsmla_kernels.sm90.sparse.gather import Gatherer
 from tsmla_kernels.sm90.sparse.memory import GATHER_WARP, PIECES_KEPT, Arrays, Gather, Query, Scratch
 from tsmla_kernels.sm90.sparse.ring import SparseRing
@@ -48,7 +49,8 @@ class SparseMla:
         self.config = config
         self.ring = SparseRing(config)
         self.q_elements = config.q_bytes * 8 // self.ring.q_dtype.width
-        self.walk = PieceWalk(config.decode, PIECES_KEPT, equal_lengths=not config.lengths)
+        self.walk = (DealtWalk if config.dealt else PieceWalk)(config.decode, PIECES_KEPT, not config.lengths)
+        self.state_words = DEALT_STATE_WORDS if config.dealt else STATE_WORDS
         self.gatherer = Gatherer(config, self.ring)
         self.scores = (SparseScoresFp8 if config.fp8_queries else SparseScores)(config, self.ring)
         plain = SparseValues if config.kv_dtype == FP8 else PlainValues
@@ -88,7 +90,7 @@ class SparseMla:
             moved: cute.struct.Align[cute.struct.MemRange[Int32, self.ring.stages * 4], 16]
             valid: cute.struct.Align[cute.struct.MemRange[Int32, self.ring.stages * GATHER_WARPS], 16]
             inverse: cute.struct.Align[cute.struct.MemRange[Float32, self.ring.inverses_kept * ROWS], 16]
-            schedule_state: cute.struct.MemRange[Int32, STATE_WORDS]
+            schedule_state: cute.struct.MemRange[Int32, self.state_words]
             exchange: cute.struct.Align[cute.struct.MemRange[Float32, config.exchanged_words], 16]
             q: cute.struct.Align[cute.struct.MemRange[self.ring.q_dtype, self.q_elements], 1024]
             ring: cute.struct.Align[cute.struct.MemRange[self.ring.dtype, self.ring.elements], 1024]
@@ -148,7 +150,7 @@ class SparseMla:
                 cute.arch.mbarrier_init(q_full, 1)
             cute.arch.mbarrier_init_fence()
 
-        state = storage.schedule_state.get_tensor(cute.make_layout(STATE_WORDS))
+        state = storage.schedule_state.get_tensor(cute.make_layout(self.state_words))
         # Sorted in the first stage, before any row is copied there.
         order = cute.make_tensor(cute.recast_ptr(storage.ring.data_ptr(), dtype=Int32), cute.make_layout(MAX_SORTED))
         schedule = Schedule(
@@ -165,7 +167,8 @@ class SparseMla:
         if group == 3:
             self.set_registers(self.registers.copies)
             gather = Gather(
-                caches, arrays.indices, storage.ring.data_ptr().toint(), shared.full, shared.empty, valid, shared.pieces
+                q, caches, arrays.indices, storage.ring.data_ptr().toint(), shared.full, shared.empty, valid,
+                shared.pieces,
             )
             self.gatherer.run(gather, warp_idx - GATHER_WARP)
         else:

@@ -58,12 +58,13 @@ class Gather(NamedTuple):
     """What the gathering warps read and write.
 
     Attributes:
-      caches: one or two. indices: the operand.
+      q: the operand. caches: one or two. indices: the operand.
       ring: the address of the ring's first stage. full, empty: its barriers.
       valid: [GATHER_WARPS, stages], a bit for each of a gathering warp's rows of a stage: whether its slot exists.
       pieces: the ring of descriptions.
     """
 
+    q: cute.Tensor
     caches: tuple[cute.Tensor, ...]
     indices: cute.Tensor
     ring: Int32

@@ -22,6 +22,7 @@ class SparseQuery(QueryCopy):
     def __init__(self, config: SparseConfig, ring: SparseRing) -> None:
         super().__init__(config.head_dim, ring.p_rows, ring.p_rows, ring.q_dtype)
         self.natural_from, self.as_they_are = config.e4m3_columns // 16, config.bf16_columns
+        self.in_flight = 3 if config.early_q else 1
         self.tiles = config.head_dim // 64
         self.swizzle, self.row_bytes = ring.q_swizzle, self.depth * ring.q_dtype.width // 8
 

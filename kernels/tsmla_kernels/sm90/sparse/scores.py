@@ -220,7 +220,9 @@ class SparseScores(Scores):
     def take_q(self, piece: Described, number: Int32, index: Int32, phase: Int32, held: Held, shared: Shared) -> Taken:
         """Wait for Q, which is requested here if the piece is not the first, and make it what is multiplied."""
         t, query = held.place.thread, held.query
-        if number > 0:
+        # With early_q, later pieces' Q has been requested by request_next.
+        not_requested = number == 1 if const_expr(self.sparse.early_q) else number > 0
+        if not_requested:
             # All four warps have read the previous Q: they have met since their last product.
             if held.place.warp == 0:
                 self.query.request(piece, query)
@@ -276,7 +278,18 @@ class SparseScores(Scores):
                 self.scale_p(b, held)
             self.key_softmax.store_p_of_keys(address_here + held.p_offset, held.p_words)
             stored = held.signals
+        if const_expr(self.sparse.early_q):
+            self.request_next(number, held, shared)
         return Scored(index, phase, previous)
+
+    @cute.jit
+    def request_next(self, number: Int32, held: Held, shared: Shared):
+        """Request the Q of the piece after piece `number`, whose last Q K^T all four warps have left: they have voted
+        since. The first piece does not: the description of the second one may not be there yet."""
+        if number > 0 and held.place.warp == 0:
+            following, b_begin, b_end = self.ring.described(number + 1, shared.pieces)
+            if b_begin != b_end:
+                self.query.request(following, held.query)
 
     @cute.jit
     def further_scale(self, i: cutlass.Constexpr[int], b: Int32, held: Held) -> Float32:

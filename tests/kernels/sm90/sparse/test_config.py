@@ -32,7 +32,7 @@ V4_CALL = SparseMLASpec(3, 64, 512, 512, 640, 128, V4, dataclasses.replace(V4, p
 def test_calls_of_any_size_share_an_object() -> None:
     config = sparse_config(V32_CALL)
     for other in (
-        {"num_tokens": 4096},
+        {"num_tokens": 300},
         {"num_selected": 7, "window": 7},
         {"cache": dataclasses.replace(V32, num_pages=1)},
         {"cache": dataclasses.replace(V32, page_size=16, span=16)},
@@ -56,6 +56,15 @@ def test_pages_with_gaps_and_v4_pages_are_compiled_in() -> None:
     config = sparse_config(V4_CALL)
     assert (config.page_size, config.page_span, config.window) == (64, 64, 128)
     assert (config.compressed_page_size, config.compressed_page_span) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "dealt"), [(200, 64, False), (400, 64, True), (200, 128, True), ("t", 64, False)]
+)
+def test_many_row_tiles_are_dealt_out(tokens: int | str, heads: int, dealt: bool) -> None:
+    spec = dataclasses.replace(V32_CALL, num_tokens=tokens, num_heads=heads)
+    assert sparse_config(spec).dealt is dealt
+    assert not sparse_config(dataclasses.replace(spec, batch_invariant=True)).dealt
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,15 @@ ARCH = "sm_90a"
 CONFIGS = {
     "16 heads": {"num_heads": "16"},
     "128 heads, lengths": {"num_heads": "128", "lengths": "true"},
+    "64 heads, many tokens": {"num_heads": "64", "num_tokens": "4096"},
+    "128 heads, lengths, many tokens": {"num_heads": "128", "lengths": "true", "num_tokens": "4096"},
+    "V4, two caches, sinks, 64 heads, many tokens": {
+        "num_heads": "64",
+        "layout": "v4",
+        "window": "128",
+        "sinks": "true",
+        "num_tokens": "4096",
+    },
     "32 heads, f16, lengths": {"num_heads": "32", "dtype": "float16", "lengths": "true"},
     "9 heads, gaps between pages, batch invariant": {
         "num_heads": "9",

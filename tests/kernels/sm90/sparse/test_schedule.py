@@ -1,10 +1,12 @@
-"""The sparse kernel's schedule without a GPU: tokens without lengths are shared out although none is looked at."""
+"""The sparse kernel's schedule without a GPU: tokens without lengths are shared out although none is looked at, and
+many tokens are dealt out in turn."""
 
 import numpy as np
 import pytest
 
-from tests.emulator.schedule_interpreter import Interpreter
+from tests.emulator.schedule_interpreter import Interpreter, Piece
 from tests.kernels.sm90.decode.test_schedule import check, check_fixed_cuts
+from tsmla_kernels.sm90.decode.config import OVERHEAD
 from tsmla_kernels.sm90.sparse.config import SparseConfig
 
 CTAS = 20
@@ -46,3 +48,56 @@ def test_tokens_are_cut_at_fixed_columns(
     pieces, split_info = interpreter.run(config, CTAS, lens, selected, equal_lengths=equal_lengths)
     lens = np.full(tokens, selected) if equal_lengths else np.clip(lens, 0, selected)
     check_fixed_cuts(config, CTAS, lens, np.ones(tokens, int), selected, pieces, split_info)
+
+
+LENGTHS = {
+    "equal": np.full(70, 1000),
+    "no rest": np.full(60, 640),
+    "a rest of a few": np.full(103, 2048),
+    "a prompt's": np.arange(1, 131),
+    "some empty": np.where(np.arange(90) % 7, 700, 0),
+    "one request after the other": np.concatenate([np.full(80, 64), np.full(80, 2048)]),
+    "too few for rounds": np.full(25, 1000),
+}
+
+
+@pytest.mark.parametrize("ctas", [CTAS, 13])
+@pytest.mark.parametrize("heads", [16, 128, 130])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_many_tokens_are_dealt_out(interpreter: Interpreter, heads: int, lengths: str, ctas: int) -> None:
+    lens, config = LENGTHS[lengths], SparseConfig("bfloat16", heads).decode
+    width = int(lens.max())
+    pieces, split_info = interpreter.run(config, ctas, lens, width, dealt=True)
+    check(interpreter.flags, config, ctas, lens, np.ones(len(lens), int), pieces, split_info)
+    if np.all(lens == width):
+        equal, _ = interpreter.run(config, ctas, lens, width, dealt=True, equal_lengths=True)
+        assert loads(equal, ctas).max() == loads(pieces, ctas).max()
+
+
+@pytest.mark.parametrize("lengths", ["equal", "a rest of a few", "a prompt's"])
+def test_dealt_tiles_balance(interpreter: Interpreter, lengths: str) -> None:
+    """No CTA has more than a piece's start above the mean; those of runs have up to a tile."""
+    lens, config = LENGTHS[lengths], SparseConfig("bfloat16", 64).decode
+    pieces, _ = interpreter.run(config, CTAS, lens, int(lens.max()), dealt=True)
+    load = loads(pieces, CTAS)
+    assert load.max() <= load.mean() + OVERHEAD
+
+
+def test_neighbours_are_under_way_together(interpreter: Interpreter) -> None:
+    """A round is CTAS neighbouring tokens, one for each CTA, forwards and backwards in turn."""
+    lens, config = LENGTHS["equal"], SparseConfig("bfloat16", 64).decode
+    pieces, _ = interpreter.run(config, CTAS, lens, int(lens.max()), dealt=True, equal_lengths=True)
+    for i in range(len(lens) // CTAS):
+        turn = {piece.cluster: piece.request for c in range(CTAS) for piece in of(pieces, c)[i : i + 1]}
+        tokens = range(i * CTAS, (i + 1) * CTAS)
+        assert [turn[c] for c in range(CTAS)] == list(reversed(tokens) if i % 2 else tokens)
+
+
+def of(pieces: list[Piece], cta: int) -> list[Piece]:
+    """A CTA's pieces, in order."""
+    return [piece for piece in pieces if piece.cluster == cta]
+
+
+def loads(pieces: list[Piece], ctas: int) -> np.ndarray:
+    """What each CTA's pieces cost, in key blocks."""
+    return np.array([sum(p.end - p.begin + OVERHEAD for p in of(pieces, cta)) for cta in range(ctas)])

@@ -1,0 +1,130 @@
+"""Which CTA takes which row tiles of a prefill: they are dealt out in turn, and the rest is shared out as in decode."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from tsmla_kernels.sm90.decode.config import OVERHEAD, DecodeConfig
+from tsmla_kernels.sm90.decode.memory import Described, Piece, Schedule
+from tsmla_kernels.sm90.decode.share import STATE_WORDS, BatchShare, Request
+from tsmla_kernels.sm90.decode.walk import KeyBlocks, PieceWalk, TileRows
+from tsmla_kernels.sm90.warp import divide, remainder
+
+MIN_ROUNDS = 3  # with fewer tiles for each CTA, shares of one length balance as well
+# Words of the schedule's state behind those of decode's: rounds that are dealt out, and those that are done.
+ROUNDS, ROUND = STATE_WORDS, STATE_WORDS + 1
+DEALT_STATE_WORDS = STATE_WORDS + 2
+
+
+class RestShare(BatchShare):
+    """Shares out the last requests of a batch, those of schedule.seq_lens; all_rows counts the whole batch's rows."""
+
+    @cute.jit
+    def request(self, r: Int32, numbers: tuple[Int32, Int32, Int32], schedule: Schedule) -> Request:
+        """Size of the r-th of these requests."""
+        request = BatchShare.request(self, r, numbers, schedule)
+        before = schedule.all_rows - schedule.seq_lens.shape[0] * self.heads
+        return request._replace(first_row=request.first_row + before)
+
+
+class DealtWalk(PieceWalk):
+    """Deals row tiles out in turn, a round of one tile for each CTA after the other: forwards, then backwards, and so
+    on, so that lengths that rise from token to token balance. Neighbouring tokens, which often select the same rows,
+    are then under way at the same time. The tiles behind the last round, at least one, are shared out, and cut, as a
+    batch of their own.
+
+    Without rounds, or where lengths would leave CTAs too unequal, the whole batch is that rest.
+    """
+
+    def __init__(self, config: DecodeConfig, pieces_kept: int, equal_lengths: bool) -> None:
+        super().__init__(config, pieces_kept, equal_lengths)
+        self.batch = RestShare(config, equal_lengths)
+
+    @cute.jit
+    def begin(self, schedule: Schedule, early: tuple[Int32, Int32, Int32]):
+        """Find out how many rounds there are, and this CTA's share of the rest. `early` is what early_numbers
+        returned."""
+        rounds = self.rounds(schedule)
+        rest = self.rest(rounds, schedule)
+        length, first_token, end_token = early
+        if rounds > 0:
+            length, _, _ = self.batch.early_numbers(rest.seq_lens, rest.seq_lens)
+        if cute.arch.lane_idx() == 0:
+            schedule.state[ROUNDS] = rounds
+            schedule.state[ROUND] = Int32(0)
+        PieceWalk.begin(self, rest, (length, first_token, end_token))
+
+    @cute.jit
+    def rounds(self, schedule: Schedule):
+        """How many rounds are dealt out; 0 if that would leave CTAs too unequal."""
+        tiles, ctas = schedule.seq_lens.shape[0] * self.max_tiles, schedule.num_clusters
+        rounds = Int32(0)
+        if tiles >= MIN_ROUNDS * ctas:
+            rounds = divide(tiles - 1, ctas)  # so that a tile is left
+            if const_expr(not self.batch.equal_lengths):
+                if not self.balances(rounds, schedule):
+                    rounds = Int32(0)
+        return rounds
+
+    @cute.jit
+    def balances(self, rounds: Int32, schedule: Schedule):
+        """Whether the busiest CTA's rounds take at most a thirty-second, or OVERHEAD, more than the mean."""
+        lane, ctas = cute.arch.lane_idx(), schedule.num_clusters
+        last = schedule.seq_lens.shape[0] - 1
+        most, total = Int32(0), Int32(0)
+        for base in cutlass.range(0, ctas, 32, unroll=1):
+            cta = cutlass.min(base + lane, ctas - 1)
+            load = Int32(0)
+            for i in cutlass.range(rounds, unroll=8):
+                request = cutlass.min(self.tile_of(i, cta, ctas) // self.max_tiles, last)
+                load += self.batch.request_at(request, schedule).blocks + OVERHEAD
+            most = cutlass.max(most, load)
+            if base + lane < ctas:
+                total += load
+        most = cute.arch.warp_redux_sync(most, "max")
+        mean = divide(cute.arch.warp_redux_sync(total, "add"), ctas)
+        return most <= mean + cutlass.max(mean >> 5, OVERHEAD)
+
+    def tile_of(self, i: Int32, cta: Int32, ctas: Int32) -> Int32:
+        """The row tile that a CTA takes in round i."""
+        # Backwards in odd rounds: -1 - cta is ~cta.
+        odd = remainder(i, 2)
+        return (i + odd) * ctas + (cta ^ -odd)
+
+    def rest(self, rounds: Int32, schedule: Schedule) -> Schedule:
+        """The schedule of the requests behind the rounds. A request whose tiles are not all in the rounds is one of
+        them."""
+        first = rounds * schedule.num_clusters // self.max_tiles
+        lens = schedule.seq_lens
+        return schedule._replace(
+            seq_lens=cute.make_tensor(lens.iterator + first, cute.make_layout((lens.shape[0] - first,)))
+        )
+
+    @cute.jit
+    def next_piece(self, number: Int32, schedule: Schedule):
+        """Describe this CTA's next piece as piece `number`, or the end of its work."""
+        pieces, state, lane = schedule.pieces, schedule.state, cute.arch.lane_idx()
+        cute.arch.sync_warp()
+        rounds, i = state[ROUNDS], state[ROUND]
+        cute.arch.sync_warp()
+        rest = self.rest(rounds, schedule)
+        dealt = schedule.seq_lens.shape[0] - rest.seq_lens.shape[0]
+        row_tile = self.tile_of(i, schedule.cluster_index, schedule.num_clusters)
+        piece = Described(pieces, remainder(number, self.pieces_kept))
+        if i < rounds and row_tile < dealt * self.max_tiles:
+            r = row_tile // self.max_tiles
+            request = self.batch.request_at(r, schedule)
+            first = (row_tile - r * self.max_tiles) * self.tile_rows
+            rows = TileRows(first, request.first_row + first, cutlass.min(request.rows - first, self.tile_rows))
+            if lane == 0:
+                state[ROUND] = i + 1
+                self.describe(piece, KeyBlocks(Int32(0), request.blocks, Int32(-1)), r, request, rows, schedule.rank)
+            cute.arch.sync_warp()
+        else:
+            PieceWalk.next_piece(self, number, rest)
+            if lane == 0:
+                if piece[Piece.BLOCK_BEGIN] != piece[Piece.BLOCK_END]:
+                    piece[Piece.REQUEST] = piece[Piece.REQUEST] + dealt
+            cute.arch.sync_warp()
