@@ -20,6 +20,8 @@ LANE_VALUES = 8
 """Values of an indexer row that a lane holds: half a warp holds a row of 128."""
 FEW_ROWS = 1 << 14
 """Rows of queries, up to which a launch's time is that of one row."""
+FEW_ROWS_WARPS = 16
+"""Warps of a CTA for so few rows: there, starting CTAs counts."""
 ROW_LANES = INDEXER.head_dim // LANE_VALUES
 
 
@@ -68,7 +70,7 @@ class IndexerQuantizeConfig:
       in_dtype: of q. weights_dtype: of the head weights.
       num_heads: Hi.
       rope_dim, rope_offset, rope_layout: as in IndexerWriteConfig.
-      unroll: rows that half a warp has in flight at once.
+      unroll: rows that half a warp has in flight at once. warps: warps of a CTA.
     """
 
     in_dtype: str
@@ -78,6 +80,7 @@ class IndexerQuantizeConfig:
     rope_offset: int = 0
     rope_layout: str = "halves"
     unroll: int = 4
+    warps: int = WARPS
 
     @property
     def warp_rows(self) -> int:
@@ -130,9 +133,9 @@ def indexer_quantize_reasons(spec: IndexerQuantizeSpec) -> list[str]:
 def indexer_quantize_config(spec: IndexerQuantizeSpec) -> IndexerQuantizeConfig:
     """The configuration that serves `spec`."""
     few = isinstance(spec.num_tokens, int) and spec.num_tokens * spec.num_heads <= FEW_ROWS
-    return IndexerQuantizeConfig(
-        spec.in_dtype, spec.weights_dtype, spec.num_heads, *_rotation(spec.rotation), unroll=1 if few else 4
-    )
+    unroll, warps = (1, FEW_ROWS_WARPS) if few else (4, WARPS)
+    rotation = _rotation(spec.rotation)
+    return IndexerQuantizeConfig(spec.in_dtype, spec.weights_dtype, spec.num_heads, *rotation, unroll, warps)
 
 
 def _rotation(rotation: Rotation | None) -> tuple[int, int, str]:

@@ -24,7 +24,7 @@ from tsmla_kernels.sparse_cache.config import (
     IndexerWriteConfig,
     PackedWriteConfig,
 )
-from tsmla_kernels.sparse_cache.values import RowRotation, greatest_bits, power_of_two, scale_exponent
+from tsmla_kernels.sparse_cache.values import RowRotation, ask, greatest_bits, power_of_two, scale_exponent
 
 THREADS = 32 * WARPS
 LATENT_VALUES = V32_PACKED.latent_dim // 32
@@ -128,9 +128,26 @@ class IndexerRows:
         self.in_dtype = DTYPES[config.in_dtype]
         self.rotation = RowRotation(config)
 
-    def address(self, array: cute.Tensor, row: Int32, lane: Int32):
-        """The address of a lane's values of a row."""
-        return row_address(array, row, lane * (LANE_VALUES * self.in_dtype.width // 8))
+    @cute.jit
+    def values_of(self, array: cute.Tensor, row: Int32, columns: cutlass.Constexpr):
+        """A lane's values of a row, as the array has them. `columns` are RowRotation's."""
+        values = cute.make_rmem_tensor((LANE_VALUES,), self.in_dtype)
+        count = LANE_VALUES // len(columns)
+        for i in cutlass.range_constexpr(len(columns)):
+            part = load(self.in_dtype, row_address(array, row, columns[i] * (self.in_dtype.width // 8)), count)
+            for j in cutlass.range_constexpr(count):
+                values[i * count + j] = part[j]
+        return values
+
+    @cute.jit
+    def store_values(self, address: Int64, columns: cutlass.Constexpr, values: cute.Tensor):
+        """Write a lane's values, rounded to e4m3, into a row at an address."""
+        count = LANE_VALUES // len(columns)
+        for i in cutlass.range_constexpr(len(columns)):
+            part = cute.make_rmem_tensor((count,), Float32)
+            for j in cutlass.range_constexpr(count):
+                part[j] = values[i * count + j]
+            store(Float8E4M3FN, address + Int64(columns[i]), part)
 
     @cute.jit
     def quantized(self, values: cute.Tensor, floor: cutlass.Constexpr):
@@ -171,7 +188,8 @@ class WriteIndexerCache(IndexerRows):
         lane, row = thread % ROW_LANES, block * (2 * WARPS) + thread // ROW_LANES
         token = cutlass.min(row, slot_mapping.shape[0] - 1)
         slot = slot_mapping[token]
-        values = widened(load(self.in_dtype, self.address(k, token, lane), LANE_VALUES), Float32(1.0))
+        columns = self.rotation.columns(lane)
+        values = widened(self.values_of(k, token, columns), Float32(1.0))
         if const_expr(self.config.rope_dim > 0):
             self.rotation.rotate(values, self.rotation.angles(cos, sin, token, lane), lane)
         values, exponent = self.quantized(values, INDEXER.key_floor)
@@ -180,7 +198,7 @@ class WriteIndexerCache(IndexerRows):
             page = slot // page_size
             offset = slot - page * page_size
             address = cache.iterator.toint() + Int64(page) * Int64(page_size * INDEXER.row_bytes)
-            store(Float8E4M3FN, address + Int64(offset * INDEXER.head_dim + lane * LANE_VALUES), values)
+            self.store_values(address + Int64(offset * INDEXER.head_dim), columns, values)
             if lane == 0:
                 scale = address + Int64(page_size * INDEXER.head_dim + offset * INDEXER.scale_bytes)
                 values_at(Float32, scale, 1)[0] = power_of_two(exponent)
@@ -199,8 +217,8 @@ class IndexerQuantize(IndexerRows):
         cos, sin = others[:2] if const_expr(self.config.rope_dim > 0) else (None, None)
         q8, folded = others[-2:]
         self.quantize(q, weights, cos, sin, q8, folded).launch(
-            grid=[cute.ceil_div(weights.shape[0], WARPS * self.config.warp_rows), 1, 1],
-            block=[THREADS, 1, 1],
+            grid=[cute.ceil_div(weights.shape[0], self.config.warps * self.config.warp_rows), 1, 1],
+            block=[32 * self.config.warps, 1, 1],
             stream=stream,
         )
 
@@ -209,15 +227,16 @@ class IndexerQuantize(IndexerRows):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         config, num_rows = self.config, weights.shape[0]
-        lane, first = thread % ROW_LANES, (block * WARPS + (thread >> 5)) * config.warp_rows
+        lane, first = thread % ROW_LANES, (block * config.warps + (thread >> 5)) * config.warp_rows
+        columns, weight_bytes = self.rotation.columns(lane), weights.element_type.width // 8
         rotates, one_token = config.rope_dim > 0, config.num_heads % config.warp_rows == 0
         rows, held, factors, angles = [], [], [], []
         for u in cutlass.range_constexpr(config.unroll):
             # A row beyond the last is the last once more: it is written again with the same values.
             row = cutlass.min(first + 2 * u + (thread >> 4) % 2, num_rows - 1)
             rows.append(row)
-            held.append(load(self.in_dtype, self.address(q, row, lane), LANE_VALUES))
-            factors.append(weights[row])
+            held.append(self.values_of(q, row, columns))
+            factors.append(ask(config.weights_dtype, weights.iterator.toint() + Int64(row) * weight_bytes))
             if const_expr(rotates and (u == 0 or not one_token)):
                 angles.append(self.rotation.angles(cos, sin, row // config.num_heads, lane))
         for u in cutlass.range_constexpr(config.unroll):
@@ -225,6 +244,6 @@ class IndexerQuantize(IndexerRows):
             if const_expr(rotates):
                 self.rotation.rotate(values, angles[0 if one_token else u], lane)
             values, exponent = self.quantized(values, INDEXER.query_floor)
-            store(Float8E4M3FN, row_address(q8, rows[u], lane * LANE_VALUES), values)
+            self.store_values(row_address(q8, rows[u], 0), columns, values)
             if lane == 0:
-                folded[rows[u]] = factors[u].to(Float32) * Float32(config.constant) * power_of_two(exponent)
+                folded[rows[u]] = factors[u] * Float32(config.constant) * power_of_two(exponent)

@@ -6,9 +6,9 @@ import struct
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
-from tsmla_kernels.cache_ops.kernels import load, row_address
+from tsmla_kernels.cache_ops.kernels import DTYPES, load, row_address
 from tsmla_kernels.sparse_cache.config import LANE_VALUES, IndexerQuantizeConfig, IndexerWriteConfig
 
 MANTISSA_BITS = 23
@@ -49,48 +49,76 @@ def power_of_two(exponent):
     return ((exponent + BIAS) << MANTISSA_BITS).bitcast(Float32)
 
 
+def ask(dtype: str, address: Int64) -> Float32:
+    """A value at an address of global memory, in float32, loaded here: the compiler moves a plain load to its first
+    use, behind other waits."""
+    kind = f"b{DTYPES[dtype].width}"
+    widen = {
+        "bfloat16": "cvt.u32.u16 t, h; shl.b32 t, t, 16; mov.b32 {$w0}, t;",
+        "float16": "cvt.f32.f16 {$w0}, h;",
+        "float32": "mov.b32 {$w0}, h;",
+    }[dtype]
+    return cute.arch.inline_ptx(
+        f"{{ .reg .{kind} h; .reg .b32 t; ld.volatile.global.{kind} h, [{{$r0}}]; {widen} }}",
+        write_only_types=[Float32],
+        read_only_args=[address],
+    )
+
+
+def rotated_pair(a: Float32, b: Float32, cos: Float32, sin: Float32) -> tuple[Float32, Float32]:
+    """(a cos - b sin, b cos + a sin), each with one rounding of the second product and one of the sum."""
+    return cute.arch.inline_ptx(
+        "{ .reg .f32 s, t; mul.rn.f32 s, {$r1}, {$r3}; neg.f32 s, s; mul.rn.f32 t, {$r0}, {$r3};"
+        " fma.rn.f32 {$w0}, {$r0}, {$r2}, s; fma.rn.f32 {$w1}, {$r1}, {$r2}, t; }",
+        write_only_types=[Float32, Float32],
+        read_only_args=[a, b, cos, sin],
+    )
+
+
 class RowRotation:
-    """Rope on some columns of rows of 128 that half a warp holds, LANE_VALUES columns a lane. `config` has rope_dim,
-    rope_offset and rope_layout."""
+    """Rope on some columns of rows of 128 that half a warp holds, LANE_VALUES columns a lane: neighbours, or, where the
+    members of a pair lie in halves of what is rotated, some of the first half and those that belong to them. `config`
+    has rope_dim, rope_offset and rope_layout."""
 
     def __init__(self, config: IndexerWriteConfig | IndexerQuantizeConfig) -> None:
         self.dim, self.offset = config.rope_dim, config.rope_offset
-        self.halves = config.rope_layout == "halves"
+        self.halves = config.rope_layout == "halves" and config.rope_dim > 0
+
+    def inside(self, lane: Int32):
+        """Whether a lane's columns are rotated."""
+        column = lane * LANE_VALUES - self.offset
+        return (column >= 0) & (column < self.dim)
+
+    @cute.jit
+    def columns(self, lane: Int32):
+        """The first of each group of neighbouring columns that a lane holds: one group, or two halves of one."""
+        first = lane * LANE_VALUES
+        if const_expr(not self.halves):
+            return (first,)
+        second = first + LANE_VALUES // 2
+        if self.inside(lane):
+            first = self.offset + ((first - self.offset) >> 1)
+            second = first + self.dim // 2
+        return first, second
 
     @cute.jit
     def angles(self, cos: cute.Tensor, sin: cute.Tensor, token: Int32, lane: Int32):
-        """(cos, sin) of a lane's columns: one of each for a pair of neighbours, or for a column where pairs lie in
-        halves."""
-        width = LANE_VALUES if const_expr(self.halves) else LANE_VALUES // 2
-        half = self.dim // 2
-        column = lane * LANE_VALUES - self.offset
-        first = column
-        if const_expr(self.halves):
-            if column >= half:
-                first = column - half
-        else:
-            first = column >> 1
-        first = cutlass.min(cutlass.max(first, 0), half - width)
+        """(cos, sin) of a lane's pairs."""
+        width = LANE_VALUES // 2
+        first = (lane * LANE_VALUES - self.offset) >> 1
+        first = cutlass.min(cutlass.max(first, 0), self.dim // 2 - width)
         return [load(Float32, row_address(table, token, first * 4), width) for table in (cos, sin)]
 
     @cute.jit
     def rotate(self, values: cute.Tensor, angles: cutlass.Constexpr, lane: Int32):
-        """Rotate the lane's float32 values in place. All lanes of the warp; `lane` is that of the row."""
+        """Rotate the lane's float32 values in place; `lane` is that of the row."""
         cos, sin = angles
-        column = lane * LANE_VALUES - self.offset
-        inside = (column >= 0) & (column < self.dim)
-        if const_expr(self.halves):
-            distance = self.dim // 2 // LANE_VALUES
-            partner, sign = cute.arch.lane_idx() + distance, Float32(-1.0)
-            if column >= self.dim // 2:
-                partner, sign = cute.arch.lane_idx() - distance, Float32(1.0)
-            for i in cutlass.range_constexpr(LANE_VALUES):
-                other = cute.arch.shuffle_sync(values[i], partner & 31)
-                if inside:
-                    values[i] = values[i] * cos[i] + sign * (other * sin[i])
-        else:
-            if inside:
-                for i in cutlass.range_constexpr(LANE_VALUES // 2):
+        if self.inside(lane):
+            for i in cutlass.range_constexpr(LANE_VALUES // 2):
+                if const_expr(self.halves):
+                    both = rotated_pair(values[i], values[i + LANE_VALUES // 2], cos[i], sin[i])
+                    values[i], values[i + LANE_VALUES // 2] = both
+                else:
                     even, odd = values[2 * i], values[2 * i + 1]
                     values[2 * i] = even * cos[i] - odd * sin[i]
                     values[2 * i + 1] = odd * cos[i] + even * sin[i]

@@ -195,6 +195,10 @@ class _Encoder:
         name = f"{i.name}.{space}.{i.type}"
         if i.name == "ld":
             return Encoding(name, (*self.slots(i.operands[0]), *self.address(i.operands[1])), aux=vector)
+        if "async" in i.modifiers:
+            to, values, barrier = i.operands
+            slots = (*self.address(to), *self.address(barrier), *self.slots(values))
+            return Encoding("store_later", slots, aux=vector)
         return Encoding(name, (*self.address(i.operands[0]), *self.slots(i.operands[1])), aux=vector)
 
     def atomic(self, i: Instruction) -> Encoding:
@@ -307,6 +311,10 @@ class _Encoder:
     def small_copy(self, i: Instruction) -> Encoding:
         if "wait_all" in i.modifiers:
             return Encoding("copy_wait_all", ())
+        if "commit_group" in i.modifiers:
+            return Encoding("copy_commit", ())
+        if "wait_group" in i.modifiers:
+            return Encoding("copy_wait", (self.slot(i.operands[0]),))
         if not {"ca", "cg"} & {*i.modifiers}:
             raise NotImplementedError(i.opcode)
         to, source, count, *used = i.operands

@@ -127,6 +127,44 @@ def test_a_misaligned_access_is_found() -> None:
         run("ld.global.v2.b32 {%r5, %r6}, [%rd4]; st.global.b32 [%rd5], %r5;", NUMBERS[:64], 32)
 
 
+def test_a_group_of_copies_is_there_when_it_was_waited_for() -> None:
+    """Two groups, of which the first alone is waited for: what the second one brings is not there yet."""
+    body = """
+    cp.async.ca.shared.global [%r4], [%rd4], 4;
+    cp.async.commit_group;
+    cp.async.ca.shared.global [%r4+128], [%rd4+128], 4;
+    cp.async.commit_group;
+    st.shared.b32 [%r4+128], 7;
+    cp.async.wait_group 1;
+    ld.shared.b32 %r5, [%r4];
+    ld.shared.b32 %r6, [%r4+128];
+    add.s32 %r5, %r5, %r6;
+    cp.async.wait_group 0;
+    ld.shared.b32 %r6, [%r4+128];
+    add.s32 %r5, %r5, %r6;
+    st.global.b32 [%rd5], %r5;
+    """
+    got, hazards = run(body, NUMBERS[:64], 32)
+    assert np.array_equal(got, NUMBERS[:32] + 7 + NUMBERS[32:64]) and hazards == []
+
+
+def test_an_asynchronous_store_counts_at_its_mbarrier() -> None:
+    body = """
+    @%p1 mbarrier.init.shared.b64 [%r3+1024], 1;
+    bar.sync 0;
+    ld.global.b32 %r5, [%rd4];
+    @%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r3+1024], 128;
+    st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%r4], %r5, [%r3+1024];
+    WAIT: mbarrier.try_wait.parity.shared.b64 %p2, [%r3+1024], 0;
+    @!%p2 bra WAIT;
+    xor.b32 %r6, %r4, 4;
+    ld.shared.b32 %r7, [%r6];
+    st.global.b32 [%rd5], %r7;
+    """
+    got, hazards = run(body, NUMBERS[:32])
+    assert np.array_equal(got, NUMBERS[:32].reshape(-1, 2)[:, ::-1].ravel()) and hazards == []
+
+
 BARRIER = "@%p1 mbarrier.init.shared.b64 [%r3+1024], 1; bar.sync 0;"
 
 

@@ -17,6 +17,7 @@ MAX_COLUMNS = (1 << 31) - 256  # positions, rounded up to a unit, are counted in
 MANY_ROWS = 1 << 20  # what a symbolic number of rows is taken for
 UNIT = 128  # columns that a warp reads at once: 16 bytes a lane
 BINS = 4096  # of a histogram
+FEW_ROWS = 264  # two for each processor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,7 @@ class TopkConfig:
         shared memory is read once, a longer one once for every pass.
       held: chunks, of 16 bytes a thread, of a row that a CTA holds. most_chunks: of a CTA's share of a row that it does
         not leave to ExactSearch: more than are held, and it keeps some when it reads them. depth: chunks read at once.
+      in_registers: hold a row that is held as a whole by one CTA in its registers.
       most_listed: keys of one bin that are ranked among each other instead of being counted once more.
       eager: copy a row's columns, as many as the array has, before its length is known; for few rows.
     """
@@ -49,6 +51,7 @@ class TopkConfig:
     held: int = 4
     most_chunks: int = 4
     depth: int = 4
+    in_registers: bool = False
     most_listed: int = 512
 
     @property
@@ -58,8 +61,8 @@ class TopkConfig:
     @property
     def least_ctas(self) -> int:
         """CTAs that a processor's registers must be enough for; 0 leaves that to the compiler, which gives too few to
-        slots in a wide cluster."""
-        return 1 if self.page_size and self.cluster == 8 else 0
+        slots in a wide cluster, and to those of a row in registers."""
+        return 1 if self.page_size and (self.cluster == 8 or self.in_registers) else 0
 
     @property
     def listed(self) -> int:
@@ -132,7 +135,7 @@ def topk_config(spec: TopKSpec) -> TopkConfig:
         rows = MANY_ROWS
     # cluster, warps, held, most_chunks: a row is held as a whole where that leaves no processor idle.
     if columns <= 1 << 13:
-        shape = (1, 16, 4, 4) if rows <= 264 else (1, 8, 8, 8)
+        shape = (1, 16, 4, 4) if rows <= FEW_ROWS else (1, 8, 8, 8)
     elif columns <= 1 << 15:
         shape = (4, 16, 4, 4) if rows <= 32 else (2, 32, 4, 4) if rows <= 66 else (1, 32, 8, 8)
         if rows > 132:
@@ -157,5 +160,6 @@ def topk_config(spec: TopKSpec) -> TopkConfig:
         eager=rows * columns <= 1 << 20 and not spec.row_starts,
         held=held,
         most_chunks=most_chunks,
-        most_listed=144 if columns <= 1 << 13 and rows > 264 else 512,
+        in_registers=columns <= 1 << 13 and rows <= FEW_ROWS,
+        most_listed=144 if columns <= 1 << 13 and rows > FEW_ROWS else 512,
     )

@@ -29,13 +29,14 @@ from tsmla_kernels.sm90.indexer.common import (
 )
 from tsmla_kernels.sm90.indexer.config import BINS, TopkConfig
 from tsmla_kernels.sm90.indexer.exact import ExactSearch
-from tsmla_kernels.sm90.indexer.filtered import PLENTY, FilteredSearch
+from tsmla_kernels.sm90.indexer.filtered import PLENTY
+from tsmla_kernels.sm90.indexer.registers import RegisterSearch
 from tsmla_kernels.sm90.indexer.rows import ordered
 from tsmla_kernels.sm90.indexer.sort import EntrySort
 from tsmla_kernels.sm90.warp import quotient, remainder
 
 
-class SelectTopk(ExactSearch, FilteredSearch):
+class SelectTopk(ExactSearch, RegisterSearch):
     """select_topk: `config` is static, rows and columns are dynamic.
 
     Operands of the launcher: logits [T, N] f32, seq_lens [T] i32, row_starts [T] i32 (with config.row_starts),
@@ -116,7 +117,11 @@ class SelectTopk(ExactSearch, FilteredSearch):
         if const_expr(not config.eager):
             columns = cutlass.min(cutlass.max(length, 0), columns)
         span = self.span(logits, first, columns, place)
-        self.hold(span, shared, place)
+        values = None
+        if const_expr(config.in_registers):
+            values = self.load_row(span, place)
+        else:
+            self.hold(span, shared, place)
         self.clear(span, shared, place)
         self.clear_entries(shared, place)
         length = cutlass.min(cutlass.max(length, 0), columns)
@@ -135,7 +140,10 @@ class SelectTopk(ExactSearch, FilteredSearch):
         else:
             common = Boolean(False)
             if span.chunks <= config.most_chunks:
-                common = self.search(span, shared, place, output)
+                if const_expr(config.in_registers):
+                    common = self.search_registers(span, values, shared, place, output)
+                else:
+                    common = self.search(span, shared, place, output)
             if not common:
                 self.select_any(logits, (first, length), storage, place, output)
 
@@ -202,7 +210,7 @@ class SelectTopk(ExactSearch, FilteredSearch):
         bins = shared.sample.bins.iterator
         for i in cutlass.range(place.thread, self.config.histograms * (BINS // 4), self.config.threads, unroll=1):
             cute.autovec_copy(zeros, cute.make_tensor((bins + i * 4).align(16), cute.make_layout(4)))
-        if span.chunks <= self.config.most_chunks:
+        if const_expr(not self.config.in_registers) and span.chunks <= self.config.most_chunks:
             for i in cutlass.range(quotient(span.chunks + 3, 4), unroll=1):
                 shared.marks[i * self.config.threads + place.thread] = Int32(0)
         if place.thread == 0:

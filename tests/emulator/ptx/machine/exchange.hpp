@@ -312,10 +312,46 @@ inline Flow copy_later(Warp& warp, const Instruction& i, uint32_t mask) {
   return Flow::next;
 }
 
-inline Flow copy_wait_all(Warp& warp, const Instruction&, uint32_t mask) {
+inline Flow copy_commit(Warp& warp, const Instruction&, uint32_t mask) {
+  EACH_LANE warp.copy_groups[lane].push_back(std::exchange(warp.open_copies[lane], {}));
+  return Flow::next;
+}
+
+inline void wait_copies(Warp& warp, int lane, size_t left) {
+  auto& groups = warp.copy_groups[lane];
+  while (groups.size() > left) {
+    for (auto& run : groups.front()) run();
+    groups.erase(groups.begin());
+  }
+}
+
+inline Flow copy_wait(Warp& warp, const Instruction& i, uint32_t mask) {
+  EACH_LANE wait_copies(warp, lane, read<uint32_t>(warp, i.slots[0], lane));
+  return Flow::next;
+}
+
+inline Flow copy_wait_all(Warp& warp, const Instruction& i, uint32_t mask) {
+  copy_commit(warp, i, mask);
+  EACH_LANE wait_copies(warp, lane, 0);
+  return Flow::next;
+}
+
+// st.async: slots to, mbarrier, values. The store is made at some later time; its bytes then count at the mbarrier.
+inline Flow store_later(Warp& warp, const Instruction& i, uint32_t mask) {
+  Cluster& cluster = *warp.block->cluster;
+  const uint32_t bytes = static_cast<uint32_t>(i.aux) * WORD;
   EACH_LANE {
-    for (auto& run : warp.open_copies[lane]) run();
-    warp.open_copies[lane].clear();
+    const uint32_t to = shared_address(warp, i, 0, lane), barrier = shared_address(warp, i, 2, lane);
+    std::vector<uint32_t> words;
+    for (int element = 0; element < i.aux; ++element) words.push_back(read<uint32_t>(warp, i.slots[4 + element], lane));
+    const Clock known = note_copy(warp, owner(cluster, to), offset_of(to), bytes);
+    aligned(offset_of(to), bytes);
+    barrier_at(cluster, barrier);
+    cluster.copies.push_back({[&cluster, words, to, bytes, barrier, known] {
+      std::memcpy(shared(cluster, to, bytes), words.data(), bytes);
+      join(handed_on(cluster, barrier), known);
+      complete(cluster, barrier, bytes);
+    }});
   }
   return Flow::next;
 }
@@ -385,8 +421,11 @@ inline void add_exchange(Handlers& handlers) {
   handlers["bulk_commit"] = bulk_commit;
   handlers["bulk_wait"] = bulk_wait;
   handlers["copy_later"] = copy_later;
+  handlers["copy_commit"] = copy_commit;
+  handlers["copy_wait"] = copy_wait;
   handlers["copy_wait_all"] = copy_wait_all;
   handlers["griddepcontrol.wait"] = kernels_wait;
+  handlers["store_later"] = store_later;
   handlers["wgmma"] = product;
   handlers["wgmma.commit"] = products_commit;
   handlers["wgmma.wait"] = products_wait;

@@ -105,7 +105,8 @@ const uint8_t* look(Warp& warp, uint64_t address, uint64_t bytes, uint64_t align
   return memory;
 }
 
-// A store. One of what lies there already changes nothing that the async proxy could miss.
+// A store. One of what lies there already changes nothing that the async proxy could miss; an atomic operation that leaves
+// its word as it was is still ordered with others as atomic operations are.
 template <Space space>
 void put(Warp& warp, int lane, uint64_t address, const void* value, uint64_t bytes, uint64_t alignment, bool atomic = false) {
   uint8_t* memory = at<space>(warp, address, bytes, alignment, true);
@@ -115,7 +116,7 @@ void put(Warp& warp, int lane, uint64_t address, const void* value, uint64_t byt
   if (!is_shared<space>(address)) return;
   const uint32_t offset = without_window(address);
   Block& block = owner(*warp.block->cluster, offset);
-  if (equal) return note_equal(warp, block, offset_of(offset), bytes);
+  if (equal && !atomic) return note_equal(warp, block, offset_of(offset), bytes);
   note_write(warp, lane, offset, bytes);
   note_overwrite(warp, block, offset_of(offset), bytes, atomic);
 }

@@ -118,7 +118,8 @@ struct Warp {
   std::vector<std::vector<Product>> product_groups;
   std::vector<BulkGroup> bulk_groups[LANES];
   BulkGroup open_bulk[LANES];
-  std::vector<std::function<void()>> open_copies[LANES];  // cp.async that were not waited for
+  std::vector<std::function<void()>> open_copies[LANES];  // cp.async of no group yet
+  std::vector<std::vector<std::function<void()>>> copy_groups[LANES];  // those that were not waited for
 
   int agent = 0;
   Clock clock;
