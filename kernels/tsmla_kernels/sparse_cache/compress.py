@@ -15,9 +15,8 @@ from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8, const_
 
 from tsmla_kernels.cache_ops.kernels import DTYPES, load, row_address, store, values_at, widened
 from tsmla_kernels.contract.layouts import INDEXER, V4_PACKED
-from tsmla_kernels.sparse_cache.compress_config import LANE_CHANNELS, CompressWriteConfig
-from tsmla_kernels.sparse_cache.compress_memory import CompressArrays, Place, Request, Sums, Target, Window
-from tsmla_kernels.sparse_cache.compress_requests import RequestSearch
+from tsmla_kernels.sparse_cache.compress_config import LANE_CHANNELS, ROWS_AT_ONCE, CompressWriteConfig
+from tsmla_kernels.sparse_cache.compress_memory import CompressArrays, Place, Request, Source, Sums, Target
 from tsmla_kernels.sparse_cache.values import BIAS, greatest_bits, power_of_two, scale_exponent
 
 LOG2_E = 1.4426950408889634
@@ -29,7 +28,7 @@ def exp2(value: Float32) -> Float32:
     return cute.math.exp2(value, fastmath=True)
 
 
-class CompressWriteKvCache(RequestSearch):
+class CompressWriteKvCache:
     """compress_write_kv_cache. Operands of the launcher: cache, state, state_positions, and CompressArrays."""
 
     arrays = CompressArrays
@@ -50,13 +49,13 @@ class CompressWriteKvCache(RequestSearch):
 
         @cute.struct
         class Storage:
-            """arrived: the mbarrier at which the Sums of the cluster's CTAs arrive in the first one. held: each
-            thread's vectors of window rows under way; then the Sums of the CTA's parts, each thread's where its own
-            vectors were, and behind them, in the first CTA, those of the cluster's CTAs. squares: sums of the warps of
-            a row."""
+            """greatest, total, pooled: Sums of the CTA's parts. merged: those of the cluster's CTAs, in the first CTA.
+            squares: sums of the warps of a row."""
 
-            arrived: cute.struct.MemRange[Int64, 1]
-            held: cute.struct.Align[cute.struct.MemRange[Float32, config.held_values], 16]
+            greatest: cute.struct.Align[cute.struct.MemRange[Float32, config.parts * config.channels], 16]
+            total: cute.struct.Align[cute.struct.MemRange[Float32, config.parts * config.channels], 16]
+            pooled: cute.struct.Align[cute.struct.MemRange[Float32, config.parts * config.channels], 16]
+            merged: cute.struct.Align[cute.struct.MemRange[Float32, max(3 * config.merged * config.channels, 4)], 16]
             squares: cute.struct.MemRange[Float32, config.lanes // 32]
 
         self.storage = Storage
@@ -72,46 +71,45 @@ class CompressWriteKvCache(RequestSearch):
     @cute.kernel
     def compress(self, arrays: CompressArrays):
         config = self.config
+        if const_expr(config.cluster > 1):
+            cute.arch.cluster_arrive_relaxed()
         storage = utils.SmemAllocator().allocate(self.storage)
-        arrived = storage.arrived.data_ptr()
-        held = storage.held.get_tensor(cute.make_layout(config.held_values))
+        slots = cute.make_layout((config.parts, config.channels), stride=(config.channels, 1))
+        parts = Sums(*(x.get_tensor(slots) for x in (storage.greatest, storage.total, storage.pooled)))
+        merged = storage.merged.get_tensor(cute.make_layout(max(3 * config.merged * config.channels, 4)))
         squares = storage.squares.get_tensor(cute.make_layout(config.lanes // 32))
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        if const_expr(config.cluster > 1):
-            if thread == 0:
-                cute.arch.mbarrier_init(arrived, 1)
-                cute.arch.mbarrier_init_fence()
-            cute.arch.sync_warp()
         rank, block = block % config.cluster, block // config.cluster
         lane = thread % config.lanes
         place = Place(rank, thread // config.lanes, lane, lane * LANE_CHANNELS)
         weights = self.norm_weights(arrays, place)
-        request, number = self.owner(arrays, block, thread & 31)
-        first_entry = request.start // config.ratio
-        count = request.length // config.ratio - first_entry  # entries that the request's new tokens complete
+        index, number = self.owner(arrays.cu_seqlens_q, arrays.seq_lens.shape[0], block, thread & 31)
+        token = arrays.cu_seqlens_q[index]
+        length = arrays.seq_lens[index]
+        start = length - (arrays.cu_seqlens_q[index + 1] - token)
+        request = Request(index, token, start, length, arrays.state_slots[index])
+        first_entry = start // config.ratio
+        count = length // config.ratio - first_entry  # entries that the request's new tokens complete
         # The first `series` entries may reach back into the state: one CTA pools them in turn.
         turns = Int32(0)
         if number == 0:
             turns = cutlass.min(count, config.series)
         elif number >= config.series and number < count:
             turns = Int32(1)
+        if const_expr(config.cluster > 1):
+            cute.arch.cluster_wait()  # the first CTA runs, so that hand_over may write into its shared memory
         for turn in cutlass.range(turns, unroll=1):
             entry = first_entry + number + turn
-            window = self.window(arrays, request, entry, place, held)
-            for chunk in cutlass.range_constexpr(config.chunks_ahead):
-                self.ask(window, Int32(chunk))
             target = self.target(arrays, request, entry, place)
-            self.pool(window)
+            self.pool(arrays, request, entry, place, parts)
             cute.arch.sync_threads()
-            sums, count = self.sums_in(held, 0, config.parts), config.parts
+            sums, count = parts, config.parts
             if const_expr(config.cluster > 1):
-                cute.arch.cluster_arrive_relaxed()
-                merged = self.sums_in(held, config.parts, config.cluster)
-                self.hand_over(sums, (merged, arrived), place)
-                if place.rank == 0:
-                    cute.arch.mbarrier_wait(arrived, turn & 1)
-                sums, count = merged, config.cluster
+                self.hand_over(parts, merged, place)
+                cute.arch.cluster_arrive()
+                cute.arch.cluster_wait()
+                sums, count = self.merged_sums(merged), config.cluster
             if place.rank == 0:
                 values = self.normed(self.combined(sums, count, place), weights, place, squares)
                 if place.part == 0:
@@ -123,29 +121,53 @@ class CompressWriteKvCache(RequestSearch):
             else:
                 cute.arch.sync_threads()
         if number == 0 and request.state >= 0 and request.state < arrays.new_state.shape[0]:
-            # The last CTAs of a cluster first: the first one may still have an entry to write.
-            self.keep(arrays, request, (config.cluster - 1 - place.rank) * config.threads + thread)
+            self.keep(arrays, request, place.rank * config.threads + thread)
 
     @cute.jit
-    def pool(self, window: cutlass.Constexpr):
-        """The Sums of a thread's channels over its part of an entry's window, whose first chunks were asked for, into
-        shared memory."""
+    def owner(self, cu_seqlens_q: cute.Tensor, num_requests: Int32, block: Int32, lane: Int32):
+        """(request, number) of the CTA: each request has a CTA, and one more for every `ratio` tokens. All lanes."""
+        count = Int32(0)
+        for i in cutlass.range(cute.ceil_div(num_requests, 32), unroll=1):
+            request = i * 32 + lane
+            at = cutlass.min(request, num_requests - 1)
+            begins = cu_seqlens_q[at] // self.config.ratio + at <= block
+            if begins and request < num_requests:
+                count += 1
+        index = cute.arch.warp_redux_sync(count, "add") - 1
+        return index, block - (cu_seqlens_q[index] // self.config.ratio + index)
+
+    @cute.jit
+    def pool(
+        self,
+        arrays: CompressArrays,
+        request: cutlass.Constexpr,
+        entry: Int32,
+        place: cutlass.Constexpr,
+        parts: cutlass.Constexpr,
+    ):
+        """The Sums of a thread's channels over its part of the entry's window, into shared memory."""
         config = self.config
+        rows = config.cta_rows // config.parts
+        first = place.rank * config.cta_rows + place.part * rows
+        begin = (entry + 1 - config.series) * config.ratio + first
         greatest, total, pooled = (cute.make_rmem_tensor((LANE_CHANNELS,), Float32) for _ in range(3))
         greatest.fill(-INFINITY)
         total.fill(0.0)
         pooled.fill(0.0)
-        bias = cute.make_rmem_tensor((config.at_once * LANE_CHANNELS,), Float32)
-        self.ask_bias(window, Int32(0), bias)
-        for chunk in cutlass.range(config.chunks, unroll=1):
-            cute.arch.cp_async_wait_group(config.chunks_ahead - 1)
-            rows = self.rows_of(window, chunk, bias)
-            if const_expr(config.chunks > 1):
-                self.ask_bias(window, cutlass.min(chunk + 1, config.chunks - 1), bias)
+        at_once = min(ROWS_AT_ONCE, rows)
+        source = self.source(arrays, request, place)
+        for chunk in cutlass.range(rows // at_once, unroll=1):
+            held = []
+            position = begin + chunk * at_once
+            ring_row = (position + source.ring) % source.ring  # the ring is no shorter than the window
+            for u in cutlass.range_constexpr(at_once):
+                row = first + chunk * at_once + u
+                held.append(self.window_row(source, position + u, ring_row + u, row))
             for i in cutlass.range_constexpr(LANE_CHANNELS):
+                scores = [score[i] for _, score in held]
                 new = greatest[i]
-                for _, score in rows:
-                    new = cute.arch.fmax(new, score[i])
+                for score in scores:
+                    new = cutlass.max(new, score)
                 # Where no token has been seen yet the weights are exp2(-inf) = 0.
                 anchor = Float32(0.0)
                 if new > -INFINITY:
@@ -153,113 +175,56 @@ class CompressWriteKvCache(RequestSearch):
                 fade = exp2((greatest[i] - anchor) * LOG2_E)
                 total[i] = total[i] * fade
                 pooled[i] = pooled[i] * fade
-                for kv, score in rows:
+                for kv, score in held:
                     weight = exp2((score[i] - anchor) * LOG2_E)
                     total[i] += weight
                     pooled[i] += weight * kv[i]
                 greatest[i] = new
-            if const_expr(config.chunks > config.chunks_ahead):
-                if chunk + config.chunks_ahead < config.chunks:
-                    self.ask(window, chunk + config.chunks_ahead)
-                else:
-                    cute.arch.cp_async_commit_group()  # of nothing: the wait above counts groups
-            elif const_expr(config.chunks > 1):
-                cute.arch.cp_async_commit_group()
-        for i, values in enumerate((greatest, total, pooled)):
-            cute.autovec_copy(values, self.vector(window, i))
+        for values, target in zip((greatest, total, pooled), parts, strict=True):
+            cute.autovec_copy(values, self.channels_of(target, place.part, place))
 
-    def window(
-        self,
-        arrays: CompressArrays,
-        request: Request,
-        entry: Int32,
-        place: Place,
-        held: cute.Tensor,
-    ) -> Window:
-        """A thread's part of an entry's window."""
-        config = self.config
+    def source(self, arrays: CompressArrays, request: Request, place: Place) -> Source:
+        """Where a thread reads the rows of a request's windows."""
+        num_tokens = arrays.kv_score.shape[0]
         ring, column = arrays.new_state.shape[1], Int64(place.channel * 4)
         state = cutlass.min(cutlass.max(request.state, 0), arrays.new_state.shape[0] - 1)
-        row_bytes = 8 * config.width
-        row = place.rank * config.cta_rows + place.part * config.part_rows
-        position = (entry + 1 - config.series) * config.ratio + row
-        return Window(
+        row_bytes = 8 * self.config.width
+        return Source(
             new=arrays.kv_score.iterator.toint() + column,
             old=arrays.new_state.iterator.toint() + Int64(state) * Int64(ring) * row_bytes + column,
             bias=arrays.ape.iterator.toint() + column,
             start=request.start,
             token=request.token - request.start,
+            last=num_tokens - 1,
             ring=ring,
-            ring_row=(position + ring) % ring,  # a window may begin before the sequence
-            row=row,
-            position=position,
-            held=held.iterator + (place.part * config.lanes + place.lane) * 4,
         )
 
-    def series_bytes(self, row: Int32):
-        """Where the channels of a window's row begin in a token's: the first window has those of the first series."""
-        config = self.config
-        return row // config.ratio * (config.channels * 4) if config.series > 1 else 0
-
-    def vector(self, window: Window, index) -> cute.Tensor:
-        """One of a thread's vectors in shared memory."""
-        at = window.held + index * (self.config.threads * 4)
-        return cute.make_tensor(at.align(16), cute.make_layout(LANE_CHANNELS))
-
     @cute.jit
-    def ask(self, window: cutlass.Constexpr, chunk: Int32):
-        """Copy kv and scores of a chunk of rows, of new tokens or from the state, into the thread's shared memory: what
-        a thread copies it alone reads. A row from before the sequence began is copied too, from any row."""
+    def window_row(self, source: cutlass.Constexpr, position: Int32, ring_row: Int32, row: Int32):
+        """kv and biased score of a thread's channels of a window's row: of a new token, or from the state's row
+        `ring_row`, which may be one round ahead. Tokens before the sequence began have kv 0 and score -inf."""
         config = self.config
-        row_bytes, offset = 8 * config.width, chunk * config.at_once
-        position = window.position + offset
-        slot = chunk % config.chunks_ahead * (2 * config.at_once)
-        for u in cutlass.range_constexpr(config.at_once):
-            base, row = window.old, window.ring_row + (offset + u)
-            if row >= window.ring:
-                row -= window.ring  # which is no shorter than the window
-            if position + u >= window.start:
-                base, row = window.new, window.token + position + u
-            address = base + Int64(row) * row_bytes + Int64(self.series_bytes(window.row + offset + u))
-            for i in cutlass.range_constexpr(2):
-                cute.arch.inline_ptx(
-                    "cp.async.cg.shared.global [{$r0}], [{$r1}], 16;",
-                    read_only_args=[
-                        Int32(self.vector(window, slot + 2 * u + i).iterator.toint()),
-                        address + Int64(i * 4 * config.width),
-                    ],
-                )
-        cute.arch.cp_async_commit_group()
-
-    @cute.jit
-    def ask_bias(self, window: cutlass.Constexpr, chunk: Int32, bias: cute.Tensor):
-        """Load what is added to the scores of a chunk of rows: 0 for those of the state, which have it."""
-        config = self.config
-        for u in cutlass.range_constexpr(config.at_once):
-            row = window.row + chunk * config.at_once + u
-            part = cute.make_tensor(bias.iterator + u * LANE_CHANNELS, cute.make_layout(LANE_CHANNELS))
-            part.fill(0.0)
-            if window.position + chunk * config.at_once + u >= window.start:
-                at = window.bias + Int64(row % config.ratio * (4 * config.width) + self.series_bytes(row))
-                cute.autovec_copy(values_at(Float32, at, LANE_CHANNELS), part)
-
-    @cute.jit
-    def rows_of(self, window: cutlass.Constexpr, chunk: Int32, bias: cute.Tensor):
-        """kv and biased score of a thread's channels of each row of a chunk. Tokens before the sequence began have kv 0
-        and score -inf."""
-        config, rows = self.config, []
-        slot = chunk % config.chunks_ahead * (2 * config.at_once)
-        for u in cutlass.range_constexpr(config.at_once):
-            kv, score = (cute.make_rmem_tensor((LANE_CHANNELS,), Float32) for _ in range(2))
-            cute.autovec_copy(self.vector(window, slot + 2 * u), kv)
-            cute.autovec_copy(self.vector(window, slot + 2 * u + 1), score)
+        series, row_bytes = 0, 8 * config.width
+        if const_expr(config.series > 1):
+            series = row // config.ratio * (config.channels * 4)
+        is_new = position >= source.start
+        new_row = cutlass.min(cutlass.max(source.token + position, 0), source.last)
+        if ring_row >= source.ring:
+            ring_row -= source.ring
+        address = source.old + Int64(ring_row) * row_bytes
+        if is_new:
+            address = source.new + Int64(new_row) * row_bytes
+        kv = load(Float32, address + Int64(series), LANE_CHANNELS)
+        score = load(Float32, address + Int64(series + 4 * config.width), LANE_CHANNELS)
+        if is_new:
+            at = source.bias + Int64(row % config.ratio * (4 * config.width) + series)
+            bias = load(Float32, at, LANE_CHANNELS)
             for i in cutlass.range_constexpr(LANE_CHANNELS):
-                score[i] = score[i] + bias[u * LANE_CHANNELS + i]
-            if window.position + chunk * config.at_once + u < 0:
-                kv.fill(0.0)
-                score.fill(-INFINITY)
-            rows.append((kv, score))
-        return rows
+                score[i] = score[i] + bias[i]
+        if position < 0:
+            kv.fill(0.0)
+            score.fill(-INFINITY)
+        return kv, score
 
     def channels_of(self, target: cute.Tensor, slot, place):
         """A thread's channels of a slot in shared memory."""
@@ -272,10 +237,10 @@ class CompressWriteKvCache(RequestSearch):
         cute.autovec_copy(self.channels_of(target, slot, place), registers)
         return registers
 
-    def sums_in(self, memory: cute.Tensor, first: int, slots: int) -> Sums:
-        """The Sums of `slots` parts or CTAs, behind those of `first` others, as pool or hand_over leaves them."""
-        count, begin = slots * self.config.channels, memory.iterator + 3 * first * self.config.channels
-        return Sums(*(cute.make_tensor(begin + i * count, cute.make_layout(count)) for i in range(3)))
+    def merged_sums(self, merged: cute.Tensor) -> Sums:
+        """The Sums of the cluster's CTAs, as hand_over left them."""
+        count = self.config.cluster * self.config.channels
+        return Sums(*(cute.make_tensor(merged.iterator + i * count, cute.make_layout(count)) for i in range(3)))
 
     @cute.jit
     def combined(self, sums: cutlass.Constexpr, count: cutlass.Constexpr, place: cutlass.Constexpr):
@@ -284,43 +249,33 @@ class CompressWriteKvCache(RequestSearch):
         greatest.fill(-INFINITY)
         total.fill(0.0)
         pooled.fill(0.0)
-        slots = [Sums(*(self.slot_of(target, slot, place) for target in sums)) for slot in range(count)]
-        for i in cutlass.range_constexpr(LANE_CHANNELS):
-            for slot in slots:
-                greatest[i] = cute.arch.fmax(greatest[i], slot.greatest[i])
-            for slot in slots:
+        for slot in cutlass.range(count, unroll=1):
+            of_slot = self.slot_of(sums.greatest, slot, place)
+            for i in cutlass.range_constexpr(LANE_CHANNELS):
+                greatest[i] = cutlass.max(greatest[i], of_slot[i])
+        for slot in cutlass.range(count, unroll=1):
+            tops, totals, sums_of = (self.slot_of(target, slot, place) for target in sums)
+            for i in cutlass.range_constexpr(LANE_CHANNELS):
                 # A slot without a seen token has -inf, and so has all before it: a weight of 0.
                 weight = Float32(0.0)
-                if slot.greatest[i] > -INFINITY:
-                    weight = exp2((slot.greatest[i] - greatest[i]) * LOG2_E)
-                total[i] = total[i] + slot.total[i] * weight
-                pooled[i] = pooled[i] + slot.pooled[i] * weight
+                if tops[i] > -INFINITY:
+                    weight = exp2((tops[i] - greatest[i]) * LOG2_E)
+                total[i] = total[i] + totals[i] * weight
+                pooled[i] = pooled[i] + sums_of[i] * weight
         return Sums(greatest, total, pooled)
 
     @cute.jit
-    def hand_over(self, parts: cutlass.Constexpr, target: cutlass.Constexpr, place: cutlass.Constexpr):
-        """The CTA's Sums into the first CTA's shared memory: `target` is that and the mbarrier at which they arrive.
-        All threads, behind their arrival at the cluster's barrier: no CTA reads rows any more, neither those in the
-        first one's shared memory nor the state's. A second barrier in place of the mbarrier would wait for all stores
-        to global memory as well."""
+    def hand_over(self, parts: cutlass.Constexpr, merged: cute.Tensor, place: cutlass.Constexpr):
+        """The CTA's Sums into the first CTA's shared memory."""
         config = self.config
-        merged, arrived = target
-        sums = self.combined(parts, config.parts, place)
-        cute.arch.cluster_wait()
-        if place.rank == 0 and place.part == 0 and place.lane == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(arrived, 3 * config.cluster * config.channels * 4)
         if place.part == 0:
-            for values, to in zip(sums, merged, strict=True):
-                at = to.iterator + (place.rank * config.channels + place.channel)
+            sums = self.combined(parts, config.parts, place)
+            for i, values in enumerate(sums):
+                at = (i * config.cluster + place.rank) * config.channels + place.channel
                 cute.arch.inline_ptx(
-                    "{ .reg .b32 a, b; mapa.shared::cluster.u32 a, {$r0}, 0; mapa.shared::cluster.u32 b, {$r1}, 0;"
-                    " st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32"
-                    " [a], { {$r2}, {$r3}, {$r4}, {$r5} }, [b]; }",
-                    read_only_args=[
-                        Int32(at.toint()),
-                        Int32(arrived.toint()),
-                        *(values[j] for j in range(4)),
-                    ],
+                    "{ .reg .b32 a; mapa.shared::cluster.u32 a, {$r0}, 0;"
+                    " st.shared::cluster.v4.f32 [a], { {$r1}, {$r2}, {$r3}, {$r4} }; }",
+                    read_only_args=[Int32(merged.iterator.toint()) + at * 4, *(values[j] for j in range(4))],
                 )
 
     @cute.jit
@@ -373,11 +328,8 @@ class CompressWriteKvCache(RequestSearch):
         half = config.rope_dim // 2
         pair = cutlass.max(place.channel - (config.channels - config.rope_dim), 0) // 2
         angle = cutlass.min(entry * config.ratio, arrays.cos_sin.shape[0] - 1)
-        addresses = [row_address(arrays.cos_sin, angle, first * 4) for first in (pair, half + pair)]
-        for address in addresses:
-            # The compiler moves the loads to where they are used.
-            cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
-        cos, sin = (load(Float32, address, 2) for address in addresses)
+        cos = load(Float32, row_address(arrays.cos_sin, angle, pair * 4), 2)
+        sin = load(Float32, row_address(arrays.cos_sin, angle, (half + pair) * 4), 2)
         return Target(page, entry - table_entry * page_size, cos, sin)
 
     @cute.jit

@@ -17,11 +17,7 @@ LANE_CHANNELS = 4
 MAX_THREADS = 256
 MAX_CLUSTER = 4
 ROWS_AT_ONCE = 4
-"""Rows of a window that a thread merges at once."""
-CHUNKS_AHEAD = 2
-"""Times so many rows that a thread has under way."""
-SEARCHED_AT_ONCE = 4
-"""Requests that a lane looks at together when a CTA searches its own."""
+"""Rows of a window that a thread has in flight."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,31 +71,9 @@ class CompressWriteConfig:
         return self.lanes * self.parts
 
     @property
-    def part_rows(self) -> int:
-        """Rows of a window that a thread pools."""
-        return self.cta_rows // self.parts
-
-    @property
-    def at_once(self) -> int:
-        """Rows that a thread merges at once: a chunk."""
-        return min(ROWS_AT_ONCE, self.part_rows)
-
-    @property
-    def chunks(self) -> int:
-        return self.part_rows // self.at_once
-
-    @property
-    def chunks_ahead(self) -> int:
-        """Chunks that a thread has under way."""
-        return min(CHUNKS_AHEAD, self.chunks)
-
-    @property
-    def held_values(self) -> int:
-        """Floats of shared memory: kv and scores under way, later the three sums of the CTA's parts and, where there
-        are several, of the cluster's CTAs."""
-        merged = self.cluster if self.cluster > 1 else 0
-        rows = 2 * self.at_once * self.chunks_ahead * self.threads * LANE_CHANNELS
-        return max(rows, 3 * (self.parts + merged) * self.channels)
+    def merged(self) -> int:
+        """CTAs whose sums the first of a cluster merges."""
+        return self.cluster if self.cluster > 1 else 0
 
     @property
     def scale_group(self) -> int:

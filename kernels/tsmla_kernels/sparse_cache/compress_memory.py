@@ -41,16 +41,14 @@ class Request(NamedTuple):
     state: Int32
 
 
-class Window(NamedTuple):
-    """A thread's part of an entry's window: where its rows come from, and where they go.
+class Source(NamedTuple):
+    """Where a thread reads the rows of a request's windows.
 
     Attributes:
-      new, old, bias: addresses of the thread's first channel in the first new token, in the first row of the state's
-        ring, and in the first row of ape.
+      new, old, bias: addresses of its first channel in the first new token, in the first row of the state's ring, and
+        in the first row of ape.
       start: position of the request's first new token. token: a new token's index less its position.
-      ring: rows of the ring. ring_row: that of the thread's first row.
-      row: of the window, the thread's first. position: that row's in the sequence.
-      held: the first of the thread's vectors in shared memory.
+      last: index of the last token. ring: rows of the ring.
     """
 
     new: Int64
@@ -58,11 +56,8 @@ class Window(NamedTuple):
     bias: Int64
     start: Int32
     token: Int32
+    last: Int32
     ring: Int32
-    ring_row: Int32
-    row: Int32
-    position: Int32
-    held: cute.Pointer
 
 
 class Sums(NamedTuple):

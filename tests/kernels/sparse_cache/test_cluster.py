@@ -26,16 +26,17 @@ def steps_of(config: CompressWriteConfig, rank: int, length: int) -> list[str]:
         return lambda *_: (steps.append(name), value)[1]
 
     arch = types.SimpleNamespace(thread_idx=lambda: (0, 0, 0), block_idx=lambda: (rank, 0, 0))
-    steps_of_arch = ("cluster_arrive", "cluster_arrive_relaxed", "cluster_wait", "sync_threads", "sync_warp")
-    for name in (*steps_of_arch, "mbarrier_init", "mbarrier_init_fence", "mbarrier_wait"):
+    for name in ("cluster_arrive", "cluster_arrive_relaxed", "cluster_wait", "sync_threads"):
         setattr(arch, name, noted(name))
-    request = types.SimpleNamespace(index=0, token=0, start=0, length=length, state=0)
-    kernel = MagicMock(config=config, owner=lambda *_: (request, 0))
-    for name in ("pool", "hand_over", "combined", "write", "keep"):
+    kernel = MagicMock(config=config, owner=lambda *_: (0, 0))
+    for name in ("pool", "hand_over", "merged_sums", "write", "keep"):
         setattr(kernel, name, noted(name, MagicMock()))
-    arrays = types.SimpleNamespace(new_state=MagicMock(shape=(1,)))
+    arrays = types.SimpleNamespace(
+        cu_seqlens_q=[0, length], seq_lens=MagicMock(shape=(1,)), state_slots=[0], new_state=MagicMock(shape=(1,))
+    )
+    arrays.seq_lens.__getitem__.return_value = length
     compress = numeric(CompressWriteKvCache.compress, utils=MagicMock())
-    loop = types.SimpleNamespace(range=lambda count, unroll: range(count), range_constexpr=range, min=min)
+    loop = types.SimpleNamespace(range=lambda count, unroll: range(count), min=min)
     scope = {"cute": MagicMock(arch=arch), "cutlass": loop}
     compress.__globals__.update(scope)  # type: ignore[attr-defined]
     compress(kernel, arrays)
@@ -43,18 +44,20 @@ def steps_of(config: CompressWriteConfig, rank: int, length: int) -> list[str]:
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
-def test_sums_go_to_the_first_cta_when_all_have_read_their_rows(rank: int) -> None:
+def test_the_first_cta_runs_before_others_write_into_it(rank: int) -> None:
     steps = steps_of(CLUSTER, rank, 128)
-    assert steps[:2] == ["mbarrier_init", "mbarrier_init_fence"]  # of the mbarrier that the others' sums complete
-    pooled = steps.index("pool")
-    assert steps[pooled + 1 : pooled + 4] == ["sync_threads", "cluster_arrive_relaxed", "hand_over"]
-    between = steps[pooled + 4 : steps.index("keep")]
-    assert ("mbarrier_wait" in between) == ("write" in between) == (rank == 0)
+    assert steps.count("hand_over") == 1 and steps.index("cluster_wait") < steps.index("hand_over")
+    barriers = [step for step in steps if step.startswith("cluster")]
+    assert all(step.startswith("cluster_arrive") for step in barriers[::2])
+    assert barriers[1::2] == ["cluster_wait"] * (len(barriers) // 2) and len(barriers) % 2 == 0
+    between = steps[steps.index("hand_over") + 1 : steps.index("keep")]
+    assert between[:2] == ["cluster_arrive", "cluster_wait"]
+    assert ("merged_sums" in between) and ("write" in between) == (rank == 0)
 
 
 @pytest.mark.parametrize("length", [0, 5, 127])
-def test_a_request_that_completes_no_entry_does_not_meet_its_cluster(length: int) -> None:
-    assert steps_of(CLUSTER, 1, length) == ["mbarrier_init", "mbarrier_init_fence", "sync_warp", "keep"]
+def test_a_request_that_completes_no_entry_meets_its_cluster_once(length: int) -> None:
+    assert steps_of(CLUSTER, 1, length) == ["cluster_arrive_relaxed", "cluster_wait", "keep"]
 
 
 def test_one_cta_needs_no_cluster() -> None:
