@@ -238,7 +238,7 @@ def test_queries_in_two_tensors_are_not_copied(gpu: Gpu, which: str, ragged: boo
     case = served([5, 33, 0], s=2, q_lens=[1, 2, 2] if ragged else None, heads=4)
     latent, rope = split_queries(case)[which]
     for _ in range(2):  # the second call finds the plan of the first
-        assert_right(attend(case, q=(latent, rope), implementation="cute"), case)
+        assert_right(attend(case, q=(latent, rope)), case)
         assert gpu.operands["q"].data_ptr() == latent.data_ptr()
         assert gpu.operands["q_rope"].data_ptr() == rope.data_ptr()
         assert gpu.operands["q_rope"].shape[1] == {"dense": 64, "rope of a joined query": 320}.get(which, 192)
@@ -250,9 +250,7 @@ def test_queries_in_two_tensors_are_not_copied(gpu: Gpu, which: str, ragged: boo
 
 def test_a_pair_on_a_cpu_may_be_any() -> None:
     case = served([5, 33], s=2, heads=4)
-    pairs = split_queries(case)
-    del pairs["heads first"]  # by name alone
-    for pair in pairs.values():
+    for pair in split_queries(case).values():
         assert_right(attend(case, q=pair), case)
 
 

@@ -86,10 +86,10 @@ def test_one_options_with_and_without_it(gpu: Gpu) -> None:
         assert_close(out, want.double().numpy(), BF16)
 
 
-def test_the_kernel_must_be_named(gpu: Gpu) -> None:
-    with pytest.raises(NotImplementedError, match='untested with visible_lens; pass implementation="cute"'):
-        attend(case(), visible_lens=VISIBLE)
-    assert not gpu.launches
+def test_the_kernel_runs_by_default(gpu: Gpu) -> None:
+    given = case()
+    assert_right(attend(given, visible_lens=VISIBLE), given)
+    assert len(gpu.launches) == 1 and "visible_lens" in gpu.operands
 
 
 def test_under_the_compiler() -> None:

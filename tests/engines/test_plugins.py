@@ -18,7 +18,7 @@ def test_registering_without_the_engine_says_so(plugin: ModuleType, caplog: pyte
     assert "not registered with this version of" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["TSMLA_VLLM", "TSMLA_VLLM_FP8_QUERIES", "TSMLA_VLLM_VISIBLE_LENS"])
+@pytest.mark.parametrize("name", ["TSMLA_VLLM", "TSMLA_VLLM_FP8_QUERIES"])
 def test_a_variable_that_is_not_understood(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

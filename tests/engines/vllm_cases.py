@@ -135,13 +135,12 @@ def test_drafts_that_see_all_keys(speculative: Layer) -> None:
 
 @pytest.mark.parametrize("interleave", [1, 16])
 @pytest.mark.parametrize("new", [[1, 1, 1], [4, 4, 4], [4, 1, 3]], ids=str)
-@pytest.mark.parametrize("by_visible_lens", [False, True])
 def test_context_parallel(
-    speculative: Layer, new: list[int], interleave: int, by_visible_lens: bool, monkeypatch: pytest.MonkeyPatch
+    speculative: Layer, new: list[int], interleave: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ranks that hold every other key (or 16 keys in turn): their results, merged by lse, are the whole."""
+    """Two ranks that hold every other key (or 16 keys in turn): their results, merged by lse, are the whole. The tokens
+    of a request share its keys."""
     layer, world = speculative, 2
-    monkeypatch.setattr(layer.impl, "by_visible_lens", by_visible_lens)
     batches: list[int] = []
     attend = decode.op.mla_decode
 
@@ -169,21 +168,21 @@ def test_context_parallel(
     want, want_lse = vllm_layer.decoded(layer, q, vllm_layer.filled(layer, batch), batch)
     np.testing.assert_allclose(out.double().numpy(), want, atol=2 * ERROR, rtol=2 * ERROR)
     np.testing.assert_allclose(lse.numpy(), want_lse, atol=1e-3)
-    assert batches == [3 if by_visible_lens or max(new) == 1 else sum(new)] * world
+    assert batches == [3] * world
 
 
-def test_graphs_of_context_parallelism_have_padding(speculative: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_of_context_parallelism_have_padding(speculative: Layer) -> None:
     layer, batch = speculative, speculative.batch([4, 4], [70, 9])
     q, local = torch.randn(12, HEADS, 576, dtype=torch.bfloat16), torch.tensor([35, 5, 0], dtype=torch.int32)
     outs = []
-    for by_visible_lens in (False, True):
-        monkeypatch.setattr(layer.impl, "by_visible_lens", by_visible_lens)
+    for padding in ({}, {"padding": (1, 4)}):
+        requests, tokens = (3, 12) if padding else (2, 8)
         with vllm_layer.context_parallel(layer, 2, 0, 1):
-            metadata = layer.metadata(batch, padding=(1, 4), dcp_local_seq_lens=local)
+            metadata = layer.metadata(batch, **padding, dcp_local_seq_lens=local[:requests])
             cache = vllm_layer.filled(layer, batch, lambda n: list(range(0, n, 2)))
-            outs.append(layer.impl.forward_mqa(q, cache, metadata, layer.layer)[0])
-    torch.testing.assert_close(*outs, atol=ERROR, rtol=ERROR)
-    assert not outs[0][8:].any() and not outs[1][8:].any() and outs[1][:8].any()
+            outs.append(layer.impl.forward_mqa(q[:tokens], cache, metadata, layer.layer)[0])
+    torch.testing.assert_close(outs[1][:8], outs[0], atol=ERROR, rtol=ERROR)
+    assert not outs[1][8:].any() and outs[0].any(dim=-1).all()
 
 
 def test_context_parallel_keeps_drafts_in_the_decode_path(speculative: Layer) -> None:
@@ -196,8 +195,10 @@ def test_context_parallel_keeps_drafts_in_the_decode_path(speculative: Layer) ->
         parallel.decode_context_parallel_size = 1
 
 
-def test_a_query_in_two_tensors_is_not_copied(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_a_query_in_two_tensors_is_not_copied(layer: Layer, heads_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     latent = torch.randn(3, HEADS, 512, dtype=torch.bfloat16)
+    latent = latent.transpose(0, 1).contiguous().transpose(0, 1) if heads_first else latent
     wide = torch.randn(3, HEADS, 192, dtype=torch.bfloat16)
     batch = layer.batch([1, 1, 1], [70, 5, 129])
     cache, metadata = vllm_layer.filled(layer, batch), layer.metadata(batch)
@@ -218,16 +219,18 @@ def test_batch_invariance_reaches_the_kernel(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_kernels_are_compiled_before_the_first_request(speculative: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
     specs: list[Any] = []
-    split: list[bool] = []
+    warmed: list[tuple[int, bool, bool]] = []
 
-    def warm(spec: Any, index: int, split_q: bool) -> None:
-        split.append(split_q)
+    def warm(spec: Any, index: int, *, split_q: bool, heads_first: bool = False) -> None:
+        assert split_q  # the layer's query is in two tensors
         specs.append(spec)
+        warmed.append((spec.max_q_len, spec.ragged, heads_first))
 
     monkeypatch.setattr(decode.op, "warm", warm)
     speculative.builder._compile(0)
-    assert split == [True] * 4  # the layer's query is in two tensors
-    assert [(spec.max_q_len, spec.ragged) for spec in specs] == [(1, False), (4, False), (4, True), (16, True)]
+    first = VERSION < (0, 28)
+    several = [(4, False, first), (4, True, first), (16, True, first)]
+    assert warmed == [(1, False, False), *([(1, False, True)] if first else []), *several]
     (spec, *_) = specs
     assert (spec.num_heads, spec.latent_dim, spec.rope_dim, spec.page_size) == (HEADS, 512, 64, 64)
     for new in ([1, 1], [4, 4], [4, 1], [9, 2]):
@@ -239,23 +242,18 @@ def test_kernels_are_compiled_before_the_first_request(speculative: Layer, monke
 def test_kernels_of_context_parallelism(speculative: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
     specs: list[Any] = []
     monkeypatch.setattr(decode.op, "warm", lambda spec, index, split_q: specs.append(spec))
-    for asked, want in (
-        ("0", [(1, False, False), (4, False, False)]),
-        ("1", [(1, False, False), (4, False, True), (4, True, True), (16, True, True)]),
-    ):
-        monkeypatch.setenv("TSMLA_VLLM_VISIBLE_LENS", asked)
-        specs.clear()
-        with vllm_layer.context_parallel(speculative, 2, 0, 1):
-            speculative.builder._compile(0)
-        assert [(spec.max_q_len, spec.ragged, spec.visible_lens) for spec in specs] == want
-        # Drafts that see all keys take the kernel of unequal requests in either case.
-        specs.clear()
-        with vllm_layer.context_parallel(speculative, 2, 0, 1), monkeypatch.context() as drafts:
-            drafts.setattr(speculative.builder, "non_causal_multi_token_decode", True, raising=False)
-            speculative.builder._compile(0)
-        assert [(spec.max_q_len, spec.ragged, spec.causal) for spec in specs] == [
-            (1, False, False), (4, False, False), (4, True, False), (16, True, False)
-        ]  # fmt: skip
+    with vllm_layer.context_parallel(speculative, 2, 0, 1):
+        speculative.builder._compile(0)
+    assert [(spec.max_q_len, spec.ragged, spec.visible_lens) for spec in specs] == [
+        (1, False, False), (4, False, True), (4, True, True), (16, True, True)
+    ]  # fmt: skip
+    specs.clear()
+    with vllm_layer.context_parallel(speculative, 2, 0, 1):
+        monkeypatch.setattr(speculative.builder, "non_causal_multi_token_decode", True, raising=False)
+        speculative.builder._compile(0)
+    assert [(spec.max_q_len, spec.ragged, spec.visible_lens, spec.causal) for spec in specs] == [
+        (1, False, False, False), (4, False, False, False), (4, True, False, False), (16, True, False, False)
+    ]  # fmt: skip
 
 
 # ---- registration and refusals

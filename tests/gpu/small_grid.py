@@ -33,24 +33,16 @@ MANY = 800
 
 
 class Call(NamedTuple):
-    """One call: a function of the bridge, its tensors on the CPU and its other arguments.
-
-    named: whether the kernel must be named, as the function does not choose it by itself.
-    """
+    """One call: a function of the bridge, its tensors on the CPU and its other arguments."""
 
     name: str
     function: Callable[..., Any]
     tensors: dict[str, torch.Tensor]
     options: dict[str, Any]
-    named: bool = False
 
-    def on(self, device: torch.device, kernel: bool | None = None) -> tuple[torch.Tensor, ...]:
-        """The results of the call on copies of its tensors there. kernel: whether a kernel serves it; on a GPU by
-        default."""
-        options = self.options
-        if self.named and (device.type == "cuda" if kernel is None else kernel):
-            options = options | {"implementation": "cute"}
-        results = self.function(**{k: x.to(device, copy=True) for k, x in self.tensors.items()}, **options)
+    def on(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """The results of the call on copies of its tensors there."""
+        results = self.function(**{k: x.to(device, copy=True) for k, x in self.tensors.items()}, **self.options)
         return results if isinstance(results, tuple) else (results,)
 
 
@@ -106,11 +98,11 @@ def decode_kinds(generator: torch.Generator) -> Iterator[Call]:
         tensors = made(lengths, (3, 4), heads, dtype)
         visible = torch.randint(-3, 310, (3, 4), generator=generator, dtype=torch.int32)
         given = {**tensors, "visible_lens": visible}
-        yield Call(f"{dtype} visible_lens", tsmla_bridge.mla_decode, given, options, named=True)
+        yield Call(f"{dtype} visible_lens", tsmla_bridge.mla_decode, given, options)
         parts = {"q": tensors["q"][..., :LATENT].contiguous(), "q_rope": tensors["q"][..., LATENT:]}
         yield Call(f"{dtype} in two tensors", decode_of_pair, {**tensors, **parts}, options)
         first = options | {"heads_first": True}
-        yield Call(f"{dtype} in two tensors heads first", decode_of_pair, {**tensors, **parts}, first, named=True)
+        yield Call(f"{dtype} in two tensors heads first", decode_of_pair, {**tensors, **parts}, first)
     lengths = [n * 7 % 65 for n in range(300)]
     yield Call("short requests", tsmla_bridge.mla_decode, made(lengths, (300, 1), 4, torch.bfloat16), options)
     tensors = made(lengths, (450,), 4, torch.bfloat16)
@@ -119,16 +111,15 @@ def decode_kinds(generator: torch.Generator) -> Iterator[Call]:
 
 
 def decode_of_pair(q: torch.Tensor, q_rope: torch.Tensor, *, heads_first: bool = False, **given: Any) -> Any:
-    """mla_decode of a query in two tensors. heads_first: the latent one lies in memory heads first where the kernel is
-    named; nothing else takes it."""
-    if heads_first and "implementation" in given:
+    """mla_decode of a query in two tensors. heads_first: the latent one lies in memory heads first."""
+    if heads_first:
         q = q.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
     return tsmla_bridge.mla_decode((q, q_rope), **given)
 
 
 def prefill_calls(generator: torch.Generator) -> Iterator[Call]:
     """mla_prefill: ragged, empty queries and empty keys, behind a context, causal and not."""
-    lengths = [([70, 0, 5], [70, 30, 200]), ([3], [0]), ([130, 1], [131, 64])]
+    lengths = [([70, 0, 5], [70, 30, 200]), ([3, 1], [0, 2]), ([130, 1], [131, 64])]
     for dtype, (q_lens, kv_lens) in itertools.product((torch.bfloat16, torch.float16, FP8), lengths):
         q = normal(generator, sum(q_lens), 3, 192, dtype=dtype)
         k, v = (normal(generator, sum(kv_lens) + 2, 3, width, dtype=torch.float32) for width in (192, 128))
@@ -168,7 +159,7 @@ def prefill_kv_gradient(
 
 def gradient_calls(generator: torch.Generator, function: Callable[..., Any] = prefill_gradient) -> Iterator[Call]:
     """The gradient of prefill: ragged, empty queries and keys, behind a context, causal and not, in both modes."""
-    lengths = [([70, 0, 5], [70, 30, 200]), ([3], [0]), ([130, 1], [131, 64])]
+    lengths = [([70, 0, 5], [70, 30, 200]), ([3, 1], [0, 2]), ([130, 1], [131, 64])]
     modes = itertools.product((True, False), (True, False))
     for dtype, (causal, deterministic) in itertools.product((torch.bfloat16, torch.float16), modes):
         for q_lens, kv_lens in lengths:
@@ -197,7 +188,7 @@ def cache_calls(generator: torch.Generator) -> Iterator[Call]:
             given = {"kv_cache": cache, **rows, "slot_mapping": slots.to(kind)}
             name = f"write {dtype}{' int64 slots' * (kind == torch.int64)}"
             options = {"kv_scale": 0.5}
-            yield Call(name, tsmla_bridge.write_kv_cache, given, options, named=kind == torch.int64)
+            yield Call(name, tsmla_bridge.write_kv_cache, given, options)
         tables = {"block_tables": table, "starts": int32([3, 0, 10]), "lens": int32([90, 7, 0])}
         yield Call(
             f"gather {dtype}",
@@ -333,7 +324,7 @@ def sparse_calls(generator: torch.Generator) -> Iterator[Call]:
         call = sparse_inputs.call(**case)
         tensors = {name: numbers(array) for name, array in call.arrays.items()}
         options = call.options | {"return_lse": True, "batch_invariant": invariant}
-        yield Call(f"{case}{' invariant' * invariant}", tsmla_bridge.sparse_mla, tensors, options, named=True)
+        yield Call(f"{case}{' invariant' * invariant}", tsmla_bridge.sparse_mla, tensors, options)
 
 
 CALLS: dict[str, Callable[[torch.Generator], Iterator[Call]]] = {

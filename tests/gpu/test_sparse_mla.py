@@ -39,8 +39,8 @@ def on_gpu(case: Call) -> Tensors:
 
 
 def attend(case: Call, given: Tensors, **changed: Any) -> Any:
-    """The case through torch, with lse; the kernel of e4m3 queries has to be named."""
-    return tsmla_bridge.sparse_mla(**(given | case.options | {"return_lse": True, "implementation": "cute"} | changed))
+    """The case through torch, with lse."""
+    return tsmla_bridge.sparse_mla(**(given | case.options | {"return_lse": True} | changed))
 
 
 def through_torch(case: Call, **options: Any) -> Arrays:

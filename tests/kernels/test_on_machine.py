@@ -59,7 +59,7 @@ def test_compiled_kernels_agree_with_the_reference(call: Call, monkeypatch: pyte
     gpu = launcher.install(monkeypatch)
     for order in ORDERS:
         monkeypatch.setattr(launcher.EmulatedLauncher, "order", order)
-        got = call.on(cpu, kernel=True)
+        got = call.on(cpu)
         assert max(apart(a, b) for a, b in zip(got, want, strict=True)) < TOLERANCE
     assert len(gpu.launches) >= len(ORDERS)
     assert [hazard for hazard in launcher.EmulatedLauncher.hazards if not MASKED_KEYS.match(hazard)] == []

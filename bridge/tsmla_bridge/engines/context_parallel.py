@@ -17,9 +17,9 @@ class Deal(NamedTuple):
 
 def visible_keys(
     starts: torch.Tensor, all_lens: torch.Tensor, local_lens: torch.Tensor, num_tokens: int, deal: Deal
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """For query tokens under the causal rule: the request of each, [T] int64, and how many of the rank's keys it sees,
-    [T] int32. Made on the device, without a value on the host.
+) -> torch.Tensor:
+    """How many of the rank's keys each query token sees under the causal rule, [T] int32. Made on the device, without a
+    value on the host.
 
     Args:
       starts: [B + 1] int32, the first token of each request, and the end. Tokens behind it are padding, which sees
@@ -33,8 +33,7 @@ def visible_keys(
     request = request.clamp(max=len(local_lens) - 1)
     behind = starts[1:][request] - 1 - token  # query tokens of the request that follow this one
     visible = held_keys(all_lens[request] - behind, *deal)
-    visible = torch.minimum(visible, local_lens[request]).masked_fill(is_padding, 0)
-    return request, visible.to(torch.int32)
+    return torch.minimum(visible, local_lens[request]).masked_fill(is_padding, 0).to(torch.int32)
 
 
 def held_keys(count: torch.Tensor, world: int, rank: int, interleave: int) -> torch.Tensor:

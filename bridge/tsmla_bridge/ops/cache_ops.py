@@ -8,9 +8,8 @@ graphs.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -20,8 +19,7 @@ from tsmla_bridge.runtime.tensors import DTYPES, Scale
 from tsmla_kernels import contract
 from tsmla_kernels.cache_ops import config as cache_config
 from tsmla_kernels.catalog import GATHER_KV_CACHE, WRITE_KV_CACHE
-from tsmla_kernels.contract import CacheWriteSpec, rules, values
-from tsmla_kernels.contract.packed import IndexerWriteSpec, PackedWriteSpec
+from tsmla_kernels.contract import rules, values
 from tsmla_kernels.kernel import Config, Kernel
 from tsmla_kernels.launch import ArrayView
 
@@ -43,8 +41,7 @@ def write_kv_cache(
         float64.
       latent, k_rope: [T, L] and [T, R] in one dtype: float16, bfloat16, float32 or float64; k_rope None when D = L.
       slot_mapping: [T] int32, or int64 as vLLM and SGLang have it; slot = page * Z + offset; -1 skips the token. Slots
-        must differ; of two tokens with one slot either may stay. The kernel that reads int64 has not been run on a GPU
-        by us: implementation="cute" takes it, None converts the slots first, in two small kernels.
+        must differ; of two tokens with one slot either may stay.
       kv_scale: divisor before the conversion; float or float32 scalar tensor; None is 1.
       implementation: "cute" (the kernel), "reference" (torch operations), or None: the kernel where it can run.
 
@@ -100,7 +97,6 @@ def _write(
     if not by_kernel:
         reference.write_kv_cache(spec, kv_cache, latent, k_rope, slot_mapping, kv_scale)
         return
-    spec, slot_mapping = proven_slots(spec, slot_mapping, implementation)
     pages = loaded_kernels.view(kv_cache)
     # The kernel reads the first columns of rows that may be wider: the halves of a projection's output.
     wide = {name: loaded_kernels.view(x, (x.shape[0], x.stride(0))) for name, x in rows.items()}
@@ -189,20 +185,6 @@ def _gather(
 
 
 # ---- the kernels
-
-
-WriteSpec = TypeVar("WriteSpec", CacheWriteSpec, PackedWriteSpec, IndexerWriteSpec)
-
-
-def proven_slots(
-    spec: WriteSpec, slot_mapping: torch.Tensor, implementation: str | None
-) -> tuple[WriteSpec, torch.Tensor]:
-    """The call as a kernel that has run on a GPU takes it: unless the kernel was named, with int32 slots. Those that
-    int32 can't hold become one that no cache has, which is skipped as they are."""
-    if implementation == "cute" or spec.slot_dtype in cache_config.PROVEN_SLOTS:
-        return spec, slot_mapping
-    most = torch.iinfo(torch.int32).max
-    return dataclasses.replace(spec, slot_dtype="int32"), slot_mapping.clamp(-1, most).to(torch.int32)
 
 
 def _unreadable(dense: dict[str, torch.Tensor], rows: dict[str, torch.Tensor] | None = None) -> Iterable[str]:

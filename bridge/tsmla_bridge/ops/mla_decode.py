@@ -65,8 +65,7 @@ def mla_decode(
       causal: query i of S sees key j iff j < seq_len - (S - 1) + i; otherwise iff j < seq_len.
       visible_lens: [B, S] or, with ragged q, [T] int32, in place of the causal rule: the token sees the first
         visible_lens keys of its request, at most seq_len of them. For decode context parallelism, where a rank holds
-        others of a request's keys for each of its tokens. On a GPU only with implementation="cute": that kernel has
-        not been run on one by us.
+        others of a request's keys for each of its tokens.
       q_scale, kv_scale: q holds query / q_scale and kv_cache holds kv / kv_scale; None is 1. Float or float32 scalar
         tensor; a tensor is read on the device at every call, and at every replay of a CUDA graph. Scales are positive
         and finite; that is checked of numbers, and a tensor with another value gives rows without meaning.
@@ -118,7 +117,7 @@ def mla_decode(
             _check_scales(softmax_scale, q_scale, kv_scale)
             pair = scales.product(softmax_scale, q_scale, kv_scale, kv_scale)
             return call_operator(inputs, pair, named, return_lse, out, lse, workspace)
-        query, rope = (q, None) if isinstance(q, torch.Tensor) else _apart(q, implementation)
+        query, rope = (q, None) if isinstance(q, torch.Tensor) else tensors.query_of_pair(q)
         plan = plan_for(DecodeInputs(query, *others, rope), named)
     elif type(q) is tuple:
         query, rope = q
@@ -150,11 +149,6 @@ def _check_scales(softmax_scale: Scale, q_scale: Scale | None, kv_scale: Scale |
     scales.check("softmax_scale", softmax_scale, optional=False)
     scales.check("q_scale", q_scale)
     scales.check("kv_scale", kv_scale)
-
-
-def _apart(q: Any, implementation: str | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A pair as the kernels read it. Heads in front only by name: GPU tests have not run that kernel yet."""
-    return tensors.query_of_pair(q, heads_first=implementation == "cute")
 
 
 def warm(spec: DecodeSpec, index: int, *, split_q: bool = False, heads_first: bool = False) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from tsmla_bridge import operators, sparse_reference
-from tsmla_bridge.ops.cache_ops import proven_slots
 from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, tensors
 from tsmla_kernels.catalog import INDEXER_QUANTIZE, WRITE_INDEXER_CACHE, WRITE_PACKED_KV_CACHE
 from tsmla_kernels.contract import packed, rules, values
@@ -103,7 +102,6 @@ def _write_packed(
         with torch.no_grad():
             sparse_reference.write_packed_kv_cache(spec, kv_cache, latent, k_rope, slot_mapping, cos, sin)
         return
-    spec, arrays["slot_mapping"] = proven_slots(spec, slot_mapping, implementation)
     config = packed_config.packed_write_config(spec)
     _launch(WRITE_PACKED_KV_CACHE, config, arrays | _given(cos, sin), {"new_kv_cache": kv_cache}, tuple(rows))
 
@@ -181,7 +179,6 @@ def _write_keys(
         with torch.no_grad():
             sparse_reference.write_indexer_cache(spec, k_cache, k, slot_mapping, cos, sin)
         return
-    spec, arrays["slot_mapping"] = proven_slots(spec, slot_mapping, implementation)
     config = packed_config.indexer_write_config(spec)
     _launch(WRITE_INDEXER_CACHE, config, arrays | _given(cos, sin), {"new_k_cache": k_cache}, tuple(rows))
 

@@ -177,7 +177,6 @@ def _make_plan(inputs: DecodeInputs, options: DecodeOptions) -> Plan:
             reasons = blackwell.decode_reasons(spec)
         else:
             reasons = loaded_kernels.reasons(MLA_DECODE, device) + sm90_decode.decode_reasons(spec)
-            reasons += sm90_decode.untested_reasons(spec) if options.implementation is None else []
         if reasons:
             raise contract.not_runnable("mla_decode", "cute", reasons)
     if 0 in (spec.batch, spec.total_q_len, spec.max_pages, spec.num_pages):

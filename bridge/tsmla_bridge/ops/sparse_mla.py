@@ -51,9 +51,8 @@ def sparse_mla(
     Z tokens a page. DeepSeek-V3.2 has D = 576, L = 512 and softmax_scale 192^-0.5 (times yarn's); V4 has D = L = 512.
 
     Args:
-      q: [T, H, D]; float16 or bfloat16; by definition also float8_e4m3fn, float32 and float64. The kernel of
-        float8_e4m3fn queries, over V3.2 and plain float8_e4m3fn rows, must be named: no GPU has run it yet, an
-        emulator of its PTX has.
+      q: [T, H, D]; float16 or bfloat16; by definition also float8_e4m3fn, float32 and float64. The kernel takes
+        float8_e4m3fn over V3.2 and plain float8_e4m3fn rows.
       kv_cache: uint8 [P, Z, 656], V3.2 packed rows; uint8 [P, page_bytes], V4 packed pages; or plain [P, Z, D] of
         float8_e4m3fn, bfloat16 or float16, by definition of any float. The kernel takes up to 32 heads over plain rows
         of 16 bits, any number over 512 columns of bfloat16. Pages may lie a multiple of their size apart: one layer's

@@ -109,9 +109,9 @@ def without_head_axis(kv_cache: torch.Tensor) -> torch.Tensor:
     return kv_cache
 
 
-def query_of_pair(q: Any, *, heads_first: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+def query_of_pair(q: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A pair of latent and rope columns as the kernels read it, without a copy: (the tensor that both are columns of,
-    None), or the two as they are. heads_first: the latent one may have its heads in front.
+    None), or the two as they are, the latent one also with its heads in front.
 
     Raises ValueError if the kernels can read neither."""
     if not isinstance(q, tuple):
@@ -137,7 +137,7 @@ def query_of_pair(q: Any, *, heads_first: bool = False) -> tuple[torch.Tensor, t
     )
     if one:
         return latent.as_strided((*latent.shape[:-1], width), latent.stride()), None
-    dense = same and (latent.is_contiguous() or (heads_first and is_heads_first(latent)))
+    dense = same and (latent.is_contiguous() or is_heads_first(latent))
     if not dense or row_step(rope) == 0:
         raise ValueError(
             f"q: got a pair of shapes {show(tuple(latent.shape))} and {show(tuple(rope.shape))}, strides"

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_107a")
 INPUTS = ("bfloat16", "float16", "float32")
 CACHES = ("bfloat16", "float16", "float8_e4m3fn")
-PROVEN_SLOTS = ("int32",)
-"""Dtypes of slot mappings whose kernels have run on a GPU; those of others must be named."""
 STORE_BYTES = 16  # the widest store of a thread
 THREADS = 288  # the most threads of a CTA, unless one row needs more: 4 rows of 576 16-bit values, or 8 of fp8
 MAX_THREADS = 1024

@@ -262,15 +262,12 @@ def test_named_and_by_default(layout: str) -> None:
     assert by_default.chosen == "xla" and "jax's default device is a cpu" in by_default.reasons["cute"]
 
 
-def test_queries_of_e4m3_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_is_chosen_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     table = api.OPERATION.table
-    proven = dataclasses.replace(table["cute"], why_not_by_default=list)
-    monkeypatch.setitem(api.OPERATION.__dict__, "table", {**table, "cute": proven})
-    narrow = {"q": Struct((TOKENS, HEADS, 576), jnp.float8_e4m3fn)}
-    assert explain("v32").chosen == "cute"
-    by_default = explain("v32", **narrow)
-    assert by_default.chosen == "xla" and "untested with q of float8_e4m3fn" in by_default.reasons["cute"][0]
-    assert explain("v32", **narrow, implementation="cute").chosen == "cute"
+    on_hopper = dataclasses.replace(table["cute"], why_not_by_default=list)
+    monkeypatch.setitem(api.OPERATION.__dict__, "table", {**table, "cute": on_hopper})
+    for dtype in (jnp.bfloat16, jnp.float8_e4m3fn):
+        assert explain("v32", q=Struct((TOKENS, HEADS, 576), dtype)).chosen == "cute"
 
 
 @pytest.mark.parametrize(

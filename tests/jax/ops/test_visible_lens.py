@@ -19,7 +19,7 @@ from tests.emulator import decode as cute_emulation
 from tests.jax.ops.programs import assert_same, calls, collectives
 from tests.oracles import attention as oracle
 from tests.oracles.inputs import Paged, paged
-from tsmla_jax.ops.mla_decode import cute
+from tsmla_jax.ops.mla_decode import api, cute
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -182,13 +182,13 @@ def test_partitioning_moves_nothing(emulated: None, ragged: bool) -> None:
     assert_same(run(*placed), jax.jit(kernel("reference", ragged))(*given))
 
 
-def test_the_kernel_must_be_named(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_is_chosen_on_hopper(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
-    monkeypatch.setattr(tsmla_jax.ops.device, "why_not_by_default", list)
+    table = api.OPERATION.table
+    on_hopper = replace(table["cute"], why_not_by_default=list)
+    monkeypatch.setitem(vars(api.OPERATION), "table", {**table, "cute": on_hopper})
     q, kv_cache, tables, lens, visible = arrays(False)
     explanation = tsmla_jax.explain(
         "mla_decode", q, kv_cache, tables, lens, softmax_scale=1.0, latent_dim=256, visible_lens=visible
     )
-    assert explanation.chosen == "xla"
-    assert any('untested with visible_lens; pass implementation="cute"' in reason
-               for reason in explanation.reasons["cute"])  # fmt: skip
+    assert explanation.chosen == "cute"

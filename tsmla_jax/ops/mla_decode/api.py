@@ -58,8 +58,7 @@ def mla_decode(
       visible_lens: [B, S] or, with ragged q, [T] int32, in place of the causal rule: the token sees the first
         visible_lens keys of its request, at most seq_len of them, and none where it is negative. For keys that are
         dealt out to several devices (vLLM's and SGLang's decode context parallelism), of which a device holds others
-        for each token of a request. The kernel that reads it must be named: its PTX agrees with the reference on an
-        emulator, and no GPU has run it yet.
+        for each token of a request.
       q_scale, kv_scale: q holds query / q_scale and kv_cache holds kv / kv_scale (fp8 usually); None is 1. Float or
         float32 scalar array; always operands of the compiled program, never constants kept from an earlier call. Scales
         are positive and finite; that is checked of numbers, and an array with another value gives rows without meaning.
@@ -123,9 +122,7 @@ def _implementations() -> Mapping[str, Implementation]:
     from tsmla_jax.ops.mla_decode import cute, reference, xla
 
     return {
-        "cute": Implementation(
-            cute.mla_decode, cute.why_not, device.why_not_by_default, cute.notes, cute.untested_reasons
-        ),
+        "cute": Implementation(cute.mla_decode, cute.why_not, device.why_not_by_default, cute.notes),
         "xla": Implementation(xla.mla_decode),
         "reference": Implementation(reference.mla_decode),
     }

@@ -40,11 +40,6 @@ def why_not(spec: DecodeSpec) -> list[str]:
     return reasons
 
 
-def untested_reasons(spec: DecodeSpec) -> list[str]:
-    """Why the kernels should not run this call unless they are named."""
-    return [] if device.target_arch() in MLA_DECODE_SM100.archs else sm90_decode.untested_reasons(spec)
-
-
 def notes(spec: DecodeSpec) -> list[str]:
     """What a user should know about this architecture's kernels."""
     return [sm100.NOTICE, sm100.FINITE] if device.target_arch() in MLA_DECODE_SM100.archs else []

@@ -69,8 +69,7 @@ def sparse_mla(
       implementation: "cute", "xla" (blocks of tokens and of slots), "reference", or None for the best that can run; see
         `explain`. "cute" on Hopper takes bf16 and f16 queries over V3.2 rows, V4 pages and plain rows of
         float8_e4m3fn, bf16 and f16. Over V3.2 and plain float8_e4m3fn rows it takes float8_e4m3fn queries too, which
-        the tensor cores multiply in fp8. That must be named: its PTX agrees with the reference on an emulator, and no
-        GPU has run it yet.
+        the tensor cores multiply in fp8.
 
     Returns:
       out [T, H, L] in q's dtype, bfloat16 when q is fp8; with return_lse also lse [T, H], float32 (float64 for
@@ -128,10 +127,9 @@ def _spec(*, return_lse: bool = False, **arguments: Any) -> sparse_contract.Spar
 def _implementations() -> Mapping[str, Implementation]:
     from tsmla_jax.ops import device
     from tsmla_jax.ops.sparse_mla import cute, reference, xla
-    from tsmla_kernels.sm90.sparse.config import untested_reasons
 
     return {
-        "cute": Implementation(cute.sparse_mla, cute.why_not, device.why_not_by_default, untested=untested_reasons),
+        "cute": Implementation(cute.sparse_mla, cute.why_not, device.why_not_by_default),
         "xla": Implementation(xla.sparse_mla),
         "reference": Implementation(reference.sparse_mla),
     }

@@ -7,8 +7,6 @@ nothing. The backends are chosen with `--attention-backend CUSTOM` and `--attent
 Environment variables:
   TSMLA_VLLM=auto: vLLM's automatic choice on Hopper (FLASH_ATTN_MLA) means this decode backend.
   TSMLA_VLLM=sparse: CUSTOM means the sparse backend, for DeepSeek-V3.2 and GLM-5.
-  TSMLA_VLLM_VISIBLE_LENS=1: in context parallelism the tokens of a request share its keys, by a kernel that has not run
-    on a GPU yet; otherwise each token is a request of its own.
   TSMLA_VLLM_FP8_QUERIES=0: with an fp8 cache, queries of dense attention stay in 16 bits.
 """
 
@@ -47,7 +45,6 @@ PREFILL = Entry(_PREFILL_REGISTRY, "TSMLA", PREFILL_BACKEND)
 _VARIABLES = {
     "TSMLA_VLLM": ("", "auto", "sparse"),
     "TSMLA_VLLM_FP8_QUERIES": ("0", "1"),
-    "TSMLA_VLLM_VISIBLE_LENS": ("0", "1"),
 }
 """Variables of the environment that the plug-in reads, and their legal values."""
 

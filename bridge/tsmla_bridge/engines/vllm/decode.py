@@ -27,8 +27,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from tsmla_bridge.engines import versions
 from tsmla_bridge.engines.context_parallel import Deal, visible_keys
 from tsmla_bridge.ops import mla_decode as op
-from tsmla_bridge.runtime import devices
-from tsmla_bridge.runtime.tensors import dtype_name
+from tsmla_bridge.runtime import devices, tensors
 from tsmla_kernels.contract import DecodeSpec
 from tsmla_kernels.sm90.decode import config as sm90_decode
 
@@ -36,6 +35,8 @@ PAGE_SIZES = (64, 128, 32, 16)  # the first is the best
 DIMENSIONS = {576: (512, 64), 512: (512, 0), 320: (256, 64)}  # head size: latent and rope width
 FP8_CACHES = ("fp8", "fp8_e4m3")
 SHORT_EXTEND = 16  # requests with up to this many new tokens take the decode path
+HEADS_FIRST = versions.numbers(vllm.__version__, 2) < (0, 28)
+"""Whether the latent part of a query has its heads in front in memory: it is a product over heads."""
 
 versions.warn_if_untested(versions.VLLM, vllm.__version__)
 
@@ -56,7 +57,7 @@ def describe(
 ) -> DecodeSpec:
     """The spec of a decode call with vLLM's names for its properties; `changed` are fields of the spec."""
     latent_dim, rope_dim = DIMENSIONS[head_size]
-    model_dtype = dtype_name(dtype)
+    model_dtype = tensors.dtype_name(dtype)
     kv_dtype = "float8_e4m3fn" if kv_cache_dtype in FP8_CACHES else model_dtype
     if kv_cache_dtype in ("float16", "bfloat16"):
         kv_dtype = kv_cache_dtype
@@ -139,19 +140,11 @@ class TsmlaMLABackend(MLACommonBackend):
         return "; ".join(reasons) or None
 
 
-def by_visible_lens() -> bool:
-    """Whether, in context parallelism, the kernel is told how many keys each token of a request sees; otherwise tokens
-    are requests of their own. TSMLA_VLLM_VISIBLE_LENS=1 asks for that kernel, which has not run on a GPU yet."""
-    return os.environ.get("TSMLA_VLLM_VISIBLE_LENS", "0") == "1"
+class VisibleLens(NamedTuple):
+    """How many of a rank's keys each query token sees, in context parallelism; lens: [T] int32."""
 
-
-class QueryTokens(NamedTuple):
-    """A rank's query tokens in context parallelism: how many of its keys each sees, and, where tokens are requests of
-    their own, each one's row of the block table."""
-
-    visible_lens: torch.Tensor
-    block_tables: torch.Tensor | None
-    capture: int | None  # the capture that these were made in, if any
+    lens: torch.Tensor
+    capture: int | None  # the capture that they were made in, if any
 
 
 @dataclass
@@ -163,23 +156,19 @@ class TsmlaMLADecodeMetadata(MLACommonDecodeMetadata):
     q_len: int | None
     max_q_len: int
     interleave: int
-    query_tokens: QueryTokens | None = None
+    made: VisibleLens | None = None
 
-    def tokens(self, num_tokens: int, world: int, rank: int, *, divided: bool) -> QueryTokens:
-        """The query tokens of causal calls of several tokens in context parallelism: which of a rank's keys a token
-        sees depends on the token. divided: as requests of their own. Made by a step's first layer, on the device from
-        vLLM's own buffers, so that a CUDA graph makes them anew at every replay; a capture never takes those of
-        another."""
+    def visible_lens(self, num_tokens: int, world: int, rank: int) -> torch.Tensor:
+        """How many of the rank's keys each query token sees, [T], in causal calls of several tokens a request in
+        context parallelism. Made by a step's first layer, on the device from vLLM's own buffers, so that a CUDA graph
+        makes them anew at every replay; a capture never takes those of another."""
         capture = devices.capture_id(devices.current_stream(self.seq_lens.get_device())) if _capturing() else None
-        if self.query_tokens is None or self.query_tokens.capture != capture:
+        if self.made is None or self.made.capture != capture:
             assert self.dcp_tot_seq_lens is not None
             deal = Deal(world, rank, self.interleave)
-            request, visible_lens = visible_keys(
-                self.query_start_loc, self.dcp_tot_seq_lens, self.seq_lens, num_tokens, deal
-            )
-            tables = self.block_table[request] if divided else None
-            self.query_tokens = QueryTokens(visible_lens, tables, capture)
-        return self.query_tokens
+            lens = visible_keys(self.query_start_loc, self.dcp_tot_seq_lens, self.seq_lens, num_tokens, deal)
+            self.made = VisibleLens(lens, capture)
+        return self.made.lens
 
 
 def _capturing() -> bool:
@@ -225,18 +214,21 @@ class TsmlaMLAMetadataBuilder(MLACommonMetadataBuilder[TsmlaMLAMetadata]):
             "causal": not getattr(self, "non_causal_multi_token_decode", False),
         }
         lengths = [(q_len, False) for q_len in sorted(self.uniform_q_lens)]
+        lengths += [(bound, True) for bound in self.max_q_lens]
         by_token = self.dcp_world_size > 1 and shared["causal"]  # which of a rank's keys a token sees
-        visible_lens = by_token and by_visible_lens()
-        if not by_token or visible_lens:  # otherwise tokens of unequal requests are requests of their own
-            lengths += [(bound, True) for bound in self.max_q_lens]
         for q_len, ragged in lengths:
             spec = describe(
                 head_size, page_size, config.model_config.dtype, config.cache_config.cache_dtype,
-                max_q_len=q_len, total_q_len=q_len, ragged=ragged, visible_lens=visible_lens and q_len > 1, **shared,
+                max_q_len=q_len, total_q_len=q_len, ragged=ragged, visible_lens=by_token and q_len > 1, **shared,
             )  # fmt: skip
             # The layer hands a query of 16 bits over in two tensors; context parallelism gathers it in one.
             in_two = self.dcp_world_size == 1 and spec.rope_dim > 0 and spec.q_dtype != "float8_e4m3fn"
-            op.warm(spec, index, split_q=in_two)
+            heads_first = in_two and HEADS_FIRST and sm90_decode.reads_heads_first(spec.num_heads)
+            # One token's heads lie in the same order either way, and many requests in parts need them inside.
+            if not heads_first or q_len == 1 or spec.batch_invariant:
+                op.warm(spec, index, split_q=in_two)
+            if heads_first:
+                op.warm(spec, index, split_q=True, heads_first=True)
 
     def _build_decode(  # called by keyword; the parameters differ from version to version
         self,
@@ -297,7 +289,6 @@ class TsmlaMLAImpl(MLACommonImpl[TsmlaMLAMetadata]):
         refuse("decode", alibi_slopes=alibi_slopes, sliding_window=sliding_window, logits_soft_cap=logits_soft_cap)
         self.supports_quant_query_input = takes_fp8_queries(kv_cache_dtype)
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
-        self.by_visible_lens = by_visible_lens()
 
     def forward_mqa(
         self,
@@ -316,26 +307,23 @@ class TsmlaMLAImpl(MLACommonImpl[TsmlaMLAMetadata]):
             parts = parts[:1]
         num_tokens, num_heads, _ = parts[0].shape
         causal = getattr(attn_metadata, "causal", True)  # vLLM 0.26 knows no other
-        block_tables, seq_lens, q_len = decode.block_table, decode.seq_lens, decode.q_len
+        q_len = decode.q_len
         options: dict[str, Any] = {}
         if self.dcp_world_size > 1 and causal and q_len != 1:
-            tokens = decode.tokens(num_tokens, self.dcp_world_size, self.dcp_rank, divided=not self.by_visible_lens)
-            if tokens.block_tables is None:
-                visible_lens = tokens.visible_lens if q_len is None else tokens.visible_lens.view(-1, q_len)
-                options = {"visible_lens": visible_lens, "implementation": "cute" if parts[0].is_cuda else None}
-            else:
-                block_tables, seq_lens, q_len = tokens.block_tables, tokens.visible_lens, 1
+            visible_lens = decode.visible_lens(num_tokens, self.dcp_world_size, self.dcp_rank)
+            options["visible_lens"] = visible_lens if q_len is None else visible_lens.view(-1, q_len)
         if q_len is None:
             options |= {"cu_seqlens_q": decode.query_start_loc, "max_q_len": decode.max_q_len}
         else:
             parts = tuple(part.view(-1, q_len, num_heads, part.shape[-1]) for part in parts)
-        parts = (parts[0].contiguous(), *parts[1:])  # to vLLM 0.27 the product over heads has their axis in front
+        if len(parts) == 1 or not tensors.is_heads_first(parts[0]):
+            parts = (parts[0].contiguous(), *parts[1:])
         fp8, return_lse = torch.float8_e4m3fn, self.need_to_return_lse_for_decode
         results: Any = op.mla_decode(
             parts if len(parts) == 2 else parts[0],
             kv_c_and_k_pe_cache,
-            block_tables,
-            seq_lens,
+            decode.block_table,
+            decode.seq_lens,
             softmax_scale=self.scale,
             latent_dim=self.kv_lora_rank,
             causal=causal,

@@ -198,14 +198,6 @@ def decode_reasons(spec: DecodeSpec) -> list[str]:
     return reasons
 
 
-def untested_reasons(spec: DecodeSpec) -> list[str]:
-    """Why implementation=None should not run the kernel: no GPU has run it for such calls, only the machine of
-    tests/emulator/ptx."""
-    if not spec.visible_lens:
-        return []
-    return ['the sm_90 decode kernel is untested with visible_lens; pass implementation="cute" to use it anyway']
-
-
 def reads_heads_first(num_heads: int) -> bool:
     """Whether the kernel can copy query rows whose heads come first: one copy takes some heads of one token, or all
     heads of some tokens."""

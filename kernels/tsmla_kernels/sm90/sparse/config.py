@@ -240,14 +240,6 @@ def sparse_reasons(spec: SparseMLASpec) -> list[str]:
     return reasons
 
 
-def untested_reasons(spec: SparseMLASpec) -> list[str]:
-    """Why implementation=None should not run the kernel: no GPU has run it for such calls, only the machine of
-    tests/emulator/ptx."""
-    if spec.q_dtype != FP8:
-        return []
-    return [f'the sm_90 sparse kernel is untested with q of {FP8}; pass implementation="cute" to use it anyway']
-
-
 def _cache_reasons(name: str, cache: CacheSpec) -> list[str]:
     reasons = []
     if cache.layout == "plain" and cache.dtype not in PLAIN:

@@ -385,7 +385,8 @@ int _cudaLaunchKernelEx(const LaunchConfig* config, void* kernel, void** argumen
       if (config->attributes[i].id == CLUSTER_DIMENSION) std::copy_n(config->attributes[i].value, 3, size);
       if (config->attributes[i].id == PROGRAMMATIC_SERIALIZATION) programmatic = config->attributes[i].value[0];
     }
-    world.machine.overlaps = programmatic && !world.machine.launches++;
+    const bool first = world.machine.launches++ == 0;  // a later one begins behind it, and so behind the call before
+    world.machine.overlaps = programmatic && first;
     const uint32_t threads = config->block[0] * config->block[1] * config->block[2];
     if (static_cast<int32_t>(threads) != program.threads) fault("a launch with another number of threads than the kernel has");
     Grid(world.machine, program, std::move(parameters)).run(config->grid, size, config->shared_bytes, world.resident);
