@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from tsmla_bridge.runtime import scales, tensors
 from tsmla_bridge.runtime.results import Computed
 from tsmla_bridge.runtime.scales import Pair
+from tsmla_bridge.runtime.tensors import Scale
 from tsmla_kernels import contract
 from tsmla_kernels.contract.attention import attention_lse_dtype
 
@@ -111,6 +112,11 @@ def asks_for_derivative(*values: Any) -> bool:
     )
 
 
+def derivative_reasons(*values: Any) -> list[str]:
+    """The reason against a kernel without a derivative where one of these, tensors or not, asks for it."""
+    return ["a derivative is asked for; the kernel has none"] if asks_for_derivative(*values) else []
+
+
 def _is_derived(tensor: torch.Tensor) -> bool:
     """Whether a derivative is asked for, in reverse mode or, which torch.no_grad() does not end, in forward mode."""
     return (tensor.requires_grad and torch.is_grad_enabled()) or _is_dual(tensor)
@@ -126,6 +132,11 @@ def _is_dual(value: Any) -> bool:
 def scale_arguments(scale: Any) -> tuple[torch.Tensor | None, float | None]:
     """A scale as an operator takes it: a tensor or a number."""
     return (scale, None) if isinstance(scale, torch.Tensor) else (None, scale)
+
+
+def scale_of(scale_tensor: torch.Tensor | None, number: float | None) -> Scale | None:
+    """The scale that `scale_arguments` made these of."""
+    return number if scale_tensor is None else scale_tensor
 
 
 def pair_arguments(pair: Pair) -> tuple[torch.Tensor | None, float, float]:

@@ -8,20 +8,18 @@ graphs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
+
 
 import torch
 
 from tsmla_bridge import operators, reference
-from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, scales, tensors
+from tsmla_bridge.runtime import data_checks, loaded_kernels, tensors
 from tsmla_bridge.runtime.tensors import DTYPES, Scale
 from tsmla_kernels import contract
 from tsmla_kernels.cache_ops import config as cache_config
 from tsmla_kernels.catalog import GATHER_KV_CACHE, WRITE_KV_CACHE
 from tsmla_kernels.contract import rules, values
-from tsmla_kernels.kernel import Config, Kernel
-from tsmla_kernels.launch import ArrayView
 
 
 def write_kv_cache(
@@ -72,7 +70,7 @@ def _write(
     scale_number: float | None,
     implementation: str | None,
 ) -> None:
-    kv_scale = scale_number if scale_tensor is None else scale_tensor
+    kv_scale = operators.scale_of(scale_tensor, scale_number)
     kv_cache = tensors.without_head_axis(kv_cache)
     spec = tensors.describe_call(
         contract.cache_write_spec,
@@ -82,12 +80,12 @@ def _write(
         slot_dtypes=rules.SLOTS,
     )
     rows = {"latent": latent, "k_rope": k_rope if spec.rope_dim and k_rope is not None else latent}
-    dense = {"kv_cache": kv_cache, "slot_mapping": slot_mapping}
+    read = {"kv_cache": kv_cache, "slot_mapping": slot_mapping, **rows}
 
     def why_not() -> list[str]:
         return loaded_kernels.reasons(WRITE_KV_CACHE, kv_cache.device) or [
             *cache_config.write_reasons(spec),
-            *_unreadable(dense, rows),
+            *loaded_kernels.layout_reasons(read, wide=rows),
         ]
 
     by_kernel = loaded_kernels.is_chosen("write_kv_cache", implementation, kv_cache.device, why_not)
@@ -98,10 +96,11 @@ def _write(
         reference.write_kv_cache(spec, kv_cache, latent, k_rope, slot_mapping, kv_scale)
         return
     pages = loaded_kernels.view(kv_cache)
-    # The kernel reads the first columns of rows that may be wider: the halves of a projection's output.
-    wide = {name: loaded_kernels.view(x, (x.shape[0], x.stride(0))) for name, x in rows.items()}
+    # Rows may be the halves of a projection's output.
+    wide = {name: loaded_kernels.wide_view(x) for name, x in rows.items()}
     inputs = {"kv_cache": pages, **wide, "slot_mapping": loaded_kernels.view(slot_mapping)}
-    _launch(WRITE_KV_CACHE, cache_config.write_config(spec), kv_scale, inputs, {"new_kv_cache": pages}, kv_cache.device)
+    config, outputs = cache_config.write_config(spec), {"new_kv_cache": pages}
+    loaded_kernels.run_scaled(WRITE_KV_CACHE, config, kv_cache.device, kv_scale, inputs, outputs)
 
 
 def gather_kv_cache(
@@ -152,7 +151,7 @@ def _gather(
     out_dtype: torch.dtype | None,
     implementation: str | None,
 ) -> torch.Tensor:
-    kv_scale = scale_number if scale_tensor is None else scale_tensor
+    kv_scale = operators.scale_of(scale_tensor, scale_number)
     kv_cache = tensors.without_head_axis(kv_cache)
     given = {"kv_cache": kv_cache, "block_tables": block_tables, "starts": starts, "lens": lens}
     spec = tensors.describe_call(
@@ -166,8 +165,8 @@ def _gather(
     def why_not() -> list[str]:
         return loaded_kernels.reasons(GATHER_KV_CACHE, kv_cache.device) or [
             *cache_config.gather_reasons(spec),
-            *(["a derivative is asked for; the kernel has none"] if operators.asks_for_derivative(kv_cache) else []),
-            *_unreadable(given),
+            *operators.derivative_reasons(kv_cache),
+            *loaded_kernels.layout_reasons(given),
         ]
 
     by_kernel = loaded_kernels.is_chosen("gather_kv_cache", implementation, kv_cache.device, why_not)
@@ -179,46 +178,9 @@ def _gather(
         return reference.gather_kv_cache(spec, kv_cache, block_tables, starts, lens, kv_scale)
     out = torch.empty(shape, dtype=dtype, device=kv_cache.device)
     inputs = {name: loaded_kernels.view(tensor) for name, tensor in given.items()}
-    outputs = {"out": loaded_kernels.view(out)}
-    _launch(GATHER_KV_CACHE, cache_config.gather_config(spec), kv_scale, inputs, outputs, kv_cache.device)
+    config, outputs = cache_config.gather_config(spec), {"out": loaded_kernels.view(out)}
+    loaded_kernels.run_scaled(GATHER_KV_CACHE, config, kv_cache.device, kv_scale, inputs, outputs)
     return out
-
-
-# ---- the kernels
-
-
-def _unreadable(dense: dict[str, torch.Tensor], rows: dict[str, torch.Tensor] | None = None) -> Iterable[str]:
-    """Why the kernels can't read the tensors: `dense` ones must have no gaps, `rows` one stride, and both must be
-    aligned."""
-    for name, tensor in dense.items():
-        is_index = tensor.dtype in (torch.int32, torch.int64)
-        aligned = is_index or tensor.data_ptr() % loaded_kernels.ROW_ALIGN == 0
-        if not (tensor.is_contiguous() and aligned):
-            yield loaded_kernels.unreadable(name, tensor)
-    for name, tensor in (rows or {}).items():
-        step = tensor.stride(0) * tensor.element_size()
-        aligned = tensor.data_ptr() % loaded_kernels.ROW_ALIGN == 0 == step % loaded_kernels.ROW_ALIGN
-        if not (tensor.stride(-1) == 1 and aligned):
-            yield loaded_kernels.unreadable(name, tensor)
-
-
-def _launch(
-    kernel: Kernel,
-    config: Config,
-    kv_scale: Scale | None,
-    inputs: dict[str, ArrayView],
-    outputs: dict[str, ArrayView],
-    device: torch.device,
-) -> None:
-    index = devices.index_of(device)
-    with devices.made_current(index):
-        stream = devices.current_stream(index)
-        if isinstance(kv_scale, torch.Tensor):
-            scale = kv_scale.to(torch.float32).reshape(1)
-        else:
-            scale = scales.on_device((1.0 if kv_scale is None else float(kv_scale), 1.0), index, stream)[:1]
-        arrays = {**inputs, "kv_scale": loaded_kernels.view(scale), **outputs}
-        loaded_kernels.run(kernel, config, index, stream, arrays)
 
 
 # ---- the operators

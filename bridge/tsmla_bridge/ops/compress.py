@@ -14,7 +14,7 @@ import torch
 
 from tsmla_bridge import compress_reference, operators
 from tsmla_bridge.compress_reference import Arrays
-from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, scales, tensors
+from tsmla_bridge.runtime import data_checks, loaded_kernels, tensors
 from tsmla_bridge.runtime.tensors import Scale
 from tsmla_kernels.catalog import COMPRESS_WRITE_KV_CACHE
 from tsmla_kernels.contract import values
@@ -119,10 +119,7 @@ def _compress(
 
     def why_not() -> list[str]:
         found = loaded_kernels.reasons(COMPRESS_WRITE_KV_CACHE, cache.device) or compress_write_reasons(spec)
-        aligned = (name for name, x in given.items() if x.dtype != torch.int32)
-        gaps = [name for name, x in given.items() if not x.is_contiguous()]
-        gaps += [name for name in aligned if given[name].data_ptr() % loaded_kernels.ROW_ALIGN]
-        return [*found, *(loaded_kernels.unreadable(name, given[name]) for name in dict.fromkeys(gaps))]
+        return [*found, *loaded_kernels.layout_reasons(given)]
 
     by_kernel = loaded_kernels.is_chosen("compress_write_kv_cache", implementation, cache.device, why_not)
     data_checks.check(values.compress, spec.compress, lens, offsets, arrays.state_slots, arrays.positions)
@@ -136,22 +133,16 @@ def _compress(
 
 
 def _launch(spec: CompressWriteSpec, arrays: Arrays, kv_scale: Scale | None) -> None:
-    index = devices.index_of(arrays.cache.device)
     view = loaded_kernels.view
     row = arrays.state.shape[-1] * 2
     cache, positions = view(arrays.cache), view(arrays.positions)
     state = view(arrays.state, (*arrays.state.shape[:2], row))
     views = {name: view(x) for name, x in arrays._asdict().items() if name not in ("cache", "state", "positions")}
     views["kv_score"] = view(arrays.kv_score, (arrays.kv_score.shape[0], row))
-    with devices.made_current(index):
-        stream = devices.current_stream(index)
-        if isinstance(kv_scale, torch.Tensor):
-            scale = kv_scale.to(torch.float32).reshape(1)
-        else:
-            scale = scales.on_device((1.0 if kv_scale is None else float(kv_scale), 1.0), index, stream)[:1]
-        inputs = {"cache": cache, "state": state, "state_positions": positions, **views, "kv_scale": view(scale)}
-        outputs = {"new_cache": cache, "new_state": state, "new_positions": positions}
-        loaded_kernels.run(COMPRESS_WRITE_KV_CACHE, compress_write_config(spec), index, stream, inputs | outputs)
+    inputs = {"cache": cache, "state": state, "state_positions": positions, **views}
+    outputs = {"new_cache": cache, "new_state": state, "new_positions": positions}
+    config, device = compress_write_config(spec), arrays.cache.device
+    loaded_kernels.run_scaled(COMPRESS_WRITE_KV_CACHE, config, device, kv_scale, inputs, outputs)
 
 
 # ---- the operator
@@ -160,8 +151,7 @@ def _launch(spec: CompressWriteSpec, arrays: Arrays, kv_scale: Scale | None) -> 
 def _by_position(*arguments: Any) -> None:
     arrays, options = arguments[: len(Arrays._fields)], arguments[len(Arrays._fields) :]
     ratio, overlap, eps, page_size, *scale, implementation = options
-    kv_scale = scale[1] if scale[0] is None else scale[0]
-    _compress(Arrays(*arrays), ratio, overlap, eps, page_size, kv_scale, implementation)
+    _compress(Arrays(*arrays), ratio, overlap, eps, page_size, operators.scale_of(*scale), implementation)
 
 
 compress_operator = operators.register(

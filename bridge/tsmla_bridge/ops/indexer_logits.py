@@ -86,10 +86,9 @@ def _score(
     shape = spec.num_tokens, spec.max_pages * spec.cache.page_size
 
     def why_not() -> list[str]:
-        found = loaded_kernels.reasons(INDEXER_LOGITS, q.device) or [*logits_reasons(spec), *unreadable_tensors(given)]
-        if operators.asks_for_derivative(*given.values()):
-            found.append("a derivative is asked for; the kernel has none")
-        return found
+        found = loaded_kernels.reasons(INDEXER_LOGITS, q.device)
+        found = found or [*logits_reasons(spec), *loaded_kernels.layout_reasons(given)]
+        return found + operators.derivative_reasons(*given.values())
 
     by_kernel = loaded_kernels.is_chosen("indexer_logits", implementation, q.device, why_not)
     data_checks.check(values.indexer_logits, spec, seq_lens, block_tables, cu_seqlens_q)
@@ -104,23 +103,11 @@ def _score(
     return out
 
 
-def unreadable_tensors(given: dict[str, torch.Tensor]) -> list[str]:
-    """Why the kernel can't read the tensors of a call by name: they have gaps, or are not aligned."""
-    found = []
-    for name, tensor in given.items():
-        aligned = tensor.dtype == torch.int32 or tensor.data_ptr() % loaded_kernels.ROW_ALIGN == 0
-        if not (tensor.is_contiguous() and aligned):
-            found.append(loaded_kernels.unreadable(name, tensor))
-    return found
-
-
 def _launch(spec: IndexerLogitsSpec, given: dict[str, torch.Tensor], out: torch.Tensor) -> None:
-    index = devices.index_of(out.device)
-    config = logits_config(spec, devices.num_sms(index))
+    config = logits_config(spec, devices.num_sms(devices.index_of(out.device)))
     arrays = {name: loaded_kernels.view(tensor) for name, tensor in given.items()}
     arrays["logits"] = loaded_kernels.view(out)
-    with devices.made_current(index):
-        loaded_kernels.run(INDEXER_LOGITS, config, index, devices.current_stream(index), arrays)
+    loaded_kernels.run_on(INDEXER_LOGITS, config, out.device, arrays)
 
 
 # ---- the operators

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 
 from tsmla_bridge import operators, reference, sparse_reference
-from tsmla_bridge.ops.indexer_logits import unreadable_tensors
 from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, tensors
 from tsmla_bridge.runtime.workspace import Workspace
 from tsmla_kernels.catalog import INDEXER_LOGITS, SELECT_TOPK
@@ -156,7 +155,7 @@ def _select(call: Call, memory: Memory) -> Results:
 
     def why_not() -> list[str]:
         found = loaded_kernels.reasons(INDEXER_LOGITS, device)
-        found = found or [*indexer_topk_reasons(spec), *unreadable_tensors(given)]
+        found = found or [*indexer_topk_reasons(spec), *loaded_kernels.layout_reasons(given)]
         if call.return_scores and operators.asks_for_derivative(*given.values()):
             found.append("a derivative is asked for; the kernels have none")
         return found

@@ -65,8 +65,7 @@ def _merge(outs: Parts, lses: Parts, implementation: str | None) -> Computed:
 
     def why_not() -> list[str]:
         reasons = loaded_kernels.reasons(MERGE_ATTENTION_STATES, device) + merge_config.merge_reasons(spec)
-        if operators.asks_for_derivative(*outs, *lses):
-            reasons.append("a derivative is asked for; the kernel has none")
+        reasons += operators.derivative_reasons(*outs, *lses)
         unreadable = [i for i, seen in enumerate(rows) if seen is None]
         return reasons + [loaded_kernels.unreadable(f"outs[{i}]", outs[i]) for i in unreadable]
 
@@ -79,16 +78,12 @@ def _launch(spec: MergeSpec, rows: Parts, outs: Parts, lses: Parts) -> Computed:
     out, lse = (torch.empty_like(parts[0], memory_format=torch.contiguous_format) for parts in (outs, lses))
     if lse.numel() == 0:
         return out, lse
-    # The kernel reads the first columns of rows that may be wider.
-    arrays = {f"out_{i}": loaded_kernels.view(part, (part.shape[0], part.stride(0))) for i, part in enumerate(rows)}
+    arrays = {f"out_{i}": loaded_kernels.wide_view(part) for i, part in enumerate(rows)}
     dense = [part.contiguous() for part in lses]  # lses are a small part of the bytes; the copies live until the launch
     arrays |= {f"lse_{i}": loaded_kernels.view(part, (part.numel(),)) for i, part in enumerate(dense)}
     arrays["out"] = loaded_kernels.view(out, (lse.numel(), out.shape[-1]))
     arrays["lse"] = loaded_kernels.view(lse, (lse.numel(),))
-    index = devices.index_of(out.device)
-    with devices.made_current(index):
-        stream = devices.current_stream(index)
-        loaded_kernels.run(MERGE_ATTENTION_STATES, merge_config.merge_config(spec), index, stream, arrays)
+    loaded_kernels.run_on(MERGE_ATTENTION_STATES, merge_config.merge_config(spec), out.device, arrays)
     return out, lse
 
 

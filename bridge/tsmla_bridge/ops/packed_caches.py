@@ -8,13 +8,13 @@ bytes. Both read no value on the host, so both can be captured into CUDA graphs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
 from tsmla_bridge import operators, sparse_reference
-from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, tensors
+from tsmla_bridge.runtime import data_checks, loaded_kernels, tensors
 from tsmla_kernels.catalog import INDEXER_QUANTIZE, WRITE_INDEXER_CACHE, WRITE_PACKED_KV_CACHE
 from tsmla_kernels.contract import packed, rules, values
 from tsmla_kernels.kernel import Config, Kernel
@@ -91,7 +91,7 @@ def _write_packed(
     def why_not() -> list[str]:
         return loaded_kernels.reasons(WRITE_PACKED_KV_CACHE, kv_cache.device) or [
             *packed_config.packed_write_reasons(spec),
-            *_unreadable({"kv_cache": kv_cache, "slot_mapping": slot_mapping}, rows),
+            *loaded_kernels.layout_reasons({"kv_cache": kv_cache, "slot_mapping": slot_mapping, **rows}, wide=rows),
         ]
 
     by_kernel = loaded_kernels.is_chosen("write_packed_kv_cache", implementation, kv_cache.device, why_not)
@@ -103,7 +103,7 @@ def _write_packed(
             sparse_reference.write_packed_kv_cache(spec, kv_cache, latent, k_rope, slot_mapping, cos, sin)
         return
     config = packed_config.packed_write_config(spec)
-    _launch(WRITE_PACKED_KV_CACHE, config, arrays | _given(cos, sin), {"new_kv_cache": kv_cache}, tuple(rows))
+    _launch(WRITE_PACKED_KV_CACHE, config, arrays | _given(cos, sin), {"new_kv_cache": kv_cache}, rows)
 
 
 def write_indexer_cache(
@@ -168,7 +168,7 @@ def _write_keys(
     def why_not() -> list[str]:
         return loaded_kernels.reasons(WRITE_INDEXER_CACHE, k_cache.device) or [
             *packed_config.indexer_write_reasons(spec),
-            *_unreadable({"k_cache": k_cache, "slot_mapping": slot_mapping}, rows),
+            *loaded_kernels.layout_reasons({"k_cache": k_cache, "slot_mapping": slot_mapping, **rows}, wide=rows),
         ]
 
     by_kernel = loaded_kernels.is_chosen("write_indexer_cache", implementation, k_cache.device, why_not)
@@ -180,7 +180,7 @@ def _write_keys(
             sparse_reference.write_indexer_cache(spec, k_cache, k, slot_mapping, cos, sin)
         return
     config = packed_config.indexer_write_config(spec)
-    _launch(WRITE_INDEXER_CACHE, config, arrays | _given(cos, sin), {"new_k_cache": k_cache}, tuple(rows))
+    _launch(WRITE_INDEXER_CACHE, config, arrays | _given(cos, sin), {"new_k_cache": k_cache}, rows)
 
 
 def indexer_quantize(
@@ -236,7 +236,7 @@ def _quantize(
     def why_not() -> list[str]:
         return loaded_kernels.reasons(INDEXER_QUANTIZE, q.device) or [
             *packed_config.indexer_quantize_reasons(spec),
-            *_unreadable({"q": q}, angles),
+            *loaded_kernels.layout_reasons({"q": q, **angles}, wide=angles),
             *([] if weights.is_contiguous() else [loaded_kernels.unreadable("weights", weights)]),
         ]
 
@@ -247,7 +247,7 @@ def _quantize(
     results = q.new_empty(q.shape, dtype=torch.float8_e4m3fn), weights.new_empty(weights.shape, dtype=torch.float32)
     flat = {"q": q.detach().view(-1, spec.head_dim), "weights": weights.detach().view(-1), **angles}
     outputs = {"q8": results[0].view(-1, spec.head_dim), "folded_weights": results[1].view(-1)}
-    _launch(INDEXER_QUANTIZE, packed_config.indexer_quantize_config(spec), flat, outputs, tuple(angles))
+    _launch(INDEXER_QUANTIZE, packed_config.indexer_quantize_config(spec), flat, outputs, angles)
     return results
 
 
@@ -258,37 +258,18 @@ def _given(cos: torch.Tensor | None, sin: torch.Tensor | None) -> dict[str, torc
     return {} if cos is None or sin is None else {"cos": cos, "sin": sin}
 
 
-def _unreadable(dense: dict[str, torch.Tensor], rows: dict[str, torch.Tensor]) -> Iterable[str]:
-    """Why the kernels can't read the tensors: `dense` ones must have no gaps, `rows` one stride, and both must be
-    aligned."""
-    for name, tensor in dense.items():
-        is_index = tensor.dtype in (torch.int32, torch.int64)
-        aligned = is_index or tensor.data_ptr() % loaded_kernels.ROW_ALIGN == 0
-        if not (tensor.is_contiguous() and aligned):
-            yield loaded_kernels.unreadable(name, tensor)
-    for name, tensor in rows.items():
-        step = tensor.stride(0) * tensor.element_size()
-        aligned = tensor.data_ptr() % loaded_kernels.ROW_ALIGN == 0 == step % loaded_kernels.ROW_ALIGN
-        if not (tensor.stride(-1) == 1 and aligned):
-            yield loaded_kernels.unreadable(name, tensor)
-
-
 def _launch(
     kernel: Kernel,
     config: Config,
     inputs: dict[str, torch.Tensor],
     outputs: dict[str, torch.Tensor],
-    wide: tuple[str, ...],
+    wide: Collection[str],
 ) -> None:
-    """Launch a kernel on the device of its inputs. It reads the first columns of the inputs `wide`, whose rows may be
-    wider."""
-    index = devices.index_of(next(iter(inputs.values())).device)
-    arrays = {
-        name: loaded_kernels.view(x, (x.shape[0], x.stride(0)) if name in wide else None) for name, x in inputs.items()
-    }
-    arrays |= {name: loaded_kernels.view(x) for name, x in outputs.items()}
-    with devices.made_current(index):
-        loaded_kernels.run(kernel, config, index, devices.current_stream(index), arrays)
+    """Launch a kernel on the device of its inputs. Rows of the inputs named in `wide` may be the first columns of wider
+    ones."""
+    given = inputs | outputs
+    arrays = {name: (loaded_kernels.wide_view if name in wide else loaded_kernels.view)(x) for name, x in given.items()}
+    loaded_kernels.run_on(kernel, config, next(iter(inputs.values())).device, arrays)
 
 
 # ---- the operators

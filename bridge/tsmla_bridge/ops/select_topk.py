@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tsmla_bridge import operators, sparse_reference
-from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, tensors
+from tsmla_bridge.runtime import data_checks, loaded_kernels, tensors
 from tsmla_kernels.catalog import SELECT_TOPK
 from tsmla_kernels.contract import values
 from tsmla_kernels.contract.sparse import TopKSpec, topk_spec
@@ -98,9 +98,7 @@ def _select(
 
     def why_not() -> list[str]:
         found = loaded_kernels.reasons(SELECT_TOPK, logits.device) or topk_reasons(spec)
-        aligned = logits.data_ptr() % loaded_kernels.ROW_ALIGN == 0
-        gaps = (name for name, x in given.items() if not x.is_contiguous() or (x is logits and not aligned))
-        return [*found, *(loaded_kernels.unreadable(name, given[name]) for name in gaps)]
+        return [*found, *loaded_kernels.layout_reasons(given)]
 
     by_kernel = loaded_kernels.is_chosen("select_topk", implementation, logits.device, why_not)
     if row_starts is None:
@@ -122,13 +120,11 @@ def _select(
 
 
 def _launch(spec: TopKSpec, given: dict[str, torch.Tensor], results: Results) -> None:
-    index = devices.index_of(results[0].device)
     arrays = {name: loaded_kernels.view(tensor) for name, tensor in given.items()}
     arrays["indices"] = loaded_kernels.view(results[0])
     if spec.page_size:
         arrays["counts"] = loaded_kernels.view(results[1])
-    with devices.made_current(index):
-        loaded_kernels.run(SELECT_TOPK, topk_config(spec), index, devices.current_stream(index), arrays)
+    loaded_kernels.run_on(SELECT_TOPK, topk_config(spec), results[0].device, arrays)
 
 
 # ---- the operators

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from tsmla_bridge.runtime import devices
-from tsmla_bridge.runtime.tensors import dtype_name
+from tsmla_bridge.runtime import devices, scales
+from tsmla_bridge.runtime.tensors import Scale, dtype_name
 from tsmla_kernels import contract, launch
 from tsmla_kernels.kernel import Config, Kernel
 
@@ -76,6 +76,22 @@ def unreadable(name: str, tensor: torch.Tensor) -> str:
     return f"{name} has strides {list(tensor.stride())} at address {tensor.data_ptr():#x}, which the kernel can't read"
 
 
+def layout_reasons(given: Mapping[str, torch.Tensor], wide: Collection[str] = ()) -> list[str]:
+    """Why a kernel can't read these tensors by name: they have gaps, or their rows are not aligned, which indices need
+    not be. Rows of the tensors named in `wide` may be the first columns of wider ones."""
+    found = []
+    for name, tensor in given.items():
+        if name in wide:
+            step = tensor.stride(0) * tensor.element_size()
+            dense = tensor.stride(-1) == 1 and step % ROW_ALIGN == 0
+        else:
+            dense = tensor.is_contiguous()
+        is_index = tensor.dtype in (torch.int32, torch.int64)
+        if not (dense and (is_index or tensor.data_ptr() % ROW_ALIGN == 0)):
+            found.append(unreadable(name, tensor))
+    return found
+
+
 def launcher(kernel: Kernel, config: Config, index: int) -> launch.Launcher:
     """The kernel for `config` on device `index`: from this process, from the cache on disk, or compiled.
 
@@ -90,6 +106,32 @@ def launcher(kernel: Kernel, config: Config, index: int) -> launch.Launcher:
                 )
             loaded = _loaded[kernel.name, config, index] = _load(kernel, config, index)
         return loaded
+
+
+def run_on(kernel: Kernel, config: Config, device: torch.device, arrays: Mapping[str, launch.ArrayView]) -> None:
+    """`run` on the current stream of a CUDA device."""
+    index = devices.index_of(device)
+    with devices.made_current(index):
+        run(kernel, config, index, devices.current_stream(index), arrays)
+
+
+def run_scaled(
+    kernel: Kernel,
+    config: Config,
+    device: torch.device,
+    kv_scale: Scale | None,
+    inputs: Mapping[str, launch.ArrayView],
+    outputs: Mapping[str, launch.ArrayView],
+) -> None:
+    """`run_on` of a kernel whose operands are `inputs`, a cache's scale and `outputs`."""
+    index = devices.index_of(device)
+    with devices.made_current(index):
+        stream = devices.current_stream(index)
+        if isinstance(kv_scale, torch.Tensor):
+            scale = kv_scale.to(torch.float32).reshape(1)
+        else:
+            scale = scales.on_device((1.0 if kv_scale is None else float(kv_scale), 1.0), index, stream)[:1]
+        run(kernel, config, index, stream, {**inputs, "kv_scale": view(scale), **outputs})
 
 
 def run(kernel: Kernel, config: Config, index: int, stream: int, arrays: Mapping[str, launch.ArrayView]) -> None:
@@ -122,6 +164,11 @@ def view(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> launch.A
     return launch.ArrayView(
         tensor.data_ptr(), tuple(tensor.shape) if shape is None else shape, dtype_name(tensor.dtype)
     )
+
+
+def wide_view(rows: torch.Tensor) -> launch.ArrayView:
+    """The memory of rows [T, W], which may be the first columns of wider ones, as an operand: the wider rows."""
+    return view(rows, (rows.shape[0], rows.stride(0)))
 
 
 _loaded: dict[tuple[str, Config, int], launch.Launcher] = {}
