@@ -15,9 +15,10 @@ import torch
 from torch.autograd import forward_ad
 
 from tsmla_bridge.runtime import scales, tensors
-from tsmla_bridge.runtime.results import Computed
+from tsmla_bridge.runtime.results import Computed, Results
 from tsmla_bridge.runtime.scales import Pair
 from tsmla_bridge.runtime.tensors import Scale
+from tsmla_bridge.runtime.workspace import Workspace
 from tsmla_kernels import contract
 from tsmla_kernels.contract.attention import attention_lse_dtype
 
@@ -144,31 +145,64 @@ def pair_arguments(pair: Pair) -> tuple[torch.Tensor | None, float, float]:
     return (pair, 1.0, 1.0) if isinstance(pair, torch.Tensor) else (None, *pair)
 
 
+def pair_of(pair_tensor: torch.Tensor | None, *numbers: float) -> Pair:
+    """The pair that `pair_arguments` made these of."""
+    return numbers if pair_tensor is None else pair_tensor  # type: ignore[return-value]
+
+
+def register_attention(
+    name: str, run: Callable[..., Results], parameters: str, width: Callable[..., int], memory: Sequence[str]
+) -> Any:
+    """Register tsmla::name, which returns out and lse, and tsmla::{name}_into, which writes them to the caller's
+    memory. Returns the first.
+
+    Args:
+      run: takes the arguments by position, and return_lse (True by default) and those of `memory` (None by default) by
+        keyword; returns the results.
+      parameters: the schema's, without parentheses.
+      width: takes the arguments; returns the size of out's last axis.
+      memory: what {name}_into takes behind the arguments: ("out", "lse") or ("out", "lse", "workspace").
+    """
+    aliases = zip("abc", memory, strict=False)
+    written = ", ".join(f"Tensor({alias}!){'' if which == 'out' else '?'} {which}" for alias, which in aliases)
+
+    def run_into(*arguments: Any) -> None:
+        places = dict(zip(memory, arguments[-len(memory) :], strict=True))
+        if (buffer := places.get("workspace")) is not None:
+            places["workspace"] = Workspace.of(buffer)
+        run(*arguments[: -len(memory)], return_lse=places["lse"] is not None, **places)
+
+    operator = register(name, run, f"({parameters}) -> (Tensor, Tensor)")
+    register(f"{name}_into", run_into, f"({parameters}, {written}) -> ()", writes=memory)
+    register_fake(operator, lambda *arguments: _new_results(arguments[0], width(*arguments)))
+    return operator
+
+
 def call_attention(
-    operator: Any,
-    operator_into: Any,
+    name: str,
     arguments: tuple[Any, ...],
-    new_results: Callable[[], Computed],
+    width: int,
     return_lse: bool,
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
-    *workspace: torch.Tensor | None,
+    *workspace: Workspace | None,
 ) -> torch.Tensor | Computed:
-    """A call of attention as an operator: of `operator` where no memory is given, else of `operator_into`, into the
-    caller's memory or into `new_results`."""
+    """A call of an operator that `register_attention` made: with the caller's memory where any is given. The query is
+    the first of the arguments, and out has `width` columns."""
     if any(map(_is_dual, arguments)):  # the dispatcher would drop a tangent
-        raise contract.not_differentiable(operator.__name__, "call it on tensors without a tangent of forward mode")
-    if out is None and lse is None and not any(buffer is not None for buffer in workspace):
-        results = operator(*arguments)
+        raise contract.not_differentiable(name, "call it on tensors without a tangent of forward mode")
+    buffers = [None if memory is None else memory.buffer for memory in workspace]
+    if out is None and lse is None and not any(buffer is not None for buffer in buffers):
+        results = getattr(torch.ops.tsmla, name)(*arguments)
         return results if return_lse else results[0]
-    new_out, new_lse = new_results()
+    new_out, new_lse = _new_results(arguments[0], width)
     out = new_out if out is None else out
     lse = new_lse if lse is None and return_lse else lse
-    operator_into(*arguments, out, lse, *workspace)
+    getattr(torch.ops.tsmla, f"{name}_into")(*arguments, out, lse, *buffers)
     return (out, lse) if return_lse else out  # type: ignore[return-value]
 
 
-def new_results(q: torch.Tensor, width: int) -> Computed:
+def _new_results(q: torch.Tensor, width: int) -> Computed:
     """New tensors of the shapes and dtypes that attention with this query gives."""
     lse_dtype = tensors.DTYPES[attention_lse_dtype(tensors.dtype_name(q.dtype))]
     return q.new_empty((*q.shape[:-1], width), dtype=out_dtype(q)), q.new_empty(q.shape[:-1], dtype=lse_dtype)

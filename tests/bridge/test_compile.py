@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -142,14 +144,15 @@ def opchecks() -> list[tuple[Any, tuple[Any, ...]]]:
     packed = (q, q, v, CU, CU, None, 0.3, 1.0, 3, 3, True, False, None)
     cache, tables = torch.randn(4, 16, 48), torch.tensor([[0, 1], [2, 3]], dtype=I32)
     lens, latent = torch.tensor([4, 8], dtype=I32), torch.randn(2, 48)
+    decode_into = torch.ops.tsmla.mla_decode_into.default
     return [
         (mla_decode.decode_operator, decode_arguments()),
         (mla_decode.decode_operator, decode_arguments(scales=torch.tensor([0.1, 2.0]))),
         (mla_decode.decode_operator, decode_arguments(visible_lens=torch.tensor([[3, 5], [20, 1]], dtype=I32))),
-        (mla_decode.decode_into_operator, (*decode_arguments(), place, place_lse, torch.empty(64, dtype=torch.uint8))),
-        (mla_decode.decode_into_operator, (*decode_arguments(), place, None, None)),
+        (decode_into, (*decode_arguments(), place, place_lse, torch.empty(64, dtype=torch.uint8))),
+        (decode_into, (*decode_arguments(), place, None, None)),
         (mla_prefill.OPERATORS.forward, packed),
-        (mla_prefill.OPERATORS.into, (*packed, torch.empty(5, 2, 8), torch.empty(5, 2))),
+        (torch.ops.tsmla.mla_prefill_into.default, (*packed, torch.empty(5, 2, 8), torch.empty(5, 2))),
         (cache_ops.write_operator, (cache, latent, None, lens, None, 2.0, None)),
         (cache_ops.gather_operator, (cache, tables, lens * 0, lens, 12, torch.tensor(2.0), None, torch.float16, None)),
         (merge.merge_operator, ([torch.randn(3, 2, 8)] * 2, [torch.randn(3, 2)] * 2, None)),
@@ -200,3 +203,15 @@ def test_exported() -> None:
 
     exported = torch.export.export(Module(), case.arrays)
     assert_equal(exported.module()(*case.arrays), decode(0.1)(*case.arrays))
+
+
+def test_every_operator_comes_with_the_package(child_environment: dict[str, str]) -> None:
+    """An exported program calls operators that its process may never have named."""
+    code = (
+        "import torch, tsmla_bridge.ops; names = [n for n, m in tsmla_bridge._MODULES.items() if m.startswith('ops.')];"
+        "print(*(name for name in names if not hasattr(torch.ops.tsmla, name)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=child_environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == []

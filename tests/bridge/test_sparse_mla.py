@@ -344,7 +344,7 @@ def test_opcheck(name: str) -> None:
     torch.library.opcheck(sparse_mla.sparse_operator, arguments)
     q = arguments[0]
     out, lse = torch.empty(*q.shape[:2], 512, dtype=q.dtype), torch.empty(q.shape[:2])
-    torch.library.opcheck(sparse_mla.sparse_into_operator, (*arguments, out, lse, None))
+    torch.library.opcheck(torch.ops.tsmla.sparse_mla_into.default, (*arguments, out, lse, None))
 
 
 def test_fake_results_are_shaped_as_real_ones() -> None:

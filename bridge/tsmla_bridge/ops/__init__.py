@@ -2,6 +2,30 @@
 
 All are imported together: an exported program may call any of the operators."""
 
-from tsmla_bridge.ops import cache_ops, merge, mla_decode, mla_prefill, mla_prefill_kv, sparse_mla
+from tsmla_bridge.ops import (
+    cache_ops,
+    compress,
+    indexer_logits,
+    indexer_topk,
+    merge,
+    mla_decode,
+    mla_prefill,
+    mla_prefill_kv,
+    packed_caches,
+    select_topk,
+    sparse_mla,
+)
 
-__all__ = ["cache_ops", "merge", "mla_decode", "mla_prefill", "mla_prefill_kv", "sparse_mla"]
+__all__ = [
+    "cache_ops",
+    "compress",
+    "indexer_logits",
+    "indexer_topk",
+    "merge",
+    "mla_decode",
+    "mla_prefill",
+    "mla_prefill_kv",
+    "packed_caches",
+    "select_topk",
+    "sparse_mla",
+]

@@ -178,17 +178,11 @@ def _run_operator(
     workspace: Workspace | None = None,
 ) -> Results:
     inputs = DecodeInputs(q, kv_cache, block_tables, seq_lens, cu_seqlens_q, visible_lens)
-    pair = (logit_scale, out_scale) if pair_tensor is None else pair_tensor
+    pair = operators.pair_of(pair_tensor, logit_scale, out_scale)
     plan = plan_for(inputs, DecodeOptions(*options))
     return plan.run(
         *inputs[:5], pair=pair, return_lse=return_lse, out=out, lse=lse, workspace=workspace, visible_lens=visible_lens
     )
-
-
-def _run_operator_into(*arguments: Any) -> None:
-    *given, out, lse, buffer = arguments
-    workspace = None if buffer is None else Workspace.of(buffer)
-    _run_operator(*given, return_lse=lse is not None, out=out, lse=lse, workspace=workspace)
 
 
 _PARAMETERS = (
@@ -196,26 +190,18 @@ _PARAMETERS = (
     f" {operators.PAIR_SCHEMA}, int latent_dim, SymInt? max_q_len, bool causal, bool batch_invariant,"
     " str? implementation"
 )
-decode_operator = operators.register("mla_decode", _run_operator, f"({_PARAMETERS}) -> (Tensor, Tensor)")
-decode_into_operator = operators.register(
-    "mla_decode_into",
-    _run_operator_into,
-    f"({_PARAMETERS}, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace) -> ()",
-    writes=("out", "lse", "workspace"),
+decode_operator = operators.register_attention(
+    "mla_decode",
+    _run_operator,
+    _PARAMETERS,
+    lambda *arguments: DecodeOptions(*arguments[-len(DecodeOptions._fields) :]).latent_dim,
+    memory=("out", "lse", "workspace"),
 )
 operators.refuse_backward(
     decode_operator,
     "mla_decode",
     "train through expanded attention, or use implementation='reference' on plain tensors",
 )
-
-
-def _fake(q: Any, *arguments: Any) -> Computed:
-    options = DecodeOptions(*arguments[-len(DecodeOptions._fields) :])
-    return operators.new_results(q, options.latent_dim)
-
-
-operators.register_fake(decode_operator, _fake)
 
 
 def call_operator(
@@ -228,16 +214,8 @@ def call_operator(
     workspace: Workspace | None,
 ) -> torch.Tensor | Computed:
     """A call of mla_decode as an operator."""
-    return operators.call_attention(
-        torch.ops.tsmla.mla_decode,
-        torch.ops.tsmla.mla_decode_into,
-        (*inputs[:6], *operators.pair_arguments(pair), *options),
-        lambda: operators.new_results(inputs.q, options.latent_dim),
-        return_lse,
-        out,
-        lse,
-        None if workspace is None else workspace.buffer,
-    )
+    arguments = (*inputs[:6], *operators.pair_arguments(pair), *options)
+    return operators.call_attention("mla_decode", arguments, options.latent_dim, return_lse, out, lse, workspace)
 
 
 def _concatenated(q: Any) -> torch.Tensor:

@@ -30,10 +30,6 @@ class Asked(NamedTuple):
     lse: torch.Tensor | None
 
 
-NEW_RESULTS = Asked(True, None, None)
-"""out and lse in new memory."""
-
-
 class Form(NamedTuple):
     """One of the two operations.
 
@@ -56,7 +52,6 @@ class Operators(NamedTuple):
     """The operators of a form as torch.library made them."""
 
     forward: Any
-    into: Any
     backward: Any
 
 
@@ -80,14 +75,8 @@ def call(
         run = form.run_eagerly or form.run
         out, lse = run(spec, inputs, pair, options.implementation, *asked)
         return out if lse is None else (out, lse)
-    namespace = torch.ops.tsmla
-    return operators.call_attention(
-        getattr(namespace, form.name),
-        getattr(namespace, f"{form.name}_into"),
-        (*inputs, *operators.pair_arguments(pair), *options),
-        lambda: operators.new_results(inputs.q, form.value_width(*values)),
-        *asked,
-    )
+    arguments = (*inputs, *operators.pair_arguments(pair), *options)
+    return operators.call_attention(form.name, arguments, form.value_width(*values), *asked)
 
 
 def register(form: Form) -> Operators:
@@ -95,17 +84,14 @@ def register(form: Form) -> Operators:
 
     def unpacked(*arguments: Any) -> tuple[Any, Pair, PrefillOptions]:
         inputs, others = form.inputs(*arguments[:NUM_INPUTS]), arguments[NUM_INPUTS:]
-        pair_tensor, logit_scale, out_scale, *options = others
-        return inputs, (logit_scale, out_scale) if pair_tensor is None else pair_tensor, PrefillOptions(*options)
+        return inputs, operators.pair_of(*others[:3]), PrefillOptions(*others[3:])
 
-    def run(*arguments: Any, asked: Asked = NEW_RESULTS) -> Results:
+    def run(
+        *arguments: Any, return_lse: bool = True, out: torch.Tensor | None = None, lse: torch.Tensor | None = None
+    ) -> Results:
         inputs, pair, options = unpacked(*arguments)
         spec = form.spec(inputs, options, {"softmax_scale": 1.0})
-        return form.run(spec, inputs, pair, options.implementation, *asked)
-
-    def run_into(*arguments: Any) -> None:
-        *given, out, lse = arguments
-        run(*given, asked=Asked(lse is not None, out, lse))
+        return form.run(spec, inputs, pair, options.implementation, return_lse, out, lse)
 
     def run_backward(dout: torch.Tensor, dlse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *given: Any) -> Any:
         inputs, pair, options = unpacked(*given)
@@ -114,9 +100,8 @@ def register(form: Form) -> Operators:
     names = form.inputs._fields  # type: ignore[attr-defined]
     tensors = ", ".join(f"Tensor {name}" for name in names)
     parameters = f"{tensors}, {operators.PAIR_SCHEMA}, {OPTIONS_SCHEMA}"
-    forward = operators.register(form.name, run, f"({parameters}) -> (Tensor, Tensor)")
-    into = operators.register(
-        f"{form.name}_into", run_into, f"({parameters}, Tensor(a!) out, Tensor(b!)? lse) -> ()", writes=("out", "lse")
+    forward = operators.register_attention(
+        form.name, run, parameters, lambda *arguments: form.value_width(*arguments[:3]), memory=("out", "lse")
     )
     given = "Tensor dout, Tensor dlse, Tensor out, Tensor lse"
     backward = operators.register(
@@ -126,14 +111,10 @@ def register(form: Form) -> Operators:
         backward, f"the gradient of {form.name}", "use implementation='reference' on plain tensors"
     )
 
-    def fake(*arguments: Any) -> Computed:
-        return operators.new_results(arguments[0], form.value_width(*arguments[:3]))
-
     def fake_backward(dout: Any, dlse: Any, out: Any, lse: Any, *given: Any) -> Gradients:
         inputs, *_ = unpacked(*given)
         return prefill_launch.new_gradients(inputs)
 
-    operators.register_fake(forward, fake)
     operators.register_fake(backward, fake_backward)
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Computed) -> None:
@@ -146,4 +127,4 @@ def register(form: Form) -> Operators:
         return *found, *(None for _ in ctx.needs_input_grad[len(found) :])
 
     forward.register_autograd(differentiate, setup_context=save)
-    return Operators(forward, into, backward)
+    return Operators(forward, backward)

@@ -145,12 +145,6 @@ def _run_operator(
     return results
 
 
-def _run_operator_into(*arguments: Any) -> None:
-    *given, out, lse, buffer = arguments
-    workspace = None if buffer is None else Workspace.of(buffer)
-    _run_operator(*given, return_lse=lse is not None, out=out, lse=lse, workspace=workspace)
-
-
 _LEGAL_TYPES = frozenset((int, type(None)))  # of the options that count
 _INPUTS = len(SparseInputs._fields)
 _OPTIONS = _INPUTS + 2
@@ -159,22 +153,14 @@ _PARAMETERS = (
     " Tensor? scales, float[] numbers, int latent_dim, SymInt? window, SymInt? page_size, SymInt? page_span,"
     " SymInt? compressed_page_size, SymInt? compressed_page_span, bool batch_invariant, str? implementation"
 )
-sparse_operator = operators.register("sparse_mla", _run_operator, f"({_PARAMETERS}) -> (Tensor, Tensor)")
-sparse_into_operator = operators.register(
-    "sparse_mla_into",
-    _run_operator_into,
-    f"({_PARAMETERS}, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace) -> ()",
-    writes=("out", "lse", "workspace"),
+sparse_operator = operators.register_attention(
+    "sparse_mla",
+    _run_operator,
+    _PARAMETERS,
+    lambda *arguments: SparseOptions(*arguments[_OPTIONS:]).latent_dim,
+    memory=("out", "lse", "workspace"),
 )
 operators.refuse_backward(sparse_operator, "sparse_mla", "use implementation='reference' on plain tensors")
-
-
-def _fake(q: Any, *arguments: Any) -> Computed:
-    options = SparseOptions(*arguments[-len(SparseOptions._fields) :])
-    return operators.new_results(q, options.latent_dim)
-
-
-operators.register_fake(sparse_operator, _fake)
 
 
 def _call_operator(
@@ -188,13 +174,5 @@ def _call_operator(
 ) -> torch.Tensor | Computed:
     """A call of sparse_mla as an operator."""
     scales_given = (factors, ()) if isinstance(factors, torch.Tensor) else (None, factors)
-    return operators.call_attention(
-        torch.ops.tsmla.sparse_mla,
-        torch.ops.tsmla.sparse_mla_into,
-        (*inputs, *scales_given, *options),
-        lambda: operators.new_results(inputs.q, options.latent_dim),
-        return_lse,
-        out,
-        lse,
-        None if workspace is None else workspace.buffer,
-    )
+    arguments = (*inputs, *scales_given, *options)
+    return operators.call_attention("sparse_mla", arguments, options.latent_dim, return_lse, out, lse, workspace)
