@@ -51,9 +51,9 @@ Point = tuple[int, int, int, int]  # b, s, h, keys
 
 
 def config_of(s: int, h: int, q_dtype: str, kv_dtype: str) -> Any:
-    from tsmla_kernels.catalog import mla_decode_config
+    from tsmla_kernels.catalog import MLA_DECODE
 
-    return mla_decode_config(
+    return MLA_DECODE.from_options(
         {"num_heads": str(h), "max_q_len": str(s), "page_size": str(PAGE), "dtype": q_dtype, "kv_dtype": kv_dtype}
     )
 

@@ -198,9 +198,9 @@ class Inputs:
 
 def config(dtype: str) -> Any:
     """The configuration of our kernel for inputs of this dtype."""
-    from tsmla_kernels.catalog import mla_prefill_config
+    from tsmla_kernels.catalog import MLA_PREFILL
 
-    return mla_prefill_config({"dtype": dtype})
+    return MLA_PREFILL.from_options({"dtype": dtype})
 
 
 @functools.cache

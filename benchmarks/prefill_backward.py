@@ -31,7 +31,7 @@ from backward_peers import IN_JAX, PEERS, Saved, as_torch
 from compiling import compile_all
 from harness import ARCH, POINTS, Record, allocate, launch, within_budget
 
-from tsmla_kernels.catalog import MLA_PREFILL, MLA_PREFILL_BACKWARD, mla_prefill_backward_config, mla_prefill_config
+from tsmla_kernels.catalog import MLA_PREFILL, MLA_PREFILL_BACKWARD
 
 NAMES = flags.DEFINE_string("names", None, "peers separated by /, instead of all")
 ROUNDS = flags.DEFINE_integer("rounds", 3, "turns of each peer at a point")
@@ -115,7 +115,7 @@ class Inputs:
 
         from tsmla_kernels.sm90.prefill.backward_config import backward_workspaces
 
-        config = mla_prefill_backward_config(OPTIONS[name])
+        config = MLA_PREFILL_BACKWARD.from_options(OPTIONS[name])
         inputs = [self.q, self.k, self.v]
         if config.rope_dim:
             kv = torch.cat([self.k[..., :NOPE_DIM], self.v], -1).contiguous()
@@ -180,8 +180,8 @@ def launcher(name: str | None) -> Any:
 
 def kernel_and_config(name: str | None) -> tuple[Any, Any]:
     if name is None:
-        return MLA_PREFILL, mla_prefill_config({})
-    return MLA_PREFILL_BACKWARD, mla_prefill_backward_config(OPTIONS[name])
+        return MLA_PREFILL, MLA_PREFILL.from_options({})
+    return MLA_PREFILL_BACKWARD, MLA_PREFILL_BACKWARD.from_options(OPTIONS[name])
 
 
 def measured_errors() -> dict[str, list[float]]:

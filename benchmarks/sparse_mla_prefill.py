@@ -100,14 +100,14 @@ class Point(NamedTuple):
 
 
 def config(point: Point, dtype: str = "bfloat16") -> Any:
-    from tsmla_kernels.catalog import sparse_mla_config
+    from tsmla_kernels.catalog import SPARSE_MLA
 
     options = {"num_heads": str(point.h), "page_size": str(PAGE), "num_tokens": str(point.t), "dtype": dtype}
     if point.mode == "prompt":
         options["lengths"] = "true"
     if point.is_v4:
         options |= {"layout": "v4", "window": str(WINDOW), "sinks": "true"}
-    return sparse_mla_config(options)
+    return SPARSE_MLA.from_options(options)
 
 
 # ---- inputs

@@ -3,13 +3,9 @@
 from tsmla_kernels.cache_ops.record import GATHER_KV_CACHE, ROPE_WRITE_KV_CACHE, WRITE_KV_CACHE
 from tsmla_kernels.merge.record import MERGE_ATTENTION_STATES
 from tsmla_kernels.sm90.decode.record import MLA_DECODE
-from tsmla_kernels.sm90.decode.record import mla_decode_config as mla_decode_config
 from tsmla_kernels.sm90.indexer.record import INDEXER_LOGITS, SELECT_TOPK
 from tsmla_kernels.sm90.prefill.record import MLA_PREFILL, MLA_PREFILL_BACKWARD
-from tsmla_kernels.sm90.prefill.record import mla_prefill_backward_config as mla_prefill_backward_config
-from tsmla_kernels.sm90.prefill.record import mla_prefill_config as mla_prefill_config
 from tsmla_kernels.sm90.sparse.record import SPARSE_MLA
-from tsmla_kernels.sm90.sparse.record import sparse_mla_config as sparse_mla_config
 from tsmla_kernels.sm100.record import MLA_DECODE_SM100, MLA_PREFILL_SM100
 from tsmla_kernels.sparse_cache.record import (
     COMPRESS_WRITE_KV_CACHE,

@@ -24,7 +24,7 @@ from tests.oracles.inputs import decode_numbers, poisoned_cache
 from tsmla_jax.ops import kernel_call
 from tsmla_jax.ops.mla_decode import cute
 from tsmla_kernels import object_cache
-from tsmla_kernels.catalog import MLA_DECODE, mla_decode_config
+from tsmla_kernels.catalog import MLA_DECODE
 from tsmla_kernels.launch import ArrayView, Launcher
 from tsmla_kernels.sm90.decode import config as decode_config
 from tsmla_kernels.sm90.decode.config import workspace_shapes
@@ -278,7 +278,8 @@ def test_several_launches_of_a_batch_invariant_call_give_the_same_bits(monkeypat
     whole = jax.jit(attend("cute", batch_invariant=True))(*args)
     monkeypatch.setattr(decode_config, "INVARIANT_WORKSPACE", 1 << 20)
     cute._transformable.cache_clear()
-    assert len(decode_config.launches(mla_decode_config({"num_heads": "16", "batch_invariant": "true"}), 8, 40)) > 1
+    config = MLA_DECODE.from_options({"num_heads": "16", "batch_invariant": "true"})
+    assert len(decode_config.launches(config, 8, 40)) > 1
     for a, b in zip(jax.jit(attend("cute", batch_invariant=True))(*args), whole, strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     cute._transformable.cache_clear()
@@ -346,7 +347,7 @@ def test_launcher_runs_the_same_object_on_torch_tensors() -> None:
         pytest.skip("needs torch with CUDA")
     args = arrays(5, 1, 16, 9)
     want = attend("cute")(*args)
-    config = mla_decode_config({"num_heads": "16"})
+    config = MLA_DECODE.from_options({"num_heads": "16"})
     launcher = Launcher(MLA_DECODE, config, "sm_90a")
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     q, kv, tables, lens = (torch.from_numpy(np.array(np.float32(a) if i < 2 else a)).cuda() for i, a in enumerate(args))

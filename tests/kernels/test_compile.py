@@ -12,7 +12,7 @@ import pytest
 from tests.emulator.standin import DECODE, SCALE, ScaleConfig
 from tsmla_jax.ops import device
 from tsmla_kernels import launch
-from tsmla_kernels.catalog import MLA_DECODE, mla_decode_config
+from tsmla_kernels.catalog import MLA_DECODE
 from tsmla_kernels.compile import CompiledObject, compile_kernel
 from tsmla_kernels.kernel import Operand
 from tsmla_kernels.resources import cubin_of, resource_report
@@ -146,7 +146,8 @@ def test_decode_operands_are_those_of_the_launcher() -> None:
     from tsmla_kernels.sm90.decode.memory import Arrays
 
     def names_of(**options: str) -> list[str]:
-        return [operand.name for operand in MLA_DECODE.operands(mla_decode_config({"num_heads": "16", **options}))]
+        config = MLA_DECODE.from_options({"num_heads": "16", **options})
+        return [operand.name for operand in MLA_DECODE.operands(config)]
 
     names = names_of()
     assert ["q", "kv_cache", *(name for name in Arrays._fields if name not in Arrays._field_defaults)] == names
@@ -168,4 +169,4 @@ def test_decode_operands_are_those_of_the_launcher() -> None:
 )
 def test_config_options_are_checked(options: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=f"^--config: {re.escape(message)}"):
-        mla_decode_config(options)
+        MLA_DECODE.from_options(options)

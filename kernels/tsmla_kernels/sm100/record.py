@@ -54,7 +54,7 @@ def _sm100_outputs(traced_scales: bool, *outputs: Operand) -> tuple[Operand, ...
     return (*outputs, *(Operand(name, "int8", (None,), output=True, align=1) for name in sm100.SCALE_OPERANDS))
 
 
-def sm100_config(spec: Any, reasons: Any, config: Any, options: Mapping[str, str]) -> Config:
+def _from_options(spec: Any, reasons: Any, config: Any, options: Mapping[str, str]) -> Config:
     """As options.config_of; traced_scales=true is for calls whose scales are computed on the device."""
     others = {name: value for name, value in options.items() if name != "traced_scales"}
     return config_of(spec, reasons, partial(config, traced_scales=flag(options, "traced_scales")), others)
@@ -68,7 +68,7 @@ MLA_DECODE_SM100 = Kernel(
     launcher="tsmla_kernels.sm100.mla_decode:MlaDecode",
     config=sm100.DecodeConfig,
     operands=sm100_decode_operands,
-    from_options=partial(sm100_config, decode_spec, sm100.decode_reasons, sm100.decode_config),
+    from_options=partial(_from_options, decode_spec, sm100.decode_reasons, sm100.decode_config),
     compiler_options=sm100.COMPILER_OPTIONS,
     package=TOKENSPEED,
 )
@@ -79,7 +79,7 @@ MLA_PREFILL_SM100 = Kernel(
     launcher="tsmla_kernels.sm100.mla_prefill:MlaPrefill",
     config=sm100.PrefillConfig,
     operands=sm100_prefill_operands,
-    from_options=partial(sm100_config, prefill_spec, sm100.prefill_reasons, sm100.prefill_config),
+    from_options=partial(_from_options, prefill_spec, sm100.prefill_reasons, sm100.prefill_config),
     compiler_options=sm100.COMPILER_OPTIONS,
     package=TOKENSPEED,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from tsmla_kernels.cache_ops.config import ARCHS
 from tsmla_kernels.contract.layouts import INDEXER, V32_PACKED
 from tsmla_kernels.kernel import ITEMSIZE, Kernel, Operand
 from tsmla_kernels.options import (
@@ -15,8 +16,6 @@ from tsmla_kernels.options import (
 )
 from tsmla_kernels.sparse_cache import compress_config
 from tsmla_kernels.sparse_cache import config as packed_config
-
-ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_107a")
 
 
 def _angles(given: bool) -> tuple[Operand, ...]:

@@ -37,14 +37,11 @@ def mla_decode_operands(config: DecodeConfig) -> tuple[Operand, ...]:
     )
 
 
-mla_decode_config = partial(config_of, decode_spec, decode_reasons, decode_config)
-"""(options of the command line) -> the DecodeConfig."""
-
 MLA_DECODE = Kernel(
     name="mla_decode",
     archs=("sm_90a",),
     launcher="tsmla_kernels.sm90.decode.kernel:MlaDecode",
     config=DecodeConfig,
     operands=mla_decode_operands,
-    from_options=mla_decode_config,
+    from_options=partial(config_of, decode_spec, decode_reasons, decode_config),
 )

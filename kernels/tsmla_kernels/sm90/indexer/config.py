@@ -100,11 +100,6 @@ class TopkConfig:
         return self.threads * -(-self.most_chunks // 4)
 
     @property
-    def row_columns(self) -> int:
-        """Columns of a row that the cluster's shared memory holds, wherever the row begins."""
-        return self.cluster * self.warps * (self.stages * self.stage_units) * UNIT - UNIT
-
-    @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of a CTA, alignment aside."""
         words = self.held_words + self.histograms * BINS + self.mark_words + self.threads + 6 * self.listed

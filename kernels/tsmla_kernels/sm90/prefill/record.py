@@ -37,7 +37,7 @@ def mla_prefill_operands(config: sm90_prefill.PrefillConfig) -> tuple[Operand, .
     )
 
 
-def mla_prefill_config(options: Mapping[str, str]) -> sm90_prefill.PrefillConfig:
+def _forward_from_options(options: Mapping[str, str]) -> sm90_prefill.PrefillConfig:
     """The config of options on the command line; shared_rope=true is for mla_prefill_kv."""
     if not flag(options, "shared_rope"):
         return config_of(prefill_spec, sm90_prefill.prefill_reasons, sm90_prefill.prefill_config, options)
@@ -57,7 +57,7 @@ MLA_PREFILL = Kernel(
     launcher="tsmla_kernels.sm90.prefill.kernel:MlaPrefill",
     config=sm90_prefill.PrefillConfig,
     operands=mla_prefill_operands,
-    from_options=mla_prefill_config,
+    from_options=_forward_from_options,
     presets=_PRESETS,
 )
 
@@ -91,7 +91,7 @@ def mla_prefill_backward_operands(config: sm90_backward.BackwardConfig) -> tuple
     )
 
 
-def mla_prefill_backward_config(options: Mapping[str, str]) -> sm90_backward.BackwardConfig:
+def _backward_from_options(options: Mapping[str, str]) -> sm90_backward.BackwardConfig:
     """The config of options on the command line; as mla_prefill's, and deterministic=true for gradients that repeat
     bit by bit."""
     rope_dim = SHARED_ROPE_DIM if flag(options, "shared_rope") else 0
@@ -105,6 +105,6 @@ MLA_PREFILL_BACKWARD = Kernel(
     launcher="tsmla_kernels.sm90.prefill.backward:MlaPrefillBackward",
     config=sm90_backward.BackwardConfig,
     operands=mla_prefill_backward_operands,
-    from_options=mla_prefill_backward_config,
+    from_options=_backward_from_options,
     presets=_PRESETS,
 )

@@ -48,8 +48,8 @@ def sparse_mla_operands(config: SparseConfig) -> tuple[Operand, ...]:
     )
 
 
-def sparse_mla_config(options: Mapping[str, str]) -> SparseConfig:
-    """(options of the command line) -> the SparseConfig."""
+def _from_options(options: Mapping[str, str]) -> SparseConfig:
+    """The config of options on the command line."""
     flags = {name: flag(options, name) for name in ("lengths", "sinks", "batch_invariant")}
     return config_of(sparse_mla_spec, sparse_reasons, lambda spec: sparse_config(spec, **flags), options)
 
@@ -60,6 +60,6 @@ SPARSE_MLA = Kernel(
     launcher="tsmla_kernels.sm90.sparse.kernel:SparseMla",
     config=SparseConfig,
     operands=sparse_mla_operands,
-    from_options=sparse_mla_config,
+    from_options=_from_options,
     presets=(),
 )

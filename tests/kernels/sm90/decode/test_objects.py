@@ -8,7 +8,7 @@ import pytest
 
 from tests.kernels.object_checks import assert_small_enough_to_embed, assert_stays_in_registers
 from tsmla_kernels import object_cache
-from tsmla_kernels.catalog import MLA_DECODE, mla_decode_config
+from tsmla_kernels.catalog import MLA_DECODE
 from tsmla_kernels.compile import CompiledObject
 from tsmla_kernels.sm90.decode.config import FP8, ROWS
 
@@ -103,7 +103,7 @@ NAMES = (*CONFIGS, *SPLIT, *HEADS_FIRST)
 @pytest.fixture(params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in NAMES])
 def compiled(request: pytest.FixtureRequest, shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> CompiledObject:
     monkeypatch.setenv("TSMLA_CACHE_DIR", str(shared_cache))
-    config = mla_decode_config((CONFIGS | SPLIT | HEADS_FIRST)[request.param])
+    config = MLA_DECODE.from_options((CONFIGS | SPLIT | HEADS_FIRST)[request.param])
     heads_first = request.param in HEADS_FIRST
     config = dataclasses.replace(config, split_q=heads_first or request.param in SPLIT, heads_first=heads_first)
     return object_cache.load_or_compile(MLA_DECODE, config, ARCH)
@@ -123,7 +123,7 @@ def test_object_is_small_enough_to_embed(compiled: CompiledObject) -> None:
 def test_a_stage_holds_the_p_that_the_scores_store(heads: int, dtype: str, kv_dtype: str, rope_dim: int) -> None:
     """All 64 rows of WGMMA, where those are query rows; and stages begin where swizzled rows may."""
     options = {"num_heads": str(heads), "dtype": dtype, "kv_dtype": kv_dtype, "rope_dim": str(rope_dim)}
-    config = mla_decode_config(options)
+    config = MLA_DECODE.from_options(options)
     mixed, itemsize = dtype != kv_dtype, 1 if kv_dtype == FP8 else 2
     stored = (min(heads, ROWS) if mixed else ROWS) * config.block * 2
     read_before = config.block * rope_dim * itemsize if itemsize == 2 else 0  # the rope columns, when S is there

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.emulator.schedule_interpreter import GARBAGE, Interpreter, Piece
-from tsmla_kernels.catalog import mla_decode_config
+from tsmla_kernels.catalog import MLA_DECODE
 from tsmla_kernels.sm90.decode.config import OVERHEAD, DecodeConfig, invariant_piece_blocks, workspace_shapes
 
 PAGE = 64
@@ -41,7 +41,7 @@ def test_a_piece_knows_the_fewest_keys_of_its_tokens(
 
 def config_of(heads: int, q_len: int, *, dtype: str = "bfloat16", ragged: bool = False) -> DecodeConfig:
     options = {"num_heads": heads, "max_q_len": q_len, "dtype": dtype, "kv_dtype": dtype, "ragged": ragged}
-    return mla_decode_config({name: str(value).lower() for name, value in options.items()})
+    return MLA_DECODE.from_options({name: str(value).lower() for name, value in options.items()})
 
 
 def pieces_by_tile(

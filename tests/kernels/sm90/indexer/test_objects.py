@@ -7,7 +7,7 @@ from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import SELECT_TOPK
 from tsmla_kernels.contract.sparse import TopKSpec
 from tsmla_kernels.sm90.constants import SMEM_BYTES
-from tsmla_kernels.sm90.indexer.config import MAX_COLUMNS, UNIT, TopkConfig, topk_config, topk_reasons
+from tsmla_kernels.sm90.indexer.config import MAX_COLUMNS, topk_config, topk_reasons
 
 ARCH = "sm_90a"
 
@@ -42,12 +42,6 @@ def test_a_configuration_fits(rows: int, columns: int, order: str) -> None:
     assert config.threads <= 1024 and config.listed <= config.threads
     for size in (config.cluster, config.warps, config.stages):
         assert size & (size - 1) == 0
-
-
-def test_a_row_of_row_columns_fits_wherever_it_begins() -> None:
-    config = TopkConfig(2048, cluster=2, warps=16, stages=4, stage_units=2)
-    units = (3 + config.row_columns + UNIT - 1) // UNIT
-    assert units <= config.cluster * config.warps * config.stages * config.stage_units
 
 
 def test_reasons_name_what_is_not_taken() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.kernels.object_checks import assert_small_enough_to_embed, assert_stays_in_registers
 from tsmla_kernels import object_cache
-from tsmla_kernels.catalog import MLA_PREFILL_BACKWARD, mla_prefill_backward_config
+from tsmla_kernels.catalog import MLA_PREFILL_BACKWARD
 from tsmla_kernels.compile import CompiledObject
 from tsmla_kernels.sm90.prefill.backward_config import backward_workspaces
 from tsmla_kernels.sm90.prefill.backward_sums import sum_position
@@ -32,7 +32,7 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CONFIGS])
 def compiled(request: pytest.FixtureRequest, shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> CompiledObject:
     monkeypatch.setenv("TSMLA_CACHE_DIR", str(shared_cache))
-    config = mla_prefill_backward_config(CONFIGS[request.param])
+    config = MLA_PREFILL_BACKWARD.from_options(CONFIGS[request.param])
     return object_cache.load_or_compile(MLA_PREFILL_BACKWARD, config, "sm_90a")
 
 
@@ -46,7 +46,7 @@ def test_object_is_small_enough_to_embed(compiled: CompiledObject) -> None:
 
 @pytest.mark.parametrize("options", CONFIGS.values(), ids=CONFIGS)
 def test_operands_take_the_workspaces(options: dict[str, str]) -> None:
-    config = mla_prefill_backward_config(options)
+    config = MLA_PREFILL_BACKWARD.from_options(options)
     operands = MLA_PREFILL_BACKWARD.operands(config)
     workspaces = backward_workspaces(config, 3, 1000, 2000, 16)
     assert [operand.name for operand in operands[13:]] == list(workspaces)
@@ -57,7 +57,7 @@ def test_operands_take_the_workspaces(options: dict[str, str]) -> None:
 @pytest.mark.parametrize("options", CONFIGS.values(), ids=CONFIGS)
 def test_workspaces_are_dq_in_float32_and_some_numbers_a_row(options: dict[str, str]) -> None:
     """The numbers of docs/guides/derivatives.md."""
-    config, batch, tokens, keys = mla_prefill_backward_config(options), 3, 10_000, 20_000
+    config, batch, tokens, keys = MLA_PREFILL_BACKWARD.from_options(options), 3, 10_000, 20_000
     sizes = {}
     for heads in (16, 128):
         shapes = backward_workspaces(config, batch, tokens, keys, heads)
@@ -93,4 +93,4 @@ def test_sum_positions_are_a_permutation_of_a_block(columns: int) -> None:
 )
 def test_options_that_are_not_legal(options: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        mla_prefill_backward_config(options)
+        MLA_PREFILL_BACKWARD.from_options(options)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.kernels.object_checks import assert_small_enough_to_embed, assert_stays_in_registers
 from tsmla_kernels import object_cache
-from tsmla_kernels.catalog import MLA_PREFILL, mla_prefill_config
+from tsmla_kernels.catalog import MLA_PREFILL
 from tsmla_kernels.compile import CompiledObject
 
 ARCH = "sm_90a"
@@ -40,7 +40,7 @@ NAMES = (*CONFIGS, *WIDE_V)
 def compiled(request: pytest.FixtureRequest, shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> CompiledObject:
     monkeypatch.setenv("TSMLA_CACHE_DIR", str(shared_cache))
     wide_v = request.param in WIDE_V
-    config = mla_prefill_config(WIDE_V[request.param] if wide_v else CONFIGS[request.param])
+    config = MLA_PREFILL.from_options(WIDE_V[request.param] if wide_v else CONFIGS[request.param])
     return object_cache.load_or_compile(MLA_PREFILL, dataclasses.replace(config, wide_v=wide_v), ARCH)
 
 
@@ -77,4 +77,4 @@ def test_object_is_small_enough_to_embed(compiled: CompiledObject) -> None:
 )
 def test_options_that_are_not_legal(options: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        mla_prefill_config(options)
+        MLA_PREFILL.from_options(options)

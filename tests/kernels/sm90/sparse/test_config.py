@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tsmla_kernels.catalog import SPARSE_MLA, sparse_mla_config
+from tsmla_kernels.catalog import SPARSE_MLA
 from tsmla_kernels.contract.layouts import CacheSpec
 from tsmla_kernels.contract.sparse import SparseMLASpec
 from tsmla_kernels.sm90.constants import FP8, SMEM_BYTES
@@ -150,12 +150,12 @@ def test_tokens_that_do_not_split_need_no_workspace_of_their_own() -> None:
 def test_options_name_the_object_of_a_call() -> None:
     options = {"num_heads": "64", "layout": "v4", "window": "128", "compressed_page_size": "2", "sinks": "true"}
     options["num_tokens"] = "3"
-    assert sparse_mla_config(options) == sparse_config(V4_CALL, sinks=True)
-    assert sparse_mla_config({"num_heads": "16", "lengths": "true"}) == sparse_config(V32_CALL, lengths=True)
+    assert SPARSE_MLA.from_options(options) == sparse_config(V4_CALL, sinks=True)
+    assert SPARSE_MLA.from_options({"num_heads": "16", "lengths": "true"}) == sparse_config(V32_CALL, lengths=True)
     for wrong, said in (
         ({"num_heads": "16", "layout": "v5"}, "layout=v5"),
         ({"layout": "v4"}, "num_heads is needed"),
         ({"num_heads": "64", "layout": "plain"}, "num_heads is 64"),
     ):
         with pytest.raises(ValueError, match=said):
-            sparse_mla_config(wrong)
+            SPARSE_MLA.from_options(wrong)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.kernels.object_checks import assert_small_enough_to_embed, assert_stays_in_registers
 from tsmla_kernels import object_cache
-from tsmla_kernels.catalog import SPARSE_MLA, sparse_mla_config
+from tsmla_kernels.catalog import SPARSE_MLA
 from tsmla_kernels.compile import CompiledObject
 
 ARCH = "sm_90a"
@@ -91,7 +91,7 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CONFIGS])
 def compiled(request: pytest.FixtureRequest, shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> CompiledObject:
     monkeypatch.setenv("TSMLA_CACHE_DIR", str(shared_cache))
-    return object_cache.load_or_compile(SPARSE_MLA, sparse_mla_config(CONFIGS[request.param]), ARCH)
+    return object_cache.load_or_compile(SPARSE_MLA, SPARSE_MLA.from_options(CONFIGS[request.param]), ARCH)
 
 
 def test_everything_stays_in_registers(compiled: CompiledObject) -> None:
