@@ -134,7 +134,7 @@ def _workspace(batch: int, heads: int, keys: int, batch_invariant: bool, *, whol
     spec = contract.DecodeSpec(
         batch=batch, total_q_len=batch, max_q_len=1, num_heads=heads, latent_dim=512, rope_dim=64, num_pages=1,
         page_size=64, max_pages=keys // 64, q_dtype="bfloat16", kv_dtype="bfloat16", ragged=False, causal=True,
-        return_lse=True, batch_invariant=batch_invariant,
+        batch_invariant=batch_invariant,
     )  # fmt: skip
     config = decode.decode_config(spec)
     largest = max(stop - first for first, stop in decode.launches(config, batch, spec.max_pages))

@@ -174,9 +174,7 @@ def indexer_logits_spec(options: Mapping[str, str]) -> IndexerLogitsSpec:
     page_size, head_dim = (_parsed(values, name, int) for name in ("page_size", "head_dim"))
     cache = IndexerCacheSpec(1, page_size, head_dim, _parsed(values, "packed", bool))
     cache_dtype = "uint8" if cache.packed else FP8
-    return _spec(
-        IndexerLogitsSpec, values, cache=cache, q_dtype=FP8, weights_dtype="float32", cache_dtype=cache_dtype
-    )
+    return _spec(IndexerLogitsSpec, values, cache=cache, q_dtype=FP8, weights_dtype="float32", cache_dtype=cache_dtype)
 
 
 def sparse_mla_spec(options: Mapping[str, str]) -> SparseMLASpec:
@@ -238,12 +236,12 @@ def _filled_in(options: Mapping[str, str], defaults: Mapping[str, str]) -> dict[
 
 def _spec(kind: type[Spec], values: Mapping[str, str], **settled: Any) -> Spec:
     """A spec with the `settled` fields; the others are read from the options of the same name. A size without an option
-    is 1, because kernels read it at the launch, and a flag without one is True: kernels always compute lse."""
+    is 1, because kernels read it at the launch."""
     types = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         name, of_field = field.name, types[field.name]
         if name not in settled:
-            settled[name] = _parsed(values, name, of_field) if name in values else of_field is bool or 1
+            settled[name] = _parsed(values, name, of_field) if name in values else 1
     return kind(**settled)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -27,7 +28,13 @@ def described(monkeypatch: pytest.MonkeyPatch) -> list[contract.DecodeSpec]:
     """The spec of each call whose arguments were checked, for it was unlike those before."""
     specs: list[contract.DecodeSpec] = []
     make = contract.decode_spec
-    monkeypatch.setattr(contract, "decode_spec", lambda **given: specs.append(make(**given)) or specs[-1])
+
+    @functools.wraps(make)
+    def kept(**given: Any) -> contract.DecodeSpec:
+        specs.append(make(**given))
+        return specs[-1]
+
+    monkeypatch.setattr(contract, "decode_spec", kept)
     return specs
 
 

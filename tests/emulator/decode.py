@@ -50,7 +50,6 @@ def emulate(
         kv_dtype=config.cache_dtype,
         ragged=config.ragged,
         causal=config.causal,
-        return_lse=True,
         batch_invariant=config.batch_invariant,
         visible_lens=config.visible_lens,
     )

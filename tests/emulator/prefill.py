@@ -52,7 +52,6 @@ def emulate(
             q_dtype=q.dtype.name,
             kv_dtype=q.dtype.name,
             causal=config.causal,
-            return_lse=True,
         )
         return reference.mla_prefill(q, k, v, cu_seqlens_q, cu_seqlens_kv, Scales(scales[0], v=scales[1]), spec=spec)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -47,26 +46,9 @@ def describe_ints(name: str, value: Any, axes: str, *sizes: tuple[contract.Dim, 
 def describe_call(make: Callable[..., Spec], **arguments: Any) -> Spec:
     """The contract's spec of a call: make(**arguments), where every array becomes its contract.Array.
 
-    `make` is a function of the contract. Its type annotations say which arguments are arrays (Array), which may be
-    None (Array | None), and which are scales (Array | float). All others are static and are passed on unchanged.
-
     Raises TypeError if an argument has to be an array and is none, and everything that `make` raises.
     """
-    describers = _describers(make)
-    return make(**{name: describers.get(name, _unchanged)(name, value) for name, value in arguments.items()})
-
-
-@functools.cache
-def _describers(make: Callable[..., Any]) -> dict[str, Callable[[str, Any], Any]]:
-    """How to describe each parameter of `make` that may be an array."""
-    array = contract.Array
-    by_type: dict[Any, Callable[[str, Any], Any]] = {
-        array: describe,
-        array | None: lambda name, value: None if value is None else describe(name, value),
-        array | float: _describe_scale,
-        array | float | None: _describe_scale,
-    }
-    return {name: by_type[hint] for name, hint in get_type_hints(make).items() if hint in by_type}
+    return rules.spec_of(make, arguments, describe, _describe_scale)
 
 
 def _describe_scale(name: str, value: Any) -> Any:
@@ -74,10 +56,6 @@ def _describe_scale(name: str, value: Any) -> Any:
     if isinstance(value, np.floating):
         rules.check_scale(name, float(value))
     return describe(name, value) if _is_array(value) else value
-
-
-def _unchanged(name: str, value: Any) -> Any:
-    return value
 
 
 def _is_array(value: Any) -> bool:

@@ -74,9 +74,11 @@ def _write(
     kv_cache = tensors.without_head_axis(kv_cache)
     spec = tensors.describe_call(
         contract.cache_write_spec,
-        {"kv_cache": kv_cache, "latent": latent, "k_rope": k_rope, "slot_mapping": slot_mapping},
-        optional=("k_rope",),
-        scales={"kv_scale": kv_scale},
+        kv_cache=kv_cache,
+        latent=latent,
+        k_rope=k_rope,
+        slot_mapping=slot_mapping,
+        kv_scale=kv_scale,
         slot_dtypes=rules.SLOTS,
     )
     rows = {"latent": latent, "k_rope": k_rope if spec.rope_dim and k_rope is not None else latent}
@@ -156,8 +158,8 @@ def _gather(
     given = {"kv_cache": kv_cache, "block_tables": block_tables, "starts": starts, "lens": lens}
     spec = tensors.describe_call(
         contract.cache_gather_spec,
-        given,
-        scales={"kv_scale": kv_scale},
+        **given,
+        kv_scale=kv_scale,
         total_len=total_len,
         out_dtype=None if out_dtype is None else tensors.dtype_name(out_dtype),
     )

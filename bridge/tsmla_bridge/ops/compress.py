@@ -109,8 +109,8 @@ def _compress(
     given["state_positions"] = given.pop("positions")
     spec = tensors.describe_call(
         compress_write_spec,
-        given,
-        scales={"kv_scale": kv_scale},
+        **given,
+        kv_scale=kv_scale,
         ratio=ratio,
         overlap=overlap,
         eps=eps,

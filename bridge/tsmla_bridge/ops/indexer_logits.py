@@ -82,7 +82,7 @@ def _score(
     }
     if cu_seqlens_q is not None:
         given["cu_seqlens_q"] = cu_seqlens_q
-    spec = tensors.describe_call(indexer_logits_spec, given, scales={})
+    spec = tensors.describe_call(indexer_logits_spec, **given)
     shape = spec.num_tokens, spec.max_pages * spec.cache.page_size
 
     def why_not() -> list[str]:

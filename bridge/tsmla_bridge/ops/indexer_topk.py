@@ -150,7 +150,7 @@ def _select(call: Call, memory: Memory) -> Results:
     """The indices, the counts and the scores; without return_slots the kernels write no counts."""
     given = call.tensors
     options: dict[str, Any] = {"k": call.k, "return_slots": call.return_slots, "return_scores": call.return_scores}
-    spec = tensors.describe_call(indexer_topk_spec, given, scales={}, **options)
+    spec = tensors.describe_call(indexer_topk_spec, **given, **options)
     device = call.q.device
 
     def why_not() -> list[str]:

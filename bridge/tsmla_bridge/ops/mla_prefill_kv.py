@@ -68,8 +68,8 @@ def mla_prefill_kv(
 def _spec(inputs: KvInputs, options: PrefillOptions, given_scales: Mapping[str, Any]) -> PrefillSpec:
     return tensors.describe_call(
         contract.prefill_kv_spec,
-        inputs._asdict(),
-        scales=given_scales,
+        **inputs._asdict(),
+        **given_scales,
         max_q_len=options.max_q_len,
         max_kv_len=options.max_kv_len,
         causal=options.causal,

@@ -20,8 +20,6 @@ from tsmla_kernels.contract import packed, rules, values
 from tsmla_kernels.kernel import Config, Kernel
 from tsmla_kernels.sparse_cache import config as packed_config
 
-_ANGLES = ("cos", "sin")
-
 
 def write_packed_kv_cache(
     kv_cache: torch.Tensor,
@@ -79,9 +77,9 @@ def _write_packed(
     arrays = {"kv_cache": kv_cache, "latent": latent, "k_rope": k_rope, "slot_mapping": slot_mapping}
     spec = tensors.describe_call(
         packed.packed_write_spec,
-        {**arrays, "cos": cos, "sin": sin},
-        optional=_ANGLES,
-        scales={},
+        **arrays,
+        cos=cos,
+        sin=sin,
         rope_interleave=rope_interleave,
         rope_layout=rope_layout,
         slot_dtypes=rules.SLOTS,
@@ -156,9 +154,9 @@ def _write_keys(
     arrays = {"k_cache": k_cache, "k": k, "slot_mapping": slot_mapping}
     spec = tensors.describe_call(
         packed.indexer_write_spec,
-        {**arrays, "cos": cos, "sin": sin},
-        optional=_ANGLES,
-        scales={},
+        **arrays,
+        cos=cos,
+        sin=sin,
         rope_offset=rope_offset,
         rope_layout=rope_layout,
         slot_dtypes=rules.SLOTS,
@@ -225,9 +223,10 @@ def _quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     spec = tensors.describe_call(
         packed.indexer_quantize_spec,
-        {"q": q, "weights": weights, "cos": cos, "sin": sin},
-        optional=_ANGLES,
-        scales={},
+        q=q,
+        weights=weights,
+        cos=cos,
+        sin=sin,
         rope_offset=rope_offset,
         rope_layout=rope_layout,
     )

@@ -155,13 +155,11 @@ def _make_plan(inputs: DecodeInputs, options: DecodeOptions) -> Plan:
         described["q"] = inputs.q[..., :1].expand(*inputs.q.shape[:-1], width)  # the shape alone, without memory
     spec = tensors.describe_call(
         contract.decode_spec,
-        described,
-        scales={"softmax_scale": 1.0},  # scales are no part of a plan; the caller checks them
-        optional=("cu_seqlens_q", "visible_lens"),
+        **described,
+        softmax_scale=1.0,  # scales are no part of a plan; the caller checks them
         latent_dim=options.latent_dim,
         max_q_len=options.max_q_len,
         causal=options.causal,
-        return_lse=True,
         batch_invariant=options.batch_invariant,
     )
     if rope is not None and inputs.q.shape[-1] != spec.latent_dim:

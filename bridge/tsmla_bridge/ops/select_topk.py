@@ -94,7 +94,7 @@ def _select(
     given: dict[str, Any] = {"logits": logits, "seq_lens": seq_lens}
     given |= {"row_starts": row_starts} if row_starts is not None else {}
     given |= {"block_tables": block_tables} if block_tables is not None else {}
-    spec = tensors.describe_call(topk_spec, given, scales={}, k=k, order=order, page_size=page_size)
+    spec = tensors.describe_call(topk_spec, **given, k=k, order=order, page_size=page_size)
 
     def why_not() -> list[str]:
         found = loaded_kernels.reasons(SELECT_TOPK, logits.device) or topk_reasons(spec)

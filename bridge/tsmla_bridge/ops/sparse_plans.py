@@ -55,9 +55,7 @@ def make_plan(inputs: SparseInputs, options: SparseOptions) -> Plan:
     *static, implementation = options
     spec = tensors.describe_call(
         sparse_contract.sparse_mla_spec,
-        inputs._asdict(),
-        scales={},  # scales are no part of a plan; the caller checks them
-        optional=("compressed_kv_cache", "lengths", "sinks"),
+        **inputs._asdict(),  # scales are no part of a plan; the caller checks them
         **dict(zip(SparseOptions._fields, static, strict=False)),
     )
     by_definition = loaded_kernels.is_by_definition(implementation, inputs.q.device)

@@ -7,13 +7,13 @@ behind the caller's back, and no stride is ever ignored.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
 from tsmla_kernels import contract
-from tsmla_kernels.contract.rules import show
+from tsmla_kernels.contract.rules import show, spec_of
 from tsmla_kernels.sm90.decode.config import reads_heads_first
 
 Spec = TypeVar("Spec")
@@ -63,24 +63,12 @@ def describe_scale(name: str, value: Any) -> Any:
     return describe(name, value) if isinstance(value, torch.Tensor) else value
 
 
-def describe_call(
-    make_spec: Callable[..., Spec],
-    tensors: Mapping[str, Any],
-    *,
-    scales: Mapping[str, Any],
-    optional: Sequence[str] = (),
-    **static: Any,
-) -> Spec:
-    """The spec of a call, from the contract's function `make_spec`; raises as that does, and ValueError unless all are
-    on the device of the first tensor. The tensors named in `optional` may be None; `static` arguments are passed on."""
-    described: dict[str, Any] = {
-        name: None if value is None and name in optional else describe(name, value) for name, value in tensors.items()
-    }
-    for name, value in scales.items():
-        described[name] = describe_scale(name, value)
-    spec = make_spec(**described, **static)
-    first = next(iter(tensors))
-    same_device(first, tensors[first], {**tensors, **scales})
+def describe_call(make_spec: Callable[..., Spec], **arguments: Any) -> Spec:
+    """The spec of a call, from the contract's function `make_spec`; raises as that does, and ValueError unless all
+    tensors are on the device of the first one."""
+    spec = spec_of(make_spec, arguments, describe, describe_scale)
+    first = next(name for name, value in arguments.items() if isinstance(value, torch.Tensor))
+    same_device(first, arguments[first], arguments)
     return spec
 
 

@@ -219,7 +219,6 @@ def decode_workspace_size(
             kv_dtype=dtype_name(kv_dtype or dtype),
             ragged=ragged,
             causal=causal,
-            return_lse=True,
             batch_invariant=batch_invariant,
         )
         if reasons := sm90_decode.decode_reasons(spec):

@@ -66,7 +66,6 @@ class DecodeSpec(ResultDtypes):
     kv_dtype: str
     ragged: bool
     causal: bool
-    return_lse: bool
     batch_invariant: bool
     visible_lens: bool = False
 
@@ -92,7 +91,6 @@ class PrefillSpec(ResultDtypes):
     q_dtype: str
     kv_dtype: str
     causal: bool
-    return_lse: bool
     deterministic: bool = False
 
 
@@ -127,7 +125,7 @@ def decode_spec(
     """The spec of mla_decode, or ValueError / TypeError naming the argument that is not legal."""
     latent_dim = static_int("latent_dim", latent_dim, minimum=1)
     causal = static_bool("causal", causal)
-    return_lse = static_bool("return_lse", return_lse)
+    static_bool("return_lse", return_lse)
     batch_invariant = static_bool("batch_invariant", batch_invariant)
     num_pages, page_size, head_dim = cache_shape(kv_cache)
     if latent_dim > head_dim:
@@ -192,7 +190,6 @@ def decode_spec(
         kv_dtype=kv_cache.dtype,
         ragged=ragged,
         causal=causal,
-        return_lse=return_lse,
         batch_invariant=batch_invariant,
         visible_lens=visible_lens is not None,
     )
@@ -217,7 +214,7 @@ def prefill_spec(
 ) -> PrefillSpec:
     """The spec of mla_prefill, or ValueError / TypeError naming the argument that is not legal."""
     causal = static_bool("causal", causal)
-    return_lse = static_bool("return_lse", return_lse)
+    static_bool("return_lse", return_lse)
     deterministic = static_bool("deterministic", deterministic)
     max_q_len = static_int("max_q_len", max_q_len, minimum=0)
     max_kv_len = static_int("max_kv_len", max_kv_len, minimum=0)
@@ -233,8 +230,7 @@ def prefill_spec(
         )
     if v.shape[:2] != k.shape[:2]:
         raise ValueError(
-            f"v: got shape {show(v.shape)}; its tokens and heads must equal k's,"
-            f" [{k.shape[0]}, {num_heads}, head_dim]"
+            f"v: got shape {show(v.shape)}; its tokens and heads must equal k's, [{k.shape[0]}, {num_heads}, head_dim]"
         )
     for name, array in (("k", k), ("v", v)):
         if array.dtype != q.dtype:
@@ -257,7 +253,6 @@ def prefill_spec(
         q_dtype=q.dtype,
         kv_dtype=k.dtype,
         causal=causal,
-        return_lse=return_lse,
         deterministic=deterministic,
     )
 
@@ -289,9 +284,7 @@ def prefill_kv_spec(
     if rope_rows != rows:
         raise ValueError(f"k_rope: got shape {show(k_rope.shape)}; its Tk must equal kv's, {rows}")
     if not 1 <= rope_dim < k_dim:
-        raise ValueError(
-            f"k_rope: got shape {show(k_rope.shape)}; its R must be between 1 and q's K - 1 = {k_dim - 1}"
-        )
+        raise ValueError(f"k_rope: got shape {show(k_rope.shape)}; its R must be between 1 and q's K - 1 = {k_dim - 1}")
     if width <= k_dim - rope_dim:
         raise ValueError(
             f"kv: got shape {show(kv.shape)}; its last axis must be wider than K - R = {k_dim - rope_dim},"

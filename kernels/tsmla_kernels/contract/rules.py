@@ -8,11 +8,12 @@ not legal. A legal call that one implementation can't run gets that implementati
 here.
 """
 
+import functools
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 FP8 = "float8_e4m3fn"
 FP8_MAX = 448.0
@@ -34,7 +35,33 @@ class Array:
     dtype: str
 
 
+OptionalArray = Array | None
 Scale = Array | float | None
+
+Spec = TypeVar("Spec")
+Describe = Callable[[str, Any], Any]
+"""Of an argument's name and value: its Array, or TypeError if it is none."""
+
+
+def spec_of(
+    make_spec: Callable[..., Spec], arguments: Mapping[str, Any], describe: Describe, describe_scale: Describe
+) -> Spec:
+    """make_spec(**arguments), a spec of the contract, where a front end's functions describe its arrays and scales.
+
+    make_spec's annotations say which arguments are arrays (Array), which of them may be None (Array | None), and which
+    are scales (Scale). All others are static and are passed on unchanged."""
+    hints = _hints(make_spec)
+    described = dict(arguments)
+    for name, value in arguments.items():
+        hint = hints.get(name)
+        if hint == Scale:
+            described[name] = describe_scale(name, value)
+        elif hint == Array or (hint == OptionalArray and value is not None):
+            described[name] = describe(name, value)
+    return make_spec(**described)
+
+
+_hints = functools.cache(get_type_hints)
 
 
 def attention_out_dtype(dtype: str) -> str:
@@ -147,9 +174,7 @@ def check_array(name: str, array: Array, axes: str, dtypes: Sequence[str], *size
         check_size(name, array, axis, size, meaning)
 
 
-def check_ints(
-    name: str, array: Array, axes: str, *sizes: tuple[Dim, str], dtypes: Sequence[str] = INDICES
-) -> None:
+def check_ints(name: str, array: Array, axes: str, *sizes: tuple[Dim, str], dtypes: Sequence[str] = INDICES) -> None:
     """`check_array` for int32, or other `dtypes`: an integer that indexes a cache is never converted quietly."""
     check_array(name, array, axes, dtypes, *sizes)
 

@@ -157,7 +157,6 @@ def _on_one_device(
         softmax_scale=1.0,
         causal=call.causal,
         visible_lens=visible_lens,
-        return_lse=True,
         batch_invariant=call.batch_invariant,
     )
     if call.arch in MLA_DECODE_SM100.archs:

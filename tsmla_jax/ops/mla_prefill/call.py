@@ -51,7 +51,6 @@ class Call:
             max_kv_len=self.max_kv_len,
             softmax_scale=1.0,
             causal=self.causal,
-            return_lse=True,
             deterministic=self.deterministic,
         )
 

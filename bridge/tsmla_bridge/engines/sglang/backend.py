@@ -129,7 +129,7 @@ class TsmlaBackend(AttentionBackend):
         return DecodeSpec(
             batch=1, total_q_len=q_len, max_q_len=q_len, num_heads=self.num_heads, latent_dim=self.latent_dim,
             rope_dim=self.rope_dim, num_pages=1, page_size=self.page_size, max_pages=1, q_dtype=dtype_name(self.dtype),
-            kv_dtype=dtype_name(self.data_type), ragged=False, causal=True, return_lse=True, batch_invariant=False,
+            kv_dtype=dtype_name(self.data_type), ragged=False, causal=True, batch_invariant=False,
         )  # fmt: skip
 
     def _compile(self, head_dims: tuple[int, int]) -> None:
@@ -143,7 +143,6 @@ class TsmlaBackend(AttentionBackend):
             spec = PrefillSpec(
                 batch=1, total_q_len=1, total_kv_len=1, max_q_len=1, max_kv_len=1, num_heads=1,
                 qk_head_dim=head_dims[0], v_head_dim=head_dims[1], q_dtype=name, kv_dtype=name, causal=causal,
-                return_lse=True,
             )  # fmt: skip
             if not sm90_prefill.prefill_reasons(spec):
                 for wide_v in (False, True):  # new tokens, and the cached prefix

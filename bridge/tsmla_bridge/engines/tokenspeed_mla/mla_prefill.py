@@ -151,7 +151,6 @@ def _compile_prefill_kernel(
         q_dtype=dtype,
         kv_dtype=dtype,
         causal=is_causal,
-        return_lse=return_lse,
     )
     if reasons := mla_prefill.why_not(spec, devices.torch_device(index)):
         _logger.info("no prefill kernel to compile ahead for %s: %s", dtype, "; ".join(reasons))

@@ -65,7 +65,7 @@ def describe(
         "batch": 1, "total_q_len": 1, "max_q_len": 1, "num_heads": 1, "latent_dim": latent_dim, "rope_dim": rope_dim,
         "num_pages": 1, "page_size": page_size, "max_pages": 1, "kv_dtype": kv_dtype,
         "q_dtype": kv_dtype if takes_fp8_queries(kv_cache_dtype) else model_dtype,
-        "ragged": False, "causal": True, "return_lse": True, "batch_invariant": False,
+        "ragged": False, "causal": True, "batch_invariant": False,
     }  # fmt: skip
     return DecodeSpec(**(fields | changed))
 

@@ -31,7 +31,7 @@ def describe(dtype: torch.dtype, dimensions: Any, *, causal: bool = True) -> Pre
     return PrefillSpec(
         batch=1, total_q_len=1, total_kv_len=1, max_q_len=1, max_kv_len=1, num_heads=1,
         qk_head_dim=dimensions.qk_nope_head_dim + dimensions.qk_rope_head_dim, v_head_dim=dimensions.v_head_dim,
-        q_dtype=name, kv_dtype=name, causal=causal, return_lse=True,
+        q_dtype=name, kv_dtype=name, causal=causal,
     )  # fmt: skip
 
 
