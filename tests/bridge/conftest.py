@@ -14,7 +14,7 @@ from tsmla_bridge.runtime import loaded_kernels, scales
 @pytest.fixture(autouse=True)
 def forgetful() -> Iterator[None]:
     """No plan, kernel or scale of another test."""
-    kept = (plans._plans, plans._latest, loaded_kernels._loaded, scales._of_stream, scales._of_capture)
+    kept = (plans._plans, plans.latest_plans, loaded_kernels._loaded, scales._of_stream, scales._of_capture)
     for cache in kept:
         cache.clear()
     yield

@@ -114,7 +114,7 @@ def test_plans_do_not_pile_up(gpu: Gpu, described: list[contract.DecodeSpec], mo
     for case, batch_invariant in zip((*cases, cases[0]), (True, False, False, False), strict=True):
         assert_right(attend(case, batch_invariant=batch_invariant), case)
     assert [spec.batch for spec in described] == [1, 2, 3, 1]  # the third drops the others
-    assert len(plans._plans) == 2 and len(plans._latest) == 1
+    assert len(plans._plans) == 2 and len(plans.latest_plans) == 1
 
 
 def test_without_torchs_guard_plans_are_found_too(
@@ -390,7 +390,7 @@ def test_a_large_invariant_batch_takes_several_launches(
     attend(case, batch_invariant=True)
     whole = gpu.operands["partial_out"].numel()
     assert len(gpu.launches) == 1
-    for kept in (plans._plans, plans._latest):
+    for kept in (plans._plans, plans.latest_plans):
         kept.clear()
     width = case.block_tables.shape[1]
     config = sm90_decode.DecodeConfig("bfloat16", 3, shape["s"], 256, page_size=16, batch_invariant=True)

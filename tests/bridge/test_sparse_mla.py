@@ -206,7 +206,7 @@ def test_many_invariant_tokens_take_several_launches(gpu: Gpu, monkeypatch: pyte
     case = sparse_inputs.call(**CASES[name])
     want = attend(case, batch_invariant=True)
     assert len(gpu.launches) == 1
-    for kept in (plans._plans, plans._latest):
+    for kept in (plans._plans, plans.latest_plans):
         kept.clear()
     monkeypatch.setattr(sm90_decode, "INVARIANT_WORKSPACE", 3 * 64 * (512 * 4 + 12))
     heads = case.arrays["q"].shape[1]
@@ -218,7 +218,7 @@ def test_many_invariant_tokens_take_several_launches(gpu: Gpu, monkeypatch: pyte
         for got, whole in zip(attend(case, batch_invariant=True, **options), want, strict=True):
             assert torch.equal(got, whole)
         assert [len(seen["indices"]) for _, seen in gpu.launches] == [3, 3, 2]
-    for kept in (plans._plans, plans._latest):
+    for kept in (plans._plans, plans.latest_plans):
         kept.clear()
 
 

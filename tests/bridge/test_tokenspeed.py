@@ -448,7 +448,7 @@ class RealPackage:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(blackwell, "is_device", lambda device: False)
             patch.setattr(plans, "_plans", {})
-            patch.setattr(plans, "_latest", {})
+            patch.setattr(plans, "latest_plans", {})
             patch.setattr(blackwell.devices, "kind", lambda device: "cpu")
             out, lse = tokenspeed_mla_decode(**asked)
         return torch.where(lse[..., None] == -torch.inf, torch.nan, out), lse.nan_to_num(neginf=-1e6)

@@ -10,7 +10,7 @@ import torch
 import tsmla_bridge
 from tests.bridge.inputs import BF16, Inputs, assert_close, attend, served
 from tests.emulator.launcher import Gpu
-from tsmla_bridge.ops import plans
+from tsmla_bridge.ops import decode_plans, plans
 
 LENS, S = [33, 5, 0, 20], 3
 VISIBLE = torch.tensor([[30, 33, -1], [0, 5, 2], [0, 0, 7], [99, 20, 1]], dtype=torch.int32)
@@ -59,7 +59,7 @@ def test_the_kernel_gets_it(gpu: Gpu, batch_invariant: bool, ragged: bool) -> No
 
 
 def test_large_batches_take_several_launches(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans.sm90_decode, "launches", lambda *arguments: [(0, 1), (1, 4)])
+    monkeypatch.setattr(decode_plans.sm90_decode, "launches", lambda *arguments: [(0, 1), (1, 4)])
     given = case()
     got = attend(given, visible_lens=VISIBLE, batch_invariant=True, implementation="cute")
     assert_right(got, given)
@@ -104,7 +104,7 @@ def test_under_the_compiler() -> None:
 def test_unsound_values_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TSMLA_CHECK", "1")
     monkeypatch.setattr(plans, "_plans", {})
-    monkeypatch.setattr(plans, "_latest", {})
+    monkeypatch.setattr(plans, "latest_plans", {})
     with pytest.raises(ValueError, match="visible_lens: token 2 sees -1 keys; legal: 0 to 33"):
         attend(case(), visible_lens=VISIBLE)
 

@@ -46,7 +46,7 @@ def calls() -> list[Any]:
 
 def forget() -> None:
     """No plan, kernel or scale of an earlier call."""
-    for kept in (plans._plans, plans._latest, loaded_kernels._loaded, scales._of_stream, scales._of_capture):
+    for kept in (plans._plans, plans.latest_plans, loaded_kernels._loaded, scales._of_stream, scales._of_capture):
         kept.clear()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tsmla_bridge import operators
-from tsmla_bridge.ops.plans import DecodeInputs, DecodeOptions, plan_for, plan_of_latest
+from tsmla_bridge.ops.decode_plans import DecodeInputs, DecodeOptions, plan_for, plan_of_latest
 from tsmla_bridge.runtime import loaded_kernels, scales, tensors
 from tsmla_bridge.runtime.results import Computed, Results
 from tsmla_bridge.runtime.scales import Pair

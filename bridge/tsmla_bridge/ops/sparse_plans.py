@@ -1,15 +1,16 @@
-"""Plans of sparse_mla: what a call's shapes, strides, dtypes and options decide. plans.py keeps them."""
+"""Plans of sparse_mla: which kernel runs a call and where its workspaces lie. plans.py keeps them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from tsmla_bridge import sparse_reference
+from tsmla_bridge.ops import plans
 from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, scales, tensors
-from tsmla_bridge.runtime.results import Computed, ResultLayout, Results
+from tsmla_bridge.runtime.results import Computed, Results
 from tsmla_bridge.runtime.scales import Factors
 from tsmla_bridge.runtime.workspace import Workspace, sparse_layout
 from tsmla_kernels import contract
@@ -68,13 +69,11 @@ def make_plan(inputs: SparseInputs, options: SparseOptions) -> Plan:
     return ReferencePlan(spec, inputs) if by_definition else KernelPlan(spec, inputs)
 
 
-class Plan:
-    """What calls of the same shapes, strides, dtypes and options share."""
+class Plan(plans.Plan[SparseMLASpec]):
+    """A plan of sparse_mla."""
 
     def __init__(self, spec: SparseMLASpec, inputs: SparseInputs) -> None:
-        self.spec = spec
-        self.layout = ResultLayout.of(inputs.q, spec.latent_dim, spec.out_dtype, spec.lse_dtype)
-        self.is_like: Callable[..., bool] = lambda *tensors: False  # whether tensors are like those of the latest call
+        super().__init__(spec, inputs.q)
 
     def check_scales(self, given: Mapping[str, Any]) -> None:
         """The contract's ValueError / TypeError unless these scales, by argument, are legal in such a call."""
@@ -129,12 +128,8 @@ class KernelPlan(Plan):
         self.pages = pages = [_Pages.of(*cache) for cache in zip(_CACHES, inputs.caches, specs, strict=False)]
         self.device = inputs.q.device
         self.index = index = inputs.q.get_device()
-        config = sm90_sparse.sparse_config(
-            spec,
-            lengths=inputs.lengths is not None,
-            sinks=inputs.sinks is not None,
-            batch_invariant=spec.batch_invariant,
-        )
+        lengths, sinks = inputs.lengths is not None, inputs.sinks is not None
+        config = sm90_sparse.sparse_config(spec, lengths=lengths, sinks=sinks)
         sms = devices.num_sms(index)
         launcher = loaded_kernels.launcher(SPARSE_MLA, config, index)
         row_bytes = {  # of a token, by operand
@@ -152,8 +147,8 @@ class KernelPlan(Plan):
                 "q": (count * spec.num_heads, spec.head_dim),
                 **{name: each.shape for name, each in zip(_CACHES, pages, strict=False)},
                 "indices": (count, spec.num_selected),
-                **({} if inputs.lengths is None else {"lengths": (count,)}),
-                **({} if inputs.sinks is None else {"sinks": (spec.num_heads,)}),
+                **({"lengths": (count,)} if lengths else {}),
+                **({"sinks": (spec.num_heads,)} if sinks else {}),
                 "scales": (sm90_sparse.NUM_SCALES,),
                 "out": (count * spec.num_heads, spec.latent_dim),
                 "lse": (count * spec.num_heads,),

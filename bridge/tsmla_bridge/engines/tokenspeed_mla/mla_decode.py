@@ -10,7 +10,7 @@ import torch
 from tsmla_bridge import blackwell, operators
 from tsmla_bridge.engines.context_parallel import held_keys
 from tsmla_bridge.ops import merge, mla_decode
-from tsmla_bridge.ops.plans import DecodeInputs, DecodeOptions, plan_for, plan_of_latest
+from tsmla_bridge.ops.decode_plans import DecodeInputs, DecodeOptions, plan_for, plan_of_latest
 from tsmla_bridge.runtime import tensors
 from tsmla_bridge.runtime.devices import in_own_precision
 from tsmla_bridge.runtime.results import Computed, Results
