@@ -5,7 +5,6 @@ Imports jax alone. It looks the other packages up by their metadata, so that a b
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import os
 import platform
@@ -17,19 +16,16 @@ from tsmla_bridge.engines import versions as engine_versions
 from tsmla_kernels import __version__
 from tsmla_kernels.sm100 import config as sm100
 
-HAS_BRIDGE = importlib.util.find_spec("tsmla_bridge.tokenspeed_mla") is not None
-
 
 @dataclasses.dataclass(frozen=True)
 class Package:
-    """A distribution that something here uses: the module it brings, its purpose, our extra that installs it (None for
-    a dependency that is always there), and whether this version uses it already."""
+    """A distribution that something here uses: the module it brings, its purpose, and our extra that installs it (None
+    for a dependency that is always there)."""
 
     distribution: str
     module: str
     purpose: str
     extra: str | None = None
-    used: bool = True
 
 
 PACKAGES = (
@@ -41,7 +37,7 @@ PACKAGES = (
     Package("flax", "flax", "tsmla_jax.nn.MLAttention", "flax"),
     Package("safetensors", "safetensors", "reading checkpoints", "hf"),
     Package("tokenizers", "tokenizers", "text prompts in tsmla generate", "hf"),
-    Package("torch", "torch", "the PyTorch front end, tsmla_bridge", "torch", HAS_BRIDGE),
+    Package("torch", "torch", "the PyTorch front end, tsmla_bridge", "torch"),
     Package("tokenspeed-mla", "tokenspeed_mla", "Blackwell kernels", "blackwell"),
     Package("matplotlib", "matplotlib", "make figures", "bench"),
 )
@@ -191,7 +187,7 @@ def _architectures() -> dict[str, str]:
     """The kernels for each family of GPUs, in words."""
     ops = Path(__file__).parents[1] / "ops"
     kernels = sorted(path.parent.name for path in ops.rglob("cute.py"))
-    hopper = f"kernels for {', '.join(kernels)}; the other operations run as xla" if kernels else "no kernel yet: xla"
+    hopper = f"kernels for {', '.join(kernels)}; the other operations run as xla"
     blackwell = f"mla_decode and mla_prefill: {sm100.NOTICE} (extra blackwell); the others run as xla"
     return {"Hopper (SM90)": hopper, "Blackwell (SM100, SM103, SM107)": blackwell}
 
@@ -216,7 +212,7 @@ def advise(
                           "see JAX_PLATFORMS and CUDA_VISIBLE_DEVICES")  # fmt: skip
     for package in PACKAGES:
         plugin = package.distribution.endswith("-plugin")
-        if package.extra and package.used and not plugin and packages[package.distribution] is None:
+        if package.extra and not plugin and packages[package.distribution] is None:
             advice.append(f"{package.distribution} ({package.purpose}): {install_command(package.extra)}")
     return tuple(advice)
 
@@ -257,8 +253,7 @@ def render(report: Report) -> str:
     width = max(map(len, report.packages))
     for package in PACKAGES:
         version = report.packages[package.distribution] or "not installed"
-        purpose = package.purpose + ("" if package.used else " (which this version doesn't have yet)")
-        lines.append(f"  {package.distribution:{width}}  {version:14}  {purpose}")
+        lines.append(f"  {package.distribution:{width}}  {version:14}  {package.purpose}")
     lines += ["", "Operations, and the implementation that runs the usual calls of DeepSeek's models"]
     said: set[str] = set()
     for operation in report.operations:
