@@ -37,7 +37,7 @@ STEPS = 20
 
 
 def mesh_of(devices: int) -> Mesh:
-    """The first so many GPUs, on one axis."""
+    """The first `devices` GPUs, on one axis."""
     return jax.make_mesh((devices,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
 
 

@@ -75,7 +75,7 @@ def mesh_shape() -> MeshShape:
 
 
 def shapes(config: ModelConfig, narrow: bool, shards: int = 1) -> dict[str, Any]:
-    """The parameters' shapes and dtypes, as `load_model` would return them on a mesh of so many shards of experts."""
+    """The parameters' shapes and dtypes, as `load_model` would return them on a mesh of `shards` shards of experts."""
 
     def wide(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)

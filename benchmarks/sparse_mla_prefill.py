@@ -132,7 +132,7 @@ def draw(mode: str, tokens: int, count: int, within: int, device: str = "cuda") 
             old = rows[-1][torch.randperm(count, device=device)[:kept]]
             held.zero_()
             held[rows[-1]] = True
-            # Twice as many as are wanted, of which few are taken already or come twice.
+            # Twice as many as are wanted, because some are taken already or come twice.
             drawn = torch.randint(within, (2 * (count - kept) + 64,), device=device)
             fresh = torch.unique(drawn[~held[drawn]])
             fresh = fresh[torch.randperm(len(fresh), device=device)[: count - kept]]

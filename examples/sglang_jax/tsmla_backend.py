@@ -103,7 +103,7 @@ class TsmlaMLABackend(MLAAttentionBackend):
         )
 
     def _on_one_device(self, decode: bool, softmax_scale: float) -> Callable[..., tuple[jax.Array, jax.Array]]:
-        """The step of a device's requests, of which `data` gives it some, and heads, of which `tensor` does."""
+        """The step of one device: `data` splits the requests over devices, and `tensor` the heads."""
 
         def attend(
             q_nope: jax.Array,
@@ -144,9 +144,9 @@ class TsmlaMLABackend(MLAAttentionBackend):
 
 
 def tables_of(page_indices: jax.Array, page_starts: jax.Array, max_pages: int) -> jax.Array:
-    """Ragged page indices [N], of which request b has those from page_starts[b] on -> block tables [B, max_pages].
+    """Ragged page indices [N], where those of request b begin at page_starts[b] -> block tables [B, max_pages].
 
-    What stands behind a request's last page are other requests' pages, which mla_decode doesn't read.
+    Entries past a request's last page are other requests' pages, which mla_decode doesn't read.
     """
     entry = page_starts[:-1, None] + jnp.arange(max_pages, dtype=jnp.int32)
     return page_indices[jnp.minimum(entry, page_indices.shape[0] - 1)]

@@ -44,7 +44,7 @@ def modules(request: pytest.FixtureRequest) -> dict[str, ModuleType]:
 
 
 def run(program: str, arguments: list[Any], path: str = "", devices: int = 1, **patches: int) -> str:
-    """The output of a program of the benchmarks whose module has these values, on so many CPU devices."""
+    """The output of a program of the benchmarks whose module has these values, on `devices` CPU devices."""
     code = PATCH + f"import {program} as program\nfrom absl import app\n"
     code += "".join(f"program.{name} = {value}\n" for name, value in patches.items())
     code += f"sys.argv = [{program + '.py'!r}, *sys.argv[1:]]\napp.run(program.main)\n"

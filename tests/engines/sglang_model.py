@@ -47,7 +47,7 @@ get_context().set_server_args(ServerArgs(model_path="/nowhere", device="cpu"))
 
 
 class Batch(NamedTuple):
-    """Requests of `lens` keys whose last `new` tokens are queries, of which the pool has all keys but these."""
+    """Requests of `lens` keys. Their last `new` tokens are queries; the pool has the keys before them."""
 
     new: list[int]
     lens: list[int]
@@ -171,7 +171,7 @@ class Model:
 
 
 class settings:
-    """SGLang's runtime as a server publishes it: one rank, and so many drafts."""
+    """SGLang's runtime as a server publishes it: one rank, and the number of drafts."""
 
     def __init__(self, drafts: int, dcp: int = 1, topk: int = 1) -> None:
         self.parallel = get_parallel().override(

@@ -29,7 +29,7 @@ LATENT, ROPE, PAGE = 512, 64, 64
 FP8 = torch.float8_e4m3fn
 SCALE = 192**-0.5
 MANY = 800
-"""Tokens or requests of which every CTA of a GPU gets several."""
+"""Tokens or requests: enough for several on every CTA of a GPU."""
 
 
 class Call(NamedTuple):

@@ -128,7 +128,7 @@ def test_a_misaligned_access_is_found() -> None:
 
 
 def test_a_group_of_copies_is_there_when_it_was_waited_for() -> None:
-    """Two groups, of which the first alone is waited for: what the second one brings is not there yet."""
+    """Two groups, and only the first is waited for: what the second one brings is not there yet."""
     body = """
     cp.async.ca.shared.global [%r4], [%rd4], 4;
     cp.async.commit_group;

@@ -145,7 +145,7 @@ def test_what_all_processes_must_have(odd: str | None, monkeypatch: pytest.Monke
     processes.check_agreement(prompts=PROMPTS, seed=1)
 
     def gather(own: np.ndarray) -> np.ndarray:
-        """Of three processes, the last of which has another seed."""
+        """The values of three processes; the last one has another seed."""
         every = np.stack([own, own, own])
         every[2, 1, 0] += odd == "seed"
         return every

@@ -182,7 +182,7 @@ def _on_one_device(call: _Call, *arrays: jax.Array) -> Results:
     """The kernel on the arrays of one device."""
     operands = call.split(arrays)
     spec = call.spec(operands)
-    config = sparse_config(spec, lengths=call.lengths, sinks=call.sinks, batch_invariant=call.batch_invariant)
+    config = sparse_config(spec, lengths=call.lengths, sinks=call.sinks)
     parts = launches(config, spec.num_tokens, spec.num_selected)
 
     def launch(first: Any, stop: Any) -> Results:

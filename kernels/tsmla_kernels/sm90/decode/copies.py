@@ -35,7 +35,7 @@ class Copier:
         self.stages, self.block, self.box, self.q_rows = ring.stages, ring.block, ring.box, ring.q_rows
         self.column_tiles = ring.column_tiles
         self.split_q, self.heads_first, self.heads = config.split_q, config.heads_first, config.num_heads
-        # Of rows whose heads come first, one copy takes so many heads of so many tokens.
+        # One copy of rows whose heads come first takes box_heads heads of box_tokens tokens.
         self.box_heads = min(config.num_heads, self.q_rows)
         self.box_tokens = self.q_rows // self.box_heads
         self.q_tiles = self.column_tiles - 1 if config.split_q else self.column_tiles  # of the array q

@@ -19,8 +19,8 @@ from tsmla_kernels.sm90.warp import uniform
 
 
 class ValuesFewRows(ValuesFp8):
-    """P V with P and V of 16 bits, over 16 or 32 query rows. A lane has latents g and g + 8 of 16 for each of m_tiles
-    tiles of 64 latents, of which its warp has 16."""
+    """P V with P and V of 16 bits, over 16 or 32 query rows. A warp has 16 latents of each of m_tiles tiles of 64, and
+    a lane latents g and g + 8 of these 16."""
 
     neighbours = 1
 

@@ -25,7 +25,7 @@ LOGIT_BYTES = 4
 
 
 class Chunks(NamedTuple):
-    """How a call is launched: the query rows of a chunk, the last one of which ends at the last row, and each kernel's
+    """How a call is launched: the query rows of a chunk, where the last chunk ends at the last row, and each kernel's
     configuration for all chunks. logits is None where the kernel doesn't take the call's."""
 
     rows: int

@@ -23,7 +23,7 @@ from tsmla_kernels.sm90.warp import quotient
 LAST_BIN = BINS - 1  # no float's: more columns than the buffers hold count here
 PLENTY = 1 << 26  # more than are ever selected
 ABOVE_MARKS = 0x0F0F0F0F  # of a word of marks: columns above the bin; the other bits are of equals
-EQUAL = 1 << 13  # counts of equals go above those of other selected columns, of which there are at most 4096
+EQUAL = 1 << 13  # counts of equals go above those of other selected columns, which are at most 4096
 SIGMAS = 5.0  # between the columns expected above the guessed bound and k
 
 
@@ -437,7 +437,7 @@ class FilteredSearch(ClusterSearch):
 
 
 def sample_target(k: int, span: Span) -> Int32:
-    """Columns of the sample above the guessed bound, of which about k columns of the row and SIGMAS deviations are."""
+    """How many columns of the sample are to be above the guessed bound: about k of the row and SIGMAS deviations."""
     # Approximate: a division and a root that round exactly call functions.
     return cute.arch.inline_ptx(
         "{ .reg .f32 s, t; cvt.rn.f32.s32 s, {$r0}; cvt.rn.f32.s32 t, {$r1}; rcp.approx.ftz.f32 t, t;"

@@ -20,7 +20,7 @@ class Fill:
 
     @cute.jit
     def run(self, arrays: cutlass.Constexpr, warp: Int32) -> None:
-        """Fill every so many parts of rows, as one of the grid's filling warps."""
+        """Fill this warp's parts of rows: the grid's filling warps take them in turn."""
         block_idx, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         rows, width = arrays.logits.shape[0], arrays.logits.shape[1]

@@ -83,8 +83,8 @@ class Math:
 
     @cute.jit
     def run(self, logits: cute.Tensor, shared: cutlass.Constexpr, mma: cutlass.Constexpr, group: Int32) -> None:
-        """The warpgroup's part of all pieces of this CTA: the products of one group of tokens, with every block or with
-        every so many."""
+        """The warpgroup's part of all pieces of this CTA: the products of one group of tokens with every block, or with
+        every block whose turn it is: each `turns`-th."""
         t = cute.arch.thread_idx()[0] % 128
         lane = kept(t % 32)
         writes = Int32(1)

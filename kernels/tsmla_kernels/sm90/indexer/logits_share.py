@@ -48,7 +48,7 @@ class Line:
         return quotient(request.keys - tile * self.tile_tokens + (BLOCK - 1), BLOCK)
 
     def rising(self, count: Int32) -> Int32:
-        """The blocks of `count` tiles of which the first sees `tile_tokens` keys, and each other one as many more."""
+        """The blocks of `count` tiles. The first sees `tile_tokens` keys, and each further one `tile_tokens` more."""
         per = self.tiles_of_block
         whole = quotient(count, per)
         return per * quotient(whole * (whole + 1), 2) + (count - whole * per) * (whole + 1)

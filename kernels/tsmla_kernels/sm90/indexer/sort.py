@@ -62,7 +62,7 @@ class EntrySort:
 
     @cute.jit
     def exchange_own(self, values: cute.Tensor, own: Int32, size: Int32, stride: Int32):
-        """One step among a thread's entries, the first of which has the index `own`."""
+        """One step among a thread's entries, whose first has the index `own`."""
         for step in cutlass.range_constexpr(self.steps):
             if stride == 1 << step:
                 for i in cutlass.range_constexpr(self.each):

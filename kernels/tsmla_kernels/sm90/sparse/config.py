@@ -28,9 +28,9 @@ LATENT_DIM = 512
 MAX_SLOTS = 1 << 31  # of a cache, its pages times the slots between them: the kernel counts them in int32
 NUM_SCALES = 3  # the operand `scales`: softmax_scale * q_scale, kv_scale, compressed_kv_scale
 PLAIN = (FP8, "bfloat16", "float16")
-FEW_HEADS = 32  # a row tile of so few heads leaves room for rows of any kind
-FEW_TILES = {"v32": 4, "v4": 16, "plain": 4}  # up to so many row tiles of 64, tiles of 32 are faster
-MANY_TILES = 384  # from so many row tiles on a GPU's CTAs get several each, and an object of its own deals them out
+FEW_HEADS = 32  # a row tile of at most these heads leaves room for rows of any kind
+FEW_TILES = {"v32": 4, "v4": 16, "plain": 4}  # row tiles of 64 up to which tiles of 32 are faster
+MANY_TILES = 384  # row tiles from which on a CTA gets several, and another object deals them out in turn
 NARROW_ROWS = (512, "bfloat16")  # rows of 16 bits that a row tile of 64 heads leaves room for: width and dtype
 WIDTHS = {"v32": (576,), "v4": (512,), "plain": (512, 576)}
 """Widths of a key that the kernel takes, by the cache's layout."""
@@ -252,12 +252,8 @@ def _cache_reasons(name: str, cache: CacheSpec) -> list[str]:
     return reasons
 
 
-def sparse_config(
-    spec: SparseMLASpec, *, lengths: bool = False, sinks: bool = False, batch_invariant: bool = False
-) -> SparseConfig:
-    """The configuration that serves `spec`; `lengths` and `sinks` say whether the call has these operands. The keyword
-    batch_invariant is for specs that do not say so themselves."""
-    batch_invariant = batch_invariant or spec.batch_invariant
+def sparse_config(spec: SparseMLASpec, *, lengths: bool = False, sinks: bool = False) -> SparseConfig:
+    """The configuration that serves `spec`; `lengths` and `sinks` say whether the call has these operands."""
     page_size, page_span = _pages(spec.cache)
     compressed_page_size, compressed_page_span = (0, 0) if spec.compressed is None else _pages(spec.compressed)
     return SparseConfig(
@@ -273,15 +269,15 @@ def sparse_config(
         compressed_page_span=compressed_page_span,
         lengths=lengths,
         sinks=sinks,
-        tile_rows=ROWS if batch_invariant else _tile_rows(spec),
-        batch_invariant=batch_invariant,
-        dealt=not batch_invariant and _has_many_tiles(spec),
+        tile_rows=ROWS if spec.batch_invariant else _tile_rows(spec),
+        batch_invariant=spec.batch_invariant,
+        dealt=not spec.batch_invariant and _has_many_tiles(spec),
         early_q=_has_many_tiles(spec),
     )
 
 
 def _has_many_tiles(spec: SparseMLASpec) -> bool:
-    """Whether the call has so many row tiles that they are dealt out in turn."""
+    """Whether the call's row tiles are dealt out in turn: there are at least MANY_TILES."""
     return isinstance(spec.num_tokens, int) and spec.num_tokens * -(-spec.num_heads // ROWS) >= MANY_TILES
 
 

@@ -19,7 +19,7 @@ class Arrays(NamedTuple):
     """The launcher's operands after q and the caches.
 
     Attributes:
-      indices: [T, K] i32. lengths: [T] i32; without lengths a tensor of which only the shape is used.
+      indices: [T, K] i32. lengths: [T] i32; without lengths any tensor of that shape, whose values are not read.
       sinks: [H] f32, or None. scales: [3] f32.
       out: [N, L]. lse: [N] f32, natural log.
       partial_out, partial_lse, split_info: the workspaces of config.workspace_shapes.

@@ -50,7 +50,7 @@ def sparse_mla_operands(config: SparseConfig) -> tuple[Operand, ...]:
 
 def _from_options(options: Mapping[str, str]) -> SparseConfig:
     """The config of options on the command line."""
-    flags = {name: flag(options, name) for name in ("lengths", "sinks", "batch_invariant")}
+    flags = {name: flag(options, name) for name in ("lengths", "sinks")}
     return config_of(sparse_mla_spec, sparse_reasons, lambda spec: sparse_config(spec, **flags), options)
 
 
