@@ -2,6 +2,8 @@
 
 All are imported together: an exported program may call any of the operators."""
 
+# ruff: noqa: F401  (importing a module registers its operators)
+
 from tsmla_bridge.ops import (
     cache_ops,
     compress,
@@ -15,17 +17,3 @@ from tsmla_bridge.ops import (
     select_topk,
     sparse_mla,
 )
-
-__all__ = [
-    "cache_ops",
-    "compress",
-    "indexer_logits",
-    "indexer_topk",
-    "merge",
-    "mla_decode",
-    "mla_prefill",
-    "mla_prefill_kv",
-    "packed_caches",
-    "select_topk",
-    "sparse_mla",
-]

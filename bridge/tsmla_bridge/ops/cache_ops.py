@@ -85,12 +85,9 @@ def _write(
     read = {"kv_cache": kv_cache, "slot_mapping": slot_mapping, **rows}
 
     def why_not() -> list[str]:
-        return loaded_kernels.reasons(WRITE_KV_CACHE, kv_cache.device) or [
-            *cache_config.write_reasons(spec),
-            *loaded_kernels.layout_reasons(read, wide=rows),
-        ]
+        return cache_config.write_reasons(spec) + loaded_kernels.layout_reasons(read, wide=rows)
 
-    by_kernel = loaded_kernels.is_chosen("write_kv_cache", implementation, kv_cache.device, why_not)
+    by_kernel = loaded_kernels.is_chosen(WRITE_KV_CACHE, implementation, kv_cache.device, why_not)
     data_checks.check(values.cache_write, spec, slot_mapping)
     if 0 in (spec.num_tokens, spec.num_pages):
         return
@@ -165,13 +162,10 @@ def _gather(
     )
 
     def why_not() -> list[str]:
-        return loaded_kernels.reasons(GATHER_KV_CACHE, kv_cache.device) or [
-            *cache_config.gather_reasons(spec),
-            *operators.derivative_reasons(kv_cache),
-            *loaded_kernels.layout_reasons(given),
-        ]
+        reasons = cache_config.gather_reasons(spec) + operators.derivative_reasons(kv_cache)
+        return reasons + loaded_kernels.layout_reasons(given)
 
-    by_kernel = loaded_kernels.is_chosen("gather_kv_cache", implementation, kv_cache.device, why_not)
+    by_kernel = loaded_kernels.is_chosen(GATHER_KV_CACHE, implementation, kv_cache.device, why_not)
     data_checks.check(values.cache_gather, spec, lens, starts, block_tables)
     shape, dtype = (spec.total_len, spec.head_dim), DTYPES[spec.out_dtype]
     if 0 in (spec.batch, spec.total_len, spec.max_pages, spec.num_pages):

@@ -118,10 +118,9 @@ def _compress(
     )
 
     def why_not() -> list[str]:
-        found = loaded_kernels.reasons(COMPRESS_WRITE_KV_CACHE, cache.device) or compress_write_reasons(spec)
-        return [*found, *loaded_kernels.layout_reasons(given)]
+        return compress_write_reasons(spec) + loaded_kernels.layout_reasons(given)
 
-    by_kernel = loaded_kernels.is_chosen("compress_write_kv_cache", implementation, cache.device, why_not)
+    by_kernel = loaded_kernels.is_chosen(COMPRESS_WRITE_KV_CACHE, implementation, cache.device, why_not)
     data_checks.check(values.compress, spec.compress, lens, offsets, arrays.state_slots, arrays.positions)
     if 0 in (spec.compress.num_tokens, spec.compress.num_requests):
         return

@@ -86,11 +86,10 @@ def _score(
     shape = spec.num_tokens, spec.max_pages * spec.cache.page_size
 
     def why_not() -> list[str]:
-        found = loaded_kernels.reasons(INDEXER_LOGITS, q.device)
-        found = found or [*logits_reasons(spec), *loaded_kernels.layout_reasons(given)]
-        return found + operators.derivative_reasons(*given.values())
+        reasons = logits_reasons(spec) + loaded_kernels.layout_reasons(given)
+        return reasons + operators.derivative_reasons(*given.values())
 
-    by_kernel = loaded_kernels.is_chosen("indexer_logits", implementation, q.device, why_not)
+    by_kernel = loaded_kernels.is_chosen(INDEXER_LOGITS, implementation, q.device, why_not)
     data_checks.check(values.indexer_logits, spec, seq_lens, block_tables, cu_seqlens_q)
     if out is not None:
         tensors.check_output("out", out, shape, torch.float32, q.device)

@@ -154,13 +154,12 @@ def _select(call: Call, memory: Memory) -> Results:
     device = call.q.device
 
     def why_not() -> list[str]:
-        found = loaded_kernels.reasons(INDEXER_LOGITS, device)
-        found = found or [*indexer_topk_reasons(spec), *loaded_kernels.layout_reasons(given)]
+        found = indexer_topk_reasons(spec) + loaded_kernels.layout_reasons(given)
         if call.return_scores and operators.asks_for_derivative(*given.values()):
             found.append("a derivative is asked for; the kernels have none")
         return found
 
-    by_kernels = loaded_kernels.is_chosen("indexer_topk", call.implementation, device, why_not)
+    by_kernels = loaded_kernels.is_chosen(INDEXER_LOGITS, call.implementation, device, why_not, op="indexer_topk")
     data_checks.check(values.indexer_logits, spec.logits, call.seq_lens, call.block_tables, call.cu_seqlens_q)
     tokens = spec.logits.num_tokens
     shapes = ((tokens, spec.k), torch.int32), ((tokens,), torch.int32), ((tokens, spec.k), torch.float32)

@@ -64,12 +64,11 @@ def _merge(outs: Parts, lses: Parts, implementation: str | None) -> Computed:
     rows = [_rows(out) for out in outs] if implementation == "cute" or devices.kind(device) == "cuda" else []
 
     def why_not() -> list[str]:
-        reasons = loaded_kernels.reasons(MERGE_ATTENTION_STATES, device) + merge_config.merge_reasons(spec)
-        reasons += operators.derivative_reasons(*outs, *lses)
+        reasons = merge_config.merge_reasons(spec) + operators.derivative_reasons(*outs, *lses)
         unreadable = [i for i, seen in enumerate(rows) if seen is None]
         return reasons + [loaded_kernels.unreadable(f"outs[{i}]", outs[i]) for i in unreadable]
 
-    if loaded_kernels.is_chosen("merge_attention_states", implementation, device, why_not):
+    if loaded_kernels.is_chosen(MERGE_ATTENTION_STATES, implementation, device, why_not):
         return _launch(spec, [seen for seen in rows if seen is not None], outs, lses)
     return reference.merge_attention_states(spec, outs, lses)
 

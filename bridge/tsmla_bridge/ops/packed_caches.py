@@ -87,12 +87,10 @@ def _write_packed(
     rows = {"latent": latent, "k_rope": k_rope, **_given(cos, sin)}
 
     def why_not() -> list[str]:
-        return loaded_kernels.reasons(WRITE_PACKED_KV_CACHE, kv_cache.device) or [
-            *packed_config.packed_write_reasons(spec),
-            *loaded_kernels.layout_reasons({"kv_cache": kv_cache, "slot_mapping": slot_mapping, **rows}, wide=rows),
-        ]
+        read = {"kv_cache": kv_cache, "slot_mapping": slot_mapping, **rows}
+        return packed_config.packed_write_reasons(spec) + loaded_kernels.layout_reasons(read, wide=rows)
 
-    by_kernel = loaded_kernels.is_chosen("write_packed_kv_cache", implementation, kv_cache.device, why_not)
+    by_kernel = loaded_kernels.is_chosen(WRITE_PACKED_KV_CACHE, implementation, kv_cache.device, why_not)
     data_checks.check(values.slot_mapping, spec.cache.num_slots, slot_mapping)
     if spec.num_tokens == 0:
         return
@@ -164,12 +162,10 @@ def _write_keys(
     rows = {"k": k, **_given(cos, sin)}
 
     def why_not() -> list[str]:
-        return loaded_kernels.reasons(WRITE_INDEXER_CACHE, k_cache.device) or [
-            *packed_config.indexer_write_reasons(spec),
-            *loaded_kernels.layout_reasons({"k_cache": k_cache, "slot_mapping": slot_mapping, **rows}, wide=rows),
-        ]
+        read = {"k_cache": k_cache, "slot_mapping": slot_mapping, **rows}
+        return packed_config.indexer_write_reasons(spec) + loaded_kernels.layout_reasons(read, wide=rows)
 
-    by_kernel = loaded_kernels.is_chosen("write_indexer_cache", implementation, k_cache.device, why_not)
+    by_kernel = loaded_kernels.is_chosen(WRITE_INDEXER_CACHE, implementation, k_cache.device, why_not)
     data_checks.check(values.slot_mapping, spec.cache.as_plain().num_slots, slot_mapping)
     if spec.num_tokens == 0:
         return
@@ -233,13 +229,11 @@ def _quantize(
     angles = _given(cos, sin)
 
     def why_not() -> list[str]:
-        return loaded_kernels.reasons(INDEXER_QUANTIZE, q.device) or [
-            *packed_config.indexer_quantize_reasons(spec),
-            *loaded_kernels.layout_reasons({"q": q, **angles}, wide=angles),
-            *([] if weights.is_contiguous() else [loaded_kernels.unreadable("weights", weights)]),
-        ]
+        gaps = [] if weights.is_contiguous() else [loaded_kernels.unreadable("weights", weights)]
+        reasons = packed_config.indexer_quantize_reasons(spec)
+        return reasons + loaded_kernels.layout_reasons({"q": q, **angles}, wide=angles) + gaps
 
-    by_kernel = loaded_kernels.is_chosen("indexer_quantize", implementation, q.device, why_not)
+    by_kernel = loaded_kernels.is_chosen(INDEXER_QUANTIZE, implementation, q.device, why_not)
     if not by_kernel or 0 in weights.shape:
         with torch.no_grad():
             return sparse_reference.indexer_quantize(spec, q, weights, cos, sin)

@@ -97,10 +97,9 @@ def _select(
     spec = tensors.describe_call(topk_spec, **given, k=k, order=order, page_size=page_size)
 
     def why_not() -> list[str]:
-        found = loaded_kernels.reasons(SELECT_TOPK, logits.device) or topk_reasons(spec)
-        return [*found, *loaded_kernels.layout_reasons(given)]
+        return topk_reasons(spec) + loaded_kernels.layout_reasons(given)
 
-    by_kernel = loaded_kernels.is_chosen("select_topk", implementation, logits.device, why_not)
+    by_kernel = loaded_kernels.is_chosen(SELECT_TOPK, implementation, logits.device, why_not)
     if row_starts is None:
         data_checks.check(values.topk_lens, spec.num_columns, seq_lens)
     else:

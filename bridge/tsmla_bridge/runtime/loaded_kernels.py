@@ -56,17 +56,24 @@ def reasons(kernel: Kernel, device: torch.device) -> list[str]:
     return []
 
 
-def is_chosen(op: str, implementation: str | None, device: torch.device, why_not: Callable[[], list[str]]) -> bool:
-    """Whether kernels of all architectures run a call of `op` on `device`; torch operations run it otherwise.
+def is_chosen(
+    kernel: Kernel,
+    implementation: str | None,
+    device: torch.device,
+    why_not: Callable[[], list[str]],
+    op: str | None = None,
+) -> bool:
+    """Whether `kernel` runs a call of `op`, the operation of its name by default, on `device`; torch operations run it
+    otherwise.
 
-    `why_not` gives the reasons that the kernels can't run the call. If they were named the reasons are raised
-    as NotImplementedError."""
+    `why_not` gives the reasons against this call, beside those against the device. If the kernel was named all of them
+    are raised as NotImplementedError."""
     check_implementation(implementation)
     if implementation == "reference" or (implementation is None and devices.kind(device) != "cuda"):
         return False
-    if found := why_not():
+    if found := reasons(kernel, device) + why_not():
         if implementation == "cute":
-            raise contract.not_runnable(op, "cute", found)
+            raise contract.not_runnable(op or kernel.name, "cute", found)
         return False
     return implementation == "cute" or devices.arch(devices.index_of(device)) in PROVEN
 
