@@ -21,7 +21,7 @@ from tsmla_kernels.contract.rules import (
     cache_shape,
     check_at_least_one,
     check_dtype,
-    check_ints_of_length,
+    check_ints,
     check_rank,
     check_scales,
     check_static_last,
@@ -131,14 +131,14 @@ def decode_spec(
     if latent_dim > head_dim:
         raise ValueError(f"latent_dim: got {latent_dim}; it must be at most kv_cache's last axis D = {head_dim}")
     batch, max_pages = table_shape(block_tables)
-    check_ints_of_length("seq_lens", seq_lens, "B", batch, "B from block_tables")
+    check_ints("seq_lens", seq_lens, "B", (batch, "B from block_tables"))
 
     ragged = cu_seqlens_q is not None
     check_dtype("q", q, VALUES)
     if cu_seqlens_q is not None:
         check_rank("q", q, "T H D", " (ragged, because cu_seqlens_q is given)")
         total_q_len, num_heads, q_dim = q.shape
-        check_ints_of_length("cu_seqlens_q", cu_seqlens_q, "B + 1", batch + 1, "B from block_tables")
+        check_ints("cu_seqlens_q", cu_seqlens_q, "B + 1", (batch + 1, "B + 1, B from block_tables"))
         if max_q_len is None:
             raise ValueError("max_q_len: got None; ragged queries (cu_seqlens_q is given) need it as a static int")
         max_q_len = static_int("max_q_len", max_q_len, minimum=1)
@@ -235,11 +235,10 @@ def prefill_spec(
     for name, array in (("k", k), ("v", v)):
         if array.dtype != q.dtype:
             raise ValueError(f"{name}: got dtype {array.dtype}; q, k and v must have one dtype, and q has {q.dtype}")
-    check_rank("cu_seqlens_q", cu_seqlens_q, "B + 1")
+    check_ints("cu_seqlens_q", cu_seqlens_q, "B + 1")
     check_at_least_one("cu_seqlens_q", cu_seqlens_q.shape, 0, "B + 1")
-    check_dtype("cu_seqlens_q", cu_seqlens_q, ("int32",))
     batch = cu_seqlens_q.shape[0] - 1
-    check_ints_of_length("cu_seqlens_kv", cu_seqlens_kv, "B + 1", batch + 1, "B from cu_seqlens_q")
+    check_ints("cu_seqlens_kv", cu_seqlens_kv, "B + 1", (batch + 1, "B + 1, B from cu_seqlens_q"))
     check_scales(softmax_scale=softmax_scale, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
     return PrefillSpec(
         batch=batch,

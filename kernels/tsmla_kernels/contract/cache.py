@@ -21,7 +21,7 @@ from tsmla_kernels.contract.rules import (
     cache_shape,
     check_at_least_one,
     check_dtype,
-    check_ints_of_length,
+    check_ints,
     check_rank,
     check_scale,
     check_static_last,
@@ -116,7 +116,7 @@ def cache_write_spec(
             )
         if k_rope.dtype != latent.dtype:
             raise ValueError(f"k_rope: got dtype {k_rope.dtype}; it must be latent's, {latent.dtype}")
-    check_ints_of_length("slot_mapping", slot_mapping, "T", num_tokens, "T from latent", slot_dtypes)
+    check_ints("slot_mapping", slot_mapping, "T", (num_tokens, "T from latent"), dtypes=slot_dtypes)
     check_scale("kv_scale", kv_scale)
     return CacheWriteSpec(
         num_tokens=num_tokens,
@@ -146,7 +146,7 @@ def cache_gather_spec(
     num_pages, page_size, head_dim = cache_shape(kv_cache)
     batch, max_pages = table_shape(block_tables)
     for name, array in (("starts", starts), ("lens", lens)):
-        check_ints_of_length(name, array, "B", batch, "B from block_tables")
+        check_ints(name, array, "B", (batch, "B from block_tables"))
     total_len = static_dim("total_len", total_len)
     check_scale("kv_scale", kv_scale)
     if out_dtype is not None and out_dtype not in FLOATS:

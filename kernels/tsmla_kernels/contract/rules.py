@@ -179,16 +179,6 @@ def check_ints(name: str, array: Array, axes: str, *sizes: tuple[Dim, str], dtyp
     check_array(name, array, axes, dtypes, *sizes)
 
 
-def check_ints_of_length(
-    name: str, array: Array, axis: str, length: Dim, source: str, dtypes: Sequence[str] = INDICES
-) -> None:
-    """ValueError unless int32 (or one of `dtypes`) [axis] of this length; `source` says which argument decides it."""
-    check_rank(name, array, axis)
-    if array.shape != (length,):
-        raise ValueError(f"{name}: got shape {show(array.shape)}; legal: [{axis}] = {show((length,))} ({source})")
-    check_dtype(name, array, dtypes)
-
-
 def check_size(name: str, array: Array, axis: int, size: Dim, meaning: str) -> None:
     """ValueError unless `axis` of the array has this size; `meaning` says whose size that is."""
     if array.shape[axis] != size:

@@ -202,7 +202,7 @@ def indexer_logits_spec(
         check_ints("block_tables", block_tables, "B M")
         requests = block_tables.shape[0]
         check_ints("seq_lens", seq_lens, "B", (requests, "B from block_tables"))
-        check_ints("cu_seqlens_q", cu_seqlens_q, "B+1", (requests + 1, "B + 1, B from block_tables"))
+        check_ints("cu_seqlens_q", cu_seqlens_q, "B + 1", (requests + 1, "B + 1, B from block_tables"))
     cache = indexer_cache_spec(k_cache)
     if cache.head_dim != head_dim:
         raise ValueError(f"k_cache: got keys of width {cache.head_dim}; q's Di is {head_dim}")
@@ -384,7 +384,7 @@ def compress_spec(
     check_ints("seq_lens", seq_lens, "B")
     num_requests = seq_lens.shape[0]
     check_ints("state_slots", state_slots, "B", (num_requests, "B, seq_lens's requests"))
-    check_ints("cu_seqlens_q", cu_seqlens_q, "B+1", (num_requests + 1, "B + 1, B from seq_lens"))
+    check_ints("cu_seqlens_q", cu_seqlens_q, "B + 1", (num_requests + 1, "B + 1, B from seq_lens"))
     return CompressSpec(
         num_tokens=num_tokens,
         num_requests=num_requests,
