@@ -14,12 +14,12 @@ from tsmla_jax.nn.checkpoint import Checkpoint, CheckpointError
 from tsmla_jax.nn.mla import functional
 from tsmla_jax.nn.mla.config import MLAConfig
 from tsmla_jax.nn.mla.weights import WEIGHTS, param_shapes
-from tsmla_jax.nn.rope import YarnConfig
 from tsmla_jax.nn.segments import Segments, segment_attention, segment_attention_kv
 from tsmla_jax.nn.step import Step
 from tsmla_jax.nn.v4 import V4Config
 from tsmla_jax.nn.v32 import V32Config
 from tsmla_jax.nn.weights import Params
+from tsmla_jax.nn.yarn import YarnConfig
 
 if TYPE_CHECKING:
     from tsmla_jax.nn.mla.layer import MLAttention

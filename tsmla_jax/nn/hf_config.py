@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tsmla_jax.nn.rope import YarnConfig
+from tsmla_jax.nn.yarn import YarnConfig
 
 _ABSENT: Any = object()
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from tsmla_jax.nn import MLAConfig, YarnConfig
-from tsmla_jax.nn.rope import apply_rope, inverse_frequencies, rope_cos_sin, yarn_mscale
+from tsmla_jax.nn.rope import apply_rope, inverse_frequencies, rope_cos_sin
+from tsmla_jax.nn.yarn import yarn_mscale
 
 # The attention's part of the models' published config.json.
 V3: dict[str, Any] = {

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tsmla_jax.nn.hf_config import hf_field, read_hf_config, rope_fields
-from tsmla_jax.nn.rope import YarnConfig, yarn_mscale
+from tsmla_jax.nn.yarn import YarnConfig, yarn_mscale
 
 RopeLayout = Literal["interleaved", "halves"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from tsmla_jax.nn.hf_config import hf_field, read_hf_config, rope_fields
-from tsmla_jax.nn.rope import YarnConfig
+from tsmla_jax.nn.yarn import YarnConfig
 
 Kind = Literal["sliding", "csa", "hca"]
 _KINDS: dict[str, Kind] = {

@@ -1,0 +1,52 @@
+"""Yarn context extension: its fields, and the magnitudes that follow from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """The yarn magnitude correction ms(f, m) = 0.1 m ln f + 1 for f > 1, else 1 (Peng et al., arXiv:2309.00071)."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class YarnConfig:
+    """Yarn context extension (arXiv:2309.00071), with DeepSeek's names and defaults.
+
+    Attributes:
+        factor: how much longer the context is than the original one, >= 1.
+        original_max_position_embeddings: context length of the pretraining, in tokens.
+        beta_fast: rotations over the original context above which a frequency is kept as it is.
+        beta_slow: rotations below which it is interpolated by `factor`; a linear ramp in between.
+        mscale: cos and sin are multiplied by ms(factor, mscale) / ms(factor, mscale_all_dim).
+        mscale_all_dim: the softmax scale is multiplied by ms(factor, mscale_all_dim)^2 when this is not zero.
+        attention_factor: if given, the multiplier of cos and sin in place of the ratio above.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.factor >= 1.0:
+            raise ValueError(f"YarnConfig: {self.factor=} must be >= 1")
+        if self.original_max_position_embeddings <= 0:
+            raise ValueError(f"YarnConfig: {self.original_max_position_embeddings=} must be > 0")
+        if not (self.beta_fast > 0 and self.beta_slow > 0):
+            raise ValueError(f"YarnConfig: {self.beta_fast=} and {self.beta_slow=} must be > 0")
+
+    @property
+    def magnitude(self) -> float:
+        """The multiplier of cos and sin."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return yarn_mscale(self.factor, self.mscale) / yarn_mscale(self.factor, self.mscale_all_dim)
