@@ -15,7 +15,6 @@ import torch
 import vllm
 import vllm.envs as envs
 from vllm.model_executor.layers.attention.mla_attention import (
-    MLACommonBackend,
     MLACommonDecodeMetadata,
     MLACommonImpl,
     MLACommonMetadata,
@@ -26,15 +25,20 @@ from vllm.v1.attention.backend import AttentionCGSupport
 
 from tsmla_bridge.engines import versions
 from tsmla_bridge.engines.context_parallel import Deal, visible_keys
+from tsmla_bridge.engines.vllm.common import (
+    DIMENSIONS,
+    FP8_CACHES,
+    PAGE_SIZES,
+    SHORT_EXTEND,
+    HopperBackend,
+    HopperImpl,
+    kv_dtype,
+)
 from tsmla_bridge.ops import mla_decode as op
 from tsmla_bridge.runtime import devices, tensors
 from tsmla_kernels.contract import DecodeSpec
 from tsmla_kernels.sm90.decode import config as sm90_decode
 
-PAGE_SIZES = (64, 128, 32, 16)  # the first is the best
-DIMENSIONS = {576: (512, 64), 512: (512, 0), 320: (256, 64)}  # head size: latent and rope width
-FP8_CACHES = ("fp8", "fp8_e4m3")
-SHORT_EXTEND = 16  # requests with up to this many new tokens take the decode path
 HEADS_FIRST = versions.numbers(vllm.__version__, 2) < (0, 28)
 """Whether the latent part of a query has its heads in front in memory: it is a product over heads."""
 
@@ -46,39 +50,23 @@ def takes_fp8_queries(kv_cache_dtype: str | None) -> bool:
     return kv_cache_dtype in FP8_CACHES and os.environ.get("TSMLA_VLLM_FP8_QUERIES", "1") != "0"
 
 
-def refuse(backend: str, **features: Any) -> None:
-    """NotImplementedError that names the features that are given: this backend has none of them."""
-    if given := [name for name, value in features.items() if value]:
-        raise NotImplementedError(f"{', '.join(given)}: tsmla's {backend} backend has none")
-
-
 def describe(
     head_size: int, page_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, **changed: Any
 ) -> DecodeSpec:
     """The spec of a decode call with vLLM's names for its properties; `changed` are fields of the spec."""
     latent_dim, rope_dim = DIMENSIONS[head_size]
-    model_dtype = tensors.dtype_name(dtype)
-    kv_dtype = "float8_e4m3fn" if kv_cache_dtype in FP8_CACHES else model_dtype
-    if kv_cache_dtype in ("float16", "bfloat16"):
-        kv_dtype = kv_cache_dtype
+    cache = kv_dtype(kv_cache_dtype, dtype)
     fields: dict[str, Any] = {
         "batch": 1, "total_q_len": 1, "max_q_len": 1, "num_heads": 1, "latent_dim": latent_dim, "rope_dim": rope_dim,
-        "num_pages": 1, "page_size": page_size, "max_pages": 1, "kv_dtype": kv_dtype,
-        "q_dtype": kv_dtype if takes_fp8_queries(kv_cache_dtype) else model_dtype,
+        "num_pages": 1, "page_size": page_size, "max_pages": 1, "kv_dtype": cache,
+        "q_dtype": cache if takes_fp8_queries(kv_cache_dtype) else tensors.dtype_name(dtype),
         "ragged": False, "causal": True, "batch_invariant": False,
     }  # fmt: skip
     return DecodeSpec(**(fields | changed))
 
 
-class TsmlaMLABackend(MLACommonBackend):
-    """What vLLM asks of a backend before it makes a layer."""
-
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", "float16", *FP8_CACHES]
-
-    @staticmethod
-    def get_name() -> str:
-        return "CUSTOM"
+class TsmlaMLABackend(HopperBackend):
+    """The dense backend."""
 
     @staticmethod
     def get_builder_cls() -> type[TsmlaMLAMetadataBuilder]:
@@ -88,25 +76,9 @@ class TsmlaMLABackend(MLACommonBackend):
     def get_impl_cls() -> type[TsmlaMLAImpl]:
         return TsmlaMLAImpl
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
-        return list(PAGE_SIZES)
-
-    @classmethod
-    def get_preferred_block_size(cls, default_block_size: int) -> int:
-        return PAGE_SIZES[0]
-
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         return list(DIMENSIONS)
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return capability.major == 9
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
 
     @classmethod
     def supports_non_causal(cls) -> bool:
@@ -262,33 +234,14 @@ class TsmlaMLAMetadataBuilder(MLACommonMetadataBuilder[TsmlaMLAMetadata]):
         )
 
 
-class TsmlaMLAImpl(MLACommonImpl[TsmlaMLAMetadata]):
+class TsmlaMLAImpl(HopperImpl, MLACommonImpl[TsmlaMLAMetadata]):
     """The decode attention of one layer."""
 
-    can_return_lse_for_decode: bool = True
-    supports_dcp: bool = True
-    supports_mtp_with_cp_non_trivial_interleave_size: bool = True
+    kind = "decode"
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        *others: Any,
-        **mla: Any,
-    ) -> None:
-        super().__init__(
-            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
-            *others, **mla,
-        )  # fmt: skip
-        refuse("decode", alibi_slopes=alibi_slopes, sliding_window=sliding_window, logits_soft_cap=logits_soft_cap)
-        self.supports_quant_query_input = takes_fp8_queries(kv_cache_dtype)
-        self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+    def __init__(self, *arguments: Any, **mla: Any) -> None:
+        super().__init__(*arguments, **mla)
+        self.supports_quant_query_input = takes_fp8_queries(self.kv_cache_dtype)
 
     def forward_mqa(
         self,

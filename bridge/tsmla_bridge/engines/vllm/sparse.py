@@ -16,12 +16,11 @@ import vllm
 import vllm.envs as envs
 import vllm.model_executor.layers.attention.sparse_mla_attention as vllm_sparse
 from vllm.config import get_current_vllm_config_or_none
-from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata
 from vllm.v1.attention.backends.mla import sparse_utils
 
 from tsmla_bridge.engines import versions
-from tsmla_bridge.engines.vllm.decode import DIMENSIONS, FP8_CACHES, PAGE_SIZES, SHORT_EXTEND, refuse
+from tsmla_bridge.engines.vllm.common import DIMENSIONS, SHORT_EXTEND, HopperBackend, HopperImpl, kv_dtype
 from tsmla_bridge.ops import sparse_mla as op
 from tsmla_bridge.runtime import devices
 from tsmla_bridge.runtime.tensors import dtype_name
@@ -50,9 +49,7 @@ def describe(
     if kv_cache_dtype == PACKED_CACHE:
         cache = Array((1, 1, V32_PACKED.row_bytes), "uint8")
     else:
-        plain = "float8_e4m3fn" if kv_cache_dtype in FP8_CACHES else dtype_name(dtype)
-        given = kv_cache_dtype if kv_cache_dtype in ("float16", "bfloat16") else plain
-        cache = Array((1, 1, head_size), given)
+        cache = Array((1, 1, head_size), kv_dtype(kv_cache_dtype, dtype))
     return sparse_mla_spec(
         q=Array((num_tokens, num_heads, head_size), dtype_name(dtype)),
         kv_cache=cache,
@@ -62,15 +59,10 @@ def describe(
     )
 
 
-class TsmlaMLASparseBackend(MLACommonBackend):
-    """What vLLM asks of a backend before it makes a layer."""
+class TsmlaMLASparseBackend(HopperBackend):
+    """The sparse backend."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", "float16", *FP8_CACHES, PACKED_CACHE]
-
-    @staticmethod
-    def get_name() -> str:
-        return "CUSTOM"
+    supported_kv_cache_dtypes: ClassVar[list[str]] = [*HopperBackend.supported_kv_cache_dtypes, PACKED_CACHE]
 
     @staticmethod
     def get_builder_cls() -> type[TsmlaMLASparseMetadataBuilder]:
@@ -79,14 +71,6 @@ class TsmlaMLASparseBackend(MLACommonBackend):
     @staticmethod
     def get_impl_cls() -> type[TsmlaMLASparseImpl]:
         return TsmlaMLASparseImpl
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
-        return list(PAGE_SIZES)
-
-    @classmethod
-    def get_preferred_block_size(cls, default_block_size: int) -> int:
-        return PAGE_SIZES[0]
 
     @staticmethod
     def get_kv_cache_shape(
@@ -106,14 +90,6 @@ class TsmlaMLASparseBackend(MLACommonBackend):
 
     @classmethod
     def is_sparse(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return capability.major == 9
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
         return True
 
     @classmethod
@@ -206,35 +182,16 @@ class TsmlaMLASparseMetadataBuilder(vllm_sparse.SparseMLACommonMetadataBuilder[T
             op.warm(spec, index, lengths=True)
 
 
-class TsmlaMLASparseImpl(vllm_sparse.SparseMLACommonImpl[TsmlaMLASparseMetadata]):
+class TsmlaMLASparseImpl(HopperImpl, vllm_sparse.SparseMLACommonImpl[TsmlaMLASparseMetadata]):
     """The sparse attention of one layer. Short prompts, which see all their keys, take vLLM's dense prefill."""
 
-    can_return_lse_for_decode: bool = True
-    supports_dcp: bool = True
-    supports_mtp_with_cp_non_trivial_interleave_size: bool = True
+    kind = "sparse"
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        *others: Any,
-        **mla: Any,
-    ) -> None:
-        super().__init__(
-            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
-            *others, **mla,
-        )  # fmt: skip
-        refuse("sparse", alibi_slopes=alibi_slopes, sliding_window=sliding_window, logits_soft_cap=logits_soft_cap)
+    def __init__(self, *arguments: Any, **mla: Any) -> None:
+        super().__init__(*arguments, **mla)
         if self.topk_indices_buffer is None:
             raise ValueError("topk_indices_buffer: got None, and no indexer; sparse attention needs one of them")
         self.supports_quant_query_input = False  # the kernel takes queries of 16 bits over every cache
-        self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
 
     def forward_mqa(
         self,

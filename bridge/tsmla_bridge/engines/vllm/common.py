@@ -1,0 +1,82 @@
+"""What the dense and the sparse backend for vLLM have in common: the calls that they take, and what they tell vLLM."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import vllm.envs as envs
+from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
+
+from tsmla_bridge.runtime.tensors import dtype_name
+
+PAGE_SIZES = (64, 128, 32, 16)  # the first is the best
+DIMENSIONS = {576: (512, 64), 512: (512, 0), 320: (256, 64)}  # head size: latent and rope width
+FP8_CACHES = ("fp8", "fp8_e4m3")
+SHORT_EXTEND = 16  # requests with up to this many new tokens take the decode path
+
+
+def kv_dtype(kv_cache_dtype: str | None, model_dtype: torch.dtype) -> str:
+    """The dtype of a plain cache with vLLM's name for it: the model's for "auto"."""
+    if kv_cache_dtype in FP8_CACHES:
+        return "float8_e4m3fn"
+    return kv_cache_dtype if kv_cache_dtype in ("float16", "bfloat16") else dtype_name(model_dtype)
+
+
+class HopperBackend(MLACommonBackend):
+    """What vLLM asks of a backend before it makes a layer."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", "float16", *FP8_CACHES]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
+        return list(PAGE_SIZES)
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return PAGE_SIZES[0]
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return capability.major == 9
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+
+class HopperImpl:
+    """The constructor of a layer's attention, before vLLM's own class among the bases. Raises NotImplementedError for
+    features that no kernel has."""
+
+    kind: ClassVar[str]  # of the backend, as its errors name it
+    can_return_lse_for_decode: bool = True
+    supports_dcp: bool = True
+    supports_mtp_with_cp_non_trivial_interleave_size: bool = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        *others: Any,
+        **mla: Any,
+    ) -> None:
+        super().__init__(
+            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
+            *others, **mla,
+        )  # type: ignore[call-arg]  # fmt: skip
+        features = {"alibi_slopes": alibi_slopes, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap}
+        if given := [name for name, value in features.items() if value]:
+            raise NotImplementedError(f"{', '.join(given)}: tsmla's {self.kind} backend has none")
+        self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
