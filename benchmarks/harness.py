@@ -5,12 +5,14 @@ from __future__ import annotations
 import datetime
 import importlib
 import json
+import math
 import multiprocessing
 import platform
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -219,6 +221,15 @@ def least_seconds(function: Callable[[], Any], turns: int) -> float:
         function()
         taken.append(time.perf_counter() - begin)
     return min(taken)
+
+
+def print_ratios(ratios: Mapping[str, Sequence[float]]) -> None:
+    """A line for each list of ratios of times: its geometric mean and its worst. Left out are empty lists, and those
+    with a NaN for a peer that did not run."""
+    for name, found in ratios.items():
+        if found and not math.isnan(sum(found)):
+            mean = statistics.geometric_mean(found)
+            print(f"{name}: geometric mean of {len(found)} points {mean:.3f}, worst {max(found):.3f}")
 
 
 def head() -> str:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from absl import app
 from compiling import compile_all
 from figures import BYTES_PER_S, FLOPS_PER_S
-from harness import ARCH, POINTS, Record, launch, load_peers, time_all, within_budget
+from harness import ARCH, POINTS, Record, launch, load_peers, print_ratios, time_all, within_budget
 
 HEADS, DIM, PAGE = 64, 128, 64
 ROW = DIM + 4  # bytes of a key
@@ -187,10 +187,7 @@ def main(argv: list[str]) -> int:
         ratios[point.mode].append(ratio)
         print(f"{tuple(point)} floor {point.floor_us:.1f} {said} x{ratio:.2f} error {error:.2f}", flush=True)
         del operands, functions
-    for mode, found in ratios.items():
-        if peers and found:
-            mean = math.exp(sum(map(math.log, found)) / len(found))
-            print(f"{mode}: geometric mean of {len(found)} points {mean:.3f}, worst {max(found):.3f}")
+    print_ratios(ratios)
     return 0
 
 

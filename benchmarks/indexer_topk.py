@@ -28,7 +28,7 @@ import indexer_logits
 import select_topk
 from absl import app, flags
 from compiling import compile_all
-from harness import ARCH, POINTS, Record, launch, load_peers, time_all, within_budget
+from harness import ARCH, POINTS, Record, launch, load_peers, print_ratios, time_all, within_budget
 from indexer_logits import HEADS, PAGE, Operands, Point
 
 WORKSPACES = flags.DEFINE_string("workspaces", "", "MiB of further workspaces to time, separated by commas")
@@ -171,10 +171,7 @@ def main(argv: list[str]) -> int:
         over = " ".join(f"/{name} {found[-1]:.2f}" for name, found in ratios.items())
         print(f"{tuple(point)} floor {point.floor_us:.1f} {said}  {over}", flush=True)
         del operands, functions
-    for name, found in ratios.items():
-        if found and not math.isnan(sum(found)):
-            mean = math.exp(sum(map(math.log, found)) / len(found))
-            print(f"over {name}: geometric mean of {len(found)} points {mean:.3f}, worst {max(found):.3f}")
+    print_ratios({f"over {name}": found for name, found in ratios.items()})
     return 0
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from absl import app
 from compiling import compile_all
 from figures import BYTES_PER_S
-from harness import ARCH, POINTS, Record, launch, load_peers, time_all, within_budget
+from harness import ARCH, POINTS, Record, launch, load_peers, print_ratios, time_all, within_budget
 
 ROWS, COLUMNS, K = (1, 8, 64, 128, 4096), (8192, 32768, 131072), 2048
 MODES = {"position": "position", "value": "value", "equal": "position", "halfzero": "position"}
@@ -128,8 +128,7 @@ def main(argv: list[str]) -> int:
         ratios.append(times["tsmla position"] / best)
         print(f"{rows:5d} {columns:6d} floor {floor:6.1f} {said}  x{ratios[-1]:.2f}", flush=True)
         del functions, named
-    if peers and ratios:
-        print(f"geometric mean of {len(ratios)} points: {math.exp(sum(map(math.log, ratios)) / len(ratios)):.3f}")
+    print_ratios({"over the best peer": ratios})
     return 0
 
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from absl import app, flags
 from compiling import compile_all
 from figures import BYTES_PER_S, FLOPS_PER_S
-from harness import ARCH, POINTS, Record, allocate, in_processes, launch, load_peers, started, time_all
+from harness import ARCH, POINTS, Record, allocate, in_processes, launch, load_peers, print_ratios, started, time_all
 
 SKIP = flags.DEFINE_string("skip", "", "points of peers to leave out, separated by /")
 
@@ -353,10 +353,7 @@ def main(argv: list[str]) -> int:
             ratios["fa3"].append(times["tsmla"] / times["fa3"])
             said += f"  fa3 x{ratios['fa3'][-1]:.2f}"
         print(f"{point.mode:8s}{point.b:4d} {point.s} {point.h:3d} floor {point.floor_us:6.1f} {said}", flush=True)
-    for name, found in ratios.items():
-        if found:
-            mean = math.exp(sum(map(math.log, found)) / len(found))
-            print(f"{name}: geometric mean of {len(found)} points {mean:.3f}, worst {max(found):.3f}")
+    print_ratios(ratios)
     return 0
 
 

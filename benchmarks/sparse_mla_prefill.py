@@ -25,14 +25,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from absl import app, flags
 from compiling import compile_all
 from figures import BYTES_PER_S, FLOPS_PER_S
-from harness import OURS, POINTS, Record, allocate, in_processes, launch, load_peers, started, time_all
+from harness import OURS, POINTS, Record, allocate, in_processes, launch, load_peers, print_ratios, started, time_all
 from sparse_mla import (
     LATENT,
     PAGE,
@@ -298,10 +297,7 @@ def main(argv: list[str]) -> int:
                 found.append(times[name] / times["flashmla"])
                 said += f"  {name} x{found[-1]:.2f}"
         print(f"{point.mode:9s}{point.t:5d} {point.h:3d} floor {point.floor_us(OURS):6.1f} {said}", flush=True)
-    for name, found in ratios.items():
-        if found:
-            mean = math.exp(sum(map(math.log, found)) / len(found))
-            print(f"{name} over flashmla: geometric mean of {len(found)} points {mean:.3f}, worst {max(found):.3f}")
+    print_ratios({f"{name} over flashmla": found for name, found in ratios.items()})
     return 0
 
 
