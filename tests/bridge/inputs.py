@@ -19,6 +19,11 @@ def tensor(array: Any) -> torch.Tensor:
     return torch.from_dlpack(jax.device_put(array, jax.devices("cpu")[0])).clone()
 
 
+def tensors_of(arrays: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """`tensor` of each."""
+    return {name: tensor(value) for name, value in arrays.items()}
+
+
 @dataclass(frozen=True)
 class Inputs:
     """A call of mla_decode on torch tensors and what it must give, by the numpy oracle in float64."""

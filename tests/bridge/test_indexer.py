@@ -13,7 +13,7 @@ import torch
 
 import tsmla_bridge
 import tsmla_jax
-from tests.bridge.inputs import tensor
+from tests.bridge.inputs import tensors_of
 from tsmla_bridge.ops import indexer_logits as module
 from tsmla_jax import sparse
 
@@ -44,25 +44,21 @@ def problem(packed: bool, ragged: bool) -> dict[str, Any]:
     return given
 
 
-def as_tensors(given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: tensor(value) for name, value in given.items()}
-
-
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("ragged", [True, False])
 def test_as_jax_defines_it(packed: bool, ragged: bool) -> None:
     given = problem(packed, ragged)
     want = IN_JAX(**given)
-    got = tsmla_bridge.indexer_logits(**as_tensors(given))
+    got = tsmla_bridge.indexer_logits(**tensors_of(given))
     assert np.array_equal(np.isneginf(want), np.isneginf(got.numpy()))
     np.testing.assert_allclose(got.numpy(), want, rtol=2e-5, atol=1e-5)
     out = torch.empty_like(got)
-    assert tsmla_bridge.indexer_logits(**as_tensors(given), out=out) is out
+    assert tsmla_bridge.indexer_logits(**tensors_of(given), out=out) is out
     assert torch.equal(out, got)
 
 
 def test_as_an_operator() -> None:
-    given = as_tensors(problem(packed=False, ragged=True))  # opcheck can't compare float8
+    given = tensors_of(problem(packed=False, ragged=True))  # opcheck can't compare float8
     arguments = (*(given[name] for name in NAMES), None)
     torch.library.opcheck(module.logits_operator, arguments)
     torch.library.opcheck(module.logits_into_operator, (*arguments, torch.empty(sum(Q_LENS) + 1, M * Z)))
@@ -71,7 +67,7 @@ def test_as_an_operator() -> None:
 
 
 def test_weights_have_a_derivative() -> None:
-    given = as_tensors(problem(packed=False, ragged=False))
+    given = tensors_of(problem(packed=False, ragged=False))
     given["weights"].requires_grad_()
     logits = tsmla_bridge.indexer_logits(**given)
     logits[torch.isfinite(logits)].sum().backward()
@@ -95,12 +91,12 @@ def test_both_front_ends_say_the_same(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError) as theirs:
         tsmla_jax.indexer_logits(**given)
     with pytest.raises(ValueError) as ours:
-        tsmla_bridge.indexer_logits(**as_tensors({k: v for k, v in given.items() if v is not None}))
+        tsmla_bridge.indexer_logits(**tensors_of({k: v for k, v in given.items() if v is not None}))
     assert str(ours.value) == str(theirs.value)
 
 
 def test_what_the_kernel_does_not_take_is_named() -> None:
-    given = as_tensors(problem(packed=False, ragged=False))
+    given = tensors_of(problem(packed=False, ragged=False))
     with pytest.raises(NotImplementedError, match="the tensors are on cpu"):
         tsmla_bridge.indexer_logits(**given, implementation="cute")
     with pytest.raises(ValueError, match=r"out: got float32\[7, 3\]; legal: float32\[7, 12\]"):

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 import tsmla_bridge
 import tsmla_jax
-from tests.bridge.inputs import tensor
+from tests.bridge.inputs import tensor, tensors_of
 from tests.emulator.launcher import Gpu
 from tsmla_bridge.ops import indexer_topk as module
 from tsmla_kernels.sm90.indexer import chunks
@@ -43,10 +43,6 @@ def problem(ragged: bool, dtype: Any = jnp.float32) -> dict[str, Any]:
     return given | ({"cu_seqlens_q": np.asarray(OFFSETS, np.int32)} if ragged else {})
 
 
-def as_tensors(given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: tensor(value) for name, value in given.items()}
-
-
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of eight rows."""
@@ -60,7 +56,7 @@ def test_as_jax_defines_it(ragged: bool) -> None:
     given = problem(ragged)
     for options in ({"return_slots": True}, {"return_scores": True}, {"return_slots": True, "return_scores": True}):
         want = jax.jit(functools.partial(tsmla_jax.indexer_topk, k=K, implementation="xla", **options))(**given)
-        got = tsmla_bridge.indexer_topk(**as_tensors(given), k=K, **options)
+        got = tsmla_bridge.indexer_topk(**tensors_of(given), k=K, **options)
         for one, other in zip(got, want, strict=True):
             np.testing.assert_array_equal(one, other)
 
@@ -70,7 +66,7 @@ def test_as_jax_defines_it(ragged: bool) -> None:
 @pytest.mark.parametrize("return_slots", [False, True])
 @pytest.mark.parametrize("ragged", [False, True])
 def test_chunks_go_to_the_catalogs_kernels(gpu: Gpu, ragged: bool, return_slots: bool, return_scores: bool) -> None:
-    given = as_tensors(problem(ragged, jnp.float8_e4m3fn))
+    given = tensors_of(problem(ragged, jnp.float8_e4m3fn))
     options: dict[str, Any] = {"k": K, "return_slots": return_slots, "return_scores": return_scores}
     want = tsmla_bridge.indexer_topk(**given, **options, implementation="reference")
     assert not gpu.launches
@@ -91,7 +87,7 @@ def test_chunks_go_to_the_catalogs_kernels(gpu: Gpu, ragged: bool, return_slots:
 
 
 def test_one_chunk_reads_the_tensors_themselves(gpu: Gpu) -> None:
-    given = as_tensors(problem(True, jnp.float8_e4m3fn))
+    given = tensors_of(problem(True, jnp.float8_e4m3fn))
     want = tsmla_bridge.indexer_topk(**given, k=K, implementation="reference")
     assert torch.equal(tsmla_bridge.indexer_topk(**given, k=K), want)
     (_, logits), _ = gpu.launches
@@ -99,7 +95,7 @@ def test_one_chunk_reads_the_tensors_themselves(gpu: Gpu) -> None:
 
 
 def test_as_an_operator() -> None:
-    given = as_tensors(problem(ragged=True))  # opcheck can't compare float8
+    given = tensors_of(problem(ragged=True))  # opcheck can't compare float8
     arguments = (*given.values(), K, True, True, None)
     memory = (torch.zeros(T, K, dtype=torch.int32), torch.zeros(T, dtype=torch.int32), torch.zeros(T, K), None)
     torch.library.opcheck(module.topk_operator, arguments)
@@ -113,7 +109,7 @@ def test_as_an_operator() -> None:
 
 
 def test_scores_have_a_derivative_in_torch_operations(gpu: Gpu) -> None:
-    given = as_tensors(problem(False, jnp.float8_e4m3fn))
+    given = tensors_of(problem(False, jnp.float8_e4m3fn))
     positions, plain = tsmla_bridge.indexer_topk(**given, k=K, return_scores=True)
     launches = len(gpu.launches)
     weights = given["weights"].clone().requires_grad_()
@@ -155,7 +151,7 @@ def test_both_front_ends_say_the_same(change: dict[str, Any]) -> None:
 
 
 def test_what_is_refused() -> None:
-    given = as_tensors(problem(ragged=False))
+    given = tensors_of(problem(ragged=False))
     with pytest.raises(NotImplementedError, match=r"^indexer_topk: implementation='cute'.*the tensors are on cpu"):
         tsmla_bridge.indexer_topk(**given, k=K, implementation="cute")
     with pytest.raises(ValueError, match=r"out: got int32\[7, 3\]; legal: int32\[23, 6\]"):
@@ -170,7 +166,7 @@ def test_what_is_refused() -> None:
 
 
 def test_a_workspace_too_small_is_refused(gpu: Gpu) -> None:
-    given = as_tensors(problem(False, jnp.float8_e4m3fn))
+    given = tensors_of(problem(False, jnp.float8_e4m3fn))
     with pytest.raises(ValueError, match="workspace: got 16 bytes; this call of indexer_topk needs 4416"):
         tsmla_bridge.indexer_topk(**given, k=K, workspace=tsmla_bridge.Workspace(16, "cpu"))
     assert not gpu.launches

@@ -19,9 +19,14 @@ def mesh() -> Mesh:
 
 
 @pytest.fixture
-def emulated_prefill(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Calls are made for Hopper, and the emulation takes the place of the kernels."""
+def for_hopper(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls are made for Hopper."""
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+
+
+@pytest.fixture
+def emulated_prefill(for_hopper: None) -> Iterator[None]:
+    """Calls are made for Hopper, and the emulation takes the place of the kernels."""
     traced = (cute._transformable, cute._differentiable, cute_kv._differentiable, backward._transformable)
     with cute_emulation.emulated(*traced, by=emulation.emulate):
         yield

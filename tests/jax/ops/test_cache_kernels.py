@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -40,6 +39,8 @@ from tsmla_kernels.cache_ops.config import ARCHS, GatherConfig, RopeWriteConfig,
 from tsmla_kernels.catalog import GATHER_KV_CACHE, ROPE_WRITE_KV_CACHE, WRITE_KV_CACHE
 from tsmla_kernels.kernel import Kernel
 from tsmla_kernels.resources import resource_report
+
+pytestmark = pytest.mark.usefixtures("for_hopper")
 
 ARCH = "sm_90a"
 BF16, F16, F32, FP8 = "bfloat16", "float16", "float32", "float8_e4m3fn"
@@ -135,11 +136,6 @@ def test_a_row_is_shared_by_whole_threads() -> None:
 
 
 # ---- lowering
-
-
-@pytest.fixture(autouse=True)
-def architecture(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUTE_DSL_ARCH", ARCH)
 
 
 def structs(op: str, tokens: Any = 7, pages: Any = 32, kv_dtype: Any = FP8) -> tuple[Struct, ...]:

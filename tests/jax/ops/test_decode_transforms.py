@@ -3,7 +3,6 @@ oracle."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ from tsmla_kernels.sm90.decode import config as sm90_decode
 
 pytestmark = [
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="emulates the kernel on CPUs"),
-    pytest.mark.usefixtures("quick_compilation"),
+    pytest.mark.usefixtures("for_hopper", "quick_compilation"),
 ]
 
 BATCH, Q_LEN, HEADS, LATENT, ROPE, PAGE, PAGES, MAX_PAGES = 8, 2, 4, 256, 64, 16, 24, 3
@@ -34,11 +33,6 @@ Results = tuple[jax.Array, jax.Array]
 def emulated() -> Iterator[None]:
     with cute_emulation.emulated(cute._transformable):
         yield
-
-
-@pytest.fixture(autouse=True)
-def architecture(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
 
 
 def attend(implementation: str, **kwargs: Any) -> Callable[..., Results]:

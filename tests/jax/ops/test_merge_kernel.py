@@ -4,7 +4,6 @@ of it, where an emulation takes its place and the reference is the oracle."""
 import functools
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,15 +28,12 @@ from tsmla_kernels.merge import config as merge_rules
 from tsmla_kernels.merge.config import MergeConfig
 from tsmla_kernels.resources import resource_report
 
+pytestmark = pytest.mark.usefixtures("for_hopper")
+
 ARCH = "sm_90a"
 BF16, F16, F32 = "bfloat16", "float16", "float32"
 Struct = jax.ShapeDtypeStruct
 ROWS, HEADS, WIDTH = 6, 4, 16
-
-
-@pytest.fixture(autouse=True)
-def architecture(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUTE_DSL_ARCH", ARCH)
 
 
 # ---- objects

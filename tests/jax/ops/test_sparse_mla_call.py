@@ -7,7 +7,6 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,7 +28,7 @@ from tsmla_kernels.sm90.decode import config as sm90_decode
 
 pytestmark = [
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="emulates the kernel on CPUs"),
-    pytest.mark.usefixtures("quick_compilation"),
+    pytest.mark.usefixtures("for_hopper", "quick_compilation"),
 ]
 
 TOKENS, HEADS, SELECTED, WINDOW, PAGE = 8, 4, 12, 4, 8
@@ -41,11 +40,6 @@ Struct = jax.ShapeDtypeStruct
 def emulated() -> Iterator[None]:
     with cute_emulation.emulated(cute._transformable, by=emulation.emulate):
         yield
-
-
-@pytest.fixture(autouse=True)
-def architecture(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
 
 
 def caches_of(layout: str) -> dict[str, jax.Array]:
