@@ -106,7 +106,9 @@ def shapes(config: ModelConfig, narrow: bool, shards: int = 1) -> dict[str, Any]
                 mlp["correction_bias"] = wide(moe.num_experts, dtype=jnp.float32)
         else:
             width = config.intermediate_size
-            mlp = {"gate_up": matrix(2 * width, hidden), "down": matrix(hidden, width)}
+            # Where a block of scales would have rows of gate and of up, `load_model` widens them.
+            make = matrix if width % BLOCK == 0 else wide
+            mlp = {"gate_up": make(2 * width, hidden), "down": make(hidden, width)}
         norms = {"attention_norm": wide(hidden), "mlp_norm": wide(hidden)}
         layers.append({"attention": attention, "mlp": mlp, **norms})
     vocabulary = wide(config.vocab_size, hidden)
