@@ -204,7 +204,9 @@ def decoder_layer(
         return jnp.where(valid[:, None], attended, 0)
 
     def mlp(x: jax.Array) -> jax.Array:
-        normed = _norm(x, layer["mlp_norm"], config)
+        # Without the barrier the compiler multiplies by the norm's weight twice: for the router, and for the experts in
+        # a kernel of its own.
+        normed = jax.lax.optimization_barrier(_norm(x, layer["mlp_norm"], config))
         params = layer["mlp"]
         if "router" not in params:
             return gated_mlp(normed, params["gate_up"], params["down"])
