@@ -69,16 +69,18 @@ def route(
     """
     logits = x.astype(jnp.float32) @ router.astype(jnp.float32).T
     scores = _score(logits, config)
-    if experts is None:
-        choice = scores
-        if config.routing == "noaux_tc":
+    if experts is None and config.routing != "noaux_tc":
+        # What selects is what weighs: no second kernel has to look the weights up.
+        limited = config.routing == "group_limited_greedy"
+        choice = _limit_to_groups(scores, config, best=1) if limited else scores
+        weights, experts = lax.top_k(choice, config.top_k)
+    else:
+        if experts is None:
             if correction_bias is None:
                 raise ValueError("correction_bias = None; legal with routing 'noaux_tc': an array [E]")
             choice = _limit_to_groups(scores + correction_bias.astype(jnp.float32), config, best=2)
-        elif config.routing == "group_limited_greedy":
-            choice = _limit_to_groups(scores, config, best=1)
-        _, experts = lax.top_k(choice, config.top_k)
-    weights = jnp.take_along_axis(scores, experts, axis=-1)
+            _, experts = lax.top_k(choice, config.top_k)
+        weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.norm_topk_prob:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
     return experts.astype(jnp.int32), weights * config.routed_scaling_factor
