@@ -103,11 +103,11 @@ def test_grouped_products_equal_plain_ones(scaled: bool, limit: float | None, sw
             np.testing.assert_allclose(out[row, index], expected, atol=tolerance)
 
 
-@pytest.mark.parametrize(("rank", "bias"), [(None, False), (24, True)])
-def test_folded_parameters_mean_the_same(rank: int | None, bias: bool) -> None:
+@pytest.mark.parametrize(("rank", "bias", "latent"), [(None, False, 32), (None, True, 40), (24, True, 32)])
+def test_folded_parameters_mean_the_same(rank: int | None, bias: bool, latent: int) -> None:
     config = MLAConfig(
-        hidden_size=40, num_attention_heads=3, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12,
-        q_lora_rank=rank, attention_bias=bias,
+        hidden_size=40, num_attention_heads=3, kv_lora_rank=latent, qk_nope_head_dim=16, qk_rope_head_dim=8,
+        v_head_dim=12, q_lora_rank=rank, attention_bias=bias,
     )  # fmt: skip
     keys = iter(jax.random.split(jax.random.key(0), 9))
     params = init_params(next(keys), config)

@@ -78,13 +78,29 @@ def unfold(params: Params, config: MLAConfig) -> dict[str, Any]:
     return unfolded
 
 
+def _joint_product(params: Params, config: MLAConfig, x: jax.Array) -> jax.Array:
+    """x times in_proj of folded parameters, [..., A + L + R]. Made in two places of a layer, and once by the
+    compiler."""
+    both = linear(x, params["in_proj"])
+    return both + params["in_proj_bias"] if config.attention_bias else both
+
+
 def _project_in(params: Params, config: MLAConfig, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """x times the first matrix of the query, [..., A], and times kv_a_proj_with_mqa [..., L + R], of folded
-    parameters. Made in two places of a layer, and once by the compiler."""
-    both = linear(x, params["in_proj"])
-    if config.attention_bias:
-        both = both + params["in_proj_bias"]
+    parameters."""
+    both = _joint_product(params, config, x)
     return both[..., : -config.cache_dim], both[..., -config.cache_dim :]
+
+
+def _project_heads(params: Params, config: MLAConfig, x: jax.Array) -> jax.Array:
+    """The heads' queries [..., H, N + R] of folded parameters without a low-rank query."""
+    if config.cache_dim % config.qk_head_dim:
+        q, _ = _project_in(params, config, x)
+        return q.reshape(*x.shape[:-1], -1, config.qk_head_dim)
+    # The latent is as wide as some heads. Where heads are cut off, the next product reads the heads in their place;
+    # where columns are, XLA copies the query first.
+    both = _joint_product(params, config, x).reshape(*x.shape[:-1], -1, config.qk_head_dim)
+    return both[..., : -(config.cache_dim // config.qk_head_dim), :]
 
 
 def project_q(
@@ -98,7 +114,7 @@ def project_q(
         low = project_low_rank_q(params, config, x)
         q = linear(low, params["q_b_proj"]) if "in_proj" in params else contract(low, params["q_b_proj"])
     else:
-        q = _project_in(params, config, x)[0] if "in_proj" in params else contract(x, params["q_proj"])
+        q = _project_heads(params, config, x) if "in_proj" in params else contract(x, params["q_proj"])
     q = q.reshape(*x.shape[:-1], -1, config.qk_head_dim)
     q_nope, q_rope = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
     return q_nope, apply_rope(config, q_rope, cos[..., None, :], sin[..., None, :])
