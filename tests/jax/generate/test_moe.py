@@ -9,6 +9,7 @@ import pytest
 
 from tsmla_jax.generate import moe
 from tsmla_jax.generate.config import MoEConfig, Routing
+from tsmla_jax.nn.block_scaled import BlockScaled
 
 WIDTH, EXPERTS = 12, 8
 
@@ -139,3 +140,23 @@ def test_experts_equal_the_plain_sum(tokens: int, spread: str, form: str, monkey
             gate, up = np.split(gate_up[expert].astype(np.float64) @ x[token], 2)
             expected[token] += weight * (down[expert] @ (gate / (1 + np.exp(-gate)) * up))
     np.testing.assert_allclose(out, expected, atol=2e-4, rtol=2e-4)
+
+
+def test_grouped_experts_equal_the_experts_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of block-scaled weights, by the kernel's interpreter; some experts are absent."""
+    rng = np.random.default_rng(0)
+    tokens, top_k, count, width = 9, 2, 4, 128
+
+    def weight(*shape: int) -> BlockScaled:
+        scales = rng.uniform(0.5, 2, (shape[0], *(size // 128 for size in shape[1:])))
+        values = jnp.asarray(rng.standard_normal(shape) / 8, jnp.float8_e4m3fn)
+        return BlockScaled(values, jnp.asarray(scales, jnp.float32))
+
+    gate_up, down = weight(count, 2 * width, width), weight(count, width, width)
+    experts = np.stack([rng.permutation(count + 1)[:top_k] for _ in range(tokens)]).astype(np.int32)
+    weights = rng.random((tokens, top_k)).astype(np.float32)
+    x = jnp.asarray(rng.standard_normal((tokens, width)), jnp.bfloat16)
+    mix = partial(moe.mix_experts, x, experts, weights, gate_up, down)
+    expected = np.asarray(mix())
+    monkeypatch.setattr(moe, "why_not_grouped", lambda *_: [])
+    np.testing.assert_allclose(mix(), expected, atol=2**-6 * np.abs(expected).max())
