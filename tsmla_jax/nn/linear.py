@@ -12,6 +12,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tsmla_jax.nn.block_scaled import BLOCK, BlockScaled
 from tsmla_jax.nn.grouped_matmul import Blocks, Tile, grouped_matmul, why_not_kernel
 
+_MOST_SUMMED = 1 << 23
+"""Elements of a matrix up to which XLA makes a row's product a sum along the matrix' rows, and widens them as it reads
+them. For a larger one it calls a matrix product, and writes the whole matrix widened first: five times the bytes."""
+
 
 def contract(x: jax.Array, weight: jax.Array | BlockScaled, axes: int = 1) -> jax.Array:
     """The product of x's last `axes` axes with the weight's first, or with the K of a block-scaled weight.
@@ -42,8 +46,8 @@ def linear(x: jax.Array, weight: jax.Array | BlockScaled) -> jax.Array:
     if not isinstance(weight, BlockScaled):
         return x @ weight.T
     rows, (columns, depth) = math.prod(x.shape[:-1]), weight.shape
-    if rows == 1 or why_not_kernel(x.dtype, columns, depth, narrow=True):
-        # For one row the compiler widens a weight where it is read.
+    summed = rows == 1 and columns * depth <= _MOST_SUMMED
+    if summed or why_not_kernel(x.dtype, columns, depth, narrow=True):
         return x @ weight.widened(x.dtype).T
     out = _linear_by_kernel(x.reshape(rows, -1), weight)
     return out.reshape(*x.shape[:-1], -1)

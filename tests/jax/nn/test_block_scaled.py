@@ -103,6 +103,18 @@ def test_grouped_products_equal_plain_ones(scaled: bool, limit: float | None, sw
             np.testing.assert_allclose(out[row, index], expected, atol=tolerance)
 
 
+@pytest.mark.parametrize(("columns", "depth", "by_kernel"), [(3712, 2048, False), (2112, 7168, True), (64, 200, False)])
+def test_a_row_times_a_large_narrow_matrix_is_made_by_the_kernel(
+    columns: int, depth: int, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XLA would write the matrix widened before its product; a smaller one it widens where it reads it."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    x = jax.ShapeDtypeStruct((1, depth), jnp.bfloat16)
+    values = jax.ShapeDtypeStruct((columns, depth), jnp.float8_e4m3fn)
+    scales = jax.ShapeDtypeStruct((-(-columns // 128), -(-depth // 128)), jnp.float32)
+    assert ("pallas_call" in str(jax.make_jaxpr(linear)(x, BlockScaled(values, scales)))) is by_kernel
+
+
 @pytest.mark.parametrize(("rank", "bias", "latent"), [(None, False, 32), (None, True, 40), (24, True, 32)])
 def test_folded_parameters_mean_the_same(rank: int | None, bias: bool, latent: int) -> None:
     config = MLAConfig(
