@@ -55,6 +55,12 @@ def test_a_block_reads_and_writes_the_streams(x: np.ndarray) -> None:
     np.testing.assert_allclose(np.asarray(mix).sum(2), 1, atol=0.05)
 
 
+def test_rounds_of_the_mixing_are_no_loop(x: np.ndarray) -> None:
+    """A GPU would launch a loop's kernels one by one, outside of CUDA graphs."""
+    read = jax.jit(streams.read_streams, static_argnums=2)
+    assert "stablehlo.while" not in read.lower(random_params((2 + COUNT) * COUNT, 3), x, CONFIG).as_text()
+
+
 def test_streams_open_equal_and_close_weighed(x: np.ndarray) -> None:
     opened = np.asarray(streams.open_streams(jnp.asarray(x[:, 0]), CONFIG))
     assert opened.shape == x.shape and (opened == x[:, :1]).all()
