@@ -103,18 +103,35 @@ class StepOptions:
 
 
 def fold(params: Params, config: ModelConfig) -> Params:
-    """The parameters as steps read them fastest: those of MLA's attention folded (`functional.fold`)."""
+    """The parameters as steps read them fastest: the attention of MLA and V3.2 folded (their `functional.fold`), and dense
+    MLPs whose width a step would pad padded with zeros."""
     layers = []
     for index, layer in enumerate(params["layers"]):
         attention = config.layer(index).attention
-        mla = attention.mla if isinstance(attention, V32Config) else attention
-        if isinstance(mla, MLAConfig) and "in_proj" not in layer["attention"]:
-            layer = {**layer, "attention": _fold_attention(layer["attention"], mla)}
+        if isinstance(attention, (MLAConfig, V32Config)) and "in_proj" not in layer["attention"]:
+            fold_it = _fold_v32 if isinstance(attention, V32Config) else _fold_mla
+            layer = {**layer, "attention": fold_it(layer["attention"], attention)}
+        mlp = layer["mlp"]
+        if "router" not in mlp and isinstance(mlp["down"], jax.Array) and mlp["down"].shape[1] > _LONG_SUM:
+            layer = {**layer, "mlp": _pad_width(mlp)}
         layers.append(layer)
     return {**params, "layers": layers}
 
 
-_fold_attention = jax.jit(functional.fold, static_argnames="config")
+_fold_mla = jax.jit(functional.fold, static_argnames="config")
+_fold_v32 = jax.jit(v32.functional.fold, static_argnames="config")
+_LONG_SUM, _SUM_PARTS = 4096, 256
+"""XLA cuts a product's sum of more terms than the first into parts, and pads its matrices in every step if the parts
+are not of 8 terms each or of a multiple: their number times 8 divides the second."""
+
+
+@jax.jit
+def _pad_width(mlp: Params) -> Params:
+    """A dense MLP whose width is the next multiple of _SUM_PARTS, by zeros: its results stay the same."""
+    hidden, width = mlp["down"].shape
+    more = -width % _SUM_PARTS
+    gate_up = jnp.pad(mlp["gate_up"].reshape(2, width, hidden), ((0, 0), (0, more), (0, 0)))
+    return {"gate_up": gate_up.reshape(-1, hidden), "down": jnp.pad(mlp["down"], ((0, 0), (0, more)))}
 
 
 def embed(params: Params, config: ModelConfig, tokens: jax.Array) -> jax.Array:

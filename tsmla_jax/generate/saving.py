@@ -98,10 +98,19 @@ def _model_tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, A
             assert config.moe is not None
             yield from _moe_tensors(f"{prefix}.mlp", layer["mlp"], config.moe)
         else:
-            yield from _mlp_tensors(f"{prefix}.mlp", layer["mlp"]["gate_up"], layer["mlp"]["down"])
+            yield from _mlp_tensors(f"{prefix}.mlp", *_unpadded(layer["mlp"], config.intermediate_size))
         if config.streams is not None:
             for streams, block in (("attention_streams", "attn_hc"), ("mlp_streams", "ffn_hc")):
                 yield from ((f"{prefix}.{block}.{name}", value) for name, value in layer[streams].items())
+
+
+def _unpadded(mlp: Mapping[str, Any], width: int) -> tuple[Any, Any]:
+    """gate_up and down of a dense MLP as it was before `model.fold` padded its width."""
+    gate_up, down = mlp["gate_up"], mlp["down"]
+    if down.shape[1] == width:
+        return gate_up, down
+    hidden = down.shape[0]
+    return gate_up.reshape(2, -1, hidden)[:, :width].reshape(-1, hidden), down[:, :width]
 
 
 def _mlp_tensors(prefix: str, gate_up: Any, down: Any) -> Iterator[tuple[str, Any]]:

@@ -68,7 +68,7 @@ def test_transformers_layers_take_what_is_saved(name: str, tmp_path: Path) -> No
     case.family.save_hf_attention(tmp_path, {case.layer: case.params}, config={case.layer: case.config})
     assert_same(case.family.load_hf_attention(tmp_path, case.layer, config=case.config), case.params)
     if case.family is v32:
-        folded = functional.fold(case.params, case.config.mla)
+        folded = v32.functional.fold(case.params, case.config)
         assert_same(v32.params_to_hf(case.config, folded), v32.params_to_hf(case.config, case.params))
 
 

@@ -1,6 +1,7 @@
 """The nnx modules: loaded from a checkpoint's files by their Hugging Face names, the same as the functional forms."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,23 @@ def test_heads_on_several_devices(name: str, devices: int) -> None:
     sharded = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=PartitionSpec()))
     y = sharded(case.params, case.x[0, :LENGTH], case.cache(5))
     np.testing.assert_allclose(y, case.y[0, :LENGTH], rtol=1e-5, atol=1e-5)
+
+
+def test_folded_parameters_mean_the_same_to_v32() -> None:
+    case = hf_layers.case("v3.2")
+    folded = v32.functional.fold(case.params, case.config)
+    assert all(len(folded[name].shape) == 2 for name in folded if name.startswith("indexer_w"))
+    y, _ = v32.attend(folded, case.config, case.x[0, :LENGTH], case.cache(5), case.step(*ARGUMENTS))
+    np.testing.assert_allclose(y, case.y[0, :LENGTH], rtol=1e-5, atol=1e-5)
+
+
+def test_compressors_put_no_matrices_together() -> None:
+    """A step of V4 would copy them: it reads each where it lies."""
+    case = hf_layers.case("csa")
+    arguments = (case.params, case.x[0, :LENGTH], case.cache(5), case.step(*ARGUMENTS))
+    run = jax.jit(lambda params, x, cache, step: v4.attend(params, case.config, x, cache, step)[0])
+    made = re.findall(r"stablehlo\.concatenate.* -> tensor<(\d+)x", run.lower(*arguments).as_text())
+    assert made and str(case.config.hidden_size) not in made
 
 
 def test_random_parameters_and_wrong_ones() -> None:

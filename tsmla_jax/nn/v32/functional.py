@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 import tsmla_jax
 from tsmla_jax import sparse
 from tsmla_jax.nn import context_parallel
+from tsmla_jax.nn.linear import contract, linear, rows_of, weight_of
 from tsmla_jax.nn.mla import functional
 from tsmla_jax.nn.rope import apply_rope, rope_cos_sin
 from tsmla_jax.nn.step import Step, check_step
@@ -27,6 +28,7 @@ from tsmla_jax.sparse import indexer, metadata
 from tsmla_kernels.contract.packed import Rotation
 
 _NORM_EPS = 1e-6
+_MATRICES = ("indexer_wq_b", "indexer_wk", "indexer_weights_proj")
 
 
 class V32Cache(NamedTuple):
@@ -73,6 +75,22 @@ def init_cache(
         jnp.zeros((num_pages, page_size, kv_width), kv_dtype),
         jnp.zeros((num_pages, page_size, key_width), indexer_dtype),
     )
+
+
+def fold(params: Params, config: V32Config) -> dict[str, jax.Array]:
+    """The parameters of a layer as a step reads them fastest: MLA's as `functional.fold` leaves them, and the indexer's
+    matrices with the axis that a product sums over last, indexer_wq_b [Hi Di, rank], indexer_wk [Di, E] and
+    indexer_weights_proj [Hi, E]."""
+    rows = {name: cast(jax.Array, rows_of(params[name])) for name in _MATRICES}
+    return functional.fold(params, config.mla) | rows
+
+
+def unfold(params: Params, config: V32Config) -> dict[str, Any]:
+    """The inverse of `fold`, bit by bit, where all parameters had one dtype."""
+    heads, width, hidden = config.index_n_heads, config.index_head_dim, config.mla.hidden_size
+    shapes = (cast(int, config.mla.q_lora_rank), heads, width), (hidden, width), (hidden, heads)
+    matrices = {name: weight_of(params[name], *shape) for name, shape in zip(_MATRICES, shapes, strict=True)}
+    return functional.unfold(params, config.mla) | matrices
 
 
 def attend(
@@ -181,7 +199,7 @@ def attend(
 
 def _indexer_keys(params: Params, x: jax.Array) -> jax.Array:
     """Layer-normed keys [T, Di], not rotated yet."""
-    k = (x @ params["indexer_wk"]).astype(jnp.float32)
+    k = _product(params, "indexer_wk", x).astype(jnp.float32)
     k = k - k.mean(-1, keepdims=True)
     k = k * jax.lax.rsqrt((k * k).mean(-1, keepdims=True) + _NORM_EPS)
     return k * params["indexer_k_norm"] + params["indexer_k_norm_bias"]
@@ -191,10 +209,17 @@ def _indexer_queries(
     params: Params, config: V32Config, x: jax.Array, cos: jax.Array, sin: jax.Array, *, quantise: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Queries [T, Hi, Di] and the head weights with every constant folded in [T, Hi]."""
-    q = jnp.einsum("tr,rhd->thd", functional.project_low_rank_q(params, config.mla, x), params["indexer_wq_b"])
-    weights = x @ params["indexer_weights_proj"]
+    q = _product(params, "indexer_wq_b", functional.project_low_rank_q(params, config.mla, x))
+    q = q.reshape(x.shape[0], -1, config.index_head_dim)
+    weights = _product(params, "indexer_weights_proj", x)
     if quantise:
         return sparse.indexer_quantize(q, weights, cos, sin)
     rotation = Rotation(config.mla.qk_rope_head_dim, 0, "halves")
     q = indexer.rotate_columns(q, (cos[:, None], sin[:, None]), rotation)
     return q, indexer.fold_weights(weights, config.index_head_dim)
+
+
+def _product(params: Params, name: str, x: jax.Array) -> jax.Array:
+    """x times one of the indexer's matrices, of folded parameters or others; of these a head's columns have an axis of
+    their own."""
+    return linear(x, params[name]) if "in_proj" in params else contract(x, params[name])

@@ -3,12 +3,12 @@
 The indexer is replicated when heads are split, as its cache is: every device must choose the same keys.
 """
 
-from typing import Any, cast
+from typing import cast
 
-from tsmla_jax.nn.mla import functional
 from tsmla_jax.nn.mla import weights as mla
+from tsmla_jax.nn.v32 import functional
 from tsmla_jax.nn.v32.config import V32Config
-from tsmla_jax.nn.weights import LayerWeights, Params
+from tsmla_jax.nn.weights import LayerWeights
 
 
 def param_shapes(config: V32Config) -> dict[str, tuple[int, ...]]:
@@ -34,8 +34,6 @@ def _hf_name(name: str) -> str:
     return owner + mla.hf_name(name.removeprefix("indexer_"))
 
 
-def _unfold(params: Params, config: V32Config) -> dict[str, Any]:
-    return functional.unfold(params, config.mla)
-
-
-WEIGHTS = LayerWeights(lambda directory, layer: V32Config.from_hf(directory), param_shapes, _hf_name, unfold=_unfold)
+WEIGHTS = LayerWeights(
+    lambda directory, layer: V32Config.from_hf(directory), param_shapes, _hf_name, unfold=functional.unfold
+)

@@ -205,8 +205,9 @@ def _compress(
 ) -> tuple[jax.Array, CompressorState]:
     """The cache and the state of one of the layer's compressors, with the entries that the new tokens complete."""
     wide = x.astype(jnp.float32)
-    projections = jnp.stack([params[f"{name}_kv_proj"], params[f"{name}_gate_proj"]], axis=1).astype(jnp.float32)
-    kv_score = jnp.einsum("te,esw->tsw", wide, projections, precision="highest")
+    # Products are put side by side, and not the matrices, which a step would copy.
+    weights = (params[f"{name}_{part}_proj"].astype(jnp.float32) for part in ("kv", "gate"))
+    kv_score = jnp.stack([jnp.matmul(wide, weight, precision="highest") for weight in weights], axis=1)
     cache, state = held
     return tsmla_jax.compress_write_kv_cache(
         cache,
