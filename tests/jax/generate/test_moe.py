@@ -1,13 +1,14 @@
 """Routing against the papers' formulas written token by token, and the experts' blocks against a plain sum."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tsmla_jax.generate import moe
+from tsmla_jax.generate import ModelConfig, model, moe
 from tsmla_jax.generate.config import MoEConfig, Routing
 from tsmla_jax.nn.block_scaled import BlockScaled
 
@@ -68,6 +69,15 @@ def test_route(routing: Routing, overrides: dict[str, object]) -> None:
         assert got == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("routing", ["group_limited_greedy", "noaux_tc"])
+def test_groups_are_chosen_without_sorting(routing: Routing) -> None:
+    """Each top_k is kernels of its own; only the experts' is left. Of groups that are alike the first ones count."""
+    c, x, router, bias = config(routing), jnp.ones((2, WIDTH)), jnp.zeros((EXPERTS, WIDTH)), jnp.zeros(EXPERTS)
+    traced = jax.make_jaxpr(moe.route, static_argnums=3)(x, router, bias, c)
+    assert str(traced).count(" top_k[") == 1
+    assert moe.route(x, router, bias, c)[0].tolist() == [[0, 1, 2]] * 2
+
+
 def test_noaux_tc_needs_its_bias() -> None:
     with pytest.raises(ValueError, match="correction_bias"):
         moe.route(jnp.zeros((1, WIDTH)), jnp.zeros((EXPERTS, WIDTH)), None, config("noaux_tc"))
@@ -110,6 +120,15 @@ def test_a_table_chooses_by_token_id_and_the_router_weighs() -> None:
             gate, up = np.minimum(gate, 0.7), np.clip(up, -0.7, 0.7)
             expected[row] += scores[expert] / total * (params["down"][expert] @ (gate / (1 + np.exp(-gate)) * up))
     np.testing.assert_allclose(out, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_padded_mlps_mean_the_same(tiny_model: tuple[ModelConfig, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "_LONG_SUM", 8)
+    model_config, params = tiny_model
+    plain, padded = (some["layers"][0]["mlp"] for some in (params, model.fold(params, model_config)))
+    assert plain["down"].shape == (32, 48) and padded["down"].shape == (32, 256) and len(padded["gate_up"]) == 512
+    x = np.random.default_rng(0).standard_normal((3, 32), np.float32)
+    np.testing.assert_allclose(moe.gated_mlp(x, **padded), moe.gated_mlp(x, **plain), atol=1e-6)
 
 
 @pytest.mark.parametrize("form", ["one by one", "ragged"])
