@@ -48,8 +48,9 @@ class Batch:
     """The tokens of one step and where they belong; all i32.
 
     Attributes:
-      tokens: [T] ids; those from step.cu_seqlens_q[B] on are padding.
-      step: pages, lengths and slots of the requests, of ragged tokens; slot -1 for padding.
+      tokens: [T] ids; those that the step does not own (`Step.owned_tokens`) are padding.
+      step: pages, lengths and slots of the requests, slot -1 for padding; of ragged tokens, or in decode of V2 and V3
+        dense with a token each.
       state_slots: [B], the compressor states and the window's pages of each request in V4; -1 for padding. None for
         other models.
       expert_tokens: of `expert_parallel.gather_tokens` where experts are split over devices, else None.
@@ -103,8 +104,8 @@ class StepOptions:
 
 
 def fold(params: Params, config: ModelConfig) -> Params:
-    """The parameters as steps read them fastest: the attention of MLA and V3.2 folded (their `functional.fold`), and dense
-    MLPs whose width a step would pad padded with zeros."""
+    """The parameters as steps read them fastest: the attention of MLA and V3.2 folded (their `functional.fold`), and
+    dense MLPs whose width a step would pad padded with zeros."""
     layers = []
     for index, layer in enumerate(params["layers"]):
         attention = config.layer(index).attention
@@ -260,7 +261,10 @@ def _attend(
     if isinstance(attention, V32Config):
         return v32.attend(params, attention, x, cache, batch.step, **scales._asdict(), **common)
     if options.phase == "decode":
-        return functional.decode(params, attention, x, cache, batch.step, **scales._asdict(), **common)
+        dense = batch.step.cu_seqlens_q is None
+        x = x[:, None] if dense else x
+        y, cache = functional.decode(params, attention, x, cache, batch.step, **scales._asdict(), **common)
+        return y[:, 0] if dense else y, cache
     common["kv_scale"] = scales.kv_scale
     if options.phase == "fresh":
         return _attend_fresh(params, attention, x, cache, batch.step, **common)

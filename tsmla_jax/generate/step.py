@@ -22,6 +22,7 @@ from tsmla_jax.generate.config import ModelConfig
 from tsmla_jax.generate.expert_parallel import gather_tokens
 from tsmla_jax.generate.model import Batch, Params, Scales, StepOptions
 from tsmla_jax.generate.sampling import Sampling, select_tokens
+from tsmla_jax.nn.mla.config import MLAConfig
 from tsmla_jax.nn.step import Step
 from tsmla_jax.ops.ragged import row_owner
 
@@ -255,23 +256,48 @@ def _first_rows(state: State, rows: int) -> State:
     return State(*(array[:rows] for array in state))
 
 
-def _cu_seqlens(texts: State, drafts: Drafts) -> tuple[jax.Array, jax.Array]:
-    """New tokens of each text, [B], and where they start among all of them, [B + 1]."""
-    new = jnp.where(texts.remaining > 0, 1 + drafts.lens, 0)
-    return new, jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(new, dtype=jnp.int32)])
+class _Places(NamedTuple):
+    """Where the new tokens of B texts are among the T of a decode step.
+
+    new     [B] i32, new tokens of each text; 0 of one that has ended
+    starts  [B] i32, the place of its first
+    offsets [B + 1] i32, starts and the end, where tokens are packed; None where each text has a place, whether or not
+            it has a token there
+    owner, local, owned  [T], the text of each place, the token's number there, and whether there is one
+    """
+
+    new: jax.Array
+    starts: jax.Array
+    offsets: jax.Array | None
+    owner: jax.Array
+    local: jax.Array
+    owned: jax.Array
+
+
+def _places(texts: State, drafts: Drafts, config: StepConfig) -> _Places:
+    active = texts.remaining > 0
+    new = jnp.where(active, 1 + drafts.lens, 0)
+    if not drafts.tokens.size and isinstance(config.model.attention, MLAConfig):
+        # MLA's kernel writes every row of such a step; of packed tokens a second kernel has to clear what it left.
+        rows = jnp.arange(config.rows, dtype=jnp.int32)
+        return _Places(new, rows, None, rows, jnp.zeros_like(rows), active)
+    offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(new, dtype=jnp.int32)])
+    return _Places(new, offsets[:-1], offsets, *row_owner(offsets, config.rows * (drafts.tokens.shape[1] + 1)))
 
 
 @partial(jax.jit, static_argnames="config")
 def _pack_texts(state: State, drafts: Drafts, config: StepConfig) -> Batch:
     texts, most = _first_rows(state, config.rows), drafts.tokens.shape[1] + 1
-    active = texts.remaining > 0
-    new, cu_seqlens = _cu_seqlens(texts, drafts)
-    total = config.rows * most
-    owner, local, owned = row_owner(cu_seqlens, total)
+    active, places = texts.remaining > 0, _places(texts, drafts, config)
     candidates = jnp.concatenate([texts.tokens[:, None], drafts.tokens], axis=1)
-    tokens = jnp.where(owned, candidates[owner, jnp.minimum(local, most - 1)], 0)
-    seq_lens = jnp.where(active, texts.cached + new, 0)
-    step = _ragged_step(texts.block_tables, seq_lens, cu_seqlens, total, most, config)
+    tokens = jnp.where(places.owned, candidates[places.owner, jnp.minimum(places.local, most - 1)], 0)
+    seq_lens = jnp.where(active, texts.cached + places.new, 0)
+    if places.offsets is None:
+        options = config.options
+        sizes: dict[str, Any] = {"page_size": options.page_size, "context_axis": options.context_axis}
+        step = Step.dense(texts.block_tables, seq_lens, **sizes)
+    else:
+        step = _ragged_step(texts.block_tables, seq_lens, places.offsets, tokens.shape[0], most, config)
     return _batch(tokens, step, jnp.where(active, jnp.arange(config.rows, dtype=jnp.int32), -1), config)
 
 
@@ -280,19 +306,17 @@ def _continue_texts(
     head: Params, state: State, constants: Constants, drafts: Drafts, x: jax.Array, config: StepConfig
 ) -> tuple[State, jax.Array]:
     texts, most = _first_rows(state, config.rows), drafts.tokens.shape[1] + 1
-    active = texts.remaining > 0
-    _, cu_seqlens = _cu_seqlens(texts, drafts)
-    total = config.rows * most
-    owner, local, _ = row_owner(cu_seqlens, total)
+    active, places = texts.remaining > 0, _places(texts, drafts, config)
+    owner, total = places.owner, config.rows * most
     scores = model.logits(head, config.model, x, jnp.arange(total, dtype=jnp.int32))
-    positions = texts.cached[owner] + local + 1
+    positions = texts.cached[owner] + places.local + 1
     packed = select_tokens(scores, texts.requests[owner], positions, *constants.sampling, greedy=config.greedy)
 
-    places = jnp.arange(most, dtype=jnp.int32)
-    chosen = packed[jnp.minimum(cu_seqlens[:-1, None] + places, total - 1)]
-    right = (drafts.tokens == chosen[:, :-1]) & (places[:-1] < drafts.lens[:, None])
+    numbers = jnp.arange(most, dtype=jnp.int32)
+    chosen = packed[jnp.minimum(places.starts[:, None] + numbers, total - 1)]
+    right = (drafts.tokens == chosen[:, :-1]) & (numbers[:-1] < drafts.lens[:, None])
     count = 1 + jnp.cumprod(right, axis=1).sum(axis=1, dtype=jnp.int32)
-    ends = jnp.isin(chosen, constants.ends) & (places < count[:, None])
+    ends = jnp.isin(chosen, constants.ends) & (numbers < count[:, None])
     ended = ends.any(axis=1)
     count = jnp.where(ended, jnp.argmax(ends, axis=1).astype(jnp.int32) + 1, count)
     count = jnp.where(active, jnp.minimum(count, texts.remaining), 0)
@@ -306,7 +330,7 @@ def _continue_texts(
         cached=put(state.cached, texts.cached + count),
         remaining=put(state.remaining, jnp.where(ended, 0, texts.remaining - count)),
     )
-    return state, jnp.where(places < count[:, None], chosen, NO_TOKEN)
+    return state, jnp.where(numbers < count[:, None], chosen, NO_TOKEN)
 
 
 def without_ends(config: ModelConfig) -> ModelConfig:

@@ -100,7 +100,8 @@ class Step:
 
     @property
     def new_lens(self) -> jax.Array:
-        """[B] i32, new tokens of each request. This and the next four raise ValueError for a dense step."""
+        """[B] i32, new tokens of each request. This, context_lens, ragged_tokens and checked raise ValueError for a
+        dense step."""
         return jnp.diff(needed_when_ragged(self.cu_seqlens_q))
 
     @property
@@ -109,8 +110,11 @@ class Step:
         return self.seq_lens - self.new_lens
 
     def owned_tokens(self, total_tokens: int) -> jax.Array:
-        """[T] bool, which of the packed tokens belong to a request; the others are padding."""
-        return jnp.arange(total_tokens, dtype=jnp.int32) < needed_when_ragged(self.cu_seqlens_q)[-1]
+        """[T] bool, which of the packed tokens belong to a request; the others are padding. Of a dense step (T = B S)
+        they are those that seq_lens counts."""
+        if self.cu_seqlens_q is None:
+            return (dense_positions(self.seq_lens, self.slot_mapping.shape[1]) >= 0).reshape(-1)
+        return jnp.arange(total_tokens, dtype=jnp.int32) < self.cu_seqlens_q[-1]
 
     def ragged_tokens(self, total_tokens: int) -> tuple[jax.Array, jax.Array]:
         """The request and the position of each packed token, as `ragged_positions` returns them."""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tsmla_jax.generate import Engine, EngineOptions, Generation, ModelConfig
+from tsmla_jax.generate import step as steps
 from tsmla_jax.generate.model import Batch, Scales, StepOptions, decoder_layer, forward
 from tsmla_jax.nn import Step
 
@@ -82,6 +83,22 @@ def test_speculation_changes_neither_greedy_nor_sampled_text(greedy: Generation,
     assert drafted.tokens == plain.tokens != greedy.tokens
     assert drafted.figures.drafted_tokens > 0 and drafted.figures.acceptance is not None
     assert Engine(params, config, replace(sampled, seed=8)).generate(PROMPTS, NEW).tokens != plain.tokens
+
+
+def test_texts_without_drafts_keep_their_rows(tiny_model: Model) -> None:
+    """A dense step: the kernel writes every row of it, and no other kernel has to clear rows that it left."""
+    state = steps.init_state(3, 2)._replace(
+        tokens=jnp.array([5, 6, 7]), cached=jnp.array([4, 9, 7]), remaining=jnp.array([1, 0, 2]),
+        block_tables=jnp.array([[0, 1], [2, 3], [4, 5]]),
+    )  # fmt: skip
+    config = steps.StepConfig(tiny_model[0], StepOptions("decode", page_size=8), 3, True)
+    batch = steps._pack_texts(state, steps.no_drafts(3), config)
+    assert batch.step.cu_seqlens_q is None and batch.tokens.tolist() == [5, 0, 7]
+    assert batch.step.seq_lens.tolist() == [5, 0, 8] and batch.step.slot_mapping.tolist() == [[4], [-1], [39]]
+    assert batch.step.owned_tokens(3).tolist() == [True, False, True]
+    packed = steps._pack_texts(state, steps.no_drafts(3, 1), config)
+    assert packed.step.cu_seqlens_q is not None and packed.step.cu_seqlens_q.tolist() == [0, 1, 1, 2]
+    assert packed.tokens[:2].tolist() == [5, 7] and packed.step.owned_tokens(6).tolist() == [True] * 2 + [False] * 4
 
 
 def test_accepted_drafts_save_steps(tiny_model: Model) -> None:
