@@ -104,14 +104,13 @@ class StepOptions:
 
 
 def fold(params: Params, config: ModelConfig) -> Params:
-    """The parameters as steps read them fastest: the attention of MLA and V3.2 folded (their `functional.fold`), and
-    dense MLPs whose width a step would pad padded with zeros."""
+    """The parameters as steps read them fastest: attention folded (`functional.fold` of MLA, V3.2 and V4), and dense
+    MLPs whose width a step would pad padded with zeros."""
     layers = []
     for index, layer in enumerate(params["layers"]):
         attention = config.layer(index).attention
-        if isinstance(attention, (MLAConfig, V32Config)) and "in_proj" not in layer["attention"]:
-            fold_it = _fold_v32 if isinstance(attention, V32Config) else _fold_mla
-            layer = {**layer, "attention": fold_it(layer["attention"], attention)}
+        if "in_proj" not in layer["attention"]:
+            layer = {**layer, "attention": _FOLD[type(attention)](layer["attention"], attention)}
         mlp = layer["mlp"]
         if "router" not in mlp and isinstance(mlp["down"], jax.Array) and mlp["down"].shape[1] > _LONG_SUM:
             layer = {**layer, "mlp": _pad_width(mlp)}
@@ -119,8 +118,11 @@ def fold(params: Params, config: ModelConfig) -> Params:
     return {**params, "layers": layers}
 
 
-_fold_mla = jax.jit(functional.fold, static_argnames="config")
-_fold_v32 = jax.jit(v32.functional.fold, static_argnames="config")
+_FOLD: dict[type, Any] = {
+    MLAConfig: jax.jit(functional.fold, static_argnames="config"),
+    V32Config: jax.jit(v32.functional.fold, static_argnames="config"),
+    V4Config: jax.jit(v4.functional.fold, static_argnames="config"),
+}
 _LONG_SUM, _SUM_PARTS = 4096, 256
 """XLA cuts a product's sum of more terms than the first into parts, and pads its matrices in every step if the parts
 are not of 8 terms each or of a multiple: their number times 8 divides the second."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +66,12 @@ def _linear_by_kernel(x: jax.Array, weight: BlockScaled) -> jax.Array:
     tile = Tile(columns, BLOCK, 4, 4) if block < 128 else Tile(64, BLOCK, 8, 3)
     stack = BlockScaled(weight.values[None], weight.scales[None])
     return grouped_matmul(x, stack, blocks, tile, gather=True)[:rows]
+
+
+def product(params: Mapping[str, Any], name: str, x: jax.Array) -> jax.Array:
+    """x [..., K] times the matrix of that name of a layer: [..., *O] of [K, *O], or [..., N] of a folded layer's
+    [N, K]. Folded layers have an in_proj."""
+    return linear(x, params[name]) if "in_proj" in params else contract(x, params[name])
 
 
 def rows_of(weight: jax.Array | BlockScaled, inputs: int = 1) -> jax.Array | BlockScaled:

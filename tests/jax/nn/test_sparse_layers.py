@@ -55,11 +55,11 @@ def test_heads_on_several_devices(name: str, devices: int) -> None:
     np.testing.assert_allclose(y, case.y[0, :LENGTH], rtol=1e-5, atol=1e-5)
 
 
-def test_folded_parameters_mean_the_same_to_v32() -> None:
-    case = hf_layers.case("v3.2")
-    folded = v32.functional.fold(case.params, case.config)
-    assert all(len(folded[name].shape) == 2 for name in folded if name.startswith("indexer_w"))
-    y, _ = v32.attend(folded, case.config, case.x[0, :LENGTH], case.cache(5), case.step(*ARGUMENTS))
+@pytest.mark.parametrize("name", ["v3.2", "sliding", "csa", "hca"])
+def test_folded_parameters_mean_the_same(name: str) -> None:
+    case = hf_layers.case(name)
+    folded = case.family.functional.fold(case.params, case.config)
+    y, _ = case.family.attend(folded, case.config, case.x[0, :LENGTH], case.cache(5), case.step(*ARGUMENTS))
     np.testing.assert_allclose(y, case.y[0, :LENGTH], rtol=1e-5, atol=1e-5)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 import tsmla_jax
 from tsmla_jax.nn import context_parallel
-from tsmla_jax.nn.linear import contract, joined_rows, linear, rows_of, split_rows, weight_of
+from tsmla_jax.nn.linear import contract, joined_rows, linear, product, rows_of, split_rows, weight_of
 from tsmla_jax.nn.mla.config import MLAConfig
 from tsmla_jax.nn.norms import rms_norm
 from tsmla_jax.nn.rope import apply_rope, rope_cos_sin
@@ -112,7 +112,7 @@ def project_q(
     """
     if config.q_lora_rank is not None:
         low = project_low_rank_q(params, config, x)
-        q = linear(low, params["q_b_proj"]) if "in_proj" in params else contract(low, params["q_b_proj"])
+        q = product(params, "q_b_proj", low)
     else:
         q = _project_heads(params, config, x) if "in_proj" in params else contract(x, params["q_proj"])
     q = q.reshape(*x.shape[:-1], -1, config.qk_head_dim)

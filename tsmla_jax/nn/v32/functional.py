@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 import tsmla_jax
 from tsmla_jax import sparse
 from tsmla_jax.nn import context_parallel
-from tsmla_jax.nn.linear import contract, linear, rows_of, weight_of
+from tsmla_jax.nn.linear import product, rows_of, weight_of
 from tsmla_jax.nn.mla import functional
 from tsmla_jax.nn.rope import apply_rope, rope_cos_sin
 from tsmla_jax.nn.step import Step, check_step
@@ -199,7 +199,7 @@ def attend(
 
 def _indexer_keys(params: Params, x: jax.Array) -> jax.Array:
     """Layer-normed keys [T, Di], not rotated yet."""
-    k = _product(params, "indexer_wk", x).astype(jnp.float32)
+    k = product(params, "indexer_wk", x).astype(jnp.float32)
     k = k - k.mean(-1, keepdims=True)
     k = k * jax.lax.rsqrt((k * k).mean(-1, keepdims=True) + _NORM_EPS)
     return k * params["indexer_k_norm"] + params["indexer_k_norm_bias"]
@@ -209,17 +209,11 @@ def _indexer_queries(
     params: Params, config: V32Config, x: jax.Array, cos: jax.Array, sin: jax.Array, *, quantise: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Queries [T, Hi, Di] and the head weights with every constant folded in [T, Hi]."""
-    q = _product(params, "indexer_wq_b", functional.project_low_rank_q(params, config.mla, x))
+    q = product(params, "indexer_wq_b", functional.project_low_rank_q(params, config.mla, x))
     q = q.reshape(x.shape[0], -1, config.index_head_dim)
-    weights = _product(params, "indexer_weights_proj", x)
+    weights = product(params, "indexer_weights_proj", x)
     if quantise:
         return sparse.indexer_quantize(q, weights, cos, sin)
     rotation = Rotation(config.mla.qk_rope_head_dim, 0, "halves")
     q = indexer.rotate_columns(q, (cos[:, None], sin[:, None]), rotation)
     return q, indexer.fold_weights(weights, config.index_head_dim)
-
-
-def _product(params: Params, name: str, x: jax.Array) -> jax.Array:
-    """x times one of the indexer's matrices, of folded parameters or others; of these a head's columns have an axis of
-    their own."""
-    return linear(x, params[name]) if "in_proj" in params else contract(x, params[name])

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 import tsmla_jax
 from tsmla_jax import sparse
 from tsmla_jax.nn import context_parallel
+from tsmla_jax.nn.linear import joined_rows, linear, product, rows_of
 from tsmla_jax.nn.norms import rms_norm_fixed_order
 from tsmla_jax.nn.step import check_axis, check_step
 from tsmla_jax.nn.v4.config import V4Config
@@ -103,6 +104,52 @@ def init_cache(
     )
 
 
+def fold(params: Params, config: V4Config) -> dict[str, jax.Array]:
+    """The parameters of a layer as a step reads them fastest: every matrix has the axis that a product sums over last,
+    o_a_proj [G, o_rank, H D / G] and the others [N, K]; the products of x that are not a compressor's are one, in_proj
+    [rank + D + Hi, E]."""
+    folded = dict(params)
+    folded["in_proj"] = cast(jax.Array, joined_rows([rows_of(folded.pop(name)) for name, _ in _inputs(config)]))
+    folded |= {name: cast(jax.Array, rows_of(folded[name])) for name in _matrices(config)}
+    return folded | {"o_a_proj": params["o_a_proj"].swapaxes(1, 2)}
+
+
+def unfold(params: Params, config: V4Config) -> dict[str, Any]:
+    """The inverse of `fold`, bit by bit, where the matrices of in_proj had one dtype."""
+    unfolded: dict[str, Any] = dict(params)
+    rest = unfolded.pop("in_proj")
+    for name, width in _inputs(config):
+        unfolded[name], rest = rest[:width].T, rest[width:]
+    heads = {"q_b_proj": (-1, config.head_dim), "indexer_q_b_proj": (-1, config.index_head_dim)}
+    for name in _matrices(config):
+        columns, depth = params[name].shape
+        unfolded[name] = params[name].T.reshape(depth, *heads.get(name, (columns,)))
+    return unfolded | {"o_a_proj": params["o_a_proj"].swapaxes(1, 2)}
+
+
+def _inputs(config: V4Config) -> list[tuple[str, int]]:
+    """The matrices that in_proj joins, and their columns."""
+    names = [("q_a_proj", config.q_lora_rank), ("kv_proj", config.head_dim)]
+    return [*names, ("indexer_weights_proj", config.index_n_heads)] if config.kind == "csa" else names
+
+
+def _matrices(config: V4Config) -> list[str]:
+    """The other matrices but o_a_proj."""
+    names = [f"{name}_{part}_proj" for name, _ in config.compressors for part in ("kv", "gate")]
+    return ["q_b_proj", "o_b_proj", *names, *(["indexer_q_b_proj"] if config.kind == "csa" else [])]
+
+
+def _project_in(params: Params, config: V4Config, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """x times the first matrix of the query [T, rank], times kv_proj [T, D], and the weights of the indexer's heads
+    [T, Hi], without columns where there is none."""
+    if "in_proj" not in params:
+        parts = [x @ params[name] for name, _ in _inputs(config)]
+        return parts[0], parts[1], parts[2] if len(parts) > 2 else x[:, :0]
+    both = linear(x, params["in_proj"])
+    low, kv, weights = jnp.split(both, [config.q_lora_rank, config.q_lora_rank + config.head_dim], axis=-1)
+    return low, kv, weights
+
+
 def attend(
     params: Params,
     config: V4Config,
@@ -139,13 +186,14 @@ def attend(
     check_step(step, V4Step, "v4.make_step")
     check_axis(context_axis, step.context_axis)
     eps = config.rms_norm_eps
-    low = rms_norm_fixed_order(x @ params["q_a_proj"], params["q_a_norm"], eps)
-    q = jnp.einsum("tr,rhd->thd", low, params["q_b_proj"])
+    low, kv, index_weights = _project_in(params, config, x)
+    low = rms_norm_fixed_order(low, params["q_a_norm"], eps)
+    q = product(params, "q_b_proj", low).reshape(x.shape[0], -1, config.head_dim)
     wide = q.astype(jnp.float32)
     q = (wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + eps)).astype(q.dtype)
     q = quantize_q(sparse_v4.apply_rope(q, step.positions, step.cos_sin), q_scale)
 
-    kv = sparse_v4.norm_rope(x @ params["kv_proj"], params["kv_norm"], step.positions, step.cos_sin, eps=eps)
+    kv = sparse_v4.norm_rope(kv, params["kv_norm"], step.positions, step.cos_sin, eps=eps)
     # A packed cache's shape does not say how many rows its pages have; the others' does.
     packed = cache.window.dtype == jnp.uint8
     page_size, entries_page_size = (step.page_size, step.compressed_page_size) if packed else (None, None)
@@ -159,7 +207,7 @@ def attend(
         compressed, state = _compress(params, config, "compressor", x, held, step, **options)
         cache = cache._replace(compressed=compressed, compressor=state)
     if config.kind == "csa":
-        rows, cache = _choose(params, config, x, low, cache, step, implementation)
+        rows, cache = _choose(params, config, (x, low, index_weights), cache, step, implementation)
     if rows is None:
         raise ValueError(f"step: got one made for another kind of layer; this layer is {config.kind!r}")
     attention: dict[str, Any] = {
@@ -182,8 +230,9 @@ def attend(
         # Values carry the rope of their own positions; turning back by the query's position leaves the distance.
         out = sparse_v4.apply_rope(out, positions, step.cos_sin, inverse=True)
         grouped = out.astype(x.dtype).reshape(out.shape[0], params["o_a_proj"].shape[0], -1)
-        mixed = jnp.einsum("tgi,gir->tgr", grouped, params["o_a_proj"])
-        return mixed.reshape(out.shape[0], -1) @ params["o_b_proj"]
+        axes = "tgi,gri->tgr" if "in_proj" in params else "tgi,gir->tgr"
+        mixed = jnp.einsum(axes, grouped, params["o_a_proj"])
+        return product(params, "o_b_proj", mixed.reshape(out.shape[0], -1))
 
     indices, sinks = (rows.indices, rows.lengths), params["sinks"]
     if context_axis is None or cache.compressed is None:  # a window alone is whole on every device
@@ -207,7 +256,8 @@ def _compress(
     wide = x.astype(jnp.float32)
     # Products are put side by side, and not the matrices, which a step would copy.
     weights = (params[f"{name}_{part}_proj"].astype(jnp.float32) for part in ("kv", "gate"))
-    kv_score = jnp.stack([jnp.matmul(wide, weight, precision="highest") for weight in weights], axis=1)
+    axes = "te,we->tw" if "in_proj" in params else "te,ew->tw"
+    kv_score = jnp.stack([jnp.einsum(axes, wide, weight, precision="highest") for weight in weights], axis=1)
     cache, state = held
     return tsmla_jax.compress_write_kv_cache(
         cache,
@@ -230,19 +280,20 @@ def _compress(
 def _choose(
     params: Params,
     config: V4Config,
-    x: jax.Array,
-    low: jax.Array,
+    projected: tuple[jax.Array, jax.Array, jax.Array],
     cache: V4Cache,
     step: V4Step,
     implementation: str | None,
 ) -> tuple[MixedIndices, V4Cache]:
-    """The index rows of a csa layer: its indexer's compressed keys, their scores, the best of them."""
+    """The index rows of a csa layer: its indexer's compressed keys, their scores, the best of them.
+
+    projected: x, its normed low-rank query, and its weights of the indexer's heads."""
+    x, low, weights = projected
     if cache.indexer is None or cache.indexer_compressor is None:
         raise ValueError("cache: got none for the indexer; a csa layer needs one (see init_cache)")
     held = cache.indexer, cache.indexer_compressor
     keys, state = _compress(params, config, "indexer", x, held, step, implementation=implementation)
-    q = jnp.einsum("tr,rhd->thd", low, params["indexer_q_b_proj"])
-    weights = x @ params["indexer_weights_proj"]
+    q = product(params, "indexer_q_b_proj", low).reshape(x.shape[0], -1, config.index_head_dim)
     if keys.dtype == jnp.uint8:
         cos, sin = sparse_v4.angles(step.positions, step.cos_sin)
         offset = config.index_head_dim - config.rope_dim

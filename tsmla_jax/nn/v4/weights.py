@@ -3,6 +3,7 @@
 Axes: E hidden width, H heads, D head width, G output groups, Hi and Di heads and width of the indexer.
 """
 
+from tsmla_jax.nn.v4 import functional
 from tsmla_jax.nn.v4.config import V4Config
 from tsmla_jax.nn.v4.names import stored_name, stored_names
 from tsmla_jax.nn.weights import LayerWeights
@@ -55,4 +56,4 @@ def _hf_name(name: str) -> str:
     return f"{_HF_PREFIX[owner]}{'scorer.' if rest == 'weights_proj' else ''}{rest}.weight"
 
 
-WEIGHTS = LayerWeights(V4Config.from_hf, param_shapes, _hf_name, stored_names, stored_name)
+WEIGHTS = LayerWeights(V4Config.from_hf, param_shapes, _hf_name, stored_names, stored_name, functional.unfold)
