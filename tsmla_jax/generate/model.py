@@ -112,8 +112,9 @@ def fold(params: Params, config: ModelConfig) -> Params:
         if "in_proj" not in layer["attention"]:
             layer = {**layer, "attention": _FOLD[type(attention)](layer["attention"], attention)}
         mlp = layer["mlp"]
-        if "router" not in mlp and isinstance(mlp["down"], jax.Array) and mlp["down"].shape[1] > _LONG_SUM:
-            layer = {**layer, "mlp": _pad_width(mlp)}
+        if "router" not in mlp and isinstance(mlp["down"], jax.Array):
+            width = mlp["down"].shape[1]
+            layer = {**layer, "mlp": _pad_width(mlp) if width > _LONG_SUM and width % _WIDTH_MULTIPLE else mlp}
         layers.append(layer)
     return {**params, "layers": layers}
 
@@ -123,16 +124,16 @@ _FOLD: dict[type, Any] = {
     V32Config: jax.jit(v32.functional.fold, static_argnames="config"),
     V4Config: jax.jit(v4.functional.fold, static_argnames="config"),
 }
-_LONG_SUM, _SUM_PARTS = 4096, 256
-"""XLA cuts a product's sum of more terms than the first into parts, and pads its matrices in every step if the parts
-are not of 8 terms each or of a multiple: their number times 8 divides the second."""
+_LONG_SUM, _WIDTH_MULTIPLE = 4096, 256
+"""XLA cuts the long sums of a product of few rows into 16 or 32 parts, and pads both matrices in every step unless each
+part has a multiple of 8 terms. The first number is well below the width of any model that it cuts so."""
 
 
 @jax.jit
 def _pad_width(mlp: Params) -> Params:
-    """A dense MLP whose width is the next multiple of _SUM_PARTS, by zeros: its results stay the same."""
+    """A dense MLP whose width is the next multiple of _WIDTH_MULTIPLE, by zeros: its results stay the same."""
     hidden, width = mlp["down"].shape
-    more = -width % _SUM_PARTS
+    more = -width % _WIDTH_MULTIPLE
     gate_up = jnp.pad(mlp["gate_up"].reshape(2, width, hidden), ((0, 0), (0, more), (0, 0)))
     return {"gate_up": gate_up.reshape(-1, hidden), "down": jnp.pad(mlp["down"], ((0, 0), (0, more)))}
 
