@@ -81,5 +81,5 @@ def _doubly_stochastic(mix: jax.Array, config: StreamsConfig) -> jax.Array:
     def one_round(_: jax.Array, mix: jax.Array) -> jax.Array:
         return columns(mix / (mix.sum(axis=-1, keepdims=True) + config.eps))
 
-    # A loop would keep a step out of CUDA graphs and launch five kernels a round; unrolled, a round is one.
+    # A loop would keep a step out of CUDA graphs and launch five kernels a round; unrolled, a round is one or two.
     return jax.lax.fori_loop(0, config.sinkhorn_iterations - 1, one_round, columns(mix), unroll=True)
