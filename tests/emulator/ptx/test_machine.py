@@ -279,6 +279,64 @@ def test_a_copy_over_what_others_read_is_found() -> None:
     assert any("no barrier orders a copy" in hazard for hazard in hazards)
 
 
+DELAY = """
+shr.u32 %r10, %r1, 5;
+mad.lo.u32 %r10, %r10, 5000, 1;
+mov.b32 %r9, 0;
+{label}: add.s32 %r9, %r9, 1;
+setp.lt.u32 %p3, %r9, %r10;
+@%p3 bra {label};
+"""
+"""Every warp comes some turns behind the one before."""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_warp_that_has_arrived_at_the_cluster_still_waits_for_its_block(seed: int) -> None:
+    """The first warp waits at its block's barrier when the last one arrives at the cluster's."""
+    arrive = f"{DELAY.format(label='EARLY')} barrier.cluster.arrive; {DELAY.format(label='LATE')}"
+    text = arrive + NEIGHBOUR.format(barrier="bar.sync 0;", again="") + "barrier.cluster.wait;"
+    got, hazards = run(text, NUMBERS[:64], threads=64, seed=seed)
+    assert np.array_equal(got, np.roll(NUMBERS[:64], 32)) and hazards == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_barrier_of_the_cluster_orders(seed: int) -> None:
+    barrier = f"{DELAY.format(label='EARLY')} barrier.cluster.arrive; barrier.cluster.wait;"
+    text = NEIGHBOUR.format(barrier=barrier, again="")
+    got, hazards = run(text, NUMBERS[:64], threads=64, seed=seed)
+    assert np.array_equal(got, np.roll(NUMBERS[:64], 32)) and hazards == []
+    _, hazards = run(text.replace("barrier.cluster.wait;", ""), NUMBERS[:64], threads=64, seed=seed)
+    assert hazards
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_warp_that_ends_behind_its_arrival_counts_once(seed: int) -> None:
+    """The second of three warps ends before the third one arrives, for which the first one waits."""
+    body = f"""
+    ld.global.b32 %r5, [%rd4];
+    {DELAY.format(label="EARLY")}
+    st.shared.b32 [%r4], %r5;
+    barrier.cluster.arrive;
+    setp.eq.u32 %p2, %r10, 5001;
+    @%p2 bra DONE;
+    barrier.cluster.wait;
+    setp.gt.u32 %p2, %r10, 1;
+    @%p2 bra DONE;
+    ld.shared.b32 %r7, [%r4+256];
+    st.global.b32 [%rd5], %r7;
+    DONE:
+    """
+    got, hazards = run(body, NUMBERS[:96], threads=96, seed=seed)
+    assert np.array_equal(got, [*NUMBERS[64:96], *[0] * 64]) and hazards == []
+
+
+def test_arrivals_at_the_cluster_without_a_wait_are_found() -> None:
+    with pytest.raises(AssertionError, match="arrives again at the barrier of the cluster"):
+        run("barrier.cluster.arrive; barrier.cluster.arrive;", NUMBERS[:32])
+    with pytest.raises(AssertionError, match="waits at the barrier of the cluster and has not arrived"):
+        run("barrier.cluster.wait;", NUMBERS[:32])
+
+
 def test_an_unknown_instruction_is_refused() -> None:
     with pytest.raises((AssertionError, NotImplementedError), match="tanh"):
         run("tanh.approx.f32 %r5, %r6;", NUMBERS[:32])
