@@ -102,6 +102,20 @@ def test_rounding_is_that_of_ml_dtypes(instruction: str, dtype: str, bits: int) 
     assert np.array_equal(got, want.view(f"u{bits // 8}").astype(np.int32))
 
 
+def test_rounding_towards_zero_makes_no_infinity() -> None:
+    values = np.random.default_rng(0).standard_normal(256).astype(np.float32)
+    values *= 2.0 ** np.linspace(-30, 20, 256, dtype=np.float32)
+    values[:8] = 65504.0, 65519.9, -65520.0, 1e30, -1e30, np.inf, -np.inf, 0.0
+    instruction = "cvt.rz.f16x2.f32 %r6, %r5, %r5; and.b32 %r6, %r6, 65535;"
+    body = f"ld.global.b32 %r5, [%rd4]; {instruction} st.global.b32 [%rd5], %r6;"
+    got, _ = run(body, values.view(np.int32), threads=256)
+    with np.errstate(over="ignore"):
+        nearest = values.astype(np.float16)
+    too_far = np.abs(nearest.astype(np.float32)) > np.abs(values)
+    want = np.where(too_far, np.nextafter(nearest, np.float16(0)), nearest)
+    assert np.array_equal(got, want.view(np.uint16).astype(np.int32))
+
+
 def test_a_read_outside_of_the_arrays_is_found() -> None:
     with pytest.raises(AssertionError, match=r"reaches over the end of source|outside of all arrays"):
         run("ld.global.b32 %r5, [%rd4+4]; st.global.b32 [%rd5], %r5;", NUMBERS[:32])
@@ -273,7 +287,8 @@ def test_a_copy_over_what_others_read_is_found() -> None:
     read = "ld.shared.b32 %r5, [%r4]; st.global.b32 [%rd5], %r5;"
     wait = "AGAIN: mbarrier.try_wait.parity.shared.b64 %p2, [%r3+1024], 0; @!%p2 bra AGAIN;"
     again = COPY.replace("WAIT", "OVER")
-    _, hazards = run(f"{BARRIER} {COPY} {wait} {read} bar.sync 0; {again}", NUMBERS[:128], threads=128)
+    to_end = wait.replace("AGAIN", "END").replace("], 0", "], 1")
+    _, hazards = run(f"{BARRIER} {COPY} {wait} {read} bar.sync 0; {again} {to_end}", NUMBERS[:128], threads=128)
     assert hazards == []
     _, hazards = run(f"{BARRIER} {COPY} {wait} {read} {again}", NUMBERS[:128], threads=128)
     assert any("no barrier orders a copy" in hazard for hazard in hazards)
@@ -335,6 +350,11 @@ def test_arrivals_at_the_cluster_without_a_wait_are_found() -> None:
         run("barrier.cluster.arrive; barrier.cluster.arrive;", NUMBERS[:32])
     with pytest.raises(AssertionError, match="waits at the barrier of the cluster and has not arrived"):
         run("barrier.cluster.wait;", NUMBERS[:32])
+
+
+def test_a_copy_that_comes_after_its_block_is_found() -> None:
+    _, hazards = run(f"{BARRIER} {COPY}", NUMBERS[:128], threads=128)
+    assert hazards == ["the shared memory of block 0 of a cluster is used after the block has ended"]
 
 
 def test_an_unknown_instruction_is_refused() -> None:
