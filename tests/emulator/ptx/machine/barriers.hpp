@@ -101,11 +101,12 @@ inline void release_cluster(Cluster& cluster) {
     }
 }
 
-inline void arrive_at_cluster(Warp& warp) {
+// A relaxed arrival hands nothing on of what the warp did.
+inline void arrive_at_cluster(Warp& warp, bool relaxed) {
   Cluster& cluster = *warp.block->cluster;
   if (std::exchange(warp.arrived, true)) fault("arrives again at the barrier of the cluster before it has waited there");
   cluster.arrivals.push_back({&warp, false});
-  release(warp, cluster.arriving);
+  if (!relaxed) release(warp, cluster.arriving);
   release_cluster(cluster);
 }
 

@@ -206,8 +206,8 @@ inline Flow barrier_meet(Warp& warp, const Instruction& i, uint32_t mask) {
   return warp.stopped ? Flow::stop : Flow::next;
 }
 
-inline Flow cluster_arrive(Warp& warp, const Instruction&, uint32_t) {
-  arrive_at_cluster(warp);
+inline Flow cluster_arrive(Warp& warp, const Instruction& i, uint32_t) {  // aux: 1 if it is relaxed
+  arrive_at_cluster(warp, i.aux);
   return Flow::next;
 }
 
