@@ -209,11 +209,13 @@ def merge_calls(generator: torch.Generator) -> Iterator[Call]:
 
 
 def topk_calls(generator: torch.Generator) -> Iterator[Call]:
-    """select_topk: rows of every kind, by value and by position, of columns of their own, and slots."""
-    for columns, k in ((77, 64), (3001, 512), (40000, 256)):
+    """select_topk: rows of every kind, by value and by position, of columns of their own, and slots; rows of a CTA and
+    of clusters of 4 and 8."""
+    for columns, k in ((77, 64), (3001, 512), (8256, 64), (40000, 256)):
         logits = normal(generator, 5, columns, dtype=torch.float32)
         logits[1] = 1.5
         logits[2, ::2], logits[2, 1::3] = float("nan"), -torch.inf
+        logits[4] *= 1e30  # beyond the f16s by which the kernel counts
         tensors = {"logits": logits, "seq_lens": int32([columns, columns, columns - 3, 0, columns // 2])}
         starts = {**tensors, "row_starts": int32([0, 0, 3, 5, 13])}
         tables = torch.randint(0, 900, (5, columns // 64), generator=generator, dtype=torch.int32)

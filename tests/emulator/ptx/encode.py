@@ -242,7 +242,8 @@ class _Encoder:
         if "warp" in i.modifiers:
             return Encoding("nop", (), Kind.CONVERGE, self.slot(i.operands[0]))
         if "cluster" in i.modifiers:
-            return Encoding("cluster.arrive" if "arrive" in i.modifiers else "cluster.wait", (), Kind.CONVERGE)
+            name = "cluster.arrive" if "arrive" in i.modifiers else "cluster.wait"
+            return Encoding(name, (), Kind.CONVERGE, aux=int("relaxed" in i.modifiers))
         if "red" in i.modifiers:
             if "or" not in i.modifiers:
                 raise NotImplementedError(i.opcode)

@@ -4,10 +4,10 @@ What is modelled: warps whose lanes diverge and meet, shared memory with NaN in 
 barriers, tensor maps, bulk and tensor copies that arrive late and in any order, WGMMA with its descriptors and
 swizzles, the async proxy. What is found: wrong numbers, reads and writes outside of arrays, barriers that never
 complete or get too many arrivals, accesses of two warps to shared memory that no barrier orders (in whatever order they
-ran), memory that is written again while a copy or a product reads it, a missing fence.proxy.async, arrays that a call's
-first kernel touches before griddepcontrol.wait if it is a programmatic dependent launch. What is not: anything below
-PTX (ptxas' work, registers, timing), races within a warp or in global memory, and the approximate instructions' last
-bits.
+ran), memory that is written again while a copy or a product reads it, a missing fence.proxy.async, shared memory that
+is used after its block has ended, arrays that a call's first kernel touches before griddepcontrol.wait if it is a
+programmatic dependent launch. What is not: anything below PTX (ptxas' work, registers, timing), races within a warp or
+in global memory, and the approximate instructions' last bits.
 """
 
 from __future__ import annotations

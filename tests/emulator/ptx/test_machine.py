@@ -102,6 +102,20 @@ def test_rounding_is_that_of_ml_dtypes(instruction: str, dtype: str, bits: int) 
     assert np.array_equal(got, want.view(f"u{bits // 8}").astype(np.int32))
 
 
+def test_rounding_towards_zero_makes_no_infinity() -> None:
+    values = np.random.default_rng(0).standard_normal(256).astype(np.float32)
+    values *= 2.0 ** np.linspace(-30, 20, 256, dtype=np.float32)
+    values[:8] = 65504.0, 65519.9, -65520.0, 1e30, -1e30, np.inf, -np.inf, 0.0
+    instruction = "cvt.rz.f16x2.f32 %r6, %r5, %r5; and.b32 %r6, %r6, 65535;"
+    body = f"ld.global.b32 %r5, [%rd4]; {instruction} st.global.b32 [%rd5], %r6;"
+    got, _ = run(body, values.view(np.int32), threads=256)
+    with np.errstate(over="ignore"):
+        nearest = values.astype(np.float16)
+    too_far = np.abs(nearest.astype(np.float32)) > np.abs(values)
+    want = np.where(too_far, np.nextafter(nearest, np.float16(0)), nearest)
+    assert np.array_equal(got, want.view(np.uint16).astype(np.int32))
+
+
 def test_a_read_outside_of_the_arrays_is_found() -> None:
     with pytest.raises(AssertionError, match=r"reaches over the end of source|outside of all arrays"):
         run("ld.global.b32 %r5, [%rd4+4]; st.global.b32 [%rd5], %r5;", NUMBERS[:32])
@@ -273,10 +287,75 @@ def test_a_copy_over_what_others_read_is_found() -> None:
     read = "ld.shared.b32 %r5, [%r4]; st.global.b32 [%rd5], %r5;"
     wait = "AGAIN: mbarrier.try_wait.parity.shared.b64 %p2, [%r3+1024], 0; @!%p2 bra AGAIN;"
     again = COPY.replace("WAIT", "OVER")
-    _, hazards = run(f"{BARRIER} {COPY} {wait} {read} bar.sync 0; {again}", NUMBERS[:128], threads=128)
+    to_end = wait.replace("AGAIN", "END").replace("], 0", "], 1")
+    _, hazards = run(f"{BARRIER} {COPY} {wait} {read} bar.sync 0; {again} {to_end}", NUMBERS[:128], threads=128)
     assert hazards == []
     _, hazards = run(f"{BARRIER} {COPY} {wait} {read} {again}", NUMBERS[:128], threads=128)
     assert any("no barrier orders a copy" in hazard for hazard in hazards)
+
+
+DELAY = """
+shr.u32 %r10, %r1, 5;
+mad.lo.u32 %r10, %r10, 5000, 1;
+mov.b32 %r9, 0;
+{label}: add.s32 %r9, %r9, 1;
+setp.lt.u32 %p3, %r9, %r10;
+@%p3 bra {label};
+"""
+"""Every warp comes some turns behind the one before."""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_warp_that_has_arrived_at_the_cluster_still_waits_for_its_block(seed: int) -> None:
+    """The first warp waits at its block's barrier when the last one arrives at the cluster's."""
+    arrive = f"{DELAY.format(label='EARLY')} barrier.cluster.arrive; {DELAY.format(label='LATE')}"
+    text = arrive + NEIGHBOUR.format(barrier="bar.sync 0;", again="") + "barrier.cluster.wait;"
+    got, hazards = run(text, NUMBERS[:64], threads=64, seed=seed)
+    assert np.array_equal(got, np.roll(NUMBERS[:64], 32)) and hazards == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_barrier_of_the_cluster_orders(seed: int) -> None:
+    barrier = f"{DELAY.format(label='EARLY')} barrier.cluster.arrive; barrier.cluster.wait;"
+    text = NEIGHBOUR.format(barrier=barrier, again="")
+    got, hazards = run(text, NUMBERS[:64], threads=64, seed=seed)
+    assert np.array_equal(got, np.roll(NUMBERS[:64], 32)) and hazards == []
+    for change in (("barrier.cluster.wait;", ""), ("arrive;", "arrive.relaxed;")):
+        _, hazards = run(text.replace(*change), NUMBERS[:64], threads=64, seed=seed)
+        assert hazards
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_warp_that_ends_behind_its_arrival_counts_once(seed: int) -> None:
+    """The second of three warps ends before the third one arrives, for which the first one waits."""
+    body = f"""
+    ld.global.b32 %r5, [%rd4];
+    {DELAY.format(label="EARLY")}
+    st.shared.b32 [%r4], %r5;
+    barrier.cluster.arrive;
+    setp.eq.u32 %p2, %r10, 5001;
+    @%p2 bra DONE;
+    barrier.cluster.wait;
+    setp.gt.u32 %p2, %r10, 1;
+    @%p2 bra DONE;
+    ld.shared.b32 %r7, [%r4+256];
+    st.global.b32 [%rd5], %r7;
+    DONE:
+    """
+    got, hazards = run(body, NUMBERS[:96], threads=96, seed=seed)
+    assert np.array_equal(got, [*NUMBERS[64:96], *[0] * 64]) and hazards == []
+
+
+def test_arrivals_at_the_cluster_without_a_wait_are_found() -> None:
+    with pytest.raises(AssertionError, match="arrives again at the barrier of the cluster"):
+        run("barrier.cluster.arrive; barrier.cluster.arrive;", NUMBERS[:32])
+    with pytest.raises(AssertionError, match="waits at the barrier of the cluster and has not arrived"):
+        run("barrier.cluster.wait;", NUMBERS[:32])
+
+
+def test_a_copy_that_comes_after_its_block_is_found() -> None:
+    _, hazards = run(f"{BARRIER} {COPY}", NUMBERS[:128], threads=128)
+    assert hazards == ["the shared memory of block 0 of a cluster is used after the block has ended"]
 
 
 def test_an_unknown_instruction_is_refused() -> None:

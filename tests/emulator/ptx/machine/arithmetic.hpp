@@ -199,7 +199,8 @@ inline uint32_t narrow_towards_zero(Format format, float value) {
   std::fesetround(FE_TOWARDZERO);
   const uint32_t code = narrow(format, value);
   std::fesetround(before);
-  return code;
+  const bool infinite = !std::isfinite(widen(format, code));
+  return infinite && std::isfinite(value) ? code - 1 : code;  // the greatest number of its sign
 }
 
 template <class F>

@@ -90,24 +90,40 @@ inline void meet(Warp& warp, const Meeting& meeting) {
   barrier = {};
 }
 
-// A warp that ends counts as one that arrives, at barriers of all threads and of the cluster.
 inline void release_cluster(Cluster& cluster) {
   ++cluster.machine->events;
-  if (cluster.arrived < cluster.live_warps) return;
-  cluster.arrived = 0;
-  join(cluster.known, cluster.arrivals);
-  ++cluster.phase;
-  for (auto& [warp, phase] : cluster.waiting)
-    if (phase < cluster.phase && warp->stopped) {
+  if (cluster.arrivals.size() < static_cast<size_t>(cluster.live_warps)) return;
+  join(cluster.known, cluster.arriving);
+  for (const auto& [warp, waits] : std::exchange(cluster.arrivals, {}))
+    if (waits) {
       acquire(*warp, cluster.known);
       warp->stopped = false;
     }
-  std::erase_if(cluster.waiting, [&](const auto& entry) { return entry.second < cluster.phase; });
 }
 
+// A relaxed arrival hands nothing on of what the warp did.
+inline void arrive_at_cluster(Warp& warp, bool relaxed) {
+  Cluster& cluster = *warp.block->cluster;
+  if (std::exchange(warp.arrived, true)) fault("arrives again at the barrier of the cluster before it has waited there");
+  cluster.arrivals.push_back({&warp, false});
+  if (!relaxed) release(warp, cluster.arriving);
+  release_cluster(cluster);
+}
+
+inline void wait_for_cluster(Warp& warp) {
+  Cluster& cluster = *warp.block->cluster;
+  if (!std::exchange(warp.arrived, false)) fault("waits at the barrier of the cluster and has not arrived there");
+  const auto own = std::ranges::find(cluster.arrivals, &warp, &Arrival::warp);
+  if (own == cluster.arrivals.end()) return acquire(warp, cluster.known);
+  own->waits = warp.stopped = true;
+}
+
+// Barriers of all threads and of the cluster do not wait for a warp that has ended.
 inline void end_warp(Warp& warp) {
   Block& block = *warp.block;
+  Cluster& cluster = *block.cluster;
   --block.live_warps;
-  --block.cluster->live_warps;
-  if (block.cluster->live_warps) release_cluster(*block.cluster);
+  --cluster.live_warps;
+  std::erase_if(cluster.arrivals, [&](const Arrival& arrival) { return arrival.warp == &warp; });
+  if (cluster.live_warps) release_cluster(cluster);
 }

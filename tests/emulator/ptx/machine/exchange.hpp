@@ -206,19 +206,13 @@ inline Flow barrier_meet(Warp& warp, const Instruction& i, uint32_t mask) {
   return warp.stopped ? Flow::stop : Flow::next;
 }
 
-inline Flow cluster_arrive(Warp& warp, const Instruction&, uint32_t) {
-  Cluster& cluster = *warp.block->cluster;
-  cluster.waiting.emplace_back(&warp, cluster.phase);
-  release(warp, cluster.arrivals);
-  ++cluster.arrived;
-  release_cluster(cluster);
+inline Flow cluster_arrive(Warp& warp, const Instruction& i, uint32_t) {  // aux: 1 if it is relaxed
+  arrive_at_cluster(warp, i.aux);
   return Flow::next;
 }
 
 inline Flow cluster_wait(Warp& warp, const Instruction&, uint32_t) {
-  for (auto& [waiting, phase] : warp.block->cluster->waiting)
-    if (waiting == &warp) warp.stopped = true;
-  if (!warp.stopped) acquire(warp, warp.block->cluster->known);
+  wait_for_cluster(warp);
   return warp.stopped ? Flow::stop : Flow::next;
 }
 

@@ -26,7 +26,10 @@ inline const Region* Machine::find(uint64_t address, uint64_t bytes, bool write)
 inline Block& owner(Cluster& cluster, uint32_t address) {
   const uint32_t rank = address >> RANK_SHIFT;
   if (rank >= cluster.blocks.size()) fault("a shared address of block " + std::to_string(rank) + " of the cluster");
-  return cluster.blocks[rank];
+  Block& block = cluster.blocks[rank];
+  if (!block.live_warps)
+    cluster.machine->hazards.insert("the shared memory of block " + std::to_string(rank) + " of a cluster is used after the block has ended");
+  return block;
 }
 
 inline uint32_t offset_of(uint32_t address) { return address & ((1u << RANK_SHIFT) - 1); }

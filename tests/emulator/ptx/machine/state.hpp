@@ -110,6 +110,7 @@ struct Warp {
   uint32_t spinning = 0;
   bool stopped = false;
   bool waited = false;                 // for the kernels before: griddepcontrol.wait
+  bool arrived = false;                // at the barrier of the cluster, and has not waited there since
   int32_t line = 0;                    // of the instruction that runs
   const Instruction* waits = nullptr;  // at which the warp stopped last
   int32_t pc[LANES] = {};
@@ -152,17 +153,22 @@ struct Block {
   int live_warps = 0;
 };
 
+// A warp that has arrived in the present phase of its cluster's barrier. It may stop elsewhere before it waits there.
+struct Arrival {
+  Warp* warp;
+  bool waits;
+};
+
 struct Cluster {
   Machine* machine = nullptr;
   const Program* program = nullptr;
   uint32_t grid[3] = {}, size[3] = {1, 1, 1}, id[3] = {};
   std::vector<Block> blocks;
   std::vector<Copy> copies;
-  int arrived = 0, live_warps = 0;
-  uint64_t phase = 0;
-  Clock arrivals, known;  // at the barrier of the cluster: of those that have arrived, and of its latest phase
+  int live_warps = 0;
+  std::vector<Arrival> arrivals;  // of live warps
+  Clock arriving, known;          // of those that have arrived, and of the latest phase that has ended
   uint32_t copy_clock = 0;
-  std::vector<std::pair<Warp*, uint64_t>> waiting;
 };
 
 struct Machine {
