@@ -19,6 +19,9 @@ from tsmla_kernels import object_cache
 if jaxlib.__version__.startswith(("0.9.", "0.10.")):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
 
+# The suite's workers share the cores: torch's threads would spin, waiting for one another. Before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Before the first backend starts: shard_map tests need several devices, and one CPU can pretend to be eight.
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -39,10 +42,20 @@ def compiled_programs_are_freed() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def quick_compilation() -> Iterator[None]:
-    """LLVM optimises little in this module: toy sizes run for milliseconds and compile for seconds. Not for modules
-    whose tests say which bits come out however a program is compiled."""
+    """LLVM optimises little in this module: toy sizes run for milliseconds and compile for seconds. Tests
+    that say which bits come out however a program is compiled have optimised_compilation beside it."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def optimised_compilation() -> Iterator[None]:
+    """As on a user's machine: for a test of bits in a module that has quick_compilation."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.clear_caches()  # a program that was compiled quickly would serve
+    jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
 

@@ -16,6 +16,8 @@ from tests.jax.ops.programs import assert_same_lse
 from tests.oracles import attention as oracle
 from tests.oracles.inputs import Paged, paged
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 IMPLEMENTATIONS = ("reference", "xla")
 KEYS = [0, 1, 63, 64, 65, 4096]
 STATIC = ("latent_dim", "max_q_len", "causal", "batch_invariant")
@@ -257,6 +259,7 @@ def test_scales_are_operands(name: str) -> None:
     assert len(traces) == 1
 
 
+@pytest.mark.usefixtures("optimised_compilation")
 def test_batch_invariant_rows_are_bitwise_the_same_in_any_batch() -> None:
     alone = paged([300], s=2, heads=3, page_size=16, seed=5)
     others = paged([300, 900, 5, 0, 40, 300], s=2, heads=3, page_size=16, seed=9)

@@ -16,6 +16,8 @@ from tests.oracles import sparse as oracle
 from tests.oracles import sparse_inputs
 from tsmla_jax import sparse
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 SCALE = 192**-0.5
 IMPLEMENTATIONS = ("xla", "reference")  # on any backend; tests/gpu/test_sparse_mla.py adds "cute"
 RUN = {
@@ -259,6 +261,7 @@ def test_blocks_of_tokens_and_of_slots_change_nothing() -> None:
     np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("optimised_compilation")
 def test_a_batch_changes_no_bits() -> None:
     rng = np.random.default_rng(7)
     q = jnp.asarray(rng.standard_normal((9, 3, 40)), jnp.bfloat16)
