@@ -15,9 +15,11 @@ import pytest
 from tsmla_kernels import object_cache
 
 # Most of the suite's time is XLA compiling small programs. Its older way of emitting fused loops takes half as long as
-# the one through MLIR. XLA ends the process over a flag that it doesn't know: only where it was seen to know this one.
+# the one through MLIR, and a program in one part less than in parts for many cores. XLA ends the process over a flag
+# that it doesn't know: only where it was seen to know these.
 if jaxlib.__version__.startswith(("0.9.", "0.10.")):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
+    flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
 
 # The suite's workers share the cores: torch's threads would spin, waiting for one another. Before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -95,6 +97,12 @@ def _why_no_gpu() -> str | None:
     except RuntimeError as error:
         return f"needs an NVIDIA GPU that jax can use: {str(error).splitlines()[0]}"
     return None if devices else "needs an NVIDIA GPU that jax can use: there is none"
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected lives until the end: each garbage collection would look at all of it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
