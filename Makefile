@@ -18,8 +18,9 @@ TOKENSPEED ?= tokenspeed-mla>=2.0,<3
 DOCS ?= 'zensical>=0.0.73,<0.2' 'mkdocstrings-python>=2.0,<3' 'ruff>=0.6'
 CHECKPOINT ?= demo-checkpoint
 PROMPTS ?= $(CHECKPOINT)/prompts.txt
-# Two workers: the suite is sized for a machine of two cores.
-PYTEST_ARGS ?= -n 2 -q
+# Two workers: the suite is sized for a machine of two cores. Each has a run of files, so that a file's fixtures and
+# compiled programs serve all of its tests.
+PYTEST_ARGS ?= -n 2 --dist worksteal -q
 # cuda12 for drivers older than 580.
 CUDA ?= cuda13
 # Several workers share a GPU: most of a test's time is the host's.

@@ -15,9 +15,14 @@ import pytest
 from tsmla_kernels import object_cache
 
 # Most of the suite's time is XLA compiling small programs. Its older way of emitting fused loops takes half as long as
-# the one through MLIR. XLA ends the process over a flag that it doesn't know: only where it was seen to know this one.
+# the one through MLIR, and a program in one part less than in parts for many cores. XLA ends the process over a flag
+# that it doesn't know: only where it was seen to know these.
 if jaxlib.__version__.startswith(("0.9.", "0.10.")):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
+    flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+
+# The suite's workers share the cores: torch's threads would spin, waiting for one another. Before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Before the first backend starts: shard_map tests need several devices, and one CPU can pretend to be eight.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -39,10 +44,20 @@ def compiled_programs_are_freed() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def quick_compilation() -> Iterator[None]:
-    """LLVM optimises little in this module: toy sizes run for milliseconds and compile for seconds. Not for modules
-    whose tests say which bits come out however a program is compiled."""
+    """LLVM optimises little in this module: toy sizes run for milliseconds and compile for seconds. Tests
+    that say which bits come out however a program is compiled have optimised_compilation beside it."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def optimised_compilation() -> Iterator[None]:
+    """As on a user's machine: for a test of bits in a module that has quick_compilation."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.clear_caches()  # a program that was compiled quickly would serve
+    jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
 
@@ -82,6 +97,12 @@ def _why_no_gpu() -> str | None:
     except RuntimeError as error:
         return f"needs an NVIDIA GPU that jax can use: {str(error).splitlines()[0]}"
     return None if devices else "needs an NVIDIA GPU that jax can use: there is none"
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected lives until the end: each garbage collection would look at all of it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

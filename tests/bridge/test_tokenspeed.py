@@ -300,10 +300,10 @@ def test_masks_of_each_token_by_the_kernel(gpu: Gpu) -> None:
     assert len(gpu.launches) == launches + 1 and len(gpu.operands["seq_lens"]) == 3
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("window", [2, 14, 15, 16, 17, 40])
-def test_a_window_by_the_kernel(gpu: Gpu, window: int, dtype: str) -> None:
+def test_a_window_by_the_kernel(gpu: Gpu, window: int) -> None:
     """The kernel gets tables that begin with the first whole page, and the page before them is not lost."""
+    dtype = "float8_e4m3fn" if window in (15, 40) else "bfloat16"
     case = inputs([5, 33, 0, 2, 48, 64], s=3, q_dtype=dtype, kv_dtype=dtype, latent_dim=256, rope_dim=64)
     want = in_window(case, window)
     for b, length in enumerate(case.seq_lens.tolist()):  # what lies before the window is not read

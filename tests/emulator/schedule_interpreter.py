@@ -19,12 +19,19 @@ from unittest import mock
 import numpy as np
 
 import tsmla_kernels
-from tests.emulator.cache_interpreter import stand_in
 from tsmla_kernels.sm90.decode.config import DecodeConfig, workspace_shapes
 
 FOLDER = Path(tsmla_kernels.__file__).parent / "sm90"
 LANES = 32
 GARBAGE = 123456789
+
+
+def stand_in(name: str, **attributes: Any) -> Any:
+    """A module of that name and those attributes."""
+    module = types.ModuleType(name)
+    for key, value in attributes.items():
+        setattr(module, key, value)
+    return module
 
 
 class Warp:

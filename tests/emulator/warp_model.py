@@ -41,22 +41,6 @@ def ldmatrix_transposed(memory: np.ndarray, addresses: np.ndarray) -> list[np.nd
     return registers
 
 
-def prmt(a: np.ndarray, b: np.ndarray, selectors: np.ndarray) -> np.ndarray:
-    both = np.concatenate([a, b], 1)
-    return np.stack([both[LANES, selectors >> 4 * j & 7] for j in range(4)], 1)
-
-
-def stmatrix(memory: np.ndarray, addresses: np.ndarray, registers: list[np.ndarray]) -> None:
-    """Lane l's four bytes go to bytes 4 (l % 4) and on of row l // 4. No two rows may share banks."""
-    for i, register in enumerate(registers):
-        rows = addresses[8 * i : 8 * i + 8]
-        assert len(set(rows // 16 % 8)) == 8
-        for lane in LANES:
-            address = rows[lane // 4] + 4 * (lane % 4)
-            assert not memory[address : address + 4].any()  # written once
-            memory[address : address + 4] = register[lane]
-
-
 def stmatrix_transposed(memory: np.ndarray, addresses: np.ndarray, registers: list[np.ndarray]) -> None:
     """Lane l has elements (l // 4, 2 (l % 4)) and the next of a matrix [8, 8] of 16 bits, whose columns become rows."""
     words = memory.view(np.uint16)

@@ -63,10 +63,16 @@ def offsets_of(lengths: list[int]) -> torch.Tensor:
     return int32([0, *itertools.accumulate(lengths)])
 
 
+@functools.cache
+def poisoned(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
+    cache, table = map(torch.from_numpy, poisoned_cache(np.random.default_rng(0), lengths, PAGE, LATENT + ROPE))
+    return cache * 0.5, table
+
+
 def paged(lengths: list[int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """A poisoned cache and its block table."""
-    cache, table = map(torch.from_numpy, poisoned_cache(np.random.default_rng(0), lengths, PAGE, LATENT + ROPE))
-    return (cache * 0.5).to(dtype), table
+    cache, table = poisoned(*lengths)
+    return cache.to(dtype), table
 
 
 def decode_calls(generator: torch.Generator) -> Iterator[Call]:

@@ -4,6 +4,7 @@ against the reference on the CPU. Warps run and copies arrive in several random 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from tests.emulator.ptx import launcher, machine
 from tests.emulator.ptx.machine import Order
 from tests.gpu.small_grid import CALLS, Call, apart
+from tests.kernels.object_checks import check_object
 from tsmla_bridge.ops import plans
 from tsmla_bridge.runtime import loaded_kernels, scales
 
@@ -22,8 +24,10 @@ TOLERANCE = 0.04
 """Of tests/gpu/small_grid.py, for fp8; other dtypes are far below."""
 
 FAST = {
+    "compress_write_kv_cache": ("v4 4 overlapping", "v4 128", "indexer 4 overlapping"),
     "kv_cache": ("write torch.bfloat16", "gather torch.float8_e4m3fn"),
     "merge_attention_states": ("torch.bfloat16",),
+    "mla_prefill": ("torch.float8_e4m3fn [130, 1] over [131, 64] causal",),
     "packed_caches": ("rows 1 torch.bfloat16 rotated", "keys 1 torch.bfloat16", "queries 1 torch.bfloat16"),
     "sparse_mla": ("{'layout': 'v32', 'heads': 16, 'selected': 200, 'tokens': 5}",),
 }
@@ -35,10 +39,10 @@ MASKED_KEYS = re.compile(r"mla_prefill_backward: (no barrier orders a WGMMA|WGMM
 masked (sm90/prefill/backward_products.py, `zero_keys`)."""
 
 
-def calls() -> list[Any]:
+def calls(ops: Iterable[str]) -> list[Any]:
     found = []
-    for op, make in CALLS.items():
-        for call in make(torch.Generator().manual_seed(0)):
+    for op in ops:
+        for call in CALLS[op](torch.Generator().manual_seed(0)):
             fast = call.name.startswith(FAST.get(op, ())) and "invariant" not in call.name
             found.append(pytest.param(call, id=f"{op} {call.name}", marks=() if fast else pytest.mark.slow))
     return found
@@ -50,16 +54,24 @@ def forget() -> None:
         kept.clear()
 
 
-@pytest.mark.parametrize("call", calls())
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Drawing the inputs takes seconds: those of all operations only where slow tests may be wanted."""
+    metafunc.parametrize("call", calls(FAST if metafunc.config.option.markexpr == "not slow" else CALLS))
+
+
 def test_compiled_kernels_agree_with_the_reference(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     forget()
     want = call.on(cpu)
     forget()
     gpu = launcher.install(monkeypatch)
+    before = set(launcher.EmulatedLauncher.compiled)
     for order in ORDERS:
         monkeypatch.setattr(launcher.EmulatedLauncher, "order", order)
         got = call.on(cpu)
         assert max(apart(a, b) for a, b in zip(got, want, strict=True)) < TOLERANCE
     assert len(gpu.launches) >= len(ORDERS)
     assert [hazard for hazard in launcher.EmulatedLauncher.hazards if not MASKED_KEYS.match(hazard)] == []
+    for key in launcher.EmulatedLauncher.compiled.keys() - before:
+        emulated = launcher.EmulatedLauncher.compiled[key]
+        check_object(emulated.compiled, kernels=len(emulated.programs))

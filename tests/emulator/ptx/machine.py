@@ -204,6 +204,7 @@ class EmulatedKernel:
     """A kernel compiled for one config, ready to run here.
 
     Attributes:
+      compiled: the object.
       programs: of the kernels that the host function launches.
       hazards: what the latest run did that the hardware forgives only sometimes.
     """
@@ -213,12 +214,12 @@ class EmulatedKernel:
         self._folder = tempfile.TemporaryDirectory(prefix="tsmla-ptx-")
         folder = Path(self._folder.name)
         options = f"{kernel.compiler_options} --keep-ptx --dump-dir {folder}"
-        compiled = compile_kernel(dataclasses.replace(kernel, compiler_options=options), config, arch)
+        self.compiled = compile_kernel(dataclasses.replace(kernel, compiler_options=options), config, arch)
         (text,) = folder.glob("*.ptx")
         self.programs = [encode(function) for function in parse(text.read_text()).values()]
         self._structures = [_structure(program) for program in self.programs]
         module = folder / "host.o"
-        module.write_bytes(compiled.module)
+        module.write_bytes(self.compiled.module)
         machine = library(Path(tempfile.gettempdir()))._name
         linked = _build([str(COMPILER), "-shared", str(module), machine], folder / "host.so")
         # The machine's functions of the CUDA runtime come before those of the DSL's library, which may be loaded.

@@ -26,6 +26,7 @@ IDS = np.array(
 )
 MAX_SEGMENTS = 4
 SCALE = 0.3
+SEGMENTS = jax.jit(Segments.from_ids, static_argnames="max_segments")
 
 
 def operands(seed: int = 0, dtype: Any = jnp.float32, ids: np.ndarray = IDS) -> list[jax.Array]:
@@ -64,7 +65,12 @@ def packed_kv(causal: bool, ids: jax.Array, q: jax.Array, kv: jax.Array, k_rope:
 @pytest.mark.parametrize(("attend", "causal"), [(packed, True), (packed_kv, False)])
 def test_values_and_gradients(attend: Any, causal: bool) -> None:
     """Of one compiled program, whose ids are data."""
-    weight = jax.random.normal(jax.random.key(1), (ROWS, LEN, HEADS, V))
+    weight = np.random.default_rng(1).normal(size=(ROWS, LEN, HEADS, V)).astype(np.float32)
+
+    @jax.jit
+    def definition(ids: jax.Array, *arrays: jax.Array) -> Any:
+        out, pull = jax.vjp(partial(dense, ids, causal), *arrays)
+        return out, pull(weight)
 
     @jax.jit
     def run(ids: jax.Array, *arrays: jax.Array) -> Any:
@@ -73,10 +79,10 @@ def test_values_and_gradients(attend: Any, causal: bool) -> None:
 
     for seed, ids in enumerate((IDS, IDS[:, ::-1].copy(), np.ones_like(IDS))):
         arrays = operands(seed)
-        out, pull = jax.vjp(partial(dense, ids, causal), *arrays)
+        out, wanted = definition(ids, *arrays)
         got, gradients = run(ids, *arrays)
         np.testing.assert_allclose(got, out, rtol=2e-5, atol=2e-5)
-        for mine, theirs in zip(gradients, pull(weight), strict=True):
+        for mine, theirs in zip(gradients, wanted, strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
         assert not np.asarray(got)[ids == 0].any()
     assert run._cache_size() == 1
@@ -84,7 +90,7 @@ def test_values_and_gradients(attend: Any, causal: bool) -> None:
 
 def test_a_row_of_too_many_segments_is_nan() -> None:
     arrays = operands()
-    segments = Segments.from_ids(IDS, max_segments=3)
+    segments = SEGMENTS(IDS, max_segments=3)
     assert segments.overflow.tolist() == [True, False]
     got = np.asarray(jax.jit(segment_attention_kv)(*arrays, segments, softmax_scale=SCALE))
     assert np.isnan(got[0]).all()
@@ -94,7 +100,7 @@ def test_a_row_of_too_many_segments_is_nan() -> None:
 def test_long_padding_is_cut_into_pieces() -> None:
     """So that its cost is linear in its length; the pieces start with nothing in use."""
     mask = np.arange(4096)[None] < np.array([[700], [4096], [0]])
-    segments = jax.jit(Segments.from_ids, static_argnames="max_segments")(mask, max_segments=1)
+    segments = SEGMENTS(mask, max_segments=1)
     assert segments.starts.shape == (3, 2 + 16)
     for starts, expected in zip(
         segments.starts.tolist(), ([0, 700, *range(768, 4096, 256)], [0], [*range(0, 4096, 256)]), strict=True
@@ -135,9 +141,9 @@ def test_wide_ids_are_not_cut() -> None:
     with pytest.raises(ValueError, match="ids: got int64 beyond int32; legal: ids of 32 bits, or jax_enable_x64"):
         Segments.from_ids(ids, max_segments=4)
     with jax.enable_x64(True):
-        found = Segments.from_ids(ids, max_segments=4)
+        found = SEGMENTS(ids, max_segments=4)
     assert found.starts[0, :4].tolist() == [0, 1, 2, 3] and found.valid.tolist() == [[True, True, True, False]]
-    high = Segments.from_ids(np.asarray([[2**32 - 1, 2**31]], np.uint32), max_segments=2)
+    high = SEGMENTS(np.asarray([[2**32 - 1, 2**31]], np.uint32), max_segments=2)
     assert high.starts[0, :2].tolist() == [0, 1] and high.valid.all()
 
 

@@ -40,7 +40,7 @@ from tsmla_kernels.catalog import GATHER_KV_CACHE, ROPE_WRITE_KV_CACHE, WRITE_KV
 from tsmla_kernels.kernel import Kernel
 from tsmla_kernels.resources import resource_report
 
-pytestmark = pytest.mark.usefixtures("for_hopper")
+pytestmark = pytest.mark.usefixtures("for_hopper", "quick_compilation")
 
 ARCH = "sm_90a"
 BF16, F16, F32, FP8 = "bfloat16", "float16", "float32", "float8_e4m3fn"
@@ -65,7 +65,8 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize("arch", [ARCH, *(pytest.param(a, marks=pytest.mark.slow) for a in ARCHS if a != ARCH)])
+@pytest.mark.slow  # tests/kernels/test_cache_kernels.py has objects for sm_90a in every run
+@pytest.mark.parametrize("arch", ARCHS)
 def test_everything_stays_in_registers(arch: str) -> None:
     for kernel, config in CONFIGS:
         compiled = object_cache.load_or_compile(kernel, config, arch)

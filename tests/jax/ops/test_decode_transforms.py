@@ -71,8 +71,7 @@ def scaled(name: str, q: jax.Array, kv: jax.Array, *rest: jax.Array) -> Results:
     return attend(name, kv_scale=kv_scale, **fp8)(q, kv, *others)
 
 
-@pytest.mark.parametrize("each", [1, 3, 8])
-@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize(("each", "ragged"), [(1, True), (3, False), (3, True), (8, False)])
 def test_a_large_invariant_batch_takes_several_launches(
     each: int, ragged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,8 +252,7 @@ def test_partitioned_program_downstream_of_sharded_projections(mesh: Mesh) -> No
     np.testing.assert_allclose(compiled(q_sharded, w_sharded), layer(q, weights), rtol=2e-2, atol=2e-1)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("name", ["heads", "both"])
+@pytest.mark.parametrize(("name", "check_vma"), [("heads", False), ("both", True)])
 def test_shard_map(mesh: Mesh, name: str, check_vma: bool) -> None:
     out_spec = SPECS[name][0]
     mapped = jax.shard_map(

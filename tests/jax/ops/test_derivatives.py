@@ -21,7 +21,7 @@ Arrays = tuple[jax.Array, ...]
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape)
+    return jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
 
 
 def total(results: Any) -> jax.Array:

@@ -18,6 +18,8 @@ from tsmla_jax import sparse
 from tsmla_jax.ops import device
 from tsmla_jax.ops.select_topk import cute
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 P, Z, M, T, HEADS, DIM = 7, 4, 5, 6, 3, 128
 IMPLEMENTATIONS = ("xla", "reference")
 

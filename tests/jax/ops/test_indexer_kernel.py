@@ -21,7 +21,7 @@ HEADS, DIM, PAGES, Z, M, T = 8, 128, 5, 16, 2, 4
 RUN = functools.partial(tsmla_jax.indexer_logits, implementation="cute")
 REFERENCE = functools.partial(tsmla_jax.indexer_logits, implementation="reference")
 
-pytestmark = pytest.mark.usefixtures("cache_directory")
+pytestmark = pytest.mark.usefixtures("cache_directory", "quick_compilation")
 
 
 def arrays(rows: int = T) -> dict[str, jax.Array]:
@@ -36,9 +36,7 @@ def arrays(rows: int = T) -> dict[str, jax.Array]:
     }
 
 
-def emulate(
-    q: jax.Array, weights: jax.Array, k_cache: jax.Array, *tables: jax.Array, **_: object
-) -> list[jax.Array]:
+def emulate(q: jax.Array, weights: jax.Array, k_cache: jax.Array, *tables: jax.Array, **_: object) -> list[jax.Array]:
     """What the custom call of these arrays returns."""
     offsets = {"cu_seqlens_q": tables[2]} if len(tables) == 3 else {}
     return [REFERENCE(q, weights, k_cache, *tables[:2], **offsets)]
@@ -71,9 +69,7 @@ def test_tokens_stay_where_they_are(kind: AxisType, ragged: bool, monkeypatch: p
     mesh = Mesh(np.asarray(jax.devices()[:2]), "x", axis_types=(kind,))
     rows, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("x",), ()))
     split = ("q", "weights") if ragged else ("q", "weights", "block_tables", "seq_lens")
-    placed: dict[str, Any] = {
-        name: jax.device_put(x, rows if name in split else whole) for name, x in given.items()
-    }
+    placed: dict[str, Any] = {name: jax.device_put(x, rows if name in split else whole) for name, x in given.items()}
     with emulated(cute._transformable, by=emulate):
         compiled = jax.jit(RUN).lower(**placed).compile()
         assert bool(collectives(compiled)) == ragged  # a request's tokens may lie anywhere

@@ -25,6 +25,8 @@ from tsmla_jax.ops.write_packed_kv_cache.api import OPERATION as PACKED
 from tsmla_jax.sparse import CompressorState
 from tsmla_kernels.kernel import Kernel
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 TOKENS, PAGES, PAGE, HEADS = 6, 4, 16, 4
 OPERATIONS = {operation.name: operation for operation in (PACKED, KEYS, QUANTIZE)}
 WRITES = (PACKED.name, KEYS.name)
@@ -129,17 +131,18 @@ def test_queries_have_the_references_derivative() -> None:
 @pytest.mark.parametrize("op", WRITES)
 def test_a_rotation_is_that_of_the_rows(op: str) -> None:
     """Rotated first, or by the operation."""
-    cache, *rows, slots, cos, sin = arrays(op)
-    if op == PACKED.name:
+
+    write = getattr(sparse, op)
+    options = OPTIONS[op] if op == KEYS.name else {}
+
+    def rotated_first(cache: jax.Array, *given: jax.Array) -> jax.Array:
+        *rows, turning, slots, cos, sin = given
+        turning = turning.astype(jnp.float32) if op == KEYS.name else turning
         cos_sin = jnp.concatenate([cos, sin], axis=1)
-        turned = sparse.apply_rope(rows[1], jnp.arange(TOKENS, dtype=jnp.int32), cos_sin)
-        got = sparse.write_packed_kv_cache(cache, *rows, slots, cos, sin)
-        assert_same(got, sparse.write_packed_kv_cache(cache, rows[0], turned, slots))
-    else:
-        cos_sin = jnp.concatenate([cos, sin], axis=1)
-        turned = sparse.apply_rope(rows[0].astype(jnp.float32), jnp.arange(TOKENS, dtype=jnp.int32), cos_sin)
-        got = sparse.write_indexer_cache(cache, *rows, slots, cos, sin, **OPTIONS[op])
-        assert_same(got, sparse.write_indexer_cache(cache, turned, slots))
+        turned = sparse.apply_rope(turning, jnp.arange(TOKENS, dtype=jnp.int32), cos_sin)
+        return write(cache, *rows, turned, slots)
+
+    assert_same(jax.jit(functools.partial(write, **options))(*arrays(op)), jax.jit(rotated_first)(*arrays(op)))
 
 
 @pytest.mark.parametrize(
@@ -197,18 +200,23 @@ COMPRESS = functools.partial(tsmla_jax.compress_write_kv_cache, ratio=4, overlap
 
 def test_compress_write_is_the_separate_steps() -> None:
     given = compress_arrays()
-    entries, state = tsmla_jax.compress_kv(
-        given["kv_score"],
-        given["ape"],
-        given["state"],
-        **{name: given[name] for name in ("state_slots", "seq_lens", "cu_seqlens_q")},
-        ratio=4,
-        overlap=True,
-    )
-    rows = sparse.norm_rope(entries.kv, given["norm_weight"], entries.positions * 4, given["cos_sin"], eps=1e-6)
-    tables = given["block_tables"][jnp.maximum(entries.requests, 0)]
-    slots = sparse.positions_to_slots(entries.positions[:, None], tables, 16)[:, 0]
-    want = sparse.write_indexer_cache(given["cache"], rows, slots)
+
+    @jax.jit
+    def separate_steps(given: dict[str, Any]) -> Any:
+        entries, state = tsmla_jax.compress_kv(
+            given["kv_score"],
+            given["ape"],
+            given["state"],
+            **{name: given[name] for name in ("state_slots", "seq_lens", "cu_seqlens_q")},
+            ratio=4,
+            overlap=True,
+        )
+        rows = sparse.norm_rope(entries.kv, given["norm_weight"], entries.positions * 4, given["cos_sin"], eps=1e-6)
+        tables = given["block_tables"][jnp.maximum(entries.requests, 0)]
+        slots = sparse.positions_to_slots(entries.positions[:, None], tables, 16)[:, 0]
+        return sparse.write_indexer_cache(given["cache"], rows, slots), state
+
+    want, state = separate_steps(given)
     for name in ("xla", "reference"):
         cache, new_state = jax.jit(functools.partial(COMPRESS, implementation=name))(**given)
         assert_same(cache, want)

@@ -16,6 +16,8 @@ from tests.oracles import sparse as oracle
 from tests.oracles import sparse_inputs
 from tsmla_jax import sparse
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 SCALE = 192**-0.5
 IMPLEMENTATIONS = ("xla", "reference")  # on any backend; tests/gpu/test_sparse_mla.py adds "cute"
 RUN = {
@@ -118,19 +120,24 @@ def test_scaled_fp8_queries() -> None:
         close(got, oracle.sparse_mla(q.astype(np.float64) * 0.05, rows, scale=0.2, latent_dim=32), 1e-2)
 
 
+@functools.cache
+def many_selected() -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
+    """The arrays of a call, and the rows that its tokens select."""
+    case = sparse_inputs.call("v32", tokens=8, heads=16, selected=2048, pages=64, page_size=64, lengths=False, seed=5)
+    return case.arrays, list(oracle.selected(case.arrays["indices"], None, case.caches))
+
+
 @pytest.mark.parametrize(
     ("spread", "error"), [(0.25, 0.012), (0.5, 0.02), (1.0, 0.035), (1.7, 0.042), (2.5, 0.053), (4.0, 0.063)]
 )
 def test_the_error_of_queries_rounded_to_e4m3(spread: float, error: float) -> None:
     """docs/guides/fp8.md has these numbers: relative errors of out, by the standard deviation of the logits."""
-    case = sparse_inputs.call("v32", tokens=8, heads=16, selected=2048, pages=64, page_size=64, lengths=False, seed=5)
-    rows = list(oracle.selected(case.arrays["indices"], None, case.caches))
-    q = case.arrays["q"]
+    arrays, rows = many_selected()
+    q = arrays["q"]
     narrow = oracle.e4m3(q.astype(np.float32))
     scale = spread / np.std(np.float64(q[0]) @ rows[0].T)
     want, _ = oracle.quick_sparse_mla(q, rows, scale=scale, latent_dim=512)
-    given = {name: jnp.asarray(array) for name, array in (case.arrays | {"q": narrow}).items()}
-    out, _ = RUN["reference"](**given, softmax_scale=scale)
+    out, _ = RUN["reference"](**(arrays | {"q": narrow}), softmax_scale=scale)
     assert out.dtype == jnp.bfloat16
     found = np.linalg.norm(np.asarray(out, np.float64) - want) / np.linalg.norm(want)
     assert 0.75 * error < found < 1.25 * error, found
@@ -259,17 +266,16 @@ def test_blocks_of_tokens_and_of_slots_change_nothing() -> None:
     np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("optimised_compilation")
 def test_a_batch_changes_no_bits() -> None:
     rng = np.random.default_rng(7)
-    q = jnp.asarray(rng.standard_normal((9, 3, 40)), jnp.bfloat16)
-    cache = jnp.asarray(rng.standard_normal((4, 8, 40)), jnp.bfloat16)
-    indices, lengths = ints(rng.integers(-1, 32, (9, 300))), ints(rng.integers(0, 301, 9))
+    q, cache = (rng.standard_normal(shape).astype(jnp.bfloat16) for shape in ((9, 3, 40), (4, 8, 40)))
+    indices, lengths = (x.astype(np.int32) for x in (rng.integers(-1, 32, (9, 300)), rng.integers(0, 301, 9)))
     run = functools.partial(RUN["xla"], kv_cache=cache, softmax_scale=0.2, latent_dim=32, batch_invariant=True)
     whole = run(q, indices=indices, lengths=lengths)
-    for rows in ([4], [8, 1], [3, 0, 5]):
-        at = ints(rows)
+    for at in ([4], [8, 1], [3, 0, 5]):
         for part, all_rows in zip(run(q[at], indices=indices[at], lengths=lengths[at]), whole, strict=True):
-            np.testing.assert_array_equal(part, all_rows[at])
+            np.testing.assert_array_equal(part, np.asarray(all_rows)[at])
 
 
 def test_shards_of_heads_and_of_tokens_and_vmap() -> None:

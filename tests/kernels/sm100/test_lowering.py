@@ -110,10 +110,10 @@ def test_scales_by_value_are_sizes_and_compile_nothing() -> None:
 @needs_package
 def test_decode_exports_for_all_sizes() -> None:
     b, p, m = export.symbolic_shape("b, p, m", constraints=["b <= 4096"])
-    again = exported(attend, *specs(b, p, m, page=128))
+    again = exported(attend, *specs(b, p, m))
     assert again.platforms == ("cuda",)
     stored = len(object_cache.entries())
-    text = lower(again.call, *specs(7, 99, 3, page=128))
+    text = lower(again.call, *specs(7, 99, 3))
     assert len(object_cache.entries()) == stored and device.TARGET in text
 
 

@@ -1,18 +1,12 @@
 """The decode kernel as it is compiled: nothing spilled, nothing in local memory, no serialised WGMMA. Needs no GPU."""
 
 import dataclasses
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.kernels.object_checks import assert_small_enough_to_embed, assert_stays_in_registers
-from tsmla_kernels import object_cache
+from tests.kernels.object_checks import all_but_slow, check_compiled
 from tsmla_kernels.catalog import MLA_DECODE
-from tsmla_kernels.compile import CompiledObject
 from tsmla_kernels.sm90.decode.config import FP8, ROWS
-
-ARCH = "sm_90a"
 
 CONFIGS = {
     "16 heads": {"num_heads": "16"},
@@ -92,29 +86,12 @@ FAST = (
 """Compiled in every run of the tests; each takes ten to twenty seconds. The others are slow tests."""
 
 
-@pytest.fixture(scope="module")
-def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield tmp_path_factory.mktemp("decode-objects")
-
-
-NAMES = (*CONFIGS, *SPLIT, *HEADS_FIRST)
-
-
-@pytest.fixture(params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in NAMES])
-def compiled(request: pytest.FixtureRequest, shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> CompiledObject:
-    monkeypatch.setenv("TSMLA_CACHE_DIR", str(shared_cache))
-    config = MLA_DECODE.from_options((CONFIGS | SPLIT | HEADS_FIRST)[request.param])
-    heads_first = request.param in HEADS_FIRST
-    config = dataclasses.replace(config, split_q=heads_first or request.param in SPLIT, heads_first=heads_first)
-    return object_cache.load_or_compile(MLA_DECODE, config, ARCH)
-
-
-def test_everything_stays_in_registers(compiled: CompiledObject) -> None:
-    assert_stays_in_registers(compiled, kernels=2)  # attention and combine
-
-
-def test_object_is_small_enough_to_embed(compiled: CompiledObject) -> None:
-    assert_small_enough_to_embed(compiled)
+@pytest.mark.parametrize("name", all_but_slow((*CONFIGS, *SPLIT, *HEADS_FIRST), FAST))
+def test_everything_stays_in_registers(name: str) -> None:
+    config = MLA_DECODE.from_options((CONFIGS | SPLIT | HEADS_FIRST)[name])
+    heads_first = name in HEADS_FIRST
+    config = dataclasses.replace(config, split_q=heads_first or name in SPLIT, heads_first=heads_first)
+    check_compiled(MLA_DECODE, config, kernels=2)  # attention and combine
 
 
 @pytest.mark.parametrize("heads", [1, 16, 32, 33, 128])

@@ -5,24 +5,20 @@ import itertools
 
 import pytest
 
-from tests.kernels.object_checks import assert_small_enough_to_embed, assert_stays_in_registers
-from tsmla_kernels import object_cache
+from tests.kernels.object_checks import all_but_slow, check_compiled
 from tsmla_kernels.catalog import INDEXER_LOGITS
 from tsmla_kernels.contract.layouts import IndexerCacheSpec
 from tsmla_kernels.contract.sparse import IndexerLogitsSpec
 from tsmla_kernels.sm90.constants import SMEM_BYTES
 from tsmla_kernels.sm90.indexer.logits_config import BLOCK, LogitsConfig, logits_config, logits_reasons
 
-ARCH = "sm_90a"
 ONE_TOKEN = IndexerLogitsSpec(
     64, 64, 64, 128, 512, IndexerCacheSpec(8, 64, 128, True), False, "float8_e4m3fn", "float32", "uint8"
 )
 
 
 def spec(tokens: int, requests: int, heads: int = 64, ragged: bool = True) -> IndexerLogitsSpec:
-    return dataclasses.replace(
-        ONE_TOKEN, num_tokens=tokens, num_requests=requests, num_heads=heads, ragged=ragged
-    )
+    return dataclasses.replace(ONE_TOKEN, num_tokens=tokens, num_requests=requests, num_heads=heads, ragged=ragged)
 
 
 CONFIGS = {
@@ -42,11 +38,9 @@ FAST = ("decode", "prefill")
 """Compiled in every run of the tests. The others are slow tests."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in FAST else pytest.mark.slow) for x in CONFIGS])
+@pytest.mark.parametrize("name", all_but_slow(CONFIGS, FAST))
 def test_everything_stays_in_registers(name: str) -> None:
-    compiled = object_cache.load_or_compile(INDEXER_LOGITS, CONFIGS[name], ARCH)
-    assert_stays_in_registers(compiled, kernels=1)
-    assert_small_enough_to_embed(compiled)
+    check_compiled(INDEXER_LOGITS, CONFIGS[name], kernels=1)
 
 
 @pytest.mark.parametrize("heads", range(8, 129, 8))

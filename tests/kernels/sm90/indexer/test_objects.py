@@ -2,14 +2,11 @@
 
 import pytest
 
-from tests.kernels.object_checks import assert_small_enough_to_embed, assert_stays_in_registers
-from tsmla_kernels import object_cache
+from tests.kernels.object_checks import all_but_slow, check_compiled
 from tsmla_kernels.catalog import SELECT_TOPK
 from tsmla_kernels.contract.sparse import TopKSpec
 from tsmla_kernels.sm90.constants import SMEM_BYTES
 from tsmla_kernels.sm90.indexer.config import MAX_COLUMNS, topk_config, topk_reasons
-
-ARCH = "sm_90a"
 
 CONFIGS = {
     "few short rows": topk_config(TopKSpec(1, 8192, 2048, "position")),
@@ -26,11 +23,9 @@ FAST = ("few short rows", "few long rows", "slots, row starts")
 """Compiled in every run of the tests. The others are slow tests."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in FAST else pytest.mark.slow) for x in CONFIGS])
+@pytest.mark.parametrize("name", all_but_slow(CONFIGS, FAST))
 def test_everything_stays_in_registers(name: str) -> None:
-    compiled = object_cache.load_or_compile(SELECT_TOPK, CONFIGS[name], ARCH)
-    assert_stays_in_registers(compiled, kernels=1)
-    assert_small_enough_to_embed(compiled)
+    check_compiled(SELECT_TOPK, CONFIGS[name], kernels=1)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64, 128, 4096])

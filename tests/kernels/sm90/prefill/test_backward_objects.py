@@ -2,15 +2,11 @@
 GPU."""
 
 import math
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.kernels.object_checks import assert_small_enough_to_embed, assert_stays_in_registers
-from tsmla_kernels import object_cache
+from tests.kernels.object_checks import all_but_slow, check_compiled
 from tsmla_kernels.catalog import MLA_PREFILL_BACKWARD
-from tsmla_kernels.compile import CompiledObject
 from tsmla_kernels.sm90.prefill.backward_config import backward_workspaces
 from tsmla_kernels.sm90.prefill.backward_sums import sum_position
 
@@ -24,24 +20,10 @@ CONFIGS = {
 FAST = ("causal",)
 
 
-@pytest.fixture(scope="module")
-def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield tmp_path_factory.mktemp("prefill-backward-objects")
-
-
-@pytest.fixture(params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CONFIGS])
-def compiled(request: pytest.FixtureRequest, shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> CompiledObject:
-    monkeypatch.setenv("TSMLA_CACHE_DIR", str(shared_cache))
-    config = MLA_PREFILL_BACKWARD.from_options(CONFIGS[request.param])
-    return object_cache.load_or_compile(MLA_PREFILL_BACKWARD, config, "sm_90a")
-
-
-def test_everything_stays_in_registers(compiled: CompiledObject) -> None:
-    assert_stays_in_registers(compiled, kernels=3)  # the rows' terms and the plan, the gradients, dq
-
-
-def test_object_is_small_enough_to_embed(compiled: CompiledObject) -> None:
-    assert_small_enough_to_embed(compiled)
+@pytest.mark.parametrize("name", all_but_slow(CONFIGS, FAST))
+def test_everything_stays_in_registers(name: str) -> None:
+    config = MLA_PREFILL_BACKWARD.from_options(CONFIGS[name])
+    check_compiled(MLA_PREFILL_BACKWARD, config, kernels=3)  # the rows' terms and the plan, the gradients, dq
 
 
 @pytest.mark.parametrize("options", CONFIGS.values(), ids=CONFIGS)

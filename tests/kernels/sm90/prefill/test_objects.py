@@ -1,17 +1,11 @@
 """The prefill kernel as it is compiled: nothing spilled, nothing in local memory, no serialised WGMMA. Needs no GPU."""
 
 import dataclasses
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.kernels.object_checks import assert_small_enough_to_embed, assert_stays_in_registers
-from tsmla_kernels import object_cache
+from tests.kernels.object_checks import all_but_slow, check_compiled
 from tsmla_kernels.catalog import MLA_PREFILL
-from tsmla_kernels.compile import CompiledObject
-
-ARCH = "sm_90a"
 
 CONFIGS = {
     "192 and 128": {},
@@ -24,32 +18,15 @@ CONFIGS = {
 }
 WIDE_V = {"192 and 128, v in a wider tensor": {}, "fp8, v in a wider tensor": {"dtype": "float8_e4m3fn"}}
 
-FAST = ("192 and 128", "fp8")
-"""Compiled in every run of the tests; each takes five to ten seconds. The others are slow tests."""
+FAST = ("192 and 128",)
+"""Compiled in every run of the tests, in five to ten seconds, as is fp8 in test_on_machine.py. The others are slow."""
 
 
-@pytest.fixture(scope="module")
-def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield tmp_path_factory.mktemp("prefill-objects")
-
-
-NAMES = (*CONFIGS, *WIDE_V)
-
-
-@pytest.fixture(params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in NAMES])
-def compiled(request: pytest.FixtureRequest, shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> CompiledObject:
-    monkeypatch.setenv("TSMLA_CACHE_DIR", str(shared_cache))
-    wide_v = request.param in WIDE_V
-    config = MLA_PREFILL.from_options(WIDE_V[request.param] if wide_v else CONFIGS[request.param])
-    return object_cache.load_or_compile(MLA_PREFILL, dataclasses.replace(config, wide_v=wide_v), ARCH)
-
-
-def test_everything_stays_in_registers(compiled: CompiledObject) -> None:
-    assert_stays_in_registers(compiled, kernels=2)  # attention and its plan
-
-
-def test_object_is_small_enough_to_embed(compiled: CompiledObject) -> None:
-    assert_small_enough_to_embed(compiled)
+@pytest.mark.parametrize("name", all_but_slow((*CONFIGS, *WIDE_V), FAST))
+def test_everything_stays_in_registers(name: str) -> None:
+    wide_v = name in WIDE_V
+    config = MLA_PREFILL.from_options(WIDE_V[name] if wide_v else CONFIGS[name])
+    check_compiled(MLA_PREFILL, dataclasses.replace(config, wide_v=wide_v), kernels=2)  # attention and its plan
 
 
 @pytest.mark.parametrize(

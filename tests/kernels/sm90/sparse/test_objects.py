@@ -1,16 +1,9 @@
 """The sparse kernel as it is compiled: nothing spilled, nothing in local memory, no serialised WGMMA. Needs no GPU."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-from tests.kernels.object_checks import assert_small_enough_to_embed, assert_stays_in_registers
-from tsmla_kernels import object_cache
+from tests.kernels.object_checks import all_but_slow, check_compiled
 from tsmla_kernels.catalog import SPARSE_MLA
-from tsmla_kernels.compile import CompiledObject
-
-ARCH = "sm_90a"
 
 CONFIGS = {
     "16 heads": {"num_heads": "16"},
@@ -79,24 +72,11 @@ CONFIGS = {
         "kv_dtype": "float8_e4m3fn",
     },
 }
-FAST = ("16 heads", "V4, two caches, sinks, 64 heads")
-"""Compiled in every run of the tests; each takes ten to twenty seconds. The others are slow tests."""
+FAST = ("V4, two caches, sinks, 64 heads",)
+"""Compiled in every run of the tests, in ten to twenty seconds, as are 16 heads in test_on_machine.py. The others are
+slow tests."""
 
 
-@pytest.fixture(scope="module")
-def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield tmp_path_factory.mktemp("sparse-objects")
-
-
-@pytest.fixture(params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CONFIGS])
-def compiled(request: pytest.FixtureRequest, shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> CompiledObject:
-    monkeypatch.setenv("TSMLA_CACHE_DIR", str(shared_cache))
-    return object_cache.load_or_compile(SPARSE_MLA, SPARSE_MLA.from_options(CONFIGS[request.param]), ARCH)
-
-
-def test_everything_stays_in_registers(compiled: CompiledObject) -> None:
-    assert_stays_in_registers(compiled, kernels=2)  # attention and combine
-
-
-def test_object_is_small_enough_to_embed(compiled: CompiledObject) -> None:
-    assert_small_enough_to_embed(compiled)
+@pytest.mark.parametrize("name", all_but_slow(CONFIGS, FAST))
+def test_everything_stays_in_registers(name: str) -> None:
+    check_compiled(SPARSE_MLA, SPARSE_MLA.from_options(CONFIGS[name]), kernels=2)  # attention and combine
