@@ -269,9 +269,15 @@ def _in_flags(make: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
             raise
         flag = _FLAGS.get(named[1], "--" + named[1].replace("_", "-"))
         said = str(error)[named.end() :]
+        if named[1].endswith("_parallel"):  # these errors speak of all three
+            said = re.sub(r"\b(data|expert|context)_parallel\b(?: = (\d+)\b(?! devices))?", _parallel_flag, said)
         for short, long in CACHE_DTYPES.items():
             said = re.sub(rf"\b{long}\b", short, said) if named[1] in ("cache_dtype", "q_dtype") else said
         raise ValueError(f"{flag} {said.replace('legal: None, ', 'legal: ').replace(', or None', '')}") from None
+
+
+def _parallel_flag(named: re.Match[str]) -> str:
+    return f"--{named[1]}-parallel" + (f" {named[2]}" if named[2] else "")
 
 
 def _check_memory(size: int) -> None:

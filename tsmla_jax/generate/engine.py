@@ -169,13 +169,13 @@ class Engine:
             self.close()
         return Generation(results, self.figures, plan.choices)
 
-    def admit(self, text_id: int, tokens: Sequence[int], limit: int) -> bool:
+    def admit(self, text_id: int, tokens: Sequence[int], max_new_tokens: int) -> bool:
         """Takes up a text, if there is room for it now.
 
         Args:
           text_id: a number of the caller's, below 2**31, that no text under way has; its random bits depend on it.
           tokens: the prompt.
-          limit: tokens to generate at most, at least 1.
+          max_new_tokens: at least 1.
 
         Returns:
           False, and nothing changes, if there are too few free pages or max_batch texts are under way.
@@ -189,13 +189,13 @@ class Engine:
         session = self._opened()
         if not 0 <= text_id < 2**31 or text_id in session.texts:
             raise ValueError(f"text_id = {text_id}; legal: 0 to 2**31 - 1, and of no text under way")
-        need = check_text(self.config, session.plan, f"text {text_id}", tokens, limit)
+        need = check_text(self.config, session.plan, f"text {text_id}", tokens, max_new_tokens)
         roomy = [replica for replica in session.replicas if replica.has_room(need)]
         if not roomy or len(session.texts) == self.options.max_batch:
             return False
         replica = min(roomy, key=lambda one: (one.num_texts, -one.allocator.available))
         drafter = NgramDrafter(tokens) if self.options.speculative else None
-        text = session.texts[text_id] = replica.admit(text_id, tokens, limit, need, drafter)
+        text = session.texts[text_id] = replica.admit(text_id, tokens, max_new_tokens, need, drafter)
         self.figures.prompt_tokens += len(text.prompt)
         pages = sum(replica.allocator.peak for replica in session.replicas)
         self.figures.peak_pages = pages * self.options.mesh.context
@@ -395,6 +395,8 @@ class Engine:
             step += f" after {most}cached ones"
         replicas = self.plan.mesh.replicas
         step += f", up to {replicas * kind.rows} texts" + (f" on {replicas} replicas" if replicas > 1 else "")
+        if session.started:  # else the compiler's seconds would hide those of a step under way
+            jax.block_until_ready(session.started[-1].tokens)
         if self._on_compile:
             self._on_compile(step, None)
         begin = time.perf_counter()

@@ -80,6 +80,8 @@ def check_mesh(config: ModelConfig, shape: MeshShape) -> None:
         kind = jax.devices()[0].platform
         most = count // shards
         fits = f"data_parallel = {most}" if most else f"products of the three up to {count}"
+        if kind == "cpu" and processes == 1:
+            fits += f"; JAX_NUM_CPU_DEVICES={shape.size} in the environment simulates that many"
         where = f"jax has {count} ({kind})" if processes == 1 else f"the {processes} processes have {count} ({kind})"
         raise ValueError(
             f"data_parallel = {data}, expert_parallel = {expert}, context_parallel = {context}: needs {shape.size} "

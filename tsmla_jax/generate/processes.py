@@ -37,7 +37,7 @@ def join(coordinator_address: str | None, num_processes: int | None, process_id:
     for name, value in given.items():
         if value is None:
             others = " and ".join(other.replace("_", " ") for other, known in given.items() if known is not None)
-            raise ValueError(f"{name} = nothing; legal beside a {others}: a value")
+            raise ValueError(f"{name} = None; legal beside a {others}: a value")
     assert coordinator_address is not None and num_processes is not None and process_id is not None
     if not re.fullmatch(r".+:\d+", coordinator_address):
         raise ValueError(f"coordinator_address = {coordinator_address!r}; legal: HOST:PORT")

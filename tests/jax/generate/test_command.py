@@ -233,6 +233,17 @@ WRONG = {
                 "--q-dtype 'f16'; legal with parameters of bf16 and a cache of fp8: bf16, fp8"),
     "fp8 queries over a wide cache": (unchanged, [*IDS, "--q-dtype", "fp8"],
                                       "--q-dtype 'fp8'; legal with parameters of f32 and a cache of f32: f32"),
+    "more devices than there are": (
+        unchanged,
+        [*IDS, "--data-parallel", "3", "--expert-parallel", "4"],
+        "--data-parallel 3, --expert-parallel 4, --context-parallel 1: needs 12 devices, and jax has 8 (cpu); what "
+        "fits: --data-parallel 2; JAX_NUM_CPU_DEVICES=12 in",
+    ),
+    "experts that can't be split": (
+        unchanged,
+        [*IDS, "--expert-parallel", "3"],
+        "--expert-parallel 3: 8 experts on --expert-parallel x --context-parallel = 3 devices; legal products: 1, 2, 4",
+    ),
     "page size": (unchanged, [*IDS, "--page-size", "0"], "--page-size 0"),
     "cache tokens": (unchanged, [*IDS, "--cache-tokens", "0"], "--cache-tokens 0"),
     "top p": (unchanged, [*IDS, "--top-p", "1.5"], "--top-p 1.5; legal"),

@@ -27,6 +27,20 @@ def greedy(tiny_model: Model) -> Generation:
     return Engine(params, config, OPTIONS).generate(PROMPTS, NEW)
 
 
+def test_a_step_ends_before_another_one_is_compiled(tiny_model: Model) -> None:
+    """Or the compiler's seconds, which are no step's, would hide those of the prompts."""
+    config, params = tiny_model
+    ready = []
+
+    def compiles(step: str, seconds: float | None) -> None:
+        session = engine._opened()
+        ready.append([started.tokens.is_ready() for started in session.started])
+
+    engine = Engine(params, config, OPTIONS, compiles)
+    engine.generate(PROMPTS[:2], 3)
+    assert [True] in ready and all(map(all, ready))
+
+
 def test_figures_add_up(greedy: Generation, tiny_model: Model) -> None:
     config, _ = tiny_model
     figures = greedy.figures

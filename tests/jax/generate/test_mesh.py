@@ -193,10 +193,10 @@ def test_a_mesh_that_does_not_fit_is_refused_in_one_line(tiny_model: Model) -> N
     with pytest.raises(
         ValueError,
         match=r"^data_parallel = 3, expert_parallel = 4, context_parallel = 1: needs 12 devices, and jax has 8 \(cpu\);"
-        r" what fits: data_parallel = 2$",
+        r" what fits: data_parallel = 2; JAX_NUM_CPU_DEVICES=12 in the environment simulates that many$",
     ):
         Engine(params, config, EngineOptions(data_parallel=3, expert_parallel=4))
-    with pytest.raises(ValueError, match=r"what fits: products of the three up to 8$"):
+    with pytest.raises(ValueError, match=r"what fits: products of the three up to 8; JAX_NUM_CPU_DEVICES=9"):
         check_mesh(replace(config, mlp_layers=("dense",) * config.num_layers), MeshShape(1, 1, 9))
     with pytest.raises(
         ValueError, match=r"^expert_parallel = 3: 8 experts on .* = 3 devices; legal products: 1, 2, 4, 8$"
