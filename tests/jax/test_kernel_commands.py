@@ -3,6 +3,7 @@
 import argparse
 import io
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -54,7 +55,8 @@ def test_compile_fills_the_cache_in_parallel(builds: Path, capsys: pytest.Captur
     assert widths(object_cache.entries()) == [32, 64]
     said = capsys.readouterr()
     assert "2 compiled for sm_90a" in said.out
-    assert "[1/2] scale " in said.err and "[2/2] scale " in said.err  # no bar where nobody watches
+    assert "compiling 2 kernels\n[1/2] scale " in said.err and "[2/2] scale " in said.err and "\r" not in said.err
+    assert re.search(r"compiled in [\d.]+ s: \d+ registers, 0 bytes of local memory\n", said.err)
 
     assert compile_command(*arguments, "--config", "width=96", "--jobs", "1") == 0
     assert "2 of 3 in the cache already" in capsys.readouterr().out
@@ -188,9 +190,10 @@ class Terminal(io.StringIO):
 def test_progress_bar() -> None:
     terminal = Terminal()
     with kernel_commands._Progress(2, terminal) as progress:
-        assert not progress.done(kernel_commands._Outcome("scale a", 1.0, None))
+        assert not progress.done(kernel_commands._Outcome("scale a", 1.0, None, "9 registers"))
         assert progress.done(kernel_commands._Outcome("scale b", 1.0, "no"))
     drawn = terminal.getvalue()
+    assert "[1/2] scale a compiled in 1.0 s: 9 registers\n" in drawn
     assert "[........................] 0/2 kernels" in drawn and "[############............] 1/2 kernels" in drawn
     assert (
         "[########################] 2/2 kernels" in drawn and "scale b failed: no\n" in drawn and drawn.endswith("\n")

@@ -22,7 +22,9 @@ from typing import NamedTuple, TextIO
 
 from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import KERNELS
+from tsmla_kernels.compile import CompiledObject
 from tsmla_kernels.kernel import Config, Kernel
+from tsmla_kernels.resources import resource_report
 
 _BAR_WIDTH = 24
 
@@ -222,22 +224,31 @@ class _Outcome:
     what: str
     seconds: float
     error: str | None
+    resources: str = ""
 
 
 def _compile_one(kernel: Kernel, config: Config, arch: str) -> _Outcome:
     start = time.perf_counter()
-    error = None
+    error, resources = None, ""
     try:
-        object_cache.load_or_compile(kernel, config, arch)
+        resources = _resources_of(object_cache.load_or_compile(kernel, config, arch))
         if not object_cache.is_stored(kernel, config, arch):
             error = f"compiled, and not stored in {object_cache.directory()}"
     except (RuntimeError, ModuleNotFoundError) as e:
         error = str(e)
-    return _Outcome(f"{kernel.name} {kernel.config_json(config)}", time.perf_counter() - start, error)
+    return _Outcome(f"{kernel.name} {kernel.config_json(config)}", time.perf_counter() - start, error, resources)
+
+
+def _resources_of(compiled: CompiledObject) -> str:
+    """What who changes a kernel looks at first: registers of each device function, local memory, serialised WGMMA."""
+    report = resource_report(compiled)
+    registers = " and ".join(str(function.registers) for function in report.kernels)
+    local = max((function.stack_bytes for function in report.kernels), default=0)
+    return f"{registers} registers, {local} bytes of local memory" + ", WGMMA serialised" * bool(report.serialised)
 
 
 class _Progress:
-    """A bar on a terminal, a line an object elsewhere."""
+    """A line an object, and on a terminal a bar below them."""
 
     def __init__(self, total: int, stream: TextIO) -> None:
         self.total, self.stream, self.count = total, stream, 0
@@ -245,6 +256,8 @@ class _Progress:
         self.bar = stream.isatty()
 
     def __enter__(self) -> _Progress:
+        if self.total and not self.bar:
+            self.stream.write(f"compiling {self.total} kernels\n")
         self._draw()
         return self
 
@@ -256,10 +269,9 @@ class _Progress:
         """Show one more as finished; returns whether it failed."""
         self.count += 1
         failed = outcome.error is not None
-        if failed or not self.bar:
-            clear = "\r\x1b[K" if self.bar else ""
-            said = f"failed: {outcome.error}" if failed else f"compiled in {outcome.seconds:.1f} s"
-            self.stream.write(f"{clear}[{self.count}/{self.total}] {outcome.what} {said}\n")
+        clear = "\r\x1b[K" if self.bar else ""
+        said = f"failed: {outcome.error}" if failed else f"compiled in {outcome.seconds:.1f} s: {outcome.resources}"
+        self.stream.write(f"{clear}[{self.count}/{self.total}] {outcome.what} {said}\n")
         self._draw()
         return failed
 
