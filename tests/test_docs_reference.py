@@ -83,6 +83,11 @@ def test_every_public_name_has_an_entry() -> None:
     assert sorted(set(_names()) - _entries()) == []
 
 
+@pytest.mark.parametrize("module", ["tsmla_jax.nn", "tsmla_jax.nn.v32", "tsmla_jax.nn.v4"])
+def test_the_functions_of_one_name_are_those_of_each_layers_module(module: str) -> None:
+    assert set(importlib.import_module(module).__all__) >= LAYER_WEIGHTS
+
+
 @pytest.mark.parametrize("name", sorted(_entries()))
 def test_an_entry_names_every_argument(name: str) -> None:
     found = _object(name)

@@ -1,5 +1,6 @@
 """The nnx layer: the functional form with its parameters, from Hugging Face weights, and the package without flax."""
 
+import inspect
 import json
 import subprocess
 import sys
@@ -79,11 +80,18 @@ def test_context_path_of_the_layer() -> None:
     dense = arguments["step"]
     cu_seqlens_q = jnp.asarray([0, 2, 4], jnp.int32)
     step = Step(dense.block_tables, dense.seq_lens, dense.slot_mapping.reshape(-1), cu_seqlens_q, max_q_len=2)
-    y, cache = nnx.jit(MLAttention.prefill_with_context, static_argnames="context_chunk")(
-        layer, x.reshape(4, 48), arguments["kv_cache"], step, context_chunk=3
+    y, cache = nnx.jit(MLAttention.prefill_with_context, static_argnames=("context_chunk", "context_passes"))(
+        layer, x.reshape(4, 48), arguments["kv_cache"], step, context_chunk=3, context_passes=2
     )
     np.testing.assert_allclose(y.reshape(2, 2, 48), expected, atol=1e-5)
     np.testing.assert_allclose(cache, expected_cache, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["prefill", "prefill_with_context", "decode"])
+def test_a_method_takes_what_its_function_takes(name: str) -> None:
+    method, function = (inspect.signature(getattr(of, name)).parameters for of in (MLAttention, functional))
+    assert list(method)[1:] == list(function)[2:]
+    assert all(method[each].default == function[each].default for each in list(method)[1:])
 
 
 def test_gradients_reach_every_parameter() -> None:

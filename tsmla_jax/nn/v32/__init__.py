@@ -10,6 +10,7 @@ __all__ = [
     "attend",
     "hf_attention_shapes",
     "init_cache",
+    "init_params",
     "load_hf_attention",
     "param_shapes",
     "param_specs",
@@ -19,6 +20,7 @@ __all__ = [
 ]
 
 hf_attention_shapes = WEIGHTS.hf_attention_shapes
+init_params = WEIGHTS.init_params
 load_hf_attention = WEIGHTS.load_hf_attention
 param_specs = WEIGHTS.param_specs
 params_from_hf = WEIGHTS.params_from_hf
