@@ -57,7 +57,7 @@ def _gpus() -> list[str]:
 def render(report: dict[str, Any]) -> str:
     """The report as text for a terminal."""
     lines = [f"tsmla {report['version']}, Python {report['python']}", "", "GPUs"]
-    lines += [f"  {gpu}" for gpu in report["gpus"]] or ["  none that torch can use; the kernels need a Hopper GPU"]
+    lines += [f"  {gpu}" for gpu in report["gpus"]] or ["  none that torch can use; the kernels need a Hopper or Blackwell GPU"]
     lines += ["", "Packages"]
     lines += [f"  {name:20}{version or 'not installed'}" for name, version in report["packages"].items()]
     found = [versions.Found(**engine) for engine in report["engines"]]

@@ -254,7 +254,7 @@ def test_doctor_advises_nothing_where_all_is_there() -> None:
         ("jax-cuda13-plugin", "580.65.06", (CPU,), None, 'jax can\'t use it: pip install "tsmla-jax[cuda13]"'),
         ("jax-cuda12-plugin", "535.1", (CPU,), None, 'jax can\'t use it: pip install "tsmla-jax[cuda12]"'),
         (None, "580.65.06", (CPU,), None, "see JAX_PLATFORMS"),
-        (None, None, (CPU,), None, "need a Hopper GPU"),
+        (None, None, (CPU,), None, "need a Hopper or Blackwell GPU"),
         (None, "580.65.06", (), "no such backend", "jax starts no backend: no such backend"),
         ("flax", "580.65.06", (GPU,), None, 'MLAttention): pip install "tsmla-jax[flax]"'),
     ],

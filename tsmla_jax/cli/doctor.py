@@ -201,7 +201,7 @@ def advise(
         advice.append(f"jax starts no backend: {failure}")
     on_gpu = any(device.platform == "gpu" for device in devices)
     if driver is None:
-        advice.append("No NVIDIA driver here: the kernels need a Hopper GPU; xla and reference run on this machine.")
+        advice.append("No NVIDIA driver here: the kernels need a Hopper or Blackwell GPU; xla and reference run on this machine.")
     elif not on_gpu:
         major = driver.partition(".")[0]
         extra = "cuda12" if major.isdigit() and int(major) < _CUDA13_DRIVER else "cuda13"
