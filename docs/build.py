@@ -33,6 +33,7 @@ KERNEL_PAGES = {
     "topk.md": KERNELS / "sm90/indexer/DESIGN.md",
     "logits.md": KERNELS / "sm90/indexer/LOGITS.md",
     "sparse.md": KERNELS / "sm90/sparse/DESIGN.md",
+    "sparse_log.md": KERNELS / "sm90/sparse/LOG.md",
     "caches.md": KERNELS / "cache_ops/DESIGN.md",
     "sparse_caches.md": KERNELS / "sparse_cache/DESIGN.md",
 }
