@@ -3,7 +3,7 @@
     python examples/flax_nnx_layer.py                     # writes a small checkpoint of its own first
     python examples/flax_nnx_layer.py CHECKPOINT_DIR 0    # layer 0 of a DeepSeek-V2, V3, R1 or Kimi-K2 checkpoint
 
-Needs `pip install 'tsmla-jax[flax,hf]'`.
+Needs `pip install '.[flax,hf]'` in a clone.
 """
 
 import json

@@ -3,7 +3,7 @@
     python examples/linen_layer.py
 
 A linen block wraps `MLAttention`, is trained for some steps with plain jax, and then decodes through the same variables
-by naming another method of the layer. Needs `pip install 'tsmla-jax[flax]'`.
+by naming another method of the layer. Needs `pip install '.[flax]'` in a clone.
 """
 
 import functools

@@ -5,7 +5,7 @@
 Requests of different lengths are packed one after the other, without padding between them. Each one repeats a random
 pattern of tokens, which the model learns to continue: attention has to look one pattern back. On a GPU the products are
 in bfloat16 and the parameters in float32; on Hopper both passes of attention are kernels. Needs
-`pip install 'tsmla-jax[flax]'`, which brings optax.
+`pip install '.[flax]'` in a clone, which brings optax.
 """
 
 import argparse

@@ -201,7 +201,8 @@ def advise(
         advice.append(f"jax starts no backend: {failure}")
     on_gpu = any(device.platform == "gpu" for device in devices)
     if driver is None:
-        advice.append("No NVIDIA driver here: the kernels need a Hopper or Blackwell GPU; xla and reference run on this machine.")
+        needs = "the kernels need a Hopper or Blackwell GPU"
+        advice.append(f"No NVIDIA driver here: {needs}; xla and reference run on this machine.")
     elif not on_gpu:
         major = driver.partition(".")[0]
         extra = "cuda12" if major.isdigit() and int(major) < _CUDA13_DRIVER else "cuda13"

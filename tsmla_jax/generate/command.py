@@ -468,7 +468,11 @@ def table(record: dict[str, Any]) -> str:
     if record["acceptance"] is not None:
         accepted, drafted = record["accepted_tokens"], record["drafted_tokens"]
         rows.append(("speculative", f"{accepted} of {drafted} drafted tokens accepted = {record['acceptance']:.1%}"))
+    said: dict[str, str] = {}
     for op, implementation in record["implementation"].items():
-        rows.append((op, f"{implementation} ({record['why'][op]})"))
+        why = record["why"][op]
+        first = said.setdefault(why, op)
+        # A reason of many words keeps the kernels from several operations, and is given once.
+        rows.append((op, f"{implementation} ({why if first == op or len(why) < 40 else f'as {first}'})"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

@@ -15,7 +15,7 @@ import pytest
 from examples import make_checkpoint
 from tests.jax.generate.tiny import tiny_config, tiny_tensors, write_tiny
 from tsmla_jax.cli import commands as cli
-from tsmla_jax.generate.command import Stream, keep_compiled_programs
+from tsmla_jax.generate.command import Stream, keep_compiled_programs, table
 
 ROOT = Path(__file__).resolve().parents[3]
 PROMPTS = [[5, 6, 7], [1], [2, 3, 2, 3, 2], [9] * 20]
@@ -85,6 +85,9 @@ def test_text_in_text_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     texts = [backend.decode(tokens) for tokens in record["tokens"]]
     output = capsys.readouterr().out
     assert output.startswith(f"[0] the river runs{texts[0]}\n[1] moon, Zürich{texts[1]}\n")
+    record["why"] = dict.fromkeys(record["why"], why := "not cute: there is no NVIDIA GPU that jax can use")
+    shown = table(record)
+    assert shown.count(why) == 1 and shown.endswith("mla_decode   xla (as mla_prefill)")
     (tmp_path / "prompts.txt").unlink()
     prompts = ["--prompt", "the river runs", "--prompt", "moon, Zürich"]
     assert run("--checkpoint", tmp_path, *prompts, "--max-new-tokens", 3) == 0
