@@ -230,9 +230,12 @@ class Ring:
 
     @cute.jit
     def release(self, index: Int32, empty: cute.Pointer):
-        """A value warp has finished with a stage: arrive on `empty` of every CTA that may write the stage."""
+        """A value warp has finished with a stage: arrive on `empty` of every CTA that may write the stage.
+
+        All lanes have read `rescale` and `moved`, and an arrival is only that of the lane which makes it.
+        """
+        cute.arch.sync_warp()
         if const_expr(self.releasing_lanes > 1):
-            cute.arch.sync_warp()
             if cute.arch.lane_idx() < self.releasing_lanes:
                 self.arrive(empty + index)
         else:
