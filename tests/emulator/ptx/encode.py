@@ -240,7 +240,7 @@ class _Encoder:
     def barrier(self, i: Instruction) -> Encoding:
         """bar and barrier of a block, of a warp and of a cluster."""
         if "warp" in i.modifiers:
-            return Encoding("nop", (), Kind.CONVERGE, self.slot(i.operands[0]))
+            return Encoding("bar.warp", (), Kind.CONVERGE, self.slot(i.operands[0]))
         if "cluster" in i.modifiers:
             name = "cluster.arrive" if "arrive" in i.modifiers else "cluster.wait"
             return Encoding(name, (), Kind.CONVERGE, aux=int("relaxed" in i.modifiers))

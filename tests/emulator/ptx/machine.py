@@ -3,11 +3,12 @@
 What is modelled: warps whose lanes diverge and meet, shared memory with NaN in it, mbarriers, named and cluster
 barriers, tensor maps, bulk and tensor copies that arrive late and in any order, WGMMA with its descriptors and
 swizzles, the async proxy. What is found: wrong numbers, reads and writes outside of arrays, barriers that never
-complete or get too many arrivals, accesses of two warps to shared memory that no barrier orders (in whatever order they
-ran), memory that is written again while a copy or a product reads it, a missing fence.proxy.async, shared memory that
-is used after its block has ended, arrays that a call's first kernel touches before griddepcontrol.wait if it is a
-programmatic dependent launch. What is not: anything below PTX (ptxas' work, registers, timing), races within a warp or
-in global memory, and the approximate instructions' last bits.
+complete or get too many arrivals, accesses of two threads to shared memory that no barrier orders (in whatever order
+they ran: for what the other lanes of its warp did, an elected lane arrives only after bar.warp.sync), memory that is
+written again while a copy or a product reads it, a missing fence.proxy.async, shared memory that is used after its
+block has ended, arrays that a call's first kernel touches before griddepcontrol.wait if it is a programmatic dependent
+launch. What is not: anything below PTX (ptxas' work, registers, timing), races in global memory, and the approximate
+instructions' last bits.
 """
 
 from __future__ import annotations

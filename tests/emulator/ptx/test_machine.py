@@ -294,6 +294,85 @@ def test_a_copy_over_what_others_read_is_found() -> None:
     assert any("no barrier orders a copy" in hazard for hazard in hazards)
 
 
+PASSED_ON = """
+@%p1 mbarrier.init.shared.b64 [%r3+1024], {arrivals};
+@%p1 mbarrier.init.shared.b64 [%r3+1032], 1;
+bar.sync 0;
+and.b32 %r8, %r1, 31;
+setp.eq.s32 %p3, %r8, 0;
+shr.u32 %r9, %r1, 5;
+setp.eq.s32 %p4, %r9, 1;
+@%p4 bra SECOND;
+setp.eq.s32 %p4, %r9, 2;
+@%p4 bra THIRD;
+{first}
+{meet}
+{arrive}
+ret;
+SECOND:
+@!%p3 bra OVER;
+FULL: mbarrier.try_wait.parity.shared.b64 %p2, [%r3+1024], 0; @!%p2 bra FULL;
+mbarrier.arrive.shared.b64 _, [%r3+1032];
+OVER: ret;
+THIRD:
+{wait}
+{then}
+"""
+STORE_OWN, LOAD_OWN = "st.shared.b32 [%r4], %r1;", "ld.shared.b32 %r5, [%r4];"
+ELECTED, EVERY = (f"{guard} mbarrier.arrive.shared.b64 _, [%r3+1024];" for guard in ("@%p3", ""))
+EMPTY = "EMPTY: mbarrier.try_wait.parity.shared.b64 %p2, [%r3+1032], 0; @!%p2 bra EMPTY;"
+
+
+def passed_on(seed: int, **parts: str | int) -> list[str]:
+    """The hazards where a warp accesses its words, `meet`, `arrive`, a lane of a second warp passes that on, and a
+    third warp waits, then accesses what lies 63 words before its own."""
+    given = {"first": STORE_OWN, "meet": "", "arrive": ELECTED, "arrivals": 1, "wait": EMPTY}
+    given |= {"then": LOAD_OWN.replace("%r4", "%r4+-252")}
+    return run(PASSED_ON.format(**(given | parts)), NUMBERS[:96], threads=96, seed=seed)[1]
+
+
+SHUFFLE = "shfl.sync.bfly.b32 %r7, %r1, 1, 31, -1;"
+MEET = "bar.warp.sync -1;"
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("first", [STORE_OWN, LOAD_OWN])
+def test_a_lane_that_arrives_for_others_must_have_met_them(first: str, seed: int) -> None:
+    then = (STORE_OWN if first == LOAD_OWN else LOAD_OWN).replace("%r4", "%r4+-252")
+    assert passed_on(seed, first=first, then=then, meet=MEET) == []
+    assert passed_on(seed, first=first, then=then, arrive=EVERY, arrivals=32) == []
+    for meet in ("", SHUFFLE, "setp.lt.s32 %p5, %r8, 16; @%p5 bar.warp.sync 65535;"):
+        (hazard,) = passed_on(seed, first=first, then=then, meet=meet)
+        assert "no barrier orders" in hazard and "by lanes that met none of those that arrived" in hazard
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_lane_that_waits_for_others_must_meet_them(seed: int) -> None:
+    wait = f"@!%p3 bra REST; {EMPTY} REST: "
+    assert passed_on(seed, meet=MEET, wait=wait + MEET) == []
+    for meet in ("", SHUFFLE):
+        assert any("of another warp" in hazard for hazard in passed_on(seed, meet=MEET, wait=wait + meet))
+
+
+def test_lanes_of_a_warp_that_pass_on_values_must_meet() -> None:
+    text = NEIGHBOUR.replace("128", "64")
+    got, hazards = run(text.format(barrier=MEET, again=""), NUMBERS[:32])
+    assert np.array_equal(got, np.roll(NUMBERS[:32], 16)) and hazards == []
+    for barrier in ("", SHUFFLE):
+        _, hazards = run(text.format(barrier=barrier, again=""), NUMBERS[:32])
+        (hazard,) = hazards
+        assert hazard.startswith("no barrier orders a load") and "behind a store of another lane" in hazard
+
+
+def test_lanes_may_store_to_bytes_beside_each_other() -> None:
+    text = "shl.b32 %r6, %r1, {shift}; add.s32 %r6, %r6, %r3; cvt.u16.u32 %h1, %r1; st.shared.b16 [%r6], %h1; {again}"
+    again = "st.shared.b16 [%r6], %h2;"
+    for second in ("", "mov.b16 %h2, 7;" + again):
+        assert run(text.format(shift=1, again=second), NUMBERS[:32])[1] == []
+    _, hazards = run(text.format(shift=0, again="").replace("%r6, %r3", "%r3, %r6; and.b32 %r6, %r6, -2"), NUMBERS[:32])
+    assert any("behind a store of another lane" in hazard for hazard in hazards)
+
+
 DELAY = """
 shr.u32 %r10, %r1, 5;
 mad.lo.u32 %r10, %r10, 5000, 1;

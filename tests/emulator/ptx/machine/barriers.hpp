@@ -33,11 +33,12 @@ inline Clock& handed_on(Cluster& cluster, uint32_t address) {
   return owner(cluster, address).barriers.at(offset_of(address));
 }
 
-inline void arrive(Warp& warp, uint32_t address, uint64_t count) {
+// One of the arrivals that `lanes` of a warp make at this barrier at once.
+inline void arrive(Warp& warp, uint32_t lanes, uint32_t address, uint64_t count) {
   Cluster& cluster = *warp.block->cluster;
   ++cluster.machine->events;
   MBarrier* barrier = barrier_at(cluster, address);
-  release(warp, handed_on(cluster, address));
+  release(warp, lanes, handed_on(cluster, address));
   if (barrier->pending < count) fault("more arrivals at an mbarrier than it expects in a phase");
   barrier->pending -= count;
   settle(barrier);
@@ -72,7 +73,7 @@ inline void meet(Warp& warp, const Meeting& meeting) {
   if (barrier.arrived && barrier.expected != threads) fault("a barrier whose warps disagree how many arrive");
   ++machine(warp).events;
   barrier.expected = threads;
-  release(warp, barrier.clock);
+  release(warp, warp.live, barrier.clock);
   barrier.arrived += LANES;
   barrier.any = barrier.any || meeting.any;
   if (meeting.result >= 0) barrier.results.emplace_back(&warp, meeting.result);
@@ -84,7 +85,8 @@ inline void meet(Warp& warp, const Meeting& meeting) {
   for (auto& [waiting, slot] : barrier.results)
     for (int lane = 0; lane < LANES; ++lane) waiting->slot(slot)[lane] = barrier.any;
   for (Warp* waiting : barrier.waiting) {
-    acquire(*waiting, barrier.clock);
+    meet_lanes(*waiting, waiting->live);
+    acquire(*waiting, waiting->live, barrier.clock);
     waiting->stopped = false;
   }
   barrier = {};
@@ -96,7 +98,7 @@ inline void release_cluster(Cluster& cluster) {
   join(cluster.known, cluster.arriving);
   for (const auto& [warp, waits] : std::exchange(cluster.arrivals, {}))
     if (waits) {
-      acquire(*warp, cluster.known);
+      acquire(*warp, warp->live, cluster.known);
       warp->stopped = false;
     }
 }
@@ -106,7 +108,7 @@ inline void arrive_at_cluster(Warp& warp, bool relaxed) {
   Cluster& cluster = *warp.block->cluster;
   if (std::exchange(warp.arrived, true)) fault("arrives again at the barrier of the cluster before it has waited there");
   cluster.arrivals.push_back({&warp, false});
-  if (!relaxed) release(warp, cluster.arriving);
+  if (!relaxed) release(warp, warp.live, cluster.arriving);
   release_cluster(cluster);
 }
 
@@ -114,7 +116,7 @@ inline void wait_for_cluster(Warp& warp) {
   Cluster& cluster = *warp.block->cluster;
   if (!std::exchange(warp.arrived, false)) fault("waits at the barrier of the cluster and has not arrived there");
   const auto own = std::ranges::find(cluster.arrivals, &warp, &Arrival::warp);
-  if (own == cluster.arrivals.end()) return acquire(warp, cluster.known);
+  if (own == cluster.arrivals.end()) return acquire(warp, warp.live, cluster.known);
   own->waits = warp.stopped = true;
 }
 

@@ -62,7 +62,7 @@ inline void load_tensor(Warp& warp, int lane, const TensorMap& map, const int32_
   must_have_waited(warp);
   Cluster& cluster = *warp.block->cluster;
   check_proxy(warp, lane, to, map.bytes(), "a copy writes over");
-  const Clock known = note_copy(warp, owner(cluster, to), offset_of(to), map.bytes());
+  const Clock known = note_copy(warp, lane, owner(cluster, to), offset_of(to), map.bytes());
   aligned(offset_of(to), map.swizzle ? 128 : 16);
   barrier_at(cluster, barrier);
   struct Place {
@@ -86,7 +86,7 @@ inline void load_bulk(Warp& warp, int lane, uint64_t from, uint32_t to, uint32_t
   must_have_waited(warp);
   Cluster& cluster = *warp.block->cluster;
   if (bytes) check_proxy(warp, lane, to, bytes, "a copy writes over");
-  const Clock known = bytes ? note_copy(warp, owner(cluster, to), offset_of(to), bytes) : warp.clock;
+  const Clock known = note_copy(warp, lane, owner(cluster, to), offset_of(to), bytes);
   aligned(from | offset_of(to) | bytes, 16);
   barrier_at(cluster, barrier);
   cluster.copies.push_back({[&cluster, from, to, bytes, barrier, known] {
@@ -100,10 +100,10 @@ inline void load_bulk(Warp& warp, int lane, uint64_t from, uint32_t to, uint32_t
 inline void keep_until_waited(Warp& warp, int lane, uint32_t from, uint32_t bytes) {
   Cluster& cluster = *warp.block->cluster;
   check_proxy(warp, lane, from, bytes, "a bulk store reads");
-  note_read(warp, owner(cluster, from), offset_of(from), bytes, "a bulk store");
+  note_read(warp, access_by(warp, 1u << lane), owner(cluster, from), offset_of(from), bytes, "a bulk store");
   const uint64_t before = hash_bytes(shared(cluster, from, bytes), bytes, from);
-  warp.open_bulk[lane].checks.push_back([&warp, &cluster, from, bytes, before] {
-    note_read(warp, owner(cluster, from), offset_of(from), bytes, "a bulk store");  // until now
+  warp.open_bulk[lane].checks.push_back([&warp, &cluster, lane, from, bytes, before] {
+    note_read(warp, access_by(warp, 1u << lane), owner(cluster, from), offset_of(from), bytes, "a bulk store");  // until now
     if (hash_bytes(shared(cluster, from, bytes), bytes, from) != before)
       cluster.machine->hazards.insert("shared memory is written again before a bulk store has read it");
   });

@@ -19,7 +19,7 @@ template <class T, Space space>
 Flow load(Warp& warp, const Instruction& i, uint32_t mask) {
   EACH_LANE {
     const uint64_t bytes = sizeof(T) * i.aux;
-    const uint8_t* memory = look<space>(warp, address_of(warp, i, i.aux, lane), bytes, bytes);
+    const uint8_t* memory = look<space>(warp, 1u << lane, address_of(warp, i, i.aux, lane), bytes, bytes);
     for (int part = 0; part < i.aux; ++part) {
       T value;
       std::memcpy(&value, memory + part * sizeof(T), sizeof(T));
@@ -149,7 +149,7 @@ Flow matrices(Warp& warp, const Instruction& i, uint32_t) {
     uint16_t elements[8][8];
     for (int row = 0; row < 8; ++row) {
       const int lane = matrix * 8 + row;
-      if (loads) std::memcpy(elements[row], look<Space::shared>(warp, shared_address(warp, i, address, lane), 16, 16), 16);
+      if (loads) std::memcpy(elements[row], look<Space::shared>(warp, ALL_LANES, shared_address(warp, i, address, lane), 16, 16), 16);
     }
     for (int lane = 0; lane < LANES; ++lane) {
       uint64_t& word = warp.slot(i.slots[registers + matrix])[lane];
@@ -165,10 +165,23 @@ Flow matrices(Warp& warp, const Instruction& i, uint32_t) {
     }
     for (int row = 0; row < 8 && !loads; ++row) {
       const int lane = matrix * 8 + row;
-      put<Space::shared>(warp, lane, shared_address(warp, i, address, lane), elements[row], 16, 16);
+      put<Space::shared>(warp, lane, shared_address(warp, i, address, lane), elements[row], 16, 16, false, ALL_LANES);
     }
   }
   return Flow::next;
+}
+
+inline Flow warp_meet(Warp& warp, const Instruction&, uint32_t mask) {
+  meet_lanes(warp, mask);
+  return Flow::next;
+}
+
+// Those of the lanes whose address is that of `lane`.
+inline uint32_t alike(Warp& warp, const Instruction& i, int first, uint32_t mask, int lane) {
+  uint32_t lanes = 0;
+  for (int other = 0; other < LANES; ++other)
+    if (mask >> other & 1 && shared_address(warp, i, first, other) == shared_address(warp, i, first, lane)) lanes |= 1u << other;
+  return lanes;
 }
 
 // Slots: base and offset, the count or -1. aux: 0 arrive, 1 expect_tx and arrive, 2 expect_tx, 3 init.
@@ -179,7 +192,7 @@ inline Flow barrier_arrive(Warp& warp, const Instruction& i, uint32_t mask) {
     const uint64_t number = i.slots[2] < 0 ? 1 : read<uint32_t>(warp, i.slots[2], lane);
     if (i.aux == 3) initialise(cluster, address, number);
     if (i.aux == 1 || i.aux == 2) expect(cluster, address, static_cast<int64_t>(number));
-    if (i.aux < 2) arrive(warp, address, i.aux ? 1 : number);
+    if (i.aux < 2) arrive(warp, alike(warp, i, 0, mask, lane), address, i.aux ? 1 : number);
   }
   return Flow::next;
 }
@@ -189,7 +202,7 @@ inline Flow barrier_test(Warp& warp, const Instruction& i, uint32_t mask) {
   EACH_LANE {
     const uint32_t address = shared_address(warp, i, 1, lane);
     const bool done = passed(*warp.block->cluster, address, read<uint32_t>(warp, i.slots[3], lane));
-    if (done) acquire(warp, handed_on(*warp.block->cluster, address));
+    if (done) acquire(warp, alike(warp, i, 1, mask, lane), handed_on(*warp.block->cluster, address));
     warp.slot(i.slots[0])[lane] = done;
     all = all && done;
   }
@@ -338,7 +351,7 @@ inline Flow store_later(Warp& warp, const Instruction& i, uint32_t mask) {
     const uint32_t to = shared_address(warp, i, 0, lane), barrier = shared_address(warp, i, 2, lane);
     std::vector<uint32_t> words;
     for (int element = 0; element < i.aux; ++element) words.push_back(read<uint32_t>(warp, i.slots[4 + element], lane));
-    const Clock known = note_copy(warp, owner(cluster, to), offset_of(to), bytes);
+    const Clock known = note_copy(warp, lane, owner(cluster, to), offset_of(to), bytes);
     aligned(offset_of(to), bytes);
     barrier_at(cluster, barrier);
     cluster.copies.push_back({[&cluster, words, to, bytes, barrier, known] {
@@ -405,6 +418,7 @@ inline void add_exchange(Handlers& handlers) {
   handlers["mbarrier.arrive"] = barrier_arrive;
   handlers["mbarrier.test"] = barrier_test;
   handlers["bar"] = barrier_meet;
+  handlers["bar.warp"] = warp_meet;
   handlers["cluster.arrive"] = cluster_arrive;
   handlers["cluster.wait"] = cluster_wait;
   handlers["fence.proxy.async"] = proxy_fence;

@@ -120,8 +120,9 @@ class Grid {
     warp.index = index;
     const int threads = std::min(LANES, program_.threads - index * LANES);
     warp.agent = block.rank * static_cast<int>(block.warps.size()) + index;
-    warp.clock.assign(block.cluster->blocks.size() * block.warps.size() + 1, 0);
-    warp.clock[warp.agent] = 1;
+    const size_t warps = block.cluster->blocks.size() * block.warps.size();
+    warp.products = static_cast<int>(warps) + warp.agent;
+    warp.known.all.assign(2 * warps + 1, 0);
     warp.live = threads == LANES ? ALL_LANES : (1u << threads) - 1;
     warp.registers.assign((program_.registers + program_.constants.size()) * LANES, 0xbad0bad0bad0bad0ull);
     for (size_t number = 0; number < program_.constants.size(); ++number)

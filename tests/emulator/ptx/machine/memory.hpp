@@ -97,21 +97,23 @@ uint8_t* at(Warp& warp, uint64_t address, uint64_t bytes, uint64_t alignment, bo
   return shared(*warp.block->cluster, without_window(address), bytes);
 }
 
-// The same, of a load.
+// The same, of a load by these lanes.
 template <Space space>
-const uint8_t* look(Warp& warp, uint64_t address, uint64_t bytes, uint64_t alignment) {
+const uint8_t* look(Warp& warp, uint32_t lanes, uint64_t address, uint64_t bytes, uint64_t alignment) {
   const uint8_t* memory = at<space>(warp, address, bytes, alignment, false);
   if (is_shared<space>(address)) {
     const uint32_t offset = without_window(address);
-    note_read(warp, owner(*warp.block->cluster, offset), offset_of(offset), bytes);
+    note_read(warp, access_by(warp, lanes), owner(*warp.block->cluster, offset), offset_of(offset), bytes, "a load");
   }
   return memory;
 }
 
 // A store. One of what lies there already changes nothing that the async proxy could miss; an atomic operation that leaves
-// its word as it was is still ordered with others as atomic operations are.
+// its word as it was is still ordered with others as atomic operations are. `lanes`: those that store together, if not `lane`
+// alone.
 template <Space space>
-void put(Warp& warp, int lane, uint64_t address, const void* value, uint64_t bytes, uint64_t alignment, bool atomic = false) {
+void put(Warp& warp, int lane, uint64_t address, const void* value, uint64_t bytes, uint64_t alignment, bool atomic = false,
+         uint32_t lanes = 0) {
   uint8_t* memory = at<space>(warp, address, bytes, alignment, true);
   ++machine(warp).events;
   const bool equal = !std::memcmp(memory, value, bytes);
@@ -119,9 +121,10 @@ void put(Warp& warp, int lane, uint64_t address, const void* value, uint64_t byt
   if (!is_shared<space>(address)) return;
   const uint32_t offset = without_window(address);
   Block& block = owner(*warp.block->cluster, offset);
-  if (equal && !atomic) return note_equal(warp, block, offset_of(offset), bytes);
+  if (!lanes) lanes = 1u << lane;
+  if (equal && !atomic) return note_equal(warp, lanes, block, offset_of(offset), bytes);
   note_write(warp, lane, offset, bytes);
-  note_overwrite(warp, block, offset_of(offset), bytes, atomic);
+  note_overwrite(warp, lanes, block, offset_of(offset), bytes, atomic);
 }
 
 inline uint64_t hash_bytes(const uint8_t* memory, size_t bytes, uint64_t seed) {

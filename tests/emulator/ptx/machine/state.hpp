@@ -17,6 +17,7 @@ constexpr uint64_t SHARED_WINDOW = 1ull << 60;  // generic addresses of shared m
 constexpr int RANK_SHIFT = 24;                  // a shared address: the block's rank in its cluster, then the offset
 constexpr int MOST_THREADS = 1024;              // of a block
 constexpr int WORD = 4;                         // bytes of shared memory whose accesses are known
+constexpr uint32_t ALL_BYTES = 15;              // of a word
 constexpr int GRANULE = 16;                     // bytes of shared memory for which the last writer is known
 
 const std::string PARAMETERS = "parameters";  // of the kernel: a region as arrays are
@@ -68,19 +69,33 @@ struct Region {
   std::string name;
 };
 
-// The latest moment that is known of each agent: the warps of a cluster, and its copies.
-using Clock = std::vector<uint32_t>;
+// What some lanes of a warp did until a moment.
+struct Part {
+  int agent;
+  uint32_t lanes, clock;
+};
 
+// What is known: of each agent the latest moment until which all is, and parts of what came behind that moment. Agents are
+// the warps of a cluster, the products of each of them, and the copies.
+struct Clock {
+  std::vector<uint32_t> all;
+  std::vector<Part> parts;
+};
+
+// An access is known where each of its lanes is known to have made it.
 struct Access {
   int agent = -1;
   uint32_t clock = 0;
   int32_t line = 0;
+  uint32_t lanes = ALL_LANES;
+  uint32_t bytes = ALL_BYTES;  // of the word, a bit each
 };
 
 struct Word {
   Access written;
-  std::vector<Access> equal;  // stores of the same value since: a warp that made one knows the value
-  std::vector<Access> read;  // since it was written, the latest of each agent
+  std::vector<Access> beside;  // the latest stores to other bytes of the word than `written`
+  std::vector<Access> equal;   // stores of the same value since: a lane that made one knows the value
+  std::vector<Access> read;    // since it was written, the latest of each lane
   bool atomic = false, by_copy = false;
 };
 
@@ -122,8 +137,11 @@ struct Warp {
   std::vector<std::function<void()>> open_copies[LANES];  // cp.async of no group yet
   std::vector<std::vector<std::function<void()>>> copy_groups[LANES];  // those that were not waited for
 
-  int agent = 0;
-  Clock clock;
+  int agent = 0, products = 0;  // of what its lanes access, and of what its WGMMAs do, which are no lane's
+  uint32_t now = 1;             // its own moment
+  uint32_t touched = 0;         // lanes that accessed shared memory since all lanes met
+  Clock known;                  // to all lanes
+  std::vector<std::pair<uint32_t, Clock>> known_to_some;  // lanes, and what they know besides
 
   uint64_t* slot(int32_t number) { return registers.data() + static_cast<size_t>(number) * LANES; }
   int thread(int lane) const { return index * LANES + lane; }

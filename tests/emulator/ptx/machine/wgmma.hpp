@@ -48,7 +48,7 @@ struct Product {
 };
 
 inline const uint8_t* touched(Warp& warp, uint32_t address, int bytes) {
-  if (address % WORD == 0) note_read(warp, *warp.block, offset_of(address), bytes, "a WGMMA");
+  if (address % WORD == 0) note_read(warp, {warp.products, warp.now, warp.line, ALL_LANES}, *warp.block, offset_of(address), bytes, "a WGMMA");
   return shared(*warp.block->cluster, address, bytes);
 }
 
