@@ -243,6 +243,18 @@ def test_a_store_that_the_async_proxy_may_not_see_is_found() -> None:
     assert hazard.startswith("a bulk store reads") and "without fence.proxy.async" in hazard
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_one_fence_serves_warps_that_store_the_same(seed: int) -> None:
+    """A thread of the first warp lets a bulk store read what both warps stored."""
+    store = STORE.replace("ld.global.b32 %r5, [%rd4];", "and.b32 %r5, %r1, 31; mad.lo.u32 %r4, %r5, 4, %r3;")
+    one = "setp.gt.u32 %p2, %r1, 31; @%p2 fence.proxy.async.shared::cta;"
+    got, hazards = run(store.format(fence=one, between=""), NUMBERS[:64], threads=64, seed=seed)
+    assert np.array_equal(got[:32], np.arange(32)) and hazards == []
+    _, hazards = run(store.format(fence="", between=""), NUMBERS[:64], threads=64, seed=seed)
+    (hazard,) = hazards
+    assert "without fence.proxy.async" in hazard
+
+
 def test_a_write_under_a_bulk_store_is_found() -> None:
     text = STORE.format(fence="fence.proxy.async.shared::cta;", between="st.shared.b32 [%r3], 7;")
     _, hazards = run(text, NUMBERS[:32])

@@ -53,7 +53,16 @@ inline void note_write(Warp& warp, int lane, uint32_t address, uint64_t bytes) {
   Block& block = owner(*warp.block->cluster, address);
   const uint32_t offset = offset_of(address);
   for (uint32_t granule = offset / GRANULE; granule <= (offset + bytes - 1) / GRANULE; ++granule)
-    block.writers[granule] = writer;
+    block.writers[granule] = writer, block.repeats.erase(granule);
+}
+
+// A store of what lies there already.
+inline void note_repeat(Warp& warp, int lane, uint32_t address, uint64_t bytes) {
+  const Writer writer{warp.block->rank * MOST_THREADS + warp.thread(lane), machine(warp).events, warp.line};
+  Block& block = owner(*warp.block->cluster, address);
+  const uint32_t offset = offset_of(address);
+  for (uint32_t granule = offset / GRANULE; granule <= (offset + bytes - 1) / GRANULE; ++granule)
+    if (block.writers[granule].thread >= 0) block.repeats[granule].push_back(writer);
 }
 
 inline void check_proxy(Warp& warp, int lane, uint32_t address, uint64_t bytes, const char* what) {
@@ -63,7 +72,12 @@ inline void check_proxy(Warp& warp, int lane, uint32_t address, uint64_t bytes, 
   for (uint32_t granule = offset / GRANULE; granule <= (offset + bytes - 1) / GRANULE; ++granule) {
     const Writer writer = std::exchange(block.writers[granule], {});
     if (writer.thread < 0 || warp.block->fenced[warp.thread(lane)] > writer.time) continue;
-    if (cluster.blocks[writer.thread / MOST_THREADS].fenced[writer.thread % MOST_THREADS] > writer.time) continue;
+    const auto fenced = [&](const Writer& by) {
+      return cluster.blocks[by.thread / MOST_THREADS].fenced[by.thread % MOST_THREADS] > by.time;
+    };
+    if (fenced(writer)) continue;
+    const auto repeats = block.repeats.find(granule);
+    if (repeats != block.repeats.end() && std::ranges::any_of(repeats->second, fenced)) continue;
     cluster.machine->hazards.insert(std::string(what) + " (line " + std::to_string(warp.line) + ") what a store wrote (line " +
                                     std::to_string(writer.line) + ") without fence.proxy.async");
   }
@@ -122,7 +136,10 @@ void put(Warp& warp, int lane, uint64_t address, const void* value, uint64_t byt
   const uint32_t offset = without_window(address);
   Block& block = owner(*warp.block->cluster, offset);
   if (!lanes) lanes = 1u << lane;
-  if (equal && !atomic) return note_equal(warp, lanes, block, offset_of(offset), bytes);
+  if (equal && !atomic) {
+    note_repeat(warp, lane, offset, bytes);
+    return note_equal(warp, lanes, block, offset_of(offset), bytes);
+  }
   note_write(warp, lane, offset, bytes);
   note_overwrite(warp, lanes, block, offset_of(offset), bytes, atomic);
 }

@@ -163,6 +163,7 @@ struct Block {
   int rank = 0;  // in the cluster
   std::vector<uint8_t> shared;
   std::vector<Writer> writers;  // of each granule
+  std::map<uint32_t, std::vector<Writer>> repeats;  // who stored the same to a granule again, whose fences count, too
   std::vector<uint64_t> fenced;  // when each thread made its latest fence.proxy.async
   std::vector<Word> words;
   std::map<uint32_t, Clock> barriers;  // what initialised mbarriers hand on, by offset
