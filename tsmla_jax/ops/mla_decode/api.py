@@ -61,7 +61,8 @@ def mla_decode(
         for each token of a request.
       q_scale, kv_scale: q holds query / q_scale and kv_cache holds kv / kv_scale (fp8 usually); None is 1. Float or
         float32 scalar array; always operands of the compiled program, never constants kept from an earlier call. Scales
-        are positive and finite; that is checked of numbers, and an array with another value gives rows without meaning.
+        are from 2^-126 to 2^126, so that float32 holds their reciprocals too; that is checked of numbers, and an array
+        with another value gives rows without meaning.
       return_lse: also return the logsumexp of the scaled logits.
       batch_invariant: a request's rows are bitwise the same whatever else is in the batch.
       implementation: "cute", "xla", "reference", or None for the best that can run; see `explain`.
