@@ -23,7 +23,10 @@ def describe(name: str, value: Any) -> contract.Array:
     TypeError if it has no shape or dtype."""
     if not _is_array(value):
         raise contract.not_an_array(name, value)
-    dtype = jnp.dtype(value.dtype)
+    try:
+        dtype = jnp.dtype(value.dtype)
+    except TypeError:  # torch's, or that of jax's random keys
+        raise contract.not_an_array(name, value, "an array of numbers of numpy or jax") from None
     if isinstance(value, np.ndarray) and dtype.kind == "f":
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     return contract.Array(tuple(value.shape), dtype.name)

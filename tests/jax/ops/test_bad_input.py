@@ -246,6 +246,15 @@ def test_explain_says_what_none_picks() -> None:
         tsmla_jax.explain("mla_decode")
 
 
+def test_arrays_of_no_numbers_are_named() -> None:
+    class Tensor:
+        shape, dtype = (2, 1, 4, 48), "torch.float32"
+
+    for value in (Tensor(), jax.random.split(jax.random.key(0), 2)):
+        with pytest.raises(TypeError, match=r"q: got \w+; legal: an array of numbers of numpy or jax"):
+            call("mla_decode", DECODE | {"q": value})
+
+
 def test_a_scale_that_numpy_knows_is_refused_too() -> None:
     with pytest.raises(ValueError, match=r"kv_scale: got -1\.0; legal: a positive number, 1.2e-38 to 8.5e37"):
         call("mla_decode", DECODE | {"kv_scale": np.float32(-1)})
