@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tsmla_bridge import operators
+
 if TYPE_CHECKING:
     import jax
 
@@ -41,7 +43,8 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
 
     Raises:
       TypeError: it is no torch tensor.
-      ValueError: it isn't contiguous, jax would have to copy it, or has its dtype only under jax_enable_x64.
+      ValueError: it isn't contiguous, is a lazily negated or conjugated view, jax would have to copy it, or has its
+        dtype only under jax_enable_x64.
       RuntimeError: jax has no such device.
     """
     jax = _jax()
@@ -53,6 +56,11 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     if not tensor.is_contiguous():
         raise ValueError(
             f"tensor: got strides {list(tensor.stride())} of shape {list(tensor.shape)}; legal: a contiguous one"
+        )
+    if tensor.is_neg() or tensor.is_conj():  # DLPack has no such bit: jax would read the numbers in memory
+        raise ValueError(
+            "tensor: got a view that negates or conjugates when it is read; legal: its .resolve_neg() and "
+            ".resolve_conj()"
         )
     array = jax.dlpack.from_dlpack(tensor.detach(), copy=False)
     if tensor.numel() and array.unsafe_buffer_pointer() != tensor.data_ptr():
@@ -92,7 +100,8 @@ def jax_function(function: Callable[..., Any], **jit_options: Any) -> Callable[.
 
     Raises:
       TypeError, ValueError, RuntimeError: at a call, as to_jax.
-      ValueError: a tensor requires a derivative, which does not pass through jax; torch.no_grad() allows the call.
+      ValueError: a tensor requires a derivative, in reverse or in forward mode, which does not pass through jax;
+        torch.no_grad() allows the call.
     """
     jax = _jax()
     compiled = jax.jit(function, **jit_options)
@@ -100,7 +109,7 @@ def jax_function(function: Callable[..., Any], **jit_options: Any) -> Callable[.
     @functools.wraps(function)
     def on_tensors(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = jax.tree.flatten((args, kwargs))
-        if torch.is_grad_enabled() and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+        if operators.asks_for_derivative(*leaves):
             raise ValueError(
                 "got a tensor that requires a derivative; none passes through jax (torch.no_grad() allows it)"
             )

@@ -279,7 +279,8 @@ def _rows(cache: torch.Tensor, slots: torch.Tensor, spec: CacheSpec) -> torch.Te
     data, scales = cache.split((spec.page_size * size, cache.shape[1] - spec.page_size * size), 1)
     rows = data.unflatten(1, (spec.page_size, size))[page, offset]
     exponents = scales[:, : spec.page_size * V4_PACKED.scale_row_bytes].unflatten(1, (spec.page_size, -1))[page, offset]
-    factors = torch.exp2(exponents[..., : V4_PACKED.num_scales].float() - 127)
+    codes = exponents[..., : V4_PACKED.num_scales]
+    factors = torch.exp2(codes.float() - 127).masked_fill(codes == 255, torch.nan)  # as UE8M0 has it
     return _scaled(rows[..., :nope], factors, rows[..., nope:])
 
 

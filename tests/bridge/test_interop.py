@@ -39,6 +39,10 @@ def test_the_memory_is_the_same(device: str, dtype: torch.dtype) -> None:
 def test_what_would_be_a_copy_is_refused() -> None:
     with pytest.raises(ValueError, match=r"tensor: got strides \[1, 4\] of shape \[4, 4\]; legal: a contiguous one"):
         tsmla_bridge.to_jax(torch.ones(4, 4).t())
+    with pytest.raises(ValueError, match=r"tensor: got a view that negates or conjugates .*; legal: its \.resolve_neg"):
+        tsmla_bridge.to_jax(torch._neg_view(torch.ones(64)))
+    with pytest.raises(ValueError, match="tensor: got a view that negates or conjugates"):
+        tsmla_bridge.to_jax(torch.ones(64, dtype=torch.complex64).conj())
     odd = torch.ones(65)[1:]
     with pytest.raises(ValueError, match=r"(?i)copy"):
         tsmla_bridge.to_jax(odd)
@@ -78,6 +82,9 @@ def test_a_jax_function_takes_tensors_in_any_structure() -> None:
         on_tensors({"x": x.requires_grad_(), "kept": kept}, 2.0, shift=0.0)
     with torch.no_grad():
         on_tensors({"x": x, "kept": kept}, 2.0, shift=0.0)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(ValueError, match="requires a derivative"):
+        dual = torch.autograd.forward_ad.make_dual(torch.arange(16.0), torch.ones(16))
+        on_tensors({"x": dual, "kept": kept}, 2.0, shift=0.0)
 
 
 def test_an_operation_of_jax_on_tensors() -> None:

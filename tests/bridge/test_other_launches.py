@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tsmla_bridge
+from tests.bridge.inputs import inputs
 from tests.emulator.launcher import NUM_SMS, Gpu
 
 
@@ -108,6 +109,59 @@ def test_latents_without_rope_columns_go_to_the_kernel(gpu: Gpu, k_rope: torch.T
     ((_, operands),) = gpu.launches
     assert operands["k_rope"].data_ptr() == latent.data_ptr()  # an address there must be
     assert torch.equal(cache.view(32, 64)[slots], latent)
+
+
+def test_rows_that_are_one_row_are_written_by_torch(gpu: Gpu) -> None:
+    """As expand makes them: the kernels read rows at a pitch."""
+    cache, slots = torch.zeros(2, 16, 64, dtype=torch.bfloat16), torch.tensor([17, 3, -1], dtype=torch.int32)
+    latent = torch.randn(1, 64).bfloat16()
+    tsmla_bridge.write_kv_cache(cache, latent.expand(3, 64), None, slots)
+    assert not gpu.launches and torch.equal(cache.view(32, 64)[slots[:2]], latent.expand(2, 64))
+    with pytest.raises(NotImplementedError, match="latent"):
+        tsmla_bridge.write_kv_cache(cache, latent.expand(3, 64), None, slots, implementation="cute")
+    keys = torch.zeros(2, 16, 132, dtype=torch.uint8)
+    tsmla_bridge.write_indexer_cache(keys, torch.ones(1, 128).bfloat16().expand(3, 128), slots)
+    assert not gpu.launches and keys.count_nonzero()
+
+
+def test_autograd_sees_what_kernels_write(gpu: Gpu) -> None:
+    """A gradient that needs what a cache held, or a tensor given as out, must raise and not use what it holds now."""
+    cache, slots = torch.randn(2, 16, 64).bfloat16(), torch.tensor([17, 3], dtype=torch.int32)
+    rows, keys = torch.zeros(2, 16, 656, dtype=torch.uint8), torch.zeros(2, 16, 132, dtype=torch.uint8)
+    weight = torch.ones(64, requires_grad=True)
+    product = (cache * weight).sum()
+    tsmla_bridge.write_kv_cache(cache, torch.randn(2, 64).bfloat16(), None, slots)
+    gpu.runs = False  # the stand-in has no packed caches
+    tsmla_bridge.write_packed_kv_cache(rows, torch.randn(2, 512).bfloat16(), torch.randn(2, 64).bfloat16(), slots)
+    tsmla_bridge.write_indexer_cache(keys, torch.randn(2, 128).bfloat16(), slots)
+    assert len(gpu.launches) == 3 and [x._version for x in (cache, rows, keys)] == [1, 1, 1]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    gpu.runs = True
+    case = inputs([5, 33], q_dtype="bfloat16", kv_dtype="bfloat16", latent_dim=256, rope_dim=64)
+    out, lse = tsmla_bridge.mla_decode(*case.arrays, **case.options, return_lse=True)
+    assert out._version == lse._version == 0
+    tsmla_bridge.mla_decode(*case.arrays, **case.options, return_lse=True, out=out, lse=lse)
+    assert len(gpu.launches) == 5 and out._version == lse._version == 1
+
+
+def test_memory_that_overlaps_is_refused() -> None:
+    case = inputs([5, 33], s=2)
+    out, lse = tsmla_bridge.mla_decode(*case.arrays, **case.options, return_lse=True)
+    both = torch.empty_like(out)
+    with pytest.raises(ValueError, match="lse: got memory of out; legal: memory of its own"):
+        place = both.view(-1)[: lse.numel()].view(lse.shape)
+        tsmla_bridge.mla_decode(*case.arrays, **case.options, return_lse=True, out=both, lse=place)
+    slots = torch.tensor([3], dtype=torch.int32)
+    for name, write, row in (
+        ("kv_cache", tsmla_bridge.write_kv_cache, (torch.ones(1, 8), None)),
+        ("kv_cache", tsmla_bridge.write_packed_kv_cache, (torch.ones(1, 512), torch.ones(1, 64))),
+        ("k_cache", tsmla_bridge.write_indexer_cache, (torch.ones(1, 8),)),
+    ):
+        packed = len(row) == 2 and row[1] is not None
+        cache = torch.zeros(1, 4, 656, dtype=torch.uint8) if packed else torch.zeros(1, 4, 8)
+        with pytest.raises(ValueError, match=rf"{name}: got shape \[2, .* legal: a tensor whose elements lie"):
+            write(cache.expand(2, -1, -1), *row, slots)
 
 
 def test_a_cache_narrower_than_one_store_is_written_by_torch(gpu: Gpu) -> None:

@@ -375,3 +375,19 @@ def test_derivatives() -> None:
     want = jax.jit(jax.grad(loss))({name: case.arrays[name] for name in leaves})
     for name, leaf in leaves.items():
         np.testing.assert_allclose(leaf.grad, want[name], rtol=1e-4, atol=1e-4)
+
+
+def test_a_scale_byte_of_255_is_nan() -> None:
+    """With a finite key beside it. As an infinity it would take weight 0 where the query is negative."""
+    cache = torch.zeros(1, 37440, dtype=torch.uint8)
+    cache[0, : 2 * 576] = 0x38  # e4m3's 1.0
+    scales = cache[0, 64 * 576 :].view(-1, 8)
+    scales[:2] = 127
+    scales[1, 3] = 255
+    q = torch.full((1, 1, 512), -1.0)
+    slots = torch.tensor([[0, 1]], dtype=torch.int32)
+    arguments = {"softmax_scale": 0.1, "return_lse": True}
+    out, lse = tsmla_bridge.sparse_mla(q, cache, slots, **arguments)
+    assert out.isnan().all() and lse.isnan().all()
+    want = tsmla_jax.sparse_mla(*(x.numpy() for x in (q, cache, slots)), **arguments)
+    assert all(np.isnan(x).all() for x in want)

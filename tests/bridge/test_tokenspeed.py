@@ -240,6 +240,8 @@ def test_query_and_out_with_gaps() -> None:
         ({"min_split_kv": 0}, "min_split_kv: got 0; legal: an int from 1 to 256"),
         ({"min_split_kv": 2.0}, "min_split_kv: got 2.0"),
         ({"max_seq_len": 0}, "max_seq_len: got 0; legal: an int >= 1"),
+        ({"softmax_scale": -0.1}, "softmax_scale: got -0.1; legal: a positive number"),
+        ({"output_scale": float("nan")}, "output_scale: got nan; legal: a positive number"),
         ({"window_left": -2}, "window_left: got -2; legal: -1, or at least S - 1 = 2"),
         ({"window_left": 1}, "window_left: got 1; legal: -1, or at least S - 1 = 2"),
         ({"cp_world": 0}, "cp_world: got 0"),

@@ -25,7 +25,7 @@ from tsmla_jax.generate.explaining import Choice
 from tsmla_jax.generate.figures import Figures
 from tsmla_jax.generate.mesh import check_mesh, make_mesh, put_params
 from tsmla_jax.generate.model import Params, Phase, Scales, StepOptions, fold, rope_tables
-from tsmla_jax.generate.plan import BATCH_SIZES, EngineOptions, Plan, check_text, make_plan, make_serving_plan
+from tsmla_jax.generate.plan import BATCH_SIZES, EngineOptions, Plan, check_text, is_count, make_plan, make_serving_plan
 from tsmla_jax.generate.programs import Programs, programs_for
 from tsmla_jax.generate.replica import Replica, Text, fill_prompts
 from tsmla_jax.generate.sampling import NOT_FINITE, Sampling
@@ -187,8 +187,8 @@ class Engine:
         """
         self.open()
         session = self._opened()
-        if not 0 <= text_id < 2**31 or text_id in session.texts:
-            raise ValueError(f"text_id = {text_id}; legal: 0 to 2**31 - 1, and of no text under way")
+        if not is_count(text_id) or text_id >= 2**31 or text_id in session.texts:
+            raise ValueError(f"text_id = {text_id}; legal: an int, 0 to 2**31 - 1, and of no text under way")
         need = check_text(self.config, session.plan, f"text {text_id}", tokens, max_new_tokens)
         roomy = [replica for replica in session.replicas if replica.has_room(need)]
         if not roomy or len(session.texts) == self.options.max_batch:
@@ -197,15 +197,14 @@ class Engine:
         drafter = NgramDrafter(tokens) if self.options.speculative else None
         text = session.texts[text_id] = replica.admit(text_id, tokens, max_new_tokens, need, drafter)
         self.figures.prompt_tokens += len(text.prompt)
-        pages = sum(replica.allocator.peak for replica in session.replicas)
-        self.figures.peak_pages = pages * self.options.mesh.context
+        self.figures.peak_pages = self.options.mesh.context * sum(one.allocator.peak for one in session.replicas)
         return True
 
     def step(self) -> list[Tokens]:
         """Starts the next step (a chunk of prompts if any wait, else a token of every text) and returns new tokens.
 
         They are those of the step before, where speculation does not need them at once: the host works while the device
-        does. Nothing is under way when an empty list comes back twice.
+        does. Chunks of a long prompt bring no token: a text is under way until `finished`, whatever lists are empty.
 
         Raises:
           FloatingPointError: the logits of a text are NaN or infinite; names it and its token. That text is ended, and
@@ -244,7 +243,7 @@ class Engine:
 
     @property
     def plan(self) -> Plan:
-        """The shapes of the run; only while the engine is open."""
+        """The shapes of the run; ValueError unless the engine is open."""
         return self._opened().plan
 
     def close(self) -> None:
@@ -278,7 +277,8 @@ class Engine:
                 self._compile(kind, self._no_prompts(kind, size))
 
     def _opened(self) -> _Session:
-        assert self._session is not None
+        if self._session is None:
+            raise ValueError("the engine is closed; legal: after open, or after the first admit")
         return self._session
 
     def _open(self, plan: Plan) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -21,7 +22,7 @@ from tsmla_jax.generate.config import ModelConfig
 from tsmla_jax.generate.explaining import Choice, explain_step
 from tsmla_jax.generate.mesh import ONE_DEVICE, MeshShape, check_mesh
 from tsmla_jax.generate.pages import pages_for
-from tsmla_kernels.contract import FP8
+from tsmla_kernels.contract import FP8, is_scale
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Texts of a decode step. No other sizes are compiled: a smaller batch has rows of padding."""
@@ -88,8 +89,8 @@ class EngineOptions:
     def __post_init__(self) -> None:
         counts = ("max_batch", "chunk", "data_parallel", "expert_parallel", "context_parallel")
         for name, least in (*((count, 1) for count in counts), ("speculative", 0), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} = {getattr(self, name)}; legal: at least {least}")
+            if not is_count(value := getattr(self, name), least):
+                raise ValueError(f"{name} = {value}; legal: an int, at least {least}")
         if self.max_batch > BATCH_SIZES[-1]:
             raise ValueError(f"max_batch = {self.max_batch}; legal: at most {BATCH_SIZES[-1]}")
         if self.program not in ("step", "layer", None):
@@ -98,8 +99,8 @@ class EngineOptions:
             raise ValueError("program = 'layer'; legal on a mesh: 'step', None")
         for name in ("page_size", "num_pages"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} = {value}; legal: at least 1, or None")
+            if value is not None and not is_count(value, 1):
+                raise ValueError(f"{name} = {value}; legal: an int, at least 1, or None")
         if self.seed >= 2**32:
             raise ValueError(f"seed = {self.seed}; legal: below 2**32")
         if self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature < float("inf"):
@@ -109,8 +110,9 @@ class EngineOptions:
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p = {self.top_p}; legal: above 0, at most 1")
         for name in ("kv_scale", "q_scale"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} = {getattr(self, name)}; legal: a positive number")
+            value = getattr(self, name)
+            if not is_scale(value):
+                raise ValueError(f"{name} = {value}; legal: a positive number, 1.2e-38 to 8.5e37")
 
     @property
     def mesh(self) -> MeshShape:
@@ -177,7 +179,7 @@ def make_plan(
         does not go with the model or its parameters, an unknown implementation.
       NotImplementedError: the implementation that was asked for can't run this.
     """
-    if not prompts:
+    if len(prompts) == 0:
         raise ValueError("prompts: none given; legal: at least one")
     for index, prompt in enumerate(prompts):
         _check_prompt(config, f"prompt {index}", prompt, max_new_tokens)
@@ -206,6 +208,11 @@ def make_serving_plan(config: ModelConfig, options: EngineOptions, dtype: str) -
     held = options.num_pages * _page_size(config, options) * options.context_parallel
     longest = min(held, config.max_position_embeddings)
     return _plan(config, options, _texts_of_replica(options, options.max_batch), options.num_pages, longest, dtype)
+
+
+def is_count(value: object, least: int = 0) -> bool:
+    """Whether it is an int of Python or numpy, and at least `least`."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def _texts_of_replica(options: EngineOptions, texts: int) -> int:
@@ -285,9 +292,9 @@ def _q_dtype(q_dtype: str, cache_dtype: str, dtype: str) -> str:
 
 
 def _check_prompt(config: ModelConfig, name: str, tokens: Sequence[int], max_new_tokens: int) -> None:
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens = {max_new_tokens}; legal: at least 1")
-    if not tokens:
+    if not is_count(max_new_tokens, 1):
+        raise ValueError(f"max_new_tokens = {max_new_tokens}; legal: an int, at least 1")
+    if len(tokens) == 0:  # an array has no truth value
         raise ValueError(f"{name}: empty; legal: at least one token")
     for token in tokens:
         if not hasattr(token, "__index__") or not 0 <= token < config.vocab_size:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from tsmla_jax.ops.exporting import exportable
+
 BLOCK = 128
 
 
@@ -23,6 +25,7 @@ def stack_size(count: int, rows: int, columns: int) -> int:
     return 2**32 // (rows * columns) + 1 if 2**31 < size <= 2**32 else count
 
 
+@exportable
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BlockScaled:

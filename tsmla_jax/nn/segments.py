@@ -19,6 +19,7 @@ import numpy as np
 
 import tsmla_jax
 from tsmla_jax.ops import checks
+from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.inputs import Scale
 from tsmla_kernels.contract import values
 
@@ -27,6 +28,7 @@ from tsmla_kernels.contract import values
 _PADDING_PIECES, _LEAST_PIECE = 16, 128
 
 
+@exportable
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Segments:

@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from tsmla_jax.nn import context_parallel
+from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.ragged import row_owner
 from tsmla_jax.sparse import checks
 
 _T = TypeVar("_T")
 
 
+@exportable
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Step:

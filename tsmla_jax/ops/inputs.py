@@ -23,7 +23,10 @@ def describe(name: str, value: Any) -> contract.Array:
     TypeError if it has no shape or dtype."""
     if not _is_array(value):
         raise contract.not_an_array(name, value)
-    dtype = jnp.dtype(value.dtype)
+    try:
+        dtype = jnp.dtype(value.dtype)
+    except TypeError:  # torch's, or that of jax's random keys
+        raise contract.not_an_array(name, value, "an array of numbers of numpy or jax") from None
     if isinstance(value, np.ndarray) and dtype.kind == "f":
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     return contract.Array(tuple(value.shape), dtype.name)
@@ -48,12 +51,12 @@ def describe_call(make: Callable[..., Spec], **arguments: Any) -> Spec:
 
     Raises TypeError if an argument has to be an array and is none, and everything that `make` raises.
     """
-    return rules.spec_of(make, arguments, describe, _describe_scale)
+    return rules.spec_of(make, arguments, describe, describe_scale)
 
 
-def _describe_scale(name: str, value: Any) -> Any:
+def describe_scale(name: str, value: Any) -> Any:
     """The contract judges numbers and None. A scalar of numpy is an array whose value is known."""
-    if isinstance(value, np.floating):
+    if isinstance(value, np.floating | np.ndarray) and value.dtype.kind == "f" and value.ndim == 0:
         rules.check_scale(name, float(value))
     return describe(name, value) if _is_array(value) else value
 

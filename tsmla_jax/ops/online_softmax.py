@@ -38,8 +38,10 @@ def update(state: State, scores: jax.Array, weighted_sum: Callable[[jax.Array], 
     return State(maximum, total, state.out * decay[..., None] + weighted_sum(weights))
 
 
-def finish(state: State) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Which rows saw a key; their sum of weights, 1 for the others; and the lse, -inf for the others."""
-    seen = state.maximum != -jnp.inf
-    total = jnp.where(seen, state.total, 1)
-    return seen, total, jnp.where(seen, state.maximum + jnp.log(total), -jnp.inf)
+def finish(state: State, seen: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The sum of weights of the rows that saw a key (`seen`, broadcastable), 1 for the others; and the lse, -inf for
+    the others. Both are NaN in a row whose scores are all -inf, as 0 / 0 weights would be: it must not look like a row
+    that saw none."""
+    maximum = jnp.where(seen, state.maximum, 0)
+    total = jnp.where(seen, state.total + (maximum - maximum), 1)  # inf - inf is NaN, all other differences are 0
+    return total, jnp.where(seen, maximum + jnp.log(total), -jnp.inf)

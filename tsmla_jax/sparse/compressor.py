@@ -7,9 +7,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from tsmla_jax.ops.exporting import exportable
 from tsmla_kernels import contract
 
 
+@exportable
 class CompressorState(NamedTuple):
     """The last tokens of every request, as a ring: the token at position p lies in row p % ring.
 
@@ -25,6 +27,7 @@ class CompressorState(NamedTuple):
     positions: jax.Array
 
 
+@exportable
 class CompressedEntries(NamedTuple):
     """The entries that a call completed, in the tokens' order; padding behind them.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from tsmla_jax.ops.inputs import describe, describe_ints
+from tsmla_jax.ops.inputs import describe, describe_ints, describe_scale
 from tsmla_jax.sparse import checks, numerics
 from tsmla_jax.sparse.blocks import fetch, put_rows
 from tsmla_kernels import contract
@@ -136,6 +136,7 @@ def write_v4_cache(
         raise ValueError("kv_cache: got V3.2 rows of 656 bytes; write them with write_packed_kv_cache")
     if kv_scale is not None and spec.dtype != "float8_e4m3fn":
         raise ValueError(f"kv_scale: got a scale with a cache of {spec.dtype}; legal with float8_e4m3fn only")
+    rules.check_scale("kv_scale", describe_scale("kv_scale", kv_scale))
     slots = masked_slots(slot_mapping, described, spec)
     kv_cache, kv = jnp.asarray(kv_cache), jnp.asarray(kv)
     if spec.layout == "plain":

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.inputs import describe, describe_ints
 from tsmla_jax.ops.ragged import row_owner
 from tsmla_jax.sparse import checks
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Int32
 
 
+@exportable
 class DecodeMetadata(NamedTuple):
     """One row per query token.
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.inputs import describe, describe_ints
 from tsmla_jax.sparse import checks, numerics
 from tsmla_jax.sparse.metadata import positions_to_slots, remap_slots
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
 
 
+@exportable
 @partial(jax.tree_util.register_dataclass, data_fields=["indices", "lengths"], meta_fields=["window"])
 @dataclass(frozen=True)
 class MixedIndices:

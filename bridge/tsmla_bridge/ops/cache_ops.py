@@ -90,6 +90,7 @@ def _write(
     data_checks.check(values.cache_write, spec, slot_mapping)
     if 0 in (spec.num_tokens, spec.num_pages):
         return
+    tensors.check_written("kv_cache", kv_cache)
     if not by_kernel:
         reference.write_kv_cache(spec, kv_cache, latent, k_rope, slot_mapping, kv_scale)
         return
@@ -98,6 +99,7 @@ def _write(
     wide = {name: loaded_kernels.wide_view(x) for name, x in rows.items()}
     inputs = {"kv_cache": pages, **wide, "slot_mapping": loaded_kernels.view(slot_mapping)}
     config, outputs = cache_config.write_config(spec), {"new_kv_cache": pages}
+    tensors.mark_written(kv_cache)
     loaded_kernels.run_scaled(WRITE_KV_CACHE, config, kv_cache.device, kv_scale, inputs, outputs)
 
 

@@ -21,6 +21,8 @@ from tsmla_kernels.contract import values
 from tsmla_kernels.contract.compress import CompressWriteSpec, compress_write_spec
 from tsmla_kernels.sparse_cache.compress_config import compress_write_config, compress_write_reasons
 
+_WRITTEN = ("cache", "state", "state_positions")
+
 
 def compress_write_kv_cache(
     cache: torch.Tensor,
@@ -124,8 +126,11 @@ def _compress(
     data_checks.check(values.compress, spec.compress, lens, offsets, arrays.state_slots, arrays.positions)
     if 0 in (spec.compress.num_tokens, spec.compress.num_requests):
         return
+    for name in _WRITTEN:
+        tensors.check_written(name, given[name])
     with torch.no_grad():
         if by_kernel:
+            tensors.mark_written(arrays.cache, arrays.state, arrays.positions)
             _launch(spec, arrays, kv_scale)
         else:
             compress_reference.compress_write_kv_cache(spec, arrays, kv_scale)
@@ -159,5 +164,5 @@ compress_operator = operators.register(
     "(Tensor(a!) cache, Tensor(b!) state, Tensor(c!) state_positions, Tensor kv_score, Tensor ape, Tensor state_slots,"
     " Tensor seq_lens, Tensor cu_seqlens_q, Tensor norm_weight, Tensor cos_sin, Tensor block_tables, int ratio,"
     f" bool overlap, float eps, int? page_size, {operators.SCALE_SCHEMA}, str? implementation) -> ()",
-    writes=("cache", "state", "state_positions"),
+    writes=_WRITTEN,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from tsmla_bridge.runtime.tensors import Scale
 from tsmla_bridge.runtime.workspace import Workspace
 from tsmla_kernels.catalog import MLA_DECODE
 from tsmla_kernels.contract import DecodeSpec
+from tsmla_kernels.contract.rules import GREATEST_SCALE, LEAST_SCALE
 from tsmla_kernels.sm90.decode import config as sm90_decode
 
 
@@ -67,8 +67,8 @@ def mla_decode(
         visible_lens keys of its request, at most seq_len of them. For decode context parallelism, where a rank holds
         others of a request's keys for each of its tokens.
       q_scale, kv_scale: q holds query / q_scale and kv_cache holds kv / kv_scale; None is 1. Float or float32 scalar
-        tensor; a tensor is read on the device at every call, and at every replay of a CUDA graph. Scales are positive
-        and finite; that is checked of numbers, and a tensor with another value gives rows without meaning.
+        tensor; a tensor is read on the device at every call, and at every replay of a CUDA graph. Scales are from
+        2^-126 to 2^126; that is checked of numbers, and a tensor with another value gives rows without meaning.
       return_lse: also return the logsumexp of the scaled logits.
       batch_invariant: a request's rows are bitwise the same whatever else is in the batch.
       implementation: "cute" (the kernels), "reference" (the definition in torch operations), or None: the kernels for
@@ -121,11 +121,11 @@ def mla_decode(
         plan = plan_for(DecodeInputs(query, *others, rope), named)
     elif type(q) is tuple:
         query, rope = q
-    if type(softmax_scale) is not float or not 0.0 < softmax_scale < math.inf or q_scale is not None:
+    if type(softmax_scale) is not float or not LEAST_SCALE <= softmax_scale <= GREATEST_SCALE or q_scale is not None:
         pair = _checked_pair(query, softmax_scale, q_scale, kv_scale)
     elif kv_scale is None:
         pair = (softmax_scale, 1.0)
-    elif type(kv_scale) is float and 0.0 < kv_scale < math.inf:
+    elif type(kv_scale) is float and LEAST_SCALE <= kv_scale <= GREATEST_SCALE:
         pair = (softmax_scale * kv_scale, kv_scale)
     elif scales.is_usual(kv_scale, query):
         pair = scales.product(softmax_scale, None, kv_scale, kv_scale)

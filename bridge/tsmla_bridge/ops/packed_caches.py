@@ -94,11 +94,13 @@ def _write_packed(
     data_checks.check(values.slot_mapping, spec.cache.num_slots, slot_mapping)
     if spec.num_tokens == 0:
         return
+    tensors.check_written("kv_cache", kv_cache)
     if not by_kernel:
         with torch.no_grad():
             sparse_reference.write_packed_kv_cache(spec, kv_cache, latent, k_rope, slot_mapping, cos, sin)
         return
     config = packed_config.packed_write_config(spec)
+    tensors.mark_written(kv_cache)
     _launch(WRITE_PACKED_KV_CACHE, config, arrays | _given(cos, sin), {"new_kv_cache": kv_cache}, rows)
 
 
@@ -169,11 +171,13 @@ def _write_keys(
     data_checks.check(values.slot_mapping, spec.cache.as_plain().num_slots, slot_mapping)
     if spec.num_tokens == 0:
         return
+    tensors.check_written("k_cache", k_cache)
     if not by_kernel:
         with torch.no_grad():
             sparse_reference.write_indexer_cache(spec, k_cache, k, slot_mapping, cos, sin)
         return
     config = packed_config.indexer_write_config(spec)
+    tensors.mark_written(k_cache)
     _launch(WRITE_INDEXER_CACHE, config, arrays | _given(cos, sin), {"new_k_cache": k_cache}, rows)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from tsmla_bridge.runtime.scales import Factors
 from tsmla_bridge.runtime.tensors import Scale
 from tsmla_bridge.runtime.workspace import Workspace
 from tsmla_kernels.catalog import SPARSE_MLA
+from tsmla_kernels.contract.rules import GREATEST_SCALE, LEAST_SCALE
 from tsmla_kernels.contract.sparse import SparseMLASpec
 from tsmla_kernels.sm90.sparse import config as sm90_sparse
 
@@ -110,7 +110,7 @@ def sparse_mla(
             return _call_operator(named, factors, described, return_lse, out, lse, workspace)
         plan = plans.find(named, described, make_plan)
     unscaled = q_scale is None and kv_scale is None and compressed_kv_scale is None
-    if unscaled and type(softmax_scale) is float and 0.0 < softmax_scale < math.inf:
+    if unscaled and type(softmax_scale) is float and LEAST_SCALE <= softmax_scale <= GREATEST_SCALE:
         factors = (softmax_scale, 1.0, 1.0)
     else:
         given = {"softmax_scale": softmax_scale, "q_scale": q_scale, "kv_scale": kv_scale,

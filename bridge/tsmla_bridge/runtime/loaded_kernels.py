@@ -90,7 +90,8 @@ def layout_reasons(given: Mapping[str, torch.Tensor], wide: Collection[str] = ()
     for name, tensor in given.items():
         if name in wide:
             step = tensor.stride(0) * tensor.element_size()
-            dense = tensor.stride(-1) == 1 and step % ROW_ALIGN == 0
+            apart = tensor.stride(0) >= tensor.shape[1]  # the rows of expand are one row, which has no pitch
+            dense = tensor.stride(-1) == 1 and step % ROW_ALIGN == 0 and apart
         else:
             dense = tensor.is_contiguous()
         is_index = tensor.dtype in (torch.int32, torch.int64)

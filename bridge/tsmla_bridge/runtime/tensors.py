@@ -221,6 +221,21 @@ def table_width(block_tables: torch.Tensor) -> int:
     )
 
 
+def check_written(name: str, tensor: torch.Tensor) -> None:
+    """ValueError if several elements of a tensor that is written are one place in memory, as expand makes them."""
+    if any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ValueError(
+            f"{name}: got shape {show(tuple(tensor.shape))} with strides {show(tensor.stride())}; legal: a tensor whose"
+            " elements lie at places of their own (.contiguous() copies into one)"
+        )
+
+
+def mark_written(*written: torch.Tensor) -> None:
+    """Tell autograd that a kernel writes to these: a gradient that needs what they held raises, as after torch's own
+    operations in place."""
+    torch.autograd.graph.increment_version(written)
+
+
 def check_output(name: str, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     """ValueError / TypeError unless `tensor` can take a result."""
     if not isinstance(tensor, torch.Tensor):

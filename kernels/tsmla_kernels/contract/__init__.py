@@ -31,6 +31,7 @@ from tsmla_kernels.contract.rules import (
     Array,
     Dim,
     attention_out_dtype,
+    is_scale,
     not_an_array,
     not_differentiable,
     not_runnable,

@@ -20,6 +20,10 @@ FP8_MAX = 448.0
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 VALUES = (*FLOATS, FP8)
 SCALES = ("float32", "float64")
+LEAST_SCALE = 2.0**-126
+GREATEST_SCALE = 2.0**126
+"""Scales that are numbers lie between these: float32 holds them and their reciprocals as normal numbers. It has others
+as 0, as infinities or as subnormal numbers, which devices flush to 0."""
 INDICES = ("int32",)
 SLOTS = ("int32", "int64")
 """Dtypes of a slot mapping where a front end takes the engines' own, which are int64."""
@@ -205,8 +209,8 @@ def check_scales(**scales: Scale) -> None:
 
 
 def check_scale(name: str, scale: Scale, optional: bool = True) -> None:
-    """ValueError / TypeError unless a positive, finite number or a float32 scalar array (float64 under x64), or None
-    where optional. The value of an array is not known here."""
+    """ValueError / TypeError unless a number from LEAST_SCALE to GREATEST_SCALE or a float32 scalar array (float64
+    under x64), or None where optional. The value of an array is not known here."""
     legal = "a float or a float32 scalar array" + (", or None for 1" if optional else "")
     if scale is None and optional:
         return
@@ -217,8 +221,13 @@ def check_scale(name: str, scale: Scale, optional: bool = True) -> None:
             raise ValueError(f"{name}: got an array of dtype {scale.dtype}; legal: {legal}")
     elif isinstance(scale, bool) or not isinstance(scale, int | float):
         raise TypeError(f"{name}: got {type(scale).__name__}; legal: {legal}")
-    elif not 0 < scale < float("inf"):  # false for NaN
-        raise ValueError(f"{name}: got {scale}; legal: a positive, finite number")
+    elif not is_scale(scale):
+        raise ValueError(f"{name}: got {scale}; legal: a positive number, 1.2e-38 to 8.5e37")
+
+
+def is_scale(number: float) -> bool:
+    """Whether a number can be a scale; False for NaN."""
+    return LEAST_SCALE <= number <= GREATEST_SCALE
 
 
 def show(shape: Sequence[Dim]) -> str:

@@ -182,22 +182,23 @@ def run_text(
     memory: Sequence[Memory],
     arguments: Sequence[int],
     order: Order = IN_ORDER,
-    programmatic: bool = False,
+    programmatic: Sequence[bool] = (False,),
 ) -> list[str]:
     """Run the one kernel of a module's text, whose parameters have 64 bits, as one block with 4 KB of shared memory.
-    programmatic: as a programmatic dependent launch. Returns the hazards."""
+    programmatic: of each launch of it in the call, whether it is a programmatic dependent one. Returns the hazards."""
     (program,) = [encode(function) for function in parse(text).values()]
     machine = Machine([_structure(program)], memory, order)
     kernel = ctypes.c_void_p()
     name = program.function.name.encode()
     machine.check(machine.library._cudaLibraryGetKernel(ctypes.byref(kernel), None, name))
     attributes = (_LaunchAttribute * 1)(_LaunchAttribute(PROGRAMMATIC_SERIALIZATION, 0, (1,)))
-    config = _LaunchConfig(
-        (1, 1, 1), (program.function.threads, 1, 1), 4096, None, ctypes.addressof(attributes), int(programmatic)
-    )
     values = [ctypes.c_uint64(value) for value in arguments]
     pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-    machine.check(machine.library._cudaLaunchKernelEx(ctypes.byref(config), kernel, pointers))
+    for count in map(int, programmatic):
+        config = _LaunchConfig(
+            (1, 1, 1), (program.function.threads, 1, 1), 4096, None, ctypes.addressof(attributes), count
+        )
+        machine.check(machine.library._cudaLaunchKernelEx(ctypes.byref(config), kernel, pointers))
     return machine.hazards
 
 

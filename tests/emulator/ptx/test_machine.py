@@ -39,7 +39,12 @@ ret;
 
 
 def run(
-    body: str, source: np.ndarray, count: int = 0, threads: int = 32, seed: int = 0, programmatic: bool = False
+    body: str,
+    source: np.ndarray,
+    count: int = 0,
+    threads: int = 32,
+    seed: int = 0,
+    programmatic: tuple[bool, ...] = (False,),
 ) -> tuple[np.ndarray, list[str]]:
     """What `body` leaves in a target of `count` words, and the hazards. %rd4 and %rd5 are the thread's words of source
     and target, %r4 its word of shared memory; %p1 holds in the first thread."""
@@ -129,11 +134,12 @@ def test_a_write_into_an_input_is_found() -> None:
 @pytest.mark.parametrize("early", ["ld.global.b32 %r5, [%rd4];", "st.global.b32 [%rd5], %r5;"])
 def test_an_array_touched_before_the_kernel_before_has_ended_is_found(early: str) -> None:
     wait, copy = "griddepcontrol.wait;", "ld.global.b32 %r5, [%rd4]; st.global.b32 [%rd5], %r5;"
-    got, _ = run(wait + copy, NUMBERS[:32], programmatic=True)
+    got, _ = run(wait + copy, NUMBERS[:32], programmatic=(True,))
     assert np.array_equal(got, NUMBERS[:32])
     run(copy, NUMBERS[:32])  # not launched before that kernel's end
+    run(copy, NUMBERS[:32], programmatic=(False, True))  # the first launch has waited for it
     with pytest.raises(AssertionError, match=r"touches an array before griddepcontrol.wait"):
-        run(early + wait + copy, NUMBERS[:32], programmatic=True)
+        run(early + wait + copy, NUMBERS[:32], programmatic=(True,))
 
 
 def test_a_misaligned_access_is_found() -> None:

@@ -207,7 +207,9 @@ def test_fp8_queries_decode_by_their_scale(tiny_model: Model) -> None:
         ({"max_batch": 0}, "max_batch = 0"),
         ({"chunk": 0}, "chunk = 0"),
         ({"speculative": -1}, "speculative = -1"),
+        ({"chunk": 16.0}, "chunk = 16.0"),
         ({"seed": -1}, "seed = -1"),
+        ({"seed": 1.5}, "seed = 1.5"),
         ({"seed": 2**32}, "seed = 4294967296"),
         ({"temperature": -0.5}, "temperature = -0.5"),
         ({"temperature": float("nan")}, "temperature = nan"),
@@ -215,6 +217,7 @@ def test_fp8_queries_decode_by_their_scale(tiny_model: Model) -> None:
         ({"top_p": 0.0}, "top_p = 0.0"),
         ({"kv_scale": 0.0}, "kv_scale = 0.0"),
         ({"q_scale": float("inf")}, "q_scale = inf"),
+        ({"kv_scale": 1e-50}, "kv_scale = 1e-50"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], named: str) -> None:

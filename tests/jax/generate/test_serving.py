@@ -151,12 +151,16 @@ def test_what_cannot_be_admitted_is_refused(tiny_model: Model) -> None:
     with pytest.raises(ValueError, match=r"num_pages = None; legal for texts that come one by one"):
         Engine(params, config, replace(OPTIONS, num_pages=None)).admit(0, [1], 1)
     engine = Engine(params, config, replace(OPTIONS, num_pages=5))
+    with pytest.raises(ValueError, match="the engine is closed; legal: after open"):
+        _ = engine.plan
     for text_id, tokens, limit, message in (
         (0, [], 1, "text 0: empty"),
         (1, [101], 1, "text 1: token id 101; legal: 0 to 100"),
         (2, [1], 0, "max_new_tokens = 0"),
         (3, [1] * 20, 2, "text 3: 20 tokens and 2 new ones need 6 pages of 4; the cache has 5"),
+        (2, [1], 2.5, "max_new_tokens = 2.5; legal: an int, at least 1"),
         (-1, [1], 1, "text_id = -1; legal"),
+        (1.5, [1], 1, "text_id = 1.5; legal: an int"),
     ):
         with pytest.raises(ValueError) as error:
             engine.admit(text_id, tokens, limit)
@@ -168,6 +172,12 @@ def test_what_cannot_be_admitted_is_refused(tiny_model: Model) -> None:
         engine.generate([[1]], 1)
     engine.close()
     assert engine.generate([[1]], 1).tokens
+
+
+def test_an_array_is_a_prompt(tiny_model: Model, alone: list[list[int]]) -> None:
+    config, params = tiny_model
+    prompt = np.array(PROMPTS[0], np.int32)
+    assert Engine(params, config, OPTIONS).generate([prompt], NEW).tokens == [alone[0]]
 
 
 def test_rows_without_a_text_stay_as_they_are() -> None:

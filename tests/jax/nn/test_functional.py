@@ -297,6 +297,19 @@ def test_fp8_cache_is_dequantised_by_its_scale(quantise_q: bool) -> None:
     assert np.abs(expected).max() > 0.5  # so that 0.15 tells right from wrong by the scale
 
 
+def test_too_few_passes_over_the_context_give_nan() -> None:
+    params, _ = inputs()
+    x, cache = jax.random.normal(jax.random.key(5), (2, CONFIG.hidden_size)), jnp.ones((3, PAGE, CONFIG.cache_dim))
+    tables, lens = jnp.asarray([[2, 0, 1]], jnp.int32), jnp.asarray([9], jnp.int32)
+    step = Step.ragged(tables, lens, jnp.asarray([0, 2], jnp.int32), total_tokens=2, page_size=PAGE)
+    counted, enough, too_few = (
+        functional.prefill_with_context(params, CONFIG, x, cache, step, context_chunk=4, context_passes=passes)[0]
+        for passes in (None, 2, 1)
+    )
+    np.testing.assert_array_equal(counted, enough)
+    assert np.isnan(too_few).all()
+
+
 def test_positions_and_slots() -> None:
     cu = jnp.asarray([0, 2, 2, 5], jnp.int32)
     requests, positions = functional.ragged_positions(cu, jnp.asarray([7, 3, 0], jnp.int32), 7)

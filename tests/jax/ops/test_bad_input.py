@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from typing import Any
 
 import jax
@@ -113,7 +114,7 @@ CASES = [
     Case("mla_decode", "kv_scale", zeros(4), r"shape \[4\]"),
     Case("mla_decode", "causal", np.True_, r"got numpy\.bool; legal: True or False", error=TypeError),
     *(
-        Case(op, name, value, rf"got {value}; legal: a positive, finite number")
+        Case(op, name, value, rf"got {re.escape(str(value))}; legal: a positive number, 1.2e-38 to 8.5e37")
         for op, name in (
             ("mla_decode", "softmax_scale"),
             ("mla_decode", "q_scale"),
@@ -123,7 +124,7 @@ CASES = [
             ("write_kv_cache", "kv_scale"),
             ("gather_kv_cache", "kv_scale"),
         )
-        for value in (0, -0.5, float("nan"), float("inf"))
+        for value in (0, -0.5, float("nan"), float("inf"), 1e-50, 1e39)
     ),
     Case("mla_decode", "implementation", "cuda", r"got 'cuda'; legal: None, 'cute', 'xla', 'reference'"),
     Case("mla_prefill", "q", zeros(5, 96), r"rank 2; legal: \[Tq, H, head_dim\]"),
@@ -245,9 +246,20 @@ def test_explain_says_what_none_picks() -> None:
         tsmla_jax.explain("mla_decode")
 
 
+def test_arrays_of_no_numbers_are_named() -> None:
+    class Tensor:
+        shape, dtype = (2, 1, 4, 48), "torch.float32"
+
+    for value in (Tensor(), jax.random.split(jax.random.key(0), 2)):
+        with pytest.raises(TypeError, match=r"q: got \w+; legal: an array of numbers of numpy or jax"):
+            call("mla_decode", DECODE | {"q": value})
+
+
 def test_a_scale_that_numpy_knows_is_refused_too() -> None:
-    with pytest.raises(ValueError, match=r"kv_scale: got -1\.0; legal: a positive, finite number"):
+    with pytest.raises(ValueError, match=r"kv_scale: got -1\.0; legal: a positive number, 1.2e-38 to 8.5e37"):
         call("mla_decode", DECODE | {"kv_scale": np.float32(-1)})
+    with pytest.raises(ValueError, match=r"kv_scale: got 1e-50; legal: a positive number"):
+        call("mla_decode", DECODE | {"kv_scale": np.array(1e-50)})
     call("mla_decode", DECODE | {"kv_scale": np.float32(2)})
 
 

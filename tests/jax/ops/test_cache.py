@@ -209,6 +209,14 @@ def test_merge(name: str, stacked: bool) -> None:
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("others", [[], [-np.inf], [0.5]])
+def test_an_lse_of_nan_is_no_part_without_keys(name: str, others: list[float]) -> None:
+    lses = np.float32([np.nan, *others]).reshape(-1, 1, 1)
+    out, lse = jitted("merge_attention_states", name)(np.ones((*lses.shape, 2), np.float32), lses)
+    assert np.isnan(out).all() and np.isnan(lse).all()
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_merge_of_extreme_lses(name: str) -> None:
     outs = [np.full((1, 1, 2), x, np.float32) for x in (1.0, 2.0)]
     merge = jitted("merge_attention_states", name)

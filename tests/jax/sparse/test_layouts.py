@@ -204,6 +204,11 @@ def test_one_page_of_one_row_is_a_cache(shape: tuple[int, ...], dtype: str) -> N
             lambda: write_v4(jnp.zeros((1, 37440), jnp.uint8), kv_scale=2.0),
             "kv_scale: got a scale with a cache of uint8",
         ),
+        (lambda: write_v4(jnp.zeros((1, 4, 512), jnp.float8_e4m3fn), kv_scale=0.0), "kv_scale: got 0.0; legal"),
+        (
+            lambda: write_v4(jnp.zeros((1, 4, 512), jnp.float8_e4m3fn), kv_scale=jnp.ones(512)),
+            r"kv_scale: got an array of shape \[512\]",
+        ),
         (lambda: write_v4(jnp.zeros((1, 4, 656), jnp.uint8)), "kv: got shape|656 bytes"),
         (lambda: write_v4(jnp.zeros((1, 4, 512), jnp.int8)), "kv_cache: got dtype int8"),
         (lambda: write_v4(jnp.zeros((0, 4, 512), jnp.bfloat16)), "kv_cache: got shape.*at least 1"),

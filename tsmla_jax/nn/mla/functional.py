@@ -259,7 +259,7 @@ def prefill_with_context(
         step: of ragged tokens; a request without context (all of seq_lens is new) is legal.
         context_chunk: static, tokens of each request's context in one pass.
         context_passes: static, a number of passes that is enough for the longest context; a GPU runs them without
-            asking the host. None counts them on the device.
+            asking the host. y is NaN if it is too small. None counts them on the device.
         kv_scale: of an fp8 cache.
         context_axis: a mesh axis whose devices share the keys of every request (`nn.context_parallel`) and all have x.
             A device takes context_chunk / N of its keys at a time (in whole pages) for the queries of all tokens, and
@@ -341,6 +341,7 @@ def prefill_with_context(
     initial = (carry(out, *where), carry(lse, *where), carry(kv_cache, *where))
     passes = needed if context_passes is None else context_passes
     out, lse, kv_cache = jax.lax.fori_loop(0, passes, add_chunk, initial)
+    out += jnp.where(needed > passes, jnp.nan, 0).astype(out.dtype)  # passes that are too few leave keys out
     out = without_derivative(out, needed, "prefill_with_context", "train with prefill, on whole texts without a cache")
     kv_cache = tsmla_jax.write_kv_cache(kv_cache, latent, k_rope, step.slot_mapping, kv_scale=kv_scale)
     if context_axis is None:

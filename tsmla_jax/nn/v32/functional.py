@@ -23,6 +23,7 @@ from tsmla_jax.nn.rope import apply_rope, rope_cos_sin
 from tsmla_jax.nn.step import Step, check_step
 from tsmla_jax.nn.v32.config import V32Config
 from tsmla_jax.nn.weights import Params
+from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.quantize import quantize_q
 from tsmla_jax.sparse import indexer, metadata
 from tsmla_kernels.contract.packed import Rotation
@@ -31,6 +32,7 @@ _NORM_EPS = 1e-6
 _MATRICES = ("indexer_wq_b", "indexer_wk", "indexer_weights_proj")
 
 
+@exportable
 class V32Cache(NamedTuple):
     """One layer's caches; both are addressed by the same slots.
 

@@ -23,6 +23,7 @@ from tsmla_jax.nn.step import check_axis, check_step
 from tsmla_jax.nn.v4.config import V4Config
 from tsmla_jax.nn.v4.step import V4Step
 from tsmla_jax.nn.weights import Params
+from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.quantize import quantize_q
 from tsmla_jax.sparse import indexer, layouts
 from tsmla_jax.sparse import v4 as sparse_v4
@@ -30,6 +31,7 @@ from tsmla_jax.sparse.compressor import CompressorState, init_compressor_state
 from tsmla_jax.sparse.v4 import MixedIndices
 
 
+@exportable
 class V4Cache(NamedTuple):
     """One layer's caches and compressor states; None where its kind has none.
 

@@ -11,6 +11,7 @@ from tsmla_jax.nn import context_parallel
 from tsmla_jax.nn.rope import inverse_frequencies
 from tsmla_jax.nn.step import Step, check_step
 from tsmla_jax.nn.v4.config import V4Config
+from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.sparse import v4 as sparse_v4
 from tsmla_jax.sparse.v4 import MixedIndices
 
@@ -27,6 +28,7 @@ def rope_table(config: V4Config, num_positions: int) -> jax.Array:
     return sparse_v4.rope_table(jnp.asarray(frequencies), num_positions, scale=magnitude)
 
 
+@exportable
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class V4Step:

@@ -61,7 +61,8 @@ def mla_decode(
         for each token of a request.
       q_scale, kv_scale: q holds query / q_scale and kv_cache holds kv / kv_scale (fp8 usually); None is 1. Float or
         float32 scalar array; always operands of the compiled program, never constants kept from an earlier call. Scales
-        are positive and finite; that is checked of numbers, and an array with another value gives rows without meaning.
+        are from 2^-126 to 2^126, so that float32 holds their reciprocals too; that is checked of numbers, and an array
+        with another value gives rows without meaning.
       return_lse: also return the logsumexp of the scaled logits.
       batch_invariant: a request's rows are bitwise the same whatever else is in the batch.
       implementation: "cute", "xla", "reference", or None for the best that can run; see `explain`.
@@ -74,9 +75,10 @@ def mla_decode(
 
     Slots behind seq_lens and unused entries of the table may hold anything. NaN or an infinity in the key of a new
     token reaches the queries that see it; with "cute" also those of the same request that the causal mask or
-    visible_lens hides it from. Unsound lengths, pages and offsets (negative, decreasing, past their end) read nothing
-    outside the arrays and give rows without meaning, other ones in each implementation and front end; TSMLA_CHECK=1
-    raises instead.
+    visible_lens hides it from. A row whose scores are all -inf (of queries that overflowed, say) is NaN; with "cute",
+    here and in the other attention operations, as if it saw no key. Unsound lengths, pages and offsets (negative,
+    decreasing, past their end) read nothing outside the arrays and give rows without meaning, other ones in each
+    implementation and front end; TSMLA_CHECK=1 raises instead.
 
     Derivatives: implementation="reference" can be differentiated; "xla" and "cute" raise NotImplementedError (train
     through mla_prefill). vmap, jit, eval_shape, jax.export and shard_map over heads or batch work with all of them;

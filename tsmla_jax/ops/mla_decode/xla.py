@@ -143,7 +143,8 @@ def _attend_one(
 
     operands = (q, kv_cache, table, seq_len, ends, num_blocks, logit_scale)
     state = lax.fori_loop(0, num_blocks, step, online_softmax.start((rows,), latent_dim, dtype, *operands))
-    seen, total, lse = online_softmax.finish(state)
+    seen = end > 0
+    total, lse = online_softmax.finish(state, seen)
     out = jnp.where(seen[:, None], state.out / total[:, None] * out_scale, 0)
     shape = q.shape[:2]
     return out.reshape(*shape, latent_dim).astype(spec.out_dtype), lse.reshape(shape).astype(spec.lse_dtype)

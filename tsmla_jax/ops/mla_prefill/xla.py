@@ -87,7 +87,8 @@ def _attend(
 
         start = online_softmax.start((heads, Q_TILE), v_dim, dtype, *operands)
         state = lax.fori_loop(0, tile.num_blocks, block, start)
-        seen, total, lse = online_softmax.finish(state)
+        seen = tile.valid & (tile.kv_start < tile.kv_end) & (tile.kv_start <= tile.last_visible)
+        total, lse = online_softmax.finish(state, seen)
         out = jnp.where(seen[..., None], state.out / total[..., None] * v_scale, 0)
         outs = _replace(outs, out.swapaxes(0, 1).astype(spec.out_dtype), tile)
         return outs, _replace(lses, lse.swapaxes(0, 1).astype(spec.lse_dtype), tile)

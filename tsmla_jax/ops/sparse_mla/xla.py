@@ -111,13 +111,16 @@ def _attend(
     sections = [(spec.cache, indices[:, : spec.window], window)]
     if spec.compressed is not None:
         sections.append((spec.compressed, indices[:, spec.window :], rest))
+    seen = jnp.zeros(q.shape[0], bool)
     for (cache_spec, columns, active), cache, scale in zip(sections, caches, kv_scales, strict=True):
+        column = jnp.arange(columns.shape[1], dtype=jnp.int32)
+        seen |= (valid_slots(columns, cache_spec) & (column < active[:, None])).any(axis=1)
         if columns.shape[1]:
             state = _accumulate(spec, cache_spec, state, query, cache, columns, active, logit_scale, scale)
-    seen, total, lse = online_softmax.finish(state)
+    total, lse = online_softmax.finish(state, seen[:, None])
     # -inf sinks take nothing: sigmoid(inf) is 1.
-    share = jax.nn.sigmoid(jnp.where(seen, lse, 0) - sinks) / total
-    out = jnp.where(seen[..., None], state.out * share[..., None], 0)
+    share = jax.nn.sigmoid(jnp.where(seen[:, None], lse, 0) - sinks) / total
+    out = jnp.where(seen[:, None, None], state.out * share[..., None], 0)
     return out.astype(spec.out_dtype), lse.astype(spec.lse_dtype)
 
 

@@ -11,7 +11,7 @@ from tsmla_bridge import blackwell, operators
 from tsmla_bridge.engines.context_parallel import held_keys
 from tsmla_bridge.ops import merge, mla_decode
 from tsmla_bridge.ops.decode_plans import DecodeInputs, DecodeOptions, plan_for, plan_of_latest
-from tsmla_bridge.runtime import tensors
+from tsmla_bridge.runtime import scales, tensors
 from tsmla_bridge.runtime.devices import in_own_precision
 from tsmla_bridge.runtime.results import Computed, Results
 from tsmla_kernels.contract.rules import show
@@ -95,6 +95,8 @@ def tokenspeed_mla_decode(
     if window_left >= max_seq_len - 1 and cp_world == 1:
         window_left = -1  # nothing lies before such a window
     pair = (float(softmax_scale), float(output_scale))
+    for name, number in zip(("softmax_scale", "output_scale"), pair, strict=True):
+        scales.check(name, number, optional=False)
     dense_out = out if out is None or out.is_contiguous() else None
     if cp_world == 1 and local_visible_lens is None and window_left < 0:
         result, lse = _attend(
