@@ -205,12 +205,14 @@ def cache_calls(generator: torch.Generator) -> Iterator[Call]:
 
 
 def merge_calls(generator: torch.Generator) -> Iterator[Call]:
-    """merge_attention_states of two and three parts, some rows of which saw no key."""
+    """merge_attention_states of two and three parts, some of whose rows saw no key, and some have an lse of NaN."""
     for dtype, parts in ((torch.bfloat16, 2), (torch.float16, 3), (torch.float32, 2)):
         outs = normal(generator, parts, 19, 3, 128, dtype=dtype)
         lses = normal(generator, parts, 19, 3, dtype=torch.float32)
         for part in range(parts):
             lses[part, part :: parts + 1], outs[part, part :: parts + 1] = -torch.inf, 0
+        lses[:, -2:] = -torch.inf
+        lses[0, -2], lses[-1, -1] = torch.nan, torch.nan
         yield Call(f"{dtype} {parts} parts", tsmla_bridge.merge_attention_states, {"outs": outs, "lses": lses}, {})
 
 

@@ -76,7 +76,8 @@ class MergeAttentionStates:
                     lse[rows[u]] = merged_lse
 
     def weights(self, lses):
-        """The weight of each partial result in a row, and the merged lse; 0 and -inf where none of them saw a key."""
+        """The weight of each partial result in a row, and the merged lse; 0 and -inf where none of them saw a key, NaN
+        where an lse is."""
         maximum = lses[0]
         for lse in lses[1:]:
             maximum = cute.arch.fmax(maximum, lse)
@@ -86,5 +87,6 @@ class MergeAttentionStates:
         terms = [cute.math.exp2((lse - maximum) * LOG2_E, fastmath=True) for lse in lses]
         total = cutlass.select_(no_keys, Float32(1.0), sum(terms[1:], terms[0]))
         inverse = Float32(1.0) / total
-        merged = cutlass.select_(no_keys, -Float32.inf, maximum + cute.math.log(total))
+        # fmax ignores NaN, so no_keys may hide one. The sum is -inf, or that NaN.
+        merged = cutlass.select_(no_keys, sum(lses[1:], lses[0]), maximum + cute.math.log(total))
         return [term * inverse for term in terms], merged
