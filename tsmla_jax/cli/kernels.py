@@ -257,7 +257,7 @@ class _Progress:
 
     def __enter__(self) -> _Progress:
         if self.total and not self.bar:
-            self.stream.write(f"compiling {self.total} kernels\n")
+            self.stream.write(f"compiling {self.total} kernel{'s' * (self.total > 1)}\n")
         self._draw()
         return self
 

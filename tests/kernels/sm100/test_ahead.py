@@ -22,6 +22,7 @@ def compiled_by(monkeypatch: pytest.MonkeyPatch, *argv: str) -> list[tuple[Any, 
     asked: list[tuple[Any, Any, str]] = []
     monkeypatch.setattr(object_cache, "is_stored", lambda *each: each in asked)
     monkeypatch.setattr(object_cache, "load_or_compile", lambda *each: asked.append(each))
+    monkeypatch.setattr(kernel_commands, "_resources_of", lambda compiled: "")  # nothing is compiled
     parser = argparse.ArgumentParser()
     kernel_commands.add_compile_arguments(parser)
     assert kernel_commands.run_compile(parser.parse_args([*argv, "--jobs", "1"])) == 0
