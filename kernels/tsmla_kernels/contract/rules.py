@@ -54,18 +54,23 @@ def spec_of(
 
     make_spec's annotations say which arguments are arrays (Array), which of them may be None (Array | None), and which
     are scales (Scale). All others are static and are passed on unchanged."""
-    hints = _hints(make_spec)
-    described = dict(arguments)
-    for name, value in arguments.items():
-        hint = hints.get(name)
-        if hint == Scale:
-            described[name] = describe_scale(name, value)
-        elif hint == Array or (hint == OptionalArray and value is not None):
-            described[name] = describe(name, value)
-    return make_spec(**described)
+    describers = _describers(make_spec, describe, describe_scale)
+    return make_spec(**{
+        name: describers[name](name, value) if name in describers else value for name, value in arguments.items()
+    })  # fmt: skip
 
 
-_hints = functools.cache(get_type_hints)
+@functools.cache
+def _describers(
+    make_spec: Callable[..., Any], describe: Describe, describe_scale: Describe
+) -> dict[str, Describe]:
+    """How to describe each parameter of `make_spec` that may be an array."""
+    by_type: dict[Any, Describe] = {
+        Array: describe,
+        OptionalArray: lambda name, value: None if value is None else describe(name, value),
+        Scale: describe_scale,
+    }
+    return {name: by_type[hint] for name, hint in get_type_hints(make_spec).items() if hint in by_type}
 
 
 def attention_out_dtype(dtype: str) -> str:
