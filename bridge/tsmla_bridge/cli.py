@@ -1,4 +1,4 @@
-"""The `tsmla` command of the distribution without jax: `tsmla doctor`."""
+"""The `tsmla` command of the distribution without jax: doctor, compile and cache."""
 
 from __future__ import annotations
 
@@ -6,34 +6,71 @@ import argparse
 import dataclasses
 import json
 import platform
+import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from tsmla_bridge.engines import versions
-from tsmla_kernels import __version__
+from tsmla_kernels import __version__, commands
+from tsmla_kernels.interrupts import EXIT_INTERRUPTED, end_interrupted
 
+EXIT_USER_ERROR = 2
 PACKAGES = ("torch", "nvidia-cutlass-dsl", "tokenspeed-mla", "tsmla-jax")
 
 
+class _Parser(argparse.ArgumentParser):
+    """argparse with usage errors in one line instead of the whole usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USER_ERROR, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """The entry point of the `tsmla` script; returns the exit status."""
-    parser = argparse.ArgumentParser(
+    """The entry point of the `tsmla` script; returns the exit status: 2, with a line on stderr, for a user's error."""
+    parser = _Parser(
         prog="tsmla",
         description="DeepSeek's multi-head latent attention for PyTorch.",
-        epilog="generate, explain, compile and cache come with the distribution tsmla-jax",
+        epilog="generate and explain come with the distribution tsmla-jax",
     )
     parser.add_argument("--version", action="version", version=f"tsmla {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    summary = "say which GPUs, packages and serving engines there are, and how the engines are told to use the kernels"
-    doctor = commands.add_parser("doctor", help=summary, description=summary)
-    doctor.add_argument("--json", action="store_true", help="print the report as JSON")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, summary, add_arguments, run in (
+        ("doctor", "say which GPUs, packages and serving engines there are, and how the engines are told to use the"
+         " kernels", _add_doctor_arguments, _run_doctor),
+        ("compile", "compile kernels into the on-disk cache ahead of use, on a machine with or without a GPU",
+         commands.add_compile_arguments, commands.run_compile),
+        ("cache", "list, verify and prune the on-disk cache of compiled kernels", commands.add_cache_arguments,
+         commands.run_cache),
+    ):  # fmt: skip
+        subparser = subparsers.add_parser(name, help=summary, description=summary)
+        add_arguments(subparser)
+        subparser.set_defaults(run=run)
     if not (sys.argv[1:] if argv is None else argv):
         parser.print_help()
         return 0
-    as_json = parser.parse_args(argv).json
+    arguments = parser.parse_args(argv)
+    before = signal.signal(signal.SIGINT, end_interrupted)
+    try:
+        status: int = arguments.run(arguments)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except (ValueError, OSError, ImportError) as error:
+        print(f"tsmla {arguments.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return status
+
+
+def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def _run_doctor(arguments: argparse.Namespace) -> int:
     report = examine()
-    print(json.dumps(report, indent=2) if as_json else render(report))
+    print(json.dumps(report, indent=2) if arguments.json else render(report))
     return 0
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tsmla_jax.cli.kernels import wanted_of
+from tsmla_kernels.commands import wanted_of
 
 LINES = Path(__file__).with_name("objects.jsonl").read_text().splitlines()
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
-import sys
 from typing import NoReturn
 
-EXIT_INTERRUPTED = 130
+from tsmla_kernels.interrupts import end_interrupted
 
 
 def main() -> NoReturn:
@@ -18,17 +15,3 @@ def main() -> NoReturn:
     from tsmla_jax.cli import commands
 
     commands.main()
-
-
-def end_interrupted(*_: object) -> NoReturn:
-    """End the process with one line and status 130, from a signal's handler.
-
-    At once: a KeyboardInterrupt would have to pass through the compilers' C++ frames, which end in a segmentation
-    fault."""
-    with contextlib.suppress(Exception):  # a stream that was being written to can't be flushed
-        assert sys.__stdout__ is not None
-        sys.__stdout__.flush()
-    # Not through sys.stderr, which is another stream while a kernel is being compiled.
-    with contextlib.suppress(OSError):
-        os.write(2, b"interrupted\n")
-    os._exit(EXIT_INTERRUPTED)

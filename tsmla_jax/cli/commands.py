@@ -14,8 +14,9 @@ from typing import NamedTuple, NoReturn
 from absl import app, flags, logging
 from absl.flags import argparse_flags
 
-from tsmla_jax.cli import EXIT_INTERRUPTED, doctor
+from tsmla_jax.cli import doctor
 from tsmla_kernels import __version__
+from tsmla_kernels.interrupts import EXIT_INTERRUPTED
 
 EXIT_USER_ERROR = 2
 EXIT_BROKEN_PIPE = 141
@@ -54,15 +55,15 @@ def _explain() -> Actions:
 
 
 def _compile() -> Actions:
-    from tsmla_jax.cli import kernels
+    from tsmla_kernels import commands
 
-    return Actions(kernels.add_compile_arguments, kernels.run_compile)
+    return Actions(commands.add_compile_arguments, commands.run_compile)
 
 
 def _cache() -> Actions:
-    from tsmla_jax.cli import kernels
+    from tsmla_kernels import commands
 
-    return Actions(kernels.add_cache_arguments, kernels.run_cache)
+    return Actions(commands.add_cache_arguments, commands.run_cache)
 
 
 COMMANDS = {

@@ -22,7 +22,6 @@ from jax.sharding import PartitionSpec as P
 import tsmla_jax
 from tests.emulator import decode as cute_emulation
 from tests.jax.ops.programs import calls, collectives, lower
-from tsmla_jax.cli import kernels as kernel_commands
 from tsmla_jax.ops import device, kernel_call, transforms
 from tsmla_jax.ops.gather_kv_cache import cute as gather_cute
 from tsmla_jax.ops.gather_kv_cache import reference as gather_reference
@@ -33,6 +32,7 @@ from tsmla_jax.ops.rope_write_kv_cache.api import OPERATION as ROPE_WRITE
 from tsmla_jax.ops.write_kv_cache import cute as write_cute
 from tsmla_jax.ops.write_kv_cache import reference as write_reference
 from tsmla_jax.ops.write_kv_cache.api import OPERATION as WRITE
+from tsmla_kernels import commands as kernel_commands
 from tsmla_kernels import compile, object_cache
 from tsmla_kernels.cache_ops import config as cache_config
 from tsmla_kernels.cache_ops.config import ARCHS, GatherConfig, RopeWriteConfig, WriteConfig, tiling

@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec as P
 import tsmla_jax
 from tests.emulator import decode as cute_emulation
 from tests.jax.ops.programs import calls, lower
-from tsmla_jax.cli import kernels as kernel_commands
 from tsmla_jax.ops import device, kernel_call
 from tsmla_jax.ops.merge_attention_states import cute, reference
 from tsmla_jax.ops.merge_attention_states.api import OPERATION
+from tsmla_kernels import commands as kernel_commands
 from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import MERGE_ATTENTION_STATES
 from tsmla_kernels.kernel import Kernel

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.emulator.standin import SCALE, ScaleConfig
-from tsmla_jax.cli import kernels as kernel_commands
 from tsmla_jax.cli.doctor import install_hint
+from tsmla_kernels import commands as kernel_commands
 from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import MLA_DECODE, MLA_PREFILL, MLA_PREFILL_BACKWARD
 from tsmla_kernels.sm90.decode.config import DecodeConfig

@@ -1,6 +1,6 @@
 """`tsmla compile` and `tsmla cache`: filling the cache of compiled kernels ahead of use, and maintaining it.
 
-Neither needs a GPU, and neither starts jax's backend.
+Neither needs a GPU, jax or torch.
 """
 
 from __future__ import annotations
