@@ -1,14 +1,13 @@
 """The decode kernels' schedule, run lane by lane in Python: what CuTe DSL would trace is executed with numbers.
 
-Stand-ins take the place of cutlass while the schedule's modules are imported. The 32 lanes of a warp are threads of
-Python; one runs at a time, until it meets the others, then the next.
+Stand-ins take the place of cutlass while the schedule's modules are imported. The 32 lanes of a warp are greenlets: one
+runs until it meets the others, then the next.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-import threading
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from greenlet import greenlet
 
 import tsmla_kernels
 from tsmla_kernels.sm90.decode.config import DecodeConfig, workspace_shapes
@@ -38,45 +38,29 @@ class Warp:
     """What the lanes of a warp exchange."""
 
     def __init__(self) -> None:
-        self.here = threading.local()
-        self.turns: list[threading.Semaphore] = []
+        self.lanes: list[greenlet] = []
+        self.lane = 0
+        self.meetings = [0] * LANES
         self.exchanged: list[list[Any]] = [[None] * LANES, [None] * LANES]
-        self.failures: list[BaseException] = []
 
     def run(self, work: Callable[[], None]) -> None:
-        self.turns = [threading.Semaphore(0) for _ in range(LANES)]
-        self.failures = []
-
-        def thread(lane: int) -> None:
-            self.here.lane, self.here.meetings = lane, 0
-            try:
-                self._wait(lane)
-                work()
-            except BaseException as error:
-                self.failures.append(error)
-            self.turns[(lane + 1) % LANES].release()
-
-        threads = [threading.Thread(target=thread, args=(lane,)) for lane in range(LANES)]
-        for each in threads:
-            each.start()
-        self.turns[0].release()
-        for each in threads:
-            each.join()
-        if self.failures:
-            raise self.failures[0]
-
-    def _wait(self, lane: int) -> None:
-        if not self.turns[lane].acquire(timeout=20) or self.failures:
-            raise RuntimeError(f"lane {lane} waits for lanes that have ended or gone another way")
+        """Run all lanes, from one meeting to the next, until all have ended."""
+        self.lanes, self.meetings = [greenlet(work) for _ in range(LANES)], [0] * LANES
+        while not all(each.dead for each in self.lanes):
+            for lane, each in enumerate(self.lanes):
+                self.lane = lane
+                each.switch()
+            ended = sum(each.dead for each in self.lanes)
+            if ended not in (0, LANES) or len(set(self.meetings)) > 1:
+                raise RuntimeError(f"{LANES - ended} lanes wait for lanes that have ended")
 
     def exchange(self, value: Any = None) -> list[Any]:
         """Every lane's value, when all have given theirs."""
-        lane = self.here.lane
-        given = self.exchanged[self.here.meetings % 2]
-        self.here.meetings += 1
+        lane = self.lane
+        given = self.exchanged[self.meetings[lane] % 2]
+        self.meetings[lane] += 1
         given[lane] = value
-        self.turns[(lane + 1) % LANES].release()
-        self._wait(lane)
+        self.lanes[lane].parent.switch()
         return given
 
     def reduce(self, value: int, how: str) -> int:
@@ -87,7 +71,7 @@ class Warp:
         return self.exchange(value)[source]
 
     def shuffle_up(self, value: int, *, offset: int, mask_and_clamp: int) -> int:
-        values, lane = self.exchange(value), self.here.lane
+        values, lane = self.exchange(value), self.lane
         return values[lane - offset] if lane >= offset else value
 
     def ballot(self, value: bool) -> int:
@@ -190,7 +174,7 @@ class Interpreter:
             )
 
             def work(state: Any = state, described: Array = described, cluster: int = cluster) -> None:
-                lane = self.warp.here.lane
+                lane = self.warp.lane
                 walk.begin(state, walk.batch.numbers(min(lane, len(seq_lens) - 1), lens, offsets))
                 number = 0
                 while True:
@@ -213,7 +197,7 @@ class Interpreter:
         """memory, share and walk of the decode kernels, and deal of the sparse one."""
         warp = self.warp
         arch = types.SimpleNamespace(
-            lane_idx=lambda: warp.here.lane,
+            lane_idx=lambda: warp.lane,
             sync_warp=lambda: warp.exchange(),
             warp_redux_sync=warp.reduce,
             shuffle_sync=warp.shuffle,
