@@ -2,7 +2,7 @@
 // that know, not warps: an arrival at an mbarrier hands on what the arriving lanes know, and of the other lanes of their
 // warp that is only what these did before bar.warp.sync or another barrier. shfl, vote, redux and elect order nothing.
 // What all lanes of a warp know is kept once. Copies into shared memory are one more agent, whose work is known by the
-// copy's mbarrier. A WGMMA belongs to all lanes of its warp, each of which waits for it.
+// copy's mbarrier. A WGMMA belongs to all lanes of its warp, and each of them waits for it.
 #pragma once
 
 #include <algorithm>
