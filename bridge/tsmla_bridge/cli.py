@@ -9,26 +9,19 @@ import platform
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from tsmla_bridge.engines import versions
 from tsmla_kernels import __version__, commands
+from tsmla_kernels.command_line import CACHE_SUMMARY, COMPILE_SUMMARY, EXIT_USER_ERROR, OneLineErrors
 from tsmla_kernels.interrupts import EXIT_INTERRUPTED, end_interrupted
 
-EXIT_USER_ERROR = 2
 PACKAGES = ("torch", "nvidia-cutlass-dsl", "tokenspeed-mla", "tsmla-jax")
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse with usage errors in one line instead of the whole usage text."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USER_ERROR, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The entry point of the `tsmla` script; returns the exit status: 2, with a line on stderr, for a user's error."""
-    parser = _Parser(
+    parser = OneLineErrors(
         prog="tsmla",
         description="DeepSeek's multi-head latent attention for PyTorch.",
         epilog="generate and explain come with the distribution tsmla-jax",
@@ -38,10 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, summary, add_arguments, run in (
         ("doctor", "say which GPUs, packages and serving engines there are, and how the engines are told to use the"
          " kernels", _add_doctor_arguments, _run_doctor),
-        ("compile", "compile kernels into the on-disk cache ahead of use, on a machine with or without a GPU",
-         commands.add_compile_arguments, commands.run_compile),
-        ("cache", "list, verify and prune the on-disk cache of compiled kernels", commands.add_cache_arguments,
-         commands.run_cache),
+        ("compile", COMPILE_SUMMARY, commands.add_compile_arguments, commands.run_compile),
+        ("cache", CACHE_SUMMARY, commands.add_cache_arguments, commands.run_cache),
     ):  # fmt: skip
         subparser = subparsers.add_parser(name, help=summary, description=summary)
         add_arguments(subparser)

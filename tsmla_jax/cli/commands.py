@@ -16,9 +16,9 @@ from absl.flags import argparse_flags
 
 from tsmla_jax.cli import doctor
 from tsmla_kernels import __version__
+from tsmla_kernels.command_line import CACHE_SUMMARY, COMPILE_SUMMARY, EXIT_USER_ERROR, OneLineErrors
 from tsmla_kernels.interrupts import EXIT_INTERRUPTED
 
-EXIT_USER_ERROR = 2
 EXIT_BROKEN_PIPE = 141
 
 # A wrong argument, a bad file or a missing package raises one of these. Their message suffices, so the user gets one
@@ -73,18 +73,13 @@ COMMANDS = {
         lambda: Actions(doctor.add_arguments, doctor.run),
     ),
     "explain": Command("say which implementation runs a call here, and why the others can't", _explain),
-    "compile": Command(
-        "compile kernels into the on-disk cache ahead of use, on a machine with or without a GPU", _compile
-    ),
-    "cache": Command("list, verify and prune the on-disk cache of compiled kernels", _cache),
+    "compile": Command(COMPILE_SUMMARY, _compile),
+    "cache": Command(CACHE_SUMMARY, _cache),
 }
 
 
-class _Parser(argparse_flags.ArgumentParser):
-    """argparse with absl's flags, and usage errors in one line instead of the whole usage text."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USER_ERROR, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+class _Parser(OneLineErrors, argparse_flags.ArgumentParser):
+    """With absl's flags."""
 
 
 class _SubParser(_Parser):
