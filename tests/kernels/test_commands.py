@@ -1,6 +1,7 @@
 """`tsmla compile` and `tsmla cache`, on stand-in kernels."""
 
 import argparse
+import importlib.util
 import io
 import json
 import re
@@ -90,7 +91,8 @@ def test_compile_says_what_is_wrong(arguments: list[str], message: str) -> None:
 
 
 def test_compile_asks_for_the_compiler_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_commands.importlib.util, "find_spec", lambda name: None)
+    found = importlib.util.find_spec  # other modules are looked for, too
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "cutlass" else found(name))
     with pytest.raises(ModuleNotFoundError, match="compiling needs the CuTe DSL, package nvidia-cutlass-dsl") as raised:
         compile_command("--kernel", "scale", "--config", "wide")
     assert install_hint(raised.value.name) == ': pip install "tsmla-jax[cuda13]"'
