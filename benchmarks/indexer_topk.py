@@ -61,7 +61,9 @@ def configs(points: list[Point]) -> list[tuple[str, Any]]:
     wanted: list[tuple[str, Any]] = []
     for point in points:
         call = spec(point)
-        wanted += [("indexer_logits", chunks.chunks_of(call).logits), ("select_topk", topk_config(call.topk))]
+        scoring = (indexer_logits.config(point), chunks.chunks_of(call).logits)
+        wanted += [("indexer_logits", config) for config in scoring]
+        wanted.append(("select_topk", topk_config(call.topk)))
         for size in workspaces().values():
             rows = chunks.chunk_rows(call.logits.num_tokens, call.num_columns, size)
             wanted.append(("select_topk", topk_config(dataclasses.replace(call.topk, num_tokens=rows))))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tsmla_bridge
 import tsmla_jax
@@ -86,6 +87,43 @@ def test_chunks_go_to_the_catalogs_kernels(gpu: Gpu, ragged: bool, return_slots:
         assert {operands["logits"].shape for _, operands in gpu.launches} == {(8, M * Z)}
     assert got is out or (got[0] is out and got[-1] is memory["scores" if return_scores else "counts"])
     assert {operands["logits"].data_ptr() for _, operands in gpu.launches} == {workspace.buffer.data_ptr()}
+
+
+class Operations(TorchDispatchMode):
+    """Records the names of the torch operations that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("flags", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_nothing_is_launched_beside_the_kernels(gpu: Gpu, ragged: bool, flags: tuple[bool, bool]) -> None:
+    given = tensors_of(problem(ragged, jnp.float8_e4m3fn))
+    offsets = given.pop("cu_seqlens_q", None)
+    gpu.runs = False
+    with Operations() as seen:  # the public function would be one operator under it
+        module._select(module.Call(*given.values(), offsets, K, *flags, None), module.Memory())
+    assert len(gpu.launches) == 6
+    assert seen.names <= {"empty", "new_empty", "view", "slice", "split", "detach"}  # memory and views alone
+
+
+def test_rows_say_their_keys_and_requests(gpu: Gpu) -> None:
+    given = tensors_of(problem(True, jnp.float8_e4m3fn))
+    workspace = tsmla_bridge.Workspace(tsmla_bridge.indexer_topk_workspace_size(max_tokens=T, max_keys=M * Z), "cpu")
+    tsmla_bridge.indexer_topk(**given, k=K, return_slots=True, workspace=workspace)
+    (_, logits), (_, topk) = gpu.launches
+    requests, lens = topk["row_requests"].tolist(), topk["seq_lens"].tolist()
+    assert requests[:22] == [0] * 5 + [2] * 15 + [3] * 2
+    assert lens == [*range(5, 10), *[0] * 13, 1, 2, M * Z - 1, M * Z, 0]  # the last row is of no request
+    assert topk["seq_lens"].data_ptr() == logits["row_lens"].data_ptr()
+    assert topk["block_tables"].data_ptr() == given["block_tables"].data_ptr()
 
 
 def test_one_chunk_reads_the_tensors_themselves(gpu: Gpu) -> None:

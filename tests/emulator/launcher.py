@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -230,14 +231,28 @@ class StandInLauncher(launch.Launcher):
             operands[name].copy_(result)
 
     def _indexer_logits(self, operands: Operands) -> None:
-        given = {name: operands[name] for name in operands if name != "logits"}
+        outputs = ("logits", "row_lens", "row_requests")
+        given = {name: operands[name] for name in operands if name not in outputs}
+        if self.config.writes_rows:
+            # The arrays have the rows up to the launch's last one; the launch has the last of them.
+            through, rows = len(operands["row_lens"]), len(operands["logits"])
+            request, lens = reference.seen_keys(given["seq_lens"], given.pop("cu_seqlens_q"), through)
+            operands["row_lens"][-rows:], operands["row_requests"][-rows:] = lens[-rows:], request[-rows:]
+            given |= {"block_tables": given["block_tables"][request[-rows:]], "seq_lens": lens[-rows:]}
         operands["logits"].copy_(tsmla_bridge.indexer_logits(**given, implementation="reference"))
 
     def _select_topk(self, operands: Operands) -> None:
         config = self.config
-        given = {name: operands[name] for name in operands if name not in ("indices", "counts")}
+        outputs = ("indices", "counts", "scores")
+        given = {name: operands[name] for name in operands if name not in outputs}
+        if config.row_requests:
+            given["block_tables"] = given["block_tables"][given.pop("row_requests")]
+        run = functools.partial(tsmla_bridge.select_topk, k=config.k, order=config.order, implementation="reference")
+        if config.scores:
+            logits, lens = given["logits"], given["seq_lens"]
+            operands["scores"].copy_(sparse_reference.scores_at(logits, run(logits, lens)))
         given |= {"page_size": config.page_size} if config.page_size else {}
-        found = tsmla_bridge.select_topk(**given, k=config.k, order=config.order, implementation="reference")
+        found = run(**given)
         results = found if isinstance(found, tuple) else (found,)
         for name, result in zip(("indices", "counts"), results, strict=False):
             operands[name].copy_(result)

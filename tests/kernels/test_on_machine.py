@@ -12,10 +12,11 @@ import torch
 
 from tests.emulator.ptx import launcher, machine
 from tests.emulator.ptx.machine import Order
-from tests.gpu.small_grid import CALLS, Call, apart
+from tests.gpu.small_grid import CALLS, Call, apart, int32
 from tests.kernels.object_checks import check_object
 from tsmla_bridge.ops import plans
 from tsmla_bridge.runtime import loaded_kernels, scales
+from tsmla_kernels.sm90.indexer import chunks
 
 pytestmark = pytest.mark.skipif(machine.COMPILER is None, reason="needs g++, which builds the machine")
 
@@ -59,7 +60,8 @@ def forget() -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Drawing the inputs takes seconds: those of all operations only where slow tests may be wanted."""
-    metafunc.parametrize("call", calls(FAST if metafunc.config.option.markexpr == "not slow" else CALLS))
+    if "call" in metafunc.fixturenames:
+        metafunc.parametrize("call", calls(FAST if metafunc.config.option.markexpr == "not slow" else CALLS))
 
 
 def test_compiled_kernels_agree_with_the_reference(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,3 +80,27 @@ def test_compiled_kernels_agree_with_the_reference(call: Call, monkeypatch: pyte
     for key in launcher.EmulatedLauncher.compiled.keys() - before:
         emulated = launcher.EmulatedLauncher.compiled[key]
         check_object(emulated.compiled, kernels=len(emulated.programs))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"return_slots": True, "return_scores": True}], ids=["positions", "both"])
+def test_chunks_of_requests_with_several_tokens(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 32 rows that cut a request in three; the last chunk shares rows with the one before. One request has no
+    tokens, one fewer keys than tokens, and two rows are of no request."""
+    cpu = torch.device("cpu")
+    (call,) = (x for x in CALLS["indexer_topk"](torch.Generator().manual_seed(0)) if x.name == "ragged")
+    lens, offsets = ([2, 9, 1200, 7], [0, 3, 3, 69, 72])
+    tensors = call.tensors | {"seq_lens": int32(lens), "cu_seqlens_q": int32(offsets)}
+    call = call._replace(tensors=tensors, options=call.options | options)
+    forget()
+    want = call.on(cpu)
+    forget()
+    gpu = launcher.install(monkeypatch)
+    monkeypatch.setattr(chunks, "WORKSPACE_BYTES", 33 * 4 * 20 * 64)
+    for order in ORDERS:
+        monkeypatch.setattr(launcher.EmulatedLauncher, "order", order)
+        for got, defined in zip(call.on(cpu), want, strict=True):
+            assert torch.equal(got, defined)
+    assert len(gpu.launches) == 6 * len(ORDERS) and launcher.EmulatedLauncher.hazards == []
+    asked = [x["row_lens"].shape[0] for _, x in gpu.launches if "row_lens" in x]
+    assert asked == [32, 64, 74] * len(ORDERS)

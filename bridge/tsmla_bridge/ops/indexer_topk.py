@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tsmla_bridge import operators, reference, sparse_reference
+from tsmla_bridge import operators, sparse_reference
 from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, tensors
 from tsmla_bridge.runtime.workspace import Workspace
 from tsmla_kernels.catalog import INDEXER_LOGITS, SELECT_TOPK
 from tsmla_kernels.contract import values
 from tsmla_kernels.contract.sparse import IndexerTopkSpec, indexer_topk_spec
-from tsmla_kernels.sm90.indexer.chunks import LOGIT_BYTES, Chunks, chunks_of, indexer_topk_reasons
+from tsmla_kernels.sm90.indexer.chunks import LOGIT_BYTES, ROW_BYTES, Chunks, chunks_of, indexer_topk_reasons
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Positions or slots [T, k], their counts [T] and their scores [T, k]. Of those that a call does not return, the counts
@@ -89,16 +89,12 @@ def indexer_topk(
       cu_seqlens_q: [B + 1] int32, where each request's tokens begin in q, or None. Token i of a request's S sees key j
         iff j < seq_len - (S - 1) + i; rows of no request see none.
       return_slots: return slots and counts in the place of positions.
-      return_scores: return the scores of the selected keys, too, as the last result. On a GPU torch operations read
-        them from a chunk's logits, and make the slots if both are asked for.
+      return_scores: return the scores of the selected keys, too, as the last result.
       out: int32 [T, k] for the positions or slots, or None.
       counts: int32 [T] for the counts, or None; with return_slots alone.
       scores: float32 [T, k] for the scores, or None; with return_scores alone.
-      workspace: memory for a chunk's logits, or None; indexer_topk_workspace_size says how much. With it, out and
-        counts a call with a row of the block table a token allocates nothing; one with cu_seqlens_q first computes the
-        keys that each token sees, in some small torch operations on int32 arrays of T and of the requests, and with
-        return_slots gathers a chunk's rows of the block table; one with return_scores has some arrays of the results'
-        shape for each chunk.
+      workspace: memory for a chunk's logits and 8 bytes a token, or None; indexer_topk_workspace_size says how much.
+        With it, out, counts and scores a call of the kernels allocates nothing.
       implementation: "cute" (the kernels), "reference" (torch operations), or None: the kernels where they can run.
 
     Returns:
@@ -174,79 +170,68 @@ def _select(call: Call, memory: Memory) -> Results:
     return results
 
 
+class Scratch(NamedTuple):
+    """What the first launch of a chunk leaves to the second: the logits, and where requests have several tokens, the
+    keys that each row of the call sees and its request."""
+
+    logits: torch.Tensor
+    row_lens: torch.Tensor | None = None
+    row_requests: torch.Tensor | None = None
+
+
+def _scratch(spec: IndexerTopkSpec, plan: Chunks, device: torch.device, workspace: Workspace | None) -> Scratch:
+    """In the workspace, or in new memory, which lives until the launches are queued."""
+    size = plan.rows * spec.num_columns * LOGIT_BYTES
+    of_rows = ROW_BYTES * spec.logits.num_tokens if spec.logits.ragged else 0
+    if workspace is None:
+        buffer = torch.empty(size + of_rows, dtype=torch.uint8, device=device)
+    else:
+        workspace.take("indexer_topk", size + of_rows, device, devices.current_stream(devices.index_of(device)))
+        buffer = workspace.buffer[: size + of_rows]
+    logits = buffer[:size].view(torch.float32).view(plan.rows, spec.num_columns)
+    return Scratch(logits, *(buffer[size:].view(torch.int32).chunk(2) if of_rows else ()))
+
+
 def _launch(spec: IndexerTopkSpec, call: Call, results: Results, workspace: Workspace | None) -> None:
     index = devices.index_of(call.q.device)
     plan, stream = chunks_of(spec, devices.num_sms(index)), devices.current_stream(index)
-    shape = plan.rows, spec.num_columns
-    if workspace is None:
-        buffer = torch.empty(shape, dtype=torch.float32, device=call.q.device)  # lives until the launches are queued
-    else:
-        size = shape[0] * shape[1] * LOGIT_BYTES
-        workspace.take("indexer_topk", size, call.q.device, stream)
-        buffer = workspace.buffer[:size].view(torch.float32).view(shape)
-    logits = loaded_kernels.view(buffer)
+    scratch = _scratch(spec, plan, call.q.device, workspace)
     with devices.made_current(index):
-        for of_logits, of_topk, rows in _chunks(spec, plan, call, results):
+        for of_logits, of_topk in _chunks(spec, plan, call, scratch, results):
             operands = {name: loaded_kernels.view(tensor) for name, tensor in of_logits.items()}
-            loaded_kernels.run(INDEXER_LOGITS, plan.logits, index, stream, operands | {"logits": logits})
+            loaded_kernels.run(INDEXER_LOGITS, plan.logits, index, stream, operands)
             operands = {name: loaded_kernels.view(tensor) for name, tensor in of_topk.items()}
-            loaded_kernels.run(SELECT_TOPK, plan.topk, index, stream, {"logits": logits} | operands)
-            if spec.return_scores:
-                _read_scores(spec, buffer, rows)
+            loaded_kernels.run(SELECT_TOPK, plan.topk, index, stream, operands)
 
 
 Operands = dict[str, torch.Tensor]
 
 
-class Rows(NamedTuple):
-    """A chunk's query rows: their block tables, the keys that they see, and their results."""
-
-    block_tables: torch.Tensor | None
-    seen: torch.Tensor
-    results: Results
-
-
-def _read_scores(spec: IndexerTopkSpec, logits: torch.Tensor, rows: Rows) -> None:
-    """Writes a chunk's scores from its logits and selected positions; then slots in their place if slots are asked
-    for."""
-    indices, counts, scores = rows.results
-    scores.copy_(sparse_reference.scores_at(logits, indices))
-    if rows.block_tables is not None:
-        indices.copy_(sparse_reference.slots_at(spec, indices, rows.block_tables))
-        counts.copy_(rows.seen.clamp(0, min(spec.k, spec.num_columns)))
-
-
 def _chunks(
-    spec: IndexerTopkSpec, plan: Chunks, call: Call, results: Results
-) -> Iterator[tuple[Operands, Operands, Rows]]:
-    """What each chunk's two launches read and write beside its logits, and its rows. The tensors live until the next
-    chunk."""
-    rows, tokens, given = plan.rows, spec.logits.num_tokens, call.tensors
-    request, seen = None, call.seq_lens
-    if call.cu_seqlens_q is not None:
-        request, seen = reference.seen_keys(call.seq_lens, call.cu_seqlens_q, tokens)
-    for first in plan.starts(tokens):
-        own = {name: given[name].narrow(0, first, rows) for name in ("q", "weights")}
-        of_logits = given | own
-        if call.cu_seqlens_q is None:
-            tables = call.block_tables.narrow(0, first, rows)
-            of_logits |= {"block_tables": tables, "seq_lens": seen.narrow(0, first, rows)}
-        elif rows < tokens:
-            # No token in the chunk sees the keys of its request's tokens behind the chunk, which are its last ones.
-            behind = (call.cu_seqlens_q[1:] - (first + rows)).clamp(min=0)
-            of_logits |= {
-                "seq_lens": (call.seq_lens - behind).clamp(min=0),
-                "cu_seqlens_q": (call.cu_seqlens_q - first).clamp(0, rows),
-            }
-        indices, counts, scores = (result.narrow(0, first, rows) for result in results)
-        of_topk, tables_read = {"seq_lens": seen.narrow(0, first, rows)}, None
-        if spec.return_slots:
-            tables_read = tables if request is None else call.block_tables[request.narrow(0, first, rows)]
-        if tables_read is None or spec.return_scores:
-            of_topk["indices"] = indices
+    spec: IndexerTopkSpec, plan: Chunks, call: Call, scratch: Scratch, results: Results
+) -> Iterator[tuple[Operands, Operands]]:
+    """The operands of each chunk's two launches: views of the call's tensors alone, so that nothing else is launched.
+    They live until the next chunk."""
+    rows, given = plan.rows, call.tensors
+    for first in plan.starts(spec.logits.num_tokens):
+        cut = {name: given[name].narrow(0, first, rows) for name in ("q", "weights")}
+        of_rows: Operands = {}
+        requests: Operands = {}
+        if scratch.row_lens is None or scratch.row_requests is None:
+            cut |= {name: given[name].narrow(0, first, rows) for name in ("block_tables", "seq_lens")}
+            tables, seen = cut["block_tables"], cut["seq_lens"]
         else:
-            of_topk |= {"block_tables": tables_read, "indices": indices, "counts": counts}
-        yield of_logits, of_topk, Rows(tables_read, of_topk["seq_lens"], (indices, counts, scores))
+            # The rows up to the chunk's last one: how many there are tells the kernel which of them are the chunk's.
+            through = first + rows
+            of_rows = {"row_lens": scratch.row_lens[:through], "row_requests": scratch.row_requests[:through]}
+            tables, seen = call.block_tables, scratch.row_lens.narrow(0, first, rows)
+            requests = {"row_requests": scratch.row_requests.narrow(0, first, rows)}
+        indices, counts, scores = (result.narrow(0, first, rows) for result in results)
+        of_topk = {"logits": scratch.logits, "seq_lens": seen}
+        of_topk |= {"block_tables": tables} | requests if spec.return_slots else {}
+        of_topk |= {"indices": indices} | ({"counts": counts} if spec.return_slots else {})
+        of_topk |= {"scores": scores} if spec.return_scores else {}
+        yield given | cut | {"logits": scratch.logits} | of_rows, of_topk
 
 
 # ---- the operators

@@ -151,7 +151,8 @@ def sparse_workspace_size(
 
 
 def indexer_topk_workspace_size(*, max_tokens: int, max_keys: int) -> int:
-    """Bytes that indexer_topk needs at most: 128 MiB, or what fewer tokens or more than 2,097,152 keys need.
+    """Bytes that indexer_topk needs at most: 128 MiB, or what fewer tokens or more than 2,097,152 keys need;
+    and 8 for each token.
 
     Args:
       max_tokens: T.

@@ -26,6 +26,11 @@ def calls(jaxpr: Any) -> int:
     return len(re.findall(r"= tsmla_kernel_call\[", str(jaxpr)))
 
 
+def primitives(jaxpr: Any) -> list[str]:
+    """The names of a jaxpr's primitives, inner jaxprs included."""
+    return re.findall(r" = ([a-z]\w*)[\[ ]", str(jaxpr))
+
+
 def collectives(compiled: Any) -> list[str]:
     """The names of the collectives that a compiled program runs."""
     names = "all-gather|all-reduce|collective-permute|all-to-all|reduce-scatter"

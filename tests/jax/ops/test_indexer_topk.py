@@ -14,8 +14,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import tsmla_jax
 from tests.emulator.decode import emulated
-from tests.jax.ops.programs import calls, collectives, ints
+from tests.jax.ops.programs import calls, collectives, ints, primitives
 from tsmla_jax.ops.indexer_topk import cute, xla
+from tsmla_jax.ops.ragged import seen_keys
 from tsmla_kernels.kernel import Kernel
 from tsmla_kernels.sm90.indexer import chunks
 
@@ -110,7 +111,7 @@ def test_memory_does_not_grow_with_the_keys() -> None:
         }
         used = select("xla", 2048, return_scores=True).lower(given).compile().memory_analysis()
         assert used.temp_size_in_bytes < 100 << 20  # logits would be 2 GB
-        assert chunks.workspace_bytes(tokens, keys) == 128 << 20
+        assert chunks.workspace_bytes(tokens, keys) == (128 << 20) + 8 * tokens
 
 
 def test_positions_have_no_derivative() -> None:
@@ -192,10 +193,6 @@ def test_explanations(monkeypatch: pytest.MonkeyPatch) -> None:
     found = tsmla_jax.explain("indexer_topk", *arguments, 2048, cu_seqlens_q=offsets, implementation="cute")
     assert found.chosen == "cute"
     assert "the logits of 256 query rows, 128.0 MiB, then their top-k; 16 times, by chunks of rows" in str(found)
-    assert "scores" not in str(found)
-    options: dict[str, Any] = {"cu_seqlens_q": offsets, "return_slots": True, "return_scores": True}
-    found = tsmla_jax.explain("indexer_topk", *arguments, 2048, **options, implementation="cute")
-    assert "XLA reads the scores from a chunk's logits, and makes slots of the positions" in str(found)
     wide = (struct(arguments[0].shape, jnp.float32), arguments[1], struct((4096, 64, 128), jnp.bfloat16))
     found = tsmla_jax.explain("indexer_topk", *wide, *arguments[3:], 2048, cu_seqlens_q=offsets, implementation="cute")
     assert "the logits as xla computes them: q's dtype is float32; the sm_90 indexer kernel takes" in str(found)
@@ -212,11 +209,20 @@ def emulate(*given: jax.Array, kernel: Kernel, config: Any, **_: object) -> list
         q, weights, k_cache, tables, lens, *offsets = given
         arguments = {"cu_seqlens_q": offsets[0]} if offsets else {}
         logits = tsmla_jax.indexer_logits(q, weights, k_cache, tables, lens, **arguments, implementation="reference")
-        return [jnp.where(jnp.isneginf(logits), jnp.nan, logits)]  # the top-k does not look at these
+        by_products = seen_keys(lens, offsets[0], q.shape[0])[::-1] if config.writes_rows else ()
+        return [jnp.where(jnp.isneginf(logits), jnp.nan, logits), *by_products]  # the top-k does not look at these
     logits, lens, *tables = given
+    if config.row_requests:
+        table, request = tables
+        tables = [table[request]]
     slots: dict[str, Any] = {"block_tables": tables[0], "page_size": config.page_size} if tables else {}
     run = functools.partial(tsmla_jax.select_topk, order=config.order, implementation="reference")
-    return jax.tree.leaves(run(logits, lens, config.k, **slots))
+    scores: list[jax.Array] = []
+    if config.scores:
+        positions = run(logits, lens, config.k)
+        found = jnp.take_along_axis(logits, jnp.maximum(positions, 0), axis=1)
+        scores = [jnp.where(positions >= 0, found, -jnp.inf)]
+    return [*jax.tree.leaves(run(logits, lens, config.k, **slots)), *scores]
 
 
 @pytest.fixture
@@ -242,6 +248,20 @@ def test_chunks_of_rows(ragged: bool, returned: str) -> None:
         if ragged:
             few["cu_seqlens_q"] = jnp.minimum(given["cu_seqlens_q"], 4)
         equal(run(few), want(few))
+
+
+@pytest.mark.usefixtures("cache_directory")
+@pytest.mark.parametrize("returned", ["", "return_slots return_scores"])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_one_chunk_is_two_kernels_and_nothing_else(
+    ragged: bool, returned: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    given = arrays(ragged, jnp.float8_e4m3fn)
+    names = primitives(jax.make_jaxpr(select("cute", **dict.fromkeys(returned.split(), True)))(given))
+    assert names.count("tsmla_kernel_call") == 2
+    wrappers = {"jit", "custom_vmap_call", "custom_partitioning", "custom_jvp_call", "stop_gradient"}
+    assert set(names) <= wrappers | {"tsmla_kernel_call"}
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -321,6 +341,6 @@ def test_nothing_to_select_from_launches_nothing() -> None:
 def test_the_workspace_is_bounded() -> None:
     for tokens, columns, rows in ((64, 1 << 17, 64), (4096, 1 << 17, 256), (4096, 1 << 15, 1024), (7, 1 << 20, 7)):
         assert chunks.chunk_rows(tokens, columns) == rows
-        assert 4 * rows * columns <= chunks.workspace_bytes(tokens, columns) <= 128 << 20
+        assert 4 * rows * columns + 8 * tokens <= chunks.workspace_bytes(tokens, columns) <= (128 << 20) + 8 * tokens
     assert chunks.chunk_rows(100, 1 << 22) == 16  # rows too long for as many
-    assert chunks.workspace_bytes(100, 1 << 22) == 16 << 24
+    assert chunks.workspace_bytes(100, 1 << 22) == (16 << 24) + 800

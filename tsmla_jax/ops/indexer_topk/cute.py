@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from tsmla_jax.ops import device, transforms
 from tsmla_jax.ops.indexer_logits import xla as logits_xla
-from tsmla_jax.ops.indexer_topk.reference import Results, nothing_selected, rows_of, unpacked, with_scores
+from tsmla_jax.ops.indexer_topk.reference import Results, nothing_selected, rows_of, unpacked
 from tsmla_jax.ops.inputs import describe
 from tsmla_jax.ops.kernel_call import kernel_call
 from tsmla_jax.sparse.blocks import over_token_blocks
@@ -48,9 +48,6 @@ def notes(spec: IndexerTopkSpec) -> list[str]:
     found = [f"the logits of {plan.rows} query rows, {size:.1f} MiB, then their top-k{times}"]
     if reasons := logits_reasons(spec.logits):
         found.append(f"the logits as xla computes them: {'; '.join(reasons)}")
-    if spec.return_scores:
-        of_slots = ", and makes slots of the positions" if spec.return_slots else ""
-        found.append(f"XLA reads the scores from a chunk's logits{of_slots}")
     return found
 
 
@@ -113,35 +110,44 @@ def _by_chunks(given: dict[str, jax.Array], spec: IndexerTopkSpec, arch: str, nu
     tokens = spec.logits.num_tokens
     block_tables, seq_lens = given["block_tables"], given["seq_lens"]
     cu_seqlens_q = given.get("cu_seqlens_q")
-    request, seen = rows_of(spec, seq_lens, cu_seqlens_q)
+    several = plan.rows < tokens
     num_requests = spec.logits.num_requests if spec.logits.ragged else plan.rows
     of_rows = dataclasses.replace(spec.logits, num_tokens=plan.rows, num_requests=num_requests)
-    # What else a chunk has rows of: its rows of the block table, or each row's number and request.
-    where = (block_tables,) if cu_seqlens_q is None else (jnp.arange(tokens, dtype=jnp.int32), request)
+    # What else a chunk has rows of: its rows of the block table and the keys that they see; or, of several tokens a
+    # request, each row's number, and unless their kernel writes this beside the logits, a row's keys and its request.
+    where: tuple[jax.Array, ...] = block_tables, seq_lens
+    if cu_seqlens_q is not None:
+        where = (jnp.arange(tokens, dtype=jnp.int32),) if several else ()
+        where += rows_of(spec, seq_lens, cu_seqlens_q)[::-1] if plan.logits is None else ()
+    whole = jax.eval_shape(lambda: nothing_selected(spec))
 
-    def chunk(q: jax.Array, weights: jax.Array, seen: jax.Array, *where: jax.Array) -> Any:
-        requests: tuple[jax.Array, ...]
+    def chunk(q: jax.Array, weights: jax.Array, *where: jax.Array) -> Any:
+        tables = block_tables
+        seen_and_request: Sequence[jax.Array] = where
+        requests: Sequence[Any] = seq_lens, cu_seqlens_q
         if cu_seqlens_q is None:
-            tables = where[0]
-            requests = tables, seen
-        else:
-            row, request = where
-            tables, own = block_tables[request], (seq_lens, cu_seqlens_q)
-            requests = block_tables, *(own if plan.rows == tokens else of_chunk(*own, row[0], plan.rows))
-        operands = (q, weights, given["k_cache"], *requests)
+            tables, *seen_and_request = where
+            requests = seen_and_request
+        elif several:
+            row, *seen_and_request = where
+            requests = of_chunk(seq_lens, cu_seqlens_q, row[0], plan.rows)
+        operands = (q, weights, given["k_cache"], tables, *requests)
         if plan.logits is None:
             logits = logits_xla.indexer_logits(*operands, spec=of_rows)
         else:
-            (logits,) = kernel_call(INDEXER_LOGITS, plan.logits, operands, ((plan.rows, spec.num_columns),), arch=arch)
-        writes_slots = bool(spec.topk.page_size)
-        slots, shapes = (tables,) if writes_slots else (), ((plan.rows, spec.k), (plan.rows,))[: 1 + writes_slots]
-        selected = kernel_call(SELECT_TOPK, plan.topk, (logits, seen, *slots), shapes, arch=arch)
-        return with_scores(spec, logits, selected[0], tables, seen) if spec.return_scores else tuple(selected)
+            by_products = ((plan.rows,), (plan.rows,)) if plan.logits.writes_rows else ()
+            shapes = ((plan.rows, spec.num_columns), *by_products)
+            logits, *written = kernel_call(INDEXER_LOGITS, plan.logits, operands, shapes, arch=arch)
+            seen_and_request = (*seen_and_request, *written)
+        seen, *request = seen_and_request
+        slots = (tables, *request) if spec.return_slots else ()
+        selected = tuple((plan.rows, *x.shape[1:]) for x in whole)
+        return tuple(kernel_call(SELECT_TOPK, plan.topk, (logits, seen, *slots), selected, arch=arch))
 
     results = over_token_blocks(
         chunk,
-        (given["q"], given["weights"], seen, *where),
-        jax.eval_shape(lambda: nothing_selected(spec)),
+        (given["q"], given["weights"], *where),
+        whole,
         block=plan.rows,
         varying_with=tuple(given.values()),
     )

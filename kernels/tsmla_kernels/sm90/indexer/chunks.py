@@ -22,6 +22,8 @@ ROW_MULTIPLE = 16
 """Of a chunk's rows, where there are several chunks: the most query tokens that read a block of keys together. Rows too
 long for as many in WORKSPACE_BYTES, of more than 2,097,152 columns, make the workspace larger."""
 LOGIT_BYTES = 4
+ROW_BYTES = 8
+"""Of what the logits kernel writes of a row for the top-k's: how many keys it sees and its request, both int32."""
 
 
 class Chunks(NamedTuple):
@@ -44,9 +46,9 @@ def chunk_rows(num_tokens: int, num_columns: int, workspace: int | None = None) 
 
 
 def workspace_bytes(max_tokens: int, max_columns: int) -> int:
-    """The most bytes of a chunk's logits, for up to as many query tokens and columns."""
+    """The most bytes of a chunk's logits and of all rows' keys and requests, for as many query tokens and columns."""
     row = LOGIT_BYTES * max_columns
-    return min(max_tokens * row, max(WORKSPACE_BYTES, ROW_MULTIPLE * row))
+    return min(max_tokens * row, max(WORKSPACE_BYTES, ROW_MULTIPLE * row)) + ROW_BYTES * max_tokens
 
 
 def indexer_topk_reasons(spec: IndexerTopkSpec) -> list[str]:
@@ -64,8 +66,12 @@ def selection_reasons(spec: IndexerTopkSpec) -> list[str]:
 
 def chunks_of(spec: IndexerTopkSpec, num_sms: int = 132) -> Chunks:
     """The launches that serve `spec`, a call with at least one query token and one column."""
-    rows = chunk_rows(spec.logits.num_tokens, spec.num_columns)
+    ragged, rows = spec.logits.ragged, chunk_rows(spec.logits.num_tokens, spec.num_columns)
+    page_size = spec.logits.cache.page_size if spec.return_slots else 0
+    topk = topk_config(dataclasses.replace(spec.topk, num_tokens=rows, page_size=page_size))
+    topk = dataclasses.replace(topk, row_requests=ragged and spec.return_slots, scores=spec.return_scores)
+    if logits_reasons(spec.logits):
+        return Chunks(rows, None, topk)
     # How many query tokens a request has in the whole call decides how they are grouped; in a chunk, most requests may
     # have none.
-    topk = topk_config(dataclasses.replace(spec.topk, num_tokens=rows))
-    return Chunks(rows, None if logits_reasons(spec.logits) else logits_config(spec.logits, num_sms), topk)
+    return Chunks(rows, dataclasses.replace(logits_config(spec.logits, num_sms), writes_rows=ragged), topk)

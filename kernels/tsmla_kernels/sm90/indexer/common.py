@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32, Uint64, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, Uint64, const_expr
 
 from tsmla_kernels.sm90.indexer.config import BINS, TopkConfig
+from tsmla_kernels.sm90.indexer.rows import global_column
 from tsmla_kernels.sm90.warp import quotient
 
 GROUPS = 32  # of bins, whose sums are searched first
@@ -82,11 +83,33 @@ class Place(NamedTuple):
     thread: Int32
 
 
+class Arrays(NamedTuple):
+    """The arrays of a launch, of cute.Tensor; those that may be Any are None where the config has no use for one."""
+
+    logits: cute.Tensor
+    seq_lens: cute.Tensor
+    row_starts: Any
+    block_tables: Any
+    row_requests: Any
+    indices: cute.Tensor
+    counts: Any
+    scores: Any
+
+
 class Output(NamedTuple):
-    """What is written, and the block table that it goes through, or None."""
+    """Where a row's results go, and what they are made of.
+
+    Attributes:
+      indices, block_tables, scores: the launch's arrays.
+      table: the row's of the block tables.
+      address: of the row's first logit.
+    """
 
     indices: cute.Tensor
     block_tables: cute.Tensor | None
+    scores: cute.Tensor | None
+    table: Int32
+    address: Int64
 
 
 class ClusterSearch:
@@ -213,7 +236,7 @@ class ClusterSearch:
 
     @cute.jit
     def put(self, output: cutlass.Constexpr, row: Int32, index: Int32, position: Int32):
-        """Write a selected position, or its slot; NOWHERE for one behind the block table."""
+        """Write a selected position, or its slot, NOWHERE for one behind the block table; and its score."""
         value = position
         if const_expr(self.config.page_size > 0):
             size = self.config.page_size
@@ -221,14 +244,21 @@ class ClusterSearch:
             width = output.block_tables.shape[1]
             value = Int32(NOWHERE)
             if page < width:
-                at = output.block_tables.iterator + (Int64(row) * Int64(width) + Int64(page))
+                at = output.block_tables.iterator + (Int64(output.table) * Int64(width) + Int64(page))
                 value = cute.make_tensor(at, cute.make_layout(1))[0] * size + (position - page * size)
-        self.write(output, row, index, value)
+        score = global_column(output.address, position) if const_expr(self.config.scores) else None
+        self.write(output, row, index, value, score)
 
-    def write(self, output: Output, row: Int32, index: Int32, value: Int32) -> None:
-        """Write one of the indices."""
-        at = output.indices.iterator + (Int64(row) * self.config.k + Int64(index))
-        cute.make_tensor(at, cute.make_layout(1))[0] = value
+    def put_none(self, output: Output, row: Int32, index: Int32) -> None:
+        """Write that no position is selected."""
+        self.write(output, row, index, Int32(NOWHERE), Float32(-float("inf")))
+
+    def write(self, output: Output, row: Int32, index: Int32, value: Int32, score: Float32 | None) -> None:
+        """Write one of the indices, and its score where scores are written."""
+        at = Int64(row) * self.config.k + Int64(index)
+        cute.make_tensor(output.indices.iterator + at, cute.make_layout(1))[0] = value
+        if output.scores is not None:
+            cute.make_tensor(output.scores.iterator + at, cute.make_layout(1))[0] = score
 
 
 def entry(key: Uint32, position: Int32) -> Uint64:

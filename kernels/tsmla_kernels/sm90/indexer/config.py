@@ -29,6 +29,9 @@ class TopkConfig:
       order: "position", ascending, or "value", descending with ties by position.
       page_size: Z of the block table through which positions become slots; 0 where positions are written.
       row_starts: whether rows begin at columns of their own.
+      row_requests: with page_size: whether the block table has a row for each request, and each row of logits says its
+        request; otherwise it has one for each row of logits.
+      scores: whether the selected logits are written, too.
       cluster: CTAs that share a row. warps: warps of a CTA.
       stages, stage_units: shared memory of a warp, in copies and in UNITs of a copy. A row that fits into the cluster's
         shared memory is read once, a longer one once for every pass.
@@ -43,6 +46,8 @@ class TopkConfig:
     order: str = "position"
     page_size: int = 0
     row_starts: bool = False
+    row_requests: bool = False
+    scores: bool = False
     cluster: int = 1
     warps: int = 16
     stages: int = 4

@@ -17,7 +17,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, Uint64, const_expr
 
 from tsmla_kernels.sm90.indexer.common import ClusterSearch, Found, Total, add_one, add_to, bound, entry, position_of
 from tsmla_kernels.sm90.indexer.config import BINS
-from tsmla_kernels.sm90.indexer.rows import NAN, NAN_BIN, bin_floor, least_float, ordered, pair_bins
+from tsmla_kernels.sm90.indexer.rows import NAN, NAN_BIN, bin_floor, global_column, least_float, ordered, pair_bins
 from tsmla_kernels.sm90.warp import quotient
 
 LAST_BIN = BINS - 1  # no float's: more columns than the buffers hold count here
@@ -475,12 +475,6 @@ def global_vector(address: Int64, vector: Int32, full: Int32):
         write_only_types=[Float32] * 4,
         read_only_args=[address + Int64(vector) * 16, vector, full],
     )
-
-
-def global_column(address: Int64, element: Int32) -> Float32:
-    """One column in global memory."""
-    source = cute.make_ptr(Float32, address + Int64(element) * 4, cute.AddressSpace.gmem, assumed_align=4)
-    return cute.make_tensor(source, cute.make_layout(1))[0]
 
 
 def keep(

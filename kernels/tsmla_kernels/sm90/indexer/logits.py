@@ -32,12 +32,16 @@ class IndexerLogits:
 
     Operands of the launcher: q [T, Hi, 128] e4m3, weights [T, Hi] f32, k_cache u8 [P, Z, 132] or e4m3 [P, Z, 128],
     block_tables [B, M] i32, seq_lens [B] i32, cu_seqlens_q [B + 1] i32 (with config.ragged; otherwise B is T),
-    logits [T, M * Z] f32.
+    logits [T, M * Z] f32. With config.writes_rows these T rows may be a chunk of a call's, and row_lens and
+    row_requests [first + T] i32 follow: the keys and the request of each of the call's rows up to the chunk's last one.
+    The launch writes those of the chunk.
     """
 
     def __init__(self, config: LogitsConfig) -> None:
         if config.stages < 4:
             raise ValueError(f"{config} leaves {config.stages} stages of shared memory; 4 are needed")
+        if config.writes_rows and not config.ragged:
+            raise ValueError(f"{config} writes rows that are known: each request has one")
         self.config = config
         self.producer_warp = 4 * config.groups
         self.producer, self.math, self.fill = Producer(config), Math(config), Fill(config)
@@ -46,7 +50,9 @@ class IndexerLogits:
     def __call__(self, stream: cuda.CUstream, *operands: cute.Tensor):
         config = self.config
         offsets = operands[5] if const_expr(config.ragged) else None
-        arrays = Arrays._make([*operands[:5], offsets, operands[-1]])
+        logits, *by_products = operands[5 + config.ragged :]
+        row_lens, row_requests = by_products if const_expr(config.writes_rows) else (None, None)
+        arrays = Arrays._make([*operands[:5], offsets, logits, row_lens, row_requests])
 
         @cute.struct
         class Storage:
@@ -92,6 +98,8 @@ class IndexerLogits:
             if warp == self.producer_warp:
                 self.producer.run(tma, arrays, shared)
             else:
+                if const_expr(self.config.writes_rows):
+                    self.fill.write_rows(arrays, warp - self.producer_warp - 1)
                 self.fill.run(arrays, warp - self.producer_warp - 1)
         else:
             cute.arch.setmaxregister_increase(self.config.registers[1])

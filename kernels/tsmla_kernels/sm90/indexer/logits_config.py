@@ -32,6 +32,8 @@ class LogitsConfig:
       num_heads: Hi. page_size: Z.
       packed: whether a page is Z keys and then Z scales; otherwise keys alone.
       ragged: whether a request's query tokens are found through cu_seqlens_q; otherwise each request has one.
+      writes_rows: of a ragged call: whether its rows may be a chunk of the requests' query tokens, and the kernel
+        writes how many keys each row sees and its request, for the top-k that follows.
       tokens: query tokens of an accumulator, a power of two.
       q_groups: groups of `tokens` tokens that a CTA holds and multiplies with each block of keys, a power of two.
       groups: math warpgroups, a multiple of q_groups. Each multiplies one group of tokens; those of the same group
@@ -43,6 +45,7 @@ class LogitsConfig:
     page_size: int = 64
     packed: bool = True
     ragged: bool = False
+    writes_rows: bool = False
     tokens: int = 1
     q_groups: int = 1
     groups: int = 2

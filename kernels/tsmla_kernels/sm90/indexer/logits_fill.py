@@ -1,4 +1,5 @@
-"""-inf in the columns of indexer_logits that a token does not see, by the warps beside the producer."""
+"""-inf in the columns of indexer_logits that a token does not see, by the warps beside the producer. These also write
+how many keys each row sees, and its request, where that is asked for."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from tsmla_kernels.sm90.indexer.logits_config import LogitsConfig
+from tsmla_kernels.sm90.indexer.logits_share import rows_before
 
 FILL_WARPS = 3
 FILL_COLUMNS = 8192  # of a row that a warp fills at once
@@ -28,18 +30,32 @@ class Fill:
         for i in cutlass.range(block_idx * FILL_WARPS + warp, rows * parts, grid * FILL_WARPS, unroll=1):
             row = i // parts
             first = (i - row * parts) * FILL_COLUMNS
-            begin = cutlass.max(self.seen(arrays, row), first)
+            keys, _ = self.row(arrays, row)
+            begin = cutlass.max(keys, first)
             end = cutlass.min(first + FILL_COLUMNS, width)
             if begin < end:
                 self.fill(arrays.logits, row, begin, end)
 
     @cute.jit
-    def seen(self, arrays: cutlass.Constexpr, row: Int32):
-        """Keys that the token of `row` sees; 0 for a row of no request."""
+    def write_rows(self, arrays: cutlass.Constexpr, warp: Int32) -> None:
+        """Write the keys and the requests of rows, of one row a lane."""
+        block_idx, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        rows, before = arrays.logits.shape[0], rows_before(arrays)
+        first = (block_idx * FILL_WARPS + warp) * 32 + cute.arch.lane_idx()
+        for row in cutlass.range(first, rows, grid * (FILL_WARPS * 32), unroll=1):
+            keys, request = self.row(arrays, row)
+            arrays.row_lens[before + row] = keys
+            arrays.row_requests[before + row] = request
+
+    @cute.jit
+    def row(self, arrays: cutlass.Constexpr, row: Int32):
+        """(keys that the token of `row` sees, its request); no keys and any request for a row of no request."""
         requests = arrays.seq_lens.shape[0]
-        keys = Int32(0)
+        keys, low = Int32(0), Int32(0)
         if const_expr(self.config.ragged):
-            low, high = Int32(0), requests
+            row += rows_before(arrays)
+            high = requests
             while high - low > 1:
                 middle = (low + high) // 2
                 if arrays.cu_seqlens_q[middle] <= row:
@@ -51,8 +67,8 @@ class Fill:
                 if row < end:
                     keys = arrays.seq_lens[low] - end + 1 + row
         else:
-            keys = arrays.seq_lens[row]
-        return cutlass.max(cutlass.min(keys, arrays.logits.shape[1]), 0)
+            keys, low = arrays.seq_lens[row], row
+        return cutlass.max(cutlass.min(keys, arrays.logits.shape[1]), 0), low
 
     @cute.jit
     def fill(self, logits: cute.Tensor, row: Int32, begin: Int32, end: Int32) -> None:

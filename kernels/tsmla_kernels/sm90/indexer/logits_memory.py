@@ -20,7 +20,8 @@ class Piece(IntEnum):
 
 
 class Arrays(NamedTuple):
-    """The arrays of a launch. cu_seqlens_q is None where each request has one token."""
+    """The arrays of a launch. cu_seqlens_q is None where each request has one token; row_lens and row_requests are None
+    unless config.writes_rows."""
 
     q: cute.Tensor
     weights: cute.Tensor
@@ -29,6 +30,8 @@ class Arrays(NamedTuple):
     seq_lens: cute.Tensor
     cu_seqlens_q: cute.Tensor | None
     logits: cute.Tensor
+    row_lens: cute.Tensor | None
+    row_requests: cute.Tensor | None
 
 
 class TmaCopy(NamedTuple):

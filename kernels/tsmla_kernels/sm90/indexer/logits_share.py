@@ -12,8 +12,15 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from tsmla_kernels.sm90.indexer.logits_config import BLOCK, LogitsConfig
-from tsmla_kernels.sm90.indexer.logits_memory import Position, Request
+from tsmla_kernels.sm90.indexer.logits_memory import Arrays, Position, Request
 from tsmla_kernels.sm90.warp import quotient
+
+
+def rows_before(arrays: Arrays) -> Int32:
+    """Rows of the call before the launch's; 0 where these are all rows."""
+    if arrays.row_lens is None:
+        return Int32(0)
+    return Int32(arrays.row_lens.shape[0]) - Int32(arrays.logits.shape[0])
 
 
 class Line:
@@ -26,16 +33,20 @@ class Line:
 
     @cute.jit
     def request(self, arrays: cutlass.Constexpr, r: Int32):
-        """Request `r`; one without keys and tokens behind the last."""
-        width = arrays.logits.shape[1]
+        """Request `r`, as if the call had the launch's rows alone; one without keys and tokens behind the last."""
+        rows, width = arrays.logits.shape[0], arrays.logits.shape[1]
         keys, tokens, row = Int32(0), Int32(0), r
         if r < arrays.seq_lens.shape[0]:
-            keys = cutlass.max(cutlass.min(arrays.seq_lens[r], width), 0)
+            keys, tokens = arrays.seq_lens[r], Int32(1)
             if const_expr(self.config.ragged):
-                row = arrays.cu_seqlens_q[r]
-                tokens = arrays.cu_seqlens_q[r + 1] - row
-            else:
-                tokens = Int32(1)
+                row, end = arrays.cu_seqlens_q[r], arrays.cu_seqlens_q[r + 1]
+                if const_expr(self.config.writes_rows):
+                    row, end = row - rows_before(arrays), end - rows_before(arrays)
+                    # None of the launch's tokens sees the keys of those behind it, which are the request's last ones.
+                    keys -= cutlass.max(end - rows, 0)
+                    row, end = cutlass.max(cutlass.min(row, rows), 0), cutlass.max(cutlass.min(end, rows), 0)
+                tokens = end - row
+            keys = cutlass.max(cutlass.min(keys, width), 0)
         return Request(keys, tokens, row)
 
     def tiles(self, request: Request) -> Int32:

@@ -12,17 +12,22 @@ from tsmla_kernels.sm90.indexer.logits_config import HEAD_DIM, LogitsConfig, log
 
 
 def topk_operands(config: TopkConfig) -> tuple[Operand, ...]:
-    """Rows of logits may begin at any multiple of 4 bytes; the array itself begins at one of 16."""
+    """Rows of logits may begin at any multiple of 4 bytes; the array itself begins at one of 16. Block tables have a
+    row for each of the T rows, or with row_requests for each request."""
     starts = (Operand("row_starts", "int32", (None,), align=4),) if config.row_starts else ()
     tables = (Operand("block_tables", "int32", (None, None), align=4),) if config.page_size else ()
+    requests = (Operand("row_requests", "int32", (None,), align=4),) if config.row_requests else ()
     counts = (Operand("counts", "int32", (None,), output=True, align=4),) if config.page_size else ()
+    scores = (Operand("scores", "float32", (None, config.k), output=True, align=4),) if config.scores else ()
     return (
         Operand("logits", "float32", (None, None), wide=True),
         Operand("seq_lens", "int32", (None,), align=4),
         *starts,
         *tables,
+        *requests,
         Operand("indices", "int32", (None, config.k), output=True, align=4),
         *counts,
+        *scores,
     )
 
 
@@ -38,8 +43,10 @@ SELECT_TOPK = Kernel(
 
 
 def logits_operands(config: LogitsConfig) -> tuple[Operand, ...]:
-    """T query tokens; B requests, or T where requests have one token each."""
+    """T query tokens; B requests, or T where requests have one token each. row_lens and row_requests have an entry for
+    each of the T rows, and before them one for each row of the call that is before these."""
     requests = (Operand("cu_seqlens_q", "int32", (None,), align=4),) if config.ragged else ()
+    by_products = ("row_lens", "row_requests") if config.writes_rows else ()
     width, dtype = (HEAD_DIM + 4, "uint8") if config.packed else (HEAD_DIM, FP8)
     return (
         Operand("q", FP8, (None, config.num_heads, HEAD_DIM)),
@@ -49,6 +56,7 @@ def logits_operands(config: LogitsConfig) -> tuple[Operand, ...]:
         Operand("seq_lens", "int32", (None,), align=4),
         *requests,
         Operand("logits", "float32", (None, None), output=True),
+        *(Operand(name, "int32", (None,), output=True, align=4) for name in by_products),
     )
 
 

@@ -12,8 +12,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32, const_expr
 
 from tsmla_kernels.sm90.indexer.common import Found, add_one, entry
-from tsmla_kernels.sm90.indexer.filtered import FilteredSearch, Span, global_column, global_vector
-from tsmla_kernels.sm90.indexer.rows import NAN, NAN_BIN, bin_floor, least_float, ordered, pair_bins
+from tsmla_kernels.sm90.indexer.filtered import FilteredSearch, Span, global_vector
+from tsmla_kernels.sm90.indexer.rows import NAN, NAN_BIN, bin_floor, global_column, least_float, ordered, pair_bins
 
 VECTOR = 4  # columns
 CHUNK_MASK = (1 << VECTOR) - 1

@@ -194,6 +194,12 @@ class RowWalker:
         return unit * UNIT + cute.arch.lane_idx() * 4 + column - row.lead
 
 
+def global_column(address: Int64, element: Int32) -> Float32:
+    """One column in global memory."""
+    source = cute.make_ptr(Float32, address + Int64(element) * 4, cute.AddressSpace.gmem, assumed_align=4)
+    return cute.make_tensor(source, cute.make_layout(1))[0]
+
+
 def ordered(value: Float32) -> Uint32:
     """A number that is greater for a greater float; the same for 0.0 and -0.0; 0 for NaN alone."""
     return cute.arch.inline_ptx(

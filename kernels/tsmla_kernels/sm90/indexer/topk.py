@@ -7,8 +7,6 @@ with many equal or unusual keys go that of `ExactSearch`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -17,7 +15,7 @@ from cutlass import Boolean, Int32, Int64, Uint64, const_expr
 
 from tsmla_kernels.sm90.indexer.common import (
     GROUPS,
-    NOWHERE,
+    Arrays,
     Found,
     Histogram,
     Output,
@@ -40,7 +38,9 @@ class SelectTopk(ExactSearch, RegisterSearch):
     """select_topk: `config` is static, rows and columns are dynamic.
 
     Operands of the launcher: logits [T, N] f32, seq_lens [T] i32, row_starts [T] i32 (with config.row_starts),
-    block_tables [T, M] i32 (with config.page_size), indices [T, k] i32, counts [T] i32 (with config.page_size).
+    block_tables [T, M] i32 (with config.page_size; with config.row_requests [B, M]), row_requests [T] i32 (with
+    config.row_requests), indices [T, k] i32, counts [T] i32 (with config.page_size), scores [T, k] f32 (with
+    config.scores).
     """
 
     def __init__(self, config: TopkConfig) -> None:
@@ -77,13 +77,11 @@ class SelectTopk(ExactSearch, RegisterSearch):
             totals: cute.struct.MemRange[Int32, len(Total)]
 
         self.storage = Storage
-        operands = list(others)
-        row_starts = operands.pop(0) if const_expr(config.row_starts) else None
-        block_tables = operands.pop(0) if const_expr(config.page_size > 0) else None
-        indices = operands.pop(0)
-        counts = operands.pop(0) if const_expr(config.page_size > 0) else None
-        self.select(logits, seq_lens, row_starts, block_tables, indices, counts).launch(
-            grid=[indices.shape[0] * self.cluster, 1, 1],
+        slots, operands = config.page_size > 0, iter((logits, seq_lens, *others))
+        given = (True, True, config.row_starts, slots, config.row_requests, True, slots, config.scores)
+        arrays = Arrays._make([next(operands) if const_expr(has) else None for has in given])
+        self.select(arrays).launch(
+            grid=[arrays.indices.shape[0] * self.cluster, 1, 1],
             block=[self.config.threads, 1, 1],
             cluster=[self.cluster, 1, 1],
             min_blocks_per_mp=config.least_ctas,
@@ -91,16 +89,8 @@ class SelectTopk(ExactSearch, RegisterSearch):
         )
 
     @cute.kernel
-    def select(
-        self,
-        logits: cute.Tensor,
-        seq_lens: cute.Tensor,
-        row_starts: Any,
-        block_tables: Any,
-        indices: cute.Tensor,
-        counts: Any,
-    ):
-        config = self.config
+    def select(self, arrays: Arrays):
+        config, logits = self.config, arrays.logits
         storage = utils.SmemAllocator().allocate(self.storage)
         shared = self.shared_tensors(storage)
         block, _, _ = cute.arch.block_idx()
@@ -109,9 +99,11 @@ class SelectTopk(ExactSearch, RegisterSearch):
         place = Place(quotient(block, self.cluster), remainder(block, self.cluster), warp, thread & 31, thread)
         columns = Int32(logits.shape[1])
         first = Int64(place.row) * Int64(columns)
-        length = seq_lens[place.row]
+        length, table = arrays.seq_lens[place.row], place.row
+        if const_expr(config.row_requests):
+            table = arrays.row_requests[place.row]
         if const_expr(config.row_starts):
-            start = cutlass.min(cutlass.max(row_starts[place.row], 0), columns)
+            start = cutlass.min(cutlass.max(arrays.row_starts[place.row], 0), columns)
             first += Int64(start)
             columns -= start
         if const_expr(not config.eager):
@@ -126,10 +118,11 @@ class SelectTopk(ExactSearch, RegisterSearch):
         self.clear_entries(shared, place)
         length = cutlass.min(cutlass.max(length, 0), columns)
         span = span._replace(behind=span.lead + length)
-        output = Output(indices, block_tables)
+        address = logits.iterator.toint() + first * 4
+        output = Output(arrays.indices, arrays.block_tables, arrays.scores, table, address)
         if const_expr(config.page_size > 0):
             if place.rank == 0 and thread == 0:
-                counts[place.row] = cutlass.min(length, config.k)
+                arrays.counts[place.row] = cutlass.min(length, config.k)
         cute.arch.sync_threads()
 
         if length <= config.k:
@@ -234,7 +227,7 @@ class SelectTopk(ExactSearch, RegisterSearch):
             if i < length:
                 self.put(output, place.row, i, i)
             else:
-                self.write(output, place.row, i, Int32(NOWHERE))
+                self.put_none(output, place.row, i)
 
     @cute.jit
     def enter(self, entries: cute.Tensor, index: Int32, value: Uint64):
@@ -270,4 +263,4 @@ class SelectTopk(ExactSearch, RegisterSearch):
                 if entries[i] > Uint64(0):
                     self.put(output, place.row, i, position_of(entries[i]))
                 else:
-                    self.write(output, place.row, i, Int32(NOWHERE))
+                    self.put_none(output, place.row, i)

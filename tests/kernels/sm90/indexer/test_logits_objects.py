@@ -30,11 +30,14 @@ CONFIGS = {
     "prefill, 24 heads": logits_config(spec(4096, 1, 24)),
     "decode of 4 tokens, 32 heads": logits_config(spec(32, 8, 32)),
     "prefill, 8 heads, short pages": dataclasses.replace(logits_config(spec(4096, 1, 8)), page_size=16),
+    "decode of 2 tokens, writes rows": dataclasses.replace(logits_config(spec(16, 8)), writes_rows=True),
+    "prefill, writes rows": dataclasses.replace(logits_config(spec(4096, 1)), writes_rows=True),
+    "prefill, 24 heads, writes rows": dataclasses.replace(logits_config(spec(4096, 1, 24)), writes_rows=True),
     "plain keys, 128 heads, long pages": dataclasses.replace(
         logits_config(spec(64, 64, 128, False)), page_size=128, packed=False
     ),
 }
-FAST = ("decode", "prefill")
+FAST = ("decode", "prefill, writes rows")
 """Compiled in every run of the tests. The others are slow tests."""
 
 

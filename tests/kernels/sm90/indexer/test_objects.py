@@ -1,12 +1,21 @@
 """The top-k kernel as it is compiled: nothing spilled, and shared memory that fits. Needs no GPU."""
 
+import dataclasses
+
 import pytest
 
 from tests.kernels.object_checks import all_but_slow, check_compiled
 from tsmla_kernels.catalog import SELECT_TOPK
 from tsmla_kernels.contract.sparse import TopKSpec
 from tsmla_kernels.sm90.constants import SMEM_BYTES
-from tsmla_kernels.sm90.indexer.config import MAX_COLUMNS, topk_config, topk_reasons
+from tsmla_kernels.sm90.indexer.config import MAX_COLUMNS, TopkConfig, topk_config, topk_reasons
+
+
+def slots_of_requests(rows: int, columns: int) -> TopkConfig:
+    """Of indexer_topk with several query tokens a request."""
+    config = topk_config(TopKSpec(rows, columns, 2048, "position", page_size=64))
+    return dataclasses.replace(config, row_requests=True, scores=True)
+
 
 CONFIGS = {
     "few short rows": topk_config(TopKSpec(1, 8192, 2048, "position")),
@@ -18,6 +27,9 @@ CONFIGS = {
     "slots, row starts": topk_config(TopKSpec(64, 32768, 1, "position", page_size=64, row_starts=True)),
     "slots of a chunk of rows": topk_config(TopKSpec(256, 131072, 2048, "position", page_size=64)),
     "slots of pages of 48 in a cluster": topk_config(TopKSpec(8, 131072, 512, "position", page_size=48)),
+    "slots of requests, scores": slots_of_requests(128, 8192),
+    "slots of requests, scores, long rows": slots_of_requests(256, 131072),
+    "slots of requests, scores, in a cluster": slots_of_requests(8, 131072),
 }
 FAST = ("few short rows", "few long rows", "slots, row starts")
 """Compiled in every run of the tests. The others are slow tests."""
