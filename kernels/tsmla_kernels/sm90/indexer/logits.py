@@ -22,7 +22,7 @@ from tsmla_kernels.sm90.constants import SMEM_BYTES
 from tsmla_kernels.sm90.indexer.logits_config import BLOCK, HEAD_DIM, Q_STAGES, LogitsConfig
 from tsmla_kernels.sm90.indexer.logits_copies import Producer
 from tsmla_kernels.sm90.indexer.logits_fill import Fill
-from tsmla_kernels.sm90.indexer.logits_memory import Arrays, Buffers, Mma, Piece, Shared, Tma
+from tsmla_kernels.sm90.indexer.logits_memory import Arrays, Buffers, Mma, Piece, Position, Request, Shared, Tma
 from tsmla_kernels.sm90.indexer.logits_products import Math
 from tsmla_kernels.sm90.warp import prefetch
 
@@ -84,19 +84,23 @@ class IndexerLogits:
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
         storage = utils.SmemAllocator().allocate(self.storage)
         shared = self.shared_memory(storage)
-        if warp == self.producer_warp:
-            cpasync.prefetch_descriptor(tma.q.atom)
-            cpasync.prefetch_descriptor(tma.keys.atom)
         if warp > self.producer_warp:
             self.prefetch_operands(arrays, warp - self.producer_warp - 1)
         if warp == 0:
             self.init_barriers(shared)
+        position, request, count = Position(*[Int32(0)] * 3), Request(*[Int32(0)] * 3), Int32(0)
+        if warp == self.producer_warp:
+            # The lengths are on their way while the other warps set up the barriers.
+            cpasync.prefetch_descriptor(tma.q.atom)
+            cpasync.prefetch_descriptor(tma.keys.atom)
+            block_idx, _, _ = cute.arch.block_idx()
+            position, request, count = self.producer.line.share(arrays, block_idx, self.config.num_ctas)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if group == self.config.groups:
             cute.arch.setmaxregister_decrease(self.config.registers[2])
             if warp == self.producer_warp:
-                self.producer.run(tma, arrays, shared)
+                self.producer.run(tma, arrays, shared, (position, request, count))
             else:
                 if const_expr(self.config.writes_rows):
                     self.fill.write_rows(arrays, warp - self.producer_warp - 1)
@@ -120,14 +124,14 @@ class IndexerLogits:
 
     @cute.jit
     def init_barriers(self, shared: cutlass.Constexpr):
-        """Initialise the barriers with the number of arrivals that complete a phase."""
-        with cute.arch.elect_one():
-            for i in cutlass.range_constexpr(Q_STAGES):
-                cute.arch.mbarrier_init(shared.q.full + i, 1)
-                cute.arch.mbarrier_init(shared.q.empty + i, 4 * self.config.groups)
-            for i in cutlass.range_constexpr(self.config.stages):
-                cute.arch.mbarrier_init(shared.keys.full + i, 1)
-                cute.arch.mbarrier_init(shared.keys.empty + i, 4 * self.config.q_groups)
+        """Initialise the barriers, a stage a lane, with the number of arrivals that complete a phase."""
+        lane = cute.arch.lane_idx()
+        if lane < Q_STAGES:
+            cute.arch.mbarrier_init(shared.q.full + lane, 1)
+            cute.arch.mbarrier_init(shared.q.empty + lane, 4 * self.config.groups)
+        if lane < self.config.stages:
+            cute.arch.mbarrier_init(shared.keys.full + lane, 1)
+            cute.arch.mbarrier_init(shared.keys.empty + lane, 4 * self.config.q_groups)
 
     @cute.jit
     def prefetch_operands(self, arrays: cutlass.Constexpr, warp: Int32):

@@ -63,12 +63,11 @@ class Producer:
         )
 
     @cute.jit
-    def run(self, tma: cutlass.Constexpr, arrays: cutlass.Constexpr, shared: cutlass.Constexpr) -> None:
-        """Walk the CTA's share."""
-        block_idx, _, _ = cute.arch.block_idx()
-        grid, _, _ = cute.arch.grid_dim()
-        position, left = self.line.share(arrays, block_idx, grid)
-        request = self.line.request(arrays, position.request)
+    def run(
+        self, tma: cutlass.Constexpr, arrays: cutlass.Constexpr, shared: cutlass.Constexpr, share: cutlass.Constexpr
+    ) -> None:  # fmt: skip
+        """Walk the CTA's share, as Line.share has found it."""
+        position, request, left = share
         q_stage, stage = Stage(Int32(0), Int32(1)), Stage(Int32(0), Int32(1))
         while left > 0:
             count = cutlass.min(left, self.line.blocks(request, position.tile) - position.block)

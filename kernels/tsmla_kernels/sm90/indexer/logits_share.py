@@ -77,12 +77,15 @@ class Line:
 
     @cute.jit
     def share(self, arrays: cutlass.Constexpr, cta: Int32, ctas: Int32):
-        """(position of the CTA's first block, number of its blocks)."""
+        """(position of the CTA's first block, its request, number of the CTA's blocks). Of up to 32 requests each lane
+        reads one, and that only once."""
         lane = cute.arch.lane_idx()
         requests = arrays.seq_lens.shape[0]
         chunks = quotient(requests + 31, 32)
-        total = Int32(0)
-        for chunk in cutlass.range(chunks, unroll=4):
+        own = self.request(arrays, lane)
+        through = self.cost(own)
+        total = through
+        for chunk in cutlass.range(1, chunks, unroll=4):
             total += self.cost(self.request(arrays, chunk * 32 + lane))
         total = cute.arch.warp_redux_sync(total, "add")
         every = total // ctas
@@ -98,7 +101,8 @@ class Line:
             searching = Int32(0)
         base = Int32(0)
         while searching == 1:
-            through = self.cost(self.request(arrays, base + lane))
+            if base > 0:
+                through = self.cost(self.request(arrays, base + lane))
             for step in cutlass.range_constexpr(5):
                 other = cute.arch.shuffle_sync_up(through, offset=1 << step, mask_and_clamp=0)
                 if lane >= 1 << step:
@@ -111,7 +115,11 @@ class Line:
             base += 32
             if passed < 32 or base >= requests:
                 searching = Int32(0)
-        request = self.request(arrays, r)
+        keys, tokens, row = (cute.arch.shuffle_sync(word, cutlass.min(r, 31)) for word in own)
+        if r >= 32:
+            later = self.request(arrays, r)
+            keys, tokens, row = later.keys, later.tokens, later.row
+        request = Request(keys, tokens, row)
         # Its tile: the last one that begins at the block or before.
         low, high = Int32(0), self.tiles(request)
         while high - low > 1:
@@ -121,7 +129,7 @@ class Line:
             else:
                 high = middle
         block = begin - before - self.blocks_before(request, low)
-        return Position(r, low, block), count
+        return Position(r, low, block), request, count
 
     @cute.jit
     def next_tile(self, arrays: cutlass.Constexpr, position: cutlass.Constexpr, request: cutlass.Constexpr):
