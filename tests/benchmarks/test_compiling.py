@@ -28,7 +28,7 @@ POINTS = {  # all of them where none is named
 KERNELS = {
     "decode": {"mla_decode": 1},
     "indexer_logits": {"indexer_logits": 2},
-    "indexer_topk": {"indexer_logits": 1, "select_topk": 1},
+    "indexer_topk": {"indexer_logits": 1, "select_topk": 2},
     "prefill": {"mla_prefill": 2},
     "prefill_backward": {"mla_prefill": 1, "mla_prefill_backward": 3},
     "select_topk": {"select_topk": 2},

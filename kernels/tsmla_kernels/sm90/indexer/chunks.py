@@ -74,4 +74,5 @@ def chunks_of(spec: IndexerTopkSpec, num_sms: int = 132) -> Chunks:
         return Chunks(rows, None, topk)
     # How many query tokens a request has in the whole call decides how they are grouped; in a chunk, most requests may
     # have none.
+    topk = dataclasses.replace(topk, follows=True)
     return Chunks(rows, dataclasses.replace(logits_config(spec.logits, num_sms), writes_rows=ragged), topk)

@@ -40,6 +40,7 @@ class TopkConfig:
       in_registers: hold a row that is held as a whole by one CTA in its registers.
       most_listed: keys of one bin that are ranked among each other instead of being counted once more.
       eager: copy a row's columns, as many as the array has, before its length is known; for few rows.
+      follows: whether the launch before is that of the logits: this one begins before that has ended, and waits.
     """
 
     k: int
@@ -58,6 +59,7 @@ class TopkConfig:
     depth: int = 4
     in_registers: bool = False
     most_listed: int = 512
+    follows: bool = False
 
     @property
     def threads(self) -> int:

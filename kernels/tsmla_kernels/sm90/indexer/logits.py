@@ -102,12 +102,19 @@ class IndexerLogits:
             if warp == self.producer_warp:
                 self.producer.run(tma, arrays, shared, (position, request, count))
             else:
-                if const_expr(self.config.writes_rows):
-                    self.fill.write_rows(arrays, warp - self.producer_warp - 1)
-                self.fill.run(arrays, warp - self.producer_warp - 1)
+                self.run_beside_producer(arrays, warp - self.producer_warp - 1)
         else:
             cute.arch.setmaxregister_increase(self.config.registers[1])
             self.math.run(arrays.logits, shared, mma, group)
+
+    @cute.jit
+    def run_beside_producer(self, arrays: cutlass.Constexpr, warp: Int32):
+        """The three warps beside the producer."""
+        # A top-k of these logits may be launched as soon as there is room for it. It waits for their end.
+        cute.arch.griddepcontrol_launch_dependents()
+        if const_expr(self.config.writes_rows):
+            self.fill.write_rows(arrays, warp)
+        self.fill.run(arrays, warp)
 
     def shared_memory(self, storage: Any) -> Shared:
         """Views of the allocated `storage`."""

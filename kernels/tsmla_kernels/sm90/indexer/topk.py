@@ -86,6 +86,7 @@ class SelectTopk(ExactSearch, RegisterSearch):
             cluster=[self.cluster, 1, 1],
             min_blocks_per_mp=config.least_ctas,
             stream=stream,
+            use_pdl=config.follows,
         )
 
     @cute.kernel
@@ -96,6 +97,8 @@ class SelectTopk(ExactSearch, RegisterSearch):
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if const_expr(config.follows):
+            cute.arch.griddepcontrol_wait()
         place = Place(quotient(block, self.cluster), remainder(block, self.cluster), warp, thread & 31, thread)
         columns = Int32(logits.shape[1])
         first = Int64(place.row) * Int64(columns)

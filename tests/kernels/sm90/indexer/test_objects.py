@@ -14,7 +14,7 @@ from tsmla_kernels.sm90.indexer.config import MAX_COLUMNS, TopkConfig, topk_conf
 def slots_of_requests(rows: int, columns: int) -> TopkConfig:
     """Of indexer_topk with several query tokens a request."""
     config = topk_config(TopKSpec(rows, columns, 2048, "position", page_size=64))
-    return dataclasses.replace(config, row_requests=True, scores=True)
+    return dataclasses.replace(config, row_requests=True, scores=True, follows=True)
 
 
 CONFIGS = {
