@@ -5,19 +5,21 @@ bf16 queries are multiplied by a power of 2 if they exceed f16's range.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from tsmla_kernels.sm90.decode.softmax import any_of_warps, sync_softmax, tree
-from tsmla_kernels.sm90.warp import quotient, remainder
+from tsmla_kernels.sm90.warp import kept, quotient, remainder
 
 # bf16 queries become f16 unscaled if the greatest number of a row tile is in [2^-4, 2^15): then only numbers below
 # 2^-17 lose bits. The bounds are f16's bits.
 PLAIN_FROM, PLAIN_TO = 11 << 10, 30 << 10
-COPY, FIND, SCALE = 0, 1, 2  # kinds of a pass over Q: see copy_rows
+MOVE, FIND, SCALE = 0, 1, 2  # passes over Q: see `move` and `scaled_rows`
+TILE = 4  # groups of 16 columns that lie together
+AT_ONCE = 4  # groups of 16 columns that a thread moves at once
 WARPS = 4  # of the softmax warpgroup
 
 
@@ -27,18 +29,41 @@ def q_pair_place(pair):
     return 4 * (pair % 2) + pair // 2
 
 
+class Rows(NamedTuple):
+    """A thread's row of Q.
+
+    Attributes:
+      target: where it goes. source: what `row_source` returned. row: its number.
+      first: the thread's number among those of the row, and of its first group of 16 columns.
+      valid: -1, or 0 if the row is past the tile's end.
+    """
+
+    target: Int32
+    source: Any
+    row: Int32
+    first: Int32
+    valid: Int32
+
+
+class Group(NamedTuple):
+    """16 columns of a row: the 64 columns that they are of, and their number among these."""
+
+    tile: Int32
+    group: Int32
+
+
 class QueryCopy:
     """Moves a row tile's Q from the ring's stages to its own place, in f16.
 
     Attributes:
       depth: columns of a row. p_rows: rows in Q's place. q_rows: rows of a stage. q_dtype: of Q in the stages.
       natural_from: the groups of 16 columns from this one on are not permuted. as_they_are: nor made f16.
-      in_flight: groups of 16 columns that a thread copies at once.
+      in_place: whether Q is read where it goes.
     """
 
     def __init__(self, depth: int, p_rows: int, q_rows: int, q_dtype: Any) -> None:
         self.depth, self.p_rows, self.q_rows, self.q_dtype = depth, p_rows, q_rows, q_dtype
-        self.natural_from, self.as_they_are, self.in_flight = depth // 16, False, 1
+        self.natural_from, self.as_they_are, self.in_place = depth // 16, False, False
 
     @cute.jit
     def keep(self, target: Int32, sources: Any, valid_rows: Int32, t: Int32, tops: cute.Tensor):
@@ -46,7 +71,7 @@ class QueryCopy:
 
         The pairs of 16 columns are permuted: see q_pair_place. Rows past the tile's end become 0. tops: scratch.
         """
-        top = self.copy_rows(target, sources, valid_rows, t, Float32(1.0), COPY)
+        top = self.move(target, sources, valid_rows, t)
         factor = Float32(1.0)
         if const_expr(self.q_dtype == cutlass.BFloat16):
             top = cutlass.max(top & 0xFFFF, (top >> 16) & 0xFFFF)
@@ -54,7 +79,7 @@ class QueryCopy:
             enough = any_of_warps(Int32(top >= PLAIN_FROM))
             if big != 0 or enough == 0:
                 # Scale the greatest finite number to between 2^14 and 2^15.
-                top = self.copy_rows(target, sources, valid_rows, t, Float32(1.0), FIND)
+                top = self.scaled_rows(target, sources, valid_rows, t, Float32(1.0), FIND)
                 top = cute.arch.warp_redux_sync(top, "max")
                 if t % 32 == 0:
                     tops[t // 32, 0] = Int32(top).bitcast(Float32)
@@ -65,29 +90,115 @@ class QueryCopy:
                 power = cutlass.min(cutlass.max(power, 1 << 23), 253 << 23)
                 factor = power.bitcast(Float32)
                 inverse = (Int32(254 << 23) - power).bitcast(Float32)
-                self.copy_rows(target, sources, valid_rows, t, inverse, SCALE)
+                self.scaled_rows(target, sources, valid_rows, t, inverse, SCALE)
         cute.arch.fence_proxy("async.shared", space="cta")
         sync_softmax()
         return factor
 
     @cute.jit
-    def copy_rows(
+    def move(self, target: Int32, sources: Any, valid_rows: Int32, t: Int32):
+        """Move Q to `target`, unscaled. Return the thread's greatest magnitudes but NaN, as a pair of f16.
+
+        A thread reads AT_ONCE groups of 16 columns before it writes the first one, because loads take time.
+        """
+        t = kept(t)  # behind a shuffle, so that no address is kept from piece to piece
+        row, first = remainder(t, self.p_rows), quotient(t, self.p_rows)
+        rows = Rows(target + row * 128, self.row_source(sources, row, MOVE), row, first, -Int32(row < valid_rows))
+        threads, groups, top = 128 // self.p_rows, self.depth // 16, Int32(0)
+        ranges = [(0, self.natural_from), (self.natural_from, groups)]
+        if const_expr(self.in_place):
+            if row >= valid_rows:
+                self.clear(rows)
+            if const_expr(self.as_they_are or self.q_dtype == cutlass.Float16):
+                ranges.pop()
+        for begin, end in ranges:
+            natural = begin == self.natural_from
+            # Every thread has as many groups, and the first threads have one more.
+            each = (end - begin) // threads
+            batched = each - each % AT_ONCE
+            if const_expr(batched > 0):
+                for base in cutlass.range(begin, begin + batched * threads, AT_ONCE * threads, unroll=1):
+                    top = self.move_groups(rows, quotient(base, TILE), (0, AT_ONCE), top, natural)
+            if const_expr(batched < each):
+                top = self.move_groups(rows, begin // TILE, (batched, each), top, natural)
+            if const_expr((end - begin) % threads > 0):
+                if first < (end - begin) % threads:
+                    top = self.move_groups(rows, begin // TILE, (each, each + 1), top, natural)
+        return top
+
+    @cute.jit
+    def clear(self, rows: Rows):
+        """Zero the groups of 16 columns that this thread has."""
+        threads = 128 // self.p_rows
+        zeros = cute.make_rmem_tensor((4,), Int32)
+        zeros.fill(0)
+        for tile in cutlass.range(quotient(rows.first, TILE), self.depth // 64, max(threads // TILE, 1), unroll=1):
+            for group in cutlass.range_constexpr(0, TILE, threads):
+                for h in cutlass.range_constexpr(2):
+                    chunk = 2 * (remainder(rows.first, TILE) + group) + h
+                    cute.autovec_copy(zeros, self.place(rows, tile, chunk))
+
+    def place(self, rows: Rows, tile: Int32, chunk: Int32) -> cute.Tensor:
+        """Where eight columns of a row go: number `chunk` of 64 columns `tile`."""
+        return four_words(rows.target + tile * (self.p_rows * 128) + ((chunk ^ (rows.row & 7)) << 4))
+
+    def group(self, rows: Rows, tile: Int32, n: int) -> Group:
+        """The n-th of the groups that a thread has from 64 columns `tile` on. What n adds is static, so that addresses
+        share registers."""
+        threads = 128 // self.p_rows
+        if threads <= TILE:
+            return Group(tile + n * threads // TILE, rows.first + n * threads % TILE)
+        return Group(tile + n * (threads // TILE) + quotient(rows.first, TILE), remainder(rows.first, TILE))
+
+    @cute.jit
+    def move_groups(
+        self,
+        rows: Rows,
+        tile: Int32,
+        numbers: cutlass.Constexpr[tuple[int, int]],
+        top: Int32,
+        natural: cutlass.Constexpr[bool],
+    ):
+        """Move some of the groups of 16 columns that a thread has from 64 columns `tile` on: those of the first up to
+        before the second number. They are permuted unless `natural`. Return the greater of `top` and their magnitudes.
+        """
+        places = [self.group(rows, tile, n) for n in range(*numbers)]
+        words = cute.make_rmem_tensor((4, 2, len(places)), Int32)
+        for n in cutlass.range_constexpr(len(places)):
+            for h in cutlass.range_constexpr(2):
+                source = self.source_words(rows.source, rows.row, places[n].tile, 2 * places[n].group + h, MOVE)
+                cute.autovec_copy(source, words[None, h, n])
+        for n in cutlass.range_constexpr(len(places)):
+            pairs = [words[i, h, n] for h in range(2) for i in range(4)]
+            if const_expr(not self.in_place):
+                pairs = [pair & rows.valid for pair in pairs]
+            if const_expr(self.q_dtype == cutlass.BFloat16):
+                pairs = [two_halves((pair << 16).bitcast(Float32), (pair & -65536).bitcast(Float32)) for pair in pairs]
+                for pair in pairs:
+                    top = greater_halves(top, pair)
+            if const_expr(not natural):
+                pairs = [pairs[i] for i in sorted(range(8), key=q_pair_place)]
+            for h in cutlass.range_constexpr(2):
+                four = cute.make_rmem_tensor((4,), Int32)
+                for i in cutlass.range_constexpr(4):
+                    four[i] = pairs[4 * h + i]
+                cute.autovec_copy(four, self.place(rows, places[n].tile, 2 * places[n].group + h))
+        return top
+
+    @cute.jit
+    def scaled_rows(
         self, target: Int32, sources: Any, valid_rows: Int32, t: Int32, factor: Float32, kind: cutlass.Constexpr[int]
     ):
-        """One pass of `keep`.
-
-        COPY: copy Q; return the thread's greatest magnitudes but NaN, as a pair of f16. FIND: copy nothing; return the
-        thread's greatest finite magnitude, as fp32. SCALE: copy Q times `factor`.
-        """
+        """One pass over bf16 queries that f16 has not the range for. FIND: return the thread's greatest finite
+        magnitude, as fp32. SCALE: move Q times `factor`."""
         row, first = remainder(t, self.p_rows), quotient(t, self.p_rows)
         target = target + row * 128
         source = self.row_source(sources, row, kind)
         groups, at_once = self.depth // 16, 128 // self.p_rows
         words = cute.make_rmem_tensor((4, 2), Int32)
-        halves = cute.make_rmem_tensor((4, 2), Int32) if const_expr(self.natural_from < groups) else words
         ordered = cute.make_rmem_tensor((4, 2), Int32)
-        top = Int32(0)  # a pair of f16; an fp32 number if `kind` is FIND
-        for base in cutlass.range(0, groups, at_once, unroll=self.in_flight if const_expr(kind == COPY) else 1):
+        top = Int32(0)
+        for base in cutlass.range(0, groups, at_once, unroll=1):
             group = base + first
             if group < groups:
                 words.fill(0)
@@ -95,31 +206,25 @@ class QueryCopy:
                 if row < valid_rows:
                     for h in cutlass.range_constexpr(2):
                         cute.autovec_copy(self.source_words(source, row, tile, chunk + h, kind), words[None, h])
+                natural = group >= self.natural_from
                 for i in cutlass.range_constexpr(8):
                     pair = words[i]
-                    if const_expr(self.q_dtype == cutlass.BFloat16):
-                        numbers = [(pair << 16).bitcast(Float32), (pair & -65536).bitcast(Float32)]
-                        if const_expr(kind == FIND):
-                            for number in numbers:
-                                bits = number.bitcast(Int32) & 0x7FFFFFFF
-                                top = cutlass.max(top, bits * Int32(bits < 0x7F800000))
-                        elif const_expr(kind == SCALE):
-                            numbers = [number * factor for number in numbers]
-                        pair = two_halves(*numbers)
-                        if const_expr(kind == COPY):
-                            top = greater_halves(top, pair)
-                    if const_expr(self.natural_from < groups):
-                        halves[i] = pair
-                        if const_expr(self.as_they_are and kind == SCALE):
-                            words[i] = two_bf16(*numbers)
+                    numbers = [(pair << 16).bitcast(Float32), (pair & -65536).bitcast(Float32)]
+                    if const_expr(kind == FIND):
+                        for number in numbers:
+                            bits = number.bitcast(Int32) & 0x7FFFFFFF
+                            top = cutlass.max(top, bits * Int32(bits < 0x7F800000))
                     else:
-                        ordered[q_pair_place(i)] = pair
-                if const_expr(self.natural_from < groups):
-                    natural = words if const_expr(self.as_they_are) else halves
+                        words[i] = two_halves(*[number * factor for number in numbers])
+                        if const_expr(self.as_they_are):
+                            if natural:
+                                words[i] = two_bf16(*[number * factor for number in numbers])
+                if const_expr(kind == SCALE):
                     for i in cutlass.range_constexpr(8):
                         place = q_pair_place(i)
-                        ordered[place] = natural[place] if group >= self.natural_from else halves[i]
-                if const_expr(kind != FIND):
+                        ordered[place] = words[i]
+                        if const_expr(self.natural_from < groups):
+                            ordered[place] = words[place] if natural else words[i]
                     for h in cutlass.range_constexpr(2):
                         there = target + tile * (self.p_rows * 128) + (((chunk + h) ^ (row & 7)) << 4)
                         cute.autovec_copy(ordered[None, h], four_words(there))
@@ -155,8 +260,9 @@ def two_bf16(low: Float32, high: Float32) -> Int32:
 
 def greater_halves(top: Int32, pair: Int32) -> Int32:
     """The greater of `top` and the magnitude of `pair`, for each of the two f16. NaN is ignored."""
+    # `max` takes no constant, which `top` may be.
     return cute.arch.inline_ptx(
-        "{ .reg .b32 size; abs.f16x2 size, {$r1}; max.f16x2 {$w0}, {$r0}, size; }",
+        "{ .reg .b32 size, was; mov.b32 was, {$r0}; abs.f16x2 size, {$r1}; max.f16x2 {$w0}, was, size; }",
         write_only_types=[Int32],
         read_only_args=[top, pair],
     )

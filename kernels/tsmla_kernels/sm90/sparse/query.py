@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from tsmla_kernels.sm90.decode.memory import Described, Piece
-from tsmla_kernels.sm90.decode.query import COPY, QueryCopy, four_words, two_bf16
+from tsmla_kernels.sm90.decode.query import MOVE, QueryCopy, four_words, two_bf16
 from tsmla_kernels.sm90.decode.softmax import sync_softmax
 from tsmla_kernels.sm90.sparse.config import SparseConfig
 from tsmla_kernels.sm90.sparse.memory import Query
@@ -22,7 +22,7 @@ class SparseQuery(QueryCopy):
     def __init__(self, config: SparseConfig, ring: SparseRing) -> None:
         super().__init__(config.head_dim, ring.p_rows, ring.p_rows, ring.q_dtype)
         self.natural_from, self.as_they_are = config.e4m3_columns // 16, config.bf16_columns
-        self.in_flight = 3 if config.early_q else 1
+        self.in_place = True
         self.tiles = config.head_dim // 64
         self.swizzle, self.row_bytes = ring.q_swizzle, self.depth * ring.q_dtype.width // 8
 
@@ -60,12 +60,12 @@ class SparseQuery(QueryCopy):
     def row_source(self, sources: tuple[Int32, Int64], row: Int32, kind: cutlass.Constexpr[int]):
         """Where row `row` begins; `sources` are Q's place and the tile's first row in global memory."""
         place, rows = sources
-        return place + row * 128 if const_expr(kind == COPY) else rows + Int64(row) * self.row_bytes
+        return place + row * 128 if const_expr(kind == MOVE) else rows + Int64(row) * self.row_bytes
 
     @cute.jit
     def source_words(self, source, row: Int32, tile: Int32, chunk: Int32, kind: cutlass.Constexpr[int]):
         """Four words of a row: 16 bytes `chunk` of 64 columns `tile`. `source` is what row_source returned."""
-        if const_expr(kind == COPY):
+        if const_expr(kind == MOVE):
             words = four_words(source + tile * (self.p_rows * 128) + ((chunk ^ (row & 7)) << 4))
         else:
             address = source + (tile * 128 + chunk * 16)
