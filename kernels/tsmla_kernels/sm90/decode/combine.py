@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -49,7 +49,7 @@ class Merge(NamedTuple):
     sums: WarpSums
     entry: cute.Tensor
     group: Int32
-    sinks: cute.Tensor | None
+    sinks: Any  # a tensor, or None
 
 
 class Slice(NamedTuple):
@@ -399,7 +399,7 @@ class Combine:
     @cute.jit
     def keys_share(self, lse: Float32, row: Int32, merge: Merge):
         """What the keys of row `row` have of its weight, beside its head's sink; `lse` is the natural one."""
-        return share_beside_sink(lse * LOG2_E, row % self.config.num_heads, merge.sinks)
+        return share_beside_sink(lse * LOG2_E, merge.sinks[row % self.config.num_heads])
 
     @cute.jit
     def merge_warps(self, merge: Merge, merged: Merged, row: Int32, octet: Int32, counts: cutlass.Boolean, team: Team):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -290,7 +290,7 @@ class Results(NamedTuple):
     partial_lse: cute.Tensor
     out_scale: Float32
     rank: Int32
-    sinks: cute.Tensor | None = None
+    sinks: Any = None  # a tensor, or None
 
 
 class Ahead(NamedTuple):

@@ -78,7 +78,7 @@ class Scores:
         index, phase, number = Int32(0), Int32(0), Int32(0)
         running = Int32(1)
         while running == 1:
-            cute.arch.mbarrier_wait(shared.full + index, phase)
+            self.wait_for_piece(number, index, phase, shared)
             piece, b_begin, b_end = self.ring.described(number, shared.pieces)
             if b_begin == b_end:
                 running = Int32(0)
@@ -97,6 +97,10 @@ class Scores:
                     self.finish_piece(piece, number, held, shared)
                     self.ring.signal(shared.ready, scored.last, held.place.lane)
                 number += 1
+
+    def wait_for_piece(self, number: Int32, index: Int32, phase: Int32, shared: Shared) -> None:
+        """Wait until piece `number` has been described, and its first stage, `index`, is full."""
+        cute.arch.mbarrier_wait(shared.full + index, phase)
 
     def zero_keys(self, piece: Described, b_end: Int32, last: Int32, held: Any, shared: Shared) -> None:
         """Zero the keys past the end, in stage `last`, unless value warps do."""

@@ -33,10 +33,10 @@ def tree(combine: Callable[[Float32, Float32], Float32], values: list[Float32]) 
 
 
 @cute.jit
-def share_beside_sink(lse: Float32, head: Int32, sinks: cute.Tensor):
-    """The part of a row's weight that its keys have, if the row's log-sum-exp (base 2) is `lse`: the head's sink has
+def share_beside_sink(lse: Float32, sink: Float32):
+    """The part of a row's weight that its keys have, if the row's log-sum-exp (base 2) is `lse`: its head's sink has
     the rest."""
-    return cute.arch.rcp_approx(1.0 + cute.math.exp2(sinks[head] * LOG2_E - lse, fastmath=True))
+    return cute.arch.rcp_approx(1.0 + cute.math.exp2(sink * LOG2_E - lse, fastmath=True))
 
 
 def sync_softmax() -> None:
@@ -193,8 +193,17 @@ class Softmax:
                 self.finish_row(place.row_low + 8 * i, (total, running.m[i]), piece, number, results)
 
     @cute.jit
-    def finish_row(self, row: Int32, sums: tuple[Float32, Float32], piece: Described, number: Int32, results: Results):
-        """1 / sum of a row for the epilogue, and its log-sum-exp. `sums` are the row's (sum, maximum)."""
+    def finish_row(
+        self,
+        row: Int32,
+        sums: tuple[Float32, Float32],
+        piece: Described,
+        number: Int32,
+        results: Results,
+        sink: Float32 | None = None,
+    ):
+        """1 / sum of a row for the epilogue, and its log-sum-exp. `sums` are the row's (sum, maximum); `sink` is its
+        head's sink, if there are any."""
         total, m = sums
         inverse, lse, partial_lse = results.inverse, results.lse, results.partial_lse
         slot = piece[Piece.SLOT]
@@ -205,12 +214,9 @@ class Softmax:
             value = m + cute.math.log2(total, fastmath=True)
         if const_expr(self.partial_needs_scale) or slot < 0:
             factor = factor * results.out_scale
-        if const_expr(results.sinks is not None):
+        if const_expr(sink is not None):
             if slot < 0 and factor != 0.0:
-                head = piece[Piece.ROW_IN_REQUEST] + row
-                if const_expr(self.heads % self.p_rows > 0):
-                    head = cutlass.min(head, self.heads - 1)  # rows behind the last head have a sum too
-                factor = factor * share_beside_sink(value, head, results.sinks)
+                factor = factor * share_beside_sink(value, sink)
         inverse[row, number % self.inverses_kept] = factor
         if row < piece[Piece.VALID_ROWS]:
             if slot < 0:

@@ -7,7 +7,7 @@ keys of a block exist is known from the gathering warps; the scores of others ar
 from __future__ import annotations
 
 import operator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -17,7 +17,6 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKind
 
 from tsmla_kernels.sm90.constants import LOG2_E
-from tsmla_kernels.sm90.decode.config import ROWS
 from tsmla_kernels.sm90.decode.key_softmax import Exchange, KeySoftmax, p_row
 from tsmla_kernels.sm90.decode.memory import (
     Described,
@@ -129,7 +128,7 @@ class SparseScores(Scores):
         self.sums_later = False  # a piece may take one stage: softmax warps run further ahead than barriers of pieces
         self.p_dtype, self.p_rows = ring.p_dtype, ring.p_rows
         self.k_dtype = self.p_dtype
-        self.scales_early = 0 if config.layout == "v4" and ring.p_rows == ROWS else 2  # as registers allow
+        self.scales_early = 2
         self.query = SparseQuery(config, ring)
         self.key_softmax = KeySoftmax(self.softmax, ring.p_rows, ring.p_dtype, self.over_keys)
         narrow = config.e4m3_columns // 32
@@ -217,6 +216,12 @@ class SparseScores(Scores):
         return None, narrow, wide
 
     @cute.jit
+    def wait_for_piece(self, number: Int32, index: Int32, phase: Int32, shared: Shared):
+        """Wait until piece `number` has been described: see `request_next`. Its rows may come while Q is taken."""
+        if number < 2:
+            cute.arch.mbarrier_wait(shared.full + index, phase)
+
+    @cute.jit
     def take_q(self, piece: Described, number: Int32, index: Int32, phase: Int32, held: Held, shared: Shared) -> Taken:
         """Wait for Q, which is requested here if the piece is not the first, and make it what is multiplied."""
         t, query = held.place.thread, held.query
@@ -226,6 +231,9 @@ class SparseScores(Scores):
             # All four warps have read the previous Q: they have met since their last product.
             if held.place.warp == 0:
                 self.query.request(piece, query)
+        scale = held.scales[0] * LOG2_E  # here, because loads take time
+        if const_expr(self.sparse.layout == "plain"):
+            scale = scale * held.scales[1]
         sync_softmax()  # before maxima that finish_piece has read change
         if t < self.p_rows:
             held.exchanged.maxima[t, 0] = Float32(0.0)
@@ -233,10 +241,7 @@ class SparseScores(Scores):
         place = query.place.toint()
         rows = query.q.iterator.toint() + cutlass.Int64(piece[Piece.ROW]) * self.query.row_bytes
         factor = self.query.keep(place, (place, rows), piece[Piece.VALID_ROWS], t, held.exchanged.changes)
-        scale = held.scales[0] * LOG2_E * factor
-        if const_expr(self.sparse.layout == "plain"):
-            scale = scale * held.scales[1]
-        return Taken(index, phase, scale)
+        return Taken(index, phase, scale * factor)
 
     @cute.jit
     def score_blocks(
@@ -363,11 +368,25 @@ class SparseScores(Scores):
     def finish_piece(self, piece: Described, number: Int32, held: Held, shared: Shared):
         """Row sums over all keys; 1 / sum for the epilogue; the rows' log-sum-exps."""
         t = kept(held.place.thread)  # behind a shuffle, so that no row's address is kept from piece to piece
+        sinks = self.sinks_of(piece, t, held)  # ahead of the sums, because loads take time
         totals = self.over_keys(operator.add, held.running.l, held.exchanged.of_lanes, t)
         if t % 4 == 0 and t < 2 * self.p_rows:
             for e in cutlass.range_constexpr(2):
                 row = t // 2 + e
-                self.softmax.finish_row(row, (totals[e], held.exchanged.maxima[row, 0]), piece, number, held.results)
+                sums = (totals[e], held.exchanged.maxima[row, 0])
+                self.softmax.finish_row(row, sums, piece, number, held.results, sinks[e])
+
+    @cute.jit
+    def sinks_of(self, piece: Described, t: Int32, held: Held) -> Any:
+        """The sinks of the two rows that thread t finishes; None for each if there are none."""
+        sinks = (None, None)
+        if const_expr(self.sparse.sinks):
+            sinks = cute.make_rmem_tensor((2,), Float32)
+            for e in cutlass.range_constexpr(2):
+                # Rows behind the last head have sums, too.
+                head = cutlass.min(piece[Piece.ROW_IN_REQUEST] + t // 2 + e, self.sparse.num_heads - 1)
+                sinks[e] = held.results.sinks[head]
+        return sinks
 
     @cute.jit
     def read_keys(self, here: Int32, g: cutlass.Constexpr[int], narrow: cute.Tensor):
