@@ -127,7 +127,7 @@ def packed_write_spec(options: Mapping[str, str]) -> PackedWriteSpec:
 def indexer_write_spec(options: Mapping[str, str]) -> IndexerWriteSpec:
     """The spec of write_indexer_cache, with the dtype of packed_write_spec."""
     values = _filled_in(options, _PACKED)
-    cache = IndexerCacheSpec(1, 1, INDEXER.head_dim, True)
+    cache = IndexerCacheSpec(1, _parsed(values, "page_size", int), INDEXER.head_dim, True)
     in_dtype = contract.attention_out_dtype(values["dtype"])
     return IndexerWriteSpec(1, cache, in_dtype, _indexer_rotation(values), _slot_dtype(values))
 
