@@ -143,12 +143,6 @@ class Arrays(NamedTuple):
     visible_lens: cute.Tensor | None = None
 
 
-
-
-
-
-
-
 class Schedule(NamedTuple):
     """What the scheduling warp reads and writes.
 
@@ -251,7 +245,6 @@ class Place(NamedTuple):
     row_low: Int32
 
 
-
 @dataclass(frozen=True)
 class Described:
     """A piece's description: `piece[Piece.KEYS]`. Not a slice, whose address would be computed before it is needed."""
@@ -264,6 +257,15 @@ class Described:
 
     def __setitem__(self, word: Piece, value: Int32) -> None:
         self.pieces[word, self.place] = value
+
+
+class Blocks(NamedTuple):
+    """The key blocks of a piece: its description, the first block, the one after the last. Without a block there is no
+    piece: the work has ended."""
+
+    piece: Described
+    begin: Int32
+    end: Int32
 
 
 class Taken(NamedTuple):
@@ -300,13 +302,6 @@ class Ahead(NamedTuple):
     address: Int32
     following: Int32
     phase: Int32
-
-
-
-
-
-
-
 
 
 @cute.jit

@@ -15,6 +15,7 @@ from tsmla_kernels.sm90.decode.memory import (
     PIECES_KEPT,
     Ahead,
     Barrier,
+    Blocks,
     Described,
     Piece,
     Shared,
@@ -158,10 +159,10 @@ class Ring:
         return boxes
 
     @cute.jit
-    def described(self, number: Int32, pieces: cute.Tensor) -> tuple[Described, Int32, Int32]:
-        """(piece `number`, its first key block, the one after its last). Two equal blocks mean the end of the work."""
+    def described(self, number: Int32, pieces: cute.Tensor) -> Blocks:
+        """The key blocks of piece `number`."""
         piece = Described(pieces, remainder(number, self.pieces_kept))
-        return piece, uniform(piece[Piece.BLOCK_BEGIN]), uniform(piece[Piece.BLOCK_END])
+        return Blocks(piece, uniform(piece[Piece.BLOCK_BEGIN]), uniform(piece[Piece.BLOCK_END]))
 
     @cute.jit
     def store_p(self, address: Int32, p_words: cute.Tensor):

@@ -79,21 +79,22 @@ class Scores:
         running = Int32(1)
         while running == 1:
             self.wait_for_piece(number, index, phase, shared)
-            piece, b_begin, b_end = self.ring.described(number, shared.pieces)
-            if b_begin == b_end:
+            blocks = self.ring.described(number, shared.pieces)
+            if blocks.begin == blocks.end:
                 running = Int32(0)
                 self.ring.signal(shared.ready, index, held.place.lane)
             else:
+                piece = blocks.piece
                 taken = self.take_q(piece, number, index, phase, held, shared)
-                scored = self.score_blocks(piece, number, b_begin, b_end, taken, held, shared)
+                scored = self.score_blocks(blocks, number, taken, held, shared)
                 index, phase = scored.index, scored.phase
                 if const_expr(self.sums_later):
-                    self.zero_keys(piece, b_end, scored.last, held, shared)
+                    self.zero_keys(piece, blocks.end, scored.last, held, shared)
                     self.ring.signal(shared.ready, scored.last, held.place.lane)
                     self.finish_piece(piece, number, held, shared)
                     self.ring.arrive_for(Barrier.SUMS, number)
                 else:
-                    self.zero_keys(piece, b_end, scored.last, held, shared)
+                    self.zero_keys(piece, blocks.end, scored.last, held, shared)
                     self.finish_piece(piece, number, held, shared)
                     self.ring.signal(shared.ready, scored.last, held.place.lane)
                 number += 1

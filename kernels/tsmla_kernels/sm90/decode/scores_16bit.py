@@ -13,6 +13,7 @@ from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKin
 
 from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
 from tsmla_kernels.sm90.decode.memory import (
+    Blocks,
     Described,
     Piece,
     Scored,
@@ -146,9 +147,7 @@ class Scores16bit(Scores):
         sync_softmax()
 
     @cute.jit
-    def score_blocks(
-        self, piece: Described, number: Int32, b_begin: Int32, b_end: Int32, taken: Taken, held: Held, shared: Shared
-    ) -> Scored:
+    def score_blocks(self, blocks: Blocks, number: Int32, taken: Taken, held: Held, shared: Shared) -> Scored:
         """Q K^T, softmax and P of a piece's key blocks."""
         mma_qk, mma_qk_shared, acc = held.mma.main, held.mma.shared, held.acc
         place, running = held.place, held.running
@@ -159,11 +158,11 @@ class Scores16bit(Scores):
         steps = self.depth // 16
         index, phase = taken.index, taken.phase
         self.softmax.begin_rows(running)
-        seen_by_all = self.softmax.seen_by_all(piece)
+        seen_by_all = self.softmax.seen_by_all(blocks.piece)
         previous, address = index, self.ring.address(shared.keys, index)
         following, phase_following = self.ring.advance(index, phase)
         arrived, stored = Int32(0), Int32(0)
-        for b in cutlass.range(b_begin, b_end, unroll=1):
+        for b in cutlass.range(blocks.begin, blocks.end, unroll=1):
             stage_keys, _ = self.ring.stage_tensors(shared, address)
             t_k = mma_qk.make_fragment_B(mma_qk.get_slice(place.thread).partition_B(stage_keys))
             if arrived == 0:
@@ -191,7 +190,7 @@ class Scores16bit(Scores):
             arrived, address = ahead.arrived, ahead.address
             following, phase_following = ahead.following, ahead.phase
             if (b + 1) * self.block > seen_by_all:
-                self.softmax.mask(scores.s, b, piece, place, held.visible_lens)
+                self.softmax.mask(scores.s, b, blocks.piece, place, held.visible_lens)
             self.softmax.run(scores, running, held.scale, place, shared, previous)
             held.r_p.store(held.probabilities.load().to(self.ring.dtype))
             # P overwrites these keys' rope columns: all four warps must have read them.

@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field
 
 from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
-from tsmla_kernels.sm90.decode.memory import Barrier, Described, Scored, Scratch, Shared, Taken, ThreadScores
+from tsmla_kernels.sm90.decode.memory import Barrier, Blocks, Described, Scored, Scratch, Shared, Taken, ThreadScores
 from tsmla_kernels.sm90.decode.ring import Ring
 from tsmla_kernels.sm90.decode.scores import Held, ScoreMma, Scores
 from tsmla_kernels.sm90.decode.softmax import sync_softmax
@@ -97,9 +97,7 @@ class ScoresFp8(Scores):
         return cute.make_layout((4, (128 // at_once, at_once), turns), stride=(1, (4, tile), tile * at_once))
 
     @cute.jit
-    def score_blocks(
-        self, piece: Described, number: Int32, b_begin: Int32, b_end: Int32, taken: Taken, held: Held, shared: Shared
-    ) -> Scored:
+    def score_blocks(self, blocks: Blocks, number: Int32, taken: Taken, held: Held, shared: Shared) -> Scored:
         """Q K^T, softmax and P of a piece's key blocks."""
         mma_qk, acc = held.mma.main, held.acc
         place, running = held.place, held.running
@@ -110,14 +108,14 @@ class ScoresFp8(Scores):
         steps = self.depth // 32
         index, phase = taken.index, taken.phase
         self.softmax.begin_rows(running)
-        seen_by_all = self.softmax.seen_by_all(piece)
+        seen_by_all = self.softmax.seen_by_all(blocks.piece)
         previous, address = index, self.ring.address(shared.keys, index)
         following, phase_following = self.ring.advance(index, phase)
         arrived, stored = Int32(0), Int32(0)
         # Masked blocks have a loop of their own: jumping over the mask would take 20 cycles of every other block.
-        unmasked = cutlass.min(cutlass.max(quotient(seen_by_all, self.block), b_begin), b_end)
+        unmasked = cutlass.min(cutlass.max(quotient(seen_by_all, self.block), blocks.begin), blocks.end)
         for masked in cutlass.range_constexpr(2):
-            first, last = (b_begin, unmasked) if const_expr(masked == 0) else (unmasked, b_end)
+            first, last = (blocks.begin, unmasked) if const_expr(masked == 0) else (unmasked, blocks.end)
             for b in cutlass.range(first, last, unroll=1):
                 stage_keys, _ = self.ring.stage_tensors(shared, address)
                 t_k = mma_qk.make_fragment_B(mma_qk.get_slice(place.thread).partition_B(stage_keys))
@@ -139,7 +137,7 @@ class ScoresFp8(Scores):
                 arrived, address = ahead.arrived, ahead.address
                 following, phase_following = ahead.following, ahead.phase
                 if const_expr(masked == 1):
-                    self.softmax.mask(scores.s, b, piece, place, held.visible_lens)
+                    self.softmax.mask(scores.s, b, blocks.piece, place, held.visible_lens)
                 self.softmax.run(scores, running, held.scale, place, shared, previous)
                 held.r_p.store(held.probabilities.load().to(self.ring.p_dtype))
                 self.ring.store_p(address_here + held.p_offset, cute.recast_tensor(held.r_p, Int32))

@@ -24,6 +24,7 @@ from tsmla_kernels.sm90.decode.key_softmax import Exchange, KeySoftmax, p_row
 from tsmla_kernels.sm90.decode.memory import (
     Arrays,
     Barrier,
+    Blocks,
     Described,
     Piece,
     Place,
@@ -171,9 +172,7 @@ class ScoresMixed(Scores):
         return Taken(index, phase, scale)
 
     @cute.jit
-    def score_blocks(
-        self, piece: Described, number: Int32, b_begin: Int32, b_end: Int32, taken: Taken, held: Held, shared: Shared
-    ) -> Scored:
+    def score_blocks(self, blocks: Blocks, number: Int32, taken: Taken, held: Held, shared: Shared) -> Scored:
         """K Q^T, softmax and P of a piece's key blocks."""
         mma_qk, acc, narrow, wide = held.mma_qk, held.acc, held.narrow, held.wide
         place, running = held.place, held.running
@@ -183,11 +182,11 @@ class ScoresMixed(Scores):
         steps = self.depth // 16
         index, phase = taken.index, taken.phase
         running.l.fill(0.0)
-        seen_by_all = self.softmax.seen_by_all(piece)
+        seen_by_all = self.softmax.seen_by_all(blocks.piece)
         previous, address = index, self.ring.address(shared.keys, index)
         following, phase_following = self.ring.advance(index, phase)
         arrived, stored = Int32(0), Int32(0)
-        for b in cutlass.range(b_begin, b_end, unroll=1):
+        for b in cutlass.range(blocks.begin, blocks.end, unroll=1):
             if arrived == 0:
                 cute.arch.mbarrier_wait(shared.full + index, phase)
             here = address + held.k_offset
@@ -221,12 +220,12 @@ class ScoresMixed(Scores):
             following, phase_following = ahead.following, ahead.phase
             if (b + 1) * self.block > seen_by_all:
                 if const_expr(held.visible_lens is not None):
-                    self.mask_invisible_keys(s, b, piece, place.thread, held.visible_lens)
+                    self.mask_invisible_keys(s, b, blocks.piece, place.thread, held.visible_lens)
                 else:
-                    self.mask_keys(s, b, piece, place.thread)
-                if (b + 1) * self.block > uniform(piece[Piece.KEYS]):
+                    self.mask_keys(s, b, blocks.piece, place.thread)
+                if (b + 1) * self.block > uniform(blocks.piece[Piece.KEYS]):
                     self.ring.arrive_for(Barrier.KEYS_READ, number)
-            self.key_softmax.softmax_of_keys(s, Int32(b == b_begin), taken.scale, held, shared, previous)
+            self.key_softmax.softmax_of_keys(s, Int32(b == blocks.begin), taken.scale, held, shared, previous)
             self.key_softmax.store_p_of_keys(address_here + held.p_offset, held.p_words)
             stored = held.signals
         return Scored(index, phase, previous)

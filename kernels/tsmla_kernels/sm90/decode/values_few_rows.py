@@ -13,7 +13,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field
 
-from tsmla_kernels.sm90.decode.memory import Barrier, Described, Shared, two_rows
+from tsmla_kernels.sm90.decode.memory import Barrier, Blocks, Described, Shared, two_rows
 from tsmla_kernels.sm90.decode.values_fp8 import Held, OutRows, ValuesFp8
 from tsmla_kernels.sm90.warp import uniform
 
@@ -54,20 +54,12 @@ class ValuesFewRows(ValuesFp8):
 
     @cute.jit
     def add_blocks(
-        self,
-        piece: Described,
-        number: Int32,
-        b_begin: Int32,
-        b_end: Int32,
-        index: Int32,
-        phase: Int32,
-        held: Held,
-        shared: Shared,
+        self, blocks: Blocks, number: Int32, index: Int32, phase: Int32, held: Held, shared: Shared
     ) -> tuple[Int32, Int32]:
         """Add P V of a piece's key blocks to O. Return the stage after them and its parity."""
         mma_pv, lane = held.mma_pv, held.lane
         thr = mma_pv.get_slice(held.thread)
-        for b in cutlass.range(b_begin, b_end, unroll=1):
+        for b in cutlass.range(blocks.begin, blocks.end, unroll=1):
             address = self.ring.address(shared.keys, index)
             _, stage_p = self.ring.stage_tensors(shared, address)
             t_v = mma_pv.make_fragment_A(thr.partition_A(self.values_at(address + held.offset)))
@@ -75,18 +67,18 @@ class ValuesFewRows(ValuesFp8):
             cute.arch.mbarrier_wait(shared.ready + index, phase)
             # Only the lanes that arrive on `empty` read `moved` and `rescale`: racecheck tracks no others.
             flag = Int32(0)
-            if lane < self.ring.releasing_lanes and b > b_begin:
+            if lane < self.ring.releasing_lanes and b > blocks.begin:
                 flag = shared.moved[lane, index]
             cute.arch.fence_proxy("async.shared", space="cta")  # for the writes of P and of zeros, as in Values16bit
             self.rescale_out(held.o, shared.rescale, flag, index, lane)
             warpgroup.fence()
             # The first block's product replaces what O held.
-            mma_pv.set(Field.ACCUMULATE, b > b_begin)
+            mma_pv.set(Field.ACCUMULATE, b > blocks.begin)
             for k in cutlass.range_constexpr(self.block // 16):
                 cute.gemm(mma_pv, held.acc, t_v[None, None, k], t_p[None, None, k], held.acc)
                 mma_pv.set(Field.ACCUMULATE, True)
             warpgroup.commit_group()
-            if b + 1 == b_end:
+            if b + 1 == blocks.end:
                 self.ring.wait_for(Barrier.SUMS, number)
                 for v in cutlass.range_constexpr(self.p_rows // 8):
                     two_rows(shared.inverse, number % self.ring.inverses_kept, v, lane, held.factors[None, v])

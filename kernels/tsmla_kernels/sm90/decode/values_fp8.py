@@ -23,6 +23,7 @@ from tsmla_kernels.sm90.decode.memory import (
     SCHEDULE_WARP,
     Arrays,
     Barrier,
+    Blocks,
     Copies,
     Described,
     Piece,
@@ -147,16 +148,16 @@ class ValuesFp8:
         running = Int32(1)
         while running == 1:
             self.wait_for_piece(index, phase, shared)
-            piece, b_begin, b_end = self.ring.described(number, shared.pieces)
-            if b_begin == b_end:
+            blocks = self.ring.described(number, shared.pieces)
+            if blocks.begin == blocks.end:
                 running = Int32(0)
             else:
-                index, phase = self.pass_q(piece, number, index, phase, shared)
-                index, phase = self.add_blocks(piece, number, b_begin, b_end, index, phase, held, shared)
+                index, phase = self.pass_q(blocks.piece, number, index, phase, shared)
+                index, phase = self.add_blocks(blocks, number, index, phase, held, shared)
                 self.wait_for_sums(number)
                 kept_at, first_latent = number % self.ring.inverses_kept, self.first_latent(first_tile)
                 rows = OutRows(shared.inverse, kept_at, first_latent, lane, factors)
-                self.store(o, rows, piece, arrays, schedule.rank)
+                self.store(o, rows, blocks.piece, arrays, schedule.rank)
                 if warp_idx == SCHEDULE_WARP:
                     self.walk.next_piece(number + self.lookahead, schedule)
                 number += 1
@@ -207,28 +208,20 @@ class ValuesFp8:
 
     @cute.jit
     def add_blocks(
-        self,
-        piece: Described,
-        number: Int32,
-        b_begin: Int32,
-        b_end: Int32,
-        index: Int32,
-        phase: Int32,
-        held: Held,
-        shared: Shared,
+        self, blocks: Blocks, number: Int32, index: Int32, phase: Int32, held: Held, shared: Shared
     ) -> tuple[Int32, Int32]:
         """Add P V of a piece's key blocks to O. Return the stage after them and its parity."""
         mma_pv, lane, narrow, wide, offset = held.mma_pv, held.lane, held.narrow, held.wide, held.offset
         thr = mma_pv.get_slice(held.thread)
         a_shape, tile_shape = thr.partition_shape_A((64, 16)), thr.partition_shape_C((64, self.p_rows))
         full, ready, moved = shared.full, shared.ready, shared.moved
-        keys = uniform(piece[Piece.KEYS])
+        keys = uniform(blocks.piece[Piece.KEYS])
         few = self.p_rows < ROWS
         if const_expr(not few):
             held.acc.fill(0.0)
         # `begun`: whether this block's first values are in `narrow`.
         begun, address = Int32(0), self.ring.address(shared.keys, index)
-        for b in cutlass.range(b_begin, b_end, unroll=1):
+        for b in cutlass.range(blocks.begin, blocks.end, unroll=1):
             _, stage_p = self.ring.stage_tensors(shared, address)
             t_p = mma_pv.make_fragment_B(thr.partition_B(stage_p))
             here = address + offset
@@ -249,7 +242,7 @@ class ValuesFp8:
             # V^T is read during the product, the beginning of the next block's too: Q K^T, which needs all of shared
             # memory's bandwidth, does not run then. If the next block cannot be read yet (missing, or it needs
             # zeroing), re-read this block; the result is discarded.
-            if b + 1 < b_end and (b + 2) * self.block <= keys:
+            if b + 1 < blocks.end and (b + 2) * self.block <= keys:
                 begun, next_here = Int32(1), address + offset
             cute.arch.mbarrier_wait(ready + index, phase)
             # Only the lanes that arrive on `empty` read `moved` and `rescale`: racecheck tracks no others.
@@ -257,7 +250,7 @@ class ValuesFp8:
             # The first product of few rows replaces what O held: fewer instructions, which run once in a short piece.
             adds = cutlass.Boolean(True)
             if const_expr(few):
-                adds = b > b_begin
+                adds = b > blocks.begin
             if lane < self.ring.releasing_lanes and adds:
                 flag = moved[lane, index]
             cute.arch.fence_proxy("async.shared", space="cta")  # for the writes of P, as in Values16bit

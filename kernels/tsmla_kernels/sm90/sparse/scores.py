@@ -19,6 +19,7 @@ from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKin
 from tsmla_kernels.sm90.constants import LOG2_E
 from tsmla_kernels.sm90.decode.key_softmax import Exchange, KeySoftmax, p_row
 from tsmla_kernels.sm90.decode.memory import (
+    Blocks,
     Described,
     Piece,
     Place,
@@ -244,9 +245,7 @@ class SparseScores(Scores):
         return Taken(index, phase, scale * factor)
 
     @cute.jit
-    def score_blocks(
-        self, piece: Described, number: Int32, b_begin: Int32, b_end: Int32, taken: Taken, held: Held, shared: Shared
-    ) -> Scored:
+    def score_blocks(self, blocks: Blocks, number: Int32, taken: Taken, held: Held, shared: Shared) -> Scored:
         """K Q^T, softmax and P of a piece's blocks."""
         place, running = held.place, held.running
         # (query row of two, key of two, eight query rows)
@@ -257,7 +256,7 @@ class SparseScores(Scores):
         following, phase_following = self.ring.advance(index, phase)
         arrived, stored, fresh = Int32(0), Int32(0), Int32(1)
         exist = cute.make_rmem_tensor((4,), Int32)
-        for b in cutlass.range(b_begin, b_end, unroll=1):
+        for b in cutlass.range(blocks.begin, blocks.end, unroll=1):
             if arrived == 0:
                 cute.arch.mbarrier_wait(shared.full + index, phase)
             self.multiply(address, stored, previous, held, shared)

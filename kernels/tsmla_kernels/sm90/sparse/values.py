@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from tsmla_kernels.sm90.decode.memory import Described, Shared, two_rows
+from tsmla_kernels.sm90.decode.memory import Blocks, Described, Shared, two_rows
 from tsmla_kernels.sm90.decode.query import two_halves
 from tsmla_kernels.sm90.decode.values_fp8 import AHEAD, WIDE, Held, OutRows, Reading, ValuesFp8
 from tsmla_kernels.sm90.decode.walk import PieceWalk
@@ -71,15 +71,7 @@ class SparseValues(ValuesFp8):
 
     @cute.jit
     def add_blocks(
-        self,
-        piece: Described,
-        number: Int32,
-        b_begin: Int32,
-        b_end: Int32,
-        index: Int32,
-        phase: Int32,
-        held: Held,
-        shared: Shared,
+        self, blocks: Blocks, number: Int32, index: Int32, phase: Int32, held: Held, shared: Shared
     ) -> tuple[Int32, Int32]:
         """Add P V of a piece's blocks to O. Return the stage after them and its parity."""
         of_piece = held
@@ -91,7 +83,7 @@ class SparseValues(ValuesFp8):
         factors = cute.make_rmem_tensor((2, self.steps_at_once), Int32)
         # `begun`: whether this block's first values are in `narrow`.
         begun, address = Int32(0), self.ring.address(shared.keys, index)
-        for b in cutlass.range(b_begin, b_end, unroll=1):
+        for b in cutlass.range(blocks.begin, blocks.end, unroll=1):
             held = of_piece
             if const_expr(self.sparse.layout == "v4"):
                 # Behind a shuffle: what follows from the offset is computed in every block and kept between none.
@@ -108,7 +100,7 @@ class SparseValues(ValuesFp8):
             address = self.ring.address(shared.keys, following)
             begun, next_here = Int32(0), here
             # V^T is read during the product, the beginning of the next block's too, as in ValuesFp8.
-            if b + 1 < b_end:
+            if b + 1 < blocks.end:
                 begun, next_here = Int32(1), address + held.offset
             cute.arch.mbarrier_wait(ready + index, phase)
             flag = Int32(0)
