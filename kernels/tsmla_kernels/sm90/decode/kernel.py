@@ -22,7 +22,6 @@ import cutlass.utils as utils
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from tsmla_kernels.sm90.constants import SMEM_BYTES
 from tsmla_kernels.sm90.decode.combine import COMBINE_THREADS, Combine
 from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
 from tsmla_kernels.sm90.decode.copies import TABLE_AHEAD, Copier
@@ -46,6 +45,7 @@ from tsmla_kernels.sm90.decode.values_16bit import Values16bit
 from tsmla_kernels.sm90.decode.values_few_rows import ValuesFewRows
 from tsmla_kernels.sm90.decode.values_fp8 import ValuesFp8
 from tsmla_kernels.sm90.decode.walk import PieceWalk
+from tsmla_kernels.sm90.storage import checked_storage
 from tsmla_kernels.sm90.warp import kept, prefetch
 
 
@@ -122,7 +122,7 @@ class MlaDecode:
             q: cute.struct.Align[cute.struct.MemRange[self.scores.q_dtype, self.scores.q_elements], 1024]
             ring: cute.struct.Align[cute.struct.MemRange[self.ring.dtype, self.ring.elements], 1024]
 
-        self.check_storage(Storage)
+        self.storage = checked_storage(Storage, self.config)
         num_clusters = self.num_clusters(arrays.seq_lens, arrays.split_info)
         grid = [num_clusters * self.cluster, 1, 1]
         self.attend(q, tma, arrays, score_mma, value_mma, num_clusters).launch(
@@ -132,12 +132,6 @@ class MlaDecode:
         self.combine.merge_pieces(
             arrays.partial_out, arrays.partial_lse, arrays.split_info, arrays.out, arrays.lse, num_clusters
         ).launch(grid=grid, block=[COMBINE_THREADS, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1)
-
-    def check_storage(self, storage: Any) -> None:
-        """Keep the struct of shared memory; ValueError if it is larger than a CTA may have."""
-        self.storage = storage
-        if storage.size_in_bytes() > SMEM_BYTES:
-            raise ValueError(f"{self.config} takes {storage.size_in_bytes()} bytes of shared memory of {SMEM_BYTES}")
 
     def num_clusters(self, seq_lens: cute.Tensor, split_info: cute.Tensor) -> Int32:
         """How many clusters share the work. split_info has two entries for each; when batch_invariant, one for each

@@ -55,7 +55,7 @@ class Histogram(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """A CTA's shared memory but for the row: see Storage."""
+    """A CTA's shared memory but for the row: see storage_of in topk.py."""
 
     held: cute.Tensor
     marks: cute.Tensor

@@ -106,12 +106,6 @@ class TopkConfig:
     def mark_words(self) -> int:
         return self.threads * -(-self.most_chunks // 4)
 
-    @property
-    def smem_bytes(self) -> int:
-        """Dynamic shared memory of a CTA, alignment aside."""
-        words = self.held_words + self.histograms * BINS + self.mark_words + self.threads + 6 * self.listed
-        return words * 4 + self.warps * (self.stages * 8 + 8) + self.sorted_entries * 8 + 1024
-
 
 def topk_reasons(spec: TopKSpec) -> list[str]:
     """Why the kernel cannot run this call; empty if it can."""

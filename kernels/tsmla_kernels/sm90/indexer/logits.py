@@ -18,12 +18,12 @@ import cutlass.utils as utils
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from tsmla_kernels.sm90.constants import SMEM_BYTES
 from tsmla_kernels.sm90.indexer.logits_config import BLOCK, HEAD_DIM, Q_STAGES, LogitsConfig
 from tsmla_kernels.sm90.indexer.logits_copies import Producer
 from tsmla_kernels.sm90.indexer.logits_fill import Fill
 from tsmla_kernels.sm90.indexer.logits_memory import Arrays, Buffers, Mma, Piece, Position, Request, Shared, Tma
 from tsmla_kernels.sm90.indexer.logits_products import Math
+from tsmla_kernels.sm90.storage import checked_storage
 from tsmla_kernels.sm90.warp import prefetch
 
 
@@ -66,16 +66,10 @@ class IndexerLogits:
             q: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, Q_STAGES * config.q_bytes], 1024]
             keys: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, config.stages * BLOCK * HEAD_DIM], 1024]
 
-        self.check_storage(Storage)
+        self.storage = checked_storage(Storage, config)
         self.score(self.producer.tensor_maps(arrays), arrays, self.math.mma()).launch(
             grid=[config.num_ctas, 1, 1], block=[128 * (config.groups + 1), 1, 1], stream=stream, min_blocks_per_mp=1
         )
-
-    def check_storage(self, storage: Any) -> None:
-        """Keep the struct of shared memory; ValueError if it is larger than a CTA may have."""
-        self.storage = storage
-        if storage.size_in_bytes() > SMEM_BYTES:
-            raise ValueError(f"{self.config} takes {storage.size_in_bytes()} bytes of shared memory of {SMEM_BYTES}")
 
     @cute.kernel
     def score(self, tma: Tma, arrays: Arrays, mma: Mma):

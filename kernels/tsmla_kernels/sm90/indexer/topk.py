@@ -7,6 +7,8 @@ with many equal or unusual keys go that of `ExactSearch`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -31,7 +33,43 @@ from tsmla_kernels.sm90.indexer.filtered import PLENTY
 from tsmla_kernels.sm90.indexer.registers import RegisterSearch
 from tsmla_kernels.sm90.indexer.rows import ordered
 from tsmla_kernels.sm90.indexer.sort import EntrySort
+from tsmla_kernels.sm90.storage import checked_storage
 from tsmla_kernels.sm90.warp import quotient, remainder
+
+
+def storage_of(config: TopkConfig) -> Any:
+    """The struct of a CTA's shared memory. Raises ValueError if it exceeds Hopper's.
+
+    held: what the CTA holds of a row, and what it keeps. marks: the columns that are selected. kept: how many a thread
+    keeps. bins, groups: histograms and the sums of their groups. above, inside: a warp's columns above the bin and in
+    it. listed, owners: the CTA's keys of the bin and their warps. merged, ranks: the cluster's keys of the bin and how
+    many of these are greater. entries: the selected keys to be sorted.
+    """
+
+    def words(count: int) -> Any:
+        return cute.struct.MemRange[Int32, count]
+
+    def keys(count: int) -> Any:
+        return cute.struct.Align[cute.struct.MemRange[Uint64, count], 16]
+
+    fields = {
+        "barriers": cute.struct.MemRange[Int64, config.warps * config.stages],
+        "held": cute.struct.Align[cute.struct.MemRange[cutlass.Float32, config.held_words], 128],
+        "bins": cute.struct.Align[words(config.histograms * BINS), 16],
+        "marks": cute.struct.Align[words(config.mark_words), 16],
+        "listed": keys(config.listed),
+        "merged": keys(config.listed),
+        "entries": keys(config.sorted_entries),
+        "owners": words(config.listed),
+        "ranks": words(config.listed),
+        "kept": words(config.threads),
+        "groups": words(2 * GROUPS),
+        "above": words(config.warps),
+        "inside": words(config.warps),
+        "found": words(len(Found)),
+        "totals": words(len(Total)),
+    }
+    return checked_storage(cute.struct(type("Storage", (), {"__annotations__": fields})), config)
 
 
 class SelectTopk(ExactSearch, RegisterSearch):
@@ -52,31 +90,7 @@ class SelectTopk(ExactSearch, RegisterSearch):
     @cute.jit
     def __call__(self, stream: cuda.CUstream, logits: cute.Tensor, seq_lens: cute.Tensor, *others: cute.Tensor):
         config = self.config
-
-        @cute.struct
-        class Storage:
-            """held: what the CTA holds of a row, and what it keeps. marks: the columns that are selected. kept: how
-            many a thread keeps. bins, groups: histograms and the sums of their groups. above, inside: a warp's columns
-            above the bin and in it. listed, owners: the CTA's keys of the bin and their warps. merged, ranks: the
-            cluster's keys of the bin and how many of these are greater. entries: the selected keys to be sorted."""
-
-            barriers: cute.struct.MemRange[Int64, config.warps * config.stages]
-            held: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, config.held_words], 128]
-            bins: cute.struct.Align[cute.struct.MemRange[Int32, config.histograms * BINS], 16]
-            marks: cute.struct.Align[cute.struct.MemRange[Int32, config.mark_words], 16]
-            listed: cute.struct.Align[cute.struct.MemRange[Uint64, config.listed], 16]
-            merged: cute.struct.Align[cute.struct.MemRange[Uint64, config.listed], 16]
-            entries: cute.struct.Align[cute.struct.MemRange[Uint64, config.sorted_entries], 16]
-            owners: cute.struct.MemRange[Int32, config.listed]
-            ranks: cute.struct.MemRange[Int32, config.listed]
-            kept: cute.struct.MemRange[Int32, config.threads]
-            groups: cute.struct.MemRange[Int32, 2 * GROUPS]
-            above: cute.struct.MemRange[Int32, config.warps]
-            inside: cute.struct.MemRange[Int32, config.warps]
-            found: cute.struct.MemRange[Int32, len(Found)]
-            totals: cute.struct.MemRange[Int32, len(Total)]
-
-        self.storage = Storage
+        self.storage = storage_of(config)
         slots, operands = config.page_size > 0, iter((logits, seq_lens, *others))
         given = (True, True, config.row_starts, slots, config.row_requests, True, slots, config.scores)
         arrays = Arrays._make([next(operands) if const_expr(has) else None for has in given])

@@ -10,9 +10,9 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 
-from tsmla_kernels.sm90.decode.config import SMEM_BYTES
 from tsmla_kernels.sm90.prefill.backward_config import KEY_ROWS, Q_ROWS, STAGES, BackwardConfig
 from tsmla_kernels.sm90.prefill.memory import Buffers, TmaCopy
+from tsmla_kernels.sm90.storage import checked_storage
 from tsmla_kernels.sm90.warp import DTYPES
 
 GROUPS = 2  # warpgroups that compute, each with half of a tile's keys and half of dq's columns
@@ -231,10 +231,7 @@ def make_storage(traits: Traits):
         if name != "sums":
             fields[name] = buffers(count, getattr(traits, name))
     fields["sums"] = cute.struct.Align[cute.struct.MemRange[Float32, GROUPS * Q_ROWS * traits.dq_columns], 128]
-    storage = cute.struct(type("Storage", (), {"__annotations__": fields}))
-    if storage.size_in_bytes() > SMEM_BYTES:
-        raise ValueError(f"{traits.config} takes {storage.size_in_bytes()} bytes of shared memory of {SMEM_BYTES}")
-    return storage
+    return checked_storage(cute.struct(type("Storage", (), {"__annotations__": fields})), traits.config)
 
 
 def shared_memory(storage) -> Shared:

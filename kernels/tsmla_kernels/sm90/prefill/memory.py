@@ -11,8 +11,9 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 
-from tsmla_kernels.sm90.constants import FP8, SMEM_BYTES
+from tsmla_kernels.sm90.constants import FP8
 from tsmla_kernels.sm90.prefill.config import GROUP_ROWS, PrefillConfig
+from tsmla_kernels.sm90.storage import checked_storage
 from tsmla_kernels.sm90.warp import DTYPES
 
 TILE_SLOTS = 8  # ring of tile descriptors: the producer is at most three tiles ahead of an epilogue
@@ -257,10 +258,7 @@ def make_storage(traits: KernelTraits) -> Any:
     if traits.fp8:
         fields["landing"] = buffers(stages, traits.v_elements)
         fields["p"] = buffers(groups, traits.p_elements)
-    storage = cute.struct(type("Storage", (), {"__annotations__": fields}))
-    if storage.size_in_bytes() > SMEM_BYTES:
-        raise ValueError(f"{traits.config} takes {storage.size_in_bytes()} bytes of shared memory of {SMEM_BYTES}")
-    return storage
+    return checked_storage(cute.struct(type("Storage", (), {"__annotations__": fields})), traits.config)
 
 
 def shared_memory(traits: KernelTraits, storage: Any) -> Shared:

@@ -20,7 +20,7 @@ import cutlass.utils as utils
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from tsmla_kernels.sm90.constants import FP8, SMEM_BYTES
+from tsmla_kernels.sm90.constants import FP8
 from tsmla_kernels.sm90.decode.combine import COMBINE_THREADS, Combine
 from tsmla_kernels.sm90.decode.config import ROWS
 from tsmla_kernels.sm90.decode.kernel import Registers
@@ -35,6 +35,7 @@ from tsmla_kernels.sm90.sparse.ring import SparseRing
 from tsmla_kernels.sm90.sparse.scores import SparseScores
 from tsmla_kernels.sm90.sparse.scores_fp8 import SparseScoresFp8
 from tsmla_kernels.sm90.sparse.values import PlainValues, SparseValues, V4Values
+from tsmla_kernels.sm90.storage import checked_storage
 from tsmla_kernels.sm90.warp import prefetch
 
 THREADS = 512
@@ -95,7 +96,7 @@ class SparseMla:
             q: cute.struct.Align[cute.struct.MemRange[self.ring.q_dtype, self.q_elements], 1024]
             ring: cute.struct.Align[cute.struct.MemRange[self.ring.dtype, self.ring.elements], 1024]
 
-        self.check_storage(Storage)
+        self.storage = checked_storage(Storage, config)
         ctas = self.num_ctas(arrays)
         grid = [ctas, 1, 1]
         self.attend(q, caches, (atom, tma), arrays, self.scores.mma(), self.values.mma(), ctas).launch(
@@ -104,12 +105,6 @@ class SparseMla:
         self.combine.merge_pieces(
             arrays.partial_out, arrays.partial_lse, arrays.split_info, arrays.out, arrays.lse, ctas, sinks
         ).launch(grid=grid, block=[COMBINE_THREADS, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1)
-
-    def check_storage(self, storage: Any) -> None:
-        """Keep the struct of shared memory; ValueError if it is larger than a CTA may have."""
-        self.storage = storage
-        if storage.size_in_bytes() > SMEM_BYTES:
-            raise ValueError(f"{self.config} takes {storage.size_in_bytes()} bytes of shared memory of {SMEM_BYTES}")
 
     def num_ctas(self, arrays: Arrays) -> Int32:
         """How many CTAs share the work: see decode.config.workspace_shapes."""

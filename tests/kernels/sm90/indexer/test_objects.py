@@ -7,8 +7,8 @@ import pytest
 from tests.kernels.object_checks import all_but_slow, check_compiled
 from tsmla_kernels.catalog import SELECT_TOPK
 from tsmla_kernels.contract.sparse import TopKSpec
-from tsmla_kernels.sm90.constants import SMEM_BYTES
 from tsmla_kernels.sm90.indexer.config import MAX_COLUMNS, TopkConfig, topk_config, topk_reasons
+from tsmla_kernels.sm90.indexer.topk import storage_of
 
 
 def slots_of_requests(rows: int, columns: int) -> TopkConfig:
@@ -45,10 +45,15 @@ def test_everything_stays_in_registers(name: str) -> None:
 @pytest.mark.parametrize("order", ["value", "position"])
 def test_a_configuration_fits(rows: int, columns: int, order: str) -> None:
     config = topk_config(TopKSpec(rows, columns, 4096, order))
-    assert config.smem_bytes <= SMEM_BYTES
+    storage_of(config)  # raises ValueError if it is larger than a CTA may have
     assert config.threads <= 1024 and config.listed <= config.threads
     for size in (config.cluster, config.warps, config.stages):
         assert size & (size - 1) == 0
+
+
+def test_a_configuration_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"held=32, .* takes 29\d{4} bytes of shared memory of 232448"):
+        storage_of(TopkConfig(k=4096, held=32))
 
 
 def test_reasons_name_what_is_not_taken() -> None:

@@ -1,0 +1,18 @@
+"""The shared memory that the Hopper kernels allocate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tsmla_kernels.sm90.constants import SMEM_BYTES
+
+
+def checked_storage(storage: Any, config: object) -> Any:
+    """`storage`, the struct (cute.struct) of a CTA's shared memory in the kernel for `config`.
+
+    Raises:
+      ValueError: it is larger than a CTA may have.
+    """
+    if storage.size_in_bytes() > SMEM_BYTES:
+        raise ValueError(f"{config} takes {storage.size_in_bytes()} bytes of shared memory of {SMEM_BYTES}")
+    return storage
