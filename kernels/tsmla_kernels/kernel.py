@@ -1,8 +1,8 @@
-"""How a kernel is described: its operands, where its code is, and which package that code is from.
+"""How a kernel is described: its code, its operands, and the calls that it serves.
 
 A kernel is a class whose instances are `@cute.jit` launchers, built from a frozen config. Its record says where that
-class is, and which operands the launcher takes in which order for a config; compile.py, object_cache.py and both front
-ends need nothing else. The record.py of each kernel's folder has its record, catalog.py the list of them. Imports no
+class is, which operands the launcher takes in which order for a config, which calls the kernel can't run, and which
+config serves the others. The record.py of each kernel's folder has its record, catalog.py the list of them. Imports no
 cutlass, jax or torch.
 """
 
@@ -15,6 +15,8 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from tsmla_kernels import options
 
 Config = Any  # a frozen dataclass of ints, bools and strings; each kernel has its own
 
@@ -103,7 +105,10 @@ class Kernel:
         string, because that module imports cutlass: two seconds that a process with a warm cache must not pay.
       config: the config's dataclass.
       operands: the launcher's operands for a config.
-      from_options: the config that options of the command line name; ValueError if they are not legal.
+      spec_from_options: the spec of the call that options of the command line describe; ValueError if there is none.
+      reasons: why the kernel cannot run the call of a spec, beside the GPU; empty if it can.
+      config_for: the config that serves a spec that there are no reasons against.
+      flags: options, true or false, that say of a call what its spec does not: parameters of `config_for`.
       presets: options by the name of a model; a name comes again for another operation of the same kernel.
       compiler_options: for the DSL, beside those that every kernel is compiled with.
       package: the package that the device code is from, None if it is this one's.
@@ -114,10 +119,24 @@ class Kernel:
     launcher: str
     config: type
     operands: Callable[[Any], tuple[Operand, ...]]
-    from_options: Callable[[Mapping[str, str]], Config]
+    spec_from_options: Callable[[Mapping[str, str]], Any]
+    reasons: Callable[[Any], list[str]]
+    config_for: Callable[..., Config]
+    flags: tuple[str, ...] = ()
     presets: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = MODELS
     compiler_options: str = ""
     package: Package | None = None
+
+    def from_options(self, given: Mapping[str, str]) -> Config:
+        """The config of the call that options of the command line describe, as the call itself gets it.
+
+        Raises:
+          ValueError: an option is not legal, or no config serves the call: for which reasons.
+        """
+        spec = self.spec_from_options({name: value for name, value in given.items() if name not in self.flags})
+        if found := self.reasons(spec):
+            raise options.unserved(found)
+        return self.config_for(spec, **{name: options.flag(given, name) for name in self.flags})
 
     def config_json(self, config: Config) -> str:
         """The config as a line of JSON, the same for equal configs."""

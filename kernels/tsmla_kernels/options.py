@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from tsmla_kernels import contract
@@ -18,7 +18,6 @@ from tsmla_kernels.contract.layouts import INDEXER, V4_PACKED, V32_PACKED, Cache
 from tsmla_kernels.contract.packed import IndexerQuantizeSpec, IndexerWriteSpec, PackedWriteSpec, Rotation
 from tsmla_kernels.contract.rules import FP8, SLOTS
 from tsmla_kernels.contract.sparse import TOPK_ORDERS, CompressSpec, IndexerLogitsSpec, SparseMLASpec, TopKSpec
-from tsmla_kernels.kernel import Config
 
 Spec = TypeVar("Spec")
 
@@ -214,17 +213,9 @@ def flag(options: Mapping[str, str], name: str) -> bool:
     return bool(_parsed({name: "false", **options}, name, bool))
 
 
-def config_of(
-    spec: Callable[[Mapping[str, str]], Spec],
-    reasons: Callable[[Spec], list[str]],
-    config: Callable[[Spec], Config],
-    options: Mapping[str, str],
-) -> Config:
-    """The config that serves the spec of these options. ValueError with the reasons if no config does."""
-    described = spec(options)
-    if found := reasons(described):
-        raise ValueError(f"--config: no kernel for it: {'; '.join(found)}")
-    return config(described)
+def unserved(reasons: list[str]) -> ValueError:
+    """The error for options that no config of a kernel serves, with the reasons."""
+    return ValueError(f"--config: no kernel for it: {'; '.join(reasons)}")
 
 
 def _filled_in(options: Mapping[str, str], defaults: Mapping[str, str]) -> dict[str, str]:

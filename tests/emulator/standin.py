@@ -5,7 +5,7 @@ Imports no cutlass until a launcher is built, because the records below must cos
 
 import dataclasses
 import os
-from typing import Any
+from collections.abc import Mapping
 
 from tsmla_kernels.catalog import MLA_DECODE
 from tsmla_kernels.kernel import Kernel, Operand
@@ -27,7 +27,11 @@ def scale_operands(config: ScaleConfig) -> tuple[Operand, ...]:
     )
 
 
-def scale_from_options(options: Any) -> ScaleConfig:
+def scale_reasons(options: Mapping[str, str]) -> list[str]:
+    return []
+
+
+def scale_config(options: Mapping[str, str]) -> ScaleConfig:
     return ScaleConfig(int(options["width"]), options.get("fault", ""))
 
 
@@ -37,7 +41,9 @@ SCALE = Kernel(
     launcher="tests.emulator.standin_kernels:Scale",
     config=ScaleConfig,
     operands=scale_operands,
-    from_options=scale_from_options,
+    spec_from_options=dict,  # the options are the spec
+    reasons=scale_reasons,
+    config_for=scale_config,
     presets=(("narrow", (("width", "32"),)), ("wide", (("width", "64"),))),
 )
 

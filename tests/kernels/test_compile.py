@@ -12,9 +12,9 @@ import pytest
 from tests.emulator.standin import DECODE, SCALE, ScaleConfig
 from tsmla_jax.ops import device
 from tsmla_kernels import launch
-from tsmla_kernels.catalog import MLA_DECODE
+from tsmla_kernels.catalog import KERNELS, MLA_DECODE, MLA_PREFILL
 from tsmla_kernels.compile import CompiledObject, compile_kernel
-from tsmla_kernels.kernel import Operand
+from tsmla_kernels.kernel import Kernel, Operand
 from tsmla_kernels.resources import cubin_of, resource_report
 
 ARCH = "sm_90a"
@@ -170,3 +170,23 @@ def test_decode_operands_are_those_of_the_launcher() -> None:
 def test_config_options_are_checked(options: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=f"^--config: {re.escape(message)}"):
         MLA_DECODE.from_options(options)
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+def test_a_record_has_the_rules_of_its_kernel(kernel: Kernel) -> None:
+    options = {"num_heads": "16"}
+    config = kernel.from_options(options)
+    spec = kernel.spec_from_options(options)
+    assert kernel.reasons(spec) == [] and isinstance(config, kernel.config)
+    assert config == kernel.config_for(spec, **dict.fromkeys(kernel.flags, False))
+    for name in kernel.flags:
+        assert kernel.from_options({**options, name: "true"}) == kernel.config_for(
+            spec, **{**dict.fromkeys(kernel.flags, False), name: True}
+        )
+        with pytest.raises(ValueError, match=f"^--config: got {name}=yes; legal: true or false"):
+            kernel.from_options({**options, name: "yes"})
+
+
+def test_a_shared_rope_is_refused_where_the_kernel_reads_none() -> None:
+    with pytest.raises(ValueError, match=r"^--config: no kernel for it: q.dtype is float8_e4m3fn; .* k and v"):
+        MLA_PREFILL.from_options({"dtype": "float8_e4m3fn", "shared_rope": "true"})

@@ -84,7 +84,7 @@ def _write(
     read = {"kv_cache": kv_cache, "slot_mapping": slot_mapping, **rows}
 
     def why_not() -> list[str]:
-        return cache_config.write_reasons(spec) + loaded_kernels.layout_reasons(read, wide=rows)
+        return WRITE_KV_CACHE.reasons(spec) + loaded_kernels.layout_reasons(read, wide=rows)
 
     by_kernel = loaded_kernels.is_chosen(WRITE_KV_CACHE, implementation, kv_cache.device, why_not)
     data_checks.check(values.cache_write, spec, slot_mapping)
@@ -163,7 +163,7 @@ def _gather(
     )
 
     def why_not() -> list[str]:
-        reasons = cache_config.gather_reasons(spec) + operators.derivative_reasons(kv_cache)
+        reasons = GATHER_KV_CACHE.reasons(spec) + operators.derivative_reasons(kv_cache)
         return reasons + loaded_kernels.layout_reasons(given)
 
     by_kernel = loaded_kernels.is_chosen(GATHER_KV_CACHE, implementation, kv_cache.device, why_not)

@@ -19,7 +19,7 @@ from tsmla_bridge.runtime.tensors import Scale
 from tsmla_kernels.catalog import COMPRESS_WRITE_KV_CACHE
 from tsmla_kernels.contract import values
 from tsmla_kernels.contract.compress import CompressWriteSpec, compress_write_spec
-from tsmla_kernels.sparse_cache.compress_config import compress_write_config, compress_write_reasons
+from tsmla_kernels.sparse_cache.compress_config import compress_write_config
 
 _WRITTEN = ("cache", "state", "state_positions")
 
@@ -120,7 +120,7 @@ def _compress(
     )
 
     def why_not() -> list[str]:
-        return compress_write_reasons(spec) + loaded_kernels.layout_reasons(given)
+        return COMPRESS_WRITE_KV_CACHE.reasons(spec) + loaded_kernels.layout_reasons(given)
 
     by_kernel = loaded_kernels.is_chosen(COMPRESS_WRITE_KV_CACHE, implementation, cache.device, why_not)
     data_checks.check(values.compress, spec.compress, lens, offsets, arrays.state_slots, arrays.positions)

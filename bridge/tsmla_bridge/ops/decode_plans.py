@@ -114,7 +114,7 @@ def _make_plan(inputs: DecodeInputs, options: DecodeOptions) -> Plan:
         if on_blackwell:
             reasons = blackwell.decode_reasons(spec)
         else:
-            reasons = loaded_kernels.reasons(MLA_DECODE, device) + sm90_decode.decode_reasons(spec)
+            reasons = loaded_kernels.reasons(MLA_DECODE, device) + MLA_DECODE.reasons(spec)
         if reasons:
             raise contract.not_runnable("mla_decode", "cute", reasons)
     if 0 in (spec.batch, spec.total_q_len, spec.max_pages, spec.num_pages):

@@ -16,7 +16,7 @@ from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, tensors
 from tsmla_kernels.catalog import INDEXER_LOGITS
 from tsmla_kernels.contract import values
 from tsmla_kernels.contract.sparse import IndexerLogitsSpec, indexer_logits_spec
-from tsmla_kernels.sm90.indexer.logits_config import logits_config, logits_reasons
+from tsmla_kernels.sm90.indexer.logits_config import logits_config
 
 
 def indexer_logits(
@@ -86,7 +86,7 @@ def _score(
     shape = spec.num_tokens, spec.max_pages * spec.cache.page_size
 
     def why_not() -> list[str]:
-        reasons = logits_reasons(spec) + loaded_kernels.layout_reasons(given)
+        reasons = INDEXER_LOGITS.reasons(spec) + loaded_kernels.layout_reasons(given)
         return reasons + operators.derivative_reasons(*given.values())
 
     by_kernel = loaded_kernels.is_chosen(INDEXER_LOGITS, implementation, q.device, why_not)

@@ -64,7 +64,7 @@ def _merge(outs: Parts, lses: Parts, implementation: str | None) -> Computed:
     rows = [_rows(out) for out in outs] if implementation == "cute" or devices.kind(device) == "cuda" else []
 
     def why_not() -> list[str]:
-        reasons = merge_config.merge_reasons(spec) + operators.derivative_reasons(*outs, *lses)
+        reasons = MERGE_ATTENTION_STATES.reasons(spec) + operators.derivative_reasons(*outs, *lses)
         unreadable = [i for i, seen in enumerate(rows) if seen is None]
         return reasons + [loaded_kernels.unreadable(f"outs[{i}]", outs[i]) for i in unreadable]
 

@@ -88,7 +88,7 @@ def _write_packed(
 
     def why_not() -> list[str]:
         read = {"kv_cache": kv_cache, "slot_mapping": slot_mapping, **rows}
-        return packed_config.packed_write_reasons(spec) + loaded_kernels.layout_reasons(read, wide=rows)
+        return WRITE_PACKED_KV_CACHE.reasons(spec) + loaded_kernels.layout_reasons(read, wide=rows)
 
     by_kernel = loaded_kernels.is_chosen(WRITE_PACKED_KV_CACHE, implementation, kv_cache.device, why_not)
     data_checks.check(values.slot_mapping, spec.cache.num_slots, slot_mapping)
@@ -165,7 +165,7 @@ def _write_keys(
 
     def why_not() -> list[str]:
         read = {"k_cache": k_cache, "slot_mapping": slot_mapping, **rows}
-        return packed_config.indexer_write_reasons(spec) + loaded_kernels.layout_reasons(read, wide=rows)
+        return WRITE_INDEXER_CACHE.reasons(spec) + loaded_kernels.layout_reasons(read, wide=rows)
 
     by_kernel = loaded_kernels.is_chosen(WRITE_INDEXER_CACHE, implementation, k_cache.device, why_not)
     data_checks.check(values.slot_mapping, spec.cache.as_plain().num_slots, slot_mapping)
@@ -234,7 +234,7 @@ def _quantize(
 
     def why_not() -> list[str]:
         gaps = [] if weights.is_contiguous() else [loaded_kernels.unreadable("weights", weights)]
-        reasons = packed_config.indexer_quantize_reasons(spec)
+        reasons = INDEXER_QUANTIZE.reasons(spec)
         return reasons + loaded_kernels.layout_reasons({"q": q, **angles}, wide=angles) + gaps
 
     by_kernel = loaded_kernels.is_chosen(INDEXER_QUANTIZE, implementation, q.device, why_not)

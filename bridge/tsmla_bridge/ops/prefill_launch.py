@@ -114,12 +114,12 @@ def check_derivable(given_scales: Mapping[str, Any], memory: Mapping[str, torch.
 
 def reasons(spec: PrefillSpec, device: torch.device) -> list[str]:
     """Why the kernel can't run this call; empty if it can."""
-    return loaded_kernels.reasons(MLA_PREFILL, device) + sm90_prefill.prefill_reasons(spec)
+    return loaded_kernels.reasons(MLA_PREFILL, device) + MLA_PREFILL.reasons(spec)
 
 
 def backward_reasons(spec: PrefillSpec, device: torch.device) -> list[str]:
     """Why the kernel of the gradient can't run; empty if it can."""
-    return loaded_kernels.reasons(MLA_PREFILL_BACKWARD, device) + sm90_backward.backward_reasons(spec)
+    return loaded_kernels.reasons(MLA_PREFILL_BACKWARD, device) + MLA_PREFILL_BACKWARD.reasons(spec)
 
 
 def launch(

@@ -16,7 +16,7 @@ from tsmla_bridge.runtime import data_checks, loaded_kernels, tensors
 from tsmla_kernels.catalog import SELECT_TOPK
 from tsmla_kernels.contract import values
 from tsmla_kernels.contract.sparse import TopKSpec, topk_spec
-from tsmla_kernels.sm90.indexer.config import topk_config, topk_reasons
+from tsmla_kernels.sm90.indexer.config import topk_config
 
 Results = tuple[torch.Tensor, torch.Tensor]
 """Positions or slots, and counts."""
@@ -97,7 +97,7 @@ def _select(
     spec = tensors.describe_call(topk_spec, **given, k=k, order=order, page_size=page_size)
 
     def why_not() -> list[str]:
-        return topk_reasons(spec) + loaded_kernels.layout_reasons(given)
+        return SELECT_TOPK.reasons(spec) + loaded_kernels.layout_reasons(given)
 
     by_kernel = loaded_kernels.is_chosen(SELECT_TOPK, implementation, logits.device, why_not)
     if row_starts is None:

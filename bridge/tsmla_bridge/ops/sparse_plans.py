@@ -61,7 +61,7 @@ def make_plan(inputs: SparseInputs, options: SparseOptions) -> Plan:
     )
     by_definition = loaded_kernels.is_by_definition(implementation, inputs.q.device)
     if not by_definition:
-        reasons = loaded_kernels.reasons(SPARSE_MLA, inputs.q.device) + sm90_sparse.sparse_reasons(spec)
+        reasons = loaded_kernels.reasons(SPARSE_MLA, inputs.q.device) + SPARSE_MLA.reasons(spec)
         if reasons:
             raise contract.not_runnable("sparse_mla", "cute", reasons)
     if 0 in (spec.num_tokens, spec.num_selected):

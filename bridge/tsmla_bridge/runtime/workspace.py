@@ -10,6 +10,7 @@ import torch
 from tsmla_bridge.runtime import devices
 from tsmla_bridge.runtime.tensors import dtype_name
 from tsmla_kernels import contract
+from tsmla_kernels.catalog import MLA_DECODE
 from tsmla_kernels.kernel import ITEMSIZE
 from tsmla_kernels.sm90.decode import config as sm90_decode
 from tsmla_kernels.sm90.indexer import chunks as sm90_indexer
@@ -222,7 +223,7 @@ def decode_workspace_size(
             causal=causal,
             batch_invariant=batch_invariant,
         )
-        if reasons := sm90_decode.decode_reasons(spec):
+        if reasons := MLA_DECODE.reasons(spec):
             raise contract.not_runnable("mla_decode", "cute", reasons)
         config = sm90_decode.decode_config(spec)
         layout = decode_layout(config, sms, max_batch, max_pages, max_batch * q_len * num_heads)

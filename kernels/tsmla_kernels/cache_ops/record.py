@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from tsmla_kernels.cache_ops import config as cache_config
 from tsmla_kernels.kernel import ITEMSIZE, Kernel, Operand
-from tsmla_kernels.options import cache_gather_spec, cache_write_spec, config_of, rope_write_spec
+from tsmla_kernels.options import cache_gather_spec, cache_write_spec, rope_write_spec
 
 
 def cache_write_operands(config: cache_config.WriteConfig) -> tuple[Operand, ...]:
@@ -55,7 +53,9 @@ WRITE_KV_CACHE = Kernel(
     launcher="tsmla_kernels.cache_ops.kernels:WriteKvCache",
     config=cache_config.WriteConfig,
     operands=cache_write_operands,
-    from_options=partial(config_of, cache_write_spec, cache_config.write_reasons, cache_config.write_config),
+    spec_from_options=cache_write_spec,
+    reasons=cache_config.write_reasons,
+    config_for=cache_config.write_config,
 )
 
 ROPE_WRITE_KV_CACHE = Kernel(
@@ -64,7 +64,9 @@ ROPE_WRITE_KV_CACHE = Kernel(
     launcher="tsmla_kernels.cache_ops.kernels:RopeWriteKvCache",
     config=cache_config.RopeWriteConfig,
     operands=rope_write_operands,
-    from_options=partial(config_of, rope_write_spec, cache_config.rope_write_reasons, cache_config.rope_write_config),
+    spec_from_options=rope_write_spec,
+    reasons=cache_config.rope_write_reasons,
+    config_for=cache_config.rope_write_config,
 )
 
 GATHER_KV_CACHE = Kernel(
@@ -73,5 +75,7 @@ GATHER_KV_CACHE = Kernel(
     launcher="tsmla_kernels.cache_ops.kernels:GatherKvCache",
     config=cache_config.GatherConfig,
     operands=cache_gather_operands,
-    from_options=partial(config_of, cache_gather_spec, cache_config.gather_reasons, cache_config.gather_config),
+    spec_from_options=cache_gather_spec,
+    reasons=cache_config.gather_reasons,
+    config_for=cache_config.gather_config,
 )

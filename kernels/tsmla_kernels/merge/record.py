@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from tsmla_kernels.cache_ops.config import ARCHS
 from tsmla_kernels.kernel import Kernel, Operand
 from tsmla_kernels.merge.config import MergeConfig, merge_config, merge_reasons
-from tsmla_kernels.options import config_of, merge_spec
+from tsmla_kernels.options import merge_spec
 
 
 def merge_operands(config: MergeConfig) -> tuple[Operand, ...]:
@@ -28,5 +26,7 @@ MERGE_ATTENTION_STATES = Kernel(
     launcher="tsmla_kernels.merge.kernel:MergeAttentionStates",
     config=MergeConfig,
     operands=merge_operands,
-    from_options=partial(config_of, merge_spec, merge_reasons, merge_config),
+    spec_from_options=merge_spec,
+    reasons=merge_reasons,
+    config_for=merge_config,
 )

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
-from typing import Any
-
 from tsmla_kernels.contract import attention_out_dtype
-from tsmla_kernels.kernel import Config, Kernel, Operand, Package
-from tsmla_kernels.options import config_of, decode_spec, flag, prefill_spec
+from tsmla_kernels.kernel import Kernel, Operand, Package
+from tsmla_kernels.options import decode_spec, prefill_spec
 from tsmla_kernels.sm100 import config as sm100
 
 
@@ -54,12 +50,6 @@ def _sm100_outputs(traced_scales: bool, *outputs: Operand) -> tuple[Operand, ...
     return (*outputs, *(Operand(name, "int8", (None,), output=True, align=1) for name in sm100.SCALE_OPERANDS))
 
 
-def _from_options(spec: Any, reasons: Any, config: Any, options: Mapping[str, str]) -> Config:
-    """As options.config_of; traced_scales=true is for calls whose scales are computed on the device."""
-    others = {name: value for name, value in options.items() if name != "traced_scales"}
-    return config_of(spec, reasons, partial(config, traced_scales=flag(options, "traced_scales")), others)
-
-
 TOKENSPEED = Package("tokenspeed_mla", "tokenspeed-mla", sm100.INSTALL, sm100.CHECKED_VERSION)
 
 MLA_DECODE_SM100 = Kernel(
@@ -68,7 +58,10 @@ MLA_DECODE_SM100 = Kernel(
     launcher="tsmla_kernels.sm100.mla_decode:MlaDecode",
     config=sm100.DecodeConfig,
     operands=sm100_decode_operands,
-    from_options=partial(_from_options, decode_spec, sm100.decode_reasons, sm100.decode_config),
+    spec_from_options=decode_spec,
+    reasons=sm100.decode_reasons,
+    config_for=sm100.decode_config,
+    flags=("traced_scales",),
     compiler_options=sm100.COMPILER_OPTIONS,
     package=TOKENSPEED,
 )
@@ -79,7 +72,10 @@ MLA_PREFILL_SM100 = Kernel(
     launcher="tsmla_kernels.sm100.mla_prefill:MlaPrefill",
     config=sm100.PrefillConfig,
     operands=sm100_prefill_operands,
-    from_options=partial(_from_options, prefill_spec, sm100.prefill_reasons, sm100.prefill_config),
+    spec_from_options=prefill_spec,
+    reasons=sm100.prefill_reasons,
+    config_for=sm100.prefill_config,
+    flags=("traced_scales",),
     compiler_options=sm100.COMPILER_OPTIONS,
     package=TOKENSPEED,
 )

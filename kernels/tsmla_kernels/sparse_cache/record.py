@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from tsmla_kernels.cache_ops.config import ARCHS
 from tsmla_kernels.contract.layouts import INDEXER, V32_PACKED
 from tsmla_kernels.kernel import ITEMSIZE, Kernel, Operand
 from tsmla_kernels.options import (
     compress_write_spec,
-    config_of,
     indexer_quantize_spec,
     indexer_write_spec,
     packed_write_spec,
@@ -93,9 +90,9 @@ WRITE_PACKED_KV_CACHE = Kernel(
     launcher="tsmla_kernels.sparse_cache.kernels:WritePackedKvCache",
     config=packed_config.PackedWriteConfig,
     operands=packed_write_operands,
-    from_options=partial(
-        config_of, packed_write_spec, packed_config.packed_write_reasons, packed_config.packed_write_config
-    ),
+    spec_from_options=packed_write_spec,
+    reasons=packed_config.packed_write_reasons,
+    config_for=packed_config.packed_write_config,
     presets=(),
 )
 
@@ -105,9 +102,9 @@ WRITE_INDEXER_CACHE = Kernel(
     launcher="tsmla_kernels.sparse_cache.kernels:WriteIndexerCache",
     config=packed_config.IndexerWriteConfig,
     operands=indexer_write_operands,
-    from_options=partial(
-        config_of, indexer_write_spec, packed_config.indexer_write_reasons, packed_config.indexer_write_config
-    ),
+    spec_from_options=indexer_write_spec,
+    reasons=packed_config.indexer_write_reasons,
+    config_for=packed_config.indexer_write_config,
     presets=(),
 )
 
@@ -117,9 +114,9 @@ INDEXER_QUANTIZE = Kernel(
     launcher="tsmla_kernels.sparse_cache.kernels:IndexerQuantize",
     config=packed_config.IndexerQuantizeConfig,
     operands=indexer_quantize_operands,
-    from_options=partial(
-        config_of, indexer_quantize_spec, packed_config.indexer_quantize_reasons, packed_config.indexer_quantize_config
-    ),
+    spec_from_options=indexer_quantize_spec,
+    reasons=packed_config.indexer_quantize_reasons,
+    config_for=packed_config.indexer_quantize_config,
     presets=(),
 )
 
@@ -129,11 +126,8 @@ COMPRESS_WRITE_KV_CACHE = Kernel(
     launcher="tsmla_kernels.sparse_cache.compress:CompressWriteKvCache",
     config=compress_config.CompressWriteConfig,
     operands=compress_write_operands,
-    from_options=partial(
-        config_of,
-        compress_write_spec,
-        compress_config.compress_write_reasons,
-        compress_config.compress_write_config,
-    ),
+    spec_from_options=compress_write_spec,
+    reasons=compress_config.compress_write_reasons,
+    config_for=compress_config.compress_write_config,
     presets=(),
 )

@@ -18,7 +18,6 @@ from tsmla_kernels.contract.compress import CompressWriteSpec
 from tsmla_kernels.sparse_cache.compress_config import (
     CompressWriteConfig,
     compress_write_config,
-    compress_write_reasons,
 )
 
 Results = tuple[jax.Array, tuple[jax.Array, jax.Array]]
@@ -26,7 +25,7 @@ Results = tuple[jax.Array, tuple[jax.Array, jax.Array]]
 
 def why_not(spec: CompressWriteSpec) -> list[str]:
     """The reasons why the kernel can't run this call; empty if it can."""
-    return device.why_not(COMPRESS_WRITE_KV_CACHE) + compress_write_reasons(spec)
+    return device.why_not(COMPRESS_WRITE_KV_CACHE) + COMPRESS_WRITE_KV_CACHE.reasons(spec)
 
 
 def compress_write_kv_cache(

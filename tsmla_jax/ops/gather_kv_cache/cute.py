@@ -22,7 +22,7 @@ from tsmla_kernels.contract import CacheGatherSpec
 
 def why_not(spec: CacheGatherSpec) -> list[str]:
     """The reasons why the kernel can't run this call; empty if it can."""
-    return device.why_not(GATHER_KV_CACHE) + cache_config.gather_reasons(spec)
+    return device.why_not(GATHER_KV_CACHE) + GATHER_KV_CACHE.reasons(spec)
 
 
 def gather_kv_cache(

@@ -17,12 +17,12 @@ from tsmla_jax.ops.kernel_call import kernel_call
 from tsmla_kernels.catalog import INDEXER_LOGITS
 from tsmla_kernels.contract import Array
 from tsmla_kernels.contract.sparse import IndexerLogitsSpec, indexer_logits_spec
-from tsmla_kernels.sm90.indexer.logits_config import logits_config, logits_reasons
+from tsmla_kernels.sm90.indexer.logits_config import logits_config
 
 
 def why_not(spec: IndexerLogitsSpec) -> list[str]:
     """The reasons why the kernel can't run this call; empty if it can."""
-    return device.why_not(INDEXER_LOGITS) + logits_reasons(spec)
+    return device.why_not(INDEXER_LOGITS) + INDEXER_LOGITS.reasons(spec)
 
 
 def why_not_by_default() -> list[str]:

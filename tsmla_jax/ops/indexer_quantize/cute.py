@@ -16,14 +16,14 @@ from tsmla_jax.ops.indexer_quantize import reference
 from tsmla_jax.ops.kernel_call import kernel_call
 from tsmla_kernels.catalog import INDEXER_QUANTIZE
 from tsmla_kernels.contract.packed import IndexerQuantizeSpec
-from tsmla_kernels.sparse_cache.config import indexer_quantize_config, indexer_quantize_reasons
+from tsmla_kernels.sparse_cache.config import indexer_quantize_config
 
 Results = tuple[jax.Array, jax.Array]
 
 
 def why_not(spec: IndexerQuantizeSpec) -> list[str]:
     """The reasons why the kernel can't run this call; empty if it can."""
-    return device.why_not(INDEXER_QUANTIZE) + indexer_quantize_reasons(spec)
+    return device.why_not(INDEXER_QUANTIZE) + INDEXER_QUANTIZE.reasons(spec)
 
 
 def indexer_quantize(q: jax.Array, weights: jax.Array, *angles: jax.Array, spec: IndexerQuantizeSpec) -> Results:

@@ -24,7 +24,6 @@ from tsmla_jax.sparse.blocks import over_token_blocks
 from tsmla_kernels.catalog import INDEXER_LOGITS, SELECT_TOPK
 from tsmla_kernels.contract.sparse import IndexerTopkSpec, indexer_topk_spec
 from tsmla_kernels.sm90.indexer import chunks
-from tsmla_kernels.sm90.indexer.logits_config import logits_reasons
 
 
 def why_not(spec: IndexerTopkSpec) -> list[str]:
@@ -46,7 +45,7 @@ def notes(spec: IndexerTopkSpec) -> list[str]:
     count, size = len(plan.starts(tokens)), chunks.workspace_bytes(plan.rows, spec.num_columns) / 2**20
     times = f"; {count} times, by chunks of rows" if count > 1 else ""
     found = [f"the logits of {plan.rows} query rows, {size:.1f} MiB, then their top-k{times}"]
-    if reasons := logits_reasons(spec.logits):
+    if reasons := INDEXER_LOGITS.reasons(spec.logits):
         found.append(f"the logits as xla computes them: {'; '.join(reasons)}")
     return found
 

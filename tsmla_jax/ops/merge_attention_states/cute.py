@@ -22,7 +22,7 @@ from tsmla_kernels.merge import config as merge_rules
 
 def why_not(spec: MergeSpec) -> list[str]:
     """The reasons why the kernel can't run this call; empty if it can."""
-    return device.why_not(MERGE_ATTENTION_STATES) + merge_rules.merge_reasons(spec)
+    return device.why_not(MERGE_ATTENTION_STATES) + MERGE_ATTENTION_STATES.reasons(spec)
 
 
 def merge_attention_states(outs: Parts, lses: Parts, *, spec: MergeSpec) -> State:

@@ -73,7 +73,7 @@ def on_one_device(
 
     Raises NotImplementedError where vmap made the call larger than the kernels can index.
     """
-    if reasons := sm100.decode_reasons(spec):
+    if reasons := MLA_DECODE_SM100.reasons(spec):
         raise contract.not_runnable("mla_decode", "cute", reasons)
     config = sm100.decode_config(spec, traced_scales=static_scales is None)
     tokens, num_keys = config.max_q_len, spec.max_pages * spec.page_size

@@ -30,8 +30,8 @@ Results = tuple[jax.Array, jax.Array]
 def why_not(spec: DecodeSpec) -> list[str]:
     """The reasons why no kernel can run this call; empty if one can."""
     on_blackwell = device.target_arch() in MLA_DECODE_SM100.archs
-    kernel, rules = (MLA_DECODE_SM100, sm100) if on_blackwell else (MLA_DECODE, sm90_decode)
-    reasons = device.why_not(kernel) + rules.decode_reasons(spec)
+    kernel = MLA_DECODE_SM100 if on_blackwell else MLA_DECODE
+    reasons = device.why_not(kernel) + kernel.reasons(spec)
     for name in ("num_heads", "max_q_len"):
         if not isinstance(getattr(spec, name), int):
             reasons.append(f"{name} is {getattr(spec, name)}; the kernels are compiled for a number")

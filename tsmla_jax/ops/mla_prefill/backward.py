@@ -46,7 +46,7 @@ def why_no_kernel(spec: PrefillSpec, arch: str) -> list[str]:
     if arch not in MLA_PREFILL_BACKWARD.archs:
         legal = ", ".join(MLA_PREFILL_BACKWARD.archs)
         return [f"the architecture is {arch}; {MLA_PREFILL_BACKWARD.name} is written for {legal}"]
-    return sm90_backward.backward_reasons(spec)
+    return MLA_PREFILL_BACKWARD.reasons(spec)
 
 
 def note(spec: PrefillSpec, arch: str) -> str:

@@ -39,7 +39,7 @@ def on_one_device(
 
     Raises NotImplementedError where vmap made the call larger than the kernel can index.
     """
-    if reasons := sm100.prefill_reasons(spec):
+    if reasons := MLA_PREFILL_SM100.reasons(spec):
         raise contract.not_runnable("mla_prefill", "cute", reasons)
     config = sm100.prefill_config(spec, traced_scales=static_scales is None)
     starts_q = jnp.clip(cu_seqlens_q, 0, spec.total_q_len)

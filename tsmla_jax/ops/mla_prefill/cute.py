@@ -24,8 +24,8 @@ from tsmla_kernels.sm100 import config as sm100
 def why_not(spec: PrefillSpec) -> list[str]:
     """The reasons why no kernel can run this call; empty if one can."""
     if device.target_arch() not in MLA_PREFILL_SM100.archs:
-        return device.why_not(MLA_PREFILL) + sm90_prefill.prefill_reasons(spec)
-    reasons = device.why_not(MLA_PREFILL_SM100) + sm100.prefill_reasons(spec)
+        return device.why_not(MLA_PREFILL) + MLA_PREFILL.reasons(spec)
+    reasons = device.why_not(MLA_PREFILL_SM100) + MLA_PREFILL_SM100.reasons(spec)
     return reasons or device.why_not_made(MLA_PREFILL_SM100, sm100.prefill_config(spec))
 
 

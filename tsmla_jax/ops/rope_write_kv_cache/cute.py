@@ -23,7 +23,7 @@ Results = tuple[jax.Array, jax.Array]
 
 def why_not(spec: RopeWriteSpec) -> list[str]:
     """The reasons why the kernel can't run this call; empty if it can."""
-    return device.why_not(ROPE_WRITE_KV_CACHE) + cache_config.rope_write_reasons(spec)
+    return device.why_not(ROPE_WRITE_KV_CACHE) + ROPE_WRITE_KV_CACHE.reasons(spec)
 
 
 def rope_write_kv_cache(

@@ -18,12 +18,12 @@ from tsmla_jax.ops.kernel_call import kernel_call
 from tsmla_jax.ops.select_topk.reference import Results, results_of, rows_of
 from tsmla_kernels.catalog import SELECT_TOPK
 from tsmla_kernels.contract.sparse import TopKSpec
-from tsmla_kernels.sm90.indexer.config import topk_config, topk_reasons
+from tsmla_kernels.sm90.indexer.config import topk_config
 
 
 def why_not(spec: TopKSpec) -> list[str]:
     """The reasons why the kernel can't run this call; empty if it can."""
-    return device.why_not(SELECT_TOPK) + topk_reasons(spec)
+    return device.why_not(SELECT_TOPK) + SELECT_TOPK.reasons(spec)
 
 
 def select_topk(logits: jax.Array, seq_lens: jax.Array, *others: jax.Array, spec: TopKSpec) -> Results:

@@ -20,14 +20,14 @@ from tsmla_kernels.catalog import SPARSE_MLA
 from tsmla_kernels.contract import sparse as sparse_contract
 from tsmla_kernels.contract.layouts import CacheSpec
 from tsmla_kernels.contract.sparse import SparseMLASpec
-from tsmla_kernels.sm90.sparse.config import launches, sparse_config, sparse_reasons, workspace_shapes
+from tsmla_kernels.sm90.sparse.config import launches, sparse_config, workspace_shapes
 
 Results = tuple[jax.Array, jax.Array]
 
 
 def why_not(spec: SparseMLASpec) -> list[str]:
     """The reasons why the kernel can't run this call; empty if it can."""
-    return device.why_not(SPARSE_MLA) + sparse_reasons(spec)
+    return device.why_not(SPARSE_MLA) + SPARSE_MLA.reasons(spec)
 
 
 def sparse_mla(

@@ -11,12 +11,12 @@ import jax
 from tsmla_jax.ops import device, transforms
 from tsmla_kernels.catalog import WRITE_INDEXER_CACHE
 from tsmla_kernels.contract.packed import IndexerWriteSpec
-from tsmla_kernels.sparse_cache.config import IndexerWriteConfig, indexer_write_config, indexer_write_reasons
+from tsmla_kernels.sparse_cache.config import IndexerWriteConfig, indexer_write_config
 
 
 def why_not(spec: IndexerWriteSpec) -> list[str]:
     """The reasons why the kernel can't run this call; empty if it can."""
-    return device.why_not(WRITE_INDEXER_CACHE) + indexer_write_reasons(spec)
+    return device.why_not(WRITE_INDEXER_CACHE) + WRITE_INDEXER_CACHE.reasons(spec)
 
 
 def write_indexer_cache(k_cache: jax.Array, *arrays: jax.Array, spec: IndexerWriteSpec) -> jax.Array:

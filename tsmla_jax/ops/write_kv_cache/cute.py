@@ -22,7 +22,7 @@ from tsmla_kernels.contract import CacheWriteSpec
 
 def why_not(spec: CacheWriteSpec) -> list[str]:
     """The reasons why the kernel can't run this call; empty if it can."""
-    return device.why_not(WRITE_KV_CACHE) + cache_config.write_reasons(spec)
+    return device.why_not(WRITE_KV_CACHE) + WRITE_KV_CACHE.reasons(spec)
 
 
 def write_kv_cache(

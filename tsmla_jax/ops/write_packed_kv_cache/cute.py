@@ -11,12 +11,12 @@ import jax
 from tsmla_jax.ops import device, transforms
 from tsmla_kernels.catalog import WRITE_PACKED_KV_CACHE
 from tsmla_kernels.contract.packed import PackedWriteSpec
-from tsmla_kernels.sparse_cache.config import PackedWriteConfig, packed_write_config, packed_write_reasons
+from tsmla_kernels.sparse_cache.config import PackedWriteConfig, packed_write_config
 
 
 def why_not(spec: PackedWriteSpec) -> list[str]:
     """The reasons why the kernel can't run this call; empty if it can."""
-    return device.why_not(WRITE_PACKED_KV_CACHE) + packed_write_reasons(spec)
+    return device.why_not(WRITE_PACKED_KV_CACHE) + WRITE_PACKED_KV_CACHE.reasons(spec)
 
 
 def write_packed_kv_cache(kv_cache: jax.Array, *arrays: jax.Array, spec: PackedWriteSpec) -> jax.Array:

@@ -29,9 +29,8 @@ from tsmla_bridge.ops import mla_decode, mla_prefill
 from tsmla_bridge.runtime import devices
 from tsmla_bridge.runtime.tensors import dtype_name, row_step
 from tsmla_kernels import contract
+from tsmla_kernels.catalog import MLA_DECODE, MLA_PREFILL
 from tsmla_kernels.contract import DecodeSpec, PrefillSpec
-from tsmla_kernels.sm90.decode import config as sm90_decode
-from tsmla_kernels.sm90.prefill import config as sm90_prefill
 
 LOG2_E = math.log2(math.e)
 Results = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -113,7 +112,7 @@ class TsmlaBackend(AttentionBackend):
             raise ValueError(f"--speculative-eagle-topk: got {topk}; {NAME} verifies chains of drafts alone, topk 1")
         if self.kv_index_translator is not None and self.kv_index_translator.reads_are_translated:
             raise NotImplementedError(f"--attention-backend {NAME}: the unified memory pool is not served")
-        if reasons := sm90_decode.decode_reasons(self._decode_spec(1)):
+        if reasons := MLA_DECODE.reasons(self._decode_spec(1)):
             said = "; pass --page-size 64" if self.page_size not in (16, 32, 64, 128) else ""
             raise NotImplementedError(f"{contract.not_runnable('mla_decode', 'cute', reasons)}{said}")
 
@@ -144,7 +143,7 @@ class TsmlaBackend(AttentionBackend):
                 batch=1, total_q_len=1, total_kv_len=1, max_q_len=1, max_kv_len=1, num_heads=1,
                 qk_head_dim=head_dims[0], v_head_dim=head_dims[1], q_dtype=name, kv_dtype=name, causal=causal,
             )  # fmt: skip
-            if not sm90_prefill.prefill_reasons(spec):
+            if not MLA_PREFILL.reasons(spec):
                 for wide_v in (False, True):  # new tokens, and the cached prefix
                     mla_prefill.warm(spec, index, wide_v=wide_v)
 

@@ -36,6 +36,7 @@ from tsmla_bridge.engines.vllm.common import (
 )
 from tsmla_bridge.ops import mla_decode as op
 from tsmla_bridge.runtime import devices, tensors
+from tsmla_kernels.catalog import MLA_DECODE
 from tsmla_kernels.contract import DecodeSpec
 from tsmla_kernels.sm90.decode import config as sm90_decode
 
@@ -108,7 +109,7 @@ class TsmlaMLABackend(HopperBackend):
             legal = ", ".join(f"{size} ({latent} + {rope})" for size, (latent, rope) in DIMENSIONS.items())
             return f"the head size is {head_size}; tsmla takes {legal}"
         page_size = next((size for size in PAGE_SIZES if (block_size or size) % size == 0), block_size or 0)
-        reasons = sm90_decode.decode_reasons(describe(head_size, page_size, dtype, kv_cache_dtype))
+        reasons = MLA_DECODE.reasons(describe(head_size, page_size, dtype, kv_cache_dtype))
         return "; ".join(reasons) or None
 
 

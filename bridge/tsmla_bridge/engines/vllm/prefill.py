@@ -16,8 +16,8 @@ from tsmla_bridge.engines import versions
 from tsmla_bridge.ops import mla_prefill as op
 from tsmla_bridge.runtime import devices
 from tsmla_bridge.runtime.tensors import dtype_name
+from tsmla_kernels.catalog import MLA_PREFILL
 from tsmla_kernels.contract import PrefillSpec
-from tsmla_kernels.sm90.prefill import config as sm90_prefill
 
 Results = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """out [T, H, V], and with it lse [H, T] where that is asked for."""
@@ -51,7 +51,7 @@ class TsmlaMLAPrefillBackend(MLAPrefillBackend):
         """vLLM's reasons against this backend, and the kernel's."""
         reasons: list[str] = super().validate_configuration(device_capability, selector_config)
         spec = describe(selector_config.dtype, selector_config.mla_dimensions)
-        return reasons + sm90_prefill.prefill_reasons(spec)
+        return reasons + MLA_PREFILL.reasons(spec)
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

@@ -24,10 +24,10 @@ from tsmla_bridge.engines.vllm.common import DIMENSIONS, SHORT_EXTEND, HopperBac
 from tsmla_bridge.ops import sparse_mla as op
 from tsmla_bridge.runtime import devices
 from tsmla_bridge.runtime.tensors import dtype_name
+from tsmla_kernels.catalog import SPARSE_MLA
 from tsmla_kernels.contract.layouts import V32_PACKED
 from tsmla_kernels.contract.rules import Array
 from tsmla_kernels.contract.sparse import SparseMLASpec, sparse_mla_spec
-from tsmla_kernels.sm90.sparse import config as sm90_sparse
 
 PACKED_CACHE = "fp8_ds_mla"  # vLLM's name for DeepSeek-V3.2's rows of 656 bytes
 PACKED_HEAD_SIZE = V32_PACKED.latent_dim + V32_PACKED.rope_dim
@@ -120,7 +120,7 @@ class TsmlaMLASparseBackend(HopperBackend):
             if getattr(config.attention_config, "hisparse_config", None) is not None:
                 reasons.append("HiSparse keeps the cache on the host, which tsmla's sparse attention doesn't read")
         spec = describe(head_size, dtype, kv_cache_dtype, num_heads=num_heads)
-        return "; ".join(reasons + sm90_sparse.sparse_reasons(spec)) or None
+        return "; ".join(reasons + SPARSE_MLA.reasons(spec)) or None
 
 
 if hasattr(vllm_sparse, "SparseMLACommonMetadata"):

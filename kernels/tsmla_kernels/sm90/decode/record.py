@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from tsmla_kernels.kernel import Kernel, Operand
-from tsmla_kernels.options import config_of, decode_spec
+from tsmla_kernels.options import decode_spec
 from tsmla_kernels.sm90.decode.config import DecodeConfig, decode_config, decode_reasons, workspace_shapes
 
 
@@ -43,5 +41,7 @@ MLA_DECODE = Kernel(
     launcher="tsmla_kernels.sm90.decode.kernel:MlaDecode",
     config=DecodeConfig,
     operands=mla_decode_operands,
-    from_options=partial(config_of, decode_spec, decode_reasons, decode_config),
+    spec_from_options=decode_spec,
+    reasons=decode_reasons,
+    config_for=decode_config,
 )

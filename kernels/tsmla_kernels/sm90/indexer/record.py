@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from tsmla_kernels.kernel import Kernel, Operand
-from tsmla_kernels.options import config_of, indexer_logits_spec, topk_spec
+from tsmla_kernels.options import indexer_logits_spec, topk_spec
 from tsmla_kernels.sm90.constants import FP8
 from tsmla_kernels.sm90.indexer.config import TopkConfig, topk_config, topk_reasons
 from tsmla_kernels.sm90.indexer.logits_config import HEAD_DIM, LogitsConfig, logits_config, logits_reasons
@@ -37,7 +35,9 @@ SELECT_TOPK = Kernel(
     launcher="tsmla_kernels.sm90.indexer.topk:SelectTopk",
     config=TopkConfig,
     operands=topk_operands,
-    from_options=partial(config_of, topk_spec, topk_reasons, topk_config),
+    spec_from_options=topk_spec,
+    reasons=topk_reasons,
+    config_for=topk_config,
     presets=(),
 )
 
@@ -66,6 +66,8 @@ INDEXER_LOGITS = Kernel(
     launcher="tsmla_kernels.sm90.indexer.logits:IndexerLogits",
     config=LogitsConfig,
     operands=logits_operands,
-    from_options=partial(config_of, indexer_logits_spec, logits_reasons, logits_config),
+    spec_from_options=indexer_logits_spec,
+    reasons=logits_reasons,
+    config_for=logits_config,
     presets=(),
 )

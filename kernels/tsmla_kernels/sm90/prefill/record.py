@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
-
 from tsmla_kernels.contract import PrefillSpec, attention_out_dtype
 from tsmla_kernels.kernel import MODELS, Kernel, Operand
-from tsmla_kernels.options import config_of, flag, prefill_spec
+from tsmla_kernels.options import prefill_spec, unserved
 from tsmla_kernels.sm90.prefill import backward_config as sm90_backward
 from tsmla_kernels.sm90.prefill import config as sm90_prefill
 
@@ -37,15 +34,13 @@ def mla_prefill_operands(config: sm90_prefill.PrefillConfig) -> tuple[Operand, .
     )
 
 
-def _forward_from_options(options: Mapping[str, str]) -> sm90_prefill.PrefillConfig:
-    """The config of options on the command line; shared_rope=true is for mla_prefill_kv."""
-    if not flag(options, "shared_rope"):
-        return config_of(prefill_spec, sm90_prefill.prefill_reasons, sm90_prefill.prefill_config, options)
-
-    def reasons(spec: PrefillSpec) -> list[str]:
-        return sm90_prefill.prefill_reasons(spec) + sm90_prefill.shared_rope_reasons(spec, SHARED_ROPE_DIM)
-
-    return config_of(prefill_spec, reasons, partial(sm90_prefill.prefill_config, rope_dim=SHARED_ROPE_DIM), options)
+def _forward_config(spec: PrefillSpec, *, shared_rope: bool) -> sm90_prefill.PrefillConfig:
+    """The config of mla_prefill, or with shared_rope of mla_prefill_kv; ValueError if there is none."""
+    if not shared_rope:
+        return sm90_prefill.prefill_config(spec)
+    if found := sm90_prefill.shared_rope_reasons(spec, SHARED_ROPE_DIM):
+        raise unserved(found)
+    return sm90_prefill.prefill_config(spec, SHARED_ROPE_DIM)
 
 
 # mla_prefill and mla_prefill_kv, which the layers call.
@@ -57,7 +52,10 @@ MLA_PREFILL = Kernel(
     launcher="tsmla_kernels.sm90.prefill.kernel:MlaPrefill",
     config=sm90_prefill.PrefillConfig,
     operands=mla_prefill_operands,
-    from_options=_forward_from_options,
+    spec_from_options=prefill_spec,
+    reasons=sm90_prefill.prefill_reasons,
+    config_for=_forward_config,
+    flags=("shared_rope",),
     presets=_PRESETS,
 )
 
@@ -91,12 +89,9 @@ def mla_prefill_backward_operands(config: sm90_backward.BackwardConfig) -> tuple
     )
 
 
-def _backward_from_options(options: Mapping[str, str]) -> sm90_backward.BackwardConfig:
-    """The config of options on the command line; as mla_prefill's, and deterministic=true for gradients that repeat
-    bit by bit."""
-    rope_dim = SHARED_ROPE_DIM if flag(options, "shared_rope") else 0
-    config = partial(sm90_backward.backward_config, rope_dim=rope_dim)
-    return config_of(prefill_spec, sm90_backward.backward_reasons, config, options)
+def _backward_config(spec: PrefillSpec, *, shared_rope: bool) -> sm90_backward.BackwardConfig:
+    """The config of the gradient of mla_prefill, or with shared_rope of mla_prefill_kv."""
+    return sm90_backward.backward_config(spec, SHARED_ROPE_DIM if shared_rope else 0)
 
 
 MLA_PREFILL_BACKWARD = Kernel(
@@ -105,6 +100,9 @@ MLA_PREFILL_BACKWARD = Kernel(
     launcher="tsmla_kernels.sm90.prefill.backward:MlaPrefillBackward",
     config=sm90_backward.BackwardConfig,
     operands=mla_prefill_backward_operands,
-    from_options=_backward_from_options,
+    spec_from_options=prefill_spec,
+    reasons=sm90_backward.backward_reasons,
+    config_for=_backward_config,
+    flags=("shared_rope",),
     presets=_PRESETS,
 )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from tsmla_kernels.contract.layouts import V32_PACKED
 from tsmla_kernels.kernel import Kernel, Operand
-from tsmla_kernels.options import config_of, flag, sparse_mla_spec
+from tsmla_kernels.options import sparse_mla_spec
 from tsmla_kernels.sm90.sparse.config import (
     NUM_SCALES,
     SparseConfig,
@@ -48,18 +46,15 @@ def sparse_mla_operands(config: SparseConfig) -> tuple[Operand, ...]:
     )
 
 
-def _from_options(options: Mapping[str, str]) -> SparseConfig:
-    """The config of options on the command line."""
-    flags = {name: flag(options, name) for name in ("lengths", "sinks")}
-    return config_of(sparse_mla_spec, sparse_reasons, lambda spec: sparse_config(spec, **flags), options)
-
-
 SPARSE_MLA = Kernel(
     name="sparse_mla",
     archs=("sm_90a",),
     launcher="tsmla_kernels.sm90.sparse.kernel:SparseMla",
     config=SparseConfig,
     operands=sparse_mla_operands,
-    from_options=_from_options,
+    spec_from_options=sparse_mla_spec,
+    reasons=sparse_reasons,
+    config_for=sparse_config,
+    flags=("lengths", "sinks"),
     presets=(),
 )
