@@ -30,23 +30,11 @@ if TYPE_CHECKING:
     from tsmla_jax.ops.sparse_mla.api import sparse_mla
     from tsmla_jax.ops.write_kv_cache.api import write_kv_cache
 
+# The modules of what is no operation. Each operation is in ops/<name>/api.py.
 _MODULES = {
-    "compress_kv": "ops.compress_kv.api",
-    "compress_write_kv_cache": "ops.compress_write_kv_cache.api",
     "explain": "ops.explain",
     "export_disabled_checks": "ops.device",
-    "gather_kv_cache": "ops.gather_kv_cache.api",
-    "indexer_logits": "ops.indexer_logits.api",
-    "indexer_topk": "ops.indexer_topk.api",
-    "merge_attention_states": "ops.merge_attention_states.api",
-    "mla_decode": "ops.mla_decode.api",
-    "mla_prefill": "ops.mla_prefill.api",
-    "mla_prefill_kv": "ops.mla_prefill_kv.api",
     "register_custom_calls": "ops.device",
-    "rope_write_kv_cache": "ops.rope_write_kv_cache.api",
-    "select_topk": "ops.select_topk.api",
-    "sparse_mla": "ops.sparse_mla.api",
-    "write_kv_cache": "ops.write_kv_cache.api",
 }
 _PACKAGES = ("nn", "sparse")
 
@@ -76,9 +64,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return importlib.import_module(f"{__name__}.{name}")
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    module = _MODULES.get(name, f"ops.{name}.api")
+    value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     globals()[name] = value
     return value
 
