@@ -57,6 +57,13 @@ class Registers(NamedTuple):
     values: int
     copies: int
 
+    def set(self, count: int) -> None:
+        """Set the registers of the calling warpgroup's threads."""
+        if count > self.start:
+            cute.arch.setmaxregister_increase(count)
+        else:
+            cute.arch.setmaxregister_decrease(count)
+
 
 class MlaDecode:
     """One compiled decode: `config` is static; all shapes but H, L, R and Z are dynamic.
@@ -196,36 +203,29 @@ class MlaDecode:
         cute.arch.sync_threads()
         if const_expr(self.config.transposed_out):
             if group == 3:
-                self.set_registers(self.registers.copies)
+                self.registers.set(self.registers.copies)
                 if warp_idx == self.copier.warp:
                     self.copier.run(shared.empty, copies)
             else:
                 if group == 0:
-                    self.set_registers(self.registers.scores)
+                    self.registers.set(self.registers.scores)
                     scratch = Scratch(storage.q.data_ptr(), storage.exchange.data_ptr())
                     self.scores.score(arrays, shared, scratch, score_mma, rank)
                 else:
-                    self.set_registers(self.registers.values)
+                    self.registers.set(self.registers.values)
                     self.values.accumulate(arrays, shared, value_mma, group - 1, warp_idx, schedule, copies)
                 # Idle warps must not signal: `combine` would launch immediately and occupy the SM while waiting.
                 cute.arch.griddepcontrol_launch_dependents()
         else:
             if group == 0:
-                self.set_registers(self.registers.scores)
+                self.registers.set(self.registers.scores)
                 scratch = Scratch(storage.q.data_ptr(), storage.exchange.data_ptr())
                 self.scores.score(arrays, shared, scratch, score_mma, rank)
             else:
-                self.set_registers(self.registers.values)
+                self.registers.set(self.registers.values)
                 self.values.accumulate(arrays, shared, value_mma, group - 1, warp_idx, schedule, copies)
             cute.arch.griddepcontrol_launch_dependents()
         self.end()
-
-    def set_registers(self, count: int) -> None:
-        """Set the registers of this warpgroup's threads."""
-        if count > self.registers.start:
-            cute.arch.setmaxregister_increase(count)
-        else:
-            cute.arch.setmaxregister_decrease(count)
 
     @cute.jit
     def prefetch_operands(self, q: cute.Tensor, block_tables: cute.Tensor, warp: Int32):

@@ -160,7 +160,7 @@ class SparseMla:
         )
         cute.arch.sync_threads()
         if group == 3:
-            self.set_registers(self.registers.copies)
+            self.registers.set(self.registers.copies)
             gather = Gather(
                 q, caches, arrays.indices, storage.ring.data_ptr().toint(), shared.full, shared.empty, valid,
                 shared.pieces,
@@ -168,22 +168,15 @@ class SparseMla:
             self.gatherer.run(gather, warp_idx - GATHER_WARP)
         else:
             if group == 0:
-                self.set_registers(self.registers.scores)
+                self.registers.set(self.registers.scores)
                 query = Query(atom, tma, q, storage.q.data_ptr(), q_full)
                 scratch = Scratch(query, storage.exchange.data_ptr(), valid)
                 self.scores.score(arrays, shared, scratch, score_mma, Int32(0))
             else:
-                self.set_registers(self.registers.values)
+                self.registers.set(self.registers.values)
                 self.values.accumulate(arrays, shared, value_mma, group - 1, warp_idx, schedule, None)
             # Idle warps must not signal: `combine` would launch immediately and occupy the SM while waiting.
             cute.arch.griddepcontrol_launch_dependents()
-
-    def set_registers(self, count: int) -> None:
-        """Set the registers of this warpgroup's threads."""
-        if count > self.registers.start:
-            cute.arch.setmaxregister_increase(count)
-        else:
-            cute.arch.setmaxregister_decrease(count)
 
     @cute.jit
     def prefetch_operands(self, q: cute.Tensor, indices: cute.Tensor, warp: Int32):
