@@ -14,11 +14,11 @@ from cutlass import Float32, Int32, const_expr
 from tsmla_kernels.sm90.decode.softmax import any_of_warps, sync_softmax, tree
 from tsmla_kernels.sm90.warp import kept, quotient, remainder
 
-# bf16 queries become f16 unscaled if the greatest number of a row tile is in [2^-4, 2^15): then only numbers below
-# 2^-17 lose bits. The bounds are f16's bits.
+# bf16 queries become f16 unscaled if the greatest number of a row tile that becomes f16 is in [2^-4, 2^15): then only
+# numbers below 2^-17 lose bits. The bounds are f16's bits.
 PLAIN_FROM, PLAIN_TO = 11 << 10, 30 << 10
 MOVE, FIND, SCALE = 0, 1, 2  # passes over Q: see `move` and `scaled_rows`
-TILE = 4  # groups of 16 columns that lie together
+TILE = 4  # groups of 16 columns in a tile of 64
 AT_ONCE = 4  # groups of 16 columns that a thread moves at once
 WARPS = 4  # of the softmax warpgroup
 
@@ -29,18 +29,18 @@ def q_pair_place(pair):
     return 4 * (pair % 2) + pair // 2
 
 
-class Rows(NamedTuple):
+class Row(NamedTuple):
     """A thread's row of Q.
 
     Attributes:
-      target: where it goes. source: what `row_source` returned. row: its number.
+      target: where it goes. source: what `row_source` returned. number: its number in the tile.
       first: the thread's number among those of the row, and of its first group of 16 columns.
       valid: -1, or 0 if the row is past the tile's end.
     """
 
     target: Int32
     source: Any
-    row: Int32
+    number: Int32
     first: Int32
     valid: Int32
 
@@ -97,18 +97,21 @@ class QueryCopy:
 
     @cute.jit
     def move(self, target: Int32, sources: Any, valid_rows: Int32, t: Int32):
-        """Move Q to `target`, unscaled. Return the thread's greatest magnitudes but NaN, as a pair of f16.
+        """Move Q to `target`, unscaled. Return the greatest magnitudes but NaN of what the thread has made f16, as a
+        pair of f16; 0 of f16 queries.
 
-        A thread reads AT_ONCE groups of 16 columns before it writes the first one, because loads take time.
+        A thread reads AT_ONCE groups of 16 columns before it writes the first one, because loads take time. In place no
+        barrier separates the two: a group is read, written and, past the tile's end, zeroed by one thread alone.
         """
         t = kept(t)  # behind a shuffle, so that no address is kept from piece to piece
-        row, first = remainder(t, self.p_rows), quotient(t, self.p_rows)
-        rows = Rows(target + row * 128, self.row_source(sources, row, MOVE), row, first, -Int32(row < valid_rows))
+        number, first = remainder(t, self.p_rows), quotient(t, self.p_rows)
+        source = self.row_source(sources, number, MOVE)
+        row = Row(target + number * 128, source, number, first, -Int32(number < valid_rows))
         threads, groups, top = 128 // self.p_rows, self.depth // 16, Int32(0)
         ranges = [(0, self.natural_from), (self.natural_from, groups)]
         if const_expr(self.in_place):
-            if row >= valid_rows:
-                self.clear(rows)
+            if number >= valid_rows:
+                self.clear(row)
             if const_expr(self.as_they_are or self.q_dtype == cutlass.Float16):
                 ranges.pop()
         for begin, end in ranges:
@@ -118,42 +121,42 @@ class QueryCopy:
             batched = each - each % AT_ONCE
             if const_expr(batched > 0):
                 for base in cutlass.range(begin, begin + batched * threads, AT_ONCE * threads, unroll=1):
-                    top = self.move_groups(rows, quotient(base, TILE), (0, AT_ONCE), top, natural)
+                    top = self.move_groups(row, quotient(base, TILE), (0, AT_ONCE), top, natural)
             if const_expr(batched < each):
-                top = self.move_groups(rows, begin // TILE, (batched, each), top, natural)
+                top = self.move_groups(row, begin // TILE, (batched, each), top, natural)
             if const_expr((end - begin) % threads > 0):
                 if first < (end - begin) % threads:
-                    top = self.move_groups(rows, begin // TILE, (each, each + 1), top, natural)
+                    top = self.move_groups(row, begin // TILE, (each, each + 1), top, natural)
         return top
 
     @cute.jit
-    def clear(self, rows: Rows):
+    def clear(self, row: Row):
         """Zero the groups of 16 columns that this thread has."""
         threads = 128 // self.p_rows
         zeros = cute.make_rmem_tensor((4,), Int32)
         zeros.fill(0)
-        for tile in cutlass.range(quotient(rows.first, TILE), self.depth // 64, max(threads // TILE, 1), unroll=1):
+        for tile in cutlass.range(quotient(row.first, TILE), self.depth // 64, max(threads // TILE, 1), unroll=1):
             for group in cutlass.range_constexpr(0, TILE, threads):
                 for h in cutlass.range_constexpr(2):
-                    chunk = 2 * (remainder(rows.first, TILE) + group) + h
-                    cute.autovec_copy(zeros, self.place(rows, tile, chunk))
+                    chunk = 2 * (remainder(row.first, TILE) + group) + h
+                    cute.autovec_copy(zeros, self.place(row, tile, chunk))
 
-    def place(self, rows: Rows, tile: Int32, chunk: Int32) -> cute.Tensor:
+    def place(self, row: Row, tile: Int32, chunk: Int32) -> cute.Tensor:
         """Where eight columns of a row go: number `chunk` of 64 columns `tile`."""
-        return four_words(rows.target + tile * (self.p_rows * 128) + ((chunk ^ (rows.row & 7)) << 4))
+        return four_words(row.target + tile * (self.p_rows * 128) + ((chunk ^ (row.number & 7)) << 4))
 
-    def group(self, rows: Rows, tile: Int32, n: int) -> Group:
+    def group(self, row: Row, tile: Int32, n: int) -> Group:
         """The n-th of the groups that a thread has from 64 columns `tile` on. What n adds is static, so that addresses
         share registers."""
         threads = 128 // self.p_rows
         if threads <= TILE:
-            return Group(tile + n * threads // TILE, rows.first + n * threads % TILE)
-        return Group(tile + n * (threads // TILE) + quotient(rows.first, TILE), remainder(rows.first, TILE))
+            return Group(tile + n * threads // TILE, row.first + n * threads % TILE)
+        return Group(tile + n * (threads // TILE) + quotient(row.first, TILE), remainder(row.first, TILE))
 
     @cute.jit
     def move_groups(
         self,
-        rows: Rows,
+        row: Row,
         tile: Int32,
         numbers: cutlass.Constexpr[tuple[int, int]],
         top: Int32,
@@ -162,16 +165,16 @@ class QueryCopy:
         """Move some of the groups of 16 columns that a thread has from 64 columns `tile` on: those of the first up to
         before the second number. They are permuted unless `natural`. Return the greater of `top` and their magnitudes.
         """
-        places = [self.group(rows, tile, n) for n in range(*numbers)]
+        places = [self.group(row, tile, n) for n in range(*numbers)]
         words = cute.make_rmem_tensor((4, 2, len(places)), Int32)
         for n in cutlass.range_constexpr(len(places)):
             for h in cutlass.range_constexpr(2):
-                source = self.source_words(rows.source, rows.row, places[n].tile, 2 * places[n].group + h, MOVE)
+                source = self.source_words(row.source, row.number, places[n].tile, 2 * places[n].group + h, MOVE)
                 cute.autovec_copy(source, words[None, h, n])
         for n in cutlass.range_constexpr(len(places)):
             pairs = [words[i, h, n] for h in range(2) for i in range(4)]
             if const_expr(not self.in_place):
-                pairs = [pair & rows.valid for pair in pairs]
+                pairs = [pair & row.valid for pair in pairs]
             if const_expr(self.q_dtype == cutlass.BFloat16):
                 pairs = [two_halves((pair << 16).bitcast(Float32), (pair & -65536).bitcast(Float32)) for pair in pairs]
                 for pair in pairs:
@@ -182,7 +185,7 @@ class QueryCopy:
                 four = cute.make_rmem_tensor((4,), Int32)
                 for i in cutlass.range_constexpr(4):
                     four[i] = pairs[4 * h + i]
-                cute.autovec_copy(four, self.place(rows, places[n].tile, 2 * places[n].group + h))
+                cute.autovec_copy(four, self.place(row, places[n].tile, 2 * places[n].group + h))
         return top
 
     @cute.jit

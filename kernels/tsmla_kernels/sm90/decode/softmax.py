@@ -62,7 +62,7 @@ class Softmax:
     """The softmax of a decode kernel.
 
     Attributes:
-      heads, causal, visible_lens, block, p_rows: as in DecodeConfig.
+      heads, causal, visible_lens, block: as in DecodeConfig.
       rescale_bits: the running maximum may lag by 2**rescale_bits. 0: the greatest P of a row is exactly 1.
       speculates: whether P is computed before it is known whether the running maximum lags.
       inverses_kept: as in Ring.
@@ -71,8 +71,8 @@ class Softmax:
 
     def __init__(self, config: DecodeConfig, inverses_kept: int) -> None:
         self.heads, self.causal, self.block = config.num_heads, config.causal, config.block
-        self.visible_lens, self.p_rows = config.visible_lens, config.p_rows
-        self.partial_needs_scale, self.inverses_kept = config.partial_needs_scale, inverses_kept
+        self.visible_lens, self.inverses_kept = config.visible_lens, inverses_kept
+        self.partial_needs_scale = config.partial_needs_scale
         if config.fp8_cache:
             # P of f16 has the range for that lag, and rounds no worse. With few rows the value warpgroups wait for the
             # scores; with many rows registers and instructions are scarce.

@@ -45,6 +45,7 @@ EARLY_STEPS = 2  # 16-column steps of K Q^T that remain when the last block's P 
 # four, of bf16, there, so none of these may be loaded in the place of another.
 KEYS_AHEAD = 4
 KEYS_WIDE = 4  # steps of 16 columns that it has in registers as f16
+SCALES_EARLY = 2  # steps between reading a group's scales and their use
 
 
 def key_row(lane, warp, pitch):
@@ -120,7 +121,6 @@ class SparseScores(Scores):
     Attributes:
       k_dtype: in which columns that are e4m3 in the cache are multiplied.
       fragments: offsets of 32-byte fragments in a row. steps: Steps in order.
-      scales_early: steps between reading a group's scales and their use.
     """
 
     def __init__(self, config: SparseConfig, ring: SparseRing) -> None:
@@ -129,7 +129,6 @@ class SparseScores(Scores):
         self.sums_later = False  # a piece may take one stage: softmax warps run further ahead than barriers of pieces
         self.p_dtype, self.p_rows = ring.p_dtype, ring.p_rows
         self.k_dtype = self.p_dtype
-        self.scales_early = 2
         self.query = SparseQuery(config, ring)
         self.key_softmax = KeySoftmax(self.softmax, ring.p_rows, ring.p_dtype, self.over_keys)
         narrow = config.e4m3_columns // 32
@@ -339,7 +338,7 @@ class SparseScores(Scores):
             if const_expr(n >= KEYS_WIDE):
                 warpgroup.wait_group(KEYS_WIDE - 1)
             self.widen_keys(n, narrow, wide, held.factors)
-            if const_expr(self.ends_group(n + self.scales_early)):
+            if const_expr(self.ends_group(n + SCALES_EARLY)):
                 self.read_factors(scales, step.group + 1, awaited)
             if const_expr(self.ends_group(n)):
                 for i in cutlass.range_constexpr(2):
