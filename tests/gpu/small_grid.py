@@ -28,6 +28,8 @@ from tests.oracles.inputs import poisoned_cache
 LATENT, ROPE, PAGE = 512, 64, 64
 FP8 = torch.float8_e4m3fn
 SCALE = 192**-0.5
+SIZES = (1.0, 2.0**17, 1.0, 1.0, 2.0**-12)
+"""Of tokens' bf16 queries: f16 has the range for some, and others must be scaled."""
 MANY = 800
 """Tokens or requests: enough for several on every CTA of a GPU."""
 
@@ -76,12 +78,15 @@ def paged(lengths: list[int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
 
 
 def decode_calls(generator: torch.Generator) -> Iterator[Call]:
-    """mla_decode: few rows and many, split and whole, ragged, in all pairs of dtypes."""
+    """mla_decode: few rows and many, split and whole, ragged, in all pairs of dtypes; over an fp8 cache bf16 queries
+    that f16 has not the range for."""
     kinds = [(torch.bfloat16,) * 2, (torch.float16,) * 2, (FP8, FP8), (torch.bfloat16, FP8)]
     cases = [(16, 1, [300, 0, 65]), (16, 4, [130, 2]), (128, 1, [200, 1]), (9, 2, [700])]
     for (dtype, kv_dtype), (heads, q_len, lengths) in itertools.product(kinds, cases):
         cache, table = paged(lengths, kv_dtype)
         q = normal(generator, len(lengths), q_len, heads, LATENT + ROPE, dtype=dtype)
+        if dtype == torch.bfloat16 and kv_dtype == FP8:
+            q *= torch.tensor([SIZES[i] for i in (1, 4, 0)][: len(lengths)], dtype=dtype)[:, None, None, None]
         tensors = {"q": q, "kv_cache": cache, "block_tables": table, "seq_lens": int32(lengths)}
         for invariant in (False, True):
             name = f"{dtype} {kv_dtype} H {heads} S {q_len} {lengths}{' invariant' * invariant}"
@@ -313,22 +318,23 @@ def compress_calls(generator: torch.Generator) -> Iterator[Call]:
 
 
 def sparse_calls(generator: torch.Generator) -> Iterator[Call]:
-    """sparse_mla: every format of rows, one cache and two, few heads and many, odd sizes, rows of no slot, and many
-    tokens of few keys: short pieces, one after another."""
+    """sparse_mla: every format of rows, one cache and two, few heads and many, odd sizes, rows of no slot, queries that
+    f16 has not the range for, and many tokens of few keys: short pieces, one after another."""
     del generator  # the inputs have a seed
     cases: list[dict[str, Any]] = [
         {"layout": "v32", "heads": 16, "selected": 200, "tokens": 5},
         {"layout": "v32", "heads": 128, "selected": 70, "tokens": 3, "gap": 2, "sinks": True},
         {"layout": "v32", "heads": 5, "selected": 33, "lengths": False, "dtype": "float16"},
         {"layout": "v4", "heads": 16, "selected": 12, "gap": 1},
-        {"layout": "v4", "heads": 64, "selected": 192, "window": 128, "sinks": True},
-        {"layout": "plain", "heads": 3, "selected": 129},
+        {"layout": "v4", "heads": 64, "selected": 192, "window": 128, "sinks": True, "sizes": SIZES},
+        {"layout": "plain", "heads": 3, "selected": 129, "sizes": SIZES},
         {"layout": "plain", "heads": 16, "selected": 68, "window": 4, "width": 512, "sinks": True},
-        {"layout": "plain", "heads": 64, "selected": 68, "window": 4, "width": 512, "kv_dtype": "bfloat16"},
+        {"layout": "plain", "heads": 64, "selected": 68, "window": 4, "width": 512, "kv_dtype": "bfloat16"}
+        | {"sizes": SIZES},
         {"layout": "plain", "heads": 16, "selected": 40, "dtype": "float16", "kv_dtype": "float16"},
         {"layout": "v32", "heads": 72, "selected": 130, "dtype": "float8_e4m3fn", "sinks": True},
         {"layout": "plain", "heads": 5, "selected": 67, "dtype": "float8_e4m3fn"},
-        {"layout": "v4", "heads": 16, "selected": 12, "gap": 1, "tokens": MANY},
+        {"layout": "v4", "heads": 16, "selected": 12, "gap": 1, "tokens": MANY, "sizes": SIZES},
     ]
     for case, invariant in itertools.product(cases, (False, True)):
         call = sparse_inputs.call(**case)

@@ -124,12 +124,14 @@ def call(
     kv_dtype: str = "float8_e4m3fn",
     exponents: tuple[int, int] = (-8, -5),
     odd: bool = False,
+    sizes: tuple[float, ...] = (1.0,),
     seed: int = 0,
 ) -> Call:
     """A random call. Some indices are -1, some twice in a row; one token selects nothing, and one has length 0.
 
     window: with it there is a second cache, of 3 pages of 2 rows less. kv_dtype, width: of plain rows. exponents, odd:
-    of packed rows' scales; their values are of size 64 * 2^exponent, and softmax_scale makes up for it.
+    of packed rows' scales; their values are of size 64 * 2^exponent, and softmax_scale makes up for it. sizes: of the
+    tokens' queries, in turn; their last 64 columns have the next token's.
     """
     rng = np.random.default_rng(seed)
     head_dim = 512 if layout == "v4" else width or 576
@@ -160,7 +162,10 @@ def call(
         poison(held, slots)
     if sinks:
         arrays["sinks"] = rng.standard_normal(heads).astype(np.float32)
-    q = rng.standard_normal((tokens, heads, head_dim)).astype(np.dtype(dtype))
+    q = rng.standard_normal((tokens, heads, head_dim))
+    for columns, shift in ((slice(-64), 0), (slice(-64, None), 1)):
+        q[..., columns] *= np.take(sizes, np.arange(tokens) + shift, mode="wrap")[:, None, None]
+    q = q.astype(np.dtype(dtype))
     size = 1.0 if layout == "plain" else 64 * 2.0 ** np.mean(exponents)
     options["softmax_scale"] = float(192**-0.5 / size)
     return Call({"q": q, **arrays, "indices": indices}, options, caches)
