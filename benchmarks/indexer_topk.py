@@ -66,8 +66,7 @@ def configs(points: list[Point]) -> list[tuple[str, Any]]:
         wanted += [("indexer_logits", config) for config in scoring]
         wanted.append(("select_topk", topk_config(call.topk)))
         for size in workspaces().values():
-            chunks.WORKSPACE_BYTES = size
-            wanted.append(("select_topk", chunks.chunks_of(call).topk))
+            wanted.append(("select_topk", chunks.chunks_of(call, workspace=size).topk))
     return list(dict.fromkeys(wanted))
 
 

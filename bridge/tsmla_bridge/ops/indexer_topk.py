@@ -179,14 +179,16 @@ class Scratch(NamedTuple):
     row_requests: torch.Tensor | None = None
 
 
-def _scratch(spec: IndexerTopkSpec, plan: Chunks, device: torch.device, workspace: Workspace | None) -> Scratch:
+def _scratch(
+    spec: IndexerTopkSpec, plan: Chunks, device: torch.device, stream: int, workspace: Workspace | None
+) -> Scratch:
     """In the workspace, or in new memory, which lives until the launches are queued."""
     size = plan.rows * spec.num_columns * LOGIT_BYTES
     of_rows = ROW_BYTES * spec.logits.num_tokens if spec.logits.ragged else 0
     if workspace is None:
         buffer = torch.empty(size + of_rows, dtype=torch.uint8, device=device)
     else:
-        workspace.take("indexer_topk", size + of_rows, device, devices.current_stream(devices.index_of(device)))
+        workspace.take("indexer_topk", size + of_rows, device, stream)
         buffer = workspace.buffer[: size + of_rows]
     logits = buffer[:size].view(torch.float32).view(plan.rows, spec.num_columns)
     return Scratch(logits, *(buffer[size:].view(torch.int32).chunk(2) if of_rows else ()))
@@ -195,7 +197,7 @@ def _scratch(spec: IndexerTopkSpec, plan: Chunks, device: torch.device, workspac
 def _launch(spec: IndexerTopkSpec, call: Call, results: Results, workspace: Workspace | None) -> None:
     index = devices.index_of(call.q.device)
     plan, stream = chunks_of(spec, devices.num_sms(index)), devices.current_stream(index)
-    scratch = _scratch(spec, plan, call.q.device, workspace)
+    scratch = _scratch(spec, plan, call.q.device, stream, workspace)
     with devices.made_current(index):
         for of_logits, of_topk in _chunks(spec, plan, call, scratch, results):
             operands = {name: loaded_kernels.view(tensor) for name, tensor in of_logits.items()}

@@ -64,9 +64,9 @@ def selection_reasons(spec: IndexerTopkSpec) -> list[str]:
     return reasons
 
 
-def chunks_of(spec: IndexerTopkSpec, num_sms: int = 132) -> Chunks:
-    """The launches that serve `spec`, a call with at least one query token and one column."""
-    ragged, rows = spec.logits.ragged, chunk_rows(spec.logits.num_tokens, spec.num_columns)
+def chunks_of(spec: IndexerTopkSpec, num_sms: int = 132, workspace: int | None = None) -> Chunks:
+    """The launches that serve `spec`, a call with at least one query token and one column. workspace: of chunk_rows."""
+    ragged, rows = spec.logits.ragged, chunk_rows(spec.logits.num_tokens, spec.num_columns, workspace)
     page_size = spec.logits.cache.page_size if spec.return_slots else 0
     topk = topk_config(dataclasses.replace(spec.topk, num_tokens=rows, page_size=page_size))
     topk = dataclasses.replace(topk, row_requests=ragged and spec.return_slots, scores=spec.return_scores)
