@@ -194,9 +194,9 @@ class QueryCopy:
     ):
         """One pass over bf16 queries that f16 has not the range for. FIND: return the thread's greatest finite
         magnitude, as fp32. SCALE: move Q times `factor`."""
-        row, first = remainder(t, self.p_rows), quotient(t, self.p_rows)
-        target = target + row * 128
-        source = self.row_source(sources, row, kind)
+        number, first = remainder(t, self.p_rows), quotient(t, self.p_rows)
+        source = self.row_source(sources, number, kind)
+        row = Row(target + number * 128, source, number, first, -Int32(number < valid_rows))
         groups, at_once = self.depth // 16, 128 // self.p_rows
         words = cute.make_rmem_tensor((4, 2), Int32)
         ordered = cute.make_rmem_tensor((4, 2), Int32)
@@ -206,22 +206,22 @@ class QueryCopy:
             if group < groups:
                 words.fill(0)
                 tile, chunk = group // 4, 2 * (group % 4)
-                if row < valid_rows:
+                if number < valid_rows:
                     for h in cutlass.range_constexpr(2):
-                        cute.autovec_copy(self.source_words(source, row, tile, chunk + h, kind), words[None, h])
+                        cute.autovec_copy(self.source_words(source, number, tile, chunk + h, kind), words[None, h])
                 natural = group >= self.natural_from
                 for i in cutlass.range_constexpr(8):
                     pair = words[i]
                     numbers = [(pair << 16).bitcast(Float32), (pair & -65536).bitcast(Float32)]
                     if const_expr(kind == FIND):
-                        for number in numbers:
-                            bits = number.bitcast(Int32) & 0x7FFFFFFF
+                        for value in numbers:
+                            bits = value.bitcast(Int32) & 0x7FFFFFFF
                             top = cutlass.max(top, bits * Int32(bits < 0x7F800000))
                     else:
-                        words[i] = two_halves(*[number * factor for number in numbers])
+                        words[i] = two_halves(*[value * factor for value in numbers])
                         if const_expr(self.as_they_are):
                             if natural:
-                                words[i] = two_bf16(*[number * factor for number in numbers])
+                                words[i] = two_bf16(*[value * factor for value in numbers])
                 if const_expr(kind == SCALE):
                     for i in cutlass.range_constexpr(8):
                         place = q_pair_place(i)
@@ -229,8 +229,7 @@ class QueryCopy:
                         if const_expr(self.natural_from < groups):
                             ordered[place] = words[place] if natural else words[i]
                     for h in cutlass.range_constexpr(2):
-                        there = target + tile * (self.p_rows * 128) + (((chunk + h) ^ (row & 7)) << 4)
-                        cute.autovec_copy(ordered[None, h], four_words(there))
+                        cute.autovec_copy(ordered[None, h], self.place(row, tile, chunk + h))
         return top
 
     @cute.jit
