@@ -68,8 +68,10 @@ def relative_times(times: Mapping[Any, Mapping[str, float]], ours: str, *peers: 
 
 
 def mean_and_worst(ratios: Sequence[float]) -> str:
-    """The geometric mean of ratios of times, the worst of them, and their number."""
+    """The geometric mean of ratios of times, the worst of them, and their number; of a single one that alone."""
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    if len(ratios) == 1:
+        return f"{mean:.2f} (1 point)"
     return f"{mean:.2f} (worst {max(ratios):.2f}, {len(ratios)} points)"
 
 
