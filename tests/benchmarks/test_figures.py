@@ -185,7 +185,7 @@ def test_prefill_and_cache_tables_come_from_their_files(figures: ModuleType, tmp
     readme = (tmp_path / "README.md").read_text()
     assert "old" not in readme
     assert "| 1x2048h128 | 400 |" in (tmp_path / "figures" / "prefill.md").read_text()
-    assert "FA3 0.75 (worst 0.75, 1 points)" in readme and "| 1x2048h128 | 400 | 600 | **300** | 0.75 | 600 |" in readme
+    assert "FA3 0.75 (1 point)" in readme and "| 1x2048h128 | 400 | 600 | **300** | 0.75 | 600 |" in readme
     assert "take 1.20 to 1.20 times a copy of the same bytes from 4096 tokens on" in readme
     assert "| `write_kv_cache`, bfloat16 | 6.0 (1.20) |" in (tmp_path / "figures" / "cache.md").read_text()
     assert "Merging takes 0.80 to 0.80 times a copy of the same bytes from 4096 tokens on" in readme
@@ -204,7 +204,7 @@ def test_prefill_and_cache_tables_come_from_their_files(figures: ModuleType, tmp
     assert figures.main(arguments(tmp_path)) == 0
     page = (tmp_path / "figures" / "prefill.md").read_text()
     assert "| 1x2048h128 | 400 | 600 | **300** |" in page and "| 1x2048h128 | 300 | **330** | - | 600 |" in page
-    assert "FA4 SM90 1.10 (worst 1.10, 1 points); commit 0ld0000" in (tmp_path / "README.md").read_text()
+    assert "FA4 SM90 1.10 (1 point); commit 0ld0000" in (tmp_path / "README.md").read_text()
 
 
 def test_the_gradients_figure_and_sentence_come_from_its_file(figures: ModuleType, tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_the_gradients_figure_and_sentence_come_from_its_file(figures: ModuleTyp
     assert "old" not in readme and "(figures/prefill_backward.md)" in readme
     # sqrt(400 / 500 * 1800 / 2000), sqrt(400 / 600 * 1800 / 2000), sqrt(440 / 400)
     assert "over the best peer 0.85 (worst 0.90, 2 points), cuDNN 0.77 (worst 0.90, 2 points)" in readme
-    assert "FA4 SM90 0.80 (worst 0.80, 1 points)" in readme
+    assert "FA4 SM90 0.80 (1 point)" in readme
     assert "deterministic over default 1.05 (worst 1.10, 2 points)" in readme
     page = (tmp_path / "figures" / "prefill_backward.md").read_text()
     assert "| B x T, H | **tsmla** | deterministic | cuDNN | FA4 SM90 | TFLOP/s |" in page
@@ -281,7 +281,7 @@ def test_whole_models_become_the_readmes_table(figures: ModuleType, tmp_path: Pa
     assert f"| step, context, B | {names} | tsmla / best other | tsmla / best other, fp8 cache |" in page
     assert "| v2-lite decode, 512, 16 | 9.00 | 10.00 | 7.00 | 5.00 | 6.00 | 0.78 | 1.20 |" in page
     assert "| v2-lite decode, 256, 16 | 6.00 | - | - | - | - | - | - |" in page
-    assert "decode 0.78 (worst 0.78, 1 points), decode, fp8 cache 1.20 (worst 1.20, 1 points)" in readme
+    assert "decode 0.78 (1 point), decode, fp8 cache 1.20 (1 point)" in readme
     assert page.rstrip().endswith("| v2-lite prefill, 512, 16 | - | - | 50.00 | - | - | - | - |")
     assert (tmp_path / "figures" / "vllm_decode.png").read_bytes().startswith(b"\x89PNG")
     (tmp_path / "generate.json").write_text(json.dumps([{**fixed, "b": 16}]))
@@ -315,7 +315,7 @@ def test_the_indexers_records_give_a_figure_and_a_table_each(figures: ModuleType
     assert figures.main(with_markers(tmp_path, "indexer_logits", "select_topk")) == 0
     readme, folder = (tmp_path / "README.md").read_text(), tmp_path / "figures"
     assert "old" not in readme and "DeepGEMM's 0.80 (worst 0.80, 2 points)" in readme
-    assert "the best peer's 0.50 (worst 0.50, 1 points)" in readme and "The 2048 largest" in readme
+    assert "the best peer's 0.50 (1 point)" in readme and "The 2048 largest" in readme
     page = (folder / "indexer_logits.md").read_text()
     assert "| 1, 2, 8192 | 5.0 | 10.0 | **8.0** | 0.80 | 62% |" in page and "| 1, 4096, 8192, prefill |" in page
     page = (folder / "select_topk.md").read_text()
@@ -335,8 +335,8 @@ def test_the_selection_is_compared_with_the_peers_two_kernels(figures: ModuleTyp
     (tmp_path / "indexer_topk.json").write_text(json.dumps(rows))
     assert figures.main(with_markers(tmp_path, "indexer_topk")) == 0
     readme = (tmp_path / "README.md").read_text()
-    assert "fastest top-k's 0.50 (worst 0.50, 1 points), with one token a request 0.50" in readme
-    assert "keep all logits, 1.20 (worst 1.20, 1 points)" in readme
+    assert "fastest top-k's 0.50 (1 point), with one token a request 0.50" in readme
+    assert "keep all logits, 1.20 (1 point)" in readme
     page = (tmp_path / "figures" / "indexer_topk.md").read_text()
     assert "| 8, 1, 8192 | 2.0 | 24.0 | 10.0 | **12.0** | 0.50 | 1.20 | 13.0 |" in page
     for kind in ("relative", "floor"):
@@ -355,7 +355,7 @@ def test_sparse_prefill_is_compared_by_heads(figures: ModuleType, tmp_path: Path
     assert figures.main(with_markers(tmp_path, "sparse_mla_prefill")) == 0
     readme = (tmp_path / "README.md").read_text()
     assert "FlashMLA's 0.77 (worst 1.20, 2 points), geometric mean" in readme  # sqrt(0.5 * 1.2)
-    assert "16 heads 0.50 (worst 0.50, 1 points), 64 heads 1.20 (worst 1.20, 1 points)" in readme
+    assert "16 heads 0.50 (1 point), 64 heads 1.20 (1 point)" in readme
     assert "takes 62 to 62 us, which are not in its time" in readme and "fp8 queries take 0.80 (" in readme
     assert "| 4096, 16, V3.2, random keys | 20.0 | 100.0 | **50.0** | 0.50 | 40% | 40.0 |" in readme
     page = (tmp_path / "figures" / "sparse_mla_prefill.md").read_text()
@@ -375,7 +375,7 @@ def test_a_sparse_layer_is_shown_by_step_and_by_part(figures: ModuleType, tmp_pa
     assert figures.main(with_markers(tmp_path, "sparse_layer")) == 0
     readme = (tmp_path / "README.md").read_text()
     assert "32,768 keys a request of which 2,048 are selected" in readme
-    assert "tsmla's time over theirs 0.50 (worst 0.50, 1 points)" in readme
+    assert "tsmla's time over theirs 0.50 (1 point)" in readme
     assert "| 1, 16 | - | **40.0** | - | - | 45.0 | - | 60.0 |" in readme
     assert "| 8, 16 | 80.0 | **40.0** | 0.50 | 90.0 | 45.0 | 120.0 | 60.0 |" in readme
     page = (tmp_path / "figures" / "sparse_layer.md").read_text()
@@ -393,7 +393,7 @@ def test_packed_rows_are_shown_forward_and_with_the_gradient(figures: ModuleType
     (tmp_path / "segment_attention.json").write_text(json.dumps(rows))
     assert figures.main(with_markers(tmp_path, "segment_attention")) == 0
     readme = (tmp_path / "README.md").read_text()
-    assert "forward 0.50 (worst 0.50, 1 points), with its gradient 0.75 (worst 0.75, 1 points)" in readme
+    assert "forward 0.50 (1 point), with its gradient 0.75 (1 point)" in readme
     assert "| 4x4096h16s8 | 400.0 | 300.0 | 310.0 | 0.75 |" in readme
     page = (tmp_path / "figures" / "segment_attention.md").read_text()
     assert (
@@ -416,7 +416,7 @@ def test_several_gpus_are_compared_with_one(figures: ModuleType, tmp_path: Path)
     (tmp_path / "mesh" / "generate.json").write_text(json.dumps([step, {**step, **mesh}, {**step, **mesh, "b": 1}]))
     assert figures.main(with_markers(tmp_path, "context_parallel", "generate_mesh")) == 0
     readme = (tmp_path / "README.md").read_text()
-    assert "old" not in readme and "2 GPUs 0.60 (worst 0.60, 1 points)" in readme
+    assert "old" not in readme and "2 GPUs 0.60 (1 point)" in readme
     assert "| 4, 16, 131072 | 140.0 | 150.0 | 70.0 | 90.0 | 0.60 |" in readme
     assert "| v2-lite decode | one GPU | 64 | 7.00 | **10.00** | 70% | 6,400 | - |" in readme
     assert "| v2-lite decode | expert 2 | 64 | 7.00 | **8.00** | 88% | 8,000 | 1.25 |" in readme
