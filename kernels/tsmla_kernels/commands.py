@@ -22,6 +22,7 @@ from typing import NamedTuple, TextIO
 
 from tsmla_kernels import object_cache
 from tsmla_kernels.catalog import KERNELS
+from tsmla_kernels.command_line import read_text
 from tsmla_kernels.compile import CompiledObject
 from tsmla_kernels.kernel import Config, Kernel
 from tsmla_kernels.resources import resource_report
@@ -94,8 +95,11 @@ def run_compile(args: argparse.Namespace) -> int:
     if len(wanted) > len(missing):
         print(f"{len(wanted) - len(missing)} of {len(wanted)} in the cache already")
     failures = _compile_all(missing, args.jobs)
-    archs = ", ".join(sorted({each.arch for each in wanted})) or "no architecture"
-    print(f"{len(missing) - failures} compiled for {archs} into {object_cache.directory()}")
+    if wanted:
+        archs = ", ".join(sorted({each.arch for each in wanted}))
+        print(f"{len(missing) - failures} compiled for {archs} into {object_cache.directory()}")
+    else:
+        print("nothing to compile: --list has no line of this version for this --kernel and --arch")
     print(*illegal, sep="\n", end="\n" * bool(illegal), file=sys.stderr)
     return 1 if failures or illegal else 0
 
@@ -110,11 +114,14 @@ def _of_configs(args: argparse.Namespace) -> list[Wanted]:
 def _of_list(args: argparse.Namespace, illegal: list[str]) -> list[Wanted]:
     """What the lines of --list name; `illegal` receives what is wrong with those that name nothing of this version."""
     kernels, found = _kernels(args.kernel, args.arch), []
-    for number, line in enumerate(args.list.read_text().splitlines(), 1):
+    lines = read_text("--list", args.list).splitlines()
+    if not lines:
+        raise ValueError(f"--list {args.list}: is empty; legal: lines that `tsmla cache list --json` printed")
+    for number, line in enumerate(lines, 1):
         try:
             wanted = wanted_of(line)
         except ValueError as e:
-            illegal.append(f"--list: {args.list}, line {number}: {e}")
+            illegal.append(f"--list {args.list}, line {number}: {e}")
             continue
         if wanted.kernel in kernels and args.arch in (None, wanted.arch):
             found.append(wanted)

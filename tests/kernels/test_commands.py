@@ -129,10 +129,6 @@ def test_what_a_cache_holds_is_compiled_elsewhere(
 ) -> None:
     """By another version too: the list says nothing of it."""
     lines = tmp_path / "objects.jsonl"
-    assert cache_command("--json") == 0
-    lines.write_text(capsys.readouterr().out)
-    assert compile_command("--list", str(lines)) == 0  # an empty cache names nothing, and nothing is wrong with that
-
     for config in ScaleConfig(32), ScaleConfig(64):
         object_cache.load_or_compile(SCALE, config, "sm_90a")
     capsys.readouterr()
@@ -147,6 +143,7 @@ def test_what_a_cache_holds_is_compiled_elsewhere(
     monkeypatch.setenv("TSMLA_CACHE_DIR", str(tmp_path / "elsewhere"))
     assert compile_command("--list", str(lines), "--kernel", "mla_decode") == 0
     assert compile_command("--list", str(lines), "--arch", "sm_100a") == 0
+    assert capsys.readouterr().out.count("nothing to compile: --list has no line of this version for") == 2
     with pytest.raises(ValueError, match="--arch: got 'sm_90'; legal: sm_90a, "):
         compile_command("--list", str(lines), "--arch", "sm_90")
     assert object_cache.entries() == []
@@ -180,8 +177,22 @@ def test_a_list_of_another_version(
     lines.write_text(f"{bad}\n{json.dumps(good)}\n")
     assert compile_command("--list", str(lines), "--jobs", "1") == 1
     said = capsys.readouterr()
-    assert "1 compiled for sm_90a" in said.out and f"--list: {lines}, line 1: {message}" in said.err
+    assert "1 compiled for sm_90a" in said.out and f"--list {lines}, line 1: {message}" in said.err
     assert widths(object_cache.entries()) == [64]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/dev/zero", r"^--list /dev/zero: goes on after 67108864 bytes; legal: at most that many$"),
+        ("/dev/null", r"^--list /dev/null: is empty; legal: lines that `tsmla cache list --json` printed$"),
+        ("/dev", r"^--list /dev: can't be read: Is a directory$"),
+        ("/nowhere", r"^--list /nowhere: there is no such file$"),
+    ],
+)
+def test_what_is_no_list(path: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        compile_command("--list", path)
 
 
 class Terminal(io.StringIO):

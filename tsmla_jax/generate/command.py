@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from tsmla_jax.generate import processes
+from tsmla_kernels.command_line import read_text
 
 Result = TypeVar("Result")
 
@@ -317,13 +318,12 @@ def read_prompt_ids(path: Path) -> list[list[int]]:
     Raises:
       ValueError: the file is not that; the text names it and the first entry at fault.
     """
+    text = read_text("--prompt-ids", path)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"--prompt-ids {path}: there is no such file") from None
+        value = json.loads(text)
     except RecursionError:
         raise ValueError(f"--prompt-ids {path}: not readable as JSON: nested too deeply") from None
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"--prompt-ids {path}: not readable as JSON: {error}") from None
     if not isinstance(value, list) or not value:
         raise ValueError(
@@ -339,12 +339,7 @@ def read_prompt_ids(path: Path) -> list[list[int]]:
 
 
 def _read_lines(path: Path) -> list[str]:
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except FileNotFoundError:
-        raise ValueError(f"--prompt-file {path}: there is no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--prompt-file {path}: not readable as UTF-8 text: {error}") from None
+    lines = [line for line in read_text("--prompt-file", path).splitlines() if line.strip()]
     if not lines:
         raise ValueError(f"--prompt-file {path}: holds no prompt; legal: one a line")
     return lines

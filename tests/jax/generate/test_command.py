@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 from examples import make_checkpoint
 from tests.jax.generate.tiny import tiny_config, tiny_tensors, write_tiny
 from tsmla_jax.cli import commands as cli
-from tsmla_jax.generate.command import Stream, keep_compiled_programs, table
+from tsmla_jax.generate.command import Stream, keep_compiled_programs, read_prompt_ids, table
 
 ROOT = Path(__file__).resolve().parents[3]
 PROMPTS = [[5, 6, 7], [1], [2, 3, 2, 3, 2], [9] * 20]
@@ -196,6 +197,14 @@ def tokenizer_config(text: str) -> Change:
     return change
 
 
+def latin(name: str) -> Change:
+    def change(directory: Path) -> None:
+        tokenizer_config("{}")(directory)
+        (directory / name).write_bytes(b"Z\xfcrich")
+
+    return change
+
+
 NESTED = "[" * 100_000
 IDS = ["--prompt-ids", "ids.json"]
 GATE = "model.layers.1.mlp.gate.weight"
@@ -227,6 +236,12 @@ WRONG = {
     "id outside the vocabulary": (writes("ids.json", "[[1], [101]]"), IDS, "prompt 1: token id 101; legal: 0 to 100"),
     "negative id": (writes("ids.json", "[[-1]]"), IDS, "token id -1"),
     "no ids file": (removes("ids.json"), IDS, "ids.json"),
+    "ids without end": (unchanged, ["--prompt-ids", "/dev/zero"],
+                        "--prompt-ids /dev/zero: goes on after 67108864 bytes; legal: at most that many"),
+    "ids in a directory": (unchanged, ["--prompt-ids", "/dev"], "--prompt-ids /dev: can't be read: Is a directory"),
+    "prompts without end": (tokenizer_config("{}"), ["--prompt-file", "/dev/zero"],
+                            "--prompt-file /dev/zero: goes on after 67108864 bytes; legal: at most that many"),
+    "prompts not UTF-8": (latin("p.txt"), ["--prompt-file", "p.txt"], "--prompt-file p.txt: not UTF-8 text: "),
     "no tokenizer": (writes("p.txt", "hello"), ["--prompt-file", "p.txt"], "tokenizer.json"),
     "unknown implementation": (unchanged, [*IDS, "--implementation", "cudnn"], "'cudnn'"),
     "implementation that can't run": (unchanged, [*IDS, "--implementation", "cute"], "cute"),
@@ -291,6 +306,14 @@ def test_wrong_input_gets_one_line(
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
     assert captured.err.startswith("tsmla generate: error: ") and named in captured.err
+
+
+def test_prompts_may_come_from_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "ids")
+    writer = threading.Thread(target=lambda: (tmp_path / "ids").write_text(json.dumps(PROMPTS)))
+    writer.start()
+    assert read_prompt_ids(tmp_path / "ids") == PROMPTS
+    writer.join()
 
 
 def test_no_traceback_from_a_process_of_its_own(tiny_checkpoint: Path, tmp_path: Path) -> None:
