@@ -6,13 +6,14 @@ the experts' routing, the residual streams of V4 and the token ids that end a te
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from tsmla_jax.nn import MLAConfig, V4Config, V32Config
-from tsmla_jax.nn.hf_config import hf_field, read_hf_config
+from tsmla_jax.nn.hf_config import hf_field, read_hf_config, read_optional_config
 
 Routing = Literal["greedy", "group_limited_greedy", "noaux_tc"]
 ROUTINGS: tuple[Routing, ...] = ("greedy", "group_limited_greedy", "noaux_tc")
@@ -35,7 +36,7 @@ _DEFAULT_ROUTING: dict[str, Routing] = {
     "kimi_k2": "noaux_tc",
 }
 # What transformers' configuration of each model type takes for a field that `config.json` leaves out. Kimi-K2 has no
-# configuration there: its fields are required.
+# configuration there: its fields are required. So are sizes, of every model type: a file without them is cut short.
 _V3_DEFAULTS: dict[str, Any] = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 2.5,
@@ -44,6 +45,7 @@ _V3_DEFAULTS: dict[str, Any] = {
     "n_shared_experts": 1,
     "first_k_dense_replace": 3,
     "max_position_embeddings": 4096,
+    "eos_token_id": 1,
 }
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {
@@ -54,6 +56,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "n_shared_experts": 2,
         "first_k_dense_replace": 0,
         "max_position_embeddings": 2048,
+        "eos_token_id": 2,
     },
     "deepseek_v3": _V3_DEFAULTS,
     "deepseek_v32": {**_V3_DEFAULTS, "max_position_embeddings": 163840},
@@ -64,6 +67,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "n_shared_experts": 1,
         "max_position_embeddings": 1048576,
+        "eos_token_id": 1,
     },
     "kimi_k2": {},
 }
@@ -217,7 +221,7 @@ class ModelConfig:
 
         Args:
           source: the parsed file, its path, or the checkpoint directory. From a directory, `generation_config.json`
-            overrides the end-of-text ids, when there is one.
+            overrides the end-of-text ids, when there is one. docs/guides/generate.md says which fields may be absent.
 
         Raises:
           ValueError: a field that the model needs is missing or has a value this model does not know.
@@ -235,7 +239,7 @@ class ModelConfig:
         def positive(name: str, *, most: int = MAX_SIZE, **options: Any) -> int:
             value = hf_field(fields, name, int, where, **options)
             if not 1 <= value <= most:
-                raise ValueError(f"{where}: {name} = {value!s:.20}; legal: 1 to {most}")
+                raise ValueError(f"{where}: {name} = {reprlib.repr(value)}; legal: 1 to {most}")
             return value
 
         is_v4 = model_type == "deepseek_v4"
@@ -270,7 +274,7 @@ class ModelConfig:
             rms_norm_eps=hf_field(fields, "rms_norm_eps", float, where, default=1e-6),
             tie_word_embeddings=hf_field(fields, "tie_word_embeddings", bool, where, default=False),
             max_position_embeddings=positive("max_position_embeddings", **longest),
-            eos_token_ids=_eos_token_ids(source, fields, where),
+            eos_token_ids=_eos_token_ids(source, fields, model_type, where),
             dtype=dtype,
         )
 
@@ -280,14 +284,17 @@ def _default(model_type: str, name: str) -> dict[str, Any]:
     return {"default": _DEFAULTS[model_type][name]} if name in _DEFAULTS[model_type] else {}
 
 
-def _eos_token_ids(source: Mapping[str, Any] | str | Path, fields: Mapping[str, Any], where: str) -> tuple[int, ...]:
-    value = fields.get("eos_token_id")
+def _eos_token_ids(
+    source: Mapping[str, Any] | str | Path, fields: Mapping[str, Any], model_type: str, where: str
+) -> tuple[int, ...]:
+    name = "eos_token_id"
     if not isinstance(source, Mapping):
-        path = Path(source) / "generation_config.json"
-        if path.is_file():
-            generation, generation_where = read_hf_config(path)
-            if "eos_token_id" in generation:
-                value, where = generation["eos_token_id"], generation_where
+        generation, generation_where = read_optional_config(Path(source) / "generation_config.json")
+        if name in generation:
+            fields, where = generation, generation_where
+    if name not in fields and name not in _DEFAULTS[model_type]:
+        raise ValueError(f"{where}: field {name!r} is missing")
+    value = fields.get(name, _DEFAULTS[model_type].get(name))
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(token, int) for token in ids):
         raise ValueError(f"{where}: eos_token_id = {value!r}; legal: a token id, a list of them, or null")
@@ -295,9 +302,10 @@ def _eos_token_ids(source: Mapping[str, Any] | str | Path, fields: Mapping[str, 
 
 
 def _moe_from_hf(fields: Mapping[str, Any], model_type: str, where: str) -> MoEConfig | None:
-    if fields.get("n_routed_experts") is None and model_type != "deepseek_v4":
-        return None
     is_v4 = model_type == "deepseek_v4"
+    num_experts = hf_field(fields, "n_routed_experts", int, where, nullable=not is_v4)
+    if num_experts is None:
+        return None
     routing = hf_field(fields, "topk_method", str, where, default=_DEFAULT_ROUTING[model_type])
     scoring = fields.get("scoring_func")
     if is_v4:
@@ -311,7 +319,7 @@ def _moe_from_hf(fields: Mapping[str, Any], model_type: str, where: str) -> MoEC
         return hf_field(fields, name, kind, where, **(_default(model_type, name) if has_default else {}))
 
     return MoEConfig(
-        num_experts=hf_field(fields, "n_routed_experts", int, where),
+        num_experts=num_experts,
         top_k=hf_field(fields, "num_experts_per_tok", int, where),
         intermediate_size=hf_field(fields, "moe_intermediate_size", int, where),
         num_shared=field("n_shared_experts", int),

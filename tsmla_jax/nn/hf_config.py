@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,12 @@ def read_hf_config(source: Mapping[str, Any] | str | Path) -> tuple[Mapping[str,
     if not isinstance(fields, dict):
         raise ValueError(f"{path}: must hold a JSON object, got {type(fields).__name__}")
     return fields, str(path)
+
+
+def read_optional_config(path: Path) -> tuple[Mapping[str, Any], str]:
+    """`read_hf_config` of a file that may be absent, which then has no fields. Whatever else has that name is refused,
+    not ignored."""
+    return read_hf_config(path) if os.path.lexists(path) else ({}, str(path))
 
 
 def hf_field(

@@ -54,7 +54,8 @@ def test_absent_fields_have_the_defaults_of_transformers(model_type: str) -> Non
     transformers = pytest.importorskip("transformers")
     model = {"deepseek_v2": "v3", "deepseek_v3": "v3", "deepseek_v32": "v3.2", "deepseek_v4": "v4"}[model_type]
     fields = tiny_config(model, model_type=model_type, n_routed_experts=64, num_experts_per_tok=8)
-    for name in (*ROUTING, "topk_method", "scoring_func", "first_k_dense_replace", "max_position_embeddings"):
+    others = ("topk_method", "scoring_func", "first_k_dense_replace", "max_position_embeddings", "eos_token_id")
+    for name in (*ROUTING, *others, "num_hash_layers"):
         fields.pop(name, None)
     config, theirs = ModelConfig.from_hf(fields), transformers.AutoConfig.for_model(model_type)
     assert config.moe is not None
@@ -65,15 +66,34 @@ def test_absent_fields_have_the_defaults_of_transformers(model_type: str) -> Non
         "topk_group": config.moe.topk_group,
         "n_shared_experts": config.moe.num_shared,
         "max_position_embeddings": config.max_position_embeddings,
+        "eos_token_id": config.eos_token_ids[0],
         "first_k_dense_replace": config.mlp_layers.count("dense") if model_type == "deepseek_v2" else 3,
     }
     groups = {"n_group": 1, "topk_group": 1}  # None in V2 and nothing in V4: one group
     for name, value in ours.items():
         legal = getattr(theirs, name, None)
         assert value == (groups.get(name, value) if legal is None else legal), name
+    if model_type == "deepseek_v4":
+        hashed = ModelConfig.from_hf({**fields, "num_hidden_layers": 5, "compress_ratios": [0, 4, 4, 4, 4]})
+        assert list(hashed.mlp_layers) == theirs.mlp_layer_types[:5]
 
 
-@pytest.mark.parametrize("field", [*ROUTING, "first_k_dense_replace", "max_position_embeddings"])
+REQUIRED = (
+    "hidden_size", "vocab_size", "intermediate_size", "moe_intermediate_size", "n_routed_experts",
+    "num_experts_per_tok", "num_hidden_layers", "num_attention_heads", "q_lora_rank", "v_head_dim", "rope_theta",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("field", REQUIRED)
+def test_sizes_have_no_defaults(field: str) -> None:
+    """Without n_routed_experts the model would be dense, or be taken for one of transformers' 256 experts."""
+    fields = tiny_config("v3")
+    del fields[field]
+    with pytest.raises(ValueError, match=f"field '{field}' is missing"):
+        ModelConfig.from_hf(fields)
+
+
+@pytest.mark.parametrize("field", [*ROUTING, "first_k_dense_replace", "max_position_embeddings", "eos_token_id"])
 def test_a_model_type_that_transformers_lacks_must_give_every_field(field: str) -> None:
     fields = {**V2_LITE, "model_type": "kimi_k2", "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     with pytest.raises(ValueError, match=f"field '{field}' is missing"):
@@ -144,8 +164,18 @@ def test_a_v2_checkpoint_is_read_to_the_last_tensor(tmp_path: Path) -> None:
 
 def test_generation_config_has_the_last_word_on_end_tokens(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(V2_LITE))
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    generation = tmp_path / "generation_config.json"
+    generation.write_text('{"eos_token_id": [7, 8]}')
     assert ModelConfig.from_hf(tmp_path).eos_token_ids == (7, 8)
+    generation.write_text('{"eos_token_id": null}')
+    assert ModelConfig.from_hf(tmp_path).eos_token_ids == ()
+    generation.write_text("{}")
+    assert ModelConfig.from_hf(tmp_path).eos_token_ids == (100001,)
+    for target in ("/dev/zero", "/nowhere"):  # neither read without end nor passed over
+        generation.unlink()
+        generation.symlink_to(target)
+        with pytest.raises(ValueError, match="generation_config.json: cannot read the config"):
+            ModelConfig.from_hf(tmp_path)
 
 
 def test_every_tensor_is_where_it_belongs(tiny_checkpoint: Path, tiny_model: tuple[ModelConfig, Any]) -> None:
