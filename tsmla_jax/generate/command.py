@@ -362,11 +362,12 @@ class Tokenizer:
 
 
 def _load_tokenizer(checkpoint: Path) -> Tokenizer:
-    from tsmla_jax.nn.hf_config import read_hf_config
+    from tsmla_jax.nn.hf_config import read_optional_config
 
     path = checkpoint / "tokenizer.json"
     if not path.is_file():
-        raise ValueError(f"{path}: there is no such file; --prompt and --prompt-file need it, --prompt-ids does not")
+        what = "not a regular file" if path.exists() else "there is no such file"
+        raise ValueError(f"{path}: {what}; --prompt and --prompt-file need it, --prompt-ids does not")
     try:
         from tokenizers import Tokenizer as Backend
     except ImportError:
@@ -380,14 +381,13 @@ def _load_tokenizer(checkpoint: Path) -> Tokenizer:
         raise ValueError(f"{path}: not a tokenizer: {error}") from None
     bos = None
     config_path = checkpoint / "tokenizer_config.json"
-    if config_path.is_file():
-        config, _ = read_hf_config(config_path)
-        token = config.get("bos_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        if token is not None and not isinstance(token, str):
-            raise ValueError(f"{config_path}: bos_token = {token!r:.60}; legal: a token's text, or null")
-        if config.get("add_bos_token") and token is not None:
-            bos = backend.token_to_id(token)
+    config, _ = read_optional_config(config_path)
+    token = config.get("bos_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    if token is not None and not isinstance(token, str):
+        raise ValueError(f"{config_path}: bos_token = {token!r:.60}; legal: a token's text, or null")
+    if config.get("add_bos_token") and token is not None:
+        bos = backend.token_to_id(token)
     return Tokenizer(backend, bos)
 
 

@@ -7,6 +7,7 @@ of hundreds of gigabytes costs its headers only. Values are numpy arrays (bf16 a
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -298,11 +299,12 @@ class Checkpoint:
 
     def _locate(self) -> dict[str, Path]:
         """Which file holds each tensor."""
+        # A pipe, a device or a broken link of such a name is refused by who reads it.
         index = self.directory / INDEX_NAME
-        if index.is_file():
+        if os.path.lexists(index):
             return self._read_index(index)
         single = self.directory / SINGLE_NAME
-        if single.is_file():
+        if os.path.lexists(single):
             return dict.fromkeys(self._header(single), single)
         files = sorted(self.directory.glob("*.safetensors"))
         if not files:
@@ -317,7 +319,8 @@ class Checkpoint:
         try:
             content = read_json(index)
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{index}: not a readable JSON index: {error}") from None
+            why = getattr(error, "strerror", None) or error
+            raise CheckpointError(f"{index}: not a readable JSON index: {why}") from None
         weight_map = content.get("weight_map") if isinstance(content, dict) else None
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise CheckpointError(f"{index}: must hold an object 'weight_map' from tensor names to file names")
@@ -325,8 +328,9 @@ class Checkpoint:
             # A shard is a file of this directory: an index must not make us read elsewhere.
             if Path(file).name != file:
                 raise CheckpointError(f"{index}: shard {file!r} must be a plain file name")
-            if not (self.directory / file).is_file():
-                raise CheckpointError(f"{self.directory / file}: the shard is missing, though {INDEX_NAME} names it")
+            if not (shard := self.directory / file).is_file():
+                what = "not a regular file" if shard.exists() else "the shard is missing"
+                raise CheckpointError(f"{shard}: {what}, though {INDEX_NAME} names it")
         return {name: self.directory / file for name, file in weight_map.items()}
 
     def _header(self, file: Path) -> dict[str, TensorInfo]:

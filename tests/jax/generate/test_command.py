@@ -178,10 +178,21 @@ def removes(name: str) -> Change:
 
 def pipe(name: str) -> Change:
     def change(directory: Path) -> None:
-        (directory / name).unlink()
+        (directory / name).unlink(missing_ok=True)
         os.mkfifo(directory / name)
 
     return change
+
+
+def piped_tokenizer_config(directory: Path) -> None:
+    tokenizer_config("{}")(directory)
+    pipe("tokenizer_config.json")(directory)
+
+
+def piped_shard(directory: Path) -> None:
+    index = {"weight_map": dict.fromkeys(tiny_tensors(tiny_config()), "model.safetensors")}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    pipe("model.safetensors")(directory)
 
 
 def sized(**sizes: int) -> Change:
@@ -272,13 +283,22 @@ WRONG = {
     "cache beyond memory": (unchanged, [*IDS, "--cache-pages", str(10**9)], "GB, and this machine has"),
     "negative seed": (unchanged, [*IDS, "--seed", "-1"], "--seed -1; legal: 0 to"),
     "temperature": (unchanged, [*IDS, "--temperature", "-1"], "--temperature -1.0; legal"),
-    "layers without end": (sized(num_hidden_layers=10**30), IDS, "num_hidden_layers = 1000000"),
+    "layers without end": (sized(num_hidden_layers=10**50), IDS,
+                           "num_hidden_layers = 100000000000000000...0000000000000000000; legal: 1 to 10000"),
     "vocabulary without end": (sized(vocab_size=10**30), IDS, "vocab_size = 1000000"),
     "nested config": (writes("config.json", NESTED), IDS, "config.json: not valid JSON: nested too deeply"),
     "nested ids": (writes("ids.json", NESTED), IDS, "--prompt-ids ids.json: not readable as JSON: nested too deeply"),
     "nested index": (writes("model.safetensors.index.json", NESTED), IDS, "index.json: not a readable JSON index"),
     "config is a pipe": (pipe("config.json"), IDS, "config.json: cannot read the config: not a regular file"),
     "weights are a pipe": (pipe("model.safetensors"), IDS, "model.safetensors: not a regular file"),
+    "a shard is a pipe": (piped_shard, IDS, "model.safetensors: not a regular file, though model.safetensors.index"),
+    "the index is a pipe": (pipe("model.safetensors.index.json"), IDS,
+                            "index.json: not a readable JSON index: not a regular file"),
+    "generation config is a pipe": (pipe("generation_config.json"), IDS,
+                                    "generation_config.json: cannot read the config: not a regular file"),
+    "tokenizer is a pipe": (pipe("tokenizer.json"), ["--prompt", "a"], "tokenizer.json: not a regular file; --prompt"),
+    "tokenizer config is a pipe": (piped_tokenizer_config, ["--prompt", "a"],
+                                   "tokenizer_config.json: cannot read the config: not a regular file"),
     "tokenizer config is a list": (tokenizer_config("[]"), ["--prompt", "a"], "must hold a JSON object, got list"),
     "tokenizer config is a number": (tokenizer_config("3"), ["--prompt", "a"], "must hold a JSON object, got int"),
     "tokenizer config is nested": (tokenizer_config(NESTED), ["--prompt", "a"], "nested too deeply"),
