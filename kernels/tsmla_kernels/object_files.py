@@ -54,11 +54,17 @@ def is_leftover(name: str) -> bool:
 
 
 def in_directory(directory: Path) -> list[Path]:
-    """The files of a directory by name; none if there is no such directory."""
+    """The files of a directory by name; none if there is no such directory. OSError if it is another file, or can't be
+    read."""
     try:
         return sorted(directory.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return []
+    except OSError as e:
+        raise OSError(
+            f"the cache of compiled kernels {directory} can't be read ({e.strerror or e}); TSMLA_CACHE_DIR names another"
+            " directory"
+        ) from None
 
 
 def pack(description: dict[str, Any], module: bytes) -> bytes:

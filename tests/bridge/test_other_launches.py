@@ -169,7 +169,7 @@ def test_a_cache_narrower_than_one_store_is_written_by_torch(gpu: Gpu) -> None:
     latent = torch.ones(2, 8, dtype=torch.bfloat16)
     tsmla_bridge.write_kv_cache(cache, latent, None, slots)
     assert not gpu.launches and cache.float().sum() == 16
-    with pytest.raises(NotImplementedError, match="L is 8; with a float8_e4m3fn cache the cache kernels take multi"):
+    with pytest.raises(NotImplementedError, match=r"latent_dim \(L\) is 8; with a float8_e4m3fn cache the cache kernels"):
         tsmla_bridge.write_kv_cache(cache, latent, None, slots, implementation="cute")
 
 
@@ -202,7 +202,7 @@ def test_merges_that_the_kernel_cannot_serve_are_torchs(gpu: Gpu) -> None:
     for given, reason in (
         (turned, r"outs\[0\] has strides .* which the kernel can't read"),
         (list(outs.double()), "outs' dtype is float64; the merge kernel takes bfloat16, float16, float32"),
-        (list(outs[..., 1:]), "L is 15; in float32 the merge kernel takes a multiple of 4"),
+        (list(outs[..., 1:]), r"v_head_dim \(L\) is 15; in float32 the merge kernel takes a multiple of 4"),
         (list(derived), "a derivative is asked for; the kernel has none"),
     ):
         out, _ = tsmla_bridge.merge_attention_states(given, list(lses))

@@ -11,6 +11,15 @@ from tsmla_bridge.engines import sglang, versions, vllm
 from tsmla_kernels import __version__
 
 
+@pytest.mark.parametrize(
+    ("version", "before"),
+    [("0.27.1", True), ("0.28.0", False), ("0.28.0rc1", False), ("0.26.0+cu129", True), ("dev", False),
+     ("0.1.dev1+g3f2a1c", False), ("", False)],
+)  # fmt: skip
+def test_a_version_that_says_nothing_is_not_an_old_one(version: str, before: bool) -> None:
+    assert versions.is_before(version, (0, 28)) == before
+
+
 @pytest.mark.parametrize("plugin", [vllm, sglang])
 def test_registering_without_the_engine_says_so(plugin: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):

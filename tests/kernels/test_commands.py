@@ -82,6 +82,7 @@ def test_compile_reports_what_fails_and_goes_on(capsys: pytest.CaptureFixture[st
         (["--config", "wide", "--jobs", "0"], "--jobs: got 0; legal: an int >= 1"),
         (["--config", "wide", "--arch", "sm_75"], "--arch: got 'sm_75'; legal: sm_90a, sm_100a"),
         (["--config", "deepseek-v3,rope_dim=63"], "no kernel for it: the rope width is 63"),
+        (["--config", "num_heads=3"], r"no kernel for it: num_heads \(Hi\) is 3; the sm_90 indexer kernel takes a multi"),
         (["--config", "deepseek-v3,shared_rope=true"], "(kernel mla_decode; --kernel names those to compile)"),
     ],
 )
@@ -259,6 +260,14 @@ def test_compile_refuses_a_directory_that_can_not_be_written(
     with pytest.raises(OSError, match=r"file/below can't be written .*TSMLA_CACHE_DIR names another"):
         compile_command("--kernel", "scale", "--config", "narrow", "--jobs", "1")
     assert not builds.read_text()
+
+
+def test_a_cache_that_is_a_file_is_no_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TSMLA_CACHE_DIR", str(tmp_path / "file"))
+    for command in ([], ["--json"], ["verify"], ["prune"]):
+        with pytest.raises(OSError, match=r"^the cache of compiled kernels .*/file can't be read \(Not a directory\)"):
+            cache_command(*command)
 
 
 def test_compile_fails_where_an_object_could_not_be_stored(

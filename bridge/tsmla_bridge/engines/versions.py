@@ -113,3 +113,9 @@ def say_active(engine: Engine, what: str) -> None:
 def numbers(version: str, count: int = 3) -> tuple[int, ...]:
     """The first numbers of a version, for comparisons."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:count])
+
+
+def is_before(version: str, release: tuple[int, int]) -> bool:
+    """Whether a version is older than a release. A build from a repository without tags calls itself "dev" or
+    "0.1.dev": it says nothing of its age, and counts as newer."""
+    return (0, 2) <= numbers(version, 2) < release

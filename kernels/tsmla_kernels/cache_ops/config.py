@@ -138,7 +138,9 @@ def write_reasons(spec: CacheWriteSpec) -> list[str]:
     """Why the kernel of write_kv_cache cannot run this call; empty if it can."""
     reasons = _dtype_reasons("latent", spec.in_dtype, INPUTS) + _dtype_reasons("kv_cache", spec.kv_dtype, CACHES)
     return reasons or _width_reasons(
-        {"L": spec.latent_dim, "R": spec.rope_dim}, tiling(spec.head_dim, spec.kv_dtype), f"a {spec.kv_dtype} cache"
+        {"latent_dim (L)": spec.latent_dim, "rope_dim (R)": spec.rope_dim},
+        tiling(spec.head_dim, spec.kv_dtype),
+        f"a {spec.kv_dtype} cache",
     )
 
 
@@ -153,7 +155,7 @@ def rope_write_reasons(spec: RopeWriteSpec) -> list[str]:
     reasons = _dtype_reasons("latent", write.in_dtype, INPUTS)
     reasons += _dtype_reasons("kv_cache", write.kv_dtype, CACHES) + _dtype_reasons("q_dtype", spec.q_dtype, CACHES)
     return reasons or _width_reasons(
-        {"L": write.latent_dim, "R": write.rope_dim},
+        {"latent_dim (L)": write.latent_dim, "rope_dim (R)": write.rope_dim},
         tiling(write.head_dim, spec.q_dtype, write.kv_dtype),
         f"a {spec.q_dtype} q and a {write.kv_dtype} cache",
     )
@@ -177,7 +179,7 @@ def gather_reasons(spec: CacheGatherSpec) -> list[str]:
     """Why the kernel of gather_kv_cache cannot run this call; empty if it can."""
     reasons = _dtype_reasons("kv_cache", spec.kv_dtype, CACHES) + _dtype_reasons("out_dtype", spec.out_dtype, INPUTS)
     return reasons or _width_reasons(
-        {"D": spec.head_dim}, tiling(spec.head_dim, spec.out_dtype), f"{spec.out_dtype} rows"
+        {"latent_dim + rope_dim (D)": spec.head_dim}, tiling(spec.head_dim, spec.out_dtype), f"{spec.out_dtype} rows"
     )
 
 
@@ -201,5 +203,5 @@ def _width_reasons(widths: dict[str, int], tiles: Tiling, stored: str) -> list[s
         if width % tiles.vector
     ]
     if not reasons and tiles.threads > MAX_THREADS:
-        reasons.append(f"D is {sum(widths.values())}; {takes} at most {MAX_THREADS * tiles.vector}")
+        reasons.append(f"{' + '.join(widths)} is {sum(widths.values())}; {takes} at most {MAX_THREADS * tiles.vector}")
     return reasons

@@ -51,7 +51,7 @@ def merge_reasons(spec: MergeSpec) -> list[str]:
     vector = tiling(1, spec.out_dtype).vector
     if not isinstance(spec.head_dim, int) or spec.head_dim % vector or not 0 < spec.head_dim <= MAX_THREADS * vector:
         legal = f"a multiple of {vector} up to {MAX_THREADS * vector}"
-        reasons.append(f"L is {spec.head_dim}; in {spec.out_dtype} the merge kernel takes {legal}")
+        reasons.append(f"v_head_dim (L) is {spec.head_dim}; in {spec.out_dtype} the merge kernel takes {legal}")
     return reasons
 
 

@@ -110,7 +110,7 @@ def decode_reasons(spec: DecodeSpec) -> list[str]:
     if spec.rope_dim != ROPE_DIM:
         reasons.append(f"the rope width is {spec.rope_dim}; TokenSpeed's decode takes {ROPE_DIM}")
     if isinstance(spec.num_heads, int) and spec.num_heads > MAX_HEADS:
-        reasons.append(f"H is {spec.num_heads}; TokenSpeed's decode takes at most {MAX_HEADS}")
+        reasons.append(f"num_heads (H) is {spec.num_heads}; TokenSpeed's decode takes at most {MAX_HEADS}")
     if isinstance(spec.max_q_len, int) and spec.max_q_len > MAX_Q_LEN:
         name = "max_q_len" if spec.ragged else "S"
         reasons.append(f"{name} is {spec.max_q_len}; TokenSpeed's decode takes at most {MAX_Q_LEN}")

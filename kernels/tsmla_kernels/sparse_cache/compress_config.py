@@ -90,7 +90,7 @@ def compress_write_reasons(spec: CompressWriteSpec) -> list[str]:
     if window & (window - 1):
         reasons.append(f"an entry pools {window} tokens; the kernel takes powers of two")
     if spec.rope_dim % LANE_CHANNELS:
-        reasons.append(f"R is {spec.rope_dim}; the kernel takes multiples of {LANE_CHANNELS}")
+        reasons.append(f"rope_dim (R) is {spec.rope_dim}; the kernel takes multiples of {LANE_CHANNELS}")
     if spec.weight_dtype not in WEIGHTS:
         reasons.append(f"norm_weight.dtype is {spec.weight_dtype}; the kernel takes {', '.join(WEIGHTS)}")
     if spec.cache not in ("v4", "indexer", *PLAIN):

@@ -115,7 +115,7 @@ def indexer_write_reasons(spec: IndexerWriteSpec) -> list[str]:
     reasons = _dtype_reasons("k", spec.in_dtype) + _width_reasons(spec.cache.head_dim, spec.rotation)
     if not isinstance(spec.cache.page_size, int) or spec.cache.page_size % 2:
         # A page of Z * 132 bytes begins at a multiple of 8, as a lane's values are stored.
-        reasons.append(f"Z is {spec.cache.page_size}; the kernel takes even page sizes")
+        reasons.append(f"page_size (Z) is {spec.cache.page_size}; the kernel takes even page sizes")
     return reasons
 
 
@@ -148,13 +148,13 @@ def _dtype_reasons(name: str, dtype: str) -> list[str]:
 
 def _width_reasons(head_dim: int, rotation: Rotation | None) -> list[str]:
     if head_dim != INDEXER.head_dim:
-        return [f"Di is {head_dim}; the kernel takes {INDEXER.head_dim}"]
+        return [f"head_dim (Di) is {head_dim}; the kernel takes {INDEXER.head_dim}"]
     if rotation is None:
         return []
     step = 2 * LANE_VALUES if rotation.layout == "halves" else LANE_VALUES
     reasons = []
     if rotation.dim % step:
-        reasons.append(f"R is {rotation.dim}; the kernel takes multiples of {step} where rope_layout is"
+        reasons.append(f"rope_dim (R) is {rotation.dim}; the kernel takes multiples of {step} where rope_layout is"
                        f" '{rotation.layout}'")
     if rotation.offset % LANE_VALUES:
         reasons.append(f"rope_offset is {rotation.offset}; the kernel takes multiples of {LANE_VALUES}")

@@ -118,7 +118,7 @@ def test_options_name_the_configs_that_calls_get(options: str, dtypes: tuple[str
     [
         ("pages=1", "got option 'pages'; legal: batch_invariant"),
         ("dtype=float64", "no kernel for it: latent.dtype is float64"),
-        ("rope_dim=3", "no kernel for it: R is 3; with a bfloat16 cache the cache kernels take multiples of 8"),
+        ("rope_dim=3", "no kernel for it: rope_dim (R) is 3; with a bfloat16 cache the cache kernels take multi"),
         ("rope_layout=pairs", "got rope_layout=pairs; legal: interleaved or halves"),
     ],
 )
@@ -232,10 +232,10 @@ def test_nobody_chooses_a_kernel_for_a_gpu_that_is_not_there(monkeypatch: pytest
     ("op", "changes", "reason"),
     [
         ("write_kv_cache", {0: Struct((4, 16, 576), F32)}, "kv_cache.dtype is float32; the cache kernels take bf"),
-        ("write_kv_cache", {0: Struct((4, 16, 584), FP8), 2: Struct((7, 72), BF16)}, "R is 72; with a float8_e4m3fn"),
+        ("write_kv_cache", {0: Struct((4, 16, 584), FP8), 2: Struct((7, 72), BF16)}, "rope_dim (R) is 72"),
         ("rope_write_kv_cache", {"q_dtype": F32}, "q_dtype is float32; the cache kernels take bfloat16, float16, fl"),
-        ("gather_kv_cache", {0: Struct((4, 16, 577), BF16)}, "D is 577; with bfloat16 rows the cache kernels take mu"),
-        ("gather_kv_cache", {0: Struct((4, 16, 16384), BF16)}, "D is 16384; with bfloat16 rows the cache kernels ta"),
+        ("gather_kv_cache", {0: Struct((4, 16, 577), BF16)}, "latent_dim + rope_dim (D) is 577; with bfloat16"),
+        ("gather_kv_cache", {0: Struct((4, 16, 16384), BF16)}, "latent_dim + rope_dim (D) is 16384; with bfloat16"),
     ],
 )  # fmt: skip
 def test_reasons_are_said(op: str, changes: dict[Any, Any], reason: str) -> None:

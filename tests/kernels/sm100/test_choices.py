@@ -261,7 +261,7 @@ def test_tiles_are_those_of_the_package() -> None:
     [
         ({"page_size": 1}, "page size is 1 (rows of single-token pages are no legal TMA box)"),
         ({"page_size": 256}, "page size is 256"),
-        ({"heads": 129}, "H is 129; TokenSpeed's decode takes at most 128"),
+        ({"heads": 129}, "num_heads (H) is 129; TokenSpeed's decode takes at most 128"),
         ({"dtype": "float32"}, "q.dtype is float32"),
         ({"tokens": 257}, "S is 257"),
         ({"batch": 1 << 18}, "B is 262144; TokenSpeed's kernels index 2^31 elements, B <= 65535 here"),

@@ -189,7 +189,7 @@ def test_nothing_is_said_of_blackwell_elsewhere(monkeypatch: pytest.MonkeyPatch)
         ({"dtype": jnp.float32}, "q.dtype is float32"),
         ({"kv": FP8}, "kv_cache.dtype is float8_e4m3fn"),
         ({"latent_dim": 448}, "latent_dim is 448"),
-        ({"heads": 130}, "H is 130"),
+        ({"heads": 130}, "num_heads (H) is 130"),
     ],
 )
 def test_limits_of_the_package_are_errors(change: dict[str, Any], reason: str) -> None:

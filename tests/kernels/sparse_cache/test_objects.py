@@ -54,7 +54,7 @@ def test_reasons_name_what_is_not_taken() -> None:
         ({"compress": CompressSpec(1, 1, 3, 1, 512, 1, 8)}, "an entry pools 3 tokens"),
         ({"compress": CompressSpec(1, 1, 4, 1, 96, 1, 8)}, "C is 96"),
         ({"weight_dtype": "float64"}, "norm_weight.dtype is float64"),
-        ({"rope_dim": 6}, "R is 6"),
+        ({"rope_dim": 6}, "rope_dim (R) is 6"),
         ({"cache": "float64"}, "cache.dtype is float64"),
     ):
         assert reason in compress_write_reasons(dataclasses.replace(spec, **change))[0]
@@ -64,10 +64,10 @@ def test_reasons_name_what_is_not_taken() -> None:
     assert indexer_write_reasons(IndexerWriteSpec(1, packed, BF16, None)) == []
     for page_size in (1, 5):
         page = dataclasses.replace(packed, page_size=page_size)
-        assert f"Z is {page_size}" in indexer_write_reasons(IndexerWriteSpec(1, page, BF16, None))[0]
+        assert f"page_size (Z) is {page_size}" in indexer_write_reasons(IndexerWriteSpec(1, page, BF16, None))[0]
     odd = IndexerWriteSpec(1, packed, "float64", Rotation(12, 2, "halves"))
     assert [reason.split(";")[0] for reason in indexer_write_reasons(odd)] == [
         "k.dtype is float64",
-        "R is 12",
+        "rope_dim (R) is 12",
         "rope_offset is 2",
     ]

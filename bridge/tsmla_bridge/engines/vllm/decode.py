@@ -40,7 +40,7 @@ from tsmla_kernels.catalog import MLA_DECODE
 from tsmla_kernels.contract import DecodeSpec
 from tsmla_kernels.sm90.decode import config as sm90_decode
 
-HEADS_FIRST = versions.numbers(vllm.__version__, 2) < (0, 28)
+HEADS_FIRST = versions.is_before(vllm.__version__, (0, 28))
 """Whether the latent part of a query has its heads in front in memory: it is a product over heads."""
 
 versions.warn_if_untested(versions.VLLM, vllm.__version__)

@@ -60,7 +60,7 @@ def selection_reasons(spec: IndexerTopkSpec) -> list[str]:
     """Why the top-k kernel cannot select from chunks of this call's logits; empty if it can."""
     reasons = topk_reasons(spec.topk)
     if not isinstance(spec.logits.num_tokens, int):
-        reasons.append(f"T is {spec.logits.num_tokens}; chunks of query rows take a static T")
+        reasons.append(f"num_tokens (T) is {spec.logits.num_tokens}; chunks of query rows take a static T")
     return reasons
 
 

@@ -115,9 +115,9 @@ def topk_reasons(spec: TopKSpec) -> list[str]:
     if spec.k > MAX_K:
         reasons.append(f"k is {spec.k}; the sm_90 top-k kernel takes at most {MAX_K}")
     if not isinstance(spec.num_columns, int):
-        reasons.append(f"N is {spec.num_columns}; the sm_90 top-k kernel takes a static N")
+        reasons.append(f"num_columns (N) is {spec.num_columns}; the sm_90 top-k kernel takes a static N")
     elif spec.num_columns > MAX_COLUMNS:
-        reasons.append(f"N is {spec.num_columns}; the sm_90 top-k kernel takes at most {MAX_COLUMNS}")
+        reasons.append(f"num_columns (N) is {spec.num_columns}; the sm_90 top-k kernel takes at most {MAX_COLUMNS}")
     if spec.order == "value" and spec.page_size:
         reasons.append("slots are written by position; order is 'value'")
     return reasons

@@ -97,11 +97,11 @@ def logits_reasons(spec: IndexerLogitsSpec) -> list[str]:
     if spec.weights_dtype != "float32":
         reasons.append(f"weights' dtype is {spec.weights_dtype}; {kernel} takes float32")
     if spec.head_dim != HEAD_DIM:
-        reasons.append(f"Di is {spec.head_dim}; {kernel} takes {HEAD_DIM}")
+        reasons.append(f"head_dim (Di) is {spec.head_dim}; {kernel} takes {HEAD_DIM}")
     if spec.num_heads % 8 or not 8 <= spec.num_heads <= MAX_HEADS:
-        reasons.append(f"Hi is {spec.num_heads}; {kernel} takes a multiple of 8 up to {MAX_HEADS}")
+        reasons.append(f"num_heads (Hi) is {spec.num_heads}; {kernel} takes a multiple of 8 up to {MAX_HEADS}")
     if cache.page_size not in (16, 32, 64, 128):
-        reasons.append(f"Z is {cache.page_size}; {kernel} takes 16, 32, 64 or {MAX_PAGE_SIZE}")
+        reasons.append(f"page_size (Z) is {cache.page_size}; {kernel} takes 16, 32, 64 or {MAX_PAGE_SIZE}")
     return reasons
 
 

@@ -59,12 +59,12 @@ def test_a_configuration_fits(heads: int, tokens: int, requests: int) -> None:
 def test_reasons_name_what_is_not_taken() -> None:
     assert logits_reasons(ONE_TOKEN) == []
     for change, reason in (
-        ({"num_heads": 12}, "Hi is 12"),
-        ({"num_heads": 136}, "Hi is 136"),
-        ({"head_dim": 64}, "Di is 64"),
+        ({"num_heads": 12}, "num_heads (Hi) is 12"),
+        ({"num_heads": 136}, "num_heads (Hi) is 136"),
+        ({"head_dim": 64}, "head_dim (Di) is 64"),
         ({"q_dtype": "bfloat16"}, "q's dtype is bfloat16"),
         ({"weights_dtype": "float64"}, "weights' dtype is float64"),
-        ({"cache": IndexerCacheSpec(8, 48, 128, True)}, "Z is 48"),
+        ({"cache": IndexerCacheSpec(8, 48, 128, True)}, "page_size (Z) is 48"),
         ({"cache": IndexerCacheSpec(8, 64, 128, False), "cache_dtype": "bfloat16"}, "k_cache's dtype is bfloat16"),
     ):
         assert logits_reasons(dataclasses.replace(ONE_TOKEN, **change))[0].startswith(reason)  # type: ignore[arg-type]
