@@ -132,7 +132,7 @@ def _is_dual(value: Any) -> bool:
 
 def scale_arguments(scale: Any) -> tuple[torch.Tensor | None, float | None]:
     """A scale as an operator takes it: a tensor or a number."""
-    return (scale, None) if isinstance(scale, torch.Tensor) else (None, scale)
+    return (scale, None) if isinstance(scale, torch.Tensor) else (None, tensors.as_number(scale))
 
 
 def scale_of(scale_tensor: torch.Tensor | None, number: float | None) -> Scale | None:

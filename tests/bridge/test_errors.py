@@ -219,6 +219,36 @@ def test_without_a_gpu_the_sizes_of_workspaces_say_what_is_missing(device: Any) 
             tsmla_bridge.Workspace(64)
 
 
+@pytest.mark.parametrize(
+    "value", [np.float32(0), np.float32(-1), np.float64(np.nan), np.array(0.0, np.float32), np.float16(1), np.int64(1)]
+)
+@pytest.mark.parametrize("name", ["softmax_scale", "q_scale", "kv_scale"])
+def test_scalars_of_numpy_are_scales_in_both_front_ends(name: str, value: Any) -> None:
+    """By value, as numbers are; those of another dtype in neither."""
+    arguments = test_bad_input.DECODE
+    for module, given in (tsmla_jax, arguments), (tsmla_bridge, {name: as_torch(x) for name, x in arguments.items()}):
+        for legal in np.float32(0.5), np.float64(0.5), np.array(0.5, np.float32):
+            module.mla_decode(**given | {name: legal})
+        with pytest.raises((TypeError, ValueError), match=f"^{name}: got .*legal: a (positive number|float or a float32)"):
+            module.mla_decode(**given | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("latent", "rope", "message"),
+    [
+        (torch.ones(2, 1, 4, 512).bfloat16(), torch.ones(2, 1, 4, 64), "dtypes bfloat16 and float32; legal: two tens"),
+        (torch.ones(2, 1, 4, 512), torch.ones(2, 1, 4, 64, device="meta"), "on the devices cpu and meta; legal: two"),
+        (torch.ones(2, 1, 4, 512), torch.ones(2, 1, 3, 64), r"shapes \[2, 1, 4, 512\] and \[2, 1, 3, 64\]; legal: \["),
+        (torch.ones(512), torch.ones(64), r"shapes \[512\] and \[64\]; legal: \["),
+        (torch.ones(()), torch.ones(()), r"shapes \[\] and \[\]; legal: \["),
+    ],
+)
+def test_a_pair_of_two_kinds_is_refused_for_what_differs(latent: torch.Tensor, rope: torch.Tensor, message: str) -> None:
+    arguments = {name: as_torch(value) for name, value in test_bad_input.DECODE.items()}
+    with pytest.raises(ValueError, match=f"^q: got a pair (of )?{message}"):
+        tsmla_bridge.mla_decode(**arguments | {"q": (latent, rope)})
+
+
 def test_a_pair_that_the_kernels_cannot_read_is_refused_with_its_strides() -> None:
     arguments = {name: as_torch(value) for name, value in test_bad_input.DECODE.items()}
     latent, rope = arguments["q"].split((32, 16), -1)

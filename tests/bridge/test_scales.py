@@ -28,6 +28,21 @@ def test_scales_are_those_of_the_call(gpu: Gpu) -> None:
         assert_right(got, case, scale=0.2, kv_scale=value, q_scale=2.0)
 
 
+def test_scalars_of_numpy_are_numbers(gpu: Gpu) -> None:
+    """Not rounded to float32 before they are multiplied: the results are those of Python's numbers, bit by bit."""
+    case, numbers = served([5, 33]), {"softmax_scale": 0.1, "q_scale": 0.7, "kv_scale": 0.3}
+    of_numpy = {name: np.float32(number) for name, number in numbers.items()}
+    numbers = {name: float(number) for name, number in of_numpy.items()}
+    assert scales.product(*of_numpy.values(), None) == scales.product(*numbers.values(), None)
+    torch.testing.assert_close(attend(case, **of_numpy), attend(case, **numbers), rtol=0, atol=0)
+    rows, slots = torch.ones(1, 320, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int32)
+    cache = torch.zeros(2, 1, 16, 320, dtype=torch.bfloat16)
+    for page, scale in zip(cache, (of_numpy["kv_scale"], numbers["kv_scale"]), strict=True):
+        tsmla_bridge.write_kv_cache(page, rows, None, slots, kv_scale=scale)
+        tsmla_bridge.gather_kv_cache(page, slots[:, None], slots, slots + 1, total_len=1, kv_scale=scale)
+    assert cache[0].equal(cache[1])
+
+
 @pytest.fixture
 def written(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The stream of each pair of numbers that was written, by the one kernel that writes one."""

@@ -19,7 +19,7 @@ from typing import Any, TypeGuard
 import torch
 
 from tsmla_bridge.runtime import devices
-from tsmla_bridge.runtime.tensors import Scale, describe_scale
+from tsmla_bridge.runtime.tensors import Scale, as_number, describe_scale
 from tsmla_kernels.contract.rules import check_scale
 
 Pair = tuple[float, float] | torch.Tensor
@@ -90,6 +90,7 @@ def product(softmax_scale: Scale, q_scale: Scale | None, k_scale: Scale | None, 
         index = key.get_device()
         factors = (_float32(softmax_scale) * _float32(query), 1.0)
         return on_device(factors, index, devices.current_stream(index)) * key
+    softmax_scale, query, key, out = map(as_number, (softmax_scale, query, key, out))
     given = [scale for scale in (softmax_scale, query, key, out) if isinstance(scale, torch.Tensor)]
     if not given:
         return softmax_scale * query * key, out  # type: ignore[return-value]
@@ -109,7 +110,7 @@ def factors(
     softmax_scale: Scale, q_scale: Scale | None, kv_scale: Scale | None, compressed_kv_scale: Scale | None
 ) -> Factors:
     """The factors of a call of sparse_mla: softmax_scale * q_scale and the two others; None is 1."""
-    given = [1.0 if s is None else s for s in (softmax_scale, q_scale, kv_scale, compressed_kv_scale)]
+    given = [1.0 if s is None else as_number(s) for s in (softmax_scale, q_scale, kv_scale, compressed_kv_scale)]
     known = [scale for scale in given if isinstance(scale, torch.Tensor)]
     if not known:
         softmax, query, first, second = given

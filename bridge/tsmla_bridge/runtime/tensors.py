@@ -10,10 +10,11 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from tsmla_kernels import contract
-from tsmla_kernels.contract.rules import show, spec_of
+from tsmla_kernels.contract.rules import SCALES, show, spec_of
 from tsmla_kernels.sm90.decode.config import reads_heads_first
 
 Spec = TypeVar("Spec")
@@ -59,8 +60,15 @@ def describe(name: str, value: Any) -> contract.Array:
 
 
 def describe_scale(name: str, value: Any) -> Any:
-    """A scale for the contract: tensors by shape and dtype; anything else unchanged, for the contract to judge."""
-    return describe(name, value) if isinstance(value, torch.Tensor) else value
+    """A scale for the contract: tensors by shape and dtype; scalars of numpy as numbers; anything else unchanged, for
+    the contract to judge."""
+    return describe(name, value) if isinstance(value, torch.Tensor) else as_number(value)
+
+
+def as_number(scale: Any) -> Any:
+    """A float32 or float64 scalar of numpy as the number that it is; anything else, tensors too, unchanged."""
+    scalar = isinstance(scale, (np.generic, np.ndarray)) and scale.shape == () and scale.dtype.name in SCALES
+    return float(scale) if scalar else scale
 
 
 def describe_call(make_spec: Callable[..., Spec], **arguments: Any) -> Spec:
@@ -109,29 +117,32 @@ def query_of_pair(q: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     latent, rope = q
     for part in q:
         describe("q", part)
+    if latent.dtype != rope.dtype:
+        raise ValueError(
+            f"q: got a pair of dtypes {dtype_name(latent.dtype)} and {dtype_name(rope.dtype)}; legal: two tensors of one"
+            " dtype"
+        )
+    if latent.device != rope.device:
+        raise ValueError(
+            f"q: got a pair on the devices {latent.device} and {rope.device}; legal: two tensors on one device"
+        )
+    shapes = f"shapes {show(tuple(latent.shape))} and {show(tuple(rope.shape))}"
+    if latent.dim() < 2 or latent.shape[:-1] != rope.shape[:-1]:
+        raise ValueError(f"q: got a pair of {shapes}; legal: [..., H, L] and [..., H, R], alike but for the last axis")
     width = latent.shape[-1] + rope.shape[-1]
-    same = (
-        latent.dtype == rope.dtype
-        and latent.device == rope.device
-        and latent.dim() >= 2
-        and latent.shape[:-1] == rope.shape[:-1]
-    )
     one = (
-        same
-        and latent.stride(-1) == 1
+        latent.stride(-1) == 1
         and latent.stride() == rope.stride()
         and latent.untyped_storage().data_ptr() == rope.untyped_storage().data_ptr()
         and rope.storage_offset() == latent.storage_offset() + latent.shape[-1]
     )
     if one:
         return latent.as_strided((*latent.shape[:-1], width), latent.stride()), None
-    dense = same and (latent.is_contiguous() or is_heads_first(latent))
-    if not dense or row_step(rope) == 0:
+    if not (latent.is_contiguous() or is_heads_first(latent)) or row_step(rope) == 0:
         raise ValueError(
-            f"q: got a pair of shapes {show(tuple(latent.shape))} and {show(tuple(rope.shape))}, strides"
-            f" {show(latent.stride())} and {show(rope.stride())}; legal: the latent and the rope columns of one tensor,"
-            " or a contiguous latent part and rope rows of one stride, a multiple of 16 bytes;"
-            " torch.cat(q, -1) makes one of them"
+            f"q: got a pair of {shapes}, strides {show(latent.stride())} and {show(rope.stride())}; legal: the latent and"
+            " the rope columns of one tensor, or a contiguous latent part and rope rows of one stride, a multiple of 16"
+            " bytes; torch.cat(q, -1) makes one of them"
         )
     return latent, rope
 
