@@ -62,8 +62,8 @@ def in_directory(directory: Path) -> list[Path]:
         return []
     except OSError as e:
         raise OSError(
-            f"the cache of compiled kernels {directory} can't be read ({e.strerror or e}); TSMLA_CACHE_DIR names another"
-            " directory"
+            f"the cache of compiled kernels {directory} can't be read ({e.strerror or e}); TSMLA_CACHE_DIR names"
+            " another directory"
         ) from None
 
 

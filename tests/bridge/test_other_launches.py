@@ -169,7 +169,7 @@ def test_a_cache_narrower_than_one_store_is_written_by_torch(gpu: Gpu) -> None:
     latent = torch.ones(2, 8, dtype=torch.bfloat16)
     tsmla_bridge.write_kv_cache(cache, latent, None, slots)
     assert not gpu.launches and cache.float().sum() == 16
-    with pytest.raises(NotImplementedError, match=r"latent_dim \(L\) is 8; with a float8_e4m3fn cache the cache kernels"):
+    with pytest.raises(NotImplementedError, match=r"latent_dim \(L\) is 8; with a float8_e4m3fn cache the cache kern"):
         tsmla_bridge.write_kv_cache(cache, latent, None, slots, implementation="cute")
 
 

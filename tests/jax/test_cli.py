@@ -7,11 +7,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import pytest
 from absl.testing import parameterized
 
 from tsmla_jax.cli import commands as cli
 from tsmla_jax.cli import doctor
+from tsmla_jax.ops import device
 from tsmla_jax.ops.explain import OPERATIONS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -202,6 +204,11 @@ def test_doctor_gives_each_reason_once(capsys: pytest.CaptureFixture[str]) -> No
     assert reasons and len(reasons) == len(set(reasons))
 
 
+COMPRESS = ["kv_score=f32[512,2,1024]", "ape=f32[4,1024]", "state_slots=i32[8]", "seq_lens=i32[8]",
+            "cu_seqlens_q=i32[9]", "ratio=4", "overlap=true"]  # fmt: skip
+DECODE = ["kv_cache=bf16[9,64,576]", "block_tables=i32[2,4]", "seq_lens=i32[2]"]
+
+
 def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert in_process("explain") == 0
     everything = capsys.readouterr().out
@@ -211,7 +218,21 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert "mla_decode, fp8: xla\n  not cute: " in said and "mla_prefill" not in said
     call = ["q=bf16[2,1,16,576]", "kv_cache=bf16[9,64,576]", "block_tables=i32[2,4]", "seq_lens=i32[2]"]
     assert in_process("explain", "mla_decode", *call, "softmax_scale=0.1", "causal=False") == 0
-    assert "mla_decode: xla runs this call" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "mla_decode: xla runs this call" in said
+    assert jax.default_backend() == "gpu" or said.endswith("--arch sm_90a answers for a GPU that is not here\n")
+    assert in_process("explain", "--arch", "sm_90a", "mla_decode", *call, "softmax_scale=0.1") == 0
+    assert capsys.readouterr().out.startswith("mla_decode: cute runs this call\n  cute: can run\n")
+    assert in_process("explain", "--arch", "sm_100a", "merge_attention_states") == 0
+    assert "not cute: the kernel is untested on sm_100a" in capsys.readouterr().out
+    assert device.target_arch() != "sm_100a"
+
+
+def test_explain_takes_several_arrays(capsys: pytest.CaptureFixture[str]) -> None:
+    parts = ["outs=bf16[64,128,512],bf16[64,128,512]", "lses=f32[64,128],f32[64,128]"]
+    assert in_process("explain", "merge_attention_states", *parts) == 0
+    assert in_process("explain", "compress_kv", *COMPRESS, "state=f32[8,8,2,1024],i32[8,8]") == 0
+    assert "\ncompress_kv: xla runs this call\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -220,8 +241,32 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
         (["attention"], "OP: got 'attention'; legal: mla_decode"),
         (["mla_decode", "q"], "got 'q'; legal: NAME=VALUE"),
         (["mla_decode", "q=int4[2]"], "q: got dtype 'int4'; legal: bf16"),
-        (["mla_decode", "q=bf16[2,1,16,576]"], "missing a required argument: 'kv_cache'; explain takes"),
-        (["select_topk", "logits=f32[2,9]", "seq_lens=i32[2]", "k=x"], "k: got str"),
+        (
+            ["mla_decode", "q=bf16[2,1,16,576]"],
+            "mla_decode needs kv_cache, block_tables, seq_lens, softmax_scale, too; legal: NAME=VALUE for each of them",
+        ),
+        (["mla_decode", "query=bf16[2]"], "query: mla_decode has no such argument; legal: q, kv_cache, "),
+        (["mla_decode", "q=bf16[2]", "q=bf16[3]"], "q: got bf16[2] and bf16[3]; legal: one of them"),
+        (
+            ["mla_decode", "q=bf16[-2,1,16,576]", *DECODE, "softmax_scale=1"],
+            "q: got shape [-2,1,16,576]; legal: sizes with commas between them, as in [8,1,128,576]",
+        ),
+        (["mla_decode", "q=8", *DECODE, "softmax_scale=1"], "q: got 8; legal: a dtype and a shape, as in bf16[8,1,"),
+        (
+            ["mla_decode", "q=bf16[2,1,16,576]", *DECODE, "softmax_scale=1", "causal=maybe"],
+            "causal: got maybe; legal: True or False\n",
+        ),
+        (
+            ["mla_decode", "q=bf16[2,1,16,576]", *DECODE, "softmax_scale=x"],
+            "softmax_scale: got x; legal: a float or a scalar array, f32[]\n",
+        ),
+        (["mla_decode", "q=bf16[2,1,16,576]", *DECODE, "softmax_scale=0"], "softmax_scale: got 0; legal: a positive"),
+        (["select_topk", "logits=f32[2,9]", "seq_lens=i32[2]", "k=x"], "k: got x; legal: a static int >= 1\n"),
+        (
+            ["compress_kv", *COMPRESS, "state=f32[8,8,2,1024]"],
+            "state: got f32[8,8,2,1024]; legal: the arrays kv_score and positions, as in state=f32[8,8,2,1024],i32[",
+        ),
+        (["mla_decode", "--arch", "sm_80"], "--arch: got 'sm_80'; legal: sm_90a, sm_100a, sm_103a, sm_107a"),
     ],
 )
 def test_explain_says_what_is_wrong(

@@ -82,7 +82,7 @@ def test_compile_reports_what_fails_and_goes_on(capsys: pytest.CaptureFixture[st
         (["--config", "wide", "--jobs", "0"], "--jobs: got 0; legal: an int >= 1"),
         (["--config", "wide", "--arch", "sm_75"], "--arch: got 'sm_75'; legal: sm_90a, sm_100a"),
         (["--config", "deepseek-v3,rope_dim=63"], "no kernel for it: the rope width is 63"),
-        (["--config", "num_heads=3"], r"no kernel for it: num_heads \(Hi\) is 3; the sm_90 indexer kernel takes a multi"),
+        (["--config", "num_heads=3"], r"no kernel for it: num_heads \(Hi\) is 3; the sm_90 indexer kernel takes a mul"),
         (["--config", "deepseek-v3,shared_rope=true"], "(kernel mla_decode; --kernel names those to compile)"),
     ],
 )

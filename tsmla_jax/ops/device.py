@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import os
 import threading
+from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ PROVEN = ("sm_90a",)
 """The architectures on which the kernels of the caches and of merging have run; on others they must be named."""
 
 _TYPE = "CuteDSLRT_NvJaxCutlassCallTypes_v2"
+_planned: ContextVar[str | None] = ContextVar("_planned", default=None)
 _register_lock = threading.Lock()
 _registered = False
 
@@ -32,8 +36,20 @@ _registered = False
 # ---- the device
 
 
+@contextlib.contextmanager
+def planned_for(arch: str) -> Iterator[None]:
+    """Inside, this thread's `explain` judges calls for a GPU of this architecture, of NUM_SMS, whatever there is."""
+    token = _planned.set(arch)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
+
+
 def gpu() -> Any | None:
     """This process' first CUDA device, None if it has none."""
+    if _planned.get() is not None:
+        return None
     try:
         return jax.local_devices(backend="cuda")[0]
     except (RuntimeError, IndexError):
@@ -42,6 +58,8 @@ def gpu() -> Any | None:
 
 def target_arch() -> str | None:
     """The architecture to compile for: that of the GPU, else CUTE_DSL_ARCH, else None."""
+    if (planned := _planned.get()) is not None:
+        return planned
     device = gpu()
     if device is None:
         return os.environ.get("CUTE_DSL_ARCH") or None
@@ -92,6 +110,8 @@ def why_not_made(kernel: Kernel, config: Config) -> list[str]:
 
 def why_not_by_default() -> list[str]:
     """Why implementation=None should not run a kernel that could be named."""
+    if _planned.get() is not None:
+        return []
     device = getattr(jax.config, "jax_default_device", None)
     platform = jax.default_backend() if device is None else getattr(device, "platform", device)
     return [] if platform in ("gpu", "cuda") else [f"jax's default device is a {platform}"]

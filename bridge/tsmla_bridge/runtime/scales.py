@@ -114,7 +114,7 @@ def factors(
     known = [scale for scale in given if isinstance(scale, torch.Tensor)]
     if not known:
         softmax, query, first, second = given
-        return softmax * query, first, second  # type: ignore[return-value]
+        return softmax * query, first, second
     on_cpu = known[0].device.type == "cpu"
     dtype = torch.float64 if on_cpu and any(scale.dtype == torch.float64 for scale in known) else torch.float32
     like = (dtype, known[0].device)

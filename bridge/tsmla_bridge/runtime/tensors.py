@@ -118,10 +118,8 @@ def query_of_pair(q: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     for part in q:
         describe("q", part)
     if latent.dtype != rope.dtype:
-        raise ValueError(
-            f"q: got a pair of dtypes {dtype_name(latent.dtype)} and {dtype_name(rope.dtype)}; legal: two tensors of one"
-            " dtype"
-        )
+        dtypes = f"{dtype_name(latent.dtype)} and {dtype_name(rope.dtype)}"
+        raise ValueError(f"q: got a pair of dtypes {dtypes}; legal: two tensors of one dtype")
     if latent.device != rope.device:
         raise ValueError(
             f"q: got a pair on the devices {latent.device} and {rope.device}; legal: two tensors on one device"
@@ -140,9 +138,9 @@ def query_of_pair(q: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         return latent.as_strided((*latent.shape[:-1], width), latent.stride()), None
     if not (latent.is_contiguous() or is_heads_first(latent)) or row_step(rope) == 0:
         raise ValueError(
-            f"q: got a pair of {shapes}, strides {show(latent.stride())} and {show(rope.stride())}; legal: the latent and"
-            " the rope columns of one tensor, or a contiguous latent part and rope rows of one stride, a multiple of 16"
-            " bytes; torch.cat(q, -1) makes one of them"
+            f"q: got a pair of {shapes}, strides {show(latent.stride())} and {show(rope.stride())}; legal: the latent"
+            " and the rope columns of one tensor, or a contiguous latent part and rope rows of one stride, a multiple of"
+            " 16 bytes; torch.cat(q, -1) makes one of them"
         )
     return latent, rope
 

@@ -174,7 +174,7 @@ def test_generation_config_has_the_last_word_on_end_tokens(tmp_path: Path) -> No
     for target in ("/dev/zero", "/nowhere"):  # neither read without end nor passed over
         generation.unlink()
         generation.symlink_to(target)
-        with pytest.raises(ValueError, match="generation_config.json: cannot read the config"):
+        with pytest.raises(ValueError, match=r"generation_config\.json: cannot read the config"):
             ModelConfig.from_hf(tmp_path)
 
 

@@ -76,7 +76,7 @@ def test_options_name_the_configs_that_calls_get(options: str, config: MergeConf
         ("pages=1", "got option 'pages'; legal: batch_invariant"),
         ("dtype=float64", "no kernel for it: outs' dtype is float64; the merge kernel takes bfloat16, float16, float3"),
         ("parts=9", "no kernel for it: there are 9 parts; the merge kernel takes at most 8"),
-        ("v_head_dim=12", "no kernel for it: v_head_dim (L) is 12; in bfloat16 the merge kernel takes a multiple of 8 "),
+        ("v_head_dim=12", "no kernel for it: v_head_dim (L) is 12; in bfloat16 the merge kernel takes a multiple of 8"),
     ],
 )
 def test_options_are_checked(options: str, message: str) -> None:
