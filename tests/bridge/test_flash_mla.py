@@ -41,6 +41,12 @@ def test_signatures(name: str) -> None:
     assert {p.name: ... if p.default is empty else p.default for p in parameters} == SIGNATURES[name]
 
 
+SPARSE = {
+    "k_cache": torch.zeros(2, 64, 1, 656, dtype=torch.uint8), "indices": torch.zeros(2, 1, 64, dtype=torch.int32),
+    "is_fp8_kvcache": True,
+}  # fmt: skip
+
+
 def case(lens: list[int], **shape: Any) -> Inputs:
     return inputs(lens, **({"latent_dim": 512, "rope_dim": 64, "heads": HEADS, "page_size": 64} | shape))
 
@@ -118,6 +124,36 @@ def test_sparse_decode(device: str, sinks: bool, lengths: bool) -> None:
 def test_refusals(changed: dict[str, Any], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         attend(case([70, 5], q_dtype="bfloat16", kv_dtype="bfloat16"), "cpu", **changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"head_dim_v": 600}, "^head_dim_v: got 600; it must be at most k_cache's last axis D = 576"),
+        ({"head_dim_v": None}, "^head_dim_v: got NoneType; legal: a static int"),
+        ({"softmax_scale": "x"}, "^softmax_scale: got str; legal: a float or a float32 scalar array"),
+        ({"softmax_scale": 0.0}, "^softmax_scale: got 0.0; legal: a positive number"),
+        ({"q": [1]}, r"^q: got list; legal: a torch\.Tensor"),
+        ({"k_cache": 1}, r"^k_cache: got int; legal: a torch\.Tensor"),
+        ({"block_table": [1]}, r"^block_table: got list; legal: a torch\.Tensor"),
+        ({"cache_seqlens": torch.ones(2).long()}, "^cache_seqlens: got dtype int64; legal: int32"),
+        ({"cache_seqlens": torch.ones(1).int()}, r"^cache_seqlens: got shape \[1\]; axis 0 must be 2"),
+        ({"k_cache": torch.ones(2, 64, 1, 576)}, "^k_cache: got dtype float32; with q of bfloat16 legal: bfloat16"),
+        ({**SPARSE, "indices": 1}, r"^indices: got int; legal: a torch\.Tensor"),
+        ({**SPARSE, "topk_length": 3}, r"^topk_length: got int; legal: a torch\.Tensor"),
+        ({**SPARSE, "topk_length": torch.ones(2).long()}, "^topk_length: got dtype int64; legal: int32"),
+        ({**SPARSE, "attn_sink": torch.ones(3)}, r"^attn_sink: got shape \[3\]; axis 0 must be 4 \(H, q's heads\)"),
+        ({**SPARSE, "head_dim_v": 600}, "^head_dim_v: got 600; it must be at most q's last axis D = 576"),
+    ],
+)
+def test_errors_name_the_packages_arguments(changed: dict[str, Any], said: str) -> None:
+    given = case([70, 5], q_dtype="bfloat16", kv_dtype="bfloat16")
+    legal = {
+        "q": given.q, "k_cache": given.kv_cache.unsqueeze(2), "block_table": given.block_tables,
+        "cache_seqlens": given.seq_lens, "head_dim_v": 512, "tile_scheduler_metadata": None,
+    }  # fmt: skip
+    with pytest.raises((TypeError, ValueError), match=said):
+        flash_mla.flash_mla_with_kvcache(**legal | changed)
 
 
 @pytest.mark.parametrize(

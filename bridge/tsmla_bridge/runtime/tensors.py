@@ -139,8 +139,8 @@ def query_of_pair(q: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     if not (latent.is_contiguous() or is_heads_first(latent)) or row_step(rope) == 0:
         raise ValueError(
             f"q: got a pair of {shapes}, strides {show(latent.stride())} and {show(rope.stride())}; legal: the latent"
-            " and the rope columns of one tensor, or a contiguous latent part and rope rows of one stride, a multiple of"
-            " 16 bytes; torch.cat(q, -1) makes one of them"
+            " and the rope columns of one tensor, or a contiguous latent part and rope rows of one stride, a multiple"
+            " of 16 bytes; torch.cat(q, -1) makes one of them"
         )
     return latent, rope
 

@@ -5,14 +5,29 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 
 from tsmla_bridge.ops import mla_decode, sparse_mla
+from tsmla_bridge.runtime.tensors import TENSOR
+from tsmla_kernels import contract
 from tsmla_kernels.contract.rules import show
 
 V32_ROW = 656  # bytes of a token in DeepSeek-V3.2's packed cache
+
+_NAMES = {
+    "latent_dim": "head_dim_v",
+    "kv_cache": "k_cache",
+    "block_tables": "block_table",
+    "seq_lens": "cache_seqlens",
+    "lengths": "topk_length",
+    "sinks": "attn_sink",
+}
+_ARGUMENT = re.compile(r"^(lengths|sinks)(?=:)|\b(latent_dim|kv_cache|block_tables|seq_lens)\b")
+"""An argument of this project's operations in an error's text. Two of the names are words, too."""
 
 
 @dataclasses.dataclass
@@ -74,17 +89,24 @@ def flash_mla_with_kvcache(
     }  # fmt: skip
     if given := [name for name, value in extra.items() if value is not None]:
         _refuse(f"flash_mla_with_kvcache: got {', '.join(given)}")
+    optional = {
+        "block_table": block_table, "cache_seqlens": cache_seqlens, "indices": indices, "topk_length": topk_length,
+        "attn_sink": attn_sink,
+    }  # fmt: skip
+    present = {name: value for name, value in optional.items() if value is not None}
+    for name, value in {"q": q, "k_cache": k_cache, **present}.items():
+        if not isinstance(value, torch.Tensor):
+            raise contract.not_an_array(name, value, TENSOR)
     if q.dim() != 4:
         raise ValueError(f"q: got shape {show(tuple(q.shape))}; legal: [B, S, H, D]")
-    softmax_scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    softmax_scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     if indices is not None:
         if causal or not is_fp8_kvcache:
             raise ValueError(
                 f"causal, is_fp8_kvcache: got {causal}, {is_fp8_kvcache}; with indices they must be False and True"
             )
         return _sparse_decode(q, k_cache, indices, topk_length, attn_sink, head_dim_v, softmax_scale)
-    if given := [name for name, value in {"attn_sink": attn_sink, "topk_length": topk_length}.items()
-                 if value is not None]:
+    if given := [name for name in ("attn_sink", "topk_length") if name in present]:
         raise ValueError(f"{', '.join(given)}: got tensors; they go with indices alone")
     if block_table is None or cache_seqlens is None:
         raise ValueError("block_table, cache_seqlens: got None; without indices both are needed")
@@ -92,7 +114,8 @@ def flash_mla_with_kvcache(
         raise ValueError(f"k_cache: got shape {show(tuple(k_cache.shape))}; legal: [P, Z, 1, D]")
     if is_fp8_kvcache != (k_cache.dtype == torch.float8_e4m3fn):
         raise ValueError(f"is_fp8_kvcache: got {is_fp8_kvcache} for a cache of {k_cache.dtype}; they must agree")
-    out, lse = mla_decode.mla_decode(
+    out, lse = _call(
+        mla_decode.mla_decode,
         q.contiguous(),
         k_cache.select(2, 0),
         block_table,
@@ -103,6 +126,16 @@ def flash_mla_with_kvcache(
         return_lse=True,
     )
     return out, _as_the_packages(lse)
+
+
+def _call(operation: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """operation(*arguments, **options), whose errors have the names of the package's arguments."""
+    try:
+        return operation(*arguments, **options)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        said = _ARGUMENT.sub(lambda name: _NAMES[name[0]], str(error))
+        kind = next(kind for kind in (TypeError, ValueError, NotImplementedError) if isinstance(error, kind))
+        raise kind(said) from None
 
 
 def _as_the_packages(lse: torch.Tensor) -> torch.Tensor:
@@ -132,7 +165,8 @@ def _sparse_decode(
             f"topk_length: got shape {show(tuple(topk_length.shape))}; legal: [B] = [{batch}], B from q"
         )
     lengths = None if topk_length is None else topk_length.repeat_interleave(q_len)
-    out, lse = sparse_mla.sparse_mla(
+    out, lse = _call(
+        sparse_mla.sparse_mla,
         q.reshape(batch * q_len, heads, head_dim),
         k_cache.select(2, 0).view(torch.uint8),
         indices.reshape(batch * q_len, indices.shape[2]),
