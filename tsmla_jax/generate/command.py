@@ -12,10 +12,14 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from tsmla_jax.generate import processes
 from tsmla_kernels.command_line import read_text
+
+if TYPE_CHECKING:
+    from tsmla_jax.generate.engine import Generation
+    from tsmla_jax.generate.plan import Plan
 
 Result = TypeVar("Result")
 
@@ -230,10 +234,22 @@ def _generate(args: argparse.Namespace) -> None:
     load_seconds = time.perf_counter() - begin
     stream = Stream(sys.stdout, lines, tokenizer, len(prompts)) if writes else None
     engine = Engine(params, config, options, _say_compiling if writes else None)
-    result = engine.generate(prompts, args.max_new_tokens, stream)
+    try:
+        result = engine.generate(prompts, args.max_new_tokens, stream)
+    finally:
+        if stream:
+            stream.end_line()
     if not writes:
         return
-    record = {
+    record = _record(result, plan, load_seconds)
+    print("\n" + table(record), flush=True)
+    if args.json:
+        Path(args.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def _record(result: Generation, plan: Plan, load_seconds: float) -> dict[str, Any]:
+    """What --json writes of a run, and the closing table shows."""
+    return {
         "tokens": result.tokens,
         **dataclasses.asdict(result.figures),
         "prefill_tokens_per_second": result.figures.prefill_tokens_per_second,
@@ -247,9 +263,6 @@ def _generate(args: argparse.Namespace) -> None:
         "q_dtype": plan.q_dtype,
         "mesh": dataclasses.asdict(plan.mesh),
     }
-    print("\n" + table(record), flush=True)
-    if args.json:
-        Path(args.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def _check_bounds(args: argparse.Namespace) -> None:
@@ -419,6 +432,13 @@ class Stream:
             self._current, self._written = self._current + 1, -1
             index = self._current
         self._out.flush()
+
+    def end_line(self) -> None:
+        """Ends the line of a text that will not be finished, so that an error has one of its own."""
+        if self._written >= 0:
+            self._written = -1
+            self._out.write("\n")
+            self._out.flush()
 
     def _write(self, index: int, done: bool) -> None:
         if self._written < 0:

@@ -27,18 +27,17 @@ def join(coordinator_address: str | None, num_processes: int | None, process_id:
     Raises:
       ValueError: some of the three are missing or not legal, or the processes don't find each other.
     """
-    given = {
-        "coordinator_address": coordinator_address,
-        "num_processes": num_processes,
-        "process_id": process_id,
+    flags = {
+        "--coordinator-address": coordinator_address,
+        "--num-processes": num_processes,
+        "--process-id": process_id,
     }
-    if all(value is None for value in given.values()):
+    given = [flag for flag, value in flags.items() if value is not None]
+    if not given:
         return
-    for name, value in given.items():
-        if value is None:
-            others = " and ".join(other.replace("_", " ") for other, known in given.items() if known is not None)
-            raise ValueError(f"{name} = None; legal beside a {others}: a value")
-    assert coordinator_address is not None and num_processes is not None and process_id is not None
+    if coordinator_address is None or num_processes is None or process_id is None:
+        missing = [flag for flag in flags if flag not in given]
+        raise ValueError(f"{' and '.join(given)}: needs {' and '.join(missing)}, too")
     if not re.fullmatch(r".+:\d+", coordinator_address):
         raise ValueError(f"coordinator_address = {coordinator_address!r}; legal: HOST:PORT")
     if num_processes < 1:

@@ -16,6 +16,7 @@ import pytest
 from examples import make_checkpoint
 from tests.jax.generate.tiny import tiny_config, tiny_tensors, write_tiny
 from tsmla_jax.cli import commands as cli
+from tsmla_jax.generate import Engine
 from tsmla_jax.generate.command import Stream, keep_compiled_programs, read_prompt_ids, table
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -326,6 +327,20 @@ def test_wrong_input_gets_one_line(
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
     assert captured.err.startswith("tsmla generate: error: ") and named in captured.err
+
+
+def test_an_error_has_a_line_of_its_own(
+    tiny_checkpoint: Path, prompt_ids: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(engine: Engine, prompts: object, count: int, on_tokens: Callable[[int, list[int], bool], None]) -> None:
+        on_tokens(0, [7, 8], True)
+        on_tokens(1, [9], False)
+        raise FloatingPointError("text 1: NaN")
+
+    monkeypatch.setattr(Engine, "generate", fail)
+    assert run("--checkpoint", tiny_checkpoint, "--prompt-ids", prompt_ids) == 2
+    said = capsys.readouterr()
+    assert said.out == "[0] 7 8 \n[1] 9 \n" and said.err == "tsmla generate: error: text 1: NaN\n"
 
 
 def test_prompts_may_come_from_a_pipe(tmp_path: Path) -> None:

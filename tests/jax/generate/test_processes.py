@@ -178,7 +178,8 @@ def test_programs_of_other_flags_and_checkpoints_of_other_weights_are_told_apart
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (("host:1", None, 0), r"^num_processes = None; legal beside a coordinator address and process id: a value$"),
+        (("host:1", None, 0), r"^--coordinator-address and --process-id: needs --num-processes, too$"),
+        ((None, 2, None), r"^--num-processes: needs --coordinator-address and --process-id, too$"),
         (("host", 2, 0), r"^coordinator_address = 'host'; legal: HOST:PORT"),
         (("host:1", 0, 0), r"^num_processes = 0; legal: at least 1"),
         (("host:1", 2, 2), r"^process_id = 2; legal: 0 to 1"),
