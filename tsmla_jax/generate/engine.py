@@ -23,7 +23,7 @@ from tsmla_jax.generate.config import ModelConfig
 from tsmla_jax.generate.drafting import NgramDrafter
 from tsmla_jax.generate.explaining import Choice
 from tsmla_jax.generate.figures import Figures
-from tsmla_jax.generate.mesh import check_mesh, make_mesh, put_params
+from tsmla_jax.generate.mesh import make_mesh, put_params
 from tsmla_jax.generate.model import Params, Phase, Scales, StepOptions, fold, rope_tables
 from tsmla_jax.generate.plan import BATCH_SIZES, EngineOptions, Plan, check_text, is_count, make_plan, make_serving_plan
 from tsmla_jax.generate.programs import Programs, programs_for
@@ -120,16 +120,16 @@ class Engine:
             took.
 
         Raises:
-          ValueError: the mesh does not go with the model or with jax's devices, or `params` were split for another.
+          ValueError: options that don't go with the model, `params` or jax's devices; `params` split for another mesh.
         """
         self.config = config
         self.options = options or EngineOptions()
         self.figures = Figures()
-        check_mesh(config, self.options.mesh)
+        self._dtype = params["embed"].dtype.name
+        self.options.check(config, self._dtype)
         self._mesh = make_mesh(self.options.mesh)
         self._params = fold(put_params(self._mesh, params, config), config)
         self._weight_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
-        self._dtype = params["embed"].dtype.name
         self._compiled_model = steps.without_ends(config)
         self._on_compile = on_compile
         self._compiled: set[tuple[Any, ...]] = set()

@@ -119,6 +119,13 @@ class EngineOptions:
         """The sizes of the mesh."""
         return MeshShape(self.data_parallel, self.expert_parallel, self.context_parallel)
 
+    def check(self, config: ModelConfig, dtype: str) -> None:
+        """ValueError unless mesh, page size and dtypes go with this model, parameters of this dtype and jax's
+        devices."""
+        check_mesh(config, self.mesh)
+        _page_size(config, self)
+        _dtypes(config, self, dtype)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -183,7 +190,7 @@ def make_plan(
         raise ValueError("prompts: none given; legal: at least one")
     for index, prompt in enumerate(prompts):
         _check_prompt(config, f"prompt {index}", prompt, max_new_tokens)
-    check_mesh(config, options.mesh)
+    options.check(config, dtype)
     span = _page_size(config, options) * options.context_parallel
     # The last token that is generated never enters the cache.
     lengths = [len(prompt) + max_new_tokens - 1 for prompt in prompts]
@@ -204,7 +211,7 @@ def make_serving_plan(config: ModelConfig, options: EngineOptions, dtype: str) -
     """
     if options.num_pages is None:
         raise ValueError("num_pages = None; legal for texts that come one by one: at least 1")
-    check_mesh(config, options.mesh)
+    options.check(config, dtype)
     held = options.num_pages * _page_size(config, options) * options.context_parallel
     longest = min(held, config.max_position_embeddings)
     return _plan(config, options, _texts_of_replica(options, options.max_batch), options.num_pages, longest, dtype)
@@ -241,16 +248,16 @@ def _page_size(config: ModelConfig, options: EngineOptions) -> int:
 def _plan(config: ModelConfig, options: EngineOptions, batch: int, num_pages: int, longest: int, dtype: str) -> Plan:
     """batch: texts of a replica. longest: tokens of the longest text."""
     page_size = _page_size(config, options)
+    cache_dtype, q_dtype = _dtypes(config, options, dtype)
     layout = CacheLayout(
         num_pages=num_pages,
         page_size=page_size,
         state_slots=batch,
         window_rows=window_rows(config, max(options.chunk, options.speculative + 1), longest),
         spare=options.speculative,
-        dtype=_cache_dtype(config, options.cache_dtype or dtype, dtype),
+        dtype=cache_dtype,
     )
     max_pages = pages_for(longest, page_size * options.context_parallel)
-    q_dtype = _q_dtype(options.q_dtype or dtype, layout.dtype, dtype)
     choices = explain_step(
         config,
         dtype=jnp.dtype(dtype),
@@ -267,6 +274,12 @@ def _plan(config: ModelConfig, options: EngineOptions, batch: int, num_pages: in
     one_device = options.mesh.size == 1
     program = options.program or ("layer" if one_device and jax.default_backend() == "cpu" else "step")
     return Plan(batch, max_pages, tuple(sizes), dtype, q_dtype, layout, program == "step", tuple(choices), options.mesh)
+
+
+def _dtypes(config: ModelConfig, options: EngineOptions, dtype: str) -> tuple[str, str]:
+    """Of the caches and of the queries."""
+    cache_dtype = _cache_dtype(config, options.cache_dtype or dtype, dtype)
+    return cache_dtype, _q_dtype(options.q_dtype or dtype, cache_dtype, dtype)
 
 
 def _cache_dtype(config: ModelConfig, cache_dtype: str, dtype: str) -> str:

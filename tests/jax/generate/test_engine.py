@@ -226,6 +226,24 @@ def test_options_are_checked(options: dict[str, Any], named: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cache_dtype": "fp8"}, "cache_dtype = 'fp8'; legal with parameters of float32: float32, float8_e4m3fn"),
+        ({"cache_dtype": "packed"}, "cache_dtype = 'packed': only DeepSeek-V3.2 and V4 have one"),
+        ({"q_dtype": "float8_e4m3fn"}, "q_dtype = 'float8_e4m3fn'; legal with parameters of float32 and a cache of"),
+        ({"expert_parallel": 3}, "expert_parallel = 3: "),
+    ],
+)
+def test_options_that_never_fit_are_refused_by_the_constructor(
+    options: dict[str, Any], message: str, tiny_model: Model
+) -> None:
+    config, params = tiny_model
+    with pytest.raises(ValueError) as error:
+        Engine(params, config, replace(OPTIONS, **options))
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
     ("prompts", "new", "options", "message"),
     [
         ([], 4, {}, "prompts: none given"),
