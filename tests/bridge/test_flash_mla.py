@@ -107,15 +107,81 @@ def test_sparse_decode(device: str, sinks: bool, lengths: bool) -> None:
     assert_close(lse[..., 0].cpu(), np.where(np.isneginf(want_lse), np.inf, want_lse), 1e-3)
 
 
+def as_package_pages(pages: torch.Tensor, page_size: int) -> torch.Tensor:
+    """V4 pages [P, bytes] as the package has them: [P, Z, 1, 584], each page padded."""
+    return pages.as_strided((len(pages), page_size, 1, 584), (pages.stride(0), 584, 584, 1))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("lengths", [(False, False), (True, False), (False, True), (True, True)])
+def test_sparse_decode_over_v4_pages(device: str, window: int | None, lengths: tuple[bool, bool]) -> None:
+    """One cache, or two with pages of different sizes, and each with lengths of its own or without."""
+    given = sparse_inputs.call(layout="v4", window=window, selected=11, lengths=False, sinks=True)
+    cut = window or 11
+    rng = np.random.default_rng(2)
+    counts = [rng.integers(0, most + 1, 8).astype(np.int32) for most in (cut, 11 - cut)]
+    for count, part, has in zip(counts, (slice(cut), slice(cut, None)), lengths, strict=True):
+        if has:
+            columns = given.arrays["indices"][:, part]
+            # What lies behind a length may hold anything.
+            columns[np.arange(columns.shape[1]) >= count[:, None]] = -1
+    want, want_lse = given.want()
+    arrays = {name: numbers(array).to(device) for name, array in given.arrays.items()}
+    slots = arrays["indices"][:, None].contiguous()
+    near, far = (x.contiguous() for x in slots.split([cut, 11 - cut], dim=2))
+    for count, columns, has in zip(counts, (near, far), lengths, strict=True):
+        if has:
+            behind = torch.arange(columns.shape[2], device=device) >= torch.tensor(count, device=device)[:, None, None]
+            columns[behind] = sparse_inputs.POISON
+    counted = [torch.tensor(count, device=device) if has else None for count, has in zip(counts, lengths, strict=True)]
+    options = {"topk_length": counted[0]}
+    if window:
+        options |= {
+            "extra_k_cache": as_package_pages(arrays["compressed_kv_cache"], 6),
+            "extra_indices_in_kvcache": far, "extra_topk_length": counted[1],
+        }  # fmt: skip
+    out, lse = flash_mla.flash_mla_with_kvcache(
+        arrays["q"][:, None], as_package_pages(arrays["kv_cache"], 8), None, None, 512, *flash_mla.get_mla_metadata(),
+        softmax_scale=given.options["softmax_scale"], is_fp8_kvcache=True, indices=near, attn_sink=arrays["sinks"],
+        **options,
+    )  # fmt: skip
+    assert_close(out[:, 0].cpu(), want, BF16)
+    assert_close(lse[..., 0].cpu(), np.where(np.isneginf(want_lse), np.inf, want_lse), 1e-3)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("width", [576, 512])
+@pytest.mark.parametrize("lengths", [False, True])
+def test_sparse_prefill(device: str, width: int, lengths: bool) -> None:
+    """Rows in order in place of a cache, and numbers past the last row for none."""
+    given = sparse_inputs.call(
+        layout="plain", width=width, kv_dtype="bfloat16", pages=40, page_size=1, sinks=True, lengths=lengths
+    )
+    want, want_lse = given.want()
+    arrays = {name: numbers(array).to(device) for name, array in given.arrays.items()}
+    indices = arrays["indices"][:, None].clone()
+    indices[:, :, ::2] = torch.where(indices[:, :, ::2] == -1, 40, indices[:, :, ::2])
+    # The package's rows have no scale.
+    scale = given.options["kv_scale"]
+    out, most, lse = flash_mla.flash_mla_sparse_fwd(
+        arrays["q"], arrays["kv_cache"], indices, given.options["softmax_scale"] * scale, 512, arrays["sinks"],
+        arrays.get("lengths"),
+    )  # fmt: skip
+    assert most is None and out.dtype == arrays["q"].dtype
+    assert_close(out.cpu() * scale, want, BF16)
+    assert_close(lse.cpu(), np.where(np.isneginf(want_lse), np.inf, want_lse), 1e-3)
+
+
 @pytest.mark.parametrize(
     ("changed", "error", "said"),
     [
         (
             {"indices": torch.zeros(2, 1, 64, dtype=torch.int32), "is_fp8_kvcache": True},
-            NotImplementedError,
-            r"got indices for a k_cache of shape \[.*\]: of sparse attention only decode over DeepSeek-V3.2",
+            ValueError,
+            r"k_cache: got torch.bfloat16 of shape \[.*\]; with indices legal: \[P, Z, 1, 656\]",
         ),
-        ({"extra_k_cache": torch.zeros(1)}, NotImplementedError, "got extra_k_cache: of sparse attention only"),
+        ({"extra_k_cache": torch.zeros(1)}, ValueError, "extra_k_cache: got tensors; they go with indices alone"),
         ({"indices": torch.zeros(2, 1, 64, dtype=torch.int32)}, ValueError, "causal, is_fp8_kvcache: got False, False"),
         ({"attn_sink": torch.zeros(HEADS)}, ValueError, "attn_sink: got tensors; they go with indices alone"),
         ({"is_fp8_kvcache": True}, ValueError, "is_fp8_kvcache: got True for a cache of torch.bfloat16"),
@@ -178,9 +244,56 @@ def test_shapes_of_sparse_decode(argument: str, shape: tuple[int, ...], said: st
         )  # fmt: skip
 
 
-def test_sparse_prefill_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match="flash_mla_sparse_fwd: of sparse attention only"):
-        flash_mla.flash_mla_sparse_fwd(torch.zeros(1), torch.zeros(1), torch.zeros(1), 1.0)
+V32, V4 = torch.zeros(2, 64, 1, 656, dtype=torch.uint8), torch.zeros(2, 37440, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"extra_k_cache": V32}, "extra_k_cache: got tensors; extra_k_cache and extra_indices_in_kvcache go together"),
+        ({"extra_topk_length": torch.ones(2)}, "extra_topk_length: got tensors; extra_k_cache and extra_indices"),
+        (
+            {"extra_k_cache": V32, "extra_indices_in_kvcache": torch.zeros(2, 1, 8, dtype=torch.int32)},
+            "extra_k_cache: got a second cache; legal: one of V4's rows, beside one of V4's rows",
+        ),
+        (
+            {
+                "q": torch.zeros(2, 1, HEADS, 512, dtype=torch.bfloat16), "k_cache": as_package_pages(V4, 64),
+                "extra_k_cache": as_package_pages(V4, 64),
+                "extra_indices_in_kvcache": torch.zeros(2, 2, 8, dtype=torch.int32),
+            },
+            r"extra_indices_in_kvcache: got shape \[2, 2, 8\]; legal: \[B, S, K\] = \[2, 1, K\]",
+        ),
+        (
+            {"k_cache": torch.zeros(2, 64, 1, 584, dtype=torch.uint8)},
+            "k_cache: got strides .* legal: rows of a page side by side, and pages padded to a multiple of 576 bytes",
+        ),
+    ],
+)  # fmt: skip
+def test_sparse_caches_that_do_not_fit(changed: dict[str, torch.Tensor], said: str) -> None:
+    given = {"q": torch.zeros(2, 1, HEADS, 576, dtype=torch.bfloat16), "k_cache": V32} | changed
+    with pytest.raises(ValueError, match=said):
+        flash_mla.flash_mla_with_kvcache(
+            given.pop("q"), given.pop("k_cache"), None, None, 512, *flash_mla.get_mla_metadata(), is_fp8_kvcache=True,
+            indices=torch.zeros(2, 1, 64, dtype=torch.int32), **given,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("argument", "shape", "said"),
+    [
+        ("q", (4, 576), r"q: got shape \[4, 576\]; legal: \[s_q, h_q, d_qk\]"),
+        ("kv", (9, 1, 512), r"kv: got shape \[9, 1, 512\]; legal: \[s_kv, 1, 576\], d_qk from q"),
+        ("indices", (3, 8), r"indices: got shape \[3, 8\]; legal: \[3, 1, topk\], s_q from q"),
+        ("topk_length", (2,), r"topk_length: got shape \[2\]; legal: \[3\], s_q from q"),
+    ],
+)
+def test_shapes_of_sparse_prefill(argument: str, shape: tuple[int, ...], said: str) -> None:
+    shapes = {"q": (3, HEADS, 576), "kv": (9, 1, 576), "indices": (3, 1, 8), "topk_length": (3,)} | {argument: shape}
+    given = {name: torch.zeros(one, dtype=torch.bfloat16 if name in ("q", "kv") else torch.int32)
+             for name, one in shapes.items()}  # fmt: skip
+    with pytest.raises(ValueError, match=said):
+        flash_mla.flash_mla_sparse_fwd(**given, sm_scale=1.0)
 
 
 INSTALL = """

@@ -1,8 +1,8 @@
 """The public surface of DeepSeek's package flash_mla for serving, on this project's kernels.
 
 The same functions with the same parameters, layouts and results, for engines that call that package (LMDeploy,
-TokenSpeed). Dense decode, and sparse decode over DeepSeek-V3.2's packed cache, run here; the rest of sparse attention
-raises NotImplementedError. vLLM and SGLang choose the package's own kernels by name, and don't import it.
+TokenSpeed): dense decode, sparse decode over DeepSeek-V3.2's packed cache and V4's two, sparse prefill (without
+max_logits). vLLM and SGLang choose the package's own kernels by name, and don't import it.
 
 `tsmla_bridge.install_as_flash_mla()` makes `import flash_mla` find this one.
 """

@@ -1,0 +1,50 @@
+"""This project's operations under flash_mla's names: their errors name the arguments of the package's functions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from tsmla_bridge.runtime.tensors import TENSOR
+from tsmla_kernels import contract
+
+DECODE = {
+    "latent_dim": "head_dim_v",
+    "kv_cache": "k_cache",
+    "compressed_kv_cache": "extra_k_cache",
+    "block_tables": "block_table",
+    "seq_lens": "cache_seqlens",
+    "lengths": "topk_length",
+    "sinks": "attn_sink",
+}
+PREFILL = {
+    "latent_dim": "d_v",
+    "kv_cache": "kv",
+    "softmax_scale": "sm_scale",
+    "lengths": "topk_length",
+    "sinks": "attn_sink",
+}
+_ARGUMENT = re.compile(
+    r"^(lengths|sinks)(?=:)|\b(latent_dim|kv_cache|compressed_kv_cache|block_tables|seq_lens|softmax_scale)\b"
+)
+"""An argument of this project's operations in an error's text. Two of the names are words, too."""
+
+
+def check_tensors(arguments: Mapping[str, Any]) -> None:
+    """TypeError unless all of these are tensors."""
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor):
+            raise contract.not_an_array(name, value, TENSOR)
+
+
+def call(operation: Callable[..., Any], names: Mapping[str, str], *arguments: Any, **options: Any) -> Any:
+    """operation(*arguments, **options), whose errors have these names of the package's arguments."""
+    try:
+        return operation(*arguments, **options)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        said = _ARGUMENT.sub(lambda name: names.get(name[0], name[0]), str(error))
+        kind = next(kind for kind in (TypeError, ValueError, NotImplementedError) if isinstance(error, kind))
+        raise kind(said) from None
