@@ -82,7 +82,7 @@ gpu-objects: $(VENV)/.dev
 
 # Several processes share the GPU's memory. What the folder holds in the end is what the next gpu-objects compiles.
 test-gpu: $(VENV)/.gpu
-	XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest $(GPU_ARGS) -m gpu tests/gpu
+	XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest $(GPU_ARGS) -m gpu
 	$(BIN)/tsmla cache list --json >tests/gpu/objects.jsonl
 
 # One after the other: several sanitizers on one GPU do not end.

@@ -1,4 +1,4 @@
-"""What every test shares: eight simulated CPU devices, repeatable property tests, and the gpu marker's skip."""
+"""What every test shares: eight simulated CPU devices, repeatable property tests, what goes with the gpu marker."""
 
 import functools
 import gc
@@ -71,6 +71,26 @@ def cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     object_cache._loaded.clear()
     yield directory
     object_cache._loaded.clear()
+
+
+@pytest.fixture(scope="session")
+def compiled_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cache that TSMLA_CACHE_DIR names, which may have been filled elsewhere; else one for all processes of this
+    run. An object takes ten to twenty seconds to compile."""
+    if named := os.environ.get("TSMLA_CACHE_DIR"):
+        return Path(named)
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has a folder of its own in one that all share
+        root = root.parent
+    return root / "gpu-objects"
+
+
+@pytest.fixture(autouse=True)
+def shared_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test marked gpu, and its children, use that cache, and compile for the GPU that is there."""
+    if request.node.get_closest_marker("gpu"):
+        monkeypatch.setenv("TSMLA_CACHE_DIR", str(request.getfixturevalue("compiled_cache")))
+        monkeypatch.delenv("CUTE_DSL_ARCH", raising=False)
 
 
 @pytest.fixture

@@ -400,3 +400,11 @@ def test_ci_runs_the_suite() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     assert "make test" in script.read_text()
+
+
+def test_make_test_gpu_runs_every_test_that_is_marked() -> None:
+    """It names no folder: tests marked gpu lie beside those of the same code on a CPU, too."""
+    make = ["make", "--dry-run", "test-gpu"]
+    shown = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True)
+    (command,) = (line for line in shown.stdout.splitlines() if "-m gpu" in line)
+    assert command.endswith(" -m gpu")

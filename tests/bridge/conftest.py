@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.emulator import launcher
 from tsmla_bridge.ops import plans
 from tsmla_bridge.runtime import loaded_kernels, scales
+
+
+@pytest.fixture(autouse=True)
+def gpu_in_torch(request: pytest.FixtureRequest) -> None:
+    """Skips a test marked gpu where torch is one for CPUs: that jax has a GPU says nothing of torch."""
+    if request.node.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs torch with CUDA")
 
 
 @pytest.fixture(autouse=True)
