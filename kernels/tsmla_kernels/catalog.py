@@ -1,9 +1,10 @@
-"""The list of kernels. Each kernel's record is in the record.py of its folder. Imports no cutlass, jax or torch."""
+"""The lists of kernels and of what launches several. Each record is in the record.py of its folder. Imports no cutlass,
+jax or torch."""
 
 from tsmla_kernels.cache_ops.record import GATHER_KV_CACHE, ROPE_WRITE_KV_CACHE, WRITE_KV_CACHE
 from tsmla_kernels.merge.record import MERGE_ATTENTION_STATES
 from tsmla_kernels.sm90.decode.record import MLA_DECODE
-from tsmla_kernels.sm90.indexer.record import INDEXER_LOGITS, SELECT_TOPK
+from tsmla_kernels.sm90.indexer.record import INDEXER_LOGITS, INDEXER_TOPK, SELECT_TOPK
 from tsmla_kernels.sm90.prefill.record import MLA_PREFILL, MLA_PREFILL_BACKWARD
 from tsmla_kernels.sm90.sparse.record import SPARSE_MLA
 from tsmla_kernels.sm100.record import MLA_DECODE_SM100, MLA_PREFILL_SM100
@@ -35,3 +36,5 @@ KERNELS = {
         COMPRESS_WRITE_KV_CACHE,
     )
 }
+
+CHAINS = {INDEXER_TOPK.name: INDEXER_TOPK}

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from tsmla_kernels import object_cache
-from tsmla_kernels.catalog import KERNELS
+from tsmla_kernels.catalog import CHAINS, KERNELS
 from tsmla_kernels.command_line import read_text
 from tsmla_kernels.compile import CompiledObject
-from tsmla_kernels.kernel import Config, Kernel
+from tsmla_kernels.kernel import Chain, Config, Kernel
 from tsmla_kernels.resources import resource_report
 
 _BAR_WIDTH = 24
@@ -43,7 +43,7 @@ class Wanted(NamedTuple):
 
 def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `tsmla compile`."""
-    presets = sorted({name for kernel in KERNELS.values() for name, _ in kernel.presets})
+    presets = _presets(list(_named().values()))
     archs = list(dict.fromkeys(arch for kernel in KERNELS.values() for arch in kernel.archs))
     parser.add_argument(
         "--arch",
@@ -67,9 +67,9 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kernel",
         action="append",
-        choices=sorted(KERNELS),
+        choices=sorted(_named()),
         help="compile this kernel alone, with options that others may not know (default: every one for the"
-        " architecture); may be repeated",
+        f" architecture); {', '.join(CHAINS)}: the kernels that a call of it launches; may be repeated",
     )
     parser.add_argument(
         "--jobs",
@@ -123,14 +123,23 @@ def _of_list(args: argparse.Namespace, illegal: list[str]) -> list[Wanted]:
         except ValueError as e:
             illegal.append(f"--list {args.list}, line {number}: {e}")
             continue
-        if wanted.kernel in kernels and args.arch in (None, wanted.arch):
+        if any(wanted.kernel in each.kernels for each in kernels) and args.arch in (None, wanted.arch):
             found.append(wanted)
     return found
 
 
-def _kernels(names: Sequence[str] | None, arch: str | None) -> list[Kernel]:
+def _named() -> dict[str, Kernel | Chain]:
+    """What --kernel may name."""
+    return {**KERNELS, **CHAINS}
+
+
+def _presets(kernels: Sequence[Kernel | Chain]) -> list[str]:
+    return sorted({name for kernel in kernels for name, _ in kernel.presets})
+
+
+def _kernels(names: Sequence[str] | None, arch: str | None) -> list[Kernel | Chain]:
     """Those of --kernel, or all, that can be compiled for an architecture; ValueError if none can."""
-    named = [KERNELS[name] for name in names or KERNELS]
+    named = [_named()[name] for name in names or _named()]
     kernels = [kernel for kernel in named if arch is None or arch in kernel.archs]
     if not kernels:
         legal = dict.fromkeys(each for kernel in named for each in kernel.archs)
@@ -153,8 +162,8 @@ def wanted_of(line: str) -> Wanted:
     return Wanted(kernel, kernel.config_from_fields(fields), arch)
 
 
-def configs(text: str, kernels: Sequence[Kernel]) -> list[tuple[Kernel, Config]]:
-    """The configs that one --config names, for each of the kernels that know it."""
+def configs(text: str, kernels: Sequence[Kernel | Chain]) -> list[tuple[Kernel, Config]]:
+    """The kernels and configs that one --config names, for each of `kernels` that know it."""
     first, *rest = text.split(",")
     preset, options = (None, [first, *rest]) if "=" in first else (first, rest)
     given = {}
@@ -163,20 +172,18 @@ def configs(text: str, kernels: Sequence[Kernel]) -> list[tuple[Kernel, Config]]
         if not equals or not name or not value:
             raise ValueError(f"--config: got {option!r} in {text!r}; legal: NAME=VALUE, after a preset or alone")
         given[name] = value
-    found = []
+    found: list[tuple[Kernel, Config]] = []
     for kernel in kernels:
         of_preset = [dict(options) for name, options in kernel.presets if name == preset] if preset else [{}]
         for number, options_of in enumerate(of_preset):
             try:
-                config = kernel.from_options({**options_of, **given})
+                found += kernel.objects_for({**options_of, **given})
             except ValueError as error:
                 if number:  # the other operation of this kernel has none for these options
                     continue
                 raise ValueError(f"{error} (kernel {kernel.name}; --kernel names those to compile)") from None
-            found.append((kernel, config))
     if not found:
-        known = sorted({name for kernel in kernels for name, _ in kernel.presets})
-        raise ValueError(f"--config: got preset {preset!r}; legal: {', '.join([*known, 'NAME=VALUE'])}")
+        raise ValueError(f"--config: got preset {preset!r}; legal: {', '.join([*_presets(kernels), 'NAME=VALUE'])}")
     return found
 
 

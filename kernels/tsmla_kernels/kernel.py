@@ -1,4 +1,4 @@
-"""How a kernel is described: its code, its operands, and the calls that it serves.
+"""How a kernel is described: its code, its operands, and the calls that it serves; and kernels launched in turn.
 
 A kernel is a class whose instances are `@cute.jit` launchers, built from a frozen config. Its record says where that
 class is, which operands the launcher takes in which order for a config, which calls the kernel can't run, and which
@@ -24,6 +24,9 @@ ITEMSIZE = {
     "bfloat16": 2, "float16": 2, "float32": 4, "int64": 8, "int32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn": 1
 }  # fmt: skip
 """Bytes of an element, by the dtype's name."""
+
+V32_MODEL = "deepseek-v3.2"
+"""The preset of the kernels that a layer of DeepSeek-V3.2 launches over packed caches."""
 
 MODELS = (
     ("deepseek-v2", (("num_heads", "128"),)),
@@ -127,6 +130,11 @@ class Kernel:
     compiler_options: str = ""
     package: Package | None = None
 
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """This one, as a Chain has several."""
+        return (self,)
+
     def from_options(self, given: Mapping[str, str]) -> Config:
         """The config of the call that options of the command line describe, as the call itself gets it.
 
@@ -137,6 +145,10 @@ class Kernel:
         if found := self.reasons(spec):
             raise options.unserved(found)
         return self.config_for(spec, **{name: options.flag(given, name) for name in self.flags})
+
+    def objects_for(self, given: Mapping[str, str]) -> tuple[tuple[Kernel, Config], ...]:
+        """This kernel with `from_options`: what the call of these options loads."""
+        return ((self, self.from_options(given)),)
 
     def config_json(self, config: Config) -> str:
         """The config as a line of JSON, the same for equal configs."""
@@ -156,3 +168,35 @@ class Kernel:
                 legal = getattr(types[name], "__name__", types[name])
                 raise ValueError(f"{self.name}: {name}: got {value!r}; legal: {legal}")
         return self.config(**given)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """An operation that launches several kernels in turn, whose configs depend on each other.
+
+    Attributes:
+      name: the operation's, unique among kernels and chains.
+      kernels: in the order of the launches, all for the same architectures.
+      spec_from_options, reasons: as those of Kernel, of the operation's call.
+      configs_for: of each kernel, the config that serves a spec that there are no reasons against.
+      presets: as those of Kernel.
+    """
+
+    name: str
+    kernels: tuple[Kernel, ...]
+    spec_from_options: Callable[[Mapping[str, str]], Any]
+    reasons: Callable[[Any], list[str]]
+    configs_for: Callable[[Any], tuple[Config, ...]]
+    presets: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = ()
+
+    @property
+    def archs(self) -> tuple[str, ...]:
+        """The architectures that its kernels can be compiled for."""
+        return self.kernels[0].archs
+
+    def objects_for(self, given: Mapping[str, str]) -> tuple[tuple[Kernel, Config], ...]:
+        """Each kernel with its config for the call of these options; ValueError as `Kernel.from_options`."""
+        spec = self.spec_from_options(given)
+        if found := self.reasons(spec):
+            raise options.unserved(found)
+        return tuple(zip(self.kernels, self.configs_for(spec), strict=True))

@@ -17,7 +17,14 @@ from tsmla_kernels.contract.compress import CompressWriteSpec
 from tsmla_kernels.contract.layouts import INDEXER, V4_PACKED, V32_PACKED, CacheSpec, IndexerCacheSpec
 from tsmla_kernels.contract.packed import IndexerQuantizeSpec, IndexerWriteSpec, PackedWriteSpec, Rotation
 from tsmla_kernels.contract.rules import FP8, SLOTS
-from tsmla_kernels.contract.sparse import TOPK_ORDERS, CompressSpec, IndexerLogitsSpec, SparseMLASpec, TopKSpec
+from tsmla_kernels.contract.sparse import (
+    TOPK_ORDERS,
+    CompressSpec,
+    IndexerLogitsSpec,
+    IndexerTopkSpec,
+    SparseMLASpec,
+    TopKSpec,
+)
 
 Spec = TypeVar("Spec")
 
@@ -41,10 +48,20 @@ _PREFILL = {**_DECODE, "qk_head_dim": "192", "v_head_dim": "128", "shared_rope":
 del _PREFILL["kv_dtype"]
 _CACHE = {**_DECODE, **_PREFILL, "rope_interleave": "true", "rope_layout": "interleaved", "slot_dtype": "int32"}
 _MERGE = {**_CACHE, "parts": "2"}
-_TOPK = {**_MERGE, "num_tokens": "64", "num_columns": "131072", "k": "2048", "order": "position"}
-_PACKED = {**_TOPK, "index_n_heads": "64", "rope_offset": "0"}
+_TOPK = {
+    **_MERGE,
+    "num_tokens": "64",
+    "num_requests": "64",
+    "num_columns": "131072",
+    "k": "2048",
+    "order": "position",
+    "index_n_heads": "64",
+    "key_dtype": "",
+}
+_PACKED = {**_TOPK, "rope_offset": "0"}
 _COMPRESS = {**_PACKED, "ratio": "4", "overlap": "true", "channels": "512", "cache": "v4", "eps": "1e-6"}
-_LOGITS = {**_TOPK, "num_requests": "64", "num_heads": "64", "head_dim": "128", "packed": "true"}
+_LOGITS = {**_TOPK, "num_heads": "64", "head_dim": "128", "packed": "true"}
+_INDEXER_TOPK = {**_LOGITS, "index_n_heads": "", "ragged": "true", "return_slots": "true", "return_scores": "false"}
 _SPARSE = {
     **_TOPK,
     "layout": "v32",
@@ -63,10 +80,14 @@ def decode_spec(options: Mapping[str, str]) -> contract.DecodeSpec:
     values = _filled_in(options, _DECODE)
     if not values["num_heads"]:
         raise ValueError("--config: num_heads is needed, or a preset that has it")
+    return _spec(contract.DecodeSpec, values, num_heads=_heads_of_a_device(values))
+
+
+def _heads_of_a_device(values: Mapping[str, str]) -> int:
     heads, devices = (_parsed(values, name, int) for name in ("num_heads", "tensor_parallel"))
     if heads % devices:
         raise ValueError(f"--config: got tensor_parallel={devices}; it must divide num_heads={heads}")
-    return _spec(contract.DecodeSpec, values, num_heads=heads // devices)
+    return heads // devices
 
 
 def prefill_spec(options: Mapping[str, str]) -> contract.PrefillSpec:
@@ -124,10 +145,10 @@ def packed_write_spec(options: Mapping[str, str]) -> PackedWriteSpec:
 
 
 def indexer_write_spec(options: Mapping[str, str]) -> IndexerWriteSpec:
-    """The spec of write_indexer_cache, with the dtype of packed_write_spec."""
+    """The spec of write_indexer_cache. `key_dtype` is that of the keys to write; without it, as packed_write_spec."""
     values = _filled_in(options, _PACKED)
     cache = IndexerCacheSpec(1, _parsed(values, "page_size", int), INDEXER.head_dim, True)
-    in_dtype = contract.attention_out_dtype(values["dtype"])
+    in_dtype = contract.attention_out_dtype(values["key_dtype"] or values["dtype"])
     return IndexerWriteSpec(1, cache, in_dtype, _indexer_rotation(values), _slot_dtype(values))
 
 
@@ -141,8 +162,8 @@ def indexer_quantize_spec(options: Mapping[str, str]) -> IndexerQuantizeSpec:
     """The spec of indexer_quantize, with the dtype of packed_write_spec for the queries and the weights."""
     values = _filled_in(options, _PACKED)
     in_dtype = contract.attention_out_dtype(values["dtype"])
-    heads = _parsed(values, "index_n_heads", int)
-    return IndexerQuantizeSpec(1, heads, INDEXER.head_dim, in_dtype, in_dtype, _indexer_rotation(values))
+    tokens, heads = (_parsed(values, name, int) for name in ("num_tokens", "index_n_heads"))
+    return IndexerQuantizeSpec(tokens, heads, INDEXER.head_dim, in_dtype, in_dtype, _indexer_rotation(values))
 
 
 def compress_write_spec(options: Mapping[str, str]) -> CompressWriteSpec:
@@ -169,7 +190,22 @@ def _indexer_rotation(values: Mapping[str, str]) -> Rotation | None:
 
 def indexer_logits_spec(options: Mapping[str, str]) -> IndexerLogitsSpec:
     """The spec of indexer_logits: num_heads indexer heads, e4m3 queries and keys whatever attention's dtype is."""
-    values = _filled_in(options, _LOGITS)
+    return _logits_spec(_filled_in(options, _LOGITS))
+
+
+def indexer_topk_spec(options: Mapping[str, str]) -> IndexerTopkSpec:
+    """The spec of indexer_topk as V3.2's layer calls it: num_tokens query tokens of num_requests requests, whose block
+    tables' rows are num_columns keys long. index_n_heads are the indexer's heads, without it num_heads."""
+    values = _filled_in(options, _INDEXER_TOPK)
+    values["num_heads"] = values["index_n_heads"] or values["num_heads"]
+    columns, page_size = (_parsed(values, name, int) for name in ("num_columns", "page_size"))
+    if columns % page_size:
+        raise ValueError(f"--config: got num_columns={columns}; legal: a multiple of page_size={page_size}")
+    logits = dataclasses.replace(_logits_spec(values), max_pages=columns // page_size)
+    return _spec(IndexerTopkSpec, values, logits=logits)
+
+
+def _logits_spec(values: Mapping[str, str]) -> IndexerLogitsSpec:
     page_size, head_dim = (_parsed(values, name, int) for name in ("page_size", "head_dim"))
     cache = IndexerCacheSpec(1, page_size, head_dim, _parsed(values, "packed", bool))
     cache_dtype = "uint8" if cache.packed else FP8
@@ -179,7 +215,8 @@ def indexer_logits_spec(options: Mapping[str, str]) -> IndexerLogitsSpec:
 def sparse_mla_spec(options: Mapping[str, str]) -> SparseMLASpec:
     """The spec of sparse_mla: caches of one layout, "v32", "v4" or "plain"; `window` is given where there are two.
 
-    head_dim is the width of a plain cache's keys, kv_dtype their dtype. A page_span that is not given is the page size.
+    tensor_parallel is the number of devices that share the heads. head_dim is the width of a plain cache's keys,
+    kv_dtype their dtype. A page_span that is not given is the page size.
     """
     values = _filled_in(options, _SPARSE)
     if not values["num_heads"]:
@@ -191,8 +228,8 @@ def sparse_mla_spec(options: Mapping[str, str]) -> SparseMLASpec:
     if values["window"]:
         compressed, window = _sparse_cache(values, "compressed_"), _parsed(values, "window", int)
         columns = window
-    widths = {"head_dim": cache.head_dim, "num_selected": columns, "window": window}
-    return _spec(SparseMLASpec, values, cache=cache, compressed=compressed, **widths)
+    widths = {"num_heads": _heads_of_a_device(values), "head_dim": cache.head_dim, "num_selected": columns}
+    return _spec(SparseMLASpec, values, cache=cache, compressed=compressed, window=window, **widths)
 
 
 _ROWS = {"v32": V32_PACKED.latent_dim + V32_PACKED.rope_dim, "v4": V4_PACKED.head_dim, "plain": None}

@@ -14,7 +14,14 @@ from tests.emulator.standin import SCALE, ScaleConfig
 from tsmla_jax.cli.doctor import install_hint
 from tsmla_kernels import commands as kernel_commands
 from tsmla_kernels import object_cache
-from tsmla_kernels.catalog import MLA_DECODE, MLA_PREFILL, MLA_PREFILL_BACKWARD
+from tsmla_kernels.catalog import (
+    INDEXER_LOGITS,
+    INDEXER_TOPK,
+    MLA_DECODE,
+    MLA_PREFILL,
+    MLA_PREFILL_BACKWARD,
+    SELECT_TOPK,
+)
 from tsmla_kernels.sm90.decode.config import DecodeConfig
 
 
@@ -77,13 +84,16 @@ def test_compile_reports_what_fails_and_goes_on(capsys: pytest.CaptureFixture[st
     ("arguments", "message"),
     [
         (["--config", "deepseek-v9"], "got preset 'deepseek-v9'; legal: deepseek-v2, "),
-        (["--config", "narrow", "--kernel", "sparse_mla"], "got preset 'narrow'; legal: NAME=VALUE"),
+        (["--config", "narrow", "--kernel", "select_topk"], "got preset 'narrow'; legal: NAME=VALUE"),
         (["--config", "wide,fast"], "got 'fast' in 'wide,fast'; legal: NAME=VALUE"),
         (["--config", "wide", "--jobs", "0"], "--jobs: got 0; legal: an int >= 1"),
         (["--config", "wide", "--arch", "sm_75"], "--arch: got 'sm_75'; legal: sm_90a, sm_100a"),
         (["--config", "deepseek-v3,rope_dim=63"], "no kernel for it: the rope width is 63"),
         (["--config", "num_heads=3"], r"no kernel for it: num_heads \(Hi\) is 3; the sm_90 indexer kernel takes a mul"),
         (["--config", "deepseek-v3,shared_rope=true"], "(kernel mla_decode; --kernel names those to compile)"),
+        (["--config", "deepseek-v3.2,tensor_parallel=3"], "got tensor_parallel=3; it must divide num_heads=128"),
+        (["--config", "deepseek-v3.2,num_columns=100"], "got num_columns=100; legal: a multiple of page_size=64"),
+        (["--config", "num_heads=3", "--kernel", "indexer_topk"], r"Hi is 3; .* \(kernel indexer_topk; --kernel"),
     ],
 )
 def test_compile_says_what_is_wrong(arguments: list[str], message: str) -> None:
@@ -123,6 +133,18 @@ def test_presets_have_both_operations_of_prefill(options: str) -> None:
     ]
     both = kernel_commands.configs("deepseek-v3,shared_rope=true", [MLA_PREFILL])
     assert {config.rope_dim for _, config in both} == {64}
+
+
+def test_a_chain_is_its_kernels_as_a_call_launches_them() -> None:
+    found = dict(kernel_commands.configs("num_heads=32,k=1024,page_size=128", [INDEXER_TOPK]))
+    assert list(found) == [INDEXER_LOGITS, SELECT_TOPK]
+    logits, topk = found[INDEXER_LOGITS], found[SELECT_TOPK]
+    assert (logits.num_heads, logits.page_size, logits.writes_rows) == (32, 128, True)
+    assert (topk.k, topk.page_size, topk.row_requests, topk.follows) == (1024, 128, True, True)
+    options = "index_n_heads=64,num_heads=16,ragged=false,return_slots=false,return_scores=true"
+    found = dict(kernel_commands.configs(options, [INDEXER_TOPK]))
+    assert found[INDEXER_LOGITS].num_heads == 64 and not found[INDEXER_LOGITS].writes_rows
+    assert found[SELECT_TOPK].scores and not found[SELECT_TOPK].page_size
 
 
 def test_what_a_cache_holds_is_compiled_elsewhere(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tsmla_kernels.cache_ops.config import ARCHS
 from tsmla_kernels.contract.layouts import INDEXER, V32_PACKED
-from tsmla_kernels.kernel import ITEMSIZE, Kernel, Operand
+from tsmla_kernels.kernel import ITEMSIZE, V32_MODEL, Kernel, Operand
 from tsmla_kernels.options import (
     compress_write_spec,
     indexer_quantize_spec,
@@ -93,7 +93,7 @@ WRITE_PACKED_KV_CACHE = Kernel(
     spec_from_options=packed_write_spec,
     reasons=packed_config.packed_write_reasons,
     config_for=packed_config.packed_write_config,
-    presets=(),
+    presets=((V32_MODEL, ()),),
 )
 
 WRITE_INDEXER_CACHE = Kernel(
@@ -105,7 +105,7 @@ WRITE_INDEXER_CACHE = Kernel(
     spec_from_options=indexer_write_spec,
     reasons=packed_config.indexer_write_reasons,
     config_for=packed_config.indexer_write_config,
-    presets=(),
+    presets=((V32_MODEL, (("key_dtype", "float32"),)),),
 )
 
 INDEXER_QUANTIZE = Kernel(
@@ -117,7 +117,7 @@ INDEXER_QUANTIZE = Kernel(
     spec_from_options=indexer_quantize_spec,
     reasons=packed_config.indexer_quantize_reasons,
     config_for=packed_config.indexer_quantize_config,
-    presets=(),
+    presets=((V32_MODEL, (("index_n_heads", "64"),)),),
 )
 
 COMPRESS_WRITE_KV_CACHE = Kernel(

@@ -1,7 +1,10 @@
 """V3.2's and V4's layers call the sparse kernel where it can run: their programs, at the widths of the models."""
 
+import argparse
 import dataclasses
 import functools
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +12,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.jax.ops.programs import calls
+from tests.jax.ops.programs import calls, kernels
 from tsmla_jax.nn import Step, v4, v32
 from tsmla_jax.ops import device
 from tsmla_jax.ops.sparse_mla import api
+from tsmla_kernels import commands
 
+GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "compiled-objects.md"
 PAGE, PAGES, REQUESTS = 128, 4, 2
 V32 = v32.V32Config.from_hf(
     {
@@ -93,3 +98,33 @@ def test_v4(kind: str, dtype: Any, count: int) -> None:
     assert calls(program(v4, config, cache, made)) == count
     takes_fp8_queries = dtype == jnp.float8_e4m3fn
     assert calls(program(v4, config, cache, made, q_scale=0.5)) == takes_fp8_queries
+
+
+def test_the_guides_command_compiles_what_the_steps_of_v32_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the model's widths: 128 heads on 8 devices, decode of 64 requests and prefill of 4,096 tokens of one."""
+    monkeypatch.setattr(device, "why_not_by_default", list)
+    mla = dataclasses.replace(V32.mla, hidden_size=7168, num_attention_heads=128 // 8, q_lora_rank=1536)
+    config, array = v32.V32Config(mla), jax.ShapeDtypeStruct
+
+    def attend(params: Any, x: Any, cache: Any, tables: Any, lens: Any, offsets: Any) -> Any:
+        made = Step.ragged(tables, lens, offsets, total_tokens=len(x), page_size=64)
+        return v32.attend(v32.functional.fold(params, config), config, x, cache, made)
+
+    loaded = set()
+    for tokens, requests in ((64, 64), (4096, 1)):
+        program = jax.make_jaxpr(attend)(
+            {name: array(shape, jnp.bfloat16) for name, shape in v32.param_shapes(config).items()},
+            array((tokens, 7168), jnp.bfloat16),
+            jax.eval_shape(lambda: v32.init_cache(config, PAGES, 64, kv_dtype=jnp.uint8)),
+            array((requests, 131072 // 64), jnp.int32),
+            array((requests,), jnp.int32),
+            array((requests + 1,), jnp.int32),
+        )
+        loaded.update(kernels(program))
+    parser = argparse.ArgumentParser()
+    commands.add_compile_arguments(parser)
+    joined = GUIDE.read_text().replace("\\\n", " ")
+    commands_of_guide = re.findall(r"^    tsmla compile (.*)$", joined, re.MULTILINE)
+    (line,) = (each for each in commands_of_guide if "deepseek-v3.2" in each)
+    compiled = commands._of_configs(parser.parse_args(shlex.split(line)))
+    assert {(wanted.kernel, wanted.config) for wanted in compiled} == loaded and len(loaded) == 10

@@ -8,6 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tsmla_jax.ops.kernel_call import kernel_call_p
+from tsmla_kernels.kernel import Config, Kernel
+
 
 def ints(x: object) -> jax.Array:
     """An int32 array."""
@@ -24,6 +27,20 @@ def lower(function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()
 def calls(jaxpr: Any) -> int:
     """How many kernels a jaxpr calls."""
     return len(re.findall(r"= tsmla_kernel_call\[", str(jaxpr)))
+
+
+def kernels(program: Any) -> list[tuple[Kernel, Config]]:
+    """The kernels that a jaxpr calls, inner ones included, with their configs, in order."""
+    if isinstance(program, tuple | list):
+        return [found for each in program for found in kernels(each)]
+    if hasattr(program, "jaxpr"):
+        return kernels(program.jaxpr)
+    found = []
+    for equation in getattr(program, "eqns", ()):
+        if equation.primitive is kernel_call_p:
+            found.append((equation.params["kernel"], equation.params["config"]))
+        found += kernels(list(equation.params.values()))
+    return found
 
 
 def primitives(jaxpr: Any) -> list[str]:

@@ -1,10 +1,12 @@
-"""The indexer's kernels on Hopper, indexer_logits and select_topk: their operands and records."""
+"""The indexer's kernels on Hopper, indexer_logits and select_topk, and indexer_topk, which launches both."""
 
 from __future__ import annotations
 
-from tsmla_kernels.kernel import Kernel, Operand
-from tsmla_kernels.options import indexer_logits_spec, topk_spec
+from tsmla_kernels.contract.sparse import IndexerTopkSpec
+from tsmla_kernels.kernel import V32_MODEL, Chain, Kernel, Operand
+from tsmla_kernels.options import indexer_logits_spec, indexer_topk_spec, topk_spec
 from tsmla_kernels.sm90.constants import FP8
+from tsmla_kernels.sm90.indexer.chunks import chunks_of, indexer_topk_reasons
 from tsmla_kernels.sm90.indexer.config import TopkConfig, topk_config, topk_reasons
 from tsmla_kernels.sm90.indexer.logits_config import HEAD_DIM, LogitsConfig, logits_config, logits_reasons
 
@@ -70,4 +72,19 @@ INDEXER_LOGITS = Kernel(
     reasons=logits_reasons,
     config_for=logits_config,
     presets=(),
+)
+
+
+def _configs_of_chunks(spec: IndexerTopkSpec) -> tuple[LogitsConfig | None, TopkConfig]:
+    plan = chunks_of(spec)
+    return plan.logits, plan.topk
+
+
+INDEXER_TOPK = Chain(
+    name="indexer_topk",
+    kernels=(INDEXER_LOGITS, SELECT_TOPK),
+    spec_from_options=indexer_topk_spec,
+    reasons=indexer_topk_reasons,
+    configs_for=_configs_of_chunks,
+    presets=((V32_MODEL, (("index_n_heads", "64"), ("k", "2048"))),),
 )

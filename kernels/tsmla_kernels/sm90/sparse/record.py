@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tsmla_kernels.contract.layouts import V32_PACKED
-from tsmla_kernels.kernel import Kernel, Operand
+from tsmla_kernels.kernel import V32_MODEL, Kernel, Operand
 from tsmla_kernels.options import sparse_mla_spec
 from tsmla_kernels.sm90.sparse.config import (
     NUM_SCALES,
@@ -56,5 +56,5 @@ SPARSE_MLA = Kernel(
     reasons=sparse_reasons,
     config_for=sparse_config,
     flags=("lengths", "sinks"),
-    presets=(),
+    presets=((V32_MODEL, (("num_heads", "128"), ("layout", "v32"))),),
 )
