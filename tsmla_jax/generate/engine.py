@@ -152,7 +152,7 @@ class Engine:
         """
         if self._session is not None and self._session.texts:
             raise ValueError("generate: admitted texts are under way; legal: after their last step, or after close")
-        plan = make_plan(self.config, self.options, prompts, max_new_tokens, self._dtype)
+        plan = make_plan(self.config, self.options, prompts, max_new_tokens, self._dtype).with_experts(self._params)
         self._open(plan)
         results: list[list[int]] = [[] for _ in prompts]
         waiting = deque(enumerate(prompts))
@@ -239,7 +239,7 @@ class Engine:
         """Makes the caches for texts that come one by one, if there are none; the first `admit` does it, too. Raises as
         `admit`."""
         if self._session is None:
-            self._open(make_serving_plan(self.config, self.options, self._dtype))
+            self._open(make_serving_plan(self.config, self.options, self._dtype).with_experts(self._params))
 
     @property
     def plan(self) -> Plan:

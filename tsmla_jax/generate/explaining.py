@@ -1,4 +1,5 @@
-"""Which implementation runs each operation of a step, and why no better one: `tsmla_jax.explain` on its shapes."""
+"""Which implementation runs each operation of a step, and why no better one: `tsmla_jax.explain` on its shapes, and the
+experts' products by their weights."""
 
 from __future__ import annotations
 
@@ -13,8 +14,10 @@ import jax.numpy as jnp
 import tsmla_jax
 from tsmla_jax.generate.caches import WINDOW_PAGE, CacheLayout, entries_per_page, init_cache
 from tsmla_jax.generate.config import ModelConfig
+from tsmla_jax.generate.model import Params
 from tsmla_jax.generate.moe import why_not_grouped
 from tsmla_jax.nn import MLAConfig
+from tsmla_jax.nn.block_scaled import BlockScaled
 from tsmla_jax.nn.v4 import V4Cache, V4Config
 from tsmla_jax.nn.v32 import V32Cache, V32Config
 from tsmla_jax.ops.operation import Explanation
@@ -65,7 +68,7 @@ def explain_step(
     context: int,
     implementation: str | None,
 ) -> list[Choice]:
-    """The choices for prefill (chunk tokens) and decode (max_q_len tokens a request).
+    """The choices of attention for prefill (chunk tokens) and decode (max_q_len tokens a request).
 
     Args:
       config: the model.
@@ -121,17 +124,31 @@ def explain_step(
             choice if same else replace(choice, op=f"{op} ({place})")
             for place, choice in list(by_place.items())[: 1 if same else None]
         ]
-    return choices + _explain_experts(config, dtype)
+    return choices
 
 
-def _explain_experts(config: ModelConfig, dtype: Any) -> list[Choice]:
-    if config.moe is None or not any(map(config.is_moe_layer, range(config.num_layers))):
-        return []
-    reasons = why_not_grouped(dtype, config.hidden_size, config.moe.intermediate_size, narrow=False)
-    if reasons:
-        form = "one by one" if jax.default_backend() == "cpu" else "lax.ragged_dot"
-        return [Choice("experts", form, f"not grouped: {'; '.join(reasons)}")]
-    return [Choice("experts", "grouped", "the best there is")]
+def explain_experts(params: Params, dtype: Any) -> list[Choice]:
+    """The choice for the experts' products of a step.
+
+    Args:
+      params: of the model, as `load_model` returns them or as `fold` leaves them: the experts of a layer may be
+        block-scaled, whose products take fewer dtypes and sizes.
+      dtype: of the activations.
+
+    Returns:
+      One choice, none for a model without experts; one for each kind of weights where layers have different ones.
+    """
+    found: dict[str, Choice] = {}
+    for mlp in (layer["mlp"] for layer in params["layers"] if "router" in layer["mlp"]):
+        narrow, (_, hidden, width) = isinstance(mlp["down"], BlockScaled), mlp["down"].shape
+        choice = Choice("experts", "grouped", "the best there is")
+        if reasons := why_not_grouped(dtype, hidden, width, narrow):
+            form = "one by one" if jax.default_backend() == "cpu" else "lax.ragged_dot"
+            choice = Choice("experts", form, f"not grouped: {'; '.join(reasons)}")
+        found["fp8" if narrow else jnp.dtype(dtype).name] = choice
+    if len(set(found.values())) <= 1:
+        return list(found.values())[:1]
+    return [replace(choice, op=f"experts ({weights} weights)") for weights, choice in found.items()]
 
 
 def _array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax
@@ -19,8 +19,9 @@ from tsmla_jax.generate.caches import (
     window_rows,
 )
 from tsmla_jax.generate.config import ModelConfig
-from tsmla_jax.generate.explaining import Choice, explain_step
+from tsmla_jax.generate.explaining import Choice, explain_experts, explain_step
 from tsmla_jax.generate.mesh import ONE_DEVICE, MeshShape, check_mesh
+from tsmla_jax.generate.model import Params
 from tsmla_jax.generate.pages import pages_for
 from tsmla_kernels.contract import FP8, is_scale
 
@@ -138,7 +139,7 @@ class Plan:
       dtype, q_dtype: names of the dtypes of the activations and of the absorbed queries.
       layout: of the caches of a device.
       at_once: a step is one program.
-      choices: which implementation runs each operation and why.
+      choices: which implementation runs each operation and why: of attention, and `with_experts` of the experts.
       mesh: of the devices.
     """
 
@@ -151,6 +152,10 @@ class Plan:
     at_once: bool
     choices: tuple[Choice, ...]
     mesh: MeshShape = ONE_DEVICE
+
+    def with_experts(self, params: Params) -> Plan:
+        """This plan, and how the experts run, which their weights decide."""
+        return replace(self, choices=(*self.choices, *explain_experts(params, jnp.dtype(self.dtype))))
 
     @property
     def span(self) -> int:

@@ -10,6 +10,7 @@ import pytest
 
 from tsmla_jax.generate import ModelConfig, model, moe
 from tsmla_jax.generate.config import MoEConfig, Routing
+from tsmla_jax.generate.explaining import Choice, explain_experts
 from tsmla_jax.nn.block_scaled import BlockScaled
 
 WIDTH, EXPERTS = 12, 8
@@ -159,6 +160,34 @@ def test_experts_equal_the_plain_sum(tokens: int, spread: str, form: str, monkey
             gate, up = np.split(gate_up[expert].astype(np.float64) @ x[token], 2)
             expected[token] += weight * (down[expert] @ (gate / (1 + np.exp(-gate)) * up))
     np.testing.assert_allclose(out, expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "why"),
+    [
+        ("bfloat16", 256, {"fp8": "", "wide": ""}),
+        ("float16", 256, {"fp8": "dtype is float16; legal: bfloat16", "wide": ""}),
+        ("bfloat16", 192, {"fp8": "the weights are 128 x 192; legal: multiples of 64 and of 128", "wide": ""}),
+        ("float32", 256, {"fp8": "legal: bfloat16", "wide": "legal: bfloat16, float16"}),
+    ],
+)
+def test_the_choice_of_the_experts_is_that_of_their_weights(
+    dtype: str, width: int, why: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    wide = {"router": jnp.zeros((4, 128)), "down": jnp.zeros((4, 128, width), dtype)}
+    narrow = {**wide, "down": BlockScaled(jnp.zeros((4, 128, width), jnp.float8_e4m3fn), jnp.ones((4, 1, 2)))}
+    layers = {"dense": {"down": jnp.zeros((128, 64))}, "fp8": narrow, "wide": wide}
+
+    def choices(*names: str) -> list[Choice]:
+        return explain_experts({"layers": [{"mlp": layers[name]} for name in names]}, jnp.dtype(dtype))
+
+    for kind, reason in why.items():
+        (choice,) = choices("dense", kind, kind)
+        assert choice.implementation == ("lax.ragged_dot" if reason else "grouped") and reason in choice.why
+    assert choices("dense") == []
+    both = ["experts"] if why["fp8"] == why["wide"] else ["experts (fp8 weights)", f"experts ({dtype} weights)"]
+    assert [choice.op for choice in choices("fp8", "wide")] == both
 
 
 def test_grouped_experts_equal_the_experts_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
