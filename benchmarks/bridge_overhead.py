@@ -3,10 +3,10 @@
     python3 benchmarks/bridge_overhead.py --out FILE.json [--peers DIR] [--calls 300] [--rounds 7]
 
 DIR holds the module `peers` that benchmarks/decode.py takes. The GPU is given little to do (B 4, S 1, H 16, 256 keys;
-sparse_mla as many slots of V3.2 rows) and every function is called `calls` times in a row without waiting, then waited
-for; a call's time is that until it returns. "its launch alone" is what the compiled object takes for
-its two kernels: hosts differ in that by a factor of two. The functions take turns, so that a slow moment of
-the host meets all of them. Medians and 90th percentiles; rows go to FILE.json.
+sparse_mla as many slots of V3.2 rows; queries in two tensors as an engine's products leave them) and every function is
+called `calls` times in a row without waiting, then waited for; a call's time is that until it returns. "its launch
+alone" is what the compiled object takes for its two kernels: hosts differ in that by a factor of two. The functions
+take turns, so that a slow moment of the host meets all of them. Medians and 90th percentiles; rows go to FILE.json.
 """
 
 from __future__ import annotations
@@ -55,8 +55,11 @@ def functions() -> dict[str, Callable[[], Any]]:
     addresses = (*(tensor.data_ptr() for tensor in inputs), *workspaces)
     stream = torch.cuda.current_stream().cuda_stream
 
-    def ours(**options: Any) -> Any:
-        return tsmla_bridge.mla_decode(q, cache, tables, lens, softmax_scale=scale, **options)
+    halves = halves_of(q)
+    heads_first = (halves[0].permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3), halves[1])
+
+    def ours(query: Any = q, **options: Any) -> Any:
+        return tsmla_bridge.mla_decode(query, cache, tables, lens, softmax_scale=scale, **options)
 
     found: dict[str, Callable[[], Any]] = {
         "tsmla": ours,
@@ -64,6 +67,9 @@ def functions() -> dict[str, Callable[[], Any]]:
         "tsmla, with lse": lambda: ours(return_lse=True),
         "tsmla, with lse, out= and a workspace": lambda: ours(return_lse=True, **memory),
         "tsmla, kv_scale a tensor": lambda: ours(kv_scale=kv_scale),
+        "tsmla, q in two tensors": lambda: ours(halves),
+        "tsmla, q in two tensors, lse, out= and a workspace": lambda: ours(halves, return_lse=True, **memory),
+        "tsmla, q in two tensors, heads in front": lambda: ours(heads_first),
         "tokenspeed_mla's function": lambda: tokenspeed_mla.tokenspeed_mla_decode(
             query=q, kv_cache=cache4, workspace_buffer=buffer, kv_lora_rank=512, qk_rope_head_dim=64,
             block_tables=tables, seq_lens=lens, max_seq_len=PAGES * PAGE, softmax_scale=scale, enable_pdl=True,
@@ -77,6 +83,15 @@ def functions() -> dict[str, Callable[[], Any]]:
     if "flashmla" in loaded:
         found["FlashMLA's operator"] = peers.flashmla(q, cache.view(-1, PAGE, 1, 576), tables, lens, scale, True)
     return found
+
+
+def halves_of(q: Any) -> tuple[Any, Any]:
+    """The query's latent columns, dense, and its rope columns, the last ones of wider rows."""
+    import torch
+
+    wide = torch.zeros(*q.shape[:-1], 192, dtype=q.dtype, device=q.device)
+    wide[..., 128:] = q[..., 512:]
+    return q[..., :512].contiguous(), wide[..., 128:]
 
 
 def sparse_functions(scale: float) -> dict[str, Callable[[], Any]]:
@@ -137,7 +152,7 @@ def main(argv: list[str]) -> int:
     for name, taken in times.items():
         median, late = statistics.median(taken), statistics.quantiles(taken, n=10)[-1]
         record.add(function=name, us=round(median, 2), us_p90=round(late, 2))
-        print(f"{name:40s} {median:6.2f} us   90 % below {late:6.2f} us")
+        print(f"{name:50s} {median:6.2f} us   90 % below {late:6.2f} us")
     return 0
 
 

@@ -175,6 +175,8 @@ def test_prefill_and_cache_tables_come_from_their_files(figures: ModuleType, tmp
             **common,
         }
     ]
+    packed = {"dtypes": ["float32", "uint8"], "us": 5.4, "copy_us": 4.5}
+    cache += [{**cache[0], **packed, "op": "write_indexer_cache", "tokens": tokens} for tokens in (128, 4096)]
     (tmp_path / "prefill.json").write_text(json.dumps(prefill))
     (tmp_path / "cache.json").write_text(json.dumps(cache))
     merged = [{**cache[0], "op": "merge_attention_states", "tokens": tokens, "us": 4.0} for tokens in (1, 4096)]
@@ -187,7 +189,9 @@ def test_prefill_and_cache_tables_come_from_their_files(figures: ModuleType, tmp
     assert "| 1x2048h128 | 400 |" in (tmp_path / "figures" / "prefill.md").read_text()
     assert "FA3 0.75 (1 point)" in readme and "| 1x2048h128 | 400 | 600 | **300** | 0.75 | 600 |" in readme
     assert "take 1.20 to 1.20 times a copy of the same bytes from 4096 tokens on" in readme
-    assert "| `write_kv_cache`, bfloat16 | 6.0 (1.20) |" in (tmp_path / "figures" / "cache.md").read_text()
+    page = (tmp_path / "figures" / "cache.md").read_text()
+    assert "| | T 128 | T 4096 |" in page and "| `write_kv_cache`, bfloat16 | - | 6.0 (1.20) |" in page
+    assert "| `write_indexer_cache`, float32 to uint8 | 5.4 (1.20) | 5.4 (1.20) |" in page
     assert "Merging takes 0.80 to 0.80 times a copy of the same bytes from 4096 tokens on" in readme
     page = (tmp_path / "figures" / "merge.md").read_text()
     assert "| | T 1 | T 4096 |" in page and "| `merge_attention_states`, bfloat16 | 4.0 (0.80) | 4.0 (0.80) |" in page
