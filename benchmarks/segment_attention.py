@@ -15,6 +15,7 @@ the reference in float32 at the first point's heads and 512 tokens. A peer that 
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -134,30 +135,29 @@ def cudnn(point: Point) -> Callable[..., jax.Array]:
     return attend
 
 
-class Peer(NamedTuple):
-    """A function of these arrays."""
+class Peer:
+    """A function of arrays, jitted once alone and once with its gradient."""
 
-    attend: Callable[..., jax.Array]
-    arrays: tuple[jax.Array, ...]
+    def __init__(self, attend: Callable[..., jax.Array], arrays: tuple[jax.Array, ...], d_out: jax.Array) -> None:
+        """d_out: the cotangent of the result."""
 
-    def with_gradient(self, d_out: jax.Array) -> Callable[..., Any]:
-        """The result and the arrays' gradients, jitted."""
-
-        def run(*arrays: jax.Array) -> Any:
-            out, pull = jax.vjp(self.attend, *arrays)
+        def with_gradient(d_out: jax.Array, *arrays: jax.Array) -> Any:
+            out, pull = jax.vjp(attend, *arrays)
             return out, pull(d_out)
 
-        return jax.jit(run)
+        self.forward = functools.partial(jax.jit(attend), *arrays)
+        self.both = functools.partial(jax.jit(with_gradient), d_out, *arrays)
 
 
 def peers(point: Point, implementation: str = "cute") -> dict[str, Peer]:
     joint = operands(point)
     apart = expand(*joint)
     padded = (*apart[:2], jnp.pad(apart[2], ((0, 0),) * 3 + ((0, QK_DIM - V_DIM),)))
+    d_out = cotangent(point)
     return {
-        "tsmla": Peer(ours(segment_attention, point, implementation), apart),
-        "tsmla_kv": Peer(ours(segment_attention_kv, point, implementation), joint),
-        "cudnn": Peer(cudnn(point), padded),
+        "tsmla": Peer(ours(segment_attention, point, implementation), apart, d_out),
+        "tsmla_kv": Peer(ours(segment_attention_kv, point, implementation), joint, d_out),
+        "cudnn": Peer(cudnn(point), padded, d_out),
     }
 
 
@@ -168,12 +168,12 @@ def cotangent(point: Point) -> jax.Array:
     return jnp.where(used, jax.random.normal(jax.random.key(1), shape, jnp.bfloat16), 0)
 
 
-def microseconds(function: Callable[..., Any], arrays: tuple[jax.Array, ...]) -> float:
+def microseconds(function: Callable[[], Any]) -> float:
     """Of one call, among CALLS that wait for each other on the device alone."""
 
     def run() -> None:
         for _ in range(CALLS):
-            result = function(*arrays)
+            result = function()
         jax.block_until_ready(result)
 
     return least_seconds(run, TURNS.value) / CALLS * 1e6
@@ -182,11 +182,11 @@ def microseconds(function: Callable[..., Any], arrays: tuple[jax.Array, ...]) ->
 def errors(point: Point, found: dict[str, Peer]) -> dict[str, list[float]]:
     """Relative errors of out and of the gradients of q, k and v."""
     wide = tuple(x.astype(jnp.float32) for x in expand(*operands(point)))
-    exact = Peer(ours(segment_attention, point, "reference"), wide)
-    expected = _flat(point, exact.with_gradient(cotangent(point).astype(jnp.float32))(*wide))
+    exact = Peer(ours(segment_attention, point, "reference"), wide, cotangent(point).astype(jnp.float32))
+    expected = _flat(point, exact.both())
     result = {}
     for name, peer in found.items():
-        got = _flat(point, peer.with_gradient(cotangent(point))(*peer.arrays))
+        got = _flat(point, peer.both())
         if name == "tsmla_kv":  # whose k_rope's gradient is a sum over heads
             d_kv = got[2]
             got = [*got[:2], d_kv[..., :NOPE_DIM], d_kv[..., NOPE_DIM:]]
@@ -211,7 +211,7 @@ def runnable(point: Point) -> dict[str, Peer]:
         if name in WITHOUT.value:
             continue
         try:
-            jax.block_until_ready(peer.with_gradient(cotangent(point))(*peer.arrays))
+            jax.block_until_ready(peer.both())
             found[name] = peer
         except Exception as error:
             print(f"{name} failed at {point.name}: {type(error).__name__}: {str(error)[:160]}", flush=True)
@@ -227,8 +227,7 @@ def main(argv: list[str]) -> None:
     print(f"{'point':>18} {'peer':>10} {'forward us':>11} {'both us':>9}  errors of out, dq, dk, dv")
     for point in within_budget(points):
         for name, peer in runnable(point).items():
-            forward = microseconds(jax.jit(peer.attend), peer.arrays)
-            both = microseconds(peer.with_gradient(cotangent(point)), peer.arrays)
+            forward, both = microseconds(peer.forward), microseconds(peer.both)
             said = " ".join(f"{error:.1e}" for error in found_errors.get(name, []))
             print(f"{point.name:>18} {name:>10} {forward:11.1f} {both:9.1f}  {said}", flush=True)
             record.add(point=point.name, peer=name, forward_us=forward, us=both, rel_err=found_errors.get(name))
