@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -47,6 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
     "two caches": {"layout": "v4", "window": 4, "sinks": True},
     "two plain caches": {"layout": "plain", "window": 4, "sinks": True, "dtype": "float16"},
     "plain bf16": {"layout": "plain", "kv_dtype": "bfloat16", "window": 8},
+    "plain bf16, 128 heads": {"layout": "plain", "kv_dtype": "bfloat16", "heads": 128},
     "pages with gaps": {"layout": "v32", "gap": 3},
     "V4 slots that were remapped": {"layout": "v4", "gap": 1, "window": 8},
     "without lengths": {"layout": "v32", "lengths": False, "heads": 7, "selected": 5},
@@ -224,13 +226,23 @@ def test_many_invariant_tokens_take_several_launches(gpu: Gpu, monkeypatch: pyte
 
 def test_a_workspace_for_many_columns_serves_calls_of_fewer(gpu: Gpu) -> None:
     """Fewer columns are fewer slots a token, and may be more of them in a launch."""
-    config = sm90_sparse.SparseConfig("bfloat16", 128, batch_invariant=True)
     sizes = {"max_tokens": 5000, "num_heads": 128, "batch_invariant": True, "device": "cuda:0"}
     enough = tsmla_bridge.sparse_workspace_size(max_selected=2048, **sizes)
     sms = tsmla_bridge.runtime.devices.num_sms(0)
     assert enough < 1.1 * sm90_decode.INVARIANT_WORKSPACE
-    for selected in (1, 512, 513, 700, 1500, 2048):
+    for tile_rows, selected in itertools.product((64, 32), (1, 512, 513, 700, 1500, 2048)):
+        config = sm90_sparse.SparseConfig("bfloat16", 128, tile_rows=tile_rows, batch_invariant=True)
         assert sparse_layout(config, sms, 5000, selected).size <= enough
+
+
+def test_a_workspace_serves_rows_of_any_kind(gpu: Gpu) -> None:
+    """33 heads are one row tile or two, whose partial results take twice the room of one."""
+    for options in ({"kv_dtype": "bfloat16"}, {}):
+        case = sparse_inputs.call("plain", heads=33, selected=1500, **options)
+        sizes = {"max_tokens": 8, "num_heads": 33, "max_selected": 1500}
+        size = tsmla_bridge.sparse_workspace_size(**sizes, batch_invariant=True, device="cuda:0")
+        memory = tsmla_bridge.Workspace(size, "cpu")
+        assert_right(attend(case, batch_invariant=True, workspace=memory), case)
 
 
 # ---- what is refused

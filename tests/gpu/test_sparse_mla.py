@@ -108,6 +108,13 @@ CASES: dict[str, dict[str, Any]] = {
     "e4m3 queries, plain": {"layout": "plain", "heads": 16, "selected": 515, "tokens": 30, "dtype": FP8},
     "e4m3 queries, plain, H 100": {"layout": "plain", "heads": 100, "selected": 256, "width": 512, "dtype": FP8},
     "e4m3 queries, two plain caches": {"layout": "plain", "heads": 64, "selected": 256, "window": 100, "dtype": FP8},
+    "bf16, H 33, sinks": {"layout": "plain", "heads": 33, "selected": 515, "kv_dtype": "bfloat16", "sinks": True},
+    "bf16, H 128": {"layout": "plain", "heads": 128, "selected": 640, "kv_dtype": "bfloat16", "tokens": 150},
+    "bf16, H 64, two caches, wide pages": {"layout": "plain", "heads": 64, "selected": 256, "window": 100, "gap": 2}
+    | {"kv_dtype": "bfloat16"},
+    "f16, H 64": {"layout": "plain", "heads": 64, "selected": 300, "dtype": "float16", "kv_dtype": "float16"},
+    "f16 of V4, H 128": {"layout": "plain", "heads": 128, "selected": 640, "window": 128, "width": 512, "sinks": True}
+    | {"dtype": "float16", "kv_dtype": "float16"},
     "f16": {"layout": "plain", "heads": 30, "selected": 129, "dtype": "float16", "kv_dtype": "float16", "tokens": 40},
 }
 
@@ -190,7 +197,9 @@ def prompt_of(name: str, tokens: int) -> tuple[Call, list[int]]:
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("tokens", [512, 2048, 4099])
-@pytest.mark.parametrize("name", ["v32 H 16", "v32 H 64", "v4 H 128", "e4m3 queries, H 128, all columns"])
+@pytest.mark.parametrize(
+    "name", ["v32 H 16", "v32 H 64", "v4 H 128", "e4m3 queries, H 128, all columns", "bf16, H 128", "f16, H 64"]
+)
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
 def test_prompts(front_end: str, name: str, tokens: int, batch_invariant: bool) -> None:
     """Thousands of tokens in one call; batch_invariant, in several launches of the same bits as of few tokens."""
@@ -267,7 +276,7 @@ def test_caches_past_2_to_the_32_bytes(layout: str) -> None:
 # ---- bits
 
 
-@pytest.mark.parametrize("name", ["v32 H 16", "v32 H 128", "v4 H 64", "plain", "e4m3 queries, H 64"])
+@pytest.mark.parametrize("name", ["v32 H 16", "v32 H 128", "v4 H 64", "plain", "e4m3 queries, H 64", "bf16, H 128"])
 def test_calls_repeat(name: str) -> None:
     case = case_of(name)
     given = on_gpu(case)
@@ -276,7 +285,9 @@ def test_calls_repeat(name: str) -> None:
         assert_same_bits(attend(case, given), first)
 
 
-@pytest.mark.parametrize("name", ["v32 H 16", "v4 H 64", "v32 H 128", "e4m3 queries, H 5", "e4m3 queries, plain"])
+@pytest.mark.parametrize(
+    "name", ["v32 H 16", "v4 H 64", "v32 H 128", "e4m3 queries, H 5", "e4m3 queries, plain", "bf16, H 128"]
+)
 def test_batch_invariant(name: str) -> None:
     case = case_of(name)
     given = on_gpu(case)

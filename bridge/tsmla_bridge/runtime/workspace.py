@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -145,10 +147,12 @@ def sparse_workspace_size(
       ValueError: torch can't use the device.
     """
     sms = _num_sms(device)
-    config = sm90_sparse.SparseConfig(dtype_name(dtype), num_heads, batch_invariant=batch_invariant)
-    # A call of fewer columns may put more tokens into a launch, and so need more.
-    columns = range(max(max_selected, 1), 0, -config.decode.block) if batch_invariant else (1,)
-    return max(sparse_layout(config, sms, max_tokens, selected).size for selected in columns)
+    whole = sm90_sparse.SparseConfig(dtype_name(dtype), num_heads, batch_invariant=batch_invariant)
+    # Tiles of fewer rows are more, and a call of fewer columns may put more tokens into a launch: both may need more.
+    configs = (whole, dataclasses.replace(whole, tile_rows=sm90_sparse.FEW_HEADS))
+    columns = range(max(max_selected, 1), 0, -whole.decode.block) if batch_invariant else (1,)
+    calls = itertools.product(configs, columns)
+    return max(sparse_layout(config, sms, max_tokens, selected).size for config, selected in calls)
 
 
 def indexer_topk_workspace_size(*, max_tokens: int, max_keys: int) -> int:

@@ -59,14 +59,23 @@ DECODE = {
 }
 SPARSE = {
     f"{layout} {width} of {kv_dtype}, {dtype} queries, {heads} heads": SparseConfig(
-        dtype, heads, layout, kv_dtype, width, page_size=64 * (layout == "v4"), page_span=64 * (layout == "v4")
+        dtype,
+        heads,
+        layout,
+        kv_dtype,
+        width,
+        page_size=64 * (layout == "v4"),
+        page_span=64 * (layout == "v4"),
+        tile_rows=tile_rows,
     )
-    for layout, kv_dtype, width in (
-        ("v32", "uint8", 576),
-        ("v4", "uint8", 512),
-        ("plain", FP8, 576),
-        ("plain", FP8, 512),
-        ("plain", "bfloat16", 512),
+    for layout, kv_dtype, width, tile_rows in (
+        ("v32", "uint8", 576, 64),
+        ("v4", "uint8", 512, 64),
+        ("plain", FP8, 576, 64),
+        ("plain", FP8, 512, 64),
+        ("plain", "bfloat16", 512, 64),
+        ("plain", "bfloat16", 576, 32),
+        ("plain", "float16", 512, 64),
     )
     for dtype, heads in itertools.product(("bfloat16", FP8), (16, 32, 64))
     if dtype != FP8 or layout == "v32" or kv_dtype == FP8

@@ -69,7 +69,8 @@ def sparse_mla(
       implementation: "cute", "xla" (blocks of tokens and of slots), "reference", or None for the best that can run; see
         `explain`. "cute" on Hopper takes bf16 and f16 queries over V3.2 rows, V4 pages and plain rows of
         float8_e4m3fn, bf16 and f16. Over V3.2 and plain float8_e4m3fn rows it takes float8_e4m3fn queries too, which
-        the tensor cores multiply in fp8.
+        the tensor cores multiply in fp8. More than 32 heads over 576 columns of bf16 or f16, or over 512 of f16,
+        must be named: an emulator of the kernel's PTX has run them, no GPU yet.
 
     Returns:
       out [T, H, L] in q's dtype, bfloat16 when q is fp8; with return_lse also lse [T, H], float32 (float64 for
@@ -127,9 +128,10 @@ def _spec(*, return_lse: bool = False, **arguments: Any) -> sparse_contract.Spar
 def _implementations() -> Mapping[str, Implementation]:
     from tsmla_jax.ops import device
     from tsmla_jax.ops.sparse_mla import cute, reference, xla
+    from tsmla_kernels.sm90.sparse.config import untested_reasons
 
     return {
-        "cute": Implementation(cute.sparse_mla, cute.why_not, device.why_not_by_default),
+        "cute": Implementation(cute.sparse_mla, cute.why_not, device.why_not_by_default, untested=untested_reasons),
         "xla": Implementation(xla.sparse_mla),
         "reference": Implementation(reference.sparse_mla),
     }

@@ -31,7 +31,7 @@ PLAIN = (FP8, "bfloat16", "float16")
 FEW_HEADS = 32  # a row tile of at most these heads leaves room for rows of any kind
 FEW_TILES = {"v32": 4, "v4": 16, "plain": 4}  # row tiles of 64 up to which tiles of 32 are faster
 MANY_TILES = 384  # row tiles from which on a CTA gets several, and another object deals them out in turn
-NARROW_ROWS = (512, "bfloat16")  # rows of 16 bits that a row tile of 64 heads leaves room for: width and dtype
+PROVEN_ROWS = (512, "bfloat16")  # width and dtype of the rows of 16 bits that a GPU has run with more than FEW_HEADS
 WIDTHS = {"v32": (576,), "v4": (512,), "plain": (512, 576)}
 """Widths of a key that the kernel takes, by the cache's layout."""
 
@@ -74,7 +74,8 @@ class SparseConfig:
       compressed_page_size, compressed_page_span: the same of the second cache.
       lengths: whether tokens have lengths; otherwise all columns of the indices are active.
       sinks: whether heads have sinks.
-      tile_rows: heads that one CTA works on at once: 64, or 32 where more CTAs are better than fewer.
+      tile_rows: heads that one CTA works on at once: 64, or 32 where more CTAs are better than fewer, and over
+        rows of 1,152 bytes, which leave no room for 64.
       batch_invariant: cut tokens at fixed columns, so that a row's bits do not depend on the rest of the batch.
       dealt: deal row tiles out in turn where every CTA gets several.
       early_q: request a piece's Q as soon as the piece before has been multiplied by its own.
@@ -223,13 +224,6 @@ def sparse_reasons(spec: SparseMLASpec) -> list[str]:
     if spec.latent_dim != LATENT_DIM:
         reasons.append(f"latent_dim is {spec.latent_dim}; the sm_90 sparse kernel takes {LATENT_DIM}")
     reasons += _cache_reasons("kv_cache", spec.cache)
-    # 64 rows of Q leave too little shared memory for rows of 1,152 bytes, and too few registers for rows of f16.
-    wide = spec.cache.layout == "plain" and spec.cache.dtype != FP8 and (spec.head_dim, spec.cache.dtype) != NARROW_ROWS
-    if not reasons and wide and spec.num_heads > FEW_HEADS:
-        reasons.append(
-            f"num_heads is {spec.num_heads}; the sm_90 sparse kernel takes at most {FEW_HEADS} with rows of"
-            f" {spec.cache.dtype} {spec.head_dim} wide"
-        )
     if spec.compressed is not None:
         reasons += _cache_reasons("compressed_kv_cache", spec.compressed)
         if (spec.compressed.layout, spec.compressed.dtype) != (spec.cache.layout, spec.cache.dtype):
@@ -238,6 +232,18 @@ def sparse_reasons(spec: SparseMLASpec) -> list[str]:
                 f" {spec.cache.layout} rows of {spec.cache.dtype}; the sm_90 sparse kernel takes the same rows in both"
             )
     return reasons
+
+
+def untested_reasons(spec: SparseMLASpec) -> list[str]:
+    """Why implementation=None should leave a call to XLA that the kernel can run: no GPU has run it for such calls,
+    only the machine of tests/emulator/ptx."""
+    few = not isinstance(spec.num_heads, int) or spec.num_heads <= FEW_HEADS
+    if few or not _has_16_bits(spec) or (spec.head_dim, spec.cache.dtype) == PROVEN_ROWS:
+        return []
+    return [
+        f"the sm_90 sparse kernel is untested with more than {FEW_HEADS} heads over rows of {spec.cache.dtype}"
+        f' {spec.head_dim} wide; pass implementation="cute" to use it anyway'
+    ]
 
 
 def _cache_reasons(name: str, cache: CacheSpec) -> list[str]:
@@ -269,7 +275,7 @@ def sparse_config(spec: SparseMLASpec, *, lengths: bool = False, sinks: bool = F
         compressed_page_span=compressed_page_span,
         lengths=lengths,
         sinks=sinks,
-        tile_rows=ROWS if spec.batch_invariant else _tile_rows(spec),
+        tile_rows=_tile_rows(spec),
         batch_invariant=spec.batch_invariant,
         dealt=not spec.batch_invariant and _has_many_tiles(spec),
         early_q=_has_many_tiles(spec),
@@ -278,15 +284,28 @@ def sparse_config(spec: SparseMLASpec, *, lengths: bool = False, sinks: bool = F
 
 def _has_many_tiles(spec: SparseMLASpec) -> bool:
     """Whether the call's row tiles are dealt out in turn: there are at least MANY_TILES."""
-    return isinstance(spec.num_tokens, int) and spec.num_tokens * -(-spec.num_heads // ROWS) >= MANY_TILES
+    return isinstance(spec.num_tokens, int) and _row_tiles(spec, _tile_rows(spec)) >= MANY_TILES
 
 
 def _tile_rows(spec: SparseMLASpec) -> int:
     """Rows of a tile. Few tiles of 64 leave CTAs idle, and code that runs once costs less for 32 rows."""
-    if not isinstance(spec.num_tokens, int) or spec.num_heads <= FEW_HEADS:
+    if spec.num_heads <= FEW_HEADS:
         return ROWS
-    tiles = spec.num_tokens * -(-spec.num_heads // ROWS)
-    return FEW_HEADS if tiles <= FEW_TILES[spec.cache.layout] else ROWS
+    if _has_16_bits(spec) and spec.head_dim > LATENT_DIM:
+        return FEW_HEADS  # beside 64 rows of Q only one stage of such keys fits
+    if spec.batch_invariant or not isinstance(spec.num_tokens, int):
+        return ROWS
+    return FEW_HEADS if _row_tiles(spec, ROWS) <= FEW_TILES[spec.cache.layout] else ROWS
+
+
+def _has_16_bits(spec: SparseMLASpec) -> bool:
+    """Whether the cache's rows are numbers of 16 bits alone."""
+    return spec.cache.layout == "plain" and spec.cache.dtype != FP8
+
+
+def _row_tiles(spec: SparseMLASpec, tile_rows: int) -> int:
+    """The call's tiles of `tile_rows` heads of one token."""
+    return spec.num_tokens * -(-spec.num_heads // tile_rows)
 
 
 def _pages(cache: CacheSpec) -> tuple[int, int]:

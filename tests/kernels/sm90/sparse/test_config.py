@@ -12,6 +12,7 @@ from tsmla_kernels.contract.sparse import SparseMLASpec
 from tsmla_kernels.sm90.constants import FP8, SMEM_BYTES
 from tsmla_kernels.sm90.decode.config import INVARIANT_WORKSPACE
 from tsmla_kernels.sm90.sparse.config import (
+    MANY_TILES,
     MAX_STAGES,
     MIN_STAGES,
     SparseConfig,
@@ -49,6 +50,26 @@ def test_few_tokens_of_many_heads_have_narrow_tiles() -> None:
     assert sparse_config(dataclasses.replace(V4_CALL, num_heads=16)).decode.p_rows == 16
 
 
+@pytest.mark.parametrize("heads", [33, 64, 65, 128])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rows_of_16_bits_that_are_too_wide_for_64_heads(dtype: str, heads: int) -> None:
+    """They have tiles of 32 in every call, so that batch_invariant does not look at the batch; with up to 32 heads, and
+    over 512 columns, a tile is what other rows have."""
+    cache = dataclasses.replace(PLAIN, dtype=dtype, head_dim=576)
+    few = dataclasses.replace(V32_CALL, q_dtype=dtype, num_heads=heads, cache=cache)
+    assert sparse_reasons(few) == []
+    for changes in ({}, {"num_tokens": 4096}, {"num_tokens": "t"}, {"batch_invariant": True}):
+        config = sparse_config(dataclasses.replace(few, **changes))
+        assert (config.decode.tile_rows, config.decode.max_tiles) == (32, math.ceil(heads / 32))
+        assert config.stages == MIN_STAGES
+    assert sparse_config(dataclasses.replace(few, num_heads=32)).tile_rows == 64
+    most = dataclasses.replace(few, num_tokens=math.ceil(MANY_TILES / math.ceil(heads / 32)))
+    assert sparse_config(most).dealt and not sparse_config(dataclasses.replace(most, num_tokens=95)).dealt
+    narrow = dataclasses.replace(most, head_dim=512, cache=dataclasses.replace(PLAIN, dtype=dtype))
+    assert sparse_reasons(narrow) == [] and sparse_config(narrow).tile_rows == 64
+    assert sparse_config(narrow).stages == MIN_STAGES
+
+
 def test_pages_with_gaps_and_v4_pages_are_compiled_in() -> None:
     gaps = sparse_config(dataclasses.replace(V32_CALL, cache=dataclasses.replace(V32, span=72)))
     assert (gaps.page_size, gaps.page_span) == (64, 72)
@@ -75,8 +96,6 @@ def test_many_row_tiles_are_dealt_out(tokens: int | str, heads: int, dealt: bool
         ({"num_heads": "h"}, "num_heads is h"),
         ({"cache": dataclasses.replace(PLAIN, dtype="float32")}, "kv_cache.dtype is float32"),
         ({"cache": dataclasses.replace(PLAIN, head_dim=320)}, "kv_cache's keys are 320 wide"),
-        ({"cache": dataclasses.replace(PLAIN, dtype="float16")}, "num_heads is 64"),
-        ({"cache": dataclasses.replace(PLAIN, dtype="bfloat16", head_dim=576), "head_dim": 576}, "num_heads is 64"),
         ({"cache": dataclasses.replace(V4, num_pages=1 << 20, span=1 << 11)}, "kv_cache has 2147483648 slots"),
         ({"compressed": PLAIN}, "compressed_kv_cache has plain rows of float8_e4m3fn"),
     ],
@@ -155,7 +174,7 @@ def test_options_name_the_object_of_a_call() -> None:
     for wrong, said in (
         ({"num_heads": "16", "layout": "v5"}, "layout=v5"),
         ({"layout": "v4"}, "num_heads is needed"),
-        ({"num_heads": "64", "layout": "plain"}, "num_heads is 64"),
+        ({"num_heads": "64", "layout": "plain", "head_dim": "448"}, "keys are 448 wide"),
     ):
         with pytest.raises(ValueError, match=said):
             SPARSE_MLA.from_options(wrong)

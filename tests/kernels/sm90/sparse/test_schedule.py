@@ -39,11 +39,14 @@ def test_tokens_without_lengths(
 
 
 @pytest.mark.parametrize("equal_lengths", [False, True])
-@pytest.mark.parametrize(("heads", "tokens", "selected"), [(16, 33, 2048), (72, 7, 1000), (128, 3, 70), (9, 2, 1)])
+@pytest.mark.parametrize(
+    ("heads", "tile_rows", "tokens", "selected"),
+    [(16, 64, 33, 2048), (72, 64, 7, 1000), (128, 64, 3, 70), (9, 64, 2, 1), (33, 32, 5, 700), (128, 32, 3, 2048)],
+)
 def test_tokens_are_cut_at_fixed_columns(
-    interpreter: Interpreter, heads: int, tokens: int, selected: int, equal_lengths: bool
+    interpreter: Interpreter, heads: int, tile_rows: int, tokens: int, selected: int, equal_lengths: bool
 ) -> None:
-    config = SparseConfig("bfloat16", heads, batch_invariant=True).decode
+    config = SparseConfig("bfloat16", heads, tile_rows=tile_rows, batch_invariant=True).decode
     lens = np.random.default_rng(tokens).integers(-5, selected + 200, tokens)
     pieces, split_info = interpreter.run(config, CTAS, lens, selected, equal_lengths=equal_lengths)
     lens = np.full(tokens, selected) if equal_lengths else np.clip(lens, 0, selected)
@@ -62,10 +65,12 @@ LENGTHS = {
 
 
 @pytest.mark.parametrize("ctas", [CTAS, 13])
-@pytest.mark.parametrize("heads", [16, 128, 130])
+@pytest.mark.parametrize(("heads", "tile_rows"), [(16, 64), (128, 64), (130, 64), (33, 32), (128, 32)])
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_many_tokens_are_dealt_out(interpreter: Interpreter, heads: int, lengths: str, ctas: int) -> None:
-    lens, config = LENGTHS[lengths], SparseConfig("bfloat16", heads).decode
+def test_many_tokens_are_dealt_out(
+    interpreter: Interpreter, heads: int, tile_rows: int, lengths: str, ctas: int
+) -> None:
+    lens, config = LENGTHS[lengths], SparseConfig("bfloat16", heads, tile_rows=tile_rows).decode
     width = int(lens.max())
     pieces, split_info = interpreter.run(config, ctas, lens, width, dealt=True)
     check(interpreter.flags, config, ctas, lens, np.ones(len(lens), int), pieces, split_info)
