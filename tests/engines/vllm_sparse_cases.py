@@ -3,6 +3,8 @@ version."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +24,7 @@ from tsmla_bridge.engines import vllm as plugin
 from tsmla_bridge.engines.context_parallel import held_keys
 from tsmla_bridge.engines.vllm import sparse
 from tsmla_bridge.engines.vllm.sparse import TsmlaMLASparseBackend
+from tsmla_kernels.sm90.sparse import config as sm90_sparse
 
 import vllm._custom_ops as custom_ops  # isort: skip
 
@@ -288,8 +291,16 @@ def test_kernels_are_compiled_before_the_first_request(layer: SparseLayer, monke
     monkeypatch.setattr(sparse.op, "warm", lambda spec, index, lengths: specs.append((spec, lengths)))
     layer.builder._compile(0)
     assert [(spec.num_tokens, spec.num_heads, lengths) for spec, lengths in specs] == [
-        (1, HEADS, True), (sparse.MANY_TOKENS, HEADS, True)
-    ]  # fmt: skip
+        (tokens, HEADS, True) for tokens in sparse.TOKENS
+    ]
+    for heads, rows in itertools.product((HEADS, 64, 128), ("auto", "fp8_ds_mla")):
+        given = [
+            sparse.describe(576, torch.bfloat16, rows, num_heads=heads, num_tokens=tokens) for tokens in range(1, 1000)
+        ]
+        served = {sm90_sparse.sparse_config(spec) for spec in given}
+        assert served == {
+            sm90_sparse.sparse_config(dataclasses.replace(given[0], num_tokens=tokens)) for tokens in sparse.TOKENS
+        }
 
 
 # ---- registration and refusals
@@ -349,9 +360,10 @@ def test_refused(changed: dict[str, Any], said: str) -> None:
     assert said in "; ".join(refusals(**changed))
 
 
-def test_many_heads_over_rows_of_16_bits_are_refused(layer: SparseLayer, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("heads", [64, 128])
+def test_many_heads_are_served(layer: SparseLayer, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = layer.config.model_config
-    monkeypatch.setattr(type(model), "get_num_attention_heads", lambda *arguments: 64)
+    monkeypatch.setattr(type(model), "get_num_attention_heads", lambda *arguments: heads)
     with set_current_vllm_config(layer.config):
-        assert "num_heads is 64; the sm_90 sparse kernel takes at most 32" in "; ".join(refusals())
-        assert refusals(kv_cache_dtype="fp8_ds_mla") == []
+        for kv_cache_dtype in ("auto", "fp8_ds_mla"):
+            assert refusals(kv_cache_dtype=kv_cache_dtype) == []

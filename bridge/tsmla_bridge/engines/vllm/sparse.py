@@ -31,7 +31,7 @@ from tsmla_kernels.contract.sparse import SparseMLASpec, sparse_mla_spec
 
 PACKED_CACHE = "fp8_ds_mla"  # vLLM's name for DeepSeek-V3.2's rows of 656 bytes
 PACKED_HEAD_SIZE = V32_PACKED.latent_dim + V32_PACKED.rope_dim
-MANY_TOKENS = 1 << 14  # which kernel serves a call depends on whether its tokens are few
+TOKENS = (1, 32, 1 << 14)  # few, more and many: which kernel serves a call depends on that
 
 versions.warn_if_untested(versions.VLLM, vllm.__version__)
 
@@ -174,7 +174,7 @@ class TsmlaMLASparseMetadataBuilder(vllm_sparse.SparseMLACommonMetadataBuilder[T
         config = self.vllm_config
         head_size = self.mla_dims.kv_lora_rank + self.mla_dims.qk_rope_head_dim
         heads = self.model_config.get_num_attention_heads(config.parallel_config) * self.dcp_world_size
-        for num_tokens in (1, MANY_TOKENS):
+        for num_tokens in TOKENS:
             spec = describe(
                 head_size, config.model_config.dtype, config.cache_config.cache_dtype,
                 num_heads=heads, num_tokens=num_tokens, batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
