@@ -124,6 +124,18 @@ def packed_reasons(config: ModelConfig) -> list[str]:
     return []
 
 
+def default_cache_dtype(config: ModelConfig, dtype: str) -> str:
+    """The dtype of the caches unless one is given: that of the parameters, but PACKED in V3.2 and V4 with parameters of
+    16 bits. These models were made for keys of fp8 with scales and are served so, and Hopper's kernel of the indexer
+    reads no other keys. Parameters of f32 are for exact results.
+
+    Args:
+      config: the model.
+      dtype: of the parameters, a numpy name.
+    """
+    return PACKED if dtype in ("bfloat16", "float16") and not packed_reasons(config) else dtype
+
+
 @dataclass(frozen=True)
 class CacheBytes:
     """Bytes of all layers' caches: the sum, those of one token (in whole pages), and a text's whatever its length."""

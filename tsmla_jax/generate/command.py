@@ -92,7 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cache-dtype",
         choices=CACHE_DTYPES,
-        help="of the cache (default: as --dtype); packed is the fp8 layout with scales of DeepSeek-V3.2 and V4",
+        help="of the cache; packed is the fp8 layout with scales of DeepSeek-V3.2 and V4 (default: packed for these two"
+        " with weights of bf16 or f16, else as --dtype)",
     )
     parser.add_argument(
         "--q-dtype",
@@ -241,7 +242,7 @@ def _generate(args: argparse.Namespace) -> None:
             stream.end_line()
     if not writes:
         return
-    record = _record(result, plan, load_seconds)
+    record = _record(result, plan, load_seconds) | {"cache_dtype_by_default": options.cache_dtype is None}
     print("\n" + table(record), flush=True)
     if args.json:
         Path(args.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -466,6 +467,10 @@ def table(record: dict[str, Any]) -> str:
         return f"{tokens} tokens in {seconds:.2f} s = {per_second:.1f} tokens/s"
 
     per_text = f" and {record['cache_bytes_per_text']} bytes/text" if record["cache_bytes_per_text"] else ""
+    cache = record["cache_dtype"]
+    if record["cache_dtype_by_default"] and cache == CACHE_DTYPES["packed"]:
+        short = next(short for short, long in DTYPES.items() if long == record["dtype"])
+        cache += f" by default; --cache-dtype {short} rounds no key"
     rows = [
         ("prefill", rate(record["prompt_tokens"], record["prefill_seconds"], record["prefill_tokens_per_second"])),
         ("decode", rate(record["decoded_tokens"], record["decode_seconds"], record["decode_tokens_per_second"])),
@@ -475,7 +480,7 @@ def table(record: dict[str, Any]) -> str:
         ("queries", record["q_dtype"]),
         (
             "cache",
-            f"{record['cache_bytes_per_token']} bytes/token{per_text} ({record['cache_dtype']}), "
+            f"{record['cache_bytes_per_token']} bytes/token{per_text} ({cache}), "
             f"{record['cache_bytes'] / 1e6:.1f} MB in {record['cache_pages']} pages of {record['page_size']}, "
             f"at most {record['peak_pages']} in use",
         ),

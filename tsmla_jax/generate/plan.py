@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from tsmla_jax.generate.caches import (
     PACKED,
     CacheLayout,
+    default_cache_dtype,
     default_page_size,
     packed_reasons,
     page_multiple,
@@ -50,8 +51,9 @@ class EngineOptions:
       temperature: 0 is greedy, else at least LEAST_TEMPERATURE.
       top_p: the smallest set of most likely tokens whose probability reaches it is sampled from.
       seed: of the sampling.
-      cache_dtype: None takes the parameters' dtype; "float8_e4m3fn" halves a bf16 cache; "packed" is the fp8 layout
-        with scales of V3.2 and V4.
+      cache_dtype: None is `caches.default_cache_dtype`: "packed" for V3.2 and V4 with parameters of 16 bits, else the
+        parameters' dtype. "float8_e4m3fn" halves a bf16 cache; "packed" is the fp8 layout with scales of V3.2 and V4,
+        latents and indexer keys; "bfloat16" or "float16", the parameters' dtype, rounds no key.
       kv_scale: an fp8 cache holds values / kv_scale.
       q_dtype: of the absorbed queries, those of V2's and V3's decode and all of V3.2's and V4's. None takes the
         parameters' dtype; "float8_e4m3fn", for fp8 and packed caches, multiplies queries and keys in fp8, with the
@@ -283,7 +285,7 @@ def _plan(config: ModelConfig, options: EngineOptions, batch: int, num_pages: in
 
 def _dtypes(config: ModelConfig, options: EngineOptions, dtype: str) -> tuple[str, str]:
     """Of the caches and of the queries."""
-    cache_dtype = _cache_dtype(config, options.cache_dtype or dtype, dtype)
+    cache_dtype = _cache_dtype(config, options.cache_dtype or default_cache_dtype(config, dtype), dtype)
     return cache_dtype, _q_dtype(options.q_dtype or dtype, cache_dtype, dtype)
 
 

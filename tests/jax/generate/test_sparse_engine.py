@@ -20,6 +20,7 @@ from tsmla_jax.generate.model import Batch, Scales, StepOptions, forward, rope_t
 from tsmla_jax.generate.pages import pages_for
 from tsmla_jax.generate.plan import make_plan
 from tsmla_jax.nn import Step
+from tsmla_jax.ops.indexer_topk import api as indexer_api
 from tsmla_jax.ops.sparse_mla import api
 
 NEW = 12
@@ -113,8 +114,7 @@ def test_figures_state_the_memory(case: Case) -> None:
 
 def test_packed_pages_of_real_widths() -> None:
     """Bytes of the packed layouts' pages: 656 and 132 a token in V3.2; in V4 whole pages, padded to 576."""
-    v32 = ModelConfig.from_hf(make_checkpoint.make_config(900, "bfloat16", False, False, "v3.2"))
-    v4 = ModelConfig.from_hf(make_checkpoint.make_config(900, "bfloat16", False, False, "v4"))
+    v32, v4 = real_widths("v3.2"), real_widths("v4")
     layout = CacheLayout(num_pages=3, page_size=64, state_slots=2, window_rows=0, spare=0, dtype="packed")
     assert cache_bytes(v32, layout).per_token == v32.num_layers * (656 + 132)
     # 256 tokens are 64 entries of ratio 4, with as many indexer keys, in two layers, and 2 of ratio 128 in one.
@@ -179,15 +179,64 @@ def test_wrong_options_get_one_line(
     assert captured.out == "" and captured.err.count("\n") == 1 and named in captured.err
 
 
+def real_widths(model: str) -> ModelConfig:
+    return ModelConfig.from_hf(make_checkpoint.make_config(900, "bfloat16", False, False, model))
+
+
+@pytest.mark.parametrize("model", ["v2", "v3", "v3.2", "v4"])
+def test_the_cache_is_what_the_model_is_served_with(model: str) -> None:
+    """Packed where it has that layout and parameters of 16 bits; what is asked for stays what it is."""
+    config, tiny = real_widths(model), ModelConfig.from_hf(tiny_config(model))
+
+    def found(config: ModelConfig, dtype: str, cache_dtype: str | None = None) -> str:
+        return make_plan(config, EngineOptions(cache_dtype=cache_dtype), [[1]], 2, dtype).layout.dtype
+
+    for dtype in ("bfloat16", "float16"):
+        assert found(config, dtype) == ("packed" if model in ("v3.2", "v4") else dtype)
+        assert found(tiny, dtype) == found(config, dtype, dtype) == dtype
+        assert found(config, dtype, "float8_e4m3fn") == "float8_e4m3fn"
+    assert found(config, "float32") == "float32"
+
+
+@pytest.mark.parametrize("model", ["v3.2", "v4"])
+def test_the_default_runs_hoppers_kernels(model: str, on_hopper: None) -> None:
+    plan = make_plan(real_widths(model), EngineOptions(), [[1]], 2, "bfloat16")
+    sparse = [choice for choice in plan.choices if choice.op.startswith(("sparse_mla", "indexer_topk"))]
+    assert {choice.op.partition(" (")[0] for choice in sparse} == {"sparse_mla", "indexer_topk"}
+    assert all(choice.implementation == "cute" and "as xla" not in choice.why for choice in sparse), sparse
+    plan = make_plan(real_widths(model), EngineOptions(cache_dtype="bfloat16"), [[1]], 2, "bfloat16")
+    assert any("the logits as xla computes them: q's dtype" in choice.why for choice in plan.choices)
+
+
+def test_the_command_says_that_the_cache_is_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    widths = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "num_hidden_layers": 1}
+    config = ModelConfig.from_hf(write_tiny(tmp_path, model="v3.2", **widths))
+    (tmp_path / "ids.json").write_text("[[1, 2, 3]]")
+    arguments = ["--checkpoint", tmp_path, "--prompt-ids", tmp_path / "ids.json", "--max-new-tokens", 2]
+    arguments += ["--dtype", "bf16", "--json", tmp_path / "out.json"]
+    assert cli.run(cli.parse(["tsmla", "generate", *map(str, arguments)])) == 0
+    output = capsys.readouterr().out
+    assert "788 bytes/token (packed by default; --cache-dtype bf16 rounds no key), " in output
+    record = json.loads((tmp_path / "out.json").read_text())
+    assert record["cache_dtype"] == "packed"
+    engine = Engine(load_model(tmp_path, config, dtype="bfloat16"), config, EngineOptions(cache_dtype="packed"))
+    assert record["tokens"] == engine.generate([[1, 2, 3]], 2).tokens
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are chosen as on a Hopper GPU."""
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
+    for each in (api, indexer_api):
+        table = {name: replace(found, why_not_by_default=list) for name, found in each.OPERATION.table.items()}
+        monkeypatch.setitem(vars(each.OPERATION), "table", table)
+
+
 @pytest.mark.parametrize(
     ("model", "why_not"), [("v3.2", ""), ("v4", "q.dtype is float8_e4m3fn and kv_cache has v4 rows of uint8")]
 )
-def test_the_choices_on_hopper_follow_the_queries(model: str, why_not: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
-    table = {name: replace(each, why_not_by_default=list) for name, each in api.OPERATION.table.items()}
-    monkeypatch.setitem(vars(api.OPERATION), "table", table)
-    config = ModelConfig.from_hf(make_checkpoint.make_config(900, "bfloat16", False, False, model))
-    options = EngineOptions(cache_dtype="packed")
+def test_the_choices_on_hopper_follow_the_queries(model: str, why_not: str, on_hopper: None) -> None:
+    config, options = real_widths(model), EngineOptions(cache_dtype="packed")
 
     def attention(**changes: Any) -> list[Any]:
         plan = make_plan(config, replace(options, **changes), [[1]], 2, "bfloat16")
