@@ -93,7 +93,7 @@ def test_compile_reports_what_fails_and_goes_on(capsys: pytest.CaptureFixture[st
         (["--config", "deepseek-v3,shared_rope=true"], "(kernel mla_decode; --kernel names those to compile)"),
         (["--config", "deepseek-v3.2,tensor_parallel=3"], "got tensor_parallel=3; it must divide num_heads=128"),
         (["--config", "deepseek-v3.2,num_columns=100"], "got num_columns=100; legal: a multiple of page_size=64"),
-        (["--config", "num_heads=3", "--kernel", "indexer_topk"], r"Hi is 3; .* \(kernel indexer_topk; --kernel"),
+        (["--config", "num_heads=3", "--kernel", "indexer_topk"], r"\(Hi\) is 3; .* \(kernel indexer_topk; --kernel"),
     ],
 )
 def test_compile_says_what_is_wrong(arguments: list[str], message: str) -> None:

@@ -59,6 +59,6 @@ def test_a_configuration_that_does_not_fit_is_refused() -> None:
 def test_reasons_name_what_is_not_taken() -> None:
     assert topk_reasons(TopKSpec(1, 8192, 2048)) == []
     assert "k is 4097" in topk_reasons(TopKSpec(1, 8192, 4097))[0]
-    assert "N is" in topk_reasons(TopKSpec(1, MAX_COLUMNS + 1, 1))[0]
+    assert "num_columns (N) is" in topk_reasons(TopKSpec(1, MAX_COLUMNS + 1, 1))[0]
     assert "dtype is float64" in topk_reasons(TopKSpec(1, 8, 1, dtype="float64"))[0]
     assert "slots" in topk_reasons(TopKSpec(1, 8, 1, page_size=64))[0]
