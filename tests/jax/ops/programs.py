@@ -33,10 +33,9 @@ def kernels(program: Any) -> list[tuple[Kernel, Config]]:
     """The kernels that a jaxpr calls, inner ones included, with their configs, in order."""
     if isinstance(program, tuple | list):
         return [found for each in program for found in kernels(each)]
-    if hasattr(program, "jaxpr"):
-        return kernels(program.jaxpr)
     found = []
-    for equation in getattr(program, "eqns", ()):
+    # From jax 0.11 on the inner one of a closed jaxpr has that name, too, for itself.
+    for equation in getattr(getattr(program, "jaxpr", program), "eqns", ()):
         if equation.primitive is kernel_call_p:
             found.append((equation.params["kernel"], equation.params["config"]))
         found += kernels(list(equation.params.values()))
