@@ -265,6 +265,22 @@ V32, V4 = torch.zeros(2, 64, 1, 656, dtype=torch.uint8), torch.zeros(2, 37440, d
             r"extra_indices_in_kvcache: got shape \[2, 2, 8\]; legal: \[B, S, K\] = \[2, 1, K\]",
         ),
         (
+            {
+                "q": torch.zeros(2, 1, HEADS, 512, dtype=torch.bfloat16), "k_cache": as_package_pages(V4, 64),
+                "extra_k_cache": as_package_pages(V4, 64), "topk_length": torch.ones(2),
+                "extra_indices_in_kvcache": torch.zeros(2, 1, 8, dtype=torch.int32),
+            },
+            "topk_length: got dtype float32; legal: int32",
+        ),
+        (
+            {
+                "q": torch.zeros(2, 1, HEADS, 512, dtype=torch.bfloat16), "k_cache": as_package_pages(V4, 64),
+                "extra_k_cache": as_package_pages(V4, 64),
+                "extra_indices_in_kvcache": torch.zeros(2, 1, 8, dtype=torch.int64),
+            },
+            "extra_indices_in_kvcache: got dtype int64; legal: int32",
+        ),
+        (
             {"k_cache": torch.zeros(2, 64, 1, 584, dtype=torch.uint8)},
             "k_cache: got strides .* legal: rows of a page side by side, and pages padded to a multiple of 576 bytes",
         ),

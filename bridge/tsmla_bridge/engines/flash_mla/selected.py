@@ -9,6 +9,7 @@ import torch
 
 from tsmla_bridge.engines.flash_mla import naming
 from tsmla_bridge.ops import sparse_mla
+from tsmla_bridge.runtime.tensors import dtype_name
 from tsmla_kernels.contract.layouts import V4_PACKED, V32_PACKED
 from tsmla_kernels.contract.rules import show
 
@@ -38,7 +39,7 @@ class Selection(NamedTuple):
     lengths: torch.Tensor | None
 
     def check(self, batch: int, q_len: int) -> None:
-        """ValueError unless indices and lengths fit q."""
+        """ValueError unless indices and lengths are int32 and fit q."""
         shape = tuple(self.indices.shape)
         if len(shape) != 3 or shape[:2] != (batch, q_len):
             legal = f"[B, S, K] = [{batch}, {q_len}, K], B and S from q"
@@ -46,6 +47,9 @@ class Selection(NamedTuple):
         if self.lengths is not None and self.lengths.shape != (batch,):
             shape = tuple(self.lengths.shape)
             raise ValueError(f"{self.names.lengths}: got shape {show(shape)}; legal: [B] = [{batch}], B from q")
+        for name, array in ((self.names.indices, self.indices), (self.names.lengths, self.lengths)):
+            if array is not None and array.dtype != torch.int32:
+                raise ValueError(f"{name}: got dtype {dtype_name(array.dtype)}; legal: int32")
 
     @property
     def is_v4(self) -> bool:
