@@ -160,7 +160,7 @@ class Inputs:
 
 
 def jit_us(inputs: Inputs) -> float:
-    """Microseconds a call inside a jitted chain of calls, each of which needs the one before: of 36 less 12 calls, so
+    """Microseconds a call inside a jitted chain of calls, where each needs the one before: of 36 less 12 calls, so
     that what a chain costs as a whole is not in it, and less what hands a result on to the next call."""
     import jax
     import jax.numpy as jnp

@@ -140,8 +140,8 @@ def write_layer(results: Path, figures: Path, page: Path) -> str:
         compared = f"tsmla's time over theirs {mean_and_worst(ratios)}, geometric mean. " if ratios else ""
         first = rows[0]
         said = (
-            f"A decode step of a V3.2 layer without its projections, {first['keys']:,} keys a request of which "
-            f"{first['k']:,} are selected, microseconds by the GPU's clock: ours one function of jax, the engines' "
+            f"A decode step of a V3.2 layer without its projections, {first['keys']:,} keys a request, "
+            f"{first['k']:,} of them selected, microseconds by the GPU's clock: ours one function of jax, the engines' "
             f"kernels one CUDA graph. {compared}{provenance(rows)}"
         )
         heads = ["B, H", "engines' kernels", "**tsmla**", "/ engines'", "sum of parts: engines'", "tsmla"]

@@ -5,7 +5,7 @@ in one CUDA graph, on one GPU in one run.
 
 DIR holds a module `peers_sparse` with `load()`, `deep_gemm_paged`, `flashmla_v32` and `legacy_v32`; layer_peers.py has
 the rest of the peers' step, and without DIR ours runs alone. A point is a number of requests B and heads H; a request
-has one new token and 32,768 keys in pages of 64, of which it attends to 2,048. A step is rope, the write of the packed
+has one new token and 32,768 keys in pages of 64, and attends to 2,048 of them. A step is rope, the write of the packed
 latent (656 bytes) and of the indexer key (132 bytes), quantisation of the indexer's queries (64 heads of 128), their
 selection and sparse_mla; both sides begin with the same numbers in buffers of the same layouts.
 

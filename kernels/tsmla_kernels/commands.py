@@ -315,7 +315,7 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--all", action="store_true", help="with prune: remove every entry")
     parser.add_argument(
-        "--older-than", type=float, metavar="DAYS", help="with prune: also remove what was compiled so many days ago"
+        "--older-than", type=float, metavar="DAYS", help="with prune: also remove what was compiled as many days ago"
     )
 
 

@@ -378,7 +378,7 @@ def test_a_sparse_layer_is_shown_by_step_and_by_part(figures: ModuleType, tmp_pa
     (tmp_path / "sparse_layer.json").write_text(json.dumps(rows))
     assert figures.main(with_markers(tmp_path, "sparse_layer")) == 0
     readme = (tmp_path / "README.md").read_text()
-    assert "32,768 keys a request of which 2,048 are selected" in readme
+    assert "32,768 keys a request, 2,048 of them selected" in readme
     assert "tsmla's time over theirs 0.50 (1 point)" in readme
     assert "| 1, 16 | - | **40.0** | - | - | 45.0 | - | 60.0 |" in readme
     assert "| 8, 16 | 80.0 | **40.0** | 0.50 | 90.0 | 45.0 | 120.0 | 60.0 |" in readme

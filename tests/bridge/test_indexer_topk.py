@@ -83,7 +83,7 @@ def test_chunks_go_to_the_catalogs_kernels(gpu: Gpu, ragged: bool, return_slots:
         got = tsmla_bridge.indexer_topk(**given, **options, **places)
         for one, other in zip(got, want, strict=True) if several else ((got, want),):
             assert torch.equal(one, other)
-        assert len(gpu.launches) == 6  # of three chunks, the last one of which shares a row with the one before
+        assert len(gpu.launches) == 6  # of three chunks; the last one shares a row with the one before
         assert {operands["logits"].shape for _, operands in gpu.launches} == {(8, M * Z)}
     assert got is out or (got[0] is out and got[-1] is memory["scores" if return_scores else "counts"])
     assert {operands["logits"].data_ptr() for _, operands in gpu.launches} == {workspace.buffer.data_ptr()}

@@ -149,7 +149,7 @@ class Step(NamedTuple):
 
 
 def step_of(case: Case, backend: TsmlaMLABackend, dtype: str, layers: int = 1) -> Step:
-    """`layers` layers, each of which has the latent of the one before for its query."""
+    """`layers` layers; each has the latent of the one before for its query."""
     backend.forward_metadata = backend.get_forward_metadata(case.batch)
     layer = make_layer()
 

@@ -141,7 +141,7 @@ main()
 
 
 def interrupted(arguments: list[str], after: float, during: str = "", **variables: str) -> tuple[int, str]:
-    """The exit status and the errors of the command, to which SIGINT comes after so many seconds."""
+    """The exit status and the errors of the command, to which SIGINT comes after this many seconds."""
     code = INTERRUPTED.format(arguments=arguments, after=after, during=during)
     environment = os.environ | {"PYTHONPATH": PATHS, "JAX_PLATFORMS": "cpu"} | variables
     done = subprocess.run(

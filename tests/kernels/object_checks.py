@@ -14,7 +14,7 @@ ARCH = "sm_90a"
 
 
 def all_but_slow(names: Iterable[str], fast: Collection[str]) -> list[Any]:
-    """Parameters of these names, of which every run of the tests has the fast ones alone."""
+    """Parameters of these names; those that are not fast are left to the runs of the slow tests."""
     return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in names]
 
 

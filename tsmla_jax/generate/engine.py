@@ -182,7 +182,7 @@ class Engine:
 
         Raises:
           ValueError: an empty prompt, an id outside the vocabulary, a text that would never fit; a text_id in use; no
-            options.num_pages, of which the caches are made when there are none.
+            options.num_pages, which tell how large caches are made when there are none.
           NotImplementedError: the implementation that was asked for can't run this.
         """
         self.open()

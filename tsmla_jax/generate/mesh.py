@@ -188,7 +188,7 @@ def _put_experts(mesh: Mesh | None, layer: str, stacks: dict[str, Any], moe: MoE
 
 
 def _has_shards(weight: Any, moe: MoEConfig, shards: int) -> bool:
-    """Whether a stack is as long as one of so many shards, each with the shared experts behind its own."""
+    """Whether a stack is as long as one of `shards` shards, each with the shared experts behind its own."""
     each = len(experts_of(moe, shards, 0)) + moe.num_shared
     if not isinstance(weight, BlockScaled):
         return bool(weight.shape[0] == shards * each)

@@ -190,7 +190,7 @@ def why_not_grouped(dtype: Any, hidden: int, width: int, narrow: bool) -> list[s
 
 
 def _tiles(rows: int, num_experts: int, hidden: int, width: int, narrow: bool) -> tuple[int, Tile, Tile]:
-    """Places of a block, and the tiles of the two products, for so many pairs of token and expert.
+    """Places of a block, and the tiles of the two products, for `rows` pairs of token and expert.
 
     Until an expert has some ten rows the time is that of reading the weights: blocks are as low as a tensor core's
     tile. From some hundred on it is that of multiplying.

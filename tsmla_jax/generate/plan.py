@@ -230,7 +230,7 @@ def is_count(value: object, least: int = 0) -> bool:
 
 
 def _texts_of_replica(options: EngineOptions, texts: int) -> int:
-    """How many of so many texts a replica has at most, if they are shared out evenly."""
+    """How many of `texts` texts a replica has at most, if they are shared out evenly."""
     return -(-texts // options.mesh.replicas)
 
 
@@ -246,8 +246,8 @@ def _page_size(config: ModelConfig, options: EngineOptions) -> int:
     page_size = default_page_size(config) if options.page_size is None else options.page_size
     if page_size % page_multiple(config):
         raise ValueError(
-            f"page_size = {page_size}; legal for this model: a multiple of {page_multiple(config)}, of which a page "
-            f"holds whole compressed entries"
+            f"page_size = {page_size}; legal for this model: a multiple of {page_multiple(config)}, so "
+            f"that a page holds whole compressed entries"
         )
     return page_size
 

@@ -44,7 +44,7 @@ def select_tokens(
       greedy: take the most likely token; the lowest id among equals.
 
     Returns:
-      [N] i32; NOT_FINITE in a row whose largest logit is no finite number, of which NaN counts as the largest.
+      [N] i32; NOT_FINITE in a row whose largest logit is no finite number; NaN counts as the largest.
     """
     logits = logits.astype(jnp.float32)
     if greedy:

@@ -5,7 +5,7 @@ to (j + 1) Z - 1, lies on device j mod N and is that device's page j // N of the
 differ by a page at most, however long it is, and grow in turn. A step describes whole texts (seq_lens, positions); its
 block tables and slots are the device's own. Every device computes the queries of all tokens and attends over its own
 keys; the partial results are merged by their logsumexps, which gives the same bits on every device. DeepSeek-V4's keys
-are its compressed entries, dealt out in pages of so many tokens; its window's latents every device has.
+are its compressed entries, dealt out in pages of as many tokens; its window's latents every device has.
 
 Layout as in vLLM's decode context parallelism (cp_kv_cache_interleave_size); the merge is that of
 `tsmla_jax.merge_attention_states`. Axes: B requests, T tokens, H heads, V width of a head's result, M entries of a
@@ -56,8 +56,8 @@ class HeldContext(NamedTuple):
 
 
 def held_context(context_lens: jax.Array, chunk: int, context_axis: str | None, page_size: int) -> HeldContext:
-    """What a device has of contexts of which a pass takes `chunk` tokens a text: all of it without a context_axis, else
-    its part, in whole pages."""
+    """What a device has of contexts, where a pass takes `chunk` tokens of a text: all of it without a context_axis,
+    else its part, in whole pages."""
     if context_axis is None:
         return HeldContext(context_lens, context_lens, chunk)
     world = lax.axis_size(context_axis)

@@ -139,7 +139,7 @@ def grouped_matmul(
     """Every place's row times its group's weight.
 
     Args:
-      x: [T, K], of which blocks.rows names the row at each place, if `gather`; else [NB * block, K], a row a place.
+      x: [T, K], with `gather`, where blocks.rows names the row at each place; else [NB * block, K], a row a place.
       weight: [G, N, K], of at least blocks.num_groups groups.
       blocks: of `make_blocks`, with a block of at least 16.
       gated: the weight's first half and its second make silu(x first) * (x second), of N / 2 columns.

@@ -20,7 +20,7 @@ MOST = 544  # tokens of a text
 WINDOW_TABLES = np.arange(TEXTS * MOST // PAGE, dtype=np.int32).reshape(TEXTS, -1)
 STATES = np.asarray([2, 0, 1], np.int32)
 # New tokens and lengths of each text, and the rows of each step: a text that is not there yet, chunks, one token each,
-# drafts, and drafts of which some are taken back. Entries of ratio 128 are completed by a chunk, and by no decode step.
+# drafts, and drafts that are partly taken back. Entries of ratio 128 are completed by a chunk, and by no decode step.
 STEPS = [
     ([300, 3, 0], [300, 3, 0], 368),
     ([211, 0, 137], [511, 3, 137], 368),

@@ -83,7 +83,7 @@ SPARSE = {
 
 
 def check(ring: Descriptions, blocks: list[int]) -> None:
-    """Walk through pieces of so many blocks, each warp as far from the others as the ring lets it be."""
+    """Walk through pieces of these numbers of blocks, each warp as far from the others as the ring lets it be."""
     firsts = [0, *itertools.accumulate(ring.q_stages + n for n in blocks)]  # each piece's first use of a stage
     piece_of = [piece for piece, n in enumerate(blocks) for _ in range(ring.q_stages + n)]
     for piece, first in enumerate(firsts[:-1]):
@@ -91,7 +91,7 @@ def check(ring: Descriptions, blocks: list[int]) -> None:
         released = first - ring.reads_early - ring.stages
         under_way = 0 if released < 0 else piece_of[released]
         assert piece < under_way + ring.lookahead, f"piece {piece} is not described in piece {under_way}"
-        # A value warp stores this piece's results, of which it has released all stages.
+        # A value warp stores the results of this piece, whose stages it has all released.
         behind = firsts[piece + 1] + ring.stages
         done = max(p for p in range(piece, len(blocks)) if p == piece or firsts[p + 1] <= behind)
         assert done + ring.lookahead < piece + ring.kept, f"piece {piece} is written over by piece {done}'s warp"

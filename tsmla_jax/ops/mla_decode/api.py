@@ -57,8 +57,8 @@ def mla_decode(
       causal: query i of S sees key j iff j < seq_len - (S - 1) + i; otherwise iff j < seq_len.
       visible_lens: [B, S] or, with ragged q, [T] int32, in place of the causal rule: the token sees the first
         visible_lens keys of its request, at most seq_len of them, and none where it is negative. For keys that are
-        dealt out to several devices (vLLM's and SGLang's decode context parallelism), of which a device holds others
-        for each token of a request.
+        dealt out to several devices (vLLM's and SGLang's decode context parallelism), where a device holds others for
+        each token of a request.
       q_scale, kv_scale: q holds query / q_scale and kv_cache holds kv / kv_scale (fp8 usually); None is 1. Float or
         float32 scalar array; always operands of the compiled program, never constants kept from an earlier call. Scales
         are from 2^-126 to 2^126, so that float32 holds their reciprocals too; that is checked of numbers, and an array
