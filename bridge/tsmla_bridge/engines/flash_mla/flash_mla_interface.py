@@ -72,8 +72,7 @@ def flash_mla_with_kvcache(
     extra = dict(zip(FAR, (extra_k_cache, extra_indices_in_kvcache, extra_topk_length), strict=True))
     selecting = {"attn_sink": attn_sink, "topk_length": topk_length}
     optional = {"block_table": block_table, "cache_seqlens": cache_seqlens, "indices": indices} | selecting | extra
-    present = {name: value for name, value in optional.items() if value is not None}
-    naming.check_tensors({"q": q, "k_cache": k_cache} | present)
+    present = naming.given_tensors({"q": q, "k_cache": k_cache}, optional)
     if q.dim() != 4:
         raise ValueError(f"q: got shape {show(tuple(q.shape))}; legal: [B, S, H, D]")
     softmax_scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
@@ -148,7 +147,6 @@ def flash_mla_sparse_fwd(
       NotImplementedError: no kernel runs the call.
     """
     optional = {"attn_sink": attn_sink, "topk_length": topk_length}
-    present = {name: value for name, value in optional.items() if value is not None}
-    naming.check_tensors({"q": q, "kv": kv, "indices": indices} | present)
+    naming.given_tensors({"q": q, "kv": kv, "indices": indices}, optional)
     out, lse = selected.attend_rows(q, kv, indices, topk_length, d_v=d_v, sm_scale=sm_scale, attn_sink=attn_sink)
     return out, None, selected.as_the_packages(lse)

@@ -33,11 +33,13 @@ _ARGUMENT = re.compile(
 """An argument of this project's operations in an error's text. Two of the names are words, too."""
 
 
-def check_tensors(arguments: Mapping[str, Any]) -> None:
-    """TypeError unless all of these are tensors."""
-    for name, value in arguments.items():
+def given_tensors(required: Mapping[str, Any], optional: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The optional arguments that are not None. TypeError unless these and all required ones are tensors."""
+    given = {name: value for name, value in optional.items() if value is not None}
+    for name, value in {**required, **given}.items():
         if not isinstance(value, Tensor):
             raise contract.not_an_array(name, value, TENSOR)
+    return given
 
 
 def call(operation: Callable[..., Any], names: Mapping[str, str], *arguments: Any, **options: Any) -> Any:
