@@ -16,8 +16,10 @@ from jax import lax
 
 from tsmla_jax.generate.config import MoEConfig
 from tsmla_jax.nn.block_scaled import BlockScaled
-from tsmla_jax.nn.grouped_matmul import Tile, grouped_matmul, make_blocks, why_not_kernel
+from tsmla_jax.nn.grouped_matmul import grouped_matmul, halved, why_not_kernel
 from tsmla_jax.nn.linear import linear
+from tsmla_jax.nn.row_blocks import make_blocks
+from tsmla_jax.nn.tiles import expert_tiles
 
 _MAX_BLOCK_ROWS = 128
 
@@ -189,24 +191,6 @@ def why_not_grouped(dtype: Any, hidden: int, width: int, narrow: bool) -> list[s
     return list(dict.fromkeys(reasons))
 
 
-def _tiles(rows: int, num_experts: int, hidden: int, width: int, narrow: bool) -> tuple[int, Tile, Tile]:
-    """Places of a block, and the tiles of the two products, for `rows` pairs of token and expert.
-
-    Until an expert has some ten rows the time is that of reading the weights: blocks are as low as a tensor core's
-    tile. From some hundred on it is that of multiplying.
-    hidden, width: C and I."""
-    depth = 128 if width % 128 == 0 and hidden % 128 == 0 else 64
-    if rows <= 16:
-        return 16, Tile(32, depth, 4, 3), Tile(64, depth, 4, 4)
-    if rows <= 12 * num_experts:
-        return 16, Tile(64, depth, 4, 4), Tile(depth, depth, 4, 4)
-    if rows <= 48 * num_experts:
-        return 32, Tile(64, depth, 4, 3), Tile(depth, depth, 4, 3)
-    if narrow:
-        return 128, Tile(64, depth, 8, 3), Tile(depth, depth, 8, 3)
-    return 128, Tile(depth, depth // 2, 8, 4), Tile(256 if hidden % 256 == 0 else 64, depth // 2, 8, 4)
-
-
 def _grouped_experts(
     x: jax.Array, experts: jax.Array, gate_up: Weight, down: Weight, limit: float | None, load: int
 ) -> jax.Array:
@@ -214,8 +198,9 @@ def _grouped_experts(
 
     load: as in `mix_experts`."""
     num_experts, (_, hidden, width) = min(gate_up.shape[0], down.shape[0]), down.shape
-    block, tile_up, tile_down = _tiles(load, num_experts, hidden, width, isinstance(down, BlockScaled))
+    block, tile_up, tile_down = expert_tiles(load, num_experts, hidden, width, isinstance(down, BlockScaled))
     blocks = make_blocks(experts, num_experts, block)
+    x = halved(x) if tile_up.half else x
     inner = grouped_matmul(x, gate_up, blocks, tile_up, gated=True, gather=True, limit=limit)
     out = grouped_matmul(inner, down, blocks, tile_down)
     # An absent expert gets some row's values, which the caller drops.

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tsmla_jax.nn.block_scaled import BLOCK, BlockScaled
-from tsmla_jax.nn.grouped_matmul import Blocks, Tile, grouped_matmul, why_not_kernel
+from tsmla_jax.nn.grouped_matmul import grouped_matmul, halved, why_not_kernel
+from tsmla_jax.nn.row_blocks import Blocks
+from tsmla_jax.nn.tiles import linear_tile
 
 _MOST_SUMMED = 1 << 23
 """Elements of a matrix up to which XLA makes a row's product a sum along the matrix' rows, and widens them as it reads
@@ -50,22 +52,18 @@ def linear(x: jax.Array, weight: jax.Array | BlockScaled) -> jax.Array:
     summed = rows == 1 and columns * depth <= _MOST_SUMMED
     if summed or why_not_kernel(x.dtype, columns, depth, narrow=True):
         return x @ weight.widened(x.dtype).T
-    out = _linear_by_kernel(x.reshape(rows, -1), weight)
+    out = linear_by_kernel(x.reshape(rows, -1), weight)
     return out.reshape(*x.shape[:-1], -1)
 
 
-def _linear_by_kernel(x: jax.Array, weight: BlockScaled) -> jax.Array:
-    """x [T, K] times a block-scaled weight [N, K] as a grouped product of one group."""
+def linear_by_kernel(x: jax.Array, weight: BlockScaled) -> jax.Array:
+    """`linear` of x [T, K] and a block-scaled weight [N, K] as a grouped product of one group: so on a GPU."""
     rows = x.shape[0]
-    block = 16 if rows <= 64 else 32 if rows <= 128 else 64 if rows <= 512 else 128
+    block, tile = linear_tile(rows, weight.shape[0])
     places = jnp.minimum(jnp.arange(-(-rows // block) * block, dtype=jnp.int32), rows - 1)
     blocks = Blocks(places, jnp.zeros(places.shape[0] // block, jnp.int32), places[:rows, None], 1)
-    # Fewer programs than a GPU has multiprocessors would leave some of them without work.
-    programs = {columns: weight.shape[0] // columns * blocks.groups.shape[0] for columns in (64, 32, 16)}
-    columns = next((columns for columns, count in programs.items() if count >= 132), 16)
-    tile = Tile(columns, BLOCK, 4, 4) if block < 128 else Tile(64, BLOCK, 8, 3)
     stack = BlockScaled(weight.values[None], weight.scales[None])
-    return grouped_matmul(x, stack, blocks, tile, gather=True)[:rows]
+    return grouped_matmul(halved(x) if tile.half else x, stack, blocks, tile, gather=True)[:rows]
 
 
 def product(params: Mapping[str, Any], name: str, x: jax.Array) -> jax.Array:

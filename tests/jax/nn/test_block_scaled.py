@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tsmla_jax.nn import MLAConfig, Step, functional, init_params
+from tsmla_jax.nn import MLAConfig, Step, functional, init_params, tiles
 from tsmla_jax.nn.block_scaled import BlockScaled, stack_size
-from tsmla_jax.nn.grouped_matmul import Tile, grouped_matmul, make_blocks
-from tsmla_jax.nn.linear import contract, joined_rows, linear
+from tsmla_jax.nn.grouped_matmul import HALF_SCALE, grouped_matmul, halved
+from tsmla_jax.nn.linear import contract, joined_rows, linear, linear_by_kernel
+from tsmla_jax.nn.row_blocks import blocks_by_kernel, make_blocks
+from tsmla_jax.nn.tiles import Tile
 
 
 def narrow(rng: np.random.Generator, *shape: int) -> BlockScaled:
@@ -49,14 +51,15 @@ def test_joined_weights_stay_narrow_where_blocks_allow() -> None:
     assert not isinstance(joined_rows([second, first]), BlockScaled)
 
 
+@pytest.mark.parametrize("make", [make_blocks, blocks_by_kernel])
 @pytest.mark.parametrize(("rows", "most", "block"), [(1, 3, 16), (9, 2, 16), (40, 3, 32), (1100, 2, 16)])
-def test_blocks_hold_every_pair_once(rows: int, most: int, block: int) -> None:
+def test_blocks_hold_every_pair_once(rows: int, most: int, block: int, make: Any) -> None:
     count = 5
     rng = np.random.default_rng(rows)
     groups = np.stack([rng.permutation(count)[:most] for _ in range(rows)]).astype(np.int32)
     if rows > 1:
         groups[3] = count
-    blocks = make_blocks(jnp.asarray(groups), count, block)
+    blocks = make(jnp.asarray(groups), count, block)
     places, of_rows, of_blocks = (np.asarray(array) for array in (blocks.places, blocks.rows, blocks.groups))
     inside = groups < count
     assert len(np.unique(places[inside])) == inside.sum() and (places[~inside] >= len(of_rows)).all()
@@ -71,10 +74,19 @@ def test_stacks_avoid_sizes_that_are_counted_in_too_few_bits() -> None:
     assert stack_size(257, 7168, 2048) * 7168 * 2048 > 2**32 >= (stack_size(257, 7168, 2048) - 1) * 7168 * 2048
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize(("limit", "swapped"), [(None, False), (0.5, True)])
+@pytest.mark.parametrize(
+    ("scaled", "tile"),
+    [
+        (False, Tile(64, 128, 4, 3)),
+        (False, Tile(64, 64, 4, 3, swapped=True, columns_first=True)),
+        (True, Tile(64, 128, 4, 3)),
+        (True, Tile(64, 64, 4, 3, swapped=True, columns_first=True)),
+        (True, Tile(32, 128, 4, 3, half=True)),
+    ],
+)
+@pytest.mark.parametrize("limit", [None, 0.5])
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def test_grouped_products_equal_plain_ones(scaled: bool, limit: float | None, swapped: bool, backend: str) -> None:
+def test_grouped_products_equal_plain_ones(scaled: bool, tile: Tile, limit: float | None, backend: str) -> None:
     """On a CPU by the kernel's interpreter; on a GPU by the kernel."""
     if jax.default_backend() != backend:
         pytest.skip(f"jax's default device is no {backend}")
@@ -86,9 +98,10 @@ def test_grouped_products_equal_plain_ones(scaled: bool, limit: float | None, sw
     groups = jnp.asarray(np.stack([rng.permutation(count)[:2] for _ in range(rows)]), jnp.int32)
 
     def experts(x: jax.Array, gate_up: Any, down: Any) -> jax.Array:
-        blocks, tile = make_blocks(groups, count, 16), Tile(64, 128, 4, 3, swapped)
-        return grouped_matmul(grouped_matmul(x, gate_up, blocks, tile, gated=True, gather=True, limit=limit), down,
-                              blocks, tile)[blocks.places]  # fmt: skip
+        blocks = make_blocks(groups, count, 16)
+        x = halved(x) if tile.half else x
+        inner = grouped_matmul(x, gate_up, blocks, tile, gated=True, gather=True, limit=limit)
+        return grouped_matmul(inner, down, blocks, tile)[blocks.places]
 
     out = np.asarray(jax.jit(experts)(x, gate_up, down), np.float64)
     wide_up, wide_down = (widened(w) if scaled else np.asarray(w, np.float64) for w in (gate_up, down))
@@ -113,6 +126,34 @@ def test_a_row_times_a_large_narrow_matrix_is_made_by_the_kernel(
     values = jax.ShapeDtypeStruct((columns, depth), jnp.float8_e4m3fn)
     scales = jax.ShapeDtypeStruct((-(-columns // 128), -(-depth // 128)), jnp.float32)
     assert ("pallas_call" in str(jax.make_jaxpr(linear)(x, BlockScaled(values, scales)))) is by_kernel
+
+
+def test_halved_activations_keep_their_values_and_saturate() -> None:
+    x = jnp.asarray([0.0, 1.5, -300.25, 2.0**-10, 2.0**19, 2.0**21, -jnp.inf, jnp.nan], jnp.float32)
+    expected = np.array(x)
+    expected[5:7] = [65504 / HALF_SCALE, -65504 / HALF_SCALE]
+    np.testing.assert_array_equal(np.asarray(halved(x), np.float32) / HALF_SCALE, expected)
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_products_with_one_matrix_by_the_kernel(half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernel's interpreter, with a last block of scales that has fewer rows."""
+    rng = np.random.default_rng(3)
+    weight, x = narrow(rng, 192, 256), jnp.asarray(rng.standard_normal((20, 256)), jnp.bfloat16)
+    monkeypatch.setattr(tiles, "HALF_ROWS", range(1, 21) if half else range(0))
+    expected = np.asarray(x, np.float64) @ widened(weight).T
+    out = np.asarray(linear_by_kernel(x, weight), np.float64)
+    np.testing.assert_allclose(out, expected, atol=2**-8 * np.abs(expected).max())
+
+
+def test_halved_products_need_halved_activations() -> None:
+    rng = np.random.default_rng(4)
+    blocks = make_blocks(jnp.zeros((2, 1), jnp.int32), 1, 16)
+    tile, x = Tile(64, 128, 4, 3, half=True), jnp.ones((2, 128), jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"tile\.half=True with x of bfloat16; legal: x of float16 and block-scaled"):
+        grouped_matmul(x, narrow(rng, 1, 64, 128), blocks, tile, gather=True)
+    with pytest.raises(ValueError, match="legal: x of float16 and block-scaled"):
+        grouped_matmul(halved(x), jnp.ones((1, 64, 128), jnp.bfloat16), blocks, tile, gather=True)
 
 
 @pytest.mark.parametrize(("rank", "bias", "latent"), [(None, False, 32), (None, True, 40), (24, True, 32)])
