@@ -11,6 +11,7 @@ import pytest
 from tsmla_jax.generate import ModelConfig, model, moe
 from tsmla_jax.generate.config import MoEConfig, Routing
 from tsmla_jax.generate.explaining import Choice, explain_experts
+from tsmla_jax.nn import row_blocks, tiles
 from tsmla_jax.nn.block_scaled import BlockScaled
 
 WIDTH, EXPERTS = 12, 8
@@ -190,8 +191,13 @@ def test_the_choice_of_the_experts_is_that_of_their_weights(
     assert [choice.op for choice in choices("fp8", "wide")] == both
 
 
-def test_grouped_experts_equal_the_experts_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of block-scaled weights, by the kernel's interpreter; some experts are absent."""
+@pytest.mark.parametrize("chosen", [False, True])
+def test_grouped_experts_by_every_form_of_their_tiles(chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grouped products, by the kernels' interpreter, equal the experts in turn: weights widened to bf16 with blocks
+    made by XLA, and to f16 with blocks made by a kernel."""
+    monkeypatch.setattr(tiles, "HALF_PAIRS", range(100) if chosen else range(0))
+    monkeypatch.setattr(row_blocks, "BLOCKS_BY_KERNEL", 100 if chosen else 0)
+    monkeypatch.setattr(row_blocks, "why_no_triton", list)
     rng = np.random.default_rng(0)
     tokens, top_k, count, width = 9, 2, 4, 128
 
