@@ -51,10 +51,9 @@ HALF_SCALE = 2.0**-4
 
 
 def halved(x: jax.Array) -> jax.Array:
-    """Activations x of any shape as f16 that a product with `Tile.half` takes: x * HALF_SCALE, and the greatest f16 of
-    its sign in place of what is greater. Eleven bits of each value are kept, three more than bf16 has."""
-    most = float(jnp.finfo(jnp.float16).max)
-    return jnp.clip(x.astype(jnp.float32) * HALF_SCALE, -most, most).astype(jnp.float16)
+    """Activations x of any shape as f16 that a product with `Tile.half` takes: x * HALF_SCALE. Eleven bits of each
+    value are kept, three more than bf16 has. What is greater than 2^20 becomes infinite, and its product not finite."""
+    return (x.astype(jnp.float32) * HALF_SCALE).astype(jnp.float16)
 
 
 def why_not_kernel(dtype: Any, columns: int, depth: int, narrow: bool) -> list[str]:
@@ -108,10 +107,9 @@ def grouped_matmul(
     block = blocks.rows.shape[0] // blocks.groups.shape[0]
     operands = (weight.values, weight.scales) if isinstance(weight, BlockScaled) else (weight,)
     dtype = jnp.bfloat16 if tile.half and not gated else x.dtype
-    grid = (blocks.groups.shape[0], columns // tile.columns)
     return pl.pallas_call(
         functools.partial(_kernel, _Kind(blocks.num_groups, block, tile, gated, gather, limit, narrow)),
-        grid=grid[::-1] if tile.columns_first else grid,
+        grid=(blocks.groups.shape[0], columns // tile.columns),
         out_shape=jax.ShapeDtypeStruct((blocks.rows.shape[0], columns), dtype),
         compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=jax.default_backend() == "cpu",
@@ -137,9 +135,7 @@ def _kernel(kind: _Kind, rows_ref: Any, groups_ref: Any, x_ref: Any, weight_ref:
     *scales, out_ref = others
     tile, block = kind.tile, kind.block
     _, rows_of_weight, depth = weight_ref.shape
-    # The first axis of the grid is the one whose neighbours run together.
-    index, part = pl.program_id(int(tile.columns_first)), pl.program_id(int(not tile.columns_first))
-    column = part * tile.columns
+    index, column = pl.program_id(0), pl.program_id(1) * tile.columns
     group = groups_ref[index]
     places = pl.ds(index * block, block)
 
@@ -152,9 +148,7 @@ def _kernel(kind: _Kind, rows_ref: Any, groups_ref: Any, x_ref: Any, weight_ref:
 
         def product(x: jax.Array, begin: Any, at: Any) -> jax.Array:
             part = plgpu.load(weight_ref.at[group, pl.ds(begin, tile.columns), pl.ds(at, tile.depth)])
-            wide = _widen(part, x.dtype) if kind.narrow else part
-            factors = (wide, x) if tile.swapped else (x, wide)
-            out = plgpu.dot(*factors, trans_b=True)
+            out = plgpu.dot(x, _widen(part, x.dtype) if kind.narrow else part, trans_b=True)
             return out * scales[0][group, begin // BLOCK, at // BLOCK] if kind.narrow else out
 
         def add(step: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -163,7 +157,7 @@ def _kernel(kind: _Kind, rows_ref: Any, groups_ref: Any, x_ref: Any, weight_ref:
             begins = (column, rows_of_weight // 2 + column) if kind.gated else (column,)
             return tuple(total + product(x, begin, at) for total, begin in zip(sums, begins, strict=True))
 
-        zero = jnp.zeros((tile.columns, block) if tile.swapped else (block, tile.columns), jnp.float32)
+        zero = jnp.zeros((block, tile.columns), jnp.float32)
         sums = lax.fori_loop(0, depth // tile.depth, add, (zero, zero) if kind.gated else (zero,))
         if tile.half:
             sums = tuple(total / HALF_SCALE for total in sums)
@@ -174,8 +168,7 @@ def _kernel(kind: _Kind, rows_ref: Any, groups_ref: Any, x_ref: Any, weight_ref:
                 gate, up = jnp.minimum(gate, kind.limit), jnp.clip(up, -kind.limit, kind.limit)
             out = gate / (1 + jnp.exp(-gate)) * up
             out = halved(out) if tile.half else out
-        out = (out.T if tile.swapped else out).astype(out_ref.dtype)
-        plgpu.store(out_ref.at[places, pl.ds(column, tile.columns)], out)
+        plgpu.store(out_ref.at[places, pl.ds(column, tile.columns)], out.astype(out_ref.dtype))
 
 
 def _widen(values: jax.Array, dtype: Any) -> jax.Array:

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 from tsmla_jax.nn.block_scaled import BLOCK
 
-BLOCKS_BY_KERNEL = 0
+BLOCKS_BY_KERNEL = 2048
 """Pairs of a row and a group up to which `make_blocks` is one kernel, and not several of XLA."""
 
-HALF_ROWS = HALF_PAIRS = range(0)
-"""Rows times one block-scaled matrix, and pairs of a token and an expert, for which such weights are widened to f16
-(`Tile.half`); to bf16 for all others."""
+HALF_PAIRS = range(17, 1025)
+"""Pairs of a token and an expert for which block-scaled weights of experts are widened to f16 (`Tile.half`). For all
+others, whose time is not that of reading weights, they are widened to bf16, as those of other matrices are."""
 
 
 @dataclass(frozen=True)
@@ -22,19 +22,14 @@ class Tile:
       columns: of the result.
       depth: terms of the sum that are loaded at once.
       warps, stages: of the program; loads run stages - 1 ahead.
-      swapped: the tensor cores take the weights as their first factor, whose rows must be many, and x as the second.
       half: block-scaled weights are widened to f16 and not to bf16; x is f16, as `halved` makes it.
-      columns_first: programs of one block are neighbours, and not those of one part of the columns: the rows of a block
-        are read from memory once, and weights once for every block.
     """
 
     columns: int
     depth: int
     warps: int
     stages: int
-    swapped: bool = False
     half: bool = False
-    columns_first: bool = False
 
 
 def linear_tile(rows: int, columns: int) -> tuple[int, Tile]:
@@ -43,12 +38,11 @@ def linear_tile(rows: int, columns: int) -> tuple[int, Tile]:
     # Fewer programs than a GPU has multiprocessors would leave some of them without work.
     programs = {part: columns // part * -(-rows // block) for part in (64, 32, 16)}
     part = next((part for part, count in programs.items() if count >= 132), 16)
-    tile = Tile(part, BLOCK, 4, 4) if block < 128 else Tile(64, BLOCK, 8, 3)
-    return block, replace(tile, half=rows in HALF_ROWS)
+    return block, Tile(part, BLOCK, 4, 4) if block < 128 else Tile(64, BLOCK, 8, 3)
 
 
 def expert_tiles(pairs: int, num_experts: int, hidden: int, width: int, narrow: bool) -> tuple[int, Tile, Tile]:
-    """Places of a block, and the tiles of the two products, for so many pairs of token and expert.
+    """Places of a block, and the tiles of the two products, for `pairs` pairs of token and expert.
 
     Until an expert has some ten rows the time is that of reading the weights: blocks are as low as a tensor core's
     tile. From some hundred on it is that of multiplying.

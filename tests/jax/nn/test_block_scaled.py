@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tsmla_jax.nn import MLAConfig, Step, functional, init_params, tiles
+from tsmla_jax.nn import MLAConfig, Step, functional, init_params
 from tsmla_jax.nn.block_scaled import BlockScaled, stack_size
 from tsmla_jax.nn.grouped_matmul import HALF_SCALE, grouped_matmul, halved
 from tsmla_jax.nn.linear import contract, joined_rows, linear, linear_by_kernel
@@ -78,9 +78,9 @@ def test_stacks_avoid_sizes_that_are_counted_in_too_few_bits() -> None:
     ("scaled", "tile"),
     [
         (False, Tile(64, 128, 4, 3)),
-        (False, Tile(64, 64, 4, 3, swapped=True, columns_first=True)),
+        (False, Tile(64, 64, 4, 3)),
         (True, Tile(64, 128, 4, 3)),
-        (True, Tile(64, 64, 4, 3, swapped=True, columns_first=True)),
+        (True, Tile(64, 64, 4, 3)),
         (True, Tile(32, 128, 4, 3, half=True)),
     ],
 )
@@ -128,19 +128,17 @@ def test_a_row_times_a_large_narrow_matrix_is_made_by_the_kernel(
     assert ("pallas_call" in str(jax.make_jaxpr(linear)(x, BlockScaled(values, scales)))) is by_kernel
 
 
-def test_halved_activations_keep_their_values_and_saturate() -> None:
+def test_halved_activations_keep_their_values_and_become_infinite() -> None:
     x = jnp.asarray([0.0, 1.5, -300.25, 2.0**-10, 2.0**19, 2.0**21, -jnp.inf, jnp.nan], jnp.float32)
     expected = np.array(x)
-    expected[5:7] = [65504 / HALF_SCALE, -65504 / HALF_SCALE]
+    expected[5] = np.inf  # not the greatest f16: a result that is none must show
     np.testing.assert_array_equal(np.asarray(halved(x), np.float32) / HALF_SCALE, expected)
 
 
-@pytest.mark.parametrize("half", [False, True])
-def test_products_with_one_matrix_by_the_kernel(half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_with_one_matrix_by_the_kernel() -> None:
     """By the kernel's interpreter, with a last block of scales that has fewer rows."""
     rng = np.random.default_rng(3)
     weight, x = narrow(rng, 192, 256), jnp.asarray(rng.standard_normal((20, 256)), jnp.bfloat16)
-    monkeypatch.setattr(tiles, "HALF_ROWS", range(1, 21) if half else range(0))
     expected = np.asarray(x, np.float64) @ widened(weight).T
     out = np.asarray(linear_by_kernel(x, weight), np.float64)
     np.testing.assert_allclose(out, expected, atol=2**-8 * np.abs(expected).max())
