@@ -32,7 +32,7 @@ def functions() -> dict[str, Callable[[], Any]]:
 
     import tsmla_bridge
     from tsmla_bridge import tokenspeed_mla
-    from tsmla_bridge.ops.plans import DecodeInputs, DecodeOptions, plan_for
+    from tsmla_bridge.ops.decode_plans import DecodeInputs, DecodeOptions, plan_for
 
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(BATCH, 1, HEADS, 576, generator=generator).bfloat16().cuda()
