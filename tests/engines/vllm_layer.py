@@ -29,6 +29,7 @@ from tsmla_bridge.engines import vllm as plugin
 
 import vllm._custom_ops as custom_ops  # isort: skip
 import vllm.model_executor.layers.attention.mla_attention as mla_attention  # isort: skip
+import vllm.v1.attention.ops.triton_merge_attn_states as triton_merge_attn_states  # isort: skip
 from vllm.config import (  # isort: skip
     CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig, set_current_vllm_config,
 )  # fmt: skip
@@ -296,11 +297,20 @@ def _gather(
 
 def _merge(output: Any, prefix_output: Any, prefix_lse: Any, suffix_output: Any, suffix_lse: Any, **named: Any) -> None:
     outs = [prefix_output.contiguous(), suffix_output.contiguous()]
-    lses = [lse.transpose(0, 1).contiguous() for lse in (prefix_lse, suffix_lse)]
+    lses = [_as_read(lse).transpose(0, 1).contiguous() for lse in (prefix_lse, suffix_lse)]
     out, lse = tsmla_bridge.merge_attention_states(outs, lses)
     output.copy_(out)
     if named.get("output_lse") is not None:
-        named["output_lse"].copy_(lse.transpose(0, 1))
+        _as_read(named["output_lse"]).copy_(lse.transpose(0, 1))
+
+
+def _as_read(lse: torch.Tensor) -> torch.Tensor:
+    """An lse [H, T] as vLLM's CUDA kernel finds its values. Until the engine handed over slices of a larger tensor
+    (0.30), that was row after row, whatever the tensor's strides are."""
+    return lse if takes_slices else lse.as_strided(lse.shape, (lse.shape[1], 1))
+
+
+takes_slices = "lse.stride" in inspect.getsource(triton_merge_attn_states.merge_attn_states)
 
 
 custom_ops.gather_and_maybe_dequant_cache = custom_ops.gather_mla_context_cache_cpu = _gather

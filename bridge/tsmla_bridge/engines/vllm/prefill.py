@@ -20,7 +20,7 @@ from tsmla_kernels.catalog import MLA_PREFILL
 from tsmla_kernels.contract import PrefillSpec
 
 Results = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-"""out [T, H, V], and with it lse [H, T] where that is asked for."""
+"""out [T, H, V], and with it lse [H, T], both dense, where that is asked for."""
 
 versions.warn_if_untested(versions.VLLM, vllm.__version__)
 
@@ -129,4 +129,5 @@ class TsmlaMLAPrefillBackend(MLAPrefillBackend):
         result, lse = results if return_lse else (results, None)
         if out is not None and dense_out is None:
             result = out.copy_(result)
-        return result if lse is None else (result, lse.transpose(0, 1))
+        # The kernel that merges the parts reads lse as dense [H, T], without its strides, before vLLM 0.30.
+        return result if lse is None else (result, lse.transpose(0, 1).contiguous())
