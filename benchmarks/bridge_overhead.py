@@ -75,7 +75,7 @@ def functions() -> dict[str, Callable[[], Any]]:
             block_tables=tables, seq_lens=lens, max_seq_len=PAGES * PAGE, softmax_scale=scale, enable_pdl=True,
         ),
         "torch's operator": lambda: torch.ops.tsmla.mla_decode(
-            q, cache, tables, lens, None, None, scale, 1.0, 512, None, True, False, None
+            q, cache, tables, lens, None, None, None, scale, 1.0, 512, None, True, False, None
         ),
     }  # fmt: skip
     found |= sparse_functions(scale)
