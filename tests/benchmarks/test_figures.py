@@ -265,8 +265,9 @@ def test_whole_models_become_the_readmes_table(figures: ModuleType, tmp_path: Pa
         {**fixed, "peer": peer, "backend": backend, "us": us, "tokens_per_s": 1, "kv": "auto", "prefill": "auto",
          "vllm": "0.26.0", **other}
         for peer, backend, us, other in (
-            ("vllm", "FLASHMLA", 9000.0, {}), ("vllm", "FLASH_ATTN_MLA", 10000.0, {}),
-            ("vllm", "CUSTOM", 7000.0, {"prefill": "CUSTOM"}), ("vllm, dummy weights", "FLASHMLA", 4000.0, {}),
+            ("vllm", "FLASHMLA", 9000.0, {"tokens": [[5, 6], [7, 8]]}), ("vllm", "FLASH_ATTN_MLA", 10000.0, {}),
+            ("vllm", "CUSTOM", 7000.0, {"prefill": "CUSTOM", "tokens": [[5, 1], [1, 8]]}),
+            ("vllm, dummy weights", "FLASHMLA", 4000.0, {}),
             ("vllm", "FLASHMLA", 5000.0, {"kv": "fp8"}), ("vllm", "FLASHMLA", 6000.0, {"context": 256}),
             ("vllm", "CUSTOM", 6000.0, {"kv": "fp8", "prefill": "CUSTOM"}),
             ("vllm", "CUSTOM", 50000.0, {"mode": "v2-lite prefill", "prefill": "CUSTOM"}),
@@ -286,7 +287,9 @@ def test_whole_models_become_the_readmes_table(figures: ModuleType, tmp_path: Pa
     assert "| v2-lite decode, 512, 16 | 9.00 | 10.00 | 7.00 | 5.00 | 6.00 | 0.78 | 1.20 |" in page
     assert "| v2-lite decode, 256, 16 | 6.00 | - | - | - | - | - | - |" in page
     assert "decode 0.78 (1 point), decode, fp8 cache 1.20 (1 point)" in readme
-    assert page.rstrip().endswith("| v2-lite prefill, 512, 16 | - | - | 50.00 | - | - | - | - |")
+    assert "| v2-lite prefill, 512, 16 | - | - | 50.00 | - | - | - | - |\n\n## Equal tokens" in page
+    assert "| step, context, B | FLASHMLA = **tsmla** |\n" in page
+    assert page.rstrip().endswith("| v2-lite decode, 512, 16 | 0.50 |")
     assert (tmp_path / "figures" / "vllm_decode.png").read_bytes().startswith(b"\x89PNG")
     (tmp_path / "generate.json").write_text(json.dumps([{**fixed, "b": 16}]))
     assert figures.main(arguments(tmp_path)) == 2

@@ -62,14 +62,12 @@ class Implementation:
     why_not: of the call's spec, the reasons why it can't run that call; empty if it can.
     why_not_by_default: the reasons why implementation=None must not pick it although it can be named.
     notes: of the spec, facts about it that `explain` tells.
-    untested: of the spec, the reasons why implementation=None must not pick it for such calls: no GPU has run them.
     """
 
     run: Callable[..., Any]
     why_not: Callable[[Any], list[str]] = _nothing
     why_not_by_default: Callable[[], list[str]] = _nothing
     notes: Callable[[Any], list[str]] = _nothing
-    untested: Callable[[Any], list[str]] = _nothing
 
     def call(self, arrays: Sequence[Any], out_specs: Callable[[], Any], *, spec: Any, **options: Any) -> Any:
         """run(*arrays, spec=spec, **options) on arrays whose sharding may be part of their type (explicit mesh axes).
@@ -133,7 +131,7 @@ class Operation:
         if found is None:
             return [NO_KERNEL]
         reasons = found.why_not(spec)
-        by_default = [] if named else [*found.why_not_by_default(), *found.untested(spec)]
+        by_default = [] if named else found.why_not_by_default()
         return reasons + [reason for reason in by_default if reason not in reasons]
 
     def select(self, spec: Any, implementation: str | None) -> Implementation:

@@ -128,10 +128,9 @@ def _spec(*, return_lse: bool = False, **arguments: Any) -> sparse_contract.Spar
 def _implementations() -> Mapping[str, Implementation]:
     from tsmla_jax.ops import device
     from tsmla_jax.ops.sparse_mla import cute, reference, xla
-    from tsmla_kernels.sm90.sparse.config import untested_reasons
 
     return {
-        "cute": Implementation(cute.sparse_mla, cute.why_not, device.why_not_by_default, untested=untested_reasons),
+        "cute": Implementation(cute.sparse_mla, cute.why_not, device.why_not_by_default),
         "xla": Implementation(xla.sparse_mla),
         "reference": Implementation(reference.sparse_mla),
     }

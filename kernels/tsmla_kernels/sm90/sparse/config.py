@@ -31,7 +31,6 @@ PLAIN = (FP8, "bfloat16", "float16")
 FEW_HEADS = 32  # a row tile of at most these heads leaves room for rows of any kind
 FEW_TILES = {"v32": 4, "v4": 16, "plain": 4}  # row tiles of 64 up to which tiles of 32 are faster
 MANY_TILES = 384  # row tiles from which on a CTA gets several, and another object deals them out in turn
-PROVEN_ROWS = (512, "bfloat16")  # width and dtype of the rows of 16 bits that a GPU has run with more than FEW_HEADS
 WIDTHS = {"v32": (576,), "v4": (512,), "plain": (512, 576)}
 """Widths of a key that the kernel takes, by the cache's layout."""
 
@@ -232,18 +231,6 @@ def sparse_reasons(spec: SparseMLASpec) -> list[str]:
                 f" {spec.cache.layout} rows of {spec.cache.dtype}; the sm_90 sparse kernel takes the same rows in both"
             )
     return reasons
-
-
-def untested_reasons(spec: SparseMLASpec) -> list[str]:
-    """Why implementation=None should leave a call to XLA that the kernel can run: no GPU has run it for such calls,
-    only the machine of tests/emulator/ptx."""
-    few = not isinstance(spec.num_heads, int) or spec.num_heads <= FEW_HEADS
-    if few or not _has_16_bits(spec) or (spec.head_dim, spec.cache.dtype) == PROVEN_ROWS:
-        return []
-    return [
-        f"the sm_90 sparse kernel is untested with more than {FEW_HEADS} heads over rows of {spec.cache.dtype}"
-        f' {spec.head_dim} wide; pass implementation="cute" to use it anyway'
-    ]
 
 
 def _cache_reasons(name: str, cache: CacheSpec) -> list[str]:
