@@ -45,6 +45,7 @@ def speculative() -> Layer:
 MIXED = [
     pytest.param([1, 1, 3, 40], [70, 5, 66, 40], id="decodes, a short extend and a prefill"),
     pytest.param([1, 20, 40], [130, 90, 170], id="prefills with context"),
+    pytest.param([1, 20, 40], [130, 90, 40], id="prefills, the last one without context"),
     pytest.param([1, 1, 1], [1, 64, 129], id="decodes"),
 ]
 
@@ -70,6 +71,7 @@ def test_context_in_several_chunks(layer: Layer) -> None:
     [
         ({"cache_dtype": "fp8"}, FP8_ERROR),
         ({"dtype": "float16"}, ERROR),
+        ({"cache_dtype": "fp8", "dtype": "float16"}, FP8_ERROR),
         ({"page_size": 16}, ERROR),
         ({"page_size": 128}, ERROR),
         ({"latent": 256}, ERROR),
@@ -85,14 +87,16 @@ def test_caches_and_sizes(options: dict[str, Any], error: float) -> None:
 
 
 def test_16_bit_queries_over_an_fp8_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TSMLA_VLLM_FP8_QUERIES", "0")
-    layer = Layer(cache_dtype="fp8")
-    assert not layer.impl.supports_quant_query_input
+    """Where the variable says so; and in a model of float16, because a call of fp8 queries returns bfloat16."""
     seen: list[torch.dtype] = []
     attend = decode.op.mla_decode
     monkeypatch.setattr(decode.op, "mla_decode", lambda q, *a, **k: (seen.append(q[0].dtype), attend(q, *a, **k))[1])
-    assert layer.error(layer.batch([1, 1], [70, 33])) < FP8_ERROR
-    assert seen == [torch.bfloat16]
+    for dtype, variable in (("bfloat16", "0"), ("float16", "1")):
+        monkeypatch.setenv("TSMLA_VLLM_FP8_QUERIES", variable)
+        layer = Layer(cache_dtype="fp8", dtype=dtype)
+        assert not layer.impl.supports_quant_query_input
+        assert layer.error(layer.batch([1, 1], [70, 33])) < FP8_ERROR
+    assert seen == [torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize(
@@ -293,6 +297,7 @@ def refusals(**changed: Any) -> list[str]:
     [
         {}, {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8_e4m3"}, {"dtype": torch.float16}, {"block_size": 16},
         {"block_size": 256}, {"block_size": None}, {"head_size": 512}, {"head_size": 320},
+        {"kv_cache_dtype": "fp8", "dtype": torch.float16},
     ],
     ids=str,
 )  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import vllm
 import vllm.envs as envs
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonDecodeMetadata,
     MLACommonImpl,
@@ -46,9 +47,11 @@ HEADS_FIRST = versions.is_before(vllm.__version__, (0, 28))
 versions.warn_if_untested(versions.VLLM, vllm.__version__)
 
 
-def takes_fp8_queries(kv_cache_dtype: str | None) -> bool:
-    """Whether queries are quantised, as the cache is. TSMLA_VLLM_FP8_QUERIES=0 leaves them in 16 bits."""
-    return kv_cache_dtype in FP8_CACHES and os.environ.get("TSMLA_VLLM_FP8_QUERIES", "1") != "0"
+def takes_fp8_queries(kv_cache_dtype: str | None, dtype: torch.dtype) -> bool:
+    """Whether queries are quantised, as the cache is. In a model of bfloat16 alone: a call of fp8 queries returns that,
+    and vLLM multiplies the result by weights of the model's dtype. TSMLA_VLLM_FP8_QUERIES=0 leaves all in 16 bits."""
+    wanted = os.environ.get("TSMLA_VLLM_FP8_QUERIES", "1") != "0"
+    return wanted and kv_cache_dtype in FP8_CACHES and dtype == torch.bfloat16
 
 
 def describe(
@@ -60,7 +63,7 @@ def describe(
     fields: dict[str, Any] = {
         "batch": 1, "total_q_len": 1, "max_q_len": 1, "num_heads": 1, "latent_dim": latent_dim, "rope_dim": rope_dim,
         "num_pages": 1, "page_size": page_size, "max_pages": 1, "kv_dtype": cache,
-        "q_dtype": cache if takes_fp8_queries(kv_cache_dtype) else tensors.dtype_name(dtype),
+        "q_dtype": cache if takes_fp8_queries(kv_cache_dtype, dtype) else tensors.dtype_name(dtype),
         "ragged": False, "causal": True, "batch_invariant": False,
     }  # fmt: skip
     return DecodeSpec(**(fields | changed))
@@ -242,7 +245,8 @@ class TsmlaMLAImpl(HopperImpl, MLACommonImpl[TsmlaMLAMetadata]):
 
     def __init__(self, *arguments: Any, **mla: Any) -> None:
         super().__init__(*arguments, **mla)
-        self.supports_quant_query_input = takes_fp8_queries(self.kv_cache_dtype)
+        dtype = get_current_vllm_config().model_config.dtype
+        self.supports_quant_query_input = takes_fp8_queries(self.kv_cache_dtype, dtype)
 
     def forward_mqa(
         self,
