@@ -24,6 +24,7 @@ import torch
 
 import tests.engines.cpu_vllm  # noqa: F401  (first: it makes vllm believe that this is its platform)
 import tsmla_bridge
+from tests.engines import kernel_inputs
 from tests.oracles import attention as oracle
 from tsmla_bridge.engines import vllm as plugin
 
@@ -276,44 +277,87 @@ def context_parallel(layer: Layer, world: int, rank: int, interleave: int) -> It
         impl.dcp_world_size, impl.dcp_rank, impl.need_to_return_lse_for_decode = 1, 0, False
 
 
-# ---- in place of vLLM's compiled operations
+# ---- in place of vLLM's compiled operations (csrc/libtorch_stable, csrc in old versions)
+# They take the same dtypes, and touch the same memory: where those compute addresses from sizes, these do too, whatever
+# a tensor's strides are.
 
 
 def _gather(
     src_cache: torch.Tensor, dst: torch.Tensor, block_table: torch.Tensor, cu_seq_lens: torch.Tensor, *others: Any,
     **named: Any,
 ) -> None:  # fmt: skip
+    """gather_and_maybe_dequant_cache (cache_kernels.cu). Its rows begin with a page."""
     starts = named.get("seq_starts", named.get("starts"))
+    assert {block_table.dtype, cu_seq_lens.dtype, starts.dtype} == {torch.int32} and block_table.stride(-1) == 1
+    assert dst.shape[-1] in (320, 512, 576) and dst.stride(-1) == 1 and src_cache.stride(-1) == 1
     lens = cu_seq_lens.diff().to(torch.int32)
-    begin = torch.zeros_like(lens) if starts is None else starts[: len(lens)].to(torch.int32)
+    begin = starts[: len(lens)]
+    assert not (begin % src_cache.shape[1]).any()
     cache, scale = src_cache, None
     if src_cache.dtype in (torch.uint8, torch.float8_e4m3fn):
-        cache, scale = src_cache.view(torch.float8_e4m3fn), float(named.get("scale", 1.0))
+        assert named["kv_cache_dtype"].startswith("fp8") and named["scale"].dtype == torch.float32
+        cache, scale = src_cache.view(torch.float8_e4m3fn), float(named["scale"])
     count = int(lens.sum())
     dst[:count] = tsmla_bridge.gather_kv_cache(
         cache, block_table[: len(lens)].contiguous(), begin, lens, total_len=count, kv_scale=scale, out_dtype=dst.dtype
     )
 
 
-def _merge(output: Any, prefix_output: Any, prefix_lse: Any, suffix_output: Any, suffix_lse: Any, **named: Any) -> None:
-    outs = [prefix_output.contiguous(), suffix_output.contiguous()]
-    lses = [_as_read(lse).transpose(0, 1).contiguous() for lse in (prefix_lse, suffix_lse)]
-    out, lse = tsmla_bridge.merge_attention_states(outs, lses)
-    output.copy_(out)
-    if named.get("output_lse") is not None:
-        _as_read(named["output_lse"]).copy_(lse.transpose(0, 1))
+def _merge(
+    output: torch.Tensor, prefix_output: torch.Tensor, prefix_lse: torch.Tensor, suffix_output: torch.Tensor,
+    suffix_lse: torch.Tensor, output_lse: torch.Tensor | None = None, prefill_tokens_with_context: int | None = None,
+) -> None:  # fmt: skip
+    """merge_attn_states (attention/merge_attn_states.cu): of an infinite lse, of either sign, no weight; tokens behind
+    those with context are the suffix's."""
+    shape, step = output.shape, prefix_output.stride(1)
+    assert suffix_output.stride(1) == step  # vLLM's own check: the suffix is read by the prefix's
+    assert {prefix_output.dtype, suffix_output.dtype} == {output.dtype}
+    merged = _rows(output, shape, output.stride(1))
+    (first, second), lses = (
+        [_rows(x, shape, step).float() for x in (prefix_output, suffix_output)],
+        [_as_read(lse, shape) for lse in (prefix_lse, suffix_lse)],
+    )
+    parts = torch.stack([lse.where(lse.isfinite() | lse.isnan(), -torch.inf) for lse in lses])
+    most = parts.amax(0)
+    empty = most == -torch.inf
+    weights = (parts - most.where(~empty, 0)).exp()
+    total = weights.sum(0)
+    shares = (weights / total).transpose(1, 2)[..., None]
+    got = torch.where(empty.T[..., None], first, first * shares[0] + second * shares[1])
+    got_lse = torch.where(empty, -torch.inf, total.log() + most)
+    count = shape[0] if prefill_tokens_with_context is None else prefill_tokens_with_context
+    got[count:], got_lse[:, count:] = second[count:], lses[1][:, count:]
+    merged.copy_(got)
+    if output_lse is not None:
+        _as_read(output_lse, shape).copy_(got_lse)
 
 
-def _as_read(lse: torch.Tensor) -> torch.Tensor:
-    """An lse [H, T] as vLLM's CUDA kernel finds its values. Until the engine handed over slices of a larger tensor
-    (0.30), that was row after row, whatever the tensor's strides are."""
+def _rows(x: torch.Tensor, shape: torch.Size, step: int) -> torch.Tensor:
+    """Results [T, H, V] as that kernel finds them: it takes the heads' stride alone, and reads 16 bytes at once."""
+    assert x.shape == shape and x.data_ptr() % 16 == 0 and step * x.element_size() % 16 == 0
+    return x.as_strided(shape, (shape[1] * step, step, 1))
+
+
+def _as_read(lse: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """An lse [H, T] as that kernel finds its values. Until the engine handed over slices of a larger tensor (0.30),
+    that was row after row, whatever the tensor's strides are."""
+    assert lse.shape == (shape[1], shape[0]) and lse.dtype == torch.float32
     return lse if takes_slices else lse.as_strided(lse.shape, (lse.shape[1], 1))
 
 
 takes_slices = "lse.stride" in inspect.getsource(triton_merge_attn_states.merge_attn_states)
 
 
+def _mask_empty_context(
+    lse: torch.Tensor, output: torch.Tensor, starts: torch.Tensor, key_starts: torch.Tensor
+) -> None:
+    """What the Triton kernel writes to the rows of requests without keys is there already."""
+    for begin, end, keys in zip(starts[:-1], starts[1:], key_starts.diff(), strict=True):
+        assert keys or (not output[begin:end].any() and lse[:, begin:end].eq(-torch.inf).all())
+
+
 custom_ops.gather_and_maybe_dequant_cache = custom_ops.gather_mla_context_cache_cpu = _gather
 mla_attention.merge_attn_states = _merge
-if hasattr(mla_attention, "mask_empty_context"):  # the backend's results without keys need no masking
-    mla_attention.mask_empty_context = lambda *arguments: None
+if hasattr(mla_attention, "mask_empty_context"):
+    mla_attention.mask_empty_context = _mask_empty_context
+kernel_inputs.demand()
