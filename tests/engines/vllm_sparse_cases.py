@@ -4,6 +4,7 @@ version."""
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -33,28 +34,41 @@ ERROR = 2**-7  # bf16: the kernels' results and the layer's products are rounded
 FP8_ERROR = 0.06  # e4m3 has 3 bits of fraction
 HOPPER = SimpleNamespace(major=9, minor=0)
 VERSION = tuple(int(number) for number in vllm.__version__.split(".")[:2])
+COMPACTS = "COMPACT_TO_FRONT: keep input column" not in inspect.getsource(sparse_utils)
+"""Whether vLLM's kernel moves the slots of each row to its front."""
 
 
-# ---- in place of vLLM's Triton kernels, streams and compiled operations
+# ---- in place of vLLM's Triton kernels, streams and compiled operations: with their checks, dtypes and orders of slots
 
 
 def _compacted(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The slots of each row that are not -1, first, and their numbers."""
-    valid = slots >= 0
+    """The slots of each row that are not -1, in front, and their numbers. Their order is left open: here they turn."""
+    valid = slots.flip(1) >= 0
     order = torch.argsort((~valid).to(torch.int32), dim=1, stable=True)
-    return slots.gather(1, order).to(torch.int32), valid.sum(1, dtype=torch.int32)
+    return slots.flip(1).gather(1, order).to(torch.int32), valid.sum(1, dtype=torch.int32)
+
+
+def _in_place(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The slots where their positions are, and the number of those that are not -1. To vLLM 0.27 its kernel moves none
+    without context parallelism: its own backends, too, take it that the indexer's -1 lie behind the others."""
+    counts = (slots >= 0).sum(1, dtype=torch.int32)
+    assert ((slots >= 0) == (torch.arange(slots.shape[1]) < counts[:, None])).all()
+    return slots.to(torch.int32), counts
 
 
 def _convert(
     req_id: torch.Tensor, block_table: torch.Tensor, token_indices: torch.Tensor, *, BLOCK_SIZE: int,
     NUM_TOPK_TOKENS: int, return_valid_counts: bool, BLOCK_STRIDE_ROWS: int | None = None, out: Any = None,
-    valid_counts_out: Any = None, idx_mapping: None = None,
+    valid_counts_out: Any = None, idx_mapping: None = None, compacts: bool = COMPACTS,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    assert token_indices.shape[1] == NUM_TOPK_TOKENS and return_valid_counts and idx_mapping is None
+    assert {req_id.dtype, block_table.dtype, token_indices.dtype} == {torch.int32}
+    assert token_indices.shape == (len(req_id), NUM_TOPK_TOKENS) and not NUM_TOPK_TOKENS % 128
+    assert return_valid_counts and idx_mapping is None
     page = token_indices.clamp(min=0) // BLOCK_SIZE
     pages = block_table[req_id.long()].gather(1, page.clamp(max=block_table.shape[1] - 1).long())
     slots = pages * (BLOCK_STRIDE_ROWS or BLOCK_SIZE) + token_indices % BLOCK_SIZE
-    slots, counts = _compacted(torch.where(token_indices < 0, -1, slots))
+    slots = torch.where((token_indices < 0) | (page >= block_table.shape[1]), -1, slots)
+    slots, counts = _compacted(slots) if compacts else _in_place(slots)
     if out is not None:
         slots, counts = out.copy_(slots), valid_counts_out.copy_(counts)
     return slots, counts
@@ -67,13 +81,16 @@ def _convert_of_rank(
     turn = token_indices // cp_kv_cache_interleave_size
     local = held_keys(token_indices, dcp_size, dcp_rank, cp_kv_cache_interleave_size)
     local = torch.where((token_indices >= 0) & (turn % dcp_size == dcp_rank), local, -1)
-    return _convert(req_id, block_table, local.to(torch.int32), **others)
+    assert not others["BLOCK_SIZE"] % cp_kv_cache_interleave_size
+    return _convert(req_id, block_table, local.to(torch.int32), compacts=True, **others)
 
 
 def _unpack(
     src_cache: torch.Tensor, dst: torch.Tensor, block_table: torch.Tensor, workspace_starts: torch.Tensor,
     batch_size: int, seq_starts: torch.Tensor,
 ) -> None:  # fmt: skip
+    assert (src_cache.dtype, dst.dtype) == (torch.uint8, torch.bfloat16) and dst.is_contiguous()
+    assert {block_table.dtype, workspace_starts.dtype, seq_starts.dtype} == {torch.int32}
     rows = torch.from_numpy(oracle.v32_values(src_cache.numpy())).to(dst.dtype)
     at = 0
     for request, (count, start) in enumerate(zip(workspace_starts.diff().tolist(), seq_starts.tolist(), strict=False)):
