@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +38,14 @@ def test_decode(kv_dtype: torch.dtype, apart: bool) -> None:
     model, lens = Model(kv_dtype=kv_dtype), [70, 1, 129]
     batch, q = model.batch(DECODE, [1, 1, 1], lens, lens), queries(3)
     assert_close(model.attend(batch, q, apart=apart), model.want(batch, q)[0])
+
+
+def test_the_pool_is_read_without_the_layers_scale() -> None:
+    """A checkpoint may have one for its fp8 cache. What writes to the pool doesn't divide by it."""
+    model, lens = Model(kv_dtype=FP8), [70, 1, 129]
+    model.mqa.k_scale, model.mqa.k_scale_float = torch.tensor(0.5), 0.5
+    batch, q = model.batch(DECODE, [1, 1, 1], lens, lens), queries(3)
+    assert_close(model.attend(batch, q, apart=True), model.want(batch, q)[0])
 
 
 def test_rope_apart_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,21 +114,6 @@ def test_graphs_read_memory_of_their_own(mode: Any, drafts: int) -> None:
     assert_close(model.attend(batch, q), model.want(batch, q)[0])
 
 
-def test_lse_in_context_parallel() -> None:
-    """To base 2: SGLang knows by name the backends whose lse is natural."""
-    model, lens = Model(), [70, 1, 129]
-    batch, q = model.batch(DECODE, [1, 1, 1], lens, lens), queries(3)
-    want, lse = model.want(batch, q)
-    model.attend(batch, q)  # writes the new tokens
-    with settings(0, dcp=2):
-        model.backend.init_forward_metadata(batch.forward)
-        out, got = model.backend.forward_decode(q.flatten(1), None, None, model.mqa, batch.forward)
-    assert_close(out, want)
-    np.testing.assert_allclose(got.numpy(), lse / math.log(2), atol=1e-3)
-    forward_mla = pytest.importorskip("sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla")
-    assert not forward_mla.is_mla_dcp_lse_base_on_e(plugin.NAME)
-
-
 def test_the_way_of_a_batch() -> None:
     def way(mode: Any, prefix: list[int], disabled: bool = False) -> str:
         forward = SimpleNamespace(forward_mode=mode, extend_prefix_lens_cpu=prefix)
@@ -132,14 +124,15 @@ def test_the_way_of_a_batch() -> None:
 
 
 def test_refusals() -> None:
-    def refused(error: type[Exception], said: str, topk: int = 1, **changed: Any) -> None:
+    def refused(error: type[Exception], said: str, topk: int = 1, dcp: int = 1, **changed: Any) -> None:
         runner = SimpleNamespace(**(vars(Model().runner) | changed))
-        with pytest.raises(error, match=said), settings(0, topk=topk):
+        with pytest.raises(error, match=said), settings(0, dcp=dcp, topk=topk):
             plugin.create_backend(runner)
 
     refused(NotImplementedError, "page size is 1; .*; pass --page-size 64", page_size=1)
     refused(ValueError, "a model without MLA", use_mla_backend=False)
     refused(ValueError, "speculative-eagle-topk: got 4", topk=4)
+    refused(NotImplementedError, "dcp-size: got 2; tsmla serves 1", dcp=2)
     refused(NotImplementedError, "unified memory", kv_index_translator=SimpleNamespace(reads_are_translated=True))
     refused(NotImplementedError, "kv_cache.dtype is float8_e5m2", kv_cache_dtype=torch.float8_e5m2)
 

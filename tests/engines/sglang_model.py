@@ -1,7 +1,7 @@
 """SGLang's own pools, layers and DeepSeek forward methods on CPU tensors, around this project's backend.
 
-Imports sglang, unpacked from its wheel. Only Triton's kernels, which need a GPU, are stood in for: writing to the pool,
-listing a prefix's tokens, and merging partial results.
+Imports sglang, unpacked from its wheel. Only kernels, which need a GPU, are stood in for: writing to the pool, listing
+a prefix's tokens, and merging partial results.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sglang.srt.models.deepseek_common.utils import (  # noqa: E402
 from sglang.srt.runtime_context import get_context, get_parallel, get_spec  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
-import tsmla_bridge  # noqa: E402
+from tests.engines import kernel_inputs  # noqa: E402
 from tests.oracles import attention as oracle  # noqa: E402
 from tsmla_bridge.engines.sglang import create_backend  # noqa: E402
 
@@ -188,11 +188,20 @@ class settings:
         self.parallel.__exit__(*error)
 
 
-# ---- in place of Triton's kernels
+# ---- in place of SGLang's and sgl-kernel's kernels: with their dtypes, and the memory that they touch
 
 
-def _write(buffer: torch.Tensor, loc: torch.Tensor, nope: torch.Tensor, rope: torch.Tensor, *others: Any) -> None:
-    buffer[loc] = torch.cat((nope, rope), -1).view(len(loc), *buffer.shape[1:])
+def _write(
+    buffer: torch.Tensor, loc: torch.Tensor, nope: torch.Tensor, rope: torch.Tensor, *, reserved_skip_index: int = 0
+) -> None:
+    """set_mla_kv_buffer: rows of one stride, 16 bytes at a time; nothing goes to the slot that is for padding."""
+    parts = []
+    for part in (nope, rope):
+        assert part.dtype == buffer.dtype and part.shape[:-1].numel() == len(loc) and part.stride(-1) == 1
+        assert part.data_ptr() % 16 == 0 and part.stride(0) * part.element_size() % 16 == 0
+        parts.append(part.as_strided((len(loc), part.shape[-1]), (part.stride(0), 1)))
+    kept = loc != reserved_skip_index
+    buffer.view(len(buffer), -1)[loc[kept]] = torch.cat(parts, -1)[kept]
 
 
 class _Launch:
@@ -211,13 +220,29 @@ def _list_prefix(table: Any, requests: Any, starts: Any, lens: Any, cu_lens: Any
         out[int(cu_lens[b]) : int(cu_lens[b]) + count] = table[request, begin : begin + count]
 
 
-def _merge(a: Any, a_lse: Any, b: Any, b_lse: Any, out: Any, out_lse: Any) -> Any:
-    merged, lse = tsmla_bridge.merge_attention_states([a, b], [a_lse, b_lse])
-    return out.copy_(merged), out_lse.copy_(lse)
+def _merge(
+    a: torch.Tensor, a_lse: torch.Tensor, b: torch.Tensor, b_lse: torch.Tensor, out: torch.Tensor, out_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """merge_state_v2 and merge_state_triton: all arrays are read as dense, whatever their strides are; natural
+    logarithms; of an infinite lse, of either sign, no weight."""
+    parts = torch.stack([_dense(x, out.shape, out.dtype).float() for x in (a, b)])
+    lses = torch.stack([_dense(x, out.shape[:2], torch.float32) for x in (a_lse, b_lse)])
+    lses = lses.where(~lses.isinf(), -torch.inf)
+    weights = (lses - lses.amax(0)).exp()
+    merged = (parts * (weights / weights.sum(0))[..., None]).sum(0)
+    _dense(out, out.shape, out.dtype).copy_(merged)
+    _dense(out_lse, out.shape[:2], torch.float32).copy_(lses.logsumexp(0))
+    return out, out_lse
+
+
+def _dense(x: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    assert x.shape == shape and x.dtype == dtype and x.data_ptr() % 16 == 0
+    return x.as_strided(shape, torch.empty(shape, device="meta").stride())
 
 
 memory_pool.set_mla_kv_buffer_triton = _write
 mha_mixin.create_chunked_prefix_cache_kv_indices = _Launch(_list_prefix)
 merge_state.merge_state_triton = _merge
+kernel_inputs.demand()
 EXTEND, DECODE, VERIFY = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
 DRAFT_EXTEND = ForwardMode.DRAFT_EXTEND_V2

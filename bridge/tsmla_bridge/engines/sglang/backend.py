@@ -6,7 +6,6 @@ chosen, not when it is registered.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +31,6 @@ from tsmla_kernels import contract
 from tsmla_kernels.catalog import MLA_DECODE, MLA_PREFILL
 from tsmla_kernels.contract import DecodeSpec, PrefillSpec
 
-LOG2_E = math.log2(math.e)
 Results = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 versions.warn_if_untested(versions.SGLANG, sglang.__version__)
@@ -96,7 +94,7 @@ class TsmlaBackend(AttentionBackend):
         self.latent_dim: int = config.kv_lora_rank
         self.rope_dim: int = config.qk_rope_head_dim
         self.num_draft_tokens: int = get_spec().speculative_num_draft_tokens or 0
-        self.num_heads: int = config.num_attention_heads // get_parallel().attn_tp_size * get_parallel().attn_dcp_size
+        self.num_heads: int = config.num_attention_heads // get_parallel().attn_tp_size
         self.forward_metadata: Metadata | None = None
         self._check(runner)
         self._take_rope_apart(config)
@@ -110,6 +108,8 @@ class TsmlaBackend(AttentionBackend):
             raise ValueError(f"--attention-backend {NAME}: got a model without MLA; it serves MLA models alone")
         if (topk := getattr(get_spec(), "speculative_eagle_topk", None) or 1) > 1:
             raise ValueError(f"--speculative-eagle-topk: got {topk}; {NAME} verifies chains of drafts alone, topk 1")
+        if (dcp_size := get_parallel().attn_dcp_size) > 1:
+            raise NotImplementedError(f"--dcp-size: got {dcp_size}; {NAME} serves 1, no decode context parallelism")
         if self.kv_index_translator is not None and self.kv_index_translator.reads_are_translated:
             raise NotImplementedError(f"--attention-backend {NAME}: the unified memory pool is not served")
         if reasons := MLA_DECODE.reasons(self._decode_spec(1)):
@@ -117,9 +117,9 @@ class TsmlaBackend(AttentionBackend):
             raise NotImplementedError(f"{contract.not_runnable('mla_decode', 'cute', reasons)}{said}")
 
     def _take_rope_apart(self, config: Any) -> None:
-        """Have the model hand over latent and rope columns as they are, without a concatenation, and lse in context
-        parallelism: by name, which the models' code looks up. Not for a model that scales its queries by position
-        (Llama 4's way), which it does to concatenated ones alone."""
+        """Have the model hand over latent and rope columns as they are, without a concatenation: by name, which the
+        models' code looks up. Not for a model that scales its queries by position (Llama 4's way), which it does to
+        concatenated ones alone."""
         scaled = getattr(getattr(config, "hf_config", None), "llama_4_scaling", None)
         if scaled is None and NAME not in FORWARD_ABSORB_CORE_ATTENTION_BACKENDS:
             FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(NAME)
@@ -217,9 +217,8 @@ class TsmlaBackend(AttentionBackend):
         q_rope: torch.Tensor | None = None,
         k_rope: torch.Tensor | None = None,
         **others: Any,
-    ) -> Results:
-        """Absorbed attention. q: [T, H * (L + R)], or [T, H * L] with q_rope [T, H, R]. Returns out [T, H * L]; in
-        context parallelism also lse [T, H] to base 2, as SGLang takes it from a backend that it doesn't know."""
+    ) -> torch.Tensor:
+        """Absorbed attention. q: [T, H * (L + R)], or [T, H * L] with q_rope [T, H, R]. Returns out [T, H * L]."""
         if others:
             raise NotImplementedError(f"{', '.join(others)}: {NAME} takes none")
         if k is not None and save_kv_cache:
@@ -237,23 +236,18 @@ class TsmlaBackend(AttentionBackend):
             ragged = {"cu_seqlens_q": metadata.cu_seqlens_q, "max_q_len": bound}
         else:
             query = tuple(part.view(-1, metadata.q_len, heads, part.shape[-1]) for part in query)
-        cache = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
-        is_fp8 = cache.dtype == torch.float8_e4m3fn
-        return_lse = get_parallel().dcp_enabled
-        results: Any = mla_decode.mla_decode(
+        out: Any = mla_decode.mla_decode(
             query if len(query) == 2 else query[0].contiguous(),
-            cache.view(-1, self.page_size, head_dim),
+            # Of fp8, too, without a scale: the pool converts what it is given, and the checkpoint's scale of the layer
+            # has no part in that.
+            self.token_to_kv_pool.get_key_buffer(layer.layer_id).view(-1, self.page_size, head_dim),
             metadata.block_tables,
             metadata.seq_lens,
             softmax_scale=layer.scaling,
             latent_dim=self.latent_dim,
-            kv_scale=layer.k_scale_float if is_fp8 else None,
-            return_lse=return_lse,
             **ragged,
         )
-        out, lse = results if return_lse else (results, None)
-        out = out.reshape(tokens, heads * self.latent_dim)
-        return out if lse is None else (out, lse.view(tokens, heads) * LOG2_E)
+        return out.reshape(tokens, heads * self.latent_dim)
 
     def forward_extend(
         self,
