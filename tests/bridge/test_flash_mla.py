@@ -73,6 +73,12 @@ def test_dense_decode(device: str, q_len: int, causal: bool, dtype: str) -> None
     # The package's logarithm is natural, and +inf where no key is seen.
     assert_close(lse.cpu(), np.where(np.isneginf(want_lse), np.inf, want_lse).swapaxes(1, 2), 1e-3)
     assert out[2].eq(0).all() and lse[2].eq(torch.inf).all()
+    assert_laid_out(out, lse)
+
+
+def assert_laid_out(out: torch.Tensor, lse: torch.Tensor) -> None:
+    """As the package's results are in memory: out dense, and lse [B, H, S] a view of [B, S, H]."""
+    assert out.is_contiguous() and lse.transpose(1, 2).is_contiguous()
 
 
 def test_an_fp8_cache() -> None:
@@ -103,6 +109,7 @@ def test_sparse_decode(device: str, sinks: bool, lengths: bool) -> None:
     )  # fmt: skip
     want, want_lse = given.want()
     assert out.shape == (tokens, 1, *want.shape[1:]) and lse.shape == (tokens, want.shape[1], 1)
+    assert_laid_out(out, lse)
     assert_close(out[:, 0].cpu(), want, BF16)
     assert_close(lse[..., 0].cpu(), np.where(np.isneginf(want_lse), np.inf, want_lse), 1e-3)
 
@@ -169,6 +176,7 @@ def test_sparse_prefill(device: str, width: int, lengths: bool) -> None:
         arrays.get("lengths"),
     )  # fmt: skip
     assert most is None and out.dtype == arrays["q"].dtype
+    assert out.is_contiguous() and lse.is_contiguous() and lse.dtype == torch.float32
     assert_close(out.cpu() * scale, want, BF16)
     assert_close(lse.cpu(), np.where(np.isneginf(want_lse), np.inf, want_lse), 1e-3)
 

@@ -161,6 +161,8 @@ def test_decode(causal: bool) -> None:
     out, lse = run(case, output_scale=2.0, causal_mask=causal, seq_lens=case.seq_lens.long())
     want_out, want_lse = case.want(causal=causal)
     assert_right((out, lse), (2 * want_out, want_lse / math.log(2)))
+    # As the package's are: an engine takes views of them.
+    assert out.is_contiguous() and lse.is_contiguous() and (out.dtype, lse.dtype) == (case.q.dtype, torch.float32)
 
 
 def test_decode_in_fp8() -> None:
@@ -337,7 +339,8 @@ def test_prefill(dtype: torch.dtype, causal: bool) -> None:
     want = oracle.prefill(*arrays, cu_q.numpy(), cu_kv.numpy(), scale=0.2, causal=causal)
     options = {"is_causal": causal, "return_lse": True, "cum_seq_lens_q": cu_q, "max_seq_len_q": 2}
     out, lse = tokenspeed_mla_prefill(q, k, v, cu_kv, cu_kv, 5, 3, 0.2, **options)
-    assert out.dtype == torch.bfloat16
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+    assert out.is_contiguous() and lse.is_contiguous()
     assert_close(out, want[0], 2**-6)
     assert_close(lse, want[1], 2e-5)
     place = torch.empty_like(out)

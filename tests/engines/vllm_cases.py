@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 import tsmla_bridge
 from tests.engines import vllm_layer
-from tests.engines.vllm_layer import HEADS, V_DIM, Layer, TsmlaMLABackend, TsmlaMLAPrefillBackend, known
+from tests.engines.vllm_layer import HEADS, NOPE, V_DIM, Layer, TsmlaMLABackend, TsmlaMLAPrefillBackend, known
 from tsmla_bridge.engines import vllm as plugin
 from tsmla_bridge.engines.vllm import decode
 
@@ -53,6 +53,27 @@ MIXED = [
 @pytest.mark.parametrize(("new", "lens"), MIXED)
 def test_batches(layer: Layer, new: list[int], lens: list[int]) -> None:
     assert layer.error(layer.batch(new, lens)) < ERROR
+
+
+def test_prefill_writes_where_it_is_told(layer: Layer) -> None:
+    """The result is the tensor that was given, as Kimi-K3's layer in vLLM demands, and nothing lies beside it. lse is
+    float32 and dense, as merging reads it."""
+    batch = layer.batch([20, 40], [20, 40])
+    backend = layer.metadata(batch).prefill.prefill_backend
+    assert backend.supports_out()
+    wide = torch.randn(60, HEADS, NOPE + V_DIM, dtype=torch.bfloat16)
+    given = batch.q, torch.randn_like(batch.q), wide[..., NOPE:]
+    want, lse = backend.run_prefill_new_tokens(*given, True)
+    assert want.is_contiguous() and lse.is_contiguous() and (lse.shape, lse.dtype) == ((HEADS, 60), torch.float32)
+    rows, columns = ((62, HEADS, V_DIM), slice(1, -1), slice(None)), ((60, HEADS, 2 * V_DIM), slice(None), slice(V_DIM))
+    for shape, tokens, values in (rows, columns):
+        whole = torch.zeros(shape, dtype=torch.bfloat16)
+        place = whole[tokens, :, values]
+        for return_lse in (True, False):
+            results = backend.run_prefill_new_tokens(*given, return_lse, out=place)
+            returned = results[0] if return_lse else results
+            assert returned.data_ptr() == place.data_ptr() and torch.equal(place, want)
+        assert whole.count_nonzero() == want.count_nonzero()
 
 
 def test_context_in_several_chunks(layer: Layer) -> None:
