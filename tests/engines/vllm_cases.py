@@ -107,6 +107,15 @@ def test_caches_and_sizes(options: dict[str, Any], error: float) -> None:
     assert layer.error(layer.batch([1, 1, 3, 30], [70, 5, 66, 100])) < error
 
 
+def test_scales_of_a_checkpoint() -> None:
+    """vLLM divides by its tensors what it writes and quantises; attention multiplies with their values on the host."""
+    layer = Layer(cache_dtype="fp8")
+    for name, scale in (("q", 0.25), ("k", 0.5)):
+        getattr(layer.layer, f"_{name}_scale").fill_(scale)
+        setattr(layer.layer, f"_{name}_scale_float", scale)
+    assert layer.error(layer.batch([1, 3, 30], [70, 66, 100])) < FP8_ERROR
+
+
 def test_16_bit_queries_over_an_fp8_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the variable says so; and in a model of float16, because a call of fp8 queries returns bfloat16."""
     seen: list[torch.dtype] = []

@@ -160,7 +160,9 @@ class Layer:
     def _write(self, latent: Any, rope: Any, cache: Any, slots: Any, *others: Any) -> None:
         scale = self.layer._k_scale_float if self.cache_dtype != self.dtype else None
         rope = rope.reshape(len(latent), self.rope)
+        assert slots.dtype == torch.int64
         if self.is_packed:
+            assert rope.dtype == torch.bfloat16  # vLLM's kernel copies the bits of any dtype of 16
             tsmla_bridge.write_packed_kv_cache(cache, latent, rope, slots.flatten())
         else:
             tsmla_bridge.write_kv_cache(cache.view(self.cache_dtype), latent, rope, slots.flatten(), kv_scale=scale)

@@ -185,6 +185,7 @@ def test_batches(layer: SparseLayer, new: list[int], lens: list[int]) -> None:
         ({"cache_dtype": "fp8_ds_mla"}, FP8_ERROR),
         ({"cache_dtype": "fp8"}, FP8_ERROR),
         ({"dtype": "float16"}, ERROR),
+        ({"cache_dtype": "fp8", "dtype": "float16"}, FP8_ERROR),
         ({"rope": 0}, ERROR),
     ],
     ids=str,
@@ -353,7 +354,7 @@ def refusals(**changed: Any) -> list[str]:
     "changed",
     [
         {}, {"kv_cache_dtype": "fp8_ds_mla"}, {"kv_cache_dtype": "fp8"}, {"dtype": torch.float16}, {"block_size": 128},
-        {"head_size": 512}, {"block_size": None},
+        {"head_size": 512}, {"block_size": None}, {"dtype": torch.float16, "kv_cache_dtype": "fp8"},
     ],
     ids=str,
 )  # fmt: skip
@@ -368,6 +369,7 @@ def test_served(changed: dict[str, Any]) -> None:
         ({"head_size": 320}, "the head size is 320; tsmla's sparse attention takes 576"),
         ({"head_size": 512, "kv_cache_dtype": "fp8_ds_mla"}, "rows of fp8_ds_mla hold 576"),
         ({"dtype": torch.float32}, "q.dtype is float32"),
+        ({"dtype": torch.float16, "kv_cache_dtype": "fp8_ds_mla"}, "are read as bfloat16, and vLLM writes the bits"),
         ({"device_capability": SimpleNamespace(major=10, minor=0)}, "compute capability not supported"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype not supported"),
     ],

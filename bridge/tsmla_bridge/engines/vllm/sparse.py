@@ -111,6 +111,11 @@ class TsmlaMLASparseBackend(HopperBackend):
             return f"the head size is {head_size}; tsmla's sparse attention takes 576 (512 + 64) or 512 (512 + 0)"
         if kv_cache_dtype == PACKED_CACHE and head_size != PACKED_HEAD_SIZE:
             return f"the head size is {head_size}; rows of {PACKED_CACHE} hold {PACKED_HEAD_SIZE} (512 + 64)"
+        if kv_cache_dtype == PACKED_CACHE and dtype != torch.bfloat16:
+            return (
+                f"the dtype is {dtype_name(dtype)}; rope columns in rows of {PACKED_CACHE} are read as bfloat16, and"
+                " vLLM writes the bits of the model's dtype there"
+            )
         num_heads, reasons = 1, []
         config = get_current_vllm_config_or_none()
         if config is not None and config.model_config is not None:
