@@ -152,6 +152,34 @@ def test_graphs_have_padded_requests(speculative: Layer) -> None:
     assert not out[8:].any() and out[:8].any()
 
 
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_blocks_shared_with_pages_of_other_sizes(page_size: int) -> None:
+    """vLLM's own plan of such blocks, as a draft model's layer makes them, and decode over the pages in them."""
+    if VERSION < (0, 33):
+        pytest.skip("this version doesn't ask backends how far apart blocks must lie")
+    from vllm.v1.core import kv_cache_planning
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
+    from vllm.v1.worker.utils import customize_attention_spec
+
+    layer = Layer(page_size=page_size)
+    spec = customize_attention_spec(TsmlaMLABackend, layer.layer.get_kv_cache_spec(layer.config))
+    other = FullAttentionSpec(block_size=page_size, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
+    kinds = SimpleNamespace(is_block_outermost=True), SimpleNamespace(is_block_outermost=False)
+    alone = [KVCacheGroupSpec(["a", "b"], spec)]
+    beside = [KVCacheGroupSpec(["a"], spec), KVCacheGroupSpec(["c"], other)]
+    plan = kv_cache_planning._get_kv_cache_bytes_per_block
+    assert [plan(alone, kind) for kind in kinds] == [2 * spec.page_size_bytes] * 2  # without others nothing is added
+
+    batch = layer.batch([1, 1], [70, 129])
+    cache, metadata = vllm_layer.filled(layer, batch), layer.metadata(batch)
+    q = torch.randn(2, HEADS, 576, dtype=torch.bfloat16)
+    want, _ = layer.impl.forward_mqa(q, cache, metadata, layer.layer)
+    blocks = torch.full((len(cache), plan(beside, kinds[0]) // 2), torch.nan, dtype=torch.bfloat16)
+    shared = blocks[:, : cache[0].numel()].view(cache.shape)
+    got, _ = layer.impl.forward_mqa(q, shared.copy_(cache), metadata, layer.layer)
+    assert torch.equal(got, want)
+
+
 def test_drafts_that_see_all_keys(speculative: Layer) -> None:
     if VERSION < (0, 30):
         pytest.skip("this version has no such metadata")

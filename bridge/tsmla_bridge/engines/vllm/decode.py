@@ -7,6 +7,7 @@ backend is chosen, not when it is registered.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -23,6 +24,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
     QueryLenSupport,
 )
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.mla import sparse_utils
 
 from tsmla_bridge.engines import versions
 from tsmla_bridge.engines.context_parallel import Deal, visible_keys
@@ -83,6 +85,14 @@ class TsmlaMLABackend(HopperBackend):
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         return list(DIMENSIONS)
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """Blocks that also hold pages of other sizes, as a draft model's layers have them, must be whole pages apart:
+        the kernels count in pages. vLLM 0.33 can be asked for that."""
+        spec = super().customize_spec(spec)
+        align = getattr(sparse_utils, "align_blocks_to_rows", None)
+        return spec if align is None else align(spec, math.gcd(spec.block_size, max(PAGE_SIZES)))
 
     @classmethod
     def supports_non_causal(cls) -> bool:
