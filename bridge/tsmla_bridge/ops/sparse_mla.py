@@ -54,9 +54,8 @@ def sparse_mla(
       q: [T, H, D]; float16 or bfloat16; by definition also float8_e4m3fn, float32 and float64. The kernel takes
         float8_e4m3fn over V3.2 and plain float8_e4m3fn rows.
       kv_cache: uint8 [P, Z, 656], V3.2 packed rows; uint8 [P, page_bytes], V4 packed pages; or plain [P, Z, D] of
-        float8_e4m3fn, bfloat16 or float16, by definition of any float. More than 32 heads over 576 columns of 16 bits,
-        or over 512 of float16, have run on an emulator of the kernel's PTX, on no GPU yet. Pages may lie a multiple of
-        their size apart: one layer's slice of a pool, whose slots cost some further small kernels a call.
+        float8_e4m3fn, bfloat16 or float16, by definition of any float. Pages may lie a multiple of their size apart:
+        one layer's slice of a pool, whose slots cost some further small kernels a call.
       indices: [T, K] int32 slots, page * Z + offset. -1 selects nothing. A slot given twice counts twice. With two
         caches K is a multiple of 4.
       lengths: [T] int32, the active columns of each row; the columns behind them are never used. None: all K.

@@ -69,8 +69,7 @@ def sparse_mla(
       implementation: "cute", "xla" (blocks of tokens and of slots), "reference", or None for the best that can run; see
         `explain`. "cute" on Hopper takes bf16 and f16 queries over V3.2 rows, V4 pages and plain rows of
         float8_e4m3fn, bf16 and f16. Over V3.2 and plain float8_e4m3fn rows it takes float8_e4m3fn queries too, which
-        the tensor cores multiply in fp8. More than 32 heads over 576 columns of bf16 or f16, or over 512 of f16,
-        must be named: an emulator of the kernel's PTX has run them, no GPU yet.
+        the tensor cores multiply in fp8.
 
     Returns:
       out [T, H, L] in q's dtype, bfloat16 when q is fp8; with return_lse also lse [T, H], float32 (float64 for
