@@ -41,6 +41,12 @@ def reading(results: Path) -> Iterator[None]:
         raise ValueError(f"{results}: {type(error).__name__} {error}") from error
 
 
+def equal_tokens(texts: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> float:
+    """The share of the texts' tokens that are those of the others, place by place; all texts have as many."""
+    pairs = [pair for text, other in zip(texts, others, strict=True) for pair in zip(text, other, strict=True)]
+    return sum(a == b for a, b in pairs) / len(pairs)
+
+
 def table_of(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table; the first column has names, the others numbers."""
     lines = ["| " + " | ".join(heads) + " |", "|---" + "|---:" * (len(heads) - 1) + "|"]

@@ -11,6 +11,7 @@ from typing import Any
 from figure_pages import (
     between_markers,
     drawn,
+    equal_tokens,
     mean_and_worst,
     number,
     provenance,
@@ -159,20 +160,20 @@ def write_vllm(results: Path, figures: Path, page: Path) -> str:
 
 def _equal_tokens(rows: Sequence[Row], backends: Sequence[Backend]) -> list[str]:
     """A sentence and a table of the share of tokens that two backends chose alike; empty where no two have tokens."""
-    texts: dict[tuple[str, int, int], dict[Backend, list[int]]] = {}
+    texts: dict[tuple[str, int, int], dict[Backend, list[list[int]]]] = {}
     for row in rows:
         if "tokens" in row:
             backend = row["backend"], row["prefill"], row["kv"]
-            tokens = list(itertools.chain(*row["tokens"]))
-            texts.setdefault((row["mode"], row["context"], row["b"]), {})[backend] = tokens
+            texts.setdefault((row["mode"], row["context"], row["b"]), {})[backend] = row["tokens"]
     pairs = [pair for pair in itertools.combinations(backends, 2) if pair[0][2] == pair[1][2]]
     pairs = [pair for pair in pairs if any(set(pair) <= set(each) for each in texts.values())]
     lines = []
     for (mode, context, b), each in sorted(texts.items()):
-        shares = [_share(*(each.get(one) for one in pair)) for pair in pairs]
-        if any(share is not None for share in shares):
-            said = ("-" if share is None else f"{share:.2f}" for share in shares)
-            lines.append([f"{mode}, {context}, {b}", *said])
+        shares = [
+            f"{equal_tokens(*(each[one] for one in pair)):.2f}" if set(pair) <= set(each) else "-" for pair in pairs
+        ]
+        if set(shares) != {"-"}:
+            lines.append([f"{mode}, {context}, {b}", *shares])
     if not lines:
         return []
     heads = ["step, context, B", *(" = ".join(_name(one) for one in pair) for pair in pairs)]
@@ -181,12 +182,6 @@ def _equal_tokens(rows: Sequence[Row], backends: Sequence[Backend]) -> list[str]
         "near ties, and one that differs changes those behind it: what two of vLLM's own backends share is the measure."
     )
     return ["## Equal tokens", sentence, table_of(heads, lines)]
-
-
-def _share(first: list[int] | None, second: list[int] | None) -> float | None:
-    if first is None or second is None:
-        return None
-    return sum(a == b for a, b in zip(first, second, strict=True)) / len(first)
 
 
 def _cache(kv: str) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 from pathlib import Path
 from typing import Any
 
 from absl import flags
+from figure_pages import equal_tokens
 
 CHECKPOINTS = flags.DEFINE_string("checkpoints", None, "folder of checkpoints of random weights, one a model")
 COMPARE = flags.DEFINE_string("compare", None, "rows of another run, to compare tokens with")
@@ -70,8 +70,7 @@ def equal_share(row: dict[str, Any]) -> float | None:
         return None
     for other in json.loads(Path(COMPARE.value).read_text()):
         if "tokens" in other and all(other[name] == row[name] for name in ("mode", "b", "context")):
-            ours, theirs = (list(itertools.chain(*some["tokens"])) for some in (row, other))
-            return sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)
+            return equal_tokens(row["tokens"], other["tokens"])
     return None
 
 

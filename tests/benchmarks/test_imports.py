@@ -9,12 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = sorted(
-    path
-    for folder in ("benchmarks", "examples")
-    for path in (ROOT / folder).rglob("*.py")
-    if path.name != "__init__.py"
-)
+PROGRAMS = sorted(path for folder in ("benchmarks", "examples") for path in (ROOT / folder).rglob("*.py"))
 PACKAGES = ("tsmla_jax", "tsmla_kernels", "tsmla_bridge")
 
 
@@ -32,10 +27,9 @@ def imported_names(path: Path) -> list[tuple[str, str | None]]:
 def exists(module: str, name: str | None) -> bool:
     """Whether a module, or a name or submodule of it, can be imported."""
     try:
-        if name is None or hasattr(importlib.import_module(module), name):
-            importlib.import_module(module)
-            return True
-        importlib.import_module(f"{module}.{name}")
+        found = importlib.import_module(module)
+        if name is not None and not hasattr(found, name):
+            importlib.import_module(f"{module}.{name}")
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in PACKAGES:
             pytest.skip(f"{module} needs {error.name}")

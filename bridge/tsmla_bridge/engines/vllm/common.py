@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 import vllm.envs as envs
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
+from vllm.v1.attention.backends.mla import sparse_utils
 
 from tsmla_bridge.runtime.tensors import dtype_name
 
@@ -21,6 +22,13 @@ def kv_dtype(kv_cache_dtype: str | None, model_dtype: torch.dtype) -> str:
     if kv_cache_dtype in FP8_CACHES:
         return "float8_e4m3fn"
     return kv_cache_dtype if kv_cache_dtype in ("float16", "bfloat16") else dtype_name(model_dtype)
+
+
+def align_blocks(spec: Any, rows: int = 1) -> Any:
+    """A layer's spec whose blocks lie whole multiples of `rows` rows apart, where they share memory with other layers'
+    pages. Unchanged in a vLLM that can't be asked for that."""
+    align = getattr(sparse_utils, "align_blocks_to_rows", None)
+    return spec if align is None else align(spec, rows)
 
 
 class HopperBackend(MLACommonBackend):

@@ -24,7 +24,6 @@ from vllm.model_executor.layers.attention.mla_attention import (
     QueryLenSupport,
 )
 from vllm.v1.attention.backend import AttentionCGSupport
-from vllm.v1.attention.backends.mla import sparse_utils
 
 from tsmla_bridge.engines import versions
 from tsmla_bridge.engines.context_parallel import Deal, visible_keys
@@ -35,6 +34,7 @@ from tsmla_bridge.engines.vllm.common import (
     SHORT_EXTEND,
     HopperBackend,
     HopperImpl,
+    align_blocks,
     kv_dtype,
 )
 from tsmla_bridge.ops import mla_decode as op
@@ -91,8 +91,7 @@ class TsmlaMLABackend(HopperBackend):
         """Blocks that also hold pages of other sizes, as a draft model's layers have them, must be whole pages apart:
         the kernels count in pages. vLLM 0.33 can be asked for that."""
         spec = super().customize_spec(spec)
-        align = getattr(sparse_utils, "align_blocks_to_rows", None)
-        return spec if align is None else align(spec, math.gcd(spec.block_size, max(PAGE_SIZES)))
+        return align_blocks(spec, math.gcd(spec.block_size, max(PAGE_SIZES)))
 
     @classmethod
     def supports_non_causal(cls) -> bool:

@@ -20,7 +20,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata
 from vllm.v1.attention.backends.mla import sparse_utils
 
 from tsmla_bridge.engines import versions
-from tsmla_bridge.engines.vllm.common import DIMENSIONS, SHORT_EXTEND, HopperBackend, HopperImpl, kv_dtype
+from tsmla_bridge.engines.vllm.common import DIMENSIONS, SHORT_EXTEND, HopperBackend, HopperImpl, align_blocks, kv_dtype
 from tsmla_bridge.ops import sparse_mla as op
 from tsmla_bridge.runtime import devices
 from tsmla_bridge.runtime.tensors import dtype_name
@@ -82,7 +82,7 @@ class TsmlaMLASparseBackend(HopperBackend):
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """Pages of several layers that share memory must lie whole rows apart (vLLM 0.30 and later)."""
-        return sparse_utils.align_blocks_to_rows(spec) if hasattr(sparse_utils, "align_blocks_to_rows") else spec
+        return align_blocks(spec)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
