@@ -98,23 +98,29 @@ def grouped_matmul(
       products are so, too, and others are bf16.
 
     Raises:
-      ValueError: tile.half with weights that aren't block-scaled, or with x of another dtype than f16.
+      ValueError: tile.half with weights that aren't block-scaled, or with x of another dtype than f16; tile.splits with
+        a gated product, or that doesn't divide the K / tile.depth loads of a sum.
     """
     narrow = isinstance(weight, BlockScaled)
     if tile.half and not (narrow and x.dtype == jnp.float16):
         raise ValueError(f"{tile.half=} with x of {x.dtype}; legal: x of float16 and block-scaled weights")
-    columns = weight.shape[1] // (2 if gated else 1)
+    columns, steps = weight.shape[1] // (2 if gated else 1), weight.shape[2] // tile.depth
+    if steps % tile.splits or (gated and tile.splits > 1):
+        raise ValueError(f"{tile.splits=} of {steps} loads, {gated=}; legal: a divisor of the loads, 1 if gated")
     block = blocks.rows.shape[0] // blocks.groups.shape[0]
     operands = (weight.values, weight.scales) if isinstance(weight, BlockScaled) else (weight,)
     dtype = jnp.bfloat16 if tile.half and not gated else x.dtype
-    return pl.pallas_call(
+    out = pl.pallas_call(
         functools.partial(_kernel, _Kind(blocks.num_groups, block, tile, gated, gather, limit, narrow)),
-        grid=(blocks.groups.shape[0], columns // tile.columns),
-        out_shape=jax.ShapeDtypeStruct((blocks.rows.shape[0], columns), dtype),
+        grid=(blocks.groups.shape[0], columns // tile.columns, tile.splits),
+        out_shape=jax.ShapeDtypeStruct(
+            (tile.splits, blocks.rows.shape[0], columns), dtype if tile.splits == 1 else jnp.float32
+        ),
         compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=jax.default_backend() == "cpu",
         name="grouped_matmul_gated" if gated else "grouped_matmul",
     )(blocks.rows, blocks.groups, x, *operands)
+    return out[0] if tile.splits == 1 else out.sum(axis=0).astype(dtype)
 
 
 @dataclass(frozen=True)
@@ -135,7 +141,7 @@ def _kernel(kind: _Kind, rows_ref: Any, groups_ref: Any, x_ref: Any, weight_ref:
     *scales, out_ref = others
     tile, block = kind.tile, kind.block
     _, rows_of_weight, depth = weight_ref.shape
-    index, column = pl.program_id(0), pl.program_id(1) * tile.columns
+    index, column, part = pl.program_id(0), pl.program_id(1) * tile.columns, pl.program_id(2)
     group = groups_ref[index]
     places = pl.ds(index * block, block)
 
@@ -147,8 +153,8 @@ def _kernel(kind: _Kind, rows_ref: Any, groups_ref: Any, x_ref: Any, weight_ref:
             rows = jnp.clip(rows_ref[places], 0, x_ref.shape[0] - 1)
 
         def product(x: jax.Array, begin: Any, at: Any) -> jax.Array:
-            part = plgpu.load(weight_ref.at[group, pl.ds(begin, tile.columns), pl.ds(at, tile.depth)])
-            out = plgpu.dot(x, _widen(part, x.dtype) if kind.narrow else part, trans_b=True)
+            values = plgpu.load(weight_ref.at[group, pl.ds(begin, tile.columns), pl.ds(at, tile.depth)])
+            out = plgpu.dot(x, _widen(values, x.dtype) if kind.narrow else values, trans_b=True)
             return out * scales[0][group, begin // BLOCK, at // BLOCK] if kind.narrow else out
 
         def add(step: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -158,7 +164,9 @@ def _kernel(kind: _Kind, rows_ref: Any, groups_ref: Any, x_ref: Any, weight_ref:
             return tuple(total + product(x, begin, at) for total, begin in zip(sums, begins, strict=True))
 
         zero = jnp.zeros((block, tile.columns), jnp.float32)
-        sums = lax.fori_loop(0, depth // tile.depth, add, (zero, zero) if kind.gated else (zero,))
+        share = depth // tile.depth // tile.splits
+        first = part * share
+        sums = lax.fori_loop(first, first + share, add, (zero, zero) if kind.gated else (zero,))
         if tile.half:
             sums = tuple(total / HALF_SCALE for total in sums)
         out = sums[0]
@@ -168,7 +176,13 @@ def _kernel(kind: _Kind, rows_ref: Any, groups_ref: Any, x_ref: Any, weight_ref:
                 gate, up = jnp.minimum(gate, kind.limit), jnp.clip(up, -kind.limit, kind.limit)
             out = gate / (1 + jnp.exp(-gate)) * up
             out = halved(out) if tile.half else out
-        plgpu.store(out_ref.at[places, pl.ds(column, tile.columns)], out.astype(out_ref.dtype))
+        mask = None
+        if kind.gather and kind.num_groups == 1 and tile.splits > 1:
+            # One group's rows come first, and nobody adds the parts of the places behind them.
+            written = index * block + jnp.arange(block, dtype=jnp.int32) < x_ref.shape[0]
+            mask = jnp.broadcast_to(written[:, None], out.shape)
+        target = out_ref.at[part, places, pl.ds(column, tile.columns)]
+        plgpu.store(target, out.astype(out_ref.dtype), mask=mask)
 
 
 def _widen(values: jax.Array, dtype: Any) -> jax.Array:

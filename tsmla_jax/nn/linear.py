@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tsmla_jax.nn.block_scaled import BLOCK, BlockScaled
-from tsmla_jax.nn.grouped_matmul import grouped_matmul, why_not_kernel
+from tsmla_jax.nn.grouped_matmul import grouped_matmul, halved, why_not_kernel
 from tsmla_jax.nn.row_blocks import Blocks
 from tsmla_jax.nn.tiles import linear_tile
 
@@ -59,11 +59,11 @@ def linear(x: jax.Array, weight: jax.Array | BlockScaled) -> jax.Array:
 def linear_by_kernel(x: jax.Array, weight: BlockScaled) -> jax.Array:
     """`linear` of x [T, K] and a block-scaled weight [N, K] as a grouped product of one group: so on a GPU."""
     rows = x.shape[0]
-    block, tile = linear_tile(rows, weight.shape[0])
+    block, tile = linear_tile(rows, *weight.shape)
     places = jnp.minimum(jnp.arange(-(-rows // block) * block, dtype=jnp.int32), rows - 1)
     blocks = Blocks(places, jnp.zeros(places.shape[0] // block, jnp.int32), places[:rows, None], 1)
     stack = BlockScaled(weight.values[None], weight.scales[None])
-    return grouped_matmul(x, stack, blocks, tile, gather=True)[:rows]
+    return grouped_matmul(halved(x) if tile.half else x, stack, blocks, tile, gather=True)[:rows]
 
 
 def product(params: Mapping[str, Any], name: str, x: jax.Array) -> jax.Array:

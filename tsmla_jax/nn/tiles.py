@@ -10,8 +10,17 @@ BLOCKS_BY_KERNEL = 2048
 """Pairs of a row and a group up to which `make_blocks` is one kernel, and not several of XLA."""
 
 HALF_PAIRS = range(17, 1025)
-"""Pairs of a token and an expert for which block-scaled weights of experts are widened to f16 (`Tile.half`). For all
-others, whose time is not that of reading weights, they are widened to bf16, as those of other matrices are."""
+"""Pairs of a token and an expert for which block-scaled weights of experts are widened to f16 (`Tile.half`), and fewer
+where the experts are wide. For all others, whose time is not that of reading weights, they are widened to bf16."""
+
+FEW_ROWS = 16
+"""Rows times one block-scaled matrix up to which its weights are widened to bf16: more rows take f16."""
+
+MULTIPROCESSORS = 132
+"""Of an H100 or H200. Programs of few rows wait most of the time: three on each of these read a matrix faster."""
+
+LEAST_STEPS = 4
+"""Loads of a program: with fewer, most of its time is that of the first."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +32,7 @@ class Tile:
       depth: terms of the sum that are loaded at once.
       warps, stages: of the program; loads run stages - 1 ahead.
       half: block-scaled weights are widened to f16 and not to bf16; x is f16, as `halved` makes it.
+      splits: programs that share the sums of a tile; another kernel adds what they made of their parts of the depth.
     """
 
     columns: int
@@ -30,15 +40,25 @@ class Tile:
     warps: int
     stages: int
     half: bool = False
+    splits: int = 1
 
 
-def linear_tile(rows: int, columns: int) -> tuple[int, Tile]:
-    """Rows of a block, and the tile, of `rows` rows times one block-scaled matrix [columns, K]."""
-    block = 16 if rows <= 64 else 32 if rows <= 128 else 64 if rows <= 512 else 128
-    # Fewer programs than a GPU has multiprocessors would leave some of them without work.
-    programs = {part: columns // part * -(-rows // block) for part in (64, 32, 16)}
-    part = next((part for part, count in programs.items() if count >= 132), 16)
-    return block, Tile(part, BLOCK, 4, 4) if block < 128 else Tile(64, BLOCK, 8, 3)
+def linear_tile(rows: int, columns: int, depth: int) -> tuple[int, Tile]:
+    """Rows of a block, and the tile, of `rows` rows times one block-scaled matrix [columns, depth]."""
+    if rows > 512:
+        return 128, Tile(64, BLOCK, 8, 3)
+    block, tile = (16, Tile(64, BLOCK, 4, 4)) if rows <= 64 else (64, Tile(64, BLOCK, 4, 3))
+    if rows > 128:
+        block, tile = 256, Tile(64, BLOCK, 8, 3)
+    programs = columns // tile.columns * -(-rows // block)
+    wanted = MULTIPROCESSORS if block == 256 else 3 * MULTIPROCESSORS
+    return block, replace(tile, half=rows > FEW_ROWS, splits=_splits(programs, depth // BLOCK, wanted))
+
+
+def _splits(programs: int, steps: int, wanted: int) -> int:
+    """Into how many parts the steps of a sum are cut: as few as make `wanted` programs, if parts have LEAST_STEPS."""
+    legal = [count for count in range(1, steps + 1) if steps % count == 0 and steps // count >= LEAST_STEPS]
+    return next((count for count in legal if programs * count >= wanted), max(legal, default=1))
 
 
 def expert_tiles(pairs: int, num_experts: int, hidden: int, width: int, narrow: bool) -> tuple[int, Tile, Tile]:
@@ -48,12 +68,21 @@ def expert_tiles(pairs: int, num_experts: int, hidden: int, width: int, narrow: 
     tile. From some hundred on it is that of multiplying.
     hidden, width: C and I. narrow: whether the weights are block-scaled."""
     block, tiles = _expert_tiles(pairs, num_experts, hidden, width, narrow)
-    up, down = (replace(tile, half=narrow and pairs in HALF_PAIRS) for tile in tiles)
+    half = narrow and (pairs in HALF_PAIRS or _is_one_long_row(pairs, width))
+    up, down = (replace(tile, half=half) for tile in tiles)
     return block, up, down
+
+
+def _is_one_long_row(pairs: int, width: int) -> bool:
+    """Whether these are the pairs of about one token, whose products have columns for two wide programs on each
+    multiprocessor."""
+    return pairs <= 16 and pairs * width // 64 >= 2 * MULTIPROCESSORS
 
 
 def _expert_tiles(pairs: int, num_experts: int, hidden: int, width: int, narrow: bool) -> tuple[int, tuple[Tile, Tile]]:
     depth = 128 if width % 128 == 0 and hidden % 128 == 0 else 64
+    if narrow and _is_one_long_row(pairs, width):
+        return 16, (Tile(64, depth, 4, 4), Tile(32, depth, 4, 4))
     if pairs <= 16:
         return 16, (Tile(32, depth, 4, 3), Tile(64, depth, 4, 4))
     if pairs <= 12 * num_experts:

@@ -12,7 +12,7 @@ from tsmla_jax.nn.block_scaled import BlockScaled, stack_size
 from tsmla_jax.nn.grouped_matmul import HALF_SCALE, grouped_matmul, halved
 from tsmla_jax.nn.linear import contract, joined_rows, linear, linear_by_kernel
 from tsmla_jax.nn.row_blocks import blocks_by_kernel, make_blocks
-from tsmla_jax.nn.tiles import Tile
+from tsmla_jax.nn.tiles import Tile, linear_tile
 
 
 def narrow(rng: np.random.Generator, *shape: int) -> BlockScaled:
@@ -135,13 +135,39 @@ def test_halved_activations_keep_their_values_and_become_infinite() -> None:
     np.testing.assert_array_equal(np.asarray(halved(x), np.float32) / HALF_SCALE, expected)
 
 
-def test_products_with_one_matrix_by_the_kernel() -> None:
-    """By the kernel's interpreter, with a last block of scales that has fewer rows."""
+@pytest.mark.parametrize("rows", [1, 16, 20, 64, 65, 130, 513])
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_products_with_one_matrix_by_the_kernel(rows: int, backend: str) -> None:
+    """By the kernel's interpreter or the kernel, with a last block of scales that has fewer rows, and with sums that
+    several programs share."""
+    if jax.default_backend() != backend:
+        pytest.skip(f"jax's default device is no {backend}")
     rng = np.random.default_rng(3)
-    weight, x = narrow(rng, 192, 256), jnp.asarray(rng.standard_normal((20, 256)), jnp.bfloat16)
+    weight, x = narrow(rng, 192, 1024), jnp.asarray(rng.standard_normal((rows, 1024)), jnp.bfloat16)
+    assert linear_tile(rows, 192, 1024)[1].splits == (2 if rows <= 512 else 1)
     expected = np.asarray(x, np.float64) @ widened(weight).T
-    out = np.asarray(linear_by_kernel(x, weight), np.float64)
+    out = np.asarray(jax.jit(linear_by_kernel)(x, weight), np.float64)
     np.testing.assert_allclose(out, expected, atol=2**-8 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "depth", "splits", "half"),
+    [(1, 2112, 7168, 14, False), (1, 24576, 1536, 2, False), (16, 7168, 16384, 4, False), (64, 24576, 1536, 1, True),
+     (256, 7168, 16384, 2, True), (4096, 7168, 16384, 1, False), (1, 64, 128, 1, False)],
+)  # fmt: skip
+def test_sums_are_shared_where_columns_are_few(rows: int, columns: int, depth: int, splits: int, half: bool) -> None:
+    """V3's projections, and a matrix of one load."""
+    block, tile = linear_tile(rows, columns, depth)
+    assert (tile.splits, tile.half) == (splits, half)
+    assert columns % tile.columns == 0 and depth // tile.depth % splits == 0 and block >= min(rows, 16)
+
+
+def test_sums_that_cannot_be_shared_are_refused() -> None:
+    rng, x = np.random.default_rng(5), jnp.ones((2, 384), jnp.bfloat16)
+    blocks, weight = make_blocks(jnp.zeros((2, 1), jnp.int32), 1, 16), narrow(rng, 1, 128, 384)
+    for splits, gated in ((2, False), (3, True)):
+        with pytest.raises(ValueError, match=rf"tile.splits={splits} of 3 loads, gated={gated}; legal: a divisor of"):
+            grouped_matmul(x, weight, blocks, Tile(64, 128, 4, 3, splits=splits), gated=gated, gather=True)
 
 
 def test_halved_products_need_halved_activations() -> None:
