@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tsmla_jax.generate.config import MoEConfig
+from tsmla_jax.generate.expert_choice import NO_BIAS, choose_by_kernel, why_not_by_kernel
 from tsmla_jax.nn.block_scaled import BlockScaled
 from tsmla_jax.nn.grouped_matmul import grouped_matmul, halved, why_not_kernel
 from tsmla_jax.nn.linear import linear
@@ -69,8 +70,7 @@ def route(
     Returns:
       experts [T, K] i32 and their weights [T, K] f32.
     """
-    logits = x.astype(jnp.float32) @ router.astype(jnp.float32).T
-    scores = _score(logits, config)
+    scores = _score(_logits(x, router), config)
     if experts is None and config.routing != "noaux_tc":
         # What selects is what weighs: no second kernel has to look the weights up.
         limited = config.routing == "group_limited_greedy"
@@ -79,13 +79,17 @@ def route(
     else:
         if experts is None:
             if correction_bias is None:
-                raise ValueError("correction_bias = None; legal with routing 'noaux_tc': an array [E]")
+                raise ValueError(NO_BIAS)
             choice = _limit_to_groups(scores + correction_bias.astype(jnp.float32), config, best=2)
             _, experts = lax.top_k(choice, config.top_k)
         weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.norm_topk_prob:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
     return experts.astype(jnp.int32), weights * config.routed_scaling_factor
+
+
+def _logits(x: jax.Array, router: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32) @ router.astype(jnp.float32).T
 
 
 def _score(logits: jax.Array, config: MoEConfig) -> jax.Array:
@@ -120,31 +124,6 @@ def _sum_of_best_two(x: jax.Array) -> jax.Array:
     return first + second
 
 
-def apply_experts(
-    x: jax.Array,
-    experts: jax.Array,
-    weights: jax.Array,
-    valid: jax.Array,
-    gate_up: Weight,
-    down: Weight,
-    limit: float | None = None,
-) -> jax.Array:
-    """The weighted sum of each token's experts.
-
-    Args:
-      x: [T, C].
-      experts, weights: [T, K], from `route`.
-      valid: [T] bool; padding tokens visit no expert and get 0.
-      gate_up: [E, 2 I, C]; down: [E, C, I]; either may have unused weights behind its last.
-      limit: as in `gated_mlp`.
-
-    Returns:
-      [T, C] in x's dtype.
-    """
-    absent = min(gate_up.shape[0], down.shape[0])
-    return mix_experts(x, jnp.where(valid[:, None], experts, absent), weights, gate_up, down, limit).astype(x.dtype)
-
-
 def mix_experts(
     x: jax.Array,
     experts: jax.Array,
@@ -154,12 +133,14 @@ def mix_experts(
     limit: float | None = None,
     load: int | None = None,
 ) -> jax.Array:
-    """`apply_experts` in f32, where an expert of a token may be absent.
+    """The weighted sum of each token's experts.
 
     Args:
-      experts: [T, K] i32; one past the last expert for none, which adds nothing.
+      x: [T, C].
+      experts, weights: [T, K], of `choose_experts`; one past the last expert for none, which adds nothing.
+      gate_up: [E, 2 I, C]; down: [E, C, I]; either may have unused weights behind its last.
+      limit: as in `gated_mlp`.
       load: how many of the T K experts are expected to be there; None is all.
-      others: as there.
 
     Returns:
       [T, C] f32.
@@ -286,20 +267,26 @@ def mixture_of_experts(
     Returns:
       [T, C] in x's dtype.
     """
-    experts, weights = choose_experts(params, x, config, tokens)
-    return apply_experts(x, experts, weights, valid, params["gate_up"], params["down"], config.swiglu_limit)
+    experts, weights = choose_experts(params, x, config, tokens, valid)
+    return mix_experts(x, experts, weights, params["gate_up"], params["down"], config.swiglu_limit).astype(x.dtype)
 
 
 def choose_experts(
-    params: Mapping[str, Any], x: jax.Array, config: MoEConfig, tokens: jax.Array
+    params: Mapping[str, Any], x: jax.Array, config: MoEConfig, tokens: jax.Array, valid: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """The experts of each token and their weights, as `route` returns them: the routed ones, then the shared ones with
-    ids from num_experts on. Arguments as of `mixture_of_experts`."""
+    ids from num_experts on. With `valid`, the experts of padding are one past the last. Arguments as of
+    `mixture_of_experts`."""
+    bias = params.get("correction_bias")
+    if "expert_table" not in params and not why_not_by_kernel(config):
+        return choose_by_kernel(_logits(x, params["router"]), bias, valid, config)
     chosen = params["expert_table"][tokens] if "expert_table" in params else None
-    experts, weights = route(x, params["router"], params.get("correction_bias"), config, chosen)
+    experts, weights = route(x, params["router"], bias, config, chosen)
     if config.num_shared:
         shared = (x.shape[0], config.num_shared)
         ids = jnp.arange(config.num_experts, config.num_experts + config.num_shared, dtype=jnp.int32)
         experts = jnp.concatenate([experts, jnp.broadcast_to(ids, shared)], axis=1)
         weights = jnp.concatenate([weights, jnp.ones(shared, weights.dtype)], axis=1)
+    if valid is not None:
+        experts = jnp.where(valid[:, None], experts, config.num_experts + config.num_shared)
     return experts, weights

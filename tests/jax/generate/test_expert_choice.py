@@ -1,0 +1,113 @@
+"""The kernel of the router's choice against XLA's, by its interpreter on a CPU and by itself on a GPU."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tsmla_jax.generate import expert_choice, moe
+from tsmla_jax.generate.config import MoEConfig
+
+ROUTINGS: dict[str, dict[str, Any]] = {
+    "V2-Lite": {"num_experts": 64, "top_k": 6, "num_shared": 2},
+    "V2": {
+        "num_experts": 160, "top_k": 6, "routing": "group_limited_greedy", "n_group": 8, "topk_group": 3,
+        "routed_scaling_factor": 16.0,
+    },
+    "V3": {
+        "num_experts": 256, "top_k": 8, "routing": "noaux_tc", "n_group": 8, "topk_group": 4, "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5, "num_shared": 1,
+    },
+    "V4": {
+        "num_experts": 384, "top_k": 6, "routing": "noaux_tc", "scoring": "sqrtsoftplus", "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+    },
+    "groups that are no power of two": {
+        "num_experts": 18, "top_k": 3, "routing": "noaux_tc", "n_group": 6, "topk_group": 2,
+    },
+    "one expert": {"num_experts": 1, "top_k": 1},
+    "all experts": {"num_experts": 5, "top_k": 5, "norm_topk_prob": True},
+}  # fmt: skip
+
+
+def config_of(name: str) -> MoEConfig:
+    fixed: dict[str, Any] = {
+        "intermediate_size": 8, "num_shared": 0, "routing": "greedy", "n_group": 1, "topk_group": 1,
+        "norm_topk_prob": False, "routed_scaling_factor": 1.0,
+    }  # fmt: skip
+    return MoEConfig(**(fixed | ROUTINGS[name]))
+
+
+def by_xla(
+    logits: jax.Array, bias: jax.Array | None, valid: jax.Array | None, config: MoEConfig
+) -> tuple[jax.Array, jax.Array]:
+    """`moe.choose_experts` of these logits: x times the identity."""
+    params = {"router": jnp.eye(config.num_experts), "correction_bias": bias}
+    with pytest.MonkeyPatch.context() as patch, jax.default_matmul_precision("float32"):
+        patch.setattr(moe, "why_not_by_kernel", lambda config: ["it is compared with XLA"])
+        return moe.choose_experts(params, logits, config, jnp.zeros(len(logits), jnp.int32), valid)
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("kind", ["random", "ties", "equal", "far apart"])
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_the_kernel_chooses_as_xla_does(name: str, kind: str, backend: str) -> None:
+    if jax.default_backend() != backend:
+        pytest.skip(f"jax's default device is no {backend}")
+    config, rng = config_of(name), np.random.default_rng(7)
+    tokens = 33 if backend == "cpu" else 4097
+    logits = rng.standard_normal((tokens, config.num_experts)).astype(np.float32)
+    bias = rng.standard_normal(config.num_experts).astype(np.float32) / 8
+    if kind == "ties":
+        logits, bias = np.round(2 * logits) / 2, np.round(bias)
+    elif kind == "equal":
+        logits[:], bias[:] = 0.25, 0
+    elif kind == "far apart":
+        logits *= 40
+    given = jnp.asarray(bias) if config.routing == "noaux_tc" else None
+    valid = jnp.asarray(rng.random(tokens) < 0.7) if kind == "random" else None
+    arrays = jnp.asarray(logits), given, valid
+    experts, weights = jax.jit(expert_choice.choose_by_kernel, static_argnums=3)(*arrays, config)
+    wanted, wanted_weights = by_xla(*arrays, config)
+    # Scores that differ by less than their rounding may change places; their weights are alike then.
+    same = np.asarray(experts == wanted).mean()
+    assert same == 1 if kind in ("ties", "equal") and name != "V4" else same > 0.99
+    np.testing.assert_allclose(weights, wanted_weights, rtol=2e-5, atol=1e-7)
+    rows = np.asarray(experts)[slice(None) if valid is None else np.asarray(valid)]
+    assert all(len(set(row)) == config.top_k + config.num_shared for row in rows.tolist())
+
+
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_what_is_no_number_is_chosen_and_shows(backend: str) -> None:
+    if jax.default_backend() != backend:
+        pytest.skip(f"jax's default device is no {backend}")
+    config = config_of("V3")
+    logits = jnp.zeros((2, 256)).at[1, 100].set(jnp.nan)
+    bias = jnp.zeros(256).at[9].set(1.0)
+    experts, weights = expert_choice.choose_by_kernel(logits, bias, None, config)
+    assert np.isfinite(weights[0]).all() and experts[0, 0] == 9
+    assert experts[1, 0] == 100 and np.isnan(weights[1, :8]).all()
+    logits = jnp.zeros((1, 64)).at[0, 3].set(jnp.nan)
+    _, weights = expert_choice.choose_by_kernel(logits, None, None, config_of("V2-Lite"))
+    assert np.isnan(weights[0, :6]).all() and (weights[0, 6:] == 1).all()
+    with pytest.raises(ValueError, match="correction_bias = None; legal with routing 'noaux_tc'"):
+        expert_choice.choose_by_kernel(logits, None, None, config)
+
+
+def test_a_router_uses_the_kernel_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of("V2-Lite")
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((3, 16), (64, 16))]
+
+    def traced() -> str:
+        ids = jnp.zeros(3, jnp.int32)
+        return str(jax.make_jaxpr(lambda x, w: moe.choose_experts({"router": w}, x, config, ids))(*shapes))
+
+    assert "choose_experts" not in traced()
+    assert expert_choice.why_not_by_kernel(config) and "a cpu" in expert_choice.why_not_by_kernel(config)[0]
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert expert_choice.why_not_by_kernel(config) == []
+    assert "choose_experts" in traced() and " top_k[" not in traced()
+    many = MoEConfig(1025, 2, 8, 0, "greedy", 1, 1, False, 1.0)
+    assert "1025 experts; the kernel holds at most 1024" in expert_choice.why_not_by_kernel(many)[0]
