@@ -13,11 +13,11 @@ HALF_PAIRS = range(17, 1025)
 """Pairs of a token and an expert for which block-scaled weights of experts are widened to f16 (`Tile.half`), and fewer
 where the experts are wide. For all others, whose time is not that of reading weights, they are widened to bf16."""
 
-FEW_ROWS = 16
+FEW_ROWS = 8
 """Rows times one block-scaled matrix up to which its weights are widened to bf16: more rows take f16."""
 
 MULTIPROCESSORS = 132
-"""Of an H100 or H200. Programs of few rows wait most of the time: three on each of these read a matrix faster."""
+"""Of an H100 or H200. Programs of few rows wait most of the time: two on each of these read a matrix faster."""
 
 LEAST_STEPS = 4
 """Loads of a program: with fewer, most of its time is that of the first."""
@@ -47,11 +47,10 @@ def linear_tile(rows: int, columns: int, depth: int) -> tuple[int, Tile]:
     """Rows of a block, and the tile, of `rows` rows times one block-scaled matrix [columns, depth]."""
     if rows > 512:
         return 128, Tile(64, BLOCK, 8, 3)
-    block, tile = (16, Tile(64, BLOCK, 4, 4)) if rows <= 64 else (64, Tile(64, BLOCK, 4, 3))
-    if rows > 128:
-        block, tile = 256, Tile(64, BLOCK, 8, 3)
+    block = 16 if rows <= 16 else 32 if rows <= 64 else 128 if rows <= 128 else 256
+    tile = Tile(64, BLOCK, 4, 4) if block <= 32 else Tile(64, BLOCK, 8, 3)
     programs = columns // tile.columns * -(-rows // block)
-    wanted = MULTIPROCESSORS if block == 256 else 3 * MULTIPROCESSORS
+    wanted = MULTIPROCESSORS if block == 256 else 2 * MULTIPROCESSORS
     return block, replace(tile, half=rows > FEW_ROWS, splits=_splits(programs, depth // BLOCK, wanted))
 
 
