@@ -121,6 +121,14 @@ def test_head_dims_and_dtypes(dims: tuple[int, int], dtype: Any) -> None:
     assert_right(attend("cute", *lens)(*args), oracle(*args, *lens))
 
 
+@pytest.mark.parametrize(("heads", "keys"), [(20, 200), (7, 9000), (10, 17000), (17, 5000)])
+def test_heads_in_sections(heads: int, keys: int) -> None:
+    """Of equal numbers of heads, and with fewer in the last; the second request's differ from the first's."""
+    lens = ([300, 200], [keys, 250])
+    args = arrays(*lens, heads=heads)
+    assert_right(attend("cute", *lens)(*args), oracle(*args, *lens))
+
+
 def assert_right_in_fp8(got: Results, want: Any, lse_rtol: float = 0.0, v_scale: float = 1.0) -> None:
     """P is rounded to e4m3, and the tensor cores keep 13 bits of what they add up: on an H200 at most 2.7 % in out's
     norm, 0.053 v_scale in one element beyond 2^-4 of it, 1.6e-3 in lse."""

@@ -26,6 +26,9 @@ from tsmla_kernels.sm90.prefill.memory import (
 from tsmla_kernels.sm90.warp import advance
 
 NO_TILE = 2**31 - 1  # behind the plan's last row
+# Blocks of a tile that are left when the next tile is claimed. Claimed sooner, it would wait for a long tile's end
+# while other CTAs have no more; claimed later, the copies would wait for its description.
+CLAIMED_AHEAD = 2
 EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000  # L2 policies: Q is read once, K and V often
 
 
@@ -88,7 +91,7 @@ class Producer:
                 if b == 0:
                     self.copy_q(copies.q, q, q_phase, row, head)
                     q_phase ^= 1
-                    # Claim the next tile now: the producer has to wait for free buffers anyway.
+                if b == cutlass.max(blocks - CLAIMED_AHEAD, 0):
                     claimed = Int32(0)
                     if lane == 0:
                         claimed = cute.arch.atomic_add(schedule.progress.iterator, Int32(1), sem="relaxed", scope="gpu")

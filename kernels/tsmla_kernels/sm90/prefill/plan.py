@@ -7,7 +7,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils as utils
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32
 
 from tsmla_kernels.sm90.prefill.memory import KernelTraits, PlanWord, Progress, Schedule
 
@@ -184,14 +184,23 @@ class Planner(PlanWriter):
         """Write a request's row, except for the sum of tiles."""
         traits = self.traits
         head_bytes = cutlass.max(request.keys, 1) * (traits.element_bytes * (traits.qk_head_dim + traits.v_head_dim))
-        section = cutlass.min(cutlass.min(cutlass.max(L2_BYTES // head_bytes, 1), MAX_SECTION_HEADS), heads)
-        if const_expr(traits.fp8):
-            while heads % section != 0:  # a divisor of `heads`, so that all sections are equal
-                section -= 1
+        most = cutlass.min(cutlass.min(cutlass.max(L2_BYTES // head_bytes, 1), MAX_SECTION_HEADS), heads)
         head_tiles = (request.rows + traits.tile_rows - 1) // traits.tile_rows
         plan[position, PlanWord.FIRST_ROW] = request.first_row
         plan[position, PlanWord.ROWS] = request.rows
         plan[position, PlanWord.FIRST_KEY] = request.first_key
         plan[position, PlanWord.KEYS] = request.keys
         plan[position, PlanWord.HEAD_TILES] = head_tiles
-        plan[position, PlanWord.SECTION_HEADS] = section
+        plan[position, PlanWord.SECTION_HEADS] = self.section_heads(most, heads)
+
+    @cute.jit
+    def section_heads(self, most: Int32, heads: Int32) -> Int32:
+        """Heads of a section, at most `most`: with few heads in the last one its longest tiles would end long after all
+        others. All sections are equal, if that takes no less than half of `most`, else as equal as they can be."""
+        section = most
+        while (section > (most + 1) // 2) & (heads % section != 0):
+            section -= 1
+        if heads % section != 0:
+            sections = (heads + most - 1) // most
+            section = (heads + sections - 1) // sections
+        return section
