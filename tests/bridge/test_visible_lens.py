@@ -10,6 +10,7 @@ import torch
 import tsmla_bridge
 from tests.bridge.inputs import BF16, Inputs, assert_close, attend, served
 from tests.emulator.launcher import Gpu
+from tsmla_bridge.engines.context_parallel import Deal, visible_keys, visible_keys_of_last
 from tsmla_bridge.ops import decode_plans, plans
 
 LENS, S = [33, 5, 0, 20], 3
@@ -112,3 +113,18 @@ def test_unsound_values_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_must_have_the_tokens_of_the_query() -> None:
     with pytest.raises(ValueError, match=r"visible_lens: got shape \[4, 2\]"):
         attend(case(), visible_lens=VISIBLE[:, :2].contiguous())
+
+
+@pytest.mark.parametrize("interleave", [1, 16])
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_a_rank_of_a_context_holds(world: int, interleave: int) -> None:
+    """Counted one by one: key k is on the rank whose turn it is."""
+    all_lens = torch.tensor([3, 4, 17, 70, 0])
+    seen = [n - S + 1 + i for n in all_lens.tolist() for i in range(S)]
+    for rank in range(world):
+        deal = Deal(world, rank, interleave)
+        held = [sum(key // interleave % world == rank for key in range(count)) for count in seen]
+        got = visible_keys_of_last(all_lens, S, deal)
+        assert got.shape == (5, S) and got.dtype == torch.int32 and got.flatten().tolist() == held
+        starts = torch.arange(0, 5 * S + 1, S, dtype=torch.int32)
+        assert torch.equal(visible_keys(starts, all_lens, got[:, -1], 5 * S, deal), got.flatten())

@@ -124,16 +124,15 @@ def test_the_way_of_a_batch() -> None:
 
 
 def test_refusals() -> None:
-    def refused(error: type[Exception], said: str, topk: int = 1, dcp: int = 1, **changed: Any) -> None:
+    def refused(error: type[Exception], said: str, topk: int = 1, **changed: Any) -> None:
         runner = SimpleNamespace(**(vars(Model().runner) | changed))
-        with pytest.raises(error, match=said), settings(0, dcp=dcp, topk=topk):
+        with pytest.raises(error, match=said), settings(0, topk=topk):
             plugin.create_backend(runner)
 
     refused(NotImplementedError, "page size is 1; .*; pass --page-size 64", page_size=1)
     refused(ValueError, "a model without MLA", use_mla_backend=False)
     refused(ValueError, "speculative-eagle-topk: got 4", topk=4)
-    refused(NotImplementedError, "dcp-size: got 2; tsmla serves 1", dcp=2)
-    refused(NotImplementedError, "unified memory", kv_index_translator=SimpleNamespace(reads_are_translated=True))
+    refused(NotImplementedError, "unified memory", kv_index_translator=SimpleNamespace(is_translating=True))
     refused(NotImplementedError, "kv_cache.dtype is float8_e5m2", kv_cache_dtype=torch.float8_e5m2)
 
 

@@ -1,7 +1,7 @@
 """SGLang's own pools, layers and DeepSeek forward methods on CPU tensors, around this project's backend.
 
-Imports sglang, unpacked from its wheel. Only kernels, which need a GPU, are stood in for: writing to the pool, listing
-a prefix's tokens, and merging partial results.
+Imports sglang, unpacked from its wheel. Its Triton kernels run in Triton's interpreter. Only those that another kernel
+replaces on a GPU are stood in for: writing to the pool, and merging partial results of prompts.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 import torch
@@ -21,8 +22,8 @@ for name in ("nms", "qnms"):
 
 import sglang.srt.layers.attention.merge_state as merge_state  # noqa: E402
 import sglang.srt.mem_cache.memory_pool as memory_pool  # noqa: E402
-import sglang.srt.model_executor.forward_batch_deepseek_mha_mixin as mha_mixin  # noqa: E402
 from sglang.srt.layers.radix_attention import RadixAttention  # noqa: E402
+from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode  # noqa: E402
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context  # noqa: E402
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_mha import (  # noqa: E402
@@ -55,12 +56,33 @@ class Batch(NamedTuple):
     forward: Any
 
 
-class Model:
-    """A runner as the backend sees it, and an attention layer of DeepSeek's in both forms."""
+class Ranks(NamedTuple):
+    """The ranks over which the keys of a request are dealt out, and which of them this is.
 
-    def __init__(self, *, drafts: int = 0, kv_dtype: torch.dtype = torch.bfloat16, page_size: int = PAGE) -> None:
+    group: what SGLang calls for their collectives; comm: the --dcp-comm-backend."""
+
+    world: int = 1
+    rank: int = 0
+    group: Any = None
+    comm: str = "a2a"
+
+
+ALONE = Ranks()
+
+
+class Model:
+    """A rank's runner as the backend sees it, and an attention layer of DeepSeek's in both forms. A rank has HEADS."""
+
+    def __init__(
+        self,
+        *,
+        drafts: int = 0,
+        kv_dtype: torch.dtype = torch.bfloat16,
+        page_size: int = PAGE,
+        ranks: Ranks = ALONE,
+    ) -> None:
         torch.manual_seed(0)
-        self.kv_dtype, self.drafts = kv_dtype, drafts
+        self.kv_dtype, self.drafts, self.ranks = kv_dtype, drafts, ranks
         pool = memory_pool.MLATokenToKVPool(
             size=64 * PAGE, page_size=page_size, dtype=kv_dtype, kv_lora_rank=LATENT, qk_rope_head_dim=ROPE,
             layer_num=1, device="cpu", enable_memory_saver=False,
@@ -70,15 +92,16 @@ class Model:
         self.runner = SimpleNamespace(
             page_size=page_size, device="cpu", kv_cache_dtype=kv_dtype, dtype=torch.bfloat16, use_mla_backend=True,
             req_to_token_pool=SimpleNamespace(req_to_token=self.req_to_token, size=8), token_to_kv_pool=pool,
-            kv_index_translator=SimpleNamespace(
-                reads_are_translated=False, translate_dcp_read_ids=lambda indices: indices
+            kv_index_translator=KVIndexTranslator(
+                req_to_token=self.req_to_token, token_to_kv_pool_allocator=None, token_to_kv_pool=pool,
+                page_size=page_size, device="cpu",
             ),
             model_config=SimpleNamespace(
                 context_len=CONTEXT, kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, qk_nope_head_dim=NOPE,
-                v_head_dim=V_DIM, num_attention_heads=HEADS,
+                v_head_dim=V_DIM, num_attention_heads=HEADS * ranks.world,
             ),
         )  # fmt: skip
-        with settings(drafts):
+        with settings(drafts, ranks):
             self.backend = create_backend(self.runner)
         self.mqa = RadixAttention(HEADS, LATENT + ROPE, SCALE, num_kv_heads=1, layer_id=0, v_head_dim=LATENT)
         self.mha = RadixAttention(HEADS, NOPE + ROPE, SCALE, num_kv_heads=HEADS, layer_id=0, v_head_dim=V_DIM)
@@ -87,7 +110,7 @@ class Model:
     def batch(self, mode: Any, new: list[int], lens: list[int], counted: list[int]) -> Batch:
         """A batch of this mode; seq_lens are `counted`."""
         rows, loc = [], []
-        size = self.runner.page_size
+        size = self.runner.page_size * self.ranks.world  # as SGLang's allocator has it
         per_request = -(-CONTEXT // size)
         pages = 1 + torch.randperm(len(lens) * per_request).view(len(lens), -1)
         for b, (n, fresh) in enumerate(zip(lens, new, strict=True)):
@@ -96,11 +119,13 @@ class Model:
             row = torch.randn(n, LATENT + ROPE, dtype=torch.bfloat16)
             if self.kv_dtype != torch.bfloat16:
                 row = row.to(self.kv_dtype).to(torch.bfloat16)
-            self.pool.get_key_buffer(0).view(torch.uint8 if self.kv_dtype.itemsize == 1 else self.kv_dtype)[
-                slots[: n - fresh], 0
-            ] = row[: n - fresh].to(self.kv_dtype).view(torch.uint8 if self.kv_dtype.itemsize == 1 else self.kv_dtype)
             rows.append(row)
-            loc.append(slots[n - fresh : n])
+            cached, new_slots = slots[:n].split([n - fresh, fresh])
+            if len(cached):
+                parts = row[: len(cached), None].split([LATENT, ROPE], -1)
+                with settings(self.drafts, self.ranks):
+                    self.pool.set_mla_kv_buffer(self.mqa, cached, *parts)
+            loc.append(new_slots)
         forward = ForwardBatch(
             forward_mode=mode, batch_size=len(lens), input_ids=torch.zeros(sum(new), dtype=torch.int64),
             req_pool_indices=SPARE + torch.arange(len(lens)), seq_lens=torch.tensor(counted),
@@ -120,7 +145,7 @@ class Model:
     def attend(self, batch: Batch, q: torch.Tensor, **split: Any) -> Any:
         """Absorbed attention of q [T, H, L + R] by the layer; `split` as SGLang passes rope apart."""
         latent, rope = self.fresh(batch)
-        with settings(self.drafts), forward_context(ForwardContext(self.backend)):
+        with settings(self.drafts, self.ranks), forward_context(ForwardContext(self.backend)):
             self.backend.init_forward_metadata(batch.forward)
             if split.get("apart"):
                 latent_q = q[..., :LATENT].contiguous()
@@ -143,7 +168,7 @@ class Model:
         latent, rope = self.fresh(batch)
         wide = self.expanded(latent[:, 0])
         k = torch.cat((wide[..., :NOPE], rope.expand(-1, HEADS, -1)), -1)
-        with settings(self.drafts), forward_context(ForwardContext(self.backend)):
+        with settings(self.drafts, self.ranks), forward_context(ForwardContext(self.backend)):
             self.backend.init_forward_metadata(batch.forward)
             out = attention.forward_normal_chunked_kv_core(q, k, wide[..., NOPE:], batch.forward)
         return out.view(-1, HEADS, V_DIM)
@@ -157,13 +182,14 @@ class Model:
         """Absorbed: out [T, H, L] and lse [T, H]."""
         arrays = []
         starts = [np.cumsum([0, *counts]).astype(np.int32) for counts in (batch.new, batch.lens)]
-        rows = torch.cat(batch.rows).double()[:, None].expand(-1, HEADS, -1)
+        rows = torch.cat(batch.rows).double()[:, None].expand(-1, q.shape[1], -1)
         arrays = (q.double(), rows, rows[..., :LATENT])
         return oracle.prefill(*(x.numpy() for x in arrays), *starts, scale=SCALE, causal=True)
 
     def want_expanded(self, batch: Batch, q: torch.Tensor) -> np.ndarray:
+        """Expanded, of keys and values in the layer's precision: out [T, H, V]."""
         rows = torch.cat(batch.rows)
-        wide = torch.einsum("hwl,tl->thw", self.weight.double(), rows[:, :LATENT].double())
+        wide = self.expanded(rows[:, :LATENT]).double()
         k = torch.cat((wide[..., :NOPE], rows[:, None, LATENT:].double().expand(-1, HEADS, -1)), -1)
         starts = [np.cumsum([0, *counts]).astype(np.int32) for counts in (batch.new, batch.lens)]
         arrays = (q.double(), k, wide[..., NOPE:])
@@ -171,12 +197,14 @@ class Model:
 
 
 class settings:
-    """SGLang's runtime as a server publishes it: one rank, and the number of drafts."""
+    """SGLang's runtime as a server publishes it: the number of drafts, and the ranks."""
 
-    def __init__(self, drafts: int, dcp: int = 1, topk: int = 1) -> None:
+    def __init__(self, drafts: int, ranks: Ranks = ALONE, topk: int = 1) -> None:
+        world, rank, group, comm = ranks
         self.parallel = get_parallel().override(
-            attn_tp_size=1, attn_dcp_size=dcp, attn_dcp_rank=0, dcp_enabled=dcp > 1
-        )
+            tp_size=world, attn_tp_size=world, moe_tp_size=world, dcp_size=world, attn_dcp_size=world, dcp_rank=rank,
+            attn_dcp_rank=rank, dcp_enabled=world > 1, dcp_group=group, dcp_comm_backend=comm,
+        )  # fmt: skip
         self.spec = get_spec().override(speculative_num_draft_tokens=drafts or None, speculative_eagle_topk=topk)
 
     def __enter__(self) -> None:
@@ -194,30 +222,15 @@ class settings:
 def _write(
     buffer: torch.Tensor, loc: torch.Tensor, nope: torch.Tensor, rope: torch.Tensor, *, reserved_skip_index: int = 0
 ) -> None:
-    """set_mla_kv_buffer: rows of one stride, 16 bytes at a time; nothing goes to the slot that is for padding."""
-    parts = []
+    """set_mla_kv_buffer: rows of one stride, 16 bytes at a time; nothing goes to the slot that is for padding. Slots
+    count the keys of all ranks, which take turns."""
+    parts, parallel = [], get_parallel()
     for part in (nope, rope):
         assert part.dtype == buffer.dtype and part.shape[:-1].numel() == len(loc) and part.stride(-1) == 1
         assert part.data_ptr() % 16 == 0 and part.stride(0) * part.element_size() % 16 == 0
         parts.append(part.as_strided((len(loc), part.shape[-1]), (part.stride(0), 1)))
-    kept = loc != reserved_skip_index
-    buffer.view(len(buffer), -1)[loc[kept]] = torch.cat(parts, -1)[kept]
-
-
-class _Launch:
-    """A Triton kernel's `kernel[grid](...)`."""
-
-    def __init__(self, function: Any) -> None:
-        self.function = function
-
-    def __getitem__(self, grid: Any) -> Any:
-        return self.function
-
-
-def _list_prefix(table: Any, requests: Any, starts: Any, lens: Any, cu_lens: Any, out: Any, *others: Any) -> None:
-    for b, request in enumerate(requests):
-        begin, count = int(starts[b]), int(lens[b])
-        out[int(cu_lens[b]) : int(cu_lens[b]) + count] = table[request, begin : begin + count]
+    kept = (loc != reserved_skip_index) & (loc % parallel.attn_dcp_size == parallel.attn_dcp_rank)
+    buffer.view(len(buffer), -1)[loc[kept] // parallel.attn_dcp_size] = torch.cat(parts, -1)[kept]
 
 
 def _merge(
@@ -240,8 +253,7 @@ def _dense(x: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tens
     return x.as_strided(shape, torch.empty(shape, device="meta").stride())
 
 
-memory_pool.set_mla_kv_buffer_triton = _write
-mha_mixin.create_chunked_prefix_cache_kv_indices = _Launch(_list_prefix)
+memory_pool.set_mla_kv_buffer_dcp_sharded_triton = _write
 merge_state.merge_state_triton = _merge
 kernel_inputs.demand()
 EXTEND, DECODE, VERIFY = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY

@@ -6,8 +6,9 @@ from tests.engines import sources
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("cases", ["sglang_cases.py", "sglang_ranks_cases.py"])
 @pytest.mark.parametrize("version", sources.SGLANG)
-def test_cases(version: str) -> None:
+def test_cases(version: str, cases: str) -> None:
     if reason := sources.why_not("sglang", version):
         pytest.skip(reason)
-    sources.run_cases("sglang", version, "tests/engines/sglang_cases.py")
+    sources.run_cases("sglang", version, f"tests/engines/{cases}")

@@ -36,6 +36,17 @@ def visible_keys(
     return torch.minimum(visible, local_lens[request]).masked_fill(is_padding, 0).to(torch.int32)
 
 
+def visible_keys_of_last(all_lens: torch.Tensor, q_len: int, deal: Deal) -> torch.Tensor:
+    """visible_keys where every request's query tokens are the last q_len of its keys, [B, q_len] int32. The last column
+    is what the rank holds.
+
+    Args:
+      all_lens: [B] int, the keys of each request, new ones included.
+    """
+    behind = torch.arange(q_len - 1, -1, -1, dtype=torch.int32, device=all_lens.device)
+    return held_keys(all_lens[:, None] - behind, *deal).to(torch.int32)
+
+
 def held_keys(count: torch.Tensor, world: int, rank: int, interleave: int) -> torch.Tensor:
     """How many of the first `count` keys of a request the rank holds, if `world` ranks take turns of `interleave`."""
     count = count.clamp(min=0)

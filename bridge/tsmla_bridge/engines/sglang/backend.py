@@ -6,8 +6,9 @@ chosen, not when it is registered.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import sglang
 import torch
@@ -19,10 +20,12 @@ from sglang.srt.models.deepseek_common.attention_backend_handler import (
     is_in_breakable_cuda_graph,
     is_in_tc_piecewise_cuda_graph,
 )
+from sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla import is_mla_dcp_lse_base_on_e
 from sglang.srt.models.deepseek_common.utils import FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
 from sglang.srt.runtime_context import get_parallel, get_spec
 
 from tsmla_bridge.engines import versions
+from tsmla_bridge.engines.context_parallel import Deal, visible_keys_of_last
 from tsmla_bridge.engines.sglang import NAME
 from tsmla_bridge.ops import mla_decode, mla_prefill
 from tsmla_bridge.runtime import devices
@@ -32,6 +35,10 @@ from tsmla_kernels.catalog import MLA_DECODE, MLA_PREFILL
 from tsmla_kernels.contract import DecodeSpec, PrefillSpec
 
 Results = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+# What makes our lse, a natural logarithm, one of the base in which SGLang merges the parts of ranks. It knows the names
+# of the backends whose base is e, and takes 2 for all others.
+LSE_FACTOR = 1.0 if is_mla_dcp_lse_base_on_e(NAME) else math.log2(math.e)
 
 versions.warn_if_untested(versions.SGLANG, sglang.__version__)
 
@@ -60,16 +67,51 @@ def _readable(latent: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, .
     return (torch.cat((latent, rope), -1),)
 
 
+def _scales_queries(config: Any) -> bool:
+    """Whether a model scales its queries by position (Llama 4's way)."""
+    return getattr(getattr(config, "hf_config", None), "llama_4_scaling", None) is not None
+
+
+class Pages(NamedTuple):
+    """A buffer's rows in pages: which row each slot gets, [P * Z] int64, and each request's pages, [B, M] int32."""
+
+    rows: torch.Tensor
+    block_tables: torch.Tensor
+
+
+def _in_pages(starts: torch.Tensor, rows: torch.Tensor, lens: list[int], page_size: int) -> Pages:
+    """The rows of requests, one after the other, in pages of their own. Slots behind a request repeat its last row.
+
+    Args:
+      starts: [B + 1] int32, where each request begins in `rows`, and the end; lens: its lengths, on the host.
+      rows: [N] int32.
+    """
+    counts = [-(-n // page_size) for n in lens]
+    lengths = starts.diff()
+    pages = torch.div(lengths + page_size - 1, page_size, rounding_mode="floor")
+    first = pages.cumsum(0) - pages
+    slot = torch.arange(sum(counts) * page_size, device=rows.device)
+    request = torch.arange(len(lens), device=rows.device)
+    request = request.repeat_interleave(pages * page_size, output_size=len(slot))
+    offset = torch.minimum(slot - first[request] * page_size, lengths[request] - 1)
+    tables = first[:, None] + torch.arange(max(counts), device=rows.device)
+    return Pages(rows[starts[request] + offset].long(), tables.to(torch.int32))
+
+
 @dataclass
 class Metadata:
-    """What the layers of a step share. q_len: query tokens of every request, or None where cu_seqlens_q tells them
-    apart, at most max_q_len of each."""
+    """What the layers of a step share. seq_lens: the keys of each request; of decode and verify those that this rank
+    holds. q_len: query tokens of every request, or None where cu_seqlens_q tells them apart, at most max_q_len of each.
+    visible_lens: how many of a rank's keys each token sees, where ranks hold others and a request has several.
+    gathered: the pages of SGLang's buffer of all ranks' keys, once a layer has asked for them."""
 
     block_tables: torch.Tensor
     seq_lens: torch.Tensor
     q_len: int | None
     cu_seqlens_q: torch.Tensor | None = None
     max_q_len: int | None = None
+    visible_lens: torch.Tensor | None = None
+    gathered: Pages | None = None
 
 
 class TsmlaBackend(AttentionBackend):
@@ -94,7 +136,10 @@ class TsmlaBackend(AttentionBackend):
         self.latent_dim: int = config.kv_lora_rank
         self.rope_dim: int = config.qk_rope_head_dim
         self.num_draft_tokens: int = get_spec().speculative_num_draft_tokens or 0
-        self.num_heads: int = config.num_attention_heads // get_parallel().attn_tp_size
+        parallel = get_parallel()
+        self.num_heads: int = config.num_attention_heads // parallel.attn_tp_size
+        # Decode context parallelism: key i of a request is key i // world of rank i % world.
+        self.deal = Deal(parallel.attn_dcp_size, parallel.attn_dcp_rank, 1)
         self.forward_metadata: Metadata | None = None
         self._check(runner)
         self._take_rope_apart(config)
@@ -108,27 +153,45 @@ class TsmlaBackend(AttentionBackend):
             raise ValueError(f"--attention-backend {NAME}: got a model without MLA; it serves MLA models alone")
         if (topk := getattr(get_spec(), "speculative_eagle_topk", None) or 1) > 1:
             raise ValueError(f"--speculative-eagle-topk: got {topk}; {NAME} verifies chains of drafts alone, topk 1")
-        if (dcp_size := get_parallel().attn_dcp_size) > 1:
-            raise NotImplementedError(f"--dcp-size: got {dcp_size}; {NAME} serves 1, no decode context parallelism")
-        if self.kv_index_translator is not None and self.kv_index_translator.reads_are_translated:
+        if self.deal.world > 1:
+            self._check_context_parallel(runner)
+        if self.kv_index_translator is not None and self.kv_index_translator.is_translating:
             raise NotImplementedError(f"--attention-backend {NAME}: the unified memory pool is not served")
         if reasons := MLA_DECODE.reasons(self._decode_spec(1)):
             said = "; pass --page-size 64" if self.page_size not in (16, 32, 64, 128) else ""
             raise NotImplementedError(f"{contract.not_runnable('mla_decode', 'cute', reasons)}{said}")
 
+    def _check_context_parallel(self, runner: Any) -> None:
+        """NotImplementedError for what SGLang's own code for MLA does not do right in decode context parallelism."""
+        for is_so, said in (
+            # forward_absorb_prepare gathers the queries of decode and target verify alone.
+            (getattr(runner, "is_draft_worker", False), "a draft model, whose queries are not gathered over the ranks"),
+            # forward_absorb_core scales concatenated queries alone, and calls the layer of one rank with them.
+            (
+                _scales_queries(runner.model_config),
+                "a model with queries scaled by position (llama_4_scaling), whose parts are not merged",
+            ),
+            # set_mla_kv_buffer_kernel_norope writes each key on every rank, to the slot that it has without ranks.
+            (self.rope_dim == 0, "a model without rope columns, whose keys are not dealt out to the ranks"),
+        ):
+            if is_so:
+                said = f"{said} by SGLang {sglang.__version__}"
+                raise NotImplementedError(f"--dcp-size: got {self.deal.world}; {NAME} serves 1 in {said}")
+
     def _take_rope_apart(self, config: Any) -> None:
         """Have the model hand over latent and rope columns as they are, without a concatenation: by name, which the
-        models' code looks up. Not for a model that scales its queries by position (Llama 4's way), which it does to
-        concatenated ones alone."""
-        scaled = getattr(getattr(config, "hf_config", None), "llama_4_scaling", None)
-        if scaled is None and NAME not in FORWARD_ABSORB_CORE_ATTENTION_BACKENDS:
+        models' code looks up. Not for a model that scales its queries by position, which it does to concatenated ones
+        alone."""
+        if not _scales_queries(config) and NAME not in FORWARD_ABSORB_CORE_ATTENTION_BACKENDS:
             FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(NAME)
 
     def _decode_spec(self, q_len: int) -> DecodeSpec:
+        """A call of decode or verify: a rank attends with the queries of all ranks to the keys that it holds."""
         return DecodeSpec(
-            batch=1, total_q_len=q_len, max_q_len=q_len, num_heads=self.num_heads, latent_dim=self.latent_dim,
-            rope_dim=self.rope_dim, num_pages=1, page_size=self.page_size, max_pages=1, q_dtype=dtype_name(self.dtype),
-            kv_dtype=dtype_name(self.data_type), ragged=False, causal=True, batch_invariant=False,
+            batch=1, total_q_len=q_len, max_q_len=q_len, num_heads=self.num_heads * self.deal.world,
+            latent_dim=self.latent_dim, rope_dim=self.rope_dim, num_pages=1, page_size=self.page_size, max_pages=1,
+            q_dtype=dtype_name(self.dtype), kv_dtype=dtype_name(self.data_type), ragged=False, causal=True,
+            batch_invariant=False, visible_lens=self.deal.world > 1 and q_len > 1,
         )  # fmt: skip
 
     def _compile(self, head_dims: tuple[int, int]) -> None:
@@ -170,21 +233,40 @@ class TsmlaBackend(AttentionBackend):
     def _metadata(self, forward_batch: Any, lens: torch.Tensor, q_len: int | None) -> Metadata:
         bound = self.max_context_len if forward_batch.seq_lens_cpu is None else int(forward_batch.seq_lens_cpu.max())
         width = self._pages(bound + self.num_draft_tokens)
-        return Metadata(self._tables(forward_batch.req_pool_indices, width), lens.to(torch.int32), q_len)
+        tables = self._tables(forward_batch.req_pool_indices, width)
+        if q_len is None:
+            return Metadata(tables, lens.to(torch.int32), None)
+        seq_lens, visible_lens = self._lens_here(lens, q_len)
+        return Metadata(tables, seq_lens, q_len, visible_lens=visible_lens)
+
+    def _lens_here(self, lens: torch.Tensor, q_len: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The keys of requests of `lens` keys that this rank holds, [B] int32, and how many of them each of the last
+        q_len tokens sees, [B, q_len] int32; None where the causal rule says that."""
+        if self.deal.world == 1:
+            return lens.to(torch.int32), None
+        visible_lens = visible_keys_of_last(lens, q_len, self.deal)
+        return visible_lens[:, -1].contiguous(), visible_lens if q_len > 1 else None
+
+    @property
+    def _page_span(self) -> int:
+        """Tokens of a request whose keys lie in one page, or in the pages of one number on all ranks."""
+        return self.page_size * self.deal.world
 
     def _pages(self, num_tokens: int) -> int:
-        return -(-min(num_tokens, self.req_to_token.shape[1]) // self.page_size)
+        return -(-min(num_tokens, self.req_to_token.shape[1]) // self._page_span)
 
     def _tables(self, requests: torch.Tensor, width: int) -> torch.Tensor:
-        """The pages [B, width] of these rows of SGLang's table of tokens; entries behind a request are garbage."""
-        firsts = self.req_to_token[:, : width * self.page_size : self.page_size]
-        return torch.div(firsts[requests], self.page_size, rounding_mode="floor").to(torch.int32)
+        """The pages [B, width] of these rows of SGLang's table of tokens, whose slots count the keys of all ranks;
+        entries behind a request are garbage."""
+        firsts = self.req_to_token[:, : width * self._page_span : self._page_span]
+        return torch.div(firsts[requests], self._page_span, rounding_mode="floor").to(torch.int32)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Memory that graphs read; each step is written there before its replay."""
         width = self._pages(self.max_context_len + self.num_draft_tokens)
         self.graph_tables = torch.zeros((max_bs, width), dtype=torch.int32, device=self.device)
         self.graph_lens = torch.ones(max_bs, dtype=torch.int32, device=self.device)
+        self.graph_visible = self.graph_lens.new_ones((max_bs, max(self.num_draft_tokens, 1)))
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """A step before a graph's capture or replay."""
@@ -198,8 +280,11 @@ class TsmlaBackend(AttentionBackend):
             lens = lens + self.num_draft_tokens
         tables, seq_lens = self.graph_tables[:batch], self.graph_lens[:batch]
         tables.copy_(self._tables(forward_batch.req_pool_indices[:batch], tables.shape[1]))
-        seq_lens.copy_(lens)
-        self.forward_metadata = Metadata(tables, seq_lens, q_len)
+        here, visible_lens = self._lens_here(lens, q_len)
+        seq_lens.copy_(here)
+        if visible_lens is not None:
+            visible_lens = self.graph_visible[:batch].copy_(visible_lens)
+        self.forward_metadata = Metadata(tables, seq_lens, q_len, visible_lens=visible_lens)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -217,8 +302,10 @@ class TsmlaBackend(AttentionBackend):
         q_rope: torch.Tensor | None = None,
         k_rope: torch.Tensor | None = None,
         **others: Any,
-    ) -> torch.Tensor:
-        """Absorbed attention. q: [T, H * (L + R)], or [T, H * L] with q_rope [T, H, R]. Returns out [T, H * L]."""
+    ) -> Results:
+        """Absorbed attention. q: [T, H * (L + R)], or [T, H * L] with q_rope [T, H, R]. Returns out [T, H * L]. In
+        decode context parallelism decode and verify have the heads of all ranks, and also return lse [T, H] of the keys
+        here, in the base of SGLang's merge."""
         if others:
             raise NotImplementedError(f"{', '.join(others)}: {NAME} takes none")
         if k is not None and save_kv_cache:
@@ -229,25 +316,49 @@ class TsmlaBackend(AttentionBackend):
             query = _readable(query[0], q_rope.view(-1, heads, head_dim - layer.v_head_dim))
         metadata = self.forward_metadata
         assert metadata is not None
-        tokens = query[0].shape[0]
-        ragged: dict[str, Any] = {}
+        tokens, tables = query[0].shape[0], metadata.block_tables
+        is_part = self.deal.world > 1 and metadata.q_len is not None
+        options: dict[str, Any] = {"visible_lens": metadata.visible_lens, "return_lse": is_part}
+        if is_part and heads != self.num_heads * self.deal.world:
+            raise NotImplementedError(
+                f"--dcp-size: got {self.deal.world}; {NAME} serves 1 in a model whose queries are not gathered over the"
+                f" ranks: they have {heads} heads, not {self.num_heads * self.deal.world}"
+            )
+        # Of fp8, too, without a scale: the pool converts what it is given, and the checkpoint's scale of the layer has
+        # no part in that.
+        cache = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         if metadata.q_len is None:
             bound = 1 << (metadata.max_q_len or 1).bit_length()  # few kernels for all lengths
-            ragged = {"cu_seqlens_q": metadata.cu_seqlens_q, "max_q_len": bound}
+            options |= {"cu_seqlens_q": metadata.cu_seqlens_q, "max_q_len": bound}
+            if self.deal.world > 1:
+                cache, tables = self._gathered(forward_batch, metadata)
         else:
             query = tuple(part.view(-1, metadata.q_len, heads, part.shape[-1]) for part in query)
-        out: Any = mla_decode.mla_decode(
+        results: Any = mla_decode.mla_decode(
             query if len(query) == 2 else query[0].contiguous(),
-            # Of fp8, too, without a scale: the pool converts what it is given, and the checkpoint's scale of the layer
-            # has no part in that.
-            self.token_to_kv_pool.get_key_buffer(layer.layer_id).view(-1, self.page_size, head_dim),
-            metadata.block_tables,
+            cache.view(-1, self.page_size, head_dim),
+            tables,
             metadata.seq_lens,
             softmax_scale=layer.scaling,
             latent_dim=self.latent_dim,
-            **ragged,
+            **options,
         )
-        return out.reshape(tokens, heads * self.latent_dim)
+        if not is_part:
+            return results.reshape(tokens, heads * self.latent_dim)
+        out, lse = results
+        return out.reshape(tokens, heads * self.latent_dim), lse.view(tokens, heads) * LSE_FACTOR
+
+    def _gathered(self, forward_batch: Any, metadata: Metadata) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys of prompts in pages, [P * Z, D], and the tables [B, M] of the pages. SGLang gathers them from all
+        ranks for each layer, into a buffer that has first what was cached of all requests and then what is new."""
+        context = forward_batch.attn_dcp_metadata
+        if metadata.gathered is None:
+            new, cached = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
+            lens = [int(a) + int(b) for a, b in zip(new, cached, strict=True)]
+            metadata.gathered = _in_pages(context.dcp_kv_indptr, context.dcp_kv_indices, lens, self.page_size)
+        buffer = context.dcp_kv_buffer.flatten(1)
+        # As integers: torch has no indexing of fp8.
+        return buffer.view(torch.int32)[metadata.gathered.rows].view(buffer.dtype), metadata.gathered.block_tables
 
     def forward_extend(
         self,
