@@ -11,6 +11,7 @@ import hypothesis
 import jax
 import jaxlib
 import pytest
+from jax._src.interpreters import mlir
 
 from tsmla_kernels import object_cache
 
@@ -20,9 +21,15 @@ from tsmla_kernels import object_cache
 if jaxlib.__version__.startswith(("0.9.", "0.10.")):
     flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+    # jax lowers each program in an MLIR context of its own, and most of a small program's lowering is loading dialects
+    # into that. The programs of a module share one.
+    mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 
 # The suite's workers share the cores: torch's threads would spin, waiting for one another. Before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Imports and collection make millions of objects that stay, and each garbage collection would look at them.
+gc.disable()
 
 # Before the first backend starts: shard_map tests need several devices, and one CPU can pretend to be eight.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -39,6 +46,8 @@ def compiled_programs_are_freed() -> Iterator[None]:
     keeps those of the whole suite meets Linux's limit (vm.max_map_count, 65,530) and is ended by a signal."""
     yield
     jax.clear_caches()
+    if hasattr(mlir.make_ir_context, "cache_clear"):
+        mlir.make_ir_context.cache_clear()
     gc.collect()
 
 
@@ -120,9 +129,12 @@ def _why_no_gpu() -> str | None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported and collected lives until the end: each garbage collection would look at all of it again."""
+    """What was imported and collected lives until the end: each garbage collection would look at all of it again.
+    Tracing makes objects by the hundred thousand, and a module's end collects them: rarely in between."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -83,8 +83,8 @@ def run(command: Sequence[str | Path], cwd: Path | str = "/") -> str:
 
 
 def python(code: str, *, paths: str = PATHS, executable: str = sys.executable, cwd: str = "/") -> str:
-    """The standard output of `code` run in a fresh interpreter on the CPU."""
-    environment = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
+    """The standard output of `code` run in a fresh interpreter on the CPU, where LLVM optimises little."""
+    environment = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     done = subprocess.run(
         [executable, "-c", code], capture_output=True, text=True, env=environment, cwd=cwd, timeout=300, check=False
     )

@@ -17,6 +17,7 @@ import cutlass.cute as cute
 from cutlass import AddressSpace, Int32, Int64
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import llvm
+from cutlass._mlir_helpers import op
 
 from tsmla_kernels.kernel import Operand
 
@@ -37,8 +38,18 @@ DESCRIPTOR_ALIGN = 8
 def entry(
     stream: cuda.CUstream, *descriptors: cute.Pointer, launcher: cutlass.Constexpr, operands: cutlass.Constexpr
 ) -> None:
+    forget_source_lines()
     tensors = [tensor_of(descriptor, operand) for descriptor, operand in zip(descriptors, operands, strict=True)]
     launcher(stream, *tensors)
+
+
+def forget_source_lines() -> None:
+    """Has the DSL trace without looking up the source line of every operation, which takes a quarter of a compilation.
+    It looks them up for the sake of diagnostics as soon as it reports the assembler's remarks, and the objects are the
+    same bytes without. A version of the DSL that keeps the setting elsewhere goes on looking them up."""
+    setting = getattr(op, "_set_enable_frame_filtering", None)
+    if setting is not None:
+        setting(False)
 
 
 def placeholders(operands: tuple[Operand, ...]) -> list[Any]:

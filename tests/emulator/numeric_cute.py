@@ -6,6 +6,7 @@ strides, by plain arithmetic that runs here on the CPU, up to the first step tha
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import types
@@ -100,13 +101,18 @@ def code_as_written(function: Any) -> types.CodeType:
     """The code of a function as in its file: compiling a kernel replaces the function's code with the DSL's rewrite."""
     path = inspect.getsourcefile(sys.modules[function.__module__])
     assert path
-    waiting = [compile(Path(path).read_text(), path, "exec")]
+    waiting = [module_as_written(path)]
     while waiting:
         code = waiting.pop()
         if code.co_qualname == function.__qualname__:
             return code
         waiting += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
     raise AssertionError(f"{function.__qualname__} isn't in {path}")
+
+
+@functools.cache
+def module_as_written(path: str) -> types.CodeType:
+    return compile(Path(path).read_text(), path, "exec")
 
 
 def numeric(function: Any, **names: Any) -> Callable[..., Any]:

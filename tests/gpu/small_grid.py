@@ -341,11 +341,12 @@ def sparse_calls(generator: torch.Generator) -> Iterator[Call]:
         {"layout": "plain", "heads": 5, "selected": 67, "dtype": "float8_e4m3fn"},
         {"layout": "v4", "heads": 16, "selected": 12, "gap": 1, "tokens": MANY, "sizes": SIZES},
     ]
-    for case, invariant in itertools.product(cases, (False, True)):
+    for case in cases:
         call = sparse_inputs.call(**case)
         tensors = {name: numbers(array) for name, array in call.arrays.items()}
-        options = call.options | {"return_lse": True, "batch_invariant": invariant}
-        yield Call(f"{case}{' invariant' * invariant}", tsmla_bridge.sparse_mla, tensors, options)
+        for invariant in (False, True):
+            options = call.options | {"return_lse": True, "batch_invariant": invariant}
+            yield Call(f"{case}{' invariant' * invariant}", tsmla_bridge.sparse_mla, tensors, options)
 
 
 CALLS: dict[str, Callable[[torch.Generator], Iterator[Call]]] = {
@@ -366,10 +367,14 @@ CALLS: dict[str, Callable[[torch.Generator], Iterator[Call]]] = {
 def apart(got: torch.Tensor, want: torch.Tensor) -> float:
     """The norm of the difference over that of `want`, of what is finite there; inf if the rest is not the same."""
     a, b = got.cpu().double(), want.double()
-    finite = torch.isfinite(b)
-    if a.shape != b.shape or not torch.equal(a[~finite].nan_to_num(7.0), b[~finite].nan_to_num(7.0)):
+    if a.shape != b.shape:
         return float("inf")
-    return float((a - b)[finite].norm() / b[finite].norm().clamp(min=1e-30))
+    finite = torch.isfinite(b)
+    if not finite.all():  # picking elements takes longer than all else
+        if not torch.equal(a[~finite].nan_to_num(7.0), b[~finite].nan_to_num(7.0)):
+            return float("inf")
+        a, b = a[finite], b[finite]
+    return float((a - b).norm() / b.norm().clamp(min=1e-30))
 
 
 def failures(op: str, device: torch.device, only: str = "") -> list[str]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 
+@functools.partial(jax.jit, static_argnames="num_rows", inline=True)  # a call outside of jit compiles one program
 def row_owner(cu_seqlens: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """For each of num_rows packed rows: its request, its position in that request, and whether any request owns it.
 

@@ -196,14 +196,16 @@ def test_folded_parameters_mean_the_same(rank: int | None, bias: bool, latent: i
     x = jax.random.normal(next(keys), (6, 40))
     cu = jnp.asarray([0, 4, 6], jnp.int32)
     fixed: Any = {"cu_seqlens_q": cu, "max_q_len": 4, "implementation": "xla"}
-    plain_results, other_results = (functional.prefill(p, config, x, **fixed) for p in (params, folded))
+    prefill = jax.jit(lambda params: functional.prefill(params, config, x, **fixed))
+    plain_results, other_results = (prefill(p) for p in (params, folded))
     for plain, other in zip(plain_results, other_results, strict=True):
         np.testing.assert_allclose(other, plain, atol=1e-5)
     tables, lens = jnp.arange(4, dtype=jnp.int32).reshape(2, 2), jnp.asarray([5, 3], jnp.int32)
     step = Step.ragged(tables, lens, cu, total_tokens=6, max_q_len=4, page_size=4)
     cache = jax.random.normal(next(keys), (4, 4, config.cache_dim))
     for p in ({}, {"context_chunk": 2}):
-        run: Any = functional.prefill_with_context if p else functional.decode
-        plain, other = (run(one, config, x, cache, step, implementation="xla", **p) for one in (params, folded))
+        call: Any = functional.prefill_with_context if p else functional.decode
+        run = jax.jit(lambda params, call=call, p=p: call(params, config, x, cache, step, implementation="xla", **p))
+        plain, other = (run(one) for one in (params, folded))
         for expected, got in zip(plain, other, strict=True):
             np.testing.assert_allclose(got, expected, atol=1e-5)

@@ -302,10 +302,12 @@ def test_too_few_passes_over_the_context_give_nan() -> None:
     x, cache = jax.random.normal(jax.random.key(5), (2, CONFIG.hidden_size)), jnp.ones((3, PAGE, CONFIG.cache_dim))
     tables, lens = jnp.asarray([[2, 0, 1]], jnp.int32), jnp.asarray([9], jnp.int32)
     step = Step.ragged(tables, lens, jnp.asarray([0, 2], jnp.int32), total_tokens=2, page_size=PAGE)
-    counted, enough, too_few = (
-        functional.prefill_with_context(params, CONFIG, x, cache, step, context_chunk=4, context_passes=passes)[0]
-        for passes in (None, 2, 1)
-    )
+
+    def run(passes: int | None) -> jax.Array:
+        chunks: Any = {"context_chunk": 4, "context_passes": passes}
+        return functional.prefill_with_context(params, CONFIG, x, cache, step, **chunks)[0]
+
+    counted, enough, too_few = (jax.jit(run, static_argnums=0)(passes) for passes in (None, 2, 1))
     np.testing.assert_array_equal(counted, enough)
     assert np.isnan(too_few).all()
 
