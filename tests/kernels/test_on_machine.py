@@ -4,7 +4,7 @@ against the reference on the CPU. Warps run and copies arrive in several random 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -58,6 +58,14 @@ def forget() -> None:
         kept.clear()
 
 
+@pytest.fixture(autouse=True)
+def nothing_kept() -> Iterator[None]:
+    """Before a test, and behind it: what the emulated machine was given serves no other test."""
+    forget()
+    yield
+    forget()
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Drawing the inputs takes seconds: those of all operations only where slow tests may be wanted."""
     if "call" in metafunc.fixturenames:
@@ -66,7 +74,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_compiled_kernels_agree_with_the_reference(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    forget()
     want = call.on(cpu)
     forget()
     gpu = launcher.install(monkeypatch)
@@ -92,7 +99,6 @@ def test_chunks_of_requests_with_several_tokens(options: dict[str, Any], monkeyp
     lens, offsets = ([2, 9, 1200, 7], [0, 3, 3, 69, 72])
     tensors = call.tensors | {"seq_lens": int32(lens), "cu_seqlens_q": int32(offsets)}
     call = call._replace(tensors=tensors, options=call.options | options)
-    forget()
     want = call.on(cpu)
     forget()
     gpu = launcher.install(monkeypatch)
