@@ -14,7 +14,8 @@ HALF_PAIRS = range(17, 1025)
 where the experts are wide. For all others, whose time is not that of reading weights, they are widened to bf16."""
 
 FEW_ROWS = 8
-"""Rows times one block-scaled matrix up to which its weights are widened to bf16: more rows take f16."""
+"""Rows times one block-scaled matrix up to which its weights are widened to bf16. More rows take f16; above 512, where
+multiplying takes the time, bf16 again."""
 
 MULTIPROCESSORS = 132
 """Of an H100 or H200. Programs of few rows wait most of the time: two on each of these read a matrix faster."""
@@ -67,8 +68,8 @@ def expert_tiles(pairs: int, num_experts: int, hidden: int, width: int, narrow: 
     tile. From some hundred on it is that of multiplying.
     hidden, width: C and I. narrow: whether the weights are block-scaled."""
     block, tiles = _expert_tiles(pairs, num_experts, hidden, width, narrow)
-    half = narrow and (pairs in HALF_PAIRS or _is_one_long_row(pairs, width))
-    up, down = (replace(tile, half=half) for tile in tiles)
+    half = narrow and pairs in HALF_PAIRS
+    up, down = (replace(tile, half=half or tile.half) for tile in tiles)
     return block, up, down
 
 
@@ -81,7 +82,7 @@ def _is_one_long_row(pairs: int, width: int) -> bool:
 def _expert_tiles(pairs: int, num_experts: int, hidden: int, width: int, narrow: bool) -> tuple[int, tuple[Tile, Tile]]:
     depth = 128 if width % 128 == 0 and hidden % 128 == 0 else 64
     if narrow and _is_one_long_row(pairs, width):
-        return 16, (Tile(64, depth, 4, 4), Tile(32, depth, 4, 4))
+        return 16, (Tile(64, depth, 4, 4, half=True), Tile(32, depth, 4, 4, half=True))
     if pairs <= 16:
         return 16, (Tile(32, depth, 4, 3), Tile(64, depth, 4, 4))
     if pairs <= 12 * num_experts:
