@@ -1,7 +1,8 @@
 """Time whole models with random weights, through the engine: decode steps, prefill, and compilation.
 
     python3 benchmarks/generate.py --out FILE.json [--points v2-lite,bf16,1/v2-lite,bf16,prefill/...] [--seconds 500]
-        [--checkpoints DIR [--compare VLLM.json]] [--data_parallel N] [--expert_parallel N] [--context_parallel N]
+        [--checkpoints DIR [--compare VLLM.json]] [--layers N] [--data_parallel N] [--expert_parallel N]
+        [--context_parallel N]
 
 A point is a model (v2-lite, or v3-slice: one dense layer and 5 of experts in bf16, 10 in fp8), the format of its
 weights (bf16, or fp8: e4m3 with scales for blocks of 128 x 128 in all matrices that a checkpoint of V3 has so), and a
@@ -17,7 +18,7 @@ there already (v2-lite takes 31 GB, in fp8 16), and the texts of decode rows are
 something. Rows have the first of them; --compare adds the share of them that is equal in a record of vllm_steps.py,
 which reads the same checkpoints and has the same prompts.
 
-On a mesh a batch is that of all replicas, a prefill step has a chunk for each of them, and floor_us is that of one
+--layers makes a slice that fits one GPU's memory, where a mesh is to be compared with one. On a mesh a batch is that of all replicas, a prefill step has a chunk for each of them, and floor_us is that of one
 device: the bytes that it must read, or its share of the products; collectives have none. Rows on one device beside
 those of a mesh are what a second run without the three flags records.
 """
@@ -61,6 +62,7 @@ CHUNK = flags.DEFINE_integer("chunk", 4096, "prompt tokens of a prefill step")
 CACHE = flags.DEFINE_string("compilation_cache", None, "folder of jax's compilation cache; a new one by default")
 DATA = flags.DEFINE_integer("data_parallel", 1, "copies of the model", lower_bound=1)
 EXPERT = flags.DEFINE_integer("expert_parallel", 1, "devices of a copy that have texts of their own", lower_bound=1)
+LAYERS = flags.DEFINE_integer("layers", None, "layers of a model, instead of its own number", lower_bound=2)
 CONTEXT_DEVICES = flags.DEFINE_integer("context_parallel", 1, "devices that share the keys of a text", lower_bound=1)
 
 CONTEXT, STEPS = 512, 64
@@ -155,8 +157,9 @@ def _noise(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
 
 
 def config_of(model: tuple[str, str]) -> ModelConfig:
-    """The model's configuration; no token ends a text."""
-    return steps.without_ends(ModelConfig.from_hf(MODELS[model]))
+    """The model's configuration, with --layers layers; no token ends a text."""
+    layers = {"num_hidden_layers": LAYERS.value} if LAYERS.value else {}
+    return steps.without_ends(ModelConfig.from_hf({**MODELS[model], **layers}))
 
 
 def params_of(model: tuple[str, str]) -> Any:
