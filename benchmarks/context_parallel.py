@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from absl import app, flags
-from figures import BYTES_PER_S
+from figure_pages import bytes_per_s
 from harness import POINTS, Record, least_seconds, within_budget
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -89,7 +89,8 @@ def measure(record: Record, batch: int, heads: int, keys: int) -> None:
         if PROFILE.value:
             with jax.profiler.trace(f"{PROFILE.value}/{batch}_{heads}_{keys}_{devices}"):
                 run()
-        floor = batch * keys / devices * WIDTH * 2 / BYTES_PER_S * 1e6
+        rate = bytes_per_s(jax.devices()[0].device_kind)
+        floor = batch * keys / devices * WIDTH * 2 / rate * 1e6
         row = {"b": batch, "heads": heads, "keys": keys, "context_parallel": devices, "mode": "decode attention"}
         record.add(**row, peer="tsmla", us=round(us, 1), floor_us=round(floor, 1), layers=LAYERS.value)
     speedup = times[1] / times[DEVICES.value]

@@ -346,7 +346,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "h200")
     parser.add_argument(
-        "--mesh-results", type=Path, default=ROOT / "benchmarks" / "results" / "h200x2", help="of several GPUs"
+        "--mesh-results", type=Path, default=ROOT / "benchmarks" / "results" / "h100x2", help="of several GPUs"
     )
     parser.add_argument(
         "--cpu-results", type=Path, default=ROOT / "benchmarks" / "results" / "cpu" / "decode_xla.json", metavar="FILE"

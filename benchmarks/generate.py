@@ -18,9 +18,11 @@ there already (v2-lite takes 31 GB, in fp8 16), and the texts of decode rows are
 something. Rows have the first of them; --compare adds the share of them that is equal in a record of vllm_steps.py,
 which reads the same checkpoints and has the same prompts.
 
---layers makes a slice that fits one GPU's memory, where a mesh is to be compared with one. On a mesh a batch is that of all replicas, a prefill step has a chunk for each of them, and floor_us is that of one
-device: the bytes that it must read, or its share of the products; collectives have none. Rows on one device beside
-those of a mesh are what a second run without the three flags records.
+--layers makes a slice that fits one GPU's memory, where a mesh is to be compared with one. On a mesh a batch is that
+of all replicas, a prefill step has a chunk for each of them, and floor_us is that of one device: the bytes that it must
+read, or its share of the products; collectives have none. Rows on one device beside those of a mesh are what a second
+run without the three flags records: of as many texts for split experts or keys, of a copy's texts for several copies.
+With XLA's flag for collectives in CUDA graphs set (docs/guides/several-gpus.md), rows of a mesh say so.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 from compiling import COMPILE_ONLY
-from figures import BYTES_PER_S
+from figure_pages import bytes_per_s
 from harness import POINTS, Record, within_budget
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -210,7 +212,7 @@ def decode_floor(config: ModelConfig, narrow: bool, batch: int) -> float:
             each = sum(math.prod(stack.shape[1:]) * stack.dtype.itemsize for stack in stacks)
             total += each * (chosen + moe.num_shared) - _bytes(stacks)
     total += batch / mesh.replicas * CONTEXT / mesh.context * config.attention.cache_dim * 2 * config.num_layers
-    return total / BYTES_PER_S * 1e6
+    return total / bytes_per_s(jax.devices()[0].device_kind) * 1e6
 
 
 def prefill_floor(config: ModelConfig, tokens: int) -> float:
@@ -359,6 +361,8 @@ def measure(record: Record, params: Any, model: tuple[str, str], what: str) -> N
     sizes = {"context": CONTEXT, "layers": config.num_layers, "heads": config.attention.num_attention_heads}
     if mesh_shape().size > 1:
         sizes |= {f"{axis}_parallel": size for axis, size in dataclasses.asdict(mesh_shape()).items()}
+        if "+COLLECTIVES" in os.environ.get("XLA_FLAGS", ""):
+            sizes["collectives"] = "in graphs"
     record.add(**sizes | row, peer="tsmla", us=round(us, 1), floor_us=round(floor, 1), tokens_per_s=round(rate))
     extra = " ".join(f"{key} {value}" for key, value in row.items() if key.endswith(("_s", "equal_tokens")))
     print(f"{row['mode']:22s} B {row['b']:4d} {us:9.1f} us, floor {floor:8.1f} ({floor / us:4.0%}), "

@@ -281,22 +281,26 @@ def write_mesh(results: Path, figures: Path, page: Path) -> str:
     of a mesh are what a mesh is compared with."""
     rows = json.loads(results.read_text())
     with reading(results):
-        single = {(row["mode"], row["b"]): row for row in rows if not _mesh(row)}
+        single = {(row["mode"], row["b"], row["layers"]): row for row in rows if not _mesh(row)}
         heads = ["model, step", "mesh", "B", "floor", "**ms**", "of floor", "tokens/s", "/ one GPU's tokens/s"]
         lines = []
         for row in rows:
-            one = single.get((row["mode"], row["b"])) if _mesh(row) else None
-            cells = [row["mode"], _mesh(row) or "one GPU", str(row["b"]), number(row["floor_us"] / 1e3, 2)]
+            # A copy of the model is compared with one GPU that has as many texts.
+            point = (row["mode"], row["b"] // row.get("data_parallel", 1), row["layers"])
+            one = single.get(point) if _mesh(row) else None
+            cells = [f"{row['mode']}, {row['layers']} layers", _mesh(row) or "one GPU", str(row["b"]), number(row["floor_us"] / 1e3, 2)]
             cells += [f"**{row['us'] / 1e3:.2f}**", f"{row['floor_us'] / row['us']:.0%}", f"{row['tokens_per_s']:,}"]
             lines.append([*cells, quotient(row["tokens_per_s"], one["tokens_per_s"] if one else None)])
         said = (
             f"Milliseconds a step on several GPUs, random weights, {rows[0]['context']} tokens of context; B is that "
-            f"of all GPUs, and the floor that of one. {provenance(rows)}"
+            f"of all GPUs, and the floor that of one. Several copies of a model (data) are beside one GPU with the texts "
+            f"of one copy, split experts beside one with all texts. {provenance(rows)}"
         )
     page.write_text(between_markers(page.read_text(), "generate_mesh", f"{said}\n\n{table_of(heads, lines)}"))
     return said
 
 
 def _mesh(row: Row) -> str:
-    """The axes of a row's mesh that are split; empty on one GPU."""
-    return ", ".join(f"{axis.partition('_')[0]} {row[axis]}" for axis in MESH if row.get(axis, 1) > 1)
+    """The axes of a row's mesh that are split, and where collectives run if not as XLA has them; empty on one GPU."""
+    axes = [f"{axis.partition('_')[0]} {row[axis]}" for axis in MESH if row.get(axis, 1) > 1]
+    return ", ".join([*axes, *([f"collectives {row['collectives']}"] if "collectives" in row else [])])
