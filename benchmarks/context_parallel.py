@@ -3,7 +3,7 @@
     python3 benchmarks/context_parallel.py --out FILE.json [--devices 2] [--points 4,16,131072/...] [--profile FOLDER]
 
 A point is B texts, H heads and keys of each text; bf16, pages of 64, one new token a text. What is timed is a step of
---layers layers in one program, each over a cache of its own and with queries that are the result of the layer before:
+--step_layers layers in one program, each over a cache of its own and with queries that are the result of the layer before:
 `tsmla_jax.mla_decode` on one GPU, and `nn.context_parallel.mla_decode` and `merge` on all. Rows are microseconds a
 layer. floor_us is the time of the bytes of a GPU's keys. --profile keeps a trace of each program for the times of its
 kernels and of the collective, apart from the run that is timed.
@@ -27,7 +27,7 @@ import tsmla_jax
 from tsmla_jax.nn import context_parallel
 
 DEVICES = flags.DEFINE_integer("devices", 2, "GPUs that share the keys", lower_bound=2)
-LAYERS = flags.DEFINE_integer("layers", 8, "layers of a step", lower_bound=1)
+LAYERS = flags.DEFINE_integer("step_layers", 8, "layers of a step", lower_bound=1)
 PROFILE = flags.DEFINE_string("profile", None, "folder of traces")
 
 PAGE, LATENT, WIDTH = 64, 512, 576

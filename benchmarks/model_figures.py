@@ -288,13 +288,18 @@ def write_mesh(results: Path, figures: Path, page: Path) -> str:
             # A copy of the model is compared with one GPU that has as many texts.
             point = (row["mode"], row["b"] // row.get("data_parallel", 1), row["layers"])
             one = single.get(point) if _mesh(row) else None
-            cells = [f"{row['mode']}, {row['layers']} layers", _mesh(row) or "one GPU", str(row["b"]), number(row["floor_us"] / 1e3, 2)]
-            cells += [f"**{row['us'] / 1e3:.2f}**", f"{row['floor_us'] / row['us']:.0%}", f"{row['tokens_per_s']:,}"]
+            cells = [f"{row['mode']}, {row['layers']} layers", _mesh(row) or "one GPU", str(row["b"])]
+            cells += [
+                number(row["floor_us"] / 1e3, 2),
+                f"**{row['us'] / 1e3:.2f}**",
+                f"{row['floor_us'] / row['us']:.0%}",
+                f"{row['tokens_per_s']:,}",
+            ]
             lines.append([*cells, quotient(row["tokens_per_s"], one["tokens_per_s"] if one else None)])
         said = (
             f"Milliseconds a step on several GPUs, random weights, {rows[0]['context']} tokens of context; B is that "
-            f"of all GPUs, and the floor that of one. Several copies of a model (data) are beside one GPU with the texts "
-            f"of one copy, split experts beside one with all texts. {provenance(rows)}"
+            f"of all GPUs, and the floor that of one. Several copies of a model (data) are beside one GPU with the "
+            f"texts of one copy, split experts beside one with all texts. {provenance(rows)}"
         )
     page.write_text(between_markers(page.read_text(), "generate_mesh", f"{said}\n\n{table_of(heads, lines)}"))
     return said

@@ -418,16 +418,25 @@ def test_several_gpus_are_compared_with_one(figures: ModuleType, tmp_path: Path)
     rows = [{**case, "context_parallel": n, "us": us, "floor_us": 140.0 / n} for n, us in ((1, 150.0), (2, 90.0))]
     (tmp_path / "mesh" / "context_parallel.json").write_text(json.dumps(rows))
     step = {**FIXED, "peer": "tsmla", "context": 512, "mode": "v2-lite decode", "b": 64, "us": 10000.0}
-    step |= {"floor_us": 7000.0, "tokens_per_s": 6400}
+    step |= {"floor_us": 7000.0, "tokens_per_s": 6400, "layers": 27}
+    copies = {"data_parallel": 2, "b": 128, "tokens_per_s": 12800}
+    fewer = {"layers": 6, "collectives": "in graphs"}
     mesh = {"data_parallel": 1, "expert_parallel": 2, "context_parallel": 1, "us": 8000.0, "tokens_per_s": 8000}
-    (tmp_path / "mesh" / "generate.json").write_text(json.dumps([step, {**step, **mesh}, {**step, **mesh, "b": 1}]))
+    (tmp_path / "mesh" / "generate.json").write_text(
+        json.dumps([step, {**step, **mesh}, {**step, **mesh, "b": 1}, {**step, **copies}, {**step, **mesh, **fewer}])
+    )
     assert figures.main(with_markers(tmp_path, "context_parallel", "generate_mesh")) == 0
     readme = (tmp_path / "README.md").read_text()
     assert "old" not in readme and "2 GPUs 0.60 (1 point)" in readme
     assert "| 4, 16, 131072 | 140.0 | 150.0 | 70.0 | 90.0 | 0.60 |" in readme
-    assert "| v2-lite decode | one GPU | 64 | 7.00 | **10.00** | 70% | 6,400 | - |" in readme
-    assert "| v2-lite decode | expert 2 | 64 | 7.00 | **8.00** | 88% | 8,000 | 1.25 |" in readme
-    assert "| v2-lite decode | expert 2 | 1 | 7.00 | **8.00** | 88% | 8,000 | - |" in readme
+    assert "| v2-lite decode, 27 layers | one GPU | 64 | 7.00 | **10.00** | 70% | 6,400 | - |" in readme
+    assert "| v2-lite decode, 27 layers | expert 2 | 64 | 7.00 | **8.00** | 88% | 8,000 | 1.25 |" in readme
+    assert "| v2-lite decode, 27 layers | expert 2 | 1 | 7.00 | **8.00** | 88% | 8,000 | - |" in readme
+    assert "| v2-lite decode, 27 layers | data 2 | 128 | 7.00 | **10.00** | 70% | 12,800 | 2.00 |" in readme
+    assert (
+        "| v2-lite decode, 6 layers | expert 2, collectives in graphs | 64 | 7.00 | **8.00** | 88% | 8,000 | - |"
+        in readme
+    )
     assert (tmp_path / "figures" / "context_parallel.png").read_bytes().startswith(b"\x89PNG")
 
 
