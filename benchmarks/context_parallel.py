@@ -3,7 +3,7 @@
     python3 benchmarks/context_parallel.py --out FILE.json [--devices 2] [--points 4,16,131072/...] [--profile FOLDER]
 
 A point is B texts, H heads and keys of each text; bf16, pages of 64, one new token a text. What is timed is a step of
---step_layers layers in one program, each over a cache of its own and with queries that are the result of the layer before:
+--step_layers layers in one program, each over a cache of its own and with queries that the layer before made:
 `tsmla_jax.mla_decode` on one GPU, and `nn.context_parallel.mla_decode` and `merge` on all. Rows are microseconds a
 layer. floor_us is the time of the bytes of a GPU's keys. --profile keeps a trace of each program for the times of its
 kernels and of the collective, apart from the run that is timed.
