@@ -33,7 +33,7 @@ def test_a_point_on_one_device_and_on_two(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(benchmark, "least_seconds", lambda run, turns: float(np.isfinite(np.float32(run())).all()))
     flags.FLAGS.mark_as_parsed()
     rows = Rows()
-    with flagsaver.flagsaver(devices=2, layers=2):
+    with flagsaver.flagsaver(devices=2, step_layers=2):
         benchmark.measure(rows, B, HEADS, KEYS)
     one, two = rows.rows
     assert (one["context_parallel"], two["context_parallel"]) == (1, 2)
