@@ -25,7 +25,7 @@ import tsmla_jax
 from tsmla_jax.sparse import metadata
 
 FEW_TOKENS = 256
-"""Tokens up to which partial results go to every device, in one collective. The results of more tokens are exchanged so
+"""Tokens up to which partial results go to every device, in one exchange. The results of more tokens are exchanged so
 that a device merges and projects a part of the tokens: two collectives, but a fraction of the bytes and of the work."""
 
 
@@ -142,7 +142,7 @@ _DECODE_OPTIONS = ("softmax_scale", "latent_dim", "q_scale", "kv_scale", "batch_
 
 
 def merge(out: jax.Array, lse: jax.Array, context_axis: str) -> tuple[jax.Array, jax.Array]:
-    """The results over all keys from those over each device's keys: one collective.
+    """The results over all keys from those over each device's keys: one exchange, which XLA makes one kernel of NCCL.
 
     Args:
         out, lse: [T, H, V] and [T, H], as `mla_decode` returns them.
@@ -151,8 +151,9 @@ def merge(out: jax.Array, lse: jax.Array, context_axis: str) -> tuple[jax.Array,
     Returns:
         out and lse of all keys, the same on every device.
     """
-    outs, lses = _unpacked(lax.all_gather(_packed(out, lse), context_axis), out, lse)
-    return tsmla_jax.merge_attention_states(outs, lses)
+    outs, lses = lax.all_gather((out, lse), context_axis)
+    # One fusion of XLA reads what was gathered; the merge kernel takes each part as an array, which would be a copy.
+    return tsmla_jax.merge_attention_states(outs, lses, implementation="xla")
 
 
 def project_merged(

@@ -80,9 +80,9 @@ def test_decode_of_one_token(mesh: Mesh, dtype: str) -> None:
         return context_parallel.merge(out, lse, "context")
 
     compiled = on_devices(mesh, run).lower(dealt(cache), q).compile()
-    # out and lse travel together: one collective, of integers, so that no bit changes.
-    collectives = re.findall(r"= (\w+)\[.* (all-\w+|collective-\w+|reduce-scatter)\(", compiled.as_text())
-    assert collectives == [("u32" if dtype == "float32" else "u16", "all-gather")]
+    # out and lse as they are, at the same time: XLA's GPU compiler makes one kernel of two such collectives.
+    collectives = re.findall(r" (all-\w+|collective-\w+|reduce-scatter)\(", compiled.as_text())
+    assert collectives == ["all-gather"] * 2
     out, lse = compiled(dealt(cache), q)
     want_out, want_lse = tsmla_jax.mla_decode(q, cache, WHOLE_TABLES, LENS, return_lse=True, **options)
     atol = 1e-5 if dtype == "float32" else 2e-2
