@@ -33,6 +33,10 @@ from tsmla_jax.generate.step import Constants, Drafts, Prompts, State, StepConfi
 from tsmla_jax.nn import MLAConfig
 from tsmla_kernels.contract import FP8
 
+MAX_EXPANDED_BYTES = 1 << 29
+"""Of the keys and values of a layer that a prefill step expands at once from the latents of a context. A step takes a
+chunk of tokens at once even where these are more."""
+
 
 class Tokens(NamedTuple):
     """New tokens of one text.
@@ -63,12 +67,19 @@ class Generation:
     choices: tuple[Choice, ...]
 
 
+class ContextPasses(NamedTuple):
+    """As `context_chunk` and `context_passes` of `StepOptions`."""
+
+    chunk: int
+    number: int
+
+
 class StepKind(NamedTuple):
-    """A step's phase, its rows (texts of a replica, with padding), and passes over the context as in `StepOptions`."""
+    """A step's phase, its rows (texts of a replica, with padding), and how it passes over the context."""
 
     phase: Phase
     rows: int
-    context_passes: int | None = None
+    passes: ContextPasses | None = None
 
 
 class _Started(NamedTuple):
@@ -271,7 +282,7 @@ class Engine:
                 self._compile(StepKind("decode", size), steps.no_drafts(plan.mesh.replicas * size, most))
         longest = plan.max_pages * plan.span
         passes = {self._context_passes(plan, cached) for cached in range(1, longest, self.options.chunk)}
-        kinds = [StepKind("fresh", plan.prefill_rows), *(StepKind("prefill", 1, number) for number in passes)]
+        kinds = [StepKind("fresh", plan.prefill_rows), *(StepKind("prefill", 1, each) for each in passes)]
         for kind in kinds if prefill else ():
             for size in plan.prefill_sizes:
                 self._compile(kind, self._no_prompts(kind, size))
@@ -368,12 +379,22 @@ class Engine:
                 return size
         return most
 
-    def _context_passes(self, plan: Plan, cached: int) -> int | None:
-        """How often a prefill step takes a chunk of the context: a power of four, so that programs stay few. None (the
-        device counts, or nothing does) where layers are programs of their own, and for V3.2 and V4."""
-        if not plan.at_once or not isinstance(self.config.attention, MLAConfig):
+    def _context_passes(self, plan: Plan, cached: int) -> ContextPasses | None:
+        """How a prefill step passes over a context: over 1, 4, 8, 16, ... chunks of tokens, so that programs are few,
+        in as few passes as MAX_EXPANDED_BYTES allow, whose results are merged one by one. None (the device counts, or
+        nothing does) where layers are programs of their own, and for V3.2 and V4."""
+        config, chunk = self.config.attention, self.options.chunk
+        if not plan.at_once or not isinstance(config, MLAConfig):
             return None
-        return next(4**power for power in range(16) if 4**power * self.options.chunk >= cached)
+        width = config.num_attention_heads * (config.qk_nope_head_dim + config.v_head_dim)
+        fits = MAX_EXPANDED_BYTES * plan.mesh.context // (width * jnp.dtype(plan.dtype).itemsize)
+        reach = chunk if cached <= chunk else 4 * chunk
+        while reach < cached:
+            reach *= 2
+        at_once = reach
+        while at_once > max(fits, chunk):
+            at_once //= 2
+        return ContextPasses(at_once, reach // at_once)
 
     def _no_prompts(self, kind: StepKind, tokens: int) -> Prompts:
         return steps.no_prompts(tokens, kind.rows, self.plan.max_pages, self.plan.mesh.replicas)
@@ -391,7 +412,7 @@ class Engine:
         tokens = work.tokens.size if isinstance(work, Prompts) else work.tokens.size + work.lens.size
         step = f"{'decode' if kind.phase == 'decode' else 'prefill'} of {tokens} tokens"
         if kind.phase == "prefill":
-            most = f"up to {kind.context_passes * self.options.chunk} " if kind.context_passes else ""
+            most = f"up to {kind.passes.chunk * kind.passes.number} " if kind.passes else ""
             step += f" after {most}cached ones"
         replicas = self.plan.mesh.replicas
         step += f", up to {replicas * kind.rows} texts" + (f" on {replicas} replicas" if replicas > 1 else "")
@@ -432,8 +453,8 @@ class Engine:
         layout, programs = session.plan.layout, session.programs
         options = StepOptions(
             kind.phase,
-            given.chunk,
-            kind.context_passes,
+            kind.passes.chunk if kind.passes else given.chunk,
+            kind.passes.number if kind.passes else None,
             given.implementation,
             layout.page_size,
             layout.window_rows,

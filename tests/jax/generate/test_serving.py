@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tsmla_jax.generate import Engine, EngineOptions, ModelConfig
+from tsmla_jax.generate import engine as engines
 from tsmla_jax.generate import step as steps
 
 Model = tuple[ModelConfig, Any]
@@ -118,8 +119,12 @@ def test_compiled_sizes_are_few_and_known(tiny_model: Model) -> None:
         engine.compile_ahead([3])
 
 
-def test_long_prompts_after_their_first_chunk(tiny_model: Model) -> None:
-    """As one program a step: the number of passes over the cached part is a power of four, and enough."""
+@pytest.mark.parametrize(("expanded_bytes", "passes"), [(1 << 29, {(8, 1), (32, 1)}), (1, {(8, 1), (8, 4)})])
+def test_long_prompts_after_their_first_chunk(
+    tiny_model: Model, expanded_bytes: int, passes: set[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one program a step: the passes over the cached part are 1, 4, 8, ... chunks in all, and enough."""
+    monkeypatch.setattr(engines, "MAX_EXPANDED_BYTES", expanded_bytes)
     config, params = tiny_model
     prompt = np.random.default_rng(5).integers(0, 101, 31).tolist()
     compiled: list[str] = []
@@ -132,6 +137,7 @@ def test_long_prompts_after_their_first_chunk(tiny_model: Model) -> None:
     found = [step for step in compiled if " after " in step]
     after = [f"prefill of 8 tokens after {most}cached ones, up to 1 texts" for most in ("", "up to 8 ", "up to 32 ")]
     assert found == after
+    assert {kind.passes for kind, *_ in engine._compiled if kind.passes} == passes
 
 
 def test_a_step_takes_over_the_caches_and_the_state(tiny_model: Model) -> None:
