@@ -6,12 +6,13 @@
 
 A point is a model (v2-lite, or v3-slice: one dense layer and 5 of experts in bf16, 10 in fp8), the format of its
 weights (bf16, or fp8: e4m3 with scales for blocks of 128 x 128 in all matrices that a checkpoint of V3 has so), and a
-batch size or "prefill". Weights are made on the device; texts are random ids, so that tokens choose their experts
-nearly evenly. A decode row is the median step of 64, of B texts of 512 tokens over caches of noise; a prefill row is
-prompts of 512 tokens, a chunk at a time. floor_us is the time of the bytes that a step must read (weights once, of the
-experts those that B tokens can be expected to choose if all are alike; the caches), or of the products of a prefill.
-compile_s is what it takes to compile the decode step, tracing included; warm_s is the same with jax's compilation cache
-filled by a run with --compile_only.
+batch size, "prefill", or "prompt" and a number of tokens (v2-lite,bf16,prompt131072). Weights are made on the device;
+texts are random ids, so that tokens choose their experts nearly evenly. A decode row is the median step of 64, of B
+texts of 512 tokens over caches of noise; a prefill row is prompts of 512 tokens, a chunk at a time; a prompt row is the
+whole prefill of one text. floor_us is the time of the bytes that a step must read (weights once, of the experts those
+that B tokens can be expected to choose if all are alike; the caches), or of the products of a prefill. compile_s is
+what it takes to compile the decode step, tracing included; warm_s is the same with jax's compilation cache filled by a
+run with --compile_only.
 
 With --checkpoints weights are those of a checkpoint in that folder, which is written there from a seed unless it is
 there already (v2-lite takes 31 GB, in fp8 16), and the texts of decode rows are prefilled, so that their tokens mean
@@ -215,9 +216,9 @@ def decode_floor(config: ModelConfig, narrow: bool, batch: int) -> float:
     return total / bytes_per_s(jax.devices()[0].device_kind) * 1e6
 
 
-def prefill_floor(config: ModelConfig, tokens: int) -> float:
-    """Microseconds of a device's share of the products for that many tokens of prompts of CONTEXT tokens; the head sees
-    one in CONTEXT."""
+def prefill_floor(config: ModelConfig, tokens: int, length: int) -> float:
+    """Microseconds of a device's share of the products for that many tokens of prompts of `length` tokens; the head
+    sees the last of each."""
     moe, attention = config.moe, config.attention
     assert moe is not None
     weights = 0.0
@@ -228,7 +229,7 @@ def prefill_floor(config: ModelConfig, tokens: int) -> float:
             matrices *= (moe.top_k + moe.num_shared) / (moe.num_experts + moe.num_shared)
         weights += matrices
     widths = attention.qk_head_dim + attention.v_head_dim
-    scores = config.num_layers * attention.num_attention_heads * widths * CONTEXT / 2
+    scores = config.num_layers * attention.num_attention_heads * widths * length / 2
     return 2 * tokens * (weights + scores) / FLOPS_PER_S * 1e6 / mesh_shape().size
 
 
@@ -280,9 +281,9 @@ def time_decode(engine: Engine, config: ModelConfig, batch: int, *, prefilled: b
     return sorted(times)[STEPS // 2] * 1e6, [texts[text][:KEPT_TOKENS] for text in range(batch)]
 
 
-def time_prefill(engine: Engine, config: ModelConfig, count: int) -> float:
-    """Microseconds of a prefill step of --chunk tokens a replica, of `count` prompts one after the other."""
-    waiting, begin = deque(enumerate(prompts(config.vocab_size, count, CONTEXT))), time.perf_counter()
+def time_prefill(engine: Engine, config: ModelConfig, count: int, length: int) -> float:
+    """Microseconds that the prefill of `count` prompts of `length` tokens takes."""
+    waiting, begin = deque(enumerate(prompts(config.vocab_size, count, length))), time.perf_counter()
     done = 0
     while done < count:
         while waiting and engine.admit(*waiting[0], 1):
@@ -290,13 +291,13 @@ def time_prefill(engine: Engine, config: ModelConfig, count: int) -> float:
         done += len(engine.step())
     taken = time.perf_counter() - begin
     engine.close()
-    return taken * 1e6 * CHUNK.value * mesh_shape().replicas / (count * CONTEXT)
+    return taken * 1e6
 
 
-def options(batch: int) -> EngineOptions:
-    """For texts of CONTEXT tokens and some more."""
+def options(batch: int, length: int = CONTEXT) -> EngineOptions:
+    """For texts of `length` tokens and some more."""
     mesh = mesh_shape()
-    pages = -(-batch // mesh.replicas) * (CONTEXT // (64 * mesh.context) + 2)
+    pages = -(-batch // mesh.replicas) * (length // (64 * mesh.context) + 2)
     return EngineOptions(
         max_batch=batch,
         num_pages=pages,
@@ -312,8 +313,13 @@ def compile_step(config: ModelConfig, narrow: bool, what: str) -> None:
     """Compiles the steps of a point into the cache and prints how long that takes, tracing included. With --checkpoints
     those of a decode row's prompts are among them."""
     replicas = mesh_shape().replicas
-    batch = 32 * replicas if what == "prefill" else int(what)
     params = placed(jax.eval_shape(lambda params: fold(params, config), shapes_here(config, narrow)))
+    if what.startswith("prompt"):
+        engine = Engine(params, config, options(1, int(what.removeprefix("prompt"))))
+        engine.compile_ahead()
+        print(f"steps of {what}: compiled in {engine.figures.compile_seconds:.1f} s", flush=True)
+        return
+    batch = 32 * replicas if what == "prefill" else int(what)
     engine = Engine(params, config, options(batch))
     engine.open()
     plan = engine.plan
@@ -335,15 +341,23 @@ def compile_step(config: ModelConfig, narrow: bool, what: str) -> None:
 
 
 def measure(record: Record, params: Any, model: tuple[str, str], what: str) -> None:
-    """One point: a batch size, or "prefill"."""
+    """One point: a batch size, "prefill", or "prompt" and its tokens."""
     config, narrow = config_of(model), model[1] == "fp8"
+    row: dict[str, Any]
     if what == "prefill":
         replicas = mesh_shape().replicas
         batch, tokens = 32 * replicas, CHUNK.value * replicas
         engine = Engine(params, config, options(batch))
-        time_prefill(engine, config, batch)
-        us, floor = time_prefill(engine, config, 2 * batch), prefill_floor(config, tokens)
+        time_prefill(engine, config, batch, CONTEXT)
+        us = time_prefill(engine, config, 2 * batch, CONTEXT) * tokens / (2 * batch * CONTEXT)
+        floor = prefill_floor(config, tokens, CONTEXT)
         row = {"b": tokens // CONTEXT, "mode": mode_name(model, "prefill")}
+    elif what.startswith("prompt"):
+        tokens = int(what.removeprefix("prompt"))
+        engine = Engine(params, config, options(1, tokens))
+        time_prefill(engine, config, 1, tokens)
+        us, floor = time_prefill(engine, config, 1, tokens), prefill_floor(config, tokens, tokens)
+        row = {"b": 1, "mode": mode_name(model, "prompt"), "context": tokens, "chunk": CHUNK.value}
     else:
         batch = tokens = int(what)
         engine = Engine(params, config, options(batch))
