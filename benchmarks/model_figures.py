@@ -281,14 +281,14 @@ def write_mesh(results: Path, figures: Path, page: Path) -> str:
     of a mesh are what a mesh is compared with."""
     rows = json.loads(results.read_text())
     with reading(results):
-        single = {(row["mode"], row["b"], row["layers"]): row for row in rows if not _mesh(row)}
+        single = {(_step(row), row["b"]): row for row in rows if not _mesh(row)}
         heads = ["model, step", "mesh", "B", "floor", "**ms**", "of floor", "tokens/s", "/ one GPU's tokens/s"]
         lines = []
         for row in rows:
             # A copy of the model is compared with one GPU that has as many texts.
-            point = (row["mode"], row["b"] // row.get("data_parallel", 1), row["layers"])
+            point = (_step(row), row["b"] // row.get("data_parallel", 1))
             one = single.get(point) if _mesh(row) else None
-            cells = [f"{row['mode']}, {row['layers']} layers", _mesh(row) or "one GPU", str(row["b"])]
+            cells = [_step(row), _mesh(row) or "one GPU", str(row["b"])]
             cells += [
                 number(row["floor_us"] / 1e3, 2),
                 f"**{row['us'] / 1e3:.2f}**",
@@ -297,12 +297,19 @@ def write_mesh(results: Path, figures: Path, page: Path) -> str:
             ]
             lines.append([*cells, quotient(row["tokens_per_s"], one["tokens_per_s"] if one else None)])
         said = (
-            f"Milliseconds a step on several GPUs, random weights, {rows[0]['context']} tokens of context; B is that "
-            f"of all GPUs, and the floor that of one. Several copies of a model (data) are beside one GPU with the "
-            f"texts of one copy, split experts beside one with all texts. {provenance(rows)}"
+            f"Milliseconds on several GPUs, random weights: a step, of texts of {rows[0]['context']} tokens where none "
+            f"is said, or a whole prompt; B is that of all GPUs, and the floor that of one. Several copies of a model "
+            f"(data) are beside one GPU with the texts of one copy, split experts and split keys (context) beside one "
+            f"with all texts. {provenance(rows)}"
         )
     page.write_text(between_markers(page.read_text(), "generate_mesh", f"{said}\n\n{table_of(heads, lines)}"))
     return said
+
+
+def _step(row: Row) -> str:
+    """What a row is of, the mesh apart."""
+    length = f" of {row['context']:,} tokens" if row["mode"].endswith("prompt") else ""
+    return f"{row['mode']}{length}, {row['layers']} layers"
 
 
 def _mesh(row: Row) -> str:
