@@ -349,6 +349,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--mesh-results", type=Path, default=ROOT / "benchmarks" / "results" / "h100x2", help="of several GPUs"
     )
     parser.add_argument(
+        "--h100-results", type=Path, default=ROOT / "benchmarks" / "results" / "h100", help="of what an H100 ran alone"
+    )
+    parser.add_argument(
         "--cpu-results", type=Path, default=ROOT / "benchmarks" / "results" / "cpu" / "decode_xla.json", metavar="FILE"
     )
     parser.add_argument("--figures", type=Path, default=ROOT / "benchmarks" / "figures")
@@ -380,6 +383,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, function in of_several:
         if (path := arguments.mesh_results / f"{name}.json").exists():
             written.append((path, partial(function, path, figures, page)))
+    if (path := arguments.h100_results / "vllm_prompts.json").exists():
+        written.append((path, partial(model_figures.write_vllm_prompts, path, figures, page)))
     if arguments.cpu_results.exists():
         written.append((arguments.cpu_results, partial(write_cpu, arguments.cpu_results, figures)))
     if not written:

@@ -158,6 +158,32 @@ def write_vllm(results: Path, figures: Path, page: Path) -> str:
     return said
 
 
+def write_vllm_prompts(results: Path, figures: Path, page: Path) -> str:
+    """Write the table of a record of `vllm_steps.py` that has prompts alone, of several starts of each backend; return
+    its caption."""
+    rows = json.loads(results.read_text())
+    with reading(results):
+        starts: dict[tuple[int, int], dict[str, list[float]]] = {}
+        for row in rows:
+            starts.setdefault((row["context"], row["b"]), {}).setdefault(row["backend"], []).append(row["us"] / 1e3)
+        backends = sorted({name for each in starts.values() for name in each}, key=lambda name: (name == CUSTOM, name))
+        lines, ratios = [], []
+        for (context, b), each in sorted(starts.items()):
+            means = {name: sum(times) / len(times) for name, times in each.items()}
+            ratios.append(means[CUSTOM] / min(ms for name, ms in means.items() if name != CUSTOM))
+            cells = [", ".join(number(ms, 2) for ms in each[name]) for name in backends]
+            lines.append([f"{context}, {b}", *cells, f"{ratios[-1]:.2f}"])
+        heads = ["prompt, B", *("**tsmla**" if name == CUSTOM else name for name in backends), "tsmla / other"]
+        said = (
+            f"Milliseconds of 4,096 tokens of prompts in vLLM {', '.join(sorted({row['vllm'] for row in rows}))} by "
+            f"attention backend, its own for prompts with {' and '.join(sorted({*backends} - {CUSTOM}))}, of an engine "
+            f"that was started several times, with each in turn: each start's time. The mean with tsmla's over the "
+            f"other's: {mean_and_worst(ratios)}. {provenance(rows)}"
+        )
+    page.write_text(between_markers(page.read_text(), "vllm_prompts", f"{said}\n\n{table_of(heads, lines)}"))
+    return said
+
+
 def _equal_tokens(rows: Sequence[Row], backends: Sequence[Backend]) -> list[str]:
     """A sentence and a table of the share of tokens that two backends chose alike; empty where no two have tokens."""
     texts: dict[tuple[str, int, int], dict[Backend, list[list[int]]]] = {}

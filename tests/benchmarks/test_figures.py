@@ -37,7 +37,8 @@ def place(folder: Path, rows: object) -> list[str]:
 
 
 def arguments(folder: Path) -> list[str]:
-    paths = {"results": ".", "figures": "figures", "cpu-results": "cpu.json", "mesh-results": "mesh"}
+    paths = {"results": ".", "figures": "figures", "cpu-results": "cpu.json"}
+    paths |= {"mesh-results": "mesh", "h100-results": "h100"}
     paths |= {"readme": "README.md", "page": "README.md"}
     return [f"--{name}={folder / path}" for name, path in paths.items()]
 
@@ -422,9 +423,14 @@ def test_several_gpus_are_compared_with_one(figures: ModuleType, tmp_path: Path)
     copies = {"data_parallel": 2, "b": 128, "tokens_per_s": 12800}
     fewer = {"layers": 6, "collectives": "in graphs"}
     mesh = {"data_parallel": 1, "expert_parallel": 2, "context_parallel": 1, "us": 8000.0, "tokens_per_s": 8000}
+    prompt = {**step, "mode": "v2-lite prompt", "b": 1, "context": 32768, "tokens_per_s": 50000}
+    longer = {"context": 131072, "context_parallel": 2}
     (tmp_path / "mesh" / "generate.json").write_text(
-        json.dumps([step, {**step, **mesh}, {**step, **mesh, "b": 1}, {**step, **copies}, {**step, **mesh, **fewer}])
-    )
+        json.dumps([
+            step, {**step, **mesh}, {**step, **mesh, "b": 1}, {**step, **copies}, {**step, **mesh, **fewer},
+            prompt, {**prompt, "context_parallel": 2, "tokens_per_s": 75000}, {**prompt, **longer},
+        ])
+    )  # fmt: skip
     assert figures.main(with_markers(tmp_path, "context_parallel", "generate_mesh")) == 0
     readme = (tmp_path / "README.md").read_text()
     assert "old" not in readme and "2 GPUs 0.60 (1 point)" in readme
@@ -437,7 +443,23 @@ def test_several_gpus_are_compared_with_one(figures: ModuleType, tmp_path: Path)
         "| v2-lite decode, 6 layers | expert 2, collectives in graphs | 64 | 7.00 | **8.00** | 88% | 8,000 | - |"
         in readme
     )
+    # A prompt is compared with one of its own length.
+    of_prompt = "7.00 | **10.00** | 70% |"
+    assert f"| v2-lite prompt of 32,768 tokens, 27 layers | context 2 | 1 | {of_prompt} 75,000 | 1.50 |" in readme
+    assert f"| v2-lite prompt of 131,072 tokens, 27 layers | context 2 | 1 | {of_prompt} 50,000 | - |" in readme
     assert (tmp_path / "figures" / "context_parallel.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_vllms_prompts_are_compared_by_the_means_of_their_starts(figures: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "h100").mkdir()
+    case = {**FIXED, "vllm": "0.26.0", "mode": "v2-lite prefill", "b": 8, "context": 512}
+    times = ("FLASH_ATTN_MLA", 50e3), ("CUSTOM", 52e3), ("FLASH_ATTN_MLA", 54e3), ("CUSTOM", 46e3)
+    rows = [{**case, "backend": backend, "us": us} for backend, us in times]
+    (tmp_path / "h100" / "vllm_prompts.json").write_text(json.dumps(rows))
+    assert figures.main(with_markers(tmp_path, "vllm_prompts")) == 0
+    readme = (tmp_path / "README.md").read_text()
+    assert "the other's: 0.94 (1 point)" in readme
+    assert "| 512, 8 | 50.00, 54.00 | 52.00, 46.00 | 0.94 |" in readme
 
 
 def test_the_compressors_table_comes_from_its_file(figures: ModuleType, tmp_path: Path) -> None:
