@@ -166,6 +166,8 @@ def _fail(message: str) -> int:
 
 
 def _generate(args: argparse.Namespace) -> None:
+    if max(args.expert_parallel, args.context_parallel) > 1 and args.num_processes is None:
+        put_collectives_in_graphs()
     _in_flags(processes.join, args.coordinator_address, args.num_processes, args.process_id)
     import jax
 
@@ -306,6 +308,13 @@ def _check_memory(size: int) -> None:
             f"the caches take {size / 1e9:.1f} GB, and this machine has {memory / 1e9:.1f} GB; --cache-pages,"
             " --cache-tokens, --page-size and --max-batch make them smaller"
         )
+
+
+def put_collectives_in_graphs() -> None:
+    """Tells XLA, before it starts, to run collectives in CUDA graphs too, unless XLA_FLAGS say what runs there."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "--xla_gpu_enable_command_buffer" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_command_buffer=+COLLECTIVES".strip()
 
 
 def keep_compiled_programs() -> None:

@@ -18,6 +18,7 @@ def compiled_quickly(quick_compilation: None) -> None:
 def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command would write to the user's cache, for this process and all later ones."""
     monkeypatch.setattr(command, "keep_compiled_programs", lambda: None)
+    monkeypatch.setattr(command, "put_collectives_in_graphs", lambda: None)
 
 
 @pytest.fixture(scope="session")

@@ -16,8 +16,14 @@ import pytest
 from examples import make_checkpoint
 from tests.jax.generate.tiny import tiny_config, tiny_tensors, write_tiny
 from tsmla_jax.cli import commands as cli
-from tsmla_jax.generate import Engine
-from tsmla_jax.generate.command import Stream, keep_compiled_programs, read_prompt_ids, table
+from tsmla_jax.generate import Engine, command
+from tsmla_jax.generate.command import (
+    Stream,
+    keep_compiled_programs,
+    put_collectives_in_graphs,
+    read_prompt_ids,
+    table,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 PROMPTS = [[5, 6, 7], [1], [2, 3, 2, 3, 2], [9] * 20]
@@ -130,6 +136,38 @@ def test_compiled_programs_are_kept_unless_jax_keeps_them_already(cache_director
         assert jax.config.jax_compilation_cache_dir == "elsewhere"
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.mark.parametrize(
+    ("flags", "after"),
+    [
+        ("", "--xla_gpu_enable_command_buffer=+COLLECTIVES"),
+        ("--xla_dump_to=/x", "--xla_dump_to=/x --xla_gpu_enable_command_buffer=+COLLECTIVES"),
+        ("--xla_gpu_enable_command_buffer=", "--xla_gpu_enable_command_buffer="),
+    ],
+)
+def test_collectives_run_in_graphs_unless_the_user_says_what_does(
+    flags: str, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    put_collectives_in_graphs()
+    assert os.environ["XLA_FLAGS"] == after
+
+
+@pytest.mark.parametrize(
+    ("flags", "asked"),
+    [([], False), (["--data-parallel", "2"], False), (["--expert-parallel", "2"], True),
+     (["--context-parallel", "2"], True), (["--expert-parallel", "2", "--num-processes", "2"], False)],
+)  # fmt: skip
+def test_collectives_of_one_process_are_put_in_graphs(
+    flags: list[str], asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[None] = []
+    monkeypatch.setattr(command, "put_collectives_in_graphs", lambda: calls.append(None))
+    monkeypatch.setattr(command.processes, "join", lambda *given: None)
+    monkeypatch.setattr(command.processes, "end_at_once", lambda status: None)
+    assert run("--checkpoint", "nowhere", "--prompt", "x", *flags) == 2  # there is no such checkpoint
+    assert len(calls) == asked
 
 
 def test_compiling_is_said_where_no_terminal_is(
