@@ -154,9 +154,9 @@ def test_packed_caches(kind: v4.Kind) -> None:
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
-def test_one_collective_merges_and_one_chooses() -> None:
-    """Of the partial results and of the indexers' candidates, in a decode step; none of a window alone."""
-    for kind, count in (("sliding", 0), ("hca", 1), ("csa", 2)):
+def test_one_exchange_merges_and_one_chooses() -> None:
+    """Of partial results, out and lse, and of the indexers' candidates, in a decode step; none of a window alone."""
+    for kind, count in (("sliding", 0), ("hca", 2), ("csa", 3)):
         layer = Layer(config_of(kind))
         arguments = (layer.empty(2), jnp.zeros((3, 24)), jnp.ones(3, jnp.int32), jnp.arange(4, dtype=jnp.int32))
         text = layer.program(2).lower(*arguments).as_text()
