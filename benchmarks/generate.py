@@ -1,18 +1,18 @@
 """Time whole models with random weights, through the engine: decode steps, prefill, and compilation.
 
     python3 benchmarks/generate.py --out FILE.json [--points v2-lite,bf16,1/v2-lite,bf16,prefill/...] [--seconds 500]
-        [--checkpoints DIR [--compare VLLM.json]] [--layers N] [--data_parallel N] [--expert_parallel N]
-        [--context_parallel N]
+        [--context 512] [--checkpoints DIR [--compare VLLM.json]] [--layers N] [--data_parallel N]
+        [--expert_parallel N] [--context_parallel N]
 
-A point is a model (v2-lite, or v3-slice: one dense layer and 5 of experts in bf16, 10 in fp8), the format of its
-weights (bf16, or fp8: e4m3 with scales for blocks of 128 x 128 in all matrices that a checkpoint of V3 has so), and a
-batch size, "prefill", or "prompt" and a number of tokens (v2-lite,bf16,prompt131072). Weights are made on the device;
-texts are random ids, so that tokens choose their experts nearly evenly. A decode row is the median step of 64, of B
-texts of 512 tokens over caches of noise; a prefill row is prompts of 512 tokens, a chunk at a time; a prompt row is the
-whole prefill of one text. floor_us is the time of the bytes that a step must read (weights once, of the experts those
-that B tokens can be expected to choose if all are alike; the caches), or of the products of a prefill. compile_s is
-what it takes to compile the decode step, tracing included; warm_s is the same with jax's compilation cache filled by a
-run with --compile_only.
+A point is a model (v2-lite; v3-slice: one dense layer and 5 of experts in bf16, 9 in fp8; v3.2-slice and v4-slice, of
+the Flash model: 6 layers, in fp8), the format of its weights (bf16, or fp8: e4m3 with scales for blocks of 128 x 128 in
+all matrices that a checkpoint of V3 has so), and a batch size, "prefill", or "prompt" and a number of tokens
+(v2-lite,bf16,prompt131072). Weights are made on the device; texts are random ids, so that tokens choose their experts
+nearly evenly. A decode row is the median step of 64, of B texts of --context tokens over caches of noise; a prefill row
+is prompts of --context tokens, a chunk at a time; a prompt row is the whole prefill of one text. floor_us is the time
+of the bytes that a step must read (weights once, of the experts those that B tokens can be expected to choose if all
+are alike; the caches), or of the products of a prefill. compile_s is what it takes to compile the decode step, tracing
+included; warm_s is the same with jax's compilation cache filled by a run with --compile_only.
 
 With --checkpoints weights are those of a checkpoint in that folder, which is written there from a seed unless it is
 there already (v2-lite takes 31 GB, in fp8 16), and the texts of decode rows are prefilled, so that their tokens mean
@@ -29,7 +29,6 @@ With XLA's flag for collectives in CUDA graphs set (docs/guides/several-gpus.md)
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import os
 import tempfile
@@ -42,7 +41,6 @@ from typing import Any
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 from compiling import COMPILE_ONLY
@@ -51,24 +49,27 @@ from harness import POINTS, Record, within_budget
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from random_checkpoint import write_checkpoint
+from random_model import noise, random_params, shapes
 from whole_models import CHECKPOINTS, KEPT_TOKENS, MODELS, checkpoint, equal_share, mode_name, prompts
 
 from tsmla_jax.generate import Engine, EngineOptions, ModelConfig, load_model
 from tsmla_jax.generate import step as steps
+from tsmla_jax.generate.caches import default_page_size
+from tsmla_jax.generate.config import LayerAttention
 from tsmla_jax.generate.engine import StepKind
 from tsmla_jax.generate.mesh import MeshShape, make_mesh, param_specs
 from tsmla_jax.generate.model import fold
-from tsmla_jax.nn import param_shapes
-from tsmla_jax.nn.block_scaled import BLOCK, BlockScaled, stack_size
+from tsmla_jax.nn import MLAConfig, V32Config
 
 CHUNK = flags.DEFINE_integer("chunk", 4096, "prompt tokens of a prefill step")
+CONTEXT = flags.DEFINE_integer("context", 512, "tokens of context of decode and prefill rows", lower_bound=1)
 CACHE = flags.DEFINE_string("compilation_cache", None, "folder of jax's compilation cache; a new one by default")
 DATA = flags.DEFINE_integer("data_parallel", 1, "copies of the model", lower_bound=1)
 EXPERT = flags.DEFINE_integer("expert_parallel", 1, "devices of a copy that have texts of their own", lower_bound=1)
 LAYERS = flags.DEFINE_integer("layers", None, "layers of a model, instead of its own number", lower_bound=2)
 CONTEXT_DEVICES = flags.DEFINE_integer("context_parallel", 1, "devices that share the keys of a text", lower_bound=1)
 
-CONTEXT, STEPS = 512, 64
+STEPS = 64
 BATCHES = (1, 16, 64, 256)
 FLOPS_PER_S = 798e12
 """Of a product of bf16 matrices of 8192 x 8192, as measured on an H200."""
@@ -77,47 +78,6 @@ FLOPS_PER_S = 798e12
 def mesh_shape() -> MeshShape:
     """The mesh that the flags ask for."""
     return MeshShape(DATA.value, EXPERT.value, CONTEXT_DEVICES.value)
-
-
-def shapes(config: ModelConfig, narrow: bool, shards: int = 1) -> dict[str, Any]:
-    """The parameters' shapes and dtypes, as `load_model` would return them on a mesh of `shards` shards of experts."""
-
-    def wide(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    def matrix(*shape: int) -> Any:
-        if not narrow:
-            return wide(*shape)
-        blocks = (-(-size // BLOCK) for size in shape[-2:])
-        scales = wide(*shape[:-2], *blocks, dtype=jnp.float32)
-        stack = (shards * stack_size(shape[0] // shards, *shape[1:]), *shape[1:]) if len(shape) == 3 else shape
-        return BlockScaled(wide(*stack, dtype=jnp.float8_e4m3fn), scales)
-
-    moe, hidden = config.moe, config.hidden_size
-    assert moe is not None
-    layers = []
-    for index in range(config.num_layers):
-        attention = {name: wide(*shape) for name, shape in param_shapes(config.attention).items()}
-        for name, shape in param_shapes(config.attention).items():
-            if narrow and len(shape) > 1 and not name.startswith("w_u"):
-                inputs = 2 if name == "o_proj" else 1
-                attention[name] = matrix(math.prod(shape[inputs:]), math.prod(shape[:inputs]))
-        mlp: dict[str, Any] = {}
-        if config.is_moe_layer(index):
-            count, width = moe.num_experts + shards * moe.num_shared, moe.intermediate_size
-            mlp = {"gate_up": matrix(count, 2 * width, hidden), "down": matrix(count, hidden, width)}
-            mlp["router"] = wide(moe.num_experts, hidden, dtype=jnp.float32)
-            if moe.routing == "noaux_tc":
-                mlp["correction_bias"] = wide(moe.num_experts, dtype=jnp.float32)
-        else:
-            width = config.intermediate_size
-            # Where a block of scales would have rows of gate and of up, `load_model` widens them.
-            make = matrix if width % BLOCK == 0 else wide
-            mlp = {"gate_up": make(2 * width, hidden), "down": make(hidden, width)}
-        norms = {"attention_norm": wide(hidden), "mlp_norm": wide(hidden)}
-        layers.append({"attention": attention, "mlp": mlp, **norms})
-    vocabulary = wide(config.vocab_size, hidden)
-    return {"embed": vocabulary, "lm_head": vocabulary, "norm": wide(hidden), "layers": layers}
 
 
 def shapes_here(config: ModelConfig, narrow: bool) -> dict[str, Any]:
@@ -138,27 +98,6 @@ def placed(params: Any) -> Any:
     )
 
 
-def noise(seed: int, shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> jax.Array:
-    """Uniform values of variance 1 / (last axis), or of a scale of such values in e4m3; without temporaries."""
-    values: jax.Array = _noise(shape, jnp.dtype(dtype), sharding)(jnp.uint32(seed))
-    return values
-
-
-@functools.cache
-def _noise(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
-    @functools.partial(jax.jit, out_shardings=sharding)
-    def make(bits: jax.Array) -> jax.Array:
-        for axis in range(len(shape)):
-            bits = (bits ^ jax.lax.broadcasted_iota(jnp.uint32, shape, axis)) * jnp.uint32(0x9E3779B1)
-            bits ^= bits >> 15
-        uniform = (bits >> 8).astype(jnp.float32) / 2**23 - 1
-        if dtype == jnp.float8_e4m3fn:
-            return (uniform * 400).astype(dtype)
-        return (uniform * math.sqrt(3 / shape[-1])).astype(dtype)
-
-    return make
-
-
 def config_of(model: tuple[str, str]) -> ModelConfig:
     """The model's configuration, with --layers layers; no token ends a text."""
     layers = {"num_hidden_layers": LAYERS.value} if LAYERS.value else {}
@@ -170,30 +109,12 @@ def params_of(model: tuple[str, str]) -> Any:
     config, narrow = config_of(model), model[1] == "fp8"
     directory = checkpoint(model)
     if directory is None:
-        return random_params(config, narrow)
+        return random_params(config, shapes_here(config, narrow), make_mesh(mesh_shape()))
+    if not isinstance(config.attention, MLAConfig):
+        raise app.UsageError(f"--checkpoints: no checkpoint of {','.join(model)} is made; legal: points of V2 and V3")
     if not (directory / "config.json").exists():
         write_checkpoint(directory, MODELS[model])
     return load_model(directory, config, keep_fp8=narrow, mesh=mesh_shape(), progress=True)
-
-
-def random_params(config: ModelConfig, narrow: bool) -> dict[str, Any]:
-    """Random parameters on the devices; norms are 1, and block scales bring e4m3 to the variance of the others."""
-    seeds, mesh = iter(range(1, 1 << 20)), make_mesh(mesh_shape())
-    params = shapes_here(config, narrow)
-
-    def make(leaf: Any, spec: Any) -> Any:
-        narrowed = isinstance(leaf, BlockScaled)
-        sharding = None if mesh is None else NamedSharding(mesh, spec.values if narrowed else spec)
-        if narrowed:
-            values = noise(next(seeds), leaf.values.shape, leaf.values.dtype, sharding)
-            scale = math.sqrt(3 / leaf.shape[-1]) / 400
-            return BlockScaled(values, jnp.full(leaf.scales.shape, scale, jnp.float32, device=sharding))
-        if len(leaf.shape) == 1:
-            return jnp.full(leaf.shape, 0 if leaf.dtype == jnp.float32 else 1, leaf.dtype, device=sharding)
-        return noise(next(seeds), leaf.shape, leaf.dtype, sharding)
-
-    specs = jax.tree.broadcast(param_specs(params), params, is_leaf=lambda node: isinstance(node, P))
-    return jax.tree.map(make, params, specs, is_leaf=lambda node: isinstance(node, BlockScaled))
 
 
 def _bytes(tree: Any) -> int:
@@ -212,14 +133,47 @@ def decode_floor(config: ModelConfig, narrow: bool, batch: int) -> float:
             stacks = jax.tree.leaves([layer["mlp"]["gate_up"], layer["mlp"]["down"]])
             each = sum(math.prod(stack.shape[1:]) * stack.dtype.itemsize for stack in stacks)
             total += each * (chosen + moe.num_shared) - _bytes(stacks)
-    total += batch / mesh.replicas * CONTEXT / mesh.context * config.attention.cache_dim * 2 * config.num_layers
+    texts = batch / mesh.replicas / mesh.context
+    total += texts * sum(_cache_bytes_read(config.layer(index).attention) for index in range(config.num_layers))
     return total / bytes_per_s(jax.devices()[0].device_kind) * 1e6
+
+
+def _cache_bytes_read(attention: LayerAttention) -> float:
+    """Of a layer, for a text of --context tokens: all latents, or the keys of the indexer and the rows that it selects,
+    packed as they are by default."""
+    context = CONTEXT.value
+    if isinstance(attention, MLAConfig):
+        return context * attention.cache_dim * 2
+    if isinstance(attention, V32Config):
+        return context * (attention.index_head_dim + 4) + min(attention.index_topk, context) * 656
+    entries = context // attention.ratio if attention.ratio else 0
+    total = min(attention.sliding_window, context) * 584
+    if attention.kind == "csa":
+        return total + entries * (attention.index_head_dim + 4) + min(attention.index_topk, entries) * 584
+    return total + entries * 584
+
+
+def _products_with_keys(attention: LayerAttention, length: int) -> float:
+    """Terms of the products of a token with keys in a layer, on average over a prompt of `length` tokens; those of the
+    indexer, in fp8, count half."""
+    seen = length / 2
+    if isinstance(attention, MLAConfig):
+        return attention.num_attention_heads * (attention.qk_head_dim + attention.v_head_dim) * seen
+    if isinstance(attention, V32Config):
+        mla, indexer = attention.mla, attention.index_n_heads * attention.index_head_dim
+        widths = mla.num_attention_heads * (mla.cache_dim + mla.kv_lora_rank)
+        return widths * min(attention.index_topk, seen) + indexer * seen / 2
+    entries = seen / attention.ratio if attention.ratio else 0
+    indexer = attention.index_n_heads * attention.index_head_dim * entries / 2 if attention.kind == "csa" else 0
+    selected = min(attention.index_topk, entries) if attention.kind == "csa" else entries
+    rows = min(attention.sliding_window, seen) + selected
+    return attention.num_attention_heads * 2 * attention.head_dim * rows + indexer
 
 
 def prefill_floor(config: ModelConfig, tokens: int, length: int) -> float:
     """Microseconds of a device's share of the products for that many tokens of prompts of `length` tokens; the head
     sees the last of each."""
-    moe, attention = config.moe, config.attention
+    moe = config.moe
     assert moe is not None
     weights = 0.0
     for layer in shapes(config, False)["layers"]:
@@ -228,31 +182,37 @@ def prefill_floor(config: ModelConfig, tokens: int, length: int) -> float:
         if "router" in layer["mlp"]:
             matrices *= (moe.top_k + moe.num_shared) / (moe.num_experts + moe.num_shared)
         weights += matrices
-    widths = attention.qk_head_dim + attention.v_head_dim
-    scores = config.num_layers * attention.num_attention_heads * widths * length / 2
+    scores = sum(_products_with_keys(config.layer(index).attention, length) for index in range(config.num_layers))
     return 2 * tokens * (weights + scores) / FLOPS_PER_S * 1e6 / mesh_shape().size
 
 
+def prompts_of_prefill() -> int:
+    """Prompts whose prefill is timed, for all replicas: 32 each of up to 512 tokens, fewer of longer ones."""
+    return min(32, max(4, 16384 // CONTEXT.value)) * mesh_shape().replicas
+
+
 def admit_texts(engine: Engine, config: ModelConfig, batch: int, limit: int) -> None:
-    """Texts of CONTEXT tokens, to be prefilled."""
-    for text, prompt in enumerate(prompts(config.vocab_size, batch, CONTEXT)):
+    """Texts of --context tokens, to be prefilled."""
+    for text, prompt in enumerate(prompts(config.vocab_size, batch, CONTEXT.value)):
         assert engine.admit(text, prompt, limit)
 
 
 def place_texts(engine: Engine, config: ModelConfig, batch: int, limit: int) -> None:
-    """Texts as if their prompts of CONTEXT tokens had been prefilled, over caches of noise."""
+    """Texts as if their prompts of --context tokens had been prefilled, over caches of noise."""
     admit_texts(engine, config, batch, limit)
     session = engine._opened()
     for replica in session.replicas:
         replica.arrived.clear()
     for layer, cache in enumerate(session.caches):
-        session.caches[layer] = noise(layer, cache.shape, cache.dtype, cache.sharding)
+        leaves, structure = jax.tree.flatten(cache)
+        noisy = [noise(layer, leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves]
+        session.caches[layer] = jax.tree.unflatten(structure, noisy)
     arrays = [np.zeros(array.shape, np.int32) for array in session.state]
     state = type(session.state)(*arrays)
     for text in session.texts.values():
-        text.cached, text.scheduled, text.generated = CONTEXT, 1, [text.prompt[0]]
+        text.cached, text.scheduled, text.generated = CONTEXT.value, 1, [text.prompt[0]]
         row = text.replica * session.plan.rows + text.row
-        state.tokens[row], state.cached[row], state.remaining[row] = text.prompt[0], CONTEXT, limit - 1
+        state.tokens[row], state.cached[row], state.remaining[row] = text.prompt[0], CONTEXT.value, limit - 1
         state.block_tables[row, : len(text.table.pages)] = text.table.pages
     session.state = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), state, session.state)
 
@@ -294,10 +254,10 @@ def time_prefill(engine: Engine, config: ModelConfig, count: int, length: int) -
     return taken * 1e6
 
 
-def options(batch: int, length: int = CONTEXT) -> EngineOptions:
+def options(config: ModelConfig, batch: int, length: int) -> EngineOptions:
     """For texts of `length` tokens and some more."""
-    mesh = mesh_shape()
-    pages = -(-batch // mesh.replicas) * (length // (64 * mesh.context) + 2)
+    mesh, page_size = mesh_shape(), default_page_size(config)
+    pages = -(-batch // mesh.replicas) * ((length + STEPS) // (page_size * mesh.context) + 2)
     return EngineOptions(
         max_batch=batch,
         num_pages=pages,
@@ -315,12 +275,12 @@ def compile_step(config: ModelConfig, narrow: bool, what: str) -> None:
     replicas = mesh_shape().replicas
     params = placed(jax.eval_shape(lambda params: fold(params, config), shapes_here(config, narrow)))
     if what.startswith("prompt"):
-        engine = Engine(params, config, options(1, int(what.removeprefix("prompt"))))
+        engine = Engine(params, config, options(config, 1, int(what.removeprefix("prompt"))))
         engine.compile_ahead()
         print(f"steps of {what}: compiled in {engine.figures.compile_seconds:.1f} s", flush=True)
         return
-    batch = 32 * replicas if what == "prefill" else int(what)
-    engine = Engine(params, config, options(batch))
+    batch = prompts_of_prefill() if what == "prefill" else int(what)
+    engine = Engine(params, config, options(config, batch, CONTEXT.value))
     engine.open()
     plan = engine.plan
     calls = {}
@@ -328,7 +288,7 @@ def compile_step(config: ModelConfig, narrow: bool, what: str) -> None:
         calls["decode"] = engine.call(StepKind("decode", plan.rows), steps.no_drafts(replicas * plan.rows))
     if what == "prefill" or CHECKPOINTS.value:
         kind = StepKind("fresh", plan.prefill_rows)
-        each = -(-batch // replicas) * CONTEXT
+        each = -(-batch // replicas) * CONTEXT.value
         size = next(size for size in plan.prefill_sizes if size >= min(CHUNK.value, each))
         calls["prefill"] = engine.call(kind, engine._no_prompts(kind, size))
     for step, (run, arguments) in calls.items():
@@ -346,21 +306,21 @@ def measure(record: Record, params: Any, model: tuple[str, str], what: str) -> N
     row: dict[str, Any]
     if what == "prefill":
         replicas = mesh_shape().replicas
-        batch, tokens = 32 * replicas, CHUNK.value * replicas
-        engine = Engine(params, config, options(batch))
-        time_prefill(engine, config, batch, CONTEXT)
-        us = time_prefill(engine, config, 2 * batch, CONTEXT) * tokens / (2 * batch * CONTEXT)
-        floor = prefill_floor(config, tokens, CONTEXT)
-        row = {"b": tokens // CONTEXT, "mode": mode_name(model, "prefill")}
+        batch, tokens = prompts_of_prefill(), CHUNK.value * replicas
+        engine = Engine(params, config, options(config, batch, CONTEXT.value))
+        time_prefill(engine, config, batch, CONTEXT.value)
+        us = time_prefill(engine, config, 2 * batch, CONTEXT.value) * tokens / (2 * batch * CONTEXT.value)
+        floor = prefill_floor(config, tokens, CONTEXT.value)
+        row = {"b": max(1, tokens // CONTEXT.value), "mode": mode_name(model, "prefill")}
     elif what.startswith("prompt"):
         tokens = int(what.removeprefix("prompt"))
-        engine = Engine(params, config, options(1, tokens))
+        engine = Engine(params, config, options(config, 1, tokens))
         time_prefill(engine, config, 1, tokens)
         us, floor = time_prefill(engine, config, 1, tokens), prefill_floor(config, tokens, tokens)
         row = {"b": 1, "mode": mode_name(model, "prompt"), "context": tokens, "chunk": CHUNK.value}
     else:
         batch = tokens = int(what)
-        engine = Engine(params, config, options(batch))
+        engine = Engine(params, config, options(config, batch, CONTEXT.value))
         engine.compile_ahead(prefill=False)
         compiled = engine.figures.compile_seconds
         prefilled = bool(CHECKPOINTS.value)
@@ -369,10 +329,12 @@ def measure(record: Record, params: Any, model: tuple[str, str], what: str) -> N
         row = {"b": batch, "mode": mode_name(model, "decode")}
         row["warm_s" if CACHE.value else "compile_s"] = round(compiled, 1)
         if prefilled:
-            row |= {"context": CONTEXT, "tokens": texts}
+            row |= {"context": CONTEXT.value, "tokens": texts}
             row |= {} if (share := equal_share(row)) is None else {"equal_tokens": round(share, 4)}
     rate = tokens / us * 1e6
-    sizes = {"context": CONTEXT, "layers": config.num_layers, "heads": config.attention.num_attention_heads}
+    attention = config.layer(0).attention
+    heads = (attention.mla if isinstance(attention, V32Config) else attention).num_attention_heads
+    sizes = {"context": CONTEXT.value, "layers": config.num_layers, "heads": heads}
     if mesh_shape().size > 1:
         sizes |= {f"{axis}_parallel": size for axis, size in dataclasses.asdict(mesh_shape()).items()}
         if "+COLLECTIVES" in os.environ.get("XLA_FLAGS", ""):

@@ -67,20 +67,22 @@ def write(results: Path, figures: Path, page: Path) -> str:
         heads += [head for name in peers for head in (name, f"/ {name}")]
         lines = []
         for row in ours:
-            us, key = row["us"], (row["mode"], row["b"])
-            cells = [row["mode"], str(row["b"]), number(row["floor_us"] / 1e3, 2), f"**{us / 1e3:.2f}**"]
+            us, key = row["us"], (row["mode"], row["b"]) if row["context"] == context else None
+            longer = "" if row["context"] == context else f", {row['context']:,} tokens"
+            cells = [row["mode"] + longer, str(row["b"]), number(row["floor_us"] / 1e3, 2), f"**{us / 1e3:.2f}**"]
             cells += [f"{row['floor_us'] / us:.0%}", f"{row['tokens_per_s']:,}"]
             for times in peers.values():
                 cells += [number(times.get(key, 0) / 1e3, 2), quotient(us, times.get(key))]
             lines.append(cells)
         said = (
-            f"Milliseconds a step, random weights, {context} tokens of context. The floor takes experts that are "
-            f"chosen evenly; tokens of random weights choose somewhat fewer of them. {provenance(ours)}"
+            f"Milliseconds a step, random weights, {context} tokens of context unless others are named. The floor "
+            f"takes experts that are chosen evenly; tokens of random weights choose somewhat fewer of them. "
+            f"{provenance(ours)}"
         )
         if peers:
             used = [row for row in rows if row["context"] == context and row["kv"] == "auto"]
             said += f" {_said_of_vllm(used)}"
-        draw(ours, peers, figures / "generate_decode.png")
+        draw([row for row in ours if row["context"] == context], peers, figures / "generate_decode.png")
     image = f"![milliseconds a decode step]({figures.relative_to(page.parent).as_posix()}/generate_decode.png)"
     page.write_text(between_markers(page.read_text(), "generate", "\n\n".join([said, table_of(heads, lines), image])))
     return said

@@ -39,6 +39,21 @@ V3 = {
     "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5,
     "rope_scaling": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
 }  # fmt: skip
+V32 = {
+    **V3, "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32",
+    "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048,
+}  # fmt: skip
+V4_FLASH = {
+    "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "hidden_act": "silu",
+    "attention_bias": False, "rms_norm_eps": 1e-6, "max_position_embeddings": 1048576, "tie_word_embeddings": False,
+    "bos_token_id": 0, "eos_token_id": 1, "torch_dtype": "bfloat16", "vocab_size": 129280, "hidden_size": 4096,
+    "moe_intermediate_size": 2048, "num_attention_heads": 64, "num_key_value_heads": 1, "head_dim": 512,
+    "qk_rope_head_dim": 64, "q_lora_rank": 1024, "o_groups": 8, "o_lora_rank": 1024, "sliding_window": 128,
+    "index_n_heads": 64, "index_head_dim": 128, "index_topk": 512, "n_routed_experts": 256, "n_shared_experts": 1,
+    "num_experts_per_tok": 6, "norm_topk_prob": True, "routed_scaling_factor": 1.5, "scoring_func": "sqrtsoftplus",
+    "swiglu_limit": 10.0, "hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "rope_theta": 10000.0,
+    "compress_rope_theta": 160000.0, "compress_ratios": [128, 4, 128, 4, 128, 4], "num_hash_layers": 1,
+}  # fmt: skip
 _FP8 = {
     "quantization_config": {
         "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
@@ -49,6 +64,8 @@ MODELS: dict[tuple[str, str], dict[str, Any]] = {
     ("v2-lite", "fp8"): {**V2_LITE, **_FP8},
     ("v3-slice", "bf16"): {**V3, "num_hidden_layers": 6},
     ("v3-slice", "fp8"): {**V3, **_FP8, "num_hidden_layers": 10},
+    ("v3.2-slice", "fp8"): {**V32, **_FP8, "num_hidden_layers": 6},
+    ("v4-slice", "fp8"): {**V4_FLASH, **_FP8, "num_hidden_layers": 6},
 }
 """config.json of each model, by its name and the format of its weights."""
 

@@ -274,13 +274,14 @@ def test_whole_models_become_the_readmes_table(figures: ModuleType, tmp_path: Pa
             ("vllm", "CUSTOM", 50000.0, {"mode": "v2-lite prefill", "prefill": "CUSTOM"}),
         )
     ]  # fmt: skip
-    rows.append({**rows[0], "b": 1})
+    rows += [{**rows[0], "b": 1}, {**rows[0], "context": 16384, "us": 9000.0}]
     (tmp_path / "generate.json").write_text(json.dumps(rows))
     (tmp_path / "vllm.json").write_text(json.dumps(vllm))
     assert figures.main(with_markers(tmp_path, "generate", "vllm")) == 0
     readme = (tmp_path / "README.md").read_text()
     assert "| v2-lite decode | 16 | 6.00 | **8.00** | 75% | 2,000 | 9.00 | 0.89 | 7.00 | 1.14 |\n" in readme
     assert "| v2-lite decode | 1 | 6.00 | **8.00** | 75% | 2,000 | - | - | - | - |\n" in readme
+    assert "| v2-lite decode, 16,384 tokens | 16 | 6.00 | **9.00** | 67% | 2,000 | - | - | - | - |\n" in readme
     assert "timed (FLASHMLA, FLASH_ATTN_MLA)" in readme and "vLLM 0.26.0 read the same checkpoint" in readme
     page = (tmp_path / "figures" / "vllm.md").read_text()
     names = "FLASHMLA | FLASH_ATTN_MLA | **tsmla** | FLASHMLA, fp8 cache | **tsmla**, fp8 cache"

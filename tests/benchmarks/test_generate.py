@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+from examples import make_checkpoint
 from tsmla_jax.generate import ModelConfig, load_model
 
 pytest.importorskip("absl", reason="the benchmarks' flags")
@@ -22,6 +23,16 @@ TINY = {
     "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64, "n_routed_experts": 8, "num_experts_per_tok": 2,
 }  # fmt: skip
 
+OF_MODEL = {
+    "v2-lite": {},
+    "v3-slice": {"q_lora_rank": 128, "n_group": 2, "topk_group": 1},
+    "v3.2-slice": {"q_lora_rank": 128, "n_group": 2, "topk_group": 1, "index_n_heads": 4, "index_topk": 32},
+    "v4-slice": {
+        "num_hidden_layers": 4, "num_key_value_heads": 1, "q_lora_rank": 128, "o_groups": 2, "o_lora_rank": 64,
+        "index_n_heads": 4, "index_topk": 16,
+    },
+}  # fmt: skip
+
 QUICK = {"CUDA_VISIBLE_DEVICES": "", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
 # What a program runs before its main: tiny models, and short texts.
@@ -30,9 +41,7 @@ import sys
 sys.path.insert(0, {str(ROOT / "benchmarks")!r})
 import whole_models
 for name, fields in whole_models.MODELS.items():
-    fields.update({TINY!r})
-    if name[0] == "v3-slice":
-        fields.update(q_lora_rank=128, n_group=2, topk_group=1)
+    fields.update({TINY!r} | {OF_MODEL!r}[name[0]])
 """
 
 
@@ -40,7 +49,8 @@ for name, fields in whole_models.MODELS.items():
 def modules(request: pytest.FixtureRequest) -> dict[str, ModuleType]:
     sys.path.insert(0, str(ROOT / "benchmarks"))  # as for a program of that folder
     request.addfinalizer(lambda: sys.path.remove(str(ROOT / "benchmarks")))
-    return {name: importlib.import_module(name) for name in ("whole_models", "random_checkpoint", "generate")}
+    names = ("whole_models", "random_checkpoint", "random_model")
+    return {name: importlib.import_module(name) for name in names}
 
 
 def run(program: str, arguments: list[Any], path: str = "", devices: int = 1, **patches: int) -> str:
@@ -63,8 +73,7 @@ def run(program: str, arguments: list[Any], path: str = "", devices: int = 1, **
 
 @pytest.mark.parametrize("model", [("v2-lite", "fp8"), ("v3-slice", "bf16")])
 def test_checkpoints_of_random_weights(model: tuple[str, str], modules: dict[str, Any], tmp_path: Path) -> None:
-    v3 = {"q_lora_rank": 128, "n_group": 2, "topk_group": 1} if model[0] == "v3-slice" else {}
-    fields = modules["whole_models"].MODELS[model] | TINY | v3
+    fields = modules["whole_models"].MODELS[model] | TINY | OF_MODEL[model[0]]
     config, narrow = ModelConfig.from_hf(fields), model[1] == "fp8"
     writer = modules["random_checkpoint"]
     for directory in (tmp_path / "a", tmp_path / "b"):
@@ -72,7 +81,7 @@ def test_checkpoints_of_random_weights(model: tuple[str, str], modules: dict[str
     params = load_model(tmp_path / "a", config, keep_fp8=narrow)
     # The parameters that the benchmark makes on the device have the same shapes and dtypes.
     shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), params)
-    assert shapes == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), modules["generate"].shapes(config, narrow))
+    assert shapes == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), modules["random_model"].shapes(config, narrow))
     for left, right in zip(*(jax.tree.leaves(load_model(tmp_path / x, config)) for x in "ab"), strict=True):
         np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
     wide = load_model(tmp_path / "a", config, dtype="float32", keep_fp8=False)
@@ -81,10 +90,41 @@ def test_checkpoints_of_random_weights(model: tuple[str, str], modules: dict[str
     assert not np.array_equal(np.sort(experts[0, 0]), np.sort(experts[1, 0]))
 
 
+@pytest.mark.parametrize("model", ["v3.2", "v4"])
+def test_random_parameters_are_shaped_as_loaded_ones(model: str, modules: dict[str, Any], tmp_path: Path) -> None:
+    """Of the models with sparse attention; and are finite, matrices of the variance of their inputs."""
+    make_checkpoint.make_checkpoint(tmp_path, model=model, fp8=model == "v3.2")
+    config = ModelConfig.from_hf(tmp_path)
+    params = load_model(tmp_path, config, keep_fp8=True)
+    shapes = modules["random_model"].shapes(config, model == "v3.2")
+    described = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), shapes)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), params) == described
+    made = modules["random_model"].random_params(config, shapes, None)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), made) == described
+    for path, leaf in jax.tree_util.tree_leaves_with_path(made):
+        values = np.asarray(leaf, np.float32)
+        assert np.isfinite(values).all()
+        if values.ndim == 2 and leaf.dtype == np.dtype("bfloat16"):
+            np.testing.assert_allclose(values.std() * values.shape[-1] ** 0.5, 1, atol=0.1, err_msg=str(path))
+
+
+@pytest.mark.slow
+def test_a_record_of_sparse_models(tmp_path: Path) -> None:
+    points = "/".join(f"{model},fp8,{what}" for model in ("v3.2-slice", "v4-slice") for what in ("2", "prompt300"))
+    arguments = ["--context", 200, "--chunk", 128, "--points", points, "--out", tmp_path / "out.json"]
+    run("generate", arguments, STEPS=6)
+    rows = json.loads((tmp_path / "out.json").read_text())
+    assert [(row["mode"], row["b"], row["context"]) for row in rows] == [
+        ("v3.2-slice fp8 decode", 2, 200), ("v3.2-slice fp8 prompt", 1, 300),
+        ("v4-slice fp8 decode", 2, 200), ("v4-slice fp8 prompt", 1, 300),
+    ]  # fmt: skip
+    assert all(row["us"] > 0 and row["floor_us"] > 0 for row in rows)
+
+
 @pytest.mark.slow
 def test_a_record_of_checkpoints(tmp_path: Path) -> None:
     """The same weights give the same tokens again."""
-    common, sizes = ["--checkpoints", tmp_path, "--chunk", 64], {"CONTEXT": 64, "STEPS": 6}
+    common, sizes = ["--checkpoints", tmp_path, "--chunk", 64, "--context", 64], {"STEPS": 6}
     points = ["v2-lite,bf16,4", "v2-lite,bf16,4/v2-lite,bf16,prefill/v2-lite,fp8,1"]
     for out, some, more in (("first", points[0], []), ("second", points[1], ["--compare", tmp_path / "first"])):
         run("generate", [*common, "--points", some, "--out", tmp_path / out, *more], **sizes)
@@ -99,7 +139,8 @@ def test_a_record_of_checkpoints(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_steps_compile_without_weights(tmp_path: Path) -> None:
     points = "v2-lite,fp8,1/v3-slice,bf16,prefill"
-    said = run("generate", ["--compile_only", "--compilation_cache", tmp_path, "--points", points], CONTEXT=64)
+    given = ["--compile_only", "--compilation_cache", tmp_path, "--points", points, "--context", 64]
+    said = run("generate", given)
     assert [line.partition(":")[0] for line in said.splitlines()] == ["decode of 1", "prefill of prefill"]
     assert any(tmp_path.iterdir())
 
@@ -109,7 +150,7 @@ def test_steps_compile_without_weights(tmp_path: Path) -> None:
 def test_steps_of_a_mesh_compile_without_weights(tmp_path: Path, axis: str) -> None:
     """And are those that a run with weights makes: it adds no program of a step to the compilation cache."""
     arguments = ["--compilation_cache", tmp_path, "--points", "v3-slice,bf16,4", f"--{axis}_parallel", 2]
-    sizes = {"CONTEXT": 64, "STEPS": 2}
+    arguments, sizes = [*arguments, "--context", 64], {"STEPS": 2}
     run("generate", ["--compile_only", *arguments], devices=2, **sizes)
     compiled = {path.name for path in tmp_path.glob("jit_program*")}
     run("generate", [*arguments, "--out", tmp_path / "out.json"], devices=2, **sizes)
@@ -118,8 +159,8 @@ def test_steps_of_a_mesh_compile_without_weights(tmp_path: Path, axis: str) -> N
 
 @pytest.mark.slow
 def test_a_record_without_checkpoints(tmp_path: Path) -> None:
-    sizes = {"CONTEXT": 64, "STEPS": 6}
-    run("generate", ["--points", "v2-lite,bf16,4/v3-slice,fp8,4", "--out", tmp_path / "out.json"], **sizes)
+    given = ["--points", "v2-lite,bf16,4/v3-slice,fp8,4", "--context", 64, "--out", tmp_path / "out.json"]
+    run("generate", given, STEPS=6)
     assert not any("tokens" in row for row in json.loads((tmp_path / "out.json").read_text()))
 
 
