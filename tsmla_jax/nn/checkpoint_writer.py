@@ -5,6 +5,7 @@ Generic, as `checkpoint.py`: nothing here knows about attention. The host holds 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -33,7 +34,8 @@ def save_checkpoint(
     base: Checkpoint | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Writes tensors to one safetensors file, or to several with an index; a failure leaves none of them.
+    """Writes tensors to one safetensors file, or to several with an index; a failure leaves none of them, nor a folder
+    that was not there.
 
     Args:
         checkpoint_dir: the folder, made if it is not there; it must not hold safetensors yet.
@@ -52,6 +54,7 @@ def save_checkpoint(
         raise ValueError(f"{there[0]}: is there already; legal: a folder without safetensors")
     if max_shard_bytes < 1:
         raise ValueError(f"{max_shard_bytes=}; legal: a positive number of bytes")
+    made = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
     try:
@@ -59,6 +62,9 @@ def save_checkpoint(
     except BaseException:
         for path in written:
             path.unlink(missing_ok=True)
+        if made:
+            with contextlib.suppress(OSError):  # another program may have put something there
+                directory.rmdir()
         raise
     if base is not None:
         for source in sorted(base.directory.iterdir()):

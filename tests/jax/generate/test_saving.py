@@ -119,5 +119,9 @@ def test_refuses_parameters_of_another_model(tiny_model: tuple[ModelConfig, Any]
     base = write_tiny(tmp_path / "base", {**tiny_tensors(fields), **bias})
     with pytest.raises(CheckpointError, match=r"without 1 of the tensors: 'model\.layers\.0\.self_attn\.o_proj\.bias'"):
         save_model(tmp_path / "b", params, config, base=base)
-    assert not list((tmp_path / "b").iterdir())
+    assert not (tmp_path / "b").exists()
+    (tmp_path / "c").mkdir()
+    with pytest.raises(CheckpointError, match="without 1 of the tensors"):
+        save_model(tmp_path / "c", params, config, base=base)
+    assert not list((tmp_path / "c").iterdir())
     assert json.loads((base / "config.json").read_text()) == fields
