@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 ARCHS = ("sm_100a", "sm_103a", "sm_107a")
 CHECKED_VERSION = "2.0.4"  # of tokenspeed-mla, which this adapter was compiled with and compared to
-INSTALL = 'pip install "tsmla-jax[blackwell]"'
+INSTALL = 'pip install "tokenspeed-mla>=2.0,<3"'
 
 NOTICE = (
     "TokenSpeed's kernels, compiled for SM100, SM103 and SM107 and checked without a GPU of that kind; not run on one"

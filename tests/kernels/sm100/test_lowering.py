@@ -211,7 +211,7 @@ def test_without_the_package_only_stored_objects_run(monkeypatch: pytest.MonkeyP
     explained = tsmla_jax.explain("mla_decode", *specs(), softmax_scale=1.0, implementation="cute")
     (reason,) = explained.reasons["cute"]
     assert reason == (
-        'mla_decode_sm100 is made of tokenspeed-mla, which is not installed: pip install "tsmla-jax[blackwell]"'
+        'mla_decode_sm100 is made of tokenspeed-mla, which is not installed: pip install "tokenspeed-mla>=2.0,<3"'
     )
     monkeypatch.setattr(object_cache, "is_stored", lambda kernel, config, arch: kernel is MLA_DECODE_SM100)
     explained = tsmla_jax.explain("mla_decode", *specs(), softmax_scale=1.0, implementation="cute")
