@@ -69,7 +69,9 @@ def write(results: Path, figures: Path, page: Path) -> str:
         for row in ours:
             us, key = row["us"], (row["mode"], row["b"]) if row["context"] == context else None
             longer = "" if row["context"] == context else f", {row['context']:,} tokens"
-            cells = [row["mode"] + longer, str(row["b"]), number(row["floor_us"] / 1e3, 2), f"**{us / 1e3:.2f}**"]
+            sliced = f", {row['layers']} layers" if "slice" in row["mode"] else ""
+            cells = [row["mode"] + sliced + longer, str(row["b"])]
+            cells += [number(row["floor_us"] / 1e3, 2), f"**{us / 1e3:.2f}**"]
             cells += [f"{row['floor_us'] / us:.0%}", f"{row['tokens_per_s']:,}"]
             for times in peers.values():
                 cells += [number(times.get(key, 0) / 1e3, 2), quotient(us, times.get(key))]
