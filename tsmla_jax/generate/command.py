@@ -205,14 +205,14 @@ def _generate(args: argparse.Namespace) -> None:
         expert_parallel=args.expert_parallel,
         context_parallel=args.context_parallel,
     )
-    tokenizer = None if args.prompt_ids else _load_tokenizer(checkpoint)
+    tokenizer = None if args.prompt_ids is not None else _load_tokenizer(checkpoint)
     if tokenizer:
         lines = args.prompt or _read_lines(Path(args.prompt_file))
         prompts = [tokenizer.encode(line) for line in lines]
     else:
         lines, prompts = [], read_prompt_ids(Path(args.prompt_ids))
-    if args.json and not Path(args.json).absolute().parent.is_dir():
-        raise ValueError(f"--json {args.json}: there is no such directory")
+    if args.json is not None:
+        _check_writable(Path(args.json))
     # The prompts are checked before the weights are read, which may take minutes.
     dtype = DTYPES.get(args.dtype, config.dtype)
     plan = _in_flags(make_plan, config, options, prompts, args.max_new_tokens, dtype)
@@ -246,7 +246,7 @@ def _generate(args: argparse.Namespace) -> None:
         return
     record = _record(result, plan, load_seconds) | {"cache_dtype_by_default": options.cache_dtype is None}
     print("\n" + table(record), flush=True)
-    if args.json:
+    if args.json is not None:
         Path(args.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
@@ -311,9 +311,10 @@ def _check_memory(size: int) -> None:
 
 
 def put_collectives_in_graphs() -> None:
-    """Tells XLA, before it starts, to run collectives in CUDA graphs too, unless XLA_FLAGS say what runs there."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    if "--xla_gpu_enable_command_buffer" not in flags:
+    """Tells XLA, before it starts, to run collectives in CUDA graphs too, unless XLA_FLAGS say what runs there, or name
+    a file that does."""
+    flags = os.environ.get("XLA_FLAGS", "").strip()
+    if "--xla_gpu_enable_command_buffer" not in flags and flags[:1] in ("", "-"):
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_command_buffer=+COLLECTIVES".strip()
 
 
@@ -361,8 +362,23 @@ def read_prompt_ids(path: Path) -> list[list[int]]:
     return value
 
 
+def _check_writable(path: Path) -> None:
+    """ValueError before the run if its record can't be written after it."""
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"--json {path}: there is no such directory")
+    is_new = not path.exists()
+    try:
+        with path.open("a"):
+            pass
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ValueError(f"--json {path}: can't be written: {error.strerror}") from None
+
+
 def _read_lines(path: Path) -> list[str]:
-    lines = [line for line in read_text("--prompt-file", path).splitlines() if line.strip()]
+    # Not splitlines, which cuts at form feeds and at separators of Unicode, too.
+    lines = [line.removesuffix("\r") for line in read_text("--prompt-file", path).split("\n") if line.strip()]
     if not lines:
         raise ValueError(f"--prompt-file {path}: holds no prompt; legal: one a line")
     return lines

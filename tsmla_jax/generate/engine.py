@@ -7,9 +7,10 @@ runs; with speculation it reads them before, because the drafts come from them.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from tsmla_jax.generate.explaining import Choice
 from tsmla_jax.generate.figures import Figures
 from tsmla_jax.generate.mesh import make_mesh, put_params
 from tsmla_jax.generate.model import Params, Phase, Scales, StepOptions, fold, rope_tables
+from tsmla_jax.generate.pages import pages_for
 from tsmla_jax.generate.plan import BATCH_SIZES, EngineOptions, Plan, check_text, is_count, make_plan, make_serving_plan
 from tsmla_jax.generate.programs import Programs, programs_for
 from tsmla_jax.generate.replica import Replica, Text, fill_prompts
@@ -92,7 +94,11 @@ class _Started(NamedTuple):
 
 @dataclass
 class _Session:
-    """The caches, and the texts on their way through them."""
+    """The caches, and the texts on their way through them.
+
+    found: tokens that no call of `step` has returned yet.
+    broken: the exception that broke a change off, so that the host and the device may differ; nothing goes on then.
+    """
 
     plan: Plan
     programs: Programs
@@ -102,6 +108,17 @@ class _Session:
     constants: Constants
     texts: dict[int, Text] = field(default_factory=dict)
     started: deque[_Started] = field(default_factory=deque)
+    found: list[Tokens] = field(default_factory=list)
+    broken: str | None = None
+
+    @contextlib.contextmanager
+    def changes(self) -> Iterator[None]:
+        """Around what must be done as a whole: Ctrl-C, a device without memory or a failing `on_compile` break it."""
+        try:
+            yield
+        except BaseException as error:
+            self.broken = f"{type(error).__name__}: {error}".rstrip(": ")
+            raise
 
 
 OnTokens = Callable[[int, list[int], bool], None]
@@ -200,7 +217,8 @@ class Engine:
         session = self._opened()
         if not is_count(text_id) or text_id >= 2**31 or text_id in session.texts:
             raise ValueError(f"text_id = {text_id}; legal: an int, 0 to 2**31 - 1, and of no text under way")
-        need = check_text(self.config, session.plan, f"text {text_id}", tokens, max_new_tokens)
+        tokens = check_text(self.config, session.plan, f"text {text_id}", tokens, max_new_tokens)
+        need = pages_for(len(tokens) + max_new_tokens - 1, session.plan.span)
         roomy = [replica for replica in session.replicas if replica.has_room(need)]
         if not roomy or len(session.texts) == self.options.max_batch:
             return False
@@ -220,11 +238,17 @@ class Engine:
         Raises:
           FloatingPointError: the logits of a text are NaN or infinite; names it and its token. That text is ended, and
             the others can go on.
+          RuntimeError: a step before was broken off by another exception, Ctrl-C for one, and its texts are lost; legal
+            is `close`.
         """
-        session = self._session
-        if session is None:
+        if self._session is None:
             return []
-        started = self._start()
+        session = self._opened()
+        # With speculation drafts follow the last step's tokens, which are still to be read if they raised.
+        started = bool(self.options.speculative and session.started)
+        if not started:
+            with session.changes():
+                started = self._start()
         if session.texts and not session.started:
             raise AssertionError("texts are under way, and none of them has anything to do")
         return self._read(keep=1 if started and not self.options.speculative else 0)
@@ -238,13 +262,14 @@ class Engine:
         Raises:
           ValueError: it is not under way.
         """
-        session = self._session
-        text = session.texts.get(text_id) if session else None
-        if session is None or text is None:
+        if self._session is None or text_id not in self._session.texts:
             raise ValueError(f"text_id = {text_id}; legal: a text under way")
+        session = self._opened()
+        text = session.texts[text_id]
         row = text.replica * session.plan.rows + text.row
-        session.state = session.programs.drop_row(session.state, np.int32(row))
-        self._finish(session, text)
+        with session.changes():
+            session.state = session.programs.drop_row(session.state, np.int32(row))
+            self._finish(session, text)
 
     def open(self) -> None:
         """Makes the caches for texts that come one by one, if there are none; the first `admit` does it, too. Raises as
@@ -277,7 +302,12 @@ class Engine:
         for size in batch_sizes:
             if size not in legal:
                 raise ValueError(f"batch_sizes: got {size}; legal: {', '.join(map(str, legal))}")
-        for size in dict.fromkeys((*batch_sizes, plan.rows)):
+        with self._opened().changes():
+            self._compile_all([*dict.fromkeys((*batch_sizes, plan.rows))], prefill)
+
+    def _compile_all(self, batch_sizes: Sequence[int], prefill: bool) -> None:
+        plan = self.plan
+        for size in batch_sizes:
             for most in dict.fromkeys((0, self.options.speculative)):
                 self._compile(StepKind("decode", size), steps.no_drafts(plan.mesh.replicas * size, most))
         longest = plan.max_pages * plan.span
@@ -290,6 +320,8 @@ class Engine:
     def _opened(self) -> _Session:
         if self._session is None:
             raise ValueError("the engine is closed; legal: after open, or after the first admit")
+        if self._session.broken:
+            raise RuntimeError(f"a step was broken off ({self._session.broken}), and its texts are lost; legal: close")
         return self._session
 
     def _open(self, plan: Plan) -> None:
@@ -468,28 +500,34 @@ class Engine:
     def _read(self, keep: int) -> list[Tokens]:
         """The new tokens of all steps that were started but the last `keep`."""
         session = self._opened()
-        found: list[Tokens] = []
         while len(session.started) > keep:
-            started = session.started.popleft()
-            tokens = np.asarray(started.tokens)
+            started = session.started[0]
+            tokens = np.asarray(started.tokens)  # waits for the device; Ctrl-C here loses nothing
             if (tokens == NOT_FINITE).any():
                 # Read again by the next call, so that no token of another text is lost.
-                session.started.appendleft(started)
-                if found:
+                if session.found:
                     break
                 self._refuse_unfinite(session, started, tokens)
+            with session.changes():
                 session.started.popleft()
-            now = time.perf_counter()
-            setattr(self.figures, started.seconds, getattr(self.figures, started.seconds) + now - self._marked)
-            self._marked = now
-            for row, text in started.texts.items():
-                # A text that ended in the step before had a row in this one, too.
-                new = [] if text.done else [token for token in tokens[row].ravel().tolist() if token != steps.NO_TOKEN]
-                if new:
-                    found.append(self._append(session, text, new))
-                    if started.seconds == "decode_seconds":
-                        self.figures.decoded_tokens += len(new)
-                        self.figures.accepted_tokens += len(new) - 1
+                session.found += self._take(session, started, tokens)
+        found, session.found = session.found, []
+        return found
+
+    def _take(self, session: _Session, started: _Started, tokens: np.ndarray[Any, Any]) -> list[Tokens]:
+        """Gives the tokens of a step to its texts."""
+        now = time.perf_counter()
+        setattr(self.figures, started.seconds, getattr(self.figures, started.seconds) + now - self._marked)
+        self._marked = now
+        found: list[Tokens] = []
+        for row, text in started.texts.items():
+            # A text that ended in the step before had a row in this one, too.
+            new = [] if text.done else [token for token in tokens[row].ravel().tolist() if token != steps.NO_TOKEN]
+            if new:
+                found.append(self._append(session, text, new))
+                if started.seconds == "decode_seconds":
+                    self.figures.decoded_tokens += len(new)
+                    self.figures.accepted_tokens += len(new) - 1
         return found
 
     def _refuse_unfinite(self, session: _Session, started: _Started, tokens: np.ndarray[Any, Any]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import numbers
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tsmla_jax.generate.caches import (
     PACKED,
@@ -234,12 +236,12 @@ def _texts_of_replica(options: EngineOptions, texts: int) -> int:
     return -(-texts // options.mesh.replicas)
 
 
-def check_text(config: ModelConfig, plan: Plan, name: str, tokens: Sequence[int], limit: int) -> int:
-    """The pages that a text needs; ValueError, which begins with its name, if it can't be generated under the plan."""
-    _check_prompt(config, name, tokens, limit)
-    need = pages_for(len(tokens) + limit - 1, plan.span)
-    _check_room(name, tokens, limit, need, min(plan.max_pages, plan.layout.num_pages), plan.span)
-    return need
+def check_text(config: ModelConfig, plan: Plan, name: str, tokens: Sequence[int], limit: int) -> list[int]:
+    """The prompt's ids; ValueError, which begins with the text's name, if it can't be generated under the plan."""
+    ids = _check_prompt(config, name, tokens, limit)
+    need = pages_for(len(ids) + limit - 1, plan.span)
+    _check_room(name, ids, limit, need, min(plan.max_pages, plan.layout.num_pages), plan.span)
+    return ids
 
 
 def _page_size(config: ModelConfig, options: EngineOptions) -> int:
@@ -311,19 +313,26 @@ def _q_dtype(q_dtype: str, cache_dtype: str, dtype: str) -> str:
     return q_dtype
 
 
-def _check_prompt(config: ModelConfig, name: str, tokens: Sequence[int], max_new_tokens: int) -> None:
+def _check_prompt(config: ModelConfig, name: str, tokens: Sequence[int], max_new_tokens: int) -> list[int]:
+    """The ids of a prompt, which may be an array, as ints."""
     if not is_count(max_new_tokens, 1):
         raise ValueError(f"max_new_tokens = {max_new_tokens}; legal: an int, at least 1")
     if len(tokens) == 0:  # an array has no truth value
         raise ValueError(f"{name}: empty; legal: at least one token")
-    for token in tokens:
-        if not hasattr(token, "__index__") or not 0 <= token < config.vocab_size:
+    ids: list[int] = []
+    for token in np.asarray(tokens).tolist() if hasattr(tokens, "dtype") else tokens:
+        try:
+            ids.append(operator.index(token))
+        except TypeError:
+            ids.append(-1)
+        if not 0 <= ids[-1] < config.vocab_size:
             raise ValueError(f"{name}: token id {token}; legal: 0 to {config.vocab_size - 1}")
     if len(tokens) + max_new_tokens > config.max_position_embeddings:
         raise ValueError(
             f"{name}: {len(tokens)} tokens and {max_new_tokens} new ones; the model was made for "
             f"{config.max_position_embeddings} (max_position_embeddings)"
         )
+    return ids
 
 
 def _check_room(name: str, tokens: Sequence[int], new: int, need: int, num_pages: int, span: int) -> None:

@@ -19,7 +19,7 @@ from tsmla_jax.generate.config import ModelConfig, MoEConfig
 from tsmla_jax.generate.loading import ATTENTION_WEIGHTS, expected_names, mlp_names, spelled_names
 from tsmla_jax.generate.model import Params
 from tsmla_jax.nn import Checkpoint
-from tsmla_jax.nn.block_scaled import BlockScaled
+from tsmla_jax.nn.block_scaled import BlockScaled, stack_size
 from tsmla_jax.nn.checkpoint_writer import MAX_SHARD_BYTES, save_checkpoint
 from tsmla_jax.nn.v4.names import stored_name
 from tsmla_jax.nn.weights import check_dtype, open_checkpoint
@@ -132,12 +132,21 @@ def _moe_tensors(prefix: str, mlp: Mapping[str, Any], moe: MoEConfig) -> Iterato
         yield from _mlp_tensors(f"{prefix}.shared_experts", *_together(*shared))
 
 
+def _parts_of(values: Any, count: int) -> int:
+    """Of how many stacks the values of `count` weights are, each with its unused ones (`stack_size`); 0 if of none."""
+    parts = (parts for parts in range(1, count + 1) if count % parts == 0)
+    return next((n for n in parts if n * stack_size(count // n, *values.shape[1:]) == values.shape[0]), 0)
+
+
 def _experts(prefix: str, stack: Any, moe: MoEConfig) -> tuple[list[Any], Any]:
     """The routed experts of a stack, [M, K] each, and the stack of the shared ones, on the host. Split over devices, a
     stack has the shared experts behind those of each part."""
     stack = jax.tree.map(np.asarray, stack)
     length = (stack.scales if isinstance(stack, BlockScaled) else stack).shape[0]
-    shards = (length - moe.num_experts) // moe.num_shared if moe.num_shared else 1
+    if moe.num_shared:
+        shards = (length - moe.num_experts) // moe.num_shared
+    else:  # only unused values behind each part tell the parts from one another
+        shards = _parts_of(stack.values, moe.num_experts) if isinstance(stack, BlockScaled) else 1
     if shards < 1 or moe.num_experts % shards or length != moe.num_experts + shards * moe.num_shared:
         raise ValueError(
             f"params: {prefix} has {length} experts; legal: {moe.num_experts} routed ones, and {moe.num_shared} shared "

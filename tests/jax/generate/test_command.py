@@ -45,6 +45,11 @@ def prompt_ids(tmp_path: Path) -> Path:
     return tmp_path / "ids.json"
 
 
+def test_a_prompt_is_a_line_and_no_less(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_bytes("first\u2028part\n\nform\x0cfeed\r\nnext\x85line".encode())
+    assert command._read_lines(tmp_path / "p.txt") == ["first\u2028part", "form\x0cfeed", "next\x85line"]
+
+
 def test_ids_in_tokens_and_figures_out(
     dense_checkpoint: Path, prompt_ids: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,6 +149,7 @@ def test_compiled_programs_are_kept_unless_jax_keeps_them_already(cache_director
         ("", "--xla_gpu_enable_command_buffer=+COLLECTIVES"),
         ("--xla_dump_to=/x", "--xla_dump_to=/x --xla_gpu_enable_command_buffer=+COLLECTIVES"),
         ("--xla_gpu_enable_command_buffer=", "--xla_gpu_enable_command_buffer="),
+        ("/etc/flags-of-xla", "/etc/flags-of-xla"),
     ],
 )
 def test_collectives_run_in_graphs_unless_the_user_says_what_does(
@@ -344,6 +350,9 @@ WRONG = {
     "odd beginning of text": (tokenizer_config('{"bos_token": 7, "add_bos_token": true}'), ["--prompt", "a"],
                               "bos_token = 7; legal: a token's text, or null"),
     "json in no directory": (unchanged, [*IDS, "--json", "no/where.json"], "no/where.json"),
+    "json is a directory": (unchanged, [*IDS, "--json", "."], "--json .: can't be written: Is a directory"),
+    "json that no one may write": (unchanged, [*IDS, "--json", "/proc/x.json"], "--json /proc/x.json: can't be wr"),
+    "ids without a name": (tokenizer_config("{}"), ["--prompt-ids", ""], "--prompt-ids .: can't be read: Is a dir"),
 }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Saving whole models: transformers computes the same with them, and `load_model` reads the same parameters."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from examples import make_checkpoint
 from tests.jax.generate import test_transformers
 from tests.jax.generate.tiny import tiny_config, tiny_tensors, write_tiny
-from tsmla_jax.generate import ModelConfig, load_model, model, save_model
+from tsmla_jax.generate import ModelConfig, load_model, model, save_model, saving
 from tsmla_jax.generate.model import fold
 from tsmla_jax.nn import Checkpoint, CheckpointError
 from tsmla_jax.nn.block_scaled import BlockScaled
@@ -104,6 +105,16 @@ def test_dtype_is_of_what_load_model_has_a_dtype_for(tmp_path: Path) -> None:
     )
     kinds = {Checkpoint(tmp_path / "new").info(name).dtype for name in Checkpoint(tmp_path / "new").names()}
     assert kinds == {np.dtype(np.float32), np.dtype(np.int64), np.dtype(ml_dtypes.bfloat16)}
+
+
+def test_unused_weights_of_split_experts_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two devices with four experts each and one unused weight behind them (`stack_size`), none of them shared."""
+    monkeypatch.setattr(saving, "stack_size", lambda count, *sizes: count + (count == 4))
+    moe = replace(ModelConfig.from_hf(tiny_config()).moe, num_shared=0)  # type: ignore[type-var]
+    ids = jnp.array([0, 1, 2, 3, 100, 4, 5, 6, 7, 100])
+    stack = BlockScaled(jnp.broadcast_to(ids[:, None, None], (10, 2, 2)), jnp.arange(8.0).reshape(8, 1, 1))
+    routed, _ = saving._experts("mlp", stack, moe)  # type: ignore[arg-type]
+    assert [int(expert.values[0, 0]) for expert in routed] == [*range(8)]
 
 
 def test_refuses_parameters_of_another_model(tiny_model: tuple[ModelConfig, Any], tmp_path: Path) -> None:

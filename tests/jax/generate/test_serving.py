@@ -152,6 +152,83 @@ def test_a_step_takes_over_the_caches_and_the_state(tiny_model: Model) -> None:
     assert not any(array.is_deleted() for array in jax.tree.leaves(params))
 
 
+def test_drafts_wait_for_a_step_that_raised(tiny_model: Model) -> None:
+    """A text becomes NaN in a decode step that accepts another one's drafts: those tokens are read before the next step
+    drafts behind them, in the pages that the text has."""
+    config, params = tiny_model
+    spoiled = {**params, "embed": params["embed"].at[7].set(jnp.nan)}  # the third text's second token
+    prompts = {0: [67, 53, 65, 25, 62], 6: [85, 17, 9, 87, 2], 5: [86, 55, 3, 77, 73]}
+    engine = Engine(spoiled, config, replace(OPTIONS, max_batch=4, speculative=6))
+    texts: dict[int, list[int]] = {text: [] for text in prompts}
+    for text, prompt in prompts.items():
+        assert engine.admit(text, prompt, 12 if text == 6 else 30)
+    with pytest.raises(FloatingPointError, match=r"text 5: .* \(a decode step\)"):
+        drain(engine, texts)
+    del texts[5]
+    drain(engine, texts)
+    alone = Engine(params, config, OPTIONS)
+    for text, tokens in texts.items():
+        assert [tokens] == alone.generate([prompts[text]], len(tokens)).tokens
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_step_that_is_broken_off_is_not_gone_on_from(phase: str, tiny_model: Model, alone: list[list[int]]) -> None:
+    config, params = tiny_model
+    seen: list[str] = []
+
+    def interrupt(step: str, seconds: float | None) -> None:
+        if step.startswith(phase) and seconds is None and phase not in seen:
+            seen.append(phase)
+            raise KeyboardInterrupt
+
+    engine = Engine(params, config, OPTIONS, interrupt)
+    texts: dict[int, list[int]] = {0: []}
+    assert engine.admit(0, PROMPTS[2], NEW)
+    with pytest.raises(KeyboardInterrupt):
+        drain(engine, texts)
+    for go_on in (engine.step, lambda: engine.admit(1, [5], 1), lambda: engine.drop(0), engine.compile_ahead):
+        with pytest.raises(RuntimeError, match=r"off \(KeyboardInterrupt\), and its texts are lost; legal: close"):
+            go_on()
+    engine.close()
+    assert engine.generate([PROMPTS[2]], NEW).tokens == [alone[2]]
+
+
+def test_ctrl_c_while_tokens_are_waited_for_loses_none(
+    tiny_model: Model, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, params = tiny_model
+    engine = Engine(params, config, OPTIONS)
+    texts: dict[int, list[int]] = {0: [], 1: []}
+    assert engine.admit(0, PROMPTS[0], NEW) and engine.admit(1, PROMPTS[2], NEW)
+    calls = iter(range(100))
+
+    class Interrupted:
+        """numpy, whose every second asarray is interrupted."""
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "asarray" and next(calls) % 2 == 0:
+                raise KeyboardInterrupt
+            return getattr(np, name)
+
+    monkeypatch.setattr(engines, "np", Interrupted())
+    for _ in range(40):
+        try:
+            drain(engine, texts, 1)
+        except (KeyboardInterrupt, AssertionError):
+            continue
+    assert [texts[0], texts[1]] == [alone[0], alone[2]]
+
+
+@pytest.mark.parametrize("speculative", [0, 3])
+@pytest.mark.parametrize("kind", [jnp.asarray, np.asarray, tuple])
+def test_prompts_may_be_arrays(kind: Any, speculative: int, tiny_model: Model, alone: list[list[int]]) -> None:
+    config, params = tiny_model
+    engine = Engine(params, config, replace(OPTIONS, speculative=speculative))
+    assert engine.generate([kind(PROMPTS[0])], NEW).tokens == [alone[0]]
+    with pytest.raises(ValueError, match=r"text 1: token id \[\d+\]; legal: 0 to 100"):
+        engine.admit(1, np.asarray(PROMPTS[0])[:, None], NEW)  # type: ignore[arg-type]
+
+
 def test_what_cannot_be_admitted_is_refused(tiny_model: Model) -> None:
     config, params = tiny_model
     with pytest.raises(ValueError, match=r"num_pages = None; legal for texts that come one by one"):
