@@ -73,15 +73,18 @@ def to_torch(array: jax.Array) -> torch.Tensor:
     arrays as constant.
 
     Args:
-      array: of any shape and dtype, on one device.
+      array: of any shape and of a dtype that DLPack and torch have, on one device.
 
     Raises:
-      TypeError: it is no jax array.
+      TypeError: it is no jax array, or one of keys or of 4-bit integers.
       ValueError: it lies on several devices.
     """
     jax = _jax()
     if not isinstance(array, jax.Array):
         raise TypeError(f"array: got {type(array).__name__}; legal: a jax.Array")
+    kind = array.dtype
+    if jax.dtypes.issubdtype(kind, jax.dtypes.extended) or kind.name in ("int4", "uint4", "int2", "uint2"):
+        raise TypeError(f"array: got dtype {array.dtype}; legal: one that torch has")
     if len(array.devices()) != 1:
         raise ValueError(f"array: got one on {len(array.devices())} devices; legal: on one")
     return torch.from_dlpack(array)

@@ -32,6 +32,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _watching = torch._C._len_torch_dispatch_stack  # the number of active dispatch modes
 _transformation = torch._C._functorch.peek_interpreter_stack  # the innermost of torch.func's that is under way
 _VMAP = torch._C._functorch.TransformType.Vmap
+_DERIVATIVES = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
 
 
 def is_traced(*values: Any, derivatives: bool = True) -> bool:
@@ -88,6 +89,15 @@ def _refuse_vmap(name: str, info: Any, in_dims: Any, *arguments: Any) -> NoRetur
         f"{name}: got tensors under torch.vmap, which it has no rule for; call it on all requests at once, packed one"
         " after the other"
     )
+
+
+def refuse_transformed(name: str) -> None:
+    """NotImplementedError inside torch.func.grad, vjp and jvp, for which an operator's derivative has no rule."""
+    if (transformation := _transformation()) is not None and transformation.key() in _DERIVATIVES:
+        raise NotImplementedError(
+            f"{name}: got tensors under torch.func.grad, vjp or jvp, which it has no rule for; take its gradient by"
+            " torch.autograd.grad or backward, or pass implementation='reference'"
+        )
 
 
 def refuse_backward(operator: Any, name: str, alternative: str) -> None:
@@ -191,6 +201,9 @@ def call_attention(
     the first of the arguments, and out has `width` columns."""
     if any(map(_is_dual, arguments)):  # the dispatcher would drop a tangent
         raise contract.not_differentiable(name, "call it on tensors without a tangent of forward mode")
+    contract.static_bool("return_lse", return_lse)
+    if lse is not None and not return_lse:
+        raise ValueError("lse: got a tensor; it is written with return_lse=True alone")
     buffers = [None if memory is None else memory.buffer for memory in workspace]
     if out is None and lse is None and not any(buffer is not None for buffer in buffers):
         results = getattr(torch.ops.tsmla, name)(*arguments)

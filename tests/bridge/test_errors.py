@@ -114,6 +114,21 @@ def test_vmap_is_refused_by_name(op: str) -> None:
         torch.vmap(call, in_dims=(None,) * (len(mapped) - 1) + (0,))(*[base[m] for m in mapped[:-1]], twice[-1])
 
 
+@pytest.mark.parametrize("derive", [torch.func.grad, lambda f: lambda q: torch.func.vjp(f, q)])
+def test_functional_gradients_are_refused_by_name(derive: Any) -> None:
+    base = {name: as_torch(value) for name, value in test_bad_input.BASES["mla_prefill"].items()}
+
+    def loss(q: torch.Tensor, **options: Any) -> torch.Tensor:
+        out = tsmla_bridge.mla_prefill(**base | {"q": q, "return_lse": False} | options)
+        assert isinstance(out, torch.Tensor)
+        return out.float().sum()
+
+    with pytest.raises(NotImplementedError, match=r"mla_prefill: got tensors under torch\.func\.grad, vjp or jvp"):
+        derive(loss)(base["q"])
+    found = torch.func.grad(lambda q: loss(q, implementation="reference"))(base["q"])
+    assert found.shape == base["q"].shape
+
+
 def test_the_bases_are_legal() -> None:
     for op, base in [*test_bad_input.BASES.items(), ("mla_decode", test_bad_input.RAGGED)]:
         getattr(tsmla_bridge, op)(**{name: as_torch(value) for name, value in base.items()})

@@ -87,6 +87,15 @@ def test_an_fp8_cache() -> None:
     assert_close(out, given.want(scale=SCALE)[0], BF16)
 
 
+def test_sparse_decode_of_no_request() -> None:
+    q, pages = torch.zeros(0, 1, 4, 576).bfloat16(), torch.zeros(4, 64, 1, 656, dtype=torch.uint8)
+    indices, (schedule, splits) = torch.zeros(0, 1, 8, dtype=torch.int32), flash_mla.get_mla_metadata()
+    out, lse = flash_mla.flash_mla_with_kvcache(
+        q, pages, None, None, 512, schedule, splits, 0.1, False, True, indices=indices
+    )
+    assert out.shape == (0, 1, 4, 512) and lse.shape == (0, 4, 1)
+
+
 def test_the_default_scale() -> None:
     given = case([70], q_dtype="bfloat16", kv_dtype="bfloat16")
     out, _ = attend(given, "cpu", softmax_scale=None)

@@ -67,6 +67,9 @@ def test_what_is_no_tensor_is_named() -> None:
         tsmla_bridge.to_jax(np.ones(4))
     with pytest.raises(TypeError, match=r"array: got Tensor; legal: a jax\.Array"):
         tsmla_bridge.to_torch(torch.ones(4))
+    for array in (jax.random.key(0), jnp.ones(4, jnp.int4)):
+        with pytest.raises(TypeError, match=r"array: got dtype .*; legal: one that torch has"):
+            tsmla_bridge.to_torch(array)
 
 
 def test_a_jax_function_takes_tensors_in_any_structure() -> None:

@@ -222,6 +222,14 @@ def test_lens_of_each_token() -> None:
     assert_right(run(case, local_visible_lens=TOKEN_LENS), by_token(case))
 
 
+@pytest.mark.parametrize("window", [-1, 3])
+def test_tables_without_entries(window: int) -> None:
+    case = inputs([5, 33], s=2)
+    nothing = {"block_tables": case.block_tables[:, :0], "seq_lens": torch.zeros(2, dtype=torch.int32)}
+    out, lse = run(case, window_left=window, **nothing)
+    assert not out.any() and torch.all(lse == -torch.inf)
+
+
 def test_query_and_out_with_gaps() -> None:
     case = inputs([5, 33], s=2)
     want = run(case)
@@ -261,6 +269,11 @@ def test_query_and_out_with_gaps() -> None:
         ),
         ({"block_tables": torch.zeros(1, 3, dtype=torch.int32)}, "seq_lens: got shape"),  # uneven queries in an engine
         ({"out": torch.zeros(2, 3, 2, 32).bfloat16()}, "out: got bfloat16"),
+        ({"out": torch.zeros(2, 3, 2, 32).half(), "window_left": 3}, "out: got float16; legal: float32"),
+        ({"out": torch.zeros(2, 3, 2, 64).double()[..., :32]}, "out: got float64; legal: float32"),
+        ({"out": torch.zeros(3, 2, 2, 32), "window_left": 3}, r"out: got shape \(3, 2, 2, 32\); legal: \(2, 3"),
+        ({"out": torch.zeros(2, 2, 3, 2, 64)[..., :32]}, "out: got shape"),
+        ({"out": torch.zeros(2, 3, 2, 32, device="meta")}, "out: got a tensor on meta"),
     ],
 )
 def test_what_is_refused(changed: dict[str, Any], message: str) -> None:

@@ -68,6 +68,8 @@ def call(
     derived = torch.is_grad_enabled() and prefill_launch.derivative_asked_for(*values, *given_scales.values())
     by_operator = spec is None or (derived and options.implementation != "reference")
     if by_operator and derived:
+        if not torch.compiler.is_compiling():
+            operators.refuse_transformed(form.name)
         prefill_launch.check_derivable(given_scales, {"out": asked.out, "lse": asked.lse})
     others = (given_scales.get(name) for name in ("q_scale", "k_scale", "v_scale"))
     pair = scales.product(given_scales["softmax_scale"], *others)

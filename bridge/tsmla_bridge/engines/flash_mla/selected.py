@@ -132,7 +132,7 @@ def attend(
         return_lse=True,
         **options,
     )
-    return out.view(batch, q_len, heads, -1), lse.view(batch, q_len, heads)
+    return out.view(batch, q_len, heads, head_dim_v), lse.view(batch, q_len, heads)
 
 
 def attend_rows(

@@ -90,6 +90,8 @@ def tokenspeed_mla_decode(
     ranks = (cp_world, cp_rank, cp_interleave_size)
     _check_sizes(query, kv_cache, workspace_buffer, kv_lora_rank + qk_rope_head_dim, max_seq_len, min_split_kv)
     _check_mask(query, window_left, causal_seqs, ranks, local_visible_lens)
+    if out is not None:
+        _check_out(out, query, kv_lora_rank)
     if seq_lens.dtype != torch.int32:
         seq_lens = seq_lens.to(torch.int32)
     if window_left >= max_seq_len - 1 and cp_world == 1:
@@ -114,6 +116,18 @@ def tokenspeed_mla_decode(
     if out is not None:
         result = out.copy_(result) if dense_out is None else out
     return result if lse is None else (result, lse.mul_(LOG2_E))
+
+
+def _check_out(out: torch.Tensor, query: torch.Tensor, latent_dim: int) -> None:
+    """ValueError unless the result fits; it may have gaps."""
+    shape = (*query.shape[:3], latent_dim)
+    if tuple(out.shape) != shape:
+        raise ValueError(f"out: got shape {tuple(out.shape)}; legal: {shape}")
+    dtype = torch.bfloat16 if query.dtype == torch.float8_e4m3fn else query.dtype
+    if out.dtype != dtype:
+        raise ValueError(f"out: got {tensors.dtype_name(out.dtype)}; legal: {tensors.dtype_name(dtype)}")
+    if out.device != query.device:
+        raise ValueError(f"out: got a tensor on {out.device}; it must be on query's device, {query.device}")
 
 
 class _Shared(NamedTuple):
@@ -193,6 +207,10 @@ def _attend_window(
     tables that begin with them, torch operations attend to that page's part of the window, and the two are merged."""
     cache = tensors.without_head_axis(shared.kv_cache)
     num_pages, page_size, _ = cache.shape
+    if not block_tables.shape[1] or not num_pages:  # no key, and no page to read the window's first part from
+        none, none_lse = _attend(query, block_tables, stops.clamp(max=0), return_lse=True, out=None, **shared._asdict())
+        assert none_lse is not None
+        return none, none_lse
     whole = (starts + (page_size - 1)).div(page_size, rounding_mode="floor")  # the first page that lies in it whole
     column = torch.arange(block_tables.shape[1], device=starts.device)
     last = block_tables.shape[1] - 1
