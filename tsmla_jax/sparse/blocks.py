@@ -31,6 +31,8 @@ def over_token_blocks(
       num_used: traced, the number of rows that matter. Blocks behind them are not visited; their results are 0.
     """
     num_rows = outs[0].shape[0]
+    if not isinstance(num_rows, int):  # of jax.export: how many blocks there are is not known
+        return body(*operands)
     block = min(block, num_rows)
     if block == num_rows and num_used is None:
         return body(*operands)

@@ -383,6 +383,8 @@ def compress_spec(
     check_ints("state.positions", state_positions, "N ring", *states)
     check_ints("seq_lens", seq_lens, "B")
     num_requests = seq_lens.shape[0]
+    if num_states == 0 and num_requests != 0:
+        raise ValueError(f"state.kv_score: got shape {show(state.shape)}; legal: a state for each request under way")
     check_ints("state_slots", state_slots, "B", (num_requests, "B, seq_lens's requests"))
     check_ints("cu_seqlens_q", cu_seqlens_q, "B + 1", (num_requests + 1, "B + 1, B from seq_lens"))
     return CompressSpec(

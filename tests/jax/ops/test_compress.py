@@ -265,6 +265,10 @@ def call(**change: object) -> object:
             {"state": sparse.init_compressor_state(2, ratio=4, channels=16, overlap=False)},
             "state.kv_score: got a ring of 4 tokens; legal: at least 8",
         ),
+        (
+            {"state": sparse.CompressorState(jnp.zeros((0, 8, 2, 16)), jnp.zeros((0, 8), jnp.int32))},
+            r"state.kv_score: got shape \[0, 8, 2, 16\]; legal: a state for each request under way",
+        ),
     ],
 )
 def test_refuses(change: dict[str, object], message: str) -> None:

@@ -166,9 +166,26 @@ def test_second_derivatives_in_xla(op: str) -> None:
     call, floats = PREFILL[op]
     want = jax.jit(jax.grad(lambda x: gradient_norm(call, "reference", floats, x)))(floats[0])
     assert np.isfinite(want).all()
-    message = "the gradient of mla_prefill under jax.jit has no derivative in this implementation; implementation='ref"
-    with pytest.raises(NotImplementedError, match=message):
-        jax.jit(jax.grad(lambda x: gradient_norm(call, "xla", floats, x)))(floats[0])
+    message = "the gradient of mla_prefill has no derivative in this implementation; implementation='ref"
+    second = jax.grad(lambda x: gradient_norm(call, "xla", floats, x))
+    for run in (second, jax.jit(second)):
+        with pytest.raises(NotImplementedError, match=message):
+            run(floats[0])
+
+
+def test_logits_of_many_tokens_have_no_derivative() -> None:
+    """Nor have those of few under jax.jit, even where lengths are a constant there; by name, not as jax's loops say."""
+
+    def loss(count: int) -> Callable[[jax.Array], jax.Array]:
+        tables, lens = jnp.zeros((count, 10), jnp.int32), jnp.full(count, 640, jnp.int32)
+        rest = normal(1, count, 4), normal(2, 9, 64, 32), tables, lens
+        return lambda q: jnp.where(jnp.isfinite(x := tsmla_jax.indexer_logits(q, *rest)), x, 0).sum()
+
+    assert jnp.isfinite(jax.grad(loss(3))(normal(0, 3, 4, 32))).all()
+    with pytest.raises(NotImplementedError, match=r"indexer_logits of more than 64 tokens has no derivative"):
+        jax.grad(loss(65))(normal(0, 65, 4, 32))
+    with pytest.raises(NotImplementedError, match=r"indexer_logits under jax\.jit has no derivative"):
+        jax.jit(lambda q: jax.grad(loss(3))(q))(normal(0, 3, 4, 32))
 
 
 @pytest.mark.parametrize("derive", [gradient, tangent])

@@ -209,6 +209,26 @@ TOPK = {
 }
 
 
+def test_exports_of_any_number_of_tokens() -> None:
+    (tokens,) = jax.export.symbolic_shape("tokens")
+    x, logits = problem(), jnp.asarray(np.random.default_rng(0).normal(size=(T, 40)), jnp.float32)
+    q, weights, cache = jnp.asarray(x["q"]), jnp.asarray(x["weights"]), jnp.asarray(x["keys"].reshape(P, Z, DIM))
+    of_tokens = q, weights, ints(x["tables"]), ints(x["seq_lens"])
+
+    def select(logits: jax.Array, lens: jax.Array) -> jax.Array:
+        return tsmla_jax.select_topk(logits, lens, 5)
+
+    def both(q: jax.Array, weights: jax.Array, tables: jax.Array, lens: jax.Array) -> tuple[jax.Array, ...]:
+        given = (q, weights, cache, tables, lens)
+        return tsmla_jax.indexer_logits(*given), tsmla_jax.indexer_topk(*given, k=3)
+
+    for run, operands in ((select, (logits, of_tokens[-1])), (both, of_tokens)):
+        described = [jax.ShapeDtypeStruct((tokens, *array.shape[1:]), array.dtype) for array in operands]
+        exported = jax.export.export(jax.jit(run))(*described)
+        for got, want in zip(*map(jax.tree.leaves, (exported.call(*operands), run(*operands))), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
 def test_topk_of_long_rows_in_blocks() -> None:
     rng = np.random.default_rng(0)
     logits = np.round(rng.standard_normal((300, 4097)), 2).astype(np.float32)  # many ties

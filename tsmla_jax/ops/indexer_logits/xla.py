@@ -12,7 +12,7 @@ from jax import lax
 
 from tsmla_jax.ops.loops import carry
 from tsmla_jax.ops.ragged import seen_keys
-from tsmla_jax.ops.transforms import without_derivative
+from tsmla_jax.ops.transforms import refuse_derivative, without_derivative
 from tsmla_jax.sparse.blocks import over_token_blocks
 from tsmla_jax.sparse.indexer import read_indexer_pages
 from tsmla_kernels.contract.sparse import IndexerLogitsSpec
@@ -71,12 +71,17 @@ def indexer_logits(
         return (lax.fori_loop(0, blocks, step, carry(start, *operands)),)
 
     widest = max(spec.head_dim, spec.num_heads) * block_keys * 4
+    at_once = max(1, BLOCK_BYTES // widest)
     (logits,) = over_token_blocks(
         block,
         (q, weights.astype(jnp.float32), block_tables, seq_lens),
         (jax.ShapeDtypeStruct((spec.num_tokens, num_keys), jnp.float32),),
-        block=max(1, BLOCK_BYTES // widest),
+        block=at_once,
         varying_with=(k_cache,),
     )
-    found: jax.Array = without_derivative(logits, seq_lens, "indexer_logits", "use implementation='reference'")
+    alternative = "use implementation='reference'"
+    if isinstance(spec.num_tokens, int) and spec.num_tokens > at_once:  # a block's number of passes is never known
+        found: jax.Array = refuse_derivative(logits, (), f"indexer_logits of more than {at_once} tokens", alternative)
+        return found
+    found = without_derivative(logits, seq_lens.max(initial=0), "indexer_logits", alternative)
     return found

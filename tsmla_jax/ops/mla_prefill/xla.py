@@ -19,7 +19,7 @@ from tsmla_jax.ops import online_softmax
 from tsmla_jax.ops.inputs import Scales, accumulation_dtype, as_scale
 from tsmla_jax.ops.loops import carry
 from tsmla_jax.ops.mla_prefill.call import SEVERAL_TIMES
-from tsmla_jax.ops.transforms import without_derivative
+from tsmla_jax.ops.transforms import refuse_derivative
 from tsmla_kernels.contract import PrefillSpec
 
 Q_TILE = 128
@@ -159,7 +159,7 @@ def backward(
     )
     d_q, d_k, d_v = d_q[: spec.total_q_len], d_k[: spec.total_kv_len], d_v[: spec.total_kv_len]
     found = (d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), d_logit_scale, d_v_scale)
-    return *without_derivative(found, num_tiles, "the gradient of mla_prefill", SEVERAL_TIMES), None, None
+    return *refuse_derivative(found, (), "the gradient of mla_prefill", SEVERAL_TIMES), None, None
 
 
 _attend.defvjp(_forward, backward)
