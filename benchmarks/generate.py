@@ -44,7 +44,7 @@ import jax
 import numpy as np
 from absl import app, flags
 from compiling import COMPILE_ONLY
-from figure_pages import bytes_per_s
+from figure_pages import FLOPS_PER_S, bytes_per_s
 from harness import POINTS, Record, within_budget
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -56,10 +56,11 @@ from tsmla_jax.generate import Engine, EngineOptions, ModelConfig, load_model
 from tsmla_jax.generate import step as steps
 from tsmla_jax.generate.caches import default_page_size
 from tsmla_jax.generate.config import LayerAttention
-from tsmla_jax.generate.engine import StepKind
 from tsmla_jax.generate.mesh import MeshShape, make_mesh, param_specs
 from tsmla_jax.generate.model import fold
+from tsmla_jax.generate.session import StepKind
 from tsmla_jax.nn import MLAConfig, V32Config
+from tsmla_kernels.contract.layouts import V4_PACKED, V32_PACKED
 
 CHUNK = flags.DEFINE_integer("chunk", 4096, "prompt tokens of a prefill step")
 CONTEXT = flags.DEFINE_integer("context", 512, "tokens of context of decode and prefill rows", lower_bound=1)
@@ -71,8 +72,6 @@ CONTEXT_DEVICES = flags.DEFINE_integer("context_parallel", 1, "devices that shar
 
 STEPS = 64
 BATCHES = (1, 16, 64, 256)
-FLOPS_PER_S = 798e12
-"""Of a product of bf16 matrices of 8192 x 8192, as measured on an H200."""
 
 
 def mesh_shape() -> MeshShape:
@@ -145,12 +144,12 @@ def _cache_bytes_read(attention: LayerAttention) -> float:
     if isinstance(attention, MLAConfig):
         return context * attention.cache_dim * 2
     if isinstance(attention, V32Config):
-        return context * (attention.index_head_dim + 4) + min(attention.index_topk, context) * 656
-    entries = context // attention.ratio if attention.ratio else 0
-    total = min(attention.sliding_window, context) * 584
+        return context * (attention.index_head_dim + 4) + min(attention.index_topk, context) * V32_PACKED.row_bytes
+    entries = selected = context // attention.ratio if attention.ratio else 0
+    keys = 0
     if attention.kind == "csa":
-        return total + entries * (attention.index_head_dim + 4) + min(attention.index_topk, entries) * 584
-    return total + entries * 584
+        selected, keys = min(attention.index_topk, entries), entries * (attention.index_head_dim + 4)
+    return keys + (min(attention.sliding_window, context) + selected) * V4_PACKED.row_bytes
 
 
 def _products_with_keys(attention: LayerAttention, length: int) -> float:
@@ -183,7 +182,7 @@ def prefill_floor(config: ModelConfig, tokens: int, length: int) -> float:
             matrices *= (moe.top_k + moe.num_shared) / (moe.num_experts + moe.num_shared)
         weights += matrices
     scores = sum(_products_with_keys(config.layer(index).attention, length) for index in range(config.num_layers))
-    return 2 * tokens * (weights + scores) / FLOPS_PER_S * 1e6 / mesh_shape().size
+    return 2 * tokens * (weights + scores) / FLOPS_PER_S["bf16"] * 1e6 / mesh_shape().size
 
 
 def prompts_of_prefill() -> int:

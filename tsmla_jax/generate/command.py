@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from tsmla_jax.generate import processes
-from tsmla_kernels.command_line import read_text
+from tsmla_jax.generate.prompts import Tokenizer, load_tokenizer, read_lines, read_prompt_ids
 
 if TYPE_CHECKING:
     from tsmla_jax.generate.engine import Generation
@@ -205,9 +205,9 @@ def _generate(args: argparse.Namespace) -> None:
         expert_parallel=args.expert_parallel,
         context_parallel=args.context_parallel,
     )
-    tokenizer = None if args.prompt_ids is not None else _load_tokenizer(checkpoint)
+    tokenizer = None if args.prompt_ids is not None else load_tokenizer(checkpoint)
     if tokenizer:
-        lines = args.prompt or _read_lines(Path(args.prompt_file))
+        lines = args.prompt or read_lines(Path(args.prompt_file))
         prompts = [tokenizer.encode(line) for line in lines]
     else:
         lines, prompts = [], read_prompt_ids(Path(args.prompt_ids))
@@ -336,32 +336,6 @@ def _say_compiling(step: str, seconds: float | None) -> None:
     print(f"{'compiling' if seconds is None else 'compiled'} {step}{took}", file=sys.stderr, flush=True)
 
 
-def read_prompt_ids(path: Path) -> list[list[int]]:
-    """Prompts from a JSON list of lists of token ids.
-
-    Raises:
-      ValueError: the file is not that; the text names it and the first entry at fault.
-    """
-    text = read_text("--prompt-ids", path)
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        raise ValueError(f"--prompt-ids {path}: not readable as JSON: nested too deeply") from None
-    except ValueError as error:
-        raise ValueError(f"--prompt-ids {path}: not readable as JSON: {error}") from None
-    if not isinstance(value, list) or not value:
-        raise ValueError(
-            f"--prompt-ids {path}: holds a JSON {type(value).__name__}; legal: a list of lists of token ids"
-        )
-    for index, prompt in enumerate(value):
-        if not isinstance(prompt, list):
-            raise ValueError(f"--prompt-ids {path}: prompt {index} = {prompt!r:.60}; legal: a list of token ids")
-        for token in prompt:
-            if not isinstance(token, int) or isinstance(token, bool):
-                raise ValueError(f"--prompt-ids {path}: prompt {index} holds {token!r:.60}; legal: integers")
-    return value
-
-
 def _check_writable(path: Path) -> None:
     """ValueError before the run if its record can't be written after it."""
     if not path.absolute().parent.is_dir():
@@ -374,60 +348,6 @@ def _check_writable(path: Path) -> None:
             path.unlink()
     except OSError as error:
         raise ValueError(f"--json {path}: can't be written: {error.strerror}") from None
-
-
-def _read_lines(path: Path) -> list[str]:
-    # Not splitlines, which cuts at form feeds and at separators of Unicode, too.
-    lines = [line.removesuffix("\r") for line in read_text("--prompt-file", path).split("\n") if line.strip()]
-    if not lines:
-        raise ValueError(f"--prompt-file {path}: holds no prompt; legal: one a line")
-    return lines
-
-
-class Tokenizer:
-    """A checkpoint's `tokenizer.json`, with the beginning-of-text token that `tokenizer_config.json` may ask for."""
-
-    def __init__(self, tokenizer: Any, bos: int | None) -> None:
-        self._tokenizer, self._bos = tokenizer, bos
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, special tokens as the model expects them."""
-        ids = list(self._tokenizer.encode(text).ids)
-        return ids if self._bos is None or ids[:1] == [self._bos] else [self._bos, *ids]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; special tokens are left out."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
-
-
-def _load_tokenizer(checkpoint: Path) -> Tokenizer:
-    from tsmla_jax.nn.hf_config import read_optional_config
-
-    path = checkpoint / "tokenizer.json"
-    if not path.is_file():
-        what = "not a regular file" if path.exists() else "there is no such file"
-        raise ValueError(f"{path}: {what}; --prompt and --prompt-file need it, --prompt-ids does not")
-    try:
-        from tokenizers import Tokenizer as Backend
-    except ImportError:
-        raise ImportError(
-            "--prompt and --prompt-file need the package tokenizers: pip install 'tsmla-jax[hf]'; --prompt-ids does not"
-        ) from None
-    try:
-        backend = Backend.from_file(str(path))
-    except Exception as error:
-        # The package raises plain Exception for a file that it can't read.
-        raise ValueError(f"{path}: not a tokenizer: {error}") from None
-    bos = None
-    config_path = checkpoint / "tokenizer_config.json"
-    config, _ = read_optional_config(config_path)
-    token = config.get("bos_token")
-    token = token.get("content") if isinstance(token, dict) else token
-    if token is not None and not isinstance(token, str):
-        raise ValueError(f"{config_path}: bos_token = {token!r:.60}; legal: a token's text, or null")
-    if config.get("add_bos_token") and token is not None:
-        bos = backend.token_to_id(token)
-    return Tokenizer(backend, bos)
 
 
 class Stream:

@@ -7,12 +7,11 @@ runs; with speculation it reads them before, because the drafts come from them.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,33 +24,19 @@ from tsmla_jax.generate.drafting import NgramDrafter
 from tsmla_jax.generate.explaining import Choice
 from tsmla_jax.generate.figures import Figures
 from tsmla_jax.generate.mesh import make_mesh, put_params
-from tsmla_jax.generate.model import Params, Phase, Scales, StepOptions, fold, rope_tables
-from tsmla_jax.generate.pages import pages_for
+from tsmla_jax.generate.model import Params, Scales, StepOptions, fold, rope_tables
 from tsmla_jax.generate.plan import BATCH_SIZES, EngineOptions, Plan, check_text, is_count, make_plan, make_serving_plan
-from tsmla_jax.generate.programs import Programs, programs_for
+from tsmla_jax.generate.programs import programs_for
 from tsmla_jax.generate.replica import Replica, Text, fill_prompts
 from tsmla_jax.generate.sampling import NOT_FINITE, Sampling
-from tsmla_jax.generate.step import Constants, Drafts, Prompts, State, StepConfig
+from tsmla_jax.generate.session import ContextPasses, Session, Started, StepKind, Tokens
+from tsmla_jax.generate.step import Constants, Drafts, Prompts, StepConfig
 from tsmla_jax.nn import MLAConfig
 from tsmla_kernels.contract import FP8
 
 MAX_EXPANDED_BYTES = 1 << 29
 """Of the keys and values of a layer that a prefill step expands at once from the latents of a context. A step takes a
 chunk of tokens at once even where these are more."""
-
-
-class Tokens(NamedTuple):
-    """New tokens of one text.
-
-    Attributes:
-      text_id: its number.
-      tokens: their ids.
-      finished: whether the last of them ends the text.
-    """
-
-    text_id: int
-    tokens: list[int]
-    finished: bool
 
 
 @dataclass(frozen=True)
@@ -67,58 +52,6 @@ class Generation:
     tokens: list[list[int]]
     figures: Figures
     choices: tuple[Choice, ...]
-
-
-class ContextPasses(NamedTuple):
-    """As `context_chunk` and `context_passes` of `StepOptions`."""
-
-    chunk: int
-    number: int
-
-
-class StepKind(NamedTuple):
-    """A step's phase, its rows (texts of a replica, with padding), and how it passes over the context."""
-
-    phase: Phase
-    rows: int
-    passes: ContextPasses | None = None
-
-
-class _Started(NamedTuple):
-    """A step that runs: the figure its seconds count for, its tokens [N, K] on the device, and the text of each row."""
-
-    seconds: str
-    tokens: jax.Array
-    texts: dict[int, Text]
-
-
-@dataclass
-class _Session:
-    """The caches, and the texts on their way through them.
-
-    found: tokens that no call of `step` has returned yet.
-    broken: the exception that broke a change off, so that the host and the device may differ; nothing goes on then.
-    """
-
-    plan: Plan
-    programs: Programs
-    replicas: list[Replica]
-    caches: list[Any]
-    state: State
-    constants: Constants
-    texts: dict[int, Text] = field(default_factory=dict)
-    started: deque[_Started] = field(default_factory=deque)
-    found: list[Tokens] = field(default_factory=list)
-    broken: str | None = None
-
-    @contextlib.contextmanager
-    def changes(self) -> Iterator[None]:
-        """Around what must be done as a whole: Ctrl-C, a device without memory or a failing `on_compile` break it."""
-        try:
-            yield
-        except BaseException as error:
-            self.broken = f"{type(error).__name__}: {error}".rstrip(": ")
-            raise
 
 
 OnTokens = Callable[[int, list[int], bool], None]
@@ -161,7 +94,7 @@ class Engine:
         self._compiled_model = steps.without_ends(config)
         self._on_compile = on_compile
         self._compiled: set[tuple[Any, ...]] = set()
-        self._session: _Session | None = None
+        self._session: Session | None = None
         self._marked = 0.0
 
     def generate(
@@ -217,8 +150,7 @@ class Engine:
         session = self._opened()
         if not is_count(text_id) or text_id >= 2**31 or text_id in session.texts:
             raise ValueError(f"text_id = {text_id}; legal: an int, 0 to 2**31 - 1, and of no text under way")
-        tokens = check_text(self.config, session.plan, f"text {text_id}", tokens, max_new_tokens)
-        need = pages_for(len(tokens) + max_new_tokens - 1, session.plan.span)
+        tokens, need = check_text(self.config, session.plan, f"text {text_id}", tokens, max_new_tokens)
         roomy = [replica for replica in session.replicas if replica.has_room(need)]
         if not roomy or len(session.texts) == self.options.max_batch:
             return False
@@ -317,7 +249,7 @@ class Engine:
             for size in plan.prefill_sizes:
                 self._compile(kind, self._no_prompts(kind, size))
 
-    def _opened(self) -> _Session:
+    def _opened(self) -> Session:
         if self._session is None:
             raise ValueError("the engine is closed; legal: after open, or after the first admit")
         if self._session.broken:
@@ -337,7 +269,7 @@ class Engine:
             ),
             ropes=rope_tables(self.config, plan.max_pages * plan.span),
         )
-        self._session = _Session(
+        self._session = Session(
             plan,
             programs,
             [Replica(index, plan.batch, layout.num_pages, plan.span) for index in range(mesh.replicas)],
@@ -368,7 +300,7 @@ class Engine:
             self._start_decode(session, texts)
         return bool(texts)
 
-    def _start_prefill(self, session: _Session) -> None:
+    def _start_prefill(self, session: Session) -> None:
         """A chunk of the prompts that arrived: more of one that was begun, or the first tokens of some."""
         plan, replicas = session.plan, session.replicas
         kind = StepKind("fresh", plan.prefill_rows)
@@ -381,9 +313,9 @@ class Engine:
         for index, own in enumerate(parts):
             ended = fill_prompts(steps.of_replica(prompts, index, len(replicas)), own)
             whole |= {index * kind.rows + place: text for place, text in ended.items()}
-        session.started.append(_Started("prefill_seconds", self._run(kind, prompts), whole))
+        session.started.append(Started("prefill_seconds", self._run(kind, prompts), whole))
 
-    def _start_decode(self, session: _Session, texts: Sequence[Text]) -> None:
+    def _start_decode(self, session: Session, texts: Sequence[Text]) -> None:
         """A step of every text: its last token, and the drafts that may follow it."""
         rows, most = self._batch_size(1 + max(text.row for text in texts)), self.options.speculative
         count, places = rows * len(session.replicas), {text.replica * rows + text.row: text for text in texts}
@@ -400,7 +332,7 @@ class Engine:
         self.figures.decode_steps += 1
         self.figures.drafted_tokens += int(drafts.lens.sum())
         tokens = self._run(StepKind("decode", rows), drafts)
-        session.started.append(_Started("decode_seconds", tokens, places))
+        session.started.append(Started("decode_seconds", tokens, places))
 
     def _batch_size(self, rows: int) -> int:
         """The smallest size of a decode step that is compiled and has that many rows, else the one that has all."""
@@ -514,7 +446,7 @@ class Engine:
         found, session.found = session.found, []
         return found
 
-    def _take(self, session: _Session, started: _Started, tokens: np.ndarray[Any, Any]) -> list[Tokens]:
+    def _take(self, session: Session, started: Started, tokens: np.ndarray[Any, Any]) -> list[Tokens]:
         """Gives the tokens of a step to its texts."""
         now = time.perf_counter()
         setattr(self.figures, started.seconds, getattr(self.figures, started.seconds) + now - self._marked)
@@ -530,7 +462,7 @@ class Engine:
                     self.figures.accepted_tokens += len(new) - 1
         return found
 
-    def _refuse_unfinite(self, session: _Session, started: _Started, tokens: np.ndarray[Any, Any]) -> None:
+    def _refuse_unfinite(self, session: Session, started: Started, tokens: np.ndarray[Any, Any]) -> None:
         """FloatingPointError for the first text of a step whose logits are not finite, which it ends."""
         for row, text in started.texts.items():
             if not text.done and (tokens[row] == NOT_FINITE).any():
@@ -540,7 +472,7 @@ class Engine:
                     f"text {text.text_id}: the logits of its new token {place} are NaN or infinite (a {kind} step)"
                 )
 
-    def _append(self, session: _Session, text: Text, tokens: list[int]) -> Tokens:
+    def _append(self, session: Session, text: Text, tokens: list[int]) -> Tokens:
         """Adds generated tokens to a text, and ends it where its last one does."""
         text.generated += tokens
         text.scheduled = max(text.scheduled, len(text.generated))
@@ -552,7 +484,7 @@ class Engine:
             self._finish(session, text)
         return Tokens(text.text_id, tokens, finished)
 
-    def _finish(self, session: _Session, text: Text) -> None:
+    def _finish(self, session: Session, text: Text) -> None:
         """Lets the text's row and pages go. The device knows already that it has ended."""
         text.done = True
         session.replicas[text.replica].release(text)

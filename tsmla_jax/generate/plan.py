@@ -236,12 +236,13 @@ def _texts_of_replica(options: EngineOptions, texts: int) -> int:
     return -(-texts // options.mesh.replicas)
 
 
-def check_text(config: ModelConfig, plan: Plan, name: str, tokens: Sequence[int], limit: int) -> list[int]:
-    """The prompt's ids; ValueError, which begins with the text's name, if it can't be generated under the plan."""
+def check_text(config: ModelConfig, plan: Plan, name: str, tokens: Sequence[int], limit: int) -> tuple[list[int], int]:
+    """The prompt's ids and the pages that the text needs; ValueError, which begins with the text's name, if it can't be
+    generated under the plan."""
     ids = _check_prompt(config, name, tokens, limit)
     need = pages_for(len(ids) + limit - 1, plan.span)
     _check_room(name, ids, limit, need, min(plan.max_pages, plan.layout.num_pages), plan.span)
-    return ids
+    return ids, need
 
 
 def _page_size(config: ModelConfig, options: EngineOptions) -> int:

@@ -29,9 +29,10 @@ def over_token_blocks(
       outs: the shapes of the whole results, rows first.
       varying_with: further arrays that the body reads, for shard_map's types.
       num_used: traced, the number of rows that matter. Blocks behind them are not visited; their results are 0.
+        (Under jax.export all rows are one block where their number is not known.)
     """
     num_rows = outs[0].shape[0]
-    if not isinstance(num_rows, int):  # of jax.export: how many blocks there are is not known
+    if not isinstance(num_rows, int):
         return body(*operands)
     block = min(block, num_rows)
     if block == num_rows and num_used is None:

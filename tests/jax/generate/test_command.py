@@ -21,9 +21,9 @@ from tsmla_jax.generate.command import (
     Stream,
     keep_compiled_programs,
     put_collectives_in_graphs,
-    read_prompt_ids,
     table,
 )
+from tsmla_jax.generate.prompts import read_lines, read_prompt_ids
 
 ROOT = Path(__file__).resolve().parents[3]
 PROMPTS = [[5, 6, 7], [1], [2, 3, 2, 3, 2], [9] * 20]
@@ -47,7 +47,7 @@ def prompt_ids(tmp_path: Path) -> Path:
 
 def test_a_prompt_is_a_line_and_no_less(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_bytes("first\u2028part\n\nform\x0cfeed\r\nnext\x85line".encode())
-    assert command._read_lines(tmp_path / "p.txt") == ["first\u2028part", "form\x0cfeed", "next\x85line"]
+    assert read_lines(tmp_path / "p.txt") == ["first\u2028part", "form\x0cfeed", "next\x85line"]
 
 
 def test_ids_in_tokens_and_figures_out(
