@@ -377,14 +377,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("vllm", model_figures.write_vllm),
     )
     of_several = (("context_parallel", model_figures.write_context), ("generate", model_figures.write_mesh))
-    for name, function in tables:
-        if (path := arguments.results / f"{name}.json").exists():
-            written.append((path, partial(function, path, figures, page)))
-    for name, function in of_several:
-        if (path := arguments.mesh_results / f"{name}.json").exists():
-            written.append((path, partial(function, path, figures, page)))
-    if (path := arguments.h100_results / "vllm_prompts.json").exists():
-        written.append((path, partial(model_figures.write_vllm_prompts, path, figures, page)))
+    of_h100 = (("vllm_prompts", model_figures.write_vllm_prompts),)
+    folders = (arguments.results, tables), (arguments.mesh_results, of_several), (arguments.h100_results, of_h100)
+    for folder, named in folders:
+        for name, function in named:
+            if (path := folder / f"{name}.json").exists():
+                written.append((path, partial(function, path, figures, page)))
     if arguments.cpu_results.exists():
         written.append((arguments.cpu_results, partial(write_cpu, arguments.cpu_results, figures)))
     if not written:

@@ -84,7 +84,7 @@ def to_torch(array: jax.Array) -> torch.Tensor:
         raise TypeError(f"array: got {type(array).__name__}; legal: a jax.Array")
     kind = array.dtype
     if jax.dtypes.issubdtype(kind, jax.dtypes.extended) or kind.name in ("int4", "uint4", "int2", "uint2"):
-        raise TypeError(f"array: got dtype {array.dtype}; legal: one that torch has")
+        raise TypeError(f"array: got dtype {kind}; legal: one that torch has")
     if len(array.devices()) != 1:
         raise ValueError(f"array: got one on {len(array.devices())} devices; legal: on one")
     return torch.from_dlpack(array)

@@ -201,9 +201,7 @@ def call_attention(
     the first of the arguments, and out has `width` columns."""
     if any(map(_is_dual, arguments)):  # the dispatcher would drop a tangent
         raise contract.not_differentiable(name, "call it on tensors without a tangent of forward mode")
-    contract.static_bool("return_lse", return_lse)
-    if lse is not None and not return_lse:
-        raise ValueError("lse: got a tensor; it is written with return_lse=True alone")
+    tensors.check_lse_asked_for(return_lse, lse)
     buffers = [None if memory is None else memory.buffer for memory in workspace]
     if out is None and lse is None and not any(buffer is not None for buffer in buffers):
         results = getattr(torch.ops.tsmla, name)(*arguments)

@@ -40,16 +40,13 @@ class ResultLayout:
 
     def take(self, return_lse: bool, out: torch.Tensor | None, lse: torch.Tensor | None) -> Results:
         """The tensors to write to. ValueError / TypeError if one of the caller's can't take its result."""
-        if return_lse is not True and return_lse is not False:
-            contract.static_bool("return_lse", return_lse)
+        tensors.check_lse_asked_for(return_lse, lse)
         given = [tensor for tensor in (out, lse) if tensor is not None]
         if out is None:
             out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
         else:
             tensors.check_output("out", out, self.shape, self.dtype, self.device)
         if lse is not None:
-            if not return_lse:
-                raise ValueError("lse: got a tensor; it is written with return_lse=True alone")
             tensors.check_output("lse", lse, self.rows, self.lse_dtype, self.device)
             if lse.data_ptr() < out.data_ptr() + out.nbytes and out.data_ptr() < lse.data_ptr() + lse.nbytes:
                 raise ValueError("lse: got memory of out; legal: memory of its own")

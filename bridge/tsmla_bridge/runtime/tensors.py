@@ -245,6 +245,13 @@ def mark_written(*written: torch.Tensor) -> None:
     torch.autograd.graph.increment_version(written)
 
 
+def check_lse_asked_for(return_lse: bool, lse: torch.Tensor | None) -> None:
+    """ValueError / TypeError unless return_lse is a bool, and true where the caller has memory for lse."""
+    contract.static_bool("return_lse", return_lse)
+    if lse is not None and not return_lse:
+        raise ValueError("lse: got a tensor; it is written with return_lse=True alone")
+
+
 def check_output(name: str, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     """ValueError / TypeError unless `tensor` can take a result."""
     if not isinstance(tensor, torch.Tensor):

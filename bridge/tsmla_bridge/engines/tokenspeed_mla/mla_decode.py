@@ -123,7 +123,7 @@ def _check_out(out: torch.Tensor, query: torch.Tensor, latent_dim: int) -> None:
     shape = (*query.shape[:3], latent_dim)
     if tuple(out.shape) != shape:
         raise ValueError(f"out: got shape {tuple(out.shape)}; legal: {shape}")
-    dtype = torch.bfloat16 if query.dtype == torch.float8_e4m3fn else query.dtype
+    dtype = operators.out_dtype(query)
     if out.dtype != dtype:
         raise ValueError(f"out: got {tensors.dtype_name(out.dtype)}; legal: {tensors.dtype_name(dtype)}")
     if out.device != query.device:
