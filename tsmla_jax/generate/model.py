@@ -27,7 +27,7 @@ from tsmla_jax.generate.moe import gated_mlp, mixture_of_experts
 from tsmla_jax.generate.pages import pages_for
 from tsmla_jax.generate.streams import close_streams, open_streams, read_streams, write_streams
 from tsmla_jax.nn import MLAConfig, functional, v4, v32
-from tsmla_jax.nn.norms import rms_norm, rms_norm_fixed_order
+from tsmla_jax.nn.norms import Norm, rms_norm, rms_norm_fixed_order
 from tsmla_jax.nn.step import Step, needed_when_ragged
 from tsmla_jax.nn.v4 import V4Config, V4Step
 from tsmla_jax.nn.v32 import V32Config
@@ -220,27 +220,29 @@ def decoder_layer(
 
     def attention(x: jax.Array) -> jax.Array:
         nonlocal cache
-        normed = _norm(x, layer["attention_norm"], config)
-        attended, cache = _attend(layer["attention"], config, normed, cache, batch, scales, options, shared)
+        attended, cache = _attend(layer["attention"], config, x, cache, batch, scales, options, shared)
         return jnp.where(valid[:, None], attended, 0)
 
     def mlp(x: jax.Array) -> jax.Array:
-        # Without the barrier the compiler multiplies by the norm's weight twice: for the router, and for the experts in
-        # a kernel of its own.
-        normed = jax.lax.optimization_barrier(_norm(x, layer["mlp_norm"], config))
         params = layer["mlp"]
         if "router" not in params:
-            return gated_mlp(normed, params["gate_up"], params["down"])
+            return gated_mlp(x, params["gate_up"], params["down"])
         assert config.moe is not None
         if batch.expert_tokens is not None:
-            return mixture_of_split_experts(params, normed, batch.expert_tokens, config.moe, options.mesh)
-        return mixture_of_experts(params, normed, valid, config.moe, batch.tokens)
+            return mixture_of_split_experts(params, x, batch.expert_tokens, config.moe, options.mesh)
+        return mixture_of_experts(params, x, valid, config.moe, batch.tokens)
 
-    for name, block in (("attention_streams", attention), ("mlp_streams", mlp)):
+    read_often = {"attention": isinstance(config.attention, V32Config), "mlp": "router" in layer["mlp"]}
+    for name, block in (("attention", attention), ("mlp", mlp)):
+        norm = Norm(layer[f"{name}_norm"], config.rms_norm_eps)
         if config.streams is None:
-            x = x + block(x)
+            normed = rms_norm(x, norm.weight, norm.eps)
+            if read_often[name]:
+                # Without the barrier the compiler multiplies by the norm's weight for each reader, in a kernel for each.
+                normed = jax.lax.optimization_barrier(normed)
+            x = x + block(normed)
         else:
-            read, write, mix = read_streams(layer[name], x, config.streams)
+            read, write, mix = read_streams(layer[f"{name}_streams"], x, norm, config.streams)
             x = write_streams(block(read), write, mix, x)
     return x, cache
 
@@ -307,17 +309,13 @@ def _attend_fresh(
     return y, tsmla_jax.write_kv_cache(cache, latent, k_rope, step.slot_mapping, kv_scale=kv_scale)
 
 
-def _norm(x: jax.Array, weight: jax.Array, config: LayerConfig | ModelConfig) -> jax.Array:
-    norm = rms_norm if config.streams is None else rms_norm_fixed_order
-    return norm(x, weight, config.rms_norm_eps)
-
-
 def logits(params: Params, config: ModelConfig, x: jax.Array, rows: jax.Array) -> jax.Array:
     """Logits after the tokens x[rows]: f32 [N, V] from x [T, C] (V4: [T, S, C]) and rows [N] i32."""
     x = x[rows]
     if config.streams is not None:
         x = close_streams(params["streams"], x, config.streams)
-    normed = _norm(x, params["norm"], config)
+    norm = rms_norm if config.streams is None else rms_norm_fixed_order
+    normed = norm(x, params["norm"], config.rms_norm_eps)
     output = params["embed"] if config.tie_word_embeddings else params["lm_head"]
     return jnp.einsum("nc,vc->nv", normed, output, preferred_element_type=jnp.float32)
 

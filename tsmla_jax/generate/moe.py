@@ -7,6 +7,7 @@ DeepSeek-V4 (section 2.1).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ from tsmla_jax.nn.block_scaled import BlockScaled
 from tsmla_jax.nn.grouped_matmul import grouped_matmul, halved, why_not_kernel
 from tsmla_jax.nn.linear import linear
 from tsmla_jax.nn.row_blocks import make_blocks
-from tsmla_jax.nn.tiles import expert_tiles
+from tsmla_jax.nn.tiles import WIDENED_BYTES, WIDENED_PAIRS, expert_tiles
 
 _MAX_BLOCK_ROWS = 128
 
@@ -179,6 +180,8 @@ def _grouped_experts(
 
     load: as in `mix_experts`."""
     num_experts, (_, hidden, width) = min(gate_up.shape[0], down.shape[0]), down.shape
+    if load >= WIDENED_PAIRS * num_experts and math.prod(gate_up.shape) * x.dtype.itemsize <= WIDENED_BYTES:
+        gate_up, down = (w.widened(x.dtype) if isinstance(w, BlockScaled) else w for w in (gate_up, down))
     block, tile_up, tile_down = expert_tiles(load, num_experts, hidden, width, isinstance(down, BlockScaled))
     blocks = make_blocks(experts, num_experts, block)
     x = halved(x) if tile_up.half else x

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from tsmla_jax.generate.config import StreamsConfig
+from tsmla_jax.generate.stream_kernels import read_by_kernel, why_not_by_kernel
+from tsmla_jax.nn.norms import Norm, rms_norm_fixed_order
 
 Params = Mapping[str, jax.Array]
 
@@ -22,17 +24,22 @@ def open_streams(x: jax.Array, config: StreamsConfig) -> jax.Array:
     return jnp.broadcast_to(x[:, None], (x.shape[0], config.count, x.shape[1]))
 
 
-def read_streams(params: Params, streams: jax.Array, config: StreamsConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A block's input, and the weights by which its result goes back to the streams.
+def read_streams(
+    params: Params, streams: jax.Array, norm: Norm, config: StreamsConfig
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A block's normed input, and the weights by which its result goes back to the streams.
 
     Args:
       params: "fn" [(2 + N) N, N C], "base" [(2 + N) N] and "scale" [3]: first the N weights of the reading, then the N
         of the writing, then the N x N of the mixing.
       streams: [T, N, C].
+      norm: of the input, with a weight [C].
 
     Returns:
       the block's input [T, C] in the streams' dtype; the f32 weights of the writing [T, N] and the mixing [T, N, N].
     """
+    if not why_not_by_kernel(streams):
+        return read_by_kernel(params, streams, norm, config)
     count = config.count
     weights = _project(params["fn"], streams, config)
     base, scale = params["base"].astype(jnp.float32), params["scale"].astype(jnp.float32)
@@ -41,14 +48,17 @@ def read_streams(params: Params, streams: jax.Array, config: StreamsConfig) -> t
     read = jax.nn.sigmoid(read * scale[0] + read_base) + config.eps
     write = 2 * jax.nn.sigmoid(write * scale[1] + write_base)
     mix = jax.nn.softmax((mix * scale[2] + mix_base).reshape(-1, count, count), axis=-1) + config.eps
-    return _collapse(read, streams), write, _doubly_stochastic(mix, config)
+    x = rms_norm_fixed_order(_collapse(read, streams), norm.weight, norm.eps)
+    return x, write, _doubly_stochastic(mix, config)
 
 
 def write_streams(out: jax.Array, write: jax.Array, mix: jax.Array, streams: jax.Array) -> jax.Array:
     """The streams after a block: its result `out` [T, C] to every stream n by write[n], stream m to n by mix[m, n]."""
-    dtype = streams.dtype
-    mixed = jnp.einsum("tmn,tmc->tnc", mix.astype(dtype), streams)
-    return write.astype(dtype)[..., None] * out[:, None] + mixed
+    dtype, count = streams.dtype, streams.shape[1]
+    mix, wide = mix.astype(dtype).astype(jnp.float32), streams.astype(jnp.float32)
+    # Written out, products and sums are one kernel with what comes behind; a product of matrices is one more.
+    mixed = sum(mix[:, stream, :, None] * wide[:, stream, None] for stream in range(count))
+    return write.astype(dtype)[..., None] * out[:, None] + jnp.asarray(mixed).astype(dtype)
 
 
 def close_streams(params: Params, streams: jax.Array, config: StreamsConfig) -> jax.Array:

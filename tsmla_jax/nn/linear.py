@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tsmla_jax.nn.block_scaled import BLOCK, BlockScaled
 from tsmla_jax.nn.grouped_matmul import grouped_matmul, halved, why_not_kernel
 from tsmla_jax.nn.row_blocks import Blocks
-from tsmla_jax.nn.tiles import linear_tile
+from tsmla_jax.nn.tiles import MANY_ROWS, linear_tile
 
 _MOST_SUMMED = 1 << 23
 """Elements of a matrix up to which XLA makes a row's product a sum along the matrix' rows, and widens them as it reads
@@ -50,7 +50,7 @@ def linear(x: jax.Array, weight: jax.Array | BlockScaled) -> jax.Array:
         return x @ weight.T
     rows, (columns, depth) = math.prod(x.shape[:-1]), weight.shape
     summed = rows == 1 and columns * depth <= _MOST_SUMMED
-    if summed or why_not_kernel(x.dtype, columns, depth, narrow=True):
+    if summed or rows > MANY_ROWS or why_not_kernel(x.dtype, columns, depth, narrow=True):
         return x @ weight.widened(x.dtype).T
     out = linear_by_kernel(x.reshape(rows, -1), weight)
     return out.reshape(*x.shape[:-1], -1)

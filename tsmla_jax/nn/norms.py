@@ -1,9 +1,18 @@
 """The two RMS norms: a plain one for activations, and one whose order of summation is fixed."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
 from tsmla_jax.sparse import numerics
+
+
+class Norm(NamedTuple):
+    """An RMS norm's weight [D], floats, and its eps, which is static."""
+
+    weight: jax.Array
+    eps: float
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from tsmla_jax.nn.tiles import BLOCKS_BY_KERNEL
 from tsmla_jax.nn.triton import plgpu, why_no_triton
 
-_CHUNK = 64  # pairs of a program of the kernel
+_AT_ONCE = 128  # pairs that one program places
+_OWN, _OTHERS = 64, 256  # pairs of one of several programs, and those that it compares them with at once
 
 
 class Blocks(NamedTuple):
@@ -73,55 +73,93 @@ def make_blocks(groups: jax.Array, num_groups: int, block: int) -> Blocks:
 
 
 def blocks_by_kernel(groups: jax.Array, num_groups: int, block: int) -> Blocks:
-    """`make_blocks` as one kernel. Each of its programs counts the pairs of every group, and places some of them: so it
-    is for few pairs. Arguments as there."""
+    """`make_blocks` as one kernel, or two of more than _AT_ONCE pairs. They compare every pair with every other, so
+    their time does not depend on the number of groups, and they are for few pairs. Arguments as there."""
     num_rows, most = groups.shape
     pairs = num_rows * most
-    count, programs = _most_blocks(pairs, num_groups, block), pl.cdiv(pairs, _CHUNK)
-    rows, block_groups, places = pl.pallas_call(
-        functools.partial(_place, num_groups, block, most),
-        grid=(programs,),
-        out_shape=[jax.ShapeDtypeStruct((size,), jnp.int32) for size in (count * block, count, pairs)],
-        compiler_params=plgpu.CompilerParams(num_warps=8 if num_groups <= 128 else 16, num_stages=1),
+    flat, count, at_once = groups.reshape(pairs), _most_blocks(pairs, num_groups, block), pairs <= _AT_ONCE
+    own = max(16, pl.next_power_of_2(pairs)) if at_once else _OWN
+    call = functools.partial(
+        pl.pallas_call,
+        grid=(pl.cdiv(pairs, own),),
+        compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=1),
         interpret=jax.default_backend() == "cpu",
+    )
+    operands = [flat]
+    if not at_once:
+        operands += [call(_rank, out_shape=jax.ShapeDtypeStruct((pairs,), jnp.int32), name="rank_pairs")(flat)]
+    rows, block_groups, places = call(
+        functools.partial(_place, _Sizes(num_groups, block, most, own)),
+        out_shape=[jax.ShapeDtypeStruct((size,), jnp.int32) for size in (count * block, count, pairs)],
         name="make_blocks",
-    )(groups.reshape(pairs))
+    )(*operands)
     return Blocks(rows, block_groups, places.reshape(num_rows, most), num_groups)
 
 
-def _place(
-    num_groups: int, block: int, most: int, groups_ref: Any, rows_ref: Any, block_groups_ref: Any, places_ref: Any
-) -> None:
-    """The places of a chunk of pairs, and the groups of some blocks."""
+class _Sizes(NamedTuple):
+    """Of a kernel that places pairs: groups, places of a block, pairs of a row, and pairs of a program."""
+
+    num_groups: int
+    block: int
+    most: int
+    own: int
+
+
+def _load(ref: Any, begin: Any, size: int) -> tuple[jax.Array, jax.Array]:
+    """`size` pairs' indices from `begin` on and what `ref` [pairs] has of them, -1 for those that don't exist."""
+    at = begin + jnp.arange(size, dtype=jnp.int32)
+    return at, plgpu.load(ref.at[at], mask=at < ref.shape[0], other=-1)
+
+
+def _earlier(own: jax.Array, group: jax.Array, others: jax.Array, other_groups: jax.Array) -> jax.Array:
+    """1 where one of the others comes before an own pair and has its group: [own, others]."""
+    return ((other_groups[None, :] == group[:, None]) & (others[None, :] < own[:, None])).astype(jnp.int32)
+
+
+def _rank(groups_ref: Any, ranks_ref: Any) -> None:
+    """The ranks of some pairs: how many earlier ones have the same group."""
+    own, group = _load(groups_ref, pl.program_id(0) * _OWN, _OWN)
+
+    earlier = jnp.zeros((_OWN, _OTHERS), jnp.int32)
+    for begin in range(0, groups_ref.shape[0], _OTHERS):
+        earlier = earlier + _earlier(own, group, *_load(groups_ref, begin, _OTHERS))
+    plgpu.store(ranks_ref.at[own], earlier.sum(axis=1), mask=own < groups_ref.shape[0])
+
+
+def _place(sizes: _Sizes, groups_ref: Any, *refs: Any) -> None:
+    """The places of some pairs, the groups of the blocks that they begin, and some blocks without rows. refs: the ranks
+    of all pairs, if one program doesn't have them all, and the results."""
+    *ranks_ref, rows_ref, block_groups_ref, places_ref = refs
+    num_groups, block, most, size = sizes
     pairs, count = groups_ref.shape[0], block_groups_ref.shape[0]
-    lanes = jnp.arange(pl.next_power_of_2(num_groups), dtype=jnp.int32)
+    own, group = _load(groups_ref, pl.program_id(0) * size, size)
 
-    def chunk(index: Any) -> tuple[jax.Array, jax.Array]:
-        at = index * _CHUNK + jnp.arange(_CHUNK, dtype=jnp.int32)
-        return at, plgpu.load(groups_ref.at[at], mask=at < pairs, other=-1)
+    def begun(others: jax.Array, ranks: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """1 where one of the others begins a block: of a group before an own pair's [own, others], and of any."""
+        first = (others >= 0) & (others < num_groups) & (ranks % block == 0)
+        return (first[None, :] & (others[None, :] < group[:, None])).astype(jnp.int32), first.astype(jnp.int32)
 
-    own, group = chunk(pl.program_id(0))
+    if ranks_ref:
+        rank = _load(ranks_ref[0], pl.program_id(0) * size, size)[1]
+        before, first = jnp.zeros((size, _OTHERS), jnp.int32), jnp.zeros((_OTHERS,), jnp.int32)
+        for begin in range(0, pairs, _OTHERS):
+            more = begun(*(_load(ref, begin, _OTHERS)[1] for ref in (groups_ref, ranks_ref[0])))
+            before, first = before + more[0], first + more[1]
+    else:
+        rank = _earlier(own, group, own, group).sum(axis=1)
+        before, first = begun(group, rank)
 
-    def count_pairs(index: Any, counts: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        sizes, earlier = counts
-        at, others = chunk(index)
-        same = (others[None, :] == group[:, None]) & (at[None, :] < own[:, None])
-        members = others[:, None] == lanes[None, :]
-        return sizes + members.astype(jnp.int32), earlier + same.astype(jnp.int32)
-
-    zeros = jnp.zeros((_CHUNK, lanes.shape[0]), jnp.int32), jnp.zeros((_CHUNK, _CHUNK), jnp.int32)
-    sizes, earlier = lax.fori_loop(0, pl.cdiv(pairs, _CHUNK), count_pairs, zeros)
-    blocks = jnp.where(lanes < num_groups, (sizes.sum(axis=0) + block - 1) // block, 0)
-    ends = jnp.cumsum(blocks)
-
-    begin = jnp.where(group[:, None] == lanes[None, :], (ends - blocks)[None, :], 0).sum(axis=1)
+    total = first.sum()
     present = (own < pairs) & (group < num_groups)
-    place = jnp.where(present, begin * block + earlier.sum(axis=1), count * block)
+    index = before.sum(axis=1) + rank // block
+    place = jnp.where(present, index * block + rank % block, count * block)
     plgpu.store(places_ref.at[own], place, mask=own < pairs)
     plgpu.store(rows_ref.at[place], own // most, mask=present)
+    begins = present & (rank % block == 0)
+    plgpu.store(block_groups_ref.at[jnp.where(begins, index, count)], group, mask=begins)
 
-    share = pl.cdiv(count, pl.cdiv(pairs, _CHUNK))
+    share = pl.cdiv(count, pl.cdiv(pairs, size))
     part = jnp.arange(pl.next_power_of_2(share), dtype=jnp.int32)
     at = pl.program_id(0) * share + part
-    ended = (ends[None, :] <= at[:, None]).astype(jnp.int32).sum(axis=1)
-    plgpu.store(block_groups_ref.at[at], jnp.minimum(ended, num_groups), mask=(part < share) & (at < count))
+    unused = (part < share) & (at < count) & (at >= total)
+    plgpu.store(block_groups_ref.at[at], jnp.full_like(at, num_groups), mask=unused)

@@ -9,13 +9,20 @@ from tsmla_jax.nn.block_scaled import BLOCK
 BLOCKS_BY_KERNEL = 2048
 """Pairs of a row and a group up to which `make_blocks` is one kernel, and not several of XLA."""
 
-HALF_PAIRS = range(17, 1025)
-"""Pairs of a token and an expert for which block-scaled weights of experts are widened to f16 (`Tile.half`), and fewer
-where the experts are wide. For all others, whose time is not that of reading weights, they are widened to bf16."""
+HALF_PAIRS = range(1, 1025)
+"""Pairs of a token and an expert for which block-scaled weights of experts are widened to f16 (`Tile.half`). For all
+others, whose time is not that of reading weights, they are widened to bf16."""
+
+WIDENED_PAIRS, WIDENED_BYTES = 256, 2**30
+"""Pairs of each expert, on average, from which block-scaled weights of experts are widened before the products, and the
+most bytes that a stack of them may have then."""
 
 FEW_ROWS = 8
-"""Rows times one block-scaled matrix up to which its weights are widened to bf16. More rows take f16; above 512, where
-multiplying takes the time, bf16 again."""
+"""Rows times one block-scaled matrix up to which its weights are widened to bf16. More rows take f16."""
+
+MANY_ROWS = 512
+"""Rows up to which a block-scaled matrix is widened as a product reads it. For more, whose time is that of multiplying,
+it is widened first, and XLA's product of 16 bits multiplies at more than twice the speed."""
 
 MULTIPROCESSORS = 132
 """Of an H100 or H200. Programs of few rows wait most of the time: two on each of these read a matrix faster."""
@@ -46,8 +53,6 @@ class Tile:
 
 def linear_tile(rows: int, columns: int, depth: int) -> tuple[int, Tile]:
     """Rows of a block, and the tile, of `rows` rows times one block-scaled matrix [columns, depth]."""
-    if rows > 512:
-        return 128, Tile(64, BLOCK, 8, 3)
     block = 16 if rows <= 16 else 32 if rows <= 64 else 128 if rows <= 128 else 256
     tile = Tile(64, BLOCK, 4, 4) if block <= 32 else Tile(64, BLOCK, 8, 3)
     programs = columns // tile.columns * -(-rows // block)
@@ -69,20 +74,14 @@ def expert_tiles(pairs: int, num_experts: int, hidden: int, width: int, narrow: 
     hidden, width: C and I. narrow: whether the weights are block-scaled."""
     block, tiles = _expert_tiles(pairs, num_experts, hidden, width, narrow)
     half = narrow and pairs in HALF_PAIRS
-    up, down = (replace(tile, half=half or tile.half) for tile in tiles)
+    up, down = (replace(tile, half=half) for tile in tiles)
     return block, up, down
-
-
-def _is_one_long_row(pairs: int, width: int) -> bool:
-    """Whether these are the pairs of about one token, whose products have columns for two wide programs on each
-    multiprocessor."""
-    return pairs <= 16 and pairs * width // 64 >= 2 * MULTIPROCESSORS
 
 
 def _expert_tiles(pairs: int, num_experts: int, hidden: int, width: int, narrow: bool) -> tuple[int, tuple[Tile, Tile]]:
     depth = 128 if width % 128 == 0 and hidden % 128 == 0 else 64
-    if narrow and _is_one_long_row(pairs, width):
-        return 16, (Tile(64, depth, 4, 4, half=True), Tile(32, depth, 4, 4, half=True))
+    if pairs <= 16 and narrow:
+        return 16, (Tile(64, depth, 4, 4), Tile(64, depth, 2, 4))
     if pairs <= 16:
         return 16, (Tile(32, depth, 4, 3), Tile(64, depth, 4, 4))
     if pairs <= 12 * num_experts:
@@ -90,5 +89,5 @@ def _expert_tiles(pairs: int, num_experts: int, hidden: int, width: int, narrow:
     if pairs <= 48 * num_experts:
         return 32, (Tile(64, depth, 4, 3), Tile(depth, depth, 4, 3))
     if narrow:
-        return 128, (Tile(64, depth, 8, 3), Tile(depth, depth, 8, 3))
+        return 128, (Tile(depth, depth, 8, 3), Tile(depth, depth, 8, 3))
     return 128, (Tile(depth, depth // 2, 8, 4), Tile(256 if hidden % 256 == 0 else 64, depth // 2, 8, 4))

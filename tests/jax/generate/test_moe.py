@@ -215,3 +215,21 @@ def test_grouped_experts_by_every_form_of_their_tiles(chosen: bool, monkeypatch:
     expected = np.asarray(mix())
     monkeypatch.setattr(moe, "why_not_grouped", lambda *_: [])
     np.testing.assert_allclose(mix(), expected, atol=2**-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(("tokens", "width", "first"), [(511, 128, False), (512, 128, True), (512, 2**22, False)])
+def test_experts_with_many_rows_are_widened_first(
+    tokens: int, width: int, first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their products then read bf16, unless a stack would have more than WIDENED_BYTES."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+    def weight(*shape: int) -> Any:
+        scales = jax.ShapeDtypeStruct((shape[0], shape[1] // 128, shape[2] // 128), jnp.float32)
+        return BlockScaled(jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn), scales)  # type: ignore[arg-type]
+
+    x = jax.ShapeDtypeStruct((tokens, 128), jnp.bfloat16)
+    experts, weights = (jax.ShapeDtypeStruct((tokens, 2), dtype) for dtype in (jnp.int32, jnp.float32))
+    stacks = weight(4, 2 * width, 128), weight(4, 128, width)
+    traced = str(jax.make_jaxpr(moe.mix_experts)(x, experts, weights, *stacks))
+    assert (f"bf16[4,{2 * width},128]" in traced) == first

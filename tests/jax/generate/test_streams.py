@@ -7,6 +7,7 @@ import pytest
 
 from tsmla_jax.generate import streams
 from tsmla_jax.generate.config import StreamsConfig
+from tsmla_jax.nn.norms import Norm
 
 COUNT, WIDTH, TOKENS = 3, 10, 6
 CONFIG = StreamsConfig(count=COUNT, sinkhorn_iterations=20, eps=1e-6, norm_eps=1e-5)
@@ -34,7 +35,8 @@ def weights(params: dict[str, np.ndarray], token: np.ndarray) -> np.ndarray:
 
 def test_a_block_reads_and_writes_the_streams(x: np.ndarray) -> None:
     params = random_params((2 + COUNT) * COUNT, 3)
-    read, write, mix = jax.jit(streams.read_streams, static_argnums=2)(params, x, CONFIG)
+    norm = np.random.default_rng(1).standard_normal(WIDTH, np.float32)
+    read, write, mix = jax.jit(lambda *arrays: streams.read_streams(*arrays, Norm(norm, 1e-4), CONFIG))(params, x)
     after = streams.write_streams(jnp.tanh(read), write, mix, x)
     base, scale = params["base"].astype(np.float64), params["scale"].astype(np.float64)
     for token in range(TOKENS):
@@ -46,8 +48,10 @@ def test_a_block_reads_and_writes_the_streams(x: np.ndarray) -> None:
         for iteration in range(2 * 20 - 1):  # columns first and last
             mixing = mixing / (mixing.sum(iteration % 2, keepdims=True) + 1e-6)
         np.testing.assert_allclose(mix[token], mixing, atol=1e-5)
-        np.testing.assert_allclose(read[token], reading @ x[token], rtol=1e-5, atol=1e-5)
-        out = np.tanh(reading @ x[token])
+        collapsed = reading @ x[token]
+        normed = collapsed / np.sqrt((collapsed**2).mean() + 1e-4) * norm
+        np.testing.assert_allclose(read[token], normed, rtol=1e-5, atol=1e-5)
+        out = np.tanh(normed)
         expected = [writing[n] * out + sum(mixing[m, n] * x[token, m] for m in range(COUNT)) for n in range(COUNT)]
         np.testing.assert_allclose(after[token], expected, rtol=1e-5, atol=1e-5)
     # The purpose of the rounds: nothing grows or shrinks by being mixed. Columns come last; rows end some percent off.
@@ -57,8 +61,9 @@ def test_a_block_reads_and_writes_the_streams(x: np.ndarray) -> None:
 
 def test_rounds_of_the_mixing_are_no_loop(x: np.ndarray) -> None:
     """A GPU would launch a loop's kernels one by one, outside of CUDA graphs."""
-    read = jax.jit(streams.read_streams, static_argnums=2)
-    assert "stablehlo.while" not in read.lower(random_params((2 + COUNT) * COUNT, 3), x, CONFIG).as_text()
+    norm = Norm(jnp.ones(WIDTH), 1e-4)
+    read = jax.jit(lambda *arrays: streams.read_streams(*arrays, norm, CONFIG))
+    assert "stablehlo.while" not in read.lower(random_params((2 + COUNT) * COUNT, 3), x).as_text()
 
 
 def test_streams_open_equal_and_close_weighed(x: np.ndarray) -> None:
@@ -73,7 +78,8 @@ def test_streams_open_equal_and_close_weighed(x: np.ndarray) -> None:
 
 def test_streams_keep_their_dtype(x: np.ndarray) -> None:
     narrow = jnp.asarray(x, jnp.bfloat16)
-    read, write, mix = streams.read_streams(random_params((2 + COUNT) * COUNT, 3), narrow, CONFIG)
+    params, norm = random_params((2 + COUNT) * COUNT, 3), Norm(jnp.ones(WIDTH), 1e-4)
+    read, write, mix = streams.read_streams(params, narrow, norm, CONFIG)
     assert (read.dtype, write.dtype, mix.dtype) == (jnp.bfloat16, jnp.float32, jnp.float32)
     assert streams.write_streams(read, write, mix, narrow).dtype == jnp.bfloat16
     assert streams.close_streams(random_params(COUNT, 1), narrow, CONFIG).dtype == jnp.bfloat16

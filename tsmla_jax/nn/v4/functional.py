@@ -8,6 +8,7 @@ the arrays that do not depend on the layer. Axes: T new tokens in all, B request
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -18,7 +19,8 @@ import tsmla_jax
 from tsmla_jax import sparse
 from tsmla_jax.nn import context_parallel
 from tsmla_jax.nn.linear import joined_rows, linear, product, rows_of
-from tsmla_jax.nn.norms import rms_norm_fixed_order
+from tsmla_jax.nn.norm_rope import Columns, Rope, norm_rope
+from tsmla_jax.nn.norms import Norm
 from tsmla_jax.nn.step import check_axis, check_step
 from tsmla_jax.nn.v4.config import V4Config
 from tsmla_jax.nn.v4.step import V4Step
@@ -141,15 +143,14 @@ def _matrices(config: V4Config) -> list[str]:
     return ["q_b_proj", "o_b_proj", *names, *(["indexer_q_b_proj"] if config.kind == "csa" else [])]
 
 
-def _project_in(params: Params, config: V4Config, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """x times the first matrix of the query [T, rank], times kv_proj [T, D], and the weights of the indexer's heads
-    [T, Hi], without columns where there is none."""
-    if "in_proj" not in params:
-        parts = [x @ params[name] for name, _ in _inputs(config)]
-        return parts[0], parts[1], parts[2] if len(parts) > 2 else x[:, :0]
-    both = linear(x, params["in_proj"])
-    low, kv, weights = jnp.split(both, [config.q_lora_rank, config.q_lora_rank + config.head_dim], axis=-1)
-    return low, kv, weights
+def _project_in(params: Params, config: V4Config, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x times the first matrix of the query and kv_proj, side by side: [T, rank + D], and more columns where there are;
+    and the weights of the indexer's heads [T, Hi], without columns where there is none."""
+    if "in_proj" in params:
+        both = linear(x, params["in_proj"])
+    else:
+        both = jnp.concatenate([x @ params[name] for name, _ in _inputs(config)], axis=1)
+    return both, both[:, config.q_lora_rank + config.head_dim :]
 
 
 def attend(
@@ -187,30 +188,31 @@ def attend(
     """
     check_step(step, V4Step, "v4.make_step")
     check_axis(context_axis, step.context_axis)
-    eps = config.rms_norm_eps
-    low, kv, index_weights = _project_in(params, config, x)
-    low = rms_norm_fixed_order(low, params["q_a_norm"], eps)
-    q = product(params, "q_b_proj", low).reshape(x.shape[0], -1, config.head_dim)
-    wide = q.astype(jnp.float32)
-    q = (wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + eps)).astype(q.dtype)
-    q = quantize_q(sparse_v4.apply_rope(q, step.positions, step.cos_sin), q_scale)
+    projected, index_weights = _project_in(params, config, x)
+    # Folded parameters are those of an engine's step, which is never partitioned automatically.
+    rows = functools.partial(norm_rope, by_kernel="in_proj" in params)
+    rope = Rope(step.positions, step.cos_sin)
+    rank, width, eps = config.q_lora_rank, config.head_dim, config.rms_norm_eps
+    low = rows(projected, Columns(0, 1, rank), Norm(params["q_a_norm"], eps))[:, 0]
+    q = product(params, "q_b_proj", low).reshape(x.shape[0], -1)
+    q = quantize_q(rows(q, Columns(0, q.shape[1] // width, width), eps, rope), q_scale)
 
-    kv = sparse_v4.norm_rope(kv, params["kv_norm"], step.positions, step.cos_sin, eps=eps)
+    kv = rows(projected, Columns(rank, 1, width), Norm(params["kv_norm"], eps), rope, dtype=jnp.float32)[:, 0]
     # A packed cache's shape does not say how many rows its pages have; the others' does.
     packed = cache.window.dtype == jnp.uint8
     page_size, entries_page_size = (step.page_size, step.compressed_page_size) if packed else (None, None)
     slots = step.window.slot_mapping
     window = layouts.write_v4_cache(cache.window, kv, slots, kv_scale=kv_scale, page_size=page_size)
     cache = cache._replace(window=window)
-    rows = step.rows
+    selected = step.rows
     if cache.compressed is not None and cache.compressor is not None:
         options = {"kv_scale": kv_scale, "page_size": entries_page_size, "implementation": implementation}
         held = cache.compressed, cache.compressor
         compressed, state = _compress(params, config, "compressor", x, held, step, **options)
         cache = cache._replace(compressed=compressed, compressor=state)
     if config.kind == "csa":
-        rows, cache = _choose(params, config, (x, low, index_weights), cache, step, implementation)
-    if rows is None:
+        selected, cache = _choose(params, config, (x, low, index_weights), cache, step, implementation)
+    if selected is None:
         raise ValueError(f"step: got one made for another kind of layer; this layer is {config.kind!r}")
     attention: dict[str, Any] = {
         "softmax_scale": config.head_dim**-0.5,
@@ -223,20 +225,21 @@ def attend(
     if cache.compressed is not None:
         attention |= {
             "compressed_kv_cache": cache.compressed,
-            "window": rows.window,
+            "window": selected.window,
             "compressed_page_size": entries_page_size,
             "compressed_kv_scale": kv_scale,
         }
 
     def project(out: jax.Array, positions: jax.Array) -> jax.Array:
         # Values carry the rope of their own positions; turning back by the query's position leaves the distance.
-        out = sparse_v4.apply_rope(out, positions, step.cos_sin, inverse=True)
+        back = Rope(positions, step.cos_sin, inverse=True)
+        out = rows(out.reshape(out.shape[0], -1), Columns(0, out.shape[1], width), rope=back)
         grouped = out.astype(x.dtype).reshape(out.shape[0], params["o_a_proj"].shape[0], -1)
         axes = "tgi,gri->tgr" if "in_proj" in params else "tgi,gir->tgr"
         mixed = jnp.einsum(axes, grouped, params["o_a_proj"])
         return product(params, "o_b_proj", mixed.reshape(out.shape[0], -1))
 
-    indices, sinks = (rows.indices, rows.lengths), params["sinks"]
+    indices, sinks = (selected.indices, selected.lengths), params["sinks"]
     if context_axis is None or cache.compressed is None:  # a window alone is whole on every device
         out = tsmla_jax.sparse_mla(q, cache.window, *indices, sinks=sinks, **attention)
         return project(cast(jax.Array, out), step.positions), cache
@@ -255,11 +258,17 @@ def _compress(
     **options: Any,
 ) -> tuple[jax.Array, CompressorState]:
     """The cache and the state of one of the layer's compressors, with the entries that the new tokens complete."""
-    wide = x.astype(jnp.float32)
-    # Products are put side by side, and not the matrices, which a step would copy.
-    weights = (params[f"{name}_{part}_proj"].astype(jnp.float32) for part in ("kv", "gate"))
     axes = "te,we->tw" if "in_proj" in params else "te,ew->tw"
-    kv_score = jnp.stack([jnp.einsum(axes, wide, weight, precision="highest") for weight in weights], axis=1)
+
+    def project(weight: jax.Array) -> jax.Array:
+        # Products of 16-bit values are exact in f32: a tensor core makes them, at several times the speed of f32's own.
+        if x.dtype != weight.dtype or x.dtype.itemsize != 2:
+            weight, wide = weight.astype(jnp.float32), x.astype(jnp.float32)
+            return jnp.einsum(axes, wide, weight, precision="highest")
+        return jnp.einsum(axes, x, weight, preferred_element_type=jnp.float32)
+
+    # Products are put side by side, and not the matrices, which a step would copy.
+    kv_score = jnp.stack([project(params[f"{name}_{part}_proj"]) for part in ("kv", "gate")], axis=1)
     cache, state = held
     return tsmla_jax.compress_write_kv_cache(
         cache,

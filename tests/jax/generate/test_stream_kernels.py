@@ -1,0 +1,75 @@
+"""The kernels of V4's streams against XLA: by their interpreter on a CPU and by themselves on a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tsmla_jax.generate import stream_kernels, streams
+from tsmla_jax.generate.config import StreamsConfig
+from tsmla_jax.nn.norms import Norm
+
+BACKENDS = pytest.mark.parametrize("backend", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+
+
+def random_inputs(count: int, width: int, tokens: int) -> tuple[dict[str, jax.Array], jax.Array, Norm]:
+    rng = np.random.default_rng(count * tokens)
+    rows = (2 + count) * count
+    shapes = {"fn": (rows, count * width), "base": (rows,), "scale": (3,)}
+    params = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    params["fn"] /= 8  # weights of a mix between some percent and 1
+    x = rng.standard_normal((tokens, count, width)).astype(np.float32)
+    norm = Norm(jnp.asarray(rng.standard_normal(width), jnp.float32), 1e-6)
+    return jax.tree.map(jnp.asarray, params), jnp.asarray(x, jnp.bfloat16), norm
+
+
+@BACKENDS
+@pytest.mark.parametrize(
+    ("count", "width", "tokens"),
+    [(4, 512, 1), (4, 256, 16), (3, 384, 70), (1, 128, 17), (8, 128, 3), (4, 4096, 5), (4, 7168, 2), (4, 256, 700)],
+)
+def test_the_kernels_do_what_xla_does(count: int, width: int, tokens: int, backend: str) -> None:
+    if jax.default_backend() != backend:
+        pytest.skip(f"jax's default device is no {backend}")
+    params, x, norm = random_inputs(count, width, tokens)
+    config = StreamsConfig(count, sinkhorn_iterations=20, eps=1e-6, norm_eps=1e-5)
+    got = jax.jit(lambda *arrays: stream_kernels.read_by_kernel(*arrays, norm, config))(params, x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streams, "why_not_by_kernel", lambda x: ["it is compared with XLA"])
+        # Under jit, XLA would leave out the rounding of the input before its norm.
+        wanted = streams.read_streams(params, x, norm, config)
+    assert [(array.shape, array.dtype) for array in got] == [(array.shape, array.dtype) for array in wanted]
+    # A value may round to either side, before its norm and behind it, by 2^-8 of it each time.
+    np.testing.assert_allclose(*(array[0].astype(jnp.float32) for array in (got, wanted)), rtol=2**-6, atol=1e-4)
+    for index in (1, 2):
+        np.testing.assert_allclose(got[index], wanted[index], rtol=1e-4, atol=1e-5)
+    exact = np.asarray(got[0] == wanted[0]).mean()
+    assert exact > 0.98
+
+
+@BACKENDS
+def test_what_is_no_number_shows_and_stays_in_its_token(backend: str) -> None:
+    if jax.default_backend() != backend:
+        pytest.skip(f"jax's default device is no {backend}")
+    params, x, norm = random_inputs(4, 256, 20)
+    config = StreamsConfig(4, sinkhorn_iterations=20, eps=1e-6, norm_eps=1e-5)
+    clean = stream_kernels.read_by_kernel(params, x, norm, config)
+    spoilt = stream_kernels.read_by_kernel(params, x.at[7, 2, 100].set(jnp.nan), norm, config)
+    others = np.arange(20) != 7
+    for before, after in zip(clean, spoilt, strict=True):
+        assert np.isnan(np.asarray(after[7], np.float32)).all()
+        np.testing.assert_array_equal(np.asarray(before)[others], np.asarray(after)[others])
+
+
+def test_streams_take_the_kernels_where_they_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, x, norm = random_inputs(4, 256, 3)
+    config = StreamsConfig(4, sinkhorn_iterations=20, eps=1e-6, norm_eps=1e-5)
+
+    def traced() -> str:
+        return str(jax.make_jaxpr(lambda *arrays: streams.read_streams(*arrays, norm, config))(params, x))
+
+    assert "pallas_call" not in traced()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert "project_streams" in traced() and "read_streams" in traced()
+    assert "dtype is float32; legal: bfloat16" in stream_kernels.why_not_by_kernel(x.astype(jnp.float32))[0]
+    assert "4 streams of 200; legal: at most 8" in stream_kernels.why_not_by_kernel(x[..., :200])[0]
