@@ -238,7 +238,8 @@ def decoder_layer(
         if config.streams is None:
             normed = rms_norm(x, norm.weight, norm.eps)
             if read_often[name]:
-                # Without the barrier the compiler multiplies by the norm's weight for each reader, in a kernel for each.
+                # Without the barrier the compiler multiplies by the norm's weight once for each reader, in kernels of
+                # their own.
                 normed = jax.lax.optimization_barrier(normed)
             x = x + block(normed)
         else:
