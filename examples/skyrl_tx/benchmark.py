@@ -1,11 +1,13 @@
 """SkyRL tx's DeepSeek-V3 model before and after `latent_attention`: tokens a second, and memory, on one GPU.
 
-    python examples/skyrl_tx/benchmark.py [--shape v3-slice] [--batch 16] [--prompt 1024] [--new 256] [--train 4096]
+    python examples/skyrl_tx/benchmark.py [--shape v3-slice] [--batch 16] [--prompt 1024] [--new 256] [--rows 4]
+        [--train 4096]
 
 Weights are random, in bfloat16, with one LoRA adapter of rank 32. "generate" is tx's own generator: B prompts of 3/4 to
 all of --prompt tokens, then --new tokens each, greedily; its tokens a second count the new ones, and prompts are in its
-time. "train" is the gradient of the LoRA parameters over 4 rows of 3/4 to all of --train tokens. Each figure comes from
-a process of its own, because the peak of memory is one of the process; the first call, which compiles, is not timed.
+time. "train" is the gradient of the LoRA parameters over --rows rows of 3/4 to all of --train tokens. Each figure comes
+from a process of its own, because the peak of memory is one of the process; the first call, which compiles, is not
+timed.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ except ModuleNotFoundError as error:
     from tx.tinker.types import SamplingParams
 
 ATTENTIONS, TASKS = ("tx", "tsmla"), ("generate", "train")
-TRAIN_ROWS, CALLS, RANK = 4, 3, 32
+CALLS, RANK = 3, 32
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class Load:
     batch: int = 16
     prompt: int = 1024
     new: int = 256
+    rows: int = 4
     train: int = 4096
 
 
@@ -134,9 +137,9 @@ def generated(model: Any, load: Load) -> float:
 
 def trained(model: Any, load: Load) -> float:
     """Tokens a second, padding not counted, of the gradient of the LoRA parameters."""
-    ids, mask = padded(TRAIN_ROWS, load.train, model.config.vocab_size)
+    ids, mask = padded(load.rows, load.train, model.config.vocab_size)
     graph, lora, rest = nnx.split(model, model.is_lora_param, ...)
-    adapters = jnp.zeros(TRAIN_ROWS, jnp.int32)
+    adapters = jnp.zeros(load.rows, jnp.int32)
 
     @jax.jit
     def step(lora: Any, rest: Any) -> Any:
@@ -169,7 +172,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--only", nargs=2, metavar=("ATTENTION", "TASK"), help="one figure, as JSON")
     arguments = parser.parse_args(argv)
-    load = Load(arguments.batch, arguments.prompt, arguments.new, arguments.train)
+    load = Load(**{name: getattr(arguments, name) for name in asdict(Load())})
     if arguments.only:
         print(json.dumps(measure(*arguments.only, SHAPES[arguments.shape], load)))
         return

@@ -13,8 +13,9 @@ shardings stay as they are. What changes:
 - Decoding runs `mla_decode` on that cache, whose rows are cut into pages. Each step absorbs kv_b_proj into queries and
   results, each sequence with its own adapter: adapters change while they are trained.
 
-Batches are right-padded, as tx makes them. Rows of padding give 0, where tx's mask gives them some average of values;
-nothing reads either. Works with skyrl-tx 0.3.0 and with the package skyrl, where tx lives since.
+A layer computes, and caches, in its parameters' dtype. Batches are right-padded, as tx makes them. Rows of padding give
+0, where tx's mask gives them some average of values; nothing reads either. Works with skyrl-tx 0.3.0 and with the
+package skyrl, where tx lives since.
 """
 
 from __future__ import annotations
@@ -116,6 +117,8 @@ class LatentAttention(deepseekv3.DeepseekV3Attention):
             [B, T, E], and the cache: of x's tokens, or the given one with x's tokens written.
         """
         rows = x.shape[:2]
+        # tx's router weighs in f32, so that behind its experts hidden states are f32 in a model of 16 bits, too.
+        x = x.astype(self.kv_b_proj.kernel[...].dtype)
         positions = jnp.broadcast_to(positions, rows)
         tokens = self._project(x, positions, adapter_indices)
         if kv_cache is None:

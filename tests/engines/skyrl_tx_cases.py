@@ -135,6 +135,20 @@ def test_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [x.size for x in cache.values] == [0, 0]
 
 
+def test_a_layer_computes_in_its_parameters_dtype() -> None:
+    """The kernels take 16 bits, and tx's hidden states are f32 behind its experts."""
+    made, x = LatentAttention(Config(), dtype=jnp.bfloat16, rngs=nnx.Rngs(0)), jnp.zeros((4, LEN, Config.hidden_size))
+    positions = jnp.arange(LEN)[None]
+
+    def run(x: jax.Array, **given: Any) -> Any:
+        return made(x, positions=positions[:, : x.shape[1]], attention_mask=MASK, **given)
+
+    y, (cache, _) = jax.eval_shape(run, x)
+    assert (y.dtype, cache.dtype) == (jnp.bfloat16, jnp.bfloat16)
+    y, (cache, _) = jax.eval_shape(lambda: run(x[:, :1], kv_cache=(jnp.zeros(cache.shape, cache.dtype), None)))
+    assert (y.dtype, cache.dtype) == (jnp.bfloat16, jnp.bfloat16)
+
+
 def test_over_a_mesh() -> None:
     """Sequences over fsdp, heads over tp: prompts, then a token over the cache; equal to one device's."""
     x = jax.random.normal(jax.random.key(1), (*MASK.shape, Config.hidden_size))
