@@ -9,10 +9,6 @@ from tsmla_jax.nn.block_scaled import BLOCK
 BLOCKS_BY_KERNEL = 2048
 """Pairs of a row and a group up to which `make_blocks` is one kernel, and not several of XLA."""
 
-HALF_PAIRS = range(1, 1025)
-"""Pairs of a token and an expert for which block-scaled weights of experts are widened to f16 (`Tile.half`). For all
-others, whose time is not that of reading weights, they are widened to bf16."""
-
 WIDENED_PAIRS, WIDENED_BYTES = 256, 2**30
 """Pairs of each expert, on average, from which block-scaled weights of experts are widened before the products, and the
 most bytes that a stack of them may have then."""
@@ -72,22 +68,28 @@ def expert_tiles(pairs: int, num_experts: int, hidden: int, width: int, narrow: 
     Until an expert has some ten rows the time is that of reading the weights: blocks are as low as a tensor core's
     tile. From some hundred on it is that of multiplying.
     hidden, width: C and I. narrow: whether the weights are block-scaled."""
-    block, tiles = _expert_tiles(pairs, num_experts, hidden, width, narrow)
-    half = narrow and pairs in HALF_PAIRS
-    up, down = (replace(tile, half=half) for tile in tiles)
-    return block, up, down
-
-
-def _expert_tiles(pairs: int, num_experts: int, hidden: int, width: int, narrow: bool) -> tuple[int, tuple[Tile, Tile]]:
-    depth = 128 if width % 128 == 0 and hidden % 128 == 0 else 64
-    if pairs <= 16 and narrow:
-        return 16, (Tile(64, depth, 4, 4), Tile(64, depth, 2, 4))
-    if pairs <= 16:
-        return 16, (Tile(32, depth, 4, 3), Tile(64, depth, 4, 4))
-    if pairs <= 12 * num_experts:
-        return 16, (Tile(64, depth, 4, 4), Tile(depth, depth, 4, 4))
-    if pairs <= 48 * num_experts:
-        return 32, (Tile(64, depth, 4, 3), Tile(depth, depth, 4, 3))
     if narrow:
-        return 128, (Tile(depth, depth, 8, 3), Tile(depth, depth, 8, 3))
-    return 128, (Tile(depth, depth // 2, 8, 4), Tile(256 if hidden % 256 == 0 else 64, depth // 2, 8, 4))
+        block, up, down = _narrow_expert_tiles(pairs, num_experts)
+        return block, replace(up, half=True), replace(down, half=True)
+    return _wide_expert_tiles(pairs, num_experts, hidden, width)
+
+
+def _narrow_expert_tiles(pairs: int, num_experts: int) -> tuple[int, Tile, Tile]:
+    if pairs <= 16:
+        return 16, Tile(64, BLOCK, 4, 4), Tile(64, BLOCK, 2, 4)
+    if pairs <= 4 * num_experts:
+        return 16, Tile(64, BLOCK, 4, 4), Tile(128, BLOCK, 4, 4)
+    if pairs <= 48 * num_experts:
+        return 16 if pairs <= 12 * num_experts else 32, Tile(128, BLOCK, 4, 3), Tile(128, BLOCK, 4, 4)
+    return 128, Tile(128, BLOCK, 8, 3), Tile(128, BLOCK, 8, 3)
+
+
+def _wide_expert_tiles(pairs: int, num_experts: int, hidden: int, width: int) -> tuple[int, Tile, Tile]:
+    depth = 128 if width % 128 == 0 and hidden % 128 == 0 else 64
+    if pairs <= 16:
+        return 16, Tile(32, depth, 4, 3), Tile(64, depth, 4, 4)
+    if pairs <= 12 * num_experts:
+        return 16, Tile(64, depth, 4, 4), Tile(depth, depth, 4, 4)
+    if pairs <= 48 * num_experts:
+        return 32, Tile(64, depth, 4, 3), Tile(depth, depth, 4, 3)
+    return 128, Tile(depth, depth // 2, 8, 4), Tile(256 if hidden % 256 == 0 else 64, depth // 2, 8, 4)

@@ -11,7 +11,7 @@ import pytest
 from tsmla_jax.generate import ModelConfig, model, moe
 from tsmla_jax.generate.config import MoEConfig, Routing
 from tsmla_jax.generate.explaining import Choice, explain_experts
-from tsmla_jax.nn import row_blocks, tiles
+from tsmla_jax.nn import row_blocks
 from tsmla_jax.nn.block_scaled import BlockScaled
 
 WIDTH, EXPERTS = 12, 8
@@ -193,14 +193,16 @@ def test_the_choice_of_the_experts_is_that_of_their_weights(
 
 
 @pytest.mark.parametrize("chosen", [False, True])
-def test_grouped_experts_by_every_form_of_their_tiles(chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The grouped products, by the kernels' interpreter, equal the experts in turn: weights widened to bf16 with blocks
-    made by XLA, and to f16 with blocks made by a kernel."""
-    monkeypatch.setattr(tiles, "HALF_PAIRS", range(100) if chosen else range(0))
-    monkeypatch.setattr(row_blocks, "BLOCKS_BY_KERNEL", 100 if chosen else 0)
+@pytest.mark.parametrize("tokens", [1, 9, 40, 120])
+def test_grouped_experts_by_every_form_of_their_tiles(
+    tokens: int, chosen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The grouped products, by the kernels' interpreter, equal the experts in turn, with blocks made by XLA and by a
+    kernel; the last tokens' tiles are those of a prompt."""
+    monkeypatch.setattr(row_blocks, "BLOCKS_BY_KERNEL", 1000 if chosen else 0)
     monkeypatch.setattr(row_blocks, "why_no_triton", list)
     rng = np.random.default_rng(0)
-    tokens, top_k, count, width = 9, 2, 4, 128
+    top_k, count, width = 2, 4, 128
 
     def weight(*shape: int) -> BlockScaled:
         scales = rng.uniform(0.5, 2, (shape[0], *(size // 128 for size in shape[1:])))
