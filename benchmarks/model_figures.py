@@ -84,7 +84,7 @@ def write(results: Path, figures: Path, page: Path) -> str:
         if peers:
             used = [row for row in rows if row["context"] == context and row["kv"] == "auto"]
             said += f" {_said_of_vllm(used)}"
-        draw([row for row in ours if row["context"] == context], peers, figures / "generate_decode.png")
+        draw(ours, peers, figures / "generate_decode.png")
     image = f"![milliseconds a decode step]({figures.relative_to(page.parent).as_posix()}/generate_decode.png)"
     page.write_text(between_markers(page.read_text(), "generate", "\n\n".join([said, table_of(heads, lines), image])))
     return said
@@ -101,16 +101,18 @@ def _said_of_vllm(rows: Sequence[Row]) -> str:
 
 
 def draw(rows: Sequence[Row], peers: Mapping[str, Mapping[tuple[str, int], float]], path: Path) -> None:
-    """Milliseconds a decode step by batch size, ours, the peers' and the floor, a panel a model."""
-    models = list(dict.fromkeys(row["mode"] for row in rows if row["mode"].endswith("decode")))
-    batches = sorted({row["b"] for row in rows if row["mode"] in models})
+    """Milliseconds a decode step by batch size, ours, the peers' and the floor, a panel a model and context; peers have
+    the first row's context."""
+    models = list(dict.fromkeys((row["mode"], row["context"]) for row in rows if row["mode"].endswith("decode")))
+    batches = sorted({row["b"] for row in rows if row["mode"].endswith("decode")})
     colours = {"vLLM": "tab:orange", "vLLM with tsmla": "tab:cyan"}
     with drawn(path, (1.6 + 2.2 * len(models), 3.6), len(models)) as panels:
-        for axes, model in zip(panels, models, strict=True):
-            mine = sorted((row["b"], row["us"] / 1e3, row["floor_us"] / 1e3) for row in rows if row["mode"] == model)
+        for axes, (model, context) in zip(panels, models, strict=True):
+            own = [row for row in rows if (row["mode"], row["context"]) == (model, context)]
+            mine = sorted((row["b"], row["us"] / 1e3, row["floor_us"] / 1e3) for row in own)
             measured, times, floors = zip(*mine, strict=True)
             axes.plot(measured, times, marker="o", markersize=4, linewidth=1, color="tab:blue", label="tsmla")
-            for name, theirs in peers.items():
+            for name, theirs in peers.items() if context == rows[0]["context"] else ():
                 if at := [(b, theirs[model, b] / 1e3) for b in measured if (model, b) in theirs]:
                     axes.plot(*zip(*at, strict=True), marker="x", markersize=4, linewidth=1, color=colours[name],
                               label=name)  # fmt: skip
@@ -118,9 +120,10 @@ def draw(rows: Sequence[Row], peers: Mapping[str, Mapping[tuple[str, int], float
             axes.set(xscale="log", yscale="log", xlim=(batches[0] / 1.4, batches[-1] * 1.4))
             axes.set_xticks(batches, [str(b) for b in batches], fontsize=8)
             axes.minorticks_off()
-            axes.set_ylim(1, 50)
-            axes.set_yticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
-            axes.set_title(model, fontsize=9)
+            axes.set_ylim(0.5, 50)
+            axes.set_yticks([0.5, 1, 2, 5, 10, 20, 50], ["0.5", "1", "2", "5", "10", "20", "50"])
+            longer = "" if context == rows[0]["context"] else f",\n{context:,} tokens"
+            axes.set_title(f"{model}{longer}", fontsize=9)
             axes.legend(frameon=False, fontsize=7, loc="upper left")
         panels[0].set_ylabel("ms a step")
         panels[0].figure.supxlabel("texts", fontsize=9)
