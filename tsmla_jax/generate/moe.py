@@ -176,7 +176,8 @@ def why_not_grouped(dtype: Any, hidden: int, width: int, narrow: bool) -> list[s
 def _grouped_experts(
     x: jax.Array, experts: jax.Array, gate_up: Weight, down: Weight, limit: float | None, load: int
 ) -> jax.Array:
-    """What each token's experts make of it, [T, K, C]: two products of all experts in use, on an NVIDIA GPU.
+    """What each token's experts make of it, [T, K, C]: two products of all experts in use, on an NVIDIA GPU, of weights
+    that are widened to x's dtype first where each has many rows (WIDENED_PAIRS).
 
     load: as in `mix_experts`."""
     num_experts, (_, hidden, width) = min(gate_up.shape[0], down.shape[0]), down.shape

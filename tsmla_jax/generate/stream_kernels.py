@@ -28,7 +28,9 @@ def why_not_by_kernel(streams: jax.Array) -> list[str]:
     """Why `read_by_kernel` can't serve these streams [T, N, C] on jax's default device; empty if it can."""
     if reasons := why_no_triton():
         return reasons
-    _, count, width = streams.shape
+    num_tokens, count, width = streams.shape
+    if not num_tokens:
+        return ["there are no tokens"]
     if streams.dtype != jnp.bfloat16:
         return [f"dtype is {streams.dtype.name}; legal: bfloat16"]
     if width % _DEPTH or width > 8192 or count > 8:
@@ -165,7 +167,8 @@ def _read(
         mixing = jnp.where(inside, powers / powers.sum(axis=1, keepdims=True) + config.eps, 0.0)
 
         def divided(mixing: jax.Array, axis: int) -> jax.Array:
-            return mixing / (mixing.sum(axis=axis, keepdims=True) + config.eps)
+            # What is outside stays 0 even where eps is.
+            return jnp.where(inside, mixing / (mixing.sum(axis=axis, keepdims=True) + config.eps), 0.0)
 
         def one_round(_: Any, mixing: jax.Array) -> jax.Array:
             return divided(divided(mixing, 1), 0)

@@ -1,7 +1,7 @@
 """Weights in e4m3 with a scale for every block of 128 x 128, as DeepSeek-V3's checkpoints hold them.
 
-They stay narrow on the device: a product reads one byte a weight and widens it on the way. Source: DeepSeek-V3
-(arXiv:2412.19437), section 3.3; the activations keep their dtype here.
+They stay narrow on the device: a product reads one byte a weight and widens it on the way; one of many rows widens
+them first. Source: DeepSeek-V3 (arXiv:2412.19437), section 3.3; the activations keep their dtype here.
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ def _out_sharding(x: jax.Array, weight: jax.Array, axes: int) -> NamedSharding |
 
 
 def linear(x: jax.Array, weight: jax.Array | BlockScaled) -> jax.Array:
-    """x [..., K] times the transpose of weight [N, K]: [..., N] in x's dtype."""
+    """x [..., K] times the transpose of weight [N, K]: [..., N] in x's dtype. More than MANY_ROWS rows are multiplied
+    with a block-scaled weight that is widened to x's dtype first."""
     if not isinstance(weight, BlockScaled):
         return x @ weight.T
     rows, (columns, depth) = math.prod(x.shape[:-1]), weight.shape

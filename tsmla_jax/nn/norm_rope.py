@@ -1,7 +1,7 @@
 """V4's RMS norm and rope of rows of 16 bits: as one kernel on a GPU, where XLA makes three to seven.
 
-A token's row is the same whatever other tokens come with it: its width alone fixes the order of summation. Written in
-Pallas for GPUs (Triton); elsewhere by the functions of `tsmla_jax.sparse`.
+A token's row is the same whatever other tokens come with it: the width and number of its rows fix the order of
+summation. Written in Pallas for GPUs (Triton); elsewhere by the functions of `tsmla_jax.sparse`.
 """
 
 from __future__ import annotations
@@ -66,13 +66,14 @@ def norm_rope(
       rope: None for none.
       dtype: of the result; None is x's.
       by_kernel: takes the kernel where it can run. A program with it is not partitioned automatically over devices,
-        and can't be exported.
+        can't be exported, has no derivative, and runs under `jax.shard_map` with check_vma=False. The kernel takes the
+        ropes that `apply_rope` takes, and does not check them.
 
     Returns:
       [T, H, D] in `dtype`.
     """
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
-    if by_kernel and not why_not_by_kernel(x.dtype, columns.width):
+    if by_kernel and x.shape[0] and not why_not_by_kernel(x.dtype, columns.width):
         return norm_rope_by_kernel(x, columns, norm, rope, dtype)
     rows = x[:, columns.start : columns.start + columns.heads * columns.width]
     rows = rows.reshape(-1, columns.heads, columns.width)

@@ -1,6 +1,6 @@
 """Rows sorted by group and cut into blocks of one group each: what `grouped_matmul` works through.
 
-By XLA it is a handful of small kernels, which a step of few tokens mostly waits for; by a kernel it is one.
+By XLA it is a handful of small kernels, which a step of few tokens mostly waits for; by kernels it is one or two.
 """
 
 from __future__ import annotations

@@ -7,18 +7,20 @@ from dataclasses import dataclass, replace
 from tsmla_jax.nn.block_scaled import BLOCK
 
 BLOCKS_BY_KERNEL = 2048
-"""Pairs of a row and a group up to which `make_blocks` is one kernel, and not several of XLA."""
+"""Pairs of a row and a group up to which `make_blocks` is one kernel or two, and not more of XLA."""
 
 WIDENED_PAIRS, WIDENED_BYTES = 256, 2**30
 """Pairs of each expert, on average, from which block-scaled weights of experts are widened before the products, and the
-most bytes that a stack of them may have then."""
+most bytes that the larger of their two stacks may have then. They are rounded to 16 bits, as above MANY_ROWS."""
 
 FEW_ROWS = 8
 """Rows times one block-scaled matrix up to which its weights are widened to bf16. More rows take f16."""
 
 MANY_ROWS = 512
 """Rows up to which a block-scaled matrix is widened as a product reads it. For more, whose time is that of multiplying,
-it is widened first, and XLA's product of 16 bits multiplies at more than twice the speed."""
+it is widened first, and XLA's product of 16 bits multiplies at more than twice the speed. That rounds the weights times
+their scales to x's dtype, which a product that widens as it reads does not: in bf16, with scales that are no powers of
+two, a result's error is 1.4 times that of rounding the result alone."""
 
 MULTIPROCESSORS = 132
 """Of an H100 or H200. Programs of few rows wait most of the time: two on each of these read a matrix faster."""
@@ -66,7 +68,8 @@ def expert_tiles(pairs: int, num_experts: int, hidden: int, width: int, narrow: 
     """Places of a block, and the tiles of the two products, for `pairs` pairs of token and expert.
 
     Until an expert has some ten rows the time is that of reading the weights: blocks are as low as a tensor core's
-    tile. From some hundred on it is that of multiplying.
+    tile. From some hundred on it is that of multiplying. Block-scaled weights are widened to f16, so that activations
+    past 2^20 become infinite (`grouped_matmul.halved`): widening to bf16 takes five times the instructions.
     hidden, width: C and I. narrow: whether the weights are block-scaled."""
     if narrow:
         block, up, down = _narrow_expert_tiles(pairs, num_experts)

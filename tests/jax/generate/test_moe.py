@@ -193,7 +193,7 @@ def test_the_choice_of_the_experts_is_that_of_their_weights(
 
 
 @pytest.mark.parametrize("chosen", [False, True])
-@pytest.mark.parametrize("tokens", [1, 9, 40, 120])
+@pytest.mark.parametrize("tokens", [1, 9, 40, 120, 200])
 def test_grouped_experts_by_every_form_of_their_tiles(
     tokens: int, chosen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,7 +202,7 @@ def test_grouped_experts_by_every_form_of_their_tiles(
     monkeypatch.setattr(row_blocks, "BLOCKS_BY_KERNEL", 1000 if chosen else 0)
     monkeypatch.setattr(row_blocks, "why_no_triton", list)
     rng = np.random.default_rng(0)
-    top_k, count, width = 2, 4, 128
+    top_k, count, width = 2, 8, 128
 
     def weight(*shape: int) -> BlockScaled:
         scales = rng.uniform(0.5, 2, (shape[0], *(size // 128 for size in shape[1:])))

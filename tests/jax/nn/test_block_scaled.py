@@ -75,18 +75,23 @@ def test_stacks_avoid_sizes_that_are_counted_in_too_few_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scaled", "tile"),
+    ("scaled", "block", "tile"),
     [
-        (False, Tile(64, 128, 4, 3)),
-        (False, Tile(64, 64, 4, 3)),
-        (True, Tile(64, 128, 4, 3)),
-        (True, Tile(64, 64, 4, 3)),
-        (True, Tile(32, 128, 4, 3, half=True)),
+        (False, 16, Tile(64, 128, 4, 3)),
+        (False, 16, Tile(64, 64, 4, 3)),
+        (True, 16, Tile(64, 128, 4, 3)),
+        (True, 16, Tile(64, 64, 4, 3)),
+        (True, 16, Tile(64, 128, 2, 4, half=True)),
+        (True, 16, Tile(128, 128, 4, 3, half=True)),
+        (True, 32, Tile(128, 128, 4, 4, half=True)),
+        (True, 128, Tile(128, 128, 8, 3, half=True)),
     ],
 )
 @pytest.mark.parametrize("limit", [None, 0.5])
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def test_grouped_products_equal_plain_ones(scaled: bool, tile: Tile, limit: float | None, backend: str) -> None:
+def test_grouped_products_equal_plain_ones(
+    scaled: bool, block: int, tile: Tile, limit: float | None, backend: str
+) -> None:
     """On a CPU by the kernel's interpreter; on a GPU by the kernel."""
     if jax.default_backend() != backend:
         pytest.skip(f"jax's default device is no {backend}")
@@ -98,7 +103,7 @@ def test_grouped_products_equal_plain_ones(scaled: bool, tile: Tile, limit: floa
     groups = jnp.asarray(np.stack([rng.permutation(count)[:2] for _ in range(rows)]), jnp.int32)
 
     def experts(x: jax.Array, gate_up: Any, down: Any) -> jax.Array:
-        blocks = make_blocks(groups, count, 16)
+        blocks = make_blocks(groups, count, block)
         x = halved(x) if tile.half else x
         inner = grouped_matmul(x, gate_up, blocks, tile, gated=True, gather=True, limit=limit)
         return grouped_matmul(inner, down, blocks, tile)[blocks.places]

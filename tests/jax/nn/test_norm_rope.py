@@ -60,6 +60,7 @@ def test_the_kernel_is_taken_where_it_can_run_and_is_wanted(monkeypatch: pytest.
 
     assert "pallas_call" not in traced(True)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert norm_rope(rows()[:0], Columns(0, 2, 512), 1e-6, by_kernel=True).shape == (0, 2, 512)
     assert "pallas_call" in traced(True) and "pallas_call" not in traced(False)
     assert "dtype is float32; legal: bfloat16, float16" in module.why_not_by_kernel(jnp.float32, 512)[0]
     assert "rows are 9000 wide; the kernel holds at most 8192" in module.why_not_by_kernel(jnp.bfloat16, 9000)[0]

@@ -13,8 +13,9 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from safetensors.numpy import save_file
 
+import tsmla_jax
 from tests.jax.nn import hf_layers
-from tsmla_jax.nn import Step, V4Attention, V32Attention, v4, v32
+from tsmla_jax.nn import Step, V4Attention, V32Attention, norm_rope, v4, v32
 
 LENGTH = 40
 ARGUMENTS = (jnp.arange(5, dtype=jnp.int32)[None], jnp.asarray([LENGTH]), jnp.asarray([0, LENGTH]), LENGTH)
@@ -68,6 +69,61 @@ def test_folded_parameters_mean_the_same(name: str) -> None:
 
     y = attend(case.params, case.x[0, :LENGTH], case.cache(5))
     np.testing.assert_allclose(y, case.y[0, :LENGTH], rtol=1e-5, atol=1e-5)
+
+
+def attended(case: Any, params: dict[str, jax.Array], dtype: str, *, fold: bool = False) -> tuple[jax.Array, Any]:
+    """y and the caches of a V4 layer, x and the caches of this dtype."""
+    params = v4.functional.fold(params, case.config) if fold else params
+    cache = jax.tree.map(lambda leaf: leaf.astype(dtype) if leaf.ndim == 3 else leaf, case.cache(5))
+    step, x = case.step(*ARGUMENTS), jnp.asarray(case.x[0, :LENGTH], dtype)
+    return jax.jit(lambda params, x, cache: v4.attend(params, case.config, x, cache, step))(params, x, cache)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("fold", [False, True])
+def test_compressors_of_16_bits_sum_in_f32(dtype: str, fold: bool) -> None:
+    """Their states are those of f32 weights with the same values."""
+    case = hf_layers.case("csa")
+    params = {name: jnp.asarray(x, dtype) for name, x in case.params.items()}
+    wide = {name: x.astype("float32") for name, x in params.items() if name.endswith(("r_kv_proj", "_gate_proj"))}
+    assert len(wide) == 4
+    found, wanted = (attended(case, params | given, dtype, fold=fold)[1] for given in ({}, wide))
+    for name in ("compressor", "indexer_compressor"):
+        got, want = (np.asarray(getattr(caches, name).kv_score) for caches in (found, wanted))
+        assert np.abs(want).max() > 0.1
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_products_of_x_keep_their_own_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An indexer's weights of f32 don't widen the query."""
+    case = hf_layers.case("csa")
+    params = {name: jnp.asarray(x, "bfloat16") for name, x in case.params.items()}
+    params["indexer_weights_proj"] = params["indexer_weights_proj"].astype("float32")
+    sparse_mla, queries = tsmla_jax.sparse_mla, []
+
+    def attend(q: jax.Array, *others: Any, **given: Any) -> Any:
+        queries.append(q)
+        return sparse_mla(q, *others, **given)
+
+    monkeypatch.setattr(tsmla_jax, "sparse_mla", attend)
+    y, _ = attended(case, params, "bfloat16")
+    assert [q.dtype for q in queries] == [jnp.bfloat16] and y.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("name", ["sliding", "csa", "hca"])
+def test_norms_and_ropes_by_their_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of folded parameters, by the kernel's interpreter."""
+    case = hf_layers.case(name)
+    params = {name: jnp.asarray(x, "bfloat16") for name, x in case.params.items()}
+    wanted, _ = attended(case, params, "bfloat16")
+    calls: list[Any] = []
+    by_kernel = norm_rope.norm_rope_by_kernel
+    monkeypatch.setattr(norm_rope, "why_no_triton", list)
+    monkeypatch.setattr(norm_rope, "norm_rope_by_kernel", lambda *given: calls.append(given) or by_kernel(*given))
+    y, _ = attended(case, params, "bfloat16", fold=True)
+    assert len(calls) == 4  # low, q, kv, and the result turned back
+    y, wanted = (np.asarray(array, np.float32) for array in (y, wanted))
+    np.testing.assert_allclose(y, wanted, atol=2**-6 * np.abs(wanted).max())
 
 
 def test_compressors_put_no_matrices_together() -> None:

@@ -109,7 +109,9 @@ def init_cache(
 
 
 def fold(params: Params, config: V4Config) -> dict[str, jax.Array]:
-    """The parameters of a layer as a step reads them fastest: every matrix has the axis that a product sums over last,
+    """The parameters of a layer as an engine's step reads them fastest; by a GPU's kernels for norms and ropes, so that
+    `attend` with them has no derivative, is not partitioned automatically, can't be exported, and runs under
+    `jax.shard_map` with check_vma=False. Every matrix has the axis that a product sums over last,
     o_a_proj [G, o_rank, H D / G] and the others [N, K]; the products of x that are not a compressor's are one, in_proj
     [rank + D + Hi, E]."""
     folded = dict(params)
@@ -148,9 +150,9 @@ def _project_in(params: Params, config: V4Config, x: jax.Array) -> tuple[jax.Arr
     and the weights of the indexer's heads [T, Hi], without columns where there is none."""
     if "in_proj" in params:
         both = linear(x, params["in_proj"])
-    else:
-        both = jnp.concatenate([x @ params[name] for name, _ in _inputs(config)], axis=1)
-    return both, both[:, config.q_lora_rank + config.head_dim :]
+        return both, both[:, config.q_lora_rank + config.head_dim :]
+    low, kv, *weights = (x @ params[name] for name, _ in _inputs(config))
+    return jnp.concatenate([low, kv], axis=1), weights[0] if weights else x[:, :0]
 
 
 def attend(
