@@ -105,6 +105,7 @@ def draw(rows: Sequence[Row], peers: Mapping[str, Mapping[tuple[str, int], float
     the first row's context."""
     models = list(dict.fromkeys((row["mode"], row["context"]) for row in rows if row["mode"].endswith("decode")))
     batches = sorted({row["b"] for row in rows if row["mode"].endswith("decode")})
+    usual = rows[0]["context"]
     colours = {"vLLM": "tab:orange", "vLLM with tsmla": "tab:cyan"}
     with drawn(path, (1.6 + 2.2 * len(models), 3.6), len(models)) as panels:
         for axes, (model, context) in zip(panels, models, strict=True):
@@ -112,7 +113,7 @@ def draw(rows: Sequence[Row], peers: Mapping[str, Mapping[tuple[str, int], float
             mine = sorted((row["b"], row["us"] / 1e3, row["floor_us"] / 1e3) for row in own)
             measured, times, floors = zip(*mine, strict=True)
             axes.plot(measured, times, marker="o", markersize=4, linewidth=1, color="tab:blue", label="tsmla")
-            for name, theirs in peers.items() if context == rows[0]["context"] else ():
+            for name, theirs in peers.items() if context == usual else ():
                 if at := [(b, theirs[model, b] / 1e3) for b in measured if (model, b) in theirs]:
                     axes.plot(*zip(*at, strict=True), marker="x", markersize=4, linewidth=1, color=colours[name],
                               label=name)  # fmt: skip
@@ -122,7 +123,7 @@ def draw(rows: Sequence[Row], peers: Mapping[str, Mapping[tuple[str, int], float
             axes.minorticks_off()
             axes.set_ylim(0.5, 50)
             axes.set_yticks([0.5, 1, 2, 5, 10, 20, 50], ["0.5", "1", "2", "5", "10", "20", "50"])
-            longer = "" if context == rows[0]["context"] else f",\n{context:,} tokens"
+            longer = "" if context == usual else f",\n{context:,} tokens"
             axes.set_title(f"{model}{longer}", fontsize=9)
             axes.legend(frameon=False, fontsize=7, loc="upper left")
         panels[0].set_ylabel("ms a step")

@@ -236,7 +236,7 @@ def decoder_layer(
     for name, block in (("attention", attention), ("mlp", mlp)):
         norm = Norm(layer[f"{name}_norm"], config.rms_norm_eps)
         if config.streams is None:
-            normed = rms_norm(x, norm.weight, norm.eps)
+            normed = rms_norm(x, *norm)
             if read_often[name]:
                 # Without the barrier the compiler multiplies by the norm's weight once for each reader, in kernels of
                 # their own.

@@ -17,7 +17,7 @@ from jax import lax
 
 from tsmla_jax.generate.config import MoEConfig
 from tsmla_jax.generate.expert_choice import NO_BIAS, choose_by_kernel, why_not_by_kernel
-from tsmla_jax.nn.block_scaled import BlockScaled
+from tsmla_jax.nn.block_scaled import BlockScaled, widened
 from tsmla_jax.nn.grouped_matmul import grouped_matmul, halved, why_not_kernel
 from tsmla_jax.nn.linear import linear
 from tsmla_jax.nn.row_blocks import make_blocks
@@ -182,7 +182,7 @@ def _grouped_experts(
     load: as in `mix_experts`."""
     num_experts, (_, hidden, width) = min(gate_up.shape[0], down.shape[0]), down.shape
     if load >= WIDENED_PAIRS * num_experts and math.prod(gate_up.shape) * x.dtype.itemsize <= WIDENED_BYTES:
-        gate_up, down = (w.widened(x.dtype) if isinstance(w, BlockScaled) else w for w in (gate_up, down))
+        gate_up, down = widened(gate_up, x.dtype), widened(down, x.dtype)
     block, tile_up, tile_down = expert_tiles(load, num_experts, hidden, width, isinstance(down, BlockScaled))
     blocks = make_blocks(experts, num_experts, block)
     x = halved(x) if tile_up.half else x
@@ -201,8 +201,7 @@ def _ragged_experts(x: jax.Array, experts: jax.Array, gate_up: Weight, down: Wei
     sizes = (experts.reshape(-1)[:, None] == jnp.arange(count)).sum(axis=0, dtype=jnp.int32)
 
     def product(rows: jax.Array, weight: Weight) -> jax.Array:
-        wide = weight.widened(x.dtype) if isinstance(weight, BlockScaled) else weight
-        return lax.ragged_dot(rows, wide[:count].swapaxes(1, 2), sizes)
+        return lax.ragged_dot(rows, widened(weight, x.dtype)[:count].swapaxes(1, 2), sizes)
 
     out = product(activate(product(x[order // top_k], gate_up), limit), down)
     return out[jnp.argsort(order)].reshape(num_tokens, top_k, -1)

@@ -17,11 +17,11 @@ from jax.experimental import pallas as pl
 
 from tsmla_jax.generate.config import StreamsConfig
 from tsmla_jax.nn.norms import Norm
+from tsmla_jax.nn.tiles import split_count
 from tsmla_jax.nn.triton import plgpu, why_no_triton
 
 _DEPTH = 128  # terms of a sum that are loaded at once
 _PROGRAMS = 512  # about four on each multiprocessor, which wait for memory most of the time
-_LEAST = -jnp.inf
 
 
 def why_not_by_kernel(streams: jax.Array) -> list[str]:
@@ -68,8 +68,7 @@ def _project(fn: jax.Array, streams: jax.Array) -> jax.Array:
     outputs = max(16, pl.next_power_of_2(fn.shape[0] + 1))
     block = 16 if num_tokens <= 64 else 64
     steps, blocks = depth // _DEPTH, pl.cdiv(num_tokens, block)
-    divisors = [parts for parts in range(1, steps + 1) if steps % parts == 0]
-    parts = next((parts for parts in divisors if parts * blocks >= _PROGRAMS), steps)
+    parts = split_count(blocks, steps, _PROGRAMS, least_steps=1)
     out: jax.Array = pl.pallas_call(
         functools.partial(_sum_products, block),
         grid=(blocks, parts),
@@ -86,13 +85,14 @@ def _sum_products(block: int, streams_ref: Any, fn_ref: Any, sums_ref: Any) -> N
     (num_tokens, depth), count = streams_ref.shape, fn_ref.shape[0]
     parts, _, outputs = sums_ref.shape
     tokens = (pl.program_id(0) * block + jnp.arange(block, dtype=jnp.int32))[:, None]
-    rows = jnp.arange(outputs, dtype=jnp.int32)
+    rows = jnp.arange(outputs, dtype=jnp.int32)[:, None]
+    present, weighed = (jnp.broadcast_to(mask, (mask.shape[0], _DEPTH)) for mask in (tokens < num_tokens, rows < count))
 
     def add(step: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         products, squares = sums
         terms = (step * _DEPTH + jnp.arange(_DEPTH, dtype=jnp.int32))[None, :]
-        x = plgpu.load(streams_ref.at[tokens, terms], mask=(tokens < num_tokens) & (terms < depth), other=0.0)
-        left = plgpu.load(fn_ref.at[rows[:, None], terms], mask=(rows[:, None] < count) & (terms < depth), other=0.0)
+        x = plgpu.load(streams_ref.at[tokens, terms], mask=present, other=0.0)
+        left = plgpu.load(fn_ref.at[rows, terms], mask=weighed, other=0.0)
         # The 24 bits of an f32 are those of three bf16, whose products with bf16 are exact in f32.
         for _ in range(3):
             piece = left.astype(x.dtype)
@@ -105,24 +105,16 @@ def _sum_products(block: int, streams_ref: Any, fn_ref: Any, sums_ref: Any) -> N
     first = pl.program_id(1) * share
     zeros = jnp.zeros((block, outputs), jnp.float32), jnp.zeros((block,), jnp.float32)
     products, squares = lax.fori_loop(first, first + share, add, zeros)
-    sums = jnp.where(rows[None, :] == count, squares[:, None], products)
+    columns = jnp.arange(outputs, dtype=jnp.int32)[None, :]
+    sums = jnp.where(columns == count, squares[:, None], products)
     mask = jnp.broadcast_to(tokens < num_tokens, sums.shape)
-    plgpu.store(sums_ref.at[pl.program_id(1), tokens, rows[None, :]], sums, mask=mask)
+    plgpu.store(sums_ref.at[pl.program_id(1), tokens, columns], sums, mask=mask)
 
 
-def _read(
-    config: StreamsConfig,
-    eps: float,
-    sums_ref: Any,
-    streams_ref: Any,
-    base_ref: Any,
-    scale_ref: Any,
-    norm_ref: Any,
-    read_ref: Any,
-    write_ref: Any,
-    mix_ref: Any,
-) -> None:
-    """Half of one token's mix: its first program reads the streams, the second makes the weights of what is written."""
+def _read(config: StreamsConfig, eps: float, sums_ref: Any, streams_ref: Any, *others: Any) -> None:
+    """Half of one token's mix: its first program reads the streams, the second makes the weights of what is written.
+    others: the mix's base and scale, the norm's weight, and the results."""
+    base_ref, scale_ref, norm_ref, read_ref, write_ref, mix_ref = others
     token, count, width = pl.program_id(0), config.count, streams_ref.shape[2]
     parts = jnp.arange(pl.next_power_of_2(sums_ref.shape[0]), dtype=jnp.int32)
     lanes = jnp.arange(pl.next_power_of_2(count), dtype=jnp.int32)
@@ -162,7 +154,7 @@ def _read(
         rows, columns = lanes[:, None], lanes[None, :]
         inside = (rows < count) & (columns < count)
         logits = weights((2 + rows) * count + columns, inside, 2)
-        powers = jnp.where(columns < count, logits, _LEAST)
+        powers = jnp.where(columns < count, logits, -jnp.inf)
         powers = jnp.exp(powers - powers.max(axis=1, keepdims=True))
         mixing = jnp.where(inside, powers / powers.sum(axis=1, keepdims=True) + config.eps, 0.0)
 

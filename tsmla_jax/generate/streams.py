@@ -48,7 +48,7 @@ def read_streams(
     read = jax.nn.sigmoid(read * scale[0] + read_base) + config.eps
     write = 2 * jax.nn.sigmoid(write * scale[1] + write_base)
     mix = jax.nn.softmax((mix * scale[2] + mix_base).reshape(-1, count, count), axis=-1) + config.eps
-    x = rms_norm_fixed_order(_collapse(read, streams), norm.weight, norm.eps)
+    x = rms_norm_fixed_order(_collapse(read, streams), *norm)
     return x, write, _doubly_stochastic(mix, config)
 
 

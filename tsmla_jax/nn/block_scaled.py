@@ -49,3 +49,8 @@ class BlockScaled:
         rows, columns = self.values.shape[-2:]
         scales = jnp.repeat(jnp.repeat(self.scales, BLOCK, axis=-2)[..., :rows, :], BLOCK, axis=-1)[..., :columns]
         return (self.values.astype(jnp.float32) * scales).astype(dtype)
+
+
+def widened(weight: jax.Array | BlockScaled, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """A block-scaled weight widened to `dtype`; another one as it is."""
+    return weight.widened(dtype) if isinstance(weight, BlockScaled) else weight

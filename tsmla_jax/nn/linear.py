@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from tsmla_jax.nn.block_scaled import BLOCK, BlockScaled
+from tsmla_jax.nn.block_scaled import BLOCK, BlockScaled, widened
 from tsmla_jax.nn.grouped_matmul import grouped_matmul, halved, why_not_kernel
 from tsmla_jax.nn.row_blocks import Blocks
 from tsmla_jax.nn.tiles import MANY_ROWS, linear_tile
@@ -104,4 +104,4 @@ def joined_rows(weights: Sequence[jax.Array | BlockScaled]) -> jax.Array | Block
     if whole and all(isinstance(weight, BlockScaled) for weight in weights):
         return jax.tree.map(lambda *parts: jnp.concatenate(parts), *weights)
     dtype = next((weight.dtype for weight in weights if isinstance(weight, jax.Array)), jnp.bfloat16)
-    return jnp.concatenate([w.widened(dtype) if isinstance(w, BlockScaled) else w for w in weights])
+    return jnp.concatenate([widened(weight, dtype) for weight in weights])

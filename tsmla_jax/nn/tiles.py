@@ -55,12 +55,12 @@ def linear_tile(rows: int, columns: int, depth: int) -> tuple[int, Tile]:
     tile = Tile(64, BLOCK, 4, 4) if block <= 32 else Tile(64, BLOCK, 8, 3)
     programs = columns // tile.columns * -(-rows // block)
     wanted = MULTIPROCESSORS if block == 256 else 2 * MULTIPROCESSORS
-    return block, replace(tile, half=rows > FEW_ROWS, splits=_splits(programs, depth // BLOCK, wanted))
+    return block, replace(tile, half=rows > FEW_ROWS, splits=split_count(programs, depth // BLOCK, wanted))
 
 
-def _splits(programs: int, steps: int, wanted: int) -> int:
-    """Into how many parts the steps of a sum are cut: as few as make `wanted` programs, if parts have LEAST_STEPS."""
-    legal = [count for count in range(1, steps + 1) if steps % count == 0 and steps // count >= LEAST_STEPS]
+def split_count(programs: int, steps: int, wanted: int, least_steps: int = LEAST_STEPS) -> int:
+    """Into how many parts the steps of a sum are cut: as few as make `wanted` programs, if parts have least_steps."""
+    legal = [count for count in range(1, steps + 1) if steps % count == 0 and steps // count >= least_steps]
     return next((count for count in legal if programs * count >= wanted), max(legal, default=1))
 
 
