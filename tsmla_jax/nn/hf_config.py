@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -110,11 +111,29 @@ def hf_field(
     return float(value) if kind is float else value
 
 
+# Keys beside yarn's own, and the values that each may have: theirs where no such key is given.
+_ROPE_DEFAULTS: dict[str, tuple[Any, ...]] = {
+    "apply_yarn_scaling": (True,),
+    "attn_factor": (1,),
+    "extrapolation_factor": (1,),
+    "llama_4_scaling_beta": (0,),
+    "partial_rotary_factor": (1,),
+    "truncate": (True,),
+}
+_YARN_NUMBERS = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0, "attention_factor": None}
+# "finetuned" says how the weights were made.
+_ROPE_KEYS = ("finetuned", "rope_theta", "rope_type", "factor", "original_max_position_embeddings", *_YARN_NUMBERS)
+
+
 def rope_fields(fields: Mapping[str, Any], where: str) -> tuple[float, YarnConfig | None]:
     """rope_theta and yarn, from the old spelling (rope_theta, rope_scaling), the new one (rope_parameters), or both.
 
     transformers 5 writes rope_parameters, sometimes next to the old fields. Where both are present they must agree: a
-    silent choice between two angles is a model that is subtly wrong.
+    silent choice between two angles is a model that is subtly wrong. So is a key that is passed over.
+
+    Raises:
+        ValueError: a field is missing, two disagree, a rope type is neither default nor yarn, or a key is unknown or
+            has a value that would change the angles in another way.
     """
     merged: dict[str, Any] = {}
     origin: dict[str, str] = {}
@@ -126,7 +145,8 @@ def rope_fields(fields: Mapping[str, Any], where: str) -> tuple[float, YarnConfi
             raise ValueError(f"{where}: fields {origin[key]!r} and {source!r} disagree: {merged[key]!r} and {value!r}")
         merged[key], origin[key] = value, source
 
-    take("rope_theta", "rope_theta", fields.get("rope_theta"))
+    for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+        take(name, name, fields.get(name))
     for group in ("rope_scaling", "rope_parameters"):
         values = hf_field(fields, group, dict, where, default=None)
         for key, value in (values or {}).items():
@@ -134,29 +154,29 @@ def rope_fields(fields: Mapping[str, Any], where: str) -> tuple[float, YarnConfi
             take(f"{group}.{key}", "rope_type" if key == "type" else key, value)
 
     theta = hf_field(merged, "rope_theta", float, where)
+    if not math.isfinite(theta):
+        raise ValueError(f"{where}: {origin['rope_theta']}: got {theta}; legal: a finite number")
     kind = hf_field(merged, "rope_type", str, where, default="default")
-    if merged.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(
-            f"{where}: field {origin['partial_rotary_factor']!r} must be 1: MLA rotates all of qk_rope_head_dim, "
-            f"got {merged['partial_rotary_factor']!r}"
-        )
-    if kind == "default":
-        return theta, None
-    if kind != "yarn":
+    if kind not in ("default", "yarn"):
         raise ValueError(f"{where}: field {origin['rope_type']!r} must be 'default' or 'yarn', got {kind!r}")
-    if merged.get("truncate", True) is not True:
-        raise ValueError(f"{where}: field {origin['truncate']!r} must be true, got {merged['truncate']!r}")
+    for key, value in merged.items():
+        if key not in _ROPE_KEYS and value not in _ROPE_DEFAULTS.get(key, ()):
+            legal = ", ".join(map(repr, (*_ROPE_DEFAULTS.get(key, ()), None)))
+            raise ValueError(f"{where}: {origin[key]}: got {value!r:.60}; legal: {legal}")
+    if kind == "default":
+        for key in ("factor", "attention_factor"):
+            if merged.get(key, 1) != 1:
+                raise ValueError(
+                    f"{where}: {origin[key]}: got {merged[key]!r:.60}; legal: None with rope_type 'default'"
+                )
+        return theta, None
     group_name = f"{where}: {origin['rope_type'].split('.')[0]}"
+    factor = hf_field(merged, "factor", float, group_name)
     numbers = {
-        "factor": hf_field(merged, "factor", float, group_name),
-        "beta_fast": hf_field(merged, "beta_fast", float, group_name, default=32.0),
-        "beta_slow": hf_field(merged, "beta_slow", float, group_name, default=1.0),
-        "mscale": hf_field(merged, "mscale", float, group_name, default=1.0),
-        "mscale_all_dim": hf_field(merged, "mscale_all_dim", float, group_name, default=0.0),
-        "attention_factor": hf_field(merged, "attention_factor", float, group_name, default=None),
+        name: hf_field(merged, name, float, group_name, default=number) for name, number in _YARN_NUMBERS.items()
     }
     original_len = hf_field(merged, "original_max_position_embeddings", int, group_name)
     try:
-        return theta, YarnConfig(original_max_position_embeddings=original_len, **numbers)
+        return theta, YarnConfig(factor=factor, original_max_position_embeddings=original_len, **numbers)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None

@@ -37,6 +37,12 @@ class YarnConfig:
     attention_factor: float | None = None
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None and not math.isfinite(value):
+                raise ValueError(f"YarnConfig: {field.name}: got {value}; legal: a finite number")
+        if self.attention_factor is not None and not self.attention_factor > 0:
+            raise ValueError(f"YarnConfig: attention_factor: got {self.attention_factor}; legal: above 0, or None")
         if not self.factor >= 1.0:
             raise ValueError(f"YarnConfig: {self.factor=} must be >= 1")
         if self.original_max_position_embeddings <= 0:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tsmla_jax.nn.hf_config import hf_field, read_hf_config, rope_fields
+from tsmla_jax.nn.known_fields import check_mla, check_values
 from tsmla_jax.nn.yarn import YarnConfig, yarn_mscale
 
 RopeLayout = Literal["interleaved", "halves"]
@@ -26,7 +27,7 @@ _REQUIRED_SIZES = (
 
 @dataclasses.dataclass(frozen=True)
 class MLAConfig:
-    """One multi-head latent attention layer of DeepSeek-V2, V2-Lite, V3, R1 or Kimi-K2.
+    """One multi-head latent attention layer of DeepSeek-V2, V2-Lite, V3, R1, Kimi-K2, or a model with the same layer.
 
     Attributes:
         hidden_size: E, width of the residual stream.
@@ -106,17 +107,22 @@ class MLAConfig:
         """Reads the attention's fields of a Hugging Face config.
 
         Args:
-            source: the parsed config, or the path of a `config.json` or of the directory that holds it.
+            source: the parsed config, or the path of a `config.json` or of the directory that holds it. Its model_type
+                is deepseek_v2, deepseek_v3, kimi_k2, glm4_moe_lite (GLM-4.7-Flash), youtu, axk1 or sarvam_mla, whose
+                layers are the same; deepseek_v32, whose layer this is without its indexer; or absent.
             rope_layout: the layout of rotated values; None means the checkpoint's own order.
 
         Raises:
-            ValueError: a field is missing, has the wrong type or an impossible value, or the rope type is neither
-                default nor yarn. The text names the field and, when `source` is a path, the file.
+            ValueError: a field is missing, has the wrong type or an impossible value, or describes another layer: a
+                model type that is none of these, a rope type that is neither default nor yarn, an unknown key of rope,
+                a multiplier, a gate, a window. The text names the field and, when `source` is a path, the file.
         """
         fields, where = read_hf_config(source)
+        check_mla(fields, where)
         interleave = hf_field(fields, "rope_interleave", bool, where, default=True)
-        # First what a model without MLA lacks.
         sizes = {name: hf_field(fields, name, int, where) for name in _REQUIRED_SIZES}
+        width = sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]
+        check_values(fields, where, {"qk_head_dim": (width,), "q_head_dim": (width,)})
         q_lora_rank = hf_field(fields, "q_lora_rank", int, where, nullable=True)
         theta, yarn = rope_fields(fields, where)
         bias = hf_field(fields, "attention_bias", bool, where, default=False)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tsmla_jax.nn.hf_config import hf_field, read_hf_config
+from tsmla_jax.nn.known_fields import check_v32
 from tsmla_jax.nn.mla.config import MLAConfig
 
 
@@ -47,11 +48,14 @@ class V32Config:
         """Reads the attention's fields of a Hugging Face config.
 
         Args:
-            source: the parsed config, or the path of a `config.json` or of the directory that holds it.
+            source: the parsed config, or the path of a `config.json` or of the directory that holds it. Its model_type
+                is deepseek_v32 or absent.
 
         Raises:
-            ValueError: as `MLAConfig.from_hf`.
+            ValueError: as `MLAConfig.from_hf`; or the indexer is another one: layers share what one of them chose
+                (index_topk_freq, indexer_types), its rope is interleaved, or an index_ field is unknown.
         """
         fields, where = read_hf_config(source)
+        check_v32(fields, where)
         sizes = {name: hf_field(fields, name, int, where) for name in ("index_n_heads", "index_head_dim", "index_topk")}
         return cls(MLAConfig.from_hf(fields if isinstance(source, Mapping) else source), **sizes)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from tsmla_jax.nn.hf_config import hf_field, read_hf_config, rope_fields
+from tsmla_jax.nn.known_fields import check_v4
 from tsmla_jax.nn.yarn import YarnConfig
 
 Kind = Literal["sliding", "csa", "hca"]
@@ -106,17 +107,24 @@ class V4Config:
         """Layer `layer` of a Hugging Face config, as transformers writes it or as the checkpoints first had it.
 
         Args:
-            source: the parsed config, or the path of a `config.json` or of the directory that holds it.
+            source: the parsed config, or the path of a `config.json` or of the directory that holds it. Its model_type
+                is deepseek_v4 or absent.
             layer: its index, counted from 0.
 
         Raises:
-            ValueError: names the field (and the file, when `source` is a path) that is missing or not legal.
+            ValueError: names the field (and the file, when `source` is a path) that is missing, not legal, or of
+                another layer than V4's.
         """
         fields, where = read_hf_config(source)
+        check_v4(fields, where)
         sizes = {name: hf_field(fields, name, int, where) for name in _SIZES}
         kind = _layer_kind(fields, where, layer)
-        factor = hf_field(fields, "partial_rotary_factor", float, where, default=64 / 512)
-        rope_dim = hf_field(fields, "qk_rope_head_dim", int, where, default=int(sizes["head_dim"] * factor))
+        rope_dim = hf_field(fields, "qk_rope_head_dim", int, where, default=None)
+        if rope_dim is None:
+            rope_dim = int(
+                sizes["head_dim"] * hf_field(fields, "partial_rotary_factor", float, where, default=64 / 512)
+            )
+        _check_rope_dim(fields, where, sizes["head_dim"], rope_dim)
         rates = hf_field(fields, "compress_rates", dict, where, default={})
         legacy = {"csa": "compress_rate_csa", "hca": "compress_rate_hca"}
         ratio = 0
@@ -124,7 +132,13 @@ class V4Config:
             long_name = next(name for name, short in _KINDS.items() if short == kind)
             ratio = hf_field(rates, long_name, int, where, default=_RATIOS[kind])
             ratio = hf_field(fields, legacy[kind], int, where, default=ratio)
-        theta, yarn = _layer_rope(fields, where, kind)
+        own, owner = _layer_rope(fields, where, kind)
+        _check_rope_dim(own, owner, sizes["head_dim"], rope_dim)
+        own.pop("partial_rotary_factor", None)
+        theta, yarn = rope_fields({"rope_parameters": own}, where)
+        # The layers' cos and sin are not scaled, unless the config says so.
+        if yarn is not None and yarn.attention_factor is None:
+            yarn = dataclasses.replace(yarn, attention_factor=1.0)
         eps = hf_field(fields, "rms_norm_eps", float, where, default=1e-6)
         try:
             return cls(
@@ -150,20 +164,24 @@ def _layer_kind(fields: Mapping[str, Any], where: str, layer: int) -> Kind:
     return known[entries[layer]]
 
 
-def _layer_rope(fields: Mapping[str, Any], where: str, kind: Kind) -> tuple[float, YarnConfig | None]:
-    """theta and yarn of a layer; only layers with a compressor are extended, and their cos and sin are not scaled."""
-    label = "main" if kind == "sliding" else "compress"
-    parameters = hf_field(fields, "rope_parameters", dict, where, default=None)
-    if parameters is None:
-        parameters = hf_field(fields, "rope_scaling", dict, where, default={})
-    if isinstance(parameters.get(label), dict):
-        own = dict(parameters[label])
-    else:
-        own = {} if kind == "sliding" else dict(parameters)
-        name, default = ("rope_theta", 10000.0) if kind == "sliding" else ("compress_rope_theta", 160000.0)
-        own["rope_theta"] = hf_field(fields, name, float, where, default=default)
-    own.pop("partial_rotary_factor", None)  # it is what rope_dim comes from
-    theta, yarn = rope_fields({"rope_parameters": own}, where)
-    if yarn is not None and yarn.attention_factor is None:
-        yarn = dataclasses.replace(yarn, attention_factor=1.0)
-    return theta, yarn
+def _check_rope_dim(fields: Mapping[str, Any], where: str, head_dim: int, rope_dim: int) -> None:
+    factor = hf_field(fields, "partial_rotary_factor", float, where, default=None)
+    if factor is not None and int(head_dim * factor) != rope_dim:
+        raise ValueError(f"{where}: partial_rotary_factor: got {factor}; legal: {rope_dim} / head_dim = {head_dim}")
+
+
+def _layer_rope(fields: Mapping[str, Any], where: str, kind: Kind) -> tuple[dict[str, Any], str]:
+    """The rope fields of a layer and their name in an error; only layers with a compressor are extended."""
+    old, new = (hf_field(fields, name, dict, where, default=None) for name in ("rope_scaling", "rope_parameters"))
+    if old and new and old != new:
+        raise ValueError(f"{where}: fields 'rope_scaling' and 'rope_parameters' disagree: {old!r:.80} and {new!r:.80}")
+    parameters = old or new or {}
+    if isinstance(parameters.get("main"), dict) and isinstance(parameters.get("compress"), dict):
+        if others := {key for key, value in parameters.items() if value is not None} - {"main", "compress"}:
+            raise ValueError(f"{where}: rope_parameters: got {min(others)!r}; legal: 'main' and 'compress'")
+        label = "main" if kind == "sliding" else "compress"
+        return dict(parameters[label]), f"{where}: rope_parameters.{label}"
+    own = {} if kind == "sliding" else dict(parameters)
+    name, default = ("rope_theta", 10000.0) if kind == "sliding" else ("compress_rope_theta", 160000.0)
+    own["rope_theta"] = hf_field(fields, name, float, where, default=default)
+    return own, f"{where}: rope_parameters"

@@ -1,0 +1,161 @@
+"""Model types and fields of a Hugging Face config that describe other arithmetic than DeepSeek's, refused by name.
+
+Several models store their layers under DeepSeek's names and in DeepSeek's sizes, and multiply, rotate or choose keys in
+another way. A config is read only if its model type is one whose layer is computed here, and if each field that speaks
+of attention is known, or says that the thing it is named after is absent.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+Legal = Mapping[str, tuple[Any, ...]]
+"""Names of fields, and the values beside null that each may have."""
+
+MLA_TYPES = ("axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "kimi_k2", "sarvam_mla", "youtu")
+"""Model types whose attention is DeepSeek-V2's; V3.2's is it without the indexer."""
+V32_TYPES = ("deepseek_v32",)
+V4_TYPES = ("deepseek_v4",)
+
+_FULL = ("full", "F")
+# Which layers choose keys, and how: fields that engines read from configs of V3.2 and V4.
+_CHOICE: Legal = {
+    "cli_factor": (1,),
+    "index_k_norm_type": ("layer",),
+    "index_kpool": (1,),
+    "index_topk_freq": (1,),
+    "indexer_rope_interleave": (False,),
+}
+_CHOICE_LAYERS: Legal = {"index_topk_pattern": _FULL, "indexer_types": _FULL}
+# Without layers that share a choice, the offset at which they would begin says nothing.
+_CHOICE_KNOWN = ("index_head_dim", "index_n_heads", "index_skip_topk_offset", "index_topk")
+
+_MLA: Legal = {
+    "is_causal": (True,),
+    "layer_group_size": (1,),
+    "layers_block_type": (),
+    "sliding_window": (),
+    "use_bidirectional_attention": (False,),
+    "use_mla": (True,),
+}
+_MLA_KNOWN = (
+    "attention_bias",
+    "kv_lora_rank",
+    "num_attention_heads",
+    "partial_rotary_factor",
+    "qk_head_dim",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "rope_interleave",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "routed_scaling_factor",
+)
+_V4: Legal = {
+    "attention_bias": (False,),
+    "candidate_source_layer_id": (-1,),
+    "engram_max_ngram_size": (1,),
+    "is_causal": (True,),
+    "num_key_value_heads": (1,),
+    "q_head_norm": (True,),
+}
+_V4_KNOWN = (
+    *_MLA_KNOWN,
+    "compress_rate_csa",
+    "compress_rate_hca",
+    "compress_rates",
+    "compress_ratios",
+    "compress_rope_theta",
+    "engram_pad_token_id",
+)
+
+# A part of a name that says the field is about attention, or about a factor.
+_ATTENTION_PARTS = re.compile(
+    r"(^|_)(attention|attn|candidate|compress|engram|gate|gated|index|indexer|kda|kv|linear|mla|multiplier|nope|qk|qkv"
+    r"|rope|rotary|scale|scaling|sink|sinks|softcap|softcapping|softmax|swa)(_|$)"
+)
+# A part of a name that says the field is about training, drafts, other input than text, or the way to compute.
+_OTHER_PARTS = re.compile(
+    r"(^|_)(audio|aux|draft|dropout|dspark|eagle|flash|implementation|initializer|kv_cache|loss|mtp|nextn|vision)(_|$)"
+)
+
+
+def check_mla(fields: Mapping[str, Any], where: str) -> None:
+    """ValueError that names the field, unless a config's attention is DeepSeek-V2's.
+
+    Args:
+        fields: the config's; one without model_type is judged by the others.
+        where: the config's name in an error.
+    """
+    check_model_type(fields, where, MLA_TYPES)
+    has_indexer = fields.get("model_type") in (None, *V32_TYPES)
+    if fields.get("use_sliding_window") is False:
+        fields = {**fields, "sliding_window": None}
+    check_values(fields, where, _MLA)
+    kinds = {None: ("full_attention", "indexed_attention"), "deepseek_v32": ("indexed_attention",)}
+    layers: Legal = {"layer_types": kinds.get(fields.get("model_type"), ("full_attention",))}
+    if has_indexer:
+        check_values(fields, where, _CHOICE)
+        layers = {**layers, **_CHOICE_LAYERS}
+    _check_layers(fields, where, layers)
+    known = (*_CHOICE, *_CHOICE_LAYERS, *_CHOICE_KNOWN) if has_indexer else ()
+    refuse_named(fields, where, _ATTENTION_PARTS, (*_MLA, *_MLA_KNOWN, *known))
+
+
+def check_v32(fields: Mapping[str, Any], where: str) -> None:
+    """ValueError that names the field, unless a config's attention is DeepSeek-V3.2's. Arguments: as `check_mla`."""
+    check_model_type(fields, where, V32_TYPES)
+    check_mla(fields, where)
+
+
+def check_v4(fields: Mapping[str, Any], where: str) -> None:
+    """ValueError that names the field, unless a config's attention is DeepSeek-V4's. Arguments: as `check_mla`."""
+    check_model_type(fields, where, V4_TYPES)
+    check_values(fields, where, _V4)
+    check_values(fields, where, _CHOICE)
+    _check_layers(fields, where, _CHOICE_LAYERS)
+    refuse_named(fields, where, _ATTENTION_PARTS, (*_V4, *_V4_KNOWN, *_CHOICE, *_CHOICE_LAYERS, *_CHOICE_KNOWN))
+    check_aliases(fields, where, {"window_size": "sliding_window"})
+
+
+def check_model_type(fields: Mapping[str, Any], where: str, legal: tuple[str, ...]) -> None:
+    """ValueError if a config is of another model type; it may have none."""
+    model_type = fields.get("model_type")
+    if model_type is not None and model_type not in legal:
+        raise ValueError(f"{where}: model_type: got {model_type!r:.60}; legal: {', '.join(legal)}")
+
+
+def check_values(fields: Mapping[str, Any], where: str, legal: Legal) -> None:
+    """ValueError for a field with a value that is neither null nor legal."""
+    for name, values in legal.items():
+        value = fields.get(name)
+        if value is not None and value not in values:
+            raise ValueError(f"{where}: {name}: got {value!r:.60}; legal: {', '.join(map(repr, (*values, None)))}")
+
+
+def check_aliases(fields: Mapping[str, Any], where: str, names: Mapping[str, str]) -> None:
+    """ValueError if a field is there under another config's name for it, and with another value."""
+    for alias, name in names.items():
+        value = fields.get(alias)
+        if value is not None and value != fields.get(name):
+            raise ValueError(f"{where}: {alias}: got {value!r:.60}; legal: None, or that of {name!r}")
+
+
+def refuse_named(fields: Mapping[str, Any], where: str, parts: re.Pattern[str], known: Collection[str]) -> None:
+    """ValueError for a field that isn't known, has one of the parts in its name and is not null, false, 0, 1 or empty.
+
+    A factor of 1 is no factor; true is refused.
+    """
+    for name, value in fields.items():
+        says_nothing = not value or (value == 1 and value is not True)
+        if not says_nothing and name not in known and parts.search(name) and not _OTHER_PARTS.search(name):
+            raise ValueError(f"{where}: {name}: got {value!r:.60}; legal: None: DeepSeek's models have no such field")
+
+
+def _check_layers(fields: Mapping[str, Any], where: str, legal: Legal) -> None:
+    """ValueError for a list (or a text) with an entry for each layer that has another entry than a legal one."""
+    for name, entries in legal.items():
+        value = fields.get(name)
+        if value is not None and not (isinstance(value, list | str) and all(entry in entries for entry in value)):
+            raise ValueError(f"{where}: {name}: got {value!r:.80}; legal: {entries[0]!r} for each layer")
