@@ -49,12 +49,21 @@ class Tokenizer:
     """A checkpoint's `tokenizer.json`, with the beginning-of-text token that `tokenizer_config.json` may ask for."""
 
     def __init__(self, tokenizer: Any, bos: int | None) -> None:
-        self._tokenizer, self._bos = tokenizer, bos
+        self._tokenizer = tokenizer
+        # A file made for batches may cut texts off, or fill them up.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        # The tokens that a template puts before a text belong to no text. Those behind it would end the prompt.
+        whole = tokenizer.encode("a")
+        count = next((index for index, text in enumerate(whole.sequence_ids) if text is not None), len(whole.ids))
+        self._before = list(whole.ids[:count])
+        if bos is not None and self._before[:1] != [bos]:
+            self._before.insert(0, bos)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, special tokens as the model expects them."""
-        ids = list(self._tokenizer.encode(text).ids)
-        return ids if self._bos is None or ids[:1] == [self._bos] else [self._bos, *ids]
+        """Token ids of a text, special tokens as the model expects them before it, unless the text begins with them."""
+        ids = list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return ids if ids[:1] == self._before[:1] else [*self._before, *ids]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; special tokens are left out."""
