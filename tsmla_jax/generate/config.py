@@ -6,6 +6,7 @@ the experts' routing, the residual streams of V4 and the token ids that end a te
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any, Literal
 
 from tsmla_jax.nn import MLAConfig, V4Config, V32Config
 from tsmla_jax.nn.hf_config import hf_field, read_hf_config, read_optional_config
+from tsmla_jax.nn.known_fields import Legal, check_aliases, check_values, refuse_named
 
 Routing = Literal["greedy", "group_limited_greedy", "noaux_tc"]
 ROUTINGS: tuple[Routing, ...] = ("greedy", "group_limited_greedy", "noaux_tc")
@@ -72,6 +74,32 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "kimi_k2": {},
 }
 _SCORING: dict[Routing, Scoring] = {"greedy": "softmax", "group_limited_greedy": "softmax", "noaux_tc": "sigmoid"}
+# Other configs' names for fields, and what each field is called here.
+_ALIASES = {
+    "moe_renormalize": "norm_topk_prob",
+    "moe_topk": "num_experts_per_tok",
+    "n_hash_layers": "num_hash_layers",
+    "num_expert_group": "n_group",
+    "num_experts": "n_routed_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_local_experts": "n_routed_experts",
+    "num_shared_experts": "n_shared_experts",
+}
+# A part of a name that says the field is about embeddings, residuals, experts or logits of other models.
+_MODEL_PARTS = re.compile(
+    r"(^|_)(depth|emb|embedding|hash|hc|hyper|latent|logit|logits|loop|loops|mhc|mup|ngram|residual|sandwich|swiglu"
+    r"|zero)(_|$)"
+)
+_MODEL_KNOWN = ("output_router_logits",)
+_V4_KNOWN = ("hc_eps", "hc_mult", "hc_sinkhorn_iters", "num_hash_layers", "n_hash_layers", "swiglu_limit")
+_MODEL: Legal = {
+    "hidden_activation": ("silu",),
+    "mlp_bias": (False,),
+    "post_norm": (False,),
+    "routed_expert_hidden_size": (),
+    "router_bias": (False,),
+    "use_post_norm": (False,),
+}
 _MLP_KINDS: dict[str, MLPKind] = {"dense": "dense", "sparse": "moe", "moe": "moe", "hash_moe": "hash_moe"}
 
 
@@ -224,7 +252,8 @@ class ModelConfig:
             overrides the end-of-text ids, when there is one. docs/guides/generate.md says which fields may be absent.
 
         Raises:
-          ValueError: a field that the model needs is missing or has a value this model does not know.
+          ValueError: a field that the model needs is missing or has a value this model does not know, or a field that
+            it doesn't know describes other arithmetic (a multiplier, a gate, shared indices, a key of rope); names it.
         """
         fields, where = read_hf_config(source)
         model_type = hf_field(fields, "model_type", str, where)
@@ -243,9 +272,10 @@ class ModelConfig:
             return value
 
         is_v4 = model_type == "deepseek_v4"
+        check_values(fields, where, _MODEL)
+        check_aliases(fields, where, _ALIASES)
+        refuse_named(fields, where, _MODEL_PARTS, (*_MODEL_KNOWN, *_V4_KNOWN) if is_v4 else _MODEL_KNOWN)
         longest = _default(model_type, "max_position_embeddings")
-        if model_type == "deepseek_v32" and set(fields.get("layer_types") or ()) - {"indexed_attention"}:
-            raise ValueError(f"{where}: layer_types = {fields['layer_types']!r:.80}; legal: 'indexed_attention' alone")
         num_layers = positive("num_hidden_layers", most=MAX_LAYERS)
         attention: MLAConfig | V32Config | tuple[V4Config, ...]
         try:
@@ -338,9 +368,6 @@ def _refuse_unlike_v4(fields: Mapping[str, Any], where: str) -> None:
     only = {
         "norm_topk_prob": True,
         "n_shared_experts": 1,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "num_key_value_heads": 1,
         "n_group": 1,
         "topk_group": 1,
         "topk_method": "noaux_tc",
