@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 from jax.typing import DTypeLike
 
-from tsmla_jax.nn.hf_config import read_json
+from tsmla_jax.nn.hf_config import read_json, why_no_file
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -84,7 +84,11 @@ class Checkpoint:
     def __init__(self, directory: str | Path) -> None:
         _require_safetensors()
         self.directory = Path(directory)
-        if not self.directory.is_dir():
+        try:
+            found = self.directory.is_dir()
+        except OSError as error:
+            raise CheckpointError(f"{self.directory}: cannot be read: {error.strerror}") from None
+        if not found:
             raise CheckpointError(f"{self.directory}: no such checkpoint directory")
         self._headers: dict[Path, dict[str, TensorInfo]] = {}
         self._maps: dict[Path, np.memmap[Any, Any]] = {}
@@ -328,8 +332,8 @@ class Checkpoint:
             # A shard is a file of this directory: an index must not make us read elsewhere.
             if Path(file).name != file:
                 raise CheckpointError(f"{index}: shard {file!r} must be a plain file name")
-            if not (shard := self.directory / file).is_file():
-                what = "not a regular file" if shard.exists() else "the shard is missing"
+            shard = self.directory / file
+            if what := why_no_file(shard, "the shard is missing"):
                 raise CheckpointError(f"{shard}: {what}, though {INDEX_NAME} names it")
         return {name: self.directory / file for name, file in weight_map.items()}
 
@@ -418,8 +422,8 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
     header itself, because its numpy reader doesn't know the fp8 types.
     """
     safe_open, safetensor_error = _require_safetensors()
-    if file.exists() and not file.is_file():
-        raise CheckpointError(f"{file}: not a regular file")  # opening a named pipe would wait for ever
+    if what := why_no_file(file, "no such file"):
+        raise CheckpointError(f"{file}: {what}")  # opening a named pipe would wait for ever
     try:
         with safe_open(file, framework="np"), file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")

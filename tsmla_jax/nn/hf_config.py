@@ -13,6 +13,20 @@ from tsmla_jax.nn.yarn import YarnConfig
 _ABSENT: Any = object()
 
 
+def why_no_file(path: Path, missing: str) -> str | None:
+    """The reason why a path is no regular file that can be opened (reading a named pipe may wait for ever), or None.
+
+    Args:
+        missing: the reason where there is nothing.
+    """
+    try:
+        if path.is_file():
+            return None
+        return "not a regular file" if path.exists() else missing
+    except OSError as error:  # a name that is too long, a folder that may not be searched
+        return f"cannot be read: {error.strerror}"
+
+
 def read_json(path: Path) -> Any:
     """The value in a JSON file.
 
@@ -54,9 +68,8 @@ def read_hf_config(source: Mapping[str, Any] | str | Path) -> tuple[Mapping[str,
     if not isinstance(source, str | Path):
         raise TypeError(f"source={type(source).__name__} must be a mapping, or the path of a config.json or its folder")
     path = Path(source)
-    if path.is_dir():
-        path = path / "config.json"
     try:
+        path = path / "config.json" if path.is_dir() else path
         fields = read_json(path)
     except FileNotFoundError:
         raise ValueError(

@@ -1,7 +1,9 @@
 """The checkpoint reader and the attention loader: formats, fp8 blocks, and every way a checkpoint can be broken."""
 
 import builtins
+import errno
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -321,3 +323,34 @@ def test_without_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(ImportError, match=r"tsmla-jax\[hf\]"):
         load_hf_attention(tmp_path, 0)
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "a\0b", "\ud800", "..", "", "sub", "loop", "pipe"])
+def test_names_of_shards_that_are_no_files(name: str, tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": {"x": name}}))
+    with pytest.raises(CheckpointError, match=f"though {INDEX_NAME} names it"):
+        Checkpoint(tmp_path)
+
+
+def test_folders_that_can_not_be_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their errors are the system's, and name the path."""
+    long = tmp_path / ("a" * 300)
+    with pytest.raises(CheckpointError, match="aaa: cannot be read: File name too long"):
+        Checkpoint(long)
+    with pytest.raises(ValueError, match="aaa: cannot read the config: File name too long"):
+        MLAConfig.from_hf(long)
+    write_sharded(tmp_path, {"a": np.ones(3), "b": np.ones(3)}, shards=2)
+
+    is_file = Path.is_file
+
+    def forbidden(path: Path) -> bool:
+        if path.suffix == ".safetensors":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", forbidden)
+    with pytest.raises(CheckpointError, match=r"-of-00002\.safetensors: cannot be read: Permission denied, though"):
+        Checkpoint(tmp_path)
