@@ -42,7 +42,7 @@ from tsmla_jax.nn.mla.weights import WEIGHTS as MLA_WEIGHTS
 from tsmla_jax.nn.v4.names import stored_names
 from tsmla_jax.nn.v4.weights import WEIGHTS as V4_WEIGHTS
 from tsmla_jax.nn.v32.weights import WEIGHTS as V32_WEIGHTS
-from tsmla_jax.nn.weights import LayerWeights
+from tsmla_jax.nn.weights import LayerWeights, is_chooser
 
 Array = np.ndarray[Any, Any]
 
@@ -131,6 +131,12 @@ class _Reader:
 
     def put(self, name: str, shape: Sequence[int], dtype: Any = None) -> jax.Array:
         """A tensor on the device, or on every device of the mesh."""
+    def chooser(self, name: str, shape: Sequence[int], dtype: Any = None) -> Array:
+        """A tensor of this shape on the host, by which experts or keys are chosen: its values are finite."""
+        value = self(name, shape, dtype)
+        self._checkpoint.check_finite(self._stored.get(name, name), value)
+        return value
+
         value: jax.Array = self.put_all(self(name, shape, dtype))
         return value
 
@@ -212,8 +218,9 @@ def load_model(
       the pytree described at `tsmla_jax.generate.model.Params`; on a mesh as `mesh.put_params` leaves it.
 
     Raises:
-      ValueError: the mesh does not go with the model or with jax's devices; or a tensor is missing, misshapen or not of
-        this model, or a file is truncated; the text names the file and the tensor.
+      ValueError: the mesh does not go with the model or with jax's devices; the weights are quantised in a format that
+        isn't read; a tensor is missing, misshapen or not of this model; one that chooses experts or keys has NaN or
+        infinite values; or a file is truncated; the text names the file and the tensor.
       ImportError: the package safetensors is not installed (`pip install 'tsmla-jax[hf]'`).
     """
     dtype = jnp.dtype(config.dtype if dtype is None else dtype)
@@ -292,7 +299,8 @@ def _read_attention(read: _Reader, prefix: str, config: ModelConfig, index: int,
         if not isinstance(attention, V4Config) and name in _NARROW and read.keeps(whole):
             tensors[name] = read.narrow(whole, shape)
         else:
-            tensors[name] = read(whole, shape, norm_dtype if name.endswith(kept) else None)
+            own = norm_dtype if name.endswith(kept) else None
+            tensors[name] = (read.chooser if is_chooser(name) else read)(whole, shape, own)
     params: dict[str, Any] = read.put_all(weights.params_from_hf(attention, tensors))
     return params
 
@@ -318,17 +326,19 @@ def _read_mlp(read: _Reader, prefix: str, hidden: int, width: int, keep: bool) -
 def _read_moe(read: _Reader, prefix: str, config: ModelConfig, by_token: bool) -> dict[str, Any]:
     moe = config.moe
     assert moe is not None
-    params = {"router": read.put(f"{prefix}.gate.weight", (moe.num_experts, config.hidden_size), np.float32)}
+    router = read.chooser(f"{prefix}.gate.weight", (moe.num_experts, config.hidden_size), np.float32)
+    params = {"router": read.put_all(router)}
     if by_token:
         name = f"{prefix}.gate.tid2eid"
-        table = read(name, (config.vocab_size, moe.top_k), np.int32)
+        table = read(name, (config.vocab_size, moe.top_k), np.int64)  # as it is stored: no value wraps around
         if table.min() < 0 or table.max() >= moe.num_experts:
             raise CheckpointError(
                 f"tensor {name!r} names experts {table.min()} to {table.max()}; legal: 0 to {moe.num_experts - 1}"
             )
-        params["expert_table"] = read.put_all(table)
+        params["expert_table"] = read.put_all(table.astype(np.int32))
     elif moe.routing == "noaux_tc":
-        params["correction_bias"] = read.put(f"{prefix}.gate.e_score_correction_bias", (moe.num_experts,), np.float32)
+        bias = read.chooser(f"{prefix}.gate.e_score_correction_bias", (moe.num_experts,), np.float32)
+        params["correction_bias"] = read.put_all(bias)
     if read.mesh is None:
         stacks = read.put_all(_read_experts(read, prefix, config.hidden_size, moe, range(moe.num_experts)))
     else:

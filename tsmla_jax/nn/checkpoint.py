@@ -203,6 +203,20 @@ class Checkpoint:
         """CheckpointError for tensors that a model or a layer of this config has no use for: with them it would be
         another one. Frequencies of rope, which old checkpoints hold, are computed.
 
+    def check_finite(self, name: str, value: np.ndarray[Any, Any]) -> None:
+        """CheckpointError if values of a tensor are NaN or infinite. Of a tensor that only chooses, experts or keys,
+        no later result would show it.
+
+        Args:
+            name: the tensor's name in the checkpoint.
+            value: what `read` gave of it.
+        """
+        if not np.isfinite(value).all():
+            raise CheckpointError(
+                f"{self.info(name).file}: tensor {name!r} has NaN or infinite values; legal: finite ones, by which"
+                " experts or keys are chosen"
+            )
+
         Args:
             names: in the checkpoint, of tensors that were not read.
         """

@@ -175,8 +175,9 @@ class LayerWeights(Generic[_Config]):
             the pytree described at `param_shapes`.
 
         Raises:
-            ValueError: the config or a tensor is missing or misshapen, the layer has a tensor that its config has no
-                use for (a bias, an indexer), a file is truncated, or layer is negative; the text names the tensor.
+            ValueError: the config or a tensor is missing or misshapen, or of another model or a quantised format that
+                isn't read; the layer has a tensor that its config has no use for (a bias, an indexer); an indexer's
+                tensor has NaN or infinite values; a file is truncated, or layer is negative; the text names the tensor.
             ImportError: the package safetensors is not installed (`pip install 'tsmla-jax[hf]'`).
         """
         if layer < 0:
@@ -193,6 +194,8 @@ class LayerWeights(Generic[_Config]):
                 raise checkpoint.unlike(stored, "a weight")
             tensors[name] = tensor
             others -= {stored, checkpoint.scale_name(stored) or stored}
+            if is_chooser(name):
+                checkpoint.check_finite(stored, tensor)
         checkpoint.refuse_others(others)
         return self.params_from_hf(config, tensors)
 
@@ -254,6 +257,11 @@ class LayerWeights(Generic[_Config]):
 
 def open_checkpoint(checkpoint_dir: str | Path | Checkpoint) -> Checkpoint:
     """The checkpoint, opened unless it is open."""
+def is_chooser(name: str) -> bool:
+    """Whether a tensor (by its name below `self_attn.`) is of an indexer, by which keys are chosen and no more."""
+    return "indexer." in name
+
+
     return checkpoint_dir if isinstance(checkpoint_dir, Checkpoint) else Checkpoint(checkpoint_dir)
 
 

@@ -1,11 +1,14 @@
-"""Fields that would make another model of a checkpoint without a word: refused by name."""
+"""Fields, tensors and formats that would make another model of a checkpoint without a word: refused by name."""
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.jax.generate.tiny import tiny_config
-from tsmla_jax.generate import ModelConfig
+from tests.jax.generate.tiny import tiny_config, tiny_tensors, write_tiny
+from tsmla_jax.generate import ModelConfig, load_model
+from tsmla_jax.nn import CheckpointError
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 
@@ -67,3 +70,37 @@ def test_fields_that_say_nothing(model: str) -> None:
         "a_field_of_someone": {"run": 3},
     }
     assert ModelConfig.from_hf(tiny_config(model, **nothing)) == ModelConfig.from_hf(tiny_config(model))
+
+
+def refused(directory: Path, text: str) -> None:
+    with pytest.raises(CheckpointError) as error:
+        load_model(directory, ModelConfig.from_hf(directory))
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("v3", "model.layers.1.mlp.gate.e_score_correction_bias"),
+        ("v3", "model.layers.1.mlp.gate.weight"),
+        ("v3.2", "model.layers.0.self_attn.indexer.wk.weight"),
+        ("v3.2", "model.layers.1.self_attn.indexer.k_norm.bias"),
+        ("v4", "layers.1.ffn.gate.bias"),
+        ("v4", "layers.0.ffn.gate.weight"),
+        ("v4", "layers.1.attn.indexer.weights_proj.weight"),
+        ("v4", "layers.1.attn.indexer.compressor.ape"),
+    ],
+)
+def test_values_that_only_choose_are_finite(model: str, name: str, value: float, tmp_path: Path) -> None:
+    """No logit shows that others were chosen."""
+    tensors = tiny_tensors(tiny_config(model))
+    tensors[name].flat[1] = value
+    refused(write_tiny(tmp_path, tensors, model), f"model.safetensors: tensor {name!r} has NaN or infinite values")
+
+
+def test_a_table_of_experts_does_not_wrap_around(tmp_path: Path) -> None:
+    tensors = tiny_tensors(tiny_config("v4"))
+    name = "layers.0.ffn.gate.tid2eid"
+    tensors[name] = tensors[name].astype(np.int64) + 2**32
+    refused(write_tiny(tmp_path, tensors, "v4"), "gate.tid2eid' names experts 42949")

@@ -14,7 +14,15 @@ import numpy as np
 import pytest
 
 from examples.make_checkpoint import quantize_blocks
-from tsmla_jax.nn import Checkpoint, CheckpointError, MLAConfig, hf_attention_shapes, load_hf_attention, param_shapes
+from tsmla_jax.nn import (
+    Checkpoint,
+    CheckpointError,
+    MLAConfig,
+    hf_attention_shapes,
+    load_hf_attention,
+    param_shapes,
+    v32,
+)
 from tsmla_jax.nn.checkpoint import INDEX_NAME, SINGLE_NAME, dequantise_blocks
 
 safetensors_numpy = pytest.importorskip("safetensors.numpy", reason="needs safetensors: pip install 'tsmla-jax[hf]'")
@@ -354,3 +362,16 @@ def test_folders_that_can_not_be_searched(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Path, "is_file", forbidden)
     with pytest.raises(CheckpointError, match=r"-of-00002\.safetensors: cannot be read: Permission denied, though"):
         Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_an_indexer_that_is_not_finite(value: float, tmp_path: Path) -> None:
+    """It only chooses keys: no result shows that it chose others."""
+    fields = {**FIELDS, "model_type": "deepseek_v32", "index_n_heads": 2, "index_head_dim": 16, "index_topk": 3}
+    shapes = v32.hf_attention_shapes(v32.V32Config.from_hf(fields))
+    tensors = {f"model.layers.0.self_attn.{name}": np.ones(shape, np.float32) for name, shape in shapes.items()}
+    name = "model.layers.0.self_attn.indexer.weights_proj.weight"
+    tensors[name][1, 2] = value
+    write_single(tmp_path, tensors, fields)
+    with pytest.raises(CheckpointError, match=f"tensor '{name}' has NaN or infinite values; legal: finite ones"):
+        v32.load_hf_attention(tmp_path, 0)
