@@ -164,6 +164,19 @@ class _Reader:
 
     def close(self) -> None:
         """Ends the progress bar."""
+    def check_tied(self) -> None:
+        """CheckpointError if there is an output projection that isn't the embedding, which config.json ties it to."""
+        names = [self._stored.get(name, name) for name in ("model.embed_tokens.weight", "lm_head.weight")]
+        if names[1] not in self._checkpoint:
+            return
+        embedding, head = (self._checkpoint.stored(name) for name in names)
+        same = (embedding.shape, embedding.dtype) == (head.shape, head.dtype)
+        if not same or any(one.tobytes() != other.tobytes() for one, other in zip(embedding, head, strict=True)):
+            raise CheckpointError(
+                f"{self._checkpoint.info(names[1]).file}: tensor {names[1]!r} differs from {names[0]!r}, though"
+                " config.json ties them; legal: tie_word_embeddings false"
+            )
+
         self._bar.close()
 
     def refuse_others(self) -> None:
@@ -236,7 +249,9 @@ def load_model(
             "norm": read.put("model.norm.weight", hidden, norm_dtype),
             "layers": [],
         }
-        if not config.tie_word_embeddings:
+        if config.tie_word_embeddings:
+            read.check_tied()
+        else:
             params["lm_head"] = read.put("lm_head.weight", (config.vocab_size, *hidden))
         if config.streams is not None:
             count = config.streams.count

@@ -127,8 +127,11 @@ def test_what_v4_computes_in_f32_stays_f32(v4_tensors: Tensors, tmp_path: Path) 
 
 
 def test_a_tied_v4_has_no_head(v4_tensors: Tensors, tmp_path: Path) -> None:
-    # A copy of the embedding may lie beside it.
-    assert "lm_head" not in load(tmp_path, v4_tensors, tie_word_embeddings=True)
+    # A copy of the embedding may lie beside it, and nothing else.
+    copy = {**v4_tensors, "head.weight": v4_tensors["embed.weight"]}
+    assert "lm_head" not in load(tmp_path / "copy", copy, tie_word_embeddings=True)
+    with pytest.raises(CheckpointError, match=r"'head\.weight' differs from 'embed\.weight', though config.json ties"):
+        load(tmp_path / "another", v4_tensors, tie_word_embeddings=True)
     assert "head.weight" not in tiny_tensors(tiny_config("v4", tie_word_embeddings=True))
 
 
