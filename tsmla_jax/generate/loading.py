@@ -39,6 +39,7 @@ from tsmla_jax.generate.model import Params
 from tsmla_jax.nn import Checkpoint, CheckpointError, MLAConfig, V4Config, V32Config
 from tsmla_jax.nn.block_scaled import BLOCK, BlockScaled, stack_size
 from tsmla_jax.nn.mla.weights import WEIGHTS as MLA_WEIGHTS
+from tsmla_jax.nn.quantised import refuse_config, refuse_tensors
 from tsmla_jax.nn.v4.names import stored_names
 from tsmla_jax.nn.v4.weights import WEIGHTS as V4_WEIGHTS
 from tsmla_jax.nn.v32.weights import WEIGHTS as V32_WEIGHTS
@@ -114,6 +115,7 @@ class _Reader:
         self._checkpoint, self._keep_fp8 = checkpoint, keep_fp8
         self._stored = spelled_names(checkpoint, config)
         self._expected = expected_names(checkpoint, config)
+        refuse_tensors(checkpoint, self._expected)
         self._read: set[str] = set()
         scales = {checkpoint.scale_name(stored) for stored in self._expected}
         self._bar = ProgressBar(len(self._expected - scales), "loading", enabled=progress)
@@ -129,14 +131,14 @@ class _Reader:
         self.mark(name)
         return value
 
-    def put(self, name: str, shape: Sequence[int], dtype: Any = None) -> jax.Array:
-        """A tensor on the device, or on every device of the mesh."""
     def chooser(self, name: str, shape: Sequence[int], dtype: Any = None) -> Array:
         """A tensor of this shape on the host, by which experts or keys are chosen: its values are finite."""
         value = self(name, shape, dtype)
         self._checkpoint.check_finite(self._stored.get(name, name), value)
         return value
 
+    def put(self, name: str, shape: Sequence[int], dtype: Any = None) -> jax.Array:
+        """A tensor on the device, or on every device of the mesh."""
         value: jax.Array = self.put_all(self(name, shape, dtype))
         return value
 
@@ -162,8 +164,6 @@ class _Reader:
         self.mark(name)
         return BlockScaled(values, scales)  # type: ignore[arg-type]  # of numpy, until it goes to the device
 
-    def close(self) -> None:
-        """Ends the progress bar."""
     def check_tied(self) -> None:
         """CheckpointError if there is an output projection that isn't the embedding, which config.json ties it to."""
         names = [self._stored.get(name, name) for name in ("model.embed_tokens.weight", "lm_head.weight")]
@@ -177,6 +177,8 @@ class _Reader:
                 " config.json ties them; legal: tie_word_embeddings false"
             )
 
+    def close(self) -> None:
+        """Ends the progress bar."""
         self._bar.close()
 
     def refuse_others(self) -> None:
@@ -243,6 +245,7 @@ def load_model(
     keep_fp8 = jax.default_backend() != "cpu" if keep_fp8 is None else keep_fp8
     check_mesh(config, mesh)
     checkpoint, options = Checkpoint(checkpoint_dir), {"keep_fp8": keep_fp8, "progress": progress}
+    refuse_config(checkpoint)
     with contextlib.closing(_Reader(checkpoint, config, dtype, mesh=make_mesh(mesh), **options)) as read:
         params: dict[str, Any] = {
             "embed": read.put("model.embed_tokens.weight", (config.vocab_size, *hidden)),

@@ -150,7 +150,9 @@ class Checkpoint:
                 or not safetensors. The text names the file and the tensor.
         """
         info = self.info(name)
-        fp4 = info.dtype in _BYTES and len(info.shape) == 2 and self.scale_name(name) is not None
+        fp4 = self.is_fp4(name)
+        if info.dtype in _BYTES and not fp4 and self.scale_name(name) is not None:
+            raise self.unlike(name, "a weight")
         stored_shape = (info.shape[0], 2 * info.shape[1]) if fp4 else info.shape
         if shape is not None and stored_shape != tuple(shape):
             raise CheckpointError(f"{info.file}: tensor {name!r} must have shape {tuple(shape)}, got {stored_shape}")
@@ -194,14 +196,12 @@ class Checkpoint:
         """The error for a tensor that is read as `wanted`, floats or integers, and holds the other. Its numbers alone
         mean nothing: it is quantised in a way that isn't known here."""
         info = self.info(name)
+        scale_name = self.scale_name(name)
+        scales = f", with scales {scale_name!r} of shape {self.info(scale_name).shape}," if scale_name else ""
         return CheckpointError(
-            f"{info.file}: tensor {name!r} is {info.dtype.name} and can't be read as {wanted}; of quantised weights fp8"
-            " and fp4 with block scales are read"
+            f"{info.file}: tensor {name!r} is {info.dtype.name}{scales} and can't be read as {wanted}; of quantised"
+            " weights fp8 and fp4 with block scales are read"
         )
-
-    def refuse_others(self, names: Iterable[str]) -> None:
-        """CheckpointError for tensors that a model or a layer of this config has no use for: with them it would be
-        another one. Frequencies of rope, which old checkpoints hold, are computed.
 
     def check_finite(self, name: str, value: np.ndarray[Any, Any]) -> None:
         """CheckpointError if values of a tensor are NaN or infinite. Of a tensor that only chooses, experts or keys,
@@ -217,6 +217,10 @@ class Checkpoint:
                 " experts or keys are chosen"
             )
 
+    def refuse_others(self, names: Iterable[str]) -> None:
+        """CheckpointError for tensors that a model or a layer of this config has no use for: with them it would be
+        another one. Frequencies of rope, which old checkpoints hold, are computed.
+
         Args:
             names: in the checkpoint, of tensors that were not read.
         """
@@ -226,6 +230,19 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.directory}: config.json describes a model without {len(others)} of the tensors: {some}"
             )
+
+    def is_fp4(self, name: str) -> bool:
+        """Whether a tensor has two e2m1 values a byte and a scale for every 32 values of a row.
+
+        Args:
+            name: the tensor's name in the checkpoint.
+        """
+        info, scale_name = self.info(name), self.scale_name(name)
+        if info.dtype not in _BYTES or len(info.shape) != 2 or scale_name is None:
+            return False
+        scales, blocks = self.info(scale_name), (info.shape[0], -(-2 * info.shape[1] // FP4_BLOCK[1]))
+        # Scales of one byte are misshapen then; wider ones are of another format, whose weights are integers.
+        return scales.shape == blocks or scales.dtype.itemsize == 1
 
     def is_block_scaled(self, name: str) -> bool:
         """Whether a tensor is e4m3 with a scale for every 128 x 128 values, so that `read_block_scaled` takes it.

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from tsmla_jax.nn.block_scaled import BlockScaled
 from tsmla_jax.nn.checkpoint import Checkpoint
 from tsmla_jax.nn.checkpoint_writer import MAX_SHARD_BYTES, save_checkpoint
+from tsmla_jax.nn.quantised import refuse_tensors
 
 Params = Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -167,7 +168,7 @@ class LayerWeights(Generic[_Config]):
             checkpoint_dir: the checkpoint's folder, or a `Checkpoint` already open (its headers are then read once for
                 all layers).
             layer: index of the layer.
-            config: the layer's shape; None reads `config.json` of the folder.
+            config: the layer's shape, which is not compared with `config.json`; None reads that file of the folder.
             dtype: of the parameters; None keeps the stored dtype, bfloat16 for block-scaled fp8 weights.
             prefix: what comes before `q_proj.weight` and the others; `{layer}` stands for the index.
 
@@ -186,16 +187,17 @@ class LayerWeights(Generic[_Config]):
         config = self.read_config(checkpoint.directory, layer) if config is None else config
         spelled, start = self._spelled(checkpoint), prefix.format(layer=layer)
         others = {stored for name, stored in spelled.items() if name.startswith(start)}
+        refuse_tensors(checkpoint, others)
         tensors = {}
         for name, shape in self.hf_attention_shapes(config).items():
             stored = spelled.get(start + name, start + name)
             tensor = checkpoint.read(stored, shape=shape, dtype=dtype)
             if not jnp.issubdtype(tensor.dtype, jnp.floating):
                 raise checkpoint.unlike(stored, "a weight")
-            tensors[name] = tensor
-            others -= {stored, checkpoint.scale_name(stored) or stored}
             if is_chooser(name):
                 checkpoint.check_finite(stored, tensor)
+            tensors[name] = tensor
+            others -= {stored, checkpoint.scale_name(stored) or stored}
         checkpoint.refuse_others(others)
         return self.params_from_hf(config, tensors)
 
@@ -255,13 +257,13 @@ class LayerWeights(Generic[_Config]):
         return self.stored_names(checkpoint) if self.stored_names else {name: name for name in checkpoint.names()}
 
 
-def open_checkpoint(checkpoint_dir: str | Path | Checkpoint) -> Checkpoint:
-    """The checkpoint, opened unless it is open."""
 def is_chooser(name: str) -> bool:
     """Whether a tensor (by its name below `self_attn.`) is of an indexer, by which keys are chosen and no more."""
     return "indexer." in name
 
 
+def open_checkpoint(checkpoint_dir: str | Path | Checkpoint) -> Checkpoint:
+    """The checkpoint, opened unless it is open."""
     return checkpoint_dir if isinstance(checkpoint_dir, Checkpoint) else Checkpoint(checkpoint_dir)
 
 

@@ -333,6 +333,32 @@ def test_without_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         load_hf_attention(tmp_path, 0)
 
 
+def test_integers_with_scales_for_blocks_are_not_fp4(tmp_path: Path) -> None:
+    """The file's own shape, in whatever name the scales have; fp4 has a scale for 32 values of a row."""
+    weight = np.zeros((128, 256), np.int8)
+    for scale in ("a.weight_scale_inv", "a.scale"):
+        write_single(tmp_path, {"a.weight": weight, scale: np.ones((1, 2), np.float32)})
+        for shape in ((128, 256), (128, 512), None):
+            with pytest.raises(CheckpointError) as error:
+                Checkpoint(tmp_path).read("a.weight", shape=shape)
+            assert f"'a.weight' is int8, with scales '{scale}' of shape (1, 2), and can't be read" in str(error.value)
+            assert "512" not in str(error.value)
+
+
+def test_a_layer_in_another_format_is_refused_by_its_tensors(tmp_path: Path) -> None:
+    """A plain layer beside quantised experts is read, whatever config.json says of the model."""
+    tensors = attention_tensors()
+    fields = {**FIELDS, "quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}}
+    packed = {"model.layers.2.mlp.experts.0.up_proj.weight_packed": np.zeros(3, np.int32)}
+    write_single(tmp_path, tensors | packed, fields)
+    assert_matches(load_hf_attention(tmp_path, 2), tensors)
+    name = "model.layers.2.self_attn.o_proj"
+    tensors[f"{name}.weight_packed"] = tensors.pop(f"{name}.weight").astype(np.int32)
+    write_single(tmp_path, tensors, fields)
+    with pytest.raises(CheckpointError, match=f"tensor '{name}.weight_packed' is of quantised weights in a "):
+        load_hf_attention(tmp_path, 2)
+
+
 @pytest.mark.parametrize("name", ["a" * 5000, "a\0b", "\ud800", "..", "", "sub", "loop", "pipe"])
 def test_names_of_shards_that_are_no_files(name: str, tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()

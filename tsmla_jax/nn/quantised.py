@@ -1,0 +1,73 @@
+"""Checkpoints whose weights are quantised in a format that isn't read: refused by its name, before weights are read.
+
+fp8 with scales for blocks and fp4 with scales for 32 values of a row are read (`Checkpoint.read`). Of the others
+config.json names the format of a whole model, and the tensors' names and dtypes show it for a single layer: a model may
+have plain attention layers beside quantised experts.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from tsmla_jax.nn.checkpoint import Checkpoint, CheckpointError
+from tsmla_jax.nn.hf_config import read_optional_config
+
+# Fields of config.json that hold a quantisation, and what names one that doesn't say quant_method.
+_GROUPS = ("quantization_config", "compression_config", "quantization")
+_METHODS = ("quant_algo", "quant_type", "format", "config_groups", "bits", "load_in_4bit", "load_in_8bit")
+_READ = "'fp8' with scales for blocks, or weights that are not quantised"
+# Endings of the tensors that a format has beside the weights, or in their place.
+_TENSORS = re.compile(
+    r"[._](weight_(packed|shape|scale|scale_2|scales|global_scale|zero_point|g_idx|offset|format)"
+    r"|(input|output|activation)_(scale|global_scale|zero_point|offset)|qweight|qzeros|scales|g_idx|SCB|SCB_.*|codes"
+    r"|codebooks|deq_scale|quant_bias|blocks|absmax|nested_absmax|quant_map|nested_quant_map|quant_state\..*)$"
+)
+
+
+def refuse_config(checkpoint: Checkpoint) -> None:
+    """CheckpointError if config.json, or the hf_quant_config.json of modelopt, names a format that isn't read."""
+    config, where = read_optional_config(checkpoint.directory / "config.json")
+    text = config.get("text_config")
+    for fields in (config, text if isinstance(text, Mapping) else {}):
+        for group in _GROUPS:
+            _refuse_group(fields.get(group), f"{where}: {group}")
+    beside, where = read_optional_config(checkpoint.directory / "hf_quant_config.json")
+    _refuse_group(beside.get("quantization"), f"{where}: quantization")
+
+
+def _refuse_group(group: Any, where: str) -> None:
+    if not group:
+        return
+    if not isinstance(group, Mapping):
+        raise CheckpointError(f"{where}: got {group!r:.60}; legal: an object or null")
+    details = [f"{name} {group[name]!r:.60}" for name in _METHODS if group.get(name)]
+    method = group.get("quant_method")
+    if method not in (None, "fp8") or (method is None and details):
+        what = f"quant_method: got {method!r:.60}" + (f" with {details[0]}" if details else "")
+        raise CheckpointError(f"{where}: {what}; legal: {_READ}")
+    if group.get("activation_scheme") not in (None, "dynamic"):
+        raise CheckpointError(f"{where}: activation_scheme: got {group['activation_scheme']!r:.60}; legal: 'dynamic'")
+
+
+def refuse_tensors(checkpoint: Checkpoint, names: Iterable[str]) -> None:
+    """CheckpointError that names the first tensor of a format that isn't read.
+
+    Args:
+        checkpoint: whose headers are read, and no values.
+        names: of its tensors, those that a model or a layer is made of.
+    """
+    others = []
+    for name in sorted(names):
+        info = checkpoint.info(name)
+        is_integer = not jnp.issubdtype(info.dtype, jnp.floating) and not checkpoint.is_fp4(name)
+        if is_integer and (checkpoint.scale_name(name) or f"{name}_scale" in checkpoint):
+            raise checkpoint.unlike(name, "a weight")
+        if _TENSORS.search(name):
+            others.append(name)
+    if others:
+        raise CheckpointError(
+            f"{checkpoint.info(others[0]).file}: tensor {others[0]!r} is of quantised weights in a format that isn't"
+            f" read; legal: {_READ}"
+        )
