@@ -72,8 +72,8 @@ _V4_KNOWN = (
 
 # A part of a name that says the field is about attention, or about a factor.
 _ATTENTION_PARTS = re.compile(
-    r"(^|_)(attention|attn|candidate|compress|engram|gate|gated|index|indexer|kda|kv|linear|mla|multiplier|nope|qk|qkv"
-    r"|rope|rotary|scale|scaling|sink|sinks|softcap|softcapping|softmax|swa)(_|$)"
+    r"(^|_)(attention|attn|candidate|engram|gate|gated|index|indexer|kda|kv|linear|mla|multiplier|nope|qk|qkv|rope"
+    r"|rotary|scale|scaling|sink|sinks|softcap|softcapping|softmax|swa)(_|$)|^compress_"
 )
 # A part of a name that says the field is about training, drafts, other input than text, or the way to compute.
 _OTHER_PARTS = re.compile(
