@@ -195,12 +195,15 @@ class Checkpoint:
     def unlike(self, name: str, wanted: str) -> CheckpointError:
         """The error for a tensor that is read as `wanted`, floats or integers, and holds the other. Its numbers alone
         mean nothing: it is quantised in a way that isn't known here."""
-        info = self.info(name)
-        scale_name = self.scale_name(name)
-        scales = f", with scales {scale_name!r} of shape {self.info(scale_name).shape}," if scale_name else ""
+        info, scale_name = self.info(name), self.scale_name(name)
+        scales, legal = "", ""
+        if scale_name is not None:
+            scales = f", with scales {scale_name!r} of shape {self.info(scale_name).shape},"
+            if (shape := self._fp4_scales(name)) is not None:
+                legal = f", and of fp4 {scale_name!r} must have shape {shape}"
         return CheckpointError(
             f"{info.file}: tensor {name!r} is {info.dtype.name}{scales} and can't be read as {wanted}; of quantised"
-            " weights fp8 and fp4 with block scales are read"
+            f" weights fp8 and fp4 with block scales are read{legal}"
         )
 
     def check_finite(self, name: str, value: np.ndarray[Any, Any]) -> None:
@@ -237,12 +240,15 @@ class Checkpoint:
         Args:
             name: the tensor's name in the checkpoint.
         """
-        info, scale_name = self.info(name), self.scale_name(name)
-        if info.dtype not in _BYTES or len(info.shape) != 2 or scale_name is None:
-            return False
-        scales, blocks = self.info(scale_name), (info.shape[0], -(-2 * info.shape[1] // FP4_BLOCK[1]))
-        # Scales of one byte are misshapen then; wider ones are of another format, whose weights are integers.
-        return scales.shape == blocks or scales.dtype.itemsize == 1
+        scale_name = self.scale_name(name)
+        return scale_name is not None and self.info(scale_name).shape == self._fp4_scales(name)
+
+    def _fp4_scales(self, name: str) -> tuple[int, int] | None:
+        """The shape that a tensor's scales have if it is fp4; None if it can't be."""
+        info = self.info(name)
+        if info.dtype not in _BYTES or len(info.shape) != 2:
+            return None
+        return info.shape[0], -(-2 * info.shape[1] // FP4_BLOCK[1])
 
     def is_block_scaled(self, name: str) -> bool:
         """Whether a tensor is e4m3 with a scale for every 128 x 128 values, so that `read_block_scaled` takes it.
