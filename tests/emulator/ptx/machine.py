@@ -50,7 +50,8 @@ class Memory(NamedTuple):
 class Order(NamedTuple):
     """Attributes:
     seed: of the random order in which warps run and copies arrive.
-    resident: the number of clusters that run at a time, at first.
+    resident: the number of clusters that run at a time: a further one starts when one has ended, as on a GPU that has
+      no room for more of them.
     """
 
     seed: int = 0

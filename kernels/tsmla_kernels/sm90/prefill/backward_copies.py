@@ -10,6 +10,7 @@ from cutlass.cute.nvgpu import cpasync
 from tsmla_kernels.sm90.prefill.backward_config import KEY_ROWS, Q_ROWS, STAGES
 from tsmla_kernels.sm90.prefill.backward_memory import (
     NO_HEAD,
+    TILE_SLOTS,
     Block,
     Copies,
     Operands,
@@ -63,26 +64,27 @@ class Producer:
     @cute.jit
     def copy_tiles(self, copies: Copies, sums: Sums, shared: Shared, schedule: Schedule, heads: Int32):
         """Tiles of keys one after another: K and V once the tile before has left them, then every step's Q and dO."""
-        slot = Int32(0)
-        position = self.planner.claim(cute.arch.block_idx()[0], Int32(0), shared.tiles, slot, schedule, heads)
+        position, slot, running = Int32(0), Int32(TILE_SLOTS - 1), Int32(1)
         keys_phase = Int32(1)
         index, phase = Int32(0), Int32(1)
-        head = shared.tiles[Tile.HEAD, slot]
-        while head != NO_HEAD:
-            first_key = shared.tiles[Tile.FIRST_KEY, slot]
-            row, terms = shared.tiles[Tile.FIRST_ROW, slot], shared.tiles[Tile.FIRST_TERMS, slot]
-            steps = shared.tiles[Tile.STEPS, slot]
-            keys = Stage(Int32(0), keys_phase)
-            self.copy_keys(copies, shared, keys, first_key, head)
-            self.copy_block(copies.v, shared.v, self.traits.v, keys, first_key, head)
-            for step in cutlass.range(steps, unroll=1):
-                stage = Stage(index, phase)
-                tile = self.traits.query_tile(step, steps)
-                self.copy_queries(copies, sums, shared, stage, row + tile * Q_ROWS, terms + tile, head)
-                index, phase = advance(index, phase, STAGES)
+        while running == 1:
             position, slot = self.planner.claim_next(position, shared.tiles, slot, schedule, heads)
             head = shared.tiles[Tile.HEAD, slot]
-            keys_phase ^= 1
+            if head == NO_HEAD:
+                running = Int32(0)
+            else:
+                first_key = shared.tiles[Tile.FIRST_KEY, slot]
+                row, terms = shared.tiles[Tile.FIRST_ROW, slot], shared.tiles[Tile.FIRST_TERMS, slot]
+                steps = shared.tiles[Tile.STEPS, slot]
+                keys = Stage(Int32(0), keys_phase)
+                self.copy_keys(copies, shared, keys, first_key, head)
+                self.copy_block(copies.v, shared.v, self.traits.v, keys, first_key, head)
+                for step in cutlass.range(steps, unroll=1):
+                    stage = Stage(index, phase)
+                    tile = self.traits.query_tile(step, steps)
+                    self.copy_queries(copies, sums, shared, stage, row + tile * Q_ROWS, terms + tile, head)
+                    index, phase = advance(index, phase, STAGES)
+                keys_phase ^= 1
         cute.arch.mbarrier_wait(shared.k.empty, keys_phase)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(shared.k.full)

@@ -29,7 +29,8 @@ class BackwardPlanner(PlanWriter):
         tiled_by_keys = Requests(
             requests.cu_seqlens_kv, requests.cu_seqlens_q, requests.total_kv, requests.total_q, requests.batch
         )
-        self.write_plan(tiled_by_keys, schedule, heads)
+        # Every tile is claimed, each CTA's first one too: see `Reducer.add`.
+        self.write_plan(tiled_by_keys, schedule, heads, Int32(0))
 
     @cute.jit
     def write_row(

@@ -124,8 +124,9 @@ class Reducer:
     ) -> None:
         """Add `size` bytes of the buffer to what lies at `target`.
 
-        Deterministic: after `order` others have been added. Those were claimed before, and every CTA is resident, so
-        that their turns come.
+        Deterministic: after `order` others have been added. Their turns come, however few CTAs run at a time: they
+        belong to tiles of lower numbers, and CTAs claim tiles in the order of their numbers. So CTAs that have started
+        have all of them, and of all tiles under way the one with the lowest number waits for none.
         """
         source = shared.sums.memory.toint() + group * self.traits.staging_bytes
         cute.arch.mbarrier_wait(shared.sums.full + group, count & 1)

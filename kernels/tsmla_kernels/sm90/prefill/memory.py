@@ -77,7 +77,7 @@ class PlanWord(IntEnum):
 class Progress(IntEnum):
     """Words of `progress`. It is longer: one word per CTA, because the launch takes the grid's size from it."""
 
-    NEXT_TILE = 0  # the next tile to claim
+    NEXT_TILE = 0  # the next tile to claim; forward, each CTA has its first one without a claim
     TILES = 1  # tiles in all
 
 

@@ -45,8 +45,9 @@ class PlanWriter:
     """
 
     @cute.jit
-    def write_plan(self, requests: Requests, schedule: Schedule, heads: Int32) -> None:
-        """Sort the requests by class of key length, and write their rows of the plan and the number of tiles."""
+    def write_plan(self, requests: Requests, schedule: Schedule, heads: Int32, next_tile: Int32) -> None:
+        """Sort the requests by class of key length, and write their rows of the plan, the number of tiles, and
+        `next_tile`, the first tile that is claimed."""
         tidx = cute.arch.thread_idx()[0]
         lane, warp_idx = tidx % 32, tidx // 32
         cute.arch.griddepcontrol_launch_dependents()
@@ -77,10 +78,8 @@ class PlanWriter:
         cute.arch.sync_threads()
         total = self.accumulate_tiles(schedule.plan, warp_tiles, heads)
         if tidx == 0:
-            progress = schedule.progress
-            # Each CTA's first tile is that of the CTA's own number.
-            progress[Progress.NEXT_TILE] = Int32(progress.shape[0])
-            progress[Progress.TILES] = total
+            schedule.progress[Progress.NEXT_TILE] = next_tile
+            schedule.progress[Progress.TILES] = total
 
     @cute.jit
     def request(self, requests: Requests, index: Int32) -> Request:
@@ -175,7 +174,9 @@ class Planner(PlanWriter):
     ):  # fmt: skip
         """Write the plan and the counters, in one CTA."""
         requests = Requests(cu_seqlens_q, cu_seqlens_kv, total_q, total_kv, schedule.plan.shape[0] - 2)
-        self.write_plan(requests, schedule, heads)
+        # Each CTA's first tile is that of the CTA's own number. No CTA waits for another's, so that it doesn't matter
+        # when the CTA starts.
+        self.write_plan(requests, schedule, heads, Int32(schedule.progress.shape[0]))
 
     @cute.jit
     def write_row(
@@ -183,8 +184,10 @@ class Planner(PlanWriter):
     ) -> None:
         """Write a request's row, except for the sum of tiles."""
         traits = self.traits
-        head_bytes = cutlass.max(request.keys, 1) * (traits.element_bytes * (traits.qk_head_dim + traits.v_head_dim))
-        most = cutlass.min(cutlass.min(cutlass.max(L2_BYTES // head_bytes, 1), MAX_SECTION_HEADS), heads)
+        # The bytes of all keys of a head may exceed 32 bits, so that they are divided by one after the other.
+        l2_keys = L2_BYTES // (traits.element_bytes * (traits.qk_head_dim + traits.v_head_dim))
+        together = l2_keys // cutlass.max(request.keys, 1)
+        most = cutlass.min(cutlass.min(cutlass.max(together, 1), MAX_SECTION_HEADS), heads)
         head_tiles = (request.rows + traits.tile_rows - 1) // traits.tile_rows
         plan[position, PlanWord.FIRST_ROW] = request.first_row
         plan[position, PlanWord.ROWS] = request.rows

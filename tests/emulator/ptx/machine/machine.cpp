@@ -72,7 +72,6 @@ class Grid {
       for (auto& cluster : running) round(*cluster);
       std::erase_if(running, [](const auto& cluster) { return !cluster->live_warps && cluster->copies.empty(); });
       idle = machine_.events == before ? idle + 1 : 0;
-      if (idle > 64 && next < clusters && resident < 1 << 20) ++resident, idle = 0;  // they may wait for blocks behind them
       if (idle > 64) fault("nothing moves any more: " + where(running));
     }
     machine_.regions.pop_back();
