@@ -25,6 +25,9 @@ ITEMSIZE = {
 }  # fmt: skip
 """Bytes of an element, by the dtype's name."""
 
+GREATEST_SIZE = 2**31 - 1
+"""Of an axis that a kernel reads."""
+
 V32_MODEL = "deepseek-v3.2"
 """The preset of the kernels that a layer of DeepSeek-V3.2 launches over packed caches."""
 
@@ -69,6 +72,11 @@ class Operand:
             legal = ", ".join("any" if size is None else str(size) for size in self.shape)
             got = ", ".join(map(str, shape))
             raise ValueError(f"{self.name}: got {dtype}[{got}]; the kernel takes {self.dtype}[{legal}]")
+
+    def check_sizes(self, shape: tuple[Any, ...]) -> None:
+        """ValueError if an axis is longer than a kernel can know: it has sizes as int32. Symbolic ones pass."""
+        if any(isinstance(size, int) and size > GREATEST_SIZE for size in shape):
+            raise ValueError(f"{self.name}: got [{', '.join(map(str, shape))}]; legal: axes of up to {GREATEST_SIZE}")
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,7 @@ class Launcher:
         """
         for operand, shape in zip(self.operands, shapes, strict=True):
             operand.check(shape, operand.dtype)
+            operand.check_sizes(shape)
         return launch_of(self.name, self.operands, shapes, self._run, self._check)
 
     def __call__(self, stream: int, arrays: Sequence[ArrayView]) -> None:

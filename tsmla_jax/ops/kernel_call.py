@@ -36,13 +36,15 @@ def kernel_call(
       inputs: the kernel's input operands, in order. result_shapes: the shapes of its outputs, in order.
       arch: the architecture to compile for, one of the kernel's.
 
-    Raises ValueError if an array's shape or dtype is not that of the kernel's operand.
+    Raises ValueError if an array's shape or dtype is not that of the kernel's operand, or an axis is too long for it.
     """
     expected, results = _split(kernel, config)
     for operand, array in zip(expected, inputs, strict=True):
         operand.check(array.shape, jnp.dtype(array.dtype).name)
+        operand.check_sizes(array.shape)
     for operand, shape in zip(results, result_shapes, strict=True):
         operand.check(shape, operand.dtype)
+        operand.check_sizes(shape)
     # Under shard_map some operands vary over more mesh axes than others; a custom call needs all to vary over the same.
     outputs: list[jax.Array] = kernel_call_p.bind(
         *(carry(array, *inputs) for array in inputs),

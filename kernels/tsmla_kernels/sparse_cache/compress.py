@@ -368,8 +368,8 @@ class CompressWriteKvCache:
         base = cache.iterator.toint()
         if const_expr(config.cache == "v4"):
             address = base + Int64(page) * Int64(cache.shape[1])
-            row = address + Int64(offset * V4_PACKED.data_row_bytes)
-            scales = address + Int64(config.page_size * V4_PACKED.data_row_bytes + offset * V4_PACKED.scale_row_bytes)
+            row = address + Int64(offset) * V4_PACKED.data_row_bytes
+            scales = address + config.page_size * V4_PACKED.data_row_bytes + Int64(offset) * V4_PACKED.scale_row_bytes
             group = place.channel // V4_PACKED.group
             if place.channel < V4_PACKED.nope_dim:
                 store(Float8E4M3FN, row + Int64(place.channel), widened(values, power_of_two(-exponent)))
@@ -380,11 +380,11 @@ class CompressWriteKvCache:
             if place.channel % V4_PACKED.group == 0:
                 values_at(Uint8, scales + Int64(group), 1)[0] = Uint8(exponent + BIAS)
         elif const_expr(config.cache == "indexer"):
-            address = base + Int64(page) * Int64(cache.shape[1] * INDEXER.row_bytes)
-            row = address + Int64(offset * INDEXER.head_dim + place.channel)
+            address = base + Int64(page) * Int64(cache.shape[1]) * INDEXER.row_bytes
+            row = address + Int64(offset) * INDEXER.head_dim + Int64(place.channel)
             store(Float8E4M3FN, row, widened(values, power_of_two(-exponent)))
             if place.lane == 0:
-                scale = address + Int64(cache.shape[1] * INDEXER.head_dim + offset * INDEXER.scale_bytes)
+                scale = address + Int64(cache.shape[1]) * INDEXER.head_dim + Int64(offset) * INDEXER.scale_bytes
                 values_at(Float32, scale, 1)[0] = power_of_two(exponent)
         else:
             dtype = DTYPES[config.cache]
@@ -406,9 +406,12 @@ class CompressWriteKvCache:
         rows = request.length - first
         base = Int64(request.state) * Int64(ring)
         threads = config.threads * config.cluster
-        for i in cutlass.range(thread, rows * vectors, threads, unroll=2):
-            row = i // vectors
-            column = (i - row * vectors) * LANE_CHANNELS
+        # Vectors of a long ring are more than 32 bits count.
+        rounds = Int32((Int64(rows) * vectors - thread + (threads - 1)) // threads)
+        for n in cutlass.range(rounds, unroll=2):
+            i = Int64(n) * threads + thread
+            row = Int32(i // vectors)
+            column = Int32(i - Int64(row) * vectors) * LANE_CHANNELS
             position = first + row
             token = request.token + position - request.start
             values = load(Float32, row_address(arrays.kv_score, token, column * 4), LANE_CHANNELS)

@@ -197,10 +197,10 @@ class WriteIndexerCache(IndexerRows):
             page_size = cache.shape[1]
             page = slot // page_size
             offset = slot - page * page_size
-            address = cache.iterator.toint() + Int64(page) * Int64(page_size * INDEXER.row_bytes)
-            self.store_values(address + Int64(offset * INDEXER.head_dim), columns, values)
+            address = cache.iterator.toint() + Int64(page) * Int64(page_size) * INDEXER.row_bytes
+            self.store_values(address + Int64(offset) * INDEXER.head_dim, columns, values)
             if lane == 0:
-                scale = address + Int64(page_size * INDEXER.head_dim + offset * INDEXER.scale_bytes)
+                scale = address + Int64(page_size) * INDEXER.head_dim + Int64(offset) * INDEXER.scale_bytes
                 values_at(Float32, scale, 1)[0] = power_of_two(exponent)
 
 

@@ -47,15 +47,25 @@ class Memory(NamedTuple):
     writable: bool
 
 
+class Part(NamedTuple):
+    """Some clusters of the kernels whose names contain `kernel`, and nothing of other kernels: for grids that are too
+    large to run."""
+
+    kernel: str
+    clusters: Sequence[int]
+
+
 class Order(NamedTuple):
     """Attributes:
     seed: of the random order in which warps run and copies arrive.
     resident: the number of clusters that run at a time: a further one starts when one has ended, as on a GPU that has
       no room for more of them.
+    part: what runs; None is everything.
     """
 
     seed: int = 0
     resident: int = 4
+    part: Part | None = None
 
 
 IN_ORDER = Order()
@@ -153,6 +163,9 @@ class Machine:
     def __init__(self, programs: Sequence[_Encoded], memory: Sequence[Memory], order: Order) -> None:
         self.library = library(Path(tempfile.gettempdir()))
         self.library.machine_reset(order.seed, BUDGET, order.resident)
+        if order.part is not None:
+            clusters = _array(ctypes.c_uint64, order.part.clusters)
+            self.library.machine_part(order.part.kernel.encode(), clusters, len(order.part.clusters))
         for program in programs:
             self.check(self.library.machine_program(ctypes.byref(program)))
         for part in memory:

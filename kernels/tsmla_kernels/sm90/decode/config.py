@@ -10,7 +10,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from tsmla_kernels.kernel import ITEMSIZE
-from tsmla_kernels.sm90.constants import FP8, SMEM_BYTES
+from tsmla_kernels.sm90.constants import FP8, MOST_KEYS, SMEM_BYTES
 
 if TYPE_CHECKING:
     from tsmla_kernels.contract import DecodeSpec
@@ -21,6 +21,7 @@ OVERHEAD = 5  # what starting a piece costs, in key blocks: Q, the first keys' l
 SHARERS = 32  # softmax lanes that have keys of one query row if the four softmax warps have different keys
 FEW_ROWS = 32  # up to this many query rows, partial results are fp32
 MAX_STAGES = 6  # with more of them, warps would be further apart than LOOKAHEAD and PIECES_KEPT (memory.py) allow
+MOST_BLOCKS = 1 << 30  # of a launch's line, on which the schedule counts in int32, at times up to twice its length
 INVARIANT_MAX_PIECES = 32  # most pieces of a request when batch_invariant
 INVARIANT_MIN_KEYS = 512  # fewest keys of a piece when batch_invariant
 INVARIANT_WORKSPACE = 1 << 28  # most bytes of partial results of one launch when batch_invariant
@@ -195,7 +196,34 @@ def decode_reasons(spec: DecodeSpec) -> list[str]:
         reasons.append(f"latent_dim is {spec.latent_dim}; the sm_90 decode kernel takes 256 or 512")
     if spec.rope_dim not in (0, 64):
         reasons.append(f"the rope width is {spec.rope_dim}; the sm_90 decode kernel takes 0 or 64")
-    return reasons
+    return reasons or _size_reasons(spec)
+
+
+def _size_reasons(spec: DecodeSpec) -> list[str]:
+    """Why the schedule can't count the call's keys, or those of all its row tiles. Symbolic sizes pass."""
+    sizes = (spec.batch, spec.total_q_len, spec.max_q_len, spec.num_heads, spec.max_pages)
+    if not all(isinstance(size, int) for size in sizes):
+        return []
+    keys = spec.max_pages * spec.page_size
+    if keys > MOST_KEYS:
+        return [f"block_tables hold {keys} keys a request (M * Z); the sm_90 decode kernel takes at most {MOST_KEYS}"]
+    length = line_length(decode_config(spec), spec.batch, spec.max_pages, spec.total_q_len * spec.num_heads)
+    if length > MOST_BLOCKS:
+        return [
+            f"{spec.batch} requests of {keys} keys (M * Z) are up to {length} blocks; the sm_90 decode kernel shares"
+            f" out at most {MOST_BLOCKS}"
+        ]
+    return []
+
+
+def line_length(config: DecodeConfig, batch: int, max_pages: int, q_rows: int) -> int:
+    """Key blocks of all row tiles of a call's largest launch, with what starting their pieces costs, if every request
+    has as many keys as its table; `q_rows` are the call's tokens times heads."""
+    blocks, pieces = _blocks(config, max_pages), 1
+    if config.batch_invariant:
+        pieces = -(-blocks // invariant_piece_blocks(config, max_pages))
+    largest = max((stop - first for first, stop in launches(config, batch, max_pages)), default=0)
+    return min(largest * config.max_tiles, largest + q_rows // config.tile_rows) * (blocks + OVERHEAD * pieces)
 
 
 def reads_heads_first(num_heads: int) -> bool:

@@ -8,6 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
+from tsmla_kernels.sm90.constants import MOST_KEYS
 from tsmla_kernels.sm90.decode.config import OVERHEAD, DecodeConfig
 from tsmla_kernels.sm90.decode.memory import Schedule, ScheduleKind, ScheduleState
 from tsmla_kernels.sm90.warp import divide, quotient, remainder
@@ -16,7 +17,7 @@ LONG_RUN_KEYS = 1 << 16  # a cluster with more keys than this runs so long that 
 MIN_SORTED_SHARE = 32  # requests are sorted only if a cluster has this many key blocks
 MAX_SORTED = 128  # most requests that are sorted by length: their numbers are bytes
 MAX_SORTED_BLOCKS = 1 << 24  # a sorted request's key blocks and number share one word
-MOST_KEYS = (1 << 31) - 1
+ALL_KEYS = (1 << 31) - 1  # a length no less than any request's
 MAX_REQUESTS = 16  # most sorted requests that a cluster takes
 # A ScheduleState; a cluster's sorted requests, a byte each, start in its last word.
 STATE_WORDS = ScheduleState.TRACKS + MAX_REQUESTS // 4
@@ -115,7 +116,7 @@ class BatchShare:
         begin, end = Int32(0), Int32(0)
         if const_expr(self.ragged):
             begin, end = cu_seqlens_q[r], cu_seqlens_q[r + 1]
-        length = Int32(MOST_KEYS) if const_expr(self.equal_lengths) else seq_lens[r]
+        length = Int32(ALL_KEYS) if const_expr(self.equal_lengths) else seq_lens[r]
         return length, begin, end
 
     @cute.jit
@@ -123,8 +124,9 @@ class BatchShare:
         """Size of request r. `numbers` is what `self.numbers(r)` returned."""
         length, begin, end = numbers
         width, all_rows = schedule.block_tables.shape[1], schedule.all_rows
-        # A wrong length must not lead outside the table, the row tiles or `out`.
-        keys = cutlass.min(cutlass.max(length, 0), width * self.page_size)
+        # A wrong length must not lead outside the table, the row tiles or `out`. A table may be the first columns of a
+        # wider one, whose keys may be more than 32 bits count.
+        keys = cutlass.min(cutlass.max(length, 0), cutlass.min(width, MOST_KEYS // self.page_size) * self.page_size)
         blocks = cutlass.max(quotient(keys + self.block - 1, self.block), 1)
         first = r * (self.max_q_len * self.heads)
         rows = Int32(self.max_q_len * self.heads)

@@ -19,7 +19,7 @@ from tsmla_kernels.sm90.decode.memory import (
     ScheduleState,
     SplitEntry,
 )
-from tsmla_kernels.sm90.decode.share import MOST_KEYS, BatchShare, Request, Share, Track
+from tsmla_kernels.sm90.decode.share import ALL_KEYS, BatchShare, Request, Share, Track
 from tsmla_kernels.sm90.warp import divide, quotient, remainder
 
 
@@ -260,7 +260,7 @@ class PieceWalk:
         """Write the fewest keys that a token of the row tile's `rows` sees. The whole warp."""
         lane = cute.arch.lane_idx()
         first, last = rows.row // self.heads, (rows.row + rows.rows - 1) // self.heads
-        fewest = Int32(MOST_KEYS)
+        fewest = Int32(ALL_KEYS)
         for token in cutlass.range(first + lane, cutlass.min(last + 1, visible_lens.shape[0]), 32, unroll=1):
             fewest = cutlass.min(fewest, visible_lens[token])
         fewest = cute.arch.warp_redux_sync(fewest, "min")

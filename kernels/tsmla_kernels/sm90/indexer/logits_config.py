@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from tsmla_kernels.sm90.constants import FP8, SMEM_BYTES
+from tsmla_kernels.sm90.constants import FP8, MOST_KEYS, SMEM_BYTES
 
 if TYPE_CHECKING:
     from tsmla_kernels.contract.sparse import IndexerLogitsSpec
@@ -102,6 +102,10 @@ def logits_reasons(spec: IndexerLogitsSpec) -> list[str]:
         reasons.append(f"num_heads (Hi) is {spec.num_heads}; {kernel} takes a multiple of 8 up to {MAX_HEADS}")
     if cache.page_size not in (16, 32, 64, 128):
         reasons.append(f"page_size (Z) is {cache.page_size}; {kernel} takes 16, 32, 64 or {MAX_PAGE_SIZE}")
+    if not reasons and isinstance(spec.max_pages, int):
+        keys = spec.max_pages * cache.page_size
+        if keys > MOST_KEYS:
+            reasons.append(f"block_tables hold {keys} keys a request (M * Z); {kernel} takes at most {MOST_KEYS}")
     return reasons
 
 

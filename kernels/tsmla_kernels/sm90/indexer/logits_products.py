@@ -194,7 +194,7 @@ class Math:
         warpgroup.wait_group(0)
         self.release(shared.keys.empty + index)
         sums = self.sum_of_quad(self.head_sums(acc, held.weights), place.lane)
-        target = held.target + Int64(b * (BLOCK * 4))
+        target = held.target + Int64(b) * (BLOCK * 4)
         for i in cutlass.range_constexpr(self.written):
             if i < held.tokens and b * BLOCK < held.limit + i:
                 pointer = cute.make_ptr(

@@ -59,7 +59,11 @@ class Line:
         return quotient(request.keys - tile * self.tile_tokens + (BLOCK - 1), BLOCK)
 
     def rising(self, count: Int32) -> Int32:
-        """The blocks of `count` tiles. The first sees `tile_tokens` keys, and each further one `tile_tokens` more."""
+        """The blocks of `count` tiles, modulo 2^32. The first sees `tile_tokens` keys, each further one as many more.
+
+        A request of a few tokens and millions of keys passes 2^32 here, but not in the difference that `blocks_before`
+        takes. Halving the product loses its upper bits, which `per`, a multiple of 4, would shift out.
+        """
         per = self.tiles_of_block
         whole = quotient(count, per)
         return per * quotient(whole * (whole + 1), 2) + (count - whole * per) * (whole + 1)

@@ -30,6 +30,19 @@ def global_tensor(tensor: cute.Tensor, offset: Int64, count: int) -> cute.Tensor
     return cute.make_tensor(pointer, cute.make_layout(count))
 
 
+def count_of(tensor: cute.Tensor) -> Int64:
+    """The elements of a dense tensor. `cute.size` would multiply the sizes in 32 bits, which sums of dq exceed."""
+    count = Int64(1)
+    for size in tensor.shape:
+        count = count * size
+    return count
+
+
+def rounds(count: Int64, first: Int64, step: Int64) -> Int32:
+    """How many of `count` elements a thread has that takes number `first`, below `step`, and each `step`-th after."""
+    return Int32((count - first + (step - 1)) // step)
+
+
 class RowKernels:
     """Device code for query rows."""
 
@@ -70,8 +83,8 @@ class RowKernels:
                         if row_lse != -Float32.inf:
                             lse = -row_lse * LOG2_E
                             delta = saved.dlse[row_begin + row, head] - total
-                    sums.row_terms[head, tile, Term.LSE, row] = lse
-                    sums.row_terms[head, tile, Term.DELTA, row] = delta
+                    sums.row_terms[head, Int64(tile), Term.LSE, row] = lse
+                    sums.row_terms[head, Int64(tile), Term.DELTA, row] = delta
 
     @cute.jit
     def owner(self, requests: Requests, tile: Int32, batch: Int32):
@@ -110,18 +123,18 @@ class RowKernels:
         """One CTA of `ctas`: its share of dq's sums, and of the counters."""
         tidx = cute.arch.thread_idx()[0]
         traits = self.traits
+        first, step = Int64(cta) * ROW_THREADS + tidx, Int64(ctas) * ROW_THREADS
         zeros = cute.make_rmem_tensor((4,), Float32)
         zeros.fill(0.0)
         targets = (sums.dq_sum, sums.rope_sum) if traits.rope_columns else (sums.dq_sum,)
         for target in targets:
-            for i in cutlass.range(cta * ROW_THREADS + tidx, cute.size(target) // 4, ctas * ROW_THREADS, unroll=4):
-                cute.autovec_copy(zeros, global_tensor(target, Int64(i) * 4, 4))
+            for i in cutlass.range(rounds(count_of(target) // 4, first, step), unroll=4):
+                cute.autovec_copy(zeros, global_tensor(target, (first + i * step) * 4, 4))
         if const_expr(traits.deterministic):
             counters = (sums.turns, sums.rope_turns) if traits.rope_columns else (sums.turns,)
             for target in counters:
-                dense = cute.make_tensor(target.iterator, cute.make_layout(cute.size(target)))
-                for i in cutlass.range(cta * ROW_THREADS + tidx, cute.size(target), ctas * ROW_THREADS, unroll=1):
-                    dense[i] = Int32(0)
+                for i in cutlass.range(rounds(count_of(target), first, step), unroll=1):
+                    cute.make_tensor(target.iterator + (first + i * step), cute.make_layout(1))[0] = Int32(0)
 
     # ---- after it
 

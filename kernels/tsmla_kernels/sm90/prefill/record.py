@@ -30,7 +30,10 @@ def mla_prefill_operands(config: sm90_prefill.PrefillConfig) -> tuple[Operand, .
         Operand("scales", "float32", (2,), align=4),
         Operand("out", attention_out_dtype(config.dtype), (None, None, v_dim), output=True),
         Operand("lse", "float32", (None, None), output=True, align=4),
-        *(Operand(name, dtype, (None, *shape[1:]), output=True) for name, (shape, dtype) in workspaces.items()),
+        *(
+            Operand(name, dtype, (None, *shape[1:]), output=True, wide=True)
+            for name, (shape, dtype) in workspaces.items()
+        ),
     )
 
 
@@ -85,7 +88,10 @@ def mla_prefill_backward_operands(config: sm90_backward.BackwardConfig) -> tuple
         Operand("dlse", "float32", (None, None), align=4),
         Operand("dq", config.dtype, (None, None, k_dim), output=True),
         *(Operand(f"d{name}", config.dtype, shape, output=True) for name, shape in keys),
-        *(Operand(name, dtype, (*first, *size[len(first) :]), True) for name, (first, size, dtype) in leading.items()),
+        *(
+            Operand(name, dtype, (*first, *size[len(first) :]), output=True, wide=True)
+            for name, (first, size, dtype) in leading.items()
+        ),
     )
 
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from tsmla_kernels.contract.layouts import V4_PACKED, V32_PACKED
-from tsmla_kernels.sm90.constants import FP8, SMEM_BYTES
+from tsmla_kernels.sm90.constants import FP8, MOST_KEYS, SMEM_BYTES
 from tsmla_kernels.sm90.decode import config as decode
 from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
 
@@ -230,7 +230,23 @@ def sparse_reasons(spec: SparseMLASpec) -> list[str]:
                 f"compressed_kv_cache has {spec.compressed.layout} rows of {spec.compressed.dtype} and kv_cache"
                 f" {spec.cache.layout} rows of {spec.cache.dtype}; the sm_90 sparse kernel takes the same rows in both"
             )
-    return reasons
+    return reasons or _size_reasons(spec)
+
+
+def _size_reasons(spec: SparseMLASpec) -> list[str]:
+    """Why the schedule can't count the call's columns, or those of all its row tiles. Symbolic sizes pass."""
+    tokens, selected = spec.num_tokens, spec.num_selected
+    if not (isinstance(tokens, int) and isinstance(selected, int)):
+        return []
+    if selected > MOST_KEYS:
+        return [f"indices have {selected} columns (K); the sm_90 sparse kernel takes at most {MOST_KEYS}"]
+    length = decode.line_length(sparse_config(spec).decode, tokens, selected, tokens * spec.num_heads)
+    if length > decode.MOST_BLOCKS:
+        return [
+            f"{tokens} tokens of {selected} columns (K) are up to {length} blocks; the sm_90 sparse kernel shares out"
+            f" at most {decode.MOST_BLOCKS}"
+        ]
+    return []
 
 
 def _cache_reasons(name: str, cache: CacheSpec) -> list[str]:

@@ -147,8 +147,8 @@ class Gatherer:
                 exists = Int32(offset < pages.size)
         if const_expr(self.scales_apart):
             begin = base + Int64(page) * cache.shape[1]
-            address = begin + offset * self.row_bytes
-            scales = begin + (pages.size * self.row_bytes + offset * V4_PACKED.scale_row_bytes)
+            address = begin + Int64(offset) * self.row_bytes
+            scales = begin + pages.size * self.row_bytes + Int64(offset) * V4_PACKED.scale_row_bytes
         else:
             address = base + Int64(slot) * self.row_bytes
             scales = address

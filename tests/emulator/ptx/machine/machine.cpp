@@ -56,18 +56,24 @@ class Grid {
   Grid(Machine& machine, const Program& program, Parameters parameters)
       : machine_(machine), program_(program), parameters_(std::move(parameters)) {}
 
-  void run(const uint32_t* grid, const uint32_t* size, uint64_t shared_bytes, int resident) {
+  // All clusters of the grid, or only those of `part` if it has any.
+  void run(const uint32_t* grid, const uint32_t* size, uint64_t shared_bytes, int resident, const std::vector<uint64_t>& part) {
     const uint64_t blocks = static_cast<uint64_t>(size[0]) * size[1] * size[2];
     for (int axis = 0; axis < 3; ++axis)
       if (!grid[axis] || grid[axis] % size[axis]) fault("a grid that clusters don't fill");
     machine_.regions.push_back({reinterpret_cast<uint64_t>(parameters_.data()), parameters_.size() * sizeof(Chunk), false, PARAMETERS});
     machine_.last = nullptr;
-    const uint64_t clusters = static_cast<uint64_t>(grid[0]) * grid[1] * grid[2] / blocks;
+    const uint64_t all = static_cast<uint64_t>(grid[0]) * grid[1] * grid[2] / blocks, clusters = part.empty() ? all : part.size();
+    for (const uint64_t number : part)
+      if (number >= all) fault("the grid has " + std::to_string(all) + " clusters");
     std::vector<std::unique_ptr<Cluster>> running;
     uint64_t next = 0;
     int idle = 0;
     while (next < clusters || !running.empty()) {
-      while (next < clusters && running.size() < static_cast<size_t>(resident)) running.push_back(start(next++, grid, size, shared_bytes));
+      while (next < clusters && running.size() < static_cast<size_t>(resident)) {
+        running.push_back(start(part.empty() ? next : part[next], grid, size, shared_bytes));
+        ++next;
+      }
       const uint64_t before = machine_.events;
       for (auto& cluster : running) round(*cluster);
       std::erase_if(running, [](const auto& cluster) { return !cluster->live_warps && cluster->copies.empty(); });
@@ -271,6 +277,8 @@ struct World {
   std::vector<std::unique_ptr<Program>> programs;
   std::string error;
   int resident = 1;
+  std::string part_kernel;  // if it isn't empty: only clusters `part` of the kernels whose names contain it run
+  std::vector<uint64_t> part;
 } world;
 
 // cudaLaunchConfig_t and cudaLaunchAttribute, as far as they matter here.
@@ -311,6 +319,13 @@ void machine_reset(uint64_t seed, uint64_t budget, int resident) {
   world.programs.clear();
   world.error.clear();
   world.resident = resident;
+  world.part_kernel.clear();
+  world.part.clear();
+}
+
+void machine_part(const char* kernel, const uint64_t* clusters, int count) {
+  world.part_kernel = kernel;
+  world.part.assign(clusters, clusters + count);
 }
 
 int machine_program(const Encoded* encoded) {
@@ -374,6 +389,7 @@ int _cuKernelGetAttribute(int* value, int, void*, int) { return *value = 0, 0; }
 
 int _cudaLaunchKernelEx(const LaunchConfig* config, void* kernel, void** arguments) {
   const auto& program = *static_cast<Program*>(kernel);
+  if (program.name.find(world.part_kernel) == std::string::npos) return 0;
   try {
     Parameters parameters(program.parameter_bytes / sizeof(Chunk) + 1);
     auto* memory = reinterpret_cast<uint8_t*>(parameters.data());
@@ -389,7 +405,7 @@ int _cudaLaunchKernelEx(const LaunchConfig* config, void* kernel, void** argumen
     world.machine.overlaps = programmatic && first;
     const uint32_t threads = config->block[0] * config->block[1] * config->block[2];
     if (static_cast<int32_t>(threads) != program.threads) fault("a launch with another number of threads than the kernel has");
-    Grid(world.machine, program, std::move(parameters)).run(config->grid, size, config->shared_bytes, world.resident);
+    Grid(world.machine, program, std::move(parameters)).run(config->grid, size, config->shared_bytes, world.resident, world.part);
   } catch (const Fault& error) {
     world.error = program.name.substr(0, 60) + ": " + error.what();
     return 1;
