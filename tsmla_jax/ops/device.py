@@ -22,7 +22,8 @@ TARGET = "CuteDSLRT_NvJaxCutlassCall_v2"
 
 NUM_SMS = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148, "sm_107a": 148}
 """Multiprocessors to plan for where there is no device to ask: H100 SXM and H200; B200; B300; the last one's number is
-not published, so B300's stands for it. The number decides into how many pieces work is cut, not what comes out."""
+not published, so B300's stands for it. The number decides into how many pieces work is cut, and so a call's time. On a GPU
+with fewer or more of them a program gives the same: no kernel needs all of its blocks to run at a time."""
 
 PROVEN = ("sm_90a",)
 """The architectures on which the kernels of the caches and of merging have run; on others they must be named."""
@@ -46,6 +47,11 @@ def planned_for(arch: str) -> Iterator[None]:
         _planned.reset(token)
 
 
+def gpus() -> list[Any]:
+    """The CUDA devices of this process and of those that it computes with, none if it has none itself."""
+    return [] if gpu() is None else jax.devices("cuda")
+
+
 def gpu() -> Any | None:
     """This process' first CUDA device, None if it has none."""
     if _planned.get() is not None:
@@ -63,6 +69,10 @@ def target_arch() -> str | None:
     device = gpu()
     if device is None:
         return os.environ.get("CUTE_DSL_ARCH") or None
+    return _arch_of(device)
+
+
+def _arch_of(device: Any) -> str:
     return f"sm_{device.compute_capability.replace('.', '')}a"
 
 
@@ -75,9 +85,14 @@ def arch_for(kernel: Kernel) -> str:
 
 
 def num_sms(arch: str) -> int:
-    """Multiprocessors of the GPU, or of the architecture's data-centre part where there is none."""
-    device = gpu()
-    return NUM_SMS[arch] if device is None else device.core_count
+    """Multiprocessors to plan for: the fewest of any GPU of this architecture, or those of the architecture's
+    data-centre part where there is no GPU.
+
+    A program is traced once, and may run on any of the GPUs or, the same in all processes, on all of them: so it is
+    planned for the one on which too many blocks would take a second turn.
+    """
+    counts = [device.core_count for device in gpus() if _arch_of(device) == arch]
+    return min(counts, default=NUM_SMS[arch])
 
 
 def why_not(kernel: Kernel) -> list[str]:

@@ -229,12 +229,17 @@ def test_an_architecture_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class FakeGpu:
-    compute_capability = "9.0"
-    core_count = 78
+    def __init__(self, core_count: int = 78, compute_capability: str = "9.0") -> None:
+        self.core_count, self.compute_capability = core_count, compute_capability
+
+
+def have(monkeypatch: pytest.MonkeyPatch, *gpus: FakeGpu) -> None:
+    monkeypatch.setattr(device, "gpu", lambda: gpus[0])
+    monkeypatch.setattr(device, "gpus", lambda: list(gpus))
 
 
 def test_device_decides_architecture_and_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "gpu", FakeGpu)
+    have(monkeypatch, FakeGpu())
     assert device.target_arch() == ARCH and device.num_sms(ARCH) == 78
     assert device.why_not(DECODE) == []
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_100a")
@@ -242,6 +247,27 @@ def test_device_decides_architecture_and_multiprocessors(monkeypatch: pytest.Mon
     monkeypatch.setenv("CUTE_DSL_ARCH", ARCH)
     monkeypatch.setattr(device, "runtime_library", lambda: None)
     assert "nvidia-cutlass-dsl" in device.why_not(DECODE)[0]
+
+
+@pytest.mark.parametrize("counts", [(132, 114), (114, 132), (132, 78, 114)])
+def test_a_program_is_planned_for_the_gpu_with_the_fewest_multiprocessors(
+    counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may run on any of them. GPUs of another architecture can't run it."""
+    have(monkeypatch, *map(FakeGpu, counts), FakeGpu(40, "8.9"))
+    monkeypatch.setattr(device, "register_custom_calls", lambda: None)
+    assert device.num_sms(ARCH) == min(counts)
+    assert f"tensor<{2 * min(counts)}x4xi32>)" in operands_of_call(lower(attend, *specs()))
+
+
+def test_the_gpus_are_those_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program over several hosts must be the same on each."""
+    everywhere = [FakeGpu(132), FakeGpu(114)]
+    monkeypatch.setattr(jax, "local_devices", lambda backend: everywhere[:1])
+    monkeypatch.setattr(jax, "devices", lambda backend: everywhere)
+    assert device.gpu() is everywhere[0] and device.num_sms(ARCH) == 114
+    with device.planned_for(ARCH):
+        assert device.gpus() == [] and device.num_sms(ARCH) == 132
 
 
 def test_nobody_chooses_a_kernel_for_a_gpu_that_is_not_there() -> None:
