@@ -197,8 +197,9 @@ def run_text(
     arguments: Sequence[int],
     order: Order = IN_ORDER,
     programmatic: Sequence[bool] = (False,),
+    blocks: int = 1,
 ) -> list[str]:
-    """Run the one kernel of a module's text, whose parameters have 64 bits, as one block with 4 KB of shared memory.
+    """Run the one kernel of a module's text, whose parameters have 64 bits, as blocks with 4 KB of shared memory each.
     programmatic: of each launch of it in the call, whether it is a programmatic dependent one. Returns the hazards."""
     (program,) = [encode(function) for function in parse(text).values()]
     machine = Machine([_structure(program)], memory, order)
@@ -210,7 +211,7 @@ def run_text(
     pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
     for count in map(int, programmatic):
         config = _LaunchConfig(
-            (1, 1, 1), (program.function.threads, 1, 1), 4096, None, ctypes.addressof(attributes), count
+            (blocks, 1, 1), (program.function.threads, 1, 1), 4096, None, ctypes.addressof(attributes), count
         )
         machine.check(machine.library._cudaLaunchKernelEx(ctypes.byref(config), kernel, pointers))
     return machine.hazards

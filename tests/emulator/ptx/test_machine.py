@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 from tests.emulator.ptx import machine
-from tests.emulator.ptx.machine import Memory, Order
+from tests.emulator.ptx.machine import Memory, Order, Part
 
 pytestmark = pytest.mark.skipif(machine.COMPILER is None, reason="needs g++, which builds the machine")
 
@@ -45,16 +47,19 @@ def run(
     threads: int = 32,
     seed: int = 0,
     programmatic: tuple[bool, ...] = (False,),
+    blocks: int = 1,
+    **order: Any,
 ) -> tuple[np.ndarray, list[str]]:
     """What `body` leaves in a target of `count` words, and the hazards. %rd4 and %rd5 are the thread's words of source
-    and target, %r4 its word of shared memory; %p1 holds in the first thread."""
+    and target, %r4 its word of shared memory; %p1 holds in the first thread. order: further fields of Order."""
     target = np.zeros(count or source.size, np.int32)
     memory = [
         Memory("source", source.ctypes.data, source.nbytes, writable=False),
         Memory("target", target.ctypes.data, target.nbytes, writable=True),
     ]
     text = HEAD.format(threads=threads, body=body)
-    hazards = machine.run_text(text, memory, [source.ctypes.data, target.ctypes.data], Order(seed), programmatic)
+    arguments = [source.ctypes.data, target.ctypes.data]
+    hazards = machine.run_text(text, memory, arguments, Order(seed, **order), programmatic, blocks)
     return target, hazards
 
 
@@ -453,6 +458,37 @@ def test_arrivals_at_the_cluster_without_a_wait_are_found() -> None:
 def test_a_copy_that_comes_after_its_block_is_found() -> None:
     _, hazards = run(f"{BARRIER} {COPY}", NUMBERS[:128], threads=128)
     assert hazards == ["the shared memory of block 0 of a cluster is used after the block has ended"]
+
+
+ANSWER = """
+mov.u32 %r6, %ctaid.x;
+setp.eq.s32 %p2, %r6, {first};
+mov.b32 %r7, 5;
+@%p2 bra WAIT;
+st.release.gpu.global.b32 [%rd2+4], %r7;
+bra DONE;
+WAIT: ld.acquire.gpu.global.b32 %r5, [%rd2+4];
+setp.ne.s32 %p3, %r5, %r7;
+@%p3 bra WAIT;
+st.global.b32 [%rd2], %r5;
+DONE:
+"""
+"""Block `first` of two waits for the other one."""
+
+
+def test_a_block_waits_for_ever_for_one_that_starts_when_it_ends() -> None:
+    assert list(run(ANSWER.format(first=1), NUMBERS[:2], blocks=2, resident=1)[0]) == [5, 5]
+    assert list(run(ANSWER.format(first=0), NUMBERS[:2], blocks=2, resident=2)[0]) == [5, 5]
+    with pytest.raises(AssertionError, match="nothing moves any more"):
+        run(ANSWER.format(first=0), NUMBERS[:2], blocks=2, resident=1)
+
+
+def test_a_part_of_a_grid_runs_alone() -> None:
+    body = "mov.u32 %r6, %ctaid.x; mul.wide.u32 %rd6, %r6, 4; add.s64 %rd7, %rd2, %rd6; @%p1 st.global.b32 [%rd7], 7;"
+    assert list(run(body, NUMBERS[:6], blocks=6, part=Part("kernel", (4, 1)))[0]) == [0, 7, 0, 0, 7, 0]
+    assert not run(body, NUMBERS[:6], blocks=6, part=Part("another", (1,)))[0].any()
+    with pytest.raises(AssertionError, match="the grid has 6 clusters"):
+        run(body, NUMBERS[:6], blocks=6, part=Part("kernel", (6,)))
 
 
 def test_an_unknown_instruction_is_refused() -> None:

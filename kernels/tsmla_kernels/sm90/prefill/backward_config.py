@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from tsmla_kernels.sm90.prefill.config import PROGRESS_WORDS
+
 if TYPE_CHECKING:
     from tsmla_kernels.contract import PrefillSpec
 
@@ -92,7 +94,7 @@ def backward_workspaces(
         "row_terms": ((num_heads, tiles, 2, Q_ROWS), "float32"),
         "turns": ((num_heads if deterministic else 1, tiles if deterministic else 1, 2), "int32"),
         "plan": ((batch + 2, PLAN_WORDS), "int32"),
-        "progress": ((num_sms,), "int32"),
+        "progress": ((max(num_sms, PROGRESS_WORDS),), "int32"),
     }
     if config.rope_dim:
         partials = ROPE_PARTIALS if deterministic else 1

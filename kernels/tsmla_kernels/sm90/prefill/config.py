@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 GROUP_ROWS = 64  # query rows of one warpgroup: the M of its WGMMA
 PLAN_WORDS = 8  # int32 of one row of the plan
+PROGRESS_WORDS = 2  # of memory.Progress: no grid is smaller
 HEAD_DIMS = ((192, 128), (128, 128), (64, 64))
 FP8_HEAD_DIMS = ((192, 128),)
 
@@ -94,4 +95,4 @@ def prefill_workspaces(batch: Any, num_sms: int = 132) -> dict[str, tuple[tuple[
 
     The plan has a row for each request, and two for the query rows before the first request and after the last.
     `progress` has one word per CTA: the launch takes the grid's size from it."""
-    return {"plan": ((batch + 2, PLAN_WORDS), "int32"), "progress": ((num_sms,), "int32")}
+    return {"plan": ((batch + 2, PLAN_WORDS), "int32"), "progress": ((max(num_sms, PROGRESS_WORDS),), "int32")}
