@@ -299,7 +299,7 @@ def test_an_axis_of_2_to_the_31_is_refused() -> None:
 
 
 def test_rows_of_the_plan_are_found_in_64_bits() -> None:
-    """A call may have 2^28 requests, most of them empty, and so as many rows of eight words."""
+    """A call may have 2^28 requests, most of them empty, and so as many rows of eight words. The gradient's sums of dq
+    would be 1.6 terabytes."""
     operands = MLA_PREFILL.operands(PrefillConfig("bfloat16"))
-    operands += MLA_PREFILL_BACKWARD.operands(BackwardConfig("bfloat16"))
-    assert [operand.wide for operand in operands if operand.name == "plan"] == [True, True]
+    assert [operand.wide for operand in operands if operand.name == "plan"] == [True]

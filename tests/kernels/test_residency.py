@@ -8,7 +8,7 @@ import torch
 
 from tests.emulator.ptx import launcher, machine
 from tests.emulator.ptx.machine import Order
-from tests.gpu.small_grid import CALLS, Call, apart
+from tests.gpu.small_grid import CALLS, Call, apart, int32
 from tests.kernels.test_on_machine import MASKED_KEYS, forget
 from tsmla_bridge.runtime import devices
 
@@ -60,6 +60,20 @@ def test_a_deterministic_gradient_waits_only_for_blocks_that_run(op: str, monkey
     assert max(apart(a, b) for a, b in zip(found[0], want, strict=True)) < 0.01
     for others in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(others, found[0], strict=True))
+    forget()
+
+
+def test_a_deterministic_gradient_of_wrong_offsets_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third request begins within the first one: both add to the same rows, whose turns they count together."""
+    call = call_of("mla_prefill_gradient", DETERMINISTIC)
+    sizes = {"q": (320, 192), "k": (256, 192), "v": (256, 128), "dout": (320, 128)}
+    tensors = {name: torch.ones(rows, 1, width, dtype=torch.bfloat16) for name, (rows, width) in sizes.items()}
+    offsets = {"cu_seqlens_q": int32([0, 320, 64, 320]), "cu_seqlens_kv": int32([0, 256, 0, 256])}
+    tensors |= {"dlse": torch.zeros(320, 1), **offsets}
+    launcher.install(monkeypatch)
+    monkeypatch.setattr(devices, "num_sms", lambda index: 4)
+    found = call._replace(tensors=tensors, options=call.options | {"max_q_len": 320, "max_kv_len": 256})
+    assert [len(x) for x in found.on(torch.device("cpu"))] == [320, 256, 256]
     forget()
 
 

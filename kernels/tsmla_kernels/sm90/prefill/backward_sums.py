@@ -126,7 +126,8 @@ class Reducer:
 
         Deterministic: after `order` others have been added. Their turns come, however few CTAs run at a time: they
         belong to tiles of lower numbers, and CTAs claim tiles in the order of their numbers. So CTAs that have started
-        have all of them, and of all tiles under way the one with the lowest number waits for none.
+        have all of them, and of all tiles under way the one with the lowest number waits for none. Turns are counted,
+        and more than `order` are enough: where wrong offsets let requests overlap, both count with the same words.
         """
         source = shared.sums.memory.toint() + group * self.traits.staging_bytes
         cute.arch.mbarrier_wait(shared.sums.full + group, count & 1)
@@ -134,7 +135,7 @@ class Reducer:
             if const_expr(self.traits.deterministic):
                 cute.arch.inline_ptx(
                     "{ .reg .pred p; .reg .b32 n; AGAIN: ld.acquire.gpu.global.b32 n, [{$r0}];"
-                    " setp.ne.s32 p, n, {$r1}; @p bra AGAIN; fence.proxy.async.global; }",
+                    " setp.lt.s32 p, n, {$r1}; @p bra AGAIN; fence.proxy.async.global; }",
                     read_only_args=[turn, order],
                 )
             cute.arch.inline_ptx(
@@ -148,6 +149,5 @@ class Reducer:
             if size > 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=False)
                 cute.arch.inline_ptx(
-                    "fence.proxy.async.global; st.release.gpu.global.b32 [{$r0}], {$r1};",
-                    read_only_args=[turn, order + 1],
+                    "fence.proxy.async.global; red.release.gpu.global.add.u32 [{$r0}], 1;", read_only_args=[turn]
                 )

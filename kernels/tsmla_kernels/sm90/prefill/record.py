@@ -88,10 +88,7 @@ def mla_prefill_backward_operands(config: sm90_backward.BackwardConfig) -> tuple
         Operand("dlse", "float32", (None, None), align=4),
         Operand("dq", config.dtype, (None, None, k_dim), output=True),
         *(Operand(f"d{name}", config.dtype, shape, output=True) for name, shape in keys),
-        *(
-            Operand(name, dtype, (*first, *size[len(first) :]), output=True, wide=True)
-            for name, (first, size, dtype) in leading.items()
-        ),
+        *(Operand(name, dtype, (*first, *size[len(first) :]), True) for name, (first, size, dtype) in leading.items()),
     )
 
 
