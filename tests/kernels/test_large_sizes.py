@@ -30,14 +30,14 @@ from tsmla_kernels.catalog import (
 )
 from tsmla_kernels.contract import DecodeSpec
 from tsmla_kernels.kernel import ITEMSIZE, Config, Kernel, Operand
-from tsmla_kernels.options import indexer_logits_spec, sparse_mla_spec
+from tsmla_kernels.options import compress_write_spec, indexer_logits_spec, sparse_mla_spec
 from tsmla_kernels.sm90.decode.config import DecodeConfig, decode_reasons, workspace_shapes
 from tsmla_kernels.sm90.indexer.config import TopkConfig
 from tsmla_kernels.sm90.indexer.logits_config import LogitsConfig, logits_reasons
 from tsmla_kernels.sm90.prefill.backward_config import BackwardConfig, backward_workspaces
 from tsmla_kernels.sm90.prefill.config import PrefillConfig
 from tsmla_kernels.sm90.sparse.config import sparse_reasons
-from tsmla_kernels.sparse_cache.compress_config import CompressWriteConfig
+from tsmla_kernels.sparse_cache.compress_config import CompressWriteConfig, compress_write_reasons
 from tsmla_kernels.sparse_cache.config import IndexerWriteConfig
 
 pytestmark = pytest.mark.skipif(machine.COMPILER is None, reason="needs g++, which builds the machine")
@@ -289,6 +289,14 @@ def test_logits_refuse_keys_that_32_bits_do_not_count() -> None:
     assert logits_reasons(dataclasses.replace(spec, max_pages=1 << 24)) == []
     (reason,) = logits_reasons(dataclasses.replace(spec, max_pages=1 << 25))
     assert "block_tables hold 2147483648 keys a request (M * Z)" in reason
+
+
+def test_compression_refuses_rings_that_32_bits_do_not_count() -> None:
+    spec = compress_write_spec({"channels": "1024", "ratio": "128", "overlap": "false"})
+    for tokens, ring, said in ((1 << 21, 1 << 30, False), (1 << 30, 1 << 21, False), (1 << 22, 1 << 22, True)):
+        pooled = dataclasses.replace(spec.compress, num_tokens=tokens, ring=ring)
+        reasons = compress_write_reasons(dataclasses.replace(spec, compress=pooled))
+        assert [reason[:48] for reason in reasons] == ["a request may keep 4194304 new tokens in its rin"] * said
 
 
 def test_an_axis_of_2_to_the_31_is_refused() -> None:

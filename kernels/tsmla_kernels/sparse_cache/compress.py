@@ -406,12 +406,9 @@ class CompressWriteKvCache:
         rows = request.length - first
         base = Int64(request.state) * Int64(ring)
         threads = config.threads * config.cluster
-        # Vectors of a long ring are more than 32 bits count.
-        rounds = Int32((Int64(rows) * vectors - thread + (threads - 1)) // threads)
-        for n in cutlass.range(rounds, unroll=2):
-            i = Int64(n) * threads + thread
-            row = Int32(i // vectors)
-            column = Int32(i - Int64(row) * vectors) * LANE_CHANNELS
+        for i in cutlass.range(thread, rows * vectors, threads, unroll=2):
+            row = i // vectors
+            column = (i - row * vectors) * LANE_CHANNELS
             position = first + row
             token = request.token + position - request.start
             values = load(Float32, row_address(arrays.kv_score, token, column * 4), LANE_CHANNELS)

@@ -15,6 +15,7 @@ WEIGHTS = ("bfloat16", "float16", "float32")
 LANE_CHANNELS = 4
 """Neighbouring channels that a thread pools: 16 bytes of a row."""
 MAX_THREADS = 256
+MOST_KEPT = 1 << 32  # float32 that a request's ring gets; a thread copies four at once, and counts in int32
 MAX_CLUSTER = 4
 ROWS_AT_ONCE = 4
 """Rows of a window that a thread has in flight."""
@@ -97,6 +98,13 @@ def compress_write_reasons(spec: CompressWriteSpec) -> list[str]:
         reasons.append(f"cache.dtype is {spec.cache}; the kernel takes uint8, {', '.join(PLAIN)}")
     if spec.cache == "indexer" and channels != INDEXER.head_dim:
         reasons.append(f"C is {channels}; the kernel writes indexer keys of {INDEXER.head_dim}")
+    tokens, ring = spec.compress.num_tokens, spec.compress.ring
+    kept = min(tokens, ring) if isinstance(tokens, int) and isinstance(ring, int) else 0
+    if kept * 2 * channels * spec.compress.overlap > MOST_KEPT:
+        reasons.append(
+            f"a request may keep {kept} new tokens in its ring (T is {tokens}, state has rings of {ring}); the kernel"
+            f" copies at most {MOST_KEPT} numbers of one request"
+        )
     return reasons
 
 
