@@ -35,8 +35,17 @@ def emulated() -> Iterator[None]:
         yield
 
 
+# One program of the reference for all tests of like shapes: run op by op it would be some fifty.
+REFERENCE = jax.jit(
+    partial(tsmla_jax.mla_decode, implementation="reference"),
+    static_argnames=("latent_dim", "return_lse", "max_q_len", "causal"),
+)
+
+
 def attend(implementation: str, **kwargs: Any) -> Callable[..., Results]:
     fixed = {"softmax_scale": 0.135, "latent_dim": LATENT, "return_lse": True, **kwargs}
+    if implementation == "reference":
+        return partial(REFERENCE, **fixed)
     return partial(tsmla_jax.mla_decode, implementation=implementation, **fixed)
 
 
