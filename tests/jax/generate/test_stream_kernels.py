@@ -34,10 +34,12 @@ def test_the_kernels_do_what_xla_does(count: int, width: int, tokens: int, backe
     params, x, norm = random_inputs(count, width, tokens)
     config = StreamsConfig(count, sinkhorn_iterations=20, eps=1e-6, norm_eps=1e-5)
     got = jax.jit(lambda *arrays: stream_kernels.read_by_kernel(*arrays, norm, config))(params, x)
+    # By default XLA leaves out the rounding of the input before its norm.
+    exactly = {"xla_allow_excess_precision": False}
+    by_xla = jax.jit(lambda *arrays: streams.read_streams(*arrays, norm, config), compiler_options=exactly)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streams, "why_not_by_kernel", lambda x: ["it is compared with XLA"])
-        # Under jit, XLA would leave out the rounding of the input before its norm.
-        wanted = streams.read_streams(params, x, norm, config)
+        wanted = by_xla(params, x)
     assert [(array.shape, array.dtype) for array in got] == [(array.shape, array.dtype) for array in wanted]
     # A value may round to either side, before its norm and behind it, by 2^-8 of it each time.
     np.testing.assert_allclose(*(array[0].astype(jnp.float32) for array in (got, wanted)), rtol=2**-6, atol=1e-4)
