@@ -29,9 +29,22 @@ def test_the_kernel_does_what_xla_does(columns: Columns, normed: str, turned: st
     weight = jnp.asarray(np.random.default_rng(2).standard_normal(columns.width), jnp.float32)
     norm = {"": None, "plain": 1e-6, "weighted": Norm(weight, 1e-6)}[normed]
     rope = Rope(POSITIONS, TABLE, inverse=turned == "back") if turned else None
-    for x, dtype in ((rows(), "float32"), (rows(), "bfloat16"), (rows("float16"), "float16")):
-        got = jax.jit(lambda x, dtype=dtype: module.norm_rope_by_kernel(x, columns, norm, rope, jnp.dtype(dtype)))(x)
-        wanted = jax.jit(lambda x, dtype=dtype: norm_rope(x, columns, norm, rope, dtype=dtype))(x)
+    # The dtype of the rows, by that of the results.
+    results = {"float32": "bfloat16", "bfloat16": "bfloat16", "float16": "float16"}
+    given = {name: rows(name) for name in ("bfloat16", "float16")}
+
+    @jax.jit
+    def by_kernel(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        fixed = columns, norm, rope
+        return {to: module.norm_rope_by_kernel(given[of], *fixed, jnp.dtype(to)) for to, of in results.items()}
+
+    @jax.jit
+    def by_xla(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return {to: norm_rope(given[of], columns, norm, rope, dtype=to) for to, of in results.items()}
+
+    of_kernel, of_xla = by_kernel(given), by_xla(given)
+    for dtype in results:
+        got, wanted = of_kernel[dtype], of_xla[dtype]
         assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype) == ((6, columns.heads, columns.width), dtype)
         # Sums in another order: a value may round to either side, twice where it is turned, too.
         step = float(jnp.finfo(dtype).eps)
