@@ -1,5 +1,6 @@
 """The kernel of the router's choice against XLA's, by its interpreter on a CPU and by itself on a GPU."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -40,6 +41,7 @@ def config_of(name: str) -> MoEConfig:
     return MoEConfig(**(fixed | ROUTINGS[name]))
 
 
+@partial(jax.jit, static_argnames="config")
 def by_xla(
     logits: jax.Array, bias: jax.Array | None, valid: jax.Array | None, config: MoEConfig
 ) -> tuple[jax.Array, jax.Array]:
