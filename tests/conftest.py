@@ -1,7 +1,6 @@
 """What every test shares: eight simulated CPU devices, repeatable property tests, what goes with the gpu marker."""
 
 import functools
-import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -9,27 +8,16 @@ from pathlib import Path
 
 import hypothesis
 import jax
-import jaxlib
 import pytest
-from jax._src.interpreters import mlir
 
+from tests import speed
 from tsmla_kernels import object_cache
 
-# Most of the suite's time is XLA compiling small programs. Its older way of emitting fused loops takes half as long as
-# the one through MLIR, and a program in one part less than in parts for many cores. XLA ends the process over a flag
-# that it doesn't know: only where it was seen to know these.
-if jaxlib.__version__.startswith(("0.9.", "0.10.")):
-    flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
-    # jax lowers each program in an MLIR context of its own, and most of a small program's lowering is loading dialects
-    # into that. The programs of a module share one.
-    mlir.make_ir_context = functools.cache(mlir.make_ir_context)
+speed.compile_quickly()
+speed.collect_no_garbage()
 
 # The suite's workers share the cores: torch's threads would spin, waiting for one another. Before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-# Imports and collection make millions of objects that stay, and each garbage collection would look at them.
-gc.disable()
 
 # Before the first backend starts: shard_map tests need several devices, and one CPU can pretend to be eight.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -42,13 +30,9 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatabl
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_programs_are_freed() -> Iterator[None]:
-    """Ends a module's compiled programs with it. Each of XLA's programs for a CPU maps pieces of memory: a worker that
-    keeps those of the whole suite meets Linux's limit (vm.max_map_count, 65,530) and is ended by a signal."""
+    """Ends a module's compiled programs with it."""
     yield
-    jax.clear_caches()
-    if hasattr(mlir.make_ir_context, "cache_clear"):
-        mlir.make_ir_context.cache_clear()
-    gc.collect()
+    speed.forget_programs()
 
 
 @pytest.fixture(scope="module")
@@ -128,13 +112,14 @@ def _why_no_gpu() -> str | None:
     return None if devices else "needs an NVIDIA GPU that jax can use: there is none"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """A GPU's programs are left out: they are large, and few."""
+    if config.option.markexpr != "gpu":
+        speed.share_programs()
+
+
 def pytest_collection_finish() -> None:
-    """What was imported and collected lives until the end: each garbage collection would look at all of it again.
-    Tracing makes objects by the hundred thousand, and a module's end collects them: rarely in between."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(100_000, 20, 20)
-    gc.enable()
+    speed.collect_garbage_rarely()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

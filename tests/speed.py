@@ -1,0 +1,74 @@
+"""What makes the suite quick and changes no test. tests/conftest.py calls it; TSMLA_PLAIN_TESTS=1 leaves all of it out,
+so that a suspect among these can be told from a fault.
+
+Most of the suite's time is XLA compiling some ten thousand programs, most of them small.
+"""
+
+import atexit
+import functools
+import gc
+import os
+import shutil
+import tempfile
+
+import jax
+import jaxlib
+from jax._src.interpreters import mlir
+
+PLAIN = bool(os.environ.get("TSMLA_PLAIN_TESTS"))
+# Versions that were seen to know the flags, and to make their MLIR contexts by the function that is replaced.
+KNOWN = jaxlib.__version__.startswith(("0.9.", "0.10.")) and not PLAIN
+
+
+def compile_quickly() -> None:
+    """Before jax's first backend: makes XLA compile, and jax lower, a small program in half the time.
+
+    XLA's older way of emitting fused loops takes half as long as the one through MLIR, and a program in one part less
+    than in parts for many cores. XLA ends the process over a flag that it doesn't know. jax lowers each program in an
+    MLIR context of its own, and most of a small program's lowering is loading dialects into that: the programs of a
+    module share one. tests/test_speed.py notices when jax goes another way."""
+    if KNOWN:
+        flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+        mlir.make_ir_context = functools.cache(mlir.make_ir_context)
+
+
+def share_programs() -> None:
+    """Before the first program: the processes of a run and their modules share what they compile, by jax's persistent
+    cache, in a folder that ends with the run. TSMLA_TEST_PROGRAMS names a folder that is kept: a run that finds the
+    programs of an earlier one there compiles only what has changed."""
+    if PLAIN:
+        return
+    if not os.environ.get("TSMLA_TEST_PROGRAMS"):
+        folder = tempfile.mkdtemp(prefix="tsmla-test-programs-")
+        os.environ["TSMLA_TEST_PROGRAMS"] = folder  # for the workers that this process starts
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    jax.config.update("jax_compilation_cache_dir", os.environ["TSMLA_TEST_PROGRAMS"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def forget_programs() -> None:
+    """Ends the programs that are loaded. Each of XLA's programs for a CPU maps pieces of memory: a worker that keeps
+    those of the whole suite meets Linux's limit (vm.max_map_count, 65,530) and is ended by a signal."""
+    jax.clear_caches()
+    if hasattr(mlir.make_ir_context, "cache_clear"):
+        mlir.make_ir_context.cache_clear()
+    gc.collect()
+
+
+def collect_no_garbage() -> None:
+    """Before imports and collection: they make millions of objects that stay, and each garbage collection would look
+    at them."""
+    if not PLAIN:
+        gc.disable()
+
+
+def collect_garbage_rarely() -> None:
+    """After collection: what there is lives until the end. Tracing makes objects by the hundred thousand, and a
+    module's end collects them: rarely in between."""
+    if not PLAIN:
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(100_000, 20, 20)
+        gc.enable()

@@ -1,0 +1,46 @@
+"""The suite's short cuts reach jax as it is now."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax._src.interpreters import mlir
+
+from tests import speed
+
+
+@pytest.mark.skipif(not speed.KNOWN, reason="this jax lowers as it does for its users")
+def test_programs_of_a_module_share_an_mlir_context() -> None:
+    context: object = mlir.make_ir_context
+    before = context.cache_info()  # type: ignore[attr-defined]
+    for shift in (1, 2):
+        jax.jit(lambda x, shift=shift: x + shift)(jnp.ones(3))
+    after = context.cache_info()  # type: ignore[attr-defined]
+    assert after.misses <= before.misses + 1 and after.hits > before.hits
+
+
+PROGRAM = """
+import jax
+from tests import speed
+speed.share_programs()
+jax.jit(lambda x: x * 3 + 1)(1.0)
+"""
+
+
+def test_processes_share_their_programs(tmp_path: Path, child_environment: dict[str, str]) -> None:
+    """The second process finds what the first one compiled, and compiles nothing else."""
+    environment = child_environment | {"TSMLA_TEST_PROGRAMS": str(tmp_path), "TSMLA_PLAIN_TESTS": ""}
+    found = []
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", PROGRAM], env=environment, check=True)
+        found.append(sorted(path.name for path in tmp_path.glob("jit_*-cache")))
+    assert found[0] and found[0] == found[1]
+
+
+def test_a_run_without_a_folder_leaves_none(child_environment: dict[str, str], tmp_path: Path) -> None:
+    environment = child_environment | {"TSMLA_TEST_PROGRAMS": "", "TSMLA_PLAIN_TESTS": "", "TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", PROGRAM], env=environment, check=True)
+    assert not list(tmp_path.glob("tsmla-test-programs-*"))
