@@ -37,5 +37,5 @@ def test_linen_layer(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_train_transformer(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("flax", reason="needs flax: pip install 'tsmla-jax[flax]'")
-    load("train_transformer").main(["--steps", "30"])
+    load("train_transformer").main(["--steps", "22"])
     assert "from the reference's" in capsys.readouterr().out
