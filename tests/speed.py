@@ -43,7 +43,8 @@ def share_programs() -> None:
         folder = tempfile.mkdtemp(prefix="tsmla-test-programs-")
         os.environ["TSMLA_TEST_PROGRAMS"] = folder  # for the workers that this process starts
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    jax.config.update("jax_compilation_cache_dir", os.environ["TSMLA_TEST_PROGRAMS"])
+    # Absolute: some tests change the working directory.
+    jax.config.update("jax_compilation_cache_dir", os.path.abspath(os.environ["TSMLA_TEST_PROGRAMS"]))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
