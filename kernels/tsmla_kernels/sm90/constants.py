@@ -4,7 +4,9 @@ import math
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
-LOWEST = -1e30  # of a running maximum: finite, so that a row without keys needs no case of its own
+# A running maximum begins with the least float32: it is no greater than any finite score, and yet finite, so that a row
+# without keys needs no case of its own.
+LOWEST = -(2.0**128 - 2.0**104)
 FP8 = "float8_e4m3fn"
 SMEM_BYTES = 232_448  # shared memory that one CTA may have on sm_90
 MOST_KEYS = (1 << 31) - (1 << 13)  # of a request: they are int32, and so are the keys some blocks or pages behind them

@@ -76,9 +76,10 @@ def mla_decode(
     Slots behind seq_lens and unused entries of the table may hold anything. NaN or an infinity in the key of a new
     token reaches the queries that see it; with "cute" also those of the same request that the causal mask or
     visible_lens hides it from. A row whose scores are all -inf (of queries that overflowed, say) is NaN; with "cute",
-    here and in the other attention operations, as if it saw no key. Unsound lengths, pages and offsets (negative,
-    decreasing, past their end) read nothing outside the arrays and give rows without meaning, other ones in each
-    implementation and front end; TSMLA_CHECK=1 raises instead.
+    here and in the other attention operations, as if it saw no key. "cute" subtracts a row's greatest score in float32:
+    where scores times softmax_scale pass 2^24 in size, a row's weights may be anything. Unsound lengths, pages and
+    offsets (negative, decreasing, past their end) read nothing outside the arrays and give rows without meaning, other
+    ones in each implementation and front end; TSMLA_CHECK=1 raises instead.
 
     Derivatives: implementation="reference" can be differentiated; "xla" and "cute" raise NotImplementedError (train
     through mla_prefill). vmap, jit, eval_shape, jax.export and shard_map over heads or batch work with all of them;
