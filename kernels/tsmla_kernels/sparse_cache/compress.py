@@ -85,9 +85,12 @@ class CompressWriteKvCache:
         place = Place(rank, thread // config.lanes, lane, lane * LANE_CHANNELS)
         weights = self.norm_weights(arrays, place)
         index, number = self.owner(arrays.cu_seqlens_q, arrays.seq_lens.shape[0], block, thread & 31)
-        token = arrays.cu_seqlens_q[index]
-        length = arrays.seq_lens[index]
-        start = length - (arrays.cu_seqlens_q[index + 1] - token)
+        # Offsets and lengths that are not sound become some that are: nothing outside of the arrays is touched.
+        num_tokens = arrays.kv_score.shape[0]
+        token = cutlass.min(cutlass.max(arrays.cu_seqlens_q[index], 0), num_tokens)
+        tokens = cutlass.min(cutlass.max(arrays.cu_seqlens_q[index + 1], token), num_tokens) - token
+        length = cutlass.max(arrays.seq_lens[index], tokens)
+        start = length - tokens
         request = Request(index, token, start, length, arrays.state_slots[index])
         first_entry = start // config.ratio
         count = length // config.ratio - first_entry  # entries that the request's new tokens complete
@@ -133,7 +136,7 @@ class CompressWriteKvCache:
             begins = cu_seqlens_q[at] // self.config.ratio + at <= block
             if begins and request < num_requests:
                 count += 1
-        index = cute.arch.warp_redux_sync(count, "add") - 1
+        index = cutlass.max(cute.arch.warp_redux_sync(count, "add") - 1, 0)
         return index, block - (cu_seqlens_q[index] // self.config.ratio + index)
 
     @cute.jit
@@ -159,7 +162,8 @@ class CompressWriteKvCache:
         for chunk in cutlass.range(rows // at_once, unroll=1):
             held = []
             position = begin + chunk * at_once
-            ring_row = (position + source.ring) % source.ring  # the ring is no shorter than the window
+            # The ring is no shorter than the window.
+            ring_row = cutlass.select_(position < 0, position + source.ring, position) % source.ring
             for u in cutlass.range_constexpr(at_once):
                 row = first + chunk * at_once + u
                 held.append(self.window_row(source, position + u, ring_row + u, row))
@@ -185,7 +189,6 @@ class CompressWriteKvCache:
 
     def source(self, arrays: CompressArrays, request: Request, place: Place) -> Source:
         """Where a thread reads the rows of a request's windows."""
-        num_tokens = arrays.kv_score.shape[0]
         ring, column = arrays.new_state.shape[1], Int64(place.channel * 4)
         state = cutlass.min(cutlass.max(request.state, 0), arrays.new_state.shape[0] - 1)
         row_bytes = 8 * self.config.width
@@ -195,7 +198,6 @@ class CompressWriteKvCache:
             bias=arrays.ape.iterator.toint() + column,
             start=request.start,
             token=request.token - request.start,
-            last=num_tokens - 1,
             ring=ring,
         )
 
@@ -208,12 +210,11 @@ class CompressWriteKvCache:
         if const_expr(config.series > 1):
             series = row // config.ratio * (config.channels * 4)
         is_new = position >= source.start
-        new_row = cutlass.min(cutlass.max(source.token + position, 0), source.last)
         if ring_row >= source.ring:
             ring_row -= source.ring
         address = source.old + Int64(ring_row) * row_bytes
         if is_new:
-            address = source.new + Int64(new_row) * row_bytes
+            address = source.new + Int64(source.token + position) * row_bytes
         kv = load(Float32, address + Int64(series), LANE_CHANNELS)
         score = load(Float32, address + Int64(series + 4 * config.width), LANE_CHANNELS)
         if is_new:

@@ -48,7 +48,7 @@ class Source(NamedTuple):
       new, old, bias: addresses of its first channel in the first new token, in the first row of the state's ring, and
         in the first row of ape.
       start: position of the request's first new token. token: a new token's index less its position.
-      last: index of the last token. ring: rows of the ring.
+      ring: rows of the ring.
     """
 
     new: Int64
@@ -56,7 +56,6 @@ class Source(NamedTuple):
     bias: Int64
     start: Int32
     token: Int32
-    last: Int32
     ring: Int32
 
 

@@ -156,11 +156,12 @@ class Producer:
     @cute.jit
     def read_table(self, arrays: cutlass.Constexpr, r: Int32, first: Int32, keys: Int32):
         """A lane's entry of request r's block table, of those from `first` on; 0 behind the request's last page, where
-        the table may hold anything."""
+        the table may hold anything. A page outside the cache counts as the nearest page inside: TMA would give zeros
+        for its keys, but its scales come by a plain copy."""
         entry = first + cute.arch.lane_idx()
         page = Int32(0)
         if entry < arrays.block_tables.shape[1] and entry * self.config.page_size < keys:
-            page = arrays.block_tables[r, entry]
+            page = cutlass.min(cutlass.max(arrays.block_tables[r, entry], 0), arrays.k_cache.shape[0] - 1)
         return page
 
     @cute.jit

@@ -44,7 +44,7 @@ class Line:
                     row, end = row - rows_before(arrays), end - rows_before(arrays)
                     # None of the launch's tokens sees the keys of those behind it, which are the request's last ones.
                     keys -= cutlass.max(end - rows, 0)
-                    row, end = cutlass.max(cutlass.min(row, rows), 0), cutlass.max(cutlass.min(end, rows), 0)
+                row, end = cutlass.max(cutlass.min(row, rows), 0), cutlass.max(cutlass.min(end, rows), 0)
                 tokens = end - row
             keys = cutlass.max(cutlass.min(keys, width), 0)
         return Request(keys, tokens, row)
