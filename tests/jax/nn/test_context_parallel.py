@@ -85,9 +85,12 @@ def test_decode_of_one_token(mesh: Mesh, dtype: str) -> None:
     assert collectives == ["all-gather"] * 2
     out, lse = compiled(dealt(cache), q)
     want_out, want_lse = tsmla_jax.mla_decode(q, cache, WHOLE_TABLES, LENS, return_lse=True, **options)
-    atol = 1e-5 if dtype == "float32" else 2e-2
-    np.testing.assert_allclose(lse, want_lse[:, 0], atol=atol)
-    np.testing.assert_allclose(out.astype(np.float32), want_out[:, 0].astype(np.float32), atol=atol)
+    # Parts are rounded to bfloat16 before they are merged, and the result is once more.
+    step = 0 if dtype == "float32" else 2**-7
+    np.testing.assert_allclose(lse, want_lse[:, 0], atol=1e-5)
+    np.testing.assert_allclose(
+        out.astype(np.float32), want_out[:, 0].astype(np.float32), rtol=step, atol=step / 2 + 1e-5
+    )
 
 
 @pytest.mark.parametrize("option", [{"causal": False}, {"visible_lens": LENS[:, None]}, {"return_lse": True}])

@@ -55,7 +55,7 @@ def collectives(compiled: Any) -> list[str]:
 
 def assert_same(got: Any, want: Any) -> None:
     """(out, lse) of two programs that compute in float32 and round once to bfloat16, in orders that may differ."""
-    np.testing.assert_allclose(np.float32(got[0]), np.float32(want[0]), atol=1e-2, rtol=1e-2)
+    np.testing.assert_allclose(np.float32(got[0]), np.float32(want[0]), atol=1e-5, rtol=2**-7)
     np.testing.assert_allclose(np.float32(got[1]), np.float32(want[1]), atol=1e-5, rtol=1e-5)
 
 

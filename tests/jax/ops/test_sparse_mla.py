@@ -38,7 +38,7 @@ def rows_of(cache: np.ndarray, indices: np.ndarray, lengths: np.ndarray | None =
 
 def close(got: tuple[jax.Array, jax.Array], want: tuple[np.ndarray, np.ndarray], tolerance: float = 2e-5) -> None:
     np.testing.assert_allclose(np.asarray(got[0], np.float64), want[0], rtol=tolerance, atol=tolerance)
-    np.testing.assert_allclose(np.asarray(got[1], np.float64), want[1], rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(np.asarray(got[1], np.float64), want[1], rtol=2e-5, atol=2e-5)
 
 
 @settings(max_examples=12)
@@ -102,7 +102,7 @@ def test_v32_layouts(implementation: str, layout: str) -> None:
     assert got[0].dtype == jnp.bfloat16 and got[0].shape == (tokens, heads, 512)
     assert got[1].dtype == jnp.float32
     want = oracle.sparse_mla(np.asarray(q, np.float64), rows_of(stored, indices), scale=SCALE, latent_dim=512)
-    close((got[0], got[1]), want, 1e-2)
+    close((got[0], got[1]), want, 2**-7)
     np.testing.assert_allclose(got[1], want[1], rtol=2e-5, atol=2e-5)
 
 
@@ -117,7 +117,7 @@ def test_scaled_fp8_queries() -> None:
         )
         assert got[0].dtype == jnp.bfloat16
         rows = rows_of(cache.astype(np.float64) * 0.02, indices)
-        close(got, oracle.sparse_mla(q.astype(np.float64) * 0.05, rows, scale=0.2, latent_dim=32), 1e-2)
+        close(got, oracle.sparse_mla(q.astype(np.float64) * 0.05, rows, scale=0.2, latent_dim=32), 2**-7)
 
 
 @functools.cache
@@ -262,7 +262,7 @@ def test_blocks_of_tokens_and_of_slots_change_nothing() -> None:
     indices = ints(rng.integers(-1, 30 * 32, (tokens, selected)))
     lengths = ints(rng.integers(0, selected + 1, tokens))
     got, want = (RUN[name](q, cache, indices, lengths, softmax_scale=SCALE) for name in IMPLEMENTATIONS)
-    np.testing.assert_allclose(*(np.asarray(x[0], np.float32) for x in (got, want)), rtol=2e-2, atol=1e-3)
+    np.testing.assert_allclose(*(np.asarray(x[0], np.float32) for x in (got, want)), rtol=2**-7, atol=1e-5)
     np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-5)
 
 
