@@ -81,6 +81,14 @@ class TsmlaMLABackend(MLAAttentionBackend):
                 f"layer {layer.layer_id}: got sliding_window_size={layer.sliding_window_size} and"
                 f" logit_cap={layer.logit_cap}; tsmla_jax.mla_decode has neither"
             )
+        for name, array, width in (
+            ("q", q, self.kv_lora_rank),
+            ("q_rope", q_rope, self.qk_rope_head_dim),
+            ("k", k, self.kv_lora_rank),
+            ("k_rope", k_rope, self.qk_rope_head_dim),
+        ):
+            if array.shape[-1] != width:
+                raise ValueError(f"{name}: got shape {array.shape}; legal: {width} columns")
         rows, heads = P("data"), P("data", "tensor")
         metadata = self.forward_metadata
         attend = jax.shard_map(

@@ -279,6 +279,18 @@ def test_a_pair_parted_at_another_column_is_refused(gpu: Gpu) -> None:
     assert not gpu.launches
 
 
+def test_a_swapped_pair_is_refused() -> None:
+    """Rope first, in tensors of their own, in one tensor of which both are columns, and under torch.compile."""
+    case = served([5, 33], s=2)
+    latent, rope = case.q[..., :256].contiguous(), case.q[..., 256:].contiguous()
+    message = r"q: got a pair of 64 and 256 columns; legal: 256 latent ones \(latent_dim\) and 64"
+    for pair in ((rope, latent), (case.q[..., :64], case.q[..., 64:])):
+        with pytest.raises(ValueError, match=message):
+            attend(case, q=pair)
+    with pytest.raises(Exception, match="q: got a pair of 64 and 256 columns"):
+        torch.compile(lambda *pair: attend(case, q=pair), backend="eager", fullgraph=True)(rope, latent)
+
+
 def test_a_pair_of_every_other_column_is_not_one_tensor() -> None:
     case = served([5, 33], s=2)
     wide = torch.zeros(*case.q.shape[:-1], 2 * case.q.shape[-1], dtype=case.q.dtype)

@@ -213,6 +213,7 @@ def test_refusals(changed: dict[str, Any], error: type[Exception], said: str) ->
     ("changed", "said"),
     [
         ({"head_dim_v": 600}, "^head_dim_v: got 600; it must be at most k_cache's last axis D = 576"),
+        ({"head_dim_v": 64}, "^head_dim_v: got 64; legal: 288 to 576"),
         ({"head_dim_v": None}, "^head_dim_v: got NoneType; legal: a static int"),
         ({"softmax_scale": "x"}, "^softmax_scale: got str; legal: a float or a float32 scalar array"),
         ({"softmax_scale": 0.0}, "^softmax_scale: got 0.0; legal: a positive number"),

@@ -259,6 +259,7 @@ def test_query_and_out_with_gaps() -> None:
         ({"cp_rank": 1}, "cp_rank: got 1; legal: 0 to cp_world - 1 = 0"),
         ({"cp_world": 2}, "causal_seqs: got None; with cp_world = 2"),
         ({"workspace_buffer": torch.empty(8)}, "workspace_buffer: got dtype torch.float32; legal: torch.int8"),
+        ({"kv_lora_rank": 16, "qk_rope_head_dim": 32}, "kv_lora_rank: got 16 with qk_rope_head_dim = 32"),
         ({"kv_lora_rank": 40}, "query: got shape .* D = kv_lora_rank"),
         ({"kv_cache": torch.zeros(4, 16, 48).half()}, "kv_cache: got dtype torch.float16; it must be query's"),
         ({"query": torch.zeros(2, 2, 48)}, "query: got shape"),
@@ -409,6 +410,7 @@ def test_pack_and_quantize_refuses() -> None:
         ((k, pe, v), {"fp8_dtype": torch.bfloat16}, "fp8_dtype: got"),
         ((k[0], pe, v), {}, "k_nope: got shape"),
         ((k, pe[:3], v), {}, "k_pe: got shape"),
+        ((pe[:, None], k[:, 0], v[:, :1]), {}, r"k_pe: got shape \[5, 1, 12\]; legal: R at most N = 4"),
         ((k, pe, v[:, :2]), {}, "v: got shape"),
         ((k, pe, v), {"k_out": torch.zeros(5, 3, 16)}, "k_out: got torch.float32"),
     ):

@@ -102,11 +102,6 @@ def _make_plan(inputs: DecodeInputs, options: DecodeOptions) -> Plan:
         causal=options.causal,
         batch_invariant=options.batch_invariant,
     )
-    if rope is not None and inputs.q.shape[-1] != spec.latent_dim:
-        raise ValueError(
-            f"q: got a pair of {inputs.q.shape[-1]} and {rope.shape[-1]} columns; legal: {spec.latent_dim} latent ones"
-            f" (latent_dim) and {spec.rope_dim}"
-        )
     device = inputs.q.device
     by_definition = loaded_kernels.is_by_definition(options.implementation, device)
     on_blackwell = not by_definition and blackwell.is_device(device)

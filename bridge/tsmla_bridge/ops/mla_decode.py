@@ -112,11 +112,11 @@ def mla_decode(
     if plan is None:
         named, others = DecodeOptions(*options), (kv_cache, block_tables, seq_lens, cu_seqlens_q, visible_lens)
         if compiling or operators.is_traced(q, kv_cache):
-            inputs = DecodeInputs(_concatenated(q), *others)
+            inputs = DecodeInputs(_concatenated(q, latent_dim), *others)
             _check_scales(softmax_scale, q_scale, kv_scale)
             pair = scales.product(softmax_scale, q_scale, kv_scale, kv_scale)
             return call_operator(inputs, pair, named, return_lse, out, lse, workspace)
-        query, rope = (q, None) if isinstance(q, torch.Tensor) else tensors.query_of_pair(q)
+        query, rope = (q, None) if isinstance(q, torch.Tensor) else tensors.query_of_pair(q, latent_dim)
         plan = plan_for(DecodeInputs(query, *others, rope), named)
     elif type(q) is tuple:
         query, rope = q
@@ -217,7 +217,7 @@ def call_operator(
     return operators.call_attention("mla_decode", arguments, options.latent_dim, return_lse, out, lse, workspace)
 
 
-def _concatenated(q: Any) -> torch.Tensor:
+def _concatenated(q: Any, latent_dim: int) -> torch.Tensor:
     """The query as one tensor. A pair is copied: traced tensors have no addresses that would show that its halves lie
     side by side."""
-    return torch.cat(q, -1) if isinstance(q, tuple) else q
+    return tensors.joined(q, latent_dim) if isinstance(q, tuple) else q

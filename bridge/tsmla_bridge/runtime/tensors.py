@@ -105,16 +105,14 @@ def without_head_axis(kv_cache: torch.Tensor) -> torch.Tensor:
     return kv_cache
 
 
-def query_of_pair(q: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A pair of latent and rope columns as the kernels read it, without a copy: (the tensor that both are columns of,
+def query_of_pair(q: Any, latent_dim: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A pair of latent_dim latent columns and rope columns as the kernels read it, without a copy: (the tensor that both are columns of,
     None), or the two as they are, the latent one also with its heads in front.
 
     Raises ValueError if the kernels can read neither."""
     if not isinstance(q, tuple):
         raise contract.not_an_array("q", q, TENSOR)
-    if len(q) != 2:
-        raise ValueError(f"q: got {len(q)} tensors; legal: one, or the pair of its latent and its rope columns")
-    latent, rope = q
+    latent, rope = _two(q)
     for part in q:
         describe("q", part)
     if latent.dtype != rope.dtype:
@@ -135,6 +133,7 @@ def query_of_pair(q: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         and rope.storage_offset() == latent.storage_offset() + latent.shape[-1]
     )
     if one:
+        _check_latent_columns(latent, rope, latent_dim)
         return latent.as_strided((*latent.shape[:-1], width), latent.stride()), None
     if not (latent.is_contiguous() or is_heads_first(latent)) or row_step(rope) == 0:
         raise ValueError(
@@ -142,7 +141,29 @@ def query_of_pair(q: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
             " and the rope columns of one tensor, or a contiguous latent part and rope rows of one stride, a multiple"
             " of 16 bytes; torch.cat(q, -1) makes one of them"
         )
+    _check_latent_columns(latent, rope, latent_dim)
     return latent, rope
+
+
+def joined(q: tuple[torch.Tensor, ...], latent_dim: int) -> torch.Tensor:
+    """A pair of latent_dim latent columns and rope columns as one tensor, a copy; ValueError for other columns."""
+    _check_latent_columns(*_two(q), latent_dim)
+    return torch.cat(q, -1)
+
+
+def _two(q: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    if len(q) != 2:
+        raise ValueError(f"q: got {len(q)} tensors; legal: one, or the pair of its latent and its rope columns")
+    return q
+
+
+def _check_latent_columns(latent: torch.Tensor, rope: torch.Tensor, latent_dim: int) -> None:
+    widths = latent.shape[-1], rope.shape[-1]
+    if widths[0] != contract.static_int("latent_dim", latent_dim, minimum=1):
+        raise ValueError(
+            f"q: got a pair of {widths[0]} and {widths[1]} columns; legal: {latent_dim} latent ones (latent_dim) and"
+            f" {sum(widths) - latent_dim}"
+        )
 
 
 def is_heads_first(q: torch.Tensor) -> bool:

@@ -22,6 +22,7 @@ from tsmla_kernels.contract.rules import (
     check_at_least_one,
     check_dtype,
     check_ints,
+    check_latent_dim,
     check_rank,
     check_scales,
     check_static_last,
@@ -128,8 +129,7 @@ def decode_spec(
     static_bool("return_lse", return_lse)
     batch_invariant = static_bool("batch_invariant", batch_invariant)
     num_pages, page_size, head_dim = cache_shape(kv_cache)
-    if latent_dim > head_dim:
-        raise ValueError(f"latent_dim: got {latent_dim}; it must be at most kv_cache's last axis D = {head_dim}")
+    check_latent_dim(latent_dim, "kv_cache", head_dim)
     batch, max_pages = table_shape(block_tables)
     check_ints("seq_lens", seq_lens, "B", (batch, "B from block_tables"))
 

@@ -25,6 +25,7 @@ from tsmla_kernels.contract.rules import (
     check_rank,
     check_scale,
     check_static_last,
+    least_latent_dim,
     listed,
     named_axes,
     show,
@@ -102,6 +103,12 @@ def cache_write_spec(
             f"latent: got shape {show(latent.shape)}; its width L must be between 1 and kv_cache's D = {head_dim}"
         )
     rope_dim = head_dim - latent_dim
+    if rope_dim > latent_dim:
+        raise ValueError(
+            f"latent: got shape {show(latent.shape)}; legal: [T, L] with L from {least_latent_dim(head_dim)} to"
+            f" {head_dim}, as no model has more columns of k_rope than of latent in kv_cache's D = {head_dim}; latent"
+            " comes before k_rope"
+        )
     if k_rope is None:
         if rope_dim:
             raise ValueError(

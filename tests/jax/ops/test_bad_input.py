@@ -47,6 +47,8 @@ WRITE: dict[str, Any] = {
     "k_rope": zeros(3, 16),
     "slot_mapping": zeros(3, dtype=I32),
 }
+SWAPPED = WRITE | {"latent": WRITE["k_rope"], "k_rope": WRITE["latent"]}
+FP8_CACHE = {"kv_cache": zeros(6, 16, 48, dtype=jnp.float8_e4m3fn)}
 GATHER: dict[str, Any] = {
     "kv_cache": zeros(6, 16, 48),
     "block_tables": zeros(2, 3, dtype=I32),
@@ -97,6 +99,7 @@ CASES = [
     Case("mla_decode", "seq_lens", zeros(3, dtype=I32), r"\[3\]; axis 0 must be 2 \(B from block_tables\)"),
     Case("mla_decode", "seq_lens", [3, 4], r"got list; legal: an array", error=TypeError),
     Case("mla_decode", "latent_dim", 49, r"at most kv_cache's last axis D = 48"),
+    Case("mla_decode", "latent_dim", 16, r"got 16; legal: 24 to 48"),
     Case("mla_decode", "latent_dim", 0, r"an int >= 1"),
     Case("mla_decode", "latent_dim", 32.0, r"got float; legal: a static int", error=TypeError),
     Case("mla_decode", "max_q_len", 3, r"None or S = 1"),
@@ -151,6 +154,8 @@ CASES = [
     Case("write_kv_cache", "latent", zeros(3, 1, 32), r"rank 3; legal: \[T, L\]"),
     Case("write_kv_cache", "latent", zeros(3, 64), r"between 1 and kv_cache's D = 48"),
     Case("write_kv_cache", "latent", zeros(3, 32, dtype=jnp.float8_e4m3fn), r"got dtype float8_e4m3fn; legal: float16"),
+    Case("write_kv_cache", "latent", zeros(3, 16), r"\[3, 16\]; legal: \[T, L\] with L from 24 to 48", base=SWAPPED),
+    Case("write_kv_cache", "latent", zeros(3, 16), r"got shape \[3, 16\]; legal", base=SWAPPED | FP8_CACHE),
     Case("write_kv_cache", "k_rope", zeros(3, 8), r"legal: \[T, R\] = \[3, 16\]"),
     Case("write_kv_cache", "k_rope", zeros(2, 16), r"legal: \[T, R\] = \[3, 16\]"),
     Case("write_kv_cache", "k_rope", None, r"leaves 16 columns after latent's L = 32"),

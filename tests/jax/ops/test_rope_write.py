@@ -145,6 +145,17 @@ def test_a_cache_without_rope_columns_is_refused() -> None:
         tsmla_jax.rope_write_kv_cache(**given)
 
 
+def test_swapped_parts_are_named() -> None:
+    given = arrays()
+    keys = given | {"latent": given["k_rope"], "k_rope": given["latent"]}
+    with pytest.raises(ValueError, match=r"^latent: got shape \[6, 8\]; legal: \[T, L\] with L from 16 to 32"):
+        tsmla_jax.rope_write_kv_cache(**keys)
+    with pytest.raises(ValueError, match=r"^latent: got shape \[6, 8\]"):
+        tsmla_jax.rope_write_kv_cache(**keys | {"q_nope": given["q_rope"], "q_rope": given["q_nope"]})
+    with pytest.raises(ValueError, match=r"^q_nope: got shape \[6, 3, 8\]; legal: \[T, H, L\] = \[6, 3, 24\]"):
+        tsmla_jax.rope_write_kv_cache(**given | {"q_nope": given["q_rope"], "q_rope": given["q_nope"]})
+
+
 def test_slots_are_checked_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TSMLA_CHECK", "1")
     with pytest.raises(ValueError, match="slot_mapping: token 4 goes to slot 70; legal: -1, or 0 to 63"):

@@ -159,8 +159,11 @@ def expand_joint_kv(params: Params, latent: jax.Array) -> jax.Array:
 
 
 def absorb_q(params: Params, q_nope: jax.Array, q_rope: jax.Array) -> jax.Array:
-    """Queries against the latent itself, [..., H, L + R]: q_nope W_UK, then q_rope."""
+    """Queries against the latent itself, [..., H, L + R]: q_nope W_UK, then q_rope. ValueError for another N."""
     axes = "thn,hln->thl" if "in_proj" in params else "thn,hnl->thl"
+    nope = params["w_uk"].shape[2 if "in_proj" in params else 1]
+    if q_nope.shape[-1] != nope:
+        raise ValueError(f"q_nope: got shape {q_nope.shape}; legal: [..., H, N] with N = {nope}, of w_uk")
     # One axis of tokens: with two, XLA's GPU compiler joins the parts by a transpose, ten times slower for 64 tokens.
     tokens = [part.reshape(-1, *part.shape[-2:]) for part in (q_nope, q_rope)]
     q = jnp.concatenate([jnp.einsum(axes, tokens[0], params["w_uk"]), tokens[1]], axis=-1)

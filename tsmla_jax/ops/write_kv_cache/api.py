@@ -31,7 +31,7 @@ def write_kv_cache(
     In place when the cache is donated to jit: the compiled program aliases it and makes no copy.
 
     Args:
-      kv_cache: [P, Z, D] with D = L + R; float16, bfloat16, float8_e4m3fn, float32 or float64.
+      kv_cache: [P, Z, D] with D = L + R, L at least R; float16, bfloat16, float8_e4m3fn, float32 or float64.
       latent: [T, L], the normalised latents; float16, bfloat16, float32 or float64.
       k_rope: [T, R] in latent's dtype, already rotated; None when D = L.
       slot_mapping: [T] int32, slot = page * Z + offset; -1 skips the token. Slots must differ; of two tokens with one

@@ -46,6 +46,11 @@ def mla_kv_pack_quantize_fp8(
         k_pe = k_pe[:, None]
     if k_pe.dim() != 3 or k_pe.shape[:2] != (tokens, 1):
         raise ValueError(f"k_pe: got shape {show(tuple(k_pe.shape))}; legal: [T, R] or [T, 1, R] with T = {tokens}")
+    if k_pe.shape[-1] > width:
+        raise ValueError(
+            f"k_pe: got shape {show(tuple(k_pe.shape))}; legal: R at most N = {width}, k_nope's width, as no model has"
+            " more rope columns than others"
+        )
     k_shape, v_shape = (tokens, heads, width + k_pe.shape[-1]), tuple(v.shape)
     for name, out, shape in (("k_out", k_out, k_shape), ("v_out", v_out, v_shape)):
         if out is not None and (tuple(out.shape) != shape or out.dtype != fp8_dtype):

@@ -22,7 +22,7 @@ from vllm.v1.attention.backends.mla import sparse_utils
 from tsmla_bridge.engines import versions
 from tsmla_bridge.engines.vllm.common import DIMENSIONS, SHORT_EXTEND, HopperBackend, HopperImpl, align_blocks, kv_dtype
 from tsmla_bridge.ops import sparse_mla as op
-from tsmla_bridge.runtime import devices
+from tsmla_bridge.runtime import devices, tensors
 from tsmla_bridge.runtime.tensors import dtype_name
 from tsmla_kernels.catalog import SPARSE_MLA
 from tsmla_kernels.contract.layouts import V32_PACKED
@@ -210,7 +210,7 @@ class TsmlaMLASparseImpl(HopperImpl, vllm_sparse.SparseMLACommonImpl[TsmlaMLASpa
         q: [T, H, L + R], or the pair [T, H, L] and [T, H, R], which is concatenated: the kernel gathers keys and has
         one tensor of queries. Returns out [T, H, L] and, in context parallelism, lse [T, H] (natural logarithm)."""
         if isinstance(q, tuple):
-            q = torch.cat(q, -1) if q[1].shape[-1] else q[0]
+            q = tensors.joined(q, self.kv_lora_rank) if q[1].shape[-1] else q[0]
         rows, step = _rows(kv_c_and_k_pe_cache)
         selected = self.topk_indices_buffer[: len(q)]
         slots, counts = self._slots(selected, attn_metadata, step)
