@@ -16,6 +16,8 @@ from tsmla_jax.nn import context_parallel
 from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.ops.ragged import row_owner
 from tsmla_jax.sparse import checks
+from tsmla_kernels import contract
+from tsmla_kernels.contract.layouts import V4_PACKED
 
 _T = TypeVar("_T")
 
@@ -24,7 +26,7 @@ _T = TypeVar("_T")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Step:
-    """One step over a paged cache; a pytree whose `max_q_len` is static. Make it once for all layers.
+    """One step over a paged cache; a pytree whose sizes and axis are static. Make it once for all layers.
 
     New tokens are either dense (x [B, S, E]; cu_seqlens_q and max_q_len are None) or ragged (x [T, E]).
 
@@ -36,6 +38,8 @@ class Step:
         max_q_len: static bound of the new tokens of a request.
         context_axis: static, the mesh axis whose devices share the keys (`nn.context_parallel`); slot_mapping and
             block_tables are then the device's own.
+        page_size: static, Z of the caches that slot_mapping is of; layers refuse caches of other pages. None, of a step
+            made by hand, says nothing.
     """
 
     block_tables: jax.Array
@@ -44,6 +48,7 @@ class Step:
     cu_seqlens_q: jax.Array | None = None
     max_q_len: int | None = field(default=None, metadata={"static": True})
     context_axis: str | None = field(default=None, metadata={"static": True})
+    page_size: int | None = field(default=None, metadata={"static": True})
 
     @classmethod
     def dense(
@@ -61,14 +66,18 @@ class Step:
             block_tables: [B, M] i32.
             seq_lens: [B] i32, the new tokens included.
             new_tokens: S, static.
-            page_size: Z, static.
+            page_size: Z of the caches, static.
             context_axis: as in `ragged`.
+
+        Raises:
+            TypeError, ValueError: page_size is no static int, at least 1.
         """
+        page_size = contract.static_int("page_size", page_size, minimum=1)
         seq_lens = jnp.asarray(seq_lens)
         positions = _here(dense_positions(seq_lens, new_tokens), page_size, context_axis)
         requests = jnp.arange(seq_lens.shape[0], dtype=jnp.int32)[:, None]
         slots = slots_of(block_tables, requests, positions, page_size=page_size)
-        return cls(block_tables, seq_lens, slots, context_axis=context_axis)
+        return cls(block_tables, seq_lens, slots, context_axis=context_axis, page_size=page_size)
 
     @classmethod
     def ragged(
@@ -89,16 +98,20 @@ class Step:
             seq_lens: [B] i32, the new tokens included.
             cu_seqlens_q: [B + 1] i32, where each request's new tokens start.
             total_tokens: T, static.
-            page_size: Z, static.
+            page_size: Z of the caches, static.
             max_q_len: static bound of the new tokens of a request; None is T.
             context_axis: the mesh axis whose devices share the keys (`nn.context_parallel`); the block tables are then
                 the device's own, and tokens whose page is another's have slot -1.
+
+        Raises:
+            TypeError, ValueError: page_size is no static int, at least 1.
         """
+        page_size = contract.static_int("page_size", page_size, minimum=1)
         requests, positions = ragged_positions(cu_seqlens_q, seq_lens - jnp.diff(cu_seqlens_q), total_tokens)
         positions = _here(positions, page_size, context_axis)
         slots = slots_of(block_tables, requests, positions, page_size=page_size)
         max_q_len = total_tokens if max_q_len is None else max_q_len
-        return cls(block_tables, seq_lens, slots, cu_seqlens_q, max_q_len, context_axis)
+        return cls(block_tables, seq_lens, slots, cu_seqlens_q, max_q_len, context_axis, page_size)
 
     @property
     def new_lens(self) -> jax.Array:
@@ -126,6 +139,10 @@ class Step:
         """ValueError if a layer is called with another axis than the step was made with: its slots would be wrong."""
         check_axis(context_axis, self.context_axis)
 
+    def check_pages(self, name: str, cache: jax.Array) -> None:
+        """ValueError if a layer's cache, called `name`, has pages of another size than the step was made with."""
+        check_pages(name, cache, self.page_size, "page_size")
+
     def checked(self, total_tokens: int) -> Step:
         """The same step; under TSMLA_CHECK=1 ValueError if its cu_seqlens_q can't be those of total_tokens tokens."""
         cu_seqlens_q = jnp.asarray(needed_when_ragged(self.cu_seqlens_q))
@@ -151,6 +168,20 @@ def check_axis(context_axis: str | None, made_with: str | None) -> None:
     """ValueError if a layer is called with another axis than its step was made with."""
     if context_axis != made_with:
         raise ValueError(f"{context_axis=}; legal: the step's, {made_with!r}")
+
+
+def check_pages(name: str, cache: jax.Array, page_size: int | None, size_name: str) -> None:
+    """ValueError unless a cache [P, Z, width], or [P, bytes of a page] of V4's packed rows, has pages of page_size
+    tokens, which the step's slots count. size_name: the argument of the step's maker that says so."""
+    if page_size is None or cache.ndim not in (2, 3):
+        return
+    packed = cache.ndim == 2
+    if cache.shape[1] != (V4_PACKED.page_bytes(page_size) if packed else page_size):
+        got = f"{cache.shape[1]} bytes, not {V4_PACKED.page_bytes(page_size)}" if packed else f"{cache.shape[1]} tokens"
+        raise ValueError(
+            f"step: got one made with {size_name}={page_size}, but {name}'s pages have {got}; legal: a step made with"
+            " the cache's own page size, as its slots count by it"
+        )
 
 
 def _here(positions: jax.Array, page_size: int, context_axis: str | None) -> jax.Array:

@@ -34,8 +34,8 @@ def write_kv_cache(
     tsmla_jax.write_kv_cache defines it.
 
     Args:
-      kv_cache: [P, Z, D] or [P, 1, Z, D] with D = L + R, L at least R, of any strides; float16, bfloat16, float8_e4m3fn, float32 or
-        float64.
+      kv_cache: [P, Z, D] or [P, 1, Z, D] with D = L + R, L at least R, of any strides; float16, bfloat16,
+        float8_e4m3fn, float32 or float64.
       latent, k_rope: [T, L] and [T, R] in one dtype: float16, bfloat16, float32 or float64; k_rope None when D = L.
       slot_mapping: [T] int32, or int64 as vLLM and SGLang have it; slot = page * Z + offset; -1 skips the token. Slots
         must differ; of two tokens with one slot either may stay.

@@ -276,7 +276,8 @@ def prefill_with_context(
         y [T, E] and the cache with the new tokens written (in place if it is donated).
 
     Raises:
-        ValueError: a wrong rank or width, a dense step or one of another context_axis, or context_chunk < 1.
+        ValueError: a wrong rank or width, a dense step or one of another context_axis or page size, or
+            context_chunk < 1.
         NotImplementedError: a derivative is asked for under jax.jit, where the number of passes is not known.
     """
     _check_tokens("x", x, config, ranks=(2,))
@@ -284,6 +285,7 @@ def prefill_with_context(
         raise ValueError(f"{context_chunk=} must be >= 1")
     _check_step(step)
     step.check_axis(context_axis)
+    step.check_pages("kv_cache", kv_cache)
     cos, sin = rope_cos_sin(config, step.positions(x.shape[:-1]))
     block_tables, context_lens = step.block_tables, step.context_lens
     cu_seqlens_q, max_q_len = needed_when_ragged(step.cu_seqlens_q), needed_when_ragged(step.max_q_len)
@@ -390,11 +392,12 @@ def decode(
         y in x's shape, and the cache with the new tokens written (in place if it is donated).
 
     Raises:
-        ValueError: a wrong rank or width, or a step of the other kind than x or of another context_axis.
+        ValueError: a wrong rank or width, or a step of the other kind than x or of another context_axis or page size.
     """
     _check_tokens("x", x, config, ranks=(2, 3))
     _check_step(step)
     step.check_axis(context_axis)
+    step.check_pages("kv_cache", kv_cache)
     cos, sin = rope_cos_sin(config, step.positions(x.shape[:-1]))
     latent, k_rope = project_latent(params, config, x, cos, sin)
     kv_cache = tsmla_jax.write_kv_cache(

@@ -125,7 +125,8 @@ def attend(
         y [T, E] and the caches with the new tokens written (in place if donated). Rows of padding mean nothing.
 
     Raises:
-        ValueError: the caches have different pages, or the step is not of ragged tokens or of another context_axis.
+        ValueError: the caches have different pages, or the step is not of ragged tokens or of another context_axis or
+            page size.
     """
     mla, num_tokens = config.mla, x.shape[0]
     check_step(step, Step, "Step.ragged")
@@ -136,6 +137,7 @@ def attend(
             "cache.kv and cache.indexer must have the same pages, as one block table names them: got shapes"
             f" {cache.kv.shape} and {cache.indexer.shape}"
         )
+    step.check_pages("cache.kv", cache.kv)
     _, positions = step.ragged_tokens(num_tokens)
     cos, sin = rope_cos_sin(mla, positions)
     latent, k_rope = functional.project_latent_unrotated(params, mla, x)

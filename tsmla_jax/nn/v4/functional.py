@@ -21,7 +21,7 @@ from tsmla_jax.nn import context_parallel
 from tsmla_jax.nn.linear import joined_rows, linear, product, rows_of
 from tsmla_jax.nn.norm_rope import Columns, Rope, norm_rope
 from tsmla_jax.nn.norms import Norm
-from tsmla_jax.nn.step import check_axis, check_step
+from tsmla_jax.nn.step import check_axis, check_pages, check_step
 from tsmla_jax.nn.v4.config import V4Config
 from tsmla_jax.nn.v4.step import V4Step
 from tsmla_jax.nn.weights import Params
@@ -185,11 +185,17 @@ def attend(
         y [T, E] and the caches with the new tokens written (in place if donated). Rows of padding mean nothing.
 
     Raises:
-        ValueError: a step made for another kind of layer or with another context_axis.
+        ValueError: a step made for another kind of layer, or with another context_axis or other page sizes.
         NotImplementedError: the named implementation can't run this call.
     """
     check_step(step, V4Step, "v4.make_step")
     check_axis(context_axis, step.context_axis)
+    if step.kind != config.kind:
+        raise ValueError(f"step: got one made for another kind of layer; this layer is {config.kind!r}")
+    check_pages("cache.window", cache.window, step.page_size, "page_size")
+    for name, entries in (("cache.compressed", cache.compressed), ("cache.indexer", cache.indexer)):
+        if entries is not None:
+            check_pages(name, entries, step.compressed_page_size, "compressed_page_size")
     projected, index_weights = _project_in(params, config, x)
     # Folded parameters are those of an engine's step, which is never partitioned automatically.
     rows = functools.partial(norm_rope, by_kernel="in_proj" in params)
@@ -214,8 +220,7 @@ def attend(
         cache = cache._replace(compressed=compressed, compressor=state)
     if config.kind == "csa":
         selected, cache = _choose(params, config, (x, low, index_weights), cache, step, implementation)
-    if selected is None:
-        raise ValueError(f"step: got one made for another kind of layer; this layer is {config.kind!r}")
+    assert selected is not None  # of this layer's kind
     attention: dict[str, Any] = {
         "softmax_scale": config.head_dim**-0.5,
         "latent_dim": config.head_dim,
@@ -314,9 +319,7 @@ def _choose(
     else:
         q = sparse_v4.apply_rope(q.astype(jnp.float32), step.positions, step.cos_sin)
         weights = indexer.fold_weights(weights, config.index_head_dim)
-    if step.compressed_lens is None or step.rows is not None:
-        raise ValueError(f"step: got one made for another kind of layer; this layer is {config.kind!r}")
-    where = (q, weights, keys, step.token_tables, step.compressed_lens)
+    where = (q, weights, keys, step.token_tables, cast(jax.Array, step.compressed_lens))
     if step.context_axis is None:
         most = min(config.index_topk, step.token_tables.shape[1] * keys.shape[1])
         chosen, _ = tsmla_jax.indexer_topk(*where, most, return_slots=True, implementation=implementation)

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from tsmla_jax.nn import context_parallel
 from tsmla_jax.nn.rope import inverse_frequencies
 from tsmla_jax.nn.step import Step, check_step
-from tsmla_jax.nn.v4.config import V4Config
+from tsmla_jax.nn.v4.config import Kind, V4Config
 from tsmla_jax.ops.exporting import exportable
 from tsmla_jax.sparse import v4 as sparse_v4
 from tsmla_jax.sparse.v4 import MixedIndices
+from tsmla_kernels import contract
 
 
 def rope_table(config: V4Config, num_positions: int) -> jax.Array:
@@ -63,6 +64,13 @@ class V4Step:
     compressed_page_size: int = field(metadata={"static": True})
     context_axis: str | None = field(default=None, metadata={"static": True})
 
+    @property
+    def kind(self) -> Kind:
+        """The kind of layers that the step was made for."""
+        if self.compressed_lens is None:
+            return "sliding"
+        return "csa" if self.rows is None else "hca"
+
 
 def make_step(
     config: V4Config,
@@ -92,7 +100,7 @@ def make_step(
 
     Raises:
         ValueError: the errors of `window_slots` and `compressed_slots` (`tsmla_jax.sparse.v4`), a dense step or one
-            made with a context_axis, and under TSMLA_CHECK=1 cu_seqlens_q that are not in order.
+            made with a context_axis or another page_size, and under TSMLA_CHECK=1 cu_seqlens_q that are not in order.
     """
     check_step(step, Step, "Step.ragged")
     if step.context_axis is not None:
@@ -100,7 +108,11 @@ def make_step(
             f"step: got one made with context_axis={step.context_axis!r}; legal: None, as every device has the whole"
             " window"
         )
+    page_size = contract.static_int("page_size", page_size, minimum=1)
+    if step.page_size not in (None, page_size):
+        raise ValueError(f"page_size: got {page_size}; legal: {step.page_size}, with which the step was made")
     entries = page_size if compressed_page_size is None else compressed_page_size
+    entries = contract.static_int("compressed_page_size", entries, minimum=int(config.kind != "sliding"))
     num_tokens = step.slot_mapping.shape[0]
     step = step.checked(num_tokens)
     requests, positions = step.ragged_tokens(num_tokens)
