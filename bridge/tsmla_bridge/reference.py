@@ -252,6 +252,7 @@ def merge_attention_states(spec: MergeSpec, outs: Sequence[torch.Tensor], lses: 
     """out and lse of merge_attention_states."""
     dtype = accumulation_dtype(spec.out_dtype)
     lse = torch.stack([part.to(dtype) for part in lses])
+    lse = lse.masked_fill(lse == torch.inf, -torch.inf)  # FlashAttention and FlashMLA write +inf where no key is seen
     maximum = lse.amax(0).detach()
     nothing = maximum == -torch.inf
     maximum = maximum.masked_fill(nothing, 0)  # a row that no part saw has no maximum; 0 avoids inf - inf

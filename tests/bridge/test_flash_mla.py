@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import tsmla_bridge
 from tests.bridge.inputs import BF16, Inputs, assert_close, inputs
 from tests.gpu.small_grid import numbers
 from tests.oracles import sparse_inputs
@@ -348,3 +349,25 @@ def test_the_real_package_is_not_replaced(child_environment: dict[str, str]) -> 
     code = "import sys, types; sys.modules['flash_mla'] = types.ModuleType('flash_mla')\n" + INSTALL
     done = subprocess.run([sys.executable, "-c", code], env=child_environment, capture_output=True, text=True)
     assert "flash_mla was imported already" in done.stderr
+
+
+def test_results_without_keys_merge_with_others() -> None:
+    """The package's lse of +inf for rows that see no key: halves of the keys, one of them empty, merge to the whole."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 1, 3, 576, generator=generator).bfloat16()
+    cache = torch.randn(2, 64, 1, 576, generator=generator).bfloat16()
+    table = torch.tensor([[0], [1]], dtype=torch.int32)
+
+    def attend(*lens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        seq_lens = torch.tensor(lens, dtype=torch.int32)
+        out, lse = flash_mla.flash_mla_with_kvcache(q, cache, table, seq_lens, 512, None)
+        return out, lse.transpose(1, 2)
+
+    whole, parts = attend(5, 0), (attend(5, 0), attend(0, 0))
+    out, lse = tsmla_bridge.merge_attention_states([out for out, _ in parts], [lse for _, lse in parts])
+    assert torch.equal(out, whole[0]) and torch.equal(lse[0], whole[1][0]) and (lse[1] == -torch.inf).all()
+
+    rows = torch.arange(5, dtype=torch.int32).expand(2, 1, 5).contiguous()
+    some, none = (flash_mla.flash_mla_sparse_fwd(q[:, 0], cache[0], x, 0.1) for x in (rows, torch.full_like(rows, -1)))
+    out, lse = tsmla_bridge.merge_attention_states([some[0], none[0]], [some[2], none[2]])
+    assert torch.equal(out, some[0]) and torch.equal(lse, some[2]) and (none[2] == torch.inf).all()

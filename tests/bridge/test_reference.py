@@ -209,6 +209,26 @@ def test_merge_is_that_of_jax_and_has_derivatives() -> None:
     assert_close(ours_lses.grad, np.asarray(wanted[1]), F32)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_an_lse_of_plus_infinity_is_a_part_without_keys(count: int) -> None:
+    """FlashAttention and FlashMLA write it. Results and gradients are those of -inf, bit by bit."""
+    generator = torch.Generator().manual_seed(count)
+    outs, lses = torch.randn(count, 9, 2, 4, generator=generator), torch.randn(count, 9, 2, generator=generator)
+    for part in range(count):
+        lses[part, part :: count + 1], outs[part, part :: count + 1] = torch.inf, torch.nan
+    lses[:, 8], outs[:, 8] = torch.inf, torch.nan
+    lses[-1, 7] = -torch.inf
+    results = []
+    for each in (lses, lses.masked_fill(lses == torch.inf, -torch.inf)):
+        operands = outs.clone().requires_grad_(), each.clone().requires_grad_()
+        out, lse = tsmla_bridge.merge_attention_states(*operands)
+        (out.square().sum() + lse[lse.isfinite()].sum()).backward()
+        results.append((out.detach(), lse.detach(), *(x.grad for x in operands)))
+    for got, want in zip(*results, strict=True):
+        assert not got.isnan().any() and torch.equal(got, want)
+    assert (results[0][1][8] == -torch.inf).all() and (results[0][0][8] == 0).all()
+
+
 def test_results_go_where_they_are_asked_to() -> None:
     case = inputs([20, 7], s=2)
     want = tsmla_bridge.mla_decode(*case.arrays, **case.options, return_lse=True)

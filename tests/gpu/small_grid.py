@@ -238,13 +238,15 @@ def cache_calls(generator: torch.Generator) -> Iterator[Call]:
 
 
 def merge_calls(generator: torch.Generator) -> Iterator[Call]:
-    """merge_attention_states of two and three parts, some of whose rows saw no key, and some have an lse of NaN."""
+    """merge_attention_states of two and three parts, some of whose rows saw no key (lse -inf or +inf), and some have an
+    lse of NaN."""
     for dtype, parts in ((torch.bfloat16, 2), (torch.float16, 3), (torch.float32, 2)):
         outs = normal(generator, parts, 19, 3, 128, dtype=dtype)
         lses = normal(generator, parts, 19, 3, dtype=torch.float32)
         for part in range(parts):
             lses[part, part :: parts + 1], outs[part, part :: parts + 1] = -torch.inf, 0
-        lses[:, -2:] = -torch.inf
+            lses[part, part :: 2 * parts + 2] = torch.inf
+        lses[:, -2:], lses[0, -4], lses[:, -3] = -torch.inf, torch.inf, torch.inf
         lses[0, -2], lses[-1, -1] = torch.nan, torch.nan
         lses[:, 3] = -2 * FAR
         yield Call(f"{dtype} {parts} parts", tsmla_bridge.merge_attention_states, {"outs": outs, "lses": lses}, {})

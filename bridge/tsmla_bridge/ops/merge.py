@@ -34,8 +34,8 @@ def merge_attention_states(
 
     Args:
       outs: N partial results [..., H, L], a sequence or one tensor with N in front; float16 to float64.
-      lses: their logsumexps [..., H], natural logarithm; float32 or float64. A part with lse -inf saw no key: its out
-        is ignored whatever it holds, NaN included.
+      lses: their logsumexps [..., H], natural logarithm; float32 or float64. A part with lse -inf, or +inf as
+        FlashAttention and FlashMLA write it, saw no key: its out is ignored whatever it holds, NaN included.
       implementation: "cute" (the kernel), "reference" (torch operations), or None: the kernel where it can run.
 
     Returns:

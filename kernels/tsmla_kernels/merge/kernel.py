@@ -77,7 +77,8 @@ class MergeAttentionStates:
 
     def weights(self, lses):
         """The weight of each partial result in a row, and the merged lse; 0 and -inf where none of them saw a key, NaN
-        where an lse is."""
+        where an lse is. An lse of +inf says that no key was seen, too: FlashAttention and FlashMLA write it."""
+        lses = [cutlass.select_(lse == Float32.inf, -Float32.inf, lse) for lse in lses]
         maximum = lses[0]
         for lse in lses[1:]:
             maximum = cute.arch.fmax(maximum, lse)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -214,6 +215,32 @@ def test_an_lse_of_nan_is_no_part_without_keys(name: str, others: list[float]) -
     lses = np.float32([np.nan, *others]).reshape(-1, 1, 1)
     out, lse = jitted("merge_attention_states", name)(np.ones((*lses.shape, 2), np.float32), lses)
     assert np.isnan(out).all() and np.isnan(lse).all()
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_an_lse_of_plus_infinity_is_a_part_without_keys(name: str, count: int) -> None:
+    """FlashAttention and FlashMLA write it. Results and gradients are those of -inf, bit by bit."""
+    rng = np.random.default_rng(count)
+    outs = rng.standard_normal((count, 9, 2, 4), np.float32)
+    lses = rng.standard_normal((count, 9, 2), np.float32)
+    for part in range(count):
+        lses[part, part :: count + 1], outs[part, part :: count + 1] = np.inf, np.nan
+    lses[:, 8], outs[:, 8] = np.inf, np.nan
+    lses[-1, 7] = -np.inf
+
+    def results(lses: np.ndarray) -> Any:
+        def total(outs: jax.Array, lses: jax.Array) -> tuple[jax.Array, Any]:
+            out, lse = tsmla_jax.merge_attention_states(outs, lses, implementation=name)
+            return (out**2).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum(), (out, lse)
+
+        return jax.jit(jax.grad(total, (0, 1), has_aux=True))(outs, lses)
+
+    got, want = (jax.tree.leaves(results(each)) for each in (lses, np.where(lses == np.inf, -np.inf, lses)))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert not np.isnan(a).any()
+    assert np.isneginf(got[3][8]).all() and (np.asarray(got[2])[8] == 0).all()
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)

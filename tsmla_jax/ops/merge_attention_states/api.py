@@ -28,8 +28,8 @@ def merge_attention_states(
 
     Args:
       outs: N partial results [..., H, L], a sequence or one array with N in front; float16 to float64.
-      lses: their logsumexps [..., H], natural logarithm; float32 or float64. A part with lse -inf saw no key: its out
-        is ignored whatever it holds, NaN included.
+      lses: their logsumexps [..., H], natural logarithm; float32 or float64. A part with lse -inf, or +inf as
+        FlashAttention and FlashMLA write it, saw no key: its out is ignored whatever it holds, NaN included.
       implementation: "xla", "reference", or None for the best that can run; see `explain`.
 
     Returns:

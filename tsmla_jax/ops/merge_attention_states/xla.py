@@ -33,6 +33,7 @@ def _merge(spec: MergeSpec, outs: Parts, lses: Parts) -> State:
 def _weights(lses: Parts, dtype: jnp.dtype) -> tuple[list[jax.Array], jax.Array]:
     """Each part's share of the result, 0 where it saw nothing, and the merged lse."""
     wide = [lse.astype(dtype) for lse in lses]
+    wide = [jnp.where(lse == jnp.inf, -jnp.inf, lse) for lse in wide]  # FlashAttention and FlashMLA write +inf
     maximum = reduce(jnp.maximum, wide)
     nothing = maximum == -jnp.inf
     maximum = jnp.where(nothing, 0, maximum)  # a row that no part saw has no maximum; 0 avoids inf - inf

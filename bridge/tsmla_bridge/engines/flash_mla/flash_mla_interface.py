@@ -63,7 +63,8 @@ def flash_mla_with_kvcache(
         their own, that is attended to as well.
 
     Returns:
-      out [B, S, H, L] in q's dtype and lse [B, H, S] float32, natural logarithm. Rows that see no key give 0 and +inf.
+      out [B, S, H, L] in q's dtype and lse [B, H, S] float32, natural logarithm. Rows that see no key give 0 and +inf,
+      which merge_attention_states takes as such.
 
     Raises:
       ValueError, TypeError: an argument is not legal.
@@ -140,7 +141,8 @@ def flash_mla_sparse_fwd(
 
     Returns:
       out [s_q, h_q, d_v] in q's dtype; None in place of the package's max_logits, which no kernel here writes; lse
-      [s_q, h_q] float32, natural logarithm. Rows that see no key give 0 and +inf.
+      [s_q, h_q] float32, natural logarithm. Rows that see no key give 0 and +inf, which merge_attention_states takes as
+      such.
 
     Raises:
       ValueError, TypeError: an argument is not legal.
