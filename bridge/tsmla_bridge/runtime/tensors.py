@@ -106,8 +106,8 @@ def without_head_axis(kv_cache: torch.Tensor) -> torch.Tensor:
 
 
 def query_of_pair(q: Any, latent_dim: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A pair of latent_dim latent columns and rope columns as the kernels read it, without a copy: (the tensor that both are columns of,
-    None), or the two as they are, the latent one also with its heads in front.
+    """A pair of latent_dim latent columns and rope columns as the kernels read it, without a copy: (the tensor that
+    both are columns of, None), or the two as they are, the latent one also with its heads in front.
 
     Raises ValueError if the kernels can read neither."""
     if not isinstance(q, tuple):

@@ -92,7 +92,7 @@ def test_page_sizes_that_are_none() -> None:
         for page_size, error in ((0, ValueError), (16.0, TypeError), (None, TypeError), (jnp.float32(16), TypeError)):
             with pytest.raises(error, match="page_size: got"):
                 make(page_size)
-        with pytest.raises(TypeError, match="page_size: got .* legal: a static int"):
+        with pytest.raises(TypeError, match=r"page_size: got .* legal: a static int"):
             jax.eval_shape(lambda size, make=make: make(size).slot_mapping, jnp.int32(16))
 
 

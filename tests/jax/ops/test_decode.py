@@ -260,7 +260,8 @@ def test_scales_are_operands(name: str) -> None:
 
 
 @pytest.mark.usefixtures("optimised_compilation")
-def test_batch_invariant_rows_are_bitwise_the_same_in_any_batch() -> None:
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_batch_invariant_rows_are_bitwise_the_same_in_any_batch(name: str) -> None:
     alone = paged([300], s=2, heads=3, page_size=16, seed=5)
     others = paged([300, 900, 5, 0, 40, 300], s=2, heads=3, page_size=16, seed=9)
     # The same request, put in the second place of another batch with its own pages and a wider table.
@@ -273,12 +274,12 @@ def test_batch_invariant_rows_are_bitwise_the_same_in_any_batch() -> None:
     lens = others.seq_lens.copy()
     lens[1] = 300
     cache = np.concatenate([others.kv_cache, alone.kv_cache])
-    out, lse = run("xla", alone, batch_invariant=True)
-    together, together_lse = RUN["xla"](q, cache, tables, lens, **others.options(), batch_invariant=True)
+    out, lse = run(name, alone, batch_invariant=True)
+    together, together_lse = RUN[name](q, cache, tables, lens, **others.options(), batch_invariant=True)
     np.testing.assert_array_equal(np.asarray(together)[1], out[0])
     np.testing.assert_array_equal(np.asarray(together_lse)[1], lse[0])
     usual, _ = run("reference", others)
-    invariant, _ = run("xla", others, batch_invariant=True)
+    invariant, _ = run(name, others, batch_invariant=True)
     np.testing.assert_allclose(invariant, usual, atol=2e-5)
 
 

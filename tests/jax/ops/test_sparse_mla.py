@@ -267,11 +267,12 @@ def test_blocks_of_tokens_and_of_slots_change_nothing() -> None:
 
 
 @pytest.mark.usefixtures("optimised_compilation")
-def test_a_batch_changes_no_bits() -> None:
+@pytest.mark.parametrize(("name", "heads"), [("xla", 3), ("reference", 3), ("reference", 16)])
+def test_a_batch_changes_no_bits(name: str, heads: int) -> None:
     rng = np.random.default_rng(7)
-    q, cache = (rng.standard_normal(shape).astype(jnp.bfloat16) for shape in ((9, 3, 40), (4, 8, 40)))
+    q, cache = (rng.standard_normal(shape).astype(jnp.bfloat16) for shape in ((9, heads, 40), (4, 8, 40)))
     indices, lengths = (x.astype(np.int32) for x in (rng.integers(-1, 32, (9, 300)), rng.integers(0, 301, 9)))
-    run = functools.partial(RUN["xla"], kv_cache=cache, softmax_scale=0.2, latent_dim=32, batch_invariant=True)
+    run = functools.partial(RUN[name], kv_cache=cache, softmax_scale=0.2, latent_dim=32, batch_invariant=True)
     whole = run(q, indices=indices, lengths=lengths)
     for at in ([4], [8, 1], [3, 0, 5]):
         for part, all_rows in zip(run(q[at], indices=indices[at], lengths=lengths[at]), whole, strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -24,6 +26,29 @@ def sparse_mla(
     """out and lse as the public sparse_mla documents them; both are always returned. Differentiable.
 
     caches and their kv_scales are kv_cache and, if there is one, compressed_kv_cache."""
+    run = functools.partial(_attend, spec, caches, sinks, scales, kv_scales)
+    if not spec.batch_invariant:
+        return run(q, indices, lengths)
+
+    # One token at a time: the order of a product's additions depends on its shape.
+    def one(token: tuple[jax.Array | None, ...]) -> tuple[jax.Array, jax.Array]:
+        return jax.tree.map(lambda x: x[0], run(*jax.tree.map(lambda x: x[None], token)))
+
+    results: tuple[jax.Array, jax.Array] = jax.lax.map(one, (q, indices, lengths))
+    return results
+
+
+def _attend(
+    spec: SparseMLASpec,
+    caches: tuple[jax.Array, ...],
+    sinks: jax.Array | None,
+    scales: Scales,
+    kv_scales: tuple[Scale | None, ...],
+    q: jax.Array,
+    indices: jax.Array,
+    lengths: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """out and lse of tokens [T]."""
     dtype = accumulation_dtype(spec.q_dtype)
     parts, masks = [], []
     sections = [(spec.cache, indices[:, : spec.window])]
