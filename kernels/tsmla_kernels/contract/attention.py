@@ -22,10 +22,10 @@ from tsmla_kernels.contract.rules import (
     check_at_least_one,
     check_dtype,
     check_ints,
-    check_latent_dim,
     check_rank,
     check_scales,
     check_static_last,
+    least_latent_dim,
     listed,
     show,
     static_bool,
@@ -129,7 +129,7 @@ def decode_spec(
     static_bool("return_lse", return_lse)
     batch_invariant = static_bool("batch_invariant", batch_invariant)
     num_pages, page_size, head_dim = cache_shape(kv_cache)
-    check_latent_dim(latent_dim, "kv_cache", head_dim)
+    _check_latent_dim(latent_dim, head_dim)
     batch, max_pages = table_shape(block_tables)
     check_ints("seq_lens", seq_lens, "B", (batch, "B from block_tables"))
 
@@ -342,6 +342,16 @@ def merge_spec(*, outs: Sequence[Array], lses: Sequence[Array]) -> MergeSpec:
         out_dtype=first.dtype,
         lse_dtype=lses[0].dtype,
     )
+
+
+def _check_latent_dim(latent_dim: int, head_dim: int) -> None:
+    if latent_dim > head_dim:
+        raise ValueError(f"latent_dim: got {latent_dim}; it must be at most kv_cache's last axis D = {head_dim}")
+    if latent_dim < (least := least_latent_dim(head_dim)):
+        raise ValueError(
+            f"latent_dim: got {latent_dim}; legal: {least} to {head_dim}, as no model has more rope columns than latent"
+            f" ones in kv_cache's D = {head_dim}"
+        )
 
 
 def _check_kv_dtype(q_dtype: str, kv_dtype: str) -> None:

@@ -154,17 +154,6 @@ def least_latent_dim(head_dim: int) -> int:
     return -(-head_dim // 2)
 
 
-def check_latent_dim(latent_dim: int, name: str, head_dim: int) -> None:
-    """ValueError unless L is a legal width of the latent in the D columns of the array `name`."""
-    if latent_dim > head_dim:
-        raise ValueError(f"latent_dim: got {latent_dim}; it must be at most {name}'s last axis D = {head_dim}")
-    if latent_dim < (least := least_latent_dim(head_dim)):
-        raise ValueError(
-            f"latent_dim: got {latent_dim}; legal: {least} to {head_dim}, as no model has more rope columns than latent"
-            f" ones in its D = {head_dim}"
-        )
-
-
 def table_shape(block_tables: Array) -> tuple[Dim, Dim]:
     """B and M of block tables [B, M]."""
     check_ints("block_tables", block_tables, "B M")

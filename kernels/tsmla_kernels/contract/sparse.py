@@ -20,7 +20,6 @@ from tsmla_kernels.contract.rules import (
     check_array,
     check_at_least_one,
     check_ints,
-    check_latent_dim,
     check_scale,
     check_scales,
     check_size,
@@ -81,7 +80,8 @@ def sparse_mla_spec(
     tokens = (num_tokens, "T, q's tokens")
     check_ints("indices", indices, "T K", tokens)
     latent_dim = static_int("latent_dim", latent_dim, minimum=1)
-    check_latent_dim(latent_dim, "q", head_dim)
+    if latent_dim > head_dim:
+        raise ValueError(f"latent_dim: got {latent_dim}; it must be at most q's last axis D = {head_dim}")
     cache = cache_spec("kv_cache", kv_cache, page_size=page_size, page_span=page_span)
     _check_key_width("kv_cache", cache, head_dim)
     if lengths is not None:

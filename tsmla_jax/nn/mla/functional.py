@@ -276,8 +276,7 @@ def prefill_with_context(
         y [T, E] and the cache with the new tokens written (in place if it is donated).
 
     Raises:
-        ValueError: a wrong rank or width, a dense step or one of another context_axis or page size, or
-            context_chunk < 1.
+        ValueError: a wrong rank or width, a dense step, one of another context_axis or page size, or context_chunk < 1.
         NotImplementedError: a derivative is asked for under jax.jit, where the number of passes is not known.
     """
     _check_tokens("x", x, config, ranks=(2,))
