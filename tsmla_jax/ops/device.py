@@ -101,7 +101,7 @@ def why_not(kernel: Kernel) -> list[str]:
     if arch is None:
         return [
             "there is no NVIDIA GPU that jax can use (to lower for one without having it, set CUTE_DSL_ARCH, e.g. to"
-            f" {kernel.archs[0]})"
+            f" {kernel.archs[0]}; without it a program that is exported for GPUs has no kernels)"
         ]
     if gpu() is not None and named and named != arch:
         return [f"CUTE_DSL_ARCH is {named}, but the GPU here is {arch}"]

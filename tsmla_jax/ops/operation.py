@@ -1,8 +1,9 @@
 """Operation: a public function, the spec of its calls, and its implementations in an explicit table.
 
 An operation is a folder tsmla_jax/ops/<op>/. Its api.py holds the public function and the `Operation`, whose table is
-a small function that imports the implementations. These are the only imports inside functions in this package: they
-happen at the first call of the operation, so that `import tsmla_jax` costs milliseconds and brings no compiler.
+a small function that imports the implementations. These, and that of `device` here, are the only imports inside
+functions in this package: they happen at the first call of the operation, so that `import tsmla_jax` costs milliseconds
+and brings no compiler.
 """
 
 from __future__ import annotations
@@ -14,14 +15,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
+from tsmla_jax.ops.loops import carry
 from tsmla_kernels import contract
 
 IMPLEMENTATIONS = ("cute", "xla", "reference")
 """Best first: the order in which implementation=None tries them."""
 
 NO_KERNEL = "there is no kernel for this operation yet"
+
+BY_PLATFORM = "runs in programs that are lowered for an NVIDIA GPU, as by jax.export"
+"""The note on a kernel that None doesn't choose for jax's default device alone."""
 
 
 @dataclass(frozen=True)
@@ -140,12 +146,26 @@ class Operation:
         ValueError for an unknown name; NotImplementedError, with every reason, if the named one can't run."""
         _check_name(implementation)
         refused: list[str] = []
+        kernel: Implementation | None = None
         for name in IMPLEMENTATIONS if implementation is None else (implementation,):
             reasons = self.why_not(name, spec, named=implementation is not None)
             if not reasons:
-                return self.table[name]
+                found = self.table[name]
+                return found if kernel is None else by_platform(kernel, found)
+            if implementation is None and self._runs_on_gpus(name, spec):
+                kernel = self.table[name]
             refused += reasons if implementation else [f"{name}: {'; '.join(reasons)}"]
         raise contract.not_runnable(self.name, implementation or "None", refused)
+
+    def _runs_on_gpus(self, implementation: str, spec: Any) -> bool:
+        """Whether nothing but the platform of jax's default device keeps None from this implementation: the call may be
+        in a program that is lowered for a GPU."""
+        from tsmla_jax.ops import device
+
+        if implementation not in self.table or self.table[implementation].why_not(spec):
+            return False
+        reasons = self.table[implementation].why_not_by_default()
+        return bool(reasons) and reasons == device.why_not_by_default()
 
     def explain(self, *args: Any, implementation: str | None = None, **kwargs: Any) -> Explanation:
         """The explanation of the call function(*args, **kwargs); raises what the call raises for illegal arguments."""
@@ -156,7 +176,27 @@ class Operation:
         candidates = IMPLEMENTATIONS if implementation is None else (implementation,)
         chosen = next((name for name in candidates if not reasons[name]), None)
         notes = {name: tuple(found) for name, each in self.table.items() if (found := each.notes(spec))}
+        for name in IMPLEMENTATIONS if not named else ():
+            if self._runs_on_gpus(name, spec):
+                notes[name] = (*notes.get(name, ()), BY_PLATFORM)
         return Explanation(self.name, spec, chosen, reasons, notes)
+
+
+def by_platform(kernel: Implementation, other: Implementation) -> Implementation:
+    """`kernel` in programs that are lowered for NVIDIA GPUs, `other` in those lowered for other platforms, and outside
+    of jit."""
+
+    def run(*arrays: Any, **options: Any) -> Any:
+        operands = [x for x in jax.tree.leaves((arrays, options)) if isinstance(x, jax.Array)]
+
+        def varying(each: Implementation) -> Any:
+            # Under shard_map both must have results of one type: a kernel's vary as all of its operands do together.
+            return jax.tree.map(lambda x: carry(x, *operands), each.run(*arrays, **options))
+
+        # Both are traced, and the one of the platform is lowered.
+        return lax.platform_dependent(cuda=lambda: varying(kernel), default=lambda: varying(other))
+
+    return Implementation(run)
 
 
 def _check_name(implementation: str | None) -> None:

@@ -37,7 +37,8 @@ def mla_decode(
     if spec.batch_invariant:
         # One request and one page at a time: the order of a product's additions depends on its shape.
         def one(request: tuple[jax.Array | None, ...]) -> tuple[jax.Array, jax.Array]:
-            return jax.tree.map(lambda x: x[0], _attend(spec, kv_cache, scales, *jax.tree.map(lambda x: x[None], request)))
+            found = _attend(spec, kv_cache, scales, *jax.tree.map(lambda x: x[None], request))
+            return jax.tree.map(lambda x: x[0], found)
 
         out, lse = jax.lax.map(one, requests)
     else:
