@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import tsmla_jax
-from tsmla_jax.sparse import metadata
+from tsmla_jax.sparse import metadata, numerics
 
 FEW_TOKENS = 256
 """Tokens up to which partial results go to every device, in one exchange. The results of more tokens are exchanged so
@@ -298,9 +298,9 @@ def select_topk(
         positions [T, min(k, N c)] i32 among this device's keys, ascending, -1 behind the last.
     """
     # Ascending keys, then ascending positions; where there is no candidate, behind all others.
-    key = jnp.where(positions >= 0, -scores, jnp.nan)
+    key = jnp.where(positions >= 0, ~numerics.ordered(scores), _NOWHERE)
     whole = jnp.where(positions >= 0, global_positions(positions, context_axis, page_size), _NOWHERE)
-    packed = jnp.stack([lax.bitcast_convert_type(key, jnp.int32), whole], axis=-1)
+    packed = jnp.stack([key, whole], axis=-1)
     num_tokens = positions.shape[0]
     if num_tokens <= FEW_TOKENS:
         winners = _best_of(lax.all_gather(packed, context_axis), k)
@@ -315,8 +315,7 @@ def select_topk(
 def _best_of(candidates: jax.Array, k: int) -> jax.Array:
     """The positions in their texts [t, min(k, N c)] of the k best of the devices' candidates [N, t, c, 2]."""
     by_token = jnp.moveaxis(candidates, 0, 1).reshape(candidates.shape[1], -1, 2)
-    keys = lax.bitcast_convert_type(by_token[..., 0], jnp.float32)
-    _, winners = lax.sort((keys, by_token[..., 1]), num_keys=2)
+    _, winners = lax.sort((by_token[..., 0], by_token[..., 1]), num_keys=2)
     return winners[:, :k]
 
 

@@ -32,6 +32,31 @@ def scale_exponent(amax: Array, floor: float) -> Array:
     return exponent + ((bits & _MANTISSA_MASK) > _FP8_MAX_MANTISSA).astype(jnp.int32)
 
 
+def ordered(x: Array) -> Array:
+    """Integers of x's width that compare as the values of x do: 0.0 and -0.0 alike, and NaN below every number. XLA's
+    own comparisons take subnormal numbers for 0 on CPUs."""
+    bits, magnitude = _bits(x)
+    least = jnp.iinfo(bits.dtype).min
+    return jnp.where(magnitude > _infinity(x), least, jnp.where(bits < 0, -magnitude, magnitude))
+
+
+def is_unordered(x: Array) -> Array:
+    """Where XLA's own comparisons don't order x as `ordered` does: NaN and subnormal numbers."""
+    _, magnitude = _bits(x)
+    least_normal, _ = _bits(jnp.asarray(jnp.finfo(x.dtype).tiny, x.dtype))
+    return (magnitude > _infinity(x)) | ((magnitude > 0) & (magnitude < least_normal))
+
+
+def _bits(x: Array) -> tuple[Array, Array]:
+    """The bits of floats as signed integers, and the same without the sign."""
+    bits = lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}")
+    return bits, bits & jnp.iinfo(bits.dtype).max
+
+
+def _infinity(x: Array) -> Array:
+    return _bits(jnp.asarray(jnp.inf, x.dtype))[0]
+
+
 def exp2_int(exponent: Array) -> Array:
     """2^exponent as f32, exact, for exponents of normal numbers (-126 to 127)."""
     return lax.bitcast_convert_type((exponent + _EXPONENT_BIAS) << _MANTISSA_BITS, jnp.float32)

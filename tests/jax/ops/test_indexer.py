@@ -1,6 +1,7 @@
 """The V3.2 indexer: quantisation, logits over paged keys, and the exact top-k."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -180,7 +181,11 @@ def test_shards_of_tokens_and_of_heads_and_vmap() -> None:
 @settings(max_examples=60)
 @given(
     rows=st.lists(
-        st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.5, 1e-30, float("-inf")]), min_size=9, max_size=9),
+        st.lists(
+            st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.5, 1e-30, 3e-39, 1.5e-45, -3e-39, float("-inf")]),
+            min_size=9,
+            max_size=9,
+        ),
         min_size=3,
         max_size=3,
     ),
@@ -238,6 +243,25 @@ def test_topk_of_long_rows_in_blocks() -> None:
     assert np.array_equal(got, TOPK["reference"](logits, ints(lens), 64))
     for t in (0, 7, 299):
         assert got[t].tolist() == oracle.topk(list(map(float, logits[t, : lens[t]])), int(lens[t]), 64)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_topk_of_subnormal_logits(dtype: Any) -> None:
+    """XLA compares them as 0 on CPUs."""
+    steps = np.asarray([[0, 1, 3, 9, 20, -1, -3, 0, -0.0, np.nan]])
+    rows = (steps * float(jnp.finfo(dtype).smallest_subnormal)).astype(dtype)
+    assert 0 < rows[0, 1] < jnp.finfo(dtype).tiny
+    for name, run in TOPK.items():
+        assert run(rows, ints([10]), 10).tolist() == [[4, 3, 2, 1, 0, 7, 8, 5, 6, 9]], name
+        assert run(rows, ints([9]), 3, order="position").tolist() == [[2, 3, 4]], name
+    assert tsmla_jax.select_topk(jnp.asarray([[0, 1e-45, 3e-39, 1e-38, 2e-38]]), ints([5]), 3).tolist() == [[4, 3, 2]]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_topk_of_subnormal_logits_of_rows_that_start_later(implementation: str) -> None:
+    logits = jnp.asarray([[3.0, 1e-45, 3e-39, -jnp.inf, 2e-39, 0.0]])
+    got = tsmla_jax.select_topk(logits, ints([5]), 6, row_starts=ints([1]), implementation=implementation)
+    assert got.tolist() == [[1, 3, 0, 4, 2, -1]]
 
 
 def test_topk_ranks_nan_last() -> None:

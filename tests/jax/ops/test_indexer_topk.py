@@ -344,3 +344,12 @@ def test_the_workspace_is_bounded() -> None:
         assert 4 * rows * columns + 8 * tokens <= chunks.workspace_bytes(tokens, columns) <= (128 << 20) + 8 * tokens
     assert chunks.chunk_rows(100, 1 << 22) == 16  # rows too long for as many
     assert chunks.workspace_bytes(100, 1 << 22) == (16 << 24) + 800
+
+
+def test_the_best_of_subnormal_scores_are_kept() -> None:
+    """XLA compares them as 0 on CPUs. Places without a key stay behind keys of NaN."""
+    best = xla.Best(jnp.asarray([[1e-45, 3e-39, -jnp.inf]]), ints([[0, 1, -1]]))
+    more = xla.Best(jnp.asarray([[2e-39, jnp.nan, -1e-45]]), ints([[4, 5, 6]]))
+    assert jax.jit(xla.merge)(best, more).positions.tolist() == [[1, 4, 0]]
+    wide = xla.Best(*(jnp.pad(x, ((0, 0), (0, 3)), constant_values=-1) for x in best))
+    assert jax.jit(xla.merge)(wide, more).positions.tolist() == [[1, 4, 0, 6, 5, -1]]

@@ -16,6 +16,7 @@ from jax import lax
 from tsmla_jax.ops.indexer_logits import xla as logits_xla
 from tsmla_jax.ops.indexer_topk.reference import Results, nothing_selected, rows_of, unpacked
 from tsmla_jax.ops.loops import carry
+from tsmla_jax.sparse import numerics
 from tsmla_jax.sparse.blocks import over_token_blocks
 from tsmla_kernels.contract.sparse import IndexerTopkSpec
 
@@ -107,15 +108,14 @@ def merge(best: Best, more: Best) -> Best:
     kept = best.logits.shape[1]
     logits, positions = (jnp.concatenate(pair, axis=1) for pair in zip(best, more, strict=True))
     is_key = positions >= 0
-    nan = is_key & jnp.isnan(logits)
-    value = jnp.where(is_key & ~nan, logits, -jnp.inf)
+    value = jnp.where(is_key, logits, -jnp.inf)
     # XLA orders -0.0 below 0.0, and a sum of relus times negative weights is -0.0 as often as not.
     value = jnp.where(value == 0, jnp.zeros_like(value), value)
 
     def sort_all() -> jax.Array:
-        return jnp.lexsort((-value, nan, ~is_key), axis=-1).astype(jnp.int32)[:, :kept]
+        return jnp.lexsort((~numerics.ordered(logits), ~is_key), axis=-1).astype(jnp.int32)[:, :kept]
 
     # Ties go to the lower index, so to the lower position. But a place without a key is not worse than a key of -inf.
-    unusual = (is_key & (nan | jnp.isneginf(value))).any()
+    unusual = (is_key & (numerics.is_unordered(logits) | jnp.isneginf(logits))).any()
     order = lax.cond(unusual, sort_all, lambda: lax.top_k(value, kept)[1])
     return Best(jnp.take_along_axis(logits, order, axis=1), jnp.take_along_axis(positions, order, axis=1))

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from tsmla_jax.sparse import numerics
 from tsmla_kernels.contract.sparse import TopKSpec
 
 Results = jax.Array | tuple[jax.Array, jax.Array]
@@ -36,10 +37,8 @@ def select_topk(logits: jax.Array, seq_lens: jax.Array, *others: jax.Array, spec
     rows = rows_of(spec, seq_lens, *others)
     column = jnp.arange(num_keys) - rows.starts[:, None]
     in_row = (column >= 0) & (column < rows.lens[:, None])
-    nan = jnp.isnan(logits)
-    value = jnp.where(in_row & ~nan, logits, -jnp.inf)
-    # The last key of lexsort decides first; NaN goes behind -inf, what is not the row's behind everything.
-    order = jnp.lexsort((-value, nan, ~in_row), axis=-1).astype(jnp.int32)
+    # The last key of lexsort decides first: what is not the row's goes behind everything.
+    order = jnp.lexsort((~numerics.ordered(logits), ~in_row), axis=-1).astype(jnp.int32)
     order = jnp.pad(order[:, :k], ((0, 0), (0, max(0, k - num_keys)))) - rows.starts[:, None]
     positions = jnp.where(jnp.arange(k) < rows.lens[:, None], order, -1)
     return results_of(spec, rows, ascending(positions) if spec.order == "position" else positions)

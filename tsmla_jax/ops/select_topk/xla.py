@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tsmla_jax.ops.select_topk.reference import Results, ascending, results_of, rows_of
+from tsmla_jax.sparse import numerics
 from tsmla_jax.sparse.blocks import over_token_blocks
 from tsmla_kernels.contract.sparse import TopKSpec
 
@@ -27,17 +28,19 @@ def select_topk(logits: jax.Array, seq_lens: jax.Array, *others: jax.Array, spec
         if spec.row_starts:
             column = column - starts[:, None]
             in_row = (column >= 0) & (column < lens[:, None])
-        nan = in_row & jnp.isnan(logits)
-        value = jnp.where(in_row & ~nan, logits, -jnp.inf)
+        unusual = (in_row & numerics.is_unordered(logits)).any()
+        value = jnp.where(in_row, logits, -jnp.inf)
         # XLA orders -0.0 below 0.0, and a sum of relus times negative weights is -0.0 as often as not.
         value = jnp.where(value == 0, jnp.zeros_like(value), value)
 
         def sort_all() -> jax.Array:
-            return jnp.lexsort((-value, nan, ~in_row), axis=-1).astype(jnp.int32)[:, : min(k, num_keys)]
+            keys = ~numerics.ordered(logits), ~in_row
+            return jnp.lexsort(keys, axis=-1).astype(jnp.int32)[:, : min(k, num_keys)]
 
         # Ties go to the lower index, so a -inf inside the row comes before those past its end, but not before NaN.
         # With starts there may also be -inf before the row, at lower positions than those inside.
-        unusual = nan.any() | (in_row & jnp.isneginf(value)).any() if spec.row_starts else nan.any()
+        if spec.row_starts:
+            unusual |= (in_row & jnp.isneginf(logits)).any()
         order = lax.cond(unusual, sort_all, lambda: lax.top_k(value, min(k, num_keys))[1])
         order = jnp.pad(order, ((0, 0), (0, max(0, k - num_keys)))) - starts[:, None]
         positions = jnp.where(jnp.arange(k, dtype=jnp.int32) < lens[:, None], order, -1)
