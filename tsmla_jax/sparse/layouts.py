@@ -121,7 +121,7 @@ def write_v4_cache(
     Args:
       kv_cache: [P, Z, D] of bf16, f16, f32 or float8_e4m3fn, or uint8 [P, page_bytes] (the packed 584-byte layout).
       kv: [T, D], norm and rope already applied. An fp8 cache rounds it to bf16, divides by kv_scale and clamps to 448.
-      slot_mapping: [T] int32, page * page_span + offset; -1 is skipped.
+      slot_mapping: [T] int32, page * page_span + offset; -1 is skipped. Slots must differ, as in write_kv_cache.
       kv_scale: the per-tensor scale of an fp8 cache, None is 1; not legal with another layout.
       page_size: rows of a packed page (64), or of a plain page strided wider than its rows.
       page_span: the slots between two packed pages, page_size unless slots were remapped (see remap_slots).

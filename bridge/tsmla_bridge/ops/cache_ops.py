@@ -38,7 +38,8 @@ def write_kv_cache(
         float8_e4m3fn, float32 or float64.
       latent, k_rope: [T, L] and [T, R] in one dtype: float16, bfloat16, float32 or float64; k_rope None when D = L.
       slot_mapping: [T] int32, or int64 as vLLM and SGLang have it; slot = page * Z + offset; -1 skips the token. Slots
-        must differ; of two tokens with one slot either may stay.
+        must differ: what two tokens leave in one slot has no meaning, on a GPU it may be parts of both. TSMLA_CHECK=1
+        finds them.
       kv_scale: divisor before the conversion; float or float32 scalar tensor; None is 1.
       implementation: "cute" (the kernel), "reference" (torch operations), or None: the kernel where it can run.
 

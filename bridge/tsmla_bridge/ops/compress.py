@@ -56,7 +56,8 @@ def compress_write_kv_cache(
       state_positions: [N, ring] int32, their positions; -1 for none.
       norm_weight: [C] floats.
       cos_sin: [N, R] float32, a row a position.
-      block_tables: [B, M] int32, pages of each request's entries.
+      block_tables: [B, M] int32, pages of each request's entries. No two new entries may lie in one slot: what they
+        leave there has no meaning.
       state_slots: [B] int32, where each request's state is, of N.
       seq_lens: [B] int32, tokens of each request, the new ones included.
       cu_seqlens_q: [B + 1] int32, where each request's new tokens start, and their end.
@@ -123,7 +124,8 @@ def _compress(
         return COMPRESS_WRITE_KV_CACHE.reasons(spec) + loaded_kernels.layout_reasons(given)
 
     by_kernel = loaded_kernels.is_chosen(COMPRESS_WRITE_KV_CACHE, implementation, cache.device, why_not)
-    data_checks.check(values.compress, spec.compress, lens, offsets, arrays.state_slots, arrays.positions)
+    where = (lens, offsets, arrays.state_slots, arrays.positions, arrays.block_tables)
+    data_checks.check(values.compress_write, spec, *where)
     if 0 in (spec.compress.num_tokens, spec.compress.num_requests):
         return
     for name in _WRITTEN:

@@ -41,7 +41,7 @@ def write_packed_kv_cache(
       latent: [T, 512] floats, the normalised latents.
       k_rope: [T, 64] floats.
       slot_mapping: [T] int32 or int64, as write_kv_cache's: slot = page * Z + offset; -1 skips the token. Slots must
-        differ.
+        differ, as there: two tokens of one slot may leave the latent of one with the scales of the other.
       cos, sin: [T, 32] float32 of each token's position: k_rope is rotated in float32 and rounded to its dtype first.
       rope_interleave: whether the pairs of k_rope are columns 2i and 2i + 1; otherwise i and i + 32.
       rope_layout: "interleaved" or "halves", the order of the rotated columns in the cache.
@@ -120,7 +120,7 @@ def write_indexer_cache(
     Args:
       k_cache: uint8 [P, Z, Di + 4], a page's bytes Z keys of e4m3 and then Z scales of float32; or floats [P, Z, Di].
       k: [T, Di] floats, normed.
-      slot_mapping: as write_packed_kv_cache's.
+      slot_mapping: as write_packed_kv_cache's; slots must differ.
       cos, sin: [T, R / 2] float32: columns [rope_offset, rope_offset + R) of k are rotated in float32 first.
       rope_offset: 0 in V3.2, Di - R in V4.
       rope_layout: "halves" (pairs i and i + R / 2) or "interleaved" (2i and 2i + 1).

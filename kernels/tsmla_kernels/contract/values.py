@@ -12,6 +12,7 @@ import os
 import numpy as np
 
 from tsmla_kernels.contract import CacheGatherSpec, CacheWriteSpec, DecodeSpec, PrefillSpec
+from tsmla_kernels.contract.compress import CompressWriteSpec
 from tsmla_kernels.contract.sparse import CompressSpec, IndexerLogitsSpec, SparseMLASpec
 
 
@@ -90,7 +91,9 @@ def slot_mapping(num_slots: int, slots: np.ndarray) -> None:
         if not 0 <= slot < num_slots:
             raise ValueError(f"slot_mapping: token {token} goes to slot {slot}; legal: -1, or 0 to {num_slots - 1}")
         if slot in writer:
-            raise ValueError(f"slot_mapping: tokens {writer[slot]} and {token} both go to slot {slot}")
+            raise ValueError(
+                f"slot_mapping: tokens {writer[slot]} and {token} both go to slot {slot}; legal: slots that differ"
+            )
         writer[slot] = token
 
 
@@ -200,6 +203,33 @@ def compress(
                     f"seq_lens: request {request} continues at position {start}, but its state holds position {held} "
                     f"where {position} belongs; legal: positions that follow one another, skipping none"
                 )
+
+
+def compress_write(
+    spec: CompressWriteSpec,
+    seq_lens: np.ndarray,
+    cu_seqlens_q: np.ndarray,
+    state_slots: np.ndarray,
+    ring_positions: np.ndarray,
+    block_tables: np.ndarray,
+) -> None:
+    """`compress`, and no two entries that the new tokens complete go to one slot."""
+    compress(spec.compress, seq_lens, cu_seqlens_q, state_slots, ring_positions)
+    writer: dict[int, tuple[int, int]] = {}
+    for request, (end, length) in enumerate(zip(seq_lens.tolist(), np.diff(cu_seqlens_q).tolist(), strict=True)):
+        for entry in range((end - length) // spec.compress.ratio, end // spec.compress.ratio):
+            column, offset = divmod(entry, spec.page_size)
+            page = int(block_tables[request, column]) if column < block_tables.shape[1] else -1
+            if not 0 <= page < spec.num_pages:
+                continue  # such an entry is not written
+            slot = page * spec.page_size + offset
+            if slot in writer:
+                other, its_entry = writer[slot]
+                raise ValueError(
+                    f"block_tables: entry {its_entry} of request {other} and entry {entry} of request {request} both go"
+                    f" to slot {slot}; legal: entries that are written lie in pages of their request alone"
+                )
+            writer[slot] = request, entry
 
 
 def cu_seqlens(num_tokens: int, offsets: np.ndarray) -> None:

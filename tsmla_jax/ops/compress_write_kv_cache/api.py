@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -52,6 +53,7 @@ def compress_write_kv_cache(
       norm_weight: [C] floats.
       cos_sin: [N, R] float32 of rope_table; the last R channels are rotated, pairs 2i and 2i + 1.
       block_tables: [B, M] int32, pages of each request's entries. Entries of pages that don't exist are not written.
+        No two new entries may lie in one slot: what they leave there has no meaning.
       eps: of the norm; static.
       kv_scale: of a float8_e4m3fn cache, as in write_v4_cache.
       page_size: Z of V4 pages, 64 unless given.
@@ -61,7 +63,8 @@ def compress_write_kv_cache(
       (cache, the new CompressorState).
 
     Raises:
-      TypeError, ValueError: an argument is not legal. Under TSMLA_CHECK=1 also what compress_kv checks.
+      TypeError, ValueError: an argument is not legal. Under TSMLA_CHECK=1 also what compress_kv checks, and two
+        new entries of one slot.
       NotImplementedError: the named implementation can't run this call.
     """
     spec = OPERATION.spec(
@@ -85,11 +88,7 @@ def compress_write_kv_cache(
     arrays = [jnp.asarray(x) for x in (kv_score, ape, norm_weight, cos_sin, block_tables, state_slots, cu_seqlens_q)]
     rings = (jnp.asarray(state.kv_score), jnp.asarray(state.positions))
     lens = behind(
-        lambda *checked: values.compress(spec.compress, *checked),
-        jnp.asarray(seq_lens),
-        arrays[-1],
-        arrays[-2],
-        rings[1],
+        partial(values.compress_write, spec), jnp.asarray(seq_lens), arrays[-1], arrays[-2], rings[1], arrays[-3]
     )
     cache = jnp.asarray(cache)
     if 0 in (spec.compress.num_tokens, spec.compress.num_requests):

@@ -49,7 +49,8 @@ def rope_write_kv_cache(
       q_rope: [T, H, R] in q_nope's dtype, not rotated yet.
       latent: [T, L] in that dtype, the normalised latents.
       k_rope: [T, R] in that dtype, not rotated yet.
-      slot_mapping: [T] int32, slot = page * Z + offset; -1 writes nothing for the token. Slots must differ.
+      slot_mapping: [T] int32, slot = page * Z + offset; -1 writes nothing for the token. Slots must differ,
+        as in write_kv_cache.
       cos, sin: [T, R / 2] float32, of each token's position, multiplied by yarn's attention factor.
       q_scale, kv_scale: divisors before the conversions; float or float32 scalar array, may be traced; None is 1.
       q_dtype: dtype of the query; None is float8_e4m3fn if q_scale is given, else q_nope's dtype.
