@@ -89,6 +89,9 @@ class TsmlaMLABackend(MLAAttentionBackend):
         ):
             if array.shape[-1] != width:
                 raise ValueError(f"{name}: got shape {array.shape}; legal: {width} columns")
+        kv_cache = token_to_kv_pool.get_fused_kv_buffer(layer.layer_id)
+        if kv_cache.shape[1] != self.page_size:
+            raise ValueError(f"token_to_kv_pool: got pages of {kv_cache.shape[1]} tokens; legal: {self.page_size}")
         rows, heads = P("data"), P("data", "tensor")
         metadata = self.forward_metadata
         attend = jax.shard_map(
@@ -102,7 +105,7 @@ class TsmlaMLABackend(MLAAttentionBackend):
             q_rope,
             jax.sharding.reshard(k.reshape(-1, self.kv_lora_rank), rows),
             jax.sharding.reshard(k_rope.reshape(-1, self.qk_rope_head_dim), rows),
-            token_to_kv_pool.get_fused_kv_buffer(layer.layer_id),
+            kv_cache,
             forward_batch.out_cache_loc,
             metadata.seq_lens,
             metadata.page_indices,

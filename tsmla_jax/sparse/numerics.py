@@ -44,7 +44,9 @@ def is_unordered(x: Array) -> Array:
     """Where XLA's own comparisons don't order x as `ordered` does: NaN and subnormal numbers."""
     _, magnitude = _bits(x)
     least_normal, _ = _bits(jnp.asarray(jnp.finfo(x.dtype).tiny, x.dtype))
-    return (magnitude > _infinity(x)) | ((magnitude > 0) & (magnitude < least_normal))
+    unsigned = f"uint{8 * x.dtype.itemsize}"  # the differences below 0 wrap round to the greatest numbers
+    above = (magnitude - least_normal).astype(unsigned) > (_infinity(x) - least_normal).astype(unsigned)
+    return above & (magnitude != 0)
 
 
 def _bits(x: Array) -> tuple[Array, Array]:

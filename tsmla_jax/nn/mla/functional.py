@@ -282,9 +282,7 @@ def prefill_with_context(
     _check_tokens("x", x, config, ranks=(2,))
     if context_chunk < 1:
         raise ValueError(f"{context_chunk=} must be >= 1")
-    _check_step(step)
-    step.check_axis(context_axis)
-    step.check_pages("kv_cache", kv_cache)
+    _check_step(step, kv_cache, context_axis)
     cos, sin = rope_cos_sin(config, step.positions(x.shape[:-1]))
     block_tables, context_lens = step.block_tables, step.context_lens
     cu_seqlens_q, max_q_len = needed_when_ragged(step.cu_seqlens_q), needed_when_ragged(step.max_q_len)
@@ -394,9 +392,7 @@ def decode(
         ValueError: a wrong rank or width, or a step of the other kind than x or of another context_axis or page size.
     """
     _check_tokens("x", x, config, ranks=(2, 3))
-    _check_step(step)
-    step.check_axis(context_axis)
-    step.check_pages("kv_cache", kv_cache)
+    _check_step(step, kv_cache, context_axis)
     cos, sin = rope_cos_sin(config, step.positions(x.shape[:-1]))
     latent, k_rope = project_latent(params, config, x, cos, sin)
     kv_cache = tsmla_jax.write_kv_cache(
@@ -435,8 +431,10 @@ def _check_tokens(name: str, x: jax.Array, config: MLAConfig, ranks: tuple[int, 
         raise ValueError(f"{name}.shape={x.shape} must be {legal} with E = {config.hidden_size} (config.hidden_size)")
 
 
-def _check_step(step: Step) -> None:
+def _check_step(step: Step, kv_cache: jax.Array, context_axis: str | None) -> None:
     check_step(step, Step, "Step.dense or Step.ragged")
+    step.check_axis(context_axis)
+    step.check_pages("kv_cache", kv_cache)
     _vector("seq_lens", step.seq_lens)
     if step.cu_seqlens_q is not None:
         _vector("cu_seqlens_q", step.cu_seqlens_q)
