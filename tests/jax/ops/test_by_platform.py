@@ -172,6 +172,28 @@ def test_vmap_and_derivatives_of_such_a_call() -> None:
     assert device.TARGET in lower(jax.grad(functools.partial(loss, function)), arrays)
 
 
+@pytest.mark.parametrize("op", ["mla_prefill", "mla_prefill_kv", "write_kv_cache", "gather_kv_cache"])
+def test_gradients_of_such_a_call(op: str) -> None:
+    function, arrays = call_of(op)
+    rng = np.random.default_rng(0)
+    given = {name: rng.normal(size=x.shape).astype(x.dtype) if x.dtype == BF16 else x for name, x in arrays.items()}
+    floats = {name: x for name, x in given.items() if x.dtype == BF16}
+
+    def gradient(function: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.value_and_grad(lambda floats: jax.tree.leaves(function(given | floats))[0].astype(F32).sum())
+
+    assert device.TARGET in lower(gradient(function), floats)
+    got, want = (jax.jit(gradient(each))(floats) for each in (function, call_of(op, "xla")[0]))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, F32), np.asarray(b, F32))
+
+
+def test_a_derivative_that_there_is_not_is_refused() -> None:
+    function, arrays = call_of("mla_decode")
+    with pytest.raises(NotImplementedError, match="mla_decode has no derivative"):
+        jax.jit(jax.grad(lambda q: function(arrays | {"q": q}).astype(F32).sum()))(jnp.asarray(arrays["q"]))
+
+
 def test_an_architecture_without_a_kernel_leaves_xla(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_80")
     function, arrays = call_of("select_topk")
