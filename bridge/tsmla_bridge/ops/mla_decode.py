@@ -113,8 +113,11 @@ def mla_decode(
         named, others = DecodeOptions(*options), (kv_cache, block_tables, seq_lens, cu_seqlens_q, visible_lens)
         if compiling or operators.is_traced(q, kv_cache):
             inputs = DecodeInputs(_concatenated(q, latent_dim), *others)
-            _check_scales(softmax_scale, q_scale, kv_scale)
-            pair = scales.product(softmax_scale, q_scale, kv_scale, kv_scale)
+            if isinstance(softmax_scale, scales.Premultiplied):
+                pair = softmax_scale.factors
+            else:
+                _check_scales(softmax_scale, q_scale, kv_scale)
+                pair = scales.product(softmax_scale, q_scale, kv_scale, kv_scale)
             return call_operator(inputs, pair, named, return_lse, out, lse, workspace)
         query, rope = (q, None) if isinstance(q, torch.Tensor) else tensors.query_of_pair(q, latent_dim)
         plan = plan_for(DecodeInputs(query, *others, rope), named)
@@ -139,6 +142,8 @@ def mla_decode(
 
 def _checked_pair(query: torch.Tensor, softmax_scale: Scale, q_scale: Scale | None, kv_scale: Scale | None) -> Pair:
     """The pair of a call's scales; raises as mla_decode does."""
+    if isinstance(softmax_scale, scales.Premultiplied):
+        return softmax_scale.factors
     _check_scales(softmax_scale, q_scale, kv_scale)
     tensors.same_device("q", query, {"softmax_scale": softmax_scale, "q_scale": q_scale, "kv_scale": kv_scale})
     return scales.product(softmax_scale, q_scale, kv_scale, kv_scale)

@@ -101,16 +101,21 @@ def sparse_mla(
     if plan is None:
         named, described = SparseInputs(*inputs), SparseOptions(*options)
         if compiling or operators.is_traced(q, kv_cache, sinks):
-            scales.check("softmax_scale", softmax_scale, optional=False)
-            scales.check("q_scale", q_scale)
-            scales.check("kv_scale", kv_scale)
-            scales.check("compressed_kv_scale", compressed_kv_scale)
-            factors = scales.factors(softmax_scale, q_scale, kv_scale, compressed_kv_scale)
+            if isinstance(softmax_scale, scales.Premultiplied):
+                factors = softmax_scale.factors
+            else:
+                scales.check("softmax_scale", softmax_scale, optional=False)
+                scales.check("q_scale", q_scale)
+                scales.check("kv_scale", kv_scale)
+                scales.check("compressed_kv_scale", compressed_kv_scale)
+                factors = scales.factors(softmax_scale, q_scale, kv_scale, compressed_kv_scale)
             return _call_operator(named, factors, described, return_lse, out, lse, workspace)
         plan = plans.find(named, described, make_plan)
     unscaled = q_scale is None and kv_scale is None and compressed_kv_scale is None
     if unscaled and type(softmax_scale) is float and LEAST_SCALE <= softmax_scale <= GREATEST_SCALE:
         factors = (softmax_scale, 1.0, 1.0)
+    elif isinstance(softmax_scale, scales.Premultiplied):
+        factors = softmax_scale.factors
     else:
         given = {"softmax_scale": softmax_scale, "q_scale": q_scale, "kv_scale": kv_scale,
                  "compressed_kv_scale": compressed_kv_scale}  # fmt: skip

@@ -14,7 +14,7 @@ import contextlib
 import ctypes
 import threading
 from collections.abc import Iterator
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
@@ -28,6 +28,14 @@ Pair = tuple[float, float] | torch.Tensor
 Factors = tuple[float, float, float] | torch.Tensor
 """(logits' factor, that of the values in the first cache, that of those in the second) as numbers, or as a float32
 tensor [3] (float64 on CPUs)."""
+
+
+class Premultiplied(NamedTuple):
+    """The Pair or the Factors of a call as a tensor, for a caller that makes those of many calls at once. It is passed
+    as softmax_scale; the call's other scales are part of it, and are not multiplied again."""
+
+    factors: torch.Tensor
+
 
 MAX_PAIRS = 256
 """Pairs kept for a stream: a model needs some for each kind of layer. Beyond that all are dropped and written anew."""

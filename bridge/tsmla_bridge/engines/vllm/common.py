@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import vllm.envs as envs
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
 from vllm.v1.attention.backends.mla import sparse_utils
 
@@ -31,11 +33,32 @@ def align_blocks(spec: Any, rows: int = 1) -> Any:
     return spec if align is None else align(spec, rows)
 
 
+def layers_of(vllm_config: Any, names: Iterable[str]) -> dict[str, Any]:
+    """The attention layers of these names, which vLLM's models add when they are made."""
+    known: Mapping[str, Any] = vllm_config.compilation_config.static_forward_context
+    return {name: known[name] for name in names}
+
+
+class Asked(NamedTuple):
+    """What a layer's calls have that its model's configuration may say otherwise: layers may skip the cache's dtype,
+    and a draft model's may have heads and a dtype of their own."""
+
+    num_heads: int
+    dtype: torch.dtype
+    kv_cache_dtype: str
+
+
+def asked_by(layers: Iterable[Any]) -> list[Asked]:
+    """What these layers' calls have, each once."""
+    return list({Asked(layer.impl.num_heads, layer.impl.dtype, layer.kv_cache_dtype): None for layer in layers})
+
+
 class HopperBackend(MLACommonBackend):
-    """What vLLM asks of a backend before it makes a layer."""
+    """What vLLM asks of a backend before it makes a layer. Where vLLM itself answers yes, an answer is given here too."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", "float16", *FP8_CACHES]
+    supports_kv_cache_update_bypass = False
 
     @staticmethod
     def get_name() -> str:
@@ -43,7 +66,12 @@ class HopperBackend(MLACommonBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
-        return list(PAGE_SIZES)
+        """The sizes of pages. vLLM takes a block as one page where it can, and else the largest of these that divides
+        it; so of a larger block, where vLLM (0.31 and later) says which, none above the best is offered."""
+        block = None if kv_cache_spec is None else kv_cache_spec.block_size
+        if block is None or block in PAGE_SIZES or block % PAGE_SIZES[0]:
+            return list(PAGE_SIZES)
+        return [size for size in PAGE_SIZES if size <= PAGE_SIZES[0]]
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
@@ -57,6 +85,19 @@ class HopperBackend(MLACommonBackend):
     def supports_batch_invariance(cls) -> bool:
         return True
 
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        # Which kernel runs a step follows from the query lengths that the host knows.
+        return False
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return True  # the cache is vLLM's: pages of rows, which a connector moves as they are
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> None:
+        return None  # any order of layers and pages, as long as a page's rows lie side by side
+
 
 class HopperImpl:
     """The constructor of a layer's attention, before vLLM's own class among the bases. Raises NotImplementedError for
@@ -64,7 +105,11 @@ class HopperImpl:
 
     kind: ClassVar[str]  # of the backend, as its errors name it
     can_return_lse_for_decode: bool = True
+    lse_base_on_e: bool = True
     supports_dcp: bool = True
+    # There vLLM's models merge the ranks' results by an lse of decode rows alone, and gather the keys of prompts.
+    supports_pcp: bool = False
+    supports_quant_query_input: bool = False
     supports_mtp_with_cp_non_trivial_interleave_size: bool = True
 
     def __init__(
@@ -88,3 +133,4 @@ class HopperImpl:
         if given := [name for name, value in features.items() if value]:
             raise NotImplementedError(f"{', '.join(given)}: tsmla's {self.kind} backend has none")
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        self.dtype: torch.dtype = get_current_vllm_config().model_config.dtype

@@ -9,13 +9,12 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 import vllm
 import vllm.envs as envs
-from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonDecodeMetadata,
     MLACommonImpl,
@@ -35,8 +34,11 @@ from tsmla_bridge.engines.vllm.common import (
     HopperBackend,
     HopperImpl,
     align_blocks,
+    asked_by,
     kv_dtype,
+    layers_of,
 )
+from tsmla_bridge.engines.vllm.step import LayerScales, OncePerStep
 from tsmla_bridge.ops import mla_decode as op
 from tsmla_bridge.runtime import devices, tensors
 from tsmla_kernels.catalog import MLA_DECODE
@@ -98,11 +100,6 @@ class TsmlaMLABackend(HopperBackend):
         return True
 
     @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        # Which kernel runs a step follows from the query lengths that the host knows.
-        return False
-
-    @classmethod
     def supports_combination(
         cls,
         head_size: int,
@@ -125,39 +122,42 @@ class TsmlaMLABackend(HopperBackend):
         return "; ".join(reasons) or None
 
 
-class VisibleLens(NamedTuple):
-    """How many of a rank's keys each query token sees, in context parallelism; lens: [T] int32."""
-
-    lens: torch.Tensor
-    capture: int | None  # the capture that they were made in, if any
-
-
-@dataclass
+@dataclass(kw_only=True)
 class TsmlaMLADecodeMetadata(MLACommonDecodeMetadata):
     """A step's decode part. q_len: query tokens of every request, or None where the requests have different numbers.
-    max_q_len: a bound on them. interleave: keys that a rank of the context takes at a time."""
+    max_q_len: a bound on them. interleave: keys that a rank of the context takes at a time. scales: of the layers with
+    an fp8 cache."""
 
     query_start_loc: torch.Tensor
     q_len: int | None
     max_q_len: int
     interleave: int
-    made: VisibleLens | None = None
+    scales: LayerScales
+    step: OncePerStep = field(default_factory=OncePerStep)
 
     def visible_lens(self, num_tokens: int, world: int, rank: int) -> torch.Tensor:
         """How many of the rank's keys each query token sees, [T], in causal calls of several tokens a request in
-        context parallelism. Made by a step's first layer, on the device from vLLM's own buffers, so that a CUDA graph
-        makes them anew at every replay; a capture never takes those of another."""
-        capture = devices.capture_id(devices.current_stream(self.seq_lens.get_device())) if _capturing() else None
-        if self.made is None or self.made.capture != capture:
-            assert self.dcp_tot_seq_lens is not None
-            deal = Deal(world, rank, self.interleave)
-            lens = visible_keys(self.query_start_loc, self.dcp_tot_seq_lens, self.seq_lens, num_tokens, deal)
-            self.made = VisibleLens(lens, capture)
-        return self.made.lens
+        context parallelism."""
+        all_lens, deal = self.dcp_tot_seq_lens, Deal(world, rank, self.interleave)
+        assert all_lens is not None
+        return self.step.take(
+            "visible_lens",
+            self.seq_lens.device,
+            lambda: visible_keys(self.query_start_loc, all_lens, self.seq_lens, num_tokens, deal),
+        )
 
-
-def _capturing() -> bool:
-    return torch.cuda.is_available() and devices.is_capturing()
+    def in_pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's cache and the block table. Where blocks hold other layers' pages too, the cache is all pages up to
+        the last block's, side by side, and the table counts these: multiplied once in a step, not in every layer."""
+        step = tensors.page_step(kv_cache)
+        if step == 1:
+            return kv_cache, self.block_table
+        num_pages, page_size, head_dim = kv_cache.shape
+        pages = kv_cache.as_strided(
+            ((num_pages - 1) * step + 1, page_size, head_dim), (page_size * head_dim, head_dim, 1)
+        )
+        table = self.step.take(("pages", step), kv_cache.device, lambda: self.block_table * step)
+        return pages, table
 
 
 class TsmlaMLAMetadata(MLACommonMetadata[TsmlaMLADecodeMetadata]):
@@ -174,46 +174,73 @@ class TsmlaMLAMetadataBuilder(MLACommonMetadataBuilder[TsmlaMLAMetadata]):
     reorder_batch_threshold: int = SHORT_EXTEND
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        if self.batch_invariant:
+            # A prompt's last tokens go to prefill, as its others do: whether a request's decode runs beside some of
+            # them must not choose its kernel. vLLM raises this to a token and its drafts.
+            self.reorder_batch_threshold = 1
         super().__init__(
             kv_cache_spec, layer_names, vllm_config, device, TsmlaMLAMetadata, supports_dcp_with_varlen=True
+        )
+        self.layers = layers_of(vllm_config, layer_names)
+        self.scales = LayerScales(
+            {name: layer for name, layer in self.layers.items() if layer.kv_cache_dtype in FP8_CACHES},
+            device,
+            lambda softmax, q, k: (softmax * q * k, k),
         )
         speculative = vllm_config.speculative_config
         drafts = 0 if speculative is None else speculative.num_speculative_tokens or 0
         # The query lengths that kernels are compiled for: equal ones of all requests, and bounds on unequal ones.
         self.uniform_q_lens = {1, 1 + drafts}
         self.max_q_lens = sorted({1 + drafts, self.reorder_batch_threshold} - {1})
+        if self._has_non_causal_blocks():
+            self.uniform_q_lens |= {drafts} - {0}  # a block of drafts alone
+        if self.batch_invariant and drafts:
+            # One kernel for all numbers of drafts: another one would round a request's results otherwise.
+            self.uniform_q_lens, self.max_q_lens = set(), [self.reorder_batch_threshold]
         if device.type == "cuda":
             self._compile(devices.index_of(device))
         versions.say_active(versions.VLLM, "MLA decode runs on this backend")
 
+    def _has_non_causal_blocks(self) -> bool:
+        """Whether a draft model's blocks, which see all keys, are among the calls of these layers."""
+        return bool(getattr(self, "non_causal_multi_token_decode", False))
+
     def _compile(self, index: int) -> None:
-        """Load every kernel that this layer's calls can ask for, from the cache on disk or compiled, so that no request
-        waits for the compiler."""
-        config, page_size = self.vllm_config, self.kv_cache_spec.block_size
+        """Load every kernel that these layers' calls can ask for, from the cache on disk or compiled, so that no
+        request waits for the compiler."""
+        page_size = self.kv_cache_spec.block_size
         head_size = self.mla_dims.kv_lora_rank + self.mla_dims.qk_rope_head_dim
         if head_size not in DIMENSIONS or page_size not in PAGE_SIZES:
             return
-        shared = {
-            "num_heads": self.num_heads * self.dcp_world_size,
-            "batch_invariant": bool(envs.VLLM_BATCH_INVARIANT),
-            "causal": not getattr(self, "non_causal_multi_token_decode", False),
-        }
+        for asked in asked_by(self.layers.values()):
+            for q_len, ragged, causal in self._lengths():
+                spec = describe(
+                    head_size, page_size, asked.dtype, asked.kv_cache_dtype,
+                    num_heads=asked.num_heads * self.dcp_world_size, batch_invariant=self.batch_invariant,
+                    max_q_len=q_len, total_q_len=q_len, ragged=ragged, causal=causal,
+                    visible_lens=self.dcp_world_size > 1 and causal and (ragged or q_len > 1),
+                )  # fmt: skip
+                self._warm(spec, index)
+
+    def _lengths(self) -> list[tuple[int, bool, bool]]:
+        """Query lengths, or bounds on them, whether they are bounds, and whether the call is causal. Layers with blocks
+        that see all keys also have short extends, which don't."""
         lengths = [(q_len, False) for q_len in sorted(self.uniform_q_lens)]
         lengths += [(bound, True) for bound in self.max_q_lens]
-        by_token = self.dcp_world_size > 1 and shared["causal"]  # which of a rank's keys a token sees
-        for q_len, ragged in lengths:
-            spec = describe(
-                head_size, page_size, config.model_config.dtype, config.cache_config.cache_dtype,
-                max_q_len=q_len, total_q_len=q_len, ragged=ragged, visible_lens=by_token and q_len > 1, **shared,
-            )  # fmt: skip
-            # The layer hands a query of 16 bits over in two tensors; context parallelism gathers it in one.
-            in_two = self.dcp_world_size == 1 and spec.rope_dim > 0 and spec.q_dtype != "float8_e4m3fn"
-            heads_first = in_two and HEADS_FIRST and sm90_decode.reads_heads_first(spec.num_heads)
-            # One token's heads lie in the same order either way, and many requests in parts need them inside.
-            if not heads_first or q_len == 1 or spec.batch_invariant:
-                op.warm(spec, index, split_q=in_two)
-            if heads_first:
-                op.warm(spec, index, split_q=True, heads_first=True)
+        rules = (False, True) if self._has_non_causal_blocks() else (True,)
+        return [(*length, causal) for causal in rules for length in lengths if causal is rules[0] or length[0] > 1]
+
+    def _warm(self, spec: DecodeSpec, index: int) -> None:
+        # The layer hands a query of 16 bits over in two tensors; context parallelism gathers it in one.
+        in_two = self.dcp_world_size == 1 and spec.rope_dim > 0 and spec.q_dtype != "float8_e4m3fn"
+        reads = in_two and HEADS_FIRST and sm90_decode.reads_heads_first(spec.num_heads)
+        heads_first = reads and not spec.batch_invariant  # where the layer copies such a query
+        # One token's heads lie in the same order either way.
+        if not heads_first or (spec.max_q_len == 1 and not spec.ragged):
+            op.warm(spec, index, split_q=in_two)
+        if heads_first:
+            op.warm(spec, index, split_q=True, heads_first=True)
 
     def _build_decode(  # called by keyword; the parameters differ from version to version
         self,
@@ -244,6 +271,7 @@ class TsmlaMLAMetadataBuilder(MLACommonMetadataBuilder[TsmlaMLAMetadata]):
             q_len=most if uniform else None,
             max_q_len=next((bound for bound in self.max_q_lens if bound >= most), most),
             interleave=self.cp_kv_cache_interleave_size,
+            scales=self.scales,
         )
 
 
@@ -254,8 +282,7 @@ class TsmlaMLAImpl(HopperImpl, MLACommonImpl[TsmlaMLAMetadata]):
 
     def __init__(self, *arguments: Any, **mla: Any) -> None:
         super().__init__(*arguments, **mla)
-        dtype = get_current_vllm_config().model_config.dtype
-        self.supports_quant_query_input = takes_fp8_queries(self.kv_cache_dtype, dtype)
+        self.supports_quant_query_input = takes_fp8_queries(self.kv_cache_dtype, self.dtype)
 
     def forward_mqa(
         self,
@@ -283,19 +310,20 @@ class TsmlaMLAImpl(HopperImpl, MLACommonImpl[TsmlaMLAMetadata]):
             options |= {"cu_seqlens_q": decode.query_start_loc, "max_q_len": decode.max_q_len}
         else:
             parts = tuple(part.view(-1, q_len, num_heads, part.shape[-1]) for part in parts)
-        if len(parts) == 1 or not tensors.is_heads_first(parts[0]):
+        if len(parts) == 1 or self.batch_invariant or not tensors.is_heads_first(parts[0]):
             parts = (parts[0].contiguous(), *parts[1:])
+        pages, block_table = decode.in_pages(kv_c_and_k_pe_cache)
         fp8, return_lse = torch.float8_e4m3fn, self.need_to_return_lse_for_decode
         results: Any = op.mla_decode(
             parts if len(parts) == 2 else parts[0],
-            kv_c_and_k_pe_cache,
-            decode.block_table,
+            pages,
+            block_table,
             decode.seq_lens,
-            softmax_scale=self.scale,
+            softmax_scale=decode.scales.of(layer.layer_name, decode.step) if pages.dtype == fp8 else self.scale,
             latent_dim=self.kv_lora_rank,
             causal=causal,
-            q_scale=layer._q_scale_float if parts[0].dtype == fp8 else None,
-            kv_scale=layer._k_scale_float if kv_c_and_k_pe_cache.dtype == fp8 else None,
+            q_scale=layer._q_scale if parts[0].dtype == fp8 else None,
+            kv_scale=layer._k_scale if pages.dtype == fp8 else None,
             return_lse=return_lse,
             batch_invariant=self.batch_invariant,
             **options,

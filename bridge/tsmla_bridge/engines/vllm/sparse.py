@@ -8,7 +8,7 @@ chosen, not when it is registered.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +20,18 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata
 from vllm.v1.attention.backends.mla import sparse_utils
 
 from tsmla_bridge.engines import versions
-from tsmla_bridge.engines.vllm.common import DIMENSIONS, SHORT_EXTEND, HopperBackend, HopperImpl, align_blocks, kv_dtype
+from tsmla_bridge.engines.vllm.common import (
+    DIMENSIONS,
+    FP8_CACHES,
+    SHORT_EXTEND,
+    HopperBackend,
+    HopperImpl,
+    align_blocks,
+    asked_by,
+    kv_dtype,
+    layers_of,
+)
+from tsmla_bridge.engines.vllm.step import LayerScales, OncePerStep
 from tsmla_bridge.ops import sparse_mla as op
 from tsmla_bridge.runtime import devices, tensors
 from tsmla_bridge.runtime.tensors import dtype_name
@@ -132,13 +143,16 @@ if hasattr(vllm_sparse, "SparseMLACommonMetadata"):
 
     @dataclass(kw_only=True)
     class TsmlaMLASparseMetadata(vllm_sparse.SparseMLACommonMetadata):
-        """A step's metadata, which vLLM's builder fills."""
+        """A step's metadata, which vLLM's builder fills. scales: of the layers with a plain fp8 cache."""
+
+        scales: LayerScales | None = None
+        step: OncePerStep = field(default_factory=OncePerStep)
 
 else:  # vLLM 0.27 and earlier, where every backend declares what the builder fills
 
-    @dataclass
+    @dataclass(kw_only=True)
     class TsmlaMLASparseMetadata(AttentionMetadata):  # type: ignore[no-redef]
-        """A step's metadata, which vLLM's builder fills."""
+        """A step's metadata, which vLLM's builder fills. scales: of the layers with a plain fp8 cache."""
 
         num_reqs: int
         max_query_len: int
@@ -157,6 +171,8 @@ else:  # vLLM 0.27 and earlier, where every backend declares what the builder fi
         prefill_max_seq_len: int
         prefill: Any
         cp_kv_cache_interleave_size: int
+        scales: LayerScales | None = None
+        step: OncePerStep = field(default_factory=OncePerStep)
 
 
 class TsmlaMLASparseMetadataBuilder(vllm_sparse.SparseMLACommonMetadataBuilder[TsmlaMLASparseMetadata]):
@@ -167,6 +183,13 @@ class TsmlaMLASparseMetadataBuilder(vllm_sparse.SparseMLACommonMetadataBuilder[T
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        self.layers = layers_of(vllm_config, layer_names)
+        self.scales = LayerScales(
+            {name: layer for name, layer in self.layers.items() if layer.kv_cache_dtype in FP8_CACHES},
+            device,
+            lambda softmax, q, k: (softmax, k, torch.ones_like(k)),
+        )
         # The selected positions say what a token sees, so requests may have any number of tokens.
         self._init_reorder_batch_threshold(SHORT_EXTEND, supports_spec_as_decode=True, supports_dcp_with_varlen=True)
         if device.type == "cuda":
@@ -174,17 +197,26 @@ class TsmlaMLASparseMetadataBuilder(vllm_sparse.SparseMLACommonMetadataBuilder[T
         versions.say_active(versions.VLLM, "sparse MLA runs on this backend")
 
     def _compile(self, index: int) -> None:
-        """Load every kernel that this layer's calls can ask for, from the cache on disk or compiled, so that no request
-        waits for the compiler."""
-        config = self.vllm_config
+        """Load every kernel that these layers' calls can ask for, from the cache on disk or compiled, so that no
+        request waits for the compiler."""
         head_size = self.mla_dims.kv_lora_rank + self.mla_dims.qk_rope_head_dim
-        heads = self.model_config.get_num_attention_heads(config.parallel_config) * self.dcp_world_size
-        for num_tokens in TOKENS:
-            spec = describe(
-                head_size, config.model_config.dtype, config.cache_config.cache_dtype,
-                num_heads=heads, num_tokens=num_tokens, batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
-            )  # fmt: skip
-            op.warm(spec, index, lengths=True)
+        for asked in asked_by(self.layers.values()):
+            for num_tokens in TOKENS:
+                spec = describe(
+                    head_size, asked.dtype, asked.kv_cache_dtype, num_heads=asked.num_heads * self.dcp_world_size,
+                    num_tokens=num_tokens, batch_invariant=self.batch_invariant,
+                )  # fmt: skip
+                op.warm(spec, index, lengths=True)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> TsmlaMLASparseMetadata:
+        metadata: TsmlaMLASparseMetadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        metadata.scales = self.scales
+        if self.batch_invariant:
+            # vLLM expands a batch's prompts if none of them is long: one request would choose for another. So none is.
+            metadata.prefill, metadata.prefill_max_seq_len = None, metadata.topk_tokens + 1
+        return metadata
 
 
 class TsmlaMLASparseImpl(HopperImpl, vllm_sparse.SparseMLACommonImpl[TsmlaMLASparseMetadata]):
@@ -214,15 +246,17 @@ class TsmlaMLASparseImpl(HopperImpl, vllm_sparse.SparseMLACommonImpl[TsmlaMLASpa
         rows, step = _rows(kv_c_and_k_pe_cache)
         selected = self.topk_indices_buffer[: len(q)]
         slots, counts = self._slots(selected, attn_metadata, step)
-        return_lse = self.need_to_return_lse_for_decode
+        is_fp8, return_lse = rows.dtype == torch.float8_e4m3fn, self.need_to_return_lse_for_decode
+        scales = attn_metadata.scales
+        assert scales is not None
         results: Any = op.sparse_mla(
             q.contiguous(),
             rows,
             slots,
             counts,
-            softmax_scale=self.scale,
+            softmax_scale=scales.of(layer.layer_name, attn_metadata.step) if is_fp8 else self.scale,
             latent_dim=self.kv_lora_rank,
-            kv_scale=layer._k_scale_float if rows.dtype == torch.float8_e4m3fn else None,
+            kv_scale=layer._k_scale if is_fp8 else None,
             return_lse=return_lse,
             batch_invariant=self.batch_invariant,
         )
