@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-_empty, _zeros = torch.empty, torch.zeros
+_empty, _zeros, _tensor = torch.empty, torch.zeros, torch.tensor
 
 
 def _unpinned(make: Any) -> Any:
@@ -14,7 +14,7 @@ def _unpinned(make: Any) -> Any:
     return lambda *sizes, pin_memory=False, **options: make(*sizes, **options)
 
 
-torch.empty, torch.zeros = _unpinned(_empty), _unpinned(_zeros)
+torch.empty, torch.zeros, torch.tensor = _unpinned(_empty), _unpinned(_zeros), _unpinned(_tensor)
 
 import vllm.platforms  # noqa: E402
 from vllm.platforms.cpu import CpuPlatform  # noqa: E402

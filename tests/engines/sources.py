@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-VLLM = ("0.26.0", "0.30.0", "0.33.0")
+VLLM = ("0.26.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
 SGLANG = ("0.5.23",)
 SGLANG_JAX = "cddbf6f1cc33cbdd453bd8f36ff7051cf46ca176"  # 2026-08-21
 SKYRL_TX = ("0.3.0",)

@@ -64,9 +64,9 @@ def test_registering_imports_neither_torch_nor_jax(plugin: ModuleType, child_env
     [
         (versions.VLLM, "0.33.0", "tested"),
         (versions.VLLM, "0.33.2+cu130", "tested"),
-        (versions.VLLM, "0.27.1", "between tested versions; tested: 0.26.0, 0.30.0, 0.33.0"),
-        (versions.VLLM, "0.34.0", "untested; tested: 0.26.0, 0.30.0, 0.33.0"),
-        (versions.VLLM, "0.22.1", "untested; tested: 0.26.0, 0.30.0, 0.33.0"),
+        (versions.VLLM, "0.27.1", "between tested versions; tested: 0.26.0, 0.30.0, 0.31.0, 0.32.0, 0.33.0"),
+        (versions.VLLM, "0.34.0", "untested; tested: 0.26.0, 0.30.0, 0.31.0, 0.32.0, 0.33.0"),
+        (versions.VLLM, "0.22.1", "untested; tested: 0.26.0, 0.30.0, 0.31.0, 0.32.0, 0.33.0"),
         (versions.SGLANG, "0.5.23", "tested"),
         (versions.SGLANG, "0.5.24", "untested; tested: 0.5.23"),
         (versions.SGLANG, "dev", "untested; tested: 0.5.23"),

@@ -102,14 +102,23 @@ def _unpack(
 sparse_utils.triton_convert_req_index_to_global_index = _convert
 sparse_utils.triton_filter_and_convert_dcp_index = _convert_of_rank
 custom_ops.cp_gather_and_upconvert_fp8_kv_cache = _unpack
-if VERSION >= (0, 33):
+if VERSION >= (0, 31):
     import vllm.v1.attention.ops.metadata as metadata_ops
 
     def _requests_of_tokens(starts: torch.Tensor, out: torch.Tensor, mapped: int, count: int) -> torch.Tensor:
         owner = torch.searchsorted(starts[1:], torch.arange(count), right=True)
         return out[:count].copy_(torch.where(torch.arange(count) < mapped, owner, 0))
 
+    class _Launched:
+        """The Triton kernel of the same map, which 0.31 launches itself."""
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda starts, out, requests, mapped, count, **options: _requests_of_tokens(
+                starts, out, mapped, count
+            )
+
     metadata_ops.compute_token_to_req_indices = _requests_of_tokens
+    metadata_ops._token_request_mapping_kernel = _Launched()
 if VERSION >= (0, 30):
     from vllm.v1.attention.backends.mla import index_group
 
@@ -372,6 +381,8 @@ def test_served(changed: dict[str, Any]) -> None:
         ({"dtype": torch.float16, "kv_cache_dtype": "fp8_ds_mla"}, "are read as bfloat16, and vLLM writes the bits"),
         ({"device_capability": SimpleNamespace(major=10, minor=0)}, "compute capability not supported"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype not supported"),
+        ({"use_pcp": True, "use_dcp": False}, "PCP not supported"),
+        ({"use_pcp": True}, "PCP not supported"),
     ],
     ids=str,
 )
