@@ -12,6 +12,7 @@ import ctypes
 import functools
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,9 +42,14 @@ class ArrayView(NamedTuple):
     dtype: str
 
 
-def runtime_library(prefer: str = "cu13") -> Path | None:
+def runtime_library(prefer: str | None = None) -> Path | None:
     """The DSL's runtime library: the one that CUTE_DSL_LIBS names, or one inside nvidia_cutlass_dsl, which may have it
-    for CUDA 12 ("cu12") and 13 ("cu13"). None if it isn't installed."""
+    for CUDA 12 ("cu12") and 13 ("cu13"). None if it isn't installed.
+
+    prefer: which of the two, if both are there; None: that of the torch that this process has imported, else cu13. A
+    driver that serves a torch for CUDA 12 may be too old for CUDA 13."""
+    if prefer is None:
+        prefer = _cuda_of_torch()
     for named in os.environ.get("CUTE_DSL_LIBS", "").split(os.pathsep):
         if named.endswith(LIBRARY) and Path(named).is_file():
             return Path(named)
@@ -54,6 +60,11 @@ def runtime_library(prefer: str = "cu13") -> Path | None:
             if (library := Path(folder, version, "lib", LIBRARY)).is_file():
                 return library
     return None
+
+
+def _cuda_of_torch() -> str:
+    version = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None)
+    return "cu12" if isinstance(version, str) and version.partition(".")[0] in ("11", "12") else "cu13"
 
 
 class Launcher:
