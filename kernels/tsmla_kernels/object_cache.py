@@ -82,12 +82,31 @@ class Pruned:
 
 
 def directory() -> Path:
-    """TSMLA_CACHE_DIR, else tsmla in the XDG cache directory, else ~/.cache/tsmla. It need not exist."""
-    if named := os.environ.get("TSMLA_CACHE_DIR"):
-        return Path(named).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    # The XDG specification: a path that is not absolute is ignored.
-    return (Path(base) if base and os.path.isabs(base) else Path.home() / ".cache") / "tsmla"
+    """TSMLA_CACHE_DIR, else tsmla in the XDG cache directory, else ~/.cache/tsmla. It need not exist.
+
+    Where one of the last two is in a home directory and there is none (a container's user without an entry in passwd
+    and without HOME), a folder of this user's among the temporary files, with a warning."""
+    named, base = os.environ.get("TSMLA_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
+    try:
+        if named:
+            return Path(named).expanduser()
+        # The XDG specification: a path that is not absolute is ignored.
+        return (Path(base) if base and os.path.isabs(base) else Path.home() / ".cache") / "tsmla"
+    except RuntimeError as e:
+        place = Path(_temporary_files(), f"tsmla-{os.geteuid()}")
+        warnings.warn(
+            f"tsmla: compiled kernels are kept in {place} ({e}); TSMLA_CACHE_DIR names another directory",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return place
+
+
+def _temporary_files() -> str:
+    try:
+        return tempfile.gettempdir()
+    except OSError:  # no directory for them can be written: neither can the cache, which costs a warning
+        return "/tmp"
 
 
 def programs_directory() -> Path:
@@ -146,6 +165,19 @@ def check_writable() -> None:
             " directory"
         ) from None
     object_files.check_directory(where)
+
+
+def why_not_kept() -> str | None:
+    """Why processes of this user can't keep what they compile, None if they can. Makes nothing."""
+    where = directory()
+    try:
+        object_files.check_directory(where)
+    except UntrustedDirectory as e:
+        return str(e)
+    existing = next((path for path in (where, *where.parents) if path.exists()), where)
+    if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
+        return None
+    return f"the cache of compiled kernels {where} can't be written; TSMLA_CACHE_DIR names another directory"
 
 
 def entries() -> list[Entry]:
