@@ -108,11 +108,10 @@ def test_caches_and_sizes(options: dict[str, Any], error: float) -> None:
 
 
 def test_scales_of_a_checkpoint() -> None:
-    """vLLM divides by its tensors what it writes and quantises; attention multiplies with their values on the host."""
+    """vLLM divides by its tensors what it writes and quantises; attention multiplies with them."""
     layer = Layer(cache_dtype="fp8")
     for name, scale in (("q", 0.25), ("k", 0.5)):
         getattr(layer.layer, f"_{name}_scale").fill_(scale)
-        setattr(layer.layer, f"_{name}_scale_float", scale)
     assert layer.error(layer.batch([1, 3, 30], [70, 66, 100])) < FP8_ERROR
 
 
@@ -314,7 +313,8 @@ def test_kernels_of_context_parallelism(speculative: Layer, monkeypatch: pytest.
         monkeypatch.setattr(speculative.builder, "non_causal_multi_token_decode", True, raising=False)
         speculative.builder._compile(0)
     assert [(spec.max_q_len, spec.ragged, spec.visible_lens, spec.causal) for spec in specs] == [
-        (1, False, False, False), (4, False, False, False), (4, True, False, False), (16, True, False, False)
+        (1, False, False, False), (4, False, False, False), (4, True, False, False), (16, True, False, False),
+        (4, False, True, True), (4, True, True, True), (16, True, True, True),
     ]  # fmt: skip
 
 
@@ -373,6 +373,8 @@ def test_served(changed: dict[str, Any]) -> None:
         ({"dtype": torch.float16, "kv_cache_dtype": "bfloat16"}, "kv_cache.dtype is bfloat16"),
         ({"device_capability": SimpleNamespace(major=10, minor=0)}, "compute capability not supported"),
         ({"kv_cache_dtype": "fp8_ds_mla"}, "kv_cache_dtype not supported"),
+        ({"use_pcp": True, "use_dcp": False}, "PCP not supported"),
+        ({"use_pcp": True}, "PCP not supported"),
     ],
     ids=str,
 )

@@ -158,7 +158,7 @@ class Layer:
         return self.backend.get_builder_cls()(spec, [NAME], self.config, torch.device("cpu"))
 
     def _write(self, latent: Any, rope: Any, cache: Any, slots: Any, *others: Any) -> None:
-        scale = self.layer._k_scale_float if self.cache_dtype != self.dtype else None
+        scale = self.layer._k_scale if self.cache_dtype != self.dtype else None
         rope = rope.reshape(len(latent), self.rope)
         assert slots.dtype == torch.int64
         if self.is_packed:
@@ -191,7 +191,7 @@ class Layer:
             return tsmla_bridge.write_packed_kv_cache(packed, rows[:, : self.latent], rows[:, self.latent :], slots)
         if self.cache_dtype == self.dtype:
             return cache
-        return (cache.float() / self.layer._k_scale_float).to(self.cache_dtype).view(torch.uint8)
+        return (cache.float() / self.layer._k_scale).to(self.cache_dtype).view(torch.uint8)
 
     def metadata(self, batch: Batch, padding: tuple[int, int] = (0, 0), **changed: Any) -> Any:
         """What the builder makes of the batch, padded by (requests, tokens) as for a CUDA graph."""

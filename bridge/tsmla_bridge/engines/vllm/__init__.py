@@ -17,9 +17,9 @@ import logging
 import os
 from typing import Any, NamedTuple
 
-DECODE_BACKEND = f"{__name__}.decode.TsmlaMLABackend"
-SPARSE_BACKEND = f"{__name__}.sparse.TsmlaMLASparseBackend"
-PREFILL_BACKEND = f"{__name__}.prefill.TsmlaMLAPrefillBackend"
+DECODE_BACKEND = f"{__name__}.backends.TsmlaMLABackend"
+SPARSE_BACKEND = f"{__name__}.backends.TsmlaMLASparseBackend"
+PREFILL_BACKEND = f"{__name__}.backends.TsmlaMLAPrefillBackend"
 
 _DECODE_REGISTRY = ("vllm.v1.attention.backends.registry", "AttentionBackendEnum", "register_backend")
 _PREFILL_REGISTRY = (
