@@ -8,7 +8,7 @@ from tsmla_bridge.engines import versions
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", sources.VLLM)
-@pytest.mark.parametrize("cases", ["vllm_cases", "vllm_sparse_cases"])
+@pytest.mark.parametrize("cases", ["vllm_cases", "vllm_sparse_cases", "vllm_serving_cases"])
 def test_cases(version: str, cases: str) -> None:
     if reason := sources.why_not("vllm", version):
         pytest.skip(reason)
