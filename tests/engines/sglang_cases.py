@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,24 @@ import pytest
 import torch
 
 from tests.engines import sglang_model
-from tests.engines.sglang_model import DECODE, DRAFT_EXTEND, EXTEND, HEADS, NOPE, ROPE, VERIFY, Model, settings
+from tests.engines.sglang_model import (
+    DECODE,
+    DRAFT_EXTEND,
+    EXTEND,
+    HEADS,
+    NOPE,
+    ROPE,
+    VERIFY,
+    AttentionType,
+    Model,
+    get_spec,
+    settings,
+)
 from tsmla_bridge.engines import sglang as plugin
+from tsmla_bridge.engines.sglang import backend
 from tsmla_bridge.engines.sglang.backend import forward_method
 from tsmla_bridge.ops import mla_decode
+from tsmla_kernels.sm90.decode.config import decode_config
 
 BF16 = 2**-7
 FP8 = torch.float8_e4m3fn
@@ -134,6 +149,127 @@ def test_refusals() -> None:
     refused(ValueError, "speculative-eagle-topk: got 4", topk=4)
     refused(NotImplementedError, "unified memory", kv_index_translator=SimpleNamespace(is_translating=True))
     refused(NotImplementedError, "kv_cache.dtype is float8_e5m2", kv_cache_dtype=torch.float8_e5m2)
+
+
+def with_config(**changed: Any) -> Any:
+    """A runner whose model's configuration has these too."""
+    runner = Model().runner
+    return SimpleNamespace(**(vars(runner) | {"model_config": SimpleNamespace(**vars(runner.model_config), **changed)}))
+
+
+@pytest.mark.parametrize("where", ["hf_config", "hf_text_config"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["DeepseekV32ForCausalLM", "DeepseekV3ForCausalLMNextN", "GlmMoeDsaForCausalLM", "LongcatFlashForCausalLM",
+     "HYV4ForCausalLM"],
+)  # fmt: skip
+def test_models_with_an_indexer_are_refused_by_name(architecture: str, where: str) -> None:
+    """SGLang would run them without it, over all keys."""
+    config = SimpleNamespace(architectures=[architecture], index_topk=2048)
+    said = r"got a model with DeepSeek's sparse attention .* --attention-backend dsa"
+    with pytest.raises(ValueError, match=said), settings(0):
+        plugin.create_backend(with_config(**{where: config}))
+    config.index_topk = None
+    with settings(0):
+        plugin.create_backend(with_config(**{where: config}))
+
+
+def test_models_with_a_sliding_window_are_refused() -> None:
+    for changed in ({"is_hybrid_swa": True}, {"swa_kv_lora_rank": 256}):
+        with pytest.raises(NotImplementedError, match="layers of a sliding window"), settings(0):
+            plugin.create_backend(with_config(**changed))
+    with settings(0):
+        plugin.create_backend(with_config(is_hybrid_swa=False, swa_kv_lora_rank=512))
+
+
+@pytest.mark.parametrize("where", ["hf_config", "hf_text_config"])
+def test_queries_that_are_scaled_by_position_stay_in_one_tensor(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSeek's code scales the concatenated ones alone, of a draft or its target. The configuration may be that of a
+    model's text."""
+    names = sglang_model.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
+    before = list(names)
+    monkeypatch.setattr(backend.TsmlaBackend, "has_scaled_queries", False)
+    config = SimpleNamespace(architectures=["MistralLarge3ForCausalLM"], llama_4_scaling={"beta": 0.1})
+    runner = with_config(**{where: config})
+    assert plugin.NAME in names
+    try:
+        with settings(0):
+            plugin.create_backend(runner)
+        assert plugin.NAME not in names
+        assert Model().runner and plugin.NAME not in names
+    finally:
+        names[:] = before
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("sliding_window_size", 128), ("logit_cap", 30.0), ("is_cross_attention", True),
+     ("attn_type", AttentionType.ENCODER_ONLY)],
+)  # fmt: skip
+def test_layers_with_attention_of_another_kind_are_refused(name: str, value: Any) -> None:
+    model, lens = Model(), [40, 33]
+    batch, q = model.batch(EXTEND, lens, lens, lens), torch.randn(73, HEADS, NOPE + ROPE, dtype=torch.bfloat16)
+    for layer in (model.mqa, model.mha):
+        setattr(layer, name, value)
+    with pytest.raises(NotImplementedError, match=f"layer 0 has .*{name} "):
+        model.prefill(batch, q)
+    with pytest.raises(NotImplementedError, match=f"layer 0 has .*{name} "):
+        model.attend(batch, queries(73))
+
+
+def test_arguments_that_no_kernel_has_are_refused() -> None:
+    model, lens = Model(), [40]
+    batch = model.batch(EXTEND, lens, lens, lens)
+    for layer in (model.mqa, model.mha):
+        q = torch.zeros(40, layer.tp_q_head_num, layer.head_dim, dtype=torch.bfloat16)
+        with pytest.raises(NotImplementedError, match="sinks: tsmla takes none"), settings(0):
+            model.backend.forward_extend(q, q, q, layer, batch.forward, sinks=torch.zeros(HEADS))
+
+
+def test_drafts_from_a_corpus_are_refused() -> None:
+    runner, given = Model().runner, {"speculative_ngram_external_corpus_path": "texts"}
+    with settings(0), get_spec().override(**given), pytest.raises(ValueError, match="external-corpus-path: got texts"):
+        plugin.create_backend(runner)
+
+
+# ---- kernels
+
+
+@pytest.mark.parametrize("drafts", [0, 4])
+@pytest.mark.parametrize("apart", [False, True], ids=["one query", "rope apart"])
+def test_every_kernel_that_is_asked_for_is_compiled_before_the_first_request(
+    drafts: int, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model(drafts=drafts)
+    warmed: set[Any] = set()
+
+    def warm(spec: Any, index: int, *, split_q: bool) -> None:
+        warmed.add(decode_config(spec, split_q=split_q))
+
+    def record(q: Any, cache: torch.Tensor, tables: Any, lens: torch.Tensor, **given: Any) -> torch.Tensor:
+        parts = q if isinstance(q, tuple) else (q,)
+        ragged = given.get("cu_seqlens_q") is not None
+        tokens = len(parts[0]) if ragged else parts[0].shape[0] * parts[0].shape[1]
+        spec = model.backend._decode_spec(given["max_q_len"] if ragged else parts[0].shape[1])
+        spec = dataclasses.replace(spec, total_q_len=tokens, ragged=ragged, batch=len(lens))
+        asked.append(decode_config(spec, split_q=len(parts) == 2))
+        return torch.zeros(*parts[0].shape[:-1], 512, dtype=torch.bfloat16)
+
+    asked: list[Any] = []
+    monkeypatch.setattr(mla_decode, "warm", warm)
+    monkeypatch.setattr(mla_decode, "mla_decode", record)
+    monkeypatch.setattr(backend.mla_prefill, "warm", lambda *arguments, **options: None)
+    monkeypatch.setattr(backend.devices, "index_of", lambda device: 0)
+    model.backend._compile((NOPE + ROPE, 128))
+    prompts = [[1], [2], [3], [2, 3], [1] * 4, [5], [8], [9], [16, 2], [63], [64], [65], [300], [511], [512]]
+    for new in prompts:
+        model.attend(model.batch(EXTEND, new, new, new), queries(sum(new)), apart=apart, dense=True)
+    model.attend(model.batch(DECODE, [1, 1], [70, 9], [70, 9]), queries(2), apart=apart, dense=True)
+    if drafts:
+        for mode, counted in ((VERIFY, [66, 5]), (DRAFT_EXTEND, [70, 9])):
+            batch = model.batch(mode, [4, 4], [70, 9], counted)
+            model.attend(batch, queries(8), apart=apart, dense=True)
+    assert set(asked) <= warmed and len(warmed) == 2 * (2 if drafts == 0 else 3)
 
 
 def test_registration_by_sglangs_loader(monkeypatch: pytest.MonkeyPatch) -> None:

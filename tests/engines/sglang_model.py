@@ -22,6 +22,7 @@ for name in ("nms", "qnms"):
 
 import sglang.srt.layers.attention.merge_state as merge_state  # noqa: E402
 import sglang.srt.mem_cache.memory_pool as memory_pool  # noqa: E402
+from sglang.srt.layers.radix_attention import AttentionType as AttentionType  # noqa: E402
 from sglang.srt.layers.radix_attention import RadixAttention  # noqa: E402
 from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode  # noqa: E402
@@ -33,6 +34,7 @@ from sglang.srt.models.deepseek_common.utils import (  # noqa: E402
     FORWARD_ABSORB_CORE_ATTENTION_BACKENDS as FORWARD_ABSORB_CORE_ATTENTION_BACKENDS,
 )
 from sglang.srt.runtime_context import get_context, get_parallel, get_spec  # noqa: E402
+from sglang.srt.runtime_context import get_schedule as get_schedule  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 from tests.engines import kernel_inputs  # noqa: E402

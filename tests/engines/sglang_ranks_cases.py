@@ -156,9 +156,14 @@ def test_the_kernels_of_a_rank_are_compiled_before_the_first_step(monkeypatch: p
     monkeypatch.setattr(mla_decode, "warm", lambda spec, index, *, split_q: warmed.append(spec))
     monkeypatch.setattr(mla_prefill, "warm", lambda *arguments, **options: None)
     monkeypatch.setattr(backend.devices, "index_of", lambda device: 0)
-    Model(drafts=4, ranks=Ranks(2, 1)).backend._compile((NOPE + ROPE, 128))
-    asked = {(spec.max_q_len, spec.num_heads, spec.visible_lens) for spec in warmed}
-    assert asked == {(1, 2 * HEADS, False), (4, 2 * HEADS, True)}
+    model = Model(drafts=4, ranks=Ranks(2, 1))
+    model.backend._compile((NOPE + ROPE, 128))
+    steps = {(1, False, 2 * HEADS, False), (4, False, 2 * HEADS, True)}
+    assert {(spec.max_q_len, spec.ragged, spec.num_heads, spec.visible_lens) for spec in warmed} == steps
+    with sglang_model.get_schedule().override(disable_chunked_prefix_cache=True):  # prompts with a prefix are absorbed then
+        model.backend._compile((NOPE + ROPE, 128))
+    prompts = {(sglang_model.CONTEXT, True, HEADS, False)}
+    assert {(spec.max_q_len, spec.ragged, spec.num_heads, spec.visible_lens) for spec in warmed} == steps | prompts
 
 
 def test_refusals() -> None:

@@ -6,13 +6,16 @@ chosen, not when it is registered.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import sglang
 import torch
+from sglang.srt.configs.model_config import is_deepseek_dsa
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.models.deepseek_common.attention_backend_handler import (
     AttentionBackendRegistry,
@@ -22,7 +25,7 @@ from sglang.srt.models.deepseek_common.attention_backend_handler import (
 )
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla import is_mla_dcp_lse_base_on_e
 from sglang.srt.models.deepseek_common.utils import FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
-from sglang.srt.runtime_context import get_parallel, get_spec
+from sglang.srt.runtime_context import get_parallel, get_schedule, get_spec
 
 from tsmla_bridge.engines import versions
 from tsmla_bridge.engines.context_parallel import Deal, visible_keys_of_last
@@ -67,9 +70,15 @@ def _readable(latent: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, .
     return (torch.cat((latent, rope), -1),)
 
 
+def _hf_configs(config: Any) -> list[Any]:
+    """A model's configurations of Hugging Face: its own, and that of its text where it has several parts."""
+    found = (getattr(config, name, None) for name in ("hf_config", "hf_text_config"))
+    return [each for each in found if each is not None]
+
+
 def _scales_queries(config: Any) -> bool:
     """Whether a model scales its queries by position (Llama 4's way)."""
-    return getattr(getattr(config, "hf_config", None), "llama_4_scaling", None) is not None
+    return any(getattr(each, "llama_4_scaling", None) is not None for each in _hf_configs(config))
 
 
 class Pages(NamedTuple):
@@ -119,6 +128,7 @@ class TsmlaBackend(AttentionBackend):
 
     # Tables are sized by the longest context, and lengths are read on the device.
     needs_cpu_seq_lens: bool = False
+    has_scaled_queries: ClassVar[bool] = False  # of any model in this process
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
@@ -140,6 +150,8 @@ class TsmlaBackend(AttentionBackend):
         self.num_heads: int = config.num_attention_heads // parallel.attn_tp_size
         # Decode context parallelism: key i of a request is key i // world of rank i % world.
         self.deal = Deal(parallel.attn_dcp_size, parallel.attn_dcp_rank, 1)
+        # Prompts that are attended absorbed have one kernel: the bound on their lengths is no part of a result.
+        self.longest = 1 << (max(1, self.max_context_len) - 1).bit_length()
         self.forward_metadata: Metadata | None = None
         self._check(runner)
         self._take_rope_apart(config)
@@ -151,8 +163,14 @@ class TsmlaBackend(AttentionBackend):
         """ValueError or NotImplementedError for what this backend can't serve."""
         if not runner.use_mla_backend:
             raise ValueError(f"--attention-backend {NAME}: got a model without MLA; it serves MLA models alone")
+        self._check_model(runner.model_config)
         if (topk := getattr(get_spec(), "speculative_eagle_topk", None) or 1) > 1:
             raise ValueError(f"--speculative-eagle-topk: got {topk}; {NAME} verifies chains of drafts alone, topk 1")
+        if (corpus := getattr(get_spec(), "speculative_ngram_external_corpus_path", None)) is not None:
+            raise ValueError(
+                f"--speculative-ngram-external-corpus-path: got {corpus}; {NAME} verifies chains of drafts alone, and"
+                " drafts from two sources are a tree"
+            )
         if self.deal.world > 1:
             self._check_context_parallel(runner)
         if self.kv_index_translator is not None and self.kv_index_translator.is_translating:
@@ -160,6 +178,36 @@ class TsmlaBackend(AttentionBackend):
         if reasons := MLA_DECODE.reasons(self._decode_spec(1)):
             said = "; pass --page-size 64" if self.page_size not in (16, 32, 64, 128) else ""
             raise NotImplementedError(f"{contract.not_runnable('mla_decode', 'cute', reasons)}{said}")
+
+    def _check_model(self, config: Any) -> None:
+        """ValueError or NotImplementedError for a model whose layers attend to other keys than all, which SGLang leaves
+        to the backend. One with an indexer would run without it: the backend has no metadata for that."""
+        if any(map(is_deepseek_dsa, _hf_configs(config))):
+            raise ValueError(
+                f"--attention-backend {NAME}: got a model with DeepSeek's sparse attention (V3.2, GLM-5); pass"
+                f" --attention-backend dsa. {NAME} attends to all keys"
+            )
+        latent_dim = getattr(config, "swa_kv_lora_rank", self.latent_dim)
+        if getattr(config, "is_hybrid_swa", False) or latent_dim != self.latent_dim:
+            raise NotImplementedError(
+                f"--attention-backend {NAME}: got a model with layers of a sliding window; all layers' are full"
+            )
+
+    def _check_call(self, layer: Any, others: dict[str, Any]) -> None:
+        """NotImplementedError for attention that no kernel here has, by a layer's properties or a call's arguments."""
+        if others:
+            raise NotImplementedError(f"{', '.join(others)}: {NAME} takes none")
+        if (
+            layer.sliding_window_size != -1
+            or layer.logit_cap
+            or layer.is_cross_attention
+            or layer.attn_type is not AttentionType.DECODER
+        ):
+            raise NotImplementedError(
+                f"--attention-backend {NAME}: layer {layer.layer_id} has sliding_window_size"
+                f" {layer.sliding_window_size}, logit_cap {layer.logit_cap}, is_cross_attention"
+                f" {layer.is_cross_attention}, attn_type {layer.attn_type.value}; legal: -1, 0, False, decoder"
+            )
 
     def _check_context_parallel(self, runner: Any) -> None:
         """NotImplementedError for what SGLang's own code for MLA does not do right in decode context parallelism."""
@@ -179,11 +227,16 @@ class TsmlaBackend(AttentionBackend):
                 raise NotImplementedError(f"--dcp-size: got {self.deal.world}; {NAME} serves 1 in {said}")
 
     def _take_rope_apart(self, config: Any) -> None:
-        """Have the model hand over latent and rope columns as they are, without a concatenation: by name, which the
-        models' code looks up. Not for a model that scales its queries by position, which it does to concatenated ones
-        alone."""
-        if not _scales_queries(config) and NAME not in FORWARD_ABSORB_CORE_ATTENTION_BACKENDS:
-            FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(NAME)
+        """Have the models hand over latent and rope columns as they are, without a concatenation: by name, which the
+        models' code looks up. Not in a process with a model that scales its queries by position, a draft or its target:
+        it does that to concatenated ones alone."""
+        if _scales_queries(config):
+            TsmlaBackend.has_scaled_queries = True
+        names = FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
+        if TsmlaBackend.has_scaled_queries:
+            names[:] = [name for name in names if name != NAME]
+        elif NAME not in names:
+            names.append(NAME)
 
     def _decode_spec(self, q_len: int) -> DecodeSpec:
         """A call of decode or verify: a rank attends with the queries of all ranks to the keys that it holds."""
@@ -194,12 +247,22 @@ class TsmlaBackend(AttentionBackend):
             batch_invariant=False, visible_lens=self.deal.world > 1 and q_len > 1,
         )  # fmt: skip
 
+    def _prompt_spec(self) -> DecodeSpec:
+        """A call of prompts that are attended absorbed: each rank with its own heads to all keys."""
+        return dataclasses.replace(
+            self._decode_spec(self.longest), num_heads=self.num_heads, ragged=True, visible_lens=False
+        )
+
     def _compile(self, head_dims: tuple[int, int]) -> None:
         """Load the kernels of decode, verify and prefill, so that no request waits for the compiler."""
         index = devices.index_of(self.device)
-        for q_len in {1, self.num_draft_tokens or 1}:
+        specs = [self._decode_spec(q_len) for q_len in sorted({1, self.num_draft_tokens or 1})]
+        # SGLang has no graphs of prefill in context parallelism, and expands prompts unless it is told not to.
+        if self.deal.world == 1 or get_schedule().disable_chunked_prefix_cache:
+            specs.append(self._prompt_spec())
+        for spec in specs:
             for split_q in (False, True):
-                mla_decode.warm(self._decode_spec(q_len), index, split_q=split_q)
+                mla_decode.warm(spec, index, split_q=split_q)
         name = dtype_name(self.dtype)
         for causal in (True, False):
             spec = PrefillSpec(
@@ -306,8 +369,7 @@ class TsmlaBackend(AttentionBackend):
         """Absorbed attention. q: [T, H * (L + R)], or [T, H * L] with q_rope [T, H, R]. Returns out [T, H * L]. In
         decode context parallelism decode and verify have the heads of all ranks, and also return lse [T, H] of the keys
         here, in the base of SGLang's merge."""
-        if others:
-            raise NotImplementedError(f"{', '.join(others)}: {NAME} takes none")
+        self._check_call(layer, others)
         if k is not None and save_kv_cache:
             self._save(layer, forward_batch, k, v, k_rope)
         heads, head_dim = layer.tp_q_head_num, layer.head_dim
@@ -328,7 +390,8 @@ class TsmlaBackend(AttentionBackend):
         # no part in that.
         cache = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         if metadata.q_len is None:
-            bound = 1 << (metadata.max_q_len or 1).bit_length()  # few kernels for all lengths
+            # A capture before the first request may have more tokens than a context has.
+            bound = max(self.longest, metadata.max_q_len or 1)
             options |= {"cu_seqlens_q": metadata.cu_seqlens_q, "max_q_len": bound}
             if self.deal.world > 1:
                 cache, tables = self._gathered(forward_batch, metadata)
@@ -377,6 +440,7 @@ class TsmlaBackend(AttentionBackend):
         logarithm) where forward_batch.mha_return_lse asks for it."""
         if layer.head_dim == self.latent_dim + self.rope_dim and layer.v_head_dim == self.latent_dim:
             return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope, **others)
+        self._check_call(layer, others)
         assert k is not None and v is not None
         if save_kv_cache:
             self._save(layer, forward_batch, k, v, k_rope)
