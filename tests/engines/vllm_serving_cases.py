@@ -77,6 +77,7 @@ IMPL_ANSWERS: dict[str, tuple[Any, Any]] = {
     "supports_quant_query_input": (False, False),  # an instance may say otherwise
 }
 BUILDER_ANSWERS: dict[str, tuple[Any, Any]] = {
+    "hisparse_supports_multi_token_decode": (None, False),
     "require_uniform_decodes": (None, False),
     "requires_block_table_width": (False, False),
     "supports_draft_decode_metadata_update": (False, False),
@@ -96,8 +97,8 @@ OTHERS = {
     " topk_indices_buffer total_cp_rank total_cp_world_size",
     "builder": "build build_for_cudagraph_capture build_for_drafting determine_chunked_prefill_workspace_size"
     " determine_prefill_query_data_type get_cudagraph_support get_varlen_cudagraph_max_query_len kv_cache_spec"
-    " metadata_cls query_len_support reorder_batch_threshold update_block_table update_draft_decode_metadata"
-    " use_cascade_attention",
+    " metadata_cls query_len_support reorder_batch_threshold set_kernel_block_size update_block_table"
+    " update_draft_decode_metadata use_cascade_attention",
 }
 CLASSES: dict[str, tuple[tuple[type, ...], dict[str, tuple[Any, Any]]]] = {
     "backend": (BACKENDS, ANSWERS),

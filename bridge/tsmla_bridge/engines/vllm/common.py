@@ -54,7 +54,7 @@ def asked_by(layers: Iterable[Any]) -> list[Asked]:
 
 
 class HopperBackend(MLACommonBackend):
-    """What vLLM asks of a backend before it makes a layer. Where vLLM itself answers yes, an answer is given here too."""
+    """What vLLM asks of a backend before it makes a layer. Where vLLM answers yes by itself, this answers too."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", "float16", *FP8_CACHES]
