@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tsmla_bridge.engines import versions
-from tsmla_kernels import __version__, commands
+from tsmla_kernels import __version__, command_line, commands
 from tsmla_kernels.command_line import CACHE_SUMMARY, COMPILE_SUMMARY, EXIT_USER_ERROR, OneLineErrors
 from tsmla_kernels.interrupts import EXIT_INTERRUPTED, end_interrupted
 
@@ -73,6 +73,7 @@ def examine() -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": packages,
         "gpus": _gpus() if packages["torch"] else [],
+        "cache": dataclasses.asdict(command_line.examine_cache()),
         "engines": [dataclasses.asdict(engine) for engine in versions.examine()],
     }
 
@@ -99,4 +100,5 @@ def render(report: dict[str, Any]) -> str:
     lines += ["", "Packages"]
     lines += [f"  {name:20}{version or 'not installed'}" for name, version in report["packages"].items()]
     found = [versions.Found(**engine) for engine in report["engines"]]
-    return "\n".join([*lines, "", *versions.render(found)])
+    cache = command_line.render_cache(command_line.CacheState(**report["cache"]))
+    return "\n".join([*lines, "", *cache, "", *versions.render(found)])

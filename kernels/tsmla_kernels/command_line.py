@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -39,3 +40,25 @@ def read_text(flag: str, path: Path) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{flag} {path}: not UTF-8 text: {error}") from None
+
+
+@dataclass(frozen=True)
+class CacheState:
+    """What `tsmla doctor` says of the cache: its directory, and why processes can't keep what they compile there, None
+    if they can."""
+
+    directory: str
+    problem: str | None
+
+
+def examine_cache() -> CacheState:
+    """The cache of this user. Makes nothing."""
+    from tsmla_kernels import object_cache
+
+    return CacheState(str(object_cache.directory()), object_cache.why_not_kept())
+
+
+def render_cache(state: CacheState) -> list[str]:
+    """The lines of a report for a terminal."""
+    said = [] if state.problem is None else [f"  each process compiles what isn't in it: {state.problem}"]
+    return ["Cache of compiled kernels", f"  {state.directory}", *said]

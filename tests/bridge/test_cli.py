@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,24 @@ def test_doctor_reports(capsys: pytest.CaptureFixture[str]) -> None:
     assert [engine["engine"] for engine in report["engines"]] == ["vllm", "sglang"]
     assert cli.main(["doctor"]) == 0
     assert "--attention-backend tsmla" in capsys.readouterr().out
+
+
+def test_doctor_says_why_nothing_is_kept(
+    cache_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said() -> str:
+        assert cli.main(["doctor"]) == 0
+        return capsys.readouterr().out
+
+    assert f"Cache of compiled kernels\n  {cache_directory}\n\n" in said()
+    cache_directory.mkdir(exist_ok=True)
+    cache_directory.chmod(0o775)
+    assert "each process compiles what isn't in it: " in (text := said()) and "may be written by others" in text
+    cache_directory.chmod(0o700)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert f"{cache_directory} can't be written; TSMLA_CACHE_DIR names another" in said()
+    assert cli.main(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["cache"]["directory"] == str(cache_directory)
 
 
 def test_compile_and_cache(

@@ -160,7 +160,8 @@ def test_the_kernels_of_a_rank_are_compiled_before_the_first_step(monkeypatch: p
     model.backend._compile((NOPE + ROPE, 128))
     steps = {(1, False, 2 * HEADS, False), (4, False, 2 * HEADS, True)}
     assert {(spec.max_q_len, spec.ragged, spec.num_heads, spec.visible_lens) for spec in warmed} == steps
-    with sglang_model.get_schedule().override(disable_chunked_prefix_cache=True):  # prompts with a prefix are absorbed then
+    # Prompts with a cached prefix are absorbed then.
+    with sglang_model.get_schedule().override(disable_chunked_prefix_cache=True):
         model.backend._compile((NOPE + ROPE, 128))
     prompts = {(sglang_model.CONTEXT, True, HEADS, False)}
     assert {(spec.max_q_len, spec.ragged, spec.num_heads, spec.visible_lens) for spec in warmed} == steps | prompts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,3 +72,24 @@ def test_the_runtime_of_the_preferred_cuda(tmp_path: Path, monkeypatch: pytest.M
     assert [launching.runtime_library(version) for version in libraries] == list(libraries.values())
     libraries["cu13"].unlink()
     assert launching.runtime_library("cu13") == libraries["cu12"]
+
+
+@pytest.mark.parametrize(
+    ("cuda", "version"),
+    [("12.8", "cu12"), ("12", "cu12"), ("13.0", "cu13"), ("14.1", "cu13"), (None, "cu13"), ("none", "cu13")],
+)
+def test_the_runtime_of_the_cuda_that_torch_has(
+    cuda: str | None, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver that serves a torch for CUDA 12 may refuse the runtime for CUDA 13. Without torch it is the newer."""
+    for name in ("cu12", "cu13"):
+        path = tmp_path / name / "lib" / launching.LIBRARY
+        path.parent.mkdir(parents=True)
+        path.touch()
+    monkeypatch.delenv("CUTE_DSL_LIBS", raising=False)
+    package = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(launching.importlib.util, "find_spec", lambda name: package)
+    torch = None if cuda == "none" else SimpleNamespace(version=SimpleNamespace(cuda=cuda))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    assert launching.runtime_library() == tmp_path / version / "lib" / launching.LIBRARY
+    assert launching.runtime_library("cu13") == tmp_path / "cu13" / "lib" / launching.LIBRARY

@@ -4,11 +4,13 @@ import dataclasses
 import hashlib
 import json
 import os
+import pwd
 import re
 import stat
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -219,6 +221,50 @@ def test_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert object_cache.directory() == tmp_path / "home" / ".cache" / "tsmla"
+
+
+@pytest.mark.parametrize("named", [None, "~/kernels"])
+def test_a_user_without_a_home(
+    named: str | None, tmp_path: Path, compiled: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a container's: no HOME, and no entry in passwd. What is compiled is kept among the temporary files."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    for name in ("HOME", "TSMLA_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    if named is not None:
+        monkeypatch.setenv("TSMLA_CACHE_DIR", named)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    place = tmp_path / f"tsmla-{os.geteuid()}"
+    with pytest.warns(RuntimeWarning, match=f"kept in {place} .*; TSMLA_CACHE_DIR names another directory"):
+        object_cache.load_or_compile(SCALE, CONFIG, ARCH)
+    assert stat.S_IMODE(place.stat().st_mode) == 0o700
+    forget()
+    with pytest.warns(RuntimeWarning, match="kept in"):
+        object_cache.load_or_compile(SCALE, CONFIG, ARCH)
+    assert compiled.calls == 1
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    if named is None:  # that one is in no home
+        assert object_cache.directory() == tmp_path / "cache" / "tsmla"
+
+
+def test_a_user_without_a_home_and_without_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(object_cache.Path, "home", none_at_home)
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    monkeypatch.delenv("TSMLA_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with pytest.warns(RuntimeWarning, match=r"kept in /tmp/tsmla-"):
+        assert object_cache.directory().parent == Path("/tmp")
+
+
+def none_at_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
 
 
 def test_interrupted_write_leaves_no_entry(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tsmla_bridge.engines import versions as engine_versions
-from tsmla_kernels import __version__
+from tsmla_kernels import __version__, command_line
 from tsmla_kernels.sm100 import config as sm100
 
 
@@ -91,6 +91,7 @@ class Report:
     devices: tuple[Device, ...]
     operations: tuple[UsualCall, ...]
     architectures: dict[str, str]
+    cache: command_line.CacheState
     engines: tuple[engine_versions.Found, ...]
     advice: tuple[str, ...]
 
@@ -233,6 +234,7 @@ def examine() -> Report:
         devices=devices,
         operations=usual_calls() if devices else (),
         architectures=_architectures(),
+        cache=command_line.examine_cache(),
         engines=engine_versions.examine(),
         advice=advise(packages, driver, devices, failure),
     )
@@ -264,7 +266,7 @@ def render(report: Report) -> str:
         said.update(reasons)
     lines += ["", "Kernels by architecture"]
     lines += [f"  {name}: {there}" for name, there in report.architectures.items()]
-    lines += ["", *engine_versions.render(report.engines)]
+    lines += ["", *command_line.render_cache(report.cache), "", *engine_versions.render(report.engines)]
     if report.advice:
         lines += ["", "What is missing, and how to get it", *(f"  {line}" for line in report.advice)]
     return "\n".join(lines)
