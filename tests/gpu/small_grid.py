@@ -144,7 +144,8 @@ def decode_kinds(generator: torch.Generator) -> Iterator[Call]:
     yield Call("short requests ragged", tsmla_bridge.mla_decode, tensors, options | {"max_q_len": 2})
     tensors = made([70, 3, 0, 300], (47,), 16, torch.bfloat16)
     tensors["cu_seqlens_q"] = offsets_of([40, 2, 0, 5])
-    yield Call("prompts under the bound of a context", tsmla_bridge.mla_decode, tensors, options | {"max_q_len": 1 << 18})
+    options |= {"max_q_len": 1 << 18}
+    yield Call("prompts under the bound of a context", tsmla_bridge.mla_decode, tensors, options)
 
 
 def decode_of_pair(q: torch.Tensor, q_rope: torch.Tensor, *, heads_first: bool = False, **given: Any) -> Any:

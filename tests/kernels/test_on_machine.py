@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import tsmla_bridge
 from tests.emulator.ptx import launcher, machine
 from tests.emulator.ptx.machine import Order
 from tests.gpu.small_grid import CALLS, Call, int32, wrong
@@ -108,3 +109,33 @@ def test_chunks_of_requests_with_several_tokens(options: dict[str, Any], monkeyp
     assert len(gpu.launches) == 6 * len(ORDERS) and launcher.EmulatedLauncher.hazards == []
     asked = [x["row_lens"].shape[0] for _, x in gpu.launches if "row_lens" in x]
     assert asked == [32, 64, 74] * len(ORDERS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("most", [1, 4])
+def test_a_requests_bits_beside_other_requests(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With batch_invariant, by the one kernel that an engine's steps of one token, or of some drafts, have."""
+    launcher.install(monkeypatch)
+    generator = torch.Generator().manual_seed(0)
+    cache = torch.randn(60, 64, 576, generator=generator).to(torch.bfloat16)
+    q = torch.randn(12, 16, 576, generator=generator).to(torch.bfloat16)
+
+    def rows(beside: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        new = [*beside, most]
+        tables = torch.arange(20 * len(new), dtype=torch.int32).view(-1, 20).flip(0).contiguous()
+        tokens = torch.cat((q[: sum(beside)], q[-most:]))
+        options: dict[str, Any] = {"softmax_scale": 0.07, "return_lse": True, "batch_invariant": True}
+        if most > 1:
+            options |= {"cu_seqlens_q": int32([0, *new]).cumsum(0).to(torch.int32), "max_q_len": most}
+        else:
+            tokens = tokens[:, None]
+        lens = int32([*([70, 1280][: len(beside)]), 700])
+        out, lse = tsmla_bridge.mla_decode(tokens, cache, tables, lens, **options)
+        return out.view(-1, 16, 512)[-most:], lse.view(-1, 16)[-most:]
+
+    want = rows([])
+    for order, beside in zip(ORDERS, ([1], [most], [most, 1]), strict=True):
+        monkeypatch.setattr(launcher.EmulatedLauncher, "order", order)
+        for got, alone in zip(rows(beside), want, strict=True):
+            assert torch.equal(got, alone)
+    assert launcher.EmulatedLauncher.hazards == []

@@ -260,9 +260,9 @@ class TsmlaBackend(AttentionBackend):
         # SGLang has no graphs of prefill in context parallelism, and expands prompts unless it is told not to.
         if self.deal.world == 1 or get_schedule().disable_chunked_prefix_cache:
             specs.append(self._prompt_spec())
-        for spec in specs:
+        for decode in specs:
             for split_q in (False, True):
-                mla_decode.warm(spec, index, split_q=split_q)
+                mla_decode.warm(decode, index, split_q=split_q)
         name = dtype_name(self.dtype)
         for causal in (True, False):
             spec = PrefillSpec(

@@ -247,14 +247,16 @@ class TsmlaMLASparseImpl(HopperImpl, vllm_sparse.SparseMLACommonImpl[TsmlaMLASpa
         selected = self.topk_indices_buffer[: len(q)]
         slots, counts = self._slots(selected, attn_metadata, step)
         is_fp8, return_lse = rows.dtype == torch.float8_e4m3fn, self.need_to_return_lse_for_decode
-        scales = attn_metadata.scales
-        assert scales is not None
+        softmax_scale: Any = self.scale
+        if is_fp8:
+            assert attn_metadata.scales is not None
+            softmax_scale = attn_metadata.scales.of(layer.layer_name, attn_metadata.step)
         results: Any = op.sparse_mla(
             q.contiguous(),
             rows,
             slots,
             counts,
-            softmax_scale=scales.of(layer.layer_name, attn_metadata.step) if is_fp8 else self.scale,
+            softmax_scale=softmax_scale,
             latent_dim=self.kv_lora_rank,
             kv_scale=layer._k_scale if is_fp8 else None,
             return_lse=return_lse,
