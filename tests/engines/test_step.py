@@ -57,6 +57,18 @@ def test_one_product_serves_the_layers_of_a_step() -> None:
         assert row.data_ptr() == rows[name].data_ptr() and scales.of(name, after).factors.data_ptr() == row.data_ptr()
 
 
+def test_memory_that_was_taken_in_between_is_written_anew() -> None:
+    """As a sleeping engine's."""
+    known = layers(first=True, second=True)
+    known["second"].impl.scale = 0.5
+    scales = LayerScales(known, CPU, lambda softmax, q, k: (softmax * q * k, k, torch.ones_like(k)))
+    for value in vars(scales).values():
+        if isinstance(value, torch.Tensor):
+            value.fill_(torch.nan)
+    for name, scale in (("first", SCALE), ("second", 0.5)):
+        torch.testing.assert_close(scales.of(name, OncePerStep()).factors, torch.tensor([scale, 1.0, 1.0]))
+
+
 def test_they_may_be_written_in_either_of_torchs_modes() -> None:
     with torch.inference_mode():
         scales = LayerScales(layers(one=True), CPU, lambda softmax, q, k: (softmax, k, torch.ones_like(k)))

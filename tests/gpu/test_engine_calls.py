@@ -103,12 +103,12 @@ def test_a_graph_sees_scales_that_were_loaded_after_its_capture(quantised: bool)
     pages, tables = made(4 * PAGES, 64, 576, dtype=FP8), tables_of(4)
     lens = torch.tensor([3000, 1, 64, 700], dtype=torch.int32, device="cuda")
 
+    def product(name: str, shared: OncePerStep) -> Any:
+        return scales.of(name, shared)
+
     def step() -> list[torch.Tensor]:
         shared = OncePerStep()
-        return [
-            tsmla_bridge.mla_decode(q, pages, tables, lens, softmax_scale=scales.of(name, shared))  # type: ignore
-            for name in names
-        ]
+        return [tsmla_bridge.mla_decode(q, pages, tables, lens, softmax_scale=product(name, shared)) for name in names]
 
     step()
     torch.cuda.synchronize()

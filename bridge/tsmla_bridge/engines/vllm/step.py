@@ -62,12 +62,10 @@ class LayerScales:
         self._layers = list(layers.values())
         self._rows = {name: row for row, name in enumerate(layers)}
         self._columns = columns
+        one = torch.ones(0)
+        # Every value is written in every step: while vLLM sleeps, the memory of builders may be taken away.
         with torch.inference_mode(False):  # so that it can be written in either mode
-            self._softmax = torch.tensor([layer.impl.scale for layer in self._layers], device=device)
-            one = torch.ones_like(self._softmax)
-            count = len(columns(one, one, one))
-            self._factors = torch.ones((len(self._layers), count), device=device)
-            self._one = torch.ones((), device=device)
+            self._factors = torch.empty((len(self._layers), len(columns(one, one, one))), device=device)
 
     def of(self, name: str, step: OncePerStep) -> Premultiplied:
         """The factors of this layer's call, of the step."""
@@ -75,12 +73,14 @@ class LayerScales:
         return Premultiplied(self._factors[self._rows[name]])
 
     def _refill(self) -> None:
+        one = self._factors.new_ones(())
         k = torch.stack([layer._k_scale.reshape(()) for layer in self._layers])
         q = torch.stack(
-            [
-                layer._q_scale.reshape(()) if layer.impl.supports_quant_query_input else self._one
-                for layer in self._layers
-            ]
+            [layer._q_scale.reshape(()) if layer.impl.supports_quant_query_input else one for layer in self._layers]
         )
-        for column, values in enumerate(self._columns(self._softmax, q, k)):
+        softmax = torch.full_like(k, self._layers[0].impl.scale)
+        for row, layer in enumerate(self._layers):
+            if layer.impl.scale != self._layers[0].impl.scale:
+                softmax[row].fill_(layer.impl.scale)
+        for column, values in enumerate(self._columns(softmax, q, k)):
             self._factors[:, column] = values
