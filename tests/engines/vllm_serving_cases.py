@@ -223,6 +223,29 @@ def test_one_kernel_serves_a_request_whatever_else_is_in_the_batch(
     assert layer.error(layer.batch([most, 1, 5, 40], [70, 33, 66, 40])) < ERROR
 
 
+@pytest.mark.parametrize(("padding", "requests"), [((0, 0), 2), ((2, 2), 4), ((2, 1), 3), ((2, 0), 2)], ids=str)
+def test_padding_with_rows_or_without_has_no_kernel_of_its_own(padding: tuple[int, int], requests: int) -> None:
+    layer = Layer()
+    batch = layer.batch([1, 1], [70, 129])
+    metadata = layer.metadata(batch, padding=padding)
+    step = metadata.decode
+    assert step.q_len == 1
+    assert [len(x) for x in (step.block_table, step.seq_lens, step.query_start_loc[1:])] == [requests] * 3
+    cache, q = vllm_layer.filled(layer, batch), torch.randn(2, HEADS, 576, dtype=torch.bfloat16)
+    want, _ = layer.impl.forward_mqa(q, cache, layer.metadata(batch), layer.layer)
+    rows = torch.cat((q, torch.zeros(padding[1], HEADS, 576, dtype=torch.bfloat16)))
+    got, _ = layer.impl.forward_mqa(rows, cache, metadata, layer.layer)
+    assert torch.equal(got[:2], want) and not got[2:].any()
+
+
+def test_queries_in_a_precision_that_the_layer_does_not_hand_over() -> None:
+    layer = Layer(cache_dtype="fp8")
+    batch = layer.batch([1], [70])
+    q, cache = torch.randn(1, HEADS, 576, dtype=torch.bfloat16), vllm_layer.filled(layer, batch)
+    with pytest.raises(ValueError, match=r"q: got torch.bfloat16; legal: torch.float8_e4m3fn"):
+        layer.impl.forward_mqa(q, cache, layer.metadata(batch), layer.layer)
+
+
 @pytest.mark.usefixtures("invariant")
 def test_a_query_with_its_heads_in_front_has_no_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer()

@@ -256,18 +256,21 @@ class TsmlaMLAMetadataBuilder(MLACommonMetadataBuilder[TsmlaMLAMetadata]):
         starts: list[int] = query_start_loc_cpu.tolist()
         q_lens = [stop - start for start, stop in itertools.pairwise(starts)]
         most = max(1, *q_lens)
-        # Padding of a CUDA graph: requests without tokens, behind the others.
+        # Padding of a CUDA graph: requests without tokens, behind the others. Rows of them may be there, or not.
         last = max((i for i, count in enumerate(q_lens) if count), default=-1)
+        rows, rest = divmod(num_decode_tokens, most)
         uniform = (
             most in self.uniform_q_lens
             and all(count == most for count in q_lens[: last + 1])
-            and most * len(q_lens) == num_decode_tokens
+            and not rest
+            and last < rows <= len(q_lens)
         )
+        requests = rows if uniform else len(q_lens)
         return TsmlaMLADecodeMetadata(
-            block_table=block_table_tensor,
-            seq_lens=seq_lens_device,
-            dcp_tot_seq_lens=dcp_tot_seq_lens_device,
-            query_start_loc=query_start_loc_device,
+            block_table=block_table_tensor[:requests],
+            seq_lens=seq_lens_device[:requests],
+            dcp_tot_seq_lens=None if dcp_tot_seq_lens_device is None else dcp_tot_seq_lens_device[:requests],
+            query_start_loc=query_start_loc_device[: requests + 1],
             q_len=most if uniform else None,
             max_q_len=next((bound for bound in self.max_q_lens if bound >= most), most),
             interleave=self.cp_kv_cache_interleave_size,
@@ -295,8 +298,11 @@ class TsmlaMLAImpl(HopperImpl, MLACommonImpl[TsmlaMLAMetadata]):
 
         q: [T, H, L + R], or the pair [T, H, L] and [T, H, R], which the kernel reads where they lie; fp8 where the
         layer quantised it. Returns out [T, H, L] and, in context parallelism, lse [T, H] (natural logarithm)."""
-        decode = attn_metadata.decode
+        decode, fp8 = attn_metadata.decode, torch.float8_e4m3fn
         parts: tuple[torch.Tensor, ...] = q if isinstance(q, tuple) else (q,)
+        if (parts[0].dtype == fp8) != self.supports_quant_query_input:  # the layers' factors are made for that
+            legal = fp8 if self.supports_quant_query_input else self.dtype
+            raise ValueError(f"q: got {parts[0].dtype}; legal: {legal}")
         if len(parts) == 2 and parts[1].shape[-1] == 0:
             parts = parts[:1]
         num_tokens, num_heads, _ = parts[0].shape
@@ -313,7 +319,7 @@ class TsmlaMLAImpl(HopperImpl, MLACommonImpl[TsmlaMLAMetadata]):
         if len(parts) == 1 or self.batch_invariant or not tensors.is_heads_first(parts[0]):
             parts = (parts[0].contiguous(), *parts[1:])
         pages, block_table = decode.in_pages(kv_c_and_k_pe_cache)
-        fp8, return_lse = torch.float8_e4m3fn, self.need_to_return_lse_for_decode
+        return_lse = self.need_to_return_lse_for_decode
         results: Any = op.mla_decode(
             parts if len(parts) == 2 else parts[0],
             pages,
