@@ -139,6 +139,8 @@ def test_adaptive_verification_is_refused(backend: Any) -> None:
     assert backend.validate_configuration(**usual) == []
     (said,) = backend.validate_configuration(**usual, use_adaptive_verification=True)
     assert "adaptive verification" in said
+    (said,) = backend.validate_configuration(**usual, use_something_new=True)
+    assert "tsmla does not fit this version of vLLM: TypeError: " in said and "use_something_new" in said
 
 
 # ---- weights that are loaded anew

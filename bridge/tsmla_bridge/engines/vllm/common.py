@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -76,6 +77,17 @@ class HopperBackend(MLACommonBackend):
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         return PAGE_SIZES[0]
+
+    @classmethod
+    @functools.wraps(MLACommonBackend.validate_configuration.__func__)
+    def validate_configuration(cls, *arguments: Any, **named: Any) -> list[str]:
+        """vLLM's reasons against this backend. In a version that asks otherwise, the error is one: vLLM's own choice
+        among backends would stop at it, in an engine that was given no flag."""
+        try:
+            reasons: list[str] = super().validate_configuration(*arguments, **named)
+        except Exception as error:
+            return [f"tsmla does not fit this version of vLLM: {type(error).__name__}: {error}"]
+        return reasons
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
