@@ -1,7 +1,7 @@
 """The engines' sources, unpacked from their wheels, for tests that run an engine's own code on a CPU.
 
-`python tests/engines/sources.py [FOLDER]` fetches them: each version's wheel without its compiled files (0.4 GB in
-all), and the packages that the engines import, torch and jax aside (0.4 GB). The tests find them in the folder that
+`python tests/engines/sources.py [FOLDER]` fetches them: each version's wheel without its compiled files (0.6 GB in
+all), and the packages that the engines import, torch and jax aside (1.5 GB). The tests find them in the folder that
 TSMLA_ENGINES names, or in .engines at the root of the repository. sglang-jax's wheels are older than its DeepSeek
 models: its commit is cloned there by the command that its skipped test prints.
 """
