@@ -34,7 +34,7 @@ def _decode(q: Any, kv_cache: torch.Tensor, block_tables: torch.Tensor, seq_lens
     if isinstance(q, tuple):
         for part in q:
             _aligned("q", part)
-        tensors.query_of_pair(q)
+        tensors.query_of_pair(q, given["latent_dim"])
     else:
         _dense(q=q)
     _dense(seq_lens=seq_lens, cu_seqlens_q=given.get("cu_seqlens_q"), visible_lens=given.get("visible_lens"))
