@@ -16,7 +16,8 @@ from jax import lax
 
 from tsmla_jax.generate.config import MoEConfig
 from tsmla_jax.generate.mesh import CONTEXT, EXPERT, EXPERT_SHARDS, MeshShape
-from tsmla_jax.generate.moe import choose_experts, mix_experts
+from tsmla_jax.generate.moe import choose_experts, mix_experts, takes_scaled_rows
+from tsmla_jax.generate.router import project
 
 
 def gather_tokens(tokens: jax.Array, valid: jax.Array, mesh: MeshShape) -> jax.Array:
@@ -43,7 +44,10 @@ def mixture_of_split_experts(
       [T, C] in x's dtype, the same on all devices of the axis CONTEXT.
     """
     every = lax.all_gather(x, EXPERT, tiled=True) if mesh.expert > 1 else x
-    experts, weights = choose_experts(params, every, config, tokens)
+    load = every.shape[0] * (config.top_k + config.num_shared) // mesh.expert_shards
+    with_rows = takes_scaled_rows(every.dtype, params["gate_up"], params["down"], load)
+    logits, scaled = project(every, params["router"], with_rows=with_rows)
+    experts, weights = choose_experts(params, every, config, tokens, logits=logits)
     each, rows = config.num_experts // mesh.expert_shards, jnp.arange(every.shape[0], dtype=jnp.int32)[:, None]
 
     # A shared expert is visited on one device, which is the token's own, or one of those that all have the token.
@@ -60,7 +64,8 @@ def mixture_of_split_experts(
         params["gate_up"],
         params["down"],
         config.swiglu_limit,
-        load=experts.size // mesh.expert_shards,
+        load=load,
+        rows=scaled,
     )
     if mesh.expert > 1:
         mixed = lax.psum_scatter(mixed, EXPERT, tiled=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,12 @@ from jax import lax
 
 from tsmla_jax.generate.config import MoEConfig
 from tsmla_jax.generate.expert_choice import NO_BIAS, choose_by_kernel, why_not_by_kernel
+from tsmla_jax.generate.router import project, router_logits
 from tsmla_jax.nn.block_scaled import BlockScaled, widened
-from tsmla_jax.nn.grouped_matmul import grouped_matmul, halved, why_not_kernel
+from tsmla_jax.nn.grouped_matmul import grouped_matmul, why_not_kernel
 from tsmla_jax.nn.linear import linear
 from tsmla_jax.nn.row_blocks import make_blocks
+from tsmla_jax.nn.scaled_rows import ScaledRows, scaled_rows
 from tsmla_jax.nn.tiles import WIDENED_BYTES, WIDENED_PAIRS, expert_tiles
 
 _MAX_BLOCK_ROWS = 128
@@ -69,28 +71,40 @@ def route(
         their weights alone.
 
     Returns:
-      experts [T, K] i32 and their weights [T, K] f32.
+      experts [T, K] i32 and their weights [T, K] f32. Of choices those that are no number come first, ties by the
+      number of the expert, and -inf last: K different experts, however many choices are finite.
+
+    Raises:
+      ValueError: noaux_tc without a correction_bias.
     """
-    scores = _score(_logits(x, router), config)
-    if experts is None and config.routing != "noaux_tc":
+    return _route(router_logits(x, router), correction_bias, config, experts)
+
+
+def _route(
+    logits: jax.Array, correction_bias: jax.Array | None, config: MoEConfig, experts: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """`route` from the logits [T, E] f32 on."""
+    scores = _score(logits, config)
+    if experts is None and (config.routing == "greedy" or (config.routing != "noaux_tc" and config.n_group == 1)):
         # What selects is what weighs: no second kernel has to look the weights up.
-        limited = config.routing == "group_limited_greedy"
-        choice = _limit_to_groups(scores, config, best=1) if limited else scores
-        weights, experts = lax.top_k(choice, config.top_k)
+        weights, experts = lax.top_k(_without_sign(scores), config.top_k)
     else:
         if experts is None:
-            if correction_bias is None:
-                raise ValueError(NO_BIAS)
-            choice = _limit_to_groups(scores + correction_bias.astype(jnp.float32), config, best=2)
-            _, experts = lax.top_k(choice, config.top_k)
+            choice, best = scores, 1
+            if config.routing == "noaux_tc":
+                if correction_bias is None:
+                    raise ValueError(NO_BIAS)
+                choice, best = scores + correction_bias.astype(jnp.float32), 2
+            _, experts = lax.top_k(_without_sign(_limit_to_groups(choice, config, best)), config.top_k)
         weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.norm_topk_prob:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
     return experts.astype(jnp.int32), weights * config.routed_scaling_factor
 
 
-def _logits(x: jax.Array, router: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32) @ router.astype(jnp.float32).T
+def _without_sign(choice: jax.Array) -> jax.Array:
+    """A choice whose NaN are positive: those with a sign would come last in `jax.lax.top_k`."""
+    return jnp.where(jnp.isnan(choice), jnp.nan, choice)
 
 
 def _score(logits: jax.Array, config: MoEConfig) -> jax.Array:
@@ -105,6 +119,8 @@ def _limit_to_groups(choice: jax.Array, config: MoEConfig, best: int) -> jax.Arr
         return choice
     grouped = choice.reshape(choice.shape[0], config.n_group, -1)
     scores = grouped.max(axis=-1) if best == 1 else _sum_of_best_two(grouped)
+    # A group with what is no number is among the best, so that it shows in the result.
+    scores = jnp.where(jnp.isnan(scores), jnp.inf, scores)
     # Groups are compared with each other: a top_k of so few is three kernels more.
     one, other = scores[:, :, None], scores[:, None, :]
     earlier = jnp.arange(config.n_group) < jnp.arange(config.n_group)[:, None]
@@ -133,6 +149,7 @@ def mix_experts(
     down: Weight,
     limit: float | None = None,
     load: int | None = None,
+    rows: ScaledRows | None = None,
 ) -> jax.Array:
     """The weighted sum of each token's experts.
 
@@ -142,15 +159,19 @@ def mix_experts(
       gate_up: [E, 2 I, C]; down: [E, C, I]; either may have unused weights behind its last.
       limit: as in `gated_mlp`.
       load: how many of the T K experts are expected to be there; None is all.
+      rows: x as `scaled_rows` makes it, where something else has made it already.
 
     Returns:
       [T, C] f32.
     """
+    if not x.shape[0]:
+        return jnp.zeros(x.shape, jnp.float32)
     # A stack may have more weights than there are experts (block_scaled.stack_size).
     num_experts = min(gate_up.shape[0], down.shape[0])
     _, hidden, width = down.shape
     if not why_not_grouped(x.dtype, hidden, width, isinstance(down, BlockScaled)):
-        per_pair = _grouped_experts(x, experts, gate_up, down, limit, experts.size if load is None else load)
+        given = x if rows is None else rows
+        per_pair = _grouped_experts(given, experts, gate_up, down, limit, experts.size if load is None else load)
     elif jax.default_backend() == "cpu":
         per_pair = _experts_in_turn(x, experts, gate_up, down, limit)
     else:
@@ -173,21 +194,42 @@ def why_not_grouped(dtype: Any, hidden: int, width: int, narrow: bool) -> list[s
     return list(dict.fromkeys(reasons))
 
 
+def takes_scaled_rows(dtype: Any, gate_up: Weight, down: Weight, load: int) -> bool:
+    """Whether `mix_experts` of `load` pairs takes activations of this dtype as `ScaledRows`."""
+    _, hidden, width = down.shape
+    return (
+        isinstance(down, BlockScaled)
+        and not why_not_grouped(dtype, hidden, width, True)
+        and not _widened_first(gate_up, down, load)
+    )
+
+
+def _widened_first(gate_up: Weight, down: Weight, load: int) -> bool:
+    """Whether experts' weights are widened to 16 bits before their products: where each has many rows."""
+    num_experts = min(gate_up.shape[0], down.shape[0])
+    return load >= WIDENED_PAIRS * num_experts and 2 * math.prod(gate_up.shape) <= WIDENED_BYTES
+
+
 def _grouped_experts(
-    x: jax.Array, experts: jax.Array, gate_up: Weight, down: Weight, limit: float | None, load: int
+    x: jax.Array | ScaledRows,
+    experts: jax.Array,
+    gate_up: Weight,
+    down: Weight,
+    limit: float | None,
+    load: int,
 ) -> jax.Array:
     """What each token's experts make of it, [T, K, C]: two products of all experts in use, on an NVIDIA GPU, of weights
     that are widened to x's dtype first where each has many rows (WIDENED_PAIRS).
 
-    load: as in `mix_experts`."""
+    x: `ScaledRows` only where `takes_scaled_rows`. load: as in `mix_experts`."""
     num_experts, (_, hidden, width) = min(gate_up.shape[0], down.shape[0]), down.shape
-    if load >= WIDENED_PAIRS * num_experts and math.prod(gate_up.shape) * x.dtype.itemsize <= WIDENED_BYTES:
+    if isinstance(x, jax.Array) and _widened_first(gate_up, down, load):
         gate_up, down = widened(gate_up, x.dtype), widened(down, x.dtype)
     block, tile_up, tile_down = expert_tiles(load, num_experts, hidden, width, isinstance(down, BlockScaled))
     blocks = make_blocks(experts, num_experts, block)
-    x = halved(x) if tile_up.half else x
+    x = scaled_rows(x) if tile_up.half and isinstance(x, jax.Array) else x
     inner = grouped_matmul(x, gate_up, blocks, tile_up, gated=True, gather=True, limit=limit)
-    out = grouped_matmul(inner, down, blocks, tile_down)
+    out = cast(jax.Array, grouped_matmul(inner, down, blocks, tile_down))
     # An absent expert gets some row's values, which the caller drops.
     return out[jnp.minimum(blocks.places, out.shape[0] - 1)]
 
@@ -270,21 +312,29 @@ def mixture_of_experts(
     Returns:
       [T, C] in x's dtype.
     """
-    experts, weights = choose_experts(params, x, config, tokens, valid)
-    return mix_experts(x, experts, weights, params["gate_up"], params["down"], config.swiglu_limit).astype(x.dtype)
+    stacks, pairs = (params["gate_up"], params["down"]), x.shape[0] * (config.top_k + config.num_shared)
+    logits, rows = project(x, params["router"], with_rows=takes_scaled_rows(x.dtype, *stacks, pairs))
+    experts, weights = choose_experts(params, x, config, tokens, valid, logits)
+    return mix_experts(x, experts, weights, *stacks, config.swiglu_limit, rows=rows).astype(x.dtype)
 
 
 def choose_experts(
-    params: Mapping[str, Any], x: jax.Array, config: MoEConfig, tokens: jax.Array, valid: jax.Array | None = None
+    params: Mapping[str, Any],
+    x: jax.Array,
+    config: MoEConfig,
+    tokens: jax.Array,
+    valid: jax.Array | None = None,
+    logits: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The experts of each token and their weights, as `route` returns them: the routed ones, then the shared ones with
-    ids from num_experts on. With `valid`, the experts of padding are one past the last. Arguments as of
-    `mixture_of_experts`."""
+    ids from num_experts on. With `valid`, the experts of padding are one past the last. logits: of `router.project`,
+    where the caller has them. Other arguments as of `mixture_of_experts`."""
     bias = params.get("correction_bias")
+    logits = project(x, params["router"], with_rows=False)[0] if logits is None else logits
     if "expert_table" not in params and not why_not_by_kernel(config):
-        return choose_by_kernel(_logits(x, params["router"]), bias, valid, config)
+        return choose_by_kernel(logits, bias, valid, config)
     chosen = params["expert_table"][tokens] if "expert_table" in params else None
-    experts, weights = route(x, params["router"], bias, config, chosen)
+    experts, weights = _route(logits.sum(axis=0), bias, config, chosen)
     if config.num_shared:
         shared = (x.shape[0], config.num_shared)
         ids = jnp.arange(config.num_experts, config.num_experts + config.num_shared, dtype=jnp.int32)

@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from tsmla_jax.generate.config import StreamsConfig
+from tsmla_jax.nn.exact_dot import add_products
 from tsmla_jax.nn.norms import Norm
 from tsmla_jax.nn.tiles import split_count
 from tsmla_jax.nn.triton import plgpu, why_no_triton
@@ -93,11 +94,7 @@ def _sum_products(block: int, streams_ref: Any, fn_ref: Any, sums_ref: Any) -> N
         terms = (step * _DEPTH + jnp.arange(_DEPTH, dtype=jnp.int32))[None, :]
         x = plgpu.load(streams_ref.at[tokens, terms], mask=present, other=0.0)
         left = plgpu.load(fn_ref.at[rows, terms], mask=weighed, other=0.0)
-        # The 24 bits of an f32 are those of three bf16, whose products with bf16 are exact in f32.
-        for _ in range(3):
-            piece = left.astype(x.dtype)
-            products = products + plgpu.dot(x, piece, trans_b=True)
-            left = left - piece.astype(jnp.float32)
+        products = add_products(products, [(x, left)])
         wide = x.astype(jnp.float32)
         return products, squares + (wide * wide).sum(axis=1)
 

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 
 from tsmla_jax.nn.block_scaled import BLOCK, BlockScaled
 from tsmla_jax.nn.row_blocks import Blocks
+from tsmla_jax.nn.scaled_rows import ScaledRows, scaled
 from tsmla_jax.nn.tiles import Tile
 from tsmla_jax.nn.triton import plgpu, why_no_triton
 
@@ -46,16 +47,6 @@ cvt.rn.f16x2.e4m3x2 $0, low;
 cvt.rn.f16x2.e4m3x2 $1, high;
 }"""
 
-HALF_SCALE = 2.0**-4
-"""f16 activations are multiplied by it: they reach 2^20, and near 0 their steps are 2^-20."""
-
-
-def halved(x: jax.Array) -> jax.Array:
-    """Activations x of any shape as f16 that a product with `Tile.half` takes: x * HALF_SCALE. Eleven bits of each
-    value are kept, three more than bf16 has. What is greater than 2^20 becomes infinite, and its product not finite."""
-    return (x.astype(jnp.float32) * HALF_SCALE).astype(jnp.float16)
-
-
 def why_not_kernel(dtype: Any, columns: int, depth: int, narrow: bool) -> list[str]:
     """Why `grouped_matmul` can't run a product on jax's default device; empty if it can.
 
@@ -75,7 +66,7 @@ def why_not_kernel(dtype: Any, columns: int, depth: int, narrow: bool) -> list[s
 
 
 def grouped_matmul(
-    x: jax.Array,
+    x: jax.Array | ScaledRows,
     weight: jax.Array | BlockScaled,
     blocks: Blocks,
     tile: Tile,
@@ -83,49 +74,67 @@ def grouped_matmul(
     gated: bool = False,
     gather: bool = False,
     limit: float | None = None,
-) -> jax.Array:
+) -> jax.Array | ScaledRows:
     """Every place's row times its group's weight.
 
     Args:
-      x: [T, K], with `gather`, where blocks.rows names the row at each place; else [NB * block, K], a row a place.
+      x: [T, K], with `gather`, where blocks.rows names the row at each place; else [NB * block, K], a row a place. With
+        tile.half, and only then, `ScaledRows`, whose scales are for BLOCK columns or a divisor of that.
       weight: [G, N, K], of at least blocks.num_groups groups.
       blocks: of `make_blocks`, with a block of at least 16.
       gated: the weight's first half and its second make silu(x first) * (x second), of N / 2 columns.
       limit: of `gated_mlp`.
 
     Returns:
-      [NB * block, N] in x's dtype; places without a row hold something. With tile.half x is f16 (`halved`), gated
-      products are so, too, and others are bf16.
+      [NB * block, N] in x's dtype, bf16 with tile.half; then gated products are `ScaledRows`, with scales for
+      tile.columns. Places without a row hold something.
 
     Raises:
-      ValueError: tile.half with weights that aren't block-scaled, or with x of another dtype than f16; tile.splits with
+      ValueError: tile.half with weights that aren't block-scaled, or with another x than `ScaledRows`; tile.splits with
         a gated product, or that doesn't divide the K / tile.depth loads of a sum.
     """
     narrow = isinstance(weight, BlockScaled)
-    if tile.half and not (narrow and x.dtype == jnp.float16):
-        raise ValueError(f"{tile.half=} with x of {x.dtype}; legal: x of float16 and block-scaled weights")
+    values, *row_scales = x if isinstance(x, ScaledRows) else (x,)
+    if tile.half != bool(row_scales) or (tile.half and not narrow):
+        given = "ScaledRows" if row_scales else str(values.dtype)
+        raise ValueError(f"{tile.half=} with x of {given}; legal: with ScaledRows and block-scaled weights, and only then")
     columns, steps = weight.shape[1] // (2 if gated else 1), weight.shape[2] // tile.depth
     if steps % tile.splits or (gated and tile.splits > 1):
         raise ValueError(f"{tile.splits=} of {steps} loads, {gated=}; legal: a divisor of the loads, 1 if gated")
     block = blocks.rows.shape[0] // blocks.groups.shape[0]
     operands = (weight.values, weight.scales) if isinstance(weight, BlockScaled) else (weight,)
-    dtype = jnp.bfloat16 if tile.half and not gated else x.dtype
-    out = pl.pallas_call(
-        functools.partial(_kernel, _Kind(blocks.num_groups, block, tile, gated, gather, limit, narrow)),
+    kind = _Kind(
+        num_groups=blocks.num_groups,
+        block=block,
+        tile=tile,
+        gated=gated,
+        gather=gather,
+        limit=limit,
+        narrow=narrow,
+        width=min(x.width, tile.depth) if isinstance(x, ScaledRows) else tile.depth,
+    )
+    dtype = (jnp.float16 if gated else jnp.bfloat16) if tile.half else values.dtype
+    places = blocks.rows.shape[0]
+    shapes = [jax.ShapeDtypeStruct((tile.splits, places, columns), dtype if tile.splits == 1 else jnp.float32)]
+    if tile.half and gated:
+        shapes.append(jax.ShapeDtypeStruct((places, columns // tile.columns), jnp.float32))
+    out, *scales = pl.pallas_call(
+        functools.partial(_kernel, kind),
         grid=(blocks.groups.shape[0], columns // tile.columns, tile.splits),
-        out_shape=jax.ShapeDtypeStruct(
-            (tile.splits, blocks.rows.shape[0], columns), dtype if tile.splits == 1 else jnp.float32
-        ),
+        out_shape=shapes,
         compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=jax.default_backend() == "cpu",
         name="grouped_matmul_gated" if gated else "grouped_matmul",
-    )(blocks.rows, blocks.groups, x, *operands)
+    )(blocks.rows, blocks.groups, values, *row_scales, *operands)
+    if scales:
+        return ScaledRows(out[0], scales[0])
     return out[0] if tile.splits == 1 else out.sum(axis=0).astype(dtype)
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """The static part of a kernel: groups, places of a block, and arguments of `grouped_matmul`."""
+    """The static part of a kernel: groups, places of a block, arguments of `grouped_matmul`, whether the weights are
+    block-scaled, and of how many columns a product is summed before scales multiply it."""
 
     num_groups: int
     block: int
@@ -134,14 +143,17 @@ class _Kind:
     gather: bool
     limit: float | None
     narrow: bool
+    width: int
 
 
-def _kernel(kind: _Kind, rows_ref: Any, groups_ref: Any, x_ref: Any, weight_ref: Any, *others: Any) -> None:
-    """One tile. others: the scales of a narrow weight, and the result."""
-    *scales, out_ref = others
-    tile, block = kind.tile, kind.block
+def _kernel(kind: _Kind, rows_ref: Any, groups_ref: Any, x_ref: Any, *others: Any) -> None:
+    """One tile. others: the scales of x with tile.half, the weight, its scales if it is narrow, and the results."""
+    tile, block, narrow = kind.tile, kind.block, kind.narrow
+    row_scales, others = others[: int(tile.half)], others[int(tile.half) :]
+    weight_ref, scales, results = others[0], others[1 : 1 + int(narrow)], others[1 + int(narrow) :]
     _, rows_of_weight, depth = weight_ref.shape
-    index, column, part = pl.program_id(0), pl.program_id(1) * tile.columns, pl.program_id(2)
+    index, tile_column, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    column = tile_column * tile.columns
     group = groups_ref[index]
     places = pl.ds(index * block, block)
 
@@ -152,37 +164,46 @@ def _kernel(kind: _Kind, rows_ref: Any, groups_ref: Any, x_ref: Any, weight_ref:
             # A place without a row may hold any number.
             rows = jnp.clip(rows_ref[places], 0, x_ref.shape[0] - 1)
 
-        def product(x: jax.Array, begin: Any, at: Any) -> jax.Array:
-            values = plgpu.load(weight_ref.at[group, pl.ds(begin, tile.columns), pl.ds(at, tile.depth)])
-            out = plgpu.dot(x, _widen(values, x.dtype) if kind.narrow else values, trans_b=True)
-            return out * scales[0][group, begin // BLOCK, at // BLOCK] if kind.narrow else out
+        def product(x: jax.Array, row_scale: Any, begin: Any, at: Any) -> jax.Array:
+            values = plgpu.load(weight_ref.at[group, pl.ds(begin, tile.columns), pl.ds(at, kind.width)])
+            out = plgpu.dot(x, _widen(values, x.dtype) if narrow else values, trans_b=True)
+            if not narrow:
+                return out
+            scale = scales[0][group, begin // BLOCK, at // BLOCK]
+            return out * (scale if row_scale is None else (row_scale * scale)[:, None])
 
         def add(step: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            at = step * tile.depth
-            x = plgpu.load(x_ref.at[rows[:, None], (at + jnp.arange(tile.depth, dtype=jnp.int32))[None, :]])
             begins = (column, rows_of_weight // 2 + column) if kind.gated else (column,)
-            return tuple(total + product(x, begin, at) for total, begin in zip(sums, begins, strict=True))
+            for piece in range(tile.depth // kind.width):
+                at, row_scale = step * tile.depth + piece * kind.width, None
+                x = plgpu.load(x_ref.at[rows[:, None], (at + jnp.arange(kind.width, dtype=jnp.int32))[None, :]])
+                if row_scales:
+                    row_scale = plgpu.load(row_scales[0].at[rows, at * row_scales[0].shape[1] // depth])
+                sums = tuple(
+                    total + product(x, row_scale, begin, at) for total, begin in zip(sums, begins, strict=True)
+                )
+            return sums
 
         zero = jnp.zeros((block, tile.columns), jnp.float32)
         share = depth // tile.depth // tile.splits
         first = part * share
         sums = lax.fori_loop(first, first + share, add, (zero, zero) if kind.gated else (zero,))
-        if tile.half:
-            sums = tuple(total / HALF_SCALE for total in sums)
         out = sums[0]
         if kind.gated:
             gate, up = sums
             if kind.limit is not None:
                 gate, up = jnp.minimum(gate, kind.limit), jnp.clip(up, -kind.limit, kind.limit)
             out = gate / (1 + jnp.exp(-gate)) * up
-            out = halved(out) if tile.half else out
+            if tile.half:
+                out, out_scale = scaled(out)
+                results[1][places, tile_column] = out_scale
         mask = None
         if kind.gather and kind.num_groups == 1 and tile.splits > 1:
             # One group's rows come first, and nobody adds the parts of the places behind them.
             written = index * block + jnp.arange(block, dtype=jnp.int32) < x_ref.shape[0]
             mask = jnp.broadcast_to(written[:, None], out.shape)
-        target = out_ref.at[part, places, pl.ds(column, tile.columns)]
-        plgpu.store(target, out.astype(out_ref.dtype), mask=mask)
+        target = results[0].at[part, places, pl.ds(column, tile.columns)]
+        plgpu.store(target, out.astype(results[0].dtype), mask=mask)
 
 
 def _widen(values: jax.Array, dtype: Any) -> jax.Array:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tsmla_jax.nn.block_scaled import BLOCK, BlockScaled, widened
-from tsmla_jax.nn.grouped_matmul import grouped_matmul, halved, why_not_kernel
+from tsmla_jax.nn.grouped_matmul import grouped_matmul, why_not_kernel
 from tsmla_jax.nn.row_blocks import Blocks
+from tsmla_jax.nn.scaled_rows import scaled_rows
 from tsmla_jax.nn.tiles import MANY_ROWS, linear_tile
 
 _MOST_SUMMED = 1 << 23
@@ -31,7 +32,7 @@ def contract(x: jax.Array, weight: jax.Array | BlockScaled, axes: int = 1) -> ja
       [..., *O] in x's dtype.
     """
     if isinstance(weight, BlockScaled):
-        return linear(x.reshape(*x.shape[: x.ndim - axes], -1), weight)
+        return linear(x.reshape(*x.shape[: x.ndim - axes], weight.shape[1]), weight)
     return jnp.tensordot(x, weight, axes=axes, out_sharding=_out_sharding(x, weight, axes))
 
 
@@ -53,18 +54,21 @@ def linear(x: jax.Array, weight: jax.Array | BlockScaled) -> jax.Array:
     summed = rows == 1 and columns * depth <= _MOST_SUMMED
     if summed or rows > MANY_ROWS or why_not_kernel(x.dtype, columns, depth, narrow=True):
         return x @ weight.widened(x.dtype).T
-    out = linear_by_kernel(x.reshape(rows, -1), weight)
-    return out.reshape(*x.shape[:-1], -1)
+    out = linear_by_kernel(x.reshape(rows, depth), weight)
+    return out.reshape(*x.shape[:-1], columns)
 
 
 def linear_by_kernel(x: jax.Array, weight: BlockScaled) -> jax.Array:
     """`linear` of x [T, K] and a block-scaled weight [N, K] as a grouped product of one group: so on a GPU."""
     rows = x.shape[0]
+    if not rows:
+        return jnp.zeros((0, weight.shape[0]), x.dtype)
     block, tile = linear_tile(rows, *weight.shape)
     places = jnp.minimum(jnp.arange(-(-rows // block) * block, dtype=jnp.int32), rows - 1)
     blocks = Blocks(places, jnp.zeros(places.shape[0] // block, jnp.int32), places[:rows, None], 1)
     stack = BlockScaled(weight.values[None], weight.scales[None])
-    return grouped_matmul(halved(x) if tile.half else x, stack, blocks, tile, gather=True)[:rows]
+    out = grouped_matmul(scaled_rows(x) if tile.half else x, stack, blocks, tile, gather=True)
+    return cast(jax.Array, out)[:rows]
 
 
 def product(params: Mapping[str, Any], name: str, x: jax.Array) -> jax.Array:

@@ -45,6 +45,8 @@ def make_blocks(groups: jax.Array, num_groups: int, block: int) -> Blocks:
     A pair whose group is num_groups has no place."""
     num_rows, most = groups.shape
     pairs = num_rows * most
+    if not pairs:
+        return _no_blocks(groups, num_groups)
     if num_rows == 1:
         # No two pairs of one row share a group.
         places = jnp.arange(most, dtype=jnp.int32)[None] * block
@@ -72,11 +74,19 @@ def make_blocks(groups: jax.Array, num_groups: int, block: int) -> Blocks:
     return Blocks(rows, block_groups, places.reshape(num_rows, most), num_groups)
 
 
+def _no_blocks(groups: jax.Array, num_groups: int) -> Blocks:
+    """The blocks of no pairs."""
+    none = jnp.zeros(0, jnp.int32)
+    return Blocks(none, none, jnp.zeros(groups.shape, jnp.int32), num_groups)
+
+
 def blocks_by_kernel(groups: jax.Array, num_groups: int, block: int) -> Blocks:
     """`make_blocks` as one kernel, or two of more than _AT_ONCE pairs. They compare every pair with every other, so
     their time does not depend on the number of groups, and they are for few pairs. Arguments as there."""
     num_rows, most = groups.shape
     pairs = num_rows * most
+    if not pairs:
+        return _no_blocks(groups, num_groups)
     flat, count, at_once = groups.reshape(pairs), _most_blocks(pairs, num_groups, block), pairs <= _AT_ONCE
     own = max(16, pl.next_power_of_2(pairs)) if at_once else _OWN
     call = functools.partial(

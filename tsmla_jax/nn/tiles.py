@@ -37,7 +37,7 @@ class Tile:
       columns: of the result.
       depth: terms of the sum that are loaded at once.
       warps, stages: of the program; loads run stages - 1 ahead.
-      half: block-scaled weights are widened to f16 and not to bf16; x is f16, as `halved` makes it.
+      half: block-scaled weights are widened to f16 and not to bf16; x is `ScaledRows`, of f16.
       splits: programs that share the sums of a tile; another kernel adds what they made of their parts of the depth.
     """
 
@@ -68,8 +68,8 @@ def expert_tiles(pairs: int, num_experts: int, hidden: int, width: int, narrow: 
     """Places of a block, and the tiles of the two products, for `pairs` pairs of token and expert.
 
     Until an expert has some ten rows the time is that of reading the weights: blocks are as low as a tensor core's
-    tile. From some hundred on it is that of multiplying. Block-scaled weights are widened to f16, so that activations
-    past 2^20 become infinite (`grouped_matmul.halved`): widening to bf16 takes five times the instructions.
+    tile. From some hundred on it is that of multiplying. Block-scaled weights are widened to f16: to bf16 it takes five
+    times the instructions.
     hidden, width: C and I. narrow: whether the weights are block-scaled."""
     if narrow:
         block, up, down = _narrow_expert_tiles(pairs, num_experts)

@@ -45,11 +45,11 @@ def config_of(name: str) -> MoEConfig:
 def by_xla(
     logits: jax.Array, bias: jax.Array | None, valid: jax.Array | None, config: MoEConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """`moe.choose_experts` of these logits: x times the identity."""
+    """`moe.choose_experts` of these logits by XLA."""
     params = {"router": jnp.eye(config.num_experts), "correction_bias": bias}
-    with pytest.MonkeyPatch.context() as patch, jax.default_matmul_precision("float32"):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moe, "why_not_by_kernel", lambda config: ["it is compared with XLA"])
-        return moe.choose_experts(params, logits, config, jnp.zeros(len(logits), jnp.int32), valid)
+        return moe.choose_experts(params, logits, config, jnp.zeros(len(logits), jnp.int32), valid, logits[None])
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
@@ -96,6 +96,58 @@ def test_what_is_no_number_is_chosen_and_shows(backend: str) -> None:
     assert np.isnan(weights[0, :6]).all() and (weights[0, 6:] == 1).all()
     with pytest.raises(ValueError, match="correction_bias = None; legal with routing 'noaux_tc'"):
         expert_choice.choose_by_kernel(logits, None, None, config)
+
+
+@pytest.mark.parametrize("name", ["V2-Lite", "V2", "V3", "V4", "groups that are no power of two", "all experts"])
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_experts_differ_however_few_choices_are_finite(name: str, backend: str) -> None:
+    """A bias of -inf masks experts, and logits may be infinite or no numbers: both forms choose the same experts, each
+    once, and weigh them alike."""
+    if jax.default_backend() != backend:
+        pytest.skip(f"jax's default device is no {backend}")
+    config, rng = config_of(name), np.random.default_rng(11)
+    num_experts = config.num_experts
+    logits = rng.standard_normal((14, num_experts)).astype(np.float32)
+    few = rng.permutation(num_experts)[: max(1, config.top_k - 2)]
+    logits[0] = -np.inf
+    logits[1] = np.nan
+    logits[2] = -np.nan
+    logits[3, 0], logits[4, -1], logits[5, num_experts // 2] = np.nan, -np.nan, np.inf
+    logits[6, np.setdiff1d(np.arange(num_experts), few)] = -np.inf
+    logits[7, few] = np.inf
+    logits[8, few] = np.nan
+    logits[9, few] = -np.nan
+    logits[10, ::3] = np.nan
+    logits[11, ::2] = -np.inf
+    masked = np.full(num_experts, -np.inf, np.float32)
+    masked[few] = 0
+    biases = [masked, np.full(num_experts, -np.inf, np.float32), np.full(num_experts, np.nan, np.float32)]
+    mixed = np.zeros(num_experts, np.float32)
+    mixed[few[0]], mixed[few[-1]] = np.inf, -np.inf
+    for bias in [*biases, mixed] if config.routing == "noaux_tc" else [None]:
+        arrays = jnp.asarray(logits), None if bias is None else jnp.asarray(bias), None
+        experts, weights = jax.jit(expert_choice.choose_by_kernel, static_argnums=3)(*arrays, config)
+        wanted, wanted_weights = by_xla(*arrays, config)
+        np.testing.assert_array_equal(experts, wanted)
+        np.testing.assert_allclose(weights, wanted_weights, rtol=2e-5, atol=1e-7)
+        routed = np.asarray(experts)[:, : config.top_k]
+        assert all(len(set(row)) == config.top_k for row in routed.tolist())
+        assert (routed >= 0).all() and (routed < num_experts).all()
+
+
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_logits_may_come_as_parts_of_their_sums(backend: str) -> None:
+    if jax.default_backend() != backend:
+        pytest.skip(f"jax's default device is no {backend}")
+    config, rng = config_of("V3"), np.random.default_rng(12)
+    parts = jnp.asarray(np.round(8 * rng.standard_normal((3, 5, 256))) / 8, jnp.float32)
+    bias = jnp.zeros(256)
+    for got, wanted in zip(
+        expert_choice.choose_by_kernel(parts, bias, None, config),
+        expert_choice.choose_by_kernel(parts.sum(axis=0), bias, None, config),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(got, wanted)
 
 
 def test_a_router_uses_the_kernel_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,10 @@ import pytest
 
 from tsmla_jax.nn import MLAConfig, Step, functional, init_params
 from tsmla_jax.nn.block_scaled import BlockScaled, stack_size
-from tsmla_jax.nn.grouped_matmul import HALF_SCALE, grouped_matmul, halved
+from tsmla_jax.nn.grouped_matmul import grouped_matmul
 from tsmla_jax.nn.linear import contract, joined_rows, linear, linear_by_kernel
 from tsmla_jax.nn.row_blocks import blocks_by_kernel, make_blocks
+from tsmla_jax.nn.scaled_rows import scaled_rows
 from tsmla_jax.nn.tiles import Tile, linear_tile
 
 
@@ -104,8 +105,7 @@ def test_grouped_products_equal_plain_ones(
 
     def experts(x: jax.Array, gate_up: Any, down: Any) -> jax.Array:
         blocks = make_blocks(groups, count, block)
-        x = halved(x) if tile.half else x
-        inner = grouped_matmul(x, gate_up, blocks, tile, gated=True, gather=True, limit=limit)
+        inner = grouped_matmul(scaled_rows(x) if tile.half else x, gate_up, blocks, tile, gated=True, gather=True, limit=limit)
         return grouped_matmul(inner, down, blocks, tile)[blocks.places]
 
     out = np.asarray(jax.jit(experts)(x, gate_up, down), np.float64)
@@ -143,13 +143,6 @@ def test_which_products_with_a_narrow_matrix_are_made_by_the_kernel(
     assert ("pallas_call" in str(jax.make_jaxpr(linear)(x, BlockScaled(values, scales)))) is by_kernel
 
 
-def test_halved_activations_keep_their_values_and_become_infinite() -> None:
-    x = jnp.asarray([0.0, 1.5, -300.25, 2.0**-10, 2.0**19, 2.0**21, -jnp.inf, jnp.nan], jnp.float32)
-    expected = np.array(x)
-    expected[5] = np.inf  # not the greatest f16: a result that is none must show
-    np.testing.assert_array_equal(np.asarray(halved(x), np.float32) / HALF_SCALE, expected)
-
-
 @pytest.mark.parametrize("rows", [1, 16, 20, 64, 65, 130])
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_products_with_one_matrix_by_the_kernel(rows: int, backend: str) -> None:
@@ -185,14 +178,16 @@ def test_sums_that_cannot_be_shared_are_refused() -> None:
             grouped_matmul(x, weight, blocks, Tile(64, 128, 4, 3, splits=splits), gated=gated, gather=True)
 
 
-def test_halved_products_need_halved_activations() -> None:
+def test_halved_products_need_scaled_activations() -> None:
     rng = np.random.default_rng(4)
     blocks = make_blocks(jnp.zeros((2, 1), jnp.int32), 1, 16)
     tile, x = Tile(64, 128, 4, 3, half=True), jnp.ones((2, 128), jnp.bfloat16)
-    with pytest.raises(ValueError, match=r"tile\.half=True with x of bfloat16; legal: x of float16 and block-scaled"):
+    with pytest.raises(ValueError, match=r"tile\.half=True with x of bfloat16; legal: with ScaledRows and block-scaled"):
         grouped_matmul(x, narrow(rng, 1, 64, 128), blocks, tile, gather=True)
-    with pytest.raises(ValueError, match="legal: x of float16 and block-scaled"):
-        grouped_matmul(halved(x), jnp.ones((1, 64, 128), jnp.bfloat16), blocks, tile, gather=True)
+    with pytest.raises(ValueError, match=r"tile\.half=True with x of ScaledRows; legal: with ScaledRows and block-scaled"):
+        grouped_matmul(scaled_rows(x), jnp.ones((1, 64, 128), jnp.bfloat16), blocks, tile, gather=True)
+    with pytest.raises(ValueError, match=r"tile\.half=False with x of ScaledRows"):
+        grouped_matmul(scaled_rows(x), narrow(rng, 1, 64, 128), blocks, Tile(64, 128, 4, 3), gather=True)
 
 
 @pytest.mark.parametrize(("rank", "bias", "latent"), [(None, False, 32), (None, True, 40), (24, True, 32)])

@@ -1,0 +1,129 @@
+"""A router's logits in f32, as models were trained, from activations of bf16: as one kernel.
+
+By XLA an f32 product is TF32's on a GPU, which keeps 11 bits of a weight, or is made without tensor cores. The kernel
+also leaves the activations as the experts' products take them, which would be a kernel of its own. Written in Pallas
+for GPUs (Triton).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from tsmla_jax.nn.block_scaled import BLOCK
+from tsmla_jax.nn.exact_dot import add_products
+from tsmla_jax.nn.scaled_rows import ScaledRows, scaled
+from tsmla_jax.nn.tiles import MULTIPROCESSORS, split_count
+from tsmla_jax.nn.triton import plgpu, why_no_triton
+
+_HALF = BLOCK // 2
+_LEAST_STEPS = 2  # of a program
+
+
+def router_logits(x: jax.Array, router: jax.Array) -> jax.Array:
+    """x [T, C] times the transpose of router [E, C]: f32 [T, E], with the error of f32 on every device, by XLA."""
+    wide, router = x.astype(jnp.float32), router.astype(jnp.float32)
+    return jnp.einsum("tc,ec->te", wide, router, precision="highest")
+
+
+def project(x: jax.Array, router: jax.Array, *, with_rows: bool) -> tuple[jax.Array, ScaledRows | None]:
+    """`router_logits` as sums of some columns of x: f32 [S, T, E], whose sum over S they are. And, if `with_rows` and if
+    it costs no kernel, x as `scaled_rows` makes it. Arguments as there."""
+    if why_not_by_kernel(x, router):
+        return router_logits(x, router)[None], None
+    return project_by_kernel(x, router, with_rows=with_rows)
+
+
+def why_not_by_kernel(x: jax.Array, router: jax.Array) -> list[str]:
+    """Why `project_by_kernel` can't serve x [T, C] and router [E, C] on jax's default device; empty if it can."""
+    if reasons := why_no_triton():
+        return reasons
+    if not x.shape[0]:
+        return ["there are no tokens"]
+    if x.dtype != jnp.bfloat16 or router.dtype not in (jnp.bfloat16, jnp.float32):
+        return [f"x is {x.dtype} and the router {router.dtype}; legal: bfloat16, and bfloat16 or float32"]
+    if x.shape[1] % BLOCK:
+        return [f"x is {x.shape[1]} wide; legal: a multiple of {BLOCK}"]
+    return []
+
+
+def project_by_kernel(x: jax.Array, router: jax.Array, *, with_rows: bool) -> tuple[jax.Array, ScaledRows | None]:
+    """`project` by the kernel."""
+    (tokens, depth), experts = x.shape, router.shape[0]
+    block, columns, warps = _tile(tokens)
+    grid = pl.cdiv(tokens, block), pl.cdiv(experts, columns)
+    parts = split_count(grid[0] * grid[1], depth // BLOCK, MULTIPROCESSORS, least_steps=_LEAST_STEPS)
+    shapes = [jax.ShapeDtypeStruct((parts, tokens, experts), jnp.float32)]
+    if with_rows:
+        shapes.append(jax.ShapeDtypeStruct((tokens, depth), jnp.float16))
+        shapes.append(jax.ShapeDtypeStruct((tokens, depth // BLOCK), jnp.float32))
+    logits, *rows = pl.pallas_call(
+        functools.partial(_kernel, _Kind(block, columns, depth // BLOCK // parts)),
+        grid=(*grid, parts),
+        out_shape=shapes,
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=2),
+        interpret=jax.default_backend() == "cpu",
+        name="router_logits",
+    )(x, router)
+    return logits, ScaledRows(*rows) if rows else None
+
+
+def _tile(tokens: int) -> tuple[int, int, int]:
+    """Tokens and experts of a program, and its warps."""
+    if tokens <= 64:
+        return 16, 32, 4
+    return (64, 64, 4) if tokens <= 1024 else (128, 64, 8)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """The static part of the kernel: tokens and experts of a program, and its steps of BLOCK terms."""
+
+    block: int
+    columns: int
+    steps: int
+
+
+def _kernel(kind: _Kind, x_ref: Any, router_ref: Any, logits_ref: Any, *rows_refs: Any) -> None:
+    """Part of the sums of some tokens' logits of some experts. rows_refs: values and scales of `ScaledRows`."""
+    (num_tokens, _), num_experts = x_ref.shape, router_ref.shape[0]
+    tokens = pl.program_id(0) * kind.block + jnp.arange(kind.block, dtype=jnp.int32)
+    experts = pl.program_id(1) * kind.columns + jnp.arange(kind.columns, dtype=jnp.int32)
+    first = pl.program_id(2) * kind.steps
+    present = tokens < num_tokens
+
+    def load(ref: Any, rows: jax.Array, begin: Any, width: int) -> jax.Array:
+        columns = begin + jnp.arange(width, dtype=jnp.int32)
+        mask = jnp.broadcast_to((rows < ref.shape[0])[:, None], (rows.shape[0], width))
+        return plgpu.load(ref.at[rows[:, None], columns[None, :]], mask=mask, other=0.0)
+
+    def add(step: Any, total: jax.Array) -> jax.Array:
+        begins = step * BLOCK, step * BLOCK + _HALF
+        return add_products(
+            total, [(load(x_ref, tokens, at, _HALF), load(router_ref, experts, at, _HALF)) for at in begins]
+        )
+
+    total = jnp.zeros((kind.block, kind.columns), jnp.float32)
+    total = lax.fori_loop(first, first + kind.steps, add, total)
+    mask = present[:, None] & (experts < num_experts)[None, :]
+    plgpu.store(logits_ref.at[pl.program_id(2), tokens[:, None], experts[None, :]], total, mask=mask)
+    if not rows_refs:
+        return
+    values_ref, scales_ref = rows_refs
+
+    @pl.when(pl.program_id(1) == 0)
+    def scale_rows() -> None:
+        def scale(step: Any, _: None) -> None:
+            columns = step * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
+            values, scales = scaled(load(x_ref, tokens, step * BLOCK, BLOCK))
+            whole = jnp.broadcast_to(present[:, None], values.shape)
+            plgpu.store(values_ref.at[tokens[:, None], columns[None, :]], values, mask=whole)
+            plgpu.store(scales_ref.at[tokens, jnp.broadcast_to(step, tokens.shape)], scales, mask=present)
+
+        lax.fori_loop(first, first + kind.steps, scale, None)
