@@ -117,7 +117,7 @@ def _limit_to_groups(choice: jax.Array, config: MoEConfig, best: int) -> jax.Arr
     """Scores [T, E], -inf outside each token's topk_group best groups; a group counts the sum of its `best` best."""
     if config.n_group == 1:
         return choice
-    grouped = choice.reshape(choice.shape[0], config.n_group, -1)
+    grouped = choice.reshape(choice.shape[0], config.n_group, choice.shape[1] // config.n_group)
     scores = grouped.max(axis=-1) if best == 1 else _sum_of_best_two(grouped)
     # A group with what is no number is among the best, so that it shows in the result.
     scores = jnp.where(jnp.isnan(scores), jnp.inf, scores)
@@ -246,7 +246,7 @@ def _ragged_experts(x: jax.Array, experts: jax.Array, gate_up: Weight, down: Wei
         return lax.ragged_dot(rows, widened(weight, x.dtype)[:count].swapaxes(1, 2), sizes)
 
     out = product(activate(product(x[order // top_k], gate_up), limit), down)
-    return out[jnp.argsort(order)].reshape(num_tokens, top_k, -1)
+    return out[jnp.argsort(order)].reshape(num_tokens, top_k, out.shape[-1])
 
 
 def _block_rows(rows: int, num_experts: int) -> int:
@@ -293,7 +293,7 @@ def _experts_in_turn(x: jax.Array, experts: jax.Array, gate_up: Weight, down: We
         return lax.dynamic_update_slice_in_dim(out, rows_out, start, axis=0)
 
     out = lax.fori_loop(0, block_ends[-1], one_block, jnp.zeros_like(x_sorted))
-    return out[jnp.argsort(order)].reshape(num_tokens, top_k, -1)
+    return out[jnp.argsort(order)].reshape(num_tokens, top_k, out.shape[-1])
 
 
 def mixture_of_experts(

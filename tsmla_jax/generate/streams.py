@@ -72,7 +72,7 @@ def close_streams(params: Params, streams: jax.Array, config: StreamsConfig) -> 
 
 def _project(fn: jax.Array, streams: jax.Array, config: StreamsConfig) -> jax.Array:
     """fn times all streams of a token, normed as one vector; f32."""
-    flat = streams.reshape(streams.shape[0], -1).astype(jnp.float32)
+    flat = jax.lax.collapse(streams, 1).astype(jnp.float32)
     normed = flat * jax.lax.rsqrt((flat * flat).mean(axis=-1, keepdims=True) + config.norm_eps)
     return jnp.einsum("ti,oi->to", normed, fn.astype(jnp.float32), precision="highest")
 

@@ -135,7 +135,7 @@ def mla_decode(
         tokens = metadata.expand_decode_metadata(seq_lens, block_tables, new, total_tokens=rows.shape[0])
         lens = local_lens(tokens.seq_lens, context_axis, page_size)
         out, lse = tsmla_jax.mla_decode(rows[:, None], kv_cache, tokens.block_tables, lens, return_lse=True, **options)
-    return out.reshape(*rows.shape[:-1], -1), lse.reshape(rows.shape[:-1])
+    return out.reshape(*rows.shape[:-1], out.shape[-1]), lse.reshape(rows.shape[:-1])
 
 
 _DECODE_OPTIONS = ("softmax_scale", "latent_dim", "q_scale", "kv_scale", "batch_invariant", "implementation")
@@ -314,7 +314,8 @@ def select_topk(
 
 def _best_of(candidates: jax.Array, k: int) -> jax.Array:
     """The positions in their texts [t, min(k, N c)] of the k best of the devices' candidates [N, t, c, 2]."""
-    by_token = jnp.moveaxis(candidates, 0, 1).reshape(candidates.shape[1], -1, 2)
+    devices, tokens, each, _ = candidates.shape
+    by_token = jnp.moveaxis(candidates, 0, 1).reshape(tokens, devices * each, 2)
     _, winners = lax.sort((by_token[..., 0], by_token[..., 1]), num_keys=2)
     return winners[:, :k]
 
@@ -327,7 +328,7 @@ def _split_rows(x: jax.Array, context_axis: str) -> jax.Array:
     world = lax.axis_size(context_axis)
     padding = -x.shape[0] % world
     padded = jnp.pad(x, ((0, padding), *((0, 0),) * (x.ndim - 1)))
-    return padded.reshape(world, -1, *x.shape[1:])
+    return padded.reshape(world, padded.shape[0] // world, *x.shape[1:])
 
 
 def _packed(out: jax.Array, lse: jax.Array) -> jax.Array:
@@ -335,7 +336,7 @@ def _packed(out: jax.Array, lse: jax.Array) -> jax.Array:
     width = min(out.dtype.itemsize, lse.dtype.itemsize)
     integers = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}[width]
     parts = (lax.bitcast_convert_type(array, integers) for array in (out, lse[..., None]))
-    return jnp.concatenate([part.reshape(*lse.shape, -1) for part in parts], axis=-1)
+    return jnp.concatenate([lax.collapse(part, lse.ndim) for part in parts], axis=-1)
 
 
 def _unpacked(packed: jax.Array, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -343,7 +344,7 @@ def _unpacked(packed: jax.Array, out: jax.Array, lse: jax.Array) -> tuple[jax.Ar
 
     def part(integers: jax.Array, like: jax.Array) -> jax.Array:
         count = like.dtype.itemsize // integers.dtype.itemsize
-        grouped = integers if count == 1 else integers.reshape(*integers.shape[:-1], -1, count)
+        grouped = integers if count == 1 else integers.reshape(*integers.shape[:-1], integers.shape[-1] // count, count)
         return lax.bitcast_convert_type(grouped, like.dtype)
 
     columns = out.shape[-1] * (out.dtype.itemsize // packed.dtype.itemsize)

@@ -76,7 +76,7 @@ def norm_rope(
     if by_kernel and x.shape[0] and not why_not_by_kernel(x.dtype, columns.width):
         return norm_rope_by_kernel(x, columns, norm, rope, dtype)
     rows = x[:, columns.start : columns.start + columns.heads * columns.width]
-    rows = rows.reshape(-1, columns.heads, columns.width)
+    rows = rows.reshape(x.shape[0], columns.heads, columns.width)
     if norm is not None:
         rows = numerics.rms_norm(rows, *_weight_and_eps(norm))
     rows = rows.astype(dtype)

@@ -51,6 +51,8 @@ def scaled_rows(x: jax.Array) -> ScaledRows:
     """x [T, K] of 16 bits with a scale for every BLOCK columns, as one kernel; K is a multiple of BLOCK."""
     rows, depth = x.shape
     parts = depth // BLOCK
+    if not rows:
+        return ScaledRows(jnp.zeros((0, depth), jnp.float16), jnp.zeros((0, parts), jnp.float32))
     own = min(_PARTS, pl.next_power_of_2(parts))
     values, scales = pl.pallas_call(
         functools.partial(_scale, own),

@@ -71,6 +71,8 @@ def put_rows(cache: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Array:
     A scatter, except on CPUs for floats of 8 or 16 bits: there XLA would widen the whole cache around a scatter, but
     not around a loop of slice updates.
     """
+    if not rows.shape[0]:
+        return cache
     flat = cache.reshape(-1, cache.shape[-1])
     if not _is_narrow(cache):
         return _scatter_rows(flat, rows, slots).reshape(cache.shape)

@@ -41,7 +41,7 @@ def read_indexer_pages(
     raw = fetch(k_cache, pages, lambda cache, at: cache[at])
     if not spec.packed:
         return raw, None
-    raw = raw.reshape(*pages.shape, -1)
+    raw = jax.lax.collapse(raw, pages.ndim)
     scales_at = spec.page_size * spec.head_dim
     keys = numerics.from_bytes(raw[..., :scales_at], numerics.E4M3)
     scales = numerics.from_bytes(raw[..., scales_at:], jnp.float32)

@@ -96,11 +96,16 @@ def _project_heads(params: Params, config: MLAConfig, x: jax.Array) -> jax.Array
     """The heads' queries [..., H, N + R] of folded parameters without a low-rank query."""
     if config.cache_dim % config.qk_head_dim:
         q, _ = _project_in(params, config, x)
-        return q.reshape(*x.shape[:-1], -1, config.qk_head_dim)
+        return _by_head(q, config)
     # The latent is as wide as some heads. Where heads are cut off, the next product reads the heads in their place;
     # where columns are, XLA copies the query first.
-    both = _joint_product(params, config, x).reshape(*x.shape[:-1], -1, config.qk_head_dim)
+    both = _by_head(_joint_product(params, config, x), config)
     return both[..., : -(config.cache_dim // config.qk_head_dim), :]
+
+
+def _by_head(columns: jax.Array, config: MLAConfig) -> jax.Array:
+    """Columns [..., H (N + R)] as [..., H, N + R]."""
+    return columns.reshape(*columns.shape[:-1], columns.shape[-1] // config.qk_head_dim, config.qk_head_dim)
 
 
 def project_q(
@@ -115,7 +120,7 @@ def project_q(
         q = product(params, "q_b_proj", low)
     else:
         q = _project_heads(params, config, x) if "in_proj" in params else contract(x, params["q_proj"])
-    q = q.reshape(*x.shape[:-1], -1, config.qk_head_dim)
+    q = q if q.ndim > x.ndim else _by_head(q, config)
     q_nope, q_rope = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
     return q_nope, apply_rope(config, q_rope, cos[..., None, :], sin[..., None, :])
 
@@ -173,7 +178,7 @@ def absorb_q(params: Params, q_nope: jax.Array, q_rope: jax.Array) -> jax.Array:
 def project_out(params: Params, config: MLAConfig, heads: jax.Array) -> jax.Array:
     """From head outputs [..., H, V] back to [..., E]; the partial sum of local heads under `shard_map`."""
     if "in_proj" in params:
-        y = linear(heads.reshape(*heads.shape[:-2], -1), params["o_proj"])
+        y = linear(heads.reshape(*heads.shape[:-2], heads.shape[-2] * heads.shape[-1]), params["o_proj"])
     else:
         y = contract(heads, params["o_proj"], axes=2)
     return y + params["o_proj_bias"] if config.attention_bias else y

@@ -8,6 +8,7 @@ P pages, Z page size, M pages a request at most.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -214,7 +215,7 @@ def _indexer_queries(
 ) -> tuple[jax.Array, jax.Array]:
     """Queries [T, Hi, Di] and the head weights with every constant folded in [T, Hi]."""
     q = product(params, "indexer_wq_b", functional.project_low_rank_q(params, config.mla, x))
-    q = q.reshape(x.shape[0], -1, config.index_head_dim)
+    q = q.reshape(x.shape[0], math.prod(q.shape[1:]) // config.index_head_dim, config.index_head_dim)
     weights = product(params, "indexer_weights_proj", x)
     if quantise:
         return sparse.indexer_quantize(q, weights, cos, sin)

@@ -9,10 +9,12 @@ the arrays that do not depend on the layer. Axes: T new tokens in all, B request
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 import tsmla_jax
@@ -202,7 +204,7 @@ def attend(
     rope = Rope(step.positions, step.cos_sin)
     rank, width, eps = config.q_lora_rank, config.head_dim, config.rms_norm_eps
     low = rows(projected, Columns(0, 1, rank), Norm(params["q_a_norm"], eps))[:, 0]
-    q = product(params, "q_b_proj", low).reshape(x.shape[0], -1)
+    q = lax.collapse(product(params, "q_b_proj", low), 1)
     q = quantize_q(rows(q, Columns(0, q.shape[1] // width, width), eps, rope), q_scale)
 
     kv = rows(projected, Columns(rank, 1, width), Norm(params["kv_norm"], eps), rope, dtype=jnp.float32)[:, 0]
@@ -240,11 +242,12 @@ def attend(
     def project(out: jax.Array, positions: jax.Array) -> jax.Array:
         # Values carry the rope of their own positions; turning back by the query's position leaves the distance.
         back = Rope(positions, step.cos_sin, inverse=True)
-        out = rows(out.reshape(out.shape[0], -1), Columns(0, out.shape[1], width), rope=back)
-        grouped = out.astype(x.dtype).reshape(out.shape[0], params["o_a_proj"].shape[0], -1)
+        out = rows(lax.collapse(out, 1), Columns(0, out.shape[1], width), rope=back)
+        groups = params["o_a_proj"].shape[0]
+        grouped = out.astype(x.dtype).reshape(out.shape[0], groups, out.shape[1] * width // groups)
         axes = "tgi,gri->tgr" if "in_proj" in params else "tgi,gir->tgr"
         mixed = jnp.einsum(axes, grouped, params["o_a_proj"])
-        return product(params, "o_b_proj", mixed.reshape(out.shape[0], -1))
+        return product(params, "o_b_proj", lax.collapse(mixed, 1))
 
     indices, sinks = (selected.indices, selected.lengths), params["sinks"]
     if context_axis is None or cache.compressed is None:  # a window alone is whole on every device
@@ -311,7 +314,8 @@ def _choose(
         raise ValueError("cache: got none for the indexer; a csa layer needs one (see init_cache)")
     held = cache.indexer, cache.indexer_compressor
     keys, state = _compress(params, config, "indexer", x, held, step, implementation=implementation)
-    q = product(params, "indexer_q_b_proj", low).reshape(x.shape[0], -1, config.index_head_dim)
+    q = product(params, "indexer_q_b_proj", low)
+    q = q.reshape(x.shape[0], math.prod(q.shape[1:]) // config.index_head_dim, config.index_head_dim)
     if keys.dtype == jnp.uint8:
         cos, sin = sparse_v4.angles(step.positions, step.cos_sin)
         offset = config.index_head_dim - config.rope_dim
