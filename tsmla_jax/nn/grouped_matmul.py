@@ -19,10 +19,11 @@ from jax.experimental import pallas as pl
 from tsmla_jax.nn.block_scaled import BLOCK, BlockScaled
 from tsmla_jax.nn.row_blocks import Blocks
 from tsmla_jax.nn.scaled_rows import ScaledRows, scaled
-from tsmla_jax.nn.tiles import Tile
-from tsmla_jax.nn.triton import plgpu, why_no_triton
+from tsmla_jax.nn.tiles import Tile, fitting_stages
+from tsmla_jax.nn.triton import compute_capability, plgpu, shared_memory, why_no_triton
 
-# Four e4m3 values become four bf16: the bits moved to their places are the value times 2^-120, also of subnormals.
+# Four e4m3 values become four bf16: the bits moved to their places are the value times 2^-120, also of subnormals. An
+# A100 has no product of two bf16, but one that adds something: -0.
 _WIDEN = """{
 .reg .b32 a, b, c, d;
 prmt.b32 a, $2, 0, 0x1404;
@@ -34,10 +35,10 @@ and.b32 d, d, 0x07f007f0;
 lop3.b32 c, a, 0x80008000, c, 0xea;
 lop3.b32 d, b, 0x80008000, d, 0xea;
 mov.b32 a, 0x7b807b80;
-mul.rn.bf16x2 $0, c, a;
-mul.rn.bf16x2 $1, d, a;
+mov.b32 b, 0x80008000;
+fma.rn.bf16x2 $0, c, a, b;
+fma.rn.bf16x2 $1, d, a, b;
 }"""
-
 
 # The same in f16, which the hardware knows: two instructions for four values instead of ten.
 _WIDEN_TO_F16 = """{
@@ -46,6 +47,23 @@ mov.b32 {low, high}, $2;
 cvt.rn.f16x2.e4m3x2 $0, low;
 cvt.rn.f16x2.e4m3x2 $1, high;
 }"""
+
+# For GPUs that don't know it, such as the A100: the bits moved are the value times 2^-8.
+_MOVE_TO_F16 = """{
+.reg .b32 a, b, c, d;
+prmt.b32 a, $2, 0, 0x1404;
+prmt.b32 b, $2, 0, 0x3424;
+shr.u32 c, a, 1;
+shr.u32 d, b, 1;
+and.b32 c, c, 0x3f803f80;
+and.b32 d, d, 0x3f803f80;
+lop3.b32 c, a, 0x80008000, c, 0xea;
+lop3.b32 d, b, 0x80008000, d, 0xea;
+mov.b32 a, 0x5c005c00;
+mul.rn.f16x2 $0, c, a;
+mul.rn.f16x2 $1, d, a;
+}"""
+_KNOWS_E4M3 = 8, 9
 
 def why_not_kernel(dtype: Any, columns: int, depth: int, narrow: bool) -> list[str]:
     """Why `grouped_matmul` can't run a product on jax's default device; empty if it can.
@@ -103,6 +121,7 @@ def grouped_matmul(
         raise ValueError(f"{tile.splits=} of {steps} loads, {gated=}; legal: a divisor of the loads, 1 if gated")
     block = blocks.rows.shape[0] // blocks.groups.shape[0]
     operands = (weight.values, weight.scales) if isinstance(weight, BlockScaled) else (weight,)
+    stages = fitting_stages(tile, block, operands[0].dtype.itemsize, gated=gated, most=shared_memory())
     kind = _Kind(
         num_groups=blocks.num_groups,
         block=block,
@@ -122,7 +141,7 @@ def grouped_matmul(
         functools.partial(_kernel, kind),
         grid=(blocks.groups.shape[0], columns // tile.columns, tile.splits),
         out_shape=shapes,
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=stages),
         interpret=jax.default_backend() == "cpu",
         name="grouped_matmul_gated" if gated else "grouped_matmul",
     )(blocks.rows, blocks.groups, values, *row_scales, *operands)
@@ -210,8 +229,9 @@ def _widen(values: jax.Array, dtype: Any) -> jax.Array:
     """e4m3 to bf16 or f16. The compiler's own conversion goes through f32, one value at a time."""
     if jax.default_backend() == "cpu":
         return values.astype(dtype)
+    to_f16 = _WIDEN_TO_F16 if compute_capability() >= _KNOWS_E4M3 else _MOVE_TO_F16
     (wide,) = plgpu.elementwise_inline_asm(
-        _WIDEN_TO_F16 if dtype == jnp.float16 else _WIDEN,
+        to_f16 if dtype == jnp.float16 else _WIDEN,
         args=[values],
         constraints="=r,=r,r",
         pack=4,

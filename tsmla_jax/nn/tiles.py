@@ -49,6 +49,18 @@ class Tile:
     splits: int = 1
 
 
+def fitting_stages(tile: Tile, block: int, itemsize: int, *, gated: bool, most: int) -> int:
+    """The stages of a tile, fewer where loads in flight would take more than `most` bytes of shared memory.
+
+    block: rows of x. itemsize: of the weights. gated: two tiles of them are loaded."""
+    loads = tile.depth * (2 * block + itemsize * tile.columns * (2 if gated else 1))
+    # One load is in registers. What they are exchanged through takes some, which the compiler shares with loads.
+    return max(1, min(tile.stages, 1 + (most - _EXCHANGED) // loads))
+
+
+_EXCHANGED = 4096
+
+
 def linear_tile(rows: int, columns: int, depth: int) -> tuple[int, Tile]:
     """Rows of a block, and the tile, of `rows` rows times one block-scaled matrix [columns, depth]."""
     block = 16 if rows <= 16 else 32 if rows <= 64 else 128 if rows <= 128 else 256
