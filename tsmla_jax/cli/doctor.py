@@ -190,7 +190,14 @@ def _architectures() -> dict[str, str]:
     kernels = sorted(path.parent.name for path in ops.rglob("cute.py"))
     hopper = f"kernels for {', '.join(kernels)}; the other operations run as xla"
     blackwell = f"mla_decode and mla_prefill: {sm100.NOTICE} (extra blackwell); the others run as xla"
-    return {"Hopper (SM90)": hopper, "Blackwell (SM100, SM103, SM107)": blackwell}
+    others = "every operation runs as xla; the products of experts and of fp8 matrices are in Pallas, as on Hopper"
+    older = "every operation and product runs as xla"
+    return {
+        "Hopper (SM90)": hopper,
+        "Blackwell (SM100, SM103, SM107)": blackwell,
+        "Ampere, Ada and others (from SM80 on)": others,
+        "older": older,
+    }
 
 
 def advise(

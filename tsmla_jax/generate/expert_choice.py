@@ -129,8 +129,8 @@ def _scores(logits: jax.Array, config: MoEConfig) -> jax.Array:
 
 
 def _order(choice: jax.Array) -> jax.Array:
-    """Integers in the order of these floats, greater than _NEVER: what is no number is the greatest, so that it shows in
-    the result."""
+    """Integers in the order of these floats, greater than _NEVER: what is no number is the greatest, so that it shows
+    in the result."""
     bits = lax.bitcast_convert_type(jnp.where(jnp.isnan(choice), jnp.nan, choice), jnp.int32)
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 

@@ -33,8 +33,8 @@ def router_logits(x: jax.Array, router: jax.Array) -> jax.Array:
 
 
 def project(x: jax.Array, router: jax.Array, *, with_rows: bool) -> tuple[jax.Array, ScaledRows | None]:
-    """`router_logits` as sums of some columns of x: f32 [S, T, E], whose sum over S they are. And, if `with_rows` and if
-    it costs no kernel, x as `scaled_rows` makes it. Arguments as there."""
+    """`router_logits` as sums of some columns of x: f32 [S, T, E], whose sum over S they are. And, if `with_rows` and
+    if it costs no kernel, x as `scaled_rows` makes it. Arguments as there."""
     if why_not_by_kernel(x, router):
         return router_logits(x, router)[None], None
     return project_by_kernel(x, router, with_rows=with_rows)

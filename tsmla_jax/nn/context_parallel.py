@@ -278,9 +278,7 @@ def indexer_topk(
     return metadata.positions_to_slots(own, block_tables, page_size), (own >= 0).sum(axis=1, dtype=jnp.int32)
 
 
-def select_topk(
-    positions: jax.Array, scores: jax.Array, k: int, *, context_axis: str, page_size: int
-) -> jax.Array:
+def select_topk(positions: jax.Array, scores: jax.Array, k: int, *, context_axis: str, page_size: int) -> jax.Array:
     """This device's positions among the k best keys of each token on all devices, exact: `tsmla_jax.select_topk`'s
     order.
 

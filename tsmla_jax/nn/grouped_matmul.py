@@ -65,6 +65,7 @@ mul.rn.f16x2 $1, d, a;
 }"""
 _KNOWS_E4M3 = 8, 9
 
+
 def why_not_kernel(dtype: Any, columns: int, depth: int, narrow: bool) -> list[str]:
     """Why `grouped_matmul` can't run a product on jax's default device; empty if it can.
 
@@ -115,11 +116,12 @@ def grouped_matmul(
     values, *row_scales = x if isinstance(x, ScaledRows) else (x,)
     if tile.half != bool(row_scales) or (tile.half and not narrow):
         given = "ScaledRows" if row_scales else str(values.dtype)
-        raise ValueError(f"{tile.half=} with x of {given}; legal: with ScaledRows and block-scaled weights, and only then")
+        legal = "with ScaledRows and block-scaled weights, and only then"
+        raise ValueError(f"{tile.half=} with x of {given}; legal: {legal}")
     columns, steps = weight.shape[1] // (2 if gated else 1), weight.shape[2] // tile.depth
     if steps % tile.splits or (gated and tile.splits > 1):
         raise ValueError(f"{tile.splits=} of {steps} loads, {gated=}; legal: a divisor of the loads, 1 if gated")
-    block = blocks.rows.shape[0] // blocks.groups.shape[0]
+    block = blocks.rows.shape[0] // max(1, blocks.groups.shape[0])
     operands = (weight.values, weight.scales) if isinstance(weight, BlockScaled) else (weight,)
     stages = fitting_stages(tile, block, operands[0].dtype.itemsize, gated=gated, most=shared_memory())
     kind = _Kind(
@@ -137,6 +139,9 @@ def grouped_matmul(
     shapes = [jax.ShapeDtypeStruct((tile.splits, places, columns), dtype if tile.splits == 1 else jnp.float32)]
     if tile.half and gated:
         shapes.append(jax.ShapeDtypeStruct((places, columns // tile.columns), jnp.float32))
+    if not places:
+        none = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
+        return ScaledRows(none[0][0], none[1]) if len(none) > 1 else none[0][0].astype(dtype)
     out, *scales = pl.pallas_call(
         functools.partial(_kernel, kind),
         grid=(blocks.groups.shape[0], columns // tile.columns, tile.splits),

@@ -1,6 +1,5 @@
 """Steps and their parts without tokens: results without rows, by every form of a product."""
 
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from tsmla_jax.generate.caches import CacheLayout, default_page_size, init_cache
 from tsmla_jax.generate.config import StreamsConfig
 from tsmla_jax.generate.expert_choice import choose_by_kernel
 from tsmla_jax.generate.model import Batch, Scales, StepOptions
-from tsmla_jax.nn import Step, context_parallel, grouped_matmul, norm_rope, row_blocks
+from tsmla_jax.nn import Step, context_parallel, grouped_matmul, norm_rope, row_blocks, tiles
 from tsmla_jax.nn.block_scaled import BlockScaled
 from tsmla_jax.nn.linear import contract, linear, linear_by_kernel
 from tsmla_jax.nn.norms import Norm, rms_norm, rms_norm_fixed_order
@@ -58,6 +57,12 @@ def test_experts(scaled: bool, form: str) -> None:
     for blocks in (row_blocks.make_blocks, row_blocks.blocks_by_kernel):
         made = blocks(jnp.zeros((0, 2), jnp.int32), 4, 16)
         assert made.rows.size == made.groups.size == 0 and made.places.shape == (0, 2)
+        for gated in (False, True):
+            given, tile = (
+                (scaled_rows(x), tiles.Tile(64, 128, 4, 3, half=True)) if scaled else (x, tiles.Tile(64, 64, 4, 3))
+            )
+            product = grouped_matmul.grouped_matmul(given, make(4, 256, 256), made, tile, gated=gated, gather=True)
+            assert jax.tree.leaves(product)[0].shape == (0, 128 if gated else 256)
     assert scaled_rows(x).scales.shape == (0, 2)
 
 

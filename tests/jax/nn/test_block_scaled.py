@@ -105,7 +105,8 @@ def test_grouped_products_equal_plain_ones(
 
     def experts(x: jax.Array, gate_up: Any, down: Any) -> jax.Array:
         blocks = make_blocks(groups, count, block)
-        inner = grouped_matmul(scaled_rows(x) if tile.half else x, gate_up, blocks, tile, gated=True, gather=True, limit=limit)
+        given = scaled_rows(x) if tile.half else x
+        inner = grouped_matmul(given, gate_up, blocks, tile, gated=True, gather=True, limit=limit)
         return grouped_matmul(inner, down, blocks, tile)[blocks.places]
 
     out = np.asarray(jax.jit(experts)(x, gate_up, down), np.float64)
@@ -182,9 +183,9 @@ def test_halved_products_need_scaled_activations() -> None:
     rng = np.random.default_rng(4)
     blocks = make_blocks(jnp.zeros((2, 1), jnp.int32), 1, 16)
     tile, x = Tile(64, 128, 4, 3, half=True), jnp.ones((2, 128), jnp.bfloat16)
-    with pytest.raises(ValueError, match=r"tile\.half=True with x of bfloat16; legal: with ScaledRows and block-scaled"):
+    with pytest.raises(ValueError, match=r"tile\.half=True with x of bfloat16; legal: with ScaledRows and block"):
         grouped_matmul(x, narrow(rng, 1, 64, 128), blocks, tile, gather=True)
-    with pytest.raises(ValueError, match=r"tile\.half=True with x of ScaledRows; legal: with ScaledRows and block-scaled"):
+    with pytest.raises(ValueError, match=r"tile\.half=True with x of ScaledRows; legal: with ScaledRows and block"):
         grouped_matmul(scaled_rows(x), jnp.ones((1, 64, 128), jnp.bfloat16), blocks, tile, gather=True)
     with pytest.raises(ValueError, match=r"tile\.half=False with x of ScaledRows"):
         grouped_matmul(scaled_rows(x), narrow(rng, 1, 64, 128), blocks, Tile(64, 128, 4, 3), gather=True)

@@ -1,4 +1,4 @@
-"""The kernels in Pallas on other GPUs than Hopper: which can run them, with how much shared memory, by which widening."""
+"""Pallas' kernels on other GPUs than Hopper: which can run them, with how much shared memory, by which widening."""
 
 import importlib.util
 import re
