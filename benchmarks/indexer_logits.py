@@ -70,7 +70,7 @@ def config(point: Point) -> Any:
     """The configuration of our kernel for a point."""
     from tsmla_kernels.contract.layouts import IndexerCacheSpec
     from tsmla_kernels.contract.sparse import IndexerLogitsSpec
-    from tsmla_kernels.sm90.indexer.logits_config import logits_config
+    from tsmla_kernels.sm90.logits.config import logits_config
 
     cache = IndexerCacheSpec(1, PAGE, DIM, True)
     tokens, pages = point.requests * point.tokens, point.keys // PAGE

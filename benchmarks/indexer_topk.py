@@ -48,7 +48,7 @@ def spec(point: Point) -> Any:
 @functools.cache
 def workspaces() -> dict[str, int]:
     """Bytes of each form of ours, by its name, as they are before the first of them is timed."""
-    from tsmla_kernels.sm90.indexer import chunks
+    from tsmla_kernels.sm90.topk import chunks
 
     more = [int(text) for text in WORKSPACES.value.split(",") if text]
     return {"tsmla": chunks.WORKSPACE_BYTES} | {f"tsmla_{size}": size << 20 for size in more}
@@ -56,8 +56,8 @@ def workspaces() -> dict[str, int]:
 
 def configs(points: list[Point]) -> list[tuple[str, Any]]:
     """(kernel's name, configuration) of all that ours launches."""
-    from tsmla_kernels.sm90.indexer import chunks
-    from tsmla_kernels.sm90.indexer.config import topk_config
+    from tsmla_kernels.sm90.topk import chunks
+    from tsmla_kernels.sm90.topk.config import topk_config
 
     wanted: list[tuple[str, Any]] = []
     for point in points:
@@ -75,7 +75,7 @@ def fused(point: Point, operands: Operands, size: int) -> Callable[[], Any]:
     import torch
 
     import tsmla_bridge
-    from tsmla_kernels.sm90.indexer import chunks
+    from tsmla_kernels.sm90.topk import chunks
 
     out = torch.empty(operands.q.shape[0], K, dtype=torch.int32, device="cuda")
     offsets = operands.offsets if point.tokens > 1 else None
@@ -93,7 +93,7 @@ def two_kernels(point: Point, operands: Operands) -> tuple[Callable[[], Any], Ca
 
     from tsmla_kernels.catalog import SELECT_TOPK
     from tsmla_kernels.launch import Launcher
-    from tsmla_kernels.sm90.indexer.config import topk_config
+    from tsmla_kernels.sm90.topk.config import topk_config
 
     score = indexer_logits.ours(point, operands)
     logits = score()

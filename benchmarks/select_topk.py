@@ -39,7 +39,7 @@ CHECKED_ELEMENTS = 1 << 26  # at once
 def config(rows: int, columns: int, mode: str) -> Any:
     """The configuration of our kernel for a point."""
     from tsmla_kernels.contract.sparse import TopKSpec
-    from tsmla_kernels.sm90.indexer.config import topk_config
+    from tsmla_kernels.sm90.topk.config import topk_config
 
     return topk_config(TopKSpec(rows, columns, K, MODES[mode]))
 

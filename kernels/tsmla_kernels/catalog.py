@@ -4,9 +4,10 @@ jax or torch."""
 from tsmla_kernels.cache_ops.record import GATHER_KV_CACHE, ROPE_WRITE_KV_CACHE, WRITE_KV_CACHE
 from tsmla_kernels.merge.record import MERGE_ATTENTION_STATES
 from tsmla_kernels.sm90.decode.record import MLA_DECODE
-from tsmla_kernels.sm90.indexer.record import INDEXER_LOGITS, INDEXER_TOPK, SELECT_TOPK
+from tsmla_kernels.sm90.logits.record import INDEXER_LOGITS
 from tsmla_kernels.sm90.prefill.record import MLA_PREFILL, MLA_PREFILL_BACKWARD
 from tsmla_kernels.sm90.sparse.record import SPARSE_MLA
+from tsmla_kernels.sm90.topk.record import INDEXER_TOPK, SELECT_TOPK
 from tsmla_kernels.sm100.record import MLA_DECODE_SM100, MLA_PREFILL_SM100
 from tsmla_kernels.sparse_cache.record import (
     COMPRESS_WRITE_KV_CACHE,

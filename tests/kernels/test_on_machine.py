@@ -17,7 +17,7 @@ from tests.gpu.small_grid import CALLS, Call, int32, wrong
 from tests.kernels.object_checks import check_object
 from tsmla_bridge.ops import plans
 from tsmla_bridge.runtime import loaded_kernels, scales
-from tsmla_kernels.sm90.indexer import chunks
+from tsmla_kernels.sm90.topk import chunks
 
 pytestmark = pytest.mark.skipif(machine.COMPILER is None, reason="needs g++, which builds the machine")
 

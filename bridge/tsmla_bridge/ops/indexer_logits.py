@@ -16,7 +16,7 @@ from tsmla_bridge.runtime import data_checks, devices, loaded_kernels, tensors
 from tsmla_kernels.catalog import INDEXER_LOGITS
 from tsmla_kernels.contract import values
 from tsmla_kernels.contract.sparse import IndexerLogitsSpec, indexer_logits_spec
-from tsmla_kernels.sm90.indexer.logits_config import logits_config
+from tsmla_kernels.sm90.logits.config import logits_config
 
 
 def indexer_logits(

@@ -18,7 +18,7 @@ from tsmla_bridge.runtime.workspace import Workspace
 from tsmla_kernels.catalog import INDEXER_LOGITS, SELECT_TOPK
 from tsmla_kernels.contract import values
 from tsmla_kernels.contract.sparse import IndexerTopkSpec, indexer_topk_spec
-from tsmla_kernels.sm90.indexer.chunks import LOGIT_BYTES, ROW_BYTES, Chunks, chunks_of, indexer_topk_reasons
+from tsmla_kernels.sm90.topk.chunks import LOGIT_BYTES, ROW_BYTES, Chunks, chunks_of, indexer_topk_reasons
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Positions or slots [T, k], their counts [T] and their scores [T, k]. Of those that a call does not return, the counts

@@ -16,7 +16,7 @@ from tsmla_bridge.runtime import data_checks, loaded_kernels, tensors
 from tsmla_kernels.catalog import SELECT_TOPK
 from tsmla_kernels.contract import values
 from tsmla_kernels.contract.sparse import TopKSpec, topk_spec
-from tsmla_kernels.sm90.indexer.config import topk_config
+from tsmla_kernels.sm90.topk.config import topk_config
 
 Results = tuple[torch.Tensor, torch.Tensor]
 """Positions or slots, and counts."""

@@ -15,8 +15,8 @@ from tsmla_kernels import contract
 from tsmla_kernels.catalog import MLA_DECODE
 from tsmla_kernels.kernel import ITEMSIZE
 from tsmla_kernels.sm90.decode import config as sm90_decode
-from tsmla_kernels.sm90.indexer import chunks as sm90_indexer
 from tsmla_kernels.sm90.sparse import config as sm90_sparse
+from tsmla_kernels.sm90.topk import chunks as sm90_topk
 
 ALIGN = 256  # bytes, of every array in a workspace: cudaMalloc's alignment, and more than any operand needs
 
@@ -166,7 +166,7 @@ def indexer_topk_workspace_size(*, max_tokens: int, max_keys: int) -> int:
     Raises:
       TypeError, ValueError: one of them is no int, or negative.
     """
-    return sm90_indexer.workspace_bytes(
+    return sm90_topk.workspace_bytes(
         contract.static_int("max_tokens", max_tokens), contract.static_int("max_keys", max_keys)
     )
 

@@ -71,6 +71,24 @@ def kept(value: Int32):
 
 
 @cute.jit
+def running_sum(value: Int32, lane: Int32):
+    """The sum of the values of a lane and of those before it."""
+    for step in cutlass.range_constexpr(5):
+        other = cute.arch.shuffle_sync_up(value, offset=1 << step, mask_and_clamp=0)
+        if lane >= 1 << step:
+            value += other
+    return value
+
+
+@cute.jit
+def sum_before(value: Int32, index: Int32, lane: Int32):
+    """The sum of the values of the lanes before lane `index`."""
+    if lane >= index:
+        value = Int32(0)
+    return cute.arch.warp_redux_sync(value, "add")
+
+
+@cute.jit
 def advance(index: Int32, phase: Int32, stages: cutlass.Constexpr[int]):
     """The stage after `index`, and the parity of its barriers."""
     index += 1

@@ -18,7 +18,7 @@ from tests.jax.ops.programs import calls, collectives, ints, primitives
 from tsmla_jax.ops.indexer_topk import cute, xla
 from tsmla_jax.ops.ragged import seen_keys
 from tsmla_kernels.kernel import Kernel
-from tsmla_kernels.sm90.indexer import chunks
+from tsmla_kernels.sm90.topk import chunks
 
 HEADS, DIM, PAGES, Z, M, T, K = 8, 128, 5, 16, 4, 23, 6
 REQUESTS = [0, 5, 5, 20, 22]  # one has no token, and the last row is of no request

@@ -17,7 +17,7 @@ from tsmla_jax.ops.kernel_call import kernel_call
 from tsmla_kernels.catalog import INDEXER_LOGITS
 from tsmla_kernels.contract import Array
 from tsmla_kernels.contract.sparse import IndexerLogitsSpec, indexer_logits_spec
-from tsmla_kernels.sm90.indexer.logits_config import logits_config
+from tsmla_kernels.sm90.logits.config import logits_config
 
 
 def why_not(spec: IndexerLogitsSpec) -> list[str]:

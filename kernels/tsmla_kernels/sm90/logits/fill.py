@@ -7,8 +7,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from tsmla_kernels.sm90.indexer.logits_config import LogitsConfig
-from tsmla_kernels.sm90.indexer.logits_share import rows_before
+from tsmla_kernels.sm90.logits.config import LogitsConfig
+from tsmla_kernels.sm90.logits.memory import Arrays
+from tsmla_kernels.sm90.logits.share import rows_before
 
 FILL_WARPS = 3
 FILL_COLUMNS = 8192  # of a row that a warp fills at once
@@ -21,7 +22,7 @@ class Fill:
         self.config = config
 
     @cute.jit
-    def run(self, arrays: cutlass.Constexpr, warp: Int32) -> None:
+    def run(self, arrays: Arrays, warp: Int32) -> None:
         """Fill this warp's parts of rows: the grid's filling warps take them in turn."""
         block_idx, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
@@ -37,7 +38,7 @@ class Fill:
                 self.fill(arrays.logits, row, begin, end)
 
     @cute.jit
-    def write_rows(self, arrays: cutlass.Constexpr, warp: Int32) -> None:
+    def write_rows(self, arrays: Arrays, warp: Int32) -> None:
         """Write the keys and the requests of rows, of one row a lane."""
         block_idx, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
@@ -49,8 +50,8 @@ class Fill:
             arrays.row_requests[before + row] = request
 
     @cute.jit
-    def row(self, arrays: cutlass.Constexpr, row: Int32):
-        """(keys that the token of `row` sees, its request); no keys and any request for a row of no request."""
+    def row(self, arrays: Arrays, row: Int32):
+        """(keys that the token of `row` sees, its request). A row outside of all requests sees no keys."""
         requests = arrays.seq_lens.shape[0]
         keys, low = Int32(0), Int32(0)
         if const_expr(self.config.ragged):

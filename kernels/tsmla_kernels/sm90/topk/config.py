@@ -14,33 +14,34 @@ if TYPE_CHECKING:
 
 MAX_K = 4096
 MAX_COLUMNS = (1 << 31) - 256  # positions, rounded up to a unit, are counted in int32
-MANY_ROWS = 1 << 20  # what a symbolic number of rows is taken for
+MANY_ROWS = 1 << 20  # stands for a symbolic number of rows
 UNIT = 128  # columns that a warp reads at once: 16 bytes a lane
-BINS = 4096  # of a histogram
-FEW_ROWS = 264  # two for each processor
+BINS = 4096  # bins of a histogram
+FEW_ROWS = 264  # two for each multiprocessor
 
 
 @dataclasses.dataclass(frozen=True)
 class TopkConfig:
-    """What an object of select_topk is compiled for. Rows and columns are dynamic.
+    """The static choices of a compiled select_topk. Rows and columns are dynamic.
 
     Attributes:
-      k: positions of a row.
+      k: how many positions of a row are selected.
       order: "position", ascending, or "value", descending with ties by position.
-      page_size: Z of the block table through which positions become slots; 0 where positions are written.
-      row_starts: whether rows begin at columns of their own.
+      page_size: if not 0, slots are written instead of positions, through a block table of pages of this size.
+      row_starts: whether each row begins at a column of its own.
       row_requests: with page_size: whether the block table has a row for each request, and each row of logits says its
         request; otherwise it has one for each row of logits.
       scores: whether the selected logits are written, too.
       cluster: CTAs that share a row. warps: warps of a CTA.
-      stages, stage_units: shared memory of a warp, in copies and in UNITs of a copy. A row that fits into the cluster's
-        shared memory is read once, a longer one once for every pass.
-      held: chunks, of 16 bytes a thread, of a row that a CTA holds. most_chunks: of a CTA's share of a row that it does
-        not leave to ExactSearch: more than are held, and it keeps some when it reads them. depth: chunks read at once.
-      in_registers: hold a row that is held as a whole by one CTA in its registers.
-      most_listed: keys of one bin that are ranked among each other instead of being counted once more.
-      eager: copy a row's columns, as many as the array has, before its length is known; for few rows.
-      follows: whether the launch before is that of the logits: this one begins before that has ended, and waits.
+      stages, stage_units: ExactSearch's shared memory of a warp: copies in flight, and UNITs of each. A row that fits
+        is copied once, a longer row once in every pass.
+      held: chunks of a row in a CTA's shared memory; a chunk is 16 bytes a thread. most_chunks: the largest share of a
+        row that FilteredSearch takes. If that is more than `held`, the CTA holds a sample and reads the row once.
+        depth: chunks that a thread reads at once.
+      in_registers: whether RegisterSearch takes the row, which one CTA holds as a whole.
+      most_listed: most keys of one bin that are ranked against each other instead of being counted in finer bins.
+      eager: whether copies begin before the row's length is known, of as many columns as the array has; for few rows.
+      follows: whether the launch before is the logits' one: this one begins before that has ended, and waits.
     """
 
     k: int
@@ -67,18 +68,18 @@ class TopkConfig:
 
     @property
     def least_ctas(self) -> int:
-        """CTAs that a processor's registers must be enough for; 0 leaves that to the compiler, which gives too few to
-        slots in a wide cluster, and to those of a row in registers."""
+        """CTAs that must fit into a multiprocessor's registers. 0 leaves it to the compiler, which allows too few
+        registers if slots are written in a cluster of 8, or from a row in registers."""
         return 1 if self.page_size and (self.cluster == 8 or self.in_registers) else 0
 
     @property
     def listed(self) -> int:
-        """Keys of one bin that are ranked among each other."""
+        """Most keys of one bin that are ranked against each other."""
         return min(self.most_listed, self.threads)
 
     @property
     def sorted_entries(self) -> int:
-        """Places of the buffer that order="value" sorts: the power of two that holds k."""
+        """Entries that order="value" sorts: the power of two that holds k."""
         return 1 << max(6, (self.k - 1).bit_length()) if self.order == "value" else 1
 
     @property
@@ -92,13 +93,13 @@ class TopkConfig:
 
     @property
     def kept(self) -> int:
-        """Columns of a row that a thread has room for: the 1.5 k that are expected, and five deviations."""
+        """Columns that a thread has room to keep: its share of the expected 1.5 k, and five standard deviations."""
         expected = 1.5 * self.k / (self.threads * self.cluster)
         return math.ceil(expected + 5 * math.sqrt(expected)) + 4
 
     @property
     def held_words(self) -> int:
-        """Of shared memory, for what is held of a row, and later for what is kept, or for the ring."""
+        """Shared-memory words for the sampled columns; reused for the kept columns or the ring."""
         kept = self.kept + 1 if self.streams else 0
         return max(self.threads * max(4 * self.held, kept), self.warps * self.stages * self.stage_units * UNIT)
 
@@ -129,7 +130,7 @@ def topk_config(spec: TopKSpec) -> TopkConfig:
     rows, columns = spec.num_tokens, spec.num_columns
     if not isinstance(rows, int):
         rows = MANY_ROWS
-    # cluster, warps, held, most_chunks: a row is held as a whole where that leaves no processor idle.
+    # cluster, warps, held, most_chunks: a row is held as a whole where that leaves no multiprocessor idle.
     if columns <= 1 << 13:
         shape = (1, 16, 4, 4) if rows <= FEW_ROWS else (1, 8, 8, 8)
     elif columns <= 1 << 15:

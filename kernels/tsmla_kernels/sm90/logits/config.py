@@ -17,26 +17,26 @@ if TYPE_CHECKING:
 HEAD_DIM = 128
 BLOCK = 64  # keys of a product: M of one WGMMA
 Q_STAGES = 2
-MAX_COLUMNS = 128  # of an accumulator: it and the weights of its columns take 96 registers
-MAX_TOKENS = 4  # of an accumulator: each has two sums
+MAX_COLUMNS = 128  # columns of an accumulator: it and its weights take 96 registers
+MAX_TOKENS = 4  # query tokens of an accumulator: each has two sums
 MAX_HEADS = 128
 MAX_PAGE_SIZE = 128
-FIXED_BYTES = 2048  # of shared memory: barriers, descriptions, alignment
+FIXED_BYTES = 2048  # shared memory for barriers, descriptions and alignment
 
 
 @dataclasses.dataclass(frozen=True)
 class LogitsConfig:
-    """What an object of indexer_logits is compiled for. Everything else is dynamic.
+    """The static choices of a compiled indexer_logits. Everything else is dynamic.
 
     Attributes:
       num_heads: Hi. page_size: Z.
       packed: whether a page is Z keys and then Z scales; otherwise keys alone.
       ragged: whether a request's query tokens are found through cu_seqlens_q; otherwise each request has one.
-      writes_rows: of a ragged call: whether its rows may be a chunk of the requests' query tokens, and the kernel
-        writes how many keys each row sees and its request, for the top-k that follows.
+      writes_rows: whether the rows of a ragged call may be a chunk of the requests' query tokens. The kernel then also
+        writes how many keys each row sees, and its request, for the top-k that follows.
       tokens: query tokens of an accumulator, a power of two.
       q_groups: groups of `tokens` tokens that a CTA holds and multiplies with each block of keys, a power of two.
-      groups: math warpgroups, a multiple of q_groups. Each multiplies one group of tokens; those of the same group
+      groups: math warpgroups, a multiple of q_groups. Each multiplies one group of tokens; warpgroups of the same group
         take blocks in turn.
       num_ctas: CTAs that share the work: the number of multiprocessors.
     """
@@ -72,7 +72,7 @@ class LogitsConfig:
 
     @property
     def q_bytes(self) -> int:
-        """Of a tile's queries in shared memory."""
+        """Bytes of a tile's queries in shared memory."""
         return self.q_groups * self.columns * HEAD_DIM
 
     @property

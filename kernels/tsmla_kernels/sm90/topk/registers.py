@@ -1,4 +1,4 @@
-"""The way to a short row's top-k that holds it in registers: a CTA a row, 16 columns a thread.
+"""The way to the top-k of a short row that one CTA holds in registers, 16 columns a thread.
 
 A warp has neighbouring columns, in chunks of 128. So the counts of selected columns of a thread's chunks fit into the
 bytes of one word, and one scan of a warp says where each chunk's positions go: neither marks nor a second look at the
@@ -7,24 +7,53 @@ row.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32, const_expr
 
-from tsmla_kernels.sm90.indexer.common import Found, add_one, entry
-from tsmla_kernels.sm90.indexer.filtered import FilteredSearch, Span, global_vector
-from tsmla_kernels.sm90.indexer.rows import NAN, NAN_BIN, bin_floor, global_column, least_float, ordered, pair_bins
+from tsmla_kernels.sm90.topk.bins import BinSearch
+from tsmla_kernels.sm90.topk.candidates import BinCounts, Candidates
+from tsmla_kernels.sm90.topk.config import TopkConfig
+from tsmla_kernels.sm90.topk.keys import NAN, NAN_BIN, bin_floor, entry, least_float, ordered, pair_bins
+from tsmla_kernels.sm90.topk.memory import (
+    Output,
+    Place,
+    Result,
+    Shared,
+    add_one,
+    global_column,
+    global_vector,
+)
+from tsmla_kernels.sm90.topk.span import Span
+from tsmla_kernels.sm90.topk.writer import Writer
+from tsmla_kernels.sm90.warp import running_sum, sum_before
 
-VECTOR = 4  # columns
+VECTOR = 4
+"""Columns that a thread loads at once."""
 CHUNK_MASK = (1 << VECTOR) - 1
 
 
-class RegisterSearch(FilteredSearch):
+class Columns(NamedTuple):
+    """A thread's columns, and masks with a bit for each: those above the deciding bin, and those in it."""
+
+    values: cute.Tensor
+    above: Int32
+    inside: Int32
+
+
+class RegisterSearch:
     """Device functions of this way. Masks have a bit for each of a thread's columns, in order."""
 
+    def __init__(
+        self, config: TopkConfig, *, bins: BinSearch, candidates: Candidates, writer: Writer
+    ) -> None:  # fmt: skip
+        self.config, self.bins, self.candidates, self.writer = config, bins, candidates, writer
+
     @cute.jit
-    def load_row(self, span: cutlass.Constexpr, place: cutlass.Constexpr):
-        """Ask for the thread's columns. NaN for those behind the array's last whole vector."""
+    def load_row(self, span: Span, place: Place):
+        """Load the thread's columns. Columns behind the array's last whole vector are NaN."""
         values = cute.make_rmem_tensor((VECTOR * self.config.held,), Float32)
         for chunk in cutlass.range_constexpr(self.config.held):
             found = global_vector(span.address, self.vector_of(place, chunk), span.full)
@@ -32,24 +61,17 @@ class RegisterSearch(FilteredSearch):
                 values[VECTOR * chunk + i] = found[i]
         return values
 
-    def vector_of(self, place, chunk):
+    def vector_of(self, place: Place, chunk: Int32 | int) -> Int32:
         """The index in the row of the thread's vector of a chunk."""
         return (place.warp * self.config.held + chunk) * 32 + place.lane
 
-    def column_of(self, span: Span, place, column):
+    def column_of(self, span: Span, place: Place, column: Int32 | int) -> Int32:
         """The position in the row of one of the thread's columns."""
         return self.vector_of(place, column // VECTOR) * VECTOR + column % VECTOR - span.lead
 
     @cute.jit
-    def search_registers(
-        self,
-        span: cutlass.Constexpr,
-        values: cute.Tensor,
-        shared: cutlass.Constexpr,
-        place: cutlass.Constexpr,
-        output: cutlass.Constexpr,
-    ):
-        """Select and write the k largest; False, and nothing written, if the row is none of the common."""
+    def search(self, span: Span, values: cute.Tensor, shared: Shared, place: Place, output: Output):
+        """Select and write the k greatest. Returns False, with nothing written, if the row needs ExactSearch."""
         config = self.config
         self.mend_values(span, values, place)
         base = Int32(shared.sample.bins.iterator.toint())
@@ -57,31 +79,32 @@ class RegisterSearch(FilteredSearch):
             for at in pair_bins(values[2 * i], values[2 * i + 1]):
                 add_one(base + at)
         cute.arch.sync_threads()
-        self.find(shared.sample, shared, place, Int32(config.k))
-        index, inside, needed = (shared.found[word] for word in (Found.BIN, Found.INSIDE, Found.NEEDED))
+        self.bins.find(shared.sample, shared, place, Int32(config.k))
+        index, count, needed = (shared.results[word] for word in (Result.BIN, Result.INSIDE, Result.NEEDED))
         common, above = Boolean(False), Int32(0)
         if index > NAN_BIN:
             low, high = least_float(bin_floor(index)), least_float(bin_floor(index + 1))
-            within = Int32(0)
+            inside = Int32(0)
             for i in cutlass.range_constexpr(VECTOR * config.held):
                 if values[i] >= high:
                     above |= 1 << i
                 elif values[i] >= low:
-                    within |= 1 << i
-            if inside <= config.listed:
+                    inside |= 1 << i
+            columns = Columns(values, above, inside)
+            if count <= config.listed:
                 common = Boolean(True)
-                above |= self.greatest_within(span, (values, within), shared, place, (inside, needed))
+                above |= self.greatest_inside(span, columns, shared, place, count, needed)
             else:
-                common = self.are_equal((values, above, within), shared, place)
+                common = self.are_equal(columns, shared, place)
                 if common:
-                    above |= self.first_within(within, shared, place)
+                    above |= self.first_inside(inside, shared, place)
         if common:
-            self.write_values(span, (values, above), shared, place, output)
+            self.write_values(span, values, above, shared, place, output)
         return common
 
     @cute.jit
-    def mend_values(self, span: cutlass.Constexpr, values: cute.Tensor, place: cutlass.Constexpr):
-        """Make what is no column of the row NaN, and bring the columns behind the array's last whole vector."""
+    def mend_values(self, span: Span, values: cute.Tensor, place: Place):
+        """Replace what is not a column of the row by NaN, and load the columns behind the array's last whole vector."""
         first, last = (self.vector_of(place, chunk) for chunk in (0, self.config.held - 1))
         if first * VECTOR < span.lead or last * VECTOR + VECTOR > span.behind:
             tail = cute.make_rmem_tensor((VECTOR - 1,), Float32)
@@ -100,73 +123,72 @@ class RegisterSearch(FilteredSearch):
                     values[i] = Float32(NAN)
 
     @cute.jit
-    def greatest_within(
-        self,
-        span: cutlass.Constexpr,
-        columns: cutlass.Constexpr,
-        shared: cutlass.Constexpr,
-        place: cutlass.Constexpr,
-        counts: cutlass.Constexpr,
-    ):
-        """Those of the thread's columns in the bin that are selected. `columns` are its values and its mask of the bin,
-        `counts` the row's columns in the bin, and how many of them are selected. Each is ranked among the others."""
-        values, within = columns
-        inside, needed = counts
+    def greatest_inside(
+        self, span: Span, columns: Columns, shared: Shared, place: Place, count: Int32, needed: Int32
+    ):  # fmt: skip
+        """Bit mask of this thread's selected columns of the bin. The row's `count` columns of the bin are ranked
+        against each other; the `needed` greatest win."""
+        values, within = columns.values, columns.inside
         most, chosen = cute.arch.warp_redux_sync(cute.arch.popc(within), "max"), Int32(0)
         rest = within
         for _ in cutlass.range(most, unroll=1):
             if rest != 0:
                 column = lowest(rest)
-                self.list(span, shared, value_at(values, column), self.column_of(span, place, column) + span.lead)
+                value, position = value_at(values, column), self.column_of(span, place, column)
+                self.candidates.add(span, shared, value, position + span.lead)
                 rest = rest & (rest - 1)
         cute.arch.sync_threads()
         rest = within
         for _ in cutlass.range(most, unroll=1):
             column, greater = lowest(rest), Int32(0)
             own = entry(ordered(value_at(values, column)), self.column_of(span, place, column))
-            for other in cutlass.range(inside, unroll=4):
-                greater += Int32(shared.listed[other] > own)
+            for other in cutlass.range(count, unroll=4):
+                greater += Int32(shared.candidates[other] > own)
             if rest != 0 and greater < needed:
                 chosen |= rest & -rest
             rest = rest & (rest - 1)
         return chosen
 
     @cute.jit
-    def are_equal(self, columns: cutlass.Constexpr, shared: cutlass.Constexpr, place: cutlass.Constexpr):
-        """Whether the row's columns in the bin are equal. `columns` are a thread's values, and its masks of those above
-        the bin and in it."""
-        values, above, within = columns
+    def are_equal(self, columns: Columns, shared: Shared, place: Place):
+        """Whether the row's columns in the bin are equal and hold the k-th greatest."""
+        values = columns.values
         least, greatest = Float32(float("inf")), Float32(float("-inf"))
         for i in cutlass.range_constexpr(VECTOR * self.config.held):
-            if (within >> i) & 1 == 1:
+            if (columns.inside >> i) & 1 == 1:
                 least, greatest = cute.arch.fmin(least, values[i]), cute.arch.fmax(greatest, values[i])
-        counts = cute.arch.popc(above), cute.arch.popc(within)
-        return self.share_marked(shared, place, counts, (ordered(least), ordered(greatest)))
+        counts = BinCounts(
+            above=cute.arch.popc(columns.above),
+            inside=cute.arch.popc(columns.inside),
+            least=ordered(least),
+            greatest=ordered(greatest),
+        )
+        return self.candidates.share_equals(shared, place, counts)
 
     @cute.jit
-    def first_within(self, within: Int32, shared: cutlass.Constexpr, place: cutlass.Constexpr):
-        """Those of the thread's columns in the bin that are selected, if these are equal: the first in the row."""
-        starts = self.starts(within, shared, place)
-        needed, chosen = shared.found[Found.NEEDED], Int32(0)
+    def first_inside(self, inside: Int32, shared: Shared, place: Place):
+        """Bit mask of this thread's selected columns of the bin if all of them are equal: the lowest positions win."""
+        starts = self.starts(inside, shared, place)
+        needed, chosen = shared.results[Result.NEEDED], Int32(0)
         for chunk in cutlass.range_constexpr(self.config.held):
             number = starts[chunk]
             for i in cutlass.range_constexpr(VECTOR * chunk, VECTOR * chunk + VECTOR):
-                if (within >> i) & 1 == 1:
+                if (inside >> i) & 1 == 1:
                     if number < needed:
                         chosen |= 1 << i
                     number += 1
-        cute.arch.sync_threads()  # before the warps' counts are others
+        cute.arch.sync_threads()  # shared.warp_above is written again
         return chosen
 
     @cute.jit
-    def starts(self, mask: Int32, shared: cutlass.Constexpr, place: cutlass.Constexpr):
-        """How many columns that are in the mask come before those of each of the thread's chunks. A byte a chunk: a
-        warp has 128 columns of one."""
+    def starts(self, mask: Int32, shared: Shared, place: Place):
+        """For each of the thread's chunks, how many columns of the row's masks come before its own. The warp's counts
+        lie in the bytes of a word, one for each chunk: a chunk has 128 columns of a warp."""
         held = self.config.held
         own = Int32(0)
         for chunk in cutlass.range_constexpr(held):
             own |= cute.arch.popc(mask & (CHUNK_MASK << (VECTOR * chunk))) << (8 * chunk)
-        through = Uint32(self.running(own, place.lane))
+        through = Uint32(running_sum(own, place.lane))
         totals = cute.arch.shuffle_sync(through, 31)
         before = through - Uint32(own)
         starts, base = cute.make_rmem_tensor((held,), Int32), Int32(0)
@@ -174,27 +196,21 @@ class RegisterSearch(FilteredSearch):
             starts[chunk] = base + Int32((before >> (8 * chunk)) & 255)
             base += Int32((totals >> (8 * chunk)) & 255)
         if place.lane == 0:
-            shared.above[place.warp] = base
+            shared.warp_above[place.warp] = base
         cute.arch.sync_threads()
-        of_warps = shared.above[cutlass.min(place.lane, self.config.warps - 1)]
-        first = self.before(of_warps, place.warp, place.lane)
+        chosen = shared.warp_above[cutlass.min(place.lane, self.config.warps - 1)]
+        first = sum_before(chosen, place.warp, place.lane)
         for chunk in cutlass.range_constexpr(held):
             starts[chunk] += first
         return starts
 
     @cute.jit
     def write_values(
-        self,
-        span: cutlass.Constexpr,
-        columns: cutlass.Constexpr,
-        shared: cutlass.Constexpr,
-        place: cutlass.Constexpr,
-        output: cutlass.Constexpr,
-    ):
-        """Write the positions of the selected columns, in order; by value, sort them first. `columns` are the thread's
-        values and its mask."""
-        config, (values, mask) = self.config, columns
-        by_value = config.order == "value"
+        self, span: Span, values: cute.Tensor, mask: Int32, shared: Shared, place: Place, output: Output
+    ):  # fmt: skip
+        """Write the positions of the selected columns in order; by value, sort them first. `mask` has the thread's
+        selected columns."""
+        config, by_value = self.config, self.writer.by_value
         starts = self.starts(mask, shared, place)
         for i in cutlass.range_constexpr(VECTOR * config.held):
             if (mask >> i) & 1 == 1:
@@ -205,21 +221,22 @@ class RegisterSearch(FilteredSearch):
                     shared.sample.bins[at] = position
                 starts[i // VECTOR] = at + 1
         if const_expr(by_value):
-            self.sort_entries(shared, place, output)
+            self.writer.put_entries(shared, place, output)
         else:
             cute.arch.sync_threads()
             for i in cutlass.range(place.thread, config.k, config.threads, unroll=4):
-                self.put(output, place.row, i, shared.sample.bins[i])
+                self.writer.put(output, place.row, i, shared.sample.bins[i])
 
 
 def lowest(mask: Int32) -> Int32:
-    """The number of the lowest bit that is set; -1 for none."""
+    """The number of the lowest bit that is set; -1 if no bit is."""
     return 31 - Int32(cute.arch.clz(mask & -mask))
 
 
 @cute.jit
 def value_at(values: cute.Tensor, index: Int32):
-    """One of a power of two of values in registers, by selections: an array that is indexed would leave them."""
+    """Element `index` of `values`, whose number is a power of two. Selections keep them in registers; an indexed array
+    would not stay there."""
     left = [values[i] for i in range(cute.size(values))]
     for step in cutlass.range_constexpr(cute.size(values).bit_length() - 1):
         left = [select(index, step, left[i], left[i + 1]) for i in range(0, len(left), 2)]
@@ -227,7 +244,7 @@ def value_at(values: cute.Tensor, index: Int32):
 
 
 @cute.jit
-def select(index: Int32, bit: cutlass.Constexpr, zero: Float32, one: Float32):
+def select(index: Int32, bit: cutlass.Constexpr[int], zero: Float32, one: Float32):
     """`one` where a bit of the index is set, else `zero`."""
     value = zero
     if (index >> bit) & 1 == 1:

@@ -1,28 +1,25 @@
 """indexer_logits in one launch: the score of every cached key for every query token, for Hopper.
 
-LOGITS.md beside this says why it looks as it does. Warpgroups of a CTA:
+DESIGN.md beside this says why it looks as it does. Warpgroups of a CTA:
 
-  0 and 1   math: products of keys and queries in fp8, and their epilogue (logits_products.py)
-  2         first warp: the producer finds the CTA's share and copies (logits_share.py, logits_copies.py);
-            the others write -inf behind the rows' ends (logits_fill.py)
+  0 and 1   math: products of keys and queries in fp8, and their epilogue (products.py)
+  2         first warp: the producer finds the CTA's share and copies (share.py, copies.py);
+            the others write -inf behind the rows' ends (fill.py)
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import cuda.bindings.driver as cuda
-import cutlass
 import cutlass.cute as cute
 import cutlass.utils as utils
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from tsmla_kernels.sm90.indexer.logits_config import BLOCK, HEAD_DIM, Q_STAGES, LogitsConfig
-from tsmla_kernels.sm90.indexer.logits_copies import Producer
-from tsmla_kernels.sm90.indexer.logits_fill import Fill
-from tsmla_kernels.sm90.indexer.logits_memory import Arrays, Buffers, Mma, Piece, Position, Request, Shared, Tma
-from tsmla_kernels.sm90.indexer.logits_products import Math
+from tsmla_kernels.sm90.logits.config import BLOCK, HEAD_DIM, Q_STAGES, LogitsConfig
+from tsmla_kernels.sm90.logits.copies import Producer
+from tsmla_kernels.sm90.logits.fill import Fill
+from tsmla_kernels.sm90.logits.memory import Arrays, Buffers, Mma, Piece, Position, Request, Share, Shared, Tma
+from tsmla_kernels.sm90.logits.products import Math
 from tsmla_kernels.sm90.storage import checked_storage
 from tsmla_kernels.sm90.warp import prefetch
 
@@ -82,19 +79,19 @@ class IndexerLogits:
             self.prefetch_operands(arrays, warp - self.producer_warp - 1)
         if warp == 0:
             self.init_barriers(shared)
-        position, request, count = Position(*[Int32(0)] * 3), Request(*[Int32(0)] * 3), Int32(0)
+        share = Share(Position(*[Int32(0)] * 3), Request(*[Int32(0)] * 3), Int32(0))
         if warp == self.producer_warp:
             # The lengths are on their way while the other warps set up the barriers.
             cpasync.prefetch_descriptor(tma.q.atom)
             cpasync.prefetch_descriptor(tma.keys.atom)
             block_idx, _, _ = cute.arch.block_idx()
-            position, request, count = self.producer.line.share(arrays, block_idx, self.config.num_ctas)
+            share = self.producer.line.share(arrays, block_idx, self.config.num_ctas)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if group == self.config.groups:
             cute.arch.setmaxregister_decrease(self.config.registers[2])
             if warp == self.producer_warp:
-                self.producer.run(tma, arrays, shared, (position, request, count))
+                self.producer.run(tma, arrays, shared, share)
             else:
                 self.run_beside_producer(arrays, warp - self.producer_warp - 1)
         else:
@@ -102,7 +99,7 @@ class IndexerLogits:
             self.math.run(arrays.logits, shared, mma, group)
 
     @cute.jit
-    def run_beside_producer(self, arrays: cutlass.Constexpr, warp: Int32):
+    def run_beside_producer(self, arrays: Arrays, warp: Int32):
         """The three warps beside the producer."""
         # A top-k of these logits may be launched as soon as there is room for it. It waits for their end.
         cute.arch.griddepcontrol_launch_dependents()
@@ -110,7 +107,7 @@ class IndexerLogits:
             self.fill.write_rows(arrays, warp)
         self.fill.run(arrays, warp)
 
-    def shared_memory(self, storage: Any) -> Shared:
+    def shared_memory(self, storage: cute.struct) -> Shared:
         """Views of the allocated `storage`."""
         q = storage.q.data_ptr(), storage.weights.data_ptr(), storage.q_full.data_ptr(), storage.q_empty.data_ptr()
         keys = (
@@ -124,7 +121,7 @@ class IndexerLogits:
         )
 
     @cute.jit
-    def init_barriers(self, shared: cutlass.Constexpr):
+    def init_barriers(self, shared: Shared):
         """Initialise the barriers, a stage a lane, with the number of arrivals that complete a phase."""
         lane = cute.arch.lane_idx()
         if lane < Q_STAGES:
@@ -135,7 +132,7 @@ class IndexerLogits:
             cute.arch.mbarrier_init(shared.keys.empty + lane, 4 * self.config.q_groups)
 
     @cute.jit
-    def prefetch_operands(self, arrays: cutlass.Constexpr, warp: Int32):
+    def prefetch_operands(self, arrays: Arrays, warp: Int32):
         """Prefetch the block table into the L2 cache while the lengths are on their way."""
         block_idx, _, _ = cute.arch.block_idx()
         prefetch(arrays.block_tables, ((block_idx * 3 + warp) * 32 + cute.arch.lane_idx()) * 32)

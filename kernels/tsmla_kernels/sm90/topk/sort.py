@@ -11,7 +11,7 @@ WARP = 32
 
 
 class EntrySort:
-    """Sorts `count` entries in shared memory, a power of two of at least 64, with `threads` threads."""
+    """Sorts `count` entries in shared memory with `threads` threads. `count` is a power of two of at least 64."""
 
     def __init__(self, count: int, threads: int) -> None:
         self.count = count

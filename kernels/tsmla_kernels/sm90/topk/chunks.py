@@ -1,8 +1,8 @@
 """indexer_topk by the kernels of indexer_logits and select_topk, launched in turn on chunks of query rows. Imports no
 cutlass.
 
-The logits of a chunk are in a workspace whose size does not grow with the query tokens. LOGITS.md says why the chunks
-are as large as they are.
+The logits of a chunk are in a workspace whose size does not grow with the query tokens. DESIGN.md of the logits' kernel
+says why the chunks are as large as they are.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, NamedTuple
 
-from tsmla_kernels.sm90.indexer.config import TopkConfig, topk_config, topk_reasons
-from tsmla_kernels.sm90.indexer.logits_config import LogitsConfig, logits_config, logits_reasons
+from tsmla_kernels.sm90.logits.config import LogitsConfig, logits_config, logits_reasons
+from tsmla_kernels.sm90.topk.config import TopkConfig, topk_config, topk_reasons
 
 if TYPE_CHECKING:
     from tsmla_kernels.contract.sparse import IndexerTopkSpec
 
 WORKSPACE_BYTES = 128 << 20
-"""Of a chunk's logits. Smaller chunks would stay in the L2 cache, but cost more in launches of few rows."""
+"""The size of a chunk's logits. Smaller chunks would stay in the L2 cache, but cost more in launches of few rows."""
 ROW_MULTIPLE = 16
-"""Of a chunk's rows, where there are several chunks: the most query tokens that read a block of keys together. Rows too
-long for as many in WORKSPACE_BYTES, of more than 2,097,152 columns, make the workspace larger."""
+"""The rows of each of several chunks are a multiple of this, the most query tokens that read a block of keys together.
+Rows of more than 2,097,152 columns make the workspace larger than WORKSPACE_BYTES."""
 LOGIT_BYTES = 4
 ROW_BYTES = 8
-"""Of what the logits kernel writes of a row for the top-k's: how many keys it sees and its request, both int32."""
+"""Bytes that the logits kernel writes for each row: how many keys it sees, and its request, both int32."""
 
 
 class Chunks(NamedTuple):

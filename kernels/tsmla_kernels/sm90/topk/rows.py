@@ -1,4 +1,4 @@
-"""A row of float32 in shared memory, walked by the warps that share it, and the order of float32 as integers.
+"""A row of float32 in shared memory, walked by the warps that share it.
 
 A row is cut into units of 128 columns from a multiple of 16 bytes on, and every warp of the cluster has as many
 neighbouring ones as the others. A warp copies its own units into its own part of shared memory, so that no warp waits
@@ -7,31 +7,30 @@ for another. Units that fit are copied once; otherwise each walk copies them aga
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64
 
-from tsmla_kernels.sm90.indexer.config import UNIT, TopkConfig
+from tsmla_kernels.sm90.topk.config import UNIT, TopkConfig
+from tsmla_kernels.sm90.topk.keys import NAN
 from tsmla_kernels.sm90.warp import quotient, remainder
 
-VECTORS = UNIT // 4  # of 16 bytes, in a unit
-NAN = float("nan")
-LOWEST_NUMBER = 0x007FFFFF
-"""The ordered number of -inf."""
+VECTORS = UNIT // 4
+"""Vectors of 16 bytes in a unit."""
 
 
 class Row(NamedTuple):
     """One row, and what a warp has of it.
 
     Attributes:
-      address: of the first 16 bytes that hold a column of the row.
-      lead: columns there that are not the row's. length: the row's columns.
-      units: units of the row. begin, end: those of the warp.
-      full: vectors of 16 bytes, from the first, that are copied: they lie in the array as a whole.
+      address: the address of the first 16 bytes that hold a column of the row.
+      lead: columns in them before the row's first. length: the row's columns.
+      units: the row's units. begin, end: the warp's first unit, and the one behind its last.
+      full: vectors of 16 bytes that are copied. They lie in the array as a whole.
       chunks: copies that bring the warp's units.
-      ring: the warp's stages. barriers: one for each of them.
+      ring: the warp's stages. barriers: one for each stage.
     """
 
     address: Int64
@@ -46,14 +45,27 @@ class Row(NamedTuple):
     barriers: cute.Pointer
 
 
-class RowWalker:
-    """Device functions that bring and walk a row. `config` is the kernel's."""
+Context = TypeVar("Context", bound=tuple, contravariant=True)  # a NamedTuple
 
-    config: TopkConfig
+
+class Visit(Protocol[Context]):
+    """A callback of RowWalker.walk for one unit. `values` are the lane's four columns; columns outside of the row are
+    NaN. It returns the pair (first, second) for the next unit."""
+
+    def __call__(
+        self, row: Row, context: Context, unit: Int32, values: cute.Tensor, first: Int32, second: Int32
+    ) -> tuple[Int32, Int32]: ...
+
+
+class RowWalker:
+    """Device functions that copy and walk a row."""
+
+    def __init__(self, config: TopkConfig) -> None:
+        self.config = config
 
     @cute.jit
     def plan(self, logits: cute.Tensor, first: Int64, length: Int32, ring: cute.Pointer, barriers: cute.Pointer):
-        """The Row of `length` columns from element `first` of the array on, for the calling warp."""
+        """The Row of `length` columns from element `first` of the array on, as the calling warp shares in it."""
         config = self.config
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -84,7 +96,7 @@ class RowWalker:
 
     @cute.jit
     def init_stages(self, barriers: cute.Pointer):
-        """The warp's barriers, which only the warp itself uses."""
+        """Initialise the warp's barriers. No other warp uses them."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(self.config.stages):
@@ -93,14 +105,14 @@ class RowWalker:
         cute.arch.sync_warp()
 
     @cute.jit
-    def begin_copies(self, row: cutlass.Constexpr):
-        """Ask for as many chunks as there are stages."""
+    def begin_copies(self, row: Row):
+        """Start a copy into each stage."""
         for chunk in cutlass.range(cutlass.min(row.chunks, self.config.stages), unroll=1):
             self.copy_chunk(row, chunk, chunk)
 
     @cute.jit
-    def copy_chunk(self, row: cutlass.Constexpr, chunk: Int32, stage: Int32):
-        """Ask for a chunk of the warp's units."""
+    def copy_chunk(self, row: Row, chunk: Int32, stage: Int32):
+        """Start the copy of a chunk of the warp's units into a stage."""
         units = self.config.stage_units
         begin = row.begin + chunk * units
         end = cutlass.min(cutlass.min(begin + units, row.end) * VECTORS, row.full)
@@ -123,16 +135,15 @@ class RowWalker:
     @cute.jit
     def walk(
         self,
-        row: cutlass.Constexpr,
-        visit: cutlass.Constexpr,
-        context: cutlass.Constexpr,
+        row: Row,
+        visit: Visit[Context],
+        context: Context,
         copied: Int32,
         first: Int32,
         second: Int32,
     ):
-        """Call visit(row, context, unit, values, first, second) for each of the warp's units, in order. It returns
-        (first, second) for the next. `values` are the lane's four columns; those outside of the row are NaN. `copied`
-        is how many chunks the warp's earlier walks have brought."""
+        """Visit each of the warp's units in order, and return the last visit's pair. `copied` is the number of chunks
+        that the warp's earlier walks copied."""
         config = self.config
         streams = row.chunks > config.stages
         base = Int32(0)
@@ -167,8 +178,8 @@ class RowWalker:
         return values
 
     @cute.jit
-    def mend(self, row: cutlass.Constexpr, begin: Int32, end: Int32, place: cute.Pointer):
-        """Make what is no column of the row NaN, and bring the columns behind the array's last whole 16 bytes."""
+    def mend(self, row: Row, begin: Int32, end: Int32, place: cute.Pointer):
+        """Replace what is not a column of the row by NaN, and load the columns behind the array's last whole vector."""
         behind = row.lead + row.length
         if begin < end and (
             (begin == 0 and row.lead > 0) or (end == row.units and (behind < row.units * UNIT or behind > row.full * 4))
@@ -189,77 +200,6 @@ class RowWalker:
             cute.arch.sync_warp()
 
     @cute.jit
-    def position(self, row: cutlass.Constexpr, unit: Int32, column: cutlass.Constexpr):
-        """Where in the row a lane's column of a unit is; outside of 0 to length where it is none of the row's."""
+    def position(self, row: Row, unit: Int32, column: cutlass.Constexpr[int]):
+        """The position in the row of a lane's column of a unit: outside of 0 to length if there is no such column."""
         return unit * UNIT + cute.arch.lane_idx() * 4 + column - row.lead
-
-
-def global_column(address: Int64, element: Int32) -> Float32:
-    """One column in global memory."""
-    source = cute.make_ptr(Float32, address + Int64(element) * 4, cute.AddressSpace.gmem, assumed_align=4)
-    return cute.make_tensor(source, cute.make_layout(1))[0]
-
-
-def ordered(value: Float32) -> Uint32:
-    """A number that is greater for a greater float; the same for 0.0 and -0.0; 0 for NaN alone."""
-    return cute.arch.inline_ptx(
-        "{ .reg .f32 t; .reg .b32 m; .reg .pred p;"
-        " add.rn.f32 t, {$r0}, 0f00000000; mov.b32 {$w0}, t; shr.s32 m, {$w0}, 31; or.b32 m, m, 0x80000000;"
-        " xor.b32 {$w0}, {$w0}, m; setp.nan.f32 p, t, t; selp.b32 {$w0}, 0, {$w0}, p; }",
-        write_only_types=[Uint32],
-        read_only_args=[value],
-    )
-
-
-@cute.jit
-def least_float(key: Uint32) -> Float32:
-    """The least float whose ordered number is at least `key`; NaN for 0, and for what is above inf's."""
-    # No float but NaN has a number below that of -inf.
-    if key > 0:
-        key = cutlass.max(key, Uint32(LOWEST_NUMBER))
-    return cute.arch.inline_ptx(
-        "{ .reg .b32 m; shr.s32 m, {$r0}, 31; not.b32 m, m; or.b32 m, m, 0x80000000; xor.b32 m, m, {$r0};"
-        " mov.b32 {$w0}, m; }",
-        write_only_types=[Float32],
-        read_only_args=[key],
-    )
-
-
-def pair_bins(low: Float32, high: Float32):
-    """Bytes from a histogram's beginning to the bins of two floats: the upper 12 bits of their f16s, rounded towards
-    zero, made to ascend. NaN has -inf's bin, and -0.0, with all that rounds to it, that of 0.0."""
-    return cute.arch.inline_ptx(
-        "{ .reg .b32 p, m; cvt.rz.f16x2.f32 p, {$r1}, {$r0}; mov.b32 m, 0; add.rn.f16x2 p, p, m;"
-        " mov.b32 m, 0xFC00FC00; max.f16x2 p, p, m; prmt.b32 m, p, 0, 0xBB99; or.b32 m, m, 0x80008000;"
-        " xor.b32 p, p, m; shr.u32 m, p, 2; and.b32 {$w0}, m, 0x3FFC; shr.u32 m, p, 18; and.b32 {$w1}, m, 0x3FFC; }",
-        write_only_types=[Int32, Int32],
-        read_only_args=[low, high],
-    )
-
-
-NAN_BIN = 0x03FF >> 4
-"""The bin of -inf and NaN: that of the f16 0xFC00."""
-
-
-@cute.jit
-def bin_floor(index: Int32) -> Uint32:
-    """The least ordered number of all whose bin, as of pair_bins, is `index` or a greater one."""
-    found = Uint32(0)
-    number = index * 16
-    if number > 0x8000:
-        found = ordered(f16_value(number - 0x8000))
-    else:
-        # What rounds to a magnitude of at most m towards zero is what is above -(m + 1).
-        magnitude = cutlass.max(Int32(0x7FFF) - number, 0) + 1
-        if magnitude <= 0x7C00:
-            found = ordered(-f16_value(magnitude)) + 1
-    return found
-
-
-def f16_value(bits: Int32) -> Float32:
-    """The float of an f16's bits."""
-    return cute.arch.inline_ptx(
-        "{ .reg .b16 h; cvt.u16.u32 h, {$r0}; cvt.f32.f16 {$w0}, h; }",
-        write_only_types=[Float32],
-        read_only_args=[bits],
-    )

@@ -10,7 +10,7 @@ from tsmla_kernels.catalog import INDEXER_LOGITS
 from tsmla_kernels.contract.layouts import IndexerCacheSpec
 from tsmla_kernels.contract.sparse import IndexerLogitsSpec
 from tsmla_kernels.sm90.constants import SMEM_BYTES
-from tsmla_kernels.sm90.indexer.logits_config import BLOCK, LogitsConfig, logits_config, logits_reasons
+from tsmla_kernels.sm90.logits.config import BLOCK, LogitsConfig, logits_config, logits_reasons
 
 ONE_TOKEN = IndexerLogitsSpec(
     64, 64, 64, 128, 512, IndexerCacheSpec(8, 64, 128, True), False, "float8_e4m3fn", "float32", "uint8"
@@ -72,7 +72,7 @@ def test_reasons_name_what_is_not_taken() -> None:
 
 @pytest.mark.parametrize("tile_tokens", [1, 2, 4, 8, 64])
 def test_blocks_of_tiles(tile_tokens: int) -> None:
-    share = pytest.importorskip("tsmla_kernels.sm90.indexer.logits_share")
+    share = pytest.importorskip("tsmla_kernels.sm90.logits.share")
     config = LogitsConfig(8, tokens=tile_tokens, ragged=True)
     line = share.Line(config)
     for keys, tokens in itertools.product((0, 1, 63, 64, 65, 640, 1000), (0, 1, 2, 3, 7, 8, 129, 1500)):

@@ -10,7 +10,7 @@ from cutlass import Int32
 
 
 class Piece(IntEnum):
-    """Words of a piece's description. A piece is a range of key blocks of one tile of query tokens."""
+    """Words that describe a piece: a range of key blocks of one tile of query tokens."""
 
     BLOCK_BEGIN = 0
     BLOCK_END = 1  # equal to BLOCK_BEGIN: the CTA's work ends
@@ -94,3 +94,20 @@ class Position(NamedTuple):
     request: Int32
     tile: Int32
     block: Int32
+
+
+class Share(NamedTuple):
+    """A CTA's share of the work: the position of its first block, that block's request, and the number of blocks."""
+
+    position: Position
+    request: Request
+    blocks: Int32
+
+
+class Extent(NamedTuple):
+    """What the copies of a piece need: its request's keys, its blocks, and the lane's entry of the block table from the
+    piece's first block on."""
+
+    keys: Int32
+    blocks: Int32
+    pages: Int32

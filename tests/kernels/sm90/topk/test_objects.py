@@ -7,8 +7,8 @@ import pytest
 from tests.kernels.object_checks import all_but_slow, check_compiled
 from tsmla_kernels.catalog import SELECT_TOPK
 from tsmla_kernels.contract.sparse import TopKSpec
-from tsmla_kernels.sm90.indexer.config import MAX_COLUMNS, TopkConfig, topk_config, topk_reasons
-from tsmla_kernels.sm90.indexer.topk import storage_of
+from tsmla_kernels.sm90.topk.config import MAX_COLUMNS, TopkConfig, topk_config, topk_reasons
+from tsmla_kernels.sm90.topk.memory import storage_of
 
 
 def slots_of_requests(rows: int, columns: int) -> TopkConfig:

@@ -11,9 +11,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from tsmla_kernels.sm90.indexer.logits_config import BLOCK, LogitsConfig
-from tsmla_kernels.sm90.indexer.logits_memory import Arrays, Position, Request
-from tsmla_kernels.sm90.warp import quotient
+from tsmla_kernels.sm90.logits.config import BLOCK, LogitsConfig
+from tsmla_kernels.sm90.logits.memory import Arrays, Position, Request, Share
+from tsmla_kernels.sm90.warp import quotient, running_sum
 
 
 def rows_before(arrays: Arrays) -> Int32:
@@ -32,8 +32,8 @@ class Line:
         self.tiles_of_block = BLOCK // config.tile_tokens  # tiles after which a tile has one block less
 
     @cute.jit
-    def request(self, arrays: cutlass.Constexpr, r: Int32):
-        """Request `r`, as if the call had the launch's rows alone; one without keys and tokens behind the last."""
+    def request(self, arrays: Arrays, r: Int32):
+        """Request `r` of this launch; an empty request past the last one."""
         rows, width = arrays.logits.shape[0], arrays.logits.shape[1]
         keys, tokens, row = Int32(0), Int32(0), r
         if r < arrays.seq_lens.shape[0]:
@@ -80,9 +80,8 @@ class Line:
         return self.blocks_before(request, self.tiles(request))
 
     @cute.jit
-    def share(self, arrays: cutlass.Constexpr, cta: Int32, ctas: Int32):
-        """(position of the CTA's first block, its request, number of the CTA's blocks). Of up to 32 requests each lane
-        reads one, and that only once."""
+    def share(self, arrays: Arrays, cta: Int32, ctas: Int32):
+        """The CTA's Share. Each lane reads one of the first 32 requests, once."""
         lane = cute.arch.lane_idx()
         requests = arrays.seq_lens.shape[0]
         chunks = quotient(requests + 31, 32)
@@ -107,10 +106,7 @@ class Line:
         while searching == 1:
             if base > 0:
                 through = self.cost(self.request(arrays, base + lane))
-            for step in cutlass.range_constexpr(5):
-                other = cute.arch.shuffle_sync_up(through, offset=1 << step, mask_and_clamp=0)
-                if lane >= 1 << step:
-                    through += other
+            through = running_sum(through, lane)
             passed = cute.arch.popc(cute.arch.vote_ballot_sync(before + through <= begin))
             last = cute.arch.shuffle_sync(through, cutlass.max(passed - 1, 0))
             if passed > 0:
@@ -133,10 +129,10 @@ class Line:
             else:
                 high = middle
         block = begin - before - self.blocks_before(request, low)
-        return Position(r, low, block), request, count
+        return Share(Position(r, low, block), request, count)
 
     @cute.jit
-    def next_tile(self, arrays: cutlass.Constexpr, position: cutlass.Constexpr, request: cutlass.Constexpr):
+    def next_tile(self, arrays: Arrays, position: Position, request: Request):
         """(position, request) of the first block of the tile behind `position`; there must be one."""
         r, tile = position.request, position.tile + 1
         keys, tokens, row = request.keys, request.tokens, request.row

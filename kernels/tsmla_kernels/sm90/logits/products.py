@@ -16,9 +16,9 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field
 
-from tsmla_kernels.sm90.indexer.logits_config import BLOCK, HEAD_DIM, Q_STAGES, LogitsConfig
-from tsmla_kernels.sm90.indexer.logits_copies import layout_atom
-from tsmla_kernels.sm90.indexer.logits_memory import Mma, Piece, Shared
+from tsmla_kernels.sm90.logits.config import BLOCK, HEAD_DIM, Q_STAGES, LogitsConfig
+from tsmla_kernels.sm90.logits.copies import layout_atom
+from tsmla_kernels.sm90.logits.memory import Mma, Piece, Shared
 from tsmla_kernels.sm90.warp import advance, kept, quotient, remainder, uniform
 
 STEPS = HEAD_DIM // 32  # WGMMAs of a product
@@ -28,7 +28,8 @@ class Lane(NamedTuple):
     """A thread of a math warpgroup.
 
     Attributes:
-      q_group: the group of tokens that its warpgroup multiplies. thread, lane: of the warpgroup, of the warp.
+      q_group: the group of tokens that its warpgroup multiplies. thread: its number in the warpgroup. lane: its number
+        in the warp.
       key: the key of a block whose logits it writes. token: the first of the tile's tokens whose logits it writes.
       writes: 1 if it writes any.
     """
@@ -41,13 +42,23 @@ class Lane(NamedTuple):
     writes: Int32
 
 
+class Block(NamedTuple):
+    """A block of keys: its number in the request, its stage, and the parity of the stage's barrier."""
+
+    number: Int32
+    stage: Int32
+    phase: Int32
+
+
 class Held(NamedTuple):
-    """What a warpgroup holds for a piece.
+    """A warpgroup's registers for a piece.
 
     Attributes:
-      q: Q of the warpgroup's tokens. weights: those of the lane's columns.
-      target: the address of the logit of the lane's key of block 0 and its first token. row_bytes: from token to token.
-      limit: keys behind the lane's that its first token sees. tokens: of the piece, from the lane's first one on.
+      q: Q of the warpgroup's tokens. weights: the weights of the lane's columns.
+      target: the address of the logit of the lane's key of block 0 and its first token. row_bytes: bytes from one
+        token's logits to the next one's.
+      limit: how many keys behind the lane's own its first token sees. tokens: the piece's tokens from the lane's first
+        one on.
     """
 
     q: cute.Tensor
@@ -82,7 +93,7 @@ class Math:
         return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=Float8E4M3FN), layout.outer)
 
     @cute.jit
-    def run(self, logits: cute.Tensor, shared: cutlass.Constexpr, mma: cutlass.Constexpr, group: Int32) -> None:
+    def run(self, logits: cute.Tensor, shared: Shared, mma: Mma, group: Int32) -> None:
         """The warpgroup's part of all pieces of this CTA: the products of one group of tokens with every block, or with
         every block whose turn it is: each `turns`-th."""
         t = cute.arch.thread_idx()[0] % 128
@@ -111,7 +122,7 @@ class Math:
                 held = self.hold(logits, shared, mma, q_index, place)
                 b = begin + ahead
                 while b < end:
-                    self.score(shared, mma, held, acc, place, (b, index, phase))
+                    self.score(shared, mma, held, acc, place, Block(b, index, phase))
                     index, phase = self.next_stage(index, phase)
                     b += self.turns
                 ahead = b - end
@@ -133,10 +144,10 @@ class Math:
 
     @cute.jit
     def hold(
-        self, logits: cute.Tensor, shared: cutlass.Constexpr, mma: cutlass.Constexpr, q_index: Int32,
-        place: cutlass.Constexpr,
+        self, logits: cute.Tensor, shared: Shared, mma: Mma, q_index: Int32,
+        place: Lane,
     ) -> Held:  # fmt: skip
-        """What the warpgroup holds for the piece in Q's stage `q_index`."""
+        """The warpgroup's registers for the piece in Q's stage `q_index`."""
         config, pieces = self.config, shared.pieces
         row, width = pieces[Piece.ROW, q_index] + place.token, logits.shape[1]
         tokens = pieces[Piece.TOKENS, q_index] - place.token
@@ -163,7 +174,7 @@ class Math:
 
     @cute.jit
     def issue(
-        self, shared: cutlass.Constexpr, mma: cutlass.Constexpr, q: cute.Tensor, acc: cute.Tensor, address: Int32,
+        self, shared: Shared, mma: Mma, q: cute.Tensor, acc: cute.Tensor, address: Int32,
         thread: Int32,
     ) -> None:  # fmt: skip
         """Issue the product of the keys at `address` and Q."""
@@ -182,11 +193,11 @@ class Math:
 
     @cute.jit
     def score(
-        self, shared: cutlass.Constexpr, mma: cutlass.Constexpr, held: cutlass.Constexpr, acc: cute.Tensor,
-        place: cutlass.Constexpr, block: cutlass.Constexpr,
+        self, shared: Shared, mma: Mma, held: Held, acc: cute.Tensor,
+        place: Lane, block: Block,
     ) -> None:  # fmt: skip
-        """The logits of a block (its number, stage, parity)."""
-        b, index, phase = block
+        """Write the logits of a block."""
+        b, index, phase = block.number, block.stage, block.phase
         cute.arch.mbarrier_wait(shared.keys.full + index, phase)
         address = uniform(shared.keys.memory.toint() + index * (BLOCK * HEAD_DIM))
         self.issue(shared, mma, held.q, acc, address, place.thread)

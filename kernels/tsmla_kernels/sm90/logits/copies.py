@@ -8,14 +8,20 @@ from cutlass import Float8E4M3FN, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 
-from tsmla_kernels.sm90.indexer.logits_config import BLOCK, HEAD_DIM, Q_STAGES, LogitsConfig
-from tsmla_kernels.sm90.indexer.logits_memory import (
+from tsmla_kernels.sm90.logits.config import BLOCK, HEAD_DIM, Q_STAGES, LogitsConfig
+from tsmla_kernels.sm90.logits.memory import (
+    Arrays,
+    Extent,
     Piece,
+    Position,
+    Request,
+    Share,
+    Shared,
     Stage,
     Tma,
     TmaCopy,
 )
-from tsmla_kernels.sm90.indexer.logits_share import Line
+from tsmla_kernels.sm90.logits.share import Line
 from tsmla_kernels.sm90.warp import advance, quotient, remainder
 
 TABLE_AHEAD = 32  # block-table entries that are read at once
@@ -44,7 +50,7 @@ class Producer:
         self.stage_bytes = BLOCK * (HEAD_DIM + 4 * config.packed)
 
     @cute.jit
-    def tensor_maps(self, arrays: cutlass.Constexpr) -> Tma:
+    def tensor_maps(self, arrays: Arrays) -> Tma:
         """The TMA loads: q as rows of heads, keys as (key of a page, column, page)."""
         config, load, atom = self.config, cpasync.CopyBulkTensorTileG2SOp(), layout_atom()
         rows = Int32(arrays.q.shape[0]) * config.num_heads
@@ -63,11 +69,9 @@ class Producer:
         )
 
     @cute.jit
-    def run(
-        self, tma: cutlass.Constexpr, arrays: cutlass.Constexpr, shared: cutlass.Constexpr, share: cutlass.Constexpr
-    ) -> None:  # fmt: skip
-        """Walk the CTA's share, as Line.share has found it."""
-        position, request, left = share
+    def run(self, tma: Tma, arrays: Arrays, shared: Shared, share: Share) -> None:
+        """Walk the CTA's share."""
+        position, request, left = share.position, share.request, share.blocks
         q_stage, stage = Stage(Int32(0), Int32(1)), Stage(Int32(0), Int32(1))
         while left > 0:
             count = cutlass.min(left, self.line.blocks(request, position.tile) - position.block)
@@ -75,7 +79,7 @@ class Producer:
             pages = self.read_table(arrays, position.request, self.first_entry(position.block), request.keys)
             self.begin_piece(tma, arrays, shared, q_stage, position, request, count)
             q_stage = Stage(*advance(q_stage.index, q_stage.phase, Q_STAGES))
-            stage = self.copy_blocks(tma, arrays, shared, stage, position, (request.keys, count, pages))
+            stage = self.copy_blocks(tma, arrays, shared, stage, position, Extent(request.keys, count, pages))
             left -= count
             if left > 0:
                 position, request = self.line.next_tile(arrays, position, request)
@@ -87,8 +91,8 @@ class Producer:
 
     @cute.jit
     def begin_piece(
-        self, tma: cutlass.Constexpr, arrays: cutlass.Constexpr, shared: cutlass.Constexpr, q_stage: cutlass.Constexpr,
-        position: cutlass.Constexpr, request: cutlass.Constexpr, count: Int32,
+        self, tma: Tma, arrays: Arrays, shared: Shared, q_stage: Stage,
+        position: Position, request: Request, count: Int32,
     ) -> None:  # fmt: skip
         """Describe a piece, and copy its queries and weights."""
         config, index = self.config, q_stage.index
@@ -127,12 +131,11 @@ class Producer:
 
     @cute.jit
     def copy_blocks(
-        self, tma: cutlass.Constexpr, arrays: cutlass.Constexpr, shared: cutlass.Constexpr, stage: cutlass.Constexpr,
-        position: cutlass.Constexpr, extent: cutlass.Constexpr,
+        self, tma: Tma, arrays: Arrays, shared: Shared, stage: Stage,
+        position: Position, extent: Extent,
     ):  # fmt: skip
-        """Copy a piece's blocks of keys; returns the stage behind them. `extent` is the request's keys, the piece's
-        blocks, and the lane's entry of the block table from the first block on."""
-        keys, count, pages = extent
+        """Copy a piece's blocks of keys, and return the stage behind them."""
+        keys, count, pages = extent.keys, extent.blocks, extent.pages
         index, phase = stage.index, stage.phase
         first_entry = self.first_entry(position.block)
         for b in cutlass.range(position.block, position.block + count, unroll=1):
@@ -154,7 +157,7 @@ class Producer:
         return quotient(b * BLOCK, self.config.page_size)
 
     @cute.jit
-    def read_table(self, arrays: cutlass.Constexpr, r: Int32, first: Int32, keys: Int32):
+    def read_table(self, arrays: Arrays, r: Int32, first: Int32, keys: Int32):
         """A lane's entry of request r's block table, of those from `first` on; 0 behind the request's last page, where
         the table may hold anything. A page outside the cache counts as the nearest page inside: TMA would give zeros
         for its keys, but its scales come by a plain copy."""
@@ -166,7 +169,7 @@ class Producer:
 
     @cute.jit
     def copy_box(
-        self, tma: cutlass.Constexpr, arrays: cutlass.Constexpr, shared: cutlass.Constexpr, index: Int32, page: Int32,
+        self, tma: Tma, arrays: Arrays, shared: Shared, index: Int32, page: Int32,
         b: Int32, h: cutlass.Constexpr[int],
     ) -> None:  # fmt: skip
         """Copy box `h` of block `b`, which lies in `page`, with its scales, into stage `index`."""

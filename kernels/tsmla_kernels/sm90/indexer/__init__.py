@@ -1,1 +1,0 @@
-"""The indexer's Hopper kernels: which keys a query token attends to."""

@@ -1,0 +1,1 @@
+"""indexer_logits for Hopper."""

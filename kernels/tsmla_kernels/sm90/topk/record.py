@@ -1,0 +1,59 @@
+"""The record of select_topk on Hopper, and of indexer_topk, which launches it behind the indexer's logits."""
+
+from __future__ import annotations
+
+from tsmla_kernels.contract.sparse import IndexerTopkSpec
+from tsmla_kernels.kernel import V32_MODEL, Chain, Kernel, Operand
+from tsmla_kernels.options import indexer_topk_spec, topk_spec
+from tsmla_kernels.sm90.logits.config import LogitsConfig
+from tsmla_kernels.sm90.logits.record import INDEXER_LOGITS
+from tsmla_kernels.sm90.topk.chunks import chunks_of, indexer_topk_reasons
+from tsmla_kernels.sm90.topk.config import TopkConfig, topk_config, topk_reasons
+
+
+def topk_operands(config: TopkConfig) -> tuple[Operand, ...]:
+    """Rows of logits may begin at any multiple of 4 bytes; the array itself begins at one of 16. Block tables have a
+    row for each of the T rows, or with row_requests for each request."""
+    starts = (Operand("row_starts", "int32", (None,), align=4),) if config.row_starts else ()
+    tables = (Operand("block_tables", "int32", (None, None), align=4),) if config.page_size else ()
+    requests = (Operand("row_requests", "int32", (None,), align=4),) if config.row_requests else ()
+    counts = (Operand("counts", "int32", (None,), output=True, align=4),) if config.page_size else ()
+    scores = (Operand("scores", "float32", (None, config.k), output=True, align=4),) if config.scores else ()
+    return (
+        Operand("logits", "float32", (None, None), wide=True),
+        Operand("seq_lens", "int32", (None,), align=4),
+        *starts,
+        *tables,
+        *requests,
+        Operand("indices", "int32", (None, config.k), output=True, align=4),
+        *counts,
+        *scores,
+    )
+
+
+SELECT_TOPK = Kernel(
+    name="select_topk",
+    archs=("sm_90a",),
+    launcher="tsmla_kernels.sm90.topk.kernel:SelectTopk",
+    config=TopkConfig,
+    operands=topk_operands,
+    spec_from_options=topk_spec,
+    reasons=topk_reasons,
+    config_for=topk_config,
+    presets=(),
+)
+
+
+def _configs_of_chunks(spec: IndexerTopkSpec) -> tuple[LogitsConfig | None, TopkConfig]:
+    plan = chunks_of(spec)
+    return plan.logits, plan.topk
+
+
+INDEXER_TOPK = Chain(
+    name="indexer_topk",
+    kernels=(INDEXER_LOGITS, SELECT_TOPK),
+    spec_from_options=indexer_topk_spec,
+    reasons=indexer_topk_reasons,
+    configs_for=_configs_of_chunks,
+    presets=((V32_MODEL, (("index_n_heads", "64"), ("k", "2048"))),),
+)

@@ -1,0 +1,97 @@
+"""A CTA's share of a row as vectors of 16 bytes."""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+
+from tsmla_kernels.sm90.topk.config import TopkConfig
+from tsmla_kernels.sm90.topk.keys import NAN
+from tsmla_kernels.sm90.topk.memory import Place, global_column
+from tsmla_kernels.sm90.warp import quotient
+
+SIGMAS = 5.0
+"""Standard deviations between k and the expected number of columns above the guessed bound."""
+
+
+class Span(NamedTuple):
+    """A CTA's share of a row, as vectors of 16 bytes. A chunk is one vector for each thread.
+
+    Attributes:
+      address: the address of the row's first vector. lead: columns in it before the row's first. behind: the element
+        at which the row's columns end, counted from `address`.
+      begin: the CTA's first vector. full: vectors that lie in the array as a whole.
+      chunks: chunks of each CTA. held: those of them in shared memory, every `stride`th.
+    """
+
+    address: Int64
+    lead: Int32
+    behind: Int32
+    begin: Int32
+    full: Int32
+    chunks: Int32
+    held: Int32
+    stride: Int32
+
+
+@cute.jit
+def span_of(config: TopkConfig, logits: cute.Tensor, first: Int64, columns: Int32, place: Place):
+    """The Span of the row of `columns` from element `first` of the array on."""
+    lead = Int32(first & 3)
+    begin = first - Int64(lead)
+    elements = Int64(logits.shape[0]) * Int64(logits.shape[1])
+    full = (lead + columns + 3) >> 2
+    whole = (elements - begin) >> 2
+    chunks = quotient(full + (config.cluster * config.threads - 1), config.cluster * config.threads)
+    if Int64(full) > whole:
+        full = Int32(whole)
+    held, stride = chunks, Int32(1)
+    if chunks > config.held:
+        held, stride = Int32(config.held), chunks // config.held
+    return Span(
+        address=logits.iterator.toint() + begin * 4,
+        lead=lead,
+        behind=lead + columns,
+        begin=place.rank * chunks * config.threads,
+        full=full,
+        chunks=chunks,
+        held=held,
+        stride=stride,
+    )
+
+
+@cute.jit
+def mend_vector(span: Span, vector: Int32, values: cute.Tensor):
+    """Replace what is not a column of the row by NaN, and load the columns behind the array's last whole vector.
+    Returns whether there were any of either."""
+    changed = Boolean(False)
+    if vector * 4 < span.lead or vector * 4 + 4 > span.behind:
+        changed = Boolean(True)
+        for i in cutlass.range_constexpr(4):
+            element = vector * 4 + i
+            if element < span.lead or element >= span.behind:
+                values[i] = Float32(NAN)
+            elif vector >= span.full:
+                values[i] = global_column(span.address, element)
+    return changed
+
+
+def sample_target(k: int, span: Span) -> Int32:
+    """How many columns of the sample are to be above the guessed bound: k scaled down, and SIGMAS deviations."""
+    # Approximate: a division and a root that round exactly call functions.
+    return cute.arch.inline_ptx(
+        "{ .reg .f32 s, t; cvt.rn.f32.s32 s, {$r0}; cvt.rn.f32.s32 t, {$r1}; rcp.approx.ftz.f32 t, t;"
+        f" mul.f32 s, s, t; mul.f32 s, s, {float_bits(k)}; sqrt.approx.ftz.f32 t, s;"
+        f" fma.rn.f32 s, t, {float_bits(SIGMAS)}, s; add.f32 s, s, {float_bits(4)}; cvt.rzi.s32.f32 {{$w0}}, s; }}",
+        write_only_types=[Int32],
+        read_only_args=[span.held, span.chunks],
+    )
+
+
+def float_bits(value: float) -> str:
+    """A float as PTX writes it."""
+    return "0f" + struct.pack(">f", value).hex().upper()
