@@ -25,6 +25,7 @@ FIGURES = ROOT / "benchmarks" / "figures"
 KERNELS = ROOT / "kernels" / "tsmla_kernels"
 # The kernels' pages by their names here.
 KERNEL_PAGES = {
+    "latent.md": KERNELS / "sm90/latent/DESIGN.md",
     "decode.md": KERNELS / "sm90/decode/DESIGN.md",
     "decode_log.md": KERNELS / "sm90/decode/LOG.md",
     "prefill.md": KERNELS / "sm90/prefill/DESIGN.md",
@@ -36,6 +37,7 @@ KERNEL_PAGES = {
     "logits_log.md": KERNELS / "sm90/logits/LOG.md",
     "sparse.md": KERNELS / "sm90/sparse/DESIGN.md",
     "sparse_log.md": KERNELS / "sm90/sparse/LOG.md",
+    "merge.md": KERNELS / "merge/DESIGN.md",
     "caches.md": KERNELS / "cache_ops/DESIGN.md",
     "sparse_caches.md": KERNELS / "sparse_cache/DESIGN.md",
 }

@@ -49,6 +49,6 @@ def test_a_prompts_tokens_select_earlier_ones(benchmark: ModuleType) -> None:
 def test_every_point_has_an_object(benchmark: ModuleType) -> None:
     for mode in benchmark.SELECTED:
         point = benchmark.Point.parse(f"{mode},4096,128")
-        assert benchmark.config(point).decode.tile_rows == 64
+        assert benchmark.config(point).shape.tile_rows == 64
         assert point.floor_us("tsmla") > point.floor_us(benchmark.FP8)
     assert benchmark.config(benchmark.Point("random", 512, 16), "float8_e4m3fn").fp8_queries

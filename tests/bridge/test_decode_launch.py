@@ -19,6 +19,7 @@ from tsmla_bridge.ops import mla_decode, plans
 from tsmla_bridge.runtime import devices, tensors
 from tsmla_kernels import contract
 from tsmla_kernels.sm90.decode import config as sm90_decode
+from tsmla_kernels.sm90.latent import shape as latent_shape
 
 POISON = 2**31 - 1
 
@@ -407,7 +408,7 @@ def test_a_large_invariant_batch_takes_several_launches(
     width = case.block_tables.shape[1]
     config = sm90_decode.DecodeConfig("bfloat16", 3, shape["s"], 256, page_size=16, batch_invariant=True)
     slot = sm90_decode.workspace_shapes(config, 1, 1, width)["partial_out"][0]
-    monkeypatch.setattr(sm90_decode, "INVARIANT_WORKSPACE", each * slot[0] * slot[1] * (slot[2] * 4 + 12))
+    monkeypatch.setattr(latent_shape, "INVARIANT_WORKSPACE", each * slot[0] * slot[1] * (slot[2] * 4 + 12))
     sizes = {"max_batch": 5, "max_q_len": shape["s"], "max_pages": width, "ragged": "q_lens" in shape}
     size = workspace_size(**sizes, batch_invariant=True)
     for options in ({}, {"workspace": tsmla_bridge.Workspace(size, "cpu")}):
@@ -422,7 +423,7 @@ def test_a_large_invariant_batch_takes_several_launches(
 def test_several_launches_of_queries_in_two_tensors(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any], which: str
 ) -> None:
-    monkeypatch.setattr(sm90_decode, "INVARIANT_WORKSPACE", 1)  # one request in each
+    monkeypatch.setattr(latent_shape, "INVARIANT_WORKSPACE", 1)  # one request in each
     case = served([40, 33, 5, 0, 17], heads=4, **shape)
     assert_right(attend(case, q=split_queries(case)[which], batch_invariant=True, implementation="cute"), case)
     assert len(gpu.launches) == 5

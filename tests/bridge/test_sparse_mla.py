@@ -22,7 +22,7 @@ from tests.oracles import sparse_inputs
 from tests.oracles.sparse_inputs import LAYOUTS, Call
 from tsmla_bridge.ops import plans, sparse_mla
 from tsmla_bridge.runtime.workspace import sparse_layout
-from tsmla_kernels.sm90.decode import config as sm90_decode
+from tsmla_kernels.sm90.latent import shape as latent_shape
 from tsmla_kernels.sm90.sparse import config as sm90_sparse
 
 BF16 = 2**-7
@@ -210,7 +210,7 @@ def test_many_invariant_tokens_take_several_launches(gpu: Gpu, monkeypatch: pyte
     assert len(gpu.launches) == 1
     for kept in (plans._plans, plans.latest_plans):
         kept.clear()
-    monkeypatch.setattr(sm90_decode, "INVARIANT_WORKSPACE", 3 * 64 * (512 * 4 + 12))
+    monkeypatch.setattr(latent_shape, "INVARIANT_WORKSPACE", 3 * 64 * (512 * 4 + 12))
     heads = case.arrays["q"].shape[1]
     size = tsmla_bridge.sparse_workspace_size(
         max_tokens=8, num_heads=heads, max_selected=64, batch_invariant=True, device="cuda:0"
@@ -229,7 +229,7 @@ def test_a_workspace_for_many_columns_serves_calls_of_fewer(gpu: Gpu) -> None:
     sizes = {"max_tokens": 5000, "num_heads": 128, "batch_invariant": True, "device": "cuda:0"}
     enough = tsmla_bridge.sparse_workspace_size(max_selected=2048, **sizes)
     sms = tsmla_bridge.runtime.devices.num_sms(0)
-    assert enough < 1.1 * sm90_decode.INVARIANT_WORKSPACE
+    assert enough < 1.1 * latent_shape.INVARIANT_WORKSPACE
     for tile_rows, selected in itertools.product((64, 32), (1, 512, 513, 700, 1500, 2048)):
         config = sm90_sparse.SparseConfig("bfloat16", 128, tile_rows=tile_rows, batch_invariant=True)
         assert sparse_layout(config, sms, 5000, selected).size <= enough

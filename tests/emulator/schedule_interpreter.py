@@ -1,4 +1,4 @@
-"""The decode kernels' schedule, run lane by lane in Python: what CuTe DSL would trace is executed with numbers.
+"""The schedule of latent attention, run lane by lane in Python: what CuTe DSL would trace is executed with numbers.
 
 Stand-ins take the place of cutlass while the schedule's modules are imported. The 32 lanes of a warp are greenlets: one
 runs until it meets the others, then the next.
@@ -19,11 +19,12 @@ import numpy as np
 from greenlet import getcurrent, greenlet
 
 import tsmla_kernels
-from tsmla_kernels.sm90.decode.config import DecodeConfig, workspace_shapes
+from tsmla_kernels.sm90.latent.shape import LatentShape, workspace_shapes
 
 FOLDER = Path(tsmla_kernels.__file__).parent / "sm90"
 LANES = 32
 GARBAGE = 123456789
+PIECES_KEPT = 8  # places for descriptions
 
 
 def stand_in(name: str, **attributes: Any) -> Any:
@@ -140,7 +141,7 @@ class Interpreter:
 
     def run(
         self,
-        config: DecodeConfig,
+        shape: LatentShape,
         num_clusters: int,
         seq_lens: np.ndarray,
         width: int,
@@ -150,19 +151,21 @@ class Interpreter:
         dealt: bool = False,
     ) -> tuple[list[Piece], np.ndarray]:
         """(the pieces of all clusters, split_info) of a batch, with a table of `width` pages."""
-        shapes = workspace_shapes(config, num_clusters * config.cluster, len(seq_lens), width)
-        walk_of, words = self.walk.PieceWalk, self.share.STATE_WORDS
+        shapes = workspace_shapes(shape, num_clusters * shape.cluster, len(seq_lens), width)
         if dealt:
-            walk_of, words = self.deal.DealtWalk, self.deal.DEALT_STATE_WORDS
-        walk = walk_of(config, self.memory.PIECES_KEPT, equal_lengths)
-        rows = len(seq_lens) * config.max_q_len if cu_seqlens_q is None else int(cu_seqlens_q[-1])
+            words = self.deal.DEALT_STATE_WORDS
+            walk = self.deal.DealtWalk(shape, pieces_kept=PIECES_KEPT, equal_lengths=equal_lengths)
+        else:
+            words, batch = self.share.STATE_WORDS, self.share.BatchShare(shape, equal_lengths=equal_lengths)
+            walk = self.walk.PieceWalk(shape, batch=batch, pieces_kept=PIECES_KEPT)
+        rows = len(seq_lens) * shape.max_q_len if cu_seqlens_q is None else int(cu_seqlens_q[-1])
         split_info = Array(np.full(shapes["split_info"][0], GARBAGE, np.int32))
         lens, table = Array(seq_lens.astype(np.int32)), types.SimpleNamespace(shape=(len(seq_lens), width))
         word = self.memory.Piece
         offsets = lens if cu_seqlens_q is None else Array(cu_seqlens_q.astype(np.int32))
         pieces = []
         for cluster in range(num_clusters):
-            described = Array(np.full((len(word), self.memory.PIECES_KEPT), GARBAGE, np.int32))
+            described = Array(np.full((len(word), PIECES_KEPT), GARBAGE, np.int32))
             state = self.memory.Schedule(
                 block_tables=table,
                 seq_lens=lens,
@@ -174,7 +177,7 @@ class Interpreter:
                 num_clusters=num_clusters,
                 cluster_index=cluster,
                 rank=0,
-                all_rows=rows * config.num_heads,
+                all_rows=rows * shape.num_heads,
                 order=Array(np.full(self.share.MAX_SORTED, GARBAGE, np.int32)),
                 visible_lens=None if visible_lens is None else Array(visible_lens),
             )
@@ -185,7 +188,7 @@ class Interpreter:
                 number = 0
                 while True:
                     walk.next_piece(number, state)
-                    place = number % self.memory.PIECES_KEPT
+                    place = number % PIECES_KEPT
                     begin, end = described[word.BLOCK_BEGIN, place], described[word.BLOCK_END, place]
                     if begin == end:
                         break
@@ -200,7 +203,7 @@ class Interpreter:
         return pieces, split_info.array
 
     def _import(self) -> tuple[types.ModuleType, ...]:
-        """memory, share and walk of the decode kernels, and deal of the sparse one."""
+        """memory, share and walk of latent attention, and deal of the sparse kernel."""
         warp = self.warp
         arch = types.SimpleNamespace(
             lane_idx=lambda: warp.lane,
@@ -243,7 +246,7 @@ class Interpreter:
         stand_ins = {"cutlass": cutlass, "cutlass.cute": cute}
         modules = []
         with mock.patch.dict(sys.modules, stand_ins):
-            for name in ("warp", "decode.memory", "decode.share", "decode.walk", "sparse.deal"):
+            for name in ("warp", "latent.memory", "latent.share", "latent.walk", "sparse.deal"):
                 full = f"tsmla_kernels.sm90.{name}"
                 spec = importlib.util.spec_from_file_location(full, FOLDER / f"{name.replace('.', '/')}.py")
                 assert spec is not None and spec.loader is not None

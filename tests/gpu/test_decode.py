@@ -28,6 +28,7 @@ from tsmla_kernels.catalog import MLA_DECODE
 from tsmla_kernels.launch import ArrayView, Launcher
 from tsmla_kernels.sm90.decode import config as decode_config
 from tsmla_kernels.sm90.decode.config import workspace_shapes
+from tsmla_kernels.sm90.latent import shape as latent_shape
 
 pytestmark = pytest.mark.gpu
 
@@ -276,7 +277,7 @@ def test_batch_invariant_rows_are_bitwise_the_same() -> None:
 def test_several_launches_of_a_batch_invariant_call_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     args = arrays(8, 1, 16, 40)
     whole = jax.jit(attend("cute", batch_invariant=True))(*args)
-    monkeypatch.setattr(decode_config, "INVARIANT_WORKSPACE", 1 << 20)
+    monkeypatch.setattr(latent_shape, "INVARIANT_WORKSPACE", 1 << 20)
     cute._transformable.cache_clear()
     config = MLA_DECODE.from_options({"num_heads": "16", "batch_invariant": "true"})
     assert len(decode_config.launches(config, 8, 40)) > 1

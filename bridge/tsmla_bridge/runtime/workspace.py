@@ -150,7 +150,7 @@ def sparse_workspace_size(
     whole = sm90_sparse.SparseConfig(dtype_name(dtype), num_heads, batch_invariant=batch_invariant)
     # Tiles of fewer rows are more, and a call of fewer columns may put more tokens into a launch: both may need more.
     configs = (whole, dataclasses.replace(whole, tile_rows=sm90_sparse.FEW_HEADS))
-    columns = range(max(max_selected, 1), 0, -whole.decode.block) if batch_invariant else (1,)
+    columns = range(max(max_selected, 1), 0, -whole.shape.block) if batch_invariant else (1,)
     calls = itertools.product(configs, columns)
     return max(sparse_layout(config, sms, max_tokens, selected).size for config, selected in calls)
 

@@ -17,6 +17,7 @@ from tests.emulator import decode as cute_emulation
 from tests.jax.ops.programs import assert_same, calls, collectives
 from tsmla_jax.ops.mla_decode import cute
 from tsmla_kernels.sm90.decode import config as sm90_decode
+from tsmla_kernels.sm90.latent import shape as latent_shape
 
 pytestmark = [
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="emulates the kernel on CPUs"),
@@ -88,7 +89,7 @@ def test_a_large_invariant_batch_takes_several_launches(
     options = {"cu_seqlens_q": jnp.asarray(CU_SEQLENS_Q, jnp.int32), "max_q_len": Q_LEN} if ragged else {}
     config = sm90_decode.DecodeConfig("bfloat16", HEADS, Q_LEN, LATENT, page_size=PAGE, batch_invariant=True)
     slots, rows, width = sm90_decode.workspace_shapes(config, 1, 1, MAX_PAGES)["partial_out"][0]
-    monkeypatch.setattr(sm90_decode, "INVARIANT_WORKSPACE", each * slots * rows * (width * 4 + 12))
+    monkeypatch.setattr(latent_shape, "INVARIANT_WORKSPACE", each * slots * rows * (width * 4 + 12))
     cute._transformable.cache_clear()
     run = jax.jit(attend("cute", batch_invariant=True, **options))
     assert calls(jax.make_jaxpr(run)(*args)) == -(-BATCH // each)

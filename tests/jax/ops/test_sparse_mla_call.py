@@ -24,7 +24,7 @@ from tests.jax.ops.programs import assert_same, calls, collectives, ints
 from tests.oracles import sparse as oracle
 from tsmla_jax.ops import kernel_call
 from tsmla_jax.ops.sparse_mla import api, cute
-from tsmla_kernels.sm90.decode import config as sm90_decode
+from tsmla_kernels.sm90.latent import shape as latent_shape
 
 pytestmark = [
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="emulates the kernel on CPUs"),
@@ -129,7 +129,7 @@ def test_nothing_to_attend_to(tokens: tuple[int, int]) -> None:
 @pytest.mark.parametrize(("layout", "each"), [("v4", 3), ("v32", 8), ("plain", 1)])
 def test_many_invariant_tokens_take_several_launches(layout: str, each: int, monkeypatch: pytest.MonkeyPatch) -> None:
     given = arrays(layout)
-    monkeypatch.setattr(sm90_decode, "INVARIANT_WORKSPACE", each * 64 * (512 * 4 + 12))
+    monkeypatch.setattr(latent_shape, "INVARIANT_WORKSPACE", each * 64 * (512 * 4 + 12))
     cute._transformable.cache_clear()
     run = jax.jit(attend("cute", layout, batch_invariant=True))
     assert calls(jax.make_jaxpr(run)(given)) == -(-TOKENS // each)

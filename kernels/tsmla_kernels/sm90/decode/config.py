@@ -7,29 +7,24 @@ object serves every batch, page count, table width and length.
 from __future__ import annotations
 
 import dataclasses
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from tsmla_kernels.kernel import ITEMSIZE
 from tsmla_kernels.sm90.constants import FP8, MOST_KEYS, SMEM_BYTES
+from tsmla_kernels.sm90.latent import shape as latent_shape
+from tsmla_kernels.sm90.latent.shape import FEW_ROWS, ROWS, LatentShape
 
 if TYPE_CHECKING:
     from tsmla_kernels.contract import DecodeSpec
     from tsmla_kernels.contract.rules import Dim
 
-ROWS = 64  # query rows (tokens x heads) of one CTA: M of one warpgroup's WGMMA
-OVERHEAD = 5  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
 SHARERS = 32  # softmax lanes that have keys of one query row if the four softmax warps have different keys
-FEW_ROWS = 32  # up to this many query rows, partial results are fp32
 MAX_STAGES = 6  # with more of them, warps would be further apart than LOOKAHEAD and PIECES_KEPT (memory.py) allow
-MOST_BLOCKS = 1 << 30  # of a launch's line, on which the schedule counts in int32, at times up to twice its length
-INVARIANT_MAX_PIECES = 32  # most pieces of a request when batch_invariant
-INVARIANT_MIN_KEYS = 512  # fewest keys of a piece when batch_invariant
-INVARIANT_WORKSPACE = 1 << 28  # most bytes of partial results of one launch when batch_invariant
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """What a decode object is compiled for. Everything else is dynamic.
+    """The static choices of a compiled mla_decode. Everything else is dynamic.
 
     Attributes:
       dtype: of q: "bfloat16", "float16", or "float8_e4m3fn" if the cache has it too.
@@ -144,41 +139,31 @@ class DecodeConfig:
             reserved += self.p_rows * self.head_dim * 2 + self.exchanged_words * 4
         return min(MAX_STAGES, (SMEM_BYTES - reserved) // self.stage_bytes)
 
-    @property
-    def tile_rows(self) -> int:
-        """Query rows of a row tile, which a cluster handles at once."""
-        return ROWS * self.cluster
-
-    @property
-    def few_rows(self) -> bool:
-        """Whether a row tile is so small that instructions and not bytes bound the merging of its pieces."""
-        return self.max_q_len * self.num_heads <= FEW_ROWS
-
-    @property
-    def min_share(self) -> int:
-        """Fewest key blocks of a cluster's share: a shorter one costs more in merging than it saves."""
-        return 1 if self.few_rows else 2
-
-    @property
-    def partial_dtype(self) -> str:
-        """Dtype of a piece's result. f16 halves the bytes to write and read again, but needs a scale."""
-        return "float32" if self.few_rows else "float16"
-
-    @property
-    def partial_needs_scale(self) -> bool:
-        """Whether a piece's result may exceed the range of partial_out, so that the value warps scale it."""
-        return self.partial_dtype == "float16" and self.cache_dtype == "bfloat16"
-
-    @property
-    def partial_is_lane_order(self) -> bool:
-        """Whether partial_out has its columns in the order of a WGMMA accumulator's lanes: the four lanes of a row have
-        8 columns each, 2 from each of four groups of 8."""
-        return not self.transposed_out
-
-    @property
-    def max_tiles(self) -> int:
-        """Row tiles of the longest query."""
-        return -(-self.max_q_len * self.num_heads // self.tile_rows)
+    @cached_property
+    def shape(self) -> LatentShape:
+        """What the common parts of the latent attention kernels are built from."""
+        few_rows = self.max_q_len * self.num_heads <= FEW_ROWS
+        return LatentShape(
+            num_heads=self.num_heads,
+            max_q_len=self.max_q_len,
+            latent_dim=self.latent_dim,
+            head_dim=self.head_dim,
+            page_size=self.page_size,
+            block=self.block,
+            tile_rows=ROWS * self.cluster,
+            q_rows=self.q_rows,
+            p_rows=self.p_rows,
+            few_rows=few_rows,
+            min_share=1 if few_rows else 2,  # a shorter one costs more in merging than it saves
+            out_dtype=self.out_dtype,
+            partial_needs_scale=not few_rows and self.cache_dtype == "bfloat16",
+            partial_is_lane_order=not self.transposed_out,
+            cluster=self.cluster,
+            ragged=self.ragged,
+            causal=self.causal,
+            visible_lens=self.visible_lens,
+            batch_invariant=self.batch_invariant,
+        )
 
 
 def decode_reasons(spec: DecodeSpec) -> list[str]:
@@ -207,23 +192,14 @@ def _size_reasons(spec: DecodeSpec) -> list[str]:
     keys = spec.max_pages * spec.page_size
     if keys > MOST_KEYS:
         return [f"block_tables hold {keys} keys a request (M * Z); the sm_90 decode kernel takes at most {MOST_KEYS}"]
-    length = line_length(decode_config(spec), spec.batch, spec.max_pages, spec.total_q_len * spec.num_heads)
-    if length > MOST_BLOCKS:
+    q_rows = spec.total_q_len * spec.num_heads
+    length = latent_shape.line_length(decode_config(spec).shape, spec.batch, spec.max_pages, q_rows)
+    if length > latent_shape.MOST_BLOCKS:
         return [
             f"{spec.batch} requests of {keys} keys (M * Z) are up to {length} blocks; the sm_90 decode kernel shares"
-            f" out at most {MOST_BLOCKS}"
+            f" out at most {latent_shape.MOST_BLOCKS}"
         ]
     return []
-
-
-def line_length(config: DecodeConfig, batch: int, max_pages: int, q_rows: int) -> int:
-    """Key blocks of all row tiles of a call's largest launch, with what starting their pieces costs, if every request
-    has as many keys as its table; `q_rows` are the call's tokens times heads."""
-    blocks, pieces = _blocks(config, max_pages), 1
-    if config.batch_invariant:
-        pieces = -(-blocks // invariant_piece_blocks(config, max_pages))
-    largest = max((stop - first for first, stop in launches(config, batch, max_pages)), default=0)
-    return min(largest * config.max_tiles, largest + q_rows // config.tile_rows) * (blocks + OVERHEAD * pieces)
 
 
 def reads_heads_first(num_heads: int) -> bool:
@@ -256,50 +232,13 @@ def decode_config(spec: DecodeSpec, *, split_q: bool = False, heads_first: bool 
     )
 
 
-def invariant_piece_blocks(config: DecodeConfig, max_pages: int) -> int:
-    """Key blocks of one piece of a request when batch_invariant: depends on the table's width only."""
-    blocks = _blocks(config, max_pages)
-    return INVARIANT_MIN_KEYS // config.block - 1 - (-blocks // INVARIANT_MAX_PIECES)
-
-
 def launches(config: DecodeConfig, batch: Dim, max_pages: Dim) -> list[tuple[Dim, Dim]]:
-    """The requests [first, stop) of each launch that a call takes: all in one, except that a large batch that is
-    batch_invariant has its partial results in INVARIANT_WORKSPACE bytes, and takes as many launches as that asks for. A
-    request's bits depend neither on the batch nor on the launch."""
-    if not config.batch_invariant or not (isinstance(batch, int) and isinstance(max_pages, int)):
-        return [(0, batch)]
-    row_bytes = config.latent_dim * ITEMSIZE[config.partial_dtype] + 3 * ITEMSIZE["float32"]
-    slots = config.max_tiles * -(-_blocks(config, max_pages) // invariant_piece_blocks(config, max_pages))
-    each = max(1, INVARIANT_WORKSPACE // (slots * config.tile_rows * row_bytes))
-    return [(first, min(first + each, batch)) for first in range(0, batch, each)]
-
-
-def _blocks(config: DecodeConfig, max_pages: int) -> int:
-    """Key blocks of a full table."""
-    return -(-max_pages * config.page_size // config.block)
+    """The requests [first, stop) of each launch that a call takes: see latent.shape.launches."""
+    return latent_shape.launches(config.shape, batch, max_pages)
 
 
 def workspace_shapes(
     config: DecodeConfig, num_sms: int, batch: int, max_pages: int
 ) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shapes and dtypes of the kernel's workspaces, in the order of its operands, for a launch that serves `batch`
-    requests.
-
-    A cluster has two slots of `partial_out` and two entries of `split_info`: it leaves at most two pieces of row tiles
-    that other clusters share, the end of one and the start of another. When batch_invariant, a row tile has its own
-    slots and one entry, after one unused entry for each cluster. The kernel derives the number of clusters from the
-    number of entries. `partial_lse` has the base-2 log-sum-exp of a piece's rows, and the factors by which the first
-    and the second half of their columns of `partial_out` must be multiplied.
-    """
-    num_clusters = max(1, num_sms // config.cluster)
-    if config.batch_invariant:
-        row_tiles = batch * config.max_tiles
-        slots = row_tiles * -(-_blocks(config, max_pages) // invariant_piece_blocks(config, max_pages))
-        entries = num_clusters + row_tiles
-    else:
-        slots = entries = 2 * num_clusters
-    return {
-        "partial_out": ((slots, config.tile_rows, config.latent_dim), config.partial_dtype),
-        "partial_lse": ((slots, 3, config.tile_rows), "float32"),
-        "split_info": ((entries, 4), "int32"),
-    }
+    """Shapes and dtypes of the kernel's workspaces: see latent.shape.workspace_shapes."""
+    return latent_shape.workspace_shapes(config.shape, num_sms, batch, max_pages)

@@ -7,19 +7,18 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
+from tsmla_kernels.sm90.decode.config import DecodeConfig
 from tsmla_kernels.sm90.decode.memory import (
     COPY_STATE_WORDS,
     FIRST_PIECES_THREADS,
     PIECES_KEPT,
-    Barrier,
     Copies,
     CopyState,
-    Described,
-    Piece,
     Tma,
 )
-from tsmla_kernels.sm90.decode.ring import Ring
+from tsmla_kernels.sm90.decode.stages import Stages
+from tsmla_kernels.sm90.latent.memory import Barrier, Described, Piece
+from tsmla_kernels.sm90.latent.shape import ROWS
 from tsmla_kernels.sm90.warp import quotient, remainder
 
 TABLE_AHEAD = 32  # block-table entries that are read at once
@@ -27,19 +26,20 @@ FIRST_COPIES = 3  # stages that are requested before the warps take their roles
 
 
 class Copier:
-    """The copies into `ring`, by warp `warp`. stage_bytes: of one stage; others: as in DecodeConfig and Ring."""
+    """The copies into the ring, by warp `warp`. layout: what stages hold. stage_bytes: keys of a stage; others: as in
+    DecodeConfig and Stages."""
 
-    def __init__(self, config: DecodeConfig, ring: Ring) -> None:
-        self.ring = ring
+    def __init__(self, config: DecodeConfig, layout: Stages) -> None:
+        self.ring, self.layout = layout.ring, layout
         self.page_size, self.cluster = config.page_size, config.cluster
-        self.stages, self.block, self.box, self.q_rows = ring.stages, ring.block, ring.box, ring.q_rows
-        self.column_tiles = ring.column_tiles
+        self.stages, self.block, self.box, self.q_rows = layout.stages, layout.block, layout.box, layout.q_rows
+        self.column_tiles = layout.column_tiles
         self.split_q, self.heads_first, self.heads = config.split_q, config.heads_first, config.num_heads
         # One copy of rows whose heads come first takes box_heads heads of box_tokens tokens.
         self.box_heads = min(config.num_heads, self.q_rows)
         self.box_tokens = self.q_rows // self.box_heads
         self.q_tiles = self.column_tiles - 1 if config.split_q else self.column_tiles  # of the array q
-        self.stage_bytes = ring.block * ring.depth * ring.itemsize
+        self.stage_bytes = layout.block * layout.depth * self.ring.itemsize
         self.warp = 12 if config.transposed_out else 4
         # The next keys then overwrite P, which ordinary stores have written.
         self.p_in_keys = not config.fp8_cache
@@ -52,10 +52,10 @@ class Copier:
         One copy brings a block's keys with all their columns: (key, 64 columns, column tile, page) as four modes. If
         pages are shorter than a block, a copy brings one column tile, because a block is not one box.
         """
-        atom = warpgroup.make_smem_layout_atom(self.ring.keys_swizzle, self.ring.dtype)
+        atom = warpgroup.make_smem_layout_atom(self.layout.keys_swizzle, self.ring.dtype)
         tiles = self.column_tiles if self.box == self.block else 1
         box_layout = cute.tile_to_shape(atom, (self.box, 64, tiles), (0, 1, 2))
-        q_atom = warpgroup.make_smem_layout_atom(self.ring.q_swizzle, q.element_type)
+        q_atom = warpgroup.make_smem_layout_atom(self.layout.q_swizzle, q.element_type)
         q_layout = cute.tile_to_shape(q_atom, (self.q_rows, 64, self.q_tiles), (0, 1, 2))
         row, page = kv_cache.stride[1], kv_cache.stride[0]
         keys = cute.make_tensor(
@@ -228,7 +228,7 @@ class Copier:
     def copy_q(self, index: Int32, row: Int32, copies: Copies):
         """Copy `q_rows` rows of Q, from `row` on, into stage `index`."""
         tma = copies.tma
-        boxes = self.ring.q_boxes(copies.keys)
+        boxes = self.layout.q_boxes(copies.keys)
         if const_expr(self.split_q):
             if const_expr(self.heads_first):
                 self.copy_heads(index, row, boxes, copies)
@@ -294,7 +294,7 @@ class Copier:
     def copy_keys(self, index: Int32, b: Int32, first_page: Int32, copies: Copies):
         """Copy block b of the request into stage `index`. In a cluster each CTA copies every other block, for both."""
         tma, pages, full = copies.tma, copies.pages, copies.full
-        boxes = self.ring.boxes(copies.keys, self.box)
+        boxes = self.layout.boxes(copies.keys, self.box)
         tiles = self.column_tiles if const_expr(self.box == self.block) else 1
         g_k = cute.local_tile(tma.keys, (self.box, 64, tiles), (None, 0, None, None))  # (.., box, columns, page)
         t_ks, t_kg = cpasync.tma_partition(

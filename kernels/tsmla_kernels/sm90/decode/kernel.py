@@ -14,55 +14,31 @@ dependent launch: the first behind whatever runs before it on the stream, the se
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 import cutlass.utils as utils
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from tsmla_kernels.sm90.decode.combine import COMBINE_THREADS, Combine
-from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
+from tsmla_kernels.sm90.decode.config import DecodeConfig
 from tsmla_kernels.sm90.decode.copies import TABLE_AHEAD, Copier
-from tsmla_kernels.sm90.decode.memory import (
-    COPY_STATE_WORDS,
-    PIECES_KEPT,
-    SCHEDULE_WARP,
-    Arrays,
-    Copies,
-    Piece,
-    Schedule,
-    Scratch,
-    Tma,
-)
-from tsmla_kernels.sm90.decode.ring import Ring
+from tsmla_kernels.sm90.decode.memory import COPY_STATE_WORDS, PIECES_KEPT, Arrays, Copies, Scratch, Tma
 from tsmla_kernels.sm90.decode.scores_16bit import Scores16bit
 from tsmla_kernels.sm90.decode.scores_fp8 import ScoresFp8
 from tsmla_kernels.sm90.decode.scores_mixed import ScoresMixed
-from tsmla_kernels.sm90.decode.share import MAX_SORTED, STATE_WORDS
+from tsmla_kernels.sm90.decode.stages import Stages, decode_ring
 from tsmla_kernels.sm90.decode.values_16bit import Values16bit
 from tsmla_kernels.sm90.decode.values_few_rows import ValuesFewRows
 from tsmla_kernels.sm90.decode.values_fp8 import ValuesFp8
-from tsmla_kernels.sm90.decode.walk import PieceWalk
+from tsmla_kernels.sm90.latent.combine import COMBINE_THREADS, Combine
+from tsmla_kernels.sm90.latent.memory import SCHEDULE_WARP, Piece, Schedule
+from tsmla_kernels.sm90.latent.registers import Registers
+from tsmla_kernels.sm90.latent.scores import ScoreMma
+from tsmla_kernels.sm90.latent.shape import ROWS
+from tsmla_kernels.sm90.latent.share import MAX_SORTED, STATE_WORDS, BatchShare
+from tsmla_kernels.sm90.latent.walk import PieceWalk
 from tsmla_kernels.sm90.storage import checked_storage
 from tsmla_kernels.sm90.warp import kept, prefetch
-
-
-class Registers(NamedTuple):
-    """Registers of a thread: at launch, and then in the softmax, the value and the copying warpgroups."""
-
-    start: int
-    scores: int
-    values: int
-    copies: int
-
-    def set(self, count: int) -> None:
-        """Set the registers of the calling warpgroup's threads."""
-        if count > self.start:
-            cute.arch.setmaxregister_increase(count)
-        else:
-            cute.arch.setmaxregister_decrease(count)
 
 
 class MlaDecode:
@@ -77,28 +53,29 @@ class MlaDecode:
         if config.stages < 3:
             raise ValueError(f"{config} leaves {config.stages} stages of shared memory; 3 are needed")
         self.config, self.cluster = config, config.cluster
-        self.ring = Ring(config)
-        self.walk = PieceWalk(config)
-        self.copier = Copier(config, self.ring)
-        self.combine = Combine(config)
+        self.ring = decode_ring(config)
+        self.stages = stages = Stages(config, self.ring)
+        self.walk = PieceWalk(config.shape, batch=BatchShare(config.shape), pieces_kept=PIECES_KEPT)
+        self.copier = Copier(config, stages)
+        self.combine = Combine(config.shape)
         self.scores: Scores16bit | ScoresFp8 | ScoresMixed
         self.values: Values16bit | ValuesFewRows | ValuesFp8
         if config.fp8_cache:
             self.threads = 512
             wide = config.p_rows == ROWS and not config.mixed
             self.registers = Registers(128, 104, 192, 24) if wide else Registers(128, 120, 184, 24)
-            self.scores = ScoresMixed(config, self.ring) if config.mixed else ScoresFp8(config, self.ring)
-            self.values = ValuesFp8(config, self.ring, self.walk, self.copier)
+            self.scores = ScoresMixed(config, stages) if config.mixed else ScoresFp8(config, stages)
+            self.values = ValuesFp8(config, stages, self.walk, self.copier)
         elif config.transposed_out:
             self.threads = 512
             self.registers = Registers(128, 216, 136, 24)
-            self.scores = Scores16bit(config, self.ring)
-            self.values = ValuesFewRows(config, self.ring, self.walk, self.copier)
+            self.scores = Scores16bit(config, stages)
+            self.values = ValuesFewRows(config, stages, self.walk, self.copier)
         else:
             self.threads = 384
             self.registers = Registers(168, 184, 160, 160)  # 184 + 2 x 160 is what 384 threads start with
-            self.scores = Scores16bit(config, self.ring)
-            self.values = Values16bit(config, self.ring, self.walk, self.copier)
+            self.scores = Scores16bit(config, stages)
+            self.values = Values16bit(config, stages, self.walk, self.copier)
 
     @cute.jit
     def __call__(self, stream: cuda.CUstream, q: cute.Tensor, *others: cute.Tensor):
@@ -144,12 +121,18 @@ class MlaDecode:
         """How many clusters share the work. split_info has two entries for each; when batch_invariant, one for each
         cluster and one for each row tile."""
         if const_expr(self.config.batch_invariant):
-            return Int32(split_info.shape[0] - seq_lens.shape[0] * self.config.max_tiles)
+            return Int32(split_info.shape[0] - seq_lens.shape[0] * self.config.shape.max_tiles)
         return Int32(split_info.shape[0] // 2)
 
     @cute.kernel
     def attend(
-        self, q: cute.Tensor, tma: Tma, arrays: Arrays, score_mma: Any, value_mma: cute.TiledMma, num_clusters: Int32
+        self,
+        q: cute.Tensor,
+        tma: Tma,
+        arrays: Arrays,
+        score_mma: ScoreMma,
+        value_mma: cute.TiledMma,
+        num_clusters: Int32,
     ):
         """One CTA: set up the barriers, find the first piece of work, then give each warpgroup its role."""
         tidx, _, _ = cute.arch.thread_idx()
@@ -165,7 +148,7 @@ class MlaDecode:
         early = self.walk.batch.early_numbers(arrays.seq_lens, arrays.cu_seqlens_q)
         smem = utils.SmemAllocator()
         storage = smem.allocate(self.storage)
-        shared = self.ring.views(storage)
+        shared = self.ring.views(storage, self.stages.keys(storage.ring.data_ptr()))
 
         if warp_idx == self.copier.warp:
             cpasync.prefetch_descriptor(tma.q_atom)
@@ -183,13 +166,15 @@ class MlaDecode:
         # Sorted in the first stage: Q comes there, which no other CTA copies.
         order = cute.make_tensor(cute.recast_ptr(storage.ring.data_ptr(), dtype=Int32), cute.make_layout(MAX_SORTED))
         schedule = Schedule(
-            arrays.block_tables, arrays.seq_lens, arrays.cu_seqlens_q, arrays.partial_lse, arrays.split_info,
-            shared.pieces, state, num_clusters, cluster_index, rank, arrays.lse.shape[0], order, arrays.visible_lens,
+            block_tables=arrays.block_tables, seq_lens=arrays.seq_lens, cu_seqlens_q=arrays.cu_seqlens_q,
+            partial_lse=arrays.partial_lse, split_info=arrays.split_info, pieces=shared.pieces, state=state,
+            num_clusters=num_clusters, cluster_index=cluster_index, rank=rank, all_rows=arrays.lse.shape[0],
+            order=order, visible_lens=arrays.visible_lens,
         )  # fmt: skip
         copies = Copies(
-            tma, arrays.block_tables, shared.keys, shared.pieces,
-            storage.copy_state.get_tensor(cute.make_layout(COPY_STATE_WORDS)),
-            storage.pages.get_tensor(cute.make_layout(TABLE_AHEAD)), shared.full, rank,
+            tma=tma, block_tables=arrays.block_tables, keys=shared.keys, pieces=shared.pieces,
+            state=storage.copy_state.get_tensor(cute.make_layout(COPY_STATE_WORDS)),
+            pages=storage.pages.get_tensor(cute.make_layout(TABLE_AHEAD)), full=shared.full, rank=rank,
         )  # fmt: skip
         if warp_idx == self.copier.warp:
             requested = self.copier.request_only_q(Int32(arrays.seq_lens.shape[0]), copies)

@@ -1,48 +1,17 @@
-"""Records of the decode kernels: words of shared memory, barriers, and the bundles that device functions pass on."""
+"""Records of decode alone: its operands, the copying warp's words, and the bundles of its device functions."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Int32
 
-from tsmla_kernels.sm90.decode.config import ROWS
-
-
-class Piece(IntEnum):
-    """Words of a piece's description. A piece, a cluster's unit of work, is a range of key blocks of one row tile."""
-
-    BLOCK_BEGIN = 0
-    BLOCK_END = 1  # equal to BLOCK_BEGIN: no piece, the cluster's work ends
-    KEYS = 2  # the request's length
-    FIRST_TOKEN_KEYS = 3  # keys that the request's first query token sees, if causal
-    FEWEST_KEYS = 3  # in its place with visible_lens: the fewest keys that a token of the row tile sees
-    ROW_IN_REQUEST = 4  # this CTA's first query row, counted in the request
-    ROW = 5  # the same row, counted in q and out
-    VALID_ROWS = 6  # of this CTA's 64 rows
-    SLOT = 7  # of partial_out; -1: the piece is a whole row tile, and its result goes to out
-    REQUEST = 8
-    Q_STAGES = 9  # stages of the ring that Q takes
-
-
-class SplitEntry(IntEnum):
-    """Words of a row of split_info, which describes a row tile that was cut to the combine kernel."""
-
-    ROW = 0  # the tile's first row of out
-    ROWS = 1
-    SLOT = 2  # of the first piece
-    PIECES = 3  # their number, plus flags of Busy; 0: nothing to merge
-
-
-class Busy(IntEnum):
-    """Flags in SplitEntry.PIECES: the cluster of a tile's first or last piece must merge a second tile too."""
-
-    FIRST = 1 << 16
-    LAST = 1 << 17
+COPY_STATE_WORDS = 8
+PIECES_KEPT = 8  # places in the ring of descriptions: stages that are filled ahead belong to fewer pieces
+LOOKAHEAD = 4  # a piece is described this many pieces before the value warpgroups reach it
+FIRST_PIECES_THREADS = 64  # the scheduling warp and the copying warp
 
 
 class CopyState(IntEnum):
@@ -57,57 +26,6 @@ class CopyState(IntEnum):
     FILLED = 6  # stages that were requested before the warps took their roles
 
 
-COPY_STATE_WORDS = 8
-PIECES_KEPT = 8  # places in the ring of descriptions: stages that are filled ahead belong to fewer pieces
-LOOKAHEAD = 4  # a piece is described this many pieces before the value warpgroups reach it
-
-
-class ScheduleState(IntEnum):
-    """Words in which the scheduling warp keeps the cluster's share of the batch and its place in the share."""
-
-    REQUEST = 0
-    TILE = 1  # row tile of the request
-    TILE_START = 2  # where the tile begins on its line
-    BEGIN = 3  # of the share, on the line
-    END = 4
-    KIND = 5  # a ScheduleKind
-    PIECE_OF_TILE = 6  # next piece of the tile when batch_invariant; -1: the first one that begins in the share
-    EQUAL_COST = 7  # length of every row tile on the line; 0 if tiles differ
-    TRACKS = 8  # their number; or the first word of the cluster's requests, if requests are dealt out by length
-
-
-class ScheduleKind(IntEnum):
-    """How a batch is shared out: see BatchShare.share."""
-
-    LINE = 0
-    WHOLE = 1
-    CUT = 2
-    PACKED = 3
-
-
-class Barrier(IntEnum):
-    """Named barriers of the attention kernel; 0 is sync_threads."""
-
-    SOFTMAX = 1  # synchronises the four warps of the softmax warpgroup
-    FIRST_PIECES = 2  # the scheduling warp has described the first pieces; the copying warp waits
-    Q_READ = 3  # 3 to 6, by piece % PIECE_BARRIERS: the softmax warpgroup has read Q; the value warpgroups wait
-    KEYS_READ = 7  # 7 to 10, likewise: it has read a piece's last keys
-    SUMS = 11  # 11 to 14, likewise: it has written a piece's row sums
-
-
-PIECE_BARRIERS = 4  # more than the softmax warpgroup is ahead of the value warpgroups, in pieces
-SCHEDULE_WARP = 8  # the first warp of the second value warpgroup
-SOFTMAX_THREADS = 128
-FIRST_PIECES_THREADS = 64
-PIECE_THREADS = 384  # the softmax warpgroup and both value warpgroups
-
-
-class CombineBarrier(IntEnum):
-    """Named barriers of the combine kernel."""
-
-    GROUP = 1  # 1 and 2: one for each thread group
-
-
 class Tma(NamedTuple):
     """TMA atoms and the global tensors that they copy: see Copier.tensor_maps."""
 
@@ -120,7 +38,7 @@ class Tma(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """The launcher's operands after q, q_rope and kv_cache: those that are read and written by ordinary instructions.
+    """The launcher's operands after q, q_rope and kv_cache, which are read and written by ordinary instructions.
 
     Attributes:
       block_tables: [B, M] i32. seq_lens: [B] i32.
@@ -128,7 +46,7 @@ class Arrays(NamedTuple):
       scales: [2] f32, the logits' scale and the output's.
       out: [N, L]. lse: [N] f32, natural log.
       partial_out, partial_lse, split_info: the workspaces of config.workspace_shapes.
-      visible_lens: [T] i32, how many keys each token sees; None where the causal rule, or none, says that.
+      visible_lens: [T] i32, how many keys each token sees; None if the causal rule, or no rule, says that.
     """
 
     block_tables: cute.Tensor
@@ -143,43 +61,15 @@ class Arrays(NamedTuple):
     visible_lens: cute.Tensor | None = None
 
 
-class Schedule(NamedTuple):
-    """What the scheduling warp reads and writes.
-
-    Attributes:
-      block_tables, seq_lens, cu_seqlens_q, partial_lse, split_info: operands.
-      pieces: the ring of descriptions, [Piece, place].
-      state: a ScheduleState.
-      num_clusters, cluster_index: the grid's clusters, and this one. rank: of this CTA in its cluster.
-      all_rows: rows of out.
-      order: scratch for sorting requests.
-      visible_lens: as in Arrays.
-    """
-
-    block_tables: cute.Tensor
-    seq_lens: cute.Tensor
-    cu_seqlens_q: cute.Tensor
-    partial_lse: cute.Tensor
-    split_info: cute.Tensor
-    pieces: cute.Tensor
-    state: cute.Tensor
-    num_clusters: Int32
-    cluster_index: Int32
-    rank: Int32
-    all_rows: Int32
-    order: cute.Tensor
-    visible_lens: cute.Tensor | None = None
-
-
 class Copies(NamedTuple):
-    """What the copying warp reads and writes.
+    """Operands and shared memory of the copying warp.
 
     Attributes:
       tma, block_tables: operands.
       keys: the ring's stages of keys. full: the ring's barriers.
-      pieces: the ring of descriptions. state: a CopyState.
+      pieces: the ring of descriptions. state: the words of CopyState.
       pages: TABLE_AHEAD pages of the current request.
-      rank: of this CTA in its cluster.
+      rank: this CTA's number in its cluster.
     """
 
     tma: Tma
@@ -190,29 +80,6 @@ class Copies(NamedTuple):
     pages: cute.Tensor
     full: cute.Pointer
     rank: Int32
-
-
-class Shared(NamedTuple):
-    """The ring in shared memory, and what the warpgroups tell each other about its stages.
-
-    Attributes:
-      keys, p: keys and P of all stages.
-      full, empty, ready: mbarriers of all stages.
-      rescale: [ROWS, stages], the factor of O's rows before a stage's P V.
-      moved: [4, stages], whether any factor of 16 rows is not 1; only then `rescale` is written and read.
-      inverse: [ROWS, inverses_kept], 1 / row sum of a piece.
-      pieces: the ring of descriptions, [Piece, place].
-    """
-
-    keys: cute.Tensor
-    p: cute.Tensor
-    full: cute.Pointer
-    empty: cute.Pointer
-    ready: cute.Pointer
-    rescale: cute.Tensor
-    moved: cute.Tensor
-    inverse: cute.Tensor
-    pieces: cute.Tensor
 
 
 class Scratch(NamedTuple):
@@ -227,85 +94,3 @@ class ThreadScores(NamedTuple):
 
     s: cute.Tensor
     p: cute.Tensor
-
-
-class Running(NamedTuple):
-    """A lane's query rows: running maxima m (base 2, scaled) and sums l."""
-
-    m: cute.Tensor
-    l: cute.Tensor
-
-
-class Place(NamedTuple):
-    """A thread of the softmax warpgroup: its number, its warp, its lane, the first of its two query rows."""
-
-    thread: Int32
-    warp: Int32
-    lane: Int32
-    row_low: Int32
-
-
-@dataclass(frozen=True)
-class Described:
-    """A piece's description: `piece[Piece.KEYS]`. Not a slice, whose address would be computed before it is needed."""
-
-    pieces: cute.Tensor
-    place: Int32
-
-    def __getitem__(self, word: Piece) -> Int32:
-        return self.pieces[word, self.place]
-
-    def __setitem__(self, word: Piece, value: Int32) -> None:
-        self.pieces[word, self.place] = value
-
-
-class Blocks(NamedTuple):
-    """The key blocks of a piece: its description, the first block, the one after the last. Without a block there is no
-    piece: the work has ended."""
-
-    piece: Described
-    begin: Int32
-    end: Int32
-
-
-class Taken(NamedTuple):
-    """After Q has been taken: the first stage of keys, its parity, and the scale of the logits, base 2."""
-
-    index: Int32
-    phase: Int32
-    scale: Float32
-
-
-class Scored(NamedTuple):
-    """After a piece's blocks have been scored: the stage after them, its parity, the last block's stage."""
-
-    index: Int32
-    phase: Int32
-    last: Int32
-
-
-class Results(NamedTuple):
-    """Where a row's 1 / sum and log-sum-exp go; `out_scale` multiplies the output. `sinks`: [H], or None."""
-
-    inverse: cute.Tensor
-    lse: cute.Tensor
-    partial_lse: cute.Tensor
-    out_scale: Float32
-    rank: Int32
-    sinks: Any = None  # a tensor, or None
-
-
-class Ahead(NamedTuple):
-    """The next stage: whether it has arrived, its address, the stage after it, that stage's parity."""
-
-    arrived: Int32
-    address: Int32
-    following: Int32
-    phase: Int32
-
-
-@cute.jit
-def two_rows(values: cute.Tensor, column: Int32, v: cutlass.Constexpr[int], lane: Int32, pair: cute.Tensor):
-    """Read the lane's two query rows of the v-th eight from column `column` of `values` into `pair`."""
-    source = (values.iterator + (column * ROWS + 8 * v + lane % 4 * 2)).align(8)
-    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), pair)

@@ -1,276 +1,30 @@
-"""Queries of 16 bits become f16, the dtype in which they are multiplied by keys that are widened in registers.
-
-bf16 queries are multiplied by a power of 2 if they exceed f16's range.
-"""
+"""Where decode reads Q: in the one or two stages of the ring that have it."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Int32
 
-from tsmla_kernels.sm90.decode.softmax import any_of_warps, sync_softmax, tree
-from tsmla_kernels.sm90.warp import kept, quotient, remainder
-
-# bf16 queries become f16 unscaled if the greatest number of a row tile that becomes f16 is in [2^-4, 2^15): then only
-# numbers below 2^-17 lose bits. The bounds are f16's bits.
-PLAIN_FROM, PLAIN_TO = 11 << 10, 30 << 10
-MOVE, FIND, SCALE = 0, 1, 2  # passes over Q: see `move` and `scaled_rows`
-TILE = 4  # groups of 16 columns in a tile of 64
-AT_ONCE = 4  # groups of 16 columns that a thread moves at once
-WARPS = 4  # of the softmax warpgroup
+from tsmla_kernels.sm90.latent.query import four_words
+from tsmla_kernels.sm90.warp import remainder
 
 
-def q_pair_place(pair):
-    """The new place of pair `pair` of 16 columns of Q. Lane q has four neighbouring columns of a key, which WGMMA takes
-    as columns 2 q, 2 q + 1, 2 q + 8 and 2 q + 9. Q's columns are permuted to match."""
-    return 4 * (pair % 2) + pair // 2
+class StagedQuery:
+    """Q in stages of `q_rows` rows."""
 
-
-class Row(NamedTuple):
-    """A thread's row of Q.
-
-    Attributes:
-      target: where it goes. source: what `row_source` returned. number: its number in the tile.
-      first: the thread's number among those of the row, and of its first group of 16 columns.
-      valid: -1, or 0 if the row is past the tile's end.
-    """
-
-    target: Int32
-    source: Any
-    number: Int32
-    first: Int32
-    valid: Int32
-
-
-class Group(NamedTuple):
-    """16 columns of a row: the 64 columns that they are of, and their number among these."""
-
-    tile: Int32
-    group: Int32
-
-
-class QueryCopy:
-    """Moves a row tile's Q from the ring's stages to its own place, in f16.
-
-    Attributes:
-      depth: columns of a row. p_rows: rows in Q's place. q_rows: rows of a stage. q_dtype: of Q in the stages.
-      natural_from: the groups of 16 columns from this one on are not permuted. as_they_are: nor made f16.
-      in_place: whether Q is read where it goes.
-    """
-
-    def __init__(self, depth: int, p_rows: int, q_rows: int, q_dtype: Any) -> None:
-        self.depth, self.p_rows, self.q_rows, self.q_dtype = depth, p_rows, q_rows, q_dtype
-        self.natural_from, self.as_they_are, self.in_place = depth // 16, False, False
+    def __init__(self, q_rows: int) -> None:
+        self.q_rows = q_rows
 
     @cute.jit
-    def keep(self, target: Int32, sources: Any, valid_rows: Int32, t: Int32, tops: cute.Tensor):
-        """Move Q to `target`, in f16. Return the factor by which the logits must be multiplied.
-
-        The pairs of 16 columns are permuted: see q_pair_place. Rows past the tile's end become 0. tops: scratch.
-        """
-        top = self.move(target, sources, valid_rows, t)
-        factor = Float32(1.0)
-        if const_expr(self.q_dtype == cutlass.BFloat16):
-            top = cutlass.max(top & 0xFFFF, (top >> 16) & 0xFFFF)
-            big = any_of_warps(Int32(top >= PLAIN_TO))
-            enough = any_of_warps(Int32(top >= PLAIN_FROM))
-            if big != 0 or enough == 0:
-                # Scale the greatest finite number to between 2^14 and 2^15.
-                top = self.scaled_rows(target, sources, valid_rows, t, Float32(1.0), FIND)
-                top = cute.arch.warp_redux_sync(top, "max")
-                if t % 32 == 0:
-                    tops[t // 32, 0] = Int32(top).bitcast(Float32)
-                sync_softmax()
-                greatest = tree(cute.arch.fmax, [tops[w, 0] for w in range(WARPS)])
-                power = (greatest.bitcast(Int32) & 0x7F800000) - (14 << 23)
-                # Clamp to powers that have a reciprocal; zeros stay zeros.
-                power = cutlass.min(cutlass.max(power, 1 << 23), 253 << 23)
-                factor = power.bitcast(Float32)
-                inverse = (Int32(254 << 23) - power).bitcast(Float32)
-                self.scaled_rows(target, sources, valid_rows, t, inverse, SCALE)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        sync_softmax()
-        return factor
-
-    @cute.jit
-    def move(self, target: Int32, sources: Any, valid_rows: Int32, t: Int32):
-        """Move Q to `target`, unscaled. Return the greatest magnitudes but NaN of what the thread has made f16, as a
-        pair of f16; 0 of f16 queries.
-
-        A thread reads AT_ONCE groups of 16 columns before it writes the first one, because loads take time. In place no
-        barrier separates the two: a group is read, written and, past the tile's end, zeroed by one thread alone.
-        """
-        t = kept(t)  # behind a shuffle, so that no address is kept from piece to piece
-        number, first = remainder(t, self.p_rows), quotient(t, self.p_rows)
-        source = self.row_source(sources, number, MOVE)
-        row = Row(target + number * 128, source, number, first, -Int32(number < valid_rows))
-        threads, groups, top = 128 // self.p_rows, self.depth // 16, Int32(0)
-        ranges = [(0, self.natural_from), (self.natural_from, groups)]
-        if const_expr(self.in_place):
-            if number >= valid_rows:
-                self.clear(row)
-            if const_expr(self.as_they_are or self.q_dtype == cutlass.Float16):
-                ranges.pop()
-        for begin, end in ranges:
-            natural = begin == self.natural_from
-            # Every thread has as many groups, and the first threads have one more.
-            each = (end - begin) // threads
-            batched = each - each % AT_ONCE
-            if const_expr(batched > 0):
-                for base in cutlass.range(begin, begin + batched * threads, AT_ONCE * threads, unroll=1):
-                    top = self.move_groups(row, quotient(base, TILE), (0, AT_ONCE), top, natural)
-            if const_expr(batched < each):
-                top = self.move_groups(row, begin // TILE, (batched, each), top, natural)
-            if const_expr((end - begin) % threads > 0):
-                if first < (end - begin) % threads:
-                    top = self.move_groups(row, begin // TILE, (each, each + 1), top, natural)
-        return top
-
-    @cute.jit
-    def clear(self, row: Row):
-        """Zero the groups of 16 columns that this thread has."""
-        threads = 128 // self.p_rows
-        zeros = cute.make_rmem_tensor((4,), Int32)
-        zeros.fill(0)
-        for tile in cutlass.range(quotient(row.first, TILE), self.depth // 64, max(threads // TILE, 1), unroll=1):
-            for group in cutlass.range_constexpr(0, TILE, threads):
-                for h in cutlass.range_constexpr(2):
-                    chunk = 2 * (remainder(row.first, TILE) + group) + h
-                    cute.autovec_copy(zeros, self.place(row, tile, chunk))
-
-    def place(self, row: Row, tile: Int32, chunk: Int32) -> cute.Tensor:
-        """Where eight columns of a row go: number `chunk` of 64 columns `tile`."""
-        return four_words(row.target + tile * (self.p_rows * 128) + ((chunk ^ (row.number & 7)) << 4))
-
-    def group(self, row: Row, tile: Int32, n: int) -> Group:
-        """The n-th of the groups that a thread has from 64 columns `tile` on. What n adds is static, so that addresses
-        share registers."""
-        threads = 128 // self.p_rows
-        if threads <= TILE:
-            return Group(tile + n * threads // TILE, row.first + n * threads % TILE)
-        return Group(tile + n * (threads // TILE) + quotient(row.first, TILE), remainder(row.first, TILE))
-
-    @cute.jit
-    def move_groups(
-        self,
-        row: Row,
-        tile: Int32,
-        numbers: cutlass.Constexpr[tuple[int, int]],
-        top: Int32,
-        natural: cutlass.Constexpr[bool],
-    ):
-        """Move some of the groups of 16 columns that a thread has from 64 columns `tile` on: those of the first up to
-        before the second number. They are permuted unless `natural`. Return the greater of `top` and their magnitudes.
-        """
-        places = [self.group(row, tile, n) for n in range(*numbers)]
-        words = cute.make_rmem_tensor((4, 2, len(places)), Int32)
-        for n in cutlass.range_constexpr(len(places)):
-            for h in cutlass.range_constexpr(2):
-                source = self.source_words(row.source, row.number, places[n].tile, 2 * places[n].group + h, MOVE)
-                cute.autovec_copy(source, words[None, h, n])
-        for n in cutlass.range_constexpr(len(places)):
-            pairs = [words[i, h, n] for h in range(2) for i in range(4)]
-            if const_expr(not self.in_place):
-                pairs = [pair & row.valid for pair in pairs]
-            if const_expr(self.q_dtype == cutlass.BFloat16):
-                pairs = [two_halves((pair << 16).bitcast(Float32), (pair & -65536).bitcast(Float32)) for pair in pairs]
-                for pair in pairs:
-                    top = greater_halves(top, pair)
-            if const_expr(not natural):
-                pairs = [pairs[i] for i in sorted(range(8), key=q_pair_place)]
-            for h in cutlass.range_constexpr(2):
-                four = cute.make_rmem_tensor((4,), Int32)
-                for i in cutlass.range_constexpr(4):
-                    four[i] = pairs[4 * h + i]
-                cute.autovec_copy(four, self.place(row, places[n].tile, 2 * places[n].group + h))
-        return top
-
-    @cute.jit
-    def scaled_rows(
-        self, target: Int32, sources: Any, valid_rows: Int32, t: Int32, factor: Float32, kind: cutlass.Constexpr[int]
-    ):
-        """One pass over bf16 queries that f16 has not the range for. FIND: return the thread's greatest finite
-        magnitude, as fp32. SCALE: move Q times `factor`."""
-        number, first = remainder(t, self.p_rows), quotient(t, self.p_rows)
-        source = self.row_source(sources, number, kind)
-        row = Row(target + number * 128, source, number, first, -Int32(number < valid_rows))
-        groups, at_once = self.depth // 16, 128 // self.p_rows
-        words = cute.make_rmem_tensor((4, 2), Int32)
-        ordered = cute.make_rmem_tensor((4, 2), Int32)
-        top = Int32(0)
-        for base in cutlass.range(0, groups, at_once, unroll=1):
-            group = base + first
-            if group < groups:
-                words.fill(0)
-                tile, chunk = group // 4, 2 * (group % 4)
-                if number < valid_rows:
-                    for h in cutlass.range_constexpr(2):
-                        cute.autovec_copy(self.source_words(source, number, tile, chunk + h, kind), words[None, h])
-                natural = group >= self.natural_from
-                for i in cutlass.range_constexpr(8):
-                    pair = words[i]
-                    numbers = [(pair << 16).bitcast(Float32), (pair & -65536).bitcast(Float32)]
-                    if const_expr(kind == FIND):
-                        for value in numbers:
-                            bits = value.bitcast(Int32) & 0x7FFFFFFF
-                            top = cutlass.max(top, bits * Int32(bits < 0x7F800000))
-                    else:
-                        words[i] = two_halves(*[value * factor for value in numbers])
-                        if const_expr(self.as_they_are):
-                            if natural:
-                                words[i] = two_bf16(*[value * factor for value in numbers])
-                if const_expr(kind == SCALE):
-                    for i in cutlass.range_constexpr(8):
-                        place = q_pair_place(i)
-                        ordered[place] = words[i]
-                        if const_expr(self.natural_from < groups):
-                            ordered[place] = words[place] if natural else words[i]
-                    for h in cutlass.range_constexpr(2):
-                        cute.autovec_copy(ordered[None, h], self.place(row, tile, chunk + h))
-        return top
-
-    @cute.jit
-    def row_source(self, sources: Any, row: Int32, kind: cutlass.Constexpr[int]):
-        """Where row `row` begins; `sources` are the addresses of the one or two stages that have Q."""
+    def row(self, sources: tuple[Int32, Int32], row: Int32, kind: cutlass.Constexpr[int]):
+        """The address of row `row`; `sources` are the addresses of the one or two stages that have Q."""
         source, source_high = sources
         if row >= self.q_rows:
             source = source_high
         return source + remainder(row, self.q_rows) * 128
 
     @cute.jit
-    def source_words(self, source: Any, row: Int32, tile: Int32, chunk: Int32, kind: cutlass.Constexpr[int]):
-        """Four words of a row: 16 bytes `chunk` of 64 columns `tile`. `source` is what row_source returned."""
+    def words(self, source: Int32, row: Int32, tile: Int32, chunk: Int32, kind: cutlass.Constexpr[int]):
+        """Four words of a row at `source`: 16 bytes `chunk` of 64 columns `tile`."""
         return four_words(source + tile * (self.q_rows * 128) + ((chunk ^ (row & 7)) << 4))
-
-
-def two_halves(low: Float32, high: Float32) -> Int32:
-    """Round two numbers to a pair of f16."""
-    return cute.arch.inline_ptx(
-        "cvt.rn.f16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Int32], read_only_args=[low, high]
-    )
-
-
-def two_bf16(low: Float32, high: Float32) -> Int32:
-    """Round two numbers to a pair of bf16."""
-    return cute.arch.inline_ptx(
-        "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Int32], read_only_args=[low, high]
-    )
-
-
-def greater_halves(top: Int32, pair: Int32) -> Int32:
-    """The greater of `top` and the magnitude of `pair`, for each of the two f16. NaN is ignored."""
-    # `max` takes no constant, which `top` may be.
-    return cute.arch.inline_ptx(
-        "{ .reg .b32 size, was; mov.b32 was, {$r0}; abs.f16x2 size, {$r1}; max.f16x2 {$w0}, was, size; }",
-        write_only_types=[Int32],
-        read_only_args=[top, pair],
-    )
-
-
-def four_words(address: Int32) -> cute.Tensor:
-    """Four words of shared memory at `address`."""
-    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=16)
-    return cute.make_tensor(pointer, cute.make_layout(4))

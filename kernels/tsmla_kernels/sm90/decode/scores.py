@@ -1,49 +1,41 @@
-"""The softmax warpgroup's walk through its pieces, for every kind of operands: Q K^T, softmax and P."""
+"""What decode's scores as rows by keys have in common, for queries and cache of 16 bits and of e4m3."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from tsmla_kernels.sm90.constants import LOG2_E
-from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
-from tsmla_kernels.sm90.decode.memory import (
-    Arrays,
-    Barrier,
-    Described,
-    Place,
-    Results,
-    Running,
-    Scratch,
-    Shared,
-)
-from tsmla_kernels.sm90.decode.ring import Ring
+from tsmla_kernels.sm90.decode.config import DecodeConfig
+from tsmla_kernels.sm90.decode.memory import Arrays, Scratch
 from tsmla_kernels.sm90.decode.softmax import Softmax
+from tsmla_kernels.sm90.decode.stages import Stages
+from tsmla_kernels.sm90.latent.memory import Described, Place, Results, Running, Shared
+from tsmla_kernels.sm90.latent.scores import ScoreMma, ScoreWalk
+from tsmla_kernels.sm90.latent.shape import ROWS
 from tsmla_kernels.sm90.warp import kept
 
 
-class ScoreMma(NamedTuple):
-    """The MMA of Q K^T of a block."""
-
-    main: cute.TiledMma
+class Queries(Protocol):
+    """Q as the MMAs take it. Each kind of operands has a type of its own."""
 
 
 class Held(NamedTuple):
-    """What the softmax warpgroup holds from piece to piece, if it has scores as rows by keys.
+    """The softmax warpgroup's registers from piece to piece, if it has scores as rows by keys.
 
     Attributes:
-      mma: of Q K^T, with `main`. q: Q, as the kind of operands has it.
+      mma: the MMAs of Q K^T. q: Q as they take it.
       acc, probabilities: S and P of a block, which share registers unless the softmax speculates.
-      r_p: P as it is stored. p_offset: of the lane's row of P in a stage.
-      running: the lane's maxima and sums. scale: of the logits, base 2. results: of finished rows.
-      place: of the thread. signals: 1 if the lane arrives in Ring.signal.
+      r_p: P as it is stored. p_offset: the offset of the lane's row of P in a stage.
+      running: the lane's maxima and sums. scale: the logits' scale, base 2. results: where finished rows go.
+      place: the thread's. signals: 1 if the lane arrives in Ring.signal.
       visible_lens: as in Arrays.
     """
 
-    mma: Any
-    q: Any
+    mma: ScoreMma
+    q: Queries
     acc: cute.Tensor
     probabilities: cute.Tensor
     r_p: cute.Tensor
@@ -63,52 +55,29 @@ class Scores:
     `begin`; and q_dtype and q_elements, the dtype and the size of Q's place in shared memory.
 
     Attributes:
-      sums_later: whether a piece's last P V begins before the row sums are finished, and value warps wait for SUMS.
+      sums_later: as in latent.scores.Scores.
     """
 
-    def __init__(self, config: DecodeConfig, ring: Ring) -> None:
-        self.config, self.ring, self.sums_later = config, ring, config.transposed_out
-        self.softmax = Softmax(config, ring.inverses_kept)
+    def __init__(self, config: DecodeConfig, stages: Stages) -> None:
+        self.config, self.ring, self.stages, self.sums_later = config, stages.ring, stages, config.transposed_out
+        self.softmax = Softmax(config, self.ring.inverses_kept)
         self.block, self.depth, self.latent = config.block, config.head_dim, config.latent_dim
 
     @cute.jit
-    def score(self, arrays: Arrays, shared: Shared, scratch: Scratch, mma: Any, rank: Int32):
-        """Warpgroup 0: take Q once a piece; then Q K^T, softmax and P for every block of keys."""
-        held = self.begin(arrays, shared, scratch, mma, rank)
-        index, phase, number = Int32(0), Int32(0), Int32(0)
-        running = Int32(1)
-        while running == 1:
-            self.wait_for_piece(number, index, phase, shared)
-            blocks = self.ring.described(number, shared.pieces)
-            if blocks.begin == blocks.end:
-                running = Int32(0)
-                self.ring.signal(shared.ready, index, held.place.lane)
-            else:
-                piece = blocks.piece
-                taken = self.take_q(piece, number, index, phase, held, shared)
-                scored = self.score_blocks(blocks, number, taken, held, shared)
-                index, phase = scored.index, scored.phase
-                if const_expr(self.sums_later):
-                    self.zero_keys(piece, blocks.end, scored.last, held, shared)
-                    self.ring.signal(shared.ready, scored.last, held.place.lane)
-                    self.finish_piece(piece, number, held, shared)
-                    self.ring.arrive_for(Barrier.SUMS, number)
-                else:
-                    self.zero_keys(piece, blocks.end, scored.last, held, shared)
-                    self.finish_piece(piece, number, held, shared)
-                    self.ring.signal(shared.ready, scored.last, held.place.lane)
-                number += 1
+    def score(self, arrays: Arrays, shared: Shared, scratch: Scratch, mma: ScoreMma, rank: Int32):
+        """Warpgroup 0: see latent.scores.ScoreWalk."""
+        ScoreWalk(self).run(self.begin(arrays, shared, scratch, mma, rank), shared)
 
     def wait_for_piece(self, number: Int32, index: Int32, phase: Int32, shared: Shared) -> None:
         """Wait until piece `number` has been described, and its first stage, `index`, is full."""
         cute.arch.mbarrier_wait(shared.full + index, phase)
 
-    def zero_keys(self, piece: Described, b_end: Int32, last: Int32, held: Any, shared: Shared) -> None:
+    def zero_keys(self, piece: Described, b_end: Int32, last: Int32, held: Held, shared: Shared) -> None:
         """Zero the keys past the end, in stage `last`, unless value warps do."""
 
     @cute.jit
-    def begin(self, arrays: Arrays, shared: Shared, scratch: Scratch, mma: Any, rank: Int32) -> Any:
-        """Set up what the softmax warpgroup holds from piece to piece."""
+    def begin(self, arrays: Arrays, shared: Shared, scratch: Scratch, mma: ScoreMma, rank: Int32) -> Held:
+        """Set up the softmax warpgroup's registers."""
         q_rows = self.kept_q_rows(scratch)
         tidx, _, _ = cute.arch.thread_idx()
         t = tidx % 128
@@ -127,9 +96,20 @@ class Scores:
         place = Place(t, warp_here, lane, warp_here * 16 + lane // 4)
         running = Running(cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32))
         return Held(
-            mma, q, acc, probabilities, r_p, p_offset, running, scale, results, place, signals, arrays.visible_lens
+            mma=mma,
+            q=q,
+            acc=acc,
+            probabilities=probabilities,
+            r_p=r_p,
+            p_offset=p_offset,
+            running=running,
+            scale=scale,
+            results=results,
+            place=place,
+            signals=signals,
+            visible_lens=arrays.visible_lens,
         )
 
     def swizzle(self, p_row: Int32) -> Int32:
-        """What the swizzle of P does to the numbers of a row's 16-byte groups: an exclusive or with this."""
+        """The number whose exclusive or with the numbers of a row's 16-byte groups is the swizzle of P."""
         return p_row & 7 if self.block == 64 else (p_row >> 1) & 3

@@ -11,30 +11,17 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKind
 
-from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
-from tsmla_kernels.sm90.decode.memory import (
-    Blocks,
-    Described,
-    Piece,
-    Scored,
-    Scratch,
-    Shared,
-    Taken,
-    ThreadScores,
-)
-from tsmla_kernels.sm90.decode.ring import Ring
+from tsmla_kernels.sm90.decode.config import DecodeConfig
+from tsmla_kernels.sm90.decode.memory import Scratch, ThreadScores
 from tsmla_kernels.sm90.decode.scores import Held, Scores
-from tsmla_kernels.sm90.decode.softmax import sync_softmax
+from tsmla_kernels.sm90.decode.stages import Stages
+from tsmla_kernels.sm90.latent.memory import Blocks, Described, Piece, Scored, Shared, Taken
+from tsmla_kernels.sm90.latent.scores import ScoreMma
+from tsmla_kernels.sm90.latent.shape import ROWS
+from tsmla_kernels.sm90.latent.softmax import sync_softmax
 from tsmla_kernels.sm90.warp import uniform
 
 EARLY_STEPS = 9  # 16-column steps of Q K^T that remain when the last block's P V is released
-
-
-class RegisterMma(NamedTuple):
-    """The MMAs of Q K^T of a block: Q from registers, and Q from shared memory."""
-
-    main: cute.TiledMma
-    shared: cute.TiledMma
 
 
 class Queries(NamedTuple):
@@ -54,28 +41,28 @@ class Scores16bit(Scores):
       q_dtype, q_elements: of Q in shared memory.
     """
 
-    def __init__(self, config: DecodeConfig, ring: Ring) -> None:
-        super().__init__(config, ring)
+    def __init__(self, config: DecodeConfig, stages: Stages) -> None:
+        super().__init__(config, stages)
         self.shared_steps = 4 if self.depth > 512 and not config.transposed_out else 0
-        self.q_dtype = ring.q_dtype
+        self.q_dtype = self.ring.q_dtype
         self.q_elements = max(ROWS * 16 * self.shared_steps, 8)
 
-    def mma(self) -> RegisterMma:
+    def mma(self) -> ScoreMma:
         """The MMAs of Q K^T of a block: Q from registers, and Q from shared memory."""
         dtype, k_major = self.ring.dtype, OperandMajorMode.K
         shape = (ROWS, self.block)
-        return RegisterMma(
+        return ScoreMma(
             sm90.make_trivial_tiled_mma(dtype, dtype, k_major, k_major, Float32, (1, 1, 1), shape, OperandSource.RMEM),
             sm90.make_trivial_tiled_mma(dtype, dtype, k_major, k_major, Float32, (1, 1, 1), shape),
         )
 
     def kept_q_rows(self, scratch: Scratch) -> cute.Tensor:
         """The columns of Q that stay in shared memory."""
-        atom = warpgroup.make_smem_layout_atom(self.ring.keys_swizzle, self.ring.dtype)
+        atom = warpgroup.make_smem_layout_atom(self.stages.keys_swizzle, self.ring.dtype)
         q_atom = cute.tile_to_shape(atom, (ROWS, 64), (0, 1))
         return cute.make_tensor(cute.recast_ptr(scratch.q, q_atom.inner, dtype=self.q_dtype), q_atom.outer)
 
-    def queries(self, q_rows: cute.Tensor, mma: RegisterMma, t: Int32) -> Queries:
+    def queries(self, q_rows: cute.Tensor, mma: ScoreMma, t: Int32) -> Queries:
         """Q as the MMAs take it."""
         shape = mma.main.get_slice(t).partition_shape_A((ROWS, self.depth - 16 * self.shared_steps))
         r_q = cute.make_rmem_tensor(shape, self.ring.dtype)
@@ -163,7 +150,7 @@ class Scores16bit(Scores):
         following, phase_following = self.ring.advance(index, phase)
         arrived, stored = Int32(0), Int32(0)
         for b in cutlass.range(blocks.begin, blocks.end, unroll=1):
-            stage_keys, _ = self.ring.stage_tensors(shared, address)
+            stage_keys = self.stages.stage_keys(shared, address)
             t_k = mma_qk.make_fragment_B(mma_qk.get_slice(place.thread).partition_B(stage_keys))
             if arrived == 0:
                 cute.arch.mbarrier_wait(shared.full + index, phase)

@@ -11,11 +11,14 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field
 
-from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
-from tsmla_kernels.sm90.decode.memory import Barrier, Blocks, Described, Scored, Scratch, Shared, Taken, ThreadScores
-from tsmla_kernels.sm90.decode.ring import Ring
-from tsmla_kernels.sm90.decode.scores import Held, ScoreMma, Scores
-from tsmla_kernels.sm90.decode.softmax import sync_softmax
+from tsmla_kernels.sm90.decode.config import DecodeConfig
+from tsmla_kernels.sm90.decode.memory import Scratch, ThreadScores
+from tsmla_kernels.sm90.decode.scores import Held, Scores
+from tsmla_kernels.sm90.decode.stages import Stages
+from tsmla_kernels.sm90.latent.memory import Barrier, Blocks, Described, Scored, Shared, Taken
+from tsmla_kernels.sm90.latent.scores import ScoreMma
+from tsmla_kernels.sm90.latent.shape import ROWS
+from tsmla_kernels.sm90.latent.softmax import sync_softmax
 from tsmla_kernels.sm90.warp import quotient
 
 EARLY_STEPS = 8  # 32-column steps of Q K^T that remain when the last block's P V is released
@@ -31,9 +34,9 @@ class Queries(NamedTuple):
 class ScoresFp8(Scores):
     """Q K^T with queries and keys of e4m3. q_dtype, q_elements: of Q in shared memory."""
 
-    def __init__(self, config: DecodeConfig, ring: Ring) -> None:
-        super().__init__(config, ring)
-        self.q_dtype, self.q_elements = ring.dtype, ROWS * config.head_dim
+    def __init__(self, config: DecodeConfig, stages: Stages) -> None:
+        super().__init__(config, stages)
+        self.q_dtype, self.q_elements = self.ring.dtype, ROWS * config.head_dim
 
     def mma(self) -> ScoreMma:
         """The MMA of Q K^T of a block."""
@@ -43,7 +46,7 @@ class ScoresFp8(Scores):
 
     def kept_q_rows(self, scratch: Scratch) -> cute.Tensor:
         """Q in shared memory."""
-        atom = warpgroup.make_smem_layout_atom(self.ring.q_swizzle, self.q_dtype)
+        atom = warpgroup.make_smem_layout_atom(self.stages.q_swizzle, self.q_dtype)
         q_tile = cute.tile_to_shape(atom, (ROWS, self.depth), (0, 1))
         return cute.make_tensor(cute.recast_ptr(scratch.q, q_tile.inner, dtype=self.q_dtype), q_tile.outer)
 
@@ -117,7 +120,7 @@ class ScoresFp8(Scores):
         for masked in cutlass.range_constexpr(2):
             first, last = (blocks.begin, unmasked) if const_expr(masked == 0) else (unmasked, blocks.end)
             for b in cutlass.range(first, last, unroll=1):
-                stage_keys, _ = self.ring.stage_tensors(shared, address)
+                stage_keys = self.stages.stage_keys(shared, address)
                 t_k = mma_qk.make_fragment_B(mma_qk.get_slice(place.thread).partition_B(stage_keys))
                 if arrived == 0:
                     cute.arch.mbarrier_wait(shared.full + index, phase)

@@ -19,10 +19,13 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, OperandSource
 
 from tsmla_kernels.sm90.constants import LOG2_E
-from tsmla_kernels.sm90.decode.config import ROWS, SHARERS, DecodeConfig
-from tsmla_kernels.sm90.decode.key_softmax import Exchange, KeySoftmax, p_row
-from tsmla_kernels.sm90.decode.memory import (
-    Arrays,
+from tsmla_kernels.sm90.decode.config import SHARERS, DecodeConfig
+from tsmla_kernels.sm90.decode.memory import Arrays, Scratch
+from tsmla_kernels.sm90.decode.query import StagedQuery
+from tsmla_kernels.sm90.decode.scores import Scores
+from tsmla_kernels.sm90.decode.stages import Stages
+from tsmla_kernels.sm90.latent.key_softmax import Combine, Exchange, KeySoftmax, p_row
+from tsmla_kernels.sm90.latent.memory import (
     Barrier,
     Blocks,
     Described,
@@ -31,15 +34,14 @@ from tsmla_kernels.sm90.decode.memory import (
     Results,
     Running,
     Scored,
-    Scratch,
     Shared,
     Taken,
     two_rows,
 )
-from tsmla_kernels.sm90.decode.query import QueryCopy
-from tsmla_kernels.sm90.decode.ring import Ring
-from tsmla_kernels.sm90.decode.scores import ScoreMma, Scores
-from tsmla_kernels.sm90.decode.softmax import sync_softmax
+from tsmla_kernels.sm90.latent.query import QueryCopy
+from tsmla_kernels.sm90.latent.scores import ScoreMma
+from tsmla_kernels.sm90.latent.shape import ROWS
+from tsmla_kernels.sm90.latent.softmax import sync_softmax
 from tsmla_kernels.sm90.warp import kept, load_matrices, uniform
 
 EARLY_STEPS = 4  # 16-column steps of K Q^T that remain when the last block's P V is released
@@ -54,20 +56,20 @@ def key_row(lane, warp):
 
 
 def key_fragment(first, g, block):
-    """The same for fragment g of 32 columns; `first` is the offset for fragment 0."""
+    """The offset of the same row for fragment g of 32 columns; `first` is that for fragment 0."""
     return (first ^ ((g % 2) << 5)) + (g // 2) * (block * 64)
 
 
 class Held(NamedTuple):
-    """What the softmax warpgroup holds from piece to piece.
+    """The softmax warpgroup's registers from piece to piece.
 
     Attributes:
-      mma_qk: of K Q^T. q: Q in shared memory. t_q: the same as an operand.
+      mma_qk: K Q^T. q: Q in shared memory. t_q: the same as an operand.
       acc: S^T of a block. narrow, wide: fragments of K as fp8, and halves of fragments as f16.
-      k_offset, p_offset: of the lane's row of K and of P in a stage. p_words: P as it is stored.
+      k_offset, p_offset: the offsets of the lane's row of K and of P in a stage. p_words: P as it is stored.
       exchanged: scratch. running: the lane's maxima and sums.
-      scales: the operand. results: of finished rows.
-      place: of the thread. signals: 1 if the lane arrives in Ring.signal.
+      scales: the operand. results: where finished rows go.
+      place: the thread's. signals: 1 if the lane arrives in Ring.signal.
       visible_lens: as in Arrays.
     """
 
@@ -92,14 +94,15 @@ class Held(NamedTuple):
 class ScoresMixed(Scores):
     """K Q^T with 16-bit queries and keys of e4m3. q_dtype, q_elements: of Q in shared memory, which has p_rows rows."""
 
-    def __init__(self, config: DecodeConfig, ring: Ring) -> None:
-        super().__init__(config, ring)
+    def __init__(self, config: DecodeConfig, stages: Stages) -> None:
+        super().__init__(config, stages)
+        ring = self.ring
         self.heads, self.causal = config.num_heads, config.causal
         self.p_dtype, self.p_rows = ring.p_dtype, ring.p_rows
-        self.q_rows, self.q_dtype = ring.q_rows, ring.p_dtype
-        self.q_elements = config.p_rows * config.head_dim
-        self.query = QueryCopy(config.head_dim, ring.p_rows, ring.q_rows, ring.q_dtype)
-        self.key_softmax = KeySoftmax(self.softmax, ring.p_rows, ring.p_dtype, self.over_keys)
+        self.q_dtype, self.q_elements = ring.p_dtype, config.p_rows * config.head_dim
+        source = StagedQuery(config.q_rows)
+        self.query = QueryCopy(source, depth=config.head_dim, p_rows=ring.p_rows, q_dtype=ring.q_dtype)
+        self.key_softmax = KeySoftmax(ring.p_rows, ring.p_dtype, self.over_keys)
 
     def mma(self) -> ScoreMma:
         """The MMA of K Q^T of a block."""
@@ -110,9 +113,9 @@ class ScoresMixed(Scores):
 
     @cute.jit
     def begin(self, arrays: Arrays, shared: Shared, scratch: Scratch, mma: ScoreMma, rank: Int32) -> Held:
-        """Set up what the softmax warpgroup holds from piece to piece."""
+        """Set up the softmax warpgroup's registers."""
         q_tile = cute.tile_to_shape(
-            warpgroup.make_smem_layout_atom(self.ring.q_swizzle, self.q_dtype), (self.p_rows, self.depth), (0, 1)
+            warpgroup.make_smem_layout_atom(self.stages.q_swizzle, self.q_dtype), (self.p_rows, self.depth), (0, 1)
         )
         s_q = cute.make_tensor(cute.recast_ptr(scratch.q, q_tile.inner, dtype=self.q_dtype), q_tile.outer)
         mma_qk, exchange = mma.main, scratch.exchange
@@ -139,9 +142,23 @@ class ScoresMixed(Scores):
         m = cute.make_rmem_tensor(l.layout, Float32)
         place = Place(t, warp_here, lane, lane % 4 * 2)
         return Held(
-            mma_qk, s_q, t_q, acc, narrow, wide, k_offset, p_offset, p_words, exchanged, Running(m, l), arrays.scales,
-            results, place, signals, arrays.visible_lens,
-        )  # fmt: skip
+            mma_qk=mma_qk,
+            q=s_q,
+            t_q=t_q,
+            acc=acc,
+            narrow=narrow,
+            wide=wide,
+            k_offset=k_offset,
+            p_offset=p_offset,
+            p_words=p_words,
+            exchanged=exchanged,
+            running=Running(m, l),
+            scales=arrays.scales,
+            results=results,
+            place=place,
+            signals=signals,
+            visible_lens=arrays.visible_lens,
+        )
 
     @cute.jit
     def take_q(self, piece: Described, number: Int32, index: Int32, phase: Int32, held: Held, shared: Shared) -> Taken:
@@ -238,7 +255,8 @@ class ScoresMixed(Scores):
         if t % 4 == 0 and t < 2 * self.p_rows:
             for e in cutlass.range_constexpr(2):
                 row = t // 2 + e
-                self.softmax.finish_row(row, (totals[e], held.exchanged.maxima[row, 0]), piece, number, held.results)
+                sums = (totals[e], held.exchanged.maxima[row, 0])
+                self.softmax.results.finish_row(row, sums, piece, number, held.results)
 
     @cute.jit
     def read_keys(self, here: Int32, g: cutlass.Constexpr[int], narrow: cute.Tensor):
@@ -277,7 +295,7 @@ class ScoresMixed(Scores):
 
     @cute.jit
     def mask_invisible_keys(self, s: cute.Tensor, b: Int32, piece: Described, t: Int32, visible_lens: cute.Tensor):
-        """The same where visible_lens says how many keys each token sees."""
+        """Set the scores of keys that a row does not see, by visible_lens, to -inf."""
         first_key = b * self.block + t // 32 * 16 + t % 32 // 4
         for v in cutlass.range_constexpr(self.p_rows // 8):
             for e in cutlass.range_constexpr(2):
@@ -287,7 +305,7 @@ class ScoresMixed(Scores):
                         s[e, i, v] = -Float32.inf
 
     @cute.jit
-    def over_keys(self, combine: cutlass.Constexpr, values: cute.Tensor, of_lanes: cute.Tensor, t: Int32):
+    def over_keys(self, combine: Combine, values: cute.Tensor, of_lanes: cute.Tensor, t: Int32):
         """Reduce the lanes' `values` of each row over all keys by `combine`. Threads 4 i to 4 i + 3 get rows 2 i and
         2 i + 1; threads past the last row get 0."""
         lane = t % 32

@@ -3,76 +3,33 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from tsmla_kernels.sm90.constants import LN_2, LOG2_E, LOWEST
-from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
-from tsmla_kernels.sm90.decode.memory import (
-    SOFTMAX_THREADS,
-    Barrier,
-    Described,
-    Piece,
-    Place,
-    Results,
-    Running,
-    Shared,
-    ThreadScores,
-)
+from tsmla_kernels.sm90.constants import LOWEST
+from tsmla_kernels.sm90.decode.config import DecodeConfig
+from tsmla_kernels.sm90.decode.memory import ThreadScores
+from tsmla_kernels.sm90.latent.memory import Described, Piece, Place, Results, Running, Shared
+from tsmla_kernels.sm90.latent.shape import ROWS
+from tsmla_kernels.sm90.latent.softmax import RESCALE_BITS, RowResults, tree
 from tsmla_kernels.sm90.warp import uniform
 
 
-def tree(combine: Callable[[Float32, Float32], Float32], values: list[Float32]) -> Float32:
-    """Reduce a power of 2 of values as a tree: a chain would wait for one latency per value."""
-    while len(values) > 1:
-        values = [combine(a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
-    return values[0]
-
-
-@cute.jit
-def share_beside_sink(lse: Float32, sink: Float32):
-    """The part of a row's weight that its keys have, if the row's log-sum-exp (base 2) is `lse`: its head's sink has
-    the rest."""
-    return cute.arch.rcp_approx(1.0 + cute.math.exp2(sink * LOG2_E - lse, fastmath=True))
-
-
-def sync_softmax() -> None:
-    """Synchronise the softmax warpgroup."""
-    cute.arch.barrier(barrier_id=Barrier.SOFTMAX, number_of_threads=SOFTMAX_THREADS)
-
-
-def any_of_warps(holds: Int32) -> Int32:
-    """Whether `holds` is 1 in any thread of the softmax warpgroup. Synchronises it too."""
-    return cute.arch.inline_ptx(
-        "{ .reg .pred holds, any; setp.ne.s32 holds, {$r0}, 0; "
-        f"barrier.cta.red.or.pred any, {Barrier.SOFTMAX:d}, {SOFTMAX_THREADS}, holds; "
-        "selp.s32 {$w0}, 1, 0, any; }",
-        write_only_types=[Int32],
-        read_only_args=[holds],
-    )
-
-
-RESCALE_BITS = 8.0  # the running maximum may lag by 2**RESCALE_BITS
-
-
 class Softmax:
-    """The softmax of a decode kernel.
+    """The softmax of scores as rows by keys.
 
     Attributes:
       heads, causal, visible_lens, block: as in DecodeConfig.
       rescale_bits: the running maximum may lag by 2**rescale_bits. 0: the greatest P of a row is exactly 1.
       speculates: whether P is computed before it is known whether the running maximum lags.
-      inverses_kept: as in Ring.
-      partial_needs_scale: as in DecodeConfig.
+      results: writes what becomes of a row.
     """
 
     def __init__(self, config: DecodeConfig, inverses_kept: int) -> None:
         self.heads, self.causal, self.block = config.num_heads, config.causal, config.block
-        self.visible_lens, self.inverses_kept = config.visible_lens, inverses_kept
-        self.partial_needs_scale = config.partial_needs_scale
+        self.visible_lens, self.results = config.visible_lens, RowResults(config.shape, inverses_kept)
         if config.fp8_cache:
             # P of f16 has the range for that lag, and rounds no worse. With few rows the value warpgroups wait for the
             # scores; with many rows registers and instructions are scarce.
@@ -190,39 +147,4 @@ class Softmax:
             total += cute.arch.shuffle_sync_bfly(total, offset=1)
             total += cute.arch.shuffle_sync_bfly(total, offset=2)
             if place.lane % 4 == 0:
-                self.finish_row(place.row_low + 8 * i, (total, running.m[i]), piece, number, results)
-
-    @cute.jit
-    def finish_row(
-        self,
-        row: Int32,
-        sums: tuple[Float32, Float32],
-        piece: Described,
-        number: Int32,
-        results: Results,
-        sink: Float32 | None = None,
-    ):
-        """1 / sum of a row for the epilogue, and its log-sum-exp. `sums` are the row's (sum, maximum); `sink` is its
-        head's sink, if there are any."""
-        total, m = sums
-        inverse, lse, partial_lse = results.inverse, results.lse, results.partial_lse
-        slot = piece[Piece.SLOT]
-        factor = Float32(0.0)
-        value = -Float32.inf
-        if total > 0.0 or total != total:
-            factor = cute.arch.rcp_approx(total)
-            value = m + cute.math.log2(total, fastmath=True)
-        if const_expr(self.partial_needs_scale) or slot < 0:
-            factor = factor * results.out_scale
-        if const_expr(sink is not None):
-            if slot < 0 and factor != 0.0:
-                factor = factor * share_beside_sink(value, sink)
-        inverse[row, number % self.inverses_kept] = factor
-        if row < piece[Piece.VALID_ROWS]:
-            if slot < 0:
-                lse[piece[Piece.ROW] + row] = value * LN_2
-            else:
-                partial_lse[slot, 0, results.rank * ROWS + row] = value
-                if const_expr(not self.partial_needs_scale):
-                    for half in cutlass.range_constexpr(2):
-                        partial_lse[slot, 1 + half, results.rank * ROWS + row] = results.out_scale
+                self.results.finish_row(place.row_low + 8 * i, (total, running.m[i]), piece, number, results)

@@ -11,22 +11,15 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field
 
-from tsmla_kernels.sm90.decode.combine import partial_row
-from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
+from tsmla_kernels.sm90.decode.config import DecodeConfig
 from tsmla_kernels.sm90.decode.copies import Copier
-from tsmla_kernels.sm90.decode.memory import (
-    LOOKAHEAD,
-    SCHEDULE_WARP,
-    Arrays,
-    Copies,
-    Described,
-    Piece,
-    Schedule,
-    Shared,
-)
-from tsmla_kernels.sm90.decode.ring import Ring
-from tsmla_kernels.sm90.decode.softmax import tree
-from tsmla_kernels.sm90.decode.walk import PieceWalk
+from tsmla_kernels.sm90.decode.memory import LOOKAHEAD, Arrays, Copies
+from tsmla_kernels.sm90.decode.stages import Stages
+from tsmla_kernels.sm90.latent.combine import partial_row
+from tsmla_kernels.sm90.latent.memory import SCHEDULE_WARP, Described, Piece, Schedule, Shared
+from tsmla_kernels.sm90.latent.shape import ROWS
+from tsmla_kernels.sm90.latent.softmax import tree
+from tsmla_kernels.sm90.latent.walk import PieceWalk
 from tsmla_kernels.sm90.warp import DTYPES, element, transpose_quad, uniform
 
 
@@ -41,11 +34,11 @@ class OutPlace(NamedTuple):
 class Values16bit:
     """P V with P and V of 16 bits, both in shared memory."""
 
-    def __init__(self, config: DecodeConfig, ring: Ring, walk: PieceWalk, copier: Copier) -> None:
-        self.config, self.ring, self.walk, self.copier = config, ring, walk, copier
+    def __init__(self, config: DecodeConfig, stages: Stages, walk: PieceWalk, copier: Copier) -> None:
+        self.shape, self.ring, self.stages, self.walk, self.copier = config.shape, stages.ring, stages, walk, copier
         self.block, self.latent, self.half = config.block, config.latent_dim, config.latent_dim // 2
-        self.out_dtype, self.partial_dtype = DTYPES[config.out_dtype], DTYPES[config.partial_dtype]
-        self.partial_needs_scale = config.partial_needs_scale
+        self.out_dtype, self.partial_dtype = DTYPES[config.out_dtype], DTYPES[config.shape.partial_dtype]
+        self.partial_needs_scale = config.shape.partial_needs_scale
 
     def mma(self) -> cute.TiledMma:
         """The MMA of P V: a block of keys, half of the columns."""
@@ -103,7 +96,9 @@ class Values16bit:
                     index, phase = self.ring.advance(index, phase)
                 acc.fill(0.0)
                 for b in cutlass.range(b_begin, b_end, unroll=1):
-                    stage_keys, stage_p = self.ring.stage_tensors(shared, self.ring.address(shared.keys, index))
+                    address = self.ring.address(shared.keys, index)
+                    stage_keys = self.stages.stage_keys(shared, address)
+                    stage_p = self.ring.stage_p(shared, address)
                     values = cute.make_tensor(stage_keys.iterator, cute.select(stage_keys.layout, mode=[1, 0]))
                     values = cute.local_tile(values, (self.half, self.block), (half, 0))
                     t_v = mma_pv.make_fragment_B(thr.partition_B(values))
@@ -179,7 +174,7 @@ class Values16bit:
                     if quad == 0 and row < valid_rows:
                         partial_lse[slot, 1 + half, tile_row] = scale
                 line = cute.make_tensor(
-                    element(arrays.partial_out, partial_row(slot, tile_row, self.config) * self.latent + column, 16),
+                    element(arrays.partial_out, partial_row(slot, tile_row, self.shape) * self.latent + column, 16),
                     cute.make_layout((8, groups // 4), stride=(1, 32)),
                 )
                 eight = cute.make_rmem_tensor((8,), self.partial_dtype)

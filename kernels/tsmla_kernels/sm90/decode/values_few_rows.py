@@ -13,8 +13,13 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field
 
-from tsmla_kernels.sm90.decode.memory import Barrier, Blocks, Described, Shared, two_rows
-from tsmla_kernels.sm90.decode.values_fp8 import Held, OutRows, ValuesFp8
+from tsmla_kernels.sm90.decode.config import DecodeConfig
+from tsmla_kernels.sm90.decode.copies import Copier
+from tsmla_kernels.sm90.decode.stages import Stages
+from tsmla_kernels.sm90.decode.values_fp8 import ValuesFp8
+from tsmla_kernels.sm90.latent.memory import Barrier, Blocks, Described, Shared, two_rows
+from tsmla_kernels.sm90.latent.values import Held, OutRows, WideValues
+from tsmla_kernels.sm90.latent.walk import PieceWalk
 from tsmla_kernels.sm90.warp import uniform
 
 
@@ -22,7 +27,9 @@ class ValuesFewRows(ValuesFp8):
     """P V with P and V of 16 bits, over 16 or 32 query rows. A warp has 16 latents of each of m_tiles tiles of 64, and
     a lane latents g and g + 8 of these 16."""
 
-    neighbours = 1
+    def __init__(self, config: DecodeConfig, stages: Stages, walk: PieceWalk, copier: Copier) -> None:
+        super().__init__(config, stages, walk, copier)
+        self.wide = WideValues(config.shape, self.ring, neighbours=1)
 
     def mma(self) -> cute.TiledMma:
         """The MMA of V^T P^T: 64 latents by query rows."""
@@ -61,7 +68,7 @@ class ValuesFewRows(ValuesFp8):
         thr = mma_pv.get_slice(held.thread)
         for b in cutlass.range(blocks.begin, blocks.end, unroll=1):
             address = self.ring.address(shared.keys, index)
-            _, stage_p = self.ring.stage_tensors(shared, address)
+            stage_p = self.ring.stage_p(shared, address)
             t_v = mma_pv.make_fragment_A(thr.partition_A(self.values_at(address + held.offset)))
             t_p = mma_pv.make_fragment_B(thr.partition_B(stage_p))
             cute.arch.mbarrier_wait(shared.ready + index, phase)
@@ -70,7 +77,7 @@ class ValuesFewRows(ValuesFp8):
             if lane < self.ring.releasing_lanes and b > blocks.begin:
                 flag = shared.moved[lane, index]
             cute.arch.fence_proxy("async.shared", space="cta")  # for the writes of P and of zeros, as in Values16bit
-            self.rescale_out(held.o, shared.rescale, flag, index, lane)
+            self.wide.rescale_out(held.o, shared.rescale, flag, index, lane)
             warpgroup.fence()
             # The first block's product replaces what O held.
             mma_pv.set(Field.ACCUMULATE, b > blocks.begin)
@@ -89,7 +96,7 @@ class ValuesFewRows(ValuesFp8):
 
     def values_at(self, address: Int32) -> cute.Tensor:
         """This warpgroup's latents of a block's keys as [latent, key]; they begin at `address`."""
-        atom = warpgroup.make_smem_layout_atom(self.ring.keys_swizzle, self.ring.dtype)
+        atom = warpgroup.make_smem_layout_atom(self.stages.keys_swizzle, self.ring.dtype)
         keys = cute.tile_to_shape(atom, (self.block, self.half), (0, 1))
         pointer = cute.make_ptr(self.ring.dtype, address, cute.AddressSpace.smem, assumed_align=1024)
         begin = cute.recast_ptr(pointer, keys.inner, dtype=self.ring.dtype)
@@ -97,7 +104,7 @@ class ValuesFewRows(ValuesFp8):
 
     @cute.jit
     def store_rows(
-        self, target: cute.Pointer, o: cute.Tensor, rows: OutRows, valid_rows: Int32, dtype: cutlass.Constexpr
+        self, target: cute.Pointer, o: cute.Tensor, rows: OutRows, valid_rows: Int32, dtype: type[cutlass.Numeric]
     ):
         """Store a lane's part of O from `target` on: two latents of every tile, two rows of every eight."""
         singles = cute.make_tensor(

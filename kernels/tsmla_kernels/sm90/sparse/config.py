@@ -1,7 +1,7 @@
 """Which Hopper kernel of sparse_mla serves a call: the static configuration and its workspaces. Imports no cutlass.
 
 The numbers of tokens, of columns of the indices, of pages and all lengths are dynamic. Queries are rows token * H +
-head; a token is what a request with one query token is to the dense decode, whose schedule and combine this kernel has.
+head. To the parts that are common to the latent attention kernels, a token is a request with one query token.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from tsmla_kernels.contract.layouts import V4_PACKED, V32_PACKED
 from tsmla_kernels.sm90.constants import FP8, MOST_KEYS, SMEM_BYTES
-from tsmla_kernels.sm90.decode import config as decode
-from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
+from tsmla_kernels.sm90.latent import shape as latent_shape
+from tsmla_kernels.sm90.latent.shape import FEW_ROWS, ROWS, LatentShape
 
 if TYPE_CHECKING:
     from tsmla_kernels.contract.layouts import CacheSpec
@@ -25,7 +25,8 @@ MAX_STAGES = 5
 GATHER_WARPS = 4
 PARTIALS_PAD = 8  # words between two warps' partials, so that four lanes read those of a row at once
 LATENT_DIM = 512
-MAX_SLOTS = 1 << 31  # of a cache, its pages times the slots between them: the kernel counts them in int32
+BLOCK = 64  # keys of a stage
+MAX_SLOTS = 1 << 31  # num_pages * page_span must stay below this: slots are int32
 NUM_SCALES = 3  # the operand `scales`: softmax_scale * q_scale, kv_scale, compressed_kv_scale
 PLAIN = (FP8, "bfloat16", "float16")
 FEW_HEADS = 32  # a row tile of at most these heads leaves room for rows of any kind
@@ -36,31 +37,8 @@ WIDTHS = {"v32": (576,), "v4": (512,), "plain": (512, 576)}
 
 
 @dataclasses.dataclass(frozen=True)
-class TileConfig(DecodeConfig):
-    """A dense decode whose row tiles have at most `most_rows` rows."""
-
-    most_rows: int = ROWS
-
-    @property
-    def tile_rows(self) -> int:
-        return self.most_rows
-
-    @property
-    def p_rows(self) -> int:
-        return min(DecodeConfig.p_rows.fget(self), self.most_rows)
-
-    @property
-    def few_rows(self) -> bool:
-        return self.p_rows <= decode.FEW_ROWS
-
-    @property
-    def min_share(self) -> int:
-        return 1
-
-
-@dataclasses.dataclass(frozen=True)
 class SparseConfig:
-    """What an object of sparse_mla is compiled for. Everything else is dynamic.
+    """The static choices of a compiled sparse_mla. Everything else is dynamic.
 
     Attributes:
       dtype: of q: "bfloat16", "float16" or, over V3.2 and plain rows of e4m3, "float8_e4m3fn".
@@ -112,20 +90,27 @@ class SparseConfig:
         return self.two_caches and self.layout == "plain"
 
     @cached_property
-    def decode(self) -> TileConfig:
-        """The dense decode whose schedule, row tiles, softmax and combine these are: a token is a request, and a column
-        of the indices a page of one key."""
-        return TileConfig(
-            dtype="bfloat16" if self.fp8_queries else self.dtype,
+    def shape(self) -> LatentShape:
+        """What the common parts of the latent attention kernels are built from: a token is a request, and a column of
+        the indices a page of one key."""
+        p_rows = next(n for n in (16, 32, ROWS) if n >= min(self.num_heads, ROWS))
+        p_rows = min(p_rows, self.tile_rows)
+        return LatentShape(
             num_heads=self.num_heads,
             max_q_len=1,
             latent_dim=LATENT_DIM,
-            rope_dim=self.head_dim - LATENT_DIM,
+            head_dim=self.head_dim,
             page_size=1,
-            causal=False,
+            block=BLOCK,
+            tile_rows=self.tile_rows,
+            q_rows=BLOCK // 2,
+            p_rows=p_rows,
+            few_rows=p_rows <= FEW_ROWS,
+            min_share=1,
+            out_dtype="bfloat16" if self.fp8_queries else self.dtype,
+            partial_needs_scale=False,
+            partial_is_lane_order=False,
             batch_invariant=self.batch_invariant,
-            kv_dtype=FP8,
-            most_rows=self.tile_rows,
         )
 
     @property
@@ -169,7 +154,7 @@ class SparseConfig:
     @property
     def keys_bytes(self) -> int:
         """Shared memory of a block of keys."""
-        return self.decode.block * self.pitch
+        return self.shape.block * self.pitch
 
     @property
     def stage_bytes(self) -> int:
@@ -179,18 +164,18 @@ class SparseConfig:
 
     @property
     def p_bytes(self) -> int:
-        return self.decode.p_rows * self.decode.block * 2
+        return self.shape.p_rows * self.shape.block * 2
 
     @property
     def exchanged_words(self) -> int:
         """Shared-memory words for reducing over keys: a row's partials of four warps, its changes and its maximum."""
-        return 4 * (self.decode.p_rows + PARTIALS_PAD) + self.decode.p_rows * (2 + 1)
+        return 4 * (self.shape.p_rows + PARTIALS_PAD) + self.shape.p_rows * (2 + 1)
 
     @property
     def q_bytes(self) -> int:
         """Shared memory of Q; queries of e4m3 are followed by bf16 ones for the columns of 16 bits."""
         row = self.head_dim + 2 * (self.head_dim - self.e4m3_columns) if self.fp8_queries else 2 * self.head_dim
-        return self.decode.p_rows * row
+        return self.shape.p_rows * row
 
     @property
     def stages(self) -> int:
@@ -240,11 +225,11 @@ def _size_reasons(spec: SparseMLASpec) -> list[str]:
         return []
     if selected > MOST_KEYS:
         return [f"indices have {selected} columns (K); the sm_90 sparse kernel takes at most {MOST_KEYS}"]
-    length = decode.line_length(sparse_config(spec).decode, tokens, selected, tokens * spec.num_heads)
-    if length > decode.MOST_BLOCKS:
+    length = latent_shape.line_length(sparse_config(spec).shape, tokens, selected, tokens * spec.num_heads)
+    if length > latent_shape.MOST_BLOCKS:
         return [
             f"{tokens} tokens of {selected} columns (K) are up to {length} blocks; the sm_90 sparse kernel shares out"
-            f" at most {decode.MOST_BLOCKS}"
+            f" at most {latent_shape.MOST_BLOCKS}"
         ]
     return []
 
@@ -319,14 +304,13 @@ def _pages(cache: CacheSpec) -> tuple[int, int]:
 
 
 def launches(config: SparseConfig, num_tokens: Dim, num_selected: Dim) -> list[tuple[Dim, Dim]]:
-    """The tokens [first, stop) of each launch that a call takes: all in one, except where many are batch_invariant. See
-    the dense decode's."""
-    return decode.launches(config.decode, num_tokens, num_selected)
+    """The tokens [first, stop) of each launch that a call takes: see latent.shape.launches."""
+    return latent_shape.launches(config.shape, num_tokens, num_selected)
 
 
 def workspace_shapes(
     config: SparseConfig, num_sms: int, num_tokens: int, num_selected: int
 ) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shapes and dtypes of the kernel's workspaces for a launch that serves `num_tokens` tokens, in the order of its
-    operands: those of the dense decode. Unless batch_invariant, they do not depend on the tokens and columns."""
-    return decode.workspace_shapes(config.decode, num_sms, num_tokens, num_selected)
+    operands: see latent.shape.workspace_shapes. Unless batch_invariant, tokens and columns don't change them."""
+    return latent_shape.workspace_shapes(config.shape, num_sms, num_tokens, num_selected)

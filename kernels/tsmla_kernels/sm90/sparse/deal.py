@@ -6,10 +6,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from tsmla_kernels.sm90.decode.config import OVERHEAD, DecodeConfig
-from tsmla_kernels.sm90.decode.memory import Described, Piece, Schedule
-from tsmla_kernels.sm90.decode.share import STATE_WORDS, BatchShare, Request
-from tsmla_kernels.sm90.decode.walk import KeyBlocks, PieceWalk, TileRows
+from tsmla_kernels.sm90.latent.memory import Described, Piece, Schedule
+from tsmla_kernels.sm90.latent.shape import OVERHEAD, LatentShape
+from tsmla_kernels.sm90.latent.share import STATE_WORDS, BatchShare
+from tsmla_kernels.sm90.latent.walk import KeyBlocks, PieceWalk, TileRows
 from tsmla_kernels.sm90.warp import divide, remainder
 
 MIN_ROUNDS = 3  # with fewer tiles for each CTA, shares of one length balance as well
@@ -18,29 +18,19 @@ ROUNDS, ROUND = STATE_WORDS, STATE_WORDS + 1
 DEALT_STATE_WORDS = STATE_WORDS + 2
 
 
-class RestShare(BatchShare):
-    """Shares out the last requests of a batch, those of schedule.seq_lens; all_rows counts the whole batch's rows."""
-
-    @cute.jit
-    def request(self, r: Int32, numbers: tuple[Int32, Int32, Int32], schedule: Schedule) -> Request:
-        """Size of the r-th of these requests."""
-        request = BatchShare.request(self, r, numbers, schedule)
-        before = schedule.all_rows - schedule.seq_lens.shape[0] * self.heads
-        return request._replace(first_row=request.first_row + before)
-
-
-class DealtWalk(PieceWalk):
+class DealtWalk:
     """Deals row tiles out in turn, a round of one tile for each CTA after the other: forwards, then backwards, and so
     on, so that lengths that rise from token to token balance. Neighbouring tokens, which often select the same rows,
     are then under way at the same time. The tiles behind the last round, at least one, are shared out, and cut, as a
     batch of their own.
 
-    Without rounds, or where lengths would leave CTAs too unequal, the whole batch is that rest.
+    Without rounds, or where lengths would leave CTAs too unequal, the whole batch is that rest, which `of_rest` walks.
     """
 
-    def __init__(self, config: DecodeConfig, pieces_kept: int, equal_lengths: bool) -> None:
-        super().__init__(config, pieces_kept, equal_lengths)
-        self.batch = RestShare(config, equal_lengths)
+    def __init__(self, shape: LatentShape, *, pieces_kept: int, equal_lengths: bool) -> None:
+        self.batch = BatchShare(shape, equal_lengths=equal_lengths, ends_batch=True)
+        self.of_rest = PieceWalk(shape, batch=self.batch, pieces_kept=pieces_kept)
+        self.pieces_kept, self.tile_rows, self.max_tiles = pieces_kept, shape.tile_rows, shape.max_tiles
 
     @cute.jit
     def begin(self, schedule: Schedule, early: tuple[Int32, Int32, Int32]):
@@ -54,7 +44,7 @@ class DealtWalk(PieceWalk):
         if cute.arch.lane_idx() == 0:
             schedule.state[ROUNDS] = rounds
             schedule.state[ROUND] = Int32(0)
-        PieceWalk.begin(self, rest, (length, first_token, end_token))
+        self.of_rest.begin(rest, (length, first_token, end_token))
 
     @cute.jit
     def rounds(self, schedule: Schedule):
@@ -120,10 +110,11 @@ class DealtWalk(PieceWalk):
             rows = TileRows(first, request.first_row + first, cutlass.min(request.rows - first, self.tile_rows))
             if lane == 0:
                 state[ROUND] = i + 1
-                self.describe(piece, KeyBlocks(Int32(0), request.blocks, Int32(-1)), r, request, rows, schedule.rank)
+                blocks = KeyBlocks(Int32(0), request.blocks, Int32(-1))
+                self.of_rest.describe(piece, blocks, r, request, rows, schedule.rank)
             cute.arch.sync_warp()
         else:
-            PieceWalk.next_piece(self, number, rest)
+            self.of_rest.next_piece(number, rest)
             if lane == 0:
                 if piece[Piece.BLOCK_BEGIN] != piece[Piece.BLOCK_END]:
                     piece[Piece.REQUEST] = piece[Piece.REQUEST] + dealt

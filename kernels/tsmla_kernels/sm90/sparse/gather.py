@@ -9,10 +9,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from tsmla_kernels.contract.layouts import V4_PACKED
-from tsmla_kernels.sm90.decode.memory import Barrier, Described, Piece
+from tsmla_kernels.sm90.latent.memory import Barrier, Described, Piece
 from tsmla_kernels.sm90.sparse.config import GATHER_WARPS, SparseConfig
 from tsmla_kernels.sm90.sparse.memory import FIRST_PIECES_THREADS, GATHER_ROWS, Gather
-from tsmla_kernels.sm90.sparse.ring import SparseRing
+from tsmla_kernels.sm90.sparse.stages import Stages
 from tsmla_kernels.sm90.warp import element
 
 ALL_ROWS = (1 << GATHER_ROWS) - 1
@@ -28,19 +28,19 @@ class Row(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """How a cache's slots lie in pages; (0, 0): as in SparseConfig."""
+    """How a cache's slots lie in pages: page_size and page_span of SparseConfig."""
 
     size: int
     span: int
 
 
 class Gatherer:
-    """The copies into `ring`. Warp w of the gathering warps copies rows 16 w to 16 w + 15 of every block, which are the
-    keys of softmax warp w. A row without a slot becomes zeros. Other attributes: as in SparseConfig and Ring."""
+    """The copies into the ring. Warp w of the gathering warps copies rows 16 w to 16 w + 15 of every block, the keys of
+    softmax warp w. A row without a slot becomes zeros. Other attributes: as in SparseConfig and Ring."""
 
-    def __init__(self, config: SparseConfig, ring: SparseRing) -> None:
-        self.config, self.ring = config, ring
-        self.block, self.row_bytes, self.pitch = ring.block, config.row_bytes, config.pitch
+    def __init__(self, config: SparseConfig, stages: Stages) -> None:
+        self.config, self.ring, self.stages = config, stages.ring, stages
+        self.block, self.row_bytes, self.pitch = stages.block, config.row_bytes, config.pitch
         self.pages = (
             Pages(config.page_size, config.page_span),
             Pages(config.compressed_page_size, config.compressed_page_span),
@@ -133,7 +133,7 @@ class Gatherer:
         return Row(exists, address, scales)
 
     @cute.jit
-    def row_of(self, slot: Int32, cache: cute.Tensor, pages: cutlass.Constexpr) -> Row:
+    def row_of(self, slot: Int32, cache: cute.Tensor, pages: Pages) -> Row:
         """The row of a slot of `cache`."""
         base = cache.iterator.toint()
         offset, slots = Int32(0), cache.shape[0] * (pages.span if const_expr(self.scales_apart) else cache.shape[1])
@@ -168,18 +168,17 @@ class Gatherer:
 
     @cute.jit
     def store_scales(self, low: Int32, high: Int32, index: Int32, warp: Int32, gather: Gather):
-        """Store a V4 row's scales, as f16, to the stage's table: see SparseRing.scale_place."""
+        """Store a V4 row's scales, as f16, to the stage's table: see Stages.scale_place."""
         lane = cute.arch.lane_idx()
         table = gather.ring + (index * self.ring.stage_elements + self.config.scales_offset)
-        table += self.ring.scale_place(warp * GATHER_ROWS + lane % GATHER_ROWS)
+        table += self.stages.scale_place(warp * GATHER_ROWS + lane % GATHER_ROWS)
         if lane < GATHER_ROWS:
             for group in cutlass.range_constexpr(V4_PACKED.num_scales):
                 # A byte is the exponent of an f32.
                 word, shift = (low, high)[group // 4], 8 * (group % 4)
                 number = (((word >> shift) & 255) << 23).bitcast(Float32)
-                pointer = cute.make_ptr(
-                    cutlass.Float16, table + group * self.ring.scales_of_group, cute.AddressSpace.smem, assumed_align=2
-                )
+                there = table + group * self.stages.scales_of_group
+                pointer = cute.make_ptr(cutlass.Float16, there, cute.AddressSpace.smem, assumed_align=2)
                 cute.make_tensor(pointer, cute.make_layout(1))[0] = number.to(cutlass.Float16)
         cute.arch.sync_warp()
 

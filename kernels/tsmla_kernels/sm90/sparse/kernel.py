@@ -1,18 +1,16 @@
 """sparse_mla for Hopper: launch, shared memory, set-up and the warps' roles.
 
-DESIGN.md beside this says why it is so. A query token is what a request with one query token is to the dense decode:
+DESIGN.md beside this says why it is so. A query token is a request with one query token to the common parts (latent):
 
   warpgroup 0   softmax: S^T = K Q^T, softmax, P into shared memory (scores.py, scores_fp8.py for e4m3 queries); it also
                 takes Q (query.py)
   1 and 2       values: O^T[half] += V^T[half] P^T and the epilogue (values.py); first warp of 2: the schedule
   3             four warps gather the selected rows of the cache (gather.py)
 
-The dense decode's second, small kernel merges the tokens that several CTAs shared.
+A second, small kernel merges the tokens that several CTAs shared (latent/combine.py).
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
@@ -21,19 +19,20 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from tsmla_kernels.sm90.constants import FP8
-from tsmla_kernels.sm90.decode.combine import COMBINE_THREADS, Combine
-from tsmla_kernels.sm90.decode.config import ROWS
-from tsmla_kernels.sm90.decode.kernel import Registers
-from tsmla_kernels.sm90.decode.memory import Piece, Schedule
-from tsmla_kernels.sm90.decode.share import MAX_SORTED, STATE_WORDS
-from tsmla_kernels.sm90.decode.walk import PieceWalk
+from tsmla_kernels.sm90.latent.combine import COMBINE_THREADS, Combine
+from tsmla_kernels.sm90.latent.memory import Piece, Schedule
+from tsmla_kernels.sm90.latent.registers import Registers
+from tsmla_kernels.sm90.latent.scores import ScoreMma
+from tsmla_kernels.sm90.latent.shape import ROWS
+from tsmla_kernels.sm90.latent.share import MAX_SORTED, STATE_WORDS, BatchShare
+from tsmla_kernels.sm90.latent.walk import PieceWalk, Walk
 from tsmla_kernels.sm90.sparse.config import GATHER_WARPS, MIN_STAGES, SparseConfig
 from tsmla_kernels.sm90.sparse.deal import DEALT_STATE_WORDS, DealtWalk
 from tsmla_kernels.sm90.sparse.gather import Gatherer
 from tsmla_kernels.sm90.sparse.memory import GATHER_WARP, PIECES_KEPT, Arrays, Gather, Query, Scratch
-from tsmla_kernels.sm90.sparse.ring import SparseRing
 from tsmla_kernels.sm90.sparse.scores import SparseScores
 from tsmla_kernels.sm90.sparse.scores_fp8 import SparseScoresFp8
+from tsmla_kernels.sm90.sparse.stages import Stages, sparse_ring
 from tsmla_kernels.sm90.sparse.values import PlainValues, SparseValues, V4Values
 from tsmla_kernels.sm90.storage import checked_storage
 from tsmla_kernels.sm90.warp import prefetch
@@ -48,18 +47,25 @@ class SparseMla:
         if config.stages < MIN_STAGES:
             raise ValueError(f"{config} leaves {config.stages} stages of shared memory; {MIN_STAGES} are needed")
         self.config = config
-        self.ring = SparseRing(config)
+        self.ring = sparse_ring(config)
+        self.stages = stages = Stages(config, self.ring)
         self.q_elements = config.q_bytes * 8 // self.ring.q_dtype.width
-        self.walk = (DealtWalk if config.dealt else PieceWalk)(config.decode, PIECES_KEPT, not config.lengths)
+        equal_lengths = not config.lengths
+        self.walk: Walk
+        if config.dealt:
+            self.walk = DealtWalk(config.shape, pieces_kept=PIECES_KEPT, equal_lengths=equal_lengths)
+        else:
+            batch = BatchShare(config.shape, equal_lengths=equal_lengths)
+            self.walk = PieceWalk(config.shape, batch=batch, pieces_kept=PIECES_KEPT)
         self.state_words = DEALT_STATE_WORDS if config.dealt else STATE_WORDS
-        self.gatherer = Gatherer(config, self.ring)
-        self.scores = (SparseScoresFp8 if config.fp8_queries else SparseScores)(config, self.ring)
+        self.gatherer = Gatherer(config, stages)
+        self.scores = (SparseScoresFp8 if config.fp8_queries else SparseScores)(config, stages)
         plain = SparseValues if config.kv_dtype == FP8 else PlainValues
         of_rows = {"v32": SparseValues, "v4": V4Values, "plain": plain}[config.layout]
-        self.values = of_rows(config, self.ring, self.walk, self.gatherer)
-        self.combine = Combine(config.decode, config.sinks)
+        self.values = of_rows(config, stages, self.walk, self.gatherer)
+        self.combine = Combine(config.shape, config.sinks)
         # Values need the most where tiles have 64 rows, and gathering warps where they keep scales.
-        if config.decode.p_rows < ROWS:
+        if config.shape.p_rows < ROWS:
             self.registers = Registers(128, 136, 168, 40)
         elif config.layout == "v4":
             self.registers = Registers(128, 128, 176, 32)
@@ -77,7 +83,7 @@ class SparseMla:
         else:
             lengths = cute.make_tensor(indices.iterator, cute.make_layout((indices.shape[0],)))
         sinks = operands.pop(0) if const_expr(config.sinks) else None
-        arrays = Arrays(indices, lengths, sinks, *operands)
+        arrays = Arrays._make([indices, lengths, sinks, *operands])
         atom, tma = self.scores.query.tensor_map(q)
 
         @cute.struct
@@ -107,10 +113,10 @@ class SparseMla:
         ).launch(grid=grid, block=[COMBINE_THREADS, 1, 1], stream=stream, use_pdl=True, min_blocks_per_mp=1)
 
     def num_ctas(self, arrays: Arrays) -> Int32:
-        """How many CTAs share the work: see decode.config.workspace_shapes."""
+        """How many CTAs share the work: see latent.shape.workspace_shapes."""
         entries = arrays.split_info.shape[0]
         if const_expr(self.config.batch_invariant):
-            return Int32(entries - arrays.lengths.shape[0] * self.config.decode.max_tiles)
+            return Int32(entries - arrays.lengths.shape[0] * self.config.shape.max_tiles)
         return Int32(entries // 2)
 
     @cute.kernel
@@ -120,7 +126,7 @@ class SparseMla:
         caches: tuple[cute.Tensor, ...],
         q_map: tuple[cute.CopyAtom, cute.Tensor],
         arrays: Arrays,
-        score_mma: Any,
+        score_mma: ScoreMma,
         value_mma: cute.TiledMma,
         ctas: Int32,
     ):
@@ -133,7 +139,7 @@ class SparseMla:
 
         early = self.walk.batch.early_numbers(arrays.lengths, arrays.lengths)
         storage = utils.SmemAllocator().allocate(self.storage)
-        shared = self.ring.views(storage)
+        shared = self.ring.views(storage, self.stages.keys(storage.ring.data_ptr()))
         q_full = storage.q_full.data_ptr()
         if warp_idx == 4:
             cpasync.prefetch_descriptor(atom)
@@ -149,9 +155,19 @@ class SparseMla:
         # Sorted in the first stage, before any row is copied there.
         order = cute.make_tensor(cute.recast_ptr(storage.ring.data_ptr(), dtype=Int32), cute.make_layout(MAX_SORTED))
         schedule = Schedule(
-            arrays.indices, arrays.lengths, arrays.lengths, arrays.partial_lse, arrays.split_info, shared.pieces, state,
-            ctas, cta, Int32(0), arrays.lse.shape[0], order,
-        )  # fmt: skip
+            block_tables=arrays.indices,
+            seq_lens=arrays.lengths,
+            cu_seqlens_q=arrays.lengths,
+            partial_lse=arrays.partial_lse,
+            split_info=arrays.split_info,
+            pieces=shared.pieces,
+            state=state,
+            num_clusters=ctas,
+            cluster_index=cta,
+            rank=Int32(0),
+            all_rows=arrays.lse.shape[0],
+            order=order,
+        )
         if warp_idx == GATHER_WARP:
             self.walk.begin(schedule, early)
             self.walk.next_piece(Int32(0), schedule)
@@ -162,8 +178,14 @@ class SparseMla:
         if group == 3:
             self.registers.set(self.registers.copies)
             gather = Gather(
-                q, caches, arrays.indices, storage.ring.data_ptr().toint(), shared.full, shared.empty, valid,
-                shared.pieces,
+                q=q,
+                caches=caches,
+                indices=arrays.indices,
+                ring=storage.ring.data_ptr().toint(),
+                full=shared.full,
+                empty=shared.empty,
+                valid=valid,
+                pieces=shared.pieces,
             )
             self.gatherer.run(gather, warp_idx - GATHER_WARP)
         else:
@@ -171,10 +193,10 @@ class SparseMla:
                 self.registers.set(self.registers.scores)
                 query = Query(atom, tma, q, storage.q.data_ptr(), q_full)
                 scratch = Scratch(query, storage.exchange.data_ptr(), valid)
-                self.scores.score(arrays, shared, scratch, score_mma, Int32(0))
+                self.scores.score(arrays, shared, scratch, score_mma)
             else:
                 self.registers.set(self.registers.values)
-                self.values.accumulate(arrays, shared, value_mma, group - 1, warp_idx, schedule, None)
+                self.values.accumulate(arrays, shared, value_mma, group - 1, warp_idx, schedule)
             # Idle warps must not signal: `combine` would launch immediately and occupy the SM while waiting.
             cute.arch.griddepcontrol_launch_dependents()
 

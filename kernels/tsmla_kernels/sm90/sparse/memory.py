@@ -6,7 +6,10 @@ from typing import NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Int32
+from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 
+from tsmla_kernels.sm90.latent.key_softmax import Exchange
+from tsmla_kernels.sm90.latent.memory import Place, Results, Running
 from tsmla_kernels.sm90.sparse.config import GATHER_WARPS
 
 PIECES_KEPT = 16  # places in the ring of descriptions: those ahead, and those that the slowest warp has not left
@@ -47,7 +50,7 @@ class Query(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """What the softmax warpgroup has besides the ring: Q, scratch for reducing over keys, and which keys are valid."""
+    """The softmax warpgroup's own memory: Q, scratch for reducing over keys, and which keys are valid."""
 
     query: Query
     exchange: cute.Pointer
@@ -55,7 +58,7 @@ class Scratch(NamedTuple):
 
 
 class Gather(NamedTuple):
-    """What the gathering warps read and write.
+    """Operands and shared memory of the gathering warps.
 
     Attributes:
       q: the operand. caches: one or two. indices: the operand.
@@ -72,3 +75,66 @@ class Gather(NamedTuple):
     empty: cute.Pointer
     valid: cute.Tensor
     pieces: cute.Tensor
+
+
+class Step(NamedTuple):
+    """16 columns of K Q^T: the fragment that has them, its half (None: all of it, of 16 bits each), and the group of
+    their scale (None: no scale)."""
+
+    fragment: int
+    half: int | None
+    group: int | None
+
+
+class QueryTile(NamedTuple):
+    """How a row tile's Q lies in shared memory: its dtype, its swizzle and its columns."""
+
+    dtype: type
+    swizzle: SmemLayoutAtomKind
+    columns: int
+
+
+class QueryOperands(NamedTuple):
+    """The MMA of K Q^T and Q as its operand; the same for columns of 16 bits, which may be the first ones."""
+
+    mma_qk: cute.TiledMma
+    t_q: cute.Tensor
+    mma_16: cute.TiledMma
+    t_q_16: cute.Tensor
+
+
+class Held(NamedTuple):
+    """The softmax warpgroup's registers from piece to piece.
+
+    Attributes:
+      mma_qk: K Q^T. t_q: Q as an operand. mma_16, t_q_16: the same for columns of 16 bits. query: Q's way there.
+      acc: S^T of a block. part: S^T of a group of columns, if queries are e4m3. narrow, wide: fragments of K as they
+        are, and as f16 if queries have 16 bits. factors: scales of the lane's two keys.
+      k_offset, scales_offset, p_offset: the offsets in a stage of the lane's row of K, its first key's scales, and its
+        row of P.
+      p_words: P as it is stored. exchanged: scratch. running: the lane's maxima and sums.
+      valid: which keys exist. scales: the operand. results: where finished rows go.
+      place: the thread's. signals: 1 if the lane arrives in Ring.signal.
+    """
+
+    mma_qk: cute.TiledMma
+    t_q: cute.Tensor
+    mma_16: cute.TiledMma
+    t_q_16: cute.Tensor
+    query: Query
+    acc: cute.Tensor
+    part: cute.Tensor | None
+    narrow: cute.Tensor
+    wide: cute.Tensor | None
+    factors: cute.Tensor
+    k_offset: Int32
+    scales_offset: Int32
+    p_offset: Int32
+    p_words: cute.Tensor
+    exchanged: Exchange
+    running: Running
+    valid: cute.Tensor
+    scales: cute.Tensor
+    results: Results
+    place: Place
+    signals: Int32

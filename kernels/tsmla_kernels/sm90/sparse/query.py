@@ -6,25 +6,40 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 
-from tsmla_kernels.sm90.decode.memory import Described, Piece
-from tsmla_kernels.sm90.decode.query import MOVE, QueryCopy, four_words, two_bf16
-from tsmla_kernels.sm90.decode.softmax import sync_softmax
+from tsmla_kernels.sm90.latent.memory import Described, Piece
+from tsmla_kernels.sm90.latent.query import MOVE, QueryCopy, Sources, four_words, two_bf16
+from tsmla_kernels.sm90.latent.ring import Ring
+from tsmla_kernels.sm90.latent.softmax import sync_softmax
 from tsmla_kernels.sm90.sparse.config import SparseConfig
 from tsmla_kernels.sm90.sparse.memory import Query
-from tsmla_kernels.sm90.sparse.ring import SparseRing
 from tsmla_kernels.sm90.warp import quotient, remainder
 
 
-class SparseQuery(QueryCopy):
-    """Q in place. Where bf16 numbers exceed f16's range they are read once more, from global memory."""
+class SparseQuery:
+    """Q in place. Where bf16 numbers exceed f16's range they are read once more, from global memory.
 
-    def __init__(self, config: SparseConfig, ring: SparseRing) -> None:
-        super().__init__(config.head_dim, ring.p_rows, ring.p_rows, ring.q_dtype)
-        self.natural_from, self.as_they_are = config.e4m3_columns // 16, config.bf16_columns
-        self.in_place = True
+    Attributes:
+      copy: makes Q f16. swizzle: the swizzle of Q's rows. row_bytes: bytes of a row.
+      tiles: groups of 64 columns. depth, p_rows, q_dtype: as in QueryCopy.
+    """
+
+    def __init__(self, config: SparseConfig, ring: Ring) -> None:
+        self.depth, self.p_rows, self.q_dtype = config.head_dim, ring.p_rows, ring.q_dtype
+        self.copy = QueryCopy(
+            self,
+            depth=self.depth,
+            p_rows=self.p_rows,
+            q_dtype=self.q_dtype,
+            natural_from=config.e4m3_columns // 16,
+            as_they_are=config.bf16_columns,
+            in_place=True,
+        )
         self.tiles = config.head_dim // 64
-        self.swizzle, self.row_bytes = ring.q_swizzle, self.depth * ring.q_dtype.width // 8
+        # Tiles of 64 columns: 576 are a multiple of these alone.
+        self.swizzle = SmemLayoutAtomKind.K_SW64 if config.fp8_queries else SmemLayoutAtomKind.K_SW128
+        self.row_bytes = self.depth * self.q_dtype.width // 8
 
     def tensor_map(self, q: cute.Tensor):
         """The TMA atom and tensor of q: p_rows rows in tiles of 64 columns."""
@@ -57,14 +72,19 @@ class SparseQuery(QueryCopy):
         cute.copy(query.atom, from_q, to[None, 0], tma_bar_ptr=query.full)
 
     @cute.jit
-    def row_source(self, sources: tuple[Int32, Int64], row: Int32, kind: cutlass.Constexpr[int]):
-        """Where row `row` begins; `sources` are Q's place and the tile's first row in global memory."""
+    def keep(self, target: Int32, sources: Sources, valid_rows: Int32, t: Int32, tops: cute.Tensor):
+        """Make Q f16. Return the factor by which the logits must be multiplied."""
+        return self.copy.keep(target, sources, valid_rows, t, tops)
+
+    @cute.jit
+    def row(self, sources: Sources, row: Int32, kind: cutlass.Constexpr[int]):
+        """The address of row `row`; `sources` are Q's place and the tile's first row in global memory."""
         place, rows = sources
         return place + row * 128 if const_expr(kind == MOVE) else rows + Int64(row) * self.row_bytes
 
     @cute.jit
-    def source_words(self, source, row: Int32, tile: Int32, chunk: Int32, kind: cutlass.Constexpr[int]):
-        """Four words of a row: 16 bytes `chunk` of 64 columns `tile`. `source` is what row_source returned."""
+    def words(self, source: Int32 | Int64, row: Int32, tile: Int32, chunk: Int32, kind: cutlass.Constexpr[int]):
+        """Four words of a row at `source`: 16 bytes `chunk` of 64 columns `tile`."""
         if const_expr(kind == MOVE):
             words = four_words(source + tile * (self.p_rows * 128) + ((chunk ^ (row & 7)) << 4))
         else:
@@ -82,13 +102,13 @@ def chunk_64(row, chunk):
 class Fp8Query(SparseQuery):
     """Q of e4m3, which stays as it is: tiles of 64 columns. Columns that meet bf16 keys follow once more, as bf16."""
 
-    def __init__(self, config: SparseConfig, ring: SparseRing) -> None:
+    def __init__(self, config: SparseConfig, ring: Ring) -> None:
         super().__init__(config, ring)
         self.bf16_tiles = (config.head_dim - config.e4m3_columns) // 64
         self.bf16_place = self.p_rows * self.depth  # bytes from Q's place
 
     @cute.jit
-    def keep(self, target: Int32, sources: tuple[Int32, Int64], valid_rows: Int32, t: Int32, tops: cute.Tensor):
+    def keep(self, target: Int32, sources: Sources, valid_rows: Int32, t: Int32, tops: cute.Tensor):
         """Zero the rows past the tile's end, and make the columns that need it bf16. Return 1, the factor of the
         logits. `sources` and `tops` are not used."""
         row, first = remainder(t, self.p_rows), quotient(t, self.p_rows)

@@ -37,7 +37,7 @@ def sparse_mla_operands(config: SparseConfig) -> tuple[Operand, ...]:
         *lengths,
         *sinks,
         Operand("scales", "float32", (NUM_SCALES,), align=4),
-        Operand("out", config.decode.out_dtype, (None, config.decode.latent_dim), output=True),
+        Operand("out", config.shape.out_dtype, (None, config.shape.latent_dim), output=True),
         Operand("lse", "float32", (None,), output=True, align=4),  # XLA may have it written into the middle of another
         *(
             Operand(name, dtype, (None, *shape[1:]), output=True, wide=True)

@@ -7,18 +7,17 @@ keys of a block exist is known from the gathering warps; the scores of others ar
 from __future__ import annotations
 
 import operator
-from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from cutlass.cute.nvgpu.warpgroup import Field, OperandSource, SmemLayoutAtomKind
+from cutlass.cute.nvgpu.warpgroup import Field, OperandSource
 
 from tsmla_kernels.sm90.constants import LOG2_E
-from tsmla_kernels.sm90.decode.key_softmax import Exchange, KeySoftmax, p_row
-from tsmla_kernels.sm90.decode.memory import (
+from tsmla_kernels.sm90.latent.key_softmax import Combine, Exchange, KeySoftmax, p_row
+from tsmla_kernels.sm90.latent.memory import (
     Blocks,
     Described,
     Piece,
@@ -30,13 +29,21 @@ from tsmla_kernels.sm90.decode.memory import (
     Taken,
     two_rows,
 )
-from tsmla_kernels.sm90.decode.query import two_halves
-from tsmla_kernels.sm90.decode.scores import ScoreMma, Scores
-from tsmla_kernels.sm90.decode.softmax import sync_softmax
+from tsmla_kernels.sm90.latent.query import two_halves
+from tsmla_kernels.sm90.latent.scores import ScoreMma, ScoreWalk
+from tsmla_kernels.sm90.latent.softmax import RowResults, sync_softmax
 from tsmla_kernels.sm90.sparse.config import PARTIALS_PAD, SparseConfig
-from tsmla_kernels.sm90.sparse.memory import GATHER_ROWS, Arrays, Query, Scratch
+from tsmla_kernels.sm90.sparse.memory import (
+    GATHER_ROWS,
+    Arrays,
+    Held,
+    QueryOperands,
+    QueryTile,
+    Scratch,
+    Step,
+)
 from tsmla_kernels.sm90.sparse.query import SparseQuery
-from tsmla_kernels.sm90.sparse.ring import SparseRing
+from tsmla_kernels.sm90.sparse.stages import Stages
 from tsmla_kernels.sm90.sparse.words import as_f16, times
 from tsmla_kernels.sm90.warp import kept, load_matrices, uniform
 
@@ -48,89 +55,29 @@ KEYS_WIDE = 4  # steps of 16 columns that it has in registers as f16
 SCALES_EARLY = 2  # steps between reading a group's scales and their use
 
 
-def key_row(lane, warp, pitch):
+def key_row(lane: Int32, warp: Int32, pitch: int) -> Int32:
     """Offset in a stage of the 16 bytes of a key that a lane passes to ldmatrix, of the key's first 32 bytes."""
     return (warp * 16 + lane % 16) * pitch + lane // 16 * 16
 
 
-class Step(NamedTuple):
-    """16 columns of K Q^T: the fragment that has them, its half (None: all of it, of 16 bits each), and the group of
-    their scale (None: no scale)."""
-
-    fragment: int
-    half: int | None
-    group: int | None
-
-
-class QueryTile(NamedTuple):
-    """How a row tile's Q lies in shared memory: its dtype, its swizzle and its columns."""
-
-    dtype: type
-    swizzle: SmemLayoutAtomKind
-    columns: int
-
-
-class QueryOperands(NamedTuple):
-    """The MMA of K Q^T and Q as its operand; the same for columns of 16 bits, which may be the first ones."""
-
-    mma_qk: cute.TiledMma
-    t_q: cute.Tensor
-    mma_16: cute.TiledMma
-    t_q_16: cute.Tensor
-
-
-class Held(NamedTuple):
-    """What the softmax warpgroup holds from piece to piece.
-
-    Attributes:
-      mma_qk: of K Q^T. t_q: Q as an operand. mma_16, t_q_16: the same for columns of 16 bits. query: Q's way there.
-      acc: S^T of a block. part: that of a group of columns, if queries are e4m3. narrow, wide: fragments of K as they
-        are, and as f16 if queries have 16 bits. factors: scales of the lane's two keys.
-      k_offset, scales_offset, p_offset: of the lane's row of K, its first key's scales, and its row of P in a stage.
-      p_words: P as it is stored. exchanged: scratch. running: the lane's maxima and sums.
-      valid: which keys exist. scales: the operand. results: of finished rows.
-      place: of the thread. signals: 1 if the lane arrives in Ring.signal.
-    """
-
-    mma_qk: cute.TiledMma
-    t_q: cute.Tensor
-    mma_16: cute.TiledMma
-    t_q_16: cute.Tensor
-    query: Query
-    acc: cute.Tensor
-    part: cute.Tensor
-    narrow: cute.Tensor
-    wide: cute.Tensor
-    factors: cute.Tensor
-    k_offset: Int32
-    scales_offset: Int32
-    p_offset: Int32
-    p_words: cute.Tensor
-    exchanged: Exchange
-    running: Running
-    valid: cute.Tensor
-    scales: cute.Tensor
-    results: Results
-    place: Place
-    signals: Int32
-
-
-class SparseScores(Scores):
+class SparseScores:
     """K Q^T of gathered keys.
 
     Attributes:
-      k_dtype: in which columns that are e4m3 in the cache are multiplied.
+      k_dtype: the dtype in which columns that are e4m3 in the cache are multiplied.
       fragments: offsets of 32-byte fragments in a row. steps: Steps in order.
     """
 
-    def __init__(self, config: SparseConfig, ring: SparseRing) -> None:
-        super().__init__(config.decode, ring)
-        self.sparse, self.pitch = config, config.pitch
+    def __init__(self, config: SparseConfig, stages: Stages) -> None:
+        self.config, self.stages, self.pitch = config, stages, config.pitch
+        self.ring = ring = stages.ring
+        self.block, self.depth = ring.block, config.head_dim
         self.sums_later = False  # a piece may take one stage: softmax warps run further ahead than barriers of pieces
         self.p_dtype, self.p_rows = ring.p_dtype, ring.p_rows
         self.k_dtype = self.p_dtype
         self.query = SparseQuery(config, ring)
-        self.key_softmax = KeySoftmax(self.softmax, ring.p_rows, ring.p_dtype, self.over_keys)
+        self.row_results = RowResults(config.shape, ring.inverses_kept)
+        self.key_softmax = KeySoftmax(ring.p_rows, ring.p_dtype, self.over_keys)
         narrow = config.e4m3_columns // 32
         rope = range((config.head_dim - config.e4m3_columns) // 16)
         self.fragments = [32 * g for g in range(narrow)] + [config.rope_offset + 32 * g for g in rope]
@@ -151,9 +98,14 @@ class SparseScores(Scores):
         )
 
     @cute.jit
-    def begin(self, arrays: Arrays, shared: Shared, scratch: Scratch, mma: ScoreMma, rank: Int32) -> Held:
-        """Request the first piece's Q, and set up what the softmax warpgroup holds from piece to piece."""
-        config = self.sparse
+    def score(self, arrays: Arrays, shared: Shared, scratch: Scratch, mma: ScoreMma):
+        """Warpgroup 0: see latent.scores.ScoreWalk."""
+        ScoreWalk(self).run(self.begin(arrays, shared, scratch, mma), shared)
+
+    @cute.jit
+    def begin(self, arrays: Arrays, shared: Shared, scratch: Scratch, mma: ScoreMma) -> Held:
+        """Request the first piece's Q, and set up the softmax warpgroup's registers."""
+        config = self.config
         tidx, _, _ = cute.arch.thread_idx()
         t = kept(tidx % 128)
         lane = t % 32
@@ -165,7 +117,7 @@ class SparseScores(Scores):
         q_place = uniform(scratch.query.place.toint())
         signals, exchange = Int32(self.ring.signals(lane)), scratch.exchange
         out_scale = arrays.scales[1] if const_expr(config.layout == "plain") else Float32(1.0)
-        results = Results(shared.inverse, arrays.lse, arrays.partial_lse, out_scale, rank, arrays.sinks)
+        results = Results(shared.inverse, arrays.lse, arrays.partial_lse, out_scale, Int32(0), arrays.sinks)
 
         mma_qk, t_q, mma_16, t_q_16 = self.query_operands(mma.main, q_place, t)
         acc = cute.make_rmem_tensor(mma_qk.get_slice(t).partition_shape_C((self.block, self.p_rows)), Float32)
@@ -173,7 +125,7 @@ class SparseScores(Scores):
         factors = cute.make_rmem_tensor((2,), Int32)
         k_offset = kept(key_row(lane, warp_here, self.pitch))
         first_key = warp_here * 16 + lane // 4
-        of_key = first_key * self.pitch if const_expr(config.layout == "v32") else self.ring.scale_place(first_key)
+        of_key = first_key * self.pitch if const_expr(config.layout == "v32") else self.stages.scale_place(first_key)
         scales_offset = kept(of_key + config.scales_offset)
         p_offset = kept(self.ring.p_offset + p_row(lane, warp_here))
         p_words = cute.make_rmem_tensor((2, self.p_rows // 8), Int32)
@@ -187,15 +139,34 @@ class SparseScores(Scores):
         m = cute.make_rmem_tensor(l.layout, Float32)
         place = Place(t, warp_here, lane, lane % 4 * 2)
         return Held(
-            mma_qk, t_q, mma_16, t_q_16, scratch.query, acc, part, narrow, wide, factors, k_offset, scales_offset,
-            p_offset, p_words, exchanged, Running(m, l), scratch.valid, arrays.scales, results, place, signals,
-        )  # fmt: skip
+            mma_qk=mma_qk,
+            t_q=t_q,
+            mma_16=mma_16,
+            t_q_16=t_q_16,
+            query=scratch.query,
+            acc=acc,
+            part=part,
+            narrow=narrow,
+            wide=wide,
+            factors=factors,
+            k_offset=k_offset,
+            scales_offset=scales_offset,
+            p_offset=p_offset,
+            p_words=p_words,
+            exchanged=exchanged,
+            running=Running(m, l),
+            valid=scratch.valid,
+            scales=arrays.scales,
+            results=results,
+            place=place,
+            signals=signals,
+        )
 
     def query_operands(self, mma_qk: cute.TiledMma, q_place: Int32, t: Int32) -> QueryOperands:
         """Q at `q_place` as the operand of both MMAs."""
-        q = QueryTile(self.k_dtype, self.ring.q_swizzle, self.depth)
+        q = QueryTile(self.k_dtype, self.query.swizzle, self.depth)
         t_q = self.query_operand(mma_qk, q, q_place, t)
-        if not self.sparse.bf16_columns:
+        if not self.config.bf16_columns:
             return QueryOperands(mma_qk, t_q, mma_qk, t_q)
         mma_16 = self.mma_of(self.ring.q_dtype)
         mma_16.set(Field.ACCUMULATE, True)
@@ -210,8 +181,8 @@ class SparseScores(Scores):
         s_q = cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=tile.dtype), layout.outer)
         return mma.make_fragment_B(mma.get_slice(t).partition_B(s_q))
 
-    def registers_of_keys(self, acc: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
-        """`part`, `narrow` and `wide` of Held; None for one that is not used."""
+    def registers_of_keys(self, acc: cute.Tensor) -> tuple[cute.Tensor | None, cute.Tensor, cute.Tensor | None]:
+        """`part`, `narrow` and `wide` of Held. `part` is None: it is not used."""
         narrow, wide = (cute.make_rmem_tensor((4, count), Int32) for count in (KEYS_AHEAD, KEYS_WIDE))
         return None, narrow, wide
 
@@ -226,13 +197,13 @@ class SparseScores(Scores):
         """Wait for Q, which is requested here if the piece is not the first, and make it what is multiplied."""
         t, query = held.place.thread, held.query
         # With early_q, later pieces' Q has been requested by request_next.
-        not_requested = number == 1 if const_expr(self.sparse.early_q) else number > 0
+        not_requested = number == 1 if const_expr(self.config.early_q) else number > 0
         if not_requested:
             # All four warps have read the previous Q: they have met since their last product.
             if held.place.warp == 0:
                 self.query.request(piece, query)
         scale = held.scales[0] * LOG2_E  # here, because loads take time
-        if const_expr(self.sparse.layout == "plain"):
+        if const_expr(self.config.layout == "plain"):
             scale = scale * held.scales[1]
         sync_softmax()  # before maxima that finish_piece has read change
         if t < self.p_rows:
@@ -269,7 +240,7 @@ class SparseScores(Scores):
             ahead = self.ring.look_ahead(index, phase, shared)
             arrived, address = ahead.arrived, ahead.address
             following, phase_following = ahead.following, ahead.phase
-            if const_expr(self.sparse.two_scales):
+            if const_expr(self.config.two_scales):
                 self.scale_keys(s, b, held)
             if (exist[0] & exist[1] & exist[2] & exist[3]) != (1 << GATHER_ROWS) - 1:
                 self.mask_keys(s, held.valid[place.warp, previous], place.lane)
@@ -277,11 +248,11 @@ class SparseScores(Scores):
             first = fresh & Int32((exist[0] | exist[1] | exist[2] | exist[3]) != 0)
             fresh = fresh ^ first
             self.key_softmax.softmax_of_keys(s, first, taken.scale, held, shared, previous)
-            if const_expr(self.sparse.two_scales):
+            if const_expr(self.config.two_scales):
                 self.scale_p(b, held)
             self.key_softmax.store_p_of_keys(address_here + held.p_offset, held.p_words)
             stored = held.signals
-        if const_expr(self.sparse.early_q):
+        if const_expr(self.config.early_q):
             self.request_next(number, held, shared)
         return Scored(index, phase, previous)
 
@@ -298,7 +269,7 @@ class SparseScores(Scores):
     def further_scale(self, i: cutlass.Constexpr[int], b: Int32, held: Held) -> Float32:
         """The scale of the lane's i-th key of block b, over that of the first cache."""
         scale = Float32(1.0)
-        if b * self.block + held.place.warp * 16 + held.place.lane // 4 + 8 * i >= self.sparse.window:
+        if b * self.block + held.place.warp * 16 + held.place.lane // 4 + 8 * i >= self.config.window:
             scale = held.scales[2] / held.scales[1]
         return scale
 
@@ -313,7 +284,7 @@ class SparseScores(Scores):
 
     @cute.jit
     def scale_p(self, b: Int32, held: Held):
-        """The same for P, by which the second cache's rows are multiplied."""
+        """Multiply the P of the second cache's keys by their cache's scale."""
         for i in cutlass.range_constexpr(2):
             scale = self.further_scale(i, b, held)
             for v in cutlass.range_constexpr(self.p_rows // 8):
@@ -328,7 +299,7 @@ class SparseScores(Scores):
         for g in cutlass.range_constexpr(KEYS_AHEAD):
             self.read_keys(here, g, narrow)
         scales, factors = address + held.scales_offset, held.factors
-        if const_expr(self.sparse.scale_group > 0):
+        if const_expr(self.config.scale_group > 0):
             self.read_factors(scales, 0, factors)
             self.make_pairs(factors)
         awaited = cute.make_rmem_tensor((2,), Int32)  # the next group's
@@ -350,17 +321,20 @@ class SparseScores(Scores):
                 # Release the previous block's P V, as in Scores16bit.
                 self.ring.signal_if(stored, shared.ready, previous)
             warpgroup.fence()
-            if const_expr(step.half is None and self.sparse.bf16_columns):
+            if const_expr(step.half is None and self.config.bf16_columns):
                 of_keys, dtype = narrow[None, step.fragment % KEYS_AHEAD], self.ring.q_dtype
             else:
                 of_keys, dtype = wide[None, n % KEYS_WIDE], self.p_dtype
             a = cute.make_tensor(cute.recast_ptr(of_keys.iterator, dtype=dtype), cute.make_layout(a_shape))
-            if const_expr(step.half is None and self.sparse.bf16_columns):
+            if const_expr(step.half is None and self.config.bf16_columns):
                 cute.gemm(held.mma_16, acc, a[None, None, 0], held.t_q_16[None, None, n], acc)
             else:
                 cute.gemm(mma_qk, acc, a[None, None, 0], held.t_q[None, None, n], acc)
             mma_qk.set(Field.ACCUMULATE, True)
             warpgroup.commit_group()
+
+    def zero_keys(self, piece: Described, b_end: Int32, last: Int32, held: Held, shared: Shared) -> None:
+        """Do nothing: gathering warps zero the rows that do not exist."""
 
     @cute.jit
     def finish_piece(self, piece: Described, number: Int32, held: Held, shared: Shared):
@@ -372,17 +346,19 @@ class SparseScores(Scores):
             for e in cutlass.range_constexpr(2):
                 row = t // 2 + e
                 sums = (totals[e], held.exchanged.maxima[row, 0])
-                self.softmax.finish_row(row, sums, piece, number, held.results, sinks[e])
+                self.row_results.finish_row(row, sums, piece, number, held.results, sinks[e])
 
     @cute.jit
-    def sinks_of(self, piece: Described, t: Int32, held: Held) -> Any:
+    def sinks_of(
+        self, piece: Described, t: Int32, held: Held
+    ) -> cute.Tensor | tuple[None, None]:  # fmt: skip
         """The sinks of the two rows that thread t finishes; None for each if there are none."""
         sinks = (None, None)
-        if const_expr(self.sparse.sinks):
+        if const_expr(self.config.sinks):
             sinks = cute.make_rmem_tensor((2,), Float32)
             for e in cutlass.range_constexpr(2):
                 # Rows behind the last head have sums, too.
-                head = cutlass.min(piece[Piece.ROW_IN_REQUEST] + t // 2 + e, self.sparse.num_heads - 1)
+                head = cutlass.min(piece[Piece.ROW_IN_REQUEST] + t // 2 + e, self.config.num_heads - 1)
                 sinks[e] = held.results.sinks[head]
         return sinks
 
@@ -400,20 +376,20 @@ class SparseScores(Scores):
     @cute.jit
     def read_factors(self, address: Int32, group: cutlass.Constexpr[int], factors: cute.Tensor):
         """Read the scales of the lane's two keys for a group of columns; the first key's are at `address`."""
-        dtype = Float32 if self.sparse.layout == "v32" else cutlass.Uint16
+        dtype = Float32 if self.config.layout == "v32" else cutlass.Uint16
         for i in cutlass.range_constexpr(2):
-            if const_expr(self.sparse.layout == "v32"):
+            if const_expr(self.config.layout == "v32"):
                 there = address + (i * (8 * self.pitch) + 4 * group)
             else:
-                there = address + (i * self.ring.scale_place(8) + group * self.ring.scales_of_group)
+                there = address + (i * self.stages.scale_place(8) + group * self.stages.scales_of_group)
             pointer = cute.make_ptr(dtype, there, cute.AddressSpace.smem, assumed_align=dtype.width // 8)
             number = cute.make_tensor(pointer, cute.make_layout(1))[0]
-            factors[i] = number.bitcast(Int32) if const_expr(self.sparse.layout == "v32") else Int32(number)
+            factors[i] = number.bitcast(Int32) if const_expr(self.config.layout == "v32") else Int32(number)
 
     def make_pairs(self, factors: cute.Tensor) -> None:
         """Make pairs of f16 of the scales that read_factors has read."""
         for i in range(2):
-            if self.sparse.layout == "v32":
+            if self.config.layout == "v32":
                 number = factors[i].bitcast(Float32)
                 factors[i] = two_halves(number, number)
             else:
@@ -423,11 +399,11 @@ class SparseScores(Scores):
     def widen_keys(self, n: cutlass.Constexpr[int], narrow: cute.Tensor, wide: cute.Tensor, factors: cute.Tensor):
         """Make step n of K f16: 16 columns of two keys, as WGMMA's first operand."""
         fragment, half, group = self.steps[n]
-        if const_expr(half is None and self.sparse.bf16_columns):
+        if const_expr(half is None and self.config.bf16_columns):
             pass  # read as WGMMA takes them
         elif const_expr(half is None):
             for i in cutlass.range_constexpr(4):
-                wide[i, n % KEYS_WIDE] = as_f16(narrow[i, fragment % KEYS_AHEAD], self.sparse.kv_dtype)
+                wide[i, n % KEYS_WIDE] = as_f16(narrow[i, fragment % KEYS_AHEAD], self.config.kv_dtype)
         else:
             words = cute.make_rmem_tensor((2,), Int32)
             for i in cutlass.range_constexpr(2):
@@ -452,7 +428,7 @@ class SparseScores(Scores):
                         s[e, i, v] = -Float32.inf
 
     @cute.jit
-    def over_keys(self, combine: cutlass.Constexpr, values: cute.Tensor, of_lanes: cute.Tensor, t: Int32):
+    def over_keys(self, combine: Combine, values: cute.Tensor, of_lanes: cute.Tensor, t: Int32):
         """Reduce the lanes' `values` of each row over all keys by `combine`: see KeySoftmax. First in each warp, whose
         lanes with the same rows halve these in every exchange, then over the warps."""
         lane, rows = t % 32, self.p_rows // 8

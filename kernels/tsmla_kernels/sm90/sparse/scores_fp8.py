@@ -15,12 +15,13 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, SmemLayoutAtomKind
 
-from tsmla_kernels.sm90.decode.config import ROWS
-from tsmla_kernels.sm90.decode.memory import Shared
+from tsmla_kernels.sm90.latent.memory import Shared
+from tsmla_kernels.sm90.latent.shape import ROWS
 from tsmla_kernels.sm90.sparse.config import SparseConfig
+from tsmla_kernels.sm90.sparse.memory import Held, QueryOperands, QueryTile
 from tsmla_kernels.sm90.sparse.query import Fp8Query
-from tsmla_kernels.sm90.sparse.ring import SparseRing
-from tsmla_kernels.sm90.sparse.scores import Held, QueryOperands, QueryTile, SparseScores
+from tsmla_kernels.sm90.sparse.scores import SparseScores
+from tsmla_kernels.sm90.sparse.stages import Stages
 from tsmla_kernels.sm90.warp import load_matrices
 
 GROUP = 128  # columns of e4m3 that the tensor cores add up
@@ -53,8 +54,9 @@ class SparseScoresFp8(SparseScores):
       buffers: places for the fragments of some columns. With two, WGMMA reads one while the other is loaded.
     """
 
-    def __init__(self, config: SparseConfig, ring: SparseRing) -> None:
-        super().__init__(config, ring)
+    def __init__(self, config: SparseConfig, stages: Stages) -> None:
+        super().__init__(config, stages)
+        ring = self.ring
         self.query, self.k_dtype = Fp8Query(config, ring), ring.dtype
         self.columns = columns_of(config)
         self.scaled = config.scale_group > 0
@@ -62,7 +64,7 @@ class SparseScoresFp8(SparseScores):
 
     def query_operands(self, mma_qk: cute.TiledMma, q_place: Int32, t: Int32) -> QueryOperands:
         """Q at `q_place` as the operand of both MMAs."""
-        t_q = self.query_operand(mma_qk, QueryTile(self.k_dtype, self.ring.q_swizzle, self.depth), q_place, t)
+        t_q = self.query_operand(mma_qk, QueryTile(self.k_dtype, self.query.swizzle, self.depth), q_place, t)
         if not self.columns[-1].bf16:
             return QueryOperands(mma_qk, t_q, mma_qk, t_q)
         mma_16 = self.mma_of(cutlass.BFloat16)
@@ -71,8 +73,8 @@ class SparseScoresFp8(SparseScores):
         t_q_16 = self.query_operand(mma_16, tile, q_place + self.query.bf16_place, t)
         return QueryOperands(mma_qk, t_q, mma_16, t_q_16)
 
-    def registers_of_keys(self, acc: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
-        """`part`, `narrow` and `wide` of Held; None for one that is not used."""
+    def registers_of_keys(self, acc: cute.Tensor) -> tuple[cute.Tensor | None, cute.Tensor, cute.Tensor | None]:
+        """`part`, `narrow` and `wide` of Held. `part` is None if rows have no scales, `wide` always."""
         narrow = cute.make_rmem_tensor((4, self.buffers * FRAGMENTS), Int32)
         return cute.make_rmem_tensor(acc.layout, Float32) if self.scaled else None, narrow, None
 

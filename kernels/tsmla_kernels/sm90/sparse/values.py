@@ -1,4 +1,4 @@
-"""O^T += V^T P^T of the sparse kernel: as in the dense decode over a cache of e4m3, with a row's scales."""
+"""O^T += V^T P^T of the sparse kernel: V^T is widened in registers, and multiplied by its rows' scales."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from tsmla_kernels.sm90.decode.memory import Blocks, Described, Shared, two_rows
-from tsmla_kernels.sm90.decode.query import two_halves
-from tsmla_kernels.sm90.decode.values_fp8 import AHEAD, WIDE, Held, OutRows, Reading, ValuesFp8
-from tsmla_kernels.sm90.decode.walk import PieceWalk
+from tsmla_kernels.sm90.latent.memory import Blocks, Described, Schedule, Shared, two_rows
+from tsmla_kernels.sm90.latent.query import two_halves
+from tsmla_kernels.sm90.latent.values import AHEAD, WIDE, Held, OutRows, Reading, ValueWalk, WideValues
+from tsmla_kernels.sm90.latent.walk import Walk
 from tsmla_kernels.sm90.sparse.config import SparseConfig
 from tsmla_kernels.sm90.sparse.gather import Gatherer
-from tsmla_kernels.sm90.sparse.ring import SparseRing
+from tsmla_kernels.sm90.sparse.memory import Arrays
+from tsmla_kernels.sm90.sparse.stages import Stages
 from tsmla_kernels.sm90.sparse.words import as_f16, times
 from tsmla_kernels.sm90.warp import kept, load_transposed
 
 LAST_TILE = 3  # of a warp's tiles of 16 latents, the one that is bf16 in V4's upper half
 
 
-def last_row(lane, pitch, chunk, chunks):
+def last_row(lane: Int32, pitch: int, chunk: Int32, chunks: int) -> Int32:
     """Offset in a stage of the 16 bytes of a key that a lane passes to ldmatrix, of the first 16 keys.
 
     The first eight keys are matrices 0 and 1, which have 16 bytes from `chunk` on each, or, with `chunks` 0, the same.
@@ -28,32 +29,61 @@ def last_row(lane, pitch, chunk, chunks):
     return (lane // 16 * 8 + lane % 8) * pitch + (chunk + lane // 8 % 2 * chunks) * 16
 
 
-def singles_of(target: cute.Pointer, further: Int32, dtype: type, layout: cute.Layout) -> cute.Tensor:
+def singles_of(target: cute.Pointer, further: Int32, dtype: type[cutlass.Numeric], layout: cute.Layout) -> cute.Tensor:
     """The elements `further` behind `target` that a lane stores one by one."""
     size = dtype.width // 8
     address = target.toint() + Int64(further) * size
     return cute.make_tensor(cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=size), layout)
 
 
-class SparseValues(ValuesFp8):
+class SparseValues:
     """P V of gathered rows.
 
     Attributes:
-      sparse, pitch: the SparseConfig, and as there.
+      wide: what decode's values do, too. lookahead: as in Values. half, latent, m_tiles: as in WideValues.
+      pitch: as in SparseConfig. copier: the gathering warps.
       steps_at_once: steps of 16 keys whose scales are in registers.
     """
 
-    def __init__(self, config: SparseConfig, ring: SparseRing, walk: PieceWalk, gatherer: Gatherer) -> None:
-        super().__init__(config.decode, ring, walk, gatherer)
-        self.sparse, self.pitch, self.lookahead = config, config.pitch, config.lookahead
+    def __init__(self, config: SparseConfig, stages: Stages, walk: Walk, gatherer: Gatherer) -> None:
+        self.config, self.ring, self.stages = config, stages.ring, stages
+        self.walk, self.copier, self.lookahead = walk, gatherer, config.lookahead
+        self.wide = WideValues(config.shape, self.ring)
+        self.latent, self.half, self.m_tiles = self.wide.latent, self.wide.half, self.wide.m_tiles
+        self.block, self.p_rows, self.p_dtype = self.ring.block, self.ring.p_rows, self.ring.p_dtype
+        self.pitch = config.pitch
         self.steps_at_once = 1 if config.layout == "v4" else self.block // 16
 
+    def mma(self) -> cute.TiledMma:
+        """The MMA of V^T P^T."""
+        return self.wide.mma()
+
+    @cute.jit
+    def accumulate(
+        self, arrays: Arrays, shared: Shared, mma_pv: cute.TiledMma, half: Int32, warp_idx: Int32, schedule: Schedule
+    ):  # fmt: skip
+        """Warpgroups 1 and 2: see latent.values.ValueWalk."""
+        ValueWalk(self).run(arrays, shared, mma_pv, half, warp_idx, schedule)
+
+    def fragments(self) -> tuple[cute.Tensor | None, cute.Tensor | None, cute.Tensor | None]:
+        """`wide`, `narrow` and `factors` of Held."""
+        return self.wide.fragments()
+
+    def offset(self, half: Int32, first_tile: Int32, lane: Int32) -> Int32:
+        """Offset in a stage of this lane's first values."""
+        return kept(self.first_values(first_tile, lane))
+
+    def first_tile(self, half: Int32, warp: Int32) -> Int32:
+        """The first tile of 16 latents of a warp of value warpgroup `half`."""
+        return half * (self.half // 16) + warp * self.m_tiles
+
     def first_values(self, first_tile: Int32, lane: Int32) -> Int32:
-        """Offset in a stage of the columns of tile `first_tile` of this lane's key, of the first 32 keys."""
+        """Byte offset in a stage at which this lane reads tile `first_tile` of its key (one of the first 32)."""
         return lane * self.pitch + first_tile * 16
 
     def first_latent(self, first_tile: Int32) -> Int32:
-        """The warp's first latent, found once more: nothing that follows from it is kept from piece to piece."""
+        """The warp's first latent column. Recomputed here so that nothing derived from it stays in a register between
+        pieces."""
         tidx, _, _ = cute.arch.thread_idx()
         warp = kept(tidx) // 32 - 4
         return self.first_tile(warp // 4, warp % 4) * 16
@@ -85,7 +115,7 @@ class SparseValues(ValuesFp8):
         begun, address = Int32(0), self.ring.address(shared.keys, index)
         for b in cutlass.range(blocks.begin, blocks.end, unroll=1):
             held = of_piece
-            if const_expr(self.sparse.layout == "v4"):
+            if const_expr(self.config.layout == "v4"):
                 # Behind a shuffle: what follows from the offset is computed in every block and kept between none.
                 held = of_piece._replace(offset=kept(of_piece.offset))
             t_p = mma_pv.make_fragment_B(thr.partition_B(self.ring.stage_p(shared, address)))
@@ -113,7 +143,7 @@ class SparseValues(ValuesFp8):
             reading = Reading(here, next_here, awaited, full + following, phase_following)
             for n in cutlass.range_constexpr(WIDE):  # while the flag comes
                 self.widen_next(n, address_here, reading, factors, held)
-            self.rescale_out(held.o, shared.rescale, flag, index, lane)
+            self.wide.rescale_out(held.o, shared.rescale, flag, index, lane)
             for n in cutlass.range_constexpr(4 * self.m_tiles):
                 if const_expr(n >= WIDE):
                     warpgroup.wait_group(WIDE - 1)
@@ -145,10 +175,10 @@ class SparseValues(ValuesFp8):
 
         Word [i, j] has those of keys 8 i + 2 q and 8 i + 2 q + 1 of the j-th such step, as f16.
         """
-        table = address + self.sparse.scales_offset
+        table = address + self.config.scales_offset
         quad = held.lane % 4
-        if const_expr(self.sparse.layout == "v32"):
-            group = self.tile_of(held) // (self.sparse.scale_group // 16)
+        if const_expr(self.config.layout == "v32"):
+            group = self.tile_of(held) // (self.config.scale_group // 16)
             first = table + (group * 4 + quad * (2 * self.pitch))
             pair = cute.make_rmem_tensor((2,), Float32)
             for j in cutlass.range_constexpr(self.steps_at_once):
@@ -158,9 +188,9 @@ class SparseValues(ValuesFp8):
                         pointer = cute.make_ptr(Float32, there, cute.AddressSpace.smem, assumed_align=4)
                         pair[e] = cute.make_tensor(pointer, cute.make_layout(1))[0]
                     factors[i, j] = two_halves(pair[0], pair[1])
-        elif const_expr(self.sparse.layout == "v4"):
-            group = (self.tile_of(held) + n // 4) // (self.sparse.scale_group // 16)
-            first = table + (group * self.ring.scales_of_group + self.ring.scale_place(2 * quad))
+        elif const_expr(self.config.layout == "v4"):
+            group = (self.tile_of(held) + n // 4) // (self.config.scale_group // 16)
+            first = table + (group * self.stages.scales_of_group + self.stages.scale_place(2 * quad))
             there = cute.make_ptr(Int32, first + n % 4 * 8, cute.AddressSpace.smem, assumed_align=8)
             cute.autovec_copy(cute.make_tensor(there, cute.make_layout(2)), factors[None, 0])
 
@@ -171,8 +201,8 @@ class SparseValues(ValuesFp8):
     @cute.jit
     def widen_scaled(self, n: cutlass.Constexpr[int], narrow: cute.Tensor, wide: cute.Tensor, factors: cute.Tensor):
         """Make half n of the fragments of V^T f16, and multiply it by its keys' scales."""
-        self.widen(n, narrow, wide)
-        if const_expr(self.sparse.scale_group > 0):
+        self.wide.widen(n, narrow, wide)
+        if const_expr(self.config.scale_group > 0):
             pairs = cute.recast_tensor(wide[None, n % WIDE], Int32)
             for i in cutlass.range_constexpr(2):
                 for e in cutlass.range_constexpr(2):
@@ -184,7 +214,7 @@ class SparseValues(ValuesFp8):
         """Make 16 keys of a tile of latents of 16 bits f16: step n of V^T."""
         words = cute.recast_tensor(wide[None, n % WIDE], Int32)
         for i in cutlass.range_constexpr(4):
-            words[i] = as_f16(narrow[i, n % AHEAD], self.sparse.kv_dtype)
+            words[i] = as_f16(narrow[i, n % AHEAD], self.config.kv_dtype)
 
     @cute.jit
     def widen_next(
@@ -197,14 +227,21 @@ class SparseValues(ValuesFp8):
     ):
         """Step n of V^T: widen what has been read, and read on."""
         self.widen_scaled(n, held.narrow, held.wide, factors)
-        self.read_on(n, reading, held.narrow)
+        self.wide.read_on(n, reading, held.narrow, self.read_values)
+
+    @cute.jit
+    def store_rows(
+        self, target: cute.Pointer, o: cute.Tensor, rows: OutRows, valid_rows: Int32, dtype: type[cutlass.Numeric]
+    ):
+        """Store a lane's part of O from `target` on."""
+        self.wide.store_pairs(target, o, rows, valid_rows, dtype)
 
 
 class PlainValues(SparseValues):
     """P V of rows of 16 bits. Rows g and g + 8 of the product are latents g and g + 8 of a tile."""
 
     def first_values(self, first_tile: Int32, lane: Int32) -> Int32:
-        """Offset in a stage of the columns of tile `first_tile` of this lane's key, of the first 16 keys."""
+        """Byte offset in a stage at which this lane reads tile `first_tile` of its key (one of the first 16)."""
         return last_row(lane, self.pitch, 2 * first_tile, 1)
 
     @cute.jit
@@ -234,7 +271,7 @@ class PlainValues(SparseValues):
 
     @cute.jit
     def store_rows(
-        self, target: cute.Pointer, o: cute.Tensor, rows: OutRows, valid_rows: Int32, dtype: cutlass.Constexpr
+        self, target: cute.Pointer, o: cute.Tensor, rows: OutRows, valid_rows: Int32, dtype: type[cutlass.Numeric]
     ):
         """Store a lane's part of O. `target` is where its rows would begin if it had pairs of latents."""
         shape, strides = (2, 2, self.p_rows // 8, self.m_tiles), (8, self.latent, 8 * self.latent, 16)
@@ -280,7 +317,7 @@ class V4Values(SparseValues):
         if const_expr(n + 1 < last + 4):
             self.read_factors(address, held, n + 1, factors)
         if const_expr(n + 3 < last):
-            self.read_on(n, reading, narrow)
+            self.wide.read_on(n, reading, narrow, self.read_values)
         elif const_expr(n < last and n % 2 == 1):
             self.read_last(n // 2 + AHEAD - last // 2, address, held)
         elif const_expr(n >= last and n + AHEAD < last + 4):
@@ -297,7 +334,7 @@ class V4Values(SparseValues):
         lane, tile = held.lane, self.tile_of(held)
         row = last_row(lane, self.pitch, tile + LAST_TILE, 0)
         if self.upper(tile):
-            row = last_row(lane, self.pitch, (self.sparse.rope_offset // 16) + held.thread // 32 * 2, 1)
+            row = last_row(lane, self.pitch, (self.config.rope_offset // 16) + held.thread // 32 * 2, 1)
         self.load(address + row + 16 * r * self.pitch, held.narrow[None, r % AHEAD])
 
     def upper(self, tile: Int32) -> cutlass.Boolean:
@@ -324,7 +361,7 @@ class V4Values(SparseValues):
 
     @cute.jit
     def store_rows(
-        self, target: cute.Pointer, o: cute.Tensor, rows: OutRows, valid_rows: Int32, dtype: cutlass.Constexpr
+        self, target: cute.Pointer, o: cute.Tensor, rows: OutRows, valid_rows: Int32, dtype: type[cutlass.Numeric]
     ):
         """Store a lane's part of O: pairs of latents from `target` on, and latents 1 or 8 apart of the last tile."""
         tidx, _, _ = cute.arch.thread_idx()
@@ -333,7 +370,7 @@ class V4Values(SparseValues):
         )
         further, apart = Int32(16 * LAST_TILE), Int32(1)
         if self.upper(rows.first_latent // 16):
-            column = self.sparse.e4m3_columns + tidx % 128 // 32 * 16 + rows.lane // 4
+            column = self.config.e4m3_columns + tidx % 128 // 32 * 16 + rows.lane // 4
             further, apart = column - (rows.first_latent + rows.lane // 4 * 2), Int32(8)
         layout = cute.make_layout((2, 2, self.p_rows // 8), stride=(apart, self.latent, 8 * self.latent))
         singles = singles_of(target, further, dtype, layout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from tsmla_kernels.sm90.decode.query import two_halves
+from tsmla_kernels.sm90.latent.query import two_halves
 
 
 def times(pair: Int32, factors: Int32) -> Int32:

@@ -11,8 +11,9 @@ from tests.emulator.warp_model import LANES, ldmatrix, narrow_tiles, stmatrix_tr
 
 pytest.importorskip("cutlass")
 
-from tsmla_kernels.sm90.decode.query import q_pair_place
-from tsmla_kernels.sm90.decode.scores_mixed import key_fragment, key_row, p_row
+from tsmla_kernels.sm90.decode.scores_mixed import key_fragment, key_row
+from tsmla_kernels.sm90.latent.key_softmax import p_row
+from tsmla_kernels.sm90.latent.query import q_pair_place
 
 BLOCK, WARPS = 64, 4
 

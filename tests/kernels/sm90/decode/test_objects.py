@@ -6,7 +6,8 @@ import pytest
 
 from tests.kernels.object_checks import all_but_slow, check_compiled
 from tsmla_kernels.catalog import MLA_DECODE
-from tsmla_kernels.sm90.decode.config import FP8, ROWS
+from tsmla_kernels.sm90.constants import FP8
+from tsmla_kernels.sm90.latent.shape import ROWS
 
 CONFIGS = {
     "16 heads": {"num_heads": "16"},

@@ -9,7 +9,7 @@ import pytest
 
 from tests.emulator.schedule_interpreter import GARBAGE, Interpreter, Piece
 from tsmla_kernels.catalog import MLA_DECODE
-from tsmla_kernels.sm90.decode.config import OVERHEAD, DecodeConfig, invariant_piece_blocks, workspace_shapes
+from tsmla_kernels.sm90.latent.shape import OVERHEAD, LatentShape, invariant_piece_blocks, workspace_shapes
 
 PAGE = 64
 KINDS = ("equal", "nearly equal", "ragged", "some empty", "one long")
@@ -39,13 +39,13 @@ def test_a_piece_knows_the_fewest_keys_of_its_tokens(
         assert piece.fewest_keys == visible[first // heads : last // heads + 1].min()
 
 
-def config_of(heads: int, q_len: int, *, dtype: str = "bfloat16", ragged: bool = False) -> DecodeConfig:
+def config_of(heads: int, q_len: int, *, dtype: str = "bfloat16", ragged: bool = False) -> LatentShape:
     options = {"num_heads": heads, "max_q_len": q_len, "dtype": dtype, "kv_dtype": dtype, "ragged": ragged}
-    return MLA_DECODE.from_options({name: str(value).lower() for name, value in options.items()})
+    return MLA_DECODE.from_options({name: str(value).lower() for name, value in options.items()}).shape
 
 
 def pieces_by_tile(
-    config: DecodeConfig, queries: np.ndarray, pieces: list[Piece]
+    config: LatentShape, queries: np.ndarray, pieces: list[Piece]
 ) -> dict[tuple[int, int], list[Piece]]:
     """The pieces by (request, first row in it) of their row tile: every tile of the queries, and no other."""
     tiles = defaultdict(list)
@@ -58,7 +58,7 @@ def pieces_by_tile(
 
 def check(
     flags: tuple[int, int],
-    config: DecodeConfig,
+    config: LatentShape,
     num_clusters: int,
     lens: np.ndarray,
     queries: np.ndarray,
@@ -96,7 +96,7 @@ def check(
 
 
 def check_fixed_cuts(
-    config: DecodeConfig,
+    config: LatentShape,
     num_clusters: int,
     lens: np.ndarray,
     queries: np.ndarray,

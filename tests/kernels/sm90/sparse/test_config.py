@@ -10,7 +10,7 @@ from tsmla_kernels.catalog import SPARSE_MLA
 from tsmla_kernels.contract.layouts import CacheSpec
 from tsmla_kernels.contract.sparse import SparseMLASpec
 from tsmla_kernels.sm90.constants import FP8, SMEM_BYTES
-from tsmla_kernels.sm90.decode.config import INVARIANT_WORKSPACE
+from tsmla_kernels.sm90.latent.shape import INVARIANT_WORKSPACE
 from tsmla_kernels.sm90.sparse.config import (
     MANY_TILES,
     MAX_STAGES,
@@ -43,11 +43,11 @@ def test_calls_of_any_size_share_an_object() -> None:
 
 def test_few_tokens_of_many_heads_have_narrow_tiles() -> None:
     many = dataclasses.replace(V4_CALL, num_tokens=4096)
-    assert sparse_config(V4_CALL).decode.tile_rows == 32 and sparse_config(many).decode.tile_rows == 64
-    assert sparse_config(V4_CALL).decode.max_tiles == 2 and sparse_config(many).decode.max_tiles == 1
-    assert sparse_config(dataclasses.replace(V4_CALL, num_tokens="t")).decode.tile_rows == 64
-    assert sparse_config(dataclasses.replace(V4_CALL, batch_invariant=True)).decode.tile_rows == 64
-    assert sparse_config(dataclasses.replace(V4_CALL, num_heads=16)).decode.p_rows == 16
+    assert sparse_config(V4_CALL).shape.tile_rows == 32 and sparse_config(many).shape.tile_rows == 64
+    assert sparse_config(V4_CALL).shape.max_tiles == 2 and sparse_config(many).shape.max_tiles == 1
+    assert sparse_config(dataclasses.replace(V4_CALL, num_tokens="t")).shape.tile_rows == 64
+    assert sparse_config(dataclasses.replace(V4_CALL, batch_invariant=True)).shape.tile_rows == 64
+    assert sparse_config(dataclasses.replace(V4_CALL, num_heads=16)).shape.p_rows == 16
 
 
 @pytest.mark.parametrize("heads", [33, 64, 65, 128])
@@ -60,7 +60,7 @@ def test_rows_of_16_bits_that_are_too_wide_for_64_heads(dtype: str, heads: int) 
     assert sparse_reasons(few) == []
     for changes in ({}, {"num_tokens": 4096}, {"num_tokens": "t"}, {"batch_invariant": True}):
         config = sparse_config(dataclasses.replace(few, **changes))
-        assert (config.decode.tile_rows, config.decode.max_tiles) == (32, math.ceil(heads / 32))
+        assert (config.shape.tile_rows, config.shape.max_tiles) == (32, math.ceil(heads / 32))
         assert config.stages == MIN_STAGES
     assert sparse_config(dataclasses.replace(few, num_heads=32)).tile_rows == 64
     most = dataclasses.replace(few, num_tokens=math.ceil(MANY_TILES / math.ceil(heads / 32)))
@@ -128,12 +128,12 @@ def test_queries_of_e4m3(heads: int) -> None:
     call = dataclasses.replace(V32_CALL, q_dtype=FP8, num_heads=heads)
     assert sparse_reasons(call) == []
     config, wide = sparse_config(call), sparse_config(dataclasses.replace(V32_CALL, num_heads=heads))
-    assert config.q_bytes == config.decode.p_rows * (576 + 2 * 64) and config.q_bytes % 1024 == 0
-    assert config.stages >= wide.stages and config.decode == wide.decode
+    assert config.q_bytes == config.shape.p_rows * (576 + 2 * 64) and config.q_bytes % 1024 == 0
+    assert config.stages >= wide.stages and config.shape.p_rows == wide.shape.p_rows
     operands = {operand.name: operand for operand in SPARSE_MLA.operands(config)}
     assert (operands["q"].dtype, operands["out"].dtype) == (FP8, "bfloat16")
     plain = dataclasses.replace(call, cache=dataclasses.replace(PLAIN, head_dim=576))
-    assert sparse_config(plain).q_bytes == config.decode.p_rows * 576
+    assert sparse_config(plain).q_bytes == config.shape.p_rows * 576
 
 
 def test_operands_are_those_of_the_call() -> None:

@@ -12,9 +12,9 @@ pytest.importorskip("cutlass")
 
 from tsmla_kernels.sm90.sparse.config import SparseConfig
 from tsmla_kernels.sm90.sparse.query import chunk_64
-from tsmla_kernels.sm90.sparse.ring import SparseRing
 from tsmla_kernels.sm90.sparse.scores import key_row
 from tsmla_kernels.sm90.sparse.scores_fp8 import columns_of
+from tsmla_kernels.sm90.sparse.stages import Stages, sparse_ring
 from tsmla_kernels.sm90.sparse.values import last_row
 
 BLOCK, WARPS = 64, 4
@@ -81,13 +81,14 @@ def test_v4s_lower_last_tiles_are_read_16_keys_at_a_time() -> None:
 
 def test_the_table_of_scales_has_a_lanes_pairs_side_by_side() -> None:
     """A value lane reads, at the place of key 2 q, the scales of keys 8 i + 2 q and the next one for i = 0, 1, ..."""
-    ring = SparseRing(CONFIGS["v4"])
-    places = [ring.scale_place(key) for key in range(BLOCK)]
-    assert sorted(places) == list(range(0, ring.scales_of_group, 2))
+    config = CONFIGS["v4"]
+    stages = Stages(config, sparse_ring(config))
+    places = [stages.scale_place(key) for key in range(BLOCK)]
+    assert sorted(places) == list(range(0, stages.scales_of_group, 2))
     for q in range(4):
         for eight in range(8):
             for e in range(2):
-                assert ring.scale_place(8 * eight + 2 * q + e) == ring.scale_place(2 * q) + 4 * eight + 2 * e
+                assert stages.scale_place(8 * eight + 2 * q + e) == stages.scale_place(2 * q) + 4 * eight + 2 * e
 
 
 @pytest.mark.parametrize("config", [

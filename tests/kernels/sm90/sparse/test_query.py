@@ -19,11 +19,12 @@ from tests.emulator.warp_model import swizzled
 
 pytest.importorskip("cutlass")
 
-from tsmla_kernels.sm90.decode import query
-from tsmla_kernels.sm90.decode.query import QueryCopy, q_pair_place
+from tsmla_kernels.sm90.decode.query import StagedQuery
+from tsmla_kernels.sm90.latent import query
+from tsmla_kernels.sm90.latent.query import QueryCopy, q_pair_place
 from tsmla_kernels.sm90.sparse.config import SparseConfig
 from tsmla_kernels.sm90.sparse.query import SparseQuery
-from tsmla_kernels.sm90.sparse.ring import SparseRing
+from tsmla_kernels.sm90.sparse.stages import sparse_ring
 from tsmla_kernels.sm90.warp import DTYPES
 
 THREADS, CHUNK = 128, 16  # bytes
@@ -115,11 +116,16 @@ def run_move(copy: QueryCopy, memory: SharedMemory, target: int, sources: Any, v
         "two_halves": two_halves,
         "greater_halves": greater_halves,
     }
-    device = types.SimpleNamespace(**vars(copy))
-    for name in ("move", "clear", "place", "group", "move_groups", "row_source", "source_words"):
-        function = numeric(getattr(type(copy), name))
-        function.__globals__.update(names)  # type: ignore[attr-defined]
-        setattr(device, name, types.MethodType(function, device))
+    device, source = types.SimpleNamespace(**vars(copy)), types.SimpleNamespace(**vars(copy.source))
+    device.source = source
+    for owner, of, methods in (
+        (device, copy, ("move", "clear", "place", "group", "move_groups")),
+        (source, copy.source, ("row", "words")),
+    ):
+        for name in methods:
+            function = numeric(getattr(type(of), name))
+            function.__globals__.update(names)  # type: ignore[attr-defined]
+            setattr(owner, name, types.MethodType(function, owner))
     top = Word(0)
     for memory.thread in range(THREADS):
         top = greater_halves(top, device.move(target, sources, valid_rows, memory.thread))
@@ -152,7 +158,7 @@ def permuted(q: np.ndarray) -> np.ndarray:
 def test_q_is_moved_in_place(kind: str, p_rows: int, dtype: str) -> None:
     config = SparseConfig(dtype, p_rows, **KINDS[kind])
     q, valid = rows_of(dtype, p_rows, config.head_dim), p_rows - 5
-    copy, memory = SparseQuery(config, SparseRing(config)), SharedMemory(tiles_of(q))
+    copy, memory = SparseQuery(config, sparse_ring(config)).copy, SharedMemory(tiles_of(q))
     top = run_move(copy, memory, 0, (0, 0), valid)
     assert max(map(len, memory.threads)) == 1
     cut = config.e4m3_columns
@@ -174,7 +180,7 @@ def test_q_is_moved_from_stages(p_rows: int, dtype: str) -> None:
     stored = np.concatenate([tiles_of(q[stage_rows * i :][:stage_rows]) for i in range(stages)])
     target = stored.nbytes
     memory = SharedMemory(np.concatenate([stored, np.full(p_rows * depth, 0xFFFF, np.uint16)]))
-    copy = QueryCopy(depth, p_rows, stage_rows, DTYPES[dtype])
+    copy = QueryCopy(StagedQuery(stage_rows), depth=depth, p_rows=p_rows, q_dtype=DTYPES[dtype])
     sources = 0, target // stages * (stages - 1)
     top = run_move(copy, memory, target, sources, valid)
     assert all(len(threads) == 1 for threads in memory.threads[target // CHUNK :])

@@ -6,7 +6,7 @@ import pytest
 
 from tests.emulator.schedule_interpreter import Interpreter, Piece
 from tests.kernels.sm90.decode.test_schedule import check, check_fixed_cuts
-from tsmla_kernels.sm90.decode.config import OVERHEAD
+from tsmla_kernels.sm90.latent.shape import OVERHEAD
 from tsmla_kernels.sm90.sparse.config import SparseConfig
 
 CTAS = 20
@@ -32,7 +32,7 @@ def interpreter() -> Interpreter:
 def test_tokens_without_lengths(
     interpreter: Interpreter, heads: int, tile_rows: int, tokens: int, selected: int
 ) -> None:
-    config = SparseConfig("bfloat16", heads, tile_rows=tile_rows).decode
+    config = SparseConfig("bfloat16", heads, tile_rows=tile_rows).shape
     lens = np.full(tokens, selected)
     pieces, split_info = interpreter.run(config, CTAS, lens, selected, equal_lengths=True)
     check(interpreter.flags, config, CTAS, lens, np.ones(tokens, int), pieces, split_info)
@@ -46,7 +46,7 @@ def test_tokens_without_lengths(
 def test_tokens_are_cut_at_fixed_columns(
     interpreter: Interpreter, heads: int, tile_rows: int, tokens: int, selected: int, equal_lengths: bool
 ) -> None:
-    config = SparseConfig("bfloat16", heads, tile_rows=tile_rows, batch_invariant=True).decode
+    config = SparseConfig("bfloat16", heads, tile_rows=tile_rows, batch_invariant=True).shape
     lens = np.random.default_rng(tokens).integers(-5, selected + 200, tokens)
     pieces, split_info = interpreter.run(config, CTAS, lens, selected, equal_lengths=equal_lengths)
     lens = np.full(tokens, selected) if equal_lengths else np.clip(lens, 0, selected)
@@ -70,7 +70,7 @@ LENGTHS = {
 def test_many_tokens_are_dealt_out(
     interpreter: Interpreter, heads: int, tile_rows: int, lengths: str, ctas: int
 ) -> None:
-    lens, config = LENGTHS[lengths], SparseConfig("bfloat16", heads, tile_rows=tile_rows).decode
+    lens, config = LENGTHS[lengths], SparseConfig("bfloat16", heads, tile_rows=tile_rows).shape
     width = int(lens.max())
     pieces, split_info = interpreter.run(config, ctas, lens, width, dealt=True)
     check(interpreter.flags, config, ctas, lens, np.ones(len(lens), int), pieces, split_info)
@@ -82,7 +82,7 @@ def test_many_tokens_are_dealt_out(
 @pytest.mark.parametrize("lengths", ["equal", "a rest of a few", "a prompt's"])
 def test_dealt_tiles_balance(interpreter: Interpreter, lengths: str) -> None:
     """No CTA has more than a piece's start above the mean; those of runs have up to a tile."""
-    lens, config = LENGTHS[lengths], SparseConfig("bfloat16", 64).decode
+    lens, config = LENGTHS[lengths], SparseConfig("bfloat16", 64).shape
     pieces, _ = interpreter.run(config, CTAS, lens, int(lens.max()), dealt=True)
     load = loads(pieces, CTAS)
     assert load.max() <= load.mean() + OVERHEAD
@@ -90,7 +90,7 @@ def test_dealt_tiles_balance(interpreter: Interpreter, lengths: str) -> None:
 
 def test_neighbours_are_under_way_together(interpreter: Interpreter) -> None:
     """A round is CTAS neighbouring tokens, one for each CTA, forwards and backwards in turn."""
-    lens, config = LENGTHS["equal"], SparseConfig("bfloat16", 64).decode
+    lens, config = LENGTHS["equal"], SparseConfig("bfloat16", 64).shape
     pieces, _ = interpreter.run(config, CTAS, lens, int(lens.max()), dealt=True, equal_lengths=True)
     for i in range(len(lens) // CTAS):
         turn = {piece.cluster: piece.request for c in range(CTAS) for piece in of(pieces, c)[i : i + 1]}

@@ -9,8 +9,8 @@ from tests.emulator.numeric_cute import numeric
 
 pytest.importorskip("cutlass")
 
-from tsmla_kernels.sm90.decode.memory import Piece
-from tsmla_kernels.sm90.decode.softmax import Softmax
+from tsmla_kernels.sm90.latent.memory import Piece
+from tsmla_kernels.sm90.latent.softmax import RowResults
 from tsmla_kernels.sm90.sparse.config import SparseConfig
 from tsmla_kernels.sm90.sparse.scores import SparseScores
 
@@ -39,12 +39,12 @@ class Sinks(list[float]):
 @pytest.mark.parametrize(("heads", "tile_rows"), [(1, 64), (9, 64), (16, 64), (48, 32), (64, 64), (72, 64), (100, 32)])
 def test_rows_have_sinks_of_heads(heads: int, tile_rows: int) -> None:
     config = SparseConfig("bfloat16", heads, "v4", head_dim=512, sinks=True, tile_rows=tile_rows)
-    tile = config.decode
-    finish_row = numeric(Softmax.finish_row, share_beside_sink=lambda lse, sink: sink, Float32=Float32)
+    tile = config.shape
+    finish_row = numeric(RowResults.finish_row, share_beside_sink=lambda lse, sink: sink, Float32=Float32)
     sinks_of = numeric(SparseScores.sinks_of, Float32=Float32)
     for function in (finish_row, sinks_of):
         function.__globals__.update(cute=CUTE, cutlass=CUTLASS)  # type: ignore[attr-defined]
-    softmax, scores = Softmax(tile, 3), types.SimpleNamespace(sparse=config)
+    row_results, scores = RowResults(tile, 3), types.SimpleNamespace(config=config)
     inverses = []
     for first in range(0, heads, tile.tile_rows):
         valid = min(tile.tile_rows, heads - first)
@@ -56,7 +56,7 @@ def test_rows_have_sinks_of_heads(heads: int, tile_rows: int) -> None:
             sinks = sinks_of(scores, piece, t, held)
             if t % 4 == 0 and t < 2 * tile.p_rows:  # rows without a head have sums, too
                 for e in range(2):
-                    finish_row(softmax, t // 2 + e, (2.0, 1.0), piece, 0, results, sinks[e])
+                    finish_row(row_results, t // 2 + e, (2.0, 1.0), piece, 0, results, sinks[e])
         assert np.isfinite(lse[first : first + valid]).all()
         inverses.extend(inverse[:valid, 0])
     assert inverses == [head / 2 for head in range(1, heads + 1)]

@@ -7,15 +7,15 @@ a row's maximum has moved.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from tsmla_kernels.sm90.constants import LOWEST
-from tsmla_kernels.sm90.decode.memory import Shared
-from tsmla_kernels.sm90.decode.softmax import Softmax, any_of_warps, sync_softmax, tree
+from tsmla_kernels.sm90.latent.memory import Place, Running, Shared
+from tsmla_kernels.sm90.latent.softmax import RESCALE_BITS, any_of_warps, sync_softmax, tree
 from tsmla_kernels.sm90.warp import store_transposed
 
 
@@ -38,24 +38,40 @@ class Exchange(NamedTuple):
     maxima: cute.Tensor
 
 
-class KeySoftmax:
-    """Softmax over keys that the four softmax warps share.
+class KeyScores(Protocol):
+    """Registers of a lane that has scores as keys by rows.
 
     Attributes:
-      softmax: of the kernel. p_rows, p_dtype: of P.
-      over_keys: (combine, values, of_lanes, thread) reduces the lanes' `values` of each row over all keys. Threads 4 i
-        to 4 i + 3 get rows 2 i and 2 i + 1; threads past the last row get 0.
+      exchanged: scratch of the warpgroup. p_words: P as it is stored. running: the lane's maxima and sums. place: the
+        thread's.
     """
 
-    def __init__(self, softmax: Softmax, p_rows: int, p_dtype: Any, over_keys: Callable[..., cute.Tensor]) -> None:
-        self.softmax, self.p_rows, self.p_dtype, self.over_keys = softmax, p_rows, p_dtype, over_keys
+    exchanged: Exchange
+    p_words: cute.Tensor
+    running: Running
+    place: Place
+
+
+Combine = Callable[[Float32, Float32], Float32]
+OverKeys = Callable[[Combine, cute.Tensor, cute.Tensor, Int32], cute.Tensor]
+"""(combine, values, of_lanes, thread) reduces the lanes' `values` of each row over all keys. Threads 4 i to 4 i + 3 get
+rows 2 i and 2 i + 1; threads past the last row get 0."""
+
+
+class KeySoftmax:
+    """Softmax over keys that the four softmax warps share. p_rows, p_dtype: of P."""
+
+    def __init__(self, p_rows: int, p_dtype: type[cutlass.Numeric], over_keys: OverKeys) -> None:
+        self.p_rows, self.p_dtype, self.over_keys = p_rows, p_dtype, over_keys
 
     @cute.jit
-    def softmax_of_keys(self, s: cute.Tensor, first: Int32, scale: Float32, held: Any, shared: Shared, index: Int32):
+    def softmax_of_keys(
+        self, s: cute.Tensor, first: Int32, scale: Float32, held: KeyScores, shared: Shared, index: Int32
+    ):  # fmt: skip
         """S to P, against the rows' maxima m (base 2, scaled), two rows to a word; row sums to l.
 
-        The maxima are updated as in Softmax.run, and always in a piece's `first` block. The four warps have different
-        keys of the same rows, so they vote and reduce together.
+        The maxima are updated if one lags by more than 2**RESCALE_BITS, and always in a piece's `first` block. The four
+        warps have different keys of the same rows, so they vote and reduce together.
         """
         changes, maxima, p_words = held.exchanged.changes, held.exchanged.maxima, held.p_words
         m, l, rescale, moved = held.running.m, held.running.l, shared.rescale, shared.moved
@@ -65,7 +81,7 @@ class KeySoftmax:
                 for i in cutlass.range_constexpr(2):
                     s[e, i, v] = s[e, i, v] * scale - m[e, v]
         top = tree(cute.arch.fmax, [s[e, i, v] for v in range(self.p_rows // 8) for e in range(2) for i in range(2)])
-        lags = any_of_warps(first | Int32(top > self.softmax.rescale_bits))
+        lags = any_of_warps(first | Int32(top > RESCALE_BITS))
         if lags != 0:
             tops = cute.make_rmem_tensor(l.layout, Float32)
             for v in cutlass.range_constexpr(self.p_rows // 8):

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from tsmla_kernels.sm90.decode.config import OVERHEAD, ROWS, DecodeConfig
-from tsmla_kernels.sm90.decode.memory import (
-    PIECES_KEPT,
+from tsmla_kernels.sm90.latent.memory import (
     Busy,
     Described,
     Piece,
+    Request,
     Schedule,
     ScheduleKind,
     ScheduleState,
+    Share,
     SplitEntry,
+    Track,
 )
-from tsmla_kernels.sm90.decode.share import ALL_KEYS, BatchShare, Request, Share, Track
+from tsmla_kernels.sm90.latent.shape import OVERHEAD, ROWS, LatentShape
+from tsmla_kernels.sm90.latent.share import ALL_KEYS, BatchShare
 from tsmla_kernels.sm90.warp import divide, quotient, remainder
 
 
@@ -48,22 +50,32 @@ class KeyBlocks(NamedTuple):
     slot: Int32
 
 
+class Walk(Protocol):
+    """Describes a CTA's pieces one after the other. batch: shares the batch out to the clusters."""
+
+    batch: BatchShare
+
+    def begin(self, schedule: Schedule, early: tuple[Int32, Int32, Int32]) -> None:
+        """Find this cluster's share of the batch. `early` is what early_numbers returned."""
+
+    def next_piece(self, number: Int32, schedule: Schedule) -> None:
+        """Describe this cluster's next piece as piece `number`, or the end of its work."""
+
+
 class PieceWalk:
     """Finds a cluster's pieces in its share of the batch.
 
     Attributes:
       batch: shares the batch out to the clusters. pieces_kept: as in Ring.
-      heads, q_rows, tile_rows, max_tiles, ragged, batch_invariant, visible_lens: as in DecodeConfig.
+      heads, q_rows, tile_rows, max_tiles, ragged, batch_invariant, visible_lens: as in LatentShape.
     """
 
-    def __init__(
-        self, config: DecodeConfig, pieces_kept: int = PIECES_KEPT, equal_lengths: bool = False
-    ) -> None:
-        self.batch, self.pieces_kept = BatchShare(config, equal_lengths), pieces_kept
-        self.heads, self.q_rows = config.num_heads, config.q_rows
-        self.tile_rows, self.max_tiles = config.tile_rows, config.max_tiles
-        self.ragged, self.batch_invariant = config.ragged, config.batch_invariant
-        self.visible_lens = config.visible_lens
+    def __init__(self, shape: LatentShape, *, batch: BatchShare, pieces_kept: int) -> None:
+        self.batch, self.pieces_kept = batch, pieces_kept
+        self.heads, self.q_rows = shape.num_heads, shape.q_rows
+        self.tile_rows, self.max_tiles = shape.tile_rows, shape.max_tiles
+        self.ragged, self.batch_invariant = shape.ragged, shape.batch_invariant
+        self.visible_lens = shape.visible_lens
 
     @cute.jit
     def begin(self, schedule: Schedule, early: tuple[Int32, Int32, Int32]):
@@ -117,8 +129,7 @@ class PieceWalk:
     @cute.jit
     def next_piece(self, number: Int32, schedule: Schedule):
         """Describe this cluster's next piece as piece `number`, or the end of its work."""
-        pieces, state, rank = schedule.pieces, schedule.state, schedule.rank
-        lane = cute.arch.lane_idx()
+        pieces, state, rank, lane = schedule.pieces, schedule.state, schedule.rank, cute.arch.lane_idx()
         requests = self.batch.cluster_requests(state)
         cute.arch.sync_warp()
         r, tile = state[ScheduleState.REQUEST], state[ScheduleState.TILE]
@@ -130,8 +141,7 @@ class PieceWalk:
         cute.arch.sync_warp()
         fixed = self.batch.fixed_pieces(schedule)
         lead = self.lead(kind)
-        place = remainder(number, self.pieces_kept)
-        found = Int32(0)
+        place, found = remainder(number, self.pieces_kept), Int32(0)
         while found == 0 and r < schedule.seq_lens.shape[0] and tile_start + lead < end:
             if const_expr(self.batch.may_sort_requests):
                 if kind == ScheduleKind.PACKED:
@@ -139,11 +149,10 @@ class PieceWalk:
             request = self.batch.request_at(r, schedule)
             tiles = self.batch.on_line(request.tiles, tracks)
             tile_cost = self.batch.cost_on_line(request.blocks, fixed.blocks, kind, equal_cost, end - begin)
-            b_begin, b_end = Int32(0), request.blocks
-            slot = Int32(-1)
+            b_begin, b_end, slot = Int32(0), request.blocks, Int32(-1)
             first_row = (track.index + tile) * self.tile_rows
-            row = request.first_row + first_row
-            rows = TileRows(first_row, row, cutlass.min(request.rows - first_row, self.tile_rows))
+            tile_rows = cutlass.min(request.rows - first_row, self.tile_rows)
+            rows = TileRows(first_row, request.first_row + first_row, tile_rows)
             tile_done = Int32(1)
             if tile < tiles:
                 if const_expr(self.batch_invariant):
@@ -183,7 +192,10 @@ class PieceWalk:
                     self.describe(Described(pieces, place), KeyBlocks(b_begin, b_end, slot), r, request, rows, rank)
             if const_expr(not self.batch_invariant):
                 if slot >= 0 and rank == 0 and lane == 0:
-                    share = Share(r, tile, tile_start, begin, end - begin, kind, equal_cost, tracks)
+                    share = Share(
+                        request=r, tile=tile, tile_start=tile_start, begin=begin, length=end - begin, kind=kind,
+                        equal_cost=equal_cost, tracks=tracks,
+                    )  # fmt: skip
                     line = TileOnLine(tiles, request.blocks, tile_cost, lead)
                     self.note_cut(slot, rows, share, line, track, schedule)
             if tile_done == 1:

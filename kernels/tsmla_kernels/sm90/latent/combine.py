@@ -1,8 +1,8 @@
-"""Merging the results of several CTAs of decode for the same rows: a second, small kernel."""
+"""Merging the results of several CTAs for the same rows: a second, small kernel."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -10,9 +10,9 @@ import cutlass.utils as utils
 from cutlass import Float32, Int32, Int64, const_expr
 
 from tsmla_kernels.sm90.constants import LN_2, LOG2_E, LOWEST
-from tsmla_kernels.sm90.decode.config import ROWS, DecodeConfig
-from tsmla_kernels.sm90.decode.memory import Busy, CombineBarrier, SplitEntry
-from tsmla_kernels.sm90.decode.softmax import share_beside_sink
+from tsmla_kernels.sm90.latent.memory import Busy, CombineBarrier, SplitEntry
+from tsmla_kernels.sm90.latent.shape import ROWS, LatentShape
+from tsmla_kernels.sm90.latent.softmax import share_beside_sink
 from tsmla_kernels.sm90.warp import DTYPES, divide, element, kept, quotient, remainder, transpose_quad
 
 SPARE_BYTES = 100 << 10
@@ -33,7 +33,7 @@ class WarpSums(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """What a thread group reads and writes.
+    """Operands and shared memory of a thread group.
 
     Attributes:
       partial_out, partial_lse, out, lse: operands.
@@ -49,7 +49,7 @@ class Merge(NamedTuple):
     sums: WarpSums
     entry: cute.Tensor
     group: Int32
-    sinks: Any  # a tensor, or None
+    sinks: cute.Tensor | None
 
 
 class Slice(NamedTuple):
@@ -89,7 +89,7 @@ class Merged(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What a thread loads of a piece: columns, log weights and scales of its octets."""
+    """A thread's loads of a piece: columns, log weights and scales of its octets."""
 
     lines: cute.Tensor
     weights: cute.Tensor
@@ -97,11 +97,11 @@ class Loaded(NamedTuple):
 
 
 @cute.jit
-def partial_row(slot: Int32, row: Int32, config: cutlass.Constexpr):
+def partial_row(slot: Int32, row: Int32, shape: LatentShape):
     """Row `row` of a slot, counted from partial_out's first row. 64 bits when batch_invariant, which has many slots."""
-    if const_expr(config.batch_invariant):
+    if const_expr(shape.batch_invariant):
         slot = Int64(slot)
-    return slot * config.tile_rows + row
+    return slot * shape.tile_rows + row
 
 
 class Combine:
@@ -109,15 +109,16 @@ class Combine:
 
     Attributes:
       sinks: whether heads have sinks.
-      batch_invariant, cluster, tile_rows, latent, out_dtype, partial_dtype, partial_is_lane_order: as in DecodeConfig.
+      batch_invariant, cluster, tile_rows, latent, out_dtype, partial_dtype, partial_is_lane_order: as in
+        LatentShape.
     """
 
-    def __init__(self, config: DecodeConfig, sinks: bool = False) -> None:
-        self.config, self.sinks = config, sinks
-        self.batch_invariant, self.cluster = config.batch_invariant, config.cluster
-        self.tile_rows, self.latent = config.tile_rows, config.latent_dim
-        self.out_dtype, self.partial_dtype = DTYPES[config.out_dtype], DTYPES[config.partial_dtype]
-        self.partial_is_lane_order = config.partial_is_lane_order
+    def __init__(self, shape: LatentShape, sinks: bool = False) -> None:
+        self.shape, self.sinks = shape, sinks
+        self.batch_invariant, self.cluster = shape.batch_invariant, shape.cluster
+        self.tile_rows, self.latent = shape.tile_rows, shape.latent_dim
+        self.out_dtype, self.partial_dtype = DTYPES[shape.out_dtype], DTYPES[shape.partial_dtype]
+        self.partial_is_lane_order = shape.partial_is_lane_order
 
     @cute.kernel
     def merge_pieces(
@@ -160,7 +161,16 @@ class Combine:
         tidx, _, _ = cute.arch.thread_idx()
         group = cute.arch.make_warp_uniform(tidx // GROUP_THREADS)
         entry = cute.make_rmem_tensor((len(SplitEntry),), Int32)
-        merge = Merge(partial_out, partial_lse, out, lse, sums, entry, group, sinks)
+        merge = Merge(
+            partial_out=partial_out,
+            partial_lse=partial_lse,
+            out=out,
+            lse=lse,
+            sums=sums,
+            entry=entry,
+            group=group,
+            sinks=sinks,
+        )
         cute.arch.griddepcontrol_wait()
         if const_expr(self.batch_invariant):
             groups = ctas * GROUPS
@@ -321,14 +331,14 @@ class Combine:
                 i = step + u * team.sharers + team.member
                 slot = self.slot(first, cutlass.min(i, count - 1))
                 values = cute.make_tensor(
-                    element(merge.partial_lse, partial_row(3 * slot, rows[v], self.config), 4),
+                    element(merge.partial_lse, partial_row(3 * slot, rows[v], self.shape), 4),
                     cute.make_layout(3, stride=self.tile_rows),
                 )
                 weights[u, v], scales[u, v] = values[0], values[scale_of]
                 if i >= count:
                     weights[u, v] = -Float32.inf
                 line = cute.make_tensor(
-                    element(merge.partial_out, partial_row(slot, rows[v], self.config) * self.latent + columns[v], 16),
+                    element(merge.partial_out, partial_row(slot, rows[v], self.shape) * self.latent + columns[v], 16),
                     cute.make_layout(8),
                 )
                 cute.autovec_copy(line, lines[None, u, v])
@@ -398,8 +408,8 @@ class Combine:
 
     @cute.jit
     def keys_share(self, lse: Float32, row: Int32, merge: Merge):
-        """What the keys of row `row` have of its weight, beside its head's sink; `lse` is the natural one."""
-        return share_beside_sink(lse * LOG2_E, merge.sinks[row % self.config.num_heads])
+        """The part of row `row`'s weight that its keys have beside its head's sink. `lse` is the natural one."""
+        return share_beside_sink(lse * LOG2_E, merge.sinks[row % self.shape.num_heads])
 
     @cute.jit
     def merge_warps(self, merge: Merge, merged: Merged, row: Int32, octet: Int32, counts: cutlass.Boolean, team: Team):

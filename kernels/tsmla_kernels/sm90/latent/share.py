@@ -1,16 +1,24 @@
-"""Which cluster of decode gets what of a batch: found in the kernel, by one warp, from the lengths on the device."""
+"""Which cluster gets what of a batch: found in the kernel, by one warp, from the lengths on the device."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from tsmla_kernels.sm90.constants import MOST_KEYS
-from tsmla_kernels.sm90.decode.config import OVERHEAD, DecodeConfig
-from tsmla_kernels.sm90.decode.memory import Schedule, ScheduleKind, ScheduleState
+from tsmla_kernels.sm90.latent.memory import (
+    FixedPieces,
+    Measure,
+    Request,
+    Schedule,
+    ScheduleKind,
+    ScheduleState,
+    Share,
+    Sharing,
+    Track,
+)
+from tsmla_kernels.sm90.latent.shape import OVERHEAD, LatentShape
 from tsmla_kernels.sm90.warp import divide, quotient, remainder
 
 LONG_RUN_KEYS = 1 << 16  # a cluster with more keys than this runs so long that tracks may leave no cluster idle
@@ -23,92 +31,29 @@ MAX_REQUESTS = 16  # most sorted requests that a cluster takes
 STATE_WORDS = ScheduleState.TRACKS + MAX_REQUESTS // 4
 
 
-class Request(NamedTuple):
-    """A request's size: its keys, its first row of q and out, its query rows, row tiles and key blocks."""
-
-    keys: Int32
-    first_row: Int32
-    rows: Int32
-    tiles: Int32
-    blocks: Int32
-
-
-class FixedPieces(NamedTuple):
-    """How row tiles are cut when batch_invariant: key blocks of a piece, and a tile's slots of partial_out."""
-
-    blocks: Int32
-    slots: Int32
-
-
-class Track(NamedTuple):
-    """A cluster's track: its number, the clusters that share it, and this cluster's position among them."""
-
-    index: Int32
-    clusters: Int32
-    position: Int32
-
-
-class Measure(NamedTuple):
-    """A batch's size, and the size of request `lane`.
-
-    Attributes:
-      total: length of the line, or of each track. row_tiles: their number there.
-      longest: key blocks of the longest request.
-      tracks: their number; 1 if all row tiles lie on one line.
-      tiles, blocks: row tiles on the line, and key blocks, of request `lane`.
-    """
-
-    total: Int32
-    row_tiles: Int32
-    longest: Int32
-    tracks: Int32
-    tiles: Int32
-    blocks: Int32
-
-
-class Sharing(NamedTuple):
-    """How a batch is shared out: a ScheduleKind, the length of a share, and of every tile (0 if tiles differ)."""
-
-    kind: Int32
-    length: Int32
-    equal_cost: Int32
-
-
-class Share(NamedTuple):
-    """A cluster's share of the batch, as ScheduleState keeps it; `length` is END - BEGIN."""
-
-    request: Int32
-    tile: Int32
-    tile_start: Int32
-    begin: Int32
-    length: Int32
-    kind: Int32
-    equal_cost: Int32
-    tracks: Int32
-
-
 class BatchShare:
     """Shares a batch out to the clusters of the grid, by its lengths.
 
     Attributes:
-      heads, max_q_len, page_size, ragged, batch_invariant, tile_rows, max_tiles, block, few_rows: as in DecodeConfig.
-      min_share: as in DecodeConfig.
+      heads, max_q_len, page_size, ragged, batch_invariant, tile_rows, max_tiles, block, few_rows, min_share: as in
+        LatentShape.
       equal_row_counts: whether all requests have the same number of query rows, and cuts may depend on the batch.
       may_use_tracks: whether the row tiles of a request may lie side by side, each on its own track.
       may_sort_requests: whether requests may be dealt out by length.
       equal_lengths: whether every request has as many keys as its row of the table; seq_lens is not read then.
+      ends_batch: whether a schedule's requests are the last ones of a batch whose rows all_rows counts.
     """
 
-    def __init__(self, config: DecodeConfig, equal_lengths: bool = False) -> None:
-        self.equal_lengths = equal_lengths
-        self.heads, self.max_q_len, self.page_size = config.num_heads, config.max_q_len, config.page_size
-        self.ragged, self.batch_invariant = config.ragged, config.batch_invariant
-        self.tile_rows, self.max_tiles = config.tile_rows, config.max_tiles
-        self.block, self.few_rows = config.block, config.few_rows
-        self.min_share = config.min_share
-        self.equal_row_counts = not config.ragged and not config.batch_invariant
-        self.may_use_tracks = self.equal_row_counts and config.max_tiles > 1
-        self.may_sort_requests = self.equal_row_counts and config.max_tiles == 1 and not equal_lengths
+    def __init__(self, shape: LatentShape, *, equal_lengths: bool = False, ends_batch: bool = False) -> None:
+        self.equal_lengths, self.ends_batch = equal_lengths, ends_batch
+        self.heads, self.max_q_len, self.page_size = shape.num_heads, shape.max_q_len, shape.page_size
+        self.ragged, self.batch_invariant = shape.ragged, shape.batch_invariant
+        self.tile_rows, self.max_tiles = shape.tile_rows, shape.max_tiles
+        self.block, self.few_rows = shape.block, shape.few_rows
+        self.min_share = shape.min_share
+        self.equal_row_counts = not shape.ragged and not shape.batch_invariant
+        self.may_use_tracks = self.equal_row_counts and shape.max_tiles > 1
+        self.may_sort_requests = self.equal_row_counts and shape.max_tiles == 1 and not equal_lengths
 
     @cute.jit
     def numbers(self, r: Int32, seq_lens: cute.Tensor, cu_seqlens_q: cute.Tensor) -> tuple[Int32, Int32, Int32]:
@@ -136,6 +81,8 @@ class BatchShare:
             rows = cutlass.min(cutlass.max(end * self.heads - first, 0), rows)
             rows = cutlass.min(rows, all_rows - first)
             tiles = quotient(rows + self.tile_rows - 1, self.tile_rows)
+        if const_expr(self.ends_batch):
+            first += all_rows - schedule.seq_lens.shape[0] * self.heads
         return Request(keys, first, rows, tiles, blocks)
 
     @cute.jit
@@ -477,7 +424,10 @@ class BatchShare:
                 base += 32
                 request = self.request_at(cutlass.min(base + lane, batch - 1), schedule)
                 tiles, blocks = self.on_line(request.tiles, tracks), request.blocks
-        return Share(r, tile, tile_start, begin, length, kind, equal_cost, tracks)
+        return Share(
+            request=r, tile=tile, tile_start=tile_start, begin=begin, length=length, kind=kind, equal_cost=equal_cost,
+            tracks=tracks,
+        )  # fmt: skip
 
     @cute.jit
     def note_requests(self, position: Int32, clusters: Int32, batch: Int32, order: cute.Tensor, state: cute.Tensor):

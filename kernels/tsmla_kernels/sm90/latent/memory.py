@@ -1,0 +1,288 @@
+"""Records of the latent attention kernels: words of shared memory, barriers, and the bundles that device functions pass
+on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from tsmla_kernels.sm90.latent.shape import ROWS
+
+
+class Piece(IntEnum):
+    """Words of a piece's description. A piece, a cluster's unit of work, is a range of key blocks of one row tile."""
+
+    BLOCK_BEGIN = 0
+    BLOCK_END = 1  # equal to BLOCK_BEGIN: no piece, the cluster's work ends
+    KEYS = 2  # the request's length
+    FIRST_TOKEN_KEYS = 3  # keys that the request's first query token sees, if causal
+    FEWEST_KEYS = 3  # in its place with visible_lens: the fewest keys that a token of the row tile sees
+    ROW_IN_REQUEST = 4  # this CTA's first query row, counted in the request
+    ROW = 5  # the same row, counted in q and out
+    VALID_ROWS = 6  # of this CTA's 64 rows
+    SLOT = 7  # of partial_out; -1: the piece is a whole row tile, and its result goes to out
+    REQUEST = 8
+    Q_STAGES = 9  # stages of the ring that Q takes
+
+
+class SplitEntry(IntEnum):
+    """Words of a row of split_info, which describes a row tile that was cut to the combine kernel."""
+
+    ROW = 0  # the tile's first row of out
+    ROWS = 1
+    SLOT = 2  # of the first piece
+    PIECES = 3  # their number, plus flags of Busy; 0: nothing to merge
+
+
+class Busy(IntEnum):
+    """Flags in SplitEntry.PIECES: the cluster of a tile's first or last piece must merge a second tile too."""
+
+    FIRST = 1 << 16
+    LAST = 1 << 17
+
+
+class ScheduleState(IntEnum):
+    """Words in which the scheduling warp keeps the cluster's share of the batch and its place in the share."""
+
+    REQUEST = 0
+    TILE = 1  # row tile of the request
+    TILE_START = 2  # where the tile begins on its line
+    BEGIN = 3  # of the share, on the line
+    END = 4
+    KIND = 5  # a ScheduleKind
+    PIECE_OF_TILE = 6  # next piece of the tile when batch_invariant; -1: the first one that begins in the share
+    EQUAL_COST = 7  # length of every row tile on the line; 0 if tiles differ
+    TRACKS = 8  # their number; or the first word of the cluster's requests, if requests are dealt out by length
+
+
+class ScheduleKind(IntEnum):
+    """How a batch is shared out: see BatchShare.share."""
+
+    LINE = 0
+    WHOLE = 1
+    CUT = 2
+    PACKED = 3
+
+
+class Barrier(IntEnum):
+    """Named barriers of the attention kernel; 0 is sync_threads."""
+
+    SOFTMAX = 1  # synchronises the four warps of the softmax warpgroup
+    FIRST_PIECES = 2  # the scheduling warp has described the first pieces; the copying warp waits
+    Q_READ = 3  # 3 to 6, by piece % PIECE_BARRIERS: the softmax warpgroup has read Q; the value warpgroups wait
+    KEYS_READ = 7  # 7 to 10, likewise: it has read a piece's last keys
+    SUMS = 11  # 11 to 14, likewise: it has written a piece's row sums
+
+
+PIECE_BARRIERS = 4  # more than the softmax warpgroup is ahead of the value warpgroups, in pieces
+SCHEDULE_WARP = 8  # the first warp of the second value warpgroup
+SOFTMAX_THREADS = 128
+PIECE_THREADS = 384  # the softmax warpgroup and both value warpgroups
+
+
+class CombineBarrier(IntEnum):
+    """Named barriers of the combine kernel."""
+
+    GROUP = 1  # 1 and 2: one for each thread group
+
+
+class Schedule(NamedTuple):
+    """Operands and shared memory of the scheduling warp.
+
+    Attributes:
+      block_tables, seq_lens, cu_seqlens_q, partial_lse, split_info: operands.
+      pieces: the ring of descriptions, [Piece, place].
+      state: the words of ScheduleState.
+      num_clusters, cluster_index: the grid's clusters, and this one. rank: this CTA's number in its cluster.
+      all_rows: rows of out.
+      order: scratch for sorting requests.
+      visible_lens: [T] i32, how many keys each token sees; None if no array says that.
+    """
+
+    block_tables: cute.Tensor
+    seq_lens: cute.Tensor
+    cu_seqlens_q: cute.Tensor
+    partial_lse: cute.Tensor
+    split_info: cute.Tensor
+    pieces: cute.Tensor
+    state: cute.Tensor
+    num_clusters: Int32
+    cluster_index: Int32
+    rank: Int32
+    all_rows: Int32
+    order: cute.Tensor
+    visible_lens: cute.Tensor | None = None
+
+
+class Request(NamedTuple):
+    """A request's size: its keys, its first row of q and out, its query rows, row tiles and key blocks."""
+
+    keys: Int32
+    first_row: Int32
+    rows: Int32
+    tiles: Int32
+    blocks: Int32
+
+
+class FixedPieces(NamedTuple):
+    """How row tiles are cut when batch_invariant: key blocks of a piece, and a tile's slots of partial_out."""
+
+    blocks: Int32
+    slots: Int32
+
+
+class Track(NamedTuple):
+    """A cluster's track: its number, the clusters that share it, and this cluster's position among them."""
+
+    index: Int32
+    clusters: Int32
+    position: Int32
+
+
+class Measure(NamedTuple):
+    """A batch's size, and the size of request `lane`.
+
+    Attributes:
+      total: length of the line, or of each track. row_tiles: their number there.
+      longest: key blocks of the longest request.
+      tracks: their number; 1 if all row tiles lie on one line.
+      tiles, blocks: row tiles on the line, and key blocks, of request `lane`.
+    """
+
+    total: Int32
+    row_tiles: Int32
+    longest: Int32
+    tracks: Int32
+    tiles: Int32
+    blocks: Int32
+
+
+class Sharing(NamedTuple):
+    """How a batch is shared out: a ScheduleKind, the length of a share, and of every tile (0 if tiles differ)."""
+
+    kind: Int32
+    length: Int32
+    equal_cost: Int32
+
+
+class Share(NamedTuple):
+    """A cluster's share of the batch, as ScheduleState keeps it; `length` is END - BEGIN."""
+
+    request: Int32
+    tile: Int32
+    tile_start: Int32
+    begin: Int32
+    length: Int32
+    kind: Int32
+    equal_cost: Int32
+    tracks: Int32
+
+
+class Shared(NamedTuple):
+    """The ring in shared memory, and what the warpgroups tell each other about its stages.
+
+    Attributes:
+      keys, p: keys and P of all stages.
+      full, empty, ready: mbarriers of all stages.
+      rescale: [ROWS, stages], the factor of O's rows before a stage's P V.
+      moved: [4, stages], whether any factor of 16 rows is not 1; only then `rescale` is written and read.
+      inverse: [ROWS, inverses_kept], 1 / row sum of a piece.
+      pieces: the ring of descriptions, [Piece, place].
+    """
+
+    keys: cute.Tensor
+    p: cute.Tensor
+    full: cute.Pointer
+    empty: cute.Pointer
+    ready: cute.Pointer
+    rescale: cute.Tensor
+    moved: cute.Tensor
+    inverse: cute.Tensor
+    pieces: cute.Tensor
+
+
+class Running(NamedTuple):
+    """A lane's query rows: running maxima m (base 2, scaled) and sums l."""
+
+    m: cute.Tensor
+    l: cute.Tensor
+
+
+class Place(NamedTuple):
+    """A thread of the softmax warpgroup: its number, its warp, its lane, the first of its two query rows."""
+
+    thread: Int32
+    warp: Int32
+    lane: Int32
+    row_low: Int32
+
+
+@dataclass(frozen=True)
+class Described:
+    """A piece's description: `piece[Piece.KEYS]`. Not a slice, whose address would be computed before it is needed."""
+
+    pieces: cute.Tensor
+    place: Int32
+
+    def __getitem__(self, word: Piece) -> Int32:
+        return self.pieces[word, self.place]
+
+    def __setitem__(self, word: Piece, value: Int32) -> None:
+        self.pieces[word, self.place] = value
+
+
+class Blocks(NamedTuple):
+    """The key blocks of a piece: its description, the first block, the one after the last. Without a block there is no
+    piece: the work has ended."""
+
+    piece: Described
+    begin: Int32
+    end: Int32
+
+
+class Taken(NamedTuple):
+    """After Q has been taken: the first stage of keys, its parity, and the scale of the logits, base 2."""
+
+    index: Int32
+    phase: Int32
+    scale: Float32
+
+
+class Scored(NamedTuple):
+    """After a piece's blocks have been scored: the stage after them, its parity, the last block's stage."""
+
+    index: Int32
+    phase: Int32
+    last: Int32
+
+
+class Results(NamedTuple):
+    """Where a row's 1 / sum and log-sum-exp go; `out_scale` multiplies the output. `sinks`: [H], or None."""
+
+    inverse: cute.Tensor
+    lse: cute.Tensor
+    partial_lse: cute.Tensor
+    out_scale: Float32
+    rank: Int32
+    sinks: cute.Tensor | None = None
+
+
+class Ahead(NamedTuple):
+    """The next stage: whether it has arrived, its address, the stage after it, that stage's parity."""
+
+    arrived: Int32
+    address: Int32
+    following: Int32
+    phase: Int32
+
+
+@cute.jit
+def two_rows(values: cute.Tensor, column: Int32, v: cutlass.Constexpr[int], lane: Int32, pair: cute.Tensor):
+    """Read the lane's two query rows of the v-th eight from column `column` of `values` into `pair`."""
+    source = (values.iterator + (column * ROWS + 8 * v + lane % 4 * 2)).align(8)
+    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), pair)

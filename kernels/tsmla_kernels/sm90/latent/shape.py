@@ -1,0 +1,138 @@
+"""The facts of a call that the common parts of the latent attention kernels are built from, and the workspaces of a
+launch. Imports no cutlass.
+
+A request has a row of a block table and some query tokens. sparse_mla's requests are single tokens, whose row has the
+indices of the selected keys: pages of one key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from tsmla_kernels.kernel import ITEMSIZE
+
+if TYPE_CHECKING:
+    from tsmla_kernels.contract.rules import Dim
+
+ROWS = 64  # query rows (tokens x heads) of one CTA: M of one warpgroup's WGMMA
+OVERHEAD = 5  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
+FEW_ROWS = 32  # up to this many query rows, partial results are fp32
+MOST_BLOCKS = 1 << 30  # of a launch's line, on which the schedule counts in int32, at times up to twice its length
+INVARIANT_MAX_PIECES = 32  # most pieces of a request when batch_invariant
+INVARIANT_MIN_KEYS = 512  # fewest keys of a piece when batch_invariant
+INVARIANT_WORKSPACE = 1 << 28  # most bytes of partial results of one launch when batch_invariant
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentShape:
+    """The static sizes and rules of a call.
+
+    Attributes:
+      num_heads: H. max_q_len: S, or the longest query of a ragged batch.
+      latent_dim: L. head_dim: D, the width of a key. page_size: Z.
+      block: keys of a stage of the ring.
+      tile_rows: query rows of a row tile, which a cluster handles at once.
+      q_rows: query rows that a stage of the ring holds. p_rows: query rows of P V.
+      few_rows: whether a row tile is so small that instructions and not bytes bound the merging of its pieces.
+      min_share: fewest key blocks of a cluster's share.
+      out_dtype: the dtype of out.
+      partial_needs_scale: whether a piece's result may exceed the range of partial_out, so that the value warps scale
+        it.
+      partial_is_lane_order: whether partial_out has its columns in the order of a WGMMA accumulator's lanes: the four
+        lanes of a row have 8 columns each, 2 from each of four groups of 8.
+      cluster: CTAs that walk the same keys with different rows.
+      ragged: whether query rows are found through cu_seqlens_q.
+      causal: whether query i of S sees only keys j < seq_len - (S - 1) + i.
+      visible_lens: whether an array says how many keys each token sees, in place of the causal rule.
+      batch_invariant: cut requests at fixed keys, so that a row's bits do not depend on the rest of the batch.
+    """
+
+    num_heads: int
+    max_q_len: int
+    latent_dim: int
+    head_dim: int
+    page_size: int
+    block: int
+    tile_rows: int
+    q_rows: int
+    p_rows: int
+    few_rows: bool
+    min_share: int
+    out_dtype: str
+    partial_needs_scale: bool
+    partial_is_lane_order: bool
+    cluster: int = 1
+    ragged: bool = False
+    causal: bool = False
+    visible_lens: bool = False
+    batch_invariant: bool = False
+
+    @property
+    def partial_dtype(self) -> str:
+        """The dtype of a piece's result. f16 halves the bytes to write and read again, but needs a scale."""
+        return "float32" if self.few_rows else "float16"
+
+    @property
+    def max_tiles(self) -> int:
+        """Row tiles of the longest query."""
+        return -(-self.max_q_len * self.num_heads // self.tile_rows)
+
+
+def invariant_piece_blocks(shape: LatentShape, max_pages: int) -> int:
+    """Key blocks of one piece of a request when batch_invariant: depends on the table's width only."""
+    blocks = _blocks(shape, max_pages)
+    return INVARIANT_MIN_KEYS // shape.block - 1 - (-blocks // INVARIANT_MAX_PIECES)
+
+
+def launches(shape: LatentShape, batch: Dim, max_pages: Dim) -> list[tuple[Dim, Dim]]:
+    """The requests [first, stop) of each launch that a call takes. One launch takes all, unless the partial results of
+    a large batch_invariant batch exceed INVARIANT_WORKSPACE bytes: then each launch takes as many as fit. A request's
+    bits depend neither on the batch nor on the launch."""
+    if not shape.batch_invariant or not (isinstance(batch, int) and isinstance(max_pages, int)):
+        return [(0, batch)]
+    row_bytes = shape.latent_dim * ITEMSIZE[shape.partial_dtype] + 3 * ITEMSIZE["float32"]
+    slots = shape.max_tiles * -(-_blocks(shape, max_pages) // invariant_piece_blocks(shape, max_pages))
+    each = max(1, INVARIANT_WORKSPACE // (slots * shape.tile_rows * row_bytes))
+    return [(first, min(first + each, batch)) for first in range(0, batch, each)]
+
+
+def line_length(shape: LatentShape, batch: int, max_pages: int, q_rows: int) -> int:
+    """Key blocks of all row tiles of a call's largest launch, with what starting their pieces costs, if every request
+    has as many keys as its table; `q_rows` are the call's tokens times heads."""
+    blocks, pieces = _blocks(shape, max_pages), 1
+    if shape.batch_invariant:
+        pieces = -(-blocks // invariant_piece_blocks(shape, max_pages))
+    largest = max((stop - first for first, stop in launches(shape, batch, max_pages)), default=0)
+    return min(largest * shape.max_tiles, largest + q_rows // shape.tile_rows) * (blocks + OVERHEAD * pieces)
+
+
+def workspace_shapes(
+    shape: LatentShape, num_sms: int, batch: int, max_pages: int
+) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shapes and dtypes of a kernel's workspaces, in the order of its operands, for a launch that serves `batch`
+    requests.
+
+    A cluster has two slots of `partial_out` and two entries of `split_info`: it leaves at most two pieces of row tiles
+    that other clusters share, the end of one and the start of another. When batch_invariant, a row tile has its own
+    slots and one entry, after one unused entry for each cluster. The kernel derives the number of clusters from the
+    number of entries. `partial_lse` has the base-2 log-sum-exp of a piece's rows, and the factors by which the first
+    and the second half of their columns of `partial_out` must be multiplied.
+    """
+    num_clusters = max(1, num_sms // shape.cluster)
+    if shape.batch_invariant:
+        row_tiles = batch * shape.max_tiles
+        slots = row_tiles * -(-_blocks(shape, max_pages) // invariant_piece_blocks(shape, max_pages))
+        entries = num_clusters + row_tiles
+    else:
+        slots = entries = 2 * num_clusters
+    return {
+        "partial_out": ((slots, shape.tile_rows, shape.latent_dim), shape.partial_dtype),
+        "partial_lse": ((slots, 3, shape.tile_rows), "float32"),
+        "split_info": ((entries, 4), "int32"),
+    }
+
+
+def _blocks(shape: LatentShape, max_pages: int) -> int:
+    """Key blocks of a full table."""
+    return -(-max_pages * shape.page_size // shape.block)

@@ -1,0 +1,326 @@
+"""O^T += V^T P^T with V^T widened to f16 in registers: the walk of the value warpgroups, widening, and the epilogue.
+
+f16 WGMMA takes V^T from registers, to which ldmatrix transposes it and where it is widened. P stays f16: rounding it to
+fp8 would cause most of the output's error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode
+from cutlass.cute.nvgpu.warpgroup import Field, OperandSource
+
+from tsmla_kernels.sm90.latent.combine import partial_row
+from tsmla_kernels.sm90.latent.memory import (
+    SCHEDULE_WARP,
+    Blocks,
+    Described,
+    Piece,
+    Schedule,
+    Shared,
+    two_rows,
+)
+from tsmla_kernels.sm90.latent.ring import Ring
+from tsmla_kernels.sm90.latent.shape import ROWS, LatentShape
+from tsmla_kernels.sm90.latent.walk import Walk
+from tsmla_kernels.sm90.warp import DTYPES, element
+
+AHEAD = 2  # fragments of V^T (64 latents, 32 keys) that a warpgroup has or is loading in registers, as fp8
+WIDE = 4  # halves of fragments (16 keys) that it has in registers as f16
+
+
+class Held(NamedTuple):
+    """A value warpgroup's registers from piece to piece.
+
+    Attributes:
+      mma_pv: V^T P^T. acc, o: O^T as its accumulators, and as (query row, latent, eight rows, tile).
+      wide: halves of V^T's fragments as f16. narrow: fragments as fp8. None if V^T is not read into registers.
+      offset: the offset of the lane's first values in a stage.
+      thread, lane: the thread's number in its warpgroup and in its warp.
+      factors: 1 / row sum of the lane's rows, if they are read before the last stage is released.
+    """
+
+    mma_pv: cute.TiledMma
+    acc: cute.Tensor
+    o: cute.Tensor
+    wide: cute.Tensor | None
+    narrow: cute.Tensor | None
+    offset: Int32
+    thread: Int32
+    lane: Int32
+    factors: cute.Tensor | None = None
+
+
+class Reading(NamedTuple):
+    """Where values are read: the addresses in this block's and in the next block's stage, whether to wait for the next
+    block's keys, and that stage's barrier and parity."""
+
+    here: Int32
+    next_here: Int32
+    awaited: Int32
+    full: cute.Pointer
+    phase: Int32
+
+
+class OutRows(NamedTuple):
+    """A lane's rows of out: their factors are column `kept` of `inverse`, or `factors`; the lane's first latent, and
+    its number in the warp."""
+
+    inverse: cute.Tensor
+    kept: Int32
+    first_latent: Int32
+    lane: Int32
+    factors: cute.Tensor | None = None
+
+
+class OutArrays(Protocol):
+    """Operands that have O: out [N, L], and the pieces' results."""
+
+    out: cute.Tensor
+    partial_out: cute.Tensor
+
+
+class Copier(Protocol):
+    """The warps that fill the ring's stages."""
+
+    def meet_for_first_pieces(self) -> None:
+        """Tell them that the first pieces have been described."""
+
+
+ReadValues = Callable[[Int32, int, cute.Tensor], None]
+"""Reads a fragment of V^T: (address, fragment, where to)."""
+StoreRows = Callable[[cute.Pointer, cute.Tensor, OutRows, Int32, type[cutlass.Numeric]], None]
+"""Stores a lane's part of O: (target, O, rows, valid rows, dtype)."""
+
+
+class Values(Protocol):
+    """The steps of a value warpgroup's walk through its pieces: see ValueWalk."""
+
+    wide: WideValues
+    ring: Ring
+    walk: Walk
+    copier: Copier
+    lookahead: int
+    """A piece is described this many pieces before the value warpgroups reach it."""
+
+    def fragments(self) -> tuple[cute.Tensor | None, cute.Tensor | None, cute.Tensor | None]:
+        """`wide`, `narrow` and `factors` of Held."""
+
+    def first_tile(self, half: Int32, warp: Int32) -> Int32:
+        """The first tile of 16 latents of a warp of value warpgroup `half`."""
+
+    def offset(self, half: Int32, first_tile: Int32, lane: Int32) -> Int32:
+        """Offset in a stage of this lane's first values."""
+
+    def first_latent(self, first_tile: Int32) -> Int32:
+        """The first latent of a tile, for a piece's results."""
+
+    def wait_for_piece(self, index: Int32, phase: Int32, shared: Shared) -> None:
+        """Wait until the next piece has been described; `index` is its first stage."""
+
+    def pass_q(
+        self, piece: Described, number: Int32, index: Int32, phase: Int32, shared: Shared
+    ) -> tuple[Int32, Int32]:
+        """Release the stages that have had Q. Return the stage after them and its parity."""
+
+    def add_blocks(
+        self, blocks: Blocks, number: Int32, index: Int32, phase: Int32, held: Held, shared: Shared
+    ) -> tuple[Int32, Int32]:
+        """Add P V of a piece's key blocks to O. Return the stage after them and its parity."""
+
+    def wait_for_sums(self, number: Int32) -> None:
+        """Wait until piece `number`'s row sums are there."""
+
+    def store_rows(
+        self, target: cute.Pointer, o: cute.Tensor, rows: OutRows, valid_rows: Int32, dtype: type[cutlass.Numeric]
+    ) -> None:
+        """Store a lane's part of O."""
+
+
+class ValueWalk:
+    """A value warpgroup's walk through its pieces by `steps`."""
+
+    def __init__(self, steps: Values) -> None:
+        self.steps = steps
+
+    @cute.jit
+    def run(
+        self,
+        arrays: OutArrays,
+        shared: Shared,
+        mma_pv: cute.TiledMma,
+        half: Int32,
+        warp_idx: Int32,
+        schedule: Schedule,
+    ):
+        """Warpgroups 1 and 2: O^T[half] += V^T[half] P^T and the epilogue; one of their warps schedules.
+
+        A warp has half / 4 latents, in tiles of 16: the 16 bytes of a key that ldmatrix takes as one row. A lane has
+        two latents of a tile, which are rows g and g + 8 of the product.
+        """
+        tidx, _, _ = cute.arch.thread_idx()
+        t = tidx % 128
+        lane = t % 32
+        rows = self.steps.wide.p_rows
+        acc = cute.make_rmem_tensor(mma_pv.get_slice(t).partition_shape_C((self.steps.wide.half, rows)), Float32)
+        mma_pv.set(Field.ACCUMULATE, True)
+        # (query row of two, latent of two, eight query rows, tile)
+        layout = cute.make_layout((2, 2, rows // 8, self.steps.wide.m_tiles), stride=(1, 2, 4, rows // 2))
+        o = cute.make_tensor(acc.iterator, layout)
+        wide, narrow, factors = self.steps.fragments()
+        first_tile = self.steps.first_tile(half, t // 32)
+        held = Held(
+            mma_pv=mma_pv,
+            acc=acc,
+            o=o,
+            wide=wide,
+            narrow=narrow,
+            offset=self.steps.offset(half, first_tile, lane),
+            thread=t,
+            lane=lane,
+            factors=factors,
+        )
+
+        index, phase, number = Int32(0), Int32(0), Int32(0)
+        if warp_idx == SCHEDULE_WARP:
+            # After the first piece, so that the first copies do not wait for these.
+            for i in cutlass.range(1, self.steps.lookahead, unroll=1):
+                self.steps.walk.next_piece(i, schedule)
+            self.steps.copier.meet_for_first_pieces()
+        running = Int32(1)
+        while running == 1:
+            self.steps.wait_for_piece(index, phase, shared)
+            blocks = self.steps.ring.described(number, shared.pieces)
+            if blocks.begin == blocks.end:
+                running = Int32(0)
+            else:
+                index, phase = self.steps.pass_q(blocks.piece, number, index, phase, shared)
+                index, phase = self.steps.add_blocks(blocks, number, index, phase, held, shared)
+                self.steps.wait_for_sums(number)
+                kept_at, first_latent = number % self.steps.ring.inverses_kept, self.steps.first_latent(first_tile)
+                out_rows = OutRows(shared.inverse, kept_at, first_latent, lane, factors)
+                self.steps.wide.store(o, out_rows, blocks.piece, arrays, schedule.rank, self.steps.store_rows)
+                if warp_idx == SCHEDULE_WARP:
+                    self.steps.walk.next_piece(number + self.steps.lookahead, schedule)
+                number += 1
+
+
+class WideValues:
+    """P V with P of f16 and V^T widened in registers.
+
+    Attributes:
+      half: latents of a value warpgroup. m_tiles: tiles of 64 latents that it has.
+      neighbours: how many neighbouring latents a lane has.
+      latent, p_rows, ring: as in LatentShape. p_dtype: as in Ring. out_dtype, partial_dtype: of the results.
+    """
+
+    def __init__(self, shape: LatentShape, ring: Ring, neighbours: int = 2) -> None:
+        self.shape, self.ring, self.neighbours = shape, ring, neighbours
+        self.latent, self.half = shape.latent_dim, shape.latent_dim // 2
+        self.m_tiles = self.half // 64
+        self.out_dtype, self.partial_dtype = DTYPES[shape.out_dtype], DTYPES[shape.partial_dtype]
+        self.p_dtype, self.p_rows = ring.p_dtype, ring.p_rows
+
+    def mma(self) -> cute.TiledMma:
+        """The MMA of V^T P^T: 64 latents by query rows."""
+        dtype, k_major = self.p_dtype, OperandMajorMode.K
+        return sm90.make_trivial_tiled_mma(
+            dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (64, self.p_rows), OperandSource.RMEM
+        )
+
+    def fragments(self) -> tuple[cute.Tensor, cute.Tensor, None]:
+        """`wide`, `narrow` and `factors` of Held."""
+        return cute.make_rmem_tensor((8, WIDE), self.p_dtype), cute.make_rmem_tensor((4, AHEAD), Int32), None
+
+    @cute.jit
+    def read_on(
+        self, n: cutlass.Constexpr[int], reading: Reading, narrow: cute.Tensor, read_values: ReadValues
+    ):  # fmt: skip
+        """After half n: if it was the last half of a fragment, read another fragment in its place. That is this block's
+        next one, or one of the next block's first, once the next block's keys have arrived."""
+        g, groups = n // 2, 2 * self.m_tiles
+        if const_expr(n % 2 == 1):
+            if const_expr(g + AHEAD < groups):
+                read_values(reading.here, g + AHEAD, narrow)
+            else:
+                if const_expr(g + AHEAD == groups):
+                    if reading.awaited == 1:
+                        cute.arch.mbarrier_wait(reading.full, reading.phase)
+                read_values(reading.next_here, g % AHEAD, narrow)
+
+    @cute.jit
+    def widen(self, n: cutlass.Constexpr[int], narrow: cute.Tensor, wide: cute.Tensor):
+        """Widen half n of the fragments of V^T to f16, with a latent's two keys side by side."""
+        words = cute.make_rmem_tensor((2,), Int32)
+        for i in cutlass.range_constexpr(2):
+            word = narrow[2 * (n % 2) + i, n // 2 % AHEAD]
+            words[i] = Int32(cute.arch.prmt(word, word, 0x3120))
+        cute.make_tensor(wide[None, n % WIDE].iterator, cute.make_layout(8)).store(
+            cute.recast_tensor(words, self.ring.dtype).load().to(self.p_dtype)
+        )
+
+    @cute.jit
+    def rescale_out(self, o: cute.Tensor, rescale: cute.Tensor, flag: Int32, index: Int32, lane: Int32):
+        """Multiply O by `rescale`. Lane i's flag says whether 16 rows, from row 16 i on, need it."""
+        flags = cute.arch.vote_ballot_sync(flag != 0)
+        if flags != 0:
+            factors = cute.make_rmem_tensor((2,), Float32)
+            for v in cutlass.range_constexpr(self.p_rows // 8):
+                if (flags & (1 << (v // 2))) != 0:
+                    factors.fill(1.0)
+                    if lane < self.ring.releasing_lanes:
+                        two_rows(rescale, index, v, lane, factors)
+                    for i in cutlass.range_constexpr(2):
+                        factors[i] = cute.arch.shuffle_sync(factors[i], lane % 4)
+                    for i in cutlass.range_constexpr(2):
+                        for tile in cutlass.range_constexpr(self.m_tiles):
+                            for e in cutlass.range_constexpr(2):
+                                o[i, e, v, tile] = o[i, e, v, tile] * factors[i]
+
+    @cute.jit
+    def store(
+        self, o: cute.Tensor, rows: OutRows, piece: Described, arrays: OutArrays, rank: Int32, store_rows: StoreRows
+    ):  # fmt: skip
+        """Store O times `inverse`, 1 / row sum, to `out` or to the piece's slot of partial_out, by `store_rows`."""
+        lane = rows.lane
+        out_row, valid_rows, slot = piece[Piece.ROW], piece[Piece.VALID_ROWS], piece[Piece.SLOT]
+        # Neighbouring latents of eight lanes fill a sector.
+        row_low, column = lane % 4 * 2, rows.first_latent + lane // 4 * self.neighbours
+        if slot < 0:
+            target = element(
+                arrays.out, Int64(out_row + row_low) * self.latent + column, self.neighbours * self.out_dtype.width // 8
+            )
+            store_rows(target, o, rows, valid_rows, self.out_dtype)
+        else:
+            row = partial_row(slot, rank * ROWS + row_low, self.shape)
+            target = element(
+                arrays.partial_out, row * self.latent + column, self.neighbours * self.partial_dtype.width // 8
+            )
+            store_rows(target, o, rows, valid_rows, self.partial_dtype)
+
+    @cute.jit
+    def store_pairs(
+        self, target: cute.Pointer, o: cute.Tensor, rows: OutRows, valid_rows: Int32, dtype: type[cutlass.Numeric]
+    ):
+        """Store a lane's part of O from `target` on: two latents side by side of each tile, two rows of each eight."""
+        lines = cute.make_tensor(
+            target,
+            cute.make_layout((2, 2, self.p_rows // 8, self.m_tiles), stride=(1, self.latent, 8 * self.latent, 16)),
+        )
+        pair = cute.make_rmem_tensor((2,), dtype)
+        factors = cute.make_rmem_tensor((2,), Float32)
+        for v in cutlass.range_constexpr(self.p_rows // 8):
+            if 8 * v < valid_rows:
+                two_rows(rows.inverse, rows.kept, v, rows.lane, factors)
+                for i in cutlass.range_constexpr(2):
+                    if rows.lane % 4 * 2 + (8 * v + i) < valid_rows:
+                        for tile in cutlass.range_constexpr(self.m_tiles):
+                            for e in cutlass.range_constexpr(2):
+                                pair[e] = (o[i, e, v, tile] * factors[i]).to(dtype)
+                            cute.autovec_copy(pair, lines[None, i, v, tile])
