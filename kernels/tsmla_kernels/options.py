@@ -177,9 +177,15 @@ def compress_write_spec(options: Mapping[str, str]) -> CompressWriteSpec:
         eps = float(values["eps"])
     except ValueError:
         raise ValueError(f"--config: got eps={values['eps']}; legal: a float") from None
-    compress = CompressSpec(1, 1, ratio, series, channels, 1, ratio * series)
+    compress = CompressSpec(
+        num_tokens=1, num_requests=1, ratio=ratio, overlap=series, channels=channels, num_states=1,
+        ring=ratio * series,
+    )  # fmt: skip
     weight_dtype = contract.attention_out_dtype(values["dtype"])
-    return CompressWriteSpec(compress, values["cache"], 1, page_size, weight_dtype, rope_dim, eps)
+    return CompressWriteSpec(
+        compress=compress, cache=values["cache"], num_pages=1, page_size=page_size, weight_dtype=weight_dtype,
+        rope_dim=rope_dim, eps=eps,
+    )  # fmt: skip
 
 
 def _indexer_rotation(values: Mapping[str, str]) -> Rotation | None:

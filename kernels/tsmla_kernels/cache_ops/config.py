@@ -165,13 +165,13 @@ def rope_write_config(spec: RopeWriteSpec) -> RopeWriteConfig:
     """The configuration that serves `spec`."""
     write = spec.write
     return RopeWriteConfig(
-        write.in_dtype,
-        spec.q_dtype,
-        write.kv_dtype,
-        write.latent_dim,
-        write.rope_dim,
-        spec.rope_interleave,
-        spec.rope_layout,
+        in_dtype=write.in_dtype,
+        q_dtype=spec.q_dtype,
+        kv_dtype=write.kv_dtype,
+        latent_dim=write.latent_dim,
+        rope_dim=write.rope_dim,
+        rope_interleave=spec.rope_interleave,
+        rope_layout=spec.rope_layout,
     )
 
 

@@ -8,6 +8,7 @@ computed in 64 bits, in bytes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -285,8 +286,8 @@ class RopeWriteKvCache:
         row: Int32,
         slot: Int32,
         column: Int32,
-        stores: cutlass.Constexpr,
-        factors: cutlass.Constexpr,
+        stores: Sequence[cute.Tensor],
+        factors: tuple[Float32, Float32],
     ):
         """Write values of a row of the grid into q or into the cache's slot, times the factor of either. The first of
         `stores` goes to `column`, the second to half a rope vector further."""

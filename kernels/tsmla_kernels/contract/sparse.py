@@ -266,7 +266,10 @@ def topk_spec(
             raise ValueError("page_size: got None with block_tables; legal: the tokens of a page")
         page_size = static_int("page_size", page_size, minimum=1)
     num_tokens, num_columns = logits.shape
-    return TopKSpec(num_tokens, num_columns, k, order, logits.dtype, page_size or 0, row_starts is not None)
+    return TopKSpec(
+        num_tokens=num_tokens, num_columns=num_columns, k=k, order=order, dtype=logits.dtype,
+        page_size=page_size or 0, row_starts=row_starts is not None,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

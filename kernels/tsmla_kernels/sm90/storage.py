@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import cutlass.cute as cute
+
 from tsmla_kernels.sm90.constants import SMEM_BYTES
 
 
@@ -16,3 +18,17 @@ def checked_storage(storage: Any, config: object) -> Any:
     if storage.size_in_bytes() > SMEM_BYTES:
         raise ValueError(f"{config} takes {storage.size_in_bytes()} bytes of shared memory of {SMEM_BYTES}")
     return storage
+
+
+def storage_of_fields(fields: dict[str, Any], config: object) -> Any:
+    """The struct of a CTA's shared memory with these fields, for kernels whose configurations have different ones.
+
+    Raises:
+      ValueError: it is larger than a CTA may have.
+    """
+
+    @cute.struct
+    class Storage:
+        __annotations__ = fields
+
+    return checked_storage(Storage, config)

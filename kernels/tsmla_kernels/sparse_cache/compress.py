@@ -16,7 +16,7 @@ from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8, const_
 from tsmla_kernels.cache_ops.kernels import DTYPES, load, row_address, store, values_at, widened
 from tsmla_kernels.contract.layouts import INDEXER, V4_PACKED
 from tsmla_kernels.sparse_cache.compress_config import LANE_CHANNELS, ROWS_AT_ONCE, CompressWriteConfig
-from tsmla_kernels.sparse_cache.compress_memory import CompressArrays, Place, Request, Source, Sums, Target
+from tsmla_kernels.sparse_cache.compress_memory import CompressArrays, Place, Quantised, Request, Source, Sums, Target
 from tsmla_kernels.sparse_cache.values import BIAS, greatest_bits, power_of_two, scale_exponent
 
 LOG2_E = 1.4426950408889634
@@ -143,10 +143,10 @@ class CompressWriteKvCache:
     def pool(
         self,
         arrays: CompressArrays,
-        request: cutlass.Constexpr,
+        request: Request,
         entry: Int32,
-        place: cutlass.Constexpr,
-        parts: cutlass.Constexpr,
+        place: Place,
+        parts: Sums,
     ):
         """The Sums of a thread's channels over its part of the entry's window, into shared memory."""
         config = self.config
@@ -202,7 +202,7 @@ class CompressWriteKvCache:
         )
 
     @cute.jit
-    def window_row(self, source: cutlass.Constexpr, position: Int32, ring_row: Int32, row: Int32):
+    def window_row(self, source: Source, position: Int32, ring_row: Int32, row: Int32):
         """kv and biased score of a thread's channels of a window's row: of a new token, or from the state's row
         `ring_row`, which may be one round ahead. Tokens before the sequence began have kv 0 and score -inf."""
         config = self.config
@@ -244,7 +244,7 @@ class CompressWriteKvCache:
         return Sums(*(cute.make_tensor(merged.iterator + i * count, cute.make_layout(count)) for i in range(3)))
 
     @cute.jit
-    def combined(self, sums: cutlass.Constexpr, count: cutlass.Constexpr, place: cutlass.Constexpr):
+    def combined(self, sums: Sums, count: cutlass.Constexpr[int], place: Place):
         """The Sums of a thread's channels over `count` slots, in registers."""
         greatest, total, pooled = (cute.make_rmem_tensor((LANE_CHANNELS,), Float32) for _ in range(3))
         greatest.fill(-INFINITY)
@@ -266,7 +266,7 @@ class CompressWriteKvCache:
         return Sums(greatest, total, pooled)
 
     @cute.jit
-    def hand_over(self, parts: cutlass.Constexpr, merged: cute.Tensor, place: cutlass.Constexpr):
+    def hand_over(self, parts: Sums, merged: cute.Tensor, place: Place):
         """The CTA's Sums into the first CTA's shared memory."""
         config = self.config
         if place.part == 0:
@@ -280,7 +280,7 @@ class CompressWriteKvCache:
                 )
 
     @cute.jit
-    def norm_weights(self, arrays: CompressArrays, place: cutlass.Constexpr):
+    def norm_weights(self, arrays: CompressArrays, place: Place):
         """A thread's weights of the norm."""
         dtype = DTYPES[self.config.weight_dtype]
         address = arrays.norm_weight.iterator.toint() + Int64(place.channel * (dtype.width // 8))
@@ -288,7 +288,7 @@ class CompressWriteKvCache:
 
     @cute.jit
     def normed(
-        self, sums: cutlass.Constexpr, weights: cute.Tensor, place: cutlass.Constexpr, squares: cute.Tensor
+        self, sums: Sums, weights: cute.Tensor, place: Place, squares: cute.Tensor
     ):
         """A thread's channels of the entry, pooled and normed. All threads of the CTA, each part's the same."""
         config = self.config
@@ -313,7 +313,7 @@ class CompressWriteKvCache:
 
     @cute.jit
     def target(
-        self, arrays: CompressArrays, request: cutlass.Constexpr, entry: Int32, place: cutlass.Constexpr
+        self, arrays: CompressArrays, request: Request, entry: Int32, place: Place
     ):
         """Where an entry goes."""
         config = self.config
@@ -335,7 +335,7 @@ class CompressWriteKvCache:
 
     @cute.jit
     def write(
-        self, arrays: CompressArrays, target: cutlass.Constexpr, place: cutlass.Constexpr, values: cute.Tensor
+        self, arrays: CompressArrays, target: Target, place: Place, values: cute.Tensor
     ):
         """Rotate an entry's channels, quantise them and write them into the entry's slot. Whole warps."""
         config = self.config
@@ -352,7 +352,7 @@ class CompressWriteKvCache:
                 bits = cutlass.max(bits, cute.arch.shuffle_sync_bfly(bits, offset=1 << step))
             exponent = scale_exponent(bits, INDEXER.key_floor if config.cache == "indexer" else V4_PACKED.floor)
         if target.page >= 0:
-            self.store_row(arrays, target.page, target.offset, place, (values, exponent))
+            self.store_row(arrays, target.page, target.offset, place, Quantised(values, exponent))
 
     @cute.jit
     def store_row(
@@ -360,10 +360,10 @@ class CompressWriteKvCache:
         arrays: CompressArrays,
         page: Int32,
         offset: Int32,
-        place: cutlass.Constexpr,
-        quantised: cutlass.Constexpr,
+        place: Place,
+        quantised: Quantised,
     ):
-        """Write a thread's channels of a row of a page: `quantised` is the values and the exponent of their scale."""
+        """Write a thread's channels of a row of a page."""
         config, cache = self.config, arrays.new_cache
         values, exponent = quantised
         base = cache.iterator.toint()
@@ -398,7 +398,7 @@ class CompressWriteKvCache:
             store(dtype, row, values)
 
     @cute.jit
-    def keep(self, arrays: CompressArrays, request: cutlass.Constexpr, thread: Int32):
+    def keep(self, arrays: CompressArrays, request: Request, thread: Int32):
         """Write the request's last new tokens into its ring, the scores with their bias. All threads of the cluster."""
         config = self.config
         ring = arrays.new_state.shape[1]

@@ -1,4 +1,4 @@
-"""What the device functions of compress_write_kv_cache pass to each other."""
+"""Bundles that the device functions of compress_write_kv_cache pass to each other."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class Source(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Of a channel, over some rows of a window: the greatest score, the sum of the weights, the weighted sum of kv.
-    Tensors in shared memory [slots, C], or in registers."""
+    """Sums of each channel over some rows of a window: the greatest score, the sum of the weights, the weighted sum of
+    kv. Tensors in shared memory [slots, C], or in registers."""
 
     greatest: cute.Tensor
     total: cute.Tensor
@@ -76,6 +76,13 @@ class Target(NamedTuple):
     offset: Int32
     cos: cute.Tensor
     sin: cute.Tensor
+
+
+class Quantised(NamedTuple):
+    """A thread's values, and the exponent of their power-of-two scale."""
+
+    values: cute.Tensor
+    exponent: Int32
 
 
 class Place(NamedTuple):

@@ -68,8 +68,8 @@ class WritePackedKvCache:
         latent: cute.Tensor,
         k_rope: cute.Tensor,
         slot_mapping: cute.Tensor,
-        cos: Any,
-        sin: Any,
+        cos: cute.Tensor | None,
+        sin: cute.Tensor | None,
         cache: cute.Tensor,
     ):
         thread, _, _ = cute.arch.thread_idx()
@@ -108,7 +108,7 @@ class WritePackedKvCache:
         ]
 
     @cute.jit
-    def store_pair(self, address: Int64, index: Int32, pair: cutlass.Constexpr):
+    def store_pair(self, address: Int64, index: Int32, pair: list[Float32]):
         """Write the members of a pair to the rope part of a row."""
         if const_expr(self.config.rope_layout == "interleaved"):
             both = cute.make_rmem_tensor((2,), BFloat16)
@@ -129,7 +129,7 @@ class IndexerRows:
         self.rotation = RowRotation(config)
 
     @cute.jit
-    def values_of(self, array: cute.Tensor, row: Int32, columns: cutlass.Constexpr):
+    def values_of(self, array: cute.Tensor, row: Int32, columns: list[Int32]):
         """A lane's values of a row, as the array has them. `columns` are RowRotation's."""
         values = cute.make_rmem_tensor((LANE_VALUES,), self.in_dtype)
         count = LANE_VALUES // len(columns)
@@ -140,7 +140,7 @@ class IndexerRows:
         return values
 
     @cute.jit
-    def store_values(self, address: Int64, columns: cutlass.Constexpr, values: cute.Tensor):
+    def store_values(self, address: Int64, columns: list[Int32], values: cute.Tensor):
         """Write a lane's values, rounded to e4m3, into a row at an address."""
         count = LANE_VALUES // len(columns)
         for i in cutlass.range_constexpr(len(columns)):
@@ -150,7 +150,7 @@ class IndexerRows:
             store(Float8E4M3FN, address + Int64(columns[i]), part)
 
     @cute.jit
-    def quantized(self, values: cute.Tensor, floor: cutlass.Constexpr):
+    def quantized(self, values: cute.Tensor, floor: cutlass.Constexpr[float]):
         """The lane's values over the row's power-of-two scale, and the exponent of that. All lanes of the warp."""
         bits = greatest_bits(values, LANE_VALUES)
         for step in cutlass.range_constexpr(ROW_LANES.bit_length() - 1):
@@ -182,7 +182,14 @@ class WriteIndexerCache(IndexerRows):
         )
 
     @cute.kernel
-    def write(self, k: cute.Tensor, slot_mapping: cute.Tensor, cos: Any, sin: Any, cache: cute.Tensor):
+    def write(
+        self,
+        k: cute.Tensor,
+        slot_mapping: cute.Tensor,
+        cos: cute.Tensor | None,
+        sin: cute.Tensor | None,
+        cache: cute.Tensor,
+    ):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         lane, row = thread % ROW_LANES, block * (2 * WARPS) + thread // ROW_LANES
@@ -223,7 +230,15 @@ class IndexerQuantize(IndexerRows):
         )
 
     @cute.kernel
-    def quantize(self, q: cute.Tensor, weights: cute.Tensor, cos: Any, sin: Any, q8: cute.Tensor, folded: cute.Tensor):
+    def quantize(
+        self,
+        q: cute.Tensor,
+        weights: cute.Tensor,
+        cos: cute.Tensor | None,
+        sin: cute.Tensor | None,
+        q8: cute.Tensor,
+        folded: cute.Tensor,
+    ):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         config, num_rows = self.config, weights.shape[0]

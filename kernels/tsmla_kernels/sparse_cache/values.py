@@ -1,4 +1,5 @@
-"""What the kernels of the packed caches do alike: power-of-two scales of e4m3, the rotation of a row in half a warp."""
+"""Device functions that the kernels of the packed caches share: power-of-two scales of e4m3, and the rotation of a row
+in half a warp."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def greatest_bits(values, count):
 
 
 @cute.jit
-def scale_exponent(bits: Uint32, floor: cutlass.Constexpr):
+def scale_exponent(bits: Uint32, floor: cutlass.Constexpr[float]):
     """ceil(log2(max(amax, floor) / 448)) from the bits of amax, as tsmla_jax.sparse computes it."""
     bits = Int32(cutlass.max(bits, Uint32(float_bits(floor))))
     exponent = (bits >> MANTISSA_BITS) - (BIAS + FP8_MAX_EXPONENT)
@@ -110,7 +111,7 @@ class RowRotation:
         return [load(Float32, row_address(table, token, first * 4), width) for table in (cos, sin)]
 
     @cute.jit
-    def rotate(self, values: cute.Tensor, angles: cutlass.Constexpr, lane: Int32):
+    def rotate(self, values: cute.Tensor, angles: list[cute.Tensor], lane: Int32):
         """Rotate the lane's float32 values in place; `lane` is that of the row."""
         cos, sin = angles
         if self.inside(lane):

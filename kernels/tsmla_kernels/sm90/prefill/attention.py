@@ -103,7 +103,10 @@ class Attention:
         )
         rows.maximum.fill(LOWEST)
         rows.total.fill(0.0)
-        return Warpgroup(shared, thread, products, rows, next_rows, results, out_scale)
+        return Warpgroup(
+            shared=shared, thread=thread, products=products, rows=rows, next_rows=next_rows, results=results,
+            out_scale=out_scale,
+        )  # fmt: skip
 
     def row_view(self, accumulator: cute.Tensor, columns: int) -> cute.Tensor:
         """A lane's part of an accumulator as [its 2 rows, its columns]."""
@@ -124,7 +127,10 @@ class Attention:
         self.softmax.write_p(products.acc_s, products.p_target)
         v_keys = keys - block_index * self.traits.block
         stage = Stage(Int32(0), Int32(0))
-        return Cursor(v_keys, stage, self.next_stage(stage), Int32(0), blocks, keys, unmasked_keys, Int32(0))
+        return Cursor(
+            v_keys=v_keys, v=stage, k=self.next_stage(stage), q_phase=Int32(0), blocks=blocks, keys=keys,
+            unmasked_keys=unmasked_keys, tile=Int32(0),
+        )  # fmt: skip
 
     @cute.jit
     def finish_tile(self, wg: Warpgroup, cursor: Cursor) -> Cursor:
@@ -150,7 +156,9 @@ class Attention:
             k, v, v_keys = next_tile.k, next_tile.v, next_tile.v_keys
             blocks, keys, unmasked_keys = next_tile.blocks, next_tile.keys, next_tile.unmasked_keys
             tile = next_tile.tile
-        return Cursor(v_keys, v, k, q_phase, blocks, keys, unmasked_keys, tile)
+        return Cursor(
+            v_keys=v_keys, v=v, k=k, q_phase=q_phase, blocks=blocks, keys=keys, unmasked_keys=unmasked_keys, tile=tile
+        )
 
     @cute.jit
     def other_blocks(self, wg: Warpgroup, cursor: Cursor) -> Cursor:
@@ -222,7 +230,10 @@ class Attention:
         for i in cutlass.range_constexpr(2):
             wg.rows.maximum[i], wg.rows.total[i] = wg.next_rows.maximum[i], wg.next_rows.total[i]
         v_keys = keys - block_index * traits.block
-        return Cursor(v_keys, k, self.next_stage(k), cursor.q_phase, blocks, keys, unmasked_keys, cursor.tile + 1)
+        return Cursor(
+            v_keys=v_keys, v=k, k=self.next_stage(k), q_phase=cursor.q_phase, blocks=blocks, keys=keys,
+            unmasked_keys=unmasked_keys, tile=cursor.tile + 1,
+        )  # fmt: skip
 
     @cute.jit
     def last_values(self, wg: Warpgroup, cursor: Cursor) -> None:

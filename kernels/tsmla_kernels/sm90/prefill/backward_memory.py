@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 
 from tsmla_kernels.sm90.prefill.backward_config import KEY_ROWS, Q_ROWS, STAGES, BackwardConfig
 from tsmla_kernels.sm90.prefill.memory import Buffers, TmaCopy
-from tsmla_kernels.sm90.storage import checked_storage
+from tsmla_kernels.sm90.storage import storage_of_fields
 from tsmla_kernels.sm90.warp import DTYPES
 
 GROUPS = 2  # warpgroups that compute, each with half of a tile's keys and half of dq's columns
@@ -231,10 +231,10 @@ def make_storage(traits: Traits):
         if name != "sums":
             fields[name] = buffers(count, getattr(traits, name))
     fields["sums"] = cute.struct.Align[cute.struct.MemRange[Float32, GROUPS * Q_ROWS * traits.dq_columns], 128]
-    return checked_storage(cute.struct(type("Storage", (), {"__annotations__": fields})), traits.config)
+    return storage_of_fields(fields, traits.config)
 
 
-def shared_memory(storage) -> Shared:
+def shared_memory(storage: cute.struct) -> Shared:
     """Views of the allocated `storage`."""
 
     def buffers(name: str) -> Buffers:

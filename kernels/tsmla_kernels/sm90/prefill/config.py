@@ -7,12 +7,13 @@ tokens.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tsmla_kernels.sm90.constants import FP8
 
 if TYPE_CHECKING:
     from tsmla_kernels.contract import PrefillSpec
+    from tsmla_kernels.contract.rules import Dim
 
 GROUP_ROWS = 64  # query rows of one warpgroup: the M of its WGMMA
 PLAN_WORDS = 8  # int32 of one row of the plan
@@ -90,7 +91,7 @@ def prefill_config(spec: PrefillSpec, rope_dim: int = 0, *, wide_v: bool = False
     )
 
 
-def prefill_workspaces(batch: Any, num_sms: int = 132) -> dict[str, tuple[tuple[Any, ...], str]]:
+def prefill_workspaces(batch: Dim, num_sms: int = 132) -> dict[str, tuple[tuple[Dim, ...], str]]:
     """Shapes and dtypes of the kernel's workspaces, in the order of its operands.
 
     The plan has a row for each request, and two for the query rows before the first request and after the last.

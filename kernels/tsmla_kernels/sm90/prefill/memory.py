@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 
 from tsmla_kernels.sm90.constants import FP8
 from tsmla_kernels.sm90.prefill.config import GROUP_ROWS, PrefillConfig
-from tsmla_kernels.sm90.storage import checked_storage
+from tsmla_kernels.sm90.storage import storage_of_fields
 from tsmla_kernels.sm90.warp import DTYPES
 
 TILE_SLOTS = 8  # ring of tile descriptors: the producer is at most three tiles ahead of an epilogue
@@ -258,10 +258,10 @@ def make_storage(traits: KernelTraits) -> Any:
     if traits.fp8:
         fields["landing"] = buffers(stages, traits.v_elements)
         fields["p"] = buffers(groups, traits.p_elements)
-    return checked_storage(cute.struct(type("Storage", (), {"__annotations__": fields})), traits.config)
+    return storage_of_fields(fields, traits.config)
 
 
-def shared_memory(traits: KernelTraits, storage: Any) -> Shared:
+def shared_memory(traits: KernelTraits, storage: cute.struct) -> Shared:
     """Views of the allocated `storage`."""
     q = Buffers(storage.q.data_ptr(), storage.q_full.data_ptr(), storage.q_empty.data_ptr())
     k = Buffers(storage.k.data_ptr(), storage.k_full.data_ptr(), storage.k_empty.data_ptr())

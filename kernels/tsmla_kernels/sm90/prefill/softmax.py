@@ -114,7 +114,7 @@ class Softmax:
         self.write_p(products.acc_s, products.p_target)
 
     @cute.jit
-    def write_p(self, acc_s: cute.Tensor, target: cutlass.Constexpr) -> None:
+    def write_p(self, acc_s: cute.Tensor, target: cute.Tensor | Int32) -> None:
         """Write P, which `acc_s` holds in float32, to `Products.p_target`.
 
         With 16 bits the registers keep the accumulator's order. With fp8 the keys get the order in which the transpose
