@@ -113,7 +113,7 @@ class Inputs:
         """The gradients of q, k and v, or of q, kv and k_rope."""
         import torch
 
-        from tsmla_kernels.sm90.prefill.backward_config import backward_workspaces
+        from tsmla_kernels.sm90.prefill.backward.config import backward_workspaces
 
         config = MLA_PREFILL_BACKWARD.from_options(OPTIONS[name])
         inputs = [self.q, self.k, self.v]

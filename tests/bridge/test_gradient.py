@@ -14,7 +14,7 @@ from tests.oracles.gradients import Packed, Tensors
 from tsmla_bridge import operators
 from tsmla_bridge.ops import mla_prefill
 from tsmla_bridge.runtime import loaded_kernels
-from tsmla_kernels.sm90.prefill.backward_config import BackwardConfig
+from tsmla_kernels.sm90.prefill.backward.config import BackwardConfig
 
 PACKED = {
     "ragged": Packed([3, 1, 5], [3, 4, 9]),

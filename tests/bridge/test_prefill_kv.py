@@ -13,7 +13,7 @@ from tests.emulator.launcher import Gpu
 from tests.oracles.gradients import Packed, Tensors
 from tsmla_bridge.ops import mla_prefill_kv
 from tsmla_bridge.runtime import loaded_kernels
-from tsmla_kernels.sm90.prefill.backward_config import BackwardConfig
+from tsmla_kernels.sm90.prefill.backward.config import BackwardConfig
 from tsmla_kernels.sm90.prefill.config import PrefillConfig
 
 ROPE = 8

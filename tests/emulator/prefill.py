@@ -11,7 +11,7 @@ from tsmla_jax.ops.inputs import Scales
 from tsmla_jax.ops.mla_prefill import reference
 from tsmla_kernels import contract
 from tsmla_kernels.kernel import Kernel
-from tsmla_kernels.sm90.prefill.backward_config import BackwardConfig
+from tsmla_kernels.sm90.prefill.backward.config import BackwardConfig
 from tsmla_kernels.sm90.prefill.config import PrefillConfig
 
 Results = tuple[jax.Array, jax.Array]

@@ -33,7 +33,7 @@ from tsmla_kernels.kernel import ITEMSIZE, Config, Kernel, Operand
 from tsmla_kernels.options import compress_write_spec, indexer_logits_spec, sparse_mla_spec
 from tsmla_kernels.sm90.decode.config import DecodeConfig, decode_reasons, workspace_shapes
 from tsmla_kernels.sm90.logits.config import LogitsConfig, logits_reasons
-from tsmla_kernels.sm90.prefill.backward_config import BackwardConfig, backward_workspaces
+from tsmla_kernels.sm90.prefill.backward.config import BackwardConfig, backward_workspaces
 from tsmla_kernels.sm90.prefill.config import PrefillConfig
 from tsmla_kernels.sm90.sparse.config import sparse_reasons
 from tsmla_kernels.sm90.topk.config import TopkConfig

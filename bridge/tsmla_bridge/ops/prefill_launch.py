@@ -15,8 +15,8 @@ from tsmla_kernels.catalog import MLA_PREFILL, MLA_PREFILL_BACKWARD
 from tsmla_kernels.contract import PrefillSpec
 from tsmla_kernels.kernel import Config, Kernel
 from tsmla_kernels.launch import ArrayView
-from tsmla_kernels.sm90.prefill import backward_config as sm90_backward
 from tsmla_kernels.sm90.prefill import config as sm90_prefill
+from tsmla_kernels.sm90.prefill.backward import config as sm90_backward
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Those of q, k and v, or of q, kv and k_rope."""

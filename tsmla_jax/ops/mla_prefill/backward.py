@@ -16,7 +16,7 @@ from tsmla_jax.ops.mla_prefill import xla
 from tsmla_jax.ops.mla_prefill.call import Call, Cotangents, Results, Saved, refuse_second_derivative
 from tsmla_kernels.catalog import MLA_PREFILL_BACKWARD
 from tsmla_kernels.contract import PrefillSpec
-from tsmla_kernels.sm90.prefill import backward_config as sm90_backward
+from tsmla_kernels.sm90.prefill.backward import config as sm90_backward
 
 Gradients = tuple[jax.Array, ...]
 """Those of q, k and v, or of q, kv and k_rope."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from tsmla_kernels.contract import PrefillSpec, attention_out_dtype
 from tsmla_kernels.kernel import MODELS, Kernel, Operand
 from tsmla_kernels.options import prefill_spec, unserved
-from tsmla_kernels.sm90.prefill import backward_config as sm90_backward
 from tsmla_kernels.sm90.prefill import config as sm90_prefill
+from tsmla_kernels.sm90.prefill.backward import config as sm90_backward
 
 SHARED_ROPE_DIM = 64
 """R of the objects for mla_prefill_kv that `tsmla compile` makes."""
@@ -100,7 +100,7 @@ def _backward_config(spec: PrefillSpec, *, shared_rope: bool) -> sm90_backward.B
 MLA_PREFILL_BACKWARD = Kernel(
     name="mla_prefill_backward",
     archs=("sm_90a",),
-    launcher="tsmla_kernels.sm90.prefill.backward:MlaPrefillBackward",
+    launcher="tsmla_kernels.sm90.prefill.backward.kernel:MlaPrefillBackward",
     config=sm90_backward.BackwardConfig,
     operands=mla_prefill_backward_operands,
     spec_from_options=prefill_spec,

@@ -7,8 +7,8 @@ import pytest
 
 from tests.kernels.object_checks import all_but_slow, check_compiled
 from tsmla_kernels.catalog import MLA_PREFILL_BACKWARD
-from tsmla_kernels.sm90.prefill.backward_config import backward_workspaces
-from tsmla_kernels.sm90.prefill.backward_sums import sum_position
+from tsmla_kernels.sm90.prefill.backward.config import backward_workspaces
+from tsmla_kernels.sm90.prefill.backward.sums import sum_position
 
 CONFIGS = {
     "causal": {},

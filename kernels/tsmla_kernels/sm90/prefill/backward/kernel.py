@@ -16,9 +16,9 @@ import cutlass.utils as utils
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from tsmla_kernels.sm90.prefill.backward_config import BackwardConfig
-from tsmla_kernels.sm90.prefill.backward_copies import Producer
-from tsmla_kernels.sm90.prefill.backward_memory import (
+from tsmla_kernels.sm90.prefill.backward.config import BackwardConfig
+from tsmla_kernels.sm90.prefill.backward.copies import Producer
+from tsmla_kernels.sm90.prefill.backward.memory import (
     GROUPS,
     Copies,
     KeyGradients,
@@ -31,10 +31,10 @@ from tsmla_kernels.sm90.prefill.backward_memory import (
     make_storage,
     shared_memory,
 )
-from tsmla_kernels.sm90.prefill.backward_plan import BackwardPlanner
-from tsmla_kernels.sm90.prefill.backward_products import Consumer
-from tsmla_kernels.sm90.prefill.backward_rows import CTA_HEADS, ROW_THREADS, RowKernels, factors
-from tsmla_kernels.sm90.prefill.backward_sums import Reducer
+from tsmla_kernels.sm90.prefill.backward.plan import BackwardPlanner
+from tsmla_kernels.sm90.prefill.backward.products import Consumer
+from tsmla_kernels.sm90.prefill.backward.rows import CTA_HEADS, ROW_THREADS, RowKernels, factors
+from tsmla_kernels.sm90.prefill.backward.sums import Reducer
 from tsmla_kernels.sm90.prefill.memory import Scale, Schedule
 from tsmla_kernels.sm90.prefill.plan import Requests
 

@@ -11,8 +11,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from tsmla_kernels.sm90.prefill.backward_config import BLOCK_ROWS, Q_ROWS, ROPE_PARTIALS
-from tsmla_kernels.sm90.prefill.backward_memory import GROUP_KEYS, NO_HEAD, TILE_SLOTS, Shared, Sums, Tile, Traits
+from tsmla_kernels.sm90.prefill.backward.config import BLOCK_ROWS, Q_ROWS, ROPE_PARTIALS
+from tsmla_kernels.sm90.prefill.backward.memory import GROUP_KEYS, NO_HEAD, TILE_SLOTS, Shared, Sums, Tile, Traits
 from tsmla_kernels.sm90.prefill.memory import ThreadIndex
 
 

@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 
-from tsmla_kernels.sm90.prefill.backward_config import KEY_ROWS, Q_ROWS, STAGES, BackwardConfig
+from tsmla_kernels.sm90.prefill.backward.config import KEY_ROWS, Q_ROWS, STAGES, BackwardConfig
 from tsmla_kernels.sm90.prefill.memory import Buffers, TmaCopy
 from tsmla_kernels.sm90.storage import storage_of_fields
 from tsmla_kernels.sm90.warp import DTYPES
@@ -90,7 +90,7 @@ class Copies(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the forward pass left, and the cotangents of its results."""
+    """Results of the forward pass, and the cotangents of these."""
 
     out: cute.Tensor
     lse: cute.Tensor
@@ -172,6 +172,13 @@ class Block(NamedTuple):
     columns: int
     width: int
     pitch: int
+
+
+class Operand(NamedTuple):
+    """An operand in shared memory: its buffers, and what each holds."""
+
+    buffers: Buffers
+    block: Block
 
 
 class Traits:

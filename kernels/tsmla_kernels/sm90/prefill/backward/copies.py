@@ -7,8 +7,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from tsmla_kernels.sm90.prefill.backward_config import KEY_ROWS, Q_ROWS, STAGES
-from tsmla_kernels.sm90.prefill.backward_memory import (
+from tsmla_kernels.sm90.prefill.backward.config import KEY_ROWS, Q_ROWS, STAGES
+from tsmla_kernels.sm90.prefill.backward.memory import (
     NO_HEAD,
     TILE_SLOTS,
     Block,
@@ -20,7 +20,7 @@ from tsmla_kernels.sm90.prefill.backward_memory import (
     Tile,
     Traits,
 )
-from tsmla_kernels.sm90.prefill.backward_plan import BackwardPlanner
+from tsmla_kernels.sm90.prefill.backward.plan import BackwardPlanner
 from tsmla_kernels.sm90.prefill.memory import Buffers, Schedule, Stage, TmaCopy
 from tsmla_kernels.sm90.warp import advance
 
@@ -119,7 +119,7 @@ class Producer:
 
     @cute.jit
     def copy_block(
-        self, copy: TmaCopy, buffers: Buffers, block: cutlass.Constexpr, stage: Stage, row: Int32, head: Int32
+        self, copy: TmaCopy, buffers: Buffers, block: Block, stage: Stage, row: Int32, head: Int32
     ):
         """Rows from `row` on, once their buffer is free."""
         cute.arch.mbarrier_wait(buffers.empty + stage.index, stage.phase)
@@ -129,7 +129,7 @@ class Producer:
 
     @cute.jit
     def copy_rows(
-        self, copy: TmaCopy, buffers: Buffers, block: cutlass.Constexpr, stage: Stage, row: Int32, head: Int32
+        self, copy: TmaCopy, buffers: Buffers, block: Block, stage: Stage, row: Int32, head: Int32
     ):
         """Rows from `row` on, into a buffer that is free."""
         tiles = block.columns // block.width

@@ -7,12 +7,13 @@ number of heads, requests and tokens.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tsmla_kernels.sm90.prefill.config import PROGRESS_WORDS
 
 if TYPE_CHECKING:
     from tsmla_kernels.contract import PrefillSpec
+    from tsmla_kernels.contract.rules import Dim
 
 Q_ROWS = 64  # query rows of one step
 KEY_ROWS = 128  # keys of one tile: 64 for each of the two warpgroups that compute
@@ -26,7 +27,7 @@ HEAD_DIMS = ((192, 128),)
 
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
-    """What an object of the backward pass is compiled for. All else is dynamic.
+    """The static choices of a compiled backward pass. All else is dynamic.
 
     Attributes:
       dtype: "bfloat16" or "float16", of q, k, v, out, their gradients and out's cotangent.
@@ -72,8 +73,8 @@ def backward_config(spec: PrefillSpec, rope_dim: int = 0) -> BackwardConfig:
 
 
 def backward_workspaces(
-    config: BackwardConfig, batch: Any, total_q_len: Any, total_kv_len: Any, num_heads: Any, num_sms: int = 132
-) -> dict[str, tuple[tuple[Any, ...], str]]:
+    config: BackwardConfig, batch: Dim, total_q_len: Dim, total_kv_len: Dim, num_heads: Dim, num_sms: int = 132
+) -> dict[str, tuple[tuple[Dim, ...], str]]:
     """Shapes and dtypes of the kernel's workspaces, in the order of its operands.
 
     dq_sum: float32 sums of dq, in blocks of BLOCK_ROWS rows of one request and half of the columns, each block in the

@@ -15,8 +15,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import Field, OperandSource
 from cutlass.utils import hopper_helpers as sm90
 
-from tsmla_kernels.sm90.prefill.backward_config import KEY_ROWS, Q_ROWS
-from tsmla_kernels.sm90.prefill.backward_memory import (
+from tsmla_kernels.sm90.prefill.backward.config import KEY_ROWS, Q_ROWS
+from tsmla_kernels.sm90.prefill.backward.memory import (
     GROUP_KEYS,
     NO_HEAD,
     TILE_SLOTS,
@@ -25,13 +25,14 @@ from tsmla_kernels.sm90.prefill.backward_memory import (
     Factors,
     KeyGradients,
     Mma,
+    Operand,
     Shared,
     Term,
     Tile,
     Traits,
 )
-from tsmla_kernels.sm90.prefill.backward_sums import SumStaging
-from tsmla_kernels.sm90.prefill.memory import Stage, ThreadIndex
+from tsmla_kernels.sm90.prefill.backward.sums import SumStaging
+from tsmla_kernels.sm90.prefill.memory import Buffers, Stage, ThreadIndex
 from tsmla_kernels.sm90.warp import store_matrices, transpose_quad, uniform
 
 FAR = 2**31 - 1
@@ -64,7 +65,7 @@ class Consumer:
     # ---- operands in shared memory
 
     @cute.jit
-    def operand(self, memory: cute.Pointer, offset: Int32, block: cutlass.Constexpr):
+    def operand(self, memory: cute.Pointer, offset: Int32, block: Block):
         """A block for WGMMA, `offset` bytes into `memory`, its address through an instruction whose result is uniform:
         WGMMA takes its descriptors from uniform registers."""
         address = uniform(memory.toint() + offset)
@@ -145,13 +146,13 @@ class Consumer:
         s, dp = (cute.make_rmem_tensor(scores.partition_shape_C(shape), Float32) for _ in range(2))
         p, ds = (cute.make_rmem_tensor(dv.partition_shape_A(shape), self.traits.dtype) for _ in range(2))
         return Accumulators(
-            s,
-            cute.make_rmem_tensor((GROUP_KEYS * Q_ROWS // 128,), Float32),
-            dp,
-            p,
-            ds,
-            cute.make_rmem_tensor(dk.partition_shape_C((GROUP_KEYS, self.traits.qk_head_dim)), Float32),
-            cute.make_rmem_tensor(dv.partition_shape_C((GROUP_KEYS, self.traits.v_head_dim)), Float32),
+            s=s,
+            p_float=cute.make_rmem_tensor((GROUP_KEYS * Q_ROWS // 128,), Float32),
+            dp=dp,
+            p=p,
+            ds=ds,
+            dk=cute.make_rmem_tensor(dk.partition_shape_C((GROUP_KEYS, self.traits.qk_head_dim)), Float32),
+            dv=cute.make_rmem_tensor(dv.partition_shape_C((GROUP_KEYS, self.traits.v_head_dim)), Float32),
         )
 
     def dout_stage(self, stage: Stage) -> Stage:
@@ -190,7 +191,7 @@ class Consumer:
             dout = self.dout_stage(stage)
             cute.arch.mbarrier_wait(shared.dout.full + dout.index, dout.phase)
             self.zero_queries(shared, stage, rows, t)
-        self.multiply_scores(acc.s, mma, (shared.k, self.traits.k), (shared.q, self.traits.q), stage, t)
+        self.multiply_scores(acc.s, mma, Operand(shared.k, self.traits.k), Operand(shared.q, self.traits.q), stage, t)
         warpgroup.wait_group(0)
         s = self.rows_of(acc.s, Q_ROWS)
         diagonal = uniform(shared.tiles[Tile.DIAGONAL, slot]) - step * Q_ROWS
@@ -200,7 +201,8 @@ class Consumer:
         self.powers(acc, factors, shared, stage, t)
         dout = self.dout_stage(stage)
         cute.arch.mbarrier_wait(shared.dout.full + dout.index, dout.phase)
-        self.multiply_scores(acc.dp, mma, (shared.v, self.traits.v), (shared.dout, self.traits.dout), dout, t)
+        keys, queries = Operand(shared.v, self.traits.v), Operand(shared.dout, self.traits.dout)
+        self.multiply_scores(acc.dp, mma, keys, queries, dout, t)
         cute.arch.mbarrier_wait(shared.ds.empty + stage.index, stage.phase ^ 1)
         warpgroup.wait_group(0)
 
@@ -219,20 +221,20 @@ class Consumer:
         self,
         acc: cute.Tensor,
         mma: Mma,
-        keys: cutlass.Constexpr,
-        queries: cutlass.Constexpr,
+        keys: Operand,
+        queries: Operand,
         stage: Stage,
         t: ThreadIndex,
     ):
-        """S = K Q^T or dP = V dO^T, issued. keys and queries are pairs of buffers and their block."""
-        (key_buffers, key_block), (query_buffers, query_block) = keys, queries
+        """Issue S = K Q^T or dP = V dO^T."""
+        key_block, query_block = keys.block, queries.block
         half = Block(GROUP_KEYS, key_block.columns, key_block.width, key_block.pitch)
         key_offset = t.group * (GROUP_KEYS * key_block.width * self.traits.element_bytes)
         thr = mma.scores.get_slice(t.thread)
-        a = mma.scores.make_fragment_A(thr.partition_A(self.operand(key_buffers.memory, key_offset, half)))
+        a = mma.scores.make_fragment_A(thr.partition_A(self.operand(keys.buffers.memory, key_offset, half)))
         query_offset = stage.index * self.traits.bytes_of(query_block)
         b = mma.scores.make_fragment_B(
-            thr.partition_B(self.operand(query_buffers.memory, query_offset, query_block))
+            thr.partition_B(self.operand(queries.buffers.memory, query_offset, query_block))
         )  # fmt: skip
         warpgroup.fence()
         cute.gemm(mma.scores_first, acc, a[None, None, 0], b[None, None, 0], acc)
@@ -275,8 +277,8 @@ class Consumer:
         acc: cute.Tensor,
         mma: cute.TiledMma,
         scores: cute.Tensor,
-        buffers: cutlass.Constexpr,
-        block: cutlass.Constexpr,
+        buffers: Buffers,
+        block: Block,
         stage: Stage,
         t: ThreadIndex,
     ):
@@ -289,7 +291,7 @@ class Consumer:
         warpgroup.commit_group()
 
     @cute.jit
-    def terms(self, shared: Shared, stage: Stage, term: cutlass.Constexpr, g: cutlass.Constexpr, t: ThreadIndex):
+    def terms(self, shared: Shared, stage: Stage, term: Term, g: cutlass.Constexpr[int], t: ThreadIndex):
         """A term of this lane's two queries of the g-th eight."""
         address = shared.row_terms.iterator.toint()
         address += ((stage.index * len(Term) + term) * Q_ROWS + g * 8 + (t.lane % 4) * 2) * 4
@@ -364,7 +366,7 @@ class Consumer:
         self.zeroed(t)
 
     @cute.jit
-    def zero_rows(self, memory: cute.Pointer, offset: Int32, block: cutlass.Constexpr, first: Int32, t: ThreadIndex):
+    def zero_rows(self, memory: cute.Pointer, offset: Int32, block: Block, first: Int32, t: ThreadIndex):
         """The rows of a block from `first` on."""
         chunks = block.width // 8  # of 16 bytes, in a row of a column tile
         address = memory.toint() + offset

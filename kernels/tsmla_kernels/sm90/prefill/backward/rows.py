@@ -7,10 +7,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from tsmla_kernels.sm90.constants import LOG2_E
-from tsmla_kernels.sm90.prefill.backward_config import BLOCK_ROWS, Q_ROWS
-from tsmla_kernels.sm90.prefill.backward_memory import Factors, Saved, Sums, Term, Traits
-from tsmla_kernels.sm90.prefill.backward_plan import first_index
-from tsmla_kernels.sm90.prefill.backward_sums import sum_position
+from tsmla_kernels.sm90.prefill.backward.config import BLOCK_ROWS, Q_ROWS
+from tsmla_kernels.sm90.prefill.backward.memory import Factors, Saved, Sums, Term, Traits
+from tsmla_kernels.sm90.prefill.backward.plan import first_index
+from tsmla_kernels.sm90.prefill.backward.sums import sum_position
 from tsmla_kernels.sm90.prefill.memory import Scale
 from tsmla_kernels.sm90.prefill.plan import Requests
 

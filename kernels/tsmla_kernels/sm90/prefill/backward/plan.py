@@ -6,8 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from tsmla_kernels.sm90.prefill.backward_config import BLOCK_ROWS, KEY_ROWS, Q_ROWS
-from tsmla_kernels.sm90.prefill.backward_memory import NO_HEAD, TILE_SLOTS, TILE_WORDS, Tile, Traits
+from tsmla_kernels.sm90.prefill.backward.config import BLOCK_ROWS, KEY_ROWS, Q_ROWS
+from tsmla_kernels.sm90.prefill.backward.memory import NO_HEAD, TILE_SLOTS, TILE_WORDS, Tile, Traits
 from tsmla_kernels.sm90.prefill.copies import NO_TILE
 from tsmla_kernels.sm90.prefill.memory import PlanWord, Progress, Schedule
 from tsmla_kernels.sm90.prefill.plan import PlanWriter, Request, Requests

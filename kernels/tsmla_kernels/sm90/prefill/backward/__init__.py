@@ -1,0 +1,1 @@
+"""The gradient of prefill, for Hopper."""
