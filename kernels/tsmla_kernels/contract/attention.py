@@ -6,7 +6,7 @@ most).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tsmla_kernels.contract.rules import (
     FLOATS,
@@ -75,6 +75,30 @@ class DecodeSpec(ResultDtypes):
         """D, the width of a row of the cache."""
         return self.latent_dim + self.rope_dim
 
+    def without_sizes(self) -> "DecodeSpec":
+        """The static facts alone: what calls on a part of the requests or heads, or on several calls', have in
+        common."""
+        max_q_len = self.max_q_len if self.ragged else 0
+        return replace(
+            self, batch=0, total_q_len=0, max_q_len=max_q_len, num_heads=0, num_pages=0, max_pages=0
+        )
+
+    def with_sizes_of(
+        self, q: tuple[Dim, ...], kv_cache: tuple[Dim, ...], block_tables: tuple[Dim, ...]
+    ) -> "DecodeSpec":
+        """The spec of such a call on arrays of these shapes."""
+        batch, max_pages = block_tables
+        total_q_len, max_q_len = (q[0], self.max_q_len) if self.ragged else (q[0] * q[1], q[1])
+        return replace(
+            self,
+            batch=batch,
+            total_q_len=total_q_len,
+            max_q_len=max_q_len,
+            num_heads=q[-2],
+            num_pages=kv_cache[0],
+            max_pages=max_pages,
+        )
+
 
 @dataclass(frozen=True)
 class PrefillSpec(ResultDtypes):
@@ -93,6 +117,16 @@ class PrefillSpec(ResultDtypes):
     kv_dtype: str
     causal: bool
     deterministic: bool = False
+
+    def without_sizes(self) -> "PrefillSpec":
+        """The static facts alone: what calls on a part of the heads, or on several calls', have in common."""
+        return replace(self, batch=0, total_q_len=0, total_kv_len=0, num_heads=0)
+
+    def with_sizes_of(self, q: tuple[Dim, ...], k: tuple[Dim, ...], cu_seqlens_q: tuple[Dim, ...]) -> "PrefillSpec":
+        """The spec of such a call on arrays of these shapes."""
+        return replace(
+            self, batch=cu_seqlens_q[0] - 1, total_q_len=q[0], total_kv_len=k[0], num_heads=q[1]
+        )
 
 
 @dataclass(frozen=True)

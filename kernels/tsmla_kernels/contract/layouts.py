@@ -110,6 +110,11 @@ class CacheSpec:
     def num_slots(self) -> int:
         return self.num_pages * self.span
 
+    @property
+    def rank(self) -> int:
+        """Axes of the cache's array."""
+        return 2 if self.layout == "v4" else 3
+
 
 def cache_spec(name: str, cache: Array, *, page_size: int | None = None, page_span: int | None = None) -> CacheSpec:
     """Resolve a sparse KV cache's layout from its shape and dtype.

@@ -7,7 +7,8 @@ of a compressor head.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from tsmla_kernels.contract.attention import ResultDtypes
 from tsmla_kernels.contract.layouts import CacheSpec, IndexerCacheSpec, cache_spec, indexer_cache_spec
@@ -16,6 +17,7 @@ from tsmla_kernels.contract.rules import (
     FP8,
     VALUES,
     Array,
+    Dim,
     Scale,
     check_array,
     check_at_least_one,
@@ -51,6 +53,35 @@ class SparseMLASpec(ResultDtypes):
     compressed: CacheSpec | None
     q_dtype: str
     batch_invariant: bool = False
+
+    @property
+    def caches(self) -> tuple[CacheSpec, ...]:
+        """The one cache, or both."""
+        return (self.cache,) if self.compressed is None else (self.cache, self.compressed)
+
+    def without_sizes(self) -> SparseMLASpec:
+        """The static facts alone: what calls on a part of the tokens or heads, or on several calls', have in common."""
+        cache, *others = (replace(cache, num_pages=0) for cache in self.caches)
+        window = self.window if others else 0
+        compressed = others[0] if others else None
+        return replace(
+            self, num_tokens=0, num_heads=0, num_selected=0, window=window, cache=cache, compressed=compressed
+        )
+
+    def with_sizes_of(
+        self, q: tuple[Dim, ...], caches: Sequence[tuple[Dim, ...]], indices: tuple[Dim, ...]
+    ) -> SparseMLASpec:
+        """The spec of such a call on arrays of these shapes."""
+        cache, *others = (replace(of, num_pages=shape[0]) for of, shape in zip(self.caches, caches, strict=True))
+        return replace(
+            self,
+            num_tokens=q[0],
+            num_heads=q[1],
+            num_selected=indices[1],
+            window=self.window if others else indices[1],
+            cache=cache,
+            compressed=others[0] if others else None,
+        )
 
 
 def sparse_mla_spec(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from tsmla_jax.ops import device, transforms
-from tsmla_jax.ops.inputs import Scales, describe_call
+from tsmla_jax.ops.inputs import Scales
 from tsmla_jax.ops.kernel_call import kernel_call
 from tsmla_jax.ops.mla_decode import blackwell
 from tsmla_jax.ops.ragged import row_owner
@@ -58,46 +57,30 @@ def mla_decode(
 ) -> Results:
     """out and lse as the public mla_decode documents them; both are always returned. Not differentiable."""
     arch = device.arch_for(MLA_DECODE)
-    call = _Call(
-        max_q_len=spec.max_q_len if spec.ragged else None,
-        latent_dim=spec.latent_dim,
-        causal=spec.causal,
-        batch_invariant=spec.batch_invariant,
-        arch=arch,
-        num_sms=device.num_sms(arch),
-        visible_lens=spec.visible_lens,
-    )
+    call = _Planned(spec.without_sizes(), arch, device.num_sms(arch))
     optional = [array for array in (cu_seqlens_q, visible_lens) if array is not None]
     operand = scales.operand()
     if arch in MLA_DECODE_SM100.archs:
         seq_lens = blackwell.behind_check(spec, kv_cache, block_tables, seq_lens)
         if isinstance(operand, np.ndarray):
-            call = replace(call, static_scales=(float(operand[0]), float(operand[1])))
+            call = call._replace(static_scales=(float(operand[0]), float(operand[1])))
     results: Results = _transformable(call)(q, kv_cache, block_tables, seq_lens, *optional, operand)
     return results
 
 
-@dataclass(frozen=True)
-class _Call:
-    """The static part of a call, without its shapes. max_q_len is None where S is q's second axis; static_scales are
-    the scales where a kernel takes them by value; visible_lens: whether these are given."""
+class _Planned(NamedTuple):
+    """A call's spec without sizes, and the GPU that it is planned for. static_scales: the scales, if a kernel takes
+    them by value."""
 
-    max_q_len: int | None
-    latent_dim: int
-    causal: bool
-    batch_invariant: bool
+    spec: DecodeSpec
     arch: str
     num_sms: int
     static_scales: tuple[float, float] | None = None
-    visible_lens: bool = False
-
-    @property
-    def ragged(self) -> bool:
-        return self.max_q_len is not None
 
     def optional(self, others: Sequence[jax.Array]) -> tuple[jax.Array | None, jax.Array | None]:
         """cu_seqlens_q and visible_lens, or None, of the arrays behind seq_lens."""
-        return others[0] if self.ragged else None, others[int(self.ragged)] if self.visible_lens else None
+        ragged = self.spec.ragged
+        return others[0] if ragged else None, others[int(ragged)] if self.spec.visible_lens else None
 
 
 # Heads split everything but the cache; requests split everything of theirs but the cache, whose pages any of them may
@@ -115,11 +98,11 @@ _SHARDING_RULES = {
 
 
 @functools.cache
-def _transformable(call: _Call) -> Callable[..., Any]:
+def _transformable(call: _Planned) -> Callable[..., Any]:
     """The call as a function (q, kv_cache, block_tables, seq_lens, [cu_seqlens_q,] [visible_lens,] scales) -> (out,
     lse)."""
-    rule, fixed = _SHARDING_RULES[call.ragged]
-    visible_lens = "" if not call.visible_lens else "t, " if call.ragged else "b s, "
+    rule, fixed = _SHARDING_RULES[call.spec.ragged]
+    visible_lens = "" if not call.spec.visible_lens else "t, " if call.spec.ragged else "b s, "
     return transforms.transformable(
         functools.partial(_on_one_device, call),
         rule=rule.format(visible_lens),
@@ -140,25 +123,12 @@ def _refuse_derivative(*_: jax.Array) -> NoReturn:
 
 
 def _on_one_device(
-    call: _Call, q: jax.Array, kv_cache: jax.Array, block_tables: jax.Array, seq_lens: jax.Array, *others: jax.Array
+    call: _Planned, q: jax.Array, kv_cache: jax.Array, block_tables: jax.Array, seq_lens: jax.Array, *others: jax.Array
 ) -> Results:
     """The kernel on the arrays of one device, whose number of heads and requests may be a part of the whole. `others`
     are cu_seqlens_q (ragged calls), visible_lens (calls that have these) and the scales."""
     (cu_seqlens_q, visible_lens), scales = call.optional(others), others[-1]
-    spec = describe_call(
-        contract.decode_spec,
-        q=q,
-        kv_cache=kv_cache,
-        block_tables=block_tables,
-        seq_lens=seq_lens,
-        cu_seqlens_q=cu_seqlens_q,
-        max_q_len=call.max_q_len,
-        latent_dim=call.latent_dim,
-        softmax_scale=1.0,
-        causal=call.causal,
-        visible_lens=visible_lens,
-        batch_invariant=call.batch_invariant,
-    )
+    spec = call.spec.with_sizes_of(q.shape, kv_cache.shape, block_tables.shape)
     if call.arch in MLA_DECODE_SM100.archs:
         arrays = (q, kv_cache, block_tables, seq_lens, cu_seqlens_q, visible_lens, scales)
         static_scales = call.static_scales
@@ -170,23 +140,23 @@ def _on_one_device(
     def launch(first: Any, stop: Any) -> Results:
         """The rows of requests first to stop - 1. Those of a ragged call's other requests are not written."""
         mine = slice(first, stop)
-        rows_of = q if call.ragged else q[mine]
+        rows_of = q if spec.ragged else q[mine]
         rows = math.prod(rows_of.shape[:-1])
         workspaces = sm90_decode.workspace_shapes(config, call.num_sms, stop - first, spec.max_pages)
         # The kernel has the operand of offsets in both cases.
         offsets = seq_lens[mine] if cu_seqlens_q is None else cu_seqlens_q[first : stop + 1]
         visible: tuple[jax.Array, ...] = ()
         if visible_lens is not None:
-            visible = (visible_lens if call.ragged else visible_lens[mine].reshape(-1),)
+            visible = (visible_lens if spec.ragged else visible_lens[mine].reshape(-1),)
         query = rows_of.reshape(rows, spec.head_dim)
         out, lse, *_ = kernel_call(
             MLA_DECODE,
             config,
             (query, kv_cache, block_tables[mine], seq_lens[mine], offsets, *visible, scales),
-            ((rows, call.latent_dim), (rows,), *(shape for shape, _ in workspaces.values())),
+            ((rows, spec.latent_dim), (rows,), *(shape for shape, _ in workspaces.values())),
             arch=call.arch,
         )
-        return out.reshape(*rows_of.shape[:-1], call.latent_dim), lse.reshape(rows_of.shape[:-1])
+        return out.reshape(*rows_of.shape[:-1], spec.latent_dim), lse.reshape(rows_of.shape[:-1])
 
     parts = sm90_decode.launches(config, spec.batch, spec.max_pages)
     results = [launch(first, stop) for first, stop in parts]
@@ -205,7 +175,7 @@ def _on_one_device(
 
 
 def _fold(
-    call: _Call,
+    call: _Planned,
     run: Callable[..., Results],
     axis_size: int,
     q: jax.Array,
@@ -224,7 +194,7 @@ def _fold(
     cu_seqlens_q, visible_lens = call.optional(others)
     optional = []
     if cu_seqlens_q is not None:
-        offsets, fillers = _fold_offsets(cu_seqlens_q, q.shape[1], call.max_q_len or 1)
+        offsets, fillers = _fold_offsets(cu_seqlens_q, q.shape[1], call.spec.max_q_len)
         optional = [offsets]
         block_tables = jnp.pad(block_tables, ((0, 0), (0, fillers), (0, 0)))
         seq_lens = jnp.pad(seq_lens, ((0, 0), (0, fillers)))
@@ -257,14 +227,14 @@ def _fold_offsets(offsets: jax.Array, total: int, max_q_len: int) -> tuple[jax.A
     return jnp.concatenate([folded, jnp.full((1,), num_packings * total, jnp.int32)]), fillers
 
 
-def _partition(call: _Call, shapes: Sequence[Any]) -> transforms.Partition:
+def _partition(call: _Planned, shapes: Sequence[Any]) -> transforms.Partition:
     """q's sharding along heads and requests, everything else whole."""
     q, _, tables, lens, *_ = map(transforms.named_axes, shapes)
-    if call.ragged:
-        rows, visible = P(None, q[1], None), [P(None)] * call.visible_lens
+    if call.spec.ragged:
+        rows, visible = P(None, q[1], None), [P(None)] * call.spec.visible_lens
         inputs = (rows, P(None, None, None), P(None, None), P(None), P(None), *visible, P(None))
         return inputs, (rows, P(None, q[1]))
     batch = q[0] or tables[0] or lens[0]
-    rows, visible = P(batch, None, q[2], None), [P(batch, None)] * call.visible_lens
+    rows, visible = P(batch, None, q[2], None), [P(batch, None)] * call.spec.visible_lens
     inputs = (rows, P(None, None, None), P(batch, None), P(batch), *visible, P(None))
     return inputs, (rows, P(batch, None, q[2]))

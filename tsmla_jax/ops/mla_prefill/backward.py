@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from tsmla_jax.ops import transforms
 from tsmla_jax.ops.kernel_call import kernel_call
 from tsmla_jax.ops.mla_prefill import xla
-from tsmla_jax.ops.mla_prefill.call import Call, Cotangents, Results, Saved, refuse_second_derivative
+from tsmla_jax.ops.mla_prefill.call import Cotangents, Planned, Results, Saved, refuse_second_derivative
 from tsmla_kernels.catalog import MLA_PREFILL_BACKWARD
 from tsmla_kernels.contract import PrefillSpec
 from tsmla_kernels.sm90.prefill.backward import config as sm90_backward
@@ -55,11 +55,11 @@ def note(spec: PrefillSpec, arch: str) -> str:
     return f"its derivative is that of xla: {'; '.join(reasons)}" if reasons else "its derivative is a kernel too"
 
 
-def backward(call: Call, saved: Saved, cotangents: Results) -> Cotangents:
+def backward(call: Planned, saved: Saved, cotangents: Results) -> Cotangents:
     """The cotangents of q, k, v, the scales and the offsets, in this order, from a call's operands in this order, its
     results and their cotangents."""
     (q, k, v, scales, *offsets), results = saved
-    spec = call.spec(q, k, v, *offsets)
+    spec = call.spec_of(q, k, offsets[0])
     if not why_no_kernel(spec, call.arch):
         return by_kernel(call, saved, cotangents)
     d_q, d_k, d_v, d_logit_scale, d_v_scale, *_ = xla.backward(
@@ -68,7 +68,7 @@ def backward(call: Call, saved: Saved, cotangents: Results) -> Cotangents:
     return d_q, d_k, d_v, jnp.stack([d_logit_scale, d_v_scale]), None, None
 
 
-def by_kernel(call: Call, saved: Saved, cotangents: Results) -> Cotangents:
+def by_kernel(call: Planned, saved: Saved, cotangents: Results) -> Cotangents:
     """`backward` by the kernel; k and v may also be kv and k_rope. A scale's cotangent is NaN where the scale is 0."""
     (q, k, v, scales, *offsets), (out, lse) = saved
     d_out, d_lse = cotangents
@@ -85,7 +85,7 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 @functools.cache
-def _transformable(call: Call, shared_rope: bool) -> Callable[..., Gradients]:
+def _transformable(call: Planned, shared_rope: bool) -> Callable[..., Gradients]:
     """The kernel as a function of Operands. vmap makes one call after another where heads share the rope columns."""
     keys, columns = ("s h w, s r", ("w", "r")) if shared_rope else ("s h k, s h v", ())
     return transforms.transformable(
@@ -100,11 +100,10 @@ def _transformable(call: Call, shared_rope: bool) -> Callable[..., Gradients]:
     )
 
 
-def _on_device(call: Call, *arrays: jax.Array) -> Gradients:
+def _on_device(call: Planned, *arrays: jax.Array) -> Gradients:
     """The kernel on the arrays of one device, whose number of heads may be a part of the whole."""
     x = Operands(*arrays)
-    k, v = (jax.ShapeDtypeStruct((*x.k.shape[:2], width), x.q.dtype) for width in (x.q.shape[2], x.out.shape[2]))
-    spec = call.spec(x.q, k, v, x.cu_seqlens_q, x.cu_seqlens_kv)
+    spec = call.spec_of(x.q, x.k, x.cu_seqlens_q)
     config = sm90_backward.backward_config(spec, x.v.shape[1] if x.v.ndim == 2 else 0)
     workspaces = sm90_backward.backward_workspaces(
         config, spec.batch, spec.total_q_len, spec.total_kv_len, spec.num_heads, call.num_sms

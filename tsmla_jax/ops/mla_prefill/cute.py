@@ -14,7 +14,7 @@ from tsmla_jax.ops import device, transforms
 from tsmla_jax.ops.inputs import Scales
 from tsmla_jax.ops.kernel_call import kernel_call
 from tsmla_jax.ops.mla_prefill import backward, blackwell
-from tsmla_jax.ops.mla_prefill.call import Call, Results, refuse_second_derivative, static_part
+from tsmla_jax.ops.mla_prefill.call import Planned, Results, planned, refuse_second_derivative
 from tsmla_kernels.catalog import MLA_PREFILL, MLA_PREFILL_SM100
 from tsmla_kernels.contract import PrefillSpec
 from tsmla_kernels.sm90.prefill import config as sm90_prefill
@@ -48,22 +48,22 @@ def mla_prefill(
 ) -> Results:
     """out and lse as the public mla_prefill documents them; both are always returned. Reverse-mode differentiable."""
     operand = scales.operand()
-    results: Results = _differentiable(static_part(spec, operand))(q, k, v, operand, cu_seqlens_q, cu_seqlens_kv)
+    results: Results = _differentiable(planned(spec, operand))(q, k, v, operand, cu_seqlens_q, cu_seqlens_kv)
     return results
 
 
 @functools.cache
-def _differentiable(call: Call) -> Callable[..., Any]:
+def _differentiable(call: Planned) -> Callable[..., Any]:
     """The call as a function (q, k, v, scales, cu_seqlens_q, cu_seqlens_kv) -> (out, lse)."""
     return transforms.with_backward(_transformable(call), functools.partial(backward.backward, call))
 
 
 @functools.cache
-def _transformable(call: Call) -> Callable[..., Any]:
+def _transformable(call: Planned) -> Callable[..., Any]:
     """The call without its derivative."""
 
     def on_device(q: jax.Array, k: jax.Array, v: jax.Array, scales: jax.Array, *offsets: jax.Array) -> Results:
-        spec = call.spec(q, k, v, *offsets)
+        spec = call.spec_of(q, k, offsets[0])
         if call.arch not in MLA_PREFILL_SM100.archs:
             return on_hopper(call, spec, (q, k, v, *offsets, scales))
         return blackwell.on_one_device(
@@ -81,7 +81,7 @@ def _transformable(call: Call) -> Callable[..., Any]:
     )
 
 
-def on_hopper(call: Call, spec: PrefillSpec, inputs: tuple[jax.Array, ...], rope_dim: int = 0) -> Results:
+def on_hopper(call: Planned, spec: PrefillSpec, inputs: tuple[jax.Array, ...], rope_dim: int = 0) -> Results:
     """The Hopper kernel on the arrays of one device, whose number of heads may be a part of the whole.
 
     inputs: the kernel's operands (rope_dim as in PrefillConfig decides whether they are k and v, or kv and k_rope)."""

@@ -15,12 +15,12 @@ from tsmla_jax.ops.inputs import Scales
 from tsmla_jax.ops.mla_prefill import backward
 from tsmla_jax.ops.mla_prefill import cute as prefill
 from tsmla_jax.ops.mla_prefill.call import (
-    Call,
     Cotangents,
+    Planned,
     Results,
     Saved,
+    planned,
     refuse_second_derivative,
-    static_part,
 )
 from tsmla_jax.ops.mla_prefill_kv import reference
 from tsmla_kernels.catalog import MLA_PREFILL
@@ -45,21 +45,20 @@ def mla_prefill_kv(
         arrays = (q, kv, k_rope, cu_seqlens_q, cu_seqlens_kv, scales)
         return reference.mla_prefill_kv(*arrays, spec=spec, attend=prefill.mla_prefill)
     operand = scales.operand()
-    attend = _differentiable(static_part(spec, operand))
+    attend = _differentiable(planned(spec, operand))
     results: Results = attend(q, kv, k_rope, operand, cu_seqlens_q, cu_seqlens_kv)
     return results
 
 
 @functools.cache
-def _differentiable(call: Call) -> Callable[..., Any]:
+def _differentiable(call: Planned) -> Callable[..., Any]:
     """The call as a function (q, kv, k_rope, scales, cu_seqlens_q, cu_seqlens_kv) -> (out, lse). vmap makes one call
     after another."""
 
     def on_device(
         q: jax.Array, kv: jax.Array, k_rope: jax.Array, scales: jax.Array, *offsets: jax.Array
     ) -> Results:
-        expanded = jax.eval_shape(functools.partial(reference.expand, k_dim=q.shape[2]), kv, k_rope)
-        spec = call.spec(q, *expanded, *offsets)
+        spec = call.spec_of(q, kv, offsets[0])
         return prefill.on_hopper(call, spec, (q, kv, k_rope, *offsets, scales), k_rope.shape[1])
 
     run = transforms.transformable(
@@ -73,7 +72,7 @@ def _differentiable(call: Call) -> Callable[..., Any]:
     def derivative(saved: Saved, cotangents: Results) -> Cotangents:
         (q, kv, k_rope, scales, *offsets), results = saved
         expand = functools.partial(reference.expand, k_dim=q.shape[2])
-        spec = call.spec(q, *jax.eval_shape(expand, kv, k_rope), *offsets)
+        spec = call.spec_of(q, kv, offsets[0])
         if k_rope.shape[1] == SHARED_ROPE_DIM and not backward.why_no_kernel(spec, call.arch):
             return backward.by_kernel(call, saved, cotangents)
         (k, v), contract_keys = jax.vjp(expand, kv, k_rope)

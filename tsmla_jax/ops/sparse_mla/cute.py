@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -13,12 +12,10 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from tsmla_jax.ops import device, transforms
-from tsmla_jax.ops.inputs import Scale, Scales, as_scale, attention_of_no_keys, describe_call
+from tsmla_jax.ops.inputs import Scale, Scales, as_scale, attention_of_no_keys
 from tsmla_jax.ops.kernel_call import kernel_call
 from tsmla_kernels import contract
 from tsmla_kernels.catalog import SPARSE_MLA
-from tsmla_kernels.contract import sparse as sparse_contract
-from tsmla_kernels.contract.layouts import CacheSpec
 from tsmla_kernels.contract.sparse import SparseMLASpec
 from tsmla_kernels.sm90.sparse.config import launches, sparse_config, workspace_shapes
 
@@ -45,78 +42,30 @@ def sparse_mla(
     if 0 in (spec.num_tokens, spec.num_selected):
         return attention_of_no_keys(q, spec.latent_dim, spec)
     arch = device.arch_for(SPARSE_MLA)
-    call = _Call(
-        cache=_Pages.of(spec.cache),
-        compressed=None if spec.compressed is None else _Pages.of(spec.compressed),
-        window=None if spec.compressed is None else spec.window,
-        lengths=lengths is not None,
-        sinks=sinks is not None,
-        batch_invariant=spec.batch_invariant,
-        arch=arch,
-        num_sms=device.num_sms(arch),
-    )
+    call = _Planned(spec.without_sizes(), lengths is not None, sinks is not None, arch, device.num_sms(arch))
     sinks = None if sinks is None else sinks.astype(jnp.float32)
     operands = _Operands(q, caches, indices, lengths, sinks, _factors(scales, kv_scales))
     results: Results = _transformable(call)(*operands.given)
     return results
 
 
-class _Pages(NamedTuple):
-    """How slots name the rows of a cache, and the rank of its array."""
+class _Planned(NamedTuple):
+    """A call's spec without sizes, and the GPU that it is planned for. lengths, sinks: whether the call has these
+    operands."""
 
-    page_size: int
-    page_span: int
-    rank: int
-
-    @classmethod
-    def of(cls, spec: CacheSpec) -> _Pages:
-        return cls(spec.page_size, spec.span, 2 if spec.layout == "v4" else 3)
-
-
-@dataclass(frozen=True)
-class _Call:
-    """The static part of a call, without its shapes. lengths, sinks: whether the call has these operands."""
-
-    cache: _Pages
-    compressed: _Pages | None
-    window: int | None
+    spec: SparseMLASpec
     lengths: bool
     sinks: bool
-    batch_invariant: bool
     arch: str
     num_sms: int
-
-    @property
-    def caches(self) -> tuple[_Pages, ...]:
-        return (self.cache,) if self.compressed is None else (self.cache, self.compressed)
 
     def split(self, arrays: Sequence[Any]) -> _Operands:
         """The operands by name."""
         q, *rest = arrays
-        caches, (indices, *others) = tuple(rest[: len(self.caches)]), rest[len(self.caches) :]
+        count = len(self.spec.caches)
+        caches, (indices, *others) = tuple(rest[:count]), rest[count:]
         lengths = others[0] if self.lengths else None
         return _Operands(q, caches, indices, lengths, others[-2] if self.sinks else None, others[-1])
-
-    def spec(self, operands: _Operands) -> SparseMLASpec:
-        """The spec of the call with these operands, whose number of heads and tokens may be a part of the whole."""
-        names = dict(zip(("kv_cache", "compressed_kv_cache"), operands.caches, strict=False))
-        if self.compressed is not None:
-            names |= {
-                "window": self.window,
-                "compressed_page_size": self.compressed.page_size,
-                "compressed_page_span": self.compressed.page_span,
-            }
-        return describe_call(
-            sparse_contract.sparse_mla_spec,
-            q=operands.q,
-            indices=operands.indices,
-            lengths=operands.lengths,
-            sinks=operands.sinks,
-            page_size=self.cache.page_size,
-            page_span=self.cache.page_span,
-            batch_invariant=self.batch_invariant,
-            **names,
-        )
 
 
 class _Operands(NamedTuple):
@@ -154,12 +103,12 @@ def _factors(scales: Scales, kv_scales: tuple[Scale | None, ...]) -> jax.Array |
 
 
 @functools.cache
-def _transformable(call: _Call) -> Callable[..., Any]:
+def _transformable(call: _Planned) -> Callable[..., Any]:
     """The call as a function (q, kv_cache, [compressed_kv_cache,] indices, [lengths,] [sinks,] scales) -> (out, lse).
 
     Heads split q and sinks, tokens split q and their rows of indices; any token may name any page of a cache.
     """
-    names = [" ".join(letters[: pages.rank]) for letters, pages in zip(("pze", "uyf"), call.caches, strict=False)]
+    names = [" ".join(letters[: cache.rank]) for letters, cache in zip(("pze", "uyf"), call.spec.caches, strict=False)]
     rule = ["t h d", *names, "t k", *["t"] * call.lengths, *["h"] * call.sinks, "c"]
     fixed = ("d", *" ".join(names).split(), "k", "c", "l")
     return transforms.transformable(
@@ -169,7 +118,7 @@ def _transformable(call: _Call) -> Callable[..., Any]:
         partition=functools.partial(_partition, call),
         fold=functools.partial(_fold, call),
         shared=1 + call.sinks,
-        unexpanded=tuple(range(1, 1 + len(call.caches))),  # a cache that all of vmap's calls share stays one
+        unexpanded=tuple(range(1, 1 + len(call.spec.caches))),  # a cache that all of vmap's calls share stays one
         derivative=_refuse_derivative,
     )
 
@@ -178,10 +127,11 @@ def _refuse_derivative(*_: jax.Array) -> NoReturn:
     raise contract.not_differentiable("sparse_mla", "use implementation='reference' ('xla' has none either)")
 
 
-def _on_one_device(call: _Call, *arrays: jax.Array) -> Results:
+def _on_one_device(call: _Planned, *arrays: jax.Array) -> Results:
     """The kernel on the arrays of one device."""
     operands = call.split(arrays)
-    spec = call.spec(operands)
+    shapes = [cache.shape for cache in operands.caches]
+    spec = call.spec.with_sizes_of(operands.q.shape, shapes, operands.indices.shape)
     config = sparse_config(spec, lengths=call.lengths, sinks=call.sinks)
     parts = launches(config, spec.num_tokens, spec.num_selected)
 
@@ -205,16 +155,17 @@ def _on_one_device(call: _Call, *arrays: jax.Array) -> Results:
     return results[0] if len(parts) == 1 else (jnp.concatenate(outs), jnp.concatenate(lses))
 
 
-def _fold(call: _Call, run: Callable[..., Results], axis_size: int, *arrays: jax.Array) -> Results | None:
+def _fold(call: _Planned, run: Callable[..., Results], axis_size: int, *arrays: jax.Array) -> Results | None:
     """vmap's axis V, leading in all arrays but the scales, the sinks and a shared cache, becomes V * T tokens of one
     call. None if there are more slots than int32 can count."""
     operands = call.split(arrays)
-    bounds = (0, operands.indices.shape[-1]) if call.window is None else (0, call.window, operands.indices.shape[-1])
+    columns = operands.indices.shape[-1]
+    bounds = (0, columns) if call.spec.compressed is None else (0, call.spec.window, columns)
     caches, slots = [], []
-    for i, (pages, cache) in enumerate(zip(call.caches, operands.caches, strict=True)):
+    for i, (layout, cache) in enumerate(zip(call.spec.caches, operands.caches, strict=True)):
         section = operands.indices[..., bounds[i] : bounds[i + 1]]
-        if cache.ndim > pages.rank:
-            each = cache.shape[1] * pages.page_span
+        if cache.ndim > layout.rank:
+            each = cache.shape[1] * layout.span
             if not isinstance(each, int) or axis_size * each > transforms.MAX_SLOTS:
                 return None
             first = jnp.arange(axis_size, dtype=jnp.int32)[:, None, None] * each
@@ -236,12 +187,12 @@ def _fold(call: _Call, run: Callable[..., Results], axis_size: int, *arrays: jax
     return out.reshape(*tokens, *out.shape[1:]), lse.reshape(*tokens, *lse.shape[1:])
 
 
-def _partition(call: _Call, shapes: Sequence[Any]) -> transforms.Partition:
+def _partition(call: _Planned, shapes: Sequence[Any]) -> transforms.Partition:
     """The sharding along tokens and heads, everything else whole."""
     named = call.split(list(map(transforms.named_axes, shapes)))
     tokens = named.q[0] or named.indices[0] or (named.lengths or (None,))[0]
     heads = named.q[1] or (named.sinks or (None,))[0]
     rows = P(tokens, heads, None)
-    caches = tuple(P(*(None,) * pages.rank) for pages in call.caches)
+    caches = tuple(P(*(None,) * cache.rank) for cache in call.spec.caches)
     lengths, sinks = P(tokens) if call.lengths else None, P(heads) if call.sinks else None
     return _Operands(rows, caches, P(tokens, None), lengths, sinks, P(None)).given, (rows, P(tokens, heads))
