@@ -39,7 +39,7 @@ MASKED_KEYS = re.compile(
     r"no barrier orders a store .* a read of another warp \(|shared memory is written again before a WGMMA )"
 )
 """The gradient's scores of rows behind the last key may see them before or after the other warpgroup's zeros, or both:
-they are masked (sm90/prefill/backward_products.py, `zero_keys`)."""
+they are masked (sm90/prefill/backward/products.py, `zero_keys`)."""
 
 
 def calls(ops: Iterable[str]) -> list[Any]:
