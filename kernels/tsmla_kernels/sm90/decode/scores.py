@@ -66,7 +66,9 @@ class Scores:
     @cute.jit
     def score(self, arrays: Arrays, shared: Shared, scratch: Scratch, mma: ScoreMma, rank: Int32):
         """Warpgroup 0: see latent.scores.ScoreWalk."""
-        ScoreWalk(self).run(self.begin(arrays, shared, scratch, mma, rank), shared)
+        # The subclasses have the other steps.
+        walk: ScoreWalk[Held] = ScoreWalk(self)  # type: ignore[arg-type]
+        walk.run(self.begin(arrays, shared, scratch, mma, rank), shared)
 
     def wait_for_piece(self, number: Int32, index: Int32, phase: Int32, shared: Shared) -> None:
         """Wait until piece `number` has been described, and its first stage, `index`, is full."""

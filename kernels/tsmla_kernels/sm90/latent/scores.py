@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
@@ -21,10 +21,11 @@ class ScoreMma(NamedTuple):
 class HasPlace(Protocol):
     """A softmax warpgroup's registers from piece to piece. Each kind of operands has a type of its own."""
 
-    place: Place
+    @property
+    def place(self) -> Place: ...
 
 
-Held = TypeVar("Held", bound=HasPlace)
+Held = TypeVar("Held", bound=HasPlace, contravariant=True)
 
 
 class Scores(Protocol[Held]):
@@ -34,8 +35,11 @@ class Scores(Protocol[Held]):
       sums_later: whether a piece's last P V begins before the row sums are finished, and value warps wait for SUMS.
     """
 
-    ring: Ring
-    sums_later: bool
+    @property
+    def ring(self) -> Ring: ...
+
+    @property
+    def sums_later(self) -> bool: ...
 
     def wait_for_piece(self, number: Int32, index: Int32, phase: Int32, shared: Shared) -> None:
         """Wait until piece `number` has been described; `index` is its first stage."""
@@ -53,7 +57,7 @@ class Scores(Protocol[Held]):
         """Write 1 / row sum for the epilogue, and the rows' log-sum-exps."""
 
 
-class ScoreWalk:
+class ScoreWalk(Generic[Held]):
     """The softmax warpgroup's walk by `steps`."""
 
     def __init__(self, steps: Scores[Held]) -> None:

@@ -102,12 +102,21 @@ StoreRows = Callable[[cute.Pointer, cute.Tensor, OutRows, Int32, type[cutlass.Nu
 class Values(Protocol):
     """The steps of a value warpgroup's walk through its pieces: see ValueWalk."""
 
-    wide: WideValues
-    ring: Ring
-    walk: Walk
-    copier: Copier
-    lookahead: int
-    """A piece is described this many pieces before the value warpgroups reach it."""
+    @property
+    def wide(self) -> WideValues: ...
+
+    @property
+    def ring(self) -> Ring: ...
+
+    @property
+    def walk(self) -> Walk: ...
+
+    @property
+    def copier(self) -> Copier: ...
+
+    @property
+    def lookahead(self) -> int:
+        """A piece is described this many pieces before the value warpgroups reach it."""
 
     def fragments(self) -> tuple[cute.Tensor | None, cute.Tensor | None, cute.Tensor | None]:
         """`wide`, `narrow` and `factors` of Held."""

@@ -53,7 +53,8 @@ class KeyBlocks(NamedTuple):
 class Walk(Protocol):
     """Describes a CTA's pieces one after the other. batch: shares the batch out to the clusters."""
 
-    batch: BatchShare
+    @property
+    def batch(self) -> BatchShare: ...
 
     def begin(self, schedule: Schedule, early: tuple[Int32, Int32, Int32]) -> None:
         """Find this cluster's share of the batch. `early` is what early_numbers returned."""
