@@ -130,6 +130,15 @@ class Operation:
             ) from None
         return self.spec(**given)
 
+    def choose(self, *, implementation: str | None, **arguments: Any) -> tuple[Any, Implementation]:
+        """The spec of a call and the implementation that runs it. A public function begins with choose(**locals()),
+        which are its arguments there: their names and order are written once, in its signature.
+
+        Raises what `spec` and `select` raise.
+        """
+        spec = self.spec(**arguments)
+        return spec, self.select(spec, implementation)
+
     def why_not(self, implementation: str, spec: Any, *, named: bool = True) -> list[str]:
         """The reasons why `implementation` can't run this call, or (not named) why None doesn't choose it; empty if
         there are none."""

@@ -58,17 +58,7 @@ def compress_kv(
         out of range or used twice, or positions that don't follow on those in the state.
       NotImplementedError: the named implementation can't run this call.
     """
-    spec = OPERATION.spec(
-        kv_score=kv_score,
-        ape=ape,
-        state=state,
-        state_slots=state_slots,
-        seq_lens=seq_lens,
-        cu_seqlens_q=cu_seqlens_q,
-        ratio=ratio,
-        overlap=overlap,
-    )
-    chosen = OPERATION.select(spec, implementation)
+    spec, chosen = OPERATION.choose(**locals())
     kv_score, ape, state_slots, cu_seqlens_q = map(jnp.asarray, (kv_score, ape, state_slots, cu_seqlens_q))
     rings = (jnp.asarray(state.kv_score), jnp.asarray(state.positions))
     seq_lens = checks.compress(spec, jnp.asarray(seq_lens), cu_seqlens_q, state_slots, rings[1])

@@ -67,24 +67,7 @@ def compress_write_kv_cache(
         new entries of one slot.
       NotImplementedError: the named implementation can't run this call.
     """
-    spec = OPERATION.spec(
-        cache=cache,
-        kv_score=kv_score,
-        ape=ape,
-        state=state,
-        norm_weight=norm_weight,
-        cos_sin=cos_sin,
-        block_tables=block_tables,
-        state_slots=state_slots,
-        seq_lens=seq_lens,
-        cu_seqlens_q=cu_seqlens_q,
-        ratio=ratio,
-        overlap=overlap,
-        eps=eps,
-        kv_scale=kv_scale,
-        page_size=page_size,
-    )
-    chosen = OPERATION.select(spec, implementation)
+    spec, chosen = OPERATION.choose(**locals())
     arrays = [jnp.asarray(x) for x in (kv_score, ape, norm_weight, cos_sin, block_tables, state_slots, cu_seqlens_q)]
     rings = (jnp.asarray(state.kv_score), jnp.asarray(state.positions))
     lens = behind(

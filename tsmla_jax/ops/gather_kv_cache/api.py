@@ -47,16 +47,7 @@ def gather_kv_cache(
       TypeError, ValueError: an argument is not legal; NotImplementedError: the named implementation can't run this
         call.
     """
-    spec = OPERATION.spec(
-        kv_cache=kv_cache,
-        block_tables=block_tables,
-        starts=starts,
-        lens=lens,
-        total_len=total_len,
-        kv_scale=kv_scale,
-        out_dtype=out_dtype,
-    )
-    chosen = OPERATION.select(spec, implementation)
+    spec, chosen = OPERATION.choose(**locals())
     kv_cache, block_tables, starts, lens = map(jnp.asarray, (kv_cache, block_tables, starts, lens))
     lens = checks.cache_gather(spec, lens, starts, block_tables)
     if 0 in (spec.batch, spec.total_len, spec.max_pages, spec.num_pages):

@@ -51,10 +51,7 @@ def indexer_logits(
       TypeError, ValueError: an argument is not legal; under TSMLA_CHECK=1 also a length past the table or a page out of
       range. NotImplementedError: the named implementation can't run this call.
     """
-    spec = OPERATION.spec(
-        q=q, weights=weights, k_cache=k_cache, block_tables=block_tables, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q
-    )
-    chosen = OPERATION.select(spec, implementation)
+    spec, chosen = OPERATION.choose(**locals())
     if cu_seqlens_q is not None:
         cu_seqlens_q = jnp.asarray(cu_seqlens_q)
     seq_lens = checks.indexer_logits(spec, jnp.asarray(seq_lens), jnp.asarray(block_tables), cu_seqlens_q)

@@ -44,8 +44,7 @@ def indexer_quantize(
       ValueError: shapes or dtypes that are not legal.
       NotImplementedError: the named implementation can't run this call.
     """
-    spec = OPERATION.spec(q=q, weights=weights, cos=cos, sin=sin, rope_offset=rope_offset, rope_layout=rope_layout)
-    chosen = OPERATION.select(spec, implementation)
+    spec, chosen = OPERATION.choose(**locals())
     q, weights = jnp.asarray(q), jnp.asarray(weights)
     angles = () if cos is None or sin is None else (jnp.asarray(cos), jnp.asarray(sin))
     results: tuple[Array, Array] = chosen.call(

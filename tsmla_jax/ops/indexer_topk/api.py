@@ -131,18 +131,7 @@ def indexer_topk(
 
     Source: the lightning indexer and the token selection of DeepSeek Sparse Attention (V3.2's technical report).
     """
-    spec = OPERATION.spec(
-        q=q,
-        weights=weights,
-        k_cache=k_cache,
-        block_tables=block_tables,
-        seq_lens=seq_lens,
-        k=k,
-        cu_seqlens_q=cu_seqlens_q,
-        return_slots=return_slots,
-        return_scores=return_scores,
-    )
-    chosen = OPERATION.select(spec, implementation)
+    spec, chosen = OPERATION.choose(**locals())
     if cu_seqlens_q is not None:
         cu_seqlens_q = jnp.asarray(cu_seqlens_q)
     block_tables = jnp.asarray(block_tables)

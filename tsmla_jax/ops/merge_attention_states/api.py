@@ -40,8 +40,7 @@ def merge_attention_states(
       TypeError, ValueError: an argument is not legal; NotImplementedError: the named implementation can't run this
         call.
     """
-    spec = OPERATION.spec(outs=outs, lses=lses)
-    chosen = OPERATION.select(spec, implementation)
+    spec, chosen = OPERATION.choose(**locals())
     # By index: iterating over a sharded array loses its sharding.
     arrays = tuple(tuple(jnp.asarray(parts[i]) for i in range(spec.num_parts)) for parts in (outs, lses))
     return chosen.call(arrays, lambda: row_specs(arrays[0][0]), spec=spec)

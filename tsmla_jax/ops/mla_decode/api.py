@@ -90,23 +90,7 @@ def mla_decode(
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
       NotImplementedError: the named implementation can't run this call, with every reason.
     """
-    spec = OPERATION.spec(
-        q=q,
-        kv_cache=kv_cache,
-        block_tables=block_tables,
-        seq_lens=seq_lens,
-        softmax_scale=softmax_scale,
-        latent_dim=latent_dim,
-        cu_seqlens_q=cu_seqlens_q,
-        max_q_len=max_q_len,
-        causal=causal,
-        visible_lens=visible_lens,
-        q_scale=q_scale,
-        kv_scale=kv_scale,
-        return_lse=return_lse,
-        batch_invariant=batch_invariant,
-    )
-    chosen = OPERATION.select(spec, implementation)
+    spec, chosen = OPERATION.choose(**locals())
     q, kv_cache, block_tables, seq_lens = map(jnp.asarray, (q, kv_cache, block_tables, seq_lens))
     cu_seqlens_q = None if cu_seqlens_q is None else jnp.asarray(cu_seqlens_q)
     visible_lens = None if visible_lens is None else jnp.asarray(visible_lens)

@@ -72,23 +72,7 @@ def mla_prefill(
       TypeError, ValueError: an argument is not legal; the message names it, what it got and what is legal.
       NotImplementedError: the named implementation can't run this call, with every reason.
     """
-    spec = OPERATION.spec(
-        q=q,
-        k=k,
-        v=v,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_kv=cu_seqlens_kv,
-        max_q_len=max_q_len,
-        max_kv_len=max_kv_len,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        q_scale=q_scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        return_lse=return_lse,
-        deterministic=deterministic,
-    )
-    chosen = OPERATION.select(spec, implementation)
+    spec, chosen = OPERATION.choose(**locals())
     q, k, v, cu_seqlens_q, cu_seqlens_kv = map(jnp.asarray, (q, k, v, cu_seqlens_q, cu_seqlens_kv))
     cu_seqlens_q = checks.prefill(spec, cu_seqlens_q, cu_seqlens_kv)
     if 0 in (spec.batch, spec.total_q_len, spec.total_kv_len, spec.max_q_len, spec.max_kv_len):

@@ -68,22 +68,7 @@ def rope_write_kv_cache(
       TypeError, ValueError: an argument is not legal.
       NotImplementedError: the named implementation can't run this call.
     """
-    spec = OPERATION.spec(
-        kv_cache=kv_cache,
-        q_nope=q_nope,
-        q_rope=q_rope,
-        latent=latent,
-        k_rope=k_rope,
-        slot_mapping=slot_mapping,
-        cos=cos,
-        sin=sin,
-        q_scale=q_scale,
-        kv_scale=kv_scale,
-        q_dtype=q_dtype,
-        rope_interleave=rope_interleave,
-        rope_layout=rope_layout,
-    )
-    chosen = OPERATION.select(spec, implementation)
+    spec, chosen = OPERATION.choose(**locals())
     kv_cache, q_nope, slot_mapping = map(jnp.asarray, (kv_cache, q_nope, slot_mapping))
     if spec.write.num_tokens == 0:
         return jnp.zeros((*q_nope.shape[:-1], spec.write.head_dim), spec.q_dtype), kv_cache

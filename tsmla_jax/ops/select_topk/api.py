@@ -81,16 +81,7 @@ def select_topk(
         that ends past N.
       NotImplementedError: the named implementation can't run this call.
     """
-    spec = OPERATION.spec(
-        logits=logits,
-        seq_lens=seq_lens,
-        k=k,
-        order=order,
-        row_starts=row_starts,
-        block_tables=block_tables,
-        page_size=page_size,
-    )
-    chosen = OPERATION.select(spec, implementation)
+    spec, chosen = OPERATION.choose(**locals())
     logits, seq_lens = jnp.asarray(logits), jnp.asarray(seq_lens)
     arrays = [logits]
     if row_starts is None:

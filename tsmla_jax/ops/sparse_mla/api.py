@@ -87,27 +87,7 @@ def sparse_mla(
         before the end of a row (the end of a row's window may be filled with -1).
       NotImplementedError: the named implementation can't run this call.
     """
-    spec = OPERATION.spec(
-        q=q,
-        kv_cache=kv_cache,
-        indices=indices,
-        lengths=lengths,
-        softmax_scale=softmax_scale,
-        latent_dim=latent_dim,
-        sinks=sinks,
-        compressed_kv_cache=compressed_kv_cache,
-        window=window,
-        page_size=page_size,
-        page_span=page_span,
-        compressed_page_size=compressed_page_size,
-        compressed_page_span=compressed_page_span,
-        q_scale=q_scale,
-        kv_scale=kv_scale,
-        compressed_kv_scale=compressed_kv_scale,
-        return_lse=return_lse,
-        batch_invariant=batch_invariant,
-    )
-    chosen = OPERATION.select(spec, implementation)
+    spec, chosen = OPERATION.choose(**locals())
     q = jnp.asarray(q)
     lengths, sinks = (None if x is None else jnp.asarray(x) for x in (lengths, sinks))
     indices = checks.sparse_mla(spec, jnp.asarray(indices), lengths)

@@ -46,16 +46,7 @@ def write_indexer_cache(
       ValueError: shapes or dtypes that are not legal. Under TSMLA_CHECK=1 also a slot outside the cache or given twice.
       NotImplementedError: the named implementation can't run this call.
     """
-    spec = OPERATION.spec(
-        k_cache=k_cache,
-        k=k,
-        slot_mapping=slot_mapping,
-        cos=cos,
-        sin=sin,
-        rope_offset=rope_offset,
-        rope_layout=rope_layout,
-    )
-    chosen = OPERATION.select(spec, implementation)
+    spec, chosen = OPERATION.choose(**locals())
     k_cache, k, slot_mapping = map(jnp.asarray, (k_cache, k, slot_mapping))
     slot_mapping = behind(partial(values.slot_mapping, spec.cache.as_plain().num_slots), slot_mapping)
     if spec.num_tokens == 0:

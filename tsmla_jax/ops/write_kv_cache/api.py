@@ -47,10 +47,7 @@ def write_kv_cache(
       TypeError, ValueError: an argument is not legal; NotImplementedError: the named implementation can't run this
         call.
     """
-    spec = OPERATION.spec(
-        kv_cache=kv_cache, latent=latent, k_rope=k_rope, slot_mapping=slot_mapping, kv_scale=kv_scale
-    )
-    chosen = OPERATION.select(spec, implementation)
+    spec, chosen = OPERATION.choose(**locals())
     kv_cache, latent, slot_mapping = map(jnp.asarray, (kv_cache, latent, slot_mapping))
     k_rope = jnp.zeros((*latent.shape[:1], 0), latent.dtype) if k_rope is None else jnp.asarray(k_rope)
     slot_mapping = checks.cache_write(spec, slot_mapping)

@@ -47,17 +47,7 @@ def write_packed_kv_cache(
       Under TSMLA_CHECK=1: ValueError for a slot outside the cache or given twice.
       NotImplementedError: the named implementation can't run this call.
     """
-    spec = OPERATION.spec(
-        kv_cache=kv_cache,
-        latent=latent,
-        k_rope=k_rope,
-        slot_mapping=slot_mapping,
-        cos=cos,
-        sin=sin,
-        rope_interleave=rope_interleave,
-        rope_layout=rope_layout,
-    )
-    chosen = OPERATION.select(spec, implementation)
+    spec, chosen = OPERATION.choose(**locals())
     kv_cache, latent, k_rope, slot_mapping = map(jnp.asarray, (kv_cache, latent, k_rope, slot_mapping))
     slot_mapping = behind(partial(values.slot_mapping, spec.cache.num_slots), slot_mapping)
     if spec.num_tokens == 0:
