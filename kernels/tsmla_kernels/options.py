@@ -28,6 +28,13 @@ from tsmla_kernels.contract.sparse import (
 
 Spec = TypeVar("Spec")
 
+
+def _defaults(kind: type) -> dict[str, str]:
+    """The options for a spec's fields that have a default: so a new such field needs nothing here."""
+    fields = dataclasses.fields(kind)
+    return {field.name: str(field.default).lower() for field in fields if field.default is not dataclasses.MISSING}
+
+
 # The options of each kind of kernel and their defaults, "" where there is none. Options after a model's preset are for
 # every kernel, so a kernel also accepts options that only the kernels before it read.
 _DECODE = {
@@ -42,9 +49,15 @@ _DECODE = {
     "ragged": "false",
     "causal": "true",
     "batch_invariant": "false",
-    "visible_lens": "false",
+    **_defaults(contract.DecodeSpec),
 }
-_PREFILL = {**_DECODE, "qk_head_dim": "192", "v_head_dim": "128", "shared_rope": "false", "deterministic": "false"}
+_PREFILL = {
+    **_DECODE,
+    "qk_head_dim": "192",
+    "v_head_dim": "128",
+    "shared_rope": "false",
+    **_defaults(contract.PrefillSpec),
+}
 del _PREFILL["kv_dtype"]
 _CACHE = {**_DECODE, **_PREFILL, "rope_interleave": "true", "rope_layout": "interleaved", "slot_dtype": "int32"}
 _MERGE = {**_CACHE, "parts": "2"}
@@ -173,10 +186,6 @@ def compress_write_spec(options: Mapping[str, str]) -> CompressWriteSpec:
     series = 2 if _parsed(values, "overlap", bool) else 1
     ratio, channels, rope_dim = (_parsed(values, name, int) for name in ("ratio", "channels", "rope_dim"))
     page_size = V4_PACKED.page_size if "page_size" not in options else _parsed(values, "page_size", int)
-    try:
-        eps = float(values["eps"])
-    except ValueError:
-        raise ValueError(f"--config: got eps={values['eps']}; legal: a float") from None
     compress = CompressSpec(
         num_tokens=1, num_requests=1, ratio=ratio, overlap=series, channels=channels, num_states=1,
         ring=ratio * series,
@@ -184,7 +193,7 @@ def compress_write_spec(options: Mapping[str, str]) -> CompressWriteSpec:
     weight_dtype = contract.attention_out_dtype(values["dtype"])
     return CompressWriteSpec(
         compress=compress, cache=values["cache"], num_pages=1, page_size=page_size, weight_dtype=weight_dtype,
-        rope_dim=rope_dim, eps=eps,
+        rope_dim=rope_dim, eps=_parsed(values, "eps", float),
     )  # fmt: skip
 
 
@@ -280,7 +289,7 @@ def _spec(kind: type[Spec], values: Mapping[str, str], **settled: Any) -> Spec:
 
 
 def _parsed(values: Mapping[str, str], name: str, kind: Any) -> Any:
-    """The value of an option for a field of this type: bool, str, or else a size."""
+    """The value of an option for a field of this type: bool, str, float, or else a size."""
     value = values[name]
     if kind is str:
         return value
@@ -288,6 +297,11 @@ def _parsed(values: Mapping[str, str], name: str, kind: Any) -> Any:
         if value not in ("true", "false"):
             raise ValueError(f"--config: got {name}={value}; legal: true or false")
         return value == "true"
+    if kind is float:
+        try:
+            return float(value)
+        except ValueError:
+            raise ValueError(f"--config: got {name}={value}; legal: a float") from None
     minimum = 0 if name in ("rope_dim", "rope_offset") else 1
     if not value.isdecimal() or int(value) < minimum:
         raise ValueError(f"--config: got {name}={value}; legal: an int >= {minimum}")
