@@ -62,6 +62,10 @@ class PrefillOptions(NamedTuple):
         return self._replace(deterministic=self.deterministic or torch.are_deterministic_algorithms_enabled())
 
 
+OPTIONS_SCHEMA = "SymInt max_q_len, SymInt max_kv_len, bool causal, bool deterministic, str? implementation"
+"""The parameters of an operator's schema that carry PrefillOptions."""
+
+
 class Saved(NamedTuple):
     """The results of a call and their cotangents, in the order of the backward kernel's operands."""
 

@@ -18,9 +18,6 @@ from tsmla_kernels.contract import PrefillSpec
 NUM_INPUTS = 5
 """Tensors of a call: three that have gradients, and the offsets."""
 
-OPTIONS_SCHEMA = "SymInt max_q_len, SymInt max_kv_len, bool causal, bool deterministic, str? implementation"
-"""The parameters of a schema that carry PrefillOptions."""
-
 
 class Asked(NamedTuple):
     """Which results a call wants, and where."""
@@ -101,7 +98,7 @@ def register(form: Form) -> Operators:
 
     names = form.inputs._fields  # type: ignore[attr-defined]
     tensors = ", ".join(f"Tensor {name}" for name in names)
-    parameters = f"{tensors}, {operators.PAIR_SCHEMA}, {OPTIONS_SCHEMA}"
+    parameters = f"{tensors}, {operators.PAIR_SCHEMA}, {prefill_launch.OPTIONS_SCHEMA}"
     forward = operators.register_attention(
         form.name, run, parameters, lambda *arguments: form.value_width(*arguments[:3]), memory=("out", "lse")
     )
