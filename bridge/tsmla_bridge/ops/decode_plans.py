@@ -43,9 +43,9 @@ class DecodeOptions(NamedTuple):
 
     latent_dim: int
     max_q_len: int | None
-    causal: bool
-    batch_invariant: bool
-    implementation: str | None
+    causal: bool = True
+    batch_invariant: bool = False
+    implementation: str | None = None
 
 
 def plan_of_latest(
@@ -89,7 +89,8 @@ def plan_for(inputs: DecodeInputs, options: DecodeOptions) -> Plan:
 
 def _make_plan(inputs: DecodeInputs, options: DecodeOptions) -> Plan:
     inputs = inputs._replace(kv_cache=tensors.without_head_axis(inputs.kv_cache))
-    described = inputs._asdict()
+    described, statics = inputs._asdict(), options._asdict()
+    implementation = statics.pop("implementation")
     if (rope := described.pop("q_rope")) is not None:
         width = inputs.q.shape[-1] + rope.shape[-1]
         described["q"] = inputs.q[..., :1].expand(*inputs.q.shape[:-1], width)  # the shape alone, without memory
@@ -97,13 +98,10 @@ def _make_plan(inputs: DecodeInputs, options: DecodeOptions) -> Plan:
         contract.decode_spec,
         **described,
         softmax_scale=1.0,  # scales are no part of a plan; the caller checks them
-        latent_dim=options.latent_dim,
-        max_q_len=options.max_q_len,
-        causal=options.causal,
-        batch_invariant=options.batch_invariant,
+        **statics,
     )
     device = inputs.q.device
-    by_definition = loaded_kernels.is_by_definition(options.implementation, device)
+    by_definition = loaded_kernels.is_by_definition(implementation, device)
     on_blackwell = not by_definition and blackwell.is_device(device)
     if not by_definition:
         if on_blackwell:

@@ -17,6 +17,8 @@ from tsmla_bridge.runtime.results import Computed, Results
 from tsmla_kernels.contract.rules import show
 
 LOG2_E = math.log2(math.e)
+# Behind latent_dim, max_q_len and causal: this surface leaves them at their defaults.
+_OTHER_OPTIONS = DecodeOptions(latent_dim=0, max_q_len=None)[3:]
 
 
 def tokenspeed_mla_decode(
@@ -109,13 +111,13 @@ def tokenspeed_mla_decode(
         result, lse = _attend(
             query, block_tables, seq_lens, return_lse=return_lse, out=dense_out,
             kv_cache=kv_cache, pair=pair, workspace_buffer=workspace_buffer,
-            options=(kv_lora_rank, None, causal_mask, False, None),
+            options=(kv_lora_rank, None, causal_mask, *_OTHER_OPTIONS),
         )  # fmt: skip
     else:
         starts, stops = _visible(
             query.shape[1], seq_lens, causal_mask, window_left, causal_seqs, ranks, local_visible_lens
         )
-        options = DecodeOptions(kv_lora_rank, None, causal=False, batch_invariant=False, implementation=None)
+        options = DecodeOptions(kv_lora_rank, None, causal=False)
         shared = _Shared(kv_cache, pair, workspace_buffer, options)
         result, lse = _attend_masked(query, block_tables, starts, stops, shared, return_lse, dense_out)
     if out is not None:
