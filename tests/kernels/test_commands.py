@@ -1,6 +1,7 @@
 """`tsmla compile` and `tsmla cache`, on stand-in kernels."""
 
 import argparse
+import dataclasses
 import importlib.util
 import io
 import json
@@ -13,7 +14,7 @@ import pytest
 from tests.emulator.standin import SCALE, ScaleConfig
 from tsmla_jax.cli.doctor import install_hint
 from tsmla_kernels import commands as kernel_commands
-from tsmla_kernels import object_cache
+from tsmla_kernels import contract, object_cache, options
 from tsmla_kernels.catalog import (
     INDEXER_LOGITS,
     INDEXER_TOPK,
@@ -125,9 +126,27 @@ def test_presets_are_the_configs_that_calls_get() -> None:
     assert config.dtype == "bfloat16" and config.causal and not config.ragged
 
 
-@pytest.mark.parametrize("options", ["", ",tensor_parallel=8", ",dtype=float16"])
-def test_presets_have_both_operations_of_prefill(options: str) -> None:
-    found = kernel_commands.configs(f"deepseek-v3{options}", [MLA_PREFILL, MLA_PREFILL_BACKWARD])
+@pytest.mark.parametrize("kind", [contract.DecodeSpec, contract.PrefillSpec])
+def test_fields_with_a_default_are_options(kind: type) -> None:
+    """So a new static argument needs no list of options."""
+    make = {contract.DecodeSpec: options.decode_spec, contract.PrefillSpec: options.prefill_spec}[kind]
+    fields = dataclasses.fields(kind)
+    defaults = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
+    flags = [name for name, default in defaults.items() if default is False]
+    usual, other = make({"num_heads": "16"}), make({"num_heads": "16", **dict.fromkeys(flags, "true")})
+    assert flags and {name: getattr(usual, name) for name in defaults} == defaults
+    assert other == dataclasses.replace(usual, **dict.fromkeys(flags, True))
+
+
+def test_an_option_that_is_a_float() -> None:
+    assert options.compress_write_spec({"eps": "1e-5"}).eps == 1e-5
+    with pytest.raises(ValueError, match="--config: got eps=small; legal: a float"):
+        options.compress_write_spec({"eps": "small"})
+
+
+@pytest.mark.parametrize("given", ["", ",tensor_parallel=8", ",dtype=float16"])
+def test_presets_have_both_operations_of_prefill(given: str) -> None:
+    found = kernel_commands.configs(f"deepseek-v3{given}", [MLA_PREFILL, MLA_PREFILL_BACKWARD])
     assert [(kernel.name, config.rope_dim) for kernel, config in found] == [
         (kernel.name, rope_dim) for kernel in (MLA_PREFILL, MLA_PREFILL_BACKWARD) for rope_dim in (0, 64)
     ]
