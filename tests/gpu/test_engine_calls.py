@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tsmla_bridge
+from tests.gpu.small_grid import NARROW_BOUNDS
 from tests.gpu.stress import assert_same_bits
 from tsmla_bridge.engines.vllm.step import LayerScales, OncePerStep
 
@@ -139,5 +140,6 @@ def test_prompts_under_the_bound_of_a_context(heads: int, new: list[int]) -> Non
     options: dict[str, Any] = {"softmax_scale": SCALE, "cu_seqlens_q": starts_of(new), "return_lse": True}
     got = tsmla_bridge.mla_decode(q, pages, tables, lens, max_q_len=1 << 18, **options)
     want = tsmla_bridge.mla_decode(q, pages, tables, lens, max_q_len=max(new), implementation="reference", **options)
-    torch.testing.assert_close(got[0].float(), want[0].float(), atol=2e-3, rtol=2.01 / 128)
+    for of_token, right in zip(got[0].float(), want[0].float(), strict=True):
+        assert (of_token - right).norm() <= NARROW_BOUNDS[BF16] * right.norm()
     torch.testing.assert_close(got[1], want[1], atol=1e-4, rtol=1e-4)
