@@ -20,7 +20,7 @@ class BinSearch:
 
     @cute.jit
     def clear(self, shared: Shared, place: Place):
-        """Empty the bins of the sample. Returns when all threads of the CTA have."""
+        """Empty the bins of the sample, and wait until all threads of the CTA have done so."""
         for i in cutlass.range(place.thread, BINS, self.config.threads, unroll=1):
             shared.sample.bins[i] = Int32(0)
         cute.arch.sync_threads()
@@ -39,7 +39,7 @@ class BinSearch:
                 histogram.groups[group] = total
         self.cluster.meet()
         if place.warp == 0:
-            # Lanes descend as the keys do.
+            # Lane 0 takes the greatest keys, lane 31 the least.
             count = Int32(0)
             for rank in cutlass.range_constexpr(self.cluster.size):
                 count += self.cluster.remote(histogram.groups, 31 - lane, Int32(rank))[0]
@@ -57,7 +57,7 @@ class BinSearch:
             if lane == first:
                 index, inside, passed = Int32(0), sums[0], sums[1] + sums[2] + sums[3]
                 for i in cutlass.range_constexpr(3):
-                    # From the greatest bin on: the first with which there are enough.
+                    # Go down from the greatest bin to the first with which there are enough keys.
                     above = sum([sums[j] for j in range(4 - i, 4)], Int32(0))
                     if above < needed and above + sums[3 - i] >= needed:
                         index, inside, passed = Int32(3 - i), sums[3 - i], above
@@ -75,14 +75,15 @@ class BinSearch:
 
 @cute.jit
 def first_lane_with(count: Int32, needed: Int32, lane: Int32):
-    """(sum of the counts of the lanes before it, lane) of the first lane up to which the counts reach `needed`."""
+    """Find the first lane up to which the counts add up to `needed` or more. Returns (the sum of the counts before that
+    lane, the lane)."""
     through = running_sum(count, lane)
     first = cute.arch.popc(cute.arch.vote_ballot_sync(through < needed))
     return cute.arch.shuffle_sync(through - count, first), first
 
 
 def four_words(at: cute.Pointer) -> cute.Tensor:
-    """Four words of shared memory, in registers."""
+    """Load four words of shared memory into registers."""
     values = cute.make_rmem_tensor((4,), Int32)
     cute.autovec_copy(cute.make_tensor(at.align(16), cute.make_layout(4)), values)
     return values

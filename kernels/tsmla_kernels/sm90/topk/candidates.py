@@ -39,7 +39,8 @@ class Candidates:
 
     @cute.jit
     def merge(self, shared: Shared, place: Place):
-        """Gather the cluster's candidates, and find where the CTA's columns go before a candidate is selected."""
+        """Gather the cluster's candidates, and count the columns above the bin in the CTAs before this one: the CTA's
+        results begin there, before candidates are selected."""
         counts = self.cluster.totals(shared, place, Total.INSIDE)
         base = sum_before(self.cluster.totals(shared, place, Total.ABOVE), place.rank, place.lane)
         if place.thread == 0:
@@ -55,7 +56,7 @@ class Candidates:
 
     @cute.jit
     def total_above(self, shared: Shared, place: Place, above: Int32):
-        """Add up the CTA's columns above the bin, if a cluster needs the sum."""
+        """Add the thread's columns above the bin to the CTA's total, if the CTA is in a cluster."""
         if const_expr(self.config.cluster > 1):
             above = cute.arch.warp_redux_sync(above, "add")
             if place.lane == 0:
@@ -63,8 +64,9 @@ class Candidates:
 
     @cute.jit
     def share_equals(self, shared: Shared, place: Place, counts: BinCounts):
-        """Find how many of its columns in the bin the CTA writes, and where its columns go, if all are equal. Returns
-        whether the cluster's columns in the bin have one key and hold the k-th greatest."""
+        """Find how many of its columns in the bin the CTA writes, and where its results begin, if all columns in the
+        bin are equal. Returns whether the cluster's columns in the bin have one key and the k-th greatest is one of
+        them."""
         for word, count in ((Total.ABOVE, counts.above), (Total.INSIDE, counts.inside)):
             count = cute.arch.warp_redux_sync(count, "add")
             if place.lane == 0:

@@ -1,4 +1,4 @@
-"""indexer_topk by the kernels of indexer_logits and select_topk, launched in turn on chunks of query rows. Imports no
+"""indexer_topk: the kernels of indexer_logits and select_topk, launched in turn on chunks of query rows. Imports no
 cutlass.
 
 The logits of a chunk are in a workspace whose size does not grow with the query tokens. DESIGN.md of the logits' kernel
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 WORKSPACE_BYTES = 128 << 20
 """The size of a chunk's logits. Smaller chunks would stay in the L2 cache, but cost more in launches of few rows."""
 ROW_MULTIPLE = 16
-"""The rows of each of several chunks are a multiple of this, the most query tokens that read a block of keys together.
-Rows of more than 2,097,152 columns make the workspace larger than WORKSPACE_BYTES."""
+"""If there are several chunks, each has a multiple of this many rows: the most query tokens that read a block of keys
+together. Rows of more than 2,097,152 columns make the workspace larger than WORKSPACE_BYTES."""
 LOGIT_BYTES = 4
 ROW_BYTES = 8
 """Bytes that the logits kernel writes for each row: how many keys it sees, and its request, both int32."""
 
 
 class Chunks(NamedTuple):
-    """How a call is launched: the query rows of a chunk, where the last chunk ends at the last row, and each kernel's
-    configuration for all chunks. logits is None where the kernel doesn't take the call's."""
+    """How a call is launched: the number of query rows of a chunk, and each kernel's configuration for all chunks. The
+    last chunk ends at the last row. logits is None if the logits' kernel does not take the call."""
 
     rows: int
     logits: LogitsConfig | None
@@ -40,13 +40,15 @@ class Chunks(NamedTuple):
 
 
 def chunk_rows(num_tokens: int, num_columns: int, workspace: int | None = None) -> int:
-    """Rows of a chunk, of logits of `num_columns` columns; None is a workspace of WORKSPACE_BYTES."""
+    """How many rows a chunk of logits of `num_columns` columns has. workspace: bytes for the logits; None means
+    WORKSPACE_BYTES."""
     fitting = (WORKSPACE_BYTES if workspace is None else workspace) // (LOGIT_BYTES * num_columns)
     return min(num_tokens, max(fitting // ROW_MULTIPLE, 1) * ROW_MULTIPLE)
 
 
 def workspace_bytes(max_tokens: int, max_columns: int) -> int:
-    """The most bytes of a chunk's logits and of all rows' keys and requests, for as many query tokens and columns."""
+    """The most bytes that a call of at most `max_tokens` query tokens and `max_columns` columns needs, for a chunk's
+    logits and for all rows' ROW_BYTES."""
     row = LOGIT_BYTES * max_columns
     return min(max_tokens * row, max(WORKSPACE_BYTES, ROW_MULTIPLE * row)) + ROW_BYTES * max_tokens
 
@@ -65,14 +67,15 @@ def selection_reasons(spec: IndexerTopkSpec) -> list[str]:
 
 
 def chunks_of(spec: IndexerTopkSpec, num_sms: int = 132, workspace: int | None = None) -> Chunks:
-    """The launches that serve `spec`, a call with at least one query token and one column. workspace: of chunk_rows."""
+    """The launches that serve `spec`, a call with at least one query token and one column. workspace: as in
+    chunk_rows."""
     ragged, rows = spec.logits.ragged, chunk_rows(spec.logits.num_tokens, spec.num_columns, workspace)
     page_size = spec.logits.cache.page_size if spec.return_slots else 0
     topk = topk_config(dataclasses.replace(spec.topk, num_tokens=rows, page_size=page_size))
     topk = dataclasses.replace(topk, row_requests=ragged and spec.return_slots, scores=spec.return_scores)
     if logits_reasons(spec.logits):
         return Chunks(rows, None, topk)
-    # How many query tokens a request has in the whole call decides how they are grouped; in a chunk, most requests may
+    # The grouping of query tokens depends on how many a request has in the whole call; in a chunk, most requests may
     # have none.
     topk = dataclasses.replace(topk, follows=True)
     return Chunks(rows, dataclasses.replace(logits_config(spec.logits, num_sms), writes_rows=ragged), topk)

@@ -17,7 +17,7 @@ class Cluster:
 
     @cute.jit
     def meet(self):
-        """Wait for all threads of the cluster. What each has written into shared memory is then visible to all."""
+        """Wait for all threads of the cluster. Their earlier writes into shared memory are then visible to all."""
         if const_expr(self.size > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
@@ -25,8 +25,8 @@ class Cluster:
             cute.arch.sync_threads()
 
     def remote(self, tensor: cute.Tensor, index: Int32, rank: Int32, count: int = 1):
-        """`count` neighbouring words of CTA `rank`, from element `index` of its `tensor` on. Elements have one word or
-        two."""
+        """Read `count` neighbouring words of CTA `rank`, from element `index` of its `tensor` on. An element has one or
+        two words."""
         address = tensor.iterator.toint() + index * (tensor.element_type.width // 8)
         if const_expr(self.size == 1):
             pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4 * count)
@@ -45,7 +45,7 @@ class Cluster:
 
     @cute.jit
     def totals(self, shared: Shared, place: Place, word: cutlass.Constexpr[Total]):
-        """One word of every CTA's totals: lane i has CTA i's, and lanes behind the last CTA have the last one's."""
+        """Read one word of every CTA's totals. Lane i gets CTA i's word; lanes past the last CTA get the last CTA's."""
         return self.remote(shared.totals, Int32(word), cutlass.min(place.lane, self.size - 1))[0]
 
     @cute.jit

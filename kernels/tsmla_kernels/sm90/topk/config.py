@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 MAX_K = 4096
 MAX_COLUMNS = (1 << 31) - 256  # positions, rounded up to a unit, are counted in int32
-MANY_ROWS = 1 << 20  # stands for a symbolic number of rows
-UNIT = 128  # columns that a warp reads at once: 16 bytes a lane
+MANY_ROWS = 1 << 20  # takes the place of a symbolic number of rows
+UNIT = 128  # columns that a warp reads at once: 16 bytes per lane
 BINS = 4096  # bins of a histogram
 FEW_ROWS = 264  # two for each multiprocessor
 
@@ -31,17 +31,19 @@ class TopkConfig:
       row_starts: whether each row begins at a column of its own.
       row_requests: with page_size: whether the block table has a row for each request, and each row of logits says its
         request; otherwise it has one for each row of logits.
-      scores: whether the selected logits are written, too.
+      scores: whether the selected logits are also written.
       cluster: CTAs that share a row. warps: warps of a CTA.
-      stages, stage_units: ExactSearch's shared memory of a warp: copies in flight, and UNITs of each. A row that fits
-        is copied once, a longer row once in every pass.
-      held: chunks of a row in a CTA's shared memory; a chunk is 16 bytes a thread. most_chunks: the largest share of a
-        row that FilteredSearch takes. If that is more than `held`, the CTA holds a sample and reads the row once.
-        depth: chunks that a thread reads at once.
+      stages, stage_units: each warp's shared memory in ExactSearch: how many copies may be in flight, and how many
+        UNITs a copy has. A row that fits is copied once, a longer row once in every pass.
+      held: chunks of a row in a CTA's shared memory; a chunk has 16 bytes for each thread. most_chunks: the largest
+        share of a row that FilteredSearch takes. If that is more than `held`, the CTA holds a sample and reads the row
+        once. depth: chunks that a thread reads at once.
       in_registers: whether RegisterSearch takes the row, which one CTA holds as a whole.
       most_listed: most keys of one bin that are ranked against each other instead of being counted in finer bins.
-      eager: whether copies begin before the row's length is known, of as many columns as the array has; for few rows.
-      follows: whether the launch before is the logits' one: this one begins before that has ended, and waits.
+      eager: whether copies begin before the row's length is known, so that all columns of the array are copied; for few
+        rows.
+      follows: whether the launch before is that of indexer_logits. This one then begins before the other has ended, and
+        waits for its end.
     """
 
     k: int
@@ -140,7 +142,7 @@ def topk_config(spec: TopKSpec) -> TopkConfig:
     elif columns <= 1 << 17:
         shape = (2, 32, 2, 16) if rows <= 66 else (1, 32, 4, 32)
         if rows <= 16:
-            # Slots through pages of any size take registers that 32 warps do not leave.
+            # Slots of pages of any size need more registers than 32 warps leave.
             shape = (8, 16, 8, 8) if spec.page_size else (8, 32, 4, 4)
     else:
         shape = (8, 16, 8, 64)

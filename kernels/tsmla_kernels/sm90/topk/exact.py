@@ -1,5 +1,5 @@
-"""The way to the top-k of any row: histograms of the keys in one bin, until they are few or equal, then a last walk
-that writes what is selected in the order of positions."""
+"""ExactSearch: the top-k of any row. Histograms of the keys in one bin narrow the bin down until its keys are few or
+equal; a last walk writes the selected columns in the order of positions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tsmla_kernels.sm90.warp import running_sum, sum_before
 
 BIN_BITS = 12
 EVERYWHERE = (1 << 31) - 1
-"""The limit of positions that excludes none."""
+"""A limit of positions that excludes no position."""
 
 
 class KeyRange(NamedTuple):
@@ -47,8 +47,8 @@ class FloatCounts(NamedTuple):
 
 
 class KeyCounts(NamedTuple):
-    """Context of count_keys: the histogram's bins, the keys that are counted, and the bits by which their distance from
-    the least one is shifted to become a bin."""
+    """Context of count_keys: the histogram's bins, the range of keys that are counted, and by how many bits a key's
+    distance from the least one is shifted right to give its bin."""
 
     bins: cute.Tensor
     keys: KeyRange
@@ -59,8 +59,8 @@ class Classes(NamedTuple):
     """Context of classify_unit.
 
     Attributes:
-      keys: the keys of the bin. low, high: the floats of the least one, and of the one behind the greatest.
-      few: whether the bin's columns are listed; otherwise their bounds are found.
+      keys: the range of the bin's keys. low: the least float of the range. high: the least float above it.
+      few: whether the bin's columns are listed; otherwise only the bounds of their keys are found.
     """
 
     shared: Shared
@@ -72,7 +72,7 @@ class Classes(NamedTuple):
 
 
 class Located(NamedTuple):
-    """Context of locate: a key, and which of its columns is looked for, counted from 1."""
+    """Context of locate: a key, and the number of the equal column to find, counted from 1."""
 
     shared: Shared
     place: Place
@@ -81,8 +81,8 @@ class Located(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """Context of emit: what is selected. That is all keys above `key`, and its equals up to position `limit`. low and
-    high are the floats of `key` and of the key behind it."""
+    """Context of emit, which selects all keys above `key`, and equals of `key` up to position `limit`. low, high: the
+    floats of `key` and of the next greater key."""
 
     shared: Shared
     place: Place
@@ -111,8 +111,8 @@ class ExactSearch:
         self, logits: cute.Tensor, first: Int64, length: Int32, stages: cute.Pointer, barriers: cute.Pointer,
         shared: Shared, place: Place, output: Output,
     ):  # fmt: skip
-        """Write the top-k of the row of `length` columns from element `first` of the array on. `stages` is shared
-        memory for its copies."""
+        """Write the top-k of a row: `length` columns from element `first` of the array on. stages: shared memory for
+        the row's copies."""
         cute.arch.inline_ptx("cp.async.wait_all;")
         self.cluster.meet()
         cute.arch.fence_view_async_shared()
@@ -155,7 +155,7 @@ class ExactSearch:
         least, greatest = self.cluster.bounds(shared, place)
         searching = (shared.results[Result.INSIDE] > self.config.listed) & (least < greatest)
         while searching:
-            # The bin has more columns than are ranked, and of more than one key: count its keys in finer bins.
+            # The bin has more columns than can be ranked, and more than one key: count its keys in finer bins.
             shift = cutlass.max(Int32(32 - BIN_BITS) - Int32(cute.arch.clz(greatest - least)), 0)
             needed = shared.results[Result.NEEDED]
             cute.arch.sync_threads()
@@ -166,7 +166,7 @@ class ExactSearch:
             cute.arch.sync_threads()
             self.bins.find(shared.sample, shared, place, needed)
             least += Uint32(shared.results[Result.BIN]) << Uint32(shift)
-            # What is above the keys that were counted is above these too.
+            # The last finer bin may reach beyond the keys that were counted.
             greatest = cutlass.min(greatest, least + ((Uint32(1) << Uint32(shift)) - 1))
             copied = self.classify(row, shared, place, KeyRange(least, greatest), copied)
             least, greatest = self.cluster.bounds(shared, place)
@@ -177,7 +177,7 @@ class ExactSearch:
         else:
             limit, offset, copied = self.share_equals(row, shared, place, key, copied)
         if const_expr(self.cluster.size > 1 and not self.writer.by_value):
-            cute.arch.cluster_arrive()  # nothing of another CTA is read from here on
+            cute.arch.cluster_arrive()  # from here on this CTA reads no other CTA's shared memory
         selection = Selection(
             shared, place, output, key=key, limit=limit, low=least_float(key), high=least_float(key + 1)
         )
@@ -213,8 +213,8 @@ class ExactSearch:
 
     @cute.jit
     def classify(self, row: Row, shared: Shared, place: Place, keys: KeyRange, copied: Int32):
-        """Count the columns above `keys` and those with one of them. List the latter, or find their bounds if they are
-        many. Returns the number of chunks copied so far; the cluster has met."""
+        """Count the columns above and inside the range `keys`. List the columns inside or, if they are many, find the
+        bounds of their keys. Returns how many chunks were copied so far; the cluster has met."""
         for i in cutlass.range(place.thread, self.config.listed, self.config.threads, unroll=1):
             shared.candidate_ranks[i] = Int32(0)
         few = shared.results[Result.INSIDE] <= self.config.listed
@@ -267,8 +267,8 @@ class ExactSearch:
 
     @cute.jit
     def rank_candidates(self, shared: Shared, place: Place):
-        """Rank the candidates. Returns (the k-th greatest key, the last position at which an equal of it is selected,
-        the index of the warp's first selected column)."""
+        """Rank the candidates. Returns (the k-th greatest key, the last position at which a key equal to it is
+        selected, the index among the row's results of the warp's first one)."""
         count, needed = shared.results[Result.INSIDE], shared.results[Result.NEEDED]
         keys, mine, own, base = shared.candidates, Int32(0), count, Int32(0)
         if const_expr(self.cluster.size > 1):
@@ -307,7 +307,7 @@ class ExactSearch:
 
     @cute.jit
     def rank_keys(self, keys: cute.Tensor, ranks: cute.Tensor, count: Int32, place: Place):
-        """Add to the rank of each key how many keys are greater. A warp compares 32 of them with a part of all."""
+        """Add to the rank of each key how many keys are greater. A warp compares 32 keys with one part of all keys."""
         batches = (count + 31) >> 5
         parts = Int32(self.config.warps) // batches
         size = (count + parts - 1) // parts
@@ -322,8 +322,9 @@ class ExactSearch:
 
     @cute.jit
     def share_equals(self, row: Row, shared: Shared, place: Place, key: Uint32, copied: Int32):
-        """Share out the columns of the bin if all of them have the key `key`. Returns (the last position of the warp at
-        which one is selected, the index of the warp's first selected column, the number of chunks copied so far)."""
+        """Share out the columns of the bin if all of them have the key `key`. Returns (the last position at which the
+        warp selects one, the index among the row's results of the warp's first one, how many chunks were copied so
+        far)."""
         lane, warp = place.lane, place.warp
         needed = shared.results[Result.NEEDED]
         base = sum_before(self.cluster.totals(shared, place, Total.ABOVE), place.rank, lane)
@@ -349,8 +350,8 @@ class ExactSearch:
     def locate(
         self, row: Row, context: Located, unit: Int32, values: cute.Tensor, seen: Int32, second: Int32
     ):  # fmt: skip
-        """Walk callback: `seen` columns with the key were seen so far. Store the position of number `context.number` in
-        the warp's word of candidate_ranks."""
+        """Walk callback: `seen` columns with the key come before this unit. Store the position of number
+        `context.number` in the warp's word of candidate_ranks."""
         mask = Int32(0)
         for i in cutlass.range_constexpr(4):
             position = self.rows.position(row, unit, i)

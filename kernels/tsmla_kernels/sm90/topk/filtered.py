@@ -1,9 +1,9 @@
-"""The common way to a row's top-k: a histogram, a bin in which the k-th largest lies, and few keys beside it.
+"""The usual search for a row's top-k: a histogram finds the bin of the k-th largest, and the few keys in it are ranked.
 
-A CTA holds its share of a short row. Of a long one it holds a sample, from which a bound is guessed that about 1.3 k
-columns reach; these alone are kept when the row is read. The guess is checked: a row with fewer such columns than k, or
-with more than there is room for, or with too many different keys in one bin, is left to `ExactSearch`. Of too many
-equal keys in one bin the first are selected.
+A CTA holds all of its share of a short row in shared memory, but only a sample of a long one. The sample gives a guess:
+a bound that about 1.3 k columns reach. Only these columns are kept when the row is read. The guess is checked: a row
+goes to `ExactSearch` if fewer than k columns reach the bound, if a thread has no room for its kept columns, or if one
+bin has too many different keys. If one bin has too many equal keys, the first of them are selected.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from tsmla_kernels.sm90.topk.writer import Writer
 from tsmla_kernels.sm90.warp import quotient, running_sum, sum_before
 
 LAST_BIN = BINS - 1
-"""A bin that no float has. It counts PLENTY if a thread has no room for its columns."""
+"""A bin that no float falls into. Its count is set to PLENTY if a thread runs out of room."""
 PLENTY = 1 << 26
 """More columns than are ever selected."""
 ABOVE_MARKS = 0x0F0F0F0F
-"""The bits of a word of marks for columns above the bin. The other bits are for equals."""
+"""The bits of a word of marks for columns above the bin. The other bits are for columns that are equal."""
 EQUAL = 1 << 13
-"""One equal, in a count of selected columns: the lower bits count the columns above the bin, at most 4096."""
+"""One equal column, in a count of selected columns. The bits below it count the columns above the bin, at most 4096."""
 
 
 class Kept(NamedTuple):
@@ -50,7 +50,7 @@ class Kept(NamedTuple):
     Attributes:
       low: the least float that is kept.
       counts: the address of the histogram of kept columns.
-      step: bytes between a thread's places. last: the address behind its last place.
+      step: bytes between two places of a thread. last: the address at which its room ends.
     """
 
     low: Float32
@@ -60,7 +60,7 @@ class Kept(NamedTuple):
 
 
 class FilteredSearch:
-    """Device functions of the common way."""
+    """Device functions of the search."""
 
     def __init__(
         self, config: TopkConfig, *, cluster: Cluster, bins: BinSearch, candidates: Candidates, writer: Writer
@@ -70,7 +70,8 @@ class FilteredSearch:
 
     @cute.jit
     def hold(self, span: Span, shared: Shared, place: Place):
-        """Start the copies of the held chunks. Each thread reads what it has copied, and waits for that alone."""
+        """Start the copies of the held chunks. Each thread reads only what it copied itself, and waits only for
+        that."""
         target = Int32(shared.columns.iterator.toint()) + place.thread * 16
         vector = span.begin + place.thread
         for _ in cutlass.range(span.held, unroll=1):
@@ -121,7 +122,7 @@ class FilteredSearch:
     # ---- reading
 
     def held_vector(self, shared: Shared, place: Place, index: Int32) -> cute.Tensor:
-        """The thread's vector of a chunk that is held, in shared memory."""
+        """The thread's vector of a held chunk: a view of shared memory."""
         at = shared.columns.iterator + (index * self.config.threads + place.thread) * 4
         return cute.make_tensor(at.align(16), cute.make_layout(4))
 
@@ -206,8 +207,8 @@ class FilteredSearch:
         above = Int32(0)
         at = Int32(shared.columns.iterator.toint()) + place.thread * 4
         count = shared.kept_counts[place.thread]
-        # All lanes run it equally often: where lanes leave a loop one by one and two branches meet behind it, ptxas was
-        # seen not to bring the warp together again.
+        # All lanes run the loop equally often. If lanes leave a loop one by one and two branches meet behind it, ptxas
+        # was seen not to bring the warp together again.
         for i in cutlass.range(cute.arch.warp_redux_sync(count, "max"), unroll=1):
             word = cute.arch.inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[at])
             number = word & 0xFFFF
@@ -225,8 +226,8 @@ class FilteredSearch:
 
     @cute.jit
     def split_equals(self, span: Span, shared: Shared, place: Place, index: Int32):
-        """Mark the columns above a bin, and the columns in it as equals. Returns whether the latter are equal and hold
-        the k-th greatest."""
+        """Mark the columns above a bin, and the columns in it as equals. Returns whether all columns in the bin are
+        equal and the k-th greatest is one of them."""
         threads, streams = self.config.threads, self.config.streams
         low, high = least_float(bin_floor(index)), least_float(bin_floor(index + 1))
         depth = self.config.depth if const_expr(streams) else 1
@@ -272,7 +273,7 @@ class FilteredSearch:
             "red.relaxed.cta.shared::cta.or.b32 [{$r0}], {$r1};", read_only_args=[mark_of(shared, local), bit]
         )
 
-    # ---- what is written
+    # ---- writing
 
     @cute.jit
     def finish(self, span: Span, shared: Shared, place: Place):
@@ -302,7 +303,7 @@ class FilteredSearch:
     def write_marked(self, span: Span, shared: Shared, place: Place, output: Output):
         """Write the marked positions in order, and as many equals as are needed; by value, sort them first."""
         if const_expr(self.config.cluster > 1):
-            cute.arch.cluster_arrive()  # nothing of another CTA is read from here on
+            cute.arch.cluster_arrive()  # from here on this CTA reads no other CTA's shared memory
         cute.arch.sync_threads()
         words = quotient(span.chunks + 3, 4)
         begin, count = place.thread * words, Int32(0)
@@ -357,20 +358,20 @@ class FilteredSearch:
 
 
 def mark_of(shared: Shared, vector: Int32) -> Int32:
-    """The address of the word of marks that holds the byte of one of the CTA's vectors. Words are scattered, so that
-    threads that each read several neighbouring words read from different banks."""
+    """The address of the word of marks with the byte of one of the CTA's vectors. Words are permuted, so that threads
+    that each read several neighbouring words use different banks."""
     word = quotient(vector, 4)
     return Int32(shared.marks.iterator.toint()) + (word ^ (quotient(word, 16) & 31)) * 4
 
 
 def marks(shared: Shared, word: Int32) -> Int32:
-    """A word of marks: a byte for each of four vectors, a bit for each of its columns."""
+    """A word of marks: one byte for each of four vectors, one bit for each column of a vector."""
     return shared.marks[word ^ (quotient(word, 16) & 31)]
 
 
 def keep(kept: Kept, value: Float32, number: Int32, offset: Int32, at: Int32) -> Int32:
-    """Keep the thread's column `number` at address `at` if it is at least kept.low: one word, with the bin above the
-    number, and count it in the bin at `offset`. Returns the address of the next column that is kept."""
+    """If `value`, the thread's column `number`, is at least kept.low: store it at address `at` as one word, its bin
+    above its number, and count it in the bin at `offset`. Returns the address for the next column."""
     return cute.arch.inline_ptx(
         "{ .reg .pred p; .reg .b32 t, v; setp.ge.f32 p, {$r0}, {$r1}; mad.lo.s32 v, {$r5}, 65536, {$r3};"
         " @p st.shared.b32 [{$r2}], v; add.s32 t, {$r4}, {$r5}; @p red.relaxed.cta.shared::cta.add.u32 [t], 1;"

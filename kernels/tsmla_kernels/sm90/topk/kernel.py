@@ -1,8 +1,8 @@
-"""select_topk in one launch: the exact top-k of float32 rows, ties by position. DESIGN.md beside this says why it looks
-as it does.
+"""select_topk in one launch: the exact top-k of float32 rows, ties by position. DESIGN.md in this folder gives the
+reasons.
 
-A row is shared out to the CTAs of a cluster. Most rows go the way of `FilteredSearch`, or `RegisterSearch` if they are
-short, which read them once; rows with many equal or unusual keys go the way of `ExactSearch`.
+A row is shared out to the CTAs of a cluster. Most rows are searched by `FilteredSearch`, or by `RegisterSearch` if they
+are short; rows that these cannot decide are searched by `ExactSearch`.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class SelectTopk:
 
     @cute.jit
     def clear(self, span: Span, shared: Shared, place: Place):
-        """Empty the bins but for PLENTY in the lowest, so that a search ends there, and clear the marks."""
+        """Clear the marks and the bins. The lowest bin gets PLENTY, so that every search ends there at the latest."""
         zeros = cute.make_rmem_tensor((4,), Int32)
         zeros.fill(0)
         bins = shared.sample.bins.iterator

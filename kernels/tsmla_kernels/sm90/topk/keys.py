@@ -12,7 +12,7 @@ LOWEST_NUMBER = 0x007FFFFF
 
 
 def ordered(value: Float32) -> Uint32:
-    """A number that is greater for a greater float; the same for 0.0 and -0.0; 0 for NaN alone."""
+    """A number that is greater for a greater float. It is 0 for NaN alone, and the same for 0.0 and -0.0."""
     return cute.arch.inline_ptx(
         "{ .reg .f32 t; .reg .b32 m; .reg .pred p;"
         " add.rn.f32 t, {$r0}, 0f00000000; mov.b32 {$w0}, t; shr.s32 m, {$w0}, 31; or.b32 m, m, 0x80000000;"
@@ -24,8 +24,8 @@ def ordered(value: Float32) -> Uint32:
 
 @cute.jit
 def least_float(key: Uint32) -> Float32:
-    """The least float whose ordered number is at least `key`; NaN for 0, and for what is above inf's."""
-    # No float but NaN has a number below that of -inf.
+    """The least float whose ordered number is at least `key`. NaN if `key` is 0 or above inf's number."""
+    # Only NaN has a number below that of -inf.
     if key > 0:
         key = cutlass.max(key, Uint32(LOWEST_NUMBER))
     return cute.arch.inline_ptx(
@@ -37,8 +37,9 @@ def least_float(key: Uint32) -> Float32:
 
 
 def pair_bins(low: Float32, high: Float32):
-    """Bytes from a histogram's beginning to the bins of two floats: the upper 12 bits of their f16s, rounded towards
-    zero, made to ascend. NaN has -inf's bin, and -0.0, with all that rounds to it, that of 0.0."""
+    """The byte offsets in a histogram of the bins of two floats. A bin is the upper 12 bits of the float's f16, rounded
+    towards zero and mapped so that bins ascend with the floats. NaN falls into -inf's bin; -0.0, and every float that
+    rounds to it, falls into 0.0's."""
     return cute.arch.inline_ptx(
         "{ .reg .b32 p, m; cvt.rz.f16x2.f32 p, {$r1}, {$r0}; mov.b32 m, 0; add.rn.f16x2 p, p, m;"
         " mov.b32 m, 0xFC00FC00; max.f16x2 p, p, m; prmt.b32 m, p, 0, 0xBB99; or.b32 m, m, 0x80008000;"
@@ -49,18 +50,18 @@ def pair_bins(low: Float32, high: Float32):
 
 
 NAN_BIN = 0x03FF >> 4
-"""The bin of -inf and NaN: that of the f16 0xFC00."""
+"""The bin of -inf, whose f16 is 0xFC00, and of NaN."""
 
 
 @cute.jit
 def bin_floor(index: Int32) -> Uint32:
-    """The least ordered number of all whose bin, as of pair_bins, is `index` or a greater one."""
+    """The least ordered number of the floats whose bin (see pair_bins) is at least `index`."""
     found = Uint32(0)
     number = index * 16
     if number > 0x8000:
         found = ordered(f16_value(number - 0x8000))
     else:
-        # What rounds to a magnitude of at most m towards zero is what is above -(m + 1).
+        # A negative float rounds towards zero to a magnitude of at most m, in f16 steps, if it is above -(m + 1).
         magnitude = cutlass.max(Int32(0x7FFF) - number, 0) + 1
         if magnitude <= 0x7C00:
             found = ordered(-f16_value(magnitude)) + 1

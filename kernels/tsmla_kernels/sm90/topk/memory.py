@@ -55,7 +55,8 @@ class Shared(NamedTuple):
 
     Attributes:
       columns: sampled columns of the row. Reused for the columns that are kept, and for the copies of ExactSearch.
-      marks: a bit for each selected column.
+      marks: a byte for each vector of the CTA's share: four bits for columns above the bin or selected, and four for
+        columns that are equal.
       kept_counts: for each thread, how many columns it keeps.
       sample: counts of the sampled columns. kept: counts of the kept columns; the same memory where the whole row is
         sampled.
@@ -83,7 +84,7 @@ class Shared(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a thread is: its row, its CTA in the cluster, its warp and lane, and its number in the CTA."""
+    """A thread's place: its row, its CTA in the cluster, its warp and lane, and its number in the CTA."""
 
     row: Int32
     rank: Int32
@@ -106,7 +107,7 @@ class Arrays(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Where a row's results go, and what they are made of.
+    """Where a row's results go, and what they are made from.
 
     Attributes:
       indices, block_tables, scores: arrays of the launch.
@@ -125,7 +126,7 @@ def storage_of(config: TopkConfig) -> Any:
     """The struct of a CTA's shared memory: the parts of Shared, and the barriers of ExactSearch's copies.
 
     Raises:
-      ValueError: it is larger than a CTA may have.
+      ValueError: the struct is larger than a CTA's shared memory.
     """
 
     @cute.struct

@@ -1,8 +1,8 @@
-"""The way to the top-k of a short row that one CTA holds in registers, 16 columns a thread.
+"""RegisterSearch: the top-k of a short row that one CTA holds in registers, 16 columns per thread.
 
 A warp has neighbouring columns, in chunks of 128. So the counts of selected columns of a thread's chunks fit into the
-bytes of one word, and one scan of a warp says where each chunk's positions go: neither marks nor a second look at the
-row.
+bytes of one word, and one scan of a warp says where each chunk's positions go. No marks and no second reading of the
+row are needed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Columns(NamedTuple):
 
 
 class RegisterSearch:
-    """Device functions of this way. Masks have a bit for each of a thread's columns, in order."""
+    """Device functions of the search. Masks have a bit for each of a thread's columns, in order."""
 
     def __init__(
         self, config: TopkConfig, *, bins: BinSearch, candidates: Candidates, writer: Writer
@@ -104,7 +104,7 @@ class RegisterSearch:
 
     @cute.jit
     def mend_values(self, span: Span, values: cute.Tensor, place: Place):
-        """Replace what is not a column of the row by NaN, and load the columns behind the array's last whole vector."""
+        """Replace elements outside the row by NaN, and load the row's columns behind the array's last whole vector."""
         first, last = (self.vector_of(place, chunk) for chunk in (0, self.config.held - 1))
         if first * VECTOR < span.lead or last * VECTOR + VECTOR > span.behind:
             tail = cute.make_rmem_tensor((VECTOR - 1,), Float32)
@@ -177,13 +177,14 @@ class RegisterSearch:
                     if number < needed:
                         chosen |= 1 << i
                     number += 1
-        cute.arch.sync_threads()  # shared.warp_above is written again
+        cute.arch.sync_threads()  # so that shared.warp_above may be written again
         return chosen
 
     @cute.jit
     def starts(self, mask: Int32, shared: Shared, place: Place):
-        """For each of the thread's chunks, how many columns of the row's masks come before its own. The warp's counts
-        lie in the bytes of a word, one for each chunk: a chunk has 128 columns of a warp."""
+        """For each of the thread's chunks: how many columns that are set in the row's masks come before the thread's
+        columns of that chunk. The warp's counts lie in the bytes of a word, one byte per chunk: a warp has 128 columns
+        of a chunk."""
         held = self.config.held
         own = Int32(0)
         for chunk in cutlass.range_constexpr(held):
@@ -235,8 +236,8 @@ def lowest(mask: Int32) -> Int32:
 
 @cute.jit
 def value_at(values: cute.Tensor, index: Int32):
-    """Element `index` of `values`, whose number is a power of two. Selections keep them in registers; an indexed array
-    would not stay there."""
+    """Element `index` of `values`, whose number is a power of two. It is found by selections, which leave the values in
+    registers; an array with a dynamic index would not stay there."""
     left = [values[i] for i in range(cute.size(values))]
     for step in cutlass.range_constexpr(cute.size(values).bit_length() - 1):
         left = [select(index, step, left[i], left[i + 1]) for i in range(0, len(left), 2)]

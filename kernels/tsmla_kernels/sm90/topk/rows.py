@@ -1,8 +1,8 @@
 """A row of float32 in shared memory, walked by the warps that share it.
 
-A row is cut into units of 128 columns from a multiple of 16 bytes on, and every warp of the cluster has as many
-neighbouring ones as the others. A warp copies its own units into its own part of shared memory, so that no warp waits
-for another. Units that fit are copied once; otherwise each walk copies them again, through a ring of stages.
+A row is cut into units of 128 columns that begin at a multiple of 16 bytes. The warps of the cluster share the units
+evenly, and each has neighbouring ones. A warp copies its own units into its own part of shared memory, so that no warp
+waits for another. Units that fit are copied once; otherwise each walk copies them again, through a ring of stages.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ VECTORS = UNIT // 4
 
 
 class Row(NamedTuple):
-    """One row, and what a warp has of it.
+    """A row, and a warp's part of it.
 
     Attributes:
       address: the address of the first 16 bytes that hold a column of the row.
-      lead: columns in them before the row's first. length: the row's columns.
-      units: the row's units. begin, end: the warp's first unit, and the one behind its last.
-      full: vectors of 16 bytes that are copied. They lie in the array as a whole.
-      chunks: copies that bring the warp's units.
+      lead: columns in those bytes before the row's first. length: how many columns the row has.
+      units: how many units the row has. begin, end: the warp's first unit, and the one behind its last.
+      full: how many vectors of 16 bytes are copied: those that lie wholly in the array.
+      chunks: how many copies bring the warp's units.
       ring: the warp's stages. barriers: one for each stage.
     """
 
@@ -65,7 +65,7 @@ class RowWalker:
 
     @cute.jit
     def plan(self, logits: cute.Tensor, first: Int64, length: Int32, ring: cute.Pointer, barriers: cute.Pointer):
-        """The Row of `length` columns from element `first` of the array on, as the calling warp shares in it."""
+        """The Row of `length` columns from element `first` of the array on, with the calling warp's part."""
         config = self.config
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -179,7 +179,7 @@ class RowWalker:
 
     @cute.jit
     def mend(self, row: Row, begin: Int32, end: Int32, place: cute.Pointer):
-        """Replace what is not a column of the row by NaN, and load the columns behind the array's last whole vector."""
+        """Replace elements outside the row by NaN, and load the row's columns behind the array's last whole vector."""
         behind = row.lead + row.length
         if begin < end and (
             (begin == 0 and row.lead > 0) or (end == row.units and (behind < row.units * UNIT or behind > row.full * 4))
@@ -201,5 +201,6 @@ class RowWalker:
 
     @cute.jit
     def position(self, row: Row, unit: Int32, column: cutlass.Constexpr[int]):
-        """The position in the row of a lane's column of a unit: outside of 0 to length if there is no such column."""
+        """The position in the row of a lane's column of a unit. It is below 0, or at least row.length, outside the
+        row."""
         return unit * UNIT + cute.arch.lane_idx() * 4 + column - row.lead

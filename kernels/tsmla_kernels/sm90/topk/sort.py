@@ -21,7 +21,8 @@ class EntrySort:
 
     @cute.jit
     def descending(self, entries: cute.Tensor, thread: Int32):
-        """All threads of the CTA. A barrier must be between the last write and this, and is behind it."""
+        """Sort in descending order. All threads of the CTA call it, behind a barrier that follows the last write of an
+        entry. It ends with a barrier."""
         own = (thread & (self.active - 1)) * self.each
         values = cute.make_rmem_tensor((self.each,), Uint64)
         others = cute.make_rmem_tensor((self.each,), Uint64)
@@ -38,7 +39,7 @@ class EntrySort:
                         for i in cutlass.range_constexpr(self.each):
                             others[i] = shuffled(values[i], stride >> self.steps)
                     else:
-                        cute.arch.sync_threads()  # what was read last is not written before all have read it
+                        cute.arch.sync_threads()  # all have read the entries before they are overwritten
                         self.put(entries, values, own, thread)
                         cute.arch.sync_threads()
                         for i in cutlass.range_constexpr(self.each):
@@ -55,14 +56,14 @@ class EntrySort:
 
     @cute.jit
     def put(self, entries: cute.Tensor, values: cute.Tensor, own: Int32, thread: Int32):
-        """A thread's entries into shared memory, from index `own` on."""
+        """Write a thread's entries into shared memory, from index `own` on."""
         if thread < self.active:
             for i in cutlass.range_constexpr(self.each):
                 entries[own + i] = values[i]
 
     @cute.jit
     def exchange_own(self, values: cute.Tensor, own: Int32, size: Int32, stride: Int32):
-        """One step among a thread's entries, whose first has the index `own`."""
+        """Do one step among a thread's entries, whose first has the index `own`."""
         for step in cutlass.range_constexpr(self.steps):
             if stride == 1 << step:
                 for i in cutlass.range_constexpr(self.each):

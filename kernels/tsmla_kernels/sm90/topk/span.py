@@ -22,8 +22,8 @@ class Span(NamedTuple):
     """A CTA's share of a row, as vectors of 16 bytes. A chunk is one vector for each thread.
 
     Attributes:
-      address: the address of the row's first vector. lead: columns in it before the row's first. behind: the element
-        at which the row's columns end, counted from `address`.
+      address: the address of the row's first vector. lead: columns of that vector before the row's first. behind: the
+        element at which the row's columns end, counted from `address`.
       begin: the CTA's first vector. full: vectors that lie in the array as a whole.
       chunks: chunks of each CTA. held: those of them in shared memory, every `stride`th.
     """
@@ -40,7 +40,7 @@ class Span(NamedTuple):
 
 @cute.jit
 def span_of(config: TopkConfig, logits: cute.Tensor, first: Int64, columns: Int32, place: Place):
-    """The Span of the row of `columns` from element `first` of the array on."""
+    """The Span of a row: `columns` columns from element `first` of the array on."""
     lead = Int32(first & 3)
     begin = first - Int64(lead)
     elements = Int64(logits.shape[0]) * Int64(logits.shape[1])
@@ -66,8 +66,8 @@ def span_of(config: TopkConfig, logits: cute.Tensor, first: Int64, columns: Int3
 
 @cute.jit
 def mend_vector(span: Span, vector: Int32, values: cute.Tensor):
-    """Replace what is not a column of the row by NaN, and load the columns behind the array's last whole vector.
-    Returns whether there were any of either."""
+    """Replace elements outside the row by NaN, and load the row's columns behind the array's last whole vector. Returns
+    whether either was needed."""
     changed = Boolean(False)
     if vector * 4 < span.lead or vector * 4 + 4 > span.behind:
         changed = Boolean(True)
@@ -81,8 +81,9 @@ def mend_vector(span: Span, vector: Int32, values: cute.Tensor):
 
 
 def sample_target(k: int, span: Span) -> Int32:
-    """How many columns of the sample are to be above the guessed bound: k scaled down, and SIGMAS deviations."""
-    # Approximate: a division and a root that round exactly call functions.
+    """How many columns of the sample are to be above the guessed bound: k times the sampled fraction of the row, plus
+    SIGMAS standard deviations and 4."""
+    # Approximate instructions: an exactly rounded division or root would be a function call.
     return cute.arch.inline_ptx(
         "{ .reg .f32 s, t; cvt.rn.f32.s32 s, {$r0}; cvt.rn.f32.s32 t, {$r1}; rcp.approx.ftz.f32 t, t;"
         f" mul.f32 s, s, t; mul.f32 s, s, {float_bits(k)}; sqrt.approx.ftz.f32 t, s;"

@@ -18,7 +18,7 @@ NOWHERE = -1
 
 
 class Writer:
-    """Device functions that write what is selected. by_value: results are sorted by value."""
+    """Device functions that write the selected columns. by_value: whether results are sorted by value."""
 
     def __init__(self, config: TopkConfig, cluster: Cluster) -> None:
         self.config, self.cluster = config, cluster
@@ -27,7 +27,8 @@ class Writer:
 
     @cute.jit
     def put(self, output: Output, row: Int32, index: Int32, position: Int32):
-        """Write a selected position, or its slot, and its score. The slot is NOWHERE behind the block table."""
+        """Write a selected position, or its slot, and its score. The slot is NOWHERE if the position is past the block
+        table."""
         value = position
         if const_expr(self.config.page_size > 0):
             size = self.config.page_size
@@ -41,7 +42,7 @@ class Writer:
         self.write(output, row, index, value, score)
 
     def put_none(self, output: Output, row: Int32, index: Int32) -> None:
-        """Write that no position is selected."""
+        """Write an index that selects no position."""
         self.write(output, row, index, Int32(NOWHERE), Float32(-float("inf")))
 
     def write(self, output: Output, row: Int32, index: Int32, value: Int32, score: Float32 | None) -> None:
