@@ -10,10 +10,11 @@ from tsmla_kernels.sm90.constants import SMEM_BYTES
 
 
 def checked_storage(storage: Any, config: object) -> Any:
-    """`storage`, the struct (cute.struct) of a CTA's shared memory in the kernel for `config`.
+    """Check the size of `storage`, the struct (cute.struct) of a CTA's shared memory in the kernel for `config`; return
+    it.
 
     Raises:
-      ValueError: it is larger than a CTA may have.
+      ValueError: the struct is larger than a CTA's shared memory.
     """
     if storage.size_in_bytes() > SMEM_BYTES:
         raise ValueError(f"{config} takes {storage.size_in_bytes()} bytes of shared memory of {SMEM_BYTES}")
@@ -24,7 +25,7 @@ def storage_of_fields(fields: dict[str, Any], config: object) -> Any:
     """The struct of a CTA's shared memory with these fields, for kernels whose configurations have different ones.
 
     Raises:
-      ValueError: it is larger than a CTA may have.
+      ValueError: the struct is larger than a CTA's shared memory.
     """
 
     @cute.struct

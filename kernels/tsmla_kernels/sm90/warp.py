@@ -1,4 +1,4 @@
-"""What the warps of the Hopper kernels do alike."""
+"""Device functions that the Hopper kernels share: arithmetic, addresses, exchanges in a warp."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ DTYPES = {
 
 
 def quotient(value: Int32, divisor: int) -> Int32:
-    """value // divisor for a power of 2: a shift, which floors too. The compiler takes six instructions if it does not
-    know the sign, and in code that runs once every instruction waits to be fetched."""
+    """value // divisor for a power of 2: a shift, which also rounds down. The compiler takes six instructions if it
+    does not know the sign, and in code that runs once every instruction waits to be fetched."""
     return value >> (divisor.bit_length() - 1)
 
 
@@ -60,19 +60,19 @@ def element(tensor: cute.Tensor, offset: Int32, align: int) -> cute.Pointer:
 
 @cute.jit
 def uniform(value: Int32):
-    """Move a value that all lanes hold to a uniform register: code that depends on it alone runs once a warp."""
+    """Move a value that all lanes hold to a uniform register: code that depends on it alone runs once per warp."""
     return cute.arch.warp_redux_sync(value, "max")
 
 
 @cute.jit
 def kept(value: Int32):
-    """Keep a value in its register: the compiler would compute it again at every use, from the thread's index."""
+    """Keep a value in its register. Otherwise the compiler computes it again at every use, from the thread's index."""
     return cute.arch.shuffle_sync_bfly(value, offset=0)
 
 
 @cute.jit
 def running_sum(value: Int32, lane: Int32):
-    """The sum of the values of a lane and of those before it."""
+    """The sum of the values of a lane and of the lanes before it."""
     for step in cutlass.range_constexpr(5):
         other = cute.arch.shuffle_sync_up(value, offset=1 << step, mask_and_clamp=0)
         if lane >= 1 << step:
@@ -99,7 +99,7 @@ def advance(index: Int32, phase: Int32, stages: cutlass.Constexpr[int]):
 
 
 def load_transposed(address: Int32):
-    """Four 8 x 8 matrices of 16-bit words, transposed; a lane gives the address of one of their rows."""
+    """Load four 8 x 8 matrices of 16-bit words, transposed. A lane gives the address of one of their rows."""
     return cute.arch.inline_ptx(
         "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
         write_only_types=[Int32] * 4,
@@ -108,7 +108,7 @@ def load_transposed(address: Int32):
 
 
 def load_matrices(address: Int32):
-    """Four 8 x 8 matrices of 16-bit words; a lane gives the address of one of their rows."""
+    """Load four 8 x 8 matrices of 16-bit words. A lane gives the address of one of their rows."""
     return cute.arch.inline_ptx(
         "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
         write_only_types=[Int32] * 4,
@@ -117,7 +117,7 @@ def load_matrices(address: Int32):
 
 
 def store_transposed(address: Int32, a: Int32, b: Int32, c: Int32, d: Int32):
-    """Four 8 x 8 matrices of 16-bit words, transposed; a lane gives the address of one row of what is written."""
+    """Store four 8 x 8 matrices of 16-bit words, transposed. A lane gives the address of one row of the result."""
     cute.arch.inline_ptx(
         "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
         read_only_args=[address, a, b, c, d],
@@ -125,7 +125,7 @@ def store_transposed(address: Int32, a: Int32, b: Int32, c: Int32, d: Int32):
 
 
 def store_matrices(address: Int32, a: Int32, b: Int32, c: Int32, d: Int32):
-    """Four 8 x 8 matrices of 16-bit words; a lane gives the address of one of their rows."""
+    """Store four 8 x 8 matrices of 16-bit words. A lane gives the address of one of their rows."""
     cute.arch.inline_ptx(
         "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
         read_only_args=[address, a, b, c, d],

@@ -1,1 +1,1 @@
-"""What the Hopper kernels of latent attention have in common: schedule, ring, softmax, wide values, merging."""
+"""The common parts of the Hopper kernels of latent attention: schedule, ring, softmax, wide values, merging."""

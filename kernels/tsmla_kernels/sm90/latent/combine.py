@@ -1,4 +1,4 @@
-"""Merging the results of several CTAs for the same rows: a second, small kernel."""
+"""The second, small kernel: it merges the results of several CTAs for the same rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INVARIANT_SHARERS = 4
 
 
 class WarpSums(NamedTuple):
-    """Shared memory in which warps add their sums: [columns or octets, warp]."""
+    """Shared memory in which warps add up their sums: [columns or octets, warp]."""
 
     acc: cute.Tensor
     highest: cute.Tensor
@@ -38,7 +38,7 @@ class Merge(NamedTuple):
     Attributes:
       partial_out, partial_lse, out, lse: operands.
       sums: shared memory.
-      entry: the row tile's SplitEntry, in registers. group: this thread group of the CTA.
+      entry: the row tile's SplitEntry, in registers. group: the number of this thread group in the CTA.
       sinks: [H], or None.
     """
 
@@ -53,7 +53,8 @@ class Merge(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """A thread group's part of a row tile: of slices [index, index + taken) of `slices`, part `member` of `members`."""
+    """A thread group's part of a row tile: of the slices [index, index + taken) out of `slices`, part `member` of
+    `members`."""
 
     index: Int32
     slices: Int32
@@ -63,7 +64,8 @@ class Slice(NamedTuple):
 
 
 class Octets(NamedTuple):
-    """Octets [begin, begin + size), 8 columns of a row each, counted from row `first_row` of a row tile."""
+    """The octets [begin, begin + size). An octet has 8 columns of a row; octets are counted from row `first_row` of a
+    row tile."""
 
     first_row: Int32
     begin: Int32
@@ -71,7 +73,8 @@ class Octets(NamedTuple):
 
 
 class Team(NamedTuple):
-    """The threads that share an octet: this thread in its group, this thread among the sharers, and their number."""
+    """The threads that share an octet: this thread's number in its group, its number among the sharers, and how many
+    share it."""
 
     thread: Int32
     member: Int32
@@ -98,7 +101,8 @@ class Loaded(NamedTuple):
 
 @cute.jit
 def partial_row(slot: Int32, row: Int32, shape: LatentShape):
-    """Row `row` of a slot, counted from partial_out's first row. 64 bits when batch_invariant, which has many slots."""
+    """Row `row` of a slot, counted from partial_out's first row. It has 64 bits when batch_invariant, which has many
+    slots."""
     if const_expr(shape.batch_invariant):
         slot = Int64(slot)
     return slot * shape.tile_rows + row
@@ -134,10 +138,10 @@ class Combine:
         """Merge the pieces of every row tile that was cut.
 
         Each cluster of `attend` described its pieces in split_info. Here the same CTAs merge a slice of the outputs of
-        those row tiles, or half a slice of each of two tiles, so that nothing has to be searched for or shared out.
-        When batch_invariant a thread group merges a row tile, or a slice of it if there are more groups than tiles.
+        those row tiles, or half a slice of each of two tiles, so that no search and no sharing out is needed. When
+        batch_invariant a thread group merges a row tile, or a slice of it if there are more groups than tiles.
         """
-        # The next call's `attend` needs a whole multiprocessor: its CTAs start as those of this kernel end.
+        # The next call's `attend` needs a whole multiprocessor: its CTAs start as the CTAs of this kernel end.
         cute.arch.griddepcontrol_launch_dependents()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -149,7 +153,7 @@ class Combine:
             acc: cute.struct.Align[cute.struct.MemRange[Float32, 64 * warps], 16]
             highest: cute.struct.MemRange[Float32, 8 * warps]
             weight: cute.struct.MemRange[Float32, 8 * warps]
-            # Makes the multiprocessor keep attend's division of its memory: changing that takes 2 us.
+            # The spare bytes make the multiprocessor keep attend's division of its memory: changing that takes 2 us.
             spare: cute.struct.MemRange[Int32, SPARE_BYTES // 4]
 
         storage = utils.SmemAllocator().allocate(Storage)
@@ -183,7 +187,8 @@ class Combine:
                 self.merge(merge, Int32(0), entry[SplitEntry.ROWS], part)
         else:
             cluster_index, rank = quotient(cta, self.cluster), remainder(cta, self.cluster)
-            # A cluster leaves up to two pieces. With two, each thread group merges one; with one, both groups share it.
+            # A cluster makes up to two such pieces. With two, each thread group merges one; with one, both groups share
+            # it.
             start_entry = cute.make_rmem_tensor((len(SplitEntry),), Int32)
             slot = 2 * cluster_index
             next_slot = slot + 1
@@ -198,7 +203,7 @@ class Combine:
             if (entry[SplitEntry.PIECES] == 0) or (start_entry[SplitEntry.PIECES] > 0 and group == 1):
                 for word in cutlass.range_constexpr(len(SplitEntry)):
                     entry[word] = start_entry[word]
-            # If some cluster has a second row tile, slices are halves: that cluster takes one, the others take two.
+            # If some cluster has a second row tile, slices are halves: that cluster takes one, and the others take two.
             first_busy = remainder(quotient(entry[SplitEntry.PIECES], Busy.FIRST), 2)
             last_busy = quotient(entry[SplitEntry.PIECES], Busy.LAST)
             entry[SplitEntry.PIECES] = remainder(entry[SplitEntry.PIECES], Busy.FIRST)
@@ -226,8 +231,8 @@ class Combine:
 
     @cute.jit
     def merge(self, merge: Merge, first_row: Int32, rows: Int32, part: Slice):
-        """Merge a Slice of `rows` rows of a row tile, from `first_row` on: the mean of the pieces' results, weighted by
-        exp2(their lse).
+        """Merge a Slice of `rows` rows of a row tile, from `first_row` on. The result is the mean of the pieces'
+        results, weighted by exp2(their lse).
 
         A thread has an octet, 8 columns of a row; eight lanes have 128 bytes of a piece. If there are more threads than
         octets, several share an octet and each takes some of the pieces: up to four lanes of a warp, then further
@@ -245,7 +250,7 @@ class Combine:
             begin += part.member * half
             size = cutlass.min(size - part.member * half, half)
         if size > 0:
-            # A thread has eight loads in flight: of several pieces, or of several octets if the pieces are few.
+            # A thread has eight loads in flight: from several pieces, or for several octets if the pieces are few.
             pieces = PIECES_AT_ONCE[self.partial_dtype.width]
             octets = Octets(first_row, begin, size)
             if const_expr(self.batch_invariant):
@@ -303,7 +308,7 @@ class Combine:
                 columns[v] = remainder(octet, self.latent // 8) * 8
             for step in cutlass.range(0, count, pieces_at_once * sharers, unroll=1):
                 self.load_pieces(step, merge, merged, loaded, team)
-                cute.arch.sync_warp()  # or the compiler would wait for one load before it issues the next
+                cute.arch.sync_warp()  # otherwise the compiler waits for one load before it issues the next
                 self.add_pieces(merged, loaded)
             if const_expr(octets_at_once == 1):
                 self.merge_lanes(merged, sharers)
@@ -382,7 +387,7 @@ class Combine:
 
     @cute.jit
     def write_octet(self, v: cutlass.Constexpr[int], counts: cutlass.Boolean, merge: Merge, merged: Merged, team: Team):
-        """Write octet v of the thread, and its row's log-sum-exp."""
+        """Write the thread's octet number v, and its row's log-sum-exp."""
         out, lse, row_base = merge.out, merge.lse, merge.entry[SplitEntry.ROW]
         acc, weight, rows, columns = merged.acc, merged.weight, merged.rows, merged.columns
         factor = Float32(0.0)
@@ -408,7 +413,7 @@ class Combine:
 
     @cute.jit
     def keys_share(self, lse: Float32, row: Int32, merge: Merge):
-        """The part of row `row`'s weight that its keys have beside its head's sink. `lse` is the natural one."""
+        """The keys' part of row `row`'s weight; the rest belongs to its head's sink. `lse` is in base e."""
         return share_beside_sink(lse * LOG2_E, merge.sinks[row % self.shape.num_heads])
 
     @cute.jit
@@ -449,7 +454,7 @@ class Combine:
             first_column = remainder(octet, self.latent // 8) * 8
             column = 2 * lane
             if const_expr(self.partial_is_lane_order):
-                # In 32 columns: group lane % 4, and in that group pair lane // 4 % 4.
+                # In 32 columns: group lane % 4, and in this group the pair lane // 4 % 4.
                 column = lane // 16 * 32 + lane % 4 * 8 + lane // 4 % 4 * 2
             pair = cute.make_rmem_tensor((2,), self.out_dtype)
             for c in cutlass.range_constexpr(2):

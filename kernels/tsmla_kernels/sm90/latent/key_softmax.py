@@ -20,7 +20,7 @@ from tsmla_kernels.sm90.warp import store_transposed
 
 
 def p_row(lane, warp):
-    """Offset in P of the row that a lane passes to stmatrix: 8 keys of one of the first 16 query rows."""
+    """The offset in P of the row that a lane passes to stmatrix: 8 keys of one of the first 16 query rows."""
     return (lane // 16 * 8 + lane % 8) * 128 + (((warp * 2 + lane // 8 % 2) ^ (lane % 8)) << 4)
 
 
@@ -29,7 +29,7 @@ class Exchange(NamedTuple):
 
     Attributes:
       of_lanes: per-lane partials of each row.
-      changes: for each row, the rise of its maximum and the factor of its sum.
+      changes: for each row, by how much its maximum rises and the factor for its sum.
       maxima: the running row maxima (kept here to save registers).
     """
 
@@ -43,7 +43,7 @@ class KeyScores(Protocol):
 
     Attributes:
       exchanged: scratch of the warpgroup. p_words: P as it is stored. running: the lane's maxima and sums. place: the
-        thread's.
+        thread's place.
     """
 
     exchanged: Exchange
@@ -59,7 +59,7 @@ rows 2 i and 2 i + 1; threads past the last row get 0."""
 
 
 class KeySoftmax:
-    """Softmax over keys that the four softmax warps share. p_rows, p_dtype: of P."""
+    """The softmax over keys that the four softmax warps share. p_rows, p_dtype: the rows and the dtype of P."""
 
     def __init__(self, p_rows: int, p_dtype: type[cutlass.Numeric], over_keys: OverKeys) -> None:
         self.p_rows, self.p_dtype, self.over_keys = p_rows, p_dtype, over_keys
@@ -68,7 +68,7 @@ class KeySoftmax:
     def softmax_of_keys(
         self, s: cute.Tensor, first: Int32, scale: Float32, held: KeyScores, shared: Shared, index: Int32
     ):  # fmt: skip
-        """S to P, against the rows' maxima m (base 2, scaled), two rows to a word; row sums to l.
+        """Turn S into P, against the rows' maxima m (base 2, scaled), two rows per word. Add the rows' sums to l.
 
         The maxima are updated if one lags by more than 2**RESCALE_BITS, and always in a piece's `first` block. The four
         warps have different keys of the same rows, so they vote and reduce together.
@@ -91,7 +91,7 @@ class KeySoftmax:
             if t % 4 == 0 and t < 2 * self.p_rows:
                 four = cute.make_rmem_tensor((4,), Float32)
                 for e in cutlass.range_constexpr(2):
-                    # A maximum only rises, except in the first block, which begins with 0 for no maximum.
+                    # A maximum only rises, except in the first block, where it starts as 0 and may also fall.
                     rise = cute.arch.fmax(found[e], Float32(first) * LOWEST)
                     factor = cute.math.exp2(-cute.arch.fmax(rise, 0.0), fastmath=True)
                     four[2 * e], four[2 * e + 1] = rise, factor

@@ -18,29 +18,29 @@ class Piece(IntEnum):
     """Words of a piece's description. A piece, a cluster's unit of work, is a range of key blocks of one row tile."""
 
     BLOCK_BEGIN = 0
-    BLOCK_END = 1  # equal to BLOCK_BEGIN: no piece, the cluster's work ends
+    BLOCK_END = 1  # equal to BLOCK_BEGIN: there is no piece, and the cluster's work ends
     KEYS = 2  # the request's length
     FIRST_TOKEN_KEYS = 3  # keys that the request's first query token sees, if causal
-    FEWEST_KEYS = 3  # in its place with visible_lens: the fewest keys that a token of the row tile sees
+    FEWEST_KEYS = 3  # in the same place with visible_lens: the fewest keys that a token of the row tile sees
     ROW_IN_REQUEST = 4  # this CTA's first query row, counted in the request
     ROW = 5  # the same row, counted in q and out
-    VALID_ROWS = 6  # of this CTA's 64 rows
-    SLOT = 7  # of partial_out; -1: the piece is a whole row tile, and its result goes to out
+    VALID_ROWS = 6  # how many of this CTA's 64 rows
+    SLOT = 7  # the slot of partial_out; -1: the piece is a whole row tile, and its result goes to out
     REQUEST = 8
     Q_STAGES = 9  # stages of the ring that Q takes
 
 
 class SplitEntry(IntEnum):
-    """Words of a row of split_info, which describes a row tile that was cut to the combine kernel."""
+    """Words of a row of split_info, which describes a cut row tile to the combine kernel."""
 
     ROW = 0  # the tile's first row of out
     ROWS = 1
-    SLOT = 2  # of the first piece
-    PIECES = 3  # their number, plus flags of Busy; 0: nothing to merge
+    SLOT = 2  # the first piece's slot
+    PIECES = 3  # how many pieces, plus flags of Busy; 0: there is nothing to merge
 
 
 class Busy(IntEnum):
-    """Flags in SplitEntry.PIECES: the cluster of a tile's first or last piece must merge a second tile too."""
+    """Flags in SplitEntry.PIECES: the cluster of a tile's first or last piece must also merge a second tile."""
 
     FIRST = 1 << 16
     LAST = 1 << 17
@@ -52,12 +52,12 @@ class ScheduleState(IntEnum):
     REQUEST = 0
     TILE = 1  # row tile of the request
     TILE_START = 2  # where the tile begins on its line
-    BEGIN = 3  # of the share, on the line
+    BEGIN = 3  # the share's begin on the line
     END = 4
     KIND = 5  # a ScheduleKind
     PIECE_OF_TILE = 6  # next piece of the tile when batch_invariant; -1: the first one that begins in the share
     EQUAL_COST = 7  # length of every row tile on the line; 0 if tiles differ
-    TRACKS = 8  # their number; or the first word of the cluster's requests, if requests are dealt out by length
+    TRACKS = 8  # how many tracks; if requests are dealt out by length, the first word of the cluster's requests
 
 
 class ScheduleKind(IntEnum):
@@ -75,11 +75,11 @@ class Barrier(IntEnum):
     SOFTMAX = 1  # synchronises the four warps of the softmax warpgroup
     FIRST_PIECES = 2  # the scheduling warp has described the first pieces; the copying warp waits
     Q_READ = 3  # 3 to 6, by piece % PIECE_BARRIERS: the softmax warpgroup has read Q; the value warpgroups wait
-    KEYS_READ = 7  # 7 to 10, likewise: it has read a piece's last keys
-    SUMS = 11  # 11 to 14, likewise: it has written a piece's row sums
+    KEYS_READ = 7  # 7 to 10, likewise: the softmax warpgroup has read a piece's last keys
+    SUMS = 11  # 11 to 14, likewise: the softmax warpgroup has written a piece's row sums
 
 
-PIECE_BARRIERS = 4  # more than the softmax warpgroup is ahead of the value warpgroups, in pieces
+PIECE_BARRIERS = 4  # more than the number of pieces by which the softmax warpgroup is ahead of the value warpgroups
 SCHEDULE_WARP = 8  # the first warp of the second value warpgroup
 SOFTMAX_THREADS = 128
 PIECE_THREADS = 384  # the softmax warpgroup and both value warpgroups
@@ -101,7 +101,7 @@ class Schedule(NamedTuple):
       num_clusters, cluster_index: the grid's clusters, and this one. rank: this CTA's number in its cluster.
       all_rows: rows of out.
       order: scratch for sorting requests.
-      visible_lens: [T] i32, how many keys each token sees; None if no array says that.
+      visible_lens: [T] i32, how many keys each token sees; None without such an array.
     """
 
     block_tables: cute.Tensor
@@ -130,7 +130,7 @@ class Request(NamedTuple):
 
 
 class FixedPieces(NamedTuple):
-    """How row tiles are cut when batch_invariant: key blocks of a piece, and a tile's slots of partial_out."""
+    """How row tiles are cut when batch_invariant: the key blocks of a piece, and a tile's slots of partial_out."""
 
     blocks: Int32
     slots: Int32
@@ -148,9 +148,9 @@ class Measure(NamedTuple):
     """A batch's size, and the size of request `lane`.
 
     Attributes:
-      total: length of the line, or of each track. row_tiles: their number there.
+      total: length of the line, or of each track. row_tiles: how many row tiles lie there.
       longest: key blocks of the longest request.
-      tracks: their number; 1 if all row tiles lie on one line.
+      tracks: how many tracks there are; 1 if all row tiles lie on one line.
       tiles, blocks: row tiles on the line, and key blocks, of request `lane`.
     """
 
@@ -163,7 +163,8 @@ class Measure(NamedTuple):
 
 
 class Sharing(NamedTuple):
-    """How a batch is shared out: a ScheduleKind, the length of a share, and of every tile (0 if tiles differ)."""
+    """How a batch is shared out: a ScheduleKind, the length of a share, and the length of every tile (0 if tiles
+    differ)."""
 
     kind: Int32
     length: Int32
@@ -184,13 +185,13 @@ class Share(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """The ring in shared memory, and what the warpgroups tell each other about its stages.
+    """The ring in shared memory, and the words by which the warpgroups inform each other about its stages.
 
     Attributes:
       keys, p: keys and P of all stages.
       full, empty, ready: mbarriers of all stages.
-      rescale: [ROWS, stages], the factor of O's rows before a stage's P V.
-      moved: [4, stages], whether any factor of 16 rows is not 1; only then `rescale` is written and read.
+      rescale: [ROWS, stages], the factors of O's rows before a stage's P V.
+      moved: [4, stages], whether any of the factors of 16 rows differs from 1; only then are they written and read.
       inverse: [ROWS, inverses_kept], 1 / row sum of a piece.
       pieces: the ring of descriptions, [Piece, place].
     """
@@ -224,7 +225,8 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Described:
-    """A piece's description: `piece[Piece.KEYS]`. Not a slice, whose address would be computed before it is needed."""
+    """A piece's description: `piece[Piece.KEYS]` is one word of it. This is not a slice of `pieces`, because a slice's
+    address would be computed before it is needed."""
 
     pieces: cute.Tensor
     place: Int32
@@ -237,8 +239,8 @@ class Described:
 
 
 class Blocks(NamedTuple):
-    """The key blocks of a piece: its description, the first block, the one after the last. Without a block there is no
-    piece: the work has ended."""
+    """The key blocks of a piece: its description, the first block, and the block after the last. If there are none, the
+    cluster's work has ended."""
 
     piece: Described
     begin: Int32
@@ -246,7 +248,7 @@ class Blocks(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """After Q has been taken: the first stage of keys, its parity, and the scale of the logits, base 2."""
+    """The state after Q has been taken: the first stage of keys, its parity, and the scale of the logits, base 2."""
 
     index: Int32
     phase: Int32
@@ -254,7 +256,8 @@ class Taken(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """After a piece's blocks have been scored: the stage after them, its parity, the last block's stage."""
+    """The state after a piece's blocks have been scored: the stage after them, its parity, and the last block's
+    stage."""
 
     index: Int32
     phase: Int32
@@ -262,7 +265,7 @@ class Scored(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Where a row's 1 / sum and log-sum-exp go; `out_scale` multiplies the output. `sinks`: [H], or None."""
+    """The arrays for a row's 1 / sum and log-sum-exp. out_scale: multiplies the output. sinks: [H], or None."""
 
     inverse: cute.Tensor
     lse: cute.Tensor
@@ -273,7 +276,7 @@ class Results(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """The next stage: whether it has arrived, its address, the stage after it, that stage's parity."""
+    """The next stage: whether it has arrived, its address, the stage after it, and that stage's parity."""
 
     arrived: Int32
     address: Int32
@@ -283,6 +286,6 @@ class Ahead(NamedTuple):
 
 @cute.jit
 def two_rows(values: cute.Tensor, column: Int32, v: cutlass.Constexpr[int], lane: Int32, pair: cute.Tensor):
-    """Read the lane's two query rows of the v-th eight from column `column` of `values` into `pair`."""
+    """Read two of the lane's query rows, those of the v-th eight rows, from column `column` of `values` into `pair`."""
     source = (values.iterator + (column * ROWS + 8 * v + lane % 4 * 2)).align(8)
     cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), pair)

@@ -15,17 +15,17 @@ from tsmla_kernels.sm90.latent.softmax import any_of_warps, sync_softmax, tree
 from tsmla_kernels.sm90.warp import kept, quotient, remainder
 
 # bf16 queries become f16 unscaled if the greatest number of a row tile that becomes f16 is in [2^-4, 2^15): then only
-# numbers below 2^-17 lose bits. The bounds are f16's bits.
+# numbers below 2^-17 lose bits. The bounds are written as f16's bits.
 PLAIN_FROM, PLAIN_TO = 11 << 10, 30 << 10
 MOVE, FIND, SCALE = 0, 1, 2  # passes over Q: see `move` and `scaled_rows`
 TILE = 4  # groups of 16 columns in a tile of 64
 AT_ONCE = 4  # groups of 16 columns that a thread moves at once
-WARPS = 4  # of the softmax warpgroup
+WARPS = 4  # warps of the softmax warpgroup
 
 
 def q_pair_place(pair):
-    """The new place of pair `pair` of 16 columns of Q. Lane q has four neighbouring columns of a key, which WGMMA takes
-    as columns 2 q, 2 q + 1, 2 q + 8 and 2 q + 9. Q's columns are permuted to match."""
+    """The new place of pair `pair` among the pairs of 16 columns of Q. Lane q has four neighbouring columns of a key,
+    which WGMMA takes as columns 2 q, 2 q + 1, 2 q + 8 and 2 q + 9. Q's columns are permuted to match."""
     return 4 * (pair % 2) + pair // 2
 
 
@@ -33,8 +33,9 @@ class Row(NamedTuple):
     """A thread's row of Q.
 
     Attributes:
-      target: where it goes. source: where it begins, as QuerySource.row says. number: its number in the tile.
-      first: the thread's number among those of the row, and of its first group of 16 columns.
+      target: the address to which the row is moved. source: where it begins, as QuerySource.row says. number: its
+        number in the tile.
+      first: the thread's number among the threads of the row, and the number of its first group of 16 columns.
       valid: -1, or 0 if the row is past the tile's end.
     """
 
@@ -46,35 +47,35 @@ class Row(NamedTuple):
 
 
 class Group(NamedTuple):
-    """16 columns of a row: the 64 columns that they are of, and their number among these."""
+    """16 columns of a row: the tile of 64 columns that has them, and their number in this tile."""
 
     tile: Int32
     group: Int32
 
 
 Sources = tuple[Int32, Int32] | tuple[Int32, Int64]
-"""Two addresses of a row tile's Q, in shared or global memory, that a QuerySource knows."""
+"""Two addresses of a row tile's Q, in shared or global memory, whose meaning a QuerySource knows."""
 
 
 class QuerySource(Protocol):
-    """Where rows of Q are read."""
+    """The place from which rows of Q are read."""
 
     def row(self, sources: Sources, row: Int32, kind: int) -> Int32 | Int64:
         """The address of row `row`, in the pass `kind` over Q."""
 
     def words(self, source: Int32 | Int64, row: Int32, tile: Int32, chunk: Int32, kind: int) -> cute.Tensor:
-        """Four words of a row at `source`: 16 bytes `chunk` of 64 columns `tile`."""
+        """Four words of a row at `source`: the 16 bytes with number `chunk` in the tile `tile` of 64 columns."""
 
 
 class QueryCopy:
     """Moves a row tile's Q to its own place, in f16.
 
     Attributes:
-      source: where Q is read. q_dtype: the dtype of Q there.
+      source: the place from which Q is read. q_dtype: the dtype of Q there.
       depth: columns of a row. p_rows: rows in Q's place.
       natural_from: the groups of 16 columns from this one on are not permuted.
-      as_they_are: whether these groups keep their dtype, too.
-      in_place: whether Q is read where it goes.
+      as_they_are: whether these groups also keep their dtype.
+      in_place: whether Q is read from the place to which it is moved.
     """
 
     def __init__(
@@ -124,11 +125,12 @@ class QueryCopy:
 
     @cute.jit
     def move(self, target: Int32, sources: Sources, valid_rows: Int32, t: Int32):
-        """Move Q to `target`, unscaled. Return the greatest magnitudes but NaN of what the thread has made f16, as a
-        pair of f16; 0 of f16 queries.
+        """Move Q to `target`, unscaled. Return, as a pair of f16, the greatest magnitudes of the numbers that the
+        thread has converted to f16, without NaN. For f16 queries these are 0.
 
         A thread reads AT_ONCE groups of 16 columns before it writes the first one, because loads take time. In place no
-        barrier separates the two: a group is read, written and, past the tile's end, zeroed by one thread alone.
+        barrier separates reading from writing: one thread alone reads a group, writes it and, past the tile's end,
+        zeroes it.
         """
         t = kept(t)  # behind a shuffle, so that no address is kept from piece to piece
         number, first = remainder(t, self.p_rows), quotient(t, self.p_rows)
@@ -158,7 +160,7 @@ class QueryCopy:
 
     @cute.jit
     def clear(self, row: Row):
-        """Zero the groups of 16 columns that this thread has."""
+        """Zero this thread's groups of 16 columns."""
         threads = 128 // self.p_rows
         zeros = cute.make_rmem_tensor((4,), Int32)
         zeros.fill(0)
@@ -169,12 +171,12 @@ class QueryCopy:
                     cute.autovec_copy(zeros, self.place(row, tile, chunk))
 
     def place(self, row: Row, tile: Int32, chunk: Int32) -> cute.Tensor:
-        """Where eight columns of a row go: number `chunk` of 64 columns `tile`."""
+        """The place for eight columns of a row: number `chunk` in the tile `tile` of 64 columns."""
         return four_words(row.target + tile * (self.p_rows * 128) + ((chunk ^ (row.number & 7)) << 4))
 
     def group(self, row: Row, tile: Int32, n: int) -> Group:
-        """The n-th of the groups that a thread has from 64 columns `tile` on. What n adds is static, so that addresses
-        share registers."""
+        """The n-th of the groups that a thread has from the tile `tile` of 64 columns on. The part that depends on n is
+        static, so that addresses share registers."""
         threads = 128 // self.p_rows
         if threads <= TILE:
             return Group(tile + n * threads // TILE, row.first + n * threads % TILE)
@@ -189,8 +191,9 @@ class QueryCopy:
         top: Int32,
         natural: cutlass.Constexpr[bool],
     ):
-        """Move some of the groups of 16 columns that a thread has from 64 columns `tile` on: those of the first up to
-        before the second number. They are permuted unless `natural`. Return the greater of `top` and their magnitudes.
+        """Move the thread's groups of 16 columns from the tile `tile` of 64 columns on, for the n from numbers[0] to
+        before numbers[1] (see `group`). They are permuted unless `natural`. Return the greater of `top` and their
+        magnitudes.
         """
         places = [self.group(row, tile, n) for n in range(*numbers)]
         words = cute.make_rmem_tensor((4, 2, len(places)), Int32)
@@ -220,7 +223,7 @@ class QueryCopy:
         self, target: Int32, sources: Sources, valid_rows: Int32, t: Int32, factor: Float32,
         kind: cutlass.Constexpr[int],
     ):  # fmt: skip
-        """One pass over bf16 queries that f16 has not the range for. FIND: return the thread's greatest finite
+        """Make one pass over bf16 queries whose range exceeds f16's. FIND: return the thread's greatest finite
         magnitude, as fp32. SCALE: move Q times `factor`."""
         number, first = remainder(t, self.p_rows), quotient(t, self.p_rows)
         source = self.source.row(sources, number, kind)
@@ -277,7 +280,7 @@ def two_bf16(low: Float32, high: Float32) -> Int32:
 
 def greater_halves(top: Int32, pair: Int32) -> Int32:
     """The greater of `top` and the magnitude of `pair`, for each of the two f16. NaN is ignored."""
-    # `max` takes no constant, which `top` may be.
+    # `max` takes no constant, and `top` may be one.
     return cute.arch.inline_ptx(
         "{ .reg .b32 size, was; mov.b32 was, {$r0}; abs.f16x2 size, {$r1}; max.f16x2 {$w0}, was, size; }",
         write_only_types=[Int32],

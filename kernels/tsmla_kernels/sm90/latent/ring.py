@@ -28,12 +28,14 @@ class RingLayout(NamedTuple):
     """The static facts of a ring, whatever its stages hold besides P.
 
     Attributes:
-      stages: their number. block: keys of a stage. p_rows: rows of P that the value warpgroups read.
-      dtype, q_dtype, p_dtype: the dtypes of the keys, of Q and of P in shared memory. p_swizzle: how P's rows lie.
+      stages: how many stages. block: keys of a stage. p_rows: rows of P that the value warpgroups read.
+      dtype, q_dtype, p_dtype: the dtypes of the keys, of Q and of P in shared memory. p_swizzle: the swizzle of P's
+        rows.
       stage_elements: elements from one stage to the next.
       p_offset: bytes from the beginning of a stage to its P.
       pieces_kept: places in the ring of descriptions.
-      inverses_kept: pieces whose row sums are kept: the softmax warpgroup is fewer pieces ahead of the values.
+      inverses_kept: for how many pieces row sums are kept, more than the softmax warpgroup is ahead of the value
+        warpgroups.
       releasing_lanes: lanes of a value warp that arrive on `empty`. Must include every lane that reads `rescale` or
         `moved`, because racecheck tracks only arriving lanes.
       filling_warps: warps that arrive on `full`.
@@ -59,7 +61,7 @@ class RingLayout(NamedTuple):
 class Ring:
     """The ring of a kernel.
 
-    Attributes: those of RingLayout; itemsize: bytes of an element; elements: elements of all stages.
+    Attributes: the fields of RingLayout; itemsize: bytes of an element; elements: elements of all stages.
     """
 
     def __init__(self, layout: RingLayout) -> None:
@@ -80,7 +82,7 @@ class Ring:
 
     @cute.jit
     def views(self, storage: cute.struct, keys: cute.Tensor) -> Shared:
-        """The ring in shared memory. `keys` are the keys of all stages."""
+        """The ring in shared memory as Shared. `keys` are the keys of all stages."""
         full, empty, ready = storage.full.data_ptr(), storage.empty.data_ptr(), storage.ready.data_ptr()
         pieces = storage.pieces.get_tensor(cute.make_layout((len(Piece), self.pieces_kept), stride=(1, len(Piece))))
         rescale = storage.rescale.get_tensor(cute.make_layout((ROWS, self.stages), stride=(1, ROWS)))
@@ -125,7 +127,7 @@ class Ring:
         """The address of stage `index`.
 
         WGMMA takes its descriptors from uniform registers, and the compiler does not see that a stage's index is
-        uniform: it moved every descriptor there one by one, which took a fifth of the softmax warpgroup's time. So the
+        uniform: it moved the descriptors there one by one, which took a fifth of the softmax warpgroup's time. So the
         address goes through an instruction whose result is uniform.
         """
         return uniform(s_k.iterator.toint() + index * (self.stage_elements * self.itemsize))
@@ -138,7 +140,7 @@ class Ring:
 
     @cute.jit
     def store_p(self, address: Int32, p_words: cute.Tensor):
-        """Store a warp's P to shared memory. The lane's first row of it begins at `address`."""
+        """Store a warp's P to shared memory. The lane's first row of P begins at `address`."""
         for i in cutlass.range_constexpr(self.block // 16):
             four = [p_words[4 * i + j] for j in range(4)]
             store_matrices(address ^ (i << 5), *four)
@@ -153,13 +155,13 @@ class Ring:
             for i in cutlass.range_constexpr(self.stages):
                 cute.arch.mbarrier_init(shared.full + i, self.filling_warps)
                 cute.arch.mbarrier_init(shared.empty + i, 8 * self.releasing_lanes * self.cluster)
-                cute.arch.mbarrier_init(shared.ready + i, 4 * 8)  # signal() of the four softmax warps
+                cute.arch.mbarrier_init(shared.ready + i, 4 * 8)  # `signal` by the four softmax warps
 
     @cute.jit
     def look_ahead(self, index: Int32, phase: Int32, shared: Shared) -> Ahead:
-        """Poll the next stage: has it arrived, its address, the stage after it, that stage's parity.
+        """Poll the next stage, and return it as Ahead.
 
-        Call after the last Q K^T step: polling is slow, and among the steps it stalls WGMMA.
+        Call after the last Q K^T step: polling is slow, and between the steps it would stall WGMMA.
         """
         arrived = Int32(cute.arch.mbarrier_test_wait(shared.full + index, phase))
         address = self.address(shared.keys, index)
@@ -172,7 +174,8 @@ class Ring:
 
     @cute.jit
     def signal(self, ready: cute.Pointer, index: Int32, lane: Int32):
-        """A softmax warp has finished its part of a stage: Q's rows are in registers, or P is in shared memory.
+        """Signal that a softmax warp has finished its part of a stage: Q's rows are in registers, or P is in shared
+        memory.
 
         The eight lanes that write row factors arrive, because racecheck tracks only arriving lanes.
         """
@@ -181,31 +184,32 @@ class Ring:
             cute.arch.mbarrier_arrive(ready + index)
 
     def signal_if(self, holds: Int32, ready: cute.Pointer, index: Int32) -> None:
-        """Arrive on `ready` by the lanes whose `holds` is 1, after sync_warp. No branch: the compiler would separate
-        the WGMMAs before it from the WGMMAs after it, which would begin late."""
+        """Arrive on `ready` by the lanes whose `holds` is 1, after sync_warp. This is no branch: at a branch the
+        compiler would separate the WGMMAs before it from those after it, which would then begin late."""
         cute.arch.inline_ptx(
             "{ .reg .pred holds; setp.ne.s32 holds, {$r0}, 0; @holds mbarrier.arrive.shared::cta.b64 _, [{$r1}]; }",
             read_only_args=[holds, (ready + index).toint()],
         )
 
     def arrive_for(self, what: Barrier, number: Int32) -> None:
-        """The softmax warpgroup has read Q_READ: piece `number`'s Q, or KEYS_READ: its last keys, by ordinary loads; or
-        it has written SUMS: its row sums.
+        """Say that the softmax warpgroup has done `what` for piece `number`. Q_READ, KEYS_READ: it has read the piece's
+        Q, or its last keys, by ordinary loads. SUMS: it has written the piece's row sums.
 
-        Value warps may then overwrite what was read by ordinary stores. `ready` orders that too, but by eight lanes of
-        a warp, and racecheck tracks only arriving lanes.
+        After Q_READ and KEYS_READ value warps may overwrite the memory by ordinary stores. `ready` orders that as well,
+        but only by eight lanes of a warp, and racecheck tracks only arriving lanes.
         """
         cute.arch.barrier_arrive(barrier_id=what + remainder(number, PIECE_BARRIERS), number_of_threads=PIECE_THREADS)
 
     def wait_for(self, what: Barrier, number: Int32) -> None:
-        """A value warp waits for arrive_for."""
+        """Wait, in a value warp, for arrive_for."""
         cute.arch.barrier(barrier_id=what + remainder(number, PIECE_BARRIERS), number_of_threads=PIECE_THREADS)
 
     @cute.jit
     def release(self, index: Int32, empty: cute.Pointer):
-        """A value warp has finished with a stage: arrive on `empty` of every CTA that may write the stage.
+        """Release a stage that a value warp has finished with: arrive on `empty` of every CTA that may write the stage.
 
-        All lanes have read `rescale` and `moved`, and an arrival is only that of the lane which makes it.
+        All lanes have read `rescale` and `moved`, but an arrival orders only the reads of the lane that makes it. So
+        the warp is synchronised first.
         """
         cute.arch.sync_warp()
         if const_expr(self.releasing_lanes > 1):

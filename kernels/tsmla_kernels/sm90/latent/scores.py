@@ -12,7 +12,8 @@ from tsmla_kernels.sm90.latent.ring import Ring
 
 
 class ScoreMma(NamedTuple):
-    """The MMA of Q K^T of a block; and that of Q's columns in shared memory, if the other columns are in registers."""
+    """The MMA of Q K^T of a block. If only some of Q's columns are in registers: the MMA of the columns in shared
+    memory too."""
 
     main: cute.TiledMma
     shared: cute.TiledMma | None = None
@@ -45,10 +46,10 @@ class Scores(Protocol[Held]):
         """Wait until piece `number` has been described; `index` is its first stage."""
 
     def take_q(self, piece: Described, number: Int32, index: Int32, phase: Int32, held: Held, shared: Shared) -> Taken:
-        """Make Q what is multiplied."""
+        """Bring Q into the form in which it is multiplied."""
 
     def score_blocks(self, blocks: Blocks, number: Int32, taken: Taken, held: Held, shared: Shared) -> Scored:
-        """Q K^T, softmax and P of a piece's key blocks."""
+        """Do Q K^T, softmax and P for a piece's key blocks."""
 
     def zero_keys(self, piece: Described, b_end: Int32, last: Int32, held: Held, shared: Shared) -> None:
         """Zero the keys past the end, in stage `last`, unless other warps do."""

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from tsmla_kernels.contract.rules import Dim
 
 ROWS = 64  # query rows (tokens x heads) of one CTA: M of one warpgroup's WGMMA
-OVERHEAD = 5  # what starting a piece costs, in key blocks: Q, the first keys' latency, the epilogue
+OVERHEAD = 5  # the cost of starting a piece, in key blocks: Q, the first keys' latency, the epilogue
 FEW_ROWS = 32  # up to this many query rows, partial results are fp32
-MOST_BLOCKS = 1 << 30  # of a launch's line, on which the schedule counts in int32, at times up to twice its length
+MOST_BLOCKS = 1 << 30  # most blocks of a launch's line: the schedule counts in int32, at times up to twice the line
 INVARIANT_MAX_PIECES = 32  # most pieces of a request when batch_invariant
 INVARIANT_MIN_KEYS = 512  # fewest keys of a piece when batch_invariant
 INVARIANT_WORKSPACE = 1 << 28  # most bytes of partial results of one launch when batch_invariant
@@ -34,11 +34,11 @@ class LatentShape:
       block: keys of a stage of the ring.
       tile_rows: query rows of a row tile, which a cluster handles at once.
       q_rows: query rows that a stage of the ring holds. p_rows: query rows of P V.
-      few_rows: whether a row tile is so small that instructions and not bytes bound the merging of its pieces.
+      few_rows: whether a row tile is so small that instructions, not bytes, limit the merging of its pieces.
       min_share: fewest key blocks of a cluster's share.
       out_dtype: the dtype of out.
-      partial_needs_scale: whether a piece's result may exceed the range of partial_out, so that the value warps scale
-        it.
+      partial_needs_scale: whether a piece's result may exceed the range of partial_out, in which case the value warps
+        scale it.
       partial_is_lane_order: whether partial_out has its columns in the order of a WGMMA accumulator's lanes: the four
         lanes of a row have 8 columns each, 2 from each of four groups of 8.
       cluster: CTAs that walk the same keys with different rows.
@@ -70,7 +70,7 @@ class LatentShape:
 
     @property
     def partial_dtype(self) -> str:
-        """The dtype of a piece's result. f16 halves the bytes to write and read again, but needs a scale."""
+        """The dtype of a piece's result. f16 halves the bytes that are written and read again, but needs a scale."""
         return "float32" if self.few_rows else "float16"
 
     @property
@@ -80,7 +80,7 @@ class LatentShape:
 
 
 def invariant_piece_blocks(shape: LatentShape, max_pages: int) -> int:
-    """Key blocks of one piece of a request when batch_invariant: depends on the table's width only."""
+    """Key blocks of one piece of a request when batch_invariant. They depend on the table's width only."""
     blocks = _blocks(shape, max_pages)
     return INVARIANT_MIN_KEYS // shape.block - 1 - (-blocks // INVARIANT_MAX_PIECES)
 
@@ -98,8 +98,8 @@ def launches(shape: LatentShape, batch: Dim, max_pages: Dim) -> list[tuple[Dim, 
 
 
 def line_length(shape: LatentShape, batch: int, max_pages: int, q_rows: int) -> int:
-    """Key blocks of all row tiles of a call's largest launch, with what starting their pieces costs, if every request
-    has as many keys as its table; `q_rows` are the call's tokens times heads."""
+    """Key blocks of all row tiles of a call's largest launch, plus OVERHEAD for each of their pieces, if every request
+    has as many keys as its table. `q_rows` are the call's tokens times heads."""
     blocks, pieces = _blocks(shape, max_pages), 1
     if shape.batch_invariant:
         pieces = -(-blocks // invariant_piece_blocks(shape, max_pages))
@@ -113,11 +113,11 @@ def workspace_shapes(
     """Shapes and dtypes of a kernel's workspaces, in the order of its operands, for a launch that serves `batch`
     requests.
 
-    A cluster has two slots of `partial_out` and two entries of `split_info`: it leaves at most two pieces of row tiles
-    that other clusters share, the end of one and the start of another. When batch_invariant, a row tile has its own
-    slots and one entry, after one unused entry for each cluster. The kernel derives the number of clusters from the
-    number of entries. `partial_lse` has the base-2 log-sum-exp of a piece's rows, and the factors by which the first
-    and the second half of their columns of `partial_out` must be multiplied.
+    A cluster has two slots of `partial_out` and two entries of `split_info`, because it makes at most two pieces of row
+    tiles that other clusters share: the end of one tile and the start of another. When batch_invariant, a row tile has
+    its own slots and one entry; these entries follow one unused entry for each cluster. The kernel derives the number
+    of clusters from the number of entries. `partial_lse` has the base-2 log-sum-exp of a piece's rows, and the factors
+    for the first and the second half of their columns of `partial_out`.
     """
     num_clusters = max(1, num_sms // shape.cluster)
     if shape.batch_invariant:

@@ -1,4 +1,4 @@
-"""Which cluster gets what of a batch: found in the kernel, by one warp, from the lengths on the device."""
+"""Which cluster gets which part of a batch: found in the kernel, by one warp, from the lengths on the device."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tsmla_kernels.sm90.latent.memory import (
 from tsmla_kernels.sm90.latent.shape import OVERHEAD, LatentShape
 from tsmla_kernels.sm90.warp import divide, quotient, remainder
 
-LONG_RUN_KEYS = 1 << 16  # a cluster with more keys than this runs so long that tracks may leave no cluster idle
+LONG_RUN_KEYS = 1 << 16  # if a cluster has more keys than this, tracks may leave no cluster idle
 MIN_SORTED_SHARE = 32  # requests are sorted only if a cluster has this many key blocks
 MAX_SORTED = 128  # most requests that are sorted by length: their numbers are bytes
 MAX_SORTED_BLOCKS = 1 << 24  # a sorted request's key blocks and number share one word
-ALL_KEYS = (1 << 31) - 1  # a length no less than any request's
+ALL_KEYS = (1 << 31) - 1  # a length of at least any request's
 MAX_REQUESTS = 16  # most sorted requests that a cluster takes
-# A ScheduleState; a cluster's sorted requests, a byte each, start in its last word.
+# The words of a ScheduleState. A cluster's sorted requests, one byte each, start in its last word.
 STATE_WORDS = ScheduleState.TRACKS + MAX_REQUESTS // 4
 
 
@@ -40,7 +40,7 @@ class BatchShare:
       equal_row_counts: whether all requests have the same number of query rows, and cuts may depend on the batch.
       may_use_tracks: whether the row tiles of a request may lie side by side, each on its own track.
       may_sort_requests: whether requests may be dealt out by length.
-      equal_lengths: whether every request has as many keys as its row of the table; seq_lens is not read then.
+      equal_lengths: whether every request has as many keys as its row of the table; then seq_lens is not read.
       ends_batch: whether a schedule's requests are the last ones of a batch whose rows all_rows counts.
     """
 
@@ -57,7 +57,8 @@ class BatchShare:
 
     @cute.jit
     def numbers(self, r: Int32, seq_lens: cute.Tensor, cu_seqlens_q: cute.Tensor) -> tuple[Int32, Int32, Int32]:
-        """(length, first query token, the next request's first query token) of request r; the tokens only if ragged."""
+        """(length, first query token, the next request's first query token) of request r. The tokens are 0 unless
+        ragged."""
         begin, end = Int32(0), Int32(0)
         if const_expr(self.ragged):
             begin, end = cu_seqlens_q[r], cu_seqlens_q[r + 1]
@@ -66,11 +67,11 @@ class BatchShare:
 
     @cute.jit
     def request(self, r: Int32, numbers: tuple[Int32, Int32, Int32], schedule: Schedule) -> Request:
-        """Size of request r. `numbers` is what `self.numbers(r)` returned."""
+        """The size of request r. `numbers`: the result of `self.numbers(r)`."""
         length, begin, end = numbers
         width, all_rows = schedule.block_tables.shape[1], schedule.all_rows
         # A wrong length must not lead outside the table, the row tiles or `out`. A table may be the first columns of a
-        # wider one, whose keys may be more than 32 bits count.
+        # wider one, whose keys may exceed 32 bits.
         keys = cutlass.min(cutlass.max(length, 0), cutlass.min(width, MOST_KEYS // self.page_size) * self.page_size)
         blocks = cutlass.max(quotient(keys + self.block - 1, self.block), 1)
         first = r * (self.max_q_len * self.heads)
@@ -87,7 +88,7 @@ class BatchShare:
 
     @cute.jit
     def request_at(self, r: Int32, schedule: Schedule) -> Request:
-        """Size of request r, whose numbers are read here."""
+        """The size of request r, whose numbers are read here."""
         return self.request(r, self.numbers(r, schedule.seq_lens, schedule.cu_seqlens_q), schedule)
 
     @cute.jit
@@ -102,7 +103,7 @@ class BatchShare:
 
     @cute.jit
     def fixed_pieces(self, schedule: Schedule) -> FixedPieces:
-        """How row tiles are cut when batch_invariant; (1, 1), which is not used, otherwise."""
+        """How row tiles are cut when batch_invariant; otherwise (1, 1), which is not used."""
         blocks, slots = Int32(1), Int32(1)
         if const_expr(self.batch_invariant):
             slots = schedule.partial_lse.shape[0] // (schedule.seq_lens.shape[0] * self.max_tiles)
@@ -112,7 +113,7 @@ class BatchShare:
 
     @cute.jit
     def on_line(self, tiles: Int32, tracks: Int32):
-        """Row tiles that a request has on one line: all of its `tiles`, or one if it has a track for each."""
+        """How many row tiles a request has on one line: all of its `tiles`, or one if each tile has its own track."""
         if const_expr(self.may_use_tracks):
             if tracks > 1:
                 tiles = Int32(1)
@@ -120,7 +121,7 @@ class BatchShare:
 
     @cute.jit
     def cost_on_line(self, blocks: Int32, piece_blocks: Int32, kind: Int32, equal_cost: Int32, share_length: Int32):
-        """Length of a row tile of `blocks` key blocks on the line: `equal_cost` if that is not 0."""
+        """The length on the line of a row tile of `blocks` key blocks: `equal_cost` if that is not 0."""
         length = blocks + OVERHEAD
         if const_expr(self.batch_invariant):
             length = blocks + OVERHEAD * ((blocks + piece_blocks - 1) // piece_blocks)
@@ -133,15 +134,16 @@ class BatchShare:
 
     @cute.jit
     def cluster_requests(self, state: cute.Tensor):
-        """The requests of a cluster when requests are dealt out by length: their numbers, or -1 for none."""
+        """The requests of a cluster when requests are dealt out by length: their numbers, or -1 for no request."""
         return cute.make_tensor(
             cute.recast_ptr(state.iterator + ScheduleState.TRACKS, dtype=cutlass.Int8), cute.make_layout(MAX_REQUESTS)
         )
 
     @cute.jit
     def cut(self, longer: Int32, shorter: Int32):
-        """The key block at which the longer of two requests is cut: one cluster takes the blocks before it, another one
-        takes the rest and the shorter request. `longer` (no cut) if the rest is less than the cost of a merge."""
+        """The key block at which the longer of two requests is cut. One cluster takes the blocks before it; another one
+        takes the rest and the shorter request. If the rest costs less than a merge, there is no cut and the result is
+        `longer`."""
         cut_at = cutlass.min(quotient(longer + shorter + OVERHEAD + 1, 2), longer)
         if longer - cut_at <= OVERHEAD:
             cut_at = longer
@@ -149,15 +151,16 @@ class BatchShare:
 
     @cute.jit
     def early_numbers(self, seq_lens: cute.Tensor, cu_seqlens_q: cute.Tensor):
-        """`numbers` of request `lane`, loaded early, and by all warps: a branch would wait for the data."""
+        """The `numbers` of request `lane`. They are loaded early, and by all warps, because a branch would wait for the
+        data."""
         return self.numbers(cutlass.min(cute.arch.lane_idx(), seq_lens.shape[0] - 1), seq_lens, cu_seqlens_q)
 
     @cute.jit
     def tracks_fit(self, total: Int32, num_clusters: Int32):
         """Whether row tiles lie side by side, on tracks of `total` blocks each.
 
-        Clusters that walk the same keys at the same time read them from memory once. That is worth up to a sixteenth of
-        the clusters left idle, but not in a long run, which is bound by arithmetic.
+        Clusters that walk the same keys at the same time read them from memory once. That is worth leaving up to a
+        sixteenth of the clusters idle, except in a long run, which arithmetic limits.
         """
         fit = cutlass.Boolean(True)
         if const_expr(self.may_use_tracks):
@@ -190,7 +193,7 @@ class BatchShare:
         sharing = self.choose(measure, track, schedule)
         found = self.find_start(measure, track, sharing, piece_blocks, schedule)
         if const_expr(self.may_sort_requests):
-            # `order` lies in the ring's first stage: no copy may fill it before all lanes are done.
+            # `order` lies in the ring's first stage: a copy may fill it only after all lanes are done.
             cute.arch.sync_warp()
             cute.arch.fence_proxy("async.shared", space="cta")
         return found
@@ -201,7 +204,7 @@ class BatchShare:
         order = schedule.order
         lane = cute.arch.lane_idx()
         batch = schedule.seq_lens.shape[0]
-        # The first 32 requests stay in registers: few batches have more, and a second load would wait again.
+        # The first 32 requests stay in registers: few batches have more, and a second load would mean another wait.
         total, row_tiles, longest = Int32(0), Int32(0), Int32(0)
         tracks = Int32(self.max_tiles) if const_expr(self.may_use_tracks) else Int32(1)
         none = Int32(0)
@@ -211,7 +214,7 @@ class BatchShare:
             total = tiles * self.cost_on_line(blocks, piece_blocks, none, none, none)
             row_tiles, longest = tiles, blocks
         for base in cutlass.range(32, batch, 32, unroll=4):
-            # No branch around the loads, so that several are in flight.
+            # The loads are not in a branch, so that several are in flight.
             other = self.request_at(cutlass.min(base + lane, batch - 1), schedule)
             other_tiles = self.on_line(other.tiles, tracks)
             if const_expr(self.may_sort_requests):
@@ -233,7 +236,7 @@ class BatchShare:
 
     @cute.jit
     def measure_equal(self, piece_blocks: Int32, schedule: Schedule, early: tuple[Int32, Int32, Int32]) -> Measure:
-        """Measure a batch of equal requests, on tracks if they fit: no request needs to be looked at."""
+        """Measure a batch of equal requests, on tracks if they fit. One request's size is enough."""
         batch = schedule.seq_lens.shape[0]
         request = self.request(Int32(0), early, schedule)
         tracks = Int32(self.max_tiles) if const_expr(self.may_use_tracks) else Int32(1)
@@ -279,7 +282,7 @@ class BatchShare:
                                 least = middle + 1
                         kind, length = Int32(ScheduleKind.CUT), most
                 if const_expr(self.may_sort_requests):
-                    # Not for little work: sorting takes one or two microseconds.
+                    # Little work is not sorted, because sorting takes one or two microseconds.
                     sortable = batch <= cutlass.min(MAX_REQUESTS * clusters, MAX_SORTED) and 2 * batch > clusters
                     if (
                         kind == ScheduleKind.LINE

@@ -1,4 +1,4 @@
-"""What every softmax of these kernels needs: barriers of its warpgroup, reductions, and the results of a row."""
+"""Common parts of the softmax of these kernels: barriers of its warpgroup, reductions, and the results of a row."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def tree(combine: Callable[[Float32, Float32], Float32], values: list[Float32]) 
 
 @cute.jit
 def share_beside_sink(lse: Float32, sink: Float32):
-    """The part of a row's weight that its keys have, if the row's log-sum-exp (base 2) is `lse`: its head's sink has
-    the rest."""
+    """The keys' part of a row's weight, if the row's log-sum-exp (base 2) is `lse`. The rest belongs to its head's
+    sink."""
     return cute.arch.rcp_approx(1.0 + cute.math.exp2(sink * LOG2_E - lse, fastmath=True))
 
 
@@ -39,7 +39,7 @@ def sync_softmax() -> None:
 
 
 def any_of_warps(holds: Int32) -> Int32:
-    """Whether `holds` is 1 in any thread of the softmax warpgroup. Synchronises it too."""
+    """Whether `holds` is 1 in any thread of the softmax warpgroup. Also synchronises the warpgroup."""
     return cute.arch.inline_ptx(
         "{ .reg .pred holds, any; setp.ne.s32 holds, {$r0}, 0; "
         f"barrier.cta.red.or.pred any, {Barrier.SOFTMAX:d}, {SOFTMAX_THREADS}, holds; "
@@ -49,11 +49,11 @@ def any_of_warps(holds: Int32) -> Int32:
     )
 
 
-RESCALE_BITS = 8.0  # the running maximum may lag by 2**RESCALE_BITS
+RESCALE_BITS = 8.0  # the running maximum may lag by this many powers of 2
 
 
 class RowResults:
-    """What becomes of a row when its keys are done.
+    """Writes a row's results when its keys are done.
 
     Attributes:
       inverses_kept: as in Ring. partial_needs_scale: as in LatentShape.
@@ -72,8 +72,8 @@ class RowResults:
         results: Results,
         sink: Float32 | None = None,
     ):
-        """1 / sum of a row for the epilogue, and its log-sum-exp. `sums` are the row's (sum, maximum); `sink` is its
-        head's sink, if there are any."""
+        """Write 1 / sum of a row for the epilogue, and its log-sum-exp. `sums` are the row's (sum, maximum); `sink` is
+        its head's sink, or None if heads have no sinks."""
         total, m = sums
         inverse, lse, partial_lse = results.inverse, results.lse, results.partial_lse
         slot = piece[Piece.SLOT]

@@ -31,15 +31,15 @@ from tsmla_kernels.sm90.latent.shape import ROWS, LatentShape
 from tsmla_kernels.sm90.latent.walk import Walk
 from tsmla_kernels.sm90.warp import DTYPES, element
 
-AHEAD = 2  # fragments of V^T (64 latents, 32 keys) that a warpgroup has or is loading in registers, as fp8
-WIDE = 4  # halves of fragments (16 keys) that it has in registers as f16
+AHEAD = 2  # fragments of V^T (64 latents, 32 keys) that a warpgroup has in registers or is loading, as fp8
+WIDE = 4  # halves of fragments (16 keys) that a warpgroup has in registers as f16
 
 
 class Held(NamedTuple):
     """A value warpgroup's registers from piece to piece.
 
     Attributes:
-      mma_pv: V^T P^T. acc, o: O^T as its accumulators, and as (query row, latent, eight rows, tile).
+      mma_pv: V^T P^T. acc, o: O^T as accumulators of the MMA, and as (query row, latent, eight rows, tile).
       wide: halves of V^T's fragments as f16. narrow: fragments as fp8. None if V^T is not read into registers.
       offset: the offset of the lane's first values in a stage.
       thread, lane: the thread's number in its warpgroup and in its warp.
@@ -69,8 +69,12 @@ class Reading(NamedTuple):
 
 
 class OutRows(NamedTuple):
-    """A lane's rows of out: their factors are column `kept` of `inverse`, or `factors`; the lane's first latent, and
-    its number in the warp."""
+    """A lane's rows of out.
+
+    Attributes:
+      inverse, kept: the rows' factors are column `kept` of `inverse`. factors: the factors in registers, if they are
+        there.
+      first_latent, lane: the lane's first latent, and its number in the warp."""
 
     inverse: cute.Tensor
     kept: Int32
@@ -80,7 +84,7 @@ class OutRows(NamedTuple):
 
 
 class OutArrays(Protocol):
-    """Operands that have O: out [N, L], and the pieces' results."""
+    """The operands that hold O: out [N, L], and the pieces' results."""
 
     out: cute.Tensor
     partial_out: cute.Tensor
@@ -90,11 +94,11 @@ class Copier(Protocol):
     """The warps that fill the ring's stages."""
 
     def meet_for_first_pieces(self) -> None:
-        """Tell them that the first pieces have been described."""
+        """Tell these warps that the first pieces have been described."""
 
 
 ReadValues = Callable[[Int32, int, cute.Tensor], None]
-"""Reads a fragment of V^T: (address, fragment, where to)."""
+"""Reads a fragment of V^T: (address, fragment, destination)."""
 StoreRows = Callable[[cute.Pointer, cute.Tensor, OutRows, Int32, type[cutlass.Numeric]], None]
 """Stores a lane's part of O: (target, O, rows, valid rows, dtype)."""
 
@@ -125,10 +129,10 @@ class Values(Protocol):
         """The first tile of 16 latents of a warp of value warpgroup `half`."""
 
     def offset(self, half: Int32, first_tile: Int32, lane: Int32) -> Int32:
-        """Offset in a stage of this lane's first values."""
+        """The offset in a stage of this lane's first values."""
 
     def first_latent(self, first_tile: Int32) -> Int32:
-        """The first latent of a tile, for a piece's results."""
+        """The first latent of a tile, in the order in which results are stored."""
 
     def wait_for_piece(self, index: Int32, phase: Int32, shared: Shared) -> None:
         """Wait until the next piece has been described; `index` is its first stage."""
@@ -136,7 +140,7 @@ class Values(Protocol):
     def pass_q(
         self, piece: Described, number: Int32, index: Int32, phase: Int32, shared: Shared
     ) -> tuple[Int32, Int32]:
-        """Release the stages that have had Q. Return the stage after them and its parity."""
+        """Release the stages that held Q. Return the stage after them and its parity."""
 
     def add_blocks(
         self, blocks: Blocks, number: Int32, index: Int32, phase: Int32, held: Held, shared: Shared
@@ -144,7 +148,7 @@ class Values(Protocol):
         """Add P V of a piece's key blocks to O. Return the stage after them and its parity."""
 
     def wait_for_sums(self, number: Int32) -> None:
-        """Wait until piece `number`'s row sums are there."""
+        """Wait until piece `number`'s row sums have been written."""
 
     def store_rows(
         self, target: cute.Pointer, o: cute.Tensor, rows: OutRows, valid_rows: Int32, dtype: type[cutlass.Numeric]
@@ -171,7 +175,7 @@ class ValueWalk:
         """Warpgroups 1 and 2: O^T[half] += V^T[half] P^T and the epilogue; one of their warps schedules.
 
         A warp has half / 4 latents, in tiles of 16: the 16 bytes of a key that ldmatrix takes as one row. A lane has
-        two latents of a tile, which are rows g and g + 8 of the product.
+        two latents of a tile: rows g and g + 8 of the product.
         """
         tidx, _, _ = cute.arch.thread_idx()
         t = tidx % 128
@@ -198,7 +202,7 @@ class ValueWalk:
 
         index, phase, number = Int32(0), Int32(0), Int32(0)
         if warp_idx == SCHEDULE_WARP:
-            # After the first piece, so that the first copies do not wait for these.
+            # These pieces are described after the first one, so that the first copies do not wait for them.
             for i in cutlass.range(1, self.steps.lookahead, unroll=1):
                 self.steps.walk.next_piece(i, schedule)
             self.steps.copier.meet_for_first_pieces()
@@ -224,9 +228,9 @@ class WideValues:
     """P V with P of f16 and V^T widened in registers.
 
     Attributes:
-      half: latents of a value warpgroup. m_tiles: tiles of 64 latents that it has.
+      half: latents of a value warpgroup. m_tiles: how many tiles of 64 latents these are.
       neighbours: how many neighbouring latents a lane has.
-      latent, p_rows, ring: as in LatentShape. p_dtype: as in Ring. out_dtype, partial_dtype: of the results.
+      latent, p_rows, ring: as in LatentShape. p_dtype: as in Ring. out_dtype, partial_dtype: the dtypes of the results.
     """
 
     def __init__(self, shape: LatentShape, ring: Ring, neighbours: int = 2) -> None:
@@ -251,8 +255,8 @@ class WideValues:
     def read_on(
         self, n: cutlass.Constexpr[int], reading: Reading, narrow: cute.Tensor, read_values: ReadValues
     ):  # fmt: skip
-        """After half n: if it was the last half of a fragment, read another fragment in its place. That is this block's
-        next one, or one of the next block's first, once the next block's keys have arrived."""
+        """Read another fragment after half n if n is the last half of a fragment, in its place. The new fragment is
+        this block's next one, or one of the next block's first ones, once the next block's keys have arrived."""
         g, groups = n // 2, 2 * self.m_tiles
         if const_expr(n % 2 == 1):
             if const_expr(g + AHEAD < groups):
@@ -299,7 +303,7 @@ class WideValues:
         """Store O times `inverse`, 1 / row sum, to `out` or to the piece's slot of partial_out, by `store_rows`."""
         lane = rows.lane
         out_row, valid_rows, slot = piece[Piece.ROW], piece[Piece.VALID_ROWS], piece[Piece.SLOT]
-        # Neighbouring latents of eight lanes fill a sector.
+        # Eight lanes' neighbouring latents fill a sector.
         row_low, column = lane % 4 * 2, rows.first_latent + lane // 4 * self.neighbours
         if slot < 0:
             target = element(

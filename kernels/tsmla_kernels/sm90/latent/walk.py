@@ -1,4 +1,4 @@
-"""Walking through a cluster's share: one warp describes its pieces in shared memory, one after the other."""
+"""The walk through a cluster's share: one warp describes its pieces in shared memory, one after the other."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from tsmla_kernels.sm90.warp import divide, quotient, remainder
 
 
 class TileOnLine(NamedTuple):
-    """A row tile on its line: its request's tiles there, its key blocks, its length, and the part before its blocks."""
+    """A row tile on its line: how many tiles its request has there, its key blocks, its length, and the part of the
+    length before its blocks."""
 
     tiles: Int32
     blocks: Int32
@@ -35,7 +36,7 @@ class TileOnLine(NamedTuple):
 
 
 class TileRows(NamedTuple):
-    """Rows of a row tile: the first one in its request and in out, and how many."""
+    """The rows of a row tile: the first one in its request and in out, and how many."""
 
     in_request: Int32
     row: Int32
@@ -57,7 +58,7 @@ class Walk(Protocol):
     def batch(self) -> BatchShare: ...
 
     def begin(self, schedule: Schedule, early: tuple[Int32, Int32, Int32]) -> None:
-        """Find this cluster's share of the batch. `early` is what early_numbers returned."""
+        """Find this cluster's share of the batch. early: the result of early_numbers."""
 
     def next_piece(self, number: Int32, schedule: Schedule) -> None:
         """Describe this cluster's next piece as piece `number`, or the end of its work."""
@@ -80,7 +81,7 @@ class PieceWalk:
 
     @cute.jit
     def begin(self, schedule: Schedule, early: tuple[Int32, Int32, Int32]):
-        """Find this cluster's share of the batch. `early` is what early_numbers returned."""
+        """Find this cluster's share of the batch. early: the result of early_numbers."""
         split_info, state = schedule.split_info, schedule.state
         num_clusters, cluster_index = schedule.num_clusters, schedule.cluster_index
         lane = cute.arch.lane_idx()
@@ -120,7 +121,7 @@ class PieceWalk:
                         slot = 2 * cluster_index + which
                         split_info[slot, SplitEntry.PIECES] = 0
         if const_expr(self.batch_invariant and self.ragged):
-            # Entries of row tiles that a short query does not have: no cluster walks there.
+            # These entries are of row tiles that a short query does not have, so no cluster walks there.
             for i in cutlass.range(cluster_index * 32 + lane, batch, num_clusters * 32, unroll=1):
                 tiles_of_request = self.batch.request_at(i, schedule).tiles
                 for t in cutlass.range(tiles_of_request, self.max_tiles, unroll=1):
@@ -204,7 +205,7 @@ class PieceWalk:
                 tile += 1
                 piece_of_tile = Int32(-1)
                 if tile >= tiles:
-                    tile_start -= (tile - tiles) * tile_cost  # a request without queries takes no place on the line
+                    tile_start -= (tile - tiles) * tile_cost  # a request without queries takes no room on the line
                     tile = Int32(0)
                     r += 1
                 if const_expr(self.batch.may_sort_requests):
@@ -232,7 +233,7 @@ class PieceWalk:
     @cute.jit
     def packed_piece(self, i: Int32, blocks: Int32, track: Track, schedule: Schedule):
         """Key blocks (begin, end) of a cluster's i-th piece when requests are dealt out by length. Its request has
-        `blocks` blocks. begin == end: this piece is empty, but the next one may not be."""
+        `blocks` blocks. If begin == end, this piece is empty, but the next one may have blocks."""
         requests = self.batch.cluster_requests(schedule.state)
         begin, end = Int32(0), blocks
         if requests[i] < 0:
@@ -270,7 +271,7 @@ class PieceWalk:
 
     @cute.jit
     def note_fewest_keys(self, piece: Described, rows: TileRows, visible_lens: cute.Tensor):
-        """Write the fewest keys that a token of the row tile's `rows` sees. The whole warp."""
+        """Write the fewest keys that a token of the row tile's `rows` sees. The whole warp calls it."""
         lane = cute.arch.lane_idx()
         first, last = rows.row // self.heads, (rows.row + rows.rows - 1) // self.heads
         fewest = Int32(ALL_KEYS)
@@ -282,7 +283,7 @@ class PieceWalk:
 
     @cute.jit
     def note_fixed_cut(self, entry: Int32, rows: TileRows, first_slot: Int32, cuts: Int32, schedule: Schedule):
-        """Write the SplitEntry of a row tile when batch_invariant: 0 pieces if the tile is not cut."""
+        """Write the SplitEntry of a row tile when batch_invariant. It has 0 pieces if the tile is not cut."""
         split_info = schedule.split_info
         count = cuts
         if cuts == 1:
@@ -294,11 +295,11 @@ class PieceWalk:
 
     @cute.jit
     def note_cut(self, slot: Int32, rows: TileRows, share: Share, line: TileOnLine, track: Track, schedule: Schedule):
-        """Write the SplitEntry of the row tile under way. The clusters from `owner` on have one piece of it each."""
+        """Write the SplitEntry of the current row tile. Each cluster from `owner` on has one piece of it."""
         split_info = schedule.split_info
         owner = divide(share.tile_start + line.lead, share.length)
         count = divide(share.tile_start + line.lead + line.blocks - 1, share.length) - owner + 1
-        # An estimate, but all clusters of the tile must come to the same one.
+        # This is an estimate, but all clusters of the tile must come to the same one.
         busy = Int32(0)
         if share.kind == ScheduleKind.LINE:
             if share.tile_start > owner * share.length:
